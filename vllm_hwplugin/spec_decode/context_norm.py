@@ -1,0 +1,113 @@
+"""Normalise a stack of layers, each with its own weight row, on any platform.
+
+Since 0.25.0 vLLM's DFlash drafters norm the context keys of all their layers in one call,
+``ops.rms_norm(out, x[L, ...], weight[L, width], eps)``. The CUDA kernel takes the weight row by the outermost index.
+Other kernels were written for one weight vector and read row 0 for every layer, without a shape check: the text stays
+right, because verification catches every wrong draft, and only the acceptance falls. Which platforms do so is not a
+matter of their name, and kernels get fixed, so the op itself is asked.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+import torch
+
+from vllm_hwplugin import record
+
+logger = logging.getLogger("vllm.hwplugin")
+
+#: ``ops.rms_norm``: (out, x, weight, eps) -> None, writes ``out``.
+NormOp = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], None]
+
+# The answer may depend on the width (vectorised and plain kernels differ) and on a broadcast input, so both are part of
+# the question; the number of tokens is not.
+_Question = tuple[NormOp, str, torch.dtype, int, int, bool]
+_answers: dict[_Question, bool] = {}
+_lock = threading.Lock()
+
+
+def norm_rows(op: NormOp, out: torch.Tensor, x: torch.Tensor, weights: torch.Tensor, eps: float) -> None:
+    """Write into ``out`` the RMS norm of ``x``, layer ``i`` with weight row ``weights[i]``.
+
+    Args:
+        op: the platform's ``rms_norm``, called once where it honours a weight row per layer, else once a layer.
+        out: ``[L, ..., width]``, contiguous.
+        x: ``[L, ..., width]``; may be broadcast over the layers (stride 0).
+        weights: ``[L, width]``.
+        eps: added to the mean square.
+    """
+    if _honours_rows(op, x, weights):
+        op(out, x, weights, eps)
+        return
+    for layer in range(weights.shape[0]):
+        op(out[layer], x[layer], weights[layer], eps)
+
+
+def _honours_rows(op: NormOp, x: torch.Tensor, weights: torch.Tensor) -> bool:
+    question = (op, str(x.device), x.dtype, weights.shape[0], weights.shape[1], x.stride(0) == 0)
+    answer = _answers.get(question)
+    if answer is not None:
+        return answer
+    if _is_recorded(x.device):
+        # The probe reads its result on the host, which would break a capture or a trace. One call a layer is right
+        # everywhere, so it serves until an ordinary call asks; the engine's own profiling run comes first in practice.
+        return False
+    with _lock:
+        if question not in _answers:
+            _answers[question] = _ask(op, x, weights)
+        return _answers[question]
+
+
+def _is_recorded(device: torch.device) -> bool:
+    if torch.compiler.is_compiling():
+        return True
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _ask(op: NormOp, x: torch.Tensor, weights: torch.Tensor) -> bool:
+    layers, width = weights.shape
+    broadcast = x.stride(0) == 0
+    # The contiguous question goes first: an op that ignores the weight rows may ignore strides too, and is then never
+    # handed a broadcast tensor to read past.
+    fault = _probe(op, layers, width, x.dtype, x.device, broadcast=False)
+    if fault is None and broadcast:
+        fault = _probe(op, layers, width, x.dtype, x.device, broadcast=True)
+    where = f"{x.device.type} {str(x.dtype).removeprefix('torch.')} [{layers}, {width}]"
+    if broadcast:
+        where += " broadcast"
+    if fault is None:
+        decision = "rms_norm honours a weight row per layer; vLLM's single call is kept"
+    else:
+        decision = f"rms_norm {fault}; one call a layer instead"
+    record.note(f"dflash-context-norm {where}", decision)
+    logger.info("dflash-context-norm on %s: %s", where, decision)
+    return fault is None
+
+
+def _probe(
+    op: NormOp, layers: int, width: int, dtype: torch.dtype, device: torch.device, *, broadcast: bool
+) -> str | None:
+    """None where the op agrees with a plain norm, else what it did instead."""
+    eps = 1e-6
+    # Built without the random generator: drawing from it would change what the engine samples.
+    ramp = torch.arange(layers * 2 * width, dtype=torch.float32, device=device).reshape(layers, 2, width)
+    x = ramp.mul(0.37).sin().add(0.25).to(dtype)
+    if broadcast:
+        x = x[:1].expand(layers, -1, -1)
+    weights = torch.arange(1, layers + 1, dtype=torch.float32, device=device)[:, None].expand(layers, width)
+    weights = weights.contiguous().to(dtype)
+    # NaN, so that rows the op leaves alone cannot pass by chance.
+    out = torch.full((layers, 2, width), float("nan"), dtype=dtype, device=device)
+    try:
+        op(out, x, weights, eps)
+    except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
+        return f"rejects a weight row per layer ({type(error).__name__}: {str(error).splitlines()[0]})"
+    x32 = x.float()
+    wanted = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps) * weights.float()[:, None, :]
+    # Neighbouring rows differ by at least a factor (L + 1) / L; 2 % also covers bfloat16's rounding for up to 40 layers.
+    if torch.allclose(out.float(), wanted, rtol=0.02, atol=0.02):
+        return None
+    return "does not honour a weight row per layer"
