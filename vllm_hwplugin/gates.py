@@ -139,7 +139,7 @@ GATES: Final[tuple[Gate, ...]] = (
         "VLLM_HWPLUGIN_STRICT",
         "bool",
         False,
-        "A feature that should be live and is not stops the process with an error, instead of a warning and stock vLLM.",
+        "A feature that should be live and is not stops the process with an error, not with a warning and stock vLLM.",
         affects=("errors",),
     ),
     Gate(
@@ -420,7 +420,7 @@ def _present(name: str, environ: Mapping[str, str]) -> str | None:
 
 
 def _bad(variable: str, raw: str, good: str, help_: str) -> GateError:
-    return GateError(f"{variable}={raw!r} is not a value it knows. Good values: {good}. ({help_})")
+    return GateError(f"{variable}={raw!r} is not one of the good values: {good}. ({help_})")
 
 
 def _parse(gate: Gate, raw: str) -> Value:
