@@ -1,0 +1,110 @@
+"""What one engine process is asked to do, and what it answers."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+#: One line of the child's answer: {"event": "ready" | "measured" | "profiled" | "done", ...}.
+Event = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Prompts that are given to the engine together, and how they are measured.
+
+    ``profile_tokens`` > 0 adds one run of so many tokens under torch's profiler (CUDA only). ``keep_texts`` returns the
+    generated token ids of the first round.
+    """
+
+    name: str
+    prompts: tuple[tuple[int, ...], ...]
+    max_tokens: int
+    rounds: int = 1
+    warmup_tokens: int = 0
+    profile_tokens: int = 0
+    keep_texts: bool = False
+
+
+@dataclass(frozen=True)
+class Job:
+    """One fresh process with one engine: ``options`` are vLLM's ``LLM`` arguments, ``environment`` is set on top."""
+
+    label: str
+    patched: bool
+    options: dict[str, Any]
+    environment: dict[str, str]
+    workloads: tuple[Workload, ...]
+    tokenize: bool = True
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Job:
+        raw = json.loads(text)
+        raw["workloads"] = tuple(
+            Workload(**{**w, "prompts": tuple(tuple(p) for p in w["prompts"])}) for w in raw["workloads"]
+        )
+        return cls(**raw)
+
+    @property
+    def measurements(self) -> int:
+        return sum(w.rounds + (w.profile_tokens > 0) for w in self.workloads)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came back of a job. ``error`` is None when all was measured; what was measured before a crash is kept."""
+
+    job: Job
+    events: tuple[Event, ...]
+    seconds: float
+    error: str | None = None
+    log_tail: str = ""
+    records: tuple[Mapping[str, Any], ...] = field(default=())
+
+    def of(self, event: str, workload: str | None = None) -> list[Event]:
+        return [e for e in self.events if e["event"] == event and (workload is None or e["workload"] == workload)]
+
+    def ready(self) -> Event:
+        """What the engine said when it stood: seconds, device, versions; empty when it never did."""
+        found = self.of("ready")
+        return found[0] if found else {}
+
+    def summary(self, workload: str) -> dict[str, Any] | None:
+        """The rounds of one workload as one row; None when none was measured."""
+        rounds = self.of("measured", workload)
+        if not rounds:
+            return None
+        speeds = [r["tokens"] / r["seconds"] for r in rounds]
+        steps = sum(r["steps"] for r in rounds)
+        drafts = sum(r["drafts"] for r in rounds)
+        accepted = [sum(column) for column in zip(*(r["accepted_per_position"] for r in rounds), strict=True)]
+        row: dict[str, Any] = {
+            "rounds": len(rounds),
+            "tokens_per_second": {"best": max(speeds), "median": statistics.median(speeds), "all": speeds},
+            "step_ms": 1e3 * sum(r["seconds"] for r in rounds) / steps if steps else None,
+            "steps": steps,
+            "drafts": drafts,
+            "acceptance_per_position": [a / drafts for a in accepted] if drafts else [],
+            "acceptance_length": acceptance_length(drafts, accepted),
+        }
+        for profile in self.of("profiled", workload):
+            row["profile"] = {k: v for k, v in profile.items() if k not in ("event", "workload")}
+        return row
+
+    def texts(self, workload: str) -> list[list[int]] | None:
+        for r in self.of("measured", workload):
+            if "texts" in r:
+                return [list(t) for t in r["texts"]]
+        return None
+
+
+def acceptance_length(drafts: int, accepted_per_position: Sequence[int]) -> float | None:
+    """Mean tokens a verify step yields: the accepted draft tokens and the one that the target always gives."""
+    return 1 + sum(accepted_per_position) / drafts if drafts else None

@@ -1,0 +1,122 @@
+"""Run a job in a fresh process; a crash becomes an outcome, never an exception that loses the other side."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from .. import record
+from ._job import Event, Job, Outcome
+
+_TAIL_LINES = 30
+
+
+def child_environment(extra: Mapping[str, str]) -> dict[str, str]:
+    """This process's environment, with the package importable from wherever this copy of it lies."""
+    environment = {**os.environ, **extra}
+    home = str(Path(__file__).resolve().parents[2])
+    paths = [p for p in environment.get("PYTHONPATH", "").split(os.pathsep) if p]
+    if home not in paths:
+        # Behind the user's own entries: only this package shall come from here.
+        environment["PYTHONPATH"] = os.pathsep.join([*paths, home])
+    return environment
+
+
+def launch(job: Job, *, timeout: float, on_event: Callable[[Event], None] | None = None) -> Outcome:
+    """Run ``job`` and wait for it.
+
+    Args:
+        job: what to run.
+        timeout: seconds after which the process and its children are killed.
+        on_event: called for each line of the answer as it comes.
+    """
+    with tempfile.TemporaryDirectory(prefix="hwplugin-bench-") as name:
+        folder = Path(name)
+        (folder / "job.json").write_text(job.to_json(), encoding="utf-8")
+        answer, log = folder / "answer.jsonl", folder / "log"
+        answer.touch()
+        command = [sys.executable, "-m", "vllm_hwplugin.bench._engine", str(folder / "job.json"), str(answer)]
+        started = time.monotonic()
+        with log.open("wb") as output:
+            # A session of its own: whatever the engine starts can be ended with it, and nothing else.
+            process = subprocess.Popen(
+                command,
+                env=child_environment(job.environment),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            try:
+                events, timed_out = _follow(process, answer, started + timeout, on_event)
+            finally:
+                _end(process)
+        seconds = time.monotonic() - started
+        error = _error(process.returncode, timeout if timed_out else None, events)
+        tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL_LINES:]) if error else ""
+        return Outcome(job, tuple(events), seconds, error, tail, _records(process.pid))
+
+
+def _follow(
+    process: subprocess.Popen[bytes], answer: Path, deadline: float, on_event: Callable[[Event], None] | None
+) -> tuple[list[Event], bool]:
+    events: list[Event] = []
+    unfinished = ""
+    with answer.open(encoding="utf-8") as stream:
+        while True:
+            ended = process.poll() is not None  # asked before the read, so that nothing is left behind it
+            *lines, unfinished = (unfinished + stream.read()).split("\n")
+            for line in lines:
+                events.append(json.loads(line))
+                if on_event is not None:
+                    on_event(events[-1])
+            if ended:
+                return events, False
+            if time.monotonic() > deadline:
+                return events, True
+            time.sleep(0.1)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass  # the usual case: it ended by itself and left nothing behind
+    process.wait()
+
+
+def _error(code: int, timeout: float | None, events: list[Event]) -> str | None:
+    if timeout is not None:
+        return f"no end after {timeout:.0f} s; killed"
+    if code < 0:
+        return f"killed by {signal.Signals(-code).name}"
+    if code > 0:
+        return f"exit code {code}"
+    if not any(e["event"] == "done" for e in events):
+        return "exit code 0 before everything was measured"
+    return None
+
+
+def _records(pid: int) -> tuple[dict[str, Any], ...]:
+    """The process records of the engine's process and of those that it started."""
+    kin = {pid}
+    found: list[dict[str, Any]] = []
+    everyone = record.read_all()
+    grown = True
+    while grown:
+        grown = False
+        for one in everyone:
+            raw = one.as_dict()
+            if raw not in found and (raw["pid"] in kin or raw["ppid"] in kin):
+                kin.add(raw["pid"])
+                found.append(raw)
+                grown = True
+    return tuple(found)

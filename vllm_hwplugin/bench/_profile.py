@@ -1,0 +1,140 @@
+"""Count, per verify step, what the host launches and how long the GPU works, from torch's profiler.
+
+A step lies between the starts of two successive ``execute_model`` calls; only steps that verify drafts for every running
+request count, so prefill and the ragged end do not blur the figures. The draft phase is the drafter's ``propose``.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+STEP = "hwplugin.verify-step"
+OTHER_STEP = "hwplugin.other-step"
+DRAFT = "hwplugin.draft"
+
+_GPU_WORK = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
+_RUNTIME = frozenset({"cuda_runtime", "cuda_driver"})
+
+
+@dataclass
+class Profile:
+    """Filled when the ``profiled`` block ends."""
+
+    trace: list[dict[str, Any]] = field(default_factory=list)
+
+    def counts(self) -> dict[str, Any]:
+        return counts_per_step(self.trace)
+
+
+@contextmanager
+def profiled(runner: Any) -> Iterator[Profile]:
+    """Profile the block; ``runner`` is vLLM's V1 model runner, whose steps and drafts are marked meanwhile."""
+    import torch
+    from torch.profiler import ProfilerActivity, record_function
+
+    def marked(original: Callable[..., Any], name: Callable[..., str]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with record_function(name(*args, **kwargs)):
+                return original(*args, **kwargs)
+
+        return call
+
+    def step_name(scheduler_output: Any, *_: Any, **__: Any) -> str:
+        drafts = scheduler_output.scheduled_spec_decode_tokens
+        tokens = scheduler_output.num_scheduled_tokens
+        verifies = drafts and len(drafts) == len(tokens) and not scheduler_output.scheduled_new_reqs
+        return STEP if verifies else OTHER_STEP
+
+    result = Profile()
+    drafter = getattr(runner, "drafter", None)
+    runner.execute_model = marked(runner.execute_model, step_name)
+    if drafter is not None:
+        drafter.propose = marked(drafter.propose, lambda *_, **__: DRAFT)
+    try:
+        with torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+            yield result
+            torch.cuda.synchronize()
+    finally:
+        # Both were set on the instance, above the class's own methods.
+        del runner.execute_model
+        if drafter is not None:
+            del drafter.propose
+    with tempfile.TemporaryDirectory(prefix="hwplugin-trace-") as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        result.trace = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+
+
+def counts_per_step(trace: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Medians over the verify steps of a Chrome trace (times in microseconds); pure, tested without a GPU.
+
+    The GPU runs behind the host, so its busy time is not cut at single steps: it is what the kernels, copies and sets of
+    the whole window cover, divided by the steps.
+    """
+    spans = [e for e in trace if e.get("ph") == "X"]
+    marks = sorted((e for e in spans if e.get("cat") == "user_annotation"), key=lambda e: e["ts"])
+    starts = [(e["ts"], e["name"]) for e in marks if e["name"] in (STEP, OTHER_STEP)]
+    windows = [
+        (start, following)
+        for (start, name), (following, _) in zip(starts, starts[1:], strict=False)
+        if name == STEP
+    ]
+    if not windows:
+        return {"steps": 0}
+    calls = sorted((e["ts"], _kind(e["name"])) for e in spans if e.get("cat") in _RUNTIME)
+    calls = [c for c in calls if c[1]]
+    times = [c[0] for c in calls]
+    drafts = [(e["ts"], e["ts"] + e["dur"]) for e in marks if e["name"] == DRAFT]
+
+    def count(start: float, end: float, kind: str) -> int:
+        return sum(1 for _, k in calls[bisect_left(times, start) : bisect_left(times, end)] if k == kind)
+
+    def per_step(kind: str) -> float:
+        return statistics.median(count(a, b, kind) for a, b in windows)
+
+    def per_draft(kind: str) -> float | None:
+        inside = [d for d in drafts if any(a <= d[0] < b for a, b in windows)]
+        return statistics.median(count(a, b, kind) for a, b in inside) if inside else None
+
+    work = [(e["ts"], e["ts"] + e["dur"]) for e in spans if e.get("cat") in _GPU_WORK]
+    return {
+        "steps": len(windows),
+        "step_ms_profiled": statistics.median(b - a for a, b in windows) / 1e3,
+        "gpu_busy_ms": _covered(work, windows) / 1e3 / len(windows),
+        "graph_launches": per_step("graph"),
+        "kernel_launches": per_step("kernel"),
+        "copies": per_step("copy"),
+        "draft_graph_launches": per_draft("graph"),
+        "draft_kernel_launches": per_draft("kernel"),
+    }
+
+
+def _kind(name: str) -> str:
+    if name.startswith(("cudaGraphLaunch", "cuGraphLaunch")):
+        return "graph"
+    if name.startswith(("cudaLaunchKernel", "cuLaunchKernel", "cudaLaunchCooperativeKernel")):
+        return "kernel"
+    if name.startswith(("cudaMemcpyAsync", "cuMemcpy")):
+        return "copy"
+    return ""
+
+
+def _covered(work: list[tuple[float, float]], windows: list[tuple[float, float]]) -> float:
+    """How much of the windows the union of the work intervals covers."""
+    merged: list[list[float]] = []
+    for start, end in sorted(work):
+        if merged and start <= merged[-1][1]:
+            merged[-1][1] = max(merged[-1][1], end)
+        else:
+            merged.append([start, end])
+    return sum(
+        max(0.0, min(end, b) - max(start, a)) for start, end in merged for a, b in windows if start < b and end > a
+    )

@@ -1,0 +1,192 @@
+"""``vllm-hwplugin demo``: the real vLLM on tiny trained checkpoints, stock and patched side by side."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from .. import bench
+from ..patching import PatchingError
+
+WORKLOAD = "demo"
+#: Tokens drafted a step: what the checkpoints were trained for.
+DRAFT_TOKENS = {"eagle3": 3, "dflash": 7}
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """One engine of the demo; ``method`` None is the target alone."""
+
+    name: str
+    method: str | None
+    patched: bool
+
+
+CONFIGURATIONS = (
+    Configuration("no speculation", None, False),
+    Configuration("Eagle3 stock", "eagle3", False),
+    Configuration("DFlash stock", "dflash", False),
+    Configuration("Eagle3 patched", "eagle3", True),
+    Configuration("DFlash patched", "dflash", True),
+)
+
+
+def demo(
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there.")] = None,
+    model: Annotated[
+        Path | None, typer.Option("--model", help="Folder with target, eagle3, dflash and prompts.json.")
+    ] = None,
+    prompts: Annotated[int, typer.Option("--prompts", min=1, help="How many prompts.")] = 16,
+    tokens: Annotated[int, typer.Option("--tokens", min=1, help="New tokens a prompt.")] = 64,
+    timeout: Annotated[float, typer.Option("--timeout", help="Seconds for one engine, start included.")] = 900,
+) -> None:
+    """Run vLLM without speculation, and with Eagle3 and DFlash, stock and patched; compare texts and acceptance."""
+    console = Console()
+    try:
+        checkpoints = bench.find_checkpoints(model)
+        bench.load_prompts(checkpoints, prompts)
+        host = bench.detect_host()
+    except PatchingError as error:
+        Console(stderr=True).print(f"demo: {error}", style="red", markup=False, highlight=False)
+        raise typer.Exit(2) from None
+    console.print(f"vLLM {host.vllm} on {host.name} ({host.device}), torch {host.torch}", highlight=False)
+    if host.device == "cpu":
+        console.print("A CPU host: float32, eager. CUDA graphs, and with them draft-full-graph, need a GPU.")
+    jobs = [job_for(c, host, checkpoints, prompts, tokens) for c in CONFIGURATIONS]
+    outcomes = run_all(jobs, timeout, console)
+    result = compare(outcomes, host)
+    show(result, console)
+    if json_file is not None:
+        json_file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    if not result["ok"]:
+        raise typer.Exit(1)
+
+
+def job_for(
+    configuration: Configuration, host: bench.Host, checkpoints: bench.Checkpoints, prompts: int, tokens: int
+) -> bench.Job:
+    options = bench.engine_options(host.device, max_model_len=512, cudagraph_mode="FULL", max_num_seqs=128)
+    options["model"] = str(checkpoints.target)
+    if configuration.method is not None:
+        options["speculative_config"] = {
+            "method": configuration.method,
+            "model": str(checkpoints.drafter(configuration.method)),
+            "num_speculative_tokens": DRAFT_TOKENS[configuration.method],
+        }
+    workload = bench.Workload(
+        WORKLOAD, bench.load_prompts(checkpoints, prompts), tokens, warmup_tokens=8, keep_texts=True
+    )
+    return bench.Job(
+        label=configuration.name,
+        patched=configuration.patched,
+        options=options,
+        environment=bench.engine_environment(host.device, patched=configuration.patched, inherited=os.environ),
+        workloads=(workload,),
+    )
+
+
+def run_all(jobs: Sequence[bench.Job], timeout: float, console: Console) -> list[bench.Outcome]:
+    """One engine after the other, so that none disturbs another's figures."""
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    outcomes = []
+    with Progress(*columns, console=console, transient=True) as progress:
+        # Two parts an engine: its start, and its generation.
+        task = progress.add_task("", total=2 * len(jobs))
+        for done, job in enumerate(jobs):
+            progress.update(task, completed=2 * done, description=f"{job.label}: engine starts")
+            outcome = bench.launch(job, timeout=timeout, on_event=_ticker(progress, task, job.label))
+            outcomes.append(outcome)
+            word = "failed" if outcome.error else "done"
+            progress.console.print(f"{job.label}: {word} in {outcome.seconds:.0f} s", highlight=False)
+    return outcomes
+
+
+def _ticker(progress: Progress, task: Any, label: str) -> Callable[[bench.Event], None]:
+    def on_event(event: bench.Event) -> None:
+        if event["event"] == "ready":
+            progress.update(task, advance=1, description=f"{label}: generates")
+
+    return on_event
+
+
+def compare(outcomes: Sequence[bench.Outcome], host: bench.Host) -> dict[str, Any]:
+    """The demo's result as JSON: one row a configuration, texts compared with those of the run without speculation."""
+    reference = outcomes[0].texts(WORKLOAD)
+    rows = []
+    for outcome in outcomes:
+        texts = outcome.texts(WORKLOAD)
+        summary = outcome.summary(WORKLOAD)
+        rows.append(
+            {
+                "name": outcome.job.label,
+                "patched": outcome.job.patched,
+                "error": outcome.error,
+                "log_tail": outcome.log_tail,
+                "seconds": outcome.seconds,
+                "texts_equal": None if texts is None or reference is None else equal_texts(texts, reference),
+                "texts": None if texts is None else len(texts),
+                "tokens_per_second": summary and summary["tokens_per_second"]["best"],
+                "drafts": summary and summary["drafts"],
+                "acceptance_length": summary and summary["acceptance_length"],
+                "acceptance_per_position": summary and summary["acceptance_per_position"],
+                "graph_modes": outcome.ready().get("graph_modes", {}),
+                "processes": [dict(r) for r in outcome.records],
+            }
+        )
+    # bfloat16 on a GPU: the batch's shape moves near-ties, so a differing text is shown there but is no failure.
+    exact = host.device == "cpu"
+    ok = all(r["error"] is None and (not exact or r["texts_equal"] == r["texts"]) for r in rows)
+    return {"ok": ok, "host": dataclasses.asdict(host), "configurations": rows}
+
+
+def equal_texts(texts: Sequence[Sequence[int]], reference: Sequence[Sequence[int]]) -> int:
+    return sum(list(a) == list(b) for a, b in zip(texts, reference, strict=True))
+
+
+def show(result: Mapping[str, Any], console: Console) -> None:
+    table = Table(title="Same prompts, greedy")
+    for name in ("configuration", "tokens/s", "drafts", "acceptance length", "per position", "texts equal"):
+        table.add_column(name, justify="left" if name in ("configuration", "per position") else "right")
+    for row in result["configurations"]:
+        if row["tokens_per_second"] is None:
+            table.add_row(row["name"], "failed", "", "", "", "")
+            continue
+        drafted = bool(row["drafts"])
+        table.add_row(
+            row["name"],
+            f"{row['tokens_per_second']:.0f}",
+            str(row["drafts"]) if drafted else "",
+            f"{row['acceptance_length']:.3f}" if drafted else "",
+            " ".join(f"{a:.3f}" for a in row["acceptance_per_position"]),
+            "" if row["texts_equal"] is None else f"{row['texts_equal']}/{row['texts']}",
+        )
+    console.print(table)
+    for row in result["configurations"]:
+        for process in row["processes"]:
+            console.print(_process_line(row["name"], process), highlight=False)
+        if row["graph_modes"]:
+            modes = ", ".join(f"{who} {mode}" for who, mode in row["graph_modes"].items())
+            console.print(f"{row['name']}: CUDA graphs: {modes}", highlight=False)
+    for row in result["configurations"]:
+        if row["error"] is not None:
+            console.print(f"\n{row['name']} failed: {row['error']}. End of its log:", style="red", highlight=False)
+            console.print(row["log_tail"], markup=False, highlight=False)
+
+
+def _process_line(name: str, process: Mapping[str, Any]) -> str:
+    features = process["features"]
+    live = [f for f, state in features.items() if state["state"] == "live"]
+    other = [f"{f} {state['state']}" for f, state in features.items() if state["state"] != "live"]
+    decisions = [f"{key}: {text}" for key, text in process.get("decisions", {}).items()]
+    line = f"{name}: process {process['pid']} ({process['role']}): live: {', '.join(live) or 'nothing'}"
+    return "\n  ".join(["; ".join([line, *other]), *decisions])
