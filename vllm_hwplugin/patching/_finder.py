@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The meta-path finder: for exactly the patched modules, an ordinary source loader on the copy."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from importlib.util import spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+
+from ._errors import PatchingError
+from ._overlay import Copy, Overlay
+
+
+class CopyFinder:
+    """Serves patched modules from their copies, and knows no other module.
+
+    Args:
+        root: the folder that holds the installed folder ``vllm``.
+        overlay: where the copies lie.
+        copies: module name -> copy.
+        on_load: called with the module's name when a copy is about to be loaded.
+
+    One limit: data files beside a patched package's ``__init__.py`` are found through ``__path__``, which stays the
+    installed folder, but not through ``pkgutil.get_data`` or ``importlib.resources``, which start from the loader.
+    """
+
+    def __init__(
+        self, root: Path, overlay: Overlay, copies: Mapping[str, Copy], on_load: Callable[[str], None] = lambda _: None
+    ) -> None:
+        self._root = root
+        self._overlay = overlay
+        self._on_load = on_load
+        self.copies = dict(copies)
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        copy = self.copies.get(fullname)
+        if copy is None:
+            return None
+        installed = self._root.joinpath(*fullname.split("."))
+        parent = installed.parent
+        if path is not None and not any(Path(entry).absolute() == parent for entry in path):
+            # Another tree has taken the package's name since the patches were computed. Its modules are not the ones
+            # that were patched, and a mixture of both is the one thing that must not run.
+            raise ImportError(
+                f"{fullname} was patched in {parent} but is imported from {', '.join(path)}; "
+                "start again with one vLLM on the path, or set VLLM_HWPLUGIN=0",
+                name=fullname,
+            )
+        try:
+            self._overlay.prepare(copy)
+        except PatchingError as error:
+            # Modules of the same features may run patched already: the stock module would make half a feature.
+            raise ImportError(str(error), name=fullname, path=str(copy.path)) from error
+        self._on_load(fullname)
+        return spec_from_file_location(
+            fullname,
+            copy.path,
+            loader=SourceFileLoader(fullname, str(copy.path)),
+            submodule_search_locations=[str(installed)] if copy.is_package else None,
+        )
+
+    def invalidate_caches(self) -> None:
+        """Nothing is cached between calls; the method is part of the protocol."""
+
+    def put_first(self) -> None:
+        """Make this the finder that is asked first, wherever others have put themselves since."""
+        # One assignment: other threads that import now see the old list or the new one.
+        sys.meta_path[:] = [self, *(other for other in sys.meta_path if other is not self)]
+
+    def remove(self) -> None:
+        sys.meta_path[:] = [other for other in sys.meta_path if other is not self]
+
+
+def serves(module: ModuleType, copy: Copy) -> bool:
+    """Whether an imported module runs from its copy."""
+    spec = getattr(module, "__spec__", None)
+    return spec is not None and spec.origin == str(copy.path) and getattr(module, "__file__", None) == str(copy.path)

