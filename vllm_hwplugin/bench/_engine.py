@@ -58,11 +58,15 @@ def main(arguments: Sequence[str]) -> None:
 
 def _measure(llm: Any, job: Job, workload: Workload, answer: _Answer) -> None:
     if workload.warmup_tokens:
-        _generate(llm, job, workload, workload.warmup_tokens)
+        _generate(llm, job, workload.prompts[: workload.batch], workload.warmup_tokens)
     for number in range(workload.rounds):
         before = _counters(llm)
         started = time.perf_counter()
-        texts = _generate(llm, job, workload, workload.max_tokens)
+        texts = [
+            text
+            for first in range(0, len(workload.prompts), workload.batch)
+            for text in _generate(llm, job, workload.prompts[first : first + workload.batch], workload.max_tokens)
+        ]
         seconds = time.perf_counter() - started
         after = _counters(llm)
         facts: dict[str, Any] = {
@@ -80,16 +84,16 @@ def _measure(llm: Any, job: Job, workload: Workload, answer: _Answer) -> None:
         from ._profile import profiled
 
         with profiled(_model_runner(llm)) as profile:
-            _generate(llm, job, workload, workload.profile_tokens)
+            _generate(llm, job, workload.prompts[: workload.batch], workload.profile_tokens)
         answer.say("profiled", workload=workload.name, **profile.counts())
 
 
-def _generate(llm: Any, job: Job, workload: Workload, tokens: int) -> list[list[int]]:
+def _generate(llm: Any, job: Job, prompts: Sequence[Sequence[int]], tokens: int) -> list[list[int]]:
     from vllm import SamplingParams
 
     sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=job.tokenize)
     outputs = llm.generate(
-        [{"prompt_token_ids": list(p)} for p in workload.prompts], sampling_params=sampling, use_tqdm=False
+        [{"prompt_token_ids": list(p)} for p in prompts], sampling_params=sampling, use_tqdm=False
     )
     return [list(o.outputs[0].token_ids) for o in outputs]
 

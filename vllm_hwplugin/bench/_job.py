@@ -15,15 +15,16 @@ Event = dict[str, Any]
 
 @dataclass(frozen=True)
 class Workload:
-    """Prompts that are given to the engine together, and how they are measured.
+    """Prompts, given to the engine in groups of ``batch``, and how they are measured.
 
-    ``profile_tokens`` > 0 adds one run of so many tokens under torch's profiler (CUDA only). ``keep_texts`` returns the
-    generated token ids of the first round.
+    ``profile_tokens`` > 0 adds one run of one group and so many tokens under torch's profiler (CUDA only).
+    ``keep_texts`` returns the generated token ids of the first round.
     """
 
     name: str
     prompts: tuple[tuple[int, ...], ...]
     max_tokens: int
+    batch: int
     rounds: int = 1
     warmup_tokens: int = 0
     profile_tokens: int = 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -10,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +47,8 @@ def launch(job: Job, *, timeout: float, on_event: Callable[[Event], None] | None
         answer, log = folder / "answer.jsonl", folder / "log"
         answer.touch()
         command = [sys.executable, "-m", "vllm_hwplugin.bench._engine", str(folder / "job.json"), str(answer)]
-        started = time.monotonic()
+        # A record's time is cut to milliseconds.
+        started, since = time.monotonic(), datetime.now(timezone.utc) - timedelta(milliseconds=1)
         with log.open("wb") as output:
             # A session of its own: whatever the engine starts can be ended with it, and nothing else.
             process = subprocess.Popen(
@@ -62,7 +66,7 @@ def launch(job: Job, *, timeout: float, on_event: Callable[[Event], None] | None
         seconds = time.monotonic() - started
         error = _error(process.returncode, timeout if timed_out else None, events)
         tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL_LINES:]) if error else ""
-        return Outcome(job, tuple(events), seconds, error, tail, _records(process.pid))
+        return Outcome(job, tuple(events), seconds, error, tail, _records(process.pid, since))
 
 
 def _follow(
@@ -86,10 +90,8 @@ def _follow(
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError):  # the usual case: it ended by itself and left nothing behind
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass  # the usual case: it ended by itself and left nothing behind
     process.wait()
 
 
@@ -105,18 +107,13 @@ def _error(code: int, timeout: float | None, events: list[Event]) -> str | None:
     return None
 
 
-def _records(pid: int) -> tuple[dict[str, Any], ...]:
-    """The process records of the engine's process and of those that it started."""
+def _records(pid: int, since: datetime) -> tuple[dict[str, Any], ...]:
+    """The process records of the engine's process and of those that it started, oldest first."""
     kin = {pid}
-    found: list[dict[str, Any]] = []
-    everyone = record.read_all()
-    grown = True
-    while grown:
-        grown = False
-        for one in everyone:
-            raw = one.as_dict()
-            if raw not in found and (raw["pid"] in kin or raw["ppid"] in kin):
-                kin.add(raw["pid"])
-                found.append(raw)
-                grown = True
+    found = []
+    for one in record.read_all():
+        # Process ids come round again, and records outlive their processes.
+        if datetime.fromisoformat(one.started) >= since and (one.pid in kin or one.ppid in kin):
+            kin.add(one.pid)
+            found.append(dataclasses.asdict(one))
     return tuple(found)

@@ -1,7 +1,8 @@
 """Count, per verify step, what the host launches and how long the GPU works, from torch's profiler.
 
-A step lies between the starts of two successive ``execute_model`` calls; only steps that verify drafts for every running
-request count, so prefill and the ragged end do not blur the figures. The draft phase is the drafter's ``propose``.
+A step lies between the starts of two successive ``execute_model`` calls; only steps that verify drafts for every
+running request count, so prefill and the ragged end do not blur the figures. The draft phase is the drafter's
+``propose``.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -76,17 +78,13 @@ def profiled(runner: Any) -> Iterator[Profile]:
 def counts_per_step(trace: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Medians over the verify steps of a Chrome trace (times in microseconds); pure, tested without a GPU.
 
-    The GPU runs behind the host, so its busy time is not cut at single steps: it is what the kernels, copies and sets of
-    the whole window cover, divided by the steps.
+    The GPU runs behind the host, so its busy time is not cut at single steps: it is what the kernels, copies and sets
+    of the whole window cover, divided by the steps.
     """
     spans = [e for e in trace if e.get("ph") == "X"]
     marks = sorted((e for e in spans if e.get("cat") == "user_annotation"), key=lambda e: e["ts"])
     starts = [(e["ts"], e["name"]) for e in marks if e["name"] in (STEP, OTHER_STEP)]
-    windows = [
-        (start, following)
-        for (start, name), (following, _) in zip(starts, starts[1:], strict=False)
-        if name == STEP
-    ]
+    windows = [(start, following) for (start, name), (following, _) in pairwise(starts) if name == STEP]
     if not windows:
         return {"steps": 0}
     calls = sorted((e["ts"], _kind(e["name"])) for e in spans if e.get("cat") in _RUNTIME)

@@ -14,17 +14,15 @@ _COMMON = {
 }
 
 
-def engine_environment(
-    device: str, *, patched: bool, inherited: Mapping[str, str], extra: Mapping[str, str] | None = None
-) -> dict[str, str]:
-    """The variables to set for one engine process; what the user has already set is kept, ``extra`` wins."""
-    wanted = dict(_COMMON)
+def engine_environment(device: str, *, patched: bool, extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The variables to set for one engine process, above the user's own; ``extra`` wins over both.
+
+    Stock is the master gate switched off, so both sides run the same installation.
+    """
+    environment = {**_COMMON, "VLLM_HWPLUGIN": "1" if patched else "0"}
     if device == "cpu":
-        wanted["VLLM_CPU_KVCACHE_SPACE"] = "1"
-    environment = {k: v for k, v in wanted.items() if k not in inherited}
-    environment["VLLM_HWPLUGIN"] = "1" if patched else "0"
-    environment.update(extra or {})
-    return environment
+        environment["VLLM_CPU_KVCACHE_SPACE"] = "1"
+    return {**environment, **(extra or {})}
 
 
 def engine_options(device: str, *, max_model_len: int, cudagraph_mode: str, max_num_seqs: int) -> dict[str, Any]:

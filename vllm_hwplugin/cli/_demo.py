@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,13 +83,18 @@ def job_for(
             "num_speculative_tokens": DRAFT_TOKENS[configuration.method],
         }
     workload = bench.Workload(
-        WORKLOAD, bench.load_prompts(checkpoints, prompts), tokens, warmup_tokens=8, keep_texts=True
+        WORKLOAD,
+        bench.load_prompts(checkpoints, prompts),
+        tokens,
+        batch=prompts,
+        warmup_tokens=8,
+        keep_texts=True,
     )
     return bench.Job(
         label=configuration.name,
         patched=configuration.patched,
         options=options,
-        environment=bench.engine_environment(host.device, patched=configuration.patched, inherited=os.environ),
+        environment=bench.engine_environment(host.device, patched=configuration.patched),
         workloads=(workload,),
     )
 

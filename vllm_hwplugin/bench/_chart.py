@@ -1,0 +1,53 @@
+"""The chart of docs/benchmarks.md: patched tokens/s by stock's, one group of bars a case, one bar a batch size."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..patching import PatchingError
+from ._report import rows
+
+
+class ChartError(PatchingError):
+    """There is nothing to draw, or nothing to draw with."""
+
+
+def draw(files: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Draw all cases of all files into one SVG (or PNG, by the suffix).
+
+    Raises:
+        ChartError: matplotlib is missing, or no case has both sides.
+    """
+    try:
+        import matplotlib
+    except ImportError:
+        raise ChartError("the chart needs matplotlib: pip install 'vllm-hwplugin[bench]'") from None
+    matplotlib.use("Agg")
+    # The same results give the same file: no random ids, no date.
+    matplotlib.rcParams["svg.hashsalt"] = "vllm-hwplugin"
+    from matplotlib import pyplot
+
+    bars: dict[str, dict[int, float]] = {}
+    for results in files:
+        for row in rows(results):
+            if row.ratio is not None:
+                bars.setdefault(f"{row.label}\nvLLM {results['host']['vllm']}", {})[int(row.batch)] = row.ratio
+    if not bars:
+        raise ChartError("no case has both a stock and a patched measurement")
+    batches = sorted({batch for group in bars.values() for batch in group})
+    width = 0.8 / len(batches)
+    figure, axes = pyplot.subplots(figsize=(max(6.0, 1.8 * len(bars)), 4.0), layout="constrained")
+    for place, batch in enumerate(batches):
+        groups = [(at, group[batch]) for at, group in enumerate(bars.values()) if batch in group]
+        offset = (place - (len(batches) - 1) / 2) * width
+        drawn = axes.bar([at + offset for at, _ in groups], [r for _, r in groups], width, label=f"batch {batch}")
+        axes.bar_label(drawn, fmt="%.2f", fontsize=7)
+    axes.axhline(1.0, color="black", linewidth=0.8)
+    axes.set_xticks(range(len(bars)), list(bars), fontsize=8)
+    axes.set_ylabel("tokens/s, patched / stock")
+    axes.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    pyplot.close(figure)

@@ -1,0 +1,105 @@
+"""The results file of a benchmark: JSON, written anew after every engine, so that an interrupted run keeps its part."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from .. import __version__
+from ..patching import PatchingError
+from ._host import Host
+from ._job import Outcome
+from ._plan import Case, Settings, synthetic_length
+
+FORMAT = 1
+
+
+class ResultsError(PatchingError):
+    """A file that is not a results file of this format."""
+
+
+def commit() -> str | None:
+    """The source tree's commit, with ``+`` when it has local changes; None for an installed wheel."""
+    home = Path(__file__).resolve().parents[2]
+    if not (home / ".git").exists():
+        return os.environ.get("VLLM_HWPLUGIN_COMMIT")
+    try:
+        head = _git(home, "rev-parse", "--short=12", "HEAD")
+        return head + ("+" if _git(home, "status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None  # no git on this machine, or an unborn branch: the figures stand without it
+
+
+def _git(home: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(home), *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def new(host: Host, settings: Settings) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "plugin": __version__,
+        "commit": commit(),
+        "host": dataclasses.asdict(host),
+        "settings": json.loads(json.dumps(dataclasses.asdict(settings))),
+        "cases": [],
+    }
+
+
+def add(results: dict[str, Any], case: Case, settings: Settings, sides: Mapping[str, Outcome]) -> None:
+    """Put the sides of a case that are measured so far into ``results``, in place of what stood there of the case."""
+    entry = {
+        **dataclasses.asdict(case),
+        "synthetic_acceptance_length": synthetic_length(case, settings),
+        "sides": {side: _side(outcome) for side, outcome in sides.items()},
+    }
+    key = dataclasses.asdict(case)
+    kept = [c for c in results["cases"] if {k: c[k] for k in key} != key]
+    results["cases"] = [*kept, entry]
+
+
+def _side(outcome: Outcome) -> dict[str, Any]:
+    ready = outcome.ready()
+    return {
+        "error": outcome.error,
+        "log_tail": outcome.log_tail,
+        "seconds": outcome.seconds,
+        "start_seconds": ready.get("seconds"),
+        "graph_modes": ready.get("graph_modes", {}),
+        "batches": {str(w.batch): outcome.summary(w.name) for w in outcome.job.workloads},
+        "processes": [dict(r) for r in outcome.records],
+    }
+
+
+def write(results: Mapping[str, Any], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    with os.fdopen(handle, "w", encoding="utf-8") as stream:
+        stream.write(json.dumps(results, indent=1) + "\n")
+    os.replace(name, path)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Read a results file.
+
+    Raises:
+        ResultsError: not there, not JSON, or another format.
+    """
+    try:
+        results = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ResultsError(f"{path}: {error.strerror}") from None
+    except ValueError as error:
+        raise ResultsError(f"{path} is no results file of `vllm-hwplugin bench` ({error})") from None
+    if not isinstance(results, dict) or results.get("format") != FORMAT:
+        found = results.get("format") if isinstance(results, dict) else type(results).__name__
+        raise ResultsError(f"{path}: results format {found}, this version reads {FORMAT}; run the benchmark again")
+    return results

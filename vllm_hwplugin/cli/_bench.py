@@ -1,0 +1,148 @@
+"""``vllm-hwplugin bench``: stock and patched vLLM in turn, each in a fresh process on the same machine."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from ..bench import CheckpointsMissing, Event, detect_host, find_checkpoints, launch
+from ..bench import _report as reporting
+from ..bench import _results as results_file
+from ..bench._plan import SIDES, TINY, Case, Settings, cases, job_for
+from ..bench._shapes import SHAPES
+from ..patching import PatchingError
+
+app = typer.Typer(help="Measure stock and patched vLLM side by side, or make the tables from results.")
+
+_SHAPES = (TINY, *SHAPES)
+_METHODS = ("eagle3", "dflash")
+
+
+@app.callback(invoke_without_command=True)
+def bench(
+    context: typer.Context,
+    shape: Annotated[list[str] | None, typer.Option(help=f"{', '.join(_SHAPES)}; repeat for several.")] = None,
+    method: Annotated[list[str] | None, typer.Option(help="eagle3 or dflash; repeat for several.")] = None,
+    k: Annotated[list[int] | None, typer.Option("--k", min=1, help="Drafted tokens a step; repeat.")] = None,
+    batch: Annotated[list[int] | None, typer.Option(min=1, help="Requests at once; repeat (same engine).")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Measured runs of each batch size.")] = 3,
+    tokens: Annotated[int, typer.Option(min=8, max=380, help="New tokens a request, dummy shapes.")] = 256,
+    tiny_prompts: Annotated[int, typer.Option(min=1, max=96, help="Prompts of the tiny shape.")] = 32,
+    tiny_tokens: Annotated[int, typer.Option(min=8, max=380, help="New tokens a prompt, tiny shape.")] = 96,
+    acceptance_length: Annotated[
+        float | None, typer.Option(min=1, help="Synthetic acceptance of the dummy shapes; default 1 + k / 2.")
+    ] = None,
+    cudagraph_mode: Annotated[str, typer.Option(help="vLLM's cudagraph_mode (GPU only).")] = "FULL",
+    profile_tokens: Annotated[int, typer.Option(min=0, help="Tokens of the profiled run (CUDA); 0: none.")] = 48,
+    vllm_env: Annotated[list[str] | None, typer.Option(metavar="KEY=VAL", help="Set for both sides.")] = None,
+    patched_env: Annotated[list[str] | None, typer.Option(metavar="KEY=VAL", help="Set for patched only.")] = None,
+    model: Annotated[Path | None, typer.Option(help="Checkpoints of the tiny shape.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there.")] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds for one engine, start included.")] = 900,
+) -> None:
+    """Measure stock and patched in turn: tokens/s, milliseconds a verify step, acceptance, and launches by profile.
+
+    The tiny shape runs trained checkpoints (real acceptance). The others have Qwen3's sizes, dummy weights and vLLM's
+    synthetic acceptance. Needs no network. Exit code 1 when a side failed; its log's end is in the results.
+    """
+    if context.invoked_subcommand is not None:
+        return
+    console, errors = Console(), Console(stderr=True)
+    try:
+        planned = cases(
+            _known(shape or [TINY], _SHAPES, "--shape"), _known(method or ["eagle3"], _METHODS, "--method"), k or [3]
+        )
+        settings = Settings(
+            batches=tuple(batch or (1, 8, 32)),
+            rounds=rounds,
+            cudagraph_mode=cudagraph_mode,
+            tokens=tokens,
+            tiny_prompts=tiny_prompts,
+            tiny_tokens=tiny_tokens,
+            acceptance_length=acceptance_length,
+            profile_tokens=profile_tokens,
+            vllm_environment=_pairs(vllm_env or (), "--vllm-env"),
+            patched_environment=_pairs(patched_env or (), "--patched-env"),
+        )
+        checkpoints = find_checkpoints(model) if any(c.shape == TINY for c in planned) else None
+        if checkpoints is not None and max(settings.batches) > 96:
+            raise CheckpointsMissing("the tiny shape has 96 prompts: give --batch 96 or less")
+        host = detect_host()
+    except PatchingError as error:
+        errors.print(f"bench: {error}", style="red", markup=False, highlight=False)
+        raise typer.Exit(2) from None
+    results = results_file.new(host, settings)
+    console.print(f"vLLM {host.vllm} on {host.name} ({host.device}), torch {host.torch}", highlight=False)
+
+    text = TextColumn("{task.description}")
+    columns = (SpinnerColumn(), text, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with tempfile.TemporaryDirectory(prefix="hwplugin-shapes-") as folder, Progress(*columns, console=console) as bar:
+        jobs = [(c, s, job_for(c, s, settings, host, checkpoints, Path(folder))) for c in planned for s in SIDES]
+        task = bar.add_task("", total=sum(1 + job.measurements for _, _, job in jobs))
+        finished = 0
+        sides: dict[Case, dict[str, Any]] = {}
+        for case, side, job in jobs:
+            bar.update(task, completed=finished, description=job.label)
+            outcome = launch(job, timeout=timeout, on_event=_advance(bar, task))
+            finished += 1 + job.measurements
+            sides.setdefault(case, {})[side] = outcome
+            results_file.add(results, case, settings, sides[case])
+            if json_file is not None:
+                results_file.write(results, json_file)
+            if outcome.error is not None:
+                bar.console.print(f"{job.label} failed: {outcome.error}. End of its log:", style="red")
+                bar.console.print(outcome.log_tail, markup=False, highlight=False)
+        bar.update(task, completed=finished, description="done")
+    console.print(reporting.table(results))
+    if any(side["error"] for c in results["cases"] for side in c["sides"].values()):
+        raise typer.Exit(1)
+
+
+@app.command()
+def report(
+    files: Annotated[list[Path], typer.Argument(help="Results of `bench --json`.")],
+    markdown: Annotated[Path, typer.Option(help="Write the tables there.")],
+    svg: Annotated[Path | None, typer.Option(help="Write the chart there (needs the extra `bench`).")] = None,
+) -> None:
+    """Make docs/benchmarks.md and its chart from results files."""
+    try:
+        results = [results_file.read(f) for f in files]
+        if svg is not None:
+            from ..bench._chart import draw
+
+            draw(results, svg)
+        markdown.write_text(reporting.markdown(results, svg.name if svg else None), encoding="utf-8")
+    except PatchingError as error:
+        Console(stderr=True).print(f"bench report: {error}", style="red", markup=False, highlight=False)
+        raise typer.Exit(2) from None
+
+
+def _advance(bar: Progress, task: Any) -> Callable[[Event], None]:
+    def on_event(event: Event) -> None:
+        if event["event"] != "done":
+            bar.update(task, advance=1)
+
+    return on_event
+
+
+def _known(values: list[str], good: tuple[str, ...], option: str) -> list[str]:
+    for value in values:
+        if value not in good:
+            raise typer.BadParameter(f"{value!r}; choose from {', '.join(good)}", param_hint=option)
+    return values
+
+
+def _pairs(values: Any, option: str) -> dict[str, str]:
+    pairs = {}
+    for value in values:
+        name, equals, setting = value.partition("=")
+        if not equals or not name:
+            raise typer.BadParameter(f"{value!r} is not KEY=VAL", param_hint=option)
+        pairs[name] = setting
+    return pairs
