@@ -1,0 +1,352 @@
+"""FULL CUDA graphs for the drafters of vLLM's V1 model runner.
+
+No released vLLM captures a V1 drafter's whole forward: `SpecDecodeBaseProposer` dispatches PIECEWISE at best, and under
+`cudagraph_mode=FULL` its graphs do not exist at all. The idea of what follows is that of vLLM PR 34880; the way differs
+in four points, each of which made a hunk or a hazard unnecessary:
+
+* Padding ends at the graph's edge. The PR pads the batch in the runner, the input batch and two kernels; here the host
+  code keeps the real batch and only the captured forward sees padded rows (`draft_metadata`).
+* The drafter owns every tensor its graphs read, so nothing is written in place into the target's metadata.
+* The graph goes around the *call* of the draft model, not around `proposer.model`: class tests on the model need no
+  unwrapping, and a wrapper that the runner adds later nests inside.
+* The drafter captures into a memory pool of its own. In the shared pool its replays may overwrite the target's output,
+  which the runner reads once more, after drafting, for prompt logprobs.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.compilation.cuda_graph import CUDAGraphOptions, CUDAGraphWrapper
+from vllm.config import CUDAGraphMode
+from vllm.forward_context import BatchDescriptor, set_forward_context
+from vllm.platforms import current_platform
+
+from vllm_hwplugin import record
+from vllm_hwplugin.spec_decode.draft_keys import DraftKeys, DraftShape, request_ladder, uniform_shape
+from vllm_hwplugin.spec_decode.draft_metadata import PassBuffers, unmanaged_field
+
+logger = logging.getLogger("vllm.hwplugin")
+
+_FEATURE = "draft-full-graph"
+_NO_GRAPH = 0  # as a query length: this batch may not use a FULL graph
+_STEP_QUERY_LEN = 1
+_PADDING_SLOT_ID = -1  # vllm.v1.spec_decode.utils.PADDING_SLOT_ID; importing it here would be a cycle
+
+# The proposers whose `propose` is the patched one. A subclass that overrides a part of it has to be looked at first.
+_KNOWN_PROPOSERS = frozenset({"EagleProposer", "DraftModelProposer"})
+
+
+@dataclass(frozen=True)
+class DrafterFacts:
+    """What decides whether a drafter may run in FULL graphs; plain values, so that the decision needs no device."""
+
+    proposer: str
+    target_mode: CUDAGraphMode
+    enforce_eager: bool = False
+    padded_batch: bool = True
+    data_parallel_size: int = 1
+    context_parallel_size: int = 1
+    tree_attention: bool = False
+    breakable_any_mode: bool = False
+    shares_mtp_indices: bool = False
+
+
+def obstacle(facts: DrafterFacts) -> str | None:
+    """Why this drafter runs as in stock vLLM, or None where it may use FULL graphs."""
+    if facts.proposer not in _KNOWN_PROPOSERS:
+        return f"{facts.proposer} has drafting code of its own that this feature does not cover"
+    if facts.enforce_eager:
+        return "the speculative config asks for enforce_eager"
+    if not facts.target_mode.has_full_cudagraphs():
+        return f"the target's cudagraph_mode is {facts.target_mode.name}, and the drafter follows it"
+    if not facts.padded_batch:
+        return "disable_padded_drafter_batch gives the drafter batches of varying query length"
+    if facts.data_parallel_size > 1:
+        return "with data parallelism the ranks agree on a graph mode by token count alone"
+    if facts.context_parallel_size > 1:
+        return "decode context parallelism keeps per-rank lengths at changing addresses"
+    if facts.tree_attention:
+        return "tree attention drafts several tokens a request and step"
+    if facts.breakable_any_mode:
+        return "the draft model already runs in breakable CUDA graphs, which capture in every mode"
+    if facts.shares_mtp_indices:
+        return "the draft model shares top-k indices between steps by a host-side switch"
+    return None
+
+
+def plan_keys(
+    target_mode: CUDAGraphMode,
+    capture_sizes: list[int],
+    *,
+    num_speculative_tokens: int,
+    first_query_len: int,
+    max_first_query_len: int | None,
+    max_num_seqs: int,
+    max_num_tokens: int,
+) -> DraftKeys:
+    """The shapes to capture for a drafter whose target resolved to `target_mode`.
+
+    Args:
+        capture_sizes: the target's `cudagraph_capture_sizes`, in tokens.
+        first_query_len: tokens a request in the drafter's first pass over a decode batch.
+        max_first_query_len: the longest query that every draft attention backend treats as decode; None for no limit.
+        max_num_seqs: requests in a batch, at most.
+        max_num_tokens: tokens that the drafter's buffers hold.
+    """
+    ladder = request_ladder(capture_sizes, 1 + num_speculative_tokens, max_num_seqs)
+    uniform: dict[int, tuple[int, ...]] = {}
+    if num_speculative_tokens > 1:
+        uniform[_STEP_QUERY_LEN] = ladder
+    if max_first_query_len is None or first_query_len <= max_first_query_len:
+        uniform[first_query_len] = tuple(rung for rung in ladder if rung * first_query_len <= max_num_tokens)
+    mixed: tuple[int, ...] = ()
+    if target_mode.mixed_mode() == CUDAGraphMode.FULL:
+        mixed = tuple(sorted(size for size in capture_sizes if size <= max_num_tokens))
+    return DraftKeys(uniform=uniform, mixed=mixed, max_num_seqs=max_num_seqs)
+
+
+def capture_draft_graphs(drafter: Any, template: Any) -> None:
+    """Capture every graph of `drafter` while the runner captures the target's FULL graphs.
+
+    Called by the patched `GPUModelRunner._dummy_run`. Proposers without graphs (n-gram, medusa, ...) pass through.
+
+    Args:
+        drafter: any proposer of vLLM.
+        template: the `CommonAttentionMetadata` that the runner built for the drafter's KV-cache group.
+    """
+    graphs = getattr(drafter, "draft_graphs", None)
+    if graphs is not None:
+        graphs.capture(template)
+
+
+class DraftGraphs:
+    """The FULL graphs of one `SpecDecodeBaseProposer`, which holds it as `draft_graphs` and calls it as its model."""
+
+    def __init__(self, proposer: Any):
+        self._proposer = proposer
+        self._graphs: CUDAGraphWrapper | None = None
+        self._keys: DraftKeys | None = None
+        self._buffers: dict[int | None, PassBuffers] = {}
+        self._block_table: tuple[int, int] | None = None
+        self._first_query_len = _NO_GRAPH
+        self._step_shape: DraftShape | None = None
+
+    # -- keys ---------------------------------------------------------------------------------------------------------
+
+    def initialize_keys(self, target_mode: CUDAGraphMode) -> None:
+        """Decide, once the attention backends and the target's mode are known, what will be captured."""
+        reason = obstacle(self._facts(target_mode))
+        if reason is not None:
+            self._turn_off(reason)
+            return
+        proposer = self._proposer
+        config = proposer.vllm_config
+        num_speculative_tokens = proposer.speculative_config.num_speculative_tokens
+        self._first_query_len = 1 + num_speculative_tokens + proposer.net_num_new_slots_per_request
+        keys = plan_keys(
+            target_mode,
+            config.compilation_config.cudagraph_capture_sizes or [],
+            num_speculative_tokens=num_speculative_tokens,
+            first_query_len=self._first_query_len,
+            max_first_query_len=self._decode_threshold(),
+            max_num_seqs=config.scheduler_config.max_num_seqs,
+            max_num_tokens=min(proposer.max_num_tokens, proposer.max_positions),
+        )
+        if not keys.all():
+            self._turn_off("no capture size holds a whole batch of the drafter")
+            return
+        self._keys = keys
+        proposer.cudagraph_dispatcher.draft_keys = keys
+        lengths: list[int | None] = [*keys.uniform]
+        if keys.mixed:
+            lengths.append(None)
+        self._buffers = {length: PassBuffers(keys.max_num_seqs, length, proposer.device) for length in lengths}
+        self._block_table = None
+        if self._graphs is None:
+            self._graphs = CUDAGraphWrapper(
+                self._call_model,
+                config,
+                runtime_mode=CUDAGraphMode.FULL,
+                cudagraph_options=CUDAGraphOptions(debug_log_enable=False, gc_disable=True),
+            )
+            self._graphs.graph_pool = current_platform.graph_pool_handle()
+        else:
+            self._graphs.clear_graphs()
+        record.note(_FEATURE, f"FULL drafter graphs for {type(proposer).__name__}: {_describe(keys)}")
+        logger.info("%s: FULL drafter graphs for %s", _FEATURE, _describe(keys))
+
+    def _turn_off(self, reason: str) -> None:
+        self._keys = None
+        self._proposer.cudagraph_dispatcher.draft_keys = None
+        record.note(_FEATURE, f"the drafter runs as in stock vLLM: {reason}")
+        logger.info("%s: the drafter runs as in stock vLLM: %s", _FEATURE, reason)
+
+    def _facts(self, target_mode: CUDAGraphMode) -> DrafterFacts:
+        proposer = self._proposer
+        parallel = proposer.vllm_config.parallel_config
+        builders = [group.get_metadata_builder() for group in proposer.draft_attn_groups]
+        model = getattr(proposer, "model", None)
+        return DrafterFacts(
+            proposer=type(proposer).__name__,
+            target_mode=target_mode,
+            enforce_eager=proposer.speculative_config.enforce_eager,
+            padded_batch=not proposer.speculative_config.disable_padded_drafter_batch,
+            data_parallel_size=parallel.data_parallel_size,
+            context_parallel_size=parallel.decode_context_parallel_size,
+            tree_attention=any("TreeAttention" in type(builder).__name__ for builder in builders),
+            breakable_any_mode="Breakable" in type(model).__name__ and getattr(model, "runtime_mode", None) is None,
+            shares_mtp_indices=getattr(proposer, "_share_mtp_indices", False),
+        )
+
+    def _decode_threshold(self) -> int | None:
+        thresholds = [
+            group.get_metadata_builder().reorder_batch_threshold for group in self._proposer.draft_attn_groups
+        ]
+        return min((threshold for threshold in thresholds if threshold is not None), default=None)
+
+    # -- one draft phase: first pass, then one-token steps ------------------------------------------------------------
+
+    def first_query_len(self, metadata: Any) -> int | None:
+        """Query length of the first pass's batch, as `DraftKeys.find` takes it."""
+        if not self._may_replay(metadata):
+            return _NO_GRAPH
+        width = self._first_query_len
+        uniform = metadata.max_query_len == width and metadata.num_actual_tokens == width * metadata.num_reqs
+        return width if uniform else None
+
+    def step_query_len(self, metadata: Any) -> int:
+        return _STEP_QUERY_LEN if self._may_replay(metadata) else _NO_GRAPH
+
+    def _may_replay(self, metadata: Any) -> bool:
+        if self._keys is None or self._block_table is None:
+            return False
+        table = metadata.block_table_tensor
+        if (table.data_ptr(), table.stride(0)) != self._block_table:
+            self._turn_off(
+                f"the drafter's block table moved from {self._block_table} to {(table.data_ptr(), table.stride(0))} "
+                "(address, row stride) after the graphs were captured"
+            )
+            return False
+        field = unmanaged_field(metadata)
+        if field is not None:
+            self._turn_off(f"the batch has '{field}', which has no fixed address")
+            return False
+        return True
+
+    def first_pass_metadata(self, metadata: Any, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> Any:
+        """`metadata` for the first pass: itself, or the graph's buffers holding it."""
+        if mode != CUDAGraphMode.FULL:
+            return metadata
+        shape = _shape_of(descriptor)
+        buffers = self._buffers[shape.num_tokens // shape.num_reqs if shape.uniform else None]
+        buffers.write(metadata, shape)
+        return buffers.view(metadata, shape, self._proposer._slot_mapping_buffer)
+
+    def begin_steps(self, metadata: Any, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> None:
+        """Let the one-token steps that follow count sequence lengths in the graph's buffer.
+
+        `metadata.seq_lens` becomes a view of it, so the kernel that advances the batch advances what the graph reads.
+        """
+        self._step_shape = None
+        if mode != CUDAGraphMode.FULL:
+            return
+        shape = _shape_of(descriptor)
+        buffers = self._buffers[_STEP_QUERY_LEN]
+        buffers.write(metadata, shape)
+        metadata.seq_lens = buffers.seq_lens[: metadata.num_reqs]
+        self._step_shape = shape
+
+    def step_metadata(self, metadata: Any) -> Any:
+        """`metadata` for one step: itself, or the graph's buffers, which `begin_steps` filled."""
+        if self._step_shape is None:
+            return metadata
+        return self._buffers[_STEP_QUERY_LEN].view(metadata, self._step_shape, self._proposer._slot_mapping_buffer)
+
+    # -- the model, captured ------------------------------------------------------------------------------------------
+
+    def __call__(self, **inputs: Any) -> Any:
+        """Call the draft model, through its graph where the forward context says FULL."""
+        return self._call_model(**inputs) if self._graphs is None else self._graphs(**inputs)
+
+    def _call_model(self, **inputs: Any) -> Any:
+        return self._proposer.model(**inputs)
+
+    def capture(self, template: Any) -> None:
+        """Capture every planned shape, once, largest first; later calls return at once.
+
+        Each shape runs once without a graph first: kernels that compile or tune themselves at their first call may not
+        do so while a graph is being captured.
+        """
+        if self._keys is None or self._graphs is None or self._graphs.concrete_cudagraph_entries:
+            return
+        if template is None:
+            raise RuntimeError(
+                f"{_FEATURE}: the runner built no attention metadata for the drafter's KV-cache group while capturing; "
+                "set VLLM_HWPLUGIN_DRAFT_FULL_GRAPH=off to run without this feature and report the model"
+            )
+        for shape in self._keys.all():
+            metadata = self._capture_metadata(template, shape)
+            for mode in (CUDAGraphMode.NONE, CUDAGraphMode.FULL):
+                self._run_dummy(metadata, shape, mode)
+        table = template.block_table_tensor
+        self._block_table = (table.data_ptr(), table.stride(0))
+
+    def _capture_metadata(self, template: Any, shape: DraftShape) -> dict[str, Any]:
+        proposer = self._proposer
+        query_len = shape.num_tokens // shape.num_reqs if shape.uniform else None
+        buffers = self._buffers[query_len]
+        batch = buffers.fill_for_capture(template, shape, proposer.max_model_len)
+        buffers.write(batch, shape)
+        proposer._slot_mapping_buffer[: shape.num_tokens].fill_(_PADDING_SLOT_ID)
+        _, per_layer = proposer.build_per_group_and_layer_attn_metadata(
+            buffers.view(batch, shape, proposer._slot_mapping_buffer), draft_index=int(query_len == _STEP_QUERY_LEN)
+        )
+        return per_layer  # type: ignore[no-any-return]
+
+    def _run_dummy(self, per_layer_metadata: dict[str, Any], shape: DraftShape, mode: CUDAGraphMode) -> None:
+        proposer, count = self._proposer, shape.num_tokens
+        multimodal = proposer.supports_mm_inputs
+        inputs = {
+            "input_ids": None if multimodal else proposer.input_ids[:count],
+            "positions": proposer._get_positions(count),
+            "inputs_embeds": proposer.inputs_embeds[:count] if multimodal else None,
+        }
+        if proposer.pass_hidden_states_to_model:
+            inputs["hidden_states"] = proposer.hidden_states[:count]
+        with set_forward_context(
+            per_layer_metadata,
+            proposer.vllm_config,
+            num_tokens=count,
+            cudagraph_runtime_mode=mode,
+            batch_descriptor=descriptor_of(shape),
+            slot_mapping=proposer._get_slot_mapping(count),
+        ):
+            self(**inputs)
+
+
+def descriptor_of(shape: DraftShape) -> BatchDescriptor:
+    """The key under which vLLM's `CUDAGraphWrapper` keeps the graph of `shape`."""
+    return BatchDescriptor(num_tokens=shape.num_tokens, num_reqs=shape.num_reqs, uniform=shape.uniform)
+
+
+def find_draft_graph(keys: DraftKeys, num_tokens: int, query_len: int | None) -> BatchDescriptor | None:
+    """What the patched `CudagraphDispatcher.dispatch` asks first: the drafter's FULL graph for this batch, if any."""
+    shape = keys.find(num_tokens, query_len)
+    return None if shape is None else descriptor_of(shape)
+
+
+def _shape_of(descriptor: BatchDescriptor) -> DraftShape:
+    if descriptor.uniform:
+        return uniform_shape(descriptor.num_tokens // descriptor.num_reqs, descriptor.num_reqs)
+    return DraftShape(num_tokens=descriptor.num_tokens, num_reqs=descriptor.num_reqs, uniform=False)
+
+
+def _describe(keys: DraftKeys) -> str:
+    parts = [f"{length} tokens x {list(ladder)} requests" for length, ladder in keys.uniform.items() if ladder]
+    if keys.mixed:
+        parts.append(f"mixed batches up to {keys.mixed[-1]} tokens")
+    return "; ".join(parts)

@@ -1,0 +1,167 @@
+"""Attention metadata of a captured drafter pass, in tensors whose addresses never change.
+
+A captured kernel reads the addresses that it was captured with. vLLM's eager drafter gives each pass new or re-sliced
+tensors (`query_start_loc`, `seq_lens`, a slot mapping made from the new positions), and shares some of them with the
+target. So a drafter in FULL graphs gets buffers of its own: one set for each kind of pass, written in place before each
+replay. Rows past the real batch are inert: no query tokens, sequence length 0, and slots of `PADDING_SLOT_ID`, which is
+how vLLM pads the target's own FULL graphs. Host code before and after the graph therefore works on the real batch only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from vllm_hwplugin.spec_decode.draft_keys import DraftShape
+
+# Per-request tensors on the host that a metadata builder may read. They follow the padding of the device tensors.
+_HOST_ROWS = ("_seq_lens_cpu", "_num_computed_tokens_cpu", "seq_lens_cpu_upper_bound", "is_prefilling")
+# Caches and per-token tensors that describe the unpadded batch. vLLM's own `unpadded()` drops them for the drafter too.
+_DROPPED = ("positions", "_num_computed_tokens_cache", "_token_to_req_indices_cache")
+# Device tensors that this module does not keep at a fixed address: a batch that has one runs without a FULL graph.
+_UNMANAGED = ("logits_indices_padded", "encoder_seq_lens", "dcp_local_seq_lens", "rswa_prefix_lens", "mm_req_doc_ranges")
+
+
+def unmanaged_field(metadata: Any) -> str | None:
+    """The first field of a `CommonAttentionMetadata` that has no fixed address here, or None.
+
+    A causal flag per request (a tensor, from vLLM 0.24 on) counts as one.
+    """
+    if isinstance(metadata.causal, torch.Tensor):
+        return "causal"
+    return next((name for name in _UNMANAGED if getattr(metadata, name, None) is not None), None)
+
+
+def full_block_table(table: torch.Tensor, num_reqs: int) -> torch.Tensor:
+    """`table` with `num_reqs` rows: the runner's block table is sliced to the batch, its storage holds every row.
+
+    Args:
+        table: int32 [batch, blocks], a leading slice of a persistent table.
+        num_reqs: rows wanted. The rows past the batch hold stale block ids, which no kernel reads at sequence length 0.
+
+    Raises:
+        RuntimeError: the storage behind `table` ends before that many rows.
+    """
+    if num_reqs <= table.shape[0]:
+        return table[:num_reqs]
+    last = table.storage_offset() + (num_reqs - 1) * table.stride(0) + (table.shape[1] - 1) * table.stride(1)
+    available = table.untyped_storage().nbytes() // table.element_size()
+    if last >= available:
+        raise RuntimeError(
+            f"draft-full-graph: the drafter's block table has {table.shape[0]} rows and its storage ends before row "
+            f"{num_reqs}, which a padded graph needs; set VLLM_HWPLUGIN_DRAFT_FULL_GRAPH=off to run without it"
+        )
+    return table.as_strided((num_reqs, table.shape[1]), table.stride())
+
+
+def _resized(rows: torch.Tensor, num_reqs: int) -> torch.Tensor:
+    missing = num_reqs - rows.shape[0]
+    return rows[:num_reqs] if missing <= 0 else torch.cat([rows, rows.new_zeros(missing)])
+
+
+class PassBuffers:
+    """`query_start_loc` and `seq_lens` of one kind of pass.
+
+    Args:
+        max_reqs: rows, at most.
+        query_len: tokens a request where the pass is uniform, else None.
+        device: where the captured kernels run.
+    """
+
+    def __init__(self, max_reqs: int, query_len: int | None, device: torch.device):
+        self.query_len = query_len
+        self.query_start_loc = torch.zeros(max_reqs + 1, dtype=torch.int32, device=device)
+        self.seq_lens = torch.zeros(max_reqs, dtype=torch.int32, device=device)
+        steps = torch.arange(max_reqs + 1, dtype=torch.int32) * (query_len or 1)
+        self._steps_cpu = steps
+        self._steps = steps.to(device)
+        self._written: tuple[int, int] | None = None
+
+    def write(self, metadata: Any, shape: DraftShape) -> None:
+        """Copy the real rows of `metadata` in and make the rows up to `shape.num_reqs` inert."""
+        self.write_seq_lens(metadata.seq_lens, shape.num_reqs)
+        batch = metadata.num_reqs
+        if self.query_len is not None:
+            self._write_uniform_starts(batch, shape.num_reqs)
+            return
+        self.query_start_loc[: batch + 1].copy_(metadata.query_start_loc[: batch + 1])
+        if shape.num_reqs > batch:
+            self.query_start_loc[batch + 1 : shape.num_reqs + 1].fill_(metadata.num_actual_tokens)
+
+    def write_seq_lens(self, seq_lens: torch.Tensor, num_reqs: int) -> None:
+        batch = seq_lens.shape[0]
+        self.seq_lens[:batch].copy_(seq_lens)
+        if num_reqs > batch:
+            self.seq_lens[batch:num_reqs].zero_()
+
+    def _write_uniform_starts(self, batch: int, num_reqs: int) -> None:
+        # They depend on the two counts alone, and a decode batch keeps its size for many steps.
+        if self._written == (batch, num_reqs):
+            return
+        assert self.query_len is not None
+        torch.clamp(self._steps[: num_reqs + 1], max=batch * self.query_len, out=self.query_start_loc[: num_reqs + 1])
+        self._written = (batch, num_reqs)
+
+    def view(self, metadata: Any, shape: DraftShape, slot_mapping: torch.Tensor) -> Any:
+        """A copy of `metadata` that names these buffers, padded to `shape`.
+
+        Args:
+            metadata: vLLM's `CommonAttentionMetadata` of the real batch.
+            shape: the graph's shape.
+            slot_mapping: int64 [>= num_tokens], the drafter's persistent slot-mapping buffer.
+        """
+        batch, num_reqs = metadata.num_reqs, shape.num_reqs
+        if self.query_len is None:
+            starts_cpu = metadata.query_start_loc_cpu[: batch + 1]
+            if num_reqs > batch:
+                tail = starts_cpu.new_full((num_reqs - batch,), metadata.num_actual_tokens)
+                starts_cpu = torch.cat([starts_cpu, tail])
+        else:
+            starts_cpu = torch.clamp(self._steps_cpu[: num_reqs + 1], max=batch * self.query_len)
+        changes: dict[str, Any] = {
+            "query_start_loc": self.query_start_loc[: num_reqs + 1],
+            "query_start_loc_cpu": starts_cpu,
+            "seq_lens": self.seq_lens[:num_reqs],
+            "num_reqs": num_reqs,
+            "num_actual_tokens": shape.num_tokens,
+            "max_query_len": self.query_len or metadata.max_query_len,
+            "block_table_tensor": full_block_table(metadata.block_table_tensor, num_reqs),
+            "slot_mapping": slot_mapping[: shape.num_tokens],
+        }
+        for name in _HOST_ROWS:
+            rows = getattr(metadata, name, None)
+            if rows is not None and rows.shape[0] != num_reqs:
+                changes[name] = _resized(rows, num_reqs)
+        for name in _DROPPED:
+            if getattr(metadata, name, None) is not None:
+                changes[name] = None
+        return dataclasses.replace(metadata, **changes)
+
+    def fill_for_capture(self, template: Any, shape: DraftShape, max_seq_len: int) -> Any:
+        """Write a full batch of `shape` into the buffers and return it in `template`'s type.
+
+        `template` gives what only the runner knows (the block table); its rows may be of any number.
+        """
+        lengths = torch.full((shape.num_reqs,), shape.num_tokens // shape.num_reqs, dtype=torch.int32)
+        lengths[-1] += shape.num_tokens % shape.num_reqs
+        starts = torch.zeros(shape.num_reqs + 1, dtype=torch.int32)
+        torch.cumsum(lengths, 0, out=starts[1:])
+        changes: dict[str, Any] = {
+            "query_start_loc": starts.to(self.seq_lens.device),
+            "query_start_loc_cpu": starts,
+            "seq_lens": lengths.to(self.seq_lens.device),
+            "num_reqs": shape.num_reqs,
+            "num_actual_tokens": shape.num_tokens,
+            "max_query_len": self.query_len or shape.num_tokens,
+            "max_seq_len": max_seq_len,
+            "block_table_tensor": full_block_table(template.block_table_tensor, shape.num_reqs),
+            "causal": True,
+        }
+        for name in _HOST_ROWS:
+            rows = getattr(template, name, None)
+            if rows is not None:
+                filled = lengths if "seq_lens" in name else torch.zeros_like(lengths)
+                changes[name] = filled.to(rows.dtype)
+        return dataclasses.replace(template, **changes)
