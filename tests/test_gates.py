@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of environment variables, its parser, and what vLLM is told about it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from vllm_hwplugin import gates
+
+GRAPH = "VLLM_HWPLUGIN_DRAFT_FULL_GRAPH"
+ALIASES = [(gate, alias) for gate in gates.GATES for alias in gate.aliases]
+
+
+def test_defaults_are_good_values_of_their_own_gate() -> None:
+    for gate in gates.GATES:
+        shown = gates.show(gate.default)
+        if shown:
+            assert gates.read(gate.name, {gate.name: shown}).value == gate.default, gate.name
+
+
+def test_nothing_set_gives_defaults() -> None:
+    values = gates.read_all({})
+    assert {name: value.value for name, value in values.items()} == {gate.name: gate.default for gate in gates.GATES}
+    assert {value.source for value in values.values()} == {"default"}
+
+
+@pytest.mark.parametrize(
+    ("name", "raw", "value"),
+    [
+        ("VLLM_HWPLUGIN", "0", False),
+        ("VLLM_HWPLUGIN", "No", False),
+        ("VLLM_HWPLUGIN_STRICT", " TRUE ", True),
+        (GRAPH, "ON", "on"),
+        ("VLLM_HWPLUGIN_PLATFORM", "musa", "musa"),
+        ("VLLM_HWPLUGIN_CACHE_DIR", "/somewhere/else", "/somewhere/else"),
+        ("VLLM_HWPLUGIN_OPS_SKIP", "rms_norm, silu ,,rms_norm", ("rms_norm", "silu")),
+        ("VLLM_HWPLUGIN_NWOR_MODE", "stage", "stage"),
+    ],
+)
+def test_values_are_read(name: str, raw: str, value: gates.Value) -> None:
+    found = gates.read(name, {name: raw})
+    assert (found.value, found.source, found.raw) == (value, "environment", raw)
+
+
+@pytest.mark.parametrize("raw", ["", "  "])
+def test_a_variable_that_is_set_but_empty_counts_as_not_set(raw: str) -> None:
+    assert gates.read(GRAPH, {GRAPH: raw, "VLLM_MUSA_DRAFT_FULL_WRAP": "0"}).source == "alias VLLM_MUSA_DRAFT_FULL_WRAP"
+    assert not gates.read(GRAPH, {GRAPH: raw}).is_set
+
+
+@pytest.mark.parametrize(
+    ("name", "raw", "good"),
+    [
+        (GRAPH, "yes", "auto, on, off"),
+        ("VLLM_HWPLUGIN", "maybe", "1, 0"),
+        ("VLLM_HWPLUGIN_PLATFORM", "rocm", "auto, cuda, musa, off"),
+        ("VLLM_HWPLUGIN_CACHE_DIR", "relative/folder", "an absolute path"),
+        ("VLLM_HWPLUGIN_NWOR_MODE", "immediate", "off, stage"),
+    ],
+)
+def test_a_bad_value_names_the_variable_and_lists_the_good_ones(name: str, raw: str, good: str) -> None:
+    with pytest.raises(gates.GateError) as error:
+        gates.read(name, {name: raw})
+    message = str(error.value)
+    assert name in message
+    assert repr(raw) in message
+    assert good in message
+    assert "\n" not in message
+
+
+def test_read_all_reports_every_bad_value_at_once() -> None:
+    with pytest.raises(gates.GateError) as error:
+        gates.read_all({"VLLM_HWPLUGIN": "x", GRAPH: "y", "VLLM_NWOR_MODE": "z"})
+    lines = str(error.value).splitlines()
+    assert len(lines) == 3
+    assert any("VLLM_NWOR_MODE" in line and "off, stage" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("alias", "raw", "name", "value"),
+    [
+        ("VLLM_MUSA_DRAFT_FULL_WRAP", "1", GRAPH, "auto"),
+        ("VLLM_MUSA_DRAFT_FULL_WRAP", "0", GRAPH, "off"),
+        ("VLLM_MUSA_DFLASH_FULL_WRAP", "0", "VLLM_HWPLUGIN_DFLASH_FULL_GRAPH", "off"),
+        ("VLLM_MUSA_OP_PERF_OVERRIDES", "1", "VLLM_HWPLUGIN_OPS", True),
+        ("VLLM_MUSA_DISABLE_SLP", "1", "VLLM_HWPLUGIN_SLP", False),
+        ("VLLM_MUSA_DISABLE_SLP", "0", "VLLM_HWPLUGIN_SLP", True),
+        ("VLLM_MUSA_DISABLE_LOAD_CLUSTER", "1", "VLLM_HWPLUGIN_LOAD_CLUSTER", False),
+        ("VLLM_NWOR_MODE", "stage", "VLLM_HWPLUGIN_NWOR_MODE", "stage"),
+        ("VLLM_NWOR_EMIT_METRICS", "1", "VLLM_HWPLUGIN_NWOR_EMIT_METRICS", True),
+        ("VLLM_NWOR_DEBUG_SYNC", "1", "VLLM_HWPLUGIN_NWOR_DEBUG_SYNC", True),
+    ],
+)
+def test_the_older_variables_keep_working(alias: str, raw: str, name: str, value: gates.Value) -> None:
+    found = gates.read(name, {alias: raw})
+    assert (found.value, found.source, found.raw, found.conflict) == (value, f"alias {alias}", raw, None)
+
+
+@pytest.mark.parametrize(("gate", "alias"), ALIASES, ids=[alias.name for _, alias in ALIASES])
+def test_every_spelling_of_an_alias_is_a_value_of_its_gate(gate: gates.Gate, alias: gates.Alias) -> None:
+    for raw in alias.mapping:
+        gates.read(gate.name, {alias.name: raw})
+    with pytest.raises(gates.GateError, match=rf"{alias.name} \(alias of {gate.name}\)='neither'"):
+        gates.read(gate.name, {alias.name: "neither"})
+
+
+def test_own_name_wins_over_its_alias_and_says_so() -> None:
+    found = gates.read(GRAPH, {GRAPH: "on", "VLLM_MUSA_DRAFT_FULL_WRAP": "0"})
+    assert (found.value, found.source) == ("on", "environment")
+    assert found.conflict == f"VLLM_MUSA_DRAFT_FULL_WRAP=0 is not followed, because {GRAPH}=on is set"
+
+
+def test_an_alias_that_agrees_is_no_conflict() -> None:
+    assert gates.read(GRAPH, {GRAPH: "on", "VLLM_MUSA_DRAFT_FULL_WRAP": "1"}).conflict is None
+    assert gates.read(GRAPH, {GRAPH: "off", "VLLM_MUSA_DRAFT_FULL_WRAP": "0"}).conflict is None
+
+
+def test_a_bad_alias_beside_the_own_name_is_a_conflict_and_no_error() -> None:
+    found = gates.read(GRAPH, {GRAPH: "off", "VLLM_MUSA_DRAFT_FULL_WRAP": "perhaps"})
+    assert found.value == "off"
+    assert found.conflict is not None
+    assert "VLLM_MUSA_DRAFT_FULL_WRAP=perhaps" in found.conflict
+
+
+def test_a_misspelt_gate_is_found_with_the_name_that_was_meant() -> None:
+    environ = {"VLLM_HWPLUGIN_DRAFT_GRAPH": "off", GRAPH: "on", gates.FINGERPRINT: "abc", "VLLM_USE_V1": "1"}
+    (found,) = gates.unknown(environ)
+    assert (found.name, found.nearest) == ("VLLM_HWPLUGIN_DRAFT_GRAPH", GRAPH)
+    assert GRAPH in str(found)
+
+
+def test_typed_views_refuse_a_gate_of_another_kind() -> None:
+    assert gates.read("VLLM_HWPLUGIN", {}).flag is True
+    assert gates.read(GRAPH, {}).text == "auto"
+    assert gates.read("VLLM_HWPLUGIN_CACHE_DIR", {"VLLM_HWPLUGIN_CACHE_DIR": "/a"}).path == Path("/a")
+    assert gates.read("VLLM_HWPLUGIN_OPS_SKIP", {}).names == ()
+    for view in ("flag", "names", "path"):
+        with pytest.raises(TypeError, match="switch"):
+            getattr(gates.read(GRAPH, {}), view)
+    with pytest.raises(TypeError, match="path gate"):
+        gates.read("VLLM_HWPLUGIN_CACHE_DIR", {"VLLM_HWPLUGIN_CACHE_DIR": "/a"}).text  # noqa: B018
+
+
+def test_a_user_folder_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/someone")
+    name = "VLLM_HWPLUGIN_CACHE_DIR"
+    assert gates.read(name, {name: "~/cache"}).path == Path("/home/someone/cache")
+
+
+def _key_with(monkeypatch: pytest.MonkeyPatch, **environ: str) -> dict[str, object]:
+    """The part of vLLM's compile key that is the plugin's, as ``compile_factors()`` computes it."""
+    for name in [gate.name for gate in gates.GATES] + [alias.name for _, alias in ALIASES]:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    envs = SimpleNamespace(environment_variables={})
+    gates.register_with_vllm(envs)
+    return {name: getter() for name, getter in envs.environment_variables.items()}
+
+
+def test_vllm_knows_every_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = _key_with(monkeypatch)
+    assert set(table) == {gate.name for gate in gates.GATES} | {alias.name for _, alias in ALIASES}
+
+
+def test_gates_that_change_patches_change_the_compile_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = _key_with(monkeypatch)
+    assert _key_with(monkeypatch, VLLM_HWPLUGIN_DRAFT_FULL_GRAPH="off") != plain
+    assert _key_with(monkeypatch, VLLM_MUSA_DRAFT_FULL_WRAP="0") != plain
+    assert _key_with(monkeypatch, VLLM_HWPLUGIN_DRAFT_FULL_GRAPH="nonsense") != plain
+
+
+def test_gates_that_cannot_change_code_leave_the_compile_key_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = _key_with(monkeypatch)
+    assert _key_with(monkeypatch, VLLM_HWPLUGIN_CACHE_DIR="/elsewhere") == plain
+    assert _key_with(monkeypatch, VLLM_HWPLUGIN_STRICT="1") == plain
+    assert _key_with(monkeypatch, VLLM_NWOR_MODE="stage") == plain
+
+
+def test_a_name_that_vllm_has_is_left_to_vllm() -> None:
+    own = object()
+    envs = SimpleNamespace(environment_variables={"VLLM_NWOR_MODE": own})
+    gates.register_with_vllm(envs)
+    assert envs.environment_variables["VLLM_NWOR_MODE"] is own
+
+
+def test_importing_gates_is_quick_and_needs_the_standard_library_only(tmp_path: Path) -> None:
+    # With byte code, as an installed package has it; processor time and the best of a few, because the machine may be
+    # busy; typing is there already in every process that has looked for an entry point.
+    environ = {**os.environ, "PYTHONPYCACHEPREFIX": str(tmp_path)}
+    environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    program = (
+        "import sys, time, typing; before = set(sys.modules); start = time.process_time(); import vllm_hwplugin.gates; "
+        "print((time.process_time() - start) * 1e3, *{name.partition('.')[0] for name in set(sys.modules) - before})"
+    )
+    command = [sys.executable, "-c", program]
+    answers = [subprocess.check_output(command, text=True, env=environ).split() for _ in range(6)]
+    third_party = set(answers[0][1:]) - set(sys.stdlib_module_names) - {"vllm_hwplugin"}
+    assert not third_party
+    assert min(float(answer[0]) for answer in answers) < 5
+
+
+def test_the_documentation_page_is_what_the_table_says() -> None:
+    page = Path(__file__).parents[1] / "docs" / "gates.md"
+    assert page.read_text(encoding="utf-8") == gates.markdown(), "run `make docs`"
+
+
+def test_the_page_names_every_variable_and_alias() -> None:
+    page = gates.markdown()
+    for gate in gates.GATES:
+        assert f"`{gate.name}`" in page
+        assert gate.help in page
+    for _, alias in ALIASES:
+        assert f"| `{alias.name}` |" in page

@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything that ``doctor`` knows, as data: collected once, shown as tables or as JSON.
+
+Nothing here imports vLLM or torch, and nothing is changed: a feature's state is decided from the installed text exactly
+as a process of vLLM would decide it, and what really happened in the last engine is read from its records.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import vllm_hwplugin
+
+from .. import cachedir, gates, record
+from ..patching import (
+    SUPPORTED,
+    Catalog,
+    Installed,
+    NotInstalled,
+    PatchingError,
+    find_installed,
+    load_catalog,
+    make_plan,
+)
+from ..record import ProcessRecord
+from . import _host
+
+#: Raised when a key of the JSON changes its meaning or goes away; new keys do not raise it.
+FORMAT = 1
+
+ENTRY_POINT = "hwplugin"
+_GROUP = "vllm.general_plugins"
+# The folder below a cache folder from which code is loaded, and whose trust therefore matters.
+_COPIES = "overlay"
+
+
+@dataclass(frozen=True, slots=True)
+class GateRow:
+    name: str
+    kind: str
+    value: str
+    source: str
+    effect: str
+    raw: str | None = None
+    conflict: str | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureRow:
+    id: str
+    title: str
+    gate: str
+    choice: str
+    state: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """``problems`` make doctor exit with 1; ``warnings`` are for the reader."""
+
+    host: _host.Host
+    platform: _host.Platform
+    tools: tuple[_host.Tool, ...]
+    plugin: Mapping[str, str]
+    vllm: Mapping[str, Any] | None
+    packages: Mapping[str, str | None]
+    cache: Mapping[str, str]
+    gates: tuple[GateRow, ...]
+    features: tuple[FeatureRow, ...]
+    fingerprint: str
+    last_engine: tuple[ProcessRecord, ...]
+    problems: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+    @property
+    def exit_code(self) -> int:
+        return 1 if self.problems else 0
+
+    def as_json(self) -> dict[str, Any]:
+        """The schema of ``doctor --json`` (docs/architecture.md describes the keys)."""
+        return {
+            "format": FORMAT,
+            "plugin": dict(self.plugin),
+            "host": dataclasses.asdict(self.host),
+            "platform": dataclasses.asdict(self.platform),
+            "vllm": None if self.vllm is None else dict(self.vllm),
+            "packages": dict(self.packages),
+            "toolchains": {tool.name: {"path": tool.path, "version": tool.version} for tool in self.tools},
+            "cache": dict(self.cache),
+            "gates": [dataclasses.asdict(row) for row in self.gates],
+            "features": [dataclasses.asdict(row) for row in self.features],
+            "fingerprint": self.fingerprint,
+            "last_engine": [dataclasses.asdict(item) for item in self.last_engine],
+            "problems": list(self.problems),
+            "warnings": list(self.warnings),
+        }
+
+
+@dataclass(slots=True)
+class _Findings:
+    problems: list[str] = dataclasses.field(default_factory=list)
+    warnings: list[str] = dataclasses.field(default_factory=list)
+
+
+def diagnose(environ: Mapping[str, str] | None = None, *, catalog: Catalog | None = None) -> Diagnosis:
+    """Collect everything.
+
+    Args:
+        environ: where the gates are read; ``os.environ`` by default.
+        catalog: the features to decide about; the project's own by default.
+    """
+    environ = os.environ if environ is None else environ
+    found = _Findings()
+    values = _read_gates(environ, found)
+    installed = _find_vllm(found)
+    _check_entry_point(environ, found)
+    features, fingerprint = _decide(values, installed, catalog, found)
+    return Diagnosis(
+        host=_host.this_host(),
+        platform=_host.find_platform(),
+        tools=_host.find_tools(environ=environ),
+        plugin={"version": vllm_hwplugin.__version__, "path": str(Path(vllm_hwplugin.__file__).parent)},
+        vllm=_describe(installed),
+        packages={name: _version_of(name) for name in ("torch", "triton", "torch_musa", "torchada", "mate")},
+        cache=_cache(environ, found),
+        gates=tuple(_row(gate, values[gate.name]) for gate in gates.GATES),
+        features=features,
+        fingerprint=fingerprint,
+        last_engine=last_engine(_records(environ)),
+        problems=tuple(found.problems),
+        warnings=tuple(found.warnings),
+    )
+
+
+def last_engine(records: Sequence[ProcessRecord]) -> tuple[ProcessRecord, ...]:
+    """The processes that belong to the newest record: its ancestors' children, as far as each wrote a record.
+
+    A process id may have been used before, so a parent is looked for only among records that are older than the child.
+
+    Args:
+        records: oldest first, as :func:`vllm_hwplugin.record.read_all` gives them.
+    """
+    if not records:
+        return ()
+    first = len(records) - 1
+    while (parent := _latest(records[:first], records[first].ppid)) is not None:
+        first = parent
+    members = {records[first].pid}
+    family = [records[first]]
+    for item in records[first + 1 :]:
+        if item.ppid in members:
+            members.add(item.pid)
+            family.append(item)
+    return tuple(family)
+
+
+def _latest(records: Sequence[ProcessRecord], pid: int) -> int | None:
+    return next((index for index in reversed(range(len(records))) if records[index].pid == pid), None)
+
+
+def _read_gates(environ: Mapping[str, str], found: _Findings) -> dict[str, gates.GateValue | gates.GateError]:
+    values: dict[str, gates.GateValue | gates.GateError] = {}
+    for gate in gates.GATES:
+        try:
+            value = values[gate.name] = gates.read(gate.name, environ)
+        except gates.GateError as error:
+            values[gate.name] = error
+            found.problems.append(str(error))
+            continue
+        if value.conflict:
+            found.warnings.append(value.conflict)
+        if value.is_set and gate.effect == "reserved":
+            name = value.source.removeprefix("alias ") if value.source != "environment" else gate.name
+            found.warnings.append(f"{name}={value.raw} is understood, but it has no effect in this release")
+    found.warnings += [str(item) for item in gates.unknown(environ)]
+    return values
+
+
+def _row(gate: gates.Gate, value: gates.GateValue | gates.GateError) -> GateRow:
+    if isinstance(value, gates.GateError):
+        return GateRow(gate.name, gate.kind, "", "environment", gate.effect, error=str(value))
+    return GateRow(gate.name, gate.kind, gates.show(value.value), value.source, gate.effect, value.raw, value.conflict)
+
+
+def _find_vllm(found: _Findings) -> Installed | None:
+    try:
+        return find_installed()
+    except NotInstalled as error:
+        found.warnings.append(str(error))
+        return None
+
+
+def _describe(installed: Installed | None) -> dict[str, Any] | None:
+    if installed is None:
+        return None
+    return {
+        "dist": installed.dist,
+        "version": installed.version,
+        "path": str(installed.root / "vllm"),
+        "supported": installed.version.partition("+")[0] in SUPPORTED,
+    }
+
+
+def _check_entry_point(environ: Mapping[str, str], found: _Findings) -> None:
+    """vLLM must find the plugin by its entry point, and must be allowed to load it."""
+    names = {point.name for point in importlib.metadata.entry_points(group=_GROUP)}
+    if ENTRY_POINT not in names:
+        found.warnings.append(
+            f"vLLM will not load the plugin: no installed distribution offers {ENTRY_POINT} in the entry-point group "
+            f"{_GROUP}; install vllm-hwplugin with pip, a path on PYTHONPATH is not enough"
+        )
+    allowed = environ.get("VLLM_PLUGINS")
+    if allowed is not None and ENTRY_POINT not in allowed.split(","):
+        found.warnings.append(
+            f"vLLM will not load the plugin: VLLM_PLUGINS={allowed!r} does not name it; add {ENTRY_POINT}"
+        )
+
+
+def _decide(
+    values: Mapping[str, gates.GateValue | gates.GateError],
+    installed: Installed | None,
+    catalog: Catalog | None,
+    found: _Findings,
+) -> tuple[tuple[FeatureRow, ...], str]:
+    """The states that a process of vLLM would come to with these gates."""
+    try:
+        catalog = load_catalog() if catalog is None else catalog
+    except PatchingError as error:
+        found.problems.append(str(error))
+        return (), "none"
+    good = {name: value for name, value in values.items() if isinstance(value, gates.GateValue)}
+    choices = {name: value.text for name, value in good.items() if value.gate.kind == "switch"}
+
+    def all_of(state: str, reason: str) -> tuple[tuple[FeatureRow, ...], str]:
+        rows = []
+        for item in catalog.features:
+            choice = choices.get(item.gate, "")
+            rows.append(FeatureRow(item.id, item.title, item.gate, choice, state, reason))
+            if choice == "on":
+                found.problems.append(f"{item.gate}=on, but {item.id} cannot be live: {reason}")
+        return tuple(rows), "none"
+
+    if len(good) < len(values):
+        return all_of("refused", "a variable has a bad value, and the plugin does nothing until it is right")
+    if not good["VLLM_HWPLUGIN"].flag:
+        return all_of("off", "VLLM_HWPLUGIN=0 switches the plugin off")
+    if installed is None:
+        return all_of("refused", "no vLLM is installed")
+    try:
+        plan = make_plan(catalog, installed.source, choices, try_unlisted=good["VLLM_HWPLUGIN_TRY_UNLISTED"].flag)
+    except PatchingError as error:
+        return all_of("refused", str(error))
+    found.problems += plan.errors
+    rows = tuple(
+        FeatureRow(item.id, item.title, item.gate, choices[item.gate], state.state, state.reason)
+        for item in catalog.features
+        for state in (plan.features[item.id],)
+    )
+    return rows, plan.fingerprint
+
+
+def _cache(environ: Mapping[str, str], found: _Findings) -> dict[str, str]:
+    """Each place where copies may lie, best first, and whether it can be trusted."""
+    try:
+        places = cachedir.places(environ)
+    except gates.GateError:
+        return {}
+    states: dict[str, str] = {}
+    for place in places:
+        copies = place / _COPIES
+        if not os.path.lexists(copies):
+            # Looking must not create it: that is for the first process of vLLM.
+            states[str(place)] = "no patched copy yet"
+            continue
+        try:
+            cachedir.private_folder(copies)
+        except (OSError, cachedir.UntrustedFolder) as error:
+            states[str(place)] = str(error)
+            found.warnings.append(f"the cache is not used: {error}")
+        else:
+            states[str(place)] = "ready" if os.access(copies, os.W_OK | os.X_OK) else "read only"
+    return states
+
+
+def _records(environ: Mapping[str, str]) -> list[ProcessRecord]:
+    try:
+        places = cachedir.places(environ)
+    except gates.GateError:
+        return []
+    records = [item for place in places for item in record.read_all(place)]
+    return sorted(records, key=lambda item: item.started)
+
+
+def _version_of(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``vllm-hwplugin doctor``: is the plugin live here, and if not, why not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ._diagnosis import Diagnosis, diagnose
+
+_COLOURS = {"live": "green", "upstream": "green", "not-needed": "green", "off": "yellow", "refused": "red"}
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    empty: str = ""
+
+
+def doctor(
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print everything as JSON; see docs/architecture.md.")
+    ] = False,
+) -> None:
+    """Show host, vLLM, gates and features: here, and in the last engine's processes.
+
+    Exit 0; 1 if a feature whose gate says `on` is not live, or a gate has a bad value.
+    """
+    found = diagnose()
+    if as_json:
+        # Not through rich, which would wrap lines and colour numbers.
+        print(json.dumps(found.as_json(), indent=2))
+    else:
+        show(found, Console())
+    raise typer.Exit(found.exit_code)
+
+
+def show(found: Diagnosis, console: Console) -> None:
+    """Print the findings: tables on a terminal, aligned plain lines where the output goes to a file or a pipe."""
+    for section in sections(found):
+        if console.is_terminal:
+            _show_table(section, console)
+        else:
+            for line in plain(section):
+                console.print(line, markup=False, highlight=False, soft_wrap=True)
+    for kind, style, lines in (("problem", "red", found.problems), ("warning", "yellow", found.warnings)):
+        for line in lines:
+            console.print(f"{kind}: {line}", style=style, markup=False, highlight=False, soft_wrap=True)
+    if not found.problems and not found.warnings:
+        console.print("nothing to report", style="green", highlight=False)
+
+
+def sections(found: Diagnosis) -> tuple[Section, ...]:
+    """What is shown, in order."""
+    return (
+        Section("host", ("what", "value"), tuple(_host_rows(found))),
+        Section(
+            "toolchains",
+            ("tool", "version", "path"),
+            tuple((tool.name, tool.version or "", tool.path or "not found") for tool in found.tools),
+        ),
+        Section(
+            "gates",
+            ("variable", "value", "from", "remark"),
+            tuple(
+                (row.name, row.value or "not set", row.source, row.error or ("reserved" * (row.effect == "reserved")))
+                for row in found.gates
+            ),
+        ),
+        Section(
+            f"features here (fingerprint {found.fingerprint})",
+            ("feature", "gate", "state", "reason"),
+            tuple((row.id, row.choice, row.state, row.reason) for row in found.features),
+            "the catalogue has no feature",
+        ),
+        Section(
+            "the last engine's processes",
+            ("process", "started", "vLLM", "feature", "state", "reason"),
+            tuple(_process_rows(found)),
+            "no process of vLLM has left a record yet",
+        ),
+    )
+
+
+def plain(section: Section) -> Iterable[str]:
+    """A section as aligned lines without decoration, one line a row however long: for grep and awk."""
+    yield f"== {section.title}"
+    if not section.rows:
+        yield f"  {section.empty}"
+    widths = [max(map(len, column)) for column in zip(*section.rows, strict=True)]
+    for row in section.rows:
+        # A reason may have several lines; a row is one.
+        cells = [" ".join(cell.split()).ljust(width) for cell, width in zip(row, widths, strict=True)]
+        yield ("  " + "  ".join(cells)).rstrip()
+
+
+def _show_table(section: Section, console: Console) -> None:
+    table = Table(title=section.title, title_justify="left", title_style="bold", show_header=bool(section.rows))
+    for column in section.columns:
+        table.add_column(column, overflow="fold")
+    for row in section.rows:
+        table.add_row(*(Text(cell, style=_COLOURS.get(cell, "")) for cell in row))
+    console.print(table if section.rows else Text(f"{section.title}: {section.empty}"))
+
+
+def _host_rows(found: Diagnosis) -> Iterable[tuple[str, str]]:
+    yield "system", f"{found.host.system}, {found.host.cpus} CPUs"
+    yield "Python", f"{found.host.python} ({found.host.executable})"
+    if found.platform.kind == "cpu":
+        yield "platform", f"cpu ({found.platform.evidence})"
+    for device in found.platform.devices:
+        facts = [
+            device.memory,
+            device.driver and f"driver {device.driver}",
+            device.capability and f"sm {device.capability}",
+        ]
+        yield "platform", ", ".join([f"{found.platform.kind}: {device.name}", *(fact for fact in facts if fact)])
+    yield "vllm-hwplugin", f"{found.plugin['version']} ({found.plugin['path']})"
+    if found.vllm is None:
+        yield "vLLM", "not installed"
+    else:
+        listed = "" if found.vllm["supported"] else ", not a supported version"
+        yield "vLLM", f"{found.vllm['dist']} {found.vllm['version']} ({found.vllm['path']}){listed}"
+    for name, version in found.packages.items():
+        if version is not None or name == "torch":
+            yield name, version or "not installed"
+    for place, state in found.cache.items():
+        yield "cache", f"{place}: {state}"
+
+
+def _process_rows(found: Diagnosis) -> Iterable[Sequence[str]]:
+    for item in found.last_engine:
+        process = f"{item.pid} {item.role}"
+        head = (process, item.started, item.vllm_version or "")
+        if item.error is not None:
+            yield (*head, "", "error", item.error)
+        for name, feature in item.features.items():
+            decision = item.decisions.get(name)
+            yield (*head, name, feature["state"], "; ".join(filter(None, (feature["reason"], decision))))
+        if item.error is None and not item.features:
+            yield (*head, "", "off", "the plugin was switched off")

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``vllm-hwplugin gates``: the table of environment variables, for a reader and for the documentation."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from .. import gates as table
+from ._app import FAILURE
+
+
+def gates(
+    markdown: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the documentation page there.")] = None,
+    check: Annotated[Path | None, typer.Option(metavar="FILE", help="Exit 1 if that page is not up to date.")] = None,
+) -> None:
+    """List the environment variables with the values in force, or write or check their documentation page."""
+    if markdown is not None:
+        _write(markdown)
+    if check is not None:
+        _compare(check)
+    if markdown is None and check is None:
+        _list(Console())
+
+
+def _write(page: Path) -> None:
+    try:
+        page.write_text(table.markdown(), encoding="utf-8")
+    except OSError as error:
+        raise _stop(f"{page} was not written: {error.strerror}") from None
+
+
+def _compare(page: Path) -> None:
+    try:
+        found = page.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise _stop(f"{page} cannot be read: {error}") from None
+    expected = table.markdown()
+    if found != expected:
+        Console().print(
+            "".join(difflib.unified_diff(found.splitlines(True), expected.splitlines(True), str(page), "gates.py")),
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
+        raise _stop(f"{page} is not what gates.py says; write it again with `vllm-hwplugin gates --markdown {page}`", 1)
+
+
+def _list(console: Console) -> None:
+    rows = [(gate, *_now(gate.name), gate.good_values, _what(gate)) for gate in table.GATES]
+    if not console.is_terminal:
+        for gate, *cells in rows:
+            console.print("\t".join([gate.name, *cells]), markup=False, highlight=False, soft_wrap=True)
+        return
+    view = Table(title="environment variables", title_justify="left", title_style="bold")
+    for column in ("variable", "value", "from", "values", "what it does"):
+        view.add_column(column, overflow="fold")
+    for gate, *cells in rows:
+        view.add_row(gate.name, *map(Text, cells))
+    console.print(view)
+
+
+def _now(name: str) -> tuple[str, str]:
+    try:
+        value = table.read(name)
+    except table.GateError:
+        # The list is where a reader looks for the good values; doctor is the one to judge.
+        return "(bad value)", "environment"
+    return table.show(value.value) or "not set", value.source
+
+
+def _what(gate: table.Gate) -> str:
+    return gate.help + (" (reserved: no effect in this release)" if gate.effect == "reserved" else "")
+
+
+def _stop(message: str, status: int = FAILURE) -> typer.Exit:
+    Console(stderr=True).print(f"gates: {message}", style="red", markup=False, highlight=False, soft_wrap=True)
+    return typer.Exit(status)

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What this host has: accelerators and compilers, found without importing torch or opening a device.
+
+``doctor`` must work where nothing else does, so a tool that is missing, hangs or fails is an answer ("not found") and
+no error. The Moore Threads part follows the vendor's documented file and tool names; it was not run on MUSA hardware.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+Run = Callable[[Sequence[str]], "str | None"]
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    name: str
+    memory: str | None = None
+    driver: str | None = None
+    capability: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Platform:
+    """``evidence`` names the tool or file that the answer rests on."""
+
+    kind: Literal["cuda", "musa", "cpu"]
+    devices: tuple[Device, ...]
+    evidence: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    name: str
+    path: str | None
+    version: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    system: str
+    machine: str
+    cpus: int
+    python: str
+    executable: str
+
+
+def this_host() -> Host:
+    return Host(
+        system=platform.platform(),
+        machine=platform.machine(),
+        cpus=os.cpu_count() or 1,
+        python=platform.python_version(),
+        executable=sys.executable,
+    )
+
+
+def run(argv: Sequence[str]) -> str | None:
+    """The output of a command that answers within ten seconds and succeeds, else None."""
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=10, stdin=subprocess.DEVNULL, check=True)
+    except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
+        return None
+    return done.stdout
+
+
+def find_platform(ask: Run = run, root: Path = Path("/")) -> Platform:
+    """Find the accelerators of this host.
+
+    Args:
+        ask: runs a command.
+        root: where the host's files lie; tests put a folder of their own in its place.
+    """
+    fields = "name,memory.total,driver_version,compute_cap"
+    listed = ask(["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"])
+    devices = tuple(
+        Device(*parts)
+        for line in (listed or "").splitlines()
+        if len(parts := [p.strip() for p in line.split(",")]) == 4
+    )
+    if devices:
+        return Platform("cuda", devices, "nvidia-smi")
+    # A container often has the driver's device files without its tools.
+    for folder in sorted(root.glob("proc/driver/nvidia/gpus/*")):
+        model = re.search(r"^Model:\s*(.+)$", _text(folder / "information"), re.MULTILINE)
+        devices += (Device(model.group(1).strip() if model else "NVIDIA GPU", driver=_nvidia_driver(root)),)
+    if devices:
+        return Platform("cuda", devices, f"{root / 'proc/driver/nvidia/gpus'}")
+    nodes = sorted(root.glob("dev/mtgpu.[0-9]*"))
+    if nodes:
+        return Platform("musa", tuple(Device(f"Moore Threads GPU {node.suffix[1:]}") for node in nodes), str(nodes[0]))
+    if root.joinpath("proc/driver/mtgpu").is_dir():
+        return Platform("musa", (Device("Moore Threads GPU"),), str(root / "proc/driver/mtgpu"))
+    return Platform("cpu", (), "no NVIDIA or Moore Threads driver answered")
+
+
+def find_tools(ask: Run = run, environ: Mapping[str, str] | None = None) -> tuple[Tool, ...]:
+    """Find the compilers and build tools that a build of ``csrc`` uses, on PATH or in their usual home."""
+    environ = os.environ if environ is None else environ
+    homes = {
+        "nvcc": (environ.get("CUDA_HOME"), environ.get("CUDA_PATH"), "/usr/local/cuda"),
+        "mcc": (environ.get("MUSA_HOME"), environ.get("MUSA_PATH"), "/usr/local/musa"),
+        "ninja": (),
+        "ccache": (),
+    }
+    return tuple(
+        _find_tool(name, tuple(home for home in places if home), ask, environ) for name, places in homes.items()
+    )
+
+
+def _find_tool(name: str, homes: tuple[str, ...], ask: Run, environ: Mapping[str, str]) -> Tool:
+    # A home that is named beats PATH, as it does in torch's extension builder.
+    search = os.pathsep.join([*(f"{home}/bin" for home in homes), environ.get("PATH", os.defpath)])
+    path = shutil.which(name, path=search)
+    if path is None:
+        return Tool(name, None, None)
+    return Tool(name, path, _version(ask([path, "--version"]) or ""))
+
+
+def _version(answer: str) -> str | None:
+    # nvcc: "Cuda compilation tools, release 13.0, V13.0.88"; the others name their version first.
+    match = re.search(r"\bV(\d+(?:\.\d+)+)", answer) or re.search(r"(\d+(?:\.\d+)+)", answer)
+    return match.group(1) if match else None
+
+
+def _nvidia_driver(root: Path) -> str | None:
+    match = re.search(r"Kernel Module\D*(\d+(?:\.\d+)+)", _text(root / "proc/driver/nvidia/version"))
+    return match.group(1) if match else None
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
