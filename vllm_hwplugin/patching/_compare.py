@@ -259,7 +259,7 @@ def _calls_at_import(module: ast.Module) -> Iterator[ast.Call]:
 
 def _new_imports(old: ast.Module, new: ast.Module) -> tuple[ast.Import | ast.ImportFrom, ...]:
     known = dict(_bindings(old))
-    if dict(_bindings(old, future=True)) != dict(_bindings(new, future=True)):
+    if {name for name, _ in _bindings(old, future=True)} != {name for name, _ in _bindings(new, future=True)}:
         raise NotSwappable("the `from __future__` imports differ, and they rule how the whole module was compiled")
     wanted: list[ast.Import | ast.ImportFrom] = []
     for name, node in _bindings(new):

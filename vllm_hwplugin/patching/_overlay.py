@@ -129,9 +129,9 @@ def open_overlay(environ: Mapping[str, str] | None = None) -> Overlay:
     for base in places(environ):
         try:
             private_folder(base / _FOLDER)
-            if os.access(base / _FOLDER, os.W_OK | os.X_OK) or any((base / _FOLDER).iterdir()):
+            if os.access(base / _FOLDER, os.W_OK | os.X_OK):
                 return Overlay(base, tuple(notes))
-            notes.append(f"{base / _FOLDER} is not writable")
+            notes.append(f"{base / _FOLDER} is not writable; set VLLM_HWPLUGIN_CACHE_DIR to a folder that is")
         except (OSError, UntrustedFolder) as error:
             notes.append(str(error))
     try:

@@ -83,7 +83,8 @@ class Plan:
         for addition in self.change.additions:
             if addition.scope:
                 owner = _resolve(self.module, addition.scope)
-                added.setdefault(owner, {})[addition.node.name] = self._method(owner, addition, names, added)
+                name = _attribute(addition.scope, addition.node.name)
+                added.setdefault(owner, {})[name] = self._method(owner, addition, names, added)
         setters += [Setter(owner, name, value) for owner, values in added.items() for name, value in values.items()]
         for swap in self.swaps:
             setters += self._function(swap, names)
@@ -164,7 +165,11 @@ class Plan:
             yield Setter(module.__spec__, "cached", cache_from_source(path))
             yield Setter(module.__spec__, "loader", loader)
         for scope, line in self.change.class_lines.items():
-            owner = _resolve(module, scope)
+            try:
+                owner = _resolve(module, scope)
+            except NotSwappable:
+                # Not there under its own name, so it has no text that could be asked for; its methods are not changed.
+                continue
             # Since Python 3.13 `inspect` finds the text of a class by this number, in the file of its module.
             if "__firstlineno__" in vars(owner):
                 yield Setter(owner, "__firstlineno__", line)
@@ -243,10 +248,8 @@ def plan(module: ModuleType, copy: Copy, installed_path: str, installed_text: st
         for addition in change.additions:
             name, scope = addition.node.name, addition.scope
             holder: Any = _resolve(module, scope) if scope else module
-            if name in vars(holder):
+            if _attribute(scope, name) in vars(holder):
                 raise NotSwappable(f"{'.'.join([*scope, name])} is new in the patched text but exists already")
-        for scope in change.class_lines:
-            _resolve(module, scope)
         _refuse_running(swaps)
         _refuse_instances(swaps)
     except NotSwappable as error:
@@ -258,7 +261,7 @@ def _plan_swap(module: ModuleType, change: FunctionChange, old_code: CodeType, n
     owner: Any = _resolve(module, change.scope) if change.scope else None
     before = _find_code(old_code, change.scope, change.old)
     after = _find_code(new_code, change.scope, change.new)
-    value = vars(owner if owner is not None else module).get(change.old.name)
+    value = vars(owner if owner is not None else module).get(_attribute(change.scope, change.old.name))
     found = next((function for function in _functions(value) if function.__code__ == before), None)
     if before is None or after is None or found is None:
         raise NotSwappable(f"{change.name} as it runs is not what the installed file says; something replaced it")
@@ -285,6 +288,12 @@ def _functions(value: object) -> Iterator[FunctionType]:
         elif isinstance(item, FunctionType):
             yield item
             pending.append(getattr(item, "__wrapped__", None))
+
+
+def _attribute(scope: tuple[str, ...], name: str) -> str:
+    """The name under which a definition is kept: private names of a class carry the name of the class."""
+    mangled = scope and name.startswith("__") and not name.endswith("__") and scope[-1].strip("_")
+    return f"_{scope[-1].lstrip('_')}{name}" if mangled else name
 
 
 def _find_code(code: CodeType, scope: tuple[str, ...], node: ast.stmt) -> CodeType | None:
@@ -333,12 +342,13 @@ def _refuse_running(swaps: tuple[_Swap, ...]) -> None:
         if isinstance(holder, FunctionType) and id(holder) not in targets:
             raise NotSwappable(f"a function that {names[id(holder.__code__)]} made, or a copy of it, is in use")
     for holder in gc.get_objects() if codes else ():
-        kind = type(holder)
-        if kind in _SUSPENDED and id(getattr(holder, _SUSPENDED[kind])) in names:
-            raise NotSwappable(f"a generator or coroutine of {names[id(getattr(holder, _SUSPENDED[kind]))]} is in use")
+        prefix = _SUSPENDED.get(type(holder))
+        if prefix is not None and id(getattr(holder, f"{prefix}_code")) in names and getattr(holder, f"{prefix}_frame"):
+            name = names[id(getattr(holder, f"{prefix}_code"))]
+            raise NotSwappable(f"a generator or coroutine of {name} is in use")
 
 
-_SUSPENDED: dict[type, str] = {GeneratorType: "gi_code", CoroutineType: "cr_code", AsyncGeneratorType: "ag_code"}
+_SUSPENDED: dict[type, str] = {GeneratorType: "gi", CoroutineType: "cr", AsyncGeneratorType: "ag"}
 
 
 def _refuse_instances(swaps: tuple[_Swap, ...]) -> None:

