@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..patching import PatchingError
 from ._checkpoints import Checkpoints, load_prompts
 from ._host import Host
 from ._job import Job, Workload
@@ -19,6 +20,10 @@ SIDES = ("stock", "patched")
 
 _PROMPT_TOKENS = 128
 _MAX_MODEL_LEN = 512
+
+
+class NotOnThisHost(PatchingError):
+    """The benchmark asked for cannot run here."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +99,19 @@ def job_for(
         workloads=tuple(_workload(case, batch, settings, host, checkpoints) for batch in settings.batches),
         tokenize=case.shape == TINY,
     )
+
+
+def check(planned: Sequence[Case], host: Host) -> None:
+    """Refuse before any engine starts what cannot work on this host.
+
+    Raises:
+        NotOnThisHost: dummy weights on a CPU.
+    """
+    dummy = sorted({c.shape for c in planned if c.shape != TINY})
+    if host.device == "cpu" and dummy:
+        raise NotOnThisHost(
+            f"--shape {' '.join(dummy)} needs a GPU: vLLM's CPU sampler has no synthetic acceptance; use --shape tiny"
+        )
 
 
 def synthetic_length(case: Case, settings: Settings) -> float | None:

@@ -40,7 +40,7 @@ class Profile:
 def profiled(runner: Any) -> Iterator[Profile]:
     """Profile the block; ``runner`` is vLLM's V1 model runner, whose steps and drafts are marked meanwhile."""
     import torch
-    from torch.profiler import ProfilerActivity, record_function
+    from torch.profiler import record_function, supported_activities
 
     def marked(original: Callable[..., Any], name: Callable[..., str]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -61,9 +61,10 @@ def profiled(runner: Any) -> Iterator[Profile]:
     if drafter is not None:
         drafter.propose = marked(drafter.propose, lambda *_, **__: DRAFT)
     try:
-        with torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        with torch.profiler.profile(activities=supported_activities()) as profiler:
             yield result
-            torch.cuda.synchronize()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
     finally:
         # Both were set on the instance, above the class's own methods.
         del runner.execute_model

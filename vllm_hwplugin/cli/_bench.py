@@ -11,21 +11,20 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from ..bench import CheckpointsMissing, Event, detect_host, find_checkpoints, launch
+from ..bench import Event, detect_host, find_checkpoints, launch, load_prompts
 from ..bench import _report as reporting
 from ..bench import _results as results_file
-from ..bench._plan import SIDES, TINY, Case, Settings, cases, job_for
+from ..bench._plan import SIDES, TINY, Case, Settings, cases, check, job_for
 from ..bench._shapes import SHAPES
-from ..patching import PatchingError
 
-app = typer.Typer(help="Measure stock and patched vLLM side by side, or make the tables from results.")
+bench = typer.Typer(add_completion=False)
 
 _SHAPES = (TINY, *SHAPES)
 _METHODS = ("eagle3", "dflash")
 
 
-@app.callback(invoke_without_command=True)
-def bench(
+@bench.callback(invoke_without_command=True)
+def measure(
     context: typer.Context,
     shape: Annotated[list[str] | None, typer.Option(help=f"{', '.join(_SHAPES)}; repeat for several.")] = None,
     method: Annotated[list[str] | None, typer.Option(help="eagle3 or dflash; repeat for several.")] = None,
@@ -53,30 +52,28 @@ def bench(
     """
     if context.invoked_subcommand is not None:
         return
-    console, errors = Console(), Console(stderr=True)
-    try:
-        planned = cases(
-            _known(shape or [TINY], _SHAPES, "--shape"), _known(method or ["eagle3"], _METHODS, "--method"), k or [3]
-        )
-        settings = Settings(
-            batches=tuple(batch or (1, 8, 32)),
-            rounds=rounds,
-            cudagraph_mode=cudagraph_mode,
-            tokens=tokens,
-            tiny_prompts=tiny_prompts,
-            tiny_tokens=tiny_tokens,
-            acceptance_length=acceptance_length,
-            profile_tokens=profile_tokens,
-            vllm_environment=_pairs(vllm_env or (), "--vllm-env"),
-            patched_environment=_pairs(patched_env or (), "--patched-env"),
-        )
-        checkpoints = find_checkpoints(model) if any(c.shape == TINY for c in planned) else None
-        if checkpoints is not None and max(settings.batches) > 96:
-            raise CheckpointsMissing("the tiny shape has 96 prompts: give --batch 96 or less")
-        host = detect_host()
-    except PatchingError as error:
-        errors.print(f"bench: {error}", style="red", markup=False, highlight=False)
-        raise typer.Exit(2) from None
+    console = Console()
+    planned = cases(
+        _known(shape or [TINY], _SHAPES, "--shape"), _known(method or ["eagle3"], _METHODS, "--method"), k or [3]
+    )
+    settings = Settings(
+        batches=tuple(batch or (1, 8, 32)),
+        rounds=rounds,
+        cudagraph_mode=cudagraph_mode,
+        tokens=tokens,
+        tiny_prompts=tiny_prompts,
+        tiny_tokens=tiny_tokens,
+        acceptance_length=acceptance_length,
+        profile_tokens=profile_tokens,
+        vllm_environment=_pairs(vllm_env or (), "--vllm-env"),
+        patched_environment=_pairs(patched_env or (), "--patched-env"),
+    )
+    checkpoints = None
+    if any(c.shape == TINY for c in planned):
+        checkpoints = find_checkpoints(model)
+        load_prompts(checkpoints, max(settings.tiny_prompts, *settings.batches))
+    host = detect_host()
+    check(planned, host)
     results = results_file.new(host, settings)
     console.print(f"vLLM {host.vllm} on {host.name} ({host.device}), torch {host.torch}", highlight=False)
 
@@ -104,23 +101,19 @@ def bench(
         raise typer.Exit(1)
 
 
-@app.command()
+@bench.command()
 def report(
     files: Annotated[list[Path], typer.Argument(help="Results of `bench --json`.")],
     markdown: Annotated[Path, typer.Option(help="Write the tables there.")],
     svg: Annotated[Path | None, typer.Option(help="Write the chart there (needs the extra `bench`).")] = None,
 ) -> None:
     """Make docs/benchmarks.md and its chart from results files."""
-    try:
-        results = [results_file.read(f) for f in files]
-        if svg is not None:
-            from ..bench._chart import draw
+    results = [results_file.read(f) for f in files]
+    if svg is not None:
+        from ..bench._chart import draw
 
-            draw(results, svg)
-        markdown.write_text(reporting.markdown(results, svg.name if svg else None), encoding="utf-8")
-    except PatchingError as error:
-        Console(stderr=True).print(f"bench report: {error}", style="red", markup=False, highlight=False)
-        raise typer.Exit(2) from None
+        draw(results, svg)
+    markdown.write_text(reporting.markdown(results, svg.name if svg else None), encoding="utf-8")
 
 
 def _advance(bar: Progress, task: Any) -> Callable[[Event], None]:

@@ -15,7 +15,6 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.table import Table
 
 from .. import bench
-from ..patching import PatchingError
 
 WORKLOAD = "demo"
 #: Tokens drafted a step: what the checkpoints were trained for.
@@ -51,13 +50,9 @@ def demo(
 ) -> None:
     """Run vLLM without speculation, and with Eagle3 and DFlash, stock and patched; compare texts and acceptance."""
     console = Console()
-    try:
-        checkpoints = bench.find_checkpoints(model)
-        bench.load_prompts(checkpoints, prompts)
-        host = bench.detect_host()
-    except PatchingError as error:
-        Console(stderr=True).print(f"demo: {error}", style="red", markup=False, highlight=False)
-        raise typer.Exit(2) from None
+    checkpoints = bench.find_checkpoints(model)
+    bench.load_prompts(checkpoints, prompts)
+    host = bench.detect_host()
     console.print(f"vLLM {host.vllm} on {host.name} ({host.device}), torch {host.torch}", highlight=False)
     if host.device == "cpu":
         console.print("A CPU host: float32, eager. CUDA graphs, and with them draft-full-graph, need a GPU.")
