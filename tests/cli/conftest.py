@@ -1,0 +1,155 @@
+"""A package index on this host, and wheels to put on it."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import zipfile
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from vllm_hwplugin.cli.sources import PipConfig
+
+# A vLLM that is big enough for its members to lie outside the tail that is read first.
+FILLER = {f"vllm/filler_{number}.bin": bytes([number]) * 700_000 for number in range(4)}
+
+
+def _write_wheel(
+    folder: Path,
+    version: str,
+    files: dict[str, str],
+    *,
+    build: str = "",
+    platform: str = "manylinux_2_28_x86_64",
+    metadata: str | None = "",
+    project: str = "vllm",
+    filler: bool = False,
+) -> Path:
+    """Write a wheel; `metadata` is the text of METADATA, made up when empty and left out when None."""
+    folder.mkdir(parents=True, exist_ok=True)
+    name = f"{project}-{version}{f'-{build}' if build else ''}-cp38-abi3-{platform}.whl"
+    with zipfile.ZipFile(folder / name, "w", zipfile.ZIP_DEFLATED) as archive:
+        for path, text in files.items():
+            archive.writestr(path, text)
+        for path, data in FILLER.items() if filler else ():
+            archive.writestr(zipfile.ZipInfo(path), data)
+        if metadata is not None:
+            text = metadata or f"Metadata-Version: 2.1\nName: {project}\nVersion: {version}\n"
+            archive.writestr(f"{project}-{version}.dist-info/METADATA", text)
+    return folder / name
+
+
+class PackageServer:
+    """A package index over HTTP.
+
+    `ranges` is what it does with a range request: serves it, serves all but ranges counted from the end, or sends the
+    whole file. `status` answers every request with that status, `cut` closes the connection after that many bytes.
+    """
+
+    def __init__(self) -> None:
+        self.ranges: Literal["all", "from-start", "none"] = "all"
+        self.status: int | None = None
+        self.cut: int | None = None
+        self.lie_about_digest = False
+        self.page: bytes | None = None
+        self.wheels: dict[str, bytes] = {}
+        self.requests: list[tuple[str, str, str | None]] = []
+        self.bytes_sent = 0
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                outer._answer(self)
+
+            def do_HEAD(self) -> None:
+                outer._answer(self)
+
+            def log_message(self, format: str, *args: object) -> None:
+                pass
+
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._thread = threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+        self._thread.start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._http.server_address[1]}/simple/"
+
+    @property
+    def config(self) -> PipConfig:
+        return PipConfig(index_url=self.url)
+
+    def add(self, wheel: Path) -> None:
+        self.wheels[wheel.name] = wheel.read_bytes()
+
+    def close(self) -> None:
+        self._http.shutdown()
+        self._http.server_close()
+        self._thread.join()
+
+    def _answer(self, handler: BaseHTTPRequestHandler) -> None:
+        self.requests.append((handler.command, handler.path, handler.headers.get("Range")))
+        if self.status is not None:
+            self._send(handler, self.status, b"")
+        elif handler.path.startswith("/files/") and (name := handler.path.rpartition("/")[2]) in self.wheels:
+            self._send_file(handler, self.wheels[name])
+        elif handler.path == "/simple/vllm/":
+            self._send(handler, 200, self.page if self.page is not None else self._listing(), "text/html")
+        else:
+            self._send(handler, 404, b"")
+
+    def _listing(self) -> bytes:
+        links = []
+        for name, data in self.wheels.items():
+            digest = "0" * 64 if self.lie_about_digest else hashlib.sha256(data).hexdigest()
+            links.append(f'<a href="/files/{name}#sha256={digest}">{name}</a>')
+        return f"<!DOCTYPE html><html><body>{''.join(links)}</body></html>".encode()
+
+    def _send_file(self, handler: BaseHTTPRequestHandler, data: bytes) -> None:
+        wanted = handler.headers.get("Range")
+        if wanted is None or self.ranges == "none":
+            self._send(handler, 200, data)
+            return
+        start, _, end = wanted.removeprefix("bytes=").partition("-")
+        if not start and self.ranges == "from-start":
+            self._send(handler, 416, b"")
+            return
+        first = int(start) if start else max(0, len(data) - int(end))
+        last = min(int(end), len(data) - 1) if start and end else len(data) - 1
+        self._send(handler, 206, data[first : last + 1], extra=f"bytes {first}-{last}/{len(data)}")
+
+    def _send(
+        self,
+        handler: BaseHTTPRequestHandler,
+        status: int,
+        body: bytes,
+        kind: str = "application/octet-stream",
+        extra: str | None = None,
+    ) -> None:
+        handler.send_response(status)
+        handler.send_header("Content-Type", kind)
+        handler.send_header("Content-Length", str(len(body)))
+        if extra is not None:
+            handler.send_header("Content-Range", extra)
+        handler.end_headers()
+        if handler.command == "GET":
+            sent = body if self.cut is None else body[: self.cut]
+            handler.wfile.write(sent)
+            self.bytes_sent += len(sent)
+
+
+@pytest.fixture
+def server() -> Iterator[PackageServer]:
+    running = PackageServer()
+    yield running
+    running.close()
+
+
+@pytest.fixture
+def write_wheel() -> Callable[..., Path]:
+    """`write_wheel(folder, version, files, ...)` writes a wheel and returns its path."""
+    return _write_wheel

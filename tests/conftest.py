@@ -1,0 +1,74 @@
+"""What all tests share: which tests a host can run, and the text of every vLLM version.
+
+A test that this host cannot run is skipped with the reason. In CI (`CI=true`) it fails instead where CI has to be able
+to run it: there a missing network or engine is a fault of the set-up, and a skip would hide it. Only a GPU may be
+missing in CI.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable
+from typing import NoReturn
+
+import pytest
+
+from vllm_hwplugin.cli.sources import Index, IndexSource, IndexUnreachable, MissingTool
+
+
+def cannot_run(reason: str) -> NoReturn:
+    """Skip the running test, or fail it in CI."""
+    if os.environ.get("CI", "").lower() in ("1", "true"):
+        pytest.fail(f"{reason}; CI must be able to run this test", pytrace=False)
+    pytest.skip(reason)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "vllm_tree" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.network)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("engine") is not None and importlib.util.find_spec("vllm") is None:
+        cannot_run("no vLLM is installed")
+    if item.get_closest_marker("gpu") is not None:
+        if importlib.util.find_spec("torch") is None:
+            pytest.skip("torch is not installed")
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("no NVIDIA GPU")
+
+
+class Tree:
+    """One vLLM version as a source; a network that is missing when a file is first read skips the test."""
+
+    def __init__(self, version: str, index: Index) -> None:
+        try:
+            self._source = IndexSource(version, index)
+        except (IndexUnreachable, MissingTool) as error:
+            cannot_run(str(error))
+        self.version = self._source.version
+        self.label = self._source.label
+
+    def read(self, path: str) -> str | None:
+        try:
+            return self._source.read(path)
+        except (IndexUnreachable, MissingTool) as error:
+            cannot_run(str(error))
+
+
+@pytest.fixture(scope="session")
+def vllm_tree() -> Callable[[str], Tree]:
+    """`vllm_tree("0.33.0")`: the Python text of a released vLLM, from the package index or the user's cache of it."""
+    index = Index()
+    trees: dict[str, Tree] = {}
+
+    def tree(version: str) -> Tree:
+        if version not in trees:
+            trees[version] = Tree(version, index)
+        return trees[version]
+
+    return tree

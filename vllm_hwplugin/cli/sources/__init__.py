@@ -1,0 +1,30 @@
+"""Where the text of a vLLM version comes from, without importing vLLM.
+
+Every source has a `label`, a `version` and `read(path)`, which is what the patch engine asks of one. The package index
+is reached with optional libraries (extra `drift`); files and folders need none.
+"""
+
+from ._errors import BadTarget, BadTree, BadWheel, IndexUnreachable, MissingTool, SourceError, UnknownVersion
+from ._index import Index, IndexSource
+from ._pipconfig import PipConfig
+from ._target import Source, open_installed, open_target
+from ._tree import TreeSource
+from ._wheel import WheelSource
+
+__all__ = [
+    "BadTarget",
+    "BadTree",
+    "BadWheel",
+    "Index",
+    "IndexSource",
+    "IndexUnreachable",
+    "MissingTool",
+    "PipConfig",
+    "Source",
+    "SourceError",
+    "TreeSource",
+    "UnknownVersion",
+    "WheelSource",
+    "open_installed",
+    "open_target",
+]

@@ -1,0 +1,92 @@
+"""Where this user's pip looks for packages.
+
+pip is asked (`pip config list`), rather than its files read here: which files count, and in which order, is pip's own
+affair and differs by platform. Where pip is missing, as in environments that uv made, its environment variables are
+all there is to know.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from urllib.parse import urlsplit, urlunsplit
+
+from ._errors import IndexUnreachable
+
+# Later sections win, as in pip: [global], then the section of the command, then PIP_* variables.
+_SECTIONS = ("global", "install", ":env:")
+
+
+@dataclass(frozen=True, slots=True)
+class PipConfig:
+    """The part of pip's configuration that says where packages come from.
+
+    `index_url` is None where pip has no setting and so uses its built-in default.
+    """
+
+    index_url: str | None = None
+    extra_index_urls: tuple[str, ...] = ()
+    cert: str | None = None
+    proxy: str | None = None
+
+
+def parse_config(listing: str) -> PipConfig:
+    """Read what `pip config list` prints: lines `section.key='value'`."""
+    values: dict[str, str] = {}
+    entries = [line.partition("=") for line in listing.splitlines()]
+    for section in _SECTIONS:
+        for name, equals, literal in entries:
+            if equals and name.startswith(section + "."):
+                try:
+                    value = ast.literal_eval(literal)
+                except (ValueError, SyntaxError):
+                    # pip prints warnings in between; a line that is no setting says nothing about one.
+                    continue
+                values[name.removeprefix(section + ".")] = str(value)
+    return PipConfig(
+        index_url=values.get("index-url") or None,
+        extra_index_urls=tuple(values.get("extra-index-url", "").split()),
+        cert=values.get("cert") or None,
+        proxy=values.get("proxy") or None,
+    )
+
+
+def environment_config(environ: Mapping[str, str]) -> PipConfig:
+    """pip's settings as its environment variables alone give them."""
+    return PipConfig(
+        index_url=environ.get("PIP_INDEX_URL") or None,
+        extra_index_urls=tuple(environ.get("PIP_EXTRA_INDEX_URL", "").split()),
+        cert=environ.get("PIP_CERT") or None,
+        proxy=environ.get("PIP_PROXY") or None,
+    )
+
+
+def pip_config() -> PipConfig:
+    """The configuration of the pip that installs into this interpreter, else of the `pip` on the path.
+
+    Raises:
+        IndexUnreachable: pip is there but rejects its own configuration.
+    """
+    if importlib.util.find_spec("pip") is not None:
+        command = [sys.executable, "-m", "pip"]
+    elif (pip := shutil.which("pip")) is not None:
+        command = [pip]
+    else:
+        return environment_config(os.environ)
+    done = subprocess.run([*command, "config", "list"], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise IndexUnreachable(f"pip config list failed: {last}; repair pip's configuration")
+    return parse_config(done.stdout)
+
+
+def shown(url: str) -> str:
+    """An address fit for a message: without user name and password."""
+    parts = urlsplit(url)
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))

@@ -1,0 +1,98 @@
+"""Which file of a package index is *the* wheel of a version."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from packaging.tags import Tag
+from packaging.utils import BuildTag, InvalidWheelFilename, canonicalize_name, parse_wheel_filename
+from packaging.version import Version
+
+from ._errors import UnknownVersion
+
+
+class IndexFile(Protocol):
+    """The part of an index's file entry that is used here (pypi-simple's `DistributionPackage`)."""
+
+    filename: str
+    url: str
+    digests: dict[str, str]
+    is_yanked: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """One wheel on an index, or one that was read before (`url` is None then)."""
+
+    filename: str
+    version: Version
+    build: BuildTag
+    platforms: tuple[str, ...]
+    url: str | None = None
+    sha256: str | None = None
+    yanked: bool = False
+
+
+def parse_release(
+    filename: str, *, url: str | None = None, digests: Mapping[str, str] | None = None, yanked: bool = False
+) -> tuple[str, Release] | None:
+    """The project and release that a file name states; None for anything but a wheel."""
+    try:
+        name, version, build, tags = parse_wheel_filename(filename)
+    except InvalidWheelFilename:
+        return None
+    platforms = tuple(sorted({_platform(tag) for tag in tags}))
+    digest = (digests or {}).get("sha256")
+    return name, Release(filename, version, build, platforms, url=url, sha256=digest, yanked=yanked)
+
+
+def releases_of(project: str, files: Iterable[IndexFile]) -> list[Release]:
+    """The wheels of a project; sdists, and names that state no version, are left out."""
+    wanted = canonicalize_name(project)
+    parsed = (parse_release(f.filename, url=f.url, digests=f.digests, yanked=f.is_yanked) for f in files)
+    return [entry[1] for entry in parsed if entry is not None and entry[0] == wanted]
+
+
+def choose(project: str, version: str, releases: Iterable[Release]) -> Release:
+    """The wheel that stands for a version.
+
+    As pip would: a version without local label also finds `+label` builds, and of several builds of one version
+    (`0.20.1-1`) the newest counts, because a newer build may hold other Python text. What pip decides by the host is
+    fixed here (x86_64, then the file name), so that the answer is the same everywhere: vLLM's Python files do not
+    differ between platforms.
+
+    Raises:
+        UnknownVersion: no wheel has this version.
+    """
+    known = list(releases)
+    wanted = Version(version)
+    matching = [release for release in known if _matches(release.version, wanted)]
+    if not matching:
+        raise UnknownVersion(_unknown(project, wanted, known))
+    return max(matching, key=_rank)
+
+
+def _matches(found: Version, wanted: Version) -> bool:
+    return found == wanted or (wanted.local is None and Version(found.public) == wanted)
+
+
+def _rank(release: Release) -> tuple[bool, Version, tuple[int, str], bool, str]:
+    x86 = any("x86_64" in platform or platform == "any" for platform in release.platforms)
+    build = (release.build[0], release.build[1]) if release.build else (-1, "")
+    return not release.yanked, release.version, build, x86, release.filename
+
+
+def _unknown(project: str, wanted: Version, known: list[Release]) -> str:
+    versions = sorted({release.version for release in known})
+    if not versions:
+        return f"{project} {wanted}: the package index has no wheel of {project}; name a wheel file or a folder"
+    older = [version for version in versions if version < wanted][-2:]
+    newer = [version for version in versions if version > wanted][:2]
+    near = ", ".join(str(version) for version in [*older, *newer])
+    return f"{project} {wanted}: the package index has no wheel of this version; the nearest are {near}"
+
+
+def _platform(tag: Tag) -> str:
+    return tag.platform
