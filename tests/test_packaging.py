@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The wheel is complete: built, installed elsewhere, and used from there."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import venv
+import zipfile
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from vllm_hwplugin import __version__, gates
+
+ROOT = Path(__file__).parents[1]
+# What a clean checkout has; a build must not see this tree's leftovers, nor leave any in it.
+INPUTS = ("vllm_hwplugin", "patches", "csrc", "docs")
+FILES = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "CHANGELOG.md", "LICENSE", "Makefile")
+
+
+def _run(command: Sequence[object], cwd: Path) -> str:
+    # Away from the source tree, and without a path that leads back to it.
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run([str(part) for part in command], cwd=cwd, env=environ, capture_output=True, text=True)
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
+    """The sdist, the wheel that is made of the sdist, and the wheel that is made of the tree."""
+    work = tmp_path_factory.mktemp("build")
+    tree = work / "tree"
+    tree.mkdir()
+    for name in INPUTS:
+        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in FILES:
+        shutil.copy(ROOT / name, tree / name)
+    build = [sys.executable, "-m", "build", "--no-isolation"]
+    _run([*build, "--outdir", work / "a", tree], work)
+    _run([*build, "--wheel", "--outdir", work / "b", tree], work)
+    (sdist,) = (work / "a").glob("*.tar.gz")
+    (from_sdist,) = (work / "a").glob("*.whl")
+    (from_tree,) = (work / "b").glob("*.whl")
+    return sdist, from_sdist, from_tree
+
+
+@pytest.fixture(scope="module")
+def elsewhere(built: tuple[Path, Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The ``bin`` of a fresh environment with the wheel; its few dependencies are borrowed from this one."""
+    folder = tmp_path_factory.mktemp("elsewhere")
+    venv.create(folder, with_pip=False, symlinks=True)
+    site = next((folder / "lib").glob("python*/site-packages"))
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", folder / "bin" / "python"]
+    _run([*pip, "install", "--quiet", "--no-deps", "--no-index", built[1]], folder)
+    # Behind the environment's own packages, so that the wheel wins over the tree that is installed here.
+    (site / "borrowed.pth").write_text(f"{Path(pytest.__file__).parents[1]}\n")
+    return folder / "bin"
+
+
+def _content(wheel: Path) -> dict[str, bytes]:
+    with zipfile.ZipFile(wheel) as archive:
+        # RECORD's lines follow the order of the files in the build folder; what they list is compared here anyway.
+        return {name: archive.read(name) for name in archive.namelist() if not name.endswith("/RECORD")}
+
+
+def _tree_files(folder: str) -> dict[str, bytes]:
+    return {
+        path.relative_to(ROOT).as_posix(): path.read_bytes()
+        for path in sorted((ROOT / folder).rglob("*"))
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+
+
+def test_the_wheel_has_every_file_of_the_package_the_patches_and_the_kernels(built: tuple[Path, Path, Path]) -> None:
+    content = _content(built[2])
+    expected = _tree_files("vllm_hwplugin")
+    for folder in ("patches", "csrc"):
+        expected |= {f"vllm_hwplugin/{name}": text for name, text in _tree_files(folder).items()}
+    assert any(name.endswith(".diff") for name in expected)
+    assert {name: text for name, text in content.items() if ".dist-info/" not in name} == expected
+
+
+def test_the_sdist_builds_the_same_wheel(built: tuple[Path, Path, Path]) -> None:
+    sdist, from_sdist, from_tree = built
+    assert _content(from_sdist) == _content(from_tree)
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"LICENSE", "README.md", "CHANGELOG.md", "setup.py", "csrc/README.md"} <= names
+
+
+def test_the_metadata_says_what_it_should(built: tuple[Path, Path, Path]) -> None:
+    content = _content(built[2])
+    info = f"vllm_hwplugin-{__version__}.dist-info"
+    metadata = content[f"{info}/METADATA"].decode()
+    assert f"Version: {__version__}\n" in metadata
+    assert "License-Expression: Apache-2.0\n" in metadata
+    needed = [line for line in metadata.splitlines() if line.startswith("Requires-Dist:") and "extra ==" not in line]
+    assert not [line for line in needed if "vllm" in line or "torch" in line], "the user's own vLLM must stay as it is"
+    points = content[f"{info}/entry_points.txt"].decode()
+    assert "[vllm.general_plugins]\nhwplugin = vllm_hwplugin.plugin:register" in points
+    assert "vllm-hwplugin = vllm_hwplugin.cli:main" in points
+
+
+def test_the_installed_wheel_is_the_one_that_runs(elsewhere: Path) -> None:
+    where = _run([elsewhere / "python", "-c", "import vllm_hwplugin; print(vllm_hwplugin.__file__)"], elsewhere)
+    assert Path(where.strip()).is_relative_to(elsewhere.parent)
+    assert _run([elsewhere / "vllm-hwplugin", "--version"], elsewhere).strip() == __version__
+
+
+def test_the_installed_wheel_lists_its_patches(elsewhere: Path) -> None:
+    listed = _run([elsewhere / "vllm-hwplugin", "patches"], elsewhere)
+    features = [path.parent.name for path in (ROOT / "patches").glob("*/patch.toml")]
+    assert features
+    assert [name for name in features if name not in listed] == []
+
+
+def test_the_installed_wheel_lists_its_gates(elsewhere: Path) -> None:
+    listed = _run([elsewhere / "vllm-hwplugin", "gates"], elsewhere)
+    assert [gate.name for gate in gates.GATES if gate.name not in listed] == []
+
+
+def test_the_installed_wheel_diagnoses_its_host(elsewhere: Path) -> None:
+    found = json.loads(_run([elsewhere / "vllm-hwplugin", "doctor", "--json"], elsewhere))
+    assert Path(found["plugin"]["path"]).is_relative_to(elsewhere.parent)
+    assert {row["id"] for row in found["features"]} == {path.parent.name for path in ROOT.glob("patches/*/patch.toml")}
+
+
+def test_vllm_finds_the_plugin_by_its_entry_point(elsewhere: Path) -> None:
+    program = (
+        "from importlib.metadata import entry_points; "
+        "(point,) = [p for p in entry_points(group='vllm.general_plugins') if p.name == 'hwplugin']; "
+        "register = point.load(); print(register.__module__, register.__code__.co_filename)"
+    )
+    module, filename = _run([elsewhere / "python", "-c", program], elsewhere).split()
+    assert module == "vllm_hwplugin.plugin"
+    assert Path(filename).is_relative_to(elsewhere.parent)
+
+
+def test_the_pins_are_the_versions_that_the_tests_run_with() -> None:
+    """The closed lists are installed without resolution, so a name that is missing there would go unnoticed."""
+    pins = {
+        name.lower().replace("_", "-"): pinned
+        for page in ROOT.glob("requirements/*.txt")
+        for line in page.read_text(encoding="utf-8").splitlines()
+        if line and not line.startswith("#")
+        for name, _, pinned in [line.partition(" ;")[0].partition("==")]
+    }
+    assert all(pins.values())
+    for needed in ("packaging", "platformdirs", "rich", "typer", "unidiff", "remotezip", "pypi-simple", "matplotlib"):
+        assert needed in pins, needed
+    if Path(sys.prefix) == ROOT / ".venv":
+        assert {name: version(name).partition("+")[0] for name in pins} == pins
