@@ -53,6 +53,8 @@ def main(arguments: Sequence[str]) -> None:
     )
     for workload in job.workloads:
         _measure(llm, job, workload, answer)
+    # With multiprocessing on, an engine core that is not told outlives this process.
+    llm.llm_engine.engine_core.shutdown()
     answer.say("done")
 
 
@@ -122,6 +124,8 @@ def _model_runner(llm: Any) -> Any:
 
 def _graph_modes(llm: Any) -> dict[str, str]:
     """What the target's and the drafter's CUDA graph dispatchers settled on, as vLLM names it."""
+    if not hasattr(llm.llm_engine.engine_core, "engine_core"):
+        return {}  # the engine core is another process, by the caller's own choice
     runner = _model_runner(llm)
     modes: dict[str, str] = {}
     for name, owner in (("target", runner), ("drafter", getattr(runner, "drafter", None))):

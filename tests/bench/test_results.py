@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from vllm_hwplugin.bench import Job, Outcome, Workload, _results
+from vllm_hwplugin.bench._plan import Case
+
+
+def outcome(label, error=None):
+    workload = Workload("batch 1", ((1,),), max_tokens=4, batch=1)
+    event = {"event": "measured", "workload": "batch 1", "seconds": 1.0, "tokens": 4}
+    event |= {"steps": 2, "drafts": 2, "accepted_per_position": [1, 1]}
+    ready = {"event": "ready", "seconds": 7.0, "graph_modes": {"drafter": "FULL"}}
+    job = Job(label, True, {}, {}, (workload,))
+    return Outcome(job, () if error else (ready, event), 9.0, error, "last words" if error else "")
+
+
+def test_results_survive_the_file_and_a_case_grows_side_by_side(tmp_path, gpu_host, settings):
+    results = _results.new(gpu_host, settings)
+    case = Case("0.6b", "eagle3", 3)
+    _results.add(results, case, settings, {"stock": outcome("s")})
+    _results.add(results, case, settings, {"stock": outcome("s"), "patched": outcome("p", "exit code 1")})
+    path = tmp_path / "new" / "r.json"
+    _results.write(results, path)
+    back = _results.read(path)
+    assert back == results
+    assert back["host"]["name"] == "NVIDIA H200"
+    assert back["settings"]["batches"] == [1, 8]
+    (entry,) = back["cases"]
+    assert entry["synthetic_acceptance_length"] == 2.5
+    assert entry["sides"]["stock"]["batches"]["1"]["acceptance_length"] == 2.0
+    assert entry["sides"]["stock"]["graph_modes"] == {"drafter": "FULL"}
+    assert entry["sides"]["patched"]["error"] == "exit code 1"
+    assert entry["sides"]["patched"]["log_tail"] == "last words"
+    assert entry["sides"]["patched"]["batches"] == {"1": None}
+    assert [p.name for p in path.parent.iterdir()] == ["r.json"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [(None, "No such file"), ("not JSON", "is no results file"), (json.dumps({"format": 0}), "format 0, this version")],
+)
+def test_a_file_that_is_none_of_ours(tmp_path, text, message):
+    path = tmp_path / "r.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(_results.ResultsError, match=message):
+        _results.read(path)
+
+
+def test_the_commit_of_a_copy_without_git_comes_from_the_environment(monkeypatch, tmp_path):
+    monkeypatch.setattr(_results, "__file__", str(tmp_path / "p" / "bench" / "_results.py"))
+    monkeypatch.delenv("VLLM_HWPLUGIN_COMMIT", raising=False)
+    assert _results.commit() is None
+    monkeypatch.setenv("VLLM_HWPLUGIN_COMMIT", "abc")
+    assert _results.commit() == "abc"
