@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Exact, versioned source patches, applied when a module is imported.
+
+Text in, text out: nothing here imports torch or vLLM. `_diff`, `_apply`, `_catalog`, `_evaluate` and `_plan` are pure;
+`_installed`, `_overlay`, `_finder`, `_reapply` and `_runtime` act on this process. docs/architecture.md tells the whole.
+"""
+
+from ._catalog import SUPPORTED, default_folder, load_catalog
+from ._errors import CatalogError, DiffError, PatchingError
+from ._evaluate import check_conflicts, evaluate
+from ._model import (
+    Catalog,
+    Conflict,
+    Feature,
+    FeatureState,
+    FeatureVerdict,
+    FileDiff,
+    Hunk,
+    HunkVerdict,
+    Nearest,
+    NotNeeded,
+    PatchedFile,
+    Plan,
+    Source,
+    Status,
+    Variant,
+)
+from ._plan import make_plan, render_diff
+
+__all__ = [
+    "SUPPORTED",
+    "Catalog",
+    "CatalogError",
+    "Conflict",
+    "DiffError",
+    "Feature",
+    "FeatureState",
+    "FeatureVerdict",
+    "FileDiff",
+    "Hunk",
+    "HunkVerdict",
+    "Nearest",
+    "NotNeeded",
+    "PatchedFile",
+    "PatchingError",
+    "Plan",
+    "Source",
+    "Status",
+    "Variant",
+    "check_conflicts",
+    "default_folder",
+    "evaluate",
+    "load_catalog",
+    "make_plan",
+    "render_diff",
+]

@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Errors of the patch engine. Each message says what, where, found, expected, and the way out, in one line."""
+
+from __future__ import annotations
+
+
+class PatchingError(Exception):
+    """Base of every error that the project raises on purpose; the command line prints it without a traceback."""
+
+
+class CatalogError(PatchingError):
+    """The folder of patches, or one `patch.toml` in it, is not what it has to be."""
+
+
+class DiffError(PatchingError):
+    """A file that should be a unified diff is malformed, or says things that this engine refuses to guess at."""

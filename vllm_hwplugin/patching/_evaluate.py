@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a feature fits a version: verdicts only, from text alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import combinations
+
+from ._apply import Edit, Text, edits_of, first_clash, locate
+from ._model import Catalog, Conflict, Feature, FeatureVerdict, FileDiff, HunkVerdict, Source, Status, Variant
+
+
+@dataclass(slots=True)
+class Texts:
+    """The files of one source, each read and indexed once."""
+
+    source: Source
+    _read: dict[str, Text | None] = field(default_factory=dict)
+
+    def get(self, path: str) -> Text | None:
+        if path not in self._read:
+            text = self.source.read(path)
+            self._read[path] = None if text is None else Text(text)
+        return self._read[path]
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """A verdict, and by path the edits that make it so (empty unless the feature applies)."""
+
+    verdict: FeatureVerdict
+    edits: dict[str, list[Edit]] = field(default_factory=dict)
+
+
+def evaluate(feature: Feature, source: Source) -> FeatureVerdict:
+    """The verdict on `feature` for the version that `source` holds."""
+    return fit(feature, Texts(source)).verdict
+
+
+def fit(feature: Feature, texts: Texts, *, try_unlisted: bool = False) -> Fit:
+    """Like `evaluate`, with the edits.
+
+    Args:
+        try_unlisted: for a version that no variant lists, take the newest variant whose every hunk fits.
+    """
+    version = texts.source.version
+    variant = feature.variant_for(version)
+    if variant is not None:
+        return _fit_variant(feature, variant, texts)
+    not_needed = feature.not_needed_for(version)
+    if not_needed is not None:
+        return Fit(FeatureVerdict(feature.id, version, Status.NOT_NEEDED, reason=not_needed.reason))
+    if try_unlisted:
+        for candidate in reversed(feature.variants):
+            result = _fit_variant(feature, candidate, texts)
+            if result.verdict.status in (Status.APPLIES, Status.UPSTREAM):
+                return result
+        return Fit(FeatureVerdict(feature.id, version, Status.UNLISTED, reason="no variant fits it in every hunk"))
+    return Fit(FeatureVerdict(feature.id, version, Status.UNLISTED, reason="no variant of the patch lists it"))
+
+
+def _fit_variant(feature: Feature, variant: Variant, texts: Texts) -> Fit:
+    hunks: list[HunkVerdict] = []
+    edits: dict[str, list[Edit]] = {}
+    for diff in variant.files:
+        for hunk, (verdict, place) in zip(diff.hunks, locate(diff, texts.get(diff.path)), strict=True):
+            hunks.append(verdict)
+            if place is not None:
+                edits.setdefault(diff.path, []).extend(edits_of(hunk, place, feature.id))
+    status, reason = _judge(hunks, variant.files)
+    if status is Status.APPLIES:
+        for path, items in edits.items():
+            clash = first_clash(items)
+            if clash is not None:
+                status = Status.CONFLICT
+                reason = f"two of its own hunks change {path} at lines {_lines(*clash)}"
+    verdict = FeatureVerdict(feature.id, texts.source.version, status, tuple(hunks), reason)
+    return Fit(verdict, edits if status is Status.APPLIES else {})
+
+
+def _judge(hunks: list[HunkVerdict], files: tuple[FileDiff, ...]) -> tuple[Status, str]:
+    missing = sorted({hunk.path for hunk in hunks if hunk.status == "missing"})
+    if missing:
+        return Status.TARGET_MISSING, f"vLLM has no {', '.join(missing)}"
+    lost = [hunk for hunk in hunks if hunk.status in ("drifted", "ambiguous")]
+    if lost:
+        return Status.DRIFTED, "; ".join(_why_lost(hunk) for hunk in lost)
+    present = [hunk for hunk in hunks if hunk.status == "upstream"]
+    if present and len(present) == len(hunks):
+        return Status.UPSTREAM, "every hunk is in this vLLM already"
+    if present:
+        where = ", ".join(f"hunk {hunk.hunk_index} of {hunk.path}" for hunk in present)
+        return Status.DRIFTED, f"{where}: in this vLLM already, but the others are not"
+    return Status.APPLIES, ""
+
+
+def _why_lost(hunk: HunkVerdict) -> str:
+    where = f"hunk {hunk.hunk_index} of {hunk.path} ({hunk.origin})"
+    if hunk.status == "ambiguous":
+        return f"{where} fits at lines {', '.join(map(str, hunk.found_at))}, expected one place"
+    if hunk.nearest is None:
+        return f"{where} not found, nor anything like it"
+    if not hunk.nearest.diff:
+        return f"{where} found at line {hunk.nearest.line}, before the hunk that precedes it"
+    return f"{where} not found; nearest at line {hunk.nearest.line}, {hunk.nearest.similarity:.0%} alike"
+
+
+def check_conflicts(catalog: Catalog, source: Source) -> list[Conflict]:
+    """Every pair of features that both apply to the version and change the same lines of it."""
+    texts = Texts(source)
+    return list(conflicts_between([fit(feature, texts) for feature in catalog.features]))
+
+
+def conflicts_between(fits: list[Fit]) -> Iterator[Conflict]:
+    for one, other in combinations(fits, 2):
+        for path in sorted(one.edits.keys() & other.edits.keys()):
+            clash = first_clash([*one.edits[path], *other.edits[path]])
+            if clash is not None:
+                first, last = clash[0].start + 1, max(edit.end for edit in clash)
+                yield Conflict(path, (one.verdict.feature, other.verdict.feature), (first, max(first, last)))
+                break
+
+
+def _lines(one: Edit, other: Edit) -> str:
+    return f"{one.start + 1} to {max(one.end, other.end, one.start + 1)}"

@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The frozen data that the pure part of the engine passes around."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Literal, Protocol
+
+if TYPE_CHECKING:
+    from packaging.specifiers import SpecifierSet
+
+HunkStatus = Literal["exact", "moved", "upstream", "drifted", "ambiguous", "missing"]
+State = Literal["live", "off", "refused", "not-needed", "upstream"]
+
+
+class Source(Protocol):
+    """Where the text of one vLLM version comes from: an installed package, a tree, a wheel, an index."""
+
+    @property
+    def label(self) -> str: ...
+
+    @property
+    def version(self) -> str: ...
+
+    def read(self, path: str) -> str | None:
+        """The file's text, newlines untouched, or None where the version has no such file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hunk:
+    """One hunk of a unified diff.
+
+    Attributes:
+        index: its number in the file's diff, from 1.
+        source_start: the line that its header states, from 1 (0 in an empty file).
+        lines: `(" " | "-" | "+", text)`, the text with its newline; a last line without one has none.
+    """
+
+    index: int
+    source_start: int
+    source_length: int
+    target_start: int
+    target_length: int
+    lines: tuple[tuple[str, str], ...]
+
+    @property
+    def before(self) -> tuple[str, ...]:
+        return tuple(text for sign, text in self.lines if sign != "+")
+
+    @property
+    def after(self) -> tuple[str, ...]:
+        return tuple(text for sign, text in self.lines if sign != "-")
+
+
+@dataclass(frozen=True, slots=True)
+class FileDiff:
+    """What one diff does to one file. `origin` names the diff in messages."""
+
+    path: str
+    hunks: tuple[Hunk, ...]
+    origin: str
+
+    @property
+    def module(self) -> str:
+        return module_name(self.path)
+
+
+def module_name(path: str) -> str:
+    """ "vllm/v1/utils.py" -> "vllm.v1.utils"; a package's `__init__.py` is the package."""
+    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """The diffs of a feature for a range of versions."""
+
+    versions: SpecifierSet
+    files: tuple[FileDiff, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NotNeeded:
+    """A range of versions that does not have the fault that a feature mends."""
+
+    versions: SpecifierSet
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    """One folder of the catalogue; the fields are those of its `patch.toml`."""
+
+    id: str
+    title: str
+    gate: str
+    what: str
+    origin: str
+    removal: str
+    requires: tuple[str, ...]
+    not_needed: tuple[NotNeeded, ...]
+    variants: tuple[Variant, ...]
+
+    def variant_for(self, version: str) -> Variant | None:
+        return next((item for item in self.variants if item.versions.contains(version, prereleases=True)), None)
+
+    def not_needed_for(self, version: str) -> NotNeeded | None:
+        return next((item for item in self.not_needed if item.versions.contains(version, prereleases=True)), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Catalog:
+    """Every feature, requirements before those that require them."""
+
+    features: tuple[Feature, ...]
+
+    def feature(self, feature_id: str) -> Feature | None:
+        return next((item for item in self.features if item.id == feature_id), None)
+
+
+class Status(Enum):
+    """The verdict on one feature and one version."""
+
+    APPLIES = "applies"
+    UPSTREAM = "upstream"
+    NOT_NEEDED = "not-needed"
+    DRIFTED = "drifted"
+    CONFLICT = "conflict"
+    TARGET_MISSING = "target-missing"
+    UNLISTED = "unlisted"
+
+
+@dataclass(frozen=True, slots=True)
+class Nearest:
+    """The place most like a hunk that was not found: its first line (from 1), the share of equal lines, a diff."""
+
+    line: int
+    similarity: float
+    diff: str
+
+
+@dataclass(frozen=True, slots=True)
+class HunkVerdict:
+    """Where one hunk fits. `offset` is found minus stated line; `expected` its context and removed lines."""
+
+    path: str
+    hunk_index: int
+    origin: str
+    status: HunkStatus
+    offset: int = 0
+    nearest: Nearest | None = None
+    expected: tuple[str, ...] = ()
+    found_at: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureVerdict:
+    """How a feature fits a version; `reason` says why where it does not simply apply."""
+
+    feature: str
+    version: str
+    status: Status
+    hunks: tuple[HunkVerdict, ...] = ()
+    reason: str = ""
+
+    @property
+    def exact(self) -> bool:
+        return self.status is Status.APPLIES and all(hunk.status == "exact" for hunk in self.hunks)
+
+
+@dataclass(frozen=True, slots=True)
+class Conflict:
+    """Two features that change the same lines of a version's file."""
+
+    path: str
+    features: tuple[str, str]
+    lines: tuple[int, int]
+
+    def __str__(self) -> str:
+        first, last = self.lines
+        return f"{self.features[0]} and {self.features[1]} both change {self.path} at lines {first} to {last}"
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureState:
+    """What becomes of a feature in a process, and why."""
+
+    feature: Feature
+    state: State
+    reason: str
+    verdict: FeatureVerdict | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PatchedFile:
+    """A file's whole patched text. `pristine_sha256` is of the text it was made from."""
+
+    path: str
+    module: str
+    pristine_sha256: str
+    text: str
+    features: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything a process needs to run patched: pure data, made before anything is imported or written.
+
+    Attributes:
+        features: by id, in the catalogue's order.
+        files: by path.
+        fingerprint: names the applied patch set in vLLM's compile key; "none" where nothing is live.
+        errors: a line for each feature that a gate requires (`on`) and that can't be live.
+    """
+
+    version: str
+    features: dict[str, FeatureState]
+    files: dict[str, PatchedFile]
+    fingerprint: str
+    errors: tuple[str, ...] = ()

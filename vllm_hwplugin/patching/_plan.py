@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a process will run: gates, verdicts, requirements and conflicts, settled before anything is touched."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+from collections.abc import Mapping
+
+from ._apply import apply_edits, split_lines
+from ._errors import PatchingError
+from ._evaluate import Fit, Texts, conflicts_between, fit
+from ._model import Catalog, Feature, FeatureState, FeatureVerdict, PatchedFile, Plan, Source, State, Status, module_name
+
+_SETTLED: dict[Status, State] = {Status.NOT_NEEDED: "not-needed", Status.UPSTREAM: "upstream"}
+_SATISFIED = ("live", "not-needed", "upstream")
+
+
+def make_plan(
+    catalog: Catalog, source: Source, choices: Mapping[str, str], *, try_unlisted: bool = False
+) -> Plan:
+    """Settle which features are live on `source` and make the patched texts.
+
+    A feature is live as a whole or not at all. Of two that conflict, the later one in the catalogue is refused.
+
+    Args:
+        choices: a feature's gate -> "auto", "on" or "off"; a gate that is not named is "auto".
+        try_unlisted: also take versions that no variant lists, where every hunk of one variant fits.
+    """
+    texts = Texts(source)
+    states: dict[str, FeatureState] = {}
+    live: list[Fit] = []
+    for feature in catalog.features:
+        state = _settle(feature, texts, choices.get(feature.gate, "auto"), try_unlisted, states, live)
+        states[feature.id] = state
+    files = _patched(texts, live)
+    errors = tuple(
+        f"{state.feature.gate}=on, but {feature_id} can't be live on vLLM {source.version}: {state.reason}; "
+        f"set {state.feature.gate}=auto to run without it"
+        for feature_id, state in states.items()
+        if choices.get(state.feature.gate) == "on" and state.state not in _SATISFIED
+    )
+    return Plan(source.version, states, files, _fingerprint(files), errors)
+
+
+def _settle(
+    feature: Feature, texts: Texts, choice: str, try_unlisted: bool, states: Mapping[str, FeatureState], live: list[Fit]
+) -> FeatureState:
+    if choice == "off":
+        return FeatureState(feature, "off", f"{feature.gate}=off")
+    result = fit(feature, texts, try_unlisted=try_unlisted)
+    verdict = result.verdict
+    if verdict.status in _SETTLED:
+        return FeatureState(feature, _SETTLED[verdict.status], verdict.reason, verdict)
+    if verdict.status is not Status.APPLIES:
+        return FeatureState(feature, "refused", _refusal(verdict), verdict)
+    for name in feature.requires:
+        if states[name].state not in _SATISFIED:
+            reason = f"it requires {name}, which is {states[name].state} ({states[name].reason})"
+            return FeatureState(feature, "refused", reason, verdict)
+    conflict = next((item for one in live for item in conflicts_between([one, result])), None)
+    if conflict is not None:
+        return FeatureState(feature, "refused", str(conflict), verdict)
+    live.append(result)
+    return FeatureState(feature, "live", "", verdict)
+
+
+def _refusal(verdict: FeatureVerdict) -> str:
+    if verdict.status is Status.UNLISTED:
+        return (
+            f"vLLM {verdict.version} is not a version it was made for ({verdict.reason}); set "
+            "VLLM_HWPLUGIN_TRY_UNLISTED=1 to apply it where every hunk fits exactly"
+        )
+    return f"{verdict.status.value}: {verdict.reason}"
+
+
+def _patched(texts: Texts, live: list[Fit]) -> dict[str, PatchedFile]:
+    files: dict[str, PatchedFile] = {}
+    for path in sorted({path for one in live for path in one.edits}):
+        pristine = texts.get(path)
+        assert pristine is not None
+        users = [one for one in live if path in one.edits]
+        files[path] = PatchedFile(
+            path=path,
+            module=module_name(path),
+            pristine_sha256=hashlib.sha256(pristine.text.encode()).hexdigest(),
+            text=apply_edits(pristine, [edit for one in users for edit in one.edits[path]]),
+            features=tuple(one.verdict.feature for one in users),
+        )
+    return files
+
+
+def _fingerprint(files: Mapping[str, PatchedFile]) -> str:
+    if not files:
+        return "none"
+    digest = hashlib.sha256()
+    for path, file in files.items():
+        digest.update(f"{path}\0{file.text}\0".encode())
+    return digest.hexdigest()[:16]
+
+
+def render_diff(feature: Feature, source: Source) -> str:
+    """The exact change of `feature` alone, as a unified diff of the version's own text.
+
+    Raises:
+        PatchingError: the feature does not apply to that version.
+    """
+    texts = Texts(source)
+    result = fit(feature, texts)
+    if result.verdict.status is not Status.APPLIES:
+        status, reason = result.verdict.status.value, result.verdict.reason
+        raise PatchingError(f"{feature.id} changes nothing in vLLM {source.version}: {status} ({reason})")
+    parts = []
+    for path, file in _patched(texts, [result]).items():
+        pristine = texts.get(path)
+        assert pristine is not None
+        lines = difflib.unified_diff(
+            pristine.lines, split_lines(file.text), f"a/{path}", f"b/{path}"
+        )
+        parts += [line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines]
+    return "".join(parts)
