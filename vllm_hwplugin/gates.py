@@ -171,6 +171,14 @@ GATES: Final[tuple[Gate, ...]] = (
         choices=_SWITCH,
     ),
     Gate(
+        "VLLM_HWPLUGIN_DRAFT_LOOP_GRAPH",
+        "switch",
+        "auto",
+        "Feature draft-loop-graph: all one-token steps of a drafter in one graph launch.",
+        affects=("patches", COMPILE_KEY),
+        choices=_SWITCH,
+    ),
+    Gate(
         "VLLM_HWPLUGIN_DFLASH_FULL_GRAPH",
         "switch",
         "auto",

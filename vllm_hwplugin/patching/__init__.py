@@ -2,7 +2,7 @@
 """Exact, versioned source patches, applied when a module is imported.
 
 Text in, text out: nothing here imports torch or vLLM. `_diff`, `_apply`, `_catalog`, `_evaluate` and `_plan` are pure;
-`_installed`, `_overlay`, `_finder`, `_reapply` and `_runtime` act on this process. docs/architecture.md tells the whole.
+`_installed`, `_overlay`, `_finder`, `_reapply` and `_runtime` act on this process. docs/architecture.md says how.
 """
 
 from ._catalog import SUPPORTED, default_folder, load_catalog

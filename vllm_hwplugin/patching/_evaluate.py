@@ -64,8 +64,8 @@ def _fit_variant(feature: Feature, variant: Variant, texts: Texts) -> Fit:
     hunks: list[HunkVerdict] = []
     edits: dict[str, list[Edit]] = {}
     for diff in variant.files:
-        for hunk, (verdict, place) in zip(diff.hunks, locate(diff, texts.get(diff.path)), strict=True):
-            hunks.append(verdict)
+        for hunk, (found, place) in zip(diff.hunks, locate(diff, texts.get(diff.path)), strict=True):
+            hunks.append(found)
             if place is not None:
                 edits.setdefault(diff.path, []).extend(edits_of(hunk, place, feature.id))
     status, reason = _judge(hunks, variant.files)

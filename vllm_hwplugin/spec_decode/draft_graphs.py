@@ -27,7 +27,7 @@ from vllm.platforms import current_platform
 
 from vllm_hwplugin import record
 from vllm_hwplugin.spec_decode.draft_keys import DraftKeys, DraftShape, request_ladder, uniform_shape
-from vllm_hwplugin.spec_decode.draft_metadata import PassBuffers, unmanaged_field
+from vllm_hwplugin.spec_decode.draft_metadata import PassBuffers, full_block_table, unmanaged_field
 
 logger = logging.getLogger("vllm.hwplugin")
 
@@ -131,7 +131,7 @@ class DraftGraphs:
         self._graphs: CUDAGraphWrapper | None = None
         self._keys: DraftKeys | None = None
         self._buffers: dict[int | None, PassBuffers] = {}
-        self._block_table: tuple[int, int] | None = None
+        self._table: torch.Tensor | None = None
         self._first_query_len = _NO_GRAPH
         self._step_shape: DraftShape | None = None
 
@@ -165,7 +165,7 @@ class DraftGraphs:
         if keys.mixed:
             lengths.append(None)
         self._buffers = {length: PassBuffers(keys.max_num_seqs, length, proposer.device) for length in lengths}
-        self._block_table = None
+        self._table = None
         if self._graphs is None:
             self._graphs = CUDAGraphWrapper(
                 self._call_model,
@@ -178,6 +178,12 @@ class DraftGraphs:
             self._graphs.clear_graphs()
         record.note(_FEATURE, f"FULL drafter graphs for {type(proposer).__name__}: {_describe(keys)}")
         logger.info("%s: FULL drafter graphs for %s", _FEATURE, _describe(keys))
+        if (loop := self._loop()) is not None:
+            loop.initialize_keys(keys.uniform.get(_STEP_QUERY_LEN, ()), self._graphs.graph_pool)
+
+    def _loop(self) -> Any | None:
+        """The proposer's `DraftLoop`, where the feature draft-loop-graph gave it one."""
+        return getattr(self._proposer, "draft_loop", None)
 
     def _turn_off(self, reason: str) -> None:
         self._keys = None
@@ -212,30 +218,37 @@ class DraftGraphs:
 
     def first_query_len(self, metadata: Any) -> int | None:
         """Query length of the first pass's batch, as `DraftKeys.find` takes it."""
-        if not self._may_replay(metadata):
+        if not self.may_replay(metadata):
             return _NO_GRAPH
         width = self._first_query_len
         uniform = metadata.max_query_len == width and metadata.num_actual_tokens == width * metadata.num_reqs
         return width if uniform else None
 
     def step_query_len(self, metadata: Any) -> int:
-        return _STEP_QUERY_LEN if self._may_replay(metadata) else _NO_GRAPH
+        return _STEP_QUERY_LEN if self.may_replay(metadata) else _NO_GRAPH
 
-    def _may_replay(self, metadata: Any) -> bool:
-        if self._keys is None or self._block_table is None:
+    def may_replay(self, metadata: Any) -> bool:
+        """Whether this batch is where the captured kernels look for it; turns the graphs off for good if it moved."""
+        if self._keys is None or self._table is None:
             return False
-        table = metadata.block_table_tensor
-        if (table.data_ptr(), table.stride(0)) != self._block_table:
-            self._turn_off(
-                f"the drafter's block table moved from {self._block_table} to {(table.data_ptr(), table.stride(0))} "
-                "(address, row stride) after the graphs were captured"
-            )
+        table, captured = metadata.block_table_tensor, self._table
+        if table.data_ptr() != captured.data_ptr() or table.stride(0) != captured.stride(0):
+            self._turn_off("the drafter's block table moved after the graphs were captured")
             return False
         field = unmanaged_field(metadata)
         if field is not None:
             self._turn_off(f"the batch has '{field}', which has no fixed address")
             return False
         return True
+
+    @property
+    def step_buffers(self) -> PassBuffers:
+        return self._buffers[_STEP_QUERY_LEN]
+
+    def block_table(self, num_reqs: int) -> torch.Tensor:
+        """int32 [num_reqs, blocks]: the captured block table's leading rows."""
+        assert self._table is not None
+        return full_block_table(self._table, num_reqs)
 
     def first_pass_metadata(self, metadata: Any, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> Any:
         """`metadata` for the first pass: itself, or the graph's buffers holding it."""
@@ -255,7 +268,7 @@ class DraftGraphs:
         if mode != CUDAGraphMode.FULL:
             return
         shape = _shape_of(descriptor)
-        buffers = self._buffers[_STEP_QUERY_LEN]
+        buffers = self.step_buffers
         buffers.write(metadata, shape)
         metadata.seq_lens = buffers.seq_lens[: metadata.num_reqs]
         self._step_shape = shape
@@ -264,7 +277,7 @@ class DraftGraphs:
         """`metadata` for one step: itself, or the graph's buffers, which `begin_steps` filled."""
         if self._step_shape is None:
             return metadata
-        return self._buffers[_STEP_QUERY_LEN].view(metadata, self._step_shape, self._proposer._slot_mapping_buffer)
+        return self.step_buffers.view(metadata, self._step_shape, self._proposer._slot_mapping_buffer)
 
     # -- the model, captured ------------------------------------------------------------------------------------------
 
@@ -288,14 +301,16 @@ class DraftGraphs:
                 f"{_FEATURE}: the runner built no attention metadata for the drafter's KV-cache group while capturing; "
                 "set VLLM_HWPLUGIN_DRAFT_FULL_GRAPH=off to run without this feature and report the model"
             )
+        self._table = template.block_table_tensor
         for shape in self._keys.all():
-            metadata = self._capture_metadata(template, shape)
+            metadata = self.capture_metadata(template, shape)
             for mode in (CUDAGraphMode.NONE, CUDAGraphMode.FULL):
                 self._run_dummy(metadata, shape, mode)
-        table = template.block_table_tensor
-        self._block_table = (table.data_ptr(), table.stride(0))
+        if (loop := self._loop()) is not None:
+            loop.capture(template)
 
-    def _capture_metadata(self, template: Any, shape: DraftShape) -> dict[str, Any]:
+    def capture_metadata(self, template: Any, shape: DraftShape) -> dict[str, Any]:
+        """Per-layer metadata of a dummy batch that fills `shape`; its slots are all padding."""
         proposer = self._proposer
         query_len = shape.num_tokens // shape.num_reqs if shape.uniform else None
         buffers = self._buffers[query_len]

@@ -21,7 +21,13 @@ _HOST_ROWS = ("_seq_lens_cpu", "_num_computed_tokens_cpu", "seq_lens_cpu_upper_b
 # Caches and per-token tensors that describe the unpadded batch. vLLM's own `unpadded()` drops them for the drafter too.
 _DROPPED = ("positions", "_num_computed_tokens_cache", "_token_to_req_indices_cache")
 # Device tensors that this module does not keep at a fixed address: a batch that has one runs without a FULL graph.
-_UNMANAGED = ("logits_indices_padded", "encoder_seq_lens", "dcp_local_seq_lens", "rswa_prefix_lens", "mm_req_doc_ranges")
+_UNMANAGED = (
+    "logits_indices_padded",
+    "encoder_seq_lens",
+    "dcp_local_seq_lens",
+    "rswa_prefix_lens",
+    "mm_req_doc_ranges",
+)
 
 
 def unmanaged_field(metadata: Any) -> str | None:

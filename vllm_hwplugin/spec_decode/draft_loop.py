@@ -1,0 +1,229 @@
+"""The drafter's whole chain of one-token steps in one CUDA graph.
+
+`draft_graphs` makes each pass one launch, but between passes the host still samples, advances positions and sequence
+lengths, builds metadata and copies inputs: some ten launches a step. Where the draft attention backend's metadata is
+nothing but views of buffers that the chain itself advances, all of that can be captured too: one launch then takes the
+first pass's hidden states to all k draft tokens.
+
+It applies to greedy drafting, which is vLLM's default. Batches that it does not cover (sampled drafts, another number
+of draft tokens than the configured one) take the path of `draft_graphs`.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.compilation.cuda_graph import CUDAGraphOptions, CUDAGraphWrapper
+from vllm.config import CUDAGraphMode
+from vllm.forward_context import set_forward_context
+from vllm.v1.spec_decode.utils import PADDING_SLOT_ID, eagle_step_update_slot_mapping_and_metadata
+
+from vllm_hwplugin import record
+from vllm_hwplugin.spec_decode.draft_keys import pad_up, uniform_shape
+
+if TYPE_CHECKING:
+    from vllm_hwplugin.spec_decode.draft_graphs import DraftGraphs
+
+logger = logging.getLogger("vllm.hwplugin")
+
+_FEATURE = "draft-loop-graph"
+
+# Builders whose `build_for_drafting` launches nothing and plans nothing on the host: their metadata is views.
+_VIEW_ONLY_BUILDERS = frozenset({"FlashAttentionMetadataBuilder", "TritonAttentionMetadataBuilder"})
+
+
+@dataclass(frozen=True)
+class ChainFacts:
+    """What decides whether a drafter's chain may be one graph; plain values, so that the decision needs no device."""
+
+    num_speculative_tokens: int
+    builders: frozenset[str]
+    host_side: tuple[str, ...] = ()
+
+
+def obstacle(facts: ChainFacts) -> str | None:
+    """Why this drafter's steps are launched one by one, or None."""
+    if facts.num_speculative_tokens < 2:
+        return "one draft token needs no chain"
+    others = sorted(facts.builders - _VIEW_ONLY_BUILDERS)
+    if others:
+        return f"{', '.join(others)} may plan on the host between steps"
+    if facts.host_side:
+        return f"the drafter does host work between steps: {', '.join(facts.host_side)}"
+    return None
+
+
+class DraftLoop:
+    """The chain graphs of one `SpecDecodeBaseProposer`, which holds it as `draft_loop`."""
+
+    def __init__(self, proposer: Any):
+        self._proposer = proposer
+        self._ladder: tuple[int, ...] = ()
+        self._graphs: CUDAGraphWrapper | None = None
+        self._num_tokens = 0
+        self._metadata: dict[int, dict[str, Any]] = {}
+        self._inert_from: tuple[int, int] | None = None
+
+    @property
+    def _owner(self) -> DraftGraphs:
+        return self._proposer.draft_graphs  # type: ignore[no-any-return]
+
+    def initialize_keys(self, ladder: tuple[int, ...], graph_pool: Any) -> None:
+        """Plan one graph for each request count of `ladder`, in the drafter's memory pool."""
+        self._ladder, self._metadata = (), {}
+        reason = obstacle(self._facts())
+        if reason is not None:
+            record.note(_FEATURE, f"steps are launched one by one: {reason}")
+            logger.info("%s: steps are launched one by one: %s", _FEATURE, reason)
+            return
+        proposer = self._proposer
+        max_reqs, device = proposer.vllm_config.scheduler_config.max_num_seqs, proposer.device
+        self._ladder = ladder
+        self._num_tokens = proposer.speculative_config.num_speculative_tokens
+        self._drafts = torch.zeros((max_reqs, self._num_tokens), dtype=torch.int64, device=device)
+        self._sample_hidden = torch.zeros((max_reqs, proposer.hidden_size), dtype=proposer.dtype, device=device)
+        self._inert = torch.zeros(max_reqs, dtype=torch.bool, device=device)
+        self._inert_from = None
+        if self._graphs is None:
+            self._graphs = CUDAGraphWrapper(
+                self._draft,
+                proposer.vllm_config,
+                runtime_mode=CUDAGraphMode.FULL,
+                cudagraph_options=CUDAGraphOptions(debug_log_enable=False, gc_disable=True),
+            )
+            self._graphs.graph_pool = graph_pool
+        else:
+            self._graphs.clear_graphs()
+        record.note(_FEATURE, f"{self._num_tokens - 1} steps in one graph for {list(ladder)} requests")
+
+    def _facts(self) -> ChainFacts:
+        proposer = self._proposer
+        builders = {type(group.get_metadata_builder()).__name__ for group in proposer.draft_attn_groups}
+        names = (
+            "supports_mm_inputs",
+            "uses_mrope",
+            "draft_uses_xdrope_dim",
+            "constant_draft_positions",
+            "use_heterogeneous_vocab",
+            "use_local_argmax_reduction",
+            "allowed_attn_types",
+            "eplb_state",
+        )
+        return ChainFacts(
+            num_speculative_tokens=proposer.speculative_config.num_speculative_tokens,
+            builders=frozenset(builders),
+            host_side=tuple(name for name in names if getattr(proposer, name, None)),
+        )
+
+    def run(
+        self,
+        sample_hidden_states: torch.Tensor,
+        positions: torch.Tensor,
+        hidden_states: torch.Tensor,
+        metadata: Any,
+        num_rejected_tokens: torch.Tensor | None,
+        sampling_metadata: Any,
+    ) -> torch.Tensor | None:
+        """Draft every token of the batch in one launch, or None where this batch has no such graph.
+
+        Args:
+            sample_hidden_states: [batch, hidden] of the first pass, at each request's last accepted token.
+            positions: int64 [batch], of those tokens.
+            hidden_states: [batch, hidden], what the next step reads.
+            metadata: the `CommonAttentionMetadata` of the first pass; not changed.
+            num_rejected_tokens: int32 [batch], to be taken off `metadata.seq_lens`.
+            sampling_metadata: the target's; only greedy drafting is captured.
+
+        Returns:
+            int64 [batch, num_speculative_tokens], a tensor of its own.
+        """
+        proposer, batch = self._proposer, metadata.num_reqs
+        num_reqs = pad_up(self._ladder, batch)
+        if num_reqs is None or num_reqs not in self._metadata or not self._covers(metadata, sampling_metadata):
+            return None
+        buffers = self._owner.step_buffers
+        buffers.write(metadata, uniform_shape(1, num_reqs))
+        if num_rejected_tokens is not None:
+            buffers.seq_lens[:batch].sub_(num_rejected_tokens)
+        self._mark_inert(batch, num_reqs)
+        self._sample_hidden[:batch].copy_(sample_hidden_states)
+        proposer.positions[:batch].copy_(positions)
+        proposer.hidden_states[:batch].copy_(hidden_states)
+        self._launch(num_reqs, CUDAGraphMode.FULL)
+        return self._drafts[:batch].clone()
+
+    def _covers(self, metadata: Any, sampling_metadata: Any) -> bool:
+        proposer = self._proposer
+        if proposer.num_speculative_tokens != self._num_tokens:
+            return False
+        if getattr(proposer, "_enable_probabilistic_draft_probs", False) and not sampling_metadata.all_greedy:
+            return False
+        return self._owner.may_replay(metadata)
+
+    def _mark_inert(self, batch: int, num_reqs: int) -> None:
+        if self._inert_from != (batch, num_reqs):
+            self._inert[:batch].fill_(False)
+            self._inert[batch:num_reqs].fill_(True)
+            self._inert_from = (batch, num_reqs)
+
+    def capture(self, template: Any) -> None:
+        """Capture each rung, largest first; the rows are inert, so nothing is written to the KV cache."""
+        if self._graphs is None or self._graphs.concrete_cudagraph_entries:
+            return
+        for num_reqs in reversed(self._ladder):
+            self._metadata[num_reqs] = self._owner.capture_metadata(template, uniform_shape(1, num_reqs))
+            self._mark_inert(0, num_reqs)
+            for mode in (CUDAGraphMode.NONE, CUDAGraphMode.FULL):
+                self._launch(num_reqs, mode)
+
+    def _launch(self, num_reqs: int, mode: CUDAGraphMode) -> None:
+        from vllm_hwplugin.spec_decode.draft_graphs import descriptor_of
+
+        proposer = self._proposer
+        assert self._graphs is not None
+        with set_forward_context(
+            self._metadata[num_reqs],
+            proposer.vllm_config,
+            num_tokens=num_reqs,
+            cudagraph_runtime_mode=mode,
+            batch_descriptor=descriptor_of(uniform_shape(1, num_reqs)),
+            slot_mapping=proposer._get_slot_mapping(num_reqs),
+        ):
+            self._graphs(num_reqs=num_reqs)
+
+    def _draft(self, num_reqs: int) -> None:
+        """The chain, in vLLM's order of operations; captured, so every tensor here is persistent or the graph's own."""
+        proposer = self._proposer
+        slots = proposer._slot_mapping_buffer[:num_reqs]
+        seq_lens = self._owner.step_buffers.seq_lens[:num_reqs]
+        inert = self._inert[:num_reqs]
+        positions, hidden = proposer.positions[:num_reqs], proposer.hidden_states[:num_reqs]
+        inputs = {"input_ids": proposer.input_ids[:num_reqs], "positions": positions, "inputs_embeds": None}
+        if proposer.pass_hidden_states_to_model:
+            inputs["hidden_states"] = hidden
+        tokens = proposer._greedy_sample(self._sample_hidden[:num_reqs])
+        self._drafts[:num_reqs, 0].copy_(tokens)
+        for step in range(1, self._num_tokens):
+            eagle_step_update_slot_mapping_and_metadata(
+                positions_1d=positions,
+                block_table_tensor=self._owner.block_table(num_reqs),
+                seq_lens=seq_lens,
+                block_size=proposer.block_size,
+                max_model_len=proposer.max_model_len,
+                out_clamped_positions=positions,
+                out_slot_mapping=slots,
+                input_batch_size=num_reqs,
+            )
+            # The kernel takes its count of real rows from the host, where a graph cannot change it.
+            slots.masked_fill_(inert, PADDING_SLOT_ID)
+            seq_lens.masked_fill_(inert, 0)
+            inputs["input_ids"].copy_(tokens)
+            output = proposer.model(**inputs)
+            last_hidden, next_hidden = output if proposer.model_returns_tuple() else (output, output)
+            if step + 1 < self._num_tokens:
+                hidden.copy_(next_hidden)
+            tokens = proposer._greedy_sample(last_hidden)
+            self._drafts[:num_reqs, step].copy_(tokens)
