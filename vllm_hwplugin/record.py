@@ -186,14 +186,14 @@ def read_all(base: Path | None = None) -> list[ProcessRecord]:
     Args:
         base: a cache folder; by default every place where this user's cache may lie.
     """
-    found: dict[str, ProcessRecord] = {}
+    found: list[tuple[str, ProcessRecord]] = []
     for place in [base] if base is not None else places():
         folder = place / _FOLDER
         for path in folder.glob("*.json") if folder.is_dir() else ():
             record = _load(path)
             if record is not None:
-                found[path.name] = record
-    return [found[name] for name in sorted(found)]
+                found.append((path.name, record))
+    return [entry for _, entry in sorted(found, key=lambda item: item[0])]
 
 
 def _load(path: Path) -> ProcessRecord | None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.machinery import ModuleSpec, SourceFileLoader
@@ -43,7 +44,7 @@ class CopyFinder:
             return None
         installed = self._root.joinpath(*fullname.split("."))
         parent = installed.parent
-        if path is not None and not any(Path(entry).absolute() == parent for entry in path):
+        if path is not None and not any(os.path.realpath(entry) == os.path.realpath(parent) for entry in path):
             # Another tree has taken the package's name since the patches were computed. Its modules are not the ones
             # that were patched, and a mixture of both is the one thing that must not run.
             raise ImportError(

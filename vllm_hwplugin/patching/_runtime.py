@@ -169,7 +169,7 @@ def _install(environ: Mapping[str, str], catalog: Catalog | None) -> _State:
             return state
         for unknown in gates.unknown(environ):
             logger.warning("%s", unknown)
-        _activate(state, environ, values, load_catalog() if catalog is None else catalog)
+        _activate(state, environ, values, catalog)
     except Exception as error:
         if state.finder is not None:
             state.finder.remove()
@@ -190,24 +190,28 @@ def _install(environ: Mapping[str, str], catalog: Catalog | None) -> _State:
 
 
 def _activate(
-    state: _State, environ: Mapping[str, str], values: Mapping[str, gates.GateValue], catalog: Catalog
+    state: _State, environ: Mapping[str, str], values: Mapping[str, gates.GateValue], catalog: Catalog | None
 ) -> None:
     state.installed = installed = find_installed()
     entry = state.record
     entry.vllm_dist, entry.vllm_version, entry.vllm_root = installed.dist, installed.version, str(installed.root)
+    catalog = load_catalog(version=installed.version) if catalog is None else catalog
     choices = {name: value.text for name, value in values.items() if value.gate.kind == "switch"}
     overlay = open_overlay(environ)
     for note in overlay.notes:
         logger.warning("patched copies go to %s instead: %s", overlay.base, note)
     wanted = _Wanted(installed, catalog, choices, values["VLLM_HWPLUGIN_TRY_UNLISTED"].flag, overlay)
     settled = _put_in_force(state, wanted)
+    state.plan = settled.plan
     entry.notes, entry.overlay, entry.fingerprint = list(overlay.notes), str(overlay.base), settled.plan.fingerprint
-    for name, feature in settled.plan.features.items():
-        reason = settled.refused.get(name)
-        entry.features[name] = {
-            "state": feature.state if reason is None else "refused",
-            "reason": feature.reason if reason is None else reason,
-        }
+    for name, item in settled.plan.features.items():
+        entry.features[name] = {"state": item.state, "reason": item.reason}
+        # The plan only knows that such a feature was taken out, not why.
+        lost = next((needed for needed in item.feature.requires if needed in settled.refused), None)
+        if name in settled.refused:
+            entry.features[name] = {"state": "refused", "reason": settled.refused[name]}
+        elif item.state == "refused" and lost is not None:
+            entry.features[name]["reason"] = f"it requires {lost}, which is refused ({settled.refused[lost]})"
     swapped = {swap.module.__name__ for swap in settled.swaps}
     entry.modules = {name: "re-applied" if name in swapped else "pending" for name in settled.copies} | {
         name: "served" for name in entry.modules if entry.modules[name] == "served"

@@ -1,0 +1,158 @@
+"""A made-up vLLM and made-up features, small enough to read; run in fresh processes by the tests beside this file."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import vllm_hwplugin
+
+REPOSITORY = Path(vllm_hwplugin.__file__).parent.parent
+GATES = ("VLLM_HWPLUGIN_DRAFT_FULL_GRAPH", "VLLM_HWPLUGIN_DFLASH_CONTEXT_NORM", "VLLM_HWPLUGIN_DFLASH_FULL_GRAPH")
+
+FILES = {
+    "vllm/__init__.py": "LOADED = True\n",
+    "vllm/_version.py": "__version__ = version = '0.32.0'\n",
+    "vllm/envs.py": """
+        import os
+        environment_variables = {"VLLM_PORT": lambda: os.environ.get("VLLM_PORT")}
+
+        def compile_factors():
+            return {name: getter() for name, getter in environment_variables.items()}
+        """,
+    "vllm/v1/__init__.py": "",
+    "vllm/v1/alpha.py": '''
+        """The module alpha."""
+        import os
+
+        LIMIT = 3
+
+
+        def double(value):
+            return value * 2
+
+
+        def fail():
+            raise ValueError("stock")
+
+
+        class Runner:
+            """Runs."""
+
+            def step(self, value: int) -> int:
+                return value + 1
+
+            def untouched(self):
+                return "same"
+        ''',
+    "vllm/v1/beta.py": """
+        from vllm.v1.alpha import double
+
+
+        def quadruple(value):
+            return double(double(value))
+        """,
+    "vllm/v1/pack/__init__.py": """
+        def name():
+            return "stock pack"
+        """,
+    "vllm/v1/pack/inner.py": "VALUE = 'inner'\n",
+}
+
+# What most tests patch: a function, a raising function, a method, a new function and a package.
+EDITS = {
+    "vllm/v1/alpha.py": [
+        ("return value * 2", "return triple(value)"),
+        ('raise ValueError("stock")', 'raise ValueError("patched")'),
+        ("return value + 1", "return value + 10"),
+        ("class Runner:", "def triple(value):\n    return value * 3\n\n\nclass Runner:"),
+    ],
+    "vllm/v1/pack/__init__.py": [('"stock pack"', '"patched pack"')],
+}
+
+
+@dataclass
+class Project:
+    """A folder with an installed package, a catalogue of patches and a cache."""
+
+    folder: Path
+
+    @property
+    def site(self) -> Path:
+        return self.folder / "site"
+
+    @property
+    def patches(self) -> Path:
+        return self.folder / "patches"
+
+    @property
+    def cache(self) -> Path:
+        return self.folder / "cache"
+
+    def write(self, path: str, text: str) -> Path:
+        target = self.site / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(textwrap.dedent(text).lstrip("\n"))
+        return target
+
+    def read(self, path: str) -> str:
+        return (self.site / path).read_text()
+
+    def feature(
+        self,
+        name: str,
+        edits: Mapping[str, Sequence[tuple[str, str]]],
+        *,
+        gate: str = GATES[0],
+        requires: Sequence[str] = (),
+    ) -> None:
+        """Write a feature whose diff is the given replacements, made by difflib against the package as it is."""
+        folder = self.patches / name
+        folder.mkdir(parents=True, exist_ok=True)
+        diff = ""
+        for path, replacements in edits.items():
+            before = after = self.read(path)
+            for old, new in replacements:
+                assert old in after, (path, old)
+                after = after.replace(old, new)
+            lines = difflib.unified_diff(
+                before.splitlines(keepends=True), after.splitlines(keepends=True), f"a/{path}", f"b/{path}"
+            )
+            diff += "".join(lines)
+        (folder / "edit.diff").write_text(diff)
+        (folder / "patch.toml").write_text(
+            f'id = "{name}"\ntitle = "a made-up feature"\ngate = "{gate}"\nwhat = "tests"\norigin = "tests"\n'
+            f'removal = "never"\nrequires = {list(requires)}\n'
+            '[[variant]]\nversions = ">=0.20.0,<0.34.0"\ndiffs = ["edit.diff"]\n'
+        )
+
+    def environ(self, **variables: str) -> dict[str, str]:
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("VLLM", "PYTHON"))}
+        paths = os.pathsep.join([str(self.site), str(REPOSITORY)])
+        return kept | {"PYTHONPATH": paths, "VLLM_HWPLUGIN_CACHE_DIR": str(self.cache)} | variables
+
+    def command(self, *code: str, flags: Sequence[str] = ()) -> list[str]:
+        """A Python that can put the features of this project in force with ``install()`` and runs ``code``."""
+        prelude = (
+            "import sys\nfrom pathlib import Path\nfrom vllm_hwplugin.patching import _catalog, _runtime\n"
+            f"install = lambda: _runtime.install(catalog=_catalog.load_catalog(Path({str(self.patches)!r})))\n"
+        )
+        return [sys.executable, *flags, "-c", "\n".join([prelude, *(textwrap.dedent(part) for part in code)])]
+
+    def start(self, *code: str, flags: Sequence[str] = (), **variables: str) -> subprocess.CompletedProcess[str]:
+        environ = self.environ(**variables)
+        return subprocess.run(
+            self.command(*code, flags=flags), env=environ, capture_output=True, text=True, timeout=120
+        )
+
+    def run(self, *code: str, flags: Sequence[str] = (), **variables: str) -> str:
+        """Run ``code`` in a fresh process that must succeed; returns what it printed."""
+        done = self.start(*code, flags=flags, **variables)
+        assert done.returncode == 0, done.stderr
+        return done.stdout

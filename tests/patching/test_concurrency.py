@@ -1,0 +1,190 @@
+"""Many processes at once, children by spawn and fork, and a sudden death at any point of a cold start."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from .madeup import EDITS, Project
+
+USE = """
+    import vllm.v1.alpha as alpha, vllm.v1.pack as pack
+    assert (alpha.double(2), alpha.Runner().step(1), pack.name()) == (6, 11, "patched pack")
+"""
+
+
+def test_sixteen_processes_on_a_cold_cache_all_end_patched(patched: Project) -> None:
+    # A gate in a file lets all of them reach the cache at the same moment.
+    code = f"""
+        import os, time
+        while not os.path.exists({str(patched.folder / "go")!r}):
+            time.sleep(0.001)
+        record = install()
+        assert record.live == ("made-up",), record
+        """
+    running = [
+        subprocess.Popen(
+            patched.command(code, USE),
+            env=patched.environ(),
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(16)
+    ]
+    (patched.folder / "go").touch()
+    for process in running:
+        _, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, errors
+    assert len(list(patched.cache.glob("records/*.json"))) == 16
+    assert len(list(patched.cache.glob("overlay/*/*.py"))) == len(EDITS)
+    assert not list(patched.cache.rglob("*.tmp"))
+
+
+# Kills the process just before its n-th call of anything that changes the file system.
+KILLER = """
+    import os, signal
+    calls = iter(range(10_000))
+
+    def deadly(name):
+        real = getattr(os, name)
+        def call(*args, **kwargs):
+            if next(calls) == {point}:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*args, **kwargs)
+        return call
+
+    for name in ("mkdir", "open", "fsync", "replace", "unlink", "fdopen"):
+        setattr(os, name, deadly(name))
+"""
+
+
+def test_a_kill_at_any_point_of_a_cold_start_leaves_a_working_state(patched: Project) -> None:
+    killed = 0
+    for point in range(200):
+        cache = patched.folder / f"cache{point}"
+        done = patched.start(KILLER.format(point=point), "install()", USE, VLLM_HWPLUGIN_CACHE_DIR=str(cache))
+        if done.returncode == 0:
+            break
+        assert done.returncode == -signal.SIGKILL, done.stderr
+        killed += 1
+        patched.run("assert install().live", USE, VLLM_HWPLUGIN_CACHE_DIR=str(cache))
+    else:
+        pytest.fail("the start never ended by itself")
+    # Folders, copies, byte code and the record: each is made, written, flushed and renamed.
+    assert killed >= 20
+
+
+def test_a_torn_write_is_never_loaded(patched: Project) -> None:
+    # A file system may keep the name of a file and lose its end; then every file that a start wrote is cut short.
+    patched.run("install()", USE)
+    files = [path for path in patched.cache.rglob("*") if path.is_file() and path.parent.name != "records"]
+    assert len(files) == 2 * len(EDITS)
+    for path in files:
+        data = path.read_bytes()
+        for length in (0, 1, len(data) // 2, len(data) - 1):
+            path.write_bytes(data[:length])
+            patched.run("assert install().live", USE)
+            assert path.stat().st_size >= len(data) - 1
+
+
+CHILD = """
+import sys
+from pathlib import Path
+
+def install():
+    from vllm_hwplugin.patching import _catalog, _runtime
+    return _runtime.install(catalog=_catalog.load_catalog(Path(sys.argv[1])))
+
+def work(queue, plugin):
+    # vLLM loads its plugins in a spawned worker; a forked one inherits them.
+    if plugin:
+        install()
+    import vllm.v1.alpha as alpha
+    queue.put((alpha.double(2), alpha.__file__))
+
+if __name__ == "__main__":
+    import multiprocessing
+    install()
+    if sys.argv[3] == "early":
+        import vllm.v1.alpha
+    context = multiprocessing.get_context(sys.argv[2])
+    queue = context.SimpleQueue()
+    child = context.Process(target=work, args=(queue, sys.argv[2] == "spawn"), name="VllmWorker-0")
+    child.start()
+    value, file = queue.get()
+    child.join()
+    assert child.exitcode == 0 and value == 6, (child.exitcode, value)
+    print(child.pid, file)
+"""
+
+
+@pytest.mark.parametrize("when", ["early", "late"])
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_worker_processes_are_patched_and_have_records(patched: Project, method: str, when: str) -> None:
+    script = patched.folder / "main.py"
+    script.write_text(CHILD)
+    python = patched.command("")[0]
+    done = subprocess.run(
+        [python, str(script), str(patched.patches), method, when],
+        env=patched.environ(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    pid, file = done.stdout.split()
+    assert Path(file).is_relative_to(patched.cache)
+    records = {entry["pid"]: entry for entry in map(read, patched.cache.glob("records/*.json"))}
+    worker = records.pop(int(pid))
+    (parent,) = records.values()
+    assert (worker["role"], parent["role"], worker["ppid"]) == ("worker", "parent", parent["pid"])
+    assert worker["features"] == parent["features"]
+    assert worker["fingerprint"] == parent["fingerprint"]
+    assert worker["modules"]["vllm.v1.alpha"] == "served"
+    assert parent["modules"]["vllm.v1.alpha"] == ("served" if when == "early" else "pending")
+
+
+def read(path: Path) -> dict[str, object]:
+    entry: dict[str, object] = json.loads(path.read_text())
+    return entry
+
+
+def test_a_fork_while_another_thread_installs_does_not_hang(patched: Project) -> None:
+    code = """
+        import os, threading
+        inside, leave = threading.Event(), threading.Event()
+        make_plan = _runtime.make_plan
+        def slow(*args, **kwargs):
+            inside.set(); leave.wait()
+            return make_plan(*args, **kwargs)
+        _runtime.make_plan = slow
+        thread = threading.Thread(target=install)
+        thread.start(); inside.wait()
+        child = os.fork()
+        if not child:
+            _runtime.make_plan = make_plan
+            os._exit(0 if install().live else 1)
+        leave.set(); thread.join()
+        raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        """
+    patched.run(code)
+
+
+def test_two_threads_that_import_at_once_get_one_module(patched: Project) -> None:
+    code = """
+        import threading
+        install()
+        modules, barrier = [], threading.Barrier(8)
+        def load():
+            barrier.wait()
+            import vllm.v1.alpha
+            modules.append(vllm.v1.alpha)
+        threads = [threading.Thread(target=load) for _ in range(8)]
+        [t.start() for t in threads]; [t.join() for t in threads]
+        assert len(modules) == 8 and len({id(m) for m in modules}) == 1 and modules[0].double(2) == 6
+        """
+    patched.run(code)

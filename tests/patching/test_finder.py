@@ -1,0 +1,215 @@
+"""Patched modules are ordinary modules from ordinary files; every other module is left alone."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import linecache
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from vllm_hwplugin.patching._finder import CopyFinder, serves
+from vllm_hwplugin.patching._overlay import Overlay, open_overlay
+
+PACKAGE = "finder_sample"
+ALPHA = f"{PACKAGE}.v1.alpha"
+STOCK = '''\
+"""Alpha."""
+
+
+def answer():
+    return "stock"
+
+
+def fail():
+    raise ValueError("stock")
+
+
+class Thing:
+    """A thing."""
+
+    def method(self):
+        return "stock"
+'''
+PATCHED = "# one line more\n" + STOCK.replace("stock", "patched")
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("VLLM_HWPLUGIN_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    folder = tmp_path / "site"
+    for name, text in {
+        "__init__.py": "",
+        "v1/__init__.py": "WHO = 'stock'\n",
+        "v1/alpha.py": STOCK,
+        "v1/beta.py": STOCK,
+    }.items():
+        path = folder / PACKAGE / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    monkeypatch.syspath_prepend(str(folder))
+    yield folder
+    for name in [name for name in sys.modules if name.partition(".")[0] == PACKAGE]:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def overlay(site: Path) -> Overlay:
+    return open_overlay()
+
+
+@pytest.fixture
+def loads() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def finder(site: Path, overlay: Overlay, loads: list[str]) -> CopyFinder:
+    copies = {
+        ALPHA: overlay.place(ALPHA, f"{PACKAGE}/v1/alpha.py", PATCHED),
+        f"{PACKAGE}.v1": overlay.place(f"{PACKAGE}.v1", f"{PACKAGE}/v1/__init__.py", "WHO = 'patched'\n"),
+    }
+    made = CopyFinder(site, overlay, copies, loads.append)
+    made.put_first()
+    return made
+
+
+def test_file_origin_and_code_name_the_copy(finder: CopyFinder, loads: list[str]) -> None:
+    module = importlib.import_module(ALPHA)
+    path = str(finder.copies[ALPHA].path)
+    assert module.answer() == "patched"
+    assert module.__spec__ is not None
+    assert module.__file__ == module.__spec__.origin == module.answer.__code__.co_filename == path
+    assert module.Thing.method.__code__.co_filename == path
+    assert type(module.__loader__) is SourceFileLoader
+    assert module.__cached__ == importlib.util.cache_from_source(path)
+    assert serves(module, finder.copies[ALPHA])
+    assert loads == [f"{PACKAGE}.v1", ALPHA]
+
+
+def test_the_second_import_takes_the_byte_code(finder: CopyFinder, monkeypatch: pytest.MonkeyPatch) -> None:
+    importlib.import_module(ALPHA)
+    del sys.modules[ALPHA]
+    monkeypatch.setattr("builtins.compile", None)
+    monkeypatch.setattr(SourceFileLoader, "source_to_code", None)
+    assert importlib.import_module(ALPHA).answer() == "patched"
+
+
+def test_what_inspect_and_tracebacks_show_is_what_runs(finder: CopyFinder) -> None:
+    module = importlib.import_module(ALPHA)
+    for _ in range(2):
+        assert inspect.getsource(module) == PATCHED
+        assert inspect.getsource(module.answer) == 'def answer():\n    return "patched"\n'
+        assert inspect.getsource(module.Thing) == PATCHED[PATCHED.index("class Thing") :]
+        assert inspect.getsource(module.Thing.method) == '    def method(self):\n        return "patched"\n'
+        linecache.clearcache()
+    with pytest.raises(ValueError, match="patched") as caught:
+        module.fail()
+    shown = "".join(traceback.format_exception(caught.value))
+    assert f'{module.__file__}", line 10, in fail\n    raise ValueError("patched")' in shown
+
+
+def test_other_modules_are_stock(finder: CopyFinder, site: Path) -> None:
+    module = importlib.import_module(f"{PACKAGE}.v1.beta")
+    assert module.answer() == "stock"
+    assert module.__file__ == str(site / PACKAGE / "v1" / "beta.py")
+
+
+def test_a_patched_package_keeps_its_path(finder: CopyFinder, site: Path) -> None:
+    package = importlib.import_module(f"{PACKAGE}.v1")
+    assert package.WHO == "patched"
+    assert list(package.__path__) == [str(site / PACKAGE / "v1")]
+    assert importlib.import_module(f"{PACKAGE}.v1.beta").__package__ == f"{PACKAGE}.v1"
+
+
+def test_no_parent_is_imported_before_its_time(finder: CopyFinder, loads: list[str]) -> None:
+    assert not [name for name in sys.modules if name.partition(".")[0] == PACKAGE]
+    spec = finder.find_spec(ALPHA, None)
+    assert spec is not None
+    assert spec.origin == str(finder.copies[ALPHA].path)
+    assert not [name for name in sys.modules if name.partition(".")[0] == PACKAGE]
+
+
+def test_reload_gives_the_patched_text_again(finder: CopyFinder) -> None:
+    module = importlib.import_module(ALPHA)
+    module.answer = None
+    assert importlib.reload(module) is module
+    assert module.answer() == "patched"
+    assert serves(module, finder.copies[ALPHA])
+
+
+class Wrapping:
+    """What import hooks do: they ask the other finders and wrap what those found."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+        self.busy = False
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if self.busy or not name.startswith(PACKAGE):
+            return None
+        self.busy = True
+        try:
+            self.seen.append(name)
+            return importlib.util.find_spec(name)
+        finally:
+            self.busy = False
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_hook_that_wraps_finders_sees_the_copy(finder: CopyFinder, first: bool) -> None:
+    hook = Wrapping()
+    sys.meta_path.insert(0 if first else 1, hook)
+    assert importlib.import_module(ALPHA).answer() == "patched"
+    assert hook.seen[0] == PACKAGE
+    assert (ALPHA in hook.seen) == first
+
+
+def test_putting_it_first_again_wins_over_a_later_finder(finder: CopyFinder) -> None:
+    sys.meta_path.insert(0, PathFinder)
+    assert importlib.import_module(ALPHA).answer() == "stock"
+    del sys.modules[ALPHA]
+    finder.put_first()
+    finder.put_first()
+    assert importlib.import_module(ALPHA).answer() == "patched"
+    assert sys.meta_path.count(finder) == 1
+    finder.remove()
+    assert finder not in sys.meta_path
+
+
+def test_a_copy_that_was_altered_since_is_rebuilt_before_it_is_loaded(finder: CopyFinder) -> None:
+    finder.copies[ALPHA].path.write_text("raise SystemExit\n")
+    assert importlib.import_module(ALPHA).answer() == "patched"
+
+
+def test_a_copy_that_cannot_be_had_ends_the_import_and_never_falls_back(finder: CopyFinder) -> None:
+    finder.copies[ALPHA].path.parent.chmod(0o777)
+    with pytest.raises(ImportError, match="chmod 700"):
+        importlib.import_module(ALPHA)
+    assert ALPHA not in sys.modules
+
+
+def test_another_tree_under_the_same_name_ends_the_import(finder: CopyFinder, tmp_path: Path) -> None:
+    package = importlib.import_module(PACKAGE)
+    other = tmp_path / "other" / PACKAGE / "v1"
+    other.mkdir(parents=True)
+    (other / "__init__.py").touch()
+    package.__path__ = [str(other.parent)]
+    with pytest.raises(ImportError, match="start again with one vLLM on the path"):
+        importlib.import_module(f"{PACKAGE}.v1")
+
+
+def test_a_path_written_another_way_is_the_same_tree(finder: CopyFinder, site: Path, tmp_path: Path) -> None:
+    (tmp_path / "linked").symlink_to(site)
+    importlib.import_module(PACKAGE).__path__ = [str(tmp_path / "linked" / PACKAGE)]
+    assert importlib.import_module(f"{PACKAGE}.v1").WHO == "patched"

@@ -1,0 +1,363 @@
+"""install() from end to end, in fresh processes, on a made-up package."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from .madeup import EDITS, GATES, Project
+
+CHECK = """
+    import inspect, linecache
+    import vllm.v1.alpha as alpha, vllm.v1.beta as beta, vllm.v1.pack as pack, vllm.v1.pack.inner
+    print(alpha.double(2), alpha.Runner().step(1), beta.quadruple(1), pack.name())
+"""
+PATCHED, STOCK = "6 11 9 patched pack", "4 2 4 stock pack"
+
+
+def tree(folder: Path) -> dict[str, tuple[str, int]]:
+    return {
+        str(path.relative_to(folder)): (hashlib.sha256(path.read_bytes()).hexdigest(), path.stat().st_mtime_ns)
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def test_a_live_feature_runs(patched: Project) -> None:
+    assert patched.run("record = install(); print(record.live)", CHECK).splitlines() == ["('made-up',)", PATCHED]
+
+
+def test_installing_imports_no_vllm(patched: Project) -> None:
+    assert (
+        patched.run("install(); print([n for n in sys.modules if n.partition('.')[0] in ('vllm', 'torch')])") == "[]\n"
+    )
+
+
+@pytest.mark.parametrize("variables", [{GATES[0]: "off"}, {"VLLM_HWPLUGIN": "0"}])
+def test_a_gate_that_is_off_gives_stock_code(patched: Project, variables: dict[str, str]) -> None:
+    code = """
+        install()
+        import marshal, importlib.util, vllm.v1.alpha as alpha
+        path = importlib.util.find_spec("vllm.v1.alpha").origin
+        stock = compile(open(path).read(), path, "exec", dont_inherit=True)
+        codes = {c.co_name: c for c in stock.co_consts if hasattr(c, "co_name")}
+        assert alpha.double.__code__ == codes["double"] and alpha.double.__code__.co_filename == path
+        assert not [f for f in sys.meta_path if type(f).__module__.startswith("vllm_hwplugin")]
+        """
+    patched.run(code, **variables)
+    assert patched.run("install()", CHECK, **variables).strip() == STOCK
+    assert not list(patched.cache.glob("overlay/*/*"))
+
+
+@pytest.mark.parametrize("flag", [(), ("-O",), ("-OO",), ("-B",)])
+def test_the_installed_package_is_not_touched(patched: Project, flag: tuple[str, ...]) -> None:
+    subprocess.run([sys.executable, *flag, "-m", "compileall", "-q", str(patched.site)], check=True)
+    before = tree(patched.site)
+    assert any(name.endswith(".pyc") for name in before)
+    for _ in range(2):
+        assert patched.run("install()", CHECK, flags=flag).strip() == PATCHED
+    assert tree(patched.site) == before
+    assert list(patched.cache.rglob("alpha*.pyc"))
+
+
+def test_a_fresh_install_gets_no_byte_code_of_patched_text(patched: Project) -> None:
+    assert patched.run("install()", CHECK).strip() == PATCHED
+    written = {path.name for path in patched.site.rglob("*.pyc")}
+    assert not {name for name in written if name.startswith("alpha.")}
+    # What a run without the plugin executes afterwards is the installed text.
+    assert patched.run(CHECK).strip() == STOCK
+
+
+def test_a_read_only_install_works(patched: Project) -> None:
+    folders = [patched.site, *(path for path in patched.site.rglob("*") if path.is_dir())]
+    before = tree(patched.site)
+    for folder in folders:
+        folder.chmod(0o555)
+    try:
+        assert patched.run("install()", CHECK).strip() == PATCHED
+        # Root may write anywhere, so for it this compares what Python would write on its own.
+        after = {name: value for name, value in tree(patched.site).items() if not name.endswith(".pyc")}
+        assert after == before
+    finally:
+        for folder in folders:
+            folder.chmod(0o755)
+
+
+def test_source_equals_the_running_code(patched: Project) -> None:
+    code = """
+        install()
+        import inspect, linecache, vllm.v1.alpha as alpha
+        for _ in range(2):
+            text = inspect.getsource(alpha)
+            assert "triple(value)" in inspect.getsource(alpha.double)
+            assert "value + 10" in inspect.getsource(alpha.Runner.step)
+            assert inspect.getsource(alpha.Runner) in text and "value + 10" in inspect.getsource(alpha.Runner)
+            assert text == open(alpha.double.__code__.co_filename).read() == open(alpha.__file__).read()
+            linecache.clearcache()
+        alpha.fail()
+        """
+    done = patched.start(code)
+    assert 'raise ValueError("patched")\nValueError: patched' in done.stderr
+    assert str(patched.cache) in done.stderr
+
+
+def test_installing_twice_and_from_many_threads_is_one_install(patched: Project) -> None:
+    code = """
+        import threading
+        records = []
+        threads = [threading.Thread(target=lambda: records.append(install())) for _ in range(8)]
+        [t.start() for t in threads]; [t.join() for t in threads]
+        assert len({id(r) for r in records}) == 1 and len(records) == 8
+        assert len([f for f in sys.meta_path if type(f).__name__ == "CopyFinder"]) == 1
+        """
+    patched.run(code, CHECK)
+    assert len(list(patched.cache.glob("records/*.json"))) == 1
+
+
+@pytest.mark.parametrize("imported", ["alpha", "beta"])
+def test_an_imported_module_is_patched_in_place(patched: Project, imported: str) -> None:
+    code = f"""
+        import vllm.v1.{imported}
+        from vllm.v1.alpha import double, Runner
+        runner = Runner()
+        record = install()
+        assert record.modules["vllm.v1.alpha"] == "re-applied", record.modules
+        assert (double(2), runner.step(1)) == (6, 11)
+        import inspect, vllm.v1.alpha as alpha
+        assert "triple(value)" in inspect.getsource(double) and double is alpha.double
+        """
+    assert patched.run(code, CHECK).strip() == PATCHED
+
+
+def test_a_feature_whose_module_cannot_be_swapped_is_refused_whole(project: Project) -> None:
+    project.feature(
+        "state",
+        {
+            "vllm/v1/alpha.py": [("LIMIT = 3", "LIMIT = 4")],
+            "vllm/v1/pack/__init__.py": EDITS["vllm/v1/pack/__init__.py"],
+        },
+    )
+    project.feature("other", {"vllm/v1/beta.py": [("double(double(value))", "double(value)")]}, gate=GATES[1])
+    project.feature("needs", {"vllm/v1/pack/inner.py": [("'inner'", "'x'")]}, gate=GATES[2], requires=["state"])
+    code = """
+        import vllm.v1.beta
+        record = install()
+        print({name: item["state"] for name, item in record.features.items()})
+        print(record.features["state"]["reason"])
+        import vllm.v1.pack as pack, vllm.v1.pack.inner as inner, vllm.v1.alpha as alpha
+        assert (pack.name(), inner.VALUE, alpha.LIMIT, vllm.v1.beta.quadruple(1)) == ("stock pack", "inner", 3, 2)
+        """
+    states, reason = project.run(code).splitlines()
+    assert json.loads(states.replace("'", '"')) == {"state": "refused", "other": "live", "needs": "refused"}
+    assert "LIMIT = 4" in reason
+
+
+def test_verify_finds_and_repairs_a_module_that_another_finder_served(patched: Project) -> None:
+    code = """
+        from importlib.machinery import PathFinder
+        install()
+        verify = _runtime.verify
+        print([c.state for c in verify(force=False)])
+        sys.meta_path.insert(0, PathFinder)
+        import vllm.v1.alpha as alpha
+        assert alpha.double(2) == 4
+        print([c.state for c in verify(["vllm.v1.alpha"], force=False)])
+        print([c.state for c in verify(["made-up"])], alpha.double(2))
+        import vllm.v1.pack
+        print([c.state for c in verify()], vllm.v1.pack.name())
+        verify(["nonsense"])
+        """
+    done = patched.start(code)
+    assert done.stdout.splitlines() == [
+        "['pending', 'pending']",
+        "['stock']",
+        "['re-applied', 'pending'] 6",
+        "['re-applied', 'served'] patched pack",
+    ]
+    assert "nonsense is neither a feature nor a patched module" in done.stderr
+
+
+def test_verify_with_force_refuses_what_cannot_be_repaired(project: Project) -> None:
+    project.feature("state", {"vllm/v1/alpha.py": [("LIMIT = 3", "LIMIT = 4")]})
+    code = """
+        from importlib.machinery import PathFinder
+        install()
+        sys.meta_path.insert(0, PathFinder)
+        import vllm.v1.alpha
+        _runtime.verify(["state"])
+        """
+    done = project.start(code)
+    assert done.returncode != 0
+    assert "ReapplyRefused: vllm.v1.alpha was imported" in done.stderr
+
+
+def test_taking_it_back(patched: Project) -> None:
+    code = """
+        import vllm.v1.alpha as alpha
+        install()
+        _runtime.deactivate()
+        assert _runtime.current_plan() is None
+        """
+    assert patched.run(code, CHECK).strip() == STOCK
+
+
+def test_gates_and_fingerprint_are_in_the_compile_key(patched: Project) -> None:
+    code = """
+        import vllm.envs as envs
+        install(); install()
+        factors = envs.compile_factors()
+        print(factors["VLLM_HWPLUGIN_FINGERPRINT"], _runtime.current_plan().fingerprint, "VLLM_PORT" in factors)
+        print(factors["VLLM_HWPLUGIN_DRAFT_FULL_GRAPH"])
+        """
+    key, plan, kept = patched.run(code).splitlines()[0].split()
+    assert key == plan != "none"
+    assert kept == "True"
+    off = patched.run(code, **{GATES[0]: "off"}).splitlines()
+    assert off == ["none none True", "off"]
+
+
+def test_gates_are_registered_when_vllm_comes_later(patched: Project) -> None:
+    code = """
+        install()
+        import vllm.envs as envs
+        assert "VLLM_HWPLUGIN" not in envs.environment_variables
+        import vllm.v1.alpha
+        print("VLLM_HWPLUGIN_FINGERPRINT" in envs.environment_variables)
+        """
+    assert patched.run(code) == "True\n"
+
+
+def test_one_line_says_what_is_live(patched: Project) -> None:
+    code = """
+        import logging
+        logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s")
+        install()
+        """
+    lines = patched.start(code).stderr.splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("INFO vllm.hwplugin vllm-hwplugin ")
+    assert "vllm 0.32.0 (parent): live: made-up" in lines[0]
+
+
+def test_an_unlisted_version_gets_nothing_and_one_warning(patched: Project) -> None:
+    patched.write("vllm/_version.py", "__version__ = version = '0.99.0'\n")
+    done = patched.start("print(install().live)", CHECK)
+    assert done.stdout.splitlines() == ["()", STOCK]
+    assert done.stderr.count("\n") == 1
+    assert "VLLM_HWPLUGIN_TRY_UNLISTED=1" in done.stderr
+
+
+def test_a_drifted_feature_is_off_with_its_reason(patched: Project) -> None:
+    patched.write("vllm/v1/alpha.py", patched.read("vllm/v1/alpha.py").replace("value * 2", "value*2"))
+    done = patched.start("print(install().features['made-up']['state'])", CHECK)
+    assert done.stdout.splitlines() == ["refused", STOCK]
+    assert done.stderr.startswith("made-up is not live, vLLM runs stock there: ")
+
+
+@pytest.mark.parametrize("variables", [{GATES[0]: "on"}, {"VLLM_HWPLUGIN_STRICT": "1"}])
+def test_a_required_feature_that_cannot_be_live_is_an_error(patched: Project, variables: dict[str, str]) -> None:
+    patched.write("vllm/v1/alpha.py", patched.read("vllm/v1/alpha.py").replace("value * 2", "value*2"))
+    done = patched.start("install()", **variables)
+    assert done.returncode != 0
+    last = done.stderr.splitlines()[-1]
+    assert "InstallError" in last
+    assert next(iter(variables)) in last
+
+
+def test_a_required_feature_whose_module_cannot_be_swapped_is_an_error(project: Project) -> None:
+    project.feature("state", {"vllm/v1/alpha.py": [("LIMIT = 3", "LIMIT = 4")]})
+    code = """
+        import vllm.v1.alpha
+        try:
+            install()
+        finally:
+            assert not [f for f in sys.meta_path if type(f).__name__ == "CopyFinder"]
+        """
+    done = project.start(code, **{GATES[0]: "on"})
+    assert f"InstallError: {GATES[0]}=on, but state cannot be live" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("variables", "raises"),
+    [
+        ({GATES[0]: "perhaps"}, False),
+        ({GATES[0]: "perhaps", "VLLM_HWPLUGIN_STRICT": "1"}, True),
+        ({GATES[0]: "perhaps", GATES[1]: "on"}, True),
+        ({"VLLM_HWPLUGIN_STRICT": "perhaps"}, True),
+        ({"VLLM_HWPLUGIN_CACHE_DIR": "relative"}, False),
+    ],
+)
+def test_a_bad_gate_value_is_one_clear_line(patched: Project, variables: dict[str, str], raises: bool) -> None:
+    done = patched.start("print(install().error)", CHECK, **variables)
+    assert (done.returncode != 0) == raises
+    assert "good values" in done.stderr.splitlines()[-1]
+    if not raises:
+        assert done.stdout.splitlines()[-1] == STOCK
+        assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_bad_catalogue_is_one_clear_line(patched: Project) -> None:
+    (patched.patches / "made-up" / "patch.toml").write_text("id = ")
+    code = """
+        from pathlib import Path
+        from vllm_hwplugin.patching import _runtime as r, _catalog as c
+        folder, load = Path(sys.argv[1]), c.load_catalog
+        r.load_catalog = lambda **_: load(folder)
+        print(r.install().error is not None)
+        """
+    command = [*patched.command(code), str(patched.patches)]
+    done = subprocess.run(command, env=patched.environ(), capture_output=True, text=True)
+    assert done.stdout == "True\n", done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert "patch.toml" in done.stderr
+
+
+def test_no_vllm_is_one_clear_line(patched: Project) -> None:
+    code = """
+        import unidiff
+        sys.path[:] = [entry for entry in sys.path if not Path(entry, "vllm", "__init__.py").exists()]
+        print(install().error)
+        """
+    done = patched.start(code)
+    assert "install one next to vllm-hwplugin" in done.stdout
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_an_error_of_the_plugin_itself_leaves_vllm_stock_and_shows_where(patched: Project) -> None:
+    done = patched.start("_runtime.make_plan = None\nprint(install().error)", CHECK)
+    assert done.stdout.splitlines()[1] == STOCK
+    assert "Traceback" in done.stderr
+    assert "TypeError" in done.stderr
+
+
+def test_an_unwritable_cache_is_one_warning_and_the_feature_is_live(patched: Project, tmp_path: Path) -> None:
+    patched.cache.write_text("in the way")
+    (tmp_path / "tmp").mkdir()
+    done = patched.start("install()", CHECK, TMPDIR=str(tmp_path / "tmp"))
+    assert done.stdout.strip() == PATCHED
+    assert len(done.stderr.splitlines()) == 1
+    assert str(patched.cache) in done.stderr
+    assert list(tmp_path.glob(f"tmp/vllm-hwplugin-{os.geteuid()}/overlay/*/alpha.py"))
+
+
+def test_no_writable_place_at_all_leaves_vllm_stock(patched: Project) -> None:
+    patched.cache.write_text("in the way")
+    code = """
+        import tempfile
+        tempfile.tempdir = "/proc/nowhere"
+        print(install().error)
+        """
+    done = patched.start(code, CHECK)
+    assert "set VLLM_HWPLUGIN_CACHE_DIR" in done.stdout.splitlines()[0]
+    assert done.stdout.splitlines()[1] == STOCK
+
+
+def test_a_spelling_mistake_is_pointed_out(patched: Project) -> None:
+    done = patched.start("install()", VLLM_HWPLUGIN_STRIKT="1")
+    assert "did you mean VLLM_HWPLUGIN_STRICT" in done.stderr

@@ -1,0 +1,145 @@
+"""One process, one file; what it says survives a fork, and old files go."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from vllm_hwplugin import record
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    record.forget()
+    yield
+    record.forget()
+
+
+def written(base: Path) -> dict[str, object]:
+    (path,) = (base / "records").glob("*.json")
+    entry: dict[str, object] = json.loads(path.read_text())
+    return entry
+
+
+def test_a_record_is_written_and_read_back(tmp_path: Path) -> None:
+    entry = record.new("1.2.3")
+    entry.features = {"a": {"state": "live", "reason": "fits"}, "b": {"state": "off", "reason": "gate"}}
+    record.begin(entry, tmp_path)
+    assert record.current() is entry
+    (found,) = record.read_all(tmp_path)
+    assert found == entry
+    assert found.live == ("a",)
+    assert found.pid == os.getpid()
+    assert (tmp_path / "records").stat().st_mode & 0o777 == 0o700
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+def test_a_decision_is_kept_whenever_it_is_noted(tmp_path: Path) -> None:
+    record.note("early", "before the record")
+    record.begin(record.new("1"), tmp_path)
+    record.note("late", "after it")
+    assert written(tmp_path)["decisions"] == {"early": "before the record", "late": "after it"}
+
+
+def test_saying_the_same_again_writes_nothing(tmp_path: Path) -> None:
+    record.begin(record.new("1"), tmp_path)
+    record.note("key", "text")
+    (path,) = (tmp_path / "records").glob("*.json")
+    before = path.stat().st_ino
+    record.note("key", "text")
+    assert path.stat().st_ino == before
+    record.note("key", "other")
+    assert path.stat().st_ino != before
+
+
+def test_without_a_folder_it_stays_in_memory(tmp_path: Path) -> None:
+    record.begin(record.new("1"), None)
+    record.note("key", "text")
+    entry = record.current()
+    assert entry is not None
+    assert entry.decisions == {"key": "text"}
+
+
+def test_an_unwritable_folder_is_no_error(tmp_path: Path) -> None:
+    (tmp_path / "records").write_text("in the way")
+    record.begin(record.new("1"), tmp_path)
+    record.note("key", "text")
+    assert record.read_all(tmp_path) == []
+
+
+def test_a_forked_child_gets_a_record_of_its_own(tmp_path: Path) -> None:
+    record.begin(record.new("1"), tmp_path)
+    record.note("key", "from the parent")
+    child = os.fork()
+    if not child:
+        record.adopt()
+        record.adopt()
+        os._exit(0)
+    os.waitpid(child, 0)
+    record.adopt()
+    entries = {entry.pid: entry for entry in record.read_all(tmp_path)}
+    assert set(entries) == {os.getpid(), child}
+    assert entries[child].ppid == os.getpid()
+    assert entries[child].decisions == {"key": "from the parent"}
+
+
+def test_old_records_are_pruned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record, "KEPT", 3)
+    folder = tmp_path / "records"
+    folder.mkdir(mode=0o700)
+    for number in range(5):
+        (folder / f"000000000000{number}-1.json").write_text("{}")
+    (folder / "notes.txt").touch()
+    record.begin(record.new("1"), tmp_path)
+    names = sorted(path.name for path in folder.glob("*.json"))
+    assert names[:2] == ["0000000000003-1.json", "0000000000004-1.json"]
+    assert len(names) == 3
+    assert (folder / "notes.txt").exists()
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"format": 99}', '{"format": 1}', '{"format": 1, "pid": 3}'])
+def test_a_damaged_or_foreign_record_is_left_out(tmp_path: Path, text: str) -> None:
+    record.begin(record.new("1"), tmp_path)
+    (tmp_path / "records" / "0-1.json").write_text(text)
+    assert len(record.read_all(tmp_path)) == 1
+
+
+def test_a_field_of_a_later_release_is_no_hindrance(tmp_path: Path) -> None:
+    record.begin(record.new("1"), tmp_path)
+    (path,) = (tmp_path / "records").glob("*.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"later": 1}))
+    assert len(record.read_all(tmp_path)) == 1
+
+
+def test_all_places_are_read_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record, "places", lambda: (tmp_path / "one", tmp_path / "two", tmp_path / "three"))
+    for name in ("one", "two"):
+        record.begin(record.new(name), tmp_path / name)
+        record.forget()
+    assert sorted(entry.plugin_version for entry in record.read_all()) == ["one", "two"]
+
+
+@pytest.mark.parametrize(
+    ("name", "argv", "expected"),
+    [
+        ("MainProcess", ["python", "serve.py"], "parent"),
+        ("EngineCore", [], "engine-core"),
+        ("EngineCore_DP3", [], "engine-core"),
+        ("VllmWorker-0", [], "worker"),
+        ("ApiServer_1", [], "api-server"),
+        ("APIServer_DPRank_0", [], "api-server"),
+        ("SpawnProcess-1", [], "child"),
+        ("MainProcess", ["python", "-m", "vllm.model_executor.models.registry"], "inspection"),
+        ("MainProcess", ["python", "/x/ray/_private/workers/default_worker.py", "--y"], "worker"),
+    ],
+)
+def test_the_role_is_told_by_name_and_command_line(name: str, argv: list[str], expected: str) -> None:
+    assert record.role(name, argv) == expected
+
+
+def test_this_process_is_a_parent() -> None:
+    assert record.role() == "parent"
