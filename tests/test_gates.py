@@ -129,9 +129,9 @@ def test_a_bad_alias_beside_the_own_name_is_a_conflict_and_no_error() -> None:
 
 
 def test_a_misspelt_gate_is_found_with_the_name_that_was_meant() -> None:
-    environ = {"VLLM_HWPLUGIN_DRAFT_GRAPH": "off", GRAPH: "on", gates.FINGERPRINT: "abc", "VLLM_USE_V1": "1"}
+    environ = {"VLLM_HWPLUGIN_DRAFT_FUL_GRAPH": "off", GRAPH: "on", gates.FINGERPRINT: "abc", "VLLM_USE_V1": "1"}
     (found,) = gates.unknown(environ)
-    assert (found.name, found.nearest) == ("VLLM_HWPLUGIN_DRAFT_GRAPH", GRAPH)
+    assert (found.name, found.nearest) == ("VLLM_HWPLUGIN_DRAFT_FUL_GRAPH", GRAPH)
     assert GRAPH in str(found)
 
 

@@ -18,7 +18,8 @@ from typer.testing import CliRunner
 from vllm_hwplugin import gates, record
 from vllm_hwplugin.cli import _diagnosis, _doctor, _host
 from vllm_hwplugin.cli._app import app
-from vllm_hwplugin.patching import Installed, InstalledSource, NotInstalled, load_catalog
+from vllm_hwplugin.patching import load_catalog
+from vllm_hwplugin.patching._installed import Installed, InstalledSource, NotInstalled
 
 GATE = "VLLM_HWPLUGIN_DFLASH_CONTEXT_NORM"
 PATCH = """

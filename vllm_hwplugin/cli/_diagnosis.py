@@ -18,16 +18,8 @@ from typing import Any
 import vllm_hwplugin
 
 from .. import cachedir, gates, record
-from ..patching import (
-    SUPPORTED,
-    Catalog,
-    Installed,
-    NotInstalled,
-    PatchingError,
-    find_installed,
-    load_catalog,
-    make_plan,
-)
+from ..patching import SUPPORTED, Catalog, PatchingError, load_catalog, make_plan
+from ..patching._installed import Installed, NotInstalled, find_installed
 from ..record import ProcessRecord
 from . import _host
 

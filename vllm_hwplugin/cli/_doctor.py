@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -137,7 +137,7 @@ def _host_rows(found: Diagnosis) -> Iterable[tuple[str, str]]:
         yield "cache", f"{place}: {state}"
 
 
-def _process_rows(found: Diagnosis) -> Iterable[Sequence[str]]:
+def _process_rows(found: Diagnosis) -> Iterable[tuple[str, ...]]:
     for item in found.last_engine:
         process = f"{item.pid} {item.role}"
         head = (process, item.started, item.vllm_version or "")

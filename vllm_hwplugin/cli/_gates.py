@@ -56,7 +56,8 @@ def _list(console: Console) -> None:
     rows = [(gate, *_now(gate.name), gate.good_values, _what(gate)) for gate in table.GATES]
     if not console.is_terminal:
         for gate, *cells in rows:
-            console.print("\t".join([gate.name, *cells]), markup=False, highlight=False, soft_wrap=True)
+            # Not through rich, which turns tabs into blanks.
+            typer.echo("\t".join([gate.name, *cells]))
         return
     view = Table(title="environment variables", title_justify="left", title_style="bold")
     for column in ("variable", "value", "from", "values", "what it does"):
