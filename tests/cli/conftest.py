@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import threading
 import zipfile
@@ -153,3 +154,83 @@ def server() -> Iterator[PackageServer]:
 def write_wheel() -> Callable[..., Path]:
     """`write_wheel(folder, version, files, ...)` writes a wheel and returns its path."""
     return _write_wheel
+
+
+# A vLLM of two modules, and two features that each change one line of one of them.
+ADD = """import os
+
+
+def add(a, b):
+    # Both numbers.
+    total = 0
+    del total
+    return a + b
+"""
+NORM = """def norm(weight):
+    return weight[0]
+"""
+
+
+@pytest.fixture
+def small_tree(tmp_path: Path) -> Callable[[], Path]:
+    """`small_tree()` writes the small vLLM (anew) and returns its folder."""
+
+    def write() -> Path:
+        folder = tmp_path / "tree"
+        (folder / "vllm/v1").mkdir(parents=True, exist_ok=True)
+        (folder / "vllm/__init__.py").write_text("")
+        (folder / "vllm/v1/add.py").write_text(ADD)
+        (folder / "vllm/v1/norm.py").write_text(NORM)
+        return folder
+
+    return write
+
+
+def _add_feature(
+    catalog: Path,
+    name: str,
+    gate: str,
+    before: str,
+    after: str,
+    *,
+    path: str = "vllm/v1/add.py",
+    pristine: str = ADD,
+    versions: str = ">=0.20.0,<0.34.0",
+    extra: str = "",
+) -> None:
+    patched = pristine.replace(before, after)
+    lines = difflib.unified_diff(
+        pristine.splitlines(keepends=True), patched.splitlines(keepends=True), f"a/{path}", f"b/{path}"
+    )
+    (catalog / name).mkdir(parents=True)
+    (catalog / name / f"{name}.diff").write_text("".join(lines))
+    (catalog / name / "patch.toml").write_text(
+        f'id = "{name}"\ntitle = "Change {name}"\ngate = "{gate}"\nwhat = "Why {name} changes."\n'
+        f'origin = "a test"\nremoval = "never"\nrequires = []\n{extra}\n'
+        f'[[variant]]\nversions = "{versions}"\ndiffs = ["{name}.diff"]\n'
+    )
+
+
+@pytest.fixture
+def add_feature() -> Callable[..., None]:
+    """`add_feature(catalog, id, gate, before, after)` adds a feature that makes that change to the small vLLM."""
+    return _add_feature
+
+
+@pytest.fixture
+def small_catalog(tmp_path: Path) -> Path:
+    """A folder of patches for the small vLLM."""
+    catalog = tmp_path / "patches"
+    _add_feature(catalog, "graphs", "VLLM_HWPLUGIN_DRAFT_FULL_GRAPH", "    return a + b\n", "    return b + a\n")
+    _add_feature(
+        catalog,
+        "context",
+        "VLLM_HWPLUGIN_DFLASH_CONTEXT_NORM",
+        "weight[0]",
+        "weight",
+        path="vllm/v1/norm.py",
+        pristine=NORM,
+        versions=">=0.26.0,<0.34.0",
+        extra='[[not_needed]]\nversions = "<0.26.0"\nreason = "the fault came with 0.26.0"\n',
+    )
+    return catalog

@@ -1,0 +1,370 @@
+"""The drift check from the command line: every verdict, every way to fail, and the files it writes."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+import vllm_hwplugin
+from vllm_hwplugin.cli import _app, _drift, _drift_table
+from vllm_hwplugin.cli._drift_report import TargetReport, as_markdown, check, exit_status, in_order
+from vllm_hwplugin.cli.sources import Index, PipConfig, TreeSource
+from vllm_hwplugin.patching import SUPPORTED, load_catalog
+
+WriteWheel = Callable[..., Path]
+ADD = "vllm/v1/add.py"
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(_app.app, ["drift", *arguments])
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test reads or writes the user's cache, or asks the real package index."""
+    monkeypatch.setenv("VLLM_HWPLUGIN_CACHE_DIR", str(tmp_path / "cache"))
+    offline = PipConfig(index_url="http://127.0.0.1:9/simple")
+    monkeypatch.setattr(_drift, "Index", lambda: Index(offline, retries=0))
+
+
+@pytest.fixture
+def catalog(small_catalog: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The command line reads the small catalogue."""
+    monkeypatch.setattr(_drift, "load_catalog", lambda: load_catalog(small_catalog))
+    return small_catalog
+
+
+@pytest.mark.usefixtures("catalog")
+def test_exact(small_tree: Callable[..., Path]) -> None:
+    result = run(f"{small_tree()}@0.33.0")
+    assert result.exit_code == 0
+    assert result.output.splitlines() == [
+        "vllm 0.33.0: context: exact",
+        "vllm 0.33.0: graphs: exact",
+    ]
+
+
+@pytest.mark.usefixtures("catalog")
+def test_moved(small_tree: Callable[..., Path]) -> None:
+    tree = small_tree()
+    (tree / ADD).write_text("# one\n# two\n# three\n" + (tree / ADD).read_text())
+    result = run(f"{tree}@0.33.0")
+    assert result.exit_code == 0
+    assert "vllm 0.33.0: graphs: moved by 3 lines" in result.output.splitlines()
+
+
+@pytest.mark.usefixtures("catalog")
+def test_upstream(small_tree: Callable[..., Path]) -> None:
+    tree = small_tree()
+    (tree / ADD).write_text((tree / ADD).read_text().replace("a + b", "b + a"))
+    result = run(f"{tree}@0.33.0")
+    assert result.exit_code == 0
+    assert "vllm 0.33.0: graphs: upstream" in result.output
+
+
+@pytest.mark.usefixtures("catalog")
+def test_not_needed(small_tree: Callable[..., Path]) -> None:
+    result = run(f"{small_tree()}@0.25.0")
+    assert result.exit_code == 0
+    assert "vllm 0.25.0: context: not needed (the fault came with 0.26.0)" in result.output
+
+
+@pytest.mark.usefixtures("catalog")
+def test_drifted(small_tree: Callable[..., Path]) -> None:
+    """The report names the hunk and its diff, what was expected, and the nearest place with the difference."""
+    tree = small_tree()
+    (tree / ADD).write_text((tree / ADD).read_text().replace("    total = 0\n", "    total = 0.0\n"))
+    result = run(f"{tree}@0.33.0")
+    assert result.exit_code == 1
+    lines = [line.rstrip() for line in result.output.splitlines()]
+    assert "vllm 0.33.0: graphs: drifted (1 of 1 hunks)" in lines
+    assert f"  {ADD}: hunk 1 of graphs/graphs.diff: drifted, expected:" in lines
+    assert "      |     total = 0" in lines
+    assert any(line.startswith("    nearest: line 5, ") and line.endswith("% alike:") for line in lines)
+    assert "      -    total = 0" in lines
+    assert "      +    total = 0.0" in lines
+    assert "vllm 0.33.0: context: exact" in lines
+
+
+@pytest.mark.usefixtures("catalog")
+def test_ambiguous(small_tree: Callable[..., Path]) -> None:
+    tree = small_tree()
+    text = (tree / ADD).read_text()
+    (tree / ADD).write_text("# moved\n" + text + text)
+    result = run(f"{tree}@0.33.0")
+    assert result.exit_code == 1
+    assert f"{ADD}: hunk 1 of graphs/graphs.diff: ambiguous, fits at lines 6, 14; expected one place" in result.output
+
+
+@pytest.mark.usefixtures("catalog")
+def test_target_missing(small_tree: Callable[..., Path]) -> None:
+    tree = small_tree()
+    (tree / ADD).unlink()
+    result = run(f"{tree}@0.33.0")
+    assert result.exit_code == 1
+    assert "vllm 0.33.0: graphs: target missing" in result.output
+    assert ADD in result.output
+
+
+def test_conflict(catalog: Path, small_tree: Callable[..., Path], add_feature: Callable[..., None]) -> None:
+    """Two features that fit alone, but not together: both are named."""
+    add_feature(catalog, "rival", "VLLM_HWPLUGIN_DFLASH_FULL_GRAPH", "    return a + b\n", "    return sum((a, b))\n")
+    result = run(f"{small_tree()}@0.33.0")
+    assert result.exit_code == 1
+    assert f"vllm 0.33.0: graphs: conflict (changes the same lines of {ADD} as rival)" in result.output
+    assert f"vllm 0.33.0: rival: conflict (changes the same lines of {ADD} as graphs)" in result.output
+    assert "vllm 0.33.0: context: exact" in result.output
+
+
+@pytest.mark.usefixtures("catalog")
+@pytest.mark.parametrize("version", ["0.34.0", "0.34.0rc1", "0.19.1", "0.34.1.dev3+gabc"])
+def test_unlisted(small_tree: Callable[..., Path], version: str) -> None:
+    """Nothing is live on a version that no feature lists, which is not expected; whether it would fit is told."""
+    result = run(f"{small_tree()}@{version}")
+    assert result.exit_code == 1
+    line = next(line for line in result.output.splitlines() if line.startswith(f"vllm {version}: graphs: unlisted ("))
+    assert line.endswith("; the one for <0.34.0,>=0.20.0 would apply: exact)")
+
+
+@pytest.mark.usefixtures("catalog")
+def test_unlisted_and_drifted(small_tree: Callable[..., Path]) -> None:
+    """The work that a new vLLM makes is shown hunk by hunk."""
+    tree = small_tree()
+    (tree / ADD).write_text((tree / ADD).read_text().replace("    total = 0\n", "    total = 0.0\n"))
+    result = run(f"{tree}@0.34.0")
+    assert result.exit_code == 1
+    assert "the one for <0.34.0,>=0.20.0 would not apply: drifted (1 of 1 hunks))" in result.output
+    assert "      +    total = 0.0" in result.output.splitlines()
+
+
+@pytest.mark.usefixtures("catalog")
+def test_partly_upstream(small_tree: Callable[..., Path], catalog: Path) -> None:
+    """vLLM took one of two hunks: the feature is off, and the line says which hunk is there already."""
+    second = "--- a/vllm/v1/norm.py\n+++ b/vllm/v1/norm.py\n@@ -1,2 +1,2 @@\n def norm(weight):\n"
+    with (catalog / "graphs/graphs.diff").open("a") as diff:
+        diff.write(second + "-    return weight[0]\n+    return weight[1]\n")
+    tree = small_tree()
+    (tree / ADD).write_text((tree / ADD).read_text().replace("a + b", "b + a"))
+    result = run(f"{tree}@0.33.0")
+    assert result.exit_code == 1
+    assert f"graphs: drifted (partly upstream) (hunk 1 of {ADD}: in this vLLM already" in result.output
+
+
+@pytest.mark.usefixtures("catalog")
+def test_local_build_of_a_listed_version(small_tree: Callable[..., Path]) -> None:
+    assert run(f"{small_tree()}@0.33.0+cpu").exit_code == 0
+
+
+@pytest.mark.usefixtures("catalog")
+def test_wheel(small_tree: Callable[..., Path], tmp_path: Path, write_wheel: WriteWheel) -> None:
+    tree = small_tree()
+    files = {file.relative_to(tree).as_posix(): file.read_text() for file in tree.rglob("*.py")}
+    result = run(str(write_wheel(tmp_path, "0.32.0", files)))
+    assert (result.exit_code, "vllm 0.32.0: graphs: exact" in result.output) == (0, True)
+
+
+@pytest.mark.usefixtures("catalog")
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("latest", "latest: not a wheel file, an unpacked tree or a version"),
+        ("./absent.whl", "./absent.whl: no such file or folder"),
+        ("0.33.0", "no usable answer"),
+        ("torn.whl", "torn.whl: not a readable wheel"),
+        ("other", "no vllm/ package in this folder"),
+    ],
+)
+def test_could_not_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str, message: str) -> None:
+    """One line on standard error, status 2, no traceback."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "torn.whl").write_bytes(b"PK\x03\x04")
+    (tmp_path / "other").mkdir()
+    result = run(target)
+    assert result.exit_code == 2
+    assert len(result.stderr.splitlines()) == 1
+    assert result.stderr.startswith("error: ")
+    assert message in result.stderr
+    assert result.stdout == ""
+
+
+@pytest.mark.usefixtures("catalog")
+def test_one_unreadable_target_does_not_hide_the_others(small_tree: Callable[..., Path]) -> None:
+    result = run("absent.whl", f"{small_tree()}@0.33.0")
+    assert result.exit_code == 2
+    assert "vllm 0.33.0: graphs: exact" in result.output
+    drifted = run("absent.whl", f"{small_tree()}@0.34.0")
+    assert drifted.exit_code == 1
+    assert "error: absent.whl" in drifted.stderr
+
+
+def test_unknown_version(
+    catalog: Path, server: Any, tmp_path: Path, write_wheel: WriteWheel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.add(write_wheel(tmp_path, "0.33.0", {"vllm/a.py": ""}))
+    monkeypatch.setattr(_drift, "Index", lambda: Index(server.config, retries=0))
+    result = run("0.99.0")
+    assert result.exit_code == 2
+    assert "vllm 0.99.0: the package index has no wheel of this version; the nearest are 0.33.0" in result.stderr
+
+
+def test_empty_catalogue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "patches").mkdir()
+    monkeypatch.setattr(_drift, "load_catalog", lambda: load_catalog(tmp_path / "patches"))
+    result = run("0.33.0")
+    assert result.exit_code == 2
+    assert len(result.stderr.splitlines()) == 1
+    assert result.stderr.startswith("error: ")
+
+
+def test_broken_catalogue(catalog: Path) -> None:
+    (catalog / "graphs" / "patch.toml").write_text("id = [")
+    result = run("0.33.0")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: ")
+    assert "patch.toml" in result.stderr
+
+
+@pytest.mark.usefixtures("catalog")
+def test_report_that_cannot_be_written(small_tree: Callable[..., Path], tmp_path: Path) -> None:
+    result = run(f"{small_tree()}@0.33.0", "--json", str(tmp_path / "absent" / "report.json"))
+    assert result.exit_code == 2
+    assert "report.json: cannot be written (No such file or directory); name another file" in result.stderr
+
+
+@pytest.mark.usefixtures("catalog")
+def test_all_reads_every_supported_version(
+    server: Any,
+    small_tree: Callable[..., Path],
+    tmp_path: Path,
+    write_wheel: WriteWheel,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """From the index, in the order of versions whatever the order of arrival; a named target comes on top, once."""
+    tree = small_tree()
+    files = {file.relative_to(tree).as_posix(): file.read_text() for file in tree.rglob("*.py")}
+    for version in ("0.31.0", "0.32.0", "0.33.0"):
+        server.add(write_wheel(tmp_path, version, files))
+    monkeypatch.setattr(_drift, "Index", lambda: Index(server.config, retries=0))
+    monkeypatch.setattr(_drift, "SUPPORTED", ("0.32.0", "0.33.0"))
+    result = run("0.33.0", "0.31.0", "--all")
+    assert result.exit_code == 0
+    assert [line.split(":")[0] for line in result.output.splitlines()[::2]] == [
+        "vllm 0.31.0",
+        "vllm 0.32.0",
+        "vllm 0.33.0",
+    ]
+
+
+@pytest.mark.usefixtures("catalog")
+def test_json(small_tree: Callable[..., Path], tmp_path: Path) -> None:
+    tree = small_tree()
+    (tree / ADD).write_text((tree / ADD).read_text().replace("    total = 0\n", "    total = 0.0\n"))
+    run(f"{tree}@0.33.0", "absent.whl", "--json", str(tmp_path / "report.json"))
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert (report["format"], report["exit_status"]) == (1, 1)
+    assert report["plugin_version"] == vllm_hwplugin.__version__
+    good, bad = report["targets"]
+    assert (good["version"], good["error"]) == ("0.33.0", None)
+    assert (bad["version"], bad["features"]) == (None, [])
+    assert bad["error"].startswith("absent.whl: ")
+    context, graphs = good["features"]
+    assert (context["status"], context["expected"], context["exact"]) == ("applies", True, True)
+    assert (graphs["status"], graphs["expected"]) == ("drifted", False)
+    (hunk,) = graphs["hunks"]
+    assert (hunk["path"], hunk["diff"], hunk["hunk"], hunk["status"]) == (ADD, "graphs/graphs.diff", 1, "drifted")
+    assert "    total = 0" in hunk["expected"]
+    assert hunk["nearest"]["line"] == 5
+    assert 0.5 < hunk["nearest"]["similarity"] < 1
+    assert "+    total = 0.0" in hunk["nearest"]["diff"]
+
+
+@pytest.mark.usefixtures("catalog")
+def test_markdown(small_tree: Callable[..., Path], tmp_path: Path) -> None:
+    tree = small_tree()
+    run(f"{tree}@0.33.0", f"{tree}@0.25.0", "--markdown", str(tmp_path / "page.md"))
+    page = (tmp_path / "page.md").read_text()
+    assert "| vLLM | `context` | `graphs` |" in page
+    assert page.index("| 0.25.0 | not needed | exact |") < page.index("| 0.33.0 | exact | exact |")
+    assert "- 0.25.0: not needed (the fault came with 0.26.0)" in page
+    assert str(tmp_path) not in page
+    run(f"{tree}@0.25.0", f"{tree}@0.33.0", "--markdown", str(tmp_path / "again.md"))
+    assert (tmp_path / "again.md").read_text() == page
+
+
+def test_markdown_tells_what_could_not_be_checked(small_catalog: Path) -> None:
+    page = as_markdown(load_catalog(small_catalog), [TargetReport("0.33.0", "0.33.0", None, error="no network")])
+    assert "| 0.33.0 | could not check | could not check |" in page
+    assert "- 0.33.0: no network" in page
+
+
+def plain(text: str) -> str:
+    return re.sub(r"\x1b\[[0-9;]*m", "", text)
+
+
+def test_terminal_gets_a_table(small_catalog: Path, small_tree: Callable[..., Path]) -> None:
+    """On a terminal: one table, then the mismatches; nothing of the source's text is taken for markup."""
+    catalog = load_catalog(small_catalog)
+    tree = small_tree()
+    (tree / ADD).write_text((tree / ADD).read_text().replace("    total = 0\n", "    total = [bold]0\n"))
+    reports = [check(catalog, version, TreeSource(tree, version)) for version in ("0.25.0", "0.33.0")]
+    out, err = io.StringIO(), io.StringIO()
+    _drift_table.print_report(
+        catalog,
+        reports,
+        Console(file=out, force_terminal=True, no_color=True, width=60),
+        Console(file=err),
+        ["a note"],
+    )
+    shown = out.getvalue()
+    rows = [line.split() for line in plain(shown).splitlines() if line.startswith("│")]
+    assert rows[0] == ["│", "0.25.0", "│", "not", "needed", "│", "drifted", "(1", "of", "1", "hunks)", "│"]
+    assert rows[1] == ["│", "0.33.0", "│", "exact", "│", "drifted", "(1", "of", "1", "hunks)", "│"]
+    assert "+    total = [bold]0" in shown
+    assert shown.count("vllm 0.33.0: graphs: drifted") == 1
+    assert err.getvalue() == "note: a note\n"
+
+
+def test_unreadable_targets_come_last() -> None:
+    reports = [TargetReport("a", "a", None, error="x"), TargetReport("b", "b", "0.33.0"), TargetReport("c", "c", "0.9")]
+    assert [report.target for report in in_order(reports)] == ["c", "b", "a"]
+    assert exit_status(reports) == 2
+
+
+def test_neither_vllm_nor_torch_is_imported(small_tree: Callable[..., Path]) -> None:
+    """The whole check, on the real catalogue, in a process where importing either of them is an error."""
+    code = (
+        "import sys\n"
+        "class Blocker:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.partition('.')[0] in ('vllm', 'torch'):\n"
+        "            raise AssertionError('imported ' + name)\n"
+        "sys.meta_path.insert(0, Blocker())\n"
+        "sys.argv = ['vllm-hwplugin', 'drift', sys.argv[1]]\n"
+        "from vllm_hwplugin.cli import main\n"
+        "main()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, f"{small_tree()}@0.33.0"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1, done.stderr
+    assert "vllm 0.33.0: draft-full-graph: target missing" in done.stdout
+
+
+@pytest.mark.network
+def test_compatibility_page_is_up_to_date(vllm_tree: Callable[[str], Any], pytestconfig: pytest.Config) -> None:
+    """docs/compatibility.md says what the drift check finds on all supported versions: every patch as expected."""
+    catalog = load_catalog()
+    reports = [check(catalog, version, vllm_tree(version)) for version in SUPPORTED]
+    page = pytestconfig.rootpath / "docs" / "compatibility.md"
+    assert exit_status(reports) == 0
+    assert page.read_text(encoding="utf-8") == as_markdown(catalog, reports), "run `make docs`"

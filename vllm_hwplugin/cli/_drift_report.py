@@ -1,0 +1,219 @@
+"""What the drift check found, as data: the exit status and the JSON and Markdown files are made from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+from vllm_hwplugin.patching import (
+    Catalog,
+    Feature,
+    FeatureVerdict,
+    HunkVerdict,
+    Source,
+    Status,
+    check_conflicts,
+    evaluate,
+)
+
+EXPECTED = (Status.APPLIES, Status.UPSTREAM, Status.NOT_NEEDED)
+
+_WORDS = {
+    Status.UPSTREAM: "upstream",
+    Status.NOT_NEEDED: "not needed",
+    Status.CONFLICT: "conflict",
+    Status.TARGET_MISSING: "target missing",
+    Status.UNLISTED: "unlisted",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TargetReport:
+    """One vLLM: the verdict on each feature, or why it could not be checked."""
+
+    target: str
+    label: str
+    version: str | None
+    verdicts: tuple[FeatureVerdict, ...] = ()
+    error: str | None = None
+
+
+def check(catalog: Catalog, target: str, source: Source) -> TargetReport:
+    """Judge every feature of the catalogue on one vLLM.
+
+    Features that fit alone but change the same lines are in conflict: neither verdict would hold in a process.
+    """
+    clashes: dict[str, list[str]] = {}
+    for conflict in check_conflicts(catalog, source):
+        for one, other in (conflict.features, conflict.features[::-1]):
+            clashes.setdefault(one, []).append(f"changes the same lines of {conflict.path} as {other}")
+    verdicts = []
+    for feature in catalog.features:
+        verdict = evaluate(feature, source)
+        if verdict.status is Status.UNLISTED:
+            verdict = _tried(feature, source, verdict)
+        if feature.id in clashes:
+            verdict = replace(verdict, status=Status.CONFLICT, reason="; ".join(clashes[feature.id]))
+        verdicts.append(verdict)
+    return TargetReport(target, source.label, source.version, tuple(verdicts))
+
+
+def _tried(feature: Feature, source: Source, unlisted: FeatureVerdict) -> FeatureVerdict:
+    """What the variant that fits best would do to a version that none lists: the work that a new vLLM makes."""
+    trials = []
+    for variant in reversed(feature.variants):
+        forced = replace(variant, versions=SpecifierSet(f"==={source.version}"))
+        trials.append((variant, evaluate(replace(feature, variants=(forced,)), source)))
+    variant, best = min(trials, key=lambda trial: len(troubled_hunks(trial[1])))
+    if best.status is Status.UPSTREAM:
+        outcome = "is in this vLLM already"
+    else:
+        outcome = f"would {'apply' if best.status is Status.APPLIES else 'not apply'}: {summary(best)}"
+    reason = f"{unlisted.reason}; the one for {variant.versions} {outcome}"
+    return replace(unlisted, hunks=best.hunks, reason=reason)
+
+
+def is_expected(verdict: FeatureVerdict) -> bool:
+    """Whether a user of this vLLM gets the feature, or does not need it."""
+    return verdict.status in EXPECTED
+
+
+def exit_status(reports: Iterable[TargetReport]) -> int:
+    """0 as expected, 1 drift, 2 could not check. Drift that was found outweighs a target that could not be read."""
+    seen = list(reports)
+    if any(not is_expected(verdict) for report in seen for verdict in report.verdicts):
+        return 1
+    return 2 if any(report.error is not None for report in seen) else 0
+
+
+def troubled_hunks(verdict: FeatureVerdict) -> list[HunkVerdict]:
+    return [hunk for hunk in verdict.hunks if hunk.status in ("drifted", "ambiguous", "missing")]
+
+
+def summary(verdict: FeatureVerdict) -> str:
+    """A verdict in a few words."""
+    if verdict.status is Status.APPLIES:
+        offset = max((abs(hunk.offset) for hunk in verdict.hunks), default=0)
+        return f"moved by {offset} line{'' if offset == 1 else 's'}" if offset else "exact"
+    if verdict.status is Status.DRIFTED:
+        lost = len(troubled_hunks(verdict))
+        return f"drifted ({lost} of {len(verdict.hunks)} hunks)" if lost else "drifted (partly upstream)"
+    return _WORDS[verdict.status]
+
+
+def as_json(reports: Iterable[TargetReport], plugin_version: str) -> dict[str, Any]:
+    """The report for other programs. `format` changes when a field changes its meaning or goes away."""
+    seen = list(reports)
+    return {
+        "format": 1,
+        "plugin_version": plugin_version,
+        "exit_status": exit_status(seen),
+        "targets": [
+            {
+                "target": report.target,
+                "label": report.label,
+                "version": report.version,
+                "error": report.error,
+                "features": [_verdict_json(verdict) for verdict in report.verdicts],
+            }
+            for report in seen
+        ],
+    }
+
+
+def as_markdown(catalog: Catalog, reports: Iterable[TargetReport]) -> str:
+    """The report as a page: a table of versions and features, then what lies behind each cell that is not plain.
+
+    The text depends on the patches and the vLLM sources alone, so that a test can compare it with the stored page.
+    """
+    seen = list(reports)
+    lines = [
+        "# Which patches fit which vLLM versions",
+        "",
+        "Made by `vllm-hwplugin drift --all --markdown docs/compatibility.md`; do not edit.",
+        "",
+        "*exact*: every hunk matches at its stated line. *moved by N lines*: every hunk matches at exactly one place, "
+        "the furthest N lines from the stated one. *upstream*: vLLM has the change. *not needed*: vLLM does not have "
+        "the fault. Anything else means that the feature is off on that version.",
+        "",
+        "| vLLM | " + " | ".join(f"`{feature.id}`" for feature in catalog.features) + " |",
+        "|---" * (1 + len(catalog.features)) + "|",
+    ]
+    for name, report in zip(row_names(seen), seen, strict=True):
+        cells = [summary(verdict) for verdict in report.verdicts] or ["could not check"] * len(catalog.features)
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    for feature in catalog.features:
+        lines += ["", f"## `{feature.id}`", "", f"{feature.title}. Gate: `{feature.gate}`.", ""]
+        lines += _reasons(feature.id, seen)
+    failures = [f"- {report.target}: {report.error}" for report in seen if report.error is not None]
+    if failures:
+        lines += ["", "## Could not be checked", "", *failures]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def row_names(reports: list[TargetReport]) -> list[str]:
+    """A name for each row: the version, or the label where that alone would not tell two rows apart."""
+    versions = [report.version for report in reports]
+    return [
+        report.version if report.version is not None and versions.count(report.version) == 1 else report.label
+        for report in reports
+    ]
+
+
+def _reasons(feature: str, reports: list[TargetReport]) -> list[str]:
+    # Rows of one outcome and reason are told once, in the order in which they first occur.
+    told: dict[tuple[str, str], list[str]] = {}
+    for name, report in zip(row_names(reports), reports, strict=True):
+        for verdict in report.verdicts:
+            if verdict.feature == feature:
+                outcome = "applies" if verdict.status is Status.APPLIES else summary(verdict)
+                told.setdefault((outcome, verdict.reason), []).append(name)
+    return [
+        f"- {', '.join(_spans(names))}: {outcome}" + (f" ({reason})" if reason else "")
+        for (outcome, reason), names in told.items()
+    ]
+
+
+def _spans(names: list[str]) -> list[str]:
+    return [names[0]] if len(names) == 1 else [f"{names[0]} to {names[-1]} ({len(names)} versions)"]
+
+
+def _verdict_json(verdict: FeatureVerdict) -> dict[str, Any]:
+    return {
+        "feature": verdict.feature,
+        "status": verdict.status.value,
+        "expected": is_expected(verdict),
+        "exact": verdict.exact,
+        "summary": summary(verdict),
+        "reason": verdict.reason,
+        "hunks": [
+            {
+                "path": hunk.path,
+                "diff": hunk.origin,
+                "hunk": hunk.hunk_index,
+                "status": hunk.status,
+                "offset": hunk.offset,
+                "expected": [line.rstrip("\n") for line in hunk.expected],
+                "found_at": list(hunk.found_at),
+                "nearest": None
+                if hunk.nearest is None
+                else {
+                    "line": hunk.nearest.line,
+                    "similarity": round(hunk.nearest.similarity, 4),
+                    "diff": hunk.nearest.diff,
+                },
+            }
+            for hunk in verdict.hunks
+        ],
+    }
+
+
+def in_order(reports: Iterable[TargetReport]) -> list[TargetReport]:
+    """By version, oldest first; what could not be read comes last, in the order in which it was named."""
+    seen = list(reports)
+    known = [report for report in seen if report.version is not None]
+    return sorted(known, key=lambda report: Version(str(report.version))) + [r for r in seen if r.version is None]

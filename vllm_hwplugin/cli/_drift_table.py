@@ -1,0 +1,91 @@
+"""The drift report for people: a table on a terminal, one line a verdict elsewhere, then every mismatch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from vllm_hwplugin.patching import Catalog, FeatureVerdict, HunkVerdict, Status
+
+from ._drift_report import TargetReport, is_expected, row_names, summary, troubled_hunks
+
+_STYLES = {Status.APPLIES: "green", Status.UPSTREAM: "cyan", Status.NOT_NEEDED: "dim"}
+
+
+@contextmanager
+def progress(total: int) -> Iterator[Callable[[], None]]:
+    """A progress bar on standard error while several targets are read; gives a function that counts one."""
+    columns = (TextColumn("reading vLLM"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=total < 2 or not console.is_terminal) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda: bar.advance(task)
+
+
+def print_report(
+    catalog: Catalog, reports: Sequence[TargetReport], out: Console, err: Console, notes: Sequence[str] = ()
+) -> None:
+    """Print the verdicts and mismatches to `out`; notes and targets that could not be checked to `err`."""
+    checked = [report for report in reports if report.error is None]
+    names = row_names(checked)
+    if checked and out.is_terminal:
+        out.print(_table(catalog, names, checked))
+    for name, report in zip(names, checked, strict=True):
+        for verdict in report.verdicts:
+            if not out.is_terminal:
+                _line(out, f"vllm {name}: {verdict.feature}: {summary(verdict)}{_because(verdict)}")
+            elif not is_expected(verdict):
+                _line(out, f"\nvllm {name}: {verdict.feature}: {summary(verdict)}{_because(verdict)}")
+            for hunk in troubled_hunks(verdict):
+                _print_hunk(out, hunk)
+    for note in notes:
+        _line(err, f"note: {note}")
+    for report in reports:
+        if report.error is not None:
+            _line(err, f"error: {report.error}")
+
+
+def _table(catalog: Catalog, names: list[str], reports: Sequence[TargetReport]) -> Table:
+    table = Table("vLLM", *(feature.id for feature in catalog.features))
+    for name, report in zip(names, reports, strict=True):
+        cells = [Text(summary(verdict), style=_STYLES.get(verdict.status, "bold red")) for verdict in report.verdicts]
+        table.add_row(Text(name), *cells)
+    return table
+
+
+def _because(verdict: FeatureVerdict) -> str:
+    # Where hunks are shown one by one below, their list would only say it twice.
+    told_below = verdict.status is Status.DRIFTED and troubled_hunks(verdict)
+    return f" ({verdict.reason})" if verdict.reason and not told_below else ""
+
+
+def _print_hunk(out: Console, hunk: HunkVerdict) -> None:
+    where = f"  {hunk.path}: hunk {hunk.hunk_index} of {hunk.origin}"
+    if hunk.status == "missing":
+        _line(out, f"{where}: this vLLM has no such file")
+        return
+    if hunk.status == "ambiguous":
+        _line(out, f"{where}: ambiguous, fits at lines {', '.join(map(str, hunk.found_at))}; expected one place")
+        return
+    if hunk.nearest is not None and not hunk.nearest.diff:
+        _line(out, f"{where}: found at line {hunk.nearest.line}, before the hunk that precedes it")
+        return
+    _line(out, f"{where}: drifted, expected:")
+    for line in hunk.expected:
+        _line(out, "      | " + line.rstrip("\r\n"))
+    if hunk.nearest is None:
+        _line(out, "    nothing in the file resembles it")
+        return
+    _line(out, f"    nearest: line {hunk.nearest.line}, {hunk.nearest.similarity:.0%} alike:")
+    for line in hunk.nearest.diff.splitlines():
+        _line(out, f"      {line}", {"-": "red", "+": "green"}.get(line[:1], ""))
+
+
+def _line(console: Console, text: str, style: str = "") -> None:
+    # Source lines may be longer than the terminal and hold what looks like markup: neither may change them.
+    console.print(Text(text, style=style), soft_wrap=True)

@@ -1,0 +1,126 @@
+"""`vllm-hwplugin patches`: what the plugin changes in vLLM, for reading and review."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from vllm_hwplugin.patching import Catalog, Feature, Status, evaluate, load_catalog, render_diff
+
+from ._drift_report import is_expected, summary
+from .sources import Index, SourceError, open_installed, open_target
+
+app = typer.Typer(invoke_without_command=True, add_completion=False, pretty_exceptions_enable=False)
+
+_FEATURE = typer.Argument(metavar="FEATURE", help="The id of a feature, as `vllm-hwplugin patches` lists them.")
+
+
+class UnknownFeature(SourceError):
+    """No feature has this id."""
+
+
+@app.callback()
+def patches(ctx: typer.Context) -> None:
+    """List the patches, and show the exact text change that one makes.
+
+    Without a subcommand: one line a feature with its gate and vLLM versions.
+    """
+    if ctx.invoked_subcommand is not None:
+        return
+    out = Console(highlight=False)
+    catalog = load_catalog()
+    if not out.is_terminal:
+        for feature in catalog.features:
+            typer.echo(f"{feature.id}: {feature.title}; gate {feature.gate}; vLLM {versions(feature)}")
+        return
+    table = Table("feature", "what", "gate", "vLLM")
+    for feature in catalog.features:
+        table.add_row(*(Text(cell) for cell in (feature.id, feature.title, feature.gate, versions(feature))))
+    out.print(table)
+
+
+@app.command()
+def show(feature: Annotated[str, _FEATURE]) -> None:
+    """Show what a feature changes and why, where it comes from, and when it can go."""
+    found = find_feature(load_catalog(), feature)
+    typer.echo(f"{found.id}: {found.title}\n")
+    typer.echo(_paragraph(found.what) + "\n")
+    typer.echo(f"gate:     {found.gate}")
+    typer.echo(f"origin:   {found.origin}")
+    typer.echo(f"requires: {', '.join(found.requires) or 'nothing'}")
+    typer.echo(f"removal:  {' '.join(found.removal.split())}")
+    for gap in found.not_needed:
+        typer.echo(f"not needed on vLLM {gap.versions}: {' '.join(gap.reason.split())}")
+    for variant in found.variants:
+        typer.echo(f"\non vLLM {variant.versions}:")
+        for file in variant.files:
+            typer.echo(f"  {file.path}: {len(file.hunks)} hunk{'' if len(file.hunks) == 1 else 's'} ({file.origin})")
+
+
+@app.command()
+def diff(
+    feature: Annotated[str, _FEATURE],
+    vllm: Annotated[
+        str | None,
+        typer.Option(
+            "--vllm",
+            metavar="TARGET",
+            help="A wheel file, a folder or a version, as `drift` takes them. Default: the installed vLLM.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Print the exact text change that a feature makes to a vLLM, as a unified diff.
+
+    Exit status 1 where the feature does not fit; where it is not needed, the diff is empty.
+    """
+    found = find_feature(load_catalog(), feature)
+    index = Index()
+    source = open_installed() if vllm is None else open_target(vllm, index)
+    verdict = evaluate(found, source)
+    if verdict.status is not Status.APPLIES:
+        reason = f" ({verdict.reason})" if verdict.reason else ""
+        typer.echo(f"{source.label}: {found.id}: {summary(verdict)}{reason}", err=True)
+        raise typer.Exit(0 if is_expected(verdict) else 1)
+    text = render_diff(found, source)
+    for note in index.notes:
+        typer.echo(f"note: {note}", err=True)
+    out = Console(highlight=False)
+    if not out.is_terminal:
+        typer.echo(text, nl=False)
+        return
+    for line in text.splitlines():
+        out.print(Text(line, style=_style(line)), soft_wrap=True)
+
+
+def find_feature(catalog: Catalog, name: str) -> Feature:
+    """The feature of that id.
+
+    Raises:
+        UnknownFeature: there is none; the message lists those that there are.
+    """
+    for feature in catalog.features:
+        if feature.id == name:
+            return feature
+    known = ", ".join(feature.id for feature in catalog.features) or "none"
+    raise UnknownFeature(f"{name}: no such feature; there are: {known}")
+
+
+def versions(feature: Feature) -> str:
+    """The version ranges that a feature has patches for."""
+    return " or ".join(str(variant.versions) for variant in feature.variants)
+
+
+def _paragraph(text: str) -> str:
+    return textwrap.fill(" ".join(text.split()), width=100)
+
+
+def _style(line: str) -> str:
+    if line.startswith(("---", "+++", "@@")):
+        return "bold"
+    return {"-": "red", "+": "green"}.get(line[:1], "")
