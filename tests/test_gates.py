@@ -197,7 +197,8 @@ def test_importing_gates_is_quick_and_needs_the_standard_library_only(tmp_path: 
     environ.pop("PYTHONDONTWRITEBYTECODE", None)
     program = (
         "import importlib.metadata, sys, time; before = set(sys.modules); start = time.process_time(); "
-        "import vllm_hwplugin.gates; print((time.process_time() - start) * 1e3, *{name.partition('.')[0] for name in set(sys.modules) - before})"
+        "import vllm_hwplugin.gates; took = time.process_time() - start; "
+        "print(took * 1e3, *{name.partition('.')[0] for name in set(sys.modules) - before})"
     )
     command = [sys.executable, "-c", program]
     answers = [subprocess.check_output(command, text=True, env=environ).split() for _ in range(6)]
