@@ -334,6 +334,24 @@ def test_terminal_gets_a_table(small_catalog: Path, small_tree: Callable[..., Pa
     assert err.getvalue() == "note: a note\n"
 
 
+def test_one_cause_is_told_once(small_catalog: Path) -> None:
+    """Without a network, every version of --all fails for the same reason."""
+    reports = [TargetReport(version, version, None, error="no network") for version in SUPPORTED]
+    err = io.StringIO()
+    _drift_table.print_report(load_catalog(small_catalog), reports, Console(file=io.StringIO()), Console(file=err))
+    assert err.getvalue() == f"error: no network ({len(SUPPORTED)} targets)\n"
+
+
+@pytest.mark.parametrize(("total", "terminal", "shown"), [(3, True, True), (1, True, False), (3, False, False)])
+def test_progress_bar(total: int, terminal: bool, shown: bool) -> None:
+    """For several targets, and only on a terminal."""
+    out = io.StringIO()
+    with _drift_table.progress(total, Console(file=out, force_terminal=terminal)) as advance:
+        advance()
+    assert ("1/3" in plain(out.getvalue())) == shown
+    assert bool(out.getvalue()) == shown
+
+
 def test_unreadable_targets_come_last() -> None:
     reports = [TargetReport("a", "a", None, error="x"), TargetReport("b", "b", "0.33.0"), TargetReport("c", "c", "0.9")]
     assert [report.target for report in in_order(reports)] == ["c", "b", "a"]
@@ -358,6 +376,26 @@ def test_neither_vllm_nor_torch_is_imported(small_tree: Callable[..., Path]) -> 
     )
     assert done.returncode == 1, done.stderr
     assert "vllm 0.33.0: draft-full-graph: target missing" in done.stdout
+
+
+@pytest.mark.parametrize("tool", ["remotezip", "pypi_simple", "requests"])
+def test_index_tools_are_optional(tool: str, small_tree: Callable[..., Path]) -> None:
+    """Without the extra, files and folders are checked, and a version says what to install."""
+    code = (
+        "import sys\n"
+        f"sys.modules[{tool!r}] = None\n"
+        "sys.argv[0] = 'vllm-hwplugin'\n"
+        "from vllm_hwplugin.cli import main\n"
+        "main()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "drift", "0.33.0", f"{small_tree()}@0.34.0"], capture_output=True, text=True
+    )
+    assert done.stderr.splitlines() == [
+        f"error: reading vLLM from a package index needs {tool}, which is not installed; "
+        "run: pip install 'vllm-hwplugin[drift]'"
+    ]
+    assert "vllm 0.34.0: draft-full-graph: unlisted" in done.stdout
 
 
 @pytest.mark.network

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -17,7 +15,7 @@ from vllm_hwplugin.patching import SUPPORTED, Catalog, CatalogError, load_catalo
 
 from ._drift_report import TargetReport, as_json, as_markdown, check, exit_status, in_order
 from ._drift_table import print_report, progress
-from .sources import Index, SourceError, open_installed, open_target
+from .sources import Index, IndexSource, SourceError, WheelSource, open_installed, open_target
 
 # Few enough that name servers and package indexes of small offices do not mind.
 _CONNECTIONS = 4
@@ -65,7 +63,10 @@ def drift(
 
 def check_all(catalog: Catalog, targets: list[str], index: Index) -> list[TargetReport]:
     """Check several targets, a few at a time, with a progress bar on a terminal."""
-    with progress(len(targets)) as advance, ThreadPoolExecutor(min(_CONNECTIONS, len(targets))) as pool:
+    with (
+        progress(len(targets), Console(stderr=True)) as advance,
+        ThreadPoolExecutor(min(_CONNECTIONS, len(targets))) as pool,
+    ):
 
         def one(target: str) -> TargetReport:
             report = check_target(catalog, target, index)
@@ -79,9 +80,11 @@ def check_target(catalog: Catalog, target: str, index: Index) -> TargetReport:
     """Check one target; a target that cannot be read is an answer too, so that it does not hide the others'."""
     try:
         source = open_installed() if target == _INSTALLED else open_target(target, index)
-        close: Callable[[], None] | None = getattr(source, "close", None)
-        with nullcontext() if close is None else closing(source):  # type: ignore[type-var]
+        try:
             return check(catalog, target, source)
+        finally:
+            if isinstance(source, (IndexSource, WheelSource)):
+                source.close()
     except SourceError as error:
         return TargetReport(target, target, None, error=str(error))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -18,10 +19,9 @@ _STYLES = {Status.APPLIES: "green", Status.UPSTREAM: "cyan", Status.NOT_NEEDED: 
 
 
 @contextmanager
-def progress(total: int) -> Iterator[Callable[[], None]]:
-    """A progress bar on standard error while several targets are read; gives a function that counts one."""
+def progress(total: int, console: Console) -> Iterator[Callable[[], None]]:
+    """A progress bar on a terminal while several targets are read; gives a function that counts one."""
     columns = (TextColumn("reading vLLM"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=total < 2 or not console.is_terminal) as bar:
         task = bar.add_task("", total=total)
         yield lambda: bar.advance(task)
@@ -45,9 +45,9 @@ def print_report(
                 _print_hunk(out, hunk)
     for note in notes:
         _line(err, f"note: {note}")
-    for report in reports:
-        if report.error is not None:
-            _line(err, f"error: {report.error}")
+    failures = Counter(report.error for report in reports if report.error is not None)
+    for failure, count in failures.items():
+        _line(err, f"error: {failure}" + (f" ({count} targets)" if count > 1 else ""))
 
 
 def _table(catalog: Catalog, names: list[str], reports: Sequence[TargetReport]) -> Table:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import zipfile
+from contextlib import ExitStack
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -129,7 +130,7 @@ class Index:
 class IndexSource:
     """A vLLM version on the package index; nothing is fetched before it is asked for.
 
-    Use one object from one thread at a time.
+    Use one object from one thread at a time, and close it.
 
     Args:
         version: a PEP 440 version.
@@ -147,6 +148,7 @@ class IndexSource:
         self._cache = WheelCache(self._index.kept_folder(self._release))
         self._members = self._cache.members(self._release.sha256)
         self._zip: zipfile.ZipFile | None = None
+        self._open_things = ExitStack()
         self.label = self._release.filename
         self.version = str(self._release.version)
 
@@ -161,9 +163,9 @@ class IndexSource:
         return None if member is None else decode(self._bytes(path, member), f"{self.label}: {path}")
 
     def close(self) -> None:
-        if self._zip is not None:
-            self._zip.close()
-            self._zip = None
+        """Give the connection back; a later read opens it again."""
+        self._open_things.close()
+        self._zip = None
 
     def _table(self) -> dict[str, Member]:
         if self._members is None:
@@ -213,8 +215,9 @@ class IndexSource:
 
             if self._release.url is None:
                 self._release = self._index.release(self._project, self.version, online=True)
-            session = new_session(self._index.config, retries=self._index.retries)
+            session = self._open_things.enter_context(new_session(self._index.config, retries=self._index.retries))
             self._zip, whole = open_remote(str(self._release.url), session, self._release.sha256)
+            self._open_things.enter_context(self._zip)
             if whole:
                 self._keep_all(self._zip)
         return self._zip
