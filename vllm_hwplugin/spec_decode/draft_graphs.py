@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """FULL CUDA graphs for the drafters of vLLM's V1 model runner.
 
 No released vLLM captures a V1 drafter's whole forward: `SpecDecodeBaseProposer` dispatches PIECEWISE at best, and under

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which batch shapes of a drafter get a FULL CUDA graph, and how a batch is padded to one.
 
 Pure data and arithmetic: no torch, no vLLM. A drafter runs two kinds of pass. The first reads every scheduled token of

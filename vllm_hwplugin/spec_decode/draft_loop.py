@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The drafter's whole chain of one-token steps in one CUDA graph.
 
 `draft_graphs` makes each pass one launch, but between passes the host still samples, advances positions and sequence
@@ -194,8 +195,11 @@ class DraftLoop:
         ):
             self._graphs(num_reqs=num_reqs)
 
-    def _draft(self, num_reqs: int) -> None:
-        """The chain, in vLLM's order of operations; captured, so every tensor here is persistent or the graph's own."""
+    def _draft(self, num_reqs: int) -> torch.Tensor:
+        """The chain, in vLLM's order of operations; captured, so every tensor here is persistent or the graph's own.
+
+        `CUDAGraphWrapper` wants tensors back, so it returns the drafts, int64 [num_reqs, num_speculative_tokens].
+        """
         proposer = self._proposer
         slots = proposer._slot_mapping_buffer[:num_reqs]
         seq_lens = self._owner.step_buffers.seq_lens[:num_reqs]
@@ -227,3 +231,4 @@ class DraftLoop:
                 hidden.copy_(next_hidden)
             tokens = proposer._greedy_sample(last_hidden)
             self._drafts[:num_reqs, step].copy_(tokens)
+        return self._drafts[:num_reqs]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention metadata of a captured drafter pass, in tensors whose addresses never change.
 
 A captured kernel reads the addresses that it was captured with. vLLM's eager drafter gives each pass new or re-sliced
