@@ -13,6 +13,19 @@ def register() -> None:
         PatchingError, GateError: only in strict mode (``VLLM_HWPLUGIN_STRICT=1``) or for a feature whose gate says
             ``on``; otherwise an error is logged and vLLM runs stock.
     """
+    import logging
+
+    from . import gates
+
+    try:
+        if not gates.read("VLLM_HWPLUGIN").flag:
+            # Most of the cost of a start is importing the engine; a plugin that is switched off need not pay it.
+            logging.getLogger("vllm.hwplugin").info("vllm-hwplugin is switched off (VLLM_HWPLUGIN); vLLM runs stock")
+            return
+    except gates.GateError:
+        # The engine reports a bad value, or raises it: it knows what the other gates ask for.
+        pass
+
     from .patching import _runtime
 
     _runtime.install()

@@ -8,11 +8,9 @@ import importlib.util
 import json
 import re
 import sys
-import urllib.parse
-import urllib.request
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from ._errors import PatchingError
 
@@ -24,8 +22,7 @@ class NotInstalled(PatchingError):
     """No vLLM can be imported, or its version cannot be told."""
 
 
-@dataclass(frozen=True, slots=True)
-class InstalledSource:
+class InstalledSource(NamedTuple):
     """The modules of an installed vLLM as text (see the ``Source`` protocol of the pure engine)."""
 
     label: str
@@ -40,8 +37,7 @@ class InstalledSource:
             return None
 
 
-@dataclass(frozen=True, slots=True)
-class Installed:
+class Installed(NamedTuple):
     """The vLLM that ``import vllm`` leads to. ``root`` is the folder that holds the folder ``vllm``."""
 
     dist: str
@@ -112,6 +108,10 @@ def _owners(root: Path) -> Iterator[tuple[str, str]]:
 
 
 def _editable(root: Path) -> tuple[str, str]:
+    # Slow to import, and only development trees that were never built come here.
+    import urllib.parse
+    import urllib.request
+
     for distribution in importlib.metadata.distributions():
         name = distribution.metadata["Name"] or ""
         if not name.lower().replace("_", "-").startswith("vllm"):

@@ -18,9 +18,9 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
 from importlib.machinery import SOURCE_SUFFIXES
 from pathlib import Path
+from typing import NamedTuple
 
 from ..cachedir import UntrustedFolder, places, private_folder, write_atomically
 from ._errors import PatchingError
@@ -39,8 +39,7 @@ class OverlayError(PatchingError):
     """No folder, or no copy, that may be loaded from."""
 
 
-@dataclass(frozen=True, slots=True)
-class Copy:
+class Copy(NamedTuple):
     """The patched text of one module and where it lies."""
 
     module: str
@@ -52,8 +51,7 @@ class Copy:
         return self.path.name == "__init__" + SOURCE_SUFFIXES[0]
 
 
-@dataclass(frozen=True, slots=True)
-class Overlay:
+class Overlay(NamedTuple):
     """A trusted folder for copies; ``notes`` says which better places were passed over, and why."""
 
     base: Path
@@ -181,4 +179,5 @@ def _write_bytecode(copy: Copy, target: Path, source_hash: bytes, *, inside: boo
         target.parent.mkdir(parents=True, exist_ok=True)
     code = compile(copy.text, str(copy.path), "exec", dont_inherit=True)
     body = importlib.util.MAGIC_NUMBER + _CHECKED_HASH + source_hash + marshal.dumps(code)
-    write_atomically(target, body + _SEAL + hashlib.sha256(body).digest())
+    # Not flushed to the disk: what a power cut leaves of it fails the check of its seal.
+    write_atomically(target, body + _SEAL + hashlib.sha256(body).digest(), durable=False)

