@@ -57,6 +57,7 @@ class PackageServer:
         self.cut: int | None = None
         self.lie_about_digest = False
         self.page: bytes | None = None
+        self.page_type = "text/html"
         self.wheels: dict[str, bytes] = {}
         self.requests: list[tuple[str, str, str | None]] = []
         self.bytes_sent = 0
@@ -99,7 +100,7 @@ class PackageServer:
         elif handler.path.startswith("/files/") and (name := handler.path.rpartition("/")[2]) in self.wheels:
             self._send_file(handler, self.wheels[name])
         elif handler.path == "/simple/vllm/":
-            self._send(handler, 200, self.page if self.page is not None else self._listing(), "text/html")
+            self._send(handler, 200, self.page if self.page is not None else self._listing(), self.page_type)
         else:
             self._send(handler, 404, b"")
 

@@ -260,6 +260,15 @@ def test_password_of_the_index_is_not_shown(tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_password_is_not_shown_in_the_cause(server: Any, tmp_path: Path) -> None:
+    """Libraries put the whole address into some of their messages."""
+    server.page_type = "image/png"
+    config = PipConfig(index_url=server.url.replace("//", "//user:secret@"))
+    with pytest.raises(IndexUnreachable, match=r"no usable answer .*image/png") as caught:
+        IndexSource("0.33.0", Index(config, tmp_path, retries=0))
+    assert "secret" not in str(caught.value)
+
+
 @pytest.mark.network
 @pytest.mark.parametrize(
     ("version", "wheel"),
