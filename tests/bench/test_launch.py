@@ -36,7 +36,7 @@ def test_events_come_as_they_are_written(child):
         "f = open(answer, 'a')\n"
         "assert json.load(open(job))['label'] == 'tiny' and os.environ['SAID'] == 'yes'\n"
         # A line in two halves must not be read as two.
-        "f.write('{\"event\": \"rea'); f.flush(); time.sleep(0.4); f.write('dy\"}\\n{\"event\": \"done\"}\\n')\n"
+        'f.write(\'{"event": "rea\'); f.flush(); time.sleep(0.4); f.write(\'dy"}\\n{"event": "done"}\\n\')\n'
     )
     seen = []
     outcome = _launch.launch(JOB, timeout=30, on_event=seen.append)

@@ -153,9 +153,7 @@ def test_in_a_trace_nothing_is_asked_and_the_result_is_right(tensors, notes):
     def row_0(out, x, weights, eps):
         out.copy_(plain(x, weights if weights.dim() == 1 else weights[0]))
 
-    traced = torch.compile(
-        lambda: context_norm.norm_rows(row_0, out, x, weights, EPS), backend="eager", fullgraph=True
-    )
+    traced = torch.compile(lambda: context_norm.norm_rows(row_0, out, x, weights, EPS), backend="eager", fullgraph=True)
     traced()
     torch.testing.assert_close(out, plain(x, weights))
     assert notes == {}

@@ -94,9 +94,7 @@ def _generate(llm: Any, job: Job, prompts: Sequence[Sequence[int]], tokens: int)
     from vllm import SamplingParams
 
     sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=job.tokenize)
-    outputs = llm.generate(
-        [{"prompt_token_ids": list(p)} for p in prompts], sampling_params=sampling, use_tqdm=False
-    )
+    outputs = llm.generate([{"prompt_token_ids": list(p)} for p in prompts], sampling_params=sampling, use_tqdm=False)
     return [list(o.outputs[0].token_ids) for o in outputs]
 
 

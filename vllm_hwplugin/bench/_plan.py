@@ -121,9 +121,7 @@ def synthetic_length(case: Case, settings: Settings) -> float | None:
     return settings.acceptance_length if settings.acceptance_length is not None else 1 + case.k / 2
 
 
-def _workload(
-    case: Case, batch: int, settings: Settings, host: Host, checkpoints: Checkpoints | None
-) -> Workload:
+def _workload(case: Case, batch: int, settings: Settings, host: Host, checkpoints: Checkpoints | None) -> Workload:
     if case.shape == TINY:
         assert checkpoints is not None
         # The same prompts at every batch size, so that acceptance can be compared between them.

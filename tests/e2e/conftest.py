@@ -1,0 +1,78 @@
+"""Engines are slow to start, so a session runs each once and the tests look at what came of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from vllm_hwplugin import bench
+from vllm_hwplugin.cli import _demo
+
+
+@pytest.fixture(scope="session")
+def cpu_host() -> bench.Host:
+    host = bench.detect_host()
+    if host.device != "cpu":
+        pytest.skip(f"the figures are those of a CPU in float32; vLLM runs on {host.device} here")
+    return host
+
+
+@pytest.fixture(scope="session")
+def demo(cpu_host: bench.Host, tmp_path_factory: pytest.TempPathFactory) -> dict:
+    """The demo as a user runs it, on 8 prompts and 48 tokens; its rows by name."""
+    file = tmp_path_factory.mktemp("demo") / "demo.json"
+    command = [sys.executable, "-m", "vllm_hwplugin.cli", "demo", "--prompts", "8", "--tokens", "48"]
+    environment = {**os.environ, "VLLM_HWPLUGIN_CACHE_DIR": str(tmp_path_factory.mktemp("cache")), "COLUMNS": "200"}
+    done = subprocess.run([*command, "--json", str(file)], env=environment, capture_output=True, text=True)
+    result = json.loads(file.read_text())
+    return {
+        "code": done.returncode,
+        "screen": done.stdout,
+        "rows": {row["name"]: row for row in result["configurations"]},
+    }
+
+
+@pytest.fixture(scope="session")
+def engine(cpu_host: bench.Host, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., bench.Outcome]:
+    """Run one of the demo's configurations with other counts, each once a session."""
+    cache = str(tmp_path_factory.mktemp("cache"))
+
+    @functools.cache
+    def run(name: str, prompts: int, tokens: int, settings: tuple[tuple[str, str], ...] = ()) -> bench.Outcome:
+        (configuration,) = (c for c in _demo.CONFIGURATIONS if c.name == name)
+        job = _demo.job_for(configuration, cpu_host, bench.find_checkpoints(None), prompts, tokens)
+        # One round: its figures are compared, not its speed.
+        job = dataclasses.replace(job, workloads=tuple(dataclasses.replace(w, rounds=1) for w in job.workloads))
+        job.environment.update({"VLLM_HWPLUGIN_CACHE_DIR": cache, **dict(settings)})
+        with pytest.MonkeyPatch.context() as patch:
+            # The records are read in this process.
+            patch.setenv("VLLM_HWPLUGIN_CACHE_DIR", cache)
+            outcome = bench.launch(job, timeout=800)
+        assert outcome.error is None, outcome.log_tail
+        return outcome
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def entry_point_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A PYTHONPATH under which vLLM finds the plugin by its entry point, as in an installation.
+
+    Where the package is installed it is empty; a bare source tree gets the metadata that an installation would write.
+    """
+    if importlib.metadata.entry_points(group="vllm.general_plugins", name="hwplugin"):
+        return ""
+    folder = tmp_path_factory.mktemp("metadata")
+    metadata = folder / "vllm_hwplugin-0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm-hwplugin\nVersion: 0\n")
+    (metadata / "entry_points.txt").write_text("[vllm.general_plugins]\nhwplugin = vllm_hwplugin.plugin:register\n")
+    return str(folder)

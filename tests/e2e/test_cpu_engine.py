@@ -1,0 +1,88 @@
+"""The real vLLM on a CPU, stock and patched, on trained checkpoints in float32.
+
+Expected figures: DFlash on 8 prompts of 48 tokens makes 122 drafts in a plain torch implementation of the same models,
+and so must vLLM when every layer's context keys get their own norm weight; vLLM 0.32.0 on a CPU makes 168.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from vllm_hwplugin.cli._demo import CONFIGURATIONS, WORKLOAD
+
+pytestmark = pytest.mark.engine
+
+NAMES = [c.name for c in CONFIGURATIONS]
+
+
+def test_the_demo_succeeds_and_says_what_a_cpu_cannot_show(demo):
+    assert demo["code"] == 0, demo["screen"]
+    assert "CUDA graphs, and with them draft-full-graph, need a GPU" in demo["screen"]
+    assert list(demo["rows"]) == NAMES
+    for name in NAMES:
+        assert f"{name}: done in" in demo["screen"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_greedy_texts_equal_those_without_speculation(demo, name):
+    row = demo["rows"][name]
+    assert (row["texts_equal"], row["texts"]) == (8, 8)
+
+
+def test_eagle3_accepts_what_stock_accepts(demo):
+    stock, patched = demo["rows"]["Eagle3 stock"], demo["rows"]["Eagle3 patched"]
+    assert patched["drafts"] == stock["drafts"] > 0
+    assert patched["acceptance_per_position"] == stock["acceptance_per_position"]
+    assert len(stock["acceptance_per_position"]) == 3
+
+
+def test_dflash_drafts_as_plain_torch_does_once_patched(demo):
+    assert demo["rows"]["DFlash stock"]["drafts"] == 168
+    assert demo["rows"]["DFlash patched"]["drafts"] == 122
+
+
+def test_features_are_live_in_the_patched_processes_alone(demo):
+    for name, row in demo["rows"].items():
+        live = {
+            feature for p in row["processes"] for feature, state in p["features"].items() if state["state"] == "live"
+        }
+        assert ("dflash-context-norm" in live) == row["patched"], name
+        assert ("draft-full-graph" in live) == row["patched"], name
+
+
+def test_the_decision_is_recorded_where_the_op_was_asked(demo):
+    (process,) = demo["rows"]["DFlash patched"]["processes"]
+    decisions = {k: v for k, v in process["decisions"].items() if k.startswith("dflash-context-norm")}
+    assert decisions == {
+        "dflash-context-norm cpu float32 [2, 64]": "rms_norm does not honour a weight row per layer; "
+        "one call a layer instead"
+    }
+    assert "does not honour a weight row per layer" in demo["screen"]
+
+
+def test_dflash_acceptance_over_many_prompts(engine):
+    stock = engine("DFlash stock", 96, 160).summary(WORKLOAD)
+    patched = engine("DFlash patched", 96, 160).summary(WORKLOAD)
+    # Measured 2.842 and 3.657; the margin is for another CPU's rounding of near-ties.
+    assert stock["acceptance_length"] == pytest.approx(2.84, abs=0.03)
+    assert patched["acceptance_length"] == pytest.approx(3.66, abs=0.03)
+
+
+def test_one_feature_off_is_stock_for_that_feature(engine):
+    off = (("VLLM_HWPLUGIN_DFLASH_CONTEXT_NORM", "off"),)
+    outcome = engine("DFlash patched", 8, 48, off)
+    (process,) = outcome.records
+    assert process["features"]["dflash-context-norm"]["state"] == "off"
+    assert process["features"]["draft-full-graph"]["state"] == "live"
+    assert outcome.summary(WORKLOAD)["drafts"] == 168
+
+
+def test_engine_core_and_worker_in_processes_of_their_own_are_patched(engine, entry_point_path):
+    settings = (("VLLM_ENABLE_V1_MULTIPROCESSING", "1"), ("PYTHONPATH", entry_point_path))
+    outcome = engine("DFlash patched", 8, 48, settings)
+    assert outcome.summary(WORKLOAD)["drafts"] == 122
+    assert {"parent", "engine-core", "worker"} <= {r["role"] for r in outcome.records}
+    assert {r["features"]["dflash-context-norm"]["state"] for r in outcome.records} == {"live"}
+    assert len({r["fingerprint"] for r in outcome.records}) == 1
+    asked = {r["role"] for r in outcome.records if any(k.startswith("dflash-context-norm") for k in r["decisions"])}
+    assert asked == {"worker"}
