@@ -19,6 +19,10 @@ brackets). A step is one pass of the target over the drafts, with the draft phas
 its steps, prefill included. Acceptance of the `tiny` shape is real (trained checkpoints, greedy); the others have dummy
 weights and vLLM's synthetic acceptance. The launch figures come from torch's profiler over steps that verify every
 request: medians a step, GPU busy as the mean. A `-` was not measured.
+
+To run it again: `vllm-hwplugin bench --shape tiny --shape 0.6b --shape 8b --json FILE`, then `vllm-hwplugin bench report
+FILE --markdown docs/benchmarks.md --svg docs/benchmarks.svg`. From a source tree that is not installed it is `python -m
+vllm_hwplugin.cli bench`: the engine's process loads the plugin itself, so no entry point is needed.
 """
 
 
