@@ -20,9 +20,9 @@ its steps, prefill included. Acceptance of the `tiny` shape is real (trained che
 weights and vLLM's synthetic acceptance. The launch figures come from torch's profiler over steps that verify every
 request: medians a step, GPU busy as the mean. A `-` was not measured.
 
-To run it again: `vllm-hwplugin bench --shape tiny --shape 0.6b --shape 8b --json FILE`, then `vllm-hwplugin bench report
-FILE --markdown docs/benchmarks.md --svg docs/benchmarks.svg`. From a source tree that is not installed it is `python -m
-vllm_hwplugin.cli bench`: the engine's process loads the plugin itself, so no entry point is needed.
+To run it again: `vllm-hwplugin bench --shape tiny --shape 0.6b --shape 8b --json FILE`, then
+`vllm-hwplugin bench report FILE --markdown docs/benchmarks.md --svg docs/benchmarks.svg`. From a source tree that is
+not installed it is `python -m vllm_hwplugin.cli bench`: the engine's process loads the plugin itself, so no entry point is needed.
 """
 
 
