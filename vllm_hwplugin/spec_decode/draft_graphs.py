@@ -256,7 +256,7 @@ class DraftGraphs:
         if mode != CUDAGraphMode.FULL:
             return metadata
         shape = _shape_of(descriptor)
-        buffers = self._buffers[shape.num_tokens // shape.num_reqs if shape.uniform else None]
+        buffers = self._buffers_of(shape)
         buffers.write(metadata, shape)
         return buffers.view(metadata, shape, self._proposer._slot_mapping_buffer)
 
@@ -264,12 +264,13 @@ class DraftGraphs:
         """Let the one-token steps that follow count sequence lengths in the graph's buffer.
 
         `metadata.seq_lens` becomes a view of it, so the kernel that advances the batch advances what the graph reads.
+        A batch above the one-token ladder may get a mixed graph, which reads the buffers of mixed batches.
         """
         self._step_shape = None
         if mode != CUDAGraphMode.FULL:
             return
         shape = _shape_of(descriptor)
-        buffers = self.step_buffers
+        buffers = self._buffers_of(shape)
         buffers.write(metadata, shape)
         metadata.seq_lens = buffers.seq_lens[: metadata.num_reqs]
         self._step_shape = shape
@@ -278,7 +279,12 @@ class DraftGraphs:
         """`metadata` for one step: itself, or the graph's buffers, which `begin_steps` filled."""
         if self._step_shape is None:
             return metadata
-        return self.step_buffers.view(metadata, self._step_shape, self._proposer._slot_mapping_buffer)
+        buffers = self._buffers_of(self._step_shape)
+        return buffers.view(metadata, self._step_shape, self._proposer._slot_mapping_buffer)
+
+    def _buffers_of(self, shape: DraftShape) -> PassBuffers:
+        """The buffers that the graph of `shape` was captured with."""
+        return self._buffers[_query_len(shape)]
 
     # -- the model, captured ------------------------------------------------------------------------------------------
 
@@ -313,13 +319,13 @@ class DraftGraphs:
     def capture_metadata(self, template: Any, shape: DraftShape) -> dict[str, Any]:
         """Per-layer metadata of a dummy batch that fills `shape`; its slots are all padding."""
         proposer = self._proposer
-        query_len = shape.num_tokens // shape.num_reqs if shape.uniform else None
-        buffers = self._buffers[query_len]
+        buffers = self._buffers_of(shape)
         batch = buffers.fill_for_capture(template, shape, proposer.max_model_len)
         buffers.write(batch, shape)
         proposer._slot_mapping_buffer[: shape.num_tokens].fill_(_PADDING_SLOT_ID)
         _, per_layer = proposer.build_per_group_and_layer_attn_metadata(
-            buffers.view(batch, shape, proposer._slot_mapping_buffer), draft_index=int(query_len == _STEP_QUERY_LEN)
+            buffers.view(batch, shape, proposer._slot_mapping_buffer),
+            draft_index=int(_query_len(shape) == _STEP_QUERY_LEN),
         )
         return per_layer  # type: ignore[no-any-return]
 
@@ -359,6 +365,10 @@ def _shape_of(descriptor: BatchDescriptor) -> DraftShape:
     if descriptor.uniform:
         return uniform_shape(descriptor.num_tokens // descriptor.num_reqs, descriptor.num_reqs)
     return DraftShape(num_tokens=descriptor.num_tokens, num_reqs=descriptor.num_reqs, uniform=False)
+
+
+def _query_len(shape: DraftShape) -> int | None:
+    return shape.num_tokens // shape.num_reqs if shape.uniform else None
 
 
 def _describe(keys: DraftKeys) -> str:
