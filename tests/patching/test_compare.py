@@ -58,6 +58,15 @@ class Model:
     def forward(self):
         return 4
 
+    def sample(self):
+        return 9
+
+
+@unknown
+class Unknown:
+    def m(self):
+        return 20
+
 
 class Runner(Base):
     __slots__ = ("x",)
@@ -104,6 +113,7 @@ def changed(*replacements: tuple[str, str]) -> str:
         ("self.x = value", "self.x = value + 1", ["Runner.size"]),
         ("return 8", "return -8", ["Runner.Inner.deep"]),
         ("return self.a", "return -self.a", ["Data.total"]),
+        ("return 9", "return -9", ["Model.sample"]),
         ("# nothing", "", []),
     ],
 )
@@ -113,6 +123,11 @@ def test_functions_and_methods_can_change(old: str, new: str, names: list[str]) 
     assert [function.name for function in change.functions] == names
     assert change.additions == change.imports == ()
     assert change.postponed_annotations
+
+
+def test_a_method_of_a_compiled_class_is_marked() -> None:
+    assert [item.compiled for item in compare(BASE, changed(("return 9", "return -9"))).functions] == [True]
+    assert [item.compiled for item in compare(BASE, changed(("return 6", "return -6"))).functions] == [False]
 
 
 def test_a_moved_function_is_no_change() -> None:
@@ -157,9 +172,15 @@ def test_every_class_gets_its_new_line() -> None:
         ("@dataclass\n", "@dataclass(slots=True)\n", "other decorator list"),
         ('("x",)', '("x", "y")', "the body of class Runner"),
         ("    a: int = 1", "    a: int = 1\n    b: int = 2", "the body of class Data"),
-        ("return 4", "return -4", "@support_torch_compile"),
+        ("return 4", "return -4", "Model.forward is held by @support_torch_compile"),
+        (
+            "    def sample(self):\n        return 9",
+            "    @property\n    def sample(self):\n        return 9",
+            "decorators",
+        ),
+        ("return 20", "return -20", "@unknown"),
         ("return 1", "return -1", "@triton.jit"),
-        ("return 2", "return -2", "@functools.cache"),
+        ("return 2\n", "return -2\n", "@functools.cache"),
         ("return 3", "return -3", "registered was used while the module was imported"),
         ("self.x = 5", "self.x = -5", r"Runner.__init__ was used while the module was imported.*Runner\(\)"),
         ("    @torch.inference_mode()\n", "", "other decorators"),

@@ -358,6 +358,38 @@ def test_an_object_that_the_old_text_set_up_is_refused(live: Live) -> None:
     assert Derived().more == 1
 
 
+def test_an_object_of_a_compiled_class_is_refused(live: Live) -> None:
+    text = TEXT.replace(
+        "class Runner(Parent):",
+        "def support_torch_compile(cls):\n    return cls\n\n\n@support_torch_compile\nclass Runner(Parent):",
+    )
+    live.path.write_text(text)
+    module = importlib.reload(live.module)
+    copy = live.overlay.place(NAME, f"{NAME}.py", text.replace('"stock " + super()', '"patched " + super()'))
+    runner = module.Runner()
+    with pytest.raises(ReapplyRefused, match="an object of Runner exists"):
+        plan(module, copy, str(live.path), text)
+    del runner
+    gc.collect()
+    plan(module, copy, str(live.path), text).stage().commit()
+    assert module.Runner().greet() == "patched parent"
+
+
+def test_asking_who_imported_it_runs_no_code_of_others(live: Live) -> None:
+    class Lazy:
+        @property
+        def __class__(self) -> type:
+            raise AssertionError("asked")
+
+    holder = ModuleType("a_holder")
+    holder.lazy = Lazy()  # type: ignore[attr-defined]
+    sys.modules["a_holder"] = holder
+    try:
+        assert importers_of(live.module) == ()
+    finally:
+        del sys.modules["a_holder"]
+
+
 def test_a_module_that_is_being_imported_is_refused(live: Live) -> None:
     assert live.module.__spec__ is not None
     live.module.__spec__._initializing = True  # type: ignore[attr-defined]

