@@ -7,14 +7,14 @@ edits are found on the pristine text and put together at the end, so that their 
 
 from __future__ import annotations
 
-import difflib
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
 
-from ._model import FileDiff, Hunk, HunkVerdict, Nearest
-
-_WINDOWS_TO_COMPARE = 8
+from ._model import FileDiff, Hunk, HunkStatus, HunkVerdict, Nearest
+from ._nearest import nearest
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,47 +34,33 @@ class Edit:
 
 
 class Text:
-    """A pristine text as lines, with an index that finds a block of lines without scanning."""
+    """A pristine text as lines."""
 
     def __init__(self, text: str):
         self.text = text
         self.lines = split_lines(text)
-        self._at: defaultdict[str, list[int]] = defaultdict(list)
+
+    @cached_property
+    def _at(self) -> Mapping[str, Sequence[int]]:
+        # Made at first use: where every hunk stands at its stated line, no search is needed.
+        at: defaultdict[str, list[int]] = defaultdict(list)
         for number, line in enumerate(self.lines):
-            self._at[line].append(number)
+            at[line].append(number)
+        return at
+
+    def has(self, block: Sequence[str], place: int) -> bool:
+        """Whether `block` stands at line `place` (from 0)."""
+        if not block:
+            return not self.lines
+        return place >= 0 and self.lines[place : place + len(block)] == list(block)
 
     def places(self, block: Sequence[str]) -> list[int]:
-        """Every line number (from 0) at which `block` stands."""
+        """Every line number (from 0) at which `block` stands; an empty block stands in an empty text only."""
         if not block:
-            return [0] if not self.lines else []
-        offset = min(range(len(block)), key=lambda index: len(self._at.get(block[index], ())))
-        starts = (place - offset for place in self._at.get(block[offset], ()))
-        wanted = list(block)
-        return [start for start in starts if start >= 0 and self.lines[start : start + len(wanted)] == wanted]
-
-    def nearest(self, block: Sequence[str], stated: int) -> Nearest | None:
-        """The window most like `block`: each line they share votes for a start, rare lines with more weight."""
-        votes: Counter[int] = Counter()
-        for offset, line in enumerate(block):
-            places = self._at.get(line, ())
-            for place in places:
-                if place >= offset:
-                    votes[place - offset] += 1 / len(places)  # type: ignore[assignment]
-        best: tuple[float, int, int] | None = None
-        for start, _ in votes.most_common(_WINDOWS_TO_COMPARE):
-            window = self.lines[start : start + len(block)]
-            ratio = difflib.SequenceMatcher(None, block, window, autojunk=False).ratio()
-            rank = (ratio, -abs(start - stated), start)
-            best = rank if best is None else max(best, rank)
-        if best is None:
-            return None
-        ratio, _, start = best
-        window = self.lines[start : start + len(block)]
-        diff = "".join(
-            line if line.endswith("\n") else line + "\n"
-            for line in difflib.unified_diff(list(block), window, "expected", "found", n=1)
-        )
-        return Nearest(line=start + 1, similarity=ratio, diff=diff)
+            return [] if self.lines else [0]
+        rarest = min(range(len(block)), key=lambda index: len(self._at.get(block[index], ())))
+        starts = (place - rarest for place in self._at.get(block[rarest], ()))
+        return [start for start in starts if self.has(block, start)]
 
 
 def split_lines(text: str) -> list[str]:
@@ -84,68 +70,103 @@ def split_lines(text: str) -> list[str]:
     return [*lines, parts[-1]] if parts[-1] else lines
 
 
-def locate(diff: FileDiff, text: Text | None) -> list[tuple[HunkVerdict, int | None]]:
+def locate(diff: FileDiff, text: Text | None, *, hints: bool = True) -> list[tuple[HunkVerdict, int | None]]:
     """Find each hunk of `diff`: the verdict, and its line (from 0) where it can be applied.
 
     Args:
         text: the file, or None where the version has none.
+        hints: look for the nearest place of a hunk that is not found.
     """
-    found: list[tuple[HunkVerdict, int | None]] = []
+    if text is None:
+        return [(_verdict(diff, hunk, "missing"), None) for hunk in diff.hunks]
+    found = [_locate_hunk(diff, hunk, text, hints) for hunk in diff.hunks]
+    moved = any(verdict.status == "moved" for verdict, _ in found)
     end_of_last = 0
-    for hunk in diff.hunks:
-        if text is None:
-            found.append((_verdict(diff, hunk, "missing"), None))
+    for index, (hunk, (verdict, place)) in enumerate(zip(diff.hunks, found, strict=True)):
+        if place is None:
             continue
-        verdict, place = _locate_hunk(diff, hunk, text)
-        if place is not None:
-            if place < end_of_last:
-                # The file's blocks changed order: each hunk is found, but not the change that the diff describes.
-                verdict, place = _verdict(diff, hunk, "drifted", nearest=Nearest(place + 1, 1.0, "")), None
-            else:
-                end_of_last = place + hunk.source_length
-        found.append((verdict, place))
+        if moved and verdict.status == "exact" and len(places := text.places(hunk.before)) > 1:
+            # Where the file's text has moved, what stands at the stated line may be another copy of what stood there.
+            found[index] = _ambiguous(diff, hunk, places), None
+        elif place < end_of_last:
+            # The file's blocks changed order: each hunk is found, but not the change that the diff describes.
+            found[index] = _verdict(diff, hunk, "drifted", nearest=Nearest(place + 1, 1.0, "")), None
+        else:
+            end_of_last = place + hunk.source_length
     return found
 
 
-def _locate_hunk(diff: FileDiff, hunk: Hunk, text: Text) -> tuple[HunkVerdict, int | None]:
-    before = hunk.before
-    stated = hunk.source_start - 1 if before else 0
-    places = text.places(before)
-    if stated in places:
+def _locate_hunk(diff: FileDiff, hunk: Hunk, text: Text, hints: bool) -> tuple[HunkVerdict, int | None]:
+    before, after = hunk.before, hunk.after
+    stated = max(hunk.source_start - 1, 0)
+    if text.has(before, stated) and _is_open(hunk, text, stated):
         return _verdict(diff, hunk, "exact"), stated
-    if len(places) == 1:
+    places = text.places(before)
+    if any(_is_open(hunk, text, place) for place in places):
+        if len(places) > 1:
+            return _ambiguous(diff, hunk, places), None
         return _verdict(diff, hunk, "moved", offset=places[0] - stated), places[0]
-    if places:
-        return _verdict(diff, hunk, "ambiguous", found_at=tuple(place + 1 for place in places)), None
-    after = hunk.after
     if after and len(text.places(after)) == 1:
         return _verdict(diff, hunk, "upstream"), None
-    return _verdict(diff, hunk, "drifted", nearest=text.nearest(before, stated)), None
+    return _verdict(diff, hunk, "drifted", nearest=nearest(text.lines, before, stated) if hints else None), None
 
 
-def _verdict(diff: FileDiff, hunk: Hunk, status: str, **details: object) -> HunkVerdict:
+def _is_open(hunk: Hunk, text: Text, place: int) -> bool:
+    """Whether the hunk, whose context stands at `place`, can and need be applied there.
+
+    A hunk that only adds lines above or below its context finds that context again after it was applied, so the text
+    around `place` must not be what the hunk would make of it. And one that takes away the newline at the end of the
+    file has to stand at that end, or it would join two lines.
+    """
+    before, after = hunk.before, hunk.after
+    if after and not after[-1].endswith("\n") and place + len(before) != len(text.lines):
+        return False
+    return not any(
+        after[above : above + len(before)] == before and text.has(after, place - above)
+        for above in range(len(after) - len(before) + 1)
+    )
+
+
+def _ambiguous(diff: FileDiff, hunk: Hunk, places: Iterable[int]) -> HunkVerdict:
+    return _verdict(diff, hunk, "ambiguous", found_at=tuple(place + 1 for place in places))
+
+
+def _verdict(
+    diff: FileDiff,
+    hunk: Hunk,
+    status: HunkStatus,
+    *,
+    offset: int = 0,
+    nearest: Nearest | None = None,
+    found_at: tuple[int, ...] = (),
+) -> HunkVerdict:
     expected = tuple(line.removesuffix("\n") for line in hunk.before)
-    return HunkVerdict(diff.path, hunk.index, diff.origin, status, expected=expected, **details)  # type: ignore[arg-type]
+    return HunkVerdict(diff.path, hunk.index, diff.origin, status, offset, nearest, expected, found_at)
 
 
 def edits_of(hunk: Hunk, place: int, feature: str) -> list[Edit]:
-    """The runs of changed lines of a hunk that was found at `place` (from 0)."""
+    """The runs of changed lines of a hunk that was found at `place` (from 0), without the lines that they keep."""
     edits: list[Edit] = []
-    line, start, added = place, place, list[str]()
-    changed = False
-    for sign, text in [*hunk.lines, (" ", "")]:
-        if sign == " ":
-            if changed:
-                edits.append(Edit(start, line, tuple(added), feature))
-            line += 1
-            start, added, changed = line, [], False
-        else:
-            changed = True
-            if sign == "-":
-                line += 1
-            else:
-                added.append(text)
+    line = place
+    for is_context, run in groupby(hunk.lines, key=lambda item: item[0] == " "):
+        items = list(run)
+        if is_context:
+            line += len(items)
+            continue
+        removed = [text for sign, text in items if sign == "-"]
+        added = [text for sign, text in items if sign == "+"]
+        head = _common(removed, added)
+        tail = _common(removed[head:][::-1], added[head:][::-1])
+        start, end = line + head, line + len(removed) - tail
+        if start < end or head + tail < len(added):
+            edits.append(Edit(start, end, tuple(added[head : len(added) - tail]), feature))
+        line += len(removed)
     return edits
+
+
+def _common(one: Sequence[str], other: Sequence[str]) -> int:
+    """How many leading lines two runs have in common."""
+    return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def first_clash(edits: Iterable[Edit]) -> tuple[Edit, Edit] | None:

@@ -12,7 +12,7 @@ from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
 from ..gates import GATES
 from ._diff import parse_diff
-from ._errors import CatalogError
+from ._errors import CatalogError, DiffError
 from ._model import Catalog, Feature, FileDiff, NotNeeded, Variant
 
 if sys.version_info >= (3, 11):
@@ -42,8 +42,8 @@ def load_catalog(folder: Path | None = None, *, version: str | None = None) -> C
 
     Args:
         folder: default: the project's own.
-        version: read only the diffs that this version needs. A process that patches itself has no use for the others;
-            a version that no variant lists gets all of them.
+        version: keep only the variants for this version. A process that patches itself has no use for the others; a
+            version that no variant of a feature covers gets all of them.
 
     Raises:
         CatalogError: a folder or `patch.toml` is not as it has to be.
@@ -53,7 +53,9 @@ def load_catalog(folder: Path | None = None, *, version: str | None = None) -> C
     try:
         names = sorted(item.name for item in folder.iterdir() if item.is_dir() and not item.name.startswith(("_", ".")))
     except OSError as error:
-        raise CatalogError(f"{folder}: the folder of patches can't be read ({error}); reinstall vllm-hwplugin") from error
+        raise CatalogError(
+            f"{folder}: the folder of patches can't be read ({error}); reinstall vllm-hwplugin"
+        ) from error
     return Catalog(_in_order([_load_feature(folder / name, version) for name in names], folder))
 
 
@@ -79,19 +81,21 @@ def _load_feature(folder: Path, version: str | None) -> Feature:
         raise CatalogError(f"{file}: requires is {requires!r}, expected a list of feature ids")
     tables = _tables(raw, "variant", file)
     ranges = [_specifier(table, file) for table in tables]
-    _refuse_overlap(ranges, file)
+    not_needed = [
+        NotNeeded(_specifier(table, file), _text(table, "reason", file)) for table in _tables(raw, "not_needed", file)
+    ]
+    _refuse_overlap([*ranges, *(item.versions for item in not_needed)], file)
     wanted = [version is not None and item.contains(version, prereleases=True) for item in ranges]
     cache: dict[str, tuple[FileDiff, ...]] = {}
     variants = [
-        Variant(versions, _diffs(table, folder, file, cache) if used or not any(wanted) else ())
+        Variant(versions, _diffs(table, folder, file, cache))
         for table, versions, used in zip(tables, ranges, wanted, strict=True)
+        if used or not any(wanted)
     ]
     return Feature(
         **{key: raw[key].strip() for key in _TEXTS},
         requires=tuple(requires),
-        not_needed=tuple(
-            NotNeeded(_specifier(table, file), _text(table, "reason", file)) for table in _tables(raw, "not_needed", file)
-        ),
+        not_needed=tuple(not_needed),
         variants=tuple(variants),
     )
 
@@ -123,7 +127,10 @@ def _refuse_overlap(ranges: Iterable[SpecifierSet], file: Path) -> None:
     for item in ranges:
         for version in item.filter(SUPPORTED):
             if version in taken:
-                raise CatalogError(f"{file}: variants '{taken[version]}' and '{item}' both cover vLLM {version}")
+                raise CatalogError(
+                    f"{file}: the ranges '{taken[version]}' and '{item}' both cover vLLM {version}; make one of them "
+                    "narrower"
+                )
             taken[version] = item
 
 
@@ -141,7 +148,11 @@ def _diffs(
             with (folder / name).open(encoding="utf-8", newline="") as stream:
                 cache[name] = parse_diff(stream.read(), f"{folder.name}/{name}")
         except OSError as error:
-            raise CatalogError(f"{file}: diff {name!r} can't be read ({error.strerror}); name a file beside it") from error
+            raise CatalogError(
+                f"{file}: diff {name!r} can't be read ({error.strerror}); name a file beside it"
+            ) from error
+        except UnicodeDecodeError as error:
+            raise DiffError(f"{folder.name}/{name}: not UTF-8 ({error}); write the diff anew") from error
     return tuple(item for name in names for item in cache[name])
 
 
@@ -151,7 +162,9 @@ def _in_order(features: list[Feature], folder: Path) -> tuple[Feature, ...]:
 
     def visit(feature: Feature, path: tuple[str, ...]) -> None:
         if feature.id in path:
-            raise CatalogError(f"{folder}: features require one another in a circle: {' -> '.join([*path, feature.id])}")
+            raise CatalogError(
+                f"{folder}: features require one another in a circle: {' -> '.join([*path, feature.id])}"
+            )
         for name in feature.requires:
             if name not in by_id:
                 raise CatalogError(f"{folder / feature.id / 'patch.toml'}: requires {name!r}, which is no feature here")

@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Unified diffs, read strictly.
 
-`unidiff` does the parsing and checks the counts in hunk headers. On top of that this refuses what it would let pass
-and what would make a later match less than exact: renames, new and deleted files, and hunks with nothing to match.
+`unidiff` does the parsing. On top of that this refuses what it would let pass and what would make a later match less
+than exact: lines that a hunk's header does not count (it skips them), hunks out of order or with nothing to match, and
+renamed, new and deleted files.
 """
 
 from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
 
 from ._errors import DiffError
 from ._model import FileDiff, Hunk
@@ -26,10 +30,16 @@ def parse_diff(text: str, origin: str) -> tuple[FileDiff, ...]:
     from unidiff import PatchSet  # at first use: a process with every gate off needs no diff
     from unidiff.errors import UnidiffParseError
 
+    if text and not text.endswith("\n"):
+        raise DiffError(f"{origin}: the last line has no newline, so the file may be cut short; write the diff anew")
     try:
         patch = PatchSet.from_string(text)
     except UnidiffParseError as error:
-        raise DiffError(f"{origin}: not a unified diff ({error}); write it anew with `diff -u` or `git diff`") from error
+        message = " ".join(str(error).split())
+        raise DiffError(
+            f"{origin}: not a unified diff ({message}); write it anew with `diff -u` or `git diff`"
+        ) from error
+    _refuse_uncounted_lines(text, patch, origin)
     if not patch:
         raise DiffError(f"{origin}: no '--- a/... +++ b/...' header found; write it with `diff -u` or `git diff`")
     files = []
@@ -37,8 +47,31 @@ def parse_diff(text: str, origin: str) -> tuple[FileDiff, ...]:
         path = _path(item.source_file, item.target_file, origin)
         if not len(item):
             raise DiffError(f"{origin}: no hunks for {path}; remove the file or write the diff anew")
-        files.append(FileDiff(path, tuple(_hunk(hunk, index, path, origin) for index, hunk in enumerate(item, 1)), origin))
+        hunks = tuple(_hunk(hunk, index, path, origin) for index, hunk in enumerate(item, 1))
+        for one, following in pairwise(hunks):
+            if following.source_start < one.source_start + one.source_length:
+                raise DiffError(
+                    f"{origin}: hunk {following.index} of {path} starts at line {following.source_start}, inside or "
+                    f"before hunk {one.index}; write the diff anew"
+                )
+        files.append(FileDiff(path, hunks, origin))
     return tuple(files)
+
+
+def _refuse_uncounted_lines(text: str, patch: Any, origin: str) -> None:
+    counted = {line.diff_line_no for file in patch for hunk in file for line in hunk}
+    lines = text.split("\n")
+    for number, line in enumerate(lines, 1):
+        if number in counted or not line.startswith((" ", "+", "-")):
+            continue
+        if line.startswith("--- ") and lines[number].startswith("+++ "):
+            continue
+        if line.startswith("+++ ") and lines[number - 2].startswith("--- "):
+            continue
+        raise DiffError(
+            f"{origin}: line {number} ({line[:40]!r}) belongs to no hunk: the '@@' header above it is malformed or "
+            "counts too few lines; write the diff anew"
+        )
 
 
 def _path(source: str, target: str, origin: str) -> str:
@@ -51,15 +84,18 @@ def _path(source: str, target: str, origin: str) -> str:
     return old
 
 
-def _hunk(parsed, index: int, path: str, origin: str) -> Hunk:  # type: ignore[no-untyped-def]
+def _hunk(parsed: Any, index: int, path: str, origin: str) -> Hunk:
+    where = f"{origin}: hunk {index} of {path}"
     lines: list[tuple[str, str]] = []
     for line in parsed:
-        if line.line_type == _NO_NEWLINE:
+        if line.line_type != _NO_NEWLINE:
+            # A blank line after the last one that the header counts has no type; it fails the count below.
+            lines.append((line.line_type or " ", line.value))
+        elif lines:
             sign, text = lines[-1]
             lines[-1] = (sign, text.removesuffix("\n"))
         else:
-            # unidiff reports a context line that an editor stripped to nothing with its own type; it is a blank line.
-            lines.append((line.line_type or " ", line.value))
+            raise DiffError(f"{where}: starts with '\\ No newline at end of file'; write the diff anew")
     hunk = Hunk(
         index=index,
         source_start=parsed.source_start,
@@ -68,14 +104,16 @@ def _hunk(parsed, index: int, path: str, origin: str) -> Hunk:  # type: ignore[n
         target_length=parsed.target_length,
         lines=tuple(lines),
     )
-    where = f"{origin}: hunk {index} of {path}"
-    if (len(hunk.before), len(hunk.after)) != (hunk.source_length, hunk.target_length):
+    before, after = hunk.before, hunk.after
+    if (len(before), len(after)) != (hunk.source_length, hunk.target_length):
         raise DiffError(
             f"{where}: the header counts {hunk.source_length} and {hunk.target_length} lines, the hunk has "
-            f"{len(hunk.before)} and {len(hunk.after)}; write the diff anew"
+            f"{len(before)} and {len(after)}; write the diff anew"
         )
-    if not hunk.before and hunk.source_start != 0:
+    if any(not line.endswith("\n") for line in (*before[:-1], *after[:-1])):
+        raise DiffError(f"{where}: a line before its last has no newline; write the diff anew")
+    if not before and hunk.source_start != 0:
         raise DiffError(f"{where}: no context to match; make the diff with at least one line of context")
-    if hunk.before == hunk.after:
+    if before == after:
         raise DiffError(f"{where}: changes nothing; write the diff anew")
     return hunk

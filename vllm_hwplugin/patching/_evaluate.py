@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from itertools import combinations
 
 from ._apply import Edit, Text, edits_of, first_clash, locate
+from ._catalog import SUPPORTED
 from ._model import Catalog, Conflict, Feature, FeatureVerdict, FileDiff, HunkVerdict, Source, Status, Variant
 
 
@@ -38,33 +39,42 @@ def evaluate(feature: Feature, source: Source) -> FeatureVerdict:
     return fit(feature, Texts(source)).verdict
 
 
-def fit(feature: Feature, texts: Texts, *, try_unlisted: bool = False) -> Fit:
+def fit(feature: Feature, texts: Texts, *, try_unlisted: bool = False, hints: bool = True) -> Fit:
     """Like `evaluate`, with the edits.
 
     Args:
-        try_unlisted: for a version that no variant lists, take the newest variant whose every hunk fits.
+        try_unlisted: on a version that is not listed, take the variant whose every hunk stands at its stated line.
+        hints: look for the nearest place of each hunk that is not found; takes milliseconds each.
     """
     version = texts.source.version
     variant = feature.variant_for(version)
-    if variant is not None:
-        return _fit_variant(feature, variant, texts)
+    if variant is not None and _is_listed(version, variant):
+        return _fit_variant(feature, variant, texts, hints)
     not_needed = feature.not_needed_for(version)
     if not_needed is not None:
         return Fit(FeatureVerdict(feature.id, version, Status.NOT_NEEDED, reason=not_needed.reason))
     if try_unlisted:
-        for candidate in reversed(feature.variants):
-            result = _fit_variant(feature, candidate, texts)
-            if result.verdict.status in (Status.APPLIES, Status.UPSTREAM):
+        for candidate in (variant,) if variant is not None else reversed(feature.variants):
+            result = _fit_variant(feature, candidate, texts, hints)
+            if result.verdict.exact or result.verdict.status is Status.UPSTREAM:
                 return result
-        return Fit(FeatureVerdict(feature.id, version, Status.UNLISTED, reason="no variant fits it in every hunk"))
-    return Fit(FeatureVerdict(feature.id, version, Status.UNLISTED, reason="no variant of the patch lists it"))
+        return Fit(FeatureVerdict(feature.id, version, Status.UNLISTED, reason="no variant fits it exactly"))
+    reason = "no variant of the patch lists it" if variant is None else "it was not there to be checked"
+    return Fit(FeatureVerdict(feature.id, version, Status.UNLISTED, reason=reason))
 
 
-def _fit_variant(feature: Feature, variant: Variant, texts: Texts) -> Fit:
+def _is_listed(version: str, variant: Variant) -> bool:
+    """A range says nothing of releases that were to come when it was written; a version that is spelt out is meant."""
+    return version.partition("+")[0] in SUPPORTED or any(
+        item.operator in ("==", "===") and item.version == version for item in variant.versions
+    )
+
+
+def _fit_variant(feature: Feature, variant: Variant, texts: Texts, hints: bool) -> Fit:
     hunks: list[HunkVerdict] = []
     edits: dict[str, list[Edit]] = {}
     for diff in variant.files:
-        for hunk, (found, place) in zip(diff.hunks, locate(diff, texts.get(diff.path)), strict=True):
+        for hunk, (found, place) in zip(diff.hunks, locate(diff, texts.get(diff.path), hints=hints), strict=True):
             hunks.append(found)
             if place is not None:
                 edits.setdefault(diff.path, []).extend(edits_of(hunk, place, feature.id))
@@ -100,7 +110,7 @@ def _why_lost(hunk: HunkVerdict) -> str:
     if hunk.status == "ambiguous":
         return f"{where} fits at lines {', '.join(map(str, hunk.found_at))}, expected one place"
     if hunk.nearest is None:
-        return f"{where} not found, nor anything like it"
+        return f"{where} not found"
     if not hunk.nearest.diff:
         return f"{where} found at line {hunk.nearest.line}, before the hunk that precedes it"
     return f"{where} not found; nearest at line {hunk.nearest.line}, {hunk.nearest.similarity:.0%} alike"
@@ -109,7 +119,7 @@ def _why_lost(hunk: HunkVerdict) -> str:
 def check_conflicts(catalog: Catalog, source: Source) -> list[Conflict]:
     """Every pair of features that both apply to the version and change the same lines of it."""
     texts = Texts(source)
-    return list(conflicts_between([fit(feature, texts) for feature in catalog.features]))
+    return list(conflicts_between([fit(feature, texts, hints=False) for feature in catalog.features]))
 
 
 def conflicts_between(fits: list[Fit]) -> Iterator[Conflict]:

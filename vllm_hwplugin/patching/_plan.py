@@ -10,22 +10,31 @@ from collections.abc import Mapping
 from ._apply import apply_edits, split_lines
 from ._errors import PatchingError
 from ._evaluate import Fit, Texts, conflicts_between, fit
-from ._model import Catalog, Feature, FeatureState, FeatureVerdict, PatchedFile, Plan, Source, State, Status, module_name
+from ._model import (
+    Catalog,
+    Feature,
+    FeatureState,
+    FeatureVerdict,
+    PatchedFile,
+    Plan,
+    Source,
+    State,
+    Status,
+    module_name,
+)
 
 _SETTLED: dict[Status, State] = {Status.NOT_NEEDED: "not-needed", Status.UPSTREAM: "upstream"}
 _SATISFIED = ("live", "not-needed", "upstream")
 
 
-def make_plan(
-    catalog: Catalog, source: Source, choices: Mapping[str, str], *, try_unlisted: bool = False
-) -> Plan:
+def make_plan(catalog: Catalog, source: Source, choices: Mapping[str, str], *, try_unlisted: bool = False) -> Plan:
     """Settle which features are live on `source` and make the patched texts.
 
     A feature is live as a whole or not at all. Of two that conflict, the later one in the catalogue is refused.
 
     Args:
         choices: a feature's gate -> "auto", "on" or "off"; a gate that is not named is "auto".
-        try_unlisted: also take versions that no variant lists, where every hunk of one variant fits.
+        try_unlisted: also take versions that are not listed, where every hunk of one variant stands at its stated line.
     """
     texts = Texts(source)
     states: dict[str, FeatureState] = {}
@@ -48,7 +57,8 @@ def _settle(
 ) -> FeatureState:
     if choice == "off":
         return FeatureState(feature, "off", f"{feature.gate}=off")
-    result = fit(feature, texts, try_unlisted=try_unlisted)
+    # A process that starts has no time for hints; the drift check gives them.
+    result = fit(feature, texts, try_unlisted=try_unlisted, hints=False)
     verdict = result.verdict
     if verdict.status in _SETTLED:
         return FeatureState(feature, _SETTLED[verdict.status], verdict.reason, verdict)
@@ -69,9 +79,10 @@ def _refusal(verdict: FeatureVerdict) -> str:
     if verdict.status is Status.UNLISTED:
         return (
             f"vLLM {verdict.version} is not a version it was made for ({verdict.reason}); set "
-            "VLLM_HWPLUGIN_TRY_UNLISTED=1 to apply it where every hunk fits exactly"
+            "VLLM_HWPLUGIN_TRY_UNLISTED=1 to apply it where every hunk stands exactly where its diff says"
         )
-    return f"{verdict.status.value}: {verdict.reason}"
+    hint = "; `vllm-hwplugin drift` shows the nearest places" if verdict.status is Status.DRIFTED else ""
+    return f"{verdict.status.value}: {verdict.reason}{hint}"
 
 
 def _patched(texts: Texts, live: list[Fit]) -> dict[str, PatchedFile]:
@@ -114,8 +125,6 @@ def render_diff(feature: Feature, source: Source) -> str:
     for path, file in _patched(texts, [result]).items():
         pristine = texts.get(path)
         assert pristine is not None
-        lines = difflib.unified_diff(
-            pristine.lines, split_lines(file.text), f"a/{path}", f"b/{path}"
-        )
+        lines = difflib.unified_diff(pristine.lines, split_lines(file.text), f"a/{path}", f"b/{path}")
         parts += [line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines]
     return "".join(parts)

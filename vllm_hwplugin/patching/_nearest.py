@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a hunk that fits nowhere would most likely belong. A hint for people: nothing is ever applied there."""
+
+from __future__ import annotations
+
+import difflib
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+
+from ._model import Nearest
+
+_STARTS_TO_COMPARE = 8
+
+
+def nearest(lines: Sequence[str], block: Sequence[str], stated: int) -> Nearest | None:
+    """The window of `lines` most like `block`; of equals the one nearest to line `stated` (from 0).
+
+    Each line that both have, whatever its indentation, votes for a start of the window, rare lines with more weight.
+    Only the windows with the most votes are compared in full, which keeps this quick on files of thousands of lines.
+    A window may also end where another of these starts would let it end: upstream may have added or removed lines
+    inside it.
+    """
+    places: defaultdict[str, list[int]] = defaultdict(list)
+    for number, line in enumerate(lines):
+        places[line.strip()].append(number)
+    votes: Counter[int] = Counter()
+    for offset, line in enumerate(block):
+        here = places.get(line.strip(), ()) if line.strip() else ()
+        for place in here:
+            # Whole numbers, because a Counter's are: large enough that the rarest line still outweighs the rest.
+            votes[max(place - offset, 0)] += 1_000_000 // len(here)
+    starts = [start for start, _ in votes.most_common(_STARTS_TO_COMPARE)]
+    windows = {(start, other + len(block)) for start in starts for other in starts if abs(other - start) < len(block)}
+    if not windows:
+        return None
+    ranked = ((_similarity(block, lines[start:end]), -abs(start - stated), start, end) for start, end in windows)
+    similarity, _, start, end = max(ranked)
+    shown = difflib.unified_diff(_visible(block), _visible(lines[start:end]), "expected", "found", n=1)
+    return Nearest(line=start + 1, similarity=similarity, diff="".join(shown))
+
+
+def _similarity(block: Sequence[str], window: Sequence[str]) -> float:
+    """The share of equal lines; one that differs in its indentation alone counts half."""
+    exact = difflib.SequenceMatcher(None, block, window, autojunk=False).ratio()
+    stripped = [line.strip() for line in block], [line.strip() for line in window]
+    return (exact + difflib.SequenceMatcher(None, *stripped, autojunk=False).ratio()) / 2
+
+
+def _visible(lines: Sequence[str]) -> list[str]:
+    """Line ends made visible where they are not the usual ones, else the diff could show two equal lines."""
+    return [
+        line[:-2] + "\\r\n" if line.endswith("\r\n") else line if line.endswith("\n") else line + "\\ no newline\n"
+        for line in lines
+    ]
