@@ -22,7 +22,8 @@ request: medians a step, GPU busy as the mean. A `-` was not measured.
 
 To run it again: `vllm-hwplugin bench --shape tiny --shape 0.6b --shape 8b --json FILE`, then
 `vllm-hwplugin bench report FILE --markdown docs/benchmarks.md --svg docs/benchmarks.svg`. From a source tree that is
-not installed it is `python -m vllm_hwplugin.cli bench`: the engine's process loads the plugin itself, so no entry point is needed.
+not installed it is `python -m vllm_hwplugin.cli bench`: the engine's process loads the plugin itself, so no entry point
+is needed.
 """
 
 
