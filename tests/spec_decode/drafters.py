@@ -1,0 +1,334 @@
+"""vLLM's own `propose`, stock and patched, around a small draft model with exact integer arithmetic.
+
+The proposers subclass the real `SpecDecodeBaseProposer`: everything between the inputs and the draft tokens is vLLM's
+text, with the hunks or without. Only what needs a checkpoint, an attention backend or Triton is replaced.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import random
+import types
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.forward_context import get_forward_context
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
+
+LAYER = "draft"
+VOCAB, HIDDEN, PRIME = 211, 4, 1009
+BLOCK, BLOCKS, MAX_LEN = 4, 16, 64
+MAX_REQS, MAX_TOKENS = 9, 128
+MASK_TOKEN = VOCAB - 1
+FIELDS = {field.name for field in dataclasses.fields(CommonAttentionMetadata)}
+
+
+def plain_eagle_step(
+    positions_1d,
+    block_table_tensor,
+    seq_lens,
+    block_size,
+    max_model_len,
+    out_clamped_positions,
+    out_slot_mapping,
+    input_batch_size=None,
+):
+    """The Triton kernel's arithmetic in torch, so that it can be recorded on any device."""
+    batch = positions_1d.shape[0]
+    moved = positions_1d + 1
+    beyond = moved >= max_model_len
+    clamped = torch.where(beyond, torch.zeros_like(moved), moved)
+    columns = (clamped // block_size).clamp(max=block_table_tensor.shape[1] - 1)
+    blocks = block_table_tensor[:batch].gather(1, columns[:, None])[:, 0].long()
+    slots = torch.where(beyond, PADDING_SLOT_ID, blocks * block_size + clamped % block_size)
+    lengths = torch.where(beyond, torch.ones_like(seq_lens), seq_lens + 1).clamp(max=max_model_len)
+    out_clamped_positions.copy_(clamped)
+    out_slot_mapping[:batch].copy_(slots)
+    out_slot_mapping[batch : input_batch_size or batch].fill_(PADDING_SLOT_ID)
+    seq_lens.copy_(lengths)
+
+
+class DraftModel:
+    """Hashes token, position, the request's cached keys and its length, so that any stale input changes the tokens."""
+
+    def __init__(self, returns_tuple: bool) -> None:
+        generator = torch.Generator().manual_seed(3)
+        self.embedding = torch.randint(PRIME, (VOCAB, HIDDEN), generator=generator)
+        self.head = torch.randint(PRIME, (HIDDEN, VOCAB), generator=generator)
+        # The last row takes what padding slots write.
+        self.cache = torch.zeros(MAX_REQS * BLOCKS * BLOCK + 1, HIDDEN, dtype=torch.int64)
+        self.returns_tuple = returns_tuple
+
+    def __call__(self, input_ids, positions, inputs_embeds=None, hidden_states=None):
+        context = get_forward_context()
+        metadata, slots = context.attn_metadata[LAYER], context.slot_mapping[LAYER]
+        starts, lengths = metadata.query_start_loc.long(), metadata.seq_lens.long()
+        count = input_ids.shape[0]
+        keys = self.embedding[input_ids] * 31 + positions[:, None] * 17 + 7
+        if hidden_states is not None:
+            keys = keys + hidden_states * 13
+        keys = keys % PRIME
+        self.cache.index_put_((torch.where(slots < 0, self.cache.shape[0] - 1, slots),), keys)
+        tokens = torch.arange(count)
+        rows = torch.searchsorted(starts[1:], tokens, right=True).clamp(max=starts.shape[0] - 2)
+        last = lengths[rows] - (starts[rows + 1] - tokens)
+        past = torch.arange(MAX_LEN)
+        seen = self.cache[metadata.block_table[rows][:, past // BLOCK].long() * BLOCK + past % BLOCK]
+        visible = (past[None] <= last[:, None]) & (past[None] < lengths[rows][:, None])
+        attended = (seen * (past[None, :, None] + 1) * visible[..., None]).sum(1) % PRIME
+        output = (keys * 5 + attended * 3 + lengths[rows][:, None] * 11) % PRIME
+        return (output, (output * 7 + 1) % PRIME) if self.returns_tuple else output
+
+    def compute_logits(self, hidden_states):
+        return (hidden_states[:, :, None] * self.head).sum(1) % PRIME
+
+
+@dataclass
+class Views:
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+
+
+class FlashAttentionMetadataBuilder:
+    reorder_batch_threshold: int | None = None
+
+
+class Group:
+    layer_names: tuple[str, ...] = (LAYER,)
+
+    def __init__(self) -> None:
+        self.builder: Any = FlashAttentionMetadataBuilder()
+
+    def get_metadata_builder(self) -> Any:
+        return self.builder
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What tells the drafters apart: tokens appended to each request, and whether one pass drafts them all."""
+
+    proposer: str
+    method: str
+    parallel: bool = False
+
+    def extra_slots(self, k: int) -> int:
+        return k if self.parallel else 1
+
+    def new_slots(self, k: int) -> int:
+        return self.extra_slots(k) - (self.method != "draft_model")
+
+
+EAGLE = Kind("EagleProposer", "eagle")
+DRAFT_MODEL = Kind("DraftModelProposer", "draft_model")
+P_EAGLE = Kind("EagleProposer", "eagle", parallel=True)
+
+
+def make_config(sizes: list[int], max_num_seqs: int = MAX_REQS) -> VllmConfig:
+    config = VllmConfig()
+    config.compilation_config.cudagraph_capture_sizes = sorted(sizes)
+    config.compilation_config.max_cudagraph_capture_size = max(sizes, default=0)
+    config.scheduler_config.max_num_seqs = max_num_seqs
+    config.model_config = types.SimpleNamespace(uses_mrope=False)
+    return config
+
+
+def make_proposer(module: types.ModuleType, dispatcher: types.ModuleType, kind: Kind, k: int, config: VllmConfig):
+    """A proposer of `module` (vLLM's, or its patched text) without weights."""
+
+    class Proposer(module.SpecDecodeBaseProposer):
+        def __init__(self):
+            self.vllm_config, self.method, self.device = config, kind.method, torch.device("cpu")
+            self.speculative_config = types.SimpleNamespace(
+                num_speculative_tokens=k, enforce_eager=False, disable_padded_drafter_batch=False
+            )
+            self.num_speculative_tokens = k
+            self.pass_hidden_states_to_model = kind.method != "draft_model"
+            self.parallel_drafting = kind.parallel
+            self.extra_slots_per_request = kind.extra_slots(k)
+            self.net_num_new_slots_per_request = kind.new_slots(k)
+            self.needs_extra_input_slots = self.net_num_new_slots_per_request > 0
+            self.dtype, self.hidden_size = torch.int64, HIDDEN
+            self.max_model_len, self.block_size = MAX_LEN, BLOCK
+            self.max_num_tokens = self.max_positions = MAX_TOKENS
+            self.supports_mm_inputs = self.uses_mrope = self.constant_draft_positions = False
+            self.use_heterogeneous_vocab = self.use_local_argmax_reduction = False
+            self._enable_probabilistic_draft_probs = self._share_mtp_indices = False
+            self.draft_uses_xdrope_dim = 0
+            self.allowed_attn_types = self.eplb_state = None
+            self.input_ids = torch.zeros(MAX_TOKENS, dtype=torch.int32)
+            self.positions = torch.zeros(MAX_TOKENS, dtype=torch.int64)
+            self.hidden_states = torch.zeros(MAX_TOKENS, HIDDEN, dtype=torch.int64)
+            self._slot_mapping_buffer = torch.zeros(MAX_TOKENS, dtype=torch.int64)
+            self.arange = torch.arange(MAX_TOKENS, dtype=torch.int32)
+            self.token_arange_np = self.arange.numpy().copy()
+            self._draft_attn_layer_names = {LAYER}
+            self.draft_attn_groups = [Group()]
+            self.model = DraftModel(self.model_returns_tuple())
+            self.cudagraph_dispatcher = dispatcher.CudagraphDispatcher(config, *self.draft_arguments)
+            for name, made in self.parts.items():
+                setattr(self, name, made(self))
+
+        # What the hunks add to vLLM's `__init__`.
+        draft_arguments = (True,) if hasattr(module, "DraftGraphs") else ()
+        parts = {
+            name: getattr(module, made)
+            for name, made in (("draft_graphs", "DraftGraphs"), ("draft_loop", "DraftLoop"))
+            if hasattr(module, made)
+        }
+
+        def build_per_group_and_layer_attn_metadata(self, common_attn_metadata, draft_index=0):
+            views = Views(
+                common_attn_metadata.query_start_loc,
+                common_attn_metadata.seq_lens,
+                common_attn_metadata.block_table_tensor,
+            )
+            return [views], {LAYER: views}
+
+        def set_inputs_first_pass(self, *args, **kwargs):
+            if not self.needs_extra_input_slots:
+                return super().set_inputs_first_pass(*args, **kwargs)
+            return expand_inputs(self, **kwargs)
+
+    Proposer.__name__ = kind.proposer
+    return Proposer()
+
+
+def expand_inputs(
+    proposer,
+    target_token_ids,
+    next_token_ids,
+    target_positions,
+    target_hidden_states,
+    token_indices_to_sample,
+    cad,
+    num_rejected_tokens_gpu,
+):
+    """vLLM's Triton kernel `copy_and_expand_eagle_inputs` as a loop: slots for new tokens after each request's last."""
+    from vllm.v1.spec_decode.utils import compute_new_slot_mapping, extend_all_queries_by_N
+
+    new, extra = proposer.net_num_new_slots_per_request, proposer.extra_slots_per_request
+    shift = int(proposer.pass_hidden_states_to_model)
+    total = target_token_ids.shape[0] + new * cad.num_reqs
+    rejected_mask, sampled = torch.zeros(total, dtype=torch.bool), []
+    for row in range(cad.num_reqs):
+        start, end = cad.query_start_loc[row : row + 2].tolist()
+        out = start + new * row
+        kept = end - start - (0 if num_rejected_tokens_gpu is None else int(num_rejected_tokens_gpu[row]))
+        length = end - start + new
+        ids = target_token_ids[start + shift : start + kept].tolist() + [int(next_token_ids[row])]
+        ids += [MASK_TOKEN] * (extra - 1)
+        first = len(ids) - extra
+        rejected_mask[out + len(ids) : out + length] = True
+        sampled += range(out + first, out + len(ids))
+        proposer.input_ids[out : out + length] = torch.tensor(ids + [0] * (length - len(ids)))
+        proposer.positions[out : out + length] = int(target_positions[start]) + torch.arange(length)
+        if shift:
+            proposer.hidden_states[out : out + length] = 0
+            proposer.hidden_states[out : out + kept] = target_hidden_states[start : start + kept]
+    slots = compute_new_slot_mapping(
+        cad=cad,
+        new_positions=proposer.positions[:total],
+        is_rejected_token_mask=rejected_mask,
+        block_size=BLOCK,
+        num_new_tokens=new,
+        max_model_len=MAX_LEN,
+    )
+    extended = extend_all_queries_by_N(cad, N=new, arange=proposer.arange, new_slot_mapping=slots)
+    return total, torch.tensor(sampled, dtype=torch.int32), extended
+
+
+class Runner:
+    """The model runner's side: a block table at a fixed address, batches, rejections."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.generator = torch.Generator().manual_seed(seed)
+        self.table = torch.zeros(MAX_REQS, BLOCKS, dtype=torch.int32)
+        self.requests = torch.randperm(MAX_REQS * BLOCKS, generator=self.generator).view(MAX_REQS, BLOCKS).int()
+
+    def template(self, num_reqs: int = 1) -> CommonAttentionMetadata:
+        """What the runner's dummy batch gives for capture."""
+        return self.metadata([1] * num_reqs, [1] * num_reqs)
+
+    def metadata(self, lengths: list[int], seq_lens: list[int]) -> CommonAttentionMetadata:
+        starts = torch.tensor([0, *lengths]).cumsum(0).int()
+        sequence = torch.tensor(seq_lens, dtype=torch.int32)
+        rows = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+        positions = sequence[rows] - (starts[rows + 1] - torch.arange(len(rows)))
+        blocks = self.table[rows, positions // BLOCK].long()
+        values = {
+            "query_start_loc": starts,
+            "query_start_loc_cpu": starts.clone(),
+            "seq_lens": sequence,
+            "_seq_lens_cpu": sequence.clone(),
+            "_num_computed_tokens_cpu": sequence - torch.tensor(lengths, dtype=torch.int32),
+            "seq_lens_cpu_upper_bound": sequence.clone(),
+            "is_prefilling": torch.tensor([length == seq for length, seq in zip(lengths, seq_lens, strict=True)]),
+            "positions": positions.long(),
+            "num_reqs": len(lengths),
+            "num_actual_tokens": len(rows),
+            "max_query_len": max(lengths),
+            "max_seq_len": max(seq_lens),
+            "block_table_tensor": self.table[: len(lengths)],
+            "slot_mapping": blocks * BLOCK + positions % BLOCK,
+        }
+        return CommonAttentionMetadata(**{name: value for name, value in values.items() if name in FIELDS})
+
+    def batch(self, k: int, kind: str = "decode", size: int | None = None) -> dict[str, Any]:
+        """Arguments of `propose` for one random batch: "decode" (1 + k tokens each), "mixed", or "prefill"."""
+        size = size or self.random.randint(1, MAX_REQS)
+        chosen = self.random.sample(range(MAX_REQS), size)
+        self.table[:size].copy_(self.requests[chosen])
+        lengths = [1 + k] * size
+        if kind != "decode":
+            lengths = [self.random.randint(1, 7) for _ in range(size)]
+        # Every so often a request stands at the length limit, where vLLM's step kernel wraps around.
+        seq_lens = [
+            length if kind == "prefill" else self.random.choice([self.random.randint(length, MAX_LEN), MAX_LEN])
+            for length in lengths
+        ]
+        metadata = self.metadata(lengths, seq_lens)
+        count, positions = metadata.num_actual_tokens, []
+        for length, seq in zip(lengths, seq_lens, strict=True):
+            positions += range(seq - length, seq)
+        rejected = [0 if kind == "prefill" else self.random.randint(0, length - 1) for length in lengths]
+        return {
+            "num_speculative_tokens": k,
+            "target_token_ids": torch.randint(VOCAB, (count,), generator=self.generator).int(),
+            "target_positions": torch.tensor(positions),
+            "target_hidden_states": torch.randint(PRIME, (count, HIDDEN), generator=self.generator),
+            "next_token_ids": torch.randint(VOCAB, (size,), generator=self.generator).int(),
+            "token_indices_to_sample": metadata.query_start_loc[1:] - 1 - torch.tensor(rejected, dtype=torch.int32),
+            "common_attn_metadata": metadata,
+            "sampling_metadata": types.SimpleNamespace(all_greedy=True),
+            "num_rejected_tokens_gpu": None if kind == "prefill" else torch.tensor(rejected, dtype=torch.int32),
+        }
+
+
+def clone_metadata(metadata: CommonAttentionMetadata) -> CommonAttentionMetadata:
+    """A copy that `propose` may write into; the block table stays where the runner has it."""
+    changes = {
+        name: value.clone()
+        for name in FIELDS - {"block_table_tensor"}
+        if isinstance(value := getattr(metadata, name), torch.Tensor)
+    }
+    return dataclasses.replace(metadata, **changes)
+
+
+def propose(proposer, batch: dict[str, Any]) -> torch.Tensor:
+    accepted = inspect.signature(proposer.propose).parameters
+    arguments = {name: value for name, value in batch.items() if name in accepted}
+    return proposer.propose(**arguments | {"common_attn_metadata": clone_metadata(batch["common_attn_metadata"])})
+
+
+def boot(proposer, mode: CUDAGraphMode, runner: Runner) -> None:
+    """What vLLM's boot does with the drafter: keys, then capture."""
+    from vllm_hwplugin.spec_decode.draft_graphs import capture_draft_graphs
+
+    proposer.initialize_cudagraph_keys(mode)
+    capture_draft_graphs(proposer, runner.template())

@@ -1,0 +1,538 @@
+"""vLLM's `propose` with the hunks, under graphs that replay as CUDA graphs do, against stock `propose` without graphs."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("vllm")
+
+from vllm.config import CUDAGraphMode  # noqa: E402
+from vllm.forward_context import BatchDescriptor, set_forward_context  # noqa: E402
+
+from vllm_hwplugin.spec_decode import draft_graphs  # noqa: E402
+from vllm_hwplugin.spec_decode.draft_graphs import (  # noqa: E402
+    DrafterFacts,
+    capture_draft_graphs,
+    descriptor_of,
+    find_draft_graph,
+    obstacle,
+    plan_keys,
+)
+from vllm_hwplugin.spec_decode.draft_keys import DraftKeys, uniform_shape  # noqa: E402
+
+from .drafters import (  # noqa: E402
+    DRAFT_MODEL,
+    EAGLE,
+    FIELDS,
+    MAX_REQS,
+    P_EAGLE,
+    DraftModel,
+    Runner,
+    boot,
+    clone_metadata,
+    make_config,
+    plain_eagle_step,
+    propose,
+)
+from .recorded_graph import RecordedGraphs  # noqa: E402
+
+FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
+BOTH, DECODE_ONLY = CUDAGraphMode.FULL_AND_PIECEWISE, CUDAGraphMode.FULL_DECODE_ONLY
+MODES = pytest.mark.parametrize("mode", [FULL, BOTH, DECODE_ONLY], ids=lambda mode: mode.name)
+KINDS = pytest.mark.parametrize("kind", [EAGLE, DRAFT_MODEL, P_EAGLE], ids=["eagle", "draft_model", "p-eagle"])
+
+
+# -- the stand-in is a graph ------------------------------------------------------------------------------------------
+
+
+class Held:
+    """Something to capture: reads a buffer, a Python number and its input."""
+
+    def __init__(self):
+        self.buffer, self.number = torch.tensor([1, 2]), 10
+
+    def __call__(self, x):
+        return self.buffer * self.number + x
+
+
+def launch(graphs, mode=FULL, **kwargs):
+    with set_forward_context(
+        None, make_config([1]), 1, cudagraph_runtime_mode=mode, batch_descriptor=BatchDescriptor(1)
+    ):
+        return graphs(**kwargs)
+
+
+@pytest.fixture
+def held(make):
+    held = Held()
+    graphs = RecordedGraphs(held, None, FULL)
+    x = torch.zeros(2, dtype=torch.int64)
+    launch(graphs, x=x)
+    return held, graphs, x
+
+
+def test_stand_in_reads_what_was_written_in_place(held):
+    held, graphs, x = held
+    held.buffer.copy_(torch.tensor([3, 4]))
+    x.fill_(5)
+    assert launch(graphs, x=x).tolist() == [35, 45]
+
+
+def test_stand_in_keeps_the_old_buffer_and_number(held):
+    held, graphs, x = held
+    held.buffer, held.number = torch.tensor([3, 4]), 100
+    assert launch(graphs, x=x).tolist() == [10, 20]
+    assert launch(graphs, mode=NONE, x=x).tolist() == [300, 400]
+
+
+def test_stand_in_refuses_a_moved_input_and_a_late_capture(held):
+    _, graphs, x = held
+    with pytest.raises(AssertionError, match="input 'x' of .* moved"):
+        launch(graphs, x=x.clone())
+    RecordedGraphs.sealed = True
+    graphs.clear_graphs()
+    with pytest.raises(AssertionError, match="captured at request time"):
+        launch(graphs, x=x)
+
+
+def test_stand_in_refuses_to_wait_for_the_device(make):
+    graphs = RecordedGraphs(lambda x: x * int(x[0]), None, FULL)
+    with pytest.raises(AssertionError, match="waits for the device"):
+        launch(graphs, x=torch.ones(2))
+
+
+def test_stand_in_pool_is_overwritten_by_the_next_replay(held):
+    _, graphs, x = held
+    first = launch(graphs, x=x)
+    other = RecordedGraphs(lambda x: x + 1, None, FULL)
+    other.graph_pool = graphs.graph_pool
+    launch(other, x=x)
+    assert first.tolist() == [10, 20]
+    launch(other, x=x)
+    assert first.tolist() != [10, 20]
+
+
+def test_step_arithmetic_is_that_of_vllms_cpu_kernel():
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        pytest.skip("needs a vLLM built for CPU")
+    current_platform.import_kernels()
+    kernel = getattr(torch.ops._C, "eagle_step_slot_mapping_metadata_kernel_impl", None)
+    if kernel is None:
+        pytest.skip("this vLLM has no CPU kernel for the step")
+    results = []
+    for ours in (True, False):
+        positions, seq_lens = torch.tensor([3, 62, 63]), torch.tensor([4, 63, 64], dtype=torch.int32)
+        table = torch.arange(48, dtype=torch.int32).view(3, 16)
+        slots = torch.zeros(5 if ours else 3, dtype=torch.int64)
+        if ours:
+            plain_eagle_step(positions, table, seq_lens, 4, 64, positions, slots, 5)
+            assert slots[3:].tolist() == [-1, -1]
+        else:
+            kernel(positions, table, seq_lens, positions, slots, 4, 64, -1)
+        results.append((positions.tolist(), seq_lens.tolist(), slots[:3].tolist()))
+    assert results[0] == results[1]
+
+
+# -- decisions --------------------------------------------------------------------------------------------------------
+
+GOOD = DrafterFacts("EagleProposer", BOTH)
+
+
+@pytest.mark.parametrize("proposer", ["EagleProposer", "DraftModelProposer"])
+@MODES
+def test_no_obstacle(proposer, mode):
+    assert obstacle(DrafterFacts(proposer, mode)) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"proposer": "DFlashProposer"}, "DFlashProposer has drafting code of its own"),
+        ({"enforce_eager": True}, "enforce_eager"),
+        ({"target_mode": PIECEWISE}, "cudagraph_mode is PIECEWISE"),
+        ({"target_mode": NONE}, "cudagraph_mode is NONE"),
+        ({"padded_batch": False}, "disable_padded_drafter_batch"),
+        ({"data_parallel_size": 2}, "data parallelism"),
+        ({"context_parallel_size": 2}, "context parallelism"),
+        ({"tree_attention": True}, "tree attention"),
+        ({"breakable_any_mode": True}, "breakable CUDA graphs"),
+        ({"shares_mtp_indices": True}, "top-k indices"),
+    ],
+)
+def test_obstacles(change, reason):
+    assert reason in obstacle(dataclasses.replace(GOOD, **change))
+
+
+def tree_builder(proposer):
+    proposer.draft_attn_groups[0].builder = type("TreeAttentionMetadataBuilder", (), {"reorder_batch_threshold": 1})()
+
+
+def breakable(runtime_mode):
+    def wrap(proposer):
+        proposer.model = type("BreakableCUDAGraphWrapper", (), {"runtime_mode": runtime_mode})()
+
+    return wrap
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda p: setattr(type(p), "__name__", "MedusaLikeProposer"), "MedusaLikeProposer has drafting code"),
+        (lambda p: setattr(p.speculative_config, "enforce_eager", True), "enforce_eager"),
+        (lambda p: setattr(p.speculative_config, "disable_padded_drafter_batch", True), "disable_padded_drafter_batch"),
+        (lambda p: setattr(p.vllm_config.parallel_config, "data_parallel_size", 2), "data parallelism"),
+        (lambda p: setattr(p.vllm_config.parallel_config, "decode_context_parallel_size", 2), "context parallelism"),
+        (tree_builder, "tree attention"),
+        (breakable(None), "breakable CUDA graphs"),
+        (lambda p: setattr(p, "_share_mtp_indices", True), "top-k indices"),
+        (
+            lambda p: setattr(p.vllm_config.compilation_config, "cudagraph_capture_sizes", []),
+            "no capture size holds a whole batch",
+        ),
+    ],
+)
+def test_a_proposer_with_an_obstacle_is_left_as_in_stock_vllm(make, notes, change, reason):
+    proposer = make("passes", EAGLE, 2)
+    change(proposer)
+    proposer.draft_graphs.initialize_keys(BOTH)
+    assert reason in notes["draft-full-graph"]
+    assert notes["draft-full-graph"].startswith("the drafter runs as in stock vLLM: ")
+    assert proposer.cudagraph_dispatcher.draft_keys is None
+    capture_draft_graphs(proposer, Runner(0).template())
+    assert RecordedGraphs.instances == []
+
+
+def test_a_breakable_wrapper_of_one_mode_is_no_obstacle(make):
+    proposer = make("passes", EAGLE, 2)
+    breakable(PIECEWISE)(proposer)
+    proposer.draft_graphs.initialize_keys(BOTH)
+    assert proposer.cudagraph_dispatcher.draft_keys is not None
+
+
+@MODES
+@KINDS
+@pytest.mark.parametrize("k", [1, 2, 3, 5])
+def test_plan(mode, kind, k):
+    width = 1 + k + kind.new_slots(k)
+    assert width == {"EagleProposer": 2 * k if kind.parallel else 1 + k, "DraftModelProposer": k + 2}[kind.proposer]
+    sizes = [rung * (1 + k) for rung in (1, 2, 4, 8)]
+    keys = plan_keys(
+        mode,
+        sizes,
+        num_speculative_tokens=k,
+        first_query_len=width,
+        max_first_query_len=None,
+        max_num_seqs=7,
+        max_num_tokens=1000,
+    )
+    uniform = {width: (1, 2, 4, 7)}
+    if k > 1:
+        uniform[1] = (1, 2, 4, 7)
+    assert keys == DraftKeys(uniform=uniform, mixed=tuple(sizes) if mode == FULL else (), max_num_seqs=7)
+
+
+@pytest.mark.parametrize(("limit", "planned"), [(None, True), (5, True), (4, False), (1, False)])
+def test_plan_leaves_the_first_pass_out_above_the_decode_threshold(limit, planned):
+    keys = plan_keys(
+        DECODE_ONLY,
+        [4, 8],
+        num_speculative_tokens=3,
+        first_query_len=5,
+        max_first_query_len=limit,
+        max_num_seqs=2,
+        max_num_tokens=1000,
+    )
+    assert keys.uniform == {1: (1, 2)} | ({5: (1, 2)} if planned else {})
+
+
+def test_plan_leaves_out_what_the_drafters_buffers_do_not_hold():
+    keys = plan_keys(
+        FULL,
+        [8, 4, 16, 24],
+        num_speculative_tokens=3,
+        first_query_len=5,
+        max_first_query_len=None,
+        max_num_seqs=6,
+        max_num_tokens=19,
+    )
+    assert keys == DraftKeys(uniform={1: (1, 2, 4, 6), 5: (1, 2)}, mixed=(4, 8, 16), max_num_seqs=6)
+
+
+def test_the_lowest_threshold_of_the_draft_backends_counts(make):
+    proposer = make("passes", EAGLE, 3)
+    for threshold in (None, 8, 3):
+        group = type(proposer.draft_attn_groups[0])()
+        group.builder.reorder_batch_threshold = threshold
+        proposer.draft_attn_groups.append(group)
+    proposer.draft_graphs.initialize_keys(DECODE_ONLY)
+    assert proposer.cudagraph_dispatcher.draft_keys.uniform == {1: (1, 2, 4, 8)}
+
+
+def test_find_draft_graph():
+    keys = DraftKeys(uniform={1: (1, 4)}, mixed=(), max_num_seqs=4)
+    assert find_draft_graph(keys, 3, 1) == BatchDescriptor(num_tokens=4, num_reqs=4, uniform=True)
+    assert find_draft_graph(keys, 5, 1) is None
+    assert find_draft_graph(keys, 3, 0) is None
+
+
+# -- capture ----------------------------------------------------------------------------------------------------------
+
+
+def test_every_shape_is_captured_once_after_a_run_without_a_graph(make):
+    proposer = make("passes", EAGLE, 2)
+    runner = Runner(0)
+    boot(proposer, FULL, runner)
+    (graphs,) = RecordedGraphs.instances
+    assert graphs.captured == [descriptor_of(shape) for shape in proposer.cudagraph_dispatcher.draft_keys.all()]
+    assert graphs.without_graph == len(graphs.captured)
+    before = list(graphs.captured)
+    RecordedGraphs.sealed = True
+    capture_draft_graphs(proposer, runner.template())
+    assert graphs.captured == before
+
+
+def test_capture_writes_nothing_to_the_cache(make):
+    proposer = make("loop", EAGLE, 3)
+    proposer.model.cache.fill_(5)
+    boot(proposer, FULL, Runner(0))
+    assert (proposer.model.cache[:-1] == 5).all()
+
+
+def test_new_keys_are_captured_anew(make):
+    proposer, runner = make("loop", EAGLE, 2), Runner(0)
+    boot(proposer, FULL, runner)
+    passes, loop = RecordedGraphs.instances
+    counts = len(passes.captured), len(loop.captured)
+    proposer.initialize_cudagraph_keys(FULL)
+    assert not passes.concrete_cudagraph_entries
+    assert not loop.concrete_cudagraph_entries
+    assert proposer.draft_graphs.first_query_len(runner.batch(2)["common_attn_metadata"]) == 0
+    capture_draft_graphs(proposer, runner.template())
+    assert (len(passes.captured), len(loop.captured)) == (2 * counts[0], 2 * counts[1])
+    assert RecordedGraphs.instances == [passes, loop]
+
+
+def test_graphs_have_a_pool_of_their_own(make):
+    proposers = [make("loop", EAGLE, 2) for _ in range(2)]
+    for proposer in proposers:
+        boot(proposer, FULL, Runner(0))
+    pools = [graphs.graph_pool for graphs in RecordedGraphs.instances]
+    assert pools[0] is pools[1]
+    assert pools[2] is pools[3]
+    assert pools[0] is not pools[2]
+
+
+def test_no_template_is_an_error_with_a_way_out(make):
+    proposer = make("passes", EAGLE, 2)
+    proposer.initialize_cudagraph_keys(FULL)
+    with pytest.raises(RuntimeError, match="VLLM_HWPLUGIN_DRAFT_FULL_GRAPH=off"):
+        capture_draft_graphs(proposer, None)
+
+
+def test_a_drafter_without_graphs_passes_through():
+    capture_draft_graphs(types.SimpleNamespace(), None)
+
+
+def test_without_keys_the_model_is_called_as_it_is(make):
+    proposer = make("passes", EAGLE, 2)
+    proposer.model = lambda **inputs: inputs
+    assert proposer.draft_graphs(input_ids=1) == {"input_ids": 1}
+    assert RecordedGraphs.instances == []
+
+
+def test_multimodal_inputs_are_captured_as_embeddings(make):
+    proposer = make("passes", EAGLE, 1)
+    proposer.supports_mm_inputs = True
+    proposer.inputs_embeds = torch.zeros(64, 4)
+    calls = []
+    proposer.model = lambda **inputs: calls.append(inputs) or inputs["positions"] + 1
+    boot(proposer, DECODE_ONLY, Runner(0))
+    assert calls
+    assert all(call["input_ids"] is None for call in calls)
+    assert {call["inputs_embeds"].data_ptr() for call in calls} == {proposer.inputs_embeds.data_ptr()}
+
+
+# -- the draft phase --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pair(make):
+    """A stock proposer without graphs and one that booted with them."""
+
+    def made(which, kind, k, mode, seed=1, **options):
+        runner = Runner(seed)
+        stock, graphed = make("stock", kind, k, **options), make(which, kind, k, **options)
+        stock.initialize_cudagraph_keys(NONE)
+        boot(graphed, mode, runner)
+        RecordedGraphs.sealed = True
+        return stock, graphed, runner
+
+    return made
+
+
+def compare(stock, graphed, batch):
+    for proposer in (stock, graphed):
+        # vLLM leaves a rejected last token's id as an earlier batch had it, and what is drafted never depends on it.
+        proposer.input_ids[len(batch["target_token_ids"]) - 1] = 0
+    expected, got = propose(stock, batch), propose(graphed, batch)
+    assert got.tolist() == expected.tolist()
+    # All but the row for padding slots: padded rows wrote nowhere, and every real row wrote where stock did.
+    assert torch.equal(graphed.model.cache[:-1], stock.model.cache[:-1])
+    return got
+
+
+@MODES
+@KINDS
+@pytest.mark.parametrize("k", [1, 2, 3, 5])
+@pytest.mark.parametrize("which", ["passes", "loop"])
+def test_drafts_are_those_of_stock(pair, which, kind, k, mode):
+    stock, graphed, runner = pair(which, kind, k, mode)
+    sizes, tokens = set(), set()
+    for index in range(36):
+        kind_of_batch = "prefill" if index % 9 == 0 else "mixed" if index % 9 == 4 else "decode"
+        batch = runner.batch(k, kind_of_batch, size=1 + index % MAX_REQS if index < MAX_REQS else None)
+        drafts = compare(stock, graphed, batch)
+        assert drafts.shape == (batch["common_attn_metadata"].num_reqs, k)
+        sizes.add(len(drafts))
+        tokens.update(drafts.flatten().tolist())
+    assert sizes == set(range(1, MAX_REQS + 1))
+    assert len(tokens) > 30
+    replayed = {
+        (key.num_tokens // key.num_reqs if key.uniform else None) for key in RecordedGraphs.instances[0].replayed
+    }
+    width = 1 + k + kind.new_slots(k)
+    assert width in replayed
+    assert (None in replayed) == (mode == FULL)
+    if which == "passes" and k > 1 and not kind.parallel:
+        assert 1 in replayed
+
+
+@pytest.mark.parametrize(("size", "rung"), [(1, 1), (2, 2), (3, 4), (5, 8), (7, 8), (8, 8)])
+def test_a_decode_batch_is_one_replay_a_pass_padded_to_its_own_rung(pair, size, rung):
+    k = 3
+    stock, graphed, runner = pair("passes", EAGLE, k, DECODE_ONLY)
+    graphs = RecordedGraphs.instances[0]
+    compare(stock, graphed, runner.batch(k, size=size))
+    passes = [uniform_shape(1 + k, rung)] + [uniform_shape(1, rung)] * (k - 1)
+    assert graphs.replayed == [descriptor_of(shape) for shape in passes]
+
+
+def test_steps_above_the_ladder_use_a_mixed_graphs_own_buffers(pair):
+    stock, graphed, runner = pair("passes", EAGLE, 2, FULL)
+    graphs = RecordedGraphs.instances[0]
+    for _ in range(8):
+        graphs.replayed.clear()
+        compare(stock, graphed, runner.batch(2, size=MAX_REQS))
+        # 27 tokens are more than any graph holds; the steps' 9 fit a mixed one.
+        assert graphs.replayed == [BatchDescriptor(num_tokens=12, num_reqs=MAX_REQS, uniform=False)]
+        compare(stock, graphed, runner.batch(2, "mixed", size=3))
+
+
+def test_the_callers_metadata_is_changed_only_as_stock_changes_it(pair):
+    stock, graphed, runner = pair("passes", EAGLE, 3, DECODE_ONLY)
+    batch = runner.batch(3, size=3)
+    left = {}
+    for name, proposer in (("stock", stock), ("graphed", graphed)):
+        metadata = clone_metadata(batch["common_attn_metadata"])
+        lengths = metadata.seq_lens
+        proposer.propose(**batch | {"common_attn_metadata": metadata})
+        left[name] = {field: getattr(metadata, field) for field in FIELDS} | {"seq_lens after": metadata.seq_lens}
+        left[name]["seq_lens"] = lengths
+    for field, value in left["stock"].items():
+        if field == "seq_lens":
+            # The tensor that the runner gave: rejected tokens are taken off it, and no step advances it.
+            expected = batch["common_attn_metadata"].seq_lens - batch["num_rejected_tokens_gpu"]
+            assert torch.equal(left["graphed"][field], expected)
+        elif isinstance(value, torch.Tensor):
+            assert torch.equal(left["graphed"][field], value), field
+        else:
+            assert left["graphed"][field] == value, field
+
+
+def test_a_moved_block_table_turns_the_graphs_off(pair, notes):
+    stock, graphed, runner = pair("loop", EAGLE, 2, DECODE_ONLY)
+    compare(stock, graphed, runner.batch(2))
+    graphs, loop = RecordedGraphs.instances
+    assert loop.replayed
+    for one in (graphs, loop):
+        one.replayed.clear()
+    runner.table = runner.table.clone()
+    for _ in range(6):
+        compare(stock, graphed, runner.batch(2))
+    assert "block table moved" in notes["draft-full-graph"]
+    assert graphed.cudagraph_dispatcher.draft_keys is None
+    assert not graphs.replayed
+    assert not loop.replayed
+
+
+def test_a_block_table_of_another_stride_turns_the_graphs_off(pair, notes):
+    _, graphed, runner = pair("passes", EAGLE, 2, DECODE_ONLY)
+    metadata = runner.batch(2)["common_attn_metadata"]
+    metadata.block_table_tensor = runner.table.view(-1).as_strided((1, 8), (8, 1))
+    assert graphed.draft_graphs.step_query_len(metadata) == 0
+    assert "block table moved" in notes["draft-full-graph"]
+
+
+def test_a_field_without_a_fixed_address_turns_the_graphs_off(pair, notes):
+    stock, graphed, runner = pair("loop", EAGLE, 2, DECODE_ONLY)
+    compare(stock, graphed, runner.batch(2))
+    graphs, loop = RecordedGraphs.instances
+    before = list(graphs.replayed), list(loop.replayed)
+    for _ in range(6):
+        batch = runner.batch(2)
+        batch["common_attn_metadata"].encoder_seq_lens = torch.ones(1)
+        compare(stock, graphed, batch)
+    assert "'encoder_seq_lens'" in notes["draft-full-graph"]
+    assert (graphs.replayed, loop.replayed) == before
+
+
+def test_nothing_is_replayed_before_capture(make, notes):
+    proposer, runner = make("loop", EAGLE, 2), Runner(0)
+    proposer.initialize_cudagraph_keys(FULL)
+    RecordedGraphs.sealed = True
+    stock = make("stock", EAGLE, 2)
+    compare(stock, proposer, runner.batch(2))
+    assert proposer.draft_graphs.step_query_len(runner.batch(2)["common_attn_metadata"]) == 0
+
+
+def test_the_drafters_own_dummy_run_never_gets_a_full_graph(pair):
+    _, graphed, _ = pair("passes", EAGLE, 2, FULL)
+    for count in range(1, 40):
+        for use_cudagraphs in (True, False):
+            mode, *_ = graphed._determine_batch_execution_and_padding(count, use_cudagraphs=use_cudagraphs)
+            assert mode in ({NONE, PIECEWISE} if use_cudagraphs else {NONE})
+
+
+@pytest.mark.parametrize("input_name", ["positions", "hidden_states", "input_ids"])
+def test_a_reassigned_input_buffer_is_seen(pair, input_name):
+    """The comparison can fail: what breaks a captured graph breaks it here."""
+    _, graphed, runner = pair("passes", EAGLE, 2, DECODE_ONLY)
+    setattr(graphed, input_name, getattr(graphed, input_name).clone())
+    with pytest.raises(AssertionError, match=f"input '{input_name}'"):
+        propose(graphed, runner.batch(2))
+
+
+def test_a_reassigned_metadata_buffer_is_seen(pair):
+    stock, graphed, runner = pair("passes", EAGLE, 2, DECODE_ONLY)
+    for buffers in graphed.draft_graphs._buffers.values():
+        buffers.seq_lens = buffers.seq_lens.clone()
+    with pytest.raises(AssertionError):
+        for _ in range(4):
+            compare(stock, graphed, runner.batch(2))
+
+
+def test_class_tests_on_the_model_see_the_model(pair):
+    _, graphed, _ = pair("loop", EAGLE, 2, FULL)
+    assert type(graphed.model) is DraftModel
+
+
+def test_padding_slot_is_vllms():
+    from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
+
+    assert draft_graphs._PADDING_SLOT_ID == PADDING_SLOT_ID

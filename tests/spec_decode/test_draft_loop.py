@@ -1,0 +1,226 @@
+"""The chain of one-token steps as one graph: when it is used, and that it drafts what stock vLLM drafts."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("vllm")
+
+from vllm.config import CUDAGraphMode  # noqa: E402
+
+from vllm_hwplugin.spec_decode.draft_graphs import capture_draft_graphs, descriptor_of  # noqa: E402
+from vllm_hwplugin.spec_decode.draft_keys import uniform_shape  # noqa: E402
+from vllm_hwplugin.spec_decode.draft_loop import ChainFacts, obstacle  # noqa: E402
+
+from .drafters import EAGLE, MAX_REQS, Runner, boot, clone_metadata, propose  # noqa: E402
+from .recorded_graph import RecordedGraphs  # noqa: E402
+
+DECODE_ONLY = CUDAGraphMode.FULL_DECODE_ONLY
+GOOD = ChainFacts(3, frozenset({"FlashAttentionMetadataBuilder", "TritonAttentionMetadataBuilder"}))
+
+
+# -- decisions --------------------------------------------------------------------------------------------------------
+
+
+def test_no_obstacle():
+    assert obstacle(GOOD) is None
+    assert obstacle(dataclasses.replace(GOOD, num_speculative_tokens=2)) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"num_speculative_tokens": 1}, "one draft token needs no chain"),
+        (
+            {"builders": GOOD.builders | {"ZMetadataBuilder", "FlashInferMetadataBuilder"}},
+            "FlashInferMetadataBuilder, ZMetadataBuilder may plan on the host",
+        ),
+        ({"host_side": ("uses_mrope", "eplb_state")}, "host work between steps: uses_mrope, eplb_state"),
+    ],
+)
+def test_obstacles(change, reason):
+    assert reason in obstacle(dataclasses.replace(GOOD, **change))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "supports_mm_inputs",
+        "uses_mrope",
+        "draft_uses_xdrope_dim",
+        "constant_draft_positions",
+        "use_heterogeneous_vocab",
+        "use_local_argmax_reduction",
+        "allowed_attn_types",
+        "eplb_state",
+    ],
+)
+def test_a_proposer_with_host_work_has_no_chain(make, notes, name):
+    proposer = make("loop", EAGLE, 3)
+    setattr(proposer, name, (int,))
+    proposer.draft_loop.initialize_keys((1, 2), object())
+    assert name in notes["draft-loop-graph"]
+    assert "launched one by one" in notes["draft-loop-graph"]
+    assert RecordedGraphs.instances == []
+
+
+def test_another_backend_has_no_chain_but_keeps_its_passes(make, notes):
+    proposer, runner = make("loop", EAGLE, 3), Runner(0)
+    proposer.draft_attn_groups[0].builder = types.SimpleNamespace(reorder_batch_threshold=None)
+    boot(proposer, DECODE_ONLY, runner)
+    (passes,) = RecordedGraphs.instances
+    assert "SimpleNamespace may plan on the host" in notes["draft-loop-graph"]
+    propose(proposer, runner.batch(3, size=2))
+    assert [key.num_tokens for key in passes.replayed] == [8, 2, 2]
+
+
+# -- the chain --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pair(make):
+    def made(k, seed=1):
+        runner = Runner(seed)
+        stock, graphed = make("stock", EAGLE, k), make("loop", EAGLE, k)
+        boot(graphed, DECODE_ONLY, runner)
+        RecordedGraphs.sealed = True
+        return stock, graphed, runner
+
+    return made
+
+
+def test_each_rung_is_captured_once_largest_first(make, notes):
+    proposer, runner = make("loop", EAGLE, 3), Runner(0)
+    boot(proposer, DECODE_ONLY, runner)
+    _, loop = RecordedGraphs.instances
+    rungs = [descriptor_of(uniform_shape(1, rung)) for rung in (8, 4, 2, 1)]
+    assert loop.captured == rungs
+    assert loop.without_graph == len(rungs)
+    assert notes["draft-loop-graph"] == "2 steps in one graph for [1, 2, 4, 8] requests"
+    RecordedGraphs.sealed = True
+    capture_draft_graphs(proposer, runner.template())
+    proposer.draft_loop.capture(runner.template())
+    assert loop.captured == rungs
+
+
+@pytest.mark.parametrize("k", [2, 3, 5])
+@pytest.mark.parametrize(("size", "rung"), [(1, 1), (3, 4), (7, 8), (8, 8)])
+def test_a_decode_batch_is_two_launches(pair, k, size, rung):
+    stock, graphed, runner = pair(k)
+    passes, loop = RecordedGraphs.instances
+    batch = runner.batch(k, size=size)
+    assert propose(graphed, batch).tolist() == propose(stock, batch).tolist()
+    assert passes.replayed == [descriptor_of(uniform_shape(1 + k, rung))]
+    assert loop.replayed == [descriptor_of(uniform_shape(1, rung))]
+
+
+def test_a_mixed_first_pass_still_has_its_chain(pair):
+    stock, graphed, runner = pair(3)
+    passes, loop = RecordedGraphs.instances
+    batch = runner.batch(3, "mixed", size=4)
+    assert propose(graphed, batch).tolist() == propose(stock, batch).tolist()
+    assert passes.replayed == []
+    assert len(loop.replayed) == 1
+
+
+def test_the_drafts_outlive_the_next_launch(pair):
+    _, graphed, runner = pair(3)
+    first = propose(graphed, runner.batch(3, size=2))
+    kept = first.tolist()
+    for _ in range(3):
+        propose(graphed, runner.batch(3, size=2))
+    assert first.tolist() == kept
+
+
+def test_rows_come_and_go(pair):
+    """Rows are inert or real as the batch says, whatever the batch before was."""
+    stock, graphed, runner = pair(3)
+    for size in (8, 1, 2, 1, 8, 3, 4, 3, 7, 1):
+        batch = runner.batch(3, size=size)
+        assert propose(graphed, batch).tolist() == propose(stock, batch).tolist()
+        inert = graphed.draft_loop._inert
+        rung = RecordedGraphs.instances[1].replayed[-1].num_reqs
+        assert inert[:rung].tolist() == [False] * size + [True] * (rung - size)
+        # No inert row has gained a sequence, nor a slot to write to.
+        assert graphed.draft_graphs.step_buffers.seq_lens[size:rung].tolist() == [0] * (rung - size)
+        assert graphed._slot_mapping_buffer[size:rung].tolist() == [-1] * (rung - size)
+
+
+def run_arguments(proposer, runner, size):
+    batch = runner.batch(3, size=size)
+    metadata = batch["common_attn_metadata"]
+    rows = torch.zeros(size, proposer.hidden_size, dtype=proposer.dtype)
+    return {
+        "sample_hidden_states": rows,
+        "positions": torch.arange(size),
+        "hidden_states": rows,
+        "metadata": metadata,
+        "num_rejected_tokens": batch["num_rejected_tokens_gpu"],
+        "sampling_metadata": batch["sampling_metadata"],
+    }
+
+
+def test_run_changes_nothing_of_the_caller(pair):
+    _, graphed, runner = pair(3)
+    arguments = run_arguments(graphed, runner, 3)
+    before = clone_metadata(arguments["metadata"])
+    fields = {name: value for name, value in vars(arguments["metadata"]).items() if isinstance(value, torch.Tensor)}
+    drafts = graphed.draft_loop.run(**arguments)
+    assert drafts.shape == (3, 3)
+    assert drafts.dtype == torch.int64
+    for name, value in fields.items():
+        assert getattr(arguments["metadata"], name) is value
+        assert torch.equal(value, getattr(before, name)), name
+
+
+def test_a_batch_above_the_ladder_is_left_to_the_passes(pair):
+    stock, graphed, runner = pair(3)
+    assert graphed.draft_loop.run(**run_arguments(graphed, runner, MAX_REQS)) is None
+    batch = runner.batch(3, size=MAX_REQS)
+    assert propose(graphed, batch).tolist() == propose(stock, batch).tolist()
+    assert RecordedGraphs.instances[1].replayed == []
+
+
+def test_sampled_drafts_are_left_to_the_passes(pair):
+    _, graphed, runner = pair(3)
+    arguments = run_arguments(graphed, runner, 2)
+    graphed._enable_probabilistic_draft_probs = True
+    assert graphed.draft_loop.run(**arguments) is not None
+    arguments["sampling_metadata"] = types.SimpleNamespace(all_greedy=False)
+    assert graphed.draft_loop.run(**arguments) is None
+    graphed._enable_probabilistic_draft_probs = False
+    assert graphed.draft_loop.run(**arguments) is not None
+
+
+def test_another_number_of_draft_tokens_is_left_to_the_passes(pair):
+    stock, graphed, runner = pair(3)
+    passes, loop = RecordedGraphs.instances
+    batch = runner.batch(3, size=2) | {"num_speculative_tokens": 2}
+    if "num_speculative_tokens" not in type(graphed).propose.__code__.co_varnames:
+        pytest.skip("this vLLM always drafts the configured number of tokens")
+    got = propose(graphed, batch)
+    assert got.shape == (2, 2)
+    assert got.tolist() == propose(stock, batch).tolist()
+    assert loop.replayed == []
+    assert [key.num_tokens for key in passes.replayed] == [8, 2]
+
+
+def test_nothing_runs_before_capture(make):
+    proposer, runner = make("loop", EAGLE, 3), Runner(0)
+    proposer.initialize_cudagraph_keys(DECODE_ONLY)
+    assert proposer.draft_loop.run(**run_arguments(proposer, runner, 2)) is None
+
+
+@pytest.mark.parametrize("name", ["_sample_hidden", "_drafts", "_inert"])
+def test_a_reassigned_buffer_of_the_chain_is_seen(pair, name):
+    stock, graphed, runner = pair(3)
+    setattr(graphed.draft_loop, name, getattr(graphed.draft_loop, name).clone())
+    with pytest.raises(AssertionError):
+        for size in (1, 3, 8, 5):
+            batch = runner.batch(3, size=size)
+            assert propose(graphed, batch).tolist() == propose(stock, batch).tolist()
+            assert torch.equal(graphed.model.cache[:-1], stock.model.cache[:-1])
