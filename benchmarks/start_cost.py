@@ -48,7 +48,7 @@ for name, copy in (finder.copies if finder else {}).items():
     path = record.current().vllm_root + "/" + name.replace(".", "/") + ("/__init__.py" if copy.is_package else ".py")
     SourceFileLoader(name, path).get_code(name)
     own, stock = own + middle - begin, stock + clock() - middle
-entry = record.current()
+entry = record.current() or record.new("switched off")
 print(json.dumps({
     "register_ms": 1e3 * (registered - start), "load_ms": 1e3 * (own - stock), "modules": len(entry.modules),
     "live": entry.live, "vllm": entry.vllm_version, "error": entry.error,

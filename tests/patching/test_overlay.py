@@ -108,12 +108,17 @@ def link(path: Path) -> None:
     path.symlink_to(other)
 
 
+def link_to_the_same(path: Path) -> None:
+    path.rename(path.parent.parent.parent / "same.py")
+    path.symlink_to(path.parent.parent.parent / "same.py")
+
+
 def fifo(path: Path) -> None:
     path.unlink()
     os.mkfifo(path)
 
 
-@pytest.mark.parametrize("harm", [truncate, alter, widen, give_away, link, fifo, Path.unlink])
+@pytest.mark.parametrize("harm", [truncate, alter, widen, give_away, link, link_to_the_same, fifo, Path.unlink])
 def test_a_harmed_copy_is_rebuilt_and_never_loaded(
     overlay: Overlay, copy: Copy, harm: Callable[[Path], object]
 ) -> None:

@@ -120,6 +120,16 @@ def test_installing_twice_and_from_many_threads_is_one_install(patched: Project)
     assert len(list(patched.cache.glob("records/*.json"))) == 1
 
 
+def test_installing_again_passes_finders_that_came_in_between(patched: Project) -> None:
+    code = """
+        from importlib.machinery import PathFinder
+        install()
+        sys.meta_path.insert(0, PathFinder)
+        install()
+        """
+    assert patched.run(code, CHECK).strip() == PATCHED
+
+
 @pytest.mark.parametrize("imported", ["alpha", "beta"])
 def test_an_imported_module_is_patched_in_place(patched: Project, imported: str) -> None:
     code = f"""
