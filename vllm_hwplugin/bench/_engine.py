@@ -129,7 +129,9 @@ def _graph_modes(llm: Any) -> dict[str, str]:
     for name, owner in (("target", runner), ("drafter", getattr(runner, "drafter", None))):
         dispatcher = getattr(owner, "cudagraph_dispatcher", None)
         mode = getattr(dispatcher, "cudagraph_mode", None)
-        if mode is not None:
+        if getattr(dispatcher, "draft_keys", None) is not None:
+            modes[name] = "FULL"  # draft-full-graph keeps its keys beside the dispatcher's own
+        elif mode is not None:
             modes[name] = mode.name
     return modes
 

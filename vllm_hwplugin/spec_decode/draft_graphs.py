@@ -88,6 +88,7 @@ def plan_keys(
     max_first_query_len: int | None,
     max_num_seqs: int,
     max_num_tokens: int,
+    parallel_drafting: bool = False,
 ) -> DraftKeys:
     """The shapes to capture for a drafter whose target resolved to `target_mode`.
 
@@ -97,10 +98,11 @@ def plan_keys(
         max_first_query_len: the longest query that every draft attention backend treats as decode; None for no limit.
         max_num_seqs: requests in a batch, at most.
         max_num_tokens: tokens that the drafter's buffers hold.
+        parallel_drafting: the first pass drafts every token, so there are no one-token steps.
     """
     ladder = request_ladder(capture_sizes, 1 + num_speculative_tokens, max_num_seqs)
     uniform: dict[int, tuple[int, ...]] = {}
-    if num_speculative_tokens > 1:
+    if num_speculative_tokens > 1 and not parallel_drafting:
         uniform[_STEP_QUERY_LEN] = ladder
     if max_first_query_len is None or first_query_len <= max_first_query_len:
         uniform[first_query_len] = tuple(rung for rung in ladder if rung * first_query_len <= max_num_tokens)
@@ -156,6 +158,7 @@ class DraftGraphs:
             max_first_query_len=self._decode_threshold(),
             max_num_seqs=config.scheduler_config.max_num_seqs,
             max_num_tokens=min(proposer.max_num_tokens, proposer.max_positions),
+            parallel_drafting=proposer.parallel_drafting,
         )
         if not keys.all():
             self._turn_off("no capture size holds a whole batch of the drafter")

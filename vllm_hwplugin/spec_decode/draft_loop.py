@@ -42,13 +42,14 @@ class ChainFacts:
 
     num_speculative_tokens: int
     builders: frozenset[str]
+    parallel_drafting: bool = False
     host_side: tuple[str, ...] = ()
 
 
 def obstacle(facts: ChainFacts) -> str | None:
     """Why this drafter's steps are launched one by one, or None."""
-    if facts.num_speculative_tokens < 2:
-        return "one draft token needs no chain"
+    if facts.num_speculative_tokens < 2 or facts.parallel_drafting:
+        return "one pass drafts every token, so there is no chain"
     others = sorted(facts.builders - _VIEW_ONLY_BUILDERS)
     if others:
         return f"{', '.join(others)} may plan on the host between steps"
@@ -116,6 +117,7 @@ class DraftLoop:
         return ChainFacts(
             num_speculative_tokens=proposer.speculative_config.num_speculative_tokens,
             builders=frozenset(builders),
+            parallel_drafting=proposer.parallel_drafting,
             host_side=tuple(name for name in names if getattr(proposer, name, None)),
         )
 
