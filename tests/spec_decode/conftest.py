@@ -10,7 +10,7 @@ import pytest
 
 @pytest.fixture(scope="session")
 def patched_module() -> Callable[..., types.ModuleType]:
-    """`patched_module(path, gate="off", ...)`: a module of vLLM with the project's patches; vLLM's own stays as it is."""
+    """`patched_module(path, gate="off", ...)`: a module of vLLM with the project's patches, beside vLLM's own."""
     from vllm_hwplugin.patching import load_catalog, make_plan
     from vllm_hwplugin.patching._installed import find_installed
 

@@ -140,6 +140,14 @@ def make_config(sizes: list[int], max_num_seqs: int = MAX_REQS) -> VllmConfig:
 def make_proposer(module: types.ModuleType, dispatcher: types.ModuleType, kind: Kind, k: int, config: VllmConfig):
     """A proposer of `module` (vLLM's, or its patched text) without weights."""
 
+    # What the hunks add to vLLM's `__init__`.
+    added_arguments = (True,) if hasattr(module, "DraftGraphs") else ()
+    added_parts = {
+        name: getattr(module, part)
+        for name, part in (("draft_graphs", "DraftGraphs"), ("draft_loop", "DraftLoop"))
+        if hasattr(module, part)
+    }
+
     class Proposer(module.SpecDecodeBaseProposer):
         def __init__(self):
             self.vllm_config, self.method, self.device = config, kind.method, torch.device("cpu")
@@ -169,17 +177,9 @@ def make_proposer(module: types.ModuleType, dispatcher: types.ModuleType, kind: 
             self._draft_attn_layer_names = {LAYER}
             self.draft_attn_groups = [Group()]
             self.model = DraftModel(self.model_returns_tuple())
-            self.cudagraph_dispatcher = dispatcher.CudagraphDispatcher(config, *self.draft_arguments)
-            for name, made in self.parts.items():
-                setattr(self, name, made(self))
-
-        # What the hunks add to vLLM's `__init__`.
-        draft_arguments = (True,) if hasattr(module, "DraftGraphs") else ()
-        parts = {
-            name: getattr(module, made)
-            for name, made in (("draft_graphs", "DraftGraphs"), ("draft_loop", "DraftLoop"))
-            if hasattr(module, made)
-        }
+            self.cudagraph_dispatcher = dispatcher.CudagraphDispatcher(config, *added_arguments)
+            for name, part in added_parts.items():
+                setattr(self, name, part(self))
 
         def build_per_group_and_layer_attn_metadata(self, common_attn_metadata, draft_index=0):
             views = Views(
@@ -220,8 +220,8 @@ def expand_inputs(
         out = start + new * row
         kept = end - start - (0 if num_rejected_tokens_gpu is None else int(num_rejected_tokens_gpu[row]))
         length = end - start + new
-        ids = target_token_ids[start + shift : start + kept].tolist() + [int(next_token_ids[row])]
-        ids += [MASK_TOKEN] * (extra - 1)
+        ids = target_token_ids[start + shift : start + kept].tolist()
+        ids += [int(next_token_ids[row])] + [MASK_TOKEN] * (extra - 1)
         first = len(ids) - extra
         rejected_mask[out + len(ids) : out + length] = True
         sampled += range(out + first, out + len(ids))

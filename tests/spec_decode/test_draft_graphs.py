@@ -1,4 +1,4 @@
-"""vLLM's `propose` with the hunks, under graphs that replay as CUDA graphs do, against stock `propose` without graphs."""
+"""vLLM's `propose` with the hunks, under graphs that replay as CUDA graphs do, against stock `propose`."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_stand_in_keeps_the_old_buffer_and_number(held):
 
 def test_stand_in_refuses_a_moved_input_and_a_late_capture(held):
     _, graphs, x = held
-    with pytest.raises(AssertionError, match="input 'x' of .* moved"):
+    with pytest.raises(AssertionError, match="input 'x' of"):
         launch(graphs, x=x.clone())
     RecordedGraphs.sealed = True
     graphs.clear_graphs()
@@ -523,8 +523,7 @@ def test_a_reassigned_metadata_buffer_is_seen(pair):
     for buffers in graphed.draft_graphs._buffers.values():
         buffers.seq_lens = buffers.seq_lens.clone()
     with pytest.raises(AssertionError):
-        for _ in range(4):
-            compare(stock, graphed, runner.batch(2))
+        compare(stock, graphed, runner.batch(2))
 
 
 def test_class_tests_on_the_model_see_the_model(pair):

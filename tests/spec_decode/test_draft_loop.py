@@ -219,8 +219,9 @@ def test_nothing_runs_before_capture(make):
 def test_a_reassigned_buffer_of_the_chain_is_seen(pair, name):
     stock, graphed, runner = pair(3)
     setattr(graphed.draft_loop, name, getattr(graphed.draft_loop, name).clone())
-    with pytest.raises(AssertionError):
-        for size in (1, 3, 8, 5):
-            batch = runner.batch(3, size=size)
-            assert propose(graphed, batch).tolist() == propose(stock, batch).tolist()
-            assert torch.equal(graphed.model.cache[:-1], stock.model.cache[:-1])
+    wrong = 0
+    for size in (1, 3, 8, 5):
+        batch = runner.batch(3, size=size)
+        same = propose(graphed, batch).tolist() == propose(stock, batch).tolist()
+        wrong += not (same and torch.equal(graphed.model.cache[:-1], stock.model.cache[:-1]))
+    assert wrong

@@ -1,0 +1,251 @@
+"""What the bodies use of vLLM by name exists in every supported version; hunks are held by the patch engine, names not.
+
+Read from the released sources, so that one machine can tell for all versions.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import vllm_hwplugin
+from vllm_hwplugin.patching import SUPPORTED
+
+BODIES = Path(vllm_hwplugin.__file__).parent / "spec_decode"
+PROPOSER = "vllm/v1/spec_decode/llm_base_proposer.py"
+UTILS = "vllm/v1/spec_decode/utils.py"
+
+# Read with a default where the version may not have them.
+OPTIONAL = {
+    "_share_mtp_indices",
+    "_enable_probabilistic_draft_probs",
+    "constant_draft_positions",
+    "use_heterogeneous_vocab",
+    "draft_uses_xdrope_dim",
+    "eplb_state",
+}
+# Given to the proposer by the hunks themselves.
+OURS = {"draft_graphs", "draft_loop"}
+
+
+def tree_of(vllm_tree: Callable, version: str, path: str) -> ast.Module:
+    text = vllm_tree(version).read(path)
+    assert text is not None, f"vLLM {version} has no {path}"
+    return ast.parse(text)
+
+
+def find(tree: ast.Module, name: str) -> ast.ClassDef | ast.FunctionDef:
+    found = [n for n in ast.walk(tree) if isinstance(n, ast.ClassDef | ast.FunctionDef) and n.name == name]
+    assert found, name
+    return found[0]
+
+
+def fields_of(node: ast.ClassDef) -> set[str]:
+    return {one.target.id for one in node.body if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)}
+
+
+def members_of(node: ast.ClassDef) -> set[str]:
+    """Methods, class attributes, and everything that a method assigns to `self`."""
+    methods = {one.name for one in node.body if isinstance(one, ast.FunctionDef)}
+    stored = {
+        one.attr
+        for one in ast.walk(node)
+        if isinstance(one, ast.Attribute)
+        and isinstance(one.ctx, ast.Store)
+        and isinstance(one.value, ast.Name)
+        and one.value.id == "self"
+    }
+    return methods | stored | fields_of(node)
+
+
+def attributes_read(module: str, owner: str) -> Iterator[str]:
+    """Names that `module` reads as `owner.NAME` or `self._owner.NAME`."""
+    for node in ast.walk(ast.parse((BODIES / module).read_text())):
+        if isinstance(node, ast.Attribute):
+            value = node.value
+            if isinstance(value, ast.Name) and value.id == owner:
+                yield node.attr
+            if isinstance(value, ast.Attribute) and value.attr == f"_{owner}":
+                yield node.attr
+
+
+def test_every_attribute_of_the_proposer_exists(vllm_tree: Callable) -> None:
+    used = {name for module in ("draft_graphs.py", "draft_loop.py") for name in attributes_read(module, "proposer")}
+    assert {"input_ids", "_slot_mapping_buffer", "_greedy_sample", "net_num_new_slots_per_request"} <= used
+    missing = []
+    for version in SUPPORTED:
+        proposer = find(tree_of(vllm_tree, version, PROPOSER), "SpecDecodeBaseProposer")
+        assert isinstance(proposer, ast.ClassDef)
+        known = members_of(proposer)
+        missing += [f"vLLM {version}: SpecDecodeBaseProposer.{name}" for name in sorted(used - known - OURS)]
+    assert not missing, missing
+
+
+def test_every_name_that_is_read_with_a_default_exists_somewhere(vllm_tree: Callable) -> None:
+    """A default hides a misspelt name, so each has to be real in the newest version or to have been in an older one."""
+    known: set[str] = set()
+    for version in SUPPORTED:
+        proposer = find(tree_of(vllm_tree, version, PROPOSER), "SpecDecodeBaseProposer")
+        assert isinstance(proposer, ast.ClassDef)
+        known |= members_of(proposer)
+    literals = {
+        node.value
+        for module in ("draft_graphs.py", "draft_loop.py")
+        for node in ast.walk(ast.parse((BODIES / module).read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    assert literals >= OPTIONAL
+    assert known >= OPTIONAL, sorted(OPTIONAL - known)
+
+
+def test_every_field_of_the_metadata_exists(vllm_tree: Callable) -> None:
+    needed = {
+        "query_start_loc",
+        "query_start_loc_cpu",
+        "seq_lens",
+        "num_reqs",
+        "num_actual_tokens",
+        "max_query_len",
+        "max_seq_len",
+        "block_table_tensor",
+        "slot_mapping",
+        "causal",
+    }
+    read = set(attributes_read("draft_metadata.py", "metadata")) | set(attributes_read("draft_graphs.py", "metadata"))
+    assert read <= needed, f"metadata fields that this list does not name: {sorted(read - needed)}"
+    named = tuples_of("draft_metadata.py", "_HOST_ROWS", "_DROPPED", "_UNMANAGED")
+    missing, ever = [], set()
+    for version in SUPPORTED:
+        metadata = find(tree_of(vllm_tree, version, "vllm/v1/attention/backend.py"), "CommonAttentionMetadata")
+        assert isinstance(metadata, ast.ClassDef)
+        fields = fields_of(metadata)
+        ever |= fields
+        missing += [f"vLLM {version}: CommonAttentionMetadata.{name}" for name in sorted(needed - fields)]
+    assert not missing, missing
+    assert named <= ever, f"no supported version has {sorted(named - ever)}"
+
+
+def test_every_tensor_field_of_the_metadata_is_dealt_with(vllm_tree: Callable) -> None:
+    """A new tensor of a new version would keep its changing address in a captured graph."""
+    handled = tuples_of("draft_metadata.py", "_HOST_ROWS", "_DROPPED", "_UNMANAGED")
+    handled |= {"query_start_loc", "query_start_loc_cpu", "seq_lens", "block_table_tensor", "slot_mapping", "causal"}
+    # Host copies of fields that turn the graphs off, and one that only Mamba2 layers read.
+    handled |= {"dcp_local_seq_lens_cpu", "dcp_local_seq_lens_cpu_upper_bound", "replayssm_decode_base_cpu"}
+    unhandled = []
+    for version in SUPPORTED:
+        metadata = find(tree_of(vllm_tree, version, "vllm/v1/attention/backend.py"), "CommonAttentionMetadata")
+        for one in metadata.body:
+            if (
+                isinstance(one, ast.AnnAssign)
+                and isinstance(one.target, ast.Name)
+                and "torch.Tensor" in ast.unparse(one.annotation)
+                and one.target.id not in handled
+            ):
+                unhandled.append(f"vLLM {version}: CommonAttentionMetadata.{one.target.id}")
+    assert not unhandled, unhandled
+
+
+def tuples_of(module: str, *names: str) -> set[str]:
+    found: dict[str, tuple[str, ...]] = {}
+    for node in ast.parse((BODIES / module).read_text()).body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id in names:
+            found[node.targets[0].id] = ast.literal_eval(node.value)
+    assert found.keys() == set(names)
+    return {name for values in found.values() for name in values}
+
+
+def test_the_step_function_takes_what_the_chain_gives(vllm_tree: Callable) -> None:
+    (call,) = (
+        node
+        for node in ast.walk(ast.parse((BODIES / "draft_loop.py").read_text()))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id == "eagle_step_update_slot_mapping_and_metadata"
+    )
+    given = {keyword.arg for keyword in call.keywords}
+    assert not call.args
+    wrong = []
+    for version in SUPPORTED:
+        tree = tree_of(vllm_tree, version, UTILS)
+        function = find(tree, "eagle_step_update_slot_mapping_and_metadata")
+        assert isinstance(function, ast.FunctionDef)
+        accepted = [argument.arg for argument in function.args.args]
+        required = accepted[: len(accepted) - len(function.args.defaults)]
+        wrong += [f"vLLM {version}: no parameter {name}" for name in sorted(given - set(accepted))]
+        wrong += [f"vLLM {version}: {name} is required" for name in sorted(set(required) - given)]
+        padding = [
+            ast.literal_eval(node.value)
+            for node in tree.body
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "PADDING_SLOT_ID"
+        ]
+        if padding != [-1]:
+            wrong.append(f"vLLM {version}: PADDING_SLOT_ID is {padding}")
+    assert not wrong, wrong
+
+
+def test_capture_sizes_are_aligned_in_every_full_mode(vllm_tree: Callable) -> None:
+    """vLLM once aligned them only where decode has graphs of its own, which mode FULL has not (PR 34880's k = 2 fault).
+
+    `request_ladder` reads sizes that are multiples of 1 + num_speculative_tokens.
+    """
+    wrong = []
+    for version in SUPPORTED:
+        conditions = []
+        for path in ("vllm/config/compilation.py", "vllm/v1/worker/gpu_model_runner.py"):
+            for node in ast.walk(tree_of(vllm_tree, version, path)):
+                if isinstance(node, ast.If) and any(
+                    isinstance(one, ast.Call)
+                    and isinstance(one.func, ast.Attribute)
+                    and one.func.attr == "adjust_cudagraph_sizes_for_spec_decode"
+                    for statement in node.body
+                    for one in ast.walk(statement)
+                ):
+                    conditions.append(ast.unparse(node.test))
+        innermost = [test for test in conditions if "uniform_decode_query_len > 1" in test]
+        if not innermost:
+            wrong.append(f"vLLM {version}: no condition found around the call; have {conditions}")
+        wrong += [f"vLLM {version}: {test}" for test in conditions if "separate_routine" in test]
+        wrong += [f"vLLM {version}: {test}" for test in innermost if "decode_mode() == CUDAGraphMode.FULL" not in test]
+    assert not wrong, wrong
+
+
+@pytest.mark.parametrize(
+    ("path", "names"),
+    [
+        ("vllm/compilation/cuda_graph.py", {"CUDAGraphOptions", "CUDAGraphWrapper"}),
+        ("vllm/forward_context.py", {"BatchDescriptor", "set_forward_context"}),
+        ("vllm/config/compilation.py", {"CUDAGraphMode"}),
+    ],
+)
+def test_what_is_imported_exists(vllm_tree: Callable, path: str, names: set[str]) -> None:
+    missing = []
+    for version in SUPPORTED:
+        defined = {
+            node.name
+            for node in tree_of(vllm_tree, version, path).body
+            if isinstance(node, ast.ClassDef | ast.FunctionDef)
+        }
+        missing += [f"vLLM {version}: {path}: {name}" for name in sorted(names - defined)]
+    assert not missing, missing
+
+
+def test_the_graph_wrapper_has_what_is_used_of_it(vllm_tree: Callable) -> None:
+    used = set(attributes_read("draft_graphs.py", "graphs")) | set(attributes_read("draft_loop.py", "graphs"))
+    used -= {"capture"}  # of `DraftGraphs`, in a variable of the same name
+    assert used == {"graph_pool", "clear_graphs", "concrete_cudagraph_entries"}
+    missing = []
+    for version in SUPPORTED:
+        tree = tree_of(vllm_tree, version, "vllm/compilation/cuda_graph.py")
+        wrapper, options = find(tree, "CUDAGraphWrapper"), find(tree, "CUDAGraphOptions")
+        assert isinstance(wrapper, ast.ClassDef)
+        assert isinstance(options, ast.ClassDef)
+        stored = members_of(wrapper) | {
+            ast.unparse(one.target).removeprefix("self.") for one in ast.walk(wrapper) if isinstance(one, ast.AnnAssign)
+        }
+        missing += [f"vLLM {version}: CUDAGraphWrapper.{name}" for name in sorted(used - stored)]
+        wanted = {"debug_log_enable", "gc_disable"}
+        missing += [f"vLLM {version}: CUDAGraphOptions.{name}" for name in sorted(wanted - fields_of(options))]
+    assert not missing, missing
