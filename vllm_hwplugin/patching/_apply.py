@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, takewhile
 
 from ._model import FileDiff, Hunk, HunkStatus, HunkVerdict, Nearest
 from ._nearest import nearest
@@ -106,7 +106,8 @@ def _locate_hunk(diff: FileDiff, hunk: Hunk, text: Text, hints: bool) -> tuple[H
         if len(places) > 1:
             return _ambiguous(diff, hunk, places), None
         return _verdict(diff, hunk, "moved", offset=places[0] - stated), places[0]
-    if after and len(text.places(after)) == 1:
+    results = text.places(after) if after else []
+    if len(results) == 1 and _is_whole(hunk, text, results[0]):
         return _verdict(diff, hunk, "upstream"), None
     return _verdict(diff, hunk, "drifted", nearest=nearest(text.lines, before, stated) if hints else None), None
 
@@ -125,6 +126,19 @@ def _is_open(hunk: Hunk, text: Text, place: int) -> bool:
         after[above : above + len(before)] == before and text.has(after, place - above)
         for above in range(len(after) - len(before) + 1)
     )
+
+
+def _is_whole(hunk: Hunk, text: Text, place: int) -> bool:
+    """Whether the hunk's result, which stands at `place`, shows all of its change.
+
+    Of lines that a hunk takes away at its top or bottom edge, the result shows nothing: they are gone only where the
+    file itself begins or ends there, else something else stands in their place.
+    """
+    above = {sign for sign, _ in takewhile(lambda line: line[0] != " ", hunk.lines)}
+    below = {sign for sign, _ in takewhile(lambda line: line[0] != " ", reversed(hunk.lines))}
+    if above == {"-"} and place != 0:
+        return False
+    return below != {"-"} or place + len(hunk.after) == len(text.lines)
 
 
 def _ambiguous(diff: FileDiff, hunk: Hunk, places: Iterable[int]) -> HunkVerdict:

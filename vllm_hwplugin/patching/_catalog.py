@@ -28,6 +28,7 @@ SUPPORTED: Final = (
 
 _TEXTS = ("id", "title", "gate", "what", "origin", "removal")
 _KEYS = frozenset({*_TEXTS, "requires", "not_needed", "variant"})
+_TABLE_KEYS = {"variant": frozenset({"versions", "diffs"}), "not_needed": frozenset({"versions", "reason"})}
 
 
 def default_folder() -> Path:
@@ -67,9 +68,7 @@ def _load_feature(folder: Path, version: str | None) -> Feature:
         raise CatalogError(f"{file}: can't be read ({error.strerror}); each folder of patches needs one") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise CatalogError(f"{file}: not TOML ({error}); see docs/how-to-add-a-patch.md") from error
-    unknown = sorted(raw.keys() - _KEYS)
-    if unknown:
-        raise CatalogError(f"{file}: unknown key {unknown[0]!r}; expected {', '.join(sorted(_KEYS))}")
+    _refuse_unknown(raw, _KEYS, "", file)
     for key in _TEXTS:
         _text(raw, key, file)
     if raw["id"] != folder.name:
@@ -111,7 +110,15 @@ def _tables(raw: Mapping[str, Any], key: str, file: Path) -> list[dict[str, Any]
     tables = raw.get(key, [])
     if not isinstance(tables, list) or not all(isinstance(item, dict) for item in tables):
         raise CatalogError(f"{file}: {key} is {tables!r}, expected [[{key}]] tables")
+    for table in tables:
+        _refuse_unknown(table, _TABLE_KEYS[key], f"[[{key}]]: ", file)
     return tables
+
+
+def _refuse_unknown(table: Mapping[str, Any], known: frozenset[str], where: str, file: Path) -> None:
+    unknown = sorted(table.keys() - known)
+    if unknown:
+        raise CatalogError(f"{file}: {where}unknown key {unknown[0]!r}; expected {', '.join(sorted(known))}")
 
 
 def _specifier(table: Mapping[str, Any], file: Path) -> SpecifierSet:

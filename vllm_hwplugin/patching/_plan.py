@@ -63,7 +63,7 @@ def _settle(
     if verdict.status in _SETTLED:
         return FeatureState(feature, _SETTLED[verdict.status], verdict.reason, verdict)
     if verdict.status is not Status.APPLIES:
-        return FeatureState(feature, "refused", _refusal(verdict), verdict)
+        return FeatureState(feature, "refused", _refusal(verdict, try_unlisted), verdict)
     for name in feature.requires:
         if states[name].state not in _SATISFIED:
             reason = f"it requires {name}, which is {states[name].state} ({states[name].reason})"
@@ -75,12 +75,14 @@ def _settle(
     return FeatureState(feature, "live", "", verdict)
 
 
-def _refusal(verdict: FeatureVerdict) -> str:
+def _refusal(verdict: FeatureVerdict, tried: bool) -> str:
     if verdict.status is Status.UNLISTED:
-        return (
-            f"vLLM {verdict.version} is not a version it was made for ({verdict.reason}); set "
-            "VLLM_HWPLUGIN_TRY_UNLISTED=1 to apply it where every hunk stands exactly where its diff says"
+        way_out = (
+            "docs/compatibility.md lists those"
+            if tried
+            else "set VLLM_HWPLUGIN_TRY_UNLISTED=1 to apply it where every hunk stands exactly where its diff says"
         )
+        return f"vLLM {verdict.version} is not a version it was made for ({verdict.reason}); {way_out}"
     hint = "; `vllm-hwplugin drift` shows the nearest places" if verdict.status is Status.DRIFTED else ""
     return f"{verdict.status.value}: {verdict.reason}{hint}"
 

@@ -1,0 +1,292 @@
+"""Hunks are found exactly or not at all, and change nothing but their own lines."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from vllm_hwplugin.patching._apply import Edit, Text, apply_edits, edits_of, first_clash, locate, split_lines
+from vllm_hwplugin.patching._diff import parse_diff
+
+from .texts import ALPHA, PATH, apply, file_diff, make_diff, statuses
+
+MIDDLE = file_diff(ALPHA, ALPHA.replace("line 10\n", "line ten\n"))
+TWICE = file_diff(ALPHA, ALPHA.replace("line 3\n", "line three\n").replace("line 15\n", "line fifteen\n"))
+
+
+def test_exact() -> None:
+    assert statuses(MIDDLE, ALPHA) == ["exact"]
+    assert apply(MIDDLE, ALPHA) == ALPHA.replace("line 10\n", "line ten\n")
+
+
+@pytest.mark.parametrize(("added", "removed"), [(5, 0), (0, 4)])
+def test_moved(added: int, removed: int) -> None:
+    """Found at one other place: applied there, and the offset told."""
+    text = "new\n" * added + "".join(split_lines(ALPHA)[removed:])
+    ((verdict, _),) = locate(MIDDLE, Text(text))
+    assert (verdict.status, verdict.offset) == ("moved", added - removed)
+    assert apply(MIDDLE, text) == text.replace("line 10\n", "line ten\n")
+
+
+def test_each_hunk_moves_by_itself() -> None:
+    text = ALPHA.replace("line 8\n", "line 8\nnew\nnew\n")
+    found = locate(TWICE, Text(text))
+    assert [(verdict.status, verdict.offset) for verdict, _ in found] == [("exact", 0), ("moved", 2)]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("line 9\n", "line  9\n"), ("line 9\n", "line 9\r\n"), ("line 10\n", "line 010\n"), ("line 12\n", "")],
+)
+def test_any_other_context_or_removed_line_is_drift(old: str, new: str) -> None:
+    """No fuzz: not for a space, not for a line end, not at the edge of the context."""
+    text = ALPHA.replace(old, new)
+    ((verdict, place),) = locate(MIDDLE, Text(text))
+    assert (verdict.status, place) == ("drifted", None)
+    assert verdict.expected == tuple(f"line {number}" for number in range(7, 14))
+    assert verdict.nearest is not None
+    assert verdict.nearest.line == 7
+
+
+def test_lines_beyond_the_context_are_free() -> None:
+    text = ALPHA.replace("line 6\n", "line six\n").replace("line 14\n", "")
+    assert statuses(MIDDLE, text) == ["exact"]
+
+
+def test_ambiguous_names_every_place() -> None:
+    text = "new\n" + ALPHA + ALPHA
+    ((verdict, place),) = locate(MIDDLE, Text(text))
+    assert (verdict.status, verdict.found_at, place) == ("ambiguous", (8, 28), None)
+
+
+def test_stated_line_decides_between_equal_places() -> None:
+    """As `diff` wrote it: the second of two equal blocks."""
+    text = ALPHA + ALPHA
+    diff = file_diff(text, ALPHA + ALPHA.replace("line 10\n", "line ten\n"))
+    assert statuses(diff, text) == ["exact"]
+    assert apply(diff, text) == ALPHA + ALPHA.replace("line 10\n", "line ten\n")
+
+
+def test_stated_line_decides_nothing_where_the_file_has_moved() -> None:
+    """Upstream put a third block in front: at the stated line of the last hunk's block now stands another copy."""
+    text = "head\n" * 7 + ALPHA + ALPHA
+    diff = file_diff(text, "head\n" * 6 + "HEAD\n" + ALPHA + ALPHA.replace("line 10\n", "line ten\n"), context=4)
+    assert statuses(diff, text) == ["exact", "exact"]
+    moved = "".join(split_lines(ALPHA.replace("line", "other"))) + text
+    (first, _), (second, place) = locate(diff, Text(moved))
+    assert (first.status, first.offset) == ("moved", 20)
+    assert (second.status, second.found_at, place) == ("ambiguous", (33, 53), None)
+
+
+def test_order_of_a_files_hunks_is_kept() -> None:
+    """Upstream swapped two blocks: each hunk is found, but where the diff has them the other way round."""
+    lines = split_lines(ALPHA)
+    (_, place), (second, other) = locate(TWICE, Text("".join(lines[10:] + lines[:10])))
+    assert (place, second.status, other) == (10, "drifted", None)
+    assert second.nearest is not None
+    assert (second.nearest.line, second.nearest.diff) == (2, "")
+
+
+def test_missing_file() -> None:
+    assert statuses(TWICE, None) == ["missing", "missing"]
+
+
+@pytest.mark.parametrize(
+    "new",
+    [
+        ALPHA.replace("line 10\n", "line ten\n"),
+        ALPHA.replace("line 10\n", ""),
+        ALPHA.replace("line 10\n", "line 10\nand a half\n"),
+        "top\n" + ALPHA,
+        ALPHA + "bottom\n",
+        ALPHA.removesuffix("\n"),
+    ],
+    ids=["changed", "removed", "added", "added at the top", "added at the bottom", "newline removed"],
+)
+def test_upstream_already(new: str) -> None:
+    """The text after the change is there: never applied a second time, though the context may still be found."""
+    diff = file_diff(ALPHA, new)
+    assert apply(diff, ALPHA) == new
+    assert statuses(diff, new) == ["upstream"]
+    assert statuses(diff, "moved\n" * 3 + new) == ["upstream"]
+
+
+@pytest.mark.parametrize(
+    ("new", "edited"),
+    [
+        (ALPHA.removesuffix("line 20\n"), ALPHA.replace("line 20\n", "line twenty\n")),
+        (ALPHA.removeprefix("line 1\n"), ALPHA.replace("line 1\n", "line one\n")),
+    ],
+    ids=["bottom", "top"],
+)
+def test_removed_at_the_edge_of_the_file(new: str, edited: str) -> None:
+    """Only the edge itself shows that the line is gone: its neighbours are there too where it was edited."""
+    diff = file_diff(ALPHA, new)
+    assert apply(diff, ALPHA) == new
+    assert statuses(diff, new) == ["upstream"]
+    assert statuses(diff, edited) == ["drifted"]
+
+
+def test_present_twice_is_not_upstream() -> None:
+    new = ALPHA.replace("line 10\n", "line ten\n")
+    assert statuses(MIDDLE, new + new) == ["drifted"]
+
+
+def test_present_here_and_missing_there_is_ambiguous() -> None:
+    """One of two places has the added line: which one the diff means, nobody can say."""
+    diff = file_diff(ALPHA, "top\n" + ALPHA)
+    text = "x\ntop\n" + ALPHA + "y\n" + ALPHA
+    ((verdict, place),) = locate(diff, Text(text))
+    assert (verdict.status, verdict.found_at, place) == ("ambiguous", (3, 24), None)
+
+
+def test_empty_file() -> None:
+    """Lines can be put into an empty file, such as a package's `__init__.py`, and into no other without context."""
+    diff = file_diff("", "import os\n")
+    assert apply(diff, "") == "import os\n"
+    assert statuses(diff, "import os\n") == ["upstream"]
+    assert statuses(diff, "import sys\n") == ["drifted"]
+    assert apply(file_diff("import os\n", ""), "import os\n") == ""
+
+
+@pytest.mark.parametrize("end", ["", "\n"])
+@pytest.mark.parametrize("new_end", ["", "\n"])
+def test_end_of_file(end: str, new_end: str) -> None:
+    """With and without a final newline, before and after."""
+    old, new = f"a\nb\nc{end}", f"a\nb\nC{new_end}"
+    diff = file_diff(old, new)
+    assert apply(diff, old) == new
+    assert apply(diff, "a\nb\nc" if end else "a\nb\nc\n") is None
+
+
+def test_final_newline_is_only_taken_from_the_end() -> None:
+    """Elsewhere two lines would become one."""
+    diff = file_diff("a\nb\n", "a\nb")
+    assert apply(diff, "x\na\nb\n") == "x\na\nb"
+    assert statuses(diff, "a\nb\nc\n") == ["drifted"]
+
+
+def test_line_ends_are_kept() -> None:
+    """CRLF, form feeds and Unicode line separators are part of their lines."""
+    text = "a\r\nb\x0cb\r\nc\u2028c\r\nd\r\n"
+    diff = file_diff(text, text.replace("b\x0cb", "B"))
+    assert apply(diff, text) == text.replace("b\x0cb", "B")
+    assert apply(diff, text.replace("\r\n", "\n")) is None
+
+
+def test_edits_hold_changed_lines_only() -> None:
+    """Neither context, nor what a clumsy diff takes away and puts back above and below the change."""
+    (diff,) = parse_diff(
+        f"--- a/{PATH}\n+++ b/{PATH}\n@@ -1,6 +1,7 @@\n line 1\n-line 2\n-line 3\n-line 4\n-line 5\n"
+        "+line 2\n+line three\n+and more\n+line 4\n+line 5\n line 6\n",
+        "d.diff",
+    )
+    assert edits_of(diff.hunks[0], 0, "x") == [Edit(2, 3, ("line three\n", "and more\n"), "x")]
+    assert apply(diff, ALPHA) == ALPHA.replace("line 3\n", "line three\nand more\n")
+
+
+def test_a_line_put_back_is_no_edit() -> None:
+    (diff,) = parse_diff(
+        f"--- a/{PATH}\n+++ b/{PATH}\n@@ -1,3 +1,4 @@\n-line 1\n+line 1\n line 2\n+new\n line 3\n", "d.diff"
+    )
+    assert edits_of(diff.hunks[0], 0, "x") == [Edit(2, 2, ("new\n",), "x")]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "touch"),
+    [
+        ((3, 5), (5, 7), False),
+        ((3, 5), (4, 7), True),
+        ((3, 7), (4, 5), True),
+        ((3, 5), (3, 5), True),
+        ((4, 4), (4, 4), True),
+        ((4, 4), (5, 5), False),
+        ((3, 6), (4, 4), True),
+        ((3, 5), (5, 5), True),
+        ((3, 5), (3, 3), True),
+        ((3, 5), (6, 6), False),
+    ],
+)
+def test_touching_edits(one: tuple[int, int], other: tuple[int, int], touch: bool) -> None:
+    """A changed line in common, or an insertion whose neighbour the other replaces: which comes first is open."""
+    first, second = Edit(*one, ("x\n",), "a"), Edit(*other, ("y\n",), "b")
+    assert first.touches(second) == second.touches(first) == touch
+    far = Edit(90, 91, ("z\n",), "c")
+    assert (first_clash([far, second, first]) is not None) == touch
+
+
+def test_split_lines_loses_nothing() -> None:
+    for text in ("", "\n", "a", "a\n", "a\n\nb", "\r\n\r", "a\x0b\x0c\x85\u2029b\n"):
+        assert "".join(split_lines(text)) == text
+    assert split_lines("a\x0cb\nc") == ["a\x0cb\n", "c"]
+
+
+def _random_text(rng: random.Random, size: int) -> list[str]:
+    # Few different lines, so that many places look alike.
+    words = ["x = 1", "", "    return", "def f():", ")", "x = 1\r", "é\u2028", "\x0c"]
+    return [rng.choice(words) if rng.random() < 0.3 else f"v{rng.randrange(400)} = {rng.random()}" for _ in range(size)]
+
+
+def _generated(count: int) -> list[tuple[str, str]]:
+    rng = random.Random(20)
+    pairs = []
+    for _ in range(count):
+        old = _random_text(rng, rng.randrange(0, 60))
+        new = list(old)
+        for _ in range(rng.randrange(1, 6)):
+            at = rng.randrange(len(new) + 1)
+            new[at : at + rng.randrange(0, 4)] = _random_text(rng, rng.randrange(0, 4))
+        before = "\n".join(old) + rng.choice(["", "\n"])
+        after = "\n".join(new) + rng.choice(["", "\n"])
+        if before != after:
+            pairs.append((before, after))
+    return pairs
+
+
+def test_generated_diffs_round_trip() -> None:
+    """Whatever difflib finds between two texts leads from the one to the other, and is seen as upstream afterwards."""
+    upstream = 0
+    for before, after in _generated(1500):
+        diff = file_diff(before, after)
+        assert apply(diff, before) == after
+        # Applied to the result, it may at most be refused: a second application would show here.
+        assert apply(diff, after) is None
+        upstream += set(statuses(diff, after)) == {"upstream"}
+    assert upstream > 1000
+
+
+def test_generated_diffs_move() -> None:
+    """Lines put in front move every hunk, or make it ambiguous; it is never applied elsewhere."""
+    moved = 0
+    for before, after in _generated(400):
+        result = apply(file_diff(before, after), f"front 1\nfront 2\n{before}")
+        assert result in (None, f"front 1\nfront 2\n{after}")
+        moved += result is not None
+    assert moved > 200
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
+def test_same_result_as_git(tmp_path: Path) -> None:
+    """Git, which finds hunks exactly too, makes the same text of the same diff."""
+    pairs = _generated(60)
+    diffs = ""
+    for number, (before, after) in enumerate(pairs):
+        path = f"vllm/f{number}.py"
+        (tmp_path / "vllm").mkdir(exist_ok=True)
+        (tmp_path / path).write_bytes(before.encode())
+        diffs += make_diff(before, after, path)
+    (tmp_path / "all.diff").write_bytes(diffs.encode())
+    subprocess.run(["git", "init", "-q", "."], cwd=tmp_path, check=True)
+    command = ["git", "-c", "core.autocrlf=false", "apply", "--whitespace=nowarn", "all.diff"]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    for diff, (before, _) in zip(parse_diff(diffs, "all.diff"), pairs, strict=True):
+        assert apply(diff, before) == (tmp_path / diff.path).read_bytes().decode(), diff.path
+
+
+def test_apply_edits_in_any_order() -> None:
+    edits = [Edit(18, 19, (), "a"), Edit(0, 0, ("top\n",), "b"), Edit(4, 6, ("five and six\n",), "c")]
+    assert apply_edits(Text(ALPHA), edits) == apply_edits(Text(ALPHA), edits[::-1])

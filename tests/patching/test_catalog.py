@@ -1,0 +1,209 @@
+"""The catalogue is read as it is written down, or refused with the file and the way out."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from vllm_hwplugin.patching import SUPPORTED, CatalogError, DiffError, load_catalog
+
+from .texts import ALPHA, GATE, make_diff
+
+TOML = f"""\
+id = "one"
+title = " a title "
+gate = "{GATE}"
+what = \"\"\"
+several
+lines\"\"\"
+origin = "an upstream change"
+removal = "when it is upstream"
+requires = []
+[[not_needed]]
+versions = "<0.24.0"
+reason = "no such fault"
+[[variant]]
+versions = ">=0.24.0,<0.30.0"
+diffs = ["old.diff"]
+[[variant]]
+versions = ">=0.30.0,<0.34.0"
+diffs = ["new.diff", "old.diff"]
+"""
+
+Write = Callable[..., Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """Write one more feature into a catalogue, with pairs of texts to replace in its `patch.toml`."""
+
+    def write(*changes: tuple[str, str], name: str = "one") -> Path:
+        folder = tmp_path / name
+        folder.mkdir(parents=True)
+        text = TOML.replace('id = "one"', f'id = "{name}"')
+        for old, new in changes:
+            assert old in text
+            text = text.replace(old, new)
+        (folder / "patch.toml").write_text(text)
+        (folder / "old.diff").write_text(make_diff(ALPHA, ALPHA + "old\n"))
+        (folder / "new.diff").write_text(make_diff(ALPHA, "new\n" + ALPHA))
+        return tmp_path
+
+    return write
+
+
+def test_fields(write: Write) -> None:
+    (feature,) = load_catalog(write()).features
+    assert (feature.id, feature.title, feature.gate, feature.what) == ("one", "a title", GATE, "several\nlines")
+    assert (feature.origin, feature.removal, feature.requires) == ("an upstream change", "when it is upstream", ())
+    assert [str(item.versions) for item in feature.not_needed] == ["<0.24.0"]
+    assert [[file.origin for file in variant.files] for variant in feature.variants] == [
+        ["one/old.diff"],
+        ["one/new.diff", "one/old.diff"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("version", "files"),
+    [
+        ("0.23.0", None),
+        ("0.24.0", 1),
+        ("0.29.0", 1),
+        ("0.30.0", 2),
+        ("0.30.0+cpu", 2),
+        ("0.30.0rc1", None),
+        ("0.34.0", None),
+        ("0.34.0rc1", None),
+        ("no version", None),
+    ],
+)
+def test_variant_of_a_version(write: Write, version: str, files: int | None) -> None:
+    """Local builds are their release, a release candidate is neither that nor the one before."""
+    (feature,) = load_catalog(write()).features
+    variant = feature.variant_for(version)
+    assert (None if variant is None else len(variant.files)) == files
+
+
+def test_one_version_only(write: Write) -> None:
+    """A process reads the diffs that it can use; another variant is absent, not empty."""
+    folder = write()
+    (folder / "one" / "new.diff").write_text("malformed")
+    (feature,) = load_catalog(folder, version="0.24.0").features
+    assert [len(variant.files) for variant in feature.variants] == [1]
+    assert feature.variant_for("0.30.0") is None
+    with pytest.raises(DiffError, match=r"one/new\.diff"):
+        load_catalog(folder, version="0.99.0")
+
+
+def test_requirements_come_first(write: Write) -> None:
+    write(("requires = []", 'requires = ["two"]'), name="one")
+    write(name="two")
+    catalog = load_catalog(write(("requires = []", 'requires = ["one"]'), name="a"))
+    assert [feature.id for feature in catalog.features] == ["two", "one", "a"]
+    assert catalog.feature("two") is catalog.features[0]
+    assert catalog.feature("three") is None
+
+
+def test_other_things_in_the_folder(write: Write) -> None:
+    folder = write()
+    (folder / "README.md").write_text("how")
+    (folder / "__pycache__").mkdir()
+    (folder / ".git").mkdir()
+    assert len(load_catalog(folder).features) == 1
+
+
+def test_empty_folder(tmp_path: Path) -> None:
+    assert load_catalog(tmp_path).features == ()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('id = "one"', 'id = "eins"', "id is 'eins', expected the folder's name 'one'"),
+        ('title = " a title "', "", "title is None, expected a text"),
+        ('title = " a title "', 'title = " "', "title is ' ', expected a text"),
+        ('origin = "an upstream change"', "origin = 1", "origin is 1, expected a text"),
+        (GATE, "VLLM_HWPLUGIN_NO_SUCH", "gate 'VLLM_HWPLUGIN_NO_SUCH' is not a switch in vllm_hwplugin/gates.py"),
+        (GATE, "VLLM_HWPLUGIN_STRICT", "gate 'VLLM_HWPLUGIN_STRICT' is not a switch"),
+        ("requires = []", 'requires = "two"', "requires is 'two', expected a list"),
+        ("requires = []", 'requires = ["two"]', "requires 'two', which is no feature here"),
+        ("requires = []", 'requires = ["one"]', "in a circle: one -> one"),
+        ("requires = []", "require = []", "unknown key 'require'; expected gate, id,"),
+        ("requires = []", "requires = [", "not TOML"),
+        (
+            'diffs = ["old.diff"]',
+            'diffs = ["old.diff"]\nrequires = []',
+            "[[variant]]: unknown key 'requires'; expected diffs,",
+        ),
+        ('"<0.24.0"', '"<<0.24.0"', "versions '<<0.24.0' is no PEP 440 specifier"),
+        ('reason = "no such fault"', "", "reason is None, expected a text"),
+        ("<0.30.0", "<=0.30.0", "the ranges '<=0.30.0,>=0.24.0' and '<0.34.0,>=0.30.0' both cover vLLM 0.30.0"),
+        ('"<0.24.0"', '"<=0.24.0"', "both cover vLLM 0.24.0"),
+        ('diffs = ["old.diff"]', 'diffs = "old.diff"', "diffs is 'old.diff', expected a list of file names"),
+        ('diffs = ["old.diff"]', "diffs = []", "diffs is [], expected a list of file names"),
+        ('diffs = ["old.diff"]', 'diffs = ["gone.diff"]', "diff 'gone.diff' can't be read (No such file"),
+        ("[[variant]]", "[variant]", "not TOML"),
+        ("[[not_needed]]", "[not_needed]", "expected [[not_needed]] tables"),
+    ],
+)
+def test_refused(write: Write, old: str, new: str, message: str) -> None:
+    """One line that names the file."""
+    folder = write((old, new))
+    with pytest.raises(CatalogError, match=re.escape(message)) as caught:
+        load_catalog(folder)
+    assert str(folder) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_long_circle(write: Write) -> None:
+    write(("requires = []", 'requires = ["two"]'), name="one")
+    folder = write(("requires = []", 'requires = ["one"]'), name="two")
+    with pytest.raises(CatalogError, match="in a circle: one -> two -> one"):
+        load_catalog(folder)
+
+
+def test_unreadable(tmp_path: Path, write: Write) -> None:
+    with pytest.raises(CatalogError, match=r"absent: the folder of patches can't be read .*; reinstall vllm-hwplugin"):
+        load_catalog(tmp_path / "absent")
+    (write() / "one" / "old.diff").write_bytes(b"\xff\xfe")
+    with pytest.raises(DiffError, match=r"one/old\.diff: not UTF-8"):
+        load_catalog(tmp_path)
+    (tmp_path / "one" / "old.diff").unlink()
+    (tmp_path / "one" / "patch.toml").unlink()
+    with pytest.raises(CatalogError, match=r"one.patch\.toml: can't be read \(No such file"):
+        load_catalog(tmp_path)
+
+
+def test_diff_keeps_its_line_ends(write: Write) -> None:
+    folder = write()
+    text = ALPHA.replace("\n", "\r\n")
+    (folder / "one" / "old.diff").write_text(make_diff(text, text + "old\r\n"), newline="")
+    (feature,) = load_catalog(folder, version="0.24.0").features
+    assert feature.variants[0].files[0].hunks[0].before[-1] == "line 20\r\n"
+
+
+def test_own_catalogue_has_a_word_on_every_version() -> None:
+    """Each supported version has a variant, or a reason why it needs none."""
+    catalog = load_catalog()
+    assert catalog.features
+    for feature in catalog.features:
+        for version in SUPPORTED:
+            assert (feature.variant_for(version) is None) != (feature.not_needed_for(version) is None), version
+
+
+def test_supported_versions_are_in_order() -> None:
+    assert list(SUPPORTED) == sorted(set(SUPPORTED), key=lambda text: tuple(map(int, text.split("."))))
+
+
+def test_imports_neither_torch_nor_vllm() -> None:
+    """The pure part reads text: a start of vLLM pays for nothing else."""
+    code = (
+        "import sys, vllm_hwplugin.patching as p; p.load_catalog()\n"
+        "heavy = {'torch', 'vllm', 'rich', 'typer', 'requests', 'numpy'} & set(sys.modules); assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])

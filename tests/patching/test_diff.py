@@ -1,0 +1,102 @@
+"""Unified diffs are read strictly: what could be misread is refused, with the way out."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from vllm_hwplugin.patching import DiffError
+from vllm_hwplugin.patching._diff import parse_diff
+
+HEAD = "--- a/vllm/v1/alpha.py\n+++ b/vllm/v1/alpha.py\n"
+HUNK = "@@ -2,3 +2,4 @@ class A:\n one\n-two\n+2\n+and a half\n three\n"
+
+
+def test_fields() -> None:
+    (diff,) = parse_diff(HEAD + HUNK + "@@ -20 +21 @@\n-x\n+y\n", "d.diff")
+    assert (diff.path, diff.module, diff.origin) == ("vllm/v1/alpha.py", "vllm.v1.alpha", "d.diff")
+    first, second = diff.hunks
+    assert (first.index, first.source_start, first.source_length, first.target_start, first.target_length) == (
+        1,
+        2,
+        3,
+        2,
+        4,
+    )
+    assert first.lines == ((" ", "one\n"), ("-", "two\n"), ("+", "2\n"), ("+", "and a half\n"), (" ", "three\n"))
+    assert first.before == ("one\n", "two\n", "three\n")
+    assert first.after == ("one\n", "2\n", "and a half\n", "three\n")
+    assert (second.index, second.source_length, second.target_length) == (2, 1, 1)
+
+
+def test_several_files_and_git_headers() -> None:
+    """As `git diff` writes it, with timestamps as `diff -u` does."""
+    git = "diff --git a/vllm/v1/pack/__init__.py b/vllm/v1/pack/__init__.py\nindex 1234567..89abcde 100644\n"
+    second = (
+        "--- a/vllm/v1/pack/__init__.py\t2026-01-01\n+++ b/vllm/v1/pack/__init__.py\t2026-01-02\n@@ -1 +1 @@\n-x\n+y\n"
+    )
+    diffs = parse_diff(HEAD + HUNK + git + second, "d.diff")
+    assert [diff.module for diff in diffs] == ["vllm.v1.alpha", "vllm.v1.pack"]
+
+
+def test_prose_above_the_diff_is_allowed() -> None:
+    assert len(parse_diff("Subject: why\n\nBecause.\n" + HEAD + HUNK, "d.diff")) == 1
+
+
+def test_missing_final_newlines() -> None:
+    marker = "\\ No newline at end of file\n"
+    (diff,) = parse_diff(f"{HEAD}@@ -1,2 +1,2 @@\n a\n-b\n{marker}+c\n{marker}", "d.diff")
+    assert diff.hunks[0].before == ("a\n", "b")
+    assert diff.hunks[0].after == ("a\n", "c")
+
+
+def test_other_line_ends_are_kept() -> None:
+    """CRLF, and characters at which str.splitlines() would split."""
+    (diff,) = parse_diff(f"{HEAD}@@ -1,2 +1,2 @@\n a\x0cb\u2028c\r\n-x\r\n+y\r\n", "d.diff")
+    assert diff.hunks[0].before == ("a\x0cb\u2028c\r\n", "x\r\n")
+
+
+def test_blank_context_without_its_space() -> None:
+    """Editors strip the space of a blank context line; it can only mean a blank line."""
+    (diff,) = parse_diff(f"{HEAD}@@ -1,3 +1,3 @@\n a\n\n-b\n+c\n", "d.diff")
+    assert diff.hunks[0].before == ("a\n", "\n", "b\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "no '--- a/... +++ b/...' header found"),
+        ("nothing of the kind\n", "no '--- a/... +++ b/...' header found"),
+        (HEAD, "no hunks for vllm/v1/alpha.py"),
+        (HEAD + HUNK.replace("-2,3", "-2,4"), "Hunk is shorter than expected"),
+        (HEAD + HUNK.replace("-2,3 +2,4", "-2,2 +2,3"), "line 8 (' three') belongs to no hunk"),
+        (HEAD + HUNK.replace("+2,4", "+2,3"), "d.diff: not a unified diff (Hunk is longer than expected)"),
+        (HEAD + HUNK + "\n", "counts 3 and 4 lines, the hunk has 4 and 5"),
+        (HEAD + HUNK + "@@ -9 +9 @\n-x\n+y\n", "line 10 ('-x') belongs to no hunk: the '@@' header above"),
+        (HEAD + HUNK + "@@ -4 +5 @@\n-three\n+3\n", "hunk 2 of vllm/v1/alpha.py starts at line 4, inside or before"),
+        (HEAD + HUNK.replace("-two\n+2\n+and a half\n", "*two\n"), "Hunk diff line expected: *two"),
+        (HEAD + HUNK.removesuffix("\n"), "the last line has no newline"),
+        (HEAD + "@@ -5,0 +6 @@\n+x\n", "no context to match"),
+        (HEAD + "@@ -1 +1 @@\n x\n", "changes nothing"),
+        (HEAD + "@@ -1 +1 @@\n-x\n+x\n", "changes nothing"),
+        (HEAD + "@@ -1,2 +1,2 @@\n-x\n\\ No newline at end of file\n a\n+x\n", "a line before its last has no newline"),
+        (HEAD + "@@ -1 +1 @@\n\\ No newline at end of file\n-x\n+y\n", "starts with '\\ No newline"),
+        (HEAD.replace("a/vllm", "a/vllm/../torch") + HUNK, "expected the same 'vllm/....py' on both sides"),
+        (HEAD.replace("b/vllm/v1/alpha", "b/vllm/v1/beta") + HUNK, "'b/vllm/v1/beta.py'; expected the same"),
+        (HEAD.replace("vllm/", "torch/") + HUNK, "expected the same 'vllm/....py' on both sides"),
+        ("--- /dev/null\n+++ b/vllm/new.py\n@@ -0,0 +1 @@\n+x\n", "new code goes into vllm_hwplugin"),
+        ("--- a/vllm/old.py\n+++ /dev/null\n@@ -1 +0,0 @@\n-x\n", "patches edit existing files"),
+        ("diff --git a/vllm/a.py b/vllm/b.py\nsimilarity index 100%\n", "patches edit existing files"),
+        (
+            "diff --git a/vllm/a.py b/vllm/a.py\nold mode 100644\nnew mode 100755\n",
+            "no hunks for vllm/a.py",
+        ),
+    ],
+)
+def test_refused(text: str, message: str) -> None:
+    """One line that names the diff."""
+    with pytest.raises(DiffError, match=re.escape(message)) as caught:
+        parse_diff(text, "d.diff")
+    assert str(caught.value).startswith("d.diff: ")
+    assert "\n" not in str(caught.value)

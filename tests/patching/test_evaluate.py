@@ -1,0 +1,155 @@
+"""Verdicts on a feature and a version, from text alone."""
+
+from __future__ import annotations
+
+import pytest
+from packaging.specifiers import SpecifierSet
+
+from vllm_hwplugin.patching import Catalog, Conflict, Feature, NotNeeded, Status, Variant, check_conflicts, evaluate
+from vllm_hwplugin.patching._evaluate import Texts, fit
+
+from .texts import ALPHA, GATE_2, OTHER, PATH, Memory, feature, file_diff
+
+CHANGED = ALPHA.replace("line 3\n", "line three\n").replace("line 15\n", "line fifteen\n")
+BETA = ALPHA.replace("line", "row")
+ONE = feature(file_diff(ALPHA, CHANGED), file_diff(BETA, BETA.replace("row 9\n", "row nine\n"), OTHER))
+
+
+def changes(old: str, new: str, name: str = "two", text: str = ALPHA) -> Feature:
+    return feature(file_diff(text, text.replace(old, new)), name=name, gate=GATE_2)
+
+
+def test_applies() -> None:
+    verdict = evaluate(ONE, Memory({PATH: ALPHA, OTHER: BETA}))
+    assert (verdict.feature, verdict.version, verdict.status) == ("one", "0.32.0", Status.APPLIES)
+    assert [(hunk.path, hunk.hunk_index, hunk.status) for hunk in verdict.hunks] == [
+        (PATH, 1, "exact"),
+        (PATH, 2, "exact"),
+        (OTHER, 1, "exact"),
+    ]
+    assert verdict.exact
+
+
+def test_moved_is_not_exact() -> None:
+    verdict = evaluate(ONE, Memory({PATH: ALPHA, OTHER: "new\n" + BETA}))
+    assert verdict.status is Status.APPLIES
+    assert not verdict.exact
+    assert [hunk.offset for hunk in verdict.hunks] == [0, 0, 1]
+
+
+def test_drifted() -> None:
+    """One line of context is enough; the reason names the hunk, its diff and the nearest place."""
+    verdict = evaluate(ONE, Memory({PATH: ALPHA.replace("line 13\n", "LINE 13\n"), OTHER: BETA}))
+    assert verdict.status is Status.DRIFTED
+    assert verdict.reason == f"hunk 2 of {PATH} (test.diff) not found; nearest at line 12, 86% alike"
+    assert not verdict.exact
+
+
+def test_ambiguous_is_drift() -> None:
+    two = changes("line 10\n", "line ten\n")
+    verdict = evaluate(two, Memory({PATH: "new\n" + ALPHA + ALPHA}))
+    assert verdict.status is Status.DRIFTED
+    assert verdict.reason == f"hunk 1 of {PATH} (test.diff) fits at lines 8, 28, expected one place"
+
+
+def test_out_of_order_is_drift() -> None:
+    swapped = ALPHA[ALPHA.index("line 11\n") :] + ALPHA[: ALPHA.index("line 11\n")]
+    verdict = evaluate(feature(file_diff(ALPHA, CHANGED)), Memory({PATH: swapped}))
+    assert verdict.status is Status.DRIFTED
+    assert verdict.reason == f"hunk 2 of {PATH} (test.diff) found at line 2, before the hunk that precedes it"
+
+
+def test_target_missing() -> None:
+    verdict = evaluate(ONE, Memory({PATH: ALPHA}))
+    assert (verdict.status, verdict.reason) == (Status.TARGET_MISSING, f"vLLM has no {OTHER}")
+
+
+def test_upstream_is_all_or_nothing() -> None:
+    after = {PATH: CHANGED, OTHER: BETA.replace("row 9\n", "row nine\n")}
+    assert evaluate(ONE, Memory(after)).status is Status.UPSTREAM
+    partly = evaluate(ONE, Memory(after | {OTHER: BETA}))
+    assert partly.status is Status.DRIFTED
+    assert partly.reason == f"hunk 1 of {PATH}, hunk 2 of {PATH}: in this vLLM already, but the others are not"
+
+
+def test_own_hunks_in_conflict() -> None:
+    """Two diffs of one variant that change one line."""
+    twice = feature(
+        file_diff(ALPHA, ALPHA.replace("line 3\n", "x\n")), file_diff(ALPHA, ALPHA.replace("line 3\n", "y\n"))
+    )
+    verdict = evaluate(twice, Memory())
+    assert (verdict.status, verdict.reason) == (Status.CONFLICT, f"two of its own hunks change {PATH} at lines 3 to 3")
+
+
+def test_diffs_of_one_variant_may_share_a_file() -> None:
+    split = feature(
+        file_diff(ALPHA, ALPHA.replace("line 3\n", "x\n")), file_diff(ALPHA, ALPHA.replace("line 5\n", "y\n"))
+    )
+    assert evaluate(split, Memory()).status is Status.APPLIES
+
+
+def test_not_needed_reads_nothing() -> None:
+    two = feature(
+        *ONE.variants[0].files, versions=">=0.30.0", not_needed=[NotNeeded(SpecifierSet("<0.30.0"), "no such fault")]
+    )
+    verdict = evaluate(two, Memory({}, version="0.29.0"))
+    assert (verdict.status, verdict.reason) == (Status.NOT_NEEDED, "no such fault")
+
+
+@pytest.mark.parametrize(
+    "version", ["0.19.1", "0.34.0", "0.33.0rc1", "0.33.1", "0.33.0.post1", "0.32.1.dev3+gabc", "x"]
+)
+def test_unlisted(version: str) -> None:
+    """A release that was not there to be checked is unlisted though the range covers it, and so is a dev version."""
+    source = Memory({PATH: ALPHA, OTHER: BETA}, version=version)
+    assert evaluate(ONE, source).status is Status.UNLISTED
+    assert fit(ONE, Texts(source)).edits == {}
+
+
+@pytest.mark.parametrize("version", ["0.33.0", "0.20.0+cu129"])
+def test_listed(version: str) -> None:
+    assert evaluate(ONE, Memory({PATH: ALPHA, OTHER: BETA}, version=version)).status is Status.APPLIES
+
+
+def test_a_version_that_is_spelt_out_is_listed() -> None:
+    own = feature(*ONE.variants[0].files, versions="===0.32.1.dev3+gabc")
+    assert evaluate(own, Memory({PATH: ALPHA, OTHER: BETA}, version="0.32.1.dev3+gabc")).status is Status.APPLIES
+
+
+def test_try_unlisted_takes_the_newest_variant_that_is_exact() -> None:
+    old = Variant(SpecifierSet("<0.24.0"), (file_diff(ALPHA, ALPHA.replace("line 3\n", "x\n")),))
+    mid = Variant(SpecifierSet("==0.24.0"), (file_diff(ALPHA, ALPHA.replace("line 3\n", "y\n")),))
+    new = (file_diff(ALPHA + "end\n", ALPHA.replace("line 20\n", "z\n") + "end\n"),)
+    two = feature(*new, versions=">=0.25.0,<0.34.0", variants=(old, mid))
+    result = fit(two, Texts(Memory(version="0.40.0")), try_unlisted=True)
+    assert result.verdict.exact
+    assert [edit.lines for edit in result.edits[PATH]] == [("y\n",)]
+
+
+def test_try_unlisted_wants_every_hunk_at_its_line() -> None:
+    source = Memory({PATH: "new\n" + ALPHA, OTHER: BETA}, version="0.33.1")
+    result = fit(ONE, Texts(source), try_unlisted=True)
+    assert (result.verdict.status, result.edits) == (Status.UNLISTED, {})
+
+
+def test_conflict_names_both_the_file_and_the_lines() -> None:
+    catalog = Catalog((changes("line 10\n", "ten\n", "a"), changes("line 9\nline 10\n", "nine\n", "b")))
+    (conflict,) = check_conflicts(catalog, Memory())
+    assert conflict == Conflict(PATH, ("a", "b"), (9, 10))
+    assert str(conflict) == f"a and b both change {PATH} at lines 9 to 10"
+
+
+def test_insertions_at_one_point_are_in_conflict() -> None:
+    catalog = Catalog((changes("line 10\n", "line 10\nx\n", "a"), changes("line 11\n", "y\nline 11\n", "b")))
+    assert [conflict.lines for conflict in check_conflicts(catalog, Memory())] == [(11, 11)]
+
+
+def test_shared_context_is_no_conflict() -> None:
+    catalog = Catalog((changes("line 10\n", "ten\n", "a"), changes("line 11\n", "eleven\n", "b")))
+    assert check_conflicts(catalog, Memory()) == []
+
+
+def test_only_what_applies_can_be_in_conflict() -> None:
+    drifted = changes("row 10\n", "ten\n", "b", text=BETA)
+    catalog = Catalog((changes("line 10\n", "ten\n", "a"), drifted))
+    assert check_conflicts(catalog, Memory()) == []
