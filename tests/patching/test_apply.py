@@ -91,6 +91,14 @@ def test_order_of_a_files_hunks_is_kept() -> None:
     assert (second.nearest.line, second.nearest.diff) == (2, "")
 
 
+def test_hunks_that_run_into_one_another_are_refused() -> None:
+    """Upstream took away all between them: what follows the one hunk is not what the diff shows."""
+    text = "a\nb\nsame\n1\n2\n3\nsame\ny\nz\n"
+    diff = file_diff(text, text.replace("b\n", "B\n").replace("y\n", "Y\n"), context=1)
+    assert statuses(diff, text) == ["exact", "exact"]
+    assert statuses(diff, text.replace("1\n2\n3\nsame\n", "")) == ["exact", "drifted"]
+
+
 def test_missing_file() -> None:
     assert statuses(TWICE, None) == ["missing", "missing"]
 

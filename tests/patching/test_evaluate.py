@@ -150,6 +150,12 @@ def test_shared_context_is_no_conflict() -> None:
 
 
 def test_only_what_applies_can_be_in_conflict() -> None:
-    drifted = changes("row 10\n", "ten\n", "b", text=BETA)
-    catalog = Catalog((changes("line 10\n", "ten\n", "a"), drifted))
+    half = feature(
+        file_diff(ALPHA, ALPHA.replace("line 10\n", "X\n")),
+        file_diff(BETA, BETA + "end\n", OTHER),
+        name="b",
+        gate=GATE_2,
+    )
+    catalog = Catalog((changes("line 10\n", "ten\n", "a"), half))
+    assert len(check_conflicts(catalog, Memory({PATH: ALPHA, OTHER: BETA}))) == 1
     assert check_conflicts(catalog, Memory()) == []

@@ -44,6 +44,15 @@ def test_equal_places_the_nearest_to_the_stated_line_is_meant() -> None:
     assert found.line == 54
 
 
+def test_rare_lines_count_most() -> None:
+    """Upstream spread the block's own lines, and two common ones still stand side by side all over the file."""
+    common = ["pass\n", "return\n"]
+    lines = [*common * 20, "one\n", "new\n", "two\n", "new\n", "three\n", *common * 20]
+    found = nearest(lines, ["one\n", "two\n", "three\n", *common], stated=0)
+    assert found is not None
+    assert found.line == 41
+
+
 def test_line_ends_are_visible() -> None:
     """Else the two sides of the difference would read the same."""
     found = nearest(["a\r\n", "b\r\n", "c"], ["a\n", "b\n", "c\n"], stated=0)
