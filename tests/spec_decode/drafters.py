@@ -161,6 +161,7 @@ def make_proposer(module: types.ModuleType, dispatcher: types.ModuleType, kind: 
             self.net_num_new_slots_per_request = kind.new_slots(k)
             self.needs_extra_input_slots = self.net_num_new_slots_per_request > 0
             self.dtype, self.hidden_size = torch.int64, HIDDEN
+            self.draft_model_config = types.SimpleNamespace(get_hidden_size=lambda: HIDDEN)
             self.max_model_len, self.block_size = MAX_LEN, BLOCK
             self.max_num_tokens = self.max_positions = MAX_TOKENS
             self.supports_mm_inputs = self.uses_mrope = self.constant_draft_positions = False

@@ -34,7 +34,9 @@ def test_no_obstacle():
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"num_speculative_tokens": 1}, "one draft token needs no chain"),
+        ({"num_speculative_tokens": 1}, "there is no chain"),
+        ({"parallel_drafting": True}, "there is no chain"),
+        ({"expanded_hidden_states": True}, "wider than those it samples from"),
         (
             {"builders": GOOD.builders | {"ZMetadataBuilder", "FlashInferMetadataBuilder"}},
             "FlashInferMetadataBuilder, ZMetadataBuilder may plan on the host",

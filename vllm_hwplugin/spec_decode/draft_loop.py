@@ -43,6 +43,7 @@ class ChainFacts:
     num_speculative_tokens: int
     builders: frozenset[str]
     parallel_drafting: bool = False
+    expanded_hidden_states: bool = False
     host_side: tuple[str, ...] = ()
 
 
@@ -53,6 +54,8 @@ def obstacle(facts: ChainFacts) -> str | None:
     others = sorted(facts.builders - _VIEW_ONLY_BUILDERS)
     if others:
         return f"{', '.join(others)} may plan on the host between steps"
+    if facts.expanded_hidden_states:
+        return "the states that the draft model passes on are wider than those it samples from"
     if facts.host_side:
         return f"the drafter does host work between steps: {', '.join(facts.host_side)}"
     return None
@@ -118,6 +121,8 @@ class DraftLoop:
             num_speculative_tokens=proposer.speculative_config.num_speculative_tokens,
             builders=frozenset(builders),
             parallel_drafting=proposer.parallel_drafting,
+            # DeepSeek V4's MTP passes several residual streams on, side by side.
+            expanded_hidden_states=proposer.hidden_size != proposer.draft_model_config.get_hidden_size(),
             host_side=tuple(name for name in names if getattr(proposer, name, None)),
         )
 
