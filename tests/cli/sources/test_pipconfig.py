@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from vllm_hwplugin.cli.sources import IndexUnreachable, PipConfig
-from vllm_hwplugin.cli.sources._pipconfig import environment_config, parse_config, pip_config, shown
+from vllm_hwplugin.cli.sources._pipconfig import environment_config, has_pip, parse_config, pip_config, shown
 
 
 def test_environment_outweighs_files_and_install_outweighs_global() -> None:
@@ -35,7 +36,7 @@ def test_nothing_is_configured() -> None:
     assert parse_config("") == PipConfig()
 
 
-@pytest.mark.skipif(importlib.util.find_spec("pip") is None, reason="this environment has no pip")
+@pytest.mark.skipif(not has_pip(), reason="this environment has no pip")
 def test_pip_itself_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both a configuration file and PIP_* variables arrive."""
     (tmp_path / "pip.conf").write_text("[global]\nindex-url = http://file.test/simple\nproxy = http://proxy.test:1\n")
@@ -47,7 +48,7 @@ def test_pip_itself_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert pip_config().index_url == "http://env.test/simple"
 
 
-@pytest.mark.skipif(importlib.util.find_spec("pip") is None, reason="this environment has no pip")
+@pytest.mark.skipif(not has_pip(), reason="this environment has no pip")
 def test_configuration_that_pip_rejects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "pip.conf").write_text("no section\n")
     monkeypatch.setenv("PIP_CONFIG_FILE", str(tmp_path / "pip.conf"))
@@ -69,3 +70,14 @@ def test_variables_alone() -> None:
 
 def test_passwords_are_not_shown() -> None:
     assert shown("https://user:secret@index.test:8080/simple") == "https://index.test:8080/simple"
+
+
+def test_asking_for_pip_leaves_setuptools_importable() -> None:
+    """setuptools' import hook takes `find_spec("pip")` for a start of pip and then can't be imported itself."""
+    code = (
+        "from vllm_hwplugin.cli.sources._pipconfig import has_pip\n"
+        "has_pip()\n"
+        "import setuptools, distutils.core\n"
+        "assert '_distutils' in distutils.core.__file__\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -8,13 +8,13 @@ all there is to know.
 from __future__ import annotations
 
 import ast
-import importlib.util
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from urllib.parse import urlsplit, urlunsplit
 
 from ._errors import IndexUnreachable
@@ -67,13 +67,23 @@ def environment_config(environ: Mapping[str, str]) -> PipConfig:
     )
 
 
+def has_pip() -> bool:
+    """Whether this interpreter has pip.
+
+    Asked of the path and not of `sys.meta_path`: setuptools listens there, takes the question for a start of pip, and
+    then leaves the standard library's distutils in place, with which it can't be imported any more (nor torch's
+    `cpp_extension`).
+    """
+    return PathFinder.find_spec("pip") is not None
+
+
 def pip_config() -> PipConfig:
     """The configuration of the pip that installs into this interpreter, else of the `pip` on the path.
 
     Raises:
         IndexUnreachable: pip is there but rejects its own configuration.
     """
-    if importlib.util.find_spec("pip") is not None:
+    if has_pip():
         command = [sys.executable, "-m", "pip"]
     elif (pip := shutil.which("pip")) is not None:
         command = [pip]
