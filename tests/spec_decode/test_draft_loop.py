@@ -16,7 +16,7 @@ from vllm_hwplugin.spec_decode.draft_graphs import capture_draft_graphs, descrip
 from vllm_hwplugin.spec_decode.draft_keys import uniform_shape  # noqa: E402
 from vllm_hwplugin.spec_decode.draft_loop import ChainFacts, obstacle  # noqa: E402
 
-from .drafters import EAGLE, MAX_REQS, Runner, boot, clone_metadata, propose  # noqa: E402
+from .drafters import EAGLE, MAX_REQS, P_EAGLE, Runner, boot, clone_metadata, propose  # noqa: E402
 from .recorded_graph import RecordedGraphs  # noqa: E402
 
 DECODE_ONLY = CUDAGraphMode.FULL_DECODE_ONLY
@@ -68,6 +68,25 @@ def test_a_proposer_with_host_work_has_no_chain(make, notes, name):
     assert name in notes["draft-loop-graph"]
     assert "launched one by one" in notes["draft-loop-graph"]
     assert RecordedGraphs.instances == []
+
+
+@pytest.mark.parametrize("k", [2, 3])
+def test_parallel_drafting_captures_neither_steps_nor_a_chain(make, notes, k):
+    proposer = make("loop", P_EAGLE, k)
+    boot(proposer, DECODE_ONLY, Runner(0))
+    (passes,) = RecordedGraphs.instances
+    assert {key.num_tokens // key.num_reqs for key in passes.captured} == {2 * k}
+    assert "there is no chain" in notes["draft-loop-graph"]
+
+
+def test_wider_hidden_states_have_no_chain(make, notes):
+    proposer = make("loop", EAGLE, 3)
+    width = proposer.hidden_size
+    proposer.draft_model_config = types.SimpleNamespace(get_hidden_size=lambda: width // 2)
+    boot(proposer, DECODE_ONLY, Runner(0))
+    (passes,) = RecordedGraphs.instances
+    assert passes.captured
+    assert "wider than those it samples from" in notes["draft-loop-graph"]
 
 
 def test_another_backend_has_no_chain_but_keeps_its_passes(make, notes):
