@@ -56,6 +56,7 @@ unit: $(STAMP)
 docs: $(STAMP)
 	$(BIN)/vllm-hwplugin gates --markdown docs/gates.md
 	$(BIN)/vllm-hwplugin drift --all --markdown docs/compatibility.md
+	$(BIN)/vllm-hwplugin bench report benchmarks/results/h200-*.json --markdown docs/benchmarks.md --svg docs/benchmarks.svg
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache build *.egg-info

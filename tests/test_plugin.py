@@ -41,6 +41,16 @@ def test_switched_off_it_does_not_import_the_engine() -> None:
     assert run(code, Path("/nowhere"), VLLM_HWPLUGIN="0") == "[]\n"
 
 
+def test_switched_off_its_variables_are_known_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM warns of, or in strict validation refuses, every VLLM_ variable that its table does not have."""
+    envs = ModuleType("vllm.envs")
+    envs.environment_variables = {}  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm.envs", envs)
+    monkeypatch.setenv("VLLM_HWPLUGIN", "0")
+    plugin.register()
+    assert {gate.name for gate in gates.GATES} <= envs.environment_variables.keys()
+
+
 def test_a_bad_master_switch_is_left_to_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     monkeypatch.setattr(_runtime, "install", lambda: calls.append("install"))

@@ -14,6 +14,7 @@ def register() -> None:
             ``on``; otherwise an error is logged and vLLM runs stock.
     """
     import logging
+    import sys
 
     from . import gates
 
@@ -21,6 +22,9 @@ def register() -> None:
         if not gates.read("VLLM_HWPLUGIN").flag:
             # Most of the cost of a start is importing the engine; a plugin that is switched off need not pay it.
             logging.getLogger("vllm.hwplugin").info("vllm-hwplugin is switched off (VLLM_HWPLUGIN); vLLM runs stock")
+            if (envs := sys.modules.get("vllm.envs")) is not None:
+                # vLLM calls every VLLM_ variable that it does not know a mistake, the one that switches this off too.
+                gates.register_with_vllm(envs)
             return
     except gates.GateError:
         # The engine reports a bad value, or raises it: it knows what the other gates ask for.

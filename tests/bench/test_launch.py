@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 import time
 from datetime import datetime, timedelta, timezone
 
@@ -82,6 +84,24 @@ def test_a_hang_is_ended_with_its_children(child, tmp_path):
     assert outcome.error == "no end after 2 s; killed"
     grandchild = int((tmp_path / "pid").read_text())
     assert _gone(grandchild)
+
+
+def test_a_terminated_benchmark_takes_its_engine_along(child, tmp_path):
+    pid = tmp_path / "pid"
+    child(f"open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(300)\n")
+
+    def end_this_process():
+        while not (pid.exists() and pid.read_text()):
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=end_this_process, daemon=True).start()
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as ended:
+        _launch.launch(JOB, timeout=60)
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert _gone(int(pid.read_text()))
 
 
 def _gone(pid):

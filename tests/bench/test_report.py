@@ -29,7 +29,7 @@ def side(best, *, error=None, launches=None, length=2.5):
                 "draft_kernel_launches": 7.5,
             }
     process = {"pid": 7, "role": "parent", "features": {"draft-full-graph": {"state": "live", "reason": ""}}}
-    tail = "Traceback\nRuntimeError: boom\n" if error else ""
+    tail = "Traceback\nRuntimeError: boom\n[rank0] a warning at the end\n" if error else ""
     return {"error": error, "log_tail": tail, "batches": {"1": batch}, "processes": [process]}
 
 

@@ -56,3 +56,5 @@ def test_the_commit_of_a_copy_without_git_comes_from_the_environment(monkeypatch
     assert _results.commit() is None
     monkeypatch.setenv("VLLM_HWPLUGIN_COMMIT", "abc")
     assert _results.commit() == "abc"
+    (tmp_path / ".git").mkdir()
+    assert _results.commit() == "abc"

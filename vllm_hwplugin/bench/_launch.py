@@ -10,8 +10,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,7 @@ def launch(job: Job, *, timeout: float, on_event: Callable[[Event], None] | None
         command = [sys.executable, "-m", "vllm_hwplugin.bench._engine", str(folder / "job.json"), str(answer)]
         # A record's time is cut to milliseconds.
         started, since = time.monotonic(), datetime.now(timezone.utc) - timedelta(milliseconds=1)
-        with log.open("wb") as output:
+        with log.open("wb") as output, _ended_by_sigterm():
             # A session of its own: whatever the engine starts can be ended with it, and nothing else.
             process = subprocess.Popen(
                 command,
@@ -87,6 +88,19 @@ def _follow(
             if time.monotonic() > deadline:
                 return events, True
             time.sleep(0.1)
+
+
+@contextlib.contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Unwind on SIGTERM as on Ctrl-C: an engine that outlives a time limit keeps the memory of the GPU."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may set handlers, and only it is interrupted
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -171,10 +172,16 @@ def _failures(results: Mapping[str, Any]) -> list[str]:
     for case in results["cases"]:
         for name, side in case["sides"].items():
             if side["error"]:
-                last = (side["log_tail"].strip() or "no log").splitlines()[-1]
+                last = _telling_line(side["log_tail"])
                 label = f"{case['shape']} {case['method']} k={case['k']}"
                 lines += [f"**{label}, {name}: failed** ({side['error']}): `{last}`", ""]
     return lines
+
+
+def _telling_line(log_tail: str) -> str:
+    """The last line that names an exception, else the last line: libraries go on talking while a process ends."""
+    lines = log_tail.strip().splitlines() or ["no log"]
+    return next((line for line in reversed(lines) if re.search(r"\b\w+(Error|Exception): ", line)), lines[-1])
 
 
 def _head(*names: str) -> list[str]:

@@ -26,10 +26,15 @@ class ResultsError(PatchingError):
 
 
 def commit() -> str | None:
-    """The source tree's commit, with ``+`` when it has local changes; None for an installed wheel."""
+    """The source tree's commit, with ``+`` when it has local changes; None for an installed wheel.
+
+    ``VLLM_HWPLUGIN_COMMIT`` outweighs git: a copy of a tree on a measuring host may lie in some other repository.
+    """
+    if named := os.environ.get("VLLM_HWPLUGIN_COMMIT"):
+        return named
     home = Path(__file__).resolve().parents[2]
     if not (home / ".git").exists():
-        return os.environ.get("VLLM_HWPLUGIN_COMMIT")
+        return None
     try:
         head = _git(home, "rev-parse", "--short=12", "HEAD")
         return head + ("+" if _git(home, "status", "--porcelain", "--untracked-files=no") else "")
