@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Exact, versioned source patches for vLLM's speculative decoding, applied at import time.
 
 vLLM loads :func:`vllm_hwplugin.plugin.register` by its entry point in every process. This module stays empty of imports

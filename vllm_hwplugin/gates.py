@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every environment variable that the plugin reads: one table, one parser, one page of documentation.
 
 The table is the single place where a variable is named, typed, defaulted and explained. ``docs/gates.md`` is written

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run vLLM engines in processes of their own and measure them: what ``demo`` and ``bench`` share.
 
 A side (stock or patched) is a :class:`Job`; :func:`launch` runs it in a fresh process and returns an :class:`Outcome`,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The chart of docs/benchmarks.md: patched tokens/s by stock's, one group of bars a case, one bar a batch size."""
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def draw(files: Sequence[Mapping[str, Any]], path: Path) -> None:
     axes.axhline(1.0, color="black", linewidth=0.8)
     axes.set_xticks(range(len(bars)), list(bars), fontsize=8)
     axes.set_ylabel("tokens/s, patched / stock")
-    axes.legend()
+    figure.legend(loc="outside upper center", ncols=len(batches), frameon=False)  # inside it would hide bars
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
     pyplot.close(figure)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tiny trained checkpoints that real acceptance is measured on."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The child process: ``python -m vllm_hwplugin.bench._engine JOB ANSWER``.
 
 One engine, all workloads of the job, one JSON line of the answer a measurement, so that a crash keeps what came before.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which machine and which vLLM: asked in a process of its own, so that the caller stays free of torch and CUDA."""
 
 from __future__ import annotations

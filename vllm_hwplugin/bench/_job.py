@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What one engine process is asked to do, and what it answers."""
 
 from __future__ import annotations

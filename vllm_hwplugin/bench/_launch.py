@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run a job in a fresh process; a crash becomes an outcome, never an exception that loses the other side."""
 
 from __future__ import annotations

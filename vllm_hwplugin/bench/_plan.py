@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which engines a benchmark starts, and what each measures."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Count, per verify step, what the host launches and how long the GPU works, from torch's profiler.
 
 A step lies between the starts of two successive ``execute_model`` calls; only steps that verify drafts for every

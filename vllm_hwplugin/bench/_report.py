@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tables from results files: one on the terminal, and docs/benchmarks.md."""
 
 from __future__ import annotations

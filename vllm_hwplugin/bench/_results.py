@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The results file of a benchmark: JSON, written anew after every engine, so that an interrupted run keeps its part."""
 
 from __future__ import annotations

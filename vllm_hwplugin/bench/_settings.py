@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Engine settings that make two runs comparable, by host."""
 
 from __future__ import annotations

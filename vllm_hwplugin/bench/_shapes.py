@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Model shapes for dummy weights: only config files are written, vLLM fills the weights itself (load_format=dummy)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command line: `vllm-hwplugin`, also `python -m vllm_hwplugin.cli`."""
 
 from ._app import main

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The `vllm-hwplugin` program: which commands there are, and how a failure is shown.
 
 A command's module is imported only when that command runs: `drift` must work where neither vLLM nor torch is

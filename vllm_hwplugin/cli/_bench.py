@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``vllm-hwplugin bench``: stock and patched vLLM in turn, each in a fresh process on the same machine."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``vllm-hwplugin demo``: the real vLLM on tiny trained checkpoints, stock and patched side by side."""
 
 from __future__ import annotations

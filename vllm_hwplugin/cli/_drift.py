@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`vllm-hwplugin drift`: does every patch still fit, on versions that need not be installed?"""
 
 from __future__ import annotations

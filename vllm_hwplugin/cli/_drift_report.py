@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the drift check found, as data: the exit status and the JSON and Markdown files are made from it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The drift report for people: a table on a terminal, one line a verdict elsewhere, then every mismatch."""
 
 from __future__ import annotations

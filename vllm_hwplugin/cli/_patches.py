@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`vllm-hwplugin patches`: what the plugin changes in vLLM, for reading and review."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Normalise a stack of layers, each with its own weight row, on any platform.
 
 Since 0.25.0 vLLM's DFlash drafters norm the context keys of all their layers in one call,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where the text of a vLLM version comes from, without importing vLLM.
 
 Every source has a `label`, a `version` and `read(path)`, which is what the patch engine asks of one. The package index

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The members of remote wheels that were read before, kept in the user's cache folder.
 
 One folder a wheel file name: `members.json` (what the wheel's directory says of each Python file: size and CRC-32) and

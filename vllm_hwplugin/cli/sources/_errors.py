@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What can go wrong while the text of a vLLM version is looked for.
 
 Each message is one line that says what was looked at, what was found and what to do: the command line prints it as it

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM sources read out of the wheels on the user's package index, without downloading the wheels.
 
 A wheel is a zip archive: its directory at the end and the few members that patches touch are read by range requests,

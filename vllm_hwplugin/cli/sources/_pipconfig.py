@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where this user's pip looks for packages.
 
 pip is asked (`pip config list`), rather than its files read here: which files count, and in which order, is pip's own

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which file of a package index is *the* wheel of a version."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A wheel on a server, opened as a zip archive by byte ranges, or whole where the server knows no ranges."""
 
 from __future__ import annotations

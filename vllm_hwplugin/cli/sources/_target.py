@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From the words of the command line to a vLLM: a wheel, a folder, a version, or the installed one."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM sources in a folder: a git checkout, an unpacked wheel or a site-packages folder."""
 
 from __future__ import annotations

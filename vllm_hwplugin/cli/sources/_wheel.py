@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM sources in a wheel file on disk."""
 
 from __future__ import annotations
