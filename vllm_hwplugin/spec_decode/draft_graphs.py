@@ -51,6 +51,7 @@ class DrafterFacts:
     padded_batch: bool = True
     data_parallel_size: int = 1
     context_parallel_size: int = 1
+    lora: bool = False
     tree_attention: bool = False
     breakable_any_mode: bool = False
     shares_mtp_indices: bool = False
@@ -70,6 +71,8 @@ def obstacle(facts: DrafterFacts) -> str | None:
         return "with data parallelism the ranks agree on a graph mode by token count alone"
     if facts.context_parallel_size > 1:
         return "decode context parallelism keeps per-rank lengths at changing addresses"
+    if facts.lora:
+        return "layers that the drafter shares with the target map tokens to LoRA adapters by the target's batch"
     if facts.tree_attention:
         return "tree attention drafts several tokens a request and step"
     if facts.breakable_any_mode:
@@ -207,6 +210,7 @@ class DraftGraphs:
             padded_batch=not proposer.speculative_config.disable_padded_drafter_batch,
             data_parallel_size=parallel.data_parallel_size,
             context_parallel_size=parallel.decode_context_parallel_size,
+            lora=proposer.vllm_config.lora_config is not None,
             tree_attention=any("TreeAttention" in type(builder).__name__ for builder in builders),
             breakable_any_mode="Breakable" in type(model).__name__ and getattr(model, "runtime_mode", None) is None,
             shares_mtp_indices=getattr(proposer, "_share_mtp_indices", False),
