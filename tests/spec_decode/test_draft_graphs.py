@@ -23,6 +23,7 @@ from vllm_hwplugin.spec_decode.draft_graphs import (  # noqa: E402
     plan_keys,
 )
 from vllm_hwplugin.spec_decode.draft_keys import DraftKeys, uniform_shape  # noqa: E402
+from vllm_hwplugin.spec_decode.fallback import FeatureRequired  # noqa: E402
 
 from .drafters import (  # noqa: E402
     DRAFT_MODEL,
@@ -208,6 +209,21 @@ def test_a_proposer_with_an_obstacle_is_left_as_in_stock_vllm(make, notes, chang
     assert proposer.cudagraph_dispatcher.draft_keys is None
     capture_draft_graphs(proposer, Runner(0).template())
     assert RecordedGraphs.instances == []
+
+
+def test_a_required_feature_with_an_obstacle_ends_the_start(make, monkeypatch):
+    monkeypatch.setenv("VLLM_HWPLUGIN_DRAFT_FULL_GRAPH", "on")
+    proposer = make("passes", EAGLE, 2)
+    with pytest.raises(FeatureRequired, match="cudagraph_mode is PIECEWISE"):
+        proposer.draft_graphs.initialize_keys(PIECEWISE)
+
+
+def test_a_drafter_without_graphs_has_no_chain_either(make, notes):
+    proposer = make("loop", EAGLE, 3)
+    proposer.draft_graphs.initialize_keys(PIECEWISE)
+    assert (
+        "it needs draft-full-graph's graphs, and the target's cudagraph_mode is PIECEWISE" in notes["draft-loop-graph"]
+    )
 
 
 def test_a_breakable_wrapper_of_one_mode_is_no_obstacle(make):

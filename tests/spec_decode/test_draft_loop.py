@@ -15,6 +15,7 @@ from vllm.config import CUDAGraphMode  # noqa: E402
 from vllm_hwplugin.spec_decode.draft_graphs import capture_draft_graphs, descriptor_of  # noqa: E402
 from vllm_hwplugin.spec_decode.draft_keys import uniform_shape  # noqa: E402
 from vllm_hwplugin.spec_decode.draft_loop import ChainFacts, obstacle  # noqa: E402
+from vllm_hwplugin.spec_decode.fallback import FeatureRequired  # noqa: E402
 
 from .drafters import EAGLE, MAX_REQS, P_EAGLE, Runner, boot, clone_metadata, propose  # noqa: E402
 from .recorded_graph import RecordedGraphs  # noqa: E402
@@ -246,3 +247,11 @@ def test_a_reassigned_buffer_of_the_chain_is_seen(pair, name):
         same = propose(graphed, batch).tolist() == propose(stock, batch).tolist()
         wrong += not (same and torch.equal(graphed.model.cache[:-1], stock.model.cache[:-1]))
     assert wrong
+
+
+def test_a_required_chain_that_cannot_be_ends_the_start(make, monkeypatch):
+    monkeypatch.setenv("VLLM_HWPLUGIN_DRAFT_LOOP_GRAPH", "on")
+    proposer = make("loop", EAGLE, 3)
+    proposer.uses_mrope = True
+    with pytest.raises(FeatureRequired, match="host work between steps: uses_mrope"):
+        proposer.draft_graphs.initialize_keys(DECODE_ONLY)

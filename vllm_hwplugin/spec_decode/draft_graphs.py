@@ -29,10 +29,13 @@ from vllm.platforms import current_platform
 from vllm_hwplugin import record
 from vllm_hwplugin.spec_decode.draft_keys import DraftKeys, DraftShape, request_ladder, uniform_shape
 from vllm_hwplugin.spec_decode.draft_metadata import PassBuffers, full_block_table, unmanaged_field
+from vllm_hwplugin.spec_decode.fallback import stays_stock
 
 logger = logging.getLogger("vllm.hwplugin")
 
 _FEATURE = "draft-full-graph"
+_GATE = "VLLM_HWPLUGIN_DRAFT_FULL_GRAPH"
+_STOCK = "the drafter runs as in stock vLLM"
 _NO_GRAPH = 0  # as a query length: this batch may not use a FULL graph
 _STEP_QUERY_LEN = 1
 _PADDING_SLOT_ID = -1  # vllm.v1.spec_decode.utils.PADDING_SLOT_ID; importing it here would be a cycle
@@ -147,7 +150,7 @@ class DraftGraphs:
         """Decide, once the attention backends and the target's mode are known, what will be captured."""
         reason = obstacle(self._facts(target_mode))
         if reason is not None:
-            self._turn_off(reason)
+            self._never_turn_on(reason)
             return
         proposer = self._proposer
         config = proposer.vllm_config
@@ -164,7 +167,7 @@ class DraftGraphs:
             parallel_drafting=proposer.parallel_drafting,
         )
         if not keys.all():
-            self._turn_off("no capture size holds a whole batch of the drafter")
+            self._never_turn_on("no capture size holds a whole batch of the drafter")
             return
         self._keys = keys
         proposer.cudagraph_dispatcher.draft_keys = keys
@@ -192,11 +195,19 @@ class DraftGraphs:
         """The proposer's `DraftLoop`, where the feature draft-loop-graph gave it one."""
         return getattr(self._proposer, "draft_loop", None)
 
-    def _turn_off(self, reason: str) -> None:
+    def _never_turn_on(self, reason: str) -> None:
         self._keys = None
         self._proposer.cudagraph_dispatcher.draft_keys = None
-        record.note(_FEATURE, f"the drafter runs as in stock vLLM: {reason}")
-        logger.info("%s: the drafter runs as in stock vLLM: %s", _FEATURE, reason)
+        stays_stock(_FEATURE, _GATE, _STOCK, reason)
+        if (loop := self._loop()) is not None:
+            loop.leave(f"it needs {_FEATURE}'s graphs, and {reason}")
+
+    def _turn_off(self, reason: str) -> None:
+        """Give the graphs up while serving: requests are under way, so no gate makes this an error."""
+        self._keys = None
+        self._proposer.cudagraph_dispatcher.draft_keys = None
+        record.note(_FEATURE, f"{_STOCK}: {reason}")
+        logger.warning("%s: from now on %s: %s", _FEATURE, _STOCK, reason)
 
     def _facts(self, target_mode: CUDAGraphMode) -> DrafterFacts:
         proposer = self._proposer

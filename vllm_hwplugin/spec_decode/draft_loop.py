@@ -12,7 +12,6 @@ of draft tokens than the configured one) take the path of `draft_graphs`.
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,13 +23,13 @@ from vllm.v1.spec_decode.utils import PADDING_SLOT_ID, eagle_step_update_slot_ma
 
 from vllm_hwplugin import record
 from vllm_hwplugin.spec_decode.draft_keys import pad_up, uniform_shape
+from vllm_hwplugin.spec_decode.fallback import stays_stock
 
 if TYPE_CHECKING:
     from vllm_hwplugin.spec_decode.draft_graphs import DraftGraphs
 
-logger = logging.getLogger("vllm.hwplugin")
-
 _FEATURE = "draft-loop-graph"
+_GATE = "VLLM_HWPLUGIN_DRAFT_LOOP_GRAPH"
 
 # Builders whose `build_for_drafting` launches nothing and plans nothing on the host: their metadata is views.
 _VIEW_ONLY_BUILDERS = frozenset({"FlashAttentionMetadataBuilder", "TritonAttentionMetadataBuilder"})
@@ -78,15 +77,13 @@ class DraftLoop:
 
     def initialize_keys(self, ladder: tuple[int, ...], graph_pool: Any) -> None:
         """Plan one graph for each request count of `ladder`, in the drafter's memory pool."""
-        self._ladder, self._metadata = (), {}
         reason = obstacle(self._facts())
         if reason is not None:
-            record.note(_FEATURE, f"steps are launched one by one: {reason}")
-            logger.info("%s: steps are launched one by one: %s", _FEATURE, reason)
+            self.leave(reason)
             return
         proposer = self._proposer
         max_reqs, device = proposer.vllm_config.scheduler_config.max_num_seqs, proposer.device
-        self._ladder = ladder
+        self._ladder, self._metadata = ladder, {}
         self._num_tokens = proposer.speculative_config.num_speculative_tokens
         self._drafts = torch.zeros((max_reqs, self._num_tokens), dtype=torch.int64, device=device)
         self._sample_hidden = torch.zeros((max_reqs, proposer.hidden_size), dtype=proposer.dtype, device=device)
@@ -103,6 +100,11 @@ class DraftLoop:
         else:
             self._graphs.clear_graphs()
         record.note(_FEATURE, f"{self._num_tokens - 1} steps in one graph for {list(ladder)} requests")
+
+    def leave(self, reason: str) -> None:
+        """Have no chain graphs, for `reason`."""
+        self._ladder, self._metadata = (), {}
+        stays_stock(_FEATURE, _GATE, "steps are launched one by one", reason)
 
     def _facts(self) -> ChainFacts:
         proposer = self._proposer

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A live feature that finds, once the engine is built, that it has nothing to do here."""
+
+from __future__ import annotations
+
+import logging
+
+from vllm_hwplugin import gates, record
+
+logger = logging.getLogger("vllm.hwplugin")
+
+
+class FeatureRequired(RuntimeError):
+    """A gate says ``on``, and the engine that was configured cannot have the feature."""
+
+
+def stays_stock(feature: str, gate: str, effect: str, reason: str) -> None:
+    """Put on record and in the log that ``feature`` leaves things as they are.
+
+    Whether a patch fits is settled before vLLM is imported; whether the engine has a use for it only shows here.
+
+    Args:
+        feature: its id.
+        gate: the switch of the feature.
+        effect: what happens instead, as the log and ``vllm-hwplugin doctor`` say it.
+        reason: why.
+
+    Raises:
+        FeatureRequired: the gate says ``on``.
+    """
+    if gates.read(gate).text == "on":
+        raise FeatureRequired(
+            f"{gate}=on, but {feature} has no effect here: {reason}; set {gate}=auto to run without it"
+        )
+    record.note(feature, f"{effect}: {reason}")
+    logger.info("%s: %s: %s", feature, effect, reason)
