@@ -60,8 +60,7 @@ def make(patched_module, notes, monkeypatch: pytest.MonkeyPatch):
     }
     for module in (draft_loop, *(module for module, _ in modules.values())):
         monkeypatch.setattr(module, "eagle_step_update_slot_mapping_and_metadata", plain_eagle_step)
-    for module in (draft_loop, draft_graphs):
-        monkeypatch.setattr(module, "CUDAGraphWrapper", RecordedGraphs)
+    monkeypatch.setattr(draft_graphs, "CUDAGraphWrapper", RecordedGraphs)
     pools = types.SimpleNamespace(graph_pool_handle=object)
     monkeypatch.setattr(draft_graphs, "current_platform", pools)
     monkeypatch.setattr(RecordedGraphs, "instances", [])

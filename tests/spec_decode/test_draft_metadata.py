@@ -158,7 +158,7 @@ def test_a_batch_for_capture_fills_the_shape(runner, shape, lengths):
     template = runner.template()
     before = snapshot(template)
     query_len = lengths[0] if shape.uniform else None
-    full = PassBuffers(MAX_REQS, query_len, CPU).fill_for_capture(template, shape, MAX_LEN)
+    full = PassBuffers(MAX_REQS, query_len, CPU).batch_for_capture(template, shape, MAX_LEN)
     starts = torch.tensor([0, *lengths]).cumsum(0).tolist()
     assert full.query_start_loc.tolist() == full.query_start_loc_cpu.tolist() == starts
     assert starts[-1] == full.num_actual_tokens == shape.num_tokens

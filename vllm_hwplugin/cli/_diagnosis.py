@@ -20,6 +20,7 @@ import vllm_hwplugin
 from .. import cachedir, gates, record
 from ..patching import SUPPORTED, Catalog, PatchingError, load_catalog, make_plan
 from ..patching._installed import Installed, NotInstalled, find_installed
+from ..patching._overlay import FOLDER
 from ..record import ProcessRecord
 from . import _host
 
@@ -28,8 +29,6 @@ FORMAT = 1
 
 ENTRY_POINT = "hwplugin"
 _GROUP = "vllm.general_plugins"
-# The folder below a cache folder from which code is loaded, and whose trust therefore matters.
-_COPIES = "overlay"
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,7 +266,7 @@ def _cache(environ: Mapping[str, str], found: _Findings) -> dict[str, str]:
         return {}
     states: dict[str, str] = {}
     for place in places:
-        copies = place / _COPIES
+        copies = place / FOLDER
         if not os.path.lexists(copies):
             # Looking must not create it: that is for the first process of vLLM.
             states[str(place)] = "no patched copy yet"

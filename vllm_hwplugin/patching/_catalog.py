@@ -69,8 +69,7 @@ def _load_feature(folder: Path, version: str | None) -> Feature:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise CatalogError(f"{file}: not TOML ({error}); see docs/how-to-add-a-patch.md") from error
     _refuse_unknown(raw, _KEYS, "", file)
-    for key in _TEXTS:
-        _text(raw, key, file)
+    texts = {key: _text(raw, key, file) for key in _TEXTS}
     if raw["id"] != folder.name:
         raise CatalogError(f"{file}: id is {raw['id']!r}, expected the folder's name {folder.name!r}")
     if not any(gate.name == raw["gate"] and gate.kind == "switch" for gate in GATES):
@@ -92,7 +91,7 @@ def _load_feature(folder: Path, version: str | None) -> Feature:
         if used or not any(wanted)
     ]
     return Feature(
-        **{key: raw[key].strip() for key in _TEXTS},
+        **texts,
         requires=tuple(requires),
         not_needed=tuple(not_needed),
         variants=tuple(variants),

@@ -25,7 +25,8 @@ from typing import NamedTuple
 from ..cachedir import UntrustedFolder, places, private_folder, write_atomically
 from ._errors import PatchingError
 
-_FOLDER = "overlay"
+#: The folder below a cache folder from which code is loaded, and whose trust therefore matters.
+FOLDER = "overlay"
 
 # PEP 552: a hash-based pyc whose source is checked, so one that belongs to another text can never win.
 _CHECKED_HASH = (0b11).to_bytes(4, "little")
@@ -71,7 +72,7 @@ class Overlay(NamedTuple):
         data = text.encode("utf-8")
         key = hashlib.sha256(module.encode("utf-8") + b"\0" + data).hexdigest()[:20]
         name = path.rpartition("/")[2]
-        copy = Copy(module, self.base / _FOLDER / f"{module}-{key}" / name, data)
+        copy = Copy(module, self.base / FOLDER / f"{module}-{key}" / name, data)
         self.verify(copy)
         return copy
 
@@ -126,16 +127,16 @@ def open_overlay(environ: Mapping[str, str] | None = None) -> Overlay:
     notes: list[str] = []
     for base in places(environ):
         try:
-            private_folder(base / _FOLDER)
-            if os.access(base / _FOLDER, os.W_OK | os.X_OK):
+            private_folder(base / FOLDER)
+            if os.access(base / FOLDER, os.W_OK | os.X_OK):
                 return Overlay(base, tuple(notes))
-            notes.append(f"{base / _FOLDER} is not writable; set VLLM_HWPLUGIN_CACHE_DIR to a folder that is")
+            notes.append(f"{base / FOLDER} is not writable; set VLLM_HWPLUGIN_CACHE_DIR to a folder that is")
         except (OSError, UntrustedFolder) as error:
             notes.append(str(error))
     try:
         # mkdtemp makes the folder, new and private: whoever owns the folders above it gets no say.
         base = Path(tempfile.mkdtemp(prefix="vllm-hwplugin-"))
-        private_folder(base / _FOLDER, check_ancestors=False)
+        private_folder(base / FOLDER, check_ancestors=False)
     except OSError as error:
         raise OverlayError(
             f"no folder for patched copies: {'; '.join([*notes, str(error)])}: "

@@ -17,6 +17,8 @@ in four points, each of which made a hunk or a hazard unnecessary:
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -177,13 +179,7 @@ class DraftGraphs:
         self._buffers = {length: PassBuffers(keys.max_num_seqs, length, proposer.device) for length in lengths}
         self._table = None
         if self._graphs is None:
-            self._graphs = CUDAGraphWrapper(
-                self._call_model,
-                config,
-                runtime_mode=CUDAGraphMode.FULL,
-                cudagraph_options=CUDAGraphOptions(debug_log_enable=False, gc_disable=True),
-            )
-            self._graphs.graph_pool = current_platform.graph_pool_handle()
+            self._graphs = full_graphs(self._call_model, config, current_platform.graph_pool_handle())
         else:
             self._graphs.clear_graphs()
         record.note(_FEATURE, f"FULL drafter graphs for {type(proposer).__name__}: {_describe(keys)}")
@@ -338,7 +334,7 @@ class DraftGraphs:
         """Per-layer metadata of a dummy batch that fills `shape`; its slots are all padding."""
         proposer = self._proposer
         buffers = self._buffers_of(shape)
-        batch = buffers.fill_for_capture(template, shape, proposer.max_model_len)
+        batch = buffers.batch_for_capture(template, shape, proposer.max_model_len)
         buffers.write(batch, shape)
         proposer._slot_mapping_buffer[: shape.num_tokens].fill_(_PADDING_SLOT_ID)
         _, per_layer = proposer.build_per_group_and_layer_attn_metadata(
@@ -357,15 +353,36 @@ class DraftGraphs:
         }
         if proposer.pass_hidden_states_to_model:
             inputs["hidden_states"] = proposer.hidden_states[:count]
-        with set_forward_context(
+        with self.forward_context(per_layer_metadata, shape, mode):
+            self(**inputs)
+
+    def forward_context(
+        self, per_layer_metadata: dict[str, Any], shape: DraftShape, mode: CUDAGraphMode
+    ) -> AbstractContextManager[None]:
+        """vLLM's forward context for a pass over the drafter's own buffers, under the key of `shape`."""
+        return set_forward_context(  # type: ignore[no-any-return]
             per_layer_metadata,
-            proposer.vllm_config,
-            num_tokens=count,
+            self._proposer.vllm_config,
+            num_tokens=shape.num_tokens,
             cudagraph_runtime_mode=mode,
             batch_descriptor=descriptor_of(shape),
-            slot_mapping=proposer._get_slot_mapping(count),
-        ):
-            self(**inputs)
+            slot_mapping=self._proposer._get_slot_mapping(shape.num_tokens),
+        )
+
+
+def full_graphs(call: Callable[..., Any], config: Any, graph_pool: Any) -> CUDAGraphWrapper:
+    """`call`, captured whole under runtime mode FULL, in a memory pool that the target does not use.
+
+    Without a garbage collection before each capture: there are hundreds of shapes, and nothing to collect between them.
+    """
+    graphs = CUDAGraphWrapper(
+        call,
+        config,
+        runtime_mode=CUDAGraphMode.FULL,
+        cudagraph_options=CUDAGraphOptions(debug_log_enable=False, gc_disable=True),
+    )
+    graphs.graph_pool = graph_pool
+    return graphs
 
 
 def descriptor_of(shape: DraftShape) -> BatchDescriptor:

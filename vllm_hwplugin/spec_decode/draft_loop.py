@@ -13,20 +13,17 @@ of draft tokens than the configured one) take the path of `draft_graphs`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from vllm.compilation.cuda_graph import CUDAGraphOptions, CUDAGraphWrapper
+from vllm.compilation.cuda_graph import CUDAGraphWrapper
 from vllm.config import CUDAGraphMode
-from vllm.forward_context import set_forward_context
 from vllm.v1.spec_decode.utils import PADDING_SLOT_ID, eagle_step_update_slot_mapping_and_metadata
 
 from vllm_hwplugin import record
+from vllm_hwplugin.spec_decode.draft_graphs import DraftGraphs, full_graphs
 from vllm_hwplugin.spec_decode.draft_keys import pad_up, uniform_shape
 from vllm_hwplugin.spec_decode.fallback import stays_stock
-
-if TYPE_CHECKING:
-    from vllm_hwplugin.spec_decode.draft_graphs import DraftGraphs
 
 _FEATURE = "draft-loop-graph"
 _GATE = "VLLM_HWPLUGIN_DRAFT_LOOP_GRAPH"
@@ -90,13 +87,7 @@ class DraftLoop:
         self._inert = torch.zeros(max_reqs, dtype=torch.bool, device=device)
         self._inert_from = None
         if self._graphs is None:
-            self._graphs = CUDAGraphWrapper(
-                self._draft,
-                proposer.vllm_config,
-                runtime_mode=CUDAGraphMode.FULL,
-                cudagraph_options=CUDAGraphOptions(debug_log_enable=False, gc_disable=True),
-            )
-            self._graphs.graph_pool = graph_pool
+            self._graphs = full_graphs(self._draft, proposer.vllm_config, graph_pool)
         else:
             self._graphs.clear_graphs()
         record.note(_FEATURE, f"{self._num_tokens - 1} steps in one graph for {list(ladder)} requests")
@@ -190,18 +181,8 @@ class DraftLoop:
                 self._launch(num_reqs, mode)
 
     def _launch(self, num_reqs: int, mode: CUDAGraphMode) -> None:
-        from vllm_hwplugin.spec_decode.draft_graphs import descriptor_of
-
-        proposer = self._proposer
         assert self._graphs is not None
-        with set_forward_context(
-            self._metadata[num_reqs],
-            proposer.vllm_config,
-            num_tokens=num_reqs,
-            cudagraph_runtime_mode=mode,
-            batch_descriptor=descriptor_of(uniform_shape(1, num_reqs)),
-            slot_mapping=proposer._get_slot_mapping(num_reqs),
-        ):
+        with self._owner.forward_context(self._metadata[num_reqs], uniform_shape(1, num_reqs), mode):
             self._graphs(num_reqs=num_reqs)
 
     def _draft(self, num_reqs: int) -> torch.Tensor:

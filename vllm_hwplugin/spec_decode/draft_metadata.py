@@ -146,8 +146,8 @@ class PassBuffers:
                 changes[name] = None
         return dataclasses.replace(metadata, **changes)
 
-    def fill_for_capture(self, template: Any, shape: DraftShape, max_seq_len: int) -> Any:
-        """Write a full batch of `shape` into the buffers and return it in `template`'s type.
+    def batch_for_capture(self, template: Any, shape: DraftShape, max_seq_len: int) -> Any:
+        """A dummy batch that fills `shape`, in `template`'s type, for `write` and `view` to take like a real one.
 
         `template` gives what only the runner knows (the block table); its rows may be of any number.
         """
