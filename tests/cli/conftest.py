@@ -1,4 +1,4 @@
-"""A package index on this host, and wheels to put on it."""
+"""A package index on this host, wheels to put on it, and a stand-in for starting engines."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
@@ -235,3 +235,16 @@ def small_catalog(tmp_path: Path) -> Path:
         extra='[[not_needed]]\nversions = "<0.26.0"\nreason = "the fault came with 0.26.0"\n',
     )
     return catalog
+
+
+def recording_launch(answer: Callable[[Any], Any], jobs: list[Any]) -> Callable[..., Any]:
+    """A stand-in for `bench.launch` that notes each job, answers with `answer(job)` and passes its events on."""
+
+    def launched(job: Any, *, timeout: float, on_event: Callable[[Any], None]) -> Any:
+        jobs.append(job)
+        outcome = answer(job)
+        for event in outcome.events:
+            on_event(event)
+        return outcome
+
+    return launched

@@ -11,6 +11,8 @@ from vllm_hwplugin.bench import Host, Outcome
 from vllm_hwplugin.cli import _bench
 from vllm_hwplugin.cli._app import app
 
+from .conftest import recording_launch
+
 GPU = Host("cuda", "NVIDIA H200", "580", "0.26.0", "2.11.0", "3.12.3", 16)
 
 
@@ -40,15 +42,7 @@ def run(monkeypatch, tmp_path):
 
     def call(arguments, launch=answer, host=GPU):
         jobs = []
-
-        def launched(job, *, timeout, on_event):
-            jobs.append(job)
-            outcome = launch(job)
-            for event in outcome.events:
-                on_event(event)
-            return outcome
-
-        monkeypatch.setattr(_bench, "launch", launched)
+        monkeypatch.setattr(_bench, "launch", recording_launch(launch, jobs))
         monkeypatch.setattr(_bench, "detect_host", lambda: host)
         monkeypatch.setenv("COLUMNS", "200")
         result = CliRunner().invoke(app, ["bench", *arguments, "--json", str(file)], catch_exceptions=False)

@@ -11,6 +11,8 @@ from vllm_hwplugin import bench
 from vllm_hwplugin.cli import _demo
 from vllm_hwplugin.cli._app import app
 
+from .conftest import recording_launch
+
 CPU = bench.Host("cpu", "Some CPU", None, "0.32.0", "2.13.0", "3.11.7", 2)
 GPU = bench.Host("cuda", "NVIDIA H200", "580", "0.26.0", "2.11.0", "3.12.3", 16)
 RECORD = {
@@ -47,15 +49,7 @@ def run(monkeypatch, tmp_path):
 
     def call(launch=answer, host=CPU, arguments=()):
         jobs = []
-
-        def launched(job, *, timeout, on_event):
-            jobs.append(job)
-            outcome = launch(job)
-            for event in outcome.events:
-                on_event(event)
-            return outcome
-
-        monkeypatch.setattr(bench, "launch", launched)
+        monkeypatch.setattr(bench, "launch", recording_launch(launch, jobs))
         monkeypatch.setattr(bench, "detect_host", lambda: host)
         monkeypatch.setenv("COLUMNS", "200")
         file = tmp_path / "demo.json"
