@@ -12,7 +12,7 @@ from datetime import datetime, timedelta, timezone
 import pytest
 
 from vllm_hwplugin import record
-from vllm_hwplugin.bench import Job, _launch
+from vllm_hwplugin.bench import Job, _entry_points, _launch
 
 JOB = Job("tiny", True, {}, {"SAID": "yes"}, ())
 
@@ -121,6 +121,30 @@ def test_the_package_is_importable_in_the_child_behind_the_users_paths(monkeypat
     paths = _launch.child_environment({"A": "1"})["PYTHONPATH"].split(os.pathsep)
     assert paths[:2] == ["/first", "/second"]
     assert os.path.isdir(os.path.join(paths[2], "vllm_hwplugin"))
+
+
+def test_metadata_come_before_everything_else_on_the_path(monkeypatch, tmp_path):
+    monkeypatch.setenv("PYTHONPATH", "/first")
+    assert _launch.child_environment({}, tmp_path)["PYTHONPATH"].split(os.pathsep)[:2] == [str(tmp_path), "/first"]
+
+
+def test_a_child_without_entry_points_gets_them(child, monkeypatch):
+    monkeypatch.setattr(_entry_points, "installed", dict)
+    child(
+        "from importlib.metadata import entry_points\n"
+        "found = [p.value for p in entry_points(group='vllm.general_plugins')]\n"
+        "open(answer, 'a').write(json.dumps({'event': 'done', 'found': found}) + '\\n')\n"
+    )
+    (done,) = _launch.launch(JOB, timeout=30).events
+    assert "vllm_hwplugin.plugin:register" in done["found"]
+
+
+def test_a_child_runs_under_another_command(child, tmp_path):
+    child("open(answer, 'a').write(json.dumps({'event': 'done', 'under': os.environ.get('UNDER')}) + '\\n')\n")
+    under = ["/usr/bin/env", "UNDER=it"]
+    ended = _launch.run_child("some.module", "{}", {}, timeout=30, under=under)
+    assert ended.error is None
+    assert ended.events[0]["under"] == "it"
 
 
 def test_records_of_the_process_and_its_children_but_not_of_an_older_one(monkeypatch):

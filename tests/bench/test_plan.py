@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,20 @@ def test_the_two_sides_differ_in_the_master_gate_and_the_patched_environment_alo
     assert stock.environment["VLLM_HWPLUGIN"] == "0"
     assert stock.environment["BOTH"] == "1"
     assert stock.environment["VLLM_USE_V2_MODEL_RUNNER"] == "0"
+
+
+def test_the_third_side_is_stock_on_the_other_runner(settings, gpu_host, tmp_path):
+    # A runner that is set for all sides must not turn this one into a second stock.
+    settings = dataclasses.replace(settings, vllm_environment={"BOTH": "1", "VLLM_USE_V2_MODEL_RUNNER": "0"})
+    stock, v2 = (
+        job_for(Case("tiny", "dflash", 7), side, settings, gpu_host, find_checkpoints(None), tmp_path)
+        for side in ("stock", "mrv2")
+    )
+    assert (v2.options, v2.workloads, v2.patched) == (stock.options, stock.workloads, False)
+    differing = {k for k in v2.environment if v2.environment[k] != stock.environment.get(k)}
+    assert differing == {"VLLM_USE_V2_MODEL_RUNNER"}
+    assert v2.environment["VLLM_USE_V2_MODEL_RUNNER"] == "1"
+    assert v2.label == "tiny dflash k=7 mrv2"
 
 
 def test_tiny_runs_the_same_prompts_at_every_batch_size(settings, gpu_host, tmp_path):
@@ -57,6 +72,24 @@ def test_dummy_shapes_have_configs_and_synthetic_acceptance(settings, gpu_host, 
     assert [len(w.prompts) for w in job.workloads] == [1, 8]
 
 
+@pytest.mark.parametrize("shape", ["tiny", "0.6b", "8b"])
+@pytest.mark.parametrize("k", [3, 7])
+def test_dflash_configs_fit_each_other(settings, gpu_host, tmp_path, shape, k):
+    job = job_for(Case(shape, "dflash", k), "patched", settings, gpu_host, find_checkpoints(None), tmp_path)
+    folders = job.options["model"], job.options["speculative_config"]["model"]
+    target, drafter = (json.loads((Path(folder) / "config.json").read_text()) for folder in folders)
+    assert job.options["speculative_config"]["num_speculative_tokens"] == k
+    assert 1 + k <= drafter["block_size"]
+    assert drafter["num_target_layers"] == target["num_hidden_layers"]
+    # Versions disagree whether the inner list counts from 0 or 1; all take the outer one first, as it stands.
+    outer, inner = drafter["eagle_aux_hidden_state_layer_ids"], drafter["dflash_config"]["target_layer_ids"]
+    assert [i + 1 for i in inner] == outer
+    assert 0 < min(outer) <= max(outer) < target["num_hidden_layers"]
+    assert len(drafter["layer_types"]) == drafter["num_hidden_layers"]
+    assert (drafter["hidden_size"], drafter["vocab_size"]) == (target["hidden_size"], target["vocab_size"])
+    assert job.options["max_num_seqs"] == max(w.batch for w in job.workloads)
+
+
 def test_a_cpu_is_eager_exact_and_not_profiled(settings, cpu_host, tmp_path):
     job = job_for(Case("tiny", "eagle3", 3), "stock", settings, cpu_host, find_checkpoints(None), tmp_path)
     assert job.options["dtype"] == "float32"
@@ -80,3 +113,38 @@ def test_dummy_shapes_are_refused_on_a_cpu(settings, cpu_host, gpu_host):
     check(planned[:2], cpu_host)
     with pytest.raises(NotOnThisHost, match=r"--shape 0.6b 8b needs a GPU.*use --shape tiny"):
         check(planned, cpu_host)
+
+
+@pytest.mark.parametrize(
+    ("method", "version"), [("eagle3", "0.20.0"), ("dflash", "0.24.0"), ("dflash", "0.24.0rc1"), ("dflash", "0.33.0")]
+)
+def test_model_runner_v2_where_it_has_the_method(gpu_host, method, version):
+    check(cases(["8b"], [method], [7]), dataclasses.replace(gpu_host, vllm=version), ("stock", "patched", "mrv2"))
+
+
+@pytest.mark.parametrize("version", ["0.20.2", "0.23.0"])
+def test_model_runner_v2_without_dflash_is_refused_before_any_engine(gpu_host, version):
+    host = dataclasses.replace(gpu_host, vllm=version)
+    planned = cases(["8b"], ["eagle3", "dflash"], [7])
+    check(planned, host)
+    with pytest.raises(
+        NotOnThisHost, match=rf"cannot measure dflash on vLLM {version}.*since 0.24.0; leave --mrv2 out"
+    ):
+        check(planned, host, ("stock", "patched", "mrv2"))
+
+
+def test_model_runner_v2_on_a_cpu_is_refused(cpu_host):
+    with pytest.raises(NotOnThisHost, match="--mrv2 needs a GPU"):
+        check(cases(["tiny"], ["eagle3"], [3]), cpu_host, ("stock", "mrv2"))
+
+
+@pytest.mark.parametrize(("method", "since", "before"), [("dflash", "0.24.0", "0.23.0"), ("eagle3", "0.20.0", None)])
+def test_vllm_says_the_same_of_its_runner(vllm_tree, method, since, before):
+    def refuses(version):
+        text = vllm_tree(version).read("vllm/config/vllm.py")
+        check = re.search(r"def _(validate_v2_model_runner|get_v2_model_runner_unsupported_features)\(", text)
+        known = re.search(r"\.method not in \(([^)]*)\)", text[check.start() :])
+        return f'"{method}"' not in known[1]
+
+    assert not refuses(since)
+    assert before is None or refuses(before)

@@ -65,7 +65,8 @@ def test_without_a_drafter_there_are_no_draft_figures():
     assert counts["draft_kernel_launches"] is None
 
 
-def test_steps_are_marked_on_a_live_runner_and_unmarked_after():
+@pytest.mark.parametrize("name", ["drafter", "speculator"])
+def test_steps_are_marked_on_a_live_runner_and_unmarked_after(name):
     torch = pytest.importorskip("torch")
 
     class Output:
@@ -78,19 +79,20 @@ def test_steps_are_marked_on_a_live_runner_and_unmarked_after():
         def propose(self, tokens):
             return torch.ones(2) + tokens
 
-    class Runner:
-        drafter = Drafter()
+    drafter = Drafter()
 
+    class Runner:
         def execute_model(self, scheduler_output, tensors=None):
-            return self.drafter.propose(1)
+            return drafter.propose(1)
 
     runner = Runner()
+    setattr(Runner, name, drafter)
     verify = {"a": [1], "b": [2]}
     with _profile.profiled(runner) as profile:
         for output in (Output({}), Output(verify), Output({"a": [1]}), Output(verify), Output(verify, ["c"])):
             assert runner.execute_model(output).tolist() == [2.0, 2.0]
     assert "execute_model" not in vars(runner)
-    assert "propose" not in vars(runner.drafter)
+    assert "propose" not in vars(drafter)
     marks = sorted((e["ts"], e["name"]) for e in profile.trace if e.get("cat") == "user_annotation")
     steps = [name for _, name in marks if name != DRAFT]
     assert steps == [OTHER_STEP, STEP, OTHER_STEP, STEP, OTHER_STEP]

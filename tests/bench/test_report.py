@@ -62,6 +62,49 @@ def test_the_page_has_both_sides_their_ratio_and_the_crash(results):
     assert "Live in the patched processes: draft-full-graph." in page
 
 
+@pytest.fixture
+def three_sides(results):
+    results["cases"][0]["sides"]["mrv2"] = side(480, launches=50)
+    return results
+
+
+def test_the_third_side_has_its_columns_and_a_ratio(three_sides):
+    page = _report.markdown([three_sides], None)
+    assert (
+        "| case | batch | stock tok/s | patched tok/s | MRV2 tok/s | ratio | patched / MRV2 | step ms stock |" in page
+    )
+    assert "| 0.6b eagle3 k=3 | 1 | 400 (390) | 600 (590) | 480 (470) | 1.500 | 1.250 | 6.25 | 4.17 | 5.21 |" in page
+    assert "| 8b eagle3 k=3 | 1 | 300 (290) | - | - | - | - | 8.33 | - | - |" in page
+    assert "| acceptance length (per position) stock | patched | MRV2 |" in page
+    assert "| 0.6b eagle3 k=3 | 1 | MRV2 | 2.05 | 1 (-) | 50 (7.5) |" in page
+    assert "all sides with `BOTH=1`" in page
+    console = Console(width=200, record=True)
+    console.print(_report.table(three_sides))
+    text = console.export_text()
+    assert "121 → 40 → 50" in text
+    assert "1.25" in text
+
+
+def test_the_platform_class_of_the_patched_engines_is_named(results):
+    assert "Platform class" not in _report.markdown([results], None)
+    results["cases"][0]["sides"]["patched"]["platform"] = "vllm_hwplugin.x.Cuda"
+    results["cases"][0]["sides"]["stock"]["platform"] = "vllm.platforms.cuda.NvmlCudaPlatform"
+    page = _report.markdown([results], None)
+    assert "Platform class of the patched engines: `vllm_hwplugin.x.Cuda`." in page
+    assert "NvmlCudaPlatform" not in page
+
+
+def test_the_third_side_is_marked_in_the_chart(three_sides, tmp_path):
+    pytest.importorskip("matplotlib")
+    from vllm_hwplugin.bench import _chart
+
+    _chart.draw([three_sides], tmp_path / "three.svg")
+    assert b"Model Runner V2, stock" in (tmp_path / "three.svg").read_bytes()
+    del three_sides["cases"][0]["sides"]["mrv2"]
+    _chart.draw([three_sides], tmp_path / "two.svg")
+    assert b"Model Runner V2" not in (tmp_path / "two.svg").read_bytes()
+
+
 def test_without_a_profile_there_is_no_table_of_launches(results):
     del results["cases"][0]
     assert "Launches a step" not in _report.markdown([results], None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -60,6 +61,22 @@ def test_stock_and_patched_in_turn_for_each_case(run):
     ]
     assert [(c["shape"], c["k"]) for c in found["cases"]] == [("0.6b", 2), ("0.6b", 3), ("tiny", 2), ("tiny", 3)]
     assert "1.50" in result.output
+
+
+def test_the_third_side_follows_stock_and_patched(run):
+    result, found, jobs = run(["--shape", "8b", "--method", "dflash", "--k", "7", "--mrv2"])
+    assert result.exit_code == 0, result.output
+    assert [j.label for j in jobs] == [f"8b dflash k=7 {side}" for side in ("stock", "patched", "mrv2")]
+    assert list(found["cases"][0]["sides"]) == ["stock", "patched", "mrv2"]
+    assert "MRV2" in result.output
+
+
+def test_a_vllm_whose_other_runner_lacks_the_method_is_refused(run):
+    host = dataclasses.replace(GPU, vllm="0.20.2")
+    result, _, jobs = run(["--shape", "8b", "--method", "dflash", "--mrv2"], host=host)
+    assert result.exit_code == 2
+    assert "--mrv2 cannot measure dflash on vLLM 0.20.2" in result.output
+    assert jobs == []
 
 
 def test_one_engine_measures_all_batch_sizes(run):

@@ -13,26 +13,48 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
 from .. import record
+from . import _entry_points
 from ._job import Event, Job, Outcome
 
 _TAIL_LINES = 30
 
 
-def child_environment(extra: Mapping[str, str]) -> dict[str, str]:
-    """This process's environment, with the package importable from wherever this copy of it lies."""
+def child_environment(extra: Mapping[str, str], metadata: Path | None = None) -> dict[str, str]:
+    """This process's environment, with the package importable from wherever this copy of it lies.
+
+    Args:
+        extra: variables on top.
+        metadata: a folder with this package's metadata and nothing else, see ``_entry_points``.
+    """
     environment = {**os.environ, **extra}
     home = str(Path(__file__).resolve().parents[2])
     paths = [p for p in environment.get("PYTHONPATH", "").split(os.pathsep) if p]
     if home not in paths:
         # Behind the user's own entries: only this package shall come from here.
-        environment["PYTHONPATH"] = os.pathsep.join([*paths, home])
+        paths.append(home)
+    if metadata is not None:
+        # The first distribution of a name on the path is the one that counts.
+        paths.insert(0, str(metadata))
+    environment["PYTHONPATH"] = os.pathsep.join(paths)
     return environment
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A child process that is over; ``error`` is None when it said that it was done."""
+
+    events: tuple[Event, ...]
+    seconds: float
+    error: str | None
+    log_tail: str
+    records: tuple[dict[str, Any], ...]
 
 
 def launch(job: Job, *, timeout: float, on_event: Callable[[Event], None] | None = None) -> Outcome:
@@ -43,19 +65,47 @@ def launch(job: Job, *, timeout: float, on_event: Callable[[Event], None] | None
         timeout: seconds after which the process and its children are killed.
         on_event: called for each line of the answer as it comes.
     """
+    module = "vllm_hwplugin.bench._engine"
+    ended = run_child(module, job.to_json(), job.environment, timeout=timeout, on_event=on_event)
+    return Outcome(job, ended.events, ended.seconds, ended.error, ended.log_tail, ended.records)
+
+
+def run_child(
+    module: str,
+    job: str,
+    environment: Mapping[str, str],
+    *,
+    timeout: float,
+    on_event: Callable[[Event], None] | None = None,
+    under: Sequence[str] = (),
+) -> Ended:
+    """Run ``python -m module JOB ANSWER`` in a fresh process and wait for it.
+
+    Args:
+        module: writes one JSON line an event into the file ANSWER, ``done`` as the last.
+        job: the text of the file JOB.
+        environment: on top of this process's own.
+        timeout: seconds after which the process and its children are killed.
+        on_event: called for each line of the answer as it comes.
+        under: a command that runs Python, such as compute-sanitizer with its options.
+
+    Raises:
+        NoEntryPoints: vLLM could not find the plugin in the child.
+    """
     with tempfile.TemporaryDirectory(prefix="hwplugin-bench-") as name:
         folder = Path(name)
-        (folder / "job.json").write_text(job.to_json(), encoding="utf-8")
+        (folder / "job.json").write_text(job, encoding="utf-8")
         answer, log = folder / "answer.jsonl", folder / "log"
         answer.touch()
-        command = [sys.executable, "-m", "vllm_hwplugin.bench._engine", str(folder / "job.json"), str(answer)]
+        command = [*under, sys.executable, "-m", module, str(folder / "job.json"), str(answer)]
+        variables = child_environment(environment, _entry_points.provide(folder / "metadata"))
         # A record's time is cut to milliseconds.
         started, since = time.monotonic(), datetime.now(timezone.utc) - timedelta(milliseconds=1)
         with log.open("wb") as output, _ended_by_sigterm():
             # A session of its own: whatever the engine starts can be ended with it, and nothing else.
             process = subprocess.Popen(
                 command,
-                env=child_environment(job.environment),
+                env=variables,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -68,7 +118,7 @@ def launch(job: Job, *, timeout: float, on_event: Callable[[Event], None] | None
         seconds = time.monotonic() - started
         error = _error(process.returncode, timeout if timed_out else None, events)
         tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL_LINES:]) if error else ""
-        return Outcome(job, tuple(events), seconds, error, tail, _records(process.pid, since))
+        return Ended(tuple(events), seconds, error, tail, _records(process.pid, since))
 
 
 def _follow(

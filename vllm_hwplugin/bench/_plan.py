@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from packaging.version import Version
+
 from ..patching import PatchingError
 from ._checkpoints import Checkpoints, load_prompts
 from ._host import Host
@@ -18,6 +20,12 @@ from ._shapes import SHAPES, write_configs
 
 TINY = "tiny"
 SIDES = ("stock", "patched")
+#: Stock vLLM on Model Runner V2, which has drafter graphs of its own; the other sides run V1.
+MRV2 = "mrv2"
+
+#: The first vLLM whose Model Runner V2 runs a method (`_validate_v2_model_runner` of vllm/config/vllm.py up to 0.21,
+#: `_get_v2_model_runner_unsupported_features` since).
+_MRV2_SINCE = {"eagle3": Version("0.20.0"), "dflash": Version("0.24.0")}
 
 _PROMPT_TOKENS = 128
 _MAX_MODEL_LEN = 512
@@ -63,7 +71,7 @@ def job_for(
 
     Args:
         case: shape, method and k.
-        side: ``stock`` or ``patched``.
+        side: ``stock``, ``patched`` or ``mrv2``.
         settings: shared by all engines.
         host: decides type and graphs.
         checkpoints: only needed for the tiny shape.
@@ -92,27 +100,45 @@ def job_for(
     extra = dict(settings.vllm_environment)
     if side == "patched":
         extra |= settings.patched_environment
+    if side == MRV2:
+        # A runner that the user set for all sides would make this one a second measurement of stock.
+        extra.pop("VLLM_USE_V2_MODEL_RUNNER", None)
+    environment = engine_environment(host.device, patched=side == "patched", extra=extra, v2_runner=side == MRV2)
     return Job(
         label=f"{case.label} {side}",
         patched=side == "patched",
         options=options,
-        environment=engine_environment(host.device, patched=side == "patched", extra=extra),
+        environment=environment,
         workloads=tuple(_workload(case, batch, settings, host, checkpoints) for batch in settings.batches),
         tokenize=case.shape == TINY,
     )
 
 
-def check(planned: Sequence[Case], host: Host) -> None:
+def check(planned: Sequence[Case], host: Host, sides: Sequence[str] = SIDES) -> None:
     """Refuse before any engine starts what cannot work on this host.
 
     Raises:
-        NotOnThisHost: dummy weights on a CPU.
+        NotOnThisHost: dummy weights or Model Runner V2 on a CPU, or a method that this vLLM's Model Runner V2 refuses.
     """
     dummy = sorted({c.shape for c in planned if c.shape != TINY})
     if host.device == "cpu" and dummy:
         raise NotOnThisHost(
             f"--shape {' '.join(dummy)} needs a GPU: vLLM's CPU sampler has no synthetic acceptance; use --shape tiny"
         )
+    if MRV2 in sides:
+        _check_mrv2(planned, host)
+
+
+def _check_mrv2(planned: Sequence[Case], host: Host) -> None:
+    if host.device == "cpu":
+        raise NotOnThisHost("--mrv2 needs a GPU: Model Runner V2 is written in Triton, which has no CPU backend")
+    for method in sorted({c.method for c in planned}):
+        since = _MRV2_SINCE[method]
+        if Version(host.vllm).release < since.release:
+            raise NotOnThisHost(
+                f"--mrv2 cannot measure {method} on vLLM {host.vllm}: its Model Runner V2 refuses the method, which it "
+                f"runs since {since}; leave --mrv2 out, or take a newer vLLM"
+            )
 
 
 def synthetic_length(case: Case, settings: Settings) -> float | None:

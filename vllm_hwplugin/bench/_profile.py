@@ -19,6 +19,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from ._inside import drafter_of
+
 STEP = "hwplugin.verify-step"
 OTHER_STEP = "hwplugin.other-step"
 DRAFT = "hwplugin.draft"
@@ -39,7 +41,7 @@ class Profile:
 
 @contextmanager
 def profiled(runner: Any) -> Iterator[Profile]:
-    """Profile the block; ``runner`` is vLLM's V1 model runner, whose steps and drafts are marked meanwhile."""
+    """Profile the block; ``runner`` is vLLM's model runner (V1 or V2), whose steps and drafts are marked meanwhile."""
     import torch
     from torch.profiler import record_function, supported_activities
 
@@ -57,7 +59,7 @@ def profiled(runner: Any) -> Iterator[Profile]:
         return STEP if verifies else OTHER_STEP
 
     result = Profile()
-    drafter = getattr(runner, "drafter", None)
+    drafter = drafter_of(runner)
     runner.execute_model = marked(runner.execute_model, step_name)
     if drafter is not None:
         drafter.propose = marked(drafter.propose, lambda *_, **__: DRAFT)

@@ -80,6 +80,9 @@ def _side(outcome: Outcome) -> dict[str, Any]:
         "seconds": outcome.seconds,
         "start_seconds": ready.get("seconds"),
         "graph_modes": ready.get("graph_modes", {}),
+        "model_runner": ready.get("model_runner"),
+        "platform": ready.get("platform"),
+        "entry_points": ready.get("entry_points", {}),
         "batches": {str(w.batch): outcome.summary(w.name) for w in outcome.job.workloads},
         "processes": [dict(r) for r in outcome.records],
     }

@@ -6,21 +6,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-# In one process the plugin can be loaded by hand (no installed entry point is needed) and the profiler sees the engine.
+# In one process the profiler sees the engine. The runner is pinned because vLLM's choice depends on version and model.
 _COMMON = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_USE_V2_MODEL_RUNNER": "0",
 }
+_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 
 
-def engine_environment(device: str, *, patched: bool, extra: Mapping[str, str] | None = None) -> dict[str, str]:
+def engine_environment(
+    device: str, *, patched: bool, extra: Mapping[str, str] | None = None, v2_runner: bool = False
+) -> dict[str, str]:
     """The variables to set for one engine process, above the user's own; ``extra`` wins over both.
 
-    Stock is the master gate switched off, so both sides run the same installation.
+    Stock is the master gate switched off, so all sides run the same installation.
     """
-    environment = {**_COMMON, "VLLM_HWPLUGIN": "1" if patched else "0"}
+    environment = {**_COMMON, "VLLM_HWPLUGIN": "1" if patched else "0", _RUNNER: "1" if v2_runner else "0"}
     if device == "cpu":
         environment["VLLM_CPU_KVCACHE_SPACE"] = "1"
     return {**environment, **(extra or {})}

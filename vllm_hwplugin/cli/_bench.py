@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``vllm-hwplugin bench``: stock and patched vLLM in turn, each in a fresh process on the same machine."""
+"""``vllm-hwplugin bench``: stock and patched vLLM in turn, each in a fresh process on the same machine.
+
+``--mrv2`` adds a third side, stock vLLM on Model Runner V2.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from ..bench import Event, detect_host, find_checkpoints, launch, load_prompts
 from ..bench import _report as reporting
 from ..bench import _results as results_file
-from ..bench._plan import SIDES, TINY, Case, Settings, cases, check, job_for
+from ..bench._plan import MRV2, SIDES, TINY, Case, Settings, cases, check, job_for
 from ..bench._shapes import SHAPES
 
 bench = typer.Typer(add_completion=False)
@@ -31,6 +34,7 @@ def measure(
     method: Annotated[list[str] | None, typer.Option(help="eagle3 or dflash; repeat for several.")] = None,
     k: Annotated[list[int] | None, typer.Option("--k", min=1, help="Drafted tokens a step; repeat.")] = None,
     batch: Annotated[list[int] | None, typer.Option(min=1, help="Requests at once; repeat (same engine).")] = None,
+    mrv2: Annotated[bool, typer.Option("--mrv2", help="Also stock vLLM on Model Runner V2 (GPU only).")] = False,
     rounds: Annotated[int, typer.Option(min=1, help="Measured runs of each batch size.")] = 3,
     tokens: Annotated[int, typer.Option(min=8, max=380, help="New tokens a request, dummy shapes.")] = 256,
     tiny_prompts: Annotated[int, typer.Option(min=1, max=96, help="Prompts of the tiny shape.")] = 32,
@@ -40,7 +44,7 @@ def measure(
     ] = None,
     cudagraph_mode: Annotated[str, typer.Option(help="vLLM's cudagraph_mode (GPU only).")] = "FULL",
     profile_tokens: Annotated[int, typer.Option(min=0, help="Tokens of the profiled run (CUDA); 0: none.")] = 48,
-    vllm_env: Annotated[list[str] | None, typer.Option(metavar="KEY=VAL", help="Set for both sides.")] = None,
+    vllm_env: Annotated[list[str] | None, typer.Option(metavar="KEY=VAL", help="Set for all sides.")] = None,
     patched_env: Annotated[list[str] | None, typer.Option(metavar="KEY=VAL", help="Set for patched only.")] = None,
     model: Annotated[Path | None, typer.Option(help="Checkpoints of the tiny shape.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there.")] = None,
@@ -74,23 +78,24 @@ def measure(
         checkpoints = find_checkpoints(model)
         load_prompts(checkpoints, max(settings.tiny_prompts, *settings.batches))
     host = detect_host()
-    check(planned, host)
+    sides = (*SIDES, MRV2) if mrv2 else SIDES
+    check(planned, host, sides)
     results = results_file.new(host, settings)
     console.print(f"vLLM {host.vllm} on {host.name} ({host.device}), torch {host.torch}", highlight=False)
 
     text = TextColumn("{task.description}")
     columns = (SpinnerColumn(), text, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with tempfile.TemporaryDirectory(prefix="hwplugin-shapes-") as folder, Progress(*columns, console=console) as bar:
-        jobs = [(c, s, job_for(c, s, settings, host, checkpoints, Path(folder))) for c in planned for s in SIDES]
+        jobs = [(c, s, job_for(c, s, settings, host, checkpoints, Path(folder))) for c in planned for s in sides]
         task = bar.add_task("", total=sum(1 + job.measurements for _, _, job in jobs))
         finished = 0
-        sides: dict[Case, dict[str, Any]] = {}
+        outcomes: dict[Case, dict[str, Any]] = {}
         for case, side, job in jobs:
             bar.update(task, completed=finished, description=job.label)
             outcome = launch(job, timeout=timeout, on_event=_advance(bar, task))
             finished += 1 + job.measurements
-            sides.setdefault(case, {})[side] = outcome
-            results_file.add(results, case, settings, sides[case])
+            outcomes.setdefault(case, {})[side] = outcome
+            results_file.add(results, case, settings, outcomes[case])
             if json_file is not None:
                 results_file.write(results, json_file)
             if outcome.error is not None:
