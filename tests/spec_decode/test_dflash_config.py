@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bad DFlash configurations: one error each, from the config alone."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm_hwplugin import record
+from vllm_hwplugin.spec_decode import dflash_config
+from vllm_hwplugin.spec_decode.dflash_config import DFlashConfigError, check
+
+# Shapes of config.json as published: z-lab's own format, and the speculators format as vLLM converts it.
+PLAIN = {
+    "hidden_size": 4096,
+    "num_hidden_layers": 5,
+    "num_target_layers": 36,
+    "block_size": 16,
+    "layer_types": ["full_attention"] * 5,
+    "dflash_config": {"mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33]},
+}
+CONVERTED = {
+    "hidden_size": 2048,
+    "target_hidden_size": 4096,
+    "num_hidden_layers": 3,
+    "eagle_aux_hidden_state_layer_ids": [2, 18, 36],
+    "dflash_config": {"mask_token_id": 7, "target_layer_ids": [1, 17, 35], "causal": False},
+}
+
+
+def config(draft: dict = PLAIN, k: int = 15, *, layers: int = 36, width: int = 4096, **changes: Any) -> SimpleNamespace:
+    """A `VllmConfig` as far as the rules read it."""
+    target = SimpleNamespace(
+        model="target", hf_text_config=SimpleNamespace(num_hidden_layers=layers, hidden_size=width)
+    )
+    spec = SimpleNamespace(
+        use_dflash=lambda: True,
+        num_speculative_tokens=k,
+        draft_model_config=SimpleNamespace(model="draft", hf_config=SimpleNamespace(**{**draft, **changes})),
+        target_model_config=target,
+        attention_backend=None,
+    )
+    attention = SimpleNamespace(backend=None)
+    return SimpleNamespace(speculative_config=spec, model_config=target, attention_config=attention)
+
+
+class Backend:
+    """A member of `AttentionBackendEnum`."""
+
+    name = "SOME_ATTN"
+
+    def __init__(self, non_causal: bool | Exception) -> None:
+        self.non_causal = non_causal
+
+    def get_path(self) -> str:
+        return "some.module.SomeBackend"
+
+    def get_class(self) -> Any:
+        if isinstance(self.non_causal, Exception):
+            raise self.non_causal
+        return SimpleNamespace(supports_non_causal=lambda: self.non_causal)
+
+
+def problem(vllm_config: SimpleNamespace) -> str:
+    with pytest.raises(DFlashConfigError) as error:
+        check(vllm_config)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("draft", [PLAIN, CONVERTED], ids=["plain", "converted"])
+@pytest.mark.parametrize("k", [1, 3, 15])
+def test_published_configs_pass(draft: dict, k: int) -> None:
+    check(config(draft, k))
+
+
+def test_other_configs_are_not_looked_at() -> None:
+    check(SimpleNamespace(speculative_config=None))
+    check(SimpleNamespace(speculative_config=SimpleNamespace(use_dflash=lambda: False)))
+
+
+def test_the_error_is_a_value_error() -> None:
+    assert issubclass(DFlashConfigError, ValueError)
+
+
+# -- the block --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "draft",
+    [PLAIN, {**PLAIN, "block_size": 99, "dflash_config": {"target_layer_ids": [1], "block_size": 16}}],
+    ids=["top level", "dflash_config goes first"],
+)
+def test_more_tokens_than_the_block_holds(draft: dict) -> None:
+    check(config(draft, 15))
+    said = problem(config(draft, 16))
+    for part in ("num_speculative_tokens=16", "draft draft", "block_size 16", "1 to 15", "to 15 or less"):
+        assert part in said
+
+
+@pytest.mark.parametrize("stated", [None, 0, True, "16"])
+def test_where_no_block_size_is_stated_none_is_guessed(stated: object) -> None:
+    check(config(PLAIN, 99, block_size=stated))
+    check(config(CONVERTED, 99))
+
+
+# -- the layers -------------------------------------------------------------------------------------------------------
+
+
+def test_ids_of_checkpoints_count_layers_from_zero() -> None:
+    last = {"target_layer_ids": [1, 35]}
+    check(config(dflash_config=last))
+    said = problem(config(dflash_config={"target_layer_ids": [1, 36, 40]}))
+    for part in ("dflash_config.target_layer_ids [1, 36, 40]", "no layer 36, 40", "36 layers", "0 to 35", "target"):
+        assert part in said
+    assert "made for one of 36 layers" in said
+
+
+def test_ids_in_vllms_own_key_count_what_went_before() -> None:
+    """Id n is the stream after the last layer, which the converted format names."""
+    check(config(CONVERTED, eagle_aux_hidden_state_layer_ids=[0, 18, 36]))
+    said = problem(config(CONVERTED, eagle_aux_hidden_state_layer_ids=[2, 18, 37]))
+    assert "eagle_aux_hidden_state_layer_ids [2, 18, 37]" in said
+    assert "0 to 36" in said
+    assert "made for" not in said
+    assert "no layer -1" in problem(config(CONVERTED, eagle_aux_hidden_state_layer_ids=[-1, 18, 36]))
+
+
+@pytest.mark.parametrize(
+    "where", ["eagle_config.eagle_aux_hidden_state_layer_ids", "dflash_config.layer_ids"], ids=["eagle", "layer_ids"]
+)
+def test_lists_that_only_some_versions_read_are_checked_too(where: str) -> None:
+    section, _, key = where.partition(".")
+    said = problem(config(**{"dflash_config": {}, section: {key: [1, 37]}}))
+    assert where in said
+    check(config(**{"dflash_config": {}, section: {key: [1, 36]}}))
+
+
+def test_a_layer_that_is_named_twice() -> None:
+    said = problem(config(dflash_config={"target_layer_ids": [1, 9, 9, 17]}))
+    assert "layer 9 more than once" in said
+    assert "3 inputs instead of 4" in said
+
+
+def test_an_order_of_its_own_is_allowed() -> None:
+    check(config(dflash_config={"target_layer_ids": [9, 1, 33]}))
+
+
+def test_two_lists_of_different_lengths() -> None:
+    said = problem(config(CONVERTED, eagle_aux_hidden_state_layer_ids=[2, 18]))
+    assert "eagle_aux_hidden_state_layer_ids [2, 18] and dflash_config.target_layer_ids [1, 17, 35]" in said
+
+
+def test_a_draft_without_aux_layers_has_none_to_check() -> None:
+    check(config(dflash_config={"use_aux_hidden_state": False, "target_layer_ids": [99]}))
+    check(config(use_aux_hidden_state=False, dflash_config={"target_layer_ids": [99]}))
+
+
+def test_a_target_that_does_not_state_its_layers_is_not_checked_for_them() -> None:
+    vllm_config = config(dflash_config={"target_layer_ids": [99]})
+    del vllm_config.model_config.hf_text_config.num_hidden_layers
+    check(vllm_config)
+
+
+# -- the width --------------------------------------------------------------------------------------------------------
+
+
+def test_states_of_another_width() -> None:
+    said = problem(config(width=2560))
+    for part in ("width 4096", "draft draft", "target target", "hidden_size 2560"):
+        assert part in said
+    check(config(CONVERTED, width=4096))
+    assert "width 4096" in problem(config(CONVERTED, width=2048))
+    # vLLM reads a null as absent.
+    check(config(CONVERTED, target_hidden_size=None, width=2048))
+
+
+def test_without_aux_layers_the_drafts_own_width_counts() -> None:
+    own = {"use_aux_hidden_state": False}
+    check(config(CONVERTED, width=2048, dflash_config=own))
+    assert "width 2048 (hidden_size" in problem(config(CONVERTED, width=4096, dflash_config=own))
+
+
+def test_the_target_is_the_one_of_the_speculative_config() -> None:
+    """In a configuration that is made for the draft, `model_config` may be the draft's own."""
+    vllm_config = config()
+    vllm_config.model_config = SimpleNamespace(
+        model="draft", hf_text_config=SimpleNamespace(num_hidden_layers=5, hidden_size=1)
+    )
+    check(vllm_config)
+
+
+# -- the backend ------------------------------------------------------------------------------------------------------
+
+
+def named(backend: Backend, **changes: Any) -> SimpleNamespace:
+    vllm_config = config(**changes)
+    vllm_config.speculative_config.attention_backend = backend
+    return vllm_config
+
+
+def test_a_backend_without_non_causal_attention_that_the_user_named() -> None:
+    said = problem(named(Backend(False)))
+    for part in ("--speculative-config", "SOME_ATTN", "draft draft", "some.module.SomeBackend", "leave the option out"):
+        assert part in said
+    check(named(Backend(True)))
+
+
+def test_the_targets_backend_is_not_the_drafts() -> None:
+    vllm_config = config()
+    vllm_config.attention_config.backend = Backend(False)
+    check(vllm_config)
+
+
+@pytest.fixture
+def one_option() -> SimpleNamespace:
+    """vLLM 0.20: no option for the draft's backend."""
+    vllm_config = config()
+    del vllm_config.speculative_config.attention_backend
+    vllm_config.attention_config.backend = Backend(False)
+    return vllm_config
+
+
+@pytest.mark.parametrize("state", ["off", "refused", None])
+def test_in_0_20_one_option_serves_both(
+    one_option: SimpleNamespace, state: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = record.new("0")
+    entry.features = {"dflash-draft-backend": {"state": state, "reason": ""}} if state else {}
+    monkeypatch.setattr(record, "current", lambda: entry if state else None)
+    assert "--attention-backend=SOME_ATTN" in problem(one_option)
+
+
+def test_in_0_20_with_a_backend_of_the_drafts_own(one_option: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = record.new("0")
+    entry.features = {"dflash-draft-backend": {"state": "live", "reason": ""}}
+    monkeypatch.setattr(record, "current", lambda: entry)
+    check(one_option)
+
+
+@pytest.mark.parametrize(
+    "error", [ImportError("no flash_attn"), ValueError("register it"), AssertionError("no CUDA")], ids=repr
+)
+def test_a_backend_that_cannot_be_imported_is_left_to_vllm(error: Exception) -> None:
+    check(named(Backend(error)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "causal"),
+    [
+        ({"dflash_config": {"causal": True}}, True),
+        ({"is_causal": True}, True),
+        ({"layer_types": ["sliding_attention"] * 5}, True),
+        ({"layer_types": ["sliding_attention"] * 4 + ["full_attention"]}, False),
+        ({"layer_types": ["sliding_attention"] * 5, "dflash_config": {"causal": False}}, False),
+        ({"layer_types": None}, False),
+        # Versions disagree about which key counts: some would not need non-causal attention.
+        ({"is_causal": False, "dflash_config": {"causal": True}}, True),
+    ],
+)
+def test_causal_drafts_take_any_backend(changes: dict, causal: bool) -> None:
+    if causal:
+        check(named(Backend(False), **changes))
+    else:
+        assert "non-causal" in problem(named(Backend(False), **changes))
+
+
+@pytest.mark.parametrize(("name", "declared"), [("FLEX_ATTENTION", True), ("CPU_MLA", False), ("CUSTOM", None)])
+def test_the_installed_vllms_backends_are_asked_themselves(name: str, declared: bool | None) -> None:
+    registry = pytest.importorskip("vllm.v1.attention.backends.registry")
+    assert dflash_config._supports_non_causal(registry.AttentionBackendEnum[name]) is declared

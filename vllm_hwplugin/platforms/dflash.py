@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a platform class does for DFlash while vLLM makes a configuration.
+
+vLLM calls a platform twice in `VllmConfig.__post_init__`: before it fills in defaults, and when everything is decided.
+It does so for each configuration, also for those made by `dataclasses.replace` and for the draft's own, in the parent
+and in workers. Both functions here therefore change nothing when they meet what they have made.
+
+The first leaves what the user asked for on the configuration object itself, the second takes it away again. So it
+belongs to that one object, is in no field (vLLM's hash, a copy and a pickle do not know it) and outlives nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_hwplugin import gates, record
+from vllm_hwplugin.patching import PatchingError, Plan, _runtime
+from vllm_hwplugin.record import ProcessRecord
+from vllm_hwplugin.spec_decode import dflash_config
+from vllm_hwplugin.spec_decode.dflash_sizes import capture_sizes, describe, explain
+
+logger = logging.getLogger("vllm.hwplugin")
+
+_DECISION = "dflash-capture-sizes"
+_FULL_GRAPH = "dflash-full-graph"
+# DFlash's proposer is a subclass of the one that the drafter features patch, and shares the runner's code with it.
+_FAMILIES = ("dflash-", "draft-")
+_GIVEN = "_hwplugin_given_sizes"
+_AS_CAPTURED = "cudagraph_capture_sizes"
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """`CompilationConfig`'s sizes as the user left them; None where nothing was said."""
+
+    sizes: tuple[int, ...] | None
+    largest: int | None
+    compile_sizes: tuple[int | str, ...]
+
+
+def note_user_sizes(vllm_config: Any) -> None:
+    """Remember the user's capture sizes; for `apply_config_platform_defaults`, before vLLM fills in its own.
+
+    Args:
+        vllm_config: the `VllmConfig` that is being made.
+    """
+    vars(vllm_config)[_GIVEN] = _given(vllm_config.compilation_config)
+
+
+def check_and_update_config(vllm_config: Any) -> None:
+    """Check a DFlash configuration, see that DFlash's patches are in force, and set the capture sizes.
+
+    For `check_and_update_config` of a platform, after its base class has decided the cudagraph mode. Configurations
+    without DFlash are left alone, and so is the cudagraph mode.
+
+    Args:
+        vllm_config: the `VllmConfig` that is being made.
+
+    Raises:
+        DFlashConfigError: draft, target and settings do not fit together.
+        InstallError: a patched module was imported too early to be patched in place, and its features would be half
+            in force; or a whole feature is lost that way, which a gate at `on` or strict mode does not allow.
+    """
+    given = vars(vllm_config).pop(_GIVEN, None) or _given(vllm_config.compilation_config)
+    spec = vllm_config.speculative_config
+    if spec is None or not spec.use_dflash():
+        return
+    entry = _runtime.install()
+    dflash_config.check(vllm_config)
+    plan = _runtime.current_plan()
+    if plan is not None:
+        _put_in_force(plan, entry)
+    reason = _why_left(vllm_config, entry)
+    if reason is None:
+        _set_sizes(vllm_config, given)
+    else:
+        record.note(_DECISION, f"left to vLLM: {reason}")
+
+
+# -- patches ----------------------------------------------------------------------------------------------------------
+
+
+def separable(plan: Plan, features: Collection[str]) -> dict[str, tuple[str, ...]]:
+    """Modules that may stay stock while everything else is patched, and the features that are then off.
+
+    That is so where each feature of a module lives in it alone, and none of `features` requires one of them.
+
+    Args:
+        plan: what is in force.
+        features: the ids that are live.
+    """
+    modules: dict[str, set[str]] = {}
+    for file in plan.files.values():
+        for name in file.features:
+            modules.setdefault(name, set()).add(file.module)
+    needed = {name for live in features for name in plan.features[live].feature.requires}
+    return {
+        file.module: file.features
+        for file in plan.files.values()
+        if all(modules[name] == {file.module} and name not in needed for name in file.features)
+    }
+
+
+def _put_in_force(plan: Plan, entry: ProcessRecord) -> None:
+    """Swap modules that were imported stock, or say which feature cannot be had.
+
+    Normally there are none: vLLM loads the plugin before it imports what the patches touch.
+    """
+    live = [name for name in entry.live if name.startswith(_FAMILIES)]
+    modules = {file.module for file in plan.files.values() if not set(live).isdisjoint(file.features)}
+    alone = {module: features for module, features in separable(plan, entry.live).items() if module in modules}
+    together = sorted(modules - alone.keys())
+    try:
+        _runtime.verify(together, force=True)
+    except PatchingError as error:
+        names = sorted({name for file in plan.files.values() if file.module in together for name in file.features})
+        raise _runtime.InstallError(
+            f"DFlash cannot run with half of its patches ({', '.join(names)}): {error}; or run without them: "
+            f"{_gates_off(plan, names)}"
+        ) from error
+    for module, features in sorted(alone.items()):
+        try:
+            _runtime.verify([module], force=True)
+        except PatchingError as error:
+            _give_up(plan, entry, features, error)
+
+
+def _give_up(plan: Plan, entry: ProcessRecord, features: Collection[str], error: PatchingError) -> None:
+    strict = gates.read("VLLM_HWPLUGIN_STRICT").flag
+    for name in features:
+        gate = plan.features[name].feature.gate
+        if strict or gates.read(gate).text == "on":
+            cause = "VLLM_HWPLUGIN_STRICT=1" if strict else f"{gate}=on"
+            raise _runtime.InstallError(
+                f"{cause}, but {name} cannot be live: {error}; or run without it: {_gates_off(plan, [name])}"
+            ) from error
+        # From here on the record does not count it as live, so this is said once in a process.
+        entry.features[name] = {"state": "refused", "reason": str(error)}
+        logger.warning("%s is not live, vLLM runs stock there: %s", name, error)
+    record.save()
+
+
+def _gates_off(plan: Plan, features: Collection[str]) -> str:
+    return " ".join(f"{plan.features[name].feature.gate}=off" for name in features)
+
+
+# -- capture sizes ----------------------------------------------------------------------------------------------------
+
+
+def _given(compilation: Any) -> _Given:
+    sizes = compilation.cudagraph_capture_sizes
+    return _Given(
+        sizes=None if sizes is None else tuple(sizes),
+        largest=compilation.max_cudagraph_capture_size,
+        compile_sizes=tuple(compilation.compile_sizes or ()),
+    )
+
+
+def _why_left(vllm_config: Any, entry: ProcessRecord) -> str | None:
+    """Why the sizes stay as vLLM has them, None where they are to be set."""
+    compilation = vllm_config.compilation_config
+    if _uses_v2_runner(vllm_config):
+        return "Model Runner V2 makes its own sizes"
+    if _FULL_GRAPH not in entry.live:
+        reason = entry.features.get(_FULL_GRAPH, {}).get("reason") or entry.error
+        return f"{_FULL_GRAPH} is not live{f' ({reason})' if reason else ''}"
+    if not compilation.cudagraph_mode.has_full_cudagraphs():
+        return f"cudagraph_mode is {compilation.cudagraph_mode.name}"
+    if not compilation.cudagraph_capture_sizes:
+        return "nothing is captured"
+    if vllm_config.parallel_config.tensor_parallel_size > 1 and compilation.pass_config.enable_sp:
+        return "with sequence parallelism they also have to be multiples of the tensor parallel size"
+    return None
+
+
+def _uses_v2_runner(vllm_config: Any) -> bool:
+    try:
+        return bool(vllm_config.use_v2_model_runner)
+    except AttributeError:
+        # Up to vLLM 0.21 the variable alone decides.
+        import vllm.envs as envs
+
+        return bool(envs.VLLM_USE_V2_MODEL_RUNNER)
+
+
+def _set_sizes(vllm_config: Any, given: _Given) -> None:
+    compilation, scheduler = vllm_config.compilation_config, vllm_config.scheduler_config
+    block = 1 + vllm_config.speculative_config.num_speculative_tokens
+    before = list(compilation.cudagraph_capture_sizes)
+    found = capture_sizes(
+        block,
+        scheduler.max_num_seqs,
+        scheduler.max_num_batched_tokens,
+        given.sizes,
+        given.largest,
+        default_sizes=before,
+    )
+    if not found.sizes:
+        largest = compilation.max_cudagraph_capture_size
+        record.note(_DECISION, f"left to vLLM: no block of {block} tokens fits in {largest}, the largest allowed")
+        return
+    text = describe(found.sizes, block, scheduler.max_num_seqs)
+    after = list(found.sizes)
+    if after == before and _on_record(text):
+        # A configuration that came from one with these sizes; why it has them is on record already.
+        return
+    if (lost := explain(found, block)) is not None:
+        text = f"{text}; {lost}"
+        logger.warning("DFlash: %s; captured: %s", lost, after)
+    else:
+        logger.info("DFlash: %s", text)
+    record.note(_DECISION, text)
+    compilation.cudagraph_capture_sizes = after
+    compilation.max_cudagraph_capture_size = after[-1]
+    if _AS_CAPTURED in given.compile_sizes:
+        # vLLM has put its own sizes in the place of the word; this lets it do so again with these.
+        compilation.compile_sizes = list(given.compile_sizes)
+        compilation.post_init_cudagraph_sizes()
+
+
+def _on_record(text: str) -> bool:
+    entry = record.current()
+    return entry is not None and entry.decisions.get(_DECISION, "").startswith(text)

@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a DFlash engine's config must fulfil, checked before any weight is loaded.
+
+Stock vLLM finds these faults late and says little: a block that is too long only costs acceptance, layers that the
+target does not have end as a shape error inside the draft's first matrix product, and a backend without non-causal
+attention is refused once the target's weights are on the device. The rules hold in all supported versions; where
+versions read a config differently, only what is wrong in each of them is an error.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_hwplugin import record
+
+logger = logging.getLogger("vllm.hwplugin")
+
+# Where it is live, vLLM 0.20's target and draft no longer share one backend.
+_DRAFT_BACKEND_FEATURE = "dflash-draft-backend"
+_SLIDING = "sliding_attention"
+
+
+class DFlashConfigError(ValueError):
+    """A DFlash draft, its target and the settings do not fit together. The message says what to change."""
+
+
+@dataclass(frozen=True, slots=True)
+class AuxLayers:
+    """One list of target layers whose hidden states the draft reads.
+
+    Attributes:
+        where: the key of the draft's config.json.
+        ids: as they are written there.
+        last: the highest id that a target of n layers has, less n: -1 where ids count layers from 0, 0 where id i is
+            the residual stream after i layers.
+    """
+
+    where: str
+    ids: tuple[int, ...]
+    last: int
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """What a DFlash draft's config.json says, as far as the rules need it.
+
+    Attributes:
+        block_size: tokens in a trained block: the last accepted token and the masks after it; None where not stated.
+        uses_aux: the draft's `fc` reads several target layers; otherwise it reads the target's last hidden states.
+        target_hidden_size: width of each of the target's states that the draft was built for.
+        non_causal: some layer attends to later tokens of its block, in every version's reading.
+    """
+
+    name: str
+    block_size: int | None
+    uses_aux: bool
+    aux: tuple[AuxLayers, ...]
+    target_hidden_size: int | None
+    num_target_layers: int | None
+    non_causal: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The target model: its name, decoder layers and hidden size; None where its config does not say."""
+
+    name: str
+    num_layers: int | None
+    hidden_size: int | None
+
+
+def check(vllm_config: Any) -> None:
+    """Refuse a DFlash config that cannot work. Any other config passes.
+
+    Args:
+        vllm_config: vLLM's `VllmConfig`, of the target or of the draft.
+
+    Raises:
+        DFlashConfigError: `num_speculative_tokens` does not fit the draft's block, the draft's layers or width do not
+            fit the target, or the user named an attention backend for the draft that has no non-causal attention.
+    """
+    spec = vllm_config.speculative_config
+    if spec is None or not spec.use_dflash() or spec.draft_model_config is None:
+        return
+    draft = read_draft(spec.draft_model_config.model, spec.draft_model_config.hf_config)
+    # Where a draft's VllmConfig is made, `model_config` may be the draft's; this one never is.
+    target_model = spec.target_model_config or vllm_config.model_config
+    text = target_model.hf_text_config
+    target = Target(target_model.model, getattr(text, "num_hidden_layers", None), getattr(text, "hidden_size", None))
+    for problem in (
+        block_problem(draft, spec.num_speculative_tokens),
+        layer_problem(draft, target),
+        width_problem(draft, target),
+        _backend_problem(draft, vllm_config),
+    ):
+        if problem is not None:
+            raise DFlashConfigError(problem)
+
+
+def read_draft(name: str, config: Any) -> Draft:
+    """Read a draft's `hf_config`.
+
+    The keys are those of the published DFlash checkpoints (`block_size`, `num_target_layers` and `dflash_config` with
+    `target_layer_ids`) and of the `speculators` format as vLLM converts it (`eagle_aux_hidden_state_layer_ids`, no
+    block size). `dflash_config` goes before the top level, as in vLLM.
+    """
+    own = _mapping(config, "dflash_config")
+    uses_aux = own.get("use_aux_hidden_state", getattr(config, "use_aux_hidden_state", True))
+    hidden_size = getattr(config, "hidden_size", None)
+    return Draft(
+        name=name,
+        block_size=_positive(own.get("block_size", getattr(config, "block_size", None))),
+        uses_aux=bool(uses_aux),
+        aux=tuple(_aux_layers(config)),
+        target_hidden_size=_positive((uses_aux and getattr(config, "target_hidden_size", None)) or hidden_size),
+        num_target_layers=_positive(getattr(config, "num_target_layers", None)),
+        non_causal=_non_causal(config),
+    )
+
+
+def block_problem(draft: Draft, num_speculative_tokens: int) -> str | None:
+    """Why this many tokens do not fit the draft's block, None where they do or the block size is not stated."""
+    if draft.block_size is None or num_speculative_tokens < draft.block_size:
+        return None
+    most = draft.block_size - 1
+    return (
+        f"num_speculative_tokens={num_speculative_tokens} does not fit the DFlash draft {draft.name}: its config.json "
+        f"says block_size {draft.block_size}, which holds the last accepted token and {most} drafted ones; expected 1 "
+        f"to {most}; set num_speculative_tokens to {most} or less in --speculative-config"
+    )
+
+
+def layer_problem(draft: Draft, target: Target) -> str | None:
+    """Why the target cannot give the layers that the draft reads, None where it can."""
+    if not draft.uses_aux:
+        return None
+    made_for = f" (it was made for one of {draft.num_target_layers} layers)" if draft.num_target_layers else ""
+    for aux in draft.aux:
+        where = f"{aux.where} {list(aux.ids)} of the DFlash draft {draft.name}"
+        if target.num_layers is not None:
+            last = target.num_layers + aux.last
+            outside = [layer for layer in aux.ids if not 0 <= layer <= last]
+            if outside:
+                return (
+                    f"{where} does not fit the target {target.name}: it has no layer "
+                    f"{', '.join(map(str, outside))}; the target has {target.num_layers} layers, expected ids from 0 "
+                    f"to {last}{made_for}; use the draft that was trained for this target"
+                )
+        repeated = sorted({layer for layer in aux.ids if aux.ids.count(layer) > 1})
+        if repeated:
+            return (
+                f"{where} names layer {', '.join(map(str, repeated))} more than once: the target gives each layer's "
+                f"states once, so the draft's fc would get {len(set(aux.ids))} inputs instead of {len(aux.ids)}; "
+                "correct the draft's config.json"
+            )
+    if len({len(aux.ids) for aux in draft.aux}) > 1:
+        lists = " and ".join(f"{aux.where} {list(aux.ids)}" for aux in draft.aux)
+        return (
+            f"the DFlash draft {draft.name} contradicts itself: {lists} name different numbers of target layers, and "
+            "the draft's fc has the inputs of one of them; correct the draft's config.json"
+        )
+    return None
+
+
+def width_problem(draft: Draft, target: Target) -> str | None:
+    """Why the target's hidden states do not fit the draft's inputs, None where they do."""
+    expected, found = draft.target_hidden_size, target.hidden_size
+    if expected is None or found is None or expected == found:
+        return None
+    key = "target_hidden_size or hidden_size" if draft.uses_aux else "hidden_size"
+    return (
+        f"the DFlash draft {draft.name} reads target states of width {expected} ({key} of its config.json), but the "
+        f"target {target.name} has hidden_size {found}; use the draft that was trained for this target"
+    )
+
+
+def _backend_problem(draft: Draft, vllm_config: Any) -> str | None:
+    if not draft.non_causal:
+        return None
+    option, backend = _named_backend(vllm_config)
+    if backend is None or _supports_non_causal(backend) is not False:
+        return None
+    return (
+        f"{option}={backend.name} cannot serve the DFlash draft {draft.name}: the draft's attention is non-causal, and "
+        f"{backend.get_path()} says that it has none; name a backend that has it, or leave the option out and one is "
+        "chosen"
+    )
+
+
+def _named_backend(vllm_config: Any) -> tuple[str, Any]:
+    """The option that names the draft's backend, and the member of vLLM's `AttentionBackendEnum` it names, if any."""
+    spec = vllm_config.speculative_config
+    if hasattr(spec, "attention_backend"):
+        return "attention_backend of --speculative-config", spec.attention_backend
+    # vLLM 0.20 has one option for both models.
+    entry = record.current()
+    if entry is not None and _DRAFT_BACKEND_FEATURE in entry.live:
+        return "--attention-backend", None
+    return "--attention-backend", vllm_config.attention_config.backend
+
+
+def _supports_non_causal(backend: Any) -> bool | None:
+    """What the backend's class declares; None where it cannot be imported, which vLLM itself will report."""
+    try:
+        backend_class = backend.get_class()
+    except Exception as error:
+        # A backend of another platform or without its library fails in a way of its own.
+        logger.debug("attention backend %s cannot be asked for non-causal attention: %r", backend.name, error)
+        return None
+    return bool(backend_class.supports_non_causal())
+
+
+def _aux_layers(config: Any) -> Iterator[AuxLayers]:
+    """Every list that some version reads, in vLLM's order of precedence.
+
+    vLLM up to 0.21 takes `target_layer_ids` as they are and later versions add 1. The checkpoints mean the output of
+    layer i, so they never name the n-th.
+    """
+    own, eagle = _mapping(config, "dflash_config"), _mapping(config, "eagle_config")
+    key = "eagle_aux_hidden_state_layer_ids"
+    for where, value, last in (
+        (key, getattr(config, key, None), 0),
+        ("dflash_config.target_layer_ids", own.get("target_layer_ids"), -1),
+        (f"eagle_config.{key}", eagle.get(key), 0),
+        ("dflash_config.layer_ids", own.get("layer_ids"), 0),
+    ):
+        if value and isinstance(value, Sequence) and all(isinstance(layer, int) for layer in value):
+            yield AuxLayers(where, tuple(value), last)
+
+
+def _non_causal(config: Any) -> bool:
+    """Whether a layer is non-causal whichever version reads the config.
+
+    `causal` counts since 0.23, `is_causal` since 0.28, and since 0.25 a draft without either is causal in its sliding
+    layers. The first versions take every draft for non-causal, so for a causal one they are left to say so themselves.
+    """
+    stated = [getattr(config, "is_causal", None), _mapping(config, "dflash_config").get("causal")]
+    stated = [causal for causal in stated if causal is not None]
+    if stated:
+        return not any(stated)
+    layer_types = getattr(config, "layer_types", None)
+    return not layer_types or any(kind != _SLIDING for kind in layer_types)
+
+
+def _mapping(config: Any, name: str) -> Mapping[str, Any]:
+    value = getattr(config, name, None)
+    return value if isinstance(value, Mapping) else {}
+
+
+def _positive(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
