@@ -9,6 +9,9 @@ from pathlib import Path
 
 from ..patching import PatchingError
 
+#: Tokens drafted a step, by method: what the drafters were trained for.
+DRAFT_TOKENS = {"eagle3": 3, "dflash": 7}
+
 
 class CheckpointsMissing(PatchingError):
     """No folder with ``target``, ``eagle3``, ``dflash`` and ``prompts.json`` was found."""

@@ -20,8 +20,11 @@ from ..bench import _report as reporting
 from ..bench import _results as results_file
 from ..bench._plan import MRV2, SIDES, TINY, Case, Settings, cases, check, job_for
 from ..bench._shapes import SHAPES
+from ._options import known, pairs
+from ._soak import soak
 
 bench = typer.Typer(add_completion=False)
+bench.command("soak")(soak)
 
 _SHAPES = (TINY, *SHAPES)
 _METHODS = ("eagle3", "dflash")
@@ -59,7 +62,7 @@ def measure(
         return
     console = Console()
     planned = cases(
-        _known(shape or [TINY], _SHAPES, "--shape"), _known(method or ["eagle3"], _METHODS, "--method"), k or [3]
+        known(shape or [TINY], _SHAPES, "--shape"), known(method or ["eagle3"], _METHODS, "--method"), k or [3]
     )
     settings = Settings(
         batches=tuple(batch or (1, 8, 32)),
@@ -70,8 +73,8 @@ def measure(
         tiny_tokens=tiny_tokens,
         acceptance_length=acceptance_length,
         profile_tokens=profile_tokens,
-        vllm_environment=_pairs(vllm_env or (), "--vllm-env"),
-        patched_environment=_pairs(patched_env or (), "--patched-env"),
+        vllm_environment=pairs(vllm_env or (), "--vllm-env"),
+        patched_environment=pairs(patched_env or (), "--patched-env"),
     )
     checkpoints = None
     if any(c.shape == TINY for c in planned):
@@ -128,20 +131,3 @@ def _advance(bar: Progress, task: Any) -> Callable[[Event], None]:
             bar.update(task, advance=1)
 
     return on_event
-
-
-def _known(values: list[str], good: tuple[str, ...], option: str) -> list[str]:
-    for value in values:
-        if value not in good:
-            raise typer.BadParameter(f"{value!r}; choose from {', '.join(good)}", param_hint=option)
-    return values
-
-
-def _pairs(values: Any, option: str) -> dict[str, str]:
-    pairs = {}
-    for value in values:
-        name, equals, setting = value.partition("=")
-        if not equals or not name:
-            raise typer.BadParameter(f"{value!r} is not KEY=VAL", param_hint=option)
-        pairs[name] = setting
-    return pairs

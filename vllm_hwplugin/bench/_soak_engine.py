@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The child process of a soak: ``python -m vllm_hwplugin.bench._soak_engine JOB ANSWER``.
+
+Either it runs the load (steps > 0), or it judges texts: an engine without speculation reads each text once and says how
+far below its own first choice every token was. A greedy text has no such token; in bfloat16 a near-tie may go either
+way with the shape of the batch, and its gap is small.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ._answer import Answer
+from ._inside import counters, model_runner, ready_facts
+from ._load import Request, requests, wanted
+from ._soak import SoakJob, Text
+from ._watch import watched
+
+_PROGRESS_SECONDS = 1.0
+
+
+def main(arguments: Sequence[str]) -> None:
+    job = SoakJob.from_json(Path(arguments[0]).read_text(encoding="utf-8"))
+    answer = Answer(Path(arguments[1]))
+    started = time.perf_counter()
+
+    from vllm import LLM
+
+    llm = LLM(**job.options)
+    answer.say("ready", seconds=time.perf_counter() - started, pid=os.getpid(), **ready_facts(llm))
+    if job.steps:
+        answer.say("soaked", **soak(llm, job, answer))
+    else:
+        answer.say("judged", gaps=judge(llm, job.texts))
+    llm.llm_engine.engine_core.shutdown()
+    answer.say("done")
+
+
+def soak(llm: Any, job: SoakJob, answer: Answer) -> dict[str, Any]:
+    """Keep the engine under the job's load for its steps, then let the requests that are in it end."""
+    import torch
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    engine, running = llm.llm_engine, 0
+    texts: list[tuple[int, list[int], list[int]]] = []
+    coming, sizes = requests(job.pool, job.seed, job.options["max_model_len"]), wanted(job.seed, job.max_num_seqs)
+    asked: list[Request] = []
+    started = said = time.perf_counter()
+    with watched(model_runner(llm), torch.cuda.CUDAGraph if torch.cuda.is_available() else None) as counts:
+        while running or counts.steps < job.steps:
+            size = next(sizes) if counts.steps < job.steps else 0
+            while running < size:
+                asked.append(next(coming))
+                sampling = SamplingParams(
+                    temperature=0.0,
+                    max_tokens=asked[-1].max_tokens,
+                    ignore_eos=True,
+                    detokenize=False,
+                    output_kind=RequestOutputKind.FINAL_ONLY,
+                )
+                prompt = {"prompt_token_ids": list(asked[-1].prompt)}
+                engine.add_request(str(len(asked) - 1), prompt, sampling)
+                running += 1
+            for output in engine.step():
+                if output.finished:
+                    running -= 1
+                    number = int(output.request_id)
+                    texts.append((number, list(asked[number].prompt), list(output.outputs[0].token_ids)))
+            if time.perf_counter() - said > _PROGRESS_SECONDS:
+                said = time.perf_counter()
+                answer.say("progress", steps=counts.steps)
+    found = counters(llm)
+    return {
+        "seconds": time.perf_counter() - started,
+        "requests": len(asked),
+        "tokens": sum(len(text) for _, _, text in texts),
+        "drafts": found["drafts"],
+        "accepted_per_position": found["accepted"],
+        **counts.facts(),
+        "texts": sorted(texts),
+    }
+
+
+def judge(llm: Any, texts: Sequence[Text]) -> list[list[float]]:
+    """For each text, how far each of its tokens is below the first choice, in nats."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1, detokenize=False)
+    whole = [[*text.prompt, *text.tokens] for text in texts]
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids in whole], sampling_params=sampling, use_tqdm=False)
+    return [gaps(output.prompt_logprobs, text.tokens) for output, text in zip(outputs, texts, strict=True)]
+
+
+def gaps(positions: Sequence[Mapping[int, Any] | None], tokens: Sequence[int]) -> list[float]:
+    """How far below the first choice each of the last ``len(tokens)`` positions is.
+
+    Args:
+        positions: vLLM's prompt logprobs: at each position the token that stands there and the likeliest one, and
+            None at the first, which nothing comes before.
+        tokens: the tokens that stand at the last positions.
+    """
+    found = []
+    for choices, token in zip(positions[len(positions) - len(tokens) :], tokens, strict=True):
+        assert choices is not None  # only of a text without a prompt, and vLLM takes none
+        found.append(float(max(choice.logprob for choice in choices.values()) - choices[token].logprob))
+    return found
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
