@@ -39,7 +39,7 @@ def answer(job, texts=((5, 6), (7, 8)), drafts=4):
         }
         for number in range(2)
     ]
-    ready = {"event": "ready", "seconds": 1.0, "graph_modes": {"drafter": "FULL"}}
+    ready = {"event": "ready", "seconds": 1.0, "graph_modes": {"drafter": "FULL"}, "platform": "a.Platform"}
     return bench.Outcome(job, (ready, *events), 3.0, records=(RECORD,) if job.patched else ())
 
 
@@ -74,7 +74,7 @@ def test_five_fresh_engines_with_the_same_prompts(run):
 
 def test_a_cpu_runs_exact_and_says_that_graphs_need_a_gpu(run):
     result, _, jobs = run()
-    assert "need a GPU" in result.output
+    assert "CUDA graphs, and with them draft-full-graph and dflash-full-graph, need a GPU" in result.output
     assert {(j.options["dtype"], j.options["enforce_eager"]) for j in jobs} == {("float32", True)}
 
 
@@ -99,7 +99,9 @@ def test_what_is_shown(run):
     ]
     assert "Eagle3 patched: process 77 (parent): live: one; two refused" in result.output
     assert "one: chose this" in result.output
-    assert "DFlash stock: CUDA graphs: drafter FULL" in result.output
+    assert "DFlash stock: platform class: a.Platform; CUDA graphs: drafter FULL" in result.output
+    assert "DFlash patched: platform class: a.Platform; CUDA graphs: drafter FULL" in result.output
+    assert row["platform"] == "a.Platform"
 
 
 def test_a_failed_engine_is_shown_with_the_end_of_its_log_and_the_rest_goes_on(run):

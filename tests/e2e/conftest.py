@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.metadata
 import json
 import os
 import subprocess
@@ -27,15 +26,20 @@ def cpu_host() -> bench.Host:
 
 @pytest.fixture(scope="session")
 def demo(cpu_host: bench.Host, tmp_path_factory: pytest.TempPathFactory) -> dict:
-    """The demo as a user runs it, on 8 prompts and 48 tokens; its rows by name."""
+    """The demo as a user runs it, on 8 prompts and 48 tokens: its rows by name, and what doctor says after it."""
     file = tmp_path_factory.mktemp("demo") / "demo.json"
     command = [sys.executable, "-m", "vllm_hwplugin.cli", "demo", "--prompts", "8", "--tokens", "48"]
     environment = {**os.environ, "VLLM_HWPLUGIN_CACHE_DIR": str(tmp_path_factory.mktemp("cache")), "COLUMNS": "200"}
     done = subprocess.run([*command, "--json", str(file)], env=environment, capture_output=True, text=True)
     result = json.loads(file.read_text())
+    # Its exit status is another matter: it also judges the host.
+    doctor = subprocess.run(
+        [sys.executable, "-m", "vllm_hwplugin.cli", "doctor", "--json"], env=environment, capture_output=True, text=True
+    )
     return {
         "code": done.returncode,
         "screen": done.stdout,
+        "doctor": json.loads(doctor.stdout),
         "rows": {row["name"]: row for row in result["configurations"]},
     }
 
@@ -60,19 +64,3 @@ def engine(cpu_host: bench.Host, tmp_path_factory: pytest.TempPathFactory) -> Ca
         return outcome
 
     return run
-
-
-@pytest.fixture(scope="session")
-def entry_point_path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A PYTHONPATH under which vLLM finds the plugin by its entry point, as in an installation.
-
-    Where the package is installed it is empty; a bare source tree gets the metadata that an installation would write.
-    """
-    if importlib.metadata.entry_points(group="vllm.general_plugins", name="hwplugin"):
-        return ""
-    folder = tmp_path_factory.mktemp("metadata")
-    metadata = folder / "vllm_hwplugin-0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm-hwplugin\nVersion: 0\n")
-    (metadata / "entry_points.txt").write_text("[vllm.general_plugins]\nhwplugin = vllm_hwplugin.plugin:register\n")
-    return str(folder)

@@ -17,7 +17,7 @@ NAMES = [c.name for c in CONFIGURATIONS]
 
 def test_the_demo_succeeds_and_says_what_a_cpu_cannot_show(demo):
     assert demo["code"] == 0, demo["screen"]
-    assert "CUDA graphs, and with them draft-full-graph, need a GPU" in demo["screen"]
+    assert "CUDA graphs, and with them draft-full-graph and dflash-full-graph, need a GPU" in demo["screen"]
     assert list(demo["rows"]) == NAMES
     for name in NAMES:
         assert f"{name}: done in" in demo["screen"]
@@ -60,6 +60,17 @@ def test_the_decision_is_recorded_where_the_op_was_asked(demo):
     assert "does not honour a weight row per layer" in demo["screen"]
 
 
+def test_doctor_shows_the_norm_live_and_no_platform_class_in_the_dflash_engine(demo):
+    # The demo's last engine is the patched DFlash.
+    (process,) = demo["doctor"]["last_engine"]
+    assert process["pid"] == demo["rows"]["DFlash patched"]["processes"][0]["pid"]
+    assert process["features"]["dflash-context-norm"]["state"] == "live"
+    assert process["decisions"]["platform"].startswith("no platform class")
+    assert process["decisions"]["platform"].endswith("vLLM runs on vllm.platforms.cpu.CpuPlatform")
+    assert demo["rows"]["DFlash patched"]["platform"] == "vllm.platforms.cpu.CpuPlatform"
+    assert "platform: no platform class" in demo["screen"]
+
+
 def test_dflash_acceptance_over_many_prompts(engine):
     stock = engine("DFlash stock", 96, 160).summary(WORKLOAD)
     patched = engine("DFlash patched", 96, 160).summary(WORKLOAD)
@@ -77,9 +88,8 @@ def test_one_feature_off_is_stock_for_that_feature(engine):
     assert outcome.summary(WORKLOAD)["drafts"] == 168
 
 
-def test_engine_core_and_worker_in_processes_of_their_own_are_patched(engine, entry_point_path):
-    settings = (("VLLM_ENABLE_V1_MULTIPROCESSING", "1"), ("PYTHONPATH", entry_point_path))
-    outcome = engine("DFlash patched", 8, 48, settings)
+def test_engine_core_and_worker_in_processes_of_their_own_are_patched(engine):
+    outcome = engine("DFlash patched", 8, 48, (("VLLM_ENABLE_V1_MULTIPROCESSING", "1"),))
     assert outcome.summary(WORKLOAD)["drafts"] == 122
     assert {"parent", "engine-core", "worker"} <= {r["role"] for r in outcome.records}
     assert {r["features"]["dflash-context-norm"]["state"] for r in outcome.records} == {"live"}

@@ -20,8 +20,6 @@ from .. import bench
 WORKLOAD = "demo"
 #: A run takes a second or less, so its best of some says more than one.
 ROUNDS = 3
-#: Tokens drafted a step: what the checkpoints were trained for.
-DRAFT_TOKENS = {"eagle3": 3, "dflash": 7}
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,8 @@ def demo(
     host = bench.detect_host()
     console.print(f"vLLM {host.vllm} on {host.name} ({host.device}), torch {host.torch}", highlight=False)
     if host.device == "cpu":
-        console.print("A CPU host: float32, eager. CUDA graphs, and with them draft-full-graph, need a GPU.")
+        console.print("A CPU host: float32, eager.")
+        console.print("CUDA graphs, and with them draft-full-graph and dflash-full-graph, need a GPU")
     jobs = [job_for(c, host, checkpoints, prompts, tokens) for c in CONFIGURATIONS]
     outcomes = run_all(jobs, timeout, console)
     result = compare(outcomes, host)
@@ -78,7 +77,7 @@ def job_for(
         options["speculative_config"] = {
             "method": configuration.method,
             "model": str(checkpoints.drafter(configuration.method)),
-            "num_speculative_tokens": DRAFT_TOKENS[configuration.method],
+            "num_speculative_tokens": bench.DRAFT_TOKENS[configuration.method],
         }
     workload = bench.Workload(
         WORKLOAD,
@@ -143,6 +142,7 @@ def compare(outcomes: Sequence[bench.Outcome], host: bench.Host) -> dict[str, An
                 "acceptance_length": summary and summary["acceptance_length"],
                 "acceptance_per_position": summary and summary["acceptance_per_position"],
                 "graph_modes": outcome.ready().get("graph_modes", {}),
+                "platform": outcome.ready().get("platform"),
                 "processes": [dict(r) for r in outcome.records],
             }
         )
@@ -180,13 +180,19 @@ def show(result: Mapping[str, Any], console: Console) -> None:
     for row in result["configurations"]:
         for process in row["processes"]:
             console.print(_process_line(row["name"], process), highlight=False)
-        if row["graph_modes"]:
-            modes = ", ".join(f"{who} {mode}" for who, mode in row["graph_modes"].items())
-            console.print(f"{row['name']}: CUDA graphs: {modes}", highlight=False)
+        if line := _engine_line(row):
+            console.print(f"{row['name']}: {line}", highlight=False)
     for row in result["configurations"]:
         if row["error"] is not None:
             console.print(f"\n{row['name']} failed: {row['error']}. End of its log:", style="red", highlight=False)
             console.print(row["log_tail"], markup=False, highlight=False)
+
+
+def _engine_line(row: Mapping[str, Any]) -> str:
+    """What the engine itself said; empty for one that never stood."""
+    modes = ", ".join(f"{who} {mode}" for who, mode in row["graph_modes"].items())
+    parts = (("platform class", row["platform"]), ("CUDA graphs", modes))
+    return "; ".join(f"{name}: {value}" for name, value in parts if value)
 
 
 def _process_line(name: str, process: Mapping[str, Any]) -> str:
