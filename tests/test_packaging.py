@@ -106,6 +106,7 @@ def test_the_metadata_says_what_it_should(built: tuple[Path, Path, Path]) -> Non
     assert not [line for line in needed if "vllm" in line or "torch" in line], "the user's own vLLM must stay as it is"
     points = content[f"{info}/entry_points.txt"].decode()
     assert "[vllm.general_plugins]\nhwplugin = vllm_hwplugin.plugin:register" in points
+    assert "[vllm.platform_plugins]\nhwplugin = vllm_hwplugin.plugin:platform" in points
     assert "vllm-hwplugin = vllm_hwplugin.cli:main" in points
 
 
@@ -133,14 +134,17 @@ def test_the_installed_wheel_diagnoses_its_host(elsewhere: Path) -> None:
     assert {row["id"] for row in found["features"]} == {path.parent.name for path in ROOT.glob("patches/*/patch.toml")}
 
 
-def test_vllm_finds_the_plugin_by_its_entry_point(elsewhere: Path) -> None:
+@pytest.mark.parametrize(
+    ("group", "name"), [("vllm.general_plugins", "register"), ("vllm.platform_plugins", "platform")]
+)
+def test_vllm_finds_the_plugin_by_its_entry_points(elsewhere: Path, group: str, name: str) -> None:
     program = (
         "from importlib.metadata import entry_points; "
-        "(point,) = [p for p in entry_points(group='vllm.general_plugins') if p.name == 'hwplugin']; "
-        "register = point.load(); print(register.__module__, register.__code__.co_filename)"
+        f"(point,) = [p for p in entry_points(group='{group}') if p.name == 'hwplugin']; "
+        "found = point.load(); print(found.__module__, found.__name__, found.__code__.co_filename)"
     )
-    module, filename = _run([elsewhere / "python", "-c", program], elsewhere).split()
-    assert module == "vllm_hwplugin.plugin"
+    module, function, filename = _run([elsewhere / "python", "-c", program], elsewhere).split()
+    assert (module, function) == ("vllm_hwplugin.plugin", name)
     assert Path(filename).is_relative_to(elsewhere.parent)
 
 

@@ -158,9 +158,9 @@ GATES: Final[tuple[Gate, ...]] = (
         "VLLM_HWPLUGIN_PLATFORM",
         "choice",
         "auto",
-        "Which platform class to offer to vLLM.",
+        "Which platform class to offer to vLLM: the one that fits the host, this one alone, or none.",
+        affects=("platform",),
         choices=("auto", "cuda", "musa", "off"),
-        effect="reserved",
     ),
     Gate(
         "VLLM_HWPLUGIN_DRAFT_FULL_GRAPH",

@@ -1,9 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The entry point that vLLM calls in each of its processes.
+"""The two entry points that vLLM calls in each of its processes.
 
 vLLM only logs an error that is raised while a plugin is *imported*, and goes on without the plugin. So this module
-imports nothing at its top, and everything that can fail happens in the function, whose errors do reach the user.
+imports nothing at its top, and everything that can fail happens in the functions. Errors of the general function do
+reach the user; those of the platform function do not, so it raises none.
 """
+
+
+def platform() -> "str | None":
+    """Offer a platform class (entry point ``hwplugin`` of the group ``vllm.platform_plugins``).
+
+    vLLM calls it while vLLM is being imported, so it imports neither vLLM nor torch nor the patch engine.
+
+    Returns:
+        The qualified name of the class, or None to leave the choice to vLLM.
+    """
+    try:
+        from .platforms import _offer
+
+        return _offer.offer()
+    except Exception:
+        import logging
+
+        # vLLM drops the error, in most versions without a word; the log is the only way to say it.
+        logging.getLogger("vllm.hwplugin").exception("vllm-hwplugin offers no platform class, because it failed")
+        return None
 
 
 def register() -> None:
@@ -31,5 +52,7 @@ def register() -> None:
         pass
 
     from .patching import _runtime
+    from .platforms import _offer
 
     _runtime.install()
+    _offer.note_used()

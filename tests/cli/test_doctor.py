@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import io
 import json
 import subprocess
@@ -145,7 +146,7 @@ def test_where_each_value_came_from(diagnose: Diagnose) -> None:
     [
         ({"VLLM_HWPLUGIN_DRAFT_FULL_GRAPH": "on", "VLLM_MUSA_DRAFT_FULL_WRAP": "0"}, "is not followed"),
         ({"VLLM_NWOR_MODE": "stage"}, "VLLM_NWOR_MODE=stage is understood, but it has no effect"),
-        ({"VLLM_HWPLUGIN_PLATFORM": "cuda"}, "VLLM_HWPLUGIN_PLATFORM=cuda is understood, but it has no effect"),
+        ({"VLLM_HWPLUGIN_PLATFORM": "cuda"}, "PLATFORM=cuda, but vLLM's own detection does not choose CUDA"),
         ({"VLLM_HWPLUGIN_STRIKT": "1"}, "did you mean VLLM_HWPLUGIN_STRICT?"),
         ({"VLLM_PLUGINS": "lora_filesystem_resolver"}, "VLLM_PLUGINS='lora_filesystem_resolver' does not name it"),
     ],
@@ -207,17 +208,97 @@ def test_the_last_engines_states_and_decisions_are_shown(diagnose: Diagnose, tmp
     assert row == ("20 parent", "2026-01-01", "0.32.0", "greeting", "live", "every hunk fits; waved")
 
 
+@pytest.fixture
+def accelerator(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """`accelerator("cuda")`: the host has an NVIDIA GPU."""
+
+    def set_kind(kind: str) -> None:
+        monkeypatch.setattr(_host, "find_platform", lambda: _host.Platform(kind, (), "a test"))
+
+    return set_kind
+
+
+def _platform_row(found: _diagnosis.Diagnosis) -> str:
+    (row,) = [value for name, value in _doctor.sections(found)[0].rows if name == "platform class"]
+    return row
+
+
+def test_the_absence_of_a_platform_class_is_shown_with_its_reason(
+    diagnose: Diagnose, accelerator: Callable[[str], None]
+) -> None:
+    # A CPU build of vLLM on a host with a GPU.
+    accelerator("cuda")
+    found = diagnose()
+    assert found.platform_class["class"] is None
+    assert _platform_row(found).startswith("no platform class: vLLM's own detection finds cpu")
+
+
+def test_the_platform_class_of_an_nvidia_host_is_shown(
+    diagnose: Diagnose, accelerator: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accelerator("cuda")
+    cuda_build = Installed("vllm", "0.32.0", Path("/nowhere"), InstalledSource("a tree", "0.32.0", Path("/nowhere")))
+    diagnose()
+    monkeypatch.setattr(_diagnosis, "find_installed", lambda: cuda_build)
+    found = _diagnosis.diagnose({})
+    assert found.platform_class["class"] == "vllm_hwplugin.platforms.cuda.CudaPlatform"
+    assert _platform_row(found).startswith("vllm_hwplugin.platforms.cuda.CudaPlatform: ")
+    other = importlib.metadata.EntryPoint("vendor", "vendor:platform", "vllm.platform_plugins")
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [other] * (group == other.group))
+    warnings = _diagnosis.diagnose({}).warnings
+    assert any("vendor (vendor:platform); where it offers a class, too, this one steps aside" in w for w in warnings)
+    warnings = _diagnosis.diagnose({"VLLM_HWPLUGIN_PLATFORM": "cuda"}).warnings
+    assert any("where it offers a class, too, vLLM stops" in w for w in warnings)
+    assert not any("vendor" in w for w in _diagnosis.diagnose({"VLLM_PLUGINS": "hwplugin"}).warnings)
+
+
+@pytest.mark.parametrize(
+    ("environ", "reason"),
+    [
+        ({"VLLM_HWPLUGIN": "0"}, "VLLM_HWPLUGIN=0"),
+        ({"VLLM_HWPLUGIN_PLATFORM": "off"}, "VLLM_HWPLUGIN_PLATFORM=off"),
+        ({"VLLM_HWPLUGIN_PLATFORM": "perhaps"}, "a variable has a bad value"),
+        ({"version": None}, "no vLLM is installed"),
+    ],
+)
+def test_why_there_is_no_platform_class(diagnose: Diagnose, environ: dict[str, str], reason: str) -> None:
+    assert dict(diagnose(**environ).platform_class) == {"class": None, "reason": reason}
+
+
+@pytest.mark.parametrize("group", ["vllm.general_plugins", "vllm.platform_plugins"])
+def test_an_installation_without_an_entry_point_is_said(
+    diagnose: Diagnose, monkeypatch: pytest.MonkeyPatch, group: str
+) -> None:
+    own = importlib.metadata.EntryPoint("hwplugin", "vllm_hwplugin.plugin:any", "any")
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [own])
+    assert not any("entry-point group" in line for line in diagnose().warnings)
+    missing = group
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [own] * (group != missing))
+    (line,) = [line for line in diagnose().warnings if "entry-point group" in line]
+    assert group in line
+
+
+def test_the_last_engines_platform_is_shown(diagnose: Diagnose, tmp_path: Path) -> None:
+    folder = tmp_path / "cache" / "records"
+    folder.mkdir(parents=True)
+    entry = _process(20, 1, "2026-01-01", decisions={"platform": "no platform class: because"}, vllm_version="0.32.0")
+    (folder / "0000000000001-20.json").write_text(json.dumps(dataclasses.asdict(entry)), encoding="utf-8")
+    (section,) = [item for item in _doctor.sections(diagnose()) if "last engine" in item.title]
+    assert section.rows[0] == ("20 parent", "2026-01-01", "0.32.0", "platform", "", "no platform class: because")
+
+
 def test_json_has_a_stable_shape(diagnose: Diagnose) -> None:
     data = json.loads(json.dumps(diagnose().as_json()))
     assert data["format"] == 1
     assert list(data) == [
-        "format", "plugin", "host", "platform", "vllm", "packages", "toolchains", "cache", "gates", "features",
-        "fingerprint", "last_engine", "problems", "warnings",
+        "format", "plugin", "host", "platform", "platform_class", "vllm", "packages", "toolchains", "cache", "gates",
+        "features", "fingerprint", "last_engine", "problems", "warnings",
     ]  # fmt: skip
     assert set(data["gates"][0]) == {"name", "kind", "value", "source", "effect", "raw", "conflict", "error"}
     assert set(data["features"][0]) == {"id", "title", "gate", "choice", "state", "reason"}
     assert set(data["toolchains"]) == {"nvcc", "mcc", "ninja", "ccache"}
     assert set(data["platform"]) == {"kind", "devices", "evidence"}
+    assert set(data["platform_class"]) == {"class", "reason"}
 
 
 def test_piped_output_is_plain_and_one_line_a_row(diagnose: Diagnose) -> None:

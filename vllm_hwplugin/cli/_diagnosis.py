@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from .. import cachedir, gates, record
 from ..patching import SUPPORTED, Catalog, PatchingError, load_catalog, make_plan
 from ..patching._installed import Installed, NotInstalled, find_installed
 from ..patching._overlay import FOLDER
+from ..platforms import _detect, _rivals
 from ..record import ProcessRecord
 from . import _host
 
@@ -59,6 +61,7 @@ class Diagnosis:
 
     host: _host.Host
     platform: _host.Platform
+    platform_class: Mapping[str, str | None]
     tools: tuple[_host.Tool, ...]
     plugin: Mapping[str, str]
     vllm: Mapping[str, Any] | None
@@ -82,6 +85,7 @@ class Diagnosis:
             "plugin": dict(self.plugin),
             "host": dataclasses.asdict(self.host),
             "platform": dataclasses.asdict(self.platform),
+            "platform_class": dict(self.platform_class),
             "vllm": None if self.vllm is None else dict(self.vllm),
             "packages": dict(self.packages),
             "toolchains": {tool.name: {"path": tool.path, "version": tool.version} for tool in self.tools},
@@ -114,9 +118,11 @@ def diagnose(environ: Mapping[str, str] | None = None, *, catalog: Catalog | Non
     installed = _find_vllm(found)
     _check_entry_point(environ, found)
     features, fingerprint = _decide(values, installed, catalog, found)
+    platform = _host.find_platform()
     return Diagnosis(
         host=_host.this_host(),
-        platform=_host.find_platform(),
+        platform=platform,
+        platform_class=_platform_class(values, installed, platform, environ, found),
         tools=_host.find_tools(environ=environ),
         plugin={"version": vllm_hwplugin.__version__, "path": str(Path(vllm_hwplugin.__file__).parent)},
         vllm=_describe(installed),
@@ -202,12 +208,12 @@ def _describe(installed: Installed | None) -> dict[str, Any] | None:
 
 def _check_entry_point(environ: Mapping[str, str], found: _Findings) -> None:
     """vLLM must find the plugin by its entry point, and must be allowed to load it."""
-    names = {point.name for point in importlib.metadata.entry_points(group=_GROUP)}
-    if ENTRY_POINT not in names:
-        found.warnings.append(
-            f"vLLM will not load the plugin: no installed distribution offers {ENTRY_POINT} in the entry-point group "
-            f"{_GROUP}; install vllm-hwplugin with pip, a path on PYTHONPATH is not enough"
-        )
+    for group, what in ((_GROUP, "the plugin"), (_rivals.GROUP, "its platform class")):
+        if ENTRY_POINT not in {point.name for point in importlib.metadata.entry_points(group=group)}:
+            found.warnings.append(
+                f"vLLM will not load {what}: no installed distribution offers {ENTRY_POINT} in the entry-point group "
+                f"{group}; install vllm-hwplugin with pip, a path on PYTHONPATH is not enough"
+            )
     allowed = environ.get("VLLM_PLUGINS")
     if allowed is not None and ENTRY_POINT not in allowed.split(","):
         found.warnings.append(
@@ -256,6 +262,42 @@ def _decide(
         for state in (plan.features[item.id],)
     )
     return rows, plan.fingerprint
+
+
+def _platform_class(
+    values: Mapping[str, gates.GateValue | gates.GateError],
+    installed: Installed | None,
+    platform: _host.Platform,
+    environ: Mapping[str, str],
+    found: _Findings,
+) -> dict[str, str | None]:
+    """The platform class that a process of vLLM would be offered.
+
+    A process asks vLLM's own detection and the other plugins; here their answers are foreseen from the driver and from
+    what is installed, because asking them would import vLLM.
+    """
+    master, choice = values["VLLM_HWPLUGIN"], values[_detect.GATE]
+    if not isinstance(master, gates.GateValue) or not isinstance(choice, gates.GateValue):
+        return {"class": None, "reason": "a variable has a bad value"}
+    if not master.flag:
+        return {"class": None, "reason": "VLLM_HWPLUGIN=0"}
+    if installed is None:
+        return {"class": None, "reason": "no vLLM is installed"}
+    builtins: tuple[str, ...] = ("cuda",) if platform.kind == "cuda" else ()
+    if "cpu" in f"{installed.dist} {installed.version}":
+        builtins = ("cpu",)
+    decision = _detect.decide(choice.text, builtins, _detect.probe_musa)
+    if decision.level >= logging.ERROR:
+        found.warnings.append(decision.reason)
+    rivals = _rivals.others(environ) if decision.kind is not None else ()
+    if rivals:
+        names = " and ".join(f"{point.name} ({point.value})" for point in rivals)
+        then = "this one steps aside" if choice.text == "auto" else "vLLM stops, because it takes one plugin's only"
+        found.warnings.append(
+            f"another platform plugin is installed: {names}; where it offers a class, too, {then}: name the plugins that "
+            "are to be loaded in VLLM_PLUGINS"
+        )
+    return {"class": decision.qualname, "reason": decision.reason}
 
 
 def _cache(environ: Mapping[str, str], found: _Findings) -> dict[str, str]:

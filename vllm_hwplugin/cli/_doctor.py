@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ..platforms._offer import KEY as PLATFORM
 from ._diagnosis import Diagnosis, diagnose
 
 _COLOURS = {"live": "green", "upstream": "green", "not-needed": "green", "off": "yellow", "refused": "red"}
@@ -124,6 +125,7 @@ def _host_rows(found: Diagnosis) -> Iterable[tuple[str, str]]:
             device.capability and f"sm {device.capability}",
         ]
         yield "platform", ", ".join([f"{found.platform.kind}: {device.name}", *(fact for fact in facts if fact)])
+    yield "platform class", f"{found.platform_class['class'] or 'no platform class'}: {found.platform_class['reason']}"
     yield "vllm-hwplugin", f"{found.plugin['version']} ({found.plugin['path']})"
     if found.vllm is None:
         yield "vLLM", "not installed"
@@ -143,6 +145,8 @@ def _process_rows(found: Diagnosis) -> Iterable[tuple[str, ...]]:
         head = (process, item.started, item.vllm_version or "")
         if item.error is not None:
             yield (*head, "", "error", item.error)
+        if (platform := item.decisions.get(PLATFORM)) is not None:
+            yield (*head, PLATFORM, "", platform)
         for name, feature in item.features.items():
             decision = item.decisions.get(name)
             yield (*head, name, feature["state"], "; ".join(filter(None, (feature["reason"], decision))))

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's real platform modules of any version, executed from their text; everything that they import is a stub.
+
+Text and behaviour are that version's own: ``Platform``, the CUDA classes, the resolver, the loader of plugins and the
+registry of attention backends. What they import of vLLM beside that answers every name with a ``MagicMock``; torch is
+the installed one.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+
+import vllm_hwplugin
+
+REAL = {
+    "vllm.platforms": "vllm/platforms/__init__.py",
+    "vllm.platforms.interface": "vllm/platforms/interface.py",
+    "vllm.platforms.cuda": "vllm/platforms/cuda.py",
+    "vllm.plugins": "vllm/plugins/__init__.py",
+    "vllm.v1.attention.backends.registry": "vllm/v1/attention/backends/registry.py",
+}
+
+
+class RealVllm:
+    """Import hook and loader in one; ``install`` puts it in front for the length of a test."""
+
+    def __init__(self, version: str, tree: Any, nvml: bool = True) -> None:
+        self.version = version
+        self._tree = tree
+        self._nvml = nvml
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
+            del sys.modules[name]
+        monkeypatch.setattr(sys, "meta_path", [self, *sys.meta_path])
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if name.partition(".")[0] != "vllm":
+            return None
+        return ModuleSpec(name, self, is_package=True)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return None if spec.name in REAL else _Stub(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        path = REAL.get(module.__name__)
+        if path is not None:
+            text = self._tree.read(path)
+            assert text is not None, f"vLLM {self.version} has no {path}"
+            if not path.endswith("__init__.py"):
+                module.__package__ = module.__name__.rpartition(".")[0]
+            exec(compile(text, path, "exec", dont_inherit=True), vars(module))
+        elif module.__name__ == "vllm.logger":
+            module.init_logger = _logger  # type: ignore[attr-defined]
+        elif module.__name__ == "vllm.envs":
+            vars(module).update(
+                VLLM_PLUGINS=None, VLLM_TARGET_DEVICE="cuda", VLLM_TPU_USING_PATHWAYS=False, CUDA_VISIBLE_DEVICES=None
+            )
+        elif module.__name__ == "vllm.utils.import_utils":
+            module.import_pynvml = self._pynvml  # type: ignore[attr-defined]
+            module.resolve_obj_by_qualname = resolve  # type: ignore[attr-defined]
+
+    def _pynvml(self) -> Any:
+        if self._nvml:
+            return MagicMock(nvmlDeviceGetCount=lambda: 1)
+        return MagicMock(nvmlInit=MagicMock(side_effect=RuntimeError("NVML is not supported")))
+
+
+class _Stub(ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        value = MagicMock(name=f"{self.__name__}.{name}")
+        setattr(self, name, value)
+        return value
+
+
+def _logger(name: str) -> logging.Logger:
+    logger = logging.getLogger(name)
+    for method in ("debug", "info", "warning"):
+        setattr(logger, f"{method}_once", getattr(logger, method))
+    return logger
+
+
+def resolve(qualname: str) -> Any:
+    """As vLLM's ``resolve_obj_by_qualname``, but the plugin's classes are made anew on the vLLM that is installed."""
+    module, _, name = qualname.rpartition(".")
+    return getattr(own(module) if module.startswith("vllm_hwplugin.") else importlib.import_module(module), name)
+
+
+def own(name: str) -> ModuleType:
+    """Execute a module of the plugin, on the vLLM that is imported now; it is not kept."""
+    file = Path(vllm_hwplugin.__file__).parent.joinpath(*name.split(".")[1:]).with_suffix(".py")
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+Load = Callable[..., RealVllm]
+
+
+def entry_points(points: Sequence[Any]) -> Callable[..., Sequence[Any]]:
+    """A stand-in for ``importlib.metadata.entry_points``."""
+
+    def find(*, group: str, **_: Any) -> Sequence[Any]:
+        return [point for point in points if point.group == group]
+
+    return find

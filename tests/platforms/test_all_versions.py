@@ -1,0 +1,309 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The platform classes against every supported vLLM's own ``Platform``, CUDA classes, resolver and plugin loader."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.metadata
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+
+from vllm_hwplugin import plugin
+from vllm_hwplugin.patching import SUPPORTED
+from vllm_hwplugin.platforms import _offer, _rivals
+from vllm_hwplugin.platforms._detect import CLASSES
+
+from . import standins
+from .contract import faults, not_given, overrides
+from .realvllm import Load, entry_points, own
+from .test_rivals import point
+
+every_version = pytest.mark.parametrize("version", SUPPORTED)
+INTERFACE = "vllm/platforms/interface.py"
+
+
+@pytest.fixture
+def dflash(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the platform classes call for DFlash, noted."""
+    import vllm_hwplugin.platforms as package
+
+    calls: list[str] = []
+    hooks = SimpleNamespace(
+        note_user_sizes=lambda config: calls.append("note_user_sizes"),
+        check_and_update_config=lambda config: calls.append("check_and_update_config"),
+    )
+    monkeypatch.setattr(package, "dflash", hooks, raising=False)
+    return calls
+
+
+@pytest.fixture
+def musa_host(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    torch = pytest.importorskip("torch")
+    import vllm_hwplugin.platforms as package
+
+    calls: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(torch, "musa", standins.musa(calls), raising=False)
+    monkeypatch.setitem(sys.modules, "torchada", standins.torchada())
+    monkeypatch.setitem(sys.modules, "pymtml", standins.pymtml())
+    # Made anew, so that it binds the stand-in; and so that no later test meets it.
+    monkeypatch.setattr(package, "_mtml", own("vllm_hwplugin.platforms._mtml"), raising=False)
+    return calls
+
+
+@every_version
+@pytest.mark.parametrize("nvml", [True, False], ids=["nvml", "jetson"])
+def test_the_cuda_class_is_cuda_and_overrides_two_methods(
+    version: str, nvml: bool, real_vllm: Load, dflash: list[str]
+) -> None:
+    real_vllm(version, nvml=nvml)
+    stock = importlib.import_module("vllm.platforms.cuda")
+    interface = importlib.import_module("vllm.platforms.interface")
+    cls = own("vllm_hwplugin.platforms.cuda").CudaPlatform
+    assert cls.__base__ is (stock.NvmlCudaPlatform if nvml else stock.NonNvmlCudaPlatform)
+    assert set(overrides(cls)) == {"apply_config_platform_defaults", "check_and_update_config"}
+    assert faults(cls, interface.Platform) == []
+    platform = cls()
+    assert platform.is_cuda()
+    assert platform.is_cuda_alike()
+    assert not platform.is_out_of_tree()
+    assert (platform.device_type, platform.dispatch_key, platform.dist_backend) == ("cuda", "CUDA", "nccl")
+
+
+@every_version
+def test_the_cuda_class_asks_vllm_first_and_dflash_then(
+    version: str, real_vllm: Load, dflash: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real_vllm(version)
+    stock = importlib.import_module("vllm.platforms.cuda")
+    platform = own("vllm_hwplugin.platforms.cuda").CudaPlatform()
+
+    def note(name: str) -> Any:
+        def method(cls: type, vllm_config: Any) -> None:
+            assert issubclass(cls, stock.CudaPlatformBase)
+            dflash.append(f"vLLM's {name}")
+
+        return classmethod(method)
+
+    for name in ("apply_config_platform_defaults", "check_and_update_config"):
+        monkeypatch.setattr(stock.CudaPlatformBase, name, note(name), raising=False)
+    platform.apply_config_platform_defaults(object())
+    platform.check_and_update_config(vllm_config=object())
+    assert dflash == [
+        "vLLM's apply_config_platform_defaults",
+        "note_user_sizes",
+        "vLLM's check_and_update_config",
+        "check_and_update_config",
+    ]
+
+
+@every_version
+def test_the_cuda_class_keeps_what_vllm_decides(version: str, real_vllm: Load, dflash: list[str]) -> None:
+    real_vllm(version)
+    platform = own("vllm_hwplugin.platforms.cuda").CudaPlatform()
+    config = MagicMock(model_config=None)
+    config.parallel_config.worker_cls = "auto"
+    config.parallel_config.prefill_context_parallel_size = 1
+    config.offload_config.uva.cpu_offload_gb = 0
+    platform.check_and_update_config(config)
+    assert config.parallel_config.worker_cls == "vllm.v1.worker.gpu_worker.Worker"
+
+
+@every_version
+@pytest.mark.usefixtures("musa_host")
+def test_the_musa_class_keeps_the_contract(version: str, real_vllm: Load, vllm_tree: Callable[[str], Any]) -> None:
+    real_vllm(version)
+    cuda = importlib.import_module("vllm.platforms.cuda")
+    interface = importlib.import_module("vllm.platforms.interface")
+    cls = own("vllm_hwplugin.platforms.musa").MusaPlatform
+    newer = SUPPORTED[SUPPORTED.index(version) + 1 :]
+    later = {
+        node.name
+        for name in newer
+        for top in ast.parse(vllm_tree(name).read(INTERFACE)).body
+        if isinstance(top, ast.ClassDef) and top.name == "Platform"
+        for node in top.body
+        if isinstance(node, ast.FunctionDef)
+    }
+    assert faults(cls, interface.Platform, (cuda.NvmlCudaPlatform, cuda.CudaPlatformBase), later) == []
+    assert not_given(cls, vllm_tree(version).read(INTERFACE), interface.Platform) == []
+
+
+@every_version
+@pytest.mark.usefixtures("musa_host")
+def test_the_musa_class_is_an_out_of_tree_platform_of_device_musa(version: str, real_vllm: Load) -> None:
+    real_vllm(version)
+    platform = own("vllm_hwplugin.platforms.musa").MusaPlatform()
+    assert platform.is_out_of_tree()
+    assert not platform.is_cuda_alike()
+    assert (platform.device_name, platform.device_type, platform.dispatch_key) == ("musa", "musa", "PrivateUse1")
+    assert (platform.dist_backend, platform.device_control_env_var) == ("mccl", "MUSA_VISIBLE_DEVICES")
+    # What the class does not define is torch.musa's, by vLLM's own rule.
+    assert platform.is_available()
+
+
+class _Misspelled:
+    def check_and_update_config(self) -> None: ...
+
+    @classmethod
+    def get_device_nmae(cls, device_id: int = 0) -> str: ...
+
+    @classmethod
+    def get_device_uuid(cls, index: int = 0) -> str: ...
+
+    @classmethod
+    def set_device(cls, device: Any, stream: Any) -> None: ...
+
+    @classmethod
+    def get_punica_wrapper(cls) -> str: ...
+
+    dispatch_kye = "PrivateUse1"
+    dispatch_key = "CPU"
+    ray_device_key = "GPU"
+    device_control_env_var = "X"
+    dist_backend = "mccl"
+
+
+@every_version
+def test_the_check_of_the_contract_finds_faults(version: str, real_vllm: Load, vllm_tree: Callable[[str], Any]) -> None:
+    real_vllm(version)
+    platform = importlib.import_module("vllm.platforms.interface").Platform
+    found = {line.partition(":")[0] for line in faults(_Misspelled, platform)}
+    assert found == {
+        "check_and_update_config", "get_device_nmae", "get_device_uuid", "set_device", "dispatch_kye",
+    }  # fmt: skip
+    missing = not_given(_Misspelled, vllm_tree(version).read(INTERFACE), platform)
+    assert {"_enum", "device_type", "get_device_name", "num_compute_units", "dispatch_key", "get_attn_backend_cls"} <= {
+        *missing
+    }
+    assert "get_punica_wrapper" not in missing
+
+
+@pytest.fixture
+def resolver(real_vllm: Load, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """vLLM's resolver and plugin loader; which of its own platforms are there is set, and this plugin is installed."""
+
+    def load(version: str, *builtins: str, rivals: tuple[Any, ...] = ()) -> Any:
+        real_vllm(version)
+        # The real function calls the plugin's with the arguments that vLLM gives, so the count is vLLM's own.
+        calls: list[str | None] = []
+
+        def asked() -> str | None:
+            calls.append(plugin.platform())
+            return calls[-1]
+
+        mine = SimpleNamespace(name="hwplugin", value=_rivals.OWN, group=_rivals.GROUP, load=lambda: asked)
+        monkeypatch.setattr(importlib.metadata, "entry_points", entry_points([mine, *rivals]))
+        platforms = importlib.import_module("vllm.platforms")
+        classes = {"cuda": "vllm.platforms.cuda.CudaPlatform", "cpu": "vllm.platforms.interface.UnspecifiedPlatform"}
+        assert set(classes) < set(platforms.builtin_platform_plugins)
+        for name in platforms.builtin_platform_plugins:
+            answer = classes.get(name) if name in builtins else None
+            platforms.builtin_platform_plugins[name] = lambda answer=answer: answer
+        platforms.calls = calls
+        return platforms
+
+    return load
+
+
+@every_version
+def test_vllms_resolver_takes_the_cuda_class(version: str, resolver: Callable[..., Any]) -> None:
+    platforms = resolver(version, "cuda")
+    assert platforms.resolve_current_platform_cls_qualname() == CLASSES["cuda"]
+    assert platforms.calls == [CLASSES["cuda"]] * 2
+    assert platforms._current_platform is None
+    assert platforms.current_platform.is_cuda()
+    used = platforms._current_platform
+    assert f"{type(used).__module__}.{type(used).__qualname__}" == CLASSES["cuda"]
+
+
+@every_version
+def test_vllms_resolver_keeps_its_own_platform_on_a_cpu_build(version: str, resolver: Callable[..., Any]) -> None:
+    platforms = resolver(version, "cpu")
+    assert platforms.resolve_current_platform_cls_qualname() == "vllm.platforms.interface.UnspecifiedPlatform"
+    assert platforms.calls == [None]
+
+
+@every_version
+@pytest.mark.usefixtures("musa_host")
+def test_vllms_resolver_takes_the_musa_class(
+    version: str, resolver: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch_musa", standins.torchada())
+    platforms = resolver(version)
+    assert platforms.resolve_current_platform_cls_qualname() == CLASSES["musa"]
+    assert platforms.current_platform.device_type == "musa"
+
+
+@every_version
+def test_with_a_rival_vllm_starts_in_auto_and_stops_where_the_class_is_named(
+    version: str, resolver: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    platforms = resolver(version, "cuda", rivals=(point("vendor", "vendor.Platform"),))
+    assert platforms.resolve_current_platform_cls_qualname() == "vendor.Platform"
+    _offer.decision.cache_clear()
+    caplog.clear()
+    monkeypatch.setenv("VLLM_HWPLUGIN_PLATFORM", "cuda")
+    with pytest.raises(RuntimeError, match="Only one platform plugin can be activated"):
+        platforms.resolve_current_platform_cls_qualname()
+    assert "VLLM_PLUGINS=hwplugin" in caplog.text
+
+
+@every_version
+def test_a_platform_function_that_raises_is_dropped_by_vllm(version: str, resolver: Callable[..., Any]) -> None:
+    """Why this plugin's function must not raise: nothing but vLLM's own platform would be left."""
+
+    def fails() -> str:
+        raise ValueError("not to be seen")
+
+    rival = point("vendor", None)
+    rival.load = lambda: fails
+    platforms = resolver(version, "cpu", rivals=(rival,))
+    assert platforms.resolve_current_platform_cls_qualname() == "vllm.platforms.interface.UnspecifiedPlatform"
+
+
+@every_version
+def test_vllms_gpu_worker_starts_its_device_where_the_configuration_says_cuda(
+    version: str, vllm_tree: Callable[[str], Any]
+) -> None:
+    """What :func:`vllm_hwplugin.platforms._vllm_api.taken_for_cuda` rests on."""
+    text = vllm_tree(version).read("vllm/v1/worker/gpu_worker.py")
+    (worker,) = [n for n in ast.parse(text).body if isinstance(n, ast.ClassDef) and n.name == "Worker"]
+    (method,) = [n for n in worker.body if isinstance(n, ast.FunctionDef) and n.name == "init_device"]
+    assert [item.arg for item in method.args.args] == ["self"]
+    (test,) = [n for n in method.body if isinstance(n, ast.If) and n.orelse and isinstance(n.orelse[0], ast.Raise)]
+    assert ast.unparse(test.test) == "self.device_config.device_type == 'cuda'"
+    assert ("torch.cuda.is_available()" in ast.unparse(method)) == (
+        SUPPORTED.index(version) < SUPPORTED.index("0.24.0")
+    )
+
+
+@every_version
+def test_vllm_lets_the_platform_prepare_before_it_makes_a_configuration(
+    version: str, vllm_tree: Callable[[str], Any]
+) -> None:
+    text = vllm_tree(version).read("vllm/engine/arg_utils.py")
+    (engine,) = [n for n in ast.parse(text).body if isinstance(n, ast.ClassDef) and n.name == "EngineArgs"]
+    (method,) = [n for n in engine.body if isinstance(n, ast.FunctionDef) and n.name == "create_engine_config"]
+    code = ast.unparse(method)
+    # The platform sets environment variables there that these read.
+    first_config = min(code.index("DeviceConfig("), code.index("self.create_model_config("))
+    assert -1 < code.find("current_platform.pre_register_and_update()") < first_config
+
+
+@every_version
+def test_the_places_that_the_musa_class_names_exist(version: str, vllm_tree: Callable[[str], Any]) -> None:
+    tree = vllm_tree(version)
+    for path, name in (
+        ("vllm/compilation/cuda_graph.py", "CUDAGraphWrapper"),
+        ("vllm/lora/punica_wrapper/punica_gpu.py", "PunicaWrapperGPU"),
+        ("vllm/distributed/device_communicators/base_device_communicator.py", "DeviceCommunicatorBase"),
+    ):
+        text = tree.read(path)
+        assert text is not None, path
+        assert name in {node.name for node in ast.parse(text).body if isinstance(node, ast.ClassDef)}

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which class fits which host."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from vllm_hwplugin.platforms import _detect
+from vllm_hwplugin.platforms._detect import CLASSES, Decision, Musa, ask_vllm, decide, probe_musa, settle
+
+from . import standins
+
+TWO = Musa(devices=2)
+NONE = Musa(missing=("torch_musa",))
+
+
+@pytest.mark.parametrize(
+    ("choice", "builtins", "musa", "kind", "words"),
+    [
+        ("auto", ("cuda",), NONE, "cuda", "vLLM's own detection chooses CUDA"),
+        ("auto", ("cuda",), TWO, "cuda", "vLLM's own detection chooses CUDA"),
+        ("auto", ("cpu",), TWO, None, "finds cpu"),
+        ("auto", ("cuda", "tpu"), TWO, None, "finds cuda and tpu"),
+        ("auto", ("rocm",), NONE, None, "finds rocm"),
+        ("auto", (), TWO, "musa", "2 Moore Threads GPUs"),
+        ("auto", (), Musa(devices=1), "musa", "1 Moore Threads GPU,"),
+        ("auto", (), NONE, None, "not installed for Moore Threads: torch_musa"),
+        ("auto", (), Musa(trouble="OSError: libmtml.so"), None, "no Moore Threads GPU answers: OSError: libmtml.so"),
+        ("auto", (), Musa(), None, "the driver counts none"),
+        ("auto", None, TWO, None, "not loaded"),
+        ("cuda", ("cuda",), TWO, "cuda", "VLLM_HWPLUGIN_PLATFORM=cuda"),
+        ("musa", ("cuda",), TWO, "musa", "2 Moore Threads GPUs"),
+        ("musa", (), TWO, "musa", "2 Moore Threads GPUs"),
+        ("off", ("cuda",), TWO, None, "VLLM_HWPLUGIN_PLATFORM=off"),
+    ],
+)
+def test_decisions(choice: str, builtins: tuple[str, ...] | None, musa: Musa, kind: str | None, words: str) -> None:
+    found = decide(choice, builtins, lambda: musa)
+    assert found.kind == kind
+    assert words in found.reason
+    assert found.qualname == (CLASSES[kind] if kind else None)  # type: ignore[index]
+    assert found.level == (logging.INFO if kind else logging.DEBUG)
+
+
+@pytest.mark.parametrize(
+    ("choice", "builtins", "words"),
+    [
+        ("cuda", ("cpu",), "it finds cpu"),
+        ("cuda", (), "it finds none"),
+        ("cuda", ("cuda", "tpu"), "it finds cuda and tpu"),
+        ("musa", (), "not installed for Moore Threads: torch_musa"),
+        ("musa", ("cuda",), "not installed for Moore Threads: torch_musa"),
+    ],
+)
+def test_a_class_that_was_asked_for_and_does_not_fit_is_an_error(
+    choice: str, builtins: tuple[str, ...], words: str
+) -> None:
+    found = decide(choice, builtins, lambda: NONE)
+    assert (found.kind, found.level) == (None, logging.ERROR)
+    assert words in found.reason
+    assert f"VLLM_HWPLUGIN_PLATFORM={choice}" in found.reason
+
+
+def test_moore_threads_is_looked_for_only_where_it_matters() -> None:
+    def fail() -> Musa:
+        raise AssertionError("probed")
+
+    for choice, builtins in (("auto", ("cuda",)), ("auto", ("cpu",)), ("cuda", ()), ("off", ())):
+        decide(choice, builtins, fail)
+
+
+@pytest.mark.parametrize("kind", ["cuda", "musa"])
+def test_auto_steps_aside_for_another_plugin_and_says_the_way_out(kind: _detect.Kind) -> None:
+    found = settle("auto", Decision(kind, "it fits"), ("vendor",))
+    assert (found.qualname, found.level) == (None, logging.WARNING)
+    for words in ("plugin vendor", "VLLM_PLUGINS=hwplugin", "VLLM_HWPLUGIN_PLATFORM=off", "patches stay in force"):
+        assert words in found.reason
+
+
+@pytest.mark.parametrize("kind", ["cuda", "musa"])
+def test_a_named_class_stays_and_the_conflict_is_told_before_vllm_stops(kind: _detect.Kind) -> None:
+    found = settle(kind, Decision(kind, "it fits"), ("one", "two"))
+    assert (found.kind, found.level) == (kind, logging.ERROR)
+    for words in ("it fits", "one and two", "Only one platform plugin can be activated", "VLLM_PLUGINS"):
+        assert words in found.reason
+
+
+def test_without_rivals_or_without_a_class_nothing_changes() -> None:
+    offered, nothing = Decision("cuda", "it fits"), Decision(None, "it does not")
+    assert settle("auto", offered, ()) is offered
+    assert settle("auto", nothing, ("vendor",)) is nothing
+
+
+def test_vllms_own_probes_decide_and_one_that_fails_is_not_there() -> None:
+    def fails() -> str:
+        raise RuntimeError
+
+    probes = {"tpu": lambda: None, "cuda": lambda: "vllm.platforms.cuda.CudaPlatform", "rocm": fails}
+    assert ask_vllm(SimpleNamespace(builtin_platform_plugins=probes)) == ("cuda",)
+    assert ask_vllm(None) is None
+
+
+@pytest.fixture
+def musa_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("torch_musa", "torchada"):
+        monkeypatch.setitem(sys.modules, name, standins.torchada())
+    monkeypatch.setitem(sys.modules, "pymtml", standins.pymtml())
+
+
+@pytest.mark.usefixtures("musa_host")
+def test_moore_threads_gpus_are_counted_and_the_library_is_closed() -> None:
+    assert probe_musa() == Musa(devices=3)
+    assert sys.modules["pymtml"].open == 0
+
+
+@pytest.mark.usefixtures("musa_host")
+def test_a_driver_that_does_not_answer_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pymtml", standins.pymtml(broken=OSError("Failed to load MTML library")))
+    assert probe_musa() == Musa(trouble="OSError: Failed to load MTML library")
+
+
+@pytest.mark.usefixtures("musa_host")
+@pytest.mark.parametrize(("module", "dist"), list(_detect.MUSA_MODULES.items()))
+def test_each_package_is_needed(monkeypatch: pytest.MonkeyPatch, module: str, dist: str) -> None:
+    monkeypatch.delitem(sys.modules, module)
+    assert probe_musa() == Musa(missing=(dist,))
+
+
+def test_deciding_imports_neither_vllm_nor_torch_nor_the_patch_engine() -> None:
+    program = (
+        "import sys; from vllm_hwplugin.plugin import platform; print(platform()); "
+        "print([n for n in sys.modules if n.split('.')[0] in ('vllm', 'torch') or n.startswith('vllm_hwplugin.patch')])"
+    )
+    assert subprocess.check_output([sys.executable, "-c", program], text=True).split("\n")[:2] == ["None", "[]"]

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Facts about the GPUs, from a stand-in of pymtml."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+
+import pytest
+
+from . import standins
+from .realvllm import own
+
+
+@pytest.fixture
+def mtml(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    library = standins.pymtml()
+    monkeypatch.setitem(sys.modules, "pymtml", library)
+    yield own("vllm_hwplugin.platforms._mtml")
+    assert library.open == 0, "the library was left open"
+
+
+def test_facts_are_those_of_the_physical_index(mtml: ModuleType) -> None:
+    assert mtml.count() == 3
+    assert [mtml.name(index) for index in range(3)] == ["MTT S5000", "MTT S5000", "MTT S4000"]
+    assert mtml.uuid(1) == "uuid-1"
+    assert mtml.total_memory(2) == 48 << 30
+    assert mtml.pci_bus_id(2) == "0000:86:00.0"
+
+
+def test_an_index_that_the_driver_does_not_have_is_its_error(mtml: ModuleType) -> None:
+    with pytest.raises(sys.modules["pymtml"].MTMLError, match="Not Found"):
+        mtml.name(3)
+
+
+@pytest.mark.parametrize(
+    ("indices", "connected"), [([0, 1], True), ([0], True), ([], True), ([0, 2], False), ([0, 1, 2], False)]
+)
+def test_gpus_are_fully_connected_when_each_pair_is(mtml: ModuleType, indices: list[int], connected: bool) -> None:
+    assert mtml.fully_connected(indices) is connected

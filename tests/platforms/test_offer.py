@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The platform function as vLLM meets it: what it returns, logs and records, and that it never raises."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from vllm_hwplugin import plugin, record
+from vllm_hwplugin.platforms import _offer, _rivals
+from vllm_hwplugin.platforms._detect import CLASSES
+
+from .realvllm import entry_points
+from .test_rivals import point
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`host("cuda", rivals=[...])`: vLLM's detection finds that, and those other plugins are installed."""
+
+    def set_up(*builtins: str, rivals: list[Any] | None = None) -> ModuleType:
+        platforms = ModuleType("vllm.platforms")
+        platforms.builtin_platform_plugins = {  # type: ignore[attr-defined]
+            name: (lambda name=name: name if name in builtins else None) for name in ("tpu", "cuda", "cpu")
+        }
+        monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
+        own = point("hwplugin", None, _rivals.OWN)
+        monkeypatch.setattr(importlib.metadata, "entry_points", entry_points([own, *(rivals or [])]))
+        return platforms
+
+    return set_up
+
+
+def test_an_nvidia_host_is_offered_the_cuda_class_and_says_so_once(host: Any, caplog: pytest.LogCaptureFixture) -> None:
+    host("cuda")
+    caplog.set_level(logging.INFO, "vllm.hwplugin")
+    assert [plugin.platform(), plugin.platform()] == [CLASSES["cuda"]] * 2
+    (line,) = caplog.messages
+    assert line == f"vllm-hwplugin offers {CLASSES['cuda']}: vLLM's own detection chooses CUDA"
+
+
+def test_a_cpu_build_is_offered_nothing_and_the_log_stays_quiet(host: Any, caplog: pytest.LogCaptureFixture) -> None:
+    host("cpu")
+    caplog.set_level(logging.INFO, "vllm.hwplugin")
+    assert plugin.platform() is None
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize(("name", "value"), [("VLLM_HWPLUGIN", "0"), ("VLLM_HWPLUGIN_PLATFORM", "off")])
+def test_switched_off(host: Any, monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+    host("cuda")
+    monkeypatch.setenv(name, value)
+    assert plugin.platform() is None
+    assert f"{name}={value}" in str(_offer.decision())
+
+
+@pytest.mark.parametrize("name", ["VLLM_HWPLUGIN", "VLLM_HWPLUGIN_PLATFORM"])
+def test_a_bad_value_is_logged_once_and_offers_nothing(
+    host: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    host("cuda")
+    monkeypatch.setenv(name, "perhaps")
+    assert [plugin.platform(), plugin.platform()] == [None, None]
+    (entry,) = [item for item in caplog.records if item.levelno == logging.ERROR]
+    assert f"{name}=perhaps" in entry.getMessage().replace("'", "")
+
+
+def test_whatever_fails_is_logged_and_not_raised(
+    host: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    host("cuda")
+    monkeypatch.setattr(_rivals, "others", lambda environ: 1 / 0)
+    assert plugin.platform() is None
+    assert "because it failed" in caplog.text
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_auto_steps_aside_with_one_warning(host: Any, caplog: pytest.LogCaptureFixture) -> None:
+    host("cuda", rivals=[point("vendor", "vendor.Platform"), point("idle", None)])
+    assert [plugin.platform(), plugin.platform()] == [None, None]
+    (entry,) = caplog.records
+    assert entry.levelno == logging.WARNING
+    assert "platform plugin vendor offers" in entry.getMessage()
+
+
+def test_a_rival_that_vllm_would_not_load_does_not_count(host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    host("cuda", rivals=[point("vendor", "vendor.Platform")])
+    monkeypatch.setenv("VLLM_PLUGINS", "hwplugin")
+    assert plugin.platform() == CLASSES["cuda"]
+
+
+def test_a_named_class_is_offered_beside_a_rival_with_an_error(
+    host: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    host("cuda", rivals=[point("vendor", "vendor.Platform")])
+    monkeypatch.setenv("VLLM_HWPLUGIN_PLATFORM", "cuda")
+    assert plugin.platform() == CLASSES["cuda"]
+    (entry,) = caplog.records
+    assert entry.levelno == logging.ERROR
+    assert "VLLM_PLUGINS=hwplugin" in entry.getMessage()
+
+
+def test_two_plugins_that_ask_each_other_come_to_an_end(host: Any) -> None:
+    """The one that was asked first steps aside; asked by it, this plugin does not answer, so the other offers."""
+    rival = point("polite", None)
+    rival.load = lambda: lambda: "polite.Platform" if plugin.platform() is None else None
+    host("cuda", rivals=[rival])
+    assert plugin.platform() is None
+    assert "polite" in str(_offer.decision())
+
+
+def test_the_record_says_what_was_offered_and_what_vllm_runs_on(host: Any) -> None:
+    platforms = host("cuda")
+    plugin.platform()
+    record.begin(record.new("0.1.0"), None)
+    entry = record.current()
+    assert entry is not None
+    assert entry.decisions["platform"] == f"{CLASSES['cuda']}: vLLM's own detection chooses CUDA"
+    _offer.note_used()
+    assert "runs on" not in entry.decisions["platform"]
+    platforms._current_platform = ModuleType("standing in for a platform")
+    _offer.note_used()
+    assert entry.decisions["platform"].endswith("chooses CUDA; vLLM runs on builtins.module")
+
+
+def test_the_record_says_when_vllm_did_not_ask(host: Any) -> None:
+    platforms = host("cuda")
+    platforms._current_platform = object()
+    record.begin(record.new("0.1.0"), None)
+    _offer.note_used()
+    entry = record.current()
+    assert entry is not None
+    assert entry.decisions["platform"].startswith("no platform class: vLLM did not ask for one; vLLM runs on ")
+
+
+def test_without_a_record_nothing_is_noted(host: Any) -> None:
+    host("cuda")._current_platform = object()
+    _offer.note_used()
+    record.begin(record.new("0.1.0"), None)
+    entry = record.current()
+    assert entry is not None
+    assert entry.decisions == {}

@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The entry point and the classes on the vLLM that is installed, each in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import vllm_hwplugin
+
+pytestmark = pytest.mark.engine
+
+REPOSITORY = Path(vllm_hwplugin.__file__).parent.parent
+CHECKPOINT = REPOSITORY / "tests/assets/small/target"
+
+# A GPU host for vLLM's own detection, without its kernels; the CUDA class needs no more to be made.
+CUDA_HOST = """
+    import sys, types, vllm.platforms as platforms
+    for name in ("_C", "_C_stable_libtorch"):
+        sys.modules[f"vllm.{name}"] = types.ModuleType(f"vllm.{name}")
+    platforms.builtin_platform_plugins.update(
+        {name: lambda: None for name in platforms.builtin_platform_plugins} |
+        {"cuda": lambda: "vllm.platforms.cuda.CudaPlatform"}
+    )
+"""
+# torch's own PrivateUse1 device under torch_musa's name, with a device module that can be asked, and can do nothing.
+MUSA_HOST = """
+    import importlib.util, sys, torch, vllm.platforms as platforms
+    spec = importlib.util.spec_from_file_location("standins", STANDINS)
+    standins = sys.modules["standins"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(standins)
+    torch.utils.rename_privateuse1_backend("musa")
+    torch._register_device_module("musa", standins.musa([]))
+    sys.modules["pymtml"] = standins.pymtml()
+    sys.modules["torchada"] = sys.modules["torch_musa"] = standins.torchada()
+    platforms.builtin_platform_plugins.update({name: lambda: None for name in platforms.builtin_platform_plugins})
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run a program where vLLM finds the plugin's two entry points, as in an installation."""
+    metadata = tmp_path / "metadata" / "vllm_hwplugin-0.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm-hwplugin\nVersion: 0\n")
+    (metadata / "entry_points.txt").write_text(
+        "[vllm.general_plugins]\nhwplugin = vllm_hwplugin.plugin:register\n"
+        "[vllm.platform_plugins]\nhwplugin = vllm_hwplugin.plugin:platform\n"
+    )
+
+    def call(*parts: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("VLLM", "PYTHON"))}
+        environ = kept | {
+            "PYTHONPATH": os.pathsep.join([str(metadata.parent), str(REPOSITORY)]),
+            "VLLM_HWPLUGIN_CACHE_DIR": str(tmp_path / "cache"),
+            "HF_HUB_OFFLINE": "1",
+            **variables,
+        }
+        program = f"STANDINS = {str(Path(__file__).with_name('standins.py'))!r}\nMODEL = {str(CHECKPOINT)!r}\n"
+        program += "\n".join(textwrap.dedent(part) for part in parts)
+        done = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        return done
+
+    return call
+
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+WHAT_RUNS = """
+    from vllm.platforms import current_platform
+    from vllm.plugins import load_general_plugins
+    from vllm_hwplugin import record
+    load_general_plugins()
+    print(f"{type(current_platform).__module__}.{type(current_platform).__qualname__}")
+    print(record.current() and record.current().decisions.get("platform"))
+"""
+
+
+@pytest.fixture
+def cpu_build() -> None:
+    from vllm_hwplugin.patching._installed import find_installed
+
+    found = find_installed()
+    if "cpu" not in f"{found.dist} {found.version}":
+        pytest.skip(f"{found.dist} {found.version} is no CPU build")
+
+
+@pytest.mark.usefixtures("cpu_build")
+def test_a_cpu_build_stays_on_vllms_cpu_platform(run: Run) -> None:
+    used, noted = run(WHAT_RUNS).stdout.splitlines()
+    assert used.startswith("vllm.platforms.")
+    assert used.endswith("CpuPlatform")
+    assert noted.startswith("no platform class: vLLM's own detection finds cpu")
+    assert noted.endswith(f"vLLM runs on {used}")
+
+
+@pytest.mark.usefixtures("cpu_build")
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ({"VLLM_HWPLUGIN_PLATFORM": "cuda"}, "does not choose CUDA on this host: it finds cpu"),
+        ({"VLLM_HWPLUGIN_PLATFORM": "musa"}, "not installed for Moore Threads: torch_musa"),
+        ({"VLLM_HWPLUGIN_PLATFORM": "maybe"}, "VLLM_HWPLUGIN_PLATFORM=maybe"),
+    ],
+)
+def test_a_class_that_cannot_be_offered_is_logged_and_vllm_runs(run: Run, setting: dict[str, str], words: str) -> None:
+    done = run("from vllm.platforms import current_platform as p; print(type(p).__qualname__)", **setting)
+    assert done.stdout.strip().endswith("CpuPlatform")
+    assert words in (done.stdout + done.stderr).replace("'", "")
+
+
+def test_the_cuda_class_is_made_on_the_real_vllm(run: Run) -> None:
+    more = """
+        assert current_platform.is_cuda() and not current_platform.is_out_of_tree()
+        from vllm.platforms.cuda import CudaPlatform
+        assert isinstance(current_platform, CudaPlatform) and type(current_platform) is not CudaPlatform
+        import pickle
+        assert type(pickle.loads(pickle.dumps(current_platform))) is type(current_platform)
+    """
+    used, noted = run(CUDA_HOST, WHAT_RUNS, more).stdout.splitlines()
+    assert used == "vllm_hwplugin.platforms.cuda.CudaPlatform"
+    assert noted == f"{used}: vLLM's own detection chooses CUDA; vLLM runs on {used}"
+
+
+def test_the_musa_class_makes_a_configuration_on_the_real_vllm(run: Run) -> None:
+    more = """
+        import os
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.utils.import_utils import resolve_obj_by_qualname
+        config = EngineArgs(model=MODEL, max_model_len=256).create_engine_config()
+        print(">", config.device_config.device_type, config.device_config.device, config.parallel_config.worker_cls)
+        print(">", os.environ["VLLM_USE_V2_MODEL_RUNNER"], os.environ["VLLM_WORKER_MULTIPROC_METHOD"])
+        print(">", [name for name, on in vars(config.compilation_config.pass_config).items() if on is True])
+        for name in (
+            config.parallel_config.worker_cls, current_platform.get_device_communicator_cls(),
+            current_platform.get_static_graph_wrapper_cls(), current_platform.get_punica_wrapper(),
+        ):
+            resolve_obj_by_qualname(name)
+        from vllm.v1.attention.selector import AttentionSelectorConfig
+        for causal in (True, False):
+            asked = AttentionSelectorConfig(
+                head_size=64, dtype=torch.bfloat16, kv_cache_dtype="auto", block_size=None, use_non_causal=not causal
+            )
+            print(">", current_platform.get_attn_backend_cls(None, asked).rpartition(".")[2])
+        print(">", current_platform.get_device_name(1), current_platform.device_count())
+    """
+    lines = run(MUSA_HOST, WHAT_RUNS, more).stdout.splitlines()
+    assert lines[0] == "vllm_hwplugin.platforms.musa.MusaPlatform"
+    assert lines[1].startswith(f"{lines[0]}: 3 Moore Threads GPUs")
+    # vLLM logs to the same stream.
+    assert [line.removeprefix("> ") for line in lines if line.startswith("> ")] == [
+        "musa musa vllm_hwplugin.platforms.musa_worker.MusaWorker",
+        "0 spawn",
+        "['eliminate_noops']",
+        "TritonAttentionBackend",
+        "TritonAttentionBackend",
+        "MTT S5000 3",
+    ]
+
+
+def test_platform_errors_of_vllm_itself_are_not_hidden(run: Run) -> None:
+    """Where torchada takes the host for another, importing the class fails, and vLLM shows why."""
+    more = """
+        sys.modules["torchada"] = standins.torchada("cpu")
+        try:
+            platforms.current_platform
+        except ImportError as error:
+            print(error)
+    """
+    said = run(MUSA_HOST, more).stdout
+    assert "torchada 0.1.103 takes this host for cpu, expected musa" in said
+
+
+TWO_RANKS = """
+    import datetime, os, sys, tempfile
+    import torch, torch.distributed as dist
+    from vllm_hwplugin.platforms import musa_communicator
+
+    folder = tempfile.mkdtemp()
+    child = os.fork()
+    rank = int(child == 0)
+    minute = datetime.timedelta(seconds=60)
+"""
+AT_THE_END = """
+    if rank == 1:
+        os._exit(0 if same else 1)
+    assert same and os.waitpid(child, 0)[1] == 0
+"""
+
+
+def test_the_communicator_sums_over_the_group_and_keeps_its_input(run: Run) -> None:
+    program = """
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+        communicator = musa_communicator.MusaCommunicator(dist.group.WORLD, torch.device("cpu"), dist.group.WORLD)
+        given = torch.full((3,), float(rank + 1))
+        summed = communicator.all_reduce(given)
+        same = summed.tolist() == [3.0] * 3 and given.tolist() == [float(rank + 1)] * 3
+    """
+    run(TWO_RANKS, program, AT_THE_END)
+
+
+@pytest.mark.parametrize("extended", [False, True], ids=["plain", "extended"])
+def test_a_stateless_group_is_made_by_the_registered_backend(run: Run, extended: bool) -> None:
+    """Both ways in which a third party may register its maker; gloo works behind the name here."""
+    program = f"""
+        def plain(store, rank, size, timeout):
+            return dist.ProcessGroupGloo(store, rank, size, timeout)
+        def extended(options, more):
+            return dist.ProcessGroupGloo(options.store, options.group_rank, options.group_size, options.timeout)
+        dist.Backend.register_backend("mccl", {"extended" if extended else "plain"}, {extended}, devices=["cpu"])
+        store = dist.PrefixStore("here", dist.FileStore(f"{{folder}}/store", 2))
+        group = musa_communicator.stateless_process_group("mccl", "cpu", store, rank, 2, minute)
+        given = torch.full((3,), float(rank + 1))
+        group.allreduce([given]).wait()
+        same = given.tolist() == [3.0] * 3 and group.size() == 2 and not dist.is_initialized()
+    """
+    run(TWO_RANKS, program, AT_THE_END)
+
+
+def test_a_backend_that_nobody_registered_is_named(run: Run) -> None:
+    program = """
+        from vllm_hwplugin.platforms.musa_communicator import stateless_process_group
+        try:
+            stateless_process_group("mccl", "cpu", None, 0, 1, None)
+        except RuntimeError as error:
+            print(error)
+    """
+    assert "torch.distributed has no backend mccl" in run(program).stdout

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Facts about Moore Threads GPUs, asked of the driver's management library without starting a device.
+
+The calls are those of ``pymtml`` (distribution mthreads-ml-py, read at 2.4.3). Like NVML it knows nothing of
+``MUSA_VISIBLE_DEVICES``: an index is the physical one, and mapping is the caller's business. Not run on MUSA hardware.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pymtml
+
+
+def count() -> int:
+    """How many GPUs the driver has."""
+    with _library():
+        return int(pymtml.mtmlLibraryCountDevice())
+
+
+def name(index: int) -> str:
+    """The marketing name, such as ``MTT S5000``."""
+    with _device(index) as device:
+        return str(pymtml.mtmlDeviceGetName(device))
+
+
+def uuid(index: int) -> str:
+    with _device(index) as device:
+        return str(pymtml.mtmlDeviceGetUUID(device))
+
+
+def total_memory(index: int) -> int:
+    """The memory of the GPU in bytes."""
+    with _device(index) as device, pymtml.mtmlMemoryContext(device) as memory:
+        return int(pymtml.mtmlMemoryGetTotal(memory))
+
+
+def pci_bus_id(index: int) -> str:
+    """Segment, bus, device and function, as in ``0000:3b:00.0``."""
+    with _device(index) as device:
+        identifier = pymtml.mtmlDeviceGetPciInfo(device).sbdf
+        return identifier.decode() if isinstance(identifier, bytes) else str(identifier)
+
+
+def fully_connected(indices: Sequence[int]) -> bool:
+    """Whether each pair of these GPUs is joined by MTLink in one hop.
+
+    ``pymtml`` answers for a pair under NVML's name: it looks at the pair's link layouts, and on older drivers at each
+    link's remote end.
+    """
+    with _library():
+        devices = [pymtml.mtmlLibraryInitDeviceByIndex(index) for index in indices]
+        return all(
+            pymtml.nvmlDeviceGetP2PStatus(device, peer, pymtml.NVML_P2P_CAPS_INDEX_NVLINK) == pymtml.NVML_P2P_STATUS_OK
+            for position, device in enumerate(devices)
+            for peer in devices[position + 1 :]
+        )
+
+
+@contextmanager
+def _library() -> Iterator[None]:
+    pymtml.mtmlLibraryInit()
+    try:
+        yield
+    finally:
+        pymtml.mtmlLibraryShutDown()
+
+
+@contextmanager
+def _device(index: int) -> Iterator[Any]:
+    with _library():
+        yield pymtml.mtmlLibraryInitDeviceByIndex(index)

@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Moore Threads GPUs as a platform of vLLM, through torch_musa and torchada. Not run on MUSA hardware.
+
+torch_musa gives torch a device ``musa`` (dispatch key PrivateUse1) and the module ``torch.musa``; torchada lets code
+that says ``cuda`` reach it: ``torch.device("cuda")`` is a ``musa`` device, ``torch.cuda`` is ``torch.musa`` (graphs and
+streams included), the backend ``nccl`` is ``mccl``. vLLM's GPU worker and V1 model runner are used through that. The
+platform itself says ``musa`` where vLLM names its device, because that is what tensors report; and it is an out-of-tree
+platform to vLLM, not CUDA, so that layers run their native implementations and not kernels of ``vllm._C``.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+import torchada
+from vllm.platforms.interface import DeviceCapability, Platform, PlatformEnum
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+from . import _mtml, _musa_attention, _vllm_api
+
+if TYPE_CHECKING:
+    from torch.distributed import PrefixStore, ProcessGroup
+    from vllm.config import VllmConfig
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+    from vllm.v1.attention.selector import AttentionSelectorConfig
+
+logger = logging.getLogger("vllm.hwplugin")
+
+if not torchada.is_musa_platform():
+    raise ImportError(
+        f"torchada {torchada.__version__} takes this host for {torchada.get_device_name()}, expected musa: is "
+        "torch_musa installed for this torch, and is TORCHADA_PLATFORM unset? VLLM_HWPLUGIN_PLATFORM=off leaves the "
+        "choice of the platform to vLLM"
+    )
+
+# What a process of this platform needs in its environment, and vLLM's children inherit. A value of the user's stays.
+_ENVIRONMENT = {
+    # Model Runner V2 maps host tensors by a kernel of vllm._C; later versions of vLLM would choose it by default.
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
+    # A forked child cannot use a device whose runtime its parent has started; vLLM spawns on XPU for the same reason.
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+}
+
+
+class MusaPlatform(Platform):  # type: ignore[misc]  # vLLM is not there where the types are checked
+    """One or more Moore Threads GPUs. Ids are mapped to physical ones by vLLM, from ``MUSA_VISIBLE_DEVICES``."""
+
+    _enum = PlatformEnum.OOT
+    device_name = "musa"
+    device_type = "musa"
+    dispatch_key = "PrivateUse1"
+    # Ray counts these GPUs only where it is told to (`ray start --num-gpus`), under its general name.
+    ray_device_key = "GPU"
+    ray_noset_device_env_vars: ClassVar[list[str]] = ["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"]
+    dist_backend = "mccl"
+    device_control_env_var = "MUSA_VISIBLE_DEVICES"
+
+    # -- configuration
+
+    @classmethod
+    def pre_register_and_update(cls, parser: FlexibleArgumentParser | None = None) -> None:
+        for name, value in _ENVIRONMENT.items():
+            if os.environ.setdefault(name, value) != value:
+                logger.warning("%s=%s is kept on MUSA, where %s is expected", name, os.environ[name], value)
+
+    @classmethod
+    def apply_config_platform_defaults(cls, vllm_config: VllmConfig) -> None:
+        super().apply_config_platform_defaults(vllm_config)
+        from . import dflash
+
+        dflash.note_user_sizes(vllm_config)
+
+    @classmethod
+    def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
+        super().check_and_update_config(vllm_config)
+        if vllm_config.parallel_config.worker_cls == "auto":
+            vllm_config.parallel_config.worker_cls = "vllm_hwplugin.platforms.musa_worker.MusaWorker"
+        model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
+        if (
+            model is not None
+            and model.is_mm_prefix_lm
+            and scheduler.is_multimodal_model
+            and not scheduler.disable_chunked_mm_input
+        ):
+            logger.warning("chunked multimodal input is off: this model attends in both directions within an image")
+            scheduler.disable_chunked_mm_input = True
+        fusions = _vllm_api.switch_off_fusions(vllm_config.compilation_config.pass_config)
+        if fusions:
+            logger.info("off on MUSA, for they fuse kernels that vLLM has for other devices: %s", ", ".join(fusions))
+        from . import dflash
+
+        dflash.check_and_update_config(vllm_config)
+
+    # -- facts about the devices
+
+    @classmethod
+    def device_count(cls) -> int:
+        """The GPUs that this process may use, counted without starting one."""
+        visible = os.environ.get(cls.device_control_env_var)
+        return len(visible.split(",")) if visible else _mtml.count()
+
+    @classmethod
+    def get_device_name(cls, device_id: int = 0) -> str:
+        return _mtml.name(cls.device_id_to_physical_device_id(device_id))
+
+    @classmethod
+    def get_device_uuid(cls, device_id: int = 0) -> str:
+        return _mtml.uuid(cls.device_id_to_physical_device_id(device_id))
+
+    @classmethod
+    def get_device_total_memory(cls, device_id: int = 0) -> int:
+        return _mtml.total_memory(cls.device_id_to_physical_device_id(device_id))
+
+    @classmethod
+    def get_all_gpu_pci_bus_ids(cls) -> dict[int, str]:
+        return {index: _mtml.pci_bus_id(index) for index in range(_mtml.count())}
+
+    @classmethod
+    def is_fully_connected(cls, physical_device_ids: list[int]) -> bool:
+        """Whether all pairs of these GPUs are one MTLink hop apart."""
+        return _mtml.fully_connected(physical_device_ids)
+
+    @classmethod
+    @functools.cache
+    def get_device_capability(cls, device_id: int = 0) -> DeviceCapability | None:
+        """The GPU's MUSA architecture, such as 3.1. It is not on CUDA's scale: 3.1 is no Kepler.
+
+        Tests for a CUDA architecture (``has_device_capability(80)``) are false with it, as they should be. The driver's
+        management library does not know it, so this starts the MUSA runtime in the process.
+        """
+        major, minor = torch.musa.get_device_capability(device_id)
+        return DeviceCapability(major=major, minor=minor)
+
+    @classmethod
+    def num_compute_units(cls, device_id: int = 0) -> int:
+        return int(torch.musa.get_device_properties(device_id).multi_processor_count)
+
+    @classmethod
+    def check_if_supports_dtype(cls, dtype: torch.dtype) -> None:
+        """Try the type on the device: no table says what each generation of GPUs can do.
+
+        Raises:
+            ValueError: the device does not compute with it.
+        """
+        try:
+            torch.ones(2, dtype=dtype, device=cls.device_type).mul(2)
+        except (RuntimeError, TypeError) as error:
+            raise ValueError(
+                f"{cls.get_device_name()} does not compute with {dtype} ({error}); choose another, such as --dtype=half"
+            ) from error
+
+    # -- the process's device
+
+    @classmethod
+    def set_device(cls, device: torch.device) -> None:
+        torch.musa.set_device(device)
+
+    @classmethod
+    def manual_seed_all(cls, seed: int) -> None:
+        torch.musa.manual_seed_all(seed)
+
+    @classmethod
+    def get_current_memory_usage(cls, device: Any | None = None) -> float:
+        torch.musa.empty_cache()
+        torch.musa.reset_peak_memory_stats(device)
+        return float(torch.musa.max_memory_allocated(device))
+
+    @classmethod
+    def import_kernels(cls) -> None:
+        _vllm_api.import_kernels()
+
+    # -- what runs on it
+
+    @classmethod
+    def get_attn_backend_cls(
+        cls,
+        selected_backend: AttentionBackendEnum | None,
+        attn_selector_config: AttentionSelectorConfig,
+        num_heads: int | None = None,
+    ) -> str:
+        chosen = _musa_attention.choose(
+            selected_backend, attn_selector_config, cls.get_device_capability(), AttentionBackendEnum
+        )
+        logger.info("attention backend on MUSA: %s", chosen)
+        return chosen
+
+    @classmethod
+    def opaque_attention_op(cls) -> bool:
+        return True
+
+    @classmethod
+    def support_hybrid_kv_cache(cls) -> bool:
+        return True
+
+    @classmethod
+    def check_runner_kv_caches_multi_layer(cls) -> None:
+        """Nothing to refuse: the model runner is vLLM's own for GPUs. Asked from 0.28 on."""
+
+    @classmethod
+    def support_static_graph_mode(cls) -> bool:
+        return True
+
+    @classmethod
+    def get_static_graph_wrapper_cls(cls) -> str:
+        """vLLM's wrapper for CUDA graphs: ``torch.cuda.CUDAGraph`` is torch_musa's graph."""
+        return "vllm.compilation.cuda_graph.CUDAGraphWrapper"
+
+    @classmethod
+    def get_punica_wrapper(cls) -> str:
+        """LoRA by vLLM's Triton kernels."""
+        return "vllm.lora.punica_wrapper.punica_gpu.PunicaWrapperGPU"
+
+    # -- communication
+
+    @classmethod
+    def get_device_communicator_cls(cls) -> str:
+        return "vllm_hwplugin.platforms.musa_communicator.MusaCommunicator"
+
+    @classmethod
+    def use_custom_op_collectives(cls) -> bool:
+        return True
+
+    @classmethod
+    def use_custom_allreduce(cls) -> bool:
+        return False
+
+    @classmethod
+    def stateless_init_device_torch_dist_pg(
+        cls, backend: str, prefix_store: PrefixStore, group_rank: int, group_size: int, timeout: timedelta
+    ) -> ProcessGroup:
+        from .musa_communicator import stateless_process_group
+
+        return stateless_process_group(backend, cls.device_type, prefix_store, group_rank, group_size, timeout)
