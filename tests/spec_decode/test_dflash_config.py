@@ -229,7 +229,9 @@ def test_in_0_20_one_option_serves_both(
     entry = record.new("0")
     entry.features = {"dflash-draft-backend": {"state": state, "reason": ""}} if state else {}
     monkeypatch.setattr(record, "current", lambda: entry if state else None)
-    assert "--attention-backend=SOME_ATTN" in problem(one_option)
+    said = problem(one_option)
+    assert "--attention-backend=SOME_ATTN" in said
+    assert "dflash-draft-backend" in said
 
 
 def test_in_0_20_with_a_backend_of_the_drafts_own(one_option: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,7 +116,8 @@ def _put_in_force(plan: Plan, entry: ProcessRecord) -> None:
     try:
         _runtime.verify(together, force=True)
     except PatchingError as error:
-        names = sorted({name for file in plan.files.values() if file.module in together for name in file.features})
+        stock = {found.module for found in _runtime.verify(together, force=False) if found.state == "stock"}
+        names = sorted({name for file in plan.files.values() if file.module in stock for name in file.features})
         raise _runtime.InstallError(
             f"DFlash cannot run with half of its patches ({', '.join(names)}): {error}; or run without them: "
             f"{_gates_off(plan, names)}"
@@ -125,10 +126,11 @@ def _put_in_force(plan: Plan, entry: ProcessRecord) -> None:
         try:
             _runtime.verify([module], force=True)
         except PatchingError as error:
-            _give_up(plan, entry, features, error)
+            _give_up(plan, entry, module, features, error)
 
 
-def _give_up(plan: Plan, entry: ProcessRecord, features: Collection[str], error: PatchingError) -> None:
+def _give_up(plan: Plan, entry: ProcessRecord, module: str, features: Collection[str], error: PatchingError) -> None:
+    """Count the features of a module that stays stock as off, unless one of them was asked for."""
     strict = gates.read("VLLM_HWPLUGIN_STRICT").flag
     for name in features:
         gate = plan.features[name].feature.gate
@@ -137,10 +139,12 @@ def _give_up(plan: Plan, entry: ProcessRecord, features: Collection[str], error:
             raise _runtime.InstallError(
                 f"{cause}, but {name} cannot be live: {error}; or run without it: {_gates_off(plan, [name])}"
             ) from error
-        # From here on the record does not count it as live, so this is said once in a process.
+    # From here on the record does not count them as live, so this is said once in a process.
+    entry.modules[module] = "stock"
+    for name in features:
         entry.features[name] = {"state": "refused", "reason": str(error)}
-        logger.warning("%s is not live, vLLM runs stock there: %s", name, error)
     record.save()
+    logger.warning("%s: not live, vLLM runs stock there: %s", ", ".join(features), error)
 
 
 def _gates_off(plan: Plan, features: Collection[str]) -> str:

@@ -180,26 +180,29 @@ def width_problem(draft: Draft, target: Target) -> str | None:
 def _backend_problem(draft: Draft, vllm_config: Any) -> str | None:
     if not draft.non_causal:
         return None
-    option, backend = _named_backend(vllm_config)
+    option, backend, way_out = _named_backend(vllm_config)
     if backend is None or _supports_non_causal(backend) is not False:
         return None
     return (
         f"{option}={backend.name} cannot serve the DFlash draft {draft.name}: the draft's attention is non-causal, and "
-        f"{backend.get_path()} says that it has none; name a backend that has it, or leave the option out and one is "
-        "chosen"
+        f"{backend.get_path()} says that it has none; name a backend that has it, or {way_out}"
     )
 
 
-def _named_backend(vllm_config: Any) -> tuple[str, Any]:
-    """The option that names the draft's backend, and the member of vLLM's `AttentionBackendEnum` it names, if any."""
+def _named_backend(vllm_config: Any) -> tuple[str, Any, str]:
+    """The option that names the draft's backend, the `AttentionBackendEnum` it names if any, and how to do without."""
     spec = vllm_config.speculative_config
     if hasattr(spec, "attention_backend"):
-        return "attention_backend of --speculative-config", spec.attention_backend
+        option = "attention_backend of --speculative-config"
+        return option, spec.attention_backend, "leave the option out and vLLM chooses one for the draft"
     # vLLM 0.20 has one option for both models.
     entry = record.current()
-    if entry is not None and _DRAFT_BACKEND_FEATURE in entry.live:
-        return "--attention-backend", None
-    return "--attention-backend", vllm_config.attention_config.backend
+    apart = entry is not None and _DRAFT_BACKEND_FEATURE in entry.live
+    return (
+        "--attention-backend",
+        None if apart else vllm_config.attention_config.backend,
+        f"let the draft have its own ({_DRAFT_BACKEND_FEATURE}: vllm-hwplugin doctor says why that feature is off)",
+    )
 
 
 def _supports_non_causal(backend: Any) -> bool | None:

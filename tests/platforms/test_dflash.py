@@ -1,0 +1,507 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The hooks for DFlash: on stand-ins, and on the real VllmConfig in fresh processes."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from packaging.specifiers import SpecifierSet
+
+import vllm_hwplugin
+from vllm_hwplugin import bench, record
+from vllm_hwplugin.patching import Feature, FeatureState, PatchedFile, PatchingError, Plan, Variant, _runtime
+from vllm_hwplugin.platforms import dflash
+from vllm_hwplugin.spec_decode.dflash_config import DFlashConfigError
+
+from ..conftest import cannot_run
+
+REPOSITORY = Path(vllm_hwplugin.__file__).parent.parent
+VLLMS_OWN = [1, 2, 4, *range(8, 257, 8), *range(272, 513, 16)]
+
+
+# -- stand-ins --------------------------------------------------------------------------------------------------------
+
+
+class Compilation(SimpleNamespace):
+    """As much of vLLM's `CompilationConfig` as the hooks touch."""
+
+    def post_init_cudagraph_sizes(self) -> None:
+        """As vLLM's: put the capture sizes in the place of their name, and sort."""
+        named = [self.cudagraph_capture_sizes if isinstance(x, str) else [x] for x in self.compile_sizes or ()]
+        self.compile_sizes = [size for sizes in named for size in sizes]
+        self.cudagraph_capture_sizes.sort()
+        assert self.cudagraph_capture_sizes[-1] == self.max_cudagraph_capture_size
+
+
+def made_by_vllm(
+    sizes: list[int] | None = None, largest: int | None = None, compile_sizes: list | None = None, **changes: Any
+) -> SimpleNamespace:
+    """A `VllmConfig` that has gone through both hooks, as in `__post_init__`."""
+    values = {"mode": "FULL", "full": True, "v2": False, "tp": 1, "sp": False, "k": 7, "block_size": 8, "seqs": 32}
+    values |= {"default": VLLMS_OWN, **changes}
+    target = SimpleNamespace(model="target", hf_text_config=SimpleNamespace(num_hidden_layers=4, hidden_size=64))
+    draft = SimpleNamespace(hidden_size=64, block_size=values["block_size"], dflash_config={"target_layer_ids": [0]})
+    vllm_config = SimpleNamespace(
+        speculative_config=SimpleNamespace(
+            use_dflash=lambda: values.get("dflash", True),
+            num_speculative_tokens=values["k"],
+            attention_backend=None,
+            draft_model_config=SimpleNamespace(model="draft", hf_config=draft),
+            target_model_config=target,
+        ),
+        scheduler_config=SimpleNamespace(max_num_seqs=values["seqs"], max_num_batched_tokens=2048),
+        parallel_config=SimpleNamespace(tensor_parallel_size=values["tp"]),
+        compilation_config=Compilation(
+            cudagraph_capture_sizes=sizes,
+            max_cudagraph_capture_size=largest,
+            compile_sizes=compile_sizes,
+            cudagraph_mode=SimpleNamespace(name=values["mode"], has_full_cudagraphs=lambda: values["full"]),
+            pass_config=SimpleNamespace(enable_sp=values["sp"]),
+        ),
+    )
+    if values["v2"] is not None:
+        vllm_config.use_v2_model_runner = values["v2"]
+    make_again(vllm_config, values["default"])
+    return vllm_config
+
+
+def make_again(vllm_config: SimpleNamespace, default: list[int] = VLLMS_OWN) -> None:
+    """What `__post_init__` does, for a fresh configuration and for one that is made from another."""
+    compilation = vllm_config.compilation_config
+    dflash.note_user_sizes(vllm_config)
+    if compilation.cudagraph_capture_sizes is None:
+        largest = compilation.max_cudagraph_capture_size or 512
+        compilation.cudagraph_capture_sizes = [size for size in default if size <= largest]
+    compilation.cudagraph_capture_sizes.sort()
+    compilation.max_cudagraph_capture_size = (compilation.cudagraph_capture_sizes or [0])[-1]
+    if compilation.compile_sizes is not None and compilation.cudagraph_capture_sizes:
+        compilation.post_init_cudagraph_sizes()
+    dflash.check_and_update_config(vllm_config)
+
+
+@pytest.fixture
+def entry(monkeypatch: pytest.MonkeyPatch) -> record.ProcessRecord:
+    """The record of a process in which the DFlash drafter's feature is live, and nothing is to be verified."""
+    made = record.new("0")
+    made.features = {"dflash-full-graph": {"state": "live", "reason": ""}}
+    record.begin(made, None)
+    monkeypatch.setattr(_runtime, "install", lambda: made)
+    monkeypatch.setattr(_runtime, "current_plan", lambda: None)
+    return made
+
+
+def sizes(vllm_config: SimpleNamespace) -> list[int]:
+    compilation = vllm_config.compilation_config
+    assert compilation.max_cudagraph_capture_size == (compilation.cudagraph_capture_sizes or [0])[-1]
+    return compilation.cudagraph_capture_sizes
+
+
+def decision(entry: record.ProcessRecord) -> str:
+    return entry.decisions["dflash-capture-sizes"]
+
+
+# -- capture sizes ----------------------------------------------------------------------------------------------------
+
+
+def test_vllms_own_sizes_become_whole_blocks_up_to_every_request(entry: record.ProcessRecord) -> None:
+    found = sizes(made_by_vllm(seqs=200, k=3))
+    assert found[:17] == [4 * count for count in (*range(1, 17), 18)]
+    assert found[-1] == 800
+    assert all(size % 4 == 0 for size in found)
+    assert "up to 800 tokens (200 of 200 requests)" in decision(entry)
+
+
+def test_the_cudagraph_mode_is_not_touched(entry: record.ProcessRecord) -> None:
+    vllm_config = made_by_vllm(mode="FULL_AND_PIECEWISE")
+    assert vllm_config.compilation_config.cudagraph_mode.name == "FULL_AND_PIECEWISE"
+
+
+def test_sizes_of_the_user_are_kept_or_explained(entry: record.ProcessRecord, caplog: pytest.LogCaptureFixture) -> None:
+    assert sizes(made_by_vllm([64, 1, 8, 20])) == [8, 64]
+    (line,) = [item.getMessage() for item in caplog.records]
+    assert "dropped: 1, 20 (not a multiple of 1 + num_speculative_tokens = 8)" in line
+    assert "captured: [8, 64]" in line
+    assert "dropped: 1, 20" in decision(entry)
+
+
+def test_whole_blocks_of_the_user_are_taken_as_they_are(
+    entry: record.ProcessRecord, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert sizes(made_by_vllm([8, 64])) == [8, 64]
+    assert not [item for item in caplog.records if item.levelno >= logging.WARNING]
+
+
+def test_the_largest_size_of_the_user_is_a_bound(entry: record.ProcessRecord) -> None:
+    assert sizes(made_by_vllm(largest=50)) == [8, 16, 24, 32, 40, 48]
+
+
+def test_where_no_block_fits_vllm_decides(entry: record.ProcessRecord) -> None:
+    assert sizes(made_by_vllm(largest=7)) == [1, 2, 4]
+    assert decision(entry) == "left to vLLM: no block of 8 tokens fits in 4, the largest allowed"
+
+
+@pytest.mark.parametrize("given", [{}, {"sizes": [64, 1, 8, 20]}, {"sizes": [20]}, {"largest": 50}, {"sizes": [8, 64]}])
+def test_a_configuration_made_from_another_keeps_everything(
+    entry: record.ProcessRecord, caplog: pytest.LogCaptureFixture, given: dict
+) -> None:
+    vllm_config = made_by_vllm(**given, compile_sizes=["cudagraph_capture_sizes", 3])
+    before, said = vllm_config.compilation_config.__dict__.copy(), decision(entry)
+    before["cudagraph_capture_sizes"] = list(before["cudagraph_capture_sizes"])
+    caplog.clear()
+    for _ in range(2):
+        make_again(vllm_config)
+        assert vllm_config.compilation_config.__dict__ == before
+        assert decision(entry) == said
+    assert not caplog.records
+
+
+def test_a_second_engine_puts_its_own_decision_on_record(entry: record.ProcessRecord) -> None:
+    made_by_vllm(full=False)
+    made_by_vllm([8, 64])
+    assert decision(entry).startswith("2 capture sizes")
+
+
+def test_sizes_to_compile_for_follow(entry: record.ProcessRecord) -> None:
+    vllm_config = made_by_vllm([64, 1, 8], compile_sizes=["cudagraph_capture_sizes", 3])
+    assert sorted(vllm_config.compilation_config.compile_sizes) == [3, 8, 64]
+    vllm_config = made_by_vllm([64, 1, 8], compile_sizes=[5])
+    assert vllm_config.compilation_config.compile_sizes == [5]
+
+
+def test_nothing_is_left_on_the_configuration(entry: record.ProcessRecord) -> None:
+    for changes in ({}, {"dflash": False}, {"full": False}):
+        assert not [name for name in vars(made_by_vllm(**changes)) if name.startswith("_")]
+
+
+def test_what_was_noted_survives_a_pickle() -> None:
+    """It is only there between the two hooks, but nothing may forbid a pickle then."""
+    vllm_config = SimpleNamespace(
+        compilation_config=SimpleNamespace(
+            cudagraph_capture_sizes=[8], max_cudagraph_capture_size=None, compile_sizes=None
+        )
+    )
+    dflash.note_user_sizes(vllm_config)
+    assert pickle.loads(pickle.dumps(vllm_config)) == vllm_config
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"v2": True}, "Model Runner V2 makes its own sizes"),
+        ({"full": False, "mode": "PIECEWISE"}, "cudagraph_mode is PIECEWISE"),
+        ({"default": []}, "nothing is captured"),
+        ({"tp": 2, "sp": True}, "with sequence parallelism they also have to be multiples of the tensor parallel size"),
+    ],
+)
+def test_sizes_that_are_left_to_vllm(entry: record.ProcessRecord, changes: dict, reason: str) -> None:
+    assert sizes(made_by_vllm(**changes)) == changes.get("default", VLLMS_OWN)
+    assert decision(entry) == f"left to vLLM: {reason}"
+
+
+@pytest.mark.parametrize("changes", [{"tp": 2}, {"sp": True}, {"v2": False}])
+def test_sizes_that_only_look_like_that(entry: record.ProcessRecord, changes: dict) -> None:
+    assert sizes(made_by_vllm(**changes)) != VLLMS_OWN
+
+
+def test_without_the_drafters_graphs_sizes_are_left_to_vllm(entry: record.ProcessRecord) -> None:
+    entry.features["dflash-full-graph"] = {"state": "off", "reason": "its gate is off"}
+    assert sizes(made_by_vllm()) == VLLMS_OWN
+    assert decision(entry) == "left to vLLM: dflash-full-graph is not live (its gate is off)"
+
+
+@pytest.mark.parametrize("chosen", [True, False])
+def test_up_to_0_21_a_variable_chooses_the_runner(
+    entry: record.ProcessRecord, monkeypatch: pytest.MonkeyPatch, chosen: bool
+) -> None:
+    vllm, envs = ModuleType("vllm"), ModuleType("vllm.envs")
+    vllm.envs = envs  # type: ignore[attr-defined]
+    envs.VLLM_USE_V2_MODEL_RUNNER = chosen  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    monkeypatch.setitem(sys.modules, "vllm.envs", envs)
+    assert (sizes(made_by_vllm(v2=None)) == VLLMS_OWN) == chosen
+
+
+def test_configurations_without_dflash_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(_runtime, "install", lambda: calls.append("install"))
+    assert sizes(made_by_vllm(dflash=False)) == VLLMS_OWN
+    vllm_config = made_by_vllm(dflash=False)
+    vllm_config.speculative_config = None
+    dflash.check_and_update_config(vllm_config)
+    assert not calls
+
+
+def test_bad_input_is_an_error(entry: record.ProcessRecord) -> None:
+    with pytest.raises(DFlashConfigError, match="num_speculative_tokens=8"):
+        made_by_vllm(k=8)
+
+
+# -- patches in force -------------------------------------------------------------------------------------------------
+
+
+def plan_of(features: dict[str, tuple[str, ...]], requires: dict[str, tuple[str, ...]] | None = None) -> Plan:
+    """Feature -> the modules that it patches."""
+    states, files = {}, {}
+    for name in features:
+        feature = Feature(
+            id=name,
+            title="",
+            gate="VLLM_HWPLUGIN_DFLASH_FULL_GRAPH" if name == "dflash-full-graph" else "VLLM_HWPLUGIN_DRAFT_FULL_GRAPH",
+            what="",
+            origin="",
+            removal="",
+            requires=(requires or {}).get(name, ()),
+            not_needed=(),
+            variants=(Variant(SpecifierSet(">=0"), ()),),
+        )
+        states[name] = FeatureState(feature, "live", "")
+    for module in {module for modules in features.values() for module in modules}:
+        inside = tuple(name for name, modules in features.items() if module in modules)
+        path = module.replace(".", "/") + ".py"
+        files[path] = PatchedFile(path, module, "", "", inside)
+    return Plan("0.32.0", states, files, "abc")
+
+
+DRAFTER, RUNNER, SELECTOR = "vllm.drafter", "vllm.runner", "vllm.selector"
+BOTH = {"draft-full-graph": (RUNNER, SELECTOR), "dflash-full-graph": (DRAFTER,)}
+
+
+def test_a_module_with_whole_features_may_stay_stock() -> None:
+    needs = {"dflash-full-graph": ("draft-full-graph",)}
+    assert dflash.separable(plan_of(BOTH, needs), list(BOTH)) == {DRAFTER: ("dflash-full-graph",)}
+
+
+def test_a_module_that_a_feature_shares_with_another_may_not() -> None:
+    features = {**BOTH, "dflash-draft-backend": (DRAFTER, SELECTOR)}
+    assert dflash.separable(plan_of(features), list(features)) == {}
+
+
+def test_a_module_whose_feature_another_one_needs_may_not() -> None:
+    needs = {"draft-full-graph": ("dflash-full-graph",)}
+    assert dflash.separable(plan_of(BOTH, needs), list(BOTH)) == {}
+    # That other one is off.
+    assert dflash.separable(plan_of(BOTH, needs), ["dflash-full-graph"]) == {DRAFTER: ("dflash-full-graph",)}
+
+
+class Verified:
+    """Stands in for `_runtime.verify`: modules in `spoilt` cannot be swapped."""
+
+    def __init__(self, spoilt: tuple[str, ...]) -> None:
+        self.spoilt = spoilt
+        self.swapped: list[str] = []
+
+    def __call__(self, names: list[str], *, force: bool) -> tuple[_runtime.ModuleCheck, ...]:
+        if force:
+            for name in names:
+                if name in self.spoilt:
+                    raise PatchingError(f"{name} was imported by someone")
+            self.swapped += names
+        return tuple(_runtime.ModuleCheck(name, "stock" if name in self.spoilt else "served") for name in names)
+
+
+@pytest.fixture
+def verified(entry: record.ProcessRecord, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`verified(features, *spoilt)`: features are live, and modules of them cannot be swapped."""
+
+    def start(features: dict[str, tuple[str, ...]], *spoilt: str) -> Verified:
+        made = Verified(spoilt)
+        plan = plan_of(features, {"dflash-full-graph": ("draft-full-graph",)})
+        entry.features = {name: {"state": "live", "reason": ""} for name in features}
+        monkeypatch.setattr(_runtime, "current_plan", lambda: plan)
+        monkeypatch.setattr(_runtime, "verify", made)
+        return made
+
+    return start
+
+
+def test_every_module_of_the_drafters_features_is_verified_with_force(verified: Any) -> None:
+    found = verified({**BOTH, "unrelated": ("vllm.other",)})
+    made_by_vllm()
+    assert sorted(found.swapped) == [DRAFTER, RUNNER, SELECTOR]
+
+
+def test_a_whole_feature_that_is_lost_is_off_with_the_reason(
+    verified: Any, entry: record.ProcessRecord, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = verified(BOTH, DRAFTER)
+    for _ in range(3):
+        assert sizes(made_by_vllm()) == VLLMS_OWN
+    assert entry.features["dflash-full-graph"] == {"state": "refused", "reason": f"{DRAFTER} was imported by someone"}
+    assert entry.live == ("draft-full-graph",)
+    assert entry.modules[DRAFTER] == "stock"
+    assert "was imported by someone" in decision(entry)
+    assert {RUNNER, SELECTOR} == set(found.swapped)
+    (line,) = [item.getMessage() for item in caplog.records if item.levelno >= logging.WARNING]
+    assert line == f"dflash-full-graph: not live, vLLM runs stock there: {DRAFTER} was imported by someone"
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"), [("VLLM_HWPLUGIN_STRICT", "1"), ("VLLM_HWPLUGIN_DFLASH_FULL_GRAPH", "on")]
+)
+def test_a_feature_that_must_be_live_is_an_error(
+    verified: Any, entry: record.ProcessRecord, monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+) -> None:
+    monkeypatch.setenv(variable, value)
+    verified(BOTH, DRAFTER)
+    with pytest.raises(_runtime.InstallError) as error:
+        made_by_vllm()
+    for part in (f"{variable}={value}", "dflash-full-graph", "by someone", "VLLM_HWPLUGIN_DFLASH_FULL_GRAPH=off"):
+        assert part in str(error.value)
+
+
+def test_half_a_feature_is_always_an_error(verified: Any, entry: record.ProcessRecord) -> None:
+    found = verified(BOTH, RUNNER)
+    with pytest.raises(_runtime.InstallError) as error:
+        made_by_vllm()
+    for part in ("half of its patches (draft-full-graph)", "by someone", "VLLM_HWPLUGIN_DRAFT_FULL_GRAPH=off"):
+        assert part in str(error.value)
+    assert not found.swapped
+
+
+# -- the real VllmConfig ----------------------------------------------------------------------------------------------
+
+
+def run_child(which: str, cache: Path) -> dict[str, Any]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("VLLM", "PYTHON"))}
+    environment = kept | {
+        "PYTHONPATH": str(REPOSITORY),
+        # The plugin is loaded where the test says so, not by its entry point.
+        "VLLM_PLUGINS": "",
+        "VLLM_HWPLUGIN_CACHE_DIR": str(cache),
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    checkpoints = REPOSITORY / "tests" / "assets" / "small"
+    command = [sys.executable, str(Path(__file__).parent / "dflash_child.py"), which, str(checkpoints)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def needs_cpu_vllm() -> None:
+    if importlib.util.find_spec("vllm") is None:
+        cannot_run("no vLLM is installed")
+    if (device := bench.detect_host().device) != "cpu":
+        pytest.skip(f"the child processes stand on vLLM's CPU platform; vLLM runs on {device} here")
+
+
+@pytest.fixture(scope="module")
+def configurations(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    needs_cpu_vllm()
+    return run_child("configurations", tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="module")
+def processes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    needs_cpu_vllm()
+    return run_child("processes", tmp_path_factory.mktemp("cache"))
+
+
+def test_a_real_configuration_gets_whole_blocks(configurations: dict[str, Any]) -> None:
+    plain = configurations["plain"]
+    # vLLM's own go on above 32 requests, for batches that mix prefill and decode.
+    assert plain["sizes"][:24] == [8 * count for count in (*range(1, 17), *range(18, 33, 2))]
+    assert plain["largest"] == plain["sizes"][-1] == 512
+    assert all(size % 8 == 0 for size in plain["sizes"])
+    assert plain["mode"] == "FULL_DECODE_ONLY"
+    assert plain["extra"] == []
+    many = configurations["many requests"]
+    assert (len(many["sizes"]), many["largest"]) == (48, 2048)
+
+
+def test_real_configurations_made_from_it_are_the_same(configurations: dict[str, Any]) -> None:
+    assert configurations["plain"] == configurations["replaced"] == configurations["pickled"]
+    assert configurations["same key"]
+    assert configurations["given"] == configurations["given, replaced"]
+
+
+def test_vllms_own_rounding_for_speculation_leaves_the_sizes(configurations: dict[str, Any]) -> None:
+    assert configurations["plain"] == configurations["adjusted"]
+
+
+def test_a_real_users_sizes(configurations: dict[str, Any]) -> None:
+    given = configurations["given"]
+    assert (given["sizes"], given["compile"]) == ([8, 64], [3, 8, 64])
+    assert "dropped: 1, 20 " in given["note"]
+    assert configurations["none left"]["sizes"] == [8, 16, 24]
+    assert configurations["bounded"]["sizes"] == [8, 16, 24, 32, 40, 48]
+    assert configurations["too small"]["sizes"] == [1, 2, 4]
+
+
+def test_real_configurations_that_are_left_to_vllm(configurations: dict[str, Any]) -> None:
+    assert configurations["piecewise"]["note"] == "left to vLLM: cudagraph_mode is PIECEWISE"
+    assert configurations["eager"]["sizes"] == []
+    assert configurations["no speculation"]["sizes"][:4] == [1, 2, 4, 8]
+
+
+def test_bad_input_ends_the_making_of_a_real_configuration(configurations: dict[str, Any]) -> None:
+    """pydantic wraps the error, and the message is in it."""
+    assert configurations["block"].startswith("ValidationError")
+    assert "num_speculative_tokens=8 does not fit the DFlash draft" in configurations["block"]
+
+
+TARGETS = [
+    "vllm.model_executor.models.qwen3_dflash",
+    "vllm.v1.spec_decode.dflash",
+    "vllm.v1.worker.gpu_model_runner",
+]
+
+
+@pytest.mark.parametrize(
+    "where",
+    ["parent, past the finder", "forked, past the finder", "spawned, past the finder", "forked, before the plugin"],
+)
+def test_modules_that_were_imported_too_early_are_swapped(processes: dict[str, Any], where: str) -> None:
+    found = processes[where]
+    assert found["error"] is None
+    assert found["stock before"]
+    assert found["patched"] == TARGETS
+    assert not found["refused"]
+    assert not found["warnings"]
+    assert found["role"] == ("parent" if where.startswith("parent") else "child")
+
+
+@pytest.mark.xfail(strict=True, reason="the hunk sets a class attribute, which is no code that could be swapped")
+def test_the_drafters_graphs_are_swapped_too(processes: dict[str, Any]) -> None:
+    found = processes["everything on"]
+    assert found["patched"] == TARGETS
+    assert "dflash-full-graph" in found["live"]
+
+
+def test_a_drafter_that_cannot_be_swapped_runs_stock_with_the_reason(processes: dict[str, Any]) -> None:
+    found = processes["drafter"]
+    assert found["error"] is None
+    assert found["refused"]["dflash-full-graph"].startswith("vllm.v1.spec_decode.dflash was imported")
+    assert "draft-full-graph" in found["live"]
+    assert found["patched"] == [name for name in TARGETS if name != "vllm.v1.spec_decode.dflash"]
+    (line,) = found["warnings"]
+    assert "dflash-full-graph" in line
+    assert "vLLM runs stock there" in line
+    assert found["note"].startswith("left to vLLM: dflash-full-graph is not live")
+
+
+@pytest.mark.parametrize(
+    ("case", "cause"),
+    [("drafter, strict", "VLLM_HWPLUGIN_STRICT=1"), ("drafter, on", "VLLM_HWPLUGIN_DFLASH_FULL_GRAPH=on")],
+)
+def test_a_drafter_that_must_be_patched_is_an_error(processes: dict[str, Any], case: str, cause: str) -> None:
+    assert processes[case]["error"].startswith(f"InstallError: {cause}, but dflash-")
+
+
+def test_a_runner_that_cannot_be_swapped_is_an_error(processes: dict[str, Any]) -> None:
+    found = processes["runner"]
+    assert found["error"].startswith("InstallError: DFlash cannot run with half of its patches (")
+    assert "vllm.v1.worker.gpu_model_runner was imported" in found["error"]
+    assert "VLLM_HWPLUGIN_DRAFT_FULL_GRAPH=off" in found["error"]
+    assert not found["patched"]
