@@ -35,6 +35,10 @@ def eagle3(k: int, **more: Any) -> dict[str, Any]:
     return {"method": "eagle3", "model": str(SMALL.drafter("eagle3")), "num_speculative_tokens": k, **more}
 
 
+def dflash(k: int) -> dict[str, Any]:
+    return {"method": "dflash", "model": str(SMALL.drafter("dflash")), "num_speculative_tokens": k}
+
+
 def draft_model(folder: Path, *, pard: bool) -> dict[str, Any]:
     """The target as its own drafter; with a mask token it drafts in parallel (PARD)."""
     if not pard:
@@ -127,6 +131,9 @@ CASES: dict[str, dict[str, Any]] = {
         "mode": "FULL_AND_PIECEWISE",
     },
     "p_eagle-k3-FULL": {"speculation": p_eagle, "mode": "FULL"},
+    "dflash-k3-FULL": {"speculation": lambda folder: dflash(3), "mode": "FULL"},
+    "dflash-k7-FULL": {"speculation": lambda folder: dflash(7), "mode": "FULL"},
+    "dflash-k7-FULL_AND_PIECEWISE": {"speculation": lambda folder: dflash(7), "mode": "FULL_AND_PIECEWISE"},
     "mtp-k2-FULL_AND_PIECEWISE": {"speculation": deepseek, "mode": "FULL_AND_PIECEWISE", "own_target": True},
 }
 
@@ -196,7 +203,7 @@ def test_drafts_equal_stock(name: str, tmp_path: Path) -> None:
     loop = patched["decisions"].get("draft-loop-graph", "")
     if "steps" in name:
         assert loop == ""
-    elif any(part in name for part in ("k1", "pard", "p_eagle")):
+    elif any(part in name for part in ("k1", "pard", "p_eagle", "dflash")):
         assert "there is no chain" in loop
     else:
         assert "in one graph" in loop

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 import types
 from collections.abc import Callable
 
@@ -69,5 +71,48 @@ def make(patched_module, notes, monkeypatch: pytest.MonkeyPatch):
     def made(which, kind, k, sizes=None, **limits):
         sizes = [rung * (1 + k) for rung in (1, 2, 4, 8)] if sizes is None else sizes
         return make_proposer(*modules[which], kind, k, make_config(sizes, **limits))
+
+    return made
+
+
+@pytest.fixture
+def make_dflash(patched_module, notes, monkeypatch: pytest.MonkeyPatch):
+    """`make_dflash(which, k, sizes=...)`: a `DFlashProposer`; "stock", "graphs", or "half": its own module is stock."""
+    import vllm.v1.cudagraph_dispatcher as stock_dispatcher
+    import vllm.v1.spec_decode.dflash as stock_dflash
+    import vllm.v1.spec_decode.llm_base_proposer as stock_proposer
+
+    from vllm_hwplugin.spec_decode import draft_graphs
+
+    from . import dflash_drafter
+    from .drafters import make_config
+    from .recorded_graph import RecordedGraphs
+
+    folder = "vllm/v1/spec_decode"
+    proposer = patched_module(f"{folder}/llm_base_proposer.py")
+    dispatcher = patched_module("vllm/v1/cudagraph_dispatcher.py")
+    # The drafter's module takes its base class from the proposer's.
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, stock_proposer.__name__, proposer)
+        # "on" gives the text of "auto" as a module that no other test made, on the stock base class, before.
+        patched = patched_module(f"{folder}/dflash.py", VLLM_HWPLUGIN_DFLASH_FULL_GRAPH="on")
+        half = types.ModuleType("a stock drafter on the patched base class")
+        exec(compile(inspect.getsource(stock_dflash), half.__name__, "exec"), vars(half))
+    modules = {
+        "stock": dflash_drafter.Modules(stock_dflash, stock_proposer, stock_dispatcher),
+        "graphs": dflash_drafter.Modules(patched, proposer, dispatcher),
+        "half": dflash_drafter.Modules(half, proposer, dispatcher),
+    }
+    for one in modules.values():
+        monkeypatch.setattr(one.dflash, "_copy_and_expand_dflash_inputs", dflash_drafter.plain_expand)
+        monkeypatch.setattr(one.proposer, "DFlashQwen3ForCausalLM", dflash_drafter.DFlashModel)
+    monkeypatch.setattr(draft_graphs, "CUDAGraphWrapper", RecordedGraphs)
+    monkeypatch.setattr(draft_graphs, "current_platform", types.SimpleNamespace(graph_pool_handle=object))
+    monkeypatch.setattr(RecordedGraphs, "instances", [])
+    monkeypatch.setattr(RecordedGraphs, "sealed", False)
+
+    def made(which, k, sizes=None, **limits):
+        sizes = [rung * (1 + k) for rung in (1, 2, 4, 8)] if sizes is None else sizes
+        return dflash_drafter.make_dflash(modules[which], k, make_config(sizes, **limits))
 
     return made

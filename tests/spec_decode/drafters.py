@@ -152,7 +152,10 @@ def make_proposer(module: types.ModuleType, dispatcher: types.ModuleType, kind: 
         def __init__(self):
             self.vllm_config, self.method, self.device = config, kind.method, torch.device("cpu")
             self.speculative_config = types.SimpleNamespace(
-                num_speculative_tokens=k, enforce_eager=False, disable_padded_drafter_batch=False
+                num_speculative_tokens=k,
+                enforce_eager=False,
+                disable_padded_drafter_batch=False,
+                use_dflash=lambda: False,
             )
             self.num_speculative_tokens = k
             self.pass_hidden_states_to_model = kind.method != "draft_model"

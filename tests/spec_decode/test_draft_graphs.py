@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import types
 
 import pytest
@@ -15,15 +14,14 @@ from vllm.forward_context import BatchDescriptor, set_forward_context  # noqa: E
 
 from vllm_hwplugin.spec_decode import draft_graphs  # noqa: E402
 from vllm_hwplugin.spec_decode.draft_graphs import (  # noqa: E402
-    DrafterFacts,
     capture_draft_graphs,
     descriptor_of,
     find_draft_graph,
-    obstacle,
     plan_keys,
 )
 from vllm_hwplugin.spec_decode.draft_keys import DraftKeys, uniform_shape  # noqa: E402
 from vllm_hwplugin.spec_decode.fallback import FeatureRequired  # noqa: E402
+from vllm_hwplugin.spec_decode.first_pass import FirstPass  # noqa: E402
 
 from .drafters import (  # noqa: E402
     DRAFT_MODEL,
@@ -142,34 +140,6 @@ def test_step_arithmetic_is_that_of_vllms_cpu_kernel():
 
 # -- decisions --------------------------------------------------------------------------------------------------------
 
-GOOD = DrafterFacts("EagleProposer", BOTH)
-
-
-@pytest.mark.parametrize("proposer", ["EagleProposer", "DraftModelProposer"])
-@MODES
-def test_no_obstacle(proposer, mode):
-    assert obstacle(DrafterFacts(proposer, mode)) is None
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"proposer": "DFlashProposer"}, "DFlashProposer has drafting code of its own"),
-        ({"enforce_eager": True}, "enforce_eager"),
-        ({"target_mode": PIECEWISE}, "cudagraph_mode is PIECEWISE"),
-        ({"target_mode": NONE}, "cudagraph_mode is NONE"),
-        ({"padded_batch": False}, "disable_padded_drafter_batch"),
-        ({"data_parallel_size": 2}, "data parallelism"),
-        ({"context_parallel_size": 2}, "context parallelism"),
-        ({"lora": True}, "LoRA adapters"),
-        ({"tree_attention": True}, "tree attention"),
-        ({"breakable_any_mode": True}, "breakable CUDA graphs"),
-        ({"shares_mtp_indices": True}, "top-k indices"),
-    ],
-)
-def test_obstacles(change, reason):
-    assert reason in obstacle(dataclasses.replace(GOOD, **change))
-
 
 def tree_builder(proposer):
     proposer.draft_attn_groups[0].builder = type("TreeAttentionMetadataBuilder", (), {"reorder_batch_threshold": 1})()
@@ -244,10 +214,9 @@ def test_plan(mode, kind, k):
         mode,
         sizes,
         num_speculative_tokens=k,
-        first_query_len=width,
+        first=FirstPass(width, max_tokens=1000),
         max_first_query_len=None,
         max_num_seqs=7,
-        max_num_tokens=1000,
     )
     uniform = {width: (1, 2, 4, 7)}
     if k > 1:
@@ -261,10 +230,9 @@ def test_plan_leaves_the_first_pass_out_above_the_decode_threshold(limit, planne
         DECODE_ONLY,
         [4, 8],
         num_speculative_tokens=3,
-        first_query_len=5,
+        first=FirstPass(5, max_tokens=1000),
         max_first_query_len=limit,
         max_num_seqs=2,
-        max_num_tokens=1000,
     )
     assert keys.uniform == {1: (1, 2)} | ({5: (1, 2)} if planned else {})
 
@@ -274,12 +242,24 @@ def test_plan_leaves_out_what_the_drafters_buffers_do_not_hold():
         FULL,
         [8, 4, 16, 24],
         num_speculative_tokens=3,
-        first_query_len=5,
+        first=FirstPass(5, max_tokens=19),
         max_first_query_len=None,
         max_num_seqs=6,
-        max_num_tokens=19,
     )
     assert keys == DraftKeys(uniform={1: (1, 2, 4, 6), 5: (1, 2)}, mixed=(4, 8, 16), max_num_seqs=6)
+
+
+def test_plan_for_batches_that_are_always_uniform_has_no_mixed_graphs():
+    keys = plan_keys(
+        FULL,
+        [4, 8],
+        num_speculative_tokens=3,
+        first=FirstPass(4, max_tokens=1000, always_uniform=True),
+        max_first_query_len=None,
+        max_num_seqs=2,
+        parallel_drafting=True,
+    )
+    assert keys == DraftKeys(uniform={4: (1, 2)}, mixed=(), max_num_seqs=2)
 
 
 def test_the_lowest_threshold_of_the_draft_backends_counts(make):

@@ -16,7 +16,12 @@ from vllm_hwplugin.patching import SUPPORTED
 
 BODIES = Path(vllm_hwplugin.__file__).parent / "spec_decode"
 PROPOSER = "vllm/v1/spec_decode/llm_base_proposer.py"
+DFLASH = "vllm/v1/spec_decode/dflash.py"
 UTILS = "vllm/v1/spec_decode/utils.py"
+
+# Bodies that take any proposer; those of DFlash see a subclass with members of its own.
+FOR_ANY = ("draft_graphs.py", "draft_loop.py", "draft_obstacles.py", "first_pass.py")
+FOR_DFLASH = ("dflash_context.py",)
 
 # Read with a default where the version may not have them.
 OPTIONAL = {
@@ -28,7 +33,7 @@ OPTIONAL = {
     "eplb_state",
 }
 # Given to the proposer by the hunks themselves.
-OURS = {"draft_graphs", "draft_loop"}
+OURS = {"draft_graphs", "draft_loop", "draft_context"}
 
 
 def tree_of(vllm_tree: Callable, version: str, path: str) -> ast.Module:
@@ -73,15 +78,55 @@ def attributes_read(module: str, owner: str) -> Iterator[str]:
 
 
 def test_every_attribute_of_the_proposer_exists(vllm_tree: Callable) -> None:
-    used = {name for module in ("draft_graphs.py", "draft_loop.py") for name in attributes_read(module, "proposer")}
+    used = {name for module in FOR_ANY for name in attributes_read(module, "proposer")}
     assert {"input_ids", "_slot_mapping_buffer", "_greedy_sample", "net_num_new_slots_per_request"} <= used
+    for_dflash = {name for module in FOR_DFLASH for name in attributes_read(module, "proposer")}
+    for_dflash |= tuples_in("dflash_context.py", "fit_query_buffers")
+    assert {"_context_positions_buffer", "max_query_tokens", "positions"} <= for_dflash
     missing = []
     for version in SUPPORTED:
         proposer = find(tree_of(vllm_tree, version, PROPOSER), "SpecDecodeBaseProposer")
+        dflash = find(tree_of(vllm_tree, version, DFLASH), "DFlashProposer")
         assert isinstance(proposer, ast.ClassDef)
+        assert isinstance(dflash, ast.ClassDef)
         known = members_of(proposer)
         missing += [f"vLLM {version}: SpecDecodeBaseProposer.{name}" for name in sorted(used - known - OURS)]
+        known |= members_of(dflash)
+        missing += [f"vLLM {version}: DFlashProposer.{name}" for name in sorted(for_dflash - known - OURS)]
     assert not missing, missing
+
+
+def test_a_block_of_queries_is_causal_only_where_the_version_says_so(vllm_tree: Callable) -> None:
+    """`first_pass` takes drafts for non-causal where a version has no `dflash_causal`."""
+    for version in SUPPORTED:
+        tree = tree_of(vllm_tree, version, DFLASH)
+        dflash = find(tree, "DFlashProposer")
+        assert isinstance(dflash, ast.ClassDef)
+        (causal,) = (
+            ast.unparse(keyword.value)
+            for node in ast.walk(find(tree, "set_inputs_first_pass"))
+            if isinstance(node, ast.Call)
+            for keyword in node.keywords
+            if keyword.arg == "causal"
+        )
+        named = "dflash_causal" in members_of(dflash)
+        assert causal == ("self.dflash_causal" if named else "False"), version
+
+
+@pytest.mark.parametrize("model", ["qwen3_dflash", "laguna_dflash"])
+def test_the_context_is_stored_by_a_function_of_tokens_alone(vllm_tree: Callable, model: str) -> None:
+    """States, positions, slots: a graph of the context is kept by its number of tokens, so nothing else may go in."""
+    found = 0
+    for version in SUPPORTED:
+        text = vllm_tree(version).read(f"vllm/model_executor/models/{model}.py")
+        for node in ast.walk(ast.parse(text or "")):
+            if isinstance(node, ast.FunctionDef) and node.name == "precompute_and_store_context_kv":
+                names = [argument.arg for argument in node.args.args]
+                assert names == ["self", "context_states", "context_positions", "context_slot_mapping"], version
+                called = {ast.unparse(one.func) for one in ast.walk(node) if isinstance(one, ast.Call)}
+                assert not any("get_forward_context" in name for name in called), version
+                found += 1
+    assert found > 0
 
 
 def test_every_name_that_is_read_with_a_default_exists_somewhere(vllm_tree: Callable) -> None:
@@ -93,7 +138,7 @@ def test_every_name_that_is_read_with_a_default_exists_somewhere(vllm_tree: Call
         known |= members_of(proposer)
     literals = {
         node.value
-        for module in ("draft_graphs.py", "draft_loop.py")
+        for module in FOR_ANY
         for node in ast.walk(ast.parse((BODIES / module).read_text()))
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     }
@@ -157,6 +202,18 @@ def tuples_of(module: str, *names: str) -> set[str]:
     return {name for values in found.values() for name in values}
 
 
+def tuples_in(module: str, function: str) -> set[str]:
+    """The strings in the tuples that a function of ours names, for attributes that it reads by name."""
+    body = find(ast.parse((BODIES / module).read_text()), function)
+    return {
+        one.value
+        for node in ast.walk(body)
+        if isinstance(node, ast.Tuple)
+        for one in node.elts
+        if isinstance(one, ast.Constant) and isinstance(one.value, str)
+    }
+
+
 def test_the_step_function_takes_what_the_chain_gives(vllm_tree: Callable) -> None:
     (call,) = (
         node
@@ -218,6 +275,7 @@ def test_capture_sizes_are_aligned_in_every_full_mode(vllm_tree: Callable) -> No
         ("vllm/compilation/cuda_graph.py", {"CUDAGraphOptions", "CUDAGraphWrapper"}),
         ("vllm/forward_context.py", {"BatchDescriptor", "set_forward_context"}),
         ("vllm/config/compilation.py", {"CUDAGraphMode"}),
+        (UTILS, {"eagle_step_update_slot_mapping_and_metadata"}),
     ],
 )
 def test_what_is_imported_exists(vllm_tree: Callable, path: str, names: set[str]) -> None:
@@ -233,7 +291,7 @@ def test_what_is_imported_exists(vllm_tree: Callable, path: str, names: set[str]
 
 
 def test_the_graph_wrapper_has_what_is_used_of_it(vllm_tree: Callable) -> None:
-    used = set(attributes_read("draft_graphs.py", "graphs")) | set(attributes_read("draft_loop.py", "graphs"))
+    used = {name for module in (*FOR_ANY, *FOR_DFLASH) for name in attributes_read(module, "graphs")}
     used -= {"capture"}  # of `DraftGraphs`, in a variable of the same name
     assert used == {"graph_pool", "clear_graphs", "concrete_cudagraph_entries"}
     missing = []

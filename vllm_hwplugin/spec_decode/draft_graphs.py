@@ -19,7 +19,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,7 +30,9 @@ from vllm.platforms import current_platform
 from vllm_hwplugin import record
 from vllm_hwplugin.spec_decode.draft_keys import DraftKeys, DraftShape, request_ladder, uniform_shape
 from vllm_hwplugin.spec_decode.draft_metadata import PassBuffers, full_block_table, unmanaged_field
+from vllm_hwplugin.spec_decode.draft_obstacles import facts_of, obstacle
 from vllm_hwplugin.spec_decode.fallback import stays_stock
+from vllm_hwplugin.spec_decode.first_pass import FirstPass, first_pass_of
 
 logger = logging.getLogger("vllm.hwplugin")
 
@@ -39,52 +40,9 @@ _FEATURE = "draft-full-graph"
 _GATE = "VLLM_HWPLUGIN_DRAFT_FULL_GRAPH"
 _STOCK = "the drafter runs as in stock vLLM"
 _NO_GRAPH = 0  # as a query length: this batch may not use a FULL graph
+_NOT_PLANNED = FirstPass(query_len=_NO_GRAPH, max_tokens=0)
 _STEP_QUERY_LEN = 1
 _PADDING_SLOT_ID = -1  # vllm.v1.spec_decode.utils.PADDING_SLOT_ID; importing it here would be a cycle
-
-# The proposers whose `propose` is the patched one. A subclass that overrides a part of it has to be looked at first.
-_KNOWN_PROPOSERS = frozenset({"EagleProposer", "DraftModelProposer"})
-
-
-@dataclass(frozen=True)
-class DrafterFacts:
-    """What decides whether a drafter may run in FULL graphs; plain values, so that the decision needs no device."""
-
-    proposer: str
-    target_mode: CUDAGraphMode
-    enforce_eager: bool = False
-    padded_batch: bool = True
-    data_parallel_size: int = 1
-    context_parallel_size: int = 1
-    lora: bool = False
-    tree_attention: bool = False
-    breakable_any_mode: bool = False
-    shares_mtp_indices: bool = False
-
-
-def obstacle(facts: DrafterFacts) -> str | None:
-    """Why this drafter runs as in stock vLLM, or None where it may use FULL graphs."""
-    if facts.proposer not in _KNOWN_PROPOSERS:
-        return f"{facts.proposer} has drafting code of its own that this feature does not cover"
-    if facts.enforce_eager:
-        return "the speculative config asks for enforce_eager"
-    if not facts.target_mode.has_full_cudagraphs():
-        return f"the target's cudagraph_mode is {facts.target_mode.name}, and the drafter follows it"
-    if not facts.padded_batch:
-        return "disable_padded_drafter_batch gives the drafter batches of varying query length"
-    if facts.data_parallel_size > 1:
-        return "with data parallelism the ranks agree on a graph mode by token count alone"
-    if facts.context_parallel_size > 1:
-        return "decode context parallelism keeps per-rank lengths at changing addresses"
-    if facts.lora:
-        return "layers that the drafter shares with the target map tokens to LoRA adapters by the target's batch"
-    if facts.tree_attention:
-        return "tree attention drafts several tokens a request and step"
-    if facts.breakable_any_mode:
-        return "the draft model already runs in breakable CUDA graphs, which capture in every mode"
-    if facts.shares_mtp_indices:
-        return "the draft model shares top-k indices between steps by a host-side switch"
-    return None
 
 
 def plan_keys(
@@ -92,31 +50,29 @@ def plan_keys(
     capture_sizes: list[int],
     *,
     num_speculative_tokens: int,
-    first_query_len: int,
+    first: FirstPass,
     max_first_query_len: int | None,
     max_num_seqs: int,
-    max_num_tokens: int,
     parallel_drafting: bool = False,
 ) -> DraftKeys:
     """The shapes to capture for a drafter whose target resolved to `target_mode`.
 
     Args:
         capture_sizes: the target's `cudagraph_capture_sizes`, in tokens.
-        first_query_len: tokens a request in the drafter's first pass over a decode batch.
+        first: the drafter's first pass.
         max_first_query_len: the longest query that every draft attention backend treats as decode; None for no limit.
         max_num_seqs: requests in a batch, at most.
-        max_num_tokens: tokens that the drafter's buffers hold.
         parallel_drafting: the first pass drafts every token, so there are no one-token steps.
     """
     ladder = request_ladder(capture_sizes, 1 + num_speculative_tokens, max_num_seqs)
     uniform: dict[int, tuple[int, ...]] = {}
     if num_speculative_tokens > 1 and not parallel_drafting:
         uniform[_STEP_QUERY_LEN] = ladder
-    if max_first_query_len is None or first_query_len <= max_first_query_len:
-        uniform[first_query_len] = tuple(rung for rung in ladder if rung * first_query_len <= max_num_tokens)
+    if max_first_query_len is None or first.query_len <= max_first_query_len:
+        uniform[first.query_len] = tuple(rung for rung in ladder if rung * first.query_len <= first.max_tokens)
     mixed: tuple[int, ...] = ()
-    if target_mode.mixed_mode() == CUDAGraphMode.FULL:
-        mixed = tuple(sorted(size for size in capture_sizes if size <= max_num_tokens))
+    if target_mode.mixed_mode() == CUDAGraphMode.FULL and not first.always_uniform:
+        mixed = tuple(sorted(size for size in capture_sizes if size <= first.max_tokens))
     return DraftKeys(uniform=uniform, mixed=mixed, max_num_seqs=max_num_seqs)
 
 
@@ -143,29 +99,27 @@ class DraftGraphs:
         self._keys: DraftKeys | None = None
         self._buffers: dict[int | None, PassBuffers] = {}
         self._table: torch.Tensor | None = None
-        self._first_query_len = _NO_GRAPH
+        self._first = _NOT_PLANNED
         self._step_shape: DraftShape | None = None
 
     # -- keys ---------------------------------------------------------------------------------------------------------
 
     def initialize_keys(self, target_mode: CUDAGraphMode) -> None:
         """Decide, once the attention backends and the target's mode are known, what will be captured."""
-        reason = obstacle(self._facts(target_mode))
+        proposer = self._proposer
+        self._first = first = first_pass_of(proposer)
+        reason = obstacle(facts_of(proposer, target_mode, first))
         if reason is not None:
             self._never_turn_on(reason)
             return
-        proposer = self._proposer
         config = proposer.vllm_config
-        num_speculative_tokens = proposer.speculative_config.num_speculative_tokens
-        self._first_query_len = 1 + num_speculative_tokens + proposer.net_num_new_slots_per_request
         keys = plan_keys(
             target_mode,
             config.compilation_config.cudagraph_capture_sizes or [],
-            num_speculative_tokens=num_speculative_tokens,
-            first_query_len=self._first_query_len,
+            num_speculative_tokens=proposer.speculative_config.num_speculative_tokens,
+            first=first,
             max_first_query_len=self._decode_threshold(),
             max_num_seqs=config.scheduler_config.max_num_seqs,
-            max_num_tokens=min(proposer.max_num_tokens, proposer.max_positions),
             parallel_drafting=proposer.parallel_drafting,
         )
         if not keys.all():
@@ -184,19 +138,23 @@ class DraftGraphs:
             self._graphs.clear_graphs()
         record.note(_FEATURE, f"FULL drafter graphs for {type(proposer).__name__}: {_describe(keys)}")
         logger.info("%s: FULL drafter graphs for %s", _FEATURE, _describe(keys))
-        if (loop := self._loop()) is not None:
-            loop.initialize_keys(keys.uniform.get(_STEP_QUERY_LEN, ()), self._graphs.graph_pool)
+        for query_len, companion in self._companions():
+            companion.initialize_keys(keys.uniform.get(query_len, ()), self._graphs.graph_pool)
 
-    def _loop(self) -> Any | None:
-        """The proposer's `DraftLoop`, where the feature draft-loop-graph gave it one."""
-        return getattr(self._proposer, "draft_loop", None)
+    def _companions(self) -> list[tuple[int, Any]]:
+        """Further graphs that other features gave this proposer, each with the query length whose ladder it takes."""
+        found = [
+            (_STEP_QUERY_LEN, getattr(self._proposer, "draft_loop", None)),
+            (self._first.query_len, getattr(self._proposer, "draft_context", None)),
+        ]
+        return [(query_len, companion) for query_len, companion in found if companion is not None]
 
     def _never_turn_on(self, reason: str) -> None:
         self._keys = None
         self._proposer.cudagraph_dispatcher.draft_keys = None
         stays_stock(_FEATURE, _GATE, _STOCK, reason)
-        if (loop := self._loop()) is not None:
-            loop.leave(f"it needs {_FEATURE}'s graphs, and {reason}")
+        for _, companion in self._companions():
+            companion.leave(f"it needs {_FEATURE}'s graphs, and {reason}")
 
     def _turn_off(self, reason: str) -> None:
         """Give the graphs up while serving: requests are under way, so no gate makes this an error."""
@@ -204,24 +162,6 @@ class DraftGraphs:
         self._proposer.cudagraph_dispatcher.draft_keys = None
         record.note(_FEATURE, f"{_STOCK}: {reason}")
         logger.warning("%s: from now on %s: %s", _FEATURE, _STOCK, reason)
-
-    def _facts(self, target_mode: CUDAGraphMode) -> DrafterFacts:
-        proposer = self._proposer
-        parallel = proposer.vllm_config.parallel_config
-        builders = [group.get_metadata_builder() for group in proposer.draft_attn_groups]
-        model = getattr(proposer, "model", None)
-        return DrafterFacts(
-            proposer=type(proposer).__name__,
-            target_mode=target_mode,
-            enforce_eager=proposer.speculative_config.enforce_eager,
-            padded_batch=not proposer.speculative_config.disable_padded_drafter_batch,
-            data_parallel_size=parallel.data_parallel_size,
-            context_parallel_size=parallel.decode_context_parallel_size,
-            lora=proposer.vllm_config.lora_config is not None,
-            tree_attention=any("TreeAttention" in type(builder).__name__ for builder in builders),
-            breakable_any_mode="Breakable" in type(model).__name__ and getattr(model, "runtime_mode", None) is None,
-            shares_mtp_indices=getattr(proposer, "_share_mtp_indices", False),
-        )
 
     def _decode_threshold(self) -> int | None:
         thresholds = [
@@ -235,18 +175,23 @@ class DraftGraphs:
         """Query length of the first pass's batch, as `DraftKeys.find` takes it."""
         if not self.may_replay(metadata):
             return _NO_GRAPH
-        width = self._first_query_len
+        width = self._first.query_len
         uniform = metadata.max_query_len == width and metadata.num_actual_tokens == width * metadata.num_reqs
         return width if uniform else None
 
     def step_query_len(self, metadata: Any) -> int:
         return _STEP_QUERY_LEN if self.may_replay(metadata) else _NO_GRAPH
 
+    @property
+    def ready(self) -> bool:
+        """Whether graphs are captured and in use."""
+        return self._keys is not None and self._table is not None
+
     def may_replay(self, metadata: Any) -> bool:
         """Whether this batch is where the captured kernels look for it; turns the graphs off for good if it moved."""
-        if self._keys is None or self._table is None:
-            return False
         table, captured = metadata.block_table_tensor, self._table
+        if captured is None or not self.ready:
+            return False
         if table.data_ptr() != captured.data_ptr() or table.stride(0) != captured.stride(0):
             self._turn_off("the drafter's block table moved after the graphs were captured")
             return False
@@ -327,14 +272,14 @@ class DraftGraphs:
             metadata = self.capture_metadata(template, shape)
             for mode in (CUDAGraphMode.NONE, CUDAGraphMode.FULL):
                 self._run_dummy(metadata, shape, mode)
-        if (loop := self._loop()) is not None:
-            loop.capture(template)
+        for _, companion in self._companions():
+            companion.capture(template)
 
     def capture_metadata(self, template: Any, shape: DraftShape) -> dict[str, Any]:
         """Per-layer metadata of a dummy batch that fills `shape`; its slots are all padding."""
         proposer = self._proposer
         buffers = self._buffers_of(shape)
-        batch = buffers.batch_for_capture(template, shape, proposer.max_model_len)
+        batch = buffers.batch_for_capture(template, shape, proposer.max_model_len, causal=self._first.causal)
         buffers.write(batch, shape)
         proposer._slot_mapping_buffer[: shape.num_tokens].fill_(_PADDING_SLOT_ID)
         _, per_layer = proposer.build_per_group_and_layer_attn_metadata(
@@ -345,13 +290,13 @@ class DraftGraphs:
 
     def _run_dummy(self, per_layer_metadata: dict[str, Any], shape: DraftShape, mode: CUDAGraphMode) -> None:
         proposer, count = self._proposer, shape.num_tokens
-        multimodal = proposer.supports_mm_inputs
+        multimodal = proposer.supports_mm_inputs and not self._first.tokens_only
         inputs = {
             "input_ids": None if multimodal else proposer.input_ids[:count],
             "positions": proposer._get_positions(count),
             "inputs_embeds": proposer.inputs_embeds[:count] if multimodal else None,
         }
-        if proposer.pass_hidden_states_to_model:
+        if proposer.pass_hidden_states_to_model and not self._first.tokens_only:
             inputs["hidden_states"] = proposer.hidden_states[:count]
         with self.forward_context(per_layer_metadata, shape, mode):
             self(**inputs)

@@ -23,13 +23,11 @@ from vllm.v1.spec_decode.utils import PADDING_SLOT_ID, eagle_step_update_slot_ma
 from vllm_hwplugin import record
 from vllm_hwplugin.spec_decode.draft_graphs import DraftGraphs, full_graphs
 from vllm_hwplugin.spec_decode.draft_keys import pad_up, uniform_shape
+from vllm_hwplugin.spec_decode.draft_obstacles import VIEW_ONLY_BUILDERS
 from vllm_hwplugin.spec_decode.fallback import stays_stock
 
 _FEATURE = "draft-loop-graph"
 _GATE = "VLLM_HWPLUGIN_DRAFT_LOOP_GRAPH"
-
-# Builders whose `build_for_drafting` launches nothing and plans nothing on the host: their metadata is views.
-_VIEW_ONLY_BUILDERS = frozenset({"FlashAttentionMetadataBuilder", "TritonAttentionMetadataBuilder"})
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,7 @@ def obstacle(facts: ChainFacts) -> str | None:
     """Why this drafter's steps are launched one by one, or None."""
     if facts.num_speculative_tokens < 2 or facts.parallel_drafting:
         return "one pass drafts every token, so there is no chain"
-    others = sorted(facts.builders - _VIEW_ONLY_BUILDERS)
+    others = sorted(facts.builders - VIEW_ONLY_BUILDERS)
     if others:
         return f"{', '.join(others)} may plan on the host between steps"
     if facts.expanded_hidden_states:

@@ -146,7 +146,7 @@ class PassBuffers:
                 changes[name] = None
         return dataclasses.replace(metadata, **changes)
 
-    def batch_for_capture(self, template: Any, shape: DraftShape, max_seq_len: int) -> Any:
+    def batch_for_capture(self, template: Any, shape: DraftShape, max_seq_len: int, *, causal: bool = True) -> Any:
         """A dummy batch that fills `shape`, in `template`'s type, for `write` and `view` to take like a real one.
 
         `template` gives what only the runner knows (the block table); its rows may be of any number.
@@ -164,7 +164,7 @@ class PassBuffers:
             "max_query_len": self.query_len or shape.num_tokens,
             "max_seq_len": max_seq_len,
             "block_table_tensor": full_block_table(template.block_table_tensor, shape.num_reqs),
-            "causal": True,
+            "causal": causal,
         }
         for name in _HOST_ROWS:
             rows = getattr(template, name, None)

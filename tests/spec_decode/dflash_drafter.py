@@ -1,0 +1,159 @@
+"""vLLM's own `DFlashProposer`, stock and patched, around a small draft model with exact integer arithmetic."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import types
+from typing import Any
+
+import torch
+from vllm.forward_context import get_forward_context
+from vllm.v1.attention.backend import CommonAttentionMetadata
+
+from .drafters import (
+    BLOCK,
+    HIDDEN,
+    LAYER,
+    MASK_TOKEN,
+    MAX_LEN,
+    MAX_REQS,
+    MAX_TOKENS,
+    PRIME,
+    DraftModel,
+    Group,
+    Views,
+)
+
+
+class DFlashModel(DraftModel):
+    """Hashes a query with all that its block may see, context and later queries too."""
+
+    def __init__(self) -> None:
+        super().__init__(returns_tuple=False)
+
+    def combine_hidden_states(self, states):
+        return states * 3 % PRIME
+
+    def precompute_and_store_context_kv(self, states, positions, slots=None):
+        keys = (states * 23 + positions[:, None] * 17 + 5) % PRIME
+        if slots is not None:
+            self.cache.index_put_((torch.where(slots < 0, self.cache.shape[0] - 1, slots),), keys)
+
+    def __call__(self, input_ids, positions, inputs_embeds=None):
+        context = get_forward_context()
+        metadata, slots = context.attn_metadata[LAYER], context.slot_mapping[LAYER]
+        assert metadata.causal is False
+        starts, lengths = metadata.query_start_loc.long(), metadata.seq_lens.long()
+        keys = (self.embedding[input_ids] * 31 + positions[:, None] * 19 + 7) % PRIME
+        self.cache.index_put_((torch.where(slots < 0, self.cache.shape[0] - 1, slots),), keys)
+        tokens = torch.arange(input_ids.shape[0])
+        rows = torch.searchsorted(starts[1:], tokens, right=True).clamp(max=starts.shape[0] - 2)
+        past = torch.arange(MAX_LEN)
+        seen = self.cache[metadata.block_table[rows][:, past // BLOCK].long() * BLOCK + past % BLOCK]
+        visible = past[None] < lengths[rows][:, None]
+        attended = (seen * (past[None, :, None] + 1) * visible[..., None]).sum(1) % PRIME
+        return (keys * 5 + attended * 3 + lengths[rows][:, None] * 11) % PRIME
+
+
+@dataclasses.dataclass
+class BlockViews(Views):
+    causal: bool
+
+
+def plain_expand(**given: Any) -> None:
+    """vLLM's Triton kernel `copy_and_expand_dflash_inputs` as a loop over requests."""
+    starts, width = given["query_start_loc_ptr"].tolist(), given["num_query_per_req"]
+    table, size = given["block_table_ptr"], given["block_size"]
+    rejected = given["num_rejected_tokens_ptr"].tolist() if given["has_num_rejected"] else [0] * (len(starts) - 1)
+    sampled = []
+    for row, (start, end) in enumerate(itertools.pairwise(starts)):
+        given_positions = given["target_positions_ptr"][start:end]
+        first = int(given["target_positions_ptr"][end - rejected[row] - 1]) + 1
+        queries = torch.arange(first, first + width)
+        out = slice(row * width, (row + 1) * width)
+        for positions, where, position_out, slot_out in (
+            (given_positions, slice(start, end), "out_context_positions_ptr", "out_context_slot_mapping_ptr"),
+            (queries, out, "out_query_positions_ptr", "out_query_slot_mapping_ptr"),
+        ):
+            columns = (positions // size).clamp(max=table.shape[1] - 1)
+            given[position_out][where] = positions
+            given[slot_out][where] = table[row, columns].long() * size + positions % size
+        tokens = [int(given["next_token_ids_ptr"][row])] + [given["parallel_drafting_token_id"]] * (width - 1)
+        given["out_input_ids_ptr"][out] = torch.tensor(tokens, dtype=torch.int32)
+        sampled += range(row * width + 1, (row + 1) * width)
+    given["out_token_indices_ptr"].copy_(torch.tensor(sampled))
+
+
+@dataclasses.dataclass(frozen=True)
+class Modules:
+    """vLLM's modules, or their patched texts."""
+
+    dflash: types.ModuleType
+    proposer: types.ModuleType
+    dispatcher: types.ModuleType
+
+
+def make_dflash(modules: Modules, k: int, config: Any):
+    """A `DFlashProposer` without weights."""
+    module = modules.dflash
+
+    class DFlashProposer(module.DFlashProposer):
+        supports_sd_full_graph = getattr(module.DFlashProposer, "supports_sd_full_graph", False)
+
+        def __init__(self):
+            self.vllm_config, self.method, self.device = config, "dflash", torch.device("cpu")
+            self.compilation_config = config.compilation_config
+            self.speculative_config = types.SimpleNamespace(
+                num_speculative_tokens=k,
+                enforce_eager=False,
+                disable_padded_drafter_batch=False,
+                use_dflash=lambda: True,
+            )
+            self.num_speculative_tokens = k
+            self.pass_hidden_states_to_model = self.parallel_drafting = True
+            self.net_num_new_slots_per_request = k
+            self.needs_extra_input_slots = True
+            self.parallel_drafting_token_id, self.dflash_causal = MASK_TOKEN, False
+            self.dtype, self.hidden_size = torch.int64, HIDDEN
+            self.draft_model_config = types.SimpleNamespace(get_hidden_size=lambda: HIDDEN)
+            self.max_model_len, self.block_size, self.max_num_tokens = MAX_LEN, BLOCK, MAX_TOKENS
+            self.max_query_tokens = MAX_REQS * (1 + k)
+            self.max_positions = MAX_TOKENS + self.max_query_tokens
+            self.supports_mm_inputs = self.uses_mrope = self.constant_draft_positions = False
+            self.use_heterogeneous_vocab = self.use_local_argmax_reduction = False
+            self._enable_probabilistic_draft_probs = self._share_mtp_indices = False
+            self.uses_xdrope_dim = self.draft_uses_xdrope_dim = 0
+            self.allowed_attn_types = self.eplb_state = None
+            self.input_ids = torch.zeros(MAX_TOKENS, dtype=torch.int32)
+            self.positions = torch.zeros(self.max_query_tokens, dtype=torch.int64)
+            self._slot_mapping_buffer = torch.zeros(self.max_query_tokens, dtype=torch.int64)
+            self._context_positions_buffer = torch.zeros(MAX_TOKENS, dtype=torch.int64)
+            self._context_slot_mapping_buffer = torch.zeros(MAX_TOKENS, dtype=torch.int64)
+            self.hidden_states = torch.zeros(MAX_TOKENS, HIDDEN, dtype=torch.int64)
+            self.arange = torch.arange(self.max_positions + 1, dtype=torch.int32)
+            self.token_arange_np = self.arange.numpy().copy()
+            self._draft_attn_layer_names = {LAYER}
+            self.draft_attn_groups = [BlockGroup()]
+            self.model = DFlashModel()
+            # What the hunks add to the constructors.
+            graphed = hasattr(modules.proposer, "DraftGraphs")
+            self.cudagraph_dispatcher = modules.dispatcher.CudagraphDispatcher(config, *((True,) if graphed else ()))
+            if graphed:
+                self.draft_graphs = modules.proposer.DraftGraphs(self)
+                self.draft_loop = modules.proposer.DraftLoop(self)
+            if hasattr(module, "ContextGraphs"):
+                module.fit_query_buffers(self)
+                self.draft_context = module.ContextGraphs(self)
+
+    return DFlashProposer()
+
+
+class BlockGroup(Group):
+    def build_metadata_for_drafting(self, common_attn_metadata: CommonAttentionMetadata, draft_index: int):
+        return BlockViews(
+            common_attn_metadata.query_start_loc,
+            common_attn_metadata.seq_lens,
+            common_attn_metadata.block_table_tensor,
+            common_attn_metadata.causal,
+        )

@@ -1,0 +1,264 @@
+"""vLLM's `DFlashProposer` with the hunks, under graphs that replay as CUDA graphs do, against the stock one."""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("vllm")
+
+from vllm.config import CUDAGraphMode  # noqa: E402
+from vllm.forward_context import BatchDescriptor  # noqa: E402
+
+from vllm_hwplugin.spec_decode.dflash_context import fit_query_buffers  # noqa: E402
+from vllm_hwplugin.spec_decode.fallback import FeatureRequired  # noqa: E402
+from vllm_hwplugin.spec_decode.first_pass import FirstPass, first_pass_of  # noqa: E402
+
+from .drafters import MAX_REQS, MAX_TOKENS, Runner, boot, propose  # noqa: E402
+from .recorded_graph import RecordedGraphs  # noqa: E402
+
+FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
+BOTH, DECODE_ONLY = CUDAGraphMode.FULL_AND_PIECEWISE, CUDAGraphMode.FULL_DECODE_ONLY
+MODES = pytest.mark.parametrize("mode", [FULL, BOTH, DECODE_ONLY], ids=lambda mode: mode.name)
+
+
+@pytest.fixture
+def pair(make_dflash):
+    """A stock proposer without graphs and one that booted with them."""
+
+    def made(k, mode=FULL, **options):
+        runner = Runner(1)
+        stock, graphed = make_dflash("stock", k, **options), make_dflash("graphs", k, **options)
+        stock.initialize_cudagraph_keys(NONE)
+        boot(graphed, mode, runner)
+        RecordedGraphs.sealed = True
+        return stock, graphed, runner
+
+    return made
+
+
+def compare(stock, graphed, batch):
+    expected, got = propose(stock, batch), propose(graphed, batch)
+    assert got.tolist() == expected.tolist()
+    # All but the row for padding slots: padded rows and tokens wrote nowhere.
+    assert torch.equal(graphed.model.cache[:-1], stock.model.cache[:-1])
+    return got
+
+
+def compare_all(stock, graphed, batches):
+    for batch in batches:
+        compare(stock, graphed, batch)
+
+
+def graphs_of(proposer):
+    return proposer.draft_graphs._graphs, proposer.draft_context._graphs
+
+
+@MODES
+@pytest.mark.parametrize("k", [1, 3, 7])
+def test_drafts_are_those_of_stock(pair, k, mode):
+    stock, graphed, runner = pair(k, mode)
+    queries, context = graphs_of(graphed)
+    sizes, tokens = set(), set()
+    for index in range(36):
+        kind_of_batch = "prefill" if index % 9 == 0 else "mixed" if index % 9 == 4 else "decode"
+        batch = runner.batch(k, kind_of_batch, size=1 + index % MAX_REQS if index < MAX_REQS else None)
+        drafts = compare(stock, graphed, batch)
+        assert drafts.shape == (batch["common_attn_metadata"].num_reqs, k)
+        sizes.add(len(drafts))
+        tokens.update(drafts.flatten().tolist())
+    assert sizes == set(range(1, MAX_REQS + 1))
+    assert len(tokens) > 30
+    assert {key.num_tokens // key.num_reqs for key in queries.replayed} == {1 + k}
+    assert len(queries.replayed) > 25
+    assert len(context.replayed) > 25
+
+
+@pytest.mark.parametrize("kind", ["decode", "mixed", "prefill"])
+@pytest.mark.parametrize(("size", "rung"), [(1, 1), (2, 2), (3, 4), (5, 8), (8, 8)])
+def test_every_kind_of_batch_is_one_replay_of_its_own_rung(pair, kind, size, rung):
+    k = 3
+    stock, graphed, runner = pair(k)
+    queries, context = graphs_of(graphed)
+    batch = runner.batch(k, kind, size=size)
+    compare(stock, graphed, batch)
+    assert queries.replayed == [BatchDescriptor(num_tokens=rung * (1 + k), num_reqs=rung, uniform=True)]
+    count = batch["common_attn_metadata"].num_actual_tokens
+    padded = next((held for held in (4, 8, 16, 32) if held >= count), None)
+    assert context.replayed == ([] if padded is None else [BatchDescriptor(num_tokens=padded)])
+
+
+def test_a_batch_above_the_ladder_runs_without_graphs(pair):
+    stock, graphed, runner = pair(3)
+    queries, context = graphs_of(graphed)
+    compare(stock, graphed, runner.batch(3, size=MAX_REQS))
+    assert queries.replayed == []
+    assert context.replayed == []
+
+
+def test_no_mixed_graphs_and_no_steps(make_dflash, notes):
+    proposer = make_dflash("graphs", 3)
+    boot(proposer, FULL, Runner(0))
+    keys = proposer.cudagraph_dispatcher.draft_keys
+    assert keys.uniform == {4: (1, 2, 4, 8)}
+    assert keys.mixed == ()
+    assert "4 tokens x [1, 2, 4, 8] requests" in notes["draft-full-graph"]
+    assert "[4, 8, 16, 32] tokens" in notes["dflash-full-graph"]
+    assert "there is no chain" in notes["draft-loop-graph"]
+
+
+def test_capture_writes_nothing_to_the_cache(make_dflash):
+    proposer = make_dflash("graphs", 3)
+    proposer.model.cache.fill_(5)
+    boot(proposer, FULL, Runner(0))
+    assert (proposer.model.cache[:-1] == 5).all()
+
+
+def test_the_context_shares_the_drafters_pool_and_is_captured_once(make_dflash):
+    proposer = make_dflash("graphs", 2)
+    boot(proposer, FULL, Runner(0))
+    queries, context = graphs_of(proposer)
+    assert context.graph_pool is queries.graph_pool
+    assert context.captured == [BatchDescriptor(num_tokens=size) for size in (24, 12, 6, 3)]
+    assert context.without_graph == 4
+    RecordedGraphs.sealed = True
+    proposer.draft_context.capture(None)
+    assert len(context.captured) == 4
+
+
+def test_new_keys_are_captured_anew(make_dflash):
+    proposer, runner = make_dflash("graphs", 2), Runner(0)
+    boot(proposer, FULL, runner)
+    _, context = graphs_of(proposer)
+    proposer.initialize_cudagraph_keys(FULL)
+    assert not context.concrete_cudagraph_entries
+    boot(proposer, FULL, runner)
+    assert len(context.captured) == 8
+
+
+def test_a_drafter_whose_own_module_is_stock_stays_as_it_is(make_dflash, notes):
+    """Half a patch is none: the class lacks the mark, so its queries are not captured and its context is its own."""
+    stock, half, runner = make_dflash("stock", 3), make_dflash("half", 3), Runner(1)
+    stock.initialize_cudagraph_keys(NONE)
+    boot(half, FULL, runner)
+    assert "DFlashProposer has drafting code of its own" in notes["draft-full-graph"]
+    RecordedGraphs.sealed = True
+    for _ in range(4):
+        compare(stock, half, runner.batch(3))
+    assert RecordedGraphs.instances == []
+
+
+def test_a_subclass_does_not_inherit_the_mark(make_dflash, notes):
+    proposer = make_dflash("graphs", 3)
+    proposer.__class__ = type("OtherProposer", (type(proposer),), {})
+    proposer.draft_graphs.initialize_keys(FULL)
+    assert "OtherProposer has drafting code of its own" in notes["draft-full-graph"]
+
+
+@pytest.mark.parametrize(("causal", "left"), [(False, True), (True, False)])
+def test_a_builder_that_plans_on_the_host_is_left_alone_for_blocks(make_dflash, notes, causal, left):
+    proposer = make_dflash("graphs", 3)
+    proposer.dflash_causal = causal
+    builder = type("FlashInferMetadataBuilder", (), {"reorder_batch_threshold": None})
+    proposer.draft_attn_groups[0].builder = builder()
+    proposer.draft_graphs.initialize_keys(FULL)
+    assert (proposer.cudagraph_dispatcher.draft_keys is None) == left
+    assert ("FlashInferMetadataBuilder may plan non-causal" in notes["dflash-full-graph"]) == left
+
+
+def test_an_obstacle_leaves_the_context_stock_too(make_dflash, notes):
+    stock, proposer, runner = make_dflash("stock", 3), make_dflash("graphs", 3), Runner(1)
+    stock.initialize_cudagraph_keys(NONE)
+    boot(proposer, PIECEWISE, runner)
+    reason = "it needs draft-full-graph's graphs, and the target's cudagraph_mode is PIECEWISE"
+    assert reason in notes["dflash-full-graph"]
+    RecordedGraphs.sealed = True
+    compare(stock, proposer, runner.batch(3))
+    assert RecordedGraphs.instances == []
+
+
+def test_a_required_feature_with_an_obstacle_ends_the_start(make_dflash, monkeypatch):
+    monkeypatch.setenv("VLLM_HWPLUGIN_DFLASH_FULL_GRAPH", "on")
+    with pytest.raises(FeatureRequired, match="VLLM_HWPLUGIN_DFLASH_FULL_GRAPH=on"):
+        make_dflash("graphs", 3).draft_graphs.initialize_keys(PIECEWISE)
+
+
+def test_graphs_that_are_turned_off_take_the_context_with_them(pair, notes):
+    stock, graphed, runner = pair(3)
+    compare(stock, graphed, runner.batch(3, size=2))
+    _, context = graphs_of(graphed)
+    runner.table = runner.table.clone()
+    before = len(context.replayed)
+    # The context is stored once more before the moved table is seen.
+    compare(stock, graphed, runner.batch(3, size=2))
+    compare(stock, graphed, runner.batch(3, size=2))
+    assert "block table moved" in notes["draft-full-graph"]
+    assert len(context.replayed) <= before + 1
+
+
+def test_nothing_is_replayed_before_capture(make_dflash):
+    stock, proposer, runner = make_dflash("stock", 3), make_dflash("graphs", 3), Runner(1)
+    stock.initialize_cudagraph_keys(NONE)
+    proposer.initialize_cudagraph_keys(FULL)
+    RecordedGraphs.sealed = True
+    compare(stock, proposer, runner.batch(3))
+
+
+@pytest.mark.parametrize("name", ["hidden_states", "_context_positions_buffer", "_context_slot_mapping_buffer"])
+def test_a_reassigned_context_buffer_is_seen(pair, name):
+    """The comparison can fail: what breaks a captured graph breaks it here."""
+    stock, graphed, runner = pair(3)
+    setattr(graphed, name, getattr(graphed, name).clone())
+    with pytest.raises(AssertionError):
+        compare_all(stock, graphed, [runner.batch(3) for _ in range(4)])
+
+
+# -- the shape of the pass, and the buffers ---------------------------------------------------------------------------
+
+
+def test_the_first_pass_of_a_dflash_drafter(make_dflash):
+    proposer = make_dflash("graphs", 3)
+    assert first_pass_of(proposer) == FirstPass(
+        query_len=4, max_tokens=4 * MAX_REQS, always_uniform=True, causal=False, tokens_only=True
+    )
+    proposer.dflash_causal = True
+    assert first_pass_of(proposer).causal
+    # 0.20.0 to 0.22.1 have no such attribute.
+    del proposer.dflash_causal
+    assert not first_pass_of(proposer).causal
+
+
+@pytest.mark.parametrize(("largest_capture", "held"), [(0, 30), (24, 30), (31, 31)])
+def test_query_buffers_hold_the_longest_padded_batch(largest_capture, held):
+    proposer = types.SimpleNamespace(
+        max_query_tokens=30,
+        compilation_config=types.SimpleNamespace(max_cudagraph_capture_size=largest_capture),
+        input_ids=torch.ones(8, dtype=torch.int32),
+        positions=torch.ones(30, dtype=torch.int64),
+        _slot_mapping_buffer=torch.ones(30, dtype=torch.int64),
+    )
+    fit_query_buffers(proposer)
+    assert proposer.input_ids.dtype == torch.int32
+    assert [len(proposer.input_ids), len(proposer.positions), len(proposer._slot_mapping_buffer)] == [held] * 3
+
+
+def test_buffers_that_are_long_enough_stay():
+    rows = torch.zeros(40, dtype=torch.int64)
+    proposer = types.SimpleNamespace(
+        max_query_tokens=30,
+        compilation_config=types.SimpleNamespace(max_cudagraph_capture_size=None),
+        input_ids=rows,
+        positions=rows,
+        _slot_mapping_buffer=rows,
+    )
+    fit_query_buffers(proposer)
+    assert proposer.positions is rows
+
+
+def test_many_short_requests_fit_the_query_buffers(make_dflash):
+    """More queries than the scheduler's token budget: stock's `input_ids` ends before the last of them."""
+    assert (1 + 15) * MAX_REQS > MAX_TOKENS
+    proposer = make_dflash("graphs", 15)
+    assert proposer.input_ids.shape[0] == 16 * MAX_REQS

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The context half of a DFlash draft phase, in CUDA graphs of its own.
+
+Before its one pass over the block, a DFlash drafter projects the target's hidden states to the keys and values of all
+its layers and writes them into its cache: a norm, a GEMM, a copy, a norm, a rotation and one cache write a layer, some
+fifteen launches of the host. None of them looks at requests, only at tokens, so one graph for a number of tokens serves
+every batch of so many or fewer, decode or prefill: the tokens that pad it have slots of `PADDING_SLOT_ID`, which cache
+writes skip.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.compilation.cuda_graph import CUDAGraphWrapper
+from vllm.config import CUDAGraphMode
+from vllm.forward_context import BatchDescriptor, set_forward_context
+from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
+
+from vllm_hwplugin import record
+from vllm_hwplugin.spec_decode.draft_graphs import full_graphs
+from vllm_hwplugin.spec_decode.draft_keys import pad_up
+from vllm_hwplugin.spec_decode.fallback import stays_stock
+
+_FEATURE = "dflash-full-graph"
+_GATE = "VLLM_HWPLUGIN_DFLASH_FULL_GRAPH"
+
+
+def fit_query_buffers(proposer: Any) -> None:
+    """Let a `DFlashProposer`'s query buffers hold the longest padded batch.
+
+    Stock buffers hold what their own side needs: `input_ids` the scheduler's token budget, which a batch of many short
+    requests exceeds with its 1 + k queries each; slots and positions (before 0.27.0) the longest real batch, which a
+    piecewise graph may pad further. Reading past either is an illegal access or a shape error.
+    """
+    largest = max(proposer.max_query_tokens, proposer.compilation_config.max_cudagraph_capture_size or 0)
+    for name in ("input_ids", "positions", "_slot_mapping_buffer"):
+        rows = getattr(proposer, name)
+        if rows.shape[0] < largest:
+            setattr(proposer, name, rows.new_zeros(largest))
+
+
+class ContextGraphs:
+    """The context graphs of one `DFlashProposer`, which holds it as `draft_context`."""
+
+    def __init__(self, proposer: Any):
+        self._proposer = proposer
+        self._sizes: tuple[int, ...] = ()
+        self._graphs: CUDAGraphWrapper | None = None
+
+    def initialize_keys(self, ladder: tuple[int, ...], graph_pool: Any) -> None:
+        """Plan a graph for the context of each decode batch of `ladder` requests, in the drafter's memory pool."""
+        proposer = self._proposer
+        block = 1 + proposer.speculative_config.num_speculative_tokens
+        self._sizes = tuple(rung * block for rung in ladder if rung * block <= proposer.max_num_tokens)
+        if self._graphs is None:
+            self._graphs = full_graphs(self._precompute, proposer.vllm_config, graph_pool)
+        else:
+            self._graphs.clear_graphs()
+        record.note(_FEATURE, f"context keys and values in graphs of {list(self._sizes)} tokens")
+
+    def leave(self, reason: str) -> None:
+        """Have no graphs, for `reason`."""
+        self._sizes = ()
+        stays_stock(_FEATURE, _GATE, "the DFlash drafter runs as in stock vLLM", reason)
+
+    def store(self, states: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
+        """Write the context of a batch into the drafter's cache, in one launch where there is a graph.
+
+        Args:
+            states: [tokens, hidden], what the target's hidden states were combined to.
+            positions: int64 [tokens], the leading part of the proposer's context positions.
+            slots: int64 [tokens], the leading part of the proposer's context slots.
+        """
+        proposer, count = self._proposer, states.shape[0]
+        padded = pad_up(self._sizes, count) if proposer.draft_graphs.ready else None
+        if padded is None:
+            proposer.model.precompute_and_store_context_kv(states, positions, slots)
+            return
+        proposer.hidden_states[:count].copy_(states)
+        if padded > count:
+            proposer._context_slot_mapping_buffer[count:padded].fill_(PADDING_SLOT_ID)
+        self._launch(padded, CUDAGraphMode.FULL)
+
+    def capture(self, template: Any) -> None:
+        """Capture each size, largest first, with slots that nothing is written to; `template` is not needed."""
+        if self._graphs is None or self._graphs.concrete_cudagraph_entries:
+            return
+        for size in reversed(self._sizes):
+            self._proposer._context_slot_mapping_buffer[:size].fill_(PADDING_SLOT_ID)
+            for mode in (CUDAGraphMode.NONE, CUDAGraphMode.FULL):
+                self._launch(size, mode)
+
+    def _launch(self, count: int, mode: CUDAGraphMode) -> None:
+        assert self._graphs is not None
+        with set_forward_context(
+            None,
+            self._proposer.vllm_config,
+            num_tokens=count,
+            cudagraph_runtime_mode=mode,
+            batch_descriptor=BatchDescriptor(num_tokens=count),
+        ):
+            self._graphs(count=count)
+
+    def _precompute(self, count: int) -> torch.Tensor:
+        """What is captured. `CUDAGraphWrapper` wants a tensor back, so it returns its input."""
+        proposer = self._proposer
+        states: torch.Tensor = proposer.hidden_states[:count]
+        proposer.model.precompute_and_store_context_kv(
+            states, proposer._context_positions_buffer[:count], proposer._context_slot_mapping_buffer[:count]
+        )
+        return states
