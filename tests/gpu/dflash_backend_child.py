@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One engine on a GPU, and the attention backends of its layers: `python dflash_backend_child.py JOB ANSWER`."""
+
+import json
+import sys
+from pathlib import Path
+
+from vllm_hwplugin.plugin import register
+
+
+def main(job: dict) -> dict:
+    register()
+    from vllm import LLM, SamplingParams
+
+    from vllm_hwplugin import record
+
+    llm = LLM(**job["options"])
+    runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    # The V1 runner's proposer and Model Runner V2's speculator name the draft's layers.
+    drafter = getattr(runner, "drafter", None)
+    draft = drafter._draft_attn_layer_names if drafter is not None else runner.speculator.draft_attn_layer_names
+    layers = runner.vllm_config.compilation_config.static_forward_context
+    names = {name: layer.get_attn_backend().get_name() for name, layer in layers.items()}
+    sampling = SamplingParams(temperature=0.0, max_tokens=job["tokens"], ignore_eos=True, detokenize=False)
+    prompts = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
+    llm.generate(prompts, sampling_params=sampling, use_tqdm=False)
+    accepted, steps = [], 0
+    for metric in llm.get_metrics():
+        if metric.name == "vllm:spec_decode_num_accepted_tokens_per_pos":
+            accepted = list(metric.values)
+        elif metric.name == "vllm:spec_decode_num_drafts":
+            steps = metric.value
+    return {
+        "target": sorted({backend for name, backend in names.items() if name not in draft}),
+        "draft": sorted({names[name] for name in draft}),
+        "tokens_a_step": 1 + sum(accepted) / steps,
+        "decisions": dict(record.current().decisions) if record.current() is not None else {},
+    }
+
+
+if __name__ == "__main__":
+    Path(sys.argv[2]).write_text(json.dumps(main(json.loads(Path(sys.argv[1]).read_text()))))

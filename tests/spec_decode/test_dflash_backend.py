@@ -1,0 +1,375 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Target and DFlash draft get their attention backends from the released text of vLLM, stock and patched.
+
+The selector, the CUDA platform's choice, the proposer's configuration and its loading are executed as they were
+released; the backends are stand-ins that declare what the released ones do.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import importlib
+import types
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
+
+import pytest
+
+# Read by the released `_get_model`; imported before the tests change the platform.
+pytest.importorskip("vllm.compilation.backends")
+
+from vllm_hwplugin.patching import SUPPORTED, Catalog, load_catalog, make_plan
+from vllm_hwplugin.spec_decode import dflash_backend
+
+from .attention_host import (
+    BACKEND_CLASSES,
+    BLACKWELL,
+    DECLARED,
+    HOPPER,
+    Backend,
+    Config,
+    Host,
+    Silent,
+    Speculative,
+    new,
+    old,
+    seen_both_ways,
+)
+from .released import take, text_of
+
+GATE = "VLLM_HWPLUGIN_DFLASH_DRAFT_BACKEND"
+SELECTOR = "vllm/v1/attention/selector.py"
+DFLASH = "vllm/v1/spec_decode/dflash.py"
+BASE = "vllm/v1/spec_decode/llm_base_proposer.py"
+V2_LOADER = "vllm/v1/worker/gpu/spec_decode/dflash/utils.py"
+FLASH_ATTENTION = "vllm/v1/attention/backends/flash_attn.py"
+OLD = [version for version in SUPPORTED if version.startswith("0.20.")]
+TEXT_ONLY = [version for version in SUPPORTED if version.startswith(("0.21.", "0.22.", "0.23."))]
+SHARED_FLAG = SUPPORTED[SUPPORTED.index("0.28.0") :]
+
+
+@pytest.fixture
+def released(vllm_tree: Callable, notes, monkeypatch: pytest.MonkeyPatch):
+    """`released(version, ...)`: how one version selects attention backends, on a stand-in host."""
+    import vllm.config
+    import vllm.platforms
+
+    def selection(version: str, *, patched: bool = True, priorities: list[Backend] = HOPPER) -> Selection:
+        tree, choices = vllm_tree(version), {} if patched else {GATE: "off"}
+        cuda = take(
+            tree.read("vllm/platforms/cuda.py"),
+            "CudaPlatformBase",
+            {"get_valid_backends", "get_attn_backend_cls"},
+            given={"Platform": Host, "logger": Silent(), "_get_backend_priorities": lambda *_: priorities},
+        )
+        monkeypatch.setattr(vllm.platforms, "current_platform", cuda)
+        names = {
+            "NamedTuple": NamedTuple,
+            "AttentionType": types.SimpleNamespace(DECODER="decoder"),
+            "CacheDType": str,
+            "cast": cast,
+            "cache": functools.cache,
+            "envs": types.SimpleNamespace(VLLM_BATCH_INVARIANT=False),
+            "logger": Silent(),
+            "resolve_obj_by_qualname": DECLARED.__getitem__,
+            "needs_non_causal": dflash_backend.needs_non_causal,
+        }
+        text = text_of(tree, SELECTOR, **choices)
+        for name in ("AttentionSelectorConfig", "_cached_get_attn_backend", "get_attn_backend"):
+            names[name] = take(text, name, given=names)
+
+        def build(config: Config) -> str:
+            """What `Attention.__init__` asks for a layer that is built under `config`."""
+            monkeypatch.setattr(vllm.config, "get_current_vllm_config", lambda: config)
+            mm_prefix = config.model_config.model_arch_config.is_mm_prefix_lm
+            return names["get_attn_backend"](128, "bfloat16", None, use_mm_prefix=mm_prefix).name
+
+        def load(vllm_config: Config, **_: Any) -> tuple[str, Config]:
+            return build(vllm_config), vllm_config
+
+        return Selection(build, proposer(tree, choices, load), names["_cached_get_attn_backend"])
+
+    return selection
+
+
+def proposer(tree: Any, choices: dict[str, str], load: Callable[..., Any]) -> type:
+    """A version's `DFlashProposer`, as far as it makes the draft's configuration and loads the model."""
+    base = take(
+        tree.read(BASE),
+        "SpecDecodeBaseProposer",
+        {"_create_draft_vllm_config", "_get_model"},
+        given={"replace": dataclasses.replace, "get_model": load},
+    )
+    return take(
+        text_of(tree, DFLASH, **choices),
+        "DFlashProposer",
+        {"_create_draft_vllm_config"},
+        given={
+            "SpecDecodeBaseProposer": base,
+            "override": lambda method: method,
+            "replace": dataclasses.replace,
+            "draft_config": dflash_backend.draft_config,
+            "without_mm_prefix": dflash_backend.without_mm_prefix,
+        },
+    )
+
+
+@dataclasses.dataclass
+class Selection:
+    """`target(config)` and `draft(config)` are the names of the backends that their layers get."""
+
+    target: Callable[[Config], str]
+    proposer_class: type
+    cached: Any
+
+    def load(self, config: Config) -> tuple[str, Config]:
+        made = self.proposer_class()
+        made.vllm_config, made.speculative_config, made.dflash_causal = config, config.speculative_config, False
+        return made._get_model()
+
+    def draft(self, config: Config) -> str:
+        return self.load(config)[0]
+
+
+@pytest.mark.parametrize("version", OLD + TEXT_ONLY)
+def test_the_stand_ins_declare_what_the_released_backends_do(vllm_tree: Callable, version: str) -> None:
+    tree, asked = vllm_tree(version), {"supports_non_causal", "supports_mm_prefix"}
+    base = take(tree.read("vllm/v1/attention/backend.py"), "AttentionBackend", asked, given={"ABC": object})
+    for name, (file, cls) in BACKEND_CLASSES.items():
+        backend = take(tree.read(f"vllm/v1/attention/backends/{file}"), cls, asked, given={"AttentionBackend": base})
+        declared = DECLARED[name]
+        assert (backend.supports_non_causal(), backend.supports_mm_prefix()) == (
+            declared.non_causal,
+            declared.mm_prefix,
+        )
+
+
+@pytest.mark.parametrize("version", OLD)
+def test_stock_asks_the_target_for_non_causal_attention(released, version: str) -> None:
+    """The failure that the feature is for; when it is gone the feature can go."""
+    stock = released(version, patched=False)
+    message = r"Selected backend .*TRITON_ATTN is not valid .*non-causal attention not supported"
+    with pytest.raises(ValueError, match=message):
+        stock.target(old(Backend.TRITON_ATTN))
+
+
+@pytest.mark.parametrize("version", OLD)
+@pytest.mark.parametrize("named", [Backend.TRITON_ATTN, Backend.FLASHINFER])
+def test_a_causal_target_keeps_its_name_and_the_draft_selects(released, notes, version: str, named: Backend) -> None:
+    patched = released(version)
+    config = old(named)
+    for _ in range(2):
+        assert patched.target(config) == named.name
+        assert patched.draft(config) == "FLASH_ATTN"
+    # Target and draft are two entries of the selector's cache, each found again.
+    assert patched.cached.cache_info().misses == patched.cached.cache_info().hits == 2
+    assert named.name in notes["dflash-draft-backend"]
+    assert "selects its own" in notes["dflash-draft-backend"]
+
+
+@pytest.mark.parametrize("version", OLD)
+@pytest.mark.parametrize("named", [Backend.FLASH_ATTN, Backend.FLEX_ATTENTION])
+def test_a_name_that_fits_both_stays_with_both_as_in_stock(released, notes, version: str, named: Backend) -> None:
+    for patched in (False, True):
+        selection = released(version, patched=patched)
+        assert (selection.target(old(named)), selection.draft(old(named))) == (named.name, named.name)
+    assert (
+        notes["dflash-draft-backend"] == f"the draft has the target's {named.name}, which declares non-causal attention"
+    )
+
+
+@pytest.mark.parametrize("version", OLD)
+def test_without_a_name_each_gets_the_first_that_fits_it(released, notes, version: str) -> None:
+    patched = released(version, priorities=BLACKWELL)
+    assert (patched.target(old()), patched.draft(old())) == ("FLASHINFER", "FLASH_ATTN")
+    assert notes["dflash-draft-backend"] == "target and draft select their attention backends separately"
+
+
+@pytest.mark.parametrize("version", OLD)
+def test_the_draft_is_not_asked_for_what_the_targets_images_need(released, version: str) -> None:
+    """Gemma 4 with images: its model class names TRITON_ATTN."""
+    config = old(Backend.TRITON_ATTN, model_config=seen_both_ways())
+    patched = released(version)
+    assert (patched.target(config), patched.draft(config)) == ("TRITON_ATTN", "FLASH_ATTN")
+
+
+@pytest.mark.parametrize("version", OLD)
+def test_the_draft_has_a_configuration_of_its_own_and_shares_the_rest(released, version: str) -> None:
+    config = old(Backend.TRITON_ATTN, speculative_config=Speculative(moe_backend="triton"))
+    before = dataclasses.asdict(config)
+    _, draft = released(version).load(config)
+    assert dataclasses.asdict(config) == before
+    assert not dflash_backend.needs_non_causal(config)
+    assert dflash_backend.needs_non_causal(draft)
+    assert draft.attention_config.flash_attn_version == config.attention_config.flash_attn_version
+    assert draft.kernel_config.moe_backend == "triton"
+    # The draft's layers enter the table that the runner reads.
+    assert draft.compilation_config is config.compilation_config
+
+
+def test_only_later_versions_let_a_user_name_the_drafts_backend(vllm_tree: Callable) -> None:
+    """So in 0.20 there is no name to honour but the target's."""
+    have = {
+        version
+        for version in SUPPORTED
+        if "attention_backend" in fields(vllm_tree(version).read("vllm/config/speculative.py"), "SpeculativeConfig")
+    }
+    assert have == set(SUPPORTED) - set(OLD)
+
+
+def fields(text: str, name: str) -> set[str]:
+    (node,) = (node for node in ast.parse(text).body if isinstance(node, ast.ClassDef) and node.name == name)
+    return {one.target.id for one in node.body if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)}
+
+
+@pytest.mark.parametrize("version", TEXT_ONLY)
+def test_a_text_only_draft_is_not_left_with_flex_attention(released, version: str) -> None:
+    config = new(Backend.TRITON_ATTN, model_config=seen_both_ways())
+    stock = released(version, patched=False)
+    assert (stock.target(config), stock.draft(config)) == ("TRITON_ATTN", "FLEX_ATTENTION")
+    patched = released(version)
+    assert (patched.target(config), patched.draft(config)) == ("TRITON_ATTN", "FLASH_ATTN")
+
+
+@pytest.mark.parametrize("version", SUPPORTED[SUPPORTED.index("0.21.0") :])
+def test_later_drafts_never_have_the_targets_backend(vllm_tree: Callable, version: str) -> None:
+    """What the `not_needed` entries and the thinner variants rest on, on the V1 runner."""
+    made = proposer(vllm_tree(version), {}, lambda vllm_config, **_: vllm_config)()
+    for named in (None, Backend.FLEX_ATTENTION):
+        config = new(Backend.TRITON_ATTN, speculative_config=Speculative(attention_backend=named))
+        made.vllm_config, made.speculative_config, made.dflash_causal = config, config.speculative_config, False
+        draft = made._create_draft_vllm_config()
+        assert (draft.attention_config.backend, draft.attention_config.use_non_causal) == (named, True)
+        assert (config.attention_config.backend, config.attention_config.use_non_causal) == (Backend.TRITON_ATTN, False)
+
+
+def loaded_by_v2(tree: Any, named: Backend | None, **choices: str) -> Config:
+    """The configuration under which Model Runner V2 builds the draft."""
+
+    class Loaded(Exception):
+        pass
+
+    def load(vllm_config: Config, model_config: Any) -> None:
+        raise Loaded(vllm_config)
+
+    config = new(Backend.TRITON_ATTN, speculative_config=Speculative(attention_backend=named))
+    function = take(
+        text_of(tree, V2_LOADER, **choices),
+        "load_dflash_model",
+        given={"replace": dataclasses.replace, "get_model": load, "get_dflash_causal": lambda _: False},
+    )
+    with pytest.raises(Loaded) as loaded:
+        function(None, config)
+    return loaded.value.args[0]
+
+
+@pytest.mark.parametrize("named", [None, Backend.FLEX_ATTENTION])
+def test_model_runner_v2_reads_the_drafts_backend(vllm_tree: Callable, named: Backend | None) -> None:
+    tree = vllm_tree("0.24.0")
+    assert loaded_by_v2(tree, named, **{GATE: "off"}).attention_config.backend is Backend.TRITON_ATTN
+    draft = loaded_by_v2(tree, named)
+    assert (draft.attention_config.backend, draft.attention_config.use_non_causal) == (named, True)
+
+
+def test_model_runner_v2_does_so_itself_in_later_versions(vllm_tree: Callable) -> None:
+    wrong = []
+    for version in SUPPORTED[SUPPORTED.index("0.25.0") :]:
+        text = vllm_tree(version).read(V2_LOADER)
+        calls = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.keyword) and node.arg == "backend"]
+        if [ast.unparse(node.value) for node in calls] != ["speculative_config.attention_backend"]:
+            wrong.append(version)
+    assert wrong == []
+
+
+@pytest.mark.parametrize("version", SHARED_FLAG)
+def test_the_targets_images_stay_seen_in_both_directions(vllm_tree: Callable, version: str) -> None:
+    def flags(**choices: str) -> tuple[bool, bool]:
+        config = new(Backend.TRITON_ATTN, model_config=seen_both_ways())
+        made = proposer(vllm_tree(version), choices, lambda **_: None)()
+        made.vllm_config, made.speculative_config, made.dflash_causal = config, config.speculative_config, False
+        draft = made._create_draft_vllm_config()
+        return tuple(one.model_config.model_arch_config.is_mm_prefix_lm for one in (config, draft))
+
+    assert flags(**{GATE: "off"}) == (False, False)
+    assert flags() == (True, False)
+
+
+def test_a_configuration_without_the_flag_leaves_the_given_one_alone() -> None:
+    config = new(model_config=seen_both_ways())
+    before = dataclasses.asdict(config)
+    assert not dflash_backend.without_mm_prefix(config).model_config.model_arch_config.is_mm_prefix_lm
+    assert dataclasses.asdict(config) == before
+
+
+@pytest.mark.parametrize("version", SUPPORTED)
+def test_the_hunks_import_what_they_call(vllm_tree: Callable, version: str) -> None:
+    """The tests give the executed parts these names, so the import lines are looked at here."""
+    catalog = load_catalog(version=version)
+    (feature,) = (one for one in catalog.features if one.id == "dflash-draft-backend")
+    plan = make_plan(Catalog((feature,)), vllm_tree(version), {})
+    for path, file in plan.files.items():
+        module = ast.parse(file.text)
+        imported = {
+            (node.module, name.name)
+            for node in module.body
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vllm_hwplugin.")
+            for name in node.names
+        }
+        for source, name in imported:
+            assert hasattr(importlib.import_module(source), name), f"{path}: {source}.{name}"
+        ours = {"draft_config", "needs_non_causal", "without_mm_prefix", "layouts_clash"}
+        called = {node.func.id for node in ast.walk(module) if is_call(node)} & ours
+        assert called == {name for _, name in imported}, path
+
+
+def is_call(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+
+
+def test_flash_attention_reads_the_shared_flag_from_0_28_on(vllm_tree: Callable) -> None:
+    """Until then nothing does after the draft was loaded, and the feature leaves those versions alone."""
+    reads = {version for version in SUPPORTED if "is_mm_prefix_lm" in vllm_tree(version).read(FLASH_ATTENTION)}
+    assert reads == set(SHARED_FLAG)
+
+
+@pytest.mark.engine
+def test_the_installed_proposer_clears_the_flag_in_a_copy(patched_module) -> None:
+    """The same with vLLM's own configuration classes, whose `replace` runs all of their checks again."""
+    from vllm.config import ModelConfig as RealModelConfig
+    from vllm.config import VllmConfig
+
+    from vllm_hwplugin.bench import find_checkpoints
+
+    checkpoints = find_checkpoints(None)
+    model = RealModelConfig(model=str(checkpoints.target), dtype="bfloat16", max_model_len=256)
+    model.model_arch_config = dataclasses.replace(model.model_arch_config, is_mm_prefix_lm=True)
+    made = object.__new__(patched_module(DFLASH).DFlashProposer)
+    made.vllm_config, made.dflash_causal = VllmConfig(model_config=model), False
+    made.speculative_config = types.SimpleNamespace(moe_backend=None, attention_backend=None, kv_cache_dtype=None)
+    draft = made._create_draft_vllm_config()
+    assert isinstance(draft, VllmConfig)
+    assert not draft.model_config.is_mm_prefix_lm
+    assert draft.attention_config.use_non_causal
+    assert made.vllm_config.model_config is model
+    assert model.is_mm_prefix_lm
+    assert draft.compilation_config is made.vllm_config.compilation_config
+
+
+@pytest.mark.engine
+def test_the_drafts_configuration_is_one_of_vllms_own(notes, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.config import VllmConfig
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    # As in 0.20; the installed one has learnt it.
+    monkeypatch.setattr(CPUAttentionBackend, "supports_non_causal", classmethod(lambda cls: False))
+    target = VllmConfig()
+    target.attention_config.backend = AttentionBackendEnum.CPU_ATTN
+    draft = dflash_backend.draft_config(target)
+    assert isinstance(draft, VllmConfig)
+    assert draft.attention_config.backend is None
+    assert target.attention_config.backend is AttentionBackendEnum.CPU_ATTN
+    assert (dflash_backend.needs_non_causal(target), dflash_backend.needs_non_causal(draft)) == (False, True)
+    assert draft.compilation_config.static_forward_context is target.compilation_config.static_forward_context
