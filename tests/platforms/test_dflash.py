@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
 import logging
@@ -10,6 +11,7 @@ import os
 import pickle
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -19,9 +21,10 @@ from packaging.specifiers import SpecifierSet
 
 import vllm_hwplugin
 from vllm_hwplugin import bench, record
-from vllm_hwplugin.patching import Feature, FeatureState, PatchedFile, PatchingError, Plan, Variant, _runtime
+from vllm_hwplugin.patching import SUPPORTED, Feature, FeatureState, PatchedFile, PatchingError, Plan, Variant, _runtime
 from vllm_hwplugin.platforms import dflash
 from vllm_hwplugin.spec_decode.dflash_config import DFlashConfigError
+from vllm_hwplugin.spec_decode.dflash_sizes import capture_sizes
 
 from ..conftest import cannot_run
 
@@ -119,6 +122,11 @@ def test_vllms_own_sizes_become_whole_blocks_up_to_every_request(entry: record.P
     assert found[-1] == 800
     assert all(size % 4 == 0 for size in found)
     assert "up to 800 tokens (200 of 200 requests)" in decision(entry)
+
+
+def test_vllms_own_sizes_above_the_fullest_batch_stay(entry: record.ProcessRecord) -> None:
+    found = sizes(made_by_vllm(seqs=2, default=[1, 2, 4, 8, 16, 24, 32]))
+    assert found == [8, 16, 24, 32]
 
 
 def test_the_cudagraph_mode_is_not_touched(entry: record.ProcessRecord) -> None:
@@ -345,6 +353,17 @@ def test_a_whole_feature_that_is_lost_is_off_with_the_reason(
     assert line == f"dflash-full-graph: not live, vLLM runs stock there: {DRAFTER} was imported by someone"
 
 
+def test_a_loss_is_in_the_records_file(verified: Any, entry: record.ProcessRecord, tmp_path: Path) -> None:
+    record.begin(entry, tmp_path)
+    made_by_vllm(v2=True)
+    verified(BOTH, DRAFTER)
+    # The decision about the sizes is the same as before, so it writes nothing.
+    made_by_vllm(v2=True)
+    (written,) = record.read_all(tmp_path)
+    assert written.features["dflash-full-graph"]["state"] == "refused"
+    assert written.modules[DRAFTER] == "stock"
+
+
 @pytest.mark.parametrize(
     ("variable", "value"), [("VLLM_HWPLUGIN_STRICT", "1"), ("VLLM_HWPLUGIN_DFLASH_FULL_GRAPH", "on")]
 )
@@ -360,12 +379,63 @@ def test_a_feature_that_must_be_live_is_an_error(
 
 
 def test_half_a_feature_is_always_an_error(verified: Any, entry: record.ProcessRecord) -> None:
-    found = verified(BOTH, RUNNER)
+    # Of the other feature's modules none is stock, so it is not among what can be switched off to get on.
+    found = verified({**BOTH, "draft-loop-graph": ("vllm.loop", "vllm.step")}, RUNNER)
     with pytest.raises(_runtime.InstallError) as error:
         made_by_vllm()
     for part in ("half of its patches (draft-full-graph)", "by someone", "VLLM_HWPLUGIN_DRAFT_FULL_GRAPH=off"):
         assert part in str(error.value)
     assert not found.swapped
+
+
+# -- every supported version -------------------------------------------------------------------------------------------
+
+
+def methods(text: str, owner: str) -> dict[str, ast.FunctionDef]:
+    (found,) = [node for node in ast.parse(text).body if isinstance(node, ast.ClassDef) and node.name == owner]
+    return {node.name: node for node in found.body if isinstance(node, ast.FunctionDef)}
+
+
+@pytest.mark.parametrize("version", SUPPORTED)
+def test_vllm_calls_the_hooks_around_its_own_sizes(version: str, vllm_tree: Callable[[str], Any]) -> None:
+    """The first before it fills in sizes, the second before it makes anything of them."""
+    tree = vllm_tree(version)
+    config = methods(tree.read("vllm/config/vllm.py"), "VllmConfig")
+    body = ast.unparse(config["__post_init__"])
+    calls = [
+        "current_platform.apply_config_platform_defaults(self)",
+        "self._set_cudagraph_sizes()",
+        "current_platform.check_and_update_config(self)",
+        "self.compilation_config.set_splitting_ops_for_v1(",
+    ]
+    assert all(body.count(call) == 1 for call in calls)
+    places = [body.index(call) for call in calls]
+    assert places == sorted(places)
+    assert "cudagraph_capture_sizes" not in body[places[2] :]
+    assert "cudagraph_capture_sizes" not in body[: places[0]]
+    # Where the property is missing, the variable has to be there.
+    assert "use_v2_model_runner" in config or "VLLM_USE_V2_MODEL_RUNNER: bool = False" in tree.read("vllm/envs.py")
+    compilation = methods(tree.read("vllm/config/compilation.py"), "CompilationConfig")
+    assert "self.cudagraph_capture_sizes" in ast.unparse(compilation["post_init_cudagraph_sizes"])
+
+
+@pytest.mark.parametrize("version", SUPPORTED)
+def test_no_version_rounds_the_sizes_again(version: str, vllm_tree: Callable[[str], Any]) -> None:
+    """The V1 runner rounds them to whole blocks once it knows its attention backends; these it leaves as they are."""
+    text = vllm_tree(version).read("vllm/config/compilation.py")
+    rounding = methods(text, "CompilationConfig")["adjust_cudagraph_sizes_for_spec_decode"]
+    names: dict[str, Any] = {"round_up": lambda size, multiple: -(-size // multiple) * multiple}
+    exec(compile(ast.Module([rounding], []), version, "exec"), names)
+    parallel = [1] if len(rounding.args.args) == 3 else []
+    for block, seqs in ((2, 7), (8, 200), (6, 33)):
+        before = list(capture_sizes(block, seqs, 4096, default_sizes=VLLMS_OWN).sizes)
+        config = SimpleNamespace(
+            cudagraph_capture_sizes=list(before),
+            max_cudagraph_capture_size=before[-1],
+            pass_config=SimpleNamespace(enable_sp=False),
+        )
+        names[rounding.name](config, block, *parallel)
+        assert config.cudagraph_capture_sizes == before
 
 
 # -- the real VllmConfig ----------------------------------------------------------------------------------------------

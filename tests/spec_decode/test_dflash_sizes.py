@@ -115,6 +115,11 @@ def test_where_none_of_the_users_sizes_is_left_blocks_up_to_the_largest_take_the
     assert capture_sizes(8, 256, 2048, user_sizes=[1, 2, 4]).sizes == (8,)
 
 
+def test_sizes_that_hold_nothing_are_dropped() -> None:
+    found = capture_sizes(8, 256, 2048, user_sizes=[-8, 0, 8])
+    assert (found.sizes, [item.size for item in found.dropped]) == ((8,), [-8, 0])
+
+
 def test_a_largest_size_of_the_user_bounds_the_ladder() -> None:
     assert capture_sizes(8, 256, 2048, user_max=30).sizes == (8, 16, 24)
     assert capture_sizes(8, 256, 2048, user_max=7).sizes == ()
