@@ -7,7 +7,7 @@ reach the user; those of the platform function do not, so it raises none.
 """
 
 
-def platform() -> "str | None":
+def platform() -> str | None:
     """Offer a platform class (entry point ``hwplugin`` of the group ``vllm.platform_plugins``).
 
     vLLM calls it while vLLM is being imported, so it imports neither vLLM nor torch nor the patch engine.

@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A clean decision for each test, and vLLM's real platform modules of any version."""
+"""A clean decision for each test, vLLM's real platform modules of any version, and a Moore Threads host to try on."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+import vllm_hwplugin.platforms as package
 from vllm_hwplugin import gates, record
 from vllm_hwplugin.platforms import _offer
 
-from .realvllm import Load, RealVllm
+from . import standins
+from .realvllm import Load, RealVllm, own
 
 
 @pytest.fixture(autouse=True)
@@ -43,3 +46,28 @@ def real_vllm(monkeypatch: pytest.MonkeyPatch, vllm_tree: Callable[[str], Any]) 
     for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
         del sys.modules[name]
     sys.modules.update(before)
+
+
+@pytest.fixture
+def dflash(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the platform classes call for DFlash, noted."""
+    calls: list[str] = []
+    hooks = SimpleNamespace(
+        note_user_sizes=lambda config: calls.append("note_user_sizes"),
+        check_and_update_config=lambda config: calls.append("check_and_update_config"),
+    )
+    monkeypatch.setattr(package, "dflash", hooks, raising=False)
+    return calls
+
+
+@pytest.fixture
+def musa_host(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """A host with the three packages; what ``torch.musa`` is asked is noted."""
+    torch = pytest.importorskip("torch")
+    calls: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(torch, "musa", standins.musa(calls), raising=False)
+    monkeypatch.setitem(sys.modules, "torchada", standins.torchada())
+    monkeypatch.setitem(sys.modules, "pymtml", standins.pymtml())
+    # Made anew, so that it binds the stand-in; and so that no later test meets it.
+    monkeypatch.setattr(package, "_mtml", own("vllm_hwplugin.platforms._mtml"), raising=False)
+    return calls

@@ -28,34 +28,6 @@ every_version = pytest.mark.parametrize("version", SUPPORTED)
 INTERFACE = "vllm/platforms/interface.py"
 
 
-@pytest.fixture
-def dflash(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What the platform classes call for DFlash, noted."""
-    import vllm_hwplugin.platforms as package
-
-    calls: list[str] = []
-    hooks = SimpleNamespace(
-        note_user_sizes=lambda config: calls.append("note_user_sizes"),
-        check_and_update_config=lambda config: calls.append("check_and_update_config"),
-    )
-    monkeypatch.setattr(package, "dflash", hooks, raising=False)
-    return calls
-
-
-@pytest.fixture
-def musa_host(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    torch = pytest.importorskip("torch")
-    import vllm_hwplugin.platforms as package
-
-    calls: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(torch, "musa", standins.musa(calls), raising=False)
-    monkeypatch.setitem(sys.modules, "torchada", standins.torchada())
-    monkeypatch.setitem(sys.modules, "pymtml", standins.pymtml())
-    # Made anew, so that it binds the stand-in; and so that no later test meets it.
-    monkeypatch.setattr(package, "_mtml", own("vllm_hwplugin.platforms._mtml"), raising=False)
-    return calls
-
-
 @every_version
 @pytest.mark.parametrize("nvml", [True, False], ids=["nvml", "jetson"])
 def test_the_cuda_class_is_cuda_and_overrides_two_methods(

@@ -34,6 +34,17 @@ def test_an_index_that_the_driver_does_not_have_is_its_error(mtml: ModuleType) -
         mtml.name(3)
 
 
+def test_a_chain_of_links_is_no_full_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    chain = [
+        standins.Gpu("MTT S5000", f"uuid-{index}", b"", 1, (f"uuid-{index - 1}", f"uuid-{index + 1}"))
+        for index in range(3)
+    ]
+    monkeypatch.setitem(sys.modules, "pymtml", standins.pymtml(chain))
+    mtml = own("vllm_hwplugin.platforms._mtml")
+    assert mtml.fully_connected([0, 1])
+    assert not mtml.fully_connected([0, 1, 2])
+
+
 @pytest.mark.parametrize(
     ("indices", "connected"), [([0, 1], True), ([0], True), ([], True), ([0, 2], False), ([0, 1, 2], False)]
 )

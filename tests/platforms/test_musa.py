@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the MUSA platform does, on the oldest and the newest ``Platform`` and stand-ins of the vendor's packages."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from . import standins
+from .realvllm import Load, own
+
+FIRST, LAST = "0.20.0", "0.33.0"
+
+
+@pytest.fixture(params=[FIRST, LAST])
+def platform(
+    request: pytest.FixtureRequest, real_vllm: Load, musa_host: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> Any:
+    monkeypatch.delenv("MUSA_VISIBLE_DEVICES", raising=False)
+    real_vllm(request.param)
+    return own("vllm_hwplugin.platforms.musa").MusaPlatform()
+
+
+def test_facts_are_of_the_gpu_that_is_visible(platform: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (platform.get_device_name(), platform.device_count()) == ("MTT S5000", 3)
+    monkeypatch.setenv("MUSA_VISIBLE_DEVICES", "2,0")
+    assert platform.device_count() == 2
+    assert platform.get_device_name() == "MTT S4000"
+    assert platform.get_device_uuid(1) == "uuid-0"
+    assert platform.get_device_total_memory(0) == 48 << 30
+
+
+def test_facts_of_the_host_do_not_depend_on_what_is_visible(platform: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MUSA_VISIBLE_DEVICES", "2")
+    assert platform.get_all_gpu_pci_bus_ids() == {0: "0000:3b:00.0", 1: "0000:5e:00.0", 2: "0000:86:00.0"}
+    assert platform.is_fully_connected([0, 1])
+    assert not platform.is_fully_connected([0, 2])
+
+
+def test_the_capability_is_on_no_cuda_scale_and_asked_once(platform: Any, musa_host: list[Any]) -> None:
+    assert [platform.get_device_capability(0).as_version_str() for _ in range(2)] == ["3.1", "3.1"]
+    assert musa_host == [("get_device_capability", 0)]
+    assert not platform.has_device_capability(80)
+    assert platform.num_compute_units(1) == 56
+    assert musa_host[-1] == ("get_device_properties", 1)
+
+
+def test_the_process_uses_torch_musa(platform: Any, musa_host: list[Any]) -> None:
+    platform.set_device("musa:1")
+    platform.manual_seed_all(7)
+    assert platform.get_current_memory_usage("musa:1") == 4096.0
+    assert musa_host == [
+        ("set_device", "musa:1"),
+        ("manual_seed_all", 7),
+        ("empty_cache",),
+        ("reset_peak_memory_stats", "musa:1"),
+        ("max_memory_allocated", "musa:1"),
+    ]
+
+
+def test_a_type_is_tried_on_the_device(platform: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    # torch without torch_musa has no such device, and fails there for every type.
+    with pytest.raises(ValueError, match=r"MTT S5000 does not compute with torch\.bfloat16"):
+        platform.check_if_supports_dtype(torch.bfloat16)
+    monkeypatch.setattr(type(platform), "device_type", "cpu")
+    platform.check_if_supports_dtype(torch.bfloat16)
+    with pytest.raises(ValueError, match="--dtype=half"):
+        platform.check_if_supports_dtype(torch.uint4)
+
+
+def config(**passes: bool) -> Any:
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(worker_cls="auto"),
+        model_config=SimpleNamespace(is_mm_prefix_lm=False),
+        scheduler_config=SimpleNamespace(is_multimodal_model=True, disable_chunked_mm_input=False),
+        compilation_config=SimpleNamespace(pass_config=SimpleNamespace(**passes)),
+    )
+
+
+def test_a_configuration_gets_worker_and_passes_and_dflash_comes_last(platform: Any, dflash: list[str]) -> None:
+    made = config(fuse_norm_quant=True, eliminate_noops=True)
+    platform.apply_config_platform_defaults(made)
+    assert dflash == ["note_user_sizes"]
+    platform.check_and_update_config(made)
+    assert dflash == ["note_user_sizes", "check_and_update_config"]
+    assert made.parallel_config.worker_cls == "vllm_hwplugin.platforms.musa_worker.MusaWorker"
+    assert vars(made.compilation_config.pass_config) == {"fuse_norm_quant": False, "eliminate_noops": True}
+    assert made.scheduler_config.disable_chunked_mm_input is False
+
+
+def test_a_worker_that_the_user_chose_stays(platform: Any, dflash: list[str]) -> None:
+    made = config()
+    made.parallel_config.worker_cls = "theirs.Worker"
+    platform.check_and_update_config(made)
+    assert made.parallel_config.worker_cls == "theirs.Worker"
+
+
+def test_images_are_not_split_where_the_model_attends_in_both_directions(platform: Any, dflash: list[str]) -> None:
+    made = config()
+    made.model_config.is_mm_prefix_lm = True
+    platform.check_and_update_config(made)
+    assert made.scheduler_config.disable_chunked_mm_input is True
+
+
+def test_a_configuration_without_a_model_is_possible(platform: Any, dflash: list[str]) -> None:
+    made = config()
+    made.model_config = None
+    platform.check_and_update_config(made)
+    assert dflash == ["check_and_update_config"]
+
+
+def test_the_environment_is_prepared_and_the_users_values_stay(
+    platform: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    # Set first, so that what the platform sets is taken back after the test.
+    for name in ("VLLM_USE_V2_MODEL_RUNNER", "VLLM_WORKER_MULTIPROC_METHOD"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
+    caplog.set_level(logging.WARNING, "vllm.hwplugin")
+    platform.pre_register_and_update()
+    assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "0"
+    assert os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == "fork"
+    assert caplog.messages == ["VLLM_WORKER_MULTIPROC_METHOD=fork is kept on MUSA, where spawn is expected"]
+
+
+def test_graphs_are_on_and_custom_all_reduce_is_off(platform: Any) -> None:
+    assert platform.support_static_graph_mode()
+    assert platform.opaque_attention_op()
+    assert platform.support_hybrid_kv_cache()
+    assert platform.use_custom_op_collectives()
+    assert not platform.use_custom_allreduce()
+    assert not platform.is_sleep_mode_available()
+    assert platform.check_runner_kv_caches_multi_layer() is None
+
+
+def test_the_worker_is_vllms_own_with_the_device_it_looks_for(
+    real_vllm: Load, musa_host: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    seen: list[str] = []
+
+    class Worker:
+        def __init__(self) -> None:
+            self.device_config = SimpleNamespace(device_type="musa")
+
+        def init_device(self) -> None:
+            seen.append(self.device_config.device_type)
+
+    real_vllm(LAST)
+    stock = ModuleType("vllm.v1.worker.gpu_worker")
+    stock.Worker = Worker  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm.v1.worker.gpu_worker", stock)
+    worker = own("vllm_hwplugin.platforms.musa_worker").MusaWorker()
+    is_available = torch.cuda.is_available
+    worker.init_device()
+    assert (seen, worker.device_config.device_type) == (["cuda"], "musa")
+    assert torch.cuda.is_available is is_available
+
+
+def test_a_host_that_torchada_takes_for_another_is_an_error_with_the_way_out(
+    real_vllm: Load, musa_host: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real_vllm(LAST)
+    monkeypatch.setitem(sys.modules, "torchada", standins.torchada("cuda"))
+    with pytest.raises(ImportError, match=r"expected musa.*VLLM_HWPLUGIN_PLATFORM=off"):
+        own("vllm_hwplugin.platforms.musa")
