@@ -4,12 +4,10 @@ import json
 import sys
 from pathlib import Path
 
-from vllm_hwplugin.plugin import register
-
 
 def main(job: dict) -> dict:
-    register()
     from vllm import LLM, SamplingParams
+    from vllm.platforms import current_platform
 
     from vllm_hwplugin import record
 
@@ -42,6 +40,8 @@ def main(job: dict) -> dict:
         "drafts": drafts,
         "accepted": [count / steps for count in accepted],
         "decisions": dict(record.current().decisions) if graphs is not None else {},
+        "platform": f"{type(current_platform).__module__}.{type(current_platform).__qualname__}",
+        "sizes": runner.compilation_config.cudagraph_capture_sizes,
         "captured": 0 if graphs is None or graphs._graphs is None else len(graphs._graphs.concrete_cudagraph_entries),
     }
 

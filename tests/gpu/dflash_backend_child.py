@@ -5,11 +5,8 @@ import json
 import sys
 from pathlib import Path
 
-from vllm_hwplugin.plugin import register
-
 
 def main(job: dict) -> dict:
-    register()
     from vllm import LLM, SamplingParams
 
     from vllm_hwplugin import record

@@ -19,6 +19,7 @@ import pytest
 from packaging.version import Version
 
 from vllm_hwplugin.bench import engine_environment, find_checkpoints, load_prompts
+from vllm_hwplugin.bench._entry_points import provide
 from vllm_hwplugin.bench._launch import child_environment
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine]
@@ -65,7 +66,9 @@ def run(
     with log.open("wb") as stream:
         ended = subprocess.run(
             [*command, str(folder / f"{name}.job.json"), str(answer)],
-            env=child_environment(engine_environment("cuda", patched=patched, v2_runner=v2_runner)),
+            env=child_environment(
+                engine_environment("cuda", patched=patched, v2_runner=v2_runner), provide(folder / f"{name} metadata")
+            ),
             stdout=stream,
             stderr=subprocess.STDOUT,
             timeout=400,

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from vllm_hwplugin.bench import engine_environment, find_checkpoints, load_prompts
+from vllm_hwplugin.bench._entry_points import provide
 from vllm_hwplugin.bench._launch import child_environment
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine]
@@ -165,7 +166,9 @@ def run_both(case: dict[str, Any], folder: Path) -> dict[str, dict[str, Any]]:
     children = {}
     for side in ("stock", "patched"):
         extra = case.get("environment", {}) if side == "patched" else {}
-        environment = child_environment(engine_environment("cuda", patched=side == "patched", extra=extra))
+        environment = child_environment(
+            engine_environment("cuda", patched=side == "patched", extra=extra), provide(folder / side / "metadata")
+        )
         command = [sys.executable, str(Path(__file__).with_name("child.py")), str(folder / "job.json")]
         log = (folder / f"{side}.log").open("wb")
         children[side] = subprocess.Popen(
@@ -195,6 +198,12 @@ def test_drafts_equal_stock(name: str, tmp_path: Path) -> None:
             stream.write(json.dumps({"case": name, **facts}) + "\n")
     assert stock["captured"] == 0
     assert patched["captured"] > 0, patched["decisions"]
+    assert patched["platform"].startswith("vllm_hwplugin.")
+    if "dflash" in name:
+        width = 1 + len(patched["accepted"])
+        # The platform class makes every size a whole block, for every number of requests up to the limit.
+        assert {size % width for size in patched["sizes"]} == {0}
+        assert patched["sizes"][-1] == 13 * width
     for one, other in zip(patched["accepted"], stock["accepted"], strict=True):
         assert abs(one - other) <= ACCEPTANCE_TOLERANCE
     if not CASES[name].get("near_ties"):

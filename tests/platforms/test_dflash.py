@@ -542,7 +542,6 @@ def test_modules_that_were_imported_too_early_are_swapped(processes: dict[str, A
     assert found["role"] == ("parent" if where.startswith("parent") else "child")
 
 
-@pytest.mark.xfail(strict=True, reason="the hunk sets a class attribute, which is no code that could be swapped")
 def test_the_drafters_graphs_are_swapped_too(processes: dict[str, Any]) -> None:
     found = processes["everything on"]
     assert found["patched"] == TARGETS

@@ -99,8 +99,6 @@ def make_dflash(modules: Modules, k: int, config: Any):
     module = modules.dflash
 
     class DFlashProposer(module.DFlashProposer):
-        supports_sd_full_graph = getattr(module.DFlashProposer, "supports_sd_full_graph", False)
-
         def __init__(self):
             self.vllm_config, self.method, self.device = config, "dflash", torch.device("cpu")
             self.compilation_config = config.compilation_config
@@ -146,6 +144,9 @@ def make_dflash(modules: Modules, k: int, config: Any):
                 module.fit_query_buffers(self)
                 self.draft_context = module.ContextGraphs(self)
 
+    # The stand-in takes the class's place, so it carries the class's own mark.
+    for name in {"supports_sd_full_graph"} & vars(module.DFlashProposer).keys():
+        setattr(DFlashProposer, name, vars(module.DFlashProposer)[name])
     return DFlashProposer()
 
 

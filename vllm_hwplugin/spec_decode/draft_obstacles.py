@@ -72,7 +72,7 @@ def facts_of(proposer: Any, target_mode: CUDAGraphMode, first: FirstPass) -> Dra
         proposer=cls.__name__,
         target_mode=target_mode,
         # A class whose own drafting code a feature has patched carries the mark itself; a subclass does not inherit it.
-        covered=cls.__name__ in _KNOWN_PROPOSERS or vars(cls).get("supports_sd_full_graph", False),
+        covered=cls.__name__ in _KNOWN_PROPOSERS or "supports_sd_full_graph" in vars(cls),
         enforce_eager=proposer.speculative_config.enforce_eager,
         padded_batch=not proposer.speculative_config.disable_padded_drafter_batch,
         data_parallel_size=parallel.data_parallel_size,
