@@ -90,7 +90,8 @@ def load_job(
             "num_speculative_tokens": settings.k,
         },
         # Room for every request's drafts and for a part of a prompt: prefill in pieces, mixed with decode.
-        "max_num_batched_tokens": max(256, settings.max_num_seqs * (1 + settings.k) + 128),
+        # vLLM keeps the draft's slots out of the budget, so a full batch needs it twice.
+        "max_num_batched_tokens": max(256, 2 * settings.max_num_seqs * (1 + settings.k) + 128),
     }
     extra = {**settings.vllm_environment, **(settings.patched_environment if patched else {})}
     environment = engine_environment(host.device, patched=patched, extra=extra)
