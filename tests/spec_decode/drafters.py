@@ -330,6 +330,15 @@ def propose(proposer, batch: dict[str, Any]) -> torch.Tensor:
     return proposer.propose(**arguments | {"common_attn_metadata": clone_metadata(batch["common_attn_metadata"])})
 
 
+def compare(stock, graphed, batch):
+    """Both propose for one batch; returns the drafts, which are the same."""
+    expected, got = propose(stock, batch), propose(graphed, batch)
+    assert got.tolist() == expected.tolist()
+    # All but the row for padding slots: padded rows wrote nowhere, and every real row wrote where stock did.
+    assert torch.equal(graphed.model.cache[:-1], stock.model.cache[:-1])
+    return got
+
+
 def boot(proposer, mode: CUDAGraphMode, runner: Runner) -> None:
     """What vLLM's boot does with the drafter: keys, then capture."""
     from vllm_hwplugin.spec_decode.draft_graphs import capture_draft_graphs
