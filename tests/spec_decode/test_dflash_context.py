@@ -12,12 +12,14 @@ pytest.importorskip("vllm")
 from vllm.config import CUDAGraphMode  # noqa: E402
 from vllm.forward_context import BatchDescriptor  # noqa: E402
 
-from vllm_hwplugin.spec_decode.dflash_context import fit_query_buffers  # noqa: E402
+from vllm_hwplugin.patching import SUPPORTED  # noqa: E402
+from vllm_hwplugin.spec_decode.dflash_context import ContextGraphs, fit_query_buffers  # noqa: E402
 from vllm_hwplugin.spec_decode.fallback import FeatureRequired  # noqa: E402
 from vllm_hwplugin.spec_decode.first_pass import FirstPass, first_pass_of  # noqa: E402
 
 from .drafters import MAX_REQS, MAX_TOKENS, Runner, boot, compare  # noqa: E402
 from .recorded_graph import RecordedGraphs  # noqa: E402
+from .released import take, text_of  # noqa: E402
 
 FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
 BOTH, DECODE_ONLY = CUDAGraphMode.FULL_AND_PIECEWISE, CUDAGraphMode.FULL_DECODE_ONLY
@@ -254,3 +256,45 @@ def test_many_short_requests_fit_the_query_buffers(make_dflash):
     assert (1 + 15) * MAX_REQS > MAX_TOKENS
     proposer = make_dflash("graphs", 15)
     assert proposer.input_ids.shape[0] == 16 * MAX_REQS
+
+
+# -- the hunks in the constructor, in every version --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("version", SUPPORTED)
+def test_the_constructor_checks_first_and_then_makes_room(vllm_tree, version):
+    calls = []
+
+    class Base:
+        def __init__(self, vllm_config, device, pass_hidden_states_to_model, runner):
+            calls.append("weights may be loaded from here on")
+            self.num_speculative_tokens, self.max_batch_size, self.max_num_tokens = 3, 4, 8
+            self.max_model_len, self.block_size, self.parallel_drafting_token_id = 64, 4, 0
+            self.input_ids = torch.zeros(self.max_num_tokens, dtype=torch.int32)
+            self.compilation_config = vllm_config.compilation_config
+            self.draft_model_config = types.SimpleNamespace(
+                hf_config=types.SimpleNamespace(dflash_config={}, num_hidden_layers=0)
+            )
+
+    given = {
+        "SpecDecodeBaseProposer": Base,
+        "torch": torch,
+        "check_dflash": lambda config: calls.append("checked"),
+        "fit_query_buffers": fit_query_buffers,
+        "ContextGraphs": ContextGraphs,
+        "_copy_and_expand_dflash_inputs": types.SimpleNamespace(register_warmup=lambda **_: None),
+    }
+    text = text_of(vllm_tree(version), "vllm/v1/spec_decode/dflash.py")
+    kept = {"__init__", "supports_sd_full_graph", "dflash_config"}
+    patched = take(text, "DFlashProposer", kept, given=given)
+    config = types.SimpleNamespace(
+        speculative_config=types.SimpleNamespace(method="dflash"),
+        compilation_config=types.SimpleNamespace(max_cudagraph_capture_size=24),
+    )
+    proposer = patched(config, torch.device("cpu"))
+    assert calls == ["checked", "weights may be loaded from here on"]
+    assert "supports_sd_full_graph" in vars(patched)
+    assert proposer.supports_sd_full_graph
+    assert isinstance(proposer.draft_context, ContextGraphs)
+    # 4 requests of 1 + 3 queries, padded to the largest captured size.
+    assert [len(proposer.input_ids), len(proposer.positions), len(proposer._slot_mapping_buffer)] == [24, 24, 24]
