@@ -294,8 +294,8 @@ def _platform_class(
         names = " and ".join(f"{point.name} ({point.value})" for point in rivals)
         then = "this one steps aside" if choice.text == "auto" else "vLLM stops, because it takes one plugin's only"
         found.warnings.append(
-            f"another platform plugin is installed: {names}; where it offers a class, too, {then}: name the plugins that "
-            "are to be loaded in VLLM_PLUGINS"
+            f"another platform plugin is installed: {names}; where it offers a class, too, {then}: name the plugins "
+            "that are to be loaded in VLLM_PLUGINS"
         )
     return {"class": decision.qualname, "reason": decision.reason}
 
