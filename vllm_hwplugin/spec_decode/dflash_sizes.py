@@ -3,7 +3,7 @@
 
 In a decode step each request brings one block of 1 + k tokens, and vLLM finds a FULL graph by the exact multiple. Its
 own list counts tokens, ends at 512 of them (64 requests of 8), and is rounded to blocks afterwards. This one counts
-requests. Pure arithmetic: no torch, no vLLM.
+requests, up to a number of tokens that is safe without asking. Pure arithmetic: no torch, no vLLM.
 """
 
 from __future__ import annotations
@@ -13,6 +13,12 @@ from dataclasses import dataclass
 
 # Sizes in one octave of request counts. A batch is padded by less than the inverse of it.
 _RUNGS_PER_OCTAVE = 8
+
+#: Tokens of the largest size that the user did not ask for: 256 requests of 8. It is not free to go on to vLLM's 1024
+#: requests. FlashAttention 3 gives every batch up to the largest size, captured or not, up to 32 splits, whose buffers
+#: take 32 * heads * tokens * head size * 4 bytes: 1 GiB at 2048 tokens and 32 heads of 128, 8 GiB at 16384, and vLLM's
+#: memory profiling runs without attention. Prefill would be padded, and at such sizes the device is busy anyway.
+LARGEST_DEFAULT = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +56,8 @@ def capture_sizes(
     """The capture sizes of a DFlash engine.
 
     Every request count up to 16 has a size of its own, then eight counts an octave, so that less than an eighth of a
-    batch is padding; the fullest batch has one too. Sizes that the user gave are taken instead, as far as they are
-    whole blocks. Where none of them is, the sizes up to the largest one given are captured, at least a single block.
+    batch is padding; the fullest batch has one too. The sizes end at `LARGEST_DEFAULT` tokens where the user said
+    nothing of a largest one. Sizes that the user gave are taken instead, as far as they are whole blocks. Where none of them is, the sizes up to the largest one given are captured, at least a single block.
     The result, given back as the user's sizes, comes out unchanged.
 
     Args:
@@ -65,7 +71,7 @@ def capture_sizes(
     """
     limit = max_num_batched_tokens if user_max is None else min(max_num_batched_tokens, user_max)
     if user_sizes is None:
-        ladder = _ladder(block, max_num_seqs, limit)
+        ladder = _ladder(block, max_num_seqs, limit if user_max is not None else min(limit, LARGEST_DEFAULT))
         rounded = {-(-size // block) * block for size in default_sizes if size > (ladder[-1] if ladder else 0)}
         return CaptureSizes(tuple(sorted({*ladder, *(size for size in rounded if size <= limit)})))
 
@@ -100,9 +106,10 @@ def explain(found: CaptureSizes, block: int) -> str | None:
 def describe(sizes: Sequence[int], block: int, max_num_seqs: int) -> str:
     """The sizes in one phrase, for the log and the record."""
     covered = min(sizes[-1] // block, max_num_seqs)
+    more = "; max_cudagraph_capture_size takes a larger bound" if covered < max_num_seqs else ""
     return (
         f"{len(sizes)} capture sizes in blocks of {block} tokens, up to {sizes[-1]} tokens "
-        f"({covered} of {max_num_seqs} requests)"
+        f"({covered} of {max_num_seqs} requests{more})"
     )
 
 
