@@ -7,7 +7,14 @@ import random
 
 import pytest
 
-from vllm_hwplugin.spec_decode.dflash_sizes import CaptureSizes, Dropped, capture_sizes, describe, explain
+from vllm_hwplugin.spec_decode.dflash_sizes import (
+    LARGEST_DEFAULT,
+    CaptureSizes,
+    Dropped,
+    capture_sizes,
+    describe,
+    explain,
+)
 
 
 def random_cases(seed: int, count: int = 400) -> list[dict]:
@@ -46,7 +53,7 @@ def test_sizes_are_whole_blocks_ascending_and_within_every_limit(seed: int) -> N
 @pytest.mark.parametrize("seed", range(5))
 def test_the_fullest_batch_that_the_limits_allow_has_a_size_of_its_own(seed: int) -> None:
     for case in of_defaults(random_cases(seed)):
-        block, limit = case["block"], min(case["max_num_batched_tokens"], case["user_max"] or 1 << 30)
+        block, limit = case["block"], min(case["max_num_batched_tokens"], case["user_max"] or LARGEST_DEFAULT)
         fullest = min(case["max_num_seqs"], limit // block)
         sizes = capture_sizes(**case).sizes
         assert (sizes[-1] if sizes else 0) == fullest * block, case
@@ -82,6 +89,21 @@ def test_every_size_of_the_user_is_captured_or_explained(seed: int) -> None:
             text = explain(found, case["block"])
             assert (text is None) == (not lost)
             assert all(str(size) in text for size in lost)
+
+
+@pytest.mark.parametrize("max_num_batched_tokens", [8192, 16384])
+def test_what_vllm_takes_on_a_large_gpu_captures_no_more_than_stock(max_num_batched_tokens: int) -> None:
+    stock = [1, 2, 4, *range(8, 257, 8), *range(272, 513, 16)]
+    found = capture_sizes(16, 1024, max_num_batched_tokens, default_sizes=stock)
+    assert found.sizes[-1] == LARGEST_DEFAULT == 2048
+    assert len(found.sizes) == 40 <= len(stock)
+    # vLLM's own largest, on the GPUs where it is more.
+    assert capture_sizes(16, 64, 16384, default_sizes=[1024, 4096]).sizes[-1] == 4096
+
+
+def test_a_largest_size_of_the_user_may_be_above_the_bound() -> None:
+    assert capture_sizes(16, 1024, 16384, user_max=16384).sizes[-1] == 16384
+    assert capture_sizes(16, 1024, 16384, user_sizes=[16, 16384]).sizes == (16, 16384)
 
 
 def test_all_counts_up_to_sixteen_then_eight_an_octave() -> None:
@@ -129,4 +151,5 @@ def test_a_largest_size_of_the_user_bounds_the_ladder() -> None:
 
 def test_the_phrase_for_the_record_counts_requests_that_there_can_be() -> None:
     assert describe((8, 16, 64), 8, 2) == "3 capture sizes in blocks of 8 tokens, up to 64 tokens (2 of 2 requests)"
-    assert describe((8, 16), 8, 4).endswith("(2 of 4 requests)")
+    more = "max_cudagraph_capture_size takes a larger bound"
+    assert describe((8, 16), 8, 4).endswith(f"(2 of 4 requests; {more})")

@@ -14,10 +14,11 @@ from dataclasses import dataclass
 # Sizes in one octave of request counts. A batch is padded by less than the inverse of it.
 _RUNGS_PER_OCTAVE = 8
 
-#: Tokens of the largest size that the user did not ask for: 256 requests of 8. It is not free to go on to vLLM's 1024
-#: requests. FlashAttention 3 gives every batch up to the largest size, captured or not, up to 32 splits, whose buffers
-#: take 32 * heads * tokens * head size * 4 bytes: 1 GiB at 2048 tokens and 32 heads of 128, 8 GiB at 16384, and vLLM's
-#: memory profiling runs without attention. Prefill would be padded, and at such sizes the device is busy anyway.
+#: Tokens of the largest size that the user did not ask for: 256 requests of 8. Going on to the 1024 requests that vLLM
+#: takes on large GPUs has a price. Under FlashAttention 3 vLLM allows every batch up to the largest size, captured or
+#: not, 32 splits, with float32 buffers of [splits, heads, tokens, head size]: 1 GiB at 2048 tokens and 32 heads of 128,
+#: 8 GiB at 16384, once in the target's graphs and once in the drafter's, and memory profiling runs without attention.
+#: Batches that mix prefill and decode would be padded by up to an eighth, where the device is busy anyway.
 LARGEST_DEFAULT = 2048
 
 
@@ -56,9 +57,10 @@ def capture_sizes(
     """The capture sizes of a DFlash engine.
 
     Every request count up to 16 has a size of its own, then eight counts an octave, so that less than an eighth of a
-    batch is padding; the fullest batch has one too. The sizes end at `LARGEST_DEFAULT` tokens where the user said
-    nothing of a largest one. Sizes that the user gave are taken instead, as far as they are whole blocks. Where none of them is, the sizes up to the largest one given are captured, at least a single block.
-    The result, given back as the user's sizes, comes out unchanged.
+    batch is padding; the fullest batch has one too, unless it has more than `LARGEST_DEFAULT` tokens and the user set
+    no `max_cudagraph_capture_size`. Sizes that the user gave are taken instead, as far as they are whole blocks. Where
+    none of them is, the sizes up to the largest one given are captured, at least a single block. The result, given back
+    as the user's sizes, comes out unchanged.
 
     Args:
         block: tokens of a request in a decode step, 1 + num_speculative_tokens.
