@@ -219,5 +219,23 @@ def test_groups_without_keys_and_values_are_passed_over(monkeypatch: pytest.Monk
     monkeypatch.setattr(kv_layouts, "AttentionSpec", Spec)
     # A backend that cannot be asked for the shape of a cache.
     group = types.SimpleNamespace(kv_cache_spec=spec, kv_cache_group_id=gid, layer_names=["layer"], backend=None)
-    config = types.SimpleNamespace(kv_cache_tensors=[types.SimpleNamespace(shared_by=["layer"])])
-    assert kv_layouts.layouts_clash(config, [[group]], [BLOCK_SIZE], "auto") is False
+    other = types.SimpleNamespace(kv_cache_spec=Spec(), kv_cache_group_id=0, layer_names=["other"], backend=int)
+    config = types.SimpleNamespace(kv_cache_tensors=[types.SimpleNamespace(shared_by=["layer", "other"])])
+    assert kv_layouts.layouts_clash(config, [[group, other]], [BLOCK_SIZE], "auto") is False
+
+
+def test_an_engine_of_one_backend_is_not_asked_for_its_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stock asks only beside Mamba layers, and not every backend can tell which dimension counts its blocks."""
+    monkeypatch.setattr(kv_layouts, "AttentionSpec", Spec)
+
+    class Backend:
+        @classmethod
+        def get_kv_cache_block_dim(cls, *_: Any, **__: Any) -> int:
+            raise ValueError("1234567 is not in tuple")
+
+    groups = [
+        [types.SimpleNamespace(backend=Backend, layer_names=[name], kv_cache_spec=Spec(), kv_cache_group_id=index)]
+        for index, name in enumerate(("full", "sliding"))
+    ]
+    config = types.SimpleNamespace(kv_cache_tensors=[types.SimpleNamespace(shared_by=["full", "sliding"])])
+    assert not kv_layouts.layouts_clash(config, groups, [BLOCK_SIZE] * 2, "auto")

@@ -32,23 +32,26 @@ def layouts_clash(
         kernel_block_sizes: tokens a block, by KV cache group. A last group of layers without a cache has none.
         cache_dtype: ``CacheConfig.cache_dtype``, which decides the shape for some backends.
     """
-    block_dims: dict[str, int] = {}
+    groups: dict[str, Any] = {}
     for group in itertools.chain.from_iterable(attn_groups):
-        spec = group.kv_cache_spec
-        if not isinstance(spec, AttentionSpec) or group.kv_cache_group_id >= len(kernel_block_sizes):
-            continue
-        block_dim = group.backend.get_kv_cache_block_dim(
-            kernel_block_sizes[group.kv_cache_group_id],
-            spec.num_kv_heads,
-            spec.head_size,
-            cache_dtype_str=cache_dtype,
-        )
-        block_dims.update(dict.fromkeys(group.layer_names, block_dim))
+        if isinstance(group.kv_cache_spec, AttentionSpec) and group.kv_cache_group_id < len(kernel_block_sizes):
+            groups.update(dict.fromkeys(group.layer_names, group))
     for tensor in kv_cache_config.kv_cache_tensors:
-        if len({block_dims[name] for name in tensor.shared_by if name in block_dims}) > 1:
+        sharing = [groups[name] for name in tensor.shared_by if name in groups]
+        # One backend agrees with itself, and an engine without a second one is asked nothing that stock does not ask.
+        if len({group.backend for group in sharing}) < 2:
+            continue
+        if len({_block_dim(group, kernel_block_sizes[group.kv_cache_group_id], cache_dtype) for group in sharing}) > 1:
             record.note(
                 "dflash-draft-backend KV cache",
                 f"keys and values lie block by block, because {' and '.join(tensor.shared_by)} share memory",
             )
             return True
     return False
+
+
+def _block_dim(group: Any, block_size: int, cache_dtype: str) -> int:
+    spec = group.kv_cache_spec
+    return int(
+        group.backend.get_kv_cache_block_dim(block_size, spec.num_kv_heads, spec.head_size, cache_dtype_str=cache_dtype)
+    )
