@@ -48,9 +48,10 @@ def test_the_load_is_the_same_for_both_sides(asked, gpu_host):
     assert (stock.steps, stock.seed, stock.pool) == (patched.steps, patched.seed, patched.pool) == (10_000, 0, POOL)
     differing = {k for k in patched.environment if patched.environment[k] != stock.environment.get(k)}
     assert differing == {"VLLM_HWPLUGIN", "ONE"}
-    # One process, which a memory checker can follow, and prompts that are prefilled in pieces beside 32 x 8 drafts.
+    # One process, which a memory checker can follow. Room for 32 x 8 drafts twice over, as vLLM keeps the draft's slots
+    # out of the budget, and little enough that a few prompts at once are prefilled in pieces.
     assert patched.environment["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
-    assert 32 * 8 < patched.options["max_num_batched_tokens"] < 512
+    assert 2 * 32 * 8 < patched.options["max_num_batched_tokens"] < 4 * 192
     assert patched.options["compilation_config"] == {"cudagraph_mode": "FULL"}
     assert patched.options["speculative_config"]["num_speculative_tokens"] == 7
 
