@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM's processes do with a DFlash configuration, on the installed vLLM; run by test_dflash.py.
+"""What vLLM's processes do with a DFlash configuration, on the installed vLLM; run by test_dflash_processes.py.
 
 `python dflash_child.py configurations FOLDER` makes configurations under a platform that calls the hooks.
 `python dflash_child.py processes FOLDER` imports patched modules too early in this process, in forked and in spawned

@@ -1,15 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hooks for DFlash: on stand-ins, and on the real VllmConfig in fresh processes."""
+"""The hooks for DFlash on stand-ins; `test_dflash_processes` has them on the real VllmConfig."""
 
 from __future__ import annotations
 
 import ast
-import importlib.util
-import json
 import logging
-import os
 import pickle
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,16 +15,12 @@ from typing import Any
 import pytest
 from packaging.specifiers import SpecifierSet
 
-import vllm_hwplugin
-from vllm_hwplugin import bench, record
+from vllm_hwplugin import record
 from vllm_hwplugin.patching import SUPPORTED, Feature, FeatureState, PatchedFile, PatchingError, Plan, Variant, _runtime
 from vllm_hwplugin.platforms import dflash
 from vllm_hwplugin.spec_decode.dflash_config import DFlashConfigError
 from vllm_hwplugin.spec_decode.dflash_sizes import capture_sizes
 
-from ..conftest import cannot_run
-
-REPOSITORY = Path(vllm_hwplugin.__file__).parent.parent
 VLLMS_OWN = [1, 2, 4, *range(8, 257, 8), *range(272, 513, 16)]
 
 
@@ -436,141 +428,3 @@ def test_no_version_rounds_the_sizes_again(version: str, vllm_tree: Callable[[st
         )
         names[rounding.name](config, block, *parallel)
         assert config.cudagraph_capture_sizes == before
-
-
-# -- the real VllmConfig ----------------------------------------------------------------------------------------------
-
-
-def run_child(which: str, cache: Path) -> dict[str, Any]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("VLLM", "PYTHON"))}
-    environment = kept | {
-        "PYTHONPATH": str(REPOSITORY),
-        # The plugin is loaded where the test says so, not by its entry point.
-        "VLLM_PLUGINS": "",
-        "VLLM_HWPLUGIN_CACHE_DIR": str(cache),
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-    }
-    checkpoints = REPOSITORY / "tests" / "assets" / "small"
-    command = [sys.executable, str(Path(__file__).parent / "dflash_child.py"), which, str(checkpoints)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def needs_cpu_vllm() -> None:
-    if importlib.util.find_spec("vllm") is None:
-        cannot_run("no vLLM is installed")
-    if (device := bench.detect_host().device) != "cpu":
-        pytest.skip(f"the child processes stand on vLLM's CPU platform; vLLM runs on {device} here")
-
-
-@pytest.fixture(scope="module")
-def configurations(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    needs_cpu_vllm()
-    return run_child("configurations", tmp_path_factory.mktemp("cache"))
-
-
-@pytest.fixture(scope="module")
-def processes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    needs_cpu_vllm()
-    return run_child("processes", tmp_path_factory.mktemp("cache"))
-
-
-def test_a_real_configuration_gets_whole_blocks(configurations: dict[str, Any]) -> None:
-    plain = configurations["plain"]
-    # vLLM's own go on above 32 requests, for batches that mix prefill and decode.
-    assert plain["sizes"][:24] == [8 * count for count in (*range(1, 17), *range(18, 33, 2))]
-    assert plain["largest"] == plain["sizes"][-1] == 512
-    assert all(size % 8 == 0 for size in plain["sizes"])
-    assert plain["mode"] == "FULL_DECODE_ONLY"
-    assert plain["extra"] == []
-    many = configurations["many requests"]
-    assert (len(many["sizes"]), many["largest"]) == (48, 2048)
-
-
-def test_real_configurations_made_from_it_are_the_same(configurations: dict[str, Any]) -> None:
-    assert configurations["plain"] == configurations["replaced"] == configurations["pickled"]
-    assert configurations["same key"]
-    assert configurations["given"] == configurations["given, replaced"]
-
-
-def test_vllms_own_rounding_for_speculation_leaves_the_sizes(configurations: dict[str, Any]) -> None:
-    assert configurations["plain"] == configurations["adjusted"]
-
-
-def test_a_real_users_sizes(configurations: dict[str, Any]) -> None:
-    given = configurations["given"]
-    assert (given["sizes"], given["compile"]) == ([8, 64], [3, 8, 64])
-    assert "dropped: 1, 20 " in given["note"]
-    assert configurations["none left"]["sizes"] == [8, 16, 24]
-    assert configurations["bounded"]["sizes"] == [8, 16, 24, 32, 40, 48]
-    assert configurations["too small"]["sizes"] == [1, 2, 4]
-
-
-def test_real_configurations_that_are_left_to_vllm(configurations: dict[str, Any]) -> None:
-    assert configurations["piecewise"]["note"] == "left to vLLM: cudagraph_mode is PIECEWISE"
-    assert configurations["eager"]["sizes"] == []
-    assert configurations["no speculation"]["sizes"][:4] == [1, 2, 4, 8]
-
-
-def test_bad_input_ends_the_making_of_a_real_configuration(configurations: dict[str, Any]) -> None:
-    """pydantic wraps the error, and the message is in it."""
-    assert configurations["block"].startswith("ValidationError")
-    assert "num_speculative_tokens=8 does not fit the DFlash draft" in configurations["block"]
-
-
-TARGETS = [
-    "vllm.model_executor.models.qwen3_dflash",
-    "vllm.v1.spec_decode.dflash",
-    "vllm.v1.worker.gpu_model_runner",
-]
-
-
-@pytest.mark.parametrize(
-    "where",
-    ["parent, past the finder", "forked, past the finder", "spawned, past the finder", "forked, before the plugin"],
-)
-def test_modules_that_were_imported_too_early_are_swapped(processes: dict[str, Any], where: str) -> None:
-    found = processes[where]
-    assert found["error"] is None
-    assert found["stock before"]
-    assert found["patched"] == TARGETS
-    assert not found["refused"]
-    assert not found["warnings"]
-    assert found["role"] == ("parent" if where.startswith("parent") else "child")
-
-
-def test_the_drafters_graphs_are_swapped_too(processes: dict[str, Any]) -> None:
-    found = processes["everything on"]
-    assert found["patched"] == TARGETS
-    assert "dflash-full-graph" in found["live"]
-
-
-def test_a_drafter_that_cannot_be_swapped_runs_stock_with_the_reason(processes: dict[str, Any]) -> None:
-    found = processes["drafter"]
-    assert found["error"] is None
-    assert found["refused"]["dflash-full-graph"].startswith("vllm.v1.spec_decode.dflash was imported")
-    assert "draft-full-graph" in found["live"]
-    assert found["patched"] == [name for name in TARGETS if name != "vllm.v1.spec_decode.dflash"]
-    (line,) = found["warnings"]
-    assert "dflash-full-graph" in line
-    assert "vLLM runs stock there" in line
-    assert found["note"].startswith("left to vLLM: dflash-full-graph is not live")
-
-
-@pytest.mark.parametrize(
-    ("case", "cause"),
-    [("drafter, strict", "VLLM_HWPLUGIN_STRICT=1"), ("drafter, on", "VLLM_HWPLUGIN_DFLASH_FULL_GRAPH=on")],
-)
-def test_a_drafter_that_must_be_patched_is_an_error(processes: dict[str, Any], case: str, cause: str) -> None:
-    assert processes[case]["error"].startswith(f"InstallError: {cause}, but dflash-")
-
-
-def test_a_runner_that_cannot_be_swapped_is_an_error(processes: dict[str, Any]) -> None:
-    found = processes["runner"]
-    assert found["error"].startswith("InstallError: DFlash cannot run with half of its patches (")
-    assert "vllm.v1.worker.gpu_model_runner was imported" in found["error"]
-    assert "VLLM_HWPLUGIN_DRAFT_FULL_GRAPH=off" in found["error"]
-    assert not found["patched"]
