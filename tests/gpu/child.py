@@ -4,6 +4,8 @@ import json
 import sys
 from pathlib import Path
 
+from acceptance import accepted_share
+
 
 def main(job: dict) -> dict:
     from vllm import LLM, SamplingParams
@@ -28,17 +30,11 @@ def main(job: dict) -> dict:
     ]
     prompts = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
     outputs = llm.generate(prompts, sampling_params=sampling, use_tqdm=False)
-    accepted, steps = [], 0
-    for metric in llm.get_metrics():
-        if metric.name == "vllm:spec_decode_num_accepted_tokens_per_pos":
-            accepted = list(metric.values)
-        elif metric.name == "vllm:spec_decode_num_drafts":
-            steps = metric.value
     graphs = getattr(runner.drafter, "draft_graphs", None)
     return {
         "texts": [list(output.outputs[0].token_ids) for output in outputs],
         "drafts": drafts,
-        "accepted": [count / steps for count in accepted],
+        "accepted": accepted_share(llm),
         "decisions": dict(record.current().decisions) if graphs is not None else {},
         "platform": f"{type(current_platform).__module__}.{type(current_platform).__qualname__}",
         "sizes": runner.compilation_config.cudagraph_capture_sizes,

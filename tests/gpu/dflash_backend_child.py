@@ -5,6 +5,8 @@ import json
 import sys
 from pathlib import Path
 
+from acceptance import accepted_share
+
 
 def main(job: dict) -> dict:
     from vllm import LLM, SamplingParams
@@ -21,16 +23,10 @@ def main(job: dict) -> dict:
     sampling = SamplingParams(temperature=0.0, max_tokens=job["tokens"], ignore_eos=True, detokenize=False)
     prompts = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
     llm.generate(prompts, sampling_params=sampling, use_tqdm=False)
-    accepted, steps = [], 0
-    for metric in llm.get_metrics():
-        if metric.name == "vllm:spec_decode_num_accepted_tokens_per_pos":
-            accepted = list(metric.values)
-        elif metric.name == "vllm:spec_decode_num_drafts":
-            steps = metric.value
     return {
         "target": sorted({backend for name, backend in names.items() if name not in draft}),
         "draft": sorted({names[name] for name in draft}),
-        "tokens_a_step": 1 + sum(accepted) / steps,
+        "tokens_a_step": 1 + sum(accepted_share(llm)),
         "decisions": dict(record.current().decisions) if record.current() is not None else {},
     }
 
