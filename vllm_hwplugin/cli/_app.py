@@ -22,10 +22,12 @@ COMMANDS = {
     "gates": ("_gates", "gates", "List the environment variables and their values."),
     "demo": ("_demo", "demo", "Run vLLM on tiny checkpoints, stock and patched, side by side."),
     "bench": ("_bench", "bench", "Measure stock and patched vLLM in turn on this machine."),
+    "probe": ("_probe", "probe", "Run what the attention backends declare on this host's device."),
 }
 
 # Errors whose message says all there is to say, so that a traceback would only hide it: (module, class).
 _USER_ERRORS = (
+    ("vllm_hwplugin.attention.probe", "ProbeError"),
     ("vllm_hwplugin.cli.sources", "SourceError"),
     ("vllm_hwplugin.gates", "GateError"),
     ("vllm_hwplugin.patching", "PatchingError"),

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``python -m vllm_hwplugin.attention.probe._child JOB ANSWER``: the trials of a job, one JSON line an event."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import json
+import platform
+import sys
+from pathlib import Path
+from typing import Any, TextIO
+
+from ._cases import Trial, select
+from ._session import Job
+from ._trial import try_out
+
+
+def main(job: Job, answer: TextIO) -> None:
+    """Do a job.
+
+    Raises:
+        Exception: a backend was named that is none, or a case left the device unusable.
+    """
+    import torch
+
+    from . import _vllm
+
+    def say(event: str, **body: Any) -> None:
+        # Infinity has no JSON.
+        body = {key: None if value in (float("inf"), float("-inf")) else value for key, value in body.items()}
+        answer.write(json.dumps({"event": event, **body}) + "\n")
+        answer.flush()
+
+    device = _vllm.device()
+    name = platform.processor() or platform.machine() if device.type == "cpu" else torch.cuda.get_device_name(device)
+    say(
+        "host", device=device.type, name=name, torch=torch.__version__, vllm=importlib.metadata.version(_distribution())
+    )
+    for name, backend in _chosen(job, _vllm.usable()).items():
+        own = any(base.__module__.split(".")[0] == "vllm_hwplugin" for base in backend.__mro__)
+        path = f"{backend.__module__}.{backend.__qualname__}"
+        try:
+            host = _vllm.LayerHost(backend)
+        except _vllm.NoPlainBatch as error:
+            say("backend", name=name, path=path, own=own, left_out=str(error))
+            continue
+        say("backend", name=name, path=path, own=own, left_out=None)
+        for trial in select(job.capabilities):
+            if (name, *trial.key) not in job.done:
+                with torch.inference_mode():
+                    _one(say, name, host, trial, job)
+    say("done")
+
+
+def _one(say: Any, name: str, host: Any, trial: Trial, job: Job) -> None:
+    labels = {"backend": name, "capability": trial.capability, "value": trial.value}
+    say("trial", **labels)
+    found = try_out(
+        host,
+        trial,
+        seed=job.seed,
+        count=job.cases,
+        factor=job.factor,
+        on_case=lambda case, declared: say("case", shape=str(case), declared=declared.value),
+    )
+    say("result", **labels, **found)
+
+
+def _chosen(job: Job, usable: dict[str, Any]) -> dict[str, Any]:
+    if not job.backends:
+        return usable
+    found = {}
+    for name in job.backends:
+        if "." in name:
+            module, _, attribute = name.rpartition(".")
+            found[name] = getattr(importlib.import_module(module), attribute)
+        elif name in usable:
+            found[name] = usable[name]
+        else:
+            raise SystemExit(
+                f"no backend {name!r} on this host: expected {', '.join(usable) or 'none'}, or module.Class"
+            )
+    return found
+
+
+def _distribution() -> str:
+    return next(iter(importlib.metadata.packages_distributions()["vllm"]))
+
+
+if __name__ == "__main__":
+    with Path(sys.argv[2]).open("a", encoding="utf-8") as stream:
+        main(Job.from_json(Path(sys.argv[1]).read_text(encoding="utf-8")), stream)

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tensors of a case: fresh random inputs, a shuffled block table, and poison where nothing may be read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from ._cases import Case
+
+#: What no answer may depend on lies in unused blocks, behind the last token and in the unused ends of the block table.
+#: It is finite, because a real cache holds other requests' old values there, never NaN; its scores beat all others.
+POISON: Final = 64.0
+SPARE_BLOCKS: Final = 3
+SPARE_COLUMNS: Final = 2
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """``query`` is packed over the requests; ``keys`` and ``values`` hold one tensor a request, context included.
+
+    ``slots`` are the cache positions of those keys, ``block_table`` has a row for each request and padding row.
+    """
+
+    query: Any  # [num_tokens, num_heads, head_size]
+    keys: tuple[Any, ...]  # [total, num_kv_heads, head_size] each
+    values: tuple[Any, ...]
+    slots: tuple[Any, ...]  # int64 [total] each
+    block_table: Any  # int32 [rows, columns]
+    num_blocks: int
+    sinks: Any | None  # [num_heads], in the dtype of the query
+    alibi_slopes: tuple[float, ...] | None
+
+
+def make_inputs(case: Case, device: Any) -> Inputs:
+    """Draw a case's tensors from its seed.
+
+    Args:
+        case: the batch.
+        device: where the tensors go; they are drawn on the CPU, so that a seed means the same everywhere.
+    """
+    source = torch.Generator().manual_seed(case.seed)
+    dtype = getattr(torch, case.dtype)
+
+    def normal(*shape: int) -> Any:
+        return torch.randn(*shape, generator=source).to(device, dtype)
+
+    needed = [-(-request.total // case.block_size) for request in case.requests]
+    num_blocks = 1 + sum(needed) + SPARE_BLOCKS
+    # Block 0 is the one that vLLM keeps for padding rows.
+    order = 1 + torch.randperm(num_blocks - 1, generator=source)
+    owned, spare = order[: sum(needed)].split(needed), order[sum(needed) :]
+    rows = len(needed) + case.padding
+    table = spare[torch.randint(len(spare), (rows, max(needed) + SPARE_COLUMNS), generator=source)].to(torch.int32)
+    for row, blocks in enumerate(owned):
+        table[row, : len(blocks)] = blocks
+    table[len(needed) :] = 0
+    offsets = torch.arange(case.block_size)
+    slots = [
+        (blocks[:, None] * case.block_size + offsets).flatten()[: request.total]
+        for blocks, request in zip(owned, case.requests, strict=True)
+    ]
+    shape = (case.num_kv_heads, case.head_size)
+    return Inputs(
+        query=normal(case.num_tokens, case.num_heads, case.head_size),
+        keys=tuple(normal(request.total, *shape) for request in case.requests),
+        values=tuple(normal(request.total, *shape) for request in case.requests),
+        slots=tuple(one.to(device) for one in slots),
+        block_table=table.to(device),
+        num_blocks=num_blocks,
+        sinks=normal(case.num_heads) + 2 if case.sinks else None,
+        alibi_slopes=_alibi_slopes(case.num_heads) if case.alibi else None,
+    )
+
+
+def _alibi_slopes(num_heads: int) -> tuple[float, ...]:
+    return tuple(2 ** (-8 * (head + 1) / num_heads) for head in range(num_heads))
+
+
+def poison(cache: Any, seed: int) -> None:
+    """Fill a KV cache of any layout with values that would spoil an answer.
+
+    Args:
+        cache: float, or bytes of a float8 format.
+        seed: of the values.
+    """
+    source = torch.Generator().manual_seed(seed)
+    if cache.element_size() == 1:
+        # Up to 0x7B these bytes are finite in both float8 formats; the top bit is the sign.
+        raw = torch.randint(0x7C, cache.shape, generator=source) | torch.randint(2, cache.shape, generator=source) << 7
+        cache.view(torch.uint8).copy_(raw.to(torch.uint8))
+        return
+    cache.copy_((torch.randn(cache.shape, generator=source) * POISON).to(cache.dtype))

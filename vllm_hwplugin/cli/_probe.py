@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``vllm-hwplugin probe``: run what the attention backends declare on this host's device."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from ..attention.probe import CAPABILITIES, MODULE, Declared, Job, Report, Result, Verdict
+from ..attention.probe import probe as run_probe
+from ..bench._launch import Ended, run_child
+from ._options import known
+
+_DECLARED = {Declared.YES: "declared", Declared.NO: "not declared", Declared.UNASKED: "vLLM does not ask"}
+
+
+def probe(
+    backend: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="As vLLM names it, or module.Class; default: all that the host can use."),
+    ] = None,
+    capability: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help=f"One of {', '.join(CAPABILITIES)}; default: all.")
+    ] = None,
+    cases: Annotated[int, typer.Option(min=1, help="Random batches for each value of a capability.")] = 5,
+    seed: Annotated[int | None, typer.Option(help="Same seed, same batches; default: new ones in every run.")] = None,
+    factor: Annotated[float, typer.Option(min=1, help="Allowed error, in errors of PyTorch's SDPA.")] = 2.0,
+    strict: Annotated[bool, typer.Option("--strict", help="What works and is not declared is a failure.")] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there.")] = None,
+    timeout: Annotated[
+        float, typer.Option(help="Seconds for one process; the trial it is at has then crashed.")
+    ] = 3600,
+) -> None:
+    """Ask this host's attention backends whether they do what they say, and what they can beyond that.
+
+    Each value of each capability runs through vLLM's real backend on random batches, against attention in float64.
+    Exit status 1 where a declaration and the behaviour differ; each difference names its shape.
+    """
+    console = Console()
+    job = Job(
+        backends=tuple(backend or ()),
+        capabilities=tuple(known(capability or [], CAPABILITIES, "--capability")),
+        seed=secrets.randbits(31) if seed is None else seed,
+        cases=cases,
+        factor=factor,
+    )
+
+    def start(one: Job, on_event: Callable[[Mapping[str, Any]], None]) -> Ended:
+        return run_child(MODULE, one.to_json(), {}, timeout=timeout, on_event=on_event)
+
+    report = run_probe(job, start, strict=strict, on_result=lambda result: _show(result, console))
+    if json_file is not None:
+        json_file.write_text(json.dumps(report.to_dict(), indent=1) + "\n", encoding="utf-8")
+    _sum_up(report, console)
+    if report.failures or not report.results:
+        raise typer.Exit(1)
+
+
+def _show(result: Result, console: Console) -> None:
+    fails, verdict = result.judged.fails, result.judged.verdict
+    style = "red" if fails else "green" if verdict is Verdict.HOLDS else "yellow"
+    ratio = "" if result.ratio is None else f", {result.ratio:.2f} of SDPA's error"
+    console.print(
+        f"{escape(result.backend)} {result.capability} {result.value}: [{style}]{verdict.value}[/] "
+        f"({_DECLARED[result.declared]}{ratio})",
+        highlight=False,
+        soft_wrap=True,
+    )
+    if fails or verdict not in (Verdict.HOLDS, Verdict.REFUSED):
+        console.print(f"    {result.detail}\n    {result.shape}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _sum_up(report: Report, console: Console) -> None:
+    for one in report.backends:
+        if one["left_out"] is not None:
+            console.print(f"left out: {one['left_out']}", markup=False, highlight=False, soft_wrap=True)
+    host, failed = report.host, len(report.failures)
+    console.print(
+        f"vLLM {host['vllm']}, torch {host['torch']}, {host['device']} ({host['name']}); seed {report.job.seed}, "
+        f"{report.job.cases} batches each: {len(report.results)} tried, {failed} "
+        f"{'differs from its' if failed == 1 else 'differ from their'} declaration",
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )
+    if not report.results:
+        console.print("no backend of this host could be tried", style="red")
