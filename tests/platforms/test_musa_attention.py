@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import logging
+import sys
+from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 
+from vllm_hwplugin.attention.capabilities import FLASH_ATTN_MUSA, declared
 from vllm_hwplugin.platforms import _musa_attention as attention
 
 
@@ -15,6 +18,7 @@ class Config(NamedTuple):
     head_size: int = 128
     use_mla: bool = False
     use_sparse: bool = False
+    use_mm_prefix: bool = False
 
 
 def backend(name: str, *reasons: str, error: Exception | None = None, overridden: bool = False) -> Any:
@@ -40,13 +44,30 @@ def members(*backends: Any) -> dict[str, Any]:
 
 
 TRITON, FLEX, MLA = backend("TRITON_ATTN"), backend("FLEX_ATTENTION"), backend("TRITON_MLA")
+FLASH = backend("FLASH_ATTN", "vLLM's own class, which is not for this device")
+OWN = "vllm_hwplugin.attention.musa"
+
+
+@pytest.fixture(autouse=True)
+def _no_mate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mate", None)
+
+
+def with_mate(monkeypatch: pytest.MonkeyPatch, *reasons: str) -> None:
+    """A host where the plugin's FLASH_ATTN can be imported, and refuses for these reasons."""
+    own = backend("MusaFlashAttention", *reasons).get_class()
+    own.declarations = declared(FLASH_ATTN_MUSA, "0.26.0")
+    own.__module__ = OWN
+    module = ModuleType(OWN)
+    module.MusaFlashAttentionBackend = own  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, OWN, module)
 
 
 def test_triton_is_first_and_its_class_is_named() -> None:
     triton = backend("TRITON_ATTN")
-    found = attention.choose(None, Config(head_size=64), (3, 1), members(triton, FLEX))
+    found = attention.choose(None, Config(head_size=64), (3, 1), members(triton, FLASH, FLEX))
     assert found == "vllm.made.up.TRITON_ATTNBackend"
-    assert triton.asked == [{"device_capability": (3, 1), "head_size": 64, "use_mla": False, "use_sparse": False}]
+    assert triton.asked == [Config(head_size=64)._asdict() | {"device_capability": (3, 1)}]
 
 
 @pytest.mark.parametrize(
@@ -54,7 +75,7 @@ def test_triton_is_first_and_its_class_is_named() -> None:
     [backend("TRITON_ATTN", "non-causal attention not supported"), backend("TRITON_ATTN", error=ImportError("triton"))],
 )
 def test_flex_is_taken_where_triton_is_not_fit(triton: Any) -> None:
-    assert attention.choose(None, Config(), None, members(triton, FLEX)) == "vllm.made.up.FLEX_ATTENTIONBackend"
+    assert attention.choose(None, Config(), None, members(triton, FLASH, FLEX)) == "vllm.made.up.FLEX_ATTENTIONBackend"
 
 
 def test_mla_goes_to_triton_mla() -> None:
@@ -70,22 +91,54 @@ def test_the_named_backend_is_taken_or_its_reason_told() -> None:
 
 
 def test_all_reasons_are_told_when_none_fits() -> None:
-    known = members(backend("TRITON_ATTN", "no a"), backend("FLEX_ATTENTION", error=ImportError("no b")))
-    with pytest.raises(ValueError, match="TRITON_ATTN: no a; FLEX_ATTENTION: ImportError: no b"):
+    known = members(backend("TRITON_ATTN", "no a"), FLASH, backend("FLEX_ATTENTION", error=ImportError("no b")))
+    with pytest.raises(
+        ValueError, match=r"TRITON_ATTN: no a; FLASH_ATTN: .* mate.*; FLEX_ATTENTION: ImportError: no b"
+    ):
         attention.choose(None, Config(), None, known)
 
 
-@pytest.mark.parametrize(("name", "mla"), [("FLASH_ATTN", False), ("TRITON_MLA", False), ("TRITON_ATTN", True)])
+@pytest.mark.parametrize(("name", "mla"), [("FLASHINFER", False), ("TRITON_MLA", False), ("TRITON_ATTN", True)])
 def test_a_backend_for_other_devices_is_refused_with_those_that_work(name: str, mla: bool) -> None:
     with pytest.raises(ValueError, match=f"{name} is not supported on MUSA: expected TRITON_"):
         attention.choose(backend(name), Config(use_mla=mla), None, members(TRITON, FLEX, MLA))
 
 
 def test_a_backend_that_a_plugin_registered_is_taken_under_any_name() -> None:
-    mate = backend("FLASH_ATTN", overridden=True)
-    assert attention.choose(mate, Config(), None, {}) == "vllm.made.up.FLASH_ATTNBackend"
+    other = backend("FLASH_ATTN", overridden=True)
+    assert attention.choose(other, Config(), None, {}) == "vllm.made.up.FLASH_ATTNBackend"
 
 
 def test_sparse_attention_is_refused_first() -> None:
     with pytest.raises(ValueError, match="sparse MLA attention is not supported on MUSA"):
         attention.choose(None, Config(use_mla=True, use_sparse=True), None, members(MLA))
+
+
+def test_flash_attn_is_the_plugins_where_triton_is_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_mate(monkeypatch)
+    known = members(backend("TRITON_ATTN", "non-causal attention not supported"), FLASH, FLEX)
+    assert attention.choose(None, Config(), None, known) == f"{OWN}.MusaFlashAttentionBackend"
+    assert attention.choose(None, Config(), None, members(TRITON, FLASH, FLEX)) == "vllm.made.up.TRITON_ATTNBackend"
+
+
+def test_what_holds_for_text_only_is_not_chosen_unless_it_is_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with_mate(monkeypatch)
+    caplog.set_level(logging.WARNING, "vllm.hwplugin")
+    monkeypatch.setattr(attention.logger, "propagate", True)
+    images = Config(use_mm_prefix=True)
+    known = members(backend("TRITON_ATTN", "non-causal attention not supported"), FLASH, FLEX)
+    assert attention.choose(None, images, None, known) == "vllm.made.up.FLEX_ATTENTIONBackend"
+    assert caplog.records == []
+    assert attention.choose(FLASH, images, None, known) == f"{OWN}.MusaFlashAttentionBackend"
+    (record,) = caplog.records
+    assert "mm_prefix for text only" in record.getMessage()
+
+
+def test_flash_attn_by_name_tells_what_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"FLASH_ATTN: .*mate"):
+        attention.choose(FLASH, Config(), None, {})
+    with_mate(monkeypatch, "head_size not supported")
+    with pytest.raises(ValueError, match="FLASH_ATTN: head_size not supported"):
+        attention.choose(FLASH, Config(), None, {})

@@ -2,18 +2,28 @@
 """Which of vLLM's attention backends the MUSA platform uses.
 
 vLLM's compiled kernels (``vllm._C``, FlashAttention, FlashInfer, FlashMLA, CUTLASS) are built for other devices. What
-is left is what compiles on the host: Triton kernels, and FlexAttention through ``torch.compile``. Each backend's own
-declarations then decide, by vLLM's own ``validate_configuration``. Not run on MUSA hardware.
+is left is what compiles on the host: Triton kernels, and FlexAttention through ``torch.compile``; and, where mate is
+installed, the plugin's FLASH_ATTN. Each backend's own declarations then decide, by vLLM's own
+``validate_configuration``. Not run on MUSA hardware.
 """
 
 from __future__ import annotations
 
+import importlib
+import logging
 from collections.abc import Sequence
 from typing import Any, Final
 
-# Best first. Names and not members: vLLM's list of backends differs from version to version.
-DECODER: Final = ("TRITON_ATTN", "FLEX_ATTENTION")
+from vllm_hwplugin.attention.capabilities import reserves
+
+logger = logging.getLogger("vllm.hwplugin")
+
+# Best first. Names and not members: vLLM's list of backends differs from version to version. FLASH_ATTN has not been
+# measured against TRITON_ATTN, so it is the choice for what that refuses; a name on the command line is stronger.
+DECODER: Final = ("TRITON_ATTN", "FLASH_ATTN", "FLEX_ATTENTION")
 MLA: Final = ("TRITON_MLA",)
+# The plugin's class in place of vLLM's: (module, class).
+_OWN: Final = {"FLASH_ATTN": ("vllm_hwplugin.attention.musa", "MusaFlashAttentionBackend")}
 
 
 def choose(selected: Any | None, config: Any, capability: Any, known: Any) -> str:
@@ -35,26 +45,40 @@ def choose(selected: Any | None, config: Any, capability: Any, known: Any) -> st
         )
     names = MLA if config.use_mla else DECODER
     if selected is None:
-        return _first([known[name] for name in names], config, capability)
+        return _first([known[name] for name in names], config, capability, named=False)
     # A backend that a plugin registered under this name is that plugin's responsibility.
     if selected.name not in names and not selected.is_overridden():
         raise ValueError(
             f"attention backend {selected.name} is not supported on MUSA: expected {' or '.join(names)}"
             f"{' for MLA' if config.use_mla else ''}, or one that a plugin has registered; without a name one is chosen"
         )
-    return _first([selected], config, capability)
+    return _first([selected], config, capability, named=True)
 
 
-def _first(members: Sequence[Any], config: Any, capability: Any) -> str:
+def _first(members: Sequence[Any], config: Any, capability: Any, *, named: bool) -> str:
     refused: dict[str, list[str]] = {}
+    asked = config._asdict()
     for member in members:
         try:
-            backend = member.get_class()
-            reasons = backend.validate_configuration(device_capability=capability, **config._asdict())
+            backend = _class_of(member)
+            reasons = backend.validate_configuration(device_capability=capability, **asked)
         except (ImportError, OSError) as error:
             reasons = [f"{type(error).__name__}: {error}"]
+        else:
+            # What holds with a reserve is the user's to choose, and not chosen for the user.
+            reserved = reserves(getattr(backend, "declarations", {}), asked)
+            reasons = reasons or ([] if named else reserved)
+            if named and not reasons and reserved:
+                logger.warning("%s", "; ".join(reserved))
         if not reasons:
             return f"{backend.__module__}.{backend.__qualname__}"
         refused[member.name] = reasons
     told = "; ".join(f"{name}: {', '.join(reasons)}" for name, reasons in refused.items())
     raise ValueError(f"no attention backend fits on MUSA ({told}); asked for {config!r}")
+
+
+def _class_of(member: Any) -> Any:
+    if member.name not in _OWN or member.is_overridden():
+        return member.get_class()
+    module, name = _OWN[member.name]
+    return getattr(importlib.import_module(module), name)

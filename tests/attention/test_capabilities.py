@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of declarations: whole, without contradictions, and what it says of MUSA."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm_hwplugin.attention import capabilities
+from vllm_hwplugin.attention.capabilities import (
+    BACKENDS,
+    CAPABILITIES,
+    DECLARATIONS,
+    FLASH_ATTN,
+    FLASH_ATTN_MUSA,
+    VLLM,
+    Multiples,
+    Value,
+    allows,
+    asked_in,
+    declared,
+    explain,
+    reserves,
+)
+from vllm_hwplugin.patching import SUPPORTED
+
+every_version = pytest.mark.parametrize("version", SUPPORTED)
+
+
+@every_version
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_all_that_a_version_asks_is_declared_once(backend: str, version: str) -> None:
+    declarations = declared(backend, version)
+    assert asked_in(version) <= declarations.keys()
+    assert declarations.keys() <= CAPABILITIES.keys()
+    mine = [item for item in DECLARATIONS if item.backend == backend]
+    for item in mine:
+        # The later of two would win without a word.
+        assert item is declarations.get(item.capability, item), f"{item.capability} is declared twice for {version}"
+
+
+def test_nothing_is_declared_without_a_reason_and_how_it_is_known() -> None:
+    assert [item for item in DECLARATIONS if not (item.reason and item.verified)] == []
+    # Only what holds can hold in part.
+    assert [item for item in DECLARATIONS if item.limit and item.value is not True] == []
+
+
+@pytest.mark.parametrize(
+    ("capability", "value"),
+    [
+        ("non_causal", True),
+        ("sink", True),
+        ("batch_invariance", True),
+        ("mm_prefix", True),
+        ("sliding_window", True),
+        ("per_head_quant_scales", False),
+        ("head_sizes", Multiples(8, 512)),
+        ("dtypes", ("float16", "bfloat16")),
+        ("kv_cache_dtypes", ("auto", "float16", "bfloat16")),
+    ],
+)
+def test_what_is_known_of_mate(capability: str, value: Value) -> None:
+    for version in SUPPORTED:
+        found = declared(FLASH_ATTN_MUSA, version)[capability]
+        assert found.value == value
+        assert "vllm-musa" in found.verified
+        assert "not repeated here" in found.verified
+
+
+def test_the_one_claim_that_goes_too_far_says_how_far_it_holds() -> None:
+    (item,) = (item for item in DECLARATIONS if item.limit)
+    assert (item.backend, item.capability, item.limit) == (FLASH_ATTN_MUSA, "mm_prefix", "text only")
+    declarations = declared(FLASH_ATTN_MUSA, "0.26.0")
+    (told,) = reserves(declarations, {"use_mm_prefix": True, "use_non_causal": True})
+    assert "mm_prefix for text only" in told
+    assert reserves(declarations, {"use_mm_prefix": False, "use_non_causal": True}) == []
+    assert reserves(declared(FLASH_ATTN, "0.26.0"), {"use_mm_prefix": True}) == []
+
+
+def test_no_head_size_is_added_on_cuda() -> None:
+    assert {declared(FLASH_ATTN, version)["head_sizes"].value for version in SUPPORTED} == {VLLM}
+
+
+@pytest.mark.parametrize("version", ["0.19.1", "0.34.0", "dev"])
+def test_a_version_that_was_not_checked_has_no_declarations(version: str) -> None:
+    assert {backend: dict(declared(backend, version)) for backend in BACKENDS} == {backend: {} for backend in BACKENDS}
+
+
+def test_a_local_part_of_a_version_does_not_matter() -> None:
+    assert declared(FLASH_ATTN, "0.26.0+cu129") == declared(FLASH_ATTN, "0.26.0")
+    assert asked_in("0.26.0+cu129") == asked_in("0.26.0")
+
+
+def test_of_a_backend_of_vllms_own_nothing_is_declared() -> None:
+    assert declared("FLEX_ATTENTION", "0.26.0") == {}
+
+
+@pytest.mark.parametrize(
+    ("value", "asked", "fit"),
+    [
+        (True, True, True),
+        (True, False, True),
+        (False, True, False),
+        (False, False, True),
+        (Multiples(8, 512), 8, True),
+        (Multiples(8, 512), 512, True),
+        (Multiples(8, 512), 520, False),
+        (Multiples(8, 512), 12, False),
+        (Multiples(8, 512), 0, False),
+        (Multiples(16), 4096, True),
+        (Multiples(16), 24, False),
+        (Multiples(16), None, True),
+        (("auto", "bfloat16"), None, True),
+        (("auto", "bfloat16"), "bfloat16", True),
+        (("auto", "bfloat16"), "fp8", False),
+        (("decoder",), SimpleNamespace(value="decoder"), True),
+        (("decoder",), SimpleNamespace(value="encoder"), False),
+    ],
+)
+def test_allows(value: bool | Multiples | tuple[str, ...], asked: Any, fit: bool) -> None:
+    assert allows(value, asked) is fit
+
+
+def test_types_are_asked_for_as_torch_names_them() -> None:
+    torch = pytest.importorskip("torch")
+    assert allows(("bfloat16",), torch.bfloat16)
+    assert not allows(("bfloat16",), torch.float32)
+
+
+def test_an_explanation_has_what_was_asked_and_what_is_fit() -> None:
+    declarations = declared(FLASH_ATTN_MUSA, "0.26.0")
+    asked = {
+        "head_size": 520,
+        "dtype": "torch.bfloat16",
+        "kv_cache_dtype": "fp8",
+        "block_size": 24,
+        "use_per_head_quant_scales": True,
+        "use_non_causal": True,
+    }
+    told = explain(declarations, asked)
+    assert [line.partition(": ")[2].partition(":")[0] for line in told] == [
+        "head_size is 520, expected a multiple of 8 up to 512",
+        "kv_cache_dtype is fp8, expected auto or float16 or bfloat16",
+        "block_size is 24, expected a multiple of 16",
+        "they scale fp8 queries and keys, which mate refuses",
+    ]
+    assert told[-1].startswith("FLASH_ATTN@musa does not declare per_head_quant_scales: ")
+    assert explain(declared(FLASH_ATTN, "0.26.0"), {"head_size": 999}) == []
+
+
+def test_the_table_needs_neither_vllm_nor_torch() -> None:
+    code = f"import sys; import {capabilities.__name__}; print(sorted({{'vllm', 'torch'}} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def row(backend: str, capability: str) -> str:
+    """A capability's line of docs/attention.md."""
+    (item,) = (item for item in DECLARATIONS if (item.backend, item.capability) == (backend, capability))
+    value = " or ".join(item.value) if isinstance(item.value, tuple) else str(item.value)
+    value = {"True": "yes", "False": "no"}.get(value, value) + (f", {item.limit}" if item.limit else "")
+    since = CAPABILITIES[capability].versions.removeprefix(">=")
+    return f"| `{capability}` | {since} | {value} | {item.reason} | {item.verified} |"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_page_has_the_table(backend: str, pytestconfig: pytest.Config) -> None:
+    page = (Path(pytestconfig.rootpath) / "docs" / "attention.md").read_text()
+    section = page.partition(f"\n## `{backend}`")[2].partition("\n## ")[0]
+    rows = [line for line in section.splitlines() if line.startswith("| `")]
+    assert rows == [row(backend, item.capability) for item in DECLARATIONS if item.backend == backend]

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Classes that are made from declarations, on the real base classes of every supported vLLM."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from vllm_hwplugin.attention import _classes, capabilities
+from vllm_hwplugin.attention.capabilities import CAPABILITIES, FLASH_ATTN, FLASH_ATTN_MUSA, VLLM, asked_in, declared
+from vllm_hwplugin.patching import SUPPORTED
+
+torch = pytest.importorskip("torch")
+
+from .mate_standin import mate  # noqa: E402
+from .released import released  # noqa: E402
+
+every_version = pytest.mark.parametrize("version", SUPPORTED)
+FLASH = "vllm.v1.attention.backends.flash_attn"
+Tree = Callable[[str], Any]
+
+# Arguments of `validate_configuration` that every version requires.
+PLAIN: dict[str, Any] = {
+    "head_size": 128,
+    "dtype": torch.bfloat16,
+    "kv_cache_dtype": "auto",
+    "block_size": 16,
+    "use_mla": False,
+    "has_sink": False,
+    "use_sparse": False,
+    "use_mm_prefix": False,
+    "use_per_head_quant_scales": False,
+    "device_capability": (9, 0),
+    "attn_type": "decoder",
+}
+
+
+def arguments(cls: Any, **asked: Any) -> dict[str, Any]:
+    known = inspect.signature(cls.__mro__[1].validate_configuration)
+    return PLAIN | {name: value for name, value in asked.items() if name in known.parameters}
+
+
+@every_version
+def test_what_is_declared_as_vllms_constant_is_one(version: str, vllm_tree: Tree) -> None:
+    with released(version, vllm_tree(version)) as load:
+        stock = load(FLASH).FlashAttentionBackend
+        for item in declared(FLASH_ATTN, version).values():
+            member = getattr(stock, CAPABILITIES[item.capability].method, None)
+            if item.value is VLLM or (member is None and item.capability not in asked_in(version)):
+                continue
+            assert (member() if callable(member) else member) is item.value, item.capability
+
+
+@every_version
+def test_on_cuda_declared_answers_are_given_and_the_others_are_vllms(version: str, vllm_tree: Tree) -> None:
+    with released(version, vllm_tree(version)) as load:
+        made = load("vllm_hwplugin.attention.cuda").CudaFlashAttentionBackend
+        stock = load(FLASH).FlashAttentionBackend
+        assert made.__mro__[1] is stock
+        assert (made.get_name(), made.get_impl_cls()) == (stock.get_name(), stock.get_impl_cls())
+        for item in made.declarations.values():
+            method = CAPABILITIES[item.capability].method
+            assert (method in vars(made)) == (item.value is not VLLM)
+        assert made.supports_non_causal() is True
+        assert made.is_mla() is False
+        assert made.supports_head_size(512) is stock.supports_head_size(512)
+        assert made.validate_configuration(**arguments(made, use_non_causal=True, has_sliding_window=True)) == []
+
+
+@every_version
+def test_on_musa_every_answer_is_the_declared_one(version: str, vllm_tree: Tree) -> None:
+    with released(version, vllm_tree(version), mate=mate()) as load:
+        made = load("vllm_hwplugin.attention.musa").MusaFlashAttentionBackend
+        for item in declared(FLASH_ATTN_MUSA, version).values():
+            member = vars(made)[CAPABILITIES[item.capability].method]
+            if isinstance(item.value, bool):
+                assert (member if isinstance(member, bool) else member.__func__(made)) is item.value
+        assert [size for size in (64, 256, 260, 320, 512, 520, 576) if made.supports_head_size(size)] == [
+            64,
+            256,
+            320,
+            512,
+        ]
+        assert made.supports_dtype(torch.float16)
+        assert not made.supports_dtype(torch.float32)
+        assert made.supports_kv_cache_dtype(kv_cache_dtype="auto")
+        assert not made.supports_kv_cache_dtype("fp8")
+        backend = load("vllm.v1.attention.backend")
+        assert made.supports_attn_type(backend.AttentionType.DECODER)
+        assert not made.supports_attn_type(backend.AttentionType.ENCODER_ONLY)
+        (block,) = made.get_supported_kernel_block_sizes()
+        assert isinstance(block, backend.MultipleOf)
+        assert block.base == 16
+        assert made.get_preferred_block_size(16) == 16
+
+
+@every_version
+def test_musa_takes_what_it_declares_and_explains_what_it_refuses(version: str, vllm_tree: Tree) -> None:
+    with released(version, vllm_tree(version), mate=mate()) as load:
+        made = load("vllm_hwplugin.attention.musa").MusaFlashAttentionBackend
+        # The MUSA architecture 3.1 would be too old for vLLM's class, and for its sinks.
+        good = arguments(
+            made,
+            head_size=512,
+            has_sink=True,
+            use_mm_prefix=True,
+            use_non_causal=True,
+            use_batch_invariant=True,
+            has_sliding_window=True,
+            device_capability=(3, 1),
+        )
+        assert made.validate_configuration(**good) == []
+        bad = arguments(made, head_size=576, kv_cache_dtype="fp8", block_size=24, use_per_head_quant_scales=True)
+        told = made.validate_configuration(**bad)
+        assert told[:4] == [
+            "head_size not supported",
+            "kv_cache_dtype not supported",
+            "block_size not supported",
+            "per-head quant scales not supported",
+        ]
+        assert any("head_size is 576, expected a multiple of 8 up to 512" in line for line in told)
+        assert any("block_size is 24, expected a multiple of 16" in line for line in told)
+        mixed = made.validate_configuration(**arguments(made, dtype=torch.float16, kv_cache_dtype="bfloat16"))
+        assert mixed == [
+            "FLASH_ATTN on MUSA needs keys of the queries' type torch.float16, and the KV cache is bfloat16"
+        ]
+
+
+@pytest.mark.parametrize("version", [SUPPORTED[0], SUPPORTED[-1]])
+def test_arguments_by_position_are_judged_as_well(version: str, vllm_tree: Tree) -> None:
+    with released(version, vllm_tree(version), mate=mate()) as load:
+        made = load("vllm_hwplugin.attention.musa").MusaFlashAttentionBackend
+        told = made.validate_configuration(576, *list(PLAIN.values())[1:])
+        assert told[0] == "head_size not supported"
+        assert told[1].startswith("FLASH_ATTN@musa: head_size is 576")
+
+
+def test_a_version_with_a_question_that_is_not_declared_gives_no_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ImportError, match=r"FLASH_ATTN has no declaration of alibi_sqrt, .* for vLLM 0\.34\.0"):
+        _classes.declares(FLASH_ATTN, "0.34.0")
+    with pytest.raises(ImportError, match="no declaration of anything for vLLM dev"):
+        _classes.declares(FLASH_ATTN, "dev")
+    kept = tuple(item for item in capabilities.DECLARATIONS if item.capability != "sink")
+    monkeypatch.setattr(capabilities, "DECLARATIONS", kept)
+    with pytest.raises(ImportError, match=r"no declaration of sink for vLLM 0\.26\.0"):
+        _classes.declares(FLASH_ATTN, "0.26.0")
+
+
+def test_a_question_that_the_table_does_not_know_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    class Base:
+        @classmethod
+        def validate_configuration(cls) -> list[str]:
+            return []
+
+        @classmethod
+        def supports_something_new(cls) -> bool:
+            return False
+
+    caplog.set_level(logging.WARNING, "vllm.hwplugin")
+    logging.getLogger("vllm.hwplugin").addHandler(caplog.handler)
+    try:
+        _classes.declares(FLASH_ATTN, "0.26.0")(type("Made", (Base,), {}))
+    finally:
+        logging.getLogger("vllm.hwplugin").removeHandler(caplog.handler)
+    assert {record.getMessage() for record in caplog.records} == {
+        "vLLM 0.26.0 asks supports_something_new, of which FLASH_ATTN declares nothing: vLLM's default stands"
+    }

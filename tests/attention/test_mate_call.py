@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which functions the backend calls, and that no argument is lost on the way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from vllm_hwplugin.attention._mate_call import MateMismatch, bind
+
+torch = pytest.importorskip("torch")
+
+ARGUMENTS: dict[str, Any] = {
+    name: f"the {name}"
+    for name in (
+        "q", "k", "v", "cu_seqlens_q", "max_seqlen_q", "seqused_k", "max_seqlen_k", "block_table", "softmax_scale",
+        "causal", "window_size", "softcap", "sinks", "deterministic",
+    )
+}  # fmt: skip
+OTHER = (
+    "q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, page_table, softmax_scale, causal, window_size, learnable_sink, "
+    "softcap, deterministic"
+)
+
+
+def function(parameters: str, result: Any = None) -> tuple[Any, dict[str, Any]]:
+    """A function with these parameters, and what it was called with last."""
+    seen: dict[str, Any] = {}
+    scope: dict[str, Any] = {"seen": seen, "result": result}
+    exec(f"def made({parameters}):\n    seen.update(locals())\n    return result", scope)
+    return scope["made"], seen
+
+
+@pytest.mark.parametrize("with_lse", [False, True])
+def test_every_argument_arrives_under_the_functions_own_name(with_lse: bool) -> None:
+    out, right = torch.zeros(2, 3), torch.ones(2, 3)
+    made, seen = function(OTHER, (right, "log-sum-exp") if with_lse else right)
+    bind(made)(out, **ARGUMENTS)
+    renamed = {"block_table": "page_table", "sinks": "learnable_sink"}
+    expected = {renamed.get(name, name): value for name, value in ARGUMENTS.items() if not name.startswith("max_")}
+    assert seen == expected | {"cu_seqlens_k": None}
+    assert torch.equal(out, right)
+
+
+def test_a_function_that_writes_in_place_is_given_where() -> None:
+    out = torch.zeros(2)
+    made, seen = function(OTHER + ", max_seqlen_q, max_seqlen_k, out=None", out)
+    bind(made)(out, **ARGUMENTS)
+    assert seen["out"] is out
+    assert (seen["max_seqlen_q"], seen["max_seqlen_k"]) == ("the max_seqlen_q", "the max_seqlen_k")
+
+
+@pytest.mark.parametrize(
+    "argument", ["causal", "learnable_sink", "deterministic", "window_size", "softcap", "page_table"]
+)
+def test_a_function_without_an_argument_is_not_used(argument: str) -> None:
+    made, _ = function(OTHER.replace(f", {argument}", ""))
+    with pytest.raises(MateMismatch, match=f"no argument .*{argument}.*it has q, k, v"):
+        bind(made)
+
+
+def test_a_function_that_requires_more_is_not_used() -> None:
+    made, _ = function(OTHER + ", scheduler, tuned=True, *args, **kwargs")
+    with pytest.raises(MateMismatch, match="requires scheduler, which"):
+        bind(made)
+
+
+def test_a_function_without_a_signature_is_not_used() -> None:
+    with pytest.raises(MateMismatch, match="no signature"):
+        bind(type)

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A call of ``mate.flash_attn_varlen_func`` whose arguments are all known to be there. Not run on MUSA hardware.
+
+mate is Moore Threads' library of kernels. Its function follows FlashAttention's of that name, whose published versions
+name some arguments differently. An argument that is left out because a name does not fit would be a wrong answer (a
+model without its sinks, a mask that is causal); so the names are looked up in the function's signature once, and a
+function that lacks one is not used at all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+# Argument -> the names it has in FlashAttention 2, in 3 and 4 of the same repository, and in vLLM's fork of it.
+_NAMES: Final[Mapping[str, tuple[str, ...]]] = {
+    "q": ("q",),
+    "k": ("k",),
+    "v": ("v",),
+    "cu_seqlens_q": ("cu_seqlens_q",),
+    "seqused_k": ("seqused_k",),
+    "block_table": ("block_table", "page_table"),
+    "softmax_scale": ("softmax_scale",),
+    "causal": ("causal",),
+    "window_size": ("window_size",),
+    "softcap": ("softcap",),
+    "sinks": ("s_aux", "learnable_sink"),
+    "deterministic": ("deterministic",),
+}
+# Not in every one of them, and of no weight for the result: upper bounds, and where to write it.
+_OPTIONAL: Final = ("max_seqlen_q", "max_seqlen_k", "out")
+# Sequence lengths of keys that are not paged: required by some, and None beside a page table.
+_UNPAGED: Final = "cu_seqlens_k"
+
+
+class MateMismatch(ImportError):
+    """The installed mate cannot be called as this backend needs it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """The function, and under which name it takes each argument."""
+
+    function: Callable[..., Any]
+    names: Mapping[str, str]
+    fixed: Mapping[str, Any]
+
+    def __call__(self, out: Any, **arguments: Any) -> None:
+        """Attention into ``out``.
+
+        Args:
+            out: where the result goes, like ``q``.
+            arguments: all of q (tokens, heads, head size), k and v (blocks, tokens a block, KV heads, head size),
+                cu_seqlens_q (requests + 1, int32), seqused_k (requests, int32), block_table (requests, blocks),
+                softmax_scale, causal, window_size (tokens before and after, -1: no end), softcap (0: none), sinks
+                (heads, or None), deterministic, max_seqlen_q, max_seqlen_k.
+        """
+        given = {self.names[name]: value for name, value in arguments.items() if name in self.names}
+        if "out" in self.names:
+            given[self.names["out"]] = out
+        result = self.function(**given, **self.fixed)
+        # With the log-sum-exp beside it, where the function returns that as well.
+        result = result[0] if isinstance(result, tuple) else result
+        if result.data_ptr() != out.data_ptr():
+            out.copy_(result.view_as(out))
+
+
+def bind(function: Callable[..., Any]) -> Call:
+    """Find the arguments in a function's signature.
+
+    Raises:
+        MateMismatch: one is not there, or the function requires one that is not known.
+    """
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError) as error:
+        raise MateMismatch(
+            f"mate.flash_attn_varlen_func has no signature to check its arguments by: {error}"
+        ) from error
+    names = {}
+    for argument, spellings in _NAMES.items():
+        found = [name for name in spellings if name in parameters]
+        if not found:
+            raise MateMismatch(
+                f"mate.flash_attn_varlen_func has no argument {' or '.join(spellings)}, expected for {argument}; it "
+                f"has {', '.join(parameters)}. Another version of mate may have it; TRITON_ATTN and FLEX_ATTENTION "
+                "need no mate"
+            )
+        names[argument] = found[0]
+    names.update({name: name for name in _OPTIONAL if name in parameters})
+    fixed = {_UNPAGED: None} if _UNPAGED in parameters else {}
+    unknown = [
+        item.name
+        for item in parameters.values()
+        if item.default is item.empty
+        and item.kind not in (item.VAR_POSITIONAL, item.VAR_KEYWORD)
+        and item.name not in (*names.values(), *fixed)
+    ]
+    if unknown:
+        raise MateMismatch(
+            f"mate.flash_attn_varlen_func requires {', '.join(unknown)}, which this backend does not know; "
+            "another version of mate may not, and TRITON_ATTN and FLEX_ATTENTION need no mate"
+        )
+    return Call(function, names, fixed)

@@ -1,0 +1,316 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the plugin's attention backends can do, as data.
+
+vLLM asks a backend class by classmethods (``supports_non_causal``, ``is_mla``, ...), each of which the base class
+answers, mostly with False. A backend that leaves one out is refused where it would work, or accepted where it would
+not, and nothing says so; what is asked also differs from version to version. So each of those questions has a name
+here, and each backend of the plugin an answer to all of them, with a reason and with how it is known. The classes are
+made from that (:mod:`._classes`); docs/attention.md has the table in words.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Final
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
+
+FLASH_ATTN: Final = "FLASH_ATTN"
+"""The plugin's FLASH_ATTN on CUDA."""
+
+FLASH_ATTN_MUSA: Final = "FLASH_ATTN@musa"
+"""The plugin's FLASH_ATTN on MUSA."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Capability:
+    """One question that vLLM asks of a backend.
+
+    Args:
+        name: the plugin's name for it.
+        method: the member of ``AttentionBackend`` that answers.
+        versions: of vLLM, those whose base class has the member.
+        argument: the argument of ``validate_configuration`` that decides whether it is asked, or that it is asked
+            about; empty where ``validate_configuration`` has none of that kind.
+        plain: the member is a class attribute and not a classmethod.
+    """
+
+    name: str
+    method: str
+    versions: str = ">=0.20.0"
+    argument: str = ""
+    plain: bool = False
+
+
+CAPABILITIES: Final[Mapping[str, Capability]] = {
+    item.name: item
+    for item in (
+        Capability("head_sizes", "supports_head_size", argument="head_size"),
+        Capability("dtypes", "supports_dtype", argument="dtype"),
+        Capability("kv_cache_dtypes", "supports_kv_cache_dtype", argument="kv_cache_dtype"),
+        Capability("block_sizes", "supports_block_size", argument="block_size"),
+        Capability("attn_types", "supports_attn_type", argument="attn_type"),
+        Capability("compute_capability", "supports_compute_capability"),
+        Capability("mla", "is_mla", argument="use_mla"),
+        Capability("sparse", "is_sparse", argument="use_sparse"),
+        Capability("ssm", "is_ssm"),
+        Capability("sink", "supports_sink", argument="has_sink"),
+        Capability("alibi_sqrt", "supports_alibi_sqrt"),
+        Capability("mm_prefix", "supports_mm_prefix", argument="use_mm_prefix"),
+        Capability("per_head_quant_scales", "supports_per_head_quant_scales", argument="use_per_head_quant_scales"),
+        Capability("non_causal", "supports_non_causal", argument="use_non_causal"),
+        Capability("batch_invariance", "supports_batch_invariance", argument="use_batch_invariant"),
+        Capability("kv_connector", "supports_kv_connector", ">=0.23.0", argument="use_kv_connector"),
+        Capability("sliding_window", "supports_sliding_window", ">=0.26.0", argument="has_sliding_window"),
+        Capability("pcp", "supports_pcp", ">=0.26.0", argument="use_pcp"),
+        Capability(
+            "device_cpu_query_lens_mismatch",
+            "supports_device_cpu_query_lens_mismatch",
+            ">=0.28.0",
+            argument="use_adaptive_verification",
+        ),
+        Capability("non_causal_dcp", "supports_non_causal_dcp", ">=0.29.0"),
+        Capability("dcp", "supports_dcp", ">=0.30.0", argument="use_dcp"),
+        Capability("rswa", "supports_rswa", ">=0.30.0", argument="use_rswa"),
+        Capability("kv_cache_update_bypass", "supports_kv_cache_update_bypass", ">=0.33.0", plain=True),
+    )
+}
+
+GAPS: Final[Mapping[str, str]] = {
+    "supports_combination": "judges all arguments together, so it is code of the backend class and not a value",
+}
+"""Members of vLLM's base class with the name of a capability that are none of :data:`CAPABILITIES`, and why."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Multiples:
+    """The multiples of a number, up to a greatest one that is included, or without end."""
+
+    of: int
+    up_to: int | None = None
+
+    def __contains__(self, number: int) -> bool:
+        return number > 0 and number % self.of == 0 and (self.up_to is None or number <= self.up_to)
+
+    def __str__(self) -> str:
+        return f"a multiple of {self.of}" + ("" if self.up_to is None else f" up to {self.up_to}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Vllm:
+    """The answer is that of vLLM's own class, which depends on the device or on the kernels that are installed."""
+
+    def __str__(self) -> str:
+        return "vLLM's own answer"
+
+
+VLLM: Final = Vllm()
+
+Value = bool | Multiples | tuple[str, ...] | Vllm
+
+
+@dataclasses.dataclass(frozen=True)
+class Declaration:
+    """What a backend answers to one question.
+
+    Args:
+        backend: vLLM's name of the backend; with ``@device`` it is the one for that device only.
+        capability: a name of :data:`CAPABILITIES`.
+        value: True or False; the numbers that are fit; the names that are fit (of types as torch and vLLM write them);
+            or :data:`VLLM`.
+        versions: of vLLM, those in which it holds.
+        reason: why this value.
+        verified: how it is known.
+        limit: what a True leaves out on purpose; empty where it holds without reserve.
+    """
+
+    backend: str
+    capability: str
+    value: Value
+    versions: str
+    reason: str
+    verified: str
+    limit: str = ""
+
+
+_COMPARED = "vLLM's constant, compared with its source by a test"
+_DEVICE = "depends on the device and on the FlashAttention versions that vLLM was built with"
+# The commit messages of https://github.com/MooreThreads/vllm-musa/pull/52 say what was tried.
+_PROBED = "vllm-musa's comparison of mate with torch on MUSA hardware (pull request 52); not repeated here"
+_SERVED = "gemma-4 is served so by vllm-musa (pull request 52); not repeated here"
+_UNTRIED = "not tried; False is the safe answer"
+_READ = "read in vLLM's source"
+_KIND = "what the backend is"
+
+_ALL = ">=0.20.0,<0.34"
+
+
+def _cuda(capability: str, value: Value, reason: str, versions: str = _ALL) -> Declaration:
+    verified = "vLLM's class is asked" if isinstance(value, Vllm) else _COMPARED
+    return Declaration(FLASH_ATTN, capability, value, versions, reason, verified)
+
+
+def _musa(
+    capability: str, value: Value, reason: str, verified: str = _UNTRIED, versions: str = _ALL, limit: str = ""
+) -> Declaration:
+    return Declaration(FLASH_ATTN_MUSA, capability, value, versions, reason, verified, limit)
+
+
+DECLARATIONS: Final[tuple[Declaration, ...]] = (
+    # -- FLASH_ATTN on CUDA: vLLM's own kernels, so what vLLM decides by the device stays vLLM's.
+    _cuda(
+        "head_sizes", VLLM, "up to 256, and up to 512 where FlashAttention 4 is there; the plugin adds no kernel yet"
+    ),
+    *(
+        _cuda(name, VLLM, _DEVICE)
+        for name in ("dtypes", "kv_cache_dtypes", "block_sizes", "attn_types", "compute_capability", "sink")
+    ),
+    _cuda("mm_prefix", VLLM, "no before 0.24.0; from there on where FlashAttention 4 resolves, which takes a mask"),
+    _cuda("per_head_quant_scales", VLLM, "needs FlashAttention 3 or later"),
+    _cuda("mla", False, "MLA has backends of its own"),
+    _cuda("sparse", False, "sparse MLA has backends of its own"),
+    _cuda("ssm", False, "attention, no state-space layer"),
+    _cuda("alibi_sqrt", False, "the kernels know linear ALiBi only"),
+    _cuda("non_causal", True, "causal is an argument of the kernels"),
+    _cuda("batch_invariance", True, "vLLM allows no splits over the KV length then"),
+    _cuda("kv_connector", True, "the KV cache is an ordinary tensor of blocks", versions=">=0.23.0,<0.34"),
+    _cuda("sliding_window", True, "the window is an argument of the kernels"),
+    _cuda("pcp", VLLM, "a property of vLLM's implementation class", versions=">=0.26.0,<0.34"),
+    _cuda(
+        "device_cpu_query_lens_mismatch",
+        VLLM,
+        "the base class says yes where there is no state-space layer",
+        versions=">=0.28.0,<0.34",
+    ),
+    _cuda("non_causal_dcp", VLLM, "a property of vLLM's metadata builder", versions=">=0.29.0,<0.34"),
+    _cuda("dcp", VLLM, "a property of vLLM's implementation class", versions=">=0.30.0,<0.34"),
+    _cuda("rswa", True, "vLLM's implementation has a mask for it", versions=">=0.30.0,<0.34"),
+    _cuda("kv_cache_update_bypass", True, "forward reads keys and values from the cache", versions=">=0.33.0,<0.34"),
+    # -- FLASH_ATTN on MUSA: mate.flash_attn_varlen_func.
+    _musa(
+        "head_sizes",
+        Multiples(8, 512),
+        "the range that mate's FlashAttention 3 wrapper takes",
+        f"256 and 512: {_SERVED}",
+    ),
+    _musa("dtypes", ("float16", "bfloat16"), "mate says 'inputs must be float16 or bfloat16'", _PROBED),
+    _musa("kv_cache_dtypes", ("auto", "float16", "bfloat16"), "mate takes no fp8 keys and queries", _PROBED),
+    _musa("block_sizes", Multiples(16), "vLLM's shape of a FLASH_ATTN cache has pages of such sizes", _READ),
+    _musa("attn_types", ("decoder",), "encoder layers have no paged cache, and mate is called with one"),
+    _musa("compute_capability", True, "the MUSA architecture is not on CUDA's scale, which vLLM compares with", _KIND),
+    _musa("mla", False, "MLA has backends of its own", _KIND),
+    _musa("sparse", False, "sparse MLA has backends of its own", _KIND),
+    _musa("ssm", False, "attention, no state-space layer", _KIND),
+    _musa("sink", True, "mate's kernel takes one value for each head", _PROBED),
+    _musa("alibi_sqrt", False, "no ALiBi is passed to mate"),
+    _musa(
+        "mm_prefix",
+        True,
+        "mate has no mask, so the tokens of an image cannot see each other in both directions; but models of that kind "
+        "also serve text, and vLLM selects the backend by the model. A batch with an image is refused at run time",
+        _SERVED,
+        limit="text only",
+    ),
+    _musa("per_head_quant_scales", False, "they scale fp8 queries and keys, which mate refuses", _PROBED),
+    _musa("non_causal", True, "causal is an argument of mate's function", _PROBED),
+    _musa("batch_invariance", True, "with deterministic=True, alone and in a batch are the same to the bit", _PROBED),
+    _musa("kv_connector", False, "KV transfer that copies blocks is not supported on MUSA", versions=">=0.23.0,<0.34"),
+    _musa("sliding_window", True, "the window is an argument of mate's function", _SERVED),
+    _musa("pcp", False, "needs the log-sum-exp of each part, which mate is not asked for", versions=">=0.26.0,<0.34"),
+    _musa("device_cpu_query_lens_mismatch", False, "mate is given the CPU's longest query", versions=">=0.28.0,<0.34"),
+    _musa(
+        "non_causal_dcp",
+        False,
+        "needs the log-sum-exp of each part, which mate is not asked for",
+        versions=">=0.29.0,<0.34",
+    ),
+    _musa("dcp", False, "needs the log-sum-exp of each part, which mate is not asked for", versions=">=0.30.0,<0.34"),
+    _musa("rswa", False, "mate has no mask", versions=">=0.30.0,<0.34"),
+    _musa("kv_cache_update_bypass", False, "no fused operation writes the cache on MUSA", versions=">=0.33.0,<0.34"),
+)
+
+BACKENDS: Final = tuple(dict.fromkeys(item.backend for item in DECLARATIONS))
+"""The backends that have declarations."""
+
+
+def declared(backend: str, version: str) -> Mapping[str, Declaration]:
+    """What the plugin declares of a backend, by capability.
+
+    Args:
+        backend: one of :data:`BACKENDS`; of any other the plugin declares nothing, and vLLM's class is the word on it.
+        version: of vLLM, such as ``0.26.0``; a local part (``+cu129``) does not matter. A version that no declaration
+            was checked with has none.
+    """
+    return {
+        item.capability: item for item in DECLARATIONS if item.backend == backend and _holds(item.versions, version)
+    }
+
+
+def asked_in(version: str) -> frozenset[str]:
+    """The capabilities that a version of vLLM asks for."""
+    return frozenset(item.name for item in CAPABILITIES.values() if _holds(item.versions, version))
+
+
+def allows(value: bool | Multiples | tuple[str, ...], asked: Any) -> bool:
+    """Whether a declared value covers what is asked.
+
+    Args:
+        value: of a :class:`Declaration`, other than :data:`VLLM`.
+        asked: a flag, a size, or a type (by its name, or a ``torch.dtype``). None asks for nothing.
+    """
+    if isinstance(value, bool):
+        return value or not asked
+    if asked is None:
+        return True
+    if isinstance(value, Multiples):
+        return asked in value
+    return _name(asked) in value
+
+
+def reserves(declarations: Mapping[str, Declaration], asked: Mapping[str, Any]) -> list[str]:
+    """What is declared with a reserve, and asked for: in sentences.
+
+    Args:
+        declarations: of one backend, as :func:`declared` gives them.
+        asked: the arguments of ``validate_configuration`` by name.
+    """
+    return [
+        f"{item.backend} declares {item.capability} for {item.limit}: {item.reason}"
+        for item in declarations.values()
+        if item.limit and asked.get(CAPABILITIES[item.capability].argument)
+    ]
+
+
+def explain(declarations: Mapping[str, Declaration], asked: Mapping[str, Any]) -> list[str]:
+    """Why a configuration is refused, in sentences with what was asked and what is declared.
+
+    Args:
+        declarations: of one backend, as :func:`declared` gives them.
+        asked: the arguments of ``validate_configuration`` by name.
+    """
+    told = []
+    for item in declarations.values():
+        argument = CAPABILITIES[item.capability].argument
+        if argument not in asked or isinstance(item.value, Vllm) or allows(item.value, asked[argument]):
+            continue
+        if isinstance(item.value, bool):
+            told.append(f"{item.backend} does not declare {item.capability}: {item.reason}")
+            continue
+        fit = item.value if isinstance(item.value, Multiples) else " or ".join(item.value)
+        told.append(f"{item.backend}: {argument} is {_name(asked[argument])}, expected {fit}: {item.reason}")
+    return told
+
+
+def _holds(versions: str, version: str) -> bool:
+    try:
+        return SpecifierSet(versions, prereleases=True).contains(Version(version))
+    except InvalidVersion:
+        # A build without a version, which vLLM calls "dev".
+        return False
+
+
+def _name(asked: Any) -> str:
+    # A torch.dtype prints as `torch.float16`; vLLM's AttentionType is a str that prints as its member.
+    return str(getattr(asked, "value", asked)).removeprefix("torch.")

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FLASH_ATTN on Moore Threads GPUs, over ``mate.flash_attn_varlen_func``. Not run on MUSA hardware.
+
+Metadata and the shape of the KV cache are those of vLLM's FlashAttention, version by version; its kernels are not: mate
+computes the attention, and the Triton kernel of vLLM's TRITON_ATTN writes the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import mate  # type: ignore[import-not-found]  # MUSA hosts only
+import torch
+import vllm.envs as envs
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionImpl, AttentionType
+from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend, FlashAttentionMetadataBuilder
+from vllm.v1.attention.ops.triton_reshape_and_cache_flash import triton_reshape_and_cache_flash
+from vllm.version import __version__
+
+from ._classes import declares
+from ._mate_call import bind
+from .capabilities import FLASH_ATTN_MUSA
+
+_attention = bind(mate.flash_attn_varlen_func)
+
+
+class MusaFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):  # type: ignore[misc]  # as below
+    """vLLM's, without what only its own kernels have: their schedules, and cascade attention."""
+
+    # As for FlashAttention 2: a graph holds batches whose requests have equally many tokens.
+    _cudagraph_support: ClassVar[Any] = AttentionCGSupport.UNIFORM_BATCH
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.aot_schedule = False
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+        # Here from 0.24.0 on, in every step; before, vLLM writes them into the metadata after this.
+        _refuse_images(getattr(common_attn_metadata, "mm_req_doc_ranges", None))
+        return super().build(common_prefix_len, common_attn_metadata, fast_build)
+
+    def use_cascade_attention(self, *args: Any, **kwargs: Any) -> bool:
+        return False
+
+
+class MusaFlashAttentionImpl(AttentionImpl):  # type: ignore[misc]  # as below
+    """Attention of decoder layers.
+
+    Raises:
+        ValueError: the layer needs what the backend does not declare.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        backend = MusaFlashAttentionBackend
+        if alibi_slopes is not None:
+            raise ValueError("FLASH_ATTN on MUSA has no ALiBi; use TRITON_ATTN")
+        for found, fit, what in (
+            (head_size, backend.supports_head_size, "head size"),
+            (kv_cache_dtype, backend.supports_kv_cache_dtype, "KV cache type"),
+            (attn_type, backend.supports_attn_type, "attention type"),
+        ):
+            if not fit(found):
+                raise ValueError(f"FLASH_ATTN on MUSA does not support {what} {found}; use TRITON_ATTN")
+        if sinks is not None and tuple(sinks.shape) != (num_heads,):
+            raise ValueError(f"sinks have shape {tuple(sinks.shape)}, expected one for each head: ({num_heads},)")
+        self.num_heads = num_heads
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.head_size = head_size
+        self.scale = float(scale)
+        self.sliding_window = (-1, -1) if sliding_window is None else (sliding_window - 1, 0)
+        self.kv_cache_dtype = kv_cache_dtype
+        self.logits_soft_cap = logits_soft_cap or 0.0
+        self.attn_type = attn_type
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self.sinks = sinks
+        self.deterministic = bool(envs.VLLM_BATCH_INVARIANT)
+
+    def forward(
+        self,
+        layer: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        kv_cache: torch.Tensor,
+        attn_metadata: Any,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attention of ``query`` (tokens, heads, head size) over the cache, into ``output``.
+
+        Raises:
+            NotImplementedError: asked for what the backend does not declare.
+        """
+        if output_scale is not None or output_block_scale is not None:
+            raise NotImplementedError("FLASH_ATTN on MUSA does not quantize its output")
+        if attn_metadata is None:
+            # vLLM measures memory, with no cache yet.
+            return output.fill_(0)
+        causal = attn_metadata.causal
+        if not isinstance(causal, bool):
+            raise NotImplementedError("FLASH_ATTN on MUSA has one mask for all requests: causal, or not")
+        _refuse_images(getattr(attn_metadata, "mm_prefix_range", None))
+        tokens = attn_metadata.num_actual_tokens
+        keys, values = _split(kv_cache, self.head_size)
+        _attention(
+            output[:tokens],
+            q=query[:tokens],
+            k=keys,
+            v=values,
+            cu_seqlens_q=attn_metadata.query_start_loc,
+            max_seqlen_q=attn_metadata.max_query_len,
+            seqused_k=attn_metadata.seq_lens,
+            max_seqlen_k=attn_metadata.max_seq_len,
+            block_table=attn_metadata.block_table,
+            softmax_scale=self.scale,
+            causal=causal,
+            window_size=_window(self.sliding_window, causal),
+            softcap=self.logits_soft_cap,
+            sinks=self.sinks,
+            deterministic=self.deterministic,
+        )
+        return output
+
+    def do_kv_cache_update(
+        self,
+        layer: torch.nn.Module,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Write the tokens that have a slot (``slot_mapping``, -1: none) into the cache."""
+        keys, values = _split(kv_cache, self.head_size)
+        # "auto": stored as it is. A cache of another type than the model's is refused when the backend is selected.
+        triton_reshape_and_cache_flash(key, value, keys, values, slot_mapping, "auto", layer._k_scale, layer._v_scale)
+
+
+@declares(FLASH_ATTN_MUSA, __version__)
+class MusaFlashAttentionBackend(FlashAttentionBackend):  # type: ignore[misc]  # vLLM is not there where types are checked
+    """vLLM's FlashAttention by name and KV cache; what it can do is declared for mate."""
+
+    @staticmethod
+    def get_impl_cls() -> type[MusaFlashAttentionImpl]:
+        return MusaFlashAttentionImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[MusaFlashAttentionMetadataBuilder]:
+        return MusaFlashAttentionMetadataBuilder
+
+    @classmethod
+    def supports_combination(
+        cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, *args: Any, **kwargs: Any
+    ) -> str | None:
+        """A cache of another type than the queries'. vLLM's own answer compares with CUDA architectures."""
+        if kv_cache_dtype in (None, "auto") or str(dtype) == f"torch.{kv_cache_dtype}":
+            return None
+        return f"FLASH_ATTN on MUSA needs keys of the queries' type {dtype}, and the KV cache is {kv_cache_dtype}"
+
+
+def _split(kv_cache: torch.Tensor, head_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values as (blocks, tokens a block, KV heads, head size), of the cache as this vLLM shapes it."""
+    if kv_cache.dim() == 4:
+        # From 0.26.0 on: (blocks, KV heads, tokens a block, keys and values of a head).
+        keys, values = kv_cache.transpose(1, 2).split(head_size, dim=-1)
+    else:
+        keys, values = kv_cache.unbind(_PAIR_DIM)
+    return keys, values
+
+
+def _pair_dim() -> int:
+    """Which dimension of a cache with five holds keys and values: 0 up to 0.22, 1 up to 0.25."""
+    if not hasattr(FlashAttentionBackend, "get_kv_cache_shape"):
+        return 0
+    blocks, block_size, kv_heads, head_size = 7, 16, 3, 8
+    shape = FlashAttentionBackend.get_kv_cache_shape(blocks, block_size, kv_heads, head_size)
+    return int(shape.index(2)) if len(shape) == 5 else 0
+
+
+_PAIR_DIM = _pair_dim()
+
+
+def _window(window: tuple[int, int], causal: bool) -> tuple[int, int]:
+    """The window to both sides where attention is. vLLM's FlashAttention does so from 0.25.0 on; before, it looks back
+    only, and tokens that should see each other do not.
+    """
+    return window if causal else (window[0], window[0])
+
+
+def _refuse_images(ranges: Mapping[int, list[Any]] | None) -> None:
+    if ranges and any(ranges.values()):
+        raise NotImplementedError(
+            "FLASH_ATTN on MUSA serves this model with text only: the tokens of an image see each other in both "
+            "directions, for which mate has no mask. Start with --language-model-only so that images are refused at "
+            "the request, or use TRITON_ATTN"
+        )
