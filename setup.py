@@ -2,16 +2,80 @@
 """The part of the build that pyproject.toml cannot say.
 
 ``patches/`` and ``csrc/`` are rooms of their own in the source tree, because they are read and edited apart from the
-Python code; in the wheel they lie inside the package, where ``vllm_hwplugin`` finds them next to itself. Nothing is
-compiled: the wheel is pure Python, and ``csrc/`` holds no kernel in this release.
+Python code; in the wheel they lie inside the package, where ``vllm_hwplugin`` finds them next to itself.
+
+Kernels are built ahead of time where torch and its compiler are at hand, that is by ``pip install
+--no-build-isolation .``, and the wheel is then one for this platform and every Python version. Otherwise the wheel is
+pure Python and the kernels are built at first use. No failure of a compiler fails the installation.
 """
 
-from setuptools import find_packages, setup
+import importlib.util
+import sys
+import sysconfig
+from pathlib import Path
 
+from setuptools import find_packages, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_py import build_py
+
+ROOT = Path(__file__).parent
 DATA_FOLDERS = {"vllm_hwplugin.patches": "patches", "vllm_hwplugin.csrc": "csrc"}
+
+
+def say(text):
+    print(f"vllm-hwplugin: {text}", file=sys.stderr)
+
+
+def build_kernels(package):
+    """Build into a copy of the package; return the libraries."""
+    if importlib.util.find_spec("torch") is None:
+        say("no kernel is built ahead of time: torch is not here; `pip install --no-build-isolation` lets it be seen")
+        return ()
+    sys.path.insert(0, str(ROOT))
+    try:
+        from vllm_hwplugin.ops.build.ahead import PREBUILT, build_all
+    except ImportError as error:
+        say(f"no kernel is built ahead of time: {error}")
+        return ()
+    finally:
+        sys.path.remove(str(ROOT))
+    return build_all(package / PREBUILT, (ROOT / "csrc").resolve(), say)
+
+
+class BuildWithKernels(build_py):
+    libraries = ()
+
+    def run(self):
+        super().run()
+        # An editable installation runs from the source tree, where nothing is to be left.
+        if not self.editable_mode:
+            self.libraries = build_kernels((Path(self.build_lib) / "vllm_hwplugin").absolute())
+
+    def get_outputs(self, include_bytecode=True):
+        records = [path.with_name("built.json") for path in self.libraries]
+        return [*super().get_outputs(include_bytecode), *map(str, [*self.libraries, *records])]
+
+
+class PlatformWheel(bdist_wheel):
+    """The libraries know the platform, but not Python: they use the stable ABI of PyTorch and no header of Python."""
+
+    def has_libraries(self):
+        return bool(self.get_finalized_command("build_py").libraries)
+
+    def get_tag(self):
+        if not self.has_libraries():
+            return super().get_tag()
+        platform = self.plat_name if self.plat_name_supplied else sysconfig.get_platform()
+        return "py3", "none", platform.replace("-", "_").replace(".", "_")
+
+    def write_wheelfile(self, *args, **more):
+        self.root_is_pure = not self.has_libraries()
+        super().write_wheelfile(*args, **more)
+
 
 setup(
     packages=[*find_packages(include=["vllm_hwplugin", "vllm_hwplugin.*"]), *DATA_FOLDERS],
     package_dir=DATA_FOLDERS,
     package_data={"vllm_hwplugin": ["py.typed"], **{name: ["**/*"] for name in DATA_FOLDERS}},
+    cmdclass={"build_py": BuildWithKernels, "bdist_wheel": PlatformWheel},
 )

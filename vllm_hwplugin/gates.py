@@ -151,7 +151,7 @@ GATES: Final[tuple[Gate, ...]] = (
         "VLLM_HWPLUGIN_CACHE_DIR",
         "path",
         None,
-        "Folder for patched copies, process records and the drift check's sources. Default: the user's cache folder.",
+        "Folder for patched copies, kernels, process records and the drift check's sources. Default: the user's cache.",
         affects=("cache",),
     ),
     Gate(
@@ -225,7 +225,7 @@ GATES: Final[tuple[Gate, ...]] = (
         True,
         "Build kernels with SLP vectorisation where the MUSA compiler is new enough.",
         aliases=(Alias("VLLM_MUSA_DISABLE_SLP", _INVERTED),),
-        effect="reserved",
+        affects=("kernels",),
     ),
     Gate(
         "VLLM_HWPLUGIN_LOAD_CLUSTER",
@@ -233,7 +233,7 @@ GATES: Final[tuple[Gate, ...]] = (
         True,
         "Build kernels with load clustering where the MUSA compiler is new enough.",
         aliases=(Alias("VLLM_MUSA_DISABLE_LOAD_CLUSTER", _INVERTED),),
-        effect="reserved",
+        affects=("kernels",),
     ),
     Gate(
         "VLLM_HWPLUGIN_NWOR_MODE",

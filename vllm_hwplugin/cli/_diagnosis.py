@@ -19,12 +19,14 @@ from typing import Any
 import vllm_hwplugin
 
 from .. import cachedir, gates, record
+from ..ops.build import built
 from ..patching import SUPPORTED, Catalog, PatchingError, load_catalog, make_plan
 from ..patching._installed import Installed, NotInstalled, find_installed
 from ..patching._overlay import FOLDER
 from ..platforms import _detect, _rivals
 from ..record import ProcessRecord
 from . import _host
+from ._kernels import KernelRow, kernel_rows
 
 #: Raised when a key of the JSON changes its meaning or goes away; new keys do not raise it.
 FORMAT = 1
@@ -63,6 +65,7 @@ class Diagnosis:
     platform: _host.Platform
     platform_class: Mapping[str, str | None]
     tools: tuple[_host.Tool, ...]
+    kernels: tuple[KernelRow, ...]
     plugin: Mapping[str, str]
     vllm: Mapping[str, Any] | None
     packages: Mapping[str, str | None]
@@ -89,6 +92,7 @@ class Diagnosis:
             "vllm": None if self.vllm is None else dict(self.vllm),
             "packages": dict(self.packages),
             "toolchains": {tool.name: {"path": tool.path, "version": tool.version} for tool in self.tools},
+            "kernels": [dataclasses.asdict(row) for row in self.kernels],
             "cache": dict(self.cache),
             "gates": [dataclasses.asdict(row) for row in self.gates],
             "features": [dataclasses.asdict(row) for row in self.features],
@@ -119,11 +123,13 @@ def diagnose(environ: Mapping[str, str] | None = None, *, catalog: Catalog | Non
     _check_entry_point(environ, found)
     features, fingerprint = _decide(values, installed, catalog, found)
     platform = _host.find_platform()
+    tools = _host.find_tools(environ=environ)
     return Diagnosis(
         host=_host.this_host(),
         platform=platform,
         platform_class=_platform_class(values, installed, platform, environ, found),
-        tools=_host.find_tools(environ=environ),
+        tools=tools,
+        kernels=kernel_rows(platform.kind, _libraries(environ), tools),
         plugin={"version": vllm_hwplugin.__version__, "path": str(Path(vllm_hwplugin.__file__).parent)},
         vllm=_describe(installed),
         packages={name: _version_of(name) for name in ("torch", "triton", "torch_musa", "torchada", "mate")},
@@ -321,6 +327,13 @@ def _cache(environ: Mapping[str, str], found: _Findings) -> dict[str, str]:
         else:
             states[str(place)] = "ready" if os.access(copies, os.W_OK | os.X_OK) else "read only"
     return states
+
+
+def _libraries(environ: Mapping[str, str]) -> Sequence[built.Built]:
+    try:
+        return built.read_all(environ)
+    except gates.GateError:
+        return ()
 
 
 def _records(environ: Mapping[str, str]) -> list[ProcessRecord]:

@@ -70,6 +70,11 @@ def sections(found: Diagnosis) -> tuple[Section, ...]:
             tuple((tool.name, tool.version or "", tool.path or "not found") for tool in found.tools),
         ),
         Section(
+            "kernels",
+            ("kernel", "state", "detail", "library"),
+            tuple((row.kernel, row.state, row.detail, row.library or "") for row in found.kernels),
+        ),
+        Section(
             "gates",
             ("variable", "value", "from", "remark"),
             tuple(

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``doctor`` says of the kernels."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from vllm_hwplugin.cli import _diagnosis, _doctor
+from vllm_hwplugin.cli._host import Tool
+from vllm_hwplugin.cli._kernels import kernel_rows
+from vllm_hwplugin.ops.build.spec import KERNELS, ROTARY_EMBEDDING
+
+TOOLS = (
+    Tool("nvcc", "/opt/cuda/bin/nvcc", "13.0.88"),
+    Tool("mcc", None, None),
+    Tool("ninja", "/usr/bin/ninja", "1.13"),
+)
+WITHOUT_NVCC = (Tool("nvcc", None, None), *TOOLS[1:])
+WITHOUT_NINJA = (*TOOLS[:2], Tool("ninja", None, None))
+
+
+@pytest.mark.parametrize(
+    ("kind", "tools", "words"),
+    [
+        ("cpu", TOOLS, "no GPU is here that it could run on, so"),
+        ("cuda", TOOLS, "nvcc builds it when the operation is first used, and until then"),
+        ("cuda", WITHOUT_NVCC, "nvcc is not found (install it, or set CUDA_HOME), and without it"),
+        ("cuda", WITHOUT_NINJA, "ninja is not found (`pip install ninja`), and without it"),
+        ("musa", TOOLS, "the source has not been ported to MUSA, and until then"),
+    ],
+)
+def test_a_kernel_without_a_library_says_what_is_missing_and_what_it_costs(
+    kind: str, tools: tuple[Tool, ...], words: str
+) -> None:
+    rows = {row.kernel: row for row in kernel_rows(kind, (), tools)}
+    assert set(rows) == set(KERNELS)
+    row = rows["rotary_embedding"]
+    assert (row.state, row.detail) == ("not built", f"{words} {ROTARY_EMBEDDING.fallback_cost}")
+    assert row.library is None
+
+
+def test_a_library_is_shown_with_what_it_was_built_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "kernels" / "rotary_embedding-0123"
+    folder.mkdir(parents=True)
+    (folder / "rotary_embedding.so").touch()
+    built = {
+        "format": 1, "kernel": "rotary_embedding", "library": "rotary_embedding.so", "key": "0123", "sources": "4567",
+        "toolchain": "nvcc", "version": "13.0.88", "torch": "2.13.0+cu130", "arch": ["-gencode=arch=x"],
+        "flags": [{"flags": ["-O3"], "reason": "speed"}, {"flags": ["--use_fast_math"], "reason": "more of it"}],
+        "changes_numerics": ["--use_fast_math"],
+    }  # fmt: skip
+    (folder / "built.json").write_text(json.dumps(built))
+    found = _diagnosis.diagnose({"VLLM_HWPLUGIN_CACHE_DIR": str(tmp_path)})
+    (section,) = [item for item in _doctor.sections(found) if item.title == "kernels"]
+    library = str(folder / "rotary_embedding.so")
+    assert [row for row in section.rows if row[3] == library] == [
+        (
+            "rotary_embedding",
+            "built",
+            "nvcc 13.0.88, torch 2.13.0+cu130, -O3 --use_fast_math -gencode=arch=x; "
+            "flags that change numerics: --use_fast_math",
+            library,
+        )
+    ]
+    assert [row["state"] for row in found.as_json()["kernels"] if row["library"] == library] == ["built"]
+
+
+def test_a_bad_cache_folder_does_not_stop_the_diagnosis() -> None:
+    assert _diagnosis.diagnose({"VLLM_HWPLUGIN_CACHE_DIR": "relative"}).kernels

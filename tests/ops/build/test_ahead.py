@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Building while the package is installed: kernels where that is possible, a pure Python wheel everywhere else."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.tags import sys_tags
+from packaging.utils import parse_wheel_filename
+
+from vllm_hwplugin.ops.build import ahead, torch_build
+from vllm_hwplugin.ops.build.spec import KERNELS, KernelSpec
+from vllm_hwplugin.ops.build.torch_build import TorchBuild
+
+ROOT = Path(__file__).parents[3]
+FOLDERS = ("vllm_hwplugin", "patches", "csrc")
+FILES = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE")
+pytestmark = pytest.mark.usefixtures("ninja")
+
+
+@pytest.fixture
+def build(
+    monkeypatch: pytest.MonkeyPatch, kernel: KernelSpec, csrc: Path, torch_cuda: TorchBuild, nvcc: Any, tmp_path: Path
+) -> Any:
+    """`build_all` on the sample tree: the libraries, and what was said."""
+    monkeypatch.setattr(ahead, "KERNELS", {kernel.name: kernel})
+
+    def call(torch: TorchBuild = torch_cuda, **environ: str) -> tuple[list[str], list[str]]:
+        monkeypatch.setattr(torch_build, "installed", lambda: torch)
+        said: list[str] = []
+        environ = {"PATH": os.environ["PATH"], "CUDA_HOME": str(nvcc.home), **environ}
+        libraries = ahead.build_all(tmp_path / "target", csrc, said.append, environ)
+        return [path.relative_to(tmp_path / "target").as_posix() for path in libraries], said
+
+    return call
+
+
+def test_each_kernel_gets_a_folder(build: Any, tmp_path: Path) -> None:
+    libraries, said = build()
+    assert libraries == ["sample/sample.so"]
+    assert sorted(path.name for path in (tmp_path / "target/sample").iterdir()) == ["built.json", "sample.so"]
+    assert said == ["sample is built by nvcc 13.0.88 for -gencode=arch=compute_90,code=sm_90"]
+
+
+def test_a_broken_compiler_leaves_nothing_and_says_why(build: Any, nvcc: Any, tmp_path: Path) -> None:
+    build()
+    nvcc.set("broken")
+    libraries, said = build()
+    assert libraries == []
+    assert said[0].startswith("sample is not built ahead of time: ")
+    assert "error: the compiler is broken" in said[0]
+    assert not (tmp_path / "target").exists()
+
+
+def test_no_compiler_no_architecture_and_a_bad_gate_are_said(
+    build: Any, torch_cuda: TorchBuild, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpu = dataclasses.replace(torch_cuda, cuda=None, capabilities=())
+    assert build(cpu)[1] == [
+        "no kernel is built ahead of time: torch 2.13.0+cu130 is a CPU build; set TORCH_CUDA_ARCH_LIST to build for "
+        "hosts with a GPU"
+    ]
+    assert build(cpu, TORCH_CUDA_ARCH_LIST="9.0")[0] == ["sample/sample.so"]
+    (line,) = build(dataclasses.replace(torch_cuda, capabilities=()))[1]
+    assert "no GPU is here to compile for and TORCH_CUDA_ARCH_LIST is not set" in line
+    (line,) = build(MAX_JOBS="many")[1]
+    assert "MAX_JOBS is 'many'" in line
+    monkeypatch.setattr("vllm_hwplugin.ops.build.toolchain.HOMES", {"nvcc": (("CUDA_HOME",), "/nowhere")})
+    (line,) = build(CUDA_HOME="/nowhere", PATH=str(tmp_path))[1]
+    assert line.startswith("no kernel is built ahead of time: no nvcc in CUDA_HOME")
+
+
+def _wheel(tmp_path: Path, **environ: str) -> tuple[Path, str]:
+    tree = tmp_path / "tree"
+    for name in FOLDERS:
+        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in FILES:
+        shutil.copy(ROOT / name, tree / name)
+    environ = {name: text for name, text in {**os.environ, **environ}.items() if name != "PYTHONPATH"}
+    command = [sys.executable, "-m", "pip", "wheel", "-v", "--no-deps", "--no-build-isolation", "--no-index", "."]
+    done = subprocess.run(
+        [*command, "-w", str(tmp_path / "out")], cwd=tree, env=environ, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (wheel,) = (tmp_path / "out").iterdir()
+    return wheel, done.stdout + done.stderr
+
+
+def test_a_wheel_with_kernels_is_for_this_platform_and_every_python(tmp_path: Path, nvcc: Any) -> None:
+    pytest.importorskip("torch")
+    if (version := torch_build.installed().cuda) is not None and not version.startswith("13."):
+        pytest.skip(f"the fake compiler is of CUDA 13 and torch of {version}")
+    wheel, _ = _wheel(tmp_path, CUDA_HOME=str(nvcc.home), TORCH_CUDA_ARCH_LIST="9.0")
+    (tag,) = parse_wheel_filename(wheel.name)[3]
+    assert (tag.interpreter, tag.abi) == ("py3", "none")
+    assert tag.platform != "any"
+    assert tag in set(sys_tags())
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        (metadata,) = [name for name in names if name.endswith("/WHEEL")]
+        assert "Root-Is-Purelib: false" in archive.read(metadata).decode()
+        for name in KERNELS:
+            assert archive.read(f"vllm_hwplugin/ops/_prebuilt/{name}/{name}.so") == b"built\n"
+            assert f"vllm_hwplugin/ops/_prebuilt/{name}/built.json" in names
+    assert not (tmp_path / "tree/vllm_hwplugin/ops/_prebuilt").exists()
+
+
+def test_a_compiler_that_fails_makes_a_pure_wheel(tmp_path: Path, nvcc: Any) -> None:
+    pytest.importorskip("torch")
+    nvcc.set("broken")
+    wheel, said = _wheel(tmp_path, CUDA_HOME=str(nvcc.home), TORCH_CUDA_ARCH_LIST="9.0")
+    assert wheel.name.endswith("-py3-none-any.whl")
+    assert "rotary_embedding is not built ahead of time" in said
+    with zipfile.ZipFile(wheel) as archive:
+        assert not [name for name in archive.namelist() if "_prebuilt" in name]

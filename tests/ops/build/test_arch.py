@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Architectures come from the variable, else from the devices."""
+
+from __future__ import annotations
+
+import pytest
+
+from vllm_hwplugin.ops.build.arch import arch_flags
+from vllm_hwplugin.ops.build.errors import KernelUnavailable
+
+SM90 = "-gencode=arch=compute_90,code=sm_90"
+
+
+@pytest.mark.parametrize(
+    ("text", "flags"),
+    [
+        ("9.0", (SM90,)),
+        ("8.6+PTX", ("-gencode=arch=compute_86,code=sm_86", "-gencode=arch=compute_86,code=compute_86")),
+        ("9.0a;12.0f", ("-gencode=arch=compute_90a,code=sm_90a", "-gencode=arch=compute_120f,code=sm_120f")),
+        ("9.0 8.0, 9.0", (SM90, "-gencode=arch=compute_80,code=sm_80")),
+    ],
+)
+def test_the_variable_is_read_as_pytorch_reads_it(text: str, flags: tuple[str, ...]) -> None:
+    assert arch_flags("nvcc", {"TORCH_CUDA_ARCH_LIST": text}, [(7, 5)]) == flags
+
+
+def test_without_it_each_kind_of_device_counts_once() -> None:
+    assert arch_flags("nvcc", {"TORCH_CUDA_ARCH_LIST": ""}, [(9, 0), (8, 9), (9, 0)]) == (
+        "-gencode=arch=compute_89,code=sm_89",
+        SM90,
+    )
+    assert arch_flags("mcc", {}, [(3, 1)]) == ("--offload-arch=mp_31",)
+    assert arch_flags("mcc", {"MTGPU_TARGET": "mp_22;mp_31"}, []) == ("--offload-arch=mp_22", "--offload-arch=mp_31")
+
+
+@pytest.mark.parametrize(
+    ("toolchain", "environ", "words"),
+    [
+        ("nvcc", {}, "no GPU is here to compile for and TORCH_CUDA_ARCH_LIST is not set"),
+        ("mcc", {}, "no GPU is here to compile for and MTGPU_TARGET is not set; set it, for example to mp_31"),
+        ("nvcc", {"TORCH_CUDA_ARCH_LIST": "9.0;Hopper"}, "holds 'Hopper'; expected numbers"),
+        ("mcc", {"MTGPU_TARGET": "31"}, "MTGPU_TARGET holds '31'; expected architectures such as mp_31"),
+    ],
+)
+def test_what_cannot_be_decided_is_an_error(toolchain: str, environ: dict[str, str], words: str) -> None:
+    with pytest.raises(KernelUnavailable) as raised:
+        arch_flags(toolchain, environ, [])  # type: ignore[arg-type]
+    assert words in str(raised.value)

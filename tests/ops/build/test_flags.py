@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of flags: which compiler gets which, by version, gate and kernel."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import MappingProxyType
+
+import pytest
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+from vllm_hwplugin import gates
+from vllm_hwplugin.ops.build.flags import TABLE, flags_for, words
+from vllm_hwplugin.ops.build.spec import KernelSpec
+
+PLAIN = KernelSpec("plain", ("plain.cu",), "it is slow")
+FAST = dataclasses.replace(PLAIN, fast_math=True)
+ABI = "-DTORCH_TARGET_VERSION=0x020a000000000000"
+
+NVCC = ("-O3", "-std=c++17", "-Xcompiler=-fPIC", ABI, "-lineinfo")
+MCC = ("-O3", "-std=c++17", "-fPIC", ABI, "-DUSE_MUSA")
+MCC += ("-fno-signed-zeros", "-ffast-math", "-fmusa-flush-denormals-to-zero")
+NO_SLP = ("-mllvm", "-vectorize-slp=false")
+CLUSTER = ("-mllvm", "-mtgpu-load-cluster-mutation=1", "-mllvm", "--num-dwords-of-load-in-mutation=64")
+
+
+def _mcc(version: str, **environ: str) -> tuple[str, ...]:
+    return words(flags_for("mcc", Version(version), environ, PLAIN))
+
+
+@pytest.mark.parametrize("version", ["11.8.89", "12.8.93", "13.0.88"])
+def test_nvcc_gets_fast_math_for_kernels_that_hold_parity_with_it(version: str) -> None:
+    assert words(flags_for("nvcc", Version(version), {}, PLAIN)) == NVCC
+    assert words(flags_for("nvcc", Version(version), {}, FAST)) == (*NVCC, "--use_fast_math")
+
+
+@pytest.mark.parametrize("version", ["4.2.0", "5.0.0"])
+def test_mcc_up_to_5_0_0_has_no_slp_and_no_load_clustering(version: str) -> None:
+    assert _mcc(version) == (*MCC, *NO_SLP)
+    # Neither gate can turn on what the compiler is too old for.
+    assert _mcc(version, VLLM_HWPLUGIN_SLP="1", VLLM_HWPLUGIN_LOAD_CLUSTER="1") == (*MCC, *NO_SLP)
+    assert _mcc(version, VLLM_HWPLUGIN_SLP="0") == (*MCC, *NO_SLP)
+
+
+@pytest.mark.parametrize("version", ["5.0.1", "5.1.0", "5.1.0rc1", "6.0"])
+def test_later_mcc_has_both(version: str) -> None:
+    assert _mcc(version) == (*MCC, *CLUSTER)
+
+
+@pytest.mark.parametrize("gate", [("VLLM_HWPLUGIN_SLP", "0"), ("VLLM_MUSA_DISABLE_SLP", "1")])
+def test_slp_can_be_turned_off_by_its_gate_and_by_the_older_name(gate: tuple[str, str]) -> None:
+    assert _mcc("5.1.0", **dict([gate])) == (*MCC, *NO_SLP, *CLUSTER)
+
+
+@pytest.mark.parametrize("gate", [("VLLM_HWPLUGIN_LOAD_CLUSTER", "0"), ("VLLM_MUSA_DISABLE_LOAD_CLUSTER", "1")])
+def test_load_clustering_can_be_turned_off_by_its_gate_and_by_the_older_name(gate: tuple[str, str]) -> None:
+    assert _mcc("5.1.0", **dict([gate])) == MCC
+
+
+def test_a_bad_gate_is_an_error_where_it_decides_and_nowhere_else() -> None:
+    environ = {"VLLM_HWPLUGIN_SLP": "perhaps"}
+    with pytest.raises(gates.GateError, match="VLLM_HWPLUGIN_SLP"):
+        flags_for("mcc", Version("5.1.0"), environ, PLAIN)
+    assert words(flags_for("nvcc", Version("13.0"), environ, PLAIN)) == NVCC
+
+
+def test_a_kernels_own_flags_come_last_and_only_for_their_compiler() -> None:
+    own = dataclasses.replace(PLAIN, flags=MappingProxyType({"nvcc": ("-maxrregcount=64",)}))
+    assert words(flags_for("nvcc", Version("13.0"), {}, own)) == (*NVCC, "-maxrregcount=64")
+    assert words(flags_for("mcc", Version("5.1.0"), {}, own)) == (*MCC, *CLUSTER)
+
+
+def test_what_changes_numerics_is_known() -> None:
+    changing = {row.flags for row in TABLE if row.changes_numerics}
+    assert changing == {
+        ("--use_fast_math",),
+        ("-fno-signed-zeros",),
+        ("-ffast-math", "-fmusa-flush-denormals-to-zero"),
+        NO_SLP,
+    }
+
+
+def test_every_row_can_be_read_and_says_why() -> None:
+    for row in TABLE:
+        SpecifierSet(row.versions)
+        assert row.reason, row
+        assert row.source, row
+        assert row.gate is None or (gates.find(row.gate).kind, gates.find(row.gate).effect) == ("bool", "live")

@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Building at first use: once, under a lock, in a cache that is trusted; and what happens where it cannot be."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import shutil
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+from packaging.version import Version
+
+from vllm_hwplugin.ops.build import built, jit, torch_build
+from vllm_hwplugin.ops.build import ninja as ninja_module
+from vllm_hwplugin.ops.build.errors import KernelUnavailable
+from vllm_hwplugin.ops.build.ninja import build, script
+from vllm_hwplugin.ops.build.plan import BuildPlan
+from vllm_hwplugin.ops.build.spec import KernelSpec
+from vllm_hwplugin.ops.build.torch_build import TorchBuild
+
+MakePlan = Callable[..., BuildPlan]
+pytestmark = pytest.mark.usefixtures("ninja")
+
+
+def test_the_first_call_builds_and_the_next_finds(
+    own_cache: Path, kernel: KernelSpec, torch_cuda: TorchBuild, nvcc: Any, plan: MakePlan
+) -> None:
+    library = jit.provide(kernel, torch_cuda)
+    assert library.read_text() == "built\n"
+    assert library.parent == own_cache / "kernels" / f"sample-{plan().key}"
+    assert len(nvcc.calls) == 3
+    assert jit.provide(kernel, torch_cuda) == library
+    assert len(nvcc.calls) == 3
+    assert sorted(path.name for path in library.parent.iterdir()) == ["built.json", "lock", "sample.so"]
+
+
+def test_a_changed_source_is_built_again(
+    own_cache: Path, kernel: KernelSpec, torch_cuda: TorchBuild, nvcc: Any, csrc: Path
+) -> None:
+    first = jit.provide(kernel, torch_cuda)
+    (csrc / "sample" / "first.cu").write_text("// changed\n")
+    assert jit.provide(kernel, torch_cuda) != first
+    assert len(nvcc.calls) == 6
+
+
+def test_of_many_that_ask_one_builds(own_cache: Path, kernel: KernelSpec, torch_cuda: TorchBuild, nvcc: Any) -> None:
+    nvcc.set("slow")
+    libraries: list[Path] = []
+    # Each opens the lock file for itself, as processes do.
+    threads = [threading.Thread(target=lambda: libraries.append(jit.provide(kernel, torch_cuda))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(libraries) == 4
+    assert len(set(libraries)) == 1
+    assert len(nvcc.calls) == 3
+
+
+def test_who_waits_too_long_says_so(own_cache: Path, plan: MakePlan, monkeypatch: pytest.MonkeyPatch) -> None:
+    from filelock import FileLock
+
+    folder = own_cache / "kernels" / f"sample-{plan().key}"
+    folder.mkdir(parents=True)
+    for made in (own_cache, own_cache / "kernels", folder):
+        made.chmod(0o700)
+    monkeypatch.setattr(jit, "WAIT", 0.1)
+    with FileLock(folder / "lock"), pytest.raises(KernelUnavailable, match=r"another process has been building in .*"):
+        jit.build_once(plan(), os.environ)
+
+
+def test_a_build_that_was_cut_off_is_done_again(
+    own_cache: Path, kernel: KernelSpec, torch_cuda: TorchBuild, nvcc: Any
+) -> None:
+    library = jit.provide(kernel, torch_cuda)
+    (library.parent / "built.json").unlink()
+    (library.parent / "building").mkdir()
+    (library.parent / "building" / "sample.so").write_text("half")
+    library.write_text("half")
+    assert jit.provide(kernel, torch_cuda).read_text() == "built\n"
+    assert len(nvcc.calls) == 6
+
+
+def test_a_folder_that_others_can_write_to_is_not_loaded_from(
+    own_cache: Path, kernel: KernelSpec, torch_cuda: TorchBuild, tmp_path: Path
+) -> None:
+    library = jit.provide(kernel, torch_cuda)
+    library.parent.chmod(0o777)
+    elsewhere = jit.provide(kernel, torch_cuda)
+    assert elsewhere.is_relative_to(tmp_path / "temporary")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write to a read-only folder")
+def test_a_read_only_cache_serves_what_it_has_and_the_other_place_builds(
+    own_cache: Path, kernel: KernelSpec, torch_cuda: TorchBuild, tmp_path: Path, csrc: Path
+) -> None:
+    library = jit.provide(kernel, torch_cuda)
+    (own_cache / "kernels").chmod(0o500)
+    assert jit.provide(kernel, torch_cuda) == library
+    (csrc / "sample" / "first.cu").write_text("// changed\n")
+    assert jit.provide(kernel, torch_cuda).is_relative_to(tmp_path / "temporary")
+    (own_cache / "kernels").chmod(0o700)
+
+
+def test_no_place_at_all_is_said_with_every_reason(
+    own_cache: Path, plan: MakePlan, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    # A file where a folder should be can be made by nobody, root included.
+    for name in ("one", "two"):
+        (tmp_path / name).write_text("")
+    monkeypatch.setattr(jit, "places", lambda environ: (tmp_path / "one", tmp_path / "two"))
+    with pytest.raises(KernelUnavailable, match="no folder for built kernels can be used") as raised:
+        jit.build_once(plan(), os.environ)
+    assert all(str(tmp_path / name) in str(raised.value) for name in ("one", "two"))
+
+
+def test_a_failure_is_one_warning_with_what_it_costs(
+    own_cache: Path,
+    kernel: KernelSpec,
+    torch_cuda: TorchBuild,
+    nvcc: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(torch_build, "installed", lambda: torch_cuda)
+    nvcc.set("broken")
+    with caplog.at_level(logging.INFO, "vllm.hwplugin"):
+        monkeypatch.setattr(logging.getLogger("vllm.hwplugin"), "propagate", True)
+        monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+        assert [jit.ensure(kernel) for _ in range(3)] == [False] * 3
+    (warning,) = [item.getMessage() for item in caplog.records if item.levelno >= logging.WARNING]
+    assert warning.startswith("the kernel sample is not used: ")
+    assert "error: the compiler is broken" in warning
+    assert warning.endswith("Without it, it is slow.")
+
+
+def test_a_library_that_cannot_be_loaded_is_a_failure_too(
+    own_cache: Path, kernel: KernelSpec, torch_cuda: TorchBuild, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("torch")
+    monkeypatch.setattr(torch_build, "installed", lambda: torch_cuda)
+    # The fake compiler's library is a line of text.
+    assert jit.ensure(kernel) is False
+
+
+def test_beside_a_cpu_build_nothing_is_tried(
+    own_cache: Path, kernel: KernelSpec, torch_cuda: TorchBuild, nvcc: Any
+) -> None:
+    with pytest.raises(KernelUnavailable, match="is a CPU build"):
+        jit.provide(kernel, dataclasses.replace(torch_cuda, cuda=None))
+    excluding = dataclasses.replace(kernel, excluded=MappingProxyType({"mcc": "not ported"}))
+    with pytest.raises(KernelUnavailable, match="sample is not built by mcc: not ported"):
+        jit.provide(excluding, dataclasses.replace(torch_cuda, cuda=None, musa="5.1"))
+    assert nvcc.calls == []
+
+
+def test_a_torch_that_cannot_be_imported_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(KernelUnavailable, match=r"torch cannot be imported: .*; install it"):
+        torch_build.installed()
+
+
+def test_the_torch_that_is_installed_is_described() -> None:
+    torch = pytest.importorskip("torch")
+    found = torch_build.installed()
+    assert (str(found.version), found.cuda) == (torch.__version__, torch.version.cuda)
+    assert (found.root / "include" / "torch" / "csrc" / "stable" / "library.h").is_file()
+    assert len(found.capabilities) == torch.cuda.device_count()
+
+
+def test_the_script_quotes_every_path_for_ninja_and_for_the_shell(plan: MakePlan, csrc: Path) -> None:
+    text = script(plan())
+    assert f"'{str(csrc).replace('$', '$$')}/sample/first.cu'" in text
+    (edge,) = [line for line in text.splitlines() if line.startswith("build first.o: ")]
+    assert "a$ $$place$:$ with$ blanks" in edge
+
+
+@pytest.mark.parametrize(("value", "words"), [("2", ("-j", "2")), ("", ()), (" 8 ", ("-j", "8"))])
+def test_max_jobs_is_handed_on(
+    plan: MakePlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str, words: tuple[str, ...]
+) -> None:
+    seen: list[list[str]] = []
+    run = ninja_module.subprocess.run
+
+    def watch(command: list[str], **more: Any) -> Any:
+        seen.append(command)
+        return run(command, **more)
+
+    monkeypatch.setattr(ninja_module.subprocess, "run", watch)
+    build(plan(), tmp_path, {**os.environ, "MAX_JOBS": value})
+    assert seen[0][3:] == [*words]
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "many"])
+def test_max_jobs_has_to_be_a_number(plan: MakePlan, tmp_path: Path, value: str) -> None:
+    with pytest.raises(KernelUnavailable, match=r"MAX_JOBS is .*; expected a positive number"):
+        build(plan(), tmp_path, {**os.environ, "MAX_JOBS": value})
+
+
+def test_without_ninja_the_way_out_is_said(plan: MakePlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ninja", None)
+    with pytest.raises(KernelUnavailable, match="ninja is neither on PATH nor installed; run `pip install ninja`"):
+        build(plan(), tmp_path, {"PATH": str(tmp_path)})
+
+
+def test_a_library_of_the_wheel_is_taken_where_it_suits(
+    own_cache: Path, plan: MakePlan, kernel: KernelSpec, torch_cuda: TorchBuild, nvcc: Any, csrc: Path
+) -> None:
+    folder = built.prebuilt_folder() / kernel.name
+    folder.mkdir(parents=True)
+    library = build(plan(), folder, os.environ)
+    count = len(nvcc.calls)
+    later = dataclasses.replace(torch_cuda, version=Version("2.14.0+cu131"), cuda="13.1")
+    assert jit.provide(kernel, torch_cuda) == jit.provide(kernel, later) == library
+    assert len(nvcc.calls) == count
+
+    def suits(**changes: Any) -> bool:
+        torch = dataclasses.replace(torch_cuda, **changes)
+        return jit.find_prebuilt(kernel, torch, built.prebuilt_folder(), csrc) is not None
+
+    assert suits()
+    assert not suits(cuda="12.8")
+    assert not suits(cuda=None, musa="5.1")
+    assert not suits(capabilities=((9, 0), (8, 0)))
+    assert not suits(capabilities=())
+    (csrc / kernel.name / "first.cu").write_text("// changed\n")
+    assert not suits()
+
+
+@pytest.mark.parametrize(
+    ("arch", "runs", "does_not"),
+    [
+        ("9.0", [(9, 0)], [(8, 0), (10, 0)]),
+        ("8.0", [(8, 0), (8, 9)], [(7, 5), (9, 0)]),
+        ("8.0+PTX", [(8, 6), (9, 0), (12, 0)], [(7, 5)]),
+        ("9.0a", [(9, 0)], [(9, 1), (10, 0)]),
+    ],
+)
+def test_which_devices_a_library_runs_on(
+    plan: MakePlan, tmp_path: Path, arch: str, runs: list[tuple[int, int]], does_not: list[tuple[int, int]]
+) -> None:
+    build(plan(environ={"TORCH_CUDA_ARCH_LIST": arch}), tmp_path, os.environ)
+    found = built.read(tmp_path)
+    assert found is not None
+    assert [item for item in runs + does_not if found.runs_on(item)] == runs
+
+
+def test_the_record_says_what_the_library_was_built_with(
+    own_cache: Path, kernel: KernelSpec, torch_cuda: TorchBuild
+) -> None:
+    library = jit.provide(dataclasses.replace(kernel, fast_math=True), torch_cuda)
+    (found,) = built.read_all()
+    assert found.library == library
+    assert (found.kernel, found.toolchain, found.version, found.torch) == (
+        "sample", "nvcc", "13.0.88", "2.13.0+cu130",
+    )  # fmt: skip
+    assert found.flags[-1] == "--use_fast_math"
+    assert found.changes_numerics == ("--use_fast_math",)
+    assert found.arch == ("-gencode=arch=compute_90,code=sm_90",)
+
+
+@pytest.mark.parametrize("damage", ["{", "[]", '{"format": 1}', "other format", "no library"])
+def test_a_record_that_cannot_be_read_counts_as_none(
+    own_cache: Path, kernel: KernelSpec, torch_cuda: TorchBuild, damage: str
+) -> None:
+    library = jit.provide(kernel, torch_cuda)
+    record = library.parent / "built.json"
+    if damage == "no library":
+        library.unlink()
+    elif damage == "other format":
+        record.write_text(json.dumps({**json.loads(record.read_text()), "format": 2}))
+    else:
+        record.write_text(damage)
+    assert built.read_all() == []
+    shutil.rmtree(own_cache)

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole command lines, the key of a build, and what is refused before anything runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+from packaging.version import Version
+
+from vllm_hwplugin.ops.build.errors import KernelUnavailable
+from vllm_hwplugin.ops.build.plan import BuildPlan
+from vllm_hwplugin.ops.build.spec import KERNELS, KernelSpec, source_root
+from vllm_hwplugin.ops.build.toolchain import Toolchain, parse_version
+from vllm_hwplugin.ops.build.torch_build import TorchBuild
+
+MakePlan = Callable[..., BuildPlan]
+RECORDINGS = Path(__file__).parent / "recordings"
+
+
+def _toolchain(recording: str, home: str) -> Toolchain:
+    name: Any = recording.partition("-")[0]
+    text = (RECORDINGS / f"{recording}.txt").read_text(encoding="utf-8")
+    return Toolchain(name, f"{home}/bin/{name}", parse_version(name, text))
+
+
+@pytest.mark.parametrize("recording", ["nvcc-11.8", "nvcc-12.8", "nvcc-13.0", "nvcc-13.5"])
+def test_the_commands_of_nvcc(plan: MakePlan, csrc: Path, torch_cuda: TorchBuild, recording: str) -> None:
+    compiler = _toolchain(recording, "/opt/cuda")
+    torch = dataclasses.replace(torch_cuda, cuda=f"{compiler.version.major}.0")
+    made = plan(toolchain=compiler, torch=torch, environ={"TORCH_CUDA_ARCH_LIST": "8.0;9.0+PTX"})
+    assert made.compile_command("first.cu", "first.o") == (
+        "/opt/cuda/bin/nvcc", "-O3", "-std=c++17", "-Xcompiler=-fPIC", "-DTORCH_TARGET_VERSION=0x020a000000000000",
+        "-lineinfo", "-gencode=arch=compute_80,code=sm_80", "-gencode=arch=compute_90,code=sm_90",
+        "-gencode=arch=compute_90,code=compute_90", f"-I{torch.root}/include",
+        "-c", f"{csrc}/sample/first.cu", "-o", "first.o",
+    )  # fmt: skip
+    assert made.link_command(["first.o", "second.o"], "sample.so") == (
+        "/opt/cuda/bin/nvcc", "-shared", "first.o", "second.o", "-o", "sample.so", f"-L{torch.root}/lib",
+        "-Xlinker=--no-as-needed", "-ltorch", "-ltorch_cpu", "-lc10",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("recording", "environ", "own"),
+    [
+        ("mcc-4.2.0", {}, ("-mllvm", "-vectorize-slp=false")),
+        ("mcc-5.0.0", {}, ("-mllvm", "-vectorize-slp=false")),
+        (
+            "mcc-5.1.0",
+            {},
+            ("-mllvm", "-mtgpu-load-cluster-mutation=1", "-mllvm", "--num-dwords-of-load-in-mutation=64"),
+        ),
+        ("mcc-5.1.0", {"VLLM_MUSA_DISABLE_LOAD_CLUSTER": "1"}, ()),
+        (
+            "mcc-5.1.0",
+            {"VLLM_MUSA_DISABLE_SLP": "1", "VLLM_HWPLUGIN_LOAD_CLUSTER": "0"},
+            ("-mllvm", "-vectorize-slp=false"),
+        ),
+    ],
+)
+def test_the_commands_of_mcc(
+    plan: MakePlan, csrc: Path, torch_cuda: TorchBuild, recording: str, environ: dict[str, str], own: tuple[str, ...]
+) -> None:
+    torch = dataclasses.replace(torch_cuda, cuda=None, musa="5.1", capabilities=((3, 1),))
+    made = plan(toolchain=_toolchain(recording, "/opt/musa"), torch=torch, environ=environ)
+    assert made.compile_command("first.cu", "first.o") == (
+        "/opt/musa/bin/mcc", "-O3", "-std=c++17", "-fPIC", "-DTORCH_TARGET_VERSION=0x020a000000000000", "-DUSE_MUSA",
+        "-fno-signed-zeros", "-ffast-math", "-fmusa-flush-denormals-to-zero", *own, "--offload-arch=mp_31",
+        f"-I{torch.root}/include", "-c", f"{csrc}/sample/first.cu", "-o", "first.o",
+    )  # fmt: skip
+    assert made.link_command(["first.o"], "sample.so")[-2:] == ("-L/opt/musa/lib", "-lmusart")
+
+
+def test_ccache_comes_before_the_compiler_and_not_into_the_key(plan: MakePlan, nvcc: Any) -> None:
+    made = plan(ccache="/usr/bin/ccache")
+    assert made.compile_command("first.cu", "first.o")[:2] == ("/usr/bin/ccache", str(nvcc.path))
+    assert made.link_command(["first.o"], "sample.so")[0] == str(nvcc.path)
+    assert made.key == plan().key
+
+
+def test_the_key_knows_everything_that_can_change_the_library(
+    plan: MakePlan, kernel: KernelSpec, torch_cuda: TorchBuild, csrc: Path
+) -> None:
+    keys = [
+        plan().key,
+        plan(environ={"TORCH_CUDA_ARCH_LIST": "8.0"}).key,
+        plan(kernel=dataclasses.replace(kernel, fast_math=True)).key,
+        plan(kernel=dataclasses.replace(kernel, flags=MappingProxyType({"nvcc": ("-g",)}))).key,
+        plan(toolchain=Toolchain("nvcc", "/elsewhere/bin/nvcc", Version("13.1.0"))).key,
+        plan(torch=dataclasses.replace(torch_cuda, version=Version("2.13.1+cu130"))).key,
+    ]
+    (csrc / kernel.name / "first.cu").write_text("// changed\n")
+    keys.append(plan().key)
+    (csrc / kernel.name / "new.h").write_text("// included\n")
+    keys.append(plan().key)
+    (csrc / kernel.name / "new.h").rename(csrc / kernel.name / "newer.h")
+    keys.append(plan().key)
+    assert len(set(keys)) == len(keys)
+
+
+def test_the_key_does_not_know_places(plan: MakePlan, csrc: Path, torch_cuda: TorchBuild) -> None:
+    before = plan().key
+    elsewhere = csrc.rename(csrc.with_name("moved"))
+    torch = dataclasses.replace(torch_cuda, root=Path("/elsewhere"))
+    moved = plan(root=elsewhere, torch=torch, toolchain=Toolchain("nvcc", "/elsewhere/bin/nvcc", Version("13.0.88")))
+    assert moved.key == before
+
+
+def test_what_does_not_go_together_is_refused(plan: MakePlan, kernel: KernelSpec, torch_cuda: TorchBuild) -> None:
+    excluding = dataclasses.replace(kernel, excluded=MappingProxyType({"nvcc": "it has no use for it"}))
+    with pytest.raises(KernelUnavailable, match="sample is not built by nvcc: it has no use for it"):
+        plan(kernel=excluding)
+    with pytest.raises(KernelUnavailable, match=r"torch 2\.9\.1 is too old for the kernels; expected 2\.10"):
+        plan(torch=dataclasses.replace(torch_cuda, version=Version("2.9.1")))
+    with pytest.raises(KernelUnavailable, match=r"was built with CUDA 12\.8 and .*nvcc is of CUDA 13\.0\.88"):
+        plan(torch=dataclasses.replace(torch_cuda, cuda="12.8"))
+    # A pre-release of the first good version is good: nightly builds are named so.
+    plan(torch=dataclasses.replace(torch_cuda, version=Version("2.10.0a0+git1")))
+
+
+def test_every_kernel_has_its_sources_and_every_source_its_kernel() -> None:
+    named = {f"{spec.name}/{source}" for spec in KERNELS.values() for source in spec.sources}
+    root = source_root()
+    found = {path.relative_to(root).as_posix() for suffix in ("cu", "cpp") for path in root.rglob(f"*.{suffix}")}
+    assert found == named

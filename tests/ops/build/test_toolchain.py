@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compilers are found and their versions read; what cannot be read is an error that shows it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from vllm_hwplugin.ops.build import toolchain
+from vllm_hwplugin.ops.build.errors import KernelUnavailable
+from vllm_hwplugin.ops.build.spec import ToolchainName
+
+RECORDINGS = Path(__file__).parent / "recordings"
+
+
+@pytest.mark.parametrize(
+    ("recording", "version"),
+    [
+        ("nvcc-11.8", "11.8.89"),
+        ("nvcc-12.8", "12.8.93"),
+        ("nvcc-13.0", "13.0.88"),
+        ("nvcc-13.5", "13.5.37"),
+        ("mcc-4.2.0", "4.2.0"),
+        ("mcc-5.0.0", "5.0.0"),
+        ("mcc-5.1.0", "5.1.0"),
+    ],
+)
+def test_the_version_in_a_recording(recording: str, version: str) -> None:
+    name: ToolchainName = "nvcc" if recording.startswith("nvcc") else "mcc"
+    output = (RECORDINGS / f"{recording}.txt").read_text(encoding="utf-8")
+    assert str(toolchain.parse_version(name, output)) == version
+
+
+@pytest.mark.parametrize(
+    ("name", "output"),
+    [("nvcc", ""), ("nvcc", "nvcc fatal: no licence\n"), ("mcc", "clang version 14.0.0\nTarget: x86_64\n")],
+)
+def test_a_version_that_cannot_be_read_is_an_error_with_the_output(name: ToolchainName, output: str) -> None:
+    with pytest.raises(KernelUnavailable, match=f"the version of {name} cannot be read") as raised:
+        toolchain.parse_version(name, output)
+    assert repr(output) in str(raised.value)
+
+
+def _compiler(folder: Path, name: str) -> Path:
+    path = folder / "bin" / name
+    path.parent.mkdir(parents=True)
+    path.touch(mode=0o755)
+    return path
+
+
+def _recorded(argv: Sequence[str]) -> str:
+    recording = {"nvcc": "nvcc-13.0", "mcc": "mcc-5.1.0"}[Path(argv[0]).name]
+    return (RECORDINGS / f"{recording}.txt").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("name", "variables"), [("nvcc", ("CUDA_HOME", "CUDA_PATH")), ("mcc", ("MUSA_HOME", "MUSA_PATH"))]
+)
+def test_a_home_that_is_named_comes_before_the_path(
+    tmp_path: Path, name: ToolchainName, variables: tuple[str, str]
+) -> None:
+    first, second, third = (_compiler(tmp_path / folder, name) for folder in "abc")
+    environ = {variables[0]: str(tmp_path / "a"), variables[1]: str(tmp_path / "b"), "PATH": str(third.parent)}
+    found = toolchain.find(name, environ, _recorded)
+    assert (found.path, found.home) == (str(first), tmp_path / "a")
+    del environ[variables[0]]
+    assert toolchain.find(name, environ, _recorded).path == str(second)
+    environ[variables[1]] = ""
+    assert toolchain.find(name, environ, _recorded).path == str(third)
+
+
+def test_a_compiler_that_is_missing_is_an_error_with_the_way_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(toolchain, "HOMES", {"nvcc": (("CUDA_HOME",), str(tmp_path / "usual"))})
+    with pytest.raises(KernelUnavailable, match=r"no nvcc in CUDA_HOME, .*install it, or set CUDA_HOME"):
+        toolchain.find("nvcc", {"PATH": str(tmp_path)}, _recorded)
+    usual = _compiler(tmp_path / "usual", "nvcc")
+    assert toolchain.find("nvcc", {"PATH": str(tmp_path)}, _recorded).path == str(usual)
+
+
+def test_a_compiler_that_fails_is_an_error(tmp_path: Path) -> None:
+    broken = _compiler(tmp_path, "nvcc")
+    broken.write_text("#!/bin/sh\nexit 3\n")
+    with pytest.raises(KernelUnavailable, match=r"nvcc --version does not work: .*exit status 3"):
+        toolchain.find("nvcc", {"CUDA_HOME": str(tmp_path), "PATH": "/usr/bin:/bin"})

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every kernel through the real compiler, without a GPU: it compiles, it can be loaded, and it registers itself."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from vllm_hwplugin.ops.build import ahead, toolchain, torch_build
+from vllm_hwplugin.ops.build.errors import KernelUnavailable
+from vllm_hwplugin.ops.build.spec import KERNELS, source_root
+
+pytest.importorskip("torch")
+
+
+@pytest.fixture(scope="module")
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    try:
+        compiler = toolchain.find("nvcc")
+    except KernelUnavailable as error:
+        pytest.skip(str(error))
+    cuda = torch_build.installed().cuda
+    if cuda is not None and cuda.partition(".")[0] != str(compiler.version.major):
+        pytest.skip(f"torch is of CUDA {cuda} and nvcc of {compiler.version}")
+    said: list[str] = []
+    environ = {**os.environ, "TORCH_CUDA_ARCH_LIST": "9.0"}
+    built = ahead.build_all(tmp_path_factory.mktemp("built"), source_root(), said.append, environ)
+    assert len(built) == len(KERNELS), "\n".join(said)
+    return {path.stem: path for path in built}
+
+
+def test_every_kernel_takes_over_cuda_and_leaves_the_cpu(libraries: dict[str, Path]) -> None:
+    """In a process of its own: a library cannot be unloaded."""
+    program = """
+import importlib, sys, torch
+name, path = sys.argv[1:]
+importlib.import_module(f"vllm_hwplugin.ops.{name}")
+def has(key):
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"hwplugin::{name}", key)
+before = has("CUDA")
+torch.ops.load_library(path)
+print(before, has("CUDA"), has("CPU"), has("CompositeExplicitAutograd"), has("Meta"))
+"""
+    for name, path in libraries.items():
+        done = subprocess.run([sys.executable, "-c", program, name, str(path)], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.split() == ["False", "True", "False", "True", "True"]
+
+
+def test_no_library_needs_python_or_a_cuda_runtime_of_its_host(libraries: dict[str, Path]) -> None:
+    for path in libraries.values():
+        needed = path.read_bytes()
+        assert b"libtorch.so\0" in needed
+        assert b"libcudart.so" not in needed
+        assert b"libpython" not in needed
+        assert b"PyObject_" not in needed

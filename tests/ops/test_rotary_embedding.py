@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operation on the CPU: bit for bit what vLLM computes, in place, in every layout; and clear errors."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+torch: Any = pytest.importorskip("torch")
+
+from vllm_hwplugin.ops.rotary_embedding import _reference, rotary_embedding  # noqa: E402
+
+# Against vLLM itself, in a process of its own that no patch and no test touches. Prints the cases and how many elements
+# were rotated at all, so that a comparison of nothing with nothing cannot pass.
+AGAINST_VLLM = """
+import itertools, json, torch
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+from vllm_hwplugin.ops.rotary_embedding import rotary_embedding
+
+# Heads of query and key, head size, rotated elements, tokens: drafters and targets as tensor parallelism leaves them.
+SHAPES = [(8, 1, 128, 128, 3), (6, 1, 128, 64, 6), (4, 1, 128, 128, 4), (16, 2, 128, 128, 16), (8, 1, 128, 128, 1),
+          (8, 1, 128, 128, 2), (32, 8, 64, 64, 33), (3, 3, 80, 32, 7), (1, 1, 256, 256, 512)]
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+found = []
+for shape, dtype, neox, keyed in itertools.product(SHAPES, DTYPES, [True, False], [True, False]):
+    heads, kv_heads, head_size, rotary_dim, tokens = shape
+    torch.manual_seed(tokens)
+    with set_current_vllm_config(VllmConfig()):
+        layer = RotaryEmbedding(head_size, rotary_dim, 4096, 10000.0, neox, dtype)
+    cache = layer.cos_sin_cache.to(dtype)
+    positions = torch.randint(0, 4096, (tokens,))
+    query = torch.randn(tokens, heads * head_size, dtype=dtype) * 8
+    key = torch.randn(tokens, kv_heads * head_size, dtype=dtype) * 8 if keyed else None
+    expected = RotaryEmbedding.forward_static(positions, query, key, head_size, rotary_dim, cache, neox)
+    before = query.clone()
+    rotary_embedding(positions, query, key, head_size, cache, neox)
+    same = torch.equal(query, expected[0]) and (key is None or torch.equal(key, expected[1]))
+    found.append([same, int((query != before).sum())])
+print(json.dumps(found))
+"""
+
+
+def test_every_shape_type_and_style_is_bit_for_bit_what_vllm_computes() -> None:
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed")
+    environ = {**os.environ, "VLLM_HWPLUGIN": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
+    done = subprocess.run([sys.executable, "-c", AGAINST_VLLM], capture_output=True, text=True, env=environ)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert len(found) == 9 * 3 * 2 * 2
+    assert [index for index, (same, rotated) in enumerate(found) if not same or rotated == 0] == []
+
+
+HEAD = 8
+CACHE = torch.cat([torch.arange(48).reshape(12, 4).cos(), torch.arange(48).reshape(12, 4).sin()], dim=-1)
+
+
+def _expected(positions: Any, heads: Any, neox: bool) -> Any:
+    """One element at a time, in double precision."""
+    result = heads.double().clone()
+    for where in torch.cartesian_prod(*(torch.arange(size) for size in heads.shape[:-1])).tolist():
+        cos, sin = CACHE[positions[tuple(where[:-1])]].double().chunk(2)
+        for pair in range(4):
+            first, second = (pair, pair + 4) if neox else (2 * pair, 2 * pair + 1)
+            x, y = heads[tuple(where)].double()[[first, second]]
+            result[(*where, first)] = x * cos[pair] - y * sin[pair]
+            result[(*where, second)] = y * cos[pair] + x * sin[pair]
+    return result
+
+
+@pytest.mark.parametrize("neox", [True, False])
+@pytest.mark.parametrize("leading", [(5,), (2, 3)])
+def test_it_agrees_with_the_definition_and_writes_in_place(neox: bool, leading: tuple[int, ...]) -> None:
+    positions = torch.randint(0, 12, leading)
+    query, key = torch.randn(*leading, 3, HEAD), torch.randn(*leading, 1, HEAD)
+    expected = _expected(positions, query, neox), _expected(positions, key, neox)
+    rotary_embedding(positions, query, key, HEAD, CACHE, neox)
+    torch.testing.assert_close(query.double(), expected[0], atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(key.double(), expected[1], atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("neox", [True, False])
+def test_a_slice_of_a_larger_tensor_is_rotated_and_nothing_beside_it(neox: bool) -> None:
+    positions = torch.arange(5)
+    qkv = torch.randn(5, 6 * HEAD)
+    whole = qkv.clone()
+    query, key = qkv[:, : 3 * HEAD], qkv[:, 3 * HEAD : 4 * HEAD]
+    copies = query.clone(), key.clone()
+    rotary_embedding(positions, *copies, HEAD, CACHE, neox)
+    rotary_embedding(positions, query, key, HEAD, CACHE, neox)
+    assert torch.equal(query, copies[0])
+    assert torch.equal(key, copies[1])
+    assert torch.equal(qkv[:, 4 * HEAD :], whole[:, 4 * HEAD :])
+    assert not torch.equal(query, whole[:, : 3 * HEAD])
+    # Heads before tokens in memory.
+    swapped = whole[:, : 3 * HEAD].reshape(5, 3, HEAD).transpose(0, 1).contiguous().transpose(0, 1)
+    rotary_embedding(positions, swapped, None, HEAD, CACHE, neox)
+    assert torch.equal(swapped.reshape(5, -1), copies[0])
+
+
+def test_elements_beyond_the_rotated_ones_stay_as_they_are() -> None:
+    query = torch.randn(5, 2, 12)
+    before = query.clone()
+    rotary_embedding(torch.arange(5), query, None, 12, CACHE, True)
+    assert torch.equal(query[..., 8:], before[..., 8:])
+    assert not torch.equal(query[1:, :, :8], before[1:, :, :8])
+
+
+@pytest.mark.parametrize(("tokens", "heads", "rotary_dim"), [(0, 2, 8), (5, 0, 8), (5, 2, 0)])
+def test_nothing_to_rotate_is_no_error(tokens: int, heads: int, rotary_dim: int) -> None:
+    query = torch.randn(tokens, heads * HEAD)
+    before = query.clone()
+    rotary_embedding(torch.zeros(tokens, dtype=torch.int64), query, query.clone(), HEAD, CACHE[:, :rotary_dim], True)
+    assert torch.equal(query, before)
+
+
+def _arguments(**changes: Any) -> dict[str, Any]:
+    good = {
+        "positions": torch.arange(5),
+        "query": torch.randn(5, 2 * HEAD),
+        "key": torch.randn(5, HEAD),
+        "head_size": HEAD,
+        "cos_sin_cache": CACHE,
+        "is_neox": True,
+    }
+    return {**good, **changes}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"positions": torch.arange(5, dtype=torch.int32)}, r"positions is torch\.int32; expected torch\.int64"),
+        ({"positions": torch.arange(10)[::2]}, "positions has to be contiguous"),
+        ({"positions": torch.arange(4)}, r"query has shape \(5, 16\); expected \(4,\) and then"),
+        ({"positions": torch.tensor(1)}, "positions has to be contiguous and to have a dimension"),
+        ({"query": torch.ones(5, 16, dtype=torch.int32)}, r"query is torch\.int32; expected float32, float16 or"),
+        ({"key": torch.ones(5, 8, dtype=torch.float16)}, r"key is torch\.float16; expected query's type"),
+        ({"key": torch.ones(5, 12)}, "key has 12 elements in its last dimension; expected head_size=8, or a multiple"),
+        ({"query": torch.ones(5, 2, 4)}, "query has 4 elements in its last dimension; expected head_size=8"),
+        ({"query": torch.ones(5, 32)[:, ::2]}, "query needs stride 1 in its last dimension"),
+        ({"query": torch.ones(1, 16).expand(5, 16)}, "query has a stride of 0"),
+        ({"head_size": 0}, "head_size is 0; expected a positive number"),
+        ({"cos_sin_cache": CACHE.double()}, r"cos_sin_cache is torch\.float64; expected query's type"),
+        ({"cos_sin_cache": CACHE[:, :7]}, "rotary_dim is 7; expected an even number"),
+        ({"cos_sin_cache": CACHE.repeat(1, 2)}, "rotary_dim is 16; expected an even number of at most head_size=8"),
+        ({"cos_sin_cache": CACHE[0]}, "cos_sin_cache has 1 dimensions; expected 2"),
+        ({"cos_sin_cache": CACHE.t().contiguous().t()}, "cos_sin_cache needs stride 1 in its last dimension"),
+    ],
+)
+def test_a_mistake_is_an_error_that_says_what_was_expected(changes: dict[str, Any], words: str) -> None:
+    arguments = _arguments(**changes)
+    tensors = {name: value.clone() for name, value in arguments.items() if isinstance(value, torch.Tensor)}
+    with pytest.raises(RuntimeError, match=f"rotary_embedding: {words}"):
+        rotary_embedding(**arguments)
+    assert all(torch.equal(arguments[name], before) for name, before in tensors.items())
+    rotary_embedding(**_arguments())
+
+
+def test_another_device_is_an_error() -> None:
+    # Called by itself: with a tensor of `meta` the dispatcher would take the shapes-only implementation.
+    for name, tensor in (("positions", torch.arange(5)), ("key", torch.randn(5, HEAD)), ("cos_sin_cache", CACHE)):
+        with pytest.raises(RuntimeError, match=f"{name} is on meta; expected query's device, cpu"):
+            _reference(**_arguments(**{name: tensor.to("meta")}))
+
+
+def test_the_operation_is_what_torch_compile_expects() -> None:
+    operation = torch.ops.hwplugin.rotary_embedding.default
+    torch.library.opcheck(operation, tuple(_arguments().values()))
+    torch.library.opcheck(operation, tuple(_arguments(key=None).values()))
+
+
+def test_a_compiled_caller_keeps_the_operation_and_its_effect() -> None:
+    seen: list[str] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        seen.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph.forward
+
+    def caller(query: Any) -> Any:
+        rotary_embedding(torch.arange(5), query, None, HEAD, CACHE, True)
+        return query + 1
+
+    query = torch.randn(5, 2 * HEAD)
+    eager = query.clone()
+    assert torch.equal(torch.compile(caller, backend=backend, fullgraph=True)(query), caller(eager))
+    assert any("hwplugin.rotary_embedding" in name for name in seen)

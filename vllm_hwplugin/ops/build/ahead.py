@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Build every kernel while the package is installed. setup.py calls this, and a failure costs only the kernel."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from ...gates import GateError
+from . import toolchain, torch_build
+from .errors import KernelUnavailable
+from .ninja import build
+from .plan import make_plan
+from .spec import KERNELS, KernelSpec, ToolchainName
+
+#: Where the wheel carries the libraries, below the package.
+PREBUILT = "ops/_prebuilt"
+
+
+def build_all(
+    target: Path, root: Path, say: Callable[[str], None], environ: Mapping[str, str] | None = None
+) -> tuple[Path, ...]:
+    """Build what can be built here.
+
+    Args:
+        target: gets a folder for each kernel; what it held is removed.
+        root: the folder ``csrc``.
+        say: told, in a sentence, of each library and of each that could not be built.
+
+    Returns:
+        The libraries.
+    """
+    environ = os.environ if environ is None else environ
+    shutil.rmtree(target, ignore_errors=True)
+    libraries = []
+    try:
+        torch = torch_build.installed()
+        name = _toolchain_name(torch, environ)
+        compiler = toolchain.find(name, environ)
+    except KernelUnavailable as error:
+        say(f"no kernel is built ahead of time: {error}")
+        return ()
+    ccache = shutil.which("ccache", path=environ.get("PATH", os.defpath))
+    for kernel in KERNELS.values():
+        try:
+            plan = make_plan(kernel, compiler, torch, environ, root, ccache)
+            folder = target / kernel.name
+            folder.mkdir(parents=True)
+            libraries.append(build(plan, folder, environ))
+        except (KernelUnavailable, GateError, OSError) as error:
+            _discard(target, kernel)
+            say(f"{kernel.name} is not built ahead of time: {error}")
+        else:
+            say(f"{kernel.name} is built by {name} {compiler.version} for {' '.join(plan.arch)}")
+    return tuple(libraries)
+
+
+def _toolchain_name(torch: torch_build.TorchBuild, environ: Mapping[str, str]) -> ToolchainName:
+    """A CPU build of PyTorch has no devices to build for; who names architectures builds for other hosts."""
+    if torch.toolchain is not None:
+        return torch.toolchain
+    if environ.get("TORCH_CUDA_ARCH_LIST"):
+        return "nvcc"
+    raise KernelUnavailable(
+        f"torch {torch.version} is a CPU build; set TORCH_CUDA_ARCH_LIST to build for hosts with a GPU"
+    )
+
+
+def _discard(target: Path, kernel: KernelSpec) -> None:
+    """A failed build leaves nothing that would get into the wheel."""
+    shutil.rmtree(target / kernel.name, ignore_errors=True)
+    if target.is_dir() and not any(target.iterdir()):
+        target.rmdir()

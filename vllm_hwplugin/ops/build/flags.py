@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which flags a compiler gets, and why: one table and one function that reads it.
+
+A row applies when the compiler's version is in its range, its gate (if any) is in the stated position, and the kernel
+is of the kind it is for. Rows keep their order on the command line. The rows for mcc follow the published build of
+vllm-musa and were not run on MUSA hardware.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+from ... import gates
+from .spec import KernelSpec, ToolchainName
+
+SLP: Final = "VLLM_HWPLUGIN_SLP"
+LOAD_CLUSTER: Final = "VLLM_HWPLUGIN_LOAD_CLUSTER"
+
+_VLLM_MUSA: Final = "MooreThreads/vllm-musa, setup.py"
+_PR_50: Final = "MooreThreads/vllm-musa, pull request 50"
+_NVCC: Final = "CUDA compiler driver nvcc, command options"
+_STABLE_ABI: Final = "PyTorch, LibTorch stable ABI"
+
+
+@dataclass(frozen=True, slots=True)
+class FlagRow:
+    """One decision about flags.
+
+    Attributes:
+        versions: the compiler versions it is for, as ``packaging`` writes ranges; empty for all.
+        flags: in order; an ``-mllvm`` and its value are one decision.
+        changes_numerics: the same source may give other results with it.
+        source: where it is known from.
+        gate: the variable that decides, if one does. ``gate_is`` is the position in which the row applies.
+        fast_math_only: only for kernels whose spec says ``fast_math``.
+    """
+
+    toolchain: ToolchainName
+    versions: str
+    flags: tuple[str, ...]
+    reason: str
+    source: str
+    changes_numerics: bool = False
+    gate: str | None = None
+    gate_is: bool = True
+    fast_math_only: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """Flags that a command gets, and the reason: a row's, or the kernel's own."""
+
+    flags: tuple[str, ...]
+    reason: str
+    changes_numerics: bool
+
+
+_OPTIMISE: Final = "full optimisation"
+_CPLUSPLUS: Final = "what the stable ABI's headers need, and what older compilers still have"
+_LIBRARY: Final = "the object becomes part of a shared library"
+_ABI_REASON: Final = "calls nothing that PyTorch 2.10 does not have, so that one library serves it and later releases"
+_ABI: Final = ("-DTORCH_TARGET_VERSION=0x020a000000000000",)
+
+TABLE: Final[tuple[FlagRow, ...]] = (
+    FlagRow("nvcc", "", ("-O3",), _OPTIMISE, _NVCC),
+    FlagRow("nvcc", "", ("-std=c++17",), _CPLUSPLUS, _STABLE_ABI),
+    FlagRow("nvcc", "", ("-Xcompiler=-fPIC",), _LIBRARY, _NVCC),
+    FlagRow("nvcc", "", _ABI, _ABI_REASON, _STABLE_ABI),
+    FlagRow(
+        "nvcc", "", ("-lineinfo",), "profilers and compute-sanitizer name source lines; code stays the same", _NVCC
+    ),
+    FlagRow(
+        "nvcc",
+        "",
+        ("--use_fast_math",),
+        "approximate division and transcendental functions, denormals flushed",
+        _NVCC,
+        changes_numerics=True,
+        fast_math_only=True,
+    ),
+    FlagRow("mcc", "", ("-O3",), _OPTIMISE, _VLLM_MUSA),
+    FlagRow("mcc", "", ("-std=c++17",), _CPLUSPLUS, _STABLE_ABI),
+    FlagRow("mcc", "", ("-fPIC",), _LIBRARY, _VLLM_MUSA),
+    FlagRow("mcc", "", _ABI, _ABI_REASON, _STABLE_ABI),
+    FlagRow("mcc", "", ("-DUSE_MUSA",), "names the platform to sources that serve two", _VLLM_MUSA),
+    FlagRow(
+        "mcc",
+        "",
+        ("-fno-signed-zeros",),
+        "the sign of zero need not be kept; part of the set that was measured together",
+        _PR_50,
+        changes_numerics=True,
+    ),
+    FlagRow(
+        "mcc",
+        "",
+        ("-ffast-math", "-fmusa-flush-denormals-to-zero"),
+        "approximate mathematics, denormals flushed: how vllm-musa builds every kernel",
+        _VLLM_MUSA,
+        changes_numerics=True,
+    ),
+    FlagRow(
+        "mcc",
+        "<=5.0.0",
+        ("-mllvm", "-vectorize-slp=false"),
+        "workaround: SLP vectorisation stays off up to this compiler",
+        _PR_50,
+        changes_numerics=True,
+    ),
+    FlagRow(
+        "mcc",
+        ">5.0.0",
+        ("-mllvm", "-vectorize-slp=false"),
+        "opted out of SLP vectorisation, which changes how kernels accumulate and with it draft acceptance",
+        _PR_50,
+        changes_numerics=True,
+        gate=SLP,
+        gate_is=False,
+    ),
+    FlagRow(
+        "mcc",
+        ">5.0.0",
+        ("-mllvm", "-mtgpu-load-cluster-mutation=1", "-mllvm", "--num-dwords-of-load-in-mutation=64"),
+        "clusters loads; earlier compilers refuse the options",
+        _PR_50,
+        gate=LOAD_CLUSTER,
+    ),
+)
+
+
+def flags_for(
+    toolchain: ToolchainName, version: Version, environ: Mapping[str, str] | None, kernel: KernelSpec
+) -> tuple[Chosen, ...]:
+    """The flags for one kernel, without its architectures and include folders.
+
+    Args:
+        toolchain: which compiler.
+        version: its version; a pre-release counts as a version of its range.
+        environ: where the gates are read; ``os.environ`` by default.
+        kernel: what is compiled.
+
+    Raises:
+        GateError: a gate that decides here has a bad value.
+    """
+    chosen = [
+        Chosen(row.flags, row.reason, row.changes_numerics)
+        for row in TABLE
+        if row.toolchain == toolchain
+        and SpecifierSet(row.versions).contains(version, prereleases=True)
+        and (kernel.fast_math or not row.fast_math_only)
+        and (row.gate is None or gates.read(row.gate, environ).flag is row.gate_is)
+    ]
+    if own := kernel.flags.get(toolchain, ()):
+        chosen.append(Chosen(own, f"of {kernel.name} alone", changes_numerics=True))
+    return tuple(chosen)
+
+
+def words(chosen: tuple[Chosen, ...]) -> tuple[str, ...]:
+    """The flags as they stand on the command line."""
+    return tuple(flag for item in chosen for flag in item.flags)

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Load a kernel's library: the wheel's, the cache's, or one that is built now.
+
+A kernel that cannot be had is no error: its operation has a torch reference, one warning says what is missing and what
+that costs, and nothing is tried again in this process. A failure is not kept on disk, because what was missing may be
+there the next time; each worker of an engine therefore tries for itself, one after the other.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import shutil
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from packaging.version import Version
+
+from ...cachedir import UntrustedFolder, places, private_folder
+from . import built, toolchain, torch_build
+from .errors import KernelUnavailable
+from .ninja import build
+from .plan import BuildPlan, make_plan, source_digest
+from .spec import KernelSpec, source_root
+from .torch_build import TorchBuild
+
+logger = logging.getLogger("vllm.hwplugin")
+
+#: Seconds that a process waits for another one that builds the same library.
+WAIT = 900.0
+
+_lock = threading.Lock()
+_loaded: dict[str, bool] = {}
+
+
+def ensure(kernel: KernelSpec) -> bool:
+    """Load the kernel into this process, once. Not for use while a graph is captured: it may run a compiler.
+
+    Returns:
+        Whether the operation has its kernel now; otherwise its torch reference serves.
+    """
+    with _lock:
+        if kernel.name not in _loaded:
+            _loaded[kernel.name] = _try_load(kernel)
+        return _loaded[kernel.name]
+
+
+def _try_load(kernel: KernelSpec) -> bool:
+    try:
+        library = provide(kernel, torch_build.installed())
+        torch: Any = importlib.import_module("torch")
+        torch.ops.load_library(str(library))
+    except (KernelUnavailable, OSError) as error:
+        logger.warning("the kernel %s is not used: %s. Without it, %s.", kernel.name, error, kernel.fallback_cost)
+        return False
+    logger.info("the kernel %s is loaded from %s", kernel.name, library)
+    return True
+
+
+def provide(kernel: KernelSpec, torch: TorchBuild, environ: Mapping[str, str] | None = None) -> Path:
+    """The library for this host, found or built.
+
+    Raises:
+        KernelUnavailable: it cannot be had.
+        GateError: a gate that decides here has a bad value.
+    """
+    environ = os.environ if environ is None else environ
+    if torch.toolchain is None:
+        raise KernelUnavailable(f"torch {torch.version} is a CPU build, beside which no GPU kernel can run")
+    root = source_root()
+    if (ready := find_prebuilt(kernel, torch, built.prebuilt_folder(), root)) is not None:
+        return ready
+    if reason := kernel.excluded.get(torch.toolchain):
+        raise KernelUnavailable(f"{kernel.name} is not built by {torch.toolchain}: {reason}")
+    ccache = shutil.which("ccache", path=environ.get("PATH", os.defpath))
+    plan = make_plan(kernel, toolchain.find(torch.toolchain, environ), torch, environ, root, ccache)
+    return build_once(plan, environ)
+
+
+def find_prebuilt(kernel: KernelSpec, torch: TorchBuild, folder: Path, root: Path) -> Path | None:
+    """The wheel's library, if it is of these sources and suits this PyTorch and every device.
+
+    The stable ABI makes a library good for the PyTorch that it was built with and for later ones; the major version of
+    CUDA has to be the same, because PyTorch and the library share streams and one driver.
+    """
+    found = built.read(folder / kernel.name)
+    if found is None or found.toolchain != torch.toolchain or found.sources != source_digest(root / kernel.name):
+        return None
+    if torch.cuda is not None and Version(found.version).major != Version(torch.cuda).major:
+        return None
+    if not torch.capabilities or not all(found.runs_on(capability) for capability in torch.capabilities):
+        return None
+    return found.library
+
+
+def build_once(plan: BuildPlan, environ: Mapping[str, str]) -> Path:
+    """The library in the cache; the first process of all that ask builds it, the others wait.
+
+    The lock is the operating system's, so that one whose holder died is free. On network file systems that do not keep
+    locks across hosts, two hosts may build the same library; each then puts a whole file in place.
+
+    Raises:
+        KernelUnavailable: no folder can be used, the build failed, or another process took too long over it.
+    """
+    # torch depends on it, and there is a torch where this is called.
+    from filelock import FileLock, Timeout
+
+    notes = []
+    for place in places(environ):
+        folder = place / built.FOLDER / f"{plan.kernel.name}-{plan.key}"
+        try:
+            private_folder(folder)
+        except (OSError, UntrustedFolder) as error:
+            notes.append(str(error))
+            continue
+        if (ready := built.read(folder)) is not None:
+            return ready.library
+        if not os.access(folder, os.W_OK | os.X_OK):
+            notes.append(f"{folder} is not writable")
+            continue
+        try:
+            with FileLock(folder / "lock", timeout=WAIT):
+                # Whoever held the lock before may have built it.
+                if (ready := built.read(folder)) is not None:
+                    return ready.library
+                logger.info("building the kernel %s with %s", plan.kernel.name, plan.toolchain.path)
+                return build(plan, folder, environ)
+        except Timeout as error:
+            raise KernelUnavailable(f"another process has been building in {folder} for {WAIT:g} s") from error
+        except OSError as error:
+            notes.append(str(error))
+    raise KernelUnavailable(
+        f"no folder for built kernels can be used: {'; '.join(notes)}; set VLLM_HWPLUGIN_CACHE_DIR to a folder that can"
+    )

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one build does, decided before anything is written: flags, commands and the key of the result.
+
+The key is a digest of everything that can change the library: the texts of the kernel's folder, the flags, and the
+versions of PyTorch and the compiler. Paths are not in it, so that a build that moved is found again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from packaging.version import Version
+
+from .arch import arch_flags
+from .errors import KernelUnavailable
+from .flags import Chosen, flags_for, words
+from .spec import KernelSpec
+from .toolchain import Toolchain
+from .torch_build import TorchBuild
+
+#: In the key and in each record of a build; raised when a command changes in a way that the key does not see.
+FORMAT: Final = 1
+
+#: The first release with every call of the stable ABI that the kernels make.
+MIN_TORCH: Final = Version("2.10")
+
+# libtorch.so leads to the CUDA or MUSA part where PyTorch has one; some linkers would leave it out as not needed.
+_LINK: Final = ("-Xlinker=--no-as-needed", "-ltorch", "-ltorch_cpu", "-lc10")
+
+
+@dataclass(frozen=True, slots=True)
+class BuildPlan:
+    """One library that is to be built.
+
+    Attributes:
+        chosen: the flags with their reasons, those of the architectures not among them.
+        arch: the flags that name architectures.
+        folder: where the sources lie.
+        ccache: the program of that name, if the compiler is to be called through it.
+    """
+
+    kernel: KernelSpec
+    toolchain: Toolchain
+    torch: TorchBuild
+    chosen: tuple[Chosen, ...]
+    arch: tuple[str, ...]
+    folder: Path
+    ccache: str | None = None
+
+    @property
+    def library(self) -> str:
+        """The name of the resulting file."""
+        return f"{self.kernel.name}.so"
+
+    @property
+    def key(self) -> str:
+        facts = {
+            "format": FORMAT,
+            "kernel": self.kernel.name,
+            "sources": source_digest(self.folder),
+            "flags": [*words(self.chosen), *self.arch, *_LINK],
+            "toolchain": [self.toolchain.name, str(self.toolchain.version)],
+            "torch": str(self.torch.version),
+            "machine": platform.machine(),
+        }
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:20]
+
+    def compile_command(self, source: str, output: str) -> tuple[str, ...]:
+        """Compile one of the kernel's sources into an object."""
+        return (
+            *((self.ccache,) if self.ccache else ()),
+            self.toolchain.path,
+            *words(self.chosen),
+            *self.arch,
+            f"-I{self.torch.root / 'include'}",
+            "-c",
+            str(self.folder / source),
+            "-o",
+            output,
+        )
+
+    def link_command(self, objects: Sequence[str], output: str) -> tuple[str, ...]:
+        """Link the objects. nvcc puts the CUDA runtime into the library, so that the library can be loaded anywhere."""
+        runtime: tuple[str, ...] = ()
+        if self.toolchain.name == "mcc":
+            runtime = (f"-L{self.toolchain.home / 'lib'}", "-lmusart")
+        linker = self.toolchain.path, "-shared", *objects, "-o", output
+        return (*linker, f"-L{self.torch.root / 'lib'}", *_LINK, *runtime)
+
+    def record(self) -> dict[str, Any]:
+        """What ``doctor`` tells of the library, and what decides whether it suits another host."""
+        return {
+            "format": FORMAT,
+            "kernel": self.kernel.name,
+            "library": self.library,
+            "key": self.key,
+            "sources": source_digest(self.folder),
+            "toolchain": self.toolchain.name,
+            "version": str(self.toolchain.version),
+            "torch": str(self.torch.version),
+            "arch": list(self.arch),
+            "flags": [{"flags": list(item.flags), "reason": item.reason} for item in self.chosen],
+            "changes_numerics": [flag for item in self.chosen if item.changes_numerics for flag in item.flags],
+        }
+
+
+def make_plan(
+    kernel: KernelSpec,
+    toolchain: Toolchain,
+    torch: TorchBuild,
+    environ: Mapping[str, str],
+    root: Path,
+    ccache: str | None = None,
+) -> BuildPlan:
+    """Decide about one build.
+
+    Args:
+        environ: where gates and architectures are read.
+        root: the folder ``csrc``.
+
+    Raises:
+        KernelUnavailable: this compiler does not build the kernel, does not go with this PyTorch, or there is no
+            architecture to build for.
+        GateError: a gate that decides here has a bad value.
+    """
+    if reason := kernel.excluded.get(toolchain.name):
+        raise KernelUnavailable(f"{kernel.name} is not built by {toolchain.name}: {reason}")
+    if Version(torch.version.base_version) < MIN_TORCH:
+        raise KernelUnavailable(f"torch {torch.version} is too old for the kernels; expected {MIN_TORCH} or later")
+    if torch.cuda is not None and Version(torch.cuda).major != toolchain.version.major:
+        raise KernelUnavailable(
+            f"torch {torch.version} was built with CUDA {torch.cuda} and {toolchain.path} is of CUDA "
+            f"{toolchain.version}; expected the same major version: install that toolkit, or set CUDA_HOME to it"
+        )
+    chosen = flags_for(toolchain.name, toolchain.version, environ, kernel)
+    arch = arch_flags(toolchain.name, environ, torch.capabilities)
+    return BuildPlan(kernel, toolchain, torch, chosen, arch, root / kernel.name, ccache)
+
+
+def source_digest(folder: Path) -> str:
+    """A digest of names and texts of all files below a kernel's folder."""
+    digest = hashlib.sha256()
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        text = path.read_bytes()
+        digest.update(f"{path.relative_to(folder).as_posix()}\0{len(text)}\0".encode())
+        digest.update(text)
+    return digest.hexdigest()[:20]

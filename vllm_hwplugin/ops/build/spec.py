@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which kernels there are, and what is particular about building each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Final, Literal
+
+import vllm_hwplugin
+
+ToolchainName = Literal["nvcc", "mcc"]
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSpec:
+    """One library: a folder of ``csrc`` and how it is compiled.
+
+    Attributes:
+        name: of the operation in ``torch.ops.hwplugin``, and of the folder in ``csrc``.
+        sources: the files to compile, relative to that folder.
+        fallback_cost: what a user pays where the kernel is not there, as the end of a sentence.
+        fast_math: the compiler may use its approximate mathematics; only where parity with the reference holds.
+        flags: flags of this kernel alone, by toolchain.
+        excluded: toolchains that do not build it, with the reason. Its operation is defined there all the same, and the
+            torch reference serves it.
+    """
+
+    name: str
+    sources: tuple[str, ...]
+    fallback_cost: str
+    fast_math: bool = False
+    flags: Mapping[ToolchainName, tuple[str, ...]] = field(default_factory=lambda: MappingProxyType({}))
+    excluded: Mapping[ToolchainName, str] = field(default_factory=lambda: MappingProxyType({}))
+
+
+ROTARY_EMBEDDING: Final = KernelSpec(
+    "rotary_embedding",
+    ("rotary_embedding.cu",),
+    "rotary embeddings run as about a dozen PyTorch operations with temporaries",
+    # Parity is bit for bit: approximate mathematics would also flush denormal products.
+    fast_math=False,
+    excluded=MappingProxyType({"mcc": "the source has not been ported to MUSA"}),
+)
+
+KERNELS: Final[Mapping[str, KernelSpec]] = MappingProxyType({spec.name: spec for spec in (ROTARY_EMBEDDING,)})
+
+
+def source_root() -> Path:
+    """The folder ``csrc``: inside the package where it was installed, beside it in a source tree.
+
+    Raises:
+        FileNotFoundError: neither is there, so the installation is not complete.
+    """
+    package = Path(vllm_hwplugin.__file__).parent
+    for folder in (package / "csrc", package.parent / "csrc"):
+        if folder.is_dir():
+            return folder
+    raise FileNotFoundError(f"no folder csrc in {package} or beside it; install vllm-hwplugin again")

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Find nvcc or mcc, and know its version."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from packaging.version import Version
+
+from .errors import KernelUnavailable
+from .spec import ToolchainName
+
+Ask = Callable[[Sequence[str]], str]
+
+#: The variables that name a toolchain's home, best first, and the place where it is installed by default.
+HOMES: Final[Mapping[ToolchainName, tuple[tuple[str, ...], str]]] = {
+    "nvcc": (("CUDA_HOME", "CUDA_PATH"), "/usr/local/cuda"),
+    "mcc": (("MUSA_HOME", "MUSA_PATH"), "/usr/local/musa"),
+}
+
+# mcc also names the clang that it is made of, so only the line of its own name counts.
+_VERSIONS: Final[Mapping[ToolchainName, re.Pattern[str]]] = {
+    "nvcc": re.compile(r"^Cuda compilation tools, release [\d.]+, V(\d+(?:\.\d+)+)", re.MULTILINE),
+    "mcc": re.compile(r"^mcc version (\d+(?:\.\d+)+)", re.MULTILINE),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Toolchain:
+    """A compiler. ``home`` is the folder above the ``bin`` that it lies in."""
+
+    name: ToolchainName
+    path: str
+    version: Version
+
+    @property
+    def home(self) -> Path:
+        return Path(self.path).resolve().parent.parent
+
+
+def ask(argv: Sequence[str]) -> str:
+    """What a compiler prints.
+
+    Raises:
+        KernelUnavailable: it does not run, fails, or does not answer within half a minute.
+    """
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=30, stdin=subprocess.DEVNULL, check=True)
+    except (OSError, subprocess.SubprocessError, UnicodeDecodeError) as error:
+        raise KernelUnavailable(f"{' '.join(argv)} does not work: {error}; install the compiler again") from error
+    return done.stdout
+
+
+def find(name: ToolchainName, environ: Mapping[str, str] | None = None, ask: Ask = ask) -> Toolchain:
+    """The compiler of that name: in the home that a variable names, else on PATH, else in the usual place.
+
+    Raises:
+        KernelUnavailable: it is not there, does not run, or its version cannot be read.
+    """
+    environ = os.environ if environ is None else environ
+    variables, usual = HOMES[name]
+    homes = [environ[variable] for variable in variables if environ.get(variable)]
+    search = os.pathsep.join([*(f"{home}/bin" for home in homes), environ.get("PATH", os.defpath), f"{usual}/bin"])
+    path = shutil.which(name, path=search)
+    if path is None:
+        raise KernelUnavailable(
+            f"no {name} in {' or '.join(variables)}, on PATH or in {usual}; install it, or set {variables[0]}"
+        )
+    return Toolchain(name, path, parse_version(name, ask([path, "--version"])))
+
+
+def parse_version(name: ToolchainName, output: str) -> Version:
+    """The version in what ``--version`` printed.
+
+    Raises:
+        KernelUnavailable: it is not of the known form; the message holds the output.
+    """
+    match = _VERSIONS[name].search(output)
+    if match is None:
+        raise KernelUnavailable(
+            f"the version of {name} cannot be read; expected a line like {_EXAMPLES[name]!r}, found {output!r}"
+        )
+    return Version(match.group(1))
+
+
+_EXAMPLES: Final[Mapping[ToolchainName, str]] = {
+    "nvcc": "Cuda compilation tools, release 13.0, V13.0.88",
+    "mcc": "mcc version 5.1.0",
+}

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a build has to know of the installed PyTorch."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from packaging.version import Version
+
+from .errors import KernelUnavailable
+from .spec import ToolchainName
+
+
+@dataclass(frozen=True, slots=True)
+class TorchBuild:
+    """A PyTorch.
+
+    Attributes:
+        root: the folder of the package, which holds ``include`` and ``lib``.
+        cuda: the CUDA version that it was built with, None for other builds.
+        musa: the same for MUSA.
+        capabilities: (major, minor) of each device that it sees.
+    """
+
+    version: Version
+    root: Path
+    cuda: str | None = None
+    musa: str | None = None
+    capabilities: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def toolchain(self) -> ToolchainName | None:
+        """The compiler whose libraries run beside it; None for a CPU build."""
+        if self.musa is not None:
+            return "mcc"
+        return None if self.cuda is None else "nvcc"
+
+
+def installed() -> TorchBuild:
+    """The PyTorch of this environment. Imports it, and asks it for its devices.
+
+    Raises:
+        KernelUnavailable: there is none, or it cannot be imported.
+    """
+    try:
+        torch: Any = importlib.import_module("torch")
+    except Exception as error:
+        # A PyTorch that does not fit its host fails in many ways, OSError and RuntimeError among them.
+        raise KernelUnavailable(f"torch cannot be imported: {error}; install it") from error
+    # torch_musa, where it is installed, puts both on the torch module.
+    musa = getattr(torch.version, "musa", None)
+    devices: Any = torch.musa if musa is not None else torch.cuda
+    count: int = devices.device_count()
+    return TorchBuild(
+        version=Version(torch.__version__),
+        root=Path(torch.__file__).parent,
+        cuda=torch.version.cuda,
+        musa=musa,
+        capabilities=tuple(devices.get_device_capability(index) for index in range(count)),
+    )
