@@ -73,7 +73,10 @@ def test_the_commands_of_mcc(
         "-fno-signed-zeros", "-ffast-math", "-fmusa-flush-denormals-to-zero", *own, "--offload-arch=mp_31",
         f"-I{torch.root}/include", "-c", f"{csrc}/sample/first.cu", "-o", "first.o",
     )  # fmt: skip
-    assert made.link_command(["first.o"], "sample.so")[-2:] == ("-L/opt/musa/lib", "-lmusart")
+    assert made.link_command(["first.o"], "sample.so") == (
+        "/opt/musa/bin/mcc", "-shared", "first.o", "-o", "sample.so", f"-L{torch.root}/lib", "-Wl,--no-as-needed",
+        "-ltorch", "-ltorch_cpu", "-lc10", "-L/opt/musa/lib", "-lmusart",
+    )  # fmt: skip
 
 
 def test_ccache_comes_before_the_compiler_and_not_into_the_key(plan: MakePlan, nvcc: Any) -> None:

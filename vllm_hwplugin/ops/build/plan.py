@@ -20,7 +20,7 @@ from packaging.version import Version
 from .arch import arch_flags
 from .errors import KernelUnavailable
 from .flags import Chosen, flags_for, words
-from .spec import KernelSpec
+from .spec import KernelSpec, ToolchainName
 from .toolchain import Toolchain
 from .torch_build import TorchBuild
 
@@ -31,7 +31,8 @@ FORMAT: Final = 1
 MIN_TORCH: Final = Version("2.10")
 
 # libtorch.so leads to the CUDA or MUSA part where PyTorch has one; some linkers would leave it out as not needed.
-_LINK: Final = ("-Xlinker=--no-as-needed", "-ltorch", "-ltorch_cpu", "-lc10")
+_AS_NEEDED_OFF: Final[Mapping[ToolchainName, str]] = {"nvcc": "-Xlinker=--no-as-needed", "mcc": "-Wl,--no-as-needed"}
+_LIBRARIES: Final = ("-ltorch", "-ltorch_cpu", "-lc10")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ class BuildPlan:
             "format": FORMAT,
             "kernel": self.kernel.name,
             "sources": source_digest(self.folder),
-            "flags": [*words(self.chosen), *self.arch, *_LINK],
+            "flags": [*words(self.chosen), *self.arch, _AS_NEEDED_OFF[self.toolchain.name], *_LIBRARIES],
             "toolchain": [self.toolchain.name, str(self.toolchain.version)],
             "torch": str(self.torch.version),
             "machine": platform.machine(),
@@ -91,7 +92,8 @@ class BuildPlan:
         if self.toolchain.name == "mcc":
             runtime = (f"-L{self.toolchain.home / 'lib'}", "-lmusart")
         linker = self.toolchain.path, "-shared", *objects, "-o", output
-        return (*linker, f"-L{self.torch.root / 'lib'}", *_LINK, *runtime)
+        linked = f"-L{self.torch.root / 'lib'}", _AS_NEEDED_OFF[self.toolchain.name], *_LIBRARIES
+        return (*linker, *linked, *runtime)
 
     def record(self) -> dict[str, Any]:
         """What ``doctor`` tells of the library, and what decides whether it suits another host."""
