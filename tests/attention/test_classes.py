@@ -76,9 +76,11 @@ def test_on_musa_every_answer_is_the_declared_one(version: str, vllm_tree: Tree)
     with released(version, vllm_tree(version), mate=mate()) as load:
         made = load("vllm_hwplugin.attention.musa").MusaFlashAttentionBackend
         for item in declared(FLASH_ATTN_MUSA, version).values():
-            member = vars(made)[CAPABILITIES[item.capability].method]
+            capability = CAPABILITIES[item.capability]
+            assert capability.method in vars(made)
             if isinstance(item.value, bool):
-                assert (member if isinstance(member, bool) else member.__func__(made)) is item.value
+                answer = getattr(made, capability.method)
+                assert (answer if capability.plain else answer()) is item.value
         assert [size for size in (64, 256, 260, 320, 512, 520, 576) if made.supports_head_size(size)] == [
             64,
             256,
@@ -96,6 +98,16 @@ def test_on_musa_every_answer_is_the_declared_one(version: str, vllm_tree: Tree)
         assert isinstance(block, backend.MultipleOf)
         assert block.base == 16
         assert made.get_preferred_block_size(16) == 16
+
+
+@every_version
+def test_block_sizes_are_declared_in_both_ways_that_vllm_asks(version: str, vllm_tree: Tree) -> None:
+    with released(version, vllm_tree(version)) as load:
+        base = load("vllm.v1.attention.backend").AttentionBackend
+        made = _classes.declares(FLASH_ATTN_MUSA, version)(type("Made", (base,), {}))
+        assert [block.base for block in base.get_supported_kernel_block_sizes()] == [1]
+        assert [block.base for block in made.get_supported_kernel_block_sizes()] == [16]
+        assert not made.supports_block_size(24)
 
 
 @every_version
