@@ -65,7 +65,7 @@ def _reference(
     cos, sin = cos_sin_cache.index_select(0, positions.flatten()).chunk(2, dim=-1)
     cos, sin = (part.unflatten(0, positions.shape).unsqueeze(-2) for part in (cos, sin))
     for tensor in (query, key):
-        if tensor is not None and tensor.numel():
+        if tensor is not None:
             heads = tensor if tensor.dim() == positions.dim() + 2 else tensor.unflatten(-1, (-1, head_size))
             _rotate(heads[..., : cos_sin_cache.shape[1]], cos, sin, is_neox)
 

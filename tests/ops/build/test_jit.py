@@ -85,7 +85,8 @@ def test_a_build_that_was_cut_off_is_done_again(
     (library.parent / "building").mkdir()
     (library.parent / "building" / "sample.so").write_text("half")
     library.write_text("half")
-    assert jit.provide(kernel, torch_cuda).read_text() == "built\n"
+    assert jit.provide(kernel, torch_cuda) == library
+    assert library.read_text() == "built\n"
     assert len(nvcc.calls) == 6
 
 
