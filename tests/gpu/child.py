@@ -4,17 +4,16 @@ import json
 import sys
 from pathlib import Path
 
-from acceptance import accepted_share
+from vllm_hwplugin.bench._inside import counters, model_runner, platform_class
 
 
 def main(job: dict) -> dict:
     from vllm import LLM, SamplingParams
-    from vllm.platforms import current_platform
 
     from vllm_hwplugin import record
 
     llm = LLM(**job["options"])
-    runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    runner = model_runner(llm)
     propose = runner.drafter.propose
     drafts: list[list[list[int]]] = []
 
@@ -30,13 +29,14 @@ def main(job: dict) -> dict:
     ]
     prompts = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
     outputs = llm.generate(prompts, sampling_params=sampling, use_tqdm=False)
+    counts = counters(llm)
     graphs = getattr(runner.drafter, "draft_graphs", None)
     return {
         "texts": [list(output.outputs[0].token_ids) for output in outputs],
         "drafts": drafts,
-        "accepted": accepted_share(llm),
+        "accepted": [count / counts["drafts"] for count in counts["accepted"]],
         "decisions": dict(record.current().decisions) if graphs is not None else {},
-        "platform": f"{type(current_platform).__module__}.{type(current_platform).__qualname__}",
+        "platform": platform_class(),
         "sizes": runner.compilation_config.cudagraph_capture_sizes,
         "captured": 0 if graphs is None or graphs._graphs is None else len(graphs._graphs.concrete_cudagraph_entries),
     }

@@ -5,7 +5,7 @@ import json
 import sys
 from pathlib import Path
 
-from acceptance import accepted_share
+from vllm_hwplugin.bench._inside import counters, model_runner
 
 
 def main(job: dict) -> dict:
@@ -14,7 +14,7 @@ def main(job: dict) -> dict:
     from vllm_hwplugin import record
 
     llm = LLM(**job["options"])
-    runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    runner = model_runner(llm)
     # The V1 runner's proposer and Model Runner V2's speculator name the draft's layers.
     drafter = getattr(runner, "drafter", None)
     draft = drafter._draft_attn_layer_names if drafter is not None else runner.speculator.draft_attn_layer_names
@@ -23,10 +23,11 @@ def main(job: dict) -> dict:
     sampling = SamplingParams(temperature=0.0, max_tokens=job["tokens"], ignore_eos=True, detokenize=False)
     prompts = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
     llm.generate(prompts, sampling_params=sampling, use_tqdm=False)
+    counts = counters(llm)
     return {
         "target": sorted({backend for name, backend in names.items() if name not in draft}),
         "draft": sorted({names[name] for name in draft}),
-        "tokens_a_step": 1 + sum(accepted_share(llm)),
+        "tokens_a_step": 1 + sum(counts["accepted"]) / counts["drafts"],
         "decisions": dict(record.current().decisions) if record.current() is not None else {},
     }
 

@@ -22,6 +22,8 @@ from vllm_hwplugin.bench import engine_environment, find_checkpoints, load_promp
 from vllm_hwplugin.bench._entry_points import provide
 from vllm_hwplugin.bench._launch import child_environment
 
+from .engines import SMALL_ENGINE
+
 pytestmark = [pytest.mark.gpu, pytest.mark.engine]
 
 SMALL = find_checkpoints(None)
@@ -40,6 +42,7 @@ def run(
 ) -> dict[str, Any]:
     """An engine of its own process: its answer, or `{"error": the end of its log}`."""
     options = {
+        **SMALL_ENGINE,
         "model": str(SMALL.target),
         "speculative_config": {
             "method": "dflash",
@@ -48,15 +51,6 @@ def run(
             **draft,
         },
         "attention_config": {"backend": target},
-        "max_model_len": 512,
-        "max_num_seqs": 13,
-        "max_num_batched_tokens": 192,
-        "enable_prefix_caching": False,
-        "disable_log_stats": False,
-        "kv_cache_memory_bytes": 1 << 30,
-        "gpu_memory_utilization": 0.25,
-        "dtype": "bfloat16",
-        "seed": 0,
     }
     # All prompts: beside another kernel some texts part ways at a near-tie, and few steps would not average it out.
     job = {"options": options, "prompts": load_prompts(SMALL, 96), "tokens": 160}

@@ -23,6 +23,8 @@ from vllm_hwplugin.bench import engine_environment, find_checkpoints, load_promp
 from vllm_hwplugin.bench._entry_points import provide
 from vllm_hwplugin.bench._launch import child_environment
 
+from .engines import SMALL_ENGINE
+
 pytestmark = [pytest.mark.gpu, pytest.mark.engine]
 
 SMALL = find_checkpoints(None)
@@ -145,18 +147,9 @@ def run_both(case: dict[str, Any], folder: Path) -> dict[str, dict[str, Any]]:
     dice = random.Random(0)
     prompts = [list(prompt[: dice.randrange(8, 96)]) for prompt in load_prompts(SMALL, 40)]
     options = {
+        **SMALL_ENGINE,
         "model": str(target),
         "speculative_config": speculation,
-        "max_model_len": 512,
-        "max_num_seqs": 13,
-        "max_num_batched_tokens": 192,
-        "enable_prefix_caching": False,
-        "disable_log_stats": False,
-        # A fixed amount: profiling the memory would be disturbed by the other side, which runs at the same time.
-        "kv_cache_memory_bytes": 1 << 30,
-        "gpu_memory_utilization": 0.25,
-        "dtype": "bfloat16",
-        "seed": 0,
         "compilation_config": {"cudagraph_mode": case["mode"]},
         **({"load_format": "dummy", "skip_tokenizer_init": True} if case.get("own_target") else {}),
         **case.get("options", {}),
@@ -203,7 +196,8 @@ def test_drafts_equal_stock(name: str, tmp_path: Path) -> None:
         width = 1 + len(patched["accepted"])
         # The platform class makes every size a whole block, for every number of requests up to the limit.
         assert {size % width for size in patched["sizes"]} == {0}
-        assert {requests * width for requests in range(1, 14)} <= set(patched["sizes"])
+        limit = SMALL_ENGINE["max_num_seqs"]
+        assert {requests * width for requests in range(1, limit + 1)} <= set(patched["sizes"])
     for one, other in zip(patched["accepted"], stock["accepted"], strict=True):
         assert abs(one - other) <= ACCEPTANCE_TOLERANCE
     if not CASES[name].get("near_ties"):
