@@ -10,10 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 
+import vllm_hwplugin.platforms as package
 from vllm_hwplugin.platforms import _detect
 from vllm_hwplugin.platforms._detect import CLASSES, Decision, Musa, ask_vllm, decide, probe_musa, settle
 
 from . import standins
+from .realvllm import own
 
 TWO = Musa(devices=2)
 NONE = Musa(missing=("torch_musa",))
@@ -113,7 +115,8 @@ def musa_host(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("musa_host")
-def test_moore_threads_gpus_are_counted_and_the_library_is_closed() -> None:
+def test_moore_threads_gpus_are_counted_and_the_library_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(package, "_mtml", own("vllm_hwplugin.platforms._mtml"), raising=False)
     assert probe_musa() == Musa(devices=3)
     assert sys.modules["pymtml"].open == 0
 
@@ -121,6 +124,7 @@ def test_moore_threads_gpus_are_counted_and_the_library_is_closed() -> None:
 @pytest.mark.usefixtures("musa_host")
 def test_a_driver_that_does_not_answer_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pymtml", standins.pymtml(broken=OSError("Failed to load MTML library")))
+    monkeypatch.setattr(package, "_mtml", own("vllm_hwplugin.platforms._mtml"), raising=False)
     assert probe_musa() == Musa(trouble="OSError: Failed to load MTML library")
 
 

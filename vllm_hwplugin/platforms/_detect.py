@@ -156,19 +156,15 @@ def _answers(name: str, probe: Callable[[], str | None]) -> bool:
 def probe_musa() -> Musa:
     """Look for Moore Threads GPUs without importing torch: installed packages, then the driver through ``pymtml``.
 
-    Not run on MUSA hardware; the calls are those of mthreads-ml-py 2.4.3.
+    Not run on MUSA hardware.
     """
     missing = tuple(dist for module, dist in MUSA_MODULES.items() if not _importable(module))
     if missing:
         return Musa(missing)
     try:
-        import pymtml
+        from . import _mtml
 
-        pymtml.mtmlLibraryInit()
-        try:
-            return Musa(devices=pymtml.mtmlLibraryCountDevice())
-        finally:
-            pymtml.mtmlLibraryShutDown()
+        return Musa(devices=_mtml.count())
     except Exception as error:
         # OSError without the driver's libmtml.so, MTMLError where it refuses; either way no GPU can be used.
         return Musa(trouble=f"{type(error).__name__}: {error}")
