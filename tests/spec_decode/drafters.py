@@ -339,6 +339,20 @@ def compare(stock, graphed, batch):
     return got
 
 
+def compare_over_many(runner: Runner, k: int, compare_one) -> None:
+    """Compare over batches of every kind and size, and see that they were varied enough to mean something."""
+    sizes, tokens = set(), set()
+    for index in range(36):
+        kind_of_batch = "prefill" if index % 9 == 0 else "mixed" if index % 9 == 4 else "decode"
+        batch = runner.batch(k, kind_of_batch, size=1 + index % MAX_REQS if index < MAX_REQS else None)
+        drafts = compare_one(batch)
+        assert drafts.shape == (batch["common_attn_metadata"].num_reqs, k)
+        sizes.add(len(drafts))
+        tokens.update(drafts.flatten().tolist())
+    assert sizes == set(range(1, MAX_REQS + 1))
+    assert len(tokens) > 30
+
+
 def boot(proposer, mode: CUDAGraphMode, runner: Runner) -> None:
     """What vLLM's boot does with the drafter: keys, then capture."""
     from vllm_hwplugin.spec_decode.draft_graphs import capture_draft_graphs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 
 import pytest
@@ -17,7 +18,7 @@ from vllm_hwplugin.spec_decode.dflash_context import ContextGraphs, fit_query_bu
 from vllm_hwplugin.spec_decode.fallback import FeatureRequired  # noqa: E402
 from vllm_hwplugin.spec_decode.first_pass import FirstPass, first_pass_of  # noqa: E402
 
-from .drafters import MAX_REQS, MAX_TOKENS, Runner, boot, compare  # noqa: E402
+from .drafters import MAX_REQS, MAX_TOKENS, Runner, boot, compare, compare_over_many  # noqa: E402
 from .recorded_graph import RecordedGraphs  # noqa: E402
 from .released import take, text_of  # noqa: E402
 
@@ -55,16 +56,7 @@ def graphs_of(proposer):
 def test_drafts_are_those_of_stock(pair, k, mode):
     stock, graphed, runner = pair(k, mode)
     queries, context = graphs_of(graphed)
-    sizes, tokens = set(), set()
-    for index in range(36):
-        kind_of_batch = "prefill" if index % 9 == 0 else "mixed" if index % 9 == 4 else "decode"
-        batch = runner.batch(k, kind_of_batch, size=1 + index % MAX_REQS if index < MAX_REQS else None)
-        drafts = compare(stock, graphed, batch)
-        assert drafts.shape == (batch["common_attn_metadata"].num_reqs, k)
-        sizes.add(len(drafts))
-        tokens.update(drafts.flatten().tolist())
-    assert sizes == set(range(1, MAX_REQS + 1))
-    assert len(tokens) > 30
+    compare_over_many(runner, k, functools.partial(compare, stock, graphed))
     assert {key.num_tokens // key.num_reqs for key in queries.replayed} == {1 + k}
     assert len(queries.replayed) > 25
     assert len(context.replayed) > 25

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 
 import pytest
@@ -388,16 +389,7 @@ def compare(stock, graphed, batch):
 @pytest.mark.parametrize("which", ["passes", "loop"])
 def test_drafts_are_those_of_stock(pair, which, kind, k, mode):
     stock, graphed, runner = pair(which, kind, k, mode)
-    sizes, tokens = set(), set()
-    for index in range(36):
-        kind_of_batch = "prefill" if index % 9 == 0 else "mixed" if index % 9 == 4 else "decode"
-        batch = runner.batch(k, kind_of_batch, size=1 + index % MAX_REQS if index < MAX_REQS else None)
-        drafts = compare(stock, graphed, batch)
-        assert drafts.shape == (batch["common_attn_metadata"].num_reqs, k)
-        sizes.add(len(drafts))
-        tokens.update(drafts.flatten().tolist())
-    assert sizes == set(range(1, MAX_REQS + 1))
-    assert len(tokens) > 30
+    drafters.compare_over_many(runner, k, functools.partial(compare, stock, graphed))
     replayed = {
         (key.num_tokens // key.num_reqs if key.uniform else None) for key in RecordedGraphs.instances[0].replayed
     }
