@@ -2,10 +2,9 @@
 """The context half of a DFlash draft phase, in CUDA graphs of its own.
 
 Before its one pass over the block, a DFlash drafter projects the target's hidden states to the keys and values of all
-its layers and writes them into its cache: a norm, a GEMM, a copy, a norm, a rotation and one cache write a layer, some
-fifteen launches of the host. None of them looks at requests, only at tokens, so one graph for a number of tokens serves
-every batch of so many or fewer, decode or prefill: the tokens that pad it have slots of `PADDING_SLOT_ID`, which cache
-writes skip.
+its layers and writes them into its cache: a norm, a GEMM, a copy, a norm, a rotation and one cache write a layer. None
+of them looks at requests, only at tokens, so one graph for a number of tokens serves every batch of so many or fewer,
+decode or prefill: the tokens that pad it have slots of `PADDING_SLOT_ID`, which cache writes skip.
 """
 
 from __future__ import annotations
