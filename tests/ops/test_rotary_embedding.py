@@ -22,6 +22,7 @@ AGAINST_VLLM = """
 import itertools, json, torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+from vllm.model_executor.layers.rotary_embedding.common import ApplyRotaryEmb
 from vllm_hwplugin.ops.rotary_embedding import rotary_embedding
 
 # Heads of query and key, head size, rotated elements, tokens: drafters and targets as tensor parallelism leaves them.
@@ -33,8 +34,9 @@ for shape, dtype, neox, keyed in itertools.product(SHAPES, DTYPES, [True, False]
     heads, kv_heads, head_size, rotary_dim, tokens = shape
     torch.manual_seed(tokens)
     with set_current_vllm_config(VllmConfig()):
-        layer = RotaryEmbedding(head_size, rotary_dim, 4096, 10000.0, neox, dtype)
-    cache = layer.cos_sin_cache.to(dtype)
+        layer = RotaryEmbedding(head_size, rotary_dim, 4096, 10000.0, neox, dtype, init_cache=False)
+    full = layer._compute_cos_sin_cache()
+    cache = full.to(dtype)
     positions = torch.randint(0, 4096, (tokens,))
     query = torch.randn(tokens, heads * head_size, dtype=dtype) * 8
     key = torch.randn(tokens, kv_heads * head_size, dtype=dtype) * 8 if keyed else None
@@ -43,19 +45,45 @@ for shape, dtype, neox, keyed in itertools.product(SHAPES, DTYPES, [True, False]
     rotary_embedding(positions, query, key, head_size, cache, neox)
     same = torch.equal(query, expected[0]) and (key is None or torch.equal(key, expected[1]))
     found.append([same, int((query != before).sum())])
+
+    # A float32 cache, the last elements of each head, backwards: what vLLM's DeepSeek V4 layers ask for.
+    offset = head_size - rotary_dim
+    query = before.clone().view(tokens, heads, head_size)
+    cos, sin = full[positions].chunk(2, dim=-1)
+    expected = query.clone()
+    expected[..., offset:] = ApplyRotaryEmb.forward_static(query[..., offset:], cos, -sin, neox, True)
+    rotary_embedding(positions, query, None, head_size, full, neox, offset, True)
+    found.append([torch.equal(query, expected), int((query != before.view_as(query)).sum())])
 print(json.dumps(found))
 """
 
+SCHEMAS = """
+import json, torch
+import vllm._C
+import vllm_hwplugin.ops.rotary_embedding
+print(json.dumps([str(getattr(torch.ops, name).rotary_embedding.default._schema) for name in ("_C", "hwplugin")]))
+"""
 
-def test_every_shape_type_and_style_is_bit_for_bit_what_vllm_computes() -> None:
+
+def _in_a_process_with_vllm(program: str) -> Any:
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vLLM is not installed")
     environ = {**os.environ, "VLLM_HWPLUGIN": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
-    done = subprocess.run([sys.executable, "-c", AGAINST_VLLM], capture_output=True, text=True, env=environ)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environ)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert len(found) == 9 * 3 * 2 * 2
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_every_shape_type_and_style_is_bit_for_bit_what_vllm_computes() -> None:
+    found = _in_a_process_with_vllm(AGAINST_VLLM)
+    assert len(found) == 9 * 3 * 2 * 2 * 2
     assert [index for index, (same, rotated) in enumerate(found) if not same or rotated == 0] == []
+
+
+def test_the_schema_is_that_of_vllms_own_operation() -> None:
+    theirs, ours = _in_a_process_with_vllm(SCHEMAS)
+    assert theirs.startswith("_C::rotary_embedding(")
+    assert ours == theirs.replace("_C::", "hwplugin::", 1)
 
 
 HEAD = 8
@@ -113,6 +141,19 @@ def test_elements_beyond_the_rotated_ones_stay_as_they_are() -> None:
     assert not torch.equal(query[1:, :, :8], before[1:, :, :8])
 
 
+def test_the_inverse_turns_back_what_lies_at_the_offset() -> None:
+    query = torch.randn(5, 2, 12)
+    before = query.clone()
+    rotary_embedding(torch.arange(5), query, None, 12, CACHE, True, 3)
+    assert torch.equal(query[..., :3], before[..., :3])
+    assert torch.equal(query[..., 11:], before[..., 11:])
+    shifted = before[..., 3:11].clone()
+    rotary_embedding(torch.arange(5), shifted, None, 8, CACHE, True)
+    assert torch.equal(query[..., 3:11], shifted)
+    rotary_embedding(torch.arange(5), query, None, 12, CACHE, True, 3, True)
+    torch.testing.assert_close(query, before, atol=1e-6, rtol=1e-6)
+
+
 @pytest.mark.parametrize(("tokens", "heads", "rotary_dim"), [(0, 2, 8), (5, 0, 8), (5, 2, 0)])
 def test_nothing_to_rotate_is_no_error(tokens: int, heads: int, rotary_dim: int) -> None:
     query = torch.randn(tokens, heads * HEAD)
@@ -147,7 +188,9 @@ def _arguments(**changes: Any) -> dict[str, Any]:
         ({"query": torch.ones(5, 32)[:, ::2]}, "query needs stride 1 in its last dimension"),
         ({"query": torch.ones(1, 16).expand(5, 16)}, "query has a stride of 0"),
         ({"head_size": 0}, "head_size is 0; expected a positive number"),
-        ({"cos_sin_cache": CACHE.double()}, r"cos_sin_cache is torch\.float64; expected query's type"),
+        ({"cos_sin_cache": CACHE.double()}, r"cos_sin_cache is torch\.float64; expected query's type, torch\.float32"),
+        ({"rope_dim_offset": 1}, "rope_dim_offset is 1; expected 0 to head_size - rotary_dim, 0"),
+        ({"rope_dim_offset": -1}, "rope_dim_offset is -1; expected 0"),
         ({"cos_sin_cache": CACHE[:, :7]}, "rotary_dim is 7; expected an even number"),
         ({"cos_sin_cache": CACHE.repeat(1, 2)}, "rotary_dim is 16; expected an even number of at most head_size=8"),
         ({"cos_sin_cache": CACHE[0]}, "cos_sin_cache has 1 dimensions; expected 2"),

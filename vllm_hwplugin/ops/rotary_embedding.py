@@ -16,10 +16,10 @@ from .build.spec import ROTARY_EMBEDDING
 
 _DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16)
 
-# The schema that vLLM's own operation of this name had before it took an offset and a direction.
+# As vLLM declares its own operation of this name, so that this one can stand in its place.
 _SCHEMA: Final = (
-    "rotary_embedding(Tensor positions, Tensor(a!) query, Tensor(b!)? key, int head_size, Tensor cos_sin_cache, "
-    "bool is_neox) -> ()"
+    "rotary_embedding(Tensor positions, Tensor! query, Tensor!? key, int head_size, Tensor cos_sin_cache, "
+    "bool is_neox, int rope_dim_offset=0, bool inverse=False) -> ()"
 )
 
 
@@ -30,8 +30,13 @@ def rotary_embedding(
     head_size: int,
     cos_sin_cache: torch.Tensor,
     is_neox: bool,
+    rope_dim_offset: int = 0,
+    inverse: bool = False,
 ) -> None:
-    """Rotate the first ``rotary_dim`` elements of each head, in place; the others stay as they are.
+    """Rotate ``rotary_dim`` elements of each head, in place; the others stay as they are.
+
+    The arithmetic is that of the cache's type: each product and sum is rounded to it. With a cache of query's type this
+    is vLLM's ``RotaryEmbedding.forward_static``, bit for bit; with a float32 cache the result is rounded once.
 
     The first call for a CUDA tensor loads the kernel, which may run a compiler: make it before graphs are captured.
 
@@ -42,15 +47,19 @@ def rotary_embedding(
             be a slice of a larger tensor, if the elements of a head lie side by side.
         key: like query, with its own number of heads; None where a layer has no keys of its own.
         head_size: elements of a head.
-        cos_sin_cache: [max_position, rotary_dim], the cosines and then the sines; query's type and device.
+        cos_sin_cache: [max_position, rotary_dim], the cosines and then the sines; query's type or float32.
         is_neox: the pairs are (i, i + rotary_dim / 2), else (2i, 2i + 1).
+        rope_dim_offset: the first rotated element of a head.
+        inverse: rotate back.
 
     Raises:
         RuntimeError: a type, device, shape or stride is not as described.
     """
     if query.is_cuda and not torch.compiler.is_compiling():
         ensure(ROTARY_EMBEDDING)
-    torch.ops.hwplugin.rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox)
+    torch.ops.hwplugin.rotary_embedding(
+        positions, query, key, head_size, cos_sin_cache, is_neox, rope_dim_offset, inverse
+    )
 
 
 def _reference(
@@ -60,14 +69,17 @@ def _reference(
     head_size: int,
     cos_sin_cache: torch.Tensor,
     is_neox: bool,
+    rope_dim_offset: int = 0,
+    inverse: bool = False,
 ) -> None:
-    _check(positions, query, key, head_size, cos_sin_cache)
+    _check(positions, query, key, head_size, cos_sin_cache, rope_dim_offset)
     cos, sin = cos_sin_cache.index_select(0, positions.flatten()).chunk(2, dim=-1)
     cos, sin = (part.unflatten(0, positions.shape).unsqueeze(-2) for part in (cos, sin))
     for tensor in (query, key):
         if tensor is not None:
             heads = tensor if tensor.dim() == positions.dim() + 2 else tensor.unflatten(-1, (-1, head_size))
-            _rotate(heads[..., : cos_sin_cache.shape[1]], cos, sin, is_neox)
+            part = heads[..., rope_dim_offset : rope_dim_offset + cos_sin_cache.shape[1]]
+            _rotate(part, cos, -sin if inverse else sin, is_neox)
 
 
 def _rotate(part: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_neox: bool) -> None:
@@ -83,6 +95,7 @@ def _check(
     key: torch.Tensor | None,
     head_size: int,
     cos_sin_cache: torch.Tensor,
+    rope_dim_offset: int,
 ) -> None:
     """The kernel's own checks, so that a mistake shows on any device."""
 
@@ -100,12 +113,20 @@ def _check(
         rotary_dim % 2 == 0 and rotary_dim <= head_size,
         f"rotary_dim is {rotary_dim}; expected an even number of at most head_size={head_size}",
     )
+    expect(
+        0 <= rope_dim_offset <= head_size - rotary_dim,
+        f"rope_dim_offset is {rope_dim_offset}; expected 0 to head_size - rotary_dim, {head_size - rotary_dim}",
+    )
     for name, tensor in (("positions", positions), ("key", key), ("cos_sin_cache", cos_sin_cache)):
         if tensor is None:
             continue
         expect(tensor.device == query.device, f"{name} is on {tensor.device}; expected query's device, {query.device}")
-        if name != "positions":
-            expect(tensor.dtype == query.dtype, f"{name} is {tensor.dtype}; expected query's type, {query.dtype}")
+    if key is not None:
+        expect(key.dtype == query.dtype, f"key is {key.dtype}; expected query's type, {query.dtype}")
+    expect(
+        cos_sin_cache.dtype in (query.dtype, torch.float32),
+        f"cos_sin_cache is {cos_sin_cache.dtype}; expected query's type, {query.dtype}, or torch.float32",
+    )
     expect(rotary_dim == 0 or cos_sin_cache.stride(1) == 1, "cos_sin_cache needs stride 1 in its last dimension")
     for name, tensor in (("query", query), ("key", key)):
         if tensor is None:
@@ -136,6 +157,8 @@ def _fake(
     head_size: int,
     cos_sin_cache: torch.Tensor,
     is_neox: bool,
+    rope_dim_offset: int = 0,
+    inverse: bool = False,
 ) -> None:
     """In place: no shape comes out of it."""
 
