@@ -45,7 +45,16 @@ ROTARY_EMBEDDING: Final = KernelSpec(
     excluded=MappingProxyType({"mcc": "the source has not been ported to MUSA"}),
 )
 
-KERNELS: Final[Mapping[str, KernelSpec]] = MappingProxyType({spec.name: spec for spec in (ROTARY_EMBEDDING,)})
+MERGE_ATTN_STATES: Final = KernelSpec(
+    "merge_attn_states",
+    ("merge_attn_states.cu",),
+    "attention states are merged by about twenty PyTorch operations with temporaries in float32",
+    excluded=MappingProxyType({"mcc": "the source has not been ported to MUSA"}),
+)
+
+KERNELS: Final[Mapping[str, KernelSpec]] = MappingProxyType(
+    {spec.name: spec for spec in (ROTARY_EMBEDDING, MERGE_ATTN_STATES)}
+)
 
 
 def source_root() -> Path:
