@@ -4,14 +4,16 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 
-from vllm_hwplugin.attention.probe import Declared, Plain, trials
-from vllm_hwplugin.attention.probe._reference import Measure
-from vllm_hwplugin.attention.probe._trial import try_out
+from vllm_hwplugin.attention.probe import Declared, Plain, trials  # noqa: E402
+from vllm_hwplugin.attention.probe._reference import Measure  # noqa: E402
+from vllm_hwplugin.attention.probe._refusal import Refused, refusals  # noqa: E402
+from vllm_hwplugin.attention.probe._trial import try_out  # noqa: E402
 
 TRIAL = next(one for one in trials() if one.capability == "sinks")
 
@@ -76,21 +78,48 @@ def test_float32_gets_twice_the_factor():
 
 
 def test_a_refusal_is_told_in_the_backends_words_on_one_line():
-    found, shapes = tried(1.0, NotImplementedError("no sinks\n  here"), 1.0)
+    with pytest.raises(Refused) as refused, refusals():
+        raise NotImplementedError("no sinks\n  here")
+    found, shapes = tried(1.0, refused.value, 1.0)
     assert found["behaviour"] == "refuses"
     assert found["detail"] == "NotImplementedError: no sinks here"
     assert found["shape"] == shapes[1]
 
 
 def test_a_wrong_answer_counts_more_than_a_refusal():
-    assert tried(ValueError("no"), 9.0)[0]["behaviour"] == "wrong"
+    assert tried(Refused("no"), 9.0)[0]["behaviour"] == "wrong"
 
 
-def test_a_broken_device_ends_the_process_and_is_no_refusal():
+@pytest.mark.parametrize("error", [Refused("no"), RuntimeError("something failed")])
+def test_a_broken_device_ends_the_process_and_is_no_refusal(error):
     with pytest.raises(RuntimeError, match="illegal memory"):
-        tried(RuntimeError("something failed"), broken=True)
+        tried(error, broken=True)
 
 
-def test_a_fault_of_the_run_is_no_refusal():
-    with pytest.raises(ImportError):
-        tried(ImportError("no module"))
+@pytest.mark.parametrize("error", [TypeError("no such\nargument"), ValueError("no"), ImportError("no module")])
+def test_an_exception_that_is_no_refusal_is_an_error_and_tells_where_it_was_raised(error):
+    """Also one of a type that refusals have: only what a backend was called for may be its no."""
+    found, shapes = tried(1.0, error, 9.0)
+    assert found["behaviour"] == "error"
+    assert found["shape"] == shapes[1]
+    text = " ".join(str(error).split())
+    assert re.fullmatch(rf"{type(error).__name__}: {text} \(test_trial\.py:\d+ in run\)", found["detail"])
+
+
+@pytest.mark.parametrize("kind", [NotImplementedError, ValueError, AssertionError, RuntimeError])
+def test_what_a_backend_says_no_with(kind):
+    with pytest.raises(Refused, match=f"{kind.__name__}: because"), refusals():
+        raise kind("because")
+
+
+@pytest.mark.parametrize("kind", [TypeError, KeyError, AttributeError, IndexError, ImportError, torch.OutOfMemoryError])
+def test_what_is_no_refusal_stays_what_it_is(kind):
+    with pytest.raises(kind) as raised, refusals():
+        raise kind("because")
+    assert type(raised.value) is kind
+
+
+def test_a_shape_that_triton_cannot_compile_is_a_refusal():
+    kind = type("CompilationError", (Exception,), {"__module__": "triton.compiler.errors"})
+    with pytest.raises(Refused, match="CompilationError: arange"), refusals():
+        raise kind("arange")

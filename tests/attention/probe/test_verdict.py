@@ -10,6 +10,7 @@ from vllm_hwplugin.attention.probe._verdict import combine
 
 YES, NO, UNASKED = Declared.YES, Declared.NO, Declared.UNASKED
 WORKS, REFUSES, WRONG, CRASHES = Behaviour.WORKS, Behaviour.REFUSES, Behaviour.WRONG, Behaviour.CRASHES
+ERROR = Behaviour.ERROR
 
 TABLE = [
     (YES, WORKS, Verdict.HOLDS, False),
@@ -24,6 +25,9 @@ TABLE = [
     (UNASKED, REFUSES, Verdict.REFUSED, False),
     (UNASKED, WRONG, Verdict.WRONG, True),
     (UNASKED, CRASHES, Verdict.CRASHES, True),
+    (YES, ERROR, Verdict.ERROR, True),
+    (NO, ERROR, Verdict.ERROR, True),
+    (UNASKED, ERROR, Verdict.ERROR, True),
 ]
 
 
@@ -51,6 +55,7 @@ def test_strict_changes_what_works_undeclared_and_nothing_else():
         ([WORKS, REFUSES], REFUSES),
         ([REFUSES, WRONG, WORKS], WRONG),
         ([WRONG, CRASHES], CRASHES),
+        ([WRONG, ERROR, WORKS], ERROR),
     ],
 )
 def test_the_worst_case_counts(several, one):

@@ -3,21 +3,30 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 HEAD_SIZES: Final = (8, 16, 32, 40, 64, 72, 80, 96, 112, 120, 128, 160, 192, 224, 256, 320, 384, 448, 512, 576)
-NON_CAUSAL_HEAD_SIZES: Final = (256, 512)
+NON_CAUSAL_HEAD_SIZES: Final = (256, 320, 384, 448, 512)
 DTYPES: Final = ("float16", "bfloat16", "float32")
 KV_CACHE_DTYPES: Final = ("float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2")
-BLOCK_SIZES: Final = (8, 16, 32, 48, 64, 128)
+BLOCK_SIZES: Final = (8, 16, 32, 48, 64, 128, 256)
 GROUPS: Final = (1, 2, 3, 8, 16)
 
 #: In this order over the cases of a trial, from a random one on.
 KINDS: Final = ("mixed", "borders", "decode", "prefill", "verify")
+
+#: Above this, vLLM's own kernels end on many devices and others take over, so it is tried with each feature again.
+USUAL_HEAD_SIZE: Final = 256
+LARGE_HEAD_SIZE: Final = 512
+#: What is compiled at first use is compiled for a shape: few shapes for large heads, whose compilation is slow.
+LARGE_GROUP: Final = 4
+LARGE_KINDS: Final = ("mixed", "decode")
+
+#: Query tokens of one request in a batch of drafts that are verified.
+VERIFY: Final = (2, 32)
 
 
 @dataclass(frozen=True)
@@ -37,7 +46,11 @@ class Case:
     """One batch through one attention layer.
 
     ``padding`` rows without tokens follow the requests, as the model runner pads a batch to the size of a CUDA graph.
-    Dtypes are vLLM's names of them.
+    Dtypes are vLLM's names of them. ``sliding_window`` counts the token itself; with attention that is not causal,
+    ``window_ahead`` says how many tokens it reaches to the other side (None: all).
+
+    ``graph`` has the query tokens of each row of a captured graph; ``requests`` and each of ``replays`` are then run by
+    it, padded to its rows. ``alone``: each request has to get the same bits without the others.
     """
 
     requests: tuple[Request, ...]
@@ -49,10 +62,14 @@ class Case:
     block_size: int
     causal: bool = True
     sliding_window: int | None = None
+    window_ahead: int | None = None
     softcap: float | None = None
     sinks: bool = False
     alibi: bool = False
     padding: int = 0
+    graph: tuple[int, ...] = ()
+    replays: tuple[tuple[Request, ...], ...] = ()
+    alone: bool = False
     seed: int = 0
 
     @property
@@ -61,9 +78,8 @@ class Case:
 
     def __str__(self) -> str:
         """The shape on one line, for a report."""
-        rows = " ".join(f"{request.query}+{request.context}" for request in self.requests)
         words = [
-            f"requests (query+context) {rows}",
+            f"requests (query+context) {_rows(self.requests)}",
             f"heads {self.num_heads}/{self.num_kv_heads} of {self.head_size}",
             f"{self.dtype}, KV {self.kv_cache_dtype}, blocks of {self.block_size}",
             "causal" if self.causal else "non-causal",
@@ -75,7 +91,16 @@ class Case:
         words += [name for name in ("sinks", "alibi") if getattr(self, name)]
         if self.padding:
             words.append(f"{self.padding} padding rows")
+        if self.graph:
+            words.append(f"captured with rows of {' '.join(map(str, self.graph))} tokens")
+            words += [f"then {_rows(replay)}" for replay in self.replays]
+        if self.alone:
+            words.append("and each request alone")
         return "; ".join([*words, f"seed {self.seed}"])
+
+
+def _rows(requests: tuple[Request, ...]) -> str:
+    return " ".join(f"{request.query}+{request.context}" for request in requests)
 
 
 @dataclass(frozen=True)
@@ -86,15 +111,22 @@ class Plain:
     head_size: int
     block_size: int
     longest: int = 300  # tokens of one request, at most
+    deepest: int = 300  # context of a decode or of drafts that are verified, at most
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One value of one capability, and what a `Case` needs for it."""
+    """One value of one capability, and what a `Case` needs for it.
+
+    ``kinds`` are those of its batches. ``needs`` names what the process has to have: "graphs", a device whose work can
+    be captured; "batch_invariant", vLLM's mode of that name; "" nothing.
+    """
 
     capability: str
     value: str
     settings: Mapping[str, Any] = field(default_factory=dict)
+    kinds: tuple[str, ...] = KINDS
+    needs: str = ""
 
     @property
     def key(self) -> tuple[str, str]:
@@ -104,7 +136,7 @@ class Trial:
 def trials() -> tuple[Trial, ...]:
     """All that is tried on each backend, the plain batch first."""
     found = [Trial("plain", "causal")]
-    found += [Trial("head_size", str(size), {"head_size": size}) for size in HEAD_SIZES]
+    found += [_of_head_size("head_size", str(size), size) for size in HEAD_SIZES]
     found += [Trial("dtype", name, {"dtype": name}) for name in DTYPES]
     for name in KV_CACHE_DTYPES:
         # A cache of another 16-bit type than the model's is not something that vLLM's layers convert to.
@@ -113,17 +145,42 @@ def trials() -> tuple[Trial, ...]:
     found += [Trial("block_size", str(size), {"block_size": size}) for size in BLOCK_SIZES]
     found.append(Trial("non_causal", "yes", {"causal": False}))
     found += [
-        Trial("non_causal_head_size", str(size), {"causal": False, "head_size": size}) for size in NON_CAUSAL_HEAD_SIZES
+        _of_head_size("non_causal_head_size", str(size), size, {"causal": False}) for size in NON_CAUSAL_HEAD_SIZES
     ]
-    found += [
-        Trial("sliding_window", "yes", {"sliding_window": True}),
-        Trial("sinks", "yes", {"sinks": True}),
-        Trial("softcap", "yes", {"softcap": True}),
-        Trial("alibi", "yes", {"alibi": True}),
-    ]
+    for capability, settings in (
+        ("sliding_window", {"sliding_window": True}),
+        ("non_causal_window", {"sliding_window": True, "causal": False}),
+        ("sinks", {"sinks": True}),
+        ("softcap", {"softcap": True}),
+        ("alibi", {"alibi": True}),
+    ):
+        found += [Trial(capability, "yes", settings), _large(capability, "yes", settings)]
+    found += [_large("dtype", "float16", {"dtype": "float16"}), _large("block_size", "64", {"block_size": 64})]
     found += [Trial("group", str(size), {"group": size}) for size in GROUPS]
-    found.append(Trial("padded_batch", "yes", {"padding": True}))
+    found += [_large("group", str(size), {"group": size}) for size in (1, 16)]
+    found += [Trial("padded_batch", "yes", {"padding": True}), _large("padded_batch", "yes", {"padding": True})]
+    for batch in ("decode", "verify", "mixed"):
+        found.append(Trial("captured", batch, {"graph": batch}, needs="graphs"))
+        found.append(_large("captured", batch, {"graph": batch}, needs="graphs"))
+    found.append(_large("captured", "non-causal verify", {"graph": "verify", "causal": False}, needs="graphs"))
+    found.append(Trial("batch_invariance", "yes", {"alone": True}, needs="batch_invariant"))
+    found.append(_large("batch_invariance", "yes", {"alone": True}, needs="batch_invariant"))
     return tuple(found)
+
+
+def _of_head_size(
+    capability: str, value: str, size: int, settings: Mapping[str, Any] | None = None, needs: str = ""
+) -> Trial:
+    settings = {"head_size": size, **(settings or {})}
+    if size <= USUAL_HEAD_SIZE:
+        return Trial(capability, value, settings, needs=needs)
+    return Trial(capability, value, {"group": LARGE_GROUP, **settings}, LARGE_KINDS, needs)
+
+
+def _large(capability: str, value: str, settings: Mapping[str, Any], needs: str = "") -> Trial:
+    """A capability at the largest head size that models have."""
+    name = f"head size {LARGE_HEAD_SIZE}" if value == "yes" else f"{value}, head size {LARGE_HEAD_SIZE}"
+    return _of_head_size(capability, name, LARGE_HEAD_SIZE, settings, needs)
 
 
 CAPABILITIES: Final = tuple(dict.fromkeys(trial.capability for trial in trials()))
@@ -139,8 +196,8 @@ def draw(trial: Trial, plain: Plain, seed: int, count: int) -> tuple[Case, ...]:
         count: how many.
     """
     rng = random.Random(f"{seed} {trial.capability} {trial.value}")
-    first = rng.randrange(len(KINDS))
-    return tuple(_case(trial, plain, rng, KINDS[(first + index) % len(KINDS)]) for index in range(count))
+    first = rng.randrange(len(trial.kinds))
+    return tuple(_case(trial, plain, rng, trial.kinds[(first + index) % len(trial.kinds)]) for index in range(count))
 
 
 def _case(trial: Trial, plain: Plain, rng: random.Random, kind: str) -> Case:
@@ -149,15 +206,22 @@ def _case(trial: Trial, plain: Plain, rng: random.Random, kind: str) -> Case:
     group: int = settings.pop("group", rng.choice((1, 2, 4)))
     kv_heads = rng.choice((1, 2, 3)) if group < 8 else rng.choice((1, 2))
     padded = bool(settings.pop("padding", False))
-    # Rows of one length each: the batches that vLLM pads, whichever of its graph modes is on.
-    requests = _requests("uniform" if padded else kind, rng, block_size, plain.longest)
+    graph: str | None = settings.pop("graph", None)
+    if graph is not None:
+        settings["graph"], (requests, *replays) = _captured(graph, rng, plain)
+        settings["replays"] = tuple(replays)
+    else:
+        # Rows of one length each: the batches that vLLM pads, whichever of its graph modes is on.
+        requests = _requests("uniform" if padded else kind, rng, block_size, plain)
     if settings.get("sliding_window"):
         window = settings["sliding_window"] = rng.choice((5, block_size, block_size + 3))
-        requests = (*requests, Request(rng.choice((1, 4)), 2 * window + rng.randrange(block_size)))
+        # With attention that is not causal, tokens in reach and out of it to the other side as well.
+        tokens = rng.choice((1, 4)) if settings.get("causal", True) else 2 * window
+        requests = (*requests, Request(tokens, 2 * window + rng.randrange(block_size)))
     if settings.get("softcap"):
         # Scores of the inputs have a deviation of 1: a cap far above would change nothing.
         settings["softcap"] = rng.choice((0.5, 1.0, 2.0))
-    if not settings.get("causal", True) and all(request.query == 1 for request in requests):
+    if not settings.get("causal", True) and graph is None and all(request.query == 1 for request in requests):
         requests = (*requests, Request(7, rng.randrange(block_size)))
     return Case(
         requests=requests,
@@ -173,12 +237,13 @@ def _case(trial: Trial, plain: Plain, rng: random.Random, kind: str) -> Case:
     )
 
 
-def _requests(kind: str, rng: random.Random, block: int, longest: int) -> tuple[Request, ...]:
+def _requests(kind: str, rng: random.Random, block: int, plain: Plain) -> tuple[Request, ...]:
     rows = rng.choice((1, 2, 3, 5))
+    longest, deepest = plain.longest, plain.deepest
     if kind == "decode":
-        return tuple(Request(1, rng.randrange(longest)) for _ in range(rows))
+        return tuple(Request(1, rng.randrange(deepest)) for _ in range(rows))
     if kind == "verify":
-        return tuple(Request(rng.randint(2, 9), rng.randrange(longest)) for _ in range(rows))
+        return tuple(Request(_verified(rng), rng.randrange(deepest)) for _ in range(rows))
     if kind == "prefill":
         return tuple(Request(rng.randint(1, longest), 0) for _ in range(rows))
     if kind == "uniform":
@@ -188,10 +253,38 @@ def _requests(kind: str, rng: random.Random, block: int, longest: int) -> tuple[
         return tuple(_at_border(rng, block) for _ in range(rows))
     return (
         Request(1, rng.randrange(1, longest)),
-        Request(rng.randint(2, 9), rng.randrange(1, longest)),
+        Request(_verified(rng), rng.randrange(1, longest)),
         Request(rng.randint(block, 3 * block), rng.randrange(longest)),
         Request(rng.randint(1, longest), 0),
     )
+
+
+def _verified(rng: random.Random) -> int:
+    """Mostly as many as drafters of today propose, and at times up to the most that is tried."""
+    return rng.randint(VERIFY[0], rng.choice((9, VERIFY[1])))
+
+
+def _captured(
+    kind: str, rng: random.Random, plain: Plain, replays: int = 3
+) -> tuple[tuple[int, ...], list[tuple[Request, ...]]]:
+    """The rows of a graph as vLLM's model runner captures it, and batches that it would run with it."""
+    if kind == "mixed":
+        # One token a row, as the runner does it; the longest query is then announced to be all tokens.
+        tokens = rng.choice((16, 24))
+        batches = []
+        for _ in range(replays):
+            parts, left = [1, rng.randint(2, 9)], tokens
+            parts.append(rng.randint(1, left - sum(parts)))
+            batches.append(tuple(Request(part, rng.randrange(plain.deepest)) for part in parts))
+        return (1,) * tokens, batches
+    query = 1 if kind == "decode" else _verified(rng)
+    rows = rng.choice((2, 4, 8))
+    batches = [
+        tuple(Request(query, rng.randrange(plain.deepest)) for _ in range(rng.randint(1, rows)))
+        for _ in range(replays - 1)
+    ]
+    # One without padding rows.
+    return (query,) * rows, [*batches, tuple(Request(query, rng.randrange(plain.deepest)) for _ in range(rows))]
 
 
 def _at_border(rng: random.Random, block: int) -> Request:
@@ -199,15 +292,6 @@ def _at_border(rng: random.Random, block: int) -> Request:
     total = max(1, rng.randint(1, 4) * block + rng.choice((-1, 0, 1)))
     query = min(total, rng.choice((1, 2, block - 1, block, block + 1)))
     return Request(max(1, query), total - max(1, query))
-
-
-def as_dict(case: Case) -> dict[str, Any]:
-    """For a results file; `from_dict` reads it."""
-    return {**dataclasses.asdict(case), "requests": [[request.query, request.context] for request in case.requests]}
-
-
-def from_dict(data: Mapping[str, Any]) -> Case:
-    return Case(**{**data, "requests": tuple(Request(*pair) for pair in data["requests"])})
 
 
 def select(capabilities: Sequence[str]) -> tuple[Trial, ...]:

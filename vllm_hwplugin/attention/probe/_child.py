@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.metadata
 import json
 import platform
@@ -24,7 +23,7 @@ def main(job: Job, answer: TextIO) -> None:
     """
     import torch
 
-    from . import _vllm
+    from . import _backends, _host, _vllm
 
     def say(event: str, **body: Any) -> None:
         # Infinity has no JSON.
@@ -37,17 +36,17 @@ def main(job: Job, answer: TextIO) -> None:
     say(
         "host", device=device.type, name=name, torch=torch.__version__, vllm=importlib.metadata.version(_distribution())
     )
-    for name, backend in _chosen(job, _vllm.usable()).items():
+    for name, backend in _backends.chosen(job.backends).items():
         own = any(base.__module__.split(".")[0] == "vllm_hwplugin" for base in backend.__mro__)
         path = f"{backend.__module__}.{backend.__qualname__}"
         try:
-            host = _vllm.LayerHost(backend)
-        except _vllm.NoPlainBatch as error:
+            host = _host.LayerHost(backend)
+        except _host.NoPlainBatch as error:
             say("backend", name=name, path=path, own=own, left_out=str(error))
             continue
         say("backend", name=name, path=path, own=own, left_out=None)
         for trial in select(job.capabilities):
-            if (name, *trial.key) not in job.done:
+            if (name, *trial.key) not in job.done and host.can_try(trial):
                 with torch.inference_mode():
                     _one(say, name, host, trial, job)
     say("done")
@@ -65,23 +64,6 @@ def _one(say: Any, name: str, host: Any, trial: Trial, job: Job) -> None:
         on_case=lambda case, declared: say("case", shape=str(case), declared=declared.value),
     )
     say("result", **labels, **found)
-
-
-def _chosen(job: Job, usable: dict[str, Any]) -> dict[str, Any]:
-    if not job.backends:
-        return usable
-    found = {}
-    for name in job.backends:
-        if "." in name:
-            module, _, attribute = name.rpartition(".")
-            found[name] = getattr(importlib.import_module(module), attribute)
-        elif name in usable:
-            found[name] = usable[name]
-        else:
-            raise SystemExit(
-                f"no backend {name!r} on this host: expected {', '.join(usable) or 'none'}, or module.Class"
-            )
-    return found
 
 
 def _distribution() -> str:

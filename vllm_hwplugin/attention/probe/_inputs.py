@@ -39,13 +39,14 @@ def make_inputs(case: Case, device: Any) -> Inputs:
 
     Args:
         case: the batch.
-        device: where the tensors go; they are drawn on the CPU, so that a seed means the same everywhere.
+        device: where the tensors go. A seed means the same on each kind of device; what is large is drawn there.
     """
     source = torch.Generator().manual_seed(case.seed)
+    values_source = torch.Generator(device).manual_seed(case.seed)
     dtype = getattr(torch, case.dtype)
 
     def normal(*shape: int) -> Any:
-        return torch.randn(*shape, generator=source).to(device, dtype)
+        return torch.randn(*shape, generator=values_source, device=device).to(dtype)
 
     needed = [-(-request.total // case.block_size) for request in case.requests]
     num_blocks = 1 + sum(needed) + SPARE_BLOCKS
@@ -86,10 +87,11 @@ def poison(cache: Any, seed: int) -> None:
         cache: float, or bytes of a float8 format.
         seed: of the values.
     """
-    source = torch.Generator().manual_seed(seed)
+    source = torch.Generator(cache.device).manual_seed(seed)
+    options = {"generator": source, "device": cache.device}
     if cache.element_size() == 1:
         # Up to 0x7B these bytes are finite in both float8 formats; the top bit is the sign.
-        raw = torch.randint(0x7C, cache.shape, generator=source) | torch.randint(2, cache.shape, generator=source) << 7
+        raw = torch.randint(0x7C, cache.shape, **options) | torch.randint(2, cache.shape, **options) << 7
         cache.view(torch.uint8).copy_(raw.to(torch.uint8))
         return
-    cache.copy_((torch.randn(cache.shape, generator=source) * POISON).to(cache.dtype))
+    cache.copy_((torch.randn(cache.shape, **options) * POISON).to(cache.dtype))

@@ -34,9 +34,13 @@ class Measure:
     error: float  # largest absolute error of that request
     sdpa_error: float
     request: int
+    note: str = ""
 
     def __str__(self) -> str:
-        return f"error {self.error:.3g} in request {self.request}, SDPA's {self.sdpa_error:.3g}, ratio {self.ratio:.3g}"
+        found = (
+            f"error {self.error:.3g} in request {self.request}, SDPA's {self.sdpa_error:.3g}, ratio {self.ratio:.3g}"
+        )
+        return f"{found}; {self.note}" if self.note else found
 
 
 def measure(case: Case, inputs: Inputs, output: Any, *, quantized_query: bool = False) -> Measure:
@@ -125,6 +129,8 @@ def _bias(case: Case, inputs: Inputs, request: Request, dtype: Any, device: Any)
         hidden |= asked > asks
     if case.sliding_window is not None:
         hidden |= asked <= asks - case.sliding_window
+        if case.window_ahead is not None:
+            hidden |= asked > asks + case.window_ahead
     bias = torch.zeros(1, *hidden.shape, dtype=torch.float64, device=device)
     if inputs.alibi_slopes is not None:
         slopes = torch.tensor(inputs.alibi_slopes, dtype=torch.float64, device=device)

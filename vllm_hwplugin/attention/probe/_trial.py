@@ -3,19 +3,19 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Final, Protocol
 
 from ._cases import Case, Plain, Trial, draw
 from ._reference import Measure
+from ._refusal import Refused, one_line
 from ._verdict import Behaviour, Declared, combine
 
 #: On top of the factor, by dtype: a backend's exp is often a polynomial that is right to some ulps of float32, which
 #: 16-bit dtypes do not show.
 SLACK: Final = {"float32": 2.0}
-
-# What code raises that says no. Anything else (a missing name, a missing file, no memory left) is a fault of the run.
-_REFUSALS: Final = (ValueError, NotImplementedError, AssertionError, RuntimeError, TypeError, KeyError, IndexError)
 
 
 class Host(Protocol):
@@ -48,7 +48,7 @@ def try_out(
         A result without its verdict: declared, behaviour, cases, shape, detail, ratio.
 
     Raises:
-        Exception: the device is unusable after a case.
+        Exception: the device is unusable after a case, or the class does not say what it declares.
     """
     behaviours: list[Behaviour] = []
     told: dict[Behaviour, tuple[Case, str]] = {}
@@ -59,9 +59,11 @@ def try_out(
         on_case(case, declared)
         try:
             found = host.run(case)
-        except _REFUSALS as error:
-            behaviour, detail = Behaviour.REFUSES, _one_line(error)
-            # A refusal leaves the device as it was; a fault of a kernel shows again here, and ends this process.
+        except Exception as error:
+            refused = isinstance(error, Refused)
+            behaviour = Behaviour.REFUSES if refused else Behaviour.ERROR
+            detail = str(error) if refused else f"{one_line(error)} {_origin(error)}"
+            # An exception leaves the device as it was; a fault of a kernel shows again here, and ends this process.
             host.check()
         else:
             behaviour = Behaviour.WORKS if found.ratio <= factor * SLACK.get(case.dtype, 1.0) else Behaviour.WRONG
@@ -83,6 +85,7 @@ def try_out(
     }
 
 
-def _one_line(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
+def _origin(error: Exception) -> str:
+    """Where an exception came from: one line of its trace."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"({Path(frame.filename).name}:{frame.lineno} in {frame.name})"

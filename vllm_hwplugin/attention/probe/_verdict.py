@@ -14,6 +14,8 @@ class Behaviour(str, Enum):
     REFUSES = "refuses"
     WRONG = "wrong"
     CRASHES = "crashes"
+    #: It ended with an exception that says neither yes nor no: a fault of the backend, or of the probe itself.
+    ERROR = "error"
 
 
 class Declared(str, Enum):
@@ -33,6 +35,7 @@ class Verdict(str, Enum):
     REFUSED = "refused"
     UNDECLARED_WRONG = "undeclared, and wrong"
     UNDECLARED_CRASHES = "undeclared, and crashes"
+    ERROR = "error"
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,9 @@ def judge(declared: Declared, behaviour: Behaviour, *, strict: bool) -> Judged:
         behaviour: what it did.
         strict: something that works and is not declared is a failure: the declaration is ours to correct.
     """
+    if behaviour is Behaviour.ERROR:
+        # Whatever is declared: nobody knows what this backend does, and a probe that fails must not look like a no.
+        return Judged(Verdict.ERROR, True)
     if behaviour is Behaviour.WORKS:
         if declared is Declared.NO:
             return Judged(Verdict.WORKS_UNDECLARED, strict)
@@ -67,7 +73,7 @@ def judge(declared: Declared, behaviour: Behaviour, *, strict: bool) -> Judged:
 
 def combine(behaviours: list[Behaviour]) -> Behaviour:
     """Of all cases: the worst; what is refused in part is not supported."""
-    for worst in (Behaviour.CRASHES, Behaviour.WRONG, Behaviour.REFUSES):
+    for worst in (Behaviour.ERROR, Behaviour.CRASHES, Behaviour.WRONG, Behaviour.REFUSES):
         if worst in behaviours:
             return worst
     return Behaviour.WORKS

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One attention layer of the installed vLLM, run as a model runner runs it. All that differs between versions is here.
+"""One attention layer of the installed vLLM, run as a model runner runs it. What differs between versions is here.
 
 The layer is vLLM's own ``Attention`` in a ``VllmConfig`` of its own, so that impl, cache spec and metadata builder get
 what they get in an engine; the cache has the shape and the strides that the backend asks for. Written for 0.20.0 to
@@ -10,176 +10,235 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import inspect
 import json
 import math
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from packaging.version import Version
 from vllm.config import CacheConfig, ModelConfig, VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends import utils as backend_utils
-from vllm.v1.attention.backends.registry import AttentionBackendEnum
-from vllm.v1.attention.selector import AttentionSelectorConfig
+from vllm.version import __version__
 
-from ._cases import BLOCK_SIZES, DTYPES, Case, Plain, Request, Trial
-from ._inputs import Inputs, make_inputs, poison
+from ._cases import Case, Request
+from ._inputs import Inputs, poison
 from ._reference import Measure, measure
-from ._verdict import Declared
+from ._refusal import Refused, refusals
 
-_PREFIX = "model.layers.0.self_attn.attn"
-_MAX_MODEL_LEN = 4096
-_LONGEST_ON_GPU = 2000
-#: Head sizes that some backend of every kind declares, tried in this order for the plain batch.
-_PLAIN_HEAD_SIZES = (64, 128, 256, 512)
-
-
-class NoPlainBatch(RuntimeError):
-    """A backend declares no usual head size and dtype, so that nothing can be tried on it."""
+PREFIX = "model.layers.0.self_attn.attn"
+MAX_MODEL_LEN = 16384
 
 
 def device() -> Any:
     """The device that the platform's workers use."""
-    return torch.device(current_platform.device_type)
+    kind = current_platform.device_type
+    # With its index, as workers have it: tensors are on cuda:0, and vLLM compares devices.
+    return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
 
 
-def usable() -> dict[str, type[Any]]:
-    """The registered backends that the platform would choose for a decoder's attention, by name."""
-    found = {}
-    for member in AttentionBackendEnum:
-        for dtype in (torch.bfloat16, torch.float16, torch.float32):
-            asked = AttentionSelectorConfig(head_size=128, dtype=dtype, kv_cache_dtype="auto", block_size=None)
-            try:
-                path = member.get_path()
-                if current_platform.get_attn_backend_cls(member, asked) != path:
-                    continue
-                found[member.name] = member.get_class()
-                break
-            except (ImportError, ValueError, NotImplementedError):
-                # Not registered, a package is missing, or the platform says no: not a backend of this host.
-                continue
-    return found
+def meanings(case: Case) -> tuple[Case, ...]:
+    """What a case may mean in this version of vLLM, the usual first.
+
+    A sliding window in attention that is not causal reaches to both sides. In vLLM's FlashAttention before 0.24.0 it
+    looks back only.
+    """
+    if case.sliding_window is None or case.causal:
+        return (case,)
+    both = dataclasses.replace(case, window_ahead=case.sliding_window - 1)
+    if Version(__version__).release >= (0, 24):
+        return (both,)
+    return (both, dataclasses.replace(case, window_ahead=0))
 
 
-class LayerHost:
-    """Runs cases through one backend class on this process's device.
+def measured(case: Case, inputs: Inputs, output: Any, quantized_query: bool) -> Measure:
+    """`measure` against what the case means; where that is open, against the meaning that fits."""
+    usual, *others = (measure(one, inputs, output, quantized_query=quantized_query) for one in meanings(case))
+    noted = [dataclasses.replace(found, note="the window looks back only") for found in others]
+    return min((usual, *noted), key=lambda found: found.ratio)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The tensors of one batch's metadata, on the device; a captured graph reads them again at every replay."""
+
+    query_start_loc: Any  # int32 [rows + 1]
+    seq_lens: Any  # int32 [rows]
+    block_table: Any  # int32 [rows, columns]
+    slots: Any  # int64 [tokens], of the new tokens
+    positions: Any  # int64 [tokens]
+
+
+def batch_of(case: Case, inputs: Inputs, place: Any) -> Batch:
+    """The tensors of a case's batch."""
+    rows = [*case.requests, *[Request(0, 0)] * case.padding]
+    return Batch(
+        query_start_loc=_ends(rows).to(place),
+        seq_lens=_lengths(rows).to(place),
+        block_table=inputs.block_table,
+        slots=last(inputs.slots, case.requests),
+        positions=torch.cat([torch.arange(request.context, request.total) for request in case.requests]).to(place),
+    )
+
+
+def common_metadata(
+    rows: Sequence[Request], batch: Batch, *, causal: bool, max_query_len: int, max_seq_len: int
+) -> Any:
+    """What the model runner hands to metadata builders.
+
+    Args:
+        rows: of the batch, those without tokens among them.
+        batch: its tensors.
+        causal: of the layer.
+        max_query_len: the longest query, or a bound of it.
+        max_seq_len: the longest request, or a bound of it.
+    """
+    lengths = _lengths(rows)
+    given = {
+        "query_start_loc": batch.query_start_loc,
+        "query_start_loc_cpu": _ends(rows),
+        "seq_lens": batch.seq_lens,
+        "num_reqs": len(rows),
+        "num_actual_tokens": batch.slots.shape[0],
+        "max_query_len": max_query_len,
+        "max_seq_len": max_seq_len,
+        "block_table_tensor": batch.block_table,
+        "slot_mapping": batch.slots,
+        "causal": causal,
+        "positions": batch.positions,
+        "seq_lens_cpu_upper_bound": lengths,
+        "_seq_lens_cpu": lengths,
+        "_num_computed_tokens_cpu": torch.tensor([request.context for request in rows], dtype=torch.int32),
+    }
+    known = {one.name for one in dataclasses.fields(CommonAttentionMetadata)}
+    return CommonAttentionMetadata(**{name: value for name, value in given.items() if name in known})
+
+
+def metadata_of(case: Case, batch: Batch) -> Any:
+    """`common_metadata` of a batch that is run as it is."""
+    rows = [*case.requests, *[Request(0, 0)] * case.padding]
+    return common_metadata(
+        rows,
+        batch,
+        causal=case.causal,
+        max_query_len=max(request.query for request in rows),
+        max_seq_len=max(request.total for request in rows),
+    )
+
+
+def _ends(rows: Sequence[Request]) -> Any:
+    return torch.tensor([0, *(request.query for request in rows)], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+
+
+def _lengths(rows: Sequence[Request]) -> Any:
+    return torch.tensor([request.total for request in rows], dtype=torch.int32)
+
+
+def last(tensors: tuple[Any, ...], requests: tuple[Request, ...]) -> Any:
+    """Of each request its new tokens."""
+    return torch.cat([tensor[request.context :] for tensor, request in zip(tensors, requests, strict=True)])
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer of a backend with its KV cache and metadata builder, in the configuration it was made for."""
+
+    backend: type[Any]
+    config: Any
+    layer: Any
+    spec: Any
+    builder: Any
+    cache: Any
+
+    def write(self, keys: Any, values: Any, slots: Any) -> None:
+        """Write tokens into the cache."""
+        if self.backend.forward_includes_kv_cache_update:
+            raise NotImplementedError(
+                f"{self.backend.get_name()} writes the KV cache inside forward; the probe runs backends that have "
+                "do_kv_cache_update"
+            )
+        self.layer.impl.do_kv_cache_update(self.layer, keys, values, self.cache, slots)
+
+    @property
+    def rounds_query(self) -> bool:
+        """The layer hands the query on in the cache's dtype."""
+        return getattr(self.layer, "query_quant", None) is not None and self.layer.impl.supports_quant_query_input
+
+    def forward(self, query: Any, keys: Any, values: Any, metadata: Any, output: Any) -> None:
+        """Attention of new tokens, as ``Attention.forward`` has it done."""
+        if self.rounds_query:
+            rounded, _ = self.layer.query_quant(query.flatten(1), self.layer._q_scale)
+            query = rounded.view(query.shape)
+        self.layer.impl.forward(self.layer, query, keys, values, self.cache, metadata, output=output)
+
+
+class Maker:
+    """Makes layers of one backend.
 
     Args:
         backend: a subclass of vLLM's ``AttentionBackend``.
-
-    Raises:
-        NoPlainBatch: see there.
+        place: the device that they are on.
     """
 
-    def __init__(self, backend: type[Any]) -> None:
+    def __init__(self, backend: type[Any], place: Any) -> None:
         self.backend = backend
-        self.device = device()
-        self.plain = self._plain()
-
-    def declared(self, trial: Trial, case: Case) -> Declared:
-        """What the class says about a trial; ``case`` is one of the trial's."""
-        if trial.capability in ("group", "softcap", "alibi"):
-            return Declared.UNASKED
-        if trial.capability == "block_size":
-            return _yes(self._kernel_takes(case.block_size))
-        if trial.capability == "padded_batch":
-            with self._layer(case) as (layer, config):
-                builder = self.backend.get_builder_cls()
-                support = builder.get_cudagraph_support(config, layer.get_kv_cache_spec(config))
-            return _yes(support.name != "NEVER")
-        if case.sliding_window is not None and "has_sliding_window" not in self._questions:
-            return Declared.UNASKED
-        return _yes(not self._reasons(case))
-
-    def run(self, case: Case) -> Measure:
-        """Run a case and measure its answer.
-
-        Raises:
-            Exception: whatever the backend refuses the case with.
-        """
-        inputs = make_inputs(case, self.device)
-        with self._layer(case, inputs) as (layer, config):
-            spec = layer.get_kv_cache_spec(config)
-            cache = self._cache(case, inputs, spec, config)
-            builder = self.backend.get_builder_cls()(spec, [_PREFIX], config, self.device)
-            if self.backend.forward_includes_kv_cache_update:
-                raise NotImplementedError(
-                    f"{self.backend.get_name()} writes the KV cache inside forward; the probe runs backends that have "
-                    "do_kv_cache_update"
-                )
-            keys, values, slots = (torch.cat(tensors) for tensors in (inputs.keys, inputs.values, inputs.slots))
-            layer.impl.do_kv_cache_update(layer, keys, values, cache, slots)
-            metadata = builder.build(0, self._metadata(case, inputs))
-            query, quantized = self._query(layer, inputs)
-            output = torch.full_like(inputs.query, math.nan)
-            new = [_last(tensors, case.requests) for tensors in (inputs.keys, inputs.values)]
-            layer.impl.forward(layer, query, *new, cache, metadata, output=output)
-            self.check()
-        return measure(case, inputs, output, quantized_query=quantized)
-
-    def check(self) -> None:
-        """Wait for the device; a fault of a kernel that ran before is raised here, and not in some later case."""
-        if self.device.type != "cpu":
-            torch.zeros(1, device=self.device).add_(1).item()
-
-    @functools.cached_property
-    def _questions(self) -> frozenset[str]:
-        return frozenset(inspect.signature(self.backend.validate_configuration).parameters)
-
-    def _reasons(self, case: Case) -> list[str]:
-        asked = {
-            "head_size": case.head_size,
-            "dtype": getattr(torch, case.dtype),
-            "kv_cache_dtype": case.kv_cache_dtype,
-            "block_size": None,
-            "use_mla": False,
-            "has_sink": case.sinks,
-            "use_sparse": False,
-            "use_mm_prefix": False,
-            "use_per_head_quant_scales": False,
-            "device_capability": current_platform.get_device_capability(),
-            "attn_type": "decoder",
-            "has_sliding_window": case.sliding_window is not None,
-            "use_non_causal": not case.causal,
-        }
-        known = {name: value for name, value in asked.items() if name in self._questions}
-        return list(self.backend.validate_configuration(**known))
-
-    def _kernel_takes(self, block_size: int) -> bool:
-        sizes = self.backend.get_supported_kernel_block_sizes()
-        bases = [(getattr(size, "base", size), hasattr(size, "base")) for size in sizes]
-        return any(block_size % base == 0 if multiple else block_size == base for base, multiple in bases)
-
-    def _plain(self) -> Plain:
-        blocks = [size for size in BLOCK_SIZES if size >= 16 and self._kernel_takes(size)]
-        longest = Plain.longest if self.device.type == "cpu" else _LONGEST_ON_GPU
-        for dtype in ("bfloat16", *DTYPES):
-            for head_size in _PLAIN_HEAD_SIZES:
-                for block_size in blocks[:1]:
-                    one = (Request(1, 1),)
-                    if not self._reasons(Case(one, dtype, "auto", head_size, 1, 1, block_size)):
-                        return Plain(dtype, head_size, block_size, longest)
-        raise NoPlainBatch(
-            f"{self.backend.__qualname__} declares no plain decoder attention: head size one of {_PLAIN_HEAD_SIZES}, "
-            f"dtype one of {DTYPES}, blocks of one of {BLOCK_SIZES[1:]} tokens"
-        )
+        self.device = place
+        self._configs: dict[tuple[Any, ...], Any] = {}
 
     @contextlib.contextmanager
-    def _layer(self, case: Case, inputs: Inputs | None = None) -> Iterator[tuple[Any, Any]]:
-        """vLLM's layer in a configuration that is the current one meanwhile."""
-        dtype = getattr(torch, case.dtype)
-        config = _config(case)
-        extra = {} if inputs is None or inputs.sinks is None else {"sinks": inputs.sinks}
-        before = torch.get_default_dtype()
+    def config(self, case: Case) -> Iterator[Any]:
+        """A configuration whose model has one layer of the case's shape; the current one meanwhile."""
+        shape = (case.dtype, case.kv_cache_dtype, case.num_heads, case.num_kv_heads, case.head_size)
+        if shape not in self._configs:
+            self._configs[shape] = _config(*shape)
+        config = self._configs[shape]
+        # Not by the constructor: vLLM would take only the sizes that users may choose, and the platform another one.
+        config.cache_config.block_size = case.block_size
+        if hasattr(config.attention_config, "use_non_causal"):
+            config.attention_config.use_non_causal = not case.causal
+        config.compilation_config.static_forward_context.clear()
+        with set_current_vllm_config(config):
+            yield config
+
+    @contextlib.contextmanager
+    def layer(self, case: Case, inputs: Inputs | None = None, num_blocks: int = 1) -> Iterator[Layer]:
+        """A layer, in its configuration.
+
+        Args:
+            case: of the shape, and of what the layer has.
+            inputs: where it has sinks or ALiBi.
+            num_blocks: of its KV cache, which is poisoned.
+
+        Raises:
+            Refused: the backend does not take the layer.
+        """
+        with self.config(case) as config:
+            with refusals():
+                layer = self._attention(case, inputs, config)
+                spec = dataclasses.replace(layer.get_kv_cache_spec(config), block_size=case.block_size)
+                cache = self._cache(case, num_blocks, spec, config)
+                builder = self.backend.get_builder_cls()(spec, [PREFIX], config, self.device)
+            yield Layer(self.backend, config, layer, spec, builder, cache)
+
+    def _attention(self, case: Case, inputs: Inputs | None, config: Any) -> Any:
+        extra = {}
+        if inputs is not None and inputs.sinks is not None:
+            # Not the class's signature: what makes vLLM's implementations takes everything.
+            if not _takes(self.backend.get_impl_cls().__init__, "sinks"):
+                raise Refused(f"{self.backend.get_impl_cls().__name__} takes no sinks")
+            extra["sinks"] = inputs.sinks
+        dtype, before = getattr(torch, case.dtype), torch.get_default_dtype()
         torch.set_default_dtype(dtype)
         try:
-            with set_current_vllm_config(config), torch.device(self.device):
+            # As vLLM loads models: what layers keep is on the device. What the runner makes per batch is not made here.
+            with self.device:
                 layer = Attention(
                     case.num_heads,
                     case.head_size,
@@ -189,30 +248,30 @@ class LayerHost:
                     cache_config=config.cache_config,
                     logits_soft_cap=case.softcap,
                     per_layer_sliding_window=case.sliding_window,
-                    prefix=_PREFIX,
+                    prefix=PREFIX,
                     attn_backend=self.backend,
                     **extra,
                 )
                 layer.process_weights_after_loading(dtype)
-                yield layer, config
         finally:
             torch.set_default_dtype(before)
+        return layer
 
-    def _cache(self, case: Case, inputs: Inputs, spec: Any, config: Any) -> Any:
+    def _cache(self, case: Case, num_blocks: int, spec: Any, config: Any) -> Any:
         if hasattr(backend_utils, "get_supported_kv_cache_layouts"):
             layout = next(
                 one for one in backend_utils.get_supported_kv_cache_layouts([self.backend]) if one.is_layer_compact
             )
             backend_utils.record_kv_cache_layout(config.cache_config, layout.name)
             size = torch.empty((), dtype=spec.dtype).element_size()
-            shape = (inputs.num_blocks, spec.num_heads, case.block_size, spec.state_content_size_bytes // size)
+            shape = (num_blocks, spec.num_heads, case.block_size, spec.state_content_size_bytes // size)
             order = layout.layer_view_order
         else:
+            # Also where none is required: the process may have run a backend that required one.
             required = getattr(self.backend, "get_required_kv_cache_layout", lambda: None)()
-            if required is not None:
-                backend_utils.set_kv_cache_layout(required)
+            backend_utils.set_kv_cache_layout(required)
             shape = self.backend.get_kv_cache_shape(
-                inputs.num_blocks,
+                num_blocks,
                 case.block_size,
                 case.num_kv_heads,
                 case.head_size,
@@ -227,61 +286,24 @@ class LayerHost:
         poison(cache, case.seed)
         return cache
 
-    def _metadata(self, case: Case, inputs: Inputs) -> Any:
-        rows = [*case.requests, *[Request(0, 0)] * case.padding]
-        ends = torch.tensor([0, *(request.query for request in rows)], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        lengths = torch.tensor([request.total for request in rows], dtype=torch.int32)
-        contexts = torch.tensor([request.context for request in rows], dtype=torch.int32)
-        positions = torch.cat([torch.arange(request.context, request.total) for request in rows])
-        given = {
-            "query_start_loc": ends.to(self.device),
-            "query_start_loc_cpu": ends,
-            "seq_lens": lengths.to(self.device),
-            "num_reqs": len(rows),
-            "num_actual_tokens": case.num_tokens,
-            "max_query_len": max(request.query for request in rows),
-            "max_seq_len": max(request.total for request in rows),
-            "block_table_tensor": inputs.block_table,
-            "slot_mapping": _last(inputs.slots, case.requests),
-            "causal": case.causal,
-            "positions": positions.to(self.device),
-            "seq_lens_cpu_upper_bound": lengths,
-            "_seq_lens_cpu": lengths,
-            "_num_computed_tokens_cpu": contexts,
-        }
-        known = {one.name for one in dataclasses.fields(CommonAttentionMetadata)}
-        return CommonAttentionMetadata(**{name: value for name, value in given.items() if name in known})
 
-    def _query(self, layer: Any, inputs: Inputs) -> tuple[Any, bool]:
-        """The query as ``Attention.forward`` hands it on, and whether that rounded it."""
-        if getattr(layer, "query_quant", None) is None or not layer.impl.supports_quant_query_input:
-            return inputs.query, False
-        rounded, _ = layer.query_quant(inputs.query.flatten(1), layer._q_scale)
-        return rounded.view(inputs.query.shape), True
+def _takes(function: Any, name: str) -> bool:
+    parameters = inspect.signature(function).parameters.values()
+    return any(one.name == name or one.kind is one.VAR_KEYWORD for one in parameters)
 
 
-def _yes(answer: bool) -> Declared:
-    return Declared.YES if answer else Declared.NO
-
-
-def _last(tensors: tuple[Any, ...], requests: tuple[Request, ...]) -> Any:
-    """Of each request its new tokens."""
-    return torch.cat([tensor[request.context :] for tensor, request in zip(tensors, requests, strict=True)])
-
-
-def _config(case: Case) -> Any:
-    """A configuration whose model has one layer of the case's shape."""
+def _config(dtype: str, kv_cache_dtype: str, num_heads: int, num_kv_heads: int, head_size: int) -> Any:
     described = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "hidden_size": case.num_heads * case.head_size,
+        "hidden_size": num_heads * head_size,
         "intermediate_size": 64,
         "num_hidden_layers": 1,
-        "num_attention_heads": case.num_heads,
-        "num_key_value_heads": case.num_kv_heads,
-        "head_dim": case.head_size,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_kv_heads,
+        "head_dim": head_size,
         "vocab_size": 128,
-        "max_position_embeddings": _MAX_MODEL_LEN,
+        "max_position_embeddings": MAX_MODEL_LEN,
     }
     with tempfile.TemporaryDirectory(prefix="hwplugin-probe-") as folder:
         Path(folder, "config.json").write_text(json.dumps(described), encoding="utf-8")
@@ -289,14 +311,8 @@ def _config(case: Case) -> Any:
             model=folder,
             tokenizer=folder,
             skip_tokenizer_init=True,
-            dtype=case.dtype,
-            max_model_len=_MAX_MODEL_LEN,
+            dtype=dtype,
+            max_model_len=MAX_MODEL_LEN,
             seed=0,
         )
-        cache = CacheConfig(block_size=case.block_size, cache_dtype=case.kv_cache_dtype)
-        config = VllmConfig(model_config=model, cache_config=cache)
-    # The platform may have chosen another block size for a whole engine.
-    config.cache_config.block_size = case.block_size
-    if hasattr(config.attention_config, "use_non_causal"):
-        config.attention_config.use_non_causal = not case.causal
-    return config
+        return VllmConfig(model_config=model, cache_config=CacheConfig(cache_dtype=kv_cache_dtype))
