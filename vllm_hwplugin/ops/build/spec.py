@@ -52,8 +52,15 @@ MERGE_ATTN_STATES: Final = KernelSpec(
     excluded=MappingProxyType({"mcc": "the source has not been ported to MUSA"}),
 )
 
+FUSED_QK_NORM_ROPE: Final = KernelSpec(
+    "fused_qk_norm_rope",
+    ("fused_qk_norm_rope.cu",),
+    "norms and rotary embeddings of query and key are about two dozen PyTorch operations with temporaries in float32",
+    excluded=MappingProxyType({"mcc": "the source has not been ported to MUSA"}),
+)
+
 KERNELS: Final[Mapping[str, KernelSpec]] = MappingProxyType(
-    {spec.name: spec for spec in (ROTARY_EMBEDDING, MERGE_ATTN_STATES)}
+    {spec.name: spec for spec in (ROTARY_EMBEDDING, MERGE_ATTN_STATES, FUSED_QK_NORM_ROPE)}
 )
 
 

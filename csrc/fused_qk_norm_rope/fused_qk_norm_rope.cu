@@ -1,0 +1,363 @@
+// SPDX-License-Identifier: Apache-2.0
+// RMS norm of each query and key head and then rotary position embedding, in place in the joined qkv tensor.
+//
+// All arithmetic is float32 and the result is rounded once, so it is nearer to the exact one than the two operations that
+// it replaces. The order of each sum is fixed, and fused operations are written out where the compiler could choose: a
+// head gets the same bits whatever else is in the batch.
+//
+// Only the stable ABI of PyTorch is used (torch/csrc/stable, torch/headeronly): one library serves every Python version
+// and later PyTorch releases, and its headers are complete in a CPU build of PyTorch too, which c10/cuda's are not.
+
+#include <cstdint>
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+// Defined by CUDA builds of PyTorch alone. As a weak symbol it lets the library load, and refuse, beside a CPU build.
+extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream) __attribute__((weak));
+
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+constexpr int kThreads = 128;
+constexpr int kWarp = 32;
+constexpr unsigned kAllLanes = 0xffffffffu;
+constexpr int kAccess = 16;            // bytes: the widest access of a thread
+constexpr int kWide = kAccess / 2;     // elements of a half type in it
+constexpr int kOwn = 2 * kWide;        // elements of a head that one thread holds: two accesses
+constexpr int64_t kMaxHeads = 1 << 16;  // keeps the indices of heads and rows within 32 bits
+
+// Threads that no device keeps resident at once. With more than these, each thread gets two heads, because sharing
+// cosines and having more loads under way then costs no parallelism.
+constexpr int64_t kManyThreads = 1 << 19;
+
+struct Problem {
+  void* qkv;
+  const void* q_weight;
+  const void* k_weight;
+  const void* cos_sin_cache;
+  const int64_t* positions;
+  int64_t token_stride;
+  unsigned tokens;
+  unsigned q_heads;
+  unsigned heads;  // of query and key together: they lie side by side
+  int head_dim;
+  int rotary_dim;
+  float eps;
+};
+
+__device__ __forceinline__ float widen(float x) { return x; }
+__device__ __forceinline__ float widen(__half x) { return __half2float(x); }
+__device__ __forceinline__ float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
+
+template <typename scalar_t>
+__device__ __forceinline__ scalar_t narrow(float x);
+template <>
+__device__ __forceinline__ __half narrow<__half>(float x) { return __float2half_rn(x); }
+template <>
+__device__ __forceinline__ __nv_bfloat16 narrow<__nv_bfloat16>(float x) { return __float2bfloat16_rn(x); }
+
+// kCount elements as float32. The address is a multiple of kAccess bytes.
+template <int kCount, typename scalar_t>
+__device__ __forceinline__ void load(const scalar_t* from, float* to) {
+  constexpr int kAccesses = kCount * sizeof(scalar_t) / kAccess;
+  alignas(kAccess) scalar_t packed[kCount];
+#pragma unroll
+  for (int i = 0; i < kAccesses; ++i) {
+    reinterpret_cast<uint4*>(packed)[i] = reinterpret_cast<const uint4*>(from)[i];
+  }
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    to[i] = widen(packed[i]);
+  }
+}
+
+template <typename scalar_t>
+__device__ __forceinline__ void store(const float* from, scalar_t* to) {
+  alignas(kAccess) scalar_t packed[kWide];
+#pragma unroll
+  for (int i = 0; i < kWide; ++i) {
+    packed[i] = narrow<scalar_t>(from[i]);
+  }
+  *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(packed);
+}
+
+__device__ __forceinline__ void rotate(float& x, float& y, float cos, float sin) {
+  const float first = fmaf(x, cos, -__fmul_rn(y, sin));
+  y = fmaf(y, cos, __fmul_rn(x, sin));
+  x = first;
+}
+
+// `lanes` is a power of two; every thread of the warp takes part.
+__device__ __forceinline__ float sum_over(float value, int lanes) {
+  for (int step = lanes / 2; step > 0; step /= 2) {
+    value += __shfl_xor_sync(kAllLanes, value, step);
+  }
+  return value;
+}
+
+// threadIdx.x is one of head_dim / kOwn places in a head and threadIdx.y a row: a token and every `groups`-th of its
+// heads, which share one row of the cache. The two runs of elements that a thread holds are partners in NeoX style; else,
+// and past the rotated elements, they are neighbours.
+template <typename scalar_t, typename cache_t, bool kNeox, int kHeads>
+__global__ void __launch_bounds__(kThreads)
+    wide_kernel(const Problem problem, const unsigned groups, const unsigned rows) {
+  // Rows past the end repeat the last one without storing, so that all threads reach the sums.
+  const unsigned own_row = blockIdx.x * blockDim.y + threadIdx.y;
+  const unsigned row = min(own_row, rows - 1);
+  const unsigned token = row / groups;
+  const unsigned group = row - token * groups;
+  const int64_t position = problem.positions[token];
+
+  const int lane = threadIdx.x;
+  const int half_dim = problem.rotary_dim / 2;
+  const bool rotates = lane * kOwn < problem.rotary_dim;
+  const bool apart = kNeox && rotates;
+  const int first = apart ? lane * kWide : lane * kOwn;
+  const int second = apart ? first + half_dim : first + kWide;
+
+  scalar_t* data = static_cast<scalar_t*>(problem.qkv) + token * problem.token_stride;
+  float value[kHeads][kOwn];
+  unsigned head[kHeads];
+#pragma unroll
+  for (int i = 0; i < kHeads; ++i) {
+    head[i] = min(group + i * groups, problem.heads - 1);
+    const scalar_t* from = data + head[i] * problem.head_dim;
+    load<kWide>(from + first, value[i]);
+    load<kWide>(from + second, value[i] + kWide);
+  }
+  float cos[kWide];
+  float sin[kWide];
+  if (rotates) {
+    const cache_t* cache = static_cast<const cache_t*>(problem.cos_sin_cache) + position * problem.rotary_dim;
+    load<kWide>(cache + lane * kWide, cos);
+    load<kWide>(cache + half_dim + lane * kWide, sin);
+  }
+#pragma unroll
+  for (int i = 0; i < kHeads; ++i) {
+    float square = 0.0f;
+#pragma unroll
+    for (int j = 0; j < kOwn; ++j) {
+      square = fmaf(value[i][j], value[i][j], square);
+    }
+    const float scale = rsqrtf(sum_over(square, blockDim.x) / problem.head_dim + problem.eps);
+
+    const auto* weights =
+        static_cast<const scalar_t*>(head[i] < problem.q_heads ? problem.q_weight : problem.k_weight);
+    float weight[kOwn];
+    load<kWide>(weights + first, weight);
+    load<kWide>(weights + second, weight + kWide);
+#pragma unroll
+    for (int j = 0; j < kOwn; ++j) {
+      value[i][j] *= scale * weight[j];
+    }
+    if (rotates) {
+#pragma unroll
+      for (int j = 0; j < kWide; ++j) {
+        rotate(value[i][kNeox ? j : 2 * j], value[i][kNeox ? j + kWide : 2 * j + 1], cos[j], sin[j]);
+      }
+    }
+    if (own_row < rows && group + i * groups < problem.heads) {
+      scalar_t* to = data + head[i] * problem.head_dim;
+      store(value[i], to + first);
+      store(value[i] + kWide, to + second);
+    }
+  }
+}
+
+// Any sizes and alignment: a warp for each head of each token.
+template <typename scalar_t, typename cache_t, bool kNeox>
+__global__ void __launch_bounds__(kThreads) narrow_kernel(const Problem problem, const unsigned rows) {
+  const unsigned row = blockIdx.x * blockDim.y + threadIdx.y;
+  if (row >= rows) {
+    return;
+  }
+  const unsigned token = row / problem.heads;
+  const unsigned head = row - token * problem.heads;
+  const int lane = threadIdx.x;
+  scalar_t* data =
+      static_cast<scalar_t*>(problem.qkv) + token * problem.token_stride + head * problem.head_dim;
+  const auto* weight = static_cast<const scalar_t*>(head < problem.q_heads ? problem.q_weight : problem.k_weight);
+  const cache_t* cos =
+      static_cast<const cache_t*>(problem.cos_sin_cache) + problem.positions[token] * problem.rotary_dim;
+  const int half_dim = problem.rotary_dim / 2;
+
+  float square = 0.0f;
+  for (int i = lane; i < problem.head_dim; i += kWarp) {
+    const float x = widen(data[i]);
+    square = fmaf(x, x, square);
+  }
+  // Each thread has read all that it needs for the sum before any thread passes it and writes.
+  const float scale = rsqrtf(sum_over(square, kWarp) / problem.head_dim + problem.eps);
+  for (int i = lane; i < half_dim; i += kWarp) {
+    const int first = kNeox ? i : 2 * i;
+    const int second = kNeox ? i + half_dim : 2 * i + 1;
+    float x = widen(data[first]) * (scale * widen(weight[first]));
+    float y = widen(data[second]) * (scale * widen(weight[second]));
+    rotate(x, y, widen(cos[i]), widen(cos[half_dim + i]));
+    data[first] = narrow<scalar_t>(x);
+    data[second] = narrow<scalar_t>(y);
+  }
+  for (int i = problem.rotary_dim + lane; i < problem.head_dim; i += kWarp) {
+    data[i] = narrow<scalar_t>(widen(data[i]) * (scale * widen(weight[i])));
+  }
+}
+
+bool aligned(const void* data) { return reinterpret_cast<uintptr_t>(data) % kAccess == 0; }
+
+// The wide kernel holds a head in 1 to 32 threads, a power of two, and rotates whole threads.
+bool fits_wide(const Problem& problem) {
+  const int lanes = problem.head_dim / kOwn;
+  return problem.head_dim % kOwn == 0 && lanes <= kWarp && (lanes & (lanes - 1)) == 0 &&
+         problem.rotary_dim % kOwn == 0 && problem.token_stride % kWide == 0 && aligned(problem.qkv) &&
+         aligned(problem.q_weight) && aligned(problem.k_weight) && aligned(problem.cos_sin_cache);
+}
+
+unsigned blocks(unsigned rows, const dim3& block) { return (rows + block.y - 1) / block.y; }
+
+template <typename scalar_t, typename cache_t, bool kNeox, int kHeads>
+void launch_wide(const Problem& problem, cudaStream_t stream) {
+  const unsigned groups = (problem.heads + kHeads - 1) / kHeads;
+  const unsigned rows = problem.tokens * groups;
+  const unsigned lanes = problem.head_dim / kOwn;
+  const dim3 block(lanes, kThreads / lanes);
+  wide_kernel<scalar_t, cache_t, kNeox, kHeads><<<blocks(rows, block), block, 0, stream>>>(problem, groups, rows);
+}
+
+template <typename scalar_t, typename cache_t, bool kNeox>
+void launch(const Problem& problem, cudaStream_t stream) {
+  const unsigned rows = problem.tokens * problem.heads;
+  if (!fits_wide(problem)) {
+    const dim3 block(kWarp, kThreads / kWarp);
+    narrow_kernel<scalar_t, cache_t, kNeox><<<blocks(rows, block), block, 0, stream>>>(problem, rows);
+  } else if (static_cast<int64_t>(rows) * (problem.head_dim / kOwn) < kManyThreads) {
+    launch_wide<scalar_t, cache_t, kNeox, 1>(problem, stream);
+  } else {
+    launch_wide<scalar_t, cache_t, kNeox, 2>(problem, stream);
+  }
+}
+
+template <typename scalar_t>
+void dispatch(const Problem& problem, bool float_cache, bool is_neox, cudaStream_t stream) {
+  auto* run = float_cache ? (is_neox ? launch<scalar_t, float, true> : launch<scalar_t, float, false>)
+                          : (is_neox ? launch<scalar_t, scalar_t, true> : launch<scalar_t, scalar_t, false>);
+  run(problem, stream);
+}
+
+void check_device(const Tensor& tensor, const char* name, const Tensor& qkv) {
+  STD_TORCH_CHECK(
+      tensor.is_cuda() && tensor.get_device_index() == qkv.get_device_index(), "fused_qk_norm_rope: ", name,
+      " is not on qkv's device, cuda:", static_cast<int>(qkv.get_device_index()));
+  STD_TORCH_CHECK(tensor.is_contiguous(), "fused_qk_norm_rope: ", name, " has to be contiguous");
+}
+
+void check_type(const Tensor& tensor, const char* name, ScalarType expected) {
+  STD_TORCH_CHECK(
+      tensor.scalar_type() == expected, "fused_qk_norm_rope: ", name, " is ",
+      torch::headeronly::toString(tensor.scalar_type()), "; expected ", torch::headeronly::toString(expected));
+}
+
+void check_vector(const Tensor& tensor, const char* name, int64_t size) {
+  STD_TORCH_CHECK(
+      tensor.dim() == 1 && tensor.size(0) == size, "fused_qk_norm_rope: ", name, " has ", tensor.dim(),
+      " dimensions and ", tensor.numel(), " elements; expected [", size, "]");
+}
+
+// Registered with vLLM's schema. forced_token_heads_per_warp steers how vLLM's kernel is launched; results do not depend on
+// it, and this one is launched in its own way.
+void fused_qk_norm_rope(
+    Tensor qkv, int64_t num_heads_q, int64_t num_heads_k, int64_t num_heads_v, int64_t head_dim, double eps,
+    Tensor q_weight, Tensor k_weight, Tensor cos_sin_cache, bool is_neox, Tensor position_ids,
+    int64_t forced_token_heads_per_warp) {
+  static_cast<void>(forced_token_heads_per_warp);
+  STD_TORCH_CHECK(qkv.is_cuda(), "fused_qk_norm_rope: qkv is not on a CUDA device");
+  const ScalarType type = qkv.scalar_type();
+  STD_TORCH_CHECK(
+      type == ScalarType::Half || type == ScalarType::BFloat16, "fused_qk_norm_rope: qkv is ",
+      torch::headeronly::toString(type), "; expected Half or BFloat16");
+  STD_TORCH_CHECK(
+      num_heads_q >= 0 && num_heads_k >= 0 && num_heads_v >= 0 && num_heads_q <= kMaxHeads &&
+          num_heads_k <= kMaxHeads && num_heads_v <= kMaxHeads,
+      "fused_qk_norm_rope: the numbers of heads are ", num_heads_q, ", ", num_heads_k, ", ", num_heads_v,
+      "; expected 0 to ", kMaxHeads);
+  STD_TORCH_CHECK(
+      head_dim > 0 && head_dim <= kMaxHeads, "fused_qk_norm_rope: head_dim is ", head_dim, "; expected 1 to ",
+      kMaxHeads);
+  const int64_t width = (num_heads_q + num_heads_k + num_heads_v) * head_dim;
+  STD_TORCH_CHECK(
+      qkv.dim() == 2 && qkv.size(1) == width, "fused_qk_norm_rope: qkv has ", qkv.dim(), " dimensions and ",
+      qkv.numel(), " elements; expected [tokens, ", width, "], for heads of head_dim=", head_dim);
+  check_device(qkv, "qkv", qkv);
+  check_device(position_ids, "position_ids", qkv);
+  check_type(position_ids, "position_ids", ScalarType::Long);
+  check_vector(position_ids, "position_ids", qkv.size(0));
+  check_device(q_weight, "q_weight", qkv);
+  check_type(q_weight, "q_weight", type);
+  check_vector(q_weight, "q_weight", head_dim);
+  check_device(k_weight, "k_weight", qkv);
+  check_type(k_weight, "k_weight", type);
+  check_vector(k_weight, "k_weight", head_dim);
+  check_device(cos_sin_cache, "cos_sin_cache", qkv);
+  const ScalarType cache_type = cos_sin_cache.scalar_type();
+  STD_TORCH_CHECK(
+      cache_type == type || cache_type == ScalarType::Float, "fused_qk_norm_rope: cos_sin_cache is ",
+      torch::headeronly::toString(cache_type), "; expected qkv's type, ", torch::headeronly::toString(type),
+      ", or Float");
+  STD_TORCH_CHECK(
+      cos_sin_cache.dim() == 2, "fused_qk_norm_rope: cos_sin_cache has ", cos_sin_cache.dim(),
+      " dimensions; expected [max_position, rotary_dim]");
+  const int64_t rotary_dim = cos_sin_cache.size(1);
+  STD_TORCH_CHECK(
+      rotary_dim % 2 == 0 && rotary_dim <= head_dim, "fused_qk_norm_rope: rotary_dim is ", rotary_dim,
+      "; expected an even number of at most head_dim=", head_dim);
+  const int64_t tokens = qkv.size(0);
+  const int64_t heads = num_heads_q + num_heads_k;
+  if (tokens == 0 || heads == 0) {
+    return;
+  }
+  STD_TORCH_CHECK(
+      tokens <= INT32_MAX / heads, "fused_qk_norm_rope: ", tokens, " tokens of ", heads,
+      " heads are too many for one launch");
+  STD_TORCH_CHECK(
+      aoti_torch_get_current_cuda_stream != nullptr, "fused_qk_norm_rope: this PyTorch was built without CUDA");
+  const torch::stable::accelerator::DeviceGuard guard(qkv.get_device_index());
+  void* stream = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(qkv.get_device_index(), &stream));
+  const Problem problem{
+      qkv.mutable_data_ptr(),
+      q_weight.const_data_ptr(),
+      k_weight.const_data_ptr(),
+      cos_sin_cache.const_data_ptr(),
+      static_cast<const int64_t*>(position_ids.const_data_ptr()),
+      width,
+      static_cast<unsigned>(tokens),
+      static_cast<unsigned>(num_heads_q),
+      static_cast<unsigned>(heads),
+      static_cast<int>(head_dim),
+      static_cast<int>(rotary_dim),
+      static_cast<float>(eps)};
+  const auto current = static_cast<cudaStream_t>(stream);
+  if (type == ScalarType::Half) {
+    dispatch<__half>(problem, cache_type == ScalarType::Float, is_neox, current);
+  } else {
+    dispatch<__nv_bfloat16>(problem, cache_type == ScalarType::Float, is_neox, current);
+  }
+  const cudaError_t error = cudaGetLastError();
+  STD_TORCH_CHECK(error == cudaSuccess, "fused_qk_norm_rope: the kernel did not start: ", cudaGetErrorString(error));
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(hwplugin, CUDA, library) {
+  library.impl("fused_qk_norm_rope", TORCH_BOX(&fused_qk_norm_rope));
+}

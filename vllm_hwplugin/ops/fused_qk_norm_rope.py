@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``torch.ops.hwplugin.fused_qk_norm_rope``: RMS norm and rotary embedding of all query and key heads, in place.
+
+The reference below serves every device, until the kernel of ``csrc/fused_qk_norm_rope`` is loaded and takes over CUDA.
+Importing this module defines the operation and builds nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+
+from .build.jit import ensure
+from .build.spec import FUSED_QK_NORM_ROPE
+
+_DTYPES: Final = (torch.float16, torch.bfloat16)
+_MAX: Final = 1 << 16
+
+# As vLLM declares its own operation of this name, so that this one can stand in its place.
+_SCHEMA: Final = (
+    "fused_qk_norm_rope(Tensor! qkv, int num_heads_q, int num_heads_k, int num_heads_v, int head_dim, float eps, "
+    "Tensor q_weight, Tensor k_weight, Tensor cos_sin_cache, bool is_neox, Tensor position_ids, "
+    "int forced_token_heads_per_warp=-1) -> ()"
+)
+
+
+def fused_qk_norm_rope(
+    qkv: torch.Tensor,
+    num_heads_q: int,
+    num_heads_k: int,
+    num_heads_v: int,
+    head_dim: int,
+    eps: float,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    is_neox: bool,
+    position_ids: torch.Tensor,
+    forced_token_heads_per_warp: int = -1,
+) -> None:
+    """Norm each query and key head by itself, then rotate its first ``rotary_dim`` elements; values stay as they are.
+
+    The arithmetic is float32 and the result is rounded once. The first call for a CUDA tensor loads the kernel, which
+    may run a compiler: make it before graphs are captured.
+
+    Args:
+        qkv: [tokens, (num_heads_q + num_heads_k + num_heads_v) * head_dim], contiguous; float16 or bfloat16. The
+            query's heads, the key's and the value's.
+        num_heads_q: heads of query; ``num_heads_k`` and ``num_heads_v`` likewise.
+        head_dim: elements of a head. 64, 128, 256 and 512 get the fast kernel where ``rotary_dim`` is a multiple of 16.
+        eps: added to the mean square.
+        q_weight: [head_dim], of qkv's type; ``k_weight`` likewise.
+        cos_sin_cache: [max_position, rotary_dim], contiguous, the cosines and then the sines; qkv's type or float32.
+        is_neox: the pairs are (i, i + rotary_dim / 2), else (2i, 2i + 1).
+        position_ids: [tokens], int64; rows of the cache. The kernel cannot check that they are inside it.
+        forced_token_heads_per_warp: steers how vLLM's own kernel is launched; without effect here.
+
+    Raises:
+        RuntimeError: a type, device, shape or stride is not as described.
+    """
+    if qkv.is_cuda and not torch.compiler.is_compiling():
+        ensure(FUSED_QK_NORM_ROPE)
+    torch.ops.hwplugin.fused_qk_norm_rope(
+        qkv,
+        num_heads_q,
+        num_heads_k,
+        num_heads_v,
+        head_dim,
+        eps,
+        q_weight,
+        k_weight,
+        cos_sin_cache,
+        is_neox,
+        position_ids,
+        forced_token_heads_per_warp,
+    )
+
+
+def _reference(
+    qkv: torch.Tensor,
+    num_heads_q: int,
+    num_heads_k: int,
+    num_heads_v: int,
+    head_dim: int,
+    eps: float,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    is_neox: bool,
+    position_ids: torch.Tensor,
+    forced_token_heads_per_warp: int = -1,
+) -> None:
+    heads = num_heads_q, num_heads_k, num_heads_v
+    _check(qkv, heads, head_dim, q_weight, k_weight, cos_sin_cache, position_ids)
+    of_query_and_key = qkv.view(qkv.shape[0], sum(heads), head_dim)[:, : num_heads_q + num_heads_k]
+    weight = torch.cat([q_weight.expand(num_heads_q, head_dim), k_weight.expand(num_heads_k, head_dim)]).float()
+    normed = of_query_and_key.float()
+    normed = normed * torch.rsqrt(normed.square().mean(dim=-1, keepdim=True) + eps) * weight
+    cos, sin = cos_sin_cache.index_select(0, position_ids).float().unsqueeze(1).chunk(2, dim=-1)
+    part = normed[..., : cos_sin_cache.shape[1]]
+    first, second = part.chunk(2, dim=-1) if is_neox else (part[..., ::2], part[..., 1::2])
+    rotated = first * cos - second * sin
+    second.copy_(second * cos + first * sin)
+    first.copy_(rotated)
+    of_query_and_key.copy_(normed)
+
+
+def _check(
+    qkv: torch.Tensor,
+    heads: tuple[int, int, int],
+    head_dim: int,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    position_ids: torch.Tensor,
+) -> None:
+    """The kernel's own checks, so that a mistake shows on any device."""
+
+    def expect(good: bool, text: str) -> None:
+        if not good:
+            raise RuntimeError(f"fused_qk_norm_rope: {text}")
+
+    expect(qkv.dtype in _DTYPES, f"qkv is {qkv.dtype}; expected float16 or bfloat16")
+    expect(all(0 <= n <= _MAX for n in heads), f"the numbers of heads are {heads}; expected 0 to {_MAX}")
+    expect(0 < head_dim <= _MAX, f"head_dim is {head_dim}; expected 1 to {_MAX}")
+    width = sum(heads) * head_dim
+    expect(
+        qkv.dim() == 2 and qkv.shape[1] == width,
+        f"qkv has shape {tuple(qkv.shape)}; expected [tokens, {width}], for heads of head_dim={head_dim}",
+    )
+    others = {
+        "position_ids": (position_ids, (torch.int64,), qkv.shape[0]),
+        "q_weight": (q_weight, (qkv.dtype,), head_dim),
+        "k_weight": (k_weight, (qkv.dtype,), head_dim),
+        "cos_sin_cache": (cos_sin_cache, (qkv.dtype, torch.float32), None),
+    }
+    expect(qkv.is_contiguous(), "qkv has to be contiguous")
+    for name, (tensor, dtypes, size) in others.items():
+        expect(tensor.device == qkv.device, f"{name} is on {tensor.device}; expected qkv's device, {qkv.device}")
+        expect(tensor.is_contiguous(), f"{name} has to be contiguous")
+        expect(tensor.dtype in dtypes, f"{name} is {tensor.dtype}; expected {' or '.join(map(str, dtypes))}")
+        if size is not None:
+            expect(tuple(tensor.shape) == (size,), f"{name} has shape {tuple(tensor.shape)}; expected ({size},)")
+    expect(cos_sin_cache.dim() == 2, f"cos_sin_cache has {cos_sin_cache.dim()} dimensions; expected 2")
+    rotary_dim = cos_sin_cache.shape[1]
+    expect(
+        rotary_dim % 2 == 0 and rotary_dim <= head_dim,
+        f"rotary_dim is {rotary_dim}; expected an even number of at most head_dim={head_dim}",
+    )
+
+
+def _fake(
+    qkv: torch.Tensor,
+    num_heads_q: int,
+    num_heads_k: int,
+    num_heads_v: int,
+    head_dim: int,
+    eps: float,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    is_neox: bool,
+    position_ids: torch.Tensor,
+    forced_token_heads_per_warp: int = -1,
+) -> None:
+    """In place: no shape comes out of it."""
+
+
+_LIBRARY: Final = torch.library.Library("hwplugin", "FRAGMENT")
+_LIBRARY.define(_SCHEMA)
+_LIBRARY.impl("fused_qk_norm_rope", _reference, "CompositeExplicitAutograd")
+torch.library.register_fake("hwplugin::fused_qk_norm_rope", _fake, lib=_LIBRARY)
