@@ -20,11 +20,15 @@ from ..bench import _report as reporting
 from ..bench import _results as results_file
 from ..bench._plan import MRV2, SIDES, TINY, Case, Settings, cases, check, job_for
 from ..bench._shapes import SHAPES
+from . import _bench_kernels
 from ._options import known, pairs
 from ._soak import soak
 
 bench = typer.Typer(add_completion=False)
 bench.command("soak")(soak)
+bench.command("attention")(_bench_kernels.attention)
+bench.command("ops")(_bench_kernels.ops)
+bench.command("kernel-report")(_bench_kernels.report)
 
 _SHAPES = (TINY, *SHAPES)
 _METHODS = ("eagle3", "dflash")

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two sides of ``bench ops``: the plugin's operation with its kernel, and vLLM's own of the same name."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from . import _op_cases as cases
+from ._attention_kernels import unimportable
+
+#: vLLM's libraries define their operations in these namespaces, in every version.
+_NAMESPACES = ("_C", "_moe_C")
+
+
+def reference(op: str) -> Callable[..., Any]:
+    """The plugin's operation, which runs its reference on tensors of the CPU."""
+    importlib.import_module(f"vllm_hwplugin.ops.{op}")
+    found: Callable[..., Any] = getattr(torch.ops.hwplugin, op)
+    return found
+
+
+def missing(kernel: str, op: str) -> str | None:
+    """Why an operation has no kernel on this side, or None. The first call for one of the plugin's may build it."""
+    if kernel == cases.VLLM:
+        if (reason := unimportable("vllm._custom_ops")) is not None:
+            return reason
+        return None if _of_vllm(op) is not None else f"this vLLM has no operation {op}"
+    if (reason := unimportable(f"vllm_hwplugin.ops.{op}")) is not None:
+        return reason
+    from ...ops.build import jit, torch_build
+    from ...ops.build.errors import KernelUnavailable
+    from ...ops.build.spec import KERNELS
+
+    if op not in KERNELS:
+        return f"no kernel {op} in the table of kernels"
+    try:
+        jit.provide(KERNELS[op], torch_build.installed())
+    except KernelUnavailable as error:
+        return str(error)
+    return None if jit.ensure(KERNELS[op]) else "its library was built and cannot be loaded; the log says why"
+
+
+def implementation(kernel: str, op: str) -> Callable[..., Any]:
+    """The operation of one side, which ``missing`` found to be there."""
+    if kernel == cases.OURS:
+        return reference(op)
+    found = _of_vllm(op)
+    assert found is not None
+    return found
+
+
+def _of_vllm(op: str) -> Callable[..., Any] | None:
+    for namespace in _NAMESPACES:
+        found: Callable[..., Any] | None = getattr(getattr(torch.ops, namespace), op, None)
+        if found is not None:
+            return found
+    return None

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``vllm-hwplugin bench attention``, ``bench ops`` and ``bench kernel-report``: single kernels against their rivals."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from .. import bench
+from ..bench.micro import _attention_cases, _cells, _op_cases, _results, _verdict
+from ..bench.micro import _report as reporting
+from ..bench.micro._cells import Cell
+from ..bench.micro._repeat import Effort
+from ..bench.micro._supervise import supervise
+from ._options import known
+
+#: Seconds for one cell. The first one of an operation may run the compiler.
+_LIMITS = {"attention": 45.0, "ops": 240.0}
+
+_JSON = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there.")]
+_SEED = Annotated[int, typer.Option(help="Same seed, same inputs.")]
+_SECONDS = Annotated[float, typer.Option(min=1, help="Cells that would begin later are not run.")]
+
+
+def attention(
+    kernel: Annotated[list[str] | None, typer.Option(help="Only this kernel; repeat for several.")] = None,
+    kind: Annotated[list[str] | None, typer.Option(help="Only decode, or only prefill.")] = None,
+    seconds: _SECONDS = 75,
+    seed: _SEED = 0,
+    json_file: _JSON = None,
+) -> None:
+    """Attention at head size 512, the plugin's kernel and its rivals: time, share of the copy bandwidth, error.
+
+    Exit code 1 when a cell of the plugin's own kernel failed, or is further off than twice SDPA's error.
+    """
+    plan = _attention_cases.plan()
+    kernels = known(kernel or [], tuple(dict.fromkeys(name for name, _ in plan)), "--kernel")
+    kinds = known(kind or [], ("decode", "prefill"), "--kind")
+    todo = [
+        (name, case)
+        for name, case in plan
+        if (not kernels or name in kernels) and (not kinds or _attention_cases.CASES[case].kind in kinds)
+    ]
+    results = _run("attention", todo, seconds, seed, json_file)
+    ours = [c for c in results["cells"] if c["kernel"] == _attention_cases.OURS]
+    if any(c["status"] != _cells.MEASURED or c["error_ratio"] > 2 for c in ours):
+        raise typer.Exit(1)
+
+
+def ops(
+    op: Annotated[list[str] | None, typer.Option(help="Only this operation; repeat for several.")] = None,
+    seconds: _SECONDS = 60,
+    seed: _SEED = 0,
+    json_file: _JSON = None,
+) -> None:
+    """The operations under vLLM's names, the plugin's kernels and vLLM's own: time, bandwidth, parity, verdict.
+
+    Exit code 1 when a cell of the plugin's own kernels failed, or disagrees with the reference.
+    """
+    chosen = known(op or [], _op_cases.OPS, "--op")
+    todo = [(name, case) for name, case in _op_cases.plan() if not chosen or _op_cases.CASES[case].op in chosen]
+    results = _run("ops", todo, seconds, seed, json_file)
+    ours = [c for c in results["cells"] if c["kernel"] == _op_cases.OURS]
+    if any(c["status"] != _cells.MEASURED or c["mismatch"] is not None for c in ours):
+        raise typer.Exit(1)
+
+
+def report(
+    files: Annotated[list[Path], typer.Argument(help="Results of `bench attention --json` and `bench ops --json`.")],
+    markdown: Annotated[Path, typer.Option(help="Write the page there.")],
+) -> None:
+    """Make docs/kernel-benchmarks.md from results files."""
+    markdown.write_text(reporting.markdown([_results.read(file) for file in files]), encoding="utf-8")
+
+
+def _run(kind: str, todo: Sequence[Cell], seconds: float, seed: int, json_file: Path | None) -> dict[str, Any]:
+    console = Console()
+    host = bench.detect_host()
+    if host.device != "cuda":
+        raise bench.HostUnknown(f"`bench {kind}` measures kernels of a GPU; vLLM runs on {host.name} ({host.device})")
+    console.print(f"vLLM {host.vllm} on {host.name}, torch {host.torch}", highlight=False)
+    effort = Effort()
+    settings = {"seconds": seconds, "seed": seed, "limit": _LIMITS[kind], "effort": dataclasses.asdict(effort)}
+    job = {"kind": kind, "seed": seed, "limit": _LIMITS[kind], "effort": dataclasses.asdict(effort)}
+    text = TextColumn("{task.description}", markup=False)
+    columns = (SpinnerColumn(), text, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("starts", total=len(todo))
+
+        def on_event(event: bench.Event) -> None:
+            if event["event"] == "begin":
+                bar.update(task, description=f"{event['kernel']}: {event['case']}")
+            elif event["event"] == "cell":
+                bar.update(task, advance=1)
+
+        outcomes, processes = supervise(job, todo, seconds=seconds, on_event=on_event)
+    results = _results.make(kind, host, settings, outcomes, processes)
+    if kind == "ops":
+        results["verdicts"] = _verdict.as_json(_verdict.verdicts(results))
+    if json_file is not None:
+        _results.write(results, json_file)
+    console.print(reporting.text(results), markup=False, highlight=False, soft_wrap=True)
+    for process in processes:
+        if process["error"] is not None:
+            console.print(f"a process ended: {process['error']}. End of its log:", style="red")
+            console.print(process["log_tail"], markup=False, highlight=False)
+    return results
