@@ -88,7 +88,7 @@ def test_read_all_reports_every_bad_value_at_once() -> None:
         ("VLLM_MUSA_DRAFT_FULL_WRAP", "1", GRAPH, "auto"),
         ("VLLM_MUSA_DRAFT_FULL_WRAP", "0", GRAPH, "off"),
         ("VLLM_MUSA_DFLASH_FULL_WRAP", "0", "VLLM_HWPLUGIN_DFLASH_FULL_GRAPH", "off"),
-        ("VLLM_MUSA_OP_PERF_OVERRIDES", "1", "VLLM_HWPLUGIN_OPS", True),
+        ("VLLM_MUSA_OP_PERF_OVERRIDES", "1", "VLLM_HWPLUGIN_OPS", "on"),
         ("VLLM_MUSA_DISABLE_SLP", "1", "VLLM_HWPLUGIN_SLP", False),
         ("VLLM_MUSA_DISABLE_SLP", "0", "VLLM_HWPLUGIN_SLP", True),
         ("VLLM_MUSA_DISABLE_LOAD_CLUSTER", "1", "VLLM_HWPLUGIN_LOAD_CLUSTER", False),

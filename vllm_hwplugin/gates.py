@@ -163,6 +163,14 @@ GATES: Final[tuple[Gate, ...]] = (
         choices=("auto", "cuda", "musa", "off"),
     ),
     Gate(
+        "VLLM_HWPLUGIN_ATTENTION",
+        "switch",
+        "auto",
+        "The plugin's FLASH_ATTN for heads above 256 on CUDA: where it is faster or alone, wherever it fits, or never.",
+        affects=("attention backend",),
+        choices=_SWITCH,
+    ),
+    Gate(
         "VLLM_HWPLUGIN_DRAFT_FULL_GRAPH",
         "switch",
         "auto",
@@ -206,18 +214,20 @@ GATES: Final[tuple[Gate, ...]] = (
     ),
     Gate(
         "VLLM_HWPLUGIN_OPS",
-        "bool",
-        False,
-        "Replace operations of vLLM by the plugin's kernels.",
-        aliases=(Alias("VLLM_MUSA_OP_PERF_OVERRIDES", _SAME),),
-        effect="reserved",
+        "switch",
+        "auto",
+        "The plugin's kernels under the names of vLLM's operations: auto takes those that were measured to gain on this "
+        "device, on takes all, off takes none.",
+        aliases=(Alias("VLLM_MUSA_OP_PERF_OVERRIDES", _words("on", "off")),),
+        affects=("operations",),
+        choices=_SWITCH,
     ),
     Gate(
         "VLLM_HWPLUGIN_OPS_SKIP",
         "list",
         (),
-        "Operations that keep vLLM's own kernel when VLLM_HWPLUGIN_OPS is on.",
-        effect="reserved",
+        "Operations that keep vLLM's own kernel whatever VLLM_HWPLUGIN_OPS says, such as rotary_embedding.",
+        affects=("operations",),
     ),
     Gate(
         "VLLM_HWPLUGIN_SLP",

@@ -28,11 +28,11 @@ def platform() -> str | None:
 
 
 def register() -> None:
-    """Put the patches into force (entry point ``hwplugin`` of the group ``vllm.general_plugins``).
+    """Put patches and kernels into force (entry point ``hwplugin`` of the group ``vllm.general_plugins``).
 
     Raises:
-        PatchingError, GateError: only in strict mode (``VLLM_HWPLUGIN_STRICT=1``) or for a feature whose gate says
-            ``on``; otherwise an error is logged and vLLM runs stock.
+        PatchingError, GateError, OverrideError: only in strict mode (``VLLM_HWPLUGIN_STRICT=1``) or for a feature whose
+            gate says ``on``; otherwise an error is logged and vLLM runs stock.
     """
     import logging
     import sys
@@ -51,8 +51,10 @@ def register() -> None:
         # The engine reports a bad value, or raises it: it knows what the other gates ask for.
         pass
 
+    from .ops import _override
     from .patching import _runtime
     from .platforms import _offer
 
     _runtime.install()
+    _override.install()
     _offer.note_used()

@@ -291,13 +291,14 @@ def test_json_has_a_stable_shape(diagnose: Diagnose) -> None:
     data = json.loads(json.dumps(diagnose().as_json()))
     assert data["format"] == 1
     assert list(data) == [
-        "format", "plugin", "host", "platform", "platform_class", "vllm", "packages", "toolchains", "kernels", "cache",
-        "gates", "features", "fingerprint", "last_engine", "problems", "warnings",
+        "format", "plugin", "host", "platform", "platform_class", "vllm", "packages", "toolchains", "kernels",
+        "operations", "cache", "gates", "features", "fingerprint", "last_engine", "problems", "warnings",
     ]  # fmt: skip
     assert set(data["gates"][0]) == {"name", "kind", "value", "source", "effect", "raw", "conflict", "error"}
     assert set(data["features"][0]) == {"id", "title", "gate", "choice", "state", "reason"}
     assert set(data["toolchains"]) == {"nvcc", "mcc", "ninja", "ccache"}
     assert set(data["kernels"][0]) == {"kernel", "state", "detail", "library"}
+    assert set(data["operations"][0]) == {"operation", "serves", "reason"}
     assert set(data["platform"]) == {"kind", "devices", "evidence"}
     assert set(data["platform_class"]) == {"class", "reason"}
 

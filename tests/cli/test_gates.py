@@ -21,7 +21,7 @@ def test_lists_every_variable_with_the_value_in_force(monkeypatch: pytest.Monkey
     assert set(rows) == {gate.name for gate in gates.GATES}
     assert rows["VLLM_HWPLUGIN_DRAFT_FULL_GRAPH"][1:3] == ["off", "alias VLLM_MUSA_DRAFT_FULL_WRAP"]
     assert rows["VLLM_HWPLUGIN_STRICT"][1] == "(bad value)"
-    assert "no effect in this release" in rows["VLLM_HWPLUGIN_OPS"][4]
+    assert "no effect in this release" in rows["VLLM_HWPLUGIN_NWOR_MODE"][4]
 
 
 def test_writes_the_page_and_finds_it_up_to_date(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 import vllm_hwplugin
 
 from .. import cachedir, gates, record
+from ..ops._override_catalog import SKIP, unknown_names
 from ..ops.build import built
 from ..patching import SUPPORTED, Catalog, PatchingError, load_catalog, make_plan
 from ..patching._installed import Installed, NotInstalled, find_installed
@@ -27,6 +28,7 @@ from ..platforms import _detect, _rivals
 from ..record import ProcessRecord
 from . import _host
 from ._kernels import KernelRow, kernel_rows
+from ._operations import OperationRow, operation_problems, operation_rows
 
 #: Raised when a key of the JSON changes its meaning or goes away; new keys do not raise it.
 FORMAT = 1
@@ -66,6 +68,7 @@ class Diagnosis:
     platform_class: Mapping[str, str | None]
     tools: tuple[_host.Tool, ...]
     kernels: tuple[KernelRow, ...]
+    operations: tuple[OperationRow, ...]
     plugin: Mapping[str, str]
     vllm: Mapping[str, Any] | None
     packages: Mapping[str, str | None]
@@ -93,6 +96,7 @@ class Diagnosis:
             "packages": dict(self.packages),
             "toolchains": {tool.name: {"path": tool.path, "version": tool.version} for tool in self.tools},
             "kernels": [dataclasses.asdict(row) for row in self.kernels],
+            "operations": [dataclasses.asdict(row) for row in self.operations],
             "cache": dict(self.cache),
             "gates": [dataclasses.asdict(row) for row in self.gates],
             "features": [dataclasses.asdict(row) for row in self.features],
@@ -124,12 +128,17 @@ def diagnose(environ: Mapping[str, str] | None = None, *, catalog: Catalog | Non
     features, fingerprint = _decide(values, installed, catalog, found)
     platform = _host.find_platform()
     tools = _host.find_tools(environ=environ)
+    libraries = _libraries(environ)
+    found.problems += operation_problems(platform.kind, values)
     return Diagnosis(
         host=_host.this_host(),
         platform=platform,
         platform_class=_platform_class(values, installed, platform, environ, found),
         tools=tools,
-        kernels=kernel_rows(platform.kind, _libraries(environ), tools),
+        kernels=kernel_rows(platform.kind, libraries, tools),
+        operations=operation_rows(
+            platform.kind, [device.name for device in platform.devices], values, tools, libraries
+        ),
         plugin={"version": vllm_hwplugin.__version__, "path": str(Path(vllm_hwplugin.__file__).parent)},
         vllm=_describe(installed),
         packages={name: _version_of(name) for name in ("torch", "triton", "torch_musa", "torchada", "mate")},
@@ -184,6 +193,9 @@ def _read_gates(environ: Mapping[str, str], found: _Findings) -> dict[str, gates
             name = value.source.removeprefix("alias ") if value.source != "environment" else gate.name
             found.warnings.append(f"{name}={value.raw} is understood, but it has no effect in this release")
     found.warnings += [str(item) for item in gates.unknown(environ)]
+    skip = values[SKIP]
+    if isinstance(skip, gates.GateValue) and (wrong := unknown_names(skip.names)):
+        found.warnings.append(f"{SKIP} names {', '.join(wrong)}, which no kernel is for")
     return values
 
 

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ..ops._override_catalog import RECORD
 from ..platforms._offer import KEY as PLATFORM
 from ._diagnosis import Diagnosis, diagnose
 
@@ -73,6 +74,11 @@ def sections(found: Diagnosis) -> tuple[Section, ...]:
             "kernels",
             ("kernel", "state", "detail", "library"),
             tuple((row.kernel, row.state, row.detail, row.library or "") for row in found.kernels),
+        ),
+        Section(
+            "vLLM's operations",
+            ("operation", "kernel", "reason"),
+            tuple((row.operation, row.serves, row.reason) for row in found.operations),
         ),
         Section(
             "gates",
@@ -155,5 +161,8 @@ def _process_rows(found: Diagnosis) -> Iterable[tuple[str, ...]]:
         for name, feature in item.features.items():
             decision = item.decisions.get(name)
             yield (*head, name, feature["state"], "; ".join(filter(None, (feature["reason"], decision))))
+        for key, decision in item.decisions.items():
+            if key.startswith(RECORD):
+                yield (*head, key.removeprefix(RECORD), "", decision)
         if item.error is None and not item.features:
             yield (*head, "", "off", "the plugin was switched off")

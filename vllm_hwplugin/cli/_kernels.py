@@ -34,7 +34,7 @@ def kernel_rows(kind: str, libraries: Sequence[Built], tools: Sequence[Tool]) ->
     rows = []
     for spec in KERNELS.values():
         own = [_built(item) for item in libraries if item.kernel == spec.name]
-        rows += own or [KernelRow(spec.name, "not built", f"{_missing(spec, kind, tools)} {spec.fallback_cost}")]
+        rows += own or [KernelRow(spec.name, "not built", f"{missing(spec, kind, tools)} {spec.fallback_cost}")]
     return tuple(rows)
 
 
@@ -47,7 +47,8 @@ def _built(item: Built) -> KernelRow:
     return KernelRow(item.kernel, "built", detail, str(item.library))
 
 
-def _missing(spec: KernelSpec, kind: str, tools: Sequence[Tool]) -> str:
+def missing(spec: KernelSpec, kind: str, tools: Sequence[Tool]) -> str:
+    """Why a kernel has no library here, as the beginning of a sentence that goes on with what serves instead."""
     needed = _NEEDED.get(kind)
     if needed is None:
         return "no GPU is here that it could run on, so"

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``doctor`` says of vLLM's operations."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from vllm_hwplugin import gates, record
+from vllm_hwplugin.cli import _diagnosis, _doctor, _operations
+from vllm_hwplugin.cli._host import Tool
+from vllm_hwplugin.cli._operations import operation_problems, operation_rows
+from vllm_hwplugin.ops._override_catalog import OPS
+from vllm_hwplugin.ops.build.built import Built
+
+TOOLS = (Tool("nvcc", None, None), Tool("mcc", None, None), Tool("ninja", "/usr/bin/ninja", "1.13"))
+LIBRARY = Built(Path("rotary_embedding.so"), "rotary_embedding", "nvcc", "13.0", "2.11", "0", (), (), ())
+ROPE = "_C::rotary_embedding"
+
+
+def rows(kind: str = "cuda", libraries: tuple[Built, ...] = (LIBRARY,), **environ: str) -> dict[str, tuple[str, str]]:
+    found = operation_rows(kind, ["NVIDIA H200"], gates.read_all(environ), TOOLS, libraries)
+    assert [row.operation for row in found] == [op.qualname for op in OPS.values()]
+    return {row.operation: (row.serves, row.reason) for row in found}
+
+
+@pytest.mark.parametrize(
+    ("kind", "environ", "serves", "words"),
+    [
+        ("cuda", {"VLLM_HWPLUGIN_OPS": "off"}, "vllm", "VLLM_HWPLUGIN_OPS=off"),
+        ("cuda", {"VLLM_HWPLUGIN_OPS": "on"}, "plugin", "VLLM_HWPLUGIN_OPS=on"),
+        ("cuda", {"VLLM_HWPLUGIN_OPS": "on", "VLLM_HWPLUGIN_OPS_SKIP": "rotary_embedding"}, "vllm", "named in"),
+        ("cuda", {"VLLM_HWPLUGIN_OPS": "on", "VLLM_HWPLUGIN": "0"}, "vllm", "VLLM_HWPLUGIN=0"),
+        ("cpu", {"VLLM_HWPLUGIN_OPS": "on"}, "vllm", "on CUDA alone"),
+        ("musa", {"VLLM_HWPLUGIN_OPS": "on"}, "vllm", "on CUDA alone"),
+    ],
+)
+def test_whose_kernel_serves(kind: str, environ: dict[str, str], serves: str, words: str) -> None:
+    found = rows(kind, **environ)[ROPE]
+    assert found[0] == serves
+    assert words in found[1]
+    assert "not built" not in found[1]
+
+
+def test_a_device_on_which_it_gains(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_operations, "OPS", {"x": replace(OPS["rotary_embedding"], default_on=("NVIDIA H200",))})
+    values = gates.read_all({})
+    (here,) = operation_rows("cuda", ["NVIDIA H200"], values, TOOLS, (LIBRARY,))
+    (elsewhere,) = operation_rows("cuda", ["NVIDIA A10"], values, TOOLS, (LIBRARY,))
+    assert (here.serves, elsewhere.serves) == ("plugin", "vllm")
+
+
+def test_a_kernel_that_is_not_built_says_what_is_missing() -> None:
+    found = rows(libraries=(), VLLM_HWPLUGIN_OPS="on")[ROPE]
+    assert found[1].endswith("nvcc is not found (install it, or set CUDA_HOME), and without it vLLM's kernel serves")
+
+
+def test_bad_values_decide_nothing() -> None:
+    values = {**gates.read_all({"VLLM_HWPLUGIN_OPS": "on"}), "VLLM_HWPLUGIN_STRICT": gates.GateError("bad")}
+    assert {row.serves for row in operation_rows("cuda", [], values, TOOLS, ())} == {"vllm"}
+    assert operation_problems("cpu", values) == ()
+
+
+def test_on_where_it_cannot_be_is_one_problem_that_names_the_way_out() -> None:
+    assert operation_problems("cpu", gates.read_all({})) == ()
+    assert operation_problems("cpu", gates.read_all({"VLLM_HWPLUGIN_OPS": "on", "VLLM_HWPLUGIN": "0"})) == ()
+    (problem,) = operation_problems("cpu", gates.read_all({"VLLM_HWPLUGIN_OPS": "on"}))
+    assert problem.endswith(f"VLLM_HWPLUGIN_OPS_SKIP={','.join(OPS)} lets it")
+    names = ",".join(OPS)
+    assert operation_problems("cpu", gates.read_all({"VLLM_HWPLUGIN_OPS": "on", "VLLM_HWPLUGIN_OPS_SKIP": names})) == ()
+
+
+def test_a_wrong_name_in_the_skip_list_is_a_warning(tmp_path: Path) -> None:
+    environ = {"VLLM_HWPLUGIN_CACHE_DIR": str(tmp_path), "VLLM_HWPLUGIN_OPS_SKIP": "rope"}
+    assert any("VLLM_HWPLUGIN_OPS_SKIP names rope" in line for line in _diagnosis.diagnose(environ).warnings)
+
+
+def test_what_a_process_decided_is_among_its_rows(tmp_path: Path) -> None:
+    found = _diagnosis.diagnose({"VLLM_HWPLUGIN_CACHE_DIR": str(tmp_path)})
+    entry = record.new("0")
+    entry.decisions["operation rotary_embedding"] = "vLLM's kernel: VLLM_HWPLUGIN_OPS=off"
+    (section,) = [
+        item for item in _doctor.sections(replace(found, last_engine=(entry,))) if "last engine" in item.title
+    ]
+    assert ("rotary_embedding", "", "vLLM's kernel: VLLM_HWPLUGIN_OPS=off") in [row[3:] for row in section.rows]

@@ -1,0 +1,371 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A kernel in front of another one, on toy operations: the dispatch key CPU stands in for CUDA."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from types import MappingProxyType, ModuleType
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from vllm_hwplugin import record  # noqa: E402
+from vllm_hwplugin.ops import _override, _override_support  # noqa: E402
+from vllm_hwplugin.ops._override_catalog import OPS, OverridableOp, Schema  # noqa: E402
+from vllm_hwplugin.ops.build import spec  # noqa: E402
+
+_numbers = itertools.count()
+
+
+@dataclass
+class Toy:
+    """vLLM's operation writes 1, or 1 + more; the plugin's writes 2."""
+
+    op: OverridableOp
+    theirs: Any
+    calls: list[str]
+
+    def __call__(self, *args: Any, dtype: torch.dtype = torch.float32) -> float:
+        out = torch.zeros(3, dtype=dtype)
+        self.theirs(out, *args)
+        return float(out[0])
+
+    def in_front(self, choice: str = "on", *, required: bool = False) -> _override.Override:
+        override = _override.put_in_front(self.op, "CPU", choice, required=required)
+        _override._overrides[self.op.name] = override
+        return override
+
+
+@pytest.fixture(autouse=True)
+def clean() -> Iterator[None]:
+    yield
+    _override.remove()
+    record.forget()
+
+
+@pytest.fixture
+def toy(monkeypatch: pytest.MonkeyPatch) -> Toy:
+    return make_toy(monkeypatch)
+
+
+def make_toy(
+    monkeypatch: pytest.MonkeyPatch,
+    text: str = "(Tensor! out, Tensor? bias, int more=0) -> ()",
+    own: str = "(Tensor(a!) out, Tensor? bias) -> ()",
+) -> Toy:
+    number = next(_numbers)
+    name, namespace = f"toy{number}", f"_Ctoy{number}"
+    calls: list[str] = []
+
+    def stock(out: torch.Tensor, *args: Any) -> None:
+        calls.append("stock")
+        more = args[1] if len(args) > 1 else 0
+        out.fill_(more + 1 if isinstance(more, int) else 9)
+
+    theirs = torch.library.Library(namespace, "DEF")
+    theirs.define(name + text)
+    theirs.impl(name, stock, "CPU")
+
+    def kernel(out: torch.Tensor, bias: torch.Tensor | None) -> None:
+        calls.append("plugin")
+        out.fill_(2)
+
+    ours = torch.library.Library("hwplugin", "FRAGMENT")
+    ours.define(name + own)
+    ours.impl(name, kernel, "CPU")
+    module = ModuleType(f"vllm_hwplugin.ops.{name}")
+    module.libraries = (theirs, ours)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    kernels = {**spec.KERNELS, name: replace(spec.ROTARY_EMBEDDING, name=name)}
+    monkeypatch.setattr(spec, "KERNELS", MappingProxyType(kernels))
+    monkeypatch.setattr(_override_support, name, lambda out, bias: out.dtype is torch.float32, raising=False)
+    monkeypatch.setattr(_override, "load_kernel", lambda op: calls.append("load") is None)
+    op = OverridableOp(name, namespace, (Schema(">=0.20", name + text),))  # type: ignore[arg-type]
+    return Toy(op, getattr(getattr(torch.ops, namespace), name).default, calls)
+
+
+def test_the_plugins_kernel_serves_under_vllms_name_and_is_loaded_once_at_the_first_call(toy: Toy) -> None:
+    assert toy(None) == 1
+    override = toy.in_front()
+    assert (override.state, toy.calls) == ("open", ["stock"])
+    assert [toy(None), toy(None)] == [2, 2]
+    assert toy.calls == ["stock", "load", "plugin", "plugin"]
+    assert override.state == "plugin"
+
+
+def test_a_call_that_the_kernel_does_not_support_goes_to_vllms_kernel(toy: Toy) -> None:
+    toy.in_front()
+    assert toy(None) == 2
+    assert toy(None, dtype=torch.float64) == 1
+    # An argument that the plugin's operation does not have, away from its default.
+    assert toy(None, 4) == 5
+    assert toy(None, 0) == 2
+    assert toy.theirs._schema.arguments[2].name == "more"
+    out = torch.zeros(1)
+    toy.theirs(out, None, more=4)
+    assert float(out) == 5
+
+
+def test_an_argument_without_default_that_the_kernel_does_not_have_has_to_be_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    toy = make_toy(monkeypatch, "(Tensor! out, Tensor? bias, Tensor? padding) -> ()")
+    toy.in_front()
+    assert toy(None, None) == 2
+    assert toy(None, torch.ones(2, 2)) == 9
+    assert toy.calls == ["load", "plugin", "stock"]
+
+
+def test_taken_away_again_vllms_kernel_serves(toy: Toy) -> None:
+    before = torch._C._dispatch_dump(toy.op.qualname)
+    toy.in_front()
+    assert torch._C._dispatch_dump(toy.op.qualname) != before
+    assert toy(None) == 2
+    _override.remove()
+    assert toy(None) == 1
+
+
+def test_a_schema_that_is_not_known_is_refused(toy: Toy) -> None:
+    other = replace(toy.op, schemas=(Schema(">=0.20", f"{toy.op.name}(Tensor! out, Tensor? bias, int less=0) -> ()"),))
+    before = torch._C._dispatch_dump(toy.op.qualname)
+    with pytest.raises(_override._Refused, match=r"schema that is not known: .*int more=0"):
+        _override.put_in_front(other, "CPU", "on", required=False)
+    assert torch._C._dispatch_dump(toy.op.qualname) == before
+
+
+def test_an_operation_that_is_not_there_or_has_no_kernel_for_the_key_is_refused(toy: Toy) -> None:
+    with pytest.raises(_override._Refused, match=r"no kernel of .* for CUDA"):
+        _override.put_in_front(toy.op, "CUDA", "on", required=False)
+    with pytest.raises(_override._Refused, match="has no operation _Cnone::"):
+        _override.put_in_front(replace(toy.op, namespace="_Cnone"), "CPU", "on", required=False)
+
+
+def test_an_operation_of_the_plugin_with_other_arguments_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    toy = make_toy(monkeypatch, own="(Tensor(a!) out, int bias) -> ()")
+    with pytest.raises(_override._Refused, match="other arguments"):
+        toy.in_front()
+
+
+def test_a_kernel_that_cannot_be_had_leaves_vllms_or_stops_the_process(
+    toy: Toy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_override, "load_kernel", lambda op: False)
+    override = toy.in_front()
+    assert [toy(None), toy(None)] == [1, 1]
+    assert override.state == "vllm"
+    _override.remove()
+    toy.in_front(required=True)
+    with pytest.raises(_override.OverrideError, match=f"Name {toy.op.name} in VLLM_HWPLUGIN_OPS_SKIP"):
+        toy(None)
+
+
+def test_auto_asks_the_device_that_the_first_call_is_for(toy: Toy) -> None:
+    gains = replace(toy, op=replace(toy.op, default_on=("cpu",)))
+    assert gains.in_front("auto").state == "open"
+    assert toy(None) == 2
+    _override.remove()
+    elsewhere = replace(toy, op=replace(toy.op, default_on=("NVIDIA H200",)))
+    override = elsewhere.in_front("auto")
+    assert toy(None) == 1
+    assert (override.state, override.reason.partition(";")[0]) == ("vllm", "not known to gain on cpu")
+    assert "load" not in toy.calls[-2:]
+
+
+def test_nothing_is_built_while_a_graph_is_captured(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    capturing = True
+    monkeypatch.setattr(_override, "is_capturing", lambda device: capturing)
+    override = toy.in_front()
+    assert toy(None) == 1
+    assert (override.state, toy.calls) == ("open", ["stock"])
+    capturing = False
+    assert toy(None) == 2
+    # Loaded before, it is captured as well.
+    capturing = True
+    assert toy(None) == 2
+
+
+def test_graphs_have_vllms_names(toy: Toy) -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        y = x + 1
+        toy.theirs(y, None)
+        return y * 3
+
+    def traced() -> tuple[list[str], list[str], str]:
+        torch._dynamo.reset()
+        seen: list[str] = []
+
+        def backend(graph: Any, inputs: Any) -> Any:
+            seen.extend(str(node.target) for node in graph.graph.nodes)
+            return graph.forward
+
+        assert torch.compile(model, backend=backend, fullgraph=True)(torch.zeros(2)).tolist() == [expected, expected]
+        from torch._dynamo.backends.common import aot_autograd
+
+        lowered: list[str] = []
+
+        def compiler(graph: Any, inputs: Any) -> Any:
+            lowered.extend(f"{node.target} {node.kwargs.get('_op')} {node.args[:1]}" for node in graph.graph.nodes)
+            return graph.forward
+
+        torch._dynamo.reset()
+        torch.compile(model, backend=aot_autograd(fw_compiler=compiler), fullgraph=True)(torch.zeros(2))
+        code = torch.fx.experimental.proxy_tensor.make_fx(model, tracing_mode="fake")(torch.zeros(2)).code
+        return seen, lowered, code
+
+    torch.library.register_fake(toy.op.qualname, lambda out, bias, more=0: None)
+    expected = 3.0
+    before = traced()
+    toy.in_front()
+    expected = 6.0
+    after = traced()
+    assert after == before
+    assert any(toy.op.qualname.replace("::", ".") in name for name in after[0])
+    assert toy.op.qualname.replace("::", ".") in after[2]
+    assert "plugin" in toy.calls
+
+
+def test_a_forked_process_decides_for_itself(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    override = toy.in_front()
+    # Another thread of the parent may be deciding at the moment of the fork.
+    override.lock.acquire()
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(writer, f"{toy(None)} {override.state}".encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as lines:
+        assert lines.read() == "2.0 plugin"
+    os.waitpid(child, 0)
+    override.lock.release()
+    assert override.state == "open"
+
+
+@pytest.fixture
+def extension(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Toy]:
+    """`extension(toy)`: vLLM's C extension has this one operation, and so has the table."""
+    monkeypatch.setattr(_override, "load_extension", lambda: None)
+    monkeypatch.setattr(_override, "KEY", "CPU")
+
+    def use(toy: Toy, **changes: Any) -> Toy:
+        toy = replace(toy, op=replace(toy.op, **changes))
+        monkeypatch.setattr(_override, "OPS", {toy.op.name: toy.op})
+        monkeypatch.setattr(_override, "unknown_names", lambda skip: tuple(set(skip) - {toy.op.name}))
+        return toy
+
+    return use
+
+
+def test_the_gate_decides(toy: Toy, extension: Callable[..., Toy]) -> None:
+    extension(toy)
+    untouched = torch._C._dispatch_dump(toy.op.qualname)
+    for environ in (
+        {},
+        {"VLLM_HWPLUGIN_OPS": "auto"},
+        {"VLLM_HWPLUGIN_OPS": "off"},
+        {"VLLM_HWPLUGIN_OPS": "on", "VLLM_HWPLUGIN_OPS_SKIP": toy.op.name},
+    ):
+        _override.install(environ)
+        assert torch._C._dispatch_dump(toy.op.qualname) == untouched, environ
+    _override.install({"VLLM_HWPLUGIN_OPS": "on"})
+    _override.install({"VLLM_HWPLUGIN_OPS": "on"})
+    assert toy(None) == 2
+    assert _override.states() == {toy.op.name: "the plugin's kernel: VLLM_HWPLUGIN_OPS=on; cpu"}
+
+
+def test_auto_takes_what_gains(toy: Toy, extension: Callable[..., Toy]) -> None:
+    extension(toy, default_on=("cpu",))
+    _override.install({"VLLM_HWPLUGIN_OPS": "off"})
+    assert toy(None) == 1
+    _override.install({"VLLM_HWPLUGIN_OPS_SKIP": toy.op.name})
+    assert toy(None) == 1
+    _override.install({})
+    assert toy(None) == 2
+
+
+@pytest.mark.parametrize("demand", [{"VLLM_HWPLUGIN_OPS": "on"}, {"VLLM_HWPLUGIN_STRICT": "1"}])
+def test_what_is_demanded_and_cannot_be_is_an_error(
+    toy: Toy, extension: Callable[..., Toy], demand: dict[str, str]
+) -> None:
+    wrong = (Schema(">=0.20", f"{toy.op.name}(Tensor! out) -> ()"),)
+    extension(toy, schemas=wrong, default_on=("cpu",))
+    with pytest.raises(_override.OverrideError, match=rf"{toy.op.name}: .*schema.*Name them in VLLM_HWPLUGIN_OPS_SKIP"):
+        _override.install(demand)
+
+
+def test_without_a_demand_it_is_a_warning_and_vllm_serves(
+    toy: Toy, extension: Callable[..., Toy], caplog: pytest.LogCaptureFixture
+) -> None:
+    wrong = (Schema(">=0.20", f"{toy.op.name}(Tensor! out) -> ()"),)
+    extension(toy, schemas=wrong, default_on=("cpu",))
+    with caplog.at_level(logging.WARNING, "vllm.hwplugin"):
+        _override.install({})
+    assert "keep vLLM's kernels" in caplog.text
+    assert toy(None) == 1
+
+
+def test_the_kernel_is_demanded_at_the_first_call_too(
+    toy: Toy, extension: Callable[..., Toy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    extension(toy)
+    monkeypatch.setattr(_override, "load_kernel", lambda op: False)
+    _override.install({"VLLM_HWPLUGIN_OPS": "on"})
+    with pytest.raises(_override.OverrideError):
+        toy(None)
+
+
+def test_a_wrong_name_in_the_skip_list_is_said(
+    toy: Toy, extension: Callable[..., Toy], caplog: pytest.LogCaptureFixture
+) -> None:
+    extension(toy)
+    with caplog.at_level(logging.WARNING, "vllm.hwplugin"):
+        _override.install({"VLLM_HWPLUGIN_OPS_SKIP": "rope"})
+    assert "names rope, which no kernel is for" in caplog.text
+    with pytest.raises(_override.OverrideError, match="rope"):
+        _override.install({"VLLM_HWPLUGIN_OPS": "on", "VLLM_HWPLUGIN_OPS_SKIP": "rope"})
+
+
+def test_processes_without_a_model_do_not_import_the_extension(
+    toy: Toy, extension: Callable[..., Toy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    extension(toy)
+    loads: list[str] = []
+    monkeypatch.setattr(_override, "load_extension", lambda: loads.append("load"))
+    for role in ("api-server", "inspection"):
+        monkeypatch.setattr(record, "role", lambda role=role: role)
+        _override.install({"VLLM_HWPLUGIN_OPS": "on"})
+    assert loads == []
+    monkeypatch.setattr(record, "role", lambda: "worker")
+    _override.install({"VLLM_HWPLUGIN_OPS": "auto"})
+    assert loads == []
+    _override.install({"VLLM_HWPLUGIN_OPS": "on"})
+    assert loads == ["load"]
+
+
+def test_a_bad_value_is_left_to_the_engine() -> None:
+    _override.install({"VLLM_HWPLUGIN_OPS": "perhaps"})
+    assert _override.states() == {}
+
+
+def test_the_decision_is_in_the_processs_record(toy: Toy) -> None:
+    entry = record.new("0")
+    record.begin(entry, None)
+    toy.in_front()
+    assert entry.decisions[f"operation {toy.op.name}"].startswith("not decided yet")
+    toy(None)
+    assert entry.decisions[f"operation {toy.op.name}"] == "the plugin's kernel: VLLM_HWPLUGIN_OPS=on; cpu"
+
+
+def test_every_operation_has_a_predicate_for_its_kernel() -> None:
+    for name in OPS:
+        if name in spec.KERNELS:
+            assert callable(getattr(_override_support, name))

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of operations against vLLM: its call sites in every version, and its C extension where one is installed."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from packaging.specifiers import SpecifierSet
+
+from vllm_hwplugin.ops._override_catalog import OPS, OverridableOp, choose, unknown_names
+from vllm_hwplugin.patching import SUPPORTED
+
+ROPE = OPS["rotary_embedding"]
+
+
+@pytest.mark.parametrize("version", SUPPORTED)
+def test_every_version_has_one_schema_for_each_operation(version: str) -> None:
+    for op in OPS.values():
+        assert len([item for item in op.schemas if SpecifierSet(item.versions).contains(version)]) == 1, op.name
+
+
+@pytest.mark.parametrize("version", SUPPORTED)
+def test_vllm_passes_as_many_arguments_as_the_schema_takes(version: str, vllm_tree: Callable[[str], Any]) -> None:
+    """The wheels hold the schemas in machine code alone; what the call sites pass is in Python."""
+    torch = pytest.importorskip("torch")
+    calls = list(ast.walk(ast.parse(vllm_tree(version).read("vllm/_custom_ops.py"))))
+    for op in OPS.values():
+        target = f"torch.ops.{op.namespace}.{op.name}"
+        passed = {len(call.args) for call in calls if isinstance(call, ast.Call) and ast.unparse(call.func) == target}
+        assert passed, f"{target} is called nowhere"
+        (schema,) = [item for item in op.schemas if SpecifierSet(item.versions).contains(version)]
+        arguments = torch._C.parse_schema(f"{op.namespace}::{schema.text}").arguments
+        needed = len([argument for argument in arguments if not argument.has_default_value()])
+        assert passed <= set(range(needed, len(arguments) + 1)), target
+        assert len(arguments) in passed, f"{target} leaves arguments out everywhere"
+
+
+@pytest.mark.engine
+def test_in_front_of_vllms_own_extension() -> None:
+    """The CPU build of vLLM has one of the operations. In a process of its own: an extension cannot be unloaded."""
+    program = """
+import torch, vllm._custom_ops as ops
+from vllm_hwplugin.ops import _override, rotary_embedding
+from vllm_hwplugin.ops._override_catalog import OPS
+torch.manual_seed(0)
+query, cache = torch.randn(5, 256), torch.randn(64, 64)
+positions = torch.randint(64, (5,))
+
+def rotated():
+    q, k = query.clone(), query.flip(0)
+    ops.rotary_embedding(positions, q, k, 64, cache, True)
+    return q, k
+
+def calls(function):
+    with torch.profiler.profile() as profile:
+        result = function()
+    return result, {event.key for event in profile.key_averages()}
+
+stock, seen = calls(rotated)
+assert "_C::rotary_embedding" in seen and "hwplugin::rotary_embedding" not in seen, seen
+_override.load_kernel = lambda op: True
+front = _override.put_in_front(OPS["rotary_embedding"], "CPU", "on", required=True)
+mine, seen = calls(rotated)
+assert {"_C::rotary_embedding", "hwplugin::rotary_embedding"} <= seen, seen
+assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(mine, stock))
+front.state = "vllm"
+again, seen = calls(rotated)
+assert "hwplugin::rotary_embedding" not in seen, seen
+assert all(torch.equal(a, b) for a, b in zip(again, stock))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("choice", "skip", "device", "default_on", "wanted", "words"),
+    [
+        ("off", (), None, ("NVIDIA H200",), False, "VLLM_HWPLUGIN_OPS=off"),
+        ("on", (), None, (), True, "VLLM_HWPLUGIN_OPS=on"),
+        ("on", ("rotary_embedding",), None, (), False, "named in VLLM_HWPLUGIN_OPS_SKIP"),
+        ("auto", (), None, (), False, "no device is known"),
+        ("auto", (), None, ("NVIDIA H200",), True, "gain on NVIDIA H200"),
+        ("auto", (), "NVIDIA H200", ("NVIDIA H200",), True, "gain on NVIDIA H200"),
+        ("auto", (), "NVIDIA A10", ("NVIDIA H200",), False, "not known to gain on NVIDIA A10"),
+        ("auto", ("rotary_embedding",), "NVIDIA H200", ("NVIDIA H200",), False, "named in"),
+    ],
+)
+def test_what_is_wanted(
+    choice: str, skip: tuple[str, ...], device: str | None, default_on: tuple[str, ...], wanted: bool, words: str
+) -> None:
+    op = OverridableOp(ROPE.name, ROPE.namespace, ROPE.schemas, default_on)
+    found = choose(op, choice, skip, device)
+    assert found.wanted is wanted
+    assert words in found.reason
+
+
+def test_names_that_no_kernel_is_for() -> None:
+    assert unknown_names(("rope", "topk_softmax")) == ("rope",)
+
+
+def test_reading_the_table_imports_no_torch() -> None:
+    """doctor and every process of vLLM read it first."""
+    code = "import sys, vllm_hwplugin.ops._override; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"

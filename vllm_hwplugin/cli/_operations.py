@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``doctor`` says of vLLM's operations that the plugin has a kernel for: whose kernel serves, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from .. import gates
+from ..ops._override_catalog import GATE, OPS, SKIP, OverridableOp, choose
+from ..ops.build.built import Built
+from ..ops.build.spec import KERNELS
+from ._host import Tool
+from ._kernels import missing
+
+
+@dataclass(frozen=True, slots=True)
+class OperationRow:
+    """``serves`` says whose kernel a process that is started now would use, as far as it can be known without one."""
+
+    operation: str
+    serves: Literal["plugin", "vllm"]
+    reason: str
+
+
+def operation_rows(
+    kind: str,
+    devices: Sequence[str],
+    values: Mapping[str, gates.GateValue | gates.GateError],
+    tools: Sequence[Tool],
+    libraries: Sequence[Built],
+) -> tuple[OperationRow, ...]:
+    """One row for each operation.
+
+    vLLM's own schema is not looked at, for that needs a process that imports it; the records of processes have what was
+    found there.
+
+    Args:
+        kind: of the platform: ``cuda``, ``musa`` or ``cpu``.
+        devices: their names.
+        values: of the gates.
+        tools: the compilers and build tools of this host.
+        libraries: what lies in the wheel and in the cache.
+    """
+    good = {name: value for name, value in values.items() if isinstance(value, gates.GateValue)}
+    rows = []
+    for op in OPS.values():
+        if len(good) < len(values):
+            row = OperationRow(op.qualname, "vllm", "a variable has a bad value")
+        elif not good["VLLM_HWPLUGIN"].flag:
+            row = OperationRow(op.qualname, "vllm", "VLLM_HWPLUGIN=0")
+        elif (reason := _impossible(op, kind)) is not None:
+            row = OperationRow(op.qualname, "vllm", reason)
+        else:
+            choice = choose(op, good[GATE].text, good[SKIP].names, devices[0] if devices else None)
+            reason = choice.reason
+            if choice.wanted and not any(item.kernel == op.name for item in libraries):
+                reason += f"; not built so far: {missing(KERNELS[op.name], kind, tools)} vLLM's kernel serves"
+            row = OperationRow(op.qualname, "plugin" if choice.wanted else "vllm", reason)
+        rows.append(row)
+    return tuple(rows)
+
+
+def operation_problems(kind: str, values: Mapping[str, gates.GateValue | gates.GateError]) -> tuple[str, ...]:
+    """Operations that the gate demands and that cannot have the plugin's kernel here: a process of vLLM would stop."""
+    good = {name: value for name, value in values.items() if isinstance(value, gates.GateValue)}
+    if len(good) < len(values) or not good["VLLM_HWPLUGIN"].flag or good[GATE].text != "on":
+        return ()
+    impossible: dict[str, list[str]] = {}
+    for op in OPS.values():
+        if op.name not in good[SKIP].names and (reason := _impossible(op, kind)) is not None:
+            impossible.setdefault(reason, []).append(op.name)
+    return tuple(
+        f"{GATE}=on, but {reason}, so vLLM would not start; {SKIP}={','.join(names)} lets it"
+        for reason, names in impossible.items()
+    )
+
+
+def _impossible(op: OverridableOp, kind: str) -> str | None:
+    if kind != "cuda":
+        return "the plugin's kernels stand under vLLM's names on CUDA alone"
+    return None if op.name in KERNELS else "this release has no kernel of it"

@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Put the plugin's kernels under the names of vLLM's operations, so that vLLM's graphs and fusions stay as they are.
+
+``torch.library`` lets a second kernel stand in front of the one that vLLM's C extension registered for CUDA. The name
+in an FX graph, the schema and the shape function stay vLLM's; code that was generated before calls by that name and so
+needs no other key in a compile cache. The first kernel is kept, and gets every call that the plugin's cannot serve.
+
+A process of vLLM may be one that must not start the CUDA runtime (the one that forks the others), so putting a kernel
+in front asks nothing of the device. That happens at the first call, whose tensor names the device: the kernel is then
+built or loaded, once. vLLM's profiling run calls the operations of a model before any graph is captured; a call while
+a graph is captured never builds, and is served by vLLM's kernel if it comes first.
+
+The dispatcher reaches the plugin's kernel through a few lines of Python. docs/kernels.md has what they cost.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import threading
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from .. import gates, record
+from ._override_catalog import GATE, KEY, OPS, RECORD, SKIP, OverridableOp, choose, unknown_names
+
+logger = logging.getLogger("vllm.hwplugin")
+
+_STRICT = "VLLM_HWPLUGIN_STRICT"
+
+# Processes that run no model; importing vLLM's C extension there would only cost their start.
+_NO_MODEL = ("api-server", "inspection")
+
+
+class OverrideError(RuntimeError):
+    """A kernel that was asked for cannot stand under vLLM's name, and the process must not run without it."""
+
+
+class _Refused(Exception):
+    """Why one operation keeps vLLM's kernel."""
+
+
+@dataclass
+class Override:
+    """One operation with two kernels.
+
+    Attributes:
+        state: ``open`` until the first call for a device.
+        reason: why it is as it is.
+        library: the registration; the plugin's kernel stands in front as long as this lives.
+    """
+
+    op: OverridableOp
+    choice: str
+    required: bool
+    state: Literal["open", "plugin", "vllm"] = "open"
+    reason: str = ""
+    library: Any = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def settle(self, state: Literal["open", "plugin", "vllm"], reason: str) -> None:
+        self.state, self.reason = state, reason
+        record.note(f"{RECORD}{self.op.name}", describe(state, reason))
+        logger.debug("%s: %s", self.op.qualname, describe(state, reason))
+
+
+_lock = threading.RLock()
+_overrides: dict[str, Override] = {}
+
+
+def describe(state: str, reason: str) -> str:
+    return {"plugin": "the plugin's kernel", "vllm": "vLLM's kernel", "open": "not decided yet"}[state] + f": {reason}"
+
+
+def install(environ: Mapping[str, str] | None = None) -> None:
+    """Put the chosen kernels in front, in this process. Calling it again changes nothing.
+
+    Raises:
+        OverrideError: the gate says ``on``, or strict mode is on, and a chosen kernel cannot be put in front.
+    """
+    environ = os.environ if environ is None else environ
+    try:
+        values = gates.read_all(environ)
+    except gates.GateError:
+        # The patch engine has reported it; the plugin does nothing until it is right.
+        return
+    choice, skip = values[GATE].text, values[SKIP].names
+    required = choice == "on" or values[_STRICT].flag
+    chosen = [op for op in OPS.values() if choose(op, choice, skip, None).wanted]
+    if choice != "off" and (wrong := unknown_names(skip)):
+        text = f"{SKIP} names {', '.join(wrong)}, which no kernel is for; expected some of {', '.join(OPS)}"
+        if required:
+            raise OverrideError(text)
+        logger.warning("%s", text)
+    if not chosen or record.role() in _NO_MODEL:
+        return
+    with _lock:
+        refused = {}
+        load_extension()
+        for op in chosen:
+            if op.name in _overrides:
+                continue
+            try:
+                _overrides[op.name] = put_in_front(op, KEY, choice, required=required)
+            except _Refused as reason:
+                refused[op.name] = str(reason)
+                record.note(f"{RECORD}{op.name}", describe("vllm", str(reason)))
+    if refused:
+        text = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
+        if required:
+            demand = f"{GATE}=on" if choice == "on" else f"{_STRICT}=1"
+            raise OverrideError(
+                f"{demand}, but these operations cannot get the plugin's kernel: {text}. Name them in {SKIP} to go on"
+            )
+        logger.warning("these operations keep vLLM's kernels: %s", text)
+
+
+def load_extension() -> None:
+    """Import vLLM's C extension: a kernel that is registered later would stand in front of the plugin's."""
+    importlib.import_module("vllm._custom_ops")
+
+
+def put_in_front(op: OverridableOp, key: str, choice: str, *, required: bool) -> Override:
+    """Register the plugin's kernel for one dispatch key of vLLM's operation.
+
+    Args:
+        choice: what the gate says, for the decision at the first call.
+        required: a kernel that is not to be had is an error.
+
+    Raises:
+        _Refused: vLLM's operation is not there, or not as it is known.
+    """
+    torch: Any = importlib.import_module("torch")
+    theirs = _overload(torch, op.namespace, op.name)
+    if theirs is None:
+        raise _Refused(f"this vLLM has no operation {op.qualname}")
+    found = str(theirs._schema)
+    if found not in [str(torch._C.parse_schema(f"{op.namespace}::{schema.text}")) for schema in op.schemas]:
+        raise _Refused(f"{op.qualname} has a schema that is not known: {found}")
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(op.qualname, key):
+        raise _Refused(f"this vLLM has no kernel of {op.qualname} for {key}")
+    own = _own_overload(torch, op)
+    override = Override(op, choice, required)
+    kernel = _kernel(override, own, theirs, torch.library.get_kernel(op.qualname, key))
+    library = torch.library.Library(op.namespace, "IMPL")
+    with warnings.catch_warnings():
+        # PyTorch warns of what is done here on purpose.
+        warnings.filterwarnings("ignore", message=".*[Oo]verrid", category=UserWarning)
+        library.impl(op.name, kernel, key, with_keyset=True, allow_override=True)
+    override.library = library
+    override.settle("open", "no call for a device so far")
+    return override
+
+
+def _kernel(override: Override, own: Any, theirs: Any, stock: Any) -> Callable[..., None]:
+    """What the dispatcher calls: the plugin's kernel where it can serve the call, else vLLM's."""
+    predicates = importlib.import_module("vllm_hwplugin.ops._override_support")
+    supports: Callable[..., bool] = getattr(predicates, override.op.name)
+    taken = len(own._schema.arguments)
+    # The dispatcher leaves trailing arguments out that have their default.
+    defaults = tuple(argument.default_value for argument in theirs._schema.arguments)
+    surplus = defaults[taken:]
+
+    def kernel(keyset: Any, *args: Any) -> None:
+        if len(args) < len(defaults):
+            args += defaults[len(args) :]
+        if override.state == "open":
+            _decide(override, args)
+        if override.state == "plugin" and args[taken:] == surplus and supports(*args[:taken]):
+            own(*args[:taken])
+        else:
+            stock.call_boxed(keyset, *args)
+
+    return kernel
+
+
+def _decide(override: Override, args: tuple[Any, ...]) -> None:
+    """Settle at the first call which kernel serves this process: load the plugin's, which may run a compiler.
+
+    Raises:
+        OverrideError: the kernel is required and cannot be had.
+    """
+    with override.lock:
+        if override.state != "open":
+            return
+        torch: Any = importlib.import_module("torch")
+        device = next(argument.device for argument in args if isinstance(argument, torch.Tensor))
+        name = device_name(device)
+        choice = choose(override.op, override.choice, (), name)
+        if not choice.wanted:
+            override.settle("vllm", choice.reason)
+            return
+        if is_capturing(device):
+            # The next call that is not captured decides. Until then the graph that is being captured has vLLM's kernel.
+            override.settle("open", "the first call came while a graph was captured, which has vLLM's kernel")
+            return
+        if load_kernel(override.op):
+            override.settle("plugin", f"{choice.reason}; {name}")
+            return
+        reason = "the plugin's kernel is not to be had here, the log says why"
+        override.settle("vllm", reason)
+        if override.required:
+            raise OverrideError(
+                f"{override.op.qualname} cannot get the plugin's kernel: {reason}. Name {override.op.name} in {SKIP} "
+                "to go on"
+            )
+
+
+def device_name(device: Any) -> str:
+    """The name of a GPU as the table has it."""
+    torch: Any = importlib.import_module("torch")
+    return str(torch.cuda.get_device_name(device)) if device.type == "cuda" else str(device.type)
+
+
+def is_capturing(device: Any) -> bool:
+    torch: Any = importlib.import_module("torch")
+    return device.type == "cuda" and bool(torch.cuda.is_current_stream_capturing())
+
+
+def load_kernel(op: OverridableOp) -> bool:
+    """Load the kernel into this process; False where it cannot be had, which the log then explains."""
+    from .build.jit import ensure
+    from .build.spec import KERNELS
+
+    return ensure(KERNELS[op.name])
+
+
+def states() -> dict[str, str]:
+    """What serves each operation that was put in front in this process, in words."""
+    return {name: describe(item.state, item.reason) for name, item in _overrides.items()}
+
+
+def remove() -> None:
+    """Give every operation its own kernel back. For tests: not while one of them runs."""
+    with _lock:
+        for item in _overrides.values():
+            item.library._destroy()
+        _overrides.clear()
+
+
+def _overload(torch: Any, namespace: str, name: str) -> Any:
+    packet = getattr(getattr(torch.ops, namespace), name, None)
+    return None if packet is None else packet.default
+
+
+def _own_overload(torch: Any, op: OverridableOp) -> Any:
+    """The plugin's operation, whose arguments have to be vLLM's or the first of them."""
+    from .build.spec import KERNELS
+
+    if op.name not in KERNELS:
+        raise _Refused("this release of vllm-hwplugin has no kernel of it")
+    importlib.import_module(f"vllm_hwplugin.ops.{op.name}")
+    own = _overload(torch, "hwplugin", op.name)
+    types = [str(argument.type) for argument in own._schema.arguments]
+    for schema in op.schemas:
+        text = torch._C.parse_schema(f"{op.namespace}::{schema.text}")
+        if [str(argument.type) for argument in text.arguments][: len(types)] != types:
+            raise _Refused(f"the plugin's operation has other arguments: {own._schema}")
+    return own
+
+
+def _renew_locks() -> None:
+    # Another thread of the parent may have held them, and it does not exist in the child.
+    global _lock
+    _lock = threading.RLock()
+    for item in _overrides.values():
+        item.lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew_locks)

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which of vLLM's operations the plugin has a kernel for, and where that kernel is the default: data and one decision.
+
+``doctor`` and every process of vLLM read it before there is a torch, so nothing here imports it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final, Literal
+
+GATE: Final = "VLLM_HWPLUGIN_OPS"
+SKIP: Final = "VLLM_HWPLUGIN_OPS_SKIP"
+
+#: The key under which vLLM registers these kernels in every supported version, and under which the plugin's stand.
+KEY: Final = "CUDA"
+
+#: Before the name of an operation, among a process's decisions (:func:`vllm_hwplugin.record.note`).
+RECORD: Final = "operation "
+
+
+@dataclass(frozen=True, slots=True)
+class Schema:
+    """What vLLM's C extension registers, word for word but for blanks.
+
+    Attributes:
+        versions: the vLLM versions with this text, as ``packaging`` writes ranges. For the reader: a process compares
+            the text itself, because a build of vLLM need not be a release.
+        text: from vLLM's ``csrc/**/torch_bindings.cpp``.
+    """
+
+    versions: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class OverridableOp:
+    """An operation of vLLM and the plugin's kernel of the same name.
+
+    Attributes:
+        name: of vLLM's operation, of the plugin's in ``torch.ops.hwplugin``, and of the kernel.
+        namespace: of vLLM's operation.
+        schemas: every text that is known; with another one the operation is left alone.
+        default_on: devices, as PyTorch and nvidia-smi name them, on which the benchmark shows a gain
+            (``benchmarks/results/kernels-*.json``).
+    """
+
+    name: str
+    namespace: Literal["_C", "_moe_C"]
+    schemas: tuple[Schema, ...]
+    default_on: tuple[str, ...] = ()
+
+    @property
+    def qualname(self) -> str:
+        return f"{self.namespace}::{self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Whether the plugin's kernel is wanted, and why."""
+
+    wanted: bool
+    reason: str
+
+
+_ALL: Final = ">=0.20.0"
+
+OPS: Final[Mapping[str, OverridableOp]] = MappingProxyType(
+    {
+        op.name: op
+        for op in (
+            OverridableOp(
+                "rotary_embedding",
+                "_C",
+                (
+                    Schema(
+                        _ALL,
+                        "rotary_embedding(Tensor positions, Tensor! query, Tensor!? key, int head_size, "
+                        "Tensor cos_sin_cache, bool is_neox, int rope_dim_offset=0, bool inverse=False) -> ()",
+                    ),
+                ),
+            ),
+            OverridableOp(
+                "fused_qk_norm_rope",
+                "_C",
+                (
+                    Schema(
+                        _ALL,
+                        "fused_qk_norm_rope(Tensor! qkv, int num_heads_q, int num_heads_k, int num_heads_v, "
+                        "int head_dim, float eps, Tensor q_weight, Tensor k_weight, Tensor cos_sin_cache, "
+                        "bool is_neox, Tensor position_ids, int forced_token_heads_per_warp=-1) -> ()",
+                    ),
+                ),
+            ),
+            OverridableOp(
+                "silu_and_mul_per_block_quant",
+                "_C",
+                (
+                    Schema(
+                        _ALL,
+                        "silu_and_mul_per_block_quant(Tensor! out, Tensor input, Tensor! scales, int group_size, "
+                        "Tensor? scale_ub=None, bool is_scale_transposed=False) -> ()",
+                    ),
+                ),
+            ),
+            OverridableOp(
+                "rms_norm_dynamic_per_token_quant",
+                "_C",
+                (
+                    Schema(
+                        _ALL,
+                        "rms_norm_dynamic_per_token_quant(Tensor! result, Tensor input, Tensor weight, Tensor! scale, "
+                        "float epsilon, Tensor? scale_ub, Tensor!? residual) -> ()",
+                    ),
+                ),
+            ),
+            OverridableOp(
+                "merge_attn_states",
+                "_C",
+                (
+                    Schema(
+                        _ALL,
+                        "merge_attn_states(Tensor! output, Tensor!? output_lse, Tensor prefix_output, "
+                        "Tensor prefix_lse, Tensor suffix_output, Tensor suffix_lse, "
+                        "int!? prefill_tokens_with_context, Tensor? output_scale=None) -> ()",
+                    ),
+                ),
+            ),
+            OverridableOp(
+                "topk_softmax",
+                "_moe_C",
+                (
+                    Schema(
+                        ">=0.20.0,<0.27.0",
+                        "topk_softmax(Tensor! topk_weights, Tensor! topk_indices, Tensor! token_expert_indices, "
+                        "Tensor gating_output, bool renormalize, Tensor? bias) -> ()",
+                    ),
+                    Schema(
+                        ">=0.27.0",
+                        "topk_softmax(Tensor! topk_weights, Tensor! topk_indices, Tensor! token_expert_indices, "
+                        "Tensor gating_output, bool renormalize, Tensor? bias, Tensor? is_padding) -> ()",
+                    ),
+                ),
+            ),
+        )
+    }
+)
+
+
+def choose(op: OverridableOp, choice: str, skip: Sequence[str], device: str | None) -> Choice:
+    """Whether the plugin's kernel should stand under vLLM's name.
+
+    Args:
+        choice: what the gate says: ``auto``, ``on`` or ``off``.
+        skip: names that keep vLLM's kernel.
+        device: the name of the GPU; None while a process does not know it, which then is no reason against.
+    """
+    if choice == "off":
+        return Choice(False, f"{GATE}=off")
+    if op.name in skip:
+        return Choice(False, f"named in {SKIP}")
+    if choice == "on":
+        return Choice(True, f"{GATE}=on")
+    if not op.default_on:
+        return Choice(False, f"no device is known on which it gains; {GATE}=on takes it all the same")
+    if device is None or device in op.default_on:
+        return Choice(True, f"measured to gain on {', '.join(op.default_on)}")
+    return Choice(False, f"not known to gain on {device}; {GATE}=on takes it all the same")
+
+
+def unknown_names(skip: Sequence[str]) -> tuple[str, ...]:
+    """Names in the skip list that are no operation of the table: most often a spelling mistake."""
+    return tuple(name for name in skip if name not in OPS)
