@@ -24,6 +24,7 @@ class KernelSpec:
         fallback_cost: what a user pays where the kernel is not there, as the end of a sentence.
         fast_math: the compiler may use its approximate mathematics; only where parity with the reference holds.
         flags: flags of this kernel alone, by toolchain.
+        cuda_arch: the only architectures that it is for, as ``TORCH_CUDA_ARCH_LIST`` writes them; empty for all.
         excluded: toolchains that do not build it, with the reason. Its operation is defined there all the same, and the
             torch reference serves it.
     """
@@ -33,6 +34,7 @@ class KernelSpec:
     fallback_cost: str
     fast_math: bool = False
     flags: Mapping[ToolchainName, tuple[str, ...]] = field(default_factory=lambda: MappingProxyType({}))
+    cuda_arch: tuple[str, ...] = ()
     excluded: Mapping[ToolchainName, str] = field(default_factory=lambda: MappingProxyType({}))
 
 
@@ -59,8 +61,30 @@ FUSED_QK_NORM_ROPE: Final = KernelSpec(
     excluded=MappingProxyType({"mcc": "the source has not been ported to MUSA"}),
 )
 
+TOPK_SOFTMAX: Final = KernelSpec(
+    "topk_softmax",
+    ("topk_softmax.cu",),
+    "experts are chosen by about ten PyTorch operations, among them a sort of all experts",
+    excluded=MappingProxyType({"mcc": "the source has not been ported to MUSA"}),
+)
+
+PAGED_ATTENTION: Final = KernelSpec(
+    "paged_attention",
+    ("paged_attention.cu",),
+    "layers with heads above 256 run on Triton kernels, which are several times slower",
+    # Its approximations are written out where the result can bear them.
+    fast_math=False,
+    cuda_arch=("9.0a",),
+    excluded=MappingProxyType(
+        {"mcc": "written for Hopper's copy engine and warpgroup products; MUSA has mate's kernels"}
+    ),
+)
+
 KERNELS: Final[Mapping[str, KernelSpec]] = MappingProxyType(
-    {spec.name: spec for spec in (ROTARY_EMBEDDING, MERGE_ATTN_STATES, FUSED_QK_NORM_ROPE)}
+    {
+        spec.name: spec
+        for spec in (ROTARY_EMBEDDING, MERGE_ATTN_STATES, FUSED_QK_NORM_ROPE, TOPK_SOFTMAX, PAGED_ATTENTION)
+    }
 )
 
 

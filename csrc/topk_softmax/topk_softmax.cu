@@ -1,0 +1,554 @@
+// SPDX-License-Identifier: Apache-2.0
+// Softmax over the experts of each token, and the topk largest of them.
+//
+// A warp, or a part of one, holds a row in registers: each lane a run of neighbouring experts. Each step of the selection
+// finds the largest of the integers that stand for the experts, for which a warp has one instruction.
+//
+// Logits of 16 bits leave room in such an integer for the number of the expert: it is the only one of its value then, and
+// says all about the choice. Logits keep apart what rounds to one probability, which vLLM's kernel does not. Otherwise it is the probability, as vLLM's kernel has it, and a vote finds the lowest lane
+// with the largest one; as runs are of neighbours, that is the lowest expert too.
+//
+// Only the stable ABI of PyTorch is used; see csrc/README.md.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <optional>
+#include <type_traits>
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+// Defined by CUDA builds of PyTorch alone. As a weak symbol it lets the library load, and refuse, beside a CPU build.
+extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream) __attribute__((weak));
+
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+constexpr int kWarp = 32;
+constexpr unsigned kAllLanes = 0xffffffffu;
+constexpr int kWarps = 4;  // of a block
+constexpr int kMaxLoadBytes = 16;
+
+// Up to so many rows each warp has a scheduler almost to itself, and a whole warp for a row is the quickest. With more
+// rows a row takes a part of a warp, which costs fewer instructions.
+constexpr int64_t kFewRows = 2048;
+
+// More than a warp holds in registers.
+constexpr int64_t kMaxExpertsInRegisters = 1024;
+
+struct Call {
+  const void* gating;  // [rows, experts]
+  int64_t gating_stride;
+  float* weights;                 // [rows, topk], as the next two
+  void* indices;
+  int32_t* token_expert_indices;
+  const float* bias;       // [experts], or null
+  const bool* is_padding;  // [rows], or null
+  int64_t rows;
+  int experts;
+  int topk;
+  bool wide_indices;  // 64 bits
+  bool renormalize;
+};
+
+__device__ __forceinline__ float widen(float x) { return x; }
+__device__ __forceinline__ float widen(__half x) { return __half2float(x); }
+__device__ __forceinline__ float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
+
+// Integers in the order of the numbers. 0 is below all of them and 1 stands for what is no number.
+__device__ __forceinline__ uint32_t order_of(float x) {
+  const uint32_t bits = __float_as_uint(x);
+  const uint32_t order = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+  return isnan(x) ? 1u : order;
+}
+
+__device__ __forceinline__ float number_of(uint32_t order) {
+  return __uint_as_float(order & 0x80000000u ? order & 0x7fffffffu : ~order);
+}
+
+// Reductions over the kLanes neighbouring lanes that share a row. All lanes of the warp take part.
+template <int kLanes>
+__device__ __forceinline__ uint32_t largest(uint32_t x) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  constexpr bool kAtOnce = kLanes == kWarp;
+#else
+  constexpr bool kAtOnce = false;
+#endif
+  if constexpr (kAtOnce) {
+    return __reduce_max_sync(kAllLanes, x);
+  } else {
+#pragma unroll
+    for (int distance = kLanes / 2; distance > 0; distance /= 2) {
+      const uint32_t other = __shfl_xor_sync(kAllLanes, x, distance);
+      x = other > x ? other : x;
+    }
+    return x;
+  }
+}
+
+template <int kLanes>
+__device__ __forceinline__ int smallest(int x) {
+#pragma unroll
+  for (int distance = kLanes / 2; distance > 0; distance /= 2) {
+    const int other = __shfl_xor_sync(kAllLanes, x, distance);
+    x = other < x ? other : x;
+  }
+  return x;
+}
+
+template <int kLanes>
+__device__ __forceinline__ float sum_of(float x) {
+#pragma unroll
+  for (int distance = kLanes / 2; distance > 0; distance /= 2) {
+    x += __shfl_xor_sync(kAllLanes, x, distance);
+  }
+  return x;
+}
+
+// The probability of a logit. A row whose softmax is no number, as padding can leave it, has none but 0: then the first
+// experts are chosen, each once.
+struct Softmax {
+  float top;
+  float inverse_sum;
+
+  __device__ __forceinline__ float of(float logit) const { return of_exponential(expf(logit - top)); }
+
+  __device__ __forceinline__ float of_exponential(float exponential) const {
+    const float probability = __fmul_rn(exponential, inverse_sum);
+    return isnan(probability) ? 0.0f : probability;
+  }
+};
+
+__device__ __forceinline__ uint32_t order_of_choice(const Call& call, int expert, bool exists, float probability) {
+  // Rounded once more, not contracted with the product that the probability is.
+  return order_of(call.bias != nullptr && exists ? __fadd_rn(probability, call.bias[expert]) : probability);
+}
+
+// The probability of an expert that was chosen by `order`, without the bias.
+template <typename scalar_t>
+__device__ __forceinline__ float weight_of(
+    const Call& call, const Softmax& softmax, const scalar_t* logits, int expert, uint32_t order) {
+  return call.bias == nullptr ? number_of(order) : softmax.of(widen(logits[expert]));
+}
+
+// What stands for an expert whose logit has 16 bits: the logit, of which a float leaves more than kExpertBits bits empty,
+// and the expert, the lower the larger.
+struct LogitAndExpert {
+  static constexpr int kExpertBits = 10;
+  static constexpr uint32_t kLast = (1u << kExpertBits) - 1;
+
+  static __device__ __forceinline__ uint32_t order_of(float logit, int expert) {
+    // The sum makes one zero of two, which a logit has with either sign.
+    return (::order_of(logit + 0.0f) & ~kLast) | (kLast - static_cast<uint32_t>(expert));
+  }
+  static __device__ __forceinline__ float logit_of(uint32_t order) {
+    return __uint_as_float(__float_as_uint(number_of(order)) & ~kLast);
+  }
+  static __device__ __forceinline__ int expert_of(uint32_t order) {
+    return static_cast<int>(kLast - (order & kLast));
+  }
+};
+static_assert(kMaxExpertsInRegisters <= int64_t{1} << LogitAndExpert::kExpertBits);
+
+// Writes the results of one row, as many slots at a time as lanes share it: neighbouring lanes write neighbouring
+// addresses.
+template <int kLanes>
+struct Results {
+  const Call& call;
+  const int64_t row;
+  const int lane;
+  float sum = 0.0f;
+
+  // Every lane of the warp takes part; the first `count` have a slot.
+  __device__ __forceinline__ void put(int first_slot, int count, int expert, float weight) {
+    const bool has_slot = lane < count;
+    const bool last = first_slot + kLanes >= call.topk;
+    if (call.renormalize) {
+      sum += sum_of<kLanes>(has_slot ? weight : 0.0f);
+      weight = last ? weight / divisor() : weight;
+    }
+    if (row >= call.rows) {
+      return;
+    }
+    const int slot = first_slot + lane;
+    const int64_t at = row * call.topk + slot;
+    if (has_slot) {
+      const int index = call.is_padding != nullptr && call.is_padding[row] ? -1 : expert;
+      call.weights[at] = weight;
+      call.token_expert_indices[at] = static_cast<int32_t>(slot * call.rows + row);
+      if (call.wide_indices) {
+        static_cast<int64_t*>(call.indices)[at] = index;
+      } else {
+        static_cast<int32_t*>(call.indices)[at] = index;
+      }
+    }
+    if (last && call.renormalize) {
+      // The earlier slots of this lane, written before the sum was known.
+#pragma unroll 1
+      for (int earlier = lane; earlier < first_slot; earlier += kLanes) {
+        call.weights[row * call.topk + earlier] /= divisor();
+      }
+    }
+  }
+
+  __device__ __forceinline__ float divisor() const { return sum > 0.0f ? sum : 1.0f; }
+};
+
+template <int kBytes>
+using Word = std::conditional_t<
+    kBytes == 16, uint4,
+    std::conditional_t<kBytes == 8, uint2, std::conditional_t<kBytes == 4, uint32_t, uint16_t>>>;
+
+// The kPer logits of a lane, in the widest loads that they divide into.
+template <typename scalar_t, int kPer>
+struct Run {
+  static constexpr int kBytes = kPer * static_cast<int>(sizeof(scalar_t));
+  static constexpr int kLoadBytes = std::min(kMaxLoadBytes, kBytes & -kBytes);
+  static constexpr int kLoads = kBytes / kLoadBytes;
+  static constexpr int kElements = kPer / kLoads;  // of a load
+
+  alignas(kLoadBytes) scalar_t values[kPer];
+
+  // Elements from `count` on are not read and not written here.
+  __device__ __forceinline__ void load(const scalar_t* from, int count, bool in_words) {
+    if (in_words) {
+      using W = Word<kLoadBytes>;
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) {
+        if (i * kElements < count) {
+          reinterpret_cast<W*>(values)[i] = reinterpret_cast<const W*>(from)[i];
+        }
+      }
+      return;
+    }
+#pragma unroll
+    for (int i = 0; i < kPer; ++i) {
+      if (i < count) {
+        values[i] = from[i];
+      }
+    }
+  }
+};
+
+// kLanes lanes for each row, kPer experts in each of them. kByLogit: logits have 16 bits, and there is no bias.
+template <typename scalar_t, int kPer, int kLanes, bool kByLogit>
+__global__ void __launch_bounds__(kWarps* kWarp) topk_softmax_kernel(const Call call, const bool in_words) {
+  constexpr int kRows = kWarp / kLanes;  // of a warp
+  const int lane = static_cast<int>(threadIdx.x) % kLanes;
+  const int place = static_cast<int>(threadIdx.x) % kWarp / kLanes;
+  const int64_t warp = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / kWarp;
+  if (warp * kRows >= call.rows) {
+    return;
+  }
+  const int64_t row = warp * kRows + place;
+  // Lanes beyond the last row go along with it, because reductions need every lane; they write nothing.
+  const int64_t read = row < call.rows ? row : call.rows - 1;
+  const auto* logits = static_cast<const scalar_t*>(call.gating) + read * call.gating_stride;
+  const int first = lane * kPer;
+  const int count = call.experts - first;
+
+  Run<scalar_t, kPer> run;
+  run.load(logits + first, count, in_words);
+  float values[kPer];
+  float top = -INFINITY;
+#pragma unroll
+  for (int i = 0; i < kPer; ++i) {
+    values[i] = i < count ? widen(run.values[i]) : -INFINITY;
+    top = fmaxf(top, values[i]);
+  }
+  Softmax softmax;
+  softmax.top = number_of(largest<kLanes>(order_of(top)));
+  uint32_t orders[kPer];
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kPer; ++i) {
+    if constexpr (kByLogit) {
+      orders[i] = LogitAndExpert::order_of(values[i], first + i);
+    }
+    values[i] = expf(values[i] - softmax.top);
+    sum += values[i];
+  }
+  softmax.inverse_sum = 1.0f / sum_of<kLanes>(sum);
+#pragma unroll
+  for (int i = 0; i < kPer; ++i) {
+    if constexpr (!kByLogit) {
+      orders[i] = order_of_choice(call, first + i, i < count, softmax.of_exponential(values[i]));
+    }
+    orders[i] = i < count ? orders[i] : 0u;
+  }
+
+  Results<kLanes> results{call, row, lane};
+  for (int first_slot = 0; first_slot < call.topk; first_slot += kLanes) {
+    const int slots = min(kLanes, call.topk - first_slot);
+    uint32_t my_order = 0;
+    int my_expert = 0;
+#pragma unroll 1
+    for (int slot = 0; slot < slots; ++slot) {
+      uint32_t largest_here = 0;
+#pragma unroll
+      for (int i = 0; i < kPer; ++i) {
+        largest_here = orders[i] > largest_here ? orders[i] : largest_here;
+      }
+      const uint32_t best = largest<kLanes>(largest_here);
+      int expert = 0;
+      if constexpr (kByLogit) {
+#pragma unroll
+        for (int i = 0; i < kPer; ++i) {
+          orders[i] = orders[i] == best ? 0u : orders[i];
+        }
+      } else {
+        const unsigned with_it = __ballot_sync(kAllLanes, largest_here == best) >> (place * kLanes);
+        const int owner = __ffs(static_cast<int>(with_it)) - 1;
+        bool wanted = lane == owner;
+#pragma unroll
+        for (int i = 0; i < kPer; ++i) {
+          const bool found = wanted && orders[i] == best;
+          expert = found ? first + i : expert;
+          orders[i] = found ? 0u : orders[i];
+          wanted = wanted && !found;
+        }
+        expert = __shfl_sync(kAllLanes, expert, owner, kLanes);
+      }
+      if (slot == lane) {
+        my_order = best;
+        my_expert = expert;
+      }
+    }
+    float weight = 0.0f;
+    if constexpr (kByLogit) {
+      my_expert = isnan(softmax.inverse_sum) ? first_slot + lane : LogitAndExpert::expert_of(my_order);
+      weight = softmax.of(LogitAndExpert::logit_of(my_order));
+    } else {
+      weight = weight_of(call, softmax, logits, my_expert, my_order);
+    }
+    results.put(first_slot, slots, my_expert, weight);
+  }
+}
+
+// A warp for each row of any length. Nothing is kept: each step looks for the best expert that comes after the last one
+// in the order of the choice, which reads the row once more.
+template <typename scalar_t>
+__global__ void __launch_bounds__(kWarps* kWarp) topk_softmax_long_kernel(const Call call) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / kWarp;
+  if (row >= call.rows) {
+    return;
+  }
+  const auto* logits = static_cast<const scalar_t*>(call.gating) + row * call.gating_stride;
+  float top = -INFINITY;
+  for (int expert = lane; expert < call.experts; expert += kWarp) {
+    top = fmaxf(top, widen(logits[expert]));
+  }
+  Softmax softmax;
+  softmax.top = number_of(largest<kWarp>(order_of(top)));
+  float sum = 0.0f;
+  for (int expert = lane; expert < call.experts; expert += kWarp) {
+    sum += expf(widen(logits[expert]) - softmax.top);
+  }
+  softmax.inverse_sum = 1.0f / sum_of<kWarp>(sum);
+
+  Results<kWarp> results{call, row, lane};
+  uint32_t last = UINT32_MAX;
+  int last_expert = -1;
+  for (int first_slot = 0; first_slot < call.topk; first_slot += kWarp) {
+    const int slots = min(kWarp, call.topk - first_slot);
+    uint32_t my_order = 0;
+    int my_expert = 0;
+    for (int slot = 0; slot < slots; ++slot) {
+      uint32_t best_here = 0;
+      int expert_here = call.experts;
+      for (int expert = lane; expert < call.experts; expert += kWarp) {
+        const uint32_t order = order_of_choice(call, expert, true, softmax.of(widen(logits[expert])));
+        const bool comes_after = order < last || (order == last && expert > last_expert);
+        if (comes_after && order > best_here) {
+          best_here = order;
+          expert_here = expert;
+        }
+      }
+      last = largest<kWarp>(best_here);
+      last_expert = smallest<kWarp>(best_here == last ? expert_here : call.experts);
+      if (slot == lane) {
+        my_order = last;
+        my_expert = last_expert;
+      }
+    }
+    results.put(first_slot, slots, my_expert, weight_of(call, softmax, logits, my_expert, my_order));
+  }
+}
+
+unsigned blocks_for(int64_t rows, int rows_of_a_warp) {
+  const int64_t rows_of_a_block = static_cast<int64_t>(rows_of_a_warp) * kWarps;
+  return static_cast<unsigned>((rows + rows_of_a_block - 1) / rows_of_a_block);
+}
+
+template <typename scalar_t, int kPer, int kLanes>
+void launch(const Call& call, cudaStream_t stream) {
+  using Logits = Run<scalar_t, kPer>;
+  const bool in_words = call.experts % Logits::kElements == 0 &&
+                        (call.rows <= 1 || call.gating_stride % Logits::kElements == 0) &&
+                        reinterpret_cast<uintptr_t>(call.gating) % Logits::kLoadBytes == 0;
+  const unsigned blocks = blocks_for(call.rows, kWarp / kLanes);
+  if constexpr (sizeof(scalar_t) == 2) {
+    if (call.bias == nullptr) {
+      topk_softmax_kernel<scalar_t, kPer, kLanes, true><<<blocks, kWarps * kWarp, 0, stream>>>(call, in_words);
+      return;
+    }
+  }
+  topk_softmax_kernel<scalar_t, kPer, kLanes, false><<<blocks, kWarps * kWarp, 0, stream>>>(call, in_words);
+}
+
+template <typename scalar_t>
+void launch(const Call& call, cudaStream_t stream) {
+  if (call.experts > kMaxExpertsInRegisters) {
+    topk_softmax_long_kernel<scalar_t><<<blocks_for(call.rows, 1), kWarps * kWarp, 0, stream>>>(call);
+    return;
+  }
+  using Launch = void (*)(const Call&, cudaStream_t);
+  struct Choice {
+    int experts;
+    Launch launch;
+  };
+  // The first that holds the experts is taken.
+  static constexpr Choice kManyRows[] = {
+      {8, launch<scalar_t, 8, 1>},  {16, launch<scalar_t, 8, 2>},   {32, launch<scalar_t, 8, 4>},
+      {64, launch<scalar_t, 8, 8>}, {128, launch<scalar_t, 16, 8>}, {256, launch<scalar_t, 16, 16>}};
+  static constexpr Choice kAnyRows[] = {
+      {32, launch<scalar_t, 1, 32>},  {64, launch<scalar_t, 2, 32>},   {128, launch<scalar_t, 4, 32>},
+      {256, launch<scalar_t, 8, 32>}, {384, launch<scalar_t, 12, 32>}, {512, launch<scalar_t, 16, 32>},
+      {kMaxExpertsInRegisters, launch<scalar_t, 32, 32>}};
+  if (call.rows > kFewRows) {
+    for (const Choice& choice : kManyRows) {
+      if (call.experts <= choice.experts) {
+        choice.launch(call, stream);
+        return;
+      }
+    }
+  }
+  for (const Choice& choice : kAnyRows) {
+    if (call.experts <= choice.experts) {
+      choice.launch(call, stream);
+      return;
+    }
+  }
+}
+
+void check_device(const Tensor& tensor, const char* name, const Tensor& gating_output) {
+  STD_TORCH_CHECK(
+      tensor.is_cuda() && tensor.get_device_index() == gating_output.get_device_index(), "topk_softmax: ", name,
+      " is not on gating_output's device, cuda:", static_cast<int>(gating_output.get_device_index()));
+}
+
+void check_result(const Tensor& tensor, const char* name, const Tensor& gating_output, int64_t topk) {
+  check_device(tensor, name, gating_output);
+  STD_TORCH_CHECK(
+      tensor.dim() == 2 && tensor.size(0) == gating_output.size(0) && tensor.size(1) == topk,
+      "topk_softmax: the shape of ", name, " is not [tokens, topk], [", gating_output.size(0), ", ", topk, "]");
+  STD_TORCH_CHECK(tensor.is_contiguous(), "topk_softmax: ", name, " is not contiguous; expected that it is");
+}
+
+void check_vector(const Tensor& tensor, const char* name, const Tensor& gating_output, int64_t dim, ScalarType type) {
+  check_device(tensor, name, gating_output);
+  STD_TORCH_CHECK(
+      tensor.scalar_type() == type, "topk_softmax: ", name, " is ", torch::headeronly::toString(tensor.scalar_type()),
+      "; expected ", torch::headeronly::toString(type));
+  STD_TORCH_CHECK(
+      tensor.dim() == 1 && tensor.size(0) == gating_output.size(dim) && tensor.is_contiguous(), "topk_softmax: ", name,
+      " has to be contiguous, with the shape [", gating_output.size(dim), "]");
+}
+
+void check_type(const Tensor& tensor, const char* name, bool good, const char* expected) {
+  STD_TORCH_CHECK(
+      good, "topk_softmax: ", name, " is ", torch::headeronly::toString(tensor.scalar_type()), "; expected ", expected);
+}
+
+void topk_softmax(
+    Tensor topk_weights, Tensor topk_indices, Tensor token_expert_indices, Tensor gating_output, bool renormalize,
+    std::optional<Tensor> bias, std::optional<Tensor> is_padding) {
+  STD_TORCH_CHECK(gating_output.is_cuda(), "topk_softmax: gating_output is not on a CUDA device");
+  STD_TORCH_CHECK(
+      gating_output.dim() == 2, "topk_softmax: gating_output has ", gating_output.dim(),
+      " dimensions; expected [tokens, experts]");
+  const ScalarType type = gating_output.scalar_type();
+  check_type(
+      gating_output, "gating_output",
+      type == ScalarType::Float || type == ScalarType::Half || type == ScalarType::BFloat16, "Float, Half or BFloat16");
+  const int64_t rows = gating_output.size(0);
+  const int64_t experts = gating_output.size(1);
+  STD_TORCH_CHECK(
+      experts <= 1 || gating_output.stride(1) == 1, "topk_softmax: gating_output has stride ", gating_output.stride(1),
+      " in its last dimension; expected 1: call contiguous() first");
+  STD_TORCH_CHECK(
+      topk_weights.dim() == 2, "topk_softmax: topk_weights has ", topk_weights.dim(),
+      " dimensions; expected [tokens, topk]");
+  const int64_t topk = topk_weights.size(1);
+  STD_TORCH_CHECK(
+      topk <= experts, "topk_softmax: topk is ", topk, "; expected at most the number of experts, ", experts);
+  STD_TORCH_CHECK(
+      experts <= INT32_MAX && rows * topk <= INT32_MAX, "topk_softmax: ", rows, " tokens, ", experts,
+      " experts and topk=", topk, "; expected numbers of 32 bits for experts and for tokens * topk");
+  check_result(topk_weights, "topk_weights", gating_output, topk);
+  check_result(topk_indices, "topk_indices", gating_output, topk);
+  check_result(token_expert_indices, "token_expert_indices", gating_output, topk);
+  check_type(topk_weights, "topk_weights", topk_weights.scalar_type() == ScalarType::Float, "Float");
+  const ScalarType index = topk_indices.scalar_type();
+  check_type(
+      topk_indices, "topk_indices",
+      index == ScalarType::Int || index == ScalarType::Long || index == ScalarType::UInt32, "Int, Long or UInt32");
+  check_type(
+      token_expert_indices, "token_expert_indices", token_expert_indices.scalar_type() == ScalarType::Int, "Int");
+  if (bias.has_value()) {
+    check_vector(*bias, "bias", gating_output, 1, ScalarType::Float);
+  }
+  if (is_padding.has_value()) {
+    check_vector(*is_padding, "is_padding", gating_output, 0, ScalarType::Bool);
+  }
+  if (rows == 0 || topk == 0) {
+    return;
+  }
+  STD_TORCH_CHECK(
+      aoti_torch_get_current_cuda_stream != nullptr, "topk_softmax: this PyTorch was built without CUDA");
+  const torch::stable::accelerator::DeviceGuard guard(gating_output.get_device_index());
+  void* stream = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(gating_output.get_device_index(), &stream));
+  const auto current = static_cast<cudaStream_t>(stream);
+  Call call;
+  call.gating = gating_output.const_data_ptr();
+  call.gating_stride = gating_output.stride(0);
+  call.weights = static_cast<float*>(topk_weights.mutable_data_ptr());
+  call.indices = topk_indices.mutable_data_ptr();
+  call.token_expert_indices = static_cast<int32_t*>(token_expert_indices.mutable_data_ptr());
+  call.bias = bias.has_value() ? static_cast<const float*>(bias->const_data_ptr()) : nullptr;
+  call.is_padding = is_padding.has_value() ? static_cast<const bool*>(is_padding->const_data_ptr()) : nullptr;
+  call.rows = rows;
+  call.experts = static_cast<int>(experts);
+  call.topk = static_cast<int>(topk);
+  call.wide_indices = index == ScalarType::Long;
+  call.renormalize = renormalize;
+  switch (type) {
+    case ScalarType::Half:
+      launch<__half>(call, current);
+      break;
+    case ScalarType::BFloat16:
+      launch<__nv_bfloat16>(call, current);
+      break;
+    default:
+      launch<float>(call, current);
+  }
+  const cudaError_t error = cudaGetLastError();
+  STD_TORCH_CHECK(error == cudaSuccess, "topk_softmax: the kernel did not start: ", cudaGetErrorString(error));
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(hwplugin, CUDA, library) { library.impl("topk_softmax", TORCH_BOX(&topk_softmax)); }
