@@ -26,22 +26,34 @@ REAL = {
     "vllm.v1.attention.backends.flash_attn": "vllm/v1/attention/backends/flash_attn.py",
 }
 # Made anew with each version, because they bind that version's classes.
-OWN = ("vllm_hwplugin.attention.cuda", "vllm_hwplugin.attention.musa")
+OWN = tuple(f"vllm_hwplugin.attention.{name}" for name in ("_flash", "_scratch", "cuda", "musa"))
+PAGED = "vllm_hwplugin.attention.paged"
 
 
 @contextmanager
-def released(version: str, tree: Any, *, layout: str = "NHD", mate: ModuleType | None = None) -> Iterator[Any]:
+def released(
+    version: str,
+    tree: Any,
+    *,
+    layout: str = "NHD",
+    mate: ModuleType | None = None,
+    paged: ModuleType | None = None,
+    flash: tuple[int, ...] = (),
+) -> Iterator[Any]:
     """Within it, ``load(name)`` imports a module on that version of vLLM.
 
     Args:
         layout: of the KV cache in memory, for the versions whose backends choose it.
         mate: the module of that name; by default there is none.
+        paged: stands for the plugin's kernel; by default there is none.
+        flash: the versions of FlashAttention that vLLM was built with, the one it takes last.
     """
-    hook = _Hook(version, tree, layout)
+    hook = _Hook(version, tree, layout, flash)
     before = dict(sys.modules)
     _forget()
     # None makes an import fail, also where another package of that name is installed.
     sys.modules["mate"] = mate  # type: ignore[assignment]
+    sys.modules[PAGED] = paged  # type: ignore[assignment]
     sys.meta_path.insert(0, hook)
     try:
         yield importlib.import_module
@@ -53,21 +65,22 @@ def released(version: str, tree: Any, *, layout: str = "NHD", mate: ModuleType |
 
 
 def _bound(name: str) -> bool:
-    return name.partition(".")[0] == "vllm" or name in OWN
+    return name.partition(".")[0] == "vllm" or name in OWN or name == PAGED
 
 
 def _forget() -> None:
     for name in [name for name in sys.modules if _bound(name)]:
         del sys.modules[name]
-    for name in OWN:
+    for name in (*OWN, PAGED):
         vars(package).pop(name.rpartition(".")[2], None)
 
 
 class _Hook:
-    def __init__(self, version: str, tree: Any, layout: str) -> None:
+    def __init__(self, version: str, tree: Any, layout: str, flash: tuple[int, ...]) -> None:
         self._version = version
         self._tree = tree
         self._layout = layout
+        self._flash = flash
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         return ModuleSpec(name, self, is_package=True) if name.partition(".")[0] == "vllm" else None  # type: ignore[arg-type]
@@ -87,13 +100,16 @@ class _Hook:
             {
                 "vllm.version": {"__version__": self._version},
                 "vllm.envs": {"VLLM_BATCH_INVARIANT": False},
-                "vllm.platforms": {"current_platform": MagicMock(is_xpu=lambda: False)},
+                "vllm.platforms": {"current_platform": MagicMock(is_xpu=lambda: False, device_type="cpu")},
                 "vllm.v1.attention.backends.fa_utils": {
-                    "get_flash_attn_version": lambda **_: None,
-                    "is_fa_version_supported": lambda version: False,
-                    "is_flash_attn_varlen_func_available": lambda: False,
+                    "get_flash_attn_version": lambda **_: self._flash[-1] if self._flash else None,
+                    "is_fa_version_supported": lambda version: version in self._flash,
+                    "is_flash_attn_varlen_func_available": lambda: bool(self._flash),
+                    "flash_attn_supports_sinks": lambda: bool({3, 4}.intersection(self._flash)),
                     "uses_fa4_hd256_kernel": lambda *_: False,
+                    "reshape_and_cache_flash": write_cache,
                 },
+                "vllm.v1.worker.ubatching": {"dbo_current_ubatch_id": lambda: 0},
                 "vllm.v1.attention.backends.utils": {
                     "get_kv_cache_layout": lambda: self._layout,
                     "get_num_attention_heads_from_layers": lambda *_: 8,

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,8 +18,9 @@ from vllm_hwplugin.attention.capabilities import (
     CAPABILITIES,
     DECLARATIONS,
     FLASH_ATTN,
+    FLASH_ATTN_LARGE,
     FLASH_ATTN_MUSA,
-    VLLM,
+    LARGEST_OF_VLLM,
     Multiples,
     Value,
     allows,
@@ -82,8 +84,26 @@ def test_the_one_claim_that_goes_too_far_says_how_far_it_holds() -> None:
     assert reserves(declared(FLASH_ATTN, "0.26.0"), {"use_mm_prefix": True}) == []
 
 
-def test_no_head_size_is_added_on_cuda() -> None:
-    assert {declared(FLASH_ATTN, version)["head_sizes"].value for version in SUPPORTED} == {VLLM}
+@every_version
+def test_large_heads_on_cuda_are_those_of_the_kernel(version: str) -> None:
+    assert LARGEST_OF_VLLM == 256
+    for backend in (FLASH_ATTN, FLASH_ATTN_LARGE):
+        assert declared(backend, version)["head_sizes"].value == Multiples(8, 512)
+    large = declared(FLASH_ATTN_LARGE, version)
+    granted = {name for name, item in large.items() if item.value is True}
+    known = {"sink", "non_causal", "batch_invariance", "sliding_window", "kv_connector", "kv_cache_update_bypass"}
+    assert granted == known & large.keys()
+
+
+def test_what_is_refused_for_large_heads_says_the_way_out() -> None:
+    asked = {"head_size": 520, "kv_cache_dtype": "fp8", "block_size": 24, "use_mm_prefix": True}
+    told = explain(declared(FLASH_ATTN_LARGE, "0.26.0"), asked)
+    assert [re.findall(r"TRITON_ATTN|--[a-z-]+", line) for line in told] == [
+        ["TRITON_ATTN"],
+        ["--kv-cache-dtype", "TRITON_ATTN"],
+        ["--block-size"],
+        ["--language-model-only", "TRITON_ATTN"],
+    ]
 
 
 @pytest.mark.parametrize("version", ["0.19.1", "0.34.0", "dev"])
@@ -150,7 +170,7 @@ def test_an_explanation_has_what_was_asked_and_what_is_fit() -> None:
         "they scale fp8 queries and keys, which mate refuses",
     ]
     assert told[-1].startswith("FLASH_ATTN@musa does not declare per_head_quant_scales: ")
-    assert explain(declared(FLASH_ATTN, "0.26.0"), {"head_size": 999}) == []
+    assert explain(declared(FLASH_ATTN, "0.26.0"), {"kv_cache_dtype": "fp8"}) == []
 
 
 def test_the_table_needs_neither_vllm_nor_torch() -> None:

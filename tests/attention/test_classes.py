@@ -11,7 +11,16 @@ from typing import Any
 import pytest
 
 from vllm_hwplugin.attention import _classes, capabilities
-from vllm_hwplugin.attention.capabilities import CAPABILITIES, FLASH_ATTN, FLASH_ATTN_MUSA, VLLM, asked_in, declared
+from vllm_hwplugin.attention.capabilities import (
+    CAPABILITIES,
+    FLASH_ATTN,
+    FLASH_ATTN_LARGE,
+    FLASH_ATTN_MUSA,
+    VLLM,
+    Declaration,
+    asked_in,
+    declared,
+)
 from vllm_hwplugin.patching import SUPPORTED
 
 torch = pytest.importorskip("torch")
@@ -50,7 +59,7 @@ def test_what_is_declared_as_vllms_constant_is_one(version: str, vllm_tree: Tree
         stock = load(FLASH).FlashAttentionBackend
         for item in declared(FLASH_ATTN, version).values():
             member = getattr(stock, CAPABILITIES[item.capability].method, None)
-            if item.value is VLLM or (member is None and item.capability not in asked_in(version)):
+            if not isinstance(item.value, bool) or (member is None and item.capability not in asked_in(version)):
                 continue
             assert (member() if callable(member) else member) is item.value, item.capability
 
@@ -61,13 +70,15 @@ def test_on_cuda_declared_answers_are_given_and_the_others_are_vllms(version: st
         made = load("vllm_hwplugin.attention.cuda").CudaFlashAttentionBackend
         stock = load(FLASH).FlashAttentionBackend
         assert made.__mro__[1] is stock
-        assert (made.get_name(), made.get_impl_cls()) == (stock.get_name(), stock.get_impl_cls())
+        assert made.get_name() == stock.get_name() == "FLASH_ATTN"
         for item in made.declarations.values():
             method = CAPABILITIES[item.capability].method
             assert (method in vars(made)) == (item.value is not VLLM)
         assert made.supports_non_causal() is True
         assert made.is_mla() is False
-        assert made.supports_head_size(512) is stock.supports_head_size(512)
+        assert [size for size in (8, 256, 260, 264, 512, 520) if made.supports_head_size(size)] == [8, 256, 264, 512]
+        assert [size for size in range(8, 257, 8) if not stock.supports_head_size(size)] == []
+        assert [block.base for block in made.get_supported_kernel_block_sizes()] == [16]
         assert made.validate_configuration(**arguments(made, use_non_causal=True, has_sliding_window=True)) == []
 
 
@@ -160,6 +171,33 @@ def test_a_version_with_a_question_that_is_not_declared_gives_no_class(monkeypat
     monkeypatch.setattr(capabilities, "DECLARATIONS", kept)
     with pytest.raises(ImportError, match=r"no declaration of sink for vLLM 0\.26\.0"):
         _classes.declares(FLASH_ATTN, "0.26.0")
+
+
+@pytest.mark.parametrize("version", [SUPPORTED[0], SUPPORTED[-1]])
+def test_above_a_head_size_the_second_table_judges_alone(version: str, vllm_tree: Tree) -> None:
+    with released(version, vllm_tree(version)) as load:
+        stock = load(FLASH).FlashAttentionBackend
+        asked: list[dict[str, Any]] = []
+        own = {"refuse_above": classmethod(lambda cls, **arguments: asked.append(arguments) or ["beside the table"])}
+        made: Any = type("Made", (stock,), own)
+        _classes.declares(FLASH_ATTN, version, above=(256, FLASH_ATTN_LARGE))(made)
+        # vLLM's class has no sinks without FlashAttention 3, and its word does not count above 256.
+        assert made.validate_configuration(**arguments(made, head_size=256, has_sink=True)) != []
+        assert asked == []
+        assert made.validate_configuration(**arguments(made, head_size=264, has_sink=True)) == ["beside the table"]
+        assert (asked[0]["head_size"], asked[0]["has_sink"]) == (264, True)
+        (reason,) = made.validate_configuration(**arguments(made, head_size=264, dtype=torch.float32))
+        assert "dtype is float32" in reason
+
+
+def test_the_second_table_has_to_be_whole_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    def without(item: Declaration) -> bool:
+        return (item.backend, item.capability) != (FLASH_ATTN_LARGE, "sink")
+
+    monkeypatch.setattr(capabilities, "DECLARATIONS", tuple(filter(without, capabilities.DECLARATIONS)))
+    _classes.declares(FLASH_ATTN, "0.26.0")
+    with pytest.raises(ImportError, match=r"FLASH_ATTN>256 has no declaration of sink for vLLM 0\.26\.0"):
+        _classes.declares(FLASH_ATTN, "0.26.0", above=(256, FLASH_ATTN_LARGE))
 
 
 def test_a_question_that_the_table_does_not_know_is_told(caplog: pytest.LogCaptureFixture) -> None:

@@ -30,7 +30,7 @@ INTERFACE = "vllm/platforms/interface.py"
 
 @every_version
 @pytest.mark.parametrize("nvml", [True, False], ids=["nvml", "jetson"])
-def test_the_cuda_class_is_cuda_and_overrides_two_methods(
+def test_the_cuda_class_is_cuda_and_overrides_three_methods(
     version: str, nvml: bool, real_vllm: Load, dflash: list[str]
 ) -> None:
     real_vllm(version, nvml=nvml)
@@ -38,7 +38,11 @@ def test_the_cuda_class_is_cuda_and_overrides_two_methods(
     interface = importlib.import_module("vllm.platforms.interface")
     cls = own("vllm_hwplugin.platforms.cuda").CudaPlatform
     assert cls.__base__ is (stock.NvmlCudaPlatform if nvml else stock.NonNvmlCudaPlatform)
-    assert set(overrides(cls)) == {"apply_config_platform_defaults", "check_and_update_config"}
+    assert set(overrides(cls)) == {
+        "apply_config_platform_defaults",
+        "check_and_update_config",
+        "get_attn_backend_cls",
+    }
     assert faults(cls, interface.Platform) == []
     platform = cls()
     assert platform.is_cuda()

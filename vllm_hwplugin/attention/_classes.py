@@ -19,7 +19,7 @@ logger = logging.getLogger("vllm.hwplugin")
 Backend = TypeVar("Backend", bound=type)
 
 
-def declares(backend: str, version: str) -> Callable[[Backend], Backend]:
+def declares(backend: str, version: str, above: tuple[int, str] | None = None) -> Callable[[Backend], Backend]:
     """Decorate a subclass of one of vLLM's backends: its capabilities are those that are declared under a name.
 
     A declared value becomes the class's answer, in place of what it inherits; where vLLM's own answer is declared, the
@@ -30,25 +30,22 @@ def declares(backend: str, version: str) -> Callable[[Backend], Backend]:
     Args:
         backend: a name with declarations.
         version: of the vLLM whose class is the base.
+        above: a head size, and the name whose declarations alone judge a layer with larger heads, together with the
+            class's ``refuse_above``, which takes the arguments of ``validate_configuration`` by name and gives reasons.
 
     Raises:
         ImportError: nothing is declared for that version, or not all that it asks for. It is an ImportError because
             vLLM and the plugin's platforms take it for "this backend is not to be had here".
     """
-    declarations = declared(backend, version)
-    missing = sorted(asked_in(version) - declarations.keys())
-    if missing or not declarations:
-        raise ImportError(
-            f"{backend} has no declaration of {', '.join(missing) or 'anything'} for vLLM {version}; the declarations "
-            "are for the versions that docs/compatibility.md lists, so use one of those, or a backend of vLLM's own"
-        )
+    declarations = _complete(backend, version)
+    larger = None if above is None else (above[0], _complete(above[1], version))
 
     def make(cls: Backend) -> Backend:
         for item in declarations.values():
             if not isinstance(item.value, Vllm):
                 _give(cls, item, item.value)
         cls.declarations = declarations  # type: ignore[attr-defined]
-        cls.validate_configuration = _validation(cls, declarations)  # type: ignore[attr-defined]
+        cls.validate_configuration = _validation(cls, declarations, larger)  # type: ignore[attr-defined]
         for name in sorted(undeclared(cls)):
             logger.warning(
                 "vLLM %s asks %s, of which %s declares nothing: vLLM's default stands", version, name, backend
@@ -56,6 +53,17 @@ def declares(backend: str, version: str) -> Callable[[Backend], Backend]:
         return cls
 
     return make
+
+
+def _complete(backend: str, version: str) -> Mapping[str, Declaration]:
+    declarations = declared(backend, version)
+    missing = sorted(asked_in(version) - declarations.keys())
+    if missing or not declarations:
+        raise ImportError(
+            f"{backend} has no declaration of {', '.join(missing) or 'anything'} for vLLM {version}; the declarations "
+            "are for the versions that docs/compatibility.md lists, so use one of those, or a backend of vLLM's own"
+        )
+    return declarations
 
 
 def undeclared(cls: type) -> set[str]:
@@ -99,14 +107,19 @@ def _kernel_block_sizes(of: int) -> Callable[..., list[Any]]:
     return get_supported_kernel_block_sizes
 
 
-def _validation(cls: type, declarations: Mapping[str, Declaration]) -> Any:
+def _validation(
+    cls: type, declarations: Mapping[str, Declaration], larger: tuple[int, Mapping[str, Declaration]] | None
+) -> Any:
     inherited = cls.__mro__[1].validate_configuration  # type: ignore[attr-defined]
     signature = inspect.signature(inherited)
 
     def validate_configuration(cls: type, *args: Any, **kwargs: Any) -> list[str]:
+        asked = signature.bind(*args, **kwargs).arguments
+        if larger is not None and asked["head_size"] > larger[0]:
+            return explain(larger[1], asked) or cls.refuse_above(**asked)  # type: ignore[attr-defined]
         reasons: list[str] = inherited.__func__(cls, *args, **kwargs)
         if not reasons:
             return reasons
-        return [*reasons, *explain(declarations, signature.bind(*args, **kwargs).arguments)]
+        return [*reasons, *explain(declarations, asked)]
 
     return classmethod(validate_configuration)

@@ -20,6 +20,12 @@ from packaging.version import InvalidVersion, Version
 FLASH_ATTN: Final = "FLASH_ATTN"
 """The plugin's FLASH_ATTN on CUDA."""
 
+FLASH_ATTN_LARGE: Final = "FLASH_ATTN>256"
+"""The same, for layers with heads above :data:`LARGEST_OF_VLLM`, which run on the plugin's kernel."""
+
+LARGEST_OF_VLLM: Final = 256
+"""The largest head of vLLM's FlashAttention 2 and 3."""
+
 FLASH_ATTN_MUSA: Final = "FLASH_ATTN@musa"
 """The plugin's FLASH_ATTN on MUSA."""
 
@@ -116,7 +122,8 @@ class Declaration:
     """What a backend answers to one question.
 
     Args:
-        backend: vLLM's name of the backend; with ``@device`` it is the one for that device only.
+        backend: vLLM's name of the backend; with ``@device`` it is the one for that device only, with ``>size`` that
+            for larger heads only.
         capability: a name of :data:`CAPABILITIES`.
         value: True or False; the numbers that are fit; the names that are fit (of types as torch and vLLM write them);
             or :data:`VLLM`.
@@ -143,13 +150,18 @@ _SERVED = "gemma-4 is served so by vllm-musa (pull request 52); not repeated her
 _UNTRIED = "not tried; False is the safe answer"
 _READ = "read in vLLM's source"
 _KIND = "what the backend is"
+_TRIED = "compared with float32 by the kernel's tests"
 
 _ALL = ">=0.20.0,<0.34"
 
 
-def _cuda(capability: str, value: Value, reason: str, versions: str = _ALL) -> Declaration:
-    verified = "vLLM's class is asked" if isinstance(value, Vllm) else _COMPARED
-    return Declaration(FLASH_ATTN, capability, value, versions, reason, verified)
+def _cuda(capability: str, value: Value, reason: str, verified: str = "", versions: str = _ALL) -> Declaration:
+    known = "vLLM's class is asked" if isinstance(value, Vllm) else _COMPARED
+    return Declaration(FLASH_ATTN, capability, value, versions, reason, verified or known)
+
+
+def _large(capability: str, value: Value, reason: str, verified: str = _UNTRIED, versions: str = _ALL) -> Declaration:
+    return Declaration(FLASH_ATTN_LARGE, capability, value, versions, reason, verified)
 
 
 def _musa(
@@ -159,14 +171,10 @@ def _musa(
 
 
 DECLARATIONS: Final[tuple[Declaration, ...]] = (
-    # -- FLASH_ATTN on CUDA: vLLM's own kernels, so what vLLM decides by the device stays vLLM's.
-    _cuda(
-        "head_sizes", VLLM, "up to 256, and up to 512 where FlashAttention 4 is there; the plugin adds no kernel yet"
-    ),
-    *(
-        _cuda(name, VLLM, _DEVICE)
-        for name in ("dtypes", "kv_cache_dtypes", "block_sizes", "attn_types", "compute_capability", "sink")
-    ),
+    # -- FLASH_ATTN on CUDA. Up to 256 it is vLLM's own kernels, so what vLLM decides by the device stays vLLM's.
+    _cuda("head_sizes", Multiples(8, 512), "up to 256 on vLLM's kernels, above on the plugin's", _TRIED),
+    _cuda("block_sizes", Multiples(16), "the pages of vLLM's FLASH_ATTN cache", _READ),
+    *(_cuda(name, VLLM, _DEVICE) for name in ("dtypes", "kv_cache_dtypes", "attn_types", "compute_capability", "sink")),
     _cuda("mm_prefix", VLLM, "no before 0.24.0; from there on where FlashAttention 4 resolves, which takes a mask"),
     _cuda("per_head_quant_scales", VLLM, "needs FlashAttention 3 or later"),
     _cuda("mla", False, "MLA has backends of its own"),
@@ -188,6 +196,51 @@ DECLARATIONS: Final[tuple[Declaration, ...]] = (
     _cuda("dcp", VLLM, "a property of vLLM's implementation class", versions=">=0.30.0,<0.34"),
     _cuda("rswa", True, "vLLM's implementation has a mask for it", versions=">=0.30.0,<0.34"),
     _cuda("kv_cache_update_bypass", True, "forward reads keys and values from the cache", versions=">=0.33.0,<0.34"),
+    # -- FLASH_ATTN on CUDA with heads above 256: the plugin's kernel.
+    _large("head_sizes", Multiples(8, 512), "the kernel's range; TRITON_ATTN and FLEX_ATTENTION have none", _TRIED),
+    _large("dtypes", ("float16", "bfloat16"), "the kernel multiplies on tensor cores; use --dtype bfloat16", _TRIED),
+    _large(
+        "kv_cache_dtypes",
+        ("auto", "float16", "bfloat16"),
+        "the kernel reads keys as they are stored; use --kv-cache-dtype auto, or TRITON_ATTN",
+        _TRIED,
+    ),
+    _large(
+        "block_sizes",
+        Multiples(16),
+        "vLLM's shape of a FLASH_ATTN cache has pages of such sizes; leave --block-size out",
+        _TRIED,
+    ),
+    _large("attn_types", ("decoder",), "encoder layers have no paged cache, and the kernel reads one; use TRITON_ATTN"),
+    _large("compute_capability", VLLM, "8.0 or later", "vLLM's class is asked"),
+    _large("mla", False, "MLA has backends of its own", _KIND),
+    _large("sparse", False, "sparse MLA has backends of its own", _KIND),
+    _large("ssm", False, "attention, no state-space layer", _KIND),
+    _large("sink", True, "the kernel takes one value for each head", _TRIED),
+    _large("alibi_sqrt", False, "the kernel has no ALiBi"),
+    _large(
+        "mm_prefix",
+        False,
+        "the kernel has no mask for images whose tokens see each other in both directions; start with "
+        "--language-model-only to serve text, or use TRITON_ATTN",
+        _KIND,
+    ),
+    _large("per_head_quant_scales", False, "they scale fp8 queries and keys, which the kernel does not read"),
+    _large("non_causal", True, "causal is an argument of the kernel", _TRIED),
+    _large("batch_invariance", True, "there are no splits over the KV length then", _TRIED),
+    _large("kv_connector", True, "the KV cache is vLLM's FLASH_ATTN cache", _READ, ">=0.23.0,<0.34"),
+    _large("sliding_window", True, "the window is an argument of the kernel", _TRIED),
+    _large("pcp", False, "the kernel does not give the log-sum-exp of a part", versions=">=0.26.0,<0.34"),
+    _large(
+        "device_cpu_query_lens_mismatch",
+        False,
+        "the blocks that are launched follow the CPU's longest query",
+        versions=">=0.28.0,<0.34",
+    ),
+    _large("non_causal_dcp", False, "the kernel does not give the log-sum-exp of a part", versions=">=0.29.0,<0.34"),
+    _large("dcp", False, "the kernel does not give the log-sum-exp of a part", versions=">=0.30.0,<0.34"),
+    _large("rswa", False, "the kernel has no mask for it; use TRITON_ATTN", versions=">=0.30.0,<0.34"),
+    _large("kv_cache_update_bypass", True, "forward reads keys and values from the cache", _READ, ">=0.33.0,<0.34"),
     # -- FLASH_ATTN on MUSA: mate.flash_attn_varlen_func.
     _musa(
         "head_sizes",

@@ -19,6 +19,7 @@ from vllm.v1.attention.ops.triton_reshape_and_cache_flash import triton_reshape_
 from vllm.version import __version__
 
 from ._classes import declares
+from ._flash import has_images, split, symmetric
 from ._mate_call import bind
 from .capabilities import FLASH_ATTN_MUSA
 
@@ -116,7 +117,7 @@ class MusaFlashAttentionImpl(AttentionImpl):  # type: ignore[misc]  # as below
             raise NotImplementedError("FLASH_ATTN on MUSA has one mask for all requests: causal, or not")
         _refuse_images(getattr(attn_metadata, "mm_prefix_range", None))
         tokens = attn_metadata.num_actual_tokens
-        keys, values = _split(kv_cache, self.head_size)
+        keys, values = split(kv_cache, self.head_size)
         _attention(
             output[:tokens],
             q=query[:tokens],
@@ -129,7 +130,7 @@ class MusaFlashAttentionImpl(AttentionImpl):  # type: ignore[misc]  # as below
             block_table=attn_metadata.block_table,
             softmax_scale=self.scale,
             causal=causal,
-            window_size=_window(self.sliding_window, causal),
+            window_size=symmetric(self.sliding_window, causal),
             softcap=self.logits_soft_cap,
             sinks=self.sinks,
             deterministic=self.deterministic,
@@ -145,7 +146,7 @@ class MusaFlashAttentionImpl(AttentionImpl):  # type: ignore[misc]  # as below
         slot_mapping: torch.Tensor,
     ) -> None:
         """Write the tokens that have a slot (``slot_mapping``, -1: none) into the cache."""
-        keys, values = _split(kv_cache, self.head_size)
+        keys, values = split(kv_cache, self.head_size)
         # "auto": stored as it is. A cache of another type than the model's is refused when the backend is selected.
         triton_reshape_and_cache_flash(key, value, keys, values, slot_mapping, "auto", layer._k_scale, layer._v_scale)
 
@@ -172,37 +173,8 @@ class MusaFlashAttentionBackend(FlashAttentionBackend):  # type: ignore[misc]  #
         return f"FLASH_ATTN on MUSA needs keys of the queries' type {dtype}, and the KV cache is {kv_cache_dtype}"
 
 
-def _split(kv_cache: torch.Tensor, head_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values as (blocks, tokens a block, KV heads, head size), of the cache as this vLLM shapes it."""
-    if kv_cache.dim() == 4:
-        # From 0.26.0 on: (blocks, KV heads, tokens a block, keys and values of a head).
-        keys, values = kv_cache.transpose(1, 2).split(head_size, dim=-1)
-    else:
-        keys, values = kv_cache.unbind(_PAIR_DIM)
-    return keys, values
-
-
-def _pair_dim() -> int:
-    """Which dimension of a cache with five holds keys and values: 0 up to 0.22, 1 up to 0.25."""
-    if not hasattr(FlashAttentionBackend, "get_kv_cache_shape"):
-        return 0
-    blocks, block_size, kv_heads, head_size = 7, 16, 3, 8
-    shape = FlashAttentionBackend.get_kv_cache_shape(blocks, block_size, kv_heads, head_size)
-    return int(shape.index(2)) if len(shape) == 5 else 0
-
-
-_PAIR_DIM = _pair_dim()
-
-
-def _window(window: tuple[int, int], causal: bool) -> tuple[int, int]:
-    """The window to both sides where attention is. vLLM's FlashAttention does so from 0.25.0 on; before, it looks back
-    only, and tokens that should see each other do not.
-    """
-    return window if causal else (window[0], window[0])
-
-
 def _refuse_images(ranges: Mapping[int, list[Any]] | None) -> None:
-    if ranges and any(ranges.values()):
+    if has_images(ranges):
         raise NotImplementedError(
             "FLASH_ATTN on MUSA serves this model with text only: the tokens of an image see each other in both "
             "directions, for which mate has no mask. Start with --language-model-only so that images are refused at "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's CUDA platform with two more steps in the making of a configuration.
+"""vLLM's CUDA platform with two more steps in the making of a configuration, and one in the choice of attention.
 
 It stays CUDA for every test that vLLM makes: ``_enum`` is inherited, so ``is_cuda()`` holds and ``is_out_of_tree()``
 does not. Where vLLM reads the class itself a subclass is as good: the global graph pool is kept on the class of the
@@ -14,10 +14,12 @@ from vllm.platforms.cuda import CudaPlatform as _CudaPlatform
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+    from vllm.v1.attention.selector import AttentionSelectorConfig
 
 
 class CudaPlatform(_CudaPlatform):  # type: ignore[misc]  # vLLM is not there where the types are checked
-    """vLLM's CUDA platform (with NVML, or without it on Jetson) that also looks after DFlash's configuration."""
+    """vLLM's CUDA platform (with NVML, or without it on Jetson) that also looks after DFlash and large heads."""
 
     @classmethod
     def apply_config_platform_defaults(cls, vllm_config: VllmConfig) -> None:
@@ -32,3 +34,20 @@ class CudaPlatform(_CudaPlatform):  # type: ignore[misc]  # vLLM is not there wh
         from . import dflash
 
         dflash.check_and_update_config(vllm_config)
+
+    @classmethod
+    def get_attn_backend_cls(
+        cls,
+        selected_backend: AttentionBackendEnum | None,
+        attn_selector_config: AttentionSelectorConfig,
+        num_heads: int | None = None,
+    ) -> str:
+        from . import _cuda_attention
+
+        return _cuda_attention.choose(
+            super().get_attn_backend_cls,
+            selected_backend,
+            attn_selector_config,
+            num_heads,
+            cls.get_device_capability(),
+        )

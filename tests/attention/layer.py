@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One attention layer on a backend of the plugin: its cache, a batch, and the right answer by definition.
+
+The metadata is built by the builder of the vLLM version that is loaded. The right answer comes from contiguous keys and
+values, so a token that is written to a wrong place of the cache, or an argument that does not arrive, shows.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import torch
+
+HEADS, KV_HEADS, BLOCK = 4, 2, 16
+# (tokens in this step, tokens in all) of each request
+BATCH = ((1, 40), (5, 5), (3, 33))
+
+
+def config(**settings: Any) -> Any:
+    """A ``VllmConfig`` for one process without CUDA graphs."""
+    model = MagicMock(rswa_window=None, is_mm_prefix_lm=False)
+    compilation = MagicMock(max_cudagraph_capture_size=8)
+    compilation.cudagraph_mode.has_full_cudagraphs.return_value = False
+    kernel = SimpleNamespace(enable_jit_warmup=False)
+    return MagicMock(model_config=model, compilation_config=compilation, kernel_config=kernel, **settings)
+
+
+class Layer:
+    """One attention layer, its cache with a random mapping of blocks, and the tokens of a batch."""
+
+    def __init__(self, load: Any, backend: Any, head_size: int, seed: int = 0, **options: Any) -> None:
+        self.head_size = head_size
+        self.common = load("vllm.v1.attention.backend").CommonAttentionMetadata
+        self.backend = backend
+        self.scale = head_size**-0.5
+        self.impl = backend.get_impl_cls()(HEADS, head_size, self.scale, KV_HEADS, **options)
+        generator = torch.Generator().manual_seed(seed)
+
+        def random(*shape: int) -> Any:
+            return torch.randn(*shape, generator=generator).bfloat16()
+
+        self.keys = [random(length, KV_HEADS, head_size) for _, length in BATCH]
+        self.values = [random(length, KV_HEADS, head_size) for _, length in BATCH]
+        self.query = random(sum(new for new, _ in BATCH), HEADS, head_size)
+        width = max(-(-length // BLOCK) for _, length in BATCH)
+        self.table = torch.randperm(20, generator=generator)[: len(BATCH) * width].view(len(BATCH), width).int()
+        self.cache = self._cache(head_size)
+
+    def _cache(self, head_size: int) -> Any:
+        """As the model runner makes it: the memory in the backend's order, unused slots poisoned."""
+        if not hasattr(self.backend, "get_kv_cache_shape"):
+            return torch.full((20, KV_HEADS, BLOCK, 2 * head_size), float("nan"), dtype=torch.bfloat16)
+        shape = self.backend.get_kv_cache_shape(20, BLOCK, KV_HEADS, head_size)
+        order = self.backend.get_kv_cache_stride_order()
+        memory = torch.full([shape[dim] for dim in order], float("nan"), dtype=torch.bfloat16)
+        return memory.permute([order.index(dim) for dim in range(len(order))])
+
+    def write(self, which: slice) -> None:
+        for request, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
+            at = torch.arange(len(keys))
+            slots = self.table[request, at // BLOCK] * BLOCK + at % BLOCK
+            scales = SimpleNamespace(_k_scale=None, _v_scale=None)
+            self.impl.do_kv_cache_update(scales, keys[which], values[which], self.cache, slots[which])
+
+    def metadata(self, causal: bool, **more: Any) -> Any:
+        new, lengths = zip(*BATCH, strict=True)
+        start = torch.tensor([0, *new]).cumsum(0).int()
+        common = self.common(
+            query_start_loc=start,
+            query_start_loc_cpu=start,
+            seq_lens=torch.tensor(lengths).int(),
+            num_reqs=len(BATCH),
+            num_actual_tokens=int(start[-1]),
+            max_query_len=max(new),
+            max_seq_len=max(lengths),
+            block_table_tensor=self.table,
+            slot_mapping=torch.zeros(int(start[-1])),
+            causal=causal,
+            **more,
+        )
+        return self.builder().build(0, common)
+
+    def builder(self, **settings: Any) -> Any:
+        spec = self.spec(self.head_size)
+        return self.backend.get_builder_cls()(spec, ["layer"], config(**settings), torch.device("cpu"))
+
+    @staticmethod
+    def spec(head_size: int) -> Any:
+        """Of one layer's KV cache."""
+        return SimpleNamespace(
+            block_size=BLOCK,
+            num_kv_heads=KV_HEADS,
+            head_size=head_size,
+            dtype=torch.bfloat16,
+            sliding_window=None,
+            dcp_sharded=False,
+        )
+
+    def run(self, metadata: Any, **more: Any) -> Any:
+        output = torch.full_like(self.query, float("nan"))
+        found = self.impl.forward(None, self.query, None, None, self.cache, metadata, output, **more)
+        assert found is output
+        return output
+
+    def right(self, *, causal: bool, window: int | None = None, cap: float = 0.0, sinks: Any = None) -> Any:
+        """By definition, a query and a head at a time, in float64."""
+        rows = []
+        token = 0
+        for (new, length), keys, values in zip(BATCH, self.keys, self.values, strict=True):
+            for position in range(length - new, length):
+                for head in range(HEADS):
+                    kv = head // (HEADS // KV_HEADS)
+                    seen = torch.tensor(
+                        [
+                            (not causal or key <= position) and (window is None or abs(position - key) < window)
+                            for key in range(length)
+                        ]
+                    )
+                    scores = keys[seen, kv].double() @ self.query[token, head].double() * self.scale
+                    scores = cap * torch.tanh(scores / cap) if cap else scores
+                    mass = scores.exp().sum() + (sinks[head].double().exp() if sinks is not None else 0)
+                    rows.append((scores.exp() / mass) @ values[seen, kv].double())
+                token += 1
+        return torch.stack(rows).view_as(self.query)
+
+
+def close(found: Any, right: Any) -> None:
+    torch.testing.assert_close(found.double(), right, atol=2e-2, rtol=2e-2)

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A stand-in for the plugin's paged attention kernel, which needs a GPU: float64, page by page."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from .mate_standin import attention
+
+
+class Scratch:
+    """Takes no memory; knows which device it is for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    allocate = classmethod(lambda cls, device: cls(device))
+
+
+def paged(calls: list[dict[str, Any]] | None = None, *, refuses: str | None = None) -> ModuleType:
+    """The module; ``calls`` notes what the function is called with, ``refuses`` is what ``refuse`` says."""
+    module = ModuleType("vllm_hwplugin.attention.paged")
+
+    def paged_attention(
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        query_start_loc: torch.Tensor,
+        seq_lens: torch.Tensor,
+        block_table: torch.Tensor,
+        max_query_len: int,
+        max_seq_len: int,
+        scale: float,
+        causal: bool,
+        window: tuple[int, int],
+        softcap: float,
+        sinks: torch.Tensor | None,
+        scratch: Scratch,
+        batch_invariant: bool,
+    ) -> None:
+        if calls is not None:
+            calls.append({"causal": causal, "scratch": scratch, "batch_invariant": batch_invariant})
+        assert max_seq_len >= int(seq_lens.max())
+        assert max_query_len >= int(query_start_loc.diff().max())
+        assert len(query_start_loc) == len(seq_lens) + 1
+        assert query.shape == out.shape
+        found = attention(
+            query,
+            keys,
+            values,
+            query_start_loc,
+            seq_lens,
+            block_table,
+            softmax_scale=scale,
+            causal=causal,
+            window_size=window,
+            softcap=softcap,
+            sinks=sinks,
+        )
+        out.copy_(found)
+
+    module.paged_attention = paged_attention  # type: ignore[attr-defined]
+    module.Scratch = Scratch  # type: ignore[attr-defined]
+    module.refuse = lambda head_size, dtype, kv_dtype, block_size: refuses  # type: ignore[attr-defined]
+    return module

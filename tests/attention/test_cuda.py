@@ -1,0 +1,352 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FLASH_ATTN on CUDA over a stand-in for the kernel, on every supported vLLM: which layer gets what, what is refused.
+
+The kernel itself is tested in tests/attention/paged and, on a GPU, in tests/gpu.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+
+from vllm_hwplugin.patching import SUPPORTED
+
+torch = pytest.importorskip("torch")
+
+from .layer import BATCH, HEADS, KV_HEADS, Layer, close, config  # noqa: E402
+from .paged_standin import paged  # noqa: E402
+from .released import released  # noqa: E402
+from .test_classes import arguments  # noqa: E402
+
+every_version = pytest.mark.parametrize("version", SUPPORTED)
+ends = pytest.mark.parametrize("version", [SUPPORTED[0], SUPPORTED[-1]])
+OWN = "vllm_hwplugin.attention.cuda"
+FLASH = "vllm.v1.attention.backends.flash_attn"
+Tree = Callable[[str], Any]
+
+
+def layer_of(load: Any, head_size: int = 512, **options: Any) -> Layer:
+    usual = {"alibi_slopes": None, "sliding_window": None, "kv_cache_dtype": "auto"}
+    return Layer(load, load(OWN).CudaFlashAttentionBackend, head_size, **usual | options)
+
+
+@every_version
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("head_size", "layout"), [(512, "NHD"), (320, "HND")])
+def test_the_right_answer(version: str, causal: bool, head_size: int, layout: str, vllm_tree: Tree) -> None:
+    calls: list[dict[str, Any]] = []
+    with released(version, vllm_tree(version), layout=layout, paged=paged(calls), flash=(3,)) as load:
+        layer = layer_of(load, head_size)
+        layer.write(slice(None))
+        close(layer.run(layer.metadata(causal)), layer.right(causal=causal))
+    assert [(call["causal"], call["batch_invariant"]) for call in calls] == [(causal, False)]
+
+
+@ends
+@pytest.mark.parametrize("causal", [True, False])
+def test_window_softcap_and_sinks_arrive(version: str, causal: bool, vllm_tree: Tree) -> None:
+    with released(version, vllm_tree(version), paged=paged(), flash=(3,)) as load:
+        sinks = torch.tensor([0.5, -1.0, 2.0, 0.0]).bfloat16()
+        layer = layer_of(load, 264, sliding_window=7, logits_soft_cap=2.0, sinks=sinks)
+        layer.write(slice(None))
+        close(layer.run(layer.metadata(causal)), layer.right(causal=causal, window=7, cap=2.0, sinks=sinks))
+
+
+@ends
+def test_tokens_of_padding_are_left_out(version: str, vllm_tree: Tree) -> None:
+    with released(version, vllm_tree(version), paged=paged(), flash=(3,)) as load:
+        layer = layer_of(load)
+        layer.write(slice(None))
+        metadata = layer.metadata(True)
+        real = layer.right(causal=True)
+        layer.query = torch.cat([layer.query, torch.full_like(layer.query[:2], float("nan"))])
+        found = layer.run(metadata)
+        close(found[:-2], real)
+        assert found[-2:].isnan().all()
+
+
+@ends
+def test_batch_invariance_reaches_the_kernel(version: str, vllm_tree: Tree) -> None:
+    calls: list[dict[str, Any]] = []
+    with released(version, vllm_tree(version), paged=paged(calls), flash=(3,)) as load:
+        load("vllm.envs").VLLM_BATCH_INVARIANT = True
+        layer = layer_of(load)
+        layer.write(slice(None))
+        layer.run(layer.metadata(causal=True))
+    assert [call["batch_invariant"] for call in calls] == [True]
+
+
+@ends
+def test_without_a_cache_the_output_is_zero(version: str, vllm_tree: Tree) -> None:
+    with released(version, vllm_tree(version), paged=paged(), flash=(3,)) as load:
+        assert not layer_of(load).run(None).any()
+
+
+# -- each layer by its own head ----------------------------------------------------------------------------------------
+
+
+@every_version
+def test_each_layer_gets_what_is_made_for_its_head(version: str, vllm_tree: Tree) -> None:
+    with released(version, vllm_tree(version), paged=paged(), flash=(3,)) as load:
+        flash, own = load(FLASH), load(OWN)
+        for head_size, made in (
+            (64, flash.FlashAttentionImpl),
+            (256, flash.FlashAttentionImpl),
+            (264, own.LargeHeadAttentionImpl),
+            (512, own.LargeHeadAttentionImpl),
+        ):
+            impl = own.CudaFlashAttentionBackend.get_impl_cls()(
+                HEADS, head_size, 0.1, KV_HEADS, None, None, "auto", None, "decoder", None
+            )
+            assert type(impl) is made
+            # vLLM plans its schedules by the windows of all layers that are one of its own.
+            assert isinstance(impl, flash.FlashAttentionImpl)
+            assert impl.sliding_window == (-1, -1)
+
+
+@every_version
+def test_a_large_head_asks_nothing_of_flash_attention(version: str, vllm_tree: Tree) -> None:
+    with released(version, vllm_tree(version), paged=paged(), flash=(3, 4)) as load:
+        flash = load(FLASH)
+        own = load(OWN)
+        flash.get_scheduler_metadata = MagicMock(side_effect=AssertionError("planned for a large head"))
+        flash.get_flash_attn_version = MagicMock(return_value=3)
+        layer = layer_of(load)
+        assert not flash.get_flash_attn_version.called
+        assert layer.impl.vllm_flash_attn_version is None
+        layer.write(slice(None))
+        metadata = layer.metadata(True)
+        assert metadata.scheduler_metadata is None
+        builder = layer.builder()
+        assert (builder.aot_schedule, builder.use_cascade_attention(common_prefix_len=4096)) == (False, False)
+        assert own.CudaFlashAttentionBackend.get_builder_cls() is type(builder)
+
+
+@every_version
+def test_a_usual_head_keeps_vllms_schedule_and_cascade(version: str, vllm_tree: Tree) -> None:
+    with released(version, vllm_tree(version), paged=paged(), flash=(3,)) as load:
+        flash = load(FLASH)
+        builder = layer_of(load, 64).builder()
+        assert builder.aot_schedule is True
+        flash.use_cascade_attention = MagicMock(return_value=True)
+        if hasattr(flash.FlashAttentionMetadataBuilder, "use_cascade_attention") and SUPPORTED.index(
+            version
+        ) < SUPPORTED.index("0.29.0"):
+            assert builder.use_cascade_attention(common_prefix_len=4096) is True
+
+
+@every_version
+def test_graphs_of_large_heads_hold_any_batch(version: str, vllm_tree: Tree) -> None:
+    with released(version, vllm_tree(version), paged=paged(), flash=(2,)) as load:
+        support = load("vllm.v1.attention.backend").AttentionCGSupport
+        builder = load(OWN).CudaFlashAttentionBackend.get_builder_cls()
+
+        def of(*head_sizes: int) -> Any:
+            specs = [Layer.spec(size) for size in head_sizes]
+            group = SimpleNamespace(kv_cache_specs=dict(enumerate(specs))) if len(specs) > 1 else specs[0]
+            return builder.get_cudagraph_support(config(), group)
+
+        # With FlashAttention 2 vLLM's own hold batches of equal query lengths.
+        assert of(256) is support.UNIFORM_BATCH
+        assert of(264) is support.ALWAYS
+        assert of(512, 320) is support.ALWAYS
+        assert of(512, 256) is support.UNIFORM_BATCH
+
+
+@pytest.mark.parametrize("version", ["0.30.0", "0.33.0"])
+def test_flash_attention_4_is_not_compiled_ahead_for_large_heads(version: str, vllm_tree: Tree) -> None:
+    with released(version, vllm_tree(version), paged=paged(), flash=(3, 4)) as load:
+        flash = load(FLASH)
+        (name,) = [name for name in vars(flash) if name.startswith("_FA4_DENSE")]
+        kernel = MagicMock()
+        setattr(flash, name, kernel)
+
+        def build(head_size: int) -> Any:
+            settings = config()
+            settings.kernel_config.enable_jit_warmup = True
+            settings.model_config.hf_config.model_type = "gemma4"
+            own = load(OWN).CudaFlashAttentionBackend.get_builder_cls()
+            builder = own(Layer.spec(head_size), ["layer"], settings, torch.device("cpu"))
+            assert builder.vllm_config is settings
+            assert settings.kernel_config.enable_jit_warmup is True
+            return kernel.register_warmup.called
+
+        assert build(512) is False
+        assert build(256) is True
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+@ends
+def test_all_layers_share_one_scratch_that_goes_with_them(version: str, vllm_tree: Tree) -> None:
+    calls: list[dict[str, Any]] = []
+    with released(version, vllm_tree(version), paged=paged(calls), flash=(3,)) as load:
+        layers = [layer_of(load), layer_of(load, 320)]
+        for layer in layers:
+            layer.write(slice(None))
+            layer.run(layer.metadata(True))
+        first, second = (call["scratch"] for call in calls)
+        assert first is second
+        assert first.device == torch.device("cpu")
+        taken = load("vllm_hwplugin.attention._scratch")._taken
+        assert len(taken) == 1
+        calls.clear()
+        del first, second, layers, layer
+        gc.collect()
+        assert len(taken) == 0
+
+
+@ends
+def test_halves_of_a_batch_have_a_scratch_each(version: str, vllm_tree: Tree) -> None:
+    calls: list[dict[str, Any]] = []
+    with released(version, vllm_tree(version), paged=paged(calls), flash=(3,)) as load:
+        scratch = load("vllm_hwplugin.attention._scratch")
+        parallel = SimpleNamespace(use_ubatching=True, num_ubatches=2)
+        scratch.get_current_vllm_config_or_none = lambda: SimpleNamespace(parallel_config=parallel)
+        layer = layer_of(load)
+        layer.write(slice(None))
+        for half in (0, 1, 0):
+            scratch.dbo_current_ubatch_id = lambda half=half: half
+            layer.run(layer.metadata(True))
+        first, second, third = (call["scratch"] for call in calls)
+        assert first is third
+        assert first is not second
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+@every_version
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"head_size": 520}, "head_size is 520, expected a multiple of 8 up to 512"),
+        ({"head_size": 260}, "head_size is 260, expected a multiple of 8 up to 512"),
+        ({"head_size": 12}, "head_size is 12, expected a multiple of 8 up to 512"),
+        ({"head_size": 512, "kv_cache_dtype": "fp8"}, "kv_cache_dtype is fp8, expected auto or float16 or bfloat16"),
+        ({"head_size": 512, "kv_cache_dtype": "float16"}, "the KV cache is float16; use --kv-cache-dtype auto"),
+        ({"head_size": 512, "block_size": 24}, "block_size is 24, expected a multiple of 16"),
+        ({"head_size": 256, "block_size": 24}, "block_size is 24, expected a multiple of 16"),
+        ({"head_size": 512, "dtype": torch.float32}, "dtype is float32, expected float16 or bfloat16"),
+        ({"head_size": 512, "attn_type": "encoder_only"}, "attn_type is encoder_only, expected decoder"),
+        ({"head_size": 512, "use_mm_prefix": True}, "does not declare mm_prefix: .*--language-model-only"),
+        ({"head_size": 512, "use_per_head_quant_scales": True}, "does not declare per_head_quant_scales"),
+        ({"head_size": 512, "device_capability": (7, 5)}, r"compute capability is \(7, 5\), expected 8.0 or later"),
+    ],
+)
+def test_the_selector_is_told_what_is_wrong(version: str, asked: dict[str, Any], words: str, vllm_tree: Tree) -> None:
+    with released(version, vllm_tree(version), paged=paged(), flash=(3,)) as load:
+        made = load(OWN).CudaFlashAttentionBackend
+        found = made.validate_configuration(**arguments(made, **asked))
+        assert re.search(words, "; ".join(found)), found
+
+
+@pytest.mark.parametrize("asked", ["use_rswa", "use_dcp", "use_pcp", "use_adaptive_verification"])
+def test_what_later_versions_ask_is_refused_for_large_heads_alone(asked: str, vllm_tree: Tree) -> None:
+    version = SUPPORTED[-1]
+    with released(version, vllm_tree(version), paged=paged(), flash=(3,)) as load:
+        made, stock = load(OWN).CudaFlashAttentionBackend, load(FLASH).FlashAttentionBackend
+        (reason,) = made.validate_configuration(**arguments(made, head_size=512, **{asked: True}))
+        assert "FLASH_ATTN>256 does not declare" in reason
+        usual = arguments(made, head_size=256, **{asked: True})
+        assert made.validate_configuration(**usual) == stock.validate_configuration(**usual)
+
+
+@every_version
+def test_what_is_declared_is_accepted(version: str, vllm_tree: Tree) -> None:
+    # Without FlashAttention 3 and 4 as well: sinks are then not for vLLM's own kernels.
+    with released(version, vllm_tree(version), paged=paged(), flash=(2,)) as load:
+        made = load(OWN).CudaFlashAttentionBackend
+        good = arguments(
+            made,
+            head_size=512,
+            block_size=None,
+            has_sink=True,
+            use_non_causal=True,
+            use_batch_invariant=True,
+            use_kv_connector=True,
+            has_sliding_window=True,
+        )
+        assert made.validate_configuration(**good) == []
+        assert made.validate_configuration(**good | {"kv_cache_dtype": "bfloat16", "block_size": 64}) == []
+
+
+@ends
+def test_the_kernels_own_refusal_counts(version: str, vllm_tree: Tree) -> None:
+    with released(version, vllm_tree(version), paged=paged(refuses="no such page"), flash=(3,)) as load:
+        made = load(OWN).CudaFlashAttentionBackend
+        assert made.validate_configuration(**arguments(made, head_size=512)) == ["no such page"]
+        assert made.validate_configuration(**arguments(made, head_size=256)) == []
+
+
+@ends
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"alibi_slopes": [0.5]}, "no ALiBi"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype is fp8, expected"),
+        ({"attn_type": "encoder_only"}, "attn_type is encoder_only, expected decoder"),
+        ({"head_size": 520}, "head_size is 520, expected a multiple of 8 up to 512"),
+        ({"sinks": torch.zeros(3)}, r"sinks have shape \(3,\), expected one for each head: \(4,\)"),
+    ],
+)
+def test_a_layer_that_needs_more_is_refused(
+    version: str, options: dict[str, Any], reason: str, vllm_tree: Tree
+) -> None:
+    with (
+        released(version, vllm_tree(version), paged=paged(), flash=(3,)) as load,
+        pytest.raises(ValueError, match=reason),
+    ):
+        layer_of(load, **{"head_size": 512} | options)
+
+
+@ends
+def test_context_parallelism_is_refused(version: str, vllm_tree: Tree) -> None:
+    with released(version, vllm_tree(version), paged=paged(), flash=(3,)) as load:
+        load("vllm.distributed.parallel_state").get_pcp_group = lambda: SimpleNamespace(world_size=2, rank_in_group=0)
+        with pytest.raises(ValueError, match="context parallelism; use tensor parallelism"):
+            layer_of(load)
+
+
+@ends
+def test_a_step_that_needs_more_is_refused(version: str, vllm_tree: Tree) -> None:
+    with released(version, vllm_tree(version), paged=paged(), flash=(3,)) as load:
+        layer = layer_of(load)
+        metadata = layer.metadata(True)
+        with pytest.raises(NotImplementedError, match="does not quantize its output"):
+            layer.run(metadata, output_scale=torch.ones(1))
+        metadata.rswa_prefix_lens = torch.ones(len(BATCH))
+        with pytest.raises(NotImplementedError, match="no mask for reference sliding windows"):
+            layer.run(metadata)
+        metadata.causal = torch.ones(len(BATCH), dtype=torch.int32)
+        with pytest.raises(NotImplementedError, match="one mask for all requests"):
+            layer.run(metadata)
+
+
+@every_version
+def test_a_batch_with_an_image_is_refused_and_one_without_is_not(version: str, vllm_tree: Tree) -> None:
+    with released(version, vllm_tree(version), paged=paged(), flash=(3,)) as load:
+        layer = layer_of(load)
+        layer.write(slice(None))
+        # Up to 0.23 vLLM puts the ranges into the metadata of a layer, later into what that is built from.
+        in_common = "mm_req_doc_ranges" in layer.common.__dataclass_fields__
+        assert in_common == (SUPPORTED.index(version) >= SUPPORTED.index("0.24.0"))
+
+        def run(ranges: dict[int, list[tuple[int, int]]]) -> None:
+            if in_common:
+                layer.run(layer.metadata(True, mm_req_doc_ranges=ranges))
+            else:
+                metadata = layer.metadata(True)
+                metadata.mm_prefix_range = ranges
+                layer.run(metadata)
+
+        run({0: [], 1: []})
+        with pytest.raises(NotImplementedError, match="--language-model-only"):
+            run({0: [], 1: [(0, 3)]})

@@ -1,0 +1,328 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When a layer runs on the plugin's FLASH_ATTN on CUDA: the rules alone, then under every vLLM's own choice."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+import re
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
+from unittest.mock import MagicMock
+
+import pytest
+
+from vllm_hwplugin import gates, record
+from vllm_hwplugin.patching import SUPPORTED
+from vllm_hwplugin.platforms import _cuda_attention as attention
+from vllm_hwplugin.platforms._cuda_attention import Asked, Faster, Stock, decide
+
+from .realvllm import Load, own
+
+every_version = pytest.mark.parametrize("version", SUPPORTED)
+FLASH = "vllm.v1.attention.backends.flash_attn.FlashAttentionBackend"
+OWN = "vllm_hwplugin.attention.cuda.CudaFlashAttentionBackend"
+MEASURED = (Faster(9, "FLASH_ATTN", "a table"), Faster(9, "TRITON_ATTN", "a table"))
+FITS: tuple[str, ...] = ()
+
+
+# -- the rules ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("gate", "asked", "stock", "refused", "own", "reason"),
+    [
+        ("auto", Asked(256, 9), Stock("FLASH_ATTN"), FITS, False, "up to 256 are vLLM's own"),
+        ("on", Asked(256, 9), Stock("FLASH_ATTN"), FITS, False, "up to 256 are vLLM's own"),
+        ("on", Asked(576, 9, mla=True), Stock("FLASHMLA"), FITS, False, "MLA"),
+        ("off", Asked(512, 9), Stock("FLASH_ATTN"), FITS, False, "VLLM_HWPLUGIN_ATTENTION=off"),
+        ("on", Asked(512, 9, foreign=True), Stock("FLASH_ATTN"), FITS, False, "another plugin"),
+        ("on", Asked(512, 9, "TRITON_ATTN"), Stock("TRITON_ATTN"), FITS, False, "TRITON_ATTN is named"),
+        ("on", Asked(512, 12), Stock("FLASHINFER"), FITS, True, "VLLM_HWPLUGIN_ATTENTION=on"),
+        ("auto", Asked(512, 9), Stock("FLASH_ATTN"), FITS, True, "faster than vLLM's FLASH_ATTN .* 9.x: a table"),
+        ("auto", Asked(512, 9, "FLASH_ATTN"), Stock("FLASH_ATTN"), FITS, True, "faster than vLLM's FLASH_ATTN"),
+        ("auto", Asked(512, 9), Stock("TRITON_ATTN"), FITS, True, "faster than vLLM's TRITON_ATTN"),
+        ("auto", Asked(512, 9), Stock("FLASHINFER"), FITS, False, "not known to be faster than FLASHINFER"),
+        ("auto", Asked(512, 10), Stock("FLASH_ATTN"), FITS, False, "not known .* compute capability 10.x"),
+        ("auto", Asked(512, 10), Stock("FLASH_ATTN", "no cutlass"), FITS, True, "cannot run here: no cutlass"),
+        ("auto", Asked(512, 8, "FLASH_ATTN"), Stock(None), FITS, True, "vLLM has none that fits"),
+        ("auto", Asked(512, 8), Stock(None), FITS, True, "vLLM has none that fits"),
+        ("auto", Asked(512, 9), Stock("FLASH_ATTN"), ("no fp8",), False, "does not fit: no fp8"),
+    ],
+)
+def test_decide(gate: str, asked: Asked, stock: Stock, refused: tuple[str, ...], own: bool, reason: str) -> None:
+    found = decide(gate, asked, stock, refused, MEASURED)
+    assert found.own is own
+    assert re.search(reason, found.reason)
+    assert found.error == ""
+
+
+@pytest.mark.parametrize(
+    ("gate", "stock", "words"),
+    [
+        ("auto", Stock(None), "the plugin's FLASH_ATTN does not fit: no fp8; no sink"),
+        ("on", Stock("TRITON_ATTN"), "VLLM_HWPLUGIN_ATTENTION=on, but the plugin's FLASH_ATTN does not fit: no fp8"),
+    ],
+)
+def test_a_start_without_a_backend_ends_with_the_reasons(gate: str, stock: Stock, words: str) -> None:
+    found = decide(gate, Asked(512, 9), stock, ("no fp8", "no sink"), MEASURED)
+    assert words in found.error
+
+
+def test_what_was_measured_says_where() -> None:
+    assert {item.major for item in attention.MEASURED} == {9}
+    assert all(item.reason for item in attention.MEASURED)
+    assert len({(item.major, item.than) for item in attention.MEASURED}) == len(attention.MEASURED)
+
+
+# -- under vLLM's own choice -------------------------------------------------------------------------------------------
+
+
+class Config(NamedTuple):
+    """The fields of ``AttentionSelectorConfig`` that vLLM's platforms read."""
+
+    head_size: int = 512
+    kv_cache_dtype: str | None = "auto"
+    block_size: int | None = None
+    use_mla: bool = False
+    use_sparse: bool = False
+    use_mm_prefix: bool = False
+    use_non_causal: bool = False
+
+
+def backend(name: str, refuses: Callable[[dict[str, Any]], list[str]]) -> type:
+    def validate_configuration(**asked: Any) -> list[str]:
+        return refuses(asked)
+
+    members = {
+        "validate_configuration": staticmethod(validate_configuration),
+        "get_name": staticmethod(lambda: name),
+        "full_cls_name": classmethod(lambda cls: (cls.__module__, cls.__qualname__)),
+    }
+    return type(f"{name}Backend", (), members)
+
+
+class Host:
+    """A GPU under a version of vLLM whose backends refuse what they are told to refuse."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
+        self.refuses: dict[str, Callable[[dict[str, Any]], list[str]]] = {}
+        self._monkeypatch = monkeypatch
+        registry = importlib.import_module("vllm.v1.attention.backends.registry")
+        self.known = registry.AttentionBackendEnum
+        self.platform = own("vllm_hwplugin.platforms.cuda").CudaPlatform
+        interface = importlib.import_module("vllm.platforms.interface")
+        monkeypatch.setattr(
+            self.platform, "get_device_capability", lambda *_: interface.DeviceCapability(*capability), raising=False
+        )
+        for name in ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "FLEX_ATTENTION", "TURBOQUANT"):
+            self._put(self.known[name].get_path(), name)
+        self._put(OWN, "own")
+        self.model = SimpleNamespace(multimodal_config=None, get_head_size=lambda: 512)
+        monkeypatch.setattr(attention, "_model_config", lambda: self.model)
+
+    def _put(self, path: str, name: str) -> None:
+        module, _, cls = path.rpartition(".")
+        made = ModuleType(module)
+        answer = backend("FLASH_ATTN" if name == "own" else name, lambda asked: self.refuses.get(name, _no)(asked))
+        made.__dict__[cls] = answer
+        answer.__module__, answer.__qualname__ = module, cls
+        self._monkeypatch.setitem(sys.modules, module, made)
+
+    def refuse(self, *names: str, why: str = "refused", when: Callable[[dict[str, Any]], bool] = bool) -> None:
+        for name in names:
+            self.refuses[name] = lambda asked: [why] if when(asked) else []
+
+    def ask(self, named: str | None = None, **config: Any) -> str:
+        selected = None if named is None else self.known[named]
+        return self.platform().get_attn_backend_cls(selected, attn_selector_config=Config(**config), num_heads=8)
+
+
+def _no(asked: dict[str, Any]) -> list[str]:
+    return []
+
+
+@pytest.fixture(autouse=True)
+def _all_of_fa4(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """FlashAttention 4 has what it needs, and nothing has been told yet."""
+    monkeypatch.setattr(attention, "missing_for_fa4", lambda: "")
+    attention._once.cache_clear()
+    yield
+    attention._once.cache_clear()
+
+
+@pytest.fixture
+def host(real_vllm: Load, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Host]:
+    def make(version: str, capability: tuple[int, int] = (9, 0)) -> Host:
+        real_vllm(version)
+        return Host(monkeypatch, capability)
+
+    return make
+
+
+Hosts = Callable[..., Host]
+
+
+@every_version
+def test_a_usual_head_is_vllms(version: str, host: Hosts) -> None:
+    gpu = host(version)
+    assert gpu.ask(head_size=256) == FLASH
+    assert gpu.ask("TRITON_ATTN", head_size=256) == gpu.known["TRITON_ATTN"].get_path()
+    gpu.refuse("FLASH_ATTN")
+    with pytest.raises(ValueError, match=r"FLASH_ATTN.*refused"):
+        gpu.ask("FLASH_ATTN", head_size=256)
+
+
+@every_version
+def test_a_large_head_on_hopper_is_the_plugins(version: str, host: Hosts) -> None:
+    gpu = host(version)
+    assert gpu.ask() == OWN
+    assert gpu.ask(use_non_causal=True) == OWN
+    assert gpu.ask("FLASH_ATTN") == OWN
+    assert gpu.ask("TRITON_ATTN") == gpu.known["TRITON_ATTN"].get_path()
+
+
+@every_version
+def test_where_nothing_was_measured_vllms_choice_stays_if_there_is_one(version: str, host: Hosts) -> None:
+    gpu = host(version, (8, 0))
+    assert gpu.ask() == FLASH
+    # As where FlashAttention 4 is not to be had, which alone of vLLM's goes beyond 256.
+    gpu.refuse("FLASH_ATTN", why="head_size not supported", when=lambda asked: asked["head_size"] > 256)
+    assert gpu.ask() == gpu.known["FLASHINFER"].get_path()
+    assert gpu.ask("FLASH_ATTN") == OWN
+    gpu.refuse("FLASHINFER", "TRITON_ATTN", "FLEX_ATTENTION", "TURBOQUANT")
+    assert gpu.ask() == OWN
+
+
+@every_version
+def test_flash_attention_4_that_cannot_be_compiled_does_not_count(
+    version: str, host: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "missing_for_fa4", lambda: "no cutlass")
+    gpu = host(version, (10, 0))
+    gpu.refuse("FLASHINFER", "TRITON_ATTN")
+    assert gpu.ask() == OWN
+    assert gpu.ask(head_size=256) == FLASH
+
+
+@every_version
+def test_the_gate(version: str, host: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = host(version)
+    monkeypatch.setenv("VLLM_HWPLUGIN_ATTENTION", "off")
+    assert gpu.ask() == gpu.ask("FLASH_ATTN") == FLASH
+    monkeypatch.setenv("VLLM_HWPLUGIN_ATTENTION", "on")
+    gpu.refuse("own", why="no fp8")
+    with pytest.raises(ValueError, match=r"VLLM_HWPLUGIN_ATTENTION=on, but .*no fp8"):
+        gpu.ask()
+    monkeypatch.setenv("VLLM_HWPLUGIN_ATTENTION", "auto")
+    assert gpu.ask() == FLASH
+    monkeypatch.setenv("VLLM_HWPLUGIN_ATTENTION", "maybe")
+    with pytest.raises(gates.GateError, match="VLLM_HWPLUGIN_ATTENTION=.maybe. is not"):
+        gpu.ask()
+
+
+@every_version
+def test_with_no_backend_left_both_sides_say_why(version: str, host: Hosts) -> None:
+    gpu = host(version)
+    gpu.refuse("FLASH_ATTN", why="head_size not supported")
+    gpu.refuse("own", why="head_size is 520, expected a multiple of 8 up to 512")
+    with pytest.raises(ValueError, match=r"heads of 520: .*expected a multiple of 8 up to 512") as caught:
+        gpu.ask("FLASH_ATTN", head_size=520)
+    assert "head_size not supported" in str(caught.value.__cause__)
+
+
+@every_version
+def test_a_flash_attn_of_another_plugin_stays(version: str, host: Hosts) -> None:
+    gpu = host(version)
+    registry = importlib.import_module("vllm.v1.attention.backends.registry")
+    module = ModuleType("made_up_plugin")
+    module.Backend = backend("FLASH_ATTN", _no)  # type: ignore[attr-defined]
+    module.Backend.__module__, module.Backend.__qualname__ = "made_up_plugin", "Backend"  # type: ignore[attr-defined]
+    sys.modules["made_up_plugin"] = module
+    try:
+        registry.register_backend(gpu.known.FLASH_ATTN, "made_up_plugin.Backend")
+        assert gpu.ask() == gpu.ask("FLASH_ATTN") == "made_up_plugin.Backend"
+    finally:
+        del sys.modules["made_up_plugin"]
+
+
+@every_version
+def test_without_the_plugins_class_vllm_decides(version: str, host: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = host(version)
+    monkeypatch.setitem(sys.modules, "vllm_hwplugin.attention.cuda", None)
+    assert gpu.ask() == FLASH
+    gpu.refuse("FLASH_ATTN")
+    with pytest.raises(ValueError, match="does not fit: ModuleNotFoundError"):
+        gpu.ask("FLASH_ATTN")
+
+
+@every_version
+def test_images_that_cannot_come_need_no_mask(version: str, host: Hosts) -> None:
+    gpu = host(version)
+    for name in ("FLASH_ATTN", "own"):
+        gpu.refuse(name, why="no mask", when=lambda asked: asked["use_mm_prefix"])
+    images: dict[str, Any] = {"use_mm_prefix": True}
+
+    def settings(**values: Any) -> None:
+        gpu.model.multimodal_config = SimpleNamespace(**values)
+
+    for multimodal in ({"language_model_only": False}, {"language_model_only": True, "enable_mm_embeds": True}):
+        settings(**multimodal)
+        for size in (256, 512):
+            with pytest.raises(ValueError, match="no mask"):
+                gpu.ask("FLASH_ATTN", head_size=size, **images)
+    settings(language_model_only=True)
+    assert gpu.ask("FLASH_ATTN", head_size=512, **images) == OWN
+    assert gpu.ask("FLASH_ATTN", head_size=256, **images) == FLASH
+    # The text part of such a checkpoint alone.
+    gpu.model.multimodal_config = None
+    assert gpu.ask("FLASH_ATTN", head_size=512, **images) == OWN
+    # A model without large heads is vLLM's own business.
+    gpu.model.get_head_size = lambda: 256
+    with pytest.raises(ValueError, match="no mask"):
+        gpu.ask("FLASH_ATTN", head_size=256, **images)
+
+
+@pytest.mark.parametrize("version", [SUPPORTED[0], SUPPORTED[-1]])
+def test_the_choice_is_told_once_and_noted(
+    version: str, host: Hosts, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    gpu = host(version)
+    noted: dict[str, str] = {}
+    monkeypatch.setattr(record, "note", noted.__setitem__)
+    caplog.set_level(logging.INFO, "vllm.hwplugin")
+    monkeypatch.setattr(attention.logger, "propagate", True)
+    for _ in range(3):
+        gpu.ask()
+    gpu.ask(use_non_causal=True)
+    gpu.ask(head_size=256)
+    told = [item.getMessage() for item in caplog.records if item.name == "vllm.hwplugin"]
+    assert len(told) == 2
+    assert told[0].startswith("attention with heads of 512: the plugin's FLASH_ATTN (faster than vLLM's FLASH_ATTN on")
+    assert list(noted) == ["attention, heads of 512", "attention, heads of 512, non-causal"]
+    assert noted["attention, heads of 512"].startswith("the plugin's FLASH_ATTN: faster than")
+
+
+def test_what_flash_attention_4_needs_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    find = MagicMock(side_effect=lambda name: None if name == "cutlass" else object())
+    monkeypatch.setattr(importlib.util, "find_spec", find)
+    attention.missing_for_fa4.cache_clear()
+    try:
+        assert attention.missing_for_fa4().startswith("FlashAttention 4 needs cutlass (")
+        find.side_effect = lambda name: object()
+        attention.missing_for_fa4.cache_clear()
+        assert attention.missing_for_fa4() == ""
+    finally:
+        attention.missing_for_fa4.cache_clear()
+
+
+@every_version
+def test_these_are_what_flash_attention_4_imports(version: str, vllm_tree: Callable[[str], Any]) -> None:
+    text = vllm_tree(version).read("vllm/vllm_flash_attn/cute/interface.py")
+    assert text is not None
+    assert "\nimport cutlass\n" in text
+    assert "\nfrom quack." in text

@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which layers run on the plugin's FLASH_ATTN on CUDA: those with heads above 256, where it is faster or alone.
+
+vLLM is asked first, layer by layer, and what it has chosen or refused is one of the facts that :func:`decide` goes by.
+Heads of up to 256 are vLLM's own business.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import importlib.util
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from vllm_hwplugin import gates, record
+from vllm_hwplugin.attention.capabilities import LARGEST_OF_VLLM
+
+logger = logging.getLogger("vllm.hwplugin")
+
+GATE: Final = "VLLM_HWPLUGIN_ATTENTION"
+FLASH_ATTN: Final = "FLASH_ATTN"
+OWN: Final = ("vllm_hwplugin.attention.cuda", "CudaFlashAttentionBackend")
+
+
+@dataclasses.dataclass(frozen=True)
+class Faster:
+    """On devices of a generation the plugin's kernel is faster than one of vLLM's backends at heads above 256.
+
+    Args:
+        major: of the compute capability.
+        than: vLLM's name of the backend.
+        reason: where that is known from.
+    """
+
+    major: int
+    than: str
+    reason: str
+
+
+MEASURED: Final = (
+    Faster(9, "FLASH_ATTN", "docs/kernel-benchmarks.md, against FlashAttention 4"),
+    Faster(9, "TRITON_ATTN", "docs/kernel-benchmarks.md"),
+    Faster(9, "FLEX_ATTENTION", "docs/kernel-benchmarks.md"),
+)
+"""What benchmarks have shown; elsewhere vLLM's choice stays where it works."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """What is wanted for a layer.
+
+    Args:
+        head_size: of the layer.
+        major: of the device's compute capability.
+        named: vLLM's name of the backend that the user, or vLLM for the model, has named; None where nothing is.
+        foreign: another plugin has registered a FLASH_ATTN of its own.
+        mla: it is an MLA or a sparse layer, which have backends of their own.
+    """
+
+    head_size: int
+    major: int
+    named: str | None = None
+    foreign: bool = False
+    mla: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Stock:
+    """What vLLM says to it.
+
+    Args:
+        backend: the name of its choice; None where it refuses.
+        broken: why that cannot run, though it is declared; empty where nothing is known against it.
+    """
+
+    backend: str | None
+    broken: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """What a layer runs on.
+
+    Args:
+        own: the plugin's class, else vLLM's word (its choice, or its error).
+        reason: why.
+        error: what the start must end with; empty where it need not.
+    """
+
+    own: bool
+    reason: str
+    error: str = ""
+
+
+def decide(
+    gate: str, asked: Asked, stock: Stock, refused: Sequence[str], measured: Sequence[Faster] = MEASURED
+) -> Choice:
+    """Choose between the plugin's class and vLLM's word for a layer.
+
+    Args:
+        gate: ``auto``, ``on`` or ``off``.
+        refused: why the plugin's class does not fit the layer; empty where it does.
+    """
+    if asked.head_size <= LARGEST_OF_VLLM:
+        return Choice(False, f"heads of up to {LARGEST_OF_VLLM} are vLLM's own choice")
+    if asked.mla:
+        return Choice(False, "MLA has backends of its own")
+    if gate == "off":
+        return Choice(False, f"{GATE}=off")
+    if asked.foreign:
+        return Choice(False, "another plugin has registered its own FLASH_ATTN")
+    if asked.named not in (None, FLASH_ATTN):
+        return Choice(False, f"{asked.named} is named")
+    if refused:
+        why = f"the plugin's FLASH_ATTN does not fit: {'; '.join(refused)}"
+        wanted = f"{GATE}=on, but " if gate == "on" else ""
+        return Choice(False, why, wanted + why if gate == "on" or stock.backend is None else "")
+    if gate == "on":
+        return Choice(True, f"{GATE}=on")
+    if stock.backend is None:
+        return Choice(True, "vLLM has none that fits")
+    if stock.broken:
+        return Choice(True, f"vLLM's {stock.backend} cannot run here: {stock.broken}")
+    for item in measured:
+        if (item.major, item.than) == (asked.major, stock.backend):
+            return Choice(
+                True, f"faster than vLLM's {stock.backend} on compute capability {item.major}.x: {item.reason}"
+            )
+    return Choice(False, f"not known to be faster than {stock.backend} on compute capability {asked.major}.x")
+
+
+Ask = Callable[..., str]
+
+
+def choose(vllm: Ask, selected: Any | None, config: Any, num_heads: int | None, capability: Any) -> str:
+    """The qualified name of a layer's backend class; for ``get_attn_backend_cls`` of the CUDA platform.
+
+    Args:
+        vllm: that method of vLLM's platform.
+        selected: the named member of ``AttentionBackendEnum``, or None.
+        config: vLLM's ``AttentionSelectorConfig`` for the layer.
+        num_heads: query heads of the layer.
+        capability: the device's ``DeviceCapability``.
+
+    Raises:
+        ValueError: no backend fits, or not the named one; with vLLM's reasons and the plugin's.
+        GateError: the gate has a bad value.
+    """
+    gate = gates.read(GATE).text
+    mla = bool(config.use_mla or config.use_sparse)
+    if gate == "off" or mla:
+        return vllm(selected, config, num_heads)
+    text = _without_images(config)
+    if config.head_size <= LARGEST_OF_VLLM:
+        path, error = _ask(vllm, selected, config, num_heads)
+        if error is not None and text is not config and _largest_head() > LARGEST_OF_VLLM:
+            path, error = _ask(vllm, selected, text, num_heads)
+        return _answer(path, error)
+    asked = Asked(
+        head_size=config.head_size,
+        major=capability.major,
+        named=None if selected is None else selected.name,
+        foreign=_foreign(selected),
+        mla=mla,
+    )
+    path, error = _ask(vllm, selected, config, num_heads)
+    stock = _stock(path)
+    choice = decide(gate, asked, stock, _refused(text, capability))
+    _tell(config, choice, stock)
+    if choice.error:
+        raise ValueError(f"no attention backend for heads of {config.head_size}: {choice.error}") from error
+    return ".".join(OWN) if choice.own else _answer(path, error)
+
+
+def _ask(vllm: Ask, selected: Any | None, config: Any, num_heads: int | None) -> tuple[str, ValueError | None]:
+    try:
+        return vllm(selected, config, num_heads), None
+    except ValueError as error:
+        return "", error
+
+
+def _answer(path: str, error: ValueError | None) -> str:
+    if error is not None:
+        raise error
+    return path
+
+
+def _stock(path: str) -> Stock:
+    if not path:
+        return Stock(None)
+    module, _, name = path.rpartition(".")
+    backend = getattr(importlib.import_module(module), name).get_name()
+    return Stock(backend, missing_for_fa4() if backend == FLASH_ATTN else "")
+
+
+def _refused(config: Any, capability: Any) -> list[str]:
+    try:
+        backend = getattr(importlib.import_module(OWN[0]), OWN[1])
+        reasons: list[str] = backend.validate_configuration(device_capability=capability, **config._asdict())
+    except (ImportError, OSError) as error:
+        return [f"{type(error).__name__}: {error}"]
+    return reasons
+
+
+def _foreign(selected: Any | None) -> bool:
+    if selected is None:
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+        selected = AttentionBackendEnum[FLASH_ATTN]
+    return bool(selected.name == FLASH_ATTN and selected.is_overridden())
+
+
+@functools.cache
+def missing_for_fa4() -> str:
+    """What FlashAttention 4 needs and this host lacks; empty where all is there.
+
+    vLLM takes it for there when one of its files is. It is compiled at its first call, by packages that vLLM does not
+    look for. They are only looked for here too: one that is there and cannot be imported is not noticed.
+    """
+    missing = [name for name in ("cutlass", "quack") if importlib.util.find_spec(name) is None]
+    if not missing:
+        return ""
+    return f"FlashAttention 4 needs {' and '.join(missing)} (nvidia-cutlass-dsl, quack-kernels), not installed"
+
+
+# -- models whose images are seen in both directions -------------------------------------------------------------------
+
+
+def _without_images(config: Any) -> Any:
+    """The same without the demand for a mask for images, where the engine takes none and so no batch will need it."""
+    if not config.use_mm_prefix:
+        return config
+    settings = getattr(_model_config(), "multimodal_config", None)
+    takes_images = settings is not None and (
+        not settings.language_model_only or getattr(settings, "enable_mm_embeds", False)
+    )
+    return config if takes_images else config._replace(use_mm_prefix=False)
+
+
+def _largest_head() -> int:
+    """Of the model, which is what vLLM makes of a configuration with several head sizes."""
+    model = _model_config()
+    return 0 if model is None else int(model.get_head_size())
+
+
+def _model_config() -> Any | None:
+    from vllm.config import get_current_vllm_config_or_none
+
+    config = get_current_vllm_config_or_none()
+    return None if config is None else config.model_config
+
+
+# -- what is told ------------------------------------------------------------------------------------------------------
+
+
+def _tell(config: Any, choice: Choice, stock: Stock) -> None:
+    layers = f"heads of {config.head_size}{', non-causal' if config.use_non_causal else ''}"
+    backend = "the plugin's FLASH_ATTN" if choice.own else f"vLLM's {stock.backend or 'error'}"
+    _once(f"attention with {layers}: {backend} ({choice.reason})")
+    record.note(f"attention, {layers}", f"{backend}: {choice.reason}")
+
+
+@functools.cache
+def _once(text: str) -> None:
+    logger.info("%s", text)
