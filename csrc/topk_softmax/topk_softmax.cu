@@ -66,11 +66,10 @@ __device__ __forceinline__ float widen(float x) { return x; }
 __device__ __forceinline__ float widen(__half x) { return __half2float(x); }
 __device__ __forceinline__ float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
 
-// Integers in the order of the numbers. 0 is below all of them and 1 stands for what is no number.
+// Integers in the order of the numbers; 0 is below all of them. What is no number counts as -inf.
 __device__ __forceinline__ uint32_t order_of(float x) {
-  const uint32_t bits = __float_as_uint(x);
-  const uint32_t order = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-  return isnan(x) ? 1u : order;
+  const uint32_t bits = __float_as_uint(isnan(x) ? -INFINITY : x);
+  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
 __device__ __forceinline__ float number_of(uint32_t order) {

@@ -6,8 +6,8 @@ lower one comes first. A row whose softmax is no number, as padding can leave it
 experts, each once, with weights of 0.
 
 In one thing it differs. Without a bias, logits of 16 bits are compared themselves, vLLM compares their probabilities in
-float32. Those of two unequal logits may round to the same number, most of all to 0: vLLM then takes the lower expert, and
-this the one of the larger logit. Their weights are the same.
+float32. Those of two unequal logits may round to the same number, most of all to 0: vLLM then takes the lower expert,
+and this the one of the larger logit. Their weights are the same.
 
 The reference below serves every device, until the kernel of ``csrc/topk_softmax`` is loaded and takes over CUDA.
 Importing this module defines the operation and builds nothing.
@@ -80,7 +80,7 @@ def _reference(
     probabilities = softmax.masked_fill(broken, 0.0)
     if bias is not None:
         choice = probabilities + bias
-        # Torch has what is no number first, and here it comes after all numbers.
+        # Torch has what is no number first.
         choice = choice.masked_fill(choice.isnan(), -torch.inf)
     elif gating_output.dtype.itemsize == 2:
         choice = gating_output.masked_fill(broken, 0.0)
