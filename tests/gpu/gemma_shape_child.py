@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One engine of gemma-4's shape, and all that it can be held to: `python gemma_shape_child.py JOB ANSWER`."""
+
+import json
+import sys
+from pathlib import Path
+
+import gemma_shape
+
+from vllm_hwplugin.bench._inside import counters, drafter_of, graph_modes, model_runner, platform_class
+from vllm_hwplugin.bench._watch import watched
+
+# The likeliest tokens that vLLM gives by default at most.
+CHOICES = 20
+
+
+def main(job: dict) -> dict:
+    gemma_shape.register_weights()
+    import torch
+    from vllm import LLM, SamplingParams
+
+    from vllm_hwplugin import record
+
+    llm = LLM(**gemma_shape.model_options(Path(job["model"])), **job["options"])
+    runner = model_runner(llm)
+    sampling = [
+        SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=CHOICES)
+        for tokens in job["tokens"]
+    ]
+    prompts = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
+    drafts: dict = {}
+    with watched(runner, torch.cuda.CUDAGraph if torch.cuda.is_available() else None) as counts:
+        if drafter_of(runner) is not None:
+            listen(runner, drafts)
+        outputs = llm.generate(prompts, sampling_params=sampling, use_tqdm=False)
+    graphs = getattr(drafter_of(runner), "draft_graphs", None)
+    return {
+        "platform": platform_class(),
+        "layers": layers(runner),
+        "texts": [list(output.outputs[0].token_ids) for output in outputs],
+        "choices": [
+            [sorted(((choice.logprob, token) for token, choice in at.items()), reverse=True) for at in one]
+            for one in (output.outputs[0].logprobs for output in outputs)
+        ],
+        "drafts": [[request, known, tokens] for (request, known), tokens in sorted(drafts.items())],
+        "graph_modes": graph_modes(runner),
+        "captured": 0 if graphs is None or graphs._graphs is None else len(graphs._graphs.concrete_cudagraph_entries),
+        "accepted": counters(llm)["accepted"],
+        "decisions": dict(record.current().decisions) if record.current() is not None else {},
+        **counts.facts(),
+    }
+
+
+def listen(runner, drafts: dict) -> None:
+    """Write down what is drafted, by the number of the request and how many tokens of it are computed by then."""
+    drafter = drafter_of(runner)
+    propose = drafter.propose
+
+    def listening(*args, **kwargs):
+        metadata, rejected = kwargs["common_attn_metadata"], kwargs["num_rejected_tokens_gpu"]
+        computed = metadata.seq_lens[: metadata.num_reqs]
+        if rejected is not None:
+            computed = computed - rejected[: metadata.num_reqs]
+        computed = computed.tolist()
+        result = propose(*args, **kwargs)
+        for request, known, tokens in zip(runner.input_batch.req_ids, computed, result.tolist(), strict=False):
+            # vLLM numbers the requests, and from some version on adds a random part.
+            drafts[int(request.split("-")[0]), known] = tokens
+        return result
+
+    drafter.propose = listening
+
+
+def layers(runner) -> list[dict]:
+    """Head size, window, and what computes it, of every attention layer: the draft's count on from the target's."""
+    found = []
+    for name, layer in runner.vllm_config.compilation_config.static_forward_context.items():
+        backend = layer.get_attn_backend()
+        found.append(
+            {
+                "name": name,
+                "head_size": layer.head_size,
+                "kv_heads": layer.num_kv_heads,
+                "window": layer.sliding_window,
+                "backend": backend.get_name(),
+                "class": f"{backend.__module__}.{backend.__qualname__}",
+                "implementation": type(layer.impl).__name__,
+            }
+        )
+    return found
+
+
+if __name__ == "__main__":
+    Path(sys.argv[2]).write_text(json.dumps(main(json.loads(Path(sys.argv[1]).read_text()))))
