@@ -80,10 +80,36 @@ PAGED_ATTENTION: Final = KernelSpec(
     ),
 )
 
+SILU_AND_MUL_PER_BLOCK_QUANT: Final = KernelSpec(
+    "silu_and_mul_per_block_quant",
+    ("silu_and_mul_per_block_quant.cu",),
+    "activation and quantisation by groups are about a dozen PyTorch operations with temporaries in float32",
+    # Parity with vLLM is bit for bit.
+    fast_math=False,
+    excluded=MappingProxyType({"mcc": "the source has not been ported to MUSA"}),
+)
+
+RMS_NORM_DYNAMIC_PER_TOKEN_QUANT: Final = KernelSpec(
+    "rms_norm_dynamic_per_token_quant",
+    ("rms_norm_dynamic_per_token_quant.cu",),
+    "norm and quantisation of rows are about a dozen PyTorch operations with temporaries in float32",
+    # Each rounding but those of the sum is vLLM's.
+    fast_math=False,
+    excluded=MappingProxyType({"mcc": "the source has not been ported to MUSA"}),
+)
+
 KERNELS: Final[Mapping[str, KernelSpec]] = MappingProxyType(
     {
         spec.name: spec
-        for spec in (ROTARY_EMBEDDING, MERGE_ATTN_STATES, FUSED_QK_NORM_ROPE, TOPK_SOFTMAX, PAGED_ATTENTION)
+        for spec in (
+            ROTARY_EMBEDDING,
+            MERGE_ATTN_STATES,
+            FUSED_QK_NORM_ROPE,
+            TOPK_SOFTMAX,
+            PAGED_ATTENTION,
+            SILU_AND_MUL_PER_BLOCK_QUANT,
+            RMS_NORM_DYNAMIC_PER_TOKEN_QUANT,
+        )
     }
 )
 

@@ -1,0 +1,603 @@
+// SPDX-License-Identifier: Apache-2.0
+// RMS norm of rows, after an optional sum with a residual, quantised to float8 e4m3 or int8 with one scale for each row.
+//
+// Each step is rounded as vLLM's operation of this name rounds it; only the order in which squares are added differs.
+// That order depends on the row's size and alignment alone, not on how many rows there are, so that a row's result does
+// not change with the batch around it.
+//
+// Only the stable ABI of PyTorch is used (torch/csrc/stable, torch/headeronly): one library serves every Python version
+// and later PyTorch releases, and its headers are complete in a CPU build of PyTorch too, which c10/cuda's are not.
+
+#include <algorithm>
+#include <cstdint>
+#include <optional>
+#include <type_traits>
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+#include <cuda_runtime.h>
+
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+// Defined by CUDA builds of PyTorch alone. As a weak symbol it lets the library load, and refuse, beside a CPU build.
+extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream) __attribute__((weak));
+
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+constexpr int kWarp = 32;
+constexpr unsigned kEveryLane = 0xffffffffu;
+constexpr int kMaxThreads = 1024;
+// Rows that one warp holds: so many of them share a block.
+constexpr int kWarpRows = 4;
+// Up to here every row's block is on the GPU at once, and wide blocks make the row's own time short; beyond, narrow blocks
+// with more loads of each thread keep the memory busier.
+constexpr int64_t kFewRows = 512;
+// Above, the steps of `Divisor` could overflow.
+constexpr float kLarge = 0x1p100f;
+
+struct Float8 {
+  static constexpr float kMax = 448.0f;
+  static constexpr float kSmallestScale = 1.0f / (448.0f * 512.0f);
+};
+
+struct Int8 {
+  static constexpr float kMax = 127.0f;
+  static constexpr float kSmallestScale = 0x1p-23f;
+};
+
+// Two elements side by side, and what is done with them in their own type.
+struct FloatPair {
+  using scalar_t = float;
+  float2 value;
+  static __device__ __forceinline__ FloatPair narrow(float2 x) { return {x}; }
+  __device__ __forceinline__ float2 widen() const { return value; }
+  __device__ __forceinline__ FloatPair times(FloatPair other) const {
+    return {make_float2(__fmul_rn(value.x, other.value.x), __fmul_rn(value.y, other.value.y))};
+  }
+};
+
+struct HalfPair {
+  using scalar_t = __half;
+  __half2 value;
+  static __device__ __forceinline__ HalfPair narrow(float2 x) { return {__float22half2_rn(x)}; }
+  __device__ __forceinline__ float2 widen() const { return __half22float2(value); }
+  __device__ __forceinline__ HalfPair times(HalfPair other) const { return {__hmul2(value, other.value)}; }
+};
+
+struct BFloat16Pair {
+  using scalar_t = __nv_bfloat16;
+  __nv_bfloat162 value;
+  static __device__ __forceinline__ BFloat16Pair narrow(float2 x) { return {__float22bfloat162_rn(x)}; }
+  // A bfloat16 is the upper half of a float32; the compiler would take two steps for the second one.
+  __device__ __forceinline__ float2 widen() const {
+    const uint32_t bits = reinterpret_cast<const uint32_t&>(value);
+    return make_float2(__uint_as_float(bits << 16), __uint_as_float(bits & 0xffff0000u));
+  }
+  __device__ __forceinline__ BFloat16Pair times(BFloat16Pair other) const { return {__hmul2(value, other.value)}; }
+};
+
+// One element, as a pair with itself.
+template <typename pair_t>
+__device__ __forceinline__ pair_t pair_of(typename pair_t::scalar_t x) {
+  pair_t pair;
+  pair.value.x = x;
+  pair.value.y = x;
+  return pair;
+}
+
+// What a thread loads at once.
+template <typename pair_t>
+struct alignas(16) Chunk {
+  static constexpr int kPairs = 16 / sizeof(pair_t);
+  static constexpr int kWidth = 2 * kPairs;
+  pair_t pair[kPairs];
+
+  // As one word: member by member the compiler would take four loads.
+  __device__ __forceinline__ void load(const void* __restrict__ from) {
+    *reinterpret_cast<uint4*>(pair) = *static_cast<const uint4*>(from);
+  }
+  __device__ __forceinline__ void store(void* __restrict__ to) const {
+    *static_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(pair);
+  }
+};
+
+struct Arguments {
+  uint8_t* result;
+  void* residual;
+  float* scale;
+  const void* input;
+  const void* weight;
+  const float* scale_ub;
+  int64_t rows;
+  int64_t input_stride;
+  int hidden;
+  float epsilon;
+};
+
+// Division by a number that is the same for many: a / b, rounded as `/` rounds it, in three steps. The product with the
+// rounded reciprocal is corrected once by the remainder, which leads to the nearest number (Brisebarre, Muller and
+// Raina, Accelerating Correctly Rounded Floating-Point Division When the Divisor Is Known in Advance). The remainder is
+// taken negative for the sign of zero: -0 / b stays -0. Only a quotient that is zero in the types here may differ.
+struct Divisor {
+  float value;
+  float inverse;
+
+  __device__ __forceinline__ float divide(float a) const {
+    const float quotient = __fmul_rn(a, inverse);
+    return __fmaf_rn(-__fmaf_rn(quotient, value, -a), inverse, quotient);
+  }
+};
+
+// The scale of a row and how its elements are brought to it: float8 by division, int8 by the rounded reciprocal.
+template <typename quant_t>
+struct Quantiser {
+  float scale;
+  float inverse;
+  bool plain;
+
+  __device__ __forceinline__ Quantiser(float largest, const float* __restrict__ scale_ub) {
+    const float bounded = scale_ub == nullptr ? largest : fminf(largest, *scale_ub);
+    scale = fmaxf(bounded / quant_t::kMax, quant_t::kSmallestScale);
+    inverse = 1.0f / scale;
+    // Where a quotient may overflow.
+    plain = !(largest < kLarge) || bounded < largest;
+  }
+
+  // Into the lower two bytes. What is not a number becomes what it becomes in vLLM: the largest float8, and zero.
+  template <bool kPlain>
+  __device__ __forceinline__ uint32_t quantise(float2 x) const;
+};
+
+template <>
+template <bool kPlain>
+__device__ __forceinline__ uint32_t Quantiser<Float8>::quantise(float2 x) const {
+  float2 quotient;
+  if constexpr (kPlain) {
+    quotient = make_float2(x.x / scale, x.y / scale);
+  } else {
+    const Divisor divisor{scale, inverse};
+    quotient = make_float2(divisor.divide(x.x), divisor.divide(x.y));
+  }
+  quotient = make_float2(fminf(quotient.x, Float8::kMax), fminf(quotient.y, Float8::kMax));
+  return __nv_cvt_float2_to_fp8x2(quotient, __NV_SATFINITE, __NV_E4M3);
+}
+
+template <>
+template <bool kPlain>
+__device__ __forceinline__ uint32_t Quantiser<Int8>::quantise(float2 x) const {
+  const int first = max(-128, min(127, __float2int_rn(__fmul_rn(x.x, inverse))));
+  const int second = max(-128, min(127, __float2int_rn(__fmul_rn(x.y, inverse))));
+  return (static_cast<uint32_t>(second) & 0xffu) << 8 | (static_cast<uint32_t>(first) & 0xffu);
+}
+
+__device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll
+  for (int distance = kWarp / 2; distance > 0; distance /= 2) {
+    x = __fadd_rn(x, __shfl_xor_sync(kEveryLane, x, distance));
+  }
+  return x;
+}
+
+__device__ __forceinline__ float warp_max(float x) {
+#pragma unroll
+  for (int distance = kWarp / 2; distance > 0; distance /= 2) {
+    x = fmaxf(x, __shfl_xor_sync(kEveryLane, x, distance));
+  }
+  return x;
+}
+
+__device__ __forceinline__ float square_sum(float2 x, float sum) { return __fmaf_rn(x.y, x.y, __fmaf_rn(x.x, x.x, sum)); }
+
+__device__ __forceinline__ float inverse_rms(float squares, const Arguments& given) {
+  return rsqrtf(squares / given.hidden + given.epsilon);
+}
+
+template <typename pair_t>
+__device__ __forceinline__ pair_t normalise(float2 x, float inverse, pair_t weight) {
+  return pair_t::narrow(make_float2(__fmul_rn(x.x, inverse), __fmul_rn(x.y, inverse))).times(weight);
+}
+
+// fmaxf leaves out what is not a number, as vLLM's does.
+__device__ __forceinline__ float larger(float2 x, float largest) {
+  return fmaxf(fmaxf(largest, fabsf(x.x)), fabsf(x.y));
+}
+
+__device__ __forceinline__ float2 add(float2 a, float2 b) {
+  return make_float2(__fadd_rn(a.x, b.x), __fadd_rn(a.y, b.y));
+}
+
+// The chunks of one thread; `column` is that of the first, `step` the distance to the next.
+template <bool kPlain, typename quant_t, typename pair_t, int kChunks, int kPairs>
+__device__ __forceinline__ void store(
+    uint8_t* __restrict__ result, int column, int step, int hidden, const Quantiser<quant_t>& quantiser,
+    const pair_t (&pairs)[kChunks][kPairs]) {
+#pragma unroll
+  for (int i = 0; i < kChunks; ++i) {
+    uint32_t word[kPairs / 2];
+#pragma unroll
+    for (int j = 0; j < kPairs; j += 2) {
+      word[j / 2] = quantiser.template quantise<kPlain>(pairs[i][j].widen()) |
+                    quantiser.template quantise<kPlain>(pairs[i][j + 1].widen()) << 16;
+    }
+    if (column + i * step < hidden) {
+      if constexpr (kPairs == 2) {
+        *reinterpret_cast<uint32_t*>(result + column + i * step) = word[0];
+      } else {
+        *reinterpret_cast<uint2*>(result + column + i * step) = make_uint2(word[0], word[1]);
+      }
+    }
+  }
+}
+
+// A row in the registers of one block, or of one warp. Chunk c belongs to lane c % 32 of the row's segment c / 32. The
+// squares of a chunk are added, then the lanes of each segment, then the segments, 32 apart first: an order that is the
+// same for however many chunks a thread has. What lies beyond the row counts as zero.
+template <typename pair_t, typename quant_t, bool kResidual, int kChunks, bool kWarpRow>
+__global__ void __launch_bounds__(kWarpRow ? kWarp * kWarpRows : kChunks == 4 ? kMaxThreads / 2 : kMaxThreads)
+    row_in_registers_kernel(const Arguments given) {
+  using chunk_t = Chunk<pair_t>;
+  using scalar_t = typename pair_t::scalar_t;
+  constexpr int kWidth = chunk_t::kWidth;
+  constexpr int kPairs = chunk_t::kPairs;
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * (kWarpRow ? kWarpRows : 1) + (kWarpRow ? threadIdx.y : 0);
+  if (kWarpRow && row >= given.rows) {
+    return;
+  }
+  const scalar_t* __restrict__ input = static_cast<const scalar_t*>(given.input) + row * given.input_stride;
+  const scalar_t* __restrict__ weight = static_cast<const scalar_t*>(given.weight);
+  scalar_t* __restrict__ residual = static_cast<scalar_t*>(given.residual) + (kResidual ? row * given.hidden : 0);
+  const int step = kWarpRow ? kWarp : static_cast<int>(blockDim.x);
+
+  chunk_t inputs[kChunks] = {};
+  chunk_t residuals[kChunks] = {};
+  chunk_t weights[kChunks] = {};
+#pragma unroll
+  for (int i = 0; i < kChunks; ++i) {
+    const int column = (static_cast<int>(threadIdx.x) + i * step) * kWidth;
+    if (column < given.hidden) {
+      inputs[i].load(input + column);
+      if constexpr (kResidual) {
+        residuals[i].load(residual + column);
+      }
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kChunks; ++i) {
+    const int column = (static_cast<int>(threadIdx.x) + i * step) * kWidth;
+    if (column < given.hidden) {
+      weights[i].load(weight + column);
+    }
+  }
+
+  // The sum with the residual stays in float32; what is stored of it is rounded.
+  float2 value[kChunks][kPairs];
+  float segment[kChunks];
+#pragma unroll
+  for (int i = 0; i < kChunks; ++i) {
+    segment[i] = 0.0f;
+#pragma unroll
+    for (int j = 0; j < kPairs; ++j) {
+      value[i][j] = inputs[i].pair[j].widen();
+      if constexpr (kResidual) {
+        value[i][j] = add(value[i][j], residuals[i].pair[j].widen());
+        residuals[i].pair[j] = pair_t::narrow(value[i][j]);
+      }
+      segment[i] = square_sum(value[i][j], segment[i]);
+    }
+    if constexpr (kResidual) {
+      const int column = (static_cast<int>(threadIdx.x) + i * step) * kWidth;
+      if (column < given.hidden) {
+        residuals[i].store(residual + column);
+      }
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kChunks; ++i) {
+    segment[i] = warp_sum(segment[i]);
+  }
+
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  const int warp = static_cast<int>(threadIdx.x) / kWarp;
+  const int warps = step / kWarp;
+  float squares = 0.0f;
+  if constexpr (kWarpRow) {
+#pragma unroll
+    for (int i = 0; i < kChunks; ++i) {
+      squares = lane == i ? segment[i] : squares;
+    }
+  } else {
+    __shared__ float segments[kChunks * kMaxThreads / kWarp];
+    if (lane == 0) {
+#pragma unroll
+      for (int i = 0; i < kChunks; ++i) {
+        segments[i * warps + warp] = segment[i];
+      }
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < kChunks; ++i) {
+      const int from = lane + i * kWarp;
+      squares = __fadd_rn(squares, from < kChunks * warps ? segments[from] : 0.0f);
+    }
+  }
+  const float inverse = inverse_rms(warp_sum(squares), given);
+
+  pair_t normal[kChunks][kPairs];
+  float largest = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kChunks; ++i) {
+#pragma unroll
+    for (int j = 0; j < kPairs; ++j) {
+      normal[i][j] = normalise(value[i][j], inverse, weights[i].pair[j]);
+      largest = larger(normal[i][j].widen(), largest);
+    }
+  }
+  largest = warp_max(largest);
+  if constexpr (!kWarpRow) {
+    __shared__ float maxima[kMaxThreads / kWarp];
+    if (lane == 0) {
+      maxima[warp] = largest;
+    }
+    __syncthreads();
+    largest = warp_max(lane < warps ? maxima[lane] : 0.0f);
+  }
+
+  const Quantiser<quant_t> quantiser(largest, given.scale_ub);
+  if (threadIdx.x == 0) {
+    given.scale[row] = quantiser.scale;
+  }
+  uint8_t* result = given.result + row * given.hidden;
+  const int column = static_cast<int>(threadIdx.x) * kWidth;
+  if (std::is_same_v<quant_t, Float8> && quantiser.plain) {
+    store<true>(result, column, step * kWidth, given.hidden, quantiser, normal);
+  } else {
+    store<false>(result, column, step * kWidth, given.hidden, quantiser, normal);
+  }
+}
+
+// Rows that are too long for registers, or whose elements do not lie at multiples of 16 bytes: read three times, element
+// by element. The residual is written in the last pass, after all reads of the element.
+template <typename pair_t, typename quant_t, bool kResidual>
+__global__ void __launch_bounds__(kMaxThreads) any_row_kernel(const Arguments given) {
+  using scalar_t = typename pair_t::scalar_t;
+  const int64_t row = blockIdx.x;
+  const scalar_t* input = static_cast<const scalar_t*>(given.input) + row * given.input_stride;
+  const scalar_t* weight = static_cast<const scalar_t*>(given.weight);
+  scalar_t* residual = static_cast<scalar_t*>(given.residual) + (kResidual ? row * given.hidden : 0);
+  uint8_t* result = given.result + row * given.hidden;
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  const int warp = static_cast<int>(threadIdx.x) / kWarp;
+  const int warps = static_cast<int>(blockDim.x) / kWarp;
+  __shared__ float partial[2][kMaxThreads / kWarp];
+
+  const auto value = [&](int column) {
+    float2 x = pair_of<pair_t>(input[column]).widen();
+    if constexpr (kResidual) {
+      x = add(x, pair_of<pair_t>(residual[column]).widen());
+    }
+    return x;
+  };
+  float sum = 0.0f;
+  for (int column = threadIdx.x; column < given.hidden; column += blockDim.x) {
+    const float x = value(column).x;
+    sum = __fmaf_rn(x, x, sum);
+  }
+  sum = warp_sum(sum);
+  if (lane == 0) {
+    partial[0][warp] = sum;
+  }
+  __syncthreads();
+  const float inverse = inverse_rms(warp_sum(lane < warps ? partial[0][lane] : 0.0f), given);
+
+  const auto normal = [&](float2 x, int column) {
+    return normalise(x, inverse, pair_of<pair_t>(weight[column])).widen();
+  };
+  float largest = 0.0f;
+  for (int column = threadIdx.x; column < given.hidden; column += blockDim.x) {
+    largest = larger(normal(value(column), column), largest);
+  }
+  largest = warp_max(largest);
+  if (lane == 0) {
+    partial[1][warp] = largest;
+  }
+  __syncthreads();
+  const Quantiser<quant_t> quantiser(warp_max(lane < warps ? partial[1][lane] : 0.0f), given.scale_ub);
+  if (threadIdx.x == 0) {
+    given.scale[row] = quantiser.scale;
+  }
+  for (int column = threadIdx.x; column < given.hidden; column += blockDim.x) {
+    const float2 x = value(column);
+    if constexpr (kResidual) {
+      residual[column] = pair_t::narrow(x).value.x;
+    }
+    result[column] = static_cast<uint8_t>(quantiser.template quantise<true>(normal(x, column)));
+  }
+}
+
+template <typename pair_t, typename quant_t, bool kResidual, int kChunks>
+void start_block(const Arguments& given, int64_t chunks, cudaStream_t stream) {
+  const int64_t threads = ((chunks + kChunks - 1) / kChunks + kWarp - 1) / kWarp * kWarp;
+  row_in_registers_kernel<pair_t, quant_t, kResidual, kChunks, false>
+      <<<static_cast<unsigned>(given.rows), static_cast<unsigned>(threads), 0, stream>>>(given);
+}
+
+template <typename pair_t, typename quant_t, bool kResidual, int kChunks>
+void start_warps(const Arguments& given, cudaStream_t stream) {
+  const dim3 grid(static_cast<unsigned>((given.rows + kWarpRows - 1) / kWarpRows));
+  row_in_registers_kernel<pair_t, quant_t, kResidual, kChunks, true>
+      <<<grid, dim3(kWarp, kWarpRows), 0, stream>>>(given);
+}
+
+bool at_multiples(const void* data, uintptr_t bytes) { return reinterpret_cast<uintptr_t>(data) % bytes == 0; }
+
+template <typename pair_t, typename quant_t, bool kResidual>
+void start(const Arguments& given, cudaStream_t stream) {
+  constexpr int kWidth = Chunk<pair_t>::kWidth;
+  const int64_t chunks = given.hidden / kWidth;
+  const bool aligned = given.hidden % kWidth == 0 && given.input_stride % kWidth == 0 && at_multiples(given.input, 16) &&
+                       at_multiples(given.weight, 16) && at_multiples(given.residual, 16) &&
+                       at_multiples(given.result, kWidth);
+  const bool few = given.rows <= kFewRows;
+  if (!aligned || chunks > 2 * kMaxThreads) {
+    any_row_kernel<pair_t, quant_t, kResidual>
+        <<<static_cast<unsigned>(given.rows), std::min(kMaxThreads, (given.hidden + kWarp - 1) / kWarp * kWarp), 0,
+           stream>>>(given);
+  } else if (chunks <= kWarp) {
+    start_warps<pair_t, quant_t, kResidual, 1>(given, stream);
+  } else if (chunks <= 4 * kWarp) {
+    start_warps<pair_t, quant_t, kResidual, 4>(given, stream);
+  } else if (few && chunks <= kMaxThreads) {
+    start_block<pair_t, quant_t, kResidual, 1>(given, chunks, stream);
+  } else if (few || chunks < 512) {
+    start_block<pair_t, quant_t, kResidual, 2>(given, chunks, stream);
+  } else {
+    start_block<pair_t, quant_t, kResidual, 4>(given, chunks, stream);
+  }
+}
+
+template <typename pair_t>
+void launch(const Arguments& given, bool float8, cudaStream_t stream) {
+  if (float8) {
+    given.residual == nullptr ? start<pair_t, Float8, false>(given, stream) : start<pair_t, Float8, true>(given, stream);
+  } else {
+    given.residual == nullptr ? start<pair_t, Int8, false>(given, stream) : start<pair_t, Int8, true>(given, stream);
+  }
+}
+
+void check_device(const Tensor& tensor, const char* name, const Tensor& input) {
+  STD_TORCH_CHECK(
+      tensor.is_cuda() && tensor.get_device_index() == input.get_device_index(),
+      "rms_norm_dynamic_per_token_quant: ", name,
+      " is not on input's device, cuda:", static_cast<int>(input.get_device_index()));
+}
+
+void check_type(const Tensor& tensor, const char* name, ScalarType type) {
+  STD_TORCH_CHECK(
+      tensor.scalar_type() == type, "rms_norm_dynamic_per_token_quant: ", name, " is ",
+      torch::headeronly::toString(tensor.scalar_type()), "; expected ", torch::headeronly::toString(type));
+}
+
+void check_like(const Tensor& tensor, const char* name, const Tensor& input) {
+  bool same = tensor.dim() == input.dim();
+  for (int64_t i = 0; same && i < input.dim(); ++i) {
+    same = tensor.size(i) == input.size(i);
+  }
+  STD_TORCH_CHECK(same, "rms_norm_dynamic_per_token_quant: ", name, " has another shape than input");
+  STD_TORCH_CHECK(tensor.is_contiguous(), "rms_norm_dynamic_per_token_quant: ", name, " is not contiguous");
+}
+
+// The distance between rows: the leading dimensions have to be evenly spaced.
+int64_t row_stride(const Tensor& input) {
+  const int64_t last = input.dim() - 1;
+  STD_TORCH_CHECK(
+      input.size(last) <= 1 || input.stride(last) == 1, "rms_norm_dynamic_per_token_quant: input has stride ",
+      input.stride(last), " in its last dimension; expected 1: call contiguous() first");
+  int64_t stride = 0;
+  int64_t rows = 1;
+  for (int64_t i = last - 1; i >= 0; --i) {
+    if (input.size(i) == 1) {
+      continue;
+    }
+    STD_TORCH_CHECK(
+        rows == 1 || input.stride(i) == stride * rows,
+        "rms_norm_dynamic_per_token_quant: input's rows do not lie at even distances: call contiguous() first");
+    stride = rows == 1 ? input.stride(i) : stride;
+    rows *= input.size(i);
+  }
+  return stride;
+}
+
+void rms_norm_dynamic_per_token_quant(
+    Tensor result, Tensor input, Tensor weight, Tensor scale, double epsilon, std::optional<Tensor> scale_ub,
+    std::optional<Tensor> residual) {
+  STD_TORCH_CHECK(input.is_cuda(), "rms_norm_dynamic_per_token_quant: input is not on a CUDA device");
+  STD_TORCH_CHECK(
+      input.dim() >= 1 && input.size(input.dim() - 1) > 0,
+      "rms_norm_dynamic_per_token_quant: input has no elements in its last dimension, so its rows have no norm");
+  const int64_t hidden = input.size(input.dim() - 1);
+  const int64_t rows = input.numel() / hidden;
+  STD_TORCH_CHECK(
+      rows <= INT32_MAX && hidden <= INT32_MAX - kMaxThreads, "rms_norm_dynamic_per_token_quant: input has ", rows,
+      " rows of ", hidden, " elements; expected sizes that 32 bits can hold");
+  check_device(result, "result", input);
+  check_device(weight, "weight", input);
+  check_device(scale, "scale", input);
+  const bool float8 = result.scalar_type() == ScalarType::Float8_e4m3fn;
+  STD_TORCH_CHECK(
+      float8 || result.scalar_type() == ScalarType::Char, "rms_norm_dynamic_per_token_quant: result is ",
+      torch::headeronly::toString(result.scalar_type()), "; expected Float8_e4m3fn or Char");
+  check_type(weight, "weight", input.scalar_type());
+  check_type(scale, "scale", ScalarType::Float);
+  check_like(result, "result", input);
+  STD_TORCH_CHECK(
+      weight.dim() == 1 && weight.size(0) == hidden && weight.is_contiguous(),
+      "rms_norm_dynamic_per_token_quant: weight has ", weight.numel(), " elements in ", weight.dim(),
+      " dimensions; expected [", hidden, "], contiguous");
+  STD_TORCH_CHECK(
+      scale.numel() == rows && scale.is_contiguous(), "rms_norm_dynamic_per_token_quant: scale has ", scale.numel(),
+      " elements; expected ", rows, ", contiguous");
+  Arguments given{};
+  if (scale_ub.has_value()) {
+    check_device(*scale_ub, "scale_ub", input);
+    check_type(*scale_ub, "scale_ub", ScalarType::Float);
+    STD_TORCH_CHECK(float8, "rms_norm_dynamic_per_token_quant: scale_ub is given; expected it for Float8_e4m3fn alone");
+    STD_TORCH_CHECK(
+        scale_ub->numel() == 1, "rms_norm_dynamic_per_token_quant: scale_ub has ", scale_ub->numel(),
+        " elements; expected 1");
+    given.scale_ub = static_cast<const float*>(scale_ub->const_data_ptr());
+  }
+  if (residual.has_value()) {
+    check_device(*residual, "residual", input);
+    check_type(*residual, "residual", input.scalar_type());
+    check_like(*residual, "residual", input);
+    given.residual = residual->mutable_data_ptr();
+  }
+  given.input_stride = row_stride(input);
+  const ScalarType type = input.scalar_type();
+  STD_TORCH_CHECK(
+      type == ScalarType::Float || type == ScalarType::Half || type == ScalarType::BFloat16,
+      "rms_norm_dynamic_per_token_quant: input is ", torch::headeronly::toString(type),
+      "; expected Float, Half or BFloat16");
+  if (rows == 0) {
+    return;
+  }
+  given.result = static_cast<uint8_t*>(result.mutable_data_ptr());
+  given.scale = static_cast<float*>(scale.mutable_data_ptr());
+  given.input = input.const_data_ptr();
+  given.weight = weight.const_data_ptr();
+  given.rows = rows;
+  given.hidden = static_cast<int>(hidden);
+  given.epsilon = static_cast<float>(epsilon);
+  STD_TORCH_CHECK(
+      aoti_torch_get_current_cuda_stream != nullptr,
+      "rms_norm_dynamic_per_token_quant: this PyTorch was built without CUDA");
+  const torch::stable::accelerator::DeviceGuard guard(input.get_device_index());
+  void* stream = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(input.get_device_index(), &stream));
+  const auto current = static_cast<cudaStream_t>(stream);
+  if (type == ScalarType::Float) {
+    launch<FloatPair>(given, float8, current);
+  } else if (type == ScalarType::Half) {
+    launch<HalfPair>(given, float8, current);
+  } else {
+    launch<BFloat16Pair>(given, float8, current);
+  }
+  const cudaError_t error = cudaGetLastError();
+  STD_TORCH_CHECK(
+      error == cudaSuccess, "rms_norm_dynamic_per_token_quant: the kernel did not start: ", cudaGetErrorString(error));
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(hwplugin, CUDA, library) {
+  library.impl("rms_norm_dynamic_per_token_quant", TORCH_BOX(&rms_norm_dynamic_per_token_quant));
+}

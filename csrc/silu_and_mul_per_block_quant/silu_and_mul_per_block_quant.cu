@@ -1,0 +1,418 @@
+// SPDX-License-Identifier: Apache-2.0
+// silu(gate) * up, quantised to float8 e4m3 or int8 with one scale for each group of 64 or 128 elements of a row.
+//
+// The arithmetic is that of vLLM's operation of this name, in float32 from the load to the store, and no sum depends on
+// an order, so that the result can be compared with vLLM's bit for bit.
+//
+// Only the stable ABI of PyTorch is used (torch/csrc/stable, torch/headeronly): one library serves every Python version
+// and later PyTorch releases, and its headers are complete in a CPU build of PyTorch too, which c10/cuda's are not.
+
+#include <algorithm>
+#include <cstdint>
+#include <optional>
+#include <type_traits>
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+#include <cuda_runtime.h>
+
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+// Defined by CUDA builds of PyTorch alone. As a weak symbol it lets the library load, and refuse, beside a CPU build.
+extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream) __attribute__((weak));
+
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+constexpr int kThreads = 256;
+constexpr int kWarp = 32;
+constexpr unsigned kEveryLane = 0xffffffffu;
+// Elements of a thread: 16 bytes of gate, 16 of up.
+constexpr int kWidth = 8;
+// So that the rows of the last block can be counted in 32 bits.
+constexpr int64_t kMaxTokens = 1 << 30;
+// What the second dimension of a grid can cover.
+constexpr int64_t kMaxHidden = int64_t{65535} * (kThreads / 2) * kWidth;
+// From here on a thread has two rows, so that twice as many loads are under way; below, more threads are of more use.
+constexpr int64_t kManyChunks = 1 << 19;
+// Above, the steps of `Divisor` and `reciprocal` could overflow.
+constexpr float kLarge = 0x1p100f;
+// exp(-gate) is below kLarge above this one.
+constexpr float kLowGate = -69.0f;
+
+struct Float8 {
+  static constexpr float kMax = 448.0f;
+  static constexpr float kSmallestScale = 1.0f / (448.0f * 512.0f);
+};
+
+struct Int8 {
+  static constexpr float kMax = 127.0f;
+  static constexpr float kSmallestScale = 0x1p-23f;
+};
+
+template <typename scalar_t>
+struct alignas(16) Chunk {
+  scalar_t value[kWidth];
+};
+
+template <typename scalar_t>
+__device__ __forceinline__ void widen(const Chunk<scalar_t>& chunk, float (&value)[kWidth]) {
+  const uint4 words = reinterpret_cast<const uint4&>(chunk);
+  const uint32_t pairs[kWidth / 2] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+  for (int i = 0; i < kWidth; i += 2) {
+    if constexpr (std::is_same_v<scalar_t, __nv_bfloat16>) {
+      // A bfloat16 is the upper half of a float32; the compiler would take two steps for the second one.
+      value[i] = __uint_as_float(pairs[i / 2] << 16);
+      value[i + 1] = __uint_as_float(pairs[i / 2] & 0xffff0000u);
+    } else {
+      value[i] = __half2float(chunk.value[i]);
+      value[i + 1] = __half2float(chunk.value[i + 1]);
+    }
+  }
+}
+
+// 1 / x for a normal x below kLarge, rounded as `/` rounds it: the compiler's own steps without their branches, which
+// would keep the elements of a thread from overlapping.
+__device__ __forceinline__ float reciprocal(float x) {
+  const float near = __fdividef(1.0f, x);
+  return __fmaf_rn(-__fmaf_rn(x, near, -1.0f), near, near);
+}
+
+// Division by a number that is the same for many: a / b, rounded as `/` rounds it, in three steps. The product with the
+// rounded reciprocal is corrected once by the remainder, which leads to the nearest number (Brisebarre, Muller and
+// Raina, Accelerating Correctly Rounded Floating-Point Division When the Divisor Is Known in Advance). The remainder is
+// taken negative for the sign of zero: -0 / b stays -0. Only a quotient that is zero in the types here may differ.
+struct Divisor {
+  float value;
+  float inverse;
+
+  __device__ __forceinline__ float divide(float a) const {
+    const float quotient = __fmul_rn(a, inverse);
+    return __fmaf_rn(-__fmaf_rn(quotient, value, -a), inverse, quotient);
+  }
+};
+
+// The conversions of two elements into the lower and the upper byte. What is not a number becomes what it becomes in
+// vLLM: the largest float8, and zero.
+template <typename quant_t>
+__device__ __forceinline__ uint32_t quantise(float low, float high);
+template <>
+__device__ __forceinline__ uint32_t quantise<Float8>(float low, float high) {
+  const float2 pair = make_float2(fminf(low, Float8::kMax), fminf(high, Float8::kMax));
+  return __nv_cvt_float2_to_fp8x2(pair, __NV_SATFINITE, __NV_E4M3);
+}
+template <>
+__device__ __forceinline__ uint32_t quantise<Int8>(float low, float high) {
+  const int first = max(-128, min(127, __float2int_rn(low)));
+  const int second = max(-128, min(127, __float2int_rn(high)));
+  return (static_cast<uint32_t>(second) & 0xffu) << 8 | (static_cast<uint32_t>(first) & 0xffu);
+}
+
+template <typename scalar_t, bool kAligned>
+__device__ __forceinline__ Chunk<scalar_t> load(const scalar_t* __restrict__ from) {
+  if constexpr (kAligned) {
+    return *reinterpret_cast<const Chunk<scalar_t>*>(from);
+  } else {
+    Chunk<scalar_t> chunk;
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) {
+      chunk.value[i] = from[i];
+    }
+    return chunk;
+  }
+}
+
+template <bool kAligned>
+__device__ __forceinline__ void store(uint8_t* __restrict__ to, const uint32_t (&pairs)[kWidth / 2]) {
+  if constexpr (kAligned) {
+    *reinterpret_cast<uint2*>(to) = make_uint2(pairs[0] | pairs[1] << 16, pairs[2] | pairs[3] << 16);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) {
+      to[i] = static_cast<uint8_t>(pairs[i / 2] >> (i % 2 * 8));
+    }
+  }
+}
+
+struct Arguments {
+  uint8_t* out;
+  float* scales;
+  const void* input;
+  const float* scale_ub;
+  // Of 32 bits, so that an offset takes one multiplication.
+  int tokens;
+  int hidden;
+  int input_stride;
+  int scale_token_stride;
+  int scale_group_stride;
+};
+
+__device__ __forceinline__ int64_t offset(int row, int stride) { return static_cast<int64_t>(row) * stride; }
+
+template <typename scalar_t, typename quant_t, int kGroup>
+__device__ __forceinline__ void activate_and_quantise(
+    const Chunk<scalar_t>& gates, const Chunk<scalar_t>& ups, const float* __restrict__ scale_ub, float& scale,
+    uint32_t (&pairs)[kWidth / 2]) {
+  float gate[kWidth];
+  float up[kWidth];
+  float value[kWidth];
+  widen(gates, gate);
+  widen(ups, up);
+  float lowest = gate[0];
+#pragma unroll
+  for (int i = 1; i < kWidth; ++i) {
+    lowest = fminf(lowest, gate[i]);
+  }
+  if (lowest > kLowGate) {
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) {
+      value[i] = gate[i] * reciprocal(1.0f + expf(-gate[i])) * up[i];
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) {
+      value[i] = gate[i] * (1.0f / (1.0f + expf(-gate[i]))) * up[i];
+    }
+  }
+  // fmaxf leaves out what is not a number, as vLLM's does.
+  float largest = fabsf(value[0]);
+#pragma unroll
+  for (int i = 1; i < kWidth; ++i) {
+    largest = fmaxf(largest, fabsf(value[i]));
+  }
+#pragma unroll
+  for (int distance = kGroup / kWidth / 2; distance > 0; distance /= 2) {
+    largest = fmaxf(largest, __shfl_xor_sync(kEveryLane, largest, distance));
+  }
+  bool bounded = false;
+  const bool large = !(largest < kLarge);
+  scale = large ? largest / quant_t::kMax : Divisor{quant_t::kMax, 1.0f / quant_t::kMax}.divide(largest);
+  if (scale_ub != nullptr) {
+    const float bound = *scale_ub;
+    bounded = !(scale <= bound);
+    scale = fminf(scale, bound);
+  }
+  scale = fmaxf(scale, quant_t::kSmallestScale);
+  if (large || bounded) {
+    // Here quotients may overflow.
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) {
+      value[i] = value[i] / scale;
+    }
+  } else {
+    const Divisor by_scale{scale, reciprocal(scale)};
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) {
+      value[i] = by_scale.divide(value[i]);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kWidth; i += 2) {
+    pairs[i / 2] = quantise<quant_t>(value[i], value[i + 1]);
+  }
+}
+
+// A thread has one chunk of each of kRows rows; the lanes that share a group lie side by side in a warp.
+template <typename scalar_t, typename quant_t, int kGroup, int kRows, bool kAligned>
+__global__ void __launch_bounds__(kThreads) silu_and_mul_per_block_quant_kernel(const Arguments given) {
+  constexpr int kLanes = kGroup / kWidth;
+  static_assert(kWarp % kLanes == 0, "the groups have to fill the warps");
+  const int column = static_cast<int>(blockIdx.y * blockDim.x + threadIdx.x) * kWidth;
+  const int first = static_cast<int>(blockIdx.x * (kRows * blockDim.y) + threadIdx.y);
+  Chunk<scalar_t> gates[kRows];
+  Chunk<scalar_t> ups[kRows];
+#pragma unroll
+  for (int row = 0; row < kRows; ++row) {
+    // Threads beyond the tensor read its last chunk, because the lanes of a warp exchange values, and store nothing.
+    const int token = min(first + row * static_cast<int>(blockDim.y), given.tokens - 1);
+    const scalar_t* from = static_cast<const scalar_t*>(given.input) + offset(token, given.input_stride);
+    from += min(column, given.hidden - kWidth);
+    gates[row] = load<scalar_t, kAligned>(from);
+    ups[row] = load<scalar_t, kAligned>(from + given.hidden);
+  }
+#pragma unroll
+  for (int row = 0; row < kRows; ++row) {
+    float scale;
+    uint32_t pairs[kWidth / 2];
+    activate_and_quantise<scalar_t, quant_t, kGroup>(gates[row], ups[row], given.scale_ub, scale, pairs);
+    const int token = first + row * static_cast<int>(blockDim.y);
+    if (token < given.tokens && column < given.hidden) {
+      store<kAligned>(given.out + offset(token, given.hidden) + column, pairs);
+      if (threadIdx.x % kLanes == 0) {
+        const int group = static_cast<int>(static_cast<unsigned>(column) / kGroup);
+        given.scales[offset(token, given.scale_token_stride) + offset(group, given.scale_group_stride)] = scale;
+      }
+    }
+  }
+}
+
+template <typename scalar_t, typename quant_t, int kGroup, int kRows, bool kAligned>
+void start(const Arguments& given, cudaStream_t stream) {
+  const int64_t chunks = given.hidden / kWidth;
+  int64_t width = kWidth;
+  if (chunks > kWarp) {
+    // Blocks of a row that are equally wide.
+    const int64_t blocks = (chunks + kThreads - 1) / kThreads;
+    width = ((chunks + blocks - 1) / blocks + kWarp - 1) / kWarp * kWarp;
+  } else {
+    while (width < chunks) {
+      width *= 2;
+    }
+  }
+  // A power of two below a warp, else whole warps, so that a block is made of whole warps.
+  const int64_t rows = std::max<int64_t>(1, kThreads / width);
+  const dim3 block(static_cast<unsigned>(width), static_cast<unsigned>(rows));
+  const dim3 grid(
+      static_cast<unsigned>((given.tokens + rows * kRows - 1) / (rows * kRows)),
+      static_cast<unsigned>((chunks + width - 1) / width));
+  silu_and_mul_per_block_quant_kernel<scalar_t, quant_t, kGroup, kRows, kAligned><<<grid, block, 0, stream>>>(given);
+}
+
+template <typename scalar_t, typename quant_t, int kGroup>
+void choose(const Arguments& given, cudaStream_t stream) {
+  const bool aligned = reinterpret_cast<uintptr_t>(given.input) % sizeof(Chunk<scalar_t>) == 0 &&
+                       given.input_stride % kWidth == 0 && reinterpret_cast<uintptr_t>(given.out) % kWidth == 0;
+  if (!aligned) {
+    start<scalar_t, quant_t, kGroup, 1, false>(given, stream);
+  } else if (int64_t{given.tokens} * (given.hidden / kWidth) < kManyChunks) {
+    start<scalar_t, quant_t, kGroup, 1, true>(given, stream);
+  } else {
+    start<scalar_t, quant_t, kGroup, 2, true>(given, stream);
+  }
+}
+
+template <typename scalar_t>
+void launch(const Arguments& given, bool float8, int64_t group_size, cudaStream_t stream) {
+  if (float8) {
+    group_size == 64 ? choose<scalar_t, Float8, 64>(given, stream) : choose<scalar_t, Float8, 128>(given, stream);
+  } else {
+    group_size == 64 ? choose<scalar_t, Int8, 64>(given, stream) : choose<scalar_t, Int8, 128>(given, stream);
+  }
+}
+
+void check_device(const Tensor& tensor, const char* name, const Tensor& input) {
+  STD_TORCH_CHECK(
+      tensor.is_cuda() && tensor.get_device_index() == input.get_device_index(), "silu_and_mul_per_block_quant: ", name,
+      " is not on input's device, cuda:", static_cast<int>(input.get_device_index()));
+}
+
+// The strides of the element that a token and a group share. Two forms of the transposed scales are in use:
+// [tokens, groups] that lies transposed, and [groups, tokens].
+void find_scale_strides(const Tensor& scales, int64_t groups, bool transposed, Arguments& given) {
+  STD_TORCH_CHECK(
+      scales.dim() == 2, "silu_and_mul_per_block_quant: scales has ", scales.dim(), " dimensions; expected 2");
+  int token = 0;
+  if (!(scales.size(0) == given.tokens && scales.size(1) == groups)) {
+    STD_TORCH_CHECK(
+        transposed && scales.size(0) == groups && scales.size(1) == given.tokens,
+        "silu_and_mul_per_block_quant: scales has shape [", scales.size(0), ", ", scales.size(1), "]; expected [",
+        given.tokens, ", ", groups, "], tokens and groups");
+    token = 1;
+  } else if (transposed && given.tokens == groups && scales.stride(1) == 1 && groups > 1) {
+    // As many tokens as groups: the strides tell the two forms apart.
+    token = 1;
+  }
+  const int64_t inner = scales.stride(transposed ? token : 1 - token);
+  const int64_t outer = scales.stride(transposed ? 1 - token : token);
+  const int64_t inner_size = transposed ? given.tokens : groups;
+  const int64_t outer_size = transposed ? groups : given.tokens;
+  STD_TORCH_CHECK(
+      (inner_size <= 1 || inner == 1) && (outer_size <= 1 || (outer >= inner_size && outer <= INT32_MAX)),
+      "silu_and_mul_per_block_quant: scales has strides ", scales.stride(0), " and ", scales.stride(1),
+      "; expected those of a ", transposed ? "transposed" : "contiguous", " tensor");
+  given.scale_token_stride = static_cast<int>(transposed ? 1 : outer);
+  given.scale_group_stride = static_cast<int>(transposed ? outer : 1);
+}
+
+void silu_and_mul_per_block_quant(
+    Tensor out, Tensor input, Tensor scales, int64_t group_size, std::optional<Tensor> scale_ub,
+    bool is_scale_transposed) {
+  STD_TORCH_CHECK(input.is_cuda(), "silu_and_mul_per_block_quant: input is not on a CUDA device");
+  check_device(out, "out", input);
+  check_device(scales, "scales", input);
+  const bool float8 = out.scalar_type() == ScalarType::Float8_e4m3fn;
+  STD_TORCH_CHECK(
+      float8 || out.scalar_type() == ScalarType::Char, "silu_and_mul_per_block_quant: out is ",
+      torch::headeronly::toString(out.scalar_type()), "; expected Float8_e4m3fn or Char");
+  STD_TORCH_CHECK(
+      scales.scalar_type() == ScalarType::Float, "silu_and_mul_per_block_quant: scales is ",
+      torch::headeronly::toString(scales.scalar_type()), "; expected Float");
+  STD_TORCH_CHECK(
+      group_size == 64 || group_size == 128, "silu_and_mul_per_block_quant: group_size is ", group_size,
+      "; expected 64 or 128");
+  STD_TORCH_CHECK(
+      input.dim() == 2 && out.dim() == 2, "silu_and_mul_per_block_quant: input has ", input.dim(),
+      " dimensions and out has ", out.dim(), "; expected [tokens, 2 * hidden_size] and [tokens, hidden_size]");
+  Arguments given{};
+  const int64_t tokens = input.size(0);
+  const int64_t hidden = out.size(1);
+  STD_TORCH_CHECK(
+      out.size(0) == tokens && input.size(1) == 2 * hidden, "silu_and_mul_per_block_quant: input is [",
+      input.size(0), ", ", input.size(1), "] and out is [", out.size(0), ", ", out.size(1),
+      "]; expected [tokens, 2 * hidden_size] and [tokens, hidden_size]");
+  STD_TORCH_CHECK(
+      hidden % group_size == 0, "silu_and_mul_per_block_quant: hidden_size is ", hidden,
+      "; expected a multiple of group_size=", group_size);
+  STD_TORCH_CHECK(out.is_contiguous(), "silu_and_mul_per_block_quant: out is not contiguous");
+  STD_TORCH_CHECK(
+      hidden == 0 || input.stride(1) == 1, "silu_and_mul_per_block_quant: input has stride ", input.stride(1),
+      " in its last dimension; expected 1: call contiguous() first");
+  STD_TORCH_CHECK(
+      tokens <= kMaxTokens && hidden <= kMaxHidden && input.stride(0) <= INT32_MAX,
+      "silu_and_mul_per_block_quant: input is [", input.size(0), ", ", input.size(1), "] with rows ", input.stride(0),
+      " elements apart; expected at most ", kMaxTokens, " tokens, hidden_size=", kMaxHidden, " and ", INT32_MAX,
+      " elements");
+  given.tokens = static_cast<int>(tokens);
+  given.hidden = static_cast<int>(hidden);
+  find_scale_strides(scales, hidden / group_size, is_scale_transposed, given);
+  if (scale_ub.has_value()) {
+    check_device(*scale_ub, "scale_ub", input);
+    STD_TORCH_CHECK(float8, "silu_and_mul_per_block_quant: scale_ub is given; expected it for Float8_e4m3fn alone");
+    STD_TORCH_CHECK(
+        scale_ub->scalar_type() == ScalarType::Float && scale_ub->numel() == 1,
+        "silu_and_mul_per_block_quant: scale_ub has ", scale_ub->numel(), " elements of type ",
+        torch::headeronly::toString(scale_ub->scalar_type()), "; expected one Float");
+    given.scale_ub = static_cast<const float*>(scale_ub->const_data_ptr());
+  }
+  const ScalarType type = input.scalar_type();
+  STD_TORCH_CHECK(
+      type == ScalarType::Half || type == ScalarType::BFloat16, "silu_and_mul_per_block_quant: input is ",
+      torch::headeronly::toString(type), "; expected Half or BFloat16");
+  if (tokens == 0 || hidden == 0) {
+    return;
+  }
+  given.out = static_cast<uint8_t*>(out.mutable_data_ptr());
+  given.scales = static_cast<float*>(scales.mutable_data_ptr());
+  given.input = input.const_data_ptr();
+  given.input_stride = static_cast<int>(input.stride(0));
+  STD_TORCH_CHECK(
+      aoti_torch_get_current_cuda_stream != nullptr,
+      "silu_and_mul_per_block_quant: this PyTorch was built without CUDA");
+  const torch::stable::accelerator::DeviceGuard guard(input.get_device_index());
+  void* stream = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(input.get_device_index(), &stream));
+  const auto current = static_cast<cudaStream_t>(stream);
+  if (type == ScalarType::Half) {
+    launch<__half>(given, float8, group_size, current);
+  } else {
+    launch<__nv_bfloat16>(given, float8, group_size, current);
+  }
+  const cudaError_t error = cudaGetLastError();
+  STD_TORCH_CHECK(
+      error == cudaSuccess, "silu_and_mul_per_block_quant: the kernel did not start: ", cudaGetErrorString(error));
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(hwplugin, CUDA, library) {
+  library.impl("silu_and_mul_per_block_quant", TORCH_BOX(&silu_and_mul_per_block_quant));
+}

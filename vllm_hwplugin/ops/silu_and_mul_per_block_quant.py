@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``torch.ops.hwplugin.silu_and_mul_per_block_quant``: silu(gate) * up, quantised with a scale for each group of a row.
+
+In float32 from the load to the store, as vLLM has it (csrc/quantization/fused_kernels/fused_silu_mul_block_quant.cu)::
+
+    value = gate * (1 / (1 + exp(-gate))) * up
+    scale = max(min(max |value| over the group / range, scale_ub), smallest)
+    out = value / scale, cut off at the range and rounded to nearest even
+
+float8 e4m3 has the range 448 and the smallest scale 1 / (448 * 512), int8 has 127 and 2**-23. ``value`` is not rounded
+to the input's type, which vLLM's separate operations do. Other than in ``rms_norm_dynamic_per_token_quant``,
+``scale_ub`` bounds the scale and not the largest value. What is not a number takes no part in a scale and becomes 448
+or 0; where a group has no number at all, its scale is ``scale_ub`` or the smallest.
+
+The reference below serves every device, until the kernel of ``csrc/silu_and_mul_per_block_quant`` is loaded and takes
+over CUDA. Importing this module defines the operation and builds nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+
+from .build.jit import ensure
+from .build.spec import SILU_AND_MUL_PER_BLOCK_QUANT
+
+_DTYPES: Final = (torch.float16, torch.bfloat16)
+_GROUP_SIZES: Final = (64, 128)
+
+# Range and smallest scale.
+_QUANTISED: Final = {torch.float8_e4m3fn: (448.0, 1 / (448.0 * 512.0)), torch.int8: (127.0, 2.0**-23)}
+
+_MAX_TOKENS: Final = 1 << 30
+
+# vLLM's (csrc/torch_bindings.cpp, since 0.24 csrc/libtorch_stable/torch_bindings.cpp); the same from 0.20.0 to 0.33.0.
+_SCHEMA: Final = (
+    "silu_and_mul_per_block_quant(Tensor! out, Tensor input, Tensor! scales, int group_size, Tensor? scale_ub=None, "
+    "bool is_scale_transposed=False) -> ()"
+)
+
+
+def silu_and_mul_per_block_quant(
+    out: torch.Tensor,
+    input: torch.Tensor,
+    scales: torch.Tensor,
+    group_size: int,
+    scale_ub: torch.Tensor | None = None,
+    is_scale_transposed: bool = False,
+) -> None:
+    """Activate, multiply and quantise each row.
+
+    The first call for a CUDA tensor loads the kernel, which may run a compiler: make it before graphs are captured.
+
+    Args:
+        out: [tokens, hidden_size], float8_e4m3fn or int8, contiguous. Written.
+        input: [tokens, 2 * hidden_size], float16 or bfloat16, gate and then up. Rows may lie apart.
+        scales: [tokens, hidden_size / group_size], float32. Written. Rows may lie apart; transposed, columns may, as
+            ``torch.empty(groups, tokens).t()`` or one with padding for TMA has them. A transposed one may also come as
+            [groups, tokens].
+        group_size: 64 or 128; hidden_size is a multiple of it.
+        scale_ub: one float32, for float8 alone: no scale becomes larger.
+        is_scale_transposed: tokens lie side by side in ``scales``, not groups.
+
+    Raises:
+        RuntimeError: a type, device, shape or stride is not as described.
+    """
+    if input.is_cuda and not torch.compiler.is_compiling():
+        ensure(SILU_AND_MUL_PER_BLOCK_QUANT)
+    torch.ops.hwplugin.silu_and_mul_per_block_quant(out, input, scales, group_size, scale_ub, is_scale_transposed)
+
+
+def _reference(
+    out: torch.Tensor,
+    input: torch.Tensor,
+    scales: torch.Tensor,
+    group_size: int,
+    scale_ub: torch.Tensor | None = None,
+    is_scale_transposed: bool = False,
+) -> None:
+    _check(out, input, scales, group_size, scale_ub)
+    tokens, hidden = out.shape
+    by_token = _by_token(scales, tokens, hidden // group_size, is_scale_transposed)
+    if out.numel() == 0:
+        return
+    gate, up = input.float().chunk(2, dim=-1)
+    value = (gate * (1 / (1 + torch.exp(-gate))) * up).unflatten(-1, (-1, group_size))
+    largest = value.abs().masked_fill(value.isnan(), -torch.inf).amax(dim=-1)
+    largest = largest.masked_fill(largest < 0, torch.nan)
+    # Numbers on the tensors' device: PyTorch divides a CUDA tensor by a number of Python through its reciprocal.
+    limit, smallest = (value.new_full((), number) for number in _QUANTISED[out.dtype])
+    scale = largest / limit
+    if scale_ub is not None:
+        scale = torch.fmin(scale, scale_ub.reshape(()))
+    scale = torch.fmax(scale, smallest)
+    by_token.copy_(scale)
+    quotient = (value / scale.unsqueeze(-1)).flatten(-2)
+    if out.dtype == torch.int8:
+        out.copy_(quotient.nan_to_num(nan=0.0).round().clamp(-128, 127))
+    else:
+        out.copy_(torch.fmin(quotient, limit).clamp(min=-_QUANTISED[out.dtype][0]))
+
+
+def _by_token(scales: torch.Tensor, tokens: int, groups: int, transposed: bool) -> torch.Tensor:
+    """The scales as [tokens, groups], whichever of the forms they have."""
+    turned = scales.shape != (tokens, groups) or (tokens == groups > 1 and scales.stride(1) == 1)
+    result = scales.t() if transposed and turned else scales
+    if result.shape != (tokens, groups):
+        raise RuntimeError(
+            f"silu_and_mul_per_block_quant: scales has shape {list(scales.shape)}; expected [{tokens}, {groups}], "
+            "tokens and groups"
+        )
+    rows = result.t() if transposed else result
+    if (rows.shape[1] > 1 and rows.stride(1) != 1) or (rows.shape[0] > 1 and rows.stride(0) < rows.shape[1]):
+        raise RuntimeError(
+            f"silu_and_mul_per_block_quant: scales has strides {scales.stride(0)} and {scales.stride(1)}; expected "
+            f"those of a {'transposed' if transposed else 'contiguous'} tensor"
+        )
+    return result
+
+
+def _check(
+    out: torch.Tensor, input: torch.Tensor, scales: torch.Tensor, group_size: int, scale_ub: torch.Tensor | None
+) -> None:
+    """The kernel's own checks, so that a mistake shows on any device."""
+
+    def expect(good: bool, text: str) -> None:
+        if not good:
+            raise RuntimeError(f"silu_and_mul_per_block_quant: {text}")
+
+    for name, tensor in (("out", out), ("scales", scales), ("scale_ub", scale_ub)):
+        expect(
+            tensor is None or tensor.device == input.device,
+            f"{name} is not on input's device, {input.device}",
+        )
+    expect(out.dtype in _QUANTISED, f"out is {out.dtype}; expected float8_e4m3fn or int8")
+    expect(scales.dtype == torch.float32, f"scales is {scales.dtype}; expected float32")
+    expect(group_size in _GROUP_SIZES, f"group_size is {group_size}; expected 64 or 128")
+    expect(
+        input.dim() == 2 and out.dim() == 2,
+        f"input has {input.dim()} dimensions and out has {out.dim()}; expected [tokens, 2 * hidden_size] and "
+        "[tokens, hidden_size]",
+    )
+    tokens, hidden = out.shape
+    expect(
+        input.shape == (tokens, 2 * hidden),
+        f"input is {list(input.shape)} and out is {list(out.shape)}; expected [tokens, 2 * hidden_size] and "
+        "[tokens, hidden_size]",
+    )
+    expect(hidden % group_size == 0, f"hidden_size is {hidden}; expected a multiple of group_size={group_size}")
+    expect(out.is_contiguous(), "out is not contiguous")
+    expect(
+        hidden == 0 or input.stride(1) == 1,
+        f"input has stride {input.stride(1)} in its last dimension; expected 1: call contiguous() first",
+    )
+    expect(tokens <= _MAX_TOKENS, f"input has {tokens} tokens; expected at most {_MAX_TOKENS}")
+    expect(scales.dim() == 2, f"scales has {scales.dim()} dimensions; expected 2")
+    if scale_ub is not None:
+        expect(out.dtype != torch.int8, "scale_ub is given; expected it for float8_e4m3fn alone")
+        expect(
+            scale_ub.dtype == torch.float32 and scale_ub.numel() == 1,
+            f"scale_ub has {scale_ub.numel()} elements of type {scale_ub.dtype}; expected one float32",
+        )
+    expect(input.dtype in _DTYPES, f"input is {input.dtype}; expected float16 or bfloat16")
+
+
+def _fake(
+    out: torch.Tensor,
+    input: torch.Tensor,
+    scales: torch.Tensor,
+    group_size: int,
+    scale_ub: torch.Tensor | None = None,
+    is_scale_transposed: bool = False,
+) -> None:
+    """Into tensors of the caller: no shape comes out of it."""
+
+
+_LIBRARY: Final = torch.library.Library("hwplugin", "FRAGMENT")
+_LIBRARY.define(_SCHEMA)
+_LIBRARY.impl("silu_and_mul_per_block_quant", _reference, "CompositeExplicitAutograd")
+torch.library.register_fake("hwplugin::silu_and_mul_per_block_quant", _fake, lib=_LIBRARY)
