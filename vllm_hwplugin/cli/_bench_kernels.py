@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from .. import bench
-from ..bench.micro import _attention_cases, _cells, _op_cases, _results, _verdict
+from ..bench.micro import _attention_cases, _cells, _op_cases, _results
 from ..bench.micro import _report as reporting
 from ..bench.micro._cells import Cell
 from ..bench.micro._repeat import Effort
@@ -22,6 +23,9 @@ from ._options import known
 
 #: Seconds for one cell. The first one of an operation may run the compiler.
 _LIMITS = {"attention": 45.0, "ops": 240.0}
+
+#: An interrupted run keeps its part, but for so many seconds.
+_KEEP = 5.0
 
 _JSON = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there.")]
 _SEED = Annotated[int, typer.Option(help="Same seed, same inputs.")]
@@ -99,10 +103,16 @@ def _run(kind: str, todo: Sequence[Cell], seconds: float, seed: int, json_file: 
             elif event["event"] == "cell":
                 bar.update(task, advance=1)
 
-        outcomes, processes = supervise(job, todo, seconds=seconds, on_event=on_event)
+        written = time.monotonic()
+
+        def keep(outcomes: list[dict[str, Any]], processes: list[dict[str, Any]]) -> None:
+            nonlocal written
+            if json_file is not None and time.monotonic() - written > _KEEP:
+                _results.write(_results.make(kind, host, settings, outcomes, processes), json_file)
+                written = time.monotonic()
+
+        outcomes, processes = supervise(job, todo, seconds=seconds, on_event=on_event, keep=keep)
     results = _results.make(kind, host, settings, outcomes, processes)
-    if kind == "ops":
-        results["verdicts"] = _verdict.as_json(_verdict.verdicts(results))
     if json_file is not None:
         _results.write(results, json_file)
     console.print(reporting.text(results), markup=False, highlight=False, soft_wrap=True)

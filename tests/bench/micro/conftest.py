@@ -62,4 +62,40 @@ def fake_timer() -> type[FakeTimer]:
 @pytest.fixture
 def quick() -> Effort:
     """Few launches of everything."""
-    return Effort(replay=1e-9, cell=1e-9, least=2, most=2, most_sets=3)
+    return Effort(replay=1e-9, cell=1e-9, least=2, most=2, most_sets=3, most_launches=6)
+
+
+def _cells(
+    seconds: Callable[[str, str], float | None], plan: Sequence[tuple[str, str]], **facts: Any
+) -> list[dict[str, Any]]:
+    found = []
+    for kernel, case in plan:
+        taken = seconds(kernel, case)
+        status, reason = ("measured", None) if taken is not None else ("failed", "ValueError: no | such <shape>")
+        cell = {"kernel": kernel, "case": case, "status": status, "reason": reason, "process": 0}
+        if taken is not None:
+            cell |= {"seconds": taken, "eager": None, "copy_seconds": taken / 2, "sets": 2, **facts}
+        found.append(cell)
+    return found
+
+
+@pytest.fixture
+def results(gpu_host: Any) -> Callable[..., dict[str, Any]]:
+    """`results(kind, seconds)` is a results file in which each cell took `seconds(kernel, case)`; None: it failed."""
+    from vllm_hwplugin.bench.micro import _attention_cases, _op_cases, _results
+
+    def make(kind: str, seconds: Callable[[str, str], float | None]) -> dict[str, Any]:
+        plan, facts = {
+            "attention": (_attention_cases.plan(), {"error_ratio": 0.9}),
+            "ops": (_op_cases.plan(), {"mismatch": None}),
+        }[kind]
+        process = {
+            "error": None,
+            "log_tail": "",
+            "copy_bandwidth": 4e12,
+            "packages": {"torch": "2.11.0", "triton": "3.6.0", "flashinfer-python": None},
+        }
+        made = _results.make(kind, gpu_host, {"seed": 0}, _cells(seconds, plan, **facts), [process])
+        return made | {"commit": "abc123", "date": "2026-01-02T03:04:05+00:00"}
+
+    return make

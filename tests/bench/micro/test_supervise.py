@@ -92,3 +92,23 @@ def test_no_child_is_started_when_the_time_is_used_up():
 
 def test_the_rivals_are_stock():
     assert ENVIRONMENT["VLLM_HWPLUGIN"] == "0"
+
+
+def test_what_was_measured_is_kept_while_a_child_still_runs():
+    kept = []
+    supervise(
+        {},
+        TODO,
+        seconds=60,
+        run=Children(deadly=[TODO[1]]),
+        keep=lambda outcomes, processes: kept.append((outcomes, processes)),
+    )
+    first, last = kept[0], kept[-1]
+    assert [(o["kernel"], o["case"], o["process"]) for o in first[0]] == [("a", "1", 0)]
+    assert [p["error"] for p in first[1]] == ["it was still running"]
+    assert [(o["case"], o["status"], o["process"]) for o in last[0]] == [
+        ("1", _cells.MEASURED, 0),
+        ("1", _cells.CRASHED, 0),
+        ("2", _cells.MEASURED, 1),
+    ]
+    assert [p["error"] for p in last[1]] == ["killed by SIGSEGV", "it was still running"]

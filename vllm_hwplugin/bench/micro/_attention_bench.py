@@ -64,7 +64,7 @@ class AttentionBench:
 
     def refuses(self, cell: Cell) -> str | None:
         case = cases.CASES[cell[1]]
-        if case.kv_elements > self._pool.elements:
+        if not self._pool.sets(case):
             return f"the cache of {self._pool.elements} elements that fits this device has no room for it"
         return self._kernels[cell[0]].refuses(case)
 
@@ -93,9 +93,8 @@ class AttentionBench:
         """The kernels of a case come one after the other: its inputs and its right answer are made once."""
         if self._batches is None or self._batches[0] != case.key:
             self._batches = None
-            room = 2 * 2 * self._pool.elements
+            room = self._pool.sets(case) * case.bytes_each
             count = _repeat.sets(case.bytes_each, self._l2, room, self._effort)
-            count = min(count, self._pool.elements // case.kv_elements)
             batches = self._pool.batches(case, count)
             self._batches = (case.key, batches, _accuracy.right(batches[-1]))
         return self._batches[1:]

@@ -52,6 +52,11 @@ class AttentionCase:
         return self.batch * self.query
 
     @property
+    def pages(self) -> int:
+        """Of one request."""
+        return -(-self.context // self.page)
+
+    @property
     def kv_elements(self) -> int:
         """Of the keys alone, or of the values alone."""
         return self.batch * self.context * self.kv_heads * self.head_size

@@ -61,6 +61,10 @@ class Pool:
         self._keys, self._values = self._normal(elements), self._normal(elements)
         self._orders: dict[tuple[int, int, int], Any] = {}
 
+    def sets(self, case: AttentionCase) -> int:
+        """How many sets of inputs have blocks of their own."""
+        return self.elements // (case.batch * case.pages * case.page * case.kv_heads * case.head_size)
+
     def batches(self, case: AttentionCase, count: int) -> list[Batch]:
         """``count`` sets of inputs over different blocks.
 
@@ -68,9 +72,9 @@ class Pool:
             ValueError: the cache is too small.
         """
         block = case.page * case.kv_heads * case.head_size
-        blocks, pages = self.elements // block, -(-case.context // case.page)
+        blocks, pages = self.elements // block, case.pages
         needed = case.batch * pages
-        if count * needed > blocks:
+        if count > self.sets(case):
             raise ValueError(f"{case.key} needs {count * needed} blocks of the cache, which has {blocks}")
         shape = (blocks, case.page, case.kv_heads, case.head_size)
         keys, values = (cache[: blocks * block].view(shape) for cache in (self._keys, self._values))

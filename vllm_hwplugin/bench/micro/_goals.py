@@ -9,7 +9,7 @@ from typing import Any
 
 from . import _attention_cases as attention
 from . import _op_cases as ops
-from ._results import bandwidth, find
+from ._figures import bandwidth, find
 
 #: Error over SDPA's, share of the copy bandwidth (decode, operations), and FLOP/s of FlashAttention 3 by ours.
 ERROR = 2.0

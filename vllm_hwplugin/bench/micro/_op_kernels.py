@@ -53,6 +53,18 @@ def implementation(kernel: str, op: str) -> Callable[..., Any]:
     return found
 
 
+def trailing(run: Any, given: int) -> list[None]:
+    """What has to be passed after the first ``given`` arguments: later versions of vLLM have more without a default.
+
+    Raises:
+        ValueError: one of them cannot be None.
+    """
+    more = [one for one in run.default._schema.arguments[given:] if not one.has_default_value()]
+    if odd := [one.name for one in more if not isinstance(one.type, torch.OptionalType)]:
+        raise ValueError(f"this vLLM's {run.default._schema} also needs {', '.join(odd)}")
+    return [None] * len(more)
+
+
 def _of_vllm(op: str) -> Callable[..., Any] | None:
     for namespace in _NAMESPACES:
         found: Callable[..., Any] | None = getattr(getattr(torch.ops, namespace), op, None)

@@ -41,9 +41,10 @@ class OpsBench:
         case = cases.CASES[cell[1]]
         run = _op_kernels.implementation(cell[0], case.op)
         count = _repeat.sets(case.bytes_moved, self._l2, _ROOM, self._effort)
+        more = _op_kernels.trailing(run, len(case.arguments))
         sets = [_op_inputs.arguments(case, self._device, self._random) for _ in range(count)]
-        wrong = self._mismatch(case, run, sets[0])
-        calls = [_bound(run, values) for values in sets]
+        wrong = self._mismatch(case, run, sets[0], more)
+        calls = [_bound(run, [*values, *more]) for values in sets]
         done = measure(self._timer, calls, self._effort)
         return {
             **dataclasses.asdict(done.timing),
@@ -53,11 +54,11 @@ class OpsBench:
             "copy_seconds": self._copies.seconds(case.bytes_moved),
         }
 
-    def _mismatch(self, case: cases.OpCase, run: Callable[..., Any], values: list[Any]) -> str | None:
+    def _mismatch(self, case: cases.OpCase, run: Callable[..., Any], values: list[Any], more: list[None]) -> str | None:
         chosen = _op_inputs.rows(case, self._choice)
         right = _op_inputs.on_cpu(case, values, chosen)
         _op_kernels.reference(case.op)(*right)
-        run(*values)
+        run(*values, *more)
         return _op_inputs.mismatch(case, values, right, chosen)
 
 

@@ -9,8 +9,8 @@ from typing import Any
 from . import _attention_cases as attention
 from . import _op_cases as ops
 from ._cells import MEASURED, MISSING
+from ._figures import bandwidth, find
 from ._goals import goals
-from ._results import bandwidth, find
 from ._verdict import verdicts
 
 HEAD = """# Benchmarks of single kernels

@@ -13,9 +13,9 @@ from typing import Any
 from ... import __version__
 from .._host import Host
 from .._results import ResultsError, commit, write
-from ._cells import MEASURED
+from ._verdict import as_json, verdicts
 
-__all__ = ["FORMAT", "find", "make", "read", "write"]
+__all__ = ["FORMAT", "ResultsError", "make", "read", "write"]
 
 FORMAT = 1
 
@@ -28,7 +28,7 @@ def make(
     processes: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
     """The whole file; ``kind`` is ``attention`` or ``ops``."""
-    return {
+    results = {
         "kernels_format": FORMAT,
         "kind": kind,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -39,6 +39,9 @@ def make(
         "processes": list(processes),
         "cells": list(outcomes),
     }
+    if kind == "ops":
+        results["verdicts"] = as_json(verdicts(results))
+    return results
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -58,16 +61,3 @@ def read(path: Path) -> dict[str, Any]:
         raise ResultsError(f"{path}: results format {found}, this version reads {FORMAT}; run the benchmark again")
     assert isinstance(results, dict)
     return results
-
-
-def find(results: Mapping[str, Any], kernel: str, case: str) -> Mapping[str, Any] | None:
-    """A cell that was measured, or None."""
-    for cell in results["cells"]:
-        if (cell["kernel"], cell["case"], cell["status"]) == (kernel, case, MEASURED):
-            return dict(cell)
-    return None
-
-
-def bandwidth(results: Mapping[str, Any], cell: Mapping[str, Any]) -> float:
-    """The copy bandwidth of the process that measured the cell, bytes a second."""
-    return float(results["processes"][cell["process"]]["copy_bandwidth"])

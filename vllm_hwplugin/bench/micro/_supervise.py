@@ -26,6 +26,7 @@ def supervise(
     *,
     seconds: float,
     on_event: Callable[[Event], None] = lambda event: None,
+    keep: Callable[[list[dict[str, Any]], list[dict[str, Any]]], None] = lambda outcomes, processes: None,
     run: Callable[..., Ended] = run_child,
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -36,6 +37,7 @@ def supervise(
         todo: kernel and case of each cell, in order.
         seconds: for the whole run; cells that would begin later are not run.
         on_event: called with each event of a child.
+        keep: called after each cell with what would be returned if the run ended there.
         run: starts a child, as ``run_child``.
         clock: seconds.
     """
@@ -50,18 +52,43 @@ def supervise(
             outcomes += [{**_cells.outcome(cell, _cells.NOT_RUN, reason), "process": None} for cell in left]
             break
         text = json.dumps({**job, "todo": left, "seconds": rest})
-        ended = run(MODULE, text, ENVIRONMENT, timeout=max(rest, 0) + _START, on_event=on_event)
+        listen = _listener(on_event, keep, tuple(outcomes), tuple(processes))
+        ended = run(MODULE, text, ENVIRONMENT, timeout=max(rest, 0) + _START, on_event=listen)
         progress = _cells.after(left, ended.events, ended.error, crashes)
-        outcomes += [{**found, "process": len(processes)} for found in progress.outcomes]
+        outcomes += _in_process(progress.outcomes, len(processes))
         crashes += [found["kernel"] for found in progress.outcomes if found["status"] == _cells.CRASHED]
-        processes.append(_process(ended))
+        processes.append(_process(ended.events, error=ended.error, log_tail=ended.log_tail))
         left = progress.todo
     return outcomes, processes
 
 
-def _process(ended: Ended) -> dict[str, Any]:
-    facts: dict[str, Any] = {"seconds": ended.seconds, "error": ended.error, "log_tail": ended.log_tail}
-    for event in ended.events:
+def _listener(
+    on_event: Callable[[Event], None],
+    keep: Callable[[list[dict[str, Any]], list[dict[str, Any]]], None],
+    outcomes: Sequence[dict[str, Any]],
+    processes: Sequence[dict[str, Any]],
+) -> Callable[[Event], None]:
+    """Follows one child; ``outcomes`` and ``processes`` are those of the earlier ones."""
+    said: list[Event] = []
+
+    def listen(event: Event) -> None:
+        said.append(event)
+        on_event(event)
+        if event["event"] == "cell":
+            so_far = [one["outcome"] for one in said if one["event"] == "cell"]
+            facts = _process(said, error="it was still running", log_tail="")
+            keep([*outcomes, *_in_process(so_far, len(processes))], [*processes, facts])
+
+    return listen
+
+
+def _in_process(outcomes: Sequence[dict[str, Any]], index: int) -> list[dict[str, Any]]:
+    return [{**one, "process": index} for one in outcomes]
+
+
+def _process(events: Sequence[Event], *, error: str | None, log_tail: str) -> dict[str, Any]:
+    facts: dict[str, Any] = {"error": error, "log_tail": log_tail}
+    for event in events:
         if event["event"] in ("ready", "copies"):
             facts |= {key: value for key, value in event.items() if key != "event"}
     return facts

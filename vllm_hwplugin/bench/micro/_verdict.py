@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from . import _op_cases as cases
-from ._results import find
+from ._figures import find
 
 #: Less is within what two runs differ by.
 MARGIN = 0.03

@@ -1,0 +1,68 @@
+"""docs/kernel-benchmarks.md is what the results files say, and so are the operations that are on by default."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from vllm_hwplugin.bench.micro import _report, _results, _verdict
+from vllm_hwplugin.ops._override_catalog import OPS
+
+ROOT = Path(__file__).parents[3]
+FILES = sorted((ROOT / "benchmarks" / "results").glob("kernels-*.json"))
+PAGE = ROOT / "docs" / "kernel-benchmarks.md"
+
+
+def test_the_page_is_made_from_the_results_files():
+    assert PAGE.exists() == bool(FILES), "'make docs' writes the page where there are results"
+    if FILES:
+        page = _report.markdown([_results.read(file) for file in FILES])
+        assert PAGE.read_text(encoding="utf-8") == page, "old: 'make docs' writes it again"
+
+
+def test_make_docs_writes_the_page():
+    recipe = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert "KERNEL_RESULTS := $(sort $(wildcard benchmarks/results/kernels-*.json))" in recipe
+    assert "bench kernel-report $(KERNEL_RESULTS) --markdown docs/kernel-benchmarks.md" in recipe
+
+
+def test_every_file_says_where_it_comes_from():
+    for file in FILES:
+        results = _results.read(file)
+        assert results["commit"]
+        assert results["host"]["vllm"]
+        assert results["host"]["driver"]
+        assert all("copy_bandwidth" in process for process in results["processes"])
+
+
+def on_by_default_without_a_gain(default_on, verdicts):
+    """Operation and device, where the one is on by default on the other and no file says gain, or one says loss."""
+    wrong = []
+    for op, devices in default_on.items():
+        for device in devices:
+            said = {one.verdict for one in verdicts if (one.op, one.device) == (op, device)}
+            if said != {"gain"}:
+                wrong.append((op, device))
+    return wrong
+
+
+def test_an_operation_is_on_by_default_only_where_it_gains():
+    found = [_results.read(file) for file in FILES]
+    verdicts = [one for results in found if results["kind"] == "ops" for one in _verdict.verdicts(results).values()]
+    default_on = {name: op.default_on for name, op in OPS.items()}
+    assert on_by_default_without_a_gain(default_on, verdicts) == []
+
+
+def test_the_rule_itself(results):
+    def seconds(kernel, case):
+        return 1.0 if kernel == "vllm" or case.startswith("merge_attn_states") else 0.5
+
+    verdicts = list(_verdict.verdicts(results("ops", seconds)).values())
+    default_on = {
+        "topk_softmax": ("NVIDIA H200", "NVIDIA H100"),
+        "merge_attn_states": ("NVIDIA H200",),
+        "rotary_embedding": (),
+    }
+    assert on_by_default_without_a_gain(default_on, verdicts) == [
+        ("topk_softmax", "NVIDIA H100"),
+        ("merge_attn_states", "NVIDIA H200"),
+    ]

@@ -1,0 +1,63 @@
+"""Times and parity of operations, on the CPU: the plugin's references are both sides there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from vllm_hwplugin.bench.micro import _op_cases as cases
+from vllm_hwplugin.bench.micro import _op_kernels
+from vllm_hwplugin.bench.micro._copies import Copies
+from vllm_hwplugin.bench.micro._ops_bench import OpsBench
+
+CASE = "rotary_embedding 4/1 heads of 128 t8"
+
+
+@pytest.fixture
+def bench(fake_timer, quick):
+    timer = fake_timer()
+    return OpsBench(timer, Copies(timer, "cpu", 1 << 10, quick, large=1 << 20), quick, 1 << 10, "cpu", 0)
+
+
+def test_a_right_operation_has_no_mismatch(bench):
+    facts = bench.measure((cases.OURS, CASE))
+    assert (facts["mismatch"], facts["sets"], facts["eager"]) == (None, 2, None)
+    assert set(facts) >= {"seconds", "copy_seconds", "launches"}
+
+
+def test_a_wrong_operation_is_timed_and_says_where(bench, monkeypatch):
+    def wrong(positions, query, *rest):
+        torch.ops.hwplugin.rotary_embedding(positions, query, *rest)
+        query[3, 7] += 1
+
+    wrong.default = torch.ops.hwplugin.rotary_embedding.default
+    monkeypatch.setattr(_op_kernels, "implementation", lambda kernel, op: wrong)
+    assert bench.measure((cases.VLLM, CASE))["mismatch"].startswith("query: 1 of 4096")
+
+
+def test_ours_is_missing_where_its_kernel_is_and_says_why(bench):
+    # Without a GPU the reference would run: that is no figure of the kernel.
+    assert "CPU build" in bench.missing((cases.OURS, CASE)) or not torch.version.cuda
+
+
+def test_vllms_is_missing_where_there_is_none(monkeypatch):
+    monkeypatch.setattr(_op_kernels, "unimportable", lambda *modules: None)
+    assert _op_kernels.missing(cases.VLLM, "no_such_operation") == "this vLLM has no operation no_such_operation"
+    monkeypatch.setattr(_op_kernels, "unimportable", lambda *modules: f"{modules[0]} is not importable")
+    assert _op_kernels.missing(cases.VLLM, "rotary_embedding") == "vllm._custom_ops is not importable"
+
+
+def test_vllms_operation_is_looked_for_where_its_libraries_define_it(monkeypatch):
+    library = torch.library.Library("_moe_C", "FRAGMENT")
+    library.define("of_a_test(Tensor a) -> Tensor")
+    assert _op_kernels.implementation(cases.VLLM, "of_a_test") is torch.ops._moe_C.of_a_test
+
+
+def test_arguments_that_a_later_vllm_added_are_none():
+    library = torch.library.Library("_C", "FRAGMENT")
+    library.define("with_more(Tensor a, bool b, Tensor? c, Tensor? d=None) -> ()")
+    library.define("with_a_number(Tensor a, int b) -> ()")
+    assert _op_kernels.trailing(torch.ops._C.with_more, 2) == [None]
+    assert _op_kernels.trailing(torch.ops._C.with_more, 3) == []
+    with pytest.raises(ValueError, match="also needs b"):
+        _op_kernels.trailing(torch.ops._C.with_a_number, 1)

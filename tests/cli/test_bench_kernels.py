@@ -1,0 +1,129 @@
+"""`vllm-hwplugin bench attention`, `bench ops` and `bench kernel-report`."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from vllm_hwplugin import bench
+from vllm_hwplugin.bench import Host
+from vllm_hwplugin.bench.micro import _attention_cases, _cells, _op_cases
+from vllm_hwplugin.cli import _bench_kernels
+from vllm_hwplugin.cli._app import app
+
+GPU = Host("cuda", "NVIDIA H200", "580.1", "0.26.0", "2.11.0", "3.12.3", 16)
+READY = {"error": None, "log_tail": "", "copy_bandwidth": 4e12, "packages": {"torch": "2.11.0"}}
+
+
+def measured(cell, **facts):
+    facts = {"seconds": 1e-4, "eager": None, "copy_seconds": 1e-5, "error_ratio": 1.0, "mismatch": None, **facts}
+    return {**_cells.outcome(cell, _cells.MEASURED, None, **facts), "process": 0}
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path):
+    def call(*arguments, outcome=measured, processes=(READY,), host=GPU):
+        asked = []
+
+        def supervise(job, todo, *, seconds, on_event, keep):
+            asked.append((job, list(todo), seconds))
+            outcomes = [outcome(cell) for cell in todo]
+            on_event({"event": "begin", "kernel": "[k]", "case": "c"})
+            on_event({"event": "cell", "outcome": {}})
+            keep(outcomes[:1], list(processes))
+            call.kept = json.loads(file.read_text()) if file.exists() else None
+            return outcomes, list(processes)
+
+        file = tmp_path / "kernels.json"
+        monkeypatch.setattr(_bench_kernels, "supervise", supervise)
+        monkeypatch.setattr(bench, "detect_host", lambda: host)
+        monkeypatch.setenv("COLUMNS", "200")
+        result = CliRunner().invoke(app, ["bench", *arguments, "--json", str(file)])
+        return result, json.loads(file.read_text()) if file.exists() else None, asked
+
+    return call
+
+
+def test_attention_measures_the_whole_plan(run):
+    result, found, ((job, todo, seconds),) = run("attention", "--seconds", "50", "--seed", "7")
+    assert result.exit_code == 0, result.output
+    assert todo == list(_attention_cases.plan())
+    assert (job["kind"], job["seed"], seconds) == ("attention", 7, 50)
+    assert (found["kind"], len(found["cells"]), found["settings"]["seed"]) == ("attention", len(todo), 7)
+    assert found["host"]["vllm"] == "0.26.0"
+    assert "### Decode and verification" in result.output
+
+
+def test_attention_can_be_narrowed(run):
+    _, _, ((_, todo, _),) = run("attention", "--kernel", "hwplugin", "--kind", "prefill")
+    assert {(kernel, case.split()[0]) for kernel, case in todo} == {("hwplugin", "prefill")}
+    assert len(todo) == 4
+    result, _, asked = run("attention", "--kernel", "nobody")
+    assert (result.exit_code, asked) == (2, [])
+
+
+def test_ops_measures_both_sides_and_says_the_verdicts(run):
+    result, found, ((job, todo, _),) = run("ops", "--op", "topk_softmax")
+    assert result.exit_code == 0, result.output
+    assert {(kernel, case.split()[0]) for kernel, case in todo} == {
+        ("hwplugin", "topk_softmax"),
+        ("vllm", "topk_softmax"),
+    }
+    assert {one["op"]: one["verdict"] for one in found["verdicts"]}["topk_softmax"] == "loss"
+    _, _, ((job, todo, _),) = run("ops")
+    assert (job["kind"], todo) == ("ops", list(_op_cases.plan()))
+
+
+@pytest.mark.parametrize(
+    ("command", "kernel", "change", "code"),
+    [
+        ("attention", "hwplugin", {"error_ratio": 2.01}, 1),
+        ("attention", "SDPA", {"error_ratio": 9.0}, 0),
+        ("attention", "hwplugin", None, 1),
+        ("attention", "FLASHINFER", None, 0),
+        ("ops", "hwplugin", {"mismatch": "wrong"}, 1),
+        ("ops", "vllm", {"mismatch": "wrong"}, 0),
+        ("ops", "hwplugin", None, 1),
+        ("ops", "vllm", None, 0),
+    ],
+)
+def test_the_exit_code_is_about_our_own_kernels(run, command, kernel, change, code):
+    def outcome(cell):
+        if cell[0] != kernel:
+            return measured(cell)
+        return measured(cell, **change) if change else {**_cells.outcome(cell, _cells.FAILED, "no"), "process": 0}
+
+    result, _, _ = run(command, outcome=outcome)
+    assert result.exit_code == code, result.output
+
+
+def test_a_process_that_died_shows_the_end_of_its_log(run):
+    result, found, _ = run("ops", processes=[{**READY, "error": "killed by SIGSEGV", "log_tail": "the [end] of it"}])
+    assert "a process ended: killed by SIGSEGV" in result.output
+    assert "the [end] of it" in result.output
+    assert found["processes"][0]["error"] == "killed by SIGSEGV"
+
+
+def test_an_interrupted_run_keeps_what_was_measured(run, monkeypatch):
+    monkeypatch.setattr(_bench_kernels, "_KEEP", -1.0)
+    run("ops")
+    assert len(run.kept["cells"]) == 1
+
+
+def test_a_host_without_a_gpu_is_told_so(run):
+    cpu = Host("cpu", "Some CPU", None, "0.32.0", "2.13.0", "3.11.7", 2)
+    result, found, asked = run("attention", host=cpu)
+    assert (result.exit_code, found, asked) == (2, None, [])
+    assert "`bench attention` measures kernels of a GPU; vLLM runs on Some CPU (cpu)" in result.output
+
+
+def test_the_report_is_made_from_files(run, tmp_path):
+    run("attention")
+    page = tmp_path / "page.md"
+    command = ["bench", "kernel-report", str(tmp_path / "kernels.json"), "--markdown", str(page)]
+    result = CliRunner().invoke(app, command, catch_exceptions=False)
+    assert result.exit_code == 0
+    assert "# Benchmarks of single kernels" in page.read_text()
+    assert "## Attention at head size 512: NVIDIA H200, vLLM 0.26.0" in page.read_text()
