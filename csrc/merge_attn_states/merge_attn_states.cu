@@ -221,8 +221,8 @@ void check_heads(const Tensor& tensor, const char* name, const Tensor& output, i
       " in its last dimension; expected 1: call contiguous() first");
   for (int64_t i = 0; i < 2; ++i) {
     STD_TORCH_CHECK(
-        tensor.size(i) <= 1 || tensor.stride(i) % pack == 0, "merge_attn_states: ", name, ".stride(", i, ") is ",
-        tensor.stride(i), "; expected a multiple of ", pack, ": call contiguous() first");
+        tensor.size(i) <= 1 || tensor.size(2) == 0 || tensor.stride(i) % pack == 0, "merge_attn_states: ", name,
+        ".stride(", i, ") is ", tensor.stride(i), "; expected a multiple of ", pack, ": call contiguous() first");
   }
   STD_TORCH_CHECK(
       reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % static_cast<uintptr_t>(pack_bytes) == 0,

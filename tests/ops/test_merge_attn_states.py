@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operation on the CPU: attention over parts of the keys becomes attention over all; and clear errors."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+torch: Any = pytest.importorskip("torch")
+
+from vllm_hwplugin.ops.merge_attn_states import _reference, merge_attn_states  # noqa: E402
+
+TOKENS, HEADS, SIZE = 5, 3, 8
+INF = float("inf")
+
+
+def _attention(scores: Any, values: Any) -> tuple[Any, Any]:
+    """Of [heads, tokens, keys] over [keys, heads, head_size]; no keys are an output of 0 and an LSE of -inf."""
+    output = torch.einsum("htk,khd->thd", scores.softmax(-1), values)
+    return output, scores.logsumexp(-1)
+
+
+def _parts(keys_before: int, keys_after: int) -> tuple[Any, ...]:
+    scores = torch.randn(HEADS, TOKENS, keys_before + keys_after, dtype=torch.float64) * 3
+    values = torch.randn(keys_before + keys_after, HEADS, SIZE, dtype=torch.float64)
+    prefix = _attention(scores[..., :keys_before], values[:keys_before])
+    suffix = _attention(scores[..., keys_before:], values[keys_before:])
+    return *prefix, *suffix, *_attention(scores, values)
+
+
+def _results(dtype: Any = torch.float32) -> tuple[Any, Any]:
+    return torch.full((TOKENS, HEADS, SIZE), 7.0).to(dtype), torch.full((HEADS, TOKENS), 7.0)
+
+
+@pytest.mark.parametrize(("before", "after"), [(6, 2), (1, 9), (4, 0), (0, 4)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.float16, 2e-3), (torch.bfloat16, 2e-2)])
+def test_parts_of_the_keys_become_all_of_them(before: int, after: int, dtype: Any, tolerance: float) -> None:
+    prefix, prefix_lse, suffix, suffix_lse, whole, whole_lse = _parts(before, after)
+    output, lse = _results(dtype)
+    merge_attn_states(output, lse, prefix.to(dtype), prefix_lse.float(), suffix.to(dtype), suffix_lse.float())
+    torch.testing.assert_close(output.double(), whole, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(lse.double(), whole_lse, atol=2e-6, rtol=2e-6)
+
+
+@pytest.mark.parametrize("empty", [INF, -INF])
+def test_what_an_empty_part_holds_is_not_used(empty: float) -> None:
+    prefix, prefix_lse, suffix, suffix_lse, _, _ = (part.float() for part in _parts(4, 4))
+    nothing = torch.full_like(prefix, float("nan"))
+    for side in ("prefix", "suffix", "both"):
+        output, lse = _results()
+        merge_attn_states(
+            output,
+            lse,
+            nothing if side != "suffix" else prefix,
+            torch.full_like(prefix_lse, empty) if side != "suffix" else prefix_lse,
+            nothing if side != "prefix" else suffix,
+            torch.full_like(suffix_lse, empty) if side != "prefix" else suffix_lse,
+        )
+        expected, expected_lse = {
+            "prefix": (suffix, suffix_lse),
+            "suffix": (prefix, prefix_lse),
+            "both": (torch.zeros_like(output), torch.full_like(lse, -INF)),
+        }[side]
+        assert torch.equal(output, expected), side
+        assert torch.equal(lse, expected_lse), side
+
+
+def test_what_is_no_number_does_not_become_one() -> None:
+    prefix, prefix_lse, suffix, suffix_lse, _, _ = (part.float() for part in _parts(4, 4))
+    prefix_lse[1, 2] = float("nan")
+    suffix_lse[1, 2] = -INF
+    output, lse = _results()
+    merge_attn_states(output, lse, prefix, prefix_lse, suffix, suffix_lse)
+    assert output[2, 1].isnan().all()
+    assert lse.isnan().nonzero().tolist() == [[1, 2]]
+    assert output.isnan().sum() == SIZE
+
+
+@pytest.mark.parametrize("with_context", [0, 2, TOKENS])
+def test_tokens_without_context_are_copied_and_their_prefix_is_not_read(with_context: int) -> None:
+    prefix, prefix_lse, suffix, suffix_lse, whole, _ = (part.float() for part in _parts(4, 4))
+    prefix[with_context:] = float("nan")
+    prefix_lse[:, with_context:] = float("nan")
+    suffix_lse[0, 3:] = INF
+    output, lse = _results()
+    merge_attn_states(output, lse, prefix, prefix_lse, suffix, suffix_lse, with_context)
+    assert torch.equal(output[with_context:], suffix[with_context:])
+    assert torch.equal(lse[:, with_context:], suffix_lse[:, with_context:])
+    torch.testing.assert_close(output[: min(with_context, 3)], whole[: min(with_context, 3)], atol=2e-6, rtol=2e-6)
+
+
+def test_an_output_of_8_bits_is_divided_by_its_scale_and_cut_off() -> None:
+    prefix, prefix_lse, suffix, suffix_lse, whole, _ = (part.float() for part in _parts(4, 4))
+    for scale in (0.01, 1.0, 1e-5):
+        output, _ = _results(torch.float8_e4m3fn)
+        merge_attn_states(output, None, prefix, prefix_lse, suffix, suffix_lse, None, torch.tensor([scale]))
+        expected = (whole / scale).clamp(-448, 448)
+        torch.testing.assert_close(output.float(), expected, atol=2e-3, rtol=0.07)
+    assert output.float().abs().max() == 448
+
+
+def test_any_strides_and_an_output_that_is_an_input() -> None:
+    prefix, prefix_lse, suffix, suffix_lse, _, _ = (part.float() for part in _parts(4, 4))
+    plain, plain_lse = _results()
+    merge_attn_states(plain, plain_lse, prefix, prefix_lse, suffix, suffix_lse)
+    padded = torch.full((HEADS, TOKENS, 2 * SIZE), 7.0)
+    inside = padded.transpose(0, 1)[..., :SIZE]
+    inside.copy_(prefix)
+    lse = torch.full((TOKENS, HEADS), 7.0)
+    merge_attn_states(inside, lse.t(), inside, prefix_lse.t().contiguous().t(), suffix, suffix_lse)
+    assert torch.equal(inside, plain)
+    assert torch.equal(lse.t(), plain_lse)
+    assert (padded[..., SIZE:] == 7.0).all()
+
+
+# In a process of its own that no patch and no test touches. Prints the largest difference, or null where this vLLM has
+# no implementation for the CPU.
+AGAINST_VLLM = """
+import itertools, json, torch
+from vllm.v1.attention.ops import merge_attn_states as theirs
+from vllm_hwplugin.ops.merge_attn_states import merge_attn_states
+
+reference = getattr(theirs, "_merge_attn_states_torch", None)
+if reference is None:
+    print("null")
+    raise SystemExit
+torch.manual_seed(1)
+worst = []
+for tokens, heads, size, context in itertools.product([1, 33], [1, 8], [64, 128, 576], [None, 0.5]):
+    prefix, suffix = torch.randn(2, tokens, heads, size)
+    lses = torch.randn(2, heads, tokens) * 4
+    lses[torch.rand(lses.shape) < 0.2] = -torch.inf
+    context = None if context is None else tokens // 2
+    # Beyond the context their CPU turns an LSE of +inf into -inf, which their kernels copy, as we do.
+    lses[0][torch.rand(heads, tokens) < 0.2] = torch.inf
+    results = [(torch.full((tokens, heads, size), 9.0), torch.full((heads, tokens), 9.0)) for _ in range(2)]
+    reference(results[0][0], prefix, lses[0], suffix, lses[1], results[0][1], context)
+    merge_attn_states(*results[1], prefix, lses[0], suffix, lses[1], context)
+    assert torch.equal(results[0][1].isinf(), results[1][1].isinf())
+    worst += [float((a - b).nan_to_num().abs().max()) for a, b in zip(*results)]
+print(json.dumps([max(worst), len(worst)]))
+"""
+
+
+def test_it_is_what_vllm_computes_on_the_cpu() -> None:
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed")
+    environ = {**os.environ, "VLLM_HWPLUGIN": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
+    done = subprocess.run([sys.executable, "-c", AGAINST_VLLM], capture_output=True, text=True, env=environ)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    if found is None:
+        pytest.skip("this vLLM merges attention states on GPUs alone")
+    worst, compared = found
+    assert compared == 2 * 2 * 2 * 3 * 2
+    assert worst < 2e-6
+
+
+def test_the_schema_is_vllms() -> None:
+    """csrc/torch_bindings.cpp of 0.20.2 and of 0.32.0, with the alias marks spelt out and a number's left out."""
+    theirs = torch._C.parse_schema(
+        "merge_attn_states(Tensor(a!) output, Tensor(b!)? output_lse, Tensor prefix_output, Tensor prefix_lse, "
+        "Tensor suffix_output, Tensor suffix_lse, int? prefill_tokens_with_context, Tensor? output_scale=None) -> ()"
+    )
+    ours = torch.ops.hwplugin.merge_attn_states.default._schema
+    assert [(a.name, str(a.type), a.is_write) for a in ours.arguments] == [
+        (a.name, str(a.type), a.is_write) for a in theirs.arguments
+    ]
+    assert not ours.returns
+
+
+def _arguments(**changes: Any) -> dict[str, Any]:
+    output, lse = _results()
+    good = {
+        "output": output,
+        "output_lse": lse,
+        "prefix_output": torch.ones(TOKENS, HEADS, SIZE),
+        "prefix_lse": torch.ones(HEADS, TOKENS),
+        "suffix_output": torch.ones(TOKENS, HEADS, SIZE),
+        "suffix_lse": torch.ones(HEADS, TOKENS),
+        "prefill_tokens_with_context": None,
+        "output_scale": None,
+    }
+    return {**good, **changes}
+
+
+def _heads(*shape: int, **more: Any) -> Any:
+    return torch.ones(*shape, **more)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"prefix_output": _heads(5, 3, 8, dtype=torch.float64)}, r"prefix_output is torch\.float64; expected float32"),
+        ({"suffix_output": _heads(5, 3, 8).half()}, r"suffix_output is torch\.float16; expected prefix_output's type"),
+        ({"output": _heads(5, 3, 8).half()}, r"output is torch\.float16; expected prefix_output's type"),
+        ({"output_scale": torch.ones(1)}, r"output is torch\.float32; expected torch\.float8_e4m3fn"),
+        (
+            {"output_scale": torch.ones(2), "output": _heads(5, 3, 8).to(torch.float8_e4m3fn)},
+            r"output_scale has to be one torch\.float32",
+        ),
+        ({"output": _heads(5, 24)}, r"output has 2 dimensions; expected \[tokens, heads, head_size\]"),
+        ({"suffix_output": _heads(4, 3, 8)}, r"suffix_output has shape \(4, 3, 8\); expected \(5, 3, 8\)"),
+        ({"suffix_output": _heads(5, 3, 16)[..., ::2]}, "suffix_output has stride 2 in its last dimension"),
+        ({"prefix_output": _heads(5, 3, 9)[..., :8]}, r"prefix_output\.stride\(0\) is 27; expected a multiple of 4"),
+        ({"prefix_output": _heads(121)[1:].view(5, 3, 8)}, "prefix_output does not begin at a multiple of 16 bytes"),
+        ({"prefix_lse": torch.ones(5, 3)}, r"prefix_lse has shape \(5, 3\); expected \[heads, tokens\]"),
+        ({"suffix_lse": torch.ones(3, 5).half()}, r"suffix_lse is torch\.float16; expected torch\.float32"),
+        ({"output_lse": torch.ones(3, 1).expand(3, 5)}, "output_lse has a stride of 0"),
+        ({"output": _heads(1, 3, 8).expand(5, 3, 8)}, "output has a stride of 0"),
+        ({"prefill_tokens_with_context": 6}, "prefill_tokens_with_context is 6; expected 0 to 5"),
+        ({"prefill_tokens_with_context": -1}, "prefill_tokens_with_context is -1; expected 0 to 5"),
+    ],
+)
+def test_a_mistake_is_an_error_that_says_what_was_expected(changes: dict[str, Any], words: str) -> None:
+    arguments = _arguments(**changes)
+    before = arguments["output"].clone()
+    with pytest.raises(RuntimeError, match=f"merge_attn_states: {words}"):
+        merge_attn_states(**arguments)
+    assert torch.equal(arguments["output"].float(), before.float())
+    merge_attn_states(**_arguments())
+
+
+def test_heads_of_6_elements_are_refused() -> None:
+    names = ("output", "prefix_output", "suffix_output")
+    with pytest.raises(RuntimeError, match="the heads have 6 elements; expected a multiple of 4"):
+        merge_attn_states(**_arguments(**{name: _heads(5, 3, 6) for name in names}))
+
+
+def test_another_device_is_an_error() -> None:
+    for name, tensor in _arguments().items():
+        if isinstance(tensor, torch.Tensor) and name != "output":
+            with pytest.raises(RuntimeError, match=f"{name} is on meta; expected output's device, cpu"):
+                _reference(**_arguments(**{name: tensor.to("meta")}))
+
+
+@pytest.mark.parametrize(("tokens", "heads", "size"), [(0, 3, 8), (5, 0, 8), (5, 3, 0)])
+def test_nothing_to_merge_is_no_error(tokens: int, heads: int, size: int) -> None:
+    part, lse = torch.ones(tokens, heads, size), torch.zeros(heads, tokens)
+    found = torch.full((heads, tokens), 7.0)
+    merge_attn_states(torch.empty_like(part), found, part, lse, part, lse)
+    torch.testing.assert_close(found, torch.full_like(found, 2.0).log())
+
+
+def test_the_operation_is_what_torch_compile_expects() -> None:
+    operation = torch.ops.hwplugin.merge_attn_states.default
+    torch.library.opcheck(operation, tuple(_arguments().values()))
+    torch.library.opcheck(operation, tuple(_arguments(output_lse=None, prefill_tokens_with_context=2).values()))
