@@ -18,7 +18,7 @@ torch = pytest.importorskip("torch")
 
 from vllm_hwplugin import record  # noqa: E402
 from vllm_hwplugin.ops import _override, _override_support  # noqa: E402
-from vllm_hwplugin.ops._override_catalog import OPS, OverridableOp, Schema  # noqa: E402
+from vllm_hwplugin.ops._override_catalog import OverridableOp, Schema  # noqa: E402
 from vllm_hwplugin.ops.build import spec  # noqa: E402
 
 _numbers = itertools.count()
@@ -73,7 +73,7 @@ def make_toy(
     theirs.define(name + text)
     theirs.impl(name, stock, "CPU")
 
-    def kernel(out: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def kernel(out: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         calls.append("plugin")
         out.fill_(2)
 
@@ -85,7 +85,7 @@ def make_toy(
     monkeypatch.setitem(sys.modules, module.__name__, module)
     kernels = {**spec.KERNELS, name: replace(spec.ROTARY_EMBEDDING, name=name)}
     monkeypatch.setattr(spec, "KERNELS", MappingProxyType(kernels))
-    monkeypatch.setattr(_override_support, name, lambda out, bias: out.dtype is torch.float32, raising=False)
+    monkeypatch.setattr(_override_support, name, lambda out, bias=None: out.dtype is torch.float32, raising=False)
     monkeypatch.setattr(_override, "load_kernel", lambda op: calls.append("load") is None)
     op = OverridableOp(name, namespace, (Schema(">=0.20", name + text),))  # type: ignore[arg-type]
     return Toy(op, getattr(getattr(torch.ops, namespace), name).default, calls)
@@ -121,6 +121,15 @@ def test_an_argument_without_default_that_the_kernel_does_not_have_has_to_be_non
     assert toy(None, None) == 2
     assert toy(None, torch.ones(2, 2)) == 9
     assert toy.calls == ["load", "plugin", "stock"]
+
+
+def test_an_operation_of_the_plugin_may_have_more_arguments_with_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    toy = make_toy(monkeypatch, "(Tensor! out) -> ()", "(Tensor(a!) out, Tensor? bias=None) -> ()")
+    toy.in_front()
+    assert toy() == 2
+    toy = make_toy(monkeypatch, "(Tensor! out) -> ()", "(Tensor(a!) out, Tensor? bias) -> ()")
+    with pytest.raises(_override._Refused, match="other arguments"):
+        toy.in_front()
 
 
 def test_taken_away_again_vllms_kernel_serves(toy: Toy) -> None:
@@ -363,9 +372,3 @@ def test_the_decision_is_in_the_processs_record(toy: Toy) -> None:
     assert entry.decisions[f"operation {toy.op.name}"].startswith("not decided yet")
     toy(None)
     assert entry.decisions[f"operation {toy.op.name}"] == "the plugin's kernel: VLLM_HWPLUGIN_OPS=on; cpu"
-
-
-def test_every_operation_has_a_predicate_for_its_kernel() -> None:
-    for name in OPS:
-        if name in spec.KERNELS:
-            assert callable(getattr(_override_support, name))

@@ -16,6 +16,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from vllm_hwplugin.ops import _override_support  # noqa: E402
+from vllm_hwplugin.ops._override_catalog import OPS  # noqa: E402
 from vllm_hwplugin.ops.build.spec import KERNELS  # noqa: E402
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -26,11 +27,14 @@ Draw = random.Random
 
 def tensor(draw: Draw, shape: Sequence[int], dtype: torch.dtype, *, odd: bool = False) -> torch.Tensor:
     """Of that shape: whole, or a slice of a wider one, or with its last dimension not dense."""
-    width = draw.choice((0, 0, 16, 3)) if odd else 0
+    width = draw.choice((0, 0, 0, 16, 4, 3)) if odd else 0
     step = draw.choice((1, 1, 1, 2)) if odd else 1
     offset = draw.choice((0, 0, 16, 1)) if odd and width else 0
-    wide = torch.zeros([*shape[:-1], (shape[-1] + width) * step + offset])
-    return wide.to(dtype)[..., offset : offset + shape[-1] * step : step]
+    # Rows that are left out lie between the batches of the others.
+    gap = draw.choice((0, 0, 1)) if odd and len(shape) > 1 else 0
+    wide = torch.zeros([*shape[:-2], *(size + gap for size in shape[-2:-1]), (shape[-1] + width) * step + offset])
+    part = wide.to(dtype)[..., offset : offset + shape[-1] * step : step]
+    return part[..., : shape[-2], :] if len(shape) > 1 else part
 
 
 def rotary_embedding(draw: Draw, odd: bool) -> tuple[Any, ...]:
@@ -42,7 +46,9 @@ def rotary_embedding(draw: Draw, odd: bool) -> tuple[Any, ...]:
         positions = torch.zeros([*lead, 2], dtype=torch.int64)[..., 0]
     query = tensor(draw, [*lead, *heads], dtype, odd=odd)
     key = None if draw.random() < 0.3 else tensor(draw, [*lead, *heads], draw.choice(ODD) if odd else dtype, odd=odd)
-    cache = torch.zeros(8, 32, dtype=draw.choice(ODD) if odd and draw.random() < 0.5 else dtype)
+    cache = torch.zeros(
+        8, 32, dtype=draw.choice(ODD) if odd and draw.random() < 0.5 else draw.choice((dtype, FLOATS[0]))
+    )
     return positions, query, key, 64, cache, draw.random() < 0.5, draw.choice((0, 32)), draw.random() < 0.5
 
 
@@ -74,15 +80,67 @@ def merge_attn_states(draw: Draw, odd: bool) -> tuple[Any, ...]:
     return output, draw.choice((None, lse())), part(dtype), lse(), part(dtype), lse(), draw.choice((None, 0, 4)), scale
 
 
+def silu_and_mul_per_block_quant(draw: Draw, odd: bool) -> tuple[Any, ...]:
+    tokens, groups, size = draw.choice((1, 2, 5)), draw.choice((1, 2, 5)), draw.choice((64, 128))
+    dtype = draw.choice(ODD if odd and draw.random() < 0.3 else FLOATS[1:])
+    out = tensor(draw, [tokens, groups * size], torch.float8_e4m3fn, odd=odd and draw.random() < 0.2)
+    if draw.random() < 0.3:
+        out = out.to(torch.uint8 if odd and draw.random() < 0.3 else torch.int8)
+    transposed = draw.random() < 0.5
+    shape = [groups, tokens] if transposed else [tokens, groups]
+    scales = tensor(draw, shape, torch.float64 if odd and draw.random() < 0.1 else torch.float32, odd=odd)
+    if transposed and not (odd and draw.random() < 0.3):
+        scales = scales.t()
+    bound = torch.ones(1) if out.dtype != torch.int8 and draw.random() < 0.5 else None
+    return out, tensor(draw, [tokens, 2 * groups * size], dtype, odd=odd), scales, size, bound, transposed
+
+
+def rms_norm_dynamic_per_token_quant(draw: Draw, odd: bool) -> tuple[Any, ...]:
+    lead = draw.choice(([5], [2, 3]))
+    dtype = draw.choice(ODD if odd and draw.random() < 0.3 else FLOATS)
+
+    def other() -> torch.dtype:
+        return draw.choice(ODD) if odd and draw.random() < 0.2 else dtype
+
+    quantised = torch.uint8 if odd and draw.random() < 0.1 else draw.choice((torch.float8_e4m3fn, torch.int8))
+    result = tensor(draw, [*lead, 64], quantised, odd=odd and draw.random() < 0.2)
+    weight = tensor(draw, [64], other(), odd=odd and draw.random() < 0.3)
+    scale = tensor(draw, [*lead, 1], torch.float64 if odd and draw.random() < 0.1 else torch.float32, odd=odd)
+    residual = None if draw.random() < 0.5 else tensor(draw, [*lead, 64], other(), odd=odd and draw.random() < 0.3)
+    return result, tensor(draw, [*lead, 64], dtype, odd=odd), weight, scale, 1e-6, None, residual
+
+
+def topk_softmax(draw: Draw, odd: bool) -> tuple[Any, ...]:
+    def of(dtype: torch.dtype, shape: list[int]) -> torch.Tensor:
+        wrong = torch.float64 if dtype.is_floating_point else torch.int16
+        one = tensor(draw, shape, dtype, odd=odd and draw.random() < 0.2)
+        return one.to(wrong) if odd and draw.random() < 0.05 else one
+
+    tokens, longer = 5, 1 if odd and draw.random() < 0.1 else 0
+    index = draw.choice((torch.int32, torch.int64))
+    outputs = (
+        of(torch.float32, [tokens + longer, 2]),
+        of(index, [tokens + longer, 2]),
+        of(torch.int32, [tokens + longer, 2]),
+    )
+    bias = of(torch.float32, [16]) if draw.random() < 0.5 else None
+    padding = of(torch.bool, [tokens]) if draw.random() < 0.5 else None
+    return *outputs, of(draw.choice(FLOATS), [tokens, 16]), draw.random() < 0.5, bias, padding
+
+
 CALLS: dict[str, Callable[[Draw, bool], tuple[Any, ...]]] = {
     "rotary_embedding": rotary_embedding,
     "fused_qk_norm_rope": fused_qk_norm_rope,
     "merge_attn_states": merge_attn_states,
+    "silu_and_mul_per_block_quant": silu_and_mul_per_block_quant,
+    "rms_norm_dynamic_per_token_quant": rms_norm_dynamic_per_token_quant,
+    "topk_softmax": topk_softmax,
 }
 
 
-def test_every_kernel_has_such_calls() -> None:
-    assert set(CALLS) == set(KERNELS)
+def test_every_operation_has_a_kernel_and_such_calls() -> None:
+    assert set(CALLS) == set(OPS)
+    assert set(OPS) <= set(KERNELS)
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -109,3 +167,47 @@ def test_calls_as_vllm_makes_them_are_let_through(name: str) -> None:
     draw = Draw(0)
     supports = getattr(_override_support, name)
     assert all(supports(*CALLS[name](draw, False)) for _ in range(50))
+
+
+def _merge(part: torch.Tensor) -> tuple[Any, ...]:
+    lse = torch.zeros(part.shape[1], part.shape[0])
+    return part, None, part, lse, part, lse, None, None
+
+
+def _half(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.bfloat16)
+
+
+def _rope(query: torch.Tensor, key: torch.Tensor | None) -> tuple[Any, ...]:
+    return torch.zeros(2, 3, dtype=torch.int64), query, key, 64, _half(8, 32), True, 0, False
+
+
+WHOLE, UNEVEN = _half(2, 3, 64), _half(2, 4, 64)[:, :3]
+
+
+@pytest.mark.parametrize(
+    ("name", "args"),
+    [
+        ("rotary_embedding", _rope(UNEVEN, WHOLE)),
+        ("rotary_embedding", _rope(WHOLE, UNEVEN)),
+        ("merge_attn_states", _merge(_half(5, 3, 40)[..., :36])),
+        ("merge_attn_states", _merge(_half(5, 3 * 64 + 4)[:, : 3 * 64].unflatten(1, (3, 64)))),
+        ("silu_and_mul_per_block_quant", (_half(1, 5, 64).char(), _half(5, 128), torch.zeros(5, 1), 64, None, False)),
+        ("silu_and_mul_per_block_quant", (_half(5, 64).char(), _half(1, 5, 128), torch.zeros(5, 1), 64, None, False)),
+        ("silu_and_mul_per_block_quant", (_half(5, 64).char(), _half(5, 128), torch.zeros(5, 2), 64, None, False)),
+        ("rms_norm_dynamic_per_token_quant", (WHOLE.char(), UNEVEN, _half(64), torch.zeros(6, 1), 1e-6, None, None)),
+        (
+            "topk_softmax",
+            (torch.zeros(2, 2), *(torch.zeros(2, 2, dtype=torch.int32),) * 2, _half(2, 1, 16), True, None, None),
+        ),
+    ],
+)
+def test_calls_that_chance_rarely_makes_go_to_vllms_kernel(name: str, args: tuple[Any, ...]) -> None:
+    assert getattr(_override_support, name)(*args) is False
+
+
+def test_rows_apart_are_let_through() -> None:
+    apart = _half(5, 80)[:, :64]
+    args = (_half(5, 64).char(), apart, _half(64), torch.zeros(5, 1), 1e-6, None, None)
+    assert _override_support.rms_norm_dynamic_per_token_quant(*args)
+    assert _override_support.rotary_embedding(*_rope(WHOLE, None))

@@ -142,7 +142,7 @@ def put_in_front(op: OverridableOp, key: str, choice: str, *, required: bool) ->
         raise _Refused(f"{op.qualname} has a schema that is not known: {found}")
     if not torch._C._dispatch_has_kernel_for_dispatch_key(op.qualname, key):
         raise _Refused(f"this vLLM has no kernel of {op.qualname} for {key}")
-    own = _own_overload(torch, op)
+    own = _own_overload(torch, op, theirs)
     override = Override(op, choice, required)
     kernel = _kernel(override, own, theirs, torch.library.get_kernel(op.qualname, key))
     library = torch.library.Library(op.namespace, "IMPL")
@@ -159,9 +159,10 @@ def _kernel(override: Override, own: Any, theirs: Any, stock: Any) -> Callable[.
     """What the dispatcher calls: the plugin's kernel where it can serve the call, else vLLM's."""
     predicates = importlib.import_module("vllm_hwplugin.ops._override_support")
     supports: Callable[..., bool] = getattr(predicates, override.op.name)
-    taken = len(own._schema.arguments)
     # The dispatcher leaves trailing arguments out that have their default.
     defaults = tuple(argument.default_value for argument in theirs._schema.arguments)
+    taken = min(len(own._schema.arguments), len(defaults))
+    # What the plugin's operation knows nothing of has to say nothing.
     surplus = defaults[taken:]
 
     def kernel(keyset: Any, *args: Any) -> None:
@@ -246,19 +247,18 @@ def _overload(torch: Any, namespace: str, name: str) -> Any:
     return None if packet is None else packet.default
 
 
-def _own_overload(torch: Any, op: OverridableOp) -> Any:
-    """The plugin's operation, whose arguments have to be vLLM's or the first of them."""
+def _own_overload(torch: Any, op: OverridableOp, theirs: Any) -> Any:
+    """The plugin's operation, whose arguments have to be vLLM's: as many as both have, the others with a default."""
     from .build.spec import KERNELS
 
     if op.name not in KERNELS:
         raise _Refused("this release of vllm-hwplugin has no kernel of it")
     importlib.import_module(f"vllm_hwplugin.ops.{op.name}")
     own = _overload(torch, "hwplugin", op.name)
-    types = [str(argument.type) for argument in own._schema.arguments]
-    for schema in op.schemas:
-        text = torch._C.parse_schema(f"{op.namespace}::{schema.text}")
-        if [str(argument.type) for argument in text.arguments][: len(types)] != types:
-            raise _Refused(f"the plugin's operation has other arguments: {own._schema}")
+    arguments, wanted = own._schema.arguments, theirs._schema.arguments
+    alike = all(str(one.type) == str(other.type) for one, other in zip(arguments, wanted, strict=False))
+    if not alike or not all(one.has_default_value() for one in arguments[len(wanted) :]):
+        raise _Refused(f"the plugin's operation has other arguments: {own._schema}")
     return own
 
 

@@ -14,6 +14,8 @@ import torch
 
 _HALVES: Final = (torch.float16, torch.bfloat16)
 _FLOATS: Final = (torch.float32, *_HALVES)
+_INDICES: Final = (torch.int32, torch.uint32, torch.int64)
+_QUANTISED: Final = (torch.float8_e4m3fn, torch.int8)
 
 # What merge_attn_states moves at once.
 _LOAD_BYTES: Final = 16
@@ -34,12 +36,13 @@ def rotary_embedding(
         return False
     if cos_sin_cache.dtype is not dtype and cos_sin_cache.dtype is not torch.float32:
         return False
-    # Tokens have to be at even distances, which several batches need not be.
+    if key is not None and (key.dtype is not dtype or key.stride(-1) != 1):
+        return False
+    # Tokens have to be at even distances, which those of several batches need not be.
     batches = positions.dim() > 1
-    return all(
-        tensor.dtype is dtype and (tensor.is_contiguous() if batches else tensor.stride(-1) == 1)
-        for tensor in ((query,) if key is None else (query, key))
-    )
+    if batches and not (query.is_contiguous() and (key is None or key.is_contiguous())):
+        return False
+    return query.stride(-1) == 1
 
 
 def fused_qk_norm_rope(
@@ -93,3 +96,61 @@ def merge_attn_states(
         and tensor.data_ptr() % (pack * tensor.dtype.itemsize) == 0
         for tensor in (output, prefix_output, suffix_output)
     )
+
+
+def silu_and_mul_per_block_quant(
+    out: torch.Tensor,
+    input: torch.Tensor,
+    scales: torch.Tensor,
+    group_size: int,
+    scale_ub: torch.Tensor | None,
+    is_scale_transposed: bool,
+) -> bool:
+    if input.dtype not in _HALVES or out.dtype not in _QUANTISED or scales.dtype is not torch.float32:
+        return False
+    if input.dim() != 2 or out.dim() != 2 or input.stride(1) != 1 or not out.is_contiguous():
+        return False
+    if scales.shape != (out.shape[0], out.shape[1] // group_size):
+        return False
+    return scales.stride(0 if is_scale_transposed else 1) == 1
+
+
+def rms_norm_dynamic_per_token_quant(
+    result: torch.Tensor,
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    epsilon: float,
+    scale_ub: torch.Tensor | None,
+    residual: torch.Tensor | None,
+) -> bool:
+    dtype = input.dtype
+    if dtype not in _FLOATS or weight.dtype is not dtype or result.dtype not in _QUANTISED:
+        return False
+    if scale.dtype is not torch.float32 or not scale.is_contiguous() or not result.is_contiguous():
+        return False
+    if residual is not None and (residual.dtype is not dtype or not residual.is_contiguous()):
+        return False
+    return weight.is_contiguous() and (input.is_contiguous() or (input.dim() == 2 and input.stride(1) == 1))
+
+
+def topk_softmax(
+    topk_weights: torch.Tensor,
+    topk_indices: torch.Tensor,
+    token_expert_indices: torch.Tensor,
+    gating_output: torch.Tensor,
+    renormalize: bool,
+    bias: torch.Tensor | None,
+    is_padding: torch.Tensor | None = None,
+) -> bool:
+    if gating_output.dtype not in _FLOATS or gating_output.dim() != 2 or gating_output.stride(1) != 1:
+        return False
+    if topk_weights.dtype is not torch.float32 or topk_weights.shape[0] != gating_output.shape[0]:
+        return False
+    if topk_indices.dtype not in _INDICES or token_expert_indices.dtype is not torch.int32:
+        return False
+    if not (topk_weights.is_contiguous() and topk_indices.is_contiguous() and token_expert_indices.is_contiguous()):
+        return False
+    if bias is not None and (bias.dtype is not torch.float32 or not bias.is_contiguous()):
+        return False
+    return is_padding is None or (is_padding.dtype is torch.bool and is_padding.is_contiguous())
