@@ -144,7 +144,7 @@ def test_vllms_cpu_backend_does_what_it_declares(real):
 
 @pytest.mark.engine
 def test_false_declarations_fail_in_both_directions(real):
-    fakes = ("SaysNonCausal", "SaysNothing", "SaysMoreSizes", "Aborts", "Forgets")
+    fakes = ("SaysNonCausal", "SaysNothing", "SaysMoreSizes", "Aborts", "Forgets", "AsksConfiguration")
     backends = [word for name in fakes for word in ("--backend", f"probe_fakes.{name}")]
     names = ("non_causal", "block_size", "alibi")
     result, found = real("--strict", *backends, *[word for name in names for word in ("--capability", name)])
@@ -161,7 +161,7 @@ def test_false_declarations_fail_in_both_directions(real):
     # The process is gone, and the backends behind it were tried all the same.
     assert told("Aborts", "alibi") == ("crashes", True)
     assert "SIGABRT" in found["probe_fakes.Aborts", "alibi", "yes"]["detail"]
-    for fake in ("SaysNonCausal", "SaysNothing", "SaysMoreSizes", "Aborts"):
+    for fake in ("SaysNonCausal", "SaysNothing", "SaysMoreSizes", "Aborts", "AsksConfiguration"):
         assert told(fake, "plain", "causal") == ("holds", False)
     shape = found["probe_fakes.SaysNonCausal", "non_causal", "yes"]["shape"]
     assert shape in result.output

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 
+from vllm.config import get_current_vllm_config
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
     CPUAttentionBackendImpl,
@@ -70,3 +71,12 @@ class Forgets(CPUAttentionBackend):
     @staticmethod
     def get_impl_cls():
         return _ForgetfulImpl
+
+
+class AsksConfiguration(CPUAttentionBackend):
+    """Answers from the current configuration, as vLLM's FlashAttention does up to 0.21."""
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec=None):
+        assert get_current_vllm_config().model_config is not None
+        return CPUAttentionBackend.get_supported_kernel_block_sizes()

@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import inspect
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +11,7 @@ from typing import Any
 import torch
 import vllm.envs as envs
 from vllm.platforms import current_platform
+from vllm.v1.attention.selector import AttentionSelectorConfig
 
 from . import _captured
 from ._cases import BLOCK_SIZES, DTYPES, Case, Plain, Request, Trial
@@ -33,6 +32,8 @@ _GRAPHS = {
     "verify": ("UNIFORM_BATCH", "ALWAYS"),
     "mixed": ("ALWAYS",),
 }
+#: The arguments of `validate_configuration` in this version, as platforms pass them; a class may take any.
+_QUESTIONS = frozenset((*AttentionSelectorConfig._fields, "device_capability"))
 
 
 class NoPlainBatch(RuntimeError):
@@ -70,7 +71,7 @@ class LayerHost:
             return _yes(self._graphs(case) in _GRAPHS[trial.settings.get("graph", "decode")])
         if trial.capability in ("group", "softcap", "alibi"):
             return Declared.UNASKED
-        if case.sliding_window is not None and "has_sliding_window" not in self._questions:
+        if case.sliding_window is not None and "has_sliding_window" not in _QUESTIONS:
             return Declared.UNASKED
         return Declared.YES
 
@@ -116,10 +117,6 @@ class LayerHost:
             support = self.backend.get_builder_cls().get_cudagraph_support(layer.config, layer.spec)
         return str(support.name)
 
-    @functools.cached_property
-    def _questions(self) -> frozenset[str]:
-        return frozenset(inspect.signature(self.backend.validate_configuration).parameters)
-
     def _reasons(self, case: Case) -> list[str]:
         asked = {
             "head_size": case.head_size,
@@ -137,7 +134,7 @@ class LayerHost:
             "use_non_causal": not case.causal,
             "use_batch_invariant": case.alone,
         }
-        known = {name: value for name, value in asked.items() if name in self._questions}
+        known = {name: value for name, value in asked.items() if name in _QUESTIONS}
         return list(self.backend.validate_configuration(**known))
 
     def _kernel_takes(self, block_size: int) -> bool:
