@@ -35,11 +35,14 @@ from .engines import SMALL_ENGINE
 pytestmark = [pytest.mark.gpu, pytest.mark.engine]
 
 OWN = "vllm_hwplugin.attention.cuda.CudaFlashAttentionBackend"
+#: Head size, KV heads and window of the target's layers and then of the draft's.
+LAYERS = [
+    [512, 2, None] if kind == "full_attention" else [256, 8, gemma_shape.WINDOW] for kind in gemma_shape.LAYER_TYPES
+] + [[256, 8, None]] * gemma_shape.DRAFT_LAYERS
 REQUESTS = 48
-#: Nats; logits have a spread of about one, and the best two are 0.2 apart in the mean.
-TIE = 0.15
-#: Of all tokens, before two texts have parted.
-COMPARED = 0.5
+#: In nats, and the least share of tokens before two texts have parted. vLLM on a CPU gave 0.04 and 0.83 for float16
+#: against float32, and 0.17 and 0.49 with the scale of the full layers alone 10 % too large.
+TIE, COMPARED = 0.1, 0.65
 SAME_DRAFTS = 0.9
 AT_ONCE = 4
 
@@ -217,9 +220,7 @@ def test_stock_vllm_fails_and_the_plugin_serves_in_full_graphs(engines: dict[str
 
 def test_each_layer_is_on_its_kernel(engines: dict[str, dict[str, Any]]) -> None:
     layers = started(engines["patched"])["layers"]
-    sizes = {"full_attention": (512, 2, None), "sliding_attention": (256, 8, gemma_shape.WINDOW)}
-    found = [(layer["head_size"], layer["kv_heads"], layer["window"]) for layer in layers]
-    assert found == [sizes[kind] for kind in gemma_shape.LAYER_TYPES] + [(256, 8, None)] * gemma_shape.DRAFT_LAYERS
+    assert [[layer["head_size"], layer["kv_heads"], layer["window"]] for layer in layers] == LAYERS
     assert {layer["backend"] for layer in layers} == {"FLASH_ATTN"}
     for layer in layers:
         assert (layer["class"] == OWN) == (layer["head_size"] == 512), layer
