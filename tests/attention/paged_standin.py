@@ -49,6 +49,7 @@ def paged(calls: list[dict[str, Any]] | None = None, *, refuses: str | None = No
         assert max_query_len >= int(query_start_loc.diff().max())
         assert len(query_start_loc) == len(seq_lens) + 1
         assert query.shape == out.shape
+        assert sinks is None or (sinks.dtype == torch.float32 and not sinks.requires_grad)
         found = attention(
             query,
             keys,

@@ -121,7 +121,7 @@ class Host:
         for name in ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "FLEX_ATTENTION", "TURBOQUANT"):
             self._put(self.known[name].get_path(), name)
         self._put(OWN, "own")
-        self.model = SimpleNamespace(multimodal_config=None, get_head_size=lambda: 512)
+        self.model = SimpleNamespace(multimodal_config=None, model_arch_config=SimpleNamespace(head_size=512))
         monkeypatch.setattr(attention, "_model_config", lambda: self.model)
 
     def _put(self, path: str, name: str) -> None:
@@ -220,7 +220,7 @@ def test_the_gate(version: str, host: Hosts, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("VLLM_HWPLUGIN_ATTENTION", "auto")
     assert gpu.ask() == FLASH
     monkeypatch.setenv("VLLM_HWPLUGIN_ATTENTION", "maybe")
-    with pytest.raises(gates.GateError, match="VLLM_HWPLUGIN_ATTENTION=.maybe. is not"):
+    with pytest.raises(gates.GateError, match=r"VLLM_HWPLUGIN_ATTENTION=.maybe. is not"):
         gpu.ask()
 
 
@@ -281,9 +281,11 @@ def test_images_that_cannot_come_need_no_mask(version: str, host: Hosts) -> None
     gpu.model.multimodal_config = None
     assert gpu.ask("FLASH_ATTN", head_size=512, **images) == OWN
     # A model without large heads is vLLM's own business.
-    gpu.model.get_head_size = lambda: 256
+    gpu.model.model_arch_config.head_size = 256
     with pytest.raises(ValueError, match="no mask"):
         gpu.ask("FLASH_ATTN", head_size=256, **images)
+    gpu.model.model_arch_config.per_layer_overrides = [{}, {"head_size": 512}]
+    assert gpu.ask("FLASH_ATTN", head_size=256, **images) == FLASH
 
 
 @pytest.mark.parametrize("version", [SUPPORTED[0], SUPPORTED[-1]])

@@ -233,3 +233,67 @@ def test_a_backend_that_nobody_registered_is_named(run: Run) -> None:
             print(error)
     """
     assert "torch.distributed has no backend mccl" in run(program).stdout
+
+
+# vLLM's FlashAttention is not in a CPU build; a class with its name is all that the choice reads.
+LARGE_HEADS = """
+    import torch
+    flash_attention = types.ModuleType("vllm.vllm_flash_attn")
+    flash_attention.__path__ = []
+    flash_attention.flash_attn_varlen_func = flash_attention.get_scheduler_metadata = None
+    flash_attention.compile_flash_attn_varlen_func_from_specs = None
+    flash_attention.fa_version_unsupported_reason = lambda version: "a stand-in"
+    flash_attention.is_fa_version_supported = lambda version: version in (2, 3)
+    for name in ("vllm_flash_attn", "vllm_flash_attn.flash_attn_interface"):
+        sys.modules[f"vllm.{name}"] = flash_attention
+    from vllm.platforms import current_platform
+    from vllm.platforms.interface import DeviceCapability
+    type(current_platform).get_device_capability = classmethod(lambda cls, device_id=0: DeviceCapability(9, 0))
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+    from vllm.v1.attention.selector import get_attn_backend
+
+    def chosen(head_size, kv_cache_dtype="auto", block_size=None):
+        config = VllmConfig()
+        config.attention_config.backend = AttentionBackendEnum.FLASH_ATTN
+        if block_size is not None:
+            config.cache_config.block_size = block_size
+            config.cache_config.user_specified_block_size = True
+        with set_current_vllm_config(config):
+            try:
+                backend = get_attn_backend(head_size, torch.bfloat16, kv_cache_dtype)
+                return f"{backend.__module__}.{backend.__qualname__}"
+            except ValueError as error:
+                return f"refused: {error}"
+"""
+
+
+@pytest.mark.usefixtures("cpu_build")
+def test_vllms_selector_takes_the_plugins_flash_attn_for_large_heads_or_says_why_not(run: Run) -> None:
+    done = run(
+        CUDA_HOST,
+        LARGE_HEADS,
+        "for asked in ((256,), (512,), (520,), (260,), (512, 'fp8'), (512, 'auto', 24)): print(chosen(*asked))",
+    )
+    usual, large, *refused = done.stdout.splitlines()[-6:]
+    assert usual == "vllm.v1.attention.backends.flash_attn.FlashAttentionBackend"
+    assert large == "vllm_hwplugin.attention.cuda.CudaFlashAttentionBackend"
+    for line, words in zip(
+        refused,
+        (
+            "head_size is 520, expected a multiple of 8 up to 512",
+            "head_size is 260, expected a multiple of 8 up to 512",
+            "kv_cache_dtype is fp8, expected auto or float16 or bfloat16",
+            "block_size is 24, expected a multiple of 16",
+        ),
+        strict=True,
+    ):
+        assert line.startswith("refused: no attention backend for heads of")
+        assert words in line
+
+
+@pytest.mark.usefixtures("cpu_build")
+def test_with_the_platform_off_nothing_is_chosen(run: Run) -> None:
+    done = run(CUDA_HOST, LARGE_HEADS, "print(chosen(512))", VLLM_HWPLUGIN_PLATFORM="off")
+    line = done.stdout.splitlines()[-1]
+    assert line.startswith("refused: Selected backend AttentionBackendEnum.FLASH_ATTN is not valid")

@@ -118,6 +118,8 @@ class LargeHeadAttentionImpl(FlashAttentionImpl):  # type: ignore[misc]  # as be
         self.attn_type = attn_type
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.sinks = sinks
+        # The kernel reads them as float32. They are loaded after this, so they are copied in each step, by the device.
+        self._float32_sinks = None if sinks is None else torch.empty_like(sinks, dtype=torch.float32)
         self.vllm_flash_attn_version = None
         self.supports_quant_query_input = False
         self.batch_invariant_enabled = bool(envs.VLLM_BATCH_INVARIANT)
@@ -154,6 +156,9 @@ class LargeHeadAttentionImpl(FlashAttentionImpl):  # type: ignore[misc]  # as be
             raise NotImplementedError(_IMAGES)
         if getattr(attn_metadata, "rswa_prefix_lens", None) is not None:
             raise NotImplementedError("FLASH_ATTN with heads above 256 has no mask for reference sliding windows")
+        sinks = self.sinks
+        if sinks is not None and sinks.dtype != torch.float32:
+            sinks = self._float32_sinks.copy_(sinks)
         tokens = attn_metadata.num_actual_tokens
         keys, values = split(kv_cache, self.head_size)
         self._attention(
@@ -170,7 +175,7 @@ class LargeHeadAttentionImpl(FlashAttentionImpl):  # type: ignore[misc]  # as be
             causal=causal,
             window=symmetric(self.sliding_window, causal),
             softcap=self.logits_soft_cap,
-            sinks=self.sinks,
+            sinks=sinks,
             scratch=_scratch.of_this_batch(self._scratch),
             batch_invariant=self.batch_invariant_enabled,
         )

@@ -241,9 +241,13 @@ def _without_images(config: Any) -> Any:
 
 
 def _largest_head() -> int:
-    """Of the model, which is what vLLM makes of a configuration with several head sizes."""
-    model = _model_config()
-    return 0 if model is None else int(model.get_head_size())
+    """Of the model's layers."""
+    architecture = getattr(_model_config(), "model_arch_config", None)
+    if architecture is None:
+        return 0
+    # Up to 0.27 the head size of a model is its largest; from 0.28 on, layers that differ are listed.
+    layers = getattr(architecture, "per_layer_overrides", None) or []
+    return max(architecture.head_size, *(layer.get("head_size", 0) for layer in layers), 0)
 
 
 def _model_config() -> Any | None:
