@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// RMS norm of rows, after an optional sum with a residual, quantised to float8 e4m3 or int8 with one scale for each row.
+// RMS norm of rows, after an optional sum with a residual, quantised to float8 e4m3 or int8 with one scale for a row.
 //
 // Each step is rounded as vLLM's operation of this name rounds it; only the order in which squares are added differs.
 // That order depends on the row's size and alignment alone, not on how many rows there are, so that a row's result does
@@ -13,9 +13,6 @@
 #include <optional>
 #include <type_traits>
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#include <cuda_fp8.h>
 #include <cuda_runtime.h>
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -24,6 +21,9 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
+
+#include "elements.cuh"
+#include "quantiser.cuh"
 
 // Defined by CUDA builds of PyTorch alone. As a weak symbol it lets the library load, and refuse, beside a CPU build.
 extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream) __attribute__((weak));
@@ -38,78 +38,9 @@ constexpr unsigned kEveryLane = 0xffffffffu;
 constexpr int kMaxThreads = 1024;
 // Rows that one warp holds: so many of them share a block.
 constexpr int kWarpRows = 4;
-// Up to here every row's block is on the GPU at once, and wide blocks make the row's own time short; beyond, narrow blocks
-// with more loads of each thread keep the memory busier.
+// Up to here every row's block is on the GPU at once, and wide blocks make the row's own time short; beyond, narrow
+// blocks with more loads of each thread keep the memory busier.
 constexpr int64_t kFewRows = 512;
-// Above, the steps of `Divisor` could overflow.
-constexpr float kLarge = 0x1p100f;
-
-struct Float8 {
-  static constexpr float kMax = 448.0f;
-  static constexpr float kSmallestScale = 1.0f / (448.0f * 512.0f);
-};
-
-struct Int8 {
-  static constexpr float kMax = 127.0f;
-  static constexpr float kSmallestScale = 0x1p-23f;
-};
-
-// Two elements side by side, and what is done with them in their own type.
-struct FloatPair {
-  using scalar_t = float;
-  float2 value;
-  static __device__ __forceinline__ FloatPair narrow(float2 x) { return {x}; }
-  __device__ __forceinline__ float2 widen() const { return value; }
-  __device__ __forceinline__ FloatPair times(FloatPair other) const {
-    return {make_float2(__fmul_rn(value.x, other.value.x), __fmul_rn(value.y, other.value.y))};
-  }
-};
-
-struct HalfPair {
-  using scalar_t = __half;
-  __half2 value;
-  static __device__ __forceinline__ HalfPair narrow(float2 x) { return {__float22half2_rn(x)}; }
-  __device__ __forceinline__ float2 widen() const { return __half22float2(value); }
-  __device__ __forceinline__ HalfPair times(HalfPair other) const { return {__hmul2(value, other.value)}; }
-};
-
-struct BFloat16Pair {
-  using scalar_t = __nv_bfloat16;
-  __nv_bfloat162 value;
-  static __device__ __forceinline__ BFloat16Pair narrow(float2 x) { return {__float22bfloat162_rn(x)}; }
-  // A bfloat16 is the upper half of a float32; the compiler would take two steps for the second one.
-  __device__ __forceinline__ float2 widen() const {
-    const uint32_t bits = reinterpret_cast<const uint32_t&>(value);
-    return make_float2(__uint_as_float(bits << 16), __uint_as_float(bits & 0xffff0000u));
-  }
-  __device__ __forceinline__ BFloat16Pair times(BFloat16Pair other) const { return {__hmul2(value, other.value)}; }
-};
-
-// One element, as a pair with itself.
-template <typename pair_t>
-__device__ __forceinline__ pair_t pair_of(typename pair_t::scalar_t x) {
-  pair_t pair;
-  pair.value.x = x;
-  pair.value.y = x;
-  return pair;
-}
-
-// What a thread loads at once.
-template <typename pair_t>
-struct alignas(16) Chunk {
-  static constexpr int kPairs = 16 / sizeof(pair_t);
-  static constexpr int kWidth = 2 * kPairs;
-  pair_t pair[kPairs];
-
-  // As one word: member by member the compiler would take four loads.
-  __device__ __forceinline__ void load(const void* __restrict__ from) {
-    *reinterpret_cast<uint4*>(pair) = *static_cast<const uint4*>(from);
-  }
-  __device__ __forceinline__ void store(void* __restrict__ to) const {
-    *static_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(pair);
-  }
-};
-
 struct Arguments {
   uint8_t* result;
   void* residual;
@@ -122,62 +53,6 @@ struct Arguments {
   int hidden;
   float epsilon;
 };
-
-// Division by a number that is the same for many: a / b, rounded as `/` rounds it, in three steps. The product with the
-// rounded reciprocal is corrected once by the remainder, which leads to the nearest number (Brisebarre, Muller and
-// Raina, Accelerating Correctly Rounded Floating-Point Division When the Divisor Is Known in Advance). The remainder is
-// taken negative for the sign of zero: -0 / b stays -0. Only a quotient that is zero in the types here may differ.
-struct Divisor {
-  float value;
-  float inverse;
-
-  __device__ __forceinline__ float divide(float a) const {
-    const float quotient = __fmul_rn(a, inverse);
-    return __fmaf_rn(-__fmaf_rn(quotient, value, -a), inverse, quotient);
-  }
-};
-
-// The scale of a row and how its elements are brought to it: float8 by division, int8 by the rounded reciprocal.
-template <typename quant_t>
-struct Quantiser {
-  float scale;
-  float inverse;
-  bool plain;
-
-  __device__ __forceinline__ Quantiser(float largest, const float* __restrict__ scale_ub) {
-    const float bounded = scale_ub == nullptr ? largest : fminf(largest, *scale_ub);
-    scale = fmaxf(bounded / quant_t::kMax, quant_t::kSmallestScale);
-    inverse = 1.0f / scale;
-    // Where a quotient may overflow.
-    plain = !(largest < kLarge) || bounded < largest;
-  }
-
-  // Into the lower two bytes. What is not a number becomes what it becomes in vLLM: the largest float8, and zero.
-  template <bool kPlain>
-  __device__ __forceinline__ uint32_t quantise(float2 x) const;
-};
-
-template <>
-template <bool kPlain>
-__device__ __forceinline__ uint32_t Quantiser<Float8>::quantise(float2 x) const {
-  float2 quotient;
-  if constexpr (kPlain) {
-    quotient = make_float2(x.x / scale, x.y / scale);
-  } else {
-    const Divisor divisor{scale, inverse};
-    quotient = make_float2(divisor.divide(x.x), divisor.divide(x.y));
-  }
-  quotient = make_float2(fminf(quotient.x, Float8::kMax), fminf(quotient.y, Float8::kMax));
-  return __nv_cvt_float2_to_fp8x2(quotient, __NV_SATFINITE, __NV_E4M3);
-}
-
-template <>
-template <bool kPlain>
-__device__ __forceinline__ uint32_t Quantiser<Int8>::quantise(float2 x) const {
-  const int first = max(-128, min(127, __float2int_rn(__fmul_rn(x.x, inverse))));
-  const int second = max(-128, min(127, __float2int_rn(__fmul_rn(x.y, inverse))));
-  return (static_cast<uint32_t>(second) & 0xffu) << 8 | (static_cast<uint32_t>(first) & 0xffu);
-}
 
 __device__ __forceinline__ float warp_sum(float x) {
 #pragma unroll
@@ -195,7 +70,9 @@ __device__ __forceinline__ float warp_max(float x) {
   return x;
 }
 
-__device__ __forceinline__ float square_sum(float2 x, float sum) { return __fmaf_rn(x.y, x.y, __fmaf_rn(x.x, x.x, sum)); }
+__device__ __forceinline__ float square_sum(float2 x, float sum) {
+  return __fmaf_rn(x.y, x.y, __fmaf_rn(x.x, x.x, sum));
+}
 
 __device__ __forceinline__ float inverse_rms(float squares, const Arguments& given) {
   return rsqrtf(squares / given.hidden + given.epsilon);
@@ -364,8 +241,8 @@ __global__ void __launch_bounds__(kWarpRow ? kWarp * kWarpRows : kChunks == 4 ? 
   }
 }
 
-// Rows that are too long for registers, or whose elements do not lie at multiples of 16 bytes: read three times, element
-// by element. The residual is written in the last pass, after all reads of the element.
+// Rows that are too long for registers, or whose elements do not lie at multiples of 16 bytes: read three times,
+// element by element. The residual is written in the last pass, after all reads of the element.
 template <typename pair_t, typename quant_t, bool kResidual>
 __global__ void __launch_bounds__(kMaxThreads) any_row_kernel(const Arguments given) {
   using scalar_t = typename pair_t::scalar_t;
@@ -443,9 +320,9 @@ template <typename pair_t, typename quant_t, bool kResidual>
 void start(const Arguments& given, cudaStream_t stream) {
   constexpr int kWidth = Chunk<pair_t>::kWidth;
   const int64_t chunks = given.hidden / kWidth;
-  const bool aligned = given.hidden % kWidth == 0 && given.input_stride % kWidth == 0 && at_multiples(given.input, 16) &&
-                       at_multiples(given.weight, 16) && at_multiples(given.residual, 16) &&
-                       at_multiples(given.result, kWidth);
+  const bool aligned = given.hidden % kWidth == 0 && given.input_stride % kWidth == 0 &&
+                       at_multiples(given.input, 16) && at_multiples(given.weight, 16) &&
+                       at_multiples(given.residual, 16) && at_multiples(given.result, kWidth);
   const bool few = given.rows <= kFewRows;
   if (!aligned || chunks > 2 * kMaxThreads) {
     any_row_kernel<pair_t, quant_t, kResidual>
@@ -466,10 +343,11 @@ void start(const Arguments& given, cudaStream_t stream) {
 
 template <typename pair_t>
 void launch(const Arguments& given, bool float8, cudaStream_t stream) {
+  const bool residual = given.residual != nullptr;
   if (float8) {
-    given.residual == nullptr ? start<pair_t, Float8, false>(given, stream) : start<pair_t, Float8, true>(given, stream);
+    residual ? start<pair_t, Float8, true>(given, stream) : start<pair_t, Float8, false>(given, stream);
   } else {
-    given.residual == nullptr ? start<pair_t, Int8, false>(given, stream) : start<pair_t, Int8, true>(given, stream);
+    residual ? start<pair_t, Int8, true>(given, stream) : start<pair_t, Int8, false>(given, stream);
   }
 }
 

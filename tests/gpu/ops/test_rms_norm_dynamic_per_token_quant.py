@@ -1,0 +1,380 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernel on a GPU: the installed vLLM's kernel but for the order of one sum, and within a step of double precision.
+
+Inputs are random anew in every run; a failure shows the seed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+torch: Any = pytest.importorskip("torch")
+
+from vllm_hwplugin.ops.build import torch_build  # noqa: E402
+from vllm_hwplugin.ops.build.jit import ensure, provide  # noqa: E402
+from vllm_hwplugin.ops.build.spec import RMS_NORM_DYNAMIC_PER_TOKEN_QUANT  # noqa: E402
+from vllm_hwplugin.ops.rms_norm_dynamic_per_token_quant import (  # noqa: E402
+    _reference,
+    rms_norm_dynamic_per_token_quant,
+)
+
+pytestmark = pytest.mark.gpu
+
+FLOAT8 = torch.float8_e4m3fn
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+QUANTISED = [FLOAT8, torch.int8]
+REPLAYS = 32
+EPSILON = 1e-6
+
+#: Hidden sizes. Rows of one warp, with one chunk a lane and with four; rows of a block of every width; rows too long
+#: for registers; rows that no load of 16 bytes divides.
+HIDDEN = [8, 64, 264, 512, 1024, 1032, 2048, 4096, 5120, 7168, 8192, 12288, 16384, 16392, 32768, 1, 17, 1025]
+#: Few rows get wide blocks, many get narrow ones.
+ROWS = [1, 5, 520]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernel() -> None:
+    """The kernel itself: without it the reference would be compared with its like. Raises with the compiler's words."""
+    provide(RMS_NORM_DYNAMIC_PER_TOKEN_QUANT, torch_build.installed())
+    assert ensure(RMS_NORM_DYNAMIC_PER_TOKEN_QUANT)
+    assert torch._C._dispatch_has_kernel_for_dispatch_key("hwplugin::rms_norm_dynamic_per_token_quant", "CUDA")
+
+
+@pytest.fixture(autouse=True)
+def seed() -> Iterator[None]:
+    value = random.SystemRandom().getrandbits(32)
+    print(f"torch.manual_seed({value})")
+    torch.manual_seed(value)
+    yield
+    torch.cuda.synchronize()
+
+
+def _vllms() -> Any:
+    pytest.importorskip("vllm._custom_ops")
+    return torch.ops._C.rms_norm_dynamic_per_token_quant.default
+
+
+def _bits(tensor: Any) -> Any:
+    return tensor.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.element_size()])
+
+
+def _same(found: Any, expected: Any) -> bool:
+    return torch.equal(_bits(found), _bits(expected))
+
+
+def _steps(quantised: Any) -> Any:
+    """Numbers of the type in order, so that a difference counts the numbers between."""
+    bits = quantised.view(torch.int8).int()
+    if quantised.dtype == torch.int8:
+        return bits
+    return torch.where(bits < 0, -(bits & 0x7F), bits)
+
+
+def _spoiled(shape: tuple[int, ...], dtype: Any) -> tuple[Any, Any]:
+    """Outputs that hold what no right answer is."""
+    result = torch.full(shape, 0x7F if dtype == FLOAT8 else -128, dtype=torch.int8, device="cuda").view(dtype)
+    rows = result.numel() // shape[-1]
+    return result, torch.full((rows, 1), torch.nan, device="cuda")
+
+
+class Call:
+    def __init__(self, rows: int, hidden: int, half: Any, dtype: Any, added: bool) -> None:
+        self.input = torch.empty(rows, hidden, dtype=half, device="cuda")
+        self.weight = torch.empty(hidden, dtype=half, device="cuda")
+        self.residual = torch.empty_like(self.input) if added else None
+        self.result, self.scale = _spoiled((rows, hidden), dtype)
+        self.before: Any = None
+
+    def refill(self) -> None:
+        # Of a size that changes too: scales that belong to another input must not pass.
+        self.input.normal_(std=random.choice([0.01, 1.0, 50.0]))
+        self.weight.normal_(mean=1.0, std=0.3)
+        result, scale = _spoiled(tuple(self.result.shape), self.result.dtype)
+        self.result.copy_(result)
+        self.scale.copy_(scale)
+        if self.residual is not None:
+            self.residual.normal_()
+            self.before = self.residual.clone()
+
+    def run(self) -> None:
+        rms_norm_dynamic_per_token_quant(self.result, self.input, self.weight, self.scale, EPSILON, None, self.residual)
+
+    def sum(self) -> Any:
+        total = self.input.float()
+        return total if self.residual is None else total + self.before.float()
+
+    def check(self) -> None:
+        half, dtype = self.input.dtype, self.result.dtype
+        total = self.sum()
+        if self.residual is not None:
+            assert _same(self.residual, total.to(half))
+        total = total.double()
+        weight = self.weight.double()
+        normal = total / (total.square().mean(-1, keepdim=True) + EPSILON).sqrt()
+        limit, smallest = (448.0, 1 / (448 * 512)) if dtype == FLOAT8 else (127.0, 2.0**-23)
+        # Two roundings to the type, each of half a unit, and those of float32.
+        unit = torch.finfo(half).eps + 2.0**-20
+        scale = (normal * weight).abs().amax(-1, keepdim=True) / limit
+        torch.testing.assert_close(self.scale.double(), scale.clamp(min=smallest), rtol=unit, atol=0)
+        # The roundings that are part of the operation; a number that is nearly half way may have gone the other way.
+        rounded = (normal.to(half) * self.weight).double()
+        quotient = (rounded / self.scale.double()).clamp(-limit, limit).float()
+        wanted = _steps((quotient if dtype == FLOAT8 else quotient.round()).to(dtype))
+        apart = (_steps(self.result) - wanted).abs()
+        assert int(apart.max()) <= 1
+        assert int((apart > 0).sum()) <= 3 + 0.001 * apart.numel()
+
+    def compare(self, theirs: Any) -> None:
+        """With another's outcome: bit for bit in rows of the same scale, but for numbers that are nearly half way."""
+        result, scale = _spoiled(tuple(self.result.shape), self.result.dtype)
+        residual = None if self.residual is None else self.before.clone()
+        theirs(result, self.input, self.weight, scale, EPSILON, None, residual)
+        if residual is not None:
+            assert _same(self.residual, residual)
+        unit = torch.finfo(self.input.dtype).eps + 2.0**-20
+        torch.testing.assert_close(self.scale, scale, rtol=unit, atol=0)
+        # Other sums: the last bits of float32, and seldom a unit of the type.
+        alike = ((self.scale - scale).abs() <= 2.0**-20 * scale).flatten()
+        assert int((~alike).sum()) <= 1 + 0.01 * len(alike)
+        apart = (_steps(self.result) - _steps(result)).abs()[alike]
+        assert apart.numel() == 0 or int(apart.max()) <= 1
+        assert int((apart > 0).sum()) <= 3 + 0.001 * apart.numel()
+
+
+def _capture(call: Call) -> Any:
+    call.refill()
+    call.run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call.run()
+    return graph.replay
+
+
+@pytest.mark.parametrize("mode", ["eager", "captured", "replayed"])
+@pytest.mark.parametrize("hidden", HIDDEN)
+def test_it_is_within_a_step_of_double_precision(hidden: int, mode: str) -> None:
+    replayed = mode == "replayed"
+    cases = list(itertools.product(ROWS, DTYPES, QUANTISED, [False, True]))
+    for rows, half, dtype, added in cases if mode == "eager" else random.sample(cases, 2 if replayed else 6):
+        call = Call(rows, hidden, half, dtype, added)
+        run = call.run if mode == "eager" else _capture(call)
+        for _ in range(REPLAYS if replayed else 1):
+            call.refill()
+            run()
+            call.check()
+
+
+@pytest.mark.parametrize("hidden", HIDDEN)
+def test_it_is_vllms_kernel_but_for_the_order_of_a_sum(hidden: int) -> None:
+    theirs = _vllms()
+    for rows, half, dtype, added in itertools.product(ROWS, DTYPES, QUANTISED, [False, True]):
+        call = Call(rows, hidden, half, dtype, added)
+        call.refill()
+        call.run()
+        call.compare(theirs)
+
+
+@pytest.mark.parametrize("hidden", [512, 4096])
+def test_it_is_the_reference_but_for_the_order_of_a_sum(hidden: int) -> None:
+    for half, dtype, added in itertools.product(DTYPES, QUANTISED, [False, True]):
+        call = Call(300, hidden, half, dtype, added)
+        call.refill()
+        call.run()
+        call.compare(_reference)
+
+
+@pytest.mark.parametrize("half", DTYPES)
+@pytest.mark.parametrize("added", [False, True])
+def test_where_no_sum_is_rounded_every_bit_is_vllms(half: Any, added: bool) -> None:
+    """Powers of two, few enough that any order gives the same sum; all the other roundings have to be vLLM's."""
+    theirs = _vllms()
+    for hidden, dtype in itertools.product(HIDDEN, QUANTISED):
+        call = Call(37, hidden, half, dtype, added)
+        call.refill()
+        call.input.copy_(torch.randint(0, 2, call.input.shape, device="cuda") * 2 - 1)
+        if call.residual is not None:
+            call.residual.copy_(torch.randint(-2, 3, call.input.shape, device="cuda"))
+            call.before = call.residual.clone()
+        call.run()
+        result, scale = _spoiled((37, hidden), dtype)
+        residual = None if call.residual is None else call.before.clone()
+        theirs(result, call.input, call.weight, scale, EPSILON, None, residual)
+        assert _same(call.scale, scale)
+        assert _same(call.result, result)
+
+
+@pytest.mark.parametrize("half", DTYPES)
+def test_a_row_does_not_depend_on_the_rows_around_it(half: Any) -> None:
+    for hidden, added in itertools.product([1024, 1032, 4096, 5120, 8192, 16384], [False, True]):
+        call = Call(700, hidden, half, FLOAT8, added)
+        call.refill()
+        call.run()
+        for first, last in ((0, 1), (3, 10), (150, 662), (100, 700)):
+            result, scale = _spoiled((last - first, hidden), FLOAT8)
+            residual = call.before[first:last].clone() if added else None
+            rms_norm_dynamic_per_token_quant(
+                result, call.input[first:last], call.weight, scale, EPSILON, None, residual
+            )
+            assert _same(scale, call.scale[first:last])
+            assert _same(result, call.result[first:last])
+
+
+@pytest.mark.parametrize("half", DTYPES)
+def test_every_layout_takes_its_own_path_to_the_same(half: Any) -> None:
+    for hidden in (512, 4096):
+        call = Call(12, hidden, half, FLOAT8, True)
+        call.refill()
+        call.run()
+        # Rows apart; several dimensions; then nothing at a multiple of 16 bytes.
+        wide = torch.zeros(12, hidden + 32, device="cuda").to(half)
+        odd = torch.zeros(12, hidden + 3, device="cuda").to(half)
+        for held in (wide[:, 16:-16], wide[:, 1:-31], odd[:, 2:-1]):
+            held.copy_(call.input)
+            for given in (held, held.unflatten(0, (3, 4)), held.unflatten(0, (1, 12, 1))):
+                result, scale = _spoiled(tuple(given.shape), FLOAT8)
+                residual = call.before.clone().view(given.shape)
+                rms_norm_dynamic_per_token_quant(result, given, call.weight, scale, EPSILON, None, residual)
+                assert _same(residual.view(12, hidden), call.residual)
+                torch.testing.assert_close(scale, call.scale, rtol=torch.finfo(half).eps + 2.0**-20, atol=0)
+                apart = (_steps(result.view(12, hidden)) - _steps(call.result)).abs()
+                assert int(apart.max()) <= 1
+                assert float((apart > 0).float().mean()) < 0.1
+
+
+@pytest.mark.parametrize("half", DTYPES)
+def test_bounds_and_what_is_no_number_are_treated_as_vllm_treats_them(half: Any) -> None:
+    theirs = _vllms()
+    for hidden, bound in itertools.product([64, 1000, 4096, 1025], [None, 0.5, 1e-6, -1.0, 1e9]):
+        limit = None if bound is None else torch.tensor([bound], device="cuda")
+        x = torch.randint(-2, 3, (7, hidden), device="cuda").to(half)
+        x[1, 5] = torch.nan
+        x[2, 6] = torch.inf
+        x[3] = 0
+        x[4, ::2] = -torch.inf
+        weight = torch.randn(hidden, device="cuda").to(half)
+        weight[0] = torch.finfo(half).max
+        for dtype in QUANTISED if bound is None else [FLOAT8]:
+            result, scale = _spoiled((7, hidden), dtype)
+            wanted, wanted_scale = _spoiled((7, hidden), dtype)
+            rms_norm_dynamic_per_token_quant(result, x, weight, scale, EPSILON, limit)
+            theirs(wanted, x, weight, wanted_scale, EPSILON, limit, None)
+            assert _same(scale, wanted_scale), (hidden, bound, dtype)
+            assert _same(result, wanted), (hidden, bound, dtype)
+
+
+def test_vllms_own_operation_has_this_schema() -> None:
+    ours = torch.ops.hwplugin.rms_norm_dynamic_per_token_quant.default
+    assert str(ours._schema) == str(_vllms()._schema).replace("_C::", "hwplugin::", 1)
+
+
+def test_more_elements_than_32_bits_count() -> None:
+    rows, hidden = 270_000, 8192
+    if torch.cuda.mem_get_info()[0] < 12 << 30:
+        pytest.skip("12 GiB of memory are not free")
+    x = torch.empty(rows, hidden, dtype=torch.bfloat16, device="cuda").normal_()
+    weight = torch.ones(hidden, dtype=torch.bfloat16, device="cuda")
+    result, scale = _spoiled((rows, hidden), FLOAT8)
+    rms_norm_dynamic_per_token_quant(result, x, weight, scale, EPSILON)
+    for part in (slice(0, 4), slice(262_142, 262_146), slice(-4, None)):
+        wanted, wanted_scale = _spoiled((4, hidden), FLOAT8)
+        rms_norm_dynamic_per_token_quant(wanted, x[part], weight, wanted_scale, EPSILON)
+        assert _same(result[part], wanted)
+        assert _same(scale[part], wanted_scale)
+
+
+def test_nothing_beside_the_outputs_is_written() -> None:
+    for rows, hidden in ((3, 264), (5, 1032), (2, 17), (600, 5120)):
+        space = torch.full((64 + rows * hidden + 64,), 0x55, dtype=torch.int8, device="cuda")
+        halves = torch.full((64 + rows * hidden + 64,), torch.nan, dtype=torch.bfloat16, device="cuda")
+        floats = torch.full((64 + rows + 64,), torch.nan, device="cuda")
+        x = torch.randn(rows, hidden, device="cuda").bfloat16()
+        residual = halves[64:-64].view(rows, hidden)
+        residual.zero_()
+        rms_norm_dynamic_per_token_quant(
+            space[64:-64].view(rows, hidden).view(FLOAT8), x, x[0].clone(), floats[64:-64], EPSILON, None, residual
+        )
+        assert torch.equal(residual, x)
+        assert not floats[64:-64].isnan().any()
+        for beside in (floats[:64], floats[-64:], halves[:64], halves[-64:]):
+            assert beside.isnan().all()
+        for beside in (space[:64], space[-64:]):
+            assert (beside == 0x55).all()
+
+
+def test_no_rows_are_no_error_and_rows_without_elements_are_one() -> None:
+    result, scale = _spoiled((0, 64), FLOAT8)
+    rms_norm_dynamic_per_token_quant(
+        result, torch.empty(0, 64, device="cuda"), torch.ones(64, device="cuda"), scale, EPSILON
+    )
+    with pytest.raises(RuntimeError, match="input has no elements in its last dimension"):
+        rms_norm_dynamic_per_token_quant(
+            torch.empty(3, 0, dtype=FLOAT8, device="cuda"),
+            torch.empty(3, 0, device="cuda"),
+            torch.ones(0, device="cuda"),
+            torch.empty(3, device="cuda"),
+            EPSILON,
+        )
+
+
+def _mistakes() -> dict[str, tuple[dict[str, Any], str]]:
+    def zeros(*shape: int, dtype: Any = torch.float32) -> Any:
+        return torch.zeros(shape, dtype=dtype, device="cuda")
+
+    return {
+        "result of another type": ({"result": zeros(3, 64)}, "result is Float; expected Float8_e4m3fn or Char"),
+        "result elsewhere": ({"result": torch.zeros(3, 64, dtype=FLOAT8)}, "result is not on input's device, cuda:0"),
+        "a bound for int8": ({"result": zeros(3, 64, dtype=torch.int8)}, "scale_ub is given; expected it for Float8"),
+        "turned result": ({"result": zeros(64, 3, dtype=FLOAT8).t()}, "result is not contiguous"),
+        "flat result": ({"result": zeros(192, dtype=FLOAT8)}, "result has another shape than input"),
+        "input of another type": ({"input": zeros(3, 64)}, "weight is Half; expected Float"),
+        "gaps": ({"input": zeros(3, 128).half()[:, ::2]}, "input has stride 2 in its last dimension; expected 1"),
+        "shorter weight": ({"weight": zeros(32).half()}, r"weight has 32 elements in 1 dimensions; expected \[64\]"),
+        "weight with gaps": ({"weight": zeros(128).half()[::2]}, "weight has 64 elements in 1 dimensions; expected"),
+        "weight elsewhere": ({"weight": torch.zeros(64).half()}, "weight is not on input's device, cuda:0"),
+        "scale of another type": ({"scale": zeros(3, 1).double()}, "scale is Double; expected Float"),
+        "more scales": ({"scale": zeros(4)}, "scale has 4 elements; expected 3, contiguous"),
+        "scales with gaps": ({"scale": zeros(6)[::2]}, "scale has 3 elements; expected 3, contiguous"),
+        "two bounds": ({"scale_ub": zeros(2)}, "scale_ub has 2 elements; expected 1"),
+        "bound of another type": ({"scale_ub": zeros(1).half()}, "scale_ub is Half; expected Float"),
+        "residual of another type": ({"residual": zeros(3, 64)}, "residual is Float; expected Half"),
+        "residual of another shape": ({"residual": zeros(3, 32).half()}, "residual has another shape than input"),
+        "turned residual": ({"residual": zeros(64, 3).half().t()}, "residual is not contiguous"),
+        "uneven rows": (
+            {
+                "input": zeros(4, 3, 64).half()[:, :2],
+                "result": zeros(4, 2, 64, dtype=FLOAT8),
+                "scale": zeros(8),
+                "residual": None,
+            },
+            "input's rows do not lie at even distances",
+        ),
+        "double": (
+            {"input": zeros(3, 64).double(), "weight": zeros(64).double(), "residual": None},
+            "input is Double; expected Float, Half or BFloat16",
+        ),
+    }
+
+
+def test_a_mistake_is_an_error_that_says_what_was_expected_and_writes_nothing() -> None:
+    for name, (changes, words) in _mistakes().items():
+        good = {
+            "result": torch.zeros(3, 64, dtype=FLOAT8, device="cuda"),
+            "input": torch.randn(3, 64, device="cuda").half(),
+            "weight": torch.ones(64, device="cuda").half(),
+            "scale": torch.zeros(3, 1, device="cuda"),
+            "epsilon": EPSILON,
+            "scale_ub": torch.tensor(1.0, device="cuda"),
+            "residual": torch.randn(3, 64, device="cuda").half(),
+        }
+        arguments = {**good, **changes}
+        before = {key: value.clone() for key, value in arguments.items() if isinstance(value, torch.Tensor)}
+        with pytest.raises(RuntimeError, match=f"rms_norm_dynamic_per_token_quant: {words}"):
+            rms_norm_dynamic_per_token_quant(**arguments)
+        assert all(torch.equal(arguments[key].float(), value.float()) for key, value in before.items()), name
+        rms_norm_dynamic_per_token_quant(**good)

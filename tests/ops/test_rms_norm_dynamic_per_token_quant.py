@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operation on the CPU: what its definition and vLLM's layers compute, the residual in place, and clear errors."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import itertools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch: Any = pytest.importorskip("torch")
+
+from vllm_hwplugin.ops.rms_norm_dynamic_per_token_quant import (  # noqa: E402
+    _reference,
+    rms_norm_dynamic_per_token_quant,
+)
+
+FLOAT8 = torch.float8_e4m3fn
+HALVES = [torch.float32, torch.float16, torch.bfloat16]
+
+# vLLM's norm and quantisation. Without a residual the scales are the same bit for bit; with one vLLM's layer rounds the
+# sum before the norm, which its fused operation does not. vLLM's layer multiplies by the reciprocal of a scale where
+# its fused operation divides, so elements may be one step apart. Prints what was found, and how many are not zero.
+AGAINST_VLLM = """
+import itertools, json, torch
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
+from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
+from vllm_hwplugin.ops.rms_norm_dynamic_per_token_quant import rms_norm_dynamic_per_token_quant
+
+def step(x):
+    bits = x.view(torch.int8).int()
+    return torch.where(bits < 0, -(bits & 127), bits)
+
+found = []
+for (tokens, hidden), dtype, added, bound in itertools.product(
+    [(1, 17), (7, 1536), (33, 512)], [torch.float32, torch.float16, torch.bfloat16], [False, True], [None, 1.5]
+):
+    torch.manual_seed(tokens)
+    with set_current_vllm_config(VllmConfig()):
+        norm = RMSNorm(hidden, eps=1e-6, dtype=dtype)
+        quant = QuantFP8(False, GroupShape.PER_TOKEN)
+    norm.weight.data.normal_(1.0, 0.1)
+    x, residual = ((torch.randn(tokens, hidden) * 3).to(dtype) for _ in range(2))
+    limit = None if bound is None else torch.tensor(bound)
+    if added:
+        # The sum in float32, of which vLLM's fused operation takes the norm; its layer is told of a sum already made.
+        sum = x.float() + residual.float()
+        weight = norm.weight.data
+        normal = (sum * torch.rsqrt(sum.pow(2).mean(-1, keepdim=True) + 1e-6)).to(dtype) * weight
+        _, stored = norm.forward_native(x.clone(), residual.clone())
+    else:
+        normal = norm.forward_native(x)
+    wanted, wanted_scale = quant.forward_native(normal, scale_ub=limit)
+    result, scale = torch.empty_like(wanted), torch.empty_like(wanted_scale)
+    rms_norm_dynamic_per_token_quant(
+        result, x, norm.weight.data, scale, 1e-6, limit, residual if added else None
+    )
+    steps = (step(result) - step(wanted)).abs()
+    found.append([torch.equal(scale, wanted_scale), float((steps > 0).float().mean()), int(steps.max()),
+                  int((step(result) != 0).sum()), not added or torch.equal(residual, stored)])
+print(json.dumps(found))
+"""
+
+
+def test_it_is_vllms_norm_and_then_its_quantisation_by_rows() -> None:
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed")
+    environ = {**os.environ, "VLLM_HWPLUGIN": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
+    done = subprocess.run([sys.executable, "-c", AGAINST_VLLM], capture_output=True, text=True, env=environ)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert len(found) == 3 * 3 * 2 * 2
+    for same_scale, share, steps, nonzero, same_residual in found:
+        assert same_scale
+        assert same_residual
+        assert steps <= 1
+        assert share < 0.005
+        assert nonzero > 10
+
+
+@pytest.mark.parametrize("version", ["0.20.0", "0.26.0", "0.33.0"])
+def test_vllm_calls_its_own_operation_with_the_same_arguments(vllm_tree: Callable[[str], Any], version: str) -> None:
+    text = vllm_tree(version).read("vllm/_custom_ops.py")
+    (calls,) = (
+        [ast.unparse(argument) for argument in node.args]
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.ops._C.rms_norm_dynamic_per_token_quant"
+    )
+    assert calls == ["output", "input", "weight", "scales", "epsilon", "scale_ub", "residual"]
+    schema = torch.ops.hwplugin.rms_norm_dynamic_per_token_quant.default._schema
+    names = [argument.name for argument in schema.arguments]
+    assert names == ["result", "input", "weight", "scale", "epsilon", "scale_ub", "residual"]
+    assert [argument.name for argument in schema.arguments if argument.is_write] == ["result", "scale", "residual"]
+
+
+def _call(
+    x: Any, weight: Any, dtype: Any, bound: float | None = None, residual: Any = None, epsilon: float = 1e-5
+) -> tuple[Any, Any]:
+    result = torch.empty(x.shape, dtype=dtype)
+    scale = torch.full((x.numel() // x.shape[-1], 1), torch.nan)
+    limit = None if bound is None else torch.tensor([bound])
+    rms_norm_dynamic_per_token_quant(result, x, weight, scale, epsilon, limit, residual)
+    return result, scale
+
+
+@pytest.mark.parametrize("dtype", [FLOAT8, torch.int8])
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("added", [True, False])
+def test_it_agrees_with_the_definition(dtype: Any, half: Any, added: bool) -> None:
+    limit, smallest = (127.0, 2.0**-23) if dtype == torch.int8 else (448.0, 1 / (448 * 512))
+    bounds = [None] if dtype == torch.int8 else [None, 0.5, -1.0]
+    # The unit of the last place of the type, and that of the quantised number, as parts of a number.
+    unit = torch.finfo(half).eps
+    for size, bound, epsilon in itertools.product([1e-3, 5.0], bounds, [1e-5, 2.0]):
+        x, residual = (((torch.randn(9, 300) * size).to(half)) for _ in range(2))
+        weight = (torch.rand(300) + 0.5).to(half)
+        total = x.double() + residual.double() if added else x.double()
+        normal = total / (total.square().mean(-1, keepdim=True) + epsilon).sqrt() * weight.double()
+        kept = residual.clone()
+        result, scale = _call(x, weight, dtype, bound, residual if added else None, epsilon)
+        largest = normal.abs().amax(-1, keepdim=True)
+        expected = (largest.clamp(max=bound) if bound is not None else largest) / limit
+        torch.testing.assert_close(scale.double(), expected.clamp(min=smallest), rtol=2 * unit + 1e-6, atol=0)
+        found = result.double() * scale.double()
+        wanted = normal.clamp(-limit * scale.double(), limit * scale.double())
+        error = (found - wanted).abs()
+        step = scale.double() / 2 if dtype == torch.int8 else (wanted.abs() / 16).clamp(min=2.0**-10 * scale.double())
+        # Below the smallest normal number of the type its units no longer shrink.
+        assert (error <= step * 1.001 + 2 * unit * wanted.abs().clamp(min=torch.finfo(half).tiny)).all()
+        assert torch.equal(residual, (x.float() + kept.float()).to(half) if added else kept)
+        assert (found != 0).double().mean() > 0.3
+
+
+def test_the_sum_with_the_residual_is_not_rounded_before_the_norm() -> None:
+    """A residual so much larger that the rounded sum would forget the input."""
+    residual = torch.full((1, 64), 256.0, dtype=torch.bfloat16)
+    x = torch.linspace(0.0, 0.9, 64).bfloat16()[None]
+    rounded = (residual + x).float()
+    assert rounded.unique().numel() == 1
+    weight = torch.ones(64, dtype=torch.bfloat16)
+    exact, _ = _call((residual.float() + x.float()), weight.float(), FLOAT8)
+    result, _ = _call(x, weight, FLOAT8, residual=residual)
+    assert torch.equal(residual.float(), rounded)
+    assert torch.equal(result.float(), exact.float())
+
+
+def test_rows_may_lie_apart_and_have_several_dimensions() -> None:
+    wide = torch.randn(6, 100).half()
+    weight = torch.rand(40).half()
+    x = wide[:, 8:48]
+    wanted = _call(x.contiguous(), weight, FLOAT8)
+    for given in (x, x.unflatten(0, (2, 3)), x.unflatten(0, (1, 6, 1))):
+        for found, expected in zip(_call(given, weight, FLOAT8), wanted, strict=True):
+            assert torch.equal(found.float().reshape(expected.shape), expected.float())
+    one, scale = _call(x[0], weight, FLOAT8)
+    assert torch.equal(one.float(), wanted[0][0].float())
+    assert torch.equal(scale, wanted[1][:1])
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [(FLOAT8, 0x7E), (torch.int8, 0)])
+def test_a_row_with_what_is_not_a_number_leaves_the_others_alone(dtype: Any, bits: int) -> None:
+    x = torch.randn(3, 64).bfloat16()
+    weight = torch.ones(64).bfloat16()
+    wanted, wanted_scale = _call(x, weight, dtype)
+    x[1, 7] = torch.nan
+    result, scale = _call(x, weight, dtype)
+    assert (result[1].view(torch.int8) == bits).all()
+    assert scale[1] == torch.tensor(2.0**-23 if dtype == torch.int8 else 1 / (448 * 512))
+    for row in (0, 2):
+        assert torch.equal(result[row].float(), wanted[row].float())
+        assert scale[row] == wanted_scale[row]
+
+
+def test_a_row_of_zeros_has_the_smallest_scale() -> None:
+    result, scale = _call(torch.zeros(2, 64), torch.ones(64), FLOAT8)
+    assert (result.float() == 0).all()
+    assert (scale == torch.tensor(1 / (448 * 512))).all()
+
+
+def test_no_rows_are_no_error_and_rows_without_elements_are_one() -> None:
+    result, scale = _call(torch.empty(0, 64), torch.ones(64), FLOAT8)
+    assert (result.numel(), scale.numel()) == (0, 0)
+    with pytest.raises(RuntimeError, match="input has no elements in its last dimension"):
+        rms_norm_dynamic_per_token_quant(
+            torch.empty(3, 0, dtype=FLOAT8), torch.empty(3, 0), torch.ones(0), torch.empty(3), 1e-5
+        )
+
+
+def _arguments(**changes: Any) -> dict[str, Any]:
+    good = {
+        "result": torch.zeros(3, 64, dtype=FLOAT8),
+        "input": torch.randn(3, 64).half(),
+        "weight": torch.ones(64).half(),
+        "scale": torch.zeros(3, 1),
+        "epsilon": 1e-5,
+        "scale_ub": torch.tensor(1.0),
+        "residual": torch.randn(3, 64).half(),
+    }
+    return {**good, **changes}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"result": torch.zeros(3, 64)}, r"result is torch\.float32; expected float8_e4m3fn or int8"),
+        ({"result": torch.zeros(3, 64, dtype=torch.int8)}, "scale_ub is given; expected it for float8_e4m3fn alone"),
+        ({"result": torch.zeros(64, 3, dtype=FLOAT8).t()}, "result is not contiguous"),
+        ({"result": torch.zeros(192, dtype=FLOAT8)}, "result has another shape than input"),
+        ({"input": torch.zeros(3, 64)}, r"weight is torch\.float16; expected torch\.float32"),
+        ({"input": torch.zeros(3, 128).half()[:, ::2]}, "input has stride 2 in its last dimension; expected 1"),
+        ({"weight": torch.ones(32).half()}, r"weight has 32 elements in 1 dimensions; expected \[64\], contiguous"),
+        ({"weight": torch.ones(128).half()[::2]}, r"weight has 64 elements in 1 dimensions; expected \[64\], contig"),
+        ({"scale": torch.zeros(3, 1).double()}, r"scale is torch\.float64; expected torch\.float32"),
+        ({"scale": torch.zeros(4)}, "scale has 4 elements; expected 3, contiguous"),
+        ({"scale": torch.zeros(6)[::2]}, "scale has 3 elements; expected 3, contiguous"),
+        ({"scale_ub": torch.ones(2)}, "scale_ub has 2 elements; expected 1"),
+        ({"scale_ub": torch.ones(1).half()}, r"scale_ub is torch\.float16; expected torch\.float32"),
+        ({"residual": torch.zeros(3, 64)}, r"residual is torch\.float32; expected torch\.float16"),
+        ({"residual": torch.zeros(3, 32).half()}, "residual has another shape than input"),
+        ({"residual": torch.zeros(64, 3).half().t()}, "residual is not contiguous"),
+        (
+            {
+                "input": torch.zeros(4, 3, 64).half()[:, :2],
+                "result": torch.zeros(4, 2, 64, dtype=FLOAT8),
+                "scale": torch.zeros(8),
+                "residual": None,
+            },
+            "input's rows do not lie at even distances",
+        ),
+        (
+            {"input": torch.zeros(3, 64).double(), "weight": torch.zeros(64).double(), "residual": None},
+            r"input is torch\.float64; expected float32, float16 or bfloat16",
+        ),
+    ],
+)
+def test_a_mistake_is_an_error_that_says_what_was_expected(changes: dict[str, Any], words: str) -> None:
+    arguments = _arguments(**changes)
+    tensors = {name: value.clone() for name, value in arguments.items() if isinstance(value, torch.Tensor)}
+    with pytest.raises(RuntimeError, match=f"rms_norm_dynamic_per_token_quant: {words}"):
+        rms_norm_dynamic_per_token_quant(**arguments)
+    assert all(torch.equal(arguments[name].float(), before.float()) for name, before in tensors.items())
+    rms_norm_dynamic_per_token_quant(**_arguments())
+
+
+def test_another_device_is_an_error() -> None:
+    # Called by itself: with a tensor of `meta` the dispatcher would take the shapes-only implementation.
+    for name in ("result", "weight", "scale", "scale_ub", "residual"):
+        with pytest.raises(RuntimeError, match=f"{name} is not on input's device, cpu"):
+            _reference(**_arguments(**{name: _arguments()[name].to("meta")}))
+
+
+def test_the_operation_is_what_torch_compile_expects() -> None:
+    operation = torch.ops.hwplugin.rms_norm_dynamic_per_token_quant.default
+    # PyTorch's check computes with what was written, which it cannot in float8.
+    result = torch.zeros(3, 64, dtype=torch.int8)
+    torch.library.opcheck(operation, tuple(_arguments(result=result, scale_ub=None).values()))
+    torch.library.opcheck(operation, tuple(_arguments(result=result, scale_ub=None, residual=None).values()))
+
+
+def test_a_compiled_caller_keeps_the_operation_and_its_effect() -> None:
+    seen: list[str] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        seen.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph.forward
+
+    def caller(x: Any) -> Any:
+        result, scale = torch.empty(3, 64, dtype=FLOAT8), torch.empty(3, 1)
+        residual = x * 2
+        rms_norm_dynamic_per_token_quant(result, x, torch.ones(64).half(), scale, 1e-5, None, residual)
+        return result.float(), scale, residual
+
+    x = torch.randn(3, 64).half()
+    for found, wanted in zip(torch.compile(caller, backend=backend, fullgraph=True)(x), caller(x), strict=True):
+        assert torch.equal(found, wanted)
+    assert any("hwplugin.rms_norm_dynamic_per_token_quant" in name for name in seen)

@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operation on the CPU: its definition and vLLM's layers, every layout of scales, and clear errors."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import itertools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch: Any = pytest.importorskip("torch")
+
+from vllm_hwplugin.ops.silu_and_mul_per_block_quant import _reference, silu_and_mul_per_block_quant  # noqa: E402
+
+FLOAT8 = torch.float8_e4m3fn
+
+# vLLM's activation and quantisation by groups, in float32 between the two as the operation has it. Prints how far the
+# scales are apart, how many elements differ and by how many steps of float8, and how many are not zero.
+AGAINST_VLLM = """
+import itertools, json, torch
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.activation import SiluAndMul
+from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
+from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
+from vllm_hwplugin.ops.silu_and_mul_per_block_quant import silu_and_mul_per_block_quant
+
+def step(x):
+    bits = x.view(torch.int8).int()
+    return torch.where(bits < 0, -(bits & 127), bits)
+
+found = []
+for (tokens, hidden), dtype, group, transposed in itertools.product(
+    [(1, 128), (7, 1536), (33, 512)], [torch.float16, torch.bfloat16], [64, 128], [False, True]
+):
+    torch.manual_seed(tokens)
+    x = (torch.randn(tokens, 2 * hidden) * 3).to(dtype)
+    with set_current_vllm_config(VllmConfig()):
+        quant = QuantFP8(False, GroupShape(1, group), column_major_scales=transposed, use_ue8m0=False)
+        wanted, wanted_scales = quant.forward_native(SiluAndMul.forward_native(x.float()))
+    out = torch.empty(tokens, hidden, dtype=torch.float8_e4m3fn)
+    scales = torch.empty_like(wanted_scales)
+    silu_and_mul_per_block_quant(out, x, scales, group, None, transposed)
+    steps = (step(out) - step(wanted)).abs()
+    apart = ((scales - wanted_scales).abs() / wanted_scales).max()
+    same_layout = scales.stride() == wanted_scales.stride()
+    found.append([float(apart), float((steps > 0).float().mean()), int(steps.max()), int((step(out) != 0).sum()),
+                  same_layout])
+print(json.dumps(found))
+"""
+
+
+def test_it_is_vllms_activation_and_then_its_quantisation_by_groups() -> None:
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed")
+    environ = {**os.environ, "VLLM_HWPLUGIN": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
+    done = subprocess.run([sys.executable, "-c", AGAINST_VLLM], capture_output=True, text=True, env=environ)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert len(found) == 3 * 2 * 2 * 2
+    for apart, share, steps, nonzero, same_layout in found:
+        # vLLM's layer takes the exponential of PyTorch's own silu, whose last bits differ.
+        assert apart < 1e-6
+        assert steps <= 1
+        assert share < 0.001
+        assert nonzero > 100
+        assert same_layout
+
+
+@pytest.mark.parametrize("version", ["0.20.0", "0.26.0", "0.33.0"])
+def test_vllm_calls_its_own_operation_with_the_same_arguments(vllm_tree: Callable[[str], Any], version: str) -> None:
+    text = vllm_tree(version).read("vllm/_custom_ops.py")
+    (calls,) = (
+        [ast.unparse(argument) for argument in node.args]
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.ops._C.silu_and_mul_per_block_quant"
+    )
+    schema = torch.ops.hwplugin.silu_and_mul_per_block_quant.default._schema
+    assert len(calls) == len(schema.arguments)
+    assert calls[1:] == [argument.name for argument in schema.arguments][1:]
+    assert [argument.name for argument in schema.arguments if argument.is_write] == ["out", "scales"]
+
+
+#: Every number of float8 e4m3 by its bits: a sign, four bits of exponent with a bias of 7, three of mantissa.
+_FLOAT8 = torch.tensor(
+    [
+        (-1.0) ** (bits >> 7)
+        * (1.0 + bits % 8 / 8 if bits // 8 % 16 else bits % 8 / 8)
+        * 2.0 ** (max(bits // 8 % 16, 1) - 7)
+        for bits in range(256)
+        if bits % 128 != 127
+    ],
+    dtype=torch.float64,
+)
+
+
+def _nearest(quotient: Any, dtype: Any) -> Any:
+    """The quantised value in double precision, found by trying every number of the type; of two the even one."""
+    if dtype == torch.int8:
+        return quotient.round().clamp(-128, 127)
+    positive = _FLOAT8[:127]
+    quotient = quotient.clamp(-448, 448)
+    distance = (quotient.abs().unsqueeze(-1) - positive).abs()
+    least = distance.amin(dim=-1, keepdim=True)
+    candidates = distance == least
+    even = candidates & (torch.arange(127) % 2 == 0)
+    index = torch.where(even.any(-1), even.int().argmax(-1), candidates.int().argmax(-1))
+    return positive[index] * quotient.sign()
+
+
+def _expected(x: Any, dtype: Any, group: int, bound: float | None) -> tuple[Any, Any]:
+    gate, up = x.double().chunk(2, dim=-1)
+    value = (gate / (1 + torch.exp(-gate)) * up).unflatten(-1, (-1, group))
+    limit, smallest = (127.0, 2.0**-23) if dtype == torch.int8 else (448.0, 1 / (448 * 512))
+    scale = value.abs().amax(dim=-1) / limit
+    scale = scale.clamp(max=bound) if bound is not None else scale
+    return value.flatten(-2), scale.clamp(min=smallest)
+
+
+def _call(x: Any, dtype: Any, group: int, bound: float | None = None, transposed: bool = False) -> tuple[Any, Any]:
+    tokens, hidden = x.shape[0], x.shape[1] // 2
+    out = torch.empty(tokens, hidden, dtype=dtype)
+    scales = (
+        torch.full((hidden // group, tokens), torch.nan).t() if transposed else torch.empty(tokens, hidden // group)
+    )
+    silu_and_mul_per_block_quant(
+        out, x, scales, group, None if bound is None else torch.tensor(bound), is_scale_transposed=transposed
+    )
+    return out, scales
+
+
+@pytest.mark.parametrize("dtype", [FLOAT8, torch.int8])
+@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
+def test_it_agrees_with_the_definition(dtype: Any, half: Any) -> None:
+    bounds = [None] if dtype == torch.int8 else [None, 0.003, 1e-9]
+    for size, bound, group in itertools.product([0.01, 1.0, 30.0], bounds, [64, 128]):
+        x = (torch.randn(9, 768) * size).to(half)
+        value, scale = _expected(x, dtype, group, bound)
+        out, scales = _call(x, dtype, group, bound)
+        torch.testing.assert_close(scales.double(), scale, rtol=1e-6, atol=0)
+        quotient = value / scales.double().repeat_interleave(group, dim=1)
+        found, wanted = out.double(), _nearest(quotient, dtype)
+        # Where the quotient lies half way between two numbers, the last bit of float32 decides.
+        assert (found != wanted).double().mean() < 0.002
+        step = torch.ones(()) if dtype == torch.int8 else (wanted.abs() / 8).clamp(min=2.0**-9)
+        assert ((found - wanted).abs() <= step).all()
+        assert (found != 0).double().mean() > 0.3
+
+
+def test_both_forms_of_transposed_scales_and_padded_ones_hold_the_same() -> None:
+    for tokens in (1, 2, 3, 5):
+        x = torch.randn(tokens, 768).bfloat16()
+        out, scales = _call(x, FLOAT8, 128)
+        padded = torch.full((3, 8), torch.nan).t()[:tokens]
+        for given in (torch.empty(3, tokens).t(), torch.empty(3, tokens), padded):
+            again = torch.empty_like(out)
+            silu_and_mul_per_block_quant(again, x, given, 128, None, True)
+            found = given.t() if given.shape == (3, tokens) and given.stride(0) >= given.stride(1) else given
+            assert torch.equal(found, scales), (tokens, given.shape, given.stride())
+            assert torch.equal(again.view(torch.int8), out.view(torch.int8))
+
+
+def test_rows_may_lie_apart() -> None:
+    wide = torch.randn(4, 1000).half()
+    x = wide[:, 100:612]
+    for found, wanted in zip(_call(x, FLOAT8, 64), _call(x.contiguous(), FLOAT8, 64), strict=True):
+        assert torch.equal(found.float(), wanted.float())
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [(FLOAT8, 0x7E), (torch.int8, 0)])
+def test_what_is_not_a_number_spoils_no_scale(dtype: Any, bits: int) -> None:
+    x = torch.randn(2, 256).bfloat16()
+    x[0, 5] = torch.nan
+    x[1, :128] = torch.nan
+    out, scales = _call(x, dtype, 64)
+    clean = x.clone()
+    clean[0, 5] = 0
+    expected, expected_scales = _call(clean[:1], dtype, 64)
+    assert torch.equal(scales[:1], expected_scales)
+    out = out.view(torch.int8)
+    assert out[0, 5] == bits
+    assert (out[1] == bits).all()
+    assert torch.equal(out[0, 6:], expected.view(torch.int8)[0, 6:])
+    smallest = 2.0**-23 if dtype == torch.int8 else 1 / (448 * 512)
+    assert (scales[1] == torch.tensor(smallest)).all()
+
+
+def test_a_row_of_zeros_has_the_smallest_scale() -> None:
+    out, scales = _call(torch.zeros(2, 256).half(), FLOAT8, 128)
+    assert (out.float() == 0).all()
+    assert (scales == torch.tensor(1 / (448 * 512))).all()
+
+
+@pytest.mark.parametrize(("tokens", "hidden"), [(0, 128), (3, 0), (0, 0)])
+def test_nothing_to_quantise_is_no_error(tokens: int, hidden: int) -> None:
+    out, scales = _call(torch.empty(tokens, 2 * hidden).half(), torch.int8, 128)
+    assert (out.numel(), scales.numel()) == (0, 0)
+
+
+def _arguments(**changes: Any) -> dict[str, Any]:
+    good = {
+        "out": torch.zeros(3, 256, dtype=FLOAT8),
+        "input": torch.randn(3, 512).half(),
+        "scales": torch.zeros(3, 2),
+        "group_size": 128,
+        "scale_ub": torch.tensor(1.0),
+        "is_scale_transposed": False,
+    }
+    return {**good, **changes}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"out": torch.zeros(3, 256)}, r"out is torch\.float32; expected float8_e4m3fn or int8"),
+        ({"out": torch.zeros(3, 256, dtype=torch.int8)}, "scale_ub is given; expected it for float8_e4m3fn alone"),
+        ({"out": torch.zeros(256, 3, dtype=FLOAT8).t()}, "out is not contiguous"),
+        ({"out": torch.zeros(3, 128, dtype=FLOAT8)}, r"input is \[3, 512\] and out is \[3, 128\]; expected"),
+        ({"out": torch.zeros(768, dtype=FLOAT8)}, "input has 2 dimensions and out has 1; expected"),
+        ({"input": torch.zeros(3, 512)}, r"input is torch\.float32; expected float16 or bfloat16"),
+        ({"input": torch.zeros(3, 1024).half()[:, ::2]}, "input has stride 2 in its last dimension; expected 1"),
+        ({"scales": torch.zeros(3, 2).double()}, r"scales is torch\.float64; expected float32"),
+        ({"scales": torch.zeros(6)}, "scales has 1 dimensions; expected 2"),
+        ({"scales": torch.zeros(2, 3)}, r"scales has shape \[2, 3\]; expected \[3, 2\], tokens and groups"),
+        ({"scales": torch.zeros(2, 3).t()}, "scales has strides 1 and 3; expected those of a contiguous tensor"),
+        ({"is_scale_transposed": True}, "scales has strides 2 and 1; expected those of a transposed tensor"),
+        ({"scales": torch.zeros(1, 2).expand(3, 2)}, "scales has strides 0 and 1; expected those of a contiguous"),
+        ({"group_size": 32}, "group_size is 32; expected 64 or 128"),
+        (
+            {"out": torch.zeros(3, 192, dtype=FLOAT8), "input": torch.zeros(3, 384).half()},
+            "hidden_size is 192; expected a multiple of group_size=128",
+        ),
+        ({"scale_ub": torch.ones(2)}, r"scale_ub has 2 elements of type torch\.float32; expected one float32"),
+        ({"scale_ub": torch.ones(1).half()}, r"scale_ub has 1 elements of type torch\.float16; expected one float32"),
+    ],
+)
+def test_a_mistake_is_an_error_that_says_what_was_expected(changes: dict[str, Any], words: str) -> None:
+    arguments = _arguments(**changes)
+    tensors = {name: value.clone() for name, value in arguments.items() if isinstance(value, torch.Tensor)}
+    with pytest.raises(RuntimeError, match=f"silu_and_mul_per_block_quant: {words}"):
+        silu_and_mul_per_block_quant(**arguments)
+    assert all(torch.equal(arguments[name].float(), before.float()) for name, before in tensors.items())
+    silu_and_mul_per_block_quant(**_arguments())
+
+
+def test_another_device_is_an_error() -> None:
+    # Called by itself: with a tensor of `meta` the dispatcher would take the shapes-only implementation.
+    for name in ("out", "scales", "scale_ub"):
+        with pytest.raises(RuntimeError, match=f"{name} is not on input's device, cpu"):
+            _reference(**_arguments(**{name: _arguments()[name].to("meta")}))
+
+
+def test_the_operation_is_what_torch_compile_expects() -> None:
+    operation = torch.ops.hwplugin.silu_and_mul_per_block_quant.default
+    # PyTorch's check computes with what was written, which it cannot in float8.
+    out = torch.zeros(3, 256, dtype=torch.int8)
+    torch.library.opcheck(operation, tuple(_arguments(out=out, scale_ub=None).values()))
+
+
+def test_a_compiled_caller_keeps_the_operation_and_its_effect() -> None:
+    seen: list[str] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        seen.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph.forward
+
+    def caller(x: Any) -> Any:
+        out = torch.empty(3, 256, dtype=FLOAT8)
+        scales = torch.empty(3, 2)
+        silu_and_mul_per_block_quant(out, x, scales, 128)
+        return out.float(), scales
+
+    x = torch.randn(3, 512).half()
+    for found, wanted in zip(torch.compile(caller, backend=backend, fullgraph=True)(x), caller(x), strict=True):
+        assert torch.equal(found, wanted)
+    assert any("hwplugin.silu_and_mul_per_block_quant" in name for name in seen)
