@@ -36,7 +36,10 @@ def main(job: Job, answer: TextIO) -> None:
     say(
         "host", device=device.type, name=name, torch=torch.__version__, vllm=importlib.metadata.version(_distribution())
     )
-    for name, backend in _backends.chosen(job.backends).items():
+    chosen = _backends.chosen(job.backends)
+    for name, reason in chosen.broken.items():
+        say("backend", name=name, path="", own=False, left_out=reason)
+    for name, backend in chosen.classes.items():
         own = any(base.__module__.split(".")[0] == "vllm_hwplugin" for base in backend.__mro__)
         path = f"{backend.__module__}.{backend.__qualname__}"
         try:

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The probe on the plugin's backend for CUDA, on a stand-in for CUDA's kernels and for its graphs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_hwplugin.attention.probe import Behaviour, Declared, Job, judge
+
+torch = pytest.importorskip("torch")
+
+pytestmark = pytest.mark.engine
+
+ROOT = Path(__file__).parents[3]
+OWN = "vllm_hwplugin.attention.cuda.CudaFlashAttentionBackend"
+CAPABILITIES = ("captured", "padded_batch", "non_causal_window", "sinks", "alibi")
+
+
+@pytest.fixture
+def probed(tmp_path: Path) -> Any:
+    """``probed(job)``: the results by (backend, capability, value), and the backends."""
+    if torch.cuda.is_available():
+        pytest.skip("this stand-in is for hosts without CUDA")
+
+    def run(job: Job) -> tuple[dict[tuple[str, str, str], Any], list[Any]]:
+        (tmp_path / "job.json").write_text(job.to_json())
+        answer = tmp_path / "answer.jsonl"
+        answer.unlink(missing_ok=True)
+        ended = python("-m", "tests.attention.probe.cuda_standin", str(tmp_path / "job.json"), str(answer))
+        assert ended.returncode == 0, ended.stderr[-3000:]
+        events = [json.loads(line) for line in answer.read_text().splitlines()]
+        assert events[-1]["event"] == "done"
+        results = {(one["backend"], one["capability"], one["value"]): one for one in events if one["event"] == "result"}
+        return results, [one for one in events if one["event"] == "backend"]
+
+    return run
+
+
+def python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=500, check=False)
+
+
+def fails(one: dict[str, Any]) -> bool:
+    return judge(Declared(one["declared"]), Behaviour(one["behaviour"]), strict=True).fails
+
+
+def test_every_trial_of_the_plugins_backend_runs_and_holds(probed: Any) -> None:
+    results, backends = probed(Job(backends=(OWN,), capabilities=CAPABILITIES, seed=3, cases=1))
+    assert [one["path"] for one in backends] == [OWN]
+    assert not [one for one in results.values() if fails(one)]
+    worked = {key[1:] for key, one in results.items() if (one["declared"], one["behaviour"]) == ("yes", "works")}
+    for batch in ("decode", "verify", "mixed"):
+        assert {("captured", batch), ("captured", f"{batch}, head size 512")} <= worked
+    assert ("captured", "non-causal verify, head size 512") in worked
+    assert {("non_causal_window", "yes"), ("sinks", "head size 512"), ("padded_batch", "head size 512")} <= worked
+    assert results[OWN, "alibi", "head size 512"]["behaviour"] == "refuses"
+
+
+def test_graphs_that_keep_what_they_should_read_are_wrong(probed: Any) -> None:
+    fakes = "tests.attention.probe.cuda_fakes"
+    names = ("BakesLengths", "BakesTable", "MissesField", "WithoutSinks")
+    results, _ = probed(
+        Job(backends=tuple(f"{fakes}.{name}" for name in names), capabilities=("captured", "sinks"), seed=3, cases=1)
+    )
+
+    def told(name: str, capability: str, value: str) -> Any:
+        return results[f"{fakes}.{name}", capability, value]
+
+    for name in ("BakesLengths", "BakesTable"):
+        assert told(name, "plain", "causal")["behaviour"] == "works"
+        for value in ("verify", "decode, head size 512"):
+            assert told(name, "captured", value)["behaviour"] == "wrong"
+    # A name that the metadata lacks is a fault of the probe or of the backend, and no refusal.
+    missing = told("MissesField", "plain", "causal")
+    assert missing["behaviour"] == "error"
+    assert "(cuda_fakes.py:" in missing["detail"]
+    assert told("WithoutSinks", "plain", "causal")["behaviour"] == "works"
+    assert told("WithoutSinks", "sinks", "yes")["detail"] == "WithoutSinksImpl takes no sinks"
+
+
+def test_both_flash_attentions_of_a_cuda_host_are_probed(probed: Any) -> None:
+    stock = "vllm.v1.attention.backends.flash_attn.FlashAttentionBackend"
+    for names in ((), ("FLASH_ATTN",)):
+        _, backends = probed(Job(backends=names, capabilities=("plain",), seed=3, cases=1))
+        paths = {one["name"]: one["path"] for one in backends if one["left_out"] is None}
+        assert (paths["FLASH_ATTN"], paths[OWN]) == (stock, OWN)
+        assert len(paths) == 2 or not names
+        # Of vLLM's classes for ROCm some look for that device when they are asked, and must not end the probe.
+        left_out = [one["left_out"] for one in backends if one["left_out"] is not None]
+        assert any("cannot be asked on this host" in reason for reason in left_out) is (not names)
+
+
+def test_what_the_layer_keeps_is_on_the_device_and_nothing_else_is_made_there() -> None:
+    """A device whose tensors hold nothing stands in for one that is not the CPU."""
+    ended = python("-c", _ON_META)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+
+
+_ON_META = """
+import torch
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+from vllm_hwplugin.attention.probe import Case, Request, _vllm
+_vllm.poison = lambda cache, seed: None
+case = Case((Request(3, 20),), "bfloat16", "auto", 64, 4, 2, 32)
+with _vllm.Maker(CPUAttentionBackend, torch.device("meta")).layer(case, num_blocks=4) as layer:
+    assert layer.layer._k_scale.device.type == "meta"
+    assert layer.cache.device.type == "meta"
+    assert torch.empty(()).device.type == "cpu"
+    batch = _vllm.Batch(*[torch.zeros(3, dtype=torch.int64, device="meta")] * 5)
+    common = _vllm.metadata_of(case, batch)
+    assert common.query_start_loc_cpu.device.type == common.seq_lens_cpu_upper_bound.device.type == "cpu"
+"""
