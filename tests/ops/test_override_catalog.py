@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -75,6 +77,41 @@ assert all(torch.equal(a, b) for a, b in zip(again, stock))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.engine
+def test_the_entry_point_puts_kernels_in_front(tmp_path: Path) -> None:
+    """vLLM calls it in each process, before its C extension is imported."""
+    program = """
+import sys
+from vllm_hwplugin.ops import _override
+from vllm_hwplugin.plugin import register
+key, outcome = sys.argv[1:]
+_override.KEY, _override.load_kernel = key, lambda op: True
+try:
+    register()
+except _override.OverrideError as error:
+    assert outcome == "error" and "no kernel of _C::rotary_embedding for CUDA" in str(error), error
+else:
+    assert outcome != "error"
+    assert ("vllm._custom_ops" in sys.modules) == (outcome == "plugin")
+    import torch, vllm._custom_ops
+    q = torch.ones(1, 64)
+    vllm._custom_ops.rotary_embedding(torch.zeros(1, dtype=torch.int64), q, None, 64, torch.ones(4, 64), True)
+    found = _override.states().get("rotary_embedding", "")
+    assert found.startswith("the plugin's kernel") == (outcome == "plugin"), found
+"""
+    others = ",".join(name for name in OPS if name != "rotary_embedding")
+    for gate, key, outcome in (("auto", "CPU", "stock"), ("on", "CPU", "plugin"), ("on", "CUDA", "error")):
+        environ = {
+            **os.environ,
+            "VLLM_HWPLUGIN_CACHE_DIR": str(tmp_path),
+            "VLLM_HWPLUGIN_OPS": gate,
+            "VLLM_HWPLUGIN_OPS_SKIP": others,
+        }
+        command = [sys.executable, "-c", program, key, outcome]
+        done = subprocess.run(command, capture_output=True, text=True, env=environ)
+        assert done.returncode == 0, f"{gate} {key}: {done.stderr}"
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def rotary_embedding(
     batches = positions.dim() > 1
     if batches and not (query.is_contiguous() and (key is None or key.is_contiguous())):
         return False
-    return query.stride(-1) == 1
+    return bool(query.stride(-1) == 1)
 
 
 def fused_qk_norm_rope(
@@ -112,7 +112,7 @@ def silu_and_mul_per_block_quant(
         return False
     if scales.shape != (out.shape[0], out.shape[1] // group_size):
         return False
-    return scales.stride(0 if is_scale_transposed else 1) == 1
+    return bool(scales.stride(0 if is_scale_transposed else 1) == 1)
 
 
 def rms_norm_dynamic_per_token_quant(
@@ -131,7 +131,7 @@ def rms_norm_dynamic_per_token_quant(
         return False
     if residual is not None and (residual.dtype is not dtype or not residual.is_contiguous()):
         return False
-    return weight.is_contiguous() and (input.is_contiguous() or (input.dim() == 2 and input.stride(1) == 1))
+    return bool(weight.is_contiguous() and (input.is_contiguous() or (input.dim() == 2 and input.stride(1) == 1)))
 
 
 def topk_softmax(

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plugin's kernels under vLLM's names, on a real GPU and with vLLM's own C extension.
+
+What ran is told by the names of the CUDA kernels in a profile, not by what the plugin says of itself. The engines'
+texts are compared as far as they go: a kernel that rounds elsewhere may turn a near-tie of two tokens in bfloat16.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch: Any = pytest.importorskip("torch")
+
+from vllm_hwplugin.bench import engine_environment, find_checkpoints, load_prompts  # noqa: E402
+from vllm_hwplugin.bench._entry_points import provide  # noqa: E402
+from vllm_hwplugin.bench._launch import child_environment  # noqa: E402
+from vllm_hwplugin.bench.micro import _op_cases, _op_inputs, _op_kernels  # noqa: E402
+from vllm_hwplugin.ops import _override  # noqa: E402
+from vllm_hwplugin.ops._override_catalog import OPS  # noqa: E402
+from vllm_hwplugin.ops.build.jit import ensure  # noqa: E402
+from vllm_hwplugin.ops.build.spec import KERNELS  # noqa: E402
+
+from ..engines import SMALL_ENGINE  # noqa: E402
+
+pytestmark = [pytest.mark.gpu, pytest.mark.engine]
+
+# The share of the tokens before the first that differs, of 24 texts.
+ALIKE = 0.9
+
+ON = {"VLLM_HWPLUGIN_OPS": "on"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def loaded() -> None:
+    """vLLM's extension and the plugin's kernels: what a profile shows later is the operations alone."""
+    import vllm._custom_ops  # noqa: F401
+
+    for name in OPS:
+        _op_kernels.reference(name)
+        assert ensure(KERNELS[name]), name
+
+
+@pytest.fixture(autouse=True)
+def clean() -> Iterator[None]:
+    yield
+    torch.cuda.synchronize()
+    _override.remove()
+
+
+def theirs(name: str) -> Any:
+    return getattr(getattr(torch.ops, OPS[name].namespace), name)
+
+
+def case(name: str) -> list[Any]:
+    """Arguments as vLLM makes them, the same ones at every call."""
+    (found,) = [one for one in _op_cases.CASES.values() if one.op == name and one.tokens == 64][:1]
+    random = torch.Generator("cuda").manual_seed(7)
+    values = _op_inputs.arguments(found, "cuda", random)
+    return values + _op_kernels.trailing(theirs(name), len(values))
+
+
+def run(operation: Callable[..., Any], args: list[Any]) -> set[str]:
+    """Call it; the names of the CUDA kernels that ran."""
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        operation(*args)
+        torch.cuda.synchronize()
+    names = {event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA}
+    assert names, "the profile has no kernel"
+    return names
+
+
+def bits(args: list[Any]) -> list[list[int]]:
+    return [one.contiguous().view(torch.uint8).flatten().tolist() for one in args if isinstance(one, torch.Tensor)]
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_the_plugins_kernel_runs_under_vllms_name(name: str) -> None:
+    stock = run(theirs(name), case(name))
+    own = getattr(torch.ops.hwplugin, name)
+    wanted = case(name)
+    plugins = run(own, wanted[: len(own.default._schema.arguments)])
+    assert not stock & plugins
+    _override.install(ON)
+    found = case(name)
+    assert run(theirs(name), found) == plugins
+    assert bits(found) == bits(wanted)
+    assert _override.states()[name].startswith("the plugin's kernel")
+    _override.remove()
+    assert run(theirs(name), case(name)) == stock
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_a_skipped_operation_keeps_vllms_kernel(name: str) -> None:
+    stock = run(theirs(name), case(name))
+    _override.install({**ON, "VLLM_HWPLUGIN_OPS_SKIP": name})
+    assert set(_override.states()) == set(OPS) - {name}
+    assert run(theirs(name), case(name)) == stock
+
+
+def test_a_call_that_the_kernel_cannot_serve_gets_vllms() -> None:
+    def uneven() -> list[Any]:
+        torch.manual_seed(1)
+        query = torch.randn(2, 4, 64, dtype=torch.bfloat16, device="cuda")[:, :3]
+        cache = torch.randn(8, 64, dtype=torch.bfloat16, device="cuda")
+        return [torch.ones(2, 3, dtype=torch.int64, device="cuda"), query, None, 64, cache, True]
+
+    wanted, found = uneven(), uneven()
+    stock = run(theirs("rotary_embedding"), wanted)
+    _override.install(ON)
+    run(theirs("rotary_embedding"), case("rotary_embedding"))
+    assert run(theirs("rotary_embedding"), found) == stock
+    assert bits(found) == bits(wanted)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_captured_it_replays_with_what_the_tensors_hold_then(name: str) -> None:
+    _override.install(ON)
+    wanted, args = case(name), case(name)
+    theirs(name)(*case(name))
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        theirs(name)(*args)
+    getattr(torch.ops.hwplugin, name)(*wanted[: len(getattr(torch.ops.hwplugin, name).default._schema.arguments)])
+    for _ in range(3):
+        for one, fresh in zip(args, case(name), strict=True):
+            if isinstance(one, torch.Tensor):
+                one.copy_(fresh)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert bits(args) == bits(wanted)
+
+
+def test_a_first_call_inside_a_capture_gets_vllms_kernel_and_decides_nothing() -> None:
+    name = "rotary_embedding"
+    wanted, args = case(name), case(name)
+    torch.cuda.synchronize()
+    theirs(name)(*wanted)
+    _override.install(ON)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        theirs(name)(*args)
+    assert "while a graph was captured" in _override.states()[name]
+    graph.replay()
+    torch.cuda.synchronize()
+    assert bits(args) == bits(wanted)
+    theirs(name)(*case(name))
+    assert _override.states()[name].startswith("the plugin's kernel")
+
+
+# Both with vLLM's own kernels in the graph, not Inductor's; one fuses the norms and the rotation of Qwen3.
+ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
+    "fused": (
+        "fused_qk_norm_rope",
+        {
+            "compilation_config": {
+                "cudagraph_mode": "FULL_AND_PIECEWISE",
+                "custom_ops": ["+rms_norm", "+rotary_embedding"],
+                "pass_config": {"enable_qk_norm_rope_fusion": True},
+            }
+        },
+    ),
+    "eager": ("rotary_embedding", {"enforce_eager": True, "compilation_config": {"custom_ops": ["all"]}}),
+}
+
+
+def test_an_engine_says_the_same_and_its_fusion_still_matches(tmp_path: Path) -> None:
+    small = find_checkpoints(None)
+    prompts = [list(prompt[:64]) for prompt in load_prompts(small, 24)]
+    children = {}
+    for kind, (_, options) in ENGINES.items():
+        job = {"options": {**SMALL_ENGINE, "model": str(small.target), **options}, "prompts": prompts, "tokens": 48}
+        (tmp_path / f"{kind}.json").write_text(json.dumps(job))
+        for gate in ("off", "on"):
+            answer = tmp_path / f"{kind}-{gate}.json"
+            environment = child_environment(
+                engine_environment("cuda", patched=True, extra={"VLLM_HWPLUGIN_OPS": gate}),
+                provide(tmp_path / f"{kind}-{gate}-metadata"),
+            )
+            child = Path(__file__).with_name("overrides_child.py")
+            log = answer.with_suffix(".log").open("wb")
+            children[answer] = subprocess.Popen(
+                [sys.executable, str(child), str(tmp_path / f"{kind}.json"), str(answer)],
+                env=environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+    codes = {answer: child.wait(timeout=400) for answer, child in children.items()}
+    for answer, code in codes.items():
+        assert code == 0, f"{answer.stem} ended with {code}:\n{answer.with_suffix('.log').read_text()[-4000:]}"
+    for kind, (name, _) in ENGINES.items():
+        off, on = (json.loads((tmp_path / f"{kind}-{gate}.json").read_text()) for gate in ("off", "on"))
+        assert off["decisions"] == {}
+        assert on["decisions"][name].startswith("the plugin's kernel"), on["decisions"]
+        share = sum(alike(one, other) for one, other in zip(off["texts"], on["texts"], strict=True)) / len(prompts)
+        print(f"{kind}: {share:.1%} of the tokens alike, {on['decisions']}")
+        assert share >= ALIKE
+
+
+def alike(one: list[int], other: list[int]) -> float:
+    same = next((at for at, pair in enumerate(zip(one, other, strict=True)) if pair[0] != pair[1]), len(one))
+    return same / len(one)
