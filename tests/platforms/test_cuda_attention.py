@@ -260,7 +260,7 @@ def test_without_the_plugins_class_vllm_decides(version: str, host: Hosts, monke
 
 
 @every_version
-def test_images_that_cannot_come_need_no_mask(version: str, host: Hosts) -> None:
+def test_images_that_cannot_come_need_no_mask(version: str, host: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = host(version)
     for name in ("FLASH_ATTN", "own"):
         gpu.refuse(name, why="no mask", when=lambda asked: asked["use_mm_prefix"])
@@ -277,6 +277,10 @@ def test_images_that_cannot_come_need_no_mask(version: str, host: Hosts) -> None
     settings(language_model_only=True)
     assert gpu.ask("FLASH_ATTN", head_size=512, **images) == OWN
     assert gpu.ask("FLASH_ATTN", head_size=256, **images) == FLASH
+    with monkeypatch.context() as gate:
+        gate.setenv("VLLM_HWPLUGIN_ATTENTION", "off")
+        with pytest.raises(ValueError, match="no mask"):
+            gpu.ask("FLASH_ATTN", head_size=256, **images)
     # The text part of such a checkpoint alone.
     gpu.model.multimodal_config = None
     assert gpu.ask("FLASH_ATTN", head_size=512, **images) == OWN
