@@ -157,7 +157,7 @@ class LargeHeadAttentionImpl(FlashAttentionImpl):  # type: ignore[misc]  # as be
         if getattr(attn_metadata, "rswa_prefix_lens", None) is not None:
             raise NotImplementedError("FLASH_ATTN with heads above 256 has no mask for reference sliding windows")
         sinks = self.sinks
-        if sinks is not None and sinks.dtype != torch.float32:
+        if sinks is not None and self._float32_sinks is not None and sinks.dtype != torch.float32:
             sinks = self._float32_sinks.copy_(sinks)
         tokens = attn_metadata.num_actual_tokens
         keys, values = split(kv_cache, self.head_size)

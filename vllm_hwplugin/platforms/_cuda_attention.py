@@ -247,7 +247,7 @@ def _largest_head() -> int:
         return 0
     # Up to 0.27 the head size of a model is its largest; from 0.28 on, layers that differ are listed.
     layers = getattr(architecture, "per_layer_overrides", None) or []
-    return max(architecture.head_size, *(layer.get("head_size", 0) for layer in layers), 0)
+    return max(int(architecture.head_size), *(int(layer.get("head_size", 0)) for layer in layers), 0)
 
 
 def _model_config() -> Any | None:
