@@ -55,6 +55,12 @@ def test_every_case_is_a_batch_that_a_runner_could_make():
         ("non_causal", "yes", lambda case: not case.causal),
         ("non_causal_head_size", "512", lambda case: not case.causal and case.head_size == 512),
         ("sinks", "yes", lambda case: case.sinks),
+        ("sinks", "head size 512", lambda case: case.sinks and case.head_size == 512),
+        ("group", "16, head size 512", lambda case: case.num_heads == 16 * case.num_kv_heads),
+        ("batch_invariance", "yes", lambda case: case.alone),
+        ("captured", "decode", lambda case: set(case.graph) == {1}),
+        ("captured", "mixed", lambda case: set(case.graph) == {1} and max(r.query for r in case.requests) > 1),
+        ("captured", "verify", lambda case: len(set(case.graph)) == 1 and 2 <= case.graph[0] <= 32),
         ("alibi", "yes", lambda case: case.alibi),
         ("plain", "causal", lambda case: case.causal and case.sliding_window is None and case.softcap is None),
     ],
@@ -72,6 +78,42 @@ def test_batches_that_cannot_show_the_capability_are_not_drawn():
             assert any(request.query > 1 for request in case.requests)
         for case in draw(trial("padded_batch"), PLAIN, seed, 5):
             assert len({request.query for request in case.requests}) == 1
+
+
+def test_every_batch_of_a_graph_fits_its_rows_and_one_fills_them():
+    for value in ("decode", "verify", "mixed", "non-causal verify, head size 512"):
+        for case in draw(trial("captured", value), PLAIN, 2, 20):
+            batches = (case.requests, *case.replays)
+            assert len(batches) == len({str(batch) for batch in batches}) > 2
+            for batch in batches:
+                assert len(batch) <= len(case.graph)
+                assert sum(request.query for request in batch) <= sum(case.graph)
+            if value != "mixed":
+                assert all(request.query == case.graph[0] for batch in batches for request in batch)
+                assert max(len(batch) for batch in batches) == len(case.graph)
+
+
+def test_windows_to_both_sides_end_within_the_queries():
+    for case in draw(trial("non_causal_window"), PLAIN, 2, 20):
+        assert any(request.query > case.sliding_window for request in case.requests)
+        assert not case.causal
+
+
+def test_verification_reaches_32_tokens_and_contexts_of_decodes_have_a_bound_of_their_own():
+    cases = [case for seed in range(60) for case in draw(ALL[0], Plain("bfloat16", 64, 16, 300, 8000), seed, 5)]
+    uniform = [case.requests for case in cases if all(1 <= r.query <= 32 and r.context for r in case.requests)]
+    assert max(r.query for row in uniform for r in row) > 25
+    assert 6000 < max(r.context for row in uniform for r in row) < 8000
+
+
+def test_large_heads_are_tried_in_few_shapes():
+    """A kernel that is compiled for each of them would otherwise take minutes."""
+    for one in ALL:
+        if one.settings.get("head_size", 0) <= 256 or one.capability == "group":
+            continue
+        cases = draw(one, PLAIN, 5, 20)
+        assert {case.num_heads // case.num_kv_heads for case in cases} == {4}, one
+        assert set(one.kinds) == {"mixed", "decode"}
 
 
 def test_five_cases_hold_decodes_prefills_a_mix_and_block_borders():

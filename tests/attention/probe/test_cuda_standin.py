@@ -87,6 +87,21 @@ def test_graphs_that_keep_what_they_should_read_are_wrong(probed: Any) -> None:
     assert told("WithoutSinks", "sinks", "yes")["detail"] == "WithoutSinksImpl takes no sinks"
 
 
+def test_requests_whose_bits_depend_on_the_batch_are_seen(probed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = "tests.attention.probe.cuda_fakes.SeesOthers"
+    job = Job(backends=(OWN, fake), capabilities=("batch_invariance",), seed=4, cases=2)
+    assert not [key for key in probed(job)[0] if key[1] == "batch_invariance"], "not in vLLM's mode for it"
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    results, _ = probed(job)
+    for value in ("yes", "head size 512"):
+        own = results[OWN, "batch_invariance", value]
+        assert (own["declared"], own["behaviour"]) == ("yes", "works")
+    seen = results[fake, "batch_invariance", "yes"]
+    assert seen["behaviour"] == "wrong"
+    assert "not the bits of the request alone" in seen["detail"]
+    assert results[fake, "plain", "causal"]["behaviour"] == "works"
+
+
 def test_both_flash_attentions_of_a_cuda_host_are_probed(probed: Any) -> None:
     stock = "vllm.v1.attention.backends.flash_attn.FlashAttentionBackend"
     for names in ((), ("FLASH_ATTN",)):
@@ -103,6 +118,30 @@ def test_what_the_layer_keeps_is_on_the_device_and_nothing_else_is_made_there() 
     """A device whose tensors hold nothing stands in for one that is not the CPU."""
     ended = python("-c", _ON_META)
     assert ended.returncode == 0, ended.stderr[-3000:]
+
+
+def test_a_window_may_look_back_only_where_vllms_flash_attention_does() -> None:
+    ended = python("-c", _WINDOWS)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+
+
+_WINDOWS = """
+from vllm_hwplugin.attention.probe import Case, Request, _vllm
+from vllm_hwplugin.attention.probe._inputs import make_inputs
+from vllm_hwplugin.attention.probe._reference import reference
+import dataclasses, torch
+case = Case((Request(9, 20),), "float32", "auto", 16, 4, 2, 16, causal=False, sliding_window=4, seed=3)
+inputs = make_inputs(case, "cpu")
+right = {ahead: reference(dataclasses.replace(case, window_ahead=ahead), inputs) for ahead in (None, 0, 3)}
+for version, works in (("0.23.0", {0, 3}), ("0.24.0", {3}), ("0.26.0", {3})):
+    _vllm.__version__ = version
+    for ahead, answer in right.items():
+        found = _vllm.measured(case, inputs, answer.float(), False)
+        assert (found.ratio < 2) is (ahead in works), (version, ahead, found)
+        assert ("looks back only" in str(found)) is (version == "0.23.0" and ahead == 0), (version, ahead, found)
+causal = dataclasses.replace(case, causal=True)
+assert _vllm.meanings(causal) == (causal,)
+"""
 
 
 _ON_META = """

@@ -20,6 +20,7 @@ VARIANTS = {
     "causal": {},
     "non_causal": {"causal": False},
     "window": {"sliding_window": 3},
+    "non_causal_window": {"causal": False, "sliding_window": 3, "window_ahead": 1},
     "softcap": {"softcap": 0.5},
     "sinks": {"sinks": True},
     "alibi": {"alibi": True},
@@ -40,6 +41,8 @@ def by_hand(case, inputs):
                     if case.causal and other > at:
                         continue
                     if case.sliding_window is not None and at - other >= case.sliding_window:
+                        continue
+                    if case.window_ahead is not None and other - at > case.window_ahead:
                         continue
                     score = float(
                         inputs.query[start + token, head].double() @ inputs.keys[number][other, shared].double()
