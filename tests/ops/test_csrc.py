@@ -16,6 +16,9 @@ from vllm_hwplugin.ops.build.spec import KERNELS, source_root
 
 pytest.importorskip("torch")
 
+# Where its kernel is not there, other kernels serve, and nobody calls the operation.
+WITHOUT_REFERENCE = {"paged_attention"}
+
 
 @pytest.fixture(scope="module")
 def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
@@ -48,7 +51,8 @@ print(before, has("CUDA"), has("CPU"), has("CompositeExplicitAutograd"), has("Me
     for name, path in libraries.items():
         done = subprocess.run([sys.executable, "-c", program, name, str(path)], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
-        assert done.stdout.split() == ["False", "True", "False", "True", "True"]
+        reference = str(name not in WITHOUT_REFERENCE)
+        assert done.stdout.split() == ["False", "True", "False", reference, "True"], name
 
 
 def test_no_library_needs_python_or_a_cuda_runtime_of_its_host(libraries: dict[str, Path]) -> None:

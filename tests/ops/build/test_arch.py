@@ -33,6 +33,15 @@ def test_without_it_each_kind_of_device_counts_once() -> None:
     assert arch_flags("mcc", {"MTGPU_TARGET": "mp_22;mp_31"}, []) == ("--offload-arch=mp_22", "--offload-arch=mp_31")
 
 
+def test_a_kernel_for_one_architecture_is_built_for_it_where_its_number_is_asked_for() -> None:
+    exact = ("-gencode=arch=compute_90a,code=sm_90a",)
+    assert arch_flags("nvcc", {"TORCH_CUDA_ARCH_LIST": "8.0;9.0"}, [], ("9.0a",)) == exact
+    assert arch_flags("nvcc", {"TORCH_CUDA_ARCH_LIST": "9.0a+PTX"}, [], ("9.0a",)) == exact
+    assert arch_flags("nvcc", {}, [(9, 0), (10, 0)], ("9.0a",)) == exact
+    with pytest.raises(KernelUnavailable, match=r"for 9\.0a alone; asked for is 10\.0, 8\.0"):
+        arch_flags("nvcc", {}, [(8, 0), (10, 0)], ("9.0a",))
+
+
 @pytest.mark.parametrize(
     ("toolchain", "environ", "words"),
     [

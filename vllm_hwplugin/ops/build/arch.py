@@ -21,7 +21,10 @@ _MUSA: Final = re.compile(r"mp_\d+")
 
 
 def arch_flags(
-    toolchain: ToolchainName, environ: Mapping[str, str], capabilities: Sequence[tuple[int, int]]
+    toolchain: ToolchainName,
+    environ: Mapping[str, str],
+    capabilities: Sequence[tuple[int, int]],
+    cuda_only: Sequence[str] = (),
 ) -> tuple[str, ...]:
     """The flags that name architectures.
 
@@ -29,9 +32,12 @@ def arch_flags(
         toolchain: which compiler.
         environ: where its variable is read; set but empty counts as not set.
         capabilities: (major, minor) of each device of this host.
+        cuda_only: the architectures that the kernel is for, with their suffixes; empty for all. Of these it is compiled
+            for the ones whose numbers are asked for.
 
     Raises:
-        KernelUnavailable: the variable cannot be read, or it is not set and there is no device.
+        KernelUnavailable: the variable cannot be read, or it is not set and there is no device, or the kernel is for
+            other architectures.
     """
     variable = VARIABLES[toolchain]
     named = [part for part in re.split(r"[;,\s]+", environ.get(variable, "")) if part]
@@ -42,6 +48,13 @@ def arch_flags(
         )
     if toolchain == "nvcc":
         parts = named or [f"{major}.{minor}" for major, minor in sorted(set(capabilities))]
+        if cuda_only:
+            asked = {_number(part) for part in parts}
+            parts = [part for part in cuda_only if _number(part) in asked]
+            if not parts:
+                raise KernelUnavailable(
+                    f"the kernel is for {', '.join(cuda_only)} alone; asked for is {', '.join(sorted(asked))}"
+                )
         return tuple(dict.fromkeys(flag for part in parts for flag in _gencode(part)))
     parts = named or [f"mp_{major}{minor}" for major, minor in sorted(set(capabilities))]
     for part in parts:
@@ -50,12 +63,21 @@ def arch_flags(
     return tuple(dict.fromkeys(f"--offload-arch={part}" for part in parts))
 
 
-def _gencode(part: str) -> tuple[str, ...]:
+def _number(part: str) -> str:
+    return ".".join(_parse(part).group(1, 2))
+
+
+def _parse(part: str) -> re.Match[str]:
     match = _CUDA.fullmatch(part)
     if match is None:
         raise KernelUnavailable(
             f"TORCH_CUDA_ARCH_LIST holds {part!r}; expected numbers such as 9.0, 9.0a or 8.6+PTX, separated by ;"
         )
+    return match
+
+
+def _gencode(part: str) -> tuple[str, ...]:
+    match = _parse(part)
     number = "".join(match.group(1, 2, 3))
     code = f"-gencode=arch=compute_{number},code=sm_{number}"
     return (code, f"-gencode=arch=compute_{number},code=compute_{number}") if match.group(4) else (code,)

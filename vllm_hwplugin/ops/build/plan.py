@@ -141,7 +141,7 @@ def make_plan(
             f"{toolchain.version}; expected the same major version: install that toolkit, or set CUDA_HOME to it"
         )
     chosen = flags_for(toolchain.name, toolchain.version, environ, kernel)
-    arch = arch_flags(toolchain.name, environ, torch.capabilities)
+    arch = arch_flags(toolchain.name, environ, torch.capabilities, kernel.cuda_arch)
     return BuildPlan(kernel, toolchain, torch, chosen, arch, root / kernel.name, ccache)
 
 

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Triton kernels on a CPU, in Triton's interpreter: `python interpreted_child.py SEED` prints a line for each case.
+
+A process of its own: the variable TRITON_INTERPRET has to be set before Triton is imported.
+"""
+
+import dataclasses
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from vllm_hwplugin.attention import paged
+from vllm_hwplugin.attention.probe._inputs import make_inputs
+
+spec = importlib.util.spec_from_file_location("batches", Path(__file__).with_name("batches.py"))
+batches = importlib.util.module_from_spec(spec)
+sys.modules["batches"] = batches
+spec.loader.exec_module(batches)
+
+
+def main(seed: int) -> None:
+    torch.manual_seed(seed)
+    scratch = paged.Scratch.allocate(torch.device("cpu"))
+    for case, layout in batches.cases((40,), seed, "float16", 300):
+        found = batches.measured(case, scratch, layout, fill="nan" if case.seed % 2 else "poison")
+        print(json.dumps({"case": f"{case}; {layout}", "ratio": found.ratio}), flush=True)
+    # The same rows, alone and in a batch.
+    case = dataclasses.replace(batches.cases((64,), seed, "bfloat16", 300)[0][0], padding=0)
+    inputs = make_inputs(case, "cpu")
+    together = batches.attend(case, inputs, scratch, batch_invariant=True)
+    start = 0
+    for row, request in enumerate(case.requests):
+        alone = dataclasses.replace(
+            inputs,
+            query=inputs.query[start : start + request.query],
+            keys=inputs.keys[row : row + 1],
+            values=inputs.values[row : row + 1],
+            slots=inputs.slots[row : row + 1],
+            block_table=inputs.block_table[row : row + 1],
+        )
+        found = batches.attend(dataclasses.replace(case, requests=(request,)), alone, scratch, batch_invariant=True)
+        same = torch.equal(found, together[start : start + request.query])
+        print(json.dumps({"case": f"alone, request {row}", "ratio": 0.0 if same else 99.0}), flush=True)
+        start += request.query
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the kernels cannot do is refused before they start, with what was found and what is expected."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+from vllm_hwplugin.attention.paged import MAX_HEAD_SIZE, refuse  # noqa: E402
+from vllm_hwplugin.attention.paged._arguments import Arguments, check  # noqa: E402
+
+HALF = torch.bfloat16
+
+
+def arguments(**changes: Any) -> Arguments:
+    given = Arguments(
+        query=torch.zeros(3, 8, 512, dtype=HALF),
+        keys=torch.zeros(4, 16, 2, 512, dtype=HALF),
+        values=torch.zeros(4, 16, 2, 512, dtype=HALF),
+        out=torch.zeros(3, 8, 512, dtype=HALF),
+        query_start_loc=torch.tensor([0, 1, 3], dtype=torch.int32),
+        seq_lens=torch.tensor([5, 6], dtype=torch.int32),
+        block_table=torch.zeros(2, 3, dtype=torch.int32),
+        scale=1.0,
+        causal=True,
+        window=(-1, -1),
+        softcap=0.0,
+        sinks=None,
+    )
+    return dataclasses.replace(given, **changes)
+
+
+def test_what_fits_passes() -> None:
+    check(arguments())
+    check(arguments(sinks=torch.zeros(8)))
+    # A slice of a fused projection, and a cache of keys beside values.
+    check(arguments(query=torch.zeros(3, 24, 512, dtype=HALF)[:, 8:16]))
+    keys, values = torch.zeros(4, 2, 16, 1024, dtype=HALF).transpose(1, 2).split(512, dim=-1)
+    check(arguments(keys=keys, values=values))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"query": torch.zeros(3, 4096, dtype=HALF)}, "expected \\[tokens, heads, head size\\]"),
+        ({"query": torch.zeros(3, 8, 512, dtype=torch.float32)}, "out has to have query's shape and type"),
+        ({"out": torch.zeros(2, 8, 512, dtype=HALF)}, "out has to have query's shape and type"),
+        ({"keys": torch.zeros(4, 16, 512, dtype=HALF)}, "keys and values have shapes"),
+        ({"values": torch.zeros(4, 16, 1, 512, dtype=HALF)}, "keys and values have shapes"),
+        ({"keys": torch.zeros(4, 16, 2, 512), "values": torch.zeros(4, 16, 2, 512)}, "expected the queries' type"),
+        ({"values": torch.zeros(4, 16, 2, 512)}, "expected one type"),
+        (
+            {"keys": torch.zeros(4, 24, 2, 512, dtype=HALF), "values": torch.zeros(4, 24, 2, 512, dtype=HALF)},
+            "a page has 24 tokens, expected a multiple of 16",
+        ),
+        (
+            {"keys": torch.zeros(4, 16, 3, 512, dtype=HALF), "values": torch.zeros(4, 16, 3, 512, dtype=HALF)},
+            "8 query heads and 3 KV heads",
+        ),
+        ({"query": torch.zeros(3, 8, 516, dtype=HALF)[..., :512]}, "query has strides"),
+        ({"out": torch.zeros(3, 8, 1024, dtype=HALF)[..., ::2]}, "out has strides"),
+        ({"query": torch.zeros(3 * 8 * 512 + 1, dtype=HALF)[1:].view(3, 8, 512)}, "multiple of 16 bytes"),
+        ({"query_start_loc": torch.tensor([0, 3], dtype=torch.int32)}, "query_start_loc is"),
+        ({"seq_lens": torch.tensor([5, 6])}, "seq_lens is torch.int64"),
+        ({"block_table": torch.zeros(1, 3, dtype=torch.int32)}, "block_table is"),
+        ({"sinks": torch.zeros(8, dtype=HALF)}, "sinks are torch.bfloat16"),
+        ({"sinks": torch.zeros(2)}, "sinks are torch.float32 of shape \\(2,\\)"),
+    ],
+)
+def test_what_does_not_fit_is_said(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        check(arguments(**changes))
+
+
+@pytest.mark.parametrize(
+    ("layer", "words"),
+    [
+        ((520, HALF, HALF, 16), "head size is 520, expected a multiple of 8 up to 512"),
+        ((500, HALF, HALF, 16), "head size is 500"),
+        ((0, HALF, HALF, 16), "head size is 0"),
+        ((512, torch.float32, torch.float32, 16), "queries are torch.float32"),
+        ((512, HALF, torch.float8_e4m3fn, 16), "the KV cache is torch.float8_e4m3fn"),
+        ((512, HALF, HALF, 8), "a page has 8 tokens"),
+    ],
+)
+def test_a_layer_that_cannot_be_run_is_refused(layer: tuple[Any, ...], words: str) -> None:
+    assert words in str(refuse(*layer))
+
+
+def test_every_multiple_of_eight_up_to_the_greatest_is_taken() -> None:
+    assert MAX_HEAD_SIZE == 512
+    assert all(refuse(size, HALF, HALF, 16) is None for size in range(8, 513, 8))

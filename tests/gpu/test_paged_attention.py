@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention with large heads on a real GPU: the kernel for Hopper and the Triton kernels, each against float64."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import math
+import os
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+from vllm_hwplugin.attention import paged  # noqa: E402
+from vllm_hwplugin.attention.probe._cases import Case, Request  # noqa: E402
+from vllm_hwplugin.attention.probe._inputs import make_inputs  # noqa: E402
+from vllm_hwplugin.attention.probe._reference import measure  # noqa: E402
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+_SPEC = importlib.util.spec_from_file_location(
+    "paged_batches", Path(__file__).parents[1] / "attention" / "paged" / "batches.py"
+)
+assert _SPEC is not None
+assert _SPEC.loader is not None
+batches = importlib.util.module_from_spec(_SPEC)
+sys.modules["paged_batches"] = batches
+_SPEC.loader.exec_module(batches)
+
+LIMIT = 2.0
+HEAD_SIZES = (264, 320, 384, 448, 512)
+
+
+@pytest.fixture(scope="module")
+def loaded() -> paged.Scratch:
+    return paged.Scratch.allocate(torch.device("cuda"))
+
+
+@pytest.fixture(params=["hopper", "triton"])
+def scratch(request: pytest.FixtureRequest, loaded: paged.Scratch) -> paged.Scratch:
+    if request.param == "hopper":
+        if torch.cuda.get_device_capability() != (9, 0):
+            pytest.skip("the CUDA kernel is for compute capability 9.0")
+        assert loaded.hopper, "the CUDA kernel was not loaded: the log says why"
+    return dataclasses.replace(loaded, hopper=request.param == "hopper")
+
+
+@pytest.fixture
+def seed() -> int:
+    number = random.SystemRandom().randrange(1 << 20)
+    print("seed", number)
+    return number
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_every_setting_of_a_layer_is_right(scratch: paged.Scratch, seed: int, dtype: str) -> None:
+    sizes = HEAD_SIZES if scratch.hopper else (328, 512)
+    found = [
+        (f"{case}; {layout}; {fill}", batches.measured(case, scratch, layout, fill=fill).ratio)
+        for case, layout in batches.cases(sizes, seed, dtype, 6000)
+        for fill in ("poison", "nan")
+    ]
+    results = os.environ.get("VLLM_HWPLUGIN_TEST_RESULTS")
+    if results:
+        with Path(results).open("a") as report:
+            worst = max(ratio for _, ratio in found)
+            report.write(json.dumps({"case": f"paged {scratch.hopper} {dtype}", "worst ratio": worst}) + "\n")
+    assert [one for one in found if not one[1] <= LIMIT] == []
+
+
+def test_a_captured_launch_serves_other_batches(scratch: paged.Scratch, seed: int) -> None:
+    rows, each = 8, 4
+    case = Case(tuple(Request(each, 500) for _ in range(rows)), "bfloat16", "bfloat16", 512, 8, 1, 16, seed=seed)
+    inputs = make_inputs(case, "cuda")
+    query, out = inputs.query.clone(), torch.full_like(inputs.query, math.nan)
+    blocks = 2000
+    memory = torch.empty(2, blocks, 16, 1, 512, dtype=torch.bfloat16, device="cuda")
+    table = torch.zeros(rows, 300, dtype=torch.int32, device="cuda")
+    given = batches.metadata(case, "cuda")
+    bounds = {**given, "max_seq_len": 4800}
+
+    def launch() -> None:
+        paged.paged_attention(
+            query, *memory.unbind(0), out, block_table=table, scratch=scratch, **bounds, **batches.settings(case)
+        )
+
+    launch()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launch()
+    for replay in range(16):
+        # Other lengths, fewer requests, other pages.
+        shape = random.Random(seed + replay)
+        requests = tuple(
+            Request(shape.randint(1, each), shape.choice((0, 63, shape.randint(1, 4700))))
+            for _ in range(shape.randint(1, rows))
+        )
+        other = dataclasses.replace(case, requests=requests, padding=rows - len(requests), seed=seed + replay)
+        new = make_inputs(other, "cuda")
+        keys, values = batches.caches(other, new, "apart", "cuda")
+        memory[0, : len(keys)], memory[1, : len(values)] = keys, values
+        table.zero_()
+        table[:, : new.block_table.shape[1]] = new.block_table
+        for name, tensor in batches.metadata(other, "cuda").items():
+            if torch.is_tensor(tensor):
+                given[name].copy_(tensor)
+        query[: other.num_tokens] = new.query
+        out.fill_(math.nan)
+        graph.replay()
+        found = measure(other, new, out[: other.num_tokens])
+        assert found.ratio <= LIMIT, f"replay {replay}: {found}"
+        assert out[other.num_tokens :].isnan().all()
+
+
+def test_a_row_is_the_same_alone_and_in_a_batch(scratch: paged.Scratch, seed: int) -> None:
+    requests = (Request(1, 900), Request(70, 1000), Request(8, 64), Request(1, 3000))
+    case = Case(requests, "bfloat16", "bfloat16", 512, 8, 2, 16, seed=seed)
+    inputs = make_inputs(case, "cuda")
+    together = batches.attend(case, inputs, scratch, batch_invariant=True)
+    start = 0
+    for row, request in enumerate(requests):
+        end = start + request.query
+        alone = dataclasses.replace(
+            inputs,
+            query=inputs.query[start:end],
+            keys=inputs.keys[row : row + 1],
+            values=inputs.values[row : row + 1],
+            slots=inputs.slots[row : row + 1],
+            block_table=inputs.block_table[row : row + 1],
+        )
+        found = batches.attend(dataclasses.replace(case, requests=(request,)), alone, scratch, batch_invariant=True)
+        assert torch.equal(found, together[start:end]), f"request {row}"
+        start = end
+
+
+def test_the_same_launch_twice_gives_the_same_bits(scratch: paged.Scratch, seed: int) -> None:
+    requests = (Request(4, 5000), Request(2, 31), Request(1, 700))
+    case = Case(requests, "bfloat16", "bfloat16", 512, 8, 1, 16, seed=seed)
+    inputs = make_inputs(case, "cuda")
+    first = batches.attend(case, inputs, scratch)
+    assert all(torch.equal(first, batches.attend(case, inputs, scratch)) for _ in range(20))
+
+
+def test_the_operation_checks_what_it_is_given(loaded: paged.Scratch) -> None:
+    if not loaded.hopper:
+        pytest.skip("the CUDA kernel is for compute capability 9.0")
+
+    def call(**changes: Any) -> None:
+        given = {
+            "query": torch.zeros(1, 8, 512, dtype=torch.bfloat16, device="cuda"),
+            "keys": torch.zeros(4, 16, 1, 512, dtype=torch.bfloat16, device="cuda"),
+            "values": torch.zeros(4, 16, 1, 512, dtype=torch.bfloat16, device="cuda"),
+            "out": torch.zeros(1, 8, 512, dtype=torch.bfloat16, device="cuda"),
+            "partial_out": loaded.out,
+            "partial_lse": loaded.lse,
+            "sinks": None,
+            "query_start_loc": torch.tensor([0, 1], dtype=torch.int32, device="cuda"),
+            "seq_lens": torch.tensor([5], dtype=torch.int32, device="cuda"),
+            "block_table": torch.zeros(1, 1, dtype=torch.int32, device="cuda"),
+            **changes,
+        }
+        bounds = {"max_query_len": 1, "blocks": 1, "blocks_per_request": 1, "splits": 4}
+        torch.ops.hwplugin.paged_attention(
+            *given.values(), scale=1.0, causal=True, window_left=-1, window_right=-1, softcap=0.0, **bounds
+        )
+
+    call()
+    half = torch.bfloat16
+    for changes, words in (
+        ({"query": torch.zeros(1, 8, 512, dtype=half)}, "not on a CUDA device|same device|CPU"),
+        ({"keys": torch.zeros(4, 16, 1, 512, dtype=torch.float16, device="cuda")}, "keys is Half"),
+        ({"keys": torch.zeros(4, 8, 1, 512, dtype=half, device="cuda")}, "a page has 8 tokens"),
+        ({"values": torch.zeros(4, 16, 1, 504, dtype=half, device="cuda")}, "differ in dimension 3"),
+        ({"out": torch.zeros(1, 8, 1024, dtype=half, device="cuda")[..., ::2]}, "out has stride 2"),
+        ({"partial_out": loaded.out[:8]}, "partial_out has to be float32"),
+        ({"seq_lens": torch.tensor([5], device="cuda")}, "seq_lens has to be int32"),
+        ({"query_start_loc": torch.zeros(3, dtype=torch.int32, device="cuda")}, "do not go with 1 requests"),
+        ({"sinks": torch.zeros(4, device="cuda")}, "sinks has to be float32"),
+    ):
+        with pytest.raises((RuntimeError, NotImplementedError), match=words):
+            call(**changes)
+    call(query=torch.zeros(0, 8, 512, dtype=half, device="cuda"), out=torch.zeros(0, 8, 512, dtype=half, device="cuda"))

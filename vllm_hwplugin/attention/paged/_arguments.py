@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a call is given, and what is wrong with it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Final
+
+import torch
+
+MAX_HEAD_SIZE: Final = 512
+_ALIGNMENT: Final = 8  # elements: 16 bytes, one access
+_SUB_TILE: Final = 16  # tokens of a page that one copy takes
+_DTYPES: Final = (torch.float16, torch.bfloat16)
+MAX_GROUP: Final = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+    """The tensors and settings of :func:`~vllm_hwplugin.attention.paged.paged_attention`, which describes them."""
+
+    query: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    out: torch.Tensor
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    scale: float
+    causal: bool
+    window: tuple[int, int]
+    softcap: float
+    sinks: torch.Tensor | None
+
+
+def refuse(head_size: int, dtype: torch.dtype, kv_dtype: torch.dtype, block_size: int) -> str | None:
+    """Why a layer cannot be run, or None.
+
+    Args:
+        head_size: elements.
+        dtype: of queries and result.
+        kv_dtype: of the KV cache.
+        block_size: tokens of a page.
+    """
+    if head_size <= 0 or head_size > MAX_HEAD_SIZE or head_size % _ALIGNMENT:
+        return f"head size is {head_size}, expected a multiple of {_ALIGNMENT} up to {MAX_HEAD_SIZE}"
+    if dtype not in _DTYPES:
+        return f"queries are {dtype}, expected torch.float16 or torch.bfloat16"
+    if kv_dtype != dtype:
+        return f"the KV cache is {kv_dtype}, expected the queries' type, {dtype}"
+    if block_size <= 0 or block_size % _SUB_TILE:
+        return f"a page has {block_size} tokens, expected a multiple of {_SUB_TILE}"
+    return None
+
+
+def check(given: Arguments) -> None:
+    """Refuse what a kernel would read or write wrongly. Looks at shapes and strides only.
+
+    Raises:
+        ValueError: what, found, expected.
+    """
+    query, keys, values, out = given.query, given.keys, given.values, given.out
+    _expect(query.dim() == 3, f"query has shape {tuple(query.shape)}, expected [tokens, heads, head size]")
+    _expect(
+        keys.dim() == 4 and keys.shape == values.shape,
+        f"keys and values have shapes {tuple(keys.shape)} and {tuple(values.shape)}, expected both to be "
+        "[blocks, block size, KV heads, head size]",
+    )
+    num_heads, head_size = query.shape[1:]
+    num_kv_heads = keys.shape[2]
+    _expect(out.shape == query.shape and out.dtype == query.dtype, "out has to have query's shape and type")
+    _expect(keys.shape[3] == head_size, f"keys have head size {keys.shape[3]}, query has {head_size}")
+    _expect(values.dtype == keys.dtype, f"keys are {keys.dtype}, values are {values.dtype}, expected one type")
+    if (reason := refuse(head_size, query.dtype, keys.dtype, keys.shape[1])) is not None:
+        raise ValueError(f"paged_attention: {reason}")
+    _expect(
+        num_kv_heads > 0 and num_heads % num_kv_heads == 0 and num_heads // num_kv_heads <= MAX_GROUP,
+        f"{num_heads} query heads and {num_kv_heads} KV heads, expected a multiple, and at most {MAX_GROUP} times",
+    )
+    for name, tensor in (("query", query), ("keys", keys), ("values", values), ("out", out)):
+        _expect(
+            tensor.stride(-1) == 1
+            and all(
+                size == 1 or (stride > 0 and stride % _ALIGNMENT == 0)
+                for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
+            ),
+            f"{name} has strides {tensor.stride()}, expected 1 in the last dimension and multiples of {_ALIGNMENT} "
+            "before it",
+        )
+        _expect(tensor.data_ptr() % 16 == 0, f"{name} does not start at a multiple of 16 bytes")
+    requests = given.seq_lens.shape[0]
+    for name, tensor, shape in (
+        ("query_start_loc", given.query_start_loc, (requests + 1,)),
+        ("seq_lens", given.seq_lens, (requests,)),
+        ("block_table", given.block_table[:requests], (requests, *given.block_table.shape[1:2])),
+    ):
+        _expect(
+            tensor.dtype == torch.int32
+            and tuple(tensor.shape) == shape
+            and (tensor.numel() < 2 or tensor.stride(-1) == 1),
+            f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}, expected torch.int32 of {shape} with stride 1",
+        )
+    if given.sinks is not None:
+        _expect(
+            given.sinks.shape == (num_heads,) and given.sinks.dtype == torch.float32 and given.sinks.is_contiguous(),
+            f"sinks are {given.sinks.dtype} of shape {tuple(given.sinks.shape)}, "
+            f"expected torch.float32 of ({num_heads},)",
+        )
+
+
+def _expect(good: bool, text: str) -> None:
+    if not good:
+        raise ValueError(f"paged_attention: {text}")

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Check a call, cut the batch, launch."""
+
+from __future__ import annotations
+
+import torch
+
+from . import _hopper, _triton
+from ._arguments import Arguments, check
+from ._plan import make_plan
+from ._scratch import Scratch
+
+
+def paged_attention(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    max_query_len: int,
+    max_seq_len: int,
+    scale: float,
+    causal: bool,
+    scratch: Scratch,
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    batch_invariant: bool = False,
+) -> None:
+    """Attention of each request's new tokens over its keys in a paged cache, those of the new tokens among them.
+
+    The queries of a request are its last tokens. A launch reads tensors and bounds, never a value of a tensor: it can
+    be captured in a CUDA graph, and its replay serves any batch within the bounds. Tokens behind the last request are
+    not written. A row that sees no key is zero.
+
+    Args:
+        query: [tokens, heads, head size], float16 or bfloat16; the last stride 1, the others multiples of 8.
+        keys: [blocks, block size, KV heads, head size], query's type, any strides like query's.
+        values: like keys.
+        out: like query.
+        query_start_loc: [requests + 1], int32: where each request's tokens begin, and where the last one's end.
+        seq_lens: [requests], int32: keys of each.
+        block_table: [requests, blocks], int32.
+        max_query_len: an upper bound of a request's new tokens.
+        max_seq_len: an upper bound of ``seq_lens``. No kernel needs it; vLLM's metadata has it.
+        scale: of the logits.
+        causal: a token sees keys up to its own.
+        scratch: of query's device.
+        window: tokens that are seen before and after a token's own; -1 for no end.
+        softcap: logits become ``softcap * tanh(logits / softcap)``; 0 for none.
+        sinks: [heads], float32: the logit of a key without a value.
+        batch_invariant: a row's result is the same to the bit whatever batch it is in, and slower for small batches.
+
+    Raises:
+        ValueError: a shape, type or stride is not as described.
+    """
+    given = Arguments(
+        query,
+        keys,
+        values,
+        out,
+        query_start_loc,
+        seq_lens,
+        block_table,
+        scale,
+        causal,
+        window,
+        softcap,
+        sinks,
+    )
+    check(given)
+    kernel = _hopper if scratch.hopper else _triton
+    plan = make_plan(
+        kernel.HEIGHTS,
+        num_requests=seq_lens.shape[0],
+        num_tokens=query.shape[0],
+        max_query_len=max_query_len,
+        num_heads=query.shape[1],
+        num_kv_heads=keys.shape[2],
+        multiprocessors=scratch.multiprocessors,
+        batch_invariant=batch_invariant,
+    )
+    if plan.blocks > 0:
+        kernel.launch(given, plan, scratch)

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a batch is cut into programs: pure decisions from bounds that the host knows, so that it can be captured."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Final
+
+MAX_SPLITS: Final = 128
+"""Of one row. The kernels that merge them count on it."""
+
+SCRATCH_ROWS: Final = 32768
+"""Rows of split results that the scratch memory holds, each of a head's size: 64 MiB at 512."""
+
+# A split more than needed is a row more to write and to merge; it has to save this part of the time.
+_WORTH: Final = 0.05
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """One launch.
+
+    Args:
+        rows: of a block of queries, a token and a head each: the height of a program's tile.
+        tokens: of one request in a block of queries, ``rows`` divided by the heads that share a KV head.
+        blocks: of queries in the batch.
+        blocks_per_request: where every request has as many; 0 where programs search for their request.
+        splits: of the keys of a block of queries, at most. A short request has fewer, which the device finds out.
+        max_query_len: tokens of one request, at most.
+    """
+
+    rows: int
+    tokens: int
+    blocks: int
+    blocks_per_request: int
+    splits: int
+    max_query_len: int
+
+
+def make_plan(
+    heights: Sequence[int],
+    *,
+    num_requests: int,
+    num_tokens: int,
+    max_query_len: int,
+    num_heads: int,
+    num_kv_heads: int,
+    multiprocessors: int,
+    batch_invariant: bool,
+) -> Plan:
+    """Cut a batch.
+
+    The counts of requests and tokens and the longest query are upper bounds: a captured launch serves any batch within
+    them.
+
+    Args:
+        heights: of the tiles that the kernel has, ascending.
+        num_requests: rows of the block table, padding among them.
+        num_tokens: of all requests.
+        max_query_len: tokens of one request.
+        num_heads: of the queries.
+        num_kv_heads: of the cache.
+        multiprocessors: of the device; one program keeps one busy.
+        batch_invariant: a row is computed alike whatever runs beside it: one tile for all batches, and no split.
+    """
+    group = num_heads // num_kv_heads
+    fitting = [rows for rows in heights if max(max_query_len, 1) * group <= rows]
+    rows = heights[-1] if batch_invariant or not fitting else fitting[0]
+    tokens = rows // group
+    per_request = -(-max_query_len // tokens)
+    # Where requests differ in length, most blocks of the even cut would be empty.
+    even, searched = num_requests * per_request, num_tokens // tokens + num_requests
+    search = even > 2 * searched
+    blocks = searched if search else even
+    splits = 1 if batch_invariant or blocks == 0 else _splits(blocks * num_kv_heads, rows, multiprocessors)
+    return Plan(rows, tokens, blocks, 0 if search else per_request, splits, max_query_len)
+
+
+def _splits(programs: int, rows: int, multiprocessors: int) -> int:
+    """How many splits of each program end soonest, on a device that runs ``multiprocessors`` of them at a time."""
+    most = min(MAX_SPLITS, SCRATCH_ROWS // (programs * rows))
+    if most < 2:
+        return 1
+    # In a round that starts anyway more and shorter splits cost nothing, so only the fullest of each count.
+    first = -(-programs // multiprocessors)
+    choices = [min(most, number * multiprocessors // programs) for number in range(first, first + most)]
+    times = [-(-programs * splits // multiprocessors) / splits for splits in choices]
+    best = min(times)
+    return next(splits for splits, time in zip(choices, times, strict=True) if time <= best * (1 + _WORTH))
