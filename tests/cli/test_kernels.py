@@ -29,7 +29,7 @@ WITHOUT_NINJA = (*TOOLS[:2], Tool("ninja", None, None))
         ("cuda", TOOLS, "nvcc builds it when the operation is first used, and until then"),
         ("cuda", WITHOUT_NVCC, "nvcc is not found (install it, or set CUDA_HOME), and without it"),
         ("cuda", WITHOUT_NINJA, "ninja is not found (`pip install ninja`), and without it"),
-        ("musa", TOOLS, "the source has not been ported to MUSA, and until then"),
+        ("musa", TOOLS, "mcc is not found (install it, or set MUSA_HOME), and without it"),
     ],
 )
 def test_a_kernel_without_a_library_says_what_is_missing_and_what_it_costs(

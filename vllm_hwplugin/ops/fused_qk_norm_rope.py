@@ -11,7 +11,7 @@ from typing import Final
 
 import torch
 
-from .build.jit import ensure
+from .build.jit import GPUS, ensure
 from .build.spec import FUSED_QK_NORM_ROPE
 
 _DTYPES: Final = (torch.float16, torch.bfloat16)
@@ -59,7 +59,7 @@ def fused_qk_norm_rope(
     Raises:
         RuntimeError: a type, device, shape or stride is not as described.
     """
-    if qkv.is_cuda and not torch.compiler.is_compiling():
+    if qkv.device.type in GPUS and not torch.compiler.is_compiling():
         ensure(FUSED_QK_NORM_ROPE)
     torch.ops.hwplugin.fused_qk_norm_rope(
         qkv,

@@ -17,7 +17,7 @@ from typing import Final
 
 import torch
 
-from .build.jit import ensure
+from .build.jit import GPUS, ensure
 from .build.spec import MERGE_ATTN_STATES
 
 _DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16)
@@ -66,7 +66,7 @@ def merge_attn_states(
     Raises:
         RuntimeError: a type, device, shape, stride or alignment is not as described.
     """
-    if output.is_cuda and not torch.compiler.is_compiling():
+    if output.device.type in GPUS and not torch.compiler.is_compiling():
         ensure(MERGE_ATTN_STATES)
     torch.ops.hwplugin.merge_attn_states(
         output,

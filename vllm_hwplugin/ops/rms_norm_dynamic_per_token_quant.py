@@ -25,7 +25,7 @@ from typing import Final
 
 import torch
 
-from .build.jit import ensure
+from .build.jit import GPUS, ensure
 from .build.spec import RMS_NORM_DYNAMIC_PER_TOKEN_QUANT
 
 _DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16)
@@ -65,7 +65,7 @@ def rms_norm_dynamic_per_token_quant(
     Raises:
         RuntimeError: a type, device, shape or stride is not as described, or hidden_size is 0.
     """
-    if input.is_cuda and not torch.compiler.is_compiling():
+    if input.device.type in GPUS and not torch.compiler.is_compiling():
         ensure(RMS_NORM_DYNAMIC_PER_TOKEN_QUANT)
     torch.ops.hwplugin.rms_norm_dynamic_per_token_quant(result, input, weight, scale, epsilon, scale_ub, residual)
 

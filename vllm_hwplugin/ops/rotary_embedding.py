@@ -11,7 +11,7 @@ from typing import Final
 
 import torch
 
-from .build.jit import ensure
+from .build.jit import GPUS, ensure
 from .build.spec import ROTARY_EMBEDDING
 
 _DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16)
@@ -55,7 +55,7 @@ def rotary_embedding(
     Raises:
         RuntimeError: a type, device, shape or stride is not as described.
     """
-    if query.is_cuda and not torch.compiler.is_compiling():
+    if query.device.type in GPUS and not torch.compiler.is_compiling():
         ensure(ROTARY_EMBEDDING)
     torch.ops.hwplugin.rotary_embedding(
         positions, query, key, head_size, cos_sin_cache, is_neox, rope_dim_offset, inverse

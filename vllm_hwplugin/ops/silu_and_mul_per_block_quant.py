@@ -22,7 +22,7 @@ from typing import Final
 
 import torch
 
-from .build.jit import ensure
+from .build.jit import GPUS, ensure
 from .build.spec import SILU_AND_MUL_PER_BLOCK_QUANT
 
 _DTYPES: Final = (torch.float16, torch.bfloat16)
@@ -65,7 +65,7 @@ def silu_and_mul_per_block_quant(
     Raises:
         RuntimeError: a type, device, shape or stride is not as described.
     """
-    if input.is_cuda and not torch.compiler.is_compiling():
+    if input.device.type in GPUS and not torch.compiler.is_compiling():
         ensure(SILU_AND_MUL_PER_BLOCK_QUANT)
     torch.ops.hwplugin.silu_and_mul_per_block_quant(out, input, scales, group_size, scale_ub, is_scale_transposed)
 

@@ -19,7 +19,7 @@ from typing import Final
 
 import torch
 
-from .build.jit import ensure
+from .build.jit import GPUS, ensure
 from .build.spec import TOPK_SOFTMAX
 
 _DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16)
@@ -57,7 +57,7 @@ def topk_softmax(
     Raises:
         RuntimeError: a type, device, shape or stride is not as described, or topk is larger than the number of experts.
     """
-    if gating_output.is_cuda and not torch.compiler.is_compiling():
+    if gating_output.device.type in GPUS and not torch.compiler.is_compiling():
         ensure(TOPK_SOFTMAX)
     torch.ops.hwplugin.topk_softmax(
         topk_weights, topk_indices, token_expert_indices, gating_output, renormalize, bias, is_padding

@@ -20,7 +20,7 @@ ABI = "-DTORCH_TARGET_VERSION=0x020a000000000000"
 
 NVCC = ("-O3", "-std=c++17", "-Xcompiler=-fPIC", ABI, "-lineinfo")
 MCC = ("-O3", "-std=c++17", "-fPIC", ABI, "-DUSE_MUSA")
-MCC += ("-fno-signed-zeros", "-ffast-math", "-fmusa-flush-denormals-to-zero")
+MCC += ("-fno-signed-zeros", "-ffast-math", "-fmusa-flush-denormals-to-zero", "-fno-finite-math-only")
 NO_SLP = ("-mllvm", "-vectorize-slp=false")
 CLUSTER = ("-mllvm", "-mtgpu-load-cluster-mutation=1", "-mllvm", "--num-dwords-of-load-in-mutation=64")
 
@@ -77,6 +77,7 @@ def test_what_changes_numerics_is_known() -> None:
         ("--use_fast_math",),
         ("-fno-signed-zeros",),
         ("-ffast-math", "-fmusa-flush-denormals-to-zero"),
+        ("-fno-finite-math-only",),
         NO_SLP,
     }
 

@@ -70,7 +70,8 @@ def test_the_commands_of_mcc(
     made = plan(toolchain=_toolchain(recording, "/opt/musa"), torch=torch, environ=environ)
     assert made.compile_command("first.cu", "first.o") == (
         "/opt/musa/bin/mcc", "-O3", "-std=c++17", "-fPIC", "-DTORCH_TARGET_VERSION=0x020a000000000000", "-DUSE_MUSA",
-        "-fno-signed-zeros", "-ffast-math", "-fmusa-flush-denormals-to-zero", *own, "--offload-arch=mp_31",
+        "-fno-signed-zeros", "-ffast-math", "-fmusa-flush-denormals-to-zero", "-fno-finite-math-only", *own,
+        "--offload-arch=mp_31",
         f"-I{torch.root}/include", "-c", f"{csrc}/sample/first.cu", "-o", "first.o",
     )  # fmt: skip
     assert made.link_command(["first.o"], "sample.so") == (

@@ -13,6 +13,7 @@ from . import toolchain, torch_build
 from .errors import KernelUnavailable
 from .ninja import build
 from .plan import make_plan
+from .port import port_for
 from .spec import KERNELS, KernelSpec, ToolchainName
 
 #: Where the wheel carries the libraries, below the package.
@@ -38,14 +39,14 @@ def build_all(
     try:
         torch = torch_build.installed()
         name = _toolchain_name(torch, environ)
-        compiler = toolchain.find(name, environ)
+        compiler, port = toolchain.find(name, environ), port_for(name)
     except KernelUnavailable as error:
         say(f"no kernel is built ahead of time: {error}")
         return ()
     ccache = shutil.which("ccache", path=environ.get("PATH", os.defpath))
     for kernel in KERNELS.values():
         try:
-            plan = make_plan(kernel, compiler, torch, environ, root, ccache)
+            plan = make_plan(kernel, compiler, torch, environ, root, ccache, port)
             folder = target / kernel.name
             folder.mkdir(parents=True)
             libraries.append(build(plan, folder, environ))

@@ -23,6 +23,7 @@ LOAD_CLUSTER: Final = "VLLM_HWPLUGIN_LOAD_CLUSTER"
 
 _VLLM_MUSA: Final = "MooreThreads/vllm-musa, setup.py"
 _PR_50: Final = "MooreThreads/vllm-musa, pull request 50"
+_CLANG: Final = "clang, controlling floating-point behaviour; mcc is made of it"
 _NVCC: Final = "CUDA compiler driver nvcc, command options"
 _STABLE_ABI: Final = "PyTorch, LibTorch stable ABI"
 
@@ -102,6 +103,14 @@ TABLE: Final[tuple[FlagRow, ...]] = (
         ("-ffast-math", "-fmusa-flush-denormals-to-zero"),
         "approximate mathematics, denormals flushed: how vllm-musa builds every kernel",
         _VLLM_MUSA,
+        changes_numerics=True,
+    ),
+    FlagRow(
+        "mcc",
+        "",
+        ("-fno-finite-math-only",),
+        "takes back the part of -ffast-math that forgets infinities and NaN, which the kernels ask for",
+        _CLANG,
         changes_numerics=True,
     ),
     FlagRow(

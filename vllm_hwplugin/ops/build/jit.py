@@ -15,7 +15,7 @@ import shutil
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from packaging.version import Version
 
@@ -24,6 +24,7 @@ from . import built, toolchain, torch_build
 from .errors import KernelUnavailable
 from .ninja import build
 from .plan import BuildPlan, make_plan, source_digest
+from .port import port_for
 from .spec import KernelSpec, source_root
 from .torch_build import TorchBuild
 
@@ -31,6 +32,9 @@ logger = logging.getLogger("vllm.hwplugin")
 
 #: Seconds that a process waits for another one that builds the same library.
 WAIT = 900.0
+
+#: Types of devices that a kernel may be built for.
+GPUS: Final = ("cuda", "musa")
 
 _lock = threading.Lock()
 _loaded: dict[str, bool] = {}
@@ -76,7 +80,8 @@ def provide(kernel: KernelSpec, torch: TorchBuild, environ: Mapping[str, str] | 
     if reason := kernel.excluded.get(torch.toolchain):
         raise KernelUnavailable(f"{kernel.name} is not built by {torch.toolchain}: {reason}")
     ccache = shutil.which("ccache", path=environ.get("PATH", os.defpath))
-    plan = make_plan(kernel, toolchain.find(torch.toolchain, environ), torch, environ, root, ccache)
+    compiler, port = toolchain.find(torch.toolchain, environ), port_for(torch.toolchain)
+    plan = make_plan(kernel, compiler, torch, environ, root, ccache, port)
     return build_once(plan, environ)
 
 

@@ -35,13 +35,13 @@ def build(plan: BuildPlan, folder: Path, environ: Mapping[str, str]) -> Path:
         environ: where ``MAX_JOBS`` and PATH are read.
 
     Raises:
-        KernelUnavailable: ninja is missing, or a command failed.
+        KernelUnavailable: ninja is missing, a command failed, or the sources cannot be ported to this compiler.
         OSError: the folder cannot be written to.
     """
     work = folder / "building"
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(mode=0o700)
-    (work / "build.ninja").write_text(script(plan), encoding="utf-8")
+    (work / "build.ninja").write_text(script(plan.ported(work / "ported")), encoding="utf-8")
     command = [_find_ninja(environ), "-C", str(work), *_jobs(environ)]
     done = subprocess.run(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", stdin=subprocess.DEVNULL

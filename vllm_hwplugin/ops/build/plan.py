@@ -7,6 +7,7 @@ versions of PyTorch and the compiler. Paths are not in it, so that a build that 
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import platform
@@ -20,6 +21,7 @@ from packaging.version import Version
 from .arch import arch_flags
 from .errors import KernelUnavailable
 from .flags import Chosen, flags_for, words
+from .port import Port, renamed
 from .spec import KernelSpec, ToolchainName
 from .toolchain import Toolchain
 from .torch_build import TorchBuild
@@ -44,6 +46,7 @@ class BuildPlan:
         arch: the flags that name architectures.
         folder: where the sources lie.
         ccache: the program of that name, if the compiler is to be called through it.
+        port: what makes the sources into the compiler's language; None where they are in it.
     """
 
     kernel: KernelSpec
@@ -53,6 +56,7 @@ class BuildPlan:
     arch: tuple[str, ...]
     folder: Path
     ccache: str | None = None
+    port: Port | None = None
 
     @property
     def library(self) -> str:
@@ -69,8 +73,22 @@ class BuildPlan:
             "toolchain": [self.toolchain.name, str(self.toolchain.version)],
             "torch": str(self.torch.version),
             "machine": platform.machine(),
+            **({} if self.port is None else {"port": self.port.digest}),
         }
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:20]
+
+    def ported(self, folder: Path) -> BuildPlan:
+        """The same build from a ported copy of the sources, which is made in ``folder``.
+
+        Raises:
+            KernelUnavailable: the sources cannot be ported.
+            OSError: the folder cannot be written to.
+        """
+        if self.port is None:
+            return self
+        self.port.tree(self.folder, folder)
+        sources = tuple(renamed(source) for source in self.kernel.sources)
+        return dataclasses.replace(self, folder=folder, kernel=dataclasses.replace(self.kernel, sources=sources))
 
     def compile_command(self, source: str, output: str) -> tuple[str, ...]:
         """Compile one of the kernel's sources into an object."""
@@ -109,6 +127,7 @@ class BuildPlan:
             "arch": list(self.arch),
             "flags": [{"flags": list(item.flags), "reason": item.reason} for item in self.chosen],
             "changes_numerics": [flag for item in self.chosen if item.changes_numerics for flag in item.flags],
+            "port": None if self.port is None else self.port.origin,
         }
 
 
@@ -119,12 +138,14 @@ def make_plan(
     environ: Mapping[str, str],
     root: Path,
     ccache: str | None = None,
+    port: Port | None = None,
 ) -> BuildPlan:
     """Decide about one build.
 
     Args:
         environ: where gates and architectures are read.
         root: the folder ``csrc``.
+        port: what the compiler needs of `port.port_for`.
 
     Raises:
         KernelUnavailable: this compiler does not build the kernel, does not go with this PyTorch, or there is no
@@ -142,7 +163,7 @@ def make_plan(
         )
     chosen = flags_for(toolchain.name, toolchain.version, environ, kernel)
     arch = arch_flags(toolchain.name, environ, torch.capabilities, kernel.cuda_arch)
-    return BuildPlan(kernel, toolchain, torch, chosen, arch, root / kernel.name, ccache)
+    return BuildPlan(kernel, toolchain, torch, chosen, arch, root / kernel.name, ccache, port)
 
 
 def source_digest(folder: Path) -> str:

@@ -44,28 +44,24 @@ ROTARY_EMBEDDING: Final = KernelSpec(
     "rotary embeddings run as about a dozen PyTorch operations with temporaries",
     # Parity is bit for bit: approximate mathematics would also flush denormal products.
     fast_math=False,
-    excluded=MappingProxyType({"mcc": "the source has not been ported to MUSA"}),
 )
 
 MERGE_ATTN_STATES: Final = KernelSpec(
     "merge_attn_states",
     ("merge_attn_states.cu",),
     "attention states are merged by about twenty PyTorch operations with temporaries in float32",
-    excluded=MappingProxyType({"mcc": "the source has not been ported to MUSA"}),
 )
 
 FUSED_QK_NORM_ROPE: Final = KernelSpec(
     "fused_qk_norm_rope",
     ("fused_qk_norm_rope.cu",),
     "norms and rotary embeddings of query and key are about two dozen PyTorch operations with temporaries in float32",
-    excluded=MappingProxyType({"mcc": "the source has not been ported to MUSA"}),
 )
 
 TOPK_SOFTMAX: Final = KernelSpec(
     "topk_softmax",
     ("topk_softmax.cu",),
     "experts are chosen by about ten PyTorch operations, among them a sort of all experts",
-    excluded=MappingProxyType({"mcc": "the source has not been ported to MUSA"}),
 )
 
 PAGED_ATTENTION: Final = KernelSpec(
@@ -86,7 +82,6 @@ SILU_AND_MUL_PER_BLOCK_QUANT: Final = KernelSpec(
     "activation and quantisation by groups are about a dozen PyTorch operations with temporaries in float32",
     # Parity with vLLM is bit for bit.
     fast_math=False,
-    excluded=MappingProxyType({"mcc": "the source has not been ported to MUSA"}),
 )
 
 RMS_NORM_DYNAMIC_PER_TOKEN_QUANT: Final = KernelSpec(
@@ -95,7 +90,6 @@ RMS_NORM_DYNAMIC_PER_TOKEN_QUANT: Final = KernelSpec(
     "norm and quantisation of rows are about a dozen PyTorch operations with temporaries in float32",
     # Each rounding but those of the sum is vLLM's.
     fast_math=False,
-    excluded=MappingProxyType({"mcc": "the source has not been ported to MUSA"}),
 )
 
 KERNELS: Final[Mapping[str, KernelSpec]] = MappingProxyType(

@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CUDA C++ made into MUSA's: the text, the copy, and the build from it. No MUSA compiler is needed or used."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+from packaging.version import Version
+
+from vllm_hwplugin.ops.build import ahead, jit, port, torch_build
+from vllm_hwplugin.ops.build.errors import KernelUnavailable
+from vllm_hwplugin.ops.build.plan import BuildPlan, source_digest
+from vllm_hwplugin.ops.build.port import Port, left_over
+from vllm_hwplugin.ops.build.spec import KernelSpec
+from vllm_hwplugin.ops.build.torch_build import TorchBuild
+
+MakePlan = Callable[..., BuildPlan]
+
+TABLE = {"cuda_fp16.h": "musa_fp16.h", "cudaStream_t": "musaStream_t", "cudaStream": "musaStream", "cuda.h": "musa.h"}
+
+
+@pytest.fixture
+def torchada(tmp_path: Path) -> Path:
+    """A folder laid out as torchada's: its table is merged from modules beside it."""
+    folder = tmp_path / "site" / "torchada"
+    (folder / "_mappings").mkdir(parents=True)
+    (folder / "__init__.py").write_text("raise RuntimeError('it is not to be imported')\n")
+    (folder / "_mappings" / "__init__.py").write_text("from . import all as _all\nMAPPING_RULE = {**_all.MAPPING}\n")
+    rules = {**TABLE, "asm volatile": "if(0) asm volatile", "same": "same"}
+    (folder / "_mappings" / "all.py").write_text(f"MAPPING = {rules!r}\n")
+    return folder
+
+
+@pytest.fixture
+def rules(torchada: Path) -> Port:
+    return port.read(torchada, "torchada 9")
+
+
+def test_the_table_is_read_without_importing_torchada(torchada: Path) -> None:
+    before = set(sys.modules)
+    found = port.read(torchada, "torchada 9")
+    assert set(sys.modules) == before
+    assert found.origin == "torchada 9"
+    # The longest first; a rule that changes nothing, and the one that compiles instructions away, are left out.
+    assert [old for old, _ in found.table] == ["cudaStream_t", "cuda_fp16.h", "cudaStream", '"cuda.h"', "<cuda.h>"]
+
+
+@pytest.mark.parametrize("text", ["", "MAPPING_RULE = 5\n", "import there_is_no_such_module\n", "(\n"])
+def test_a_table_that_is_not_known_is_said(torchada: Path, text: str) -> None:
+    (torchada / "_mappings" / "__init__.py").write_text(text)
+    with pytest.raises(KernelUnavailable, match=r"torchada 9 has no table of names at .*; expected MAPPING_RULE"):
+        port.read(torchada, "torchada 9")
+
+
+def test_the_installed_torchada_is_found(torchada: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    info = torchada.parent / "torchada-9.9.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torchada\nVersion: 9.9\n")
+    monkeypatch.delitem(sys.modules, "torchada", raising=False)
+    monkeypatch.syspath_prepend(torchada.parent)
+    assert port.installed().origin == "torchada 9.9"
+    assert port.port_for("nvcc") is None
+    assert port.port_for("mcc") == port.installed()
+
+
+def test_without_torchada_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    assert port.port_for("nvcc") is None
+    with pytest.raises(KernelUnavailable, match="torchada is not installed"):
+        port.port_for("mcc")
+
+
+@pytest.mark.parametrize(
+    ("source", "ported"),
+    [
+        ("#include <cuda_fp16.h>", "#include <musa_fp16.h>"),
+        ("#include <cuda.h>\n#include <my_cuda.h>", "#include <musa.h>\n#include <my_cuda.h>"),
+        ("cudaStream_t s; cudaStream t;", "musaStream_t s; musaStream t;"),
+        ("STABLE_TORCH_LIBRARY_IMPL(a, CUDA, m)", "STABLE_TORCH_LIBRARY_IMPL(a, PrivateUse1, m)"),
+        ("STABLE_TORCH_LIBRARY_IMPL(\n    a,\n    CUDA, m)", "STABLE_TORCH_LIBRARY_IMPL(\n    a,\n    PrivateUse1, m)"),
+        ("STABLE_TORCH_LIBRARY_IMPL(a, CPU, m)", "STABLE_TORCH_LIBRARY_IMPL(a, CPU, m)"),
+        ("if (!x.is_cuda())", "if (!(x.device().type() == torch::headeronly::DeviceType::PrivateUse1))"),
+        ("#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800", "#if 1 && 0 >= 800"),
+        ("#if __CUDA_ARCH__ < 900", "#if 0 < 900"),
+        ('f("x is not on a CUDA device, cuda:", CUDA)', 'f("x is not on a MUSA device, musa:", CUDA)'),
+        (r'f("\"CUDA\"")', r'f("\"MUSA\"")'),
+    ],
+)
+def test_the_text(rules: Port, source: str, ported: str) -> None:
+    assert rules.text(source) == ported
+    assert rules.text(ported) == ported
+
+
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        ("musaStream_t s; // cudaStream_t once\n/* asm */ accumulate(current, cube);", ()),
+        ("cudaMalloc(&p); cudaMalloc(&q);", ("cudaMalloc",)),
+        ("__nv_bfloat16 x = __NV_E4M3;", ("__nv_bfloat16", "__NV_E4M3")),
+        ("#ifdef __CUDA_ARCH__", ("__CUDA_ARCH__",)),
+        ("aoti_torch_get_current_cuda_stream(0)", ("aoti_torch_get_current_cuda_stream",)),
+        ("tensors[0].is_cuda()", ("is_cuda",)),
+        ('asm volatile("")', ("asm",)),
+        (
+            "cuuint64_t a; CU_TENSOR_MAP b; cuTensorMapEncodeTiled(a);",
+            ("cuuint64_t", "CU_TENSOR_MAP", "cuTensorMapEncodeTiled"),
+        ),
+    ],
+)
+def test_what_is_left(text: str, left: tuple[str, ...]) -> None:
+    assert left_over(text) == left
+
+
+def test_the_copy_is_ported_and_the_source_stays(rules: Port, tmp_path: Path) -> None:
+    folder = tmp_path / "kernel"
+    (folder / "inner").mkdir(parents=True)
+    (folder / "a.cu").write_text("cudaStream_t s;\n")
+    (folder / "inner" / "b.cuh").write_text("#include <cuda_fp16.h>\n")
+    (folder / "notes.txt").write_text("cudaStream_t\n")
+    before = source_digest(folder)
+    rules.tree(folder, tmp_path / "copy")
+    assert source_digest(folder) == before
+    copies = {
+        path.relative_to(tmp_path / "copy").as_posix(): path.read_text() for path in (tmp_path / "copy").rglob("*.*")
+    }
+    assert copies == {
+        "a.mu": "musaStream_t s;\n",
+        "inner/b.cuh": "#include <musa_fp16.h>\n",
+        "notes.txt": "cudaStream_t\n",
+    }
+
+
+def test_a_name_without_a_rule_is_refused(rules: Port, tmp_path: Path) -> None:
+    (tmp_path / "kernel").mkdir()
+    (tmp_path / "kernel" / "a.cu").write_text("cudaMalloc(&p);\n")
+    (tmp_path / "kernel" / "b.cuh").write_text('asm("");\n')
+    words = "kernel cannot be ported to MUSA: torchada 9 has no name for cudaMalloc in a.cu, asm in b.cuh"
+    with pytest.raises(KernelUnavailable, match=words):
+        rules.tree(tmp_path / "kernel", tmp_path / "copy")
+
+
+def test_the_key_knows_the_rules(plan: MakePlan, rules: Port) -> None:
+    other = dataclasses.replace(rules, table=rules.table[1:])
+    assert len({plan().key, plan(port=rules).key, plan(port=other).key}) == 3
+    # Another release with the same table makes the same copy.
+    assert plan(port=dataclasses.replace(rules, origin="torchada 10")).key == plan(port=rules).key
+
+
+@pytest.fixture
+def musa(nvcc: Any, torch_cuda: TorchBuild, monkeypatch: pytest.MonkeyPatch, rules: Port) -> TorchBuild:
+    """A PyTorch for MUSA beside a compiler that says it is mcc."""
+    mcc = nvcc.path.with_name("mcc")
+    mcc.write_text(nvcc.path.read_text().replace("Cuda compilation tools, release 13.0, V13.0.88", "mcc version 5.1.0"))
+    mcc.chmod(0o755)
+    monkeypatch.setenv("MUSA_HOME", str(nvcc.home))
+    monkeypatch.setattr(port, "installed", lambda: rules)
+    return dataclasses.replace(torch_cuda, cuda=None, musa="5.1", capabilities=((3, 1),))
+
+
+@pytest.mark.usefixtures("ninja")
+def test_mcc_builds_from_the_copy(own_cache: Path, kernel: KernelSpec, musa: TorchBuild, nvcc: Any, csrc: Path) -> None:
+    before = source_digest(csrc)
+    library = jit.provide(kernel, musa)
+    assert source_digest(csrc) == before
+    compiled = [line for line in nvcc.calls if " -c " in line]
+    copy = library.parent / "building" / "ported"
+    assert {line.partition(" -c ")[2].split(" -o ")[0] for line in compiled} == {
+        str(copy / "first.mu"), str(copy / "second.mu")
+    }  # fmt: skip
+    assert json.loads((library.parent / "built.json").read_text())["port"] == "torchada 9"
+    assert not copy.exists()
+    assert jit.provide(kernel, musa) == library
+    assert len(nvcc.calls) == 3
+
+
+@pytest.mark.usefixtures("ninja")
+def test_what_cannot_be_ported_is_not_compiled(
+    own_cache: Path, kernel: KernelSpec, musa: TorchBuild, nvcc: Any, csrc: Path
+) -> None:
+    (csrc / "sample" / "first.cu").write_text("cudaMalloc(&p);\n")
+    with pytest.raises(KernelUnavailable, match="has no name for cudaMalloc"):
+        jit.provide(kernel, musa)
+    assert nvcc.calls == []
+
+
+@pytest.mark.usefixtures("ninja")
+def test_ahead_of_time_too(
+    kernel: KernelSpec, musa: TorchBuild, nvcc: Any, csrc: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One kernel is built, one that this compiler leaves out is not, and says why."""
+    left_out = dataclasses.replace(kernel, name="other", excluded=MappingProxyType({"mcc": "MUSA has its own"}))
+    monkeypatch.setattr(ahead, "KERNELS", {kernel.name: kernel, left_out.name: left_out})
+    monkeypatch.setattr(torch_build, "installed", lambda: musa)
+    said: list[str] = []
+    environ = {"PATH": os.environ["PATH"], "MUSA_HOME": str(nvcc.home)}
+    libraries = ahead.build_all(tmp_path / "target", csrc, said.append, environ)
+    assert [path.name for path in libraries] == ["sample.so"]
+    assert said[1] == "other is not built ahead of time: other is not built by mcc: MUSA has its own"
+    assert all("/ported/" in line for line in nvcc.calls if " -c " in line)
+
+
+def test_an_excluded_kernel_keeps_its_operation(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The definition stays, no implementation is registered for the device, and the reference serves."""
+    torch = pytest.importorskip("torch")
+    from vllm_hwplugin.ops import merge_attn_states
+    from vllm_hwplugin.ops.build.spec import MERGE_ATTN_STATES
+
+    left_out = dataclasses.replace(MERGE_ATTN_STATES, excluded=MappingProxyType({"mcc": "a made-up reason"}))
+    monkeypatch.setattr(torch_build, "installed", lambda: TorchBuild(Version("2.13.0"), Path("/"), musa="5.1"))
+    monkeypatch.setattr(jit, "_loaded", {})
+    for name in ("vllm", "vllm.hwplugin"):
+        monkeypatch.setattr(__import__("logging").getLogger(name), "propagate", True)
+    assert jit.ensure(left_out) is False
+    assert "merge_attn_states is not built by mcc: a made-up reason. Without it, attention states are" in caplog.text
+    for key in ("CUDA", "PrivateUse1"):
+        assert not torch._C._dispatch_has_kernel_for_dispatch_key("hwplugin::merge_attn_states", key)
+    out, lse = torch.zeros(2, 3, 8), torch.zeros(3, 2)
+    merge_attn_states.merge_attn_states(out, None, torch.ones(2, 3, 8), lse, torch.ones(2, 3, 8), lse)
+    assert bool((out == 1).all())

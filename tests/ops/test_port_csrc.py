@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every kernel that mcc is to build, ported by the real torchada's table, through a compiler.
+
+By mcc where there is one; else by nvcc, with headers that give MUSA's names back to CUDA. That shows that the copy is
+C++ and leaves no name of CUDA; it does not show what mcc makes of it. Not run on MUSA hardware.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from vllm_hwplugin.ops.build import port, toolchain, torch_build
+from vllm_hwplugin.ops.build.errors import KernelUnavailable
+from vllm_hwplugin.ops.build.plan import make_plan
+from vllm_hwplugin.ops.build.port import Port, left_over
+from vllm_hwplugin.ops.build.spec import KERNELS, source_root
+
+from ..conftest import cannot_run
+
+TORCHADA = "0.1.103"
+BACK = Path(__file__).parent / "build" / "musa_on_cuda"
+PORTED = {name: spec for name, spec in KERNELS.items() if "mcc" not in spec.excluded}
+
+pytestmark = pytest.mark.network
+torch = pytest.importorskip("torch")
+
+
+@pytest.fixture(scope="module")
+def rules(tmp_path_factory: pytest.TempPathFactory) -> Port:
+    """From the wheel, as pip gives it: installed beside the other tests it would change what they see of the host."""
+    try:
+        return port.installed()
+    except KernelUnavailable:
+        folder = tmp_path_factory.mktemp("torchada")
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "-q", "-d", str(folder), f"torchada=={TORCHADA}"]
+    if (done := subprocess.run(command, capture_output=True, text=True)).returncode != 0:
+        cannot_run(f"torchada {TORCHADA} cannot be downloaded: {done.stderr[-500:]}")
+    (wheel,) = folder.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder)
+    return port.read(folder / "torchada", f"torchada {TORCHADA}")
+
+
+def test_most_kernels_are_for_musa_too() -> None:
+    assert set(KERNELS) - set(PORTED) == {"paged_attention"}
+
+
+@pytest.mark.parametrize("name", PORTED)
+def test_no_name_of_cuda_is_left_where_musa_has_one(name: str, rules: Port, tmp_path: Path) -> None:
+    rules.tree(source_root() / name, tmp_path / name)
+    for path in sorted(path for path in (tmp_path / name).rglob("*") if path.is_file()):
+        text = path.read_text()
+        assert left_over(text) == ()
+        assert [old for old, new in rules.table if old in text and old not in new] == [], path.name
+    assert "PrivateUse1" in "".join(path.read_text() for path in (tmp_path / name).glob("*.mu"))
+
+
+@pytest.mark.parametrize("name", PORTED)
+def test_the_copy_compiles_and_registers_for_musa_alone(name: str, rules: Port, tmp_path: Path) -> None:
+    built = _by_mcc(name, rules, tmp_path) or _by_nvcc(name, rules, tmp_path)
+    program = """
+import importlib, sys, torch
+name, path = sys.argv[1:]
+importlib.import_module(f"vllm_hwplugin.ops.{name}")
+torch.ops.load_library(path)
+print(*(torch._C._dispatch_has_kernel_for_dispatch_key(f"hwplugin::{name}", key) for key in ("CUDA", "PrivateUse1")))
+"""
+    done = subprocess.run([sys.executable, "-c", program, name, str(built)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["False", "True"]
+
+
+def _by_mcc(name: str, rules: Port, folder: Path) -> Path | None:
+    try:
+        compiler = toolchain.find("mcc")
+    except KernelUnavailable:
+        return None
+    environ = {"MTGPU_TARGET": "mp_31", **os.environ}
+    plan = make_plan(KERNELS[name], compiler, torch_build.installed(), environ, source_root(), port=rules)
+    plan = plan.ported(folder / "ported")
+    objects = [f"{folder}/{Path(source).stem}.o" for source in plan.kernel.sources]
+    for source, output in zip(plan.kernel.sources, objects, strict=True):
+        subprocess.run(plan.compile_command(source, output), check=True)
+    subprocess.run(plan.link_command(objects, str(folder / plan.library)), check=True)
+    return folder / plan.library
+
+
+def _by_nvcc(name: str, rules: Port, folder: Path) -> Path:
+    try:
+        compiler = toolchain.find("nvcc")
+    except KernelUnavailable as error:
+        pytest.skip(str(error))
+    found = torch_build.installed()
+    if found.cuda is not None and found.cuda.partition(".")[0] != str(compiler.version.major):
+        pytest.skip(f"torch is of CUDA {found.cuda} and nvcc of {compiler.version}")
+    rules.tree(source_root() / name, folder / "ported")
+    library = folder / f"{name}.so"
+    command = [
+        compiler.path, "-x", "cu", "-std=c++17", "-O0", "-Xcompiler=-fPIC", "-DTORCH_TARGET_VERSION=0x020a000000000000",
+        "-DUSE_MUSA", "-gencode=arch=compute_90,code=sm_90", f"-I{BACK}", f"-I{found.root / 'include'}", "-shared",
+        *(str(folder / "ported" / port.renamed(source)) for source in KERNELS[name].sources), "-o", str(library),
+        f"-L{found.root / 'lib'}", "-Xlinker=--no-as-needed", "-ltorch", "-ltorch_cpu", "-lc10",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return library

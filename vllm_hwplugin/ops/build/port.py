@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turn CUDA C++ into what mcc compiles, in a copy of a kernel's folder. Not run on MUSA hardware.
+
+The names come from torchada's table, because torchada is what tells a MUSA host's PyTorch and its extensions apart from
+CUDA's anyway. Only the table is read: importing torchada changes functions of torch, and its own porting of sources
+works in place and wants torch_musa. What the table cannot say of the stable ABI stands below.
+
+Text is replaced, so a name without a rule would stay as it is; mcc might then compile something else than was meant.
+A copy in which a CUDA name is left is refused for that reason.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import re
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from .errors import KernelUnavailable
+from .spec import ToolchainName
+
+#: The suffix of sources that mcc takes for device code; headers keep their names.
+SUFFIXES: Final[Mapping[str, str]] = {".cu": ".mu"}
+
+_PORTED: Final = (".cu", ".cuh", ".h", ".cpp")
+
+# Headers are matched whole: as a part, `cuda.h` would be found in other names.
+_TOO_SHORT: Final = ("cuda.h",)
+
+# torchada's rule for it compiles the instructions away, which gives a kernel that silently does less.
+_NOT_TAKEN: Final = ("asm volatile",)
+
+_PATTERNS: Final = (
+    # The dispatch key and the device type of MUSA's tensors.
+    (re.compile(r"(\bSTABLE_TORCH_LIBRARY_IMPL\s*\(\s*\w+\s*,\s*)CUDA\b"), r"\1PrivateUse1"),
+    (re.compile(r"\b(\w+)\.is_cuda\(\)"), r"(\1.device().type() == torch::headeronly::DeviceType::PrivateUse1)"),
+    # What is for a generation of NVIDIA's GPUs is not for MUSA's: the branch for the oldest is taken. torchada's table
+    # takes the one of a generation that it holds for equal.
+    (re.compile(r"\bdefined\s*\(\s*__CUDA_ARCH__\s*\)"), "1"),
+    (re.compile(r"\b__CUDA_ARCH__(?=\s*[<>]=?\s*\d)"), "0"),
+)
+
+# What users read: only in literals, for in code a CUDA is a name that needs a rule.
+_LITERAL: Final = re.compile(r'"(?:[^"\\\n]|\\.)*"')
+_WORDS: Final = ((re.compile(r"\bCUDA\b"), "MUSA"), (re.compile(r"\bcuda(?=:)"), "musa"))
+
+_COMMENT: Final = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+_LEFT: Final = re.compile(
+    r"\b(?:cu(?:da)?[A-Z]\w*|cuda\w*|cu(?:u?int\w+_t)|CU_\w+|\w*CUDA\w*|__nv_\w+|nv_\w+|__NV_\w+|\w+_cuda_\w+|is_cuda|asm)\b"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Port:
+    """The rules for one build.
+
+    Attributes:
+        origin: where the table is from, such as ``torchada 0.1.103``.
+        table: CUDA text and MUSA text, the longest first, so that no rule hides a longer one.
+    """
+
+    origin: str
+    table: tuple[tuple[str, str], ...]
+
+    @property
+    def digest(self) -> str:
+        """Of everything that decides about the text: part of the key of a build."""
+        rules = [*self.table, *((rule.pattern, text) for rule, text in (*_PATTERNS, *_WORDS)), *SUFFIXES.items()]
+        return hashlib.sha256(json.dumps(rules).encode()).hexdigest()[:20]
+
+    def text(self, source: str) -> str:
+        """One file's text."""
+        for pattern, replacement in _PATTERNS:
+            source = pattern.sub(replacement, source)
+        for old, new in self.table:
+            source = source.replace(old, new)
+        return _LITERAL.sub(_reword, source)
+
+    def tree(self, folder: Path, target: Path) -> None:
+        """Copy a kernel's folder, ported. ``target`` does not exist yet; ``folder`` is only read.
+
+        Raises:
+            KernelUnavailable: a name of CUDA has no rule; the message has all of them.
+            OSError: the copy cannot be written.
+        """
+        left = []
+        for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+            copy = target / path.relative_to(folder)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            if path.suffix not in _PORTED:
+                shutil.copyfile(path, copy)
+                continue
+            ported = self.text(path.read_text(encoding="utf-8"))
+            left += [f"{name} in {path.relative_to(folder)}" for name in left_over(ported)]
+            copy.with_suffix(SUFFIXES.get(path.suffix, path.suffix)).write_text(ported, encoding="utf-8")
+        if left:
+            raise KernelUnavailable(
+                f"{folder.name} cannot be ported to MUSA: {self.origin} has no name for {', '.join(left)}"
+            )
+
+
+def left_over(text: str) -> tuple[str, ...]:
+    """Names of CUDA in ported code, and inline assembly, which is NVIDIA's; comments do not count."""
+    return tuple(dict.fromkeys(_LEFT.findall(_COMMENT.sub(" ", text))))
+
+
+def renamed(source: str) -> str:
+    """The name of a ported source."""
+    path = Path(source)
+    return path.with_suffix(SUFFIXES.get(path.suffix, path.suffix)).as_posix()
+
+
+def port_for(toolchain: ToolchainName) -> Port | None:
+    """The port that a compiler needs; None where it takes the sources as they are.
+
+    Raises:
+        KernelUnavailable: torchada is not there, or its table is not where it used to be.
+    """
+    return installed() if toolchain == "mcc" else None
+
+
+def installed() -> Port:
+    """The rules of the installed torchada, which is not imported.
+
+    Raises:
+        KernelUnavailable: see `port_for`.
+    """
+    try:
+        version = importlib.metadata.version("torchada")
+        spec = importlib.util.find_spec("torchada")
+    except (importlib.metadata.PackageNotFoundError, ValueError) as error:
+        raise KernelUnavailable(
+            f"torchada is not installed: {error}; its table of names makes CUDA into MUSA"
+        ) from error
+    if spec is None or spec.origin is None:
+        raise KernelUnavailable("torchada cannot be found, though it is installed; install it again")
+    return read(Path(spec.origin).parent, f"torchada {version}")
+
+
+def read(package: Path, origin: str) -> Port:
+    """The rules in a folder ``torchada``.
+
+    Raises:
+        KernelUnavailable: the table is not there, or not a table.
+    """
+    folder = package / "_mappings"
+    # Under a name of its own: the module is a private one of torchada's, which may be imported as well.
+    name = f"{__name__}._table"
+    location = importlib.util.spec_from_file_location(
+        name, folder / "__init__.py", submodule_search_locations=[str(folder)]
+    )
+    assert location is not None  # a path that ends in .py has a loader
+    assert location.loader is not None
+    module = importlib.util.module_from_spec(location)
+    sys.modules[name] = module
+    try:
+        location.loader.exec_module(module)
+        rules = dict(module.MAPPING_RULE)
+    except Exception as error:
+        # Whatever another release of torchada does there: it is not known.
+        raise KernelUnavailable(
+            f"{origin} has no table of names at {folder}: {error!r}; expected MAPPING_RULE"
+        ) from error
+    finally:
+        for loaded in [loaded for loaded in sys.modules if loaded == name or loaded.startswith(f"{name}.")]:
+            del sys.modules[loaded]
+    for header in _TOO_SHORT:
+        if (other := rules.pop(header, None)) is not None:
+            rules |= {f"<{header}>": f"<{other}>", f'"{header}"': f'"{other}"'}
+    table = [(old, new) for old, new in rules.items() if old != new and old not in _NOT_TAKEN]
+    return Port(origin, tuple(sorted(table, key=lambda rule: (-len(rule[0]), rule[0]))))
+
+
+def _reword(literal: re.Match[str]) -> str:
+    text = literal.group()
+    for pattern, replacement in _WORDS:
+        text = pattern.sub(replacement, text)
+    return text
