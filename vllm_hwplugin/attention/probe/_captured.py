@@ -47,7 +47,8 @@ def run(maker: Maker, case: Case) -> list[Measure]:
         for turn, inputs in zip(turns, contents, strict=True):
             with refusals():
                 poison(layer.cache, turn.seed)
-                layer.write(*(torch.cat(tensors) for tensors in _contexts(turn, inputs)))
+                if any(request.context for request in turn.requests):
+                    layer.write(*(torch.cat(tensors) for tensors in _contexts(turn, inputs)))
                 static.fill(layer, turn, inputs)
                 replay()
                 output = static.output[: turn.num_tokens].clone()

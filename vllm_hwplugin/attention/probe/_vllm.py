@@ -231,7 +231,7 @@ class Maker:
     def _attention(self, case: Case, inputs: Inputs | None, config: Any) -> Any:
         extra = {}
         if inputs is not None and inputs.sinks is not None:
-            # Not the class's signature: what makes vLLM's implementations takes everything.
+            # Of __init__: a class may be made by a __new__ that hands everything on.
             if not _takes(self.backend.get_impl_cls().__init__, "sinks"):
                 raise Refused(f"{self.backend.get_impl_cls().__name__} takes no sinks")
             extra["sinks"] = inputs.sinks
