@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -36,7 +37,8 @@ struct BFloat16Pair {
   static __device__ __forceinline__ BFloat16Pair narrow(float2 x) { return {__float22bfloat162_rn(x)}; }
   // A bfloat16 is the upper half of a float32; the compiler would take two steps for the second one.
   __device__ __forceinline__ float2 widen() const {
-    const uint32_t bits = reinterpret_cast<const uint32_t&>(value);
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof(bits));
     return make_float2(__uint_as_float(bits << 16), __uint_as_float(bits & 0xffff0000u));
   }
   __device__ __forceinline__ BFloat16Pair times(BFloat16Pair other) const { return {__hmul2(value, other.value)}; }
@@ -60,10 +62,13 @@ struct alignas(16) Chunk {
 
   // As one word: member by member the compiler would take four loads.
   __device__ __forceinline__ void load(const void* __restrict__ from) {
-    *reinterpret_cast<uint4*>(pair) = *static_cast<const uint4*>(from);
+    const uint4 word = *static_cast<const uint4*>(from);
+    memcpy(pair, &word, sizeof(word));
   }
   __device__ __forceinline__ void store(void* __restrict__ to) const {
-    *static_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(pair);
+    uint4 word;
+    memcpy(&word, pair, sizeof(word));
+    *static_cast<uint4*>(to) = word;
   }
 };
 

@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <optional>
 #include <type_traits>
 
@@ -65,8 +66,8 @@ struct alignas(16) Chunk {
 
 template <typename scalar_t>
 __device__ __forceinline__ void widen(const Chunk<scalar_t>& chunk, float (&value)[kWidth]) {
-  const uint4 words = reinterpret_cast<const uint4&>(chunk);
-  const uint32_t pairs[kWidth / 2] = {words.x, words.y, words.z, words.w};
+  uint32_t pairs[kWidth / 2];
+  memcpy(pairs, chunk.value, sizeof(pairs));
 #pragma unroll
   for (int i = 0; i < kWidth; i += 2) {
     if constexpr (std::is_same_v<scalar_t, __nv_bfloat16>) {
@@ -120,7 +121,10 @@ __device__ __forceinline__ uint32_t quantise<Int8>(float low, float high) {
 template <typename scalar_t, bool kAligned>
 __device__ __forceinline__ Chunk<scalar_t> load(const scalar_t* __restrict__ from) {
   if constexpr (kAligned) {
-    return *reinterpret_cast<const Chunk<scalar_t>*>(from);
+    const uint4 word = *reinterpret_cast<const uint4*>(from);
+    Chunk<scalar_t> chunk;
+    memcpy(chunk.value, &word, sizeof(word));
+    return chunk;
   } else {
     Chunk<scalar_t> chunk;
 #pragma unroll

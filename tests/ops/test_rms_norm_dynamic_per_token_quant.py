@@ -140,17 +140,18 @@ def test_it_agrees_with_the_definition(dtype: Any, half: Any, added: bool) -> No
         assert (found != 0).double().mean() > 0.3
 
 
-def test_the_sum_with_the_residual_is_not_rounded_before_the_norm() -> None:
-    """A residual so much larger that the rounded sum would forget the input."""
-    residual = torch.full((1, 64), 256.0, dtype=torch.bfloat16)
-    x = torch.linspace(0.0, 0.9, 64).bfloat16()[None]
-    rounded = (residual + x).float()
-    assert rounded.unique().numel() == 1
-    weight = torch.ones(64, dtype=torch.bfloat16)
-    exact, _ = _call((residual.float() + x.float()), weight.float(), FLOAT8)
-    result, _ = _call(x, weight, FLOAT8, residual=residual)
-    assert torch.equal(residual.float(), rounded)
-    assert torch.equal(result.float(), exact.float())
+@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("added", [True, False])
+def test_numbers_are_rounded_where_vllm_rounds_them_and_nowhere_else(half: Any, added: bool) -> None:
+    """The sum with the residual is not, what the norm makes of it is, and the product with the weight is again."""
+    x, residual = (torch.randn(400, 64).to(half) for _ in range(2))
+    weight = (torch.rand(64) + 0.5).to(half)
+    total = x.double() + residual.double() if added else x.double()
+    normal = (total / (total.square().mean(-1, keepdim=True) + 1e-5).sqrt()).to(half).double()
+    largest = (normal * weight.double()).to(half).abs().amax(-1, keepdim=True).float()
+    _, scale = _call(x, weight, FLOAT8, residual=residual if added else None)
+    # But for numbers that lie nearly half way between two of the type.
+    assert (scale == largest / torch.tensor(448.0)).double().mean() > 0.97
 
 
 def test_rows_may_lie_apart_and_have_several_dimensions() -> None:
@@ -178,6 +179,18 @@ def test_a_row_with_what_is_not_a_number_leaves_the_others_alone(dtype: Any, bit
     for row in (0, 2):
         assert torch.equal(result[row].float(), wanted[row].float())
         assert scale[row] == wanted_scale[row]
+
+
+def test_a_weight_that_is_not_a_number_takes_no_part_in_a_scale() -> None:
+    x = torch.randn(3, 64).bfloat16()
+    weight = torch.ones(64).bfloat16()
+    weight[9] = 0
+    wanted, wanted_scale = _call(x, weight, FLOAT8)
+    weight[9] = torch.nan
+    result, scale = _call(x, weight, FLOAT8)
+    assert torch.equal(scale, wanted_scale)
+    assert (result[:, 9].float() == 448).all()
+    assert torch.equal(result[:, 10:].float(), wanted[:, 10:].float())
 
 
 def test_a_row_of_zeros_has_the_smallest_scale() -> None:

@@ -189,6 +189,8 @@ def test_what_is_not_a_number_spoils_no_scale(dtype: Any, bits: int) -> None:
     assert torch.equal(out[0, 6:], expected.view(torch.int8)[0, 6:])
     smallest = 2.0**-23 if dtype == torch.int8 else 1 / (448 * 512)
     assert (scales[1] == torch.tensor(smallest)).all()
+    if dtype == FLOAT8:
+        assert (_call(x, dtype, 64, 3.0)[1][1] == 3.0).all()
 
 
 def test_a_row_of_zeros_has_the_smallest_scale() -> None:
