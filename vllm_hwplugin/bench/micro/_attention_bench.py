@@ -23,6 +23,7 @@ from ._torch_kernels import prefill_kernels
 def kernels() -> dict[str, AttentionKernel]:
     every: tuple[AttentionKernel, ...] = (
         Ours(),
+        Ours(triton=True),
         *prefill_kernels(),
         Triton(),
         FlashAttention(cases.FA3, 3, 256),

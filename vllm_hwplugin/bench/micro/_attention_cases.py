@@ -9,6 +9,8 @@ from itertools import product
 from ._cells import Cell
 
 OURS = "hwplugin"
+#: The kernels that serve where the one for Hopper cannot be had.
+OURS_TRITON = "hwplugin, Triton"
 TRITON = "TRITON_ATTN"
 FLASHINFER = "FLASHINFER"
 FLEX = "FLEX_ATTENTION"
@@ -91,7 +93,7 @@ PREFILL = tuple(
 PREFILL_256 = tuple(AttentionCase("prefill", c.batch, c.context, c.query, c.kv_heads, head_size=256) for c in PREFILL)
 CASES = {case.key: case for case in (*PREFILL, *PREFILL_256, *DECODE)}
 
-_PREFILL_KERNELS = (OURS, SDPA, SDPA_REPEATED, TRITON, FA4, FLEX, FLASHINFER)
+_PREFILL_KERNELS = (OURS, OURS_TRITON, SDPA, SDPA_REPEATED, TRITON, FA4, FLEX, FLASHINFER)
 
 
 def plan() -> tuple[Cell, ...]:
@@ -102,5 +104,5 @@ def plan() -> tuple[Cell, ...]:
     prefill = product(PREFILL, _PREFILL_KERNELS)
     prefill_256 = product(PREFILL_256, (FA3, FA3_CONTIGUOUS))
     decode = product(DECODE, (OURS, TRITON))
-    more = product(DECODE, (FA4, FLASHINFER))
+    more = product(DECODE, (OURS_TRITON, FA4, FLASHINFER))
     return tuple((kernel, case.key) for group in (prefill_256, prefill, decode, more) for case, kernel in group)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import inspect
 from collections.abc import Callable
@@ -41,11 +42,11 @@ def unimportable(*modules: str) -> str | None:
 
 
 class Ours:
-    """``vllm_hwplugin.attention.paged``."""
+    """``vllm_hwplugin.attention.paged``, by the kernel that it takes on this device, or by its Triton kernels."""
 
-    name = names.OURS
-
-    def __init__(self) -> None:
+    def __init__(self, *, triton: bool = False) -> None:
+        self.name = names.OURS_TRITON if triton else names.OURS
+        self._triton = triton
         self._scratch: Any = None
 
     def missing(self) -> str | None:
@@ -60,7 +61,8 @@ class Ours:
         from ...attention import paged
 
         if self._scratch is None:
-            self._scratch = paged.Scratch.allocate(batch.query.device)
+            scratch = paged.Scratch.allocate(batch.query.device)
+            self._scratch = dataclasses.replace(scratch, hopper=False) if self._triton else scratch
         case, scratch = batch.case, self._scratch
 
         def call() -> Any:
