@@ -167,23 +167,33 @@ struct Shared {
   uint64_t values_full[2];
 };
 
-// The pages of a tile of keys, one sub-tile a lane; a lane without one has `p.num_blocks`, which copies zeros.
+// Where in the cache a sub-tile lies. One that is behind the keys has block `num_blocks`, which copies as zeros.
+struct Place {
+  int block, token;
+};
+
+// The half of a tile's columns that a warpgroup has. Each of its warps copies one sub-tile: a copy takes operands that
+// are the same for a whole warp, so 16 copies by one warp would keep the other three waiting.
 template <int kChunks>
 struct Copier {
   const CUtensorMap* map;
   uint64_t* full;
   uint8_t* to;
+  int column, kv_head;
 
-  __device__ __forceinline__ void start(int lane, int warpgroup, int kv_head, int block, int token) const {
-    if (lane == 0) {
+  __device__ __forceinline__ void start(int warp, int lane, Place place) const {
+    if (lane != 0) {
+      return;
+    }
+    // Bytes may arrive before they are expected: the barrier waits for this arrival as well.
+    if (warp == 0) {
       hopper::barrier_expect(full, kChunks * kChunkBytes);
     }
-    __syncwarp();
-    if (lane < 4 * kChunks) {
-      const int sub = lane / kChunks, chunk = lane % kChunks;
+#pragma unroll
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
       hopper::tma_load(
-          to + chunk * kChunkBytes + sub * (kSubTile * kChunk * 2), map, full, (warpgroup * kChunks + chunk) * kChunk,
-          token, kv_head, block);
+          to + chunk * kChunkBytes + warp * (kSubTile * kChunk * 2), map, full, column + chunk * kChunk, place.token,
+          kv_head, place.block);
     }
   }
 };
@@ -192,8 +202,12 @@ template <typename T, int kChunks>
 __global__ void __launch_bounds__(kThreads, 1) attention_kernel(
     const __grid_constant__ CUtensorMap key_map, const __grid_constant__ CUtensorMap value_map, const Problem p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  extern __shared__ uint8_t raw[];
-  auto& shared = *reinterpret_cast<Shared<kChunks>*>((reinterpret_cast<uintptr_t>(raw) + 1023) & ~uintptr_t{1023});
+  // Not aligned by hand: the compiler would lose sight of where it lies, and address it as any memory.
+  extern __shared__ __align__(1024) uint8_t raw[];
+  auto& shared = *reinterpret_cast<Shared<kChunks>*>(raw);
+  if (hopper::shared_address(raw) % 1024 != 0) {
+    __trap();
+  }
 
   const Block block = block_of(p);
   if (block.tokens <= 0) {
@@ -205,8 +219,10 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(
     return;
   }
   const int tiles = max((keys.end - keys.begin + kKeys - 1) / kKeys, 0);
-  const int warpgroup = threadIdx.x / kGroupThreads, thread = threadIdx.x % kGroupThreads;
-  const int warp = thread / 32, lane = thread % 32;
+  // The shuffle tells the compiler that they are the same for a whole warp, which descriptors have to be.
+  const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / kGroupThreads, 0);
+  const int thread = threadIdx.x % kGroupThreads, lane = thread % 32;
+  const int warp = __shfl_sync(0xffffffff, thread / 32, 0);
   const int own = kOwn + warpgroup;
 
   if (threadIdx.x == 0) {
@@ -220,19 +236,20 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(
   }
   __syncthreads();
 
-  const Copier<kChunks> copy_keys{&key_map, &shared.keys_full[warpgroup], shared.keys[warpgroup]};
-  const Copier<kChunks> copy_values{&value_map, &shared.values_full[warpgroup], shared.values[warpgroup]};
-  // The page that this lane's sub-tile of a tile lies in.
+  const int column = warpgroup * kChunks * kChunk;
+  const Copier<kChunks> copy_keys{&key_map, &shared.keys_full[warpgroup], shared.keys[warpgroup], column, kv_head};
+  const Copier<kChunks> copy_values{&value_map, &shared.values_full[warpgroup], shared.values[warpgroup], column, kv_head};
   const int* table = p.block_table + block.request * p.table;
-  const auto page_of = [&](int tile) {
-    const int token = keys.begin + tile * kKeys + lane / kChunks * kSubTile;
-    return warp == 0 && tile < tiles && lane < 4 * kChunks && token < keys.end ? table[token / p.page] : p.num_blocks;
+  // Of this warp's sub-tile of a tile.
+  const auto place_of = [&](int tile) {
+    const int token = keys.begin + tile * kKeys + warp * kSubTile;
+    const int index = token / p.page;
+    return Place{token < keys.end ? table[index] : p.num_blocks, token - index * p.page};
   };
-  const auto token_of = [&](int tile) { return (keys.begin + tile * kKeys + lane / kChunks * kSubTile) % p.page; };
-  int page = page_of(0), next_page = page_of(1);
-  if (warp == 0 && tiles > 0) {
-    copy_keys.start(lane, warpgroup, kv_head, page, token_of(0));
-    copy_values.start(lane, warpgroup, kv_head, page, token_of(0));
+  Place place = place_of(0), next_place = place_of(1);
+  if (tiles > 0) {
+    copy_keys.start(warp, lane, place);
+    copy_values.start(warp, lane, place);
   }
 
   // Queries, into the places where TMA would put them: rows of 128 bytes, 16-byte pieces swizzled by the row.
@@ -435,8 +452,8 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(
     hopper::wgmma_wait<0>();
     hopper::wgmma_hold(logits);
     hopper::named_sync(own, kGroupThreads);
-    if (warp == 0 && tiles > 1) {
-      copy_keys.start(lane, warpgroup, kv_head, next_page, token_of(1));
+    if (tiles > 1) {
+      copy_keys.start(warp, lane, next_place);
     }
     exchange_logits(0, logits);
     weigh(0, logits);
@@ -444,15 +461,15 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(
   }
   // The last tile comes after the loop, so that in the loop the compiler sees every product from its start to its end.
   for (int tile = 0; tile + 1 < tiles; ++tile) {
-    page = next_page;
-    next_page = page_of(tile + 2);
+    place = next_place;
+    next_place = place_of(tile + 2);
     float logits[32];
     start_logits(tile + 1, logits);
     hopper::wgmma_wait<0>();
     hopper::wgmma_hold(logits);
     hopper::named_sync(own, kGroupThreads);
-    if (warp == 0 && tile + 2 < tiles) {
-      copy_keys.start(lane, warpgroup, kv_head, next_page, token_of(tile + 2));
+    if (tile + 2 < tiles) {
+      copy_keys.start(warp, lane, next_place);
     }
     exchange_logits(tile + 1, logits);
     // Only now: these values were asked for when the last products with values had ended, and the logits since then have
@@ -462,9 +479,7 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(
     weigh(tile + 1, logits);
     finish_sums();
     hopper::named_sync(own, kGroupThreads);
-    if (warp == 0) {
-      copy_values.start(lane, warpgroup, kv_head, page, token_of(tile + 1));
-    }
+    copy_values.start(warp, lane, place);
     pack_weights(logits);
     // Once the largest logits have been seen, nothing shrinks any more.
     if (__any_sync(0xffffffff, shrink[0] != 1.0f || shrink[1] != 1.0f)) {
@@ -691,7 +706,7 @@ CUtensorMap map_of(const Tensor& cache, const char* name) {
 
 template <typename T, int kChunks>
 void launch(const Problem& p, const CUtensorMap& keys, const CUtensorMap& values, dim3 grid, cudaStream_t stream) {
-  constexpr size_t kBytes = sizeof(Shared<kChunks>) + 1024;  // to start at a multiple of 1024
+  constexpr size_t kBytes = sizeof(Shared<kChunks>);
   // Once for a device would do; the call costs less than finding out.
   const cudaError_t error = cudaFuncSetAttribute(
       attention_kernel<T, kChunks>, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(kBytes));

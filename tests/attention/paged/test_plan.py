@@ -3,16 +3,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
 
 from vllm_hwplugin.attention.paged import _plan
 from vllm_hwplugin.attention.paged._plan import MAX_SPLITS, SCRATCH_ROWS, Plan, make_plan
 
-HOPPER = (64,)
-TRITON = (16, 32, 64)
+HOPPER = {64: 1}
+TRITON = {16: 4, 32: 2, 64: 1}
 
 
-def plan(heights: tuple[int, ...] = HOPPER, **given: int) -> Plan:
+def plan(heights: Mapping[int, int] = HOPPER, **given: int) -> Plan:
     settings = {
         "num_requests": 1,
         "num_tokens": 1,
@@ -44,7 +46,7 @@ def blocks_of(found: Plan, lengths: list[int]) -> list[int]:
     "lengths", [[1], [1] * 64, [8] * 5, [3, 0, 5], [1] * 40 + [900], [8192], [0, 0, 700, 1, 0, 33], [2000, 3000]]
 )
 @pytest.mark.parametrize("heads", [(8, 1), (8, 4), (6, 2), (64, 1), (5, 5)])
-def test_every_token_has_a_block(heights: tuple[int, ...], lengths: list[int], heads: tuple[int, int]) -> None:
+def test_every_token_has_a_block(heights: Mapping[int, int], lengths: list[int], heads: tuple[int, int]) -> None:
     found = plan(
         heights,
         num_requests=len(lengths),
@@ -69,6 +71,11 @@ def test_blocks_are_searched_for_only_where_requests_differ_much() -> None:
 )
 def test_small_batches_are_split_until_the_device_is_full(requests: int, kv_heads: int, splits: int) -> None:
     assert plan(num_requests=requests, num_tokens=requests, num_kv_heads=kv_heads).splits == splits
+
+
+def test_programs_that_share_a_multiprocessor_are_counted() -> None:
+    assert plan(TRITON, num_requests=8, num_tokens=8).splits == 4 * 132 // 8
+    assert plan(TRITON, num_requests=8, num_tokens=32, max_query_len=4).splits == 2 * 132 // 8
 
 
 def test_splits_fill_whole_rounds() -> None:

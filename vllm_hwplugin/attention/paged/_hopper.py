@@ -17,7 +17,8 @@ from ._plan import Plan
 if TYPE_CHECKING:
     from ._scratch import Scratch
 
-HEIGHTS: Final = (64,)
+# Height of the tile, and programs on a multiprocessor: its shared memory holds one.
+HEIGHTS: Final = {64: 1}
 _CAPABILITY: Final = (9, 0)
 
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Final
 
 MAX_SPLITS: Final = 128
@@ -39,7 +39,7 @@ class Plan:
 
 
 def make_plan(
-    heights: Sequence[int],
+    heights: Mapping[int, int],
     *,
     num_requests: int,
     num_tokens: int,
@@ -55,36 +55,38 @@ def make_plan(
     them.
 
     Args:
-        heights: of the tiles that the kernel has, ascending.
+        heights: of the tiles that the kernel has, ascending, and how many programs of each share a multiprocessor.
         num_requests: rows of the block table, padding among them.
         num_tokens: of all requests.
         max_query_len: tokens of one request.
         num_heads: of the queries.
         num_kv_heads: of the cache.
-        multiprocessors: of the device; one program keeps one busy.
+        multiprocessors: of the device.
         batch_invariant: a row is computed alike whatever runs beside it: one tile for all batches, and no split.
     """
     group = num_heads // num_kv_heads
     fitting = [rows for rows in heights if max(max_query_len, 1) * group <= rows]
-    rows = heights[-1] if batch_invariant or not fitting else fitting[0]
+    rows = max(heights) if batch_invariant or not fitting else fitting[0]
     tokens = rows // group
     per_request = -(-max_query_len // tokens)
     # Where requests differ in length, most blocks of the even cut would be empty.
     even, searched = num_requests * per_request, num_tokens // tokens + num_requests
     search = even > 2 * searched
     blocks = searched if search else even
-    splits = 1 if batch_invariant or blocks == 0 else _splits(blocks * num_kv_heads, rows, multiprocessors)
+    splits = (
+        1 if batch_invariant or blocks == 0 else _splits(blocks * num_kv_heads, rows, multiprocessors * heights[rows])
+    )
     return Plan(rows, tokens, blocks, 0 if search else per_request, splits, max_query_len)
 
 
-def _splits(programs: int, rows: int, multiprocessors: int) -> int:
-    """How many splits of each program end soonest, on a device that runs ``multiprocessors`` of them at a time."""
+def _splits(programs: int, rows: int, at_once: int) -> int:
+    """How many splits of each program end soonest, on a device that runs ``at_once`` of them at a time."""
     most = min(MAX_SPLITS, SCRATCH_ROWS // (programs * rows))
     if most < 2:
         return 1
     # In a round that starts anyway more and shorter splits cost nothing, so only the fullest of each count.
-    first = -(-programs // multiprocessors)
-    choices = [min(most, number * multiprocessors // programs) for number in range(first, first + most)]
-    times = [-(-programs * splits // multiprocessors) / splits for splits in choices]
+    first = -(-programs // at_once)
+    choices = [min(most, number * at_once // programs) for number in range(first, first + most)]
+    times = [-(-programs * splits // at_once) / splits for splits in choices]
     best = min(times)
     return next(splits for splits, time in zip(choices, times, strict=True) if time <= best * (1 + _WORTH))

@@ -26,17 +26,19 @@ class Tile:
         keys: in one step.
         warps: of a program.
         stages: of keys and values that are loaded ahead, in shared memory.
+        together: programs that share a multiprocessor well.
     """
 
     keys: int
     warps: int
     stages: int
+    together: int
 
 
 # By measurement on an H200 at head size 512. Two warps and short tiles leave room for several programs on a
-# multiprocessor, which hide each other's waiting; wider heights would not fit into the registers.
-TILES: Final[Mapping[int, Tile]] = {16: Tile(16, 2, 3), 32: Tile(16, 4, 3), 64: Tile(16, 8, 3)}
-HEIGHTS: Final = tuple(TILES)
+# multiprocessor, which hide each other's waiting; greater heights would not fit into the registers.
+TILES: Final[Mapping[int, Tile]] = {16: Tile(16, 2, 3, 4), 32: Tile(16, 4, 3, 2), 64: Tile(16, 8, 3, 1)}
+HEIGHTS: Final = {rows: tile.together for rows, tile in TILES.items()}
 
 
 def launch(given: Arguments, plan: Plan, scratch: Scratch) -> None:
