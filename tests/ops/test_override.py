@@ -6,6 +6,8 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import select
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -252,9 +254,12 @@ def test_a_forked_process_decides_for_itself(toy: Toy, monkeypatch: pytest.Monke
         finally:
             os._exit(0)
     os.close(writer)
-    with os.fdopen(reader) as lines:
-        assert lines.read() == "2.0 plugin"
+    answered, _, _ = select.select([reader], [], [], 60)
+    os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
+    with os.fdopen(reader) as lines:
+        assert answered
+        assert lines.read() == "2.0 plugin"
     override.lock.release()
     assert override.state == "open"
 
@@ -286,7 +291,9 @@ def test_the_gate_decides(toy: Toy, extension: Callable[..., Toy]) -> None:
         _override.install(environ)
         assert torch._C._dispatch_dump(toy.op.qualname) == untouched, environ
     _override.install({"VLLM_HWPLUGIN_OPS": "on"})
+    once = torch._C._dispatch_dump(toy.op.qualname)
     _override.install({"VLLM_HWPLUGIN_OPS": "on"})
+    assert torch._C._dispatch_dump(toy.op.qualname) == once
     assert toy(None) == 2
     assert _override.states() == {toy.op.name: "the plugin's kernel: VLLM_HWPLUGIN_OPS=on; cpu"}
 

@@ -151,11 +151,14 @@ def test_a_name_without_a_rule_is_refused(rules: Port, tmp_path: Path) -> None:
         rules.tree(tmp_path / "kernel", tmp_path / "copy")
 
 
-def test_the_key_knows_the_rules(plan: MakePlan, rules: Port) -> None:
+def test_the_key_knows_the_rules(plan: MakePlan, rules: Port, monkeypatch: pytest.MonkeyPatch) -> None:
     other = dataclasses.replace(rules, table=rules.table[1:])
     assert len({plan().key, plan(port=rules).key, plan(port=other).key}) == 3
     # Another release with the same table makes the same copy.
     assert plan(port=dataclasses.replace(rules, origin="torchada 10")).key == plan(port=rules).key
+    before = plan(port=rules).key
+    monkeypatch.setattr(port, "SUFFIXES", {})
+    assert plan(port=rules).key != before
 
 
 @pytest.fixture
