@@ -11,6 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 from vllm_hwplugin.attention import capabilities
 from vllm_hwplugin.attention.capabilities import (
@@ -21,8 +23,11 @@ from vllm_hwplugin.attention.capabilities import (
     FLASH_ATTN_LARGE,
     FLASH_ATTN_MUSA,
     LARGEST_OF_VLLM,
+    VLLM,
+    Declaration,
     Multiples,
     Value,
+    Vllm,
     allows,
     asked_in,
     declared,
@@ -40,10 +45,10 @@ def test_all_that_a_version_asks_is_declared_once(backend: str, version: str) ->
     declarations = declared(backend, version)
     assert asked_in(version) <= declarations.keys()
     assert declarations.keys() <= CAPABILITIES.keys()
-    mine = [item for item in DECLARATIONS if item.backend == backend]
+    mine = [item for item in DECLARATIONS if item.backend == backend and SpecifierSet(item.versions).contains(version)]
     for item in mine:
         # The later of two would win without a word.
-        assert item is declarations.get(item.capability, item), f"{item.capability} is declared twice for {version}"
+        assert item is declarations[item.capability], f"{item.capability} is declared twice for {version}"
 
 
 def test_nothing_is_declared_without_a_reason_and_how_it_is_known() -> None:
@@ -140,6 +145,11 @@ def test_of_a_backend_of_vllms_own_nothing_is_declared() -> None:
         (("auto", "bfloat16"), "fp8", False),
         (("decoder",), SimpleNamespace(value="decoder"), True),
         (("decoder",), SimpleNamespace(value="encoder"), False),
+        (VLLM, "fp8", True),
+        (VLLM, True, True),
+        (Vllm(("fp8_e5m2",)), "fp8", True),
+        (Vllm(("fp8_e5m2",)), None, True),
+        (Vllm(("fp8_e5m2",)), "fp8_e5m2", False),
     ],
 )
 def test_allows(value: bool | Multiples | tuple[str, ...], asked: Any, fit: bool) -> None:
@@ -170,7 +180,16 @@ def test_an_explanation_has_what_was_asked_and_what_is_fit() -> None:
         "they scale fp8 queries and keys, which mate refuses",
     ]
     assert told[-1].startswith("FLASH_ATTN@musa does not declare per_head_quant_scales: ")
-    assert explain(declared(FLASH_ATTN, "0.26.0"), {"kv_cache_dtype": "fp8"}) == []
+    assert explain(declared(FLASH_ATTN, "0.26.0"), {"kv_cache_dtype": "fp8_e5m2"}) == []
+
+
+@pytest.mark.parametrize("version", ["0.20.2", "0.21.0"])
+def test_an_exception_from_vllms_own_answer_is_explained(version: str) -> None:
+    declarations = declared(FLASH_ATTN, version)
+    assert explain(declarations, {"kv_cache_dtype": "fp8"}) == explain(declarations, {"kv_cache_dtype": None}) == []
+    (told,) = explain(declarations, {"kv_cache_dtype": "fp8_e5m2"})
+    assert told.startswith("FLASH_ATTN does not declare kv_cache_dtype fp8_e5m2: ")
+    assert told.endswith("use --kv-cache-dtype fp8")
 
 
 def test_the_table_needs_neither_vllm_nor_torch() -> None:
@@ -179,13 +198,17 @@ def test_the_table_needs_neither_vllm_nor_torch() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def row(backend: str, capability: str) -> str:
-    """A capability's line of docs/attention.md."""
-    (item,) = (item for item in DECLARATIONS if (item.backend, item.capability) == (backend, capability))
+def first(versions: str) -> str:
+    """The lowest version of a range."""
+    return versions.partition(",")[0].removeprefix(">=")
+
+
+def row(item: Declaration) -> str:
+    """A declaration's line of docs/attention.md."""
     value = " or ".join(item.value) if isinstance(item.value, tuple) else str(item.value)
     value = {"True": "yes", "False": "no"}.get(value, value) + (f", {item.limit}" if item.limit else "")
-    since = CAPABILITIES[capability].versions.removeprefix(">=")
-    return f"| `{capability}` | {since} | {value} | {item.reason} | {item.verified} |"
+    since = max(first(CAPABILITIES[item.capability].versions), first(item.versions), key=Version)
+    return f"| `{item.capability}` | {since} | {value} | {item.reason} | {item.verified} |"
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -193,4 +216,4 @@ def test_the_page_has_the_table(backend: str, pytestconfig: pytest.Config) -> No
     page = (Path(pytestconfig.rootpath) / "docs" / "attention.md").read_text()
     section = page.partition(f"\n## `{backend}`")[2].partition("\n## ")[0]
     rows = [line for line in section.splitlines() if line.startswith("| `")]
-    assert rows == [row(backend, item.capability) for item in DECLARATIONS if item.backend == backend]
+    assert rows == [row(item) for item in DECLARATIONS if item.backend == backend]

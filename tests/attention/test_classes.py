@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -80,6 +81,54 @@ def test_on_cuda_declared_answers_are_given_and_the_others_are_vllms(version: st
         assert [size for size in range(8, 257, 8) if not stock.supports_head_size(size)] == []
         assert [block.base for block in made.get_supported_kernel_block_sizes()] == [16]
         assert made.validate_configuration(**arguments(made, use_non_causal=True, has_sliding_window=True)) == []
+
+
+def cache_types(text: str) -> tuple[str, ...]:
+    """The names that vLLM takes for the type of a KV cache."""
+    (literal,) = re.findall(r"^CacheDType = Literal\[(.*?)^\]", text, re.MULTILINE | re.DOTALL)
+    return tuple(re.findall(r'"(\w+)"', literal))
+
+
+@pytest.mark.parametrize("version", ["0.20.0", "0.20.1", "0.20.2", "0.21.0"])
+def test_no_type_of_cache_is_declared_that_vllms_layer_then_raises_on(version: str, vllm_tree: Tree) -> None:
+    tree = vllm_tree(version)
+    utilities: dict[str, Any] = {}
+    text = tree.read("vllm/utils/torch_utils.py")
+    (quantized,) = re.findall(r"^def is_quantized_kv_cache\(.*?(?=^\S)(?=^def)", text, re.MULTILINE | re.DOTALL)
+    exec(quantized, utilities)
+    with released(version, tree, flash=(3,)) as load:
+        flash = load(FLASH)
+        flash.is_quantized_kv_cache = utilities["is_quantized_kv_cache"]
+        flash.flash_attn_supports_fp8 = lambda: True
+        made = load("vllm_hwplugin.attention.cuda").CudaFlashAttentionBackend
+        stock = flash.FlashAttentionBackend
+        types = cache_types(tree.read("vllm/config/cache.py"))
+        assert {"fp8_e5m2", "fp8", "auto"} <= set(types)
+        fails = []
+        for name in types:
+            if flash.is_quantized_kv_cache(name) and stock.supports_kv_cache_dtype(name):
+                try:
+                    stock.get_fp8_dtype_for_flashattn(name)
+                except ValueError:
+                    fails.append(name)
+        assert "fp8_e5m2" in fails
+        for name in (*types, None):
+            expected = stock.supports_kv_cache_dtype(name) and name not in fails
+            assert made.supports_kv_cache_dtype(name) == made.supports_kv_cache_dtype(kv_cache_dtype=name) == expected
+        assert made.supports_kv_cache_dtype("fp8") is True
+        told = made.validate_configuration(**arguments(made, kv_cache_dtype="fp8_e5m2"))
+        assert told[0] == "kv_cache_dtype not supported"
+        assert told[1].startswith("FLASH_ATTN does not declare kv_cache_dtype fp8_e5m2: ")
+        flash.flash_attn_supports_fp8 = lambda: False
+        assert made.supports_kv_cache_dtype("fp8") is False
+
+
+@pytest.mark.parametrize("version", SUPPORTED[SUPPORTED.index("0.22.0") :])
+def test_later_the_type_of_a_cache_is_vllms_own_answer_alone(version: str, vllm_tree: Tree) -> None:
+    with released(version, vllm_tree(version), flash=(3,)) as load:
+        made = load("vllm_hwplugin.attention.cuda").CudaFlashAttentionBackend
+        assert "supports_kv_cache_dtype" not in vars(made)
+        assert not made.supports_kv_cache_dtype("fp8_e5m2")
 
 
 @every_version

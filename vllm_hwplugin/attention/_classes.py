@@ -12,7 +12,19 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from .capabilities import CAPABILITIES, GAPS, Declaration, Multiples, Vllm, allows, asked_in, declared, explain
+from .capabilities import (
+    CAPABILITIES,
+    GAPS,
+    VLLM,
+    Declaration,
+    Multiples,
+    Value,
+    Vllm,
+    allows,
+    asked_in,
+    declared,
+    explain,
+)
 
 logger = logging.getLogger("vllm.hwplugin")
 
@@ -23,7 +35,7 @@ def declares(backend: str, version: str, above: tuple[int, str] | None = None) -
     """Decorate a subclass of one of vLLM's backends: its capabilities are those that are declared under a name.
 
     A declared value becomes the class's answer, in place of what it inherits; where vLLM's own answer is declared, the
-    inherited one stays. ``validate_configuration`` is vLLM's, and says beside vLLM's reasons what was expected.
+    inherited one stays, but for what is excepted. ``validate_configuration`` is vLLM's, and says beside vLLM's reasons what was expected.
 
     ``declarations`` of the class are what it was made from.
 
@@ -42,7 +54,7 @@ def declares(backend: str, version: str, above: tuple[int, str] | None = None) -
 
     def make(cls: Backend) -> Backend:
         for item in declarations.values():
-            if not isinstance(item.value, Vllm):
+            if item.value != VLLM:
                 _give(cls, item, item.value)
         cls.declarations = declarations  # type: ignore[attr-defined]
         cls.validate_configuration = _validation(cls, declarations, larger)  # type: ignore[attr-defined]
@@ -72,7 +84,7 @@ def undeclared(cls: type) -> set[str]:
     return {name for name in dir(cls) if name.startswith(("supports_", "is_"))} - known
 
 
-def _give(cls: type, item: Declaration, value: bool | Multiples | tuple[str, ...]) -> None:
+def _give(cls: type, item: Declaration, value: Value) -> None:
     capability = CAPABILITIES[item.capability]
     if capability.plain:
         setattr(cls, capability.method, value)
@@ -83,10 +95,13 @@ def _give(cls: type, item: Declaration, value: bool | Multiples | tuple[str, ...
             return value
 
     else:
+        inherited = getattr(cls.__mro__[1], capability.method, None) if isinstance(value, Vllm) else None
 
         def answer(cls: type, *args: Any, **kwargs: Any) -> bool:
             # The one thing that is asked about comes first, by position or by a name that is the caller's to choose.
-            return allows(value, next(iter((*args, *kwargs.values()))))
+            if not allows(value, next(iter((*args, *kwargs.values())))):
+                return False
+            return inherited is None or bool(inherited.__func__(cls, *args, **kwargs))
 
     answer.__name__ = capability.method
     answer.__qualname__ = f"{cls.__qualname__}.{capability.method}"

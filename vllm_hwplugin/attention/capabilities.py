@@ -106,10 +106,17 @@ class Multiples:
 
 @dataclasses.dataclass(frozen=True)
 class Vllm:
-    """The answer is that of vLLM's own class, which depends on the device or on the kernels that are installed."""
+    """The answer is that of vLLM's own class, which depends on the device or on the kernels that are installed.
+
+    Args:
+        but_not: the names (of types as torch and vLLM write them) that its class may say yes to and that then fail, so
+            that the answer to them is no.
+    """
+
+    but_not: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return "vLLM's own answer"
+        return "vLLM's own answer" + (f", but not for {' or '.join(self.but_not)}" if self.but_not else "")
 
 
 VLLM: Final = Vllm()
@@ -126,7 +133,7 @@ class Declaration:
             for larger heads only.
         capability: a name of :data:`CAPABILITIES`.
         value: True or False; the numbers that are fit; the names that are fit (of types as torch and vLLM write them);
-            or :data:`VLLM`.
+            or :data:`VLLM`, perhaps with exceptions.
         versions: of vLLM, those in which it holds.
         reason: why this value.
         verified: how it is known.
@@ -174,7 +181,17 @@ DECLARATIONS: Final[tuple[Declaration, ...]] = (
     # -- FLASH_ATTN on CUDA. Up to 256 it is vLLM's own kernels, so what vLLM decides by the device stays vLLM's.
     _cuda("head_sizes", Multiples(8, 512), "up to 256 on vLLM's kernels, above on the plugin's", _TRIED),
     _cuda("block_sizes", Multiples(16), "the pages of vLLM's FLASH_ATTN cache", _READ),
-    *(_cuda(name, VLLM, _DEVICE) for name in ("dtypes", "kv_cache_dtypes", "attn_types", "compute_capability", "sink")),
+    _cuda("dtypes", VLLM, _DEVICE),
+    _cuda(
+        "kv_cache_dtypes",
+        Vllm(("fp8_e5m2", "fp8_inc", "fp8_ds_mla", "fp8_per_token_head", "int8_per_token_head", "nvfp4")),
+        "vLLM's class takes every quantized type for fp8 here, and its layer then raises `Unrecognized FP8 dtype`; use "
+        "--kv-cache-dtype fp8",
+        "vLLM's class is asked, and compared with its layer by a test",
+        versions=">=0.20.0,<0.22",
+    ),
+    _cuda("kv_cache_dtypes", VLLM, _DEVICE, versions=">=0.22.0,<0.34"),
+    *(_cuda(name, VLLM, _DEVICE) for name in ("attn_types", "compute_capability", "sink")),
     _cuda("mm_prefix", VLLM, "no before 0.24.0; from there on where FlashAttention 4 resolves, which takes a mask"),
     _cuda("per_head_quant_scales", VLLM, "needs FlashAttention 3 or later"),
     _cuda("mla", False, "MLA has backends of its own"),
@@ -306,11 +323,11 @@ def asked_in(version: str) -> frozenset[str]:
     return frozenset(item.name for item in CAPABILITIES.values() if _holds(item.versions, version))
 
 
-def allows(value: bool | Multiples | tuple[str, ...], asked: Any) -> bool:
-    """Whether a declared value covers what is asked.
+def allows(value: Value, asked: Any) -> bool:
+    """Whether a declared value covers what is asked; where the answer is vLLM's, whether it is not excepted.
 
     Args:
-        value: of a :class:`Declaration`, other than :data:`VLLM`.
+        value: of a :class:`Declaration`.
         asked: a flag, a size, or a type (by its name, or a ``torch.dtype``). None asks for nothing.
     """
     if isinstance(value, bool):
@@ -319,6 +336,8 @@ def allows(value: bool | Multiples | tuple[str, ...], asked: Any) -> bool:
         return True
     if isinstance(value, Multiples):
         return asked in value
+    if isinstance(value, Vllm):
+        return _name(asked) not in value.but_not
     return _name(asked) in value
 
 
@@ -346,7 +365,10 @@ def explain(declarations: Mapping[str, Declaration], asked: Mapping[str, Any]) -
     told = []
     for item in declarations.values():
         argument = CAPABILITIES[item.capability].argument
-        if argument not in asked or isinstance(item.value, Vllm) or allows(item.value, asked[argument]):
+        if argument not in asked or allows(item.value, asked[argument]):
+            continue
+        if isinstance(item.value, Vllm):
+            told.append(f"{item.backend} does not declare {argument} {_name(asked[argument])}: {item.reason}")
             continue
         if isinstance(item.value, bool):
             told.append(f"{item.backend} does not declare {item.capability}: {item.reason}")
