@@ -64,6 +64,16 @@ def test_attention_can_be_narrowed(run):
     assert (result.exit_code, asked) == (2, [])
 
 
+def test_the_page_names_the_command_that_made_a_chapter(run):
+    result, found, _ = run("attention", "--kernel", "hwplugin", "--kind", "prefill", "--seed", "7")
+    assert found["settings"]["only"] == {"kernel": ["hwplugin"], "kind": ["prefill"]}
+    command = 'vllm-hwplugin bench attention --kernel "hwplugin" --kind "prefill" --seconds 75 --seed 7'
+    assert command in result.output
+    result, found, _ = run("ops")
+    assert found["settings"]["only"] == {"op": []}
+    assert "`vllm-hwplugin bench ops --seconds 60 --seed 0`" in result.output
+
+
 def test_ops_measures_both_sides_and_says_the_verdicts(run):
     result, found, ((job, todo, _),) = run("ops", "--op", "topk_softmax")
     assert result.exit_code == 0, result.output

@@ -51,7 +51,7 @@ def attention(
         for name, case in plan
         if (not kernels or name in kernels) and (not kinds or _attention_cases.CASES[case].kind in kinds)
     ]
-    results = _run("attention", todo, seconds, seed, json_file)
+    results = _run("attention", todo, seconds, seed, json_file, {"kernel": kernel or [], "kind": kind or []})
     ours = [c for c in results["cells"] if c["kernel"] == _attention_cases.OURS]
     if any(c["status"] != _cells.MEASURED or c["error_ratio"] > 2 for c in ours):
         raise typer.Exit(1)
@@ -69,7 +69,7 @@ def ops(
     """
     chosen = known(op or [], _op_cases.OPS, "--op")
     todo = [(name, case) for name, case in _op_cases.plan() if not chosen or _op_cases.CASES[case].op in chosen]
-    results = _run("ops", todo, seconds, seed, json_file)
+    results = _run("ops", todo, seconds, seed, json_file, {"op": op or []})
     ours = [c for c in results["cells"] if c["kernel"] == _op_cases.OURS]
     if any(c["status"] != _cells.MEASURED or c["mismatch"] is not None for c in ours):
         raise typer.Exit(1)
@@ -83,15 +83,18 @@ def report(
     markdown.write_text(reporting.markdown([_results.read(file) for file in files]), encoding="utf-8")
 
 
-def _run(kind: str, todo: Sequence[Cell], seconds: float, seed: int, json_file: Path | None) -> dict[str, Any]:
+def _run(
+    kind: str, todo: Sequence[Cell], seconds: float, seed: int, json_file: Path | None, only: dict[str, list[str]]
+) -> dict[str, Any]:
     console = Console()
     host = bench.detect_host()
     if host.device != "cuda":
         raise bench.HostUnknown(f"`bench {kind}` measures kernels of a GPU; vLLM runs on {host.name} ({host.device})")
     console.print(f"vLLM {host.vllm} on {host.name}, torch {host.torch}", highlight=False)
     effort = Effort()
-    settings = {"seconds": seconds, "seed": seed, "limit": _LIMITS[kind], "effort": dataclasses.asdict(effort)}
-    job = {"kind": kind, "seed": seed, "limit": _LIMITS[kind], "effort": dataclasses.asdict(effort)}
+    limits = {"seed": seed, "limit": _LIMITS[kind], "effort": dataclasses.asdict(effort)}
+    settings = {"seconds": seconds, "only": only, **limits}
+    job = {"kind": kind, **limits}
     text = TextColumn("{task.description}", markup=False)
     columns = (SpinnerColumn(), text, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bar:

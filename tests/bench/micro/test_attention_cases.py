@@ -44,6 +44,7 @@ def test_the_plan_has_every_kernel_side_by_side_and_ours_before_what_may_be_cut_
     assert len(plan) == len(set(plan))
     for case in (*cases.DECODE, *cases.PREFILL):
         assert (cases.OURS, case.key) in plan
+        assert (cases.OURS_TRITON, case.key) in plan
         assert (cases.TRITON, case.key) in plan
         assert (cases.FA4, case.key) in plan
         assert (cases.FLASHINFER, case.key) in plan
@@ -53,6 +54,8 @@ def test_the_plan_has_every_kernel_side_by_side_and_ours_before_what_may_be_cut_
     for case in cases.PREFILL_256:
         assert (cases.FA3, case.key) in plan
     ours = max(i for i, (kernel, _) in enumerate(plan) if kernel == cases.OURS)
-    assert {kernel for kernel, _ in plan[ours + 2 :]} == {cases.FA4, cases.FLASHINFER}
+    assert {kernel for kernel, _ in plan[ours + 2 :]} == {cases.OURS_TRITON, cases.FA4, cases.FLASHINFER}
     first = plan.index((cases.OURS, cases.DECODE[0].key))
     assert plan[first + 1] == (cases.TRITON, cases.DECODE[0].key)
+    prefill = plan.index((cases.OURS, cases.PREFILL[0].key))
+    assert plan[prefill + 1] == (cases.OURS_TRITON, cases.PREFILL[0].key)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import sys
 import types
 
@@ -61,6 +62,33 @@ def test_ours_gets_the_batch(module, batch):
     assert (options["max_query_len"], options["max_seq_len"], options["causal"]) == (4, 70, True)
     assert options["scale"] == pytest.approx(32**-0.5)
     assert options["scratch"] == "scratch on cpu"
+
+
+@dataclasses.dataclass(frozen=True)
+class Scratch:
+    device: object
+    hopper: bool = True
+
+
+def test_our_triton_kernels_are_forced_where_the_device_would_take_the_other(module, batch):
+    asked = []
+    module(
+        "vllm_hwplugin.attention.paged",
+        refuse=lambda *asked: None,
+        Scratch=types.SimpleNamespace(allocate=Scratch),
+        paged_attention=lambda *tensors, **options: asked.append(options["scratch"]),
+    )
+    kernels = Ours(), Ours(triton=True)
+    assert [kernel.name for kernel in kernels] == [cases.OURS, cases.OURS_TRITON]
+    for kernel in kernels:
+        kernel.prepare(batch)()
+    assert asked == [Scratch(batch.query.device), Scratch(batch.query.device, hopper=False)]
+
+
+def test_the_packages_scratch_says_which_kernel_is_taken():
+    from vllm_hwplugin.attention import paged
+
+    assert "hopper" in {field.name for field in dataclasses.fields(paged.Scratch)}
 
 
 @pytest.mark.gpu

@@ -90,10 +90,10 @@ def test_a_rival_that_is_not_there_says_nothing(results):
     assert the(every, "prefill not slower than SDPA (").met is True
 
 
-def test_operations_are_held_to_the_bandwidth_at_large_sizes_and_to_parity(results):
+def test_operations_are_held_to_the_bandwidth_where_they_move_many_bytes_and_to_parity(results):
     def seconds(kernel, key):
         case = ops.CASES[key]
-        slow = case.op == "topk_softmax" or case.size == ops.SMALL
+        slow = case.op in ("topk_softmax", "fused_qk_norm_rope") or case.bytes_moved < 128 << 20
         return case.bytes_moved / BANDWIDTH / (0.5 if slow else 0.85)
 
     def spoil(cell):
@@ -101,8 +101,13 @@ def test_operations_are_held_to_the_bandwidth_at_large_sizes_and_to_parity(resul
             cell["mismatch"] = "wrong"
 
     every = found(results, "ops", seconds, spoil)
-    assert the(every, "rotary_embedding at").met is True
-    assert the(every, "topk_softmax at").met is False
-    assert the(every, "topk_softmax at").worst.endswith(": 0.50")
+    # 8192 tokens with 4/1 heads move 22 MiB: no figure of memory.
+    rotary = the(every, "rotary_embedding at 80% of the copy bandwidth, from 128 MiB on")
+    assert (rotary.met, rotary.count, rotary.total) == (True, 5, 5)
+    fused = the(every, "fused_qk_norm_rope at")
+    assert (fused.met, fused.count, fused.total) == (False, 0, 3)
+    assert fused.worst.endswith(": 0.50")
+    assert the(every, "topk_softmax at").met is None
+    assert the(every, "topk_softmax at").worst == "no goal: k selections in each row bound it, not memory"
     assert the(every, "rotary_embedding agrees").met is True
     assert (the(every, "merge_attn_states agrees").met, the(every, "merge_attn_states agrees").count) == (False, 0)

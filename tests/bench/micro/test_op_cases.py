@@ -88,14 +88,47 @@ def test_bytes(op, tokens, moved):
     assert case(op, tokens).bytes_moved == moved
 
 
+def test_the_choice_of_experts_is_measured_with_both_sizes_of_logits():
+    """The kernel goes another way with 16 bits, and under vLLM's name it serves both."""
+    logits = {operand.dtype for c in cases.CASES.values() for operand in c.operands if operand.name == "gating_output"}
+    assert logits == {"float32", "bfloat16"}
+
+
 def test_a_residual_is_read_and_written():
     plain, residual = (case("rms_norm_dynamic_per_token_quant", 8, shape) for shape in (0, 1))
     assert residual.bytes_moved - plain.bytes_moved == 2 * 8 * 4096 * 2
 
 
-def test_the_plan_has_both_sides_of_a_case_side_by_side():
-    plan = cases.plan()
-    assert len(plan) == 2 * len(cases.CASES)
-    for ours, theirs in zip(plan[::2], plan[1::2], strict=True):
-        assert (ours[0], theirs[0]) == (cases.OURS, cases.VLLM)
-        assert ours[1] == theirs[1]
+def test_the_plan_has_all_sides_of_a_case_side_by_side():
+    plan = iter(cases.plan())
+    for key, one in cases.CASES.items():
+        more = [cases.VLLM_FLOAT32] if one.op == "rotary_embedding" else []
+        assert [next(plan) for _ in range(2 + len(more))] == [(k, key) for k in (cases.OURS, cases.VLLM, *more)]
+    assert list(plan) == []
+
+
+def test_what_is_measured_with_a_converted_table_has_one():
+    for op in cases.FLOAT32_TABLE:
+        (table,) = [one for one in case(op, 1).operands if one.name == cases.TABLE]
+        assert table.dtype == "bfloat16"
+
+
+def test_the_goals_bytes_are_more_than_any_shape_that_fits_in_l2():
+    from vllm_hwplugin.bench.micro._goals import OPS_BYTES
+
+    assert OPS_BYTES > 2 * (60 << 20)
+    for op in cases.OPS:
+        found = {c.bytes_moved >= OPS_BYTES for c in cases.CASES.values() if c.op == op}
+        assert found == ({False} if op in cases.NOT_BY_MEMORY else {False, True}), op
+
+
+@pytest.mark.parametrize("version", ["0.20.2", "0.26.0", "0.33.0"])
+def test_vllms_layer_passes_the_table_in_the_querys_type(vllm_tree, version):
+    """So that a conversion to float32 is the operation's own."""
+    text = vllm_tree(version).read("vllm/model_executor/layers/rotary_embedding/base.py")
+    functions = {
+        node.name: ast.unparse(node) for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)
+    }
+    assert "cos_sin_cache = self._match_cos_sin_cache_dtype(query)" in functions["forward_cuda"]
+    assert "cos_sin_cache.to(query.device, dtype=query.dtype)" in functions["_match_cos_sin_cache_dtype"]
+    assert "float32" not in functions["forward_cuda"] + functions["_match_cos_sin_cache_dtype"]

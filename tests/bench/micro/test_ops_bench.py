@@ -35,6 +35,32 @@ def test_a_wrong_operation_is_timed_and_says_where(bench, monkeypatch):
     assert bench.measure((cases.VLLM, CASE))["mismatch"].startswith("query: 1 of 4096")
 
 
+def test_the_table_is_converted_before_the_clock_starts_and_only_for_the_side_that_says_so(bench, monkeypatch):
+    seen = []
+
+    def spy(positions, query, key, head, table, neox):
+        seen.append(table.dtype)
+        torch.ops.hwplugin.rotary_embedding(positions, query, key, head, table, neox)
+
+    spy.default = torch.ops.hwplugin.rotary_embedding.default
+    monkeypatch.setattr(_op_kernels, "implementation", lambda kernel, op: spy)
+    for kernel, dtype in ((cases.VLLM_FLOAT32, torch.float32), (cases.VLLM, torch.bfloat16)):
+        seen.clear()
+        # With a table in float32 the operation rounds once, as vLLM's does: right, if not bit for bit.
+        assert bench.measure((kernel, CASE))["mismatch"] is None
+        assert set(seen) == {dtype}
+
+
+def test_ours_is_held_to_every_bit(bench, monkeypatch):
+    def once(positions, query, key, head, table, neox):
+        torch.ops.hwplugin.rotary_embedding(positions, query, key, head, table.float(), neox)
+
+    once.default = torch.ops.hwplugin.rotary_embedding.default
+    monkeypatch.setattr(_op_kernels, "implementation", lambda kernel, op: once)
+    assert bench.measure((cases.VLLM, CASE))["mismatch"] is None
+    assert bench.measure((cases.OURS, CASE))["mismatch"].startswith("query: ")
+
+
 def test_ours_is_missing_where_its_kernel_is_and_says_why(bench):
     # Without a GPU the reference would run: that is no figure of the kernel.
     assert "CPU build" in bench.missing((cases.OURS, CASE)) or not torch.version.cuda

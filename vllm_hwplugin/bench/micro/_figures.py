@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ._cells import MEASURED
@@ -15,6 +15,13 @@ def find(results: Mapping[str, Any], kernel: str, case: str) -> Mapping[str, Any
         if (cell["kernel"], cell["case"], cell["status"]) == (kernel, case, MEASURED):
             return dict(cell)
     return None
+
+
+def fastest(results: Mapping[str, Any], kernels: Sequence[str], case: str) -> Mapping[str, Any] | None:
+    """The cell of the kernel that takes the least time, or None where one of them was not measured."""
+    cells = [find(results, kernel, case) for kernel in kernels]
+    known = [cell for cell in cells if cell is not None]
+    return min(known, key=lambda cell: float(cell["seconds"])) if len(known) == len(cells) else None
 
 
 def bandwidth(results: Mapping[str, Any], cell: Mapping[str, Any]) -> float:

@@ -15,6 +15,10 @@ from ._cells import Cell
 
 OURS = "hwplugin"
 VLLM = "vllm"
+#: vLLM's operation with the table of cosines in float32. vLLM's layer passes it in the model's type, and the operation
+#: of 0.20.0 to 0.20.2 converts all of it in every call (csrc/pos_encoding_kernels.cu); later ones read it as it is.
+VLLM_FLOAT32 = "vllm, float32 table"
+TABLE = "cos_sin_cache"
 
 SMALL = "small"
 LARGE = "large"
@@ -25,6 +29,19 @@ SIZES = {"float32": 4, "bfloat16": 2, "float8_e4m3fn": 1, "int32": 4, "int64": 8
 
 #: How an input is filled; an output is spoiled instead.
 Fill = Literal["normal", "near one", "positions", "cos sin", "spoiled"]
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Which elements of a row are rotated together.
+
+    Attributes:
+        head: elements of a head, all of which are rotated.
+        neox: the pairs are (i, i + head / 2), else (2i, 2i + 1).
+    """
+
+    head: int
+    neox: bool
 
 
 @dataclass(frozen=True)
@@ -40,6 +57,8 @@ class Operand:
         tolerance: how far an output may be from the reference, relative to the larger of the right value and a quarter
             of the outputs' root mean square; 0 for equality. It finds a wrong kernel; the operation's own tests are
             stricter.
+        pairs: where an output is a rotation, whose terms can cancel: the tolerance is relative to the length of a pair.
+        exact: the plugin's own kernel has to equal the reference; the tolerance is for vLLM's.
         by_position: its values depend on the row's number in the whole batch, so that single rows say nothing.
         limit: of positions: the number of rows of the table that they point into.
     """
@@ -54,6 +73,8 @@ class Operand:
     row_stride: int | None = None
     transposed: bool = False
     tolerance: float = 0.0
+    pairs: Pairs | None = None
+    exact: bool = False
     by_position: bool = False
     limit: int = 0
 
@@ -85,6 +106,11 @@ class OpCase:
         return TOKENS[self.tokens]
 
     @property
+    def rivals(self) -> tuple[str, ...]:
+        """vLLM's operation, once for each way of calling it; the fastest is what the plugin's is compared with."""
+        return (VLLM, VLLM_FLOAT32) if self.op in FLOAT32_TABLE else (VLLM,)
+
+    @property
     def operands(self) -> tuple[Operand, ...]:
         return tuple(one for one in self.arguments if isinstance(one, Operand))
 
@@ -100,12 +126,19 @@ _FP8 = 2.0**-3
 _SCALE = 2.0**-6
 _F32 = 1e-5
 
+#: Of the length of a pair. Rounding to bfloat16 moves a number by 2**-8 of itself at most. The reference rounds both
+#: products and then their sum: |x cos| + |y sin| is no more than the length (Cauchy and Schwarz), so the products cost
+#: 2**-8 of it at most, however much of their sum cancels, and rounding the sum as much again. vLLM's kernel computes
+#: in float32 and rounds once: another 2**-8. The eighth is for cosines and sines that are rounded themselves, and for
+#: terms of second order.
+_PAIR = 3.125 * 2.0**-8
+
 _POSITIONS = 40960
 
 
 def _cos_sin(tokens: int, rotary_dim: int) -> Operand:
     used = min(tokens, _POSITIONS) * rotary_dim
-    return Operand("cos_sin_cache", (_POSITIONS, rotary_dim), "bfloat16", "in", "cos sin", token_dim=None, used=used)
+    return Operand(TABLE, (_POSITIONS, rotary_dim), "bfloat16", "in", "cos sin", token_dim=None, used=used)
 
 
 def _positions(name: str, tokens: int) -> Operand:
@@ -116,7 +149,16 @@ def _rotary(tokens: int, heads: int, kv_heads: int, head: int, neox: bool) -> tu
     # As in a model: slices of the projection's output.
     row = (heads + 2 * kv_heads) * head
     query, key = (
-        Operand(name, (tokens, count * head), "bfloat16", "inout", row_stride=row, tolerance=_BF16)
+        Operand(
+            name,
+            (tokens, count * head),
+            "bfloat16",
+            "inout",
+            row_stride=row,
+            tolerance=_PAIR,
+            pairs=Pairs(head, neox),
+            exact=True,
+        )
         for name, count in (("query", heads), ("key", kv_heads))
     )
     return _positions("positions", tokens), query, key, head, _cos_sin(tokens, head), neox
@@ -191,12 +233,12 @@ def _merge(tokens: int, heads: int, head: int) -> tuple[Any, ...]:
     )
 
 
-def _topk(tokens: int, experts: int, top: int) -> tuple[Any, ...]:
+def _topk(tokens: int, experts: int, top: int, dtype: str) -> tuple[Any, ...]:
     return (
         Operand("topk_weights", (tokens, top), "float32", "out", "spoiled", tolerance=_F32),
         Operand("topk_indices", (tokens, top), "int32", "out", "spoiled"),
         Operand("token_expert_indices", (tokens, top), "int32", "out", "spoiled", by_position=True),
-        Operand("gating_output", (tokens, experts), "float32", "in"),
+        Operand("gating_output", (tokens, experts), dtype, "in"),
         True,
         None,
     )
@@ -226,12 +268,17 @@ _SHAPES: dict[str, dict[str, Callable[[int], tuple[Any, ...]]]] = {
         "8 heads of 128": lambda tokens: _merge(tokens, 8, 128),
     },
     "topk_softmax": {
-        "8 of 128": lambda tokens: _topk(tokens, 128, 8),
-        "6 of 64": lambda tokens: _topk(tokens, 64, 6),
+        "8 of 128": lambda tokens: _topk(tokens, 128, 8, "float32"),
+        "8 of 128, bfloat16": lambda tokens: _topk(tokens, 128, 8, "bfloat16"),
+        "6 of 64": lambda tokens: _topk(tokens, 64, 6, "float32"),
     },
 }
 
 OPS = tuple(_SHAPES)
+#: Operations whose rival is measured with a table in float32 as well.
+FLOAT32_TABLE = ("rotary_embedding",)
+#: Operations that memory does not bound, and what does.
+NOT_BY_MEMORY = {"topk_softmax": "k selections in each row bound it, not memory"}
 CASES = {
     case.key: case
     for case in (
@@ -244,5 +291,5 @@ CASES = {
 
 
 def plan() -> tuple[Cell, ...]:
-    """Every cell; both kernels of a case stand side by side, so that a clock that changes treats them alike."""
-    return tuple((kernel, key) for key in CASES for kernel in (OURS, VLLM))
+    """Every cell; the kernels of a case stand side by side, so that a clock that changes treats them alike."""
+    return tuple((kernel, key) for key, case in CASES.items() for kernel in (OURS, *case.rivals))

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two sides of ``bench ops``: the plugin's operation with its kernel, and vLLM's own of the same name."""
+"""The sides of ``bench ops``: the plugin's operation with its kernel, and vLLM's own of the same name."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from . import _op_cases as cases
 from ._attention_kernels import unimportable
+from ._op_cases import OpCase, Operand
 
 #: vLLM's libraries define their operations in these namespaces, in every version.
 _NAMESPACES = ("_C", "_moe_C")
@@ -25,7 +26,7 @@ def reference(op: str) -> Callable[..., Any]:
 
 def missing(kernel: str, op: str) -> str | None:
     """Why an operation has no kernel on this side, or None. The first call for one of the plugin's may build it."""
-    if kernel == cases.VLLM:
+    if kernel != cases.OURS:
         if (reason := unimportable("vllm._custom_ops")) is not None:
             return reason
         return None if _of_vllm(op) is not None else f"this vLLM has no operation {op}"
@@ -51,6 +52,16 @@ def implementation(kernel: str, op: str) -> Callable[..., Any]:
     found = _of_vllm(op)
     assert found is not None
     return found
+
+
+def passed(kernel: str, case: OpCase, values: Sequence[Any]) -> list[Any]:
+    """What one side gets of the arguments: the same tensors, but for a table that has been converted beforehand."""
+    if kernel != cases.VLLM_FLOAT32:
+        return list(values)
+    return [
+        value.float() if isinstance(one, Operand) and one.name == cases.TABLE else value
+        for one, value in zip(case.arguments, values, strict=True)
+    ]
 
 
 def trailing(run: Any, given: int) -> list[None]:

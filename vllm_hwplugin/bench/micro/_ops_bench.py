@@ -43,8 +43,8 @@ class OpsBench:
         count = _repeat.sets(case.bytes_moved, self._l2, _ROOM, self._effort)
         more = _op_kernels.trailing(run, len(case.arguments))
         sets = [_op_inputs.arguments(case, self._device, self._random) for _ in range(count)]
-        wrong = self._mismatch(case, run, sets[0], more)
-        calls = [_bound(run, [*values, *more]) for values in sets]
+        wrong = self._mismatch(cell[0], case, run, sets[0], more)
+        calls = [_bound(run, [*_op_kernels.passed(cell[0], case, values), *more]) for values in sets]
         done = measure(self._timer, calls, self._effort)
         return {
             **dataclasses.asdict(done.timing),
@@ -54,12 +54,14 @@ class OpsBench:
             "copy_seconds": self._copies.seconds(case.bytes_moved),
         }
 
-    def _mismatch(self, case: cases.OpCase, run: Callable[..., Any], values: list[Any], more: list[None]) -> str | None:
+    def _mismatch(
+        self, kernel: str, case: cases.OpCase, run: Callable[..., Any], values: list[Any], more: list[None]
+    ) -> str | None:
         chosen = _op_inputs.rows(case, self._choice)
         right = _op_inputs.on_cpu(case, values, chosen)
         _op_kernels.reference(case.op)(*right)
-        run(*values, *more)
-        return _op_inputs.mismatch(case, values, right, chosen)
+        run(*_op_kernels.passed(kernel, case, values), *more)
+        return _op_inputs.mismatch(case, values, right, chosen, ours=kernel == cases.OURS)
 
 
 def _bound(run: Callable[..., Any], values: list[Any]) -> Callable[[], Any]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from . import _op_cases as cases
-from ._figures import find
+from ._figures import fastest, find
 
 #: Less is within what two runs differ by.
 MARGIN = 0.03
@@ -22,7 +22,8 @@ class Verdict:
     Attributes:
         verdict: ``gain`` where the operation is faster by more than `MARGIN` in every size class, right everywhere, and
             slower by more than that on no shape; else ``loss``.
-        ratios: size class -> vLLM's time by ours, the geometric mean over the shapes.
+        ratios: size class -> vLLM's time by ours, the geometric mean over the shapes. vLLM's time is the least over the
+            ways of calling its operation (``OpCase.rivals``), all of which have to be measured.
         why: what a loss follows from; empty for a gain.
     """
 
@@ -46,7 +47,7 @@ def _verdict(results: Mapping[str, Any], op: str, device: str, vllm: str) -> Ver
     for case in cases.CASES.values():
         if case.op != op:
             continue
-        ours, theirs = find(results, cases.OURS, case.key), find(results, cases.VLLM, case.key)
+        ours, theirs = find(results, cases.OURS, case.key), fastest(results, case.rivals, case.key)
         if ours is None or theirs is None:
             faults.append(f"{case.shape} with {case.tokens} tokens was not measured on both sides")
             continue

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tables of ``bench attention``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from . import _attention_cases as attention
+from ._attention_cases import AttentionCase
+from ._cells import MEASURED
+from ._decode_misses import MANY_ROWS, SMALL_BYTES, Miss, misses
+from ._figures import find
+from ._goals import DECODE_SHARE
+from ._tables import NONE, between, flops, head, memory, row, us
+
+
+def tables(results: Mapping[str, Any]) -> Iterator[str]:
+    yield from _prefill(results)
+    others = [name for name in _present(results, attention.DECODE) if name != attention.OURS]
+    for kv_heads in dict.fromkeys(case.kv_heads for case in attention.DECODE):
+        yield ""
+        yield from _decode(results, kv_heads, others)
+    yield from _slower(results, others)
+    yield from _below(results)
+
+
+def _prefill(results: Mapping[str, Any]) -> Iterator[str]:
+    yield "### Prefill: ms (TFLOP/s), error"
+    yield ""
+    shapes = [f"{c.batch} x {c.query} tokens, {c.kv_heads} KV head{'s'[: c.kv_heads - 1]}" for c in attention.PREFILL]
+    yield from head(["kernel", *shapes])
+    for cases, note in ((attention.PREFILL, ""), (attention.PREFILL_256, ", head size 256")):
+        for name in _present(results, cases):
+            yield row([f"{name}{note}", *(flops(find(results, name, case.key), case) for case in cases)])
+
+
+def _decode(results: Mapping[str, Any], kv_heads: int, others: Sequence[str]) -> Iterator[str]:
+    yield f"### Decode and verification, 8 query heads on {kv_heads} KV head{'s'[: kv_heads - 1]}"
+    yield ""
+    where = ["batch", "context", "query tokens"]
+    figures = ["us", "GB/s", "% of copy", "% of same size", "TFLOP/s", "error"]
+    yield from head([*where, *figures, *(f"{name} us" for name in others)])
+    for case in attention.DECODE:
+        if case.kv_heads != kv_heads:
+            continue
+        ours = find(results, attention.OURS, case.key)
+        shape = [str(case.batch), str(case.context), str(case.query)]
+        times = [us(find(results, name, case.key)) for name in others]
+        if ours is None:
+            yield row([*shape, *[NONE] * len(figures), *times])
+            continue
+        speed = f"{case.flops / ours['seconds'] / 1e12:.1f}"
+        yield row([*shape, *memory(results, ours, case.kv_bytes), speed, f"{ours['error_ratio']:.2f}", *times])
+
+
+def _slower(results: Mapping[str, Any], others: Sequence[str]) -> Iterator[str]:
+    """On how many shapes another kernel is faster."""
+    for name in others:
+        pairs = [(find(results, attention.OURS, case.key), find(results, name, case.key)) for case in attention.DECODE]
+        ratios = [
+            theirs["seconds"] / ours["seconds"] for ours, theirs in pairs if ours is not None and theirs is not None
+        ]
+        slower = [ratio for ratio in ratios if ratio < 1]
+        if slower:
+            yield ""
+            yield (
+                f"{name} is faster on {len(slower)} of {len(ratios)} shapes of these tables: it takes "
+                f"{between(slower, '.2f')} of the plugin's time there."
+            )
+
+
+def _below(results: Mapping[str, Any]) -> Iterator[str]:
+    """What can be said of the shapes that miss their share of the bandwidth."""
+    found = misses(results)
+    count = len(found.small) + len(found.arithmetic) + len(found.rest)
+    if not count:
+        return
+    goal = f"{DECODE_SHARE:.0%}"
+    yield ""
+    yield f"### Decode and verification below {goal} of the copy bandwidth"
+    yield ""
+    yield f"{count} shapes, each in the first group that fits:"
+    yield ""
+    if found.small:
+        few = f"keys and values of less than {SMALL_BYTES >> 20} MiB"
+        yield f"- **Few bytes**, {few}: {len(found.small)}. {_copies(found.small)}"
+    if found.arithmetic:
+        yield (
+            f"- **Arithmetic**, {MANY_ROWS} rows or more (query tokens x heads of a KV head): {len(found.arithmetic)}. "
+            f"{_speeds(found.arithmetic, found.prefill)}"
+        )
+    if found.rest:
+        yield f"- **The rest**: {len(found.rest)}. Share of the large copy's bandwidth, and of a copy's of their size:"
+        for one in found.rest:
+            same = "not measured" if one.copy_share is None else f"{one.share / one.copy_share:.0%}"
+            yield f"  - {one.case.key}: {one.share:.0%}, {same}"
+
+
+def _copies(small: Sequence[Miss]) -> str:
+    shares = [(one.share, one.copy_share) for one in small if one.copy_share is not None]
+    if not shares:
+        return "Copies of their sizes were not measured."
+    below = sum(copy < DECODE_SHARE for _, copy in shares)
+    return (
+        f"A copy of as many bytes reaches {between((copy for _, copy in shares), '.0%')} of the large one's bandwidth, "
+        f"less than {DECODE_SHARE:.0%} for {below} of these shapes. Of such a copy's bandwidth the kernel reaches "
+        f"{between((ours / copy for ours, copy in shares), '.0%')}."
+    )
+
+
+def _speeds(found: Sequence[Miss], prefill: float | None) -> str:
+    needed = between((one.needed / 1e12 for one in found), ".0f")
+    text = (
+        f"At {DECODE_SHARE:.0%} of the bandwidth they would run at {needed} TFLOP/s; they reach "
+        f"{between((one.speed / 1e12 for one in found), '.0f')}."
+    )
+    if prefill is None:
+        return text
+    more = sum(one.needed > prefill for one in found)
+    return f"{text} {more} of them would need more than the {prefill / 1e12:.0f} of the kernel's fastest prefill."
+
+
+def _present(results: Mapping[str, Any], cases: Sequence[AttentionCase]) -> list[str]:
+    """The kernels that have a figure in one of the cases, in the order of the plan."""
+    keys = {case.key for case in cases}
+    measured = {c["kernel"] for c in results["cells"] if c["status"] == MEASURED and c["case"] in keys}
+    return [name for name in dict.fromkeys(kernel for kernel, _ in attention.plan()) if name in measured]

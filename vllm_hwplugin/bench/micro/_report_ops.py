@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tables of ``bench ops``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from . import _op_cases as ops
+from ._figures import fastest, find
+from ._op_cases import OpCase
+from ._tables import NONE, between, head, memory, row, us
+from ._verdict import MARGIN, verdicts
+
+
+def tables(results: Mapping[str, Any]) -> Iterator[str]:
+    yield "### Verdicts"
+    yield ""
+    yield from head(["operation", "verdict", *(f"ratio, {size} sizes" for size in (ops.SMALL, ops.LARGE)), "why"])
+    for found in verdicts(results).values():
+        ratios = [f"{found.ratios[size]:.2f}" if size in found.ratios else NONE for size in (ops.SMALL, ops.LARGE)]
+        yield row([f"`{found.op}`", found.verdict, *ratios, found.why.partition(";")[0] or NONE])
+    for op in ops.OPS:
+        yield ""
+        yield from _operation(results, op, [case for case in ops.CASES.values() if case.op == op])
+
+
+def _operation(results: Mapping[str, Any], op: str, cases: Sequence[OpCase]) -> Iterator[str]:
+    yield f"### `{op}`"
+    yield ""
+    rivals = [f"{name.replace(ops.VLLM, 'vLLM', 1)} us" for name in cases[0].rivals]
+    yield from head(
+        ["shape", "tokens", "us", "GB/s", "% of copy", "% of same size", *rivals, "ratio", "agrees"],
+    )
+    for case in cases:
+        ours, best = find(results, ops.OURS, case.key), fastest(results, case.rivals, case.key)
+        figures = [NONE] * 4 if ours is None else memory(results, ours, case.bytes_moved)
+        times = [us(find(results, name, case.key)) for name in case.rivals]
+        ratio = NONE if ours is None or best is None else f"{best['seconds'] / ours['seconds']:.2f}"
+        right = NONE if ours is None else "yes" if ours["mismatch"] is None else "**no**"
+        yield row([case.shape, str(case.tokens), *figures, *times, ratio, right])
+    if op in ops.FLOAT32_TABLE:
+        yield from _conversion(results, cases)
+
+
+def _conversion(results: Mapping[str, Any], cases: Sequence[OpCase]) -> Iterator[str]:
+    """What vLLM's operation pays for a table that is not in float32."""
+    more = []
+    for case in cases:
+        plain, converted = (find(results, name, case.key) for name in (ops.VLLM, ops.VLLM_FLOAT32))
+        if plain is not None and converted is not None and plain["seconds"] > converted["seconds"] * (1 + MARGIN):
+            more.append(plain["seconds"] - converted["seconds"])
+    yield ""
+    yield (
+        "The ratio is by the faster of vLLM's two columns. Its layer passes the table of cosines in the model's type, "
+        "which is what the plugin's kernel gets here."
+    )
+    if more:
+        yield (
+            f"For {len(more)} of {len(cases)} shapes that costs vLLM's operation "
+            f"{between((seconds * 1e6 for seconds in more), '.1f')} us a call more than a table in float32: up to "
+            "0.20.2 it converts the whole table in each call. The ratio leaves that out."
+        )

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How figures are written: one cell or one line of a table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from ._attention_cases import AttentionCase
+from ._figures import bandwidth
+
+NONE = "-"
+
+
+def row(values: Sequence[str]) -> str:
+    return f"| {' | '.join(values)} |"
+
+
+def head(names: Sequence[str]) -> list[str]:
+    return [row(names), row(["---"] * len(names))]
+
+
+def memory(results: Mapping[str, Any], cell: Mapping[str, Any], moved: int) -> list[str]:
+    """Time, GB/s, the share of the large copy's bandwidth, and the time of a copy of as many bytes by the cell's."""
+    share = moved / cell["seconds"] / bandwidth(results, cell)
+    floor = NONE if cell["copy_seconds"] is None else f"{cell['copy_seconds'] / cell['seconds']:.0%}"
+    return [us(cell), f"{moved / cell['seconds'] / 1e9:.0f}", f"{share:.0%}", floor]
+
+
+def us(cell: Mapping[str, Any] | None) -> str:
+    return NONE if cell is None else f"{cell['seconds'] * 1e6:.1f}{_eager(cell)}"
+
+
+def flops(cell: Mapping[str, Any] | None, case: AttentionCase) -> str:
+    """Time, TFLOP/s and error."""
+    if cell is None:
+        return NONE
+    speed = case.flops / cell["seconds"] / 1e12
+    return f"{cell['seconds'] * 1e3:.3f}{_eager(cell)} ({speed:.0f}), {cell['error_ratio']:.2f}"
+
+
+def between(figures: Iterable[float], form: str) -> str:
+    """The range of the figures, as one number where both ends read the same."""
+    known = sorted(figures)
+    ends = [format(known[0], form), format(known[-1], form)]
+    return ends[0] if ends[0] == ends[1] else " to ".join(ends)
+
+
+def escaped(reason: str) -> str:
+    return reason.replace("|", "\\|").replace("<", "&lt;")
+
+
+def _eager(cell: Mapping[str, Any]) -> str:
+    return "" if cell["eager"] is None else " (eager)"
