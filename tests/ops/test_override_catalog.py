@@ -136,6 +136,15 @@ def test_what_is_wanted(
     assert words in found.reason
 
 
+def test_what_gains_and_is_kept_off_says_why_and_can_be_had() -> None:
+    op = OverridableOp(ROPE.name, ROPE.namespace, ROPE.schemas, kept_off="it rounds otherwise")
+    assert (
+        choose(op, "auto", (), "NVIDIA H200").reason
+        == "it rounds otherwise; VLLM_HWPLUGIN_OPS=on takes it all the same"
+    )
+    assert choose(op, "on", (), "NVIDIA H200").wanted
+
+
 def test_names_that_no_kernel_is_for() -> None:
     assert unknown_names(("rope", "topk_softmax")) == ("rope",)
 

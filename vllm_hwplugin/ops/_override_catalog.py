@@ -45,12 +45,14 @@ class OverridableOp:
         schemas: every text that is known; with another one the operation is left alone.
         default_on: devices, as PyTorch and nvidia-smi name them, on which the benchmark shows a gain
             (``benchmarks/results/kernels-*.json``).
+        kept_off: why it is the default nowhere though it gains; empty for the others.
     """
 
     name: str
     namespace: Literal["_C", "_moe_C"]
     schemas: tuple[Schema, ...]
     default_on: tuple[str, ...] = ()
+    kept_off: str = ""
 
     @property
     def qualname(self) -> str:
@@ -81,6 +83,7 @@ OPS: Final[Mapping[str, OverridableOp]] = MappingProxyType(
                         "Tensor cos_sin_cache, bool is_neox, int rope_dim_offset=0, bool inverse=False) -> ()",
                     ),
                 ),
+                kept_off="it rounds products and sums to the type of the cache, where vLLM's own kernel rounds once",
             ),
             OverridableOp(
                 "fused_qk_norm_rope",
@@ -115,6 +118,7 @@ OPS: Final[Mapping[str, OverridableOp]] = MappingProxyType(
                         "float epsilon, Tensor? scale_ub, Tensor!? residual) -> ()",
                     ),
                 ),
+                default_on=("NVIDIA H200",),
             ),
             OverridableOp(
                 "merge_attn_states",
@@ -143,6 +147,7 @@ OPS: Final[Mapping[str, OverridableOp]] = MappingProxyType(
                         "Tensor gating_output, bool renormalize, Tensor? bias, Tensor? is_padding) -> ()",
                     ),
                 ),
+                default_on=("NVIDIA H200",),
             ),
         )
     }
@@ -164,7 +169,8 @@ def choose(op: OverridableOp, choice: str, skip: Sequence[str], device: str | No
     if choice == "on":
         return Choice(True, f"{GATE}=on")
     if not op.default_on:
-        return Choice(False, f"no device is known on which it gains; {GATE}=on takes it all the same")
+        why = op.kept_off or "no device is known on which it gains"
+        return Choice(False, f"{why}; {GATE}=on takes it all the same")
     if device is None or device in op.default_on:
         return Choice(True, f"measured to gain on {', '.join(op.default_on)}")
     return Choice(False, f"not known to gain on {device}; {GATE}=on takes it all the same")
