@@ -166,3 +166,12 @@ def test_false_declarations_fail_in_both_directions(real):
     shape = found["probe_fakes.SaysNonCausal", "non_causal", "yes"]["shape"]
     assert shape in result.output
     assert "non-causal" in shape
+
+
+@pytest.mark.engine
+def test_a_kernel_that_does_not_end_has_crashed(real):
+    result, found = real("--backend", "probe_fakes.Hangs", "--capability", "sinks", "--timeout", "20")
+    assert result.exit_code == 1
+    one = found["probe_fakes.Hangs", "sinks", "yes"]
+    assert one["behaviour"] == "crashes"
+    assert one["shape"]

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 import secrets
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -35,8 +36,8 @@ def probe(
     strict: Annotated[bool, typer.Option("--strict", help="What works and is not declared is a failure.")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there.")] = None,
     timeout: Annotated[
-        float, typer.Option(help="Seconds for one process; the trial it is at has then crashed.")
-    ] = 3600,
+        float, typer.Option(help="Seconds for one batch, compilation included; the trial has then crashed.")
+    ] = 300,
 ) -> None:
     """Ask this host's attention backends whether they do what they say, and what they can beyond that.
 
@@ -50,10 +51,11 @@ def probe(
         seed=secrets.randbits(31) if seed is None else seed,
         cases=cases,
         factor=factor,
+        patience=timeout,
     )
 
     def start(one: Job, on_event: Callable[[Mapping[str, Any]], None]) -> Ended:
-        return run_child(MODULE, one.to_json(), {}, timeout=timeout, on_event=on_event)
+        return run_child(MODULE, one.to_json(), {}, timeout=math.inf, on_event=on_event)
 
     report = run_probe(job, start, strict=strict, on_result=lambda result: _show(result, console))
     if json_file is not None:

@@ -7,6 +7,7 @@ The probe's process imports this file by name, as it would a backend of another 
 from __future__ import annotations
 
 import os
+import time
 
 from vllm.config import get_current_vllm_config
 from vllm.v1.attention.backends.cpu_attn import (
@@ -58,6 +59,19 @@ class Aborts(CPUAttentionBackend):
     @staticmethod
     def get_impl_cls():
         return _AbortingImpl
+
+
+class _EndlessImpl(CPUAttentionBackendImpl):
+    def forward(self, *arguments, **options):
+        time.sleep(3600)
+
+
+class Hangs(CPUAttentionBackend):
+    """Never answers."""
+
+    @staticmethod
+    def get_impl_cls():
+        return _EndlessImpl
 
 
 class _ForgetfulImpl(CPUAttentionBackendImpl):

@@ -128,7 +128,7 @@ class Call:
         wanted = _steps((quotient if dtype == FLOAT8 else quotient.round()).to(dtype))
         apart = (_steps(self.result) - wanted).abs()
         assert int(apart.max()) <= 1
-        assert int((apart > 0).sum()) <= 3 + 0.001 * apart.numel()
+        assert int((apart > 0).sum()) <= 3 + 0.004 * apart.numel()
 
     def compare(self, theirs: Any) -> None:
         """With another's outcome: bit for bit in rows of the same scale, but for numbers that are nearly half way."""
@@ -144,7 +144,7 @@ class Call:
         assert int((~alike).sum()) <= 1 + 0.01 * len(alike)
         apart = (_steps(self.result) - _steps(result)).abs()[alike]
         assert apart.numel() == 0 or int(apart.max()) <= 1
-        assert int((apart > 0).sum()) <= 3 + 0.001 * apart.numel()
+        assert int((apart > 0).sum()) <= 3 + 0.004 * apart.numel()
 
 
 def _capture(call: Call) -> Any:

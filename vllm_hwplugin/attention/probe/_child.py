@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import importlib.metadata
 import json
 import platform
@@ -30,6 +31,8 @@ def main(job: Job, answer: TextIO) -> None:
         body = {key: None if value in (float("inf"), float("-inf")) else value for key, value in body.items()}
         answer.write(json.dumps({"event": event, **body}) + "\n")
         answer.flush()
+        # Its own thread does not need Python's lock, which a process that waits for a device may hold.
+        faulthandler.dump_traceback_later(job.patience, exit=True)
 
     device = _vllm.device()
     name = platform.processor() or platform.machine() if device.type == "cpu" else torch.cuda.get_device_name(device)
@@ -53,6 +56,7 @@ def main(job: Job, answer: TextIO) -> None:
                 with torch.inference_mode():
                     _one(say, name, host, trial, job)
     say("done")
+    faulthandler.cancel_dump_traceback_later()
 
 
 def _one(say: Any, name: str, host: Any, trial: Trial, job: Job) -> None:

@@ -29,7 +29,8 @@ class Job:
     """What a child is to do.
 
     ``backends`` are names of vLLM's registry or ``module.Class``; none means those that the platform can use. ``done``
-    holds (backend, capability, value) of earlier children's trials.
+    holds (backend, capability, value) of earlier children's trials. ``patience`` is in seconds for a batch: a kernel can
+    run without end, and then only the end of its process ends it.
     """
 
     backends: tuple[str, ...] = ()
@@ -37,6 +38,7 @@ class Job:
     seed: int = 0
     cases: int = 5
     factor: float = 2.0
+    patience: float = 300.0
     done: tuple[tuple[str, str, str], ...] = ()
 
     def to_json(self) -> str:
