@@ -127,7 +127,7 @@ class Call:
         quotient = (rounded / self.scale.double()).clamp(-limit, limit).float()
         wanted = _steps((quotient if dtype == FLOAT8 else quotient.round()).to(dtype))
         apart = (_steps(self.result) - wanted).abs()
-        assert int(apart.max()) <= 1
+        assert int(apart.max()) <= _most_apart(half, dtype)
         assert int((apart > 0).sum()) <= 3 + 0.004 * apart.numel()
 
     def compare(self, theirs: Any) -> None:
@@ -143,8 +143,17 @@ class Call:
         alike = ((self.scale - scale).abs() <= 2.0**-20 * scale).flatten()
         assert int((~alike).sum()) <= 1 + 0.01 * len(alike)
         apart = (_steps(self.result) - _steps(result)).abs()[alike]
-        assert apart.numel() == 0 or int(apart.max()) <= 1
+        assert apart.numel() == 0 or int(apart.max()) <= _most_apart(self.input.dtype, self.result.dtype)
         assert int((apart > 0).sum()) <= 3 + 0.004 * apart.numel()
+
+
+def _most_apart(half: Any, dtype: Any) -> int:
+    """Steps between two results of which one had another sum.
+
+    The normalised number may then round to its neighbour, and its product with the weight as well: two units of the
+    input's type. Of bfloat16 at 127 that is 127 / 128, a step of int8 and what a tie adds.
+    """
+    return 2 if (half, dtype) == (torch.bfloat16, torch.int8) else 1
 
 
 def _capture(call: Call) -> Any:
@@ -243,7 +252,7 @@ def test_every_layout_takes_its_own_path_to_the_same(half: Any) -> None:
                 assert _same(residual.view(12, hidden), call.residual)
                 torch.testing.assert_close(scale, call.scale, rtol=torch.finfo(half).eps + 2.0**-20, atol=0)
                 apart = (_steps(result.view(12, hidden)) - _steps(call.result)).abs()
-                assert int(apart.max()) <= 1
+                assert int(apart.max()) <= _most_apart(half, dtype)
                 assert float((apart > 0).float().mean()) < 0.1
 
 
