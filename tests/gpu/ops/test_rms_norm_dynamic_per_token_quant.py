@@ -252,7 +252,7 @@ def test_every_layout_takes_its_own_path_to_the_same(half: Any) -> None:
                 assert _same(residual.view(12, hidden), call.residual)
                 torch.testing.assert_close(scale, call.scale, rtol=torch.finfo(half).eps + 2.0**-20, atol=0)
                 apart = (_steps(result.view(12, hidden)) - _steps(call.result)).abs()
-                assert int(apart.max()) <= _most_apart(half, dtype)
+                assert int(apart.max()) <= 1
                 assert float((apart > 0).float().mean()) < 0.1
 
 
