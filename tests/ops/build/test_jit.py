@@ -288,3 +288,83 @@ def test_a_record_that_cannot_be_read_counts_as_none(
         record.write_text(damage)
     assert built.read_all() == []
     shutil.rmtree(own_cache)
+
+
+# -- whether a kernel can be had, asked before it is needed ------------------------------------------------------------
+
+
+@pytest.fixture
+def no_device(monkeypatch: pytest.MonkeyPatch, torch_cuda: TorchBuild) -> None:
+    """PyTorch is one for CUDA whose devices must not be asked for."""
+
+    def installed(capabilities: Any = None) -> TorchBuild:
+        assert capabilities is not None
+        return dataclasses.replace(torch_cuda, capabilities=capabilities)
+
+    monkeypatch.setattr(torch_build, "installed", installed)
+
+
+@pytest.mark.usefixtures("no_device")
+def test_a_kernel_that_can_be_built_has_no_obstacle_and_is_not_built(
+    own_cache: Path, kernel: KernelSpec, nvcc: Any
+) -> None:
+    assert jit.obstacle(kernel, (9, 0)) == ""
+    assert jit.obstacle(dataclasses.replace(kernel, cuda_arch=("9.0a",)), (9, 0)) == ""
+    assert nvcc.calls == []
+    assert not own_cache.exists()
+
+
+@pytest.mark.usefixtures("no_device")
+def test_a_device_that_the_kernel_is_not_for_is_an_obstacle(
+    own_cache: Path, kernel: KernelSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Also where it would be compiled, for other hosts.
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0")
+    hopper = dataclasses.replace(kernel, cuda_arch=("9.0a",))
+    assert jit.obstacle(hopper, (8, 9)) == "sample is for 9.0a alone, and the device is 8.9"
+    assert jit.obstacle(hopper, (9, 0)) == ""
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0")
+    assert "the kernel is for 9.0a alone; asked for is 8.0" in jit.obstacle(hopper, (9, 0))
+
+
+@pytest.mark.usefixtures("no_device")
+def test_without_a_compiler_only_a_library_of_the_wheel_is_no_obstacle(
+    own_cache: Path, kernel: KernelSpec, plan: MakePlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = built.prebuilt_folder() / kernel.name
+    folder.mkdir(parents=True)
+    build(plan(), folder, os.environ)
+    monkeypatch.setattr(jit.toolchain, "HOMES", {"nvcc": (("CUDA_HOME",), str(tmp_path / "nowhere"))})
+    monkeypatch.delenv("CUDA_HOME")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert jit.obstacle(kernel, (9, 0)) == ""
+    assert jit.obstacle(kernel, (8, 0)).startswith("no nvcc in CUDA_HOME, on PATH or in")
+
+
+@pytest.mark.usefixtures("no_device")
+def test_without_ninja_only_what_was_built_is_no_obstacle(
+    own_cache: Path, kernel: KernelSpec, torch_cuda: TorchBuild, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = jit.provide(kernel, torch_cuda)
+    monkeypatch.setitem(sys.modules, "ninja", None)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert jit.obstacle(kernel, (9, 0)) == ""
+    library.unlink()
+    assert "ninja is neither on PATH nor installed" in jit.obstacle(kernel, (9, 0))
+
+
+@pytest.mark.usefixtures("no_device")
+def test_an_incomplete_installation_is_an_obstacle(
+    own_cache: Path, kernel: KernelSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing() -> Path:
+        raise FileNotFoundError("no folder csrc")
+
+    monkeypatch.setattr(jit, "source_root", missing)
+    assert jit.obstacle(kernel, (9, 0)) == "no folder csrc"
+
+
+def test_where_the_devices_are_known_pytorch_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: pytest.fail("asked"))
+    assert torch_build.installed(((9, 0),)).capabilities == ((9, 0),)

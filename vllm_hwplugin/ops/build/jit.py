@@ -22,7 +22,7 @@ from packaging.version import Version
 from ...cachedir import UntrustedFolder, places, private_folder
 from . import built, toolchain, torch_build
 from .errors import KernelUnavailable
-from .ninja import build
+from .ninja import build, find_ninja
 from .plan import BuildPlan, make_plan, source_digest
 from .port import port_for
 from .spec import KernelSpec, source_root
@@ -72,6 +72,37 @@ def provide(kernel: KernelSpec, torch: TorchBuild, environ: Mapping[str, str] | 
         GateError: a gate that decides here has a bad value.
     """
     environ = os.environ if environ is None else environ
+    found = _find(kernel, torch, environ)
+    return found if isinstance(found, Path) else build_once(found, environ)
+
+
+def obstacle(kernel: KernelSpec, capability: tuple[int, int], environ: Mapping[str, str] | None = None) -> str:
+    """Why a kernel cannot be had for an NVIDIA device; empty where it probably can.
+
+    For choices that are made before the kernel is needed: nothing is built or loaded, and the device is not touched. A
+    build may still fail.
+
+    Args:
+        capability: (major, minor) of the device.
+
+    Raises:
+        GateError: a gate that decides here has a bad value.
+    """
+    environ = os.environ if environ is None else environ
+    number = "{}.{}".format(*capability)
+    if kernel.cuda_arch and number not in {arch.rstrip("af") for arch in kernel.cuda_arch}:
+        return f"{kernel.name} is for {', '.join(kernel.cuda_arch)} alone, and the device is {number}"
+    try:
+        found = _find(kernel, torch_build.installed((capability,)), environ)
+        if isinstance(found, BuildPlan) and not any(built.read(folder) for folder in _folders(found, environ)):
+            find_ninja(environ)
+    except (KernelUnavailable, OSError) as error:
+        return str(error)
+    return ""
+
+
+def _find(kernel: KernelSpec, torch: TorchBuild, environ: Mapping[str, str]) -> Path | BuildPlan:
+    """The wheel's library, else what has to be built if the cache does not have it."""
     if torch.toolchain is None:
         raise KernelUnavailable(f"torch {torch.version} is a CPU build, beside which no GPU kernel can run")
     root = source_root()
@@ -81,8 +112,11 @@ def provide(kernel: KernelSpec, torch: TorchBuild, environ: Mapping[str, str] | 
         raise KernelUnavailable(f"{kernel.name} is not built by {torch.toolchain}: {reason}")
     ccache = shutil.which("ccache", path=environ.get("PATH", os.defpath))
     compiler, port = toolchain.find(torch.toolchain, environ), port_for(torch.toolchain)
-    plan = make_plan(kernel, compiler, torch, environ, root, ccache, port)
-    return build_once(plan, environ)
+    return make_plan(kernel, compiler, torch, environ, root, ccache, port)
+
+
+def _folders(plan: BuildPlan, environ: Mapping[str, str]) -> list[Path]:
+    return [place / built.FOLDER / f"{plan.kernel.name}-{plan.key}" for place in places(environ)]
 
 
 def find_prebuilt(kernel: KernelSpec, torch: TorchBuild, folder: Path, root: Path) -> Path | None:
@@ -114,8 +148,7 @@ def build_once(plan: BuildPlan, environ: Mapping[str, str]) -> Path:
     from filelock import FileLock, Timeout
 
     notes = []
-    for place in places(environ):
-        folder = place / built.FOLDER / f"{plan.kernel.name}-{plan.key}"
+    for folder in _folders(plan, environ):
         try:
             private_folder(folder)
         except (OSError, UntrustedFolder) as error:

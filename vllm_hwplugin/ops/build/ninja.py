@@ -42,7 +42,7 @@ def build(plan: BuildPlan, folder: Path, environ: Mapping[str, str]) -> Path:
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(mode=0o700)
     (work / "build.ninja").write_text(script(plan.ported(work / "ported")), encoding="utf-8")
-    command = [_find_ninja(environ), "-C", str(work), *_jobs(environ)]
+    command = [find_ninja(environ), "-C", str(work), *_jobs(environ)]
     done = subprocess.run(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", stdin=subprocess.DEVNULL
     )
@@ -85,7 +85,12 @@ def _jobs(environ: Mapping[str, str]) -> tuple[str, ...]:
     return "-j", text
 
 
-def _find_ninja(environ: Mapping[str, str]) -> str:
+def find_ninja(environ: Mapping[str, str]) -> str:
+    """The program.
+
+    Raises:
+        KernelUnavailable: it is not there.
+    """
     found = shutil.which("ninja", path=environ.get("PATH", os.defpath))
     if found is not None:
         return found

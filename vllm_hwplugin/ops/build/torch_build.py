@@ -39,8 +39,11 @@ class TorchBuild:
         return None if self.cuda is None else "nvcc"
 
 
-def installed() -> TorchBuild:
-    """The PyTorch of this environment. Imports it, and asks it for its devices.
+def installed(capabilities: tuple[tuple[int, int], ...] | None = None) -> TorchBuild:
+    """The PyTorch of this environment. Imports it.
+
+    Args:
+        capabilities: of the devices, where they are known; else PyTorch is asked, which initialises its GPU part.
 
     Raises:
         KernelUnavailable: there is none, or it cannot be imported.
@@ -52,12 +55,13 @@ def installed() -> TorchBuild:
         raise KernelUnavailable(f"torch cannot be imported: {error}; install it") from error
     # torch_musa, where it is installed, puts both on the torch module.
     musa = getattr(torch.version, "musa", None)
-    devices: Any = torch.musa if musa is not None else torch.cuda
-    count: int = devices.device_count()
+    if capabilities is None:
+        devices: Any = torch.musa if musa is not None else torch.cuda
+        capabilities = tuple(devices.get_device_capability(index) for index in range(devices.device_count()))
     return TorchBuild(
         version=Version(torch.__version__),
         root=Path(torch.__file__).parent,
         cuda=torch.version.cuda,
         musa=musa,
-        capabilities=tuple(devices.get_device_capability(index) for index in range(count)),
+        capabilities=capabilities,
     )
