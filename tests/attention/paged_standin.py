@@ -21,7 +21,10 @@ class Scratch:
 
 
 def paged(calls: list[dict[str, Any]] | None = None, *, refuses: str | None = None) -> ModuleType:
-    """The module; ``calls`` notes what the function is called with, ``refuses`` is what ``refuse`` says."""
+    """The module; ``calls`` notes what the function is called with, ``refuses`` is what ``refuse`` says.
+
+    More than 64 query heads of a KV head it refuses as the kernel does.
+    """
     module = ModuleType("vllm_hwplugin.attention.paged")
 
     def paged_attention(
@@ -65,7 +68,12 @@ def paged(calls: list[dict[str, Any]] | None = None, *, refuses: str | None = No
         )
         out.copy_(found)
 
+    def refuse(
+        head_size: int, dtype: Any, kv_dtype: Any, block_size: int, num_heads: int = 1, num_kv_heads: int = 1
+    ) -> str | None:
+        return refuses or ("too many query heads" if num_heads > 64 * num_kv_heads else None)
+
     module.paged_attention = paged_attention  # type: ignore[attr-defined]
     module.Scratch = Scratch  # type: ignore[attr-defined]
-    module.refuse = lambda head_size, dtype, kv_dtype, block_size: refuses  # type: ignore[attr-defined]
+    module.refuse = refuse  # type: ignore[attr-defined]
     return module

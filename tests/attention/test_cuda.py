@@ -308,6 +308,22 @@ def test_a_layer_that_needs_more_is_refused(
 
 
 @ends
+def test_more_query_heads_of_a_kv_head_than_the_kernel_takes_are_refused(version: str, vllm_tree: Tree) -> None:
+    with released(version, vllm_tree(version), paged=paged(), flash=(3,)) as load:
+        make = load(OWN).CudaFlashAttentionBackend.get_impl_cls()
+
+        def impl(head_size: int, heads: int, kv_heads: int | None) -> Any:
+            return make(heads, head_size, 0.1, kv_heads, None, None, "auto")
+
+        assert impl(512, 128, 2).num_queries_per_kv == 64
+        assert impl(512, 130, None).num_queries_per_kv == 1
+        with pytest.raises(ValueError, match="heads above 256: too many query heads; use --attention-backend TRITON"):
+            impl(512, 130, 2)
+        # Others are vLLM's own.
+        assert impl(256, 130, 2).num_queries_per_kv == 65
+
+
+@ends
 def test_context_parallelism_is_refused(version: str, vllm_tree: Tree) -> None:
     with released(version, vllm_tree(version), paged=paged(), flash=(3,)) as load:
         load("vllm.distributed.parallel_state").get_pcp_group = lambda: SimpleNamespace(world_size=2, rank_in_group=0)

@@ -35,7 +35,8 @@ def declares(backend: str, version: str, above: tuple[int, str] | None = None) -
     """Decorate a subclass of one of vLLM's backends: its capabilities are those that are declared under a name.
 
     A declared value becomes the class's answer, in place of what it inherits; where vLLM's own answer is declared, the
-    inherited one stays, but for what is excepted. ``validate_configuration`` is vLLM's, and says beside vLLM's reasons what was expected.
+    inherited one stays, but for what is excepted. ``validate_configuration`` is vLLM's, and says beside vLLM's reasons
+    what was expected.
 
     ``declarations`` of the class are what it was made from.
 

@@ -86,6 +86,9 @@ def test_what_does_not_fit_is_said(changes: dict[str, Any], words: str) -> None:
         ((512, torch.float32, torch.float32, 16), "queries are torch.float32"),
         ((512, HALF, torch.float8_e4m3fn, 16), "the KV cache is torch.float8_e4m3fn"),
         ((512, HALF, HALF, 8), "a page has 8 tokens"),
+        ((512, HALF, HALF, 16, 65, 1), "65 query heads and 1 KV heads, expected a multiple, and at most 64 times"),
+        ((512, HALF, HALF, 16, 8, 3), "8 query heads and 3 KV heads"),
+        ((512, HALF, HALF, 16, 8, 0), "8 query heads and 0 KV heads"),
     ],
 )
 def test_a_layer_that_cannot_be_run_is_refused(layer: tuple[Any, ...], words: str) -> None:
@@ -95,3 +98,4 @@ def test_a_layer_that_cannot_be_run_is_refused(layer: tuple[Any, ...], words: st
 def test_every_multiple_of_eight_up_to_the_greatest_is_taken() -> None:
     assert MAX_HEAD_SIZE == 512
     assert all(refuse(size, HALF, HALF, 16) is None for size in range(8, 513, 8))
+    assert refuse(512, HALF, HALF, 16, 128, 2) is None
