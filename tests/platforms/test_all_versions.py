@@ -69,7 +69,7 @@ def test_the_cuda_class_asks_vllm_first_and_dflash_then(
     for name in ("apply_config_platform_defaults", "check_and_update_config"):
         monkeypatch.setattr(stock.CudaPlatformBase, name, note(name), raising=False)
     platform.apply_config_platform_defaults(object())
-    platform.check_and_update_config(vllm_config=object())
+    platform.check_and_update_config(vllm_config=MagicMock())
     assert dflash == [
         "vLLM's apply_config_platform_defaults",
         "note_user_sizes",

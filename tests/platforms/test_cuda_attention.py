@@ -25,7 +25,7 @@ from .realvllm import Load, own
 every_version = pytest.mark.parametrize("version", SUPPORTED)
 FLASH = "vllm.v1.attention.backends.flash_attn.FlashAttentionBackend"
 OWN = "vllm_hwplugin.attention.cuda.CudaFlashAttentionBackend"
-MEASURED = (Faster(9, "FLASH_ATTN", "a table"), Faster(9, "TRITON_ATTN", "a table"))
+MEASURED = (Faster(9, "FLEX_ATTENTION", "a table"), Faster(9, "TRITON_ATTN", "a table"))
 FITS: tuple[str, ...] = ()
 
 
@@ -42,9 +42,21 @@ FITS: tuple[str, ...] = ()
         ("on", Asked(512, 9, foreign=True), Stock("FLASH_ATTN"), FITS, False, "another plugin"),
         ("on", Asked(512, 9, "TRITON_ATTN"), Stock("TRITON_ATTN"), FITS, False, "TRITON_ATTN is named"),
         ("on", Asked(512, 12), Stock("FLASHINFER"), FITS, True, "VLLM_HWPLUGIN_ATTENTION=on"),
-        ("auto", Asked(512, 9), Stock("FLASH_ATTN"), FITS, True, "faster than vLLM's FLASH_ATTN .* 9.x: a table"),
-        ("auto", Asked(512, 9, "FLASH_ATTN"), Stock("FLASH_ATTN"), FITS, True, "faster than vLLM's FLASH_ATTN"),
-        ("auto", Asked(512, 9), Stock("TRITON_ATTN"), FITS, True, "faster than vLLM's TRITON_ATTN"),
+        ("on", Asked(512, 9, obstacle="no nvcc"), Stock("TRITON_ATTN"), FITS, True, "=on; on Triton kernels: no nvcc"),
+        ("auto", Asked(512, 9), Stock("TRITON_ATTN"), FITS, True, "faster than vLLM's TRITON_ATTN .* 9.x: a table"),
+        ("auto", Asked(512, 9, obstacle="no nvcc"), Stock("TRITON_ATTN"), FITS, False, "cannot be had: no nvcc"),
+        ("auto", Asked(512, 9, obstacle="no nvcc"), Stock(None), FITS, True, "none that fits; on Triton .*: no nvcc"),
+        (
+            "auto",
+            Asked(512, 9, obstacle="no nvcc"),
+            Stock("FLASH_ATTN", "no cutlass"),
+            FITS,
+            True,
+            "cutlass; on Triton",
+        ),
+        ("auto", Asked(512, 9), Stock("FLASH_ATTN"), FITS, False, "not known to be faster than FLASH_ATTN"),
+        ("auto", Asked(512, 9, "FLASH_ATTN"), Stock("FLASH_ATTN"), FITS, False, "not known to be faster than FLASH"),
+        ("auto", Asked(512, 9, "FLASH_ATTN"), Stock("FLASH_ATTN", "no cutlass"), FITS, True, "cannot run here"),
         ("auto", Asked(512, 9), Stock("FLASHINFER"), FITS, False, "not known to be faster than FLASHINFER"),
         ("auto", Asked(512, 10), Stock("FLASH_ATTN"), FITS, False, "not known .* compute capability 10.x"),
         ("auto", Asked(512, 10), Stock("FLASH_ATTN", "no cutlass"), FITS, True, "cannot run here: no cutlass"),
@@ -73,7 +85,7 @@ def test_a_start_without_a_backend_ends_with_the_reasons(gate: str, stock: Stock
 
 
 def test_what_was_measured_says_where() -> None:
-    assert {item.major for item in attention.MEASURED} == {9}
+    assert {(item.major, item.than) for item in attention.MEASURED} == {(9, "TRITON_ATTN"), (9, "FLEX_ATTENTION")}
     assert all(item.reason for item in attention.MEASURED)
     assert len({(item.major, item.than) for item in attention.MEASURED}) == len(attention.MEASURED)
 
@@ -147,8 +159,9 @@ def _no(asked: dict[str, Any]) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def _all_of_fa4(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """FlashAttention 4 has what it needs, and nothing has been told yet."""
+    """FlashAttention 4 and the plugin's CUDA kernel have what they need, and nothing has been told yet."""
     monkeypatch.setattr(attention, "missing_for_fa4", lambda: "")
+    monkeypatch.setattr(attention, "_obstacle", lambda major, minor: "")
     attention._once.cache_clear()
     yield
     attention._once.cache_clear()
@@ -177,12 +190,50 @@ def test_a_usual_head_is_vllms(version: str, host: Hosts) -> None:
 
 
 @every_version
-def test_a_large_head_on_hopper_is_the_plugins(version: str, host: Hosts) -> None:
+def test_a_large_head_on_hopper_is_the_plugins(version: str, host: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = host(version)
+    # Against FlashAttention 4 nothing was measured.
+    assert gpu.ask() == gpu.ask("FLASH_ATTN") == FLASH
+    with monkeypatch.context() as no_fa4:
+        no_fa4.setattr(attention, "missing_for_fa4", lambda: "no cutlass")
+        assert gpu.ask() == gpu.ask("FLASH_ATTN") == OWN
+    gpu.refuse("FLASH_ATTN", "FLASHINFER", why="head_size not supported", when=lambda asked: asked["head_size"] > 256)
     assert gpu.ask() == OWN
     assert gpu.ask(use_non_causal=True) == OWN
     assert gpu.ask("FLASH_ATTN") == OWN
     assert gpu.ask("TRITON_ATTN") == gpu.known["TRITON_ATTN"].get_path()
+
+
+@every_version
+def test_without_its_cuda_kernel_the_plugin_serves_only_what_vllm_does_not(
+    version: str, host: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(attention, "_obstacle", lambda *capability: asked.append(capability) or "no nvcc")
+    gpu = host(version)
+    gpu.refuse("FLASH_ATTN", "FLASHINFER")
+    with pytest.raises(ValueError, match="refused"):
+        gpu.ask("FLASH_ATTN", head_size=256)
+    assert asked == []
+    assert gpu.ask() == gpu.known["TRITON_ATTN"].get_path()
+    assert asked == [(9, 0)]
+    gpu.refuse("TRITON_ATTN", "FLEX_ATTENTION", "TURBOQUANT", when=lambda asked: asked["use_non_causal"])
+    assert gpu.ask(use_non_causal=True) == OWN
+    assert gpu.ask("FLASH_ATTN") == OWN
+    monkeypatch.setenv("VLLM_HWPLUGIN_ATTENTION", "on")
+    assert gpu.ask() == OWN
+
+
+def test_whether_the_cuda_kernel_can_be_had_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    ask = MagicMock(return_value="no nvcc")
+    monkeypatch.setattr(attention.jit, "obstacle", ask)
+    attention._obstacle.cache_clear()
+    try:
+        assert attention._obstacle(9, 0) == attention._obstacle(9, 0) == "no nvcc"
+        ask.assert_called_once_with(attention.PAGED_ATTENTION, (9, 0))
+    finally:
+        attention._obstacle.cache_clear()
 
 
 @every_version
@@ -281,6 +332,14 @@ def test_images_that_cannot_come_need_no_mask(version: str, host: Hosts, monkeyp
         gate.setenv("VLLM_HWPLUGIN_ATTENTION", "off")
         with pytest.raises(ValueError, match="no mask"):
             gpu.ask("FLASH_ATTN", head_size=256, **images)
+    # Where FlashAttention 4 is what vLLM would take for the mask, and cannot run, the others keep FLASH_ATTN as well.
+    assert gpu.ask(head_size=256, **images) == gpu.known["FLASHINFER"].get_path()
+    with monkeypatch.context() as no_fa4:
+        no_fa4.setattr(attention, "missing_for_fa4", lambda: "no cutlass")
+        assert gpu.ask(head_size=256, **images) == FLASH
+        assert gpu.ask(head_size=512, **images) == OWN
+        settings(language_model_only=False)
+        assert gpu.ask(head_size=256, **images) == gpu.known["FLASHINFER"].get_path()
     # The text part of such a checkpoint alone.
     gpu.model.multimodal_config = None
     assert gpu.ask("FLASH_ATTN", head_size=512, **images) == OWN
@@ -301,13 +360,14 @@ def test_the_choice_is_told_once_and_noted(
     monkeypatch.setattr(record, "note", noted.__setitem__)
     caplog.set_level(logging.INFO, "vllm.hwplugin")
     monkeypatch.setattr(attention.logger, "propagate", True)
+    gpu.refuse("FLASH_ATTN", "FLASHINFER", when=lambda asked: asked["head_size"] > 256)
     for _ in range(3):
         gpu.ask()
     gpu.ask(use_non_causal=True)
     gpu.ask(head_size=256)
     told = [item.getMessage() for item in caplog.records if item.name == "vllm.hwplugin"]
     assert len(told) == 2
-    assert told[0].startswith("attention with heads of 512: the plugin's FLASH_ATTN (faster than vLLM's FLASH_ATTN on")
+    assert told[0].startswith("attention with heads of 512: the plugin's FLASH_ATTN (faster than vLLM's TRITON_ATTN on")
     assert list(noted) == ["attention, heads of 512", "attention, heads of 512, non-causal"]
     assert noted["attention, heads of 512"].startswith("the plugin's FLASH_ATTN: faster than")
 

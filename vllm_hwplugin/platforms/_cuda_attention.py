@@ -17,6 +17,8 @@ from typing import Any, Final
 
 from vllm_hwplugin import gates, record
 from vllm_hwplugin.attention.capabilities import LARGEST_OF_VLLM
+from vllm_hwplugin.ops.build import jit
+from vllm_hwplugin.ops.build.spec import PAGED_ATTENTION
 
 logger = logging.getLogger("vllm.hwplugin")
 
@@ -27,7 +29,9 @@ OWN: Final = ("vllm_hwplugin.attention.cuda", "CudaFlashAttentionBackend")
 
 @dataclasses.dataclass(frozen=True)
 class Faster:
-    """On devices of a generation the plugin's kernel is faster than one of vLLM's backends at heads above 256.
+    """On devices of a generation the plugin's CUDA kernel is faster than one of vLLM's backends at heads above 256.
+
+    Its Triton kernels, which serve where that one cannot be had, are not.
 
     Args:
         major: of the compute capability.
@@ -41,11 +45,10 @@ class Faster:
 
 
 MEASURED: Final = (
-    Faster(9, "FLASH_ATTN", "docs/kernel-benchmarks.md, against FlashAttention 4"),
     Faster(9, "TRITON_ATTN", "docs/kernel-benchmarks.md"),
     Faster(9, "FLEX_ATTENTION", "docs/kernel-benchmarks.md"),
 )
-"""What benchmarks have shown; elsewhere vLLM's choice stays where it works."""
+"""What benchmarks have shown; elsewhere vLLM's choice stays where it works. FlashAttention 4 was not measured."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +61,8 @@ class Asked:
         named: vLLM's name of the backend that the user, or vLLM for the model, has named; None where nothing is.
         foreign: another plugin has registered a FLASH_ATTN of its own.
         mla: it is an MLA or a sparse layer, which have backends of their own.
+        obstacle: why the plugin's CUDA kernel cannot be had, so that its Triton kernels would serve; empty where it
+            probably can.
     """
 
     head_size: int
@@ -65,6 +70,7 @@ class Asked:
     named: str | None = None
     foreign: bool = False
     mla: bool = False
+    obstacle: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,17 +124,19 @@ def decide(
         why = f"the plugin's FLASH_ATTN does not fit: {'; '.join(refused)}"
         wanted = f"{GATE}=on, but " if gate == "on" else ""
         return Choice(False, why, wanted + why if gate == "on" or stock.backend is None else "")
+    kernels = f"; on Triton kernels: {asked.obstacle}" if asked.obstacle else ""
     if gate == "on":
-        return Choice(True, f"{GATE}=on")
+        return Choice(True, f"{GATE}=on{kernels}")
     if stock.backend is None:
-        return Choice(True, "vLLM has none that fits")
+        return Choice(True, f"vLLM has none that fits{kernels}")
     if stock.broken:
-        return Choice(True, f"vLLM's {stock.backend} cannot run here: {stock.broken}")
+        return Choice(True, f"vLLM's {stock.backend} cannot run here: {stock.broken}{kernels}")
     for item in measured:
-        if (item.major, item.than) == (asked.major, stock.backend):
-            return Choice(
-                True, f"faster than vLLM's {stock.backend} on compute capability {item.major}.x: {item.reason}"
-            )
+        if (item.major, item.than) != (asked.major, stock.backend):
+            continue
+        if asked.obstacle:
+            return Choice(False, f"the plugin's CUDA kernel would be faster and cannot be had: {asked.obstacle}")
+        return Choice(True, f"faster than vLLM's {stock.backend} on compute capability {item.major}.x: {item.reason}")
     return Choice(False, f"not known to be faster than {stock.backend} on compute capability {asked.major}.x")
 
 
@@ -154,9 +162,14 @@ def choose(vllm: Ask, selected: Any | None, config: Any, num_heads: int | None, 
     if gate == "off" or mla:
         return vllm(selected, config, num_heads)
     text = _without_images(config)
+    # Of vLLM's fast backends FlashAttention 4 alone has the mask; where it cannot run, it is not chosen for a mask that
+    # is not needed.
+    wanted = text if missing_for_fa4() else config
     if config.head_size <= LARGEST_OF_VLLM:
-        path, error = _ask(vllm, selected, config, num_heads)
-        if error is not None and text is not config and _largest_head() > LARGEST_OF_VLLM:
+        if text is config or largest_head(_model_config()) <= LARGEST_OF_VLLM:
+            return vllm(selected, config, num_heads)
+        path, error = _ask(vllm, selected, wanted, num_heads)
+        if error is not None:
             path, error = _ask(vllm, selected, text, num_heads)
         return _answer(path, error)
     asked = Asked(
@@ -165,8 +178,9 @@ def choose(vllm: Ask, selected: Any | None, config: Any, num_heads: int | None, 
         named=None if selected is None else selected.name,
         foreign=_foreign(selected),
         mla=mla,
+        obstacle=_obstacle(capability.major, capability.minor),
     )
-    path, error = _ask(vllm, selected, config, num_heads)
+    path, error = _ask(vllm, selected, wanted, num_heads)
     stock = _stock(path)
     choice = decide(gate, asked, stock, _refused(text, capability))
     _tell(config, choice, stock)
@@ -205,6 +219,11 @@ def _refused(config: Any, capability: Any) -> list[str]:
     return reasons
 
 
+@functools.cache
+def _obstacle(major: int, minor: int) -> str:
+    return jit.obstacle(PAGED_ATTENTION, (major, minor))
+
+
 def _foreign(selected: Any | None) -> bool:
     if selected is None:
         from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -240,9 +259,9 @@ def _without_images(config: Any) -> Any:
     return config if takes_images else config._replace(use_mm_prefix=False)
 
 
-def _largest_head() -> int:
-    """Of the model's layers."""
-    architecture = getattr(_model_config(), "model_arch_config", None)
+def largest_head(model_config: Any | None) -> int:
+    """Of the model's layers; 0 where there is no model."""
+    architecture = getattr(model_config, "model_arch_config", None)
     if architecture is None:
         return 0
     # Up to 0.27 the head size of a model is its largest; from 0.28 on, layers that differ are listed.

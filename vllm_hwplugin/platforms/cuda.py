@@ -31,8 +31,9 @@ class CudaPlatform(_CudaPlatform):  # type: ignore[misc]  # vLLM is not there wh
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
         super().check_and_update_config(vllm_config)
-        from . import dflash
+        from . import _flash_attn_version, dflash
 
+        _flash_attn_version.check_and_update_config(vllm_config, cls.get_device_capability)
         dflash.check_and_update_config(vllm_config)
 
     @classmethod

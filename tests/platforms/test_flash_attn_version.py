@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FlashAttention 4 where it cannot run: when it is taken back, and what every vLLM makes of that."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import logging
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+
+from vllm_hwplugin import gates, record
+from vllm_hwplugin.patching import SUPPORTED
+from vllm_hwplugin.platforms import _flash_attn_version
+
+from .realvllm import Load, own
+
+every_version = pytest.mark.parametrize("version", SUPPORTED)
+sets_four = pytest.mark.parametrize("version", SUPPORTED[SUPPORTED.index("0.24.0") :])
+MODELS = "vllm/model_executor/models/config.py"
+Tree = Callable[[str], Any]
+
+
+class Architecture(SimpleNamespace):
+    """Of a model with layers of 256 and 512, as up to 0.27 and as later."""
+
+    head_size = 512
+    total_num_hidden_layers = 2
+    per_layer_overrides = ({"head_size": 256}, {})
+
+    def __getitem__(self, layer: int) -> Any:
+        return SimpleNamespace(head_size=(256, 512)[layer])
+
+
+def config(version: int | None = 4, **model: Any) -> Any:
+    """A configuration of the gemma-4 kind."""
+    text = SimpleNamespace(
+        head_dim=256, global_head_dim=512, layer_types=["sliding_attention", "full_attention"], model_type="gemma4"
+    )
+    return SimpleNamespace(
+        attention_config=SimpleNamespace(flash_attn_version=version, backend=None),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        model_config=SimpleNamespace(
+            **{"model_arch_config": Architecture(), "is_diffusion": False, "hf_text_config": text} | model
+        ),
+    )
+
+
+@pytest.fixture(autouse=True)
+def told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> dict[str, str]:
+    """What is noted; FlashAttention 4 lacks a package."""
+    noted: dict[str, str] = {}
+    monkeypatch.setattr(record, "note", noted.__setitem__)
+    monkeypatch.setattr(_flash_attn_version, "missing_for_fa4", lambda: "no cutlass")
+    monkeypatch.setattr(_flash_attn_version.logger, "propagate", True)
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    caplog.set_level(logging.INFO, "vllm.hwplugin")
+    _flash_attn_version._warn.cache_clear()
+    return noted
+
+
+def update(vllm_config: Any, capability: tuple[int, int] | None = (9, 0)) -> int | None:
+    """The version after the platform's turn."""
+    device = None if capability is None else SimpleNamespace(major=capability[0], minor=capability[1])
+    _flash_attn_version.check_and_update_config(vllm_config, lambda: device)
+    version: int | None = vllm_config.attention_config.flash_attn_version
+    return version
+
+
+def test_a_version_that_cannot_run_is_taken_back_with_one_warning(
+    told: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    # That of the target, and the copy of it for the draft.
+    assert update(config()) is None
+    assert update(config()) is None
+    (warning,) = [item.getMessage() for item in caplog.records if item.levelno >= logging.WARNING]
+    assert warning.startswith("attention: flash_attn_version=4 is taken back: no cutlass. Heads of up to 256 run on")
+    for way_out in ("Install the packages", "--attention-config.flash_attn_version 3", "VLLM_HWPLUGIN_ATTENTION=off"):
+        assert way_out in warning
+    (noted,) = told.items()
+    assert noted[0] == "attention, FlashAttention version"
+    assert noted[1].startswith("flash_attn_version=4 is taken back: no cutlass")
+
+
+@pytest.mark.parametrize("version", [None, 2, 3])
+def test_another_version_stays_and_the_device_is_not_asked(version: int | None, told: dict[str, str]) -> None:
+    made = config(version)
+    _flash_attn_version.check_and_update_config(made, lambda: pytest.fail("asked"))
+    assert made.attention_config.flash_attn_version == version
+    assert told == {}
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (10, 0), (12, 0), None])
+def test_on_another_device_it_stays(capability: tuple[int, int] | None, told: dict[str, str]) -> None:
+    assert update(config(), capability) == 4
+    assert told == {}
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"model_arch_config": SimpleNamespace(head_size=256)},
+        {"model_arch_config": SimpleNamespace(head_size=128, per_layer_overrides=[{}, {"head_size": 256}])},
+        {"is_diffusion": True},
+    ],
+)
+def test_a_model_that_the_plugin_has_nothing_for_keeps_it(model: dict[str, Any], told: dict[str, str]) -> None:
+    assert update(config(**model)) == 4
+    assert told == {}
+
+
+def test_without_a_model_it_stays() -> None:
+    made = config()
+    made.model_config = None
+    assert update(made) == 4
+
+
+def test_a_version_that_can_run_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_flash_attn_version, "missing_for_fa4", lambda: "")
+    assert update(config()) == 4
+
+
+def test_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_HWPLUGIN_ATTENTION", "off")
+    assert update(config()) == 4
+    monkeypatch.setenv("VLLM_HWPLUGIN_ATTENTION", "on")
+    assert update(config()) is None
+    monkeypatch.setenv("VLLM_HWPLUGIN_ATTENTION", "maybe")
+    with pytest.raises(gates.GateError):
+        update(config())
+
+
+# -- with vLLM's own text ----------------------------------------------------------------------------------------------
+
+
+def part(text: str, name: str, **names: Any) -> Any:
+    """A class or function of a module's text, executed without the rest of the module."""
+    (node,) = [node for node in ast.parse(text).body if getattr(node, "name", None) == name]
+    code = "from __future__ import annotations\n" + ast.unparse(node)
+    exec(compile(code, name, "exec", dont_inherit=True), names)
+    return names[name]
+
+
+@every_version
+def test_the_platform_class_does_it_after_vllm(
+    version: str, real_vllm: Load, dflash: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real_vllm(version)
+    stock = importlib.import_module("vllm.platforms.cuda")
+    interface = importlib.import_module("vllm.platforms.interface")
+    cls = own("vllm_hwplugin.platforms.cuda").CudaPlatform
+    monkeypatch.setattr(cls, "get_device_capability", lambda *_: interface.DeviceCapability(9, 0), raising=False)
+
+    def sets(cls: type, vllm_config: Any) -> None:
+        vllm_config.attention_config.flash_attn_version = 4
+
+    monkeypatch.setattr(stock.CudaPlatformBase, "check_and_update_config", classmethod(sets))
+    made = config(None)
+    cls().check_and_update_config(made)
+    assert made.attention_config.flash_attn_version is None
+    assert dflash == ["check_and_update_config"]
+
+
+@every_version
+def test_vllm_sets_the_version_before_the_platforms_turn(version: str, vllm_tree: Tree) -> None:
+    tree = vllm_tree(version)
+    (cls,) = [
+        node for node in ast.parse(tree.read("vllm/config/vllm.py")).body if getattr(node, "name", "") == "VllmConfig"
+    ]
+    assert isinstance(cls, ast.ClassDef)
+    (made,) = [ast.unparse(node) for node in cls.body if getattr(node, "name", "") == "__post_init__"]
+    turn = made.index("current_platform.check_and_update_config(self)")
+    assert made.index("self.try_verify_and_update_config()") < turn
+    assert "try_verify_and_update_config" not in made[turn:]
+    assert "flash_attn_version" not in made
+    assert ("flash_attn_version = 4" in tree.read(MODELS)) == (SUPPORTED.index(version) >= SUPPORTED.index("0.24.0"))
+
+
+@sets_four
+def test_what_vllm_sets_for_the_model_is_taken_back_each_time(version: str, real_vllm: Load, vllm_tree: Tree) -> None:
+    real_vllm(version)
+    importlib.import_module("vllm.v1.attention.backends.fa_utils").is_fa_version_supported = lambda number: True
+    platform = MagicMock(is_device_capability_family=lambda family: family == 90)
+    # Not by getattr, which would look for a device.
+    vars(importlib.import_module("vllm.platforms"))["current_platform"] = platform
+    gemma = part(vllm_tree(version).read(MODELS), "Gemma4Config", VerifyAndUpdateConfig=object, logger=MagicMock())
+    made = config(None)
+    for _ in range(2):
+        gemma.verify_and_update_config(made)
+        assert made.attention_config.flash_attn_version == 4
+        assert update(made) is None
+
+
+@every_version
+@pytest.mark.parametrize("built", [(2, 3, 4), (2, 4), (2,)])
+def test_vllms_default_is_the_one_that_its_wheel_has_for_hopper(
+    version: str, built: tuple[int, ...], real_vllm: Load, vllm_tree: Tree
+) -> None:
+    real_vllm(version)
+    made = config()
+    importlib.import_module("vllm.vllm_flash_attn.flash_attn_interface").is_fa_version_supported = built.__contains__
+    importlib.import_module("vllm.config").get_current_vllm_config_or_none = lambda: made
+    platform = MagicMock(
+        is_xpu=lambda: False, is_rocm=lambda: False, get_device_capability=lambda: SimpleNamespace(major=9, minor=0)
+    )
+    find = part(
+        vllm_tree(version).read("vllm/v1/attention/backends/fa_utils.py"),
+        "get_flash_attn_version",
+        current_platform=platform,
+        envs=SimpleNamespace(VLLM_BATCH_INVARIANT=False),
+        logger=MagicMock(),
+        uses_fa4_hd256_kernel=lambda *_: False,
+    )
+    if 4 in built:
+        assert find(head_size=256) == 4
+    assert update(made) is None
+    assert find(head_size=256) == (3 if 3 in built else 2)
