@@ -208,6 +208,27 @@ def test_the_last_engines_states_and_decisions_are_shown(diagnose: Diagnose, tmp
     assert row == ("20 parent", "2026-01-01", "0.32.0", "greeting", "live", "every hunk fits; waved")
 
 
+def test_decisions_that_belong_to_no_feature_are_shown_too(diagnose: Diagnose, tmp_path: Path) -> None:
+    folder = tmp_path / "cache" / "records"
+    folder.mkdir(parents=True)
+    states = {"greeting": {"state": "live", "reason": "every hunk fits"}}
+    decisions = {
+        "greeting": "waved",
+        "platform": "CudaPlatform",
+        "attention, heads of 512": "the plugin's FLASH_ATTN: faster",
+        "operation topk_softmax": "the plugin's kernel",
+    }
+    entry = _process(20, 1, "2026-01-01", features=states, decisions=decisions, vllm_version="0.32.0")
+    (folder / "0000000000001-20.json").write_text(json.dumps(dataclasses.asdict(entry)), encoding="utf-8")
+    (section,) = [item for item in _doctor.sections(diagnose()) if "last engine" in item.title]
+    assert [row[3:] for row in section.rows] == [
+        ("platform", "", "CudaPlatform"),
+        ("greeting", "live", "every hunk fits; waved"),
+        ("attention, heads of 512", "", "the plugin's FLASH_ATTN: faster"),
+        ("topk_softmax", "", "the plugin's kernel"),
+    ]
+
+
 @pytest.fixture
 def accelerator(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """`accelerator("cuda")`: the host has an NVIDIA GPU."""

@@ -162,7 +162,8 @@ def _process_rows(found: Diagnosis) -> Iterable[tuple[str, ...]]:
             decision = item.decisions.get(name)
             yield (*head, name, feature["state"], "; ".join(filter(None, (feature["reason"], decision))))
         for key, decision in item.decisions.items():
-            if key.startswith(RECORD):
+            # Of what is no feature: vLLM's operations, attention, single modules.
+            if key != PLATFORM and key not in item.features:
                 yield (*head, key.removeprefix(RECORD), "", decision)
         if item.error is None and not item.features:
             yield (*head, "", "off", "the plugin was switched off")
