@@ -92,8 +92,9 @@ def test_the_one_claim_that_goes_too_far_says_how_far_it_holds() -> None:
 @every_version
 def test_large_heads_on_cuda_are_those_of_the_kernel(version: str) -> None:
     assert LARGEST_OF_VLLM == 256
-    for backend in (FLASH_ATTN, FLASH_ATTN_LARGE):
-        assert declared(backend, version)["head_sizes"].value == Multiples(8, 512)
+    small = Multiples(8, 512) if Version(version) < Version("0.26") else Multiples(8, 512, least=32)
+    assert declared(FLASH_ATTN, version)["head_sizes"].value == small
+    assert declared(FLASH_ATTN_LARGE, version)["head_sizes"].value == Multiples(8, 512)
     large = declared(FLASH_ATTN_LARGE, version)
     granted = {name for name, item in large.items() if item.value is True}
     known = {"sink", "non_causal", "batch_invariance", "sliding_window", "kv_connector", "kv_cache_update_bypass"}
@@ -137,6 +138,8 @@ def test_of_a_backend_of_vllms_own_nothing_is_declared() -> None:
         (Multiples(8, 512), 520, False),
         (Multiples(8, 512), 12, False),
         (Multiples(8, 512), 0, False),
+        (Multiples(8, 512, least=32), 24, False),
+        (Multiples(8, 512, least=32), 32, True),
         (Multiples(16), 4096, True),
         (Multiples(16), 24, False),
         (Multiples(16), None, True),

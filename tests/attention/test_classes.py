@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from packaging.version import Version
 
 from vllm_hwplugin.attention import _classes, capabilities
 from vllm_hwplugin.attention.capabilities import (
@@ -77,7 +78,10 @@ def test_on_cuda_declared_answers_are_given_and_the_others_are_vllms(version: st
             assert (method in vars(made)) == (item.value is not VLLM)
         assert made.supports_non_causal() is True
         assert made.is_mla() is False
-        assert [size for size in (8, 256, 260, 264, 512, 520) if made.supports_head_size(size)] == [8, 256, 264, 512]
+        # At 8 and 16 FlashAttention 3 runs without end over the cache of 0.26.
+        small = [8, 16] if Version(version) < Version("0.26") else []
+        asked = (8, 16, 32, 256, 260, 264, 512, 520)
+        assert [size for size in asked if made.supports_head_size(size)] == [*small, 32, 256, 264, 512]
         assert [size for size in range(8, 257, 8) if not stock.supports_head_size(size)] == []
         assert [block.base for block in made.get_supported_kernel_block_sizes()] == [16]
         assert made.validate_configuration(**arguments(made, use_non_causal=True, has_sliding_window=True)) == []

@@ -224,7 +224,9 @@ def test_stock_vllm_fails_and_the_plugin_serves_in_full_graphs(engines: dict[str
 def test_each_layer_is_on_its_kernel(engines: dict[str, dict[str, Any]]) -> None:
     layers = started(engines["patched"])["layers"]
     assert [[layer["head_size"], layer["kv_heads"], layer["window"]] for layer in layers] == LAYERS
-    assert {layer["backend"] for layer in layers} == {"FLASH_ATTN"}
+    # A draft that selects for itself, from 0.22 on, may take another backend.
+    target = layers if vllm_version() < Version("0.22") else layers[: -gemma_shape.DRAFT_LAYERS]
+    assert {layer["backend"] for layer in target} == {"FLASH_ATTN"}
     for layer in layers:
         assert (layer["class"] == OWN) == (layer["head_size"] == 512), layer
     stock = started(engines["stock plain"])["layers"]

@@ -92,16 +92,18 @@ GAPS: Final[Mapping[str, str]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Multiples:
-    """The multiples of a number, up to a greatest one that is included, or without end."""
+    """The multiples of a number, from a least one and up to a greatest one, both included; or without end."""
 
     of: int
     up_to: int | None = None
+    least: int = 1
 
     def __contains__(self, number: int) -> bool:
-        return number > 0 and number % self.of == 0 and (self.up_to is None or number <= self.up_to)
+        return number >= self.least and number % self.of == 0 and (self.up_to is None or number <= self.up_to)
 
     def __str__(self) -> str:
-        return f"a multiple of {self.of}" + ("" if self.up_to is None else f" up to {self.up_to}")
+        start = f" from {self.least}" if self.least > 1 else ""
+        return f"a multiple of {self.of}{start}" + ("" if self.up_to is None else f" up to {self.up_to}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,7 +181,17 @@ def _musa(
 
 DECLARATIONS: Final[tuple[Declaration, ...]] = (
     # -- FLASH_ATTN on CUDA. Up to 256 it is vLLM's own kernels, so what vLLM decides by the device stays vLLM's.
-    _cuda("head_sizes", Multiples(8, 512), "up to 256 on vLLM's kernels, above on the plugin's", _TRIED),
+    _cuda(
+        "head_sizes", Multiples(8, 512), "up to 256 on vLLM's kernels, above on the plugin's", _TRIED, ">=0.20.0,<0.26"
+    ),
+    _cuda(
+        "head_sizes",
+        Multiples(8, 512, least=32),
+        "up to 256 on vLLM's kernels, above on the plugin's; with the KV cache of 0.26 FlashAttention 3 runs without end "
+        "at 8 and 16",
+        "vllm-hwplugin probe on an H200 with vLLM 0.26.0, which tries 8, 16, 32 and larger ones",
+        ">=0.26.0,<0.34",
+    ),
     _cuda("block_sizes", Multiples(16), "the pages of vLLM's FLASH_ATTN cache", _READ),
     _cuda("dtypes", VLLM, _DEVICE),
     _cuda(
