@@ -187,8 +187,8 @@ DECLARATIONS: Final[tuple[Declaration, ...]] = (
     _cuda(
         "head_sizes",
         Multiples(8, 512, least=32),
-        "up to 256 on vLLM's kernels, above on the plugin's; with the KV cache of 0.26 FlashAttention 3 runs without end "
-        "at 8 and 16",
+        "up to 256 on vLLM's kernels, above on the plugin's; with the KV cache of 0.26 FlashAttention 3 runs without "
+        "end at 8 and 16",
         "vllm-hwplugin probe on an H200 with vLLM 0.26.0, which tries 8, 16, 32 and larger ones",
         ">=0.26.0,<0.34",
     ),

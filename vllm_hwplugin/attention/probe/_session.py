@@ -29,8 +29,8 @@ class Job:
     """What a child is to do.
 
     ``backends`` are names of vLLM's registry or ``module.Class``; none means those that the platform can use. ``done``
-    holds (backend, capability, value) of earlier children's trials. ``patience`` is in seconds for a batch: a kernel can
-    run without end, and then only the end of its process ends it.
+    holds (backend, capability, value) of earlier children's trials. ``patience`` is in seconds for a batch: a kernel
+    can run without end, and then only the end of its process ends it.
     """
 
     backends: tuple[str, ...] = ()
