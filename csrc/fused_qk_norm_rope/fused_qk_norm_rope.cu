@@ -1,14 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 // RMS norm of each query and key head and then rotary position embedding, in place in the joined qkv tensor.
 //
-// All arithmetic is float32 and the result is rounded once, so it is nearer to the exact one than the two operations that
-// it replaces. The order of each sum is fixed, and fused operations are written out where the compiler could choose: a
-// head gets the same bits whatever else is in the batch.
+// All arithmetic is float32 and the result is rounded once, so it is nearer to the exact one than the two operations
+// that it replaces. The order of each sum is fixed, and fused operations are written out where the compiler could
+// choose: a head gets the same bits whatever else is in the batch.
 //
 // Only the stable ABI of PyTorch is used (torch/csrc/stable, torch/headeronly): one library serves every Python version
 // and later PyTorch releases, and its headers are complete in a CPU build of PyTorch too, which c10/cuda's are not.
 
 #include <cstdint>
+#include <cstring>
+#include <type_traits>
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -35,11 +37,37 @@ constexpr unsigned kAllLanes = 0xffffffffu;
 constexpr int kAccess = 16;            // bytes: the widest access of a thread
 constexpr int kWide = kAccess / 2;     // elements of a half type in it
 constexpr int kOwn = 2 * kWide;        // elements of a head that one thread holds: two accesses
+constexpr int kUsualLanes = 8;         // threads for a head of 128, which get a kernel of their own
 constexpr int64_t kMaxHeads = 1 << 16;  // keeps the indices of heads and rows within 32 bits
 
-// Threads that no device keeps resident at once. With more than these, each thread gets two heads, because sharing
-// cosines and having more loads under way then costs no parallelism.
-constexpr int64_t kManyThreads = 1 << 19;
+// From here on each thread gets several heads: far more threads than a device keeps resident at once, so that sharing
+// cosines and having more loads under way costs no parallelism. On an H200 two heads lose 7 % with 0.6 million threads,
+// gain 3 % with 2.6 million, and are faster than four.
+constexpr int64_t kManyThreads = 1 << 20;
+constexpr int kManyHeads = 2;
+// Blocks of a multiprocessor that has several heads a thread, which bounds the registers of a thread. Cosines of four
+// bytes take more of them.
+template <typename cache_t>
+constexpr int kResident = sizeof(cache_t) > 2 ? 7 : 8;
+
+// Division by a number that the host knows, of numbers below 2^31: a multiplication instead of about twenty steps
+// (Granlund and Montgomery, Division by Invariant Integers using Multiplication).
+struct Divider {
+  unsigned divisor;
+  unsigned factor;
+  unsigned shift;
+
+  explicit Divider(unsigned by) : divisor(by), factor(0), shift(31) {
+    while ((uint64_t{1} << (shift - 31)) < by) {
+      ++shift;
+    }
+    factor = static_cast<unsigned>((uint64_t{1} << shift) / by + 1);
+  }
+
+  __device__ __forceinline__ unsigned divide(unsigned number) const {
+    return static_cast<unsigned>(static_cast<uint64_t>(number) * factor >> shift);
+  }
+};
 
 struct Problem {
   void* qkv;
@@ -53,6 +81,7 @@ struct Problem {
   unsigned heads;  // of query and key together: they lie side by side
   int head_dim;
   int rotary_dim;
+  float inverse_head_dim;
   float eps;
 };
 
@@ -67,30 +96,82 @@ __device__ __forceinline__ __half narrow<__half>(float x) { return __float2half_
 template <>
 __device__ __forceinline__ __nv_bfloat16 narrow<__nv_bfloat16>(float x) { return __float2bfloat16_rn(x); }
 
-// kCount elements as float32. The address is a multiple of kAccess bytes.
-template <int kCount, typename scalar_t>
-__device__ __forceinline__ void load(const scalar_t* from, float* to) {
-  constexpr int kAccesses = kCount * sizeof(scalar_t) / kAccess;
-  alignas(kAccess) scalar_t packed[kCount];
-#pragma unroll
-  for (int i = 0; i < kAccesses; ++i) {
-    reinterpret_cast<uint4*>(packed)[i] = reinterpret_cast<const uint4*>(from)[i];
-  }
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    to[i] = widen(packed[i]);
-  }
-}
-
+// kWide elements as they lie in memory, at a multiple of kAccess bytes. They are widened where they are used, so that
+// they take few registers until then and no load waits for another one.
 template <typename scalar_t>
-__device__ __forceinline__ void store(const float* from, scalar_t* to) {
-  alignas(kAccess) scalar_t packed[kWide];
+struct Run {
+  static constexpr int kWords = kWide * sizeof(scalar_t) / sizeof(uint4);
+  uint4 words[kWords];
+
+  __device__ __forceinline__ void load(const scalar_t* from) {
 #pragma unroll
-  for (int i = 0; i < kWide; ++i) {
-    packed[i] = narrow<scalar_t>(from[i]);
+    for (int i = 0; i < kWords; ++i) {
+      words[i] = reinterpret_cast<const uint4*>(from)[i];
+    }
   }
-  *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(packed);
-}
+
+  __device__ __forceinline__ void store(scalar_t* to) const {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      reinterpret_cast<uint4*>(to)[i] = words[i];
+    }
+  }
+
+  __device__ __forceinline__ void widen_to(float* to) const {
+    if constexpr (std::is_same_v<scalar_t, __nv_bfloat16>) {
+      // A bfloat16 is the upper half of a float32; the compiler would take two steps for the second one.
+      const unsigned pairs[] = {words[0].x, words[0].y, words[0].z, words[0].w};
+#pragma unroll
+      for (int i = 0; i < kWide; i += 2) {
+        to[i] = __uint_as_float(pairs[i / 2] << 16);
+        to[i + 1] = __uint_as_float(pairs[i / 2] & 0xffff0000u);
+      }
+    } else {
+      scalar_t values[kWide];
+      memcpy(values, words, sizeof(values));
+#pragma unroll
+      for (int i = 0; i < kWide; ++i) {
+        to[i] = widen(values[i]);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void narrow_from(const float* from) {
+    scalar_t values[kWide];
+#pragma unroll
+    for (int i = 0; i < kWide; ++i) {
+      values[i] = narrow<scalar_t>(from[i]);
+    }
+    memcpy(words, values, sizeof(values));
+  }
+};
+
+// What one thread holds of a head, or of its weight: two runs.
+template <typename scalar_t>
+struct Runs {
+  Run<scalar_t> first;
+  Run<scalar_t> second;
+
+  __device__ __forceinline__ void load(const scalar_t* from, int first_at, int second_at) {
+    first.load(from + first_at);
+    second.load(from + second_at);
+  }
+
+  __device__ __forceinline__ void store(scalar_t* to, int first_at, int second_at) const {
+    first.store(to + first_at);
+    second.store(to + second_at);
+  }
+
+  __device__ __forceinline__ void widen_to(float* to) const {
+    first.widen_to(to);
+    second.widen_to(to + kWide);
+  }
+
+  __device__ __forceinline__ void narrow_from(const float* from) {
+    first.narrow_from(from);
+    second.narrow_from(from + kWide);
+  }
+};
 
 __device__ __forceinline__ void rotate(float& x, float& y, float cos, float sin) {
   const float first = fmaf(x, cos, -__fmul_rn(y, sin));
@@ -100,77 +181,117 @@ __device__ __forceinline__ void rotate(float& x, float& y, float cos, float sin)
 
 // `lanes` is a power of two; every thread of the warp takes part.
 __device__ __forceinline__ float sum_over(float value, int lanes) {
-  for (int step = lanes / 2; step > 0; step /= 2) {
-    value += __shfl_xor_sync(kAllLanes, value, step);
+#pragma unroll
+  for (int step = kWarp / 2; step > 0; step /= 2) {
+    if (step < lanes) {
+      value += __shfl_xor_sync(kAllLanes, value, step);
+    }
   }
   return value;
 }
 
-// threadIdx.x is one of head_dim / kOwn places in a head and threadIdx.y a row: a token and every `groups`-th of its
-// heads, which share one row of the cache. The two runs of elements that a thread holds are partners in NeoX style; else,
-// and past the rotated elements, they are neighbours.
-template <typename scalar_t, typename cache_t, bool kNeox, int kHeads>
-__global__ void __launch_bounds__(kThreads)
-    wide_kernel(const Problem problem, const unsigned groups, const unsigned rows) {
+// The threads that hold a head: kLanes, or where that is 0, as many as the launch says.
+template <int kLanes>
+__device__ __forceinline__ int lanes() {
+  return kLanes > 0 ? kLanes : static_cast<int>(blockDim.x);
+}
+
+// Where the elements of a thread lie. threadIdx.x is one of head_dim / kOwn places in a head. The two runs that a
+// thread holds are partners in NeoX style; else, and past the rotated elements, they are neighbours.
+template <bool kNeox>
+struct Place {
+  int first;
+  int second;
+  bool rotates;
+
+  __device__ __forceinline__ explicit Place(const Problem& problem) {
+    const int lane = threadIdx.x;
+    rotates = lane * kOwn < problem.rotary_dim;
+    const bool apart = kNeox && rotates;
+    first = apart ? lane * kWide : lane * kOwn;
+    second = apart ? first + problem.rotary_dim / 2 : first + kWide;
+  }
+
+  // The cosines, and the sines that belong to them. Where nothing is rotated any others are loaded, because a branch
+  // would let the load of the position wait for the loads before it.
+  template <typename cache_t>
+  __device__ __forceinline__ Runs<cache_t> angles(const Problem& problem, int64_t position) const {
+    const int half_dim = problem.rotary_dim / 2;
+    const int at = rotates ? threadIdx.x * kWide : 0;
+    Runs<cache_t> found;
+    found.load(static_cast<const cache_t*>(problem.cos_sin_cache) + position * problem.rotary_dim, at, half_dim + at);
+    return found;
+  }
+};
+
+// Norms and rotates one head.
+template <int kLanes, bool kNeox, typename scalar_t, typename cache_t>
+__device__ __forceinline__ void norm_and_rotate(
+    const Problem& problem, bool rotates, const Runs<scalar_t>& weights, const Runs<cache_t>& angles,
+    Runs<scalar_t>& data) {
+  float value[kOwn];
+  data.widen_to(value);
+  // Two sums, so that half as many additions wait for each other.
+  float square = value[0] * value[0];
+  float more = value[kWide] * value[kWide];
+#pragma unroll
+  for (int j = 1; j < kWide; ++j) {
+    square = fmaf(value[j], value[j], square);
+    more = fmaf(value[j + kWide], value[j + kWide], more);
+  }
+  // The size of a head is a power of two here, so that this is exactly the quotient.
+  const float mean = sum_over(square + more, lanes<kLanes>()) * problem.inverse_head_dim;
+  const float scale = rsqrtf(mean + problem.eps);
+  float weight[kOwn];
+  weights.widen_to(weight);
+#pragma unroll
+  for (int j = 0; j < kOwn; ++j) {
+    value[j] *= scale * weight[j];
+  }
+  if (rotates) {
+    float angle[kOwn];
+    angles.widen_to(angle);
+#pragma unroll
+    for (int j = 0; j < kWide; ++j) {
+      rotate(value[kNeox ? j : 2 * j], value[kNeox ? j + kWide : 2 * j + 1], angle[j], angle[j + kWide]);
+    }
+  }
+  data.narrow_from(value);
+}
+
+// threadIdx.y is a row: a token and every `groups`-th of its heads, which share one row of the cache.
+template <typename scalar_t, typename cache_t, bool kNeox, int kLanes, int kHeads>
+__global__ void __launch_bounds__(kThreads, kHeads > 1 ? kResident<cache_t> : 1)
+    wide_kernel(const Problem problem, const Divider groups, const unsigned rows) {
   // Rows past the end repeat the last one without storing, so that all threads reach the sums.
   const unsigned own_row = blockIdx.x * blockDim.y + threadIdx.y;
   const unsigned row = min(own_row, rows - 1);
-  const unsigned token = row / groups;
-  const unsigned group = row - token * groups;
+  const unsigned token = groups.divide(row);
+  const unsigned group = row - token * groups.divisor;
+  // First of all, because the load of the angles waits for it.
   const int64_t position = problem.positions[token];
-
-  const int lane = threadIdx.x;
-  const int half_dim = problem.rotary_dim / 2;
-  const bool rotates = lane * kOwn < problem.rotary_dim;
-  const bool apart = kNeox && rotates;
-  const int first = apart ? lane * kWide : lane * kOwn;
-  const int second = apart ? first + half_dim : first + kWide;
-
+  const Place<kNeox> place(problem);
   scalar_t* data = static_cast<scalar_t*>(problem.qkv) + token * problem.token_stride;
-  float value[kHeads][kOwn];
+  Runs<scalar_t> held[kHeads];
   unsigned head[kHeads];
 #pragma unroll
   for (int i = 0; i < kHeads; ++i) {
-    head[i] = min(group + i * groups, problem.heads - 1);
-    const scalar_t* from = data + head[i] * problem.head_dim;
-    load<kWide>(from + first, value[i]);
-    load<kWide>(from + second, value[i] + kWide);
+    head[i] = min(group + i * groups.divisor, problem.heads - 1);
+    held[i].load(data + head[i] * lanes<kLanes>() * kOwn, place.first, place.second);
   }
-  float cos[kWide];
-  float sin[kWide];
-  if (rotates) {
-    const cache_t* cache = static_cast<const cache_t*>(problem.cos_sin_cache) + position * problem.rotary_dim;
-    load<kWide>(cache + lane * kWide, cos);
-    load<kWide>(cache + half_dim + lane * kWide, sin);
-  }
+  Runs<scalar_t> weights[kHeads];
 #pragma unroll
   for (int i = 0; i < kHeads; ++i) {
-    float square = 0.0f;
+    weights[i].load(
+        static_cast<const scalar_t*>(head[i] < problem.q_heads ? problem.q_weight : problem.k_weight), place.first,
+        place.second);
+  }
+  const auto angles = place.template angles<cache_t>(problem, position);
 #pragma unroll
-    for (int j = 0; j < kOwn; ++j) {
-      square = fmaf(value[i][j], value[i][j], square);
-    }
-    const float scale = rsqrtf(sum_over(square, blockDim.x) / problem.head_dim + problem.eps);
-
-    const auto* weights =
-        static_cast<const scalar_t*>(head[i] < problem.q_heads ? problem.q_weight : problem.k_weight);
-    float weight[kOwn];
-    load<kWide>(weights + first, weight);
-    load<kWide>(weights + second, weight + kWide);
-#pragma unroll
-    for (int j = 0; j < kOwn; ++j) {
-      value[i][j] *= scale * weight[j];
-    }
-    if (rotates) {
-#pragma unroll
-      for (int j = 0; j < kWide; ++j) {
-        rotate(value[i][kNeox ? j : 2 * j], value[i][kNeox ? j + kWide : 2 * j + 1], cos[j], sin[j]);
-      }
-    }
-    if (own_row < rows && group + i * groups < problem.heads) {
-      scalar_t* to = data + head[i] * problem.head_dim;
-      store(value[i], to + first);
-      store(value[i] + kWide, to + second);
+  for (int i = 0; i < kHeads; ++i) {
+    norm_and_rotate<kLanes, kNeox>(problem, place.rotates, weights[i], angles, held[i]);
+    if (own_row < rows && group + i * groups.divisor < problem.heads) {
+      held[i].store(data + head[i] * lanes<kLanes>() * kOwn, place.first, place.second);
     }
   }
 }
@@ -215,35 +336,46 @@ __global__ void __launch_bounds__(kThreads) narrow_kernel(const Problem problem,
 
 bool aligned(const void* data) { return reinterpret_cast<uintptr_t>(data) % kAccess == 0; }
 
-// The wide kernel holds a head in 1 to 32 threads, a power of two, and rotates whole threads.
+// The wide kernel holds a head in 1 to 32 threads, a power of two, and rotates whole threads, one at least.
 bool fits_wide(const Problem& problem) {
   const int lanes = problem.head_dim / kOwn;
-  return problem.head_dim % kOwn == 0 && lanes <= kWarp && (lanes & (lanes - 1)) == 0 &&
+  return problem.head_dim % kOwn == 0 && lanes <= kWarp && (lanes & (lanes - 1)) == 0 && problem.rotary_dim > 0 &&
          problem.rotary_dim % kOwn == 0 && problem.token_stride % kWide == 0 && aligned(problem.qkv) &&
          aligned(problem.q_weight) && aligned(problem.k_weight) && aligned(problem.cos_sin_cache);
 }
 
 unsigned blocks(unsigned rows, const dim3& block) { return (rows + block.y - 1) / block.y; }
 
-template <typename scalar_t, typename cache_t, bool kNeox, int kHeads>
+template <typename scalar_t, typename cache_t, bool kNeox, int kLanes, int kHeads>
 void launch_wide(const Problem& problem, cudaStream_t stream) {
   const unsigned groups = (problem.heads + kHeads - 1) / kHeads;
   const unsigned rows = problem.tokens * groups;
   const unsigned lanes = problem.head_dim / kOwn;
   const dim3 block(lanes, kThreads / lanes);
-  wide_kernel<scalar_t, cache_t, kNeox, kHeads><<<blocks(rows, block), block, 0, stream>>>(problem, groups, rows);
+  wide_kernel<scalar_t, cache_t, kNeox, kLanes, kHeads>
+      <<<blocks(rows, block), block, 0, stream>>>(problem, Divider(groups), rows);
+}
+
+template <typename scalar_t, typename cache_t, bool kNeox, int kLanes>
+void choose(const Problem& problem, cudaStream_t stream) {
+  const int64_t threads = static_cast<int64_t>(problem.tokens) * problem.heads * (problem.head_dim / kOwn);
+  if (threads < kManyThreads) {
+    launch_wide<scalar_t, cache_t, kNeox, kLanes, 1>(problem, stream);
+  } else {
+    launch_wide<scalar_t, cache_t, kNeox, kLanes, kManyHeads>(problem, stream);
+  }
 }
 
 template <typename scalar_t, typename cache_t, bool kNeox>
 void launch(const Problem& problem, cudaStream_t stream) {
-  const unsigned rows = problem.tokens * problem.heads;
   if (!fits_wide(problem)) {
+    const unsigned rows = problem.tokens * problem.heads;
     const dim3 block(kWarp, kThreads / kWarp);
     narrow_kernel<scalar_t, cache_t, kNeox><<<blocks(rows, block), block, 0, stream>>>(problem, rows);
-  } else if (static_cast<int64_t>(rows) * (problem.head_dim / kOwn) < kManyThreads) {
-    launch_wide<scalar_t, cache_t, kNeox, 1>(problem, stream);
+  } else if (problem.head_dim == kUsualLanes * kOwn) {
+    choose<scalar_t, cache_t, kNeox, kUsualLanes>(problem, stream);
   } else {
-    launch_wide<scalar_t, cache_t, kNeox, 2>(problem, stream);
+    choose<scalar_t, cache_t, kNeox, 0>(problem, stream);
   }
 }
 
@@ -273,8 +405,8 @@ void check_vector(const Tensor& tensor, const char* name, int64_t size) {
       " dimensions and ", tensor.numel(), " elements; expected [", size, "]");
 }
 
-// Registered with vLLM's schema. forced_token_heads_per_warp steers how vLLM's kernel is launched; results do not depend on
-// it, and this one is launched in its own way.
+// Registered with vLLM's schema. forced_token_heads_per_warp steers how vLLM's kernel is launched; results do not
+// depend on it, and this one is launched in its own way.
 void fused_qk_norm_rope(
     Tensor qkv, int64_t num_heads_q, int64_t num_heads_k, int64_t num_heads_v, int64_t head_dim, double eps,
     Tensor q_weight, Tensor k_weight, Tensor cos_sin_cache, bool is_neox, Tensor position_ids,
@@ -345,6 +477,7 @@ void fused_qk_norm_rope(
       static_cast<unsigned>(heads),
       static_cast<int>(head_dim),
       static_cast<int>(rotary_dim),
+      1.0f / static_cast<float>(head_dim),
       static_cast<float>(eps)};
   const auto current = static_cast<cudaStream_t>(stream);
   if (type == ScalarType::Half) {
