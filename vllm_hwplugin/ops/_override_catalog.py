@@ -96,6 +96,7 @@ OPS: Final[Mapping[str, OverridableOp]] = MappingProxyType(
                         "bool is_neox, Tensor position_ids, int forced_token_heads_per_warp=-1) -> ()",
                     ),
                 ),
+                default_on=("NVIDIA H200",),
             ),
             OverridableOp(
                 "silu_and_mul_per_block_quant",
@@ -107,6 +108,7 @@ OPS: Final[Mapping[str, OverridableOp]] = MappingProxyType(
                         "Tensor? scale_ub=None, bool is_scale_transposed=False) -> ()",
                     ),
                 ),
+                default_on=("NVIDIA H200",),
             ),
             OverridableOp(
                 "rms_norm_dynamic_per_token_quant",
@@ -131,6 +133,7 @@ OPS: Final[Mapping[str, OverridableOp]] = MappingProxyType(
                         "int!? prefill_tokens_with_context, Tensor? output_scale=None) -> ()",
                     ),
                 ),
+                default_on=("NVIDIA H200",),
             ),
             OverridableOp(
                 "topk_softmax",
