@@ -216,8 +216,8 @@ GATES: Final[tuple[Gate, ...]] = (
         "VLLM_HWPLUGIN_OPS",
         "switch",
         "auto",
-        "The plugin's kernels under the names of vLLM's operations: auto takes those that were measured to gain on this "
-        "device, on takes all, off takes none.",
+        "The plugin's kernels under the names of vLLM's operations: auto takes those that were measured to gain on "
+        "this device, on takes all, off takes none.",
         aliases=(Alias("VLLM_MUSA_OP_PERF_OVERRIDES", _words("on", "off")),),
         affects=("operations",),
         choices=_SWITCH,
