@@ -37,7 +37,7 @@ def probe(
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there.")] = None,
     timeout: Annotated[
         float, typer.Option(help="Seconds for one batch, compilation included; the trial has then crashed.")
-    ] = 300,
+    ] = 120,
 ) -> None:
     """Ask this host's attention backends whether they do what they say, and what they can beyond that.
 

@@ -38,7 +38,7 @@ class Job:
     seed: int = 0
     cases: int = 5
     factor: float = 2.0
-    patience: float = 300.0
+    patience: float = 120.0
     done: tuple[tuple[str, str, str], ...] = ()
 
     def to_json(self) -> str:
