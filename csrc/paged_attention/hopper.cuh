@@ -94,14 +94,6 @@ __device__ __forceinline__ void wgmma_hold(float (&values)[kCount]) {
   }
 }
 
-template <int kCount>
-__device__ __forceinline__ void wgmma_hold(uint32_t (&values)[kCount]) {
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    asm volatile("" : "+r"(values[i])::"memory");
-  }
-}
-
 #define HOPPER_ACCUMULATORS(d)                                                                                         \
   "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),          \
       "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),           \
@@ -112,7 +104,7 @@ __device__ __forceinline__ void wgmma_hold(uint32_t (&values)[kCount]) {
   "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "     \
   "%24, %25, %26, %27, %28, %29, %30, %31}, "
 
-// d (64 x 64) = a (64 x 16, shared memory) * b (64 x 16, shared memory), transposed; added to d unless `fresh`.
+// d (64 x 64) = a (64 x 16, shared memory) * b (64 x 16, shared memory), transposed; added to d if `accumulate`.
 template <typename T>
 __device__ __forceinline__ void wgmma_shared(float (&d)[32], uint64_t a, uint64_t b, int accumulate) {
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {

@@ -1,0 +1,129 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a launch is told, and what every program works out from it: its queries, its keys, its rows. The attention kernel
+// and the merge have to come to the same answer, so both ask here.
+
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+namespace paged {
+
+constexpr int kRows = 64;
+constexpr int kKeys = 64;
+constexpr int kSubTile = 16;       // tokens that one copy takes: the smallest page
+constexpr int kChunk = 64;         // columns in a row of 128 bytes
+constexpr int kChunkBytes = kKeys * kChunk * 2;
+constexpr int kGroupThreads = 128;  // of a warpgroup
+constexpr int kThreads = 2 * kGroupThreads;
+constexpr int kMinTiles = 1;        // of a split
+constexpr int kMaxSplits = 128;
+constexpr float kLog2e = 1.4426950408889634f;
+
+struct Problem {
+  const void* query;
+  void* out;
+  float* partial_out;
+  float* partial_lse;
+  const float* sinks;
+  const int* query_start_loc;
+  const int* seq_lens;
+  const int* block_table;
+  int64_t query_token, query_head, out_token, out_head, table;  // strides in elements
+  int requests, blocks_per_request;                              // 0: requests have different numbers of blocks
+  int kv_heads, group, head_size, page, num_blocks;
+  int splits;
+  int block_tokens;  // tokens of a block of queries: kRows / group
+  int most_tokens;   // that any block has
+  int window_left, window_right;
+  float scale, softcap;  // in units of log2(e)
+  float one_over_group;
+  bool causal;
+};
+
+// A block of queries. No tokens: nothing to do.
+struct Block {
+  int index, request, token, tokens, position;
+};
+
+__device__ inline Block block_of(const Problem& p) {
+  Block block;
+  // The last blocks of a causal prefill see the most keys: they start first, so that no long one is left at the end.
+  block.index = gridDim.x - 1 - blockIdx.x;
+  int skipped;
+  if (p.blocks_per_request > 0) {
+    block.request = block.index / p.blocks_per_request;
+    skipped = block.index % p.blocks_per_request * p.block_tokens;
+  } else {
+    // Request r has the blocks from query_start_loc[r] / block_tokens + r on: as many as it needs or one more, and
+    // known without a sum over the requests before it.
+    int low = 0, high = p.requests - 1;
+    while (low < high) {
+      const int middle = (low + high + 1) / 2;
+      if (p.query_start_loc[middle] / p.block_tokens + middle <= block.index) {
+        low = middle;
+      } else {
+        high = middle - 1;
+      }
+    }
+    block.request = low;
+    skipped = (block.index - (p.query_start_loc[low] / p.block_tokens + low)) * p.block_tokens;
+  }
+  const int start = p.query_start_loc[block.request];
+  const int count = p.query_start_loc[block.request + 1] - start;
+  block.token = start + skipped;
+  block.tokens = min(count - skipped, p.block_tokens);
+  block.position = p.seq_lens[block.request] - count + skipped;
+  return block;
+}
+
+// The keys that a split reads, and how many splits have any. `begin` is a multiple of a tile whatever the batch is, so a
+// row's rounding does not depend on what runs beside it.
+struct Keys {
+  int begin, end, used;
+};
+
+__device__ inline Keys keys_of(const Problem& p, const Block& block, int split) {
+  int begin = 0, end = p.seq_lens[block.request];
+  const int last = block.position + block.tokens - 1;
+  if (p.causal) {
+    end = min(end, last + 1);
+  }
+  if (p.window_left >= 0) {
+    begin = max(block.position - p.window_left, 0) / kKeys * kKeys;
+  }
+  if (p.window_right >= 0) {
+    end = min(end, last + p.window_right + 1);
+  }
+  const int tiles = (max(end - begin, 0) + kKeys - 1) / kKeys;
+  const int tiles_per_split = max((tiles + p.splits - 1) / p.splits, kMinTiles);
+  begin += split * tiles_per_split * kKeys;
+  return {begin, min(end, begin + tiles_per_split * kKeys), (tiles + tiles_per_split - 1) / tiles_per_split};
+}
+
+// Rows are fewer than 64, for which the product with a rounded reciprocal is exact.
+__device__ __forceinline__ int token_of_row(const Problem& p, int row) {
+  return static_cast<int>((static_cast<float>(row) + 0.5f) * p.one_over_group);
+}
+
+template <typename T>
+__device__ __forceinline__ uint32_t pack(float low, float high) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+    return reinterpret_cast<const uint32_t&>(pair);
+  } else {
+    const __half2 pair = __floats2half2_rn(low, high);
+    return reinterpret_cast<const uint32_t&>(pair);
+  }
+}
+
+__device__ __forceinline__ float power_of_two(float exponent) {
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(exponent));
+  return result;
+}
+
+}  // namespace paged
