@@ -24,7 +24,8 @@ def config(**settings: Any) -> Any:
     compilation = MagicMock(max_cudagraph_capture_size=8)
     compilation.cudagraph_mode.has_full_cudagraphs.return_value = False
     kernel = SimpleNamespace(enable_jit_warmup=False)
-    return MagicMock(model_config=model, compilation_config=compilation, kernel_config=kernel, **settings)
+    usual = {"model_config": model, "compilation_config": compilation, "kernel_config": kernel}
+    return MagicMock(**usual | {"use_v2_model_runner": False} | settings)
 
 
 class Layer:

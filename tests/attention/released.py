@@ -99,7 +99,7 @@ class _Hook:
         vars(module).update(
             {
                 "vllm.version": {"__version__": self._version},
-                "vllm.envs": {"VLLM_BATCH_INVARIANT": False},
+                "vllm.envs": {"VLLM_BATCH_INVARIANT": False, "VLLM_USE_V2_MODEL_RUNNER": False},
                 "vllm.platforms": {"current_platform": MagicMock(is_xpu=lambda: False, device_type="cpu")},
                 "vllm.v1.attention.backends.fa_utils": {
                     "get_flash_attn_version": lambda **_: self._flash[-1] if self._flash else None,
