@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from vllm_hwplugin.attention.paged import MAX_HEAD_SIZE, refuse  # noqa: E402
+from vllm_hwplugin.attention.paged import MAX_HEAD_SIZE, Scratch, paged_attention, refuse  # noqa: E402
 from vllm_hwplugin.attention.paged._arguments import Arguments, check  # noqa: E402
 
 HALF = torch.bfloat16
@@ -68,6 +68,9 @@ def test_what_fits_passes() -> None:
         ({"query_start_loc": torch.tensor([0, 3], dtype=torch.int32)}, "query_start_loc is"),
         ({"seq_lens": torch.tensor([5, 6])}, "seq_lens is torch.int64"),
         ({"block_table": torch.zeros(1, 3, dtype=torch.int32)}, "block_table is"),
+        ({"seq_lens": torch.tensor([5, 6], dtype=torch.int32, device="meta")}, "seq_lens is on meta, query on cpu"),
+        ({"out": torch.zeros(3, 8, 512, dtype=HALF, device="meta")}, "out is on meta, query on cpu"),
+        ({"sinks": torch.zeros(8, device="meta")}, "sinks is on meta, query on cpu"),
         ({"sinks": torch.zeros(8, dtype=HALF)}, "sinks are torch.bfloat16"),
         ({"sinks": torch.zeros(2)}, "sinks are torch.float32 of shape \\(2,\\)"),
     ],
@@ -75,6 +78,23 @@ def test_what_fits_passes() -> None:
 def test_what_does_not_fit_is_said(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         check(arguments(**changes))
+
+
+def test_the_scratch_of_another_device_is_refused() -> None:
+    given = arguments()
+    settings = {name: value for name, value in vars(given).items() if name not in ("query", "keys", "values", "out")}
+    elsewhere = Scratch(torch.empty(0, device="meta"), torch.empty(0, device="meta"), False, 132)
+    with pytest.raises(ValueError, match="the scratch is on meta, query on cpu"):
+        paged_attention(
+            given.query,
+            given.keys,
+            given.values,
+            given.out,
+            max_query_len=2,
+            max_seq_len=6,
+            scratch=elsewhere,
+            **settings,
+        )
 
 
 @pytest.mark.parametrize(

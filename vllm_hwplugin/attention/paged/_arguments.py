@@ -67,7 +67,7 @@ def refuse(
 
 
 def check(given: Arguments) -> None:
-    """Refuse what a kernel would read or write wrongly. Looks at shapes and strides only.
+    """Refuse what a kernel would read or write wrongly. Looks at shapes, strides and devices, never at values.
 
     Raises:
         ValueError: what, found, expected.
@@ -109,6 +109,10 @@ def check(given: Arguments) -> None:
             and (tensor.numel() < 2 or tensor.stride(-1) == 1),
             f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}, expected torch.int32 of {shape} with stride 1",
         )
+    for field in dataclasses.fields(given):
+        tensor = getattr(given, field.name)
+        if isinstance(tensor, torch.Tensor):
+            _expect(tensor.device == query.device, f"{field.name} is on {tensor.device}, query on {query.device}")
     if given.sinks is not None:
         _expect(
             given.sinks.shape == (num_heads,) and given.sinks.dtype == torch.float32 and given.sinks.is_contiguous(),

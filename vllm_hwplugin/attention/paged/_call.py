@@ -55,7 +55,7 @@ def paged_attention(
         batch_invariant: a row's result is the same to the bit whatever batch it is in, and slower for small batches.
 
     Raises:
-        ValueError: a shape, type or stride is not as described.
+        ValueError: a shape, type, stride or device is not as described.
     """
     given = Arguments(
         query,
@@ -72,6 +72,11 @@ def paged_attention(
         sinks,
     )
     check(given)
+    if scratch.out.device != query.device:
+        raise ValueError(
+            f"paged_attention: the scratch is on {scratch.out.device}, query on {query.device}; expected one of "
+            "Scratch.allocate(query.device)"
+        )
     kernel = _hopper if scratch.hopper else _triton
     plan = make_plan(
         kernel.HEIGHTS,
