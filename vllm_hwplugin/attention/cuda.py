@@ -62,7 +62,7 @@ class CudaFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):  # type:
         return super().build(common_prefix_len, common_attn_metadata, fast_build)
 
     def use_cascade_attention(self, *args: Any, **kwargs: Any) -> bool:
-        # Up to 0.32.
+        # Up to 0.31.
         return not self.large and bool(super().use_cascade_attention(*args, **kwargs))
 
 
