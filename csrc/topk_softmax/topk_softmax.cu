@@ -5,16 +5,15 @@
 // finds the largest of the integers that stand for the experts, for which a warp has one instruction.
 //
 // Logits of 16 bits leave room in such an integer for the number of the expert: it is the only one of its value then, and
-// says all about the choice. Logits keep apart what rounds to one probability, which vLLM's kernel does not. Otherwise it is the probability, as vLLM's kernel has it, and a vote finds the lowest lane
-// with the largest one; as runs are of neighbours, that is the lowest expert too.
+// says all about the choice. Logits keep apart what rounds to one probability, which vLLM's kernel does not. Otherwise
+// it is the probability, as vLLM's kernel has it, and a vote finds the lowest lane with the largest one; as runs are of
+// neighbours, that is the lowest expert too.
 //
 // Only the stable ABI of PyTorch is used; see csrc/README.md.
 
-#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <optional>
-#include <type_traits>
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -27,6 +26,8 @@
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
 
+#include "row.cuh"
+
 // Defined by CUDA builds of PyTorch alone. As a weak symbol it lets the library load, and refuse, beside a CPU build.
 extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream) __attribute__((weak));
 
@@ -35,210 +36,11 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-constexpr int kWarp = 32;
-constexpr unsigned kAllLanes = 0xffffffffu;
 constexpr int kWarps = 4;  // of a block
-constexpr int kMaxLoadBytes = 16;
 
 // Up to so many rows each warp has a scheduler almost to itself, and a whole warp for a row is the quickest. With more
 // rows a row takes a part of a warp, which costs fewer instructions.
 constexpr int64_t kFewRows = 2048;
-
-// More than a warp holds in registers.
-constexpr int64_t kMaxExpertsInRegisters = 1024;
-
-struct Call {
-  const void* gating;  // [rows, experts]
-  int64_t gating_stride;
-  float* weights;                 // [rows, topk], as the next two
-  void* indices;
-  int32_t* token_expert_indices;
-  const float* bias;       // [experts], or null
-  const bool* is_padding;  // [rows], or null
-  int64_t rows;
-  int experts;
-  int topk;
-  bool wide_indices;  // 64 bits
-  bool renormalize;
-};
-
-__device__ __forceinline__ float widen(float x) { return x; }
-__device__ __forceinline__ float widen(__half x) { return __half2float(x); }
-__device__ __forceinline__ float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
-
-// Integers in the order of the numbers; 0 is below all of them. What is no number counts as -inf.
-__device__ __forceinline__ uint32_t order_of(float x) {
-  const uint32_t bits = __float_as_uint(isnan(x) ? -INFINITY : x);
-  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-}
-
-__device__ __forceinline__ float number_of(uint32_t order) {
-  return __uint_as_float(order & 0x80000000u ? order & 0x7fffffffu : ~order);
-}
-
-// Reductions over the kLanes neighbouring lanes that share a row. All lanes of the warp take part.
-template <int kLanes>
-__device__ __forceinline__ uint32_t largest(uint32_t x) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-  constexpr bool kAtOnce = kLanes == kWarp;
-#else
-  constexpr bool kAtOnce = false;
-#endif
-  if constexpr (kAtOnce) {
-    return __reduce_max_sync(kAllLanes, x);
-  } else {
-#pragma unroll
-    for (int distance = kLanes / 2; distance > 0; distance /= 2) {
-      const uint32_t other = __shfl_xor_sync(kAllLanes, x, distance);
-      x = other > x ? other : x;
-    }
-    return x;
-  }
-}
-
-template <int kLanes>
-__device__ __forceinline__ int smallest(int x) {
-#pragma unroll
-  for (int distance = kLanes / 2; distance > 0; distance /= 2) {
-    const int other = __shfl_xor_sync(kAllLanes, x, distance);
-    x = other < x ? other : x;
-  }
-  return x;
-}
-
-template <int kLanes>
-__device__ __forceinline__ float sum_of(float x) {
-#pragma unroll
-  for (int distance = kLanes / 2; distance > 0; distance /= 2) {
-    x += __shfl_xor_sync(kAllLanes, x, distance);
-  }
-  return x;
-}
-
-// The probability of a logit. A row whose softmax is no number, as padding can leave it, has none but 0: then the first
-// experts are chosen, each once.
-struct Softmax {
-  float top;
-  float inverse_sum;
-
-  __device__ __forceinline__ float of(float logit) const { return of_exponential(expf(logit - top)); }
-
-  __device__ __forceinline__ float of_exponential(float exponential) const {
-    const float probability = __fmul_rn(exponential, inverse_sum);
-    return isnan(probability) ? 0.0f : probability;
-  }
-};
-
-__device__ __forceinline__ uint32_t order_of_choice(const Call& call, int expert, bool exists, float probability) {
-  // Rounded once more, not contracted with the product that the probability is.
-  return order_of(call.bias != nullptr && exists ? __fadd_rn(probability, call.bias[expert]) : probability);
-}
-
-// The probability of an expert that was chosen by `order`, without the bias.
-template <typename scalar_t>
-__device__ __forceinline__ float weight_of(
-    const Call& call, const Softmax& softmax, const scalar_t* logits, int expert, uint32_t order) {
-  return call.bias == nullptr ? number_of(order) : softmax.of(widen(logits[expert]));
-}
-
-// What stands for an expert whose logit has 16 bits: the logit, of which a float leaves more than kExpertBits bits empty,
-// and the expert, the lower the larger.
-struct LogitAndExpert {
-  static constexpr int kExpertBits = 10;
-  static constexpr uint32_t kLast = (1u << kExpertBits) - 1;
-
-  static __device__ __forceinline__ uint32_t order_of(float logit, int expert) {
-    // The sum makes one zero of two, which a logit has with either sign.
-    return (::order_of(logit + 0.0f) & ~kLast) | (kLast - static_cast<uint32_t>(expert));
-  }
-  static __device__ __forceinline__ float logit_of(uint32_t order) {
-    return __uint_as_float(__float_as_uint(number_of(order)) & ~kLast);
-  }
-  static __device__ __forceinline__ int expert_of(uint32_t order) {
-    return static_cast<int>(kLast - (order & kLast));
-  }
-};
-static_assert(kMaxExpertsInRegisters <= int64_t{1} << LogitAndExpert::kExpertBits);
-
-// Writes the results of one row, as many slots at a time as lanes share it: neighbouring lanes write neighbouring
-// addresses.
-template <int kLanes>
-struct Results {
-  const Call& call;
-  const int64_t row;
-  const int lane;
-  float sum = 0.0f;
-
-  // Every lane of the warp takes part; the first `count` have a slot.
-  __device__ __forceinline__ void put(int first_slot, int count, int expert, float weight) {
-    const bool has_slot = lane < count;
-    const bool last = first_slot + kLanes >= call.topk;
-    if (call.renormalize) {
-      sum += sum_of<kLanes>(has_slot ? weight : 0.0f);
-      weight = last ? weight / divisor() : weight;
-    }
-    if (row >= call.rows) {
-      return;
-    }
-    const int slot = first_slot + lane;
-    const int64_t at = row * call.topk + slot;
-    if (has_slot) {
-      const int index = call.is_padding != nullptr && call.is_padding[row] ? -1 : expert;
-      call.weights[at] = weight;
-      call.token_expert_indices[at] = static_cast<int32_t>(slot * call.rows + row);
-      if (call.wide_indices) {
-        static_cast<int64_t*>(call.indices)[at] = index;
-      } else {
-        static_cast<int32_t*>(call.indices)[at] = index;
-      }
-    }
-    if (last && call.renormalize) {
-      // The earlier slots of this lane, written before the sum was known.
-#pragma unroll 1
-      for (int earlier = lane; earlier < first_slot; earlier += kLanes) {
-        call.weights[row * call.topk + earlier] /= divisor();
-      }
-    }
-  }
-
-  __device__ __forceinline__ float divisor() const { return sum > 0.0f ? sum : 1.0f; }
-};
-
-template <int kBytes>
-using Word = std::conditional_t<
-    kBytes == 16, uint4,
-    std::conditional_t<kBytes == 8, uint2, std::conditional_t<kBytes == 4, uint32_t, uint16_t>>>;
-
-// The kPer logits of a lane, in the widest loads that they divide into.
-template <typename scalar_t, int kPer>
-struct Run {
-  static constexpr int kBytes = kPer * static_cast<int>(sizeof(scalar_t));
-  static constexpr int kLoadBytes = std::min(kMaxLoadBytes, kBytes & -kBytes);
-  static constexpr int kLoads = kBytes / kLoadBytes;
-  static constexpr int kElements = kPer / kLoads;  // of a load
-
-  alignas(kLoadBytes) scalar_t values[kPer];
-
-  // Elements from `count` on are not read and not written here.
-  __device__ __forceinline__ void load(const scalar_t* from, int count, bool in_words) {
-    if (in_words) {
-      using W = Word<kLoadBytes>;
-#pragma unroll
-      for (int i = 0; i < kLoads; ++i) {
-        if (i * kElements < count) {
-          reinterpret_cast<W*>(values)[i] = reinterpret_cast<const W*>(from)[i];
-        }
-      }
-      return;
-    }
-#pragma unroll
-    for (int i = 0; i < kPer; ++i) {
-      if (i < count) {
-        values[i] = from[i];
-      }
-    }
-  }
-};
 
 // kLanes lanes for each row, kPer experts in each of them. kByLogit: logits have 16 bits, and there is no bias.
 template <typename scalar_t, int kPer, int kLanes, bool kByLogit>
