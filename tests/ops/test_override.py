@@ -23,6 +23,8 @@ from vllm_hwplugin.ops import _override, _override_support  # noqa: E402
 from vllm_hwplugin.ops._override_catalog import OverridableOp, Schema  # noqa: E402
 from vllm_hwplugin.ops.build import spec  # noqa: E402
 
+IS_CUDA_HOST = _override.is_cuda_host
+
 _numbers = itertools.count()
 
 
@@ -269,6 +271,7 @@ def extension(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Toy]:
     """`extension(toy)`: vLLM's C extension has this one operation, and so has the table."""
     monkeypatch.setattr(_override, "load_extension", lambda: None)
     monkeypatch.setattr(_override, "KEY", "CPU")
+    monkeypatch.setattr(_override, "is_cuda_host", lambda: True)
 
     def use(toy: Toy, **changes: Any) -> Toy:
         toy = replace(toy, op=replace(toy.op, **changes))
@@ -327,6 +330,34 @@ def test_without_a_demand_it_is_a_warning_and_vllm_serves(
         _override.install({})
     assert "keep vLLM's kernels" in caplog.text
     assert toy(None) == 1
+
+
+@pytest.mark.parametrize("strict", ["0", "1"])
+def test_the_defaults_ask_nothing_of_a_host_without_cuda(
+    strict: str,
+    toy: Toy,
+    extension: Callable[..., Toy],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Its vLLM has few of the operations, and strict mode has to start there all the same."""
+    extension(toy, namespace="_Cnone", default_on=("NVIDIA H200",))
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(_override, "is_cuda_host", IS_CUDA_HOST)
+    monkeypatch.setattr(_override, "load_extension", lambda: pytest.fail("imported for nothing"))
+    entry = record.new("0")
+    record.begin(entry, None)
+    with caplog.at_level(logging.INFO, "vllm.hwplugin"):
+        _override.install({"VLLM_HWPLUGIN_STRICT": strict})
+    assert caplog.text == ""
+    assert entry.decisions[f"operation {toy.op.name}"].endswith("on CUDA alone")
+    monkeypatch.setattr(_override, "load_extension", lambda: None)
+    with pytest.raises(_override.OverrideError, match="has no operation"):
+        _override.install({"VLLM_HWPLUGIN_OPS": "on"})
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    if strict == "1":
+        with pytest.raises(_override.OverrideError, match="has no operation"):
+            _override.install({"VLLM_HWPLUGIN_STRICT": strict})
 
 
 def test_the_kernel_is_demanded_at_the_first_call_too(

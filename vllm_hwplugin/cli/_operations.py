@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from .. import gates
-from ..ops._override_catalog import GATE, OPS, SKIP, OverridableOp, choose
+from ..ops._override_catalog import CUDA_ALONE, GATE, OPS, SKIP, OverridableOp, choose
 from ..ops.build.built import Built
 from ..ops.build.spec import KERNELS
 from ._host import Tool
@@ -79,5 +79,5 @@ def operation_problems(kind: str, values: Mapping[str, gates.GateValue | gates.G
 
 def _impossible(op: OverridableOp, kind: str) -> str | None:
     if kind != "cuda":
-        return "the plugin's kernels stand under vLLM's names on CUDA alone"
+        return CUDA_ALONE
     return None if op.name in KERNELS else "this release has no kernel of it"

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from .. import gates, record
-from ._override_catalog import GATE, KEY, OPS, RECORD, SKIP, OverridableOp, choose, unknown_names
+from ._override_catalog import CUDA_ALONE, GATE, KEY, OPS, RECORD, SKIP, OverridableOp, choose, unknown_names
 
 logger = logging.getLogger("vllm.hwplugin")
 
@@ -97,6 +97,11 @@ def install(environ: Mapping[str, str] | None = None) -> None:
         logger.warning("%s", text)
     if not chosen or record.role() in _NO_MODEL:
         return
+    if choice == "auto" and not is_cuda_host():
+        # The defaults say nothing of other hosts, so nothing was demanded here that could be missing.
+        for op in chosen:
+            record.note(f"{RECORD}{op.name}", describe("vllm", CUDA_ALONE))
+        return
     with _lock:
         refused = {}
         load_extension()
@@ -116,6 +121,11 @@ def install(environ: Mapping[str, str] | None = None) -> None:
                 f"{demand}, but these operations cannot get the plugin's kernel: {text}. Name them in {SKIP} to go on"
             )
         logger.warning("these operations keep vLLM's kernels: %s", text)
+
+
+def is_cuda_host() -> bool:
+    """Whether this PyTorch is a CUDA build, which asks nothing of a device."""
+    return importlib.import_module("torch").version.cuda is not None
 
 
 def load_extension() -> None:

@@ -17,6 +17,9 @@ SKIP: Final = "VLLM_HWPLUGIN_OPS_SKIP"
 #: The key under which vLLM registers these kernels in every supported version, and under which the plugin's stand.
 KEY: Final = "CUDA"
 
+#: Why the table says nothing of other hosts.
+CUDA_ALONE: Final = "the plugin's kernels stand under vLLM's names on CUDA alone"
+
 #: Before the name of an operation, among a process's decisions (:func:`vllm_hwplugin.record.note`).
 RECORD: Final = "operation "
 
