@@ -17,6 +17,8 @@ _FLOATS: Final = (torch.float32, *_HALVES)
 _INDICES: Final = (torch.int32, torch.uint32, torch.int64)
 _QUANTISED: Final = (torch.float8_e4m3fn, torch.int8)
 
+_GROUP_SIZES: Final = (64, 128)
+
 # What merge_attn_states moves at once.
 _LOAD_BYTES: Final = 16
 
@@ -87,6 +89,11 @@ def merge_attn_states(
         return False
     if any(lse is not None and lse.dtype is not torch.float32 for lse in (prefix_lse, suffix_lse, output_lse)):
         return False
+    if output.dim() != 3 or not output.shape == prefix_output.shape == suffix_output.shape:
+        return False
+    tokens, heads, _ = output.shape
+    if any(lse is not None and lse.shape != (heads, tokens) for lse in (prefix_lse, suffix_lse, output_lse)):
+        return False
     pack = _LOAD_BYTES // dtype.itemsize
     return all(
         tensor.shape[-1] % pack == 0
@@ -110,6 +117,8 @@ def silu_and_mul_per_block_quant(
         return False
     if input.dim() != 2 or out.dim() != 2 or input.stride(1) != 1 or not out.is_contiguous():
         return False
+    if group_size not in _GROUP_SIZES or input.shape[0] != out.shape[0]:
+        return False
     if scales.shape != (out.shape[0], out.shape[1] // group_size):
         return False
     return bool(scales.stride(0 if is_scale_transposed else 1) == 1)
@@ -129,7 +138,11 @@ def rms_norm_dynamic_per_token_quant(
         return False
     if scale.dtype is not torch.float32 or not scale.is_contiguous() or not result.is_contiguous():
         return False
-    if residual is not None and (residual.dtype is not dtype or not residual.is_contiguous()):
+    if result.shape != input.shape or scale.numel() * input.shape[-1] != input.numel():
+        return False
+    if residual is not None and (
+        residual.dtype is not dtype or residual.shape != input.shape or not residual.is_contiguous()
+    ):
         return False
     return bool(weight.is_contiguous() and (input.is_contiguous() or (input.dim() == 2 and input.stride(1) == 1)))
 
@@ -145,12 +158,17 @@ def topk_softmax(
 ) -> bool:
     if gating_output.dtype not in _FLOATS or gating_output.dim() != 2 or gating_output.stride(1) != 1:
         return False
-    if topk_weights.dtype is not torch.float32 or topk_weights.shape[0] != gating_output.shape[0]:
+    tokens, experts = gating_output.shape
+    if topk_weights.dtype is not torch.float32 or topk_weights.dim() != 2 or topk_weights.shape[0] != tokens:
+        return False
+    if not topk_weights.shape == topk_indices.shape == token_expert_indices.shape:
         return False
     if topk_indices.dtype not in _INDICES or token_expert_indices.dtype is not torch.int32:
         return False
     if not (topk_weights.is_contiguous() and topk_indices.is_contiguous() and token_expert_indices.is_contiguous()):
         return False
-    if bias is not None and (bias.dtype is not torch.float32 or not bias.is_contiguous()):
+    if bias is not None and (bias.dtype is not torch.float32 or bias.shape != (experts,) or not bias.is_contiguous()):
         return False
-    return is_padding is None or (is_padding.dtype is torch.bool and is_padding.is_contiguous())
+    return is_padding is None or (
+        is_padding.dtype is torch.bool and is_padding.shape == (tokens,) and is_padding.is_contiguous()
+    )
