@@ -7,7 +7,9 @@ import dataclasses
 import json
 import logging
 import os
+import select
 import shutil
+import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -147,6 +149,28 @@ def test_a_failure_is_one_warning_with_what_it_costs(
     assert warning.startswith("the kernel sample is not used: ")
     assert "error: the compiler is broken" in warning
     assert warning.endswith("Without it, it is slow.")
+
+
+def test_a_process_forked_while_another_thread_builds_does_not_wait_for_it(
+    kernel: KernelSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jit, "_loaded", {})
+    monkeypatch.setattr(jit, "_try_load", lambda spec: True)
+    reader, writer = os.pipe()
+    with jit._lock:
+        child = os.fork()
+        if child == 0:
+            try:
+                os.write(writer, str(jit.ensure(kernel)).encode())
+            finally:
+                os._exit(0)
+    os.close(writer)
+    answered, _, _ = select.select([reader], [], [], 30)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    with os.fdopen(reader) as lines:
+        assert answered
+        assert lines.read() == "True"
 
 
 def test_a_library_that_cannot_be_loaded_is_a_failure_too(

@@ -173,3 +173,12 @@ def build_once(plan: BuildPlan, environ: Mapping[str, str]) -> Path:
     raise KernelUnavailable(
         f"no folder for built kernels can be used: {'; '.join(notes)}; set VLLM_HWPLUGIN_CACHE_DIR to a folder that can"
     )
+
+
+def _renew_lock() -> None:
+    # Another thread of the parent may have been building, and it does not exist in the child.
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)
