@@ -11,6 +11,7 @@ from typing import Final
 
 import torch
 
+from ._define import define
 from .build.jit import GPUS, ensure
 from .build.spec import FUSED_QK_NORM_ROPE
 
@@ -150,24 +151,4 @@ def _check(
     )
 
 
-def _fake(
-    qkv: torch.Tensor,
-    num_heads_q: int,
-    num_heads_k: int,
-    num_heads_v: int,
-    head_dim: int,
-    eps: float,
-    q_weight: torch.Tensor,
-    k_weight: torch.Tensor,
-    cos_sin_cache: torch.Tensor,
-    is_neox: bool,
-    position_ids: torch.Tensor,
-    forced_token_heads_per_warp: int = -1,
-) -> None:
-    """In place: no shape comes out of it."""
-
-
-_LIBRARY: Final = torch.library.Library("hwplugin", "FRAGMENT")
-_LIBRARY.define(_SCHEMA)
-_LIBRARY.impl("fused_qk_norm_rope", _reference, "CompositeExplicitAutograd")
-torch.library.register_fake("hwplugin::fused_qk_norm_rope", _fake, lib=_LIBRARY)
+_LIBRARY: Final = define(_SCHEMA, _reference)

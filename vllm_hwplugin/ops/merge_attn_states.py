@@ -17,6 +17,7 @@ from typing import Final
 
 import torch
 
+from ._define import define
 from .build.jit import GPUS, ensure
 from .build.spec import MERGE_ATTN_STATES
 
@@ -215,20 +216,4 @@ def _check(
     )
 
 
-def _fake(
-    output: torch.Tensor,
-    output_lse: torch.Tensor | None,
-    prefix_output: torch.Tensor,
-    prefix_lse: torch.Tensor,
-    suffix_output: torch.Tensor,
-    suffix_lse: torch.Tensor,
-    prefill_tokens_with_context: int | None = None,
-    output_scale: torch.Tensor | None = None,
-) -> None:
-    """In place: no shape comes out of it."""
-
-
-_LIBRARY: Final = torch.library.Library("hwplugin", "FRAGMENT")
-_LIBRARY.define(_SCHEMA)
-_LIBRARY.impl("merge_attn_states", _reference, "CompositeExplicitAutograd")
-torch.library.register_fake("hwplugin::merge_attn_states", _fake, lib=_LIBRARY)
+_LIBRARY: Final = define(_SCHEMA, _reference)

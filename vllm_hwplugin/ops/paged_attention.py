@@ -8,9 +8,9 @@ builds nothing.
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
-import torch
+from ._define import define
 
 _SCHEMA: Final = (
     "paged_attention(Tensor query, Tensor keys, Tensor values, Tensor(a!) out, Tensor(b!) partial_out, "
@@ -19,11 +19,4 @@ _SCHEMA: Final = (
     "int blocks_per_request, int splits) -> ()"
 )
 
-
-def _fake(*arguments: Any, **settings: Any) -> None:
-    """In place: no shape comes out of it."""
-
-
-_LIBRARY: Final = torch.library.Library("hwplugin", "FRAGMENT")
-_LIBRARY.define(_SCHEMA)
-torch.library.register_fake("hwplugin::paged_attention", _fake, lib=_LIBRARY)
+_LIBRARY: Final = define(_SCHEMA)

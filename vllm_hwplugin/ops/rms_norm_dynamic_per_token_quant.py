@@ -25,6 +25,7 @@ from typing import Final
 
 import torch
 
+from ._define import define
 from .build.jit import GPUS, ensure
 from .build.spec import RMS_NORM_DYNAMIC_PER_TOKEN_QUANT
 
@@ -162,19 +163,4 @@ def _check(
     expect(input.dtype in _DTYPES, f"input is {input.dtype}; expected float32, float16 or bfloat16")
 
 
-def _fake(
-    result: torch.Tensor,
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    epsilon: float,
-    scale_ub: torch.Tensor | None,
-    residual: torch.Tensor | None,
-) -> None:
-    """Into tensors of the caller: no shape comes out of it."""
-
-
-_LIBRARY: Final = torch.library.Library("hwplugin", "FRAGMENT")
-_LIBRARY.define(_SCHEMA)
-_LIBRARY.impl("rms_norm_dynamic_per_token_quant", _reference, "CompositeExplicitAutograd")
-torch.library.register_fake("hwplugin::rms_norm_dynamic_per_token_quant", _fake, lib=_LIBRARY)
+_LIBRARY: Final = define(_SCHEMA, _reference)

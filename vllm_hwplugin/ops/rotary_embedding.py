@@ -11,6 +11,7 @@ from typing import Final
 
 import torch
 
+from ._define import define
 from .build.jit import GPUS, ensure
 from .build.spec import ROTARY_EMBEDDING
 
@@ -150,20 +151,4 @@ def _check(
         expect(last <= 1 or tensor.stride(-1) == 1, f"{name} needs stride 1 in its last dimension: call contiguous()")
 
 
-def _fake(
-    positions: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor | None,
-    head_size: int,
-    cos_sin_cache: torch.Tensor,
-    is_neox: bool,
-    rope_dim_offset: int = 0,
-    inverse: bool = False,
-) -> None:
-    """In place: no shape comes out of it."""
-
-
-_LIBRARY: Final = torch.library.Library("hwplugin", "FRAGMENT")
-_LIBRARY.define(_SCHEMA)
-_LIBRARY.impl("rotary_embedding", _reference, "CompositeExplicitAutograd")
-torch.library.register_fake("hwplugin::rotary_embedding", _fake, lib=_LIBRARY)
+_LIBRARY: Final = define(_SCHEMA, _reference)

@@ -22,6 +22,7 @@ from typing import Final
 
 import torch
 
+from ._define import define
 from .build.jit import GPUS, ensure
 from .build.spec import SILU_AND_MUL_PER_BLOCK_QUANT
 
@@ -164,18 +165,4 @@ def _check(
     expect(input.dtype in _DTYPES, f"input is {input.dtype}; expected float16 or bfloat16")
 
 
-def _fake(
-    out: torch.Tensor,
-    input: torch.Tensor,
-    scales: torch.Tensor,
-    group_size: int,
-    scale_ub: torch.Tensor | None = None,
-    is_scale_transposed: bool = False,
-) -> None:
-    """Into tensors of the caller: no shape comes out of it."""
-
-
-_LIBRARY: Final = torch.library.Library("hwplugin", "FRAGMENT")
-_LIBRARY.define(_SCHEMA)
-_LIBRARY.impl("silu_and_mul_per_block_quant", _reference, "CompositeExplicitAutograd")
-torch.library.register_fake("hwplugin::silu_and_mul_per_block_quant", _fake, lib=_LIBRARY)
+_LIBRARY: Final = define(_SCHEMA, _reference)

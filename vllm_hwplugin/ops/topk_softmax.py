@@ -19,6 +19,7 @@ from typing import Final
 
 import torch
 
+from ._define import define
 from .build.jit import GPUS, ensure
 from .build.spec import TOPK_SOFTMAX
 
@@ -166,19 +167,4 @@ def _check(
         )
 
 
-def _fake(
-    topk_weights: torch.Tensor,
-    topk_indices: torch.Tensor,
-    token_expert_indices: torch.Tensor,
-    gating_output: torch.Tensor,
-    renormalize: bool,
-    bias: torch.Tensor | None = None,
-    is_padding: torch.Tensor | None = None,
-) -> None:
-    """In place: no shape comes out of it."""
-
-
-_LIBRARY: Final = torch.library.Library("hwplugin", "FRAGMENT")
-_LIBRARY.define(_SCHEMA)
-_LIBRARY.impl("topk_softmax", _reference, "CompositeExplicitAutograd")
-torch.library.register_fake("hwplugin::topk_softmax", _fake, lib=_LIBRARY)
+_LIBRARY: Final = define(_SCHEMA, _reference)
