@@ -68,12 +68,14 @@ def paged(calls: list[dict[str, Any]] | None = None, *, refuses: str | None = No
         )
         out.copy_(found)
 
-    def refuse(
-        head_size: int, dtype: Any, kv_dtype: Any, block_size: int, num_heads: int = 1, num_kv_heads: int = 1
-    ) -> str | None:
-        return refuses or ("too many query heads" if num_heads > 64 * num_kv_heads else None)
+    def refuse(head_size: int, dtype: Any, kv_dtype: Any, block_size: int) -> str | None:
+        return refuses
+
+    def refuse_heads(num_heads: int, num_kv_heads: int) -> str | None:
+        return "too many query heads" if num_heads > 64 * num_kv_heads else None
 
     module.paged_attention = paged_attention  # type: ignore[attr-defined]
     module.Scratch = Scratch  # type: ignore[attr-defined]
     module.refuse = refuse  # type: ignore[attr-defined]
+    module.refuse_heads = refuse_heads  # type: ignore[attr-defined]
     return module

@@ -104,17 +104,12 @@ class LargeHeadAttentionImpl(FlashAttentionImpl):  # type: ignore[misc]  # as be
             )
         if sinks is not None and tuple(sinks.shape) != (num_heads,):
             refused.append(f"sinks have shape {tuple(sinks.shape)}, expected one for each head: ({num_heads},)")
-        from .paged import paged_attention, refuse
+        from .paged import paged_attention, refuse_heads
 
         self.num_heads = num_heads
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        if not refused:
-            # vLLM's selector does not know the KV heads. Types and pages it has asked about.
-            reason = refuse(
-                head_size, torch.bfloat16, torch.bfloat16, _ANY_BLOCK_SIZE, self.num_heads, self.num_kv_heads
-            )
-            if reason is not None:
-                refused.append(f"FLASH_ATTN with heads above 256: {reason}; use --attention-backend TRITON_ATTN")
+        if (reason := refuse_heads(self.num_heads, self.num_kv_heads)) is not None:
+            refused.append(f"FLASH_ATTN with heads above 256: {reason}; use --attention-backend TRITON_ATTN")
         if refused:
             raise ValueError("; ".join(refused))
         self._attention = paged_attention

@@ -11,7 +11,13 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from vllm_hwplugin.attention.paged import MAX_HEAD_SIZE, Scratch, paged_attention, refuse  # noqa: E402
+from vllm_hwplugin.attention.paged import (  # noqa: E402
+    MAX_HEAD_SIZE,
+    Scratch,
+    paged_attention,
+    refuse,
+    refuse_heads,
+)
 from vllm_hwplugin.attention.paged._arguments import Arguments, check  # noqa: E402
 
 HALF = torch.bfloat16
@@ -106,16 +112,25 @@ def test_the_scratch_of_another_device_is_refused() -> None:
         ((512, torch.float32, torch.float32, 16), "queries are torch.float32"),
         ((512, HALF, torch.float8_e4m3fn, 16), "the KV cache is torch.float8_e4m3fn"),
         ((512, HALF, HALF, 8), "a page has 8 tokens"),
-        ((512, HALF, HALF, 16, 65, 1), "65 query heads and 1 KV heads, expected a multiple, and at most 64 times"),
-        ((512, HALF, HALF, 16, 8, 3), "8 query heads and 3 KV heads"),
-        ((512, HALF, HALF, 16, 8, 0), "8 query heads and 0 KV heads"),
     ],
 )
 def test_a_layer_that_cannot_be_run_is_refused(layer: tuple[Any, ...], words: str) -> None:
     assert words in str(refuse(*layer))
 
 
+@pytest.mark.parametrize(
+    ("heads", "words"),
+    [
+        ((65, 1), "65 query heads and 1 KV heads, expected a multiple, and at most 64 times"),
+        ((8, 3), "8 query heads and 3 KV heads"),
+        ((8, 0), "8 query heads and 0 KV heads"),
+    ],
+)
+def test_query_heads_that_cannot_share_are_refused(heads: tuple[int, int], words: str) -> None:
+    assert words in str(refuse_heads(*heads))
+    assert refuse_heads(128, 2) is None
+
+
 def test_every_multiple_of_eight_up_to_the_greatest_is_taken() -> None:
     assert MAX_HEAD_SIZE == 512
     assert all(refuse(size, HALF, HALF, 16) is None for size in range(8, 513, 8))
-    assert refuse(512, HALF, HALF, 16, 128, 2) is None

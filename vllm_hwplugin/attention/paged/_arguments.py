@@ -33,14 +33,7 @@ class Arguments:
     sinks: torch.Tensor | None
 
 
-def refuse(
-    head_size: int,
-    dtype: torch.dtype,
-    kv_dtype: torch.dtype,
-    block_size: int,
-    num_heads: int = 1,
-    num_kv_heads: int = 1,
-) -> str | None:
+def refuse(head_size: int, dtype: torch.dtype, kv_dtype: torch.dtype, block_size: int) -> str | None:
     """Why a layer cannot be run, or None.
 
     Args:
@@ -48,8 +41,6 @@ def refuse(
         dtype: of queries and result.
         kv_dtype: of the KV cache.
         block_size: tokens of a page.
-        num_heads: of the queries; both are left out where they are not known yet.
-        num_kv_heads: of the KV cache.
     """
     if head_size <= 0 or head_size > MAX_HEAD_SIZE or head_size % _ALIGNMENT:
         return f"head size is {head_size}, expected a multiple of {_ALIGNMENT} up to {MAX_HEAD_SIZE}"
@@ -59,6 +50,11 @@ def refuse(
         return f"the KV cache is {kv_dtype}, expected the queries' type, {dtype}"
     if block_size <= 0 or block_size % _SUB_TILE:
         return f"a page has {block_size} tokens, expected a multiple of {_SUB_TILE}"
+    return None
+
+
+def refuse_heads(num_heads: int, num_kv_heads: int) -> str | None:
+    """Why so many query heads cannot share so many KV heads, or None. vLLM's selector does not know them."""
     if num_kv_heads <= 0 or num_heads % num_kv_heads or num_heads // num_kv_heads > MAX_GROUP:
         return (
             f"{num_heads} query heads and {num_kv_heads} KV heads, expected a multiple, and at most {MAX_GROUP} times"
@@ -84,8 +80,8 @@ def check(given: Arguments) -> None:
     _expect(out.shape == query.shape and out.dtype == query.dtype, "out has to have query's shape and type")
     _expect(keys.shape[3] == head_size, f"keys have head size {keys.shape[3]}, query has {head_size}")
     _expect(values.dtype == keys.dtype, f"keys are {keys.dtype}, values are {values.dtype}, expected one type")
-    if (reason := refuse(head_size, query.dtype, keys.dtype, keys.shape[1], num_heads, num_kv_heads)) is not None:
-        raise ValueError(f"paged_attention: {reason}")
+    reason = refuse(head_size, query.dtype, keys.dtype, keys.shape[1]) or refuse_heads(num_heads, num_kv_heads)
+    _expect(reason is None, str(reason))
     for name, tensor in (("query", query), ("keys", keys), ("values", values), ("out", out)):
         _expect(
             tensor.stride(-1) == 1
