@@ -272,6 +272,7 @@ def extension(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Toy]:
     monkeypatch.setattr(_override, "load_extension", lambda: None)
     monkeypatch.setattr(_override, "KEY", "CPU")
     monkeypatch.setattr(_override, "is_cuda_host", lambda: True)
+    monkeypatch.setattr(_override, "gpu_names", lambda: None)
 
     def use(toy: Toy, **changes: Any) -> Toy:
         toy = replace(toy, op=replace(toy.op, **changes))
@@ -307,6 +308,46 @@ def test_auto_takes_what_gains(toy: Toy, extension: Callable[..., Toy]) -> None:
     assert toy(None) == 1
     _override.install({"VLLM_HWPLUGIN_OPS_SKIP": toy.op.name})
     assert toy(None) == 1
+    _override.install({})
+    assert toy(None) == 2
+
+
+@pytest.mark.parametrize("strict", ["0", "1"])
+@pytest.mark.parametrize("names", [{"NVIDIA A10"}, {"NVIDIA A10", "NVIDIA T400"}], ids=["one kind", "two kinds"])
+def test_where_no_gpu_of_the_host_gains_vllms_own_kernel_is_called_with_nothing_between(
+    names: set[str], strict: str, toy: Toy, extension: Callable[..., Toy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong = (Schema(">=0.20", f"{toy.op.name}(Tensor! out) -> ()"),)
+    extension(toy, default_on=("NVIDIA H200",), schemas=wrong)
+    monkeypatch.setattr(_override, "gpu_names", lambda: frozenset(names))
+    monkeypatch.setattr(_override, "load_extension", lambda: pytest.fail("imported for nothing"))
+    untouched = torch._C._dispatch_dump(toy.op.qualname)
+    entry = record.new("0")
+    record.begin(entry, None)
+    _override.install({"VLLM_HWPLUGIN_STRICT": strict})
+    assert torch._C._dispatch_dump(toy.op.qualname) == untouched
+    assert _override.states() == {}
+    said = entry.decisions[f"operation {toy.op.name}"]
+    assert said.startswith("vLLM's kernel: not known to gain on NVIDIA A10")
+    assert all(name in said for name in names)
+    # The gate asks for it on any device, and for the extension with it.
+    monkeypatch.setattr(_override, "load_extension", lambda: None)
+    with pytest.raises(_override.OverrideError, match="schema that is not known"):
+        _override.install({"VLLM_HWPLUGIN_OPS": "on"})
+
+
+def test_a_process_that_may_get_another_gpu_of_the_host_decides_at_the_first_call(
+    toy: Toy, extension: Callable[..., Toy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    extension(toy, default_on=("NVIDIA H200",))
+    monkeypatch.setattr(_override, "gpu_names", lambda: frozenset({"NVIDIA T400", "NVIDIA H200"}))
+    monkeypatch.setattr(_override, "device_name", lambda device: "NVIDIA T400")
+    _override.install({})
+    assert _override.states()[toy.op.name].startswith("not decided yet")
+    assert toy(None) == 1
+    assert _override.states()[toy.op.name].startswith("vLLM's kernel: not known to gain on NVIDIA T400")
+    _override.remove()
+    monkeypatch.setattr(_override, "device_name", lambda device: "NVIDIA H200")
     _override.install({})
     assert toy(None) == 2
 

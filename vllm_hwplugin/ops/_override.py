@@ -6,9 +6,10 @@ in an FX graph, the schema and the shape function stay vLLM's; code that was gen
 needs no other key in a compile cache. The first kernel is kept, and gets every call that the plugin's cannot serve.
 
 A process of vLLM may be one that must not start the CUDA runtime (the one that forks the others), so putting a kernel
-in front asks nothing of the device. That happens at the first call, whose tensor names the device: the kernel is then
-built or loaded, once. vLLM's profiling run calls the operations of a model before any graph is captured; a call while
-a graph is captured never builds, and is served by vLLM's kernel if it comes first.
+in front asks nothing of the device. By default it is done only where the driver names a GPU on which the kernel gains;
+elsewhere nothing stands in front. The first call's tensor names the device itself: the kernel is then built or loaded,
+once. vLLM's profiling run calls the operations of a model before any graph is captured; a call while a graph is
+captured never builds, and is served by vLLM's kernel if it comes first.
 
 The dispatcher reaches the plugin's kernel through a few lines of Python. docs/kernels.md has what they cost.
 """
@@ -20,12 +21,13 @@ import logging
 import os
 import threading
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from .. import gates, record
 from ._override_catalog import CUDA_ALONE, GATE, KEY, OPS, RECORD, SKIP, OverridableOp, choose, unknown_names
+from ._override_host import gpu_names, is_cuda_host
 
 logger = logging.getLogger("vllm.hwplugin")
 
@@ -97,10 +99,7 @@ def install(environ: Mapping[str, str] | None = None) -> None:
         logger.warning("%s", text)
     if not chosen or record.role() in _NO_MODEL:
         return
-    if choice == "auto" and not is_cuda_host():
-        # The defaults say nothing of other hosts, so nothing was demanded here that could be missing.
-        for op in chosen:
-            record.note(f"{RECORD}{op.name}", describe("vllm", CUDA_ALONE))
+    if choice == "auto" and not (chosen := _gaining_here(chosen)):
         return
     with _lock:
         refused = {}
@@ -123,9 +122,23 @@ def install(environ: Mapping[str, str] | None = None) -> None:
         logger.warning("these operations keep vLLM's kernels: %s", text)
 
 
-def is_cuda_host() -> bool:
-    """Whether this PyTorch is a CUDA build, which asks nothing of a device."""
-    return importlib.import_module("torch").version.cuda is not None
+def _gaining_here(ops: Sequence[OverridableOp]) -> list[OverridableOp]:
+    """Those that gain on a GPU of this host; the others keep vLLM's kernel, with nothing in front of it.
+
+    The defaults say nothing of a host without CUDA, so nothing was demanded there that could be missing.
+    """
+    cuda = is_cuda_host()
+    names = gpu_names() if cuda else None
+    kept = []
+    for op in ops:
+        if not cuda:
+            record.note(f"{RECORD}{op.name}", describe("vllm", CUDA_ALONE))
+        elif names is None or any(choose(op, "auto", (), name).wanted for name in names):
+            kept.append(op)
+        else:
+            reason = choose(op, "auto", (), " and ".join(sorted(names))).reason
+            record.note(f"{RECORD}{op.name}", describe("vllm", reason))
+    return kept
 
 
 def load_extension() -> None:

@@ -107,6 +107,30 @@ def test_a_skipped_operation_keeps_vllms_kernel(name: str) -> None:
     assert run(theirs(name), case(name)) == stock
 
 
+def test_by_default_nothing_stands_in_front_that_does_not_gain_here() -> None:
+    """Of a host with GPUs of one kind, none of them cut into slices."""
+    here = torch.cuda.get_device_name()
+    _override.install({})
+    assert set(_override.states()) == {name for name, op in OPS.items() if here in op.default_on}
+
+
+def test_the_driver_has_pytorchs_names_and_asking_it_does_not_start_cuda() -> None:
+    """CUDA that was started before a fork cannot be used after it."""
+    program = """
+import os, sys, torch
+from vllm_hwplugin.ops._override_host import gpu_names
+names = gpu_names()
+child = os.fork()
+if child == 0:
+    shown = {torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())}
+    print(sorted(shown), sorted(names), flush=True)
+    os._exit(not shown or not shown <= names)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+
+
 def test_a_call_that_the_kernel_cannot_serve_gets_vllms() -> None:
     def uneven() -> list[Any]:
         torch.manual_seed(1)
