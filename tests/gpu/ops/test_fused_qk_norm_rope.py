@@ -9,18 +9,16 @@ in every run; a failure shows the seed.
 from __future__ import annotations
 
 import itertools
-import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 torch: Any = pytest.importorskip("torch")
 
-from vllm_hwplugin.ops.build import torch_build  # noqa: E402
-from vllm_hwplugin.ops.build.jit import ensure, provide  # noqa: E402
 from vllm_hwplugin.ops.build.spec import FUSED_QK_NORM_ROPE  # noqa: E402
 from vllm_hwplugin.ops.fused_qk_norm_rope import fused_qk_norm_rope  # noqa: E402
+
+from .kernel_checks import captured, load_kernel, vllms  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -45,19 +43,7 @@ SHAPES = {
 
 @pytest.fixture(scope="module", autouse=True)
 def kernel() -> None:
-    """The kernel itself: without it the reference would be tested. Raises with the compiler's words."""
-    provide(FUSED_QK_NORM_ROPE, torch_build.installed())
-    assert ensure(FUSED_QK_NORM_ROPE)
-    assert torch._C._dispatch_has_kernel_for_dispatch_key("hwplugin::fused_qk_norm_rope", "CUDA")
-
-
-@pytest.fixture(autouse=True)
-def seed() -> Iterator[None]:
-    value = random.SystemRandom().getrandbits(32)
-    print(f"torch.manual_seed({value})")
-    torch.manual_seed(value)
-    yield
-    torch.cuda.synchronize()
+    load_kernel(FUSED_QK_NORM_ROPE)
 
 
 def _cache(rotary_dim: int, dtype: Any) -> Any:
@@ -121,14 +107,7 @@ class Call:
 def test_it_agrees_with_the_definition(shape: tuple[int, ...], mode: str) -> None:
     for dtype, neox, float_cache in itertools.product(DTYPES, [True, False], [True, False]):
         call = Call(shape, dtype, neox, float_cache)
-        run: Any = call.run
-        if mode != "eager":
-            call.refill()
-            call.run()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                call.run()
-            run = graph.replay
+        run = call.run if mode == "eager" else captured(call)
         for _ in range(REPLAYS if mode == "replayed" else 1):
             call.refill()
             call.check(run)
@@ -243,8 +222,7 @@ def test_a_mistake_is_an_error_that_says_what_was_expected_and_writes_nothing() 
 
 
 def test_vllms_own_operation_has_this_schema_and_differs_by_roundings_only() -> None:
-    pytest.importorskip("vllm._custom_ops")
-    theirs = torch.ops._C.fused_qk_norm_rope.default
+    theirs = vllms("fused_qk_norm_rope")
     ours = torch.ops.hwplugin.fused_qk_norm_rope.default
     assert str(ours._schema) == str(theirs._schema).replace("_C::", "hwplugin::", 1)
     for dtype, neox, float_cache in itertools.product(DTYPES, [True, False], [True, False]):

@@ -8,18 +8,16 @@ the seed. Results are poisoned before, and so is whatever has to have no influen
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 torch: Any = pytest.importorskip("torch")
 
-from vllm_hwplugin.ops.build import torch_build  # noqa: E402
-from vllm_hwplugin.ops.build.jit import ensure, provide  # noqa: E402
 from vllm_hwplugin.ops.build.spec import MERGE_ATTN_STATES  # noqa: E402
 from vllm_hwplugin.ops.merge_attn_states import merge_attn_states  # noqa: E402
+
+from .kernel_checks import captured, load_kernel, vllms  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -51,20 +49,7 @@ SHAPES = {
 
 @pytest.fixture(scope="module", autouse=True)
 def kernel() -> None:
-    """The kernel itself: without it the reference would be tested. Raises with the compiler's words."""
-    provide(MERGE_ATTN_STATES, torch_build.installed())
-    assert ensure(MERGE_ATTN_STATES)
-    assert torch._C._dispatch_has_kernel_for_dispatch_key("hwplugin::merge_attn_states", "CUDA")
-
-
-@pytest.fixture(autouse=True)
-def seed() -> Iterator[None]:
-    value = random.SystemRandom().getrandbits(32)
-    print(f"torch.manual_seed({value})")
-    torch.manual_seed(value)
-    yield
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
+    load_kernel(MERGE_ATTN_STATES)
 
 
 class Call:
@@ -150,22 +135,13 @@ class Call:
         assert bool(((lse - expected_lse)[finite].abs() <= SLACK * (1 + expected_lse[finite].abs())).all())
 
 
-def _capture(call: Call) -> Any:
-    call.refill()
-    call.run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call.run()
-    return graph
-
-
 @pytest.mark.parametrize("mode", ["eager", "captured", "replayed"])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_it_agrees_with_the_definition(shape: tuple[int, ...], mode: str) -> None:
     for dtype in DTYPES:
         for options in ({}, {"context": 0.5}, {"scaled": True}):
             call = Call(shape, dtype, **options)
-            run = call.run if mode == "eager" else _capture(call).replay
+            run = call.run if mode == "eager" else captured(call)
             # The large one takes its time in float64.
             for _ in range(REPLAYS if mode == "replayed" and call.tokens < 1000 else 1):
                 call.refill()
@@ -202,12 +178,12 @@ def test_it_writes_nothing_beside_the_heads_and_may_write_over_its_input() -> No
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_it_agrees_with_vllms_kernel(dtype: Any) -> None:
-    pytest.importorskip("vllm._custom_ops")
+    stock = vllms("merge_attn_states")
     for shape in SHAPES.values():
         for options in ({}, {"context": 0.5}, {"scaled": True}):
             call = Call(shape, dtype, plain=True, **options)
             call.refill()
-            call.run(torch.ops._C.merge_attn_states)
+            call.run(stock)
             theirs, their_lse = call.output.float(), call.lses[2].clone()
             call.poison()
             call.run()

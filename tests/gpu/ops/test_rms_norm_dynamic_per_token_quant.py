@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 torch: Any = pytest.importorskip("torch")
 
-from vllm_hwplugin.ops.build import torch_build  # noqa: E402
-from vllm_hwplugin.ops.build.jit import ensure, provide  # noqa: E402
 from vllm_hwplugin.ops.build.spec import RMS_NORM_DYNAMIC_PER_TOKEN_QUANT  # noqa: E402
 from vllm_hwplugin.ops.rms_norm_dynamic_per_token_quant import (  # noqa: E402
     _reference,
     rms_norm_dynamic_per_token_quant,
 )
+
+from .kernel_checks import captured, load_kernel, same_bits, steps, vllms  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -40,40 +39,7 @@ ROWS = [1, 5, 520]
 
 @pytest.fixture(scope="module", autouse=True)
 def kernel() -> None:
-    """The kernel itself: without it the reference would be compared with its like. Raises with the compiler's words."""
-    provide(RMS_NORM_DYNAMIC_PER_TOKEN_QUANT, torch_build.installed())
-    assert ensure(RMS_NORM_DYNAMIC_PER_TOKEN_QUANT)
-    assert torch._C._dispatch_has_kernel_for_dispatch_key("hwplugin::rms_norm_dynamic_per_token_quant", "CUDA")
-
-
-@pytest.fixture(autouse=True)
-def seed() -> Iterator[None]:
-    value = random.SystemRandom().getrandbits(32)
-    print(f"torch.manual_seed({value})")
-    torch.manual_seed(value)
-    yield
-    torch.cuda.synchronize()
-
-
-def _vllms() -> Any:
-    pytest.importorskip("vllm._custom_ops")
-    return torch.ops._C.rms_norm_dynamic_per_token_quant.default
-
-
-def _bits(tensor: Any) -> Any:
-    return tensor.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.element_size()])
-
-
-def _same(found: Any, expected: Any) -> bool:
-    return torch.equal(_bits(found), _bits(expected))
-
-
-def _steps(quantised: Any) -> Any:
-    """Numbers of the type in order, so that a difference counts the numbers between."""
-    bits = quantised.view(torch.int8).int()
-    if quantised.dtype == torch.int8:
-        return bits
-    return torch.where(bits < 0, -(bits & 0x7F), bits)
+    load_kernel(RMS_NORM_DYNAMIC_PER_TOKEN_QUANT)
 
 
 def _spoiled(shape: tuple[int, ...], dtype: Any) -> tuple[Any, Any]:
@@ -113,7 +79,7 @@ class Call:
         half, dtype = self.input.dtype, self.result.dtype
         total = self.sum()
         if self.residual is not None:
-            assert _same(self.residual, total.to(half))
+            assert same_bits(self.residual, total.to(half))
         total = total.double()
         weight = self.weight.double()
         normal = total / (total.square().mean(-1, keepdim=True) + EPSILON).sqrt()
@@ -125,8 +91,8 @@ class Call:
         # The roundings that are part of the operation; a number that is nearly half way may have gone the other way.
         rounded = (normal.to(half) * self.weight).double()
         quotient = (rounded / self.scale.double()).clamp(-limit, limit).float()
-        wanted = _steps((quotient if dtype == FLOAT8 else quotient.round()).to(dtype))
-        apart = (_steps(self.result) - wanted).abs()
+        wanted = steps((quotient if dtype == FLOAT8 else quotient.round()).to(dtype))
+        apart = (steps(self.result) - wanted).abs()
         assert int(apart.max()) <= _most_apart(half, dtype)
         assert int((apart > 0).sum()) <= 3 + 0.004 * apart.numel()
 
@@ -136,13 +102,13 @@ class Call:
         residual = None if self.residual is None else self.before.clone()
         theirs(result, self.input, self.weight, scale, EPSILON, None, residual)
         if residual is not None:
-            assert _same(self.residual, residual)
+            assert same_bits(self.residual, residual)
         unit = torch.finfo(self.input.dtype).eps + 2.0**-20
         torch.testing.assert_close(self.scale, scale, rtol=unit, atol=0)
         # Other sums: the last bits of float32, and seldom a unit of the type.
         alike = ((self.scale - scale).abs() <= 2.0**-20 * scale).flatten()
         assert int((~alike).sum()) <= 1 + 0.01 * len(alike)
-        apart = (_steps(self.result) - _steps(result)).abs()[alike]
+        apart = (steps(self.result) - steps(result)).abs()[alike]
         assert apart.numel() == 0 or int(apart.max()) <= _most_apart(self.input.dtype, self.result.dtype)
         assert int((apart > 0).sum()) <= 3 + 0.004 * apart.numel()
 
@@ -156,15 +122,6 @@ def _most_apart(half: Any, dtype: Any) -> int:
     return 2 if (half, dtype) == (torch.bfloat16, torch.int8) else 1
 
 
-def _capture(call: Call) -> Any:
-    call.refill()
-    call.run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call.run()
-    return graph.replay
-
-
 @pytest.mark.parametrize("mode", ["eager", "captured", "replayed"])
 @pytest.mark.parametrize("hidden", HIDDEN)
 def test_it_is_within_a_step_of_double_precision(hidden: int, mode: str) -> None:
@@ -172,7 +129,7 @@ def test_it_is_within_a_step_of_double_precision(hidden: int, mode: str) -> None
     cases = list(itertools.product(ROWS, DTYPES, QUANTISED, [False, True]))
     for rows, half, dtype, added in cases if mode == "eager" else random.sample(cases, 2 if replayed else 6):
         call = Call(rows, hidden, half, dtype, added)
-        run = call.run if mode == "eager" else _capture(call)
+        run = call.run if mode == "eager" else captured(call)
         for _ in range(REPLAYS if replayed else 1):
             call.refill()
             run()
@@ -181,7 +138,7 @@ def test_it_is_within_a_step_of_double_precision(hidden: int, mode: str) -> None
 
 @pytest.mark.parametrize("hidden", HIDDEN)
 def test_it_is_vllms_kernel_but_for_the_order_of_a_sum(hidden: int) -> None:
-    theirs = _vllms()
+    theirs = vllms("rms_norm_dynamic_per_token_quant")
     for rows, half, dtype, added in itertools.product(ROWS, DTYPES, QUANTISED, [False, True]):
         call = Call(rows, hidden, half, dtype, added)
         call.refill()
@@ -202,7 +159,7 @@ def test_it_is_the_reference_but_for_the_order_of_a_sum(hidden: int) -> None:
 @pytest.mark.parametrize("added", [False, True])
 def test_where_no_sum_is_rounded_every_bit_is_vllms(half: Any, added: bool) -> None:
     """Powers of two, few enough that any order gives the same sum; all the other roundings have to be vLLM's."""
-    theirs = _vllms()
+    theirs = vllms("rms_norm_dynamic_per_token_quant")
     for hidden, dtype in itertools.product(HIDDEN, QUANTISED):
         call = Call(37, hidden, half, dtype, added)
         call.refill()
@@ -214,8 +171,8 @@ def test_where_no_sum_is_rounded_every_bit_is_vllms(half: Any, added: bool) -> N
         result, scale = _spoiled((37, hidden), dtype)
         residual = None if call.residual is None else call.before.clone()
         theirs(result, call.input, call.weight, scale, EPSILON, None, residual)
-        assert _same(call.scale, scale)
-        assert _same(call.result, result)
+        assert same_bits(call.scale, scale)
+        assert same_bits(call.result, result)
 
 
 @pytest.mark.parametrize("half", DTYPES)
@@ -230,8 +187,8 @@ def test_a_row_does_not_depend_on_the_rows_around_it(half: Any) -> None:
             rms_norm_dynamic_per_token_quant(
                 result, call.input[first:last], call.weight, scale, EPSILON, None, residual
             )
-            assert _same(scale, call.scale[first:last])
-            assert _same(result, call.result[first:last])
+            assert same_bits(scale, call.scale[first:last])
+            assert same_bits(result, call.result[first:last])
 
 
 @pytest.mark.parametrize("half", DTYPES)
@@ -249,16 +206,16 @@ def test_every_layout_takes_its_own_path_to_the_same(half: Any) -> None:
                 result, scale = _spoiled(tuple(given.shape), FLOAT8)
                 residual = call.before.clone().view(given.shape)
                 rms_norm_dynamic_per_token_quant(result, given, call.weight, scale, EPSILON, None, residual)
-                assert _same(residual.view(12, hidden), call.residual)
+                assert same_bits(residual.view(12, hidden), call.residual)
                 torch.testing.assert_close(scale, call.scale, rtol=torch.finfo(half).eps + 2.0**-20, atol=0)
-                apart = (_steps(result.view(12, hidden)) - _steps(call.result)).abs()
+                apart = (steps(result.view(12, hidden)) - steps(call.result)).abs()
                 assert int(apart.max()) <= 1
                 assert float((apart > 0).float().mean()) < 0.1
 
 
 @pytest.mark.parametrize("half", DTYPES)
 def test_bounds_and_what_is_no_number_are_treated_as_vllm_treats_them(half: Any) -> None:
-    theirs = _vllms()
+    theirs = vllms("rms_norm_dynamic_per_token_quant")
     for hidden, bound in itertools.product([64, 1000, 4096, 1025], [None, 0.5, 1e-6, -1.0, 1e9]):
         limit = None if bound is None else torch.tensor([bound], device="cuda")
         x = torch.randint(-2, 3, (7, hidden), device="cuda").to(half)
@@ -273,13 +230,13 @@ def test_bounds_and_what_is_no_number_are_treated_as_vllm_treats_them(half: Any)
             wanted, wanted_scale = _spoiled((7, hidden), dtype)
             rms_norm_dynamic_per_token_quant(result, x, weight, scale, EPSILON, limit)
             theirs(wanted, x, weight, wanted_scale, EPSILON, limit, None)
-            assert _same(scale, wanted_scale), (hidden, bound, dtype)
-            assert _same(result, wanted), (hidden, bound, dtype)
+            assert same_bits(scale, wanted_scale), (hidden, bound, dtype)
+            assert same_bits(result, wanted), (hidden, bound, dtype)
 
 
 def test_vllms_own_operation_has_this_schema() -> None:
     ours = torch.ops.hwplugin.rms_norm_dynamic_per_token_quant.default
-    assert str(ours._schema) == str(_vllms()._schema).replace("_C::", "hwplugin::", 1)
+    assert str(ours._schema) == str(vllms("rms_norm_dynamic_per_token_quant")._schema).replace("_C::", "hwplugin::", 1)
 
 
 def test_more_elements_than_32_bits_count() -> None:
@@ -293,8 +250,8 @@ def test_more_elements_than_32_bits_count() -> None:
     for part in (slice(0, 4), slice(262_142, 262_146), slice(-4, None)):
         wanted, wanted_scale = _spoiled((4, hidden), FLOAT8)
         rms_norm_dynamic_per_token_quant(wanted, x[part], weight, wanted_scale, EPSILON)
-        assert _same(result[part], wanted)
-        assert _same(scale[part], wanted_scale)
+        assert same_bits(result[part], wanted)
+        assert same_bits(scale[part], wanted_scale)
 
 
 def test_nothing_beside_the_outputs_is_written() -> None:

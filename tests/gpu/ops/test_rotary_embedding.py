@@ -7,18 +7,16 @@ Inputs are random anew in every run; a failure shows the seed.
 from __future__ import annotations
 
 import itertools
-import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 torch: Any = pytest.importorskip("torch")
 
-from vllm_hwplugin.ops.build import torch_build  # noqa: E402
-from vllm_hwplugin.ops.build.jit import ensure, provide  # noqa: E402
 from vllm_hwplugin.ops.build.spec import ROTARY_EMBEDDING  # noqa: E402
 from vllm_hwplugin.ops.rotary_embedding import rotary_embedding  # noqa: E402
+
+from .kernel_checks import captured, load_kernel, vllms  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -44,19 +42,7 @@ SHAPES = {
 
 @pytest.fixture(scope="module", autouse=True)
 def kernel() -> None:
-    """The kernel itself: without it the reference would be compared with its like. Raises with the compiler's words."""
-    provide(ROTARY_EMBEDDING, torch_build.installed())
-    assert ensure(ROTARY_EMBEDDING)
-    assert torch._C._dispatch_has_kernel_for_dispatch_key("hwplugin::rotary_embedding", "CUDA")
-
-
-@pytest.fixture(autouse=True)
-def seed() -> Iterator[None]:
-    value = random.SystemRandom().getrandbits(32)
-    print(f"torch.manual_seed({value})")
-    torch.manual_seed(value)
-    yield
-    torch.cuda.synchronize()
+    load_kernel(ROTARY_EMBEDDING)
 
 
 def _forward_static(*args: Any) -> Any:
@@ -112,21 +98,12 @@ class Call:
         assert not torch.equal(self.qkv, before)
 
 
-def _capture(call: Call) -> Any:
-    call.refill()
-    call.run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call.run()
-    return graph
-
-
 @pytest.mark.parametrize("mode", ["eager", "captured", "replayed"])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_it_is_bit_for_bit_vllms_forward_static(shape: tuple[int, int, int, int, int], mode: str) -> None:
     for dtype, neox in itertools.product(DTYPES, [True, False]):
         call = Call(shape, dtype, neox)
-        run = call.run if mode == "eager" else _capture(call).replay
+        run = call.run if mode == "eager" else captured(call)
         for _ in range(REPLAYS if mode == "replayed" else 1):
             call.refill()
             call.check(run)
@@ -269,8 +246,7 @@ def test_a_mistake_is_an_error_that_says_what_was_expected_and_writes_nothing() 
 
 
 def test_vllms_own_operation_has_this_schema_and_differs_by_roundings_only() -> None:
-    pytest.importorskip("vllm._custom_ops")
-    theirs = torch.ops._C.rotary_embedding.default
+    theirs = vllms("rotary_embedding")
     ours = torch.ops.hwplugin.rotary_embedding.default
     assert str(ours._schema) == str(theirs._schema).replace("_C::", "hwplugin::", 1)
     cache = _cache(128, torch.float32)

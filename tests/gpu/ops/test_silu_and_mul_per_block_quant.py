@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 torch: Any = pytest.importorskip("torch")
 
-from vllm_hwplugin.ops.build import torch_build  # noqa: E402
-from vllm_hwplugin.ops.build.jit import ensure, provide  # noqa: E402
 from vllm_hwplugin.ops.build.spec import SILU_AND_MUL_PER_BLOCK_QUANT  # noqa: E402
 from vllm_hwplugin.ops.silu_and_mul_per_block_quant import silu_and_mul_per_block_quant  # noqa: E402
+
+from .kernel_checks import captured, load_kernel, same_bits, steps, vllms  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -44,40 +43,7 @@ SHAPES = {
 
 @pytest.fixture(scope="module", autouse=True)
 def kernel() -> None:
-    """The kernel itself: without it the reference would be compared with its like. Raises with the compiler's words."""
-    provide(SILU_AND_MUL_PER_BLOCK_QUANT, torch_build.installed())
-    assert ensure(SILU_AND_MUL_PER_BLOCK_QUANT)
-    assert torch._C._dispatch_has_kernel_for_dispatch_key("hwplugin::silu_and_mul_per_block_quant", "CUDA")
-
-
-@pytest.fixture(autouse=True)
-def seed() -> Iterator[None]:
-    value = random.SystemRandom().getrandbits(32)
-    print(f"torch.manual_seed({value})")
-    torch.manual_seed(value)
-    yield
-    torch.cuda.synchronize()
-
-
-def _vllms() -> Any:
-    pytest.importorskip("vllm._custom_ops")
-    return torch.ops._C.silu_and_mul_per_block_quant.default
-
-
-def _bits(tensor: Any) -> Any:
-    return tensor.contiguous().view(torch.int32 if tensor.element_size() == 4 else torch.uint8)
-
-
-def _same(found: Any, expected: Any) -> bool:
-    return torch.equal(_bits(found), _bits(expected))
-
-
-def _steps(quantised: Any) -> Any:
-    """Numbers of the type in order, so that a difference counts the numbers between."""
-    bits = quantised.view(torch.int8).int()
-    if quantised.dtype == torch.int8:
-        return bits
-    return torch.where(bits < 0, -(bits & 0x7F), bits)
+    load_kernel(SILU_AND_MUL_PER_BLOCK_QUANT)
 
 
 def _spoiled(tokens: int, hidden: int, group: int, dtype: Any, transposed: bool) -> tuple[Any, Any]:
@@ -114,24 +80,15 @@ class Call:
         torch.testing.assert_close(self.scales.double(), scale, rtol=2.0**-20, atol=0)
         quotient = (value / self.scales.double().unsqueeze(-1)).flatten(-2).clamp(-limit, limit).float()
         quotient = quotient if self.out.dtype == FLOAT8 else quotient.round()
-        steps = (_steps(self.out) - _steps(quotient.to(self.out.dtype))).abs()
-        assert int(steps.max()) <= 1
-        assert int((steps > 0).sum()) <= 3 + 1e-4 * steps.numel()
+        apart = (steps(self.out) - steps(quotient.to(self.out.dtype))).abs()
+        assert int(apart.max()) <= 1
+        assert int((apart > 0).sum()) <= 3 + 1e-4 * apart.numel()
 
     def compare(self, theirs: Any) -> None:
         out, scales = _spoiled(*self.out.shape, self.group, self.out.dtype, self.transposed)
         theirs(out, self.input, scales, self.group, None, self.transposed)
-        assert _same(self.scales, scales)
-        assert _same(self.out, out)
-
-
-def _capture(call: Call) -> Any:
-    call.refill()
-    call.run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call.run()
-    return graph.replay
+        assert same_bits(self.scales, scales)
+        assert same_bits(self.out, out)
 
 
 @pytest.mark.parametrize("mode", ["eager", "captured", "replayed"])
@@ -141,7 +98,7 @@ def test_it_is_within_a_step_of_double_precision(shape: tuple[int, int], mode: s
     cases = list(itertools.product(HALVES, QUANTISED, [64, 128], [False, True]))
     for half, dtype, group, transposed in random.sample(cases, 2) if replayed else cases:
         call = Call(*shape, half, dtype, group, transposed)
-        run = call.run if mode == "eager" else _capture(call)
+        run = call.run if mode == "eager" else captured(call)
         for _ in range(REPLAYS if replayed else 1):
             call.refill()
             run()
@@ -150,7 +107,7 @@ def test_it_is_within_a_step_of_double_precision(shape: tuple[int, int], mode: s
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_it_is_bit_for_bit_vllms_kernel(shape: tuple[int, int]) -> None:
-    theirs = _vllms()
+    theirs = vllms("silu_and_mul_per_block_quant")
     for half, dtype, group, transposed in itertools.product(HALVES, QUANTISED, [64, 128], [False, True]):
         call = Call(*shape, half, dtype, group, transposed)
         for _ in range(3):
@@ -163,7 +120,7 @@ def test_it_is_bit_for_bit_vllms_kernel(shape: tuple[int, int]) -> None:
 @pytest.mark.parametrize("half", HALVES)
 def test_every_number_of_a_half_type_is_treated_as_vllm_treats_it(half: Any, dtype: Any) -> None:
     """As gate and as up, infinities and what is not a number among them, beside their like and beside any other."""
-    theirs = _vllms()
+    theirs = vllms("silu_and_mul_per_block_quant")
     every = torch.arange(-(1 << 15), 1 << 15, device="cuda").to(torch.int16).view(half)
     finite = every[every.isfinite()]
     finite = finite[: len(finite) // 128 * 128]
@@ -182,13 +139,13 @@ def test_every_number_of_a_half_type_is_treated_as_vllm_treats_it(half: Any, dty
         found, wanted = (_spoiled(len(x), 128, group, dtype, False) for _ in range(2))
         silu_and_mul_per_block_quant(found[0], x, found[1], group, bound)
         theirs(wanted[0], x, wanted[1], group, bound, False)
-        assert _same(found[1], wanted[1])
-        assert _same(found[0], wanted[0])
+        assert same_bits(found[1], wanted[1])
+        assert same_bits(found[0], wanted[0])
 
 
 def test_vllms_own_operation_has_this_schema() -> None:
     ours = torch.ops.hwplugin.silu_and_mul_per_block_quant.default
-    assert str(ours._schema) == str(_vllms()._schema).replace("_C::", "hwplugin::", 1)
+    assert str(ours._schema) == str(vllms("silu_and_mul_per_block_quant")._schema).replace("_C::", "hwplugin::", 1)
 
 
 @pytest.mark.parametrize("half", HALVES)
@@ -203,8 +160,8 @@ def test_every_layout_holds_the_same(half: Any) -> None:
         for scales in (padded, turned.t(), turned):
             out, _ = _spoiled(37, 1536, group, dtype, False)
             silu_and_mul_per_block_quant(out, x, scales, group, None, True)
-            assert _same(out, wanted)
-            assert _same(scales if scales.shape == (37, groups) else scales.t(), wanted_scales)
+            assert same_bits(out, wanted)
+            assert same_bits(scales if scales.shape == (37, groups) else scales.t(), wanted_scales)
         # Rows apart; then nothing at a multiple of 16 bytes: the first element, the rows, and the output.
         wide = torch.zeros(37, 2 * 1536 + 16, device="cuda").to(half)
         odd = torch.zeros(37, 2 * 1536 + 3, device="cuda").to(half)
@@ -213,11 +170,11 @@ def test_every_layout_holds_the_same(half: Any) -> None:
             held.copy_(x)
             out, scales = _spoiled(37, 1536, group, dtype, False)
             silu_and_mul_per_block_quant(out, held, scales, group)
-            assert _same(out, wanted)
-            assert _same(scales, wanted_scales)
+            assert same_bits(out, wanted)
+            assert same_bits(scales, wanted_scales)
         out = space[1:].view(37, 1536).view(dtype)
         silu_and_mul_per_block_quant(out, x, wanted_scales, group)
-        assert _same(out, wanted)
+        assert same_bits(out, wanted)
 
 
 def test_a_row_does_not_depend_on_the_rows_around_it() -> None:
@@ -227,8 +184,8 @@ def test_a_row_does_not_depend_on_the_rows_around_it() -> None:
     for first, last in ((0, 1), (5, 12), (8001, 9000)):
         out, scales = _spoiled(last - first, 512, 128, FLOAT8, False)
         silu_and_mul_per_block_quant(out, x[first:last], scales, 128)
-        assert _same(out, whole[first:last])
-        assert _same(scales, whole_scales[first:last])
+        assert same_bits(out, whole[first:last])
+        assert same_bits(scales, whole_scales[first:last])
 
 
 def test_more_elements_than_32_bits_count() -> None:
@@ -241,8 +198,8 @@ def test_more_elements_than_32_bits_count() -> None:
     for rows in (slice(0, 4), slice(131_070, 131_074), slice(-4, None)):
         wanted, wanted_scales = _spoiled(4, hidden, 128, FLOAT8, False)
         silu_and_mul_per_block_quant(wanted, x[rows], wanted_scales, 128)
-        assert _same(out[rows], wanted)
-        assert _same(scales[rows], wanted_scales)
+        assert same_bits(out[rows], wanted)
+        assert same_bits(scales[rows], wanted_scales)
 
 
 def test_nothing_beside_the_outputs_is_written() -> None:

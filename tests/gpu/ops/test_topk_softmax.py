@@ -9,18 +9,16 @@ failure shows the seed. Results are poisoned before.
 from __future__ import annotations
 
 import itertools
-import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 torch: Any = pytest.importorskip("torch")
 
-from vllm_hwplugin.ops.build import torch_build  # noqa: E402
-from vllm_hwplugin.ops.build.jit import ensure, provide  # noqa: E402
 from vllm_hwplugin.ops.build.spec import TOPK_SOFTMAX  # noqa: E402
 from vllm_hwplugin.ops.topk_softmax import topk_softmax  # noqa: E402
+
+from .kernel_checks import captured, load_kernel, vllms  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -41,20 +39,7 @@ SHAPES = [
 
 @pytest.fixture(scope="module", autouse=True)
 def kernel() -> None:
-    """The kernel itself: without it the reference would be tested. Raises with the compiler's words."""
-    provide(TOPK_SOFTMAX, torch_build.installed())
-    assert ensure(TOPK_SOFTMAX)
-    assert torch._C._dispatch_has_kernel_for_dispatch_key("hwplugin::topk_softmax", "CUDA")
-
-
-@pytest.fixture(autouse=True)
-def seed() -> Iterator[None]:
-    value = random.SystemRandom().getrandbits(32)
-    print(f"torch.manual_seed({value})")
-    torch.manual_seed(value)
-    yield
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
+    load_kernel(TOPK_SOFTMAX)
 
 
 class Call:
@@ -129,14 +114,7 @@ class Call:
 def test_it_agrees_with_the_definition(shape: tuple[int, int, int], mode: str) -> None:
     for dtype, renormalize in itertools.product(DTYPES, [False, True]):
         call = Call(shape, dtype, renormalize=renormalize, padded=renormalize)
-        run: Any = call.run
-        if mode != "eager":
-            call.refill()
-            call.run()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                call.run()
-            run = graph.replay
+        run = call.run if mode == "eager" else captured(call)
         for _ in range(REPLAYS if mode == "replayed" else 1):
             call.refill()
             call.check(run)
@@ -187,9 +165,8 @@ def test_a_token_gets_the_same_experts_alone_and_among_many(dtype: Any) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_it_agrees_with_vllms_kernel(dtype: Any) -> None:
-    pytest.importorskip("vllm._custom_ops")
-    theirs = torch.ops._moe_C.topk_softmax
-    more = [None] * (len(theirs.default._schema.arguments) - 6)
+    theirs = vllms("topk_softmax", "_moe_C")
+    more = [None] * (len(theirs._schema.arguments) - 6)
     for shape, renormalize in itertools.product(SHAPES, [False, True]):
         call = Call(shape, dtype, renormalize=renormalize)
         call.refill()

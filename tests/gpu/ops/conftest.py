@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random inputs for every test here, anew in every run."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def seed() -> Iterator[None]:
+    """A failure shows the seed, which pytest captures; a fault of a kernel belongs to the test that launched it."""
+    import torch
+
+    value = random.SystemRandom().getrandbits(32)
+    print(f"torch.manual_seed({value})")
+    torch.manual_seed(value)
+    yield
+    torch.cuda.synchronize()
