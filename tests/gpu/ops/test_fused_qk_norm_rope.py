@@ -113,6 +113,7 @@ def test_it_agrees_with_the_definition(shape: tuple[int, ...], mode: str) -> Non
             call.check(run)
 
 
+@pytest.mark.sanitizer
 @pytest.mark.parametrize("neox", [True, False])
 def test_a_tensor_that_is_not_aligned_takes_another_path_to_the_same_result(neox: bool) -> None:
     call = Call((4, 1, 1, 128, 128, 33), torch.bfloat16, neox, False)
@@ -136,6 +137,7 @@ def test_a_token_gets_the_same_bits_alone_and_among_many(neox: bool) -> None:
     assert torch.equal(few.qkv, many.qkv[-3:])
 
 
+@pytest.mark.sanitizer
 def test_nothing_to_do_is_no_error() -> None:
     for shape in ((4, 1, 1, 128, 128, 0), (0, 0, 3, 128, 128, 5)):
         call = Call(shape, torch.bfloat16, True, False)
@@ -149,6 +151,7 @@ def test_nothing_to_do_is_no_error() -> None:
     call.check(call.run)
 
 
+@pytest.mark.sanitizer
 def test_nothing_beside_the_tensor_is_written() -> None:
     call = Call((4, 1, 1, 128, 128, 33), torch.bfloat16, True, False)
     space = torch.full((64 + call.qkv.numel() + 64,), float("nan"), dtype=torch.bfloat16, device="cuda")

@@ -164,6 +164,7 @@ def test_a_token_gets_the_same_bits_alone_and_among_many() -> None:
         assert torch.equal(alone.lses[2][:, 0], many.lses[2][:, token])
 
 
+@pytest.mark.sanitizer
 def test_it_writes_nothing_beside_the_heads_and_may_write_over_its_input() -> None:
     call = Call((33, 4, 128, 192), torch.bfloat16)
     call.refill()
@@ -248,6 +249,7 @@ def test_a_mistake_is_an_error_that_says_what_was_expected(words: str) -> None:
     merge_attn_states(*_arguments())
 
 
+@pytest.mark.sanitizer
 @pytest.mark.parametrize(("tokens", "heads", "size"), [(0, 3, 8), (5, 0, 8), (5, 3, 0)])
 def test_nothing_to_merge_is_no_error(tokens: int, heads: int, size: int) -> None:
     part, lse = _ones(tokens, heads, size), torch.zeros(heads, tokens, device=DEVICE)

@@ -191,6 +191,7 @@ def test_a_row_does_not_depend_on_the_rows_around_it(half: Any) -> None:
             assert same_bits(result, call.result[first:last])
 
 
+@pytest.mark.sanitizer
 @pytest.mark.parametrize("half", DTYPES)
 def test_every_layout_takes_its_own_path_to_the_same(half: Any) -> None:
     for hidden in (512, 4096):
@@ -254,6 +255,7 @@ def test_more_elements_than_32_bits_count() -> None:
         assert same_bits(scale[part], wanted_scale)
 
 
+@pytest.mark.sanitizer
 def test_nothing_beside_the_outputs_is_written() -> None:
     for rows, hidden in ((3, 264), (5, 1032), (2, 17), (600, 5120)):
         space = torch.full((64 + rows * hidden + 64,), 0x55, dtype=torch.int8, device="cuda")
@@ -273,6 +275,7 @@ def test_nothing_beside_the_outputs_is_written() -> None:
             assert (beside == 0x55).all()
 
 
+@pytest.mark.sanitizer
 def test_no_rows_are_no_error_and_rows_without_elements_are_one() -> None:
     result, scale = _spoiled((0, 64), FLOAT8)
     rms_norm_dynamic_per_token_quant(

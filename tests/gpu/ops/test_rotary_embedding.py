@@ -146,15 +146,16 @@ def test_every_layout_takes_its_own_path_to_the_same_bits(dtype: Any, neox: bool
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("tokens", [5, 12000])
+@pytest.mark.parametrize("tokens", [5, 15000])
 def test_a_float32_cache_rounds_once_at_an_offset_and_backwards(dtype: Any, tokens: int) -> None:
     """What vLLM's DeepSeek V4 layers ask for: heads of 512 whose last 64 elements are rotated."""
     common = pytest.importorskip("vllm.model_executor.layers.rotary_embedding.common")
     cache = _cache(64, torch.float32)
     positions = torch.randint(0, MAX_POSITION, (tokens,), device="cuda")
     cos, sin = cache[positions].chunk(2, dim=-1)
-    for neox, inverse in itertools.product([True, False], [True, False]):
-        query = torch.randn(tokens, 9, 512, device="cuda").to(dtype)
+    # Heads that lie at multiples of 16 bytes, and heads that do not.
+    for neox, inverse, pitch in itertools.product([True, False], [True, False], [512, 513]):
+        query = torch.randn(tokens, 9, pitch, device="cuda").to(dtype)[..., :512]
         expected = query.clone()
         expected[..., 448:] = common.ApplyRotaryEmb.forward_static(
             query[..., 448:], cos, -sin if inverse else sin, neox, True
@@ -178,6 +179,7 @@ def test_every_number_of_a_half_type_is_rounded_as_pytorch_rounds_it(dtype: Any,
     assert _same(query, expected)
 
 
+@pytest.mark.sanitizer
 def test_nothing_beside_the_tensors_is_written() -> None:
     space = torch.full((64 + 7 * 3 * 64 + 64,), float("nan"), device="cuda", dtype=torch.bfloat16)
     query = space[64:-64].view(7, 192)[:, 64:128]
@@ -187,6 +189,7 @@ def test_nothing_beside_the_tensors_is_written() -> None:
     assert int(space.isnan().sum()) == len(space) - 7 * 64
 
 
+@pytest.mark.sanitizer
 @pytest.mark.parametrize(("tokens", "heads", "rotary_dim"), [(0, 2, 64), (5, 0, 64), (5, 2, 0)])
 def test_nothing_to_rotate_is_no_error(tokens: int, heads: int, rotary_dim: int) -> None:
     query = torch.randn(tokens, heads * 64, device="cuda")

@@ -148,6 +148,7 @@ def test_vllms_own_operation_has_this_schema() -> None:
     assert str(ours._schema) == str(vllms("silu_and_mul_per_block_quant")._schema).replace("_C::", "hwplugin::", 1)
 
 
+@pytest.mark.sanitizer
 @pytest.mark.parametrize("half", HALVES)
 def test_every_layout_holds_the_same(half: Any) -> None:
     x = torch.randn(37, 2 * 1536, device="cuda").to(half)
@@ -202,6 +203,7 @@ def test_more_elements_than_32_bits_count() -> None:
         assert same_bits(scales[rows], wanted_scales)
 
 
+@pytest.mark.sanitizer
 def test_nothing_beside_the_outputs_is_written() -> None:
     for tokens, hidden in ((3, 192), (5, 18944 // 64 * 64), (2, 64)):
         space = torch.full((64 + tokens * hidden + 64,), 0x55, dtype=torch.int8, device="cuda")
@@ -216,6 +218,7 @@ def test_nothing_beside_the_outputs_is_written() -> None:
             assert (beside == 0x55).all()
 
 
+@pytest.mark.sanitizer
 @pytest.mark.parametrize(("tokens", "hidden"), [(0, 128), (3, 0), (0, 0)])
 def test_nothing_to_quantise_is_no_error(tokens: int, hidden: int) -> None:
     out, scales = _spoiled(tokens, hidden, 128, FLOAT8, True)

@@ -223,6 +223,7 @@ def test_a_mistake_is_an_error_that_says_what_was_expected(words: str) -> None:
     topk_softmax(*_arguments())
 
 
+@pytest.mark.sanitizer
 @pytest.mark.parametrize(("tokens", "experts", "topk"), [(0, 8, 2), (3, 8, 0), (3, 0, 0)])
 def test_nothing_to_choose_is_no_error(tokens: int, experts: int, topk: int) -> None:
     call = Call((tokens, experts, topk), torch.float32)
