@@ -20,6 +20,7 @@
 
 #include "hopper.cuh"
 #include "problem.cuh"
+#include "results.cuh"
 
 namespace paged {
 
@@ -39,14 +40,14 @@ struct Shared {
   uint64_t values_full[2];
 };
 
-// Where in the cache a sub-tile lies. One that is behind the keys has block `num_blocks`, which copies as zeros.
+// Where in the cache a sub-tile lies. One without a key that any row sees has block `num_blocks`, which copies as zeros.
 struct Place {
   int block, token;
 };
 
 // The half of a tile's columns that a warpgroup has. Each of its warps copies one sub-tile: a copy takes operands that
 // are the same for a whole warp, so 16 copies by one warp would keep the other three waiting.
-template <int kChunks>
+template <int kChunks, bool kOnce>
 struct Copier {
   const CUtensorMap* map;
   uint64_t* full;
@@ -63,16 +64,18 @@ struct Copier {
     }
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {
-      hopper::tma_load(
+      hopper::tma_load<kOnce>(
           to + chunk * kChunkBytes + warp * (kSubTile * kChunk * 2), map, full, column + chunk * kChunk, place.token,
           kv_head, place.block);
     }
   }
 };
 
-template <typename T, int kChunks>
+// kOnce: keys that only one block of queries reads would drive from the cache what is read again, the splits' results.
+template <typename T, int kChunks, bool kOnce>
 __global__ void __launch_bounds__(kThreads, 1) attention_kernel(
-    const __grid_constant__ CUtensorMap key_map, const __grid_constant__ CUtensorMap value_map, const Problem p) {
+    const __grid_constant__ CUtensorMap query_map, const __grid_constant__ CUtensorMap key_map,
+    const __grid_constant__ CUtensorMap value_map, const Problem p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   // Not aligned by hand: the compiler would lose sight of where it lies, and address it as any memory.
   extern __shared__ __align__(1024) uint8_t raw[];
@@ -81,6 +84,19 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(
     __trap();
   }
 
+  if (threadIdx.x == 0) {
+    hopper::tma_prefetch(&query_map);
+    hopper::tma_prefetch(&key_map);
+    hopper::tma_prefetch(&value_map);
+    hopper::barrier_init(&shared.keys_full[0]);
+    hopper::barrier_init(&shared.keys_full[1]);
+    hopper::barrier_init(&shared.values_full[0]);
+    hopper::barrier_init(&shared.values_full[1]);
+    hopper::fence_barrier_init();
+  }
+  __syncthreads();
+  // So far nothing was read that the kernel before this one may still write.
+  cudaGridDependencySynchronize();
   const Block block = block_of(p);
   if (block.tokens <= 0) {
     return;
@@ -97,20 +113,11 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(
   const int warp = __shfl_sync(0xffffffff, thread / 32, 0);
   const int own = kOwn + warpgroup;
 
-  if (threadIdx.x == 0) {
-    hopper::barrier_init(&shared.keys_full[0]);
-    hopper::barrier_init(&shared.keys_full[1]);
-    hopper::barrier_init(&shared.values_full[0]);
-    hopper::barrier_init(&shared.values_full[1]);
-    hopper::fence_barrier_init();
-    hopper::tma_prefetch(&key_map);
-    hopper::tma_prefetch(&value_map);
-  }
-  __syncthreads();
-
   const int column = warpgroup * kChunks * kChunk;
-  const Copier<kChunks> copy_keys{&key_map, &shared.keys_full[warpgroup], shared.keys[warpgroup], column, kv_head};
-  const Copier<kChunks> copy_values{&value_map, &shared.values_full[warpgroup], shared.values[warpgroup], column, kv_head};
+  const Copier<kChunks, kOnce> copy_keys{
+      &key_map, &shared.keys_full[warpgroup], shared.keys[warpgroup], column, kv_head};
+  const Copier<kChunks, kOnce> copy_values{
+      &value_map, &shared.values_full[warpgroup], shared.values[warpgroup], column, kv_head};
   const int* table = p.block_table + block.request * p.table;
   // Of this warp's sub-tile of a tile.
   const auto place_of = [&](int tile) {
@@ -119,42 +126,29 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(
     return Place{token < keys.end ? table[index] : p.num_blocks, token - index * p.page};
   };
   Place place = place_of(0), next_place = place_of(1);
+  // What is before the window may be not a number, as what is behind the keys, and only the first tile begins before it.
+  if (p.window_left >= 0 && keys.begin + (warp + 1) * kSubTile <= block.position - p.window_left) {
+    place.block = p.num_blocks;
+  }
   if (tiles > 0) {
+    // Queries before keys: behind all programs' first tiles they would arrive last, and nothing begins without them. Rows
+    // behind a block's last are another request's or nobody's; what becomes of them is not written.
+    if (lane == 0) {
+      if (warp == 0) {
+        hopper::barrier_expect_more(&shared.keys_full[warpgroup], kChunks * p.most_rows * kChunk * 2);
+      }
+      for (int chunk = warp; chunk < kChunks; chunk += kGroupThreads / 32) {
+        hopper::tma_load(
+            shared.query[warpgroup] + chunk * kChunkBytes, &query_map, &shared.keys_full[warpgroup],
+            column + chunk * kChunk, kv_head * p.group, block.token);
+      }
+    }
     copy_keys.start(warp, lane, place);
     copy_values.start(warp, lane, place);
   }
 
-  // Queries, into the places where TMA would put them: rows of 128 bytes, 16-byte pieces swizzled by the row.
-  const T* query = static_cast<const T*>(p.query);
-  constexpr int kPieces = kChunks * 8;  // of a row
-  constexpr int kAtOnce = 8;            // on their way before the first is needed
-  for (int first = thread; first < kRows * kPieces; first += kAtOnce * kGroupThreads) {
-    uint4 data[kAtOnce];
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      const int at = first + i * kGroupThreads, row = at / kPieces;
-      const int token = token_of_row(p, row), column = (warpgroup * kPieces + at % kPieces) * 8;
-      data[i] = make_uint4(0, 0, 0, 0);
-      if (at < kRows * kPieces && token < block.tokens && column < p.head_size) {
-        const int head = kv_head * p.group + row - token * p.group;
-        data[i] = *reinterpret_cast<const uint4*>(
-            query + (block.token + token) * p.query_token + head * p.query_head + column);
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      const int at = first + i * kGroupThreads, row = at / kPieces, piece = at % kPieces;
-      if (at < kRows * kPieces) {
-        *reinterpret_cast<uint4*>(
-            shared.query[warpgroup] + piece / 8 * kChunkBytes + row * 128 + ((piece % 8) ^ (row % 8)) * 16) = data[i];
-      }
-    }
-  }
-  hopper::fence_async();
-  hopper::named_sync(own, kGroupThreads);
-
   // In an accumulator of 64 x 64 this thread has rows `row` and `row + 8`, of each eight columns two (PTX ISA, wgmma).
-  const int row = warp * 16 + lane / 4;
+  const int row = warp * 16 + lane / 4, rows = block.tokens * p.group;
   int position[2], first[2];
   float largest[2], total[2] = {0.0f, 0.0f};
 #pragma unroll
@@ -316,8 +310,10 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(
     }
   };
 
-  // The merge may take its place on the multiprocessors as this kernel leaves them.
-  cudaTriggerProgrammaticLaunchCompletion();
+  // The merge may take its place on the multiprocessors as this kernel leaves them. Without one the next kernel would.
+  if (p.splits > 1) {
+    cudaTriggerProgrammaticLaunchCompletion();
+  }
   if (tiles > 0) {
     float logits[32];
     start_logits(0, logits);
@@ -353,8 +349,8 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(
     hopper::named_sync(own, kGroupThreads);
     copy_values.start(warp, lane, place);
     pack_weights(logits);
-    // Once the largest logits have been seen, nothing shrinks any more.
-    if (__any_sync(0xffffffff, shrink[0] != 1.0f || shrink[1] != 1.0f)) {
+    // Once the largest logits have been seen, nothing shrinks any more. Rows that are not there may hold anything.
+    if (__any_sync(0xffffffff, (row < rows && shrink[0] != 1.0f) || (row + 8 < rows && shrink[1] != 1.0f))) {
 #pragma unroll
       for (int chunk = 0; chunk < kChunks; ++chunk) {
 #pragma unroll
@@ -385,37 +381,40 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(
   for (int half = 0; half < 2; ++half) {
     total[half] += __shfl_xor_sync(0xffffffff, total[half], 1);
     total[half] += __shfl_xor_sync(0xffffffff, total[half], 2);
-    const int at = row + 8 * half, token = token_of_row(p, at);
-    if (token >= block.tokens) {
-      continue;
-    }
     const float factor = total[half] == 0.0f ? 0.0f : 1.0f / total[half];
-    const int column = warpgroup * kChunks * kChunk + lane % 4 * 2;
-    if (keys.used > 1) {
-      const int64_t slot =
-          ((static_cast<int64_t>(block.index) * p.kv_heads + kv_head) * p.splits + split) * kRows + at;
-      float* to = p.partial_out + slot * p.head_size;
 #pragma unroll
-      for (int i = 0; i < kChunks * 8; ++i) {
-        if (column + i * 8 < p.head_size) {
-          *reinterpret_cast<float2*>(to + column + i * 8) = make_float2(
-              sums[i / 8][i % 8 * 4 + half * 2] * factor, sums[i / 8][i % 8 * 4 + half * 2 + 1] * factor);
-        }
-      }
-      if (warpgroup == 0 && lane % 4 == 0) {
-        p.partial_lse[slot] = largest[half] + log2f(total[half]);
-      }
-    } else {
-      T* to = static_cast<T*>(p.out) + (block.token + token) * p.out_token +
-              (kv_head * p.group + at - token * p.group) * p.out_head;
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
 #pragma unroll
-      for (int i = 0; i < kChunks * 8; ++i) {
-        if (column + i * 8 < p.head_size) {
-          *reinterpret_cast<uint32_t*>(to + column + i * 8) = pack<T>(
-              sums[i / 8][i % 8 * 4 + half * 2] * factor, sums[i / 8][i % 8 * 4 + half * 2 + 1] * factor);
+      for (int i = 0; i < 32; i += 4) {
+        sums[chunk][i + 2 * half] *= factor;
+        sums[chunk][i + 2 * half + 1] *= factor;
+      }
+    }
+  }
+  const Rows mine{warpgroup, lane, row, rows};
+  if (keys.used > 1) {
+    // Both buffers are free once the whole warpgroup's last products have ended.
+    hopper::named_sync(own, kGroupThreads);
+    float* buffers[2] = {
+        reinterpret_cast<float*>(shared.keys[warpgroup]), reinterpret_cast<float*>(shared.values[warpgroup])};
+    const Partials partials(p, block, kv_head, 2 * kChunks * kChunk);
+    if (write_partial(p, partials, split, mine, sums, buffers)) {
+      hopper::fence_async();
+      hopper::named_sync(own, kGroupThreads);
+      if (thread == 0) {
+        store_partial<kChunks>(p, partials, split, warpgroup, buffers);
+      }
+    }
+    if (warpgroup == 0 && lane % 4 == 0) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        if (row + 8 * half < rows) {
+          p.partial_lse[partials.lse(split, row + 8 * half)] = largest[half] + log2f(total[half]);
         }
       }
     }
+  } else {
+    write_result<T>(p, block, kv_head, mine, sums);
   }
 #endif
 }

@@ -33,6 +33,12 @@ __device__ __forceinline__ void barrier_expect(uint64_t* barrier, uint32_t bytes
                : "memory");
 }
 
+// More bytes for the phase that somebody else's arrival will end.
+__device__ __forceinline__ void barrier_expect_more(uint64_t* barrier, uint32_t bytes) {
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+               : "memory");
+}
+
 __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity) {
   asm volatile(
       "{\n"
@@ -56,14 +62,50 @@ __device__ __forceinline__ void named_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Start the copy of one box. What lies outside of the tensor arrives as zeros, and counts as bytes all the same.
+// Start the copy of one box. What lies outside of the tensor arrives as zeros, and counts as bytes all the same. What is
+// read `once` leaves the L2 cache before anything else does.
+template <bool kOnce>
 __device__ __forceinline__ void tma_load(
     void* to, const CUtensorMap* map, uint64_t* barrier, int column, int token, int head, int block) {
+  if constexpr (kOnce) {
+    asm volatile(
+        "{\n"
+        ".reg .b64 policy;\n"
+        "createpolicy.fractional.L2::evict_first.b64 policy, 1.0;\n"
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+        "[%0], [%1, {%3, %4, %5, %6}], [%2], policy;\n"
+        "}\n" ::"r"(shared_address(to)),
+        "l"(reinterpret_cast<uint64_t>(map)), "r"(shared_address(barrier)), "r"(column), "r"(token), "r"(head), "r"(block)
+        : "memory");
+  } else {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
+        "[%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(shared_address(to)),
+        "l"(reinterpret_cast<uint64_t>(map)), "r"(shared_address(barrier)), "r"(column), "r"(token), "r"(head), "r"(block)
+        : "memory");
+  }
+}
+
+__device__ __forceinline__ void tma_load(
+    void* to, const CUtensorMap* map, uint64_t* barrier, int column, int head, int token) {
   asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(
           shared_address(to)),
-      "l"(reinterpret_cast<uint64_t>(map)), "r"(shared_address(barrier)), "r"(column), "r"(token), "r"(head), "r"(block)
+      "l"(reinterpret_cast<uint64_t>(map)), "r"(shared_address(barrier)), "r"(column), "r"(head), "r"(token)
       : "memory");
+}
+
+// Start to write out `bytes` that lie in a row, a multiple of 16.
+__device__ __forceinline__ void bulk_store(void* to, const void* from, uint32_t bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(
+                   static_cast<uint64_t>(__cvta_generic_to_global(to))),
+               "r"(shared_address(from)), "r"(bytes)
+               : "memory");
+}
+
+// Until all that this thread has started to write out is written.
+__device__ __forceinline__ void bulk_store_wait() {
+  asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group 0;" ::: "memory");
 }
 
 __device__ __forceinline__ void tma_prefetch(const CUtensorMap* map) {

@@ -6,49 +6,59 @@
 #include <cstdint>
 
 #include "problem.cuh"
+#include "results.cuh"
 
 namespace paged {
 
-constexpr int kMergeColumns = 128;  // of a program, four a thread
-constexpr int kMergeWarps = 16;     // at most: few threads a row, so that many rows are under way at once
-constexpr int kMergeLoads = kMaxSplits / kMergeWarps;
+constexpr int kMergeColumns = 128;  // of a warp's slice, four a thread
+constexpr int kMergeWarps = 4;      // of a program
 
-// One row of a block of queries, 128 columns of it, from its splits. Rows with one split have their result already.
-template <typename T>
-__global__ void __launch_bounds__(kMergeWarps * 32) merge_kernel(const Problem p) {
-  __shared__ float weights[kMaxSplits];
+template <int kSlices>
+__host__ __device__ constexpr int merges_per_row(int head_size) {
+  return (head_size + kSlices * kMergeColumns - 1) / (kSlices * kMergeColumns);
+}
+
+// kSlices slices of a row of a block of queries, from its splits, by a team of `team` warps that read up to kSplits each,
+// all at once. Rows with one split have their result already.
+template <typename T, int kSlices, int kSplits>
+__global__ void __launch_bounds__(kMergeWarps * 32) merge_kernel(const Problem p, int team, int columns) {
   __shared__ float4 parts[kMergeWarps][32];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, member = warp % team;
+  const int per_row = merges_per_row<kSlices>(p.head_size), item = blockIdx.z * (kMergeWarps / team) + warp / team;
+  const int kv_head = blockIdx.y, row = item / per_row, token = token_of_row(p, min(row, kRows - 1));
   const Block block = block_of(p);
-  const int slices = (p.head_size + kMergeColumns - 1) / kMergeColumns;
-  const int kv_head = blockIdx.y, row = blockIdx.z / slices, token = token_of_row(p, row);
-  const int used = block.tokens > 0 ? keys_of(p, block, 0).used : 0;
+  const int used = token < block.tokens && row < p.most_rows ? keys_of(p, block, 0).used : 0;
 #if __CUDA_ARCH__ >= 900
   // By every program, those without work as well: this grid must not be complete before the attention kernel is.
   cudaGridDependencySynchronize();
 #endif
-  if (token >= block.tokens || used <= 1) {
-    return;
-  }
-  const int64_t slot = (static_cast<int64_t>(block.index) * p.kv_heads + kv_head) * p.splits * kRows + row;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
-  const int column = blockIdx.z % slices * kMergeColumns + lane * 4;
-  const bool real = column < p.head_size;
+  const Partials partials(p, block, kv_head, columns);
+  const int first = item % per_row * kSlices * (kMergeColumns / Partials::kPiece) + lane / 4, pair = lane % 4;
 
-  // Asked for before the weights are known, so that both are on their way at once.
-  float4 part[kMergeLoads];
-#pragma unroll
-  for (int i = 0; i < kMergeLoads; ++i) {
-    const int split = warp + i * warps;
-    part[i] = real && split < used
-                  ? *reinterpret_cast<const float4*>(p.partial_out + (slot + split * kRows) * p.head_size + column)
-                  : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-  }
-  // Every warp sees all of them; only the first one writes them down.
+  // Those of this warp's parts, one a lane; and of all splits, so that no warp waits for another.
+  const int mine = member + lane * team;
+  float weight = lane < kSplits && mine < used ? p.partial_lse[partials.lse(mine, row)] : -INFINITY;
   float lse[kMaxSplits / 32], largest = -INFINITY, total = 0.0f;
 #pragma unroll
   for (int i = 0; i < kMaxSplits / 32; ++i) {
     const int split = lane + i * 32;
-    lse[i] = split < used ? p.partial_lse[slot + split * kRows] : -INFINITY;
+    lse[i] = split < used ? p.partial_lse[partials.lse(split, row)] : -INFINITY;
+  }
+  // Asked for before the weights are known, so that both are on their way at once, but behind them.
+  float4 part[kSlices][kSplits];
+#pragma unroll
+  for (int slice = 0; slice < kSlices; ++slice) {
+    const int piece = first + slice * (kMergeColumns / Partials::kPiece);
+#pragma unroll
+    for (int i = 0; i < kSplits; ++i) {
+      const int split = member + i * team;
+      part[slice][i] = piece * Partials::kPiece < columns && split < used
+                           ? *reinterpret_cast<const float4*>(p.partial_out + partials.out(split, row, piece, pair))
+                           : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kMaxSplits / 32; ++i) {
     largest = fmaxf(largest, lse[i]);
   }
 #pragma unroll
@@ -58,43 +68,51 @@ __global__ void __launch_bounds__(kMergeWarps * 32) merge_kernel(const Problem p
   const float reference = largest == -INFINITY ? 0.0f : largest;
 #pragma unroll
   for (int i = 0; i < kMaxSplits / 32; ++i) {
-    lse[i] = power_of_two(lse[i] - reference);
-    total += lse[i];
-    if (warp == 0) {
-      weights[lane + i * 32] = lse[i];
-    }
+    total += power_of_two(lse[i] - reference);
   }
 #pragma unroll
   for (int distance = 16; distance > 0; distance /= 2) {
     total += __shfl_xor_sync(0xffffffff, total, distance);
   }
-  __syncthreads();
-  float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  weight = power_of_two(weight - reference);
+  float factors[kSplits];
 #pragma unroll
-  for (int i = 0; i < kMergeLoads; ++i) {
-    const int split = warp + i * warps;
-    const float weight = split < used ? weights[split] : 0.0f;
-    sum.x += weight * part[i].x;
-    sum.y += weight * part[i].y;
-    sum.z += weight * part[i].z;
-    sum.w += weight * part[i].w;
+  for (int i = 0; i < kSplits; ++i) {
+    factors[i] = __shfl_sync(0xffffffff, weight, i);
   }
-  parts[warp][lane] = sum;
-  __syncthreads();
-  if (warp != 0 || !real) {
-    return;
+  const float scale = total == 0.0f ? 0.0f : 1.0f / total;
+  T* to = static_cast<T*>(p.out) + (block.token + token) * p.out_token +
+          (kv_head * p.group + row - token * p.group) * p.out_head;
+#pragma unroll
+  for (int slice = 0; slice < kSlices; ++slice) {
+    float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+    for (int i = 0; i < kSplits; ++i) {
+      sum.x += factors[i] * part[slice][i].x;
+      sum.y += factors[i] * part[slice][i].y;
+      sum.z += factors[i] * part[slice][i].z;
+      sum.w += factors[i] * part[slice][i].w;
+    }
+    if constexpr (kSlices == 1) {
+      parts[warp][lane] = sum;
+      __syncthreads();
+      for (int other = warp + 1; member == 0 && other < warp + team; ++other) {
+        const float4 more = parts[other][lane];
+        sum.x += more.x;
+        sum.y += more.y;
+        sum.z += more.z;
+        sum.w += more.w;
+      }
+    }
+    const int column = (first + slice * (kMergeColumns / Partials::kPiece)) * Partials::kPiece + pair * 2;
+    const bool writes = member == 0 && used > 1;
+    if (writes && column < p.head_size) {
+      *reinterpret_cast<uint32_t*>(to + column) = pack<T>(sum.x * scale, sum.y * scale);
+    }
+    if (writes && column + 8 < p.head_size) {
+      *reinterpret_cast<uint32_t*>(to + column + 8) = pack<T>(sum.z * scale, sum.w * scale);
+    }
   }
-  for (int other = 1; other < warps; ++other) {
-    const float4 more = parts[other][lane];
-    sum.x += more.x;
-    sum.y += more.y;
-    sum.z += more.z;
-    sum.w += more.w;
-  }
-  const float factor = total == 0.0f ? 0.0f : 1.0f / total;
-  T* to = static_cast<T*>(p.out) + (block.token + token) * p.out_token + (kv_head * p.group + row - token * p.group) * p.out_head;
-  *reinterpret_cast<uint2*>(to + column) =
-      make_uint2(pack<T>(sum.x * factor, sum.y * factor), pack<T>(sum.z * factor, sum.w * factor));
 }
 
 }  // namespace paged

@@ -50,73 +50,93 @@ EncodeTiled encode_tiled() {
   return function;
 }
 
-// A cache as the copy engine sees it: columns, tokens of a page, heads, pages.
-CUtensorMap map_of(const Tensor& cache, const char* name) {
-  const int64_t blocks = cache.size(0), page = cache.size(1), heads = cache.size(2), head_size = cache.size(3);
-  // The stride of a dimension of one element means nothing and may be anything; this is one that the driver takes.
-  const auto bytes = [&](int dim) {
-    return static_cast<cuuint64_t>(cache.size(dim) == 1 ? head_size * 2 : cache.stride(dim) * 2);
-  };
-  const cuuint64_t sizes[4] = {
-      static_cast<cuuint64_t>(head_size), static_cast<cuuint64_t>(page), static_cast<cuuint64_t>(heads),
-      static_cast<cuuint64_t>(blocks)};
-  const cuuint64_t strides[3] = {bytes(1), bytes(2), bytes(0)};
-  const cuuint32_t box[4] = {kChunk, kSubTile, 1, 1};
-  const cuuint32_t steps[4] = {1, 1, 1, 1};
+// A tensor as the copy engine sees it: its dimensions from the innermost out, and how many elements of each one copy takes.
+template <int kDims>
+CUtensorMap map_of(const Tensor& tensor, const char* name, const int (&dims)[kDims], const cuuint32_t (&box)[kDims]) {
+  cuuint64_t sizes[kDims], strides[kDims - 1];
+  cuuint32_t steps[kDims];
+  for (int i = 0; i < kDims; ++i) {
+    sizes[i] = static_cast<cuuint64_t>(tensor.size(dims[i]));
+    steps[i] = 1;
+    if (i > 0) {
+      // The stride of a dimension of one element means nothing and may be anything; this is one that the driver takes.
+      strides[i - 1] = static_cast<cuuint64_t>(sizes[i] == 1 ? tensor.size(dims[0]) : tensor.stride(dims[i])) * 2;
+    }
+  }
   CUtensorMap map;
   const auto type =
-      cache.scalar_type() == ScalarType::Half ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+      tensor.scalar_type() == ScalarType::Half ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   const CUresult result = encode_tiled()(
-      &map, type, 4, const_cast<void*>(cache.const_data_ptr()), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+      &map, type, kDims, const_cast<void*>(tensor.const_data_ptr()), sizes, strides, box, steps,
+      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   STD_TORCH_CHECK(
       result == CUDA_SUCCESS, "paged_attention: the driver refused the layout of ", name, " (error ",
       static_cast<int>(result), ")");
   return map;
 }
 
-// Starts while the attention kernel ends, and waits for it where it needs its results.
-template <typename T>
-void launch_merge(const Problem& p, dim3 grid, cudaStream_t stream) {
-  int warps = 1;
-  while (warps * kMergeLoads < p.splits) {
-    warps *= 2;
-  }
-  const int slices = (p.head_size + kMergeColumns - 1) / kMergeColumns;
+struct Maps {
+  CUtensorMap query, keys, values;
+};
+
+// A kernel that may start while the one before it ends: it waits for that one itself, where it needs its results.
+template <typename... Parameters, typename... Given>
+void start(
+    const char* name, void (*kernel)(Parameters...), dim3 grid, int threads, size_t shared_bytes, cudaStream_t stream,
+    const Given&... given) {
   cudaLaunchAttribute overlap;
   overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   overlap.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(grid.x, grid.y, static_cast<unsigned>(p.most_tokens * p.group * slices));
-  config.blockDim = dim3(static_cast<unsigned>(warps * 32));
+  config.gridDim = grid;
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
   config.attrs = &overlap;
   config.numAttrs = 1;
-  const cudaError_t error = cudaLaunchKernelEx(&config, merge_kernel<T>, p);
-  STD_TORCH_CHECK(error == cudaSuccess, "paged_attention: the merge did not start: ", cudaGetErrorString(error));
+  const cudaError_t error = cudaLaunchKernelEx(&config, kernel, given...);
+  STD_TORCH_CHECK(error == cudaSuccess, "paged_attention: ", name, " did not start: ", cudaGetErrorString(error));
+}
+
+template <typename T, int kSlices, int kSplits>
+void launch_merge(const Problem& p, int columns, dim3 grid, cudaStream_t stream) {
+  int team = 1;
+  while (team * kSplits < p.splits) {
+    team *= 2;
+  }
+  const int items = p.most_rows * merges_per_row<kSlices>(p.head_size), teams = kMergeWarps / team;
+  grid.z = static_cast<unsigned>((items + teams - 1) / teams);
+  start("the merge", merge_kernel<T, kSlices, kSplits>, grid, kMergeWarps * 32, 0, stream, p, team, columns);
 }
 
 template <typename T, int kChunks>
-void launch(const Problem& p, const CUtensorMap& keys, const CUtensorMap& values, dim3 grid, cudaStream_t stream) {
+void launch(const Problem& p, const Maps& maps, dim3 grid, cudaStream_t stream) {
   constexpr size_t kBytes = sizeof(Shared<kChunks>);
+  const auto kernel =
+      p.blocks_per_request == 1 ? attention_kernel<T, kChunks, true> : attention_kernel<T, kChunks, false>;
   // Once for a device would do; the call costs less than finding out.
-  const cudaError_t error = cudaFuncSetAttribute(
-      attention_kernel<T, kChunks>, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(kBytes));
+  const cudaError_t error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(kBytes));
   STD_TORCH_CHECK(
       error == cudaSuccess, "paged_attention: a program needs ", kBytes, " bytes of shared memory: ",
       cudaGetErrorString(error));
-  attention_kernel<T, kChunks><<<grid, kThreads, kBytes, stream>>>(keys, values, p);
+  start("the kernel", kernel, grid, kThreads, kBytes, stream, maps.query, maps.keys, maps.values, p);
   if (p.splits > 1) {
-    launch_merge<T>(p, grid, stream);
+    const auto merge = p.splits <= 2   ? launch_merge<T, 4, 2>
+                       : p.splits <= 4 ? launch_merge<T, 2, 4>
+                       : p.splits <= 8 ? launch_merge<T, 1, 8>
+                                       : launch_merge<T, 1, kMaxSplits / kMergeWarps>;
+    merge(p, 2 * kChunks * kChunk, grid, stream);
   }
 }
 
 template <typename T>
-void launch_for(const Problem& p, const CUtensorMap& keys, const CUtensorMap& values, dim3 grid, cudaStream_t stream) {
+void launch_for(const Problem& p, const Maps& maps, dim3 grid, cudaStream_t stream) {
   if (p.head_size <= 2 * 3 * kChunk) {
-    launch<T, 3>(p, keys, values, grid, stream);
+    launch<T, 3>(p, maps, grid, stream);
   } else {
-    launch<T, 4>(p, keys, values, grid, stream);
+    launch<T, 4>(p, maps, grid, stream);
   }
 }
 
@@ -194,8 +214,9 @@ void paged_attention(
       "paged_attention: a plan that cannot be launched");
   const int64_t group = query.size(1) / kv_heads;
   if (splits > 1) {
-    check_floats(partial_out, "partial_out", query, blocks * kv_heads * splits * kRows * head_size);
-    check_floats(partial_lse, "partial_lse", query, blocks * kv_heads * splits * kRows);
+    const int64_t rows = blocks * kv_heads * splits * kRows;
+    check_floats(partial_out, "partial_out", query, rows * 2 * 4 * kChunk);
+    check_floats(partial_lse, "partial_lse", query, rows);
   }
   if (sinks.has_value()) {
     check_floats(*sinks, "sinks", query, query.size(1));
@@ -210,7 +231,6 @@ void paged_attention(
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(query.get_device_index(), &stream));
 
   Problem p;
-  p.query = query.const_data_ptr();
   p.out = out.mutable_data_ptr();
   p.partial_out = static_cast<float*>(partial_out.mutable_data_ptr());
   p.partial_lse = static_cast<float*>(partial_lse.mutable_data_ptr());
@@ -218,8 +238,6 @@ void paged_attention(
   p.query_start_loc = static_cast<const int*>(query_start_loc.const_data_ptr());
   p.seq_lens = static_cast<const int*>(seq_lens.const_data_ptr());
   p.block_table = static_cast<const int*>(block_table.const_data_ptr());
-  p.query_token = query.stride(0);
-  p.query_head = query.stride(1);
   p.out_token = out.stride(0);
   p.out_head = out.stride(1);
   p.table = block_table.stride(0);
@@ -233,6 +251,7 @@ void paged_attention(
   p.splits = static_cast<int>(splits);
   p.block_tokens = static_cast<int>(kRows / group);
   p.most_tokens = static_cast<int>(std::min(kRows / group, max_query_len));
+  p.most_rows = p.most_tokens * p.group;
   p.one_over_group = 1.0f / static_cast<float>(group);
   p.window_left = static_cast<int>(window_left);
   p.window_right = static_cast<int>(window_right);
@@ -240,22 +259,25 @@ void paged_attention(
   p.softcap = static_cast<float>(softcap) * kLog2e;
   p.causal = causal;
   const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(kv_heads), static_cast<unsigned>(splits));
-  const CUtensorMap key_map = map_of(keys, "keys"), value_map = map_of(values, "values");
+  const cuuint32_t box[4] = {kChunk, kSubTile, 1, 1};
+  const Maps maps = {
+      map_of(
+          query, "query", {2, 1, 0},
+          {kChunk, static_cast<cuuint32_t>(p.group), static_cast<cuuint32_t>(p.most_tokens)}),
+      map_of(keys, "keys", {3, 1, 2, 0}, box), map_of(values, "values", {3, 1, 2, 0}, box)};
   const auto current = static_cast<cudaStream_t>(stream);
   switch (query.scalar_type()) {
     case ScalarType::Half:
-      launch_for<__half>(p, key_map, value_map, grid, current);
+      launch_for<__half>(p, maps, grid, current);
       break;
     case ScalarType::BFloat16:
-      launch_for<__nv_bfloat16>(p, key_map, value_map, grid, current);
+      launch_for<__nv_bfloat16>(p, maps, grid, current);
       break;
     default:
       STD_TORCH_CHECK(
           false, "paged_attention: query is ", torch::headeronly::toString(query.scalar_type()),
           "; expected Half or BFloat16");
   }
-  const cudaError_t error = cudaGetLastError();
-  STD_TORCH_CHECK(error == cudaSuccess, "paged_attention: the kernel did not start: ", cudaGetErrorString(error));
 }
 
 }  // namespace

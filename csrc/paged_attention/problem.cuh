@@ -24,20 +24,20 @@ constexpr int kMaxSplits = 128;
 constexpr float kLog2e = 1.4426950408889634f;
 
 struct Problem {
-  const void* query;
   void* out;
-  float* partial_out;
+  float* partial_out;  // as Partials (results.cuh) says
   float* partial_lse;
   const float* sinks;
   const int* query_start_loc;
   const int* seq_lens;
   const int* block_table;
-  int64_t query_token, query_head, out_token, out_head, table;  // strides in elements
+  int64_t out_token, out_head, table;  // strides in elements
   int requests, blocks_per_request;                              // 0: requests have different numbers of blocks
   int kv_heads, group, head_size, page, num_blocks;
   int splits;
   int block_tokens;  // tokens of a block of queries: kRows / group
   int most_tokens;   // that any block has
+  int most_rows;     // most_tokens * group
   int window_left, window_right;
   float scale, softcap;  // in units of log2(e)
   float one_over_group;

@@ -35,9 +35,12 @@ def caches(case: Case, inputs: Inputs, layout: str, device: Any, *, fill: str = 
         poison(memory, case.seed)
     else:
         memory.fill_(math.nan)
-    for slots, key, value in zip(inputs.slots, inputs.keys, inputs.values, strict=True):
-        keys[slots // page, slots % page] = key
-        values[slots // page, slots % page] = value
+    for request, slots, key, value in zip(case.requests, inputs.slots, inputs.keys, inputs.values, strict=True):
+        # vLLM takes back the pages that no token's window reaches any more, and gives them to others.
+        reach = request.total if case.sliding_window is None else request.query + case.sliding_window - 1
+        kept = slice(max(request.total - reach, 0) // page * page, None)
+        keys[slots[kept] // page, slots[kept] % page] = key[kept]
+        values[slots[kept] // page, slots[kept] % page] = value[kept]
     return keys, values
 
 

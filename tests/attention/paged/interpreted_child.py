@@ -24,8 +24,8 @@ spec.loader.exec_module(batches)
 def main(seed: int) -> None:
     torch.manual_seed(seed)
     scratch = paged.Scratch.allocate(torch.device("cpu"))
-    for case, layout in batches.cases((40,), seed, "float16", 300):
-        found = batches.measured(case, scratch, layout, fill="nan" if case.seed % 2 else "poison")
+    for number, (case, layout) in enumerate(batches.cases((40,), seed, "float16", 300)):
+        found = batches.measured(case, scratch, layout, fill="nan" if number % 2 else "poison")
         print(json.dumps({"case": f"{case}; {layout}", "ratio": found.ratio}), flush=True)
     # The same rows, alone and in a batch.
     case = dataclasses.replace(batches.cases((64,), seed, "bfloat16", 300)[0][0], padding=0)
