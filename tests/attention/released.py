@@ -26,7 +26,7 @@ REAL = {
     "vllm.v1.attention.backends.flash_attn": "vllm/v1/attention/backends/flash_attn.py",
 }
 # Made anew with each version, because they bind that version's classes.
-OWN = tuple(f"vllm_hwplugin.attention.{name}" for name in ("_flash", "_scratch", "cuda", "musa"))
+OWN = tuple(f"vllm_hwplugin.attention.{name}" for name in ("_flash", "_model_runner", "_scratch", "cuda", "musa"))
 PAGED = "vllm_hwplugin.attention.paged"
 
 

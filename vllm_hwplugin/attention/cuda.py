@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import vllm.envs as envs
-from packaging.version import Version
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionBackend,
@@ -26,6 +25,7 @@ from vllm.version import __version__
 from . import _scratch
 from ._classes import declares
 from ._flash import has_images, split, symmetric
+from ._model_runner import captures_short_queries
 from .capabilities import FLASH_ATTN, FLASH_ATTN_LARGE, LARGEST_OF_VLLM, declared, explain
 
 _IMAGES = (
@@ -42,7 +42,7 @@ class CudaFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):  # type:
         # The plugin's kernel reads all lengths on the device, so a graph of it holds any batch up to the longest query
         # that it was captured with.
         if min(_head_sizes(kv_cache_spec)) > LARGEST_OF_VLLM:
-            too_short = _captures_short_queries(vllm_config)
+            too_short = captures_short_queries(vllm_config)
             return AttentionCGSupport.UNIFORM_BATCH if too_short else AttentionCGSupport.ALWAYS
         return super().get_cudagraph_support(vllm_config, kv_cache_spec)
 
@@ -241,18 +241,6 @@ def _head_sizes(kv_cache_spec: Any) -> list[int]:
     """Of the layers of a KV cache group, whose spec may hold one for each of them."""
     specs = getattr(kv_cache_spec, "kv_cache_specs", None)
     return [spec.head_size for spec in specs.values()] if specs else [kv_cache_spec.head_size]
-
-
-def _captures_short_queries(vllm_config: Any) -> bool:
-    """Whether vLLM captures FULL graphs of mixed batches with a shorter longest query than it replays them with.
-
-    Up to 0.30 the second model runner does: it spreads the tokens of such a graph evenly over the requests, and says
-    that the longest of those is the longest. A launch of the plugin's kernel would leave out the tokens behind it.
-    """
-    if Version(__version__) >= Version("0.31.0"):
-        return False
-    # 0.20 and 0.21 have the variable alone.
-    return bool(getattr(vllm_config, "use_v2_model_runner", envs.VLLM_USE_V2_MODEL_RUNNER))
 
 
 def _without_warmup(vllm_config: Any) -> Any:

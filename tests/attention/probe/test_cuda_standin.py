@@ -125,6 +125,26 @@ def test_a_window_may_look_back_only_where_vllms_flash_attention_does() -> None:
     assert ended.returncode == 0, ended.stderr[-3000:]
 
 
+def test_a_mixed_batch_is_captured_with_the_bound_that_the_model_runner_announces() -> None:
+    ended = python("-c", _ANNOUNCED)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+
+
+_ANNOUNCED = """
+from types import SimpleNamespace
+from vllm_hwplugin.attention.probe import Case, Request, _captured
+requests = (Request(1, 5), Request(6, 9), Request(9, 3))
+mixed = Case(requests, "bfloat16", "auto", 64, 4, 2, 16, graph=(1,) * 16)
+verify = Case((Request(4, 5),), "bfloat16", "auto", 64, 4, 2, 16, graph=(4,) * 8)
+decode = Case((Request(1, 5),), "bfloat16", "auto", 64, 4, 2, 16, graph=(1,) * 8)
+for short, longest in ((False, 16), (True, 1)):
+    _captured.captures_short_queries = lambda config: config == "a configuration" and short
+    layer = SimpleNamespace(config="a configuration")
+    found = [_captured._Static(case, "cpu", 4)._announced(layer) for case in (mixed, verify, decode)]
+    assert found == [longest, 4, 1], found
+"""
+
+
 _WINDOWS = """
 from vllm_hwplugin.attention.probe import Case, Request, _vllm
 from vllm_hwplugin.attention.probe._inputs import make_inputs

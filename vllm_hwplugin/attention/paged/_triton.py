@@ -37,7 +37,7 @@ class Tile:
 
 # By measurement on an H200 at head size 512. Two warps and short tiles leave room for several programs on a
 # multiprocessor, which hide each other's waiting; greater heights would not fit into the registers.
-# Keys of one page are a multiple of a tile's, so a tile never reaches into a page that lies before a window whole, where
+# A page holds a multiple of a tile's keys, so a tile never reaches into a page that lies before a window whole, where
 # anything may stand by then.
 TILES: Final[Mapping[int, Tile]] = {16: Tile(16, 2, 3, 4), 32: Tile(16, 4, 3, 2), 64: Tile(16, 8, 3, 1)}
 HEIGHTS: Final = {rows: tile.together for rows, tile in TILES.items()}

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from .._model_runner import captures_short_queries
 from ._cases import Case, Request
 from ._inputs import Inputs, make_inputs, poison
 from ._reference import Measure
@@ -103,12 +104,17 @@ class _Static:
     def build(self, layer: Layer) -> Any:
         """Metadata of a dummy batch without context, whose tokens go nowhere; its bounds are those of any batch."""
         rows = [Request(query, 0) for query in self.case.graph]
-        # The runner announces rows of equal length by that length, and all others by the tokens of the graph.
-        uniform = self.case.graph[0] > 1 or all(request.query == 1 for request in self.case.requests)
         self._set(rows)
         self.batch.slots.fill_(-1)
-        common = self._common(rows, self.case.graph[0] if uniform else sum(self.case.graph), MAX_MODEL_LEN)
+        common = self._common(rows, self._announced(layer), MAX_MODEL_LEN)
         return layer.builder.build_for_cudagraph_capture(common)
+
+    def _announced(self, layer: Layer) -> int:
+        """The longest query of a captured batch, as the model runner of the layer's configuration announces it."""
+        uniform = self.case.graph[0] > 1 or all(request.query == 1 for request in self.case.requests)
+        if uniform or captures_short_queries(layer.config):
+            return max(self.case.graph)
+        return sum(self.case.graph)
 
     def step(self, layer: Layer, metadata: Any) -> None:
         layer.write(self.keys, self.values, self.batch.slots)
