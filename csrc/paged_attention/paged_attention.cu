@@ -220,6 +220,8 @@ void paged_attention(
   }
   if (sinks.has_value()) {
     check_floats(*sinks, "sinks", query, query.size(1));
+    STD_TORCH_CHECK(
+        sinks->numel() == query.size(1), "paged_attention: ", sinks->numel(), " sinks for ", query.size(1), " heads");
   }
   if (blocks == 0 || requests == 0 || query.size(0) == 0 || max_query_len <= 0) {
     return;

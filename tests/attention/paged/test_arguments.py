@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 from vllm_hwplugin.attention.paged import (  # noqa: E402
     MAX_HEAD_SIZE,
     Scratch,
+    _hopper,
     paged_attention,
     refuse,
     refuse_heads,
@@ -56,7 +57,7 @@ def test_what_fits_passes() -> None:
         ({"query": torch.zeros(3, 4096, dtype=HALF)}, "expected \\[tokens, heads, head size\\]"),
         ({"query": torch.zeros(3, 8, 512, dtype=torch.float32)}, "out has to have query's shape and type"),
         ({"out": torch.zeros(2, 8, 512, dtype=HALF)}, "out has to have query's shape and type"),
-        ({"keys": torch.zeros(4, 16, 512, dtype=HALF)}, "keys and values have shapes"),
+        ({"keys": torch.zeros(4, 16, 512, dtype=HALF)}, "keys have shape \\(4, 16, 512\\), expected \\[blocks"),
         ({"values": torch.zeros(4, 16, 1, 512, dtype=HALF)}, "keys and values have shapes"),
         ({"keys": torch.zeros(4, 16, 2, 512), "values": torch.zeros(4, 16, 2, 512)}, "expected the queries' type"),
         ({"values": torch.zeros(4, 16, 2, 512)}, "expected one type"),
@@ -86,21 +87,40 @@ def test_what_does_not_fit_is_said(changes: dict[str, Any], words: str) -> None:
         check(arguments(**changes))
 
 
-def test_the_scratch_of_another_device_is_refused() -> None:
-    given = arguments()
+def call(given: Arguments, scratch: Scratch) -> None:
     settings = {name: value for name, value in vars(given).items() if name not in ("query", "keys", "values", "out")}
+    paged_attention(
+        given.query,
+        given.keys,
+        given.values,
+        given.out,
+        max_query_len=2,
+        max_seq_len=6,
+        scratch=scratch,
+        **settings,
+    )
+
+
+def test_the_scratch_of_another_device_is_refused() -> None:
     elsewhere = Scratch(torch.empty(0, device="meta"), torch.empty(0, device="meta"), False, 132)
     with pytest.raises(ValueError, match="the scratch is on meta, query on cpu"):
-        paged_attention(
-            given.query,
-            given.keys,
-            given.values,
-            given.out,
-            max_query_len=2,
-            max_seq_len=6,
-            scratch=elsewhere,
-            **settings,
-        )
+        call(arguments(), elsewhere)
+
+
+def test_the_cuda_kernel_is_left_to_check_what_a_plan_does_not_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[Any] = []
+    monkeypatch.setattr(_hopper, "launch", lambda given, plan, scratch: launched.append((given, plan)))
+    scratch = Scratch(torch.empty(0), torch.empty(0), True, 132)
+    wrong = arguments(out=torch.zeros(3, 8, 1024, dtype=HALF)[..., ::2])
+    call(wrong, scratch)
+    assert launched[0][0].out is wrong.out
+    # The layers of a step share a plan.
+    call(arguments(), scratch)
+    assert launched[1][1] is launched[0][1]
+    with pytest.raises(ValueError, match="8 query heads and 3 KV heads"):
+        call(arguments(keys=torch.zeros(4, 16, 3, 512, dtype=HALF)), scratch)
+    with pytest.raises(ValueError, match="expected \\[tokens, heads, head size\\]"):
+        call(arguments(query=torch.zeros(3, 4096, dtype=HALF)), scratch)
 
 
 @pytest.mark.parametrize(

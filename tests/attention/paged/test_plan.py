@@ -3,18 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import pytest
 
 from vllm_hwplugin.attention.paged import _plan
-from vllm_hwplugin.attention.paged._plan import MAX_SPLITS, SCRATCH_ROWS, Plan, make_plan
+from vllm_hwplugin.attention.paged._plan import MAX_SPLITS, SCRATCH_ROWS, Heights, Plan, make_plan
 
-HOPPER = {64: 1}
-TRITON = {16: 4, 32: 2, 64: 1}
+HOPPER = ((64, 1),)
+TRITON = ((16, 4), (32, 2), (64, 1))
 
 
-def plan(heights: Mapping[int, int] = HOPPER, **given: int) -> Plan:
+def plan(heights: Heights = HOPPER, **given: int) -> Plan:
     settings = {
         "num_requests": 1,
         "num_tokens": 1,
@@ -46,7 +44,7 @@ def blocks_of(found: Plan, lengths: list[int]) -> list[int]:
     "lengths", [[1], [1] * 64, [8] * 5, [3, 0, 5], [1] * 40 + [900], [8192], [0, 0, 700, 1, 0, 33], [2000, 3000]]
 )
 @pytest.mark.parametrize("heads", [(8, 1), (8, 4), (6, 2), (64, 1), (5, 5)])
-def test_every_token_has_a_block(heights: Mapping[int, int], lengths: list[int], heads: tuple[int, int]) -> None:
+def test_every_token_has_a_block(heights: Heights, lengths: list[int], heads: tuple[int, int]) -> None:
     found = plan(
         heights,
         num_requests=len(lengths),

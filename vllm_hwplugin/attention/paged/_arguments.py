@@ -62,6 +62,20 @@ def refuse_heads(num_heads: int, num_kv_heads: int) -> str | None:
     return None
 
 
+def check_heads(query: torch.Tensor, keys: torch.Tensor) -> None:
+    """Refuse what cannot be cut into programs. Every launch asks, so nothing is made that only an error needs.
+
+    Raises:
+        ValueError: what, found, expected.
+    """
+    if query.dim() != 3:
+        raise _error(f"query has shape {tuple(query.shape)}, expected [tokens, heads, head size]")
+    if keys.dim() != 4:
+        raise _error(f"keys have shape {tuple(keys.shape)}, expected [blocks, block size, KV heads, head size]")
+    if (reason := refuse_heads(query.shape[1], keys.shape[2])) is not None:
+        raise _error(reason)
+
+
 def check(given: Arguments) -> None:
     """Refuse what a kernel would read or write wrongly. Looks at shapes, strides and devices, never at values.
 
@@ -69,18 +83,16 @@ def check(given: Arguments) -> None:
         ValueError: what, found, expected.
     """
     query, keys, values, out = given.query, given.keys, given.values, given.out
-    _expect(query.dim() == 3, f"query has shape {tuple(query.shape)}, expected [tokens, heads, head size]")
+    check_heads(query, keys)
     _expect(
-        keys.dim() == 4 and keys.shape == values.shape,
-        f"keys and values have shapes {tuple(keys.shape)} and {tuple(values.shape)}, expected both to be "
-        "[blocks, block size, KV heads, head size]",
+        keys.shape == values.shape,
+        f"keys and values have shapes {tuple(keys.shape)} and {tuple(values.shape)}, expected the same",
     )
     num_heads, head_size = query.shape[1:]
-    num_kv_heads = keys.shape[2]
     _expect(out.shape == query.shape and out.dtype == query.dtype, "out has to have query's shape and type")
     _expect(keys.shape[3] == head_size, f"keys have head size {keys.shape[3]}, query has {head_size}")
     _expect(values.dtype == keys.dtype, f"keys are {keys.dtype}, values are {values.dtype}, expected one type")
-    reason = refuse(head_size, query.dtype, keys.dtype, keys.shape[1]) or refuse_heads(num_heads, num_kv_heads)
+    reason = refuse(head_size, query.dtype, keys.dtype, keys.shape[1])
     _expect(reason is None, str(reason))
     for name, tensor in (("query", query), ("keys", keys), ("values", values), ("out", out)):
         _expect(
@@ -119,4 +131,8 @@ def check(given: Arguments) -> None:
 
 def _expect(good: bool, text: str) -> None:
     if not good:
-        raise ValueError(f"paged_attention: {text}")
+        raise _error(text)
+
+
+def _error(text: str) -> ValueError:
+    return ValueError(f"paged_attention: {text}")

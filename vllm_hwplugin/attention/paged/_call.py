@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from . import _hopper, _triton
-from ._arguments import Arguments, check
+from ._arguments import Arguments, check, check_heads
 from ._plan import make_plan
 from ._scratch import Scratch
 
@@ -56,6 +56,7 @@ def paged_attention(
 
     Raises:
         ValueError: a shape, type, stride or device is not as described.
+        RuntimeError: the same, where the CUDA kernel runs and its operation has checked it.
     """
     given = Arguments(
         query,
@@ -71,7 +72,10 @@ def paged_attention(
         softcap,
         sinks,
     )
-    check(given)
+    if scratch.hopper:
+        check_heads(query, keys)
+    else:
+        check(given)
     if scratch.out.device != query.device:
         raise ValueError(
             f"paged_attention: the scratch is on {scratch.out.device}, query on {query.device}; expected one of "

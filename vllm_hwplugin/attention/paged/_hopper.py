@@ -12,13 +12,13 @@ from vllm_hwplugin.ops.build.jit import ensure
 from vllm_hwplugin.ops.build.spec import PAGED_ATTENTION
 
 from ._arguments import Arguments
-from ._plan import Plan
+from ._plan import Heights, Plan
 
 if TYPE_CHECKING:
     from ._scratch import Scratch
 
-# Height of the tile, and programs on a multiprocessor: its shared memory holds one.
-HEIGHTS: Final = {64: 1}
+# The shared memory of a multiprocessor holds one program.
+HEIGHTS: Final[Heights] = ((64, 1),)
 _CAPABILITY: Final = (9, 0)
 
 

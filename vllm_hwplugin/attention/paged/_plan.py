@@ -4,14 +4,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Final
+import functools
+from typing import Final, TypeAlias
 
 MAX_SPLITS: Final = 128
 """Of one row. The kernels that merge them count on it."""
 
 SCRATCH_ROWS: Final = 32768
 """Rows of split results that the scratch memory holds, each of a head's size: 64 MiB at 512."""
+
+Heights: TypeAlias = tuple[tuple[int, int], ...]
+"""Rows of each tile that a kernel has, ascending, and how many programs with it share a multiprocessor."""
 
 # A split more than needed is a row more to write and to merge; it has to save this part of the time.
 _WORTH: Final = 0.05
@@ -38,8 +41,10 @@ class Plan:
     max_query_len: int
 
 
+# All layers of a step ask for the same.
+@functools.lru_cache(maxsize=1024)
 def make_plan(
-    heights: Mapping[int, int],
+    heights: Heights,
     *,
     num_requests: int,
     num_tokens: int,
@@ -55,7 +60,7 @@ def make_plan(
     them.
 
     Args:
-        heights: of the tiles that the kernel has, ascending, and how many programs of each share a multiprocessor.
+        heights: of the kernel's tiles.
         num_requests: rows of the block table, padding among them.
         num_tokens: of all requests.
         max_query_len: tokens of one request.
@@ -65,17 +70,15 @@ def make_plan(
         batch_invariant: a row is computed alike whatever runs beside it: one tile for all batches, and no split.
     """
     group = num_heads // num_kv_heads
-    fitting = [rows for rows in heights if max(max_query_len, 1) * group <= rows]
-    rows = max(heights) if batch_invariant or not fitting else fitting[0]
+    fitting = [tile for tile in heights if max(max_query_len, 1) * group <= tile[0]]
+    rows, together = heights[-1] if batch_invariant or not fitting else fitting[0]
     tokens = rows // group
     per_request = -(-max_query_len // tokens)
     # Where requests differ in length, most blocks of the even cut would be empty.
     even, searched = num_requests * per_request, num_tokens // tokens + num_requests
     search = even > 2 * searched
     blocks = searched if search else even
-    splits = (
-        1 if batch_invariant or blocks == 0 else _splits(blocks * num_kv_heads, rows, multiprocessors * heights[rows])
-    )
+    splits = 1 if batch_invariant or blocks == 0 else _splits(blocks * num_kv_heads, rows, multiprocessors * together)
     return Plan(rows, tokens, blocks, 0 if search else per_request, splits, max_query_len)
 
 

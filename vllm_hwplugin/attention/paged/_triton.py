@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from . import _kernels
 from ._arguments import Arguments
-from ._plan import MAX_SPLITS, Plan
+from ._plan import MAX_SPLITS, Heights, Plan
 from ._scratch import Scratch
 
 _LOG2E: Final = 1.4426950408889634
@@ -40,7 +40,7 @@ class Tile:
 # A page holds a multiple of a tile's keys, so a tile never reaches into a page that lies before a window whole, where
 # anything may stand by then.
 TILES: Final[Mapping[int, Tile]] = {16: Tile(16, 2, 3, 4), 32: Tile(16, 4, 3, 2), 64: Tile(16, 8, 3, 1)}
-HEIGHTS: Final = {rows: tile.together for rows, tile in TILES.items()}
+HEIGHTS: Final[Heights] = tuple((rows, tile.together) for rows, tile in TILES.items())
 
 
 def launch(given: Arguments, plan: Plan, scratch: Scratch) -> None:
