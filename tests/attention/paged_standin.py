@@ -37,7 +37,6 @@ def paged(calls: list[dict[str, Any]] | None = None, *, refuses: str | None = No
         seq_lens: torch.Tensor,
         block_table: torch.Tensor,
         max_query_len: int,
-        max_seq_len: int,
         scale: float,
         causal: bool,
         window: tuple[int, int],
@@ -48,7 +47,6 @@ def paged(calls: list[dict[str, Any]] | None = None, *, refuses: str | None = No
     ) -> None:
         if calls is not None:
             calls.append({"causal": causal, "scratch": scratch, "batch_invariant": batch_invariant})
-        assert max_seq_len >= int(seq_lens.max())
         assert max_query_len >= int(query_start_loc.diff().max())
         assert len(query_start_loc) == len(seq_lens) + 1
         assert query.shape == out.shape

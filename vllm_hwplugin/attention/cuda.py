@@ -175,7 +175,6 @@ class LargeHeadAttentionImpl(FlashAttentionImpl):  # type: ignore[misc]  # as be
             seq_lens=attn_metadata.seq_lens,
             block_table=attn_metadata.block_table,
             max_query_len=attn_metadata.max_query_len,
-            max_seq_len=attn_metadata.max_seq_len,
             scale=self.scale,
             causal=causal,
             window=symmetric(self.sliding_window, causal),

@@ -54,7 +54,6 @@ def metadata(case: Case, device: Any) -> dict[str, Any]:
         "query_start_loc": torch.tensor(ends, dtype=torch.int32, device=device),
         "seq_lens": torch.tensor([row.total for row in rows], dtype=torch.int32, device=device),
         "max_query_len": max(row.query for row in rows),
-        "max_seq_len": max(row.total for row in rows),
     }
 
 

@@ -95,7 +95,6 @@ def call(given: Arguments, scratch: Scratch) -> None:
         given.values,
         given.out,
         max_query_len=2,
-        max_seq_len=6,
         scratch=scratch,
         **settings,
     )

@@ -21,7 +21,6 @@ def paged_attention(
     seq_lens: torch.Tensor,
     block_table: torch.Tensor,
     max_query_len: int,
-    max_seq_len: int,
     scale: float,
     causal: bool,
     scratch: Scratch,
@@ -45,7 +44,6 @@ def paged_attention(
         seq_lens: [requests], int32: keys of each.
         block_table: [requests, blocks], int32.
         max_query_len: an upper bound of a request's new tokens.
-        max_seq_len: an upper bound of ``seq_lens``. No kernel needs it; vLLM's metadata has it.
         scale: of the logits.
         causal: a token sees keys up to its own.
         scratch: of query's device.

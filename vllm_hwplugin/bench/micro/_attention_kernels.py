@@ -75,7 +75,6 @@ class Ours:
                 seq_lens=batch.seq_lens,
                 block_table=batch.block_table,
                 max_query_len=case.query,
-                max_seq_len=case.context,
                 scale=batch.scale,
                 causal=True,
                 scratch=scratch,
