@@ -78,6 +78,15 @@ def test_every_setting_of_a_layer_is_right(scratch: paged.Scratch, seed: int, dt
     assert [one for one in found if not one[1] <= LIMIT] == []
 
 
+@pytest.mark.sanitizer
+def test_every_setting_is_right_on_short_requests(scratch: paged.Scratch, seed: int) -> None:
+    found = [
+        (f"{case}; {layout}", batches.measured(case, scratch, layout).ratio)
+        for case, layout in batches.cases((264, 512) if scratch.hopper else (328,), seed, "bfloat16", 700)
+    ]
+    assert [one for one in found if not one[1] <= LIMIT] == []
+
+
 def test_a_captured_launch_serves_other_batches(scratch: paged.Scratch, seed: int) -> None:
     rows, each = 8, 4
     case = Case(tuple(Request(each, 500) for _ in range(rows)), "bfloat16", "bfloat16", 512, 8, 1, 16, seed=seed)
