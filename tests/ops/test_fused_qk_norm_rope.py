@@ -3,13 +3,7 @@
 
 from __future__ import annotations
 
-import ast
-import importlib.util
 import itertools
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +12,9 @@ import pytest
 torch: Any = pytest.importorskip("torch")
 
 from vllm_hwplugin.ops.fused_qk_norm_rope import _reference, fused_qk_norm_rope  # noqa: E402
+
+from .operation_checks import arguments_of_vllms_call, assert_refused  # noqa: E402
+from .vllm_child import printed_beside_vllm  # noqa: E402
 
 # vLLM's own layers, one after the other in float32, against the operation in float16 and bfloat16: prints the largest
 # difference in units of the last place of the result, which 0.5 bounds where nothing but the last rounding is lost.
@@ -65,26 +62,17 @@ print(json.dumps(found))
 
 
 def test_every_shape_type_and_style_is_what_vllms_layers_compute() -> None:
-    if importlib.util.find_spec("vllm") is None:
-        pytest.skip("vLLM is not installed")
-    environ = {**os.environ, "VLLM_HWPLUGIN": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
-    done = subprocess.run([sys.executable, "-c", AGAINST_VLLM], capture_output=True, text=True, env=environ)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = printed_beside_vllm(AGAINST_VLLM)
     assert len(found) == 4 * 2 * 2 * 2
     assert [index for index, (worst, kept, largest) in enumerate(found) if worst > 0.5 or not kept or largest < 1] == []
 
 
 @pytest.mark.parametrize("version", ["0.20.0", "0.26.0", "0.33.0"])
 def test_vllm_calls_its_own_operation_with_the_same_arguments(vllm_tree: Callable[[str], Any], version: str) -> None:
-    text = vllm_tree(version).read("vllm/_custom_ops.py")
-    (calls,) = (
-        [ast.unparse(argument) for argument in node.args]
-        for node in ast.walk(ast.parse(text))
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.ops._C.fused_qk_norm_rope"
-    )
+    custom_ops = vllm_tree(version).read("vllm/_custom_ops.py")
+    called_with = arguments_of_vllms_call(custom_ops, "fused_qk_norm_rope")
     schema = torch.ops.hwplugin.fused_qk_norm_rope.default._schema
-    assert calls == [argument.name for argument in schema.arguments]
+    assert called_with == [argument.name for argument in schema.arguments]
 
 
 DIM = 16
@@ -182,11 +170,7 @@ def test_nothing_to_do_is_no_error() -> None:
     ],
 )
 def test_a_mistake_is_an_error_that_says_what_was_expected(changes: dict[str, Any], words: str) -> None:
-    arguments = _arguments(**changes)
-    before = arguments["qkv"].clone()
-    with pytest.raises(RuntimeError, match=f"fused_qk_norm_rope: {words}"):
-        fused_qk_norm_rope(**arguments)
-    assert torch.equal(arguments["qkv"], before)
+    assert_refused(fused_qk_norm_rope, _arguments(**changes), f"fused_qk_norm_rope: {words}")
 
 
 def test_another_device_is_an_error() -> None:

@@ -3,11 +3,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -15,6 +10,9 @@ import pytest
 torch: Any = pytest.importorskip("torch")
 
 from vllm_hwplugin.ops.merge_attn_states import _reference, merge_attn_states  # noqa: E402
+
+from .operation_checks import assert_refused, signature  # noqa: E402
+from .vllm_child import printed_beside_vllm  # noqa: E402
 
 TOKENS, HEADS, SIZE = 5, 3, 8
 INF = float("inf")
@@ -149,12 +147,7 @@ print(json.dumps([max(worst), len(worst)]))
 
 
 def test_it_is_what_vllm_computes_on_the_cpu() -> None:
-    if importlib.util.find_spec("vllm") is None:
-        pytest.skip("vLLM is not installed")
-    environ = {**os.environ, "VLLM_HWPLUGIN": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
-    done = subprocess.run([sys.executable, "-c", AGAINST_VLLM], capture_output=True, text=True, env=environ)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = printed_beside_vllm(AGAINST_VLLM)
     if found is None:
         pytest.skip("this vLLM merges attention states on GPUs alone")
     worst, compared = found
@@ -169,9 +162,7 @@ def test_the_schema_is_vllms() -> None:
         "Tensor suffix_output, Tensor suffix_lse, int? prefill_tokens_with_context, Tensor? output_scale=None) -> ()"
     )
     ours = torch.ops.hwplugin.merge_attn_states.default._schema
-    assert [(a.name, str(a.type), a.is_write) for a in ours.arguments] == [
-        (a.name, str(a.type), a.is_write) for a in theirs.arguments
-    ]
+    assert signature(ours) == signature(theirs)
     assert not ours.returns
 
 
@@ -219,11 +210,7 @@ def _heads(*shape: int, **more: Any) -> Any:
     ],
 )
 def test_a_mistake_is_an_error_that_says_what_was_expected(changes: dict[str, Any], words: str) -> None:
-    arguments = _arguments(**changes)
-    before = arguments["output"].clone()
-    with pytest.raises(RuntimeError, match=f"merge_attn_states: {words}"):
-        merge_attn_states(**arguments)
-    assert torch.equal(arguments["output"].float(), before.float())
+    assert_refused(merge_attn_states, _arguments(**changes), f"merge_attn_states: {words}")
     merge_attn_states(**_arguments())
 
 

@@ -3,13 +3,7 @@
 
 from __future__ import annotations
 
-import ast
-import importlib.util
 import itertools
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +15,9 @@ from vllm_hwplugin.ops.rms_norm_dynamic_per_token_quant import (  # noqa: E402
     _reference,
     rms_norm_dynamic_per_token_quant,
 )
+
+from .operation_checks import arguments_of_vllms_call, assert_refused, compiled_result  # noqa: E402
+from .vllm_child import printed_beside_vllm  # noqa: E402
 
 FLOAT8 = torch.float8_e4m3fn
 HALVES = [torch.float32, torch.float16, torch.bfloat16]
@@ -72,12 +69,7 @@ print(json.dumps(found))
 
 
 def test_it_is_vllms_norm_and_then_its_quantisation_by_rows() -> None:
-    if importlib.util.find_spec("vllm") is None:
-        pytest.skip("vLLM is not installed")
-    environ = {**os.environ, "VLLM_HWPLUGIN": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
-    done = subprocess.run([sys.executable, "-c", AGAINST_VLLM], capture_output=True, text=True, env=environ)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = printed_beside_vllm(AGAINST_VLLM)
     assert len(found) == 3 * 3 * 2 * 2
     for same_scale, share, steps, nonzero, same_residual in found:
         assert same_scale
@@ -89,13 +81,9 @@ def test_it_is_vllms_norm_and_then_its_quantisation_by_rows() -> None:
 
 @pytest.mark.parametrize("version", ["0.20.0", "0.26.0", "0.33.0"])
 def test_vllm_calls_its_own_operation_with_the_same_arguments(vllm_tree: Callable[[str], Any], version: str) -> None:
-    text = vllm_tree(version).read("vllm/_custom_ops.py")
-    (calls,) = (
-        [ast.unparse(argument) for argument in node.args]
-        for node in ast.walk(ast.parse(text))
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.ops._C.rms_norm_dynamic_per_token_quant"
-    )
-    assert calls == ["output", "input", "weight", "scales", "epsilon", "scale_ub", "residual"]
+    custom_ops = vllm_tree(version).read("vllm/_custom_ops.py")
+    called_with = arguments_of_vllms_call(custom_ops, "rms_norm_dynamic_per_token_quant")
+    assert called_with == ["output", "input", "weight", "scales", "epsilon", "scale_ub", "residual"]
     schema = torch.ops.hwplugin.rms_norm_dynamic_per_token_quant.default._schema
     names = [argument.name for argument in schema.arguments]
     assert names == ["result", "input", "weight", "scale", "epsilon", "scale_ub", "residual"]
@@ -256,11 +244,9 @@ def _arguments(**changes: Any) -> dict[str, Any]:
     ],
 )
 def test_a_mistake_is_an_error_that_says_what_was_expected(changes: dict[str, Any], words: str) -> None:
-    arguments = _arguments(**changes)
-    tensors = {name: value.clone() for name, value in arguments.items() if isinstance(value, torch.Tensor)}
-    with pytest.raises(RuntimeError, match=f"rms_norm_dynamic_per_token_quant: {words}"):
-        rms_norm_dynamic_per_token_quant(**arguments)
-    assert all(torch.equal(arguments[name].float(), before.float()) for name, before in tensors.items())
+    assert_refused(
+        rms_norm_dynamic_per_token_quant, _arguments(**changes), f"rms_norm_dynamic_per_token_quant: {words}"
+    )
     rms_norm_dynamic_per_token_quant(**_arguments())
 
 
@@ -280,12 +266,6 @@ def test_the_operation_is_what_torch_compile_expects() -> None:
 
 
 def test_a_compiled_caller_keeps_the_operation_and_its_effect() -> None:
-    seen: list[str] = []
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        seen.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
-        return graph.forward
-
     def caller(x: Any) -> Any:
         result, scale = torch.empty(3, 64, dtype=FLOAT8), torch.empty(3, 1)
         residual = x * 2
@@ -293,6 +273,7 @@ def test_a_compiled_caller_keeps_the_operation_and_its_effect() -> None:
         return result.float(), scale, residual
 
     x = torch.randn(3, 64).half()
-    for found, wanted in zip(torch.compile(caller, backend=backend, fullgraph=True)(x), caller(x), strict=True):
+    results, called = compiled_result(caller, x)
+    for found, wanted in zip(results, caller(x), strict=True):
         assert torch.equal(found, wanted)
-    assert any("hwplugin.rms_norm_dynamic_per_token_quant" in name for name in seen)
+    assert any("hwplugin.rms_norm_dynamic_per_token_quant" in name for name in called)

@@ -3,11 +3,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -15,6 +10,9 @@ import pytest
 torch: Any = pytest.importorskip("torch")
 
 from vllm_hwplugin.ops.rotary_embedding import _reference, rotary_embedding  # noqa: E402
+
+from .operation_checks import assert_refused, compiled_result  # noqa: E402
+from .vllm_child import printed_beside_vllm  # noqa: E402
 
 # Against vLLM itself, in a process of its own that no patch and no test touches. Prints the cases and how many elements
 # were rotated at all, so that a comparison of nothing with nothing cannot pass.
@@ -65,23 +63,14 @@ print(json.dumps([str(getattr(torch.ops, name).rotary_embedding.default._schema)
 """
 
 
-def _in_a_process_with_vllm(program: str) -> Any:
-    if importlib.util.find_spec("vllm") is None:
-        pytest.skip("vLLM is not installed")
-    environ = {**os.environ, "VLLM_HWPLUGIN": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environ)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 def test_every_shape_type_and_style_is_bit_for_bit_what_vllm_computes() -> None:
-    found = _in_a_process_with_vllm(AGAINST_VLLM)
+    found = printed_beside_vllm(AGAINST_VLLM)
     assert len(found) == 9 * 3 * 2 * 2 * 2
     assert [index for index, (same, rotated) in enumerate(found) if not same or rotated == 0] == []
 
 
 def test_the_schema_is_that_of_vllms_own_operation() -> None:
-    theirs, ours = _in_a_process_with_vllm(SCHEMAS)
+    theirs, ours = printed_beside_vllm(SCHEMAS)
     assert theirs.startswith("_C::rotary_embedding(")
     assert ours == theirs.replace("_C::", "hwplugin::", 1)
 
@@ -198,11 +187,7 @@ def _arguments(**changes: Any) -> dict[str, Any]:
     ],
 )
 def test_a_mistake_is_an_error_that_says_what_was_expected(changes: dict[str, Any], words: str) -> None:
-    arguments = _arguments(**changes)
-    tensors = {name: value.clone() for name, value in arguments.items() if isinstance(value, torch.Tensor)}
-    with pytest.raises(RuntimeError, match=f"rotary_embedding: {words}"):
-        rotary_embedding(**arguments)
-    assert all(torch.equal(arguments[name], before) for name, before in tensors.items())
+    assert_refused(rotary_embedding, _arguments(**changes), f"rotary_embedding: {words}")
     rotary_embedding(**_arguments())
 
 
@@ -220,17 +205,12 @@ def test_the_operation_is_what_torch_compile_expects() -> None:
 
 
 def test_a_compiled_caller_keeps_the_operation_and_its_effect() -> None:
-    seen: list[str] = []
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        seen.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
-        return graph.forward
-
     def caller(query: Any) -> Any:
         rotary_embedding(torch.arange(5), query, None, HEAD, CACHE, True)
         return query + 1
 
     query = torch.randn(5, 2 * HEAD)
     eager = query.clone()
-    assert torch.equal(torch.compile(caller, backend=backend, fullgraph=True)(query), caller(eager))
-    assert any("hwplugin.rotary_embedding" in name for name in seen)
+    found, called = compiled_result(caller, query)
+    assert torch.equal(found, caller(eager))
+    assert any("hwplugin.rotary_embedding" in name for name in called)

@@ -3,13 +3,7 @@
 
 from __future__ import annotations
 
-import ast
-import importlib.util
 import itertools
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +12,9 @@ import pytest
 torch: Any = pytest.importorskip("torch")
 
 from vllm_hwplugin.ops.silu_and_mul_per_block_quant import _reference, silu_and_mul_per_block_quant  # noqa: E402
+
+from .operation_checks import arguments_of_vllms_call, assert_refused, compiled_result  # noqa: E402
+from .vllm_child import printed_beside_vllm  # noqa: E402
 
 FLOAT8 = torch.float8_e4m3fn
 
@@ -57,12 +54,7 @@ print(json.dumps(found))
 
 
 def test_it_is_vllms_activation_and_then_its_quantisation_by_groups() -> None:
-    if importlib.util.find_spec("vllm") is None:
-        pytest.skip("vLLM is not installed")
-    environ = {**os.environ, "VLLM_HWPLUGIN": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
-    done = subprocess.run([sys.executable, "-c", AGAINST_VLLM], capture_output=True, text=True, env=environ)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = printed_beside_vllm(AGAINST_VLLM)
     assert len(found) == 3 * 2 * 2 * 2
     for apart, share, steps, nonzero, same_layout in found:
         # vLLM's layer takes the exponential of PyTorch's own silu, whose last bits differ.
@@ -75,15 +67,11 @@ def test_it_is_vllms_activation_and_then_its_quantisation_by_groups() -> None:
 
 @pytest.mark.parametrize("version", ["0.20.0", "0.26.0", "0.33.0"])
 def test_vllm_calls_its_own_operation_with_the_same_arguments(vllm_tree: Callable[[str], Any], version: str) -> None:
-    text = vllm_tree(version).read("vllm/_custom_ops.py")
-    (calls,) = (
-        [ast.unparse(argument) for argument in node.args]
-        for node in ast.walk(ast.parse(text))
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.ops._C.silu_and_mul_per_block_quant"
-    )
+    custom_ops = vllm_tree(version).read("vllm/_custom_ops.py")
+    called_with = arguments_of_vllms_call(custom_ops, "silu_and_mul_per_block_quant")
     schema = torch.ops.hwplugin.silu_and_mul_per_block_quant.default._schema
-    assert len(calls) == len(schema.arguments)
-    assert calls[1:] == [argument.name for argument in schema.arguments][1:]
+    assert len(called_with) == len(schema.arguments)
+    assert called_with[1:] == [argument.name for argument in schema.arguments][1:]
     assert [argument.name for argument in schema.arguments if argument.is_write] == ["out", "scales"]
 
 
@@ -243,11 +231,7 @@ def _arguments(**changes: Any) -> dict[str, Any]:
     ],
 )
 def test_a_mistake_is_an_error_that_says_what_was_expected(changes: dict[str, Any], words: str) -> None:
-    arguments = _arguments(**changes)
-    tensors = {name: value.clone() for name, value in arguments.items() if isinstance(value, torch.Tensor)}
-    with pytest.raises(RuntimeError, match=f"silu_and_mul_per_block_quant: {words}"):
-        silu_and_mul_per_block_quant(**arguments)
-    assert all(torch.equal(arguments[name].float(), before.float()) for name, before in tensors.items())
+    assert_refused(silu_and_mul_per_block_quant, _arguments(**changes), f"silu_and_mul_per_block_quant: {words}")
     silu_and_mul_per_block_quant(**_arguments())
 
 
@@ -266,12 +250,6 @@ def test_the_operation_is_what_torch_compile_expects() -> None:
 
 
 def test_a_compiled_caller_keeps_the_operation_and_its_effect() -> None:
-    seen: list[str] = []
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        seen.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
-        return graph.forward
-
     def caller(x: Any) -> Any:
         out = torch.empty(3, 256, dtype=FLOAT8)
         scales = torch.empty(3, 2)
@@ -279,6 +257,7 @@ def test_a_compiled_caller_keeps_the_operation_and_its_effect() -> None:
         return out.float(), scales
 
     x = torch.randn(3, 512).half()
-    for found, wanted in zip(torch.compile(caller, backend=backend, fullgraph=True)(x), caller(x), strict=True):
+    results, called = compiled_result(caller, x)
+    for found, wanted in zip(results, caller(x), strict=True):
         assert torch.equal(found, wanted)
-    assert any("hwplugin.silu_and_mul_per_block_quant" in name for name in seen)
+    assert any("hwplugin.silu_and_mul_per_block_quant" in name for name in called)

@@ -3,11 +3,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -15,6 +10,9 @@ import pytest
 torch: Any = pytest.importorskip("torch")
 
 from vllm_hwplugin.ops.topk_softmax import _reference, topk_softmax  # noqa: E402
+
+from .operation_checks import assert_refused, signature  # noqa: E402
+from .vllm_child import printed_beside_vllm  # noqa: E402
 
 NAN, INF = float("nan"), float("inf")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -137,12 +135,7 @@ print(json.dumps([worst, compared]))
 
 
 def test_it_is_what_vllm_computes_on_the_cpu() -> None:
-    if importlib.util.find_spec("vllm") is None:
-        pytest.skip("vLLM is not installed")
-    environ = {**os.environ, "VLLM_HWPLUGIN": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
-    done = subprocess.run([sys.executable, "-c", AGAINST_VLLM], capture_output=True, text=True, env=environ)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = printed_beside_vllm(AGAINST_VLLM)
     if found is None:
         pytest.skip("this vLLM has no router of its own for the CPU")
     worst, compared = found
@@ -158,8 +151,8 @@ def test_the_schema_begins_as_vllms(last: str) -> None:
         f"Tensor gating_output, bool renormalize, Tensor? bias{last}) -> ()"
     )
     ours = torch.ops.hwplugin.topk_softmax.default._schema
-    expected = [(a.name, str(a.type), a.is_write) for a in theirs.arguments]
-    assert [(a.name, str(a.type), a.is_write) for a in ours.arguments][: len(expected)] == expected
+    expected = signature(theirs)
+    assert signature(ours)[: len(expected)] == expected
     assert all(a.has_default_value() for a in ours.arguments[len(expected) :])
     assert not ours.returns
 
@@ -198,11 +191,7 @@ def _arguments(**changes: Any) -> dict[str, Any]:
     ],
 )
 def test_a_mistake_is_an_error_that_says_what_was_expected(changes: dict[str, Any], words: str) -> None:
-    arguments = _arguments(**changes)
-    before = arguments["token_expert_indices"].clone()
-    with pytest.raises(RuntimeError, match=f"topk_softmax: {words}"):
-        topk_softmax(**arguments)
-    assert torch.equal(arguments["token_expert_indices"], before)
+    assert_refused(topk_softmax, _arguments(**changes), f"topk_softmax: {words}")
     topk_softmax(**_arguments())
 
 
