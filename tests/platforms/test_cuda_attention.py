@@ -35,34 +35,30 @@ FITS: tuple[str, ...] = ()
 @pytest.mark.parametrize(
     ("gate", "asked", "stock", "refused", "own", "reason"),
     [
-        ("auto", Asked(256, 9), Stock("FLASH_ATTN"), FITS, False, "up to 256 are vLLM's own"),
-        ("on", Asked(256, 9), Stock("FLASH_ATTN"), FITS, False, "up to 256 are vLLM's own"),
-        ("on", Asked(576, 9, mla=True), Stock("FLASHMLA"), FITS, False, "MLA"),
-        ("off", Asked(512, 9), Stock("FLASH_ATTN"), FITS, False, "VLLM_HWPLUGIN_ATTENTION=off"),
-        ("on", Asked(512, 9, foreign=True), Stock("FLASH_ATTN"), FITS, False, "another plugin"),
-        ("on", Asked(512, 9, "TRITON_ATTN"), Stock("TRITON_ATTN"), FITS, False, "TRITON_ATTN is named"),
-        ("on", Asked(512, 12), Stock("FLASHINFER"), FITS, True, "VLLM_HWPLUGIN_ATTENTION=on"),
-        ("on", Asked(512, 9, obstacle="no nvcc"), Stock("TRITON_ATTN"), FITS, True, "=on; on Triton kernels: no nvcc"),
-        ("auto", Asked(512, 9), Stock("TRITON_ATTN"), FITS, True, "faster than vLLM's TRITON_ATTN .* 9.x: a table"),
-        ("auto", Asked(512, 9, obstacle="no nvcc"), Stock("TRITON_ATTN"), FITS, False, "cannot be had: no nvcc"),
-        ("auto", Asked(512, 9, obstacle="no nvcc"), Stock(None), FITS, True, "none that fits; on Triton .*: no nvcc"),
+        ("on", Asked(9, foreign=True), Stock("FLASH_ATTN"), FITS, False, "another plugin"),
+        ("on", Asked(9, "TRITON_ATTN"), Stock("TRITON_ATTN"), FITS, False, "TRITON_ATTN is named"),
+        ("on", Asked(12), Stock("FLASHINFER"), FITS, True, "VLLM_HWPLUGIN_ATTENTION=on"),
+        ("on", Asked(9, obstacle="no nvcc"), Stock("TRITON_ATTN"), FITS, True, "=on; on Triton kernels: no nvcc"),
+        ("auto", Asked(9), Stock("TRITON_ATTN"), FITS, True, "faster than vLLM's TRITON_ATTN .* 9.x: a table"),
+        ("auto", Asked(9, obstacle="no nvcc"), Stock("TRITON_ATTN"), FITS, False, "cannot be had: no nvcc"),
+        ("auto", Asked(9, obstacle="no nvcc"), Stock(None), FITS, True, "none that fits; on Triton .*: no nvcc"),
         (
             "auto",
-            Asked(512, 9, obstacle="no nvcc"),
+            Asked(9, obstacle="no nvcc"),
             Stock("FLASH_ATTN", "no cutlass"),
             FITS,
             True,
             "cutlass; on Triton",
         ),
-        ("auto", Asked(512, 9), Stock("FLASH_ATTN"), FITS, False, "not known to be faster than FLASH_ATTN"),
-        ("auto", Asked(512, 9, "FLASH_ATTN"), Stock("FLASH_ATTN"), FITS, False, "not known to be faster than FLASH"),
-        ("auto", Asked(512, 9, "FLASH_ATTN"), Stock("FLASH_ATTN", "no cutlass"), FITS, True, "cannot run here"),
-        ("auto", Asked(512, 9), Stock("FLASHINFER"), FITS, False, "not known to be faster than FLASHINFER"),
-        ("auto", Asked(512, 10), Stock("FLASH_ATTN"), FITS, False, "not known .* compute capability 10.x"),
-        ("auto", Asked(512, 10), Stock("FLASH_ATTN", "no cutlass"), FITS, True, "cannot run here: no cutlass"),
-        ("auto", Asked(512, 8, "FLASH_ATTN"), Stock(None), FITS, True, "vLLM has none that fits"),
-        ("auto", Asked(512, 8), Stock(None), FITS, True, "vLLM has none that fits"),
-        ("auto", Asked(512, 9), Stock("FLASH_ATTN"), ("no fp8",), False, "does not fit: no fp8"),
+        ("auto", Asked(9), Stock("FLASH_ATTN"), FITS, False, "not known to be faster than FLASH_ATTN"),
+        ("auto", Asked(9, "FLASH_ATTN"), Stock("FLASH_ATTN"), FITS, False, "not known to be faster than FLASH"),
+        ("auto", Asked(9, "FLASH_ATTN"), Stock("FLASH_ATTN", "no cutlass"), FITS, True, "cannot run here"),
+        ("auto", Asked(9), Stock("FLASHINFER"), FITS, False, "not known to be faster than FLASHINFER"),
+        ("auto", Asked(10), Stock("FLASH_ATTN"), FITS, False, "not known .* compute capability 10.x"),
+        ("auto", Asked(10), Stock("FLASH_ATTN", "no cutlass"), FITS, True, "cannot run here: no cutlass"),
+        ("auto", Asked(8, "FLASH_ATTN"), Stock(None), FITS, True, "vLLM has none that fits"),
+        ("auto", Asked(8), Stock(None), FITS, True, "vLLM has none that fits"),
+        ("auto", Asked(9), Stock("FLASH_ATTN"), ("no fp8",), False, "does not fit: no fp8"),
     ],
 )
 def test_decide(gate: str, asked: Asked, stock: Stock, refused: tuple[str, ...], own: bool, reason: str) -> None:
@@ -80,7 +76,7 @@ def test_decide(gate: str, asked: Asked, stock: Stock, refused: tuple[str, ...],
     ],
 )
 def test_a_start_without_a_backend_ends_with_the_reasons(gate: str, stock: Stock, words: str) -> None:
-    found = decide(gate, Asked(512, 9), stock, ("no fp8", "no sink"), MEASURED)
+    found = decide(gate, Asked(9), stock, ("no fp8", "no sink"), MEASURED)
     assert words in found.error
 
 
@@ -187,6 +183,16 @@ def test_a_usual_head_is_vllms(version: str, host: Hosts) -> None:
     gpu.refuse("FLASH_ATTN")
     with pytest.raises(ValueError, match=r"FLASH_ATTN.*refused"):
         gpu.ask("FLASH_ATTN", head_size=256)
+
+
+@pytest.mark.parametrize("kind", ["use_mla", "use_sparse"])
+def test_layers_with_backends_of_their_own_are_vllms(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_HWPLUGIN_ATTENTION", "on")
+    config = Config(head_size=576, **{kind: True})
+    # Nothing else is asked: neither the device nor the plugin's class.
+    assert (
+        attention.choose(lambda *asked: f"{asked[0]} for {asked[2]} heads", "MLA", config, 8, None) == "MLA for 8 heads"
+    )
 
 
 @every_version

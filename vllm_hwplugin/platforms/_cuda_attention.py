@@ -53,23 +53,19 @@ MEASURED: Final = (
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """What is wanted for a layer.
+    """What is wanted for a layer with heads above 256.
 
     Args:
-        head_size: of the layer.
         major: of the device's compute capability.
         named: vLLM's name of the backend that the user, or vLLM for the model, has named; None where nothing is.
         foreign: another plugin has registered a FLASH_ATTN of its own.
-        mla: it is an MLA or a sparse layer, which have backends of their own.
         obstacle: why the plugin's CUDA kernel cannot be had, so that its Triton kernels would serve; empty where it
             probably can.
     """
 
-    head_size: int
     major: int
     named: str | None = None
     foreign: bool = False
-    mla: bool = False
     obstacle: str = ""
 
 
@@ -104,18 +100,12 @@ class Choice:
 def decide(
     gate: str, asked: Asked, stock: Stock, refused: Sequence[str], measured: Sequence[Faster] = MEASURED
 ) -> Choice:
-    """Choose between the plugin's class and vLLM's word for a layer.
+    """Choose between the plugin's class and vLLM's word for a layer with heads above 256.
 
     Args:
-        gate: ``auto``, ``on`` or ``off``.
+        gate: ``auto`` or ``on``.
         refused: why the plugin's class does not fit the layer; empty where it does.
     """
-    if asked.head_size <= LARGEST_OF_VLLM:
-        return Choice(False, f"heads of up to {LARGEST_OF_VLLM} are vLLM's own choice")
-    if asked.mla:
-        return Choice(False, "MLA has backends of its own")
-    if gate == "off":
-        return Choice(False, f"{GATE}=off")
     if asked.foreign:
         return Choice(False, "another plugin has registered its own FLASH_ATTN")
     if asked.named not in (None, FLASH_ATTN):
@@ -158,8 +148,8 @@ def choose(vllm: Ask, selected: Any | None, config: Any, num_heads: int | None, 
         GateError: the gate has a bad value.
     """
     gate = gates.read(GATE).text
-    mla = bool(config.use_mla or config.use_sparse)
-    if gate == "off" or mla:
+    # MLA and sparse layers have backends of their own.
+    if gate == "off" or config.use_mla or config.use_sparse:
         return vllm(selected, config, num_heads)
     text = _without_images(config)
     # Of vLLM's fast backends FlashAttention 4 alone has the mask; where it cannot run, it is not chosen for a mask that
@@ -173,11 +163,9 @@ def choose(vllm: Ask, selected: Any | None, config: Any, num_heads: int | None, 
             path, error = _ask(vllm, selected, text, num_heads)
         return _answer(path, error)
     asked = Asked(
-        head_size=config.head_size,
         major=capability.major,
         named=None if selected is None else selected.name,
         foreign=_foreign(selected),
-        mla=mla,
         obstacle=_obstacle(capability.major, capability.minor),
     )
     path, error = _ask(vllm, selected, wanted, num_heads)
