@@ -60,7 +60,7 @@ struct Copier {
     }
     // Bytes may arrive before they are expected: the barrier waits for this arrival as well.
     if (warp == 0) {
-      hopper::barrier_expect(full, kChunks * kChunkBytes);
+      hopper::barrier_arrive_expecting(full, kChunks * kChunkBytes);
     }
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {
@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(
     // behind a block's last are another request's or nobody's; what becomes of them is not written.
     if (lane == 0) {
       if (warp == 0) {
-        hopper::barrier_expect_more(&shared.keys_full[warpgroup], kChunks * p.most_rows * kChunk * 2);
+        hopper::barrier_expect(&shared.keys_full[warpgroup], kChunks * p.most_rows * kChunk * 2);
       }
       for (int chunk = warp; chunk < kChunks; chunk += kGroupThreads / 32) {
         hopper::tma_load(

@@ -28,13 +28,14 @@ __device__ __forceinline__ void fence_barrier_init() { asm volatile("fence.mbarr
 // Ordinary writes to shared memory become visible to TMA and wgmma, which read it by another way.
 __device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-__device__ __forceinline__ void barrier_expect(uint64_t* barrier, uint32_t bytes) {
+// The one arrival that a phase waits for, and the bytes that it waits for besides.
+__device__ __forceinline__ void barrier_arrive_expecting(uint64_t* barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
                : "memory");
 }
 
-// More bytes for the phase that somebody else's arrival will end.
-__device__ __forceinline__ void barrier_expect_more(uint64_t* barrier, uint32_t bytes) {
+// More bytes for the phase that this thread will arrive at next.
+__device__ __forceinline__ void barrier_expect(uint64_t* barrier, uint32_t bytes) {
   asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
                : "memory");
 }

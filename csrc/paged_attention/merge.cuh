@@ -28,6 +28,7 @@ __global__ void __launch_bounds__(kMergeWarps * 32) merge_kernel(const Problem p
   const int kv_head = blockIdx.y, row = item / per_row, token = token_of_row(p, min(row, kRows - 1));
   const Block block = block_of(p);
   const int used = token < block.tokens && row < p.most_rows ? keys_of(p, block, 0).used : 0;
+  // So far only what the attention kernel has waited for itself before it let this one start.
 #if __CUDA_ARCH__ >= 900
   // By every program, those without work as well: this grid must not be complete before the attention kernel is.
   cudaGridDependencySynchronize();

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The host's side of the operation: checks, the copy engine's view of the cache, launches.
+// The host's side of the operation: checks, the copy engine's view of queries and cache, launches.
 
 #include <algorithm>
 #include <cstdint>
@@ -170,11 +170,13 @@ void check_ints(const Tensor& tensor, const char* name, const Tensor& query, int
       "paged_attention: ", name, " has to be int32 on query's device, of ", dims, " dimensions, the last with stride 1");
 }
 
-void check_floats(const Tensor& tensor, const char* name, const Tensor& query, int64_t count) {
+void check_floats(const Tensor& tensor, const char* name, const Tensor& query, int64_t count, int alignment) {
   STD_TORCH_CHECK(
       tensor.is_cuda() && tensor.get_device_index() == query.get_device_index() &&
-          tensor.scalar_type() == ScalarType::Float && tensor.is_contiguous() && tensor.numel() >= count,
-      "paged_attention: ", name, " has to be float32 on query's device, contiguous, of ", count, " elements or more");
+          tensor.scalar_type() == ScalarType::Float && tensor.is_contiguous() && tensor.numel() >= count &&
+          reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % alignment == 0,
+      "paged_attention: ", name, " has to be float32 on query's device, contiguous, of ", count,
+      " elements or more, and to start at a multiple of ", alignment, " bytes");
 }
 
 void paged_attention(
@@ -197,7 +199,8 @@ void paged_attention(
   STD_TORCH_CHECK(
       page % kSubTile == 0 && page > 0, "paged_attention: a page has ", page, " tokens; expected a multiple of ", kSubTile);
   STD_TORCH_CHECK(
-      kv_heads > 0 && query.size(1) % kv_heads == 0 && query.size(1) / kv_heads <= kRows, "paged_attention: ",
+      kv_heads > 0 && query.size(1) > 0 && query.size(1) % kv_heads == 0 && query.size(1) / kv_heads <= kRows,
+      "paged_attention: ",
       query.size(1), " query heads and ", kv_heads, " KV heads; expected a multiple of up to ", kRows, " times");
   for (int dim = 0; dim < 4; ++dim) {
     STD_TORCH_CHECK(keys.size(dim) == values.size(dim), "paged_attention: keys and values differ in dimension ", dim);
@@ -210,16 +213,18 @@ void paged_attention(
       query_start_loc.size(0) == requests + 1 && block_table.size(0) >= requests,
       "paged_attention: query_start_loc and block_table do not go with ", requests, " requests");
   STD_TORCH_CHECK(
-      splits >= 1 && splits <= kMaxSplits && blocks >= 0 && blocks_per_request >= 0,
-      "paged_attention: a plan that cannot be launched");
+      splits >= 1 && splits <= kMaxSplits && blocks >= 0 && blocks_per_request >= 0 &&
+          (blocks_per_request == 0 || blocks <= requests * blocks_per_request),
+      "paged_attention: a plan that cannot be launched: ", blocks, " blocks, ", blocks_per_request,
+      " for each of ", requests, " requests, ", splits, " splits");
   const int64_t group = query.size(1) / kv_heads;
   if (splits > 1) {
     const int64_t rows = blocks * kv_heads * splits * kRows;
-    check_floats(partial_out, "partial_out", query, rows * 2 * 4 * kChunk);
-    check_floats(partial_lse, "partial_lse", query, rows);
+    check_floats(partial_out, "partial_out", query, rows * 2 * 4 * kChunk, 16);
+    check_floats(partial_lse, "partial_lse", query, rows, 4);
   }
   if (sinks.has_value()) {
-    check_floats(*sinks, "sinks", query, query.size(1));
+    check_floats(*sinks, "sinks", query, query.size(1), 4);
     STD_TORCH_CHECK(
         sinks->numel() == query.size(1), "paged_attention: ", sinks->numel(), " sinks for ", query.size(1), " heads");
   }

@@ -14,7 +14,7 @@ namespace paged {
 
 constexpr int kRows = 64;
 constexpr int kKeys = 64;
-constexpr int kSubTile = 16;       // tokens that one copy takes: the smallest page
+constexpr int kSubTile = 16;       // tokens that one copy of keys takes: the smallest page
 constexpr int kChunk = 64;         // columns in a row of 128 bytes
 constexpr int kChunkBytes = kKeys * kChunk * 2;
 constexpr int kGroupThreads = 128;  // of a warpgroup
@@ -75,13 +75,14 @@ __device__ inline Block block_of(const Problem& p) {
   const int start = p.query_start_loc[block.request];
   const int count = p.query_start_loc[block.request + 1] - start;
   block.token = start + skipped;
-  block.tokens = min(count - skipped, p.block_tokens);
+  // No more than were announced: the copy of the queries and the splits' results have no room for them.
+  block.tokens = min(count - skipped, p.most_tokens);
   block.position = p.seq_lens[block.request] - count + skipped;
   return block;
 }
 
-// The keys that a split reads, and how many splits have any. `begin` is a multiple of a tile whatever the batch is, so a
-// row's rounding does not depend on what runs beside it.
+// The keys that a split reads, and how many splits have any. `begin` is a multiple of a tile whatever the batch is, so,
+// where keys are not split, a row's rounding does not depend on what runs beside it.
 struct Keys {
   int begin, end, used;
 };

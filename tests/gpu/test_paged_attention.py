@@ -10,6 +10,7 @@ import math
 import os
 import random
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -160,11 +161,71 @@ def test_the_same_launch_twice_gives_the_same_bits(scratch: paged.Scratch, seed:
     assert all(torch.equal(first, batches.attend(case, inputs, scratch)) for _ in range(20))
 
 
+def test_launches_that_follow_at_once_do_not_disturb_each_other(scratch: paged.Scratch, seed: int) -> None:
+    """One may begin while the one before it ends, and all leave their splits' results in the same memory."""
+    shapes = ((Request(1, 3000), Request(1, 900)), (Request(8, 2000),), (Request(1, 5000),), (Request(5, 64),) * 9)
+    launches = []
+    for number, requests in enumerate(shapes):
+        case = Case(requests, "bfloat16", "bfloat16", 512, 8, 1, 16, seed=seed + number)
+        inputs = make_inputs(case, "cuda")
+        launches.append(prepared(case, inputs, scratch))
+    expected = []
+    for launch, out in launches:
+        launch()
+        torch.cuda.synchronize()
+        expected.append(out.clone())
+    for _ in range(20):
+        for _, out in launches:
+            out.fill_(math.nan)
+        for launch, _ in launches * 3:
+            launch()
+        assert all(torch.equal(out, right) for (_, out), right in zip(launches, expected, strict=True))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for launch, _ in launches * 3:
+            launch()
+    for _ in range(20):
+        for _, out in launches:
+            out.fill_(math.nan)
+        graph.replay()
+        assert all(torch.equal(out, right) for (_, out), right in zip(launches, expected, strict=True))
+
+
+def prepared(case: Case, inputs: Any, scratch: paged.Scratch) -> tuple[Callable[[], None], Any]:
+    """A launch that is all ready, and its answer."""
+    keys, values = batches.caches(case, inputs, "apart", "cuda")
+    out = torch.full_like(inputs.query, math.nan)
+    given = {**batches.metadata(case, "cuda"), **batches.settings(case)}
+    table = inputs.block_table
+    return lambda: paged.paged_attention(
+        inputs.query, keys, values, out, block_table=table, scratch=scratch, **given
+    ), out
+
+
+@pytest.mark.parametrize("context", [20, 4000])
+def test_tokens_beyond_the_bound_are_left_alone(loaded: paged.Scratch, seed: int, context: int) -> None:
+    """What was announced is what there is room for: a longer query must not spoil the rows that were."""
+    if not loaded.hopper:
+        pytest.skip("the CUDA kernel is for compute capability 9.0")
+    case = Case((Request(4, context), Request(1, 70)), "bfloat16", "bfloat16", 512, 8, 1, 16, seed=seed)
+    inputs = make_inputs(case, "cuda")
+    right = batches.attend(case, inputs, loaded)
+    keys, values = batches.caches(case, inputs, "apart", "cuda")
+    out = torch.full_like(inputs.query, math.nan)
+    given = {**batches.metadata(case, "cuda"), "max_query_len": 1}
+    table = inputs.block_table
+    paged.paged_attention(
+        inputs.query, keys, values, out, block_table=table, scratch=loaded, **given, **batches.settings(case)
+    )
+    assert out[1:4].isnan().all()
+    torch.testing.assert_close(out[[0, 4]], right[[0, 4]], rtol=0.02, atol=0.02)
+
+
 def test_the_operation_checks_what_it_is_given(loaded: paged.Scratch) -> None:
     if not loaded.hopper:
         pytest.skip("the CUDA kernel is for compute capability 9.0")
 
-    def call(**changes: Any) -> None:
+    def call(blocks: int = 1, **changes: Any) -> None:
         given = {
             "query": torch.zeros(1, 8, 512, dtype=torch.bfloat16, device="cuda"),
             "keys": torch.zeros(4, 16, 1, 512, dtype=torch.bfloat16, device="cuda"),
@@ -178,13 +239,14 @@ def test_the_operation_checks_what_it_is_given(loaded: paged.Scratch) -> None:
             "block_table": torch.zeros(1, 1, dtype=torch.int32, device="cuda"),
             **changes,
         }
-        bounds = {"max_query_len": 1, "blocks": 1, "blocks_per_request": 1, "splits": 4}
+        bounds = {"max_query_len": 1, "blocks": blocks, "blocks_per_request": 1, "splits": 4}
         torch.ops.hwplugin.paged_attention(
             *given.values(), scale=1.0, causal=True, window_left=-1, window_right=-1, softcap=0.0, **bounds
         )
 
     call()
     half = torch.bfloat16
+    nothing = torch.zeros(1, 0, 512, dtype=half, device="cuda")
     for changes, words in (
         ({"query": torch.zeros(1, 8, 512, dtype=half)}, "not on a CUDA device|same device|CPU"),
         ({"keys": torch.zeros(4, 16, 1, 512, dtype=torch.float16, device="cuda")}, "keys is Half"),
@@ -192,6 +254,10 @@ def test_the_operation_checks_what_it_is_given(loaded: paged.Scratch) -> None:
         ({"values": torch.zeros(4, 16, 1, 504, dtype=half, device="cuda")}, "differ in dimension 3"),
         ({"out": torch.zeros(1, 8, 1024, dtype=half, device="cuda")[..., ::2]}, "out has stride 2"),
         ({"partial_out": loaded.out[:8]}, "partial_out has to be float32"),
+        ({"partial_out": loaded.out[1:]}, "partial_out has to .* start at a multiple of 16 bytes"),
+        ({"query": nothing, "out": nothing}, "0 query heads"),
+        ({"blocks": 2}, "a plan that cannot be launched: 2 blocks"),
+        ({"sinks": torch.zeros(9, device="cuda")}, "9 sinks for 8 heads"),
         ({"seq_lens": torch.tensor([5], device="cuda")}, "seq_lens has to be int32"),
         ({"query_start_loc": torch.zeros(3, dtype=torch.int32, device="cuda")}, "do not go with 1 requests"),
         ({"sinks": torch.zeros(4, device="cuda")}, "sinks has to be float32"),

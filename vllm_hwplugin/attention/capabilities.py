@@ -159,7 +159,7 @@ _SERVED = "gemma-4 is served so by vllm-musa (pull request 52); not repeated her
 _UNTRIED = "not tried; False is the safe answer"
 _READ = "read in vLLM's source"
 _KIND = "what the backend is"
-_TRIED = "compared with float32 by the kernel's tests"
+_TRIED = "compared with float64 by the kernel's tests"
 
 _ALL = ">=0.20.0,<0.34"
 

@@ -39,12 +39,16 @@ class CudaFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):  # type:
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
-        # The plugin's kernel reads all lengths on the device, so a graph of it holds any batch up to the longest query
-        # that it was captured with.
-        if min(_head_sizes(kv_cache_spec)) > LARGEST_OF_VLLM:
+        sizes = _head_sizes(kv_cache_spec)
+        supports = []
+        if max(sizes) > LARGEST_OF_VLLM:
+            # The plugin's kernel reads all lengths on the device, so a graph of it holds any batch up to the longest
+            # query that it was captured with.
             too_short = captures_short_queries(vllm_config)
-            return AttentionCGSupport.UNIFORM_BATCH if too_short else AttentionCGSupport.ALWAYS
-        return super().get_cudagraph_support(vllm_config, kv_cache_spec)
+            supports.append(AttentionCGSupport.UNIFORM_BATCH if too_short else AttentionCGSupport.ALWAYS)
+        if min(sizes) <= LARGEST_OF_VLLM:
+            supports.append(super().get_cudagraph_support(vllm_config, kv_cache_spec))
+        return min(supports, key=lambda support: support.value)
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any) -> None:
         self.large = kv_cache_spec.head_size > LARGEST_OF_VLLM

@@ -115,6 +115,7 @@ def cases(head_sizes: tuple[int, ...], seed: int, dtype: str, longest: int) -> l
         dataclasses.replace(plain, causal=False, requests=(Request(1, longest), Request(9, 3))),
         dataclasses.replace(plain, requests=verify, num_kv_heads=4),
         dataclasses.replace(plain, requests=prefill, num_heads=6, num_kv_heads=2, block_size=48),
+        dataclasses.replace(plain, requests=verify, num_heads=14, num_kv_heads=2),
         dataclasses.replace(plain, requests=prefill, causal=False, num_kv_heads=8, block_size=32),
         dataclasses.replace(plain, sliding_window=20, num_kv_heads=4),
         dataclasses.replace(plain, sliding_window=70, causal=False, window_ahead=69, requests=prefill),

@@ -143,6 +143,7 @@ def test_a_layer_that_cannot_be_run_is_refused(layer: tuple[Any, ...], words: st
         ((65, 1), "65 query heads and 1 KV heads, expected a multiple, and at most 64 times"),
         ((8, 3), "8 query heads and 3 KV heads"),
         ((8, 0), "8 query heads and 0 KV heads"),
+        ((0, 1), "0 query heads and 1 KV heads"),
     ],
 )
 def test_query_heads_that_cannot_share_are_refused(heads: tuple[int, int], words: str) -> None:

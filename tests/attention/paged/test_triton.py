@@ -37,4 +37,4 @@ def test_every_setting_of_a_layer_is_right() -> None:
     found = [json.loads(line) for line in ended.stdout.splitlines()]
     wrong = [f"{one['case']}: {one['ratio']:.3g}" for one in found if not one["ratio"] <= LIMIT]
     assert not wrong, f"seed {seed}: {wrong}"
-    assert len(found) == 9 + 3
+    assert len(found) == 10 + 3

@@ -55,7 +55,7 @@ def refuse(head_size: int, dtype: torch.dtype, kv_dtype: torch.dtype, block_size
 
 def refuse_heads(num_heads: int, num_kv_heads: int) -> str | None:
     """Why so many query heads cannot share so many KV heads, or None. vLLM's selector does not know them."""
-    if num_kv_heads <= 0 or num_heads % num_kv_heads or num_heads // num_kv_heads > MAX_GROUP:
+    if num_heads <= 0 or num_kv_heads <= 0 or num_heads % num_kv_heads or num_heads // num_kv_heads > MAX_GROUP:
         return (
             f"{num_heads} query heads and {num_kv_heads} KV heads, expected a multiple, and at most {MAX_GROUP} times"
         )
