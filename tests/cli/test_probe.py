@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import json
 import os
+from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
+from vllm_hwplugin import __version__
 from vllm_hwplugin.attention.probe import Job
 from vllm_hwplugin.cli import _probe
 from vllm_hwplugin.cli._app import app
@@ -66,14 +68,18 @@ def test_status_0_where_all_holds(replaced):
     assert (jobs[0].seed, jobs[0].cases, jobs[0].capabilities, jobs[0].backends) == (3, 2, ("sinks",), ("B",))
 
 
-def test_status_1_and_the_shape_where_something_differs(replaced, tmp_path):
+def test_status_1_and_the_shape_where_something_differs(replaced, tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_HWPLUGIN_COMMIT", "0123abcd")
     file = tmp_path / "r.json"
     result, _ = replaced(["--json", str(file)], answer(behaviour="refuses", detail="ValueError: no [sinks]"))
     assert result.exit_code == 1
     assert "refused-though-declared" in result.output
     assert "ValueError: no [sinks]" in result.output
     assert "heads [2]" in result.output
-    assert json.loads(file.read_text())["ok"] is False
+    written = json.loads(file.read_text())
+    assert written["ok"] is False
+    assert (written["commit"], written["plugin"]) == ("0123abcd", __version__)
+    assert datetime.fromisoformat(written["date"]).tzinfo is not None
 
 
 def test_strict_turns_what_works_undeclared_into_a_failure(replaced):
