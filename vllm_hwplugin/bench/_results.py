@@ -48,12 +48,19 @@ def _git(home: Path, *arguments: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
-def new(host: Host, settings: Settings) -> dict[str, Any]:
+def provenance() -> dict[str, str | None]:
+    """When a results file was made, and by what: the entries that every such file has."""
     return {
-        "format": FORMAT,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "plugin": __version__,
         "commit": commit(),
+    }
+
+
+def new(host: Host, settings: Settings) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        **provenance(),
         "host": dataclasses.asdict(host),
         "settings": json.loads(json.dumps(dataclasses.asdict(settings))),
         "cases": [],

@@ -3,11 +3,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 import secrets
 from collections.abc import Callable, Mapping
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,11 +13,10 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from .. import __version__
 from ..attention.probe import CAPABILITIES, MODULE, Declared, Job, Report, Result, Verdict
 from ..attention.probe import probe as run_probe
 from ..bench._launch import Ended, run_child
-from ..bench._results import commit
+from ..bench._results import provenance, write
 from ._options import known
 
 _DECLARED = {Declared.YES: "declared", Declared.NO: "not declared", Declared.UNASKED: "vLLM does not ask"}
@@ -62,12 +59,7 @@ def probe(
 
     report = run_probe(job, start, strict=strict, on_result=lambda result: _show(result, console))
     if json_file is not None:
-        made = {
-            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "plugin": __version__,
-            "commit": commit(),
-        }
-        json_file.write_text(json.dumps({**report.to_dict(), **made}, indent=1) + "\n", encoding="utf-8")
+        write({**provenance(), **report.to_dict()}, json_file)
     _sum_up(report, console)
     if report.failures or not report.results:
         raise typer.Exit(1)

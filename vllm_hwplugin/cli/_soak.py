@@ -7,7 +7,6 @@ import dataclasses
 import shlex
 import shutil
 from collections.abc import Mapping
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,11 +14,11 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from .. import __version__, bench
+from .. import bench
 from ..bench import _soak as soaking
 from ..bench._launch import Ended, run_child
 from ..bench._plan import SIDES
-from ..bench._results import commit, write
+from ..bench._results import provenance, write
 from ._options import known, pairs
 
 _PROMPTS = 96
@@ -94,9 +93,7 @@ def soak(
         faults.append(f"judge: {verdict.error}")
     result = {
         "format": soaking.FORMAT,
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "plugin": __version__,
-        "commit": commit(),
+        **provenance(),
         "host": dataclasses.asdict(host),
         "settings": dataclasses.asdict(settings),
         "ok": not faults,

@@ -6,13 +6,11 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from ... import __version__
 from .._host import Host
-from .._results import ResultsError, commit, write
+from .._results import ResultsError, provenance, write
 from ._verdict import as_json, verdicts
 
 __all__ = ["FORMAT", "ResultsError", "make", "read", "write"]
@@ -28,12 +26,10 @@ def make(
     processes: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
     """The whole file; ``kind`` is ``attention`` or ``ops``."""
-    results = {
+    results: dict[str, Any] = {
         "kernels_format": FORMAT,
         "kind": kind,
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "plugin": __version__,
-        "commit": commit(),
+        **provenance(),
         "host": dataclasses.asdict(host),
         "settings": dict(settings),
         "processes": list(processes),
