@@ -10,7 +10,6 @@ import math
 import os
 import random
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -167,8 +166,7 @@ def test_launches_that_follow_at_once_do_not_disturb_each_other(scratch: paged.S
     launches = []
     for number, requests in enumerate(shapes):
         case = Case(requests, "bfloat16", "bfloat16", 512, 8, 1, 16, seed=seed + number)
-        inputs = make_inputs(case, "cuda")
-        launches.append(prepared(case, inputs, scratch))
+        launches.append(batches.prepared(case, make_inputs(case, "cuda"), scratch))
     expected = []
     for launch, out in launches:
         launch()
@@ -191,17 +189,6 @@ def test_launches_that_follow_at_once_do_not_disturb_each_other(scratch: paged.S
         assert all(torch.equal(out, right) for (_, out), right in zip(launches, expected, strict=True))
 
 
-def prepared(case: Case, inputs: Any, scratch: paged.Scratch) -> tuple[Callable[[], None], Any]:
-    """A launch that is all ready, and its answer."""
-    keys, values = batches.caches(case, inputs, "apart", "cuda")
-    out = torch.full_like(inputs.query, math.nan)
-    given = {**batches.metadata(case, "cuda"), **batches.settings(case)}
-    table = inputs.block_table
-    return lambda: paged.paged_attention(
-        inputs.query, keys, values, out, block_table=table, scratch=scratch, **given
-    ), out
-
-
 @pytest.mark.parametrize("context", [20, 4000])
 def test_tokens_beyond_the_bound_are_left_alone(loaded: paged.Scratch, seed: int, context: int) -> None:
     """What was announced is what there is room for: a longer query must not spoil the rows that were."""
@@ -210,13 +197,7 @@ def test_tokens_beyond_the_bound_are_left_alone(loaded: paged.Scratch, seed: int
     case = Case((Request(4, context), Request(1, 70)), "bfloat16", "bfloat16", 512, 8, 1, 16, seed=seed)
     inputs = make_inputs(case, "cuda")
     right = batches.attend(case, inputs, loaded)
-    keys, values = batches.caches(case, inputs, "apart", "cuda")
-    out = torch.full_like(inputs.query, math.nan)
-    given = {**batches.metadata(case, "cuda"), "max_query_len": 1}
-    table = inputs.block_table
-    paged.paged_attention(
-        inputs.query, keys, values, out, block_table=table, scratch=loaded, **given, **batches.settings(case)
-    )
+    out = batches.attend(case, inputs, loaded, max_query_len=1)
     assert out[1:4].isnan().all()
     torch.testing.assert_close(out[[0, 4]], right[[0, 4]], rtol=0.02, atol=0.02)
 

@@ -5,9 +5,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
-import select
-import signal
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -22,6 +19,8 @@ from vllm_hwplugin import record  # noqa: E402
 from vllm_hwplugin.ops import _override, _override_support  # noqa: E402
 from vllm_hwplugin.ops._override_catalog import OverridableOp, Schema  # noqa: E402
 from vllm_hwplugin.ops.build import spec  # noqa: E402
+
+from .forked import said_by_a_fork  # noqa: E402
 
 IS_CUDA_HOST = _override.is_cuda_host
 
@@ -248,20 +247,7 @@ def test_a_forked_process_decides_for_itself(toy: Toy, monkeypatch: pytest.Monke
     override = toy.in_front()
     # Another thread of the parent may be deciding at the moment of the fork.
     override.lock.acquire()
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            os.write(writer, f"{toy(None)} {override.state}".encode())
-        finally:
-            os._exit(0)
-    os.close(writer)
-    answered, _, _ = select.select([reader], [], [], 60)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    with os.fdopen(reader) as lines:
-        assert answered
-        assert lines.read() == "2.0 plugin"
+    assert said_by_a_fork(lambda: f"{toy(None)} {override.state}", 60) == "2.0 plugin"
     override.lock.release()
     assert override.state == "open"
 

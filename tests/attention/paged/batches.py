@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -69,31 +70,36 @@ def settings(case: Case) -> dict[str, Any]:
     }
 
 
-def attend(
+def prepared(
     case: Case,
     inputs: Inputs,
     scratch: paged.Scratch,
     layout: str = "apart",
     *,
     fill: str = "poison",
-    batch_invariant: bool = False,
-) -> Any:
-    """The answer [tokens, heads, head size]; what was not written is not a number."""
+    **changes: Any,
+) -> tuple[Callable[[], None], Any]:
+    """A launch, and where its answer [tokens, heads, head size] will be; until then that is not a number.
+
+    ``changes`` are arguments in place of the case's own, or beside them.
+    """
     device = inputs.query.device
     keys, values = caches(case, inputs, layout, device, fill=fill)
     out = torch.full_like(inputs.query, math.nan)
-    paged.paged_attention(
-        inputs.query,
-        keys,
-        values,
-        out,
-        block_table=inputs.block_table,
-        sinks=None if inputs.sinks is None else inputs.sinks.float(),
-        scratch=scratch,
-        batch_invariant=batch_invariant,
+    given = {
+        "block_table": inputs.block_table,
+        "sinks": None if inputs.sinks is None else inputs.sinks.float(),
         **metadata(case, device),
         **settings(case),
-    )
+        **changes,
+    }
+    return lambda: paged.paged_attention(inputs.query, keys, values, out, scratch=scratch, **given), out
+
+
+def attend(*arguments: Any, **more: Any) -> Any:
+    """The answer of a launch that is `prepared` so."""
+    launch, out = prepared(*arguments, **more)
+    launch()
     return out
 
 

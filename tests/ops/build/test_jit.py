@@ -7,9 +7,7 @@ import dataclasses
 import json
 import logging
 import os
-import select
 import shutil
-import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -27,6 +25,8 @@ from vllm_hwplugin.ops.build.ninja import build, script
 from vllm_hwplugin.ops.build.plan import BuildPlan
 from vllm_hwplugin.ops.build.spec import KernelSpec
 from vllm_hwplugin.ops.build.torch_build import TorchBuild
+
+from ..forked import said_by_a_fork
 
 MakePlan = Callable[..., BuildPlan]
 pytestmark = pytest.mark.usefixtures("ninja")
@@ -156,21 +156,8 @@ def test_a_process_forked_while_another_thread_builds_does_not_wait_for_it(
 ) -> None:
     monkeypatch.setattr(jit, "_loaded", {})
     monkeypatch.setattr(jit, "_try_load", lambda spec: True)
-    reader, writer = os.pipe()
     with jit._lock:
-        child = os.fork()
-        if child == 0:
-            try:
-                os.write(writer, str(jit.ensure(kernel)).encode())
-            finally:
-                os._exit(0)
-    os.close(writer)
-    answered, _, _ = select.select([reader], [], [], 30)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    with os.fdopen(reader) as lines:
-        assert answered
-        assert lines.read() == "True"
+        assert said_by_a_fork(lambda: str(jit.ensure(kernel)), 30) == "True"
 
 
 def test_a_library_that_cannot_be_loaded_is_a_failure_too(
