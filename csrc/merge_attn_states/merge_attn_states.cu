@@ -33,7 +33,7 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// The fastest of 32 to 256 on an H200, or within 1 % of it, from 1 to 512 tokens.
+// The fastest of 32 to 256 on an H200, or next to it, from 1 to 512 tokens.
 constexpr int kThreads = 128;
 constexpr int kLoadBytes = 16;
 

@@ -39,8 +39,8 @@ constexpr unsigned kEveryLane = 0xffffffffu;
 // Elements of a thread: 16 bytes of gate, 16 of up.
 constexpr int kWide = 8;
 // Where there are few elements, latency is all that counts: threads have half as much to compute, and smaller blocks
-// spread over more multiprocessors, each of which has a part of the bandwidth alone. On an H200 this gains 13 % for one
-// row of 12288 elements and 1 % for 64 of them, the most counted as few here; for 512 of them it would lose 24 %.
+// spread over more multiprocessors, each of which has a part of the bandwidth alone. On an H200 this still gains
+// for 64 rows of 12288 elements, the most counted as few here, and would lose for 512 of them.
 constexpr int kNarrow = 4;
 constexpr int kNarrowThreads = 128;
 constexpr int64_t kFewElements = 64 * 12288;
