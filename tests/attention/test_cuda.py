@@ -169,12 +169,10 @@ def test_graphs_that_are_captured_with_short_queries_hold_no_mixed_batch(version
         support = load("vllm.v1.attention.backend").AttentionCGSupport
         get = load(OWN).CudaFlashAttentionBackend.get_builder_cls().get_cudagraph_support
         expected = support.UNIFORM_BATCH if short else support.ALWAYS
-        assert get(config(use_v2_model_runner=True), Layer.spec(512)) is expected
-        assert get(config(use_v2_model_runner=False), Layer.spec(512)) is support.ALWAYS
-        # vLLM's own kernel would hold any batch.
         both = SimpleNamespace(kv_cache_specs={"small": Layer.spec(256), "large": Layer.spec(512)})
-        assert get(config(use_v2_model_runner=True), Layer.spec(256)) is support.ALWAYS
-        assert get(config(use_v2_model_runner=True), both) is expected
+        for spec in (Layer.spec(256), Layer.spec(512), both):
+            assert get(config(use_v2_model_runner=True), spec) is expected
+            assert get(config(use_v2_model_runner=False), spec) is support.ALWAYS
         # As 0.20 and 0.21 say it.
         load("vllm.envs").VLLM_USE_V2_MODEL_RUNNER = True
         assert get(SimpleNamespace(), Layer.spec(512)) is expected

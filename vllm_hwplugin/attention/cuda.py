@@ -39,16 +39,15 @@ class CudaFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):  # type:
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
-        sizes = _head_sizes(kv_cache_spec)
-        supports = []
-        if max(sizes) > LARGEST_OF_VLLM:
-            # The plugin's kernel reads all lengths on the device, so a graph of it holds any batch up to the longest
-            # query that it was captured with.
-            too_short = captures_short_queries(vllm_config)
-            supports.append(AttentionCGSupport.UNIFORM_BATCH if too_short else AttentionCGSupport.ALWAYS)
-        if min(sizes) <= LARGEST_OF_VLLM:
-            supports.append(super().get_cudagraph_support(vllm_config, kv_cache_spec))
-        return min(supports, key=lambda support: support.value)
+        # The plugin's kernel reads all lengths on the device, so a graph of it holds any batch up to the longest query
+        # that it was captured with.
+        support = AttentionCGSupport.ALWAYS
+        if min(_head_sizes(kv_cache_spec)) <= LARGEST_OF_VLLM:
+            support = super().get_cudagraph_support(vllm_config, kv_cache_spec)
+        if captures_short_queries(vllm_config):
+            # FlashAttention 3 drops the causal mask, too, where the longest query is said to have one token.
+            return min(support, AttentionCGSupport.UNIFORM_BATCH, key=lambda support: support.value)
+        return support
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any) -> None:
         self.large = kv_cache_spec.head_size > LARGEST_OF_VLLM
