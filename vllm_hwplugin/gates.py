@@ -213,6 +213,14 @@ GATES: Final[tuple[Gate, ...]] = (
         choices=_SWITCH,
     ),
     Gate(
+        "VLLM_HWPLUGIN_WINDOW_BLOCKS",
+        "switch",
+        "auto",
+        "Feature window-blocks: a sliding window keeps the KV cache blocks that rejected drafts bring back into it.",
+        affects=("patches",),
+        choices=_SWITCH,
+    ),
+    Gate(
         "VLLM_HWPLUGIN_OPS",
         "switch",
         "auto",
