@@ -56,9 +56,9 @@ def test_a_file_that_is_none_of_ours(tmp_path, text, message):
 
 def test_the_commit_of_a_copy_without_git_comes_from_the_environment(monkeypatch, tmp_path):
     monkeypatch.setattr(_results, "__file__", str(tmp_path / "p" / "bench" / "_results.py"))
-    monkeypatch.delenv("VLLM_HWPLUGIN_COMMIT", raising=False)
+    monkeypatch.delenv("HWPLUGIN_BENCH_COMMIT", raising=False)
     assert _results.commit() is None
-    monkeypatch.setenv("VLLM_HWPLUGIN_COMMIT", "abc")
+    monkeypatch.setenv("HWPLUGIN_BENCH_COMMIT", "abc")
     assert _results.commit() == "abc"
     (tmp_path / ".git").mkdir()
     assert _results.commit() == "abc"

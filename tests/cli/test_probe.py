@@ -69,7 +69,7 @@ def test_status_0_where_all_holds(replaced):
 
 
 def test_status_1_and_the_shape_where_something_differs(replaced, tmp_path, monkeypatch):
-    monkeypatch.setenv("VLLM_HWPLUGIN_COMMIT", "0123abcd")
+    monkeypatch.setenv("HWPLUGIN_BENCH_COMMIT", "0123abcd")
     file = tmp_path / "r.json"
     result, _ = replaced(["--json", str(file)], answer(behaviour="refuses", detail="ValueError: no [sinks]"))
     assert result.exit_code == 1

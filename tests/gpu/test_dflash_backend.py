@@ -71,7 +71,7 @@ def run(
     if ended.returncode != 0:
         return {"error": log.read_text(errors="replace")}
     result: dict[str, Any] = json.loads(answer.read_text())
-    results = os.environ.get("VLLM_HWPLUGIN_TEST_RESULTS")
+    results = os.environ.get("HWPLUGIN_TEST_RESULTS")
     if results:
         with Path(results).open("a") as report:
             report.write(json.dumps({"case": f"dflash backend {name}", **result}) + "\n")

@@ -180,7 +180,7 @@ def run_both(case: dict[str, Any], folder: Path) -> dict[str, dict[str, Any]]:
 def test_drafts_equal_stock(name: str, tmp_path: Path) -> None:
     answers = run_both(CASES[name], tmp_path)
     stock, patched = answers["stock"], answers["patched"]
-    results = os.environ.get("VLLM_HWPLUGIN_TEST_RESULTS")
+    results = os.environ.get("HWPLUGIN_TEST_RESULTS")
     if results:
         facts = {
             side: {key: answer[key] for key in ("accepted", "decisions", "captured")}

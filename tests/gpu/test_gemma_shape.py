@@ -130,7 +130,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
             name: pool.submit(run, folder / name.replace(" ", "-"), name, case) for name, case in cases().items()
         }
         answers = {name: future.result() for name, future in started.items()}
-    results = os.environ.get("VLLM_HWPLUGIN_TEST_RESULTS")
+    results = os.environ.get("HWPLUGIN_TEST_RESULTS")
     if results:
         with Path(results).open("a") as report:
             for name, answer in answers.items():

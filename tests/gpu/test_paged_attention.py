@@ -70,7 +70,7 @@ def test_every_setting_of_a_layer_is_right(scratch: paged.Scratch, seed: int, dt
         for case, layout in batches.cases(sizes, seed, dtype, 6000)
         for fill in ("poison", "nan")
     ]
-    results = os.environ.get("VLLM_HWPLUGIN_TEST_RESULTS")
+    results = os.environ.get("HWPLUGIN_TEST_RESULTS")
     if results:
         with Path(results).open("a") as report:
             worst = max(ratio for _, ratio in found)

@@ -29,9 +29,9 @@ class ResultsError(PatchingError):
 def commit() -> str | None:
     """The source tree's commit, with ``+`` when it has local changes; None for an installed wheel.
 
-    ``VLLM_HWPLUGIN_COMMIT`` outweighs git: a copy of a tree on a measuring host may lie in some other repository.
+    ``HWPLUGIN_BENCH_COMMIT`` outweighs git: a copy of a tree on a measuring host may lie in some other repository.
     """
-    if named := os.environ.get("VLLM_HWPLUGIN_COMMIT"):
+    if named := os.environ.get("HWPLUGIN_BENCH_COMMIT"):
         return named
     home = Path(__file__).resolve().parents[2]
     if not (home / ".git").exists():
