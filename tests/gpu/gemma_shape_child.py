@@ -7,7 +7,15 @@ from pathlib import Path
 
 import gemma_shape
 
-from vllm_hwplugin.bench._inside import counters, drafter_of, graph_modes, model_runner, platform_class
+from vllm_hwplugin.bench._inside import (
+    check_runner,
+    counters,
+    drafter_of,
+    graph_modes,
+    model_runner,
+    platform_class,
+    runner_generation,
+)
 from vllm_hwplugin.bench._watch import watched
 
 # The likeliest tokens that vLLM gives by default at most.
@@ -23,6 +31,7 @@ def main(job: dict) -> dict:
 
     llm = LLM(**gemma_shape.model_options(Path(job["model"])), **job["options"])
     runner = model_runner(llm)
+    check_runner(runner)
     sampling = [
         SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=CHOICES)
         for tokens in job["tokens"]
@@ -30,7 +39,8 @@ def main(job: dict) -> dict:
     prompts = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
     drafts: dict = {}
     with watched(runner, torch.cuda.CUDAGraph if torch.cuda.is_available() else None) as counts:
-        if drafter_of(runner) is not None:
+        # V2's drafter is asked in other words.
+        if drafter_of(runner) is not None and runner_generation(runner) == "V1":
             listen(runner, drafts)
         outputs = llm.generate(prompts, sampling_params=sampling, use_tqdm=False)
     graphs = getattr(drafter_of(runner), "draft_graphs", None)
