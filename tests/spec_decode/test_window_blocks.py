@@ -64,7 +64,7 @@ class Engine:
         manager = take(
             read(CORE + "kv_cache_manager.py"),
             "KVCacheManager",
-            {"allocate_slots"},
+            {"allocate_slots", "remove_skipped_blocks"},
             given={"window_blocks": window_blocks, "RequestStatus": SimpleNamespace(WAITING=1, PREEMPTED=2)},
         )()
         manager.coordinator, manager.max_model_len, manager.enable_caching = coordinator, 4096, False
@@ -94,6 +94,16 @@ class Engine:
         )
         scheduler.requests = {"request": self.request}
         self.scheduler = scheduler
+
+        manager.get_block_ids = manager.get_block_ids_for_computed_tokens = lambda *_, **__: None
+        self.base = take(
+            read(CORE + "sched/scheduler.py"),
+            "Scheduler",
+            {"_connector_finished"},
+            given={"SchedulerInterface": object, "SupportsHMA": object, "window_blocks": window_blocks},
+        )()
+        self.base.kv_cache_manager, self.base.vllm_config = manager, SimpleNamespace(kv_transfer_config=None)
+        self.base.connector = SimpleNamespace(request_finished_all_groups=lambda *_: (False, None))
 
     def _grow(self, request_id: str, num_tokens: int, *_: Any, **__: Any) -> list[Any]:
         while len(self.blocks) * BLOCK_SIZE < num_tokens:
@@ -126,7 +136,14 @@ class Engine:
             self._schedule(K, 1 + K)
             self._reject(*last)
             last = (K, 1 + K)
-            yield position, [i for i, block in enumerate(self.blocks) if block is not NULL]
+            yield position, self.kept()
+
+    def kept(self) -> list[int]:
+        return [i for i, block in enumerate(self.blocks) if block is not NULL]
+
+    def hand_over(self) -> None:
+        """As for a request that ends while a step of it is in flight."""
+        self.base._connector_finished(self.request)
 
 
 class _Scheduler:
@@ -155,6 +172,14 @@ def test_a_window_keeps_what_rejected_drafts_bring_back(version: str, engine: Ca
         # 0.26 on that is not said of the prompt.
         assert position == PROMPT or kept[0] >= first_seen(position - 1)
         assert kept == list(range(kept[0], kept[-1] + 1))
+
+
+@pytest.mark.parametrize("version", SUPPORTED)
+def test_a_connector_is_given_the_whole_window(version: str, engine: Callable[..., Engine]) -> None:
+    one = engine(version)
+    for position, _ in one.steps():
+        one.hand_over()
+        assert one.kept()[0] <= first_seen(position)
 
 
 @pytest.mark.parametrize("version", TOO_EARLY)
