@@ -278,8 +278,9 @@ def test_model_runner_v2_serves_it_in_the_graphs_that_are_right_there(engines: d
     if not v2_drafts():
         pytest.skip("Model Runner V2 has DFlash from vLLM 0.24 on")
     found = started(engines["patched V2"])
-    whole = vllm_version() >= Version("0.31")
-    assert found["graph_modes"]["target"] == ("FULL" if whole else "FULL_DECODE_ONLY")
+    # Which of the two vLLM falls back to depends on how it compiled the model.
+    decodes = {"FULL_AND_PIECEWISE", "FULL_DECODE_ONLY"}
+    assert found["graph_modes"]["target"] in ({"FULL"} if vllm_version() >= Version("0.31") else decodes)
     assert found["graph_replays"]["target"] > 0
     assert found["mixed_steps"] > 0
     assert {layer["class"] for layer in found["layers"] if layer["head_size"] == 512} == {OWN}
