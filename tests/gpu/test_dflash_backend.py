@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +22,7 @@ from vllm_hwplugin.bench._entry_points import provide
 from vllm_hwplugin.bench._launch import child_environment
 
 from .engines import SMALL_ENGINE
+from .findings import keep
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine]
 
@@ -71,10 +71,7 @@ def run(
     if ended.returncode != 0:
         return {"error": log.read_text(errors="replace")}
     result: dict[str, Any] = json.loads(answer.read_text())
-    results = os.environ.get("HWPLUGIN_TEST_RESULTS")
-    if results:
-        with Path(results).open("a") as report:
-            report.write(json.dumps({"case": f"dflash backend {name}", **result}) + "\n")
+    keep(f"dflash backend {name}", result)
     return result
 
 

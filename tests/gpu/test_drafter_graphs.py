@@ -9,7 +9,6 @@ would capture after boot, so a run that ends has captured nothing at request tim
 from __future__ import annotations
 
 import json
-import os
 import random
 import shutil
 import subprocess
@@ -24,6 +23,7 @@ from vllm_hwplugin.bench._entry_points import provide
 from vllm_hwplugin.bench._launch import child_environment
 
 from .engines import SMALL_ENGINE
+from .findings import keep
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine]
 
@@ -180,15 +180,11 @@ def run_both(case: dict[str, Any], folder: Path) -> dict[str, dict[str, Any]]:
 def test_drafts_equal_stock(name: str, tmp_path: Path) -> None:
     answers = run_both(CASES[name], tmp_path)
     stock, patched = answers["stock"], answers["patched"]
-    results = os.environ.get("HWPLUGIN_TEST_RESULTS")
-    if results:
-        facts = {
-            side: {key: answer[key] for key in ("accepted", "decisions", "captured")}
-            for side, answer in answers.items()
-        }
-        facts["same_drafts"] = same_drafts(stock["drafts"], patched["drafts"])
-        with Path(results).open("a") as stream:
-            stream.write(json.dumps({"case": name, **facts}) + "\n")
+    same = same_drafts(stock["drafts"], patched["drafts"])
+    facts = {
+        side: {key: answer[key] for key in ("accepted", "decisions", "captured")} for side, answer in answers.items()
+    }
+    keep(name, {**facts, "same_drafts": same})
     assert stock["captured"] == 0
     assert patched["captured"] > 0, patched["decisions"]
     assert patched["platform"].startswith("vllm_hwplugin.")
@@ -202,7 +198,7 @@ def test_drafts_equal_stock(name: str, tmp_path: Path) -> None:
         assert abs(one - other) <= ACCEPTANCE_TOLERANCE
     if not CASES[name].get("near_ties"):
         assert patched["texts"] == stock["texts"]
-        assert same_drafts(stock["drafts"], patched["drafts"]) >= SAME_DRAFTS
+        assert same >= SAME_DRAFTS
     loop = patched["decisions"].get("draft-loop-graph", "")
     if "steps" in name:
         assert loop == ""

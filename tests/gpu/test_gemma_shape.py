@@ -14,7 +14,6 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import json
-import os
 import random
 import subprocess
 import sys
@@ -31,6 +30,7 @@ from vllm_hwplugin.bench._launch import child_environment
 
 from . import gemma_shape
 from .engines import SMALL_ENGINE
+from .findings import keep
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine]
 
@@ -139,11 +139,8 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
             if v2_drafts() or not case.get("v2_runner")
         }
         answers = {name: future.result() for name, future in started.items()}
-    results = os.environ.get("HWPLUGIN_TEST_RESULTS")
-    if results:
-        with Path(results).open("a") as report:
-            for name, answer in answers.items():
-                report.write(json.dumps({"case": f"gemma shape {name}", **reported(answer, answers)}) + "\n")
+    for name, answer in answers.items():
+        keep(f"gemma shape {name}", reported(answer, answers))
     return answers
 
 

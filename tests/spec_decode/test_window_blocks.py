@@ -73,11 +73,17 @@ class Engine:
         manager.create_kv_cache_blocks = lambda blocks: blocks
         self.manager = manager
 
+        plain = take(
+            read(CORE + "sched/scheduler.py"),
+            "Scheduler",
+            {"_connector_finished"},
+            given={"SchedulerInterface": _Counts, "SupportsHMA": object, "window_blocks": window_blocks},
+        )
         scheduler = take(
             read(CORE + "sched/async_scheduler.py"),
             "AsyncScheduler",
             {"_update_after_schedule"},
-            given={"Scheduler": _Scheduler},
+            given={"Scheduler": plain},
         )()
         scheduler.num_spec_tokens, scheduler._spec_token_placeholders = K, [-1] * K
         scheduler.num_sampled_tokens_per_step, scheduler.use_v2_model_runner = 1, False
@@ -93,17 +99,10 @@ class Engine:
             status=0,
         )
         scheduler.requests = {"request": self.request}
-        self.scheduler = scheduler
-
         manager.get_block_ids = manager.get_block_ids_for_computed_tokens = lambda *_, **__: None
-        self.base = take(
-            read(CORE + "sched/scheduler.py"),
-            "Scheduler",
-            {"_connector_finished"},
-            given={"SchedulerInterface": object, "SupportsHMA": object, "window_blocks": window_blocks},
-        )()
-        self.base.kv_cache_manager, self.base.vllm_config = manager, SimpleNamespace(kv_transfer_config=None)
-        self.base.connector = SimpleNamespace(request_finished_all_groups=lambda *_: (False, None))
+        scheduler.kv_cache_manager, scheduler.vllm_config = manager, SimpleNamespace(kv_transfer_config=None)
+        scheduler.connector = SimpleNamespace(request_finished_all_groups=lambda *_: (False, None))
+        self.scheduler = scheduler
 
     def _grow(self, request_id: str, num_tokens: int, *_: Any, **__: Any) -> list[Any]:
         while len(self.blocks) * BLOCK_SIZE < num_tokens:
@@ -143,10 +142,12 @@ class Engine:
 
     def hand_over(self) -> None:
         """As for a request that ends while a step of it is in flight."""
-        self.base._connector_finished(self.request)
+        self.scheduler._connector_finished(self.request)
 
 
-class _Scheduler:
+class _Counts:
+    """What `Scheduler._update_after_schedule` counts."""
+
     requests: dict[str, Any]
 
     def _update_after_schedule(self, scheduler_output: Any) -> None:
