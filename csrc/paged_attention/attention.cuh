@@ -18,6 +18,7 @@
 
 #include <cstdint>
 
+#include "balance.cuh"
 #include "hopper.cuh"
 #include "problem.cuh"
 #include "results.cuh"
@@ -97,15 +98,25 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(
   __syncthreads();
   // So far nothing was read that the kernel before this one may still write.
   cudaGridDependencySynchronize();
-  const Block block = block_of(p);
+  const bool shared_out = kOnce && p.programs > 0;
+  Task task{0, static_cast<int>(blockIdx.z), 0};
+  if (shared_out) {
+    task = task_of(p, blockIdx.x);
+    if (task.request < 0) {
+      return;
+    }
+  }
+  const Block block = shared_out ? block_from(p, task.request, task.request, 0) : block_of(p);
   if (block.tokens <= 0) {
     return;
   }
-  const int kv_head = blockIdx.y, split = blockIdx.z;
-  const Keys keys = keys_of(p, block, split);
-  if (split >= max(keys.used, 1)) {
+  const int kv_head = blockIdx.y, split = task.split;
+  const Span span = span_of(p, block);
+  const int splits = shared_out ? task.splits : splits_of(p, span.tiles, 1);
+  if (split >= max(splits, 1)) {
     return;
   }
+  const Keys keys = keys_of(span, splits, split);
   const int tiles = max((keys.end - keys.begin + kKeys - 1) / kKeys, 0);
   // The shuffle tells the compiler that they are the same for a whole warp, which descriptors have to be.
   const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / kGroupThreads, 0);
@@ -392,7 +403,7 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(
     }
   }
   const Rows mine{warpgroup, lane, row, rows};
-  if (keys.used > 1) {
+  if (splits > 1) {
     // Both buffers are free once the whole warpgroup's last products have ended.
     hopper::named_sync(own, kGroupThreads);
     float* buffers[2] = {

@@ -99,19 +99,27 @@ void start(
   STD_TORCH_CHECK(error == cudaSuccess, "paged_attention: ", name, " did not start: ", cudaGetErrorString(error));
 }
 
+// About as many as a device runs at a time; where there are more rows, each program merges several.
+constexpr int kMergePrograms = 1024;
+// Of so few rows a device holds warps that have all splits of one on their way at once, which takes many registers.
+constexpr int kFewRows = 256;
+
+// `expected`: splits of a row. One that has more is merged in several steps.
 template <typename T, int kSlices, int kSplits>
-void launch_merge(const Problem& p, int columns, dim3 grid, cudaStream_t stream) {
+void launch_merge(const Problem& p, int columns, int expected, dim3 grid, cudaStream_t stream) {
   int team = 1;
-  while (team * kSplits < p.splits) {
+  while (team < kMergeWarps && team * kSplits < expected) {
     team *= 2;
   }
   const int items = p.most_rows * merges_per_row<kSlices>(p.head_size), teams = kMergeWarps / team;
-  grid.z = static_cast<unsigned>((items + teams - 1) / teams);
+  const int most = kMergePrograms / static_cast<int>(grid.x * grid.y);
+  grid.z = static_cast<unsigned>(std::clamp(most, 1, (items + teams - 1) / teams));
   start("the merge", merge_kernel<T, kSlices, kSplits>, grid, kMergeWarps * 32, 0, stream, p, team, columns);
 }
 
 template <typename T, int kChunks>
-void launch(const Problem& p, const Maps& maps, dim3 grid, cudaStream_t stream) {
+void launch(const Problem& p, const Maps& maps, int blocks, cudaStream_t stream) {
+  const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(p.kv_heads));
   constexpr size_t kBytes = sizeof(Shared<kChunks>);
   const auto kernel =
       p.blocks_per_request == 1 ? attention_kernel<T, kChunks, true> : attention_kernel<T, kChunks, false>;
@@ -121,22 +129,27 @@ void launch(const Problem& p, const Maps& maps, dim3 grid, cudaStream_t stream) 
   STD_TORCH_CHECK(
       error == cudaSuccess, "paged_attention: a program needs ", kBytes, " bytes of shared memory: ",
       cudaGetErrorString(error));
-  start("the kernel", kernel, grid, kThreads, kBytes, stream, maps.query, maps.keys, maps.values, p);
+  const dim3 programs = p.programs > 0 ? dim3(static_cast<unsigned>(p.programs), grid.y)
+                                       : dim3(grid.x, grid.y, static_cast<unsigned>(p.splits));
+  start("the kernel", kernel, programs, kThreads, kBytes, stream, maps.query, maps.keys, maps.values, p);
   if (p.splits > 1) {
-    const auto merge = p.splits <= 2   ? launch_merge<T, 4, 2>
-                       : p.splits <= 4 ? launch_merge<T, 2, 4>
-                       : p.splits <= 8 ? launch_merge<T, 1, 8>
-                                       : launch_merge<T, 1, kMaxSplits / kMergeWarps>;
-    merge(p, 2 * kChunks * kChunk, grid, stream);
+    // As many as requests of the same length would have.
+    const int expected = p.programs > 0 ? std::clamp(p.at_once / blocks, 2, p.splits) : p.splits;
+    const bool few = expected > 8 && blocks * p.kv_heads * p.most_rows <= kFewRows;
+    const auto merge = expected <= 2   ? launch_merge<T, 4, 2>
+                       : expected <= 4 ? launch_merge<T, 2, 4>
+                       : few           ? launch_merge<T, 1, kMaxSplits / kMergeWarps>
+                                       : launch_merge<T, 1, 8>;
+    merge(p, 2 * kChunks * kChunk, expected, grid, stream);
   }
 }
 
 template <typename T>
-void launch_for(const Problem& p, const Maps& maps, dim3 grid, cudaStream_t stream) {
+void launch_for(const Problem& p, const Maps& maps, int blocks, cudaStream_t stream) {
   if (p.head_size <= 2 * 3 * kChunk) {
-    launch<T, 3>(p, maps, grid, stream);
+    launch<T, 3>(p, maps, blocks, stream);
   } else {
-    launch<T, 4>(p, maps, grid, stream);
+    launch<T, 4>(p, maps, blocks, stream);
   }
 }
 
@@ -183,7 +196,7 @@ void paged_attention(
     Tensor query, Tensor keys, Tensor values, Tensor out, Tensor partial_out, Tensor partial_lse,
     std::optional<Tensor> sinks, Tensor query_start_loc, Tensor seq_lens, Tensor block_table, double scale, bool causal,
     int64_t window_left, int64_t window_right, double softcap, int64_t max_query_len, int64_t blocks,
-    int64_t blocks_per_request, int64_t splits) {
+    int64_t blocks_per_request, int64_t splits, int64_t programs, int64_t at_once) {
   STD_TORCH_CHECK(query.is_cuda(), "paged_attention: query is not on a CUDA device");
   check_half(query, "query", query, 3);
   check_half(out, "out", query, 3);
@@ -217,9 +230,14 @@ void paged_attention(
           (blocks_per_request == 0 || blocks <= requests * blocks_per_request),
       "paged_attention: a plan that cannot be launched: ", blocks, " blocks, ", blocks_per_request,
       " for each of ", requests, " requests, ", splits, " splits");
-  const int64_t group = query.size(1) / kv_heads;
+  STD_TORCH_CHECK(
+      programs == 0 ||
+          (blocks_per_request == 1 && splits > 1 && programs >= blocks && at_once > 0 && at_once <= programs),
+      "paged_attention: keys that cannot be shared out: ", programs, " programs, ", at_once,
+      " of them at a time, for ", blocks, " blocks, ", blocks_per_request, " for each request, and ", splits, " splits");
+  const int64_t group = query.size(1) / kv_heads, most_tokens = std::min(kRows / group, max_query_len);
   if (splits > 1) {
-    const int64_t rows = blocks * kv_heads * splits * kRows;
+    const int64_t rows = blocks * kv_heads * splits * most_tokens * group;
     check_floats(partial_out, "partial_out", query, rows * 2 * 4 * kChunk, 16);
     check_floats(partial_lse, "partial_lse", query, rows, 4);
   }
@@ -256,8 +274,10 @@ void paged_attention(
   p.page = static_cast<int>(page);
   p.num_blocks = static_cast<int>(keys.size(0));
   p.splits = static_cast<int>(splits);
+  p.programs = static_cast<int>(programs);
+  p.at_once = static_cast<int>(at_once);
   p.block_tokens = static_cast<int>(kRows / group);
-  p.most_tokens = static_cast<int>(std::min(kRows / group, max_query_len));
+  p.most_tokens = static_cast<int>(most_tokens);
   p.most_rows = p.most_tokens * p.group;
   p.one_over_group = 1.0f / static_cast<float>(group);
   p.window_left = static_cast<int>(window_left);
@@ -265,7 +285,6 @@ void paged_attention(
   p.scale = static_cast<float>(scale) * kLog2e;
   p.softcap = static_cast<float>(softcap) * kLog2e;
   p.causal = causal;
-  const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(kv_heads), static_cast<unsigned>(splits));
   const cuuint32_t box[4] = {kChunk, kSubTile, 1, 1};
   const Maps maps = {
       map_of(
@@ -275,10 +294,10 @@ void paged_attention(
   const auto current = static_cast<cudaStream_t>(stream);
   switch (query.scalar_type()) {
     case ScalarType::Half:
-      launch_for<__half>(p, maps, grid, current);
+      launch_for<__half>(p, maps, static_cast<int>(blocks), current);
       break;
     case ScalarType::BFloat16:
-      launch_for<__nv_bfloat16>(p, maps, grid, current);
+      launch_for<__nv_bfloat16>(p, maps, static_cast<int>(blocks), current);
       break;
     default:
       STD_TORCH_CHECK(

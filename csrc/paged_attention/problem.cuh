@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a launch is told, and what every program works out from it: its queries, its keys, its rows. The attention kernel
-// and the merge have to come to the same answer, so both ask here.
+// and the merge have to come to the same answer, so both ask here, and in balance.cuh.
 
 #pragma once
 
@@ -19,7 +19,6 @@ constexpr int kChunk = 64;         // columns in a row of 128 bytes
 constexpr int kChunkBytes = kKeys * kChunk * 2;
 constexpr int kGroupThreads = 128;  // of a warpgroup
 constexpr int kThreads = 2 * kGroupThreads;
-constexpr int kMinTiles = 1;        // of a split
 constexpr int kMaxSplits = 128;
 constexpr float kLog2e = 1.4426950408889634f;
 
@@ -34,7 +33,9 @@ struct Problem {
   int64_t out_token, out_head, table;  // strides in elements
   int requests, blocks_per_request;                              // 0: requests have different numbers of blocks
   int kv_heads, group, head_size, page, num_blocks;
-  int splits;
+  int splits;        // of a block of queries at most: there is room for as many results
+  int programs;      // of a KV head, among which the keys of all requests are shared out; 0: every block has all splits
+  int at_once;       // of those, how many the device runs at a time
   int block_tokens;  // tokens of a block of queries: kRows / group
   int most_tokens;   // that any block has
   int most_rows;     // most_tokens * group
@@ -44,50 +45,61 @@ struct Problem {
   bool causal;
 };
 
+// The quotient rounded down, of numbers below 2^22: a float's is off by one at most. Faster than that of integers.
+__device__ __forceinline__ int divide(int number, int by) {
+  const int quotient = __float2int_rz(__fdividef(static_cast<float>(number), static_cast<float>(by)));
+  const int rest = number - quotient * by;
+  return quotient + (rest >= by ? 1 : 0) - (rest < 0 ? 1 : 0);
+}
+
+__device__ __forceinline__ int divide_up(int number, int by) { return divide(number + by - 1, by); }
+
 // A block of queries. No tokens: nothing to do.
 struct Block {
   int index, request, token, tokens, position;
 };
 
-__device__ inline Block block_of(const Problem& p) {
+__device__ inline Block block_from(const Problem& p, int index, int request, int skipped) {
   Block block;
-  // The last blocks of a causal prefill see the most keys: they start first, so that no long one is left at the end.
-  block.index = gridDim.x - 1 - blockIdx.x;
-  int skipped;
-  if (p.blocks_per_request > 0) {
-    block.request = block.index / p.blocks_per_request;
-    skipped = block.index % p.blocks_per_request * p.block_tokens;
-  } else {
-    // Request r has the blocks from query_start_loc[r] / block_tokens + r on: as many as it needs or one more, and
-    // known without a sum over the requests before it.
-    int low = 0, high = p.requests - 1;
-    while (low < high) {
-      const int middle = (low + high + 1) / 2;
-      if (p.query_start_loc[middle] / p.block_tokens + middle <= block.index) {
-        low = middle;
-      } else {
-        high = middle - 1;
-      }
-    }
-    block.request = low;
-    skipped = (block.index - (p.query_start_loc[low] / p.block_tokens + low)) * p.block_tokens;
-  }
-  const int start = p.query_start_loc[block.request];
-  const int count = p.query_start_loc[block.request + 1] - start;
+  block.index = index;
+  block.request = request;
+  const int start = p.query_start_loc[request];
+  const int count = p.query_start_loc[request + 1] - start;
   block.token = start + skipped;
   // No more than were announced: the copy of the queries and the splits' results have no room for them.
   block.tokens = min(count - skipped, p.most_tokens);
-  block.position = p.seq_lens[block.request] - count + skipped;
+  block.position = p.seq_lens[request] - count + skipped;
   return block;
 }
 
-// The keys that a split reads, and how many splits have any. `begin` is a multiple of a tile whatever the batch is, so,
-// where keys are not split, a row's rounding does not depend on what runs beside it.
-struct Keys {
-  int begin, end, used;
+__device__ inline Block block_of(const Problem& p) {
+  // The last blocks of a causal prefill see the most keys: they start first, so that no long one is left at the end.
+  const int index = gridDim.x - 1 - blockIdx.x;
+  if (p.blocks_per_request > 0) {
+    const int request = divide(index, p.blocks_per_request);
+    return block_from(p, index, request, (index - request * p.blocks_per_request) * p.block_tokens);
+  }
+  // Request r has the blocks from query_start_loc[r] / block_tokens + r on: as many as it needs or one more, and known
+  // without a sum over the requests before it.
+  int low = 0, high = p.requests - 1;
+  while (low < high) {
+    const int middle = (low + high + 1) / 2;
+    if (p.query_start_loc[middle] / p.block_tokens + middle <= index) {
+      low = middle;
+    } else {
+      high = middle - 1;
+    }
+  }
+  return block_from(p, index, low, (index - (p.query_start_loc[low] / p.block_tokens + low)) * p.block_tokens);
+}
+
+// The keys that a block of queries sees. `begin` is a multiple of a tile whatever the batch is, so, where keys are not
+// split, a row's rounding does not depend on what runs beside it.
+struct Span {
+  int begin, end, tiles;
 };
 
-__device__ inline Keys keys_of(const Problem& p, const Block& block, int split) {
+__device__ inline Span span_of(const Problem& p, const Block& block) {
   int begin = 0, end = p.seq_lens[block.request];
   const int last = block.position + block.tokens - 1;
   if (p.causal) {
@@ -99,10 +111,23 @@ __device__ inline Keys keys_of(const Problem& p, const Block& block, int split) 
   if (p.window_right >= 0) {
     end = min(end, last + p.window_right + 1);
   }
-  const int tiles = (max(end - begin, 0) + kKeys - 1) / kKeys;
-  const int tiles_per_split = max((tiles + p.splits - 1) / p.splits, kMinTiles);
-  begin += split * tiles_per_split * kKeys;
-  return {begin, min(end, begin + tiles_per_split * kKeys), (tiles + tiles_per_split - 1) / tiles_per_split};
+  return {begin, end, (max(end - begin, 0) + kKeys - 1) / kKeys};
+}
+
+// How many splits a span has, of `share` tiles each or fewer. None without keys.
+__device__ __forceinline__ int splits_of(const Problem& p, int tiles, int share) {
+  return min(divide_up(tiles, share), p.splits);
+}
+
+// The keys that a split reads: all splits have as many tiles, or one more.
+struct Keys {
+  int begin, end;
+};
+
+__device__ __forceinline__ Keys keys_of(const Span& span, int splits, int split) {
+  const int each = divide(span.tiles, max(splits, 1)), more = span.tiles - each * splits;
+  const int begin = span.begin + (split * each + min(split, more)) * kKeys;
+  return {begin, min(span.end, begin + (each + (split < more ? 1 : 0)) * kKeys)};
 }
 
 // Rows are fewer than 64, for which the product with a rounded reciprocal is exact.

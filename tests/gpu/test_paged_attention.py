@@ -185,6 +185,28 @@ def test_launches_that_follow_at_once_do_not_disturb_each_other(scratch: paged.S
         assert all(torch.equal(out, right) for (_, out), right in zip(launches, expected, strict=True))
 
 
+@pytest.mark.parametrize(("rows", "kv_heads"), [(2, 1), (7, 4), (33, 2), (64, 1), (140, 1), (250, 1), (300, 1)])
+def test_batches_of_many_lengths_are_right(scratch: paged.Scratch, seed: int, rows: int, kv_heads: int) -> None:
+    dice = random.Random(seed)
+    requests = tuple(
+        Request(dice.randint(1, 8), int(min(700 * dice.lognormvariate(0, 1.5), 9000))) for _ in range(rows)
+    )
+    case = Case(requests, "bfloat16", "bfloat16", 512, 8, kv_heads, 16, padding=3, seed=seed)
+    assert batches.measured(case, scratch).ratio <= LIMIT
+
+
+@pytest.mark.parametrize("longest", [0, 31])
+def test_a_long_request_has_the_programs_that_short_ones_do_not_need(loaded: paged.Scratch, longest: int) -> None:
+    if not loaded.hopper:
+        pytest.skip("the CUDA kernel is for compute capability 9.0")
+    requests = tuple(Request(1, 20_000 if row == longest else 40) for row in range(32))
+    case = Case(requests, "bfloat16", "bfloat16", 512, 8, 1, 16, seed=1)
+    loaded.lse.fill_(math.nan)
+    batches.attend(case, make_inputs(case, "cuda"), loaded)
+    # Only splits leave results here, of eight rows each. Split alike, each request would have four.
+    assert (~loaded.lse.isnan()).sum() / 8 > 60
+
+
 @pytest.mark.parametrize("context", [20, 4000])
 def test_tokens_beyond_the_bound_are_left_alone(loaded: paged.Scratch, seed: int, context: int) -> None:
     """What was announced is what there is room for: a longer query must not spoil the rows that were."""
@@ -202,7 +224,7 @@ def test_the_operation_checks_what_it_is_given(loaded: paged.Scratch) -> None:
     if not loaded.hopper:
         pytest.skip("the CUDA kernel is for compute capability 9.0")
 
-    def call(blocks: int = 1, **changes: Any) -> None:
+    def call(blocks: int = 1, programs: int = 0, **changes: Any) -> None:
         given = {
             "query": torch.zeros(1, 8, 512, dtype=torch.bfloat16, device="cuda"),
             "keys": torch.zeros(4, 16, 1, 512, dtype=torch.bfloat16, device="cuda"),
@@ -218,7 +240,15 @@ def test_the_operation_checks_what_it_is_given(loaded: paged.Scratch) -> None:
         }
         bounds = {"max_query_len": 1, "blocks": blocks, "blocks_per_request": 1, "splits": 4}
         torch.ops.hwplugin.paged_attention(
-            *given.values(), scale=1.0, causal=True, window_left=-1, window_right=-1, softcap=0.0, **bounds
+            *given.values(),
+            scale=1.0,
+            causal=True,
+            window_left=-1,
+            window_right=-1,
+            softcap=0.0,
+            **bounds,
+            programs=programs,
+            at_once=0,
         )
 
     call()
@@ -234,6 +264,7 @@ def test_the_operation_checks_what_it_is_given(loaded: paged.Scratch) -> None:
         ({"partial_out": loaded.out[1:]}, "partial_out has to .* start at a multiple of 16 bytes"),
         ({"query": nothing, "out": nothing}, "0 query heads"),
         ({"blocks": 2}, "a plan that cannot be launched: 2 blocks"),
+        ({"programs": 3}, "keys that cannot be shared out: 3 programs, 0 of them at a time"),
         ({"sinks": torch.zeros(9, device="cuda")}, "9 sinks for 8 heads"),
         ({"seq_lens": torch.tensor([5], device="cuda")}, "seq_lens has to be int32"),
         ({"query_start_loc": torch.zeros(3, dtype=torch.int32, device="cuda")}, "do not go with 1 requests"),

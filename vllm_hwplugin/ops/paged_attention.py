@@ -16,7 +16,7 @@ _SCHEMA: Final = (
     "paged_attention(Tensor query, Tensor keys, Tensor values, Tensor(a!) out, Tensor(b!) partial_out, "
     "Tensor(c!) partial_lse, Tensor? sinks, Tensor query_start_loc, Tensor seq_lens, Tensor block_table, float scale, "
     "bool causal, int window_left, int window_right, float softcap, int max_query_len, int blocks, "
-    "int blocks_per_request, int splits) -> ()"
+    "int blocks_per_request, int splits, int programs, int at_once) -> ()"
 )
 
 _LIBRARY: Final = define(_SCHEMA)

@@ -17,6 +17,8 @@ from vllm_hwplugin.bench.micro._torch_kernels import Sdpa
 
 VERIFY = AttentionCase("decode", 3, 70, 4, 2, head_size=32)
 PREFILL = AttentionCase("prefill", 2, 33, 33, 2, head_size=32)
+#: Its requests have 87, 122, 6 and 9 keys.
+UNEVEN = AttentionCase("decode", 4, 70, 4, 2, head_size=32, spread=1.0)
 HUGE = AttentionCase("decode", 64, 4096, 1, 4, head_size=512)
 
 
@@ -42,15 +44,16 @@ class Plain:
                 if self.fault == "first block twice":
                     keys[16:32] = keys[:16]
                 rows = slice(request * case.query, (request + 1) * case.query)
-                ends = torch.arange(case.query) + case.context - case.query - int(self.fault == "mask")
-                hidden = torch.arange(case.context)[None] > ends[:, None]
+                length = case.lengths[request]
+                ends = torch.arange(case.query) + length - case.query - int(self.fault == "mask")
+                hidden = torch.arange(length)[None] > ends[:, None]
                 for head in range(case.heads):
                     of = head * case.kv_heads // case.heads
                     scores = batch.query[rows, head].float() @ keys[:, of].T * batch.scale
                     weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
                     batch.output[rows, head] = (weights @ values[:, of]).to(torch.bfloat16)
-            if self.fault == "last request":
-                batch.output[-case.query :] += 0.5
+            if isinstance(self.fault, int):
+                batch.output.unflatten(0, (case.batch, case.query))[self.fault] += 0.5
             return batch.output
 
         return call
@@ -72,7 +75,7 @@ class Lazy(Plain):
 
 @pytest.fixture
 def bench(monkeypatch, fake_timer, quick):
-    monkeypatch.setattr(cases, "CASES", {case.key: case for case in (VERIFY, PREFILL, HUGE)})
+    monkeypatch.setattr(cases, "CASES", {case.key: case for case in (VERIFY, PREFILL, UNEVEN, HUGE)})
 
     def make(*rivals):
         timer = fake_timer()
@@ -84,7 +87,7 @@ def bench(monkeypatch, fake_timer, quick):
     return make
 
 
-@pytest.mark.parametrize("case", [VERIFY, PREFILL])
+@pytest.mark.parametrize("case", [VERIFY, PREFILL, UNEVEN])
 def test_a_right_kernel_is_as_close_as_sdpa(bench, case):
     facts = bench(Plain()).measure(("plain", case.key))
     assert 0 < facts["error_ratio"] < 1.5
@@ -92,9 +95,14 @@ def test_a_right_kernel_is_as_close_as_sdpa(bench, case):
     assert set(facts) >= {"seconds", "fastest", "slowest", "launches", "repeats", "copy_seconds"}
 
 
-@pytest.mark.parametrize("fault", ["mask", "first block twice", "last request"])
+@pytest.mark.parametrize("fault", ["mask", "first block twice", -1])
 def test_a_wrong_kernel_is_not_reported_as_right(bench, fault):
     assert bench(Plain(fault)).measure(("plain", VERIFY.key))["error_ratio"] > 2
+
+
+@pytest.mark.parametrize("request_of_the_batch", range(4))
+def test_the_longest_and_the_shortest_request_are_looked_at_too(bench, request_of_the_batch):
+    assert bench(Plain(request_of_the_batch)).measure(("plain", UNEVEN.key))["error_ratio"] > 2
 
 
 def test_the_error_is_that_of_the_timed_launches(bench):
@@ -122,6 +130,25 @@ def test_sets_have_blocks_of_their_own_in_no_order():
     assert bool(batches[0].output.isnan().all())
     assert not torch.equal(batches[0].query, batches[1].query)
     assert float((batches[0].keys == 0).float().mean()) < 0.01
+
+
+def test_requests_of_unequal_length_have_as_many_blocks_as_they_need():
+    pool = Pool(47 * 16 * 2 * 32, "cpu", 0)
+    assert pool.sets(UNEVEN) == 2
+    batches = pool.batches(UNEVEN, 2)
+    used = []
+    for batch in batches:
+        assert batch.seq_lens.tolist() == [87, 122, 6, 9]
+        assert (batch.seq_lens.dtype, batch.block_table.dtype) == (torch.int32, torch.int32)
+        rows = batch.block_table.tolist()
+        assert [len(row) for row in rows] == [8] * 4
+        assert [row[pages:] for row, pages in zip(rows, (6, 8, 1, 1), strict=True)] == [[0] * 2, [], [0] * 7, [0] * 7]
+        used += [block for row, pages in zip(rows, (6, 8, 1, 1), strict=True) for block in row[:pages]]
+        assert [batch.gathered(request)[0].shape[0] for request in range(4)] == [87, 122, 6, 9]
+        keys, values = batch.gathered(1)
+        assert torch.equal(keys[7 * 16], batch.keys[rows[1][7], 0])
+        assert torch.equal(values[7 * 16], batch.values[rows[1][7], 0])
+    assert len(set(used)) == len(used) == 32
 
 
 def test_more_sets_than_blocks_are_an_error():

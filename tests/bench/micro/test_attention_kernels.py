@@ -14,14 +14,22 @@ from vllm_hwplugin.bench.micro import _attention_cases as cases
 from vllm_hwplugin.bench.micro._attention_cases import AttentionCase
 from vllm_hwplugin.bench.micro._attention_inputs import Pool
 from vllm_hwplugin.bench.micro._attention_kernels import FlashAttention, FlashInfer, Ours, Triton, contiguous
-from vllm_hwplugin.bench.micro._torch_kernels import Flex
+from vllm_hwplugin.bench.micro._torch_kernels import Flex, prefill_kernels
 
 CASE = AttentionCase("decode", 3, 70, 4, 2, head_size=32)
+#: Its requests have 87, 122, 6 and 9 keys.
+UNEVEN = AttentionCase("decode", 4, 70, 4, 2, head_size=32, spread=1.0)
 
 
 @pytest.fixture
 def batch():
     (one,) = Pool(1 << 16, "cpu", 0).batches(CASE, 1)
+    return one
+
+
+@pytest.fixture
+def uneven():
+    (one,) = Pool(1 << 16, "cpu", 0).batches(UNEVEN, 1)
     return one
 
 
@@ -97,10 +105,12 @@ def test_ours_is_the_packages_own():
     assert Ours().refuses(cases.DECODE[0]) is None
 
 
-def test_triton_gets_what_its_version_knows(module, batch):
+def test_triton_gets_what_its_version_knows(module, batch, uneven):
     got = {}
 
-    def unified_attention(q, k, v, out, seqused_k, causal, seq_threshold_3D=None, softmax_segm_output=None, extra=7):
+    def unified_attention(
+        q, k, v, out, seqused_k, max_seqlen_k, causal, seq_threshold_3D=None, softmax_segm_output=None, extra=7
+    ):
         got.update(locals())
 
     module("vllm.v1.attention.backends.triton_attn", MIN_LAUNCH_GRID_SIZE_2D=128, NUM_PAR_SOFTMAX_SEGMENTS=16)
@@ -111,6 +121,9 @@ def test_triton_gets_what_its_version_knows(module, batch):
     assert got["k"] is batch.keys
     assert (got["causal"], got["seq_threshold_3D"], got["extra"]) == (True, 64, 7)
     assert tuple(got["softmax_segm_output"].shape) == (64, 8, 16, 32)
+    assert got["max_seqlen_k"] == 70
+    triton.prepare(uneven)()
+    assert (got["max_seqlen_k"], got["seqused_k"].tolist()) == (122, [87, 122, 6, 9])
 
 
 @pytest.mark.parametrize("version", ["0.20.2", "0.24.0", "0.26.0", "0.33.0"])
@@ -143,7 +156,7 @@ def test_what_every_triton_kernel_needs_is_passed(vllm_tree, module, batch, vers
 
 
 @pytest.mark.parametrize("paged", [True, False])
-def test_flash_attention_reads_the_pages_or_what_was_gathered(module, batch, paged):
+def test_flash_attention_reads_the_pages_or_what_was_gathered(module, batch, uneven, paged):
     got = {}
     module(
         "vllm.vllm_flash_attn.flash_attn_interface",
@@ -163,6 +176,13 @@ def test_flash_attention_reads_the_pages_or_what_was_gathered(module, batch, pag
     else:
         assert got["cu_seqlens_k"].tolist() == [0, 70, 140, 210]
         assert torch.equal(got["v"], contiguous(batch)[1])
+    attention.prepare(uneven)()
+    assert got["max_seqlen_k"] == 122
+    if paged:
+        assert got["seqused_k"].tolist() == [87, 122, 6, 9]
+    else:
+        assert got["cu_seqlens_k"].tolist() == [0, 87, 209, 215, 224]
+        assert got["k"].shape[0] == 224
     module("vllm.vllm_flash_attn.cute.interface")
     assert FlashAttention("fa", 4, 512).missing() == "not 4"
 
@@ -174,7 +194,7 @@ def test_gathered_keys_are_those_of_the_table(batch):
     assert torch.equal(values[70 + 2 * 16 + slot], batch.values[block, slot])
 
 
-def test_flashinfer_gets_its_pages_and_the_length_of_the_last(module, batch):
+def test_flashinfer_gets_its_pages_and_the_length_of_the_last(module, batch, uneven):
     planned, ran = [], []
 
     class Wrapper:
@@ -191,15 +211,28 @@ def test_flashinfer_gets_its_pages_and_the_length_of_the_last(module, batch):
     FlashInfer._WORKSPACE, whole = 16, FlashInfer._WORKSPACE
     try:
         assert FlashInfer().prepare(batch)() is batch.output
+        FlashInfer().prepare(uneven)
     finally:
         FlashInfer._WORKSPACE = whole
-    ((arguments, options),) = planned
+    (arguments, options), ((_, *others), _) = planned
     starts, pages, indices, last, *sizes = arguments
     assert (starts.tolist(), pages.tolist(), last.tolist()) == ([0, 4, 8, 12], [0, 5, 10, 15], [6, 6, 6])
     assert indices.tolist() == batch.block_table.flatten().tolist()
     assert sizes == [8, 2, 32, 16]
     assert options["causal"] is True
     assert ran[0][2] is batch.output
+    pages, indices, last, *_ = others
+    assert (pages.tolist(), last.tolist()) == ([0, 6, 14, 15, 16], [7, 10, 6, 9])
+    table = uneven.block_table.tolist()
+    assert indices.tolist() == [*table[0][:6], *table[1], table[2][0], table[3][0]]
+
+
+def test_kernels_without_lengths_refuse_requests_of_unequal_length():
+    equal = AttentionCase("prefill", 8, 20, 20, 2, head_size=32)
+    uneven = dataclasses.replace(equal, spread=1.0)
+    for kernel in prefill_kernels():
+        assert kernel.refuses(equal) is None
+        assert kernel.refuses(uneven) is not None, kernel.name
 
 
 def test_flex_has_the_blocks_and_options_of_the_backend(module):

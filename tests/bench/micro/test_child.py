@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from vllm_hwplugin.bench.micro import _attention_cases as attention
-from vllm_hwplugin.bench.micro import _cells
+from vllm_hwplugin.bench.micro import _cells, _child
 from vllm_hwplugin.bench.micro import _op_cases as ops
 from vllm_hwplugin.bench.micro._repeat import Effort
 from vllm_hwplugin.bench.micro._supervise import supervise
@@ -30,16 +30,25 @@ def test_without_a_gpu_no_cell_has_a_figure_and_the_log_says_why():
     assert "CUDA" in process["log_tail"] or "NVIDIA" in process["log_tail"]
 
 
+def test_the_cache_has_room_for_a_batch_whose_last_pages_are_not_full(monkeypatch):
+    case = attention.AttentionCase("decode", 4, 70, 4, 2, head_size=32, spread=1.0)
+    monkeypatch.setattr(attention, "CASES", {case.key: case})
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 30, 1 << 30))
+    cell = (attention.TRITON, case.key)
+    bench = _child._bench(job("attention"), [cell], None, None, EFFORT, 1, torch.device("cpu"))
+    assert bench.refuses(cell) is None
+
+
 @pytest.mark.gpu
 def test_attention_is_timed_and_right_on_the_gpu():
-    keys = ["decode b8 c1024 q4 h8/4 d512", "prefill b4 c2048 q2048 h8/4 d512"]
+    keys = ["decode b8 c1024 q4 h8/4 d512", "prefill b4 c2048 q2048 h8/4 d512", "decode b24 c1024 q8 h8/4 d512 s1"]
     todo = [(kernel, key) for key in keys for kernel in (attention.OURS, attention.SDPA)]
     outcomes, (process,) = supervise(job("attention"), todo, seconds=120)
     found = {(o["kernel"], o["case"]): o for o in outcomes}
     assert process["error"] is None, process["log_tail"]
     assert process["copy_bandwidth"] > 1e11
     assert found[attention.SDPA, keys[0]]["status"] == _cells.REFUSED
-    for cell in ((attention.OURS, keys[0]), (attention.OURS, keys[1]), (attention.SDPA, keys[1])):
+    for cell in (*((attention.OURS, key) for key in keys), (attention.SDPA, keys[1])):
         assert found[cell]["status"] == _cells.MEASURED, found[cell]
         assert found[cell]["error_ratio"] < 2
         assert found[cell]["eager"] is None

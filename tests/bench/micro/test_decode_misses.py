@@ -60,6 +60,11 @@ def test_nothing_is_said_where_none_misses(made):
     assert "below 60% of the copy" not in _report.markdown([made({})])
 
 
+def test_batches_as_served_are_no_misses(made):
+    found = misses(made({case.key: 0.1 for case in attention.AS_SERVED}))
+    assert (found.small, found.arithmetic, found.rest) == ((), (), ())
+
+
 def test_the_words_are_the_figures(made):
     page = _report.markdown([made()])
     assert "4 shapes, each in the first group that fits:" in page

@@ -82,6 +82,18 @@ def test_what_failed_does_not_meet_the_goal(results):
     assert the(every, "error").met is False
 
 
+def test_no_goal_speaks_of_the_batches_as_served(results):
+    served = {case.key for case in attention.AS_SERVED}
+
+    def spoil(cell):
+        if cell["case"] in served:
+            cell.update(seconds=1.0, error_ratio=9.0)
+
+    every = found(results, "attention", attention_seconds())
+    assert (the(every, "error").total, the(every, "decode").total) == (94, 90)
+    assert found(results, "attention", attention_seconds(), spoil) == every
+
+
 def test_a_rival_that_is_not_there_says_nothing(results):
     every = found(
         results, "attention", lambda kernel, key: None if kernel == attention.FLEX else attention_seconds()(kernel, key)

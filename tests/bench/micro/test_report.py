@@ -72,6 +72,53 @@ def test_a_kernel_that_is_faster_somewhere_is_named(results):
     assert "hwplugin, Triton is faster" not in page
 
 
+HEADING = "### Decode and verification, other batch sizes and unequal lengths"
+
+
+def served(page):
+    """The lines of the table."""
+    return [line for line in page.partition(HEADING)[2].splitlines() if line.startswith("| ")]
+
+
+def test_batches_as_served_have_a_table_of_their_own(results):
+    def seconds(kernel, key):
+        return attention.CASES[key].kv_bytes / 2e12 * (1.5 if kernel == attention.TRITON else 1)
+
+    names, _, *rows = served(_report.markdown([results("attention", seconds)]))
+    where = "| batch | mean length | longest | lengths | query tokens | KV heads | "
+    assert names == f"{where}us | GB/s | % of copy | % of same size | TFLOP/s | error | TRITON_ATTN us | ratio |"
+    assert len(rows) == 32
+    # Of 7777 keys at 2 of 4 TB/s, which the copy of the same size takes half of.
+    lengths = attention.UNEVEN[0].lengths
+    assert (len(lengths), sum(lengths), max(lengths)) == (8, 7777, 1973)
+    drawn = "| 8 | 972 | 1973 | log-normal, 1.0 | 1 | 1 | "
+    assert rows[0] == f"{drawn}8.0 | 2000 | 50% | 50% | 16.0 | 0.90 | 11.9 | 1.50 |"
+    assert rows[-2].startswith("| 100 | 8192 | 8192 | equal | 1 | 1 | 838.9 | 2000 | 50% | ")
+
+
+def test_a_batch_as_served_that_has_no_figure_of_ours_or_of_the_rivals(results):
+    ours, theirs = attention.NO_POWER_OF_TWO[-2:]
+
+    def seconds(kernel, key):
+        return None if (kernel, key) in ((attention.OURS, ours.key), (attention.TRITON, theirs.key)) else 1e-3
+
+    *_, without, alone = served(_report.markdown([results("attention", seconds)]))
+    assert without == "| 100 | 8192 | 8192 | equal | 1 | 1 | - | - | - | - | - | - | 1000.0 | - |"
+    assert alone.startswith("| 100 | 8192 | 8192 | equal | 8 | 1 | 1000.0 | ")
+    assert alone.endswith(" | 0.90 | - | - |")
+
+
+def test_a_file_from_before_the_batches_as_served_has_the_page_that_it_had(results):
+    made = results("attention", attention_seconds)
+    page = _report.markdown([made])
+    made["cells"] = [c for c in made["cells"] if attention.CASES[c["case"]] not in attention.AS_SERVED]
+    old = _report.markdown([made])
+    assert HEADING not in old
+    before, _, rest = page.partition(f"\n{HEADING}")
+    *_, table_end = served(page)
+    assert old == before + rest.partition(f"{table_end}\n")[2]
+
+
 def test_the_chapter_of_the_operations(results):
     def seconds(kernel, key):
         return ops.CASES[key].bytes_moved / 3e12 * {ops.VLLM: 1.5, ops.VLLM_FLOAT32: 1.2}.get(kernel, 1)

@@ -12,6 +12,7 @@ from vllm_hwplugin.ops.build.jit import ensure
 from vllm_hwplugin.ops.build.spec import PAGED_ATTENTION
 
 from ._arguments import Arguments
+from ._balance import balance
 from ._plan import Heights, Plan
 
 if TYPE_CHECKING:
@@ -28,6 +29,13 @@ def load(device: torch.device) -> bool:
 
 
 def launch(given: Arguments, plan: Plan, scratch: Scratch) -> None:
+    num_kv_heads = given.keys.shape[2]
+    shares = balance(
+        plan,
+        group=given.query.shape[1] // num_kv_heads,
+        num_kv_heads=num_kv_heads,
+        multiprocessors=scratch.multiprocessors,
+    )
     operation: Any = torch.ops.hwplugin.paged_attention
     operation(
         given.query,
@@ -47,5 +55,7 @@ def launch(given: Arguments, plan: Plan, scratch: Scratch) -> None:
         plan.max_query_len,
         plan.blocks,
         plan.blocks_per_request,
-        plan.splits,
+        shares.splits,
+        shares.programs,
+        shares.at_once,
     )

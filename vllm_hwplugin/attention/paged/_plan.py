@@ -31,6 +31,7 @@ class Plan:
         blocks_per_request: where every request has as many; 0 where programs search for their request.
         splits: of the keys of a block of queries, at most. A short request has fewer, which the device finds out.
         max_query_len: tokens of one request, at most.
+        batch_invariant: keys are not split.
     """
 
     rows: int
@@ -39,6 +40,7 @@ class Plan:
     blocks_per_request: int
     splits: int
     max_query_len: int
+    batch_invariant: bool
 
 
 # All layers of a step ask for the same.
@@ -79,7 +81,7 @@ def make_plan(
     search = even > 2 * searched
     blocks = searched if search else even
     splits = 1 if batch_invariant or blocks == 0 else _splits(blocks * num_kv_heads, rows, multiprocessors * together)
-    return Plan(rows, tokens, blocks, 0 if search else per_request, splits, max_query_len)
+    return Plan(rows, tokens, blocks, 0 if search else per_request, splits, max_query_len, batch_invariant)
 
 
 def _splits(programs: int, rows: int, at_once: int) -> int:

@@ -23,12 +23,14 @@ class Right:
 
 
 def right(batch: Batch) -> list[Right]:
-    """The first and the last request of a batch, which differ in every offset."""
-    return [_right(batch, request) for request in sorted({0, batch.case.batch - 1})]
+    """The first and the last request of a batch, which differ in every offset, its longest and its shortest."""
+    lengths = batch.case.lengths
+    chosen = {0, len(lengths) - 1, lengths.index(max(lengths)), lengths.index(min(lengths))}
+    return [_right(batch, request) for request in sorted(chosen)]
 
 
 def ratio(answers: list[Right], batch: Batch, output: Any) -> float:
-    """The error of ``output`` over SDPA's, on the worse request: infinite where a number is not finite.
+    """The error of ``output`` over SDPA's, on the worst request: infinite where a number is not finite.
 
     It is the larger of the ratio of the root mean squares and half the ratio of the maxima, which scatter more. SDPA's
     error counts as no less than what rounding to the output's dtype costs.
@@ -50,8 +52,8 @@ def _right(batch: Batch, request: int) -> Right:
     query = batch.query.view(case.batch, case.query, case.heads, case.head_size)[request]
     keys, values = batch.gathered(request)
     group = case.heads // case.kv_heads
-    ends = torch.arange(case.context - case.query, case.context, device=query.device)
-    seen = torch.arange(case.context, device=query.device)[None] <= ends[:, None]
+    places = torch.arange(case.lengths[request], device=query.device)
+    seen = places[None] <= places[-case.query :, None]
     answer = torch.empty_like(query, dtype=torch.float64)
     # One head after the other: all scores of a long prefill in float64 would take gigabytes.
     for head in range(case.heads):

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import math
+import random
 from dataclasses import dataclass
 from itertools import product
 
@@ -22,16 +24,19 @@ FA4 = "FLASH_ATTN 4"
 
 #: Bytes of a bfloat16.
 _ELEMENT = 2
+#: A drawn length is so many times the mean at most: no single draw decides how much memory and time a case takes.
+_LONGEST = 8
 
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """A batch of equal requests over a paged cache in bfloat16, causal.
+    """A batch of requests over a paged cache in bfloat16, causal.
 
     Attributes:
         kind: ``decode`` (verification included) or ``prefill``.
-        context: keys of a request, those of its query tokens included.
+        context: keys of a request, those of its query tokens included; the mean of what is drawn where they differ.
         query: query tokens of a request.
+        spread: standard deviation of the logarithm of the requests' lengths; 0 where all are equal.
     """
 
     kind: str
@@ -42,26 +47,42 @@ class AttentionCase:
     heads: int = 8
     head_size: int = 512
     page: int = 16
+    spread: float = 0.0
 
     @property
     def key(self) -> str:
-        return (
-            f"{self.kind} b{self.batch} c{self.context} q{self.query} h{self.heads}/{self.kv_heads} d{self.head_size}"
-        )
+        shape = f"b{self.batch} c{self.context} q{self.query} h{self.heads}/{self.kv_heads} d{self.head_size}"
+        return f"{self.kind} {shape}{f' s{self.spread:g}' if self.spread else ''}"
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Keys of each request. Drawn ones are the same in every run, from ``query`` to eight times ``context``."""
+        if not self.spread:
+            return (self.context,) * self.batch
+        # Whatever the heads and query tokens are, so that these can be compared.
+        source = random.Random(f"{self.batch} {self.context} {self.spread}")
+        draws = [source.gauss(0, self.spread) - self.spread**2 / 2 for _ in range(self.batch)]
+        wanted = [round(self.context * math.exp(draw)) for draw in draws]
+        return tuple(min(max(length, self.query), _LONGEST * self.context) for length in wanted)
 
     @property
     def tokens(self) -> int:
         return self.batch * self.query
 
     @property
-    def pages(self) -> int:
-        """Of one request."""
-        return -(-self.context // self.page)
+    def pages(self) -> tuple[int, ...]:
+        """Of each request."""
+        return tuple(-(-length // self.page) for length in self.lengths)
+
+    @property
+    def cache_elements(self) -> int:
+        """Of the pages for the keys, with what the last page of a request has no key for."""
+        return sum(self.pages) * self.page * self.kv_heads * self.head_size
 
     @property
     def kv_elements(self) -> int:
         """Of the keys alone, or of the values alone."""
-        return self.batch * self.context * self.kv_heads * self.head_size
+        return sum(self.lengths) * self.kv_heads * self.head_size
 
     @property
     def kv_bytes(self) -> int:
@@ -75,15 +96,25 @@ class AttentionCase:
     @property
     def flops(self) -> int:
         """Of both products, over the pairs that the causal mask leaves."""
-        earlier = self.context - self.query
-        pairs = self.query * earlier + self.query * (self.query + 1) // 2
-        return 4 * self.batch * self.heads * self.head_size * pairs
+        earlier = sum(self.lengths) - self.tokens
+        pairs = self.query * earlier + self.tokens * (self.query + 1) // 2
+        return 4 * self.heads * self.head_size * pairs
 
 
 DECODE = tuple(
     AttentionCase("decode", batch, context, query, kv_heads)
     for kv_heads, batch, context, query in product((1, 4), (1, 8, 64), (1024, 8192, 32768), (1, 4, 8, 16, 32))
 )
+UNEVEN = tuple(
+    AttentionCase("decode", batch, context, query, kv_heads, spread=1.0)
+    for kv_heads, batch, context, query in product((1, 4), (8, 24, 64), (1024, 8192), (1, 8))
+)
+NO_POWER_OF_TWO = tuple(
+    AttentionCase("decode", batch, context, query, 1)
+    for batch, context, query in product((24, 100), (1024, 8192), (1, 8))
+)
+#: Batches as a server has them, which no goal speaks of.
+AS_SERVED = (*UNEVEN, *NO_POWER_OF_TWO)
 #: 8k tokens, as one request and as four.
 PREFILL = tuple(
     AttentionCase("prefill", batch, length, length, kv_heads)
@@ -91,7 +122,7 @@ PREFILL = tuple(
 )
 #: The same tokens at the head size that FlashAttention 3 was made for.
 PREFILL_256 = tuple(AttentionCase("prefill", c.batch, c.context, c.query, c.kv_heads, head_size=256) for c in PREFILL)
-CASES = {case.key: case for case in (*PREFILL, *PREFILL_256, *DECODE)}
+CASES = {case.key: case for case in (*PREFILL, *PREFILL_256, *DECODE, *AS_SERVED)}
 
 _PREFILL_KERNELS = (OURS, OURS_TRITON, SDPA, SDPA_REPEATED, TRITON, FA4, FLEX, FLASHINFER)
 
@@ -104,5 +135,7 @@ def plan() -> tuple[Cell, ...]:
     prefill = product(PREFILL, _PREFILL_KERNELS)
     prefill_256 = product(PREFILL_256, (FA3, FA3_CONTIGUOUS))
     decode = product(DECODE, (OURS, TRITON))
+    served = product(AS_SERVED, (OURS, TRITON))
     more = product(DECODE, (OURS_TRITON, FA4, FLASHINFER))
-    return tuple((kernel, case.key) for group in (prefill_256, prefill, decode, more) for case, kernel in group)
+    groups = (prefill_256, prefill, decode, served, more)
+    return tuple((kernel, case.key) for group in groups for case, kernel in group)

@@ -22,7 +22,8 @@ class Batch:
     Attributes:
         query, output: ``[tokens, heads, head_size]``; the output is NaN before the launch.
         keys, values: ``[blocks, page, kv_heads, head_size]``, the whole cache.
-        block_table: ``[batch, blocks of a request]`` int32, in no order; no block is in two sets.
+        block_table: ``[batch, blocks of the longest request]`` int32, in no order; no block is in two sets. Behind
+            those of a shorter request it is 0.
         query_start_loc: ``[batch + 1]`` int32.
         seq_lens: ``[batch]`` int32.
     """
@@ -41,9 +42,10 @@ class Batch:
         return float(self.case.head_size**-0.5)
 
     def gathered(self, request: int) -> tuple[Any, Any]:
-        """The keys and the values of a request, ``[context, kv_heads, head_size]`` each, contiguous."""
-        rows = self.block_table[request].long()
-        keys, values = (cache[rows].flatten(0, 1)[: self.case.context] for cache in (self.keys, self.values))
+        """The keys and the values of a request, ``[its length, kv_heads, head_size]`` each, contiguous."""
+        length, pages = self.case.lengths[request], self.case.pages[request]
+        rows = self.block_table[request, :pages].long()
+        keys, values = (cache[rows].flatten(0, 1)[:length] for cache in (self.keys, self.values))
         return keys, values
 
 
@@ -63,7 +65,7 @@ class Pool:
 
     def sets(self, case: AttentionCase) -> int:
         """How many sets of inputs have blocks of their own."""
-        return self.elements // (case.batch * case.pages * case.page * case.kv_heads * case.head_size)
+        return self.elements // case.cache_elements
 
     def batches(self, case: AttentionCase, count: int) -> list[Batch]:
         """``count`` sets of inputs over different blocks.
@@ -72,19 +74,21 @@ class Pool:
             ValueError: the cache is too small.
         """
         block = case.page * case.kv_heads * case.head_size
-        blocks, pages = self.elements // block, case.pages
-        needed = case.batch * pages
+        blocks, needed = self.elements // block, sum(case.pages)
         if count > self.sets(case):
             raise ValueError(f"{case.key} needs {count * needed} blocks of the cache, which has {blocks}")
         shape = (blocks, case.page, case.kv_heads, case.head_size)
         keys, values = (cache[: blocks * block].view(shape) for cache in (self._keys, self._values))
         order = self._order(case, blocks)
         starts = torch.arange(case.batch + 1, dtype=torch.int32, device=self._device) * case.query
-        lengths = torch.full((case.batch,), case.context, dtype=torch.int32, device=self._device)
+        lengths = torch.tensor(case.lengths, dtype=torch.int32, device=self._device)
+        pages = torch.tensor(case.pages, device=self._device)
+        used = torch.arange(max(case.pages), device=self._device) < pages[:, None]
         found = []
         for index in range(count):
             query = self._normal(case.tokens * case.heads * case.head_size).view(-1, case.heads, case.head_size)
-            table = order[index * needed : (index + 1) * needed].view(case.batch, pages)
+            own = order[index * needed : (index + 1) * needed]
+            table = torch.zeros_like(used, dtype=torch.int32).masked_scatter_(used, own)
             output = torch.full_like(query, torch.nan)
             found.append(Batch(case, query, output, keys, values, table, starts, lengths))
         return found

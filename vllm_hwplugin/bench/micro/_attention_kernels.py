@@ -6,7 +6,8 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
@@ -118,7 +119,7 @@ class Triton:
             "cu_seqlens_q": batch.query_start_loc,
             "max_seqlen_q": case.query,
             "seqused_k": batch.seq_lens,
-            "max_seqlen_k": case.context,
+            "max_seqlen_k": max(case.lengths),
             "softmax_scale": batch.scale,
             "causal": True,
             "window_size": (-1, -1),
@@ -169,7 +170,7 @@ class FlashAttention:
     def prepare(self, batch: Batch) -> Call:
         from vllm.vllm_flash_attn.flash_attn_interface import flash_attn_varlen_func
 
-        case = batch.case
+        case, longest = batch.case, max(batch.case.lengths)
         if self._paged:
             where = {
                 "k": batch.keys,
@@ -179,8 +180,7 @@ class FlashAttention:
             }
         else:
             keys, values = contiguous(batch)
-            starts = torch.arange(case.batch + 1, dtype=torch.int32, device=keys.device) * case.context
-            where = {"k": keys, "v": values, "cu_seqlens_k": starts}
+            where = {"k": keys, "v": values, "cu_seqlens_k": _starts(case.lengths, keys.device)}
 
         def call() -> Any:
             flash_attn_varlen_func(
@@ -188,7 +188,7 @@ class FlashAttention:
                 out=batch.output,
                 cu_seqlens_q=batch.query_start_loc,
                 max_seqlen_q=case.query,
-                max_seqlen_k=case.context,
+                max_seqlen_k=longest,
                 softmax_scale=batch.scale,
                 causal=True,
                 fa_version=self._version,
@@ -220,12 +220,11 @@ class FlashInfer:
         if self._workspace is None:
             self._workspace = torch.empty(self._WORKSPACE, dtype=torch.uint8, device=device)
         wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD")
-        pages = batch.block_table.shape[1]
         wrapper.plan(
             batch.query_start_loc,
-            torch.arange(case.batch + 1, dtype=torch.int32, device=device) * pages,
-            batch.block_table.flatten(),
-            torch.full((case.batch,), (case.context - 1) % case.page + 1, dtype=torch.int32, device=device),
+            _starts(case.pages, device),
+            torch.cat([row[:pages] for row, pages in zip(batch.block_table, case.pages, strict=True)]),
+            (batch.seq_lens - 1) % case.page + 1,
             case.heads,
             case.kv_heads,
             case.head_size,
@@ -244,6 +243,11 @@ class FlashInfer:
 
 
 def contiguous(batch: Batch) -> tuple[Any, Any]:
-    """The keys and values of all requests one after the other, ``[batch * context, kv_heads, head_size]``."""
+    """The keys and values of all requests one after the other, ``[sum of lengths, kv_heads, head_size]``."""
     parts = [batch.gathered(request) for request in range(batch.case.batch)]
     return torch.cat([keys for keys, _ in parts]), torch.cat([values for _, values in parts])
+
+
+def _starts(counts: Sequence[int], device: Any) -> Any:
+    """Where each request begins and the last one ends, ``[batch + 1]`` int32."""
+    return torch.tensor([*accumulate(counts, initial=0)], dtype=torch.int32, device=device)

@@ -68,7 +68,7 @@ def _bench(
 
     from ._attention_bench import AttentionBench
 
-    wanted = max(_attention_cases.CASES[case].kv_elements for _, case in todo)
+    wanted = max(_attention_cases.CASES[case].cache_elements for _, case in todo)
     # Two sets at least of the smaller cases, and room for what the kernels and the right answer need.
     small = 4 * l2_bytes
     free, _ = torch.cuda.mem_get_info(device)

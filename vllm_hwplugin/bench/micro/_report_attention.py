@@ -14,6 +14,8 @@ from ._figures import find
 from ._goals import DECODE_SHARE
 from ._tables import NONE, between, flops, head, memory, row, us
 
+_FIGURES = ("us", "GB/s", "% of copy", "% of same size", "TFLOP/s", "error")
+
 
 def tables(results: Mapping[str, Any]) -> Iterator[str]:
     yield from _prefill(results)
@@ -23,6 +25,9 @@ def tables(results: Mapping[str, Any]) -> Iterator[str]:
         yield from _decode(results, kv_heads, others)
     yield from _slower(results, others)
     yield from _below(results)
+    if _present(results, attention.AS_SERVED):
+        yield ""
+        yield from _served(results)
 
 
 def _prefill(results: Mapping[str, Any]) -> Iterator[str]:
@@ -39,19 +44,42 @@ def _decode(results: Mapping[str, Any], kv_heads: int, others: Sequence[str]) ->
     yield f"### Decode and verification, 8 query heads on {kv_heads} KV head{'s'[: kv_heads - 1]}"
     yield ""
     where = ["batch", "context", "query tokens"]
-    figures = ["us", "GB/s", "% of copy", "% of same size", "TFLOP/s", "error"]
-    yield from head([*where, *figures, *(f"{name} us" for name in others)])
+    yield from head([*where, *_FIGURES, *(f"{name} us" for name in others)])
     for case in attention.DECODE:
         if case.kv_heads != kv_heads:
             continue
-        ours = find(results, attention.OURS, case.key)
         shape = [str(case.batch), str(case.context), str(case.query)]
         times = [us(find(results, name, case.key)) for name in others]
-        if ours is None:
-            yield row([*shape, *[NONE] * len(figures), *times])
-            continue
-        speed = f"{case.flops / ours['seconds'] / 1e12:.1f}"
-        yield row([*shape, *memory(results, ours, case.kv_bytes), speed, f"{ours['error_ratio']:.2f}", *times])
+        yield row([*shape, *_figures(results, case), *times])
+
+
+def _served(results: Mapping[str, Any]) -> Iterator[str]:
+    yield "### Decode and verification, other batch sizes and unequal lengths"
+    yield ""
+    yield (
+        "What a server's batches look like; no goal speaks of them. Log-normal lengths are given with the standard "
+        "deviation of their logarithm; mean and longest are those of the requests that were drawn. The error is that "
+        f"of the longest and the shortest request too. Ratio: {attention.TRITON}'s time by the plugin's."
+    )
+    yield ""
+    where = ["batch", "mean length", "longest", "lengths", "query tokens", "KV heads"]
+    yield from head([*where, *_FIGURES, f"{attention.TRITON} us", "ratio"])
+    for case in attention.AS_SERVED:
+        ours, theirs = (find(results, name, case.key) for name in (attention.OURS, attention.TRITON))
+        mean, longest = f"{sum(case.lengths) / case.batch:.0f}", str(max(case.lengths))
+        lengths = f"log-normal, {case.spread:.1f}" if case.spread else "equal"
+        shape = [str(case.batch), mean, longest, lengths, str(case.query), str(case.kv_heads)]
+        ratio = NONE if ours is None or theirs is None else f"{theirs['seconds'] / ours['seconds']:.2f}"
+        yield row([*shape, *_figures(results, case), us(theirs), ratio])
+
+
+def _figures(results: Mapping[str, Any], case: AttentionCase) -> list[str]:
+    """Of the plugin's kernel, as `_FIGURES` names them."""
+    ours = find(results, attention.OURS, case.key)
+    if ours is None:
+        return [NONE] * len(_FIGURES)
+    speed = f"{case.flops / ours['seconds'] / 1e12:.1f}"
+    return [*memory(results, ours, case.kv_bytes), speed, f"{ours['error_ratio']:.2f}"]
 
 
 def _slower(results: Mapping[str, Any], others: Sequence[str]) -> Iterator[str]:

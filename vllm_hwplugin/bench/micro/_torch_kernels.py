@@ -31,7 +31,7 @@ class Sdpa:
 
     def refuses(self, case: AttentionCase) -> str | None:
         # Its causal mask begins at the first key.
-        return None if case.query == case.context else "its causal flag is for queries as long as the keys"
+        return None if set(case.lengths) == {case.query} else "its causal flag is for queries as long as the keys"
 
     def prepare(self, batch: Batch) -> Call:
         case = batch.case
@@ -66,7 +66,7 @@ class Flex:
         return unimportable(self._BACKEND)
 
     def refuses(self, case: AttentionCase) -> str | None:
-        return None if case.query == case.context else "measured for prefill only"
+        return None if set(case.lengths) == {case.query} else "measured for prefill only"
 
     def prepare(self, batch: Batch) -> Call:
         backend = importlib.import_module(self._BACKEND)
