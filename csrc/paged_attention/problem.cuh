@@ -75,22 +75,26 @@ __device__ inline Block block_from(const Problem& p, int index, int request, int
 __device__ inline Block block_of(const Problem& p) {
   // The last blocks of a causal prefill see the most keys: they start first, so that no long one is left at the end.
   const int index = gridDim.x - 1 - blockIdx.x;
+  int request, skipped;
   if (p.blocks_per_request > 0) {
-    const int request = divide(index, p.blocks_per_request);
-    return block_from(p, index, request, (index - request * p.blocks_per_request) * p.block_tokens);
-  }
-  // Request r has the blocks from query_start_loc[r] / block_tokens + r on: as many as it needs or one more, and known
-  // without a sum over the requests before it.
-  int low = 0, high = p.requests - 1;
-  while (low < high) {
-    const int middle = (low + high + 1) / 2;
-    if (p.query_start_loc[middle] / p.block_tokens + middle <= index) {
-      low = middle;
-    } else {
-      high = middle - 1;
+    request = divide(index, p.blocks_per_request);
+    skipped = (index - request * p.blocks_per_request) * p.block_tokens;
+  } else {
+    // Request r has the blocks from query_start_loc[r] / block_tokens + r on: as many as it needs or one more, and known
+    // without a sum over the requests before it.
+    int low = 0, high = p.requests - 1;
+    while (low < high) {
+      const int middle = (low + high + 1) / 2;
+      if (p.query_start_loc[middle] / p.block_tokens + middle <= index) {
+        low = middle;
+      } else {
+        high = middle - 1;
+      }
     }
+    request = low;
+    skipped = (index - (p.query_start_loc[low] / p.block_tokens + low)) * p.block_tokens;
   }
-  return block_from(p, index, low, (index - (p.query_start_loc[low] / p.block_tokens + low)) * p.block_tokens);
+  return block_from(p, index, request, skipped);
 }
 
 // The keys that a block of queries sees. `begin` is a multiple of a tile whatever the batch is, so, where keys are not
@@ -114,20 +118,19 @@ __device__ inline Span span_of(const Problem& p, const Block& block) {
   return {begin, end, (max(end - begin, 0) + kKeys - 1) / kKeys};
 }
 
-// How many splits a span has, of `share` tiles each or fewer. None without keys.
+// How many splits a span has, of `share` tiles each or fewer, but for those that there is no room for. Without keys none.
 __device__ __forceinline__ int splits_of(const Problem& p, int tiles, int share) {
-  return min(divide_up(tiles, share), p.splits);
+  return divide_up(tiles, tiles > share * p.splits ? divide_up(tiles, p.splits) : share);
 }
 
-// The keys that a split reads: all splits have as many tiles, or one more.
+// The keys that a split reads. All but the last have as many tiles.
 struct Keys {
   int begin, end;
 };
 
 __device__ __forceinline__ Keys keys_of(const Span& span, int splits, int split) {
-  const int each = divide(span.tiles, max(splits, 1)), more = span.tiles - each * splits;
-  const int begin = span.begin + (split * each + min(split, more)) * kKeys;
-  return {begin, min(span.end, begin + (each + (split < more ? 1 : 0)) * kKeys)};
+  const int each = divide_up(span.tiles, max(splits, 1)), begin = span.begin + split * each * kKeys;
+  return {begin, min(span.end, begin + each * kKeys)};
 }
 
 // Rows are fewer than 64, for which the product with a rounded reciprocal is exact.

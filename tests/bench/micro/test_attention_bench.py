@@ -18,7 +18,7 @@ from vllm_hwplugin.bench.micro._torch_kernels import Sdpa
 VERIFY = AttentionCase("decode", 3, 70, 4, 2, head_size=32)
 PREFILL = AttentionCase("prefill", 2, 33, 33, 2, head_size=32)
 #: Its requests have 87, 122, 6 and 9 keys.
-UNEVEN = AttentionCase("decode", 4, 70, 4, 2, head_size=32, spread=1.0)
+UNEVEN = AttentionCase("decode", 4, 95, 4, 2, head_size=32, spread=1.0)
 HUGE = AttentionCase("decode", 64, 4096, 1, 4, head_size=512)
 
 
@@ -87,11 +87,11 @@ def bench(monkeypatch, fake_timer, quick):
     return make
 
 
-@pytest.mark.parametrize("case", [VERIFY, PREFILL, UNEVEN])
-def test_a_right_kernel_is_as_close_as_sdpa(bench, case):
+@pytest.mark.parametrize(("case", "sets"), [(VERIFY, 2), (PREFILL, 2), (UNEVEN, 1)])
+def test_a_right_kernel_is_as_close_as_sdpa(bench, case, sets):
     facts = bench(Plain()).measure(("plain", case.key))
     assert 0 < facts["error_ratio"] < 1.5
-    assert (facts["sets"], facts["eager"]) == (2, None)
+    assert (facts["sets"], facts["eager"]) == (sets, None)
     assert set(facts) >= {"seconds", "fastest", "slowest", "launches", "repeats", "copy_seconds"}
 
 
@@ -133,22 +133,22 @@ def test_sets_have_blocks_of_their_own_in_no_order():
 
 
 def test_requests_of_unequal_length_have_as_many_blocks_as_they_need():
-    pool = Pool(47 * 16 * 2 * 32, "cpu", 0)
+    pool = Pool(59 * 16 * 2 * 32, "cpu", 0)
     assert pool.sets(UNEVEN) == 2
     batches = pool.batches(UNEVEN, 2)
     used = []
     for batch in batches:
-        assert batch.seq_lens.tolist() == [87, 122, 6, 9]
+        assert batch.seq_lens.tolist() == [47, 164, 34, 40]
         assert (batch.seq_lens.dtype, batch.block_table.dtype) == (torch.int32, torch.int32)
         rows = batch.block_table.tolist()
-        assert [len(row) for row in rows] == [8] * 4
-        assert [row[pages:] for row, pages in zip(rows, (6, 8, 1, 1), strict=True)] == [[0] * 2, [], [0] * 7, [0] * 7]
-        used += [block for row, pages in zip(rows, (6, 8, 1, 1), strict=True) for block in row[:pages]]
-        assert [batch.gathered(request)[0].shape[0] for request in range(4)] == [87, 122, 6, 9]
+        assert [len(row) for row in rows] == [11] * 4
+        assert [row[pages:] for row, pages in zip(rows, (3, 11, 3, 3), strict=True)] == [[0] * 8, [], [0] * 8, [0] * 8]
+        used += [block for row, pages in zip(rows, (3, 11, 3, 3), strict=True) for block in row[:pages]]
+        assert [batch.gathered(request)[0].shape[0] for request in range(4)] == [47, 164, 34, 40]
         keys, values = batch.gathered(1)
-        assert torch.equal(keys[7 * 16], batch.keys[rows[1][7], 0])
-        assert torch.equal(values[7 * 16], batch.values[rows[1][7], 0])
-    assert len(set(used)) == len(used) == 32
+        assert torch.equal(keys[10 * 16], batch.keys[rows[1][10], 0])
+        assert torch.equal(values[10 * 16], batch.values[rows[1][10], 0])
+    assert len(set(used)) == len(used) == 40
 
 
 def test_more_sets_than_blocks_are_an_error():

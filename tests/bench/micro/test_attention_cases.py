@@ -11,7 +11,7 @@ import pytest
 from vllm_hwplugin.bench.micro import _attention_cases as cases
 from vllm_hwplugin.bench.micro._attention_cases import AttentionCase
 
-DRAWN = AttentionCase("decode", 4, 70, 4, 2, head_size=32, spread=1.0)
+DRAWN = AttentionCase("decode", 4, 95, 4, 2, head_size=32, spread=1.0)
 
 
 def test_every_shape_of_the_decode_table_is_there():
@@ -43,7 +43,7 @@ def test_old_results_are_found_by_their_keys():
 
 def test_lengths_are_equal_or_the_same_draw_in_every_process():
     assert AttentionCase("decode", 3, 70, 4, 2).lengths == (70, 70, 70)
-    assert DRAWN.lengths == (26, 79, 62, 5)
+    assert DRAWN.lengths == (47, 164, 34, 40)
 
 
 @pytest.mark.parametrize("spread", [0.25, 1.0])
@@ -54,7 +54,7 @@ def test_drawn_lengths_have_the_mean_and_the_spread(spread):
 
 
 def test_other_heads_and_query_tokens_have_the_same_lengths():
-    assert AttentionCase("decode", 4, 70, 1, 1, spread=1.0).lengths == DRAWN.lengths
+    assert AttentionCase("decode", 4, 95, 1, 1, spread=1.0).lengths == DRAWN.lengths
     assert AttentionCase("decode", 4, 80, 4, 2, spread=1.0).lengths != DRAWN.lengths
 
 
@@ -80,9 +80,9 @@ def test_the_operations_are_those_of_the_pairs_that_the_mask_leaves(shape):
 
 
 def test_figures_of_a_draw_are_the_sums_over_its_requests():
-    assert DRAWN.pages == (2, 5, 4, 1)
-    assert DRAWN.cache_elements == 12 * 16 * 2 * 32
-    assert DRAWN.kv_elements == (26 + 79 + 62 + 5) * 2 * 32
+    assert DRAWN.pages == (3, 11, 3, 3)
+    assert DRAWN.cache_elements == 20 * 16 * 2 * 32
+    assert DRAWN.kv_elements == (47 + 164 + 34 + 40) * 2 * 32
     alone = [AttentionCase("decode", 1, length, 4, 2, head_size=32) for length in DRAWN.lengths]
     for figure in ("kv_bytes", "bytes_each", "flops", "cache_elements"):
         assert getattr(DRAWN, figure) == sum(getattr(one, figure) for one in alone), figure

@@ -18,7 +18,7 @@ from vllm_hwplugin.bench.micro._torch_kernels import Flex, prefill_kernels
 
 CASE = AttentionCase("decode", 3, 70, 4, 2, head_size=32)
 #: Its requests have 87, 122, 6 and 9 keys.
-UNEVEN = AttentionCase("decode", 4, 70, 4, 2, head_size=32, spread=1.0)
+UNEVEN = AttentionCase("decode", 4, 95, 4, 2, head_size=32, spread=1.0)
 
 
 @pytest.fixture
@@ -123,7 +123,7 @@ def test_triton_gets_what_its_version_knows(module, batch, uneven):
     assert tuple(got["softmax_segm_output"].shape) == (64, 8, 16, 32)
     assert got["max_seqlen_k"] == 70
     triton.prepare(uneven)()
-    assert (got["max_seqlen_k"], got["seqused_k"].tolist()) == (122, [87, 122, 6, 9])
+    assert (got["max_seqlen_k"], got["seqused_k"].tolist()) == (164, [47, 164, 34, 40])
 
 
 @pytest.mark.parametrize("version", ["0.20.2", "0.24.0", "0.26.0", "0.33.0"])
@@ -177,12 +177,12 @@ def test_flash_attention_reads_the_pages_or_what_was_gathered(module, batch, une
         assert got["cu_seqlens_k"].tolist() == [0, 70, 140, 210]
         assert torch.equal(got["v"], contiguous(batch)[1])
     attention.prepare(uneven)()
-    assert got["max_seqlen_k"] == 122
+    assert got["max_seqlen_k"] == 164
     if paged:
-        assert got["seqused_k"].tolist() == [87, 122, 6, 9]
+        assert got["seqused_k"].tolist() == [47, 164, 34, 40]
     else:
-        assert got["cu_seqlens_k"].tolist() == [0, 87, 209, 215, 224]
-        assert got["k"].shape[0] == 224
+        assert got["cu_seqlens_k"].tolist() == [0, 47, 211, 245, 285]
+        assert got["k"].shape[0] == 285
     module("vllm.vllm_flash_attn.cute.interface")
     assert FlashAttention("fa", 4, 512).missing() == "not 4"
 
@@ -222,9 +222,9 @@ def test_flashinfer_gets_its_pages_and_the_length_of_the_last(module, batch, une
     assert options["causal"] is True
     assert ran[0][2] is batch.output
     pages, indices, last, *_ = others
-    assert (pages.tolist(), last.tolist()) == ([0, 6, 14, 15, 16], [7, 10, 6, 9])
+    assert (pages.tolist(), last.tolist()) == ([0, 3, 14, 17, 20], [15, 4, 2, 8])
     table = uneven.block_table.tolist()
-    assert indices.tolist() == [*table[0][:6], *table[1], table[2][0], table[3][0]]
+    assert indices.tolist() == [*table[0][:3], *table[1], *table[2][:3], *table[3][:3]]
 
 
 def test_kernels_without_lengths_refuse_requests_of_unequal_length():

@@ -31,7 +31,7 @@ def test_without_a_gpu_no_cell_has_a_figure_and_the_log_says_why():
 
 
 def test_the_cache_has_room_for_a_batch_whose_last_pages_are_not_full(monkeypatch):
-    case = attention.AttentionCase("decode", 4, 70, 4, 2, head_size=32, spread=1.0)
+    case = attention.AttentionCase("decode", 4, 95, 4, 2, head_size=32, spread=1.0)
     monkeypatch.setattr(attention, "CASES", {case.key: case})
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 30, 1 << 30))
     cell = (attention.TRITON, case.key)
