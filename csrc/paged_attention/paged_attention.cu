@@ -99,12 +99,10 @@ void start(
   STD_TORCH_CHECK(error == cudaSuccess, "paged_attention: ", name, " did not start: ", cudaGetErrorString(error));
 }
 
-// About as many as a device runs at a time; where there are more rows, each program merges several.
-constexpr int kMergePrograms = 1024;
 // Of so few rows a device holds warps that have all splits of one on their way at once, which takes many registers.
 constexpr int kFewRows = 256;
 
-// `expected`: splits of a row. One that has more is merged in several steps.
+// `expected`: splits of a row. Those of one that has more take longer.
 template <typename T, int kSlices, int kSplits>
 void launch_merge(const Problem& p, int columns, int expected, dim3 grid, cudaStream_t stream) {
   int team = 1;
@@ -112,8 +110,7 @@ void launch_merge(const Problem& p, int columns, int expected, dim3 grid, cudaSt
     team *= 2;
   }
   const int items = p.most_rows * merges_per_row<kSlices>(p.head_size), teams = kMergeWarps / team;
-  const int most = kMergePrograms / static_cast<int>(grid.x * grid.y);
-  grid.z = static_cast<unsigned>(std::clamp(most, 1, (items + teams - 1) / teams));
+  grid.z = static_cast<unsigned>((items + teams - 1) / teams);
   start("the merge", merge_kernel<T, kSlices, kSplits>, grid, kMergeWarps * 32, 0, stream, p, team, columns);
 }
 
