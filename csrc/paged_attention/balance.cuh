@@ -51,7 +51,9 @@ __device__ inline Shares shares_of(const Problem& p) {
     // Two bounds that a number of tiles has to keep for the programs to suffice. n requests of t tiles in all need
     // (t - n) / tiles + n at most; and no more than if each were as long as the longest, which is exact if they are.
     const int uneven = max(divide_up(sum - count, programs - count), 1);
-    tiles = min(min(uneven, divide_up(longest, divide(programs, max(count, 1)))), longest);
+    tiles = min(uneven, divide_up(longest, divide(programs, max(count, 1))));
+    // With as many splits as there is room for the longest takes its time, and others need not end before.
+    tiles = min(max(tiles, divide_up(longest, p.splits)), longest);
   }
   const bool splits = tiles < longest;
   programs = splits ? programs : count;

@@ -185,14 +185,35 @@ def test_launches_that_follow_at_once_do_not_disturb_each_other(scratch: paged.S
         assert all(torch.equal(out, right) for (_, out), right in zip(launches, expected, strict=True))
 
 
+def requests_of_many_lengths(rows: int, seed: int) -> tuple[Request, ...]:
+    dice = random.Random(seed)
+    contexts = [int(min(700 * dice.lognormvariate(0, 1.5), 9000)) for _ in range(rows)]
+    return tuple(Request(dice.randint(1, 8), context) for context in contexts)
+
+
 @pytest.mark.parametrize(("rows", "kv_heads"), [(2, 1), (7, 4), (33, 2), (64, 1), (140, 1), (250, 1), (300, 1)])
 def test_batches_of_many_lengths_are_right(scratch: paged.Scratch, seed: int, rows: int, kv_heads: int) -> None:
-    dice = random.Random(seed)
-    requests = tuple(
-        Request(dice.randint(1, 8), int(min(700 * dice.lognormvariate(0, 1.5), 9000))) for _ in range(rows)
-    )
+    requests = requests_of_many_lengths(rows, seed)
     case = Case(requests, "bfloat16", "bfloat16", 512, 8, kv_heads, 16, padding=3, seed=seed)
     assert batches.measured(case, scratch).ratio <= LIMIT
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        pytest.param({"sliding_window": 1000}, id="window"),
+        pytest.param({"causal": False}, id="non-causal"),
+        pytest.param({"causal": False, "sliding_window": 700, "window_ahead": 300}, id="window to both sides"),
+        pytest.param({"softcap": 2.0, "sinks": True}, id="softcap and sinks"),
+        pytest.param({"head_size": 264, "dtype": "float16", "kv_cache_dtype": "float16"}, id="264, float16"),
+        pytest.param({"num_heads": 7, "num_kv_heads": 1}, id="7 heads"),
+    ],
+)
+def test_layers_of_each_setting_are_right_with_many_lengths(
+    scratch: paged.Scratch, seed: int, setting: dict[str, Any]
+) -> None:
+    case = Case(requests_of_many_lengths(20, seed), "bfloat16", "bfloat16", 512, 8, 1, 16, padding=3, seed=seed)
+    assert batches.measured(dataclasses.replace(case, **setting), scratch).ratio <= LIMIT
 
 
 @pytest.mark.parametrize("longest", [0, 31])
@@ -203,8 +224,9 @@ def test_a_long_request_has_the_programs_that_short_ones_do_not_need(loaded: pag
     case = Case(requests, "bfloat16", "bfloat16", 512, 8, 1, 16, seed=1)
     loaded.lse.fill_(math.nan)
     batches.attend(case, make_inputs(case, "cuda"), loaded)
-    # Only splits leave results here, of eight rows each. Split alike, each request would have four.
-    assert (~loaded.lse.isnan()).sum() / 8 > 60
+    # Only splits leave results here, of eight rows each; a short request has one split, which leaves none. Split alike,
+    # the long one would have as many splits as there are programs for each request.
+    assert (~loaded.lse.isnan()).sum() / 8 > 4 * loaded.multiprocessors / len(requests)
 
 
 @pytest.mark.parametrize("context", [20, 4000])
@@ -224,7 +246,7 @@ def test_the_operation_checks_what_it_is_given(loaded: paged.Scratch) -> None:
     if not loaded.hopper:
         pytest.skip("the CUDA kernel is for compute capability 9.0")
 
-    def call(blocks: int = 1, programs: int = 0, **changes: Any) -> None:
+    def call(blocks: int = 1, splits: int = 4, programs: int = 0, at_once: int = 0, **changes: Any) -> None:
         given = {
             "query": torch.zeros(1, 8, 512, dtype=torch.bfloat16, device="cuda"),
             "keys": torch.zeros(4, 16, 1, 512, dtype=torch.bfloat16, device="cuda"),
@@ -238,7 +260,7 @@ def test_the_operation_checks_what_it_is_given(loaded: paged.Scratch) -> None:
             "block_table": torch.zeros(1, 1, dtype=torch.int32, device="cuda"),
             **changes,
         }
-        bounds = {"max_query_len": 1, "blocks": blocks, "blocks_per_request": 1, "splits": 4}
+        bounds = {"max_query_len": 1, "blocks": blocks, "blocks_per_request": 1, "splits": splits}
         torch.ops.hwplugin.paged_attention(
             *given.values(),
             scale=1.0,
@@ -248,7 +270,7 @@ def test_the_operation_checks_what_it_is_given(loaded: paged.Scratch) -> None:
             softcap=0.0,
             **bounds,
             programs=programs,
-            at_once=0,
+            at_once=at_once,
         )
 
     call()
@@ -265,6 +287,9 @@ def test_the_operation_checks_what_it_is_given(loaded: paged.Scratch) -> None:
         ({"query": nothing, "out": nothing}, "0 query heads"),
         ({"blocks": 2}, "a plan that cannot be launched: 2 blocks"),
         ({"programs": 3}, "keys that cannot be shared out: 3 programs, 0 of them at a time"),
+        ({"programs": 3, "at_once": 4}, "shared out: 3 programs, 4 of them at a time"),
+        ({"programs": 3, "at_once": 3, "splits": 1}, "shared out: .* and 1 splits"),
+        ({"programs": 3, "at_once": 3, "blocks": 0}, "shared out: .* for 0 blocks of 1 requests"),
         ({"sinks": torch.zeros(9, device="cuda")}, "9 sinks for 8 heads"),
         ({"seq_lens": torch.tensor([5], device="cuda")}, "seq_lens has to be int32"),
         ({"query_start_loc": torch.zeros(3, dtype=torch.int32, device="cuda")}, "do not go with 1 requests"),
