@@ -40,8 +40,7 @@ __global__ void __launch_bounds__(kMergeWarps * 32) merge_kernel(const Problem p
     share = shared_tiles;
   }
   const Block block = block_of(p);
-  const int used =
-      token < block.tokens && row < p.most_rows ? splits_of(p, span_of(p, block).tiles, share) : 0;
+  const int used = token < block.tokens && row < p.most_rows ? splits_of(p, span_of(p, block).tiles, share) : 0;
   // So far only what the attention kernel has waited for itself before it let this one start.
 #if __CUDA_ARCH__ >= 900
   // By every program, those without work as well: this grid must not be complete before the attention kernel is.

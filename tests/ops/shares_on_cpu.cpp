@@ -153,6 +153,12 @@ Result of_warp(const std::function<Result(int)>& what) {
 
 bool read(int& number) { return std::scanf("%d", &number) == 1; }
 
+void take(int& number) {
+  if (!read(number)) {
+    warp::fail("a batch has too few numbers");
+  }
+}
+
 }  // namespace
 
 int main() {
@@ -163,12 +169,12 @@ int main() {
     for (int* number :
          {&p.programs, &p.at_once, &p.splits, &p.most_tokens, &p.group, &p.window_left, &p.window_right, &causal,
           &warp::division_error}) {
-      read(*number);
+      take(*number);
     }
     std::vector<int> starts(p.requests + 1), lengths(p.requests);
     for (std::vector<int>* numbers : {&starts, &lengths}) {
       for (int& number : *numbers) {
-        read(number);
+        take(number);
       }
     }
     p.query_start_loc = starts.data();

@@ -17,7 +17,7 @@ from vllm_hwplugin.bench.micro._torch_kernels import Sdpa
 
 VERIFY = AttentionCase("decode", 3, 70, 4, 2, head_size=32)
 PREFILL = AttentionCase("prefill", 2, 33, 33, 2, head_size=32)
-#: Its requests have 87, 122, 6 and 9 keys.
+#: Its requests have 47, 164, 34 and 40 keys.
 UNEVEN = AttentionCase("decode", 4, 95, 4, 2, head_size=32, spread=1.0)
 HUGE = AttentionCase("decode", 64, 4096, 1, 4, head_size=512)
 
