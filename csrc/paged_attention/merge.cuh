@@ -19,33 +19,20 @@ __host__ __device__ constexpr int merges_per_row(int head_size) {
   return (head_size + kSlices * kMergeColumns - 1) / (kSlices * kMergeColumns);
 }
 
+// Whether a program takes several parts, one after the other: for large batches, which may have no splits, so that the
+// programs that would start only to find that stay few. For small ones a loop costs more than it saves.
+template <int kSplits>
+constexpr bool kMergeLoops = kSplits <= 2;
+
 // kSlices slices of a row of a block of queries, from its splits, by a team of `team` warps that read up to kSplits each,
 // all at once, and then the others. Rows with one split have their result already.
 template <typename T, int kSlices, int kSplits>
-__global__ void __launch_bounds__(kMergeWarps * 32) merge_kernel(const Problem p, int team, int columns) {
-  __shared__ float4 parts[kMergeWarps][32];
-  __shared__ int shared_tiles;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, member = warp % team;
-  const int per_row = merges_per_row<kSlices>(p.head_size), item = blockIdx.z * (kMergeWarps / team) + warp / team;
-  const int kv_head = blockIdx.y, row = item / per_row, token = token_of_row(p, min(row, kRows - 1));
-  int share = 1;
-  if (p.programs > 0) {
-    if (warp == 0) {
-      const int tiles = shares_of(p).tiles;
-      if (lane == 0) {
-        shared_tiles = tiles;
-      }
-    }
-    __syncthreads();
-    share = shared_tiles;
-  }
-  const Block block = block_of(p);
-  const int used = token < block.tokens && row < p.most_rows ? splits_of(p, span_of(p, block).tiles, share) : 0;
-  // So far only what the attention kernel has waited for itself before it let this one start.
-#if __CUDA_ARCH__ >= 900
-  // By every program, those without work as well: this grid must not be complete before the attention kernel is.
-  cudaGridDependencySynchronize();
-#endif
+__device__ __forceinline__ void merge_part(
+    const Problem& p, const Block& block, int splits, int item, int team, int columns, float4 (&parts)[kMergeWarps][32]) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, member = warp % team, kv_head = blockIdx.y;
+  const int per_row = merges_per_row<kSlices>(p.head_size), row = item / per_row;
+  const int token = token_of_row(p, min(row, kRows - 1));
+  const int used = token < block.tokens && row < p.most_rows ? splits : 0;
   const Partials partials(p, block, kv_head, columns);
   const int first = item % per_row * kSlices * (kMergeColumns / Partials::kPiece) + lane / 4, pair = lane % 4;
 
@@ -137,6 +124,42 @@ __global__ void __launch_bounds__(kMergeWarps * 32) merge_kernel(const Problem p
     if (writes && column + 8 < p.head_size) {
       *reinterpret_cast<uint32_t*>(to + column + 8) = pack<T>(sum.z * scale, sum.w * scale);
     }
+  }
+}
+
+template <typename T, int kSlices, int kSplits>
+__global__ void __launch_bounds__(kMergeWarps * 32) merge_kernel(const Problem p, int team, int columns) {
+  __shared__ float4 parts[kMergeWarps][32];
+  __shared__ int shared_tiles;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  int share = 1;
+  if (p.programs > 0) {
+    if (warp == 0) {
+      const int tiles = shares_of(p).tiles;
+      if (lane == 0) {
+        shared_tiles = tiles;
+      }
+    }
+    __syncthreads();
+    share = shared_tiles;
+  }
+  const Block block = block_of(p);
+  const int splits = splits_of(p, span_of(p, block).tiles, share);
+  const int teams = kMergeWarps / team;
+  int item = blockIdx.z * teams + warp / team;
+  // So far only what the attention kernel has waited for itself before it let this one start.
+#if __CUDA_ARCH__ >= 900
+  // By every program, those without work as well: this grid must not be complete before the attention kernel is.
+  cudaGridDependencySynchronize();
+#endif
+  if constexpr (kMergeLoops<kSplits>) {
+    static_assert(kSlices > 1, "warps of a team wait for each other, and would do so a different number of times");
+    const int items = p.most_rows * merges_per_row<kSlices>(p.head_size);
+    for (; splits > 1 && item < items; item += gridDim.z * teams) {
+      merge_part<T, kSlices, kSplits>(p, block, splits, item, team, columns, parts);
+    }
+  } else {
+    merge_part<T, kSlices, kSplits>(p, block, splits, item, team, columns, parts);
   }
 }
 

@@ -102,6 +102,9 @@ void start(
 // Of so few rows a device holds warps that have all splits of one on their way at once, which takes many registers.
 constexpr int kFewRows = 256;
 
+// Programs of a merge that loops: about as many as an H200 has room for at a time.
+constexpr int kMergePrograms = 1024;
+
 // `expected`: splits of a row. Those of one that has more take longer.
 template <typename T, int kSlices, int kSplits>
 void launch_merge(const Problem& p, int columns, int expected, dim3 grid, cudaStream_t stream) {
@@ -110,7 +113,11 @@ void launch_merge(const Problem& p, int columns, int expected, dim3 grid, cudaSt
     team *= 2;
   }
   const int items = p.most_rows * merges_per_row<kSlices>(p.head_size), teams = kMergeWarps / team;
-  grid.z = static_cast<unsigned>((items + teams - 1) / teams);
+  int each = (items + teams - 1) / teams;
+  if (kMergeLoops<kSplits>) {
+    each = std::clamp(kMergePrograms / static_cast<int>(grid.x * grid.y), 1, each);
+  }
+  grid.z = static_cast<unsigned>(each);
   start("the merge", merge_kernel<T, kSlices, kSplits>, grid, kMergeWarps * 32, 0, stream, p, team, columns);
 }
 
