@@ -10,9 +10,20 @@ pure Python and the kernels are built at first use. No failure of a compiler fai
 """
 
 import importlib.util
+import shutil
 import sys
 import sysconfig
 from pathlib import Path
+
+import setuptools
+
+# Without build isolation the environment's own setuptools builds, whatever pyproject.toml asks for; an older one fails
+# further on with a message that names neither itself nor a way out.
+if int(setuptools.__version__.partition(".")[0]) < 77:
+    raise SystemExit(
+        f"vllm-hwplugin is built with setuptools 77 or newer, and this environment has {setuptools.__version__}: "
+        "run `pip install 'setuptools>=77'`, or build with isolation"
+    )
 
 from setuptools import find_packages, setup
 from setuptools.command.bdist_wheel import bdist_wheel
@@ -46,10 +57,17 @@ class BuildWithKernels(build_py):
     libraries = ()
 
     def run(self):
+        # An editable installation runs from the source tree, where nothing is to be left, and nothing to be removed.
+        if self.editable_mode:
+            super().run()
+            return
+        package = (Path(self.build_lib) / "vllm_hwplugin").absolute()
+        if package.exists() and not package.samefile(ROOT / "vllm_hwplugin"):
+            # setuptools only ever adds to this folder: a patch or module that an earlier build left in it, and that the
+            # tree no longer has, would be installed and applied.
+            shutil.rmtree(package)
         super().run()
-        # An editable installation runs from the source tree, where nothing is to be left.
-        if not self.editable_mode:
-            self.libraries = build_kernels((Path(self.build_lib) / "vllm_hwplugin").absolute())
+        self.libraries = build_kernels(package)
 
     def get_outputs(self, include_bytecode=True):
         records = [path.with_name("built.json") for path in self.libraries]

@@ -12,17 +12,19 @@ import tarfile
 import venv
 import zipfile
 from collections.abc import Sequence
+from email.parser import HeaderParser
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from vllm_hwplugin import __version__, gates
 
 ROOT = Path(__file__).parents[1]
 # What a clean checkout has; a build must not see this tree's leftovers, nor leave any in it.
 INPUTS = ("vllm_hwplugin", "patches", "csrc", "docs")
-FILES = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "CHANGELOG.md", "LICENSE", "Makefile")
+FILES = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "CHANGELOG.md", "LICENSE")
 
 
 def _run(command: Sequence[object], cwd: Path) -> str:
@@ -90,12 +92,45 @@ def test_the_wheel_has_every_file_of_the_package_the_patches_and_the_kernels(bui
     assert {name: text for name, text in content.items() if ".dist-info/" not in name} == expected
 
 
+def test_a_second_build_holds_what_the_tree_holds_now(built: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    """`pip install .` leaves build/ in the clone; what was renamed or deleted since must not be installed."""
+    tree = tmp_path / "tree"
+    shutil.copytree(built[0].parents[1] / "tree", tree)
+    assert (tree / "build" / "lib" / "vllm_hwplugin").is_dir()
+    (tree / "patches" / "window-blocks").rename(tree / "patches" / "kept-blocks")
+    (tree / "vllm_hwplugin" / "patching" / "_nearest.py").unlink()
+    _run([sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", tmp_path, tree], tmp_path)
+    (wheel,) = tmp_path.glob("*.whl")
+    moved = "vllm_hwplugin/patches/window-blocks/", "vllm_hwplugin/patches/kept-blocks/"
+    expected = {
+        name.replace(*moved): text for name, text in _content(built[2]).items() if not name.endswith("/_nearest.py")
+    }
+    assert _content(wheel) == expected
+
+
+def test_an_old_setuptools_is_named(tmp_path: Path) -> None:
+    """Without build isolation it is the environment's own that builds; 65.5 comes with a new Python 3.11."""
+    (tmp_path / "setuptools.py").write_text("__version__ = '65.5.0'\n")
+    done = subprocess.run(
+        [sys.executable, ROOT / "setup.py", "--version"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert "this environment has 65.5.0: run `pip install 'setuptools>=77'`" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_the_sdist_builds_the_same_wheel(built: tuple[Path, Path, Path]) -> None:
     sdist, from_sdist, from_tree = built
     assert _content(from_sdist) == _content(from_tree)
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {"LICENSE", "README.md", "CHANGELOG.md", "setup.py", "csrc/README.md"} <= names
+    # Its targets need the requirements, the tests and the results files, which stay in the repository.
+    assert "Makefile" not in names
 
 
 def test_the_metadata_says_what_it_should(built: tuple[Path, Path, Path]) -> None:
@@ -134,6 +169,29 @@ def test_the_installed_wheel_diagnoses_its_host(elsewhere: Path) -> None:
     found = json.loads(_run([elsewhere / "vllm-hwplugin", "doctor", "--json"], elsewhere))
     assert Path(found["plugin"]["path"]).is_relative_to(elsewhere.parent)
     assert {row["id"] for row in found["features"]} == {path.parent.name for path in ROOT.glob("patches/*/patch.toml")}
+
+
+@pytest.mark.network
+def test_the_oldest_dependencies_that_are_allowed_serve(built: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    """A command that ends with 0 without having done anything would pass every check that it is called in."""
+    metadata = HeaderParser().parsestr(_content(built[1])[f"vllm_hwplugin-{__version__}.dist-info/METADATA"].decode())
+    needed = [Requirement(line) for line in metadata.get_all("Requires-Dist", [])]
+    oldest = [
+        f"{item.name}=={bound.version}"
+        for item in needed
+        if item.marker is None or item.marker.evaluate({"extra": "drift"})
+        for bound in item.specifier
+        if bound.operator == ">=" and not item.name.startswith("vllm")
+    ]
+    venv.create(tmp_path / "oldest", with_pip=False, symlinks=True)
+    command = tmp_path / "oldest" / "bin" / "vllm-hwplugin"
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", command.with_name("python")]
+    _run([*pip, "install", "--quiet", built[1], *oldest], tmp_path)
+    assert "Usage:" in _run([command, "drift", "--help"], tmp_path)
+    assert "window-blocks" in _run([command, "patches"], tmp_path)
+    assert json.loads(_run([command, "doctor", "--json"], tmp_path))["plugin"]["version"] == __version__
+    absent = subprocess.run([command, "drift", "/nonexistent"], cwd=tmp_path, capture_output=True, text=True)
+    assert (absent.returncode, absent.stdout) == (2, "")
 
 
 @pytest.mark.parametrize(
