@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,10 +43,9 @@ def test_every_command_can_be_loaded(name: str) -> None:
     assert _app.load_command(name).name == name
 
 
-def test_module_runs_as_program() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "vllm_hwplugin.cli", "--version"], capture_output=True, text=True, check=True
-    )
+@pytest.mark.parametrize("module", ["vllm_hwplugin", "vllm_hwplugin.cli"])
+def test_module_runs_as_program(module: str) -> None:
+    done = subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == __version__
 
 
@@ -64,14 +65,42 @@ def test_failure_is_one_line_and_status_2(monkeypatch: pytest.MonkeyPatch, kind:
     assert (result.exit_code, result.stderr) == (2, "error: what, where; way out\n")
 
 
-def test_other_errors_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fault of the program must not pass for one of its input."""
+@pytest.mark.parametrize("error", [KeyError("a\nfault\x1b[2J"), OSError(5, "Input/output error", "/a/b"), ValueError()])
+def test_an_unexpected_error_is_one_line_and_status_2(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """1 would say that something was looked at and found wrong; a traceback is there for who asks."""
 
     def fail() -> None:
-        raise KeyError("fault")
+        raise error
 
     monkeypatch.setattr("vllm_hwplugin.cli._gates.gates", fail)
-    assert isinstance(run("gates").exception, KeyError)
+    result = run("gates")
+    assert (result.exit_code, result.stdout, len(result.stderr.splitlines())) == (2, "", 1)
+    assert "\x1b" not in result.stderr
+    result = run("--traceback", "gates")
+    assert result.exit_code == 2
+    assert "in fail" in result.stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+@pytest.mark.parametrize("arguments", [["patches"], ["doctor", "--json"]])
+def test_a_full_disk_is_one_line_and_status_2(arguments: list[str]) -> None:
+    """Also where the text waits in a buffer until the process ends."""
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "vllm_hwplugin", *arguments]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 2
+    assert "No space left on device" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_reader_who_leaves_is_not_a_finding() -> None:
+    """As in `vllm-hwplugin gates | head -1` with pipefail."""
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "vllm_hwplugin", "gates"]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (2, "")
 
 
 def test_own_exit_status_stands(monkeypatch: pytest.MonkeyPatch) -> None:

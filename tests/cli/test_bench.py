@@ -46,7 +46,7 @@ def run(monkeypatch, tmp_path):
         monkeypatch.setattr(_bench, "launch", recording_launch(launch, jobs))
         monkeypatch.setattr(_bench, "detect_host", lambda: host)
         monkeypatch.setenv("COLUMNS", "200")
-        result = CliRunner().invoke(app, ["bench", *arguments, "--json", str(file)], catch_exceptions=False)
+        result = CliRunner().invoke(app, ["bench", "--json", str(file), *arguments], catch_exceptions=False)
         return result, json.loads(file.read_text()) if file.exists() else None, jobs
 
     call.file = file
@@ -106,6 +106,20 @@ def test_a_crash_of_one_side_is_in_the_results_and_the_rest_is_measured(run):
     assert "last words [of it]" in result.output
     assert [c["sides"]["patched"]["error"] for c in found["cases"]] == ["killed by SIGSEGV"] * 2
     assert found["cases"][1]["sides"]["stock"]["batches"]["8"]["tokens_per_second"]["best"] == 100
+
+
+def test_standard_output_can_be_the_results_alone(run):
+    result, found, _ = run(["--shape", "0.6b", "--json", "-"])
+    assert [case["shape"] for case in json.loads(result.stdout)["cases"]] == ["0.6b"]
+    assert "NVIDIA H200" in result.stderr
+    assert found is None
+
+
+def test_a_crash_of_stock_says_nothing_of_the_plugin(run):
+    def launch(job):
+        return answer(job) if job.patched else Outcome(job, (), 1.0, "killed by SIGSEGV", "")
+
+    assert run(["--shape", "0.6b"], launch)[0].exit_code == 2
 
 
 def test_what_was_measured_is_in_the_file_before_the_next_engine_starts(run):

@@ -40,7 +40,8 @@ def run(monkeypatch, tmp_path):
         monkeypatch.setattr(_bench_kernels, "supervise", supervise)
         monkeypatch.setattr(bench, "detect_host", lambda: host)
         monkeypatch.setenv("COLUMNS", "200")
-        result = CliRunner().invoke(app, ["bench", *arguments, "--json", str(file)])
+        command, *options = arguments
+        result = CliRunner().invoke(app, ["bench", command, "--json", str(file), *options])
         return result, json.loads(file.read_text()) if file.exists() else None, asked
 
     return call
@@ -54,6 +55,14 @@ def test_attention_measures_the_whole_plan(run):
     assert (found["kind"], len(found["cells"]), found["settings"]["seed"]) == ("attention", len(todo), 7)
     assert found["host"]["vllm"] == "0.26.0"
     assert "### Decode and verification" in result.output
+
+
+def test_standard_output_can_be_the_results_alone(run, monkeypatch):
+    monkeypatch.setattr(_bench_kernels, "_KEEP", -1.0)
+    result, found, _ = run("attention", "--json", "-")
+    assert json.loads(result.stdout)["kind"] == "attention"
+    assert "### Decode and verification" in result.stderr
+    assert found is None
 
 
 def test_attention_can_be_narrowed(run):
@@ -91,19 +100,24 @@ def test_ops_measures_both_sides_and_says_the_verdicts(run):
     [
         ("attention", "hwplugin", {"error_ratio": 2.01}, 1),
         ("attention", "SDPA", {"error_ratio": 9.0}, 0),
-        ("attention", "hwplugin", None, 1),
-        ("attention", "FLASHINFER", None, 0),
+        ("attention", "hwplugin", _cells.FAILED, 1),
+        ("attention", "hwplugin", _cells.CRASHED, 1),
+        ("attention", "hwplugin", _cells.NOT_RUN, 2),
+        ("attention", "FLASHINFER", _cells.FAILED, 0),
         ("ops", "hwplugin", {"mismatch": "wrong"}, 1),
         ("ops", "vllm", {"mismatch": "wrong"}, 0),
-        ("ops", "hwplugin", None, 1),
-        ("ops", "vllm", None, 0),
+        ("ops", "hwplugin", _cells.FAILED, 1),
+        ("ops", "hwplugin", _cells.MISSING, 2),
+        ("ops", "vllm", _cells.FAILED, 0),
     ],
 )
 def test_the_exit_code_is_about_our_own_kernels(run, command, kernel, change, code):
     def outcome(cell):
         if cell[0] != kernel:
             return measured(cell)
-        return measured(cell, **change) if change else {**_cells.outcome(cell, _cells.FAILED, "no"), "process": 0}
+        if isinstance(change, dict):
+            return measured(cell, **change)
+        return {**_cells.outcome(cell, change, "no"), "process": 0}
 
     result, _, _ = run(command, outcome=outcome)
     assert result.exit_code == code, result.output

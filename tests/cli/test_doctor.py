@@ -350,6 +350,21 @@ def test_the_command_exits_with_the_diagnosis_and_prints_json(monkeypatch: pytes
     assert "perhaps" in json.loads(result.stdout)["problems"][0]
 
 
+@pytest.mark.parametrize("arguments", [["--json"], ["--json", "-"], ["--json", "--json"], ["--json", "F"]])
+def test_json_goes_where_every_commands_does_and_alone_to_standard_output(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["doctor", *arguments])
+    assert result.exit_code == 0
+    if arguments[-1] == "F":
+        assert "== gates" in result.stdout
+        assert json.loads((tmp_path / "F").read_text())["format"] == 1
+    else:
+        assert json.loads(result.stdout)["format"] == 1
+        assert list(tmp_path.iterdir()) == []
+
+
 def test_doctor_imports_neither_vllm_nor_torch() -> None:
     program = (
         "import sys; from vllm_hwplugin.cli._diagnosis import diagnose; diagnose(); "

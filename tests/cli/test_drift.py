@@ -235,10 +235,29 @@ def test_broken_catalogue(catalog: Path) -> None:
 
 
 @pytest.mark.usefixtures("catalog")
-def test_report_that_cannot_be_written(small_tree: Callable[..., Path], tmp_path: Path) -> None:
-    result = run(f"{small_tree()}@0.33.0", "--json", str(tmp_path / "absent" / "report.json"))
+@pytest.mark.parametrize("option", ["--json", "--markdown"])
+def test_report_that_cannot_be_written(option: str, small_tree: Callable[..., Path], tmp_path: Path) -> None:
+    """Said before anything is read, so that no long check is lost; and of a disk that fills up, in the end."""
+    for file in (tmp_path / "absent" / "report", tmp_path):
+        result = run(f"{small_tree()}@0.33.0", option, str(file))
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert option in result.stderr
+    result = run(f"{small_tree()}@0.33.0", option, "/dev/full")
     assert result.exit_code == 2
-    assert "report.json: cannot be written (No such file or directory); name another file" in result.stderr
+    assert result.stderr == "error: /dev/full: cannot be written (No space left on device); name another file\n"
+
+
+@pytest.mark.usefixtures("catalog")
+def test_standard_output_can_be_the_report_alone(
+    small_tree: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tree = small_tree()
+    result = run(f"{tree}@0.34.0", "absent.whl", "--json", "-")
+    assert result.exit_code == 1
+    assert [target["version"] for target in json.loads(result.stdout)["targets"]] == ["0.34.0", None]
+    assert result.stderr.startswith("error: absent.whl: ")
+    assert [file.name for file in tmp_path.iterdir() if file.is_file()] == []
 
 
 @pytest.mark.usefixtures("catalog")

@@ -82,6 +82,12 @@ def test_status_1_and_the_shape_where_something_differs(replaced, tmp_path, monk
     assert datetime.fromisoformat(written["date"]).tzinfo is not None
 
 
+def test_standard_output_can_be_the_results_alone(replaced):
+    result, _ = replaced(["--json", "-"], answer())
+    assert [one["capability"] for one in json.loads(result.stdout)["results"]] == ["sinks"]
+    assert "B sinks yes: holds" in result.stderr
+
+
 def test_strict_turns_what_works_undeclared_into_a_failure(replaced):
     assert replaced([], answer(declared="no"))[0].exit_code == 0
     result, _ = replaced(["--strict"], answer(declared="no"))
@@ -100,9 +106,9 @@ def test_a_process_that_dies_at_once_is_status_2_with_its_log(replaced):
     assert "exit code 1\nthe end of the log" in result.output
 
 
-def test_nothing_to_try_is_a_failure(replaced):
+def test_nothing_to_try_is_no_answer(replaced):
     result, _ = replaced([], left_out="X declares no plain decoder attention")
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "left out: X declares no plain decoder attention" in result.output
     assert "no backend of this host could be tried" in result.output
 

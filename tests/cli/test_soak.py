@@ -87,6 +87,13 @@ def test_both_sides_soak_and_a_third_engine_reads_each_different_text_once(run):
     assert "60 phases, 59 of them in graphs" in result.output
 
 
+def test_standard_output_can_be_the_results_alone(run):
+    result, found, _ = run("--json", "-")
+    assert list(json.loads(result.stdout)["sides"]) == ["stock", "patched"]
+    assert "60 phases, 59 of them in graphs" in result.stderr
+    assert found is None
+
+
 def test_a_memory_checker_runs_the_load_and_not_the_judge(run):
     _, found, jobs = run("--side", "patched", "--under", "env --error-exitcode 99", "--method", "eagle3")
     assert [(job.label, under) for job, under in jobs] == [
@@ -126,7 +133,7 @@ def test_texts_that_nobody_read_are_a_failure(run):
         return answer(job) if job.steps else ended(error="killed by SIGKILL")
 
     result, found, _ = run(child=child)
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "judge: killed by SIGKILL" in found["failures"]
     assert "patched: its texts were not judged" in found["failures"]
 

@@ -7,7 +7,6 @@ import dataclasses
 import json
 import os
 import subprocess
-import tempfile
 from collections.abc import Mapping
 from datetime import datetime, timezone
 from pathlib import Path
@@ -93,14 +92,6 @@ def _side(outcome: Outcome) -> dict[str, Any]:
         "batches": {str(w.batch): outcome.summary(w.name) for w in outcome.job.workloads},
         "processes": [dict(r) for r in outcome.records],
     }
-
-
-def write(results: Mapping[str, Any], path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-    with os.fdopen(handle, "w", encoding="utf-8") as stream:
-        stream.write(json.dumps(results, indent=1) + "\n")
-    os.replace(name, path)
 
 
 def read(path: Path) -> dict[str, Any]:

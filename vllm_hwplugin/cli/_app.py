@@ -3,22 +3,30 @@
 
 A command's module is imported only when that command runs: `drift` must work where neither vLLM nor torch is
 installed, and `--help` should not wait for either.
+
+Every command ends with 0 (as it should be), 1 (it looked, and something is wrong) or 2 (it could not tell). Scripts act
+on 1, so nothing that went wrong on the way may end with it.
 """
 
 from __future__ import annotations
 
+import errno
 import importlib
+import os
 import sys
-from typing import Annotated, Any
+import traceback
+from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperCommand, TyperGroup
+
+from ._text import printable
 
 # Name -> (module in this package, its command function or typer app, line for --help).
 COMMANDS = {
     "drift": ("_drift", "drift", "Check which patches fit which vLLM versions, without importing vLLM."),
     "patches": ("_patches", "app", "List the patches, and show the exact text change that one makes."),
-    "doctor": ("_doctor", "doctor", "Show the host, vLLM, the gates and what is live in which process."),
+    "doctor": ("_doctor", "app", "Show the host, vLLM, the gates and what is live in which process."),
     "gates": ("_gates", "gates", "List the environment variables and their values."),
     "demo": ("_demo", "demo", "Run vLLM on tiny checkpoints, stock and patched, side by side."),
     "bench": ("_bench", "bench", "Measure stock and patched vLLM in turn on this machine."),
@@ -28,13 +36,18 @@ COMMANDS = {
 # Errors whose message says all there is to say, so that a traceback would only hide it: (module, class).
 _USER_ERRORS = (
     ("vllm_hwplugin.attention.probe", "ProbeError"),
+    ("vllm_hwplugin.cli._output", "OutputError"),
     ("vllm_hwplugin.cli.sources", "SourceError"),
     ("vllm_hwplugin.gates", "GateError"),
     ("vllm_hwplugin.patching", "PatchingError"),
 )
 
-# Could not be done, as distinct from 1: was done, and the answer is no.
+# Could not tell, as distinct from 1: looked, and something is wrong.
 FAILURE = 2
+
+# What ends a command in an orderly way. typer shows errors of usage, but does not export their class.
+_UsageError: Any = typer.BadParameter.__base__
+_ORDERLY = (typer.Exit, typer.Abort, _UsageError)
 
 
 class _LazyGroup(TyperGroup):
@@ -55,11 +68,32 @@ class _LazyGroup(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except Exception as error:
-            if not _is_for_the_user(error):
-                raise
-            typer.echo(f"error: {error}", err=True)
+        except _ORDERLY:
+            raise
+        except BrokenPipeError as error:
+            # The reader has seen enough.
             raise typer.Exit(FAILURE) from error
+        except SystemExit as end:
+            if end.code != 1:
+                raise
+            # rich ends the process so when its reader has gone.
+            raise typer.Exit(FAILURE) from end
+        except Exception as error:
+            _fail(error, ctx.params["with_traceback"])
+
+
+def _fail(error: Exception, with_traceback: bool) -> NoReturn:
+    if with_traceback:
+        traceback.print_exception(error)
+    elif _is_for_the_user(error):
+        # One line a fault, where there are several.
+        typer.echo("error: " + printable(str(error), keep="\n"), err=True)
+    elif isinstance(error, OSError):
+        typer.echo("error: " + printable(str(error)), err=True)
+    else:
+        what = printable(f"{type(error).__name__}: {error}")
+        typer.echo(f"error: unexpected {what}; `vllm-hwplugin --traceback COMMAND ...` shows where it arose", err=True)
+    raise typer.Exit(FAILURE) from error
 
 
 def load_command(name: str) -> Any:
@@ -100,10 +134,28 @@ def program(
     version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
+    with_traceback: Annotated[
+        bool, typer.Option("--traceback", help="Show where an error arose, not only what it is.")
+    ] = False,
 ) -> None:
-    """Exact, versioned source patches for vLLM's speculative decoding."""
+    """Exact, versioned source patches for vLLM's speculative decoding.
+
+    Every command ends with 0: as it should be; 1: something is wrong; 2: it could not tell.
+    """
 
 
-def main() -> None:
-    """Run the program with the process's arguments."""
-    app(prog_name="vllm-hwplugin")
+def main() -> NoReturn:
+    """Run the program with the process's arguments, and end the process."""
+    try:
+        status = app(prog_name="vllm-hwplugin")
+    except SystemExit as end:
+        status = end.code
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        # A full disk shows only now. Python would try once more at its end, and end with a status of its own.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if error.errno != errno.EPIPE and status != FAILURE:
+            typer.echo(f"error: standard output cannot be written ({error.strerror})", err=True)
+        status = FAILURE
+    sys.exit(status)

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from ..bench import Event, detect_host, find_checkpoints, launch, load_prompts
@@ -21,7 +20,9 @@ from ..bench import _results as results_file
 from ..bench._plan import MRV2, SIDES, TINY, Case, Settings, cases, check, job_for
 from ..bench._shapes import SHAPES
 from . import _bench_kernels
+from ._app import FAILURE
 from ._options import known, pairs
+from ._output import STANDARD_OUTPUT, JsonFile, console_for, write_json
 from ._soak import soak
 
 bench = typer.Typer(add_completion=False)
@@ -54,17 +55,18 @@ def measure(
     vllm_env: Annotated[list[str] | None, typer.Option(metavar="KEY=VAL", help="Set for all sides.")] = None,
     patched_env: Annotated[list[str] | None, typer.Option(metavar="KEY=VAL", help="Set for patched only.")] = None,
     model: Annotated[Path | None, typer.Option(help="Checkpoints of the tiny shape.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there.")] = None,
+    json_file: JsonFile = None,
     timeout: Annotated[float, typer.Option(help="Seconds for one engine, start included.")] = 900,
 ) -> None:
     """Measure stock and patched in turn: tokens/s, milliseconds a verify step, acceptance, and launches by profile.
 
     The tiny shape runs trained checkpoints (real acceptance). The others have Qwen3's sizes, dummy weights and vLLM's
-    synthetic acceptance. Needs no network. Exit code 1 when a side failed; its log's end is in the results.
+    synthetic acceptance. Needs no network. A side that failed has its log's end in the results; exit code 1 when the
+    patched one failed where stock ran, 2 when it is another.
     """
     if context.invoked_subcommand is not None:
         return
-    console = Console()
+    console = console_for(json_file)
     planned = cases(
         known(shape or [TINY], _SHAPES, "--shape"), known(method or ["eagle3"], _METHODS, "--method"), k or [3]
     )
@@ -103,15 +105,20 @@ def measure(
             finished += 1 + job.measurements
             outcomes.setdefault(case, {})[side] = outcome
             results_file.add(results, case, settings, outcomes[case])
-            if json_file is not None:
-                results_file.write(results, json_file)
+            if json_file is not None and json_file != STANDARD_OUTPUT:
+                write_json(results, json_file)
             if outcome.error is not None:
                 bar.console.print(f"{job.label} failed: {outcome.error}. End of its log:", style="red")
                 bar.console.print(outcome.log_tail, markup=False, highlight=False)
         bar.update(task, completed=finished, description="done")
+    if json_file == STANDARD_OUTPUT:
+        write_json(results, json_file)
     console.print(reporting.table(results))
-    if any(side["error"] for c in results["cases"] for side in c["sides"].values()):
+    errors = [{name: side["error"] for name, side in case["sides"].items()} for case in results["cases"]]
+    if any(failed["patched"] and not failed["stock"] for failed in errors):
         raise typer.Exit(1)
+    if any(error for failed in errors for error in failed.values()):
+        raise typer.Exit(FAILURE)
 
 
 @bench.command()

@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from .. import bench
@@ -19,7 +18,9 @@ from ..bench.micro import _report as reporting
 from ..bench.micro._cells import Cell
 from ..bench.micro._repeat import Effort
 from ..bench.micro._supervise import supervise
+from ._app import FAILURE
 from ._options import known
+from ._output import STANDARD_OUTPUT, JsonFile, console_for, write_json
 
 #: Seconds for one cell. The first one of an operation may run the compiler.
 _LIMITS = {"attention": 45.0, "ops": 240.0}
@@ -27,7 +28,6 @@ _LIMITS = {"attention": 45.0, "ops": 240.0}
 #: An interrupted run keeps its part, but for so many seconds.
 _KEEP = 5.0
 
-_JSON = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there.")]
 _SEED = Annotated[int, typer.Option(help="Same seed, same inputs.")]
 _SECONDS = Annotated[float, typer.Option(min=1, help="Cells that would begin later are not run.")]
 
@@ -37,11 +37,12 @@ def attention(
     kind: Annotated[list[str] | None, typer.Option(help="Only decode, or only prefill.")] = None,
     seconds: _SECONDS = 75,
     seed: _SEED = 0,
-    json_file: _JSON = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Attention at head size 512, the plugin's kernel and its rivals: time, share of the copy bandwidth, error.
 
-    Exit code 1 when a cell of the plugin's own kernel failed, or is further off than twice SDPA's error.
+    Exit code 1 when a cell of the plugin's own kernel failed, or is further off than twice SDPA's error; 2 when one was
+    not measured.
     """
     plan = _attention_cases.plan()
     kernels = known(kernel or [], tuple(dict.fromkeys(name for name, _ in plan)), "--kernel")
@@ -53,26 +54,25 @@ def attention(
     ]
     results = _run("attention", todo, seconds, seed, json_file, {"kernel": kernel or [], "kind": kind or []})
     ours = [c for c in results["cells"] if c["kernel"] == _attention_cases.OURS]
-    if any(c["status"] != _cells.MEASURED or c["error_ratio"] > 2 for c in ours):
-        raise typer.Exit(1)
+    _end(ours, lambda cell: cell["error_ratio"] > 2)
 
 
 def ops(
     op: Annotated[list[str] | None, typer.Option(help="Only this operation; repeat for several.")] = None,
     seconds: _SECONDS = 60,
     seed: _SEED = 0,
-    json_file: _JSON = None,
+    json_file: JsonFile = None,
 ) -> None:
     """The operations under vLLM's names, the plugin's kernels and vLLM's own: time, bandwidth, parity, verdict.
 
-    Exit code 1 when a cell of the plugin's own kernels failed, or disagrees with the reference.
+    Exit code 1 when a cell of the plugin's own kernels failed, or disagrees with the reference; 2 when one was not
+    measured.
     """
     chosen = known(op or [], _op_cases.OPS, "--op")
     todo = [(name, case) for name, case in _op_cases.plan() if not chosen or _op_cases.CASES[case].op in chosen]
     results = _run("ops", todo, seconds, seed, json_file, {"op": op or []})
     ours = [c for c in results["cells"] if c["kernel"] == _op_cases.OURS]
-    if any(c["status"] != _cells.MEASURED or c["mismatch"] is not None for c in ours):
-        raise typer.Exit(1)
+    _end(ours, lambda cell: cell["mismatch"] is not None)
 
 
 def report(
@@ -83,10 +83,20 @@ def report(
     markdown.write_text(reporting.markdown([_results.read(file) for file in files]), encoding="utf-8")
 
 
+def _end(ours: Sequence[Mapping[str, Any]], is_wrong: Callable[[Mapping[str, Any]], bool]) -> None:
+    if any(c["status"] in (_cells.FAILED, _cells.CRASHED) for c in ours):
+        raise typer.Exit(1)
+    measured = [c for c in ours if c["status"] == _cells.MEASURED]
+    if any(map(is_wrong, measured)):
+        raise typer.Exit(1)
+    if len(measured) < len(ours):
+        raise typer.Exit(FAILURE)
+
+
 def _run(
     kind: str, todo: Sequence[Cell], seconds: float, seed: int, json_file: Path | None, only: dict[str, list[str]]
 ) -> dict[str, Any]:
-    console = Console()
+    console = console_for(json_file)
     host = bench.detect_host()
     if host.device != "cuda":
         raise bench.HostUnknown(f"`bench {kind}` measures kernels of a GPU; vLLM runs on {host.name} ({host.device})")
@@ -110,14 +120,14 @@ def _run(
 
         def keep(outcomes: list[dict[str, Any]], processes: list[dict[str, Any]]) -> None:
             nonlocal written
-            if json_file is not None and time.monotonic() - written > _KEEP:
-                _results.write(_results.make(kind, host, settings, outcomes, processes), json_file)
+            if json_file not in (None, STANDARD_OUTPUT) and time.monotonic() - written > _KEEP:
+                write_json(_results.make(kind, host, settings, outcomes, processes), json_file)
                 written = time.monotonic()
 
         outcomes, processes = supervise(job, todo, seconds=seconds, on_event=on_event, keep=keep)
     results = _results.make(kind, host, settings, outcomes, processes)
     if json_file is not None:
-        _results.write(results, json_file)
+        write_json(results, json_file)
     console.print(reporting.text(results), markup=False, highlight=False, soft_wrap=True)
     for process in processes:
         if process["error"] is not None:

@@ -3,19 +3,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from typer.core import TyperCommand
 
 from ..ops._override_catalog import RECORD
 from ..platforms._offer import KEY as PLATFORM
 from ._diagnosis import Diagnosis, diagnose
+from ._output import STANDARD_OUTPUT, JsonFile, write_json
 
 _COLOURS = {"live": "green", "upstream": "green", "not-needed": "green", "off": "yellow", "refused": "red"}
 
@@ -28,20 +29,34 @@ class Section:
     empty: str = ""
 
 
-def doctor(
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print everything as JSON; see docs/architecture.md.")
-    ] = False,
-) -> None:
+class _JsonStandsAlone(TyperCommand):
+    """``--json`` without a file is ``--json -``; nothing else could follow it, for doctor takes no arguments."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        name = "--json"
+        filled: list[str] = []
+        for position, arg in enumerate(args):
+            filled.append(arg)
+            following = args[position + 1] if position + 1 < len(args) else None
+            if arg == name and (following is None or (following.startswith("-") and following != "-")):
+                filled.append("-")
+        return super().parse_args(ctx, filled)
+
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command(cls=_JsonStandsAlone)
+def doctor(json_file: JsonFile = None) -> None:
     """Show host, vLLM, gates and features: here, and in the last engine's processes.
 
-    Exit 0; 1 if a feature whose gate says `on` is not live, or a gate has a bad value.
+    `--json` alone prints everything as JSON; see docs/architecture.md. Exit 1 if a feature whose gate says `on` is not
+    live, or a gate has a bad value.
     """
     found = diagnose()
-    if as_json:
-        # Not through rich, which would wrap lines and colour numbers.
-        print(json.dumps(found.as_json(), indent=2))
-    else:
+    if json_file is not None:
+        write_json(found.as_json(), json_file)
+    if json_file != STANDARD_OUTPUT:
         show(found, Console())
     raise typer.Exit(found.exit_code)
 

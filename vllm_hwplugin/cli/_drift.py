@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated
@@ -16,6 +15,7 @@ from vllm_hwplugin.patching import SUPPORTED, Catalog, CatalogError, load_catalo
 
 from ._drift_report import TargetReport, as_json, as_markdown, check, exit_status, in_order
 from ._drift_table import print_report, progress
+from ._output import STANDARD_OUTPUT, JsonFile, writable, write_json, write_text
 from .sources import Index, IndexSource, SourceError, WheelSource, open_installed, open_target
 
 # Few enough that name servers and package indexes of small offices do not mind.
@@ -37,11 +37,10 @@ def drift(
     every: Annotated[
         bool, typer.Option("--all", help=f"Also all {len(SUPPORTED)} supported versions, from the package index.")
     ] = False,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the report as JSON.", dir_okay=False)
-    ] = None,
+    json_file: JsonFile = None,
     markdown_file: Annotated[
-        Path | None, typer.Option("--markdown", metavar="FILE", help="Write the report as Markdown.", dir_okay=False)
+        Path | None,
+        typer.Option("--markdown", metavar="FILE", callback=writable, help="Write the report as Markdown there."),
     ] = None,
 ) -> None:
     """Check which patches fit which vLLM versions, without importing vLLM or torch.
@@ -54,11 +53,13 @@ def drift(
     named = list(dict.fromkeys([*(targets or []), *(SUPPORTED if every else [])])) or [_INSTALLED]
     index = Index()
     reports = in_order(check_all(catalog, named, index))
-    print_report(catalog, reports, Console(highlight=False), Console(stderr=True, highlight=False), index.notes)
+    # What standard output is to hold as JSON is not printed once more.
+    out = Console(highlight=False, quiet=json_file == STANDARD_OUTPUT)
+    print_report(catalog, reports, out, Console(stderr=True, highlight=False), index.notes)
     if json_file is not None:
-        _write(json_file, json.dumps(as_json(reports, __version__), indent=2) + "\n")
+        write_json(as_json(reports, __version__), json_file)
     if markdown_file is not None:
-        _write(markdown_file, as_markdown(catalog, reports))
+        write_text(as_markdown(catalog, reports), markdown_file)
     raise typer.Exit(exit_status(reports))
 
 
@@ -88,10 +89,3 @@ def check_target(catalog: Catalog, target: str, index: Index) -> TargetReport:
                 source.close()
     except SourceError as error:
         return TargetReport(target, target, None, error=str(error))
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise SourceError(f"{path}: cannot be written ({error.strerror}); name another file") from error

@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -16,8 +15,10 @@ from rich.markup import escape
 from ..attention.probe import CAPABILITIES, MODULE, Declared, Job, Report, Result, Verdict
 from ..attention.probe import probe as run_probe
 from ..bench._launch import Ended, run_child
-from ..bench._results import provenance, write
+from ..bench._results import provenance
+from ._app import FAILURE
 from ._options import known
+from ._output import JsonFile, console_for, write_json
 
 _DECLARED = {Declared.YES: "declared", Declared.NO: "not declared", Declared.UNASKED: "vLLM does not ask"}
 
@@ -34,7 +35,7 @@ def probe(
     seed: Annotated[int | None, typer.Option(help="Same seed, same batches; default: new ones in every run.")] = None,
     factor: Annotated[float, typer.Option(min=1, help="Allowed error, in errors of PyTorch's SDPA.")] = 2.0,
     strict: Annotated[bool, typer.Option("--strict", help="What works and is not declared is a failure.")] = False,
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there.")] = None,
+    json_file: JsonFile = None,
     timeout: Annotated[
         float, typer.Option(help="Seconds for one batch, compilation included; the trial has then crashed.")
     ] = 120,
@@ -42,9 +43,10 @@ def probe(
     """Ask this host's attention backends whether they do what they say, and what they can beyond that.
 
     Each value of each capability runs through vLLM's real backend on random batches, against attention in float64.
-    Exit status 1 where a declaration and the behaviour differ; each difference names its shape.
+    Exit status 1 where a declaration and the behaviour differ, each difference with its shape; 2 where no backend could
+    be tried.
     """
-    console = Console()
+    console = console_for(json_file)
     job = Job(
         backends=tuple(backend or ()),
         capabilities=tuple(known(capability or [], CAPABILITIES, "--capability")),
@@ -59,10 +61,12 @@ def probe(
 
     report = run_probe(job, start, strict=strict, on_result=lambda result: _show(result, console))
     if json_file is not None:
-        write({**provenance(), **report.to_dict()}, json_file)
+        write_json({**provenance(), **report.to_dict()}, json_file)
     _sum_up(report, console)
-    if report.failures or not report.results:
+    if report.failures:
         raise typer.Exit(1)
+    if not report.results:
+        raise typer.Exit(FAILURE)
 
 
 def _show(result: Result, console: Console) -> None:

@@ -18,8 +18,10 @@ from .. import bench
 from ..bench import _soak as soaking
 from ..bench._launch import Ended, run_child
 from ..bench._plan import SIDES
-from ..bench._results import provenance, write
+from ..bench._results import provenance
+from ._app import FAILURE
 from ._options import known, pairs
+from ._output import JsonFile, console_for, write_json
 
 _PROMPTS = 96
 
@@ -36,18 +38,19 @@ def soak(
     vllm_env: Annotated[list[str] | None, typer.Option(metavar="KEY=VAL", help="Set for all engines.")] = None,
     patched_env: Annotated[list[str] | None, typer.Option(metavar="KEY=VAL", help="Set for patched only.")] = None,
     model: Annotated[Path | None, typer.Option(help="Checkpoints, a folder as tests/assets/small.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there.")] = None,
+    json_file: JsonFile = None,
     timeout: Annotated[float, typer.Option(help="Seconds for one engine, start included.")] = 3600,
 ) -> None:
     """Run many steps with requests that come and go at random, and hold texts and acceptance to stock vLLM's.
 
     Each text is read again by stock vLLM without speculation: every token has to be its first choice, near-ties of
     bfloat16 aside. With both sides and 10,000 drafts of each, no position's acceptance may be more than 0.01 below
-    stock's; with fewer, chance alone moves it by more. Exit code 1 when something does not hold.
+    stock's; with fewer, chance alone moves it by more. Exit code 1 when something does not hold, 2 when stock's engine
+    or the one that reads the texts failed.
 
     Memory faults: --under "compute-sanitizer --tool memcheck --error-exitcode 99" --side patched --steps 60
     """
-    console = Console()
+    console = console_for(json_file)
     known([method], tuple(bench.DRAFT_TOKENS), "--method")
     sides = known(list(dict.fromkeys(side or SIDES)), SIDES, "--side")
     settings = soaking.SoakSettings(
@@ -101,12 +104,14 @@ def soak(
         "sides": entries,
     }
     if json_file is not None:
-        write(result, json_file)
+        write_json(result, json_file)
     _show(result, console)
     for name, one in {**ended, **({"judge": verdict} if verdict is not None else {})}.items():
         if one.error is not None:
             console.print(f"{name} failed: {one.error}. End of its log:", style="red")
             console.print(one.log_tail, markup=False, highlight=False)
+    if (verdict is not None and verdict.error is not None) or ("stock" in ended and ended["stock"].error is not None):
+        raise typer.Exit(FAILURE)
     if faults:
         raise typer.Exit(1)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from vllm_hwplugin.bench.micro import _results
@@ -9,7 +11,7 @@ from vllm_hwplugin.bench.micro import _results
 
 def test_a_file_says_where_it_comes_from_and_can_be_read_again(results, tmp_path):
     made = results("attention", lambda kernel, case: 1e-3)
-    _results.write(made, tmp_path / "a.json")
+    (tmp_path / "a.json").write_text(json.dumps(made))
     found = _results.read(tmp_path / "a.json")
     assert found == made
     assert found["host"]["vllm"] == "0.26.0"

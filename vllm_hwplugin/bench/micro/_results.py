@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from .._host import Host
-from .._results import ResultsError, provenance, write
+from .._results import ResultsError, provenance
 from ._verdict import as_json, verdicts
 
-__all__ = ["FORMAT", "ResultsError", "make", "read", "write"]
+__all__ = ["FORMAT", "ResultsError", "make", "read"]
 
 FORMAT = 1
 

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a command's results go: the option ``--json``, the same on every command that has it.
+
+``--json FILE`` writes the file beside what is printed. ``--json -`` puts the JSON alone on standard output, and what is
+for a reader on standard error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from ..cachedir import write_atomically
+
+STANDARD_OUTPUT = Path("-")
+
+
+class OutputError(Exception):
+    """Results could not be written."""
+
+
+def writable(file: Path | None) -> Path | None:
+    """An option's file, looked at before the work begins: a benchmark should not lose its results at the end.
+
+    Raises:
+        typer.BadParameter: it is a folder, or its own folder is missing or not writable.
+    """
+    if file is None or file == STANDARD_OUTPUT or (file.exists() and not file.is_file() and not file.is_dir()):
+        return file
+    if file.is_dir():
+        raise typer.BadParameter(f"{file} is a folder; name a file")
+    folder = file.parent
+    if not folder.is_dir():
+        raise typer.BadParameter(f"{file}: there is no folder {folder}; make it, or name another file")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise typer.BadParameter(f"{file}: the folder {folder} cannot be written to; name another file")
+    return file
+
+
+JsonFile = Annotated[
+    Path | None,
+    typer.Option("--json", metavar="FILE", callback=writable, help="Write the results there; -: standard output."),
+]
+
+
+def console_for(json_file: Path | None) -> Console:
+    """Where a command prints what is for a reader."""
+    return Console(stderr=json_file == STANDARD_OUTPUT)
+
+
+def write_json(results: Mapping[str, Any], json_file: Path) -> None:
+    """Write results, so that the file holds the old ones or the new ones at any moment.
+
+    Raises:
+        OutputError: the file cannot be written; says why.
+    """
+    write_text(json.dumps(results, indent=1) + "\n", json_file)
+
+
+def write_text(text: str, file: Path) -> None:
+    """As :func:`write_json`, for any text."""
+    if file == STANDARD_OUTPUT:
+        sys.stdout.write(text)
+        return
+    try:
+        if file.exists() and not file.is_file():
+            # A pipe or a device: there is nothing to replace.
+            file.write_text(text, encoding="utf-8")
+        else:
+            write_atomically(file.resolve(), text.encode(), durable=False)
+    except OSError as error:
+        raise OutputError(f"{file}: cannot be written ({error.strerror}); name another file") from error
