@@ -25,6 +25,9 @@ FINGERPRINT: Final = "VLLM_HWPLUGIN_FINGERPRINT"
 
 COMPILE_KEY: Final = "compile key"
 
+# Characters of a raw value in a message.
+_LONGEST: Final = 200
+
 _WORDS_TRUE: Final = ("1", "true", "yes", "on")
 _WORDS_FALSE: Final = ("0", "false", "no", "off")
 
@@ -319,14 +322,24 @@ def read(name: str, environ: Mapping[str, str] | None = None) -> GateValue:
         if chosen is None:
             chosen = GateValue(gate, _parse_alias(gate, alias, raw), f"alias {alias.name}", raw)
         elif _alias_disagrees(gate, alias, raw, chosen.value):
-            passed_over.append(f"{alias.name}={raw}")
+            passed_over.append(f"{alias.name}={_shown(raw)}")
     if chosen is None:
         return GateValue(gate, gate.default, "default", None)
     if not passed_over:
         return chosen
     winner = gate.name if chosen.source == "environment" else chosen.source.removeprefix("alias ")
-    conflict = f"{' and '.join(passed_over)} is not followed, because {winner}={chosen.raw} is set"
+    conflict = f"{' and '.join(passed_over)} is not followed, because {winner}={_shown(chosen.raw or '')} is set"
     return GateValue(gate, chosen.value, chosen.source, chosen.raw, conflict)
+
+
+def source(name: str, environ: Mapping[str, str] | None = None) -> str:
+    """Where a gate's value comes from, also a bad one: ``default``, ``environment`` or ``alias NAME``."""
+    environ = os.environ if environ is None else environ
+    gate = find(name)
+    if _present(gate.name, environ) is not None:
+        return "environment"
+    aliases = (f"alias {alias.name}" for alias in gate.aliases if _present(alias.name, environ) is not None)
+    return next(aliases, "default")
 
 
 def read_all(environ: Mapping[str, str] | None = None) -> dict[str, GateValue]:
@@ -450,8 +463,14 @@ def _present(name: str, environ: Mapping[str, str]) -> str | None:
     return raw if raw is not None and raw.strip() else None
 
 
+def _shown(raw: str) -> str:
+    """A raw value for a message: one line, and not longer than a reader reads."""
+    text = raw if raw.isprintable() else repr(raw)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... ({len(raw)} characters)"
+
+
 def _bad(variable: str, raw: str, good: str, help_: str) -> GateError:
-    return GateError(f"{variable}={raw!r} is not one of the good values: {good}. ({help_})")
+    return GateError(f"{variable}={_shown(repr(raw))} is not one of the good values: {good}. ({help_})")
 
 
 def _parse(gate: Gate, raw: str) -> Value:

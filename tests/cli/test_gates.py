@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,34 @@ def test_lists_every_variable_with_the_value_in_force(monkeypatch: pytest.Monkey
     assert rows["VLLM_HWPLUGIN_DRAFT_FULL_GRAPH"][1:3] == ["off", "alias VLLM_MUSA_DRAFT_FULL_WRAP"]
     assert rows["VLLM_HWPLUGIN_STRICT"][1] == "(bad value)"
     assert "no effect in this release" in rows["VLLM_HWPLUGIN_NWOR_MODE"][4]
+
+
+def test_the_variable_that_decides_is_named_also_where_its_value_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_MUSA_DFLASH_FULL_WRAP", "nonsense")
+    monkeypatch.setenv("VLLM_HWPLUGIN_DRAFT_FULL_GRAPH", "auto")
+    monkeypatch.setenv("VLLM_MUSA_DRAFT_FULL_WRAP", "0")
+    rows = {
+        row[0]: row for line in CliRunner().invoke(app, ["gates"]).output.splitlines() for row in [line.split("\t")]
+    }
+    assert rows["VLLM_HWPLUGIN_DFLASH_FULL_GRAPH"][1:3] == ["(bad value)", "alias VLLM_MUSA_DFLASH_FULL_WRAP"]
+    value, source = rows["VLLM_HWPLUGIN_DRAFT_FULL_GRAPH"][1:3]
+    assert value == "auto"
+    assert source.startswith("environment (VLLM_MUSA_DRAFT_FULL_WRAP=0 is not followed")
+    found = json.loads(CliRunner().invoke(app, ["doctor", "--json"]).stdout)
+    sources = {row["name"]: row["source"] for row in found["gates"]}
+    assert sources["VLLM_HWPLUGIN_DFLASH_FULL_GRAPH"] == "alias VLLM_MUSA_DFLASH_FULL_WRAP"
+
+
+@pytest.mark.parametrize("name", ["VLLM_HWPLUGIN_OPS_SKIP", "VLLM_HWPLUGIN_STRICT", "VLLM_MUSA_DRAFT_FULL_WRAP"])
+@pytest.mark.parametrize("command", ["gates", "doctor"])
+def test_no_value_floods_or_drives_the_terminal(command: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bad, good and passed-over values alike."""
+    monkeypatch.setenv("VLLM_HWPLUGIN_DRAFT_FULL_GRAPH", "auto")
+    monkeypatch.setenv(name, "\x1b[2Jforged: a line\n" + "x" * 100_000)
+    result = CliRunner().invoke(app, [command])
+    assert len(result.output) < 20_000
+    assert "\x1b" not in result.output
+    assert not [line for line in result.output.splitlines() if line.startswith("x")]
 
 
 def test_writes_the_page_and_finds_it_up_to_date(tmp_path: Path) -> None:

@@ -87,11 +87,11 @@ def _fail(error: Exception, with_traceback: bool) -> NoReturn:
         traceback.print_exception(error)
     elif _is_for_the_user(error):
         # One line a fault, where there are several.
-        typer.echo("error: " + printable(str(error), keep="\n"), err=True)
-    elif isinstance(error, OSError):
         typer.echo("error: " + printable(str(error)), err=True)
+    elif isinstance(error, OSError):
+        typer.echo("error: " + printable(str(error), keep=""), err=True)
     else:
-        what = printable(f"{type(error).__name__}: {error}")
+        what = printable(f"{type(error).__name__}: {error}", keep="")
         typer.echo(f"error: unexpected {what}; `vllm-hwplugin --traceback COMMAND ...` shows where it arose", err=True)
     raise typer.Exit(FAILURE) from error
 

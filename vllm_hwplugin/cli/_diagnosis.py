@@ -29,6 +29,7 @@ from ..record import ProcessRecord
 from . import _host
 from ._kernels import KernelRow, kernel_rows
 from ._operations import OperationRow, operation_problems, operation_rows
+from ._text import printable, shortened
 
 #: Raised when a key of the JSON changes its meaning or goes away; new keys do not raise it.
 FORMAT = 1
@@ -143,7 +144,7 @@ def diagnose(environ: Mapping[str, str] | None = None, *, catalog: Catalog | Non
         vllm=_describe(installed),
         packages={name: _version_of(name) for name in ("torch", "triton", "torch_musa", "torchada", "mate")},
         cache=_cache(environ, found),
-        gates=tuple(_row(gate, values[gate.name]) for gate in gates.GATES),
+        gates=tuple(_row(gate, values[gate.name], gates.source(gate.name, environ)) for gate in gates.GATES),
         features=features,
         fingerprint=fingerprint,
         last_engine=last_engine(_records(environ)),
@@ -195,14 +196,15 @@ def _read_gates(environ: Mapping[str, str], found: _Findings) -> dict[str, gates
     found.warnings += [str(item) for item in gates.unknown(environ)]
     skip = values[SKIP]
     if isinstance(skip, gates.GateValue) and (wrong := unknown_names(skip.names)):
-        found.warnings.append(f"{SKIP} names {', '.join(wrong)}, which no kernel is for")
+        names = shortened(printable(", ".join(wrong), keep=""))
+        found.warnings.append(f"{SKIP} names {names}, which no kernel is for")
     return values
 
 
-def _row(gate: gates.Gate, value: gates.GateValue | gates.GateError) -> GateRow:
+def _row(gate: gates.Gate, value: gates.GateValue | gates.GateError, source: str) -> GateRow:
     if isinstance(value, gates.GateError):
-        return GateRow(gate.name, gate.kind, "", "environment", gate.effect, error=str(value))
-    return GateRow(gate.name, gate.kind, gates.show(value.value), value.source, gate.effect, value.raw, value.conflict)
+        return GateRow(gate.name, gate.kind, "", source, gate.effect, error=str(value))
+    return GateRow(gate.name, gate.kind, gates.show(value.value), source, gate.effect, value.raw, value.conflict)
 
 
 def _find_vllm(found: _Findings) -> Installed | None:

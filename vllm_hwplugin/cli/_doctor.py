@@ -17,6 +17,7 @@ from ..ops._override_catalog import RECORD
 from ..platforms._offer import KEY as PLATFORM
 from ._diagnosis import Diagnosis, diagnose
 from ._output import STANDARD_OUTPUT, JsonFile, write_json
+from ._text import printable, shortened
 
 _COLOURS = {"live": "green", "upstream": "green", "not-needed": "green", "off": "yellow", "refused": "red"}
 
@@ -71,7 +72,7 @@ def show(found: Diagnosis, console: Console) -> None:
                 console.print(line, markup=False, highlight=False, soft_wrap=True)
     for kind, style, lines in (("problem", "red", found.problems), ("warning", "yellow", found.warnings)):
         for line in lines:
-            console.print(f"{kind}: {line}", style=style, markup=False, highlight=False, soft_wrap=True)
+            console.print(f"{kind}: {printable(line)}", style=style, markup=False, highlight=False, soft_wrap=True)
     if not found.problems and not found.warnings:
         console.print("nothing to report", style="green", highlight=False)
 
@@ -99,7 +100,12 @@ def sections(found: Diagnosis) -> tuple[Section, ...]:
             "gates",
             ("variable", "value", "from", "remark"),
             tuple(
-                (row.name, row.value or "not set", row.source, row.error or ("reserved" * (row.effect == "reserved")))
+                (
+                    row.name,
+                    shortened(row.value) or "not set",
+                    row.source,
+                    row.error or ("reserved" * (row.effect == "reserved")),
+                )
                 for row in found.gates
             ),
         ),
@@ -126,7 +132,7 @@ def plain(section: Section) -> Iterable[str]:
     widths = [max(map(len, column)) for column in zip(*section.rows, strict=True)]
     for row in section.rows:
         # A reason may have several lines; a row is one.
-        cells = [" ".join(cell.split()).ljust(width) for cell, width in zip(row, widths, strict=True)]
+        cells = [printable(" ".join(cell.split())).ljust(width) for cell, width in zip(row, widths, strict=True)]
         yield ("  " + "  ".join(cells)).rstrip()
 
 
@@ -135,7 +141,7 @@ def _show_table(section: Section, console: Console) -> None:
     for column in section.columns:
         table.add_column(column, overflow="fold")
     for row in section.rows:
-        table.add_row(*(Text(cell, style=_COLOURS.get(cell, "")) for cell in row))
+        table.add_row(*(Text(printable(cell), style=_COLOURS.get(cell, "")) for cell in row))
     console.print(table if section.rows else Text(f"{section.title}: {section.empty}"))
 
 

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from .. import gates as table
 from ._app import FAILURE
+from ._text import printable, shortened
 
 
 def gates(
@@ -72,8 +73,9 @@ def _now(name: str) -> tuple[str, str]:
         value = table.read(name)
     except table.GateError:
         # The list is where a reader looks for the good values; doctor is the one to judge.
-        return "(bad value)", "environment"
-    return table.show(value.value) or "not set", value.source
+        return "(bad value)", table.source(name)
+    shown = printable(shortened(table.show(value.value)), keep="") or "not set"
+    return shown, f"{value.source} ({value.conflict})" if value.conflict else value.source
 
 
 def _what(gate: table.Gate) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 _LONGEST = 300
 
 
-def printable(text: str, keep: str = "\t") -> str:
+def printable(text: str, keep: str = "\n") -> str:
     """The text with its control characters written out, so that it can neither move the cursor nor forge a line.
 
     Args:
