@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import hashlib
 import threading
@@ -49,11 +50,14 @@ class PackageServer:
 
     `ranges` is what it does with a range request: serves it, serves all but ranges counted from the end, or sends the
     whole file. `status` answers every request with that status, `cut` closes the connection after that many bytes.
+    `mood` spoils the project page: it never comes, comes a byte at a time, or has no end.
     """
 
     def __init__(self) -> None:
         self.ranges: Literal["all", "from-start", "none"] = "all"
+        self.mood: Literal["well", "silent", "drips", "endless"] = "well"
         self.status: int | None = None
+        self.retry_after: str | None = None
         self.cut: int | None = None
         self.lie_about_digest = False
         self.page: bytes | None = None
@@ -61,6 +65,7 @@ class PackageServer:
         self.wheels: dict[str, bytes] = {}
         self.requests: list[tuple[str, str, str | None]] = []
         self.bytes_sent = 0
+        self._closing = threading.Event()
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -89,6 +94,7 @@ class PackageServer:
         self.wheels[wheel.name] = wheel.read_bytes()
 
     def close(self) -> None:
+        self._closing.set()
         self._http.shutdown()
         self._http.server_close()
         self._thread.join()
@@ -99,10 +105,24 @@ class PackageServer:
             self._send(handler, self.status, b"")
         elif handler.path.startswith("/files/") and (name := handler.path.rpartition("/")[2]) in self.wheels:
             self._send_file(handler, self.wheels[name])
+        elif self.mood != "well":
+            self._misbehave(handler)
         elif handler.path == "/simple/vllm/":
             self._send(handler, 200, self.page if self.page is not None else self._listing(), self.page_type)
         else:
             self._send(handler, 404, b"")
+
+    def _misbehave(self, handler: BaseHTTPRequestHandler) -> None:
+        if self.mood != "silent":
+            handler.send_response(200)
+            handler.send_header("Content-Type", "text/html")
+            handler.end_headers()
+        pause, piece = {"silent": (None, b""), "drips": (0.05, b" "), "endless": (0.0, b" " * 65536)}[self.mood]
+        # The reader goes away in the middle.
+        with contextlib.suppress(OSError):
+            while not self._closing.wait(pause):
+                handler.wfile.write(piece)
+                self.bytes_sent += len(piece)
 
     def _listing(self) -> bytes:
         links = []
@@ -135,6 +155,8 @@ class PackageServer:
         handler.send_response(status)
         handler.send_header("Content-Type", kind)
         handler.send_header("Content-Length", str(len(body)))
+        if self.retry_after is not None:
+            handler.send_header("Retry-After", self.retry_after)
         if extra is not None:
             handler.send_header("Content-Range", extra)
         handler.end_headers()

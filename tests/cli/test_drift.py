@@ -182,6 +182,8 @@ def test_wheel(small_tree: Callable[..., Path], tmp_path: Path, write_wheel: Wri
         ("0.33.0", "no usable answer"),
         ("torn.whl", "torn.whl: not a readable wheel"),
         ("other", "no vllm/ package in this folder"),
+        ("~nobody-of-this-name/x", "cannot be looked at"),
+        ("x" * 5000, "(5000 characters): cannot be looked at (File name too long)"),
     ],
 )
 def test_could_not_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str, message: str) -> None:
@@ -215,6 +217,27 @@ def test_unknown_version(
     result = run("0.99.0")
     assert result.exit_code == 2
     assert "vllm 0.99.0: the package index has no wheel of this version; the nearest are 0.33.0" in result.stderr
+
+
+@pytest.mark.usefixtures("catalog")
+def test_a_word_is_said_while_a_server_is_silent(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.mood = "silent"
+    monkeypatch.setattr(_drift, "Index", lambda: Index(server.config, retries=0))
+    monkeypatch.setattr(_drift, "PATIENCE", 0.1)
+    monkeypatch.setattr("vllm_hwplugin.cli.sources._remote.TIMEOUT", (1.0, 1.0))
+    result = run("0.31.0", "0.32.0")
+    assert result.exit_code == 2
+    note, failure = result.stderr.splitlines()
+    assert note == "note: still waiting for 0.31.0, 0.32.0; Ctrl-C ends it"
+    assert failure.startswith("error: http://127.0.0.1:")
+
+
+@pytest.mark.usefixtures("catalog")
+def test_an_index_setting_that_is_no_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_drift, "Index", lambda: Index(PipConfig(index_url="http://[::1/"), retries=0))
+    result = run("0.33.0")
+    assert (result.exit_code, len(result.stderr.splitlines())) == (2, 1)
+    assert "pip's index setting" in result.stderr
 
 
 def test_empty_catalogue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

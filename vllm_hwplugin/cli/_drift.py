@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated
 
@@ -14,12 +13,15 @@ from vllm_hwplugin import __version__
 from vllm_hwplugin.patching import SUPPORTED, Catalog, CatalogError, load_catalog
 
 from ._drift_report import TargetReport, as_json, as_markdown, check, exit_status, in_order
-from ._drift_table import print_report, progress
+from ._drift_table import print_report, progress, say_once
 from ._output import STANDARD_OUTPUT, JsonFile, writable, write_json, write_text
-from .sources import Index, IndexSource, SourceError, WheelSource, open_installed, open_target
+from .sources import Index, IndexSource, SourceError, WheelSource, open_installed, open_target, run_all
 
 # Few enough that name servers and package indexes of small offices do not mind.
 _CONNECTIONS = 4
+
+# Seconds without an answer after which that is said.
+PATIENCE = 5.0
 
 _INSTALLED = "the installed vLLM"
 
@@ -65,17 +67,16 @@ def drift(
 
 def check_all(catalog: Catalog, targets: list[str], index: Index) -> list[TargetReport]:
     """Check several targets, a few at a time, with a progress bar on a terminal."""
-    with (
-        progress(len(targets), Console(stderr=True)) as advance,
-        ThreadPoolExecutor(min(_CONNECTIONS, len(targets))) as pool,
-    ):
-
-        def one(target: str) -> TargetReport:
-            report = check_target(catalog, target, index)
-            advance()
-            return report
-
-        return list(pool.map(one, targets))
+    err = Console(stderr=True, highlight=False)
+    with progress(len(targets), err) as advance:
+        return run_all(
+            lambda target: check_target(catalog, target, index),
+            targets,
+            _CONNECTIONS,
+            on_done=advance,
+            patience=PATIENCE,
+            on_wait=say_once(err),
+        )
 
 
 def check_target(catalog: Catalog, target: str, index: Index) -> TargetReport:

@@ -28,6 +28,20 @@ def progress(total: int, console: Console) -> Iterator[Callable[[], None]]:
         yield lambda: bar.advance(task)
 
 
+def say_once(console: Console) -> Callable[[list[str]], None]:
+    """A function that says, when it is first called, which targets are being waited for."""
+    said = False
+
+    def say(targets: list[str]) -> None:
+        nonlocal said
+        if not said:
+            more = f" and {len(targets) - 3} more" if len(targets) > 3 else ""
+            _line(console, f"note: still waiting for {', '.join(targets[:3])}{more}; Ctrl-C ends it")
+        said = True
+
+    return say
+
+
 def print_report(
     catalog: Catalog, reports: Sequence[TargetReport], out: Console, err: Console, notes: Sequence[str] = ()
 ) -> None:

@@ -11,10 +11,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from vllm_hwplugin.patching import Catalog, Feature, Status, evaluate, load_catalog, render_diff
+from vllm_hwplugin.patching import Catalog, Feature, FeatureVerdict, Status, evaluate, load_catalog, render_diff
 
+from ._drift import PATIENCE
 from ._drift_report import is_expected, summary
-from .sources import Index, SourceError, open_installed, open_target
+from ._drift_table import say_once
+from .sources import Index, Source, SourceError, open_installed, open_target, run_all
 
 app = typer.Typer(invoke_without_command=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -82,8 +84,13 @@ def diff(
     """
     found = find_feature(load_catalog(), feature)
     index = Index()
-    source = open_installed() if vllm is None else open_target(vllm, index)
-    verdict = evaluate(found, source)
+
+    def read(target: str) -> tuple[Source, FeatureVerdict]:
+        source = open_installed() if vllm is None else open_target(target, index)
+        return source, evaluate(found, source)
+
+    wait = say_once(Console(stderr=True, highlight=False))
+    ((source, verdict),) = run_all(read, [vllm or "the installed vLLM"], 1, patience=PATIENCE, on_wait=wait)
     if verdict.status is not Status.APPLIES:
         reason = f" ({verdict.reason})" if verdict.reason else ""
         typer.echo(f"{source.label}: {found.id}: {summary(verdict)}{reason}", err=True)

@@ -5,6 +5,7 @@ Every source has a `label`, a `version` and `read(path)`, which is what the patc
 is reached with optional libraries (extra `drift`); files and folders need none.
 """
 
+from ._background import run_all
 from ._errors import BadTarget, BadTree, BadWheel, IndexUnreachable, MissingTool, SourceError, UnknownVersion
 from ._index import Index, IndexSource
 from ._pipconfig import PipConfig
@@ -28,4 +29,5 @@ __all__ = [
     "WheelSource",
     "open_installed",
     "open_target",
+    "run_all",
 ]

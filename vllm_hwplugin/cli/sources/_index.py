@@ -17,8 +17,8 @@ from packaging.utils import canonicalize_name
 
 from ._cache import Member, WheelCache, safe_member, sources_folder
 from ._errors import BadWheel, IndexUnreachable, SourceError, UnknownVersion
-from ._pipconfig import PipConfig, pip_config, shown
-from ._releases import Release, choose, parse_release, releases_of
+from ._pipconfig import UNSHOWN, PipConfig, pip_config, shown
+from ._releases import Release, choose, is_file_name, parse_release, releases_of
 from ._tree import find_version
 from ._wheel import decode, metadata_members
 
@@ -42,11 +42,16 @@ class Index:
         self._lock = threading.Lock()
         self._pages: dict[str, list[Release] | SourceError] = {}
         self._notes: dict[str, None] = {}
+        self._served: dict[str, dict[str, None]] = {}
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What a user should know about how the answers came about, each once."""
-        return tuple(self._notes)
+        served = []
+        for cause, names in self._served.items():
+            kept = next(iter(names)) if len(names) == 1 else f"{len(names)} wheels"
+            served.append(f"{cause}; answered from what was kept of {kept}")
+        return (*served, *self._notes)
 
     def note(self, text: str) -> None:
         self._notes[text] = None
@@ -80,7 +85,7 @@ class Index:
                 kept = choose(project, version, self._kept(project))
             except UnknownVersion:
                 raise error from None
-            self.note(f"{error}; answered from what was kept of {kept.filename}")
+            self._served.setdefault(str(error), {})[kept.filename] = None
             return kept
 
     def kept_folder(self, release: Release) -> Path:
@@ -102,6 +107,8 @@ class Index:
         from ._remote import fetch_page
 
         urls = [self.config.index_url, *self.config.extra_index_urls]
+        if any(url is not None and shown(url) == UNSHOWN for url in urls):
+            raise IndexUnreachable(f"pip's index setting has {UNSHOWN}; repair it (pip config list)")
         remote = [url for url in urls if url is None or urlsplit(url).scheme in ("http", "https")]
         if not remote:
             raise IndexUnreachable(
@@ -112,7 +119,10 @@ class Index:
         failure: IndexUnreachable | None = None
         for url in remote:
             try:
-                found += releases_of(project, fetch_page(url, project, self.config, self._retries))
+                files = fetch_page(url, project, self.config, self._retries)
+                found += releases_of(project, files)
+                if strange := [file.filename for file in files if not is_file_name(file.filename)]:
+                    self.note(f"the package index lists {strange[0]!r}, which is no file name; not read")
             except IndexUnreachable as error:
                 failure = failure or error
         # Like pip, answer from the indexes that do; but "no such version" is only sure when all of them did.
@@ -224,8 +234,10 @@ class IndexSource:
         return self._zip
 
     def _keep_all(self, archive: zipfile.ZipFile) -> None:
+        from ._remote import member_bytes
+
         # The wheel itself goes away with this object; a later question about another file must not cost it again.
         self._index.note(f"{self.label}: the server has no byte ranges, so the whole wheel was downloaded")
         for info in archive.infolist():
             if info.filename.startswith("vllm/") and info.filename.endswith(".py") and safe_member(info.filename):
-                self._cache.keep(info.filename, archive.read(info))
+                self._cache.keep(info.filename, member_bytes(archive, info.filename, self.label))

@@ -20,6 +20,8 @@ from urllib.parse import urlsplit, urlunsplit
 
 from ._errors import IndexUnreachable
 
+UNSHOWN = "an address that is malformed (not shown, it may hold a password)"
+
 # Later sections win, as in pip: [global], then the section of the command, then PIP_* variables.
 _SECTIONS = ("global", "install", ":env:")
 
@@ -98,6 +100,15 @@ def pip_config() -> PipConfig:
 
 
 def shown(url: str) -> str:
-    """An address fit for a message: without user name and password."""
-    parts = urlsplit(url)
-    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+    """An address fit for a message: without user name, password and query.
+
+    Where they end cannot be told of an address that is malformed, and it is not shown at all.
+    """
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return UNSHOWN
+    host = parts.netloc.rpartition("@")[2]
+    if not (host or parts.scheme == "file") or "@" in parts.path + parts.query + parts.fragment:
+        return UNSHOWN
+    return urlunsplit((parts.scheme, host, parts.path, "", ""))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -12,6 +13,9 @@ from packaging.utils import BuildTag, InvalidWheelFilename, canonicalize_name, p
 from packaging.version import Version
 
 from ._errors import UnknownVersion
+
+# What the formats of wheels and sdists allow; above all no separator.
+_FILE_NAME = re.compile(r"[\w.!+-]+")
 
 
 class IndexFile(Protocol):
@@ -36,10 +40,18 @@ class Release:
     yanked: bool = False
 
 
+def is_file_name(text: str) -> bool:
+    """Whether a name that an index gives can be that of a distribution's file, and not a path."""
+    return _FILE_NAME.fullmatch(text) is not None
+
+
 def parse_release(
     filename: str, *, url: str | None = None, digests: Mapping[str, str] | None = None, yanked: bool = False
 ) -> tuple[str, Release] | None:
     """The project and release that a file name states; None for anything but a wheel."""
+    if not is_file_name(filename):
+        # It becomes the name of a folder in the cache, and `packaging` takes any text for a build tag.
+        return None
     try:
         name, version, build, tags = parse_wheel_filename(filename)
     except InvalidWheelFilename:
@@ -88,7 +100,10 @@ def _rank(release: Release) -> tuple[bool, Version, tuple[int, str], bool, str]:
 def _unknown(project: str, wanted: Version, known: list[Release]) -> str:
     versions = sorted({release.version for release in known})
     if not versions:
-        return f"{project} {wanted}: the package index has no wheel of {project}; name a wheel file or a folder"
+        return (
+            f"{project} {wanted}: the package index lists no wheel of {project}; see whether it is the right one (pip "
+            "config list), or name a wheel file or a folder"
+        )
     older = [version for version in versions if version < wanted][-2:]
     newer = [version for version in versions if version > wanted][:2]
     near = ", ".join(str(version) for version in [*older, *newer])

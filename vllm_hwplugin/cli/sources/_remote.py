@@ -4,13 +4,17 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import re
 import tempfile
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
+from ._background import within
 from ._errors import BadWheel, IndexUnreachable, MissingTool
+from ._limits import TooLarge, joined, unpacked
 from ._pipconfig import PipConfig, shown
 from ._wheel import DAMAGE
 
@@ -19,7 +23,7 @@ try:
     from pypi_simple import (
         PYPI_SIMPLE_ENDPOINT,
         DistributionPackage,
-        NoSuchProjectError,
+        ProjectPage,
         PyPISimple,
         UnsupportedContentTypeError,
         UnsupportedRepoVersionError,
@@ -34,23 +38,46 @@ except ImportError as error:
         "run: pip install 'vllm-hwplugin[drift]'"
     ) from error
 
-# Connecting and each pause between bytes, not the whole transfer.
-TIMEOUT = (10.0, 60.0)
+# Connecting and each pause between bytes, not the whole transfer. The second is pip's own.
+TIMEOUT = (5.0, 15.0)
+
+# Of a silent server, more attempts than this only take longer; an error that it answers with is often over soon.
+_RETRIES_OF_SILENCE = 1
+
+# Seconds. A server may ask for an hour, which nobody in front of a terminal would wait.
+_LONGEST_PAUSE = 5.0
+
+# Seconds for the whole page of an index, all attempts included: one that drips a byte at a time is never silent.
+_PAGE_TIME = 45.0
 
 # The directory of a vLLM wheel takes 350 to 650 kB at the end of the file: one request reads it all.
 _TAIL = 768 * 1024
 
-_CREDENTIALS = re.compile(r"//[^/@\s]+@")
+# In what libraries say of an address: user name and password, and the query, which may be a token.
+_SECRETS = re.compile(r"(?<=//)[^/@\s]+@|\?[^\s'\")>]+")
 
 # Answers to a range request that say "not this kind of range", rather than "not this file".
 _RANGE_REFUSED = {400, 405, 416, 501}
 
 
+class _Retry(Retry):
+    def get_retry_after(self, response: Any) -> float | None:
+        asked = super().get_retry_after(response)
+        return None if asked is None else min(asked, _LONGEST_PAUSE)
+
+
 def new_session(config: PipConfig, *, retries: int = 4) -> requests.Session:
     """A session with pip's certificate and proxy settings that tries again what a busy network drops."""
     session = requests.Session()
+    silence = min(retries, _RETRIES_OF_SILENCE)
     adapter = HTTPAdapter(
-        max_retries=Retry(total=retries, backoff_factor=0.3, status_forcelist=(429, 500, 502, 503, 504))
+        max_retries=_Retry(
+            total=retries,
+            connect=silence,
+            read=silence,
+            backoff_factor=0.3,
+            status_forcelist=(429, 500, 502, 503, 504),
+        )
     )
     session.mount("https://", adapter)
     session.mount("http://", adapter)
@@ -77,7 +104,7 @@ def open_remote(url: str, session: requests.Session, digest: str | None) -> tupl
     """
     for suffix_range in (True, False):
         try:
-            with network(url):
+            with network(shown(url)):
                 return RemoteZip(url, _TAIL, session=session, support_suffix_range=suffix_range, timeout=TIMEOUT), False
         except RemoteIOError as error:
             refusal = error.__context__
@@ -86,7 +113,7 @@ def open_remote(url: str, session: requests.Session, digest: str | None) -> tupl
                 and refusal.response is not None
                 and refusal.response.status_code in _RANGE_REFUSED
             ):
-                raise IndexUnreachable(unreachable(url, error)) from error
+                raise IndexUnreachable(unreachable(shown(url), error)) from error
         except RemoteZipError:
             # Ranges are ignored or answered in a way that cannot be used; another way of asking may do.
             continue
@@ -96,12 +123,12 @@ def open_remote(url: str, session: requests.Session, digest: str | None) -> tupl
 
 
 @contextmanager
-def network(url: str) -> Iterator[None]:
+def network(where: str) -> Iterator[None]:
     """Turn failures below the archive into one message; `remotezip` passes some of them on as they come."""
     try:
         yield
     except (requests.RequestException, TransportError) as error:
-        raise IndexUnreachable(unreachable(url, error)) from error
+        raise IndexUnreachable(unreachable(where, error)) from error
 
 
 def fetch_page(endpoint: str | None, project: str, config: PipConfig, retries: int) -> list[DistributionPackage]:
@@ -114,14 +141,25 @@ def fetch_page(endpoint: str | None, project: str, config: PipConfig, retries: i
         IndexUnreachable: no answer, or not one of a package index.
     """
     address = endpoint or PYPI_SIMPLE_ENDPOINT
-    with PyPISimple(address, session=new_session(config, retries=retries)) as client:
+    with new_session(config, retries=retries) as session:
+        client = PyPISimple(address, session=session)
         try:
-            with network(address):
-                return client.get_project_page(project, timeout=TIMEOUT).packages
-        except NoSuchProjectError:
+            with network(shown(address)):
+                return within(_PAGE_TIME, lambda: _page(client, project, session))
+        except (ValueError, TooLarge, TimeoutError, UnsupportedContentTypeError, UnsupportedRepoVersionError) as error:
+            raise IndexUnreachable(unreachable(shown(address), error)) from error
+
+
+def _page(client: PyPISimple, project: str, session: requests.Session) -> list[DistributionPackage]:
+    headers = {"Accept": client.accept}
+    with session.get(client.get_project_url(project), headers=headers, stream=True, timeout=TIMEOUT) as answer:
+        if answer.status_code == 404:
             return []
-        except (ValueError, UnsupportedContentTypeError, UnsupportedRepoVersionError) as error:
-            raise IndexUnreachable(unreachable(address, error)) from error
+        answer.raise_for_status()
+        # In pieces that cannot unpack to more memory than there is; the page is then parsed as any answer is.
+        answer.raw = io.BytesIO(joined(answer.raw.stream(4096, decode_content=True)))
+        page: list[DistributionPackage] = ProjectPage.from_response(answer, project).packages
+        return page
 
 
 def member_bytes(archive: zipfile.ZipFile, name: str, label: str) -> bytes:
@@ -133,9 +171,11 @@ def member_bytes(archive: zipfile.ZipFile, name: str, label: str) -> bytes:
     """
     try:
         with network(label):
-            return archive.read(name)
+            return unpacked(archive, name)
     except RemoteZipError as error:
         raise IndexUnreachable(unreachable(label, error)) from error
+    except TooLarge as error:
+        raise BadWheel(f"{label}: {name} has {error}; try another index") from error
     except DAMAGE as error:
         raise BadWheel(f"{label}: {name} is damaged ({error}); try another index") from error
 
@@ -145,7 +185,7 @@ def _download(url: str, session: requests.Session, digest: str | None) -> zipfil
     whole = tempfile.TemporaryFile()  # noqa: SIM115
     seen = hashlib.sha256()
     try:
-        with network(url), session.get(url, stream=True, timeout=TIMEOUT) as answer:
+        with network(shown(url)), session.get(url, stream=True, timeout=TIMEOUT) as answer:
             answer.raise_for_status()
             for chunk in answer.iter_content(1 << 20):
                 seen.update(chunk)
@@ -163,15 +203,16 @@ def _download(url: str, session: requests.Session, digest: str | None) -> zipfil
         raise
 
 
-def unreachable(url: str, error: BaseException) -> str:
+def unreachable(where: str, error: BaseException) -> str:
+    """What to say of a failure; ``where`` is an address fit to be shown, or the name of a file."""
     cause: BaseException = error
     while (deeper := cause.__cause__ or cause.__context__) is not None:
         cause = deeper
     if isinstance(cause, requests.HTTPError) and cause.response is not None:
         found = f"HTTP {cause.response.status_code} {cause.response.reason}"
     else:
-        found = _CREDENTIALS.sub("//", " ".join(str(cause).split())) or type(cause).__name__
+        found = _SECRETS.sub("", " ".join(str(cause).split())) or type(cause).__name__
     return (
-        f"{shown(url)}: no usable answer ({found}); check the network and pip's index setting (pip config list), "
+        f"{where}: no usable answer ({found}); check the network and pip's index setting (pip config list), "
         "or name a wheel file or a folder"
     )

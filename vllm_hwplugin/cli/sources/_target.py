@@ -44,14 +44,19 @@ def open_target(target: str, index: Index) -> Source:
     if asked is not None:
         project, version = asked
         return IndexSource(version, index, project=project)
-    path = Path(target).expanduser()
-    if path.is_dir():
-        return TreeSource(path)
-    if path.is_file():
-        return WheelSource(path)
-    folder, at, version = target.rpartition("@")
-    if at and _is_version(version) and Path(folder).expanduser().is_dir():
-        return TreeSource(Path(folder).expanduser(), str(Version(version)))
+    try:
+        path = Path(target).expanduser()
+        if path.is_dir():
+            return TreeSource(path)
+        if path.is_file():
+            return WheelSource(path)
+        folder, at, version = target.rpartition("@")
+        if at and _is_version(version) and Path(folder).expanduser().is_dir():
+            return TreeSource(Path(folder).expanduser(), str(Version(version)))
+    except (OSError, RuntimeError) as error:
+        # No right to look, a name that is too long, or `~name` of a user that there is not.
+        cause = getattr(error, "strerror", None) or str(error)
+        raise BadTarget(f"{_short(target)}: cannot be looked at ({cause}); name another file or folder") from error
     if os.sep in target or target.endswith(".whl"):
         raise BadTarget(f"{target}: no such file or folder; name a wheel file, an unpacked tree or a version")
     raise BadTarget(f"{target}: not a wheel file, an unpacked tree or a version; examples: 0.33.0, ./vllm-src@0.33.0")
@@ -82,6 +87,10 @@ def _from_index(target: str) -> tuple[str, str] | None:
     if len(pins) == 1 and pins[0].operator == "==" and _is_version(pins[0].version):
         return requirement.name, str(Version(pins[0].version))
     return None
+
+
+def _short(target: str) -> str:
+    return target if len(target) <= 200 else f"{target[:200]}... ({len(target)} characters)"
 
 
 def _is_version(text: str) -> bool:

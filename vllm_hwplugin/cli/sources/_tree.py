@@ -11,6 +11,7 @@ from pathlib import Path, PurePosixPath
 from packaging.version import InvalidVersion, Version
 
 from ._errors import BadTree
+from ._limits import TooLarge, file_bytes
 
 # setuptools-scm writes `__version__ = version = '0.33.0'`; older releases wrote only the first name.
 _VERSION_LINE = re.compile(r"^__version__\s*(?::\s*str\s*)?=\s*(?:version\s*=\s*)?['\"]([^'\"]+)['\"]", re.MULTILINE)
@@ -62,7 +63,7 @@ class TreeSource:
             raise BadTree(f"{folder}: no vllm/ package in this folder; name the folder that holds vllm/")
         self._folder = folder
         found = version or find_version(
-            [file.read_text(encoding="utf-8") for file in sorted(folder.glob("vllm*.dist-info/METADATA"))], self.read
+            [_text(file) for file in sorted(folder.glob("vllm*.dist-info/METADATA"))], self.read
         )
         if found is None:
             raise BadTree(
@@ -76,8 +77,15 @@ class TreeSource:
         """The text of a file, newlines untouched; None where there is no such file."""
         file = self._folder.joinpath(*PurePosixPath(path).parts)
         try:
-            return file.read_bytes().decode("utf-8")
+            return _text(file)
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             return None
-        except (OSError, UnicodeDecodeError) as error:
-            raise BadTree(f"{file}: cannot be read ({error}); check the tree") from error
+
+
+def _text(file: Path) -> str:
+    try:
+        return file_bytes(file).decode("utf-8")
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        raise
+    except (OSError, UnicodeDecodeError, TooLarge) as error:
+        raise BadTree(f"{file}: cannot be read ({error}); check the tree") from error

@@ -8,6 +8,7 @@ import zlib
 from pathlib import Path
 
 from ._errors import BadWheel
+from ._limits import TooLarge, unpacked
 from ._tree import find_version
 
 # What `zipfile` raises for damaged archives: a torn directory, a bad check sum, a stream cut short, and methods or
@@ -66,7 +67,9 @@ class WheelSource:
     def read_bytes(self, name: str) -> bytes:
         """The bytes of a member, its check sum verified."""
         try:
-            return self._zip.read(name)
+            return unpacked(self._zip, name)
+        except TooLarge as error:
+            raise BadWheel(f"{self._path}: {name} has {error}; name another wheel") from error
         except (*DAMAGE, OSError) as error:
             raise BadWheel(f"{self._path}: {name} is damaged ({_one_line(error)}); download the wheel again") from error
 
