@@ -18,7 +18,11 @@ GPU = bench.Host("cuda", "NVIDIA H200", "580", "0.26.0", "2.11.0", "3.12.3", 16)
 RECORD = {
     "pid": 77,
     "role": "parent",
-    "features": {"one": {"state": "live", "reason": ""}, "two": {"state": "refused", "reason": "drifted"}},
+    "features": {
+        "one": {"state": "live", "reason": ""},
+        "two": {"state": "refused", "reason": "drifted"},
+        "three": {"state": "not-needed", "reason": "the fault came later"},
+    },
     "decisions": {"one": "chose this"},
 }
 
@@ -67,9 +71,9 @@ def test_five_fresh_engines_with_the_same_prompts(run):
     assert found["ok"] is True
     assert [j.label for j in jobs] == [c.name for c in _demo.CONFIGURATIONS]
     assert len({j.workloads for j in jobs}) == 1
-    assert [j.environment["VLLM_HWPLUGIN"] for j in jobs] == ["0", "0", "0", "1", "1"]
+    assert [j.environment["VLLM_HWPLUGIN"] for j in jobs] == ["0", "0", "1", "0", "1"]
     drafted = [j.options.get("speculative_config", {}).get("num_speculative_tokens") for j in jobs]
-    assert drafted == [None, 3, 7, 3, 7]
+    assert drafted == [None, 3, 3, 7, 7]
 
 
 def test_a_cpu_runs_exact_and_says_that_graphs_need_a_gpu(run):
@@ -85,23 +89,61 @@ def test_a_gpu_runs_full_graphs_in_bfloat16(run):
     assert all(j.options["compilation_config"] == {"cudagraph_mode": "FULL"} for j in jobs)
 
 
-def test_what_is_shown(run):
-    result, found, _ = run()
-    row = found["configurations"][3]
+def cells(result, name):
+    line = next(line for line in result.output.splitlines() if line.startswith(f"│ {name}"))
+    return [cell.strip() for cell in line.strip("│").split("│")]
+
+
+def test_a_gpu_is_timed_after_a_whole_round_and_the_best_of_some_counts(run):
+    result, found, jobs = run(host=GPU)
+    (workload,) = {j.workloads[0] for j in jobs}
+    assert (workload.rounds, workload.warmup_tokens) == (3, workload.max_tokens)
+    row = found["configurations"][2]
     # Two rounds of four drafts: one round's are shown, of the speeds the best.
-    assert row["drafts"] == 4
-    assert row["tokens_per_second"] == 4.0
-    assert row["acceptance_length"] == 2.0
+    assert (row["drafts"], row["tokens_per_second"], row["acceptance_length"]) == (4, 4.0, 2.0)
     assert row["texts_equal"] == row["texts"] == 2
-    line = next(line for line in result.output.splitlines() if line.startswith("│ Eagle3 patched"))
-    assert [cell.strip() for cell in line.strip("│").split("│")] == [
-        *("Eagle3 patched", "4", "4", "2.000", "0.75 0.25", "2/2")
-    ]
-    assert "Eagle3 patched: process 77 (parent): live: one; two refused" in result.output
+    assert cells(result, "Eagle3 patched")[1:3] == ["4", "drafter FULL"]
+    assert cells(result, "Eagle3 patched")[3:] == ["4", "2.000", "0.75 0.25", "2/2"]
+
+
+def test_a_cpu_runs_once_and_shows_no_speed(run):
+    result, found, jobs = run()
+    assert {(j.workloads[0].rounds, j.workloads[0].warmup_tokens) for j in jobs} == {(1, 0)}
+    assert {row["tokens_per_second"] for row in found["configurations"]} == {None}
+    assert cells(result, "Eagle3 patched") == ["Eagle3 patched", "4", "2.000", "0.75 0.25", "2/2"]
+
+
+def test_a_process_is_one_line_unless_more_is_asked_for(run):
+    """What is live, and what is out of the ordinary: a feature that vLLM does not need is neither."""
+    result, found, _ = run()
+    lines = [line for line in result.output.splitlines() if "process 77" in line]
+    assert [line.partition(":")[0] for line in lines] == ["Eagle3 patched", "DFlash patched"]
+    assert lines[0] == "Eagle3 patched: process 77 (parent): live: one; two refused: drifted"
+    assert "chose this" not in result.output
+    assert "a.Platform" not in result.output
+    assert found["configurations"][2]["platform"] == "a.Platform"
+    result, _, _ = run(arguments=["-v"])
+    assert "live: one; two refused: drifted; three not-needed" in result.output
     assert "one: chose this" in result.output
     assert "DFlash stock: platform class: a.Platform; CUDA graphs: drafter FULL" in result.output
-    assert "DFlash patched: platform class: a.Platform; CUDA graphs: drafter FULL" in result.output
-    assert row["platform"] == "a.Platform"
+
+
+def test_standard_output_can_be_the_results_alone(run):
+    result, found, _ = run(arguments=["--json", "-"])
+    assert json.loads(result.stdout)["ok"] is True
+    assert "Eagle3 patched: process 77" in result.stderr
+    assert found is None
+
+
+@pytest.mark.parametrize(
+    ("failed", "code"), [({"DFlash patched"}, 1), ({"DFlash stock"}, 2), ({"DFlash stock", "DFlash patched"}, 2)]
+)
+def test_only_what_the_plugin_does_is_a_finding(run, failed, code):
+    def launch(job):
+        return bench.Outcome(job, (), 1.0, "exit code 1", "") if job.label in failed else answer(job)
+
+    result, found, _ = run(launch)
+    assert (result.exit_code, found["ok"]) == (code, False)
 
 
 def test_a_failed_engine_is_shown_with_the_end_of_its_log_and_the_rest_goes_on(run):
@@ -111,11 +153,11 @@ def test_a_failed_engine_is_shown_with_the_end_of_its_log_and_the_rest_goes_on(r
         return answer(job)
 
     result, found, jobs = run(launch)
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert len(jobs) == 5
     assert "DFlash stock failed: exit code 1" in result.output
     assert "RuntimeError: [boom]" in result.output
-    assert [r["error"] for r in found["configurations"]] == [None, None, "exit code 1", None, None]
+    assert [r["error"] for r in found["configurations"]] == [None, None, None, "exit code 1", None]
     assert found["configurations"][4]["texts_equal"] == 2
 
 
@@ -125,7 +167,7 @@ def test_a_differing_text_fails_where_texts_must_be_equal(run, host, code):
         return answer(job, texts=((5, 6), (7, 9))) if job.label == "Eagle3 patched" else answer(job)
 
     result, found, _ = run(launch, host)
-    assert found["configurations"][3]["texts_equal"] == 1
+    assert found["configurations"][2]["texts_equal"] == 1
     assert result.exit_code == code
     assert "1/2" in result.output
 

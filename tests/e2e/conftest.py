@@ -28,7 +28,7 @@ def cpu_host() -> bench.Host:
 def demo(cpu_host: bench.Host, tmp_path_factory: pytest.TempPathFactory) -> dict:
     """The demo as a user runs it, on 8 prompts and 48 tokens: its rows by name, and what doctor says after it."""
     file = tmp_path_factory.mktemp("demo") / "demo.json"
-    command = [sys.executable, "-m", "vllm_hwplugin.cli", "demo", "--prompts", "8", "--tokens", "48"]
+    command = [sys.executable, "-m", "vllm_hwplugin.cli", "demo", "-v", "--prompts", "8", "--tokens", "48"]
     environment = {**os.environ, "VLLM_HWPLUGIN_CACHE_DIR": str(tmp_path_factory.mktemp("cache")), "COLUMNS": "200"}
     done = subprocess.run([*command, "--json", str(file)], env=environment, capture_output=True, text=True)
     result = json.loads(file.read_text())
