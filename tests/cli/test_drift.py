@@ -147,6 +147,24 @@ def test_unlisted_and_drifted(small_tree: Callable[..., Path]) -> None:
     assert "      +    total = 0.0" in result.output.splitlines()
 
 
+def test_the_variant_that_fits_best_has_the_smallest_share_of_trouble(
+    small_tree: Callable[..., Path], catalog: Path
+) -> None:
+    """One hunk of one that does not fit is further off than two of three."""
+    tree = small_tree()
+    folder = catalog / "graphs"
+    toml = (folder / "patch.toml").read_text()
+    new = '[[variant]]\nversions = ">=0.33.0,<0.34.0"\ndiffs = ["new.diff"]\n'
+    (folder / "patch.toml").write_text(toml.replace("<0.34.0", "<0.33.0") + new)
+    (folder / "new.diff").write_text(
+        "--- a/vllm/v1/norm.py\n+++ b/vllm/v1/norm.py\n@@ -1,2 +1,2 @@\n def norm(weight):\n"
+        "-    return weight[0]\n+    return weight[1]\n"
+        "--- a/vllm/gone.py\n+++ b/vllm/gone.py\n@@ -1,2 +1,2 @@\n a\n-b\n+c\n@@ -9,2 +9,2 @@\n d\n-e\n+f\n"
+    )
+    (tree / ADD).write_text((tree / ADD).read_text().replace("    total = 0\n", "    total = 0.0\n"))
+    assert "the one for <0.34.0,>=0.33.0 would not apply" in run(f"{tree}@0.35.0").output
+
+
 @pytest.mark.usefixtures("catalog")
 def test_partly_upstream(small_tree: Callable[..., Path], catalog: Path) -> None:
     """vLLM took one of two hunks: the feature is off, and the line says which hunk is there already."""

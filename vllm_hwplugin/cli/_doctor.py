@@ -9,7 +9,6 @@ from typing import Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 from typer.core import TyperCommand
 
@@ -17,6 +16,7 @@ from ..ops._override_catalog import RECORD
 from ..platforms._offer import KEY as PLATFORM
 from ._diagnosis import Diagnosis, diagnose
 from ._output import STANDARD_OUTPUT, JsonFile, write_json
+from ._tables import print_rows
 from ._text import printable, shortened
 
 _COLOURS = {"live": "green", "upstream": "green", "not-needed": "green", "off": "yellow", "refused": "red"}
@@ -137,12 +137,11 @@ def plain(section: Section) -> Iterable[str]:
 
 
 def _show_table(section: Section, console: Console) -> None:
-    table = Table(title=section.title, title_justify="left", title_style="bold", show_header=bool(section.rows))
-    for column in section.columns:
-        table.add_column(column, overflow="fold")
-    for row in section.rows:
-        table.add_row(*(Text(printable(cell), style=_COLOURS.get(cell, "")) for cell in row))
-    console.print(table if section.rows else Text(f"{section.title}: {section.empty}"))
+    if not section.rows:
+        console.print(Text(f"{section.title}: {section.empty}"))
+        return
+    rows = [[Text(printable(cell), style=_COLOURS.get(cell, "")) for cell in row] for row in section.rows]
+    print_rows(console, section.title, section.columns, rows)
 
 
 def _host_rows(found: Diagnosis) -> Iterable[tuple[str, str]]:

@@ -69,7 +69,8 @@ def _tried(feature: Feature, source: Source, unlisted: FeatureVerdict) -> Featur
     for variant in reversed(feature.variants):
         forced = replace(variant, versions=SpecifierSet(f"==={source.version}"))
         trials.append((variant, evaluate(replace(feature, variants=(forced,)), source)))
-    variant, best = min(trials, key=lambda trial: len(troubled_hunks(trial[1])))
+    # By share: a variant of one hunk that does not fit at all has less trouble than one of ten that fits in eight.
+    variant, best = min(trials, key=lambda trial: len(troubled_hunks(trial[1])) / max(1, len(trial[1].hunks)))
     if best.status is Status.UPSTREAM:
         outcome = "is in this vLLM already"
     else:

@@ -15,6 +15,7 @@ from rich.text import Text
 from vllm_hwplugin.patching import Catalog, FeatureVerdict, HunkVerdict, Status
 
 from ._drift_report import TargetReport, is_expected, row_names, summary, troubled_hunks
+from ._tables import table_for
 
 _STYLES = {Status.APPLIES: "green", Status.UPSTREAM: "cyan", Status.NOT_NEEDED: "dim"}
 
@@ -22,8 +23,11 @@ _STYLES = {Status.APPLIES: "green", Status.UPSTREAM: "cyan", Status.NOT_NEEDED: 
 @contextmanager
 def progress(total: int, console: Console) -> Iterator[Callable[[], None]]:
     """A progress bar on a terminal while several targets are read; gives a function that counts one."""
+    if total < 2 or not console.is_terminal:
+        yield lambda: None
+        return
     columns = (TextColumn("reading vLLM"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=total < 2 or not console.is_terminal) as bar:
+    with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("", total=total)
         yield lambda: bar.advance(task)
 
@@ -48,11 +52,12 @@ def print_report(
     """Print the verdicts and mismatches to `out`; notes and targets that could not be checked to `err`."""
     checked = [report for report in reports if report.error is None]
     names = row_names(checked)
-    if checked and out.is_terminal:
-        out.print(_table(catalog, names, checked))
+    table = _table(catalog, names, checked, out) if checked and out.is_terminal else None
+    if table is not None:
+        out.print(table)
     for name, report in zip(names, checked, strict=True):
         for verdict in report.verdicts:
-            if not out.is_terminal:
+            if table is None:
                 _line(out, f"vllm {name}: {verdict.feature}: {summary(verdict)}{_because(verdict)}")
             elif not is_expected(verdict):
                 _line(out, f"\nvllm {name}: {verdict.feature}: {summary(verdict)}{_because(verdict)}")
@@ -65,12 +70,15 @@ def print_report(
         _line(err, f"error: {failure}" + (f" ({count} targets)" if count > 1 else ""))
 
 
-def _table(catalog: Catalog, names: list[str], reports: Sequence[TargetReport]) -> Table:
-    table = Table("vLLM", *(feature.id for feature in catalog.features))
-    for name, report in zip(names, reports, strict=True):
-        cells = [Text(summary(verdict), style=_STYLES.get(verdict.status, "bold red")) for verdict in report.verdicts]
-        table.add_row(Text(name), *cells)
-    return table
+def _table(catalog: Catalog, names: list[str], reports: Sequence[TargetReport], out: Console) -> Table | None:
+    """None where the console is too narrow, also with headings that are split at their hyphens."""
+    rows = [
+        [Text(name), *(Text(summary(each), style=_STYLES.get(each.status, "bold red")) for each in report.verdicts)]
+        for name, report in zip(names, reports, strict=True)
+    ]
+    ids = [feature.id for feature in catalog.features]
+    whole = table_for(out, "", ["vLLM", *ids], rows)
+    return whole or table_for(out, "", ["vLLM", *(name.replace("-", "-\n") for name in ids)], rows)
 
 
 def _because(verdict: FeatureVerdict) -> str:

@@ -9,11 +9,11 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from .. import gates as table
 from ._app import FAILURE
+from ._tables import print_rows
 from ._text import printable, shortened
 
 
@@ -60,12 +60,10 @@ def _list(console: Console) -> None:
             # Not through rich, which turns tabs into blanks.
             typer.echo("\t".join([gate.name, *cells]))
         return
-    view = Table(title="environment variables", title_justify="left", title_style="bold")
-    for column in ("variable", "value", "from", "values", "what it does"):
-        view.add_column(column, overflow="fold")
-    for gate, *cells in rows:
-        view.add_row(gate.name, *map(Text, cells))
-    console.print(view)
+    columns = ("variable", "value", "from", "values", "what it does")
+    print_rows(
+        console, "environment variables", columns, [[Text(gate.name), *map(Text, cells)] for gate, *cells in rows]
+    )
 
 
 def _now(name: str) -> tuple[str, str]:

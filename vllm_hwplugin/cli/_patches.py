@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from vllm_hwplugin.patching import Catalog, Feature, FeatureVerdict, Status, evaluate, load_catalog, render_diff
@@ -16,6 +15,7 @@ from vllm_hwplugin.patching import Catalog, Feature, FeatureVerdict, Status, eva
 from ._drift import PATIENCE
 from ._drift_report import is_expected, summary
 from ._drift_table import say_once
+from ._tables import print_rows
 from .sources import Index, Source, SourceError, open_installed, open_target, run_all
 
 app = typer.Typer(invoke_without_command=True, add_completion=False, pretty_exceptions_enable=False)
@@ -41,10 +41,8 @@ def patches(ctx: typer.Context) -> None:
         for feature in catalog.features:
             typer.echo(f"{feature.id}: {feature.title}; gate {feature.gate}; vLLM {versions(feature)}")
         return
-    table = Table("feature", "what", "gate", "vLLM")
-    for feature in catalog.features:
-        table.add_row(*(Text(cell) for cell in (feature.id, feature.title, feature.gate, versions(feature))))
-    out.print(table)
+    cells = [(feature.id, feature.title, feature.gate, versions(feature)) for feature in catalog.features]
+    print_rows(out, "", ("feature", "what", "gate", "vLLM"), [list(map(Text, row)) for row in cells])
 
 
 @app.command()
