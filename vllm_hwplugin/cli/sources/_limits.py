@@ -20,7 +20,7 @@ class TooLarge(Exception):
     """More than :data:`LARGEST` bytes."""
 
     def __init__(self) -> None:
-        super().__init__(f"more than {LARGEST >> 20} MB, which no file of vLLM has")
+        super().__init__(f"more than {LARGEST >> 20} MB")
 
 
 def joined(pieces: Iterable[bytes]) -> bytes:

@@ -175,7 +175,7 @@ def member_bytes(archive: zipfile.ZipFile, name: str, label: str) -> bytes:
     except RemoteZipError as error:
         raise IndexUnreachable(unreachable(label, error)) from error
     except TooLarge as error:
-        raise BadWheel(f"{label}: {name} has {error}; try another index") from error
+        raise BadWheel(f"{label}: {name} has {error}, as no file of vLLM; try another index") from error
     except DAMAGE as error:
         raise BadWheel(f"{label}: {name} is damaged ({error}); try another index") from error
 

@@ -69,7 +69,7 @@ class WheelSource:
         try:
             return unpacked(self._zip, name)
         except TooLarge as error:
-            raise BadWheel(f"{self._path}: {name} has {error}; name another wheel") from error
+            raise BadWheel(f"{self._path}: {name} has {error}, as no file of vLLM; name another wheel") from error
         except (*DAMAGE, OSError) as error:
             raise BadWheel(f"{self._path}: {name} is damaged ({_one_line(error)}); download the wheel again") from error
 
