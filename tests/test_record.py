@@ -87,6 +87,45 @@ def test_a_forked_child_gets_a_record_of_its_own(tmp_path: Path) -> None:
     assert entries[child].decisions == {"key": "from the parent"}
 
 
+def test_the_first_word_of_a_plain_fork_leaves_its_parents_record_alone(tmp_path: Path) -> None:
+    record.begin(record.new("1"), tmp_path)
+    child = os.fork()
+    if not child:
+        record.note("key", "from the child")
+        os._exit(0)
+    os.waitpid(child, 0)
+    record.note("other", "from the parent")
+    entries = {entry.pid: entry.decisions for entry in record.read_all(tmp_path)}
+    assert entries == {os.getpid(): {"other": "from the parent"}, child: {"key": "from the child"}}
+
+
+@pytest.mark.parametrize(
+    ("argv", "names"),
+    [
+        (["python", "-u", "b.py", "serve", "--api-key", "sk-1", "a prompt"], ["python", "b.py", "--api-key"]),
+        (["python", "/x/vllm", "serve", "m", "--api-key=sk-1", "-tp", "2"], ["python", "/x/vllm", "serve", "--api-key"]),
+        (["python", "/x/vllm", "sk-1"], ["python", "/x/vllm"]),
+        (["python", "-Im", "vllm.entry", "--hf-overrides.token=sk-1"], ["python", "-m", "vllm.entry", "--hf-overrides"]),
+        (["python", "-X", "dev", "-W", "error", "b.py", "sk-1"], ["python", "b.py"]),
+        (["python", "-c", "key = 'sk-1'", "--key", "sk-1"], ["python", "-c"]),
+        (["python", "-Sckey='sk-1'"], ["python", "-c"]),
+        (["python"], ["python"]),
+        ([], []),
+    ],
+)
+def test_a_record_keeps_names_of_the_command_line_and_no_values(
+    tmp_path: Path, argv: list[str], names: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.orig_argv", argv)
+    record.begin(record.new("1"), tmp_path)
+    assert written(tmp_path)["argv"] == names
+    # As an earlier release wrote it.
+    (path,) = (tmp_path / "records").glob("*.json")
+    path.write_text(json.dumps({**json.loads(path.read_text()), "argv": argv}))
+    (found,) = record.read_all(tmp_path)
+    assert found.argv == names
+
+
 def test_old_records_are_pruned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(record, "KEPT", 3)
     folder = tmp_path / "records"

@@ -14,6 +14,7 @@ import json
 import logging
 import multiprocessing
 import os
+import re
 import sys
 import threading
 import time
@@ -37,6 +38,7 @@ class ProcessRecord:
 
     Attributes:
         role: see :func:`role`.
+        argv: the names on the command line, without any value; see :func:`names_of`.
         features: feature id -> ``{"state": ..., "reason": ...}`` with the states of the plan.
         modules: patched module -> ``pending`` (not imported yet), ``served`` (from its copy), ``re-applied`` (was
             imported before the plugin and got new code in place).
@@ -62,6 +64,12 @@ class ProcessRecord:
     notes: list[str] = field(default_factory=list)
     error: str | None = None
     format: int = FORMAT
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.argv, list) or not all(isinstance(item, str) for item in self.argv):
+            raise TypeError(f"argv is {self.argv!r}, expected a list of texts")
+        # Here and not in `new`: records of earlier releases have the whole command line.
+        self.argv = names_of(self.argv)
 
     @property
     def live(self) -> tuple[str, ...]:
@@ -105,6 +113,36 @@ def role(name: str | None = None, argv: Sequence[str] | None = None) -> str:
     return "parent"
 
 
+def names_of(argv: Sequence[str]) -> list[str]:
+    """What a command line says of its process, without what it may hold of its user: records go into bug reports.
+
+    Kept are the interpreter, the script or the module, vLLM's subcommand, and the names of long options. Values (keys,
+    tokens, addresses, prompts) are not, whether they follow their option or are joined to it; nor is code.
+
+    >>> names_of(["python", "/usr/bin/vllm", "serve", "a/model", "--api-key", "abc", "--port=80"])
+    ['python', '/usr/bin/vllm', 'serve', '--api-key', '--port']
+    """
+    if not argv:
+        return []
+    kept, rest = [argv[0]], list(argv[1:])
+    while rest and rest[0].startswith("-"):
+        option = rest.pop(0)
+        if found := re.fullmatch(r"-[A-Za-z]*?([cmWX])(.*)", option, re.DOTALL):
+            letter, value = found[1], found[2] or (rest.pop(0) if rest else "")
+            if letter == "c":
+                return [*kept, "-c"]
+            if letter == "m":
+                kept += ["-m", value]
+                break
+    else:
+        kept += rest[:1]
+        if Path(rest[0] if rest else "").name == "vllm" and re.fullmatch("[a-z][a-z-]*", "".join(rest[1:2])):
+            kept.append(rest[1])
+        rest = rest[1:]
+    names = (re.match(r"--[A-Za-z][A-Za-z0-9_-]*", argument) for argument in rest)
+    return [*kept, *(found[0] for found in names if found)]
+
+
 def new(plugin_version: str) -> ProcessRecord:
     """A record of this process that says nothing yet about vLLM."""
     return ProcessRecord(
@@ -138,6 +176,7 @@ def current() -> ProcessRecord | None:
 def save() -> None:
     """Write this process's record again, after a change to it. Without a record nothing happens."""
     with _lock:
+        adopt()
         _write()
 
 
@@ -148,6 +187,7 @@ def note(key: str, text: str) -> None:
     nothing.
     """
     with _lock:
+        adopt()
         if _current is None:
             _early[key] = text
         elif _current.decisions.get(key) != text:
@@ -156,7 +196,10 @@ def note(key: str, text: str) -> None:
 
 
 def adopt() -> None:
-    """Give a forked child a record of its own, with what its parent's said."""
+    """Give a forked child a record of its own, with what its parent's said.
+
+    `multiprocessing` runs this in its children; one of a plain `os.fork` gets here with the first that it has to say.
+    """
     with _lock:
         if _current is None or _current.pid == os.getpid():
             return
@@ -164,12 +207,6 @@ def adopt() -> None:
         for name in ("pid", "ppid", "role", "started", "argv"):
             setattr(_current, name, getattr(own, name))
         begin(_current, _folder.parent if _folder else None)
-
-
-def reset_after_fork() -> None:
-    """Replace the lock: another thread of the parent may have held it, and that thread is not in the child."""
-    global _lock
-    _lock = threading.RLock()
 
 
 def forget() -> None:
@@ -229,3 +266,12 @@ def _prune() -> None:
             (_folder / name).unlink(missing_ok=True)
     except OSError as error:
         logger.debug("records in %s not pruned: %s", _folder, error)
+
+
+def _renew_lock() -> None:
+    # Another thread of the parent may have held it, and that thread is not in the child.
+    global _lock
+    _lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)
