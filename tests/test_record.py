@@ -103,9 +103,15 @@ def test_the_first_word_of_a_plain_fork_leaves_its_parents_record_alone(tmp_path
     ("argv", "names"),
     [
         (["python", "-u", "b.py", "serve", "--api-key", "sk-1", "a prompt"], ["python", "b.py", "--api-key"]),
-        (["python", "/x/vllm", "serve", "m", "--api-key=sk-1", "-tp", "2"], ["python", "/x/vllm", "serve", "--api-key"]),
+        (
+            ["python", "/x/vllm", "serve", "m", "--api-key=sk-1", "-tp", "2"],
+            ["python", "/x/vllm", "serve", "--api-key"],
+        ),
         (["python", "/x/vllm", "sk-1"], ["python", "/x/vllm"]),
-        (["python", "-Im", "vllm.entry", "--hf-overrides.token=sk-1"], ["python", "-m", "vllm.entry", "--hf-overrides"]),
+        (
+            ["python", "-Im", "vllm.entry", "--hf-overrides.token=sk-1"],
+            ["python", "-m", "vllm.entry", "--hf-overrides"],
+        ),
         (["python", "-X", "dev", "-W", "error", "b.py", "sk-1"], ["python", "b.py"]),
         (["python", "-c", "key = 'sk-1'", "--key", "sk-1"], ["python", "-c"]),
         (["python", "-Sckey='sk-1'"], ["python", "-c"]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import vllm_hwplugin
 
@@ -75,6 +77,29 @@ EDITS = {
     ],
     "vllm/v1/pack/__init__.py": [('"stock pack"', '"patched pack"')],
 }
+
+
+# Runs outcome() in a fork for each set of variables: an environment costs no start of an interpreter.
+FORKS = """
+import json, os, traceback
+answers = {}
+for name, variables in json.loads(sys.argv[1]).items():
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.environ.update(variables)
+        try:
+            answer = json.dumps(outcome())
+        except BaseException:
+            answer = json.dumps({"failed": traceback.format_exc()})
+        os.write(writer, answer.encode())
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as stream:
+        answers[name] = json.loads(stream.read())
+    os.waitpid(child, 0)
+print(json.dumps(answers))
+"""
 
 
 @dataclass
@@ -156,3 +181,13 @@ class Project:
         done = self.start(*code, flags=flags, **variables)
         assert done.returncode == 0, done.stderr
         return done.stdout
+
+    def outcomes(self, code: str, environments: Mapping[str, Mapping[str, str]]) -> dict[str, Any]:
+        """What ``outcome()``, which ``code`` defines, returns under each of the named sets of variables."""
+        command = [*self.command(code, FORKS), json.dumps(environments)]
+        done = subprocess.run(command, env=self.environ(), capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        answers: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        for name, answer in answers.items():
+            assert "failed" not in answer, f"{name}: {answer['failed']}"
+        return answers

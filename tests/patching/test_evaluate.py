@@ -106,7 +106,7 @@ def test_unlisted(version: str) -> None:
     assert fit(ONE, Texts(source)).edits == {}
 
 
-@pytest.mark.parametrize("version", ["0.33.0", "0.20.0+cu129"])
+@pytest.mark.parametrize("version", ["0.33.0", "0.20.0+cu129", "0.33", "0.33.00", "v0.33.0", "0.33.0+CU130"])
 def test_listed(version: str) -> None:
     assert evaluate(ONE, Memory({PATH: ALPHA, OTHER: BETA}, version=version)).status is Status.APPLIES
 

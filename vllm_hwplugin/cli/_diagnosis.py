@@ -21,8 +21,8 @@ import vllm_hwplugin
 from .. import cachedir, gates, record
 from ..ops._override_catalog import SKIP, unknown_names
 from ..ops.build import built
-from ..patching import SUPPORTED, Catalog, PatchingError, load_catalog, make_plan
-from ..patching._installed import Installed, NotInstalled, find_installed
+from ..patching import Catalog, PatchingError, is_supported, load_catalog, make_plan
+from ..patching._installed import Installed, NotInstalled, VersionUnknown, find_installed
 from ..patching._overlay import FOLDER
 from ..platforms import _detect, _rivals
 from ..record import ProcessRecord
@@ -124,7 +124,7 @@ def diagnose(environ: Mapping[str, str] | None = None, *, catalog: Catalog | Non
     environ = os.environ if environ is None else environ
     found = _Findings()
     values = _read_gates(environ, found)
-    installed = _find_vllm(found)
+    installed = _find_vllm(values, found)
     _check_entry_point(environ, found)
     features, fingerprint = _decide(values, installed, catalog, found)
     platform = _host.find_platform()
@@ -207,9 +207,14 @@ def _row(gate: gates.Gate, value: gates.GateValue | gates.GateError, source: str
     return GateRow(gate.name, gate.kind, gates.show(value.value), source, gate.effect, value.raw, value.conflict)
 
 
-def _find_vllm(found: _Findings) -> Installed | None:
+def _find_vllm(values: Mapping[str, gates.GateValue | gates.GateError], found: _Findings) -> Installed | None:
     try:
         return find_installed()
+    except VersionUnknown as error:
+        master = values["VLLM_HWPLUGIN"]
+        switched_off = isinstance(master, gates.GateValue) and not master.flag
+        (found.warnings if switched_off else found.problems).append(str(error))
+        return None
     except NotInstalled as error:
         found.warnings.append(str(error))
         return None
@@ -222,7 +227,7 @@ def _describe(installed: Installed | None) -> dict[str, Any] | None:
         "dist": installed.dist,
         "version": installed.version,
         "path": str(installed.root / "vllm"),
-        "supported": installed.version.partition("+")[0] in SUPPORTED,
+        "supported": is_supported(installed.version),
     }
 
 
@@ -247,7 +252,10 @@ def _decide(
     catalog: Catalog | None,
     found: _Findings,
 ) -> tuple[tuple[FeatureRow, ...], str]:
-    """The states that a process of vLLM would come to with these gates."""
+    """The states that a process of vLLM would come to with these gates.
+
+    What would stop that process is a problem, what it would warn of a warning.
+    """
     try:
         catalog = load_catalog() if catalog is None else catalog
     except PatchingError as error:
@@ -255,27 +263,36 @@ def _decide(
         return (), "none"
     good = {name: value for name, value in values.items() if isinstance(value, gates.GateValue)}
     choices = {name: value.text for name, value in good.items() if value.gate.kind == "switch"}
+    strict = (value := good.get("VLLM_HWPLUGIN_STRICT")) is not None and value.flag
 
-    def all_of(state: str, reason: str) -> tuple[tuple[FeatureRow, ...], str]:
+    def all_of(state: str, reason: str, said: list[str]) -> tuple[tuple[FeatureRow, ...], str]:
         rows = []
         for item in catalog.features:
             choice = choices.get(item.gate, "")
             rows.append(FeatureRow(item.id, item.title, item.gate, choice, state, reason))
             if choice == "on":
-                found.problems.append(f"{item.gate}=on, but {item.id} cannot be live: {reason}")
+                said.append(f"{item.gate}=on, but {item.id} cannot be live: {reason}")
         return tuple(rows), "none"
 
     if len(good) < len(values):
-        return all_of("refused", "a variable has a bad value, and the plugin does nothing until it is right")
+        reason = "a variable has a bad value, and the plugin does nothing until it is right"
+        return all_of("refused", reason, found.problems)
     if not good["VLLM_HWPLUGIN"].flag:
-        return all_of("off", "VLLM_HWPLUGIN=0 switches the plugin off")
+        # Stock vLLM is what was asked for, whatever else is set.
+        return all_of("off", "VLLM_HWPLUGIN=0 switches the plugin off", found.warnings)
     if installed is None:
-        return all_of("refused", "no vLLM is installed")
-    try:
-        plan = make_plan(catalog, installed.source, choices, try_unlisted=good["VLLM_HWPLUGIN_TRY_UNLISTED"].flag)
-    except PatchingError as error:
-        return all_of("refused", str(error))
+        if strict:
+            found.problems.append("VLLM_HWPLUGIN_STRICT=1, but there is no vLLM whose patches could be chosen")
+        return all_of("refused", "no vLLM is installed, or none that states its version", found.problems)
+    plan = make_plan(
+        catalog, installed.source, choices, try_unlisted=good["VLLM_HWPLUGIN_TRY_UNLISTED"].flag, strict=strict
+    )
     found.problems += plan.errors
+    found.warnings += [
+        f"{name} is not live, vLLM runs stock there: {item.reason}"
+        for name, item in plan.features.items()
+        if item.state == "refused" and not strict and choices[item.feature.gate] != "on"
+    ]
     rows = tuple(
         FeatureRow(item.id, item.title, item.gate, choices[item.gate], state.state, state.reason)
         for item in catalog.features

@@ -28,6 +28,7 @@ _WORDS = {
     Status.NOT_NEEDED: "not needed",
     Status.CONFLICT: "conflict",
     Status.TARGET_MISSING: "target missing",
+    Status.UNREADABLE: "could not read",
     Status.UNLISTED: "unlisted",
 }
 
@@ -87,9 +88,10 @@ def is_expected(verdict: FeatureVerdict) -> bool:
 def exit_status(reports: Iterable[TargetReport]) -> int:
     """0 as expected, 1 drift, 2 could not check. Drift that was found outweighs a target that could not be read."""
     seen = list(reports)
-    if any(not is_expected(verdict) for report in seen for verdict in report.verdicts):
+    unexpected = {verdict.status for report in seen for verdict in report.verdicts if not is_expected(verdict)}
+    if unexpected - {Status.UNREADABLE}:
         return 1
-    return 2 if any(report.error is not None for report in seen) else 0
+    return 2 if unexpected or any(report.error is not None for report in seen) else 0
 
 
 def troubled_hunks(verdict: FeatureVerdict) -> list[HunkVerdict]:

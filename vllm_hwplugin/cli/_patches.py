@@ -13,7 +13,7 @@ from rich.text import Text
 from vllm_hwplugin.patching import Catalog, Feature, FeatureVerdict, Status, evaluate, load_catalog, render_diff
 
 from ._drift import PATIENCE
-from ._drift_report import is_expected, summary
+from ._drift_report import TargetReport, exit_status, summary
 from ._drift_table import say_once
 from ._tables import print_rows
 from .sources import Index, Source, SourceError, open_installed, open_target, run_all
@@ -78,7 +78,7 @@ def diff(
 ) -> None:
     """Print the exact text change that a feature makes to a vLLM, as a unified diff.
 
-    Exit status 1 where the feature does not fit; where it is not needed, the diff is empty.
+    Exit status 1 where the feature does not fit, 2 where that cannot be told; where it is not needed, the diff is empty.
     """
     found = find_feature(load_catalog(), feature)
     index = Index()
@@ -92,7 +92,7 @@ def diff(
     if verdict.status is not Status.APPLIES:
         reason = f" ({verdict.reason})" if verdict.reason else ""
         typer.echo(f"{source.label}: {found.id}: {summary(verdict)}{reason}", err=True)
-        raise typer.Exit(0 if is_expected(verdict) else 1)
+        raise typer.Exit(exit_status([TargetReport(source.label, source.label, source.version, (verdict,))]))
     text = render_diff(found, source)
     for note in index.notes:
         typer.echo(f"note: {note}", err=True)

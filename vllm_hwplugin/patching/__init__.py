@@ -5,8 +5,8 @@ Text in, text out: nothing here imports torch or vLLM. `_diff`, `_apply`, `_cata
 `_installed`, `_overlay`, `_finder`, `_reapply` and `_runtime` act on this process. docs/architecture.md says how.
 """
 
-from ._catalog import SUPPORTED, default_folder, load_catalog
-from ._errors import CatalogError, DiffError, PatchingError
+from ._catalog import SUPPORTED, default_folder, is_supported, load_catalog
+from ._errors import CatalogError, DiffError, PatchingError, UnreadableFile
 from ._evaluate import check_conflicts, evaluate
 from ._model import (
     Catalog,
@@ -46,10 +46,12 @@ __all__ = [
     "Plan",
     "Source",
     "Status",
+    "UnreadableFile",
     "Variant",
     "check_conflicts",
     "default_folder",
     "evaluate",
+    "is_supported",
     "load_catalog",
     "make_plan",
     "render_diff",

@@ -3,17 +3,19 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
+from packaging.version import InvalidVersion, Version
 
 from ..gates import GATES
 from ._diff import parse_diff
 from ._errors import CatalogError, DiffError
-from ._model import Catalog, Feature, FileDiff, NotNeeded, Variant
+from ._model import Catalog, Feature, FileDiff, NotNeeded, Variant, covers
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -25,6 +27,20 @@ SUPPORTED: Final = (
     "0.26.0", "0.27.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0",
 )  # fmt: skip
 """The released versions of vLLM that every feature has a verdict for."""
+
+
+@functools.cache
+def is_supported(version: str) -> bool:
+    """Whether a version is one of `SUPPORTED`, however it is spelt (`0.33`, `v0.33.0`) and whoever built it (`+cu130`).
+
+    Pre-releases, post-releases and what is no PEP 440 version are not.
+    """
+    try:
+        public = Version(Version(version).public)
+    except InvalidVersion:
+        return False
+    return any(Version(item) == public for item in SUPPORTED)
+
 
 _TEXTS = ("id", "title", "gate", "what", "origin", "removal")
 _KEYS = frozenset({*_TEXTS, "requires", "not_needed", "variant"})
@@ -83,7 +99,7 @@ def _load_feature(folder: Path, version: str | None) -> Feature:
         NotNeeded(_specifier(table, file), _text(table, "reason", file)) for table in _tables(raw, "not_needed", file)
     ]
     _refuse_overlap([*ranges, *(item.versions for item in not_needed)], file)
-    wanted = [version is not None and item.contains(version, prereleases=True) for item in ranges]
+    wanted = [version is not None and covers(item, version) for item in ranges]
     cache: dict[str, tuple[FileDiff, ...]] = {}
     variants = [
         Variant(versions, _diffs(table, folder, file, cache))

@@ -12,5 +12,9 @@ class CatalogError(PatchingError):
     """The folder of patches, or one `patch.toml` in it, is not what it has to be."""
 
 
+class UnreadableFile(PatchingError):
+    """A file of vLLM is there and cannot be read as text, so nothing can be said of what it would take."""
+
+
 class DiffError(PatchingError):
     """A file that should be a unified diff is malformed, or says things that this engine refuses to guess at."""

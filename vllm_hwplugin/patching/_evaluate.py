@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from itertools import combinations
 
 from ._apply import Edit, Text, edits_of, first_clash, locate
-from ._catalog import SUPPORTED
+from ._catalog import is_supported
+from ._errors import UnreadableFile
 from ._model import Catalog, Conflict, Feature, FeatureVerdict, FileDiff, HunkVerdict, Source, Status, Variant
 
 
@@ -17,11 +18,17 @@ class Texts:
     """The files of one source, each read and indexed once."""
 
     source: Source
+    unreadable: dict[str, str] = field(default_factory=dict)
     _read: dict[str, Text | None] = field(default_factory=dict)
 
     def get(self, path: str) -> Text | None:
+        """The text; None where there is none, or none that can be read, which `unreadable` then explains."""
         if path not in self._read:
-            text = self.source.read(path)
+            try:
+                text = self.source.read(path)
+            except UnreadableFile as error:
+                # The features that change this file are lost, the others are not.
+                text, self.unreadable[path] = None, str(error)
             self._read[path] = None if text is None else Text(text)
         return self._read[path]
 
@@ -54,18 +61,22 @@ def fit(feature: Feature, texts: Texts, *, try_unlisted: bool = False, hints: bo
     if not_needed is not None:
         return Fit(FeatureVerdict(feature.id, version, Status.NOT_NEEDED, reason=not_needed.reason))
     if try_unlisted:
+        obstacle = ""
         for candidate in (variant,) if variant is not None else reversed(feature.variants):
             result = _fit_variant(feature, candidate, texts, hints)
             if result.verdict.exact or result.verdict.status is Status.UPSTREAM:
                 return result
-        return Fit(FeatureVerdict(feature.id, version, Status.UNLISTED, reason="no variant fits it exactly"))
+            # The first is the nearest: the one whose range holds this version, or the newest.
+            obstacle = obstacle or f"; the one for {candidate.versions}: {_why_not_exact(result.verdict)}"
+        reason = f"no variant fits it exactly{obstacle}"
+        return Fit(FeatureVerdict(feature.id, version, Status.UNLISTED, reason=reason))
     reason = "no variant of the patch lists it" if variant is None else "it was not there to be checked"
     return Fit(FeatureVerdict(feature.id, version, Status.UNLISTED, reason=reason))
 
 
 def _is_listed(version: str, variant: Variant) -> bool:
     """A range says nothing of releases that were to come when it was written; a version that is spelt out is meant."""
-    return version.partition("+")[0] in SUPPORTED or any(
+    return is_supported(version) or any(
         item.operator in ("==", "===") and item.version == version for item in variant.versions
     )
 
@@ -78,7 +89,11 @@ def _fit_variant(feature: Feature, variant: Variant, texts: Texts, hints: bool) 
             hunks.append(found)
             if place is not None:
                 edits.setdefault(diff.path, []).extend(edits_of(hunk, place, feature.id))
-    status, reason = _judge(hunks, variant.files)
+    lost = sorted({diff.path for diff in variant.files} & texts.unreadable.keys())
+    if lost:
+        status, reason = Status.UNREADABLE, "; ".join(texts.unreadable[path] for path in lost)
+    else:
+        status, reason = _judge(hunks, variant.files)
     if status is Status.APPLIES:
         for path, items in edits.items():
             clash = first_clash(items)
@@ -103,6 +118,13 @@ def _judge(hunks: list[HunkVerdict], files: tuple[FileDiff, ...]) -> tuple[Statu
         where = ", ".join(f"hunk {hunk.hunk_index} of {hunk.path}" for hunk in present)
         return Status.DRIFTED, f"{where}: in this vLLM already, but the others are not"
     return Status.APPLIES, ""
+
+
+def _why_not_exact(verdict: FeatureVerdict) -> str:
+    if verdict.reason:
+        return verdict.reason
+    moved = next(hunk for hunk in verdict.hunks if hunk.status == "moved")
+    return f"hunk {moved.hunk_index} of {moved.path} ({moved.origin}) stands {moved.offset:+d} lines from where it says"
 
 
 def _why_lost(hunk: HunkVerdict) -> str:

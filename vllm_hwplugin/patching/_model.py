@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from packaging.version import InvalidVersion
+
 if TYPE_CHECKING:
     from packaging.specifiers import SpecifierSet
 
@@ -24,7 +26,11 @@ class Source(Protocol):
     def version(self) -> str: ...
 
     def read(self, path: str) -> str | None:
-        """The file's text, newlines untouched, or None where the version has no such file."""
+        """The file's text, newlines untouched, or None where the version has no such file.
+
+        Raises:
+            UnreadableFile: it is there and cannot be read.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +77,15 @@ def module_name(path: str) -> str:
     return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
+def covers(versions: SpecifierSet, version: str) -> bool:
+    """Whether a range holds a version; what is no version at all (vLLM's fall-back is `dev`) is in none."""
+    try:
+        return versions.contains(version, prereleases=True)
+    except InvalidVersion:
+        # What packaging does with such a text differs between its releases.
+        return False
+
+
 @dataclass(frozen=True, slots=True)
 class Variant:
     """The diffs of a feature for a range of versions."""
@@ -102,10 +117,10 @@ class Feature:
     variants: tuple[Variant, ...]
 
     def variant_for(self, version: str) -> Variant | None:
-        return next((item for item in self.variants if item.versions.contains(version, prereleases=True)), None)
+        return next((item for item in self.variants if covers(item.versions, version)), None)
 
     def not_needed_for(self, version: str) -> NotNeeded | None:
-        return next((item for item in self.not_needed if item.versions.contains(version, prereleases=True)), None)
+        return next((item for item in self.not_needed if covers(item.versions, version)), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +142,7 @@ class Status(Enum):
     DRIFTED = "drifted"
     CONFLICT = "conflict"
     TARGET_MISSING = "target-missing"
+    UNREADABLE = "unreadable"
     UNLISTED = "unlisted"
 
 
@@ -210,7 +226,7 @@ class Plan:
         features: by id, in the catalogue's order.
         files: by path.
         fingerprint: names the applied patch set in vLLM's compile key; "none" where nothing is live.
-        errors: a line for each feature that a gate requires (`on`) and that can't be live.
+        errors: a line for each feature that has to be live (its gate is `on`, or strict mode) and can't be.
     """
 
     version: str

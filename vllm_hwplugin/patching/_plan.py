@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 
 from ._apply import apply_edits, split_lines
 from ._errors import PatchingError
@@ -25,31 +26,58 @@ from ._model import (
 
 _SETTLED: dict[Status, State] = {Status.NOT_NEEDED: "not-needed", Status.UPSTREAM: "upstream"}
 _SATISFIED = ("live", "not-needed", "upstream")
+_STRICT = "VLLM_HWPLUGIN_STRICT"
 
 
-def make_plan(catalog: Catalog, source: Source, choices: Mapping[str, str], *, try_unlisted: bool = False) -> Plan:
+def make_plan(
+    catalog: Catalog,
+    source: Source,
+    choices: Mapping[str, str],
+    *,
+    try_unlisted: bool = False,
+    strict: bool = False,
+    refused: Mapping[str, str] = MappingProxyType({}),
+) -> Plan:
     """Settle which features are live on `source` and make the patched texts.
 
-    A feature is live as a whole or not at all. Of two that conflict, the later one in the catalogue is refused.
+    A feature is live as a whole or not at all. Of two that conflict, the later one in the catalogue is refused. One
+    that requires what its user has switched off is off as well, unless it was asked for.
 
     Args:
         choices: a feature's gate -> "auto", "on" or "off"; a gate that is not named is "auto".
         try_unlisted: also take versions that are not listed, where every hunk of one variant stands at its stated line.
+        strict: a feature that is refused is an error, whatever its gate says.
+        refused: feature id -> why the process cannot have it, though its text may fit.
     """
     texts = Texts(source)
     states: dict[str, FeatureState] = {}
     live: list[Fit] = []
     for feature in catalog.features:
-        state = _settle(feature, texts, choices.get(feature.gate, "auto"), try_unlisted, states, live)
-        states[feature.id] = state
+        choice = choices.get(feature.gate, "auto")
+        if choice != "off" and feature.id in refused:
+            states[feature.id] = FeatureState(feature, "refused", refused[feature.id])
+        else:
+            states[feature.id] = _settle(feature, texts, choice, try_unlisted, states, live)
     files = _patched(texts, live)
-    errors = tuple(
-        f"{state.feature.gate}=on, but {feature_id} can't be live on vLLM {source.version}: {state.reason}; "
-        f"set {state.feature.gate}=auto to run without it"
-        for feature_id, state in states.items()
-        if choices.get(state.feature.gate) == "on" and state.state not in _SATISFIED
-    )
+    errors = tuple(_errors(states, choices, source.version, strict))
     return Plan(source.version, states, files, _fingerprint(files), errors)
+
+
+def _errors(
+    states: Mapping[str, FeatureState], choices: Mapping[str, str], version: str, strict: bool
+) -> Iterator[str]:
+    for name, item in states.items():
+        gate = item.feature.gate
+        if item.state == "refused" and choices.get(gate) == "on":
+            yield (
+                f"{gate}=on, but {name} can't be live on vLLM {version}: {item.reason}; "
+                f"set {gate}=auto to run without it"
+            )
+        elif item.state == "refused" and strict:
+            yield (
+                f"{_STRICT}=1, but {name} can't be live on vLLM {version}: {item.reason}; "
+                f"set {gate}=off to run without it"
+            )
 
 
 def _settle(
@@ -62,12 +90,16 @@ def _settle(
     verdict = result.verdict
     if verdict.status in _SETTLED:
         return FeatureState(feature, _SETTLED[verdict.status], verdict.reason, verdict)
+    unmet = [states[name] for name in feature.requires if states[name].state not in _SATISFIED]
+    lacking = min(unmet, key=lambda item: item.state != "off", default=None)
+    needs = lacking and f"it requires {lacking.feature.id}, which is {lacking.state} ({lacking.reason})"
+    if lacking is not None and lacking.state == "off":
+        # Switching off the one is a wish for a process without the other, unless the other is asked for by name.
+        return FeatureState(feature, "refused" if choice == "on" else "off", str(needs), verdict)
     if verdict.status is not Status.APPLIES:
         return FeatureState(feature, "refused", _refusal(verdict, try_unlisted), verdict)
-    for name in feature.requires:
-        if states[name].state not in _SATISFIED:
-            reason = f"it requires {name}, which is {states[name].state} ({states[name].reason})"
-            return FeatureState(feature, "refused", reason, verdict)
+    if needs is not None:
+        return FeatureState(feature, "refused", needs, verdict)
     conflict = next((item for one in live for item in conflicts_between([one, result])), None)
     if conflict is not None:
         return FeatureState(feature, "refused", str(conflict), verdict)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from .. import __version__, gates, record
 from ..record import ProcessRecord
-from ._catalog import SUPPORTED, load_catalog
+from ._catalog import SUPPORTED, is_supported, load_catalog
 from ._errors import PatchingError
 from ._finder import CopyFinder, serves
 from ._installed import Installed, find_installed
@@ -49,11 +49,12 @@ class _Wanted(NamedTuple):
     catalog: Catalog
     choices: Mapping[str, str]
     try_unlisted: bool
+    strict: bool
     overlay: Overlay
 
 
 class _State:
-    """What is in force in this process."""
+    """What is in force in this process: `finder` and `undo` exactly that, at every moment."""
 
     def __init__(self, entry: ProcessRecord) -> None:
         self.record = entry
@@ -61,15 +62,37 @@ class _State:
         self.plan: Plan | None = None
         self.finder: CopyFinder | None = None
         self.undo: list[Callable[[], None]] = []
+        self._tried: list[CopyFinder] = []
+
+    def put_first(self, finder: CopyFinder) -> None:
+        finder.put_first()
+        self.finder = finder
+        self._tried.append(finder)
+
+    def withdraw(self) -> None:
+        """Take the finder and re-applied code back."""
+        while self.undo:
+            self.undo.pop()()
+        if self.finder is not None:
+            self.finder.remove()
+            self.finder = None
+
+    def left_over(self, copies: Mapping[str, Copy]) -> list[str]:
+        """Modules that were imported while a finder was in force, and run for good from other copies than these."""
+        return sorted(
+            name
+            for finder in self._tried
+            for name, copy in finder.copies.items()
+            if copies.get(name) != copy and _served(name, copy)
+        )
 
 
 class _Settled(NamedTuple):
-    """A plan that fits the modules which are imported already. ``refused``: feature id -> why it was taken out."""
+    """A plan that fits the modules which are imported already."""
 
     plan: Plan
     copies: Mapping[str, Copy]
     swaps: tuple[_reapply.Plan, ...]
-    refused: Mapping[str, str]
 
 
 _lock = threading.RLock()
@@ -87,8 +110,10 @@ def install(environ: Mapping[str, str] | None = None, *, catalog: Catalog | None
         catalog: the features to choose from; the project's own by default.
 
     Raises:
-        InstallError: a gate says ``on`` and the feature cannot be live, or strict mode is on and one should be.
-        PatchingError, GateError: strict mode is on, or a gate says ``on``, and the patches cannot be decided at all.
+        InstallError: a gate says ``on`` and the feature cannot be live, or strict mode is on and one should be; or a
+            module runs patched that had to be taken back, and its features would be half in force.
+        PatchingError, GateError: strict mode is on, or a feature's gate says ``on``, and the patches cannot be decided
+            at all. An error that is none of these, then, too.
     """
     global _state
     with _lock:
@@ -147,10 +172,7 @@ def deactivate() -> None:
     with _lock:
         if _state is None:
             return
-        if _state.finder is not None:
-            _state.finder.remove()
-        while _state.undo:
-            _state.undo.pop()()
+        _state.withdraw()
         envs = sys.modules.get("vllm.envs")
         if envs is not None:
             envs.environment_variables.pop(gates.FINGERPRINT, None)
@@ -169,23 +191,37 @@ def _install(environ: Mapping[str, str], catalog: Catalog | None) -> _State:
         for unknown in gates.unknown(environ):
             logger.warning("%s", unknown)
         _activate(state, environ, values, catalog)
-    except Exception as error:
-        if state.finder is not None:
-            state.finder.remove()
-        if isinstance(error, InstallError) or _must_hold(environ):
+    except BaseException as error:
+        state.withdraw()
+        if not isinstance(error, Exception) or isinstance(error, InstallError) or _must_hold(environ):
             raise
         # Only an error of the plugin itself deserves a traceback; the others say all there is in one line.
         expected = isinstance(error, PatchingError | gates.GateError)
-        state = _State(state.record)
-        state.record.error = str(error) if expected else f"{type(error).__name__}: {error}"
-        state.record.features = {}
+        text = str(error) if expected else f"{type(error).__name__}: {error}"
+        _refuse_mixture(state, {}, text)
         logger.error(
             "vllm-hwplugin does nothing in this process, vLLM runs stock: %s",
-            state.record.error.replace("\n", "; "),
+            text.replace("\n", "; "),
             exc_info=None if expected else error,
         )
+        state = _State(_of_stock(state.record, text))
         record.begin(state.record, None)
     return state
+
+
+def _refuse_mixture(state: _State, copies: Mapping[str, Copy], reason: str) -> None:
+    """A module that was imported while patches were tried out keeps its text, and half a feature must not run."""
+    modules = state.left_over(copies)
+    if modules:
+        raise InstallError(f"{reason}; {', '.join(modules)} run patched already: start again with VLLM_HWPLUGIN=0")
+
+
+def _of_stock(entry: ProcessRecord, error: str) -> ProcessRecord:
+    """A record of the same process and vLLM in which nothing is in force."""
+    plain = record.new(entry.plugin_version)
+    plain.vllm_dist, plain.vllm_version, plain.vllm_root = entry.vllm_dist, entry.vllm_version, entry.vllm_root
+    plain.error = error
+    return plain
 
 
 def _activate(
@@ -199,23 +235,19 @@ def _activate(
     overlay = open_overlay(environ)
     for note in overlay.notes:
         logger.warning("patched copies go to %s instead: %s", overlay.base, note)
-    wanted = _Wanted(installed, catalog, choices, values["VLLM_HWPLUGIN_TRY_UNLISTED"].flag, overlay)
+    try_unlisted = values["VLLM_HWPLUGIN_TRY_UNLISTED"].flag
+    wanted = _Wanted(installed, catalog, choices, try_unlisted, values["VLLM_HWPLUGIN_STRICT"].flag, overlay)
     settled = _put_in_force(state, wanted)
-    state.plan = settled.plan
-    entry.notes, entry.overlay, entry.fingerprint = list(overlay.notes), str(overlay.base), settled.plan.fingerprint
-    for name, item in settled.plan.features.items():
-        entry.features[name] = {"state": item.state, "reason": item.reason}
-        # The plan only knows that such a feature was taken out, not why.
-        lost = next((needed for needed in item.feature.requires if needed in settled.refused), None)
-        if name in settled.refused:
-            entry.features[name] = {"state": "refused", "reason": settled.refused[name]}
-        elif item.state == "refused" and lost is not None:
-            entry.features[name]["reason"] = f"it requires {lost}, which is refused ({settled.refused[lost]})"
+    plan = state.plan = settled.plan
+    if plan.errors:
+        raise InstallError("; ".join(plan.errors))
+    entry.notes, entry.overlay, entry.fingerprint = list(overlay.notes), str(overlay.base), plan.fingerprint
+    entry.features = {name: {"state": item.state, "reason": item.reason} for name, item in plan.features.items()}
     swapped = {swap.module.__name__ for swap in settled.swaps}
     entry.modules = {name: "re-applied" if name in swapped else "pending" for name in settled.copies} | {
         name: "served" for name in entry.modules if entry.modules[name] == "served"
     }
-    _report(state, settled, values)
+    _report(entry, installed, try_unlisted)
     record.begin(entry, overlay.base)
 
 
@@ -223,26 +255,20 @@ def _put_in_force(state: _State, wanted: _Wanted) -> _Settled:
     refused: dict[str, str] = {}
     while True:
         settled = _settle(wanted, refused)
+        _refuse_mixture(state, settled.copies, "; ".join(refused.values()))
         if not settled.copies:
             return settled
-        finder = state.finder = CopyFinder(wanted.installed.root, wanted.overlay, settled.copies, _on_load(state))
-        finder.put_first()
+        state.put_first(CopyFinder(wanted.installed.root, wanted.overlay, settled.copies, _on_load(state)))
         swapped = {swap.module.__name__ for swap in settled.swaps}
         # Another thread may have imported a target since it was looked for; from here on the finder serves them.
         if any(_is_stock(name, settled.copies) for name in settled.copies if name not in swapped):
-            finder.remove()
+            state.withdraw()
             continue
         try:
             _commit([swap.stage() for swap in settled.swaps], state.undo)
         except PatchingError as error:
-            finder.remove()
-            state.finder = None
-            loaded = [name for name, copy in settled.copies.items() if name in sys.modules and _served(name, copy)]
-            if loaded:
-                # What the new text imports has brought patched modules in: stock is no longer to be had.
-                raise InstallError(
-                    f"{error}; {', '.join(loaded)} run patched already: start again with VLLM_HWPLUGIN=0"
-                ) from error
+            state.withdraw()
+            # What the new text imports may have brought patched modules in, which the next round refuses then.
             refused |= {name: str(error) for name, item in settled.plan.features.items() if item.state == "live"}
             continue
         return settled
@@ -250,11 +276,16 @@ def _put_in_force(state: _State, wanted: _Wanted) -> _Settled:
 
 def _settle(wanted: _Wanted, refused: dict[str, str]) -> _Settled:
     """Plan, and take out the features whose modules are imported and cannot be patched in place, until it fits."""
-    gate_of = {feature.id: feature.gate for feature in wanted.catalog.features}
     planned: dict[Copy, _reapply.Plan] = {}
     while True:
-        choices = {**wanted.choices, **{gate_of[name]: "off" for name in refused}}
-        plan = make_plan(wanted.catalog, wanted.installed.source, choices, try_unlisted=wanted.try_unlisted)
+        plan = make_plan(
+            wanted.catalog,
+            wanted.installed.source,
+            wanted.choices,
+            try_unlisted=wanted.try_unlisted,
+            strict=wanted.strict,
+            refused=refused,
+        )
         copies: dict[str, Copy] = {}
         swaps: list[_reapply.Plan] = []
         before = len(refused)
@@ -268,7 +299,7 @@ def _settle(wanted: _Wanted, refused: dict[str, str]) -> _Settled:
             except PatchingError as error:
                 refused |= dict.fromkeys(file.features, str(error))
         if len(refused) == before:
-            return _Settled(plan, copies, tuple(swaps), refused)
+            return _Settled(plan, copies, tuple(swaps))
 
 
 def _plan_swap(installed: Installed, plan: Plan, copy: Copy) -> _reapply.Plan:
@@ -294,26 +325,9 @@ def _commit(staged: list[_reapply.Staged], undo: list[Callable[[], None]]) -> No
     undo += done
 
 
-def _report(state: _State, settled: _Settled, values: Mapping[str, gates.GateValue]) -> None:
-    """One line that says what is live, one for each feature that should be and is not; or an error in its place."""
-    entry, installed = state.record, state.installed
-    assert installed is not None
-    gate_of = {name: item.feature.gate for name, item in settled.plan.features.items()}
-    missing = {name: item["reason"] for name, item in entry.features.items() if item["state"] == "refused"}
-    required = list(settled.plan.errors)
-    required += [
-        f"{gate_of[name]}=on, but {name} cannot be live: {reason}"
-        for name, reason in settled.refused.items()
-        if values[gate_of[name]].text == "on"
-    ]
-    if not required and values["VLLM_HWPLUGIN_STRICT"].flag:
-        required = [f"VLLM_HWPLUGIN_STRICT=1, but {name} cannot be live: {reason}" for name, reason in missing.items()]
-    if required:
-        if state.undo:
-            while state.undo:
-                state.undo.pop()()
-        raise InstallError("; ".join(required))
-    listed = installed.version.partition("+")[0] in SUPPORTED
+def _report(entry: ProcessRecord, installed: Installed, try_unlisted: bool) -> None:
+    """One line that says what is live, and one for each feature that should be and is not."""
+    listed = is_supported(installed.version)
     if not listed:
         logger.warning(
             "vLLM %s is not a version that vllm-hwplugin %s knows (%s to %s); %s",
@@ -322,12 +336,14 @@ def _report(state: _State, settled: _Settled, values: Mapping[str, gates.GateVal
             SUPPORTED[0],
             SUPPORTED[-1],
             "features whose every hunk fits exactly are live"
-            if values["VLLM_HWPLUGIN_TRY_UNLISTED"].flag
+            if try_unlisted
             else "it runs stock: set VLLM_HWPLUGIN_TRY_UNLISTED=1 to use features whose every hunk fits exactly",
         )
-    elif missing:
-        for name, reason in missing.items():
-            logger.warning("%s is not live, vLLM runs stock there: %s", name, reason)
+    # Where nothing is tried, the line above is the reason for all of them.
+    if listed or try_unlisted:
+        for name, item in entry.features.items():
+            if item["state"] == "refused":
+                logger.warning("%s is not live, vLLM runs stock there: %s", name, item["reason"])
     logger.info(
         "vllm-hwplugin %s on %s %s (%s): live: %s",
         __version__,
@@ -339,9 +355,9 @@ def _report(state: _State, settled: _Settled, values: Mapping[str, gates.GateVal
 
 
 def _must_hold(environ: Mapping[str, str]) -> bool:
-    """Whether running stock is not acceptable: strict mode, or any feature that is required."""
+    """Whether running without any patch is not acceptable: strict mode, or a feature of this engine is required."""
     for gate in gates.GATES:
-        if gate.name == "VLLM_HWPLUGIN_STRICT" or (gate.kind == "switch" and gate.effect == "live"):
+        if gate.name == "VLLM_HWPLUGIN_STRICT" or (gate.kind == "switch" and "patches" in gate.affects):
             try:
                 value = gates.read(gate.name, environ).value
             except gates.GateError:
@@ -425,7 +441,6 @@ def _renew_locks() -> None:
     # Another thread of the parent may have held them, and it does not exist in the child.
     global _lock
     _lock = threading.RLock()
-    record.reset_after_fork()
 
 
 os.register_at_fork(after_in_child=_renew_locks)

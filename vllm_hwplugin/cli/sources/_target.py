@@ -66,14 +66,21 @@ def open_installed() -> Source:
     """The vLLM that `import vllm` would lead to, found without importing it.
 
     Raises:
-        BadTarget: there is none.
+        BadTarget: there is none, or it states no version.
     """
     from vllm_hwplugin.patching._installed import NotInstalled, find_installed
 
     try:
-        return find_installed().source
+        found = find_installed()
     except NotInstalled as error:
         raise BadTarget(f"{error}; or name a TARGET, or use --all") from error
+    if not _is_version(found.version):
+        # `dev` is what vLLM calls itself where its build did not learn a version.
+        raise BadTarget(
+            f"the vLLM in {found.root} states the version {found.version!r}, which says nothing of its release; "
+            f"name the one that it was made from: {found.root}@0.33.0"
+        )
+    return found.source
 
 
 def _from_index(target: str) -> tuple[str, str] | None:
