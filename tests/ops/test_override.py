@@ -15,7 +15,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from vllm_hwplugin import record  # noqa: E402
+from vllm_hwplugin import gates, record  # noqa: E402
 from vllm_hwplugin.ops import _override, _override_support  # noqa: E402
 from vllm_hwplugin.ops._override_catalog import OverridableOp, Schema  # noqa: E402
 from vllm_hwplugin.ops.build import spec  # noqa: E402
@@ -23,6 +23,7 @@ from vllm_hwplugin.ops.build import spec  # noqa: E402
 from .forked import said_by_a_fork  # noqa: E402
 
 IS_CUDA_HOST = _override.is_cuda_host
+LOAD_EXTENSION = _override.load_extension
 
 _numbers = itertools.count()
 
@@ -359,6 +360,80 @@ def test_without_a_demand_it_is_a_warning_and_vllm_serves(
     assert toy(None) == 1
 
 
+def _no_extension(monkeypatch: pytest.MonkeyPatch) -> str:
+    """vLLM's C extension was built for another PyTorch, or not at all: its module cannot be imported."""
+    monkeypatch.setitem(sys.modules, "vllm._custom_ops", None)
+    monkeypatch.setattr(_override, "load_extension", LOAD_EXTENSION)
+    return "vllm._custom_ops"
+
+
+def _no_get_kernel(monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.delattr(torch.library, "get_kernel")
+    return "get_kernel"
+
+
+def _no_allow_override(monkeypatch: pytest.MonkeyPatch) -> str:
+    real = torch.library.Library.impl
+
+    def impl(self: Any, op_name: str, fn: Any, dispatch_key: str = "", *, with_keyset: bool = False) -> None:
+        real(self, op_name, fn, dispatch_key, with_keyset=with_keyset)
+
+    monkeypatch.setattr(torch.library.Library, "impl", impl)
+    return "allow_override"
+
+
+def _no_driver(monkeypatch: pytest.MonkeyPatch) -> str:
+    def gpu_names() -> None:
+        raise OSError("libnvidia-ml.so.1: wrong ELF class")
+
+    monkeypatch.setattr(_override, "gpu_names", gpu_names)
+    return "wrong ELF class"
+
+
+@pytest.mark.parametrize("spoil", [_no_extension, _no_get_kernel, _no_allow_override, _no_driver])
+def test_whatever_fails_vllms_own_operations_serve_unless_the_plugins_were_demanded(
+    spoil: Callable[[pytest.MonkeyPatch], str],
+    toy: Toy,
+    extension: Callable[..., Toy],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    extension(toy, default_on=("cpu",))
+    cause = spoil(monkeypatch)
+    untouched = torch._C._dispatch_dump(toy.op.qualname)
+    entry = record.new("0")
+    record.begin(entry, None)
+    with caplog.at_level(logging.WARNING, "vllm.hwplugin"):
+        _override.install({})
+    assert torch._C._dispatch_dump(toy.op.qualname) == untouched
+    assert toy(None) == 1
+    assert cause in caplog.text
+    assert cause in entry.decisions[f"operation {toy.op.name}"]
+    with pytest.raises(_override.OverrideError, match=rf"^VLLM_HWPLUGIN_STRICT=1, but .*{cause}"):
+        _override.install({"VLLM_HWPLUGIN_STRICT": "1"})
+    if spoil is not _no_driver:
+        # `on` takes the kernels whatever the device is called.
+        with pytest.raises(_override.OverrideError, match=rf"^VLLM_HWPLUGIN_OPS=on, but .*{cause}"):
+            _override.install({"VLLM_HWPLUGIN_OPS": "on"})
+
+
+def test_a_kernel_whose_loading_fails_unforeseen_leaves_vllms_or_stops_the_process(
+    toy: Toy, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def load_kernel(op: OverridableOp) -> bool:
+        raise ModuleNotFoundError("No module named 'filelock'")
+
+    monkeypatch.setattr(_override, "load_kernel", load_kernel)
+    toy.in_front()
+    assert [toy(None), toy(None)] == [1, 1]
+    (said,) = caplog.records
+    assert said.exc_info is not None
+    _override.remove()
+    toy.in_front(required=True)
+    with pytest.raises(_override.OverrideError):
+        toy(None)
+
+
 @pytest.mark.parametrize("strict", ["0", "1"])
 def test_the_defaults_ask_nothing_of_a_host_without_cuda(
     strict: str,
@@ -428,6 +503,9 @@ def test_processes_without_a_model_do_not_import_the_extension(
 def test_a_bad_value_is_left_to_the_engine() -> None:
     _override.install({"VLLM_HWPLUGIN_OPS": "perhaps"})
     assert _override.states() == {}
+    # What was demanded cannot be had then.
+    with pytest.raises(gates.GateError, match="VLLM_HWPLUGIN_SLP"):
+        _override.install({"VLLM_HWPLUGIN_OPS": "on", "VLLM_HWPLUGIN_SLP": "perhaps"})
 
 
 def test_the_decision_is_in_the_processs_record(toy: Toy) -> None:

@@ -78,7 +78,7 @@ def diff(
 ) -> None:
     """Print the exact text change that a feature makes to a vLLM, as a unified diff.
 
-    Exit status 1 where the feature does not fit, 2 where that cannot be told; where it is not needed, the diff is empty.
+    Exit status 1 where the feature does not fit, 2 where that cannot be told; the diff of what is not needed is empty.
     """
     found = find_feature(load_catalog(), feature)
     index = Index()

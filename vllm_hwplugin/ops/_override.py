@@ -80,17 +80,51 @@ def describe(state: str, reason: str) -> str:
 def install(environ: Mapping[str, str] | None = None) -> None:
     """Put the chosen kernels in front, in this process. Calling it again changes nothing.
 
+    Whatever goes wrong, an operation that did not get the plugin's kernel has vLLM's own.
+
     Raises:
         OverrideError: the gate says ``on``, or strict mode is on, and a chosen kernel cannot be put in front.
+        GateError: the gate says ``on``, and another variable has a bad value.
     """
     environ = os.environ if environ is None else environ
     try:
         values = gates.read_all(environ)
     except gates.GateError:
+        if _asked_for(environ):
+            raise
         # The patch engine has reported it; the plugin does nothing until it is right.
         return
-    choice, skip = values[GATE].text, values[SKIP].names
+    choice = values[GATE].text
     required = choice == "on" or values[_STRICT].flag
+    try:
+        _install(choice, values[SKIP].names, required)
+    except OverrideError:
+        raise
+    except Exception as error:
+        # PyTorch, vLLM's extension and NVML fail in ways of their own, and none of them is worth a process.
+        text = (
+            f"the plugin's kernels cannot stand under the names of vLLM's operations: {type(error).__name__}: {error}"
+        )
+        for op in OPS.values():
+            if op.name not in _overrides and choose(op, choice, values[SKIP].names, None).wanted:
+                record.note(f"{RECORD}{op.name}", describe("vllm", text))
+        if required:
+            raise OverrideError(f"{_demand(choice)}, but {text}. Set {GATE}=off to go on") from error
+        logger.exception("%s; vLLM's own serve", text)
+
+
+def _asked_for(environ: Mapping[str, str]) -> bool:
+    try:
+        return gates.read(GATE, environ).text == "on"
+    except gates.GateError:
+        return False
+
+
+def _demand(choice: str) -> str:
+    return f"{GATE}=on" if choice == "on" else f"{_STRICT}=1"
+
+
+def _install(choice: str, skip: Sequence[str], required: bool) -> None:
     chosen = [op for op in OPS.values() if choose(op, choice, skip, None).wanted]
     if choice != "off" and (wrong := unknown_names(skip)):
         text = f"{SKIP} names {', '.join(wrong)}, which no kernel is for; expected some of {', '.join(OPS)}"
@@ -111,13 +145,18 @@ def install(environ: Mapping[str, str] | None = None) -> None:
                 _overrides[op.name] = put_in_front(op, KEY, choice, required=required)
             except _Refused as reason:
                 refused[op.name] = str(reason)
-                record.note(f"{RECORD}{op.name}", describe("vllm", str(reason)))
+            except Exception as error:
+                # A PyTorch without one of the calls above; the other operations may still get their kernels.
+                logger.debug("%s cannot get the plugin's kernel", op.qualname, exc_info=True)
+                refused[op.name] = f"{type(error).__name__}: {error}"
+            if op.name in refused:
+                record.note(f"{RECORD}{op.name}", describe("vllm", refused[op.name]))
     if refused:
         text = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
         if required:
-            demand = f"{GATE}=on" if choice == "on" else f"{_STRICT}=1"
             raise OverrideError(
-                f"{demand}, but these operations cannot get the plugin's kernel: {text}. Name them in {SKIP} to go on"
+                f"{_demand(choice)}, but these operations cannot get the plugin's kernel: {text}. "
+                f"Name them in {SKIP} to go on"
             )
         logger.warning("these operations keep vLLM's kernels: %s", text)
 
@@ -221,7 +260,13 @@ def _decide(override: Override, args: tuple[Any, ...]) -> None:
             # The next call that is not captured decides. Until then the graph that is being captured has vLLM's kernel.
             override.settle("open", "the first call came while a graph was captured, which has vLLM's kernel")
             return
-        if load_kernel(override.op):
+        try:
+            loaded = load_kernel(override.op)
+        except Exception:
+            # What a build or a library does beyond its own errors must not end a forward pass that vLLM can do.
+            logger.exception("the kernel %s is not used, its loading failed", override.op.name)
+            loaded = False
+        if loaded:
             override.settle("plugin", f"{choice.reason}; {name}")
             return
         reason = "the plugin's kernel is not to be had here, the log says why"

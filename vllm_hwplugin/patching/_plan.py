@@ -92,13 +92,13 @@ def _settle(
         return FeatureState(feature, _SETTLED[verdict.status], verdict.reason, verdict)
     unmet = [states[name] for name in feature.requires if states[name].state not in _SATISFIED]
     lacking = min(unmet, key=lambda item: item.state != "off", default=None)
-    needs = lacking and f"it requires {lacking.feature.id}, which is {lacking.state} ({lacking.reason})"
+    needs = "" if lacking is None else f"it requires {lacking.feature.id}, which is {lacking.state} ({lacking.reason})"
     if lacking is not None and lacking.state == "off":
         # Switching off the one is a wish for a process without the other, unless the other is asked for by name.
-        return FeatureState(feature, "refused" if choice == "on" else "off", str(needs), verdict)
+        return FeatureState(feature, "refused" if choice == "on" else "off", needs, verdict)
     if verdict.status is not Status.APPLIES:
         return FeatureState(feature, "refused", _refusal(verdict, try_unlisted), verdict)
-    if needs is not None:
+    if needs:
         return FeatureState(feature, "refused", needs, verdict)
     conflict = next((item for one in live for item in conflicts_between([one, result])), None)
     if conflict is not None:
