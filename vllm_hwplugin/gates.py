@@ -140,7 +140,7 @@ GATES: Final[tuple[Gate, ...]] = (
         "VLLM_HWPLUGIN_STRICT",
         "bool",
         False,
-        "A feature that should be live and is not stops the process with an error, not with a warning and stock vLLM.",
+        "Whatever the plugin should do and cannot stops the process with an error, where it would go on as stock vLLM.",
         affects=("errors",),
     ),
     Gate(
@@ -401,6 +401,8 @@ def register_with_vllm(envs_module: Any) -> None:
 
 def markdown() -> str:
     """The text of ``docs/gates.md``."""
+    from . import failures  # for the page alone
+
     lines = [
         "# Environment variables",
         "",
@@ -408,7 +410,8 @@ def markdown() -> str:
         "compares the two. A variable that is set but empty counts as not set. `vllm-hwplugin doctor` shows the values",
         "in force and where each came from.",
         "",
-        "A *switch* takes `auto` (live where it applies), `on` (an error where it cannot be live), `off` (stock vLLM).",
+        "A *switch* takes `auto` (live where it applies), `on` (an error where it cannot be live), `off` (stock vLLM);",
+        "the table below says what each failure does.",
         "",
         "## In force",
         "",
@@ -420,6 +423,8 @@ def markdown() -> str:
         "says so when one is set.",
         "",
         *_table([gate for gate in GATES if gate.effect == "reserved"]),
+        "",
+        *failures.markdown(),
         "",
         "## Aliases",
         "",

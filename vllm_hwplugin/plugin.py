@@ -31,8 +31,9 @@ def register() -> None:
     """Put patches and kernels into force (entry point ``hwplugin`` of the group ``vllm.general_plugins``).
 
     Raises:
-        PatchingError, GateError, OverrideError: only in strict mode (``VLLM_HWPLUGIN_STRICT=1``) or for a feature whose
-            gate says ``on``; otherwise an error is logged and vLLM runs stock.
+        PatchingError, GateError, OverrideError, PlatformError: only in strict mode (``VLLM_HWPLUGIN_STRICT=1``), for a
+            feature whose gate says ``on``, or where half a feature would run; otherwise an error is logged and vLLM
+            runs stock. docs/gates.md has the table.
     """
     import logging
     import sys
@@ -58,3 +59,4 @@ def register() -> None:
     _runtime.install()
     _override.install()
     _offer.note_used()
+    _offer.must_hold()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ..patching.madeup import EDITS, FILES, GATES, Project
+from ..patching.madeup import EDITS, GATES, Project, make_project
 
 BASE, NEEDS, OTHER = "base", "needs", "other"
 GATE, NEEDS_GATE, OTHER_GATE = GATES
@@ -70,9 +70,7 @@ def _forget_version(project: Project) -> None:
 
 @pytest.mark.parametrize("change", [None, _drift, _tear, _age, _forget_version])
 def test_doctor_says_what_install_does(tmp_path: Path, change: Callable[[Project], None] | None) -> None:
-    project = Project(tmp_path)
-    for path, text in FILES.items():
-        project.write(path, text)
+    project = make_project(tmp_path)
     project.feature(BASE, EDITS, gate=GATE)
     project.feature(NEEDS, {"vllm/v1/pack/inner.py": [("'inner'", "'x'")]}, gate=NEEDS_GATE, requires=[BASE])
     project.feature(OTHER, {"vllm/v1/beta.py": [("double(double(value))", "double(value)")]}, gate=OTHER_GATE)

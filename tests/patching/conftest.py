@@ -6,17 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from .madeup import EDITS, FILES, Project
+from .madeup import EDITS, Project, make_project
 
 
 @pytest.fixture
 def project(tmp_path: Path) -> Project:
-    """A package ``vllm`` that is not vLLM, and no feature yet."""
-    made = Project(tmp_path)
-    for path, text in FILES.items():
-        made.write(path, text)
-    made.patches.mkdir()
-    return made
+    return make_project(tmp_path)
 
 
 @pytest.fixture

@@ -191,3 +191,12 @@ class Project:
         for name, answer in answers.items():
             assert "failed" not in answer, f"{name}: {answer['failed']}"
         return answers
+
+
+def make_project(folder: Path) -> Project:
+    """A package ``vllm`` that is not vLLM, and no feature yet."""
+    made = Project(folder)
+    for path, text in FILES.items():
+        made.write(path, text)
+    made.patches.mkdir()
+    return made

@@ -19,6 +19,7 @@ from typing import Any
 import vllm_hwplugin
 
 from .. import cachedir, gates, record
+from ..ops._override_catalog import GATE as OPS
 from ..ops._override_catalog import SKIP, unknown_names
 from ..ops.build import built
 from ..patching import Catalog, PatchingError, is_supported, load_catalog, make_plan
@@ -194,11 +195,18 @@ def _read_gates(environ: Mapping[str, str], found: _Findings) -> dict[str, gates
             name = value.source.removeprefix("alias ") if value.source != "environment" else gate.name
             found.warnings.append(f"{name}={value.raw} is understood, but it has no effect in this release")
     found.warnings += [str(item) for item in gates.unknown(environ)]
-    skip = values[SKIP]
-    if isinstance(skip, gates.GateValue) and (wrong := unknown_names(skip.names)):
+    skip, ops = values[SKIP], values[OPS]
+    if isinstance(skip, gates.GateValue) and isinstance(ops, gates.GateValue) and (wrong := unknown_names(skip.names)):
+        stops = ops.text == "on" or (ops.text != "off" and _is_strict(values))
+        said = found.problems if stops else found.warnings
         names = shortened(printable(", ".join(wrong), keep=""))
-        found.warnings.append(f"{SKIP} names {names}, which no kernel is for")
+        said.append(f"{SKIP} names {names}, which no kernel is for")
     return values
+
+
+def _is_strict(values: Mapping[str, gates.GateValue | gates.GateError]) -> bool:
+    value = values["VLLM_HWPLUGIN_STRICT"]
+    return isinstance(value, gates.GateValue) and value.flag
 
 
 def _row(gate: gates.Gate, value: gates.GateValue | gates.GateError, source: str) -> GateRow:
@@ -263,7 +271,7 @@ def _decide(
         return (), "none"
     good = {name: value for name, value in values.items() if isinstance(value, gates.GateValue)}
     choices = {name: value.text for name, value in good.items() if value.gate.kind == "switch"}
-    strict = (value := good.get("VLLM_HWPLUGIN_STRICT")) is not None and value.flag
+    strict = _is_strict(values)
 
     def all_of(state: str, reason: str, said: list[str]) -> tuple[tuple[FeatureRow, ...], str]:
         rows = []
@@ -325,7 +333,7 @@ def _platform_class(
         builtins = ("cpu",)
     decision = _detect.decide(choice.text, builtins, _detect.probe_musa)
     if decision.level >= logging.ERROR:
-        found.warnings.append(decision.reason)
+        (found.problems if _is_strict(values) else found.warnings).append(decision.reason)
     rivals = _rivals.others(environ) if decision.kind is not None else ()
     if rivals:
         names = " and ".join(f"{point.name} ({point.value})" for point in rivals)

@@ -23,6 +23,7 @@ from vllm_hwplugin.ops.build.spec import PAGED_ATTENTION
 logger = logging.getLogger("vllm.hwplugin")
 
 GATE: Final = "VLLM_HWPLUGIN_ATTENTION"
+_STRICT: Final = "VLLM_HWPLUGIN_STRICT"
 FLASH_ATTN: Final = "FLASH_ATTN"
 OWN: Final = ("vllm_hwplugin.attention.cuda", "CudaFlashAttentionBackend")
 
@@ -61,12 +62,14 @@ class Asked:
         foreign: another plugin has registered a FLASH_ATTN of its own.
         obstacle: why the plugin's CUDA kernel cannot be had, so that its Triton kernels would serve; empty where it
             probably can.
+        strict: what the plugin should serve and cannot, through a fault of its own or of its kernel, ends the start.
     """
 
     major: int
     named: str | None = None
     foreign: bool = False
     obstacle: str = ""
+    strict: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,22 +101,28 @@ class Choice:
 
 
 def decide(
-    gate: str, asked: Asked, stock: Stock, refused: Sequence[str], measured: Sequence[Faster] = MEASURED
+    gate: str,
+    asked: Asked,
+    stock: Stock,
+    refused: Sequence[str],
+    measured: Sequence[Faster] = MEASURED,
+    broken: str = "",
 ) -> Choice:
     """Choose between the plugin's class and vLLM's word for a layer with heads above 256.
 
     Args:
         gate: ``auto`` or ``on``.
         refused: why the plugin's class does not fit the layer; empty where it does.
+        broken: why the class cannot be imported, whatever the layer; empty where it can.
     """
     if asked.foreign:
         return Choice(False, "another plugin has registered its own FLASH_ATTN")
     if asked.named not in (None, FLASH_ATTN):
         return Choice(False, f"{asked.named} is named")
-    if refused:
-        why = f"the plugin's FLASH_ATTN does not fit: {'; '.join(refused)}"
-        wanted = f"{GATE}=on, but " if gate == "on" else ""
-        return Choice(False, why, wanted + why if gate == "on" or stock.backend is None else "")
+    if refused or broken:
+        why = broken or f"the plugin's FLASH_ATTN does not fit: {'; '.join(refused)}"
+        demand = f"{GATE}=on, but " if gate == "on" else f"{_STRICT}=1, but " if asked.strict and broken else ""
+        return Choice(False, why, demand + why if demand or stock.backend is None else "")
     kernels = f"; on Triton kernels: {asked.obstacle}" if asked.obstacle else ""
     if gate == "on":
         return Choice(True, f"{GATE}=on{kernels}")
@@ -125,7 +134,8 @@ def decide(
         if (item.major, item.than) != (asked.major, stock.backend):
             continue
         if asked.obstacle:
-            return Choice(False, f"the plugin's CUDA kernel would be faster and cannot be had: {asked.obstacle}")
+            why = f"the plugin's CUDA kernel would be faster and cannot be had: {asked.obstacle}"
+            return Choice(False, why, f"{_STRICT}=1, but {why}; set {GATE}=off to go on" if asked.strict else "")
         return Choice(True, f"faster than vLLM's {stock.backend} on compute capability {item.major}.x: {item.reason}")
     return Choice(False, f"not known to be faster than {stock.backend} on compute capability {asked.major}.x")
 
@@ -167,10 +177,12 @@ def choose(vllm: Ask, selected: Any | None, config: Any, num_heads: int | None, 
         named=None if selected is None else selected.name,
         foreign=_foreign(selected),
         obstacle=_obstacle(capability.major, capability.minor),
+        strict=gates.read(_STRICT).flag,
     )
     path, error = _ask(vllm, selected, wanted, num_heads)
     stock = _stock(path)
-    choice = decide(gate, asked, stock, _refused(text, capability))
+    refused, broken = _refused(text, capability)
+    choice = decide(gate, asked, stock, refused, broken=broken)
     _tell(config, choice, stock)
     if choice.error:
         raise ValueError(f"no attention backend for heads of {config.head_size}: {choice.error}") from error
@@ -198,13 +210,14 @@ def _stock(path: str) -> Stock:
     return Stock(backend, missing_for_fa4() if backend == FLASH_ATTN else "")
 
 
-def _refused(config: Any, capability: Any) -> list[str]:
+def _refused(config: Any, capability: Any) -> tuple[list[str], str]:
+    """Why the plugin's class does not fit the layer, and why it is not there to be asked."""
     try:
         backend = getattr(importlib.import_module(OWN[0]), OWN[1])
         reasons: list[str] = backend.validate_configuration(device_capability=capability, **config._asdict())
     except (ImportError, OSError) as error:
-        return [f"{type(error).__name__}: {error}"]
-    return reasons
+        return [], f"the plugin's FLASH_ATTN cannot be imported: {type(error).__name__}: {error}"
+    return reasons, ""
 
 
 @functools.cache

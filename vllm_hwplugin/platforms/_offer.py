@@ -20,7 +20,13 @@ logger = logging.getLogger("vllm.hwplugin")
 #: Under this key the decision stands among a process's decisions (:func:`vllm_hwplugin.record.note`).
 KEY = "platform"
 
+_STRICT = "VLLM_HWPLUGIN_STRICT"
+
 _asking = threading.local()
+
+
+class PlatformError(RuntimeError):
+    """Strict mode is on, and no class can be offered through a fault, or the named one cannot."""
 
 
 def offer() -> str | None:
@@ -33,22 +39,47 @@ def offer() -> str | None:
 
 @functools.cache
 def decision() -> Decision:
-    """What is offered in this process, and why. Bad values are an answer here, because vLLM swallows errors."""
+    """What is offered in this process, and why. Faults and bad values are answers, because vLLM swallows errors."""
+    fault: Exception | None = None
     try:
-        if not gates.read("VLLM_HWPLUGIN").flag:
-            return Decision(None, "VLLM_HWPLUGIN=0")
-        choice = gates.read(GATE).text
+        found = _decide()
     except gates.GateError as error:
         found = Decision(None, str(error), logging.ERROR)
-    else:
-        found = _detect.decide(choice, _detect.ask_vllm(sys.modules.get("vllm.platforms")), _detect.probe_musa)
-        if found.kind is not None:
-            with _asking_rivals():
-                rivals = _rivals.active(_rivals.others(os.environ))
-            found = _detect.settle(choice, found, rivals)
-    logger.log(found.level, "vllm-hwplugin offers %s", found)
-    record.note(KEY, str(found))
+    except Exception as error:
+        fault = error
+        found = Decision(None, f"its choice failed: {type(error).__name__}: {error}", logging.ERROR)
+    if found is not _SWITCHED_OFF:
+        logger.log(found.level, "vllm-hwplugin offers %s", found, exc_info=fault)
+        record.note(KEY, str(found))
     return found
+
+
+_SWITCHED_OFF = Decision(None, "VLLM_HWPLUGIN=0")
+
+
+def _decide() -> Decision:
+    if not gates.read("VLLM_HWPLUGIN").flag:
+        return _SWITCHED_OFF
+    choice = gates.read(GATE).text
+    found = _detect.decide(choice, _detect.ask_vllm(sys.modules.get("vllm.platforms")), _detect.probe_musa)
+    if found.kind is None:
+        return found
+    with _asking_rivals():
+        rivals = _rivals.active(_rivals.others(os.environ))
+    return _detect.settle(choice, found, rivals)
+
+
+def must_hold() -> None:
+    """Say in strict mode what vLLM would swallow if :func:`offer` raised it.
+
+    Raises:
+        PlatformError: this process was asked for a class and could offer none, through a fault or against its gate.
+    """
+    if not decision.cache_info().currsize or not gates.read(_STRICT).flag:
+        return
+    found = decision()
+    if found.kind is None and found.level >= logging.ERROR:
+        raise PlatformError(f"{_STRICT}=1, but vllm-hwplugin offers {found}; set {GATE}=off to run without a class")
 
 
 def note_used() -> None:
