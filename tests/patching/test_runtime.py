@@ -368,6 +368,8 @@ def test_an_error_after_code_was_swapped_takes_it_back_and_the_record_says_so(pa
         assert vllm.envs.compile_factors()["VLLM_HWPLUGIN_FINGERPRINT"] == "none"
         """
     assert patched.run(code, CHECK).strip() == STOCK
+    (written,) = (json.loads(path.read_text()) for path in patched.cache.glob("records/*.json"))
+    assert "ZeroDivisionError" in written["error"]
     required = patched.start(code, CHECK, **{GATES[0]: "on"})
     assert required.stderr.splitlines()[-1].startswith("ZeroDivisionError")
 

@@ -9,6 +9,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -58,6 +59,7 @@ class _State:
 
     def __init__(self, entry: ProcessRecord) -> None:
         self.record = entry
+        self.base: Path | None = None
         self.installed: Installed | None = None
         self.plan: Plan | None = None
         self.finder: CopyFinder | None = None
@@ -112,8 +114,8 @@ def install(environ: Mapping[str, str] | None = None, *, catalog: Catalog | None
     Raises:
         InstallError: a gate says ``on`` and the feature cannot be live, or strict mode is on and one should be; or a
             module runs patched that had to be taken back, and its features would be half in force.
-        PatchingError, GateError: strict mode is on, or a feature's gate says ``on``, and the patches cannot be decided
-            at all. An error that is none of these, then, too.
+        Exception: a PatchingError, a GateError or a fault of the plugin itself, where strict mode is on, or a feature's
+            gate says ``on``, and the patches cannot be decided at all.
     """
     global _state
     with _lock:
@@ -204,8 +206,8 @@ def _install(environ: Mapping[str, str], catalog: Catalog | None) -> _State:
             text.replace("\n", "; "),
             exc_info=None if expected else error,
         )
-        state = _State(_of_stock(state.record, text))
-        record.begin(state.record, None)
+        base, state = state.base, _State(_of_stock(state.record, text))
+        record.begin(state.record, base)
     return state
 
 
@@ -233,6 +235,7 @@ def _activate(
     catalog = load_catalog(version=installed.version) if catalog is None else catalog
     choices = {name: value.text for name, value in values.items() if value.gate.kind == "switch"}
     overlay = open_overlay(environ)
+    state.base = overlay.base
     for note in overlay.notes:
         logger.warning("patched copies go to %s instead: %s", overlay.base, note)
     try_unlisted = values["VLLM_HWPLUGIN_TRY_UNLISTED"].flag
