@@ -158,6 +158,19 @@ def attempt():
 """
 )
 
+DFLASH_FAULT = (
+    DFLASH
+    + """
+def attempt():
+    entry = install()
+    made = config(hidden_size=64, block_size=8, dflash_config={"target_layer_ids": [0]})
+    # A vLLM whose configuration has another shape.
+    made.speculative_config.target_model_config = None
+    dflash.check_and_update_config(made)
+    return states(entry, "made-up")
+"""
+)
+
 PATCHES: dict[str, list[Scenario]] = {
     "misfit": [Scenario(INSTALL, _with(_drift))],
     "conflict": [Scenario(INSTALL + 'attempt = lambda: states(install(), "rival")', _with(_rival), THIRD)],
@@ -233,6 +246,7 @@ def attempt():
     "DFlash module": [Scenario(INSTALL + DFLASH_MODULE, _state())],
     "DFlash mixture": [Scenario(INSTALL + DFLASH_MODULE, _state("vllm/v1/pack/__init__.py"))],
     "DFlash config": [Scenario(INSTALL + DFLASH_CONFIG, _made_up)],
+    "DFlash fault": [Scenario(INSTALL + DFLASH_FAULT, _made_up, THIRD)],
     "engine": [
         Scenario(
             INSTALL

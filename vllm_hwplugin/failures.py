@@ -129,6 +129,9 @@ PATCHES: Final = (
         "stops",
     ),
     Failure(
+        "DFlash fault", "DFlash: the plugin fails at a configuration, through a fault in it", "said", "stops", "stops"
+    ),
+    Failure(
         "engine",
         "a feature is live and the engine that is configured cannot have it: runner, method, backend, mode",
         "said",
@@ -171,7 +174,7 @@ OTHERS: Final = (
     Failure("attention none", "the same, and vLLM has none", "stops", "stops", "stops"),
     Failure(
         "attention import",
-        "the plugin's FLASH_ATTN cannot be imported, and vLLM has a backend",
+        "the plugin's FLASH_ATTN cannot be imported or asked, and vLLM has a backend",
         "said",
         "stops",
         "stops",

@@ -15,7 +15,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from vllm_hwplugin import gates, record
+from vllm_hwplugin import record
 from vllm_hwplugin.patching import SUPPORTED
 from vllm_hwplugin.platforms import _cuda_attention as attention
 from vllm_hwplugin.platforms._cuda_attention import Asked, Faster, Stock, decide
@@ -277,8 +277,7 @@ def test_the_gate(version: str, host: Hosts, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("VLLM_HWPLUGIN_ATTENTION", "auto")
     assert gpu.ask() == FLASH
     monkeypatch.setenv("VLLM_HWPLUGIN_ATTENTION", "maybe")
-    with pytest.raises(gates.GateError, match=r"VLLM_HWPLUGIN_ATTENTION=.maybe. is not"):
-        gpu.ask()
+    assert gpu.ask() == FLASH
 
 
 @every_version
@@ -312,7 +311,7 @@ def test_without_the_plugins_class_vllm_decides(version: str, host: Hosts, monke
     monkeypatch.setitem(sys.modules, "vllm_hwplugin.attention.cuda", None)
     assert gpu.ask() == FLASH
     gpu.refuse("FLASH_ATTN")
-    with pytest.raises(ValueError, match="cannot be imported: ModuleNotFoundError"):
+    with pytest.raises(ValueError, match="cannot be imported or asked: ModuleNotFoundError"):
         gpu.ask("FLASH_ATTN")
 
 

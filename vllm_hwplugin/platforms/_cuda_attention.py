@@ -113,7 +113,7 @@ def decide(
     Args:
         gate: ``auto`` or ``on``.
         refused: why the plugin's class does not fit the layer; empty where it does.
-        broken: why the class cannot be imported, whatever the layer; empty where it can.
+        broken: why the class cannot be imported or asked, whatever the layer; empty where it can.
     """
     if asked.foreign:
         return Choice(False, "another plugin has registered its own FLASH_ATTN")
@@ -143,6 +143,14 @@ def decide(
 Ask = Callable[..., str]
 
 
+def setting() -> str:
+    """What the gate says; ``off`` where it says nothing that is known, which a process reports when it starts."""
+    try:
+        return gates.read(GATE).text
+    except gates.GateError:
+        return "off"
+
+
 def choose(vllm: Ask, selected: Any | None, config: Any, num_heads: int | None, capability: Any) -> str:
     """The qualified name of a layer's backend class; for ``get_attn_backend_cls`` of the CUDA platform.
 
@@ -155,9 +163,8 @@ def choose(vllm: Ask, selected: Any | None, config: Any, num_heads: int | None, 
 
     Raises:
         ValueError: no backend fits, or not the named one; with vLLM's reasons and the plugin's.
-        GateError: the gate has a bad value.
     """
-    gate = gates.read(GATE).text
+    gate = setting()
     # MLA and sparse layers have backends of their own.
     if gate == "off" or config.use_mla or config.use_sparse:
         return vllm(selected, config, num_heads)
@@ -215,14 +222,21 @@ def _refused(config: Any, capability: Any) -> tuple[list[str], str]:
     try:
         backend = getattr(importlib.import_module(OWN[0]), OWN[1])
         reasons: list[str] = backend.validate_configuration(device_capability=capability, **config._asdict())
-    except (ImportError, OSError) as error:
-        return [], f"the plugin's FLASH_ATTN cannot be imported: {type(error).__name__}: {error}"
+    except Exception as error:
+        # vLLM's classes below it may be missing, or be others than those that it was written for.
+        logger.debug("the plugin's FLASH_ATTN cannot be asked", exc_info=True)
+        return [], f"the plugin's FLASH_ATTN cannot be imported or asked: {type(error).__name__}: {error}"
     return reasons, ""
 
 
 @functools.cache
 def _obstacle(major: int, minor: int) -> str:
-    return jit.obstacle(PAGED_ATTENTION, (major, minor))
+    try:
+        return jit.obstacle(PAGED_ATTENTION, (major, minor))
+    except Exception as error:
+        # Looking for a compiler must not end a start that can do without.
+        logger.debug("whether the plugin's CUDA kernel can be had cannot be told", exc_info=True)
+        return f"{type(error).__name__}: {error}"
 
 
 def _foreign(selected: Any | None) -> bool:

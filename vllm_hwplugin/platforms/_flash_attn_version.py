@@ -15,10 +15,10 @@ import logging
 from collections.abc import Callable
 from typing import Any, Final
 
-from vllm_hwplugin import gates, record
+from vllm_hwplugin import record
 from vllm_hwplugin.attention.capabilities import LARGEST_OF_VLLM
 
-from ._cuda_attention import GATE, largest_head, missing_for_fa4
+from ._cuda_attention import GATE, largest_head, missing_for_fa4, setting
 
 logger = logging.getLogger("vllm.hwplugin")
 
@@ -33,12 +33,9 @@ def check_and_update_config(vllm_config: Any, device_capability: Callable[[], An
 
     Args:
         device_capability: gives the device's ``DeviceCapability``, if there is one.
-
-    Raises:
-        GateError: the gate has a bad value.
     """
     attention, model = vllm_config.attention_config, vllm_config.model_config
-    if attention.flash_attn_version != 4 or gates.read(GATE).text == "off":
+    if attention.flash_attn_version != 4 or setting() == "off":
         return
     # On Blackwell vLLM's default is 4 as well. Before Hopper there is no 4.
     capability = device_capability()

@@ -12,20 +12,24 @@ belongs to that one object, is in no field (vLLM's hash, a copy and a pickle do 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from vllm_hwplugin import gates, record
-from vllm_hwplugin.patching import PatchingError, Plan, _runtime
+from vllm_hwplugin.patching import Plan, _runtime
 from vllm_hwplugin.record import ProcessRecord
 from vllm_hwplugin.spec_decode import dflash_config
+from vllm_hwplugin.spec_decode.dflash_config import DFlashConfigError
 from vllm_hwplugin.spec_decode.dflash_sizes import capture_sizes, describe, explain
 
 logger = logging.getLogger("vllm.hwplugin")
 
+_CHECK = "dflash-config"
 _DECISION = "dflash-capture-sizes"
 _FULL_GRAPH = "dflash-full-graph"
+_GATE = "VLLM_HWPLUGIN_DFLASH_FULL_GRAPH"
 # DFlash's proposer is a subclass of the one that the drafter features patch, and shares the runner's code with it.
 _FAMILIES = ("dflash-", "draft-")
 _GIVEN = "_hwplugin_given_sizes"
@@ -63,21 +67,50 @@ def check_and_update_config(vllm_config: Any) -> None:
         DFlashConfigError: draft, target and settings do not fit together.
         InstallError: a patched module was imported too early to be patched in place, and its features would be half
             in force; or a whole feature is lost that way, which a gate at `on` or strict mode does not allow.
+        Exception: the plugin failed through a fault in it, and strict mode or the gate at `on` does not allow that.
     """
     given = vars(vllm_config).pop(_GIVEN, None) or _given(vllm_config.compilation_config)
     spec = vllm_config.speculative_config
     if spec is None or not spec.use_dflash():
         return
     entry = _runtime.install()
-    dflash_config.check(vllm_config)
+    with _faults_are_no_end(_CHECK):
+        dflash_config.check(vllm_config)
     plan = _runtime.current_plan()
     if plan is not None:
         _put_in_force(plan, entry)
-    reason = _why_left(vllm_config, entry)
-    if reason is None:
-        _set_sizes(vllm_config, given)
-    else:
-        record.note(_DECISION, f"left to vLLM: {reason}")
+    with _faults_are_no_end(_DECISION):
+        reason = _why_left(vllm_config, entry)
+        if reason is None:
+            _set_sizes(vllm_config, given)
+        else:
+            record.note(_DECISION, f"left to vLLM: {reason}")
+
+
+@contextmanager
+def _faults_are_no_end(decision: str) -> Iterator[None]:
+    """Go on as stock vLLM where the plugin fails at something that vLLM can do without.
+
+    Raises:
+        Exception: what was raised, if it was raised on purpose, or strict mode or the feature's gate does not allow it.
+    """
+    try:
+        yield
+    except DFlashConfigError:
+        raise
+    except Exception as error:
+        if _must_hold():
+            raise
+        logger.exception("DFlash: %s is left to vLLM, because the plugin failed", decision)
+        record.note(decision, f"left to vLLM: {type(error).__name__}: {error}")
+
+
+def _must_hold() -> bool:
+    try:
+        return gates.read("VLLM_HWPLUGIN_STRICT").flag or gates.read(_GATE).text == "on"
+    except gates.GateError:
+        # Reported when the patches were to be put in force, and an error then if strictness was asked for.
+        return False
 
 
 # -- patches ----------------------------------------------------------------------------------------------------------
@@ -115,7 +148,7 @@ def _put_in_force(plan: Plan, entry: ProcessRecord) -> None:
     together = sorted(modules - alone.keys())
     try:
         _runtime.verify(together, force=True)
-    except PatchingError as error:
+    except Exception as error:
         stock = {found.module for found in _runtime.verify(together, force=False) if found.state == "stock"}
         names = sorted({name for file in plan.files.values() if file.module in stock for name in file.features})
         raise _runtime.InstallError(
@@ -125,11 +158,11 @@ def _put_in_force(plan: Plan, entry: ProcessRecord) -> None:
     for module, features in sorted(alone.items()):
         try:
             _runtime.verify([module], force=True)
-        except PatchingError as error:
+        except Exception as error:
             _give_up(plan, entry, module, features, error)
 
 
-def _give_up(plan: Plan, entry: ProcessRecord, module: str, features: Collection[str], error: PatchingError) -> None:
+def _give_up(plan: Plan, entry: ProcessRecord, module: str, features: Collection[str], error: Exception) -> None:
     """Count the features of a module that stays stock as off, unless one of them was asked for."""
     strict = gates.read("VLLM_HWPLUGIN_STRICT").flag
     for name in features:
