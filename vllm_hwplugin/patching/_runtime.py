@@ -67,9 +67,10 @@ class _State:
         self._tried: list[CopyFinder] = []
 
     def put_first(self, finder: CopyFinder) -> None:
-        finder.put_first()
+        # In this order: whatever interrupts it, `withdraw` finds what there is to take back.
         self.finder = finder
         self._tried.append(finder)
+        finder.put_first()
 
     def withdraw(self) -> None:
         """Take the finder and re-applied code back."""
