@@ -214,7 +214,10 @@ class Overtaken(_runtime.CopyFinder):
         import vllm.v1.pack
 
 _runtime.CopyFinder = Overtaken
-attempt = install
+
+def attempt():
+    install()
+    return {}, {}
 """,
             _state("vllm/v1/pack/__init__.py"),
         )
@@ -226,6 +229,7 @@ def attempt():
     install()
     sys.path.insert(0, SECOND)
     import vllm.v1.alpha
+    return {}, {}
 """,
             _with(_second_tree),
         )
@@ -235,10 +239,16 @@ def attempt():
             """
 def attempt():
     import shutil
+    overlay = Path(CACHE, "overlay")
     install()
-    shutil.rmtree(Path(CACHE, "overlay"))
-    Path(CACHE, "overlay").write_text("in the way")
-    import vllm.v1.alpha
+    shutil.rmtree(overlay)
+    overlay.write_text("in the way")
+    try:
+        import vllm.v1.alpha
+    finally:
+        # The other columns have the same cache.
+        overlay.unlink()
+    return {}, {}
 """,
             _made_up,
         )

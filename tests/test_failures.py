@@ -31,9 +31,11 @@ def outcome():
     log.propagate = False
     log.setLevel(logging.INFO)
     try:
-        concerned, others = attempt()
+        found = attempt()
     except Exception as error:
         return {"stops": f"{type(error).__name__}: {error}"}
+    # Not above: a slip of the scenario is no failure of the process.
+    concerned, others = found
     return {"stops": None, "lines": lines.lines, "concerned": concerned, "others": others}
 """
 

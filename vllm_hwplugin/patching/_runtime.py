@@ -115,8 +115,8 @@ def install(environ: Mapping[str, str] | None = None, *, catalog: Catalog | None
     Raises:
         InstallError: a gate says ``on`` and the feature cannot be live, or strict mode is on and one should be; or a
             module runs patched that had to be taken back, and its features would be half in force.
-        Exception: a PatchingError, a GateError or a fault of the plugin itself, where strict mode is on, or a feature's
-            gate says ``on``, and the patches cannot be decided at all.
+        PatchingError, GateError: strict mode is on, or a feature's gate says ``on``, and the patches cannot be decided
+            at all. A fault of the plugin itself is an InstallError then.
     """
     global _state
     with _lock:
@@ -196,11 +196,17 @@ def _install(environ: Mapping[str, str], catalog: Catalog | None) -> _State:
         _activate(state, environ, values, catalog)
     except BaseException as error:
         state.withdraw()
-        if not isinstance(error, Exception) or isinstance(error, InstallError) or _must_hold(environ):
-            raise
         # Only an error of the plugin itself deserves a traceback; the others say all there is in one line.
         expected = isinstance(error, PatchingError | gates.GateError)
+        required = isinstance(error, InstallError) or _must_hold(environ)
+        if not isinstance(error, Exception) or (expected and required):
+            raise
         text = str(error) if expected else f"{type(error).__name__}: {error}"
+        if required:
+            raise InstallError(
+                f"a fault in vllm-hwplugin, which strict mode or a feature's gate at `on` does not let pass: {text}; "
+                "set VLLM_HWPLUGIN=0 to run without it, and report it"
+            ) from error
         _refuse_mixture(state, {}, text)
         logger.error(
             "vllm-hwplugin does nothing in this process, vLLM runs stock: %s",

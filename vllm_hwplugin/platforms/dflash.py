@@ -66,8 +66,8 @@ def check_and_update_config(vllm_config: Any) -> None:
     Raises:
         DFlashConfigError: draft, target and settings do not fit together.
         InstallError: a patched module was imported too early to be patched in place, and its features would be half
-            in force; or a whole feature is lost that way, which a gate at `on` or strict mode does not allow.
-        Exception: the plugin failed through a fault in it, and strict mode or the gate at `on` does not allow that.
+            in force; or a whole feature is lost that way, or the plugin failed through a fault in it, which a gate at
+            `on` or strict mode does not allow.
     """
     given = vars(vllm_config).pop(_GIVEN, None) or _given(vllm_config.compilation_config)
     spec = vllm_config.speculative_config
@@ -92,7 +92,8 @@ def _faults_are_no_end(decision: str) -> Iterator[None]:
     """Go on as stock vLLM where the plugin fails at something that vLLM can do without.
 
     Raises:
-        Exception: what was raised, if it was raised on purpose, or strict mode or the feature's gate does not allow it.
+        DFlashConfigError: it was raised on purpose.
+        InstallError: strict mode or the feature's gate does not let the fault pass.
     """
     try:
         yield
@@ -100,7 +101,10 @@ def _faults_are_no_end(decision: str) -> Iterator[None]:
         raise
     except Exception as error:
         if _must_hold():
-            raise
+            raise _runtime.InstallError(
+                f"a fault in vllm-hwplugin at {decision}, which strict mode or {_GATE}=on does not let pass: "
+                f"{type(error).__name__}: {error}; set {_GATE}=auto and no strict mode to go on, and report it"
+            ) from error
         logger.exception("DFlash: %s is left to vLLM, because the plugin failed", decision)
         record.note(decision, f"left to vLLM: {type(error).__name__}: {error}")
 
