@@ -51,8 +51,8 @@ app = typer.Typer(add_completion=False)
 def doctor(json_file: JsonFile = None) -> None:
     """Show host, vLLM, gates and features: here, and in the last engine's processes.
 
-    `--json` alone prints everything as JSON; see docs/architecture.md. Exit 1 if a process of vLLM would stop, or if the
-    plugin would do nothing in it though it is switched on.
+    `--json` alone prints everything as JSON; see docs/architecture.md. Exit 1 if a process of vLLM would stop, or if
+    the plugin would do nothing in it though it is switched on.
     """
     found = diagnose()
     if json_file is not None:
