@@ -2,102 +2,198 @@
 """Where this user's cache lies, and which folders in it may be trusted.
 
 Code is loaded from the cache, so a folder of it is trusted only if nobody but the user (and root) can change what it
-holds. That is decided by ownership and mode bits alone: POSIX ACLs show up in the group bits (the mask), network file
-systems that lie about owners are beyond what a process can see.
+holds, and no other user can put something else in its place: every folder and link on the way to it is judged, and what
+is used from then on is the real path that was judged. That is decided by ownership and mode bits alone: POSIX ACLs show
+up in the group bits (the mask), network file systems that lie about owners are beyond what a process can see. Other
+processes of the same user are not kept out: they could as well change the process itself.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import errno
+import fcntl
 import os
+import shutil
 import stat
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from . import gates
 
 APPLICATION = "vllm-hwplugin"
 
+# As many as Linux follows in one path.
+_LINKS = 40
+
+_WAY_OUT = "set VLLM_HWPLUGIN_CACHE_DIR to a folder below one of your own"
+
 
 class UntrustedFolder(Exception):
-    """A cache folder that someone else could write to, or that is no real folder of this user."""
+    """A cache folder that someone else could write to or replace, or that is no real folder of this user."""
 
 
-def places(environ: Mapping[str, str] | None = None) -> tuple[Path, ...]:
+def places(environ: Mapping[str, str] | None = None, notes: list[str] | None = None) -> tuple[Path, ...]:
     """The folders where a cache may lie, best first.
 
     The first is ``VLLM_HWPLUGIN_CACHE_DIR`` or the platform's user cache folder. The second serves hosts where the
     first is not writable: it is one folder for each user, not one for each process, so that a restart finds its copies
     again and the paths of compiled code (which vLLM's compile cache keys contain) stay the same.
 
+    Args:
+        notes: gets a line for each that this user or host does not have.
+
     Raises:
         GateError: the variable's value is no absolute path.
     """
-    first = gates.read("VLLM_HWPLUGIN_CACHE_DIR", environ).path
-    if first is None:
+    notes = [] if notes is None else notes
+    found = []
+    named = gates.read("VLLM_HWPLUGIN_CACHE_DIR", environ).path
+    if named is not None:
+        found.append(named)
+    else:
         # Not needed where the gate is set, and not part of the standard library: hence not at the top.
         import platformdirs
 
-        first = Path(platformdirs.user_cache_dir(APPLICATION, appauthor=False)).absolute()
-    return first, Path(tempfile.gettempdir()).absolute() / f"{APPLICATION}-{os.geteuid()}"
+        try:
+            own = Path(platformdirs.user_cache_dir(APPLICATION, appauthor=False))
+        except RuntimeError as error:
+            notes.append(f"no user cache folder ({error}): set HOME or VLLM_HWPLUGIN_CACHE_DIR")
+        else:
+            # Older releases of that library leave the name of a home that is not known as it is.
+            if own.parts[0].startswith("~"):
+                notes.append(f"no user cache folder (user {os.geteuid()} has no home): set HOME or {_WAY_OUT[4:]}")
+            else:
+                found.append(own.absolute())
+    try:
+        found.append(Path(tempfile.gettempdir()).absolute() / f"{APPLICATION}-{os.geteuid()}")
+    except FileNotFoundError as error:
+        notes.append(str(error))
+    return tuple(found)
 
 
-def private_folder(folder: Path, *, check_ancestors: bool = True) -> None:
+def private_folder(folder: Path) -> Path:
     """Create ``folder`` with mode 0700 where it is missing, and check that it can be trusted.
+
+    Nothing is made below a folder that cannot be trusted itself.
 
     Args:
         folder: an absolute path; missing parents are created too, also with mode 0700.
-        check_ancestors: False for folders inside one that this function has already accepted.
+
+    Returns:
+        The real path, without links. Use this one: what was judged holds for it alone.
 
     Raises:
-        UntrustedFolder: foreign owner, wider mode, a symbolic link, or an ancestor that others can write to.
+        UntrustedFolder: foreign owner, wider mode, a symbolic link in its place, or a folder or link on the way to it
+            that others can replace.
         OSError: the folder is missing and cannot be created.
     """
-    if not os.path.lexists(folder):
-        for missing in reversed([folder, *folder.parents]):
-            if not os.path.lexists(missing):
-                # Another process may be just as far; who made it does not matter, what it is gets checked below.
-                missing.mkdir(mode=0o700, exist_ok=True)
-    found = folder.lstat()
+    return _real(folder, make=True, private=True)
+
+
+def trusted_folder(folder: Path) -> Path:
+    """Like :func:`private_folder`, for a folder that is only to be read: nothing is made.
+
+    Raises:
+        UntrustedFolder: see there.
+        OSError: the folder is missing or cannot be reached.
+    """
+    return _real(folder, make=False, private=True)
+
+
+def _real(folder: Path, *, make: bool, private: bool) -> Path:
+    """The real path of ``folder``. Judged from the root down: who may change a folder decides what lies in it."""
+    here, links = folder.anchor, 0
+    _judge_hop(here, os.lstat(here), folder)
+    rest = list(folder.parts[:0:-1])
+    while rest:
+        name = rest.pop()
+        if name == "..":
+            here = os.path.dirname(here)
+            continue
+        path = os.path.join(here, name)
+        try:
+            found = os.lstat(path)
+        except FileNotFoundError:
+            if not make:
+                raise
+            # Another process may be just as far; who made it does not matter, what it is gets judged below.
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(path, 0o700)
+            found = os.lstat(path)
+        if not rest and private:
+            _judge_private(path, found)
+        else:
+            _judge_hop(path, found, folder)
+        if stat.S_ISLNK(found.st_mode):
+            links += 1
+            if links > _LINKS:
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(folder))
+            target = Path(os.readlink(path))
+            here = target.anchor or here
+            rest += [part for part in reversed(target.parts) if part != target.anchor]
+        else:
+            here = path
+    return Path(here)
+
+
+def _judge_private(path: str, found: os.stat_result) -> None:
     if not stat.S_ISDIR(found.st_mode):
         what = "a symbolic link" if stat.S_ISLNK(found.st_mode) else "not a folder"
-        raise UntrustedFolder(f"{folder} is {what}; expected a real folder: remove it or set VLLM_HWPLUGIN_CACHE_DIR")
+        raise UntrustedFolder(f"{path} is {what}; expected a real folder: remove it or set VLLM_HWPLUGIN_CACHE_DIR")
     if found.st_uid != os.geteuid():
         raise UntrustedFolder(
-            f"{folder} is owned by user {found.st_uid}; expected user {os.geteuid()}: "
+            f"{path} is owned by user {found.st_uid}; expected user {os.geteuid()}: "
             "remove it or set VLLM_HWPLUGIN_CACHE_DIR to a folder of your own"
         )
     if found.st_mode & 0o077:
         raise UntrustedFolder(
-            f"{folder} has mode {stat.S_IMODE(found.st_mode):04o}; expected 0700: run `chmod 700 {folder}` "
+            f"{path} has mode {stat.S_IMODE(found.st_mode):04o}; expected 0700: run `chmod 700 {path}` "
             "after a look at what it holds, or remove it"
         )
-    if check_ancestors:
-        for ancestor in _ancestors(folder):
-            _check_ancestor(ancestor, folder)
 
 
-def _ancestors(folder: Path) -> Iterator[Path]:
-    """The parents as written and, where links are among them, the parents of what they lead to."""
-    yield from folder.parents
-    resolved = folder.resolve()
-    if resolved != folder:
-        yield from resolved.parents
-
-
-def _check_ancestor(ancestor: Path, folder: Path) -> None:
-    found = ancestor.lstat()
+def _judge_hop(path: str, found: os.stat_result, folder: Path) -> None:
     if found.st_uid not in (0, os.geteuid()):
         raise UntrustedFolder(
-            f"{ancestor}, which holds {folder}, is owned by user {found.st_uid}; expected user {os.geteuid()} or root: "
-            "set VLLM_HWPLUGIN_CACHE_DIR to a folder below one of your own"
+            f"{path}, on the way to {folder}, is owned by user {found.st_uid}; expected user {os.geteuid()} or root: "
+            f"{_WAY_OUT}"
         )
     # A sticky folder (/tmp) lets others add entries but not replace ours; the mode of a link itself means nothing.
     if found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX and not stat.S_ISLNK(found.st_mode):
         raise UntrustedFolder(
-            f"{ancestor}, which holds {folder}, has mode {stat.S_IMODE(found.st_mode):04o} and can be written to by "
-            f"others; run `chmod go-w {ancestor}` or set VLLM_HWPLUGIN_CACHE_DIR to a folder below one of your own"
+            f"{path}, on the way to {folder}, has mode {stat.S_IMODE(found.st_mode):04o} and can be written to by "
+            f"others; run `chmod go-w {path}` or {_WAY_OUT}"
         )
+
+
+def writable(folder: Path) -> bool:
+    """Whether this process can make files in ``folder``, asked for the user that it acts as."""
+    return os.access(folder, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids)
+
+
+def read_private(path: Path) -> bytes | None:
+    """The bytes of a regular file that this user owns and nobody else can write to; None for anything else.
+
+    What is checked is the open file that is then read. A pipe or a device in its place is not waited for.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError:
+        return None
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+            return None
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read()
+    except OSError:
+        # A disk or a server that fails: there is nothing that can be read.
+        return None
+    finally:
+        os.close(descriptor)
 
 
 def write_atomically(path: Path, data: bytes, *, durable: bool = True) -> None:
@@ -121,3 +217,53 @@ def write_atomically(path: Path, data: bytes, *, durable: bool = True) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def temporary_folder() -> Path:
+    """A new folder for this process alone, in the folder for temporary files; it goes when the process ends.
+
+    What a killed process left behind goes when the next one makes such a folder.
+
+    Raises:
+        UntrustedFolder: others could replace what lies in the folder for temporary files.
+        OSError: it cannot be made.
+    """
+    above = _real(Path(tempfile.gettempdir()).absolute(), make=False, private=False)
+    _remove_stale(above)
+    folder = Path(tempfile.mkdtemp(prefix=f"{APPLICATION}-", dir=above))
+    # Held for as long as this process or a forked child lives. Under its final name only once it is held, so that
+    # nobody takes the folder for a dead process's in between.
+    fcntl.flock(os.open(folder / "making", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), fcntl.LOCK_EX)
+    os.rename(folder / "making", folder / _HELD)
+    atexit.register(_remove_tree, folder, os.getpid())
+    return folder
+
+
+# The file in a temporary folder that its process keeps locked. A process id would not do: containers share folders for
+# temporary files, not process ids.
+_HELD = "held"
+
+
+def _remove_stale(above: Path) -> None:
+    with os.scandir(above) as entries:
+        found = [Path(entry.path) for entry in entries if entry.name.startswith(f"{APPLICATION}-")]
+    for folder in found:
+        try:
+            trusted_folder(folder)
+            descriptor = os.open(folder / _HELD, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        except (OSError, UntrustedFolder):
+            # Another user's, the one that serves all processes of this user, or one that is just being made or removed.
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+        except BlockingIOError:
+            continue  # in use
+        finally:
+            os.close(descriptor)
+
+
+def _remove_tree(folder: Path, owner: int) -> None:
+    # Forked children inherit the exit handler; the folder is still their parent's.
+    if os.getpid() == owner:
+        shutil.rmtree(folder, ignore_errors=True)

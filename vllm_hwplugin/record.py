@@ -250,7 +250,7 @@ def _write() -> None:
         return
     data = json.dumps(dataclasses.asdict(_current), indent=1).encode("utf-8")
     try:
-        private_folder(_path.parent, check_ancestors=False)
+        private_folder(_path.parent)
         write_atomically(_path, data, durable=False)
     except (OSError, UntrustedFolder) as error:
         logger.debug("no process record in %s: %s", _path, error)

@@ -77,7 +77,7 @@ def finder(site: Path, overlay: Overlay, loads: list[str]) -> CopyFinder:
         ALPHA: overlay.place(ALPHA, f"{PACKAGE}/v1/alpha.py", PATCHED),
         f"{PACKAGE}.v1": overlay.place(f"{PACKAGE}.v1", f"{PACKAGE}/v1/__init__.py", "WHO = 'patched'\n"),
     }
-    made = CopyFinder(site, overlay, copies, loads.append)
+    made = CopyFinder(site, copies, loads.append)
     made.put_first()
     return made
 
@@ -89,7 +89,7 @@ def test_file_origin_and_code_name_the_copy(finder: CopyFinder, loads: list[str]
     assert module.__spec__ is not None
     assert module.__file__ == module.__spec__.origin == module.answer.__code__.co_filename == path
     assert module.Thing.method.__code__.co_filename == path
-    assert type(module.__loader__) is SourceFileLoader
+    assert isinstance(module.__loader__, SourceFileLoader)
     assert module.__cached__ == importlib.util.cache_from_source(path)
     assert serves(module, finder.copies[ALPHA])
     assert loads == [f"{PACKAGE}.v1", ALPHA]
@@ -99,7 +99,6 @@ def test_the_second_import_takes_the_byte_code(finder: CopyFinder, monkeypatch: 
     importlib.import_module(ALPHA)
     del sys.modules[ALPHA]
     monkeypatch.setattr("builtins.compile", None)
-    monkeypatch.setattr(SourceFileLoader, "source_to_code", None)
     assert importlib.import_module(ALPHA).answer() == "patched"
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The meta-path finder: for exactly the patched modules, an ordinary source loader on the copy."""
+"""The meta-path finder and the loader: for exactly the patched modules, the text of the copy."""
 
 from __future__ import annotations
 
@@ -9,10 +9,25 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from importlib.util import spec_from_file_location
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 
 from ._errors import PatchingError
-from ._overlay import Copy, Overlay
+from ._overlay import Copy
+
+
+class CopyLoader(SourceFileLoader):
+    """A source loader whose source is the text in memory that was verified, not what its path leads to by now."""
+
+    def __init__(self, copy: Copy) -> None:
+        super().__init__(copy.module, str(copy.path))
+        self._copy = copy
+
+    def get_code(self, fullname: str) -> CodeType:
+        return self._copy.code()
+
+    def get_data(self, path: str) -> bytes:
+        # `get_source` asks this, too.
+        return self._copy.text if path == self.path else super().get_data(path)
 
 
 class CopyFinder:
@@ -20,7 +35,6 @@ class CopyFinder:
 
     Args:
         root: the folder that holds the installed folder ``vllm``.
-        overlay: where the copies lie.
         copies: module name -> copy.
         on_load: called with the module's name when a copy is about to be loaded.
 
@@ -28,11 +42,8 @@ class CopyFinder:
     installed folder, but not through ``pkgutil.get_data`` or ``importlib.resources``, which start from the loader.
     """
 
-    def __init__(
-        self, root: Path, overlay: Overlay, copies: Mapping[str, Copy], on_load: Callable[[str], None] = lambda _: None
-    ) -> None:
+    def __init__(self, root: Path, copies: Mapping[str, Copy], on_load: Callable[[str], None] = lambda _: None) -> None:
         self._root = root
-        self._overlay = overlay
         self._on_load = on_load
         self.copies = dict(copies)
 
@@ -53,17 +64,20 @@ class CopyFinder:
                 name=fullname,
             )
         try:
-            self._overlay.prepare(copy)
+            copy.verify()
         except PatchingError as error:
             # Modules of the same features may run patched already: the stock module would make half a feature.
             raise ImportError(str(error), name=fullname, path=str(copy.path)) from error
         self._on_load(fullname)
-        return spec_from_file_location(
+        spec = spec_from_file_location(
             fullname,
             copy.path,
-            loader=SourceFileLoader(fullname, str(copy.path)),
+            loader=CopyLoader(copy),
             submodule_search_locations=[str(installed)] if copy.is_package else None,
         )
+        if spec is not None:
+            spec.cached = copy.bytecode
+        return spec
 
     def invalidate_caches(self) -> None:
         """Nothing is cached between calls; the method is part of the protocol."""

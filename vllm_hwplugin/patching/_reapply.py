@@ -19,13 +19,12 @@ import sys
 from collections import ChainMap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib.machinery import SourceFileLoader
-from importlib.util import cache_from_source
 from types import AsyncGeneratorType, CellType, CodeType, CoroutineType, FunctionType, GeneratorType, ModuleType
 from typing import Any
 
 from ._compare import Addition, FunctionChange, ModuleChange, NotSwappable, compare, first_line
 from ._errors import PatchingError
+from ._finder import CopyLoader
 from ._overlay import Copy
 
 _MISSING = object()
@@ -155,14 +154,14 @@ class Plan:
 
     def _places(self) -> Iterator[Setter]:
         """The module and its spec name the copy, so that ``inspect`` finds the text of classes and of the module."""
-        path, module = str(self.copy.path), self.module
-        loader = SourceFileLoader(module.__name__, path)
+        path, cached, module = str(self.copy.path), self.copy.bytecode, self.module
+        loader = CopyLoader(self.copy)
         yield Setter(module, "__file__", path)
-        yield Setter(module, "__cached__", cache_from_source(path))
+        yield Setter(module, "__cached__", cached)
         yield Setter(module, "__loader__", loader)
         if module.__spec__ is not None:
             yield Setter(module.__spec__, "origin", path)
-            yield Setter(module.__spec__, "cached", cache_from_source(path))
+            yield Setter(module.__spec__, "cached", cached)
             yield Setter(module.__spec__, "loader", loader)
         for scope, line in self.change.class_lines.items():
             try:

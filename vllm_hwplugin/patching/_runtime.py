@@ -243,11 +243,13 @@ def _activate(
     choices = {name: value.text for name, value in values.items() if value.gate.kind == "switch"}
     overlay = open_overlay(environ)
     state.base = overlay.base
-    for note in overlay.notes:
-        logger.warning("patched copies go to %s instead: %s", overlay.base, note)
     try_unlisted = values["VLLM_HWPLUGIN_TRY_UNLISTED"].flag
     wanted = _Wanted(installed, catalog, choices, try_unlisted, values["VLLM_HWPLUGIN_STRICT"].flag, overlay)
     settled = _put_in_force(state, wanted)
+    # Only now: placing the copies may have found that a place has no room.
+    state.base = overlay.base
+    for note in overlay.notes:
+        logger.warning("patched copies go to %s instead: %s", overlay.base, note)
     plan = state.plan = settled.plan
     if plan.errors:
         raise InstallError("; ".join(plan.errors))
@@ -268,7 +270,7 @@ def _put_in_force(state: _State, wanted: _Wanted) -> _Settled:
         _refuse_mixture(state, settled.copies, "; ".join(refused.values()))
         if not settled.copies:
             return settled
-        state.put_first(CopyFinder(wanted.installed.root, wanted.overlay, settled.copies, _on_load(state)))
+        state.put_first(CopyFinder(wanted.installed.root, settled.copies, _on_load(state)))
         swapped = {swap.module.__name__ for swap in settled.swaps}
         # Another thread may have imported a target since it was looked for; from here on the finder serves them.
         if any(_is_stock(name, settled.copies) for name in settled.copies if name not in swapped):
