@@ -138,9 +138,12 @@ def test_old_records_are_pruned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     folder.mkdir(mode=0o700)
     for number in range(5):
         (folder / f"000000000000{number}-1.json").write_text("{}")
+    # Of a time when the clock was wrong, and what is no record at all.
+    (folder / "9999999999999-1.json").write_text("{}")
+    (folder / "0.json").mkdir()
     (folder / "notes.txt").touch()
     record.begin(record.new("1"), tmp_path)
-    names = sorted(path.name for path in folder.glob("*.json"))
+    names = sorted(path.name for path in folder.glob("*.json") if path.is_file())
     assert names[:2] == ["0000000000003-1.json", "0000000000004-1.json"]
     assert len(names) == 3
     assert (folder / "notes.txt").exists()

@@ -15,21 +15,27 @@ import logging
 import multiprocessing
 import os
 import re
+import reprlib
 import sys
 import threading
 import time
+import types
+import typing
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .cachedir import UntrustedFolder, places, private_folder, write_atomically
+from .cachedir import UntrustedFolder, places, private_folder, read_private, trusted_folder, write_atomically
 
 logger = logging.getLogger("vllm.hwplugin")
 
 FORMAT = 1
 KEPT = 256
 _FOLDER = "records"
+
+# Hosts that share a home folder need not agree to the second.
+_SKEW = datetime.timedelta(minutes=10)
 
 
 @dataclass
@@ -217,32 +223,88 @@ def forget() -> None:
         _early.clear()
 
 
-def read_all(base: Path | None = None) -> list[ProcessRecord]:
+def read_all(base: Path | None = None, notes: list[str] | None = None) -> list[ProcessRecord]:
     """All records that can be read, oldest first.
+
+    Records are read only from a folder that nobody but this user can have written to, and a record that says it is from
+    the future (the clock was wrong once) is left out: it would stay the newest for ever.
 
     Args:
         base: a cache folder; by default every place where this user's cache may lie.
+        notes: gets a line for each folder and record that was left out, and why.
     """
+    notes = [] if notes is None else notes
+    latest = datetime.datetime.now(datetime.timezone.utc) + _SKEW
     found: list[tuple[str, ProcessRecord]] = []
     for place in [base] if base is not None else places():
-        folder = place / _FOLDER
-        for path in folder.glob("*.json") if folder.is_dir() else ():
-            record = _load(path)
-            if record is not None:
-                found.append((path.name, record))
+        try:
+            folder = trusted_folder(place / _FOLDER)
+            names = [name for name in os.listdir(folder) if name.endswith(".json")]
+        except FileNotFoundError:
+            continue
+        except (OSError, UntrustedFolder) as error:
+            notes.append(f"no process records are read from {place}: {error}")
+            continue
+        for name in names:
+            try:
+                record = _load(folder / name)
+                if _started(record) > latest:
+                    raise ValueError(f"it says it started at {record.started}, which is still to come")
+            except _Unread:
+                continue
+            except (ValueError, TypeError, RecursionError) as error:
+                notes.append(f"the process record {folder / name} is left out: {error}; remove it")
+                continue
+            found.append((name, record))
+    for line in notes:
+        logger.debug("%s", line)
     return [entry for _, entry in sorted(found, key=lambda item: item[0])]
 
 
-def _load(path: Path) -> ProcessRecord | None:
-    known = {item.name for item in dataclasses.fields(ProcessRecord)}
-    try:
-        data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        if data["format"] != FORMAT:
-            return None
-        return ProcessRecord(**{name: value for name, value in data.items() if name in known})
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        logger.debug("record %s left out: %s", path, error)
-        return None
+class _Unread(Exception):
+    """A record that is in order, or gone by now, and not for this release."""
+
+
+def _load(path: Path) -> ProcessRecord:
+    data = read_private(path)
+    if data is None:
+        if not os.path.lexists(path):
+            # Pruned by another process in the meantime.
+            raise _Unread
+        raise ValueError("it is no file of this user that can be read")
+    entry = json.loads(data)
+    if not isinstance(entry, dict) or "format" not in entry:
+        raise ValueError("it is no process record")
+    if entry["format"] != FORMAT:
+        raise _Unread
+    kinds = typing.get_type_hints(ProcessRecord)
+    values = {name: value for name, value in entry.items() if name in kinds}
+    for name, value in values.items():
+        if not _is(value, kinds[name]):
+            raise ValueError(f"its {name} is {reprlib.repr(value)}, expected {kinds[name]}")
+    for name, state in values.get("features", {}).items():
+        if not {"state", "reason"} <= state.keys():
+            raise ValueError(f"its feature {name!r} has no state or no reason")
+    return ProcessRecord(**values)
+
+
+def _is(value: object, kind: Any) -> bool:
+    """Whether a value out of JSON is of the type that an annotation of :class:`ProcessRecord` names."""
+    inner = typing.get_args(kind)
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        return any(_is(value, one) for one in inner)
+    if isinstance(value, list):
+        return typing.get_origin(kind) is list and all(_is(item, inner[0]) for item in value)
+    if isinstance(value, dict):
+        return typing.get_origin(kind) is dict and all(_is(item, inner[1]) for item in value.values())
+    return type(value) is kind
+
+
+def _started(record: ProcessRecord) -> datetime.datetime:
+    started = datetime.datetime.fromisoformat(record.started)
+    if started.tzinfo is None:
+        raise ValueError(f"its start {record.started} has no time zone")
+    return started
 
 
 def _write() -> None:
@@ -261,7 +323,13 @@ def _prune() -> None:
     if _folder is None:
         return
     try:
-        names = sorted(entry.name for entry in os.scandir(_folder) if entry.name.endswith(".json"))
+        latest = f"{time.time_ns() // 1_000_000 + int(1000 * _SKEW.total_seconds()):013d}"
+        with os.scandir(_folder) as entries:
+            names = [
+                entry.name for entry in entries if entry.name.endswith(".json") and entry.is_file(follow_symlinks=False)
+            ]
+        # A record from the future is of a time when the clock was wrong, and would never become the oldest.
+        names.sort(key=lambda name: (name[: len(latest)] <= latest, name))
         for name in names[:-KEPT]:
             (_folder / name).unlink(missing_ok=True)
     except OSError as error:

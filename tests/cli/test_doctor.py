@@ -7,8 +7,10 @@ import dataclasses
 import importlib.metadata
 import io
 import json
+import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -16,7 +18,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from vllm_hwplugin import gates, record
+from vllm_hwplugin import cachedir, gates, record
 from vllm_hwplugin.cli import _diagnosis, _doctor, _host
 from vllm_hwplugin.cli._app import app
 from vllm_hwplugin.patching import load_catalog
@@ -64,6 +66,8 @@ def diagnose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., _
     (patches / "greeting" / "greeting.diff").write_text(DIFF, encoding="utf-8")
     catalog = load_catalog(patches)
     cache = tmp_path / "cache"
+    # The second place of the cache is there: what real processes of this host left must not be seen.
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
     def call(*, version: str | None = "0.32.0", **environ: str) -> _diagnosis.Diagnosis:
         def find() -> Installed:
@@ -175,6 +179,9 @@ def test_looking_creates_no_cache(diagnose: Diagnose, tmp_path: Path) -> None:
     assert not (tmp_path / "cache").exists()
 
 
+STARTED = "2026-01-01T00:00:00.000+00:00"
+
+
 def _process(pid: int, ppid: int, started: str, role: str = "parent", **more: object) -> record.ProcessRecord:
     fresh = dataclasses.replace(record.new("0.1.0"), pid=pid, ppid=ppid, started=started, role=role)
     return dataclasses.replace(fresh, **more)
@@ -196,21 +203,19 @@ def test_a_process_id_that_was_used_before_is_no_ancestor() -> None:
 
 
 def test_the_last_engines_states_and_decisions_are_shown(diagnose: Diagnose, tmp_path: Path) -> None:
-    folder = tmp_path / "cache" / "records"
-    folder.mkdir(parents=True)
+    folder = cachedir.private_folder(tmp_path / "cache" / "records")
     states = {"greeting": {"state": "live", "reason": "every hunk fits"}}
-    entry = _process(20, 1, "2026-01-01", features=states, decisions={"greeting": "waved"}, vllm_version="0.32.0")
+    entry = _process(20, 1, STARTED, features=states, decisions={"greeting": "waved"}, vllm_version="0.32.0")
     (folder / "0000000000001-20.json").write_text(json.dumps(dataclasses.asdict(entry)), encoding="utf-8")
     found = diagnose()
     assert [item.pid for item in found.last_engine] == [20]
     (section,) = [item for item in _doctor.sections(found) if "last engine" in item.title]
     (row,) = section.rows
-    assert row == ("20 parent", "2026-01-01", "0.32.0", "greeting", "live", "every hunk fits; waved")
+    assert row == ("20 parent", STARTED, "0.32.0", "greeting", "live", "every hunk fits; waved")
 
 
 def test_decisions_that_belong_to_no_feature_are_shown_too(diagnose: Diagnose, tmp_path: Path) -> None:
-    folder = tmp_path / "cache" / "records"
-    folder.mkdir(parents=True)
+    folder = cachedir.private_folder(tmp_path / "cache" / "records")
     states = {"greeting": {"state": "live", "reason": "every hunk fits"}}
     decisions = {
         "greeting": "waved",
@@ -218,7 +223,7 @@ def test_decisions_that_belong_to_no_feature_are_shown_too(diagnose: Diagnose, t
         "attention, heads of 512": "the plugin's FLASH_ATTN: faster",
         "operation topk_softmax": "the plugin's kernel",
     }
-    entry = _process(20, 1, "2026-01-01", features=states, decisions=decisions, vllm_version="0.32.0")
+    entry = _process(20, 1, STARTED, features=states, decisions=decisions, vllm_version="0.32.0")
     (folder / "0000000000001-20.json").write_text(json.dumps(dataclasses.asdict(entry)), encoding="utf-8")
     (section,) = [item for item in _doctor.sections(diagnose()) if "last engine" in item.title]
     assert [row[3:] for row in section.rows] == [
@@ -227,6 +232,92 @@ def test_decisions_that_belong_to_no_feature_are_shown_too(diagnose: Diagnose, t
         ("attention, heads of 512", "", "the plugin's FLASH_ATTN: faster"),
         ("topk_softmax", "", "the plugin's kernel"),
     ]
+
+
+def _write_record(folder: Path, name: str, **changes: object) -> None:
+    entry = dataclasses.asdict(_process(20, 1, STARTED, features={"f": {"state": "live", "reason": "SPOOFED"}}))
+    (folder / name).write_text(json.dumps(entry | changes), encoding="utf-8")
+
+
+def _poison(place: Path) -> list[str]:
+    """A cache folder full of what must be neither believed nor waited for; returns the names of the records."""
+    records = cachedir.private_folder(place / "records")
+    for index, changes in enumerate(
+        (
+            {"started": "2999-01-01T00:00:00.000+00:00"},
+            {"started": "2026-01-01T00:00:00.000"},
+            {"started": 7},
+            {"features": 5},
+            {"features": {"a": None}},
+            {"features": {"a": {"state": "live"}}},
+            {"decisions": None},
+            {"pid": [1]},
+            {"notes": [1]},
+        )
+    ):
+        _write_record(records, f"{index}-1.json", **changes)
+    (records / "list-1.json").write_text("[1]")
+    (records / "deep-1.json").write_text("[" * 200_000)
+    (records / "folder-1.json").mkdir()
+    (records / "zero-1.json").symlink_to("/dev/zero")
+    os.mkfifo(records / "fifo-1.json")
+    names = sorted(path.name for path in records.iterdir())
+    kernel = cachedir.private_folder(place / "kernels" / "rotary_embedding-0123")
+    os.mkfifo(kernel / "built.json")
+    return names
+
+
+def _doctor_process(tmp_path: Path, **environ: str) -> subprocess.CompletedProcess[str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("VLLM")}
+    places = {"VLLM_HWPLUGIN_CACHE_DIR": str(tmp_path / "cache"), "TMPDIR": str(tmp_path / "tmp")}
+    (tmp_path / "tmp").mkdir(exist_ok=True)
+    return subprocess.run(
+        [sys.executable, "-m", "vllm_hwplugin.cli", "doctor"],
+        env=kept | places | environ,
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+
+
+def test_damaged_records_are_named_and_stop_nothing(tmp_path: Path) -> None:
+    names = _poison(tmp_path / "cache")
+    done = _doctor_process(tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "SPOOFED" not in done.stdout
+    for name in names:
+        assert f"{tmp_path}/cache/records/{name} is left out" in done.stdout
+
+
+@pytest.mark.parametrize("how", ["writable", "foreign"])
+def test_what_another_user_may_have_put_into_the_temporary_folder_is_not_read(tmp_path: Path, how: str) -> None:
+    place = tmp_path / "tmp" / f"vllm-hwplugin-{os.geteuid()}"
+    _poison(place)
+    _write_record(place / "records", "1-1.json")
+    if how == "writable":
+        place.chmod(0o777)
+    elif os.geteuid() == 0:
+        os.chown(place, 4321, 4321)
+    else:
+        pytest.skip("only root can give a folder away")
+    done = _doctor_process(tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "SPOOFED" not in done.stdout
+    assert f"no process records are read from {place}" in done.stdout
+    assert f"no kernels are taken from {place}" in done.stdout
+
+
+def test_control_characters_of_a_record_do_not_reach_the_terminal(diagnose: Diagnose, tmp_path: Path) -> None:
+    folder = cachedir.private_folder(tmp_path / "cache" / "records")
+    reason = "\x1b[2J\x1b]0;title\x07 \u202e\udc80 good"
+    _write_record(folder, "1-1.json", features={"greeting": {"state": "live", "reason": reason}})
+    for terminal in (True, False):
+        out = io.StringIO()
+        _doctor.show(diagnose(), Console(file=out, force_terminal=terminal, no_color=True, width=400))
+        shown = out.getvalue().encode()
+        assert b"\\x1b[2J\\x1b]0;title\\x07 \\u202e\\udc80 good" in shown
+        assert b"\x1b[2J" not in shown
+        assert b"\x1b]" not in shown
 
 
 @pytest.fixture
@@ -300,12 +391,11 @@ def test_an_installation_without_an_entry_point_is_said(
 
 
 def test_the_last_engines_platform_is_shown(diagnose: Diagnose, tmp_path: Path) -> None:
-    folder = tmp_path / "cache" / "records"
-    folder.mkdir(parents=True)
-    entry = _process(20, 1, "2026-01-01", decisions={"platform": "no platform class: because"}, vllm_version="0.32.0")
+    folder = cachedir.private_folder(tmp_path / "cache" / "records")
+    entry = _process(20, 1, STARTED, decisions={"platform": "no platform class: because"}, vllm_version="0.32.0")
     (folder / "0000000000001-20.json").write_text(json.dumps(dataclasses.asdict(entry)), encoding="utf-8")
     (section,) = [item for item in _doctor.sections(diagnose()) if "last engine" in item.title]
-    assert section.rows[0] == ("20 parent", "2026-01-01", "0.32.0", "platform", "", "no platform class: because")
+    assert section.rows[0] == ("20 parent", STARTED, "0.32.0", "platform", "", "no platform class: because")
 
 
 def test_json_has_a_stable_shape(diagnose: Diagnose) -> None:

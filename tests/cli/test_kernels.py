@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from vllm_hwplugin.cachedir import private_folder
 from vllm_hwplugin.cli import _diagnosis, _doctor
 from vllm_hwplugin.cli._host import Tool
 from vllm_hwplugin.cli._kernels import kernel_rows
@@ -43,8 +44,7 @@ def test_a_kernel_without_a_library_says_what_is_missing_and_what_it_costs(
 
 
 def test_a_library_is_shown_with_what_it_was_built_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "kernels" / "rotary_embedding-0123"
-    folder.mkdir(parents=True)
+    folder = private_folder(tmp_path / "kernels" / "rotary_embedding-0123")
     (folder / "rotary_embedding.so").touch()
     built = {
         "format": 1, "kernel": "rotary_embedding", "library": "rotary_embedding.so", "key": "0123", "sources": "4567",

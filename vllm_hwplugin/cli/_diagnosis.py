@@ -130,7 +130,7 @@ def diagnose(environ: Mapping[str, str] | None = None, *, catalog: Catalog | Non
     features, fingerprint = _decide(values, installed, catalog, found)
     platform = _host.find_platform()
     tools = _host.find_tools(environ=environ)
-    libraries = _libraries(environ)
+    libraries = _libraries(environ, found)
     found.problems += operation_problems(platform.kind, values)
     return Diagnosis(
         host=_host.this_host(),
@@ -148,7 +148,7 @@ def diagnose(environ: Mapping[str, str] | None = None, *, catalog: Catalog | Non
         gates=tuple(_row(gate, values[gate.name], gates.source(gate.name, environ)) for gate in gates.GATES),
         features=features,
         fingerprint=fingerprint,
-        last_engine=last_engine(_records(environ)),
+        last_engine=last_engine(_records(environ, found)),
         problems=tuple(found.problems),
         warnings=tuple(found.warnings),
     )
@@ -348,39 +348,37 @@ def _platform_class(
 def _cache(environ: Mapping[str, str], found: _Findings) -> dict[str, str]:
     """Each place where copies may lie, best first, and whether it can be trusted."""
     try:
-        places = cachedir.places(environ)
+        places = cachedir.places(environ, found.warnings)
     except gates.GateError:
         return {}
     states: dict[str, str] = {}
     for place in places:
-        copies = place / FOLDER
-        if not os.path.lexists(copies):
+        try:
+            copies = cachedir.trusted_folder(place / FOLDER)
+        except FileNotFoundError:
             # Looking must not create it: that is for the first process of vLLM.
             states[str(place)] = "no patched copy yet"
-            continue
-        try:
-            cachedir.private_folder(copies)
         except (OSError, cachedir.UntrustedFolder) as error:
             states[str(place)] = str(error)
             found.warnings.append(f"the cache is not used: {error}")
         else:
-            states[str(place)] = "ready" if os.access(copies, os.W_OK | os.X_OK) else "read only"
+            states[str(place)] = "ready" if cachedir.writable(copies) else "read only"
     return states
 
 
-def _libraries(environ: Mapping[str, str]) -> Sequence[built.Built]:
+def _libraries(environ: Mapping[str, str], found: _Findings) -> Sequence[built.Built]:
     try:
-        return built.read_all(environ)
+        return built.read_all(environ, found.warnings)
     except gates.GateError:
         return ()
 
 
-def _records(environ: Mapping[str, str]) -> list[ProcessRecord]:
+def _records(environ: Mapping[str, str], found: _Findings) -> list[ProcessRecord]:
     try:
         places = cachedir.places(environ)
     except gates.GateError:
         return []
-    records = [item for place in places for item in record.read_all(place)]
+    records = [item for place in places for item in record.read_all(place, found.warnings)]
     return sorted(records, key=lambda item: item.started)
 
 

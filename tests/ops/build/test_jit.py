@@ -112,7 +112,7 @@ def test_a_read_only_cache_serves_what_it_has_and_the_other_place_builds(
     library = jit.provide(kernel, torch_cuda)
     (own_cache / "kernels").chmod(0o500)
     # Root may write all the same, so it is told otherwise.
-    monkeypatch.setattr(os, "access", lambda path, mode: not Path(path).is_relative_to(own_cache))
+    monkeypatch.setattr(os, "access", lambda path, mode, **how: not Path(path).is_relative_to(own_cache))
     assert jit.provide(kernel, torch_cuda) == library
     (csrc / "sample" / "first.cu").write_text("// changed\n")
     assert jit.provide(kernel, torch_cuda).is_relative_to(tmp_path / "temporary")

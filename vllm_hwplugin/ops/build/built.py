@@ -7,14 +7,16 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import vllm_hwplugin
 
-from ...cachedir import places
+from ...cachedir import UntrustedFolder, places, read_private, trusted_folder
 from .ahead import PREBUILT
 from .ninja import RECORD
 from .plan import FORMAT
@@ -61,13 +63,36 @@ class Built:
 
 
 def read(folder: Path) -> Built | None:
-    """The library in a folder; None where it is not whole, or was built by another release's rules."""
+    """The library in a folder of the wheel; None where it is not whole, or was built by another release's rules."""
     try:
-        found = json.loads((folder / RECORD).read_text(encoding="utf-8"))
-        if found["format"] != FORMAT or not (folder / found["library"]).is_file():
+        return _built(folder, (folder / RECORD).read_bytes())
+    except OSError:
+        # What cannot be read is built again.
+        return None
+
+
+def read_cached(folder: Path) -> Built | None:
+    """The same for a folder in the cache, which may hold only what this user put there.
+
+    Raises:
+        UntrustedFolder: another user can change what lies in it.
+    """
+    try:
+        folder = trusted_folder(folder)
+    except OSError:
+        return None
+    record = read_private(folder / RECORD)
+    return None if record is None else _built(folder, record)
+
+
+def _built(folder: Path, record: bytes) -> Built | None:
+    try:
+        found = json.loads(record)
+        library = folder / found["library"]
+        if found["format"] != FORMAT or library.parent != folder or not library.is_file():
             return None
-        return Built(
-            library=folder / found["library"],
+        result = Built(
+            library=library,
             kernel=found["kernel"],
             toolchain=found["toolchain"],
             version=found["version"],
@@ -77,8 +102,11 @@ def read(folder: Path) -> Built | None:
             flags=tuple(flag for item in found["flags"] for flag in item["flags"]),
             changes_numerics=tuple(found["changes_numerics"]),
         )
-    except (OSError, ValueError, KeyError, TypeError):
-        # What cannot be read is built again: a cache holds nothing that cannot be made anew.
+        texts = (result.kernel, result.toolchain, result.version, result.torch, result.sources)
+        whole = all(isinstance(text, str) for text in chain(texts, result.arch, result.flags, result.changes_numerics))
+        return result if whole else None
+    except (ValueError, KeyError, TypeError, RecursionError):
+        # A cache holds nothing that cannot be made anew.
         return None
 
 
@@ -87,13 +115,29 @@ def prebuilt_folder() -> Path:
     return Path(vllm_hwplugin.__file__).parent / PREBUILT
 
 
-def read_all(environ: Mapping[str, str] | None = None) -> Sequence[Built]:
+def read_all(environ: Mapping[str, str] | None = None, notes: list[str] | None = None) -> Sequence[Built]:
     """Every library: the wheel's, then those in the cache.
+
+    Args:
+        notes: gets a line for each folder of the cache that was left out, and why.
 
     Raises:
         GateError: the variable of the cache folder has a bad value.
     """
-    folders = sorted(prebuilt_folder().glob("*"))
+    notes = [] if notes is None else notes
+    libraries = [read(folder) for folder in sorted(prebuilt_folder().glob("*"))]
     for place in places(environ):
-        folders += sorted((place / FOLDER).glob("*"))
-    return [found for folder in folders if (found := read(folder)) is not None]
+        try:
+            folder = trusted_folder(place / FOLDER)
+            names = sorted(os.listdir(folder))
+        except FileNotFoundError:
+            continue
+        except (OSError, UntrustedFolder) as error:
+            notes.append(f"no kernels are taken from {place}: {error}")
+            continue
+        for name in names:
+            try:
+                libraries.append(read_cached(folder / name))
+            except UntrustedFolder as error:
+                notes.append(f"a kernel is left out: {error}")
+    return [found for found in libraries if found is not None]

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from packaging.version import Version
 
-from ...cachedir import UntrustedFolder, places, private_folder
+from ...cachedir import UntrustedFolder, places, private_folder, writable
 from . import built, toolchain, torch_build
 from .errors import KernelUnavailable
 from .ninja import build, find_ninja
@@ -94,7 +94,7 @@ def obstacle(kernel: KernelSpec, capability: tuple[int, int], environ: Mapping[s
         return f"{kernel.name} is for {', '.join(kernel.cuda_arch)} alone, and the device is {number}"
     try:
         found = _find(kernel, torch_build.installed((capability,)), environ)
-        if isinstance(found, BuildPlan) and not any(built.read(folder) for folder in _folders(found, environ)):
+        if isinstance(found, BuildPlan) and not any(_ready(folder) for folder in _folders(found, environ)):
             find_ninja(environ)
     except (KernelUnavailable, OSError) as error:
         return str(error)
@@ -113,6 +113,14 @@ def _find(kernel: KernelSpec, torch: TorchBuild, environ: Mapping[str, str]) -> 
     ccache = shutil.which("ccache", path=environ.get("PATH", os.defpath))
     compiler, port = toolchain.find(torch.toolchain, environ), port_for(torch.toolchain)
     return make_plan(kernel, compiler, torch, environ, root, ccache, port)
+
+
+def _ready(folder: Path) -> bool:
+    try:
+        return built.read_cached(folder) is not None
+    except UntrustedFolder:
+        # It will not be used either, and what is asked here is whether another is needed.
+        return False
 
 
 def _folders(plan: BuildPlan, environ: Mapping[str, str]) -> list[Path]:
@@ -148,21 +156,21 @@ def build_once(plan: BuildPlan, environ: Mapping[str, str]) -> Path:
     from filelock import FileLock, Timeout
 
     notes = []
-    for folder in _folders(plan, environ):
+    for candidate in _folders(plan, environ):
         try:
-            private_folder(folder)
+            folder = private_folder(candidate)
         except (OSError, UntrustedFolder) as error:
             notes.append(str(error))
             continue
-        if (ready := built.read(folder)) is not None:
+        if (ready := built.read_cached(folder)) is not None:
             return ready.library
-        if not os.access(folder, os.W_OK | os.X_OK):
+        if not writable(folder):
             notes.append(f"{folder} is not writable")
             continue
         try:
             with FileLock(folder / "lock", timeout=WAIT):
                 # Whoever held the lock before may have built it.
-                if (ready := built.read(folder)) is not None:
+                if (ready := built.read_cached(folder)) is not None:
                     return ready.library
                 logger.info("building the kernel %s with %s", plan.kernel.name, plan.toolchain.path)
                 return build(plan, folder, environ)
