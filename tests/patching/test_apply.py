@@ -63,23 +63,20 @@ def test_ambiguous_names_every_place() -> None:
     assert (verdict.status, verdict.found_at, place) == ("ambiguous", (8, 28), None)
 
 
-def test_stated_line_decides_between_equal_places() -> None:
-    """As `diff` wrote it: the second of two equal blocks."""
+def test_the_stated_line_decides_nothing_between_equal_places() -> None:
+    """As `diff` wrote it, the second of two equal blocks: which of them Python keeps in the end, no line says."""
     text = ALPHA + ALPHA
     diff = file_diff(text, ALPHA + ALPHA.replace("line 10\n", "line ten\n"))
-    assert statuses(diff, text) == ["exact"]
-    assert apply(diff, text) == ALPHA + ALPHA.replace("line 10\n", "line ten\n")
+    ((verdict, place),) = locate(diff, Text(text))
+    assert (verdict.status, verdict.found_at, place) == ("ambiguous", (7, 27), None)
 
 
-def test_stated_line_decides_nothing_where_the_file_has_moved() -> None:
-    """Upstream put a third block in front: at the stated line of the last hunk's block now stands another copy."""
-    text = "head\n" * 7 + ALPHA + ALPHA
-    diff = file_diff(text, "head\n" * 6 + "HEAD\n" + ALPHA + ALPHA.replace("line 10\n", "line ten\n"), context=4)
-    assert statuses(diff, text) == ["exact", "exact"]
-    moved = "".join(split_lines(ALPHA.replace("line", "other"))) + text
-    (first, _), (second, place) = locate(diff, Text(moved))
-    assert (first.status, first.offset) == ("moved", 20)
-    assert (second.status, second.found_at, place) == ("ambiguous", (33, 53), None)
+def test_a_block_is_found_as_whole_lines_alone() -> None:
+    text = "ab\nb\nb\n\nb"
+    assert [Text(text).places(block) for block in (("b\n",), ("b\n", "b\n"), ("\n", "b"), ("b",))] == [
+        [1, 2], [1], [3], [4],
+    ]  # fmt: skip
+    assert Text("b\nb\nb\n").places(("b\n", "b\n")) == [0, 1]
 
 
 def test_order_of_a_files_hunks_is_kept() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Put hunks on a text, exactly: every context and removed line equal, at the stated line or at one other place only.
+"""Put hunks on a text, exactly: every context and removed line equal, at one place of the file and no other.
 
 No fuzz and no partial result. A hunk becomes edits of the lines it really changes, so that features may share context;
 edits are found on the pristine text and put together at the end, so that their order does not matter.
@@ -7,10 +7,8 @@ edits are found on the pristine text and put together at the end, so that their 
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import groupby, takewhile
 
 from ._model import FileDiff, Hunk, HunkStatus, HunkVerdict, Nearest
@@ -40,14 +38,6 @@ class Text:
         self.text = text
         self.lines = split_lines(text)
 
-    @cached_property
-    def _at(self) -> Mapping[str, Sequence[int]]:
-        # Made at first use: where every hunk stands at its stated line, no search is needed.
-        at: defaultdict[str, list[int]] = defaultdict(list)
-        for number, line in enumerate(self.lines):
-            at[line].append(number)
-        return at
-
     def has(self, block: Sequence[str], place: int) -> bool:
         """Whether `block` stands at line `place` (from 0)."""
         if not block:
@@ -58,9 +48,15 @@ class Text:
         """Every line number (from 0) at which `block` stands; an empty block stands in an empty text only."""
         if not block:
             return [] if self.lines else [0]
-        rarest = min(range(len(block)), key=lambda index: len(self._at.get(block[index], ())))
-        starts = (place - rarest for place in self._at.get(block[rarest], ()))
-        return [start for start in starts if self.has(block, start)]
+        # As text: looking through a file of 300 kB for a hunk takes less time than an index of its lines takes to make.
+        wanted, found = "".join(block), []
+        at = self.text.find(wanted)
+        while at >= 0:
+            end = at + len(wanted)
+            if (at == 0 or self.text[at - 1] == "\n") and (wanted.endswith("\n") or end == len(self.text)):
+                found.append(self.text.count("\n", 0, at))
+            at = self.text.find(wanted, at + 1)
+        return found
 
 
 def split_lines(text: str) -> list[str]:
@@ -80,15 +76,11 @@ def locate(diff: FileDiff, text: Text | None, *, hints: bool = True) -> list[tup
     if text is None:
         return [(_verdict(diff, hunk, "missing"), None) for hunk in diff.hunks]
     found = [_locate_hunk(diff, hunk, text, hints) for hunk in diff.hunks]
-    moved = any(verdict.status == "moved" for verdict, _ in found)
     end_of_last = 0
-    for index, (hunk, (verdict, place)) in enumerate(zip(diff.hunks, found, strict=True)):
+    for index, (hunk, (_, place)) in enumerate(zip(diff.hunks, found, strict=True)):
         if place is None:
             continue
-        if moved and verdict.status == "exact" and len(places := text.places(hunk.before)) > 1:
-            # Where the file's text has moved, what stands at the stated line may be another copy of what stood there.
-            found[index] = _ambiguous(diff, hunk, places), None
-        elif place < end_of_last:
+        if place < end_of_last:
             # The file's blocks changed order: each hunk is found, but not the change that the diff describes.
             found[index] = _verdict(diff, hunk, "drifted", nearest=Nearest(place + 1, 1.0, "")), None
         else:
@@ -99,13 +91,15 @@ def locate(diff: FileDiff, text: Text | None, *, hints: bool = True) -> list[tup
 def _locate_hunk(diff: FileDiff, hunk: Hunk, text: Text, hints: bool) -> tuple[HunkVerdict, int | None]:
     before, after = hunk.before, hunk.after
     stated = max(hunk.source_start - 1, 0)
-    if text.has(before, stated) and _is_open(hunk, text, stated):
-        return _verdict(diff, hunk, "exact"), stated
     places = text.places(before)
     if any(_is_open(hunk, text, place) for place in places):
         if len(places) > 1:
-            return _ambiguous(diff, hunk, places), None
-        return _verdict(diff, hunk, "moved", offset=places[0] - stated), places[0]
+            # Also where one of them is the stated line: what stands there may be another copy of what stood there,
+            # and of two copies of a class or function it is the last that Python keeps.
+            found_at = tuple(place + 1 for place in places)
+            return _verdict(diff, hunk, "ambiguous", found_at=found_at), None
+        offset = places[0] - stated
+        return _verdict(diff, hunk, "moved" if offset else "exact", offset=offset), places[0]
     results = text.places(after) if after else []
     if len(results) == 1 and _is_whole(hunk, text, results[0]):
         return _verdict(diff, hunk, "upstream"), None
@@ -139,10 +133,6 @@ def _is_whole(hunk: Hunk, text: Text, place: int) -> bool:
     if above == {"-"} and place != 0:
         return False
     return below != {"-"} or place + len(hunk.after) == len(text.lines)
-
-
-def _ambiguous(diff: FileDiff, hunk: Hunk, places: Iterable[int]) -> HunkVerdict:
-    return _verdict(diff, hunk, "ambiguous", found_at=tuple(place + 1 for place in places))
 
 
 def _verdict(
