@@ -61,6 +61,7 @@ def test_a_variable_that_is_set_but_empty_counts_as_not_set(raw: str) -> None:
         ("VLLM_HWPLUGIN", "maybe", "1, 0"),
         ("VLLM_HWPLUGIN_PLATFORM", "rocm", "auto, cuda, musa, off"),
         ("VLLM_HWPLUGIN_CACHE_DIR", "relative/folder", "an absolute path"),
+        ("VLLM_HWPLUGIN_CACHE_DIR", "~no-such-user/folder", "an absolute path"),
         ("VLLM_HWPLUGIN_NWOR_MODE", "immediate", "off, stage"),
     ],
 )

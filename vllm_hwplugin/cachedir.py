@@ -54,24 +54,28 @@ def places(environ: Mapping[str, str] | None = None, notes: list[str] | None = N
     if named is not None:
         found.append(named)
     else:
-        # Not needed where the gate is set, and not part of the standard library: hence not at the top.
-        import platformdirs
-
-        try:
-            own = Path(platformdirs.user_cache_dir(APPLICATION, appauthor=False))
-        except RuntimeError as error:
-            notes.append(f"no user cache folder ({error}): set HOME or VLLM_HWPLUGIN_CACHE_DIR")
+        own = _user_cache_folder()
+        if own is not None:
+            found.append(own)
         else:
-            # Older releases of that library leave the name of a home that is not known as it is.
-            if own.parts[0].startswith("~"):
-                notes.append(f"no user cache folder (user {os.geteuid()} has no home): set HOME or {_WAY_OUT[4:]}")
-            else:
-                found.append(own.absolute())
+            notes.append(f"user {os.geteuid()} has no home, so no cache folder; set HOME or VLLM_HWPLUGIN_CACHE_DIR")
     try:
         found.append(Path(tempfile.gettempdir()).absolute() / f"{APPLICATION}-{os.geteuid()}")
     except FileNotFoundError as error:
         notes.append(str(error))
     return tuple(found)
+
+
+def _user_cache_folder() -> Path | None:
+    # Not needed where the gate is set, and not part of the standard library: hence not at the top.
+    import platformdirs
+
+    try:
+        folder = Path(platformdirs.user_cache_dir(APPLICATION, appauthor=False))
+    except RuntimeError:
+        return None
+    # Older releases of that library leave the name of a home that is not known as it is.
+    return None if folder.parts[0].startswith("~") else folder.absolute()
 
 
 def private_folder(folder: Path) -> Path:

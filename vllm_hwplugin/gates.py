@@ -481,7 +481,11 @@ def _bad(variable: str, raw: str, good: str, help_: str) -> GateError:
 def _parse(gate: Gate, raw: str) -> Value:
     text = raw.strip()
     if gate.kind == "path":
-        path = Path(text).expanduser()
+        try:
+            path = Path(text).expanduser()
+        except RuntimeError as error:
+            # No such user, or a user without a home.
+            raise _bad(gate.name, raw, gate.good_values, gate.help) from error
         # A relative folder would be another one in each process that changes its working directory.
         if not path.is_absolute():
             raise _bad(gate.name, raw, gate.good_values, gate.help)

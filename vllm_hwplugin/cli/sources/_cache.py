@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from vllm_hwplugin.cachedir import UntrustedFolder, places, private_folder, write_atomically
+from vllm_hwplugin.cachedir import UntrustedFolder, places, private_folder, temporary_folder, write_atomically
 
 _FORMAT = 1
 
@@ -81,21 +81,18 @@ class WheelCache:
 
 
 def sources_folder() -> Path:
-    """Where read members are kept: the first place of the cache that is this user's own.
-
-    Where there is none, members land in a folder that cannot be made, which `WheelCache` reports and survives.
+    """Where read members are kept: the first place of the cache that is this user's own, else a temporary folder.
 
     Raises:
         GateError: the gate that names the cache folder has a bad value.
+        UntrustedFolder, OSError: not even a temporary folder can be had.
     """
-    candidates = places()
-    for place in candidates:
+    for place in places():
         try:
-            private_folder(place)
+            return private_folder(place) / "sources"
         except (UntrustedFolder, OSError):
             continue
-        return place / "sources"
-    return candidates[0] / "sources"
+    return temporary_folder() / "sources"
 
 
 def safe_member(name: str) -> bool:

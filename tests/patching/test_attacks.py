@@ -1,0 +1,286 @@
+"""What other users and odd hosts may do to a process that patches: nothing of theirs runs, and vLLM starts."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import json
+import linecache
+import marshal
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from vllm_hwplugin.patching._finder import CopyFinder
+from vllm_hwplugin.patching._overlay import Copy, open_overlay
+
+from .madeup import Project
+
+SOMEONE = 4321
+NAME = "attacked_sample"
+TEXT = "WHO = 'patched'\n\ndef who():\n    return 'patched'\n"
+EVIL = TEXT.replace("patched", "evil")
+
+USE = """
+    import vllm.v1.alpha as alpha, vllm.v1.pack as pack
+    assert (alpha.double(2), alpha.Runner().step(1), pack.name()) == (6, 11, "patched pack")
+"""
+
+
+def needs_root() -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can act as a second user")
+
+
+# -- what is verified is what runs -------------------------------------------------------------------------------------
+
+
+class Swapping:
+    """A finder that lets the engine check its copy, and then does harm before Python loads what was found."""
+
+    def __init__(self, finder: CopyFinder, harm: Callable[[Copy], None]) -> None:
+        self._finder = finder
+        self._harm = harm
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        spec = self._finder.find_spec(name, path, target)
+        if spec is not None:
+            self._harm(self._finder.copies[name])
+        return spec
+
+
+def swap_text(copy: Copy) -> None:
+    copy.path.write_text(EVIL)
+
+
+def swap_folder(copy: Copy) -> None:
+    copy.path.parent.rename(copy.path.parent.with_name("aside"))
+    copy.path.parent.mkdir(mode=0o700)
+    copy.path.write_text(EVIL)
+
+
+def swap_with_byte_code(copy: Copy) -> None:
+    """A whole folder as the attacker would make it: every digest is right, only he cannot make it look like ours."""
+    swap_folder(copy)
+    assert copy.bytecode is not None
+    target = Path(copy.bytecode)
+    target.parent.mkdir(mode=0o755)
+    flags = (0b11).to_bytes(4, "little")
+    code = marshal.dumps(compile(EVIL, str(copy.path), "exec"))
+    body = importlib.util.MAGIC_NUMBER + flags + importlib.util.source_hash(copy.text) + code
+    target.write_bytes(body + b"hwplugin" + hashlib.sha256(os.fsencode(copy.path) + b"\0" + body).digest())
+    for path in (copy.path.parent, copy.path, target.parent, target):
+        os.chown(path, SOMEONE, SOMEONE)
+
+
+@pytest.fixture
+def copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Copy]:
+    monkeypatch.setenv("VLLM_HWPLUGIN_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    yield open_overlay().place(NAME, f"{NAME}.py", TEXT)
+    sys.modules.pop(NAME, None)
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["byte code is kept", "no byte code yet"])
+@pytest.mark.parametrize("harm", [swap_text, swap_folder, swap_with_byte_code])
+def test_what_is_swapped_in_after_the_check_does_not_run(
+    copy: Copy, tmp_path: Path, kept: bool, harm: Callable[[Copy], None]
+) -> None:
+    if harm is swap_with_byte_code:
+        needs_root()
+    if kept:
+        copy.code()
+    sys.meta_path.insert(0, Swapping(CopyFinder(tmp_path, {NAME: copy}), harm))
+    module: Any = importlib.import_module(NAME)
+    assert (module.WHO, module.who()) == ("patched", "patched")
+    assert module.__file__ == module.who.__code__.co_filename == str(copy.path)
+    assert module.__loader__.get_source(NAME) == TEXT
+
+
+def test_the_file_shows_what_runs(copy: Copy, tmp_path: Path) -> None:
+    copy.path.write_text(EVIL)
+    CopyFinder(tmp_path, {NAME: copy}).put_first()
+    module: Any = importlib.import_module(NAME)
+    linecache.clearcache()
+    assert inspect.getsource(module) == copy.path.read_text() == TEXT
+    assert inspect.getsource(module.who) == "def who():\n    return 'patched'\n"
+
+
+# -- a second user at work ---------------------------------------------------------------------------------------------
+
+VICTIM = """
+    import os, time
+    record = install()
+    open({ready!r}, "w").close()
+    imports = evil = 0
+    end = time.monotonic() + 1.5
+    while time.monotonic() < end:
+        sys.modules.pop("vllm.v1.alpha", None)
+        import vllm.v1.alpha as alpha
+        imports += 1
+        evil += hasattr(alpha, "EVIL")
+    import json
+    print(json.dumps([imports, evil, record.overlay, record.error, record.live]))
+"""
+
+
+def start_swapping(one: Path, other: Path) -> int:
+    """A process of another user that exchanges two folders or links, again and again, as fast as it can."""
+    child = os.fork()
+    if child:
+        return child
+    try:
+        os.setresgid(SOMEONE, SOMEONE, SOMEONE)
+        os.setresuid(SOMEONE, SOMEONE, SOMEONE)
+        aside = one.with_name("aside")
+        while True:
+            for source, target in ((one, aside), (other, one), (one, other), (aside, one)):
+                os.rename(source, target)
+            time.sleep(0.0003)
+    finally:
+        os._exit(1)
+
+
+def under_attack(project: Project, one: Callable[[], Path], other: Path, **environ: str) -> list[Any]:
+    """Let the victim import, again and again, while another user swaps ``one()`` for ``other``."""
+    ready = project.folder / "ready"
+    victim = subprocess.Popen(
+        project.command(VICTIM.format(ready=str(ready))),
+        env=project.environ(**environ),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while not ready.exists() and victim.poll() is None:
+        time.sleep(0.005)
+    attacker = start_swapping(one(), other)
+    out, err = victim.communicate(timeout=60)
+    # It was at work to the end.
+    assert os.waitpid(attacker, os.WNOHANG) == (0, 0)
+    os.kill(attacker, signal.SIGKILL)
+    os.waitpid(attacker, 0)
+    assert victim.returncode == 0, err
+    found: list[Any] = json.loads(out)
+    return found
+
+
+def evil_cache(project: Project, base: Path) -> None:
+    """The attacker's own cache: the names are digests of public texts, so he can foresee them."""
+    made = project.folder / "made"
+    project.run("install()", USE, VLLM_HWPLUGIN_CACHE_DIR=str(made))
+    base.parent.mkdir(exist_ok=True)
+    made.rename(base)
+    for path in list(base.rglob("*.pyc")):
+        path.unlink()
+    for path in base.glob("overlay/*/*.py"):
+        path.write_text(path.read_text() + "\nEVIL = True\n")
+    for path in [base, *base.rglob("*")]:
+        os.chown(path, SOMEONE, SOMEONE)
+
+
+def open_up(folder: Path, mode: int = 0o755) -> Path:
+    folder.mkdir(exist_ok=True)
+    folder.chmod(mode)
+    return folder
+
+
+def test_a_temporary_folder_that_others_can_swap_is_not_used(patched: Project) -> None:
+    needs_root()
+    for folder in (patched.folder, *patched.folder.parents[:2]):
+        folder.chmod(0o755)
+    scratch = open_up(patched.folder / "scratch", 0o777)
+    evil_cache(patched, scratch / "evil")
+    patched.cache.write_text("in the way")
+    (scratch / "other").mkdir()
+
+    def private() -> Path:
+        """The folder that the victim made for itself, if it made one."""
+        found = [path for path in scratch.glob("vllm-hwplugin-*") if path.name != f"vllm-hwplugin-{os.geteuid()}"]
+        return found[0] if found else scratch / "other"
+
+    found = under_attack(patched, private, scratch / "evil", TMPDIR=str(scratch))
+    imports, evil, overlay, error, live = found
+    assert imports > 0
+    assert (evil, overlay, live) == (0, None, [])
+    assert f"{scratch}, on the way to {scratch}" in error
+    assert not list(scratch.glob("vllm-hwplugin-*"))
+
+
+def test_a_chain_of_links_that_others_can_bend_is_not_used(patched: Project) -> None:
+    needs_root()
+    for folder in (patched.folder, *patched.folder.parents[:2]):
+        folder.chmod(0o755)
+    shared = open_up(patched.folder / "shared", 0o777)
+    home = open_up(patched.folder / "home")
+    temporary = open_up(patched.folder / "tmp")
+    (home / "real").mkdir(mode=0o700)
+    evil_cache(patched, shared / "evil" / "vllm-hwplugin")
+    os.chown(shared / "evil", SOMEONE, SOMEONE)
+    (shared / "hop").symlink_to(home / "real")
+    (shared / "bent").symlink_to(shared / "evil")
+    (home / ".cache").symlink_to(shared / "hop")
+    environ = {"HOME": str(home), "VLLM_HWPLUGIN_CACHE_DIR": "", "XDG_CACHE_HOME": "", "TMPDIR": str(temporary)}
+    imports, evil, overlay, error, live = under_attack(patched, lambda: shared / "hop", shared / "bent", **environ)
+    assert imports > 0
+    assert (evil, error, live) == (0, None, ["made-up"])
+    assert overlay == str(temporary / f"vllm-hwplugin-{os.geteuid()}")
+
+
+# -- odd hosts ---------------------------------------------------------------------------------------------------------
+
+
+def test_root_with_the_home_of_a_user_leaves_nothing_there(patched: Project) -> None:
+    needs_root()
+    home = open_up(patched.folder / "home")
+    os.chown(home, SOMEONE, SOMEONE)
+    temporary = open_up(patched.folder / "tmp")
+    environ = {"HOME": str(home), "VLLM_HWPLUGIN_CACHE_DIR": "", "XDG_CACHE_HOME": "", "TMPDIR": str(temporary)}
+    patched.run("assert install().live", USE, **environ)
+    assert not os.listdir(home)
+    assert os.listdir(temporary) == ["vllm-hwplugin-0"]
+
+
+def test_a_user_without_a_home_is_served_from_the_temporary_folder(patched: Project) -> None:
+    temporary = open_up(patched.folder / "tmp")
+    code = """
+        import os, pwd
+        def unknown(_):
+            raise KeyError
+        pwd.getpwuid = unknown
+        os.environ.pop("HOME", None)
+        assert install().live
+        """
+    environ = {"VLLM_HWPLUGIN_CACHE_DIR": "", "XDG_CACHE_HOME": "", "TMPDIR": str(temporary)}
+    done = patched.start(code, USE, **environ)
+    assert done.returncode == 0, done.stderr
+    assert "set HOME or VLLM_HWPLUGIN_CACHE_DIR" in done.stderr
+    assert os.listdir(temporary) == [f"vllm-hwplugin-{os.geteuid()}"]
+
+
+@pytest.mark.parametrize("prefix", ["/dev/null", __file__])
+def test_a_prefix_for_byte_code_that_cannot_be_written_stops_nothing(patched: Project, prefix: str) -> None:
+    patched.run("assert install().live", USE, PYTHONPYCACHEPREFIX=prefix)
+
+
+def test_a_file_that_holds_its_text_twice_is_not_patched(patched: Project) -> None:
+    patched.write("vllm/v1/alpha.py", patched.read("vllm/v1/alpha.py") * 2)
+    code = """
+        record = install()
+        assert record.live == () and "fits at lines" in record.features["made-up"]["reason"], record
+        import vllm.v1.alpha as alpha, vllm.v1.pack as pack
+        assert (alpha.double(2), pack.name()) == (4, "stock pack")
+        """
+    patched.run(code)

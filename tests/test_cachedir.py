@@ -1,0 +1,218 @@
+"""Which folders are trusted, what is made before they are judged, and what is left of a temporary one."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+from vllm_hwplugin import cachedir
+from vllm_hwplugin.cachedir import UntrustedFolder, private_folder, temporary_folder, trusted_folder
+from vllm_hwplugin.cli.sources._cache import sources_folder
+
+SOMEONE = 4321
+
+
+def give_away(*paths: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can give a folder away")
+    for path in paths:
+        os.chown(path, SOMEONE, SOMEONE, follow_symlinks=False)
+
+
+@pytest.fixture(autouse=True)
+def own_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The places of this user: a home, and a folder for temporary files."""
+    for name in ("VLLM_HWPLUGIN_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("home", "tmp"):
+        (tmp_path / name).mkdir(mode=0o755)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+
+
+# -- the way to a folder -----------------------------------------------------------------------------------------------
+
+
+def test_missing_folders_are_made_private_and_the_real_path_is_given(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("home")
+    folder = private_folder(tmp_path / "link" / ".." / "home" / "a" / "b")
+    assert folder == tmp_path / "home" / "a" / "b"
+    assert [part.stat().st_mode & 0o777 for part in (folder, folder.parent)] == [0o700, 0o700]
+    assert private_folder(folder) == trusted_folder(folder) == folder
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o707, 0o777])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_nothing_is_made_below_a_folder_that_others_write_to(tmp_path: Path, mode: int, depth: int) -> None:
+    (tmp_path / "home").chmod(mode)
+    target = (tmp_path / "home").joinpath(*"abc"[:depth])
+    with pytest.raises(UntrustedFolder, match="can be written to by others"):
+        private_folder(target)
+    assert not os.listdir(tmp_path / "home")
+    (tmp_path / "home").chmod(mode | 0o1000)
+    assert private_folder(target) == target
+
+
+def test_nothing_is_made_in_a_foreign_home(tmp_path: Path) -> None:
+    give_away(tmp_path / "home")
+    own, second = cachedir.places()
+    with pytest.raises(UntrustedFolder, match=f"owned by user {SOMEONE}"):
+        private_folder(own)
+    assert sources_folder() == second / "sources"
+    (tmp_path / "tmp").chmod(0o777)
+    with pytest.raises(UntrustedFolder):
+        sources_folder()
+    assert not os.listdir(tmp_path / "home")
+
+
+def test_every_hop_of_a_chain_of_links_is_judged(tmp_path: Path) -> None:
+    """A link in a folder of others, between two that are this user's own, decides where the path leads."""
+    shared, real = tmp_path / "shared", tmp_path / "home" / "real"
+    shared.mkdir(mode=0o755)
+    private_folder(real)
+    (shared / "hop").symlink_to(real)
+    (tmp_path / "home" / ".cache").symlink_to("../shared/hop")
+    assert private_folder(tmp_path / "home" / ".cache" / "deep") == real / "deep"
+    shared.chmod(0o777)
+    for look in (private_folder, trusted_folder):
+        with pytest.raises(UntrustedFolder, match=str(shared)):
+            look(tmp_path / "home" / ".cache" / "deep")
+
+
+def test_a_link_of_another_user_is_refused_where_he_may_put_links(tmp_path: Path) -> None:
+    """In a sticky folder nobody else can replace the entry, but its owner can."""
+    (tmp_path / "tmp").chmod(0o1777)
+    private_folder(tmp_path / "home" / "real")
+    (tmp_path / "tmp" / "hop").symlink_to(tmp_path / "home" / "real")
+    assert private_folder(tmp_path / "tmp" / "hop" / "deep")
+    give_away(tmp_path / "tmp" / "hop")
+    with pytest.raises(UntrustedFolder, match="hop"):
+        private_folder(tmp_path / "tmp" / "hop" / "deep")
+
+
+def test_a_circle_of_links_is_no_endless_walk(tmp_path: Path) -> None:
+    (tmp_path / "home" / "circle").symlink_to("circle")
+    with pytest.raises(OSError, match="symbolic links"):
+        private_folder(tmp_path / "home" / "circle" / "deep")
+
+
+def test_looking_makes_nothing(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        trusted_folder(tmp_path / "home" / "a")
+    assert not os.listdir(tmp_path / "home")
+
+
+# -- the places --------------------------------------------------------------------------------------------------------
+
+
+def test_a_user_without_a_home_has_the_second_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(_: int) -> NoReturn:
+        raise KeyError
+
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    notes: list[str] = []
+    assert cachedir.places(notes=notes) == (tmp_path / "tmp" / f"vllm-hwplugin-{os.geteuid()}",)
+    assert len(notes) == 1
+    assert "set HOME or VLLM_HWPLUGIN_CACHE_DIR" in notes[0]
+
+
+def test_whether_a_folder_is_writable_is_asked_for_the_effective_user(tmp_path: Path) -> None:
+    """A program that acts for another user, as `su`-like launchers do: the real user could not write."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can act for another user")
+    folder = private_folder(tmp_path / "home" / "own")
+    child = os.fork()
+    if not child:
+        os.setresuid(SOMEONE, 0, 0)
+        os._exit(0 if cachedir.writable(folder) else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+# -- temporary folders -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("below", ["", "deep"])
+def test_no_temporary_folder_is_made_where_others_can_replace_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, below: str
+) -> None:
+    scratch = tmp_path / "tmp" / below
+    scratch.mkdir(exist_ok=True)
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    (tmp_path / "tmp").chmod(0o777)
+    with pytest.raises(UntrustedFolder, match="can be written to by others"):
+        temporary_folder()
+    assert not os.listdir(scratch) or below == ""
+    assert sorted(os.listdir(tmp_path / "tmp")) == ([below] if below else [])
+
+
+TEMPORARY = """
+import os, sys, time
+from vllm_hwplugin.cachedir import temporary_folder
+folder = temporary_folder()
+child = os.fork() if sys.argv[1] == "fork" else None
+if child == 0:
+    if sys.argv[2] == "end":
+        raise SystemExit
+    time.sleep(60)
+elif child and sys.argv[2] == "end":
+    os.waitpid(child, 0)
+    assert folder.is_dir(), "the child removed its parent's folder"
+print(folder, child, flush=True)
+if sys.argv[2] == "stay":
+    time.sleep(60)
+"""
+
+
+def start(tmp_path: Path, *arguments: str) -> tuple[subprocess.Popen[str], Path, str]:
+    environ = os.environ | {"TMPDIR": str(tmp_path / "tmp")}
+    process = subprocess.Popen(
+        [sys.executable, "-c", TEMPORARY, *arguments], env=environ, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    folder, child = process.stdout.readline().split()
+    return process, Path(folder), child
+
+
+def test_a_temporary_folder_goes_with_the_process_that_made_it(tmp_path: Path) -> None:
+    process, folder, _ = start(tmp_path, "fork", "end")
+    process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert folder.parent == tmp_path / "tmp"
+    assert not folder.exists()
+
+
+def test_what_a_killed_process_left_is_removed_and_what_is_in_use_is_not(tmp_path: Path) -> None:
+    second = private_folder(tmp_path / "tmp" / f"vllm-hwplugin-{os.geteuid()}" / "overlay")
+    (tmp_path / "tmp" / "vllm-hwplugin-foreign").mkdir(mode=0o755)
+    killed, left, _ = start(tmp_path, "alone", "stay")
+    killed.kill()
+    killed.communicate()
+    running, used, _ = start(tmp_path, "alone", "stay")
+    parent, inherited, child = start(tmp_path, "fork", "stay")
+    parent.kill()
+    parent.wait()
+    try:
+        temporary_folder()
+        assert not left.exists()
+        # A forked child goes on using its parent's folder.
+        assert used.is_dir()
+        assert inherited.is_dir()
+        assert second.is_dir()
+        assert (tmp_path / "tmp" / "vllm-hwplugin-foreign").is_dir()
+    finally:
+        os.kill(int(child), signal.SIGKILL)
+        running.kill()
+        running.communicate()
+        parent.communicate()
+    temporary_folder()
+    assert not used.exists()
+    assert not inherited.exists()
