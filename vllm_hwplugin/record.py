@@ -233,7 +233,7 @@ def read_all(base: Path | None = None, notes: list[str] | None = None) -> list[P
         base: a cache folder; by default every place where this user's cache may lie.
         notes: gets a line for each folder and record that was left out, and why.
     """
-    notes = [] if notes is None else notes
+    left_out: list[str] = []
     latest = datetime.datetime.now(datetime.timezone.utc) + _SKEW
     found: list[tuple[str, ProcessRecord]] = []
     for place in [base] if base is not None else places():
@@ -243,7 +243,7 @@ def read_all(base: Path | None = None, notes: list[str] | None = None) -> list[P
         except FileNotFoundError:
             continue
         except (OSError, UntrustedFolder) as error:
-            notes.append(f"no process records are read from {place}: {error}")
+            left_out.append(f"no process records are read from {place}: {error}")
             continue
         for name in names:
             try:
@@ -253,11 +253,13 @@ def read_all(base: Path | None = None, notes: list[str] | None = None) -> list[P
             except _Unread:
                 continue
             except (ValueError, TypeError, RecursionError) as error:
-                notes.append(f"the process record {folder / name} is left out: {error}; remove it")
+                left_out.append(f"the process record {folder / name} is left out: {error}; remove it")
                 continue
             found.append((name, record))
-    for line in notes:
-        logger.debug("%s", line)
+    if notes is not None:
+        notes += left_out
+    elif left_out:
+        logger.debug("%s", "; ".join(left_out))
     return [entry for _, entry in sorted(found, key=lambda item: item[0])]
 
 

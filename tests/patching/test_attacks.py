@@ -10,12 +10,13 @@ import json
 import linecache
 import marshal
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from importlib.machinery import ModuleSpec
+from importlib.machinery import EXTENSION_SUFFIXES, ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -282,5 +283,33 @@ def test_a_file_that_holds_its_text_twice_is_not_patched(patched: Project) -> No
         assert record.live == () and "fits at lines" in record.features["made-up"]["reason"], record
         import vllm.v1.alpha as alpha, vllm.v1.pack as pack
         assert (alpha.double(2), pack.name()) == (4, "stock pack")
+        """
+    patched.run(code)
+
+
+def beside(project: Project, kind: str) -> str:
+    """Put something beside the module that Python prefers to it; returns what it is."""
+    module = project.site / "vllm" / "v1" / "alpha.py"
+    if kind == "package":
+        other = project.write("vllm/v1/alpha/__init__.py", module.read_text() + "KIND = 'package'\n")
+    else:
+        other = module.with_suffix(EXTENSION_SUFFIXES[0])
+        # Any extension that Python can load: what counts is which file the import takes.
+        shutil.copy(importlib.import_module("_json").__file__ or "", other)
+    return str(other)
+
+
+@pytest.mark.parametrize("kind", ["package", "extension"])
+def test_a_module_that_python_imports_from_another_file_is_not_patched(patched: Project, kind: str) -> None:
+    if kind == "extension" and getattr(importlib.import_module("_json"), "__file__", None) is None:
+        pytest.skip("this Python has no extension module as a file")
+    other = beside(patched, kind)
+    code = f"""
+        record = install()
+        reason = record.features["made-up"]["reason"]
+        assert record.live == () and "vllm.v1.alpha is imported from " + {other!r} in reason, record
+        import importlib.util, vllm.v1.pack as pack
+        assert importlib.util.find_spec("vllm.v1.alpha").origin == {other!r}
+        assert pack.name() == "stock pack"
         """
     patched.run(code)

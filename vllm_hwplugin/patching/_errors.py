@@ -13,7 +13,7 @@ class CatalogError(PatchingError):
 
 
 class UnreadableFile(PatchingError):
-    """A file of vLLM is there and cannot be read as text, so nothing can be said of what it would take."""
+    """A file of vLLM is there and cannot be read as text, or is not what Python imports: nothing can be said of it."""
 
 
 class DiffError(PatchingError):

@@ -11,10 +11,12 @@ import logging
 import re
 import sys
 from collections.abc import Iterator
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import NamedTuple
 
 from ._errors import PatchingError, UnreadableFile
+from ._model import module_name
 
 logger = logging.getLogger("vllm.hwplugin")
 
@@ -41,15 +43,22 @@ class InstalledSource(NamedTuple):
         """The text of ``path`` ("vllm/..."), newlines untouched, or None where there is no such file.
 
         Raises:
-            UnreadableFile: it is there and is no UTF-8 text, no file, or not to be opened.
+            UnreadableFile: it is there and is no UTF-8 text, no file, or not to be opened; or Python would import the
+                module from another file.
         """
         file = self.root / path
         try:
-            return file.read_bytes().decode("utf-8")
+            text = file.read_bytes().decode("utf-8")
         except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, UnicodeDecodeError) as error:
             raise UnreadableFile(f"{file} cannot be read as UTF-8 text ({error}); install vLLM again") from error
+        name = module_name(path)
+        # Asked with the folder, so that no package has to be imported.
+        spec = PathFinder.find_spec(name, [str(self.root.joinpath(*name.split(".")[:-1]))])
+        if spec is not None and spec.origin is not None and spec.origin != str(file):
+            raise UnreadableFile(f"{name} is imported from {spec.origin}, not from {file}; install vLLM again")
+        return text
 
 
 class Installed(NamedTuple):
