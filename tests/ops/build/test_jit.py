@@ -8,12 +8,13 @@ import json
 import logging
 import os
 import shutil
+import signal
 import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from packaging.version import Version
@@ -299,6 +300,54 @@ def test_a_record_that_cannot_be_read_counts_as_none(
         record.write_text(damage)
     assert built.read_all() == []
     shutil.rmtree(own_cache)
+
+
+@pytest.mark.usefixtures("no_device")
+@pytest.mark.parametrize("where", ["in the record's place", "in a folder of others"])
+def test_a_pipe_in_the_cache_is_not_waited_for(
+    own_cache: Path, kernel: KernelSpec, torch_cuda: TorchBuild, plan: MakePlan, where: str
+) -> None:
+    folder = jit.provide(kernel, torch_cuda).parent
+    (folder / "built.json").unlink()
+    os.mkfifo(folder / "built.json")
+    if where == "in a folder of others":
+        folder.chmod(0o777)
+
+    def give_up(*_: object) -> NoReturn:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(10)
+    notes: list[str] = []
+    try:
+        assert built.read_all(notes=notes) == []
+        assert jit.obstacle(kernel, (9, 0)) == ""
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+    assert [str(folder) in note for note in notes] == [True] * (where == "in a folder of others")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"kernel": 7},
+        {"arch": [7]},
+        {"arch": None},
+        {"flags": [{"flags": [7], "reason": "none"}]},
+        {"changes_numerics": 7},
+        {"library": "../library.so"},
+        "[" * 200_000,
+    ],
+)
+def test_a_record_that_says_what_it_cannot_counts_as_none(
+    own_cache: Path, kernel: KernelSpec, torch_cuda: TorchBuild, change: dict[str, object] | str
+) -> None:
+    record = jit.provide(kernel, torch_cuda).parent / "built.json"
+    (record.parent.parent / "library.so").touch()
+    whole = json.loads(record.read_text())
+    record.write_text(change if isinstance(change, str) else json.dumps(whole | change))
+    assert built.read_all() == []
 
 
 # -- whether a kernel can be had, asked before it is needed ------------------------------------------------------------
