@@ -28,6 +28,10 @@ APPLICATION = "vllm-hwplugin"
 # As many as Linux follows in one path.
 _LINKS = 40
 
+# The file in a temporary folder that its process keeps locked. A process id would not do: containers share folders for
+# temporary files, not process ids.
+_HELD = "held"
+
 _WAY_OUT = "set VLLM_HWPLUGIN_CACHE_DIR to a folder below one of your own"
 
 
@@ -235,23 +239,21 @@ def temporary_folder() -> Path:
     above = _real(Path(tempfile.gettempdir()).absolute(), make=False, private=False)
     _remove_stale(above)
     folder = Path(tempfile.mkdtemp(prefix=f"{APPLICATION}-", dir=above))
-    # Held for as long as this process or a forked child lives. Under its final name only once it is held, so that
-    # nobody takes the folder for a dead process's in between.
-    fcntl.flock(os.open(folder / "making", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), fcntl.LOCK_EX)
-    os.rename(folder / "making", folder / _HELD)
     atexit.register(_remove_tree, folder, os.getpid())
+    # Never closed: held for as long as this process or a forked child lives. It gets its name only once it is held, so
+    # that nobody takes the folder for a dead process's in between.
+    held = os.open(folder / "making", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    os.rename(folder / "making", folder / _HELD)
     return folder
 
 
-# The file in a temporary folder that its process keeps locked. A process id would not do: containers share folders for
-# temporary files, not process ids.
-_HELD = "held"
-
-
 def _remove_stale(above: Path) -> None:
-    with os.scandir(above) as entries:
-        found = [Path(entry.path) for entry in entries if entry.name.startswith(f"{APPLICATION}-")]
-    for folder in found:
+    try:
+        names = os.listdir(above)
+    except PermissionError:
+        return  # a folder in which everybody may make entries, and nobody may look
+    for folder in (above / name for name in names if name.startswith(f"{APPLICATION}-")):
         try:
             trusted_folder(folder)
             descriptor = os.open(folder / _HELD, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -261,8 +263,8 @@ def _remove_stale(above: Path) -> None:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder, ignore_errors=True)
-        except BlockingIOError:
-            continue  # in use
+        except OSError:
+            continue  # in use, or where there are no locks
         finally:
             os.close(descriptor)
 
