@@ -139,17 +139,20 @@ VICTIM = """
 
 
 def start_swapping(one: Path, other: Path) -> int:
-    """A process of another user that exchanges two folders or links, again and again, as fast as it can."""
+    """A process of another user that exchanges two entries of a folder, again and again, as fast as it can."""
+    # He need not be let through the folders above it, which belong to the tests.
+    folder = os.open(one.parent, os.O_RDONLY | os.O_DIRECTORY)
     child = os.fork()
     if child:
+        os.close(folder)
         return child
     try:
+        os.setgroups([])
         os.setresgid(SOMEONE, SOMEONE, SOMEONE)
         os.setresuid(SOMEONE, SOMEONE, SOMEONE)
-        aside = one.with_name("aside")
         while True:
-            for source, target in ((one, aside), (other, one), (one, other), (aside, one)):
-                os.rename(source, target)
+            for source, target in ((one.name, "aside"), (other.name, one.name), ("aside", other.name)):
+                os.rename(source, target, src_dir_fd=folder, dst_dir_fd=folder)
             time.sleep(0.0003)
     finally:
         os._exit(1)
@@ -200,8 +203,6 @@ def open_up(folder: Path, mode: int = 0o755) -> Path:
 
 def test_a_temporary_folder_that_others_can_swap_is_not_used(patched: Project) -> None:
     needs_root()
-    for folder in (patched.folder, *patched.folder.parents[:2]):
-        folder.chmod(0o755)
     scratch = open_up(patched.folder / "scratch", 0o777)
     evil_cache(patched, scratch / "evil")
     patched.cache.write_text("in the way")
@@ -222,8 +223,6 @@ def test_a_temporary_folder_that_others_can_swap_is_not_used(patched: Project) -
 
 def test_a_chain_of_links_that_others_can_bend_is_not_used(patched: Project) -> None:
     needs_root()
-    for folder in (patched.folder, *patched.folder.parents[:2]):
-        folder.chmod(0o755)
     shared = open_up(patched.folder / "shared", 0o777)
     home = open_up(patched.folder / "home")
     temporary = open_up(patched.folder / "tmp")
