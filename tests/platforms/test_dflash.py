@@ -241,7 +241,12 @@ def test_configurations_without_dflash_are_left_alone(monkeypatch: pytest.Monkey
     assert not calls
 
 
-def test_bad_input_is_an_error(entry: record.ProcessRecord) -> None:
+def test_bad_input_is_an_error_where_the_feature_is_required(
+    entry: record.ProcessRecord, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made_by_vllm(k=8)
+    assert "num_speculative_tokens=8" in entry.decisions["dflash-config"]
+    monkeypatch.setenv("VLLM_HWPLUGIN_DFLASH_FULL_GRAPH", "on")
     with pytest.raises(DFlashConfigError, match="num_speculative_tokens=8"):
         made_by_vllm(k=8)
 

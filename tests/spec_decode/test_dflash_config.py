@@ -71,6 +71,24 @@ def problem(vllm_config: SimpleNamespace) -> str:
     return str(error.value)
 
 
+@pytest.fixture
+def warned(monkeypatch: pytest.MonkeyPatch) -> Callable[[SimpleNamespace], str]:
+    """`warned(config)`: a config that some version serves passes with this on record, and is an error if required."""
+
+    def warning(vllm_config: SimpleNamespace) -> str:
+        noted: dict[str, str] = {}
+        dflash_config._warn.cache_clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(record, "note", noted.__setitem__)
+            check(vllm_config)
+            patch.setenv("VLLM_HWPLUGIN_DFLASH_FULL_GRAPH", "on")
+            said = problem(vllm_config)
+        assert noted == {"dflash-config": said}
+        return said
+
+    return warning
+
+
 @pytest.mark.parametrize("draft", [PLAIN, CONVERTED], ids=["plain", "converted"])
 @pytest.mark.parametrize("k", [1, 3, 15])
 def test_published_configs_pass(draft: dict, k: int) -> None:
@@ -94,9 +112,9 @@ def test_the_error_is_a_value_error() -> None:
     [PLAIN, {**PLAIN, "block_size": 99, "dflash_config": {"target_layer_ids": [1], "block_size": 16}}],
     ids=["top level", "dflash_config goes first"],
 )
-def test_more_tokens_than_the_block_holds(draft: dict) -> None:
+def test_more_tokens_than_the_block_holds(draft: dict, warned: Callable[[SimpleNamespace], str]) -> None:
     check(config(draft, 15))
-    said = problem(config(draft, 16))
+    said = warned(config(draft, 16))
     for part in ("num_speculative_tokens=16", "draft draft", "block_size 16", "1 to 15", "to 15 or less"):
         assert part in said
 
@@ -139,6 +157,18 @@ def test_lists_that_only_some_versions_read_are_checked_too(where: str) -> None:
     check(config(**{"dflash_config": {}, section: {key: [1, 36]}}))
 
 
+@pytest.mark.parametrize("key", ["eagle_aux_hidden_state_layer_ids", "eagle_config"])
+def test_a_wrong_list_beside_the_one_that_is_read(key: str, warned: Callable[[SimpleNamespace], str]) -> None:
+    """vLLM's own key goes before the others; of the others no version reads all."""
+    good = [1, 9] if key.startswith("eagle_aux") else {"eagle_aux_hidden_state_layer_ids": [1, 9]}
+    assert "no layer 40" in warned(config(**{"dflash_config": {"target_layer_ids": [1, 40]}, key: good}))
+
+
+def test_wrong_lists_throughout() -> None:
+    wrong = {"eagle_aux_hidden_state_layer_ids": [1, 50]}
+    assert "no layer 40" in problem(config(dflash_config={"target_layer_ids": [1, 40]}, eagle_config=wrong))
+
+
 def test_a_layer_that_is_named_twice() -> None:
     said = problem(config(dflash_config={"target_layer_ids": [1, 9, 9, 17]}))
     assert "layer 9 more than once" in said
@@ -149,8 +179,8 @@ def test_an_order_of_its_own_is_allowed() -> None:
     check(config(dflash_config={"target_layer_ids": [9, 1, 33]}))
 
 
-def test_two_lists_of_different_lengths() -> None:
-    said = problem(config(CONVERTED, eagle_aux_hidden_state_layer_ids=[2, 18]))
+def test_two_lists_of_different_lengths(warned: Callable[[SimpleNamespace], str]) -> None:
+    said = warned(config(CONVERTED, eagle_aux_hidden_state_layer_ids=[2, 18]))
     assert "eagle_aux_hidden_state_layer_ids [2, 18] and dflash_config.target_layer_ids [1, 17, 35]" in said
 
 

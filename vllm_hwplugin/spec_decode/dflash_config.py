@@ -1,30 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a DFlash engine's config must fulfil, checked before any weight is loaded.
 
-Stock vLLM finds these faults late and says little: a block that is too long only costs acceptance, layers that the
-target does not have end as a shape error inside the draft's first matrix product, and a backend without non-causal
-attention is refused once the target's weights are on the device. The rules hold in all supported versions; where
-versions read a config differently, only what is wrong in each of them is an error.
+Stock vLLM finds these faults late and says little: layers that the target does not have end as a shape error inside the
+draft's first matrix product, and a backend without non-causal attention is refused once the target's weights are on the
+device. Such a config is an error here, as no version serves it. What some version serves (a block that is too long only
+costs acceptance; one of several lists of layers may never be read) is a warning, and an error only where
+`VLLM_HWPLUGIN_DFLASH_FULL_GRAPH` is `on`.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_hwplugin import record
+from vllm_hwplugin import gates, record
 
 logger = logging.getLogger("vllm.hwplugin")
 
 # Where it is live, vLLM 0.20's target and draft no longer share one backend.
 _DRAFT_BACKEND_FEATURE = "dflash-draft-backend"
 _SLIDING = "sliding_attention"
+_OWN_KEY = "eagle_aux_hidden_state_layer_ids"
+_GATE = "VLLM_HWPLUGIN_DFLASH_FULL_GRAPH"
+_DECISION = "dflash-config"
 
 
 class DFlashConfigError(ValueError):
     """A DFlash draft, its target and the settings do not fit together. The message says what to change."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What is wrong with a config, in words, and whether some version of vLLM serves it all the same."""
+
+    text: str
+    served: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,14 +86,17 @@ class Target:
 
 
 def check(vllm_config: Any) -> None:
-    """Refuse a DFlash config that cannot work. Any other config passes.
+    """Refuse a DFlash config that cannot work, and warn of one that works badly. Any other config passes.
+
+    vLLM makes a config several times; each warning is logged once in a process, and put on record.
 
     Args:
         vllm_config: vLLM's `VllmConfig`, of the target or of the draft.
 
     Raises:
-        DFlashConfigError: `num_speculative_tokens` does not fit the draft's block, the draft's layers or width do not
-            fit the target, or the user named an attention backend for the draft that has no non-causal attention.
+        DFlashConfigError: the draft's layers or width do not fit the target, or the user named an attention backend for
+            the draft that has no non-causal attention. Where the gate says `on`, also if `num_speculative_tokens` does
+            not fit the draft's block, or if the draft's config contradicts itself.
     """
     spec = vllm_config.speculative_config
     if spec is None or not spec.use_dflash() or spec.draft_model_config is None:
@@ -90,14 +106,25 @@ def check(vllm_config: Any) -> None:
     target_model = spec.target_model_config or vllm_config.model_config
     text = target_model.hf_text_config
     target = Target(target_model.model, getattr(text, "num_hidden_layers", None), getattr(text, "hidden_size", None))
-    for problem in (
+    problems = (
         block_problem(draft, spec.num_speculative_tokens),
         layer_problem(draft, target),
         width_problem(draft, target),
         _backend_problem(draft, vllm_config),
-    ):
-        if problem is not None:
-            raise DFlashConfigError(problem)
+    )
+    found = [problem for problem in problems if problem is not None]
+    required = gates.read(_GATE).text == "on"
+    for problem in found:
+        if required or not problem.served:
+            raise DFlashConfigError(problem.text)
+    if found:
+        _warn("; ".join(problem.text for problem in found))
+
+
+@functools.lru_cache(maxsize=16)
+def _warn(text: str) -> None:
+    record.note(_DECISION, text)
+    logger.warning("%s", text)
 
 
 def read_draft(name: str, config: Any) -> Draft:
@@ -121,69 +148,83 @@ def read_draft(name: str, config: Any) -> Draft:
     )
 
 
-def block_problem(draft: Draft, num_speculative_tokens: int) -> str | None:
+def block_problem(draft: Draft, num_speculative_tokens: int) -> Problem | None:
     """Why this many tokens do not fit the draft's block, None where they do or the block size is not stated."""
     if draft.block_size is None or num_speculative_tokens < draft.block_size:
         return None
     most = draft.block_size - 1
-    return (
+    return Problem(
         f"num_speculative_tokens={num_speculative_tokens} does not fit the DFlash draft {draft.name}: its config.json "
         f"says block_size {draft.block_size}, which holds the last accepted token and {most} drafted ones; expected 1 "
-        f"to {most}; set num_speculative_tokens to {most} or less in --speculative-config"
+        f"to {most}, and later tokens are hardly ever accepted; set num_speculative_tokens to {most} or less in "
+        "--speculative-config",
+        served=True,
     )
 
 
-def layer_problem(draft: Draft, target: Target) -> str | None:
-    """Why the target cannot give the layers that the draft reads, None where it can."""
+def layer_problem(draft: Draft, target: Target) -> Problem | None:
+    """Why the target cannot give the layers that the draft reads, None where it can.
+
+    Of several lists each version takes the layers from one: all from vLLM's own key where the config has it.
+    """
     if not draft.uses_aux:
         return None
-    made_for = f" (it was made for one of {draft.num_target_layers} layers)" if draft.num_target_layers else ""
-    for aux in draft.aux:
-        where = f"{aux.where} {list(aux.ids)} of the DFlash draft {draft.name}"
-        if target.num_layers is not None:
-            last = target.num_layers + aux.last
-            outside = [layer for layer in aux.ids if not 0 <= layer <= last]
-            if outside:
-                return (
-                    f"{where} does not fit the target {target.name}: it has no layer "
-                    f"{', '.join(map(str, outside))}; the target has {target.num_layers} layers, expected ids from 0 "
-                    f"to {last}{made_for}; use the draft that was trained for this target"
-                )
-        repeated = sorted({layer for layer in aux.ids if aux.ids.count(layer) > 1})
-        if repeated:
-            return (
-                f"{where} names layer {', '.join(map(str, repeated))} more than once: the target gives each layer's "
-                f"states once, so the draft's fc would get {len(set(aux.ids))} inputs instead of {len(aux.ids)}; "
-                "correct the draft's config.json"
-            )
+    wrong = {aux.where: text for aux in draft.aux if (text := _list_problem(aux, draft, target)) is not None}
+    if wrong:
+        read = [aux.where for aux in draft.aux]
+        read = [_OWN_KEY] if _OWN_KEY in read else read
+        return Problem(next(iter(wrong.values())), served=not all(where in wrong for where in read))
     if len({len(aux.ids) for aux in draft.aux}) > 1:
         lists = " and ".join(f"{aux.where} {list(aux.ids)}" for aux in draft.aux)
-        return (
+        return Problem(
             f"the DFlash draft {draft.name} contradicts itself: {lists} name different numbers of target layers, and "
-            "the draft's fc has the inputs of one of them; correct the draft's config.json"
+            "the draft's fc has the inputs of one of them; correct the draft's config.json",
+            served=True,
         )
     return None
 
 
-def width_problem(draft: Draft, target: Target) -> str | None:
+def _list_problem(aux: AuxLayers, draft: Draft, target: Target) -> str | None:
+    made_for = f" (it was made for one of {draft.num_target_layers} layers)" if draft.num_target_layers else ""
+    where = f"{aux.where} {list(aux.ids)} of the DFlash draft {draft.name}"
+    if target.num_layers is not None:
+        last = target.num_layers + aux.last
+        outside = [layer for layer in aux.ids if not 0 <= layer <= last]
+        if outside:
+            return (
+                f"{where} does not fit the target {target.name}: it has no layer "
+                f"{', '.join(map(str, outside))}; the target has {target.num_layers} layers, expected ids from 0 "
+                f"to {last}{made_for}; use the draft that was trained for this target"
+            )
+    repeated = sorted({layer for layer in aux.ids if aux.ids.count(layer) > 1})
+    if repeated:
+        return (
+            f"{where} names layer {', '.join(map(str, repeated))} more than once: the target gives each layer's "
+            f"states once, so the draft's fc would get {len(set(aux.ids))} inputs instead of {len(aux.ids)}; "
+            "correct the draft's config.json"
+        )
+    return None
+
+
+def width_problem(draft: Draft, target: Target) -> Problem | None:
     """Why the target's hidden states do not fit the draft's inputs, None where they do."""
     expected, found = draft.target_hidden_size, target.hidden_size
     if expected is None or found is None or expected == found:
         return None
     key = "target_hidden_size or hidden_size" if draft.uses_aux else "hidden_size"
-    return (
+    return Problem(
         f"the DFlash draft {draft.name} reads target states of width {expected} ({key} of its config.json), but the "
         f"target {target.name} has hidden_size {found}; use the draft that was trained for this target"
     )
 
 
-def _backend_problem(draft: Draft, vllm_config: Any) -> str | None:
+def _backend_problem(draft: Draft, vllm_config: Any) -> Problem | None:
     if not draft.non_causal:
         return None
     option, backend, way_out = _named_backend(vllm_config)
     if backend is None or _supports_non_causal(backend) is not False:
         return None
-    return (
+    return Problem(
         f"{option}={backend.name} cannot serve the DFlash draft {draft.name}: the draft's attention is non-causal, and "
         f"{backend.get_path()} says that it has none; name a backend that has it, or {way_out}"
     )
@@ -223,11 +264,10 @@ def _aux_layers(config: Any) -> Iterator[AuxLayers]:
     layer i, so they never name the n-th.
     """
     own, eagle = _mapping(config, "dflash_config"), _mapping(config, "eagle_config")
-    key = "eagle_aux_hidden_state_layer_ids"
     for where, value, last in (
-        (key, getattr(config, key, None), 0),
+        (_OWN_KEY, getattr(config, _OWN_KEY, None), 0),
         ("dflash_config.target_layer_ids", own.get("target_layer_ids"), -1),
-        (f"eagle_config.{key}", eagle.get(key), 0),
+        (f"eagle_config.{_OWN_KEY}", eagle.get(_OWN_KEY), 0),
         ("dflash_config.layer_ids", own.get("layer_ids"), 0),
     ):
         if value and isinstance(value, Sequence) and all(isinstance(layer, int) for layer in value):
