@@ -16,6 +16,8 @@ from vllm_hwplugin.patching import SUPPORTED
 
 torch = pytest.importorskip("torch")
 
+from vllm_hwplugin.spec_decode.draft_builders import allowance  # noqa: E402
+
 from .layer import BATCH, Layer, close, config  # noqa: E402
 from .mate_standin import mate  # noqa: E402
 from .released import released  # noqa: E402
@@ -41,6 +43,13 @@ def test_the_right_answer(version: str, causal: bool, head_size: int, layout: st
         close(layer.run(layer.metadata(causal)), layer.right(causal=causal))
     assert [call["causal"] for call in calls] == [causal]
     assert calls[0]["deterministic"] is False
+
+
+@every_version
+def test_a_drafters_graphs_may_hold_its_metadata(version: str, vllm_tree: Tree) -> None:
+    with released(version, vllm_tree(version), mate=mate()) as load:
+        allowed = allowance(load(OWN).MusaFlashAttentionMetadataBuilder)
+    assert (allowed.passes, allowed.chain, allowed.non_causal) == (True, True, True)
 
 
 @ends

@@ -24,6 +24,7 @@ def patched_module() -> Callable[..., types.ModuleType]:
             plan = make_plan(load_catalog(), find_installed().source, choices)
             assert plan.features["draft-full-graph"].state == "live", plan.features["draft-full-graph"].reason
             made[key] = types.ModuleType(f"patched.{path}")
+            made[key].__package__ = path.rpartition("/")[0].replace("/", ".")
             exec(compile(plan.files[path].text, f"patched {path}", "exec"), vars(made[key]))
         return made[key]
 
@@ -40,6 +41,21 @@ def notes(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     return said
 
 
+def runner_modules(
+    patched_module: Callable[..., types.ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> dict[bool, types.ModuleType]:
+    """The runner's module, stock (True) and patched; both take the tests' proposers for vLLM's."""
+    import vllm.v1.worker.gpu_model_runner as stock
+
+    from .host_runner import PROPOSERS
+
+    modules = {True: stock, False: patched_module("vllm/v1/worker/gpu_model_runner.py")}
+    for module in modules.values():
+        for name in PROPOSERS:
+            monkeypatch.setattr(module, name, object, raising=False)
+    return modules
+
+
 @pytest.fixture
 def make(patched_module, notes, monkeypatch: pytest.MonkeyPatch):
     """`make(which, kind, k, sizes=...)`: a proposer that is "stock", "passes" (a graph a pass) or "loop"."""
@@ -48,18 +64,17 @@ def make(patched_module, notes, monkeypatch: pytest.MonkeyPatch):
 
     from vllm_hwplugin.spec_decode import draft_graphs, draft_loop
 
-    from .drafters import make_config, make_proposer, plain_eagle_step
+    from .drafters import BLOCK, LAYER, build_views, make_config, make_proposer, plain_eagle_step
+    from .host_runner import make_host
     from .recorded_graph import RecordedGraphs
 
-    proposer, dispatcher = "vllm/v1/spec_decode/llm_base_proposer.py", "vllm/v1/cudagraph_dispatcher.py"
+    paths = ("vllm/v1/spec_decode/llm_base_proposer.py", "vllm/v1/cudagraph_dispatcher.py")
     modules = {
         "stock": (stock_proposer, stock_dispatcher),
-        "passes": (
-            patched_module(proposer, VLLM_HWPLUGIN_DRAFT_LOOP_GRAPH="off"),
-            patched_module(dispatcher, VLLM_HWPLUGIN_DRAFT_LOOP_GRAPH="off"),
-        ),
-        "loop": (patched_module(proposer), patched_module(dispatcher)),
+        "passes": tuple(patched_module(path, VLLM_HWPLUGIN_DRAFT_LOOP_GRAPH="off") for path in paths),
+        "loop": tuple(patched_module(path) for path in paths),
     }
+    runners = runner_modules(patched_module, monkeypatch)
     for module in (draft_loop, *(module for module, _ in modules.values())):
         monkeypatch.setattr(module, "eagle_step_update_slot_mapping_and_metadata", plain_eagle_step)
     monkeypatch.setattr(draft_graphs, "CUDAGraphWrapper", RecordedGraphs)
@@ -70,7 +85,11 @@ def make(patched_module, notes, monkeypatch: pytest.MonkeyPatch):
 
     def made(which, kind, k, sizes=None, **limits):
         sizes = [rung * (1 + k) for rung in (1, 2, 4, 8)] if sizes is None else sizes
-        return make_proposer(*modules[which], kind, k, make_config(sizes, **limits))
+        proposer = make_proposer(*modules[which], kind, k, make_config(sizes, **limits))
+        proposer.host = make_host(
+            runners[which == "stock"], modules[which][1], proposer, LAYER, block_size=BLOCK, build=build_views
+        )
+        return proposer
 
     return made
 
@@ -85,7 +104,8 @@ def make_dflash(patched_module, notes, monkeypatch: pytest.MonkeyPatch):
     from vllm_hwplugin.spec_decode import draft_graphs
 
     from . import dflash_drafter
-    from .drafters import make_config
+    from .drafters import BLOCK, LAYER, make_config
+    from .host_runner import make_host
     from .recorded_graph import RecordedGraphs
 
     folder = "vllm/v1/spec_decode"
@@ -103,6 +123,7 @@ def make_dflash(patched_module, notes, monkeypatch: pytest.MonkeyPatch):
         "graphs": dflash_drafter.Modules(patched, proposer, dispatcher),
         "half": dflash_drafter.Modules(half, proposer, dispatcher),
     }
+    runners = runner_modules(patched_module, monkeypatch)
     for one in modules.values():
         monkeypatch.setattr(one.dflash, "_copy_and_expand_dflash_inputs", dflash_drafter.plain_expand)
         monkeypatch.setattr(one.proposer, "DFlashQwen3ForCausalLM", dflash_drafter.DFlashModel)
@@ -113,6 +134,11 @@ def make_dflash(patched_module, notes, monkeypatch: pytest.MonkeyPatch):
 
     def made(which, k, sizes=None, **limits):
         sizes = [rung * (1 + k) for rung in (1, 2, 4, 8)] if sizes is None else sizes
-        return dflash_drafter.make_dflash(modules[which], k, make_config(sizes, **limits))
+        drafter = dflash_drafter.make_dflash(modules[which], k, make_config(sizes, **limits))
+        build = dflash_drafter.build_block_views
+        drafter.host = make_host(
+            runners[which == "stock"], modules[which].dispatcher, drafter, LAYER, block_size=BLOCK, build=build
+        )
+        return drafter
 
     return made

@@ -21,7 +21,6 @@ from .drafters import (
     MAX_TOKENS,
     PRIME,
     DraftModel,
-    Group,
     Views,
 )
 
@@ -107,6 +106,9 @@ def make_dflash(modules: Modules, k: int, config: Any):
                 enforce_eager=False,
                 disable_padded_drafter_batch=False,
                 use_dflash=lambda: True,
+                use_eagle=lambda: True,
+                uses_draft_model=lambda: False,
+                uses_extract_hidden_states=lambda: False,
             )
             self.num_speculative_tokens = k
             self.pass_hidden_states_to_model = self.parallel_drafting = True
@@ -132,7 +134,7 @@ def make_dflash(modules: Modules, k: int, config: Any):
             self.arange = torch.arange(self.max_positions + 1, dtype=torch.int32)
             self.token_arange_np = self.arange.numpy().copy()
             self._draft_attn_layer_names = {LAYER}
-            self.draft_attn_groups = [BlockGroup()]
+            self.draft_attn_groups = []
             self.model = DFlashModel()
             # What the hunks add to the constructors.
             graphed = hasattr(modules.proposer, "DraftGraphs")
@@ -150,11 +152,10 @@ def make_dflash(modules: Modules, k: int, config: Any):
     return DFlashProposer()
 
 
-class BlockGroup(Group):
-    def build_metadata_for_drafting(self, common_attn_metadata: CommonAttentionMetadata, draft_index: int):
-        return BlockViews(
-            common_attn_metadata.query_start_loc,
-            common_attn_metadata.seq_lens,
-            common_attn_metadata.block_table_tensor,
-            common_attn_metadata.causal,
-        )
+def build_block_views(common_attn_metadata: CommonAttentionMetadata, draft_index: int) -> BlockViews:
+    return BlockViews(
+        common_attn_metadata.query_start_loc,
+        common_attn_metadata.seq_lens,
+        common_attn_metadata.block_table_tensor,
+        common_attn_metadata.causal,
+    )

@@ -94,18 +94,13 @@ class Views:
     block_table: torch.Tensor
 
 
-class FlashAttentionMetadataBuilder:
-    reorder_batch_threshold: int | None = None
-
-
-class Group:
-    layer_names: tuple[str, ...] = (LAYER,)
-
-    def __init__(self) -> None:
-        self.builder: Any = FlashAttentionMetadataBuilder()
-
-    def get_metadata_builder(self) -> Any:
-        return self.builder
+def build_views(common_attn_metadata, draft_index: int) -> Views:
+    """What the model reads of the metadata: views, as FLASH_ATTN's builder makes them for drafting."""
+    return Views(
+        common_attn_metadata.query_start_loc,
+        common_attn_metadata.seq_lens,
+        common_attn_metadata.block_table_tensor,
+    )
 
 
 @dataclass(frozen=True)
@@ -156,6 +151,9 @@ def make_proposer(module: types.ModuleType, dispatcher: types.ModuleType, kind: 
                 enforce_eager=False,
                 disable_padded_drafter_batch=False,
                 use_dflash=lambda: False,
+                use_eagle=lambda: kind.method != "draft_model",
+                uses_draft_model=lambda: kind.method == "draft_model",
+                uses_extract_hidden_states=lambda: False,
             )
             self.num_speculative_tokens = k
             self.pass_hidden_states_to_model = kind.method != "draft_model"
@@ -179,19 +177,11 @@ def make_proposer(module: types.ModuleType, dispatcher: types.ModuleType, kind: 
             self.arange = torch.arange(MAX_TOKENS, dtype=torch.int32)
             self.token_arange_np = self.arange.numpy().copy()
             self._draft_attn_layer_names = {LAYER}
-            self.draft_attn_groups = [Group()]
+            self.draft_attn_groups = []
             self.model = DraftModel(self.model_returns_tuple())
             self.cudagraph_dispatcher = dispatcher.CudagraphDispatcher(config, *added_arguments)
             for name, part in added_parts.items():
                 setattr(self, name, part(self))
-
-        def build_per_group_and_layer_attn_metadata(self, common_attn_metadata, draft_index=0):
-            views = Views(
-                common_attn_metadata.query_start_loc,
-                common_attn_metadata.seq_lens,
-                common_attn_metadata.block_table_tensor,
-            )
-            return [views], {LAYER: views}
 
         def set_inputs_first_pass(self, *args, **kwargs):
             if not self.needs_extra_input_slots:
@@ -353,9 +343,6 @@ def compare_over_many(runner: Runner, k: int, compare_one) -> None:
     assert len(tokens) > 30
 
 
-def boot(proposer, mode: CUDAGraphMode, runner: Runner) -> None:
-    """What vLLM's boot does with the drafter: keys, then capture."""
-    from vllm_hwplugin.spec_decode.draft_graphs import capture_draft_graphs
-
-    proposer.initialize_cudagraph_keys(mode)
-    capture_draft_graphs(proposer, runner.template())
+def boot(proposer, mode: CUDAGraphMode, runner: Runner, **how: Any) -> None:
+    """Start `proposer` as vLLM's runner does; see `host_runner` for `how`."""
+    proposer.host.start(mode, runner.template(), **how)

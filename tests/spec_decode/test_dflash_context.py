@@ -15,10 +15,13 @@ from vllm.forward_context import BatchDescriptor  # noqa: E402
 
 from vllm_hwplugin.patching import SUPPORTED  # noqa: E402
 from vllm_hwplugin.spec_decode.dflash_context import ContextGraphs, fit_query_buffers  # noqa: E402
+from vllm_hwplugin.spec_decode.draft_graphs import capture_draft_graphs  # noqa: E402
 from vllm_hwplugin.spec_decode.fallback import FeatureRequired  # noqa: E402
 from vllm_hwplugin.spec_decode.first_pass import FirstPass, first_pass_of  # noqa: E402
 
-from .drafters import MAX_REQS, MAX_TOKENS, Runner, boot, compare, compare_over_many  # noqa: E402
+from .dflash_drafter import DFlashModel  # noqa: E402
+from .drafters import MAX_REQS, MAX_TOKENS, PRIME, Runner, boot, compare, compare_over_many  # noqa: E402
+from .host_runner import FLASHINFER, Pool, builder  # noqa: E402
 from .recorded_graph import RecordedGraphs  # noqa: E402
 from .released import take, text_of  # noqa: E402
 
@@ -34,7 +37,7 @@ def pair(make_dflash):
     def made(k, mode=FULL, **options):
         runner = Runner(1)
         stock, graphed = make_dflash("stock", k, **options), make_dflash("graphs", k, **options)
-        stock.initialize_cudagraph_keys(NONE)
+        boot(stock, NONE, runner)
         boot(graphed, mode, runner)
         RecordedGraphs.sealed = True
         return stock, graphed, runner
@@ -110,24 +113,77 @@ def test_the_context_shares_the_drafters_pool_and_is_captured_once(make_dflash):
     assert context.captured == [BatchDescriptor(num_tokens=size) for size in (24, 12, 6, 3)]
     assert context.without_graph == 4
     RecordedGraphs.sealed = True
-    proposer.draft_context.capture(None)
+    capture_draft_graphs(proposer, Runner(0).template())
     assert len(context.captured) == 4
 
 
-def test_new_keys_are_captured_anew(make_dflash):
-    proposer, runner = make_dflash("graphs", 2), Runner(0)
-    boot(proposer, FULL, runner)
-    _, context = graphs_of(proposer)
-    proposer.initialize_cudagraph_keys(FULL)
-    assert not context.concrete_cudagraph_entries
-    boot(proposer, FULL, runner)
-    assert len(context.captured) == 8
+@pytest.mark.parametrize("profile", [False, True], ids=["one start", "profiled"])
+def test_drafts_are_stocks_after_sleep(make_dflash, profile):
+    stock, graphed, runner, pool = make_dflash("stock", 3), make_dflash("graphs", 3), Runner(1), Pool()
+    boot(stock, NONE, runner)
+    boot(graphed, FULL, runner, profile=profile, kv_pool=pool)
+    RecordedGraphs.sealed = True
+    for index in range(6):
+        if index % 2:
+            pool.sleep()
+        compare(stock, graphed, runner.batch(3, size=3))
+    assert all(len(graphs.replayed) == 6 for graphs in graphs_of(graphed))
+
+
+class FusedWeights(torch.nn.Module):
+    """The inner model of a DFlash draft, which makes one tensor of its layers' weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.fuse(23)
+
+    def fuse(self, *weights):
+        self._fused_kv_weight = torch.tensor(weights)
+
+
+@pytest.fixture
+def fused(pair, monkeypatch):
+    def precompute(self, states, positions, slots=None):
+        keys = (states * self.model._fused_kv_weight + positions[:, None] * 17 + 5) % PRIME
+        if slots is not None:
+            self.cache.index_put_((torch.where(slots < 0, self.cache.shape[0] - 1, slots),), keys)
+
+    monkeypatch.setattr(DFlashModel, "precompute_and_store_context_kv", precompute)
+    monkeypatch.setattr(
+        DFlashModel, "model", property(lambda self: self.__dict__.setdefault("fused", FusedWeights())), raising=False
+    )
+    return pair(3)
+
+
+def fuse(pair, *weights):
+    for proposer in pair[:2]:
+        proposer.model.model.fuse(*weights)
+
+
+def test_weights_that_were_fused_anew_are_what_the_context_graphs_read(fused):
+    """vLLM fuses anew when weights are loaded again, or after a wake-up, into tensors at other addresses."""
+    stock, graphed, runner = fused
+    _, context = graphs_of(graphed)
+    for weight in (23, 41, 57):
+        fuse(fused, weight)
+        compare_all(stock, graphed, [runner.batch(3, size=2) for _ in range(2)])
+    assert len(context.replayed) == 6
+
+
+def test_fused_weights_of_another_shape_leave_the_context_stock(fused, notes):
+    stock, graphed, runner = fused
+    queries, context = graphs_of(graphed)
+    fuse(fused, 3, 5, 7, 11)
+    compare_all(stock, graphed, [runner.batch(3, size=2) for _ in range(2)])
+    assert context.replayed == []
+    assert len(queries.replayed) == 2
+    assert "_fused_kv_weight has another shape" in notes["dflash-full-graph"]
 
 
 def test_a_drafter_whose_own_module_is_stock_stays_as_it_is(make_dflash, notes):
     """Half a patch is none: the class lacks the mark, so its queries are not captured and its context is its own."""
     stock, half, runner = make_dflash("stock", 3), make_dflash("half", 3), Runner(1)
-    stock.initialize_cudagraph_keys(NONE)
+    boot(stock, NONE, runner)
     boot(half, FULL, runner)
     assert "DFlashProposer has drafting code of its own" in notes["draft-full-graph"]
     RecordedGraphs.sealed = True
@@ -144,19 +200,20 @@ def test_a_subclass_does_not_inherit_the_mark(make_dflash, notes):
 
 
 @pytest.mark.parametrize(("causal", "left"), [(False, True), (True, False)])
-def test_a_builder_that_plans_on_the_host_is_left_alone_for_blocks(make_dflash, notes, causal, left):
+def test_a_builder_that_plans_on_the_host_is_left_alone_for_blocks(make_dflash, notes, monkeypatch, causal, left):
     proposer = make_dflash("graphs", 3)
     proposer.dflash_causal = causal
-    builder = type("FlashInferMetadataBuilder", (), {"reorder_batch_threshold": None})
-    proposer.draft_attn_groups[0].builder = builder()
-    proposer.draft_graphs.initialize_keys(FULL)
+    # The stand-in's own call is for non-causal blocks.
+    monkeypatch.setattr(DFlashModel, "__call__", lambda _, **inputs: inputs["positions"] + 1)
+    proposer.host.use(builder(FLASHINFER))
+    boot(proposer, DECODE_ONLY, Runner(0))
     assert (proposer.cudagraph_dispatcher.draft_keys is None) == left
-    assert ("FlashInferMetadataBuilder may plan non-causal" in notes["dflash-full-graph"]) == left
+    assert ("non-causal attention (FlashInferMetadataBuilder" in notes["dflash-full-graph"]) == left
 
 
 def test_an_obstacle_leaves_the_context_stock_too(make_dflash, notes):
     stock, proposer, runner = make_dflash("stock", 3), make_dflash("graphs", 3), Runner(1)
-    stock.initialize_cudagraph_keys(NONE)
+    boot(stock, NONE, runner)
     boot(proposer, PIECEWISE, runner)
     reason = "it needs draft-full-graph's graphs, and the target's cudagraph_mode is PIECEWISE"
     assert reason in notes["dflash-full-graph"]
@@ -186,8 +243,8 @@ def test_graphs_that_are_turned_off_take_the_context_with_them(pair, notes):
 
 def test_nothing_is_replayed_before_capture(make_dflash):
     stock, proposer, runner = make_dflash("stock", 3), make_dflash("graphs", 3), Runner(1)
-    stock.initialize_cudagraph_keys(NONE)
-    proposer.initialize_cudagraph_keys(FULL)
+    boot(stock, NONE, runner)
+    proposer.host.initialize_kv_cache(proposer.host.kv_cache_config_of(1))
     RecordedGraphs.sealed = True
     compare(stock, proposer, runner.batch(3))
 

@@ -21,7 +21,7 @@ from .drafters import EAGLE, MAX_REQS, P_EAGLE, Runner, boot, clone_metadata, pr
 from .recorded_graph import RecordedGraphs  # noqa: E402
 
 DECODE_ONLY = CUDAGraphMode.FULL_DECODE_ONLY
-GOOD = ChainFacts(3, frozenset({"FlashAttentionMetadataBuilder", "TritonAttentionMetadataBuilder"}))
+GOOD = ChainFacts(3)
 
 
 # -- decisions --------------------------------------------------------------------------------------------------------
@@ -38,10 +38,7 @@ def test_no_obstacle():
         ({"num_speculative_tokens": 1}, "there is no chain"),
         ({"parallel_drafting": True}, "there is no chain"),
         ({"expanded_hidden_states": True}, "wider than those it samples from"),
-        (
-            {"builders": GOOD.builders | {"ZMetadataBuilder", "FlashInferMetadataBuilder"}},
-            "FlashInferMetadataBuilder, ZMetadataBuilder may plan on the host",
-        ),
+        ({"attention": "ZBuilder: it plans"}, "metadata has to be built between steps (ZBuilder: it plans)"),
         ({"host_side": ("uses_mrope", "eplb_state")}, "host work between steps: uses_mrope, eplb_state"),
     ],
 )
@@ -63,9 +60,9 @@ def test_obstacles(change, reason):
     ],
 )
 def test_a_proposer_with_host_work_has_no_chain(make, notes, name):
-    proposer = make("loop", EAGLE, 3)
+    proposer, runner = make("loop", EAGLE, 3), Runner(0)
     setattr(proposer, name, (int,))
-    proposer.draft_loop.initialize_keys((1, 2), object())
+    proposer.draft_loop.capture((1, 2), object(), runner.template())
     assert name in notes["draft-loop-graph"]
     assert "launched one by one" in notes["draft-loop-graph"]
     assert RecordedGraphs.instances == []
@@ -90,16 +87,6 @@ def test_wider_hidden_states_have_no_chain(make, notes):
     assert "wider than those it samples from" in notes["draft-loop-graph"]
 
 
-def test_another_backend_has_no_chain_but_keeps_its_passes(make, notes):
-    proposer, runner = make("loop", EAGLE, 3), Runner(0)
-    proposer.draft_attn_groups[0].builder = types.SimpleNamespace(reorder_batch_threshold=None)
-    boot(proposer, DECODE_ONLY, runner)
-    (passes,) = RecordedGraphs.instances
-    assert "SimpleNamespace may plan on the host" in notes["draft-loop-graph"]
-    propose(proposer, runner.batch(3, size=2))
-    assert [key.num_tokens for key in passes.replayed] == [8, 2, 2]
-
-
 # -- the chain --------------------------------------------------------------------------------------------------------
 
 
@@ -108,6 +95,7 @@ def pair(make):
     def made(k, seed=1):
         runner = Runner(seed)
         stock, graphed = make("stock", EAGLE, k), make("loop", EAGLE, k)
+        boot(stock, CUDAGraphMode.NONE, runner)
         boot(graphed, DECODE_ONLY, runner)
         RecordedGraphs.sealed = True
         return stock, graphed, runner
@@ -125,7 +113,6 @@ def test_each_rung_is_captured_once_largest_first(make, notes):
     assert notes["draft-loop-graph"] == "2 steps in one graph for [1, 2, 4, 8] requests"
     RecordedGraphs.sealed = True
     capture_draft_graphs(proposer, runner.template())
-    proposer.draft_loop.capture(runner.template())
     assert loop.captured == rungs
 
 
@@ -233,7 +220,7 @@ def test_another_number_of_draft_tokens_is_left_to_the_passes(pair):
 
 def test_nothing_runs_before_capture(make):
     proposer, runner = make("loop", EAGLE, 3), Runner(0)
-    proposer.initialize_cudagraph_keys(DECODE_ONLY)
+    proposer.host.initialize_kv_cache(proposer.host.kv_cache_config_of(1))
     assert proposer.draft_loop.run(**run_arguments(proposer, runner, 2)) is None
 
 
@@ -252,6 +239,6 @@ def test_a_reassigned_buffer_of_the_chain_is_seen(pair, name):
 def test_a_required_chain_that_cannot_be_ends_the_start(make, monkeypatch):
     monkeypatch.setenv("VLLM_HWPLUGIN_DRAFT_LOOP_GRAPH", "on")
     proposer = make("loop", EAGLE, 3)
-    proposer.uses_mrope = True
-    with pytest.raises(FeatureRequired, match="host work between steps: uses_mrope"):
-        proposer.draft_graphs.initialize_keys(DECODE_ONLY)
+    proposer.eplb_state = (int,)
+    with pytest.raises(FeatureRequired, match="host work between steps: eplb_state"):
+        boot(proposer, DECODE_ONLY, Runner(0))

@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
 from vllm_hwplugin.spec_decode.draft_keys import DraftShape, pad_up, uniform_shape  # noqa: E402
-from vllm_hwplugin.spec_decode.draft_metadata import PassBuffers, full_block_table, unmanaged_field  # noqa: E402
+from vllm_hwplugin.spec_decode.draft_metadata import PassBuffers, full_block_table, rows_held, unmanaged_field  # noqa: E402
 
 from .drafters import FIELDS, MAX_LEN, MAX_REQS, MAX_TOKENS, Runner, clone_metadata  # noqa: E402
 
@@ -189,6 +189,13 @@ def test_block_table_rows_past_the_slice_are_the_storages():
     assert full_block_table(table[:1, :3], 6).tolist() == table[:, :3].tolist()
 
 
+@pytest.mark.parametrize("start", [0, 2, 5])
+def test_rows_held_are_those_from_the_tables_first_to_the_storages_last(start):
+    table = torch.arange(24).view(6, 4)
+    assert rows_held(table[start : start + 1]) == 6 - start
+    assert rows_held(table[start:, 1:3]) == 6 - start
+
+
 @pytest.mark.parametrize(("start", "num_reqs"), [(0, 7), (2, 5), (5, 2)])
 def test_block_table_whose_storage_is_too_short(start, num_reqs):
     table = torch.arange(24).view(6, 4)[start : start + 1]
@@ -205,12 +212,26 @@ def test_a_plain_batch_is_managed(runner):
 
 @pytest.mark.parametrize(
     "field",
-    ["logits_indices_padded", "encoder_seq_lens", "dcp_local_seq_lens", "rswa_prefix_lens", "mm_req_doc_ranges"],
+    ["logits_indices_padded", "encoder_seq_lens", "dcp_local_seq_lens", "rswa_prefix_lens"],
 )
 def test_unmanaged_field(runner, field):
     if field not in FIELDS:
         pytest.skip(f"this vLLM's CommonAttentionMetadata has no {field}")
     assert unmanaged_field(dataclasses.replace(runner.template(), **{field: torch.ones(1)})) == field
+
+
+@pytest.mark.parametrize(
+    ("ranges", "field"),
+    [({}, None), ({0: [], 1: []}, None), ({0: [], 1: [(4, 9)]}, "mm_req_doc_ranges")],
+)
+def test_image_ranges_count_where_there_are_any(runner, slots, ranges, field):
+    if "mm_req_doc_ranges" not in FIELDS:
+        pytest.skip("this vLLM's CommonAttentionMetadata has no mm_req_doc_ranges")
+    metadata = dataclasses.replace(runner.batch(K, size=2)["common_attn_metadata"], mm_req_doc_ranges=ranges)
+    assert unmanaged_field(metadata) == field
+    if field is None:
+        view = PassBuffers(MAX_REQS, 1 + K, CPU).view(metadata, uniform_shape(1 + K, 4), slots)
+        assert view.mm_req_doc_ranges is None
 
 
 def test_a_causal_flag_for_each_request_is_unmanaged(runner):

@@ -32,10 +32,9 @@ def test_no_obstacle(mode):
         ({"data_parallel_size": 2}, "data parallelism"),
         ({"context_parallel_size": 2}, "context parallelism"),
         ({"lora": True}, "LoRA adapters"),
-        ({"tree_attention": True}, "tree attention"),
         ({"breakable_any_mode": True}, "breakable CUDA graphs"),
         ({"shares_mtp_indices": True}, "top-k indices"),
-        ({"planning_builders": ("FlashInferMetadataBuilder",)}, "FlashInferMetadataBuilder may plan non-causal"),
+        ({"attention": "no graph may hold it"}, "no graph may hold it"),
     ],
 )
 def test_obstacles(change, reason):

@@ -20,7 +20,7 @@ DFLASH = "vllm/v1/spec_decode/dflash.py"
 UTILS = "vllm/v1/spec_decode/utils.py"
 
 # Bodies that take any proposer; those of DFlash see a subclass with members of its own.
-FOR_ANY = ("draft_graphs.py", "draft_loop.py", "draft_obstacles.py", "first_pass.py")
+FOR_ANY = ("draft_builders.py", "draft_graphs.py", "draft_loop.py", "draft_obstacles.py", "first_pass.py")
 FOR_DFLASH = ("dflash_context.py",)
 
 # Read with a default where the version may not have them.
@@ -293,7 +293,7 @@ def test_what_is_imported_exists(vllm_tree: Callable, path: str, names: set[str]
 def test_the_graph_wrapper_has_what_is_used_of_it(vllm_tree: Callable) -> None:
     used = {name for module in (*FOR_ANY, *FOR_DFLASH) for name in attributes_read(module, "graphs")}
     used -= {"capture"}  # of `DraftGraphs`, in a variable of the same name
-    assert used == {"graph_pool", "clear_graphs", "concrete_cudagraph_entries"}
+    assert used == {"graph_pool", "concrete_cudagraph_entries"}
     missing = []
     for version in SUPPORTED:
         tree = tree_of(vllm_tree, version, "vllm/compilation/cuda_graph.py")

@@ -29,6 +29,9 @@ _attention = bind(mate.flash_attn_varlen_func)
 class MusaFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):  # type: ignore[misc]  # as below
     """vLLM's, without what only its own kernels have: their schedules, and cascade attention."""
 
+    # `build` only refuses; a drafter's graphs (`spec_decode.draft_builders`) may hold what vLLM's makes.
+    same_metadata_as_base: ClassVar[bool] = True
+
     # As for FlashAttention 2: a graph holds batches whose requests have equally many tokens.
     _cudagraph_support: ClassVar[Any] = AttentionCGSupport.UNIFORM_BATCH
 

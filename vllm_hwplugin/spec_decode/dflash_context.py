@@ -9,6 +9,7 @@ decode or prefill: the tokens that pad it have slots of `PADDING_SLOT_ID`, which
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -24,6 +25,9 @@ from vllm_hwplugin.spec_decode.fallback import stays_stock
 
 _FEATURE = "dflash-full-graph"
 _GATE = "VLLM_HWPLUGIN_DFLASH_FULL_GRAPH"
+_STOCK = "a DFlash drafter's context is stored as in stock vLLM"
+
+logger = logging.getLogger("vllm.hwplugin")
 
 
 def fit_query_buffers(proposer: Any) -> None:
@@ -45,23 +49,35 @@ class ContextGraphs:
 
     def __init__(self, proposer: Any):
         self._proposer = proposer
+        self.forget()
+
+    def forget(self) -> None:
+        """Have no graphs."""
         self._sizes: tuple[int, ...] = ()
         self._graphs: CUDAGraphWrapper | None = None
+        self._fused: dict[str, torch.Tensor] = {}
 
-    def initialize_keys(self, ladder: tuple[int, ...], graph_pool: Any) -> None:
-        """Plan a graph for the context of each decode batch of `ladder` requests, in the drafter's memory pool."""
+    def capture(self, ladder: tuple[int, ...], graph_pool: Any, template: Any) -> None:
+        """Capture the context of each decode batch of `ladder` requests, largest first, in the drafter's memory pool.
+
+        The slots are such that nothing is written to; `template` is not needed.
+        """
+        self.forget()
         proposer = self._proposer
         block = 1 + proposer.speculative_config.num_speculative_tokens
         self._sizes = tuple(rung * block for rung in ladder if rung * block <= proposer.max_num_tokens)
-        if self._graphs is None:
-            self._graphs = full_graphs(self._precompute, proposer.vllm_config, graph_pool)
-        else:
-            self._graphs.clear_graphs()
+        self._graphs = full_graphs(self._precompute, proposer.vllm_config, graph_pool)
+        for size in reversed(self._sizes):
+            proposer._context_slot_mapping_buffer[:size].fill_(PADDING_SLOT_ID)
+            for mode in (CUDAGraphMode.NONE, CUDAGraphMode.FULL):
+                self._launch(size, mode)
+        # Only now: a draft with dummy weights fuses them in its first call.
+        self._fused = _fused_weights(proposer.model)
         record.note(_FEATURE, f"context keys and values in graphs of {list(self._sizes)} tokens")
 
     def leave(self, reason: str) -> None:
         """Have no graphs, for `reason`."""
-        self._sizes = ()
+        self.forget()
         stays_stock(_FEATURE, _GATE, "the DFlash drafter runs as in stock vLLM", reason)
 
     def store(self, states: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
@@ -74,7 +90,7 @@ class ContextGraphs:
         """
         proposer, count = self._proposer, states.shape[0]
         padded = pad_up(self._sizes, count) if proposer.draft_graphs.ready else None
-        if padded is None:
+        if padded is None or not self._keep_fused_in_place():
             proposer.model.precompute_and_store_context_kv(states, positions, slots)
             return
         proposer.hidden_states[:count].copy_(states)
@@ -82,14 +98,27 @@ class ContextGraphs:
             proposer._context_slot_mapping_buffer[count:padded].fill_(PADDING_SLOT_ID)
         self._launch(padded, CUDAGraphMode.FULL)
 
-    def capture(self, template: Any) -> None:
-        """Capture each size, largest first, with slots that nothing is written to; `template` is not needed."""
-        if self._graphs is None or self._graphs.concrete_cudagraph_entries:
-            return
-        for size in reversed(self._sizes):
-            self._proposer._context_slot_mapping_buffer[:size].fill_(PADDING_SLOT_ID)
-            for mode in (CUDAGraphMode.NONE, CUDAGraphMode.FULL):
-                self._launch(size, mode)
+    def _keep_fused_in_place(self) -> bool:
+        """Put weights that the model fused anew where the graphs read them; False where they do not fit there.
+
+        vLLM fuses anew when weights are loaded again, and in some versions when it wakes up.
+        """
+        for name, captured in self._fused.items():
+            model = self._proposer.model.model
+            current = getattr(model, name)
+            if current is captured:
+                continue
+            if getattr(current, "shape", None) != captured.shape or current.dtype != captured.dtype:
+                self.forget()
+                reason = f"the draft model's {name} has another shape or type than at capture"
+                record.note(_FEATURE, f"{_STOCK}: {reason}")
+                logger.warning("%s: from now on %s: %s", _FEATURE, _STOCK, reason)
+                return False
+            # A name for a parameter's memory is written where it was; a tensor of its own is not.
+            if current.data_ptr() != captured.data_ptr():
+                captured.copy_(current)
+            setattr(model, name, captured)
+        return True
 
     def _launch(self, count: int, mode: CUDAGraphMode) -> None:
         assert self._graphs is not None
@@ -110,3 +139,9 @@ class ContextGraphs:
             states, proposer._context_positions_buffer[:count], proposer._context_slot_mapping_buffer[:count]
         )
         return states
+
+
+def _fused_weights(model: Any) -> dict[str, torch.Tensor]:
+    """What a DFlash model made of its weights: neither parameters nor buffers, which loaders write in place."""
+    inner = getattr(model, "model", None)
+    return {} if inner is None else {name: value for name, value in vars(inner).items() if torch.is_tensor(value)}

@@ -28,8 +28,9 @@ from vllm.forward_context import BatchDescriptor, set_forward_context
 from vllm.platforms import current_platform
 
 from vllm_hwplugin import record
+from vllm_hwplugin.spec_decode.draft_builders import builder_classes
 from vllm_hwplugin.spec_decode.draft_keys import DraftKeys, DraftShape, request_ladder, uniform_shape
-from vllm_hwplugin.spec_decode.draft_metadata import PassBuffers, full_block_table, unmanaged_field
+from vllm_hwplugin.spec_decode.draft_metadata import PassBuffers, full_block_table, rows_held, unmanaged_field
 from vllm_hwplugin.spec_decode.draft_obstacles import facts_of, obstacle
 from vllm_hwplugin.spec_decode.fallback import stays_stock
 from vllm_hwplugin.spec_decode.first_pass import FirstPass, first_pass_of
@@ -39,6 +40,7 @@ logger = logging.getLogger("vllm.hwplugin")
 _FEATURE = "draft-full-graph"
 _GATE = "VLLM_HWPLUGIN_DRAFT_FULL_GRAPH"
 _STOCK = "the drafter runs as in stock vLLM"
+_NO_SIZE = "no capture size holds a whole batch of the drafter"
 _NO_GRAPH = 0  # as a query length: this batch may not use a FULL graph
 _NOT_PLANNED = FirstPass(query_len=_NO_GRAPH, max_tokens=0)
 _STEP_QUERY_LEN = 1
@@ -91,55 +93,81 @@ def capture_draft_graphs(drafter: Any, template: Any) -> None:
 
 
 class DraftGraphs:
-    """The FULL graphs of one `SpecDecodeBaseProposer`, which holds it as `draft_graphs` and calls it as its model."""
+    """The FULL graphs of one `SpecDecodeBaseProposer`, which holds it as `draft_graphs` and calls it as its model.
+
+    vLLM names the target's mode first, makes the drafter's attention groups after that, and then captures. It goes
+    through all three once or, where it profiles graph memory, twice. What depends on the attention groups is therefore
+    decided at capture, each time anew. The buffers are made there, too: all that a runner allocates with its KV cache
+    loses its contents when vLLM sleeps.
+    """
 
     def __init__(self, proposer: Any):
         self._proposer = proposer
-        self._graphs: CUDAGraphWrapper | None = None
-        self._keys: DraftKeys | None = None
-        self._buffers: dict[int | None, PassBuffers] = {}
-        self._table: torch.Tensor | None = None
-        self._first = _NOT_PLANNED
-        self._step_shape: DraftShape | None = None
+        self._target_mode: CUDAGraphMode | None = None
+        self._decision = ""
+        self._forget()
 
     # -- keys ---------------------------------------------------------------------------------------------------------
 
     def initialize_keys(self, target_mode: CUDAGraphMode) -> None:
-        """Decide, once the attention backends and the target's mode are known, what will be captured."""
-        proposer = self._proposer
-        self._first = first = first_pass_of(proposer)
-        reason = obstacle(facts_of(proposer, target_mode, first))
+        """Begin anew with a target that resolved to `target_mode`; what needs no attention group is decided here."""
+        self._forget()
+        first = first_pass_of(self._proposer)
+        reason = obstacle(facts_of(self._proposer, target_mode, first))
+        if reason is None and not self._plan(target_mode, first, max_first_query_len=None).all():
+            reason = _NO_SIZE
         if reason is not None:
-            self._never_turn_on(reason)
+            self._stay_stock(reason)
             return
-        config = proposer.vllm_config
-        keys = plan_keys(
+        self._target_mode = target_mode
+        self._note("no drafter graph before the target's are captured")
+
+    def _forget(self) -> None:
+        """Have no graph, and nothing that was made for one."""
+        self._target_mode = None
+        self._keys: DraftKeys | None = None
+        self._graphs: CUDAGraphWrapper | None = None
+        self._buffers: dict[int | None, PassBuffers] = {}
+        self._table: torch.Tensor | None = None
+        self._first = _NOT_PLANNED
+        self._step_shape: DraftShape | None = None
+        self._passed_over: set[str] = set()
+        self._proposer.cudagraph_dispatcher.draft_keys = None
+        for _, companion in self._companions():
+            companion.forget()
+
+    def _plan(self, target_mode: CUDAGraphMode, first: FirstPass, max_first_query_len: int | None) -> DraftKeys:
+        proposer, config = self._proposer, self._proposer.vllm_config
+        return plan_keys(
             target_mode,
             config.compilation_config.cudagraph_capture_sizes or [],
             num_speculative_tokens=proposer.speculative_config.num_speculative_tokens,
             first=first,
-            max_first_query_len=self._decode_threshold(),
+            max_first_query_len=max_first_query_len,
             max_num_seqs=config.scheduler_config.max_num_seqs,
             parallel_drafting=proposer.parallel_drafting,
         )
+
+    def _decide(self, target_mode: CUDAGraphMode, first: FirstPass, template: Any) -> DraftKeys | str:
+        """What to capture, or why nothing."""
+        reason = obstacle(facts_of(self._proposer, target_mode, first, builder_classes(self._proposer)))
+        if reason is not None:
+            return reason
+        keys = self._plan(target_mode, first, self._decode_threshold())
         if not keys.all():
-            self._never_turn_on("no capture size holds a whole batch of the drafter")
-            return
-        self._keys = keys
-        proposer.cudagraph_dispatcher.draft_keys = keys
-        lengths: list[int | None] = [*keys.uniform]
-        if keys.mixed:
-            lengths.append(None)
-        self._buffers = {length: PassBuffers(keys.max_num_seqs, length, proposer.device) for length in lengths}
-        self._table = None
-        if self._graphs is None:
-            self._graphs = full_graphs(self._call_model, config, current_platform.graph_pool_handle())
-        else:
-            self._graphs.clear_graphs()
-        record.note(_FEATURE, f"FULL drafter graphs for {type(proposer).__name__}: {_describe(keys)}")
-        logger.info("%s: FULL drafter graphs for %s", _FEATURE, _describe(keys))
-        for query_len, companion in self._companions():
-            companion.initialize_keys(keys.uniform.get(query_len, ()), self._graphs.graph_pool)
+            return _NO_SIZE
+        if template is None:
+            return "the runner built no attention metadata for the drafter's KV-cache group while capturing"
+        rows, held = max(shape.num_reqs for shape in keys.all()), rows_held(template.block_table_tensor)
+        if rows > held:
+            return f"the largest graph has {rows} rows, and the drafter's block table holds {held}"
+        return keys
+
+    def _decode_threshold(self) -> int | None:
+        thresholds = [
+            group.get_metadata_builder().reorder_batch_threshold for group in self._proposer.draft_attn_groups
+        ]
+        return min((threshold for threshold in thresholds if threshold is not None), default=None)
 
     def _companions(self) -> list[tuple[int, Any]]:
         """Further graphs that other features gave this proposer, each with the query length whose ladder it takes."""
@@ -149,25 +177,30 @@ class DraftGraphs:
         ]
         return [(query_len, companion) for query_len, companion in found if companion is not None]
 
-    def _never_turn_on(self, reason: str) -> None:
-        self._keys = None
-        self._proposer.cudagraph_dispatcher.draft_keys = None
+    def _stay_stock(self, reason: str) -> None:
+        self._forget()
         stays_stock(_FEATURE, _GATE, _STOCK, reason)
         for _, companion in self._companions():
             companion.leave(f"it needs {_FEATURE}'s graphs, and {reason}")
+
+    def _note(self, decision: str) -> None:
+        self._decision = decision
+        record.note(_FEATURE, decision)
 
     def _turn_off(self, reason: str) -> None:
         """Give the graphs up while serving: requests are under way, so no gate makes this an error."""
         self._keys = None
         self._proposer.cudagraph_dispatcher.draft_keys = None
-        record.note(_FEATURE, f"{_STOCK}: {reason}")
+        self._note(f"{_STOCK}: {reason}")
         logger.warning("%s: from now on %s: %s", _FEATURE, _STOCK, reason)
 
-    def _decode_threshold(self) -> int | None:
-        thresholds = [
-            group.get_metadata_builder().reorder_batch_threshold for group in self._proposer.draft_attn_groups
-        ]
-        return min((threshold for threshold in thresholds if threshold is not None), default=None)
+    def _pass_over(self, field: str) -> None:
+        """Say, once for each field, that batches with it run without graphs."""
+        if field in self._passed_over:
+            return
+        self._passed_over.add(field)
+        self._note(f"{self._decision}; a batch with '{field}', which has no fixed address, runs as in stock vLLM")
+        logger.info("%s: a batch with '%s', which has no fixed address, runs as in stock vLLM", _FEATURE, field)
 
     # -- one draft phase: first pass, then one-token steps ------------------------------------------------------------
 
@@ -185,10 +218,13 @@ class DraftGraphs:
     @property
     def ready(self) -> bool:
         """Whether graphs are captured and in use."""
-        return self._keys is not None and self._table is not None
+        return self._keys is not None
 
     def may_replay(self, metadata: Any) -> bool:
-        """Whether this batch is where the captured kernels look for it; turns the graphs off for good if it moved."""
+        """Whether this batch is where the captured kernels look for it.
+
+        A batch that is not is left alone; a block table that moved stays where it is, so that turns the graphs off.
+        """
         table, captured = metadata.block_table_tensor, self._table
         if captured is None or not self.ready:
             return False
@@ -197,7 +233,7 @@ class DraftGraphs:
             return False
         field = unmanaged_field(metadata)
         if field is not None:
-            self._turn_off(f"the batch has '{field}', which has no fixed address")
+            self._pass_over(field)
             return False
         return True
 
@@ -255,25 +291,36 @@ class DraftGraphs:
         return self._proposer.model(**inputs)
 
     def capture(self, template: Any) -> None:
-        """Capture every planned shape, once, largest first; later calls return at once.
+        """Decide, then capture every planned shape, largest first; later calls return at once.
 
         Each shape runs once without a graph first: kernels that compile or tune themselves at their first call may not
         do so while a graph is being captured.
         """
-        if self._keys is None or self._graphs is None or self._graphs.concrete_cudagraph_entries:
+        target_mode = self._target_mode
+        if target_mode is None or (self._graphs is not None and self._graphs.concrete_cudagraph_entries):
             return
-        if template is None:
-            raise RuntimeError(
-                f"{_FEATURE}: the runner built no attention metadata for the drafter's KV-cache group while capturing; "
-                "set VLLM_HWPLUGIN_DRAFT_FULL_GRAPH=off to run without this feature and report the model"
-            )
-        self._table = template.block_table_tensor
-        for shape in self._keys.all():
-            metadata = self.capture_metadata(template, shape)
+        self._forget()
+        first = first_pass_of(self._proposer)
+        keys = self._decide(target_mode, first, template)
+        if isinstance(keys, str):
+            self._stay_stock(keys)
+            return
+        lengths: list[int | None] = [*keys.uniform]
+        if keys.mixed:
+            lengths.append(None)
+        config, device = self._proposer.vllm_config, self._proposer.device
+        self._target_mode, self._first, self._table = target_mode, first, template.block_table_tensor
+        self._buffers = {length: PassBuffers(keys.max_num_seqs, length, device) for length in lengths}
+        # A pool of its own each time: one whose graphs are all gone may not be captured into again.
+        self._graphs = full_graphs(self._call_model, config, current_platform.graph_pool_handle())
+        for shape in keys.all():
             for mode in (CUDAGraphMode.NONE, CUDAGraphMode.FULL):
-                self._run_dummy(metadata, shape, mode)
-        for _, companion in self._companions():
-            companion.capture(template)
+                self._run_dummy(template, shape, mode)
+        for query_len, companion in self._companions():
+            companion.capture(keys.uniform.get(query_len, ()), self._graphs.graph_pool, template)
+        self._keys = self._proposer.cudagraph_dispatcher.draft_keys = keys
+        self._note(f"FULL drafter graphs for {type(self._proposer).__name__}: {_describe(keys)}")
+        logger.info("%s: FULL drafter graphs for %s", _FEATURE, _describe(keys))
 
     def capture_metadata(self, template: Any, shape: DraftShape) -> dict[str, Any]:
         """Per-layer metadata of a dummy batch that fills `shape`; its slots are all padding."""
@@ -288,7 +335,7 @@ class DraftGraphs:
         )
         return per_layer  # type: ignore[no-any-return]
 
-    def _run_dummy(self, per_layer_metadata: dict[str, Any], shape: DraftShape, mode: CUDAGraphMode) -> None:
+    def _run_dummy(self, template: Any, shape: DraftShape, mode: CUDAGraphMode) -> None:
         proposer, count = self._proposer, shape.num_tokens
         multimodal = proposer.supports_mm_inputs and not self._first.tokens_only
         inputs = {
@@ -298,7 +345,8 @@ class DraftGraphs:
         }
         if proposer.pass_hidden_states_to_model and not self._first.tokens_only:
             inputs["hidden_states"] = proposer.hidden_states[:count]
-        with self.forward_context(per_layer_metadata, shape, mode):
+        # Built for each run: the first kernel that reads FlashMLA's metadata plans into it, and a captured one must.
+        with self.forward_context(self.capture_metadata(template, shape), shape, mode):
             self(**inputs)
 
     def forward_context(

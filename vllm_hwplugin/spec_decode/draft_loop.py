@@ -21,9 +21,9 @@ from vllm.config import CUDAGraphMode
 from vllm.v1.spec_decode.utils import PADDING_SLOT_ID, eagle_step_update_slot_mapping_and_metadata
 
 from vllm_hwplugin import record
+from vllm_hwplugin.spec_decode.draft_builders import builder_classes, refusing
 from vllm_hwplugin.spec_decode.draft_graphs import DraftGraphs, full_graphs
 from vllm_hwplugin.spec_decode.draft_keys import pad_up, uniform_shape
-from vllm_hwplugin.spec_decode.draft_obstacles import VIEW_ONLY_BUILDERS
 from vllm_hwplugin.spec_decode.fallback import stays_stock
 
 _FEATURE = "draft-loop-graph"
@@ -32,10 +32,13 @@ _GATE = "VLLM_HWPLUGIN_DRAFT_LOOP_GRAPH"
 
 @dataclass(frozen=True)
 class ChainFacts:
-    """What decides whether a drafter's chain may be one graph; plain values, so that the decision needs no device."""
+    """What decides whether a drafter's chain may be one graph; plain values, so that the decision needs no device.
+
+    `attention` is why the draft layers' attention backends do not allow it, or None.
+    """
 
     num_speculative_tokens: int
-    builders: frozenset[str]
+    attention: str | None = None
     parallel_drafting: bool = False
     expanded_hidden_states: bool = False
     host_side: tuple[str, ...] = ()
@@ -45,9 +48,8 @@ def obstacle(facts: ChainFacts) -> str | None:
     """Why this drafter's steps are launched one by one, or None."""
     if facts.num_speculative_tokens < 2 or facts.parallel_drafting:
         return "one pass drafts every token, so there is no chain"
-    others = sorted(facts.builders - VIEW_ONLY_BUILDERS)
-    if others:
-        return f"{', '.join(others)} may plan on the host between steps"
+    if facts.attention is not None:
+        return f"metadata has to be built between steps ({facts.attention})"
     if facts.expanded_hidden_states:
         return "the states that the draft model passes on are wider than those it samples from"
     if facts.host_side:
@@ -60,44 +62,51 @@ class DraftLoop:
 
     def __init__(self, proposer: Any):
         self._proposer = proposer
-        self._ladder: tuple[int, ...] = ()
-        self._graphs: CUDAGraphWrapper | None = None
         self._num_tokens = 0
+        self.forget()
+
+    def forget(self) -> None:
+        """Have no chain graphs, and nothing that was made for them."""
+        self._graphs: CUDAGraphWrapper | None = None
         self._metadata: dict[int, dict[str, Any]] = {}
+        self._ladder: tuple[int, ...] = ()
         self._inert_from: tuple[int, int] | None = None
 
     @property
     def _owner(self) -> DraftGraphs:
         return self._proposer.draft_graphs  # type: ignore[no-any-return]
 
-    def initialize_keys(self, ladder: tuple[int, ...], graph_pool: Any) -> None:
-        """Plan one graph for each request count of `ladder`, in the drafter's memory pool."""
+    def capture(self, ladder: tuple[int, ...], graph_pool: Any, template: Any) -> None:
+        """Capture a graph for each request count of `ladder`, largest first, in the drafter's memory pool.
+
+        The rows are inert, so nothing is written to the KV cache.
+        """
+        self.forget()
         reason = obstacle(self._facts())
         if reason is not None:
             self.leave(reason)
             return
         proposer = self._proposer
         max_reqs, device = proposer.vllm_config.scheduler_config.max_num_seqs, proposer.device
-        self._ladder, self._metadata = ladder, {}
-        self._num_tokens = proposer.speculative_config.num_speculative_tokens
+        self._ladder, self._num_tokens = ladder, proposer.speculative_config.num_speculative_tokens
         self._drafts = torch.zeros((max_reqs, self._num_tokens), dtype=torch.int64, device=device)
         self._sample_hidden = torch.zeros((max_reqs, proposer.hidden_size), dtype=proposer.dtype, device=device)
         self._inert = torch.zeros(max_reqs, dtype=torch.bool, device=device)
-        self._inert_from = None
-        if self._graphs is None:
-            self._graphs = full_graphs(self._draft, proposer.vllm_config, graph_pool)
-        else:
-            self._graphs.clear_graphs()
+        self._graphs = full_graphs(self._draft, proposer.vllm_config, graph_pool)
+        for num_reqs in reversed(ladder):
+            self._metadata[num_reqs] = self._owner.capture_metadata(template, uniform_shape(1, num_reqs))
+            self._mark_inert(0, num_reqs)
+            for mode in (CUDAGraphMode.NONE, CUDAGraphMode.FULL):
+                self._launch(num_reqs, mode)
         record.note(_FEATURE, f"{self._num_tokens - 1} steps in one graph for {list(ladder)} requests")
 
     def leave(self, reason: str) -> None:
         """Have no chain graphs, for `reason`."""
-        self._ladder, self._metadata = (), {}
+        self.forget()
         stays_stock(_FEATURE, _GATE, "steps are launched one by one", reason)
 
     def _facts(self) -> ChainFacts:
         proposer = self._proposer
-        builders = {type(group.get_metadata_builder()).__name__ for group in proposer.draft_attn_groups}
         names = (
             "supports_mm_inputs",
             "uses_mrope",
@@ -110,7 +119,7 @@ class DraftLoop:
         )
         return ChainFacts(
             num_speculative_tokens=proposer.speculative_config.num_speculative_tokens,
-            builders=frozenset(builders),
+            attention=refusing(builder_classes(proposer), "chain"),
             parallel_drafting=proposer.parallel_drafting,
             # DeepSeek V4's MTP passes several residual streams on, side by side.
             expanded_hidden_states=proposer.hidden_size != proposer.draft_model_config.get_hidden_size(),
@@ -167,16 +176,6 @@ class DraftLoop:
             self._inert[:batch].fill_(False)
             self._inert[batch:num_reqs].fill_(True)
             self._inert_from = (batch, num_reqs)
-
-    def capture(self, template: Any) -> None:
-        """Capture each rung, largest first; the rows are inert, so nothing is written to the KV cache."""
-        if self._graphs is None or self._graphs.concrete_cudagraph_entries:
-            return
-        for num_reqs in reversed(self._ladder):
-            self._metadata[num_reqs] = self._owner.capture_metadata(template, uniform_shape(1, num_reqs))
-            self._mark_inert(0, num_reqs)
-            for mode in (CUDAGraphMode.NONE, CUDAGraphMode.FULL):
-                self._launch(num_reqs, mode)
 
     def _launch(self, num_reqs: int, mode: CUDAGraphMode) -> None:
         assert self._graphs is not None

@@ -20,25 +20,32 @@ from vllm_hwplugin.spec_decode.draft_keys import DraftShape
 # Per-request tensors on the host that a metadata builder may read. They follow the padding of the device tensors.
 _HOST_ROWS = ("_seq_lens_cpu", "_num_computed_tokens_cpu", "seq_lens_cpu_upper_bound", "is_prefilling")
 # Caches and per-token tensors that describe the unpadded batch. vLLM's own `unpadded()` drops them for the drafter too.
-_DROPPED = ("positions", "_num_computed_tokens_cache", "_token_to_req_indices_cache")
+# Image ranges are dropped too: only batches that have none come here, and builders take None and no range alike.
+_DROPPED = ("positions", "_num_computed_tokens_cache", "_token_to_req_indices_cache", "mm_req_doc_ranges")
 # Device tensors that this module does not keep at a fixed address: a batch that has one runs without a FULL graph.
-_UNMANAGED = (
-    "logits_indices_padded",
-    "encoder_seq_lens",
-    "dcp_local_seq_lens",
-    "rswa_prefix_lens",
-    "mm_req_doc_ranges",
-)
+_UNMANAGED = ("logits_indices_padded", "encoder_seq_lens", "dcp_local_seq_lens", "rswa_prefix_lens")
 
 
 def unmanaged_field(metadata: Any) -> str | None:
     """The first field of a `CommonAttentionMetadata` that has no fixed address here, or None.
 
-    A causal flag per request (a tensor, from vLLM 0.24 on) counts as one.
+    A causal flag per request (a tensor, from vLLM 0.24 on) counts as one. So do ranges of image tokens that see each
+    other, where there are any: for targets that can have them vLLM lists those of each request, also if it has none.
     """
     if isinstance(metadata.causal, torch.Tensor):
         return "causal"
+    ranges = getattr(metadata, "mm_req_doc_ranges", None)
+    if ranges is not None and any(ranges.values()):
+        return "mm_req_doc_ranges"
     return next((name for name in _UNMANAGED if getattr(metadata, name, None) is not None), None)
+
+
+def rows_held(table: torch.Tensor) -> int:
+    """Rows that the storage behind `table`, int32 [batch, blocks], holds from its first row on."""
+    available = table.untyped_storage().nbytes() // table.element_size() - table.storage_offset()
+    width = (table.shape[1] - 1) * table.stride(1) + 1
+    rows: int = (available - width) // table.stride(0) + 1
+    return rows
 
 
 def full_block_table(table: torch.Tensor, num_reqs: int) -> torch.Tensor:
@@ -53,9 +60,7 @@ def full_block_table(table: torch.Tensor, num_reqs: int) -> torch.Tensor:
     """
     if num_reqs <= table.shape[0]:
         return table[:num_reqs]
-    last = table.storage_offset() + (num_reqs - 1) * table.stride(0) + (table.shape[1] - 1) * table.stride(1)
-    available = table.untyped_storage().nbytes() // table.element_size()
-    if last >= available:
+    if num_reqs > rows_held(table):
         raise RuntimeError(
             f"draft-full-graph: the drafter's block table has {table.shape[0]} rows and its storage ends before row "
             f"{num_reqs}, which a padded graph needs; set VLLM_HWPLUGIN_DRAFT_FULL_GRAPH=off to run without it"

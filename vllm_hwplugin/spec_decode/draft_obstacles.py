@@ -8,10 +8,8 @@ from typing import Any
 
 from vllm.config import CUDAGraphMode
 
+from vllm_hwplugin.spec_decode.draft_builders import refusing
 from vllm_hwplugin.spec_decode.first_pass import FirstPass
-
-#: Builders whose metadata is views of the batch's tensors: nothing is planned on the host, for any query length.
-VIEW_ONLY_BUILDERS = frozenset({"FlashAttentionMetadataBuilder", "TritonAttentionMetadataBuilder"})
 
 # The proposers whose `propose` is the patched one. A subclass that overrides a part of it has to be looked at first.
 _KNOWN_PROPOSERS = frozenset({"EagleProposer", "DraftModelProposer"})
@@ -19,7 +17,10 @@ _KNOWN_PROPOSERS = frozenset({"EagleProposer", "DraftModelProposer"})
 
 @dataclass(frozen=True)
 class DrafterFacts:
-    """What decides whether a drafter may run in FULL graphs; plain values, so that the decision needs no device."""
+    """What decides whether a drafter may run in FULL graphs; plain values, so that the decision needs no device.
+
+    `attention` is why the draft layers' attention backends do not allow it, or None.
+    """
 
     proposer: str
     target_mode: CUDAGraphMode
@@ -29,10 +30,9 @@ class DrafterFacts:
     data_parallel_size: int = 1
     context_parallel_size: int = 1
     lora: bool = False
-    tree_attention: bool = False
     breakable_any_mode: bool = False
     shares_mtp_indices: bool = False
-    planning_builders: tuple[str, ...] = ()
+    attention: str | None = None
 
 
 def obstacle(facts: DrafterFacts) -> str | None:
@@ -51,21 +51,22 @@ def obstacle(facts: DrafterFacts) -> str | None:
         return "decode context parallelism keeps per-rank lengths at changing addresses"
     if facts.lora:
         return "layers that the drafter shares with the target map tokens to LoRA adapters by the target's batch"
-    if facts.tree_attention:
-        return "tree attention drafts several tokens a request and step"
     if facts.breakable_any_mode:
         return "the draft model already runs in breakable CUDA graphs, which capture in every mode"
     if facts.shares_mtp_indices:
         return "the draft model shares top-k indices between steps by a host-side switch"
-    if facts.planning_builders:
-        return f"{', '.join(facts.planning_builders)} may plan non-causal queries on the host, out of a graph's reach"
-    return None
+    return facts.attention
 
 
-def facts_of(proposer: Any, target_mode: CUDAGraphMode, first: FirstPass) -> DrafterFacts:
-    """The facts of one `SpecDecodeBaseProposer`, once its attention backends are known."""
+def facts_of(
+    proposer: Any, target_mode: CUDAGraphMode, first: FirstPass, builders: frozenset[type] | None = None
+) -> DrafterFacts:
+    """The facts of one `SpecDecodeBaseProposer`.
+
+    Args:
+        builders: the classes of its attention metadata builders; None while they have not been made.
+    """
     parallel = proposer.vllm_config.parallel_config
-    builders = {type(group.get_metadata_builder()).__name__ for group in proposer.draft_attn_groups}
     model = getattr(proposer, "model", None)
     cls = type(proposer)
     return DrafterFacts(
@@ -78,8 +79,17 @@ def facts_of(proposer: Any, target_mode: CUDAGraphMode, first: FirstPass) -> Dra
         data_parallel_size=parallel.data_parallel_size,
         context_parallel_size=parallel.decode_context_parallel_size,
         lora=proposer.vllm_config.lora_config is not None,
-        tree_attention=any("TreeAttention" in name for name in builders),
         breakable_any_mode="Breakable" in type(model).__name__ and getattr(model, "runtime_mode", None) is None,
         shares_mtp_indices=getattr(proposer, "_share_mtp_indices", False),
-        planning_builders=() if first.causal else tuple(sorted(builders - VIEW_ONLY_BUILDERS)),
+        attention=None if builders is None else _attention_obstacle(builders, first),
     )
+
+
+def _attention_obstacle(builders: frozenset[type], first: FirstPass) -> str | None:
+    if not builders:
+        return "the drafter has no attention groups"
+    refused = refusing(builders, "passes")
+    if refused is not None:
+        return f"no graph may hold the draft layers' attention ({refused})"
+    refused = None if first.causal else refusing(builders, "non_causal")
+    return None if refused is None else f"no graph may hold the draft layers' non-causal attention ({refused})"

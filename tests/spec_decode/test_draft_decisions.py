@@ -1,0 +1,274 @@
+"""What is captured for a drafter, decided in the order in which vLLM's runner starts one; see `host_runner`."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("vllm")
+
+from vllm.config import CUDAGraphMode  # noqa: E402
+from vllm.v1.attention.backend import AttentionMetadataBuilder  # noqa: E402
+from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder  # noqa: E402
+
+from vllm_hwplugin.attention.cuda import CudaFlashAttentionMetadataBuilder  # noqa: E402
+from vllm_hwplugin.spec_decode.draft_builders import BUILDERS, allowance  # noqa: E402
+from vllm_hwplugin.spec_decode.fallback import FeatureRequired  # noqa: E402
+
+from .drafters import EAGLE, MAX_REQS, Runner, boot, compare, propose  # noqa: E402
+from .host_runner import BACKENDS, FLASH_MLA, FLASHINFER, FLEX, Pool, builder  # noqa: E402
+from .recorded_graph import RecordedGraphs  # noqa: E402
+
+FULL, NONE, DECODE_ONLY = CUDAGraphMode.FULL, CUDAGraphMode.NONE, CUDAGraphMode.FULL_DECODE_ONLY
+STARTS = pytest.mark.parametrize("profile", [False, True], ids=["one start", "profiled"])
+LADDER = (1, 2, 4, 8)
+
+
+class OwnBuild(FlashAttentionMetadataBuilder):
+    """It has FLASH_ATTN's class among its bases and metadata of its own."""
+
+    def build(self, *_, **__):
+        return None
+
+
+class OwnBuildAfterAll(CudaFlashAttentionMetadataBuilder):
+    """Its base says that it leaves FLASH_ATTN's metadata alone; that is nothing about this class."""
+
+    def build(self, *_, **__):
+        return None
+
+
+WHOLE = [
+    f"{BACKENDS}.flash_attn.FlashAttentionMetadataBuilder",
+    f"{BACKENDS}.triton_attn.TritonAttentionMetadataBuilder",
+    CudaFlashAttentionMetadataBuilder,
+]
+PASSES_ONLY = [
+    FLASH_MLA,
+    FLASHINFER,
+    f"{BACKENDS}.mla.flashmla.FlashMLAMetadataBuilder",
+    f"{BACKENDS}.mla.flashinfer_mla.FlashInferMLAMetadataBuilder",
+    # A subclass of MLA's common builder without an entry.
+    f"{BACKENDS}.mla.triton_mla.TritonMLAMetadataBuilder",
+]
+NOTHING = [FLEX, OwnBuild, OwnBuildAfterAll]
+
+
+def made(one) -> type:
+    return one if isinstance(one, type) else builder(one)
+
+
+def names(found) -> list[str]:
+    return [one if isinstance(one, str) else one.__name__ for one in found]
+
+
+@STARTS
+@pytest.mark.parametrize("one", WHOLE, ids=names(WHOLE))
+def test_builders_of_views_get_passes_and_the_chain(make, notes, one, profile):
+    proposer, runner = make("loop", EAGLE, 3), Runner(0)
+    proposer.host.use(made(one))
+    boot(proposer, DECODE_ONLY, runner, profile=profile)
+    assert proposer.cudagraph_dispatcher.draft_keys.uniform == {4: LADDER, 1: LADDER}
+    assert notes["draft-full-graph"].startswith("FULL drafter graphs for EagleProposer")
+    assert notes["draft-loop-graph"] == "2 steps in one graph for [1, 2, 4, 8] requests"
+    passes, loop = RecordedGraphs.instances[-2:]
+    propose(proposer, runner.batch(3, size=2))
+    assert ([key.num_tokens for key in passes.replayed], [key.num_tokens for key in loop.replayed]) == ([8], [2])
+
+
+@STARTS
+@pytest.mark.parametrize("k", [2, 3])
+@pytest.mark.parametrize("one", PASSES_ONLY, ids=names(PASSES_ONLY))
+def test_builders_that_plan_get_a_graph_for_each_pass_and_no_chain(make, notes, one, k, profile):
+    proposer, runner = make("loop", EAGLE, k), Runner(0)
+    cls = made(one)
+    proposer.host.use(type(cls.__name__, (cls,), {"reorder_batch_threshold": 512}))
+    boot(proposer, DECODE_ONLY, runner, profile=profile)
+    assert proposer.cudagraph_dispatcher.draft_keys.uniform == {1 + k: LADDER, 1: LADDER}
+    assert notes["draft-full-graph"].startswith("FULL drafter graphs for EagleProposer")
+    assert notes["draft-loop-graph"].startswith("steps are launched one by one: metadata has to be built between")
+    assert cls.__name__ in notes["draft-loop-graph"]
+    passes = RecordedGraphs.instances[-1]
+    propose(proposer, runner.batch(k, size=2))
+    assert [key.num_tokens for key in passes.replayed] == [2 * (1 + k)] + [2] * (k - 1)
+
+
+@STARTS
+@pytest.mark.parametrize("one", NOTHING, ids=names(NOTHING))
+def test_other_builders_get_nothing(make, notes, one, profile):
+    proposer, runner = make("loop", EAGLE, 3), Runner(0)
+    proposer.host.use(made(one))
+    boot(proposer, DECODE_ONLY, runner, profile=profile)
+    assert proposer.cudagraph_dispatcher.draft_keys is None
+    assert RecordedGraphs.instances == []
+    assert notes["draft-full-graph"].startswith("the drafter runs as in stock vLLM: no graph may hold")
+    assert made(one).__name__ in notes["draft-full-graph"]
+    assert "it needs draft-full-graph's graphs" in notes["draft-loop-graph"]
+
+
+@STARTS
+def test_the_lowest_decode_threshold_decides_about_the_first_pass(make, profile):
+    proposer, runner = make("loop", EAGLE, 3), Runner(0)
+    proposer.host.use(type("ShortQueries", (builder(FLASHINFER),), {"reorder_batch_threshold": 3}))
+    boot(proposer, DECODE_ONLY, runner, profile=profile)
+    assert proposer.cudagraph_dispatcher.draft_keys.uniform == {1: LADDER}
+
+
+def test_the_second_start_decides_by_its_own_attention_groups(make, notes):
+    """Profiling leaves groups behind, which may be others than those of the real start."""
+    proposer, runner = make("loop", EAGLE, 3), Runner(0)
+    boot(proposer, DECODE_ONLY, runner)
+    old = list(RecordedGraphs.instances)
+    proposer.host.attn_groups.clear()
+    proposer.host.use(builder(FLASH_MLA))
+    boot(proposer, DECODE_ONLY, runner)
+    assert "launched one by one" in notes["draft-loop-graph"]
+    propose(proposer, runner.batch(3, size=2))
+    assert not any(graphs.replayed for graphs in old)
+    assert [key.num_tokens for key in RecordedGraphs.instances[-1].replayed] == [8, 2, 2]
+
+
+def test_nothing_of_an_earlier_start_is_used_before_the_next_capture(make):
+    stock, proposer, runner = make("stock", EAGLE, 2), make("loop", EAGLE, 2), Runner(0)
+    boot(stock, NONE, runner)
+    boot(proposer, DECODE_ONLY, runner)
+    graphs = list(RecordedGraphs.instances)
+    proposer.host.attn_groups.clear()
+    proposer.host.initialize_kv_cache(proposer.host.kv_cache_config_of(2))
+    assert proposer.cudagraph_dispatcher.draft_keys is None
+    compare(stock, proposer, runner.batch(2, size=2))
+    assert not any(one.replayed for one in graphs)
+
+
+# -- what cannot be had is said, and is an error only where it is required --------------------------------------------
+
+
+def no_template(proposer, runner):
+    return None
+
+
+def short_table(proposer, runner):
+    runner.table = torch.zeros(4, 16, dtype=torch.int32)
+    return runner.template()
+
+
+def planning(proposer, runner):
+    proposer.host.use(builder(FLEX))
+    return runner.template()
+
+
+CANNOT = pytest.mark.parametrize(
+    ("prepare", "reason"),
+    [
+        (no_template, "no attention metadata for the drafter's KV-cache group"),
+        (short_table, "the largest graph has 8 rows, and the drafter's block table holds 4"),
+        (planning, "FlexAttentionMetadataBuilder: each build makes its block mask anew"),
+    ],
+)
+
+
+@CANNOT
+def test_what_cannot_be_captured_leaves_the_drafter_stock(make, notes, prepare, reason):
+    stock, proposer, runner = make("stock", EAGLE, 2), make("loop", EAGLE, 2), Runner(0)
+    boot(stock, NONE, runner)
+    template = prepare(proposer, runner)
+    proposer.host.start(DECODE_ONLY, template)
+    assert reason in notes["draft-full-graph"]
+    runner.table = torch.zeros(MAX_REQS, 16, dtype=torch.int32)
+    compare(stock, proposer, runner.batch(2, size=3))
+    assert RecordedGraphs.instances == []
+
+
+@CANNOT
+def test_a_required_feature_that_cannot_be_captured_ends_the_start(make, monkeypatch, prepare, reason):
+    monkeypatch.setenv("VLLM_HWPLUGIN_DRAFT_FULL_GRAPH", "on")
+    proposer, runner = make("loop", EAGLE, 2), Runner(0)
+    template = prepare(proposer, runner)
+    with pytest.raises(FeatureRequired) as error:
+        proposer.host.start(DECODE_ONLY, template)
+    assert reason in str(error.value)
+
+
+def test_a_required_chain_over_a_planning_builder_ends_the_start(make, monkeypatch):
+    monkeypatch.setenv("VLLM_HWPLUGIN_DRAFT_LOOP_GRAPH", "on")
+    proposer, runner = make("loop", EAGLE, 3), Runner(0)
+    proposer.host.use(builder(FLASH_MLA))
+    with pytest.raises(FeatureRequired, match="FlashAttnMLAMetadataBuilder"):
+        boot(proposer, DECODE_ONLY, runner)
+
+
+# -- sleep ------------------------------------------------------------------------------------------------------------
+
+
+@STARTS
+@pytest.mark.parametrize("which", ["passes", "loop"])
+@pytest.mark.parametrize("mode", [DECODE_ONLY, FULL])
+def test_drafts_are_stocks_after_sleep(make, which, mode, profile):
+    stock, graphed, runner, pool = make("stock", EAGLE, 3), make(which, EAGLE, 3), Runner(1), Pool()
+    boot(stock, NONE, runner)
+    boot(graphed, mode, runner, profile=profile, kv_pool=pool)
+    RecordedGraphs.sealed = True
+    batches = [runner.batch(3, kind, size=3) for kind in ("decode", "decode", "mixed", "decode")]
+    for index, batch in enumerate(batches * 2):
+        if index % 2:
+            pool.sleep()
+        # An equal batch, whose row starts need not be written again, before and after.
+        for proposer in (stock, graphed):
+            proposer.input_ids[len(batch["target_token_ids"]) - 1] = 0
+        runner.table[:3].copy_(runner.requests[:3])
+        compare(stock, graphed, batch)
+    assert all(graphs.replayed for graphs in RecordedGraphs.instances if graphs.concrete_cudagraph_entries)
+
+
+# -- targets whose image tokens see each other ------------------------------------------------------------------------
+
+
+def with_ranges(batch, *ranged: int):
+    metadata = batch["common_attn_metadata"]
+    if not hasattr(metadata, "mm_req_doc_ranges"):
+        pytest.skip("this vLLM's CommonAttentionMetadata has no mm_req_doc_ranges")
+    metadata.mm_req_doc_ranges = {row: [(0, 2)] if row in ranged else [] for row in range(metadata.num_reqs)}
+    return batch
+
+
+def test_text_prompts_of_a_prefix_lm_keep_their_graphs(make, notes):
+    stock, graphed, runner = make("stock", EAGLE, 2), make("loop", EAGLE, 2), Runner(1)
+    boot(stock, NONE, runner)
+    boot(graphed, DECODE_ONLY, runner)
+    passes, loop = RecordedGraphs.instances
+    for kind, replays in (("prefill", 0), ("decode", 1), ("mixed", 0), ("decode", 1)):
+        passes.replayed.clear()
+        compare(stock, graphed, with_ranges(runner.batch(2, kind, size=3)))
+        assert len(passes.replayed) == replays, kind
+    assert len(loop.replayed) == 4
+    assert "mm_req_doc_ranges" not in notes["draft-full-graph"]
+
+
+def test_a_batch_with_an_image_is_left_alone_and_the_next_is_not(make, notes):
+    stock, graphed, runner = make("stock", EAGLE, 2), make("loop", EAGLE, 2), Runner(1)
+    boot(stock, NONE, runner)
+    boot(graphed, DECODE_ONLY, runner)
+    passes, loop = RecordedGraphs.instances
+    for ranged, replays in (((), 1), ((1,), 1), ((), 2)):
+        compare(stock, graphed, with_ranges(runner.batch(2, size=3), *ranged))
+        assert (len(passes.replayed), len(loop.replayed)) == (replays, replays)
+    assert "'mm_req_doc_ranges'" in notes["draft-full-graph"]
+
+
+# -- the table --------------------------------------------------------------------------------------------------------
+
+
+def test_an_unknown_builder_is_told_from_known_ones():
+    assert not allowance(AttentionMetadataBuilder).passes
+    assert not allowance(OwnBuild).passes
+    assert allowance(type("Plain", (OwnBuild,), {"same_metadata_as_base": True})).passes is False
+    assert allowance(type("Plain", (FlashAttentionMetadataBuilder,), {})).chain
+
+
+@pytest.mark.parametrize("path", BUILDERS)
+def test_every_class_of_the_table_is_vllms(vllm_tree, path):
+    module, _, name = path.rpartition(".")
+    texts = [vllm_tree(version).read(f"{module.replace('.', '/')}.py") for version in ("0.20.2", "0.26.0", "0.32.0")]
+    present = [text for text in texts if text is not None]
+    assert present
+    assert all(f"class {name}(" in text for text in present)
