@@ -23,6 +23,8 @@ def main(job: dict) -> dict:
         return result
 
     runner.drafter.propose = listening
+    graphs = getattr(runner.drafter, "draft_graphs", None)
+    modes = first_pass_modes(graphs) if graphs is not None else []
     sampling = [
         SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
         for tokens in job["tokens"]
@@ -30,7 +32,6 @@ def main(job: dict) -> dict:
     prompts = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
     outputs = llm.generate(prompts, sampling_params=sampling, use_tqdm=False)
     counts = counters(llm)
-    graphs = getattr(runner.drafter, "draft_graphs", None)
     return {
         "texts": [list(output.outputs[0].token_ids) for output in outputs],
         "drafts": drafts,
@@ -39,7 +40,22 @@ def main(job: dict) -> dict:
         "platform": platform_class(),
         "sizes": runner.compilation_config.cudagraph_capture_sizes,
         "captured": 0 if graphs is None or graphs._graphs is None else len(graphs._graphs.concrete_cudagraph_entries),
+        "first_passes": modes,
+        "builders": sorted({type(group.get_metadata_builder()).__name__ for group in runner.drafter.draft_attn_groups}),
     }
+
+
+def first_pass_modes(graphs) -> list[str]:
+    """The graph mode of every first pass from now on, in order."""
+    modes: list[str] = []
+    metadata_of = graphs.first_pass_metadata
+
+    def listening(metadata, mode, descriptor):
+        modes.append(mode.name)
+        return metadata_of(metadata, mode, descriptor)
+
+    graphs.first_pass_metadata = listening
+    return modes
 
 
 if __name__ == "__main__":
