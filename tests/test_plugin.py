@@ -110,7 +110,7 @@ REAL = """
     import sys, vllm.plugins
     from vllm_hwplugin.plugin import register
     if EARLY:
-        import vllm.v1.worker.gpu_model_runner, vllm.model_executor.models.laguna_dflash
+        import vllm.v1.worker.cpu_worker, vllm.v1.worker.gpu_model_runner, vllm.model_executor.models.laguna_dflash
     else:
         import vllm.engine.arg_utils, vllm.v1.worker.worker_base
     register()

@@ -191,3 +191,37 @@ def test_the_role_is_told_by_name_and_command_line(name: str, argv: list[str], e
 
 def test_this_process_is_a_parent() -> None:
     assert record.role() == "parent"
+
+
+def use(used: bool, reason: str = "") -> record.Use:
+    return {"used": used, "reason": reason}
+
+
+def test_what_a_feature_said_while_an_engine_was_built_is_of_that_engine_alone(tmp_path: Path) -> None:
+    record.begin(record.new("1"), tmp_path)
+    record.use("a", False, "found an obstacle")
+    record.settle_uses({"a": use(True), "b": use(True)})
+    assert written(tmp_path)["uses"] == {"a": use(False, "found an obstacle"), "b": use(True)}
+    # Another engine in the same process. What found an obstacle and then decides anew is not held to the obstacle.
+    record.use("a", False, "found an obstacle")
+    record.note("a", "decided anew")
+    record.settle_uses({"a": use(True), "b": use(False, "not configured")})
+    assert written(tmp_path)["uses"] == {"a": use(True), "b": use(False, "not configured")}
+
+
+def test_a_forked_child_has_no_engine_yet(tmp_path: Path) -> None:
+    record.begin(record.new("1"), tmp_path)
+    record.settle_uses({"a": use(True)})
+    record.advise("faster elsewhere")
+    record.use("a", False, "found while serving")
+    child = os.fork()
+    if not child:
+        record.settle_uses({"a": use(True)})
+        os._exit(0)
+    os.waitpid(child, 0)
+    entries = {entry.pid: entry for entry in record.read_all(tmp_path)}
+    assert (entries[child].uses, entries[child].advice) == ({"a": use(True)}, None)
+    assert (entries[os.getpid()].uses, entries[os.getpid()].advice) == (
+        {"a": use(False, "found while serving")},
+        "faster elsewhere",
+    )

@@ -224,6 +224,14 @@ GATES: Final[tuple[Gate, ...]] = (
         choices=_SWITCH,
     ),
     Gate(
+        "VLLM_HWPLUGIN_ENGINE_REPORT",
+        "switch",
+        "auto",
+        "Feature engine-report: each worker says which live features its engine uses, and why not the others.",
+        affects=("patches",),
+        choices=_SWITCH,
+    ),
+    Gate(
         "VLLM_HWPLUGIN_OPS",
         "switch",
         "auto",

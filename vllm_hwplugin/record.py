@@ -21,10 +21,10 @@ import threading
 import time
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from .cachedir import UntrustedFolder, places, private_folder, read_private, trusted_folder, write_atomically
 
@@ -38,6 +38,13 @@ _FOLDER = "records"
 _SKEW = datetime.timedelta(minutes=10)
 
 
+class Use(TypedDict):
+    """Whether an engine uses a feature that is live, and where it does not, why."""
+
+    used: bool
+    reason: str
+
+
 @dataclass
 class ProcessRecord:
     """The state of the plugin in one process.
@@ -48,6 +55,9 @@ class ProcessRecord:
         features: feature id -> ``{"state": ..., "reason": ...}`` with the states of the plan.
         modules: patched module -> ``pending`` (not imported yet), ``served`` (from its copy), ``re-applied`` (was
             imported before the plugin and got new code in place).
+        uses: live feature -> whether the engine of this process uses it; empty where the process built no engine, and
+            without the features that work in another process of the engine.
+        advice: one line, where another setting was measured to be faster for such an engine.
         decisions: what code of the plugin decided at run time, by key; see :func:`note`.
         error: one line, where the plugin could not do its work at all.
     """
@@ -66,6 +76,8 @@ class ProcessRecord:
     overlay: str | None = None
     features: dict[str, dict[str, str]] = field(default_factory=dict)
     modules: dict[str, str] = field(default_factory=dict)
+    uses: dict[str, Use] = field(default_factory=dict)
+    advice: str | None = None
     decisions: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     error: str | None = None
@@ -88,6 +100,8 @@ _folder: Path | None = None
 _path: Path | None = None
 # Decisions that were noted before the plugin began its record.
 _early: dict[str, str] = {}
+# What features said of themselves since an engine's uses were last settled.
+_said: dict[str, Use] = {}
 
 
 def role(name: str | None = None, argv: Sequence[str] | None = None) -> str:
@@ -190,7 +204,7 @@ def note(key: str, text: str) -> None:
     """Record a decision that was made at run time, such as which call a feature chose and why.
 
     Callable from any code of the plugin at any time, also before the record has begun; saying the same again costs
-    nothing.
+    nothing. A feature that decides anew, under its own id, takes back what it said with :func:`use` until then.
     """
     with _lock:
         adopt()
@@ -199,10 +213,60 @@ def note(key: str, text: str) -> None:
         elif _current.decisions.get(key) != text:
             _current.decisions[key] = text
             _write()
+        _said.pop(key, None)
+
+
+def use(feature: str, used: bool, reason: str = "") -> None:
+    """Record that a live feature takes part in this engine, or that it found out that it cannot.
+
+    Callable at any time: while the engine is built it is kept for :func:`settle_uses`, and it corrects what that has
+    written. What is said last holds.
+
+    Args:
+        feature: its id.
+        used: whether it takes part.
+        reason: why not.
+    """
+    with _lock:
+        adopt()
+        said = Use(used=used, reason=reason)
+        _said[feature] = said
+        if _current is not None and feature in _current.uses and _current.uses[feature] != said:
+            _current.uses[feature] = said
+            _write()
+
+
+def settle_uses(by_configuration: Mapping[str, Use]) -> dict[str, Use]:
+    """Record which live features the engine uses that this process has just built.
+
+    What a feature said of itself since the last call outweighs what the configuration lets expect.
+
+    Args:
+        by_configuration: feature -> what the engine's configuration says.
+
+    Returns:
+        What is on record now for those features.
+    """
+    with _lock:
+        adopt()
+        settled = {name: _said.pop(name, item) for name, item in by_configuration.items()}
+        if _current is not None:
+            _current.uses.update(settled)
+            _write()
+        return settled
+
+
+def advise(line: str | None) -> None:
+    """Record which other setting was measured to be faster for an engine as this one; None takes it back."""
+    with _lock:
+        adopt()
+        if _current is not None and _current.advice != line:
+            _current.advice = line
+            _write()
 
 
 def adopt() -> None:
-    """Give a forked child a record of its own, with what its parent's said.
+    """Give a forked child a record of its own, with what its parent's said of the plugin, but not of an engine.
 
     `multiprocessing` runs this in its children; one of a plain `os.fork` gets here with the first that it has to say.
     """
@@ -212,6 +276,8 @@ def adopt() -> None:
         own = new(_current.plugin_version)
         for name in ("pid", "ppid", "role", "started", "argv"):
             setattr(_current, name, getattr(own, name))
+        _current.uses, _current.advice = {}, None
+        _said.clear()
         begin(_current, _folder.parent if _folder else None)
 
 
@@ -221,6 +287,7 @@ def forget() -> None:
     with _lock:
         _current = _folder = _path = None
         _early.clear()
+        _said.clear()
 
 
 def read_all(base: Path | None = None, notes: list[str] | None = None) -> list[ProcessRecord]:
@@ -292,6 +359,9 @@ def _load(path: Path) -> ProcessRecord:
 
 def _is(value: object, kind: Any) -> bool:
     """Whether a value out of JSON is of the type that an annotation of :class:`ProcessRecord` names."""
+    if typing.is_typeddict(kind):
+        fields = typing.get_type_hints(kind)
+        return isinstance(value, dict) and all(name in value and _is(value[name], fields[name]) for name in fields)
     inner = typing.get_args(kind)
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
         return any(_is(value, one) for one in inner)

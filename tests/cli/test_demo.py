@@ -22,7 +22,9 @@ RECORD = {
         "one": {"state": "live", "reason": ""},
         "two": {"state": "refused", "reason": "drifted"},
         "three": {"state": "not-needed", "reason": "the fault came later"},
+        "four": {"state": "live", "reason": ""},
     },
+    "uses": {"one": {"used": True, "reason": ""}, "four": {"used": False, "reason": "other runner"}},
     "decisions": {"one": "chose this"},
 }
 
@@ -118,12 +120,12 @@ def test_a_process_is_one_line_unless_more_is_asked_for(run):
     result, found, _ = run()
     lines = [line for line in result.output.splitlines() if "process 77" in line]
     assert [line.partition(":")[0] for line in lines] == ["Eagle3 patched", "DFlash patched"]
-    assert lines[0] == "Eagle3 patched: process 77 (parent): live: one; two refused: drifted"
+    assert lines[0] == "Eagle3 patched: process 77 (parent): uses one; not four (other runner); two refused: drifted"
     assert "chose this" not in result.output
     assert "a.Platform" not in result.output
     assert found["configurations"][2]["platform"] == "a.Platform"
     result, _, _ = run(arguments=["-v"])
-    assert "live: one; two refused: drifted; three not-needed" in result.output
+    assert "uses one; not four (other runner); two refused: drifted; three not-needed" in result.output
     assert "one: chose this" in result.output
     assert "DFlash stock: platform class: a.Platform; CUDA graphs: drafter FULL" in result.output
 

@@ -50,6 +50,17 @@ def test_features_are_live_in_the_patched_processes_alone(demo):
         assert ("draft-full-graph" in live) == row["patched"], name
 
 
+def test_each_engine_says_which_live_features_it_uses(demo):
+    for name, mine in (("Eagle3 patched", []), ("DFlash patched", ["dflash-context-norm"])):
+        (process,) = demo["rows"][name]["processes"]
+        live = {feature for feature, state in process["features"].items() if state["state"] == "live"}
+        # The feature that makes the report is not in it.
+        assert live - process["uses"].keys() == {"engine-report"}
+        assert [feature for feature, use in process["uses"].items() if use["used"]] == mine
+        assert process["uses"]["draft-full-graph"]["reason"].startswith("the target's cudagraph_mode is NONE")
+    assert "uses dflash-context-norm; not " in demo["screen"]
+
+
 def test_the_decision_is_recorded_where_the_op_was_asked(demo):
     (process,) = demo["rows"]["DFlash patched"]["processes"]
     decisions = {k: v for k, v in process["decisions"].items() if k.startswith("dflash-context-norm")}
@@ -96,3 +107,7 @@ def test_engine_core_and_worker_in_processes_of_their_own_are_patched(engine):
     assert len({r["fingerprint"] for r in outcome.records}) == 1
     asked = {r["role"] for r in outcome.records if any(k.startswith("dflash-context-norm") for k in r["decisions"])}
     assert asked == {"worker"}
+    # A process without a worker in it has nothing to say of what a worker uses.
+    reported = {r["role"]: r["uses"] for r in outcome.records if r["uses"]}
+    assert reported.keys() == {"worker"}
+    assert reported["worker"]["dflash-context-norm"]["used"]

@@ -252,7 +252,7 @@ def test_one_line_says_what_is_live(patched: Project) -> None:
     lines = patched.start(code).stderr.splitlines()
     assert len(lines) == 1
     assert lines[0].startswith("INFO vllm.hwplugin vllm-hwplugin ")
-    assert "vllm 0.32.0 (parent): live: made-up" in lines[0]
+    assert "vllm 0.32.0 (parent): in force: made-up" in lines[0]
 
 
 def test_an_unlisted_version_gets_nothing_and_one_warning(patched: Project) -> None:

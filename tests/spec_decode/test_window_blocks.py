@@ -6,7 +6,9 @@ The functions of vLLM that count a request's tokens and free its blocks are exec
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,8 +17,14 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from vllm.v1.core.single_type_kv_cache_manager import MambaManager
+from vllm.v1.core.single_type_kv_cache_manager import (
+    ChunkedLocalAttentionManager,
+    FullAttentionManager,
+    MambaManager,
+    SlidingWindowManager,
+)
 
+from vllm_hwplugin import record
 from vllm_hwplugin.patching import SUPPORTED
 from vllm_hwplugin.spec_decode import window_blocks
 
@@ -212,3 +220,58 @@ def test_mamba_layers_keep_their_own_count() -> None:
             "window": ("r", certain, {"num_prompt_tokens": 3}),
             "mamba": ("r", total, {"num_prompt_tokens": 3}),
         }
+
+
+# -- does an engine use it? -------------------------------------------------------------------------------------------
+
+
+def scheduler_with(
+    *managers: type, speculation: object | None = "eagle3", async_scheduling: bool = True
+) -> SimpleNamespace:
+    """What is read of vLLM's scheduler, with managers of vLLM's own classes."""
+    return SimpleNamespace(
+        vllm_config=SimpleNamespace(
+            speculative_config=speculation, scheduler_config=SimpleNamespace(async_scheduling=async_scheduling)
+        ),
+        kv_cache_manager=SimpleNamespace(
+            coordinator=SimpleNamespace(single_type_managers=tuple(object.__new__(manager) for manager in managers))
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "used"),
+    [
+        (scheduler_with(FullAttentionManager, SlidingWindowManager), True),
+        (scheduler_with(ChunkedLocalAttentionManager), True),
+        (scheduler_with(FullAttentionManager, MambaManager), False),
+        (scheduler_with(SlidingWindowManager, speculation=None), False),
+        (scheduler_with(SlidingWindowManager, async_scheduling=False), False),
+    ],
+)
+def test_the_scheduler_says_whether_drafts_can_move_a_window_back(
+    scheduler: SimpleNamespace, used: bool, tmp_path: Path
+) -> None:
+    record.forget()
+    entry = record.new("1")
+    entry.features = {"window-blocks": {"state": "live", "reason": ""}}
+    record.begin(entry, tmp_path)
+    window_blocks.report_scheduler(scheduler)
+    use = entry.uses["window-blocks"]
+    record.forget()
+    assert use["used"] is used
+    assert bool(use["reason"]) is not used
+
+
+@pytest.mark.parametrize("version", TOO_EARLY)
+def test_the_scheduler_is_asked_once_its_block_manager_stands(version: str, vllm_tree: Callable[[str], Any]) -> None:
+    scheduler = next(
+        node
+        for node in ast.parse(text_of(vllm_tree(version), CORE + "sched/scheduler.py")).body
+        if isinstance(node, ast.ClassDef) and node.name == "Scheduler"
+    )
+    start = next(node for node in scheduler.body if isinstance(node, ast.FunctionDef) and node.name == "__init__")
+    steps = [ast.unparse(node) for node in start.body]
+    asked = steps.index("report_scheduler(self)")
+    for needed in ("self.vllm_config = vllm_config", "self.kv_cache_manager = KVCacheManager("):
+        assert any(step.startswith(needed) for step in steps[:asked])

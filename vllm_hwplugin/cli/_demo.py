@@ -15,6 +15,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.table import Table
 
 from .. import bench
+from ..spec_decode.engine_report import sentence
 from ._app import FAILURE
 from ._output import JsonFile, console_for, write_json
 
@@ -236,7 +237,10 @@ def _engine_line(row: Mapping[str, Any]) -> str:
 def _process_line(name: str, process: Mapping[str, Any], verbose: bool) -> str:
     features = process["features"]
     live = [f for f, state in features.items() if state["state"] == "live"]
-    line = f"{name}: process {process['pid']} ({process['role']}): live: {', '.join(live) or 'nothing'}"
+    # A process with no part of an engine in it, such as the caller of an engine core, only says what is in force.
+    uses = process.get("uses")
+    said = sentence(uses) if uses else f"in force: {', '.join(live) or 'nothing'}"
+    line = f"{name}: process {process['pid']} ({process['role']}): {said}"
     odd = [f"{f} refused: {state['reason']}" for f, state in features.items() if state["state"] == "refused"]
     if process.get("error"):
         odd.append(f"error: {process['error']}")

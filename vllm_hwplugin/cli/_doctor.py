@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,12 +14,22 @@ from typer.core import TyperCommand
 
 from ..ops._override_catalog import RECORD
 from ..platforms._offer import KEY as PLATFORM
+from ..record import ProcessRecord
 from ._diagnosis import Diagnosis, diagnose
 from ._output import STANDARD_OUTPUT, JsonFile, write_json
 from ._tables import print_rows
 from ._text import printable, shortened
 
-_COLOURS = {"live": "green", "upstream": "green", "not-needed": "green", "off": "yellow", "refused": "red"}
+_USED, _NOT_USED = "live, used", "live, not used"
+_COLOURS = {
+    _USED: "green",
+    _NOT_USED: "yellow",
+    "live": "green",
+    "upstream": "green",
+    "not-needed": "green",
+    "off": "yellow",
+    "refused": "red",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,12 +188,26 @@ def _process_rows(found: Diagnosis) -> Iterable[tuple[str, ...]]:
             yield (*head, "", "error", item.error)
         if (platform := item.decisions.get(PLATFORM)) is not None:
             yield (*head, PLATFORM, "", platform)
+        if item.advice is not None:
+            yield (*head, "", "advice", item.advice)
         for name, feature in item.features.items():
-            decision = item.decisions.get(name)
-            yield (*head, name, feature["state"], "; ".join(filter(None, (feature["reason"], decision))))
+            yield (*head, name, *_feature_cells(item, name, feature))
         for key, decision in item.decisions.items():
             # Of what is no feature: vLLM's operations, attention, single modules.
             if key != PLATFORM and key not in item.features:
                 yield (*head, key.removeprefix(RECORD), "", decision)
         if item.error is None and not item.features:
             yield (*head, "", "off", "the plugin was switched off")
+
+
+def _feature_cells(item: ProcessRecord, name: str, feature: Mapping[str, str]) -> tuple[str, str]:
+    """State and reason of a feature in one process."""
+    use, decision = item.uses.get(name), item.decisions.get(name)
+    reasons = [feature["reason"], decision]
+    state = feature["state"]
+    if use is not None and state == "live":
+        state = _USED if use["used"] else _NOT_USED
+        # A feature that found the obstacle by itself has noted what it does instead, with the reason.
+        if use["reason"] not in (decision or ""):
+            reasons.append(use["reason"])
+    return state, "; ".join(filter(None, reasons))

@@ -357,7 +357,7 @@ def _report(entry: ProcessRecord, installed: Installed, try_unlisted: bool) -> N
             if item["state"] == "refused":
                 logger.warning("%s is not live, vLLM runs stock there: %s", name, item["reason"])
     logger.info(
-        "vllm-hwplugin %s on %s %s (%s): live: %s",
+        "vllm-hwplugin %s on %s %s (%s): in force: %s",
         __version__,
         installed.dist,
         installed.version,

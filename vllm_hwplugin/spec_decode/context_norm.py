@@ -20,6 +20,9 @@ from vllm_hwplugin import record
 
 logger = logging.getLogger("vllm.hwplugin")
 
+_FEATURE = "dflash-context-norm"
+_OP_IS_RIGHT = "rms_norm honours a weight row per layer; vLLM's single call is kept"
+
 #: ``ops.rms_norm``: (out, x, weight, eps) -> None, writes ``out``.
 NormOp = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], None]
 
@@ -61,7 +64,13 @@ def _honours_rows(op: NormOp, x: torch.Tensor, weights: torch.Tensor) -> bool:
     with _lock:
         if question not in _answers:
             _answers[question] = _ask(op, x, weights)
+            record.use(_FEATURE, not all(_answers.values()), obstacle() or "")
         return _answers[question]
+
+
+def obstacle() -> str | None:
+    """Why vLLM's own call serves in this process, None where it does not or has not been asked yet."""
+    return _OP_IS_RIGHT if _answers and all(_answers.values()) else None
 
 
 def _ask(op: NormOp, x: torch.Tensor, weights: torch.Tensor) -> bool:
@@ -75,12 +84,9 @@ def _ask(op: NormOp, x: torch.Tensor, weights: torch.Tensor) -> bool:
     where = f"{x.device.type} {str(x.dtype).removeprefix('torch.')} [{layers}, {width}]"
     if broadcast:
         where += " broadcast"
-    if fault is None:
-        decision = "rms_norm honours a weight row per layer; vLLM's single call is kept"
-    else:
-        decision = f"rms_norm {fault}; one call a layer instead"
-    record.note(f"dflash-context-norm {where}", decision)
-    logger.info("dflash-context-norm on %s: %s", where, decision)
+    decision = _OP_IS_RIGHT if fault is None else f"rms_norm {fault}; one call a layer instead"
+    record.note(f"{_FEATURE} {where}", decision)
+    logger.info("%s on %s: %s", _FEATURE, where, decision)
     return fault is None
 
 

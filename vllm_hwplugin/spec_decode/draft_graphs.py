@@ -189,6 +189,7 @@ class DraftGraphs:
 
     def _turn_off(self, reason: str) -> None:
         """Give the graphs up while serving: requests are under way, so no gate makes this an error."""
+        record.use(_FEATURE, False, reason)
         self._keys = None
         self._proposer.cudagraph_dispatcher.draft_keys = None
         self._note(f"{_STOCK}: {reason}")

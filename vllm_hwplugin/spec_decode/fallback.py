@@ -14,6 +14,18 @@ class FeatureRequired(RuntimeError):
     """A gate says ``on``, and the engine that was configured cannot have the feature."""
 
 
+def refuse_if_required(feature: str, gate: str, reason: str) -> None:
+    """End the start of an engine that does not use ``feature``, if the user demands it.
+
+    Raises:
+        FeatureRequired: the gate says ``on``.
+    """
+    if gates.read(gate).text == "on":
+        raise FeatureRequired(
+            f"{gate}=on, but {feature} has no effect here: {reason}; set {gate}=auto to run without it"
+        )
+
+
 def stays_stock(feature: str, gate: str, effect: str, reason: str) -> None:
     """Put on record and in the log that ``feature`` leaves things as they are.
 
@@ -28,9 +40,7 @@ def stays_stock(feature: str, gate: str, effect: str, reason: str) -> None:
     Raises:
         FeatureRequired: the gate says ``on``.
     """
-    if gates.read(gate).text == "on":
-        raise FeatureRequired(
-            f"{gate}=on, but {feature} has no effect here: {reason}; set {gate}=auto to run without it"
-        )
+    refuse_if_required(feature, gate, reason)
     record.note(feature, f"{effect}: {reason}")
+    record.use(feature, False, reason)
     logger.info("%s: %s: %s", feature, effect, reason)

@@ -46,6 +46,7 @@ def layouts_clash(
                 "dflash-draft-backend KV cache",
                 f"keys and values lie block by block, because {' and '.join(tensor.shared_by)} share memory",
             )
+            record.use("dflash-draft-backend", True)
             return True
     return False
 

@@ -8,9 +8,15 @@ back over blocks that others may have been given.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
-from vllm.v1.core.single_type_kv_cache_manager import MambaManager
+from vllm.v1.core.single_type_kv_cache_manager import MambaManager, SingleTypeKVCacheManager
+
+from vllm_hwplugin.record import ProcessRecord
+from vllm_hwplugin.spec_decode.engine_report import Findings, report, use_of
+
+_FEATURE = "window-blocks"
 
 
 def remove_skipped_blocks(coordinator: Any, request: Any, total_computed_tokens: int, **more: Any) -> None:
@@ -28,3 +34,50 @@ def remove_skipped_blocks(coordinator: Any, request: Any, total_computed_tokens:
         # Mamba's counts the drafts out by itself, and would count them twice.
         computed = total_computed_tokens if isinstance(manager, MambaManager) else certain
         manager.remove_skipped_blocks(request.request_id, computed, **more)
+
+
+@dataclass(frozen=True)
+class SchedulerFacts:
+    """What decides whether an engine uses this; plain values, so that the decision needs no engine.
+
+    Attributes:
+        speculates: whether there is speculative decoding.
+        async_scheduling: whether a step is scheduled while the last one still runs.
+        window: whether some layers' blocks are freed once a window has passed them.
+    """
+
+    speculates: bool
+    async_scheduling: bool
+    window: bool
+
+
+def obstacle(facts: SchedulerFacts) -> str | None:
+    """Why blocks are freed as in stock vLLM, or None."""
+    if not facts.speculates:
+        return "there is no speculative decoding"
+    if not facts.async_scheduling:
+        return "without asynchronous scheduling a step is scheduled when the last one's drafts are verified"
+    return None if facts.window else "no layer frees blocks behind a window"
+
+
+def report_scheduler(scheduler: Any) -> None:
+    """Say whether an engine uses this: called by the patched `Scheduler.__init__`, once the KV cache manager stands.
+
+    Args:
+        scheduler: vLLM's ``Scheduler``.
+    """
+    report(scheduler, _examine)
+
+
+def _examine(scheduler: Any, entry: ProcessRecord) -> Findings:
+    config = scheduler.vllm_config
+    keeps_all = SingleTypeKVCacheManager.get_num_skipped_tokens
+    facts = SchedulerFacts(
+        speculates=config.speculative_config is not None,
+        async_scheduling=bool(config.scheduler_config.async_scheduling),
+        window=any(
+            type(manager).get_num_skipped_tokens is not keeps_all and not isinstance(manager, MambaManager)
+            for manager in scheduler.kv_cache_manager.coordinator.single_type_managers
+        ),
+    )
+    return Findings("scheduler", {_FEATURE: use_of(obstacle(facts))} if _FEATURE in entry.live else {})

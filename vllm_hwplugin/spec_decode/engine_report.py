@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What this process's part of an engine does with the live features: one log line, and the process record.
+
+That a feature is live says that its patches are in force. Whether the engine ever calls the patched code depends on its
+configuration, which is only final when the engine stands.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm_hwplugin import record
+from vllm_hwplugin.record import ProcessRecord, Use
+from vllm_hwplugin.spec_decode.fallback import refuse_if_required
+
+logger = logging.getLogger("vllm.hwplugin")
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What a part of an engine is.
+
+    Attributes:
+        described: the part and what decides about it, for the log.
+        uses: whether it uses each live feature that works in it, as far as its configuration says.
+        advise: gives one line of advice, or None, once it is settled what is used; None for a part that has no say.
+        demanded: feature -> gate, of the features that this part has to use where their gate says `on`. Those that mend
+            a fault are not among them: where they are not used, the fault is not there.
+    """
+
+    described: str
+    uses: Mapping[str, Use]
+    advise: Callable[[Mapping[str, Use]], str | None] | None = None
+    demanded: Mapping[str, str] = field(default_factory=dict)
+
+
+def report(part: Any, examine: Callable[[Any, ProcessRecord], Findings]) -> None:
+    """Put on record and in the log what a part of the engine uses. Without a record nothing happens.
+
+    Args:
+        part: vLLM's worker or scheduler.
+        examine: looks at it.
+
+    Raises:
+        FeatureRequired: a gate says `on`, and the feature is not used.
+    """
+    entry = record.current()
+    if entry is None:
+        return
+    try:
+        found = examine(part, entry)
+    except Exception:
+        # Only a report is lost, and the engine serves without it: a vLLM may keep elsewhere what was looked for here.
+        logger.warning("vllm-hwplugin cannot say which features this %s uses", type(part).__name__, exc_info=True)
+        return
+    settled = record.settle_uses(found.uses)
+    advice = None
+    if found.advise is not None:
+        advice = found.advise(settled)
+        record.advise(advice)
+    logger.info("vllm-hwplugin: %s %s%s", found.described, sentence(settled), f". {advice}" if advice else "")
+    for name, gate in found.demanded.items():
+        if name in settled and not settled[name]["used"]:
+            refuse_if_required(name, gate, settled[name]["reason"])
+
+
+def use_of(obstacle: str | None) -> Use:
+    """A feature is used unless there is an obstacle."""
+    return Use(used=obstacle is None, reason=obstacle or "")
+
+
+def sentence(uses: Mapping[str, Use]) -> str:
+    """`uses` in one line: what is used, then the others with their reasons, equal reasons once."""
+    used = [name for name, use in uses.items() if use["used"]]
+    unused: dict[str, list[str]] = {}
+    for name, use in uses.items():
+        if not use["used"]:
+            unused.setdefault(use["reason"], []).append(name)
+    parts = [f"uses {', '.join(used) or 'no feature'}"]
+    parts += [f"not {', '.join(names)} ({reason})" for reason, names in unused.items()]
+    return "; ".join(parts)

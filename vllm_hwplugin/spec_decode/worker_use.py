@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which live features a worker of vLLM uses, and why not the others.
+
+It depends on the model runner, the speculative method, the CUDA graph mode and the model. The rules take that as plain
+values, so they need no device; what a feature found out by itself outweighs them (`vllm_hwplugin.record.use`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from packaging.version import Version
+from vllm.platforms import current_platform
+
+from vllm_hwplugin.record import ProcessRecord, Use
+from vllm_hwplugin.spec_decode import context_norm, draft_obstacles, measured
+from vllm_hwplugin.spec_decode.draft_obstacles import DrafterFacts
+from vllm_hwplugin.spec_decode.engine_report import Findings, report, use_of
+from vllm_hwplugin.spec_decode.first_pass import first_pass_of
+
+V1: Final = "V1"
+V2: Final = "V2"
+
+# They make an engine faster, so where one is not used, something is lost.
+_GRAPHS: Final[Mapping[str, str]] = {
+    "draft-full-graph": "VLLM_HWPLUGIN_DRAFT_FULL_GRAPH",
+    "draft-loop-graph": "VLLM_HWPLUGIN_DRAFT_LOOP_GRAPH",
+    "dflash-full-graph": "VLLM_HWPLUGIN_DFLASH_FULL_GRAPH",
+}
+
+_NO_SPECULATION = "there is no speculative decoding"
+# Their draft models norm the context keys of all layers in one call, in the method that the feature patches.
+_DFLASH_FAMILY = ("dflash", "dspark", "dflash2")
+
+
+@dataclass(frozen=True)
+class WorkerFacts:
+    """What decides which features of the model runner an engine uses.
+
+    Attributes:
+        vllm: its version.
+        runner: `V1` or `V2`.
+        method: of the speculative config; None without speculation.
+        drafts_here: whether this worker drafts: with pipeline parallelism only the last one does.
+        drafter: class of what drafts on the V1 runner.
+        proposer: of a V1 drafter that runs a draft model, what decides about its graphs; None for any other.
+        mm_prefix: whether the target sees its images in both directions.
+        named_backend: whether an attention backend is named, for the target or for the draft.
+        context_norm: why vLLM's own norm of context keys serves, where that is known.
+    """
+
+    vllm: Version
+    runner: str
+    method: str | None = None
+    num_speculative_tokens: int = 0
+    drafts_here: bool = True
+    drafter: str = ""
+    proposer: DrafterFacts | None = None
+    mm_prefix: bool = False
+    named_backend: bool = False
+    context_norm: str | None = None
+
+
+def uses_of(facts: WorkerFacts, live: Collection[str]) -> dict[str, Use]:
+    """Of each feature in `live` that works in the model runner, whether an engine of these facts uses it."""
+    return {name: use_of(rule(facts)) for name, rule in _RULES.items() if name in live}
+
+
+def _drafting(facts: WorkerFacts) -> str | None:
+    if facts.method is None:
+        return _NO_SPECULATION
+    return None if facts.drafts_here else "another stage of the pipeline drafts"
+
+
+def _draft_full_graph(facts: WorkerFacts) -> str | None:
+    if (reason := _drafting(facts)) is not None:
+        return reason
+    if facts.runner == V2:
+        return "Model Runner V2 drafts with code and CUDA graphs of its own"
+    if facts.proposer is None:
+        return f"{facts.drafter or facts.method} runs no draft model that the feature covers"
+    return draft_obstacles.obstacle(facts.proposer)
+
+
+def _dflash_full_graph(facts: WorkerFacts) -> str | None:
+    return _other_method(facts, ("dflash",)) or _draft_full_graph(facts)
+
+
+def _dflash_context_norm(facts: WorkerFacts) -> str | None:
+    return _other_method(facts, _DFLASH_FAMILY) or _drafting(facts) or facts.context_norm
+
+
+def _dflash_draft_backend(facts: WorkerFacts) -> str | None:
+    """By the parts of the feature's variants; what it does for other drafters of 0.21 and 0.22 it says by itself."""
+    if (reason := _other_method(facts, ("dflash",)) or _drafting(facts)) is not None:
+        return reason
+    if facts.vllm < Version("0.21.0"):
+        return None
+    if Version("0.24.0") <= facts.vllm < Version("0.25.0"):
+        if facts.runner == V1:
+            return "the V1 runner of this vLLM selects the draft's backend by itself"
+        return None if facts.named_backend else "no attention backend is named, so the draft selects its own anyway"
+    if facts.runner == V2:
+        return "Model Runner V2 builds the draft without the code that the feature changes"
+    return None if facts.mm_prefix else "the target has no images that are seen in both directions"
+
+
+def _other_method(facts: WorkerFacts, methods: Collection[str]) -> str | None:
+    if facts.method is None:
+        return _NO_SPECULATION
+    return None if facts.method in methods else f"the speculative method is {facts.method}"
+
+
+_RULES: Final[Mapping[str, Callable[[WorkerFacts], str | None]]] = {
+    "draft-full-graph": _draft_full_graph,
+    # Whether the steps make a chain it decides by itself, wherever there are graphs.
+    "draft-loop-graph": _draft_full_graph,
+    "dflash-full-graph": _dflash_full_graph,
+    "dflash-draft-backend": _dflash_draft_backend,
+    "dflash-context-norm": _dflash_context_norm,
+}
+
+
+def report_worker(worker: Any) -> None:
+    """Say what a worker uses: the last thing that the patched `compile_or_warm_up_model` does.
+
+    Args:
+        worker: vLLM's `Worker`, or that of another platform; its runner is ready to serve.
+    """
+    report(worker, _examine)
+
+
+def _examine(worker: Any, entry: ProcessRecord) -> Findings:
+    facts = facts_of(worker, entry)
+    setting = _setting(worker, facts)
+    return Findings(
+        described=_describe(worker, facts),
+        uses=uses_of(facts, entry.live),
+        advise=lambda uses: measured.advice(setting, uses),
+        # A stage of a pipeline that does not draft leaves it to the last one.
+        demanded=_GRAPHS if facts.method is None or facts.drafts_here else {},
+    )
+
+
+def facts_of(worker: Any, entry: ProcessRecord) -> WorkerFacts:
+    """The facts of a worker whose model is loaded and whose KV cache is set up."""
+    config, runner = worker.vllm_config, worker.model_runner
+    spec = config.speculative_config
+    v2 = bool(worker.use_v2_model_runner)
+    drafter = getattr(runner, "speculator" if v2 else "drafter", None)
+    covered = drafter is not None and hasattr(drafter, "draft_graphs")
+    mode = config.compilation_config.cudagraph_mode
+    return WorkerFacts(
+        vllm=Version(Version(entry.vllm_version or "0").public),
+        runner=V2 if v2 else V1,
+        method=None if spec is None else spec.method,
+        num_speculative_tokens=0 if spec is None else spec.num_speculative_tokens,
+        drafts_here=drafter is not None,
+        drafter="" if drafter is None else type(drafter).__name__,
+        proposer=draft_obstacles.facts_of(drafter, mode, first_pass_of(drafter)) if covered else None,
+        mm_prefix=config.model_config.is_mm_prefix_lm,
+        named_backend=config.attention_config.backend is not None
+        or getattr(spec, "attention_backend", None) is not None,
+        context_norm=context_norm.obstacle(),
+    )
+
+
+def _describe(worker: Any, facts: WorkerFacts) -> str:
+    """What the worker is, for the log: everything that decides."""
+    drafts = f"{facts.method} k={facts.num_speculative_tokens}" if facts.method else "no speculation"
+    mode = worker.vllm_config.compilation_config.cudagraph_mode.name
+    return (
+        f"worker {worker.rank} ({current_platform.device_type}, Model Runner {facts.runner}, {drafts}, {mode} graphs)"
+    )
+
+
+def _setting(worker: Any, facts: WorkerFacts) -> measured.Setting:
+    config = worker.vllm_config
+    return measured.Setting(
+        vllm=facts.vllm,
+        device=current_platform.get_device_name(),
+        runner=facts.runner,
+        runner_was_named="VLLM_USE_V2_MODEL_RUNNER" in os.environ,
+        method=facts.method,
+        num_speculative_tokens=facts.num_speculative_tokens,
+        dense=not (config.model_config.is_moe or config.model_config.is_hybrid),
+        devices=config.parallel_config.world_size,
+        full_graphs=config.compilation_config.cudagraph_mode.has_full_cudagraphs(),
+    )
