@@ -136,6 +136,21 @@ def test_a_misspelt_gate_is_found_with_the_name_that_was_meant() -> None:
     assert GRAPH in str(found)
 
 
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("VLLM_ATTENTION_BACKEND", "--attention-backend"),
+        ("VLLM_MUSA_EAGLE_RUNNER", "VLLM_HWPLUGIN_DRAFT_LOOP_GRAPH"),
+        ("VLLM_MUSA_DRAFT_COPY_DEFAULT_STREAM", "VLLM_MUSA_EAGLE_RUNNER"),
+    ],
+)
+def test_a_variable_of_an_older_build_names_what_replaced_it(name: str, instead: str) -> None:
+    (found,) = gates.unknown({name: "1"})
+    assert str(found).startswith(f"{name} is set, but nothing reads it: ")
+    assert instead in found.instead
+    assert gates.unknown({name: " "}) == ()
+
+
 def test_typed_views_refuse_a_gate_of_another_kind() -> None:
     assert gates.read("VLLM_HWPLUGIN", {}).flag is True
     assert gates.read(GRAPH, {}).text == "auto"

@@ -15,6 +15,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Literal, NamedTuple
 
+from .replaced import REPLACED, Replaced
+
 Kind = Literal["switch", "bool", "path", "list", "choice"]
 Value = bool | str | tuple[str, ...] | None
 
@@ -379,13 +381,14 @@ class Unknown(NamedTuple):
         return f"{self.name} is set, but it is not a variable of this release{hint}"
 
 
-def unknown(environ: Mapping[str, str] | None = None) -> tuple[Unknown, ...]:
-    """Variables that look like gates and are none."""
+def unknown(environ: Mapping[str, str] | None = None) -> tuple[Unknown | Replaced, ...]:
+    """Variables that are set and change nothing: those that look like gates and are none, and older ones."""
     import difflib  # a third of this module's import time, and only a mistaken user needs it
 
     environ = os.environ if environ is None else environ
     found = sorted(name for name in environ if name.startswith(PREFIX) and name not in _BY_NAME and name != FINGERPRINT)
-    return tuple(Unknown(name, next(iter(difflib.get_close_matches(name, _BY_NAME, n=1)), None)) for name in found)
+    mistaken = (Unknown(name, next(iter(difflib.get_close_matches(name, _BY_NAME, n=1)), None)) for name in found)
+    return (*mistaken, *(old for old in REPLACED if _present(old.name, environ) is not None))
 
 
 def register_with_vllm(envs_module: Any) -> None:
@@ -441,6 +444,14 @@ def markdown() -> str:
         "| alias | sets | values |",
         "|---|---|---|",
         *[f"| `{alias.name}` | `{gate.name}` | {_alias_values(alias)} |" for gate in GATES for alias in gate.aliases],
+        "",
+        "## No longer read",
+        "",
+        "Where one of these is set, a line in the log, in `gates` and in `doctor` says what replaced it.",
+        "",
+        "| variable | in its place |",
+        "|---|---|",
+        *[f"| `{old.name}` | {old.instead} |" for old in REPLACED],
     ]
     return "\n".join(lines) + "\n"
 

@@ -53,6 +53,14 @@ def test_no_value_floods_or_drives_the_terminal(command: str, name: str, monkeyp
     assert not [line for line in result.output.splitlines() if line.startswith("x")]
 
 
+def test_a_variable_that_nothing_reads_is_told_beside_the_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "FLASH_ATTN")
+    result = CliRunner().invoke(app, ["gates"])
+    assert result.exit_code == 0
+    assert "VLLM_ATTENTION_BACKEND" not in result.stdout
+    assert "--attention-backend" in result.stderr
+
+
 def test_writes_the_page_and_finds_it_up_to_date(tmp_path: Path) -> None:
     page = tmp_path / "gates.md"
     result = CliRunner().invoke(app, ["gates", "--markdown", str(page), "--check", str(page)])

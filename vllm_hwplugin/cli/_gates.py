@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -55,6 +56,13 @@ def _compare(page: Path) -> None:
 
 def _list(console: Console) -> None:
     rows = [(gate, *_now(gate.name), gate.good_values, _what(gate)) for gate in table.GATES]
+    _show_rows(rows, console)
+    for without_effect in table.unknown():
+        line = printable(str(without_effect), keep="")
+        Console(stderr=True).print(line, style="yellow", markup=False, highlight=False, soft_wrap=True)
+
+
+def _show_rows(rows: Sequence[tuple[table.Gate, str, str, str, str]], console: Console) -> None:
     if not console.is_terminal:
         for gate, *cells in rows:
             # Not through rich, which turns tabs into blanks.
