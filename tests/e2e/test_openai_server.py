@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's OpenAI server with the plugin and an Eagle3 draft, as its clients see it.
+
+One server serves all tests here: clients ask at once, one reads a stream, one goes away in the middle of its answer,
+and then the server is told to end. The real `openai` client asks.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_hwplugin import bench, record
+from vllm_hwplugin.bench._entry_points import provide
+from vllm_hwplugin.bench._launch import child_environment
+
+pytestmark = pytest.mark.engine
+
+MODEL = "small"
+START, STOP = 240, 60
+LONG = 1800
+# What the checkpoints were trained on, so that drafts are accepted.
+TEXTS = ("def add(a, b):\n    return a + b\n", "for i in range(10):\n", "class Node:\n    def __init__(self):\n")
+GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0.0, "max_tokens": 32, "extra_body": {"ignore_eos": True}}
+
+
+class Server:
+    """A running server: its address, log and counters."""
+
+    def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+        self.process, self.url, self._log = process, f"http://127.0.0.1:{port}", log
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text(encoding="utf-8", errors="replace")
+
+    def client(self) -> Any:
+        import openai
+
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", timeout=60, max_retries=0)
+
+    def healthy(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:
+                return bool(answer.status == 200)
+        except (urllib.error.URLError, ConnectionError, TimeoutError):
+            return False
+
+    def counters(self) -> dict[str, float]:
+        """Samples by name, those of a request's end by name and reason."""
+        from prometheus_client.parser import text_string_to_metric_families
+
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as answer:
+            text = answer.read().decode()
+        found: dict[str, float] = {}
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                reason = sample.labels.get("finished_reason")
+                name = sample.name.removeprefix("vllm:") + (f" {reason}" if reason else "")
+                found[name] = found.get(name, 0) + sample.value
+        return found
+
+    def wait_for(self, what: Callable[[], bool], seconds: float) -> bool:
+        end = time.monotonic() + seconds
+        while not (met := what()) and time.monotonic() < end and self.process.poll() is None:
+            time.sleep(0.2)
+        return met
+
+
+@dataclass
+class Seen:
+    """What came of the session."""
+
+    alone: dict[str, str] = field(default_factory=dict)
+    together: list[tuple[str, str, int]] = field(default_factory=list)
+    chats: list[tuple[str, str | None]] = field(default_factory=list)
+    streamed: list[str] = field(default_factory=list)
+    read_before_leaving: int = 0
+    counters: dict[str, dict[str, float]] = field(default_factory=dict)
+    left_running: bool = True
+    healthy: bool = False
+    exit_code: int | None = None
+    seconds_to_end: float = 0.0
+    left_over: list[int] = field(default_factory=list)
+    log: str = ""
+    records: tuple[record.ProcessRecord, ...] = ()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def processes_of(session: int) -> list[int]:
+    """The processes of a session that still run; those that wait to be reaped are gone."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                # After the name, which may hold blanks and brackets: state, parent, group, session.
+                state, _, _, of = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if int(of) == session and state != "Z":
+                found.append(int(folder.name))
+    return found
+
+
+@pytest.fixture(scope="module")
+def server(cpu_host: bench.Host, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder, port = tmp_path_factory.mktemp("server"), free_port()
+    checkpoints = bench.find_checkpoints(None)
+    speculation = f'{{"method": "eagle3", "model": "{checkpoints.drafter("eagle3")}", "num_speculative_tokens": 3}}'
+    # As README says it for a host without a GPU.
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    command += ["--model", str(checkpoints.target), "--served-model-name", MODEL]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--speculative-config", speculation]
+    command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "2048", "--max-num-seqs", "8"]
+    command += ["--no-enable-prefix-caching", "--seed", "0"]
+    variables = bench.engine_environment("cpu", patched=True) | {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        "VLLM_HWPLUGIN_CACHE_DIR": str(folder / "cache"),
+        "VLLM_MUSA_EAGLE_RUNNER": "1",
+    }
+    log = folder / "log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            env=child_environment(variables, provide(folder / "metadata")),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        running = Server(process, port, log)
+        try:
+            assert running.wait_for(running.healthy, START), running.log[-6000:]
+            yield running
+        finally:
+            for left in processes_of(process.pid):
+                os.kill(left, signal.SIGKILL)
+            process.wait()
+
+
+@pytest.fixture(scope="module")
+def seen(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    """Everything that the clients do, in order, and then the end."""
+    found = Seen()
+    found.counters["before"] = server.counters()
+    for text in TEXTS:
+        found.alone[text] = server.client().completions.create(prompt=text, **GREEDY).choices[0].text
+    found.counters["alone"] = server.counters()
+
+    with ThreadPoolExecutor(9) as clients:
+        completions = [clients.submit(_complete, server, text) for text in (*TEXTS, *TEXTS)]
+        chats = [clients.submit(_chat, server, text) for text in TEXTS]
+        found.together = [one.result() for one in completions]
+        found.chats = [one.result() for one in chats]
+
+    with server.client().completions.create(prompt=TEXTS[0], stream=True, **GREEDY) as stream:
+        found.streamed = [chunk.choices[0].text for chunk in stream if chunk.choices]
+
+    found.counters["before leaving"] = server.counters()
+    with server.client().completions.create(prompt=TEXTS[0], stream=True, **{**GREEDY, "max_tokens": LONG}) as stream:
+        for _ in stream:
+            found.read_before_leaving += 1
+            if found.read_before_leaving == 3:
+                break
+    found.left_running = not server.wait_for(lambda: server.counters()["num_requests_running"] == 0, 20)
+    found.counters["after leaving"] = server.counters()
+    found.healthy = server.healthy()
+
+    since = time.monotonic()
+    server.process.send_signal(signal.SIGTERM)
+    try:
+        found.exit_code = server.process.wait(STOP)
+    except subprocess.TimeoutExpired:
+        found.exit_code = None
+    found.seconds_to_end = time.monotonic() - since
+    # The tracker of shared memory ends by itself when the last process that could have used it is gone.
+    end = time.monotonic() + 10
+    while (left := processes_of(server.process.pid)) and time.monotonic() < end:
+        time.sleep(0.2)
+    found.left_over = left
+    found.log = server.log
+    found.records = tuple(record.read_all(server._log.parent / "cache"))
+    return found
+
+
+def _complete(server: Server, text: str) -> tuple[str, str, int]:
+    answer = server.client().completions.create(prompt=text, **GREEDY)
+    return text, answer.choices[0].text, answer.usage.completion_tokens
+
+
+def _chat(server: Server, text: str) -> tuple[str, str | None]:
+    messages = [{"role": "user", "content": text}]
+    answer = server.client().chat.completions.create(messages=messages, **GREEDY)
+    return text, answer.choices[0].message.content
+
+
+def growth(seen: Seen, counter: str, start: str, end: str) -> float:
+    return seen.counters[end].get(counter, 0) - seen.counters[start].get(counter, 0)
+
+
+def test_clients_that_ask_at_once_get_what_each_would_get_alone(seen: Seen) -> None:
+    assert len(seen.together) == 6
+    assert all(tokens == GREEDY["max_tokens"] for _, _, tokens in seen.together)
+    assert {(prompt, text) for prompt, text, _ in seen.together} == set(seen.alone.items())
+    assert len(set(seen.alone.values())) == len(TEXTS)
+
+
+def test_chats_are_answered_beside_completions(seen: Seen) -> None:
+    # The checkpoint's own template is the message and a line break.
+    assert [prompt for prompt, _ in seen.chats] == list(TEXTS)
+    assert all(text for _, text in seen.chats)
+
+
+def test_a_stream_comes_in_parts_that_make_the_whole(seen: Seen) -> None:
+    assert len(seen.streamed) > 2
+    assert "".join(seen.streamed) == seen.alone[TEXTS[0]]
+
+
+def test_drafts_are_made_and_accepted(seen: Seen) -> None:
+    drafted = growth(seen, "spec_decode_num_draft_tokens_total", "before", "alone")
+    accepted = growth(seen, "spec_decode_num_accepted_tokens_total", "before", "alone")
+    drafts = growth(seen, "spec_decode_num_drafts_total", "before", "alone")
+    assert drafted == 3 * drafts > 0
+    assert 0 < accepted < drafted
+    assert growth(seen, "generation_tokens_total", "before", "alone") == 3 * GREEDY["max_tokens"]
+    assert growth(seen, "request_success_total length", "before", "before leaving") == 3 + 9 + 1
+
+
+def test_a_client_that_goes_away_ends_its_request_alone(seen: Seen) -> None:
+    assert seen.read_before_leaving == 3
+    assert not seen.left_running
+    assert growth(seen, "generation_tokens_total", "before leaving", "after leaving") < LONG
+    assert growth(seen, "request_success_total length", "before leaving", "after leaving") == 0
+    assert seen.counters["after leaving"]["num_requests_waiting"] == 0
+    assert seen.healthy
+
+
+def test_the_server_ends_when_told_and_leaves_no_process(seen: Seen) -> None:
+    assert seen.exit_code == 0, seen.log[-4000:]
+    assert seen.left_over == []
+
+
+def test_its_worker_says_what_it_uses_and_every_process_what_is_in_force(seen: Seen) -> None:
+    roles = {one.role for one in seen.records}
+    assert {"parent", "engine-core", "worker"} <= roles
+    assert all("draft-full-graph" in one.live for one in seen.records)
+    (worker,) = (one for one in seen.records if one.uses)
+    assert worker.role == "worker"
+    assert not worker.uses["draft-full-graph"]["used"]
+    assert seen.log.count("vllm-hwplugin: worker 0 (cpu, Model Runner V1, eagle3 k=3, NONE graphs) uses ") == 1
+
+
+def test_a_variable_of_an_older_build_is_pointed_out(seen: Seen) -> None:
+    assert "VLLM_MUSA_EAGLE_RUNNER is set, but nothing reads it: " in seen.log
