@@ -217,13 +217,12 @@ def test_the_last_engines_states_and_decisions_are_shown(diagnose: Diagnose, tmp
 def test_a_live_feature_that_the_engine_does_not_use_is_told_from_one_that_it_uses(
     diagnose: Diagnose, tmp_path: Path
 ) -> None:
-    folder = tmp_path / "cache" / "records"
-    folder.mkdir(parents=True)
+    folder = cachedir.private_folder(tmp_path / "cache" / "records")
     names = ("used", "unused", "stayed", "unknown")
     entry = _process(
         20,
         1,
-        "2026-01-01",
+        STARTED,
         features={name: {"state": "live", "reason": ""} for name in names},
         uses={
             "used": {"used": True, "reason": ""},
@@ -287,6 +286,8 @@ def _poison(place: Path) -> list[str]:
             {"decisions": None},
             {"pid": [1]},
             {"notes": [1]},
+            {"uses": {"a": None}},
+            {"uses": {"a": {"used": "yes", "reason": ""}}},
         )
     ):
         _write_record(records, f"{index}-1.json", **changes)
