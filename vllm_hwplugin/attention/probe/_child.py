@@ -34,6 +34,10 @@ def main(job: Job, answer: TextIO) -> None:
         # Its own thread does not need Python's lock, which a process that waits for a device may hold.
         faulthandler.dump_traceback_later(job.patience, exit=True)
 
+    # Linux kills a process at its first AMX instruction unless it has asked for AMX. In a worker of vLLM oneDNN has
+    # done that, in its first matrix product, before attention runs; here attention may be the first to use it.
+    if torch.cpu._is_amx_tile_supported() and not torch.cpu._init_amx():
+        print("Linux does not let this process use AMX: backends that use it will die of SIGILL", file=sys.stderr)
     device = _vllm.device()
     name = platform.processor() or platform.machine() if device.type == "cpu" else torch.cuda.get_device_name(device)
     say(
