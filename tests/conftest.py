@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 import pytest
@@ -22,6 +23,17 @@ def cannot_run(reason: str) -> NoReturn:
     if os.environ.get("CI", "").lower() in ("1", "true"):
         pytest.fail(f"{reason}; CI must be able to run this test", pytrace=False)
     pytest.skip(reason)
+
+
+# What one process of the tests needs: vLLM and torch imported in it, and at times an engine beside it.
+MEMORY_OF_A_PROCESS = 4 << 30
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """As many processes as there are cores to use, and memory for."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return max(1, min(len(os.sched_getaffinity(0)), memory // MEMORY_OF_A_PROCESS))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -40,6 +52,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
         if not torch.cuda.is_available():
             pytest.skip("no NVIDIA GPU")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The plugin's second place for its cache lies there, and what other processes of this user left is not to be seen."""
+    folder = str(tmp_path_factory.mktemp("tmp"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", folder)
+        patch.setattr(tempfile, "tempdir", folder)
+        yield
 
 
 class Tree:

