@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The probe's process on a stand-in for CUDA: ``python -m tests.attention.probe.cuda_standin JOB ANSWER``.
+"""The probe's process on a stand-in for CUDA: ``python -m tests.attention.probe.cuda_standin [JOB ANSWER]...``.
 
 vLLM takes the host for one with compute capability 9.0; its kernels are computed in float64 on the CPU. So all of
 vLLM's Python around FLASH_ATTN runs as on such a host, and all of the probe's; a graph is a step that is run again with
@@ -9,6 +9,7 @@ the metadata that it was captured with.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -112,7 +113,7 @@ def _pretend() -> None:
     _custom_ops.reshape_and_cache_flash = _reshape_and_cache_flash
 
 
-def main(job: str, answer: str) -> None:
+def main(files: Sequence[str]) -> None:
     _pretend()
     from vllm_hwplugin.attention.probe import _captured, _child, _host
     from vllm_hwplugin.attention.probe._session import Job
@@ -126,9 +127,10 @@ def main(job: str, answer: str) -> None:
     can_try = _host.LayerHost.can_try
     _captured.capture = capture
     _host.LayerHost.can_try = lambda self, trial: trial.needs == "graphs" or can_try(self, trial)
-    with Path(answer).open("a", encoding="utf-8") as stream:
-        _child.main(Job.from_json(Path(job).read_text(encoding="utf-8")), stream)
+    for job, answer in zip(files[::2], files[1::2], strict=True):
+        with Path(answer).open("a", encoding="utf-8") as stream:
+            _child.main(Job.from_json(Path(job).read_text(encoding="utf-8")), stream)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2])
+    main(sys.argv[1:])

@@ -23,38 +23,63 @@ OWN = "vllm_hwplugin.attention.cuda.CudaFlashAttentionBackend"
 CAPABILITIES = ("captured", "padded_batch", "non_causal_window", "sinks", "alibi")
 
 
-@pytest.fixture
-def probed(tmp_path: Path) -> Any:
-    """``probed(job)``: the results by (backend, capability, value), and the backends."""
-    if torch.cuda.is_available():
-        pytest.skip("this stand-in is for hosts without CUDA")
+STOCK = "vllm.v1.attention.backends.flash_attn.FlashAttentionBackend"
+FAKES = "tests.attention.probe.cuda_fakes"
+WRONG = ("BakesLengths", "BakesTable", "MissesField", "WithoutSinks")
 
-    def run(job: Job) -> tuple[dict[tuple[str, str, str], Any], list[Any]]:
-        (tmp_path / "job.json").write_text(job.to_json())
-        answer = tmp_path / "answer.jsonl"
-        answer.unlink(missing_ok=True)
-        ended = python("-m", "tests.attention.probe.cuda_standin", str(tmp_path / "job.json"), str(answer))
-        assert ended.returncode == 0, ended.stderr[-3000:]
+Probed = tuple[dict[tuple[str, str, str], Any], list[Any]]
+
+
+def probe(folder: Path, *jobs: Job, **variables: str) -> list[Probed]:
+    """Of each job the results by (backend, capability, value), and the backends; all in one process."""
+    files = [(folder / f"job{number}.json", folder / f"answer{number}.jsonl") for number in range(len(jobs))]
+    for job, (asked, _) in zip(jobs, files, strict=True):
+        asked.write_text(job.to_json())
+    ended = python(
+        "-m", "tests.attention.probe.cuda_standin", *(str(one) for pair in files for one in pair), **variables
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    found = []
+    for _, answer in files:
         events = [json.loads(line) for line in answer.read_text().splitlines()]
         assert events[-1]["event"] == "done"
         results = {(one["backend"], one["capability"], one["value"]): one for one in events if one["event"] == "result"}
-        return results, [one for one in events if one["event"] == "backend"]
+        found.append((results, [one for one in events if one["event"] == "backend"]))
+    return found
 
-    return run
+
+@pytest.fixture(scope="module")
+def probed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Probed]:
+    """What became of four jobs, by name."""
+    jobs = {
+        "own": Job(backends=(OWN,), capabilities=(*CAPABILITIES, "batch_invariance"), seed=3, cases=1),
+        "wrong": Job(
+            backends=tuple(f"{FAKES}.{name}" for name in WRONG), capabilities=("captured", "sinks"), seed=3, cases=1
+        ),
+        "all": Job(backends=(), capabilities=("plain",), seed=3, cases=1),
+        "named": Job(backends=("FLASH_ATTN",), capabilities=("plain",), seed=3, cases=1),
+    }
+    return dict(zip(jobs, probe(tmp_path_factory.mktemp("probed"), *jobs.values()), strict=True))
 
 
-def python(*arguments: str) -> subprocess.CompletedProcess[str]:
-    variables = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+@pytest.fixture(autouse=True)
+def _without_cuda() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this stand-in is for hosts without CUDA")
+
+
+def python(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), **variables}
     command = [sys.executable, *arguments]
-    return subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=500, check=False)
+    return subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=500, check=False)
 
 
 def fails(one: dict[str, Any]) -> bool:
     return judge(Declared(one["declared"]), Behaviour(one["behaviour"]), strict=True).fails
 
 
-def test_every_trial_of_the_plugins_backend_runs_and_holds(probed: Any) -> None:
-    results, backends = probed(Job(backends=(OWN,), capabilities=CAPABILITIES, seed=3, cases=1))
+def test_every_trial_of_the_plugins_backend_runs_and_holds(probed: dict[str, Probed]) -> None:
+    results, backends = probed["own"]
     assert [one["path"] for one in backends] == [OWN]
     assert not [one for one in results.values() if fails(one)]
     worked = {key[1:] for key, one in results.items() if (one["declared"], one["behaviour"]) == ("yes", "works")}
@@ -65,15 +90,11 @@ def test_every_trial_of_the_plugins_backend_runs_and_holds(probed: Any) -> None:
     assert results[OWN, "alibi", "head size 512"]["behaviour"] == "refuses"
 
 
-def test_graphs_that_keep_what_they_should_read_are_wrong(probed: Any) -> None:
-    fakes = "tests.attention.probe.cuda_fakes"
-    names = ("BakesLengths", "BakesTable", "MissesField", "WithoutSinks")
-    results, _ = probed(
-        Job(backends=tuple(f"{fakes}.{name}" for name in names), capabilities=("captured", "sinks"), seed=3, cases=1)
-    )
+def test_graphs_that_keep_what_they_should_read_are_wrong(probed: dict[str, Probed]) -> None:
+    results, _ = probed["wrong"]
 
     def told(name: str, capability: str, value: str) -> Any:
-        return results[f"{fakes}.{name}", capability, value]
+        return results[f"{FAKES}.{name}", capability, value]
 
     for name in ("BakesLengths", "BakesTable"):
         assert told(name, "plain", "causal")["behaviour"] == "works"
@@ -87,12 +108,11 @@ def test_graphs_that_keep_what_they_should_read_are_wrong(probed: Any) -> None:
     assert told("WithoutSinks", "sinks", "yes")["detail"] == "WithoutSinksImpl takes no sinks"
 
 
-def test_requests_whose_bits_depend_on_the_batch_are_seen(probed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = "tests.attention.probe.cuda_fakes.SeesOthers"
+def test_requests_whose_bits_depend_on_the_batch_are_seen(probed: dict[str, Probed], tmp_path: Path) -> None:
+    assert not [key for key in probed["own"][0] if key[1] == "batch_invariance"], "not in vLLM's mode for it"
+    fake = f"{FAKES}.SeesOthers"
     job = Job(backends=(OWN, fake), capabilities=("batch_invariance",), seed=4, cases=2)
-    assert not [key for key in probed(job)[0] if key[1] == "batch_invariance"], "not in vLLM's mode for it"
-    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    results, _ = probed(job)
+    ((results, _),) = probe(tmp_path, job, VLLM_BATCH_INVARIANT="1")
     for value in ("yes", "head size 512"):
         own = results[OWN, "batch_invariance", value]
         assert (own["declared"], own["behaviour"]) == ("yes", "works")
@@ -102,32 +122,52 @@ def test_requests_whose_bits_depend_on_the_batch_are_seen(probed: Any, monkeypat
     assert results[fake, "plain", "causal"]["behaviour"] == "works"
 
 
-def test_both_flash_attentions_of_a_cuda_host_are_probed(probed: Any) -> None:
-    stock = "vllm.v1.attention.backends.flash_attn.FlashAttentionBackend"
-    for names in ((), ("FLASH_ATTN",)):
-        _, backends = probed(Job(backends=names, capabilities=("plain",), seed=3, cases=1))
+def test_both_flash_attentions_of_a_cuda_host_are_probed(probed: dict[str, Probed]) -> None:
+    for name in ("all", "named"):
+        _, backends = probed[name]
         paths = {one["name"]: one["path"] for one in backends if one["left_out"] is None}
-        assert (paths["FLASH_ATTN"], paths[OWN]) == (stock, OWN)
-        assert len(paths) == 2 or not names
+        assert (paths["FLASH_ATTN"], paths[OWN]) == (STOCK, OWN)
+        assert len(paths) == 2 or name == "all"
         # Of vLLM's classes for ROCm some look for that device when they are asked, and must not end the probe.
         left_out = [one["left_out"] for one in backends if one["left_out"] is not None]
-        assert any("cannot be asked on this host" in reason for reason in left_out) is (not names)
+        assert any("cannot be asked on this host" in reason for reason in left_out) is (name == "all")
 
 
-def test_what_the_layer_keeps_is_on_the_device_and_nothing_else_is_made_there() -> None:
+@pytest.fixture(scope="module")
+def failed() -> dict[str, str]:
+    """The programs below that failed, each with its traceback; they run in one process, one after the other."""
+    programs = {"announced": _ANNOUNCED, "on meta": _ON_META, "windows": _WINDOWS}
+    ended = python("-c", _IN_TURN, json.dumps(programs))
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    found: dict[str, str] = json.loads(ended.stdout.splitlines()[-1])
+    assert set(found) == set(programs)
+    return found
+
+
+def test_what_the_layer_keeps_is_on_the_device_and_nothing_else_is_made_there(failed: dict[str, str]) -> None:
     """A device whose tensors hold nothing stands in for one that is not the CPU."""
-    ended = python("-c", _ON_META)
-    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert not failed["on meta"]
 
 
-def test_a_window_may_look_back_only_where_vllms_flash_attention_does() -> None:
-    ended = python("-c", _WINDOWS)
-    assert ended.returncode == 0, ended.stderr[-3000:]
+def test_a_window_may_look_back_only_where_vllms_flash_attention_does(failed: dict[str, str]) -> None:
+    assert not failed["windows"]
 
 
-def test_a_mixed_batch_is_captured_with_the_bound_that_the_model_runner_announces() -> None:
-    ended = python("-c", _ANNOUNCED)
-    assert ended.returncode == 0, ended.stderr[-3000:]
+def test_a_mixed_batch_is_captured_with_the_bound_that_the_model_runner_announces(failed: dict[str, str]) -> None:
+    assert not failed["announced"]
+
+
+_IN_TURN = """
+import json, sys, traceback
+said = {}
+for name, program in json.loads(sys.argv[1]).items():
+    try:
+        exec(program, {})
+        said[name] = ""
+    except Exception:
+        said[name] = traceback.format_exc()
+print(json.dumps(said))
+"""
 
 
 _ANNOUNCED = """
