@@ -104,8 +104,10 @@ def pymtml(gpus: Sequence[Gpu] = GPUS, *, broken: Exception | None = None) -> Mo
 
 
 def musa(calls: list[tuple[Any, ...]]) -> ModuleType:
-    """``torch.musa``, which notes what is asked of it."""
+    """``torch.musa`` with 4096 bytes in use on each device, after more; notes what is asked about a device."""
     module = ModuleType("torch.musa")
+    peaks: dict[str, int] = {}
+    cached = [512]
 
     def noting(name: str, answer: Any = None) -> Any:
         def call(*args: Any) -> Any:
@@ -114,9 +116,13 @@ def musa(calls: list[tuple[Any, ...]]) -> ModuleType:
 
         return call
 
-    for name in ("set_device", "manual_seed_all", "empty_cache", "reset_peak_memory_stats"):
-        setattr(module, name, noting(name))
-    module.max_memory_allocated = noting("max_memory_allocated", 4096)  # type: ignore[attr-defined]
+    module.set_device = lambda device: setattr(module, "current", device)  # type: ignore[attr-defined]
+    module.manual_seed_all = lambda seed: setattr(module, "seed", seed)  # type: ignore[attr-defined]
+    module.empty_cache = lambda: cached.__setitem__(0, 0)  # type: ignore[attr-defined]
+    module.reset_peak_memory_stats = (  # type: ignore[attr-defined]
+        lambda device: peaks.__setitem__(device, 4096 + cached[0])
+    )
+    module.max_memory_allocated = lambda device: peaks.get(device, 1 << 20)  # type: ignore[attr-defined]
     module.is_available = lambda: True  # type: ignore[attr-defined]
     module.get_device_capability = noting("get_device_capability", (3, 1))  # type: ignore[attr-defined]
     module.get_device_properties = noting(  # type: ignore[attr-defined]

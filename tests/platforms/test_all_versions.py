@@ -25,6 +25,7 @@ from .realvllm import Load, entry_points, own
 from .test_rivals import point
 
 every_version = pytest.mark.parametrize("version", SUPPORTED)
+ends = pytest.mark.parametrize("version", [SUPPORTED[0], SUPPORTED[-1]])
 INTERFACE = "vllm/platforms/interface.py"
 
 
@@ -51,7 +52,7 @@ def test_the_cuda_class_is_cuda_and_overrides_three_methods(
     assert (platform.device_type, platform.dispatch_key, platform.dist_backend) == ("cuda", "CUDA", "nccl")
 
 
-@every_version
+@ends
 def test_the_cuda_class_asks_vllm_first_and_dflash_then(
     version: str, real_vllm: Load, dflash: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,7 +146,7 @@ class _Misspelled:
     dist_backend = "mccl"
 
 
-@every_version
+@ends
 def test_the_check_of_the_contract_finds_faults(version: str, real_vllm: Load, vllm_tree: Callable[[str], Any]) -> None:
     real_vllm(version)
     platform = importlib.import_module("vllm.platforms.interface").Platform
@@ -230,7 +231,7 @@ def test_with_a_rival_vllm_starts_in_auto_and_stops_where_the_class_is_named(
     assert "VLLM_PLUGINS=hwplugin" in caplog.text
 
 
-@every_version
+@ends
 def test_a_platform_function_that_raises_is_dropped_by_vllm(version: str, resolver: Callable[..., Any]) -> None:
     """Why this plugin's function must not raise: nothing but vLLM's own platform would be left."""
 

@@ -50,17 +50,14 @@ def test_the_capability_is_on_no_cuda_scale_and_asked_once(platform: Any, musa_h
     assert musa_host[-1] == ("get_device_properties", 1)
 
 
-def test_the_process_uses_torch_musa(platform: Any, musa_host: list[Any]) -> None:
+def test_the_process_uses_torch_musa(platform: Any) -> None:
+    import torch
+
     platform.set_device("musa:1")
     platform.manual_seed_all(7)
+    assert (torch.musa.current, torch.musa.seed) == ("musa:1", 7)
+    # What is in use now, neither what was before nor what is only kept for later.
     assert platform.get_current_memory_usage("musa:1") == 4096.0
-    assert musa_host == [
-        ("set_device", "musa:1"),
-        ("manual_seed_all", 7),
-        ("empty_cache",),
-        ("reset_peak_memory_stats", "musa:1"),
-        ("max_memory_allocated", "musa:1"),
-    ]
 
 
 def test_a_type_is_tried_on_the_device(platform: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,20 +1,26 @@
-"""The rivals are called as vLLM's backends call them."""
+"""Each kernel attends the batch that it is given: stand-ins compute what their arguments say."""
 
 from __future__ import annotations
 
 import ast
 import dataclasses
+import inspect
+import itertools
 import sys
 import types
 
 import pytest
 import torch
 
+from vllm_hwplugin.attention import paged
 from vllm_hwplugin.bench.micro import _attention_cases as cases
 from vllm_hwplugin.bench.micro._attention_cases import AttentionCase
 from vllm_hwplugin.bench.micro._attention_inputs import Pool
 from vllm_hwplugin.bench.micro._attention_kernels import FlashAttention, FlashInfer, Ours, Triton, contiguous
 from vllm_hwplugin.bench.micro._torch_kernels import Flex, prefill_kernels
+
+from ...attention import paged_standin
+from ...attention.mate_standin import attention
 
 CASE = AttentionCase("decode", 3, 70, 4, 2, head_size=32)
 #: Its requests have 47, 164, 34 and 40 keys.
@@ -50,26 +56,124 @@ def module(monkeypatch):
     return make
 
 
-def test_ours_gets_the_batch(module, batch):
-    calls = []
+def right(batch):
+    """The answer in float64, request by request, from the keys and values that the batch says are its."""
+    case, found = batch.case, []
+    for request, length in enumerate(case.lengths):
+        query = batch.query[request * case.query : (request + 1) * case.query].double().transpose(0, 1)
+        keys, values = (
+            one.double().repeat_interleave(case.heads // case.kv_heads, 1).transpose(0, 1)
+            for one in batch.gathered(request)
+        )
+        mask = torch.ones(case.query, length, dtype=torch.bool).tril(length - case.query)
+        answer = torch.nn.functional.scaled_dot_product_attention(query, keys, values, mask, scale=batch.scale)
+        found.append(answer.transpose(0, 1))
+    return torch.cat(found)
+
+
+PLAIN = {"window_size": (-1, -1), "softcap": 0.0, "sinks": None}
+
+
+def our_stand_in(module):
+    signature, stand_in = inspect.signature(paged.paged_attention), paged_standin.paged()
+
+    def paged_attention(*tensors, **options):
+        given = signature.bind(*tensors, **options)
+        given.apply_defaults()
+        stand_in.paged_attention(*given.args, **given.kwargs)
+
+    module("vllm_hwplugin.attention.paged", Scratch=stand_in.Scratch, paged_attention=paged_attention)
+    return Ours()
+
+
+def triton_stand_in(module):
+    def unified_attention(
+        q, k, v, out, cu_seqlens_q, max_seqlen_q, seqused_k, max_seqlen_k, softmax_scale, causal, window_size,
+        block_table, softcap, q_descale, k_descale, v_descale, seq_threshold_3D=None, num_par_softmax_segments=None,
+        softmax_segm_output=None, of_a_later_version=7,
+    ):  # fmt: skip
+        assert max_seqlen_k >= int(seqused_k.max())
+        assert max_seqlen_q >= int(cu_seqlens_q.diff().max())
+        # Room for each segment of as many requests as are split, in elements of a power of two.
+        assert tuple(softmax_segm_output.shape) == (seq_threshold_3D, q.shape[1], num_par_softmax_segments, 32)
+        options = {"softmax_scale": softmax_scale, "causal": causal, "window_size": window_size, "softcap": softcap}
+        out.copy_(attention(q, k, v, cu_seqlens_q, seqused_k, block_table, **options, sinks=None))
+
+    module("vllm.v1.attention.backends.triton_attn", MIN_LAUNCH_GRID_SIZE_2D=128, NUM_PAR_SOFTMAX_SEGMENTS=16)
+    module("vllm.v1.attention.ops.triton_unified_attention", unified_attention=unified_attention)
+    return Triton()
+
+
+def flash_stand_in(module, *, paged):
+    def flash_attn_varlen_func(
+        q, k, v, out, cu_seqlens_q, max_seqlen_q, max_seqlen_k, softmax_scale, causal, fa_version, **where
+    ):
+        assert fa_version == 3
+        assert max_seqlen_q >= int(cu_seqlens_q.diff().max())
+        if "block_table" in where:
+            lengths, table = where["seqused_k"], where["block_table"]
+        else:
+            # Of one token after the other, as pages of one.
+            starts, k, v = where["cu_seqlens_k"], k.unsqueeze(1), v.unsqueeze(1)
+            lengths = starts.diff()
+            table = starts[:-1, None] + torch.arange(int(lengths.max()))
+        assert max_seqlen_k >= int(lengths.max())
+        out.copy_(attention(q, k, v, cu_seqlens_q, lengths, table, softmax_scale=softmax_scale, causal=causal, **PLAIN))
+
     module(
-        "vllm_hwplugin.attention.paged",
-        refuse=lambda *asked: f"no {asked}",
-        Scratch=types.SimpleNamespace(allocate=lambda device: f"scratch on {device}"),
-        paged_attention=lambda *tensors, **options: calls.append((tensors, options)),
+        "vllm.vllm_flash_attn.flash_attn_interface",
+        flash_attn_varlen_func=flash_attn_varlen_func,
+        is_fa_version_supported=lambda version: version == 3,
+        fa_version_unsupported_reason=lambda version: f"not {version}",
     )
-    ours = Ours()
-    assert ours.missing() is None
-    assert ours.refuses(CASE) == "no (32, torch.bfloat16, torch.bfloat16, 16)"
-    assert ours.prepare(batch)() is batch.output
-    ((tensors, options),) = calls
-    assert [a is b for a, b in zip(tensors, (batch.query, batch.keys, batch.values, batch.output), strict=True)]
-    assert options["query_start_loc"].tolist() == [0, 4, 8, 12]
-    assert options["seq_lens"].tolist() == [70] * 3
-    assert options["block_table"] is batch.block_table
-    assert (options["max_query_len"], options["causal"]) == (4, True)
-    assert options["scale"] == pytest.approx(32**-0.5)
-    assert options["scratch"] == "scratch on cpu"
+    return FlashAttention("fa", 3, 256, paged=paged)
+
+
+def flashinfer_stand_in(module, monkeypatch):
+    class Wrapper:
+        def __init__(self, workspace, layout):
+            assert layout == "NHD"
+
+        def plan(self, starts, pages, indices, last, heads, kv_heads, size, page, *, causal, sm_scale, **types):
+            self.shapes = (heads, size), (page, kv_heads, size)
+            self.starts, self.options = starts, {"softmax_scale": sm_scale, "causal": causal}
+            self.lengths = (pages.diff() - 1) * page + last
+            self.table = torch.zeros(len(last), int(pages.diff().max()), dtype=torch.int32)
+            for row, (first, end) in enumerate(itertools.pairwise(pages.tolist())):
+                self.table[row, : end - first] = indices[first:end]
+
+        def run(self, query, cache, out):
+            assert (tuple(query.shape[1:]), tuple(cache[0].shape[1:])) == self.shapes
+            out.copy_(attention(query, *cache, self.starts, self.lengths, self.table, **self.options, **PLAIN))
+
+    module("flashinfer", BatchPrefillWithPagedKVCacheWrapper=Wrapper)
+    monkeypatch.setattr(FlashInfer, "_WORKSPACE", 16)
+    return FlashInfer()
+
+
+@pytest.mark.parametrize("name", ["ours", "triton", "flash", "flash, gathered", "flashinfer"])
+def test_a_kernel_attends_the_batch(module, monkeypatch, batch, uneven, name):
+    kernel = {
+        "ours": lambda: our_stand_in(module),
+        "triton": lambda: triton_stand_in(module),
+        "flash": lambda: flash_stand_in(module, paged=True),
+        "flash, gathered": lambda: flash_stand_in(module, paged=False),
+        "flashinfer": lambda: flashinfer_stand_in(module, monkeypatch),
+    }[name]()
+    assert kernel.missing() is None
+    (whole_pages,) = Pool(1 << 16, "cpu", 0).batches(AttentionCase("decode", 2, 64, 4, 2, head_size=32), 1)
+    for one in (batch, uneven, whole_pages):
+        found = kernel.prepare(one)()
+        assert found is one.output
+        torch.testing.assert_close(found.double(), right(one), rtol=1e-2, atol=1e-2)
+
+
+def test_flash_attention_says_what_it_lacks(module):
+    kernel = flash_stand_in(module, paged=True)
+    assert "up to 256" in kernel.refuses(AttentionCase("decode", 1, 16, 1, 1))
+    assert kernel.refuses(CASE) is None
+    module("vllm.vllm_flash_attn.cute.interface")
+    assert FlashAttention("fa", 4, 512).missing() == "not 4"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,8 +198,6 @@ def test_our_triton_kernels_are_forced_where_the_device_would_take_the_other(mod
 
 
 def test_the_packages_scratch_says_which_kernel_is_taken():
-    from vllm_hwplugin.attention import paged
-
     assert "hopper" in {field.name for field in dataclasses.fields(paged.Scratch)}
 
 
@@ -103,27 +205,6 @@ def test_the_packages_scratch_says_which_kernel_is_taken():
 def test_ours_is_the_packages_own():
     assert Ours().missing() is None
     assert Ours().refuses(cases.DECODE[0]) is None
-
-
-def test_triton_gets_what_its_version_knows(module, batch, uneven):
-    got = {}
-
-    def unified_attention(
-        q, k, v, out, seqused_k, max_seqlen_k, causal, seq_threshold_3D=None, softmax_segm_output=None, extra=7
-    ):
-        got.update(locals())
-
-    module("vllm.v1.attention.backends.triton_attn", MIN_LAUNCH_GRID_SIZE_2D=128, NUM_PAR_SOFTMAX_SEGMENTS=16)
-    module("vllm.v1.attention.ops.triton_unified_attention", unified_attention=unified_attention)
-    triton = Triton()
-    assert triton.missing() is None
-    assert triton.prepare(batch)() is batch.output
-    assert got["k"] is batch.keys
-    assert (got["causal"], got["seq_threshold_3D"], got["extra"]) == (True, 64, 7)
-    assert tuple(got["softmax_segm_output"].shape) == (64, 8, 16, 32)
-    assert got["max_seqlen_k"] == 70
-    triton.prepare(uneven)()
-    assert (got["max_seqlen_k"], got["seqused_k"].tolist()) == (164, [47, 164, 34, 40])
 
 
 @pytest.mark.parametrize("version", ["0.20.2", "0.24.0", "0.26.0", "0.33.0"])
@@ -155,76 +236,11 @@ def test_what_every_triton_kernel_needs_is_passed(vllm_tree, module, batch, vers
     }
 
 
-@pytest.mark.parametrize("paged", [True, False])
-def test_flash_attention_reads_the_pages_or_what_was_gathered(module, batch, uneven, paged):
-    got = {}
-    module(
-        "vllm.vllm_flash_attn.flash_attn_interface",
-        flash_attn_varlen_func=lambda **options: got.update(options),
-        is_fa_version_supported=lambda version: version == 3,
-        fa_version_unsupported_reason=lambda version: f"not {version}",
-    )
-    attention = FlashAttention("fa", 3, 256, paged=paged)
-    assert attention.missing() is None
-    assert "up to 256" in attention.refuses(AttentionCase("decode", 1, 16, 1, 1))
-    assert attention.refuses(CASE) is None
-    assert attention.prepare(batch)() is batch.output
-    assert (got["fa_version"], got["causal"], got["max_seqlen_k"]) == (3, True, 70)
-    if paged:
-        assert got["k"] is batch.keys
-        assert got["block_table"] is batch.block_table
-    else:
-        assert got["cu_seqlens_k"].tolist() == [0, 70, 140, 210]
-        assert torch.equal(got["v"], contiguous(batch)[1])
-    attention.prepare(uneven)()
-    assert got["max_seqlen_k"] == 164
-    if paged:
-        assert got["seqused_k"].tolist() == [47, 164, 34, 40]
-    else:
-        assert got["cu_seqlens_k"].tolist() == [0, 47, 211, 245, 285]
-        assert got["k"].shape[0] == 285
-    module("vllm.vllm_flash_attn.cute.interface")
-    assert FlashAttention("fa", 4, 512).missing() == "not 4"
-
-
 def test_gathered_keys_are_those_of_the_table(batch):
     keys, values = contiguous(batch)
     block, slot = int(batch.block_table[1, 2]), 5
     assert torch.equal(keys[70 + 2 * 16 + slot], batch.keys[block, slot])
     assert torch.equal(values[70 + 2 * 16 + slot], batch.values[block, slot])
-
-
-def test_flashinfer_gets_its_pages_and_the_length_of_the_last(module, batch, uneven):
-    planned, ran = [], []
-
-    class Wrapper:
-        def __init__(self, workspace, layout):
-            assert layout == "NHD"
-
-        def plan(self, *arguments, **options):
-            planned.append((arguments, options))
-
-        def run(self, query, cache, out):
-            ran.append((query, cache, out))
-
-    module("flashinfer", BatchPrefillWithPagedKVCacheWrapper=Wrapper)
-    FlashInfer._WORKSPACE, whole = 16, FlashInfer._WORKSPACE
-    try:
-        assert FlashInfer().prepare(batch)() is batch.output
-        FlashInfer().prepare(uneven)
-    finally:
-        FlashInfer._WORKSPACE = whole
-    (arguments, options), ((_, *others), _) = planned
-    starts, pages, indices, last, *sizes = arguments
-    assert (starts.tolist(), pages.tolist(), last.tolist()) == ([0, 4, 8, 12], [0, 5, 10, 15], [6, 6, 6])
-    assert indices.tolist() == batch.block_table.flatten().tolist()
-    assert sizes == [8, 2, 32, 16]
-    assert options["causal"] is True
-    assert ran[0][2] is batch.output
-    pages, indices, last, *_ = others
-    assert (pages.tolist(), last.tolist()) == ([0, 3, 14, 17, 20], [15, 4, 2, 8])
-    table = uneven.block_table.tolist()
-    assert indices.tolist() == [*table[0][:3], *table[1], *table[2][:3], *table[3][:3]]
 
 
 def test_kernels_without_lengths_refuse_requests_of_unequal_length():
