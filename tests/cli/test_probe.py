@@ -142,7 +142,8 @@ def real(monkeypatch, tmp_path):
 def test_vllms_cpu_backend_does_what_it_declares(real):
     """Without the float8 caches: those depend on the processor, and on vLLM's rounding."""
     names = ("head_size", "dtype", "block_size", "non_causal", "sliding_window", "sinks", "softcap", "alibi", "group")
-    result, found = real(*[word for name in names for word in ("--capability", name)])
+    # In bfloat16 vLLM's kernels for processors without AVX-512 round to a little more than twice SDPA's error.
+    result, found = real("--factor", "4", *[word for name in names for word in ("--capability", name)])
     assert result.exit_code == 0, result.output
     assert {backend for backend, *_ in found} == {"CPU_ATTN"}
     holds = {key[1:] for key, one in found.items() if one["verdict"] == "holds"}
