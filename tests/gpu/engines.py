@@ -54,11 +54,11 @@ class Child:
     patched: bool
     environment: Mapping[str, str] = field(default_factory=dict)
 
-    def start(self, folder: Path, name: str) -> subprocess.Popen[bytes]:
+    def start(self, folder: Path, name: str, attempt: int) -> subprocess.Popen[bytes]:
         (folder / f"{name}.job.json").write_text(json.dumps(self.job))
         environment = child_environment(
             engine_environment("cuda", patched=self.patched, extra=self.environment),
-            provide(folder / name / "metadata"),
+            provide(folder / name / f"metadata-{attempt}"),
         )
         script = Path(__file__).with_name(self.script)
         command = [sys.executable, str(script), str(folder / f"{name}.job.json"), str(folder / f"{name}.json")]
@@ -70,7 +70,7 @@ def run_all(folder: Path, children: Mapping[str, Child], *, timeout: float = 400
     """Run the engines at the same time; their answers by name. One that was disturbed by another starts again."""
     waiting = dict(children)
     for attempt in range(_ATTEMPTS):
-        running = {name: child.start(folder, name) for name, child in waiting.items()}
+        running = {name: child.start(folder, name, attempt) for name, child in waiting.items()}
         codes = {name: process.wait(timeout=timeout) for name, process in running.items()}
         logs = {name: (folder / f"{name}.log").read_text(errors="replace") for name in running}
         waiting = {

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two GPUs: tensor, data and pipeline parallelism, stock vLLM and the plugin next to each other.
+
+With tensor parallelism each worker is a process of its own, which has to find the same graphs by itself. With data and
+pipeline parallelism the drafter may stay as in stock; then the record of each worker's process says why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_hwplugin.bench import engine_environment, find_checkpoints, load_prompts
+from vllm_hwplugin.bench._entry_points import provide
+from vllm_hwplugin.bench._launch import _records, child_environment
+
+from . import gemma_shape
+from .engines import SMALL_ENGINE
+from .findings import keep
+from .test_drafter_graphs import deepseek
+from .test_gemma_shape import parted, requests
+
+pytestmark = [pytest.mark.gpu, pytest.mark.engine]
+
+SMALL = find_checkpoints(None)
+SIDES = ("stock", "patched")
+AT_ONCE = 5
+ACCEPTANCE_TOLERANCE = 0.01
+# As test_gemma_shape has them, and why.
+TIE, COMPARED = 0.1, 0.65
+
+
+def speculation(method: str, k: int) -> dict[str, Any]:
+    return {"method": method, "model": str(SMALL.drafter(method)), "num_speculative_tokens": k}
+
+
+FULL = {"compilation_config": {"cudagraph_mode": "FULL"}}
+TP = {"tensor_parallel_size": 2, **FULL}
+CASES: dict[str, dict[str, Any]] = {
+    "tp gemma": {"tensor_parallel_size": 2},
+    "tp eagle3": {"speculative_config": speculation("eagle3", 3), **TP},
+    "tp dflash": {"speculative_config": speculation("dflash", 7), **TP},
+    "dp eagle3": {"speculative_config": speculation("eagle3", 3), "data_parallel_size": 2, **FULL},
+    "pp eagle3": {"speculative_config": speculation("eagle3", 3), "pipeline_parallel_size": 2, **FULL},
+    # With async scheduling, its default, vLLM's V1 runner up to 0.30 has no drafts on a first stage.
+    "pp mtp": {"pipeline_parallel_size": 2, "async_scheduling": False, **FULL},
+}
+
+
+def job_of(name: str, side: str, folder: Path) -> dict[str, Any]:
+    options = {**SMALL_ENGINE, **CASES[name]}
+    if name == "tp gemma":
+        prompts, tokens = requests()
+        target, draft = gemma_shape.write_configs(folder / "model", images=True)
+        del options["max_model_len"]  # the model's own, as the child knows it
+        options |= {"kv_cache_memory_bytes": 2 << 30, "gpu_memory_utilization": 0.1, "dtype": "float16"}
+        if side == "patched":
+            options |= {
+                "speculative_config": gemma_shape.speculation(draft),
+                "attention_config": {"backend": "FLASH_ATTN"},
+                **FULL,
+            }
+        else:
+            # Stock vLLM cannot serve the draft of this shape; its own text is what the target says.
+            options |= {"attention_config": {"backend": "TRITON_ATTN"}, "enforce_eager": True}
+        return {"gemma": str(target), "options": options, "prompts": prompts, "tokens": tokens}
+    dice = random.Random(0)
+    prompts = [list(prompt[: dice.randrange(8, 96)]) for prompt in load_prompts(SMALL, 40)]
+    if name == "pp mtp":
+        speculative_config = deepseek(folder / "model")
+        model = folder / "model"
+        options |= {"speculative_config": speculative_config, "load_format": "dummy", "skip_tokenizer_init": True}
+    else:
+        model = SMALL.target
+    options["model"] = str(model)
+    return {"options": options, "prompts": prompts, "tokens": [dice.randrange(16, 120) for _ in prompts]}
+
+
+def run(folder: Path, name: str, side: str) -> dict[str, Any]:
+    """An engine's answer, with the decisions that its processes recorded, or `{"error": the end of its log}`."""
+    folder.mkdir()
+    (folder / "job.json").write_text(json.dumps(job_of(name, side, folder)))
+    # With data parallelism each rank has an engine core, which is a process.
+    variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"} if name == "dp eagle3" else {}
+    environment = engine_environment("cuda", patched=side == "patched", extra=variables)
+    since = datetime.now(timezone.utc) - timedelta(milliseconds=1)
+    with (folder / "log").open("wb") as stream:
+        child = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("two_gpus_child.py")), "job.json", "answer.json"],
+            cwd=folder,
+            env=child_environment(environment, provide(folder / "metadata")),
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            code = child.wait(timeout=300)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            # What a crashed engine leaves behind keeps the GPU's memory.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+    if code != 0:
+        return {"error": f"exit code {code}\n" + (folder / "log").read_text(errors="replace")}
+    answer: dict[str, Any] = json.loads((folder / "answer.json").read_text())
+    answer["records"] = _records(child.pid, since)
+    return answer
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], dict[str, Any]]:
+    import torch
+
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one GPU; two are needed")
+    folder = tmp_path_factory.mktemp("two-gpus")
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        started = {
+            (name, side): pool.submit(run, folder / f"{name}-{side}".replace(" ", "-"), name, side)
+            for name in CASES
+            for side in SIDES
+        }
+        answers = {key: future.result() for key, future in started.items()}
+    for (name, side), answer in answers.items():
+        facts = {key: value for key, value in answer.items() if key not in ("texts", "choices")}
+        if "error" in facts:
+            facts["error"] = facts["error"][-6000:]
+        keep(f"two GPUs {name} {side}", facts)
+    return answers
+
+
+def both(engines: dict[tuple[str, str], dict[str, Any]], name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    for side in SIDES:
+        assert "error" not in engines[name, side], engines[name, side]["error"][-4000:]
+    return engines[name, "stock"], engines[name, "patched"]
+
+
+def acceptance(answer: dict[str, Any]) -> list[float]:
+    return [count / answer["drafts"] for count in answer["accepted"]]
+
+
+@pytest.mark.parametrize("name", ["tp eagle3", "tp dflash"])
+def test_tensor_parallel_workers_draft_in_graphs_as_stock_does(
+    engines: dict[tuple[str, str], dict[str, Any]], name: str
+) -> None:
+    stock, patched = both(engines, name)
+    assert patched["texts"] == stock["texts"]
+    assert acceptance(patched) == pytest.approx(acceptance(stock), abs=ACCEPTANCE_TOLERANCE)
+    assert len(patched["workers"]) == 2
+    for worker in patched["workers"]:
+        assert worker["runner"] == "V1"
+        assert worker["platform"].startswith("vllm_hwplugin.")
+        assert worker["graph_modes"]["drafter"] == "FULL", worker["decisions"]
+        assert worker["draft_phases_in_graphs"] > 0.9 * worker["draft_phases"] > 0
+    for worker in stock["workers"]:
+        assert worker["graph_replays"]["draft"] == 0
+
+
+def test_the_gemma_shape_with_tensor_parallelism(engines: dict[tuple[str, str], dict[str, Any]]) -> None:
+    stock, patched = both(engines, "tp gemma")
+    gaps, compared = parted(stock, patched)
+    assert max(gaps, default=0.0) <= TIE
+    assert compared >= COMPARED
+    for worker in patched["workers"]:
+        assert worker["graph_modes"] == {"target": "FULL", "drafter": "FULL"}, worker["decisions"]
+        assert worker["draft_phases_in_graphs"] > 0.9 * worker["draft_phases"] > 0
+
+
+def test_data_parallel_ranks_serve_as_stock_does(engines: dict[tuple[str, str], dict[str, Any]]) -> None:
+    stock, patched = both(engines, "dp eagle3")
+    assert patched["texts"] == stock["texts"]
+    said = [entry["decisions"].get("draft-full-graph", "") for entry in patched["records"]]
+    # Ranks of a dense model are engines of their own; where vLLM couples them, the drafter stays as in stock.
+    assert sum("FULL drafter graphs" in text or "with data parallelism" in text for text in said) == 2, said
+
+
+def test_pipeline_parallel_stages_are_refused_to_an_eagle3_draft_by_vllm_itself(
+    engines: dict[tuple[str, str], dict[str, Any]],
+) -> None:
+    for side in SIDES:
+        refusal = engines["pp eagle3", side].get("error", "it started")
+        assert "Pipeline parallelism is not supported for this model" in refusal, refusal[-4000:]
+
+
+def test_pipeline_parallel_stages_serve_as_stock_does(engines: dict[tuple[str, str], dict[str, Any]]) -> None:
+    stock, patched = both(engines, "pp mtp")
+    assert patched["texts"] == stock["texts"]
+    assert acceptance(patched) == pytest.approx(acceptance(stock), abs=ACCEPTANCE_TOLERANCE)
+    drafting = [worker for worker in patched["workers"] if worker["drafts"]]
+    assert len(drafting) == 1
+    assert drafting[0]["draft_phases_in_graphs"] > 0, drafting[0]["decisions"]

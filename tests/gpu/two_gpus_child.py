@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One engine whose workers are processes of their own, and what each did: `python two_gpus_child.py JOB ANSWER`."""
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+import gemma_shape
+
+from vllm_hwplugin.bench._inside import counters
+
+# The likeliest tokens that vLLM gives by default at most.
+CHOICES = 20
+
+
+def sampling(job: dict) -> list:
+    from vllm import SamplingParams
+
+    return [
+        SamplingParams(
+            temperature=0.0,
+            max_tokens=tokens,
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=CHOICES if "gemma" in job else None,
+        )
+        for tokens in job["tokens"]
+    ]
+
+
+def watch(worker) -> None:
+    """Runs in a worker: count from here on."""
+    import torch
+
+    from vllm_hwplugin.bench._watch import watched
+
+    graphs = torch.cuda.CUDAGraph if torch.cuda.is_available() else None
+    worker.worker.hwplugin_watch = watched(worker.worker.model_runner, graphs)
+    worker.worker.hwplugin_counts = worker.worker.hwplugin_watch.__enter__()
+
+
+def report(worker) -> dict:
+    """Runs in a worker: what was counted, and what the process has on record."""
+    from vllm_hwplugin import record
+    from vllm_hwplugin.bench._inside import drafter_of, graph_modes, platform_class, runner_generation
+
+    runner, entry = worker.worker.model_runner, record.current()
+    worker.worker.hwplugin_watch.__exit__(None, None, None)
+    return {
+        "runner": runner_generation(runner),
+        "drafts": drafter_of(runner) is not None,
+        "platform": platform_class(),
+        "graph_modes": graph_modes(runner),
+        "decisions": dict(entry.decisions) if entry is not None else {},
+        **worker.worker.hwplugin_counts.facts(),
+    }
+
+
+def offline(job: dict) -> dict:
+    from vllm import LLM
+
+    options = dict(job["options"])
+    if "gemma" in job:
+        gemma_shape.register_weights()
+        options = {**gemma_shape.model_options(Path(job["gemma"])), **options}
+    llm = LLM(**options)
+    llm.collective_rpc(watch)
+    prompts = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
+    outputs = llm.generate(prompts, sampling_params=sampling(job), use_tqdm=False)
+    return {
+        "texts": [list(output.outputs[0].token_ids) for output in outputs],
+        "choices": [
+            [sorted(((choice.logprob, token) for token, choice in at.items()), reverse=True) for at in one]
+            for one in (output.outputs[0].logprobs or () for output in outputs)
+        ],
+        "workers": llm.collective_rpc(report),
+        **counters(llm),
+    }
+
+
+def online(job: dict) -> dict:
+    """With data parallelism, which `LLM` has not: what `vllm serve` starts, without the HTTP server."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    async def run() -> list[list[int]]:
+        engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**job["options"]))
+
+        async def one(number: int, prompt: list[int], params) -> list[int]:
+            params.output_kind = RequestOutputKind.FINAL_ONLY
+            final = [output async for output in engine.generate({"prompt_token_ids": prompt}, params, f"r{number}")]
+            return list(final[-1].outputs[0].token_ids)
+
+        try:
+            pairs = zip(job["prompts"], sampling(job), strict=True)
+            return await asyncio.gather(*(one(i, *pair) for i, pair in enumerate(pairs)))
+        finally:
+            engine.shutdown()
+
+    return {"texts": asyncio.run(run())}
+
+
+if __name__ == "__main__":
+    given = json.loads(Path(sys.argv[1]).read_text())
+    answer = online(given) if given["options"].get("data_parallel_size", 1) > 1 else offline(given)
+    Path(sys.argv[2]).write_text(json.dumps(answer))
