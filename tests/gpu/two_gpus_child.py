@@ -23,10 +23,21 @@ def sampling(job: dict) -> list:
             max_tokens=tokens,
             ignore_eos=True,
             detokenize=False,
-            logprobs=CHOICES if "gemma" in job else None,
+            logprobs=CHOICES,
         )
         for tokens in job["tokens"]
     ]
+
+
+def said(completions: list) -> dict:
+    """The texts, and at each token the likeliest ones, best first."""
+    return {
+        "texts": [list(completion.token_ids) for completion in completions],
+        "choices": [
+            [sorted(((choice.logprob, token) for token, choice in at.items()), reverse=True) for at in one.logprobs]
+            for one in completions
+        ],
+    }
 
 
 def watch(worker) -> None:
@@ -69,11 +80,7 @@ def offline(job: dict) -> dict:
     prompts = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
     outputs = llm.generate(prompts, sampling_params=sampling(job), use_tqdm=False)
     return {
-        "texts": [list(output.outputs[0].token_ids) for output in outputs],
-        "choices": [
-            [sorted(((choice.logprob, token) for token, choice in at.items()), reverse=True) for at in one]
-            for one in (output.outputs[0].logprobs or () for output in outputs)
-        ],
+        **said([output.outputs[0] for output in outputs]),
         "workers": llm.collective_rpc(report),
         **counters(llm),
     }
@@ -85,13 +92,13 @@ def online(job: dict) -> dict:
     from vllm.sampling_params import RequestOutputKind
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    async def run() -> list[list[int]]:
+    async def run() -> list:
         engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**job["options"]))
 
-        async def one(number: int, prompt: list[int], params) -> list[int]:
+        async def one(number: int, prompt: list[int], params):
             params.output_kind = RequestOutputKind.FINAL_ONLY
             final = [output async for output in engine.generate({"prompt_token_ids": prompt}, params, f"r{number}")]
-            return list(final[-1].outputs[0].token_ids)
+            return final[-1].outputs[0]
 
         try:
             pairs = zip(job["prompts"], sampling(job), strict=True)
@@ -99,7 +106,7 @@ def online(job: dict) -> dict:
         finally:
             engine.shutdown()
 
-    return {"texts": asyncio.run(run())}
+    return said(asyncio.run(run()))
 
 
 if __name__ == "__main__":
