@@ -256,6 +256,13 @@ def attempt():
     "DFlash module": [Scenario(INSTALL + DFLASH_MODULE, _state())],
     "DFlash mixture": [Scenario(INSTALL + DFLASH_MODULE, _state("vllm/v1/pack/__init__.py"))],
     "DFlash config": [Scenario(INSTALL + DFLASH_CONFIG, _made_up)],
+    "DFlash served": [
+        Scenario(
+            INSTALL + DFLASH_CONFIG.replace("hidden_size=32, block_size=8", "hidden_size=64, block_size=7"),
+            _made_up,
+            THIRD,
+        )
+    ],
     "DFlash fault": [Scenario(INSTALL + DFLASH_FAULT, _made_up, THIRD)],
     "engine": [
         Scenario(

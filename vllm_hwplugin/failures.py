@@ -129,6 +129,13 @@ PATCHES: Final = (
         "stops",
     ),
     Failure(
+        "DFlash served",
+        "DFlash: a draft or a setting that some version of vLLM serves, with fewer accepted tokens",
+        "said",
+        "stops",
+        "said",
+    ),
+    Failure(
         "DFlash fault", "DFlash: the plugin fails at a configuration, through a fault in it", "said", "stops", "stops"
     ),
     Failure(

@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.engine]
 SMALL = find_checkpoints(None)
 
 # bf16 kernels choose other splits at other padded sizes, which flips a near-tie now and then.
-SAME_DRAFTS = 0.97
+SAME_DRAFTS = 0.99
 ACCEPTANCE_TOLERANCE = 0.01
 
 
@@ -202,6 +202,9 @@ def test_drafts_equal_stock(name: str, tmp_path: Path) -> None:
 
 
 def same_drafts(stock: list[list[list[int]]], patched: list[list[list[int]]]) -> float:
-    """The share of draft phases that gave the same tokens, as long as both sides had the same batches."""
-    pairs = [(one, other) for one, other in zip(stock, patched, strict=False) if len(one) == len(other)]
-    return sum(one == other for one, other in pairs) / max(len(stock), len(patched))
+    """The share of drafted tokens that are the same, as long as both sides had the same batches."""
+    same = 0
+    for one, other in zip(stock, patched, strict=False):
+        if len(one) == len(other):
+            same += sum(a == b for rows in zip(one, other, strict=True) for a, b in zip(*rows, strict=True))
+    return same / max(sum(len(row) for phase in side for row in phase) for side in (stock, patched))

@@ -85,10 +85,10 @@ def spots_in(plan: Plan, path: str, lines: list[str]) -> list[Spot]:
 
 
 def random_edit(rng: random.Random, lines: list[str], spots: list[Spot]) -> LineEdit:
-    """Half of them in and around a hunk, where they matter."""
+    """Most of them in a hunk or right beside it, where they matter."""
     spot = rng.choice(spots)
-    near = rng.random() < 0.5
-    at = rng.randrange(max(spot.start - 2, 0), min(spot.end + 2, len(lines))) if near else rng.randrange(len(lines))
+    near = rng.random() < 0.7
+    at = rng.randrange(max(spot.start - 1, 0), min(spot.end + 1, len(lines))) if near else rng.randrange(len(lines))
     # Of two equal lines in a row nobody can tell which one was deleted.
     alone = lines[at] not in (*lines[max(at - 1, 0) : at], *lines[at + 1 : at + 2])
     return LineEdit(rng.choice(["change", "insert", "delete"] if alone else ["change", "insert"]), at)

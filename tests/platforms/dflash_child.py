@@ -87,6 +87,8 @@ def outcome(vllm_config: Any) -> dict:
 
 
 def configurations(folder: str) -> dict[str, Any]:
+    from vllm_hwplugin import record
+
     use_platform()
     made: dict[str, Any] = {}
 
@@ -120,6 +122,9 @@ def configurations(folder: str) -> dict[str, Any]:
     add("eager", enforce_eager=True)
     add("no speculation", speculative_config=None)
     add("block", k=8)
+    made["block said"] = record.current().decisions["dflash-config"]
+    os.environ["VLLM_HWPLUGIN_DFLASH_FULL_GRAPH"] = "on"
+    add("block, required", k=8)
     return made
 
 

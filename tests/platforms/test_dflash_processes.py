@@ -95,10 +95,16 @@ def test_real_configurations_that_are_left_to_vllm(configurations: dict[str, Any
     assert configurations["no speculation"]["sizes"][:4] == [1, 2, 4, 8]
 
 
-def test_bad_input_ends_the_making_of_a_real_configuration(configurations: dict[str, Any]) -> None:
-    """pydantic wraps the error, and the message is in it."""
-    assert configurations["block"].startswith("ValidationError")
-    assert "num_speculative_tokens=8 does not fit the DFlash draft" in configurations["block"]
+def test_more_tokens_than_the_drafts_block_end_a_real_configuration_only_where_the_feature_is_required(
+    configurations: dict[str, Any],
+) -> None:
+    """Stock vLLM serves it. pydantic wraps the error, and the message is in it."""
+    said = "num_speculative_tokens=8 does not fit the DFlash draft"
+    # Blocks of nine tokens: the last accepted one and the eight asked for.
+    assert configurations["block"]["sizes"][0] == 9
+    assert said in configurations["block said"]
+    assert configurations["block, required"].startswith("ValidationError")
+    assert said in configurations["block, required"]
 
 
 TARGETS = [
