@@ -4,6 +4,8 @@ import json
 import sys
 from pathlib import Path
 
+from drafts import listen, written
+
 from vllm_hwplugin.bench._inside import counters, model_runner, platform_class
 
 
@@ -14,15 +16,8 @@ def main(job: dict) -> dict:
 
     llm = LLM(**job["options"])
     runner = model_runner(llm)
-    propose = runner.drafter.propose
-    drafts: list[list[list[int]]] = []
-
-    def listening(*args, **kwargs):
-        result = propose(*args, **kwargs)
-        drafts.append(result.tolist())
-        return result
-
-    runner.drafter.propose = listening
+    drafts: dict = {}
+    listen(runner, drafts)
     graphs = getattr(runner.drafter, "draft_graphs", None)
     modes = first_pass_modes(graphs) if graphs is not None else []
     sampling = [
@@ -34,7 +29,7 @@ def main(job: dict) -> dict:
     counts = counters(llm)
     return {
         "texts": [list(output.outputs[0].token_ids) for output in outputs],
-        "drafts": drafts,
+        "drafts": written(drafts),
         "accepted": [count / counts["drafts"] for count in counts["accepted"]],
         "decisions": dict(record.current().decisions) if graphs is not None else {},
         "platform": platform_class(),

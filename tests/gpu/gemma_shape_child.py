@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import gemma_shape
+from drafts import listen, written
 
 from vllm_hwplugin.bench._inside import (
     check_runner,
@@ -52,33 +53,13 @@ def main(job: dict) -> dict:
             [sorted(((choice.logprob, token) for token, choice in at.items()), reverse=True) for at in one]
             for one in (output.outputs[0].logprobs for output in outputs)
         ],
-        "drafts": [[request, known, tokens] for (request, known), tokens in sorted(drafts.items())],
+        "drafts": written(drafts),
         "graph_modes": graph_modes(runner),
         "captured": 0 if graphs is None or graphs._graphs is None else len(graphs._graphs.concrete_cudagraph_entries),
         "accepted": counters(llm)["accepted"],
         "decisions": dict(record.current().decisions) if record.current() is not None else {},
         **counts.facts(),
     }
-
-
-def listen(runner, drafts: dict) -> None:
-    """Write down what is drafted, by the number of the request and how many tokens of it are computed by then."""
-    drafter = drafter_of(runner)
-    propose = drafter.propose
-
-    def listening(*args, **kwargs):
-        metadata, rejected = kwargs["common_attn_metadata"], kwargs["num_rejected_tokens_gpu"]
-        computed = metadata.seq_lens[: metadata.num_reqs]
-        if rejected is not None:
-            computed = computed - rejected[: metadata.num_reqs]
-        computed = computed.tolist()
-        result = propose(*args, **kwargs)
-        for request, known, tokens in zip(runner.input_batch.req_ids, computed, result.tolist(), strict=False):
-            # vLLM numbers the requests, and from some version on adds a random part.
-            drafts[int(request.split("-")[0]), known] = tokens
-        return result
-
-    drafter.propose = listening
 
 
 def layers(runner) -> list[dict]:

@@ -29,6 +29,7 @@ from vllm_hwplugin.bench._entry_points import provide
 from vllm_hwplugin.bench._launch import child_environment
 
 from . import gemma_shape
+from .drafts import same_drafts
 from .engines import SMALL_ENGINE
 from .findings import keep
 
@@ -152,7 +153,7 @@ def reported(answer: dict[str, Any], answers: dict[str, dict[str, Any]]) -> dict
         gaps, compared = parted(answers["stock plain"], answer)
         facts |= {"gaps": sorted(gaps), "compared": compared}
     if answer["drafts"] and "error" not in answers["patched eager"]:
-        facts |= {"same_drafts": same_drafts(answers["patched eager"], answer)}
+        facts |= {"same_drafts": same_drafts(requests()[0], answers["patched eager"], answer)}
     return facts
 
 
@@ -180,21 +181,6 @@ def parted(reference: dict[str, Any], other: dict[str, Any]) -> tuple[list[float
             likely = {token: logprob for logprob, token in choices[differ[0]]}
             gaps.append(likely[one[differ[0]]] - likely.get(text[differ[0]], float("-inf")))
     return gaps, same / count
-
-
-def same_drafts(reference: dict[str, Any], other: dict[str, Any]) -> dict[str, float]:
-    """How many drafted tokens were compared, after the same text, and the share that is the same."""
-    prompts, _ = requests()
-    known = {(request, computed): tokens for request, computed, tokens in reference["drafts"]}
-    same, count = 0, 0
-    for request, computed, tokens in other["drafts"]:
-        # The next token stands in the text, and is not computed yet.
-        written = max(computed + 1 - len(prompts[request]), 0)
-        texts = [side["texts"][request][:written] for side in (reference, other)]
-        if texts[0] == texts[1] and (request, computed) in known:
-            same += sum(a == b for a, b in zip(tokens, known[request, computed], strict=True))
-            count += len(tokens)
-    return {"compared": count, "share": same / max(count, 1)}
 
 
 def agree(reference: dict[str, Any], other: dict[str, Any]) -> None:
@@ -242,7 +228,7 @@ def test_each_layer_is_on_its_kernel(engines: dict[str, dict[str, Any]]) -> None
 def test_graphs_draft_as_none_do(engines: dict[str, dict[str, Any]]) -> None:
     eager, patched = started(engines["patched eager"]), started(engines["patched"])
     assert eager["graph_replays"] == {"target": 0, "draft": 0}
-    found = same_drafts(eager, patched)
+    found = same_drafts(requests()[0], eager, patched)
     assert found["compared"] > 1000
     assert found["share"] >= SAME_DRAFTS
     # Else there would be nothing to tell right drafts from wrong ones by.
