@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
+from pathlib import Path
 
 import pytest
 from packaging.version import Version
@@ -15,6 +17,11 @@ from .engines import SMALL_ENGINE
 pytestmark = [pytest.mark.gpu, pytest.mark.engine]
 
 SMALL = bench.find_checkpoints(None)
+
+
+def v2_can_be_shut_down() -> bool:
+    (folder,) = importlib.util.find_spec("vllm").submodule_search_locations
+    return "def shutdown(" in (Path(folder) / "v1/worker/gpu/model_runner.py").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
@@ -32,6 +39,8 @@ def test_what_an_engine_uses(method: str, k: int, v2_runner: bool, used: set[str
     version = Version(importlib.metadata.version("vllm"))
     if method == "dflash" and v2_runner and version < Version("0.24.0"):
         pytest.skip(f"Model Runner V2 has no DFlash before vLLM 0.24.0, this is {version}")
+    if v2_runner and not v2_can_be_shut_down():
+        pytest.skip(f"Model Runner V2 of vLLM {version} has no shutdown, so its engine ends with an error")
     if method == "dflash" and version < Version("0.21.0"):
         # There the draft's configuration is made by the feature, whichever backend it comes to.
         used = used | {"dflash-draft-backend"}
