@@ -47,7 +47,7 @@ class RealVllm:
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name.partition(".")[0] != "vllm":
             return None
-        return ModuleSpec(name, self, is_package=True)
+        return ModuleSpec(name, self, is_package=REAL.get(name, "__init__.py").endswith("__init__.py"))
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return None if spec.name in REAL else _Stub(spec.name)
@@ -57,8 +57,6 @@ class RealVllm:
         if path is not None:
             text = self._tree.read(path)
             assert text is not None, f"vLLM {self.version} has no {path}"
-            if not path.endswith("__init__.py"):
-                module.__package__ = module.__name__.rpartition(".")[0]
             exec(compile(text, path, "exec", dont_inherit=True), vars(module))
         elif module.__name__ == "vllm.logger":
             module.init_logger = _logger  # type: ignore[attr-defined]
