@@ -5,7 +5,8 @@ Nothing here was recorded on MUSA hardware. Each shape comes from what is publis
 
 - ``pymtml``: mthreads-ml-py 2.4.3 (its one module, read). The functions that are here have its names and parameters;
   a call outside ``mtmlLibraryInit``/``mtmlLibraryShutDown`` raises ``MTMLError``, which has a code for it (666,
-  "Uninitialized"); ``sbdf`` is a ctypes char array there, so bytes here; ``mtmlMemoryContext`` is a context manager.
+  "Uninitialized"); and so does a second ``mtmlLibraryInit``, as 2.2 (read) keeps one handle and cannot start twice;
+  ``sbdf`` is a ctypes char array there, so bytes here; ``mtmlMemoryContext`` is a context manager.
 - ``torchada``: 0.1.103 (read): ``is_musa_platform``, ``get_device_name``, ``__version__``; importing it replaces
   ``torch.cuda`` by a module whose attributes are ``torch.musa``'s, except ``is_available``, which stays torch's own.
 - ``torch_musa``: by PyTorch's documentation of PrivateUse1 backends (a device module ``torch.<name>`` with
@@ -43,7 +44,7 @@ GPUS = (
 def pymtml(gpus: Sequence[Gpu] = GPUS, *, broken: Exception | None = None) -> ModuleType:
     """The module on a host with these GPUs; ``broken`` is what its initialisation raises."""
     module = ModuleType("pymtml")
-    module.open = 0  # type: ignore[attr-defined]
+    module.open, module.started = 0, False  # type: ignore[attr-defined]
 
     class MTMLError(Exception):
         pass
@@ -55,6 +56,9 @@ def pymtml(gpus: Sequence[Gpu] = GPUS, *, broken: Exception | None = None) -> Mo
     def mtmlLibraryInit() -> None:
         if broken is not None:
             raise broken
+        if module.started:
+            raise MTMLError("Already Initialized")
+        module.started = True
         module.open += 1
 
     def mtmlLibraryShutDown() -> None:

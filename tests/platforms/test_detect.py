@@ -115,10 +115,9 @@ def musa_host(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("musa_host")
-def test_moore_threads_gpus_are_counted_and_the_library_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_moore_threads_gpus_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(package, "_mtml", own("vllm_hwplugin.platforms._mtml"), raising=False)
     assert probe_musa() == Musa(devices=3)
-    assert sys.modules["pymtml"].open == 0
 
 
 @pytest.mark.usefixtures("musa_host")

@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 import sys
+import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 
 import pytest
@@ -18,7 +21,7 @@ def mtml(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     library = standins.pymtml()
     monkeypatch.setitem(sys.modules, "pymtml", library)
     yield own("vllm_hwplugin.platforms._mtml")
-    assert library.open == 0, "the library was left open"
+    assert library.open == 1, "the library was shut down, or never started"
 
 
 def test_facts_are_those_of_the_physical_index(mtml: ModuleType) -> None:
@@ -27,6 +30,37 @@ def test_facts_are_those_of_the_physical_index(mtml: ModuleType) -> None:
     assert mtml.uuid(1) == "uuid-1"
     assert mtml.total_memory(2) == 48 << 30
     assert mtml.pci_bus_id(2) == "0000:86:00.0"
+
+
+def test_threads_share_one_library(mtml: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first question of each of several threads, at once: a second start, or an end in between, is an error."""
+    library = sys.modules["pymtml"]
+    start, asked = library.mtmlLibraryInit, threading.Barrier(4)
+
+    def slow() -> None:
+        time.sleep(0.05)
+        start()
+
+    monkeypatch.setattr(library, "mtmlLibraryInit", slow)
+
+    def ask(index: int) -> str:
+        asked.wait()
+        return str(mtml.uuid(index))
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(ask, [0, 1, 2, 0])) == ["uuid-0", "uuid-1", "uuid-2", "uuid-0"]
+
+
+def test_a_library_that_does_not_start_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = standins.pymtml()
+    monkeypatch.setitem(sys.modules, "pymtml", library)
+    mtml = own("vllm_hwplugin.platforms._mtml")
+    start = library.mtmlLibraryInit
+    monkeypatch.setattr(library, "mtmlLibraryInit", standins.pymtml(broken=OSError("no driver")).mtmlLibraryInit)
+    with pytest.raises(OSError, match="no driver"):
+        mtml.count()
+    monkeypatch.setattr(library, "mtmlLibraryInit", start)
+    assert mtml.count() == 3
 
 
 def test_an_index_that_the_driver_does_not_have_is_its_error(mtml: ModuleType) -> None:

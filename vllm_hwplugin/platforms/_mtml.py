@@ -3,15 +3,23 @@
 
 The calls are those of ``pymtml`` (distribution mthreads-ml-py, read at 2.4.3). Like NVML it knows nothing of
 ``MUSA_VISIBLE_DEVICES``: an index is the physical one, and mapping is the caller's business. Not run on MUSA hardware.
+
+The library is started at the first question of a process and stays until its end; questions of several threads wait for
+each other. Up to 2.2 ``pymtml`` has one handle for all callers, which whoever shuts down first takes from the others,
+and a library that was shut down does not start again.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import pymtml
+
+_lock = threading.RLock()
+_started = False
 
 
 def count() -> int:
@@ -61,11 +69,12 @@ def fully_connected(indices: Sequence[int]) -> bool:
 
 @contextmanager
 def _library() -> Iterator[None]:
-    pymtml.mtmlLibraryInit()
-    try:
+    global _started
+    with _lock:
+        if not _started:
+            pymtml.mtmlLibraryInit()
+            _started = True
         yield
-    finally:
-        pymtml.mtmlLibraryShutDown()
 
 
 @contextmanager
