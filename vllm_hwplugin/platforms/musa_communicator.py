@@ -1,22 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
 """Collectives between Moore Threads GPUs, by ``torch.distributed`` over MCCL. Not run on MUSA hardware.
 
-vLLM's communicator for CUDA is no choice here: it loads NCCL by itself and has peer-to-peer kernels of ``vllm._C``.
-Expert parallelism with data parallelism needs an all-to-all manager, which this communicator does not have.
+What vLLM's communicator for CUDA does is no choice here: it loads NCCL by itself and has peer-to-peer kernels of
+``vllm._C``. Expert parallelism with data parallelism needs an all-to-all manager, which this communicator does not
+have.
 """
 
 from __future__ import annotations
 
 from datetime import timedelta
+from types import FunctionType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
+from vllm.distributed.device_communicators.cuda_communicator import CudaCommunicator
+
+# All that vLLM's communicator for any device of torch.distributed does, as a class that can stand before
+# CudaCommunicator, which derives from that one.
+_ByTorch: Any = type(
+    "_ByTorch",
+    (),
+    {name: member for name, member in vars(DeviceCommunicatorBase).items() if isinstance(member, FunctionType)},
+)
 
 
-class MusaCommunicator(DeviceCommunicatorBase):  # type: ignore[misc]  # vLLM is not there where the types are checked
-    """vLLM's communicator for any device of ``torch.distributed``, with an all-reduce that keeps its input."""
+class MusaCommunicator(_ByTorch, CudaCommunicator):  # type: ignore[misc]  # vLLM is not there where types are checked
+    """vLLM's communicator for any device of ``torch.distributed``, with an all-reduce that keeps its input.
+
+    It is a ``CudaCommunicator`` by name alone: around the capture of graphs ``GroupCoordinator.graph_capture`` accepts
+    no other class in all versions. It is made as ``DeviceCommunicatorBase`` is, and has none of the other's parts.
+    """
+
+    # What CudaCommunicator.__init__ sets, in any version.
+    pynccl_comm = ca_comm = qr_comm = symm_mem_comm = fi_ar_comm = fi_pcie_ipc_ar_comm = aiter_ar_comm = None
+    use_custom_allreduce = use_torch_symm_mem = use_flashinfer_allreduce = use_flashinfer_pcie_ipc_allreduce = False
+    use_aiter_allreduce = use_aiter_ag_rs = False
 
     def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
         """Sum over the group.
