@@ -142,3 +142,25 @@ def test_flash_attn_by_name_tells_what_it_refuses(monkeypatch: pytest.MonkeyPatc
     with_mate(monkeypatch, "head_size not supported")
     with pytest.raises(ValueError, match="FLASH_ATTN: head_size not supported"):
         attention.choose(FLASH, Config(), None, {})
+
+
+@pytest.mark.parametrize(
+    "error",
+    [AttributeError("module 'mate' has no attribute"), RuntimeError("no visible device"), ValueError("tvm_ffi")],
+)
+def test_a_mate_that_fails_when_it_is_imported_leads_to_another_backend_and_is_told(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Fails(ModuleType):
+        def __getattr__(self, name: str) -> Any:
+            raise error
+
+    monkeypatch.setitem(sys.modules, OWN, Fails(OWN))
+    caplog.set_level(logging.WARNING, "vllm.hwplugin")
+    monkeypatch.setattr(attention.logger, "propagate", True)
+    known = members(backend("TRITON_ATTN", "non-causal attention not supported"), FLASH, FLEX)
+    assert attention.choose(None, Config(), None, known) == "vllm.made.up.FLEX_ATTENTIONBackend"
+    (record,) = caplog.records
+    assert str(error) in record.getMessage()
+    with pytest.raises(ValueError, match=rf"FLASH_ATTN: {type(error).__name__}: .*Moore Threads' mate"):
+        attention.choose(FLASH, Config(), None, {})

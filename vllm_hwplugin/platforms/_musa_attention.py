@@ -22,8 +22,14 @@ logger = logging.getLogger("vllm.hwplugin")
 # measured against TRITON_ATTN, so it is the choice for what that refuses; a name on the command line is stronger.
 DECODER: Final = ("TRITON_ATTN", "FLASH_ATTN", "FLEX_ATTENTION")
 MLA: Final = ("TRITON_MLA",)
-# The plugin's class in place of vLLM's: (module, class).
-_OWN: Final = {"FLASH_ATTN": ("vllm_hwplugin.attention.musa", "MusaFlashAttentionBackend")}
+# The plugin's class in place of vLLM's: (module, class, what it needs on the host).
+_OWN: Final = {
+    "FLASH_ATTN": (
+        "vllm_hwplugin.attention.musa",
+        "MusaFlashAttentionBackend",
+        "Moore Threads' mate, from their own index, and a GPU that is visible; the public `mate` is another project",
+    )
+}
 
 
 def choose(selected: Any | None, config: Any, capability: Any, known: Any) -> str:
@@ -32,7 +38,7 @@ def choose(selected: Any | None, config: Any, capability: Any, known: Any) -> st
     Args:
         selected: the member of ``AttentionBackendEnum`` that the user named, or None.
         config: vLLM's ``AttentionSelectorConfig`` for one layer.
-        capability: the device's ``DeviceCapability``.
+        capability: the device's ``DeviceCapability``, or None.
         known: ``AttentionBackendEnum``.
 
     Raises:
@@ -61,10 +67,12 @@ def _first(members: Sequence[Any], config: Any, capability: Any, *, named: bool)
     for member in members:
         try:
             backend = _class_of(member)
-            reasons = backend.validate_configuration(device_capability=capability, **asked)
-        except (ImportError, OSError) as error:
-            reasons = [f"{type(error).__name__}: {error}"]
+        except Exception as error:
+            # Importing it runs what it needs (mate, Triton), and those raise whatever they like without a device or in
+            # a wrong build. That ends this backend and not the choice.
+            reasons = [_unavailable(member, error)]
         else:
+            reasons = backend.validate_configuration(device_capability=capability, **asked)
             # What holds with a reserve is the user's to choose, and not chosen for the user.
             reserved = reserves(getattr(backend, "declarations", {}), asked)
             reasons = reasons or ([] if named else reserved)
@@ -80,5 +88,15 @@ def _first(members: Sequence[Any], config: Any, capability: Any, *, named: bool)
 def _class_of(member: Any) -> Any:
     if member.name not in _OWN or member.is_overridden():
         return member.get_class()
-    module, name = _OWN[member.name]
+    module, name, _ = _OWN[member.name]
     return getattr(importlib.import_module(module), name)
+
+
+def _unavailable(member: Any, error: Exception) -> str:
+    """Why a backend cannot be imported; in the log as well where more is wrong than that something is not installed."""
+    reason = f"{type(error).__name__}: {error}"
+    if member.name in _OWN and not member.is_overridden():
+        reason += f"; it needs {_OWN[member.name][2]}"
+    if not isinstance(error, ModuleNotFoundError):
+        logger.warning("no %s on this host: %s", member.name, reason)
+    return reason
