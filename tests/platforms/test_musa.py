@@ -3,11 +3,16 @@
 
 from __future__ import annotations
 
+import ast
+import copy
+import importlib
 import logging
 import os
 import sys
+from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -42,12 +47,83 @@ def test_facts_of_the_host_do_not_depend_on_what_is_visible(platform: Any, monke
     assert not platform.is_fully_connected([0, 2])
 
 
-def test_the_capability_is_on_no_cuda_scale_and_asked_once(platform: Any, musa_host: list[Any]) -> None:
-    assert [platform.get_device_capability(0).as_version_str() for _ in range(2)] == ["3.1", "3.1"]
-    assert musa_host == [("get_device_capability", 0)]
+@pytest.mark.parametrize(
+    ("visible", "count", "named"),
+    [("0", 1, None), ("0,none,1", 1, "none"), ("1, 2", 2, None), ("2,3,0", 1, "3"), ("-1", 0, "-1")],
+)
+def test_an_id_that_is_no_gpu_ends_the_list(
+    visible: str,
+    count: int,
+    named: str | None,
+    platform: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.WARNING, "vllm.hwplugin")
+    monkeypatch.setenv("MUSA_VISIBLE_DEVICES", visible)
+    assert [platform.device_count() for _ in range(2)] == [count, count]
+    assert [record.args[1] for record in caplog.records] == ([] if named is None else [named])
+
+
+def test_a_musa_architecture_is_not_compared_with_cudas(platform: Any, musa_host: list[Any]) -> None:
+    assert platform.get_device_capability(0) is None
     assert not platform.has_device_capability(80)
     assert platform.num_compute_units(1) == 56
-    assert musa_host[-1] == ("get_device_properties", 1)
+    assert musa_host == [("get_device_properties", 1)]
+
+
+@pytest.mark.parametrize("version", [FIRST, LAST])
+def test_a_quantized_checkpoint_is_not_refused_by_its_least_cuda_capability(
+    version: str, real_vllm: Load, musa_host: list[Any], vllm_tree: Callable[[str], Any]
+) -> None:
+    """vLLM's ``VllmConfig._get_quantization_config``."""
+    real_vllm(version)
+    importlib.import_module("vllm.platforms").current_platform = own("vllm_hwplugin.platforms.musa").MusaPlatform()
+    weights = importlib.import_module("vllm.model_executor.model_loader.weight_utils")
+    quantization = SimpleNamespace(
+        get_min_capability=lambda: 80,
+        get_supported_act_dtypes=lambda: ["half"],
+        maybe_update_config=lambda *_, **__: None,
+    )
+    weights.get_quant_config = lambda *_: quantization
+    text = vllm_tree(version).read("vllm/config/vllm.py")
+    get = method(text, "VllmConfig", "_get_quantization_config", logger=logging.getLogger(__name__))
+    assert get(MagicMock(quantization="gptq", dtype="half"), object()) is quantization
+
+
+def method(text: str, class_: str, name: str, **names: Any) -> Any:
+    """A method of vLLM's by itself: its module needs packages that are not here."""
+    (cls,) = [node for node in ast.parse(text).body if isinstance(node, ast.ClassDef) and node.name == class_]
+    (node,) = [node for node in cls.body if isinstance(node, ast.FunctionDef) and node.name == name]
+    node.decorator_list = []
+    exec(f"from __future__ import annotations\n{ast.unparse(node)}", names)
+    return names[name]
+
+
+@pytest.mark.parametrize("version", [FIRST, LAST])
+def test_ray_leaves_both_variables_of_the_visible_gpus_alone(
+    version: str, real_vllm: Load, musa_host: list[Any], vllm_tree: Callable[[str], Any]
+) -> None:
+    """vLLM's executor tells Ray's workers so, by the environment that it starts them with."""
+    real_vllm(version)
+    make = method(
+        vllm_tree(version).read("vllm/v1/executor/ray_executor_v2.py"),
+        "RayExecutorV2",
+        "_build_runtime_env",
+        copy=copy,
+        current_platform=own("vllm_hwplugin.platforms.musa").MusaPlatform(),
+        update_runtime_env_for_worker_import=lambda _: None,
+    )
+    settings = SimpleNamespace(ray_runtime_env=None, ray_workers_use_nsight=False)
+    made = make(SimpleNamespace(parallel_config=settings))
+    # torchada makes each of the two the other's copy.
+    for device in ("CUDA", "MUSA"):
+        assert made["env_vars"][f"RAY_EXPERIMENTAL_NOSET_{device}_VISIBLE_DEVICES"] == "1"
+
+
+def test_vllms_allocator_for_sleep_mode_is_not_there_whatever_the_build_has(platform: Any) -> None:
+    importlib.import_module("vllm.device_allocator.cumem").cumem_available = True
+    assert platform.is_cumem_allocator_available() is False
 
 
 def test_the_process_uses_torch_musa(platform: Any) -> None:

@@ -149,6 +149,22 @@ def test_the_musa_class_makes_a_configuration_on_the_real_vllm(run: Run) -> None
             )
             print(">", current_platform.get_attn_backend_cls(None, asked).rpartition(".")[2])
         print(">", current_platform.get_device_name(1), current_platform.device_count())
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum
+        causal = asked._replace(use_non_causal=False)
+        latent = causal._replace(head_size=576, use_mla=True)
+        for named, asked_for in ((AttentionBackendEnum.FLEX_ATTENTION, causal), (None, latent)):
+            print(">", current_platform.get_attn_backend_cls(named, asked_for).rpartition(".")[2])
+        # Another project's package of that name.
+        sys.modules["mate"] = type(sys)("mate")
+        try:
+            current_platform.get_attn_backend_cls(AttentionBackendEnum.FLASH_ATTN, asked)
+        except ValueError as error:
+            print(">", "FLASH_ATTN: AttributeError" in str(error) or "FLASH_ATTN: MateMismatch" in str(error))
+        for refused in ("enable_sleep_mode", "enable_cumem_allocator"):
+            try:
+                EngineArgs(model=MODEL, **{refused: True}).create_engine_config()
+            except ValueError as error:
+                print(">", refused, "not supported on current platform" in str(error))
     """
     lines = run(MUSA_HOST, WHAT_RUNS, more).stdout.splitlines()
     assert lines[0] == "vllm_hwplugin.platforms.musa.MusaPlatform"
@@ -161,6 +177,11 @@ def test_the_musa_class_makes_a_configuration_on_the_real_vllm(run: Run) -> None
         "TritonAttentionBackend",
         "TritonAttentionBackend",
         "MTT S5000 3",
+        "FlexAttentionBackend",
+        "TritonMLABackend",
+        "True",
+        "enable_sleep_mode True",
+        "enable_cumem_allocator True",
     ]
 
 
@@ -201,6 +222,15 @@ def test_the_communicator_sums_over_the_group_and_keeps_its_input(run: Run) -> N
         given = torch.full((3,), float(rank + 1))
         summed = communicator.all_reduce(given)
         same = summed.tolist() == [3.0] * 3 and given.tolist() == [float(rank + 1)] * 3
+        same = same and communicator.all_gather(given, 0).tolist() == [1.0] * 3 + [2.0] * 3
+        same = same and communicator.broadcast(given.clone(), 1).tolist() == [2.0] * 3
+        parts = communicator.gather(given, 0, 0)
+        same = same and (parts is None if rank else parts.tolist() == [1.0] * 3 + [2.0] * 3)
+        if rank:
+            communicator.send(given, 0)
+        else:
+            same = same and communicator.recv(given.size(), given.dtype, 1).tolist() == [2.0] * 3
+        communicator.destroy()
     """
     run(TWO_RANKS, program, AT_THE_END)
 

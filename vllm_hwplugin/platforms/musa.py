@@ -11,6 +11,7 @@ platform to vLLM, not CUDA, so that layers run their native implementations and 
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import os
 from datetime import timedelta
@@ -56,7 +57,11 @@ class MusaPlatform(Platform):  # type: ignore[misc]  # vLLM is not there where t
     dispatch_key = "PrivateUse1"
     # Ray counts these GPUs only where it is told to (`ray start --num-gpus`), under its general name.
     ray_device_key = "GPU"
-    ray_noset_device_env_vars: ClassVar[list[str]] = ["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"]
+    # torchada keeps CUDA_VISIBLE_DEVICES and MUSA_VISIBLE_DEVICES alike, so Ray must leave both alone.
+    ray_noset_device_env_vars: ClassVar[list[str]] = [
+        "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES",
+        "RAY_EXPERIMENTAL_NOSET_MUSA_VISIBLE_DEVICES",
+    ]
     dist_backend = "mccl"
     device_control_env_var = "MUSA_VISIBLE_DEVICES"
 
@@ -102,7 +107,7 @@ class MusaPlatform(Platform):  # type: ignore[misc]  # vLLM is not there where t
     def device_count(cls) -> int:
         """The GPUs that this process may use, counted without starting one."""
         visible = os.environ.get(cls.device_control_env_var)
-        return len(visible.split(",")) if visible else _mtml.count()
+        return _count_visible(visible, _mtml.count()) if visible else _mtml.count()
 
     @classmethod
     def get_device_name(cls, device_id: int = 0) -> str:
@@ -126,18 +131,17 @@ class MusaPlatform(Platform):  # type: ignore[misc]  # vLLM is not there where t
         return _mtml.fully_connected(physical_device_ids)
 
     @classmethod
-    @functools.cache
     def get_device_capability(cls, device_id: int = 0) -> DeviceCapability | None:
-        """The GPU's MUSA architecture, such as 3.1. It is not on CUDA's scale: 3.1 is no Kepler.
+        """None: a MUSA architecture, such as 3.1, is not on CUDA's scale.
 
-        Tests for a CUDA architecture (``has_device_capability(80)``) are false with it, as they should be. The driver's
-        management library does not know it, so this starts the MUSA runtime in the process.
+        vLLM would compare it with CUDA's, and refuse every quantized checkpoint (60 to 90 at least). Tests for a CUDA
+        architecture (``has_device_capability(80)``) are false.
         """
-        major, minor = torch.musa.get_device_capability(device_id)
-        return DeviceCapability(major=major, minor=minor)
+        return None
 
     @classmethod
     def num_compute_units(cls, device_id: int = 0) -> int:
+        # vLLM asks by the index of a torch.device, which is torch.musa's own.
         return int(torch.musa.get_device_properties(device_id).multi_processor_count)
 
     @classmethod
@@ -173,6 +177,10 @@ class MusaPlatform(Platform):  # type: ignore[misc]  # vLLM is not there where t
     @classmethod
     def import_kernels(cls) -> None:
         _vllm_api.import_kernels()
+
+    def is_cumem_allocator_available(self) -> bool:
+        """No: vLLM's allocator for sleep mode is CUDA's, whatever this build of vLLM has. Asked from 0.23 on."""
+        return False
 
     # -- what runs on it
 
@@ -236,3 +244,20 @@ class MusaPlatform(Platform):  # type: ignore[misc]  # vLLM is not there where t
         from .musa_communicator import stateless_process_group
 
         return stateless_process_group(backend, cls.device_type, prefix_store, group_rank, group_size, timeout)
+
+
+@functools.cache
+def _count_visible(text: str, installed: int) -> int:
+    """How many GPUs ``MUSA_VISIBLE_DEVICES`` leaves: the runtime ignores an id that is not there, and all after it."""
+    ids = [item.strip() for item in text.split(",")]
+    used = list(itertools.takewhile(lambda item: item.isdecimal() and int(item) < installed, ids))
+    if len(used) < len(ids):
+        logger.warning(
+            "MUSA_VISIBLE_DEVICES=%s: %r is no GPU of this host (expected a number below %d), so %d of %d are used",
+            text,
+            ids[len(used)],
+            installed,
+            len(used),
+            len(ids),
+        )
+    return len(used)
