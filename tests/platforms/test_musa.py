@@ -65,9 +65,15 @@ def test_an_id_that_is_no_gpu_ends_the_list(
     assert [record.args[1] for record in caplog.records] == ([] if named is None else [named])
 
 
-def test_a_musa_architecture_is_not_compared_with_cudas(platform: Any, musa_host: list[Any]) -> None:
+def test_a_musa_architecture_is_not_compared_with_cudas(platform: Any) -> None:
     assert platform.get_device_capability(0) is None
     assert not platform.has_device_capability(80)
+
+
+def test_compute_units_are_asked_of_the_device_that_torch_calls_by_this_index(
+    platform: Any, musa_host: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MUSA_VISIBLE_DEVICES", "2,0")
     assert platform.num_compute_units(1) == 56
     assert musa_host == [("get_device_properties", 1)]
 

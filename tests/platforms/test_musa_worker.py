@@ -43,7 +43,7 @@ def musa_vllm(real_vllm: Load, musa_host: list[Any], monkeypatch: pytest.MonkeyP
 def test_weights_and_cache_come_from_torchs_allocator(
     version: str, musa_vllm: Callable[..., Any], vllm_tree: Callable[[str], Any]
 ) -> None:
-    """vLLM's ``load_model`` and ``initialize_from_config``, as the executor calls them."""
+    """vLLM's ``load_model``, and what its later methods allocate in."""
     allocator = "vllm/device_allocator/__init__.py"
     known = [allocator] if vllm_tree(version).read(allocator) else []
     platform = musa_vllm(version, "vllm/v1/worker/gpu_worker.py", *known)
