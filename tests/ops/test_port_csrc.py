@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every kernel that mcc is to build, ported by the real torchada's table, through a compiler.
 
-By mcc where there is one; else by nvcc, with headers that give MUSA's names back to CUDA. That shows that the copy is
+By mcc where there is one beside torch_musa; else by nvcc, with headers that give MUSA's names back to CUDA. That shows that the copy is
 C++ and leaves no name of CUDA; it does not show what mcc makes of it. Not run on MUSA hardware.
 """
 
@@ -22,6 +22,7 @@ from vllm_hwplugin.ops.build.port import Port, left_over
 from vllm_hwplugin.ops.build.spec import KERNELS, source_root
 
 from ..conftest import cannot_run
+from .build.vendor import GETTER, weak_declarations
 
 TORCHADA = "0.1.103"
 BACK = Path(__file__).parent / "build" / "musa_on_cuda"
@@ -58,7 +59,9 @@ def test_no_name_of_cuda_is_left_where_musa_has_one(name: str, rules: Port, tmp_
         text = path.read_text()
         assert left_over(text) == ()
         assert [old for old, new in rules.table if old in text and old not in new] == [], path.name
-    assert "PrivateUse1" in "".join(path.read_text() for path in (tmp_path / name).glob("*.mu"))
+    ported = "".join(path.read_text() for path in (tmp_path / name).glob("*.mu"))
+    assert "PrivateUse1" in ported
+    assert set(weak_declarations(ported)) == {GETTER}
 
 
 @pytest.mark.parametrize("name", PORTED)
@@ -81,8 +84,11 @@ def _by_mcc(name: str, rules: Port, folder: Path) -> Path | None:
         compiler = toolchain.find("mcc")
     except KernelUnavailable:
         return None
+    found = torch_build.installed()
+    if found.musa_root is None:
+        return None
     environ = {"MTGPU_TARGET": "mp_31", **os.environ}
-    plan = make_plan(KERNELS[name], compiler, torch_build.installed(), environ, source_root(), port=rules)
+    plan = make_plan(KERNELS[name], compiler, found, environ, source_root(), port=rules)
     plan = plan.ported(folder / "ported")
     objects = [f"{folder}/{Path(source).stem}.o" for source in plan.kernel.sources]
     for source, output in zip(plan.kernel.sources, objects, strict=True):

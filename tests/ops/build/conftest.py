@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -83,6 +84,14 @@ def csrc(tmp_path: Path, kernel: KernelSpec) -> Path:
 @pytest.fixture
 def torch_cuda(tmp_path: Path) -> TorchBuild:
     return TorchBuild(Version("2.13.0+cu130"), tmp_path / "torch", cuda="13.0", capabilities=((9, 0),))
+
+
+@pytest.fixture
+def torch_musa(torch_cuda: TorchBuild, tmp_path: Path) -> TorchBuild:
+    """A PyTorch beside torch_musa, which gives its version as the toolkit's header has it."""
+    return dataclasses.replace(
+        torch_cuda, cuda=None, musa="50100", musa_root=tmp_path / "torch_musa", capabilities=((3, 1),)
+    )
 
 
 MakePlan = Callable[..., BuildPlan]

@@ -177,7 +177,7 @@ def test_beside_a_cpu_build_nothing_is_tried(
         jit.provide(kernel, dataclasses.replace(torch_cuda, cuda=None))
     excluding = dataclasses.replace(kernel, excluded=MappingProxyType({"mcc": "not ported"}))
     with pytest.raises(KernelUnavailable, match="sample is not built by mcc: not ported"):
-        jit.provide(excluding, dataclasses.replace(torch_cuda, cuda=None, musa="5.1"))
+        jit.provide(excluding, dataclasses.replace(torch_cuda, cuda=None, musa="50100"))
     assert nvcc.calls == []
 
 
@@ -247,7 +247,7 @@ def test_a_library_of_the_wheel_is_taken_where_it_suits(
 
     assert suits()
     assert not suits(cuda="12.8")
-    assert not suits(cuda=None, musa="5.1")
+    assert not suits(cuda=None, musa="50100")
     assert not suits(capabilities=((9, 0), (8, 0)))
     assert not suits(capabilities=())
     (csrc / kernel.name / "first.cu").write_text("// changed\n")

@@ -64,19 +64,19 @@ def test_the_commands_of_nvcc(plan: MakePlan, csrc: Path, torch_cuda: TorchBuild
     ],
 )
 def test_the_commands_of_mcc(
-    plan: MakePlan, csrc: Path, torch_cuda: TorchBuild, recording: str, environ: dict[str, str], own: tuple[str, ...]
+    plan: MakePlan, csrc: Path, torch_musa: TorchBuild, recording: str, environ: dict[str, str], own: tuple[str, ...]
 ) -> None:
-    torch = dataclasses.replace(torch_cuda, cuda=None, musa="5.1", capabilities=((3, 1),))
-    made = plan(toolchain=_toolchain(recording, "/opt/musa"), torch=torch, environ=environ)
+    made = plan(toolchain=_toolchain(recording, "/opt/musa"), torch=torch_musa, environ=environ)
     assert made.compile_command("first.cu", "first.o") == (
         "/opt/musa/bin/mcc", "-O3", "-std=c++17", "-fPIC", "-DTORCH_TARGET_VERSION=0x020a000000000000", "-DUSE_MUSA",
         "-fno-signed-zeros", "-ffast-math", "-fmusa-flush-denormals-to-zero", "-fno-finite-math-only", *own,
         "--offload-arch=mp_31",
-        f"-I{torch.root}/include", "-c", f"{csrc}/sample/first.cu", "-o", "first.o",
+        f"-I{torch_musa.root}/include", "-c", f"{csrc}/sample/first.cu", "-o", "first.o",
     )  # fmt: skip
     assert made.link_command(["first.o"], "sample.so") == (
-        "/opt/musa/bin/mcc", "-shared", "first.o", "-o", "sample.so", f"-L{torch.root}/lib", "-Wl,--no-as-needed",
-        "-ltorch", "-ltorch_cpu", "-lc10", "-L/opt/musa/lib", "-lmusart",
+        "/opt/musa/bin/mcc", "-shared", "first.o", "-o", "sample.so", f"-L{torch_musa.root}/lib",
+        f"-L{torch_musa.musa_root}/lib", "-L/opt/musa/lib", "-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu", "-lc10",
+        "-lmusa_python", "-lmusart",
     )  # fmt: skip
 
 
@@ -121,6 +121,8 @@ def test_what_does_not_go_together_is_refused(plan: MakePlan, kernel: KernelSpec
         plan(kernel=excluding)
     with pytest.raises(KernelUnavailable, match=r"torch 2\.9\.1 is too old for the kernels; expected 2\.10"):
         plan(torch=dataclasses.replace(torch_cuda, version=Version("2.9.1")))
+    with pytest.raises(KernelUnavailable, match=r"beside no torch_musa, whose libmusa_python\.so"):
+        plan(toolchain=_toolchain("mcc-5.1.0", "/opt/musa"), torch=dataclasses.replace(torch_cuda, cuda=None))
     with pytest.raises(KernelUnavailable, match=r"was built with CUDA 12\.8 and .*nvcc is of CUDA 13\.0\.88"):
         plan(torch=dataclasses.replace(torch_cuda, cuda="12.8"))
     # A pre-release of the first good version is good: nightly builds are named so.

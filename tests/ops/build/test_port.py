@@ -162,14 +162,14 @@ def test_the_key_knows_the_rules(plan: MakePlan, rules: Port, monkeypatch: pytes
 
 
 @pytest.fixture
-def musa(nvcc: Any, torch_cuda: TorchBuild, monkeypatch: pytest.MonkeyPatch, rules: Port) -> TorchBuild:
+def musa(nvcc: Any, torch_musa: TorchBuild, monkeypatch: pytest.MonkeyPatch, rules: Port) -> TorchBuild:
     """A PyTorch for MUSA beside a compiler that says it is mcc."""
     mcc = nvcc.path.with_name("mcc")
     mcc.write_text(nvcc.path.read_text().replace("Cuda compilation tools, release 13.0, V13.0.88", "mcc version 5.1.0"))
     mcc.chmod(0o755)
     monkeypatch.setenv("MUSA_HOME", str(nvcc.home))
     monkeypatch.setattr(port, "installed", lambda: rules)
-    return dataclasses.replace(torch_cuda, cuda=None, musa="5.1", capabilities=((3, 1),))
+    return torch_musa
 
 
 @pytest.mark.usefixtures("ninja")
@@ -223,7 +223,7 @@ def test_an_excluded_kernel_keeps_its_operation(
     from vllm_hwplugin.ops.build.spec import MERGE_ATTN_STATES
 
     left_out = dataclasses.replace(MERGE_ATTN_STATES, excluded=MappingProxyType({"mcc": "a made-up reason"}))
-    monkeypatch.setattr(torch_build, "installed", lambda: TorchBuild(Version("2.13.0"), Path("/"), musa="5.1"))
+    monkeypatch.setattr(torch_build, "installed", lambda: TorchBuild(Version("2.13.0"), Path("/"), musa="50100"))
     monkeypatch.setattr(jit, "_loaded", {})
     for name in ("vllm", "vllm.hwplugin"):
         monkeypatch.setattr(__import__("logging").getLogger(name), "propagate", True)

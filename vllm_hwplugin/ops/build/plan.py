@@ -34,7 +34,12 @@ MIN_TORCH: Final = Version("2.10")
 
 # libtorch.so leads to the CUDA or MUSA part where PyTorch has one; some linkers would leave it out as not needed.
 _AS_NEEDED_OFF: Final[Mapping[ToolchainName, str]] = {"nvcc": "-Xlinker=--no-as-needed", "mcc": "-Wl,--no-as-needed"}
-_LIBRARIES: Final = ("-ltorch", "-ltorch_cpu", "-lc10")
+# What a MUSA build adds to the stable ABI, the current stream among it, is in a library of torch_musa's own, which Python
+# loads for itself alone: a library that does not name it would find the weak symbols of the sources null.
+_LIBRARIES: Final[Mapping[ToolchainName, tuple[str, ...]]] = {
+    "nvcc": ("-ltorch", "-ltorch_cpu", "-lc10"),
+    "mcc": ("-ltorch", "-ltorch_cpu", "-lc10", "-lmusa_python", "-lmusart"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +74,7 @@ class BuildPlan:
             "format": FORMAT,
             "kernel": self.kernel.name,
             "sources": source_digest(self.folder),
-            "flags": [*words(self.chosen), *self.arch, _AS_NEEDED_OFF[self.toolchain.name], *_LIBRARIES],
+            "flags": [*words(self.chosen), *self.arch, *_libraries(self.toolchain.name)],
             "toolchain": [self.toolchain.name, str(self.toolchain.version)],
             "torch": str(self.torch.version),
             "machine": platform.machine(),
@@ -106,12 +111,11 @@ class BuildPlan:
 
     def link_command(self, objects: Sequence[str], output: str) -> tuple[str, ...]:
         """Link the objects. nvcc puts the CUDA runtime into the library, so that the library can be loaded anywhere."""
-        runtime: tuple[str, ...] = ()
-        if self.toolchain.name == "mcc":
-            runtime = (f"-L{self.toolchain.home / 'lib'}", "-lmusart")
-        linker = self.toolchain.path, "-shared", *objects, "-o", output
-        linked = f"-L{self.torch.root / 'lib'}", _AS_NEEDED_OFF[self.toolchain.name], *_LIBRARIES
-        return (*linker, *linked, *runtime)
+        homes = [self.torch.root]
+        if self.torch.musa_root is not None:
+            homes += [self.torch.musa_root, self.toolchain.home]
+        folders = (f"-L{home / 'lib'}" for home in homes)
+        return self.toolchain.path, "-shared", *objects, "-o", output, *folders, *_libraries(self.toolchain.name)
 
     def record(self) -> dict[str, Any]:
         """What ``doctor`` tells of the library, and what decides whether it suits another host."""
@@ -161,9 +165,17 @@ def make_plan(
             f"torch {torch.version} was built with CUDA {torch.cuda} and {toolchain.path} is of CUDA "
             f"{toolchain.version}; expected the same major version: install that toolkit, or set CUDA_HOME to it"
         )
+    if toolchain.name == "mcc" and torch.musa_root is None:
+        raise KernelUnavailable(
+            f"torch {torch.version} is beside no torch_musa, whose libmusa_python.so has the current stream; install it"
+        )
     chosen = flags_for(toolchain.name, toolchain.version, environ, kernel)
     arch = arch_flags(toolchain.name, environ, torch.capabilities, kernel.cuda_arch)
     return BuildPlan(kernel, toolchain, torch, chosen, arch, root / kernel.name, ccache, port)
+
+
+def _libraries(toolchain: ToolchainName) -> tuple[str, ...]:
+    return _AS_NEEDED_OFF[toolchain], *_LIBRARIES[toolchain]
 
 
 def source_digest(folder: Path) -> str:

@@ -21,7 +21,8 @@ class TorchBuild:
     Attributes:
         root: the folder of the package, which holds ``include`` and ``lib``.
         cuda: the CUDA version that it was built with, None for other builds.
-        musa: the same for MUSA.
+        musa: the same for MUSA, as torch_musa writes it: ``MUSA_VERSION`` of its toolkit, so ``50100`` for 5.1.0.
+        musa_root: the folder of the package torch_musa, whose ``lib`` has what a MUSA build adds to the stable ABI.
         capabilities: (major, minor) of each device that it sees.
     """
 
@@ -29,6 +30,7 @@ class TorchBuild:
     root: Path
     cuda: str | None = None
     musa: str | None = None
+    musa_root: Path | None = None
     capabilities: tuple[tuple[int, int], ...] = ()
 
     @property
@@ -46,13 +48,9 @@ def installed(capabilities: tuple[tuple[int, int], ...] | None = None) -> TorchB
         capabilities: of the devices, where they are known; else PyTorch is asked, which initialises its GPU part.
 
     Raises:
-        KernelUnavailable: there is none, or it cannot be imported.
+        KernelUnavailable: there is none, or it or its torch_musa cannot be imported.
     """
-    try:
-        torch: Any = importlib.import_module("torch")
-    except Exception as error:
-        # A PyTorch that does not fit its host fails in many ways, OSError and RuntimeError among them.
-        raise KernelUnavailable(f"torch cannot be imported: {error}; install it") from error
+    torch = _import("torch")
     # torch_musa, where it is installed, puts both on the torch module.
     musa = getattr(torch.version, "musa", None)
     if capabilities is None:
@@ -63,5 +61,14 @@ def installed(capabilities: tuple[tuple[int, int], ...] | None = None) -> TorchB
         root=Path(torch.__file__).parent,
         cuda=torch.version.cuda,
         musa=musa,
+        musa_root=None if musa is None else Path(_import("torch_musa").__file__).parent,
         capabilities=capabilities,
     )
+
+
+def _import(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except Exception as error:
+        # A PyTorch that does not fit its host fails in many ways, OSError and RuntimeError among them.
+        raise KernelUnavailable(f"{name} cannot be imported: {error}; install it") from error

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the sources declare as weak is there once a library for MUSA is linked and loaded. Not run on MUSA hardware."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from vllm_hwplugin.ops.build import jit, port, torch_build
+from vllm_hwplugin.ops.build.errors import KernelUnavailable
+from vllm_hwplugin.ops.build.port import Port
+from vllm_hwplugin.ops.build.spec import KERNELS, KernelSpec, source_root
+from vllm_hwplugin.ops.build.torch_build import TorchBuild
+
+from ...conftest import cannot_run
+from .vendor import GETTER, make, weak_declarations
+
+PORTED = [spec for spec in KERNELS.values() if "mcc" not in spec.excluded]
+
+# As torch_musa's extension is loaded: for itself alone, before any kernel.
+PROGRAM = """
+import ctypes, json, sys
+*before, path = sys.argv[1:]
+kept = [ctypes.CDLL(library, mode=ctypes.RTLD_LOCAL) for library in before]
+library = ctypes.CDLL(path)
+library.address.restype = ctypes.c_void_p
+stream = ctypes.c_void_p()
+null = [number for number in range(library.count()) if not library.address(number)]
+print(json.dumps([null, None if null else [library.stream(3, ctypes.byref(stream)), stream.value]]))
+"""
+
+
+def _probe(declarations: dict[str, str], getter: str) -> str:
+    """A source with the declarations of others, that tells where each symbol is, and calls the one for the stream."""
+    lines = ["#include <cstdint>", "using AOTITorchError = int32_t;", *declarations.values()]
+    addresses = ", ".join(f"reinterpret_cast<void*>(&{name})" for name in declarations)
+    return "\n".join(
+        [
+            *lines,
+            f"static void* const addresses[] = {{{addresses}}};",
+            f'extern "C" int count() {{ return {len(declarations)}; }}',
+            'extern "C" void* address(int number) { return addresses[number]; }',
+            f'extern "C" int stream(int device, void** out) {{ return {getter}(device, out); }}',
+            'extern "C" int musaGetLastError();',
+            'extern "C" int status() { return musaGetLastError(); }',
+            "",
+        ]
+    )
+
+
+@pytest.mark.usefixtures("own_cache", "ninja")
+def test_no_weak_symbol_of_the_sources_stays_null(
+    kernel: KernelSpec, csrc: Path, torch_musa: TorchBuild, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if shutil.which("cc") is None or shutil.which("c++") is None:
+        cannot_run("there is no C compiler for stub libraries")
+    declarations: dict[str, str] = {}
+    for spec in PORTED:
+        found = [weak_declarations((source_root() / spec.name / source).read_text()) for source in spec.sources]
+        assert any(found), f"{spec.name} takes the current stream otherwise than by a weak symbol"
+        for names in found:
+            declarations |= names
+    host = tmp_path / "host"
+    libraries = make(host)
+    monkeypatch.setenv("MUSA_HOME", str(host / "musa"))
+    rules = Port("a table", tuple((name, name.replace("cuda", "musa")) for name in declarations))
+    monkeypatch.setattr(port, "installed", lambda: rules)
+    getter = GETTER.replace("musa", "cuda")
+    (csrc / kernel.name / "first.cu").write_text(_probe(declarations, getter))
+    torch = dataclasses.replace(torch_musa, root=host / "torch", musa_root=host / "torch_musa")
+    library = jit.provide(kernel, torch)
+    command = [sys.executable, "-c", PROGRAM, *map(str, libraries), str(library)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [[], [0, 0x1003]], list(declarations)
+
+
+def test_torch_musa_is_found_where_torch_says_that_it_serves_musa(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch = pytest.importorskip("torch")
+    # A number, as the toolkit's header has it: not a version with dots.
+    monkeypatch.setattr(torch.version, "musa", "50100", raising=False)
+    monkeypatch.setitem(sys.modules, "torch_musa", None)
+    with pytest.raises(KernelUnavailable, match="torch_musa cannot be imported"):
+        torch_build.installed(((3, 1),))
+    package = ModuleType("torch_musa")
+    package.__file__ = str(tmp_path / "torch_musa" / "__init__.py")
+    monkeypatch.setitem(sys.modules, "torch_musa", package)
+    found = torch_build.installed(((3, 1),))
+    assert (found.toolchain, found.musa, found.musa_root) == ("mcc", "50100", tmp_path / "torch_musa")
