@@ -31,8 +31,11 @@ def config(**settings: Any) -> Any:
 class Layer:
     """One attention layer, its cache with a random mapping of blocks, and the tokens of a batch."""
 
-    def __init__(self, load: Any, backend: Any, head_size: int, seed: int = 0, **options: Any) -> None:
+    def __init__(
+        self, load: Any, backend: Any, head_size: int, seed: int = 0, dtype: Any = torch.bfloat16, **options: Any
+    ) -> None:
         self.head_size = head_size
+        self.dtype = dtype
         self.common = load("vllm.v1.attention.backend").CommonAttentionMetadata
         self.backend = backend
         self.scale = head_size**-0.5
@@ -40,7 +43,7 @@ class Layer:
         generator = torch.Generator().manual_seed(seed)
 
         def random(*shape: int) -> Any:
-            return torch.randn(*shape, generator=generator).bfloat16()
+            return torch.randn(*shape, generator=generator).to(dtype)
 
         self.keys = [random(length, KV_HEADS, head_size) for _, length in BATCH]
         self.values = [random(length, KV_HEADS, head_size) for _, length in BATCH]
@@ -52,10 +55,10 @@ class Layer:
     def _cache(self, head_size: int) -> Any:
         """As the model runner makes it: the memory in the backend's order, unused slots poisoned."""
         if not hasattr(self.backend, "get_kv_cache_shape"):
-            return torch.full((20, KV_HEADS, BLOCK, 2 * head_size), float("nan"), dtype=torch.bfloat16)
+            return torch.full((20, KV_HEADS, BLOCK, 2 * head_size), float("nan"), dtype=self.dtype)
         shape = self.backend.get_kv_cache_shape(20, BLOCK, KV_HEADS, head_size)
         order = self.backend.get_kv_cache_stride_order()
-        memory = torch.full([shape[dim] for dim in order], float("nan"), dtype=torch.bfloat16)
+        memory = torch.full([shape[dim] for dim in order], float("nan"), dtype=self.dtype)
         return memory.permute([order.index(dim) for dim in range(len(order))])
 
     def write(self, which: slice) -> None:

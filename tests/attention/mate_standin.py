@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A stand-in for mate, Moore Threads' library of kernels. Nothing here was recorded on MUSA hardware.
 
-Its function is known from outside only:
-
-- the name ``mate.flash_attn_varlen_func``, that it follows FlashAttention 3's, takes ``causal`` and ``deterministic``,
-  knows sinks, and refuses other inputs with "inputs must be float16 or bfloat16": the commit messages of vllm-musa's
-  pull request 52 (MUSA-0401 to MUSA-0405);
-- the other arguments, with their meaning: FlashAttention's published functions of the same name. ``block_table`` and
-  ``s_aux`` are vLLM's names for what FlashAttention 4 calls ``page_table`` and ``learnable_sink``.
+Its function has the names, the order and the conditions that were read in the source of mate 0.2.2: sinks are bfloat16
+whatever the queries are, a page table is int32 and its rows lie side by side, and ``max_seqlen_q`` goes with
+``cu_seqlens_q``. Arguments that the backend does not use are left out. "inputs must be float16 or bfloat16" is from the
+commit messages of vllm-musa's pull request 52 (MUSA-0401 to MUSA-0405).
 
 Attention is computed page by page in float64, so it depends on nothing that the backend computes itself.
 """
@@ -69,40 +66,56 @@ def mate(calls: list[dict[str, Any]] | None = None) -> ModuleType:
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        cu_seqlens_q: torch.Tensor,
-        cu_seqlens_k: torch.Tensor | None,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
+        cu_seqlens_q: torch.Tensor | None = None,
+        cu_seqlens_k: torch.Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_k: int | None = None,
         seqused_k: torch.Tensor | None = None,
+        page_table: torch.Tensor | None = None,
         softmax_scale: float | None = None,
         causal: bool = False,
-        window_size: tuple[int, int] = (-1, -1),
+        window_size: tuple[int, int] | None = None,
+        learnable_sink: torch.Tensor | None = None,
         softcap: float = 0.0,
+        num_splits: int = 0,
         deterministic: bool = False,
-        block_table: torch.Tensor | None = None,
-        s_aux: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if calls is not None:
-            calls.append({"causal": causal, "deterministic": deterministic})
+            calls.append(
+                {"causal": causal, "deterministic": deterministic, "num_splits": num_splits, "sinks": learnable_sink}
+            )
+        assert cu_seqlens_q is not None
         assert cu_seqlens_k is None
         assert seqused_k is not None
-        assert block_table is not None
+        assert page_table is not None
+        assert page_table.dtype == torch.int32
+        assert page_table.stride(-1) == 1
         assert softmax_scale is not None
+        assert window_size is not None
+        assert max_seqlen_k is not None
         assert max_seqlen_k >= int(seqused_k.max())
+        assert max_seqlen_q is not None
         assert max_seqlen_q >= int(cu_seqlens_q.diff().max())
-        return attention(
+        if learnable_sink is not None:
+            assert learnable_sink.dtype == torch.bfloat16, "learnable_sink must be bfloat16"
+            assert learnable_sink.shape == (q.shape[1],)
+        assert out is not None
+        assert (out.shape, out.dtype) == (q.shape, q.dtype)
+        result = attention(
             q,
             k,
             v,
             cu_seqlens_q,
             seqused_k,
-            block_table,
+            page_table,
             softmax_scale=softmax_scale,
             causal=causal,
             window_size=window_size,
             softcap=softcap,
-            sinks=s_aux,
+            sinks=learnable_sink,
         )
+        return out.copy_(result)
 
     module.flash_attn_varlen_func = flash_attn_varlen_func  # type: ignore[attr-defined]
     return module

@@ -15,7 +15,7 @@ ARGUMENTS: dict[str, Any] = {
     name: f"the {name}"
     for name in (
         "q", "k", "v", "cu_seqlens_q", "max_seqlen_q", "seqused_k", "max_seqlen_k", "block_table", "softmax_scale",
-        "causal", "window_size", "softcap", "sinks", "deterministic",
+        "causal", "window_size", "softcap", "sinks", "deterministic", "num_splits",
     )
 }  # fmt: skip
 OTHER = (
@@ -38,16 +38,18 @@ def test_every_argument_arrives_under_the_functions_own_name(with_lse: bool) -> 
     made, seen = function(OTHER, (right, "log-sum-exp") if with_lse else right)
     bind(made)(out, **ARGUMENTS)
     renamed = {"block_table": "page_table", "sinks": "learnable_sink"}
-    expected = {renamed.get(name, name): value for name, value in ARGUMENTS.items() if not name.startswith("max_")}
+    optional = ("max_seqlen_q", "max_seqlen_k", "num_splits")
+    expected = {renamed.get(name, name): value for name, value in ARGUMENTS.items() if name not in optional}
     assert seen == expected | {"cu_seqlens_k": None}
     assert torch.equal(out, right)
 
 
 def test_a_function_that_writes_in_place_is_given_where() -> None:
     out = torch.zeros(2)
-    made, seen = function(OTHER + ", max_seqlen_q, max_seqlen_k, out=None", out)
+    made, seen = function(OTHER + ", max_seqlen_q, max_seqlen_k, num_splits=0, out=None", out)
     bind(made)(out, **ARGUMENTS)
     assert seen["out"] is out
+    assert seen["num_splits"] == "the num_splits"
     assert (seen["max_seqlen_q"], seen["max_seqlen_k"]) == ("the max_seqlen_q", "the max_seqlen_k")
 
 

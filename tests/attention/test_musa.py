@@ -6,8 +6,10 @@ Not run on MUSA hardware.
 
 from __future__ import annotations
 
+import ast
 import itertools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -80,14 +82,45 @@ def test_a_token_without_a_slot_is_not_written(version: str, vllm_tree: Tree) ->
 
 
 @ends
-def test_batch_invariance_asks_for_a_deterministic_kernel(version: str, vllm_tree: Tree) -> None:
+def test_batch_invariance_asks_for_keys_in_one_piece(version: str, vllm_tree: Tree) -> None:
     calls: list[dict[str, Any]] = []
     with released(version, vllm_tree(version), mate=mate(calls)) as load:
-        load("vllm.envs").VLLM_BATCH_INVARIANT = True
-        layer = layer_of(load, 64)
+        for asked in (False, True):
+            load("vllm.envs").VLLM_BATCH_INVARIANT = asked
+            layer = layer_of(load, 64)
+            layer.write(slice(None))
+            layer.run(layer.metadata(causal=True))
+    assert [(call["num_splits"], call["deterministic"]) for call in calls] == [(0, False), (1, True)]
+
+
+def loaded(impl: Any, dtype: Any, version: str, tree: Any) -> None:
+    """What vLLM's layer does when its weights are loaded, by that version's text."""
+    path = "vllm/model_executor/layers/attention/attention.py"
+    (layer,) = (node for node in ast.parse(tree.read(path)).body if getattr(node, "name", "") == "Attention")
+    (method,) = (node for node in layer.body if getattr(node, "name", "") == "process_weights_after_loading")
+    scope: dict[str, Any] = {"torch": torch, "should_load_quant_weights": lambda method: True}
+    exec(compile(ast.Module([method], []), path, "exec"), scope)
+    scope[method.name](SimpleNamespace(impl=impl, quant_config=None), dtype)
+
+
+@ends
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_sinks_are_cast_once_for_each_loading_of_weights(version: str, dtype: Any, vllm_tree: Tree) -> None:
+    calls: list[dict[str, Any]] = []
+    tree = vllm_tree(version)
+    with released(version, tree, mate=mate(calls)) as load:
+        sinks = torch.nn.Parameter(torch.empty(4, dtype=dtype), requires_grad=False)
+        layer = layer_of(load, 64, dtype=dtype, sinks=sinks)
         layer.write(slice(None))
-        layer.run(layer.metadata(causal=True))
-    assert [call["deterministic"] for call in calls] == [True]
+        for values in ([0.5, -1.0, 2.0, 0.0], [3.0, 0.25, -2.0, 1.0]):
+            # Weights are loaded into a layer that is there, and a second time into one whose graphs hold addresses.
+            sinks.data.copy_(torch.tensor(values))
+            loaded(layer.impl, dtype, version, tree)
+            for _ in range(2):
+                close(layer.run(layer.metadata(causal=True)), layer.right(causal=True, sinks=sinks.data))
+    # Kept alive by the list, so one address is one tensor.
+    assert len({call["sinks"].data_ptr() for call in calls}) == 1
+    assert len(calls) == 4
 
 
 @ends

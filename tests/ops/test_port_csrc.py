@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every kernel that mcc is to build, ported by the real torchada's table, through a compiler.
 
-By mcc where there is one beside torch_musa; else by nvcc, with headers that give MUSA's names back to CUDA. That shows that the copy is
-C++ and leaves no name of CUDA; it does not show what mcc makes of it. Not run on MUSA hardware.
+By mcc where there is one beside torch_musa; else by nvcc, with headers that give MUSA's names back to CUDA. That shows
+that the copy is C++ and leaves no name of CUDA; it does not show what mcc makes of it. Not run on MUSA hardware.
 """
 
 from __future__ import annotations

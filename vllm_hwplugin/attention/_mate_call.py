@@ -2,9 +2,9 @@
 """A call of ``mate.flash_attn_varlen_func`` whose arguments are all known to be there. Not run on MUSA hardware.
 
 mate is Moore Threads' library of kernels. Its function follows FlashAttention's of that name, whose published versions
-name some arguments differently. An argument that is left out because a name does not fit would be a wrong answer (a
-model without its sinks, a mask that is causal); so the names are looked up in the function's signature once, and a
-function that lacks one is not used at all.
+name some arguments differently, and mate's own changed from release to release. An argument that is left out because a
+name does not fit would be a wrong answer (a model without its sinks, a mask that is causal); so the names are looked up
+in the function's signature once, and a function that lacks one is not used at all.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-# Argument -> the names it has in FlashAttention 2, in 3 and 4 of the same repository, and in vLLM's fork of it.
+# Argument -> its names. page_table and learnable_sink are mate's (its source was read at 0.2.2) and FlashAttention 4's;
+# block_table and s_aux are vLLM's fork's of FlashAttention, and in no release of mate that was read.
 _NAMES: Final[Mapping[str, tuple[str, ...]]] = {
     "q": ("q",),
     "k": ("k",),
@@ -29,8 +30,9 @@ _NAMES: Final[Mapping[str, tuple[str, ...]]] = {
     "sinks": ("s_aux", "learnable_sink"),
     "deterministic": ("deterministic",),
 }
-# Not in every one of them, and of no weight for the result: upper bounds, and where to write it.
-_OPTIONAL: Final = ("max_seqlen_q", "max_seqlen_k", "out")
+# Not in every one of them, and of no weight for the result: upper bounds, where to write it, and how many parts the keys
+# are split into, which is no concern of a function without that argument.
+_OPTIONAL: Final = ("max_seqlen_q", "max_seqlen_k", "out", "num_splits")
 # Sequence lengths of keys that are not paged: required by some, and None beside a page table.
 _UNPAGED: Final = "cu_seqlens_k"
 
@@ -55,7 +57,7 @@ class Call:
             arguments: all of q (tokens, heads, head size), k and v (blocks, tokens a block, KV heads, head size),
                 cu_seqlens_q (requests + 1, int32), seqused_k (requests, int32), block_table (requests, blocks),
                 softmax_scale, causal, window_size (tokens before and after, -1: no end), softcap (0: none), sinks
-                (heads, or None), deterministic, max_seqlen_q, max_seqlen_k.
+                (heads, or None), deterministic, num_splits (0: as the function decides), max_seqlen_q, max_seqlen_k.
         """
         given = {self.names[name]: value for name, value in arguments.items() if name in self.names}
         if "out" in self.names:

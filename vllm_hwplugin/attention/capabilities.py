@@ -297,7 +297,13 @@ DECLARATIONS: Final[tuple[Declaration, ...]] = (
     ),
     _musa("per_head_quant_scales", False, "they scale fp8 queries and keys, which mate refuses", _PROBED),
     _musa("non_causal", True, "causal is an argument of mate's function", _PROBED),
-    _musa("batch_invariance", True, "with deterministic=True, alone and in a batch are the same to the bit", _PROBED),
+    _musa(
+        "batch_invariance",
+        True,
+        "mate splits the keys of a request only by a schedule, which it is not given, and is told num_splits=1 where "
+        "it takes that; its deterministic is about gradients",
+        "read in mate's source (0.2.2), and " + _PROBED,
+    ),
     _musa("kv_connector", False, "KV transfer that copies blocks is not supported on MUSA", versions=">=0.23.0,<0.34"),
     _musa("sliding_window", True, "the window is an argument of mate's function", _SERVED),
     _musa("pcp", False, "needs the log-sum-exp of each part, which mate is not asked for", versions=">=0.26.0,<0.34"),

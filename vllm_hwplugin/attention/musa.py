@@ -91,7 +91,22 @@ class MusaFlashAttentionImpl(AttentionImpl):  # type: ignore[misc]  # as below
         self.attn_type = attn_type
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.sinks = sinks
-        self.deterministic = bool(envs.VLLM_BATCH_INVARIANT)
+        self._loaded_sinks = sinks
+        self.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Make of the layer's sinks what mate takes: bfloat16, whatever the type of the queries is.
+
+        Here and not in ``forward``, which would cast in every step and in every graph. vLLM calls it again when it has
+        loaded other weights; graphs keep the address of the first copy, so that is written to.
+        """
+        super().process_weights_after_loading(act_dtype)
+        if self._loaded_sinks is None:
+            return
+        if self.sinks is self._loaded_sinks:
+            self.sinks = self._loaded_sinks.detach().to(torch.bfloat16)
+        else:
+            self.sinks.copy_(self._loaded_sinks)
 
     def forward(
         self,
@@ -136,7 +151,9 @@ class MusaFlashAttentionImpl(AttentionImpl):  # type: ignore[misc]  # as below
             window_size=symmetric(self.sliding_window, causal),
             softcap=self.logits_soft_cap,
             sinks=self.sinks,
-            deterministic=self.deterministic,
+            deterministic=self.batch_invariant,
+            # 0: as mate decides. Today it splits only by a schedule, which it is not given.
+            num_splits=1 if self.batch_invariant else 0,
         )
         return output
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The shared libraries of a MUSA host, as stubs by the host's compiler: each has the names that the vendor's has.
 
-What is where is read from torch_musa 2.7.1: the current stream is in ``libmusa_python.so`` (its ``shim_musa.cpp``), and in
-no library of PyTorch's. ``mcc`` hands the host's compiler what both of them know. Not run on MUSA hardware.
+What is where is read from torch_musa 2.7.1: the current stream is in ``libmusa_python.so`` (its ``shim_musa.cpp``), and
+in no library of PyTorch's. ``mcc`` hands the host's compiler what both of them know. Not run on MUSA hardware.
 """
 
 from __future__ import annotations

@@ -34,8 +34,8 @@ MIN_TORCH: Final = Version("2.10")
 
 # libtorch.so leads to the CUDA or MUSA part where PyTorch has one; some linkers would leave it out as not needed.
 _AS_NEEDED_OFF: Final[Mapping[ToolchainName, str]] = {"nvcc": "-Xlinker=--no-as-needed", "mcc": "-Wl,--no-as-needed"}
-# What a MUSA build adds to the stable ABI, the current stream among it, is in a library of torch_musa's own, which Python
-# loads for itself alone: a library that does not name it would find the weak symbols of the sources null.
+# What a MUSA build adds to the stable ABI, the current stream among it, is in a library of torch_musa's own, which
+# Python loads for torch_musa alone: a kernel's library that does not name it finds its weak symbols null.
 _LIBRARIES: Final[Mapping[ToolchainName, tuple[str, ...]]] = {
     "nvcc": ("-ltorch", "-ltorch_cpu", "-lc10"),
     "mcc": ("-ltorch", "-ltorch_cpu", "-lc10", "-lmusa_python", "-lmusart"),
