@@ -30,8 +30,8 @@ _NAMES: Final[Mapping[str, tuple[str, ...]]] = {
     "sinks": ("s_aux", "learnable_sink"),
     "deterministic": ("deterministic",),
 }
-# Not in every one of them, and of no weight for the result: upper bounds, where to write it, and how many parts the keys
-# are split into, which is no concern of a function without that argument.
+# Not in every one of them, and of no weight for the result: upper bounds, where to write it, and how many parts the
+# keys are split into, which is no concern of a function without that argument.
 _OPTIONAL: Final = ("max_seqlen_q", "max_seqlen_k", "out", "num_splits")
 # Sequence lengths of keys that are not paged: required by some, and None beside a page table.
 _UNPAGED: Final = "cu_seqlens_k"
