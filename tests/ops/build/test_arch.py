@@ -30,7 +30,21 @@ def test_without_it_each_kind_of_device_counts_once() -> None:
         SM90,
     )
     assert arch_flags("mcc", {}, [(3, 1)]) == ("--offload-arch=mp_31",)
-    assert arch_flags("mcc", {"MTGPU_TARGET": "mp_22;mp_31"}, []) == ("--offload-arch=mp_22", "--offload-arch=mp_31")
+
+
+@pytest.mark.parametrize(
+    ("environ", "flags"),
+    [
+        ({"MTGPU_TARGET": "mp_22"}, ("--offload-arch=mp_22",)),
+        ({"TORCH_MUSA_ARCH_LIST": "22;31", "MTGPU_TARGET": ""}, ("--offload-arch=mp_22", "--offload-arch=mp_31")),
+        # As images for one GPU set both; then somebody builds for more.
+        ({"TORCH_MUSA_ARCH_LIST": "22 31", "MTGPU_TARGET": "mp_31"}, ("--offload-arch=mp_22", "--offload-arch=mp_31")),
+    ],
+)
+def test_musa_has_a_variable_for_one_architecture_and_one_for_several(
+    environ: dict[str, str], flags: tuple[str, ...]
+) -> None:
+    assert arch_flags("mcc", environ, [(2, 1)]) == flags
 
 
 def test_a_kernel_for_one_architecture_is_built_for_it_where_its_number_is_asked_for() -> None:
@@ -46,9 +60,11 @@ def test_a_kernel_for_one_architecture_is_built_for_it_where_its_number_is_asked
     ("toolchain", "environ", "words"),
     [
         ("nvcc", {}, "no GPU is here to compile for and TORCH_CUDA_ARCH_LIST is not set"),
-        ("mcc", {}, "no GPU is here to compile for and MTGPU_TARGET is not set; set it, for example to mp_31"),
+        ("mcc", {}, "no GPU is here to compile for and TORCH_MUSA_ARCH_LIST is not set; set it, for example to 31"),
         ("nvcc", {"TORCH_CUDA_ARCH_LIST": "9.0;Hopper"}, "holds 'Hopper'; expected numbers"),
-        ("mcc", {"MTGPU_TARGET": "31"}, "MTGPU_TARGET holds '31'; expected architectures such as mp_31"),
+        ("mcc", {"MTGPU_TARGET": "31"}, "MTGPU_TARGET is '31'; expected one architecture such as mp_31"),
+        ("mcc", {"MTGPU_TARGET": "mp_22;mp_31"}, "expected one architecture such as mp_31. TORCH_MUSA_ARCH_LIST takes"),
+        ("mcc", {"TORCH_MUSA_ARCH_LIST": "mp_31"}, "TORCH_MUSA_ARCH_LIST holds 'mp_31'; expected numbers such as 31"),
     ],
 )
 def test_what_cannot_be_decided_is_an_error(toolchain: str, environ: dict[str, str], words: str) -> None:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which GPU architectures a kernel is compiled for: what the variable says, else what the devices are.
+"""Which GPU architectures a kernel is compiled for: what a variable says, else what the devices are.
 
 ``TORCH_CUDA_ARCH_LIST`` is written as PyTorch's extension builder takes it (``9.0;8.6+PTX``, ``9.0a``), but for its
-names of GPU families. ``MTGPU_TARGET`` (``mp_31``, or several separated by ``;``) is the variable that torchada reads.
+names of GPU families. For MUSA ``TORCH_MUSA_ARCH_LIST`` (``22;31``), as torch_musa's builder takes it, comes before
+``MTGPU_TARGET`` (``mp_31``), the one architecture that torchada and vllm-musa build their own code for.
 """
 
 from __future__ import annotations
@@ -14,10 +15,13 @@ from typing import Final
 from .errors import KernelUnavailable
 from .spec import ToolchainName
 
-VARIABLES: Final[Mapping[ToolchainName, str]] = {"nvcc": "TORCH_CUDA_ARCH_LIST", "mcc": "MTGPU_TARGET"}
+CUDA_LIST: Final = "TORCH_CUDA_ARCH_LIST"
+MUSA_LIST: Final = "TORCH_MUSA_ARCH_LIST"
+MUSA_TARGET: Final = "MTGPU_TARGET"
 
 _CUDA: Final = re.compile(r"(\d+)\.(\d)([af]?)(\+PTX)?")
-_MUSA: Final = re.compile(r"mp_\d+")
+_MUSA_NUMBER: Final = re.compile(r"\d\d+")
+_MUSA: Final = re.compile(r"mp_\d\d+")
 
 
 def arch_flags(
@@ -30,19 +34,18 @@ def arch_flags(
 
     Args:
         toolchain: which compiler.
-        environ: where its variable is read; set but empty counts as not set.
+        environ: where its variables are read; set but empty counts as not set.
         capabilities: (major, minor) of each device of this host.
         cuda_only: the architectures that the kernel is for, with their suffixes; empty for all. Of these it is compiled
             for the ones whose numbers are asked for.
 
     Raises:
-        KernelUnavailable: the variable cannot be read, or it is not set and there is no device, or the kernel is for
-            other architectures.
+        KernelUnavailable: a variable cannot be read, or none is set and there is no device, or the kernel is for other
+            architectures.
     """
-    variable = VARIABLES[toolchain]
-    named = [part for part in re.split(r"[;,\s]+", environ.get(variable, "")) if part]
+    variable, example = (CUDA_LIST, "9.0") if toolchain == "nvcc" else (MUSA_LIST, "31")
+    named = _listed(environ, CUDA_LIST) if toolchain == "nvcc" else _musa(environ)
     if not named and not capabilities:
-        example = "9.0" if toolchain == "nvcc" else "mp_31"
         raise KernelUnavailable(
             f"no GPU is here to compile for and {variable} is not set; set it, for example to {example}"
         )
@@ -57,10 +60,29 @@ def arch_flags(
                 )
         return tuple(dict.fromkeys(flag for part in parts for flag in _gencode(part)))
     parts = named or [f"mp_{major}{minor}" for major, minor in sorted(set(capabilities))]
-    for part in parts:
-        if not _MUSA.fullmatch(part):
-            raise KernelUnavailable(f"{variable} holds {part!r}; expected architectures such as mp_31, separated by ;")
     return tuple(dict.fromkeys(f"--offload-arch={part}" for part in parts))
+
+
+def _listed(environ: Mapping[str, str], variable: str) -> list[str]:
+    return [part for part in re.split(r"[;,\s]+", environ.get(variable, "")) if part]
+
+
+def _musa(environ: Mapping[str, str]) -> list[str]:
+    """The architectures that are named for MUSA, as mcc takes them."""
+    numbers = _listed(environ, MUSA_LIST)
+    for number in numbers:
+        if not _MUSA_NUMBER.fullmatch(number):
+            raise KernelUnavailable(f"{MUSA_LIST} holds {number!r}; expected numbers such as 31, separated by ;")
+    if numbers:
+        return [f"mp_{number}" for number in numbers]
+    target = environ.get(MUSA_TARGET, "").strip()
+    if target and not _MUSA.fullmatch(target):
+        # Also a list: torchada would take it for one architecture, and its own build would fail.
+        raise KernelUnavailable(
+            f"{MUSA_TARGET} is {target!r}; expected one architecture such as mp_31. {MUSA_LIST} takes several, such as "
+            "22;31"
+        )
+    return [target] if target else []
 
 
 def _number(part: str) -> str:
