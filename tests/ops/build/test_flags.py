@@ -19,7 +19,7 @@ FAST = dataclasses.replace(PLAIN, fast_math=True)
 ABI = "-DTORCH_TARGET_VERSION=0x020a000000000000"
 
 NVCC = ("-O3", "-std=c++17", "-Xcompiler=-fPIC", ABI, "-lineinfo")
-MCC = ("-O3", "-std=c++17", "-fPIC", ABI, "-DUSE_MUSA")
+MCC = ("-O3", "-Od3", "-std=c++17", "-fPIC", ABI, "-DNDEBUG", "-fno-strict-aliasing", "-DUSE_MUSA")
 MCC += ("-fno-signed-zeros", "-ffast-math", "-fmusa-flush-denormals-to-zero", "-fno-finite-math-only")
 NO_SLP = ("-mllvm", "-vectorize-slp=false")
 CLUSTER = ("-mllvm", "-mtgpu-load-cluster-mutation=1", "-mllvm", "--num-dwords-of-load-in-mutation=64")
@@ -35,12 +35,18 @@ def test_nvcc_gets_fast_math_for_kernels_that_hold_parity_with_it(version: str) 
     assert words(flags_for("nvcc", Version(version), {}, FAST)) == (*NVCC, "--use_fast_math")
 
 
-@pytest.mark.parametrize("version", ["4.2.0", "5.0.0"])
-def test_mcc_up_to_5_0_0_has_no_slp_and_no_load_clustering(version: str) -> None:
-    assert _mcc(version) == (*MCC, *NO_SLP)
+@pytest.mark.parametrize(
+    ("version", "clustering"), [("4.2.0", ()), ("4.3.5", ()), ("4.3.6", CLUSTER), ("5.0.0", CLUSTER)]
+)
+def test_mcc_up_to_5_0_0_has_no_slp_and_load_clustering_from_mates_oldest(
+    version: str, clustering: tuple[str, ...]
+) -> None:
+    expected = (*MCC, *NO_SLP, *clustering)
+    assert _mcc(version) == expected
     # Neither gate can turn on what the compiler is too old for.
-    assert _mcc(version, VLLM_HWPLUGIN_SLP="1", VLLM_HWPLUGIN_LOAD_CLUSTER="1") == (*MCC, *NO_SLP)
-    assert _mcc(version, VLLM_HWPLUGIN_SLP="0") == (*MCC, *NO_SLP)
+    assert _mcc(version, VLLM_HWPLUGIN_SLP="1", VLLM_HWPLUGIN_LOAD_CLUSTER="1") == expected
+    assert _mcc(version, VLLM_HWPLUGIN_SLP="0") == expected
+    assert _mcc(version, VLLM_HWPLUGIN_LOAD_CLUSTER="0") == (*MCC, *NO_SLP)
 
 
 @pytest.mark.parametrize("version", ["5.0.1", "5.1.0", "5.1.0rc1", "6.0"])

@@ -49,7 +49,7 @@ def test_the_commands_of_nvcc(plan: MakePlan, csrc: Path, torch_cuda: TorchBuild
     ("recording", "environ", "own"),
     [
         ("mcc-4.2.0", {}, ("-mllvm", "-vectorize-slp=false")),
-        ("mcc-5.0.0", {}, ("-mllvm", "-vectorize-slp=false")),
+        ("mcc-5.0.0", {"VLLM_HWPLUGIN_LOAD_CLUSTER": "0"}, ("-mllvm", "-vectorize-slp=false")),
         (
             "mcc-5.1.0",
             {},
@@ -68,7 +68,8 @@ def test_the_commands_of_mcc(
 ) -> None:
     made = plan(toolchain=_toolchain(recording, "/opt/musa"), torch=torch_musa, environ=environ)
     assert made.compile_command("first.cu", "first.o") == (
-        "/opt/musa/bin/mcc", "-O3", "-std=c++17", "-fPIC", "-DTORCH_TARGET_VERSION=0x020a000000000000", "-DUSE_MUSA",
+        "/opt/musa/bin/mcc", "-O3", "-Od3", "-std=c++17", "-fPIC", "-DTORCH_TARGET_VERSION=0x020a000000000000",
+        "-DNDEBUG", "-fno-strict-aliasing", "-DUSE_MUSA",
         "-fno-signed-zeros", "-ffast-math", "-fmusa-flush-denormals-to-zero", "-fno-finite-math-only", *own,
         "--offload-arch=mp_31",
         f"-I{torch_musa.root}/include", "-c", f"{csrc}/sample/first.cu", "-o", "first.o",

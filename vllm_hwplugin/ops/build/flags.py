@@ -2,8 +2,8 @@
 """Which flags a compiler gets, and why: one table and one function that reads it.
 
 A row applies when the compiler's version is in its range, its gate (if any) is in the stated position, and the kernel
-is of the kind it is for. Rows keep their order on the command line. The rows for mcc follow the published build of
-vllm-musa and were not run on MUSA hardware.
+is of the kind it is for. Rows keep their order on the command line. The rows for mcc follow the published builds of
+vllm-musa and mate and were not run on MUSA hardware.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ SLP: Final = "VLLM_HWPLUGIN_SLP"
 LOAD_CLUSTER: Final = "VLLM_HWPLUGIN_LOAD_CLUSTER"
 
 _VLLM_MUSA: Final = "MooreThreads/vllm-musa, setup.py"
+_MATE: Final = "MooreThreads/mate 0.2.2, mate/jit/attention"
 _PR_50: Final = "MooreThreads/vllm-musa, pull request 50"
 _CLANG: Final = "clang, controlling floating-point behaviour; mcc is made of it"
 _NVCC: Final = "CUDA compiler driver nvcc, command options"
@@ -85,9 +86,18 @@ TABLE: Final[tuple[FlagRow, ...]] = (
         fast_math_only=True,
     ),
     FlagRow("mcc", "", ("-O3",), _OPTIMISE, _VLLM_MUSA),
+    FlagRow("mcc", "", ("-Od3",), "the same for device code, whose level mcc takes apart from the host's", _MATE),
     FlagRow("mcc", "", ("-std=c++17",), _CPLUSPLUS, _STABLE_ABI),
     FlagRow("mcc", "", ("-fPIC",), _LIBRARY, _VLLM_MUSA),
     FlagRow("mcc", "", _ABI, _ABI_REASON, _STABLE_ABI),
+    FlagRow("mcc", "", ("-DNDEBUG",), "no assertions in device code: vllm-musa and mate have none either", _MATE),
+    FlagRow(
+        "mcc",
+        "",
+        ("-fno-strict-aliasing",),
+        "kernels read packs of 16 bytes as values of other types; vllm-musa and mate are built with it",
+        _MATE,
+    ),
     FlagRow("mcc", "", ("-DUSE_MUSA",), "names the platform to sources that serve two", _VLLM_MUSA),
     FlagRow(
         "mcc",
@@ -133,10 +143,11 @@ TABLE: Final[tuple[FlagRow, ...]] = (
     ),
     FlagRow(
         "mcc",
-        ">5.0.0",
+        ">=4.3.6",
         ("-mllvm", "-mtgpu-load-cluster-mutation=1", "-mllvm", "--num-dwords-of-load-in-mutation=64"),
-        "clusters loads; earlier compilers refuse the options",
-        _PR_50,
+        "clusters loads; mate gives the options to every compiler from its oldest on, where vllm-musa begins after 5.0.0 "
+        "out of caution: one that does not know them fails, and of earlier ones nothing is known",
+        _MATE,
         gate=LOAD_CLUSTER,
     ),
 )
