@@ -101,12 +101,13 @@ class MusaFlashAttentionImpl(AttentionImpl):  # type: ignore[misc]  # as below
         loaded other weights; graphs keep the address of the first copy, so that is written to.
         """
         super().process_weights_after_loading(act_dtype)
-        if self._loaded_sinks is None:
+        loaded = self._loaded_sinks
+        if loaded is None or self.sinks is None:
             return
-        if self.sinks is self._loaded_sinks:
-            self.sinks = self._loaded_sinks.detach().to(torch.bfloat16)
+        if self.sinks is loaded:
+            self.sinks = loaded.detach().to(torch.bfloat16)
         else:
-            self.sinks.copy_(self._loaded_sinks)
+            self.sinks.copy_(loaded)
 
     def forward(
         self,

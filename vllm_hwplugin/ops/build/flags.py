@@ -145,8 +145,8 @@ TABLE: Final[tuple[FlagRow, ...]] = (
         "mcc",
         ">=4.3.6",
         ("-mllvm", "-mtgpu-load-cluster-mutation=1", "-mllvm", "--num-dwords-of-load-in-mutation=64"),
-        "clusters loads; mate gives the options to every compiler from its oldest on, where vllm-musa begins after 5.0.0 "
-        "out of caution: one that does not know them fails, and of earlier ones nothing is known",
+        "clusters loads; mate gives the options to every compiler from its oldest on, where vllm-musa begins after "
+        "5.0.0 out of caution: one that does not know them fails, and of earlier ones nothing is known",
         _MATE,
         gate=LOAD_CLUSTER,
     ),
