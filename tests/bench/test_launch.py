@@ -51,7 +51,7 @@ def test_events_come_as_they_are_written(child):
 def test_a_crash_keeps_what_was_measured_and_the_end_of_the_log(child):
     child(
         "open(answer, 'a').write('{\"event\": \"ready\"}\\n')\n"
-        "for i in range(100): print('line', i)\n"
+        "for i in range(100): print('line', i, flush=True)\n"
         "sys.stderr.write('the reason\\n'); sys.exit(3)\n"
     )
     outcome = _launch.launch(JOB, timeout=30)

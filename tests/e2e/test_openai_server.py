@@ -7,7 +7,9 @@ and then the server is told to end. The real `openai` client asks.
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -31,7 +33,8 @@ pytestmark = pytest.mark.engine
 
 MODEL = "small"
 START, STOP = 240, 60
-LONG = 1800
+# So many tokens that no host is done with them before it hears that the client is gone.
+LONG, LENGTH = 16_000, 16_128
 # What the checkpoints were trained on, so that drafts are accepted.
 TEXTS = ("def add(a, b):\n    return a + b\n", "for i in range(10):\n", "class Node:\n    def __init__(self):\n")
 GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0.0, "max_tokens": 32, "extra_body": {"ignore_eos": True}}
@@ -121,16 +124,25 @@ def processes_of(session: int) -> list[int]:
     return found
 
 
+def for_long_texts(name: str, folder: Path) -> Path:
+    """A copy of a checkpoint that takes more tokens than it was trained for."""
+    copy = folder / name
+    shutil.copytree(bench.find_checkpoints(None).root / name, copy, copy_function=shutil.copyfile)
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, "max_position_embeddings": LENGTH}))
+    return copy
+
+
 @pytest.fixture(scope="module")
 def server(cpu_host: bench.Host, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder, port = tmp_path_factory.mktemp("server"), free_port()
-    checkpoints = bench.find_checkpoints(None)
-    speculation = f'{{"method": "eagle3", "model": "{checkpoints.drafter("eagle3")}", "num_speculative_tokens": 3}}'
+    target, drafter = (for_long_texts(name, folder) for name in ("target", "eagle3"))
+    speculation = f'{{"method": "eagle3", "model": "{drafter}", "num_speculative_tokens": 3}}'
     # As README says it for a host without a GPU.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-    command += ["--model", str(checkpoints.target), "--served-model-name", MODEL]
+    command += ["--model", str(target), "--served-model-name", MODEL]
     command += ["--host", "127.0.0.1", "--port", str(port), "--speculative-config", speculation]
-    command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "2048", "--max-num-seqs", "8"]
+    command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", str(LENGTH), "--max-num-seqs", "8"]
     command += ["--no-enable-prefix-caching", "--seed", "0"]
     variables = bench.engine_environment("cpu", patched=True) | {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
