@@ -101,7 +101,6 @@ def run(folder: Path, name: str, case: dict[str, Any]) -> dict[str, Any]:
     options = {
         **SMALL_ENGINE,
         "kv_cache_memory_bytes": 2 << 30,
-        "gpu_memory_utilization": 0.1,
         "dtype": "float16",
         **({"speculative_config": gemma_shape.speculation(draft)} if case["draft"] else {}),
         **case["options"],
