@@ -13,7 +13,7 @@ from types import ModuleType
 
 import pytest
 
-from vllm_hwplugin.ops.build import jit, port, torch_build
+from vllm_hwplugin.ops.build import ahead, built, jit, port, torch_build
 from vllm_hwplugin.ops.build.errors import KernelUnavailable
 from vllm_hwplugin.ops.build.port import Port
 from vllm_hwplugin.ops.build.spec import KERNELS, KernelSpec, source_root
@@ -80,6 +80,34 @@ def test_no_weak_symbol_of_the_sources_stays_null(
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == [[], [0, 0x1003]], list(declarations)
+
+
+@pytest.mark.usefixtures("own_cache", "ninja")
+def test_a_library_that_was_built_ahead_is_taken_on_a_host_with_its_devices(
+    kernel: KernelSpec, csrc: Path, torch_musa: TorchBuild, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Installation, then a start: on the host that it was built for, and on others."""
+    if shutil.which("cc") is None or shutil.which("c++") is None:
+        cannot_run("there is no C compiler for stub libraries")
+    host = tmp_path / "host"
+    make(host)
+    torch = dataclasses.replace(torch_musa, root=host / "torch", musa_root=host / "torch_musa")
+    monkeypatch.setenv("MUSA_HOME", str(host / "musa"))
+    monkeypatch.delenv("MTGPU_TARGET", raising=False)
+    monkeypatch.setenv("TORCH_MUSA_ARCH_LIST", "22;31")
+    monkeypatch.setattr(port, "installed", lambda: Port("a table", ()))
+    monkeypatch.setattr(torch_build, "installed", lambda: torch)
+    monkeypatch.setattr(ahead, "KERNELS", {kernel.name: kernel})
+    said: list[str] = []
+    (library,) = ahead.build_all(built.prebuilt_folder(), csrc, said.append)
+    monkeypatch.delenv("TORCH_MUSA_ARCH_LIST")
+    # A host that only runs has no compiler.
+    shutil.rmtree(host / "musa" / "bin")
+    assert jit.provide(kernel, torch) == library, said
+    assert jit.provide(kernel, dataclasses.replace(torch, capabilities=((2, 2), (3, 1)))) == library
+    for other in (2, 1), (3, 2):
+        with pytest.raises(KernelUnavailable, match="no mcc in MUSA_HOME"):
+            jit.provide(kernel, dataclasses.replace(torch, capabilities=((3, 1), other)))
 
 
 def test_torch_musa_is_found_where_torch_says_that_it_serves_musa(

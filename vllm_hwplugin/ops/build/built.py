@@ -25,6 +25,7 @@ from .plan import FORMAT
 FOLDER = "kernels"
 
 _CODE = re.compile(r"-gencode=arch=compute_\d+[af]?,code=(sm|compute)_(\d+)(\d)([af]?)")
+_MUSA_CODE = re.compile(r"--offload-arch=mp_(\d+)(\d)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +43,17 @@ class Built:
     changes_numerics: tuple[str, ...]
 
     def runs_on(self, capability: tuple[int, int]) -> bool:
-        """Whether it holds code for such a CUDA device: binary code of its generation, or PTX not newer than it.
+        """Whether it holds code for such a device of its toolchain's vendor.
 
-        Code for one exact architecture (``a``) runs there alone, code for a family (``f``) is taken for its first
-        member alone.
+        For CUDA that is binary code of the device's generation, or PTX not newer than it. Code for one exact
+        architecture (``a``) runs there alone, code for a family (``f``) is taken for its first member alone. Code for
+        MUSA is taken for its own architecture alone: the vendor promises no other.
         """
         for flag in self.arch:
+            if musa := _MUSA_CODE.fullmatch(flag):
+                if (int(musa.group(1)), int(musa.group(2))) == capability:
+                    return True
+                continue
             match = _CODE.fullmatch(flag)
             if match is None:
                 continue
