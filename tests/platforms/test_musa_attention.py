@@ -49,8 +49,9 @@ OWN = "vllm_hwplugin.attention.musa"
 
 
 @pytest.fixture(autouse=True)
-def _no_mate(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_mate_and_a_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mate", None)
+    monkeypatch.setattr(attention.musa_versions, "installed", {"triton": "3.6.0"}.get)
 
 
 def with_mate(monkeypatch: pytest.MonkeyPatch, *reasons: str) -> None:
@@ -63,11 +64,33 @@ def with_mate(monkeypatch: pytest.MonkeyPatch, *reasons: str) -> None:
     monkeypatch.setitem(sys.modules, OWN, module)
 
 
-def test_triton_is_first_and_its_class_is_named() -> None:
+def test_mates_flash_attn_is_first_where_it_is_there_and_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     triton = backend("TRITON_ATTN")
-    found = attention.choose(None, Config(head_size=64), (3, 1), members(triton, FLASH, FLEX))
-    assert found == "vllm.made.up.TRITON_ATTNBackend"
+    known = members(triton, FLASH, FLEX)
+    assert attention.choose(None, Config(head_size=64), (3, 1), known) == "vllm.made.up.TRITON_ATTNBackend"
     assert triton.asked == [Config(head_size=64)._asdict() | {"device_capability": (3, 1)}]
+    with_mate(monkeypatch)
+    assert attention.choose(None, Config(), None, known) == f"{OWN}.MusaFlashAttentionBackend"
+    with_mate(monkeypatch, "head_size not supported")
+    assert attention.choose(None, Config(), None, known) == "vllm.made.up.TRITON_ATTNBackend"
+
+
+@pytest.mark.parametrize("version", ["3.2.0", None])
+def test_a_triton_that_cannot_compile_a_backend_is_not_chosen_for_it_unless_it_is_named(
+    version: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(attention.musa_versions, "installed", {"triton": version}.get)
+    caplog.set_level(logging.WARNING, "vllm.hwplugin")
+    monkeypatch.setattr(attention.logger, "propagate", True)
+    known = members(TRITON, FLASH, FLEX, MLA)
+    assert attention.choose(None, Config(), None, known) == "vllm.made.up.FLEX_ATTENTIONBackend"
+    with pytest.raises(ValueError, match=r"TRITON_MLA: Triton .*3\.6 or later.*--attention-backend TRITON_MLA"):
+        attention.choose(None, Config(use_mla=True), None, known)
+    assert caplog.records == []
+    assert attention.choose(TRITON, Config(), None, known) == "vllm.made.up.TRITON_ATTNBackend"
+    assert len(caplog.records) == 1
+    theirs = backend("TRITON_MLA", overridden=True)
+    assert attention.choose(None, Config(use_mla=True), None, members(theirs)) == "vllm.made.up.TRITON_MLABackend"
 
 
 @pytest.mark.parametrize(
@@ -93,14 +116,16 @@ def test_the_named_backend_is_taken_or_its_reason_told() -> None:
 def test_all_reasons_are_told_when_none_fits() -> None:
     known = members(backend("TRITON_ATTN", "no a"), FLASH, backend("FLEX_ATTENTION", error=ImportError("no b")))
     with pytest.raises(
-        ValueError, match=r"TRITON_ATTN: no a; FLASH_ATTN: .* mate.*; FLEX_ATTENTION: ImportError: no b"
+        ValueError, match=r"head_size=128 .*FLASH_ATTN: .* mate.*; TRITON_ATTN: no a; FLEX_ATTENTION: ImportError: no b"
     ):
         attention.choose(None, Config(), None, known)
 
 
 @pytest.mark.parametrize(("name", "mla"), [("FLASHINFER", False), ("TRITON_MLA", False), ("TRITON_ATTN", True)])
 def test_a_backend_for_other_devices_is_refused_with_those_that_work(name: str, mla: bool) -> None:
-    with pytest.raises(ValueError, match=f"{name} is not supported on MUSA: expected TRITON_"):
+    with pytest.raises(
+        ValueError, match=f"{name} is not supported on MUSA: expected {'TRITON_MLA' if mla else 'FLASH_ATTN'}"
+    ):
         attention.choose(backend(name), Config(use_mla=mla), None, members(TRITON, FLEX, MLA))
 
 
@@ -112,13 +137,6 @@ def test_a_backend_that_a_plugin_registered_is_taken_under_any_name() -> None:
 def test_sparse_attention_is_refused_first() -> None:
     with pytest.raises(ValueError, match="sparse MLA attention is not supported on MUSA"):
         attention.choose(None, Config(use_mla=True, use_sparse=True), None, members(MLA))
-
-
-def test_flash_attn_is_the_plugins_where_triton_is_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    with_mate(monkeypatch)
-    known = members(backend("TRITON_ATTN", "non-causal attention not supported"), FLASH, FLEX)
-    assert attention.choose(None, Config(), None, known) == f"{OWN}.MusaFlashAttentionBackend"
-    assert attention.choose(None, Config(), None, members(TRITON, FLASH, FLEX)) == "vllm.made.up.TRITON_ATTNBackend"
 
 
 def test_what_holds_for_text_only_is_not_chosen_unless_it_is_named(

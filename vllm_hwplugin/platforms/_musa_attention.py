@@ -2,9 +2,9 @@
 """Which of vLLM's attention backends the MUSA platform uses.
 
 vLLM's compiled kernels (``vllm._C``, FlashAttention, FlashInfer, FlashMLA, CUTLASS) are built for other devices. What
-is left is what compiles on the host: Triton kernels, and FlexAttention through ``torch.compile``; and, where mate is
-installed, the plugin's FLASH_ATTN. Each backend's own declarations then decide, by vLLM's own
-``validate_configuration``. Not run on MUSA hardware.
+is left is the plugin's FLASH_ATTN, where mate is installed, and what compiles on the host: Triton kernels, where Triton
+is new enough for them, and FlexAttention through ``torch.compile``. Each backend's own declarations then decide, by
+vLLM's own ``validate_configuration``. Not run on MUSA hardware.
 """
 
 from __future__ import annotations
@@ -16,12 +16,15 @@ from typing import Any, Final
 
 from vllm_hwplugin.attention.capabilities import reserves
 
+from . import musa_versions
+
 logger = logging.getLogger("vllm.hwplugin")
 
-# Best first. Names and not members: vLLM's list of backends differs from version to version. FLASH_ATTN has not been
-# measured against TRITON_ATTN, so it is the choice for what that refuses; a name on the command line is stronger.
-DECODER: Final = ("TRITON_ATTN", "FLASH_ATTN", "FLEX_ATTENTION")
+# Best first, as vllm-musa has them: mate is the vendor's library, and its kernels depend on no release of Triton. Names
+# and not members: vLLM's list of backends differs from version to version.
+DECODER: Final = ("FLASH_ATTN", "TRITON_ATTN", "FLEX_ATTENTION")
 MLA: Final = ("TRITON_MLA",)
+_IN_TRITON: Final = ("TRITON_ATTN", "TRITON_MLA")
 # The plugin's class in place of vLLM's: (module, class, what it needs on the host).
 _OWN: Final = {
     "FLASH_ATTN": (
@@ -63,6 +66,7 @@ def choose(selected: Any | None, config: Any, capability: Any, known: Any) -> st
 
 def _first(members: Sequence[Any], config: Any, capability: Any, *, named: bool) -> str:
     refused: dict[str, list[str]] = {}
+    only_reserved: list[str] = []
     asked = config._asdict()
     for member in members:
         try:
@@ -70,19 +74,37 @@ def _first(members: Sequence[Any], config: Any, capability: Any, *, named: bool)
         except Exception as error:
             # Importing it runs what it needs (mate, Triton), and those raise whatever they like without a device or in
             # a wrong build. That ends this backend and not the choice.
-            reasons = [_unavailable(member, error)]
-        else:
-            reasons = backend.validate_configuration(device_capability=capability, **asked)
-            # What holds with a reserve is the user's to choose, and not chosen for the user.
-            reserved = reserves(getattr(backend, "declarations", {}), asked)
-            reasons = reasons or ([] if named else reserved)
-            if named and not reasons and reserved:
+            refused[member.name] = [_unavailable(member, error)]
+            continue
+        reasons = backend.validate_configuration(device_capability=capability, **asked)
+        if reasons:
+            refused[member.name] = reasons
+            continue
+        # What holds with a reserve is the user's to choose, and not chosen for the user.
+        reserved = [*reserves(getattr(backend, "declarations", {}), asked), *_triton_troubles(member)]
+        if named or not reserved:
+            if reserved:
                 logger.warning("%s", "; ".join(reserved))
-        if not reasons:
             return f"{backend.__module__}.{backend.__qualname__}"
-        refused[member.name] = reasons
+        refused[member.name] = reserved
+        only_reserved.append(member.name)
+    layer = ", ".join(f"{name}={value}" for name, value in asked.items() if value is not None and value is not False)
     told = "; ".join(f"{name}: {', '.join(reasons)}" for name, reasons in refused.items())
-    raise ValueError(f"no attention backend fits on MUSA ({told}); asked for {config!r}")
+    if named:
+        way_out = "leave the name out, and one that fits is chosen"
+    elif only_reserved:
+        way_out = f"--attention-backend {' or '.join(only_reserved)} takes it in spite of that"
+    else:
+        way_out = "see docs/platforms.md for what each needs on the host"
+    raise ValueError(f"no attention backend on MUSA for a layer with {layer} ({told}); {way_out}")
+
+
+def _triton_troubles(member: Any) -> list[str]:
+    """A Triton that cannot compile the backend's kernels, unless a plugin has put other ones there."""
+    if member.name not in _IN_TRITON or member.is_overridden():
+        return []
+    trouble = musa_versions.triton_trouble(musa_versions.installed("triton"))
+    return [trouble] if trouble else []
 
 
 def _class_of(member: Any) -> Any:

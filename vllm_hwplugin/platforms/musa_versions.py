@@ -1,0 +1,354 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which versions of a Moore Threads host's packages go together: for docs/platforms.md, ``doctor``, and the platform.
+
+All of it is read in what Moore Threads publish (sources, requirements, guides) and in vLLM's own requirements; nothing
+was run on MUSA hardware. Nothing here imports torch or vLLM.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
+
+#: The first Triton whose MUSA build is expected to compile vLLM's kernels; vllm-musa changes them for 3.2.
+MIN_TRITON: Final = Version("3.6")
+
+#: The first mate that takes a page table and writes where it is told to.
+MIN_MATE: Final = Version("0.2")
+
+#: The first pymtml that counts its callers; before, one's end closes the driver's library for all.
+MIN_MTML: Final = Version("2.4")
+
+#: The versions of vLLM that import torchvision while an engine warms up, whatever its model is.
+TORCHVISION_IN_WARM_UP: Final = SpecifierSet(">=0.24")
+
+#: GPUs for which torch_musa is built without MCCL, so that ``torch.distributed`` has no ``mccl``; as the driver names
+#: them.
+WITHOUT_MCCL: Final = ("MTT S80", "MTT S3000")
+
+#: What gives kernels PyTorch's current stream, and the library of torch_musa's package that has it.
+STREAM_SYMBOL: Final = "aoti_torch_get_current_musa_stream"
+STREAM_LIBRARY: Final = "lib/libmusa_python.so"
+
+_INDEX: Final = "from Moore Threads' own index"
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """Versions that one publisher names together; empty where it names none."""
+
+    source: str
+    torch: str
+    vllm: str = ""
+    triton: str = ""
+    mate: str = ""
+    torchada: str = ""
+    mtml: str = ""
+    python: str = ""
+
+
+STACKS: Final = (
+    Stack(
+        "vllm-musa, branch 0.28.0-dev, requirements",
+        torch="2.11.0.post2+musa5.2.0",
+        vllm="0.28.0, changed by patches",
+        triton="3.2.0",
+        mate="0.2.7",
+        torchada="0.1.95",
+        mtml="2.4.1 or later",
+        python="3.10",
+    ),
+    Stack(
+        "MUSA SDK 5.2.0, installation guide", torch="2.9.1", triton="3.2.0 or 3.6.0", mate="0.2.3", python="3.10, 3.12"
+    ),
+    Stack("torch_musa 2.7.1, source", torch="2.7.1", triton="3.1 or 3.2", mate="0.1.0 or later"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """The torch that versions of vLLM require, by its minor version, and the torch_musa that is known for it."""
+
+    vllm: SpecifierSet
+    torch: str
+    torch_musa: str = ""
+
+
+PINS: Final = (
+    Pin(SpecifierSet(">=0.20,<0.27"), "2.11", "2.11.0.post2"),
+    Pin(SpecifierSet(">=0.27,<0.33"), "2.13"),
+    Pin(SpecifierSet(">=0.33,<0.34"), "2.14"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """What is installed on a Moore Threads host.
+
+    Attributes:
+        versions: distribution -> its version, or None where it is not installed; of `DISTRIBUTIONS`.
+        vllm: vLLM's version.
+        vendors_mate: whether the package ``mate`` is Moore Threads' own; None where there is none.
+        stream: whether torch_musa's library has `STREAM_SYMBOL`; None where there is no such library.
+        gpus: the GPUs' names, as the driver tells them.
+    """
+
+    versions: Mapping[str, str | None]
+    vllm: str | None = None
+    vendors_mate: bool | None = None
+    stream: bool | None = None
+    gpus: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """``trouble`` is empty where nothing is wrong; ``stops``: an engine does not start with it."""
+
+    package: str
+    found: str
+    expected: str
+    trouble: str = ""
+    stops: bool = False
+
+
+DISTRIBUTIONS: Final = ("torch", "torch_musa", "triton", "mate", "torchada", "mthreads-ml-py", "torchvision")
+
+
+def installed(distribution: str) -> str | None:
+    """The version of a distribution, by its metadata; None where it is not installed."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def triton_trouble(version: str | None) -> str:
+    """What is wrong with this Triton, as a sentence without its end; empty where nothing is known to be.
+
+    Args:
+        version: of the distribution ``triton``, or None where it is not installed.
+    """
+    wanted = f"expected MUSA's build of {MIN_TRITON} or later, {_INDEX}"
+    if version is None:
+        return f"Triton is not installed, and vLLM's kernels are written in it; {wanted}"
+    number = _number(version)
+    if number is None or number.release >= MIN_TRITON.release:
+        return ""
+    return f"Triton {version} cannot compile vLLM's kernels (TRITON_ATTN, TRITON_MLA, LoRA, top-k and top-p); {wanted}"
+
+
+def check(host: Host, min_torch: Version) -> tuple[Finding, ...]:
+    """Judge what is installed, package by package.
+
+    Args:
+        min_torch: the first PyTorch that the plugin's kernels are built for.
+    """
+    return tuple(_findings(host, min_torch))
+
+
+def _findings(host: Host, min_torch: Version) -> Iterator[Finding]:
+    version = host.versions.get
+    yield _torch(host)
+    yield _torch_musa(host, min_torch)
+    yield Finding(
+        "triton", version("triton") or "", f"{MIN_TRITON} or later, MUSA's build", triton_trouble(version("triton"))
+    )
+    yield _mate(host)
+    yield Finding("torchada", version("torchada") or "", "any")
+    yield _mtml(version("mthreads-ml-py"))
+    yield _torchvision(host)
+    without = [name for name in dict.fromkeys(host.gpus) if name in WITHOUT_MCCL]
+    if host.gpus:
+        yield Finding(
+            "GPUs",
+            ", ".join(host.gpus),
+            f"none of {', '.join(WITHOUT_MCCL)}",
+            f"torch_musa is built without MCCL for the {' and '.join(without)}: an engine can use one GPU alone, and "
+            "vLLM says that it falls back to gloo; more GPUs are refused when the configuration is made"
+            if without
+            else "",
+        )
+
+
+def _torch(host: Host) -> Finding:
+    found = host.versions.get("torch")
+    pin = pin_of(host.vllm)
+    if pin is None:
+        return Finding("torch", found or "", "what torch_musa is for")
+    trouble = ""
+    if found is not None and _minor(found) != pin.torch:
+        trouble = f"vLLM {host.vllm} is made for torch {pin.torch}, and torch is {found}; "
+        if pin.torch_musa:
+            trouble += f"install torch and torch_musa {pin.torch_musa} {_INDEX}"
+        else:
+            newest = next(item for item in reversed(PINS) if item.torch_musa)
+            trouble += f"no torch_musa is known for it: take a vLLM of {_words(newest.vllm)}, for torch {newest.torch}"
+    return Finding("torch", found or "", f"{pin.torch}, for vLLM {host.vllm}", trouble)
+
+
+def _torch_musa(host: Host, min_torch: Version) -> Finding:
+    found, torch = host.versions.get("torch_musa"), host.versions.get("torch")
+    expected = f"the minor version of torch, and {min_torch} or later for the plugin's kernels"
+    trouble, stops = "", False
+    if found is None:
+        trouble = f"torch_musa is not installed, without which torch has no MUSA device; install it {_INDEX}"
+        stops = True
+    elif torch is not None and _minor(found) != _minor(torch):
+        trouble = (
+            f"torch_musa {found} is made for torch {_minor(found)}, and torch is {torch}; install both of one version, "
+            f"{_INDEX}"
+        )
+    elif (number := _number(found)) is not None and number.release < min_torch.release:
+        trouble = (
+            f"torch_musa {found} is too old for the plugin's kernels, which torch references then replace; expected "
+            f"{min_torch} or later"
+        )
+    elif host.stream is False:
+        trouble = (
+            f"{STREAM_LIBRARY} of torch_musa {found} has no {STREAM_SYMBOL}, which the plugin's kernels take their "
+            "stream from: each would be refused at its first call; install a release of Moore Threads"
+        )
+    return Finding("torch_musa", found or "", expected, trouble, stops)
+
+
+def _mate(host: Host) -> Finding:
+    found = host.versions.get("mate")
+    expected = f"{MIN_MATE} or later, Moore Threads' own"
+    trouble = ""
+    if host.vendors_mate is False:
+        trouble = (
+            f"the installed mate{f' {found}' if found else ''} is another project of that name, so there is no "
+            f"FLASH_ATTN; uninstall it and install Moore Threads' mate {_INDEX}"
+        )
+    elif host.vendors_mate is None and found is None:
+        trouble = f"mate is not installed, so there is no FLASH_ATTN; install Moore Threads' mate {_INDEX}"
+    elif (number := _number(found)) is not None and number.release < MIN_MATE.release:
+        trouble = (
+            f"mate {found} is too old: its attention takes no page table, so there is no FLASH_ATTN; expected "
+            f"{MIN_MATE} or later"
+        )
+    return Finding("mate", found or "", expected, trouble)
+
+
+def _mtml(found: str | None) -> Finding:
+    number = _number(found)
+    trouble = ""
+    if number is not None and number.release < MIN_MTML.release:
+        trouble = (
+            f"mthreads-ml-py {found} has one handle for a whole process, so that any other user of pymtml in it who "
+            f"shuts the library down takes it from vLLM; expected {MIN_MTML} or later"
+        )
+    return Finding("mthreads-ml-py", found or "", f"{MIN_MTML} or later", trouble)
+
+
+def _torchvision(host: Host) -> Finding:
+    found = host.versions.get("torchvision")
+    number = _number(host.vllm)
+    needed = number is not None and TORCHVISION_IN_WARM_UP.contains(number, prereleases=True)
+    trouble = ""
+    if found is None and needed:
+        trouble = (
+            f"torchvision is not installed, and vLLM {host.vllm} imports it while it warms up, with any model; install "
+            f"MUSA's build for this torch, {_INDEX}"
+        )
+    return Finding(
+        "torchvision", found or "", "MUSA's build for this torch" if needed else "any", trouble, bool(trouble)
+    )
+
+
+def pin_of(vllm: str | None) -> Pin | None:
+    """The torch that a version of vLLM requires; None where that is not known."""
+    number = _number(vllm)
+    if number is None:
+        return None
+    return next((pin for pin in PINS if pin.vllm.contains(number, prereleases=True)), None)
+
+
+def _number(version: str | None) -> Version | None:
+    try:
+        return None if version is None else Version(version)
+    except InvalidVersion:
+        return None
+
+
+def _minor(version: str) -> str:
+    number = _number(version)
+    return version if number is None else f"{number.major}.{number.minor}"
+
+
+def markdown(min_torch: Version) -> str:
+    """The tables for docs/platforms.md.
+
+    Args:
+        min_torch: the first PyTorch that the plugin's kernels are built for.
+    """
+    pins = [(_words(pin.vllm), pin.torch, pin.torch_musa or "none") for pin in PINS]
+    stacks = [(s.source, s.torch, s.vllm, s.triton, s.mate, s.torchada, s.mtml, s.python) for s in STACKS]
+    own = (
+        "what `doctor` expects",
+        f"as vLLM's; {min_torch} or later for the kernels",
+        "as above",
+        f"{MIN_TRITON} or later",
+        f"{MIN_MATE} or later",
+        "any (read at 0.1.103)",
+        f"{MIN_MTML} or later",
+        "",
+    )
+    lines = [
+        *_table(("vLLM", "torch that it requires", "torch_musa known for it"), pins),
+        "",
+        *_table(
+            (
+                "who names them",
+                "torch and torch_musa",
+                "vLLM",
+                "Triton",
+                "mate",
+                "torchada",
+                "mthreads-ml-py",
+                "Python",
+            ),
+            [*stacks, own],
+        ),
+    ]
+    return "\n".join(lines)
+
+
+#: What stands around the tables in docs/platforms.md.
+MARKS: Final = (
+    "<!-- written by `vllm-hwplugin doctor --musa-versions docs/platforms.md`, from platforms/musa_versions.py -->",
+    "<!-- end of what is written -->",
+)
+
+
+def written_into(page: str, min_torch: Version) -> str:
+    """The page with today's tables between its `MARKS`.
+
+    Raises:
+        ValueError: the page does not have the two, once each and in order.
+    """
+    head, start, rest = page.partition(MARKS[0])
+    _, end, tail = rest.partition(MARKS[1])
+    if not start or not end or MARKS[0] in tail or MARKS[1] in tail:
+        raise ValueError(f"expected the line {MARKS[0]!r} once, and {MARKS[1]!r} once after it")
+    return f"{head}{start}\n\n{markdown(min_torch)}\n\n{end}{tail}"
+
+
+def _words(versions: SpecifierSet) -> str:
+    bounds = {item.operator: item.version for item in versions}
+    return f"{bounds['>=']} and later, before {bounds['<']}"
+
+
+def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Iterator[str]:
+    yield _row(head)
+    yield f"|{'---|' * len(head)}"
+    yield from map(_row, rows)
+
+
+def _row(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
