@@ -156,7 +156,7 @@ def test_a_type_is_tried_on_the_device(platform: Any, monkeypatch: pytest.Monkey
 
 def config(**passes: bool) -> Any:
     return SimpleNamespace(
-        parallel_config=SimpleNamespace(worker_cls="auto"),
+        parallel_config=SimpleNamespace(worker_cls="auto", world_size_across_dp=1),
         model_config=SimpleNamespace(is_mm_prefix_lm=False),
         scheduler_config=SimpleNamespace(is_multimodal_model=True, disable_chunked_mm_input=False),
         compilation_config=SimpleNamespace(pass_config=SimpleNamespace(**passes)),
@@ -181,6 +181,46 @@ def test_a_worker_that_the_user_chose_stays(platform: Any, dflash: list[str]) ->
     assert made.parallel_config.worker_cls == "theirs.Worker"
 
 
+def test_several_gpus_without_mccl_are_refused_and_one_is_not(
+    platform: Any, dflash: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch.distributed as dist
+
+    made = config()
+    platform.check_and_update_config(made)
+    made.parallel_config.world_size_across_dp = 2
+    with pytest.raises(ValueError, match=r"^2 GPUs .* no backend mccl .*gloo.*MTT S80 and MTT S3000\. Use one GPU"):
+        platform.check_and_update_config(made)
+    monkeypatch.setattr(dist.Backend, "backend_list", [*dist.Backend.backend_list, "mccl"])
+    platform.check_and_update_config(made)
+
+
+@pytest.mark.parametrize(("knobs", "warm_up"), [(True, True), (False, False)])
+def test_kernels_are_compiled_in_advance_where_triton_lets_vllm_look_at_them(
+    knobs: bool, warm_up: bool, platform: Any, dflash: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "vllm.hwplugin")
+    importlib.import_module("vllm.triton_utils").triton = SimpleNamespace(**({"knobs": None} if knobs else {}))
+    made = config()
+    made.kernel_config = SimpleNamespace(enable_jit_warmup=True)
+    platform.check_and_update_config(made)
+    platform.check_and_update_config(made)
+    assert made.kernel_config.enable_jit_warmup is warm_up
+    assert ["triton.knobs" in line for line in caplog.messages] == [True] * (not knobs)
+
+
+def test_an_old_triton_is_told_once(
+    platform: Any, dflash: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "vllm.hwplugin")
+    monkeypatch.setattr(sys.modules["vllm_hwplugin.platforms.musa_versions"], "installed", {"triton": "3.2.0"}.get)
+    for _ in range(2):
+        platform.check_and_update_config(config())
+    (line,) = caplog.messages
+    assert line.startswith("Triton 3.2.0 cannot compile")
+    assert "expected MUSA's build of 3.6 or later" in line
+
+
 def test_images_are_not_split_where_the_model_attends_in_both_directions(platform: Any, dflash: list[str]) -> None:
     made = config()
     made.model_config.is_mm_prefix_lm = True
@@ -203,11 +243,16 @@ def test_the_environment_is_prepared_and_the_users_values_stay(
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
+    monkeypatch.setenv("VLLM_GPU_SYNC_CHECK", "warn")
     caplog.set_level(logging.WARNING, "vllm.hwplugin")
     platform.pre_register_and_update()
     assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "0"
     assert os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == "fork"
-    assert caplog.messages == ["VLLM_WORKER_MULTIPROC_METHOD=fork is kept on MUSA, where spawn is expected"]
+    assert "VLLM_GPU_SYNC_CHECK" not in os.environ
+    assert caplog.messages == [
+        "VLLM_WORKER_MULTIPROC_METHOD=fork is kept on MUSA, where spawn is expected",
+        "VLLM_GPU_SYNC_CHECK=warn is taken back on MUSA: torch_musa cannot watch for synchronisation",
+    ]
 
 
 def test_graphs_are_on_and_custom_all_reduce_is_off(platform: Any) -> None:

@@ -8,7 +8,7 @@ import contextlib
 import importlib
 import sys
 from collections.abc import Callable
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -64,6 +64,137 @@ def test_weights_and_cache_come_from_torchs_allocator(
     for tag in ("workspace", "kv_cache", "runtime"):
         with worker._maybe_get_memory_pool_context(tag) as pool:
             assert pool is None
+
+
+def _gpu_worker(musa_vllm: Callable[..., Any], version: str, *paths: str) -> Any:
+    """A `MusaWorker` over that version's ``Worker``, without what its ``__init__`` makes."""
+    musa_vllm(version, "vllm/v1/worker/gpu_worker.py", *paths)
+    importlib.import_module("vllm.v1.worker.worker_base").WorkerBase = type("WorkerBase", (), {})
+    importlib.import_module("vllm.sequence").IntermediateTensors = type("IntermediateTensors", (), {})
+    importlib.import_module("vllm.tracing").instrument = lambda **_: lambda method: method
+    class_ = own("vllm_hwplugin.platforms.musa_worker").MusaWorker
+    worker = class_.__new__(class_)
+    for name in (
+        "vllm_config", "model_runner", "model_config", "cache_config", "parallel_config", "compilation_config",
+        "observability_config", "init_snapshot",
+    ):  # fmt: skip
+        setattr(worker, name, MagicMock())
+    worker.device, worker.parallel_config.data_parallel_size = "cpu", 1
+    worker.observability_config.jit_monitor_mode = "warn"
+    return worker
+
+
+MEMORY, GRAPHS = 1 << 30, 3 << 20
+
+
+GRAPH_MEMORY: list[tuple[str, dict[str, Any], int]] = [
+    *((version, {}, GRAPHS) for version in SUPPORTED),
+    *(
+        (version, asked, 0)
+        for version in (SUPPORTED[0], SUPPORTED[-1])
+        for asked in ({"estimate": False}, {"graphs": "NONE"}, {"kv_cache_memory_bytes": MEMORY})
+    ),
+]
+
+
+@pytest.mark.parametrize(("version", "asked", "taken_off"), GRAPH_MEMORY)
+def test_the_memory_of_graphs_is_taken_off_once_where_vllm_wants_it(
+    version: str, asked: dict[str, Any], taken_off: int, musa_vllm: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's ``determine_available_memory``, which estimates it itself in 0.20 alone."""
+    import torch
+
+    monkeypatch.setattr(torch.accelerator, "memory_stats", lambda *_: {})
+    worker = _gpu_worker(musa_vllm, version)
+    module = importlib.import_module("vllm.v1.worker.gpu_worker")
+    envs = importlib.import_module("vllm.envs")
+    envs.VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS = asked.get("estimate", True)
+    modes = importlib.import_module("vllm.config.compilation").CUDAGraphMode
+    module.CUDAGraphMode = modes
+    profile = SimpleNamespace(
+        non_kv_cache_memory=0, non_torch_increase=0, torch_peak_increase=0, weights_memory=0, total_consumed=0,
+        transient_peak_headroom=0, before_profile=SimpleNamespace(torch_peak=0),
+        after_profile=SimpleNamespace(free_memory=0, torch_memory=0),
+    )  # fmt: skip
+    module.memory_profiling = lambda *_, **__: contextlib.nullcontext(profile)
+    for name, answer in (
+        ("maybe_rocm_profiling_fallback", lambda _: None),
+        ("reserve_mm_ipc_gpu_memory", lambda size, *_: size),
+    ):
+        monkeypatch.setattr(module, name, answer, raising=False)
+    worker._reserve_mm_ipc_gpu_memory = lambda size: size
+    worker.requested_memory = MEMORY
+    worker.use_v2_model_runner = False
+    worker.init_snapshot.free_memory = worker.init_snapshot.total_memory = MEMORY
+    worker.cache_config.kv_cache_memory_bytes = asked.get("kv_cache_memory_bytes")
+    worker.cache_config.gpu_memory_utilization = 0.9
+    worker.vllm_config.compilation_config.cudagraph_mode = getattr(modes, asked.get("graphs", "FULL"))
+    worker.model_runner.profile_cudagraph_memory.return_value = GRAPHS
+    worker.model_runner.model_memory_usage = 0
+    assert worker.determine_available_memory() == MEMORY - taken_off
+    assert worker.model_runner.profile_cudagraph_memory.call_count <= 1
+
+
+@pytest.mark.parametrize("triton", ["3.2.0", "3.6.0"])
+@every_version
+def test_an_old_triton_ends_the_start_nowhere(
+    version: str, triton: str, musa_vllm: Callable[..., Any], vllm_tree: Callable[[str], Any], monkeypatch: Any
+) -> None:
+    """vLLM's ``compile_or_warm_up_model``, at whose end it starts to watch Triton."""
+    monitors = ("vllm/triton_utils/jit_monitor.py", "vllm/utils/jit_monitor.py")
+    monitors = [path for path in monitors if vllm_tree(version).read(path)]
+    module = ModuleType("triton")
+    module.runtime = runtime = ModuleType("triton.runtime")
+    runtime.jit = ModuleType("triton.runtime.jit")
+    runtime.jit.serialize_specialization_data = None
+    hooks = SimpleNamespace(jit_post_compile_hook=None)
+    if triton == "3.6.0":
+        module.knobs = SimpleNamespace(runtime=hooks, autotuning=SimpleNamespace(print=False))
+    for name in ("triton", "triton.runtime", "triton.runtime.jit"):
+        monkeypatch.setitem(sys.modules, name, eval(name, {"triton": module}))
+    monkeypatch.setitem(sys.modules, "tilelang", None)
+    worker = _gpu_worker(musa_vllm, version, *monitors)
+    utils = importlib.import_module("vllm.triton_utils")
+    utils.HAS_TRITON, utils.triton = True, module
+    worker.use_v2_model_runner = False
+    worker.vllm_config.kernel_config.enable_jit_warmup = triton == "3.6.0"
+    worker.model_config.enforce_eager = True
+    worker.cache_config.kv_cache_memory_bytes = None
+    worker.compilation_config = worker.vllm_config.compilation_config
+    worker.compilation_config.compile_sizes = []
+    importlib.import_module("vllm.distributed.parallel_state").get_pp_group().is_last_rank = False
+    worker.compile_or_warm_up_model()
+    assert (hooks.jit_post_compile_hook is not None) == bool(monitors and triton == "3.6.0")
+
+
+@every_version
+def test_an_old_triton_does_not_sample(version: str, musa_vllm: Callable[..., Any], monkeypatch: Any) -> None:
+    """vLLM's ``apply_top_k_top_p``, in a worker that has started on a host with the Triton that vllm-musa pins."""
+    import torch
+
+    names = ("topk_topp_sampler", "topk_topp_triton")
+    musa_vllm(version, f"vllm/v1/sample/ops/{names[0]}.py")
+    importlib.import_module("vllm.triton_utils").HAS_TRITON = True
+    worker_module = importlib.import_module("vllm.v1.worker.gpu_worker")
+    worker_module.Worker = type("Worker", (), {"init_device": lambda self: None})
+    kernel = importlib.import_module(f"vllm.v1.sample.ops.{names[1]}").apply_top_k_top_p_triton
+    own_worker = own("vllm_hwplugin.platforms.musa_worker")
+    sampler = importlib.import_module(f"vllm.v1.sample.ops.{names[0]}")
+    sampler.current_platform = importlib.import_module("vllm.platforms").current_platform
+    logits = torch.arange(10.0).repeat(9, 1)
+    worker = own_worker.MusaWorker()
+    worker.device_config = SimpleNamespace(device_type="musa")
+
+    def kept() -> Any:
+        return sampler.apply_top_k_top_p(logits.clone(), torch.full((9,), 3), None)
+
+    for installed, in_triton in (("3.6.0", True), ("3.2.0", False)):
+        monkeypatch.setattr(own_worker.musa_versions, "installed", {"triton": installed}.get)
+        worker.init_device()
+        kernel.reset_mock()
+        result = kept()
+        assert kernel.called is in_triton
+    assert result.isfinite().sum(1).tolist() == [3] * 9
 
 
 @every_version

@@ -160,6 +160,14 @@ def test_the_musa_class_makes_a_configuration_on_the_real_vllm(run: Run) -> None
             current_platform.get_attn_backend_cls(AttentionBackendEnum.FLASH_ATTN, asked)
         except ValueError as error:
             print(">", "FLASH_ATTN: AttributeError" in str(error) or "FLASH_ATTN: MateMismatch" in str(error))
+        for registered in (False, True):
+            if registered:
+                torch.distributed.Backend.register_backend("mccl", None, devices=["musa"])
+            try:
+                two = EngineArgs(model=MODEL, max_model_len=256, tensor_parallel_size=2).create_engine_config()
+                print(">", two.parallel_config.world_size)
+            except ValueError as error:
+                print(">", "no backend mccl" in str(error))
         for refused in ("enable_sleep_mode", "enable_cumem_allocator"):
             try:
                 EngineArgs(model=MODEL, **{refused: True}).create_engine_config()
@@ -180,9 +188,27 @@ def test_the_musa_class_makes_a_configuration_on_the_real_vllm(run: Run) -> None
         "FlexAttentionBackend",
         "TritonMLABackend",
         "True",
+        "True",
+        "2",
         "enable_sleep_mode True",
         "enable_cumem_allocator True",
     ]
+
+
+def test_without_mccl_one_gpu_runs_with_gloo(run: Run) -> None:
+    more = """
+        import tempfile
+        from vllm.config import VllmConfig, set_current_vllm_config
+        from vllm.distributed import parallel_state
+        with set_current_vllm_config(VllmConfig()):
+            method = f"file://{tempfile.mkdtemp()}/store"
+            parallel_state.init_distributed_environment(1, 0, method, 0, current_platform.dist_backend)
+            parallel_state.initialize_model_parallel()
+        group = parallel_state.get_tp_group()
+        given = torch.ones(2)
+        print(">", torch.distributed.get_backend(group.device_group), group.all_reduce(given) is given)
+    """
+    assert "> gloo True" in run(MUSA_HOST, WHAT_RUNS, more).stdout.splitlines()
 
 
 def test_platform_errors_of_vllm_itself_are_not_hidden(run: Run) -> None:

@@ -20,6 +20,9 @@ _KERNELS: Final = ("vllm._C", "vllm._C_stable_libtorch", "vllm._moe_C", "vllm._m
 _FUSION_PREFIX: Final = "fuse_"
 _FUSIONS: Final = ("enable_sp", "enable_qk_norm_rope_fusion")
 
+# What tells of kernels that are compiled while requests are served: from 0.21 on, under the second name from 0.25 on.
+_JIT_MONITORS: Final = ("vllm.triton_utils.jit_monitor", "vllm.utils.jit_monitor")
+
 
 def import_kernels() -> tuple[str, ...]:
     """Import what this build of vLLM has of its compiled kernels, and say what."""
@@ -45,6 +48,70 @@ def switch_off_fusions(pass_config: Any) -> tuple[str, ...]:
     for name in on:
         setattr(pass_config, name, False)
     return on
+
+
+def triton_has_knobs() -> bool:
+    """Whether the Triton that vLLM uses has ``triton.knobs``, as from 3.4 on; it has none where there is no Triton."""
+    triton: Any = importlib.import_module("vllm.triton_utils").triton
+    return hasattr(triton, "knobs")
+
+
+def switch_off_jit_warmup(vllm_config: Any) -> bool:
+    """Let kernels be compiled when they are first used, and say whether that is a change. A switch from 0.27 on."""
+    kernel_config: Any = getattr(vllm_config, "kernel_config", None)
+    changes: bool = getattr(kernel_config, "enable_jit_warmup", False)
+    if changes:
+        kernel_config.enable_jit_warmup = False
+    return changes
+
+
+def switch_off_jit_monitor() -> None:
+    """Let vLLM's worker start without telling of kernels that are compiled late, in this process.
+
+    Up to 0.29 the worker starts the monitor whatever is configured.
+    """
+    for name in _JIT_MONITORS:
+        try:
+            monitor: Any = importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name != name:
+                raise
+        else:
+            monitor.activate = _activate_nothing
+
+
+def _activate_nothing(**_: Any) -> None:
+    logger.debug("vLLM's monitor of late compilation stays off: it needs triton.knobs")
+
+
+def sample_without_triton() -> None:
+    """Let top-k and top-p be done by torch's sort in this process, as vLLM does where there is no Triton."""
+    sampler: Any = importlib.import_module("vllm.v1.sample.ops.topk_topp_sampler")
+    sampler.HAS_TRITON = False
+
+
+def estimate_graph_memory(worker: Any) -> int:
+    """Take the memory of CUDA graphs off that of the KV cache where vLLM has not, and return its bytes.
+
+    From 0.21 on vLLM's worker estimates it, by the same method of its model runner, on the devices that it knows
+    alone. As there, nothing is taken off where the user names the size of the KV cache, or wants no estimate.
+
+    Args:
+        worker: vLLM's ``Worker``, after its own ``determine_available_memory``.
+    """
+    envs: Any = importlib.import_module("vllm.envs")
+    modes: Any = importlib.import_module("vllm.config.compilation").CUDAGraphMode
+    if (
+        worker.cache_config.kv_cache_memory_bytes
+        or worker.cudagraph_memory_estimate
+        or not envs.VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS
+        or worker.vllm_config.compilation_config.cudagraph_mode == modes.NONE
+    ):
+        return 0
+    estimate = int(worker.model_runner.profile_cudagraph_memory())
+    worker.cudagraph_memory_estimate = estimate
+    worker.available_kv_cache_memory_bytes -= estimate
+    return estimate
 
 
 @contextmanager

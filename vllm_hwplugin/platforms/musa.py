@@ -22,7 +22,7 @@ import torchada
 from vllm.platforms.interface import DeviceCapability, Platform, PlatformEnum
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from . import _mtml, _musa_attention, _vllm_api
+from . import _mtml, _musa_attention, _vllm_api, musa_versions
 
 if TYPE_CHECKING:
     from torch.distributed import PrefixStore, ProcessGroup
@@ -46,6 +46,8 @@ _ENVIRONMENT = {
     # A forked child cannot use a device whose runtime its parent has started; vLLM spawns on XPU for the same reason.
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
 }
+# vLLM asks torch for a mode that torch_musa does not have, in 0.25 to 0.27 also where it has no effect otherwise.
+_SYNC_CHECK = "VLLM_GPU_SYNC_CHECK"
 
 
 class MusaPlatform(Platform):  # type: ignore[misc]  # vLLM is not there where the types are checked
@@ -72,6 +74,10 @@ class MusaPlatform(Platform):  # type: ignore[misc]  # vLLM is not there where t
         for name, value in _ENVIRONMENT.items():
             if os.environ.setdefault(name, value) != value:
                 logger.warning("%s=%s is kept on MUSA, where %s is expected", name, os.environ[name], value)
+        if checked := os.environ.pop(_SYNC_CHECK, ""):
+            logger.warning(
+                "%s=%s is taken back on MUSA: torch_musa cannot watch for synchronisation", _SYNC_CHECK, checked
+            )
 
     @classmethod
     def apply_config_platform_defaults(cls, vllm_config: VllmConfig) -> None:
@@ -83,6 +89,7 @@ class MusaPlatform(Platform):  # type: ignore[misc]  # vLLM is not there where t
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
         super().check_and_update_config(vllm_config)
+        cls._check_collectives(vllm_config.parallel_config)
         if vllm_config.parallel_config.worker_cls == "auto":
             vllm_config.parallel_config.worker_cls = "vllm_hwplugin.platforms.musa_worker.MusaWorker"
         model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
@@ -97,9 +104,27 @@ class MusaPlatform(Platform):  # type: ignore[misc]  # vLLM is not there where t
         fusions = _vllm_api.switch_off_fusions(vllm_config.compilation_config.pass_config)
         if fusions:
             logger.info("off on MUSA, for they fuse kernels that vLLM has for other devices: %s", ", ".join(fusions))
+        _warn_of_triton()
+        if not _vllm_api.triton_has_knobs() and _vllm_api.switch_off_jit_warmup(vllm_config):
+            logger.warning("kernels are compiled when they are first used, not in advance: Triton has no triton.knobs")
         from . import dflash
 
         dflash.check_and_update_config(vllm_config)
+
+    @classmethod
+    def _check_collectives(cls, parallel_config: Any) -> None:
+        """One GPU alone needs none: vLLM then takes gloo where torch does not have `dist_backend`.
+
+        Raises:
+            ValueError: several are asked for, and this build of torch_musa has no MCCL.
+        """
+        gpus = parallel_config.world_size_across_dp
+        if gpus > 1 and not torch.distributed.is_backend_available(cls.dist_backend):
+            raise ValueError(
+                f"{gpus} GPUs are asked for, and torch.distributed has no backend {cls.dist_backend} here (it has "
+                f"{', '.join(torch.distributed.Backend.backend_list)}): torch_musa is built without MCCL, as for the "
+                f"{' and '.join(musa_versions.WITHOUT_MCCL)}. Use one GPU, or a torch_musa with MCCL"
+            )
 
     # -- facts about the devices
 
@@ -244,6 +269,13 @@ class MusaPlatform(Platform):  # type: ignore[misc]  # vLLM is not there where t
         from .musa_communicator import stateless_process_group
 
         return stateless_process_group(backend, cls.device_type, prefix_store, group_rank, group_size, timeout)
+
+
+@functools.cache
+def _warn_of_triton() -> None:
+    """Once in a process; an engine's configuration is made several times."""
+    if trouble := musa_versions.triton_trouble(musa_versions.installed("triton")):
+        logger.warning("%s", trouble)
 
 
 @functools.cache

@@ -3,22 +3,30 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from vllm.v1.worker.gpu_worker import Worker
 
-from . import _vllm_api
+from . import _vllm_api, musa_versions
+
+logger = logging.getLogger("vllm.hwplugin")
 
 
 class MusaWorker(Worker):  # type: ignore[misc]  # vLLM is not there where the types are checked
-    """vLLM's own worker, but for two questions that it asks of a device.
+    """vLLM's own worker, but for what it asks of a device or of Triton.
 
-    Its test for the device's name is met (see :func:`._vllm_api.taken_for_cuda`), and weights and KV cache come from
-    torch's allocator.
+    Its test for the device's name is met (see :func:`._vllm_api.taken_for_cuda`), weights and KV cache come from
+    torch's allocator, the memory of graphs is estimated, and what a Triton is too old for is left out.
     """
 
     def init_device(self) -> None:
+        # Before the model runner is made, and the sampler with it.
+        if trouble := musa_versions.triton_trouble(musa_versions.installed("triton")):
+            logger.warning("top-k and top-p are done by torch's sort, not by vLLM's Triton kernel: %s", trouble)
+            _vllm_api.sample_without_triton()
         with _vllm_api.taken_for_cuda(self.device_config, torch.cuda, torch.musa):
             super().init_device()
 
@@ -26,3 +34,21 @@ class MusaWorker(Worker):  # type: ignore[misc]  # vLLM is not there where the t
         # From 0.23 on vLLM takes its allocator for sleep mode on every device that it does not know. Nobody asks for
         # it here: MusaPlatform has neither sleep mode nor that allocator, and vLLM refuses both by that.
         return nullcontext()
+
+    def determine_available_memory(self) -> int:
+        available = int(super().determine_available_memory())
+        with torch.inference_mode():
+            graphs = _vllm_api.estimate_graph_memory(self)
+        if graphs:
+            available -= graphs
+            logger.info(
+                "graphs are estimated to take %.2f GiB, which leaves %.2f GiB for the KV cache",
+                graphs / (1 << 30),
+                available / (1 << 30),
+            )
+        return available
+
+    def compile_or_warm_up_model(self) -> Any:
+        if not _vllm_api.triton_has_knobs():
+            _vllm_api.switch_off_jit_monitor()
+        return super().compile_or_warm_up_model()
