@@ -60,6 +60,7 @@ unit: $(STAMP)
 
 docs: $(STAMP)
 	$(BIN)/vllm-hwplugin gates --markdown docs/gates.md
+	$(BIN)/vllm-hwplugin doctor --musa-versions docs/platforms.md
 	$(BIN)/vllm-hwplugin drift --all --markdown docs/compatibility.md
 	$(BIN)/vllm-hwplugin bench report benchmarks/results/h200-*.json --markdown docs/benchmarks.md --svg docs/benchmarks.svg
 	$(if $(KERNEL_RESULTS),$(BIN)/vllm-hwplugin bench kernel-report $(KERNEL_RESULTS) --markdown docs/kernel-benchmarks.md)

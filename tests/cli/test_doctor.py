@@ -437,7 +437,7 @@ def test_json_has_a_stable_shape(diagnose: Diagnose) -> None:
     data = json.loads(json.dumps(diagnose().as_json()))
     assert data["format"] == 1
     assert list(data) == [
-        "format", "plugin", "host", "platform", "platform_class", "vllm", "packages", "toolchains", "kernels",
+        "format", "plugin", "host", "platform", "platform_class", "musa", "vllm", "packages", "toolchains", "kernels",
         "operations", "cache", "gates", "features", "fingerprint", "last_engine", "problems", "warnings",
     ]  # fmt: skip
     assert set(data["gates"][0]) == {"name", "kind", "value", "source", "effect", "raw", "conflict", "error"}

@@ -22,10 +22,11 @@ from .. import cachedir, gates, record
 from ..ops._override_catalog import GATE as OPS
 from ..ops._override_catalog import SKIP, unknown_names
 from ..ops.build import built
+from ..ops.build.plan import MIN_TORCH
 from ..patching import Catalog, PatchingError, is_supported, load_catalog, make_plan
 from ..patching._installed import Installed, NotInstalled, VersionUnknown, find_installed
 from ..patching._overlay import FOLDER
-from ..platforms import _detect, _rivals
+from ..platforms import _detect, _rivals, musa_host, musa_versions
 from ..record import ProcessRecord
 from . import _host
 from ._kernels import KernelRow, kernel_rows
@@ -68,6 +69,7 @@ class Diagnosis:
     host: _host.Host
     platform: _host.Platform
     platform_class: Mapping[str, str | None]
+    musa: tuple[musa_versions.Finding, ...]
     tools: tuple[_host.Tool, ...]
     kernels: tuple[KernelRow, ...]
     operations: tuple[OperationRow, ...]
@@ -94,6 +96,7 @@ class Diagnosis:
             "host": dataclasses.asdict(self.host),
             "platform": dataclasses.asdict(self.platform),
             "platform_class": dict(self.platform_class),
+            "musa": [dataclasses.asdict(item) for item in self.musa],
             "vllm": None if self.vllm is None else dict(self.vllm),
             "packages": dict(self.packages),
             "toolchains": {tool.name: {"path": tool.path, "version": tool.version} for tool in self.tools},
@@ -132,10 +135,12 @@ def diagnose(environ: Mapping[str, str] | None = None, *, catalog: Catalog | Non
     tools = _host.find_tools(environ=environ)
     libraries = _libraries(environ, found)
     found.problems += operation_problems(platform.kind, values)
+    platform_class = _platform_class(values, installed, platform, environ, found)
     return Diagnosis(
         host=_host.this_host(),
         platform=platform,
-        platform_class=_platform_class(values, installed, platform, environ, found),
+        platform_class=platform_class,
+        musa=_musa(platform.kind, installed, platform_class["class"], found),
         tools=tools,
         kernels=kernel_rows(platform.kind, libraries, tools),
         operations=operation_rows(
@@ -143,7 +148,9 @@ def diagnose(environ: Mapping[str, str] | None = None, *, catalog: Catalog | Non
         ),
         plugin={"version": vllm_hwplugin.__version__, "path": str(Path(vllm_hwplugin.__file__).parent)},
         vllm=_describe(installed),
-        packages={name: _version_of(name) for name in ("torch", "triton", "torch_musa", "torchada", "mate")},
+        packages={
+            name: musa_versions.installed(name) for name in ("torch", "triton", "torch_musa", "torchada", "mate")
+        },
         cache=_cache(environ, found),
         gates=tuple(_row(gate, values[gate.name], gates.source(gate.name, environ)) for gate in gates.GATES),
         features=features,
@@ -345,6 +352,21 @@ def _platform_class(
     return {"class": decision.qualname, "reason": decision.reason}
 
 
+def _musa(
+    kind: str, installed: Installed | None, offered: str | None, found: _Findings
+) -> tuple[musa_versions.Finding, ...]:
+    """The packages that have to go together on a Moore Threads host: by the driver's files, or with torch_musa."""
+    if kind != "musa" and musa_versions.installed("torch_musa") is None:
+        return ()
+    host = musa_host.look(None if installed is None else installed.version)
+    findings = musa_versions.check(host, MIN_TORCH)
+    for item in findings:
+        if item.trouble:
+            stops = item.stops and offered == _detect.CLASSES["musa"]
+            (found.problems if stops else found.warnings).append(item.trouble)
+    return findings
+
+
 def _cache(environ: Mapping[str, str], found: _Findings) -> dict[str, str]:
     """Each place where copies may lie, best first, and whether it can be trusted."""
     try:
@@ -380,10 +402,3 @@ def _records(environ: Mapping[str, str], found: _Findings) -> list[ProcessRecord
         return []
     records = [item for place in places for item in record.read_all(place, found.warnings)]
     return sorted(records, key=lambda item: item.started)
-
-
-def _version_of(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None

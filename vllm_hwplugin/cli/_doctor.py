@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -13,10 +14,13 @@ from rich.text import Text
 from typer.core import TyperCommand
 
 from ..ops._override_catalog import RECORD
+from ..ops.build.plan import MIN_TORCH
+from ..platforms import musa_versions
 from ..platforms._offer import KEY as PLATFORM
 from ..record import ProcessRecord
+from ._app import FAILURE
 from ._diagnosis import Diagnosis, diagnose
-from ._output import STANDARD_OUTPUT, JsonFile, write_json
+from ._output import STANDARD_OUTPUT, JsonFile, write_json, write_text
 from ._tables import print_rows
 from ._text import printable, shortened
 
@@ -58,18 +62,38 @@ app = typer.Typer(add_completion=False)
 
 
 @app.command(cls=_JsonStandsAlone)
-def doctor(json_file: JsonFile = None) -> None:
+def doctor(
+    json_file: JsonFile = None,
+    page: Annotated[
+        Path | None,
+        typer.Option(
+            "--musa-versions", metavar="FILE", help="Only write the table of versions for MUSA into that page."
+        ),
+    ] = None,
+) -> None:
     """Show host, vLLM, gates and features: here, and in the last engine's processes.
 
     `--json` alone prints everything as JSON; see docs/architecture.md. Exit 1 if a process of vLLM would stop, or if
     the plugin would do nothing in it though it is switched on.
     """
+    if page is not None:
+        _write_versions(page)
+        return
     found = diagnose()
     if json_file is not None:
         write_json(found.as_json(), json_file)
     if json_file != STANDARD_OUTPUT:
         show(found, Console())
     raise typer.Exit(found.exit_code)
+
+
+def _write_versions(page: Path) -> None:
+    try:
+        text = page.read_text(encoding="utf-8")
+        write_text(musa_versions.written_into(text, MIN_TORCH), page)
+    except (OSError, ValueError) as error:
+        Console(stderr=True).print(f"doctor: {page} is not written: {error}", style="red", markup=False, soft_wrap=True)
+        raise typer.Exit(FAILURE) from None
 
 
 def show(found: Diagnosis, console: Console) -> None:
@@ -91,6 +115,7 @@ def sections(found: Diagnosis) -> tuple[Section, ...]:
     """What is shown, in order."""
     return (
         Section("host", ("what", "value"), tuple(_host_rows(found))),
+        *_musa_sections(found),
         Section(
             "toolchains",
             ("tool", "version", "path"),
@@ -132,6 +157,15 @@ def sections(found: Diagnosis) -> tuple[Section, ...]:
             "no process of vLLM has left a record yet",
         ),
     )
+
+
+def _musa_sections(found: Diagnosis) -> Iterable[Section]:
+    if found.musa:
+        yield Section(
+            "Moore Threads' packages",
+            ("package", "version", "expected", "remark"),
+            tuple((row.package, row.found or "not installed", row.expected, row.trouble) for row in found.musa),
+        )
 
 
 def plain(section: Section) -> Iterable[str]:

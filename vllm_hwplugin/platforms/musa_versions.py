@@ -35,6 +35,7 @@ WITHOUT_MCCL: Final = ("MTT S80", "MTT S3000")
 STREAM_SYMBOL: Final = "aoti_torch_get_current_musa_stream"
 STREAM_LIBRARY: Final = "lib/libmusa_python.so"
 
+_PUBLIC_BACKENDS: Final = frozenset(("amd", "cpu", "nvidia"))
 _INDEX: Final = "from Moore Threads' own index"
 
 
@@ -94,6 +95,7 @@ class Host:
         versions: distribution -> its version, or None where it is not installed; of `DISTRIBUTIONS`.
         vllm: vLLM's version.
         vendors_mate: whether the package ``mate`` is Moore Threads' own; None where there is none.
+        triton_backends: the devices that the installed Triton has compilers for; empty where that is not known.
         stream: whether torch_musa's library has `STREAM_SYMBOL`; None where there is no such library.
         gpus: the GPUs' names, as the driver tells them.
     """
@@ -101,6 +103,7 @@ class Host:
     versions: Mapping[str, str | None]
     vllm: str | None = None
     vendors_mate: bool | None = None
+    triton_backends: frozenset[str] = frozenset()
     stream: bool | None = None
     gpus: tuple[str, ...] = ()
 
@@ -155,9 +158,7 @@ def _findings(host: Host, min_torch: Version) -> Iterator[Finding]:
     version = host.versions.get
     yield _torch(host)
     yield _torch_musa(host, min_torch)
-    yield Finding(
-        "triton", version("triton") or "", f"{MIN_TRITON} or later, MUSA's build", triton_trouble(version("triton"))
-    )
+    yield _triton(host)
     yield _mate(host)
     yield Finding("torchada", version("torchada") or "", "any")
     yield _mtml(version("mthreads-ml-py"))
@@ -194,10 +195,9 @@ def _torch(host: Host) -> Finding:
 def _torch_musa(host: Host, min_torch: Version) -> Finding:
     found, torch = host.versions.get("torch_musa"), host.versions.get("torch")
     expected = f"the minor version of torch, and {min_torch} or later for the plugin's kernels"
-    trouble, stops = "", False
+    trouble = ""
     if found is None:
         trouble = f"torch_musa is not installed, without which torch has no MUSA device; install it {_INDEX}"
-        stops = True
     elif torch is not None and _minor(found) != _minor(torch):
         trouble = (
             f"torch_musa {found} is made for torch {_minor(found)}, and torch is {torch}; install both of one version, "
@@ -213,7 +213,19 @@ def _torch_musa(host: Host, min_torch: Version) -> Finding:
             f"{STREAM_LIBRARY} of torch_musa {found} has no {STREAM_SYMBOL}, which the plugin's kernels take their "
             "stream from: each would be refused at its first call; install a release of Moore Threads"
         )
-    return Finding("torch_musa", found or "", expected, trouble, stops)
+    return Finding("torch_musa", found or "", expected, trouble)
+
+
+def _triton(host: Host) -> Finding:
+    found = host.versions.get("triton")
+    trouble = triton_trouble(found)
+    if not trouble and host.triton_backends and host.triton_backends <= _PUBLIC_BACKENDS:
+        devices = " and ".join(sorted(host.triton_backends))
+        trouble = (
+            f"Triton {found} is the public build, which compiles for {devices} alone; "
+            f"install MUSA's build of {MIN_TRITON} or later {_INDEX}"
+        )
+    return Finding("triton", found or "", f"{MIN_TRITON} or later, MUSA's build", trouble)
 
 
 def _mate(host: Host) -> Finding:

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``doctor`` says of a Moore Threads host's packages: the real program, on a site of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import vllm_hwplugin
+from vllm_hwplugin.ops.build.plan import MIN_TORCH
+from vllm_hwplugin.platforms import musa_versions
+
+REPOSITORY = Path(vllm_hwplugin.__file__).parent.parent
+
+#: Distribution -> its version: a host with nothing to say about.
+GOOD: Mapping[str, str | None] = {
+    "vllm": "0.24.0",
+    "torch": "2.11.0.post2+musa5.2.0",
+    "torch_musa": "2.11.0.post2+musa5.2.0",
+    "torchada": "0.1.103",
+    "torchvision": "0.26.0.post2+musa5.2.0",
+    "triton": "3.6.0",
+    "mate": "0.2.7",
+    "mthreads-ml-py": "2.4.3",
+}
+#: The files of those packages, as far as anything looks at them.
+FILES = {
+    "vllm/__init__.py": "",
+    "torchada/__init__.py": "",
+    "torch_musa/__init__.py": "raise SystemExit('imported')",
+    "torch_musa/lib/libmusa_python.so": f"\0symbol\0{musa_versions.STREAM_SYMBOL}\0",
+    "triton/__init__.py": "raise SystemExit('imported')",
+    "triton/backends/nvidia/compiler.py": "",
+    "triton/backends/musa/compiler.py": "",
+    "mate/__init__.py": "raise SystemExit('imported')",
+    "mate/mha_interface.py": "",
+    "pymtml.py": (
+        "mtmlLibraryInit = lambda: None\n"
+        "mtmlLibraryCountDevice = lambda: len(GPUS)\n"
+        "mtmlLibraryInitDeviceByIndex = lambda index: index\n"
+        "mtmlDeviceGetName = lambda device: GPUS[device]\n"
+    ),
+}
+
+Doctor = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What is installed here, without the packages above: a folder of links."""
+    folder = tmp_path_factory.mktemp("others")
+    own = tuple({*(name.partition("-")[0] for name in GOOD), "mthreads", "pymtml"})
+    for path in Path(sysconfig.get_path("purelib")).iterdir():
+        if not path.name.startswith(own):
+            (folder / path.name).symlink_to(path)
+    return folder
+
+
+@pytest.fixture
+def doctor(tmp_path: Path, others: Path) -> Doctor:
+    """`doctor(mate=None)`: its JSON on such a host with other versions; ``files`` replace some (None: no file)."""
+
+    def call(
+        gpus: tuple[str, ...] = ("MTT S5000",), files: Mapping[str, str | None] = {}, **changes: str | None
+    ) -> dict[str, Any]:
+        site = tmp_path / "site"
+        for name, version in {
+            **GOOD,
+            **{name.replace("mthreads_", "mthreads-"): v for name, v in changes.items()},
+        }.items():
+            if version is not None:
+                folder = site / f"{name.replace('-', '_')}-{version}.dist-info"
+                folder.mkdir(parents=True)
+                (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        versions = {"vllm/_version.py": f"__version__ = {changes.get('vllm', GOOD['vllm'])!r}\n"}
+        for name, text in {**FILES, **versions, **files}.items():
+            if text is not None:
+                (site / name).parent.mkdir(parents=True, exist_ok=True)
+                (site / name).write_text(f"GPUS = {gpus!r}\n{text}" if name == "pymtml.py" else text)
+        environ = {name: value for name, value in os.environ.items() if not name.startswith(("VLLM", "PYTHON"))}
+        environ |= {"PYTHONPATH": os.pathsep.join([str(site), str(REPOSITORY), str(others)]), "TMPDIR": str(tmp_path)}
+        environ |= {"VLLM_HWPLUGIN_CACHE_DIR": str(tmp_path / "cache")}
+        command = [sys.executable, "-S", "-m", "vllm_hwplugin.cli", "doctor", "--json"]
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
+        assert done.returncode in (0, 1), done.stderr
+        found: dict[str, Any] = json.loads(done.stdout)
+        assert done.returncode == bool(found["problems"])
+        return found
+
+    return call
+
+
+def test_a_host_whose_packages_go_together_has_nothing_to_say(doctor: Doctor) -> None:
+    found = doctor()
+    assert found["platform_class"]["class"] == "vllm_hwplugin.platforms.musa.MusaPlatform"
+    rows = {row["package"]: row for row in found["musa"]}
+    assert list(rows) == [*musa_versions.DISTRIBUTIONS, "GPUs"]
+    assert {name: rows[name]["found"] for name in musa_versions.DISTRIBUTIONS} == {
+        name: GOOD[name] for name in musa_versions.DISTRIBUTIONS
+    }
+    assert [row["trouble"] for row in found["musa"] if row["trouble"]] == []
+
+
+@pytest.mark.parametrize(
+    ("package", "changes", "words"),
+    [
+        ("triton", {"triton": "3.2.0"}, "Triton 3.2.0 cannot compile vLLM's kernels"),
+        ("triton", {"triton": None}, "Triton is not installed"),
+        (
+            "triton",
+            {"triton": "3.7.1", "files": {"triton/backends/musa/compiler.py": None}},
+            "Triton 3.7.1 is the public build, which compiles for nvidia alone",
+        ),
+        # The index's own project of that name.
+        ("mate", {"mate": "0.2.0", "files": {"mate/mha_interface.py": None}}, "mate 0.2.0 is another project"),
+        ("mate", {"mate": "0.1.3"}, "mate 0.1.3 is too old"),
+        (
+            "mate",
+            {"mate": None, "files": {"mate/__init__.py": None, "mate/mha_interface.py": None}},
+            "mate is not installed",
+        ),
+        ("torch_musa", {"torch_musa": "2.9.1"}, "torch_musa 2.9.1 is made for torch 2.9, and torch is 2.11.0.post2"),
+        ("torch_musa", {"torch": "2.9.1", "torch_musa": "2.9.1"}, f"expected {MIN_TORCH} or later"),
+        (
+            "torch_musa",
+            {"files": {"torch_musa/lib/libmusa_python.so": "\0aoti_torch_get_current_cuda_stream\0"}},
+            f"has no {musa_versions.STREAM_SYMBOL}",
+        ),
+        ("torch", {"vllm": "0.32.0"}, "no torch_musa is known for it: take a vLLM of 0.20 and later, before 0.27"),
+        ("torch", {"torch": "2.9.1", "torch_musa": "2.9.1"}, "install torch and torch_musa 2.11.0.post2"),
+        ("mthreads-ml-py", {"mthreads_ml-py": "2.2.11"}, "mthreads-ml-py 2.2.11 has one handle"),
+        ("GPUs", {"gpus": ("MTT S5000", "MTT S80")}, "without MCCL for the MTT S80: an engine can use one GPU alone"),
+    ],
+)
+def test_what_does_not_go_together_is_a_warning(
+    package: str, changes: dict[str, Any], words: str, doctor: Doctor
+) -> None:
+    found = doctor(**changes)
+    (row,) = [row for row in found["musa"] if row["package"] == package]
+    assert words in row["trouble"]
+    assert row["trouble"] in found["warnings"]
+    assert found["problems"] == []
+
+
+def test_a_missing_torchvision_stops_an_engine_from_0_24_on(doctor: Doctor, tmp_path: Path) -> None:
+    found = doctor(torchvision=None)
+    (line,) = found["problems"]
+    assert line.startswith("torchvision is not installed, and vLLM 0.24.0 imports it while it warms up")
+
+
+def test_a_missing_torchvision_stops_none_before(doctor: Doctor) -> None:
+    assert doctor(torchvision=None, vllm="0.23.0")["problems"] == []
+
+
+def test_the_page_has_the_table(tmp_path: Path) -> None:
+    page = REPOSITORY / "docs" / "platforms.md"
+    text = page.read_text(encoding="utf-8")
+    assert text == musa_versions.written_into(text, MIN_TORCH), "run `make docs`"
+    copy = tmp_path / "platforms.md"
+    copy.write_text(text.replace("2.11.0.post2", "2.12"), encoding="utf-8")
+    command = [sys.executable, "-m", "vllm_hwplugin.cli", "doctor", "--musa-versions", str(copy)]
+    subprocess.run(command, check=True, cwd=REPOSITORY)
+    assert copy.read_text(encoding="utf-8") == text
+    copy.write_text("another page", encoding="utf-8")
+    assert subprocess.run(command, cwd=REPOSITORY, capture_output=True).returncode == 2
+    assert copy.read_text(encoding="utf-8") == "another page"

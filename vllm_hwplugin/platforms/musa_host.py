@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a Moore Threads host has of the packages in :mod:`.musa_versions`; none but ``pymtml`` is imported.
+
+Not run on MUSA hardware.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import mmap
+from pathlib import Path
+
+from . import musa_versions
+from .musa_versions import Host
+
+
+def look(vllm: str | None) -> Host:
+    """What is installed, by metadata and files.
+
+    Args:
+        vllm: its version.
+    """
+    found = {name: musa_versions.installed(name) for name in musa_versions.DISTRIBUTIONS}
+    return Host(found, vllm, _vendors_mate(), _triton_backends(), _has_stream(), _gpus())
+
+
+def _vendors_mate() -> bool | None:
+    folders = _folders("mate")
+    return any((folder / "mha_interface.py").is_file() for folder in folders) if folders else None
+
+
+def _triton_backends() -> frozenset[str]:
+    """Those in its package, and those that other distributions add to it."""
+    own = {file.parent.name for folder in _folders("triton") for file in folder.glob("backends/*/compiler.py")}
+    return frozenset(own.union(point.name for point in importlib.metadata.entry_points(group="triton.backends")))
+
+
+def _has_stream() -> bool | None:
+    """Whether the names in torch_musa's library have the current stream's; loading it would start the runtime."""
+    for folder in _folders("torch_musa"):
+        library = folder / musa_versions.STREAM_LIBRARY
+        try:
+            with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+                return content.find(musa_versions.STREAM_SYMBOL.encode()) >= 0
+        except (OSError, ValueError):
+            # Absent, empty or unreadable: importing torch_musa says more of that than this could.
+            continue
+    return None
+
+
+def _folders(package: str) -> list[Path]:
+    """The folders of a package that could be imported, or the file's own where it is a single module."""
+    try:
+        spec = importlib.util.find_spec(package)
+    except ValueError:
+        # A module that was put into sys.modules by hand.
+        return []
+    if spec is None:
+        return []
+    if spec.submodule_search_locations is not None:
+        return [Path(folder) for folder in spec.submodule_search_locations]
+    return [Path(spec.origin)] if spec.origin else []
+
+
+def _gpus() -> tuple[str, ...]:
+    try:
+        from . import _mtml
+
+        return tuple(_mtml.name(index) for index in range(_mtml.count()))
+    except Exception:
+        # Of any kind, without the driver or the package; the line of the platform class says which.
+        return ()
