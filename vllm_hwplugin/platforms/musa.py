@@ -89,7 +89,7 @@ class MusaPlatform(Platform):  # type: ignore[misc]  # vLLM is not there where t
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
         super().check_and_update_config(vllm_config)
-        cls._check_collectives(vllm_config.parallel_config)
+        _check_collectives(vllm_config.parallel_config.world_size_across_dp, cls.dist_backend)
         if vllm_config.parallel_config.worker_cls == "auto":
             vllm_config.parallel_config.worker_cls = "vllm_hwplugin.platforms.musa_worker.MusaWorker"
         model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
@@ -110,21 +110,6 @@ class MusaPlatform(Platform):  # type: ignore[misc]  # vLLM is not there where t
         from . import dflash
 
         dflash.check_and_update_config(vllm_config)
-
-    @classmethod
-    def _check_collectives(cls, parallel_config: Any) -> None:
-        """One GPU alone needs none: vLLM then takes gloo where torch does not have `dist_backend`.
-
-        Raises:
-            ValueError: several are asked for, and this build of torch_musa has no MCCL.
-        """
-        gpus = parallel_config.world_size_across_dp
-        if gpus > 1 and not torch.distributed.is_backend_available(cls.dist_backend):
-            raise ValueError(
-                f"{gpus} GPUs are asked for, and torch.distributed has no backend {cls.dist_backend} here (it has "
-                f"{', '.join(torch.distributed.Backend.backend_list)}): torch_musa is built without MCCL, as for the "
-                f"{' and '.join(musa_versions.WITHOUT_MCCL)}. Use one GPU, or a torch_musa with MCCL"
-            )
 
     # -- facts about the devices
 
@@ -269,6 +254,20 @@ class MusaPlatform(Platform):  # type: ignore[misc]  # vLLM is not there where t
         from .musa_communicator import stateless_process_group
 
         return stateless_process_group(backend, cls.device_type, prefix_store, group_rank, group_size, timeout)
+
+
+def _check_collectives(gpus: int, backend: str) -> None:
+    """One GPU alone needs no collectives: vLLM then takes gloo where torch does not have the backend.
+
+    Raises:
+        ValueError: several are asked for, and this build of torch_musa has no MCCL.
+    """
+    if gpus > 1 and not torch.distributed.is_backend_available(backend):
+        raise ValueError(
+            f"{gpus} GPUs are asked for, and torch.distributed has no backend {backend} here (it has "
+            f"{', '.join(torch.distributed.Backend.backend_list)}): torch_musa is built without MCCL, as for the "
+            f"{' and '.join(musa_versions.WITHOUT_MCCL)}. Use one GPU, or a torch_musa with MCCL"
+        )
 
 
 @functools.cache
