@@ -19,7 +19,7 @@ FAST = dataclasses.replace(PLAIN, fast_math=True)
 ABI = "-DTORCH_TARGET_VERSION=0x020a000000000000"
 
 NVCC = ("-O3", "-std=c++17", "-Xcompiler=-fPIC", ABI, "-lineinfo")
-MCC = ("-O3", "-Od3", "-std=c++17", "-fPIC", ABI, "-DNDEBUG", "-fno-strict-aliasing", "-DUSE_MUSA")
+MCC = ("-mtgpu", "-O3", "-Od3", "-std=c++17", "-fPIC", ABI, "-DNDEBUG", "-fno-strict-aliasing", "-DUSE_MUSA")
 MCC += ("-fno-signed-zeros", "-ffast-math", "-fmusa-flush-denormals-to-zero", "-fno-finite-math-only")
 NO_SLP = ("-mllvm", "-vectorize-slp=false")
 CLUSTER = ("-mllvm", "-mtgpu-load-cluster-mutation=1", "-mllvm", "--num-dwords-of-load-in-mutation=64")

@@ -35,7 +35,7 @@ for word; do
   if [ "$drop" ]; then drop=; continue; fi
   case $word in
     -mllvm) drop=1 ;;
-    --offload-arch=*|-fmusa-*|-Od3) ;;
+    --offload-arch=*|-fmusa-*|-mtgpu|-Od3) ;;
     *.mu) set -- "$@" -x c++ "$word" ;;
     *) set -- "$@" "$word" ;;
   esac

@@ -85,6 +85,7 @@ TABLE: Final[tuple[FlagRow, ...]] = (
         changes_numerics=True,
         fast_math_only=True,
     ),
+    FlagRow("mcc", "", ("-mtgpu",), "device code for Moore Threads' GPUs; mate counts on the default", _VLLM_MUSA),
     FlagRow("mcc", "", ("-O3",), _OPTIMISE, _VLLM_MUSA),
     FlagRow("mcc", "", ("-Od3",), "the same for device code, whose level mcc takes apart from the host's", _MATE),
     FlagRow("mcc", "", ("-std=c++17",), _CPLUSPLUS, _STABLE_ABI),
