@@ -181,20 +181,34 @@ def test_a_worker_that_the_user_chose_stays(platform: Any, dflash: list[str]) ->
     assert made.parallel_config.worker_cls == "theirs.Worker"
 
 
-def test_several_gpus_without_mccl_are_refused_and_one_is_not(
-    platform: Any, dflash: list[str], monkeypatch: pytest.MonkeyPatch
+def test_several_gpus_without_mccl_are_refused_and_one_is_told(
+    platform: Any, dflash: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     import torch.distributed as dist
 
-    made = config()
-    platform.check_and_update_config(made)
-    made.parallel_config.world_size_across_dp = 2
-    with pytest.raises(ValueError, match=r"^2 GPUs .* no backend mccl .*gloo.*MTT S80 and MTT S3000\. Use one GPU"):
-        platform.check_and_update_config(made)
+    caplog.set_level(logging.WARNING, "vllm.hwplugin")
+    one, two = config(), config()
+    two.parallel_config.world_size_across_dp = 2
+    for _ in range(2):
+        platform.check_and_update_config(one)
+        with pytest.raises(ValueError, match=r"^2 GPUs .* no backend mccl .*gloo.*MTT S80 and MTT S3000\. Use one GPU"):
+            platform.check_and_update_config(two)
+    (line,) = caplog.messages
+    assert "no backend mccl" in line
+    caplog.clear()
     monkeypatch.setattr(dist.Backend, "backend_list", [*dist.Backend.backend_list, "mccl"])
-    platform.check_and_update_config(made)
+    platform.check_and_update_config(two)
+    assert caplog.messages == []
 
 
+@pytest.fixture
+def mccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch.distributed as dist
+
+    monkeypatch.setattr(dist.Backend, "backend_list", [*dist.Backend.backend_list, "mccl"])
+
+
+@pytest.mark.usefixtures("mccl")
 @pytest.mark.parametrize(("knobs", "warm_up"), [(True, True), (False, False)])
 def test_kernels_are_compiled_in_advance_where_triton_lets_vllm_look_at_them(
     knobs: bool, warm_up: bool, platform: Any, dflash: list[str], caplog: pytest.LogCaptureFixture
@@ -209,6 +223,7 @@ def test_kernels_are_compiled_in_advance_where_triton_lets_vllm_look_at_them(
     assert ["triton.knobs" in line for line in caplog.messages] == [True] * (not knobs)
 
 
+@pytest.mark.usefixtures("mccl")
 def test_an_old_triton_is_told_once(
     platform: Any, dflash: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

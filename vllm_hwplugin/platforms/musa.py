@@ -256,18 +256,23 @@ class MusaPlatform(Platform):  # type: ignore[misc]  # vLLM is not there where t
         return stateless_process_group(backend, cls.device_type, prefix_store, group_rank, group_size, timeout)
 
 
+@functools.cache
 def _check_collectives(gpus: int, backend: str) -> None:
-    """One GPU alone needs no collectives: vLLM then takes gloo where torch does not have the backend.
+    """Told once in a process; an engine's configuration is made several times.
 
     Raises:
-        ValueError: several are asked for, and this build of torch_musa has no MCCL.
+        ValueError: several GPUs are asked for, and this build of torch_musa has no MCCL. One alone needs no
+            collectives: vLLM then takes gloo.
     """
-    if gpus > 1 and not torch.distributed.is_backend_available(backend):
-        raise ValueError(
-            f"{gpus} GPUs are asked for, and torch.distributed has no backend {backend} here (it has "
-            f"{', '.join(torch.distributed.Backend.backend_list)}): torch_musa is built without MCCL, as for the "
-            f"{' and '.join(musa_versions.WITHOUT_MCCL)}. Use one GPU, or a torch_musa with MCCL"
-        )
+    if torch.distributed.is_backend_available(backend):
+        return
+    found = (
+        f"torch.distributed has no backend {backend} (it has {', '.join(torch.distributed.Backend.backend_list)}): "
+        f"torch_musa is built without MCCL, as for the {' and '.join(musa_versions.WITHOUT_MCCL)}"
+    )
+    if gpus > 1:
+        raise ValueError(f"{gpus} GPUs are asked for, and {found}. Use one GPU, or a torch_musa with MCCL")
+    logger.warning("%s. One GPU runs without it; vLLM says that it falls back to gloo", found)
 
 
 @functools.cache
