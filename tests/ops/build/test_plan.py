@@ -68,8 +68,8 @@ def test_the_commands_of_mcc(
 ) -> None:
     made = plan(toolchain=_toolchain(recording, "/opt/musa"), torch=torch_musa, environ=environ)
     assert made.compile_command("first.cu", "first.o") == (
-        "/opt/musa/bin/mcc", "-mtgpu", "-O3", "-Od3", "-std=c++17", "-fPIC", "-DTORCH_TARGET_VERSION=0x020a000000000000",
-        "-DNDEBUG", "-fno-strict-aliasing", "-DUSE_MUSA",
+        "/opt/musa/bin/mcc", "-mtgpu", "-O3", "-Od3", "-std=c++17", "-fPIC",
+        "-DTORCH_TARGET_VERSION=0x020a000000000000", "-DNDEBUG", "-fno-strict-aliasing", "-DUSE_MUSA",
         "-fno-signed-zeros", "-ffast-math", "-fmusa-flush-denormals-to-zero", "-fno-finite-math-only", *own,
         "--offload-arch=mp_31",
         f"-I{torch_musa.root}/include", "-c", f"{csrc}/sample/first.cu", "-o", "first.o",
