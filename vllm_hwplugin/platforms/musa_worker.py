@@ -42,8 +42,8 @@ class MusaWorker(Worker):  # type: ignore[misc]  # vLLM is not there where the t
         if graphs:
             available -= graphs
             logger.info(
-                "graphs are estimated to take %.2f GiB, which leaves %.2f GiB for the KV cache",
-                graphs / (1 << 30),
+                "graphs are estimated to take %.1f MiB, which leaves %.2f GiB for the KV cache",
+                graphs / (1 << 20),
                 available / (1 << 30),
             )
         return available
