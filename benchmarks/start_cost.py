@@ -94,7 +94,9 @@ def main() -> int:
 
 def sample(cache: Path, **variables: str) -> dict[str, Any]:
     """One fresh process; its messages go to the terminal."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_HWPLUGIN")}
+    # A host that keeps no byte code would compile the plugin itself in every process, which no user's does.
+    left_out = ("VLLM_HWPLUGIN", "PYTHONDONTWRITEBYTECODE")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(left_out)}
     path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
     environ = kept | {"PYTHONPATH": path, "VLLM_HWPLUGIN_CACHE_DIR": str(cache)} | variables
     environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")

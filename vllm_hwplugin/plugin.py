@@ -52,11 +52,13 @@ def register() -> None:
         # The engine reports a bad value, or raises it: it knows what the other gates ask for.
         pass
 
+    from . import record
     from .ops import _override
     from .patching import _runtime
     from .platforms import _offer
 
-    _runtime.install()
-    _override.install()
-    _offer.note_used()
-    _offer.must_hold()
+    with record.written_once():
+        _runtime.install()
+        _override.install()
+        _offer.note_used()
+        _offer.must_hold()

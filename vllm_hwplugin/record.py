@@ -8,7 +8,7 @@ A record is information for people: if it cannot be written, vLLM runs on withou
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import datetime
 import json
 import logging
@@ -21,7 +21,7 @@ import threading
 import time
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypedDict
@@ -98,6 +98,9 @@ _lock = threading.RLock()
 _current: ProcessRecord | None = None
 _folder: Path | None = None
 _path: Path | None = None
+# How many callers of `written_once` are inside, and whether there is something to write when they leave.
+_holders = 0
+_unwritten = False
 # Decisions that were noted before the plugin began its record.
 _early: dict[str, str] = {}
 # What features said of themselves since an engine's uses were last settled.
@@ -198,6 +201,21 @@ def save() -> None:
     with _lock:
         adopt()
         _write()
+
+
+@contextlib.contextmanager
+def written_once() -> Iterator[None]:
+    """What is recorded inside is written at the end, once; a start has a dozen things to record."""
+    global _holders
+    with _lock:
+        _holders += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _holders -= 1
+            if _unwritten:
+                _write()
 
 
 def note(key: str, text: str) -> None:
@@ -380,9 +398,12 @@ def _started(record: ProcessRecord) -> datetime.datetime:
 
 
 def _write() -> None:
-    if _path is None or _current is None:
+    global _unwritten
+    _unwritten = _holders > 0
+    if _path is None or _current is None or _unwritten:
         return
-    data = json.dumps(dataclasses.asdict(_current), indent=1).encode("utf-8")
+    # `vars`, and on one line: copying it first, or laying it out, would take most of the time that a record costs.
+    data = json.dumps(vars(_current)).encode("utf-8")
     try:
         private_folder(_path.parent)
         write_atomically(_path, data, durable=False)
@@ -410,8 +431,8 @@ def _prune() -> None:
 
 def _renew_lock() -> None:
     # Another thread of the parent may have held it, and that thread is not in the child.
-    global _lock
-    _lock = threading.RLock()
+    global _lock, _holders
+    _lock, _holders = threading.RLock(), 0
 
 
 os.register_at_fork(after_in_child=_renew_lock)

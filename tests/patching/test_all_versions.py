@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import subprocess
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -44,7 +43,7 @@ def test_every_variant_still_changes_something(vllm_tree: Callable[[str], Source
     """One that is upstream, or not needed, wherever it was written for has become dead text."""
     for feature in catalog.features:
         for variant in feature.variants:
-            sources = [vllm_tree(version) for version in variant.versions.filter(SUPPORTED)]
+            sources = [vllm_tree(version) for version in variant.versions.supported()]
             found = {evaluate(feature, source).status for source in sources}
             assert Status.APPLIES in found, f"{feature.id}: {variant.versions}"
 
@@ -75,7 +74,7 @@ def test_git_makes_the_same_text(
             continue
         folder = tmp_path / feature.id
         # On its own, so that no other feature's lines are in the text.
-        files = make_plan(Catalog((replace(feature, requires=()),)), source, {}).files
+        files = make_plan(Catalog((feature._replace(requires=()),)), source, {}).files
         for path in files:
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             (folder / path).write_bytes((source.read(path) or "").encode())
@@ -91,7 +90,7 @@ def test_every_variant_covers_consecutive_supported_versions(catalog: Catalog) -
     for feature in catalog.features:
         assert feature.variants, feature.id
         for item in (*feature.variants, *feature.not_needed):
-            covered = [SUPPORTED.index(version) for version in item.versions.filter(SUPPORTED)]
+            covered = [SUPPORTED.index(version) for version in item.versions.supported()]
             assert covered, f"{feature.id}: {item.versions} covers no supported version"
             assert all(other == one + 1 for one, other in pairwise(covered)), f"{feature.id}: {item.versions}"
 
@@ -99,7 +98,7 @@ def test_every_variant_covers_consecutive_supported_versions(catalog: Catalog) -
 def test_neighbouring_variants_differ(catalog: Catalog) -> None:
     """Two with the same diffs side by side are one."""
     for feature in catalog.features:
-        in_order = sorted(feature.variants, key=lambda item: SUPPORTED.index(next(item.versions.filter(SUPPORTED))))
+        in_order = sorted(feature.variants, key=lambda item: SUPPORTED.index(item.versions.supported()[0]))
         for one, other in pairwise(in_order):
             assert one.files != other.files, f"{feature.id}: '{one.versions}' and '{other.versions}' are the same diffs"
 

@@ -17,7 +17,7 @@ def test_fields() -> None:
     (diff,) = parse_diff(HEAD + HUNK + "@@ -20 +21 @@\n-x\n+y\n", "d.diff")
     assert (diff.path, diff.module, diff.origin) == ("vllm/v1/alpha.py", "vllm.v1.alpha", "d.diff")
     first, second = diff.hunks
-    assert (first.index, first.source_start, first.source_length, first.target_start, first.target_length) == (
+    assert (first.number, first.source_start, first.source_length, first.target_start, first.target_length) == (
         1,
         2,
         3,
@@ -27,7 +27,7 @@ def test_fields() -> None:
     assert first.lines == ((" ", "one\n"), ("-", "two\n"), ("+", "2\n"), ("+", "and a half\n"), (" ", "three\n"))
     assert first.before == ("one\n", "two\n", "three\n")
     assert first.after == ("one\n", "2\n", "and a half\n", "three\n")
-    assert (second.index, second.source_length, second.target_length) == (2, 1, 1)
+    assert (second.number, second.source_length, second.target_length) == (2, 1, 1)
 
 
 def test_several_files_and_git_headers() -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from packaging.specifiers import SpecifierSet
 
 from vllm_hwplugin.patching import Catalog, Conflict, Feature, NotNeeded, Status, Variant, check_conflicts, evaluate
 from vllm_hwplugin.patching._evaluate import Texts, fit
+from vllm_hwplugin.versions import Versions
 
 from .texts import ALPHA, GATE_2, OTHER, PATH, Memory, feature, file_diff
 
@@ -90,7 +90,7 @@ def test_diffs_of_one_variant_may_share_a_file() -> None:
 
 def test_not_needed_reads_nothing() -> None:
     two = feature(
-        *ONE.variants[0].files, versions=">=0.30.0", not_needed=[NotNeeded(SpecifierSet("<0.30.0"), "no such fault")]
+        *ONE.variants[0].files, versions=">=0.30.0", not_needed=[NotNeeded(Versions("<0.30.0"), "no such fault")]
     )
     verdict = evaluate(two, Memory({}, version="0.29.0"))
     assert (verdict.status, verdict.reason) == (Status.NOT_NEEDED, "no such fault")
@@ -117,8 +117,8 @@ def test_a_version_that_is_spelt_out_is_listed() -> None:
 
 
 def test_try_unlisted_takes_the_newest_variant_that_is_exact() -> None:
-    old = Variant(SpecifierSet("<0.24.0"), (file_diff(ALPHA, ALPHA.replace("line 3\n", "x\n")),))
-    mid = Variant(SpecifierSet("==0.24.0"), (file_diff(ALPHA, ALPHA.replace("line 3\n", "y\n")),))
+    old = Variant(Versions("<0.24.0"), (file_diff(ALPHA, ALPHA.replace("line 3\n", "x\n")),))
+    mid = Variant(Versions("==0.24.0"), (file_diff(ALPHA, ALPHA.replace("line 3\n", "y\n")),))
     new = (file_diff(ALPHA + "end\n", ALPHA.replace("line 20\n", "z\n") + "end\n"),)
     two = feature(*new, versions=">=0.25.0,<0.34.0", variants=(old, mid))
     result = fit(two, Texts(Memory(version="0.40.0")), try_unlisted=True)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import time
-from dataclasses import replace
 
 import pytest
-from packaging.specifiers import SpecifierSet
 
 from vllm_hwplugin.patching import (
     Catalog,
@@ -21,6 +19,7 @@ from vllm_hwplugin.patching import (
     render_diff,
 )
 from vllm_hwplugin.patching._diff import parse_diff
+from vllm_hwplugin.versions import Versions
 
 from .texts import ALPHA, GATE, GATE_2, OTHER, PATH, Memory, apply, feature, file_diff
 
@@ -90,7 +89,7 @@ def test_on_that_cannot_be_is_an_error() -> None:
 
 @pytest.mark.parametrize("choice", ["auto", "on"])
 def test_what_vllm_has_or_does_not_need_is_no_error(choice: str) -> None:
-    not_needed = replace(ONE, variants=(), not_needed=(NotNeeded(SpecifierSet(">=0.32.0"), "mended"),))
+    not_needed = ONE._replace(variants=(), not_needed=(NotNeeded(Versions(">=0.32.0"), "mended"),))
     plan = plan_of(not_needed, **{GATE: choice})
     assert (states(plan), plan.features["one"].reason, plan.errors) == ({"one": "not-needed"}, "mended", ())
     upstream = {PATH: ALPHA.replace("line 3\n", "line three\n"), OTHER: BETA.replace("row 9\n", "row nine\n")}
@@ -99,20 +98,20 @@ def test_what_vllm_has_or_does_not_need_is_no_error(choice: str) -> None:
 
 
 def test_requirement() -> None:
-    needs = replace(TWO, requires=("one",))
+    needs = TWO._replace(requires=("one",))
     assert states(plan_of(ONE, needs)) == {"one": "live", "two": "live"}
     off = plan_of(ONE, needs, **{GATE: "off", GATE_2: "on"})
     assert states(off) == {"one": "off", "two": "refused"}
     assert off.features["two"].reason == f"it requires one, which is off ({GATE}=off)"
     assert (off.files, len(off.errors)) == ({}, 1)
-    further = replace(feature(file_diff(BETA, BETA + "z\n", OTHER), name="three"), requires=("two",), gate=GATE_2)
+    further = feature(file_diff(BETA, BETA + "z\n", OTHER), name="three")._replace(requires=("two",), gate=GATE_2)
     assert states(plan_of(ONE, needs, further, **{GATE: "off"})) == {"one": "off", "two": "off", "three": "off"}
 
 
 @pytest.mark.parametrize("drifted", [False, True])
 def test_what_requires_a_feature_that_was_switched_off_is_off_too(drifted: bool) -> None:
     """Strict mode has nothing to say against it, also where its own text would not fit."""
-    needs = replace(TWO, requires=("one",))
+    needs = TWO._replace(requires=("one",))
     source = Memory({PATH: ALPHA.replace("line 15\n", "LINE 15\n") if drifted else ALPHA, OTHER: BETA})
     plan = make_plan(Catalog((ONE, needs)), source, {GATE: "off"}, strict=True)
     assert (states(plan), plan.errors) == ({"one": "off", "two": "off"}, ())
@@ -147,8 +146,8 @@ def test_a_file_that_cannot_be_read_loses_its_own_features_alone() -> None:
 
 def test_requirement_that_vllm_meets_itself() -> None:
     """What the one feature would bring is there, so the other has what it needs."""
-    needs = replace(TWO, requires=("one",))
-    mended = replace(ONE, variants=(), not_needed=(NotNeeded(SpecifierSet(">=0.32.0"), "mended"),))
+    needs = TWO._replace(requires=("one",))
+    mended = ONE._replace(variants=(), not_needed=(NotNeeded(Versions(">=0.32.0"), "mended"),))
     assert states(plan_of(mended, needs)) == {"one": "not-needed", "two": "live"}
 
 

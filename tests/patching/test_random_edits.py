@@ -143,7 +143,7 @@ def with_dependents(catalog: Catalog, names: set[str]) -> frozenset[str]:
 
 def check_states(plan: Plan, stock: Plan, broken: list[Spot], live: frozenset[str], where: str) -> None:
     """Exactly the features whose text was edited are off, and those that require them; each says why."""
-    named = {spot.feature: f"hunk {spot.hunk.index} of " for spot in broken}
+    named = {spot.feature: f"hunk {spot.hunk.number} of " for spot in broken}
     for name, item in plan.features.items():
         if name in live:
             assert item.state == "live", f"{where}: {item.reason}"

@@ -428,7 +428,6 @@ def test_a_bad_catalogue_is_one_clear_line(patched: Project) -> None:
 
 def test_no_vllm_is_one_clear_line(patched: Project) -> None:
     code = """
-        import unidiff
         sys.path[:] = [entry for entry in sys.path if not Path(entry, "vllm", "__init__.py").exists()]
         print(install().error)
         """

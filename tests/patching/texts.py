@@ -6,11 +6,10 @@ import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from packaging.specifiers import SpecifierSet
-
 from vllm_hwplugin.patching import Feature, FileDiff, NotNeeded, Variant
 from vllm_hwplugin.patching._apply import Text, apply_edits, edits_of, locate, split_lines
 from vllm_hwplugin.patching._diff import parse_diff
+from vllm_hwplugin.versions import Versions
 
 PATH = "vllm/v1/alpha.py"
 OTHER = "vllm/v1/beta.py"
@@ -62,7 +61,7 @@ def feature(
         removal="never",
         requires=tuple(requires),
         not_needed=tuple(not_needed),
-        variants=(*variants, Variant(SpecifierSet(versions), files)) if files else tuple(variants),
+        variants=(*variants, Variant(Versions(versions), files)) if files else tuple(variants),
     )
 
 

@@ -208,7 +208,7 @@ def test_an_operation_that_honours_weight_rows_leaves_the_norm_to_vllm(monkeypat
 @pytest.fixture(scope="module")
 def report_alone() -> Catalog:
     catalog = load_catalog()
-    return dataclasses.replace(catalog, features=tuple(f for f in catalog.features if f.id == "engine-report"))
+    return catalog._replace(features=tuple(f for f in catalog.features if f.id == "engine-report"))
 
 
 @pytest.mark.parametrize("version", SUPPORTED)

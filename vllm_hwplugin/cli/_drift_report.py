@@ -4,10 +4,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from vllm_hwplugin.patching import (
@@ -20,6 +19,7 @@ from vllm_hwplugin.patching import (
     check_conflicts,
     evaluate,
 )
+from vllm_hwplugin.versions import Versions
 
 EXPECTED = (Status.APPLIES, Status.UPSTREAM, Status.NOT_NEEDED)
 
@@ -59,7 +59,7 @@ def check(catalog: Catalog, target: str, source: Source) -> TargetReport:
         if verdict.status is Status.UNLISTED:
             verdict = _tried(feature, source, verdict)
         if feature.id in clashes:
-            verdict = replace(verdict, status=Status.CONFLICT, reason="; ".join(clashes[feature.id]))
+            verdict = verdict._replace(status=Status.CONFLICT, reason="; ".join(clashes[feature.id]))
         verdicts.append(verdict)
     return TargetReport(target, source.label, source.version, tuple(verdicts))
 
@@ -68,8 +68,8 @@ def _tried(feature: Feature, source: Source, unlisted: FeatureVerdict) -> Featur
     """What the variant that fits best would do to a version that none lists: the work that a new vLLM makes."""
     trials = []
     for variant in reversed(feature.variants):
-        forced = replace(variant, versions=SpecifierSet(f"==={source.version}"))
-        trials.append((variant, evaluate(replace(feature, variants=(forced,)), source)))
+        forced = variant._replace(versions=Versions(f"==={source.version}"))
+        trials.append((variant, evaluate(feature._replace(variants=(forced,)), source)))
     # By share: a variant of one hunk that does not fit at all has less trouble than one of ten that fits in eight.
     variant, best = min(trials, key=lambda trial: len(troubled_hunks(trial[1])) / max(1, len(trial[1].hunks)))
     if best.status is Status.UPSTREAM:
@@ -77,7 +77,7 @@ def _tried(feature: Feature, source: Source, unlisted: FeatureVerdict) -> Featur
     else:
         outcome = f"would {'apply' if best.status is Status.APPLIES else 'not apply'}: {summary(best)}"
     reason = f"{unlisted.reason}; the one for {variant.versions} {outcome}"
-    return replace(unlisted, hunks=best.hunks, reason=reason)
+    return unlisted._replace(hunks=best.hunks, reason=reason)
 
 
 def is_expected(verdict: FeatureVerdict) -> bool:

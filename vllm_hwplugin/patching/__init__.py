@@ -5,7 +5,8 @@ Text in, text out: nothing here imports torch or vLLM. `_diff`, `_apply`, `_cata
 `_installed`, `_overlay`, `_finder`, `_reapply` and `_runtime` act on this process. docs/architecture.md says how.
 """
 
-from ._catalog import SUPPORTED, default_folder, is_supported, load_catalog
+from ..versions import SUPPORTED, is_supported
+from ._catalog import default_folder, load_catalog
 from ._errors import CatalogError, DiffError, PatchingError, UnreadableFile
 from ._evaluate import check_conflicts, evaluate
 from ._model import (

@@ -7,16 +7,16 @@ edits are found on the pristine text and put together at the end, so that their 
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import groupby, takewhile
+from typing import NamedTuple
 
 from ._model import FileDiff, Hunk, HunkStatus, HunkVerdict, Nearest
 from ._nearest import nearest
 
 
-@dataclass(frozen=True, slots=True)
-class Edit:
+class Edit(NamedTuple):
     """Replace lines `start` to `end` (from 0, end excluded; equal for an insertion) of the pristine text."""
 
     start: int
@@ -61,9 +61,7 @@ class Text:
 
 def split_lines(text: str) -> list[str]:
     """Lines with their newline, split at "\\n" alone: a form feed or a lone "\\r" inside a line stays where it is."""
-    parts = text.split("\n")
-    lines = [part + "\n" for part in parts[:-1]]
-    return [*lines, parts[-1]] if parts[-1] else lines
+    return io.StringIO(text, newline="\n").readlines()
 
 
 def locate(diff: FileDiff, text: Text | None, *, hints: bool = True) -> list[tuple[HunkVerdict, int | None]]:
@@ -145,7 +143,7 @@ def _verdict(
     found_at: tuple[int, ...] = (),
 ) -> HunkVerdict:
     expected = tuple(line.removesuffix("\n") for line in hunk.before)
-    return HunkVerdict(diff.path, hunk.index, diff.origin, status, offset, nearest, expected, found_at)
+    return HunkVerdict(diff.path, hunk.number, diff.origin, status, offset, nearest, expected, found_at)
 
 
 def edits_of(hunk: Hunk, place: int, feature: str) -> list[Edit]:

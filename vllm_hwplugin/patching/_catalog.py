@@ -3,44 +3,21 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Final
-
-from packaging.specifiers import InvalidSpecifier, SpecifierSet
-from packaging.version import InvalidVersion, Version
+from typing import Any
 
 from ..gates import GATES
+from ..versions import Versions
 from ._diff import parse_diff
 from ._errors import CatalogError, DiffError
-from ._model import Catalog, Feature, FileDiff, NotNeeded, Variant, covers
+from ._model import Catalog, Feature, FileDiff, NotNeeded, Variant
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
-
-SUPPORTED: Final = (
-    "0.20.0", "0.20.1", "0.20.2", "0.21.0", "0.22.0", "0.22.1", "0.23.0", "0.24.0", "0.25.0", "0.25.1",
-    "0.26.0", "0.27.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0",
-)  # fmt: skip
-"""The released versions of vLLM that every feature has a verdict for."""
-
-
-@functools.cache
-def is_supported(version: str) -> bool:
-    """Whether a version is one of `SUPPORTED`, however it is spelt (`0.33`, `v0.33.0`) and whoever built it (`+cu130`).
-
-    Pre-releases, post-releases and what is no PEP 440 version are not.
-    """
-    try:
-        public = Version(Version(version).public)
-    except InvalidVersion:
-        return False
-    return any(Version(item) == public for item in SUPPORTED)
-
 
 _TEXTS = ("id", "title", "gate", "what", "origin", "removal")
 _KEYS = frozenset({*_TEXTS, "requires", "not_needed", "variant"})
@@ -94,12 +71,12 @@ def _load_feature(folder: Path, version: str | None) -> Feature:
     if not isinstance(requires, list) or not all(isinstance(item, str) for item in requires):
         raise CatalogError(f"{file}: requires is {requires!r}, expected a list of feature ids")
     tables = _tables(raw, "variant", file)
-    ranges = [_specifier(table, file) for table in tables]
+    ranges = [_versions(table, file) for table in tables]
     not_needed = [
-        NotNeeded(_specifier(table, file), _text(table, "reason", file)) for table in _tables(raw, "not_needed", file)
+        NotNeeded(_versions(table, file), _text(table, "reason", file)) for table in _tables(raw, "not_needed", file)
     ]
     _refuse_overlap([*ranges, *(item.versions for item in not_needed)], file)
-    wanted = [version is not None and covers(item, version) for item in ranges]
+    wanted = [version is not None and item.covers(version) for item in ranges]
     cache: dict[str, tuple[FileDiff, ...]] = {}
     variants = [
         Variant(versions, _diffs(table, folder, file, cache))
@@ -136,18 +113,18 @@ def _refuse_unknown(table: Mapping[str, Any], known: frozenset[str], where: str,
         raise CatalogError(f"{file}: {where}unknown key {unknown[0]!r}; expected {', '.join(sorted(known))}")
 
 
-def _specifier(table: Mapping[str, Any], file: Path) -> SpecifierSet:
+def _versions(table: Mapping[str, Any], file: Path) -> Versions:
     text = _text(table, "versions", file)
     try:
-        return SpecifierSet(text)
-    except InvalidSpecifier as error:
+        return Versions(text)
+    except ValueError as error:
         raise CatalogError(f"{file}: versions {text!r} is no PEP 440 specifier, such as '>=0.20.0,<0.22.0'") from error
 
 
-def _refuse_overlap(ranges: Iterable[SpecifierSet], file: Path) -> None:
-    taken: dict[str, SpecifierSet] = {}
+def _refuse_overlap(ranges: Iterable[Versions], file: Path) -> None:
+    taken: dict[str, Versions] = {}
     for item in ranges:
-        for version in item.filter(SUPPORTED):
+        for version in item.supported():
             if version in taken:
                 raise CatalogError(
                     f"{file}: the ranges '{taken[version]}' and '{item}' both cover vLLM {version}; make one of them "

@@ -1,20 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Unified diffs, read strictly.
 
-`unidiff` does the parsing. On top of that this refuses what it would let pass and what would make a later match less
-than exact: lines that a hunk's header does not count (it skips them), hunks out of order or with nothing to match, and
-renamed, new and deleted files.
+The general parsers pass over what would make a later match less than exact: lines that a hunk's header does not count,
+hunks out of order or with nothing to match, renamed, new and deleted files. Here each of these is an error. It is read
+in every process of vLLM that starts, so it is one walk over the lines.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any
+from typing import Final
 
 from ._errors import DiffError
 from ._model import FileDiff, Hunk
 
-_NO_NEWLINE = "\\"
+_HEADER: Final = re.compile(r"@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@")
 
 
 def parse_diff(text: str, origin: str) -> tuple[FileDiff, ...]:
@@ -27,51 +29,108 @@ def parse_diff(text: str, origin: str) -> tuple[FileDiff, ...]:
     Raises:
         DiffError: malformed, or something else than changes inside existing files of vLLM.
     """
-    from unidiff import PatchSet  # at first use: a process with every gate off needs no diff
-    from unidiff.errors import UnidiffParseError
-
     if text and not text.endswith("\n"):
         raise DiffError(f"{origin}: the last line has no newline, so the file may be cut short; write the diff anew")
-    try:
-        patch = PatchSet.from_string(text)
-    except UnidiffParseError as error:
-        message = " ".join(str(error).split())
-        raise DiffError(
-            f"{origin}: not a unified diff ({message}); write it anew with `diff -u` or `git diff`"
-        ) from error
-    _refuse_uncounted_lines(text, patch, origin)
-    if not patch:
-        raise DiffError(f"{origin}: no '--- a/... +++ b/...' header found; write it with `diff -u` or `git diff`")
     files = []
-    for item in patch:
-        path = _path(item.source_file, item.target_file, origin)
-        if not len(item):
+    for source, target, hunks in _sections(text.split("\n")[:-1], origin):
+        path = _path(source, target, origin)
+        if not hunks:
             raise DiffError(f"{origin}: no hunks for {path}; remove the file or write the diff anew")
-        hunks = tuple(_hunk(hunk, index, path, origin) for index, hunk in enumerate(item, 1))
+        for hunk in hunks:
+            _refuse_unmatchable(hunk, f"{origin}: hunk {hunk.number} of {path}")
         for one, following in pairwise(hunks):
             if following.source_start < one.source_start + one.source_length:
                 raise DiffError(
-                    f"{origin}: hunk {following.index} of {path} starts at line {following.source_start}, inside or "
-                    f"before hunk {one.index}; write the diff anew"
+                    f"{origin}: hunk {following.number} of {path} starts at line {following.source_start}, inside or "
+                    f"before hunk {one.number}; write the diff anew"
                 )
-        files.append(FileDiff(path, hunks, origin))
+        files.append(FileDiff(path, tuple(hunks), origin))
+    if not files:
+        raise DiffError(f"{origin}: no '--- a/... +++ b/...' header found; write it with `diff -u` or `git diff`")
     return tuple(files)
 
 
-def _refuse_uncounted_lines(text: str, patch: Any, origin: str) -> None:
-    counted = {line.diff_line_no for file in patch for hunk in file for line in hunk}
-    lines = text.split("\n")
-    for number, line in enumerate(lines, 1):
-        if number in counted or not line.startswith((" ", "+", "-")):
+def _sections(lines: list[str], origin: str) -> Iterator[tuple[str, str, list[Hunk]]]:
+    """Each file's two paths and its hunks."""
+    source = target = ""
+    hunks: list[Hunk] = []
+    of_git = False
+    number = 0
+    while number < len(lines):
+        line = lines[number]
+        number += 1
+        if line.startswith("diff --git "):
+            if source:
+                yield source, target, hunks
+            # The paths stand here alone where git has nothing else to say: of a file that is renamed, or a new mode.
+            source, _, target = line.removeprefix("diff --git ").partition(" ")
+            hunks, of_git = [], True
+        elif line.startswith("--- ") and number < len(lines) and lines[number].startswith("+++ "):
+            if source and not of_git:
+                yield source, target, hunks
+            hunks, of_git = [], False
+            # `diff -u` writes the time of the file behind a tab.
+            source = line.removeprefix("--- ").partition("\t")[0]
+            target = lines[number].removeprefix("+++ ").partition("\t")[0]
+            number += 1
+        elif header := _HEADER.match(line):
+            if not source:
+                raise _not_a_diff(origin, f"Unexpected hunk found: {line}")
+            of_git = False
+            body, number = _body(lines, number, header, f"{origin}: hunk {len(hunks) + 1} of {source}", origin)
+            start, length, target_start, target_length = _counts(header)
+            hunks.append(Hunk(len(hunks) + 1, start, length, target_start, target_length, tuple(body)))
+        elif line.startswith((" ", "+", "-")):
+            raise DiffError(
+                f"{origin}: line {number} ({line[:40]!r}) belongs to no hunk: the '@@' header above it is malformed or "
+                "counts too few lines; write the diff anew"
+            )
+    if source:
+        yield source, target, hunks
+
+
+def _counts(header: re.Match[str]) -> tuple[int, int, int, int]:
+    start, length, target_start, target_length = header.groups(default="1")
+    return int(start), int(length), int(target_start), int(target_length)
+
+
+def _body(
+    lines: list[str], number: int, header: re.Match[str], where: str, origin: str
+) -> tuple[list[tuple[str, str]], int]:
+    """The lines of a hunk that begins at `number`, and the number of the line behind it."""
+    _, before, _, after = _counts(header)
+    counted = f"{where}: the header counts {before} and {after} lines, the hunk has"
+    body: list[tuple[str, str]] = []
+    while True:
+        line = lines[number] if number < len(lines) else None
+        if line is not None and line.startswith("\\"):
+            if not body:
+                raise DiffError(f"{where}: starts with '\\ No newline at end of file'; write the diff anew")
+            sign, text = body[-1]
+            body[-1] = (sign, text.removesuffix("\n"))
+            number += 1
             continue
-        if line.startswith("--- ") and lines[number].startswith("+++ "):
-            continue
-        if line.startswith("+++ ") and lines[number - 2].startswith("--- "):
-            continue
-        raise DiffError(
-            f"{origin}: line {number} ({line[:40]!r}) belongs to no hunk: the '@@' header above it is malformed or "
-            "counts too few lines; write the diff anew"
-        )
+        if before == after == 0:
+            if line == "":
+                # A blank line of context whose space an editor has taken away, and which the header does not count.
+                _, had_before, _, had_after = _counts(header)
+                raise DiffError(f"{counted} {had_before + 1} and {had_after + 1}; write the diff anew")
+            return body, number
+        if line is None:
+            raise _not_a_diff(origin, "Hunk is shorter than expected")
+        sign = line[:1] or " "
+        if sign not in " -+":
+            raise _not_a_diff(origin, f"Hunk diff line expected: {line}")
+        before -= sign != "+"
+        after -= sign != "-"
+        if before < 0 or after < 0:
+            raise _not_a_diff(origin, "Hunk is longer than expected")
+        body.append((sign, line[1:] + "\n"))
+        number += 1
+
+
+def _not_a_diff(origin: str, why: str) -> DiffError:
+    return DiffError(f"{origin}: not a unified diff ({why}); write it anew with `diff -u` or `git diff`")
 
 
 def _path(source: str, target: str, origin: str) -> str:
@@ -84,36 +143,11 @@ def _path(source: str, target: str, origin: str) -> str:
     return old
 
 
-def _hunk(parsed: Any, index: int, path: str, origin: str) -> Hunk:
-    where = f"{origin}: hunk {index} of {path}"
-    lines: list[tuple[str, str]] = []
-    for line in parsed:
-        if line.line_type != _NO_NEWLINE:
-            # A blank line after the last one that the header counts has no type; it fails the count below.
-            lines.append((line.line_type or " ", line.value))
-        elif lines:
-            sign, text = lines[-1]
-            lines[-1] = (sign, text.removesuffix("\n"))
-        else:
-            raise DiffError(f"{where}: starts with '\\ No newline at end of file'; write the diff anew")
-    hunk = Hunk(
-        index=index,
-        source_start=parsed.source_start,
-        source_length=parsed.source_length,
-        target_start=parsed.target_start,
-        target_length=parsed.target_length,
-        lines=tuple(lines),
-    )
+def _refuse_unmatchable(hunk: Hunk, where: str) -> None:
     before, after = hunk.before, hunk.after
-    if (len(before), len(after)) != (hunk.source_length, hunk.target_length):
-        raise DiffError(
-            f"{where}: the header counts {hunk.source_length} and {hunk.target_length} lines, the hunk has "
-            f"{len(before)} and {len(after)}; write the diff anew"
-        )
     if any(not line.endswith("\n") for line in (*before[:-1], *after[:-1])):
         raise DiffError(f"{where}: a line before its last has no newline; write the diff anew")
     if not before and hunk.source_start != 0:
         raise DiffError(f"{where}: no context to match; make the diff with at least one line of context")
     if before == after:
         raise DiffError(f"{where}: changes nothing; write the diff anew")
-    return hunk

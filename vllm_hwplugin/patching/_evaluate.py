@@ -3,23 +3,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
 from itertools import combinations
+from types import MappingProxyType
+from typing import NamedTuple
 
+from ..versions import is_supported
 from ._apply import Edit, Text, edits_of, first_clash, locate
-from ._catalog import is_supported
 from ._errors import UnreadableFile
 from ._model import Catalog, Conflict, Feature, FeatureVerdict, FileDiff, HunkVerdict, Source, Status, Variant
 
 
-@dataclass(slots=True)
 class Texts:
     """The files of one source, each read and indexed once."""
 
-    source: Source
-    unreadable: dict[str, str] = field(default_factory=dict)
-    _read: dict[str, Text | None] = field(default_factory=dict)
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.unreadable: dict[str, str] = {}
+        self._read: dict[str, Text | None] = {}
 
     def get(self, path: str) -> Text | None:
         """The text; None where there is none, or none that can be read, which `unreadable` then explains."""
@@ -33,12 +34,11 @@ class Texts:
         return self._read[path]
 
 
-@dataclass(frozen=True, slots=True)
-class Fit:
+class Fit(NamedTuple):
     """A verdict, and by path the edits that make it so (empty unless the feature applies)."""
 
     verdict: FeatureVerdict
-    edits: dict[str, list[Edit]] = field(default_factory=dict)
+    edits: Mapping[str, list[Edit]] = MappingProxyType({})
 
 
 def evaluate(feature: Feature, source: Source) -> FeatureVerdict:
@@ -76,9 +76,7 @@ def fit(feature: Feature, texts: Texts, *, try_unlisted: bool = False, hints: bo
 
 def _is_listed(version: str, variant: Variant) -> bool:
     """A range says nothing of releases that were to come when it was written; a version that is spelt out is meant."""
-    return is_supported(version) or any(
-        item.operator in ("==", "===") and item.version == version for item in variant.versions
-    )
+    return is_supported(version) or variant.versions.names(version)
 
 
 def _fit_variant(feature: Feature, variant: Variant, texts: Texts, hints: bool) -> Fit:
@@ -101,7 +99,7 @@ def _fit_variant(feature: Feature, variant: Variant, texts: Texts, hints: bool) 
                 status = Status.CONFLICT
                 reason = f"two of its own hunks change {path} at lines {_lines(*clash)}"
     verdict = FeatureVerdict(feature.id, texts.source.version, status, tuple(hunks), reason)
-    return Fit(verdict, edits if status is Status.APPLIES else {})
+    return Fit(verdict, edits) if status is Status.APPLIES else Fit(verdict)
 
 
 def _judge(hunks: list[HunkVerdict], files: tuple[FileDiff, ...]) -> tuple[Status, str]:

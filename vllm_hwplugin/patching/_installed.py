@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-import email
+import email.parser
 import importlib.metadata
 import importlib.util
 import json
@@ -141,7 +141,7 @@ def _owners(root: Path, troubles: list[str]) -> Iterator[tuple[str, str]]:
             if record is None or ("\n" + record).find("\nvllm/__init__.py,") < 0:
                 continue
             # Read here: where the file is missing, what `metadata` does differs between versions of Python.
-            fields = email.message_from_string(distribution.read_text("METADATA") or "")
+            fields = email.parser.HeaderParser().parsestr(distribution.read_text("METADATA") or "")
         except (OSError, UnicodeDecodeError) as error:
             troubles.append(f"the metadata in {folder} cannot be read ({error})")
             continue
@@ -159,7 +159,7 @@ def _editable(root: Path, troubles: list[str]) -> tuple[str, str]:
 
     for distribution in importlib.metadata.distributions():
         try:
-            fields = email.message_from_string(distribution.read_text("METADATA") or "")
+            fields = email.parser.HeaderParser().parsestr(distribution.read_text("METADATA") or "")
             name, version = fields["Name"], fields["Version"]
             if not name or not version or not name.lower().replace("_", "-").startswith("vllm"):
                 continue

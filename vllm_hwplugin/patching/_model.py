@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The frozen data that the pure part of the engine passes around."""
+"""The frozen data that the pure part of the engine passes around.
+
+Named tuples, which take a fifth of the time of a frozen dataclass to define: each process of vLLM does that.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
-from packaging.version import InvalidVersion
-
-if TYPE_CHECKING:
-    from packaging.specifiers import SpecifierSet
+from ..versions import Versions
 
 HunkStatus = Literal["exact", "moved", "upstream", "drifted", "ambiguous", "missing"]
 State = Literal["live", "off", "refused", "not-needed", "upstream"]
@@ -33,17 +32,16 @@ class Source(Protocol):
         """
 
 
-@dataclass(frozen=True, slots=True)
-class Hunk:
+class Hunk(NamedTuple):
     """One hunk of a unified diff.
 
     Attributes:
-        index: its number in the file's diff, from 1.
+        number: its place in the file's diff, from 1.
         source_start: the line that its header states, from 1 (0 in an empty file).
         lines: `(" " | "-" | "+", text)`, the text with its newline; a last line without one has none.
     """
 
-    index: int
+    number: int
     source_start: int
     source_length: int
     target_start: int
@@ -59,8 +57,7 @@ class Hunk:
         return tuple(text for sign, text in self.lines if sign != "-")
 
 
-@dataclass(frozen=True, slots=True)
-class FileDiff:
+class FileDiff(NamedTuple):
     """What one diff does to one file. `origin` names the diff in messages."""
 
     path: str
@@ -77,33 +74,21 @@ def module_name(path: str) -> str:
     return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
-def covers(versions: SpecifierSet, version: str) -> bool:
-    """Whether a range holds a version; what is no version at all (vLLM's fall-back is `dev`) is in none."""
-    try:
-        return versions.contains(version, prereleases=True)
-    except InvalidVersion:
-        # What packaging does with such a text differs between its releases.
-        return False
-
-
-@dataclass(frozen=True, slots=True)
-class Variant:
+class Variant(NamedTuple):
     """The diffs of a feature for a range of versions."""
 
-    versions: SpecifierSet
+    versions: Versions
     files: tuple[FileDiff, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class NotNeeded:
+class NotNeeded(NamedTuple):
     """A range of versions that does not have the fault that a feature mends."""
 
-    versions: SpecifierSet
+    versions: Versions
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Feature:
+class Feature(NamedTuple):
     """One folder of the catalogue; the fields are those of its `patch.toml`."""
 
     id: str
@@ -117,14 +102,13 @@ class Feature:
     variants: tuple[Variant, ...]
 
     def variant_for(self, version: str) -> Variant | None:
-        return next((item for item in self.variants if covers(item.versions, version)), None)
+        return next((item for item in self.variants if item.versions.covers(version)), None)
 
     def not_needed_for(self, version: str) -> NotNeeded | None:
-        return next((item for item in self.not_needed if covers(item.versions, version)), None)
+        return next((item for item in self.not_needed if item.versions.covers(version)), None)
 
 
-@dataclass(frozen=True, slots=True)
-class Catalog:
+class Catalog(NamedTuple):
     """Every feature, requirements before those that require them."""
 
     features: tuple[Feature, ...]
@@ -146,8 +130,7 @@ class Status(Enum):
     UNLISTED = "unlisted"
 
 
-@dataclass(frozen=True, slots=True)
-class Nearest:
+class Nearest(NamedTuple):
     """The place most like a hunk that was not found: its first line (from 1), the share of equal lines, a diff."""
 
     line: int
@@ -155,8 +138,7 @@ class Nearest:
     diff: str
 
 
-@dataclass(frozen=True, slots=True)
-class HunkVerdict:
+class HunkVerdict(NamedTuple):
     """Where one hunk fits. `offset` is found minus stated line; `expected` its context and removed lines."""
 
     path: str
@@ -169,8 +151,7 @@ class HunkVerdict:
     found_at: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class FeatureVerdict:
+class FeatureVerdict(NamedTuple):
     """How a feature fits a version; `reason` says why where it does not simply apply."""
 
     feature: str
@@ -184,8 +165,7 @@ class FeatureVerdict:
         return self.status is Status.APPLIES and all(hunk.status == "exact" for hunk in self.hunks)
 
 
-@dataclass(frozen=True, slots=True)
-class Conflict:
+class Conflict(NamedTuple):
     """Two features that change the same lines of a version's file."""
 
     path: str
@@ -197,8 +177,7 @@ class Conflict:
         return f"{self.features[0]} and {self.features[1]} both change {self.path} at lines {first} to {last}"
 
 
-@dataclass(frozen=True, slots=True)
-class FeatureState:
+class FeatureState(NamedTuple):
     """What becomes of a feature in a process, and why."""
 
     feature: Feature
@@ -207,8 +186,7 @@ class FeatureState:
     verdict: FeatureVerdict | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class PatchedFile:
+class PatchedFile(NamedTuple):
     """A file's whole patched text. `pristine_sha256` is of the text it was made from."""
 
     path: str
@@ -218,8 +196,7 @@ class PatchedFile:
     features: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(NamedTuple):
     """Everything a process needs to run patched: pure data, made before anything is imported or written.
 
     Attributes:

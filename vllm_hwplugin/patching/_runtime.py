@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from .. import __version__, gates, record
 from ..record import ProcessRecord
-from ._catalog import SUPPORTED, is_supported, load_catalog
+from ..versions import SUPPORTED, is_supported
+from ._catalog import load_catalog
 from ._errors import PatchingError
 from ._finder import CopyFinder, serves
 from ._installed import Installed, find_installed
