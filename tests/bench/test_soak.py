@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-from vllm_hwplugin.bench import _soak, find_checkpoints
-from vllm_hwplugin.bench._soak import SoakJob, SoakSettings, Text, failures, judged, judging_job, load_job
+from vllm_hwplugin.bench import find_checkpoints, soak
 from vllm_hwplugin.bench._soak_engine import gaps
+from vllm_hwplugin.bench.soak import SoakJob, SoakSettings, Text, failures, judged, judging_job, load_job
 
 POOL = ((1, 2, 3), (4, 5, 6))
 
@@ -60,7 +60,7 @@ def test_texts_are_read_by_stock_vllm_without_speculation(asked, gpu_host):
     job = judging_job(asked, gpu_host, find_checkpoints(None), [Text((1,), (2, 3))])
     assert "speculative_config" not in job.options
     assert job.environment["VLLM_HWPLUGIN"] == "0"
-    assert job.options["max_model_len"] == 1 + _soak.MAX_MODEL_LEN
+    assert job.options["max_model_len"] == 1 + soak.MAX_MODEL_LEN
     assert job.steps == 0
 
 
@@ -137,4 +137,4 @@ def test_the_gap_of_a_token_is_to_the_likeliest_at_its_position():
 
 def test_texts_come_out_of_the_event_as_they_went_in():
     event = {"texts": [[0, [1, 2], [3]], [1, [4], [5, 6]]]}
-    assert _soak.texts_of(copy.deepcopy(event)) == [Text((1, 2), (3,)), Text((4,), (5, 6))]
+    assert soak.texts_of(copy.deepcopy(event)) == [Text((1, 2), (3,)), Text((4,), (5, 6))]

@@ -155,22 +155,3 @@ def test_dummy_shapes_on_a_cpu_are_refused(run):
     assert result.exit_code == 2
     assert "needs a GPU" in result.output
     assert jobs == []
-
-
-def test_the_report_of_a_run(run, tmp_path):
-    pytest.importorskip("matplotlib")
-    run(["--shape", "0.6b"])
-    page, chart = tmp_path / "b.md", tmp_path / "b.svg"
-    result = CliRunner().invoke(app, ["bench", "report", str(run.file), "--markdown", str(page), "--svg", str(chart)])
-    assert result.exit_code == 0, result.output
-    assert "| 0.6b eagle3 k=3 | 1 | 100 (100) | 150 (150) | 1.500 |" in page.read_text()
-    assert "![patched against stock tokens/s](b.svg)" in page.read_text()
-    assert chart.read_text().startswith("<?xml")
-
-
-def test_a_report_of_nothing_is_one_line(tmp_path):
-    page = tmp_path / "b.md"
-    result = CliRunner().invoke(app, ["bench", "report", str(tmp_path / "no.json"), "--markdown", str(page)])
-    assert result.exit_code == 2
-    assert "no.json: No such file" in result.output
-    assert not page.exists()

@@ -1,4 +1,4 @@
-"""`vllm-hwplugin bench attention`, `bench ops` and `bench kernel-report`."""
+"""`vllm-hwplugin bench attention` and `bench ops`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from vllm_hwplugin import bench
 from vllm_hwplugin.bench import Host
-from vllm_hwplugin.bench.micro import _attention_cases, _cells, _op_cases
+from vllm_hwplugin.bench.micro import _cells, attention_cases, op_cases
 from vllm_hwplugin.cli import _bench_kernels
 from vllm_hwplugin.cli._app import app
 
@@ -50,18 +50,17 @@ def run(monkeypatch, tmp_path):
 def test_attention_measures_the_whole_plan(run):
     result, found, ((job, todo, seconds),) = run("attention", "--seconds", "50", "--seed", "7")
     assert result.exit_code == 0, result.output
-    assert todo == list(_attention_cases.plan())
+    assert todo == list(attention_cases.plan())
     assert (job["kind"], job["seed"], seconds) == ("attention", 7, 50)
     assert (found["kind"], len(found["cells"]), found["settings"]["seed"]) == ("attention", len(todo), 7)
     assert found["host"]["vllm"] == "0.26.0"
-    assert "### Decode and verification" in result.output
 
 
 def test_standard_output_can_be_the_results_alone(run, monkeypatch):
     monkeypatch.setattr(_bench_kernels, "_KEEP", -1.0)
     result, found, _ = run("attention", "--json", "-")
     assert json.loads(result.stdout)["kind"] == "attention"
-    assert "### Decode and verification" in result.stderr
+    assert "decode and verification" in result.stderr
     assert found is None
 
 
@@ -73,26 +72,51 @@ def test_attention_can_be_narrowed(run):
     assert (result.exit_code, asked) == (2, [])
 
 
-def test_the_page_names_the_command_that_made_a_chapter(run):
-    result, found, _ = run("attention", "--kernel", "hwplugin", "--kind", "prefill", "--seed", "7")
+def test_the_settings_are_in_the_file(run):
+    _, found, _ = run("attention", "--kernel", "hwplugin", "--kind", "prefill", "--seed", "7")
     assert found["settings"]["only"] == {"kernel": ["hwplugin"], "kind": ["prefill"]}
-    command = 'vllm-hwplugin bench attention --kernel "hwplugin" --kind "prefill" --seconds 75 --seed 7'
-    assert command in result.output
-    result, found, _ = run("ops")
-    assert found["settings"]["only"] == {"op": []}
-    assert "`vllm-hwplugin bench ops --seconds 60 --seed 0`" in result.output
+    assert (found["settings"]["seconds"], found["settings"]["seed"]) == (75, 7)
 
 
-def test_ops_measures_both_sides_and_says_the_verdicts(run):
+def test_ops_measures_both_sides_of_what_is_chosen(run):
     result, found, ((job, todo, _),) = run("ops", "--op", "topk_softmax")
     assert result.exit_code == 0, result.output
     assert {(kernel, case.split()[0]) for kernel, case in todo} == {
         ("hwplugin", "topk_softmax"),
         ("vllm", "topk_softmax"),
     }
-    assert {one["op"]: one["verdict"] for one in found["verdicts"]}["topk_softmax"] == "loss"
+    assert len(found["cells"]) == len(todo)
     _, _, ((job, todo, _),) = run("ops")
-    assert (job["kind"], todo) == ("ops", list(_op_cases.plan()))
+    assert (job["kind"], todo) == ("ops", list(op_cases.plan()))
+
+
+def row_of(result, name):
+    """The cells of a row of the table at the end."""
+    (row,) = [line for line in result.output.splitlines() if line.strip("│ ").startswith(f"{name} ")]
+    return [cell.strip() for cell in row.strip("│").split("│")]
+
+
+def test_the_table_at_the_end_says_what_is_faster_and_what_is_wrong(run):
+    def outcome(cell):
+        kernel, case = cell
+        if kernel == "FLASHINFER":
+            return {**_cells.outcome(cell, _cells.MISSING, "no [flashinfer]"), "process": 0}
+        wrong = (kernel, case) == ("hwplugin", "topk_softmax 8 of 128 t8")
+        seconds = 1e-4 if kernel == "hwplugin" else 5e-5 if case.endswith((" t8", "h8/4 d512")) else 2e-4
+        return measured(cell, seconds=seconds, mismatch="weights" if wrong else None)
+
+    result, _, _ = run("ops", outcome=outcome)
+    small = (2 * 0.5 * 2) ** (1 / 3)
+    assert row_of(result, "merge_attn_states")[1:] == [
+        f"{small:.2f} (0.50 to 2.00), 6",
+        "2.00 (2.00 to 2.00), 4",
+        "yes",
+    ]
+    assert row_of(result, "topk_softmax")[-1] == "14 of 15"
+    assert "hwplugin topk_softmax 8 of 128 t8: weights" in result.output
+    result, _, _ = run("attention", outcome=outcome)
+    assert row_of(result, "TRITON_ATTN")[1] == "1.00 (0.50 to 2.00), 4"
+    assert "FLASHINFER: missing: no [flashinfer]" in result.output
 
 
 @pytest.mark.parametrize(
@@ -141,13 +165,3 @@ def test_a_host_without_a_gpu_is_told_so(run):
     result, found, asked = run("attention", host=cpu)
     assert (result.exit_code, found, asked) == (2, None, [])
     assert "`bench attention` measures kernels of a GPU; vLLM runs on Some CPU (cpu)" in result.output
-
-
-def test_the_report_is_made_from_files(run, tmp_path):
-    run("attention")
-    page = tmp_path / "page.md"
-    command = ["bench", "kernel-report", str(tmp_path / "kernels.json"), "--markdown", str(page)]
-    result = CliRunner().invoke(app, command, catch_exceptions=False)
-    assert result.exit_code == 0
-    assert "# Benchmarks of single kernels" in page.read_text()
-    assert "## Attention at head size 512: NVIDIA H200, vLLM 0.26.0" in page.read_text()

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from vllm_hwplugin import bench
 from vllm_hwplugin.bench._launch import Ended
-from vllm_hwplugin.bench._soak import SoakJob
+from vllm_hwplugin.bench.soak import SoakJob
 from vllm_hwplugin.cli import _soak
 from vllm_hwplugin.cli._app import app
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from vllm_hwplugin import bench
-from vllm_hwplugin.bench import _soak
+from vllm_hwplugin.bench import soak
 from vllm_hwplugin.bench._launch import run_child
 from vllm_hwplugin.bench._load import requests
 
@@ -15,9 +15,9 @@ pytestmark = pytest.mark.engine
 def test_requests_come_and_go_and_all_of_them_end(cpu_host):
     checkpoints = bench.find_checkpoints(None)
     pool = bench.load_prompts(checkpoints, 96)
-    settings = _soak.SoakSettings("dflash", 7, 60, 4, 1, "FULL", (), {}, {})
-    job = _soak.load_job("patched", settings, cpu_host, checkpoints, pool)
-    ended = run_child(_soak.MODULE, job.to_json(), job.environment, timeout=800)
+    settings = soak.SoakSettings("dflash", 7, 60, 4, 1, "FULL", (), {}, {})
+    job = soak.load_job("patched", settings, cpu_host, checkpoints, pool)
+    ended = run_child(soak.MODULE, job.to_json(), job.environment, timeout=800)
     assert ended.error is None, ended.log_tail
     (soaked,) = [event for event in ended.events if event["event"] == "soaked"]
     assert soaked["steps"] >= 60
@@ -28,7 +28,7 @@ def test_requests_come_and_go_and_all_of_them_end(cpu_host):
     assert 60 <= soaked["draft_phases"] < soaked["steps"]
     assert sum(soaked["accepted_per_position"]) > soaked["drafts"] > 0
     # Every request ended, with as many tokens as it asked for.
-    texts = _soak.texts_of(soaked)
-    asked = [request for request, _ in zip(requests(pool, 1, _soak.MAX_MODEL_LEN), texts, strict=False)]
+    texts = soak.texts_of(soaked)
+    asked = [request for request, _ in zip(requests(pool, 1, soak.MAX_MODEL_LEN), texts, strict=False)]
     assert len(texts) == soaked["requests"] > 4
     assert [(t.prompt, len(t.tokens)) for t in texts] == [(r.prompt, r.max_tokens) for r in asked]

@@ -1,31 +1,62 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run vLLM engines in processes of their own and measure them: what ``demo`` and ``bench`` share.
+"""Run vLLM engines in processes of their own and measure them: what ``demo``, ``bench`` and ``probe`` share.
 
 A side (stock or patched) is a :class:`Job`; :func:`launch` runs it in a fresh process and returns an :class:`Outcome`,
 also when the engine crashed. Nothing here imports torch or vLLM except the child process (``_engine``).
+
+``soak`` and ``micro`` below it are other kinds of runs: a load that keeps changing, and single kernels.
 """
 
 from ._checkpoints import DRAFT_TOKENS, Checkpoints, CheckpointsMissing, find_checkpoints, load_prompts
 from ._host import Host, HostUnknown, detect_host
 from ._job import Event, Job, Outcome, Workload, acceptance_length
-from ._launch import launch
+from ._launch import Ended, launch, run_child
+from ._plan import MRV2, SIDES, TINY, Case, NotOnThisHost, Settings, cases, check, job_for
+from ._results import FORMAT, add_case, new_results, provenance
 from ._settings import engine_environment, engine_options
+from ._shapes import SHAPES
+from ._table import NOT_MEASURED, SIDE_NAMES, Row, profiled, rows, sides_of, speed, step, table
 
 __all__ = [
     "DRAFT_TOKENS",
+    "FORMAT",
+    "MRV2",
+    "NOT_MEASURED",
+    "SHAPES",
+    "SIDES",
+    "SIDE_NAMES",
+    "TINY",
+    "Case",
     "Checkpoints",
     "CheckpointsMissing",
+    "Ended",
     "Event",
     "Host",
     "HostUnknown",
     "Job",
+    "NotOnThisHost",
     "Outcome",
+    "Row",
+    "Settings",
     "Workload",
     "acceptance_length",
+    "add_case",
+    "cases",
+    "check",
     "detect_host",
     "engine_environment",
     "engine_options",
     "find_checkpoints",
+    "job_for",
     "launch",
     "load_prompts",
+    "new_results",
+    "profiled",
+    "provenance",
+    "rows",
+    "run_child",
+    "sides_of",
+    "speed",
+    "step",
+    "table",
 ]

@@ -13,16 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from ..patching import PatchingError
 from ._host import Host
 from ._job import Outcome
 from ._plan import Case, Settings, synthetic_length
 
 FORMAT = 1
-
-
-class ResultsError(PatchingError):
-    """A file that is not a results file of this format."""
 
 
 def commit() -> str | None:
@@ -56,7 +51,7 @@ def provenance() -> dict[str, str | None]:
     }
 
 
-def new(host: Host, settings: Settings) -> dict[str, Any]:
+def new_results(host: Host, settings: Settings) -> dict[str, Any]:
     return {
         "format": FORMAT,
         **provenance(),
@@ -66,7 +61,7 @@ def new(host: Host, settings: Settings) -> dict[str, Any]:
     }
 
 
-def add(results: dict[str, Any], case: Case, settings: Settings, sides: Mapping[str, Outcome]) -> None:
+def add_case(results: dict[str, Any], case: Case, settings: Settings, sides: Mapping[str, Outcome]) -> None:
     """Put the sides of a case that are measured so far into ``results``, in place of what stood there of the case."""
     entry = {
         **dataclasses.asdict(case),
@@ -92,21 +87,3 @@ def _side(outcome: Outcome) -> dict[str, Any]:
         "batches": {str(w.batch): outcome.summary(w.name) for w in outcome.job.workloads},
         "processes": [dict(r) for r in outcome.records],
     }
-
-
-def read(path: Path) -> dict[str, Any]:
-    """Read a results file.
-
-    Raises:
-        ResultsError: not there, not JSON, or another format.
-    """
-    try:
-        results = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ResultsError(f"{path}: {error.strerror}") from None
-    except ValueError as error:
-        raise ResultsError(f"{path} is no results file of `vllm-hwplugin bench` ({error})") from None
-    if not isinstance(results, dict) or results.get("format") != FORMAT:
-        found = results.get("format") if isinstance(results, dict) else type(results).__name__
-        raise ResultsError(f"{path}: results format {found}, this version reads {FORMAT}; run the benchmark again")
-    return results

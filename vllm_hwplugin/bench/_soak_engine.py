@@ -18,8 +18,8 @@ from typing import Any
 from ._answer import Answer
 from ._inside import counters, model_runner, ready_facts
 from ._load import Request, requests, wanted
-from ._soak import SoakJob, Text
 from ._watch import watched
+from .soak import SoakJob, Text
 
 _PROGRESS_SECONDS = 1.0
 

@@ -14,11 +14,25 @@ from typing import Annotated, Any
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from ..bench import Event, detect_host, find_checkpoints, launch, load_prompts
-from ..bench import _report as reporting
-from ..bench import _results as results_file
-from ..bench._plan import MRV2, SIDES, TINY, Case, Settings, cases, check, job_for
-from ..bench._shapes import SHAPES
+from ..bench import (
+    MRV2,
+    SHAPES,
+    SIDES,
+    TINY,
+    Case,
+    Event,
+    Settings,
+    add_case,
+    cases,
+    check,
+    detect_host,
+    find_checkpoints,
+    job_for,
+    launch,
+    load_prompts,
+    new_results,
+    table,
+)
 from . import _bench_kernels
 from ._app import FAILURE
 from ._options import known, pairs
@@ -29,7 +43,6 @@ bench = typer.Typer(add_completion=False)
 bench.command("soak")(soak)
 bench.command("attention")(_bench_kernels.attention)
 bench.command("ops")(_bench_kernels.ops)
-bench.command("kernel-report")(_bench_kernels.report)
 
 _SHAPES = (TINY, *SHAPES)
 _METHODS = ("eagle3", "dflash")
@@ -89,7 +102,7 @@ def measure(
     host = detect_host()
     sides = (*SIDES, MRV2) if mrv2 else SIDES
     check(planned, host, sides)
-    results = results_file.new(host, settings)
+    results = new_results(host, settings)
     console.print(f"vLLM {host.vllm} on {host.name} ({host.device}), torch {host.torch}", highlight=False)
 
     text = TextColumn("{task.description}")
@@ -104,7 +117,7 @@ def measure(
             outcome = launch(job, timeout=timeout, on_event=_advance(bar, task))
             finished += 1 + job.measurements
             outcomes.setdefault(case, {})[side] = outcome
-            results_file.add(results, case, settings, outcomes[case])
+            add_case(results, case, settings, outcomes[case])
             if json_file is not None and json_file != STANDARD_OUTPUT:
                 write_json(results, json_file)
             if outcome.error is not None:
@@ -113,27 +126,12 @@ def measure(
         bar.update(task, completed=finished, description="done")
     if json_file == STANDARD_OUTPUT:
         write_json(results, json_file)
-    console.print(reporting.table(results))
+    console.print(table(results))
     errors = [{name: side["error"] for name, side in case["sides"].items()} for case in results["cases"]]
     if any(failed["patched"] and not failed["stock"] for failed in errors):
         raise typer.Exit(1)
     if any(error for failed in errors for error in failed.values()):
         raise typer.Exit(FAILURE)
-
-
-@bench.command()
-def report(
-    files: Annotated[list[Path], typer.Argument(help="Results of `bench --json`.")],
-    markdown: Annotated[Path, typer.Option(help="Write the tables there.")],
-    svg: Annotated[Path | None, typer.Option(help="Write the chart there (needs the extra `bench`).")] = None,
-) -> None:
-    """Make docs/benchmarks.md and its chart from results files."""
-    results = [results_file.read(f) for f in files]
-    if svg is not None:
-        from ..bench._chart import draw
-
-        draw(results, svg)
-    markdown.write_text(reporting.markdown(results, svg.name if svg else None), encoding="utf-8")
 
 
 def _advance(bar: Progress, task: Any) -> Callable[[Event], None]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``vllm-hwplugin bench attention``, ``bench ops`` and ``bench kernel-report``: single kernels against their rivals."""
+"""``vllm-hwplugin bench attention`` and ``bench ops``: single kernels against their rivals."""
 
 from __future__ import annotations
 
@@ -13,11 +13,19 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from .. import bench
-from ..bench.micro import _attention_cases, _cells, _op_cases, _results
-from ..bench.micro import _report as reporting
-from ..bench.micro._cells import Cell
-from ..bench.micro._repeat import Effort
-from ..bench.micro._supervise import supervise
+from ..bench.micro import (
+    CRASHED,
+    FAILED,
+    MEASURED,
+    Cell,
+    Effort,
+    attention_cases,
+    left_out,
+    make_results,
+    op_cases,
+    summary,
+    supervise,
+)
 from ._app import FAILURE
 from ._options import known
 from ._output import STANDARD_OUTPUT, JsonFile, console_for, write_json
@@ -44,16 +52,16 @@ def attention(
     Exit code 1 when a cell of the plugin's own kernel failed, or is further off than twice SDPA's error; 2 when one was
     not measured.
     """
-    plan = _attention_cases.plan()
+    plan = attention_cases.plan()
     kernels = known(kernel or [], tuple(dict.fromkeys(name for name, _ in plan)), "--kernel")
     kinds = known(kind or [], ("decode", "prefill"), "--kind")
     todo = [
         (name, case)
         for name, case in plan
-        if (not kernels or name in kernels) and (not kinds or _attention_cases.CASES[case].kind in kinds)
+        if (not kernels or name in kernels) and (not kinds or attention_cases.CASES[case].kind in kinds)
     ]
     results = _run("attention", todo, seconds, seed, json_file, {"kernel": kernel or [], "kind": kind or []})
-    ours = [c for c in results["cells"] if c["kernel"] == _attention_cases.OURS]
+    ours = [c for c in results["cells"] if c["kernel"] == attention_cases.OURS]
     _end(ours, lambda cell: cell["error_ratio"] > 2)
 
 
@@ -63,30 +71,22 @@ def ops(
     seed: _SEED = 0,
     json_file: JsonFile = None,
 ) -> None:
-    """The operations under vLLM's names, the plugin's kernels and vLLM's own: time, bandwidth, parity, verdict.
+    """The operations under vLLM's names, the plugin's kernels and vLLM's own: time, bandwidth, parity.
 
     Exit code 1 when a cell of the plugin's own kernels failed, or disagrees with the reference; 2 when one was not
     measured.
     """
-    chosen = known(op or [], _op_cases.OPS, "--op")
-    todo = [(name, case) for name, case in _op_cases.plan() if not chosen or _op_cases.CASES[case].op in chosen]
+    chosen = known(op or [], op_cases.OPS, "--op")
+    todo = [(name, case) for name, case in op_cases.plan() if not chosen or op_cases.CASES[case].op in chosen]
     results = _run("ops", todo, seconds, seed, json_file, {"op": op or []})
-    ours = [c for c in results["cells"] if c["kernel"] == _op_cases.OURS]
+    ours = [c for c in results["cells"] if c["kernel"] == op_cases.OURS]
     _end(ours, lambda cell: cell["mismatch"] is not None)
 
 
-def report(
-    files: Annotated[list[Path], typer.Argument(help="Results of `bench attention --json` and `bench ops --json`.")],
-    markdown: Annotated[Path, typer.Option(help="Write the page there.")],
-) -> None:
-    """Make docs/kernel-benchmarks.md from results files."""
-    markdown.write_text(reporting.markdown([_results.read(file) for file in files]), encoding="utf-8")
-
-
 def _end(ours: Sequence[Mapping[str, Any]], is_wrong: Callable[[Mapping[str, Any]], bool]) -> None:
-    if any(c["status"] in (_cells.FAILED, _cells.CRASHED) for c in ours):
+    if any(c["status"] in (FAILED, CRASHED) for c in ours):
         raise typer.Exit(1)
-    measured = [c for c in ours if c["status"] == _cells.MEASURED]
+    measured = [c for c in ours if c["status"] == MEASURED]
     if any(map(is_wrong, measured)):
         raise typer.Exit(1)
     if len(measured) < len(ours):
@@ -121,14 +121,16 @@ def _run(
         def keep(outcomes: list[dict[str, Any]], processes: list[dict[str, Any]]) -> None:
             nonlocal written
             if json_file not in (None, STANDARD_OUTPUT) and time.monotonic() - written > _KEEP:
-                write_json(_results.make(kind, host, settings, outcomes, processes), json_file)
+                write_json(make_results(kind, host, settings, outcomes, processes), json_file)
                 written = time.monotonic()
 
         outcomes, processes = supervise(job, todo, seconds=seconds, on_event=on_event, keep=keep)
-    results = _results.make(kind, host, settings, outcomes, processes)
+    results = make_results(kind, host, settings, outcomes, processes)
     if json_file is not None:
         write_json(results, json_file)
-    console.print(reporting.text(results), markup=False, highlight=False, soft_wrap=True)
+    console.print(summary(results))
+    for line in left_out(results):
+        console.print(line, markup=False, highlight=False)
     for process in processes:
         if process["error"] is not None:
             console.print(f"a process ended: {process['error']}. End of its log:", style="red")

@@ -14,8 +14,7 @@ from rich.markup import escape
 
 from ..attention.probe import CAPABILITIES, MODULE, Declared, Job, Report, Result, Verdict
 from ..attention.probe import probe as run_probe
-from ..bench._launch import Ended, run_child
-from ..bench._results import provenance
+from ..bench import Ended, provenance, run_child
 from ._app import FAILURE
 from ._options import known
 from ._output import JsonFile, console_for, write_json

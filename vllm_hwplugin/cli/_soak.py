@@ -15,10 +15,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from .. import bench
-from ..bench import _soak as soaking
-from ..bench._launch import Ended, run_child
-from ..bench._plan import SIDES
-from ..bench._results import provenance
+from ..bench import SIDES, Ended, provenance, run_child
+from ..bench import soak as soaking
 from ._app import FAILURE
 from ._options import known, pairs
 from ._output import JsonFile, console_for, write_json

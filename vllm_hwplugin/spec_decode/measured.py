@@ -42,7 +42,14 @@ class Measured:
 
 MRV2_BY_V1: Final = (
     Measured(
-        "h200-vllm-0.26.0-dflash-shapes.json", "0.26.0", "NVIDIA H200", "dflash", 7, ("0.6b", "8b"), low=1.03, high=1.91
+        "engines-h200-vllm-0.26.0-dflash.json",
+        "0.26.0",
+        "NVIDIA H200",
+        "dflash",
+        7,
+        ("0.6b", "8b"),
+        low=1.03,
+        high=1.91,
     ),
 )
 

@@ -1,6 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
 """Single kernels against their rivals: what ``bench attention`` and ``bench ops`` measure with.
 
-What is measured and how often, and what follows from it, is decided without torch; only the child process
-(``_child``) and what it imports needs a GPU.
+What is measured and how often, and what the figures say, is decided without torch; only the child process (``_child``)
+and what it imports needs a GPU.
 """
+
+from . import _attention_cases as attention_cases
+from . import _op_cases as op_cases
+from ._cells import CRASHED, FAILED, MEASURED, Cell
+from ._figures import bandwidth, find, left_out, op_ratio
+from ._repeat import Effort
+from ._results import FORMAT, make_results
+from ._summary import summary
+from ._supervise import supervise
+
+__all__ = [
+    "CRASHED",
+    "FAILED",
+    "FORMAT",
+    "MEASURED",
+    "Cell",
+    "Effort",
+    "attention_cases",
+    "bandwidth",
+    "find",
+    "left_out",
+    "make_results",
+    "op_cases",
+    "op_ratio",
+    "summary",
+    "supervise",
+]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of ``bench ops``."""
+"""Every figure of ``bench ops``."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 from packaging.version import Version
 
-from . import _op_cases as ops
-from ._figures import fastest, find
-from ._op_cases import OpCase
-from ._tables import NONE, between, head, memory, row, us
+from vllm_hwplugin.bench.micro import find, op_ratio
+from vllm_hwplugin.bench.micro import op_cases as ops
+
+from ._text import NONE, between, head, memory, row, us
 from ._verdict import MARGIN, verdicts
 
 #: From here on vLLM's csrc/pos_encoding_kernels.cu has no conversion.
@@ -31,7 +31,7 @@ def tables(results: Mapping[str, Any]) -> Iterator[str]:
         yield from _operation(results, op, [case for case in ops.CASES.values() if case.op == op])
 
 
-def _operation(results: Mapping[str, Any], op: str, cases: Sequence[OpCase]) -> Iterator[str]:
+def _operation(results: Mapping[str, Any], op: str, cases: Sequence[ops.OpCase]) -> Iterator[str]:
     yield f"### `{op}`"
     yield ""
     rivals = [f"{name.replace(ops.VLLM, 'vLLM', 1)} us" for name in cases[0].rivals]
@@ -39,17 +39,17 @@ def _operation(results: Mapping[str, Any], op: str, cases: Sequence[OpCase]) -> 
         ["shape", "tokens", "us", "GB/s", "% of copy", "% of same size", *rivals, "ratio", "agrees"],
     )
     for case in cases:
-        ours, best = find(results, ops.OURS, case.key), fastest(results, case.rivals, case.key)
+        ours, by = find(results, ops.OURS, case.key), op_ratio(results, case)
         figures = [NONE] * 4 if ours is None else memory(results, ours, case.bytes_moved)
         times = [us(find(results, name, case.key)) for name in case.rivals]
-        ratio = NONE if ours is None or best is None else f"{best['seconds'] / ours['seconds']:.2f}"
+        ratio = NONE if by is None else f"{by:.2f}"
         right = NONE if ours is None else "yes" if ours["mismatch"] is None else "**no**"
         yield row([case.shape, str(case.tokens), *figures, *times, ratio, right])
     if op in ops.FLOAT32_TABLE:
         yield from _conversion(results, cases)
 
 
-def _conversion(results: Mapping[str, Any], cases: Sequence[OpCase]) -> Iterator[str]:
+def _conversion(results: Mapping[str, Any], cases: Sequence[ops.OpCase]) -> Iterator[str]:
     """What vLLM's operation pays for a table that is not in float32."""
     more = []
     for case in cases:

@@ -1,22 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results files as text: on the terminal, and docs/kernel-benchmarks.md."""
+"""Every figure of the single kernels: benchmarks/results/kernels.md."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from . import _report_attention, _report_ops
-from ._cells import MEASURED, MISSING
+from vllm_hwplugin.bench.micro import left_out
+
+from . import _attention_tables, _op_tables
 from ._goals import OPS_BYTES, goals
-from ._tables import NONE, escaped, head, row
+from ._read import Found
+from ._text import NONE, escaped, head, row
 from ._verdict import MARGIN
 
-HEAD = f"""# Benchmarks of single kernels
+HEAD = f"""# Single kernels: every figure
 
 Each chapter is one run of `vllm-hwplugin bench attention` or `vllm-hwplugin bench ops` on a GPU; the page is made from
-their results files by `make docs`, do not edit. First what the kernels are held to and whether they meet it, then all
-figures.
+their results files by `make docs`, do not edit. What follows from it is in
+[docs/kernel-benchmarks.md](../../docs/kernel-benchmarks.md). First what the kernels are held to and whether they meet
+it, then all figures.
 
 - **us, ms**: time on the device, the median over replays of a CUDA graph; `(eager)` where a launch could not be
   captured, and the host's work is in it. Launches rotate over sets of random inputs that are together more than four
@@ -39,17 +42,12 @@ figures.
 """
 
 
-def markdown(results: Sequence[Mapping[str, Any]]) -> str:
+def markdown(files: Sequence[Found]) -> str:
     """The page: one chapter for each file."""
     lines = [HEAD]
-    for one in results:
-        lines += [*_chapter(one), ""]
+    for one in files:
+        lines += [*_chapter(one.results), ""]
     return "\n".join(lines).rstrip() + "\n"
-
-
-def text(results: Mapping[str, Any]) -> str:
-    """The chapter of one run for the terminal."""
-    return "\n".join(_chapter(results)[2:])
 
 
 def _chapter(results: Mapping[str, Any]) -> list[str]:
@@ -57,7 +55,7 @@ def _chapter(results: Mapping[str, Any]) -> list[str]:
     names = {"attention": "Attention at head size 512", "ops": "Operations"}
     packages = ", ".join(f"{name} {found}" for name, found in first.get("packages", {}).items() if found is not None)
     copies = [f"{p['copy_bandwidth'] / 1e9:.0f} GB/s" for p in results["processes"] if "copy_bandwidth" in p]
-    body = _report_attention.tables(results) if results["kind"] == "attention" else _report_ops.tables(results)
+    body = _attention_tables.tables(results) if results["kind"] == "attention" else _op_tables.tables(results)
     return [
         f"## {names[results['kind']]}: {host['name']}, vLLM {host['vllm']}",
         "",
@@ -72,7 +70,8 @@ def _chapter(results: Mapping[str, Any]) -> list[str]:
 
 
 def _cache(process: Mapping[str, Any]) -> str:
-    return f"; L2 cache: {process['l2_bytes'] / 2**20:.0f} MiB" if "l2_bytes" in process else ""
+    l2_bytes = process.get("l2_bytes")
+    return "" if l2_bytes is None else f"; L2 cache: {l2_bytes / 2**20:.0f} MiB"
 
 
 def _command(results: Mapping[str, Any]) -> str:
@@ -96,23 +95,8 @@ def _goals(results: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _faults(results: Mapping[str, Any]) -> Iterator[str]:
-    """What has no figure and why, each reason once; what a kernel never claimed is left out."""
-    reasons: dict[tuple[str, str, str], int] = {}
-    for cell in results["cells"]:
-        if cell["status"] in (MEASURED, "refused"):
-            continue
-        # The operation matters where one side lacks some of them; a shape does not.
-        kernel = cell["kernel"] + (f" {cell['case'].split()[0]}" if results["kind"] == "ops" else "")
-        key = (kernel, cell["status"], cell["reason"] or "")
-        reasons[key] = reasons.get(key, 0) + 1
-    mismatches = [c for c in results["cells"] if c["status"] == MEASURED and c.get("mismatch")]
-    if not reasons and not mismatches:
-        return
-    yield ""
-    yield "Without a figure, or wrong:"
-    yield ""
-    for (kernel, status, reason), count in reasons.items():
-        where = "" if status == MISSING else f" ({count} cells)"
-        yield f"- {kernel}: {status}{where}: {escaped(reason)}"
-    for cell in mismatches:
-        yield f"- {cell['kernel']} {cell['case']}: {escaped(cell['mismatch'])}"
+    if lines := left_out(results):
+        yield ""
+        yield "Without a figure, or wrong:"
+        yield ""
+        yield from (f"- {escaped(line)}" for line in lines)

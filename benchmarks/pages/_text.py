@@ -3,13 +3,23 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ._attention_cases import AttentionCase
-from ._figures import bandwidth
+from vllm_hwplugin.bench.micro import attention_cases, bandwidth
 
 NONE = "-"
+
+
+def paragraph(text: str) -> str:
+    """In lines as those of the pages that are written by hand."""
+    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
+
+
+def item(text: str) -> str:
+    """A paragraph of a list."""
+    return textwrap.indent(paragraph(text), "  ").replace("  ", "- ", 1)
 
 
 def row(values: Sequence[str]) -> str:
@@ -31,7 +41,7 @@ def us(cell: Mapping[str, Any] | None) -> str:
     return NONE if cell is None else f"{cell['seconds'] * 1e6:.1f}{_eager(cell)}"
 
 
-def flops(cell: Mapping[str, Any] | None, case: AttentionCase) -> str:
+def flops(cell: Mapping[str, Any] | None, case: attention_cases.AttentionCase) -> str:
     """Time, TFLOP/s and error."""
     if cell is None:
         return NONE
@@ -52,3 +62,7 @@ def escaped(reason: str) -> str:
 
 def _eager(cell: Mapping[str, Any]) -> str:
     return "" if cell["eager"] is None else " (eager)"
+
+
+def table(names: Sequence[str], lines: Iterable[Sequence[str]]) -> list[str]:
+    return [*head(names), *map(row, lines)]

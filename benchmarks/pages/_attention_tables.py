@@ -1,31 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of ``bench attention``."""
+"""Every figure of ``bench attention``."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from . import _attention_cases as attention
-from ._attention_cases import AttentionCase
-from ._cells import MEASURED
+from vllm_hwplugin.bench.micro import MEASURED, find
+from vllm_hwplugin.bench.micro import attention_cases as attention
+
 from ._decode_misses import MANY_ROWS, SMALL_BYTES, Miss, misses
-from ._figures import find
 from ._goals import DECODE_SHARE
-from ._tables import NONE, between, flops, head, memory, row, us
+from ._text import NONE, between, flops, head, memory, row, us
 
 _FIGURES = ("us", "GB/s", "% of copy", "% of same size", "TFLOP/s", "error")
 
 
 def tables(results: Mapping[str, Any]) -> Iterator[str]:
     yield from _prefill(results)
-    others = [name for name in _present(results, attention.DECODE) if name != attention.OURS]
+    others = [name for name in present(results, attention.DECODE) if name != attention.OURS]
     for kv_heads in dict.fromkeys(case.kv_heads for case in attention.DECODE):
         yield ""
         yield from _decode(results, kv_heads, others)
-    yield from _slower(results, others)
+    yield from slower(results, others)
     yield from _below(results)
-    if _present(results, attention.AS_SERVED):
+    if present(results, attention.AS_SERVED):
         yield ""
         yield from _served(results)
 
@@ -36,7 +35,7 @@ def _prefill(results: Mapping[str, Any]) -> Iterator[str]:
     shapes = [f"{c.batch} x {c.query} tokens, {c.kv_heads} KV head{'s'[: c.kv_heads - 1]}" for c in attention.PREFILL]
     yield from head(["kernel", *shapes])
     for cases, note in ((attention.PREFILL, ""), (attention.PREFILL_256, ", head size 256")):
-        for name in _present(results, cases):
+        for name in present(results, cases):
             yield row([f"{name}{note}", *(flops(find(results, name, case.key), case) for case in cases)])
 
 
@@ -73,7 +72,7 @@ def _served(results: Mapping[str, Any]) -> Iterator[str]:
         yield row([*shape, *_figures(results, case), us(theirs), ratio])
 
 
-def _figures(results: Mapping[str, Any], case: AttentionCase) -> list[str]:
+def _figures(results: Mapping[str, Any], case: attention.AttentionCase) -> list[str]:
     """Of the plugin's kernel, as `_FIGURES` names them."""
     ours = find(results, attention.OURS, case.key)
     if ours is None:
@@ -82,7 +81,7 @@ def _figures(results: Mapping[str, Any], case: AttentionCase) -> list[str]:
     return [*memory(results, ours, case.kv_bytes), speed, f"{ours['error_ratio']:.2f}"]
 
 
-def _slower(results: Mapping[str, Any], others: Sequence[str]) -> Iterator[str]:
+def slower(results: Mapping[str, Any], others: Sequence[str]) -> Iterator[str]:
     """On how many shapes another kernel is faster."""
     for name in others:
         pairs = [(find(results, attention.OURS, case.key), find(results, name, case.key)) for case in attention.DECODE]
@@ -149,7 +148,7 @@ def _speeds(found: Sequence[Miss], prefill: float | None) -> str:
     return f"{text} {more} of them would need more than the {prefill / 1e12:.0f} of the kernel's fastest prefill."
 
 
-def _present(results: Mapping[str, Any], cases: Sequence[AttentionCase]) -> list[str]:
+def present(results: Mapping[str, Any], cases: Sequence[attention.AttentionCase]) -> list[str]:
     """The kernels that have a figure in one of the cases, in the order of the plan."""
     keys = {case.key for case in cases}
     measured = {c["kernel"] for c in results["cells"] if c["status"] == MEASURED and c["case"] in keys}

@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from statistics import geometric_mean
 from typing import Any, Literal
 
-from . import _op_cases as cases
-from ._figures import fastest, find
+from vllm_hwplugin.bench.micro import find, op_ratio
+from vllm_hwplugin.bench.micro import op_cases as cases
 
 #: Less is within what two runs differ by.
 MARGIN = 0.03
@@ -22,8 +22,8 @@ class Verdict:
     Attributes:
         verdict: ``gain`` where the operation is faster by more than `MARGIN` in every size class, right everywhere, and
             slower by more than that on no shape; else ``loss``.
-        ratios: size class -> vLLM's time by ours, the geometric mean over the shapes. vLLM's time is the least over the
-            ways of calling its operation (``OpCase.rivals``), all of which have to be measured.
+        ratios: size class -> vLLM's time by ours, the geometric mean over the shapes.
+        least: the lowest of all shapes; None where nothing was measured.
         why: what a loss follows from; empty for a gain.
     """
 
@@ -32,6 +32,7 @@ class Verdict:
     vllm: str
     verdict: Literal["gain", "loss"]
     ratios: Mapping[str, float]
+    least: float | None
     why: str
 
 
@@ -47,35 +48,20 @@ def _verdict(results: Mapping[str, Any], op: str, device: str, vllm: str) -> Ver
     for case in cases.CASES.values():
         if case.op != op:
             continue
-        ours, theirs = find(results, cases.OURS, case.key), fastest(results, case.rivals, case.key)
-        if ours is None or theirs is None:
+        ours, ratio = find(results, cases.OURS, case.key), op_ratio(results, case)
+        if ours is None or ratio is None:
             faults.append(f"{case.shape} with {case.tokens} tokens was not measured on both sides")
             continue
         if ours["mismatch"] is not None:
             faults.append(f"{case.shape} with {case.tokens} tokens is wrong: {ours['mismatch']}")
-        ratio = theirs["seconds"] / ours["seconds"]
         ratios.setdefault(case.size, []).append(ratio)
         if ratio < 1 - MARGIN:
             faults.append(f"{case.shape} with {case.tokens} tokens runs at {ratio:.2f} of vLLM's speed")
-    means = {size: math.exp(sum(map(math.log, found)) / len(found)) for size, found in ratios.items()}
+    means = {size: geometric_mean(found) for size, found in ratios.items()}
     faults += [
         f"{size} sizes run at {mean:.2f} of vLLM's speed, which is no gain"
         for size, mean in means.items()
         if mean <= 1 + MARGIN
     ]
-    return Verdict(op, device, vllm, "loss" if faults else "gain", means, "; ".join(faults))
-
-
-def as_json(found: Mapping[str, Verdict]) -> list[dict[str, Any]]:
-    """For the results file, where other programs read it."""
-    return [
-        {
-            "op": one.op,
-            "device": one.device,
-            "vllm": one.vllm,
-            "verdict": one.verdict,
-            "ratios": {size: round(ratio, 3) for size, ratio in one.ratios.items()},
-            "why": one.why,
-        }
-        for one in found.values()
-    ]
+    least = min((ratio for found in ratios.values() for ratio in found), default=None)
+    return Verdict(op, device, vllm, "loss" if faults else "gain", means, least, "; ".join(faults))

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from . import _attention_cases as attention
-from ._attention_cases import AttentionCase
-from ._figures import bandwidth, find
+from vllm_hwplugin.bench.micro import attention_cases as attention
+from vllm_hwplugin.bench.micro import bandwidth, find
+
 from ._goals import DECODE_SHARE
 
 #: Bytes of keys and values below which a plain copy too is far from the bandwidth of a large one.
@@ -29,7 +29,7 @@ class Miss:
         needed: FLOP/s at `DECODE_SHARE` of the bandwidth.
     """
 
-    case: AttentionCase
+    case: attention.AttentionCase
     share: float
     copy_share: float | None
     speed: float
@@ -53,7 +53,7 @@ class Misses:
     prefill: float | None
 
 
-def rows(case: AttentionCase) -> int:
+def rows(case: attention.AttentionCase) -> int:
     """Rows of the score matrix that share a key."""
     return case.query * case.heads // case.kv_heads
 
@@ -71,7 +71,7 @@ def misses(results: Mapping[str, Any]) -> Misses:
     return Misses(small, arithmetic, rest, max(speeds, default=None))
 
 
-def _miss(results: Mapping[str, Any], case: AttentionCase) -> Miss | None:
+def _miss(results: Mapping[str, Any], case: attention.AttentionCase) -> Miss | None:
     cell = find(results, attention.OURS, case.key)
     if cell is None:
         return None

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every figure of the engines: benchmarks/results/engines.md."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from vllm_hwplugin.bench import NOT_MEASURED, SIDE_NAMES, profiled, rows, sides_of, speed, step
+
+from ._read import Found
+from ._text import head, row
+
+HEAD = """# Engines: every figure
+
+Made from the files `engines-*.json` by `make docs`; do not edit. What follows from it is in
+[docs/benchmarks.md](../../docs/benchmarks.md). The sides ran in turn, each in a fresh process on the same machine:
+stock is `VLLM_HWPLUGIN=0`, and both stock and patched run vLLM's V1 model runner; MRV2, where it was measured, is
+stock vLLM on Model Runner V2. The engine and its caller share a process, which adds the caller's work to every step of
+every side. Tokens/s is the best of the rounds (median in brackets). A step is one pass of the target over the drafts,
+with the draft phase after it; its time is a run's time by its steps, prefill included. Acceptance of the `tiny` shape
+is real (trained checkpoints, greedy); the others have dummy weights and vLLM's synthetic acceptance. The launch figures
+come from torch's profiler over steps that verify every request: medians a step, GPU busy as the mean. A `-` was not
+measured.
+"""
+
+
+def _acceptance(side: Mapping[str, Any] | None) -> str:
+    if side is None or not side["acceptance_per_position"]:
+        return NOT_MEASURED
+    return f"{side['acceptance_length']:.3f} ({' '.join(f'{a:.3f}' for a in side['acceptance_per_position'])})"
+
+
+def _launches(side: Mapping[str, Any] | None) -> list[str]:
+    graphs, kernels = (
+        f"{profiled(side, whole)} ({profiled(side, draft)})"
+        for whole, draft in (("graph_launches", "draft_graph_launches"), ("kernel_launches", "draft_kernel_launches"))
+    )
+    return [profiled(side, "gpu_busy_ms"), graphs, kernels]
+
+
+def _ratio(value: float | None, digits: int) -> str:
+    return NOT_MEASURED if value is None else f"{value:.{digits}f}"
+
+
+def markdown(files: Sequence[Found]) -> str:
+    """The page: one chapter for each file."""
+    return "\n".join([HEAD, *(_section(one.name, one.results) for one in files)])
+
+
+def _section(name: str, results: Mapping[str, Any]) -> str:
+    host, settings, sides = results["host"], results["settings"], sides_of(results)
+    graphs = "eager" if host["device"] == "cpu" else f"cudagraph_mode {settings['cudagraph_mode']}"
+    facts = [
+        host["name"] + (f", driver {host['driver']}" if host["driver"] else ""),
+        f"torch {host['torch']}",
+        f"Python {host['python']}",
+        graphs,
+        f"{settings['rounds']} rounds",
+        f"vllm-hwplugin {results['plugin']}" + (f" at {results['commit']}" if results["commit"] else ""),
+        results["date"],
+    ]
+    for variables in ("vllm_environment", "patched_environment"):
+        if settings[variables]:
+            everyone = "both sides" if len(sides) == 2 else "all sides"
+            whose = everyone if variables == "vllm_environment" else "patched"
+            facts.append(f"{whose} with " + " ".join(f"`{k}={v}`" for k, v in settings[variables].items()))
+    lines = [f"## vLLM {host['vllm']}, {host['name']}: `{name}`", "", "; ".join(facts) + ".", ""]
+    lines += ["### Speed and acceptance", ""]
+    names = [SIDE_NAMES[side] for side in sides]
+    against = ["stock", "mrv2"] if "mrv2" in sides else ["stock"]
+    ratios = ["ratio", "patched / MRV2"][: len(against)]
+    speeds_of, steps_of = [f"{one} tok/s" for one in names], [f"step ms {one}" for one in names]
+    lines += head(["case", "batch", *speeds_of, *ratios, *steps_of])
+    found = list(rows(results))
+    for one in found:
+        speeds, steps = ([show(one.sides[side]) for side in sides] for show in (speed, step))
+        by = [_ratio(one.ratio(over=other), 3) for other in against]
+        lines.append(row([one.label, one.batch, *speeds, *by, *steps]))
+    lines += ["", *head(["case", "batch", f"acceptance length (per position) {names[0]}", *names[1:]])]
+    lines += [row([r.label, r.batch, *(_acceptance(r.sides[side]) for side in sides)]) for r in found]
+    with_profile = [r for r in found if any(side and "profile" in side for side in r.sides.values())]
+    if with_profile:
+        lines += ["", "### Launches a step, by profiler (in brackets: of the draft phase)", ""]
+        lines += head(["case", "batch", "side", "GPU busy ms", "graph launches", "kernel launches from the host"])
+        for one in with_profile:
+            lines += [row([one.label, one.batch, SIDE_NAMES[side], *_launches(one.sides[side])]) for side in sides]
+    lines += ["", *_features(results), *_failures(results)]
+    return "\n".join(lines)
+
+
+def _features(results: Mapping[str, Any]) -> list[str]:
+    live = sorted(
+        {
+            feature
+            for case in results["cases"]
+            for entry in _patched(case)
+            for process in entry["processes"]
+            for feature, state in process["features"].items()
+            if state["state"] == "live"
+        }
+    )
+    lines = [f"Live in the patched processes: {', '.join(live) or 'nothing'}.", ""]
+    platforms = sorted(
+        {entry["platform"] for case in results["cases"] for entry in _patched(case) if entry.get("platform")}
+    )
+    if platforms:
+        lines += [f"Platform class of the patched engines: {', '.join(f'`{name}`' for name in platforms)}.", ""]
+    return lines
+
+
+def _patched(case: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [case["sides"]["patched"]] if "patched" in case["sides"] else []
+
+
+def _failures(results: Mapping[str, Any]) -> list[str]:
+    lines = []
+    for case in results["cases"]:
+        for name, side in case["sides"].items():
+            if side["error"]:
+                last = _telling_line(side["log_tail"])
+                label = f"{case['shape']} {case['method']} k={case['k']}"
+                lines += [f"**{label}, {SIDE_NAMES[name]}: failed** ({side['error']}): `{last}`", ""]
+    return lines
+
+
+def _telling_line(log_tail: str) -> str:
+    """The last line that names an exception, else the last line: libraries go on talking while a process ends."""
+    lines = log_tail.strip().splitlines() or ["no log"]
+    return next((line for line in reversed(lines) if re.search(r"\b\w+(Error|Exception): ", line)), lines[-1])

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""docs/benchmarks.md and the table of README.md: what the plugin gains, and how sure that is."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+
+from vllm_hwplugin.bench import SIDE_NAMES, TINY, profiled, step
+
+from ._gains import Gain, failures, gains
+from ._kernels import in_short
+from ._read import Found
+from ._text import between, escaped, item, paragraph, table
+
+#: Less is within what two runs differ by.
+_NOTHING = 1.03
+_BOTH = ("stock", "patched")
+
+_HEAD = """# Benchmarks of engines
+
+Made from the results files of `vllm-hwplugin bench` by `make docs`; do not edit. Every figure is in
+[benchmarks/results/engines.md](../benchmarks/results/engines.md), single kernels are in
+[kernel-benchmarks.md](kernel-benchmarks.md).
+"""
+
+_SIDES = (
+    "Stock is vLLM with `VLLM_HWPLUGIN=0`, patched is the same vLLM with the plugin as it is by default. The sides run "
+    "in turn, each in a fresh process on the same GPU. The targets have the sizes of Qwen3's models and dummy weights, "
+    "and vLLM's synthetic acceptance decides which drafts are taken; `tiny` has trained checkpoints, so its acceptance "
+    "is real."
+)
+
+_WHY = (
+    "A drafter without graphs is launched kernel by kernel, and the GPU waits for the host meanwhile. The plugin's "
+    "graphs take most of these launches away. Where the GPU is busy nearly all of a step, there is nothing to win. "
+    "With the smallest batch, stock → patched; the last two columns come from torch's profiler, in a run apart:"
+)
+
+_AGAIN = """## Measure it on your host
+
+```
+vllm-hwplugin bench --shape 0.6b --shape 8b --method eagle3 --k 3 --json engines.json
+vllm-hwplugin bench --shape 0.6b --shape 8b --method dflash --k 7 --mrv2 --json engines.json
+vllm-hwplugin bench --shape tiny --method eagle3 --k 3 --model FOLDER --json engines.json
+```
+
+It needs no network and no model: the shapes have dummy weights, and FOLDER is `tests/assets/small` of the source tree.
+The table at the end is the answer; `--cudagraph-mode FULL_AND_PIECEWISE` compares with vLLM's default.
+"""
+
+
+def page(files: Sequence[Found], soaks: Sequence[Found], chart: str) -> str:
+    """docs/benchmarks.md.
+
+    Args:
+        files: of ``bench``.
+        soaks: of ``bench soak``.
+        chart: the file name of the drawing beside the page.
+    """
+    found = gains(files)
+    parts = [
+        [_HEAD, "## What do I gain?", "", paragraph(_SIDES), "", *_gain_table(found), "", _measured(found), ""],
+        [f"![tokens/s of patched by stock's]({chart})", ""],
+        ["## At which batch size?", "", *_by_batch(found), ""],
+        ["## Why, and why not", "", *_reasons(found), ""],
+        ["## Does it change what is accepted?", "", *_acceptance(found), "", *_soaks(soaks), ""],
+        ["## How sure is that?", "", *_spread(found), *_failed(files), ""],
+        [_AGAIN],
+    ]
+    return "\n".join(line for part in parts for line in part)
+
+
+def first_screen(files: Sequence[Found], kernels: Sequence[Found]) -> str:
+    """README.md's table: targets of real sizes alone."""
+    found = [one for one in gains(files) if one.shape != TINY]
+    weights = paragraph("The targets have the sizes of Qwen3's models, dummy weights and vLLM's synthetic acceptance.")
+    return "\n".join([*_gain_table(found), "", _measured(found), weights, "", paragraph(in_short(kernels))])
+
+
+def _gain_table(found: Sequence[Gain]) -> list[str]:
+    return table(["vLLM", "model runner", "target", "drafter", "tokens/s with the plugin"], _gain_rows(found))
+
+
+def _gain_rows(found: Sequence[Gain]) -> Iterator[list[str]]:
+    for one in found:
+        yield [one.vllm, "V1", one.target, one.drafter, _worth(one.ratios().values())]
+    for one in found:
+        if over := one.ratios("mrv2", "patched"):
+            said = f"nothing; stock V2 gives {between(over.values(), '.2f')} times V1's with the plugin"
+            yield [one.vllm, "V2", one.target, one.drafter, said]
+    yield ["any other", "V1", "any", "any", "not measured"]
+    yield ["any other", "V2", "any", "any", "nothing"]
+
+
+def _worth(ratios: Collection[float]) -> str:
+    text = f"{between(ratios, '.2f')} times stock's"
+    if max(ratios) < 1 / _NOTHING:
+        return f"**a loss**: {text}"
+    if min(ratios) < 1 / _NOTHING:
+        return f"{text}: **a loss** at some batch size"
+    return f"next to nothing: {text}" if max(ratios) <= _NOTHING else text
+
+
+def _measured(found: Sequence[Gain]) -> str:
+    """What the figures are of, as the files say it."""
+    devices = sorted({one.file.device for one in found})
+    modes = sorted({one.file.results["settings"]["cudagraph_mode"] for one in found})
+    batches = sorted({batch for one in found for batch in one.ratios()})
+    days = sorted({str(one.file.results["date"])[:10] for one in found})
+    versions = sorted({str(one.file.results["plugin"]) for one in found})
+    text = (
+        f"One {' or '.join(devices)}, batches of {', '.join(map(str, batches[:-1]))} and {batches[-1]} requests, both "
+        f"sides with `cudagraph_mode` {' or '.join(modes)}; vllm-hwplugin {', '.join(versions)}, "
+        f"{' to '.join(dict.fromkeys((days[0], days[-1])))}."
+    )
+    text += " On V2, Model Runner V2, the plugin leaves the drafters as they are."
+    if modes == ["FULL"]:
+        text += (
+            " vLLM's own default, FULL_AND_PIECEWISE, gives a stock drafter piecewise graphs: what the plugin gains "
+            "over that is less, and was not measured."
+        )
+    return paragraph(text)
+
+
+def _by_batch(found: Sequence[Gain]) -> list[str]:
+    batches = sorted({batch for one in found for batch in one.ratios()})
+    rows = []
+    for one in found:
+        own = one.ratios()
+        figures = [f"{own[batch]:.2f}" if batch in own else "-" for batch in batches]
+        rows.append([one.vllm, one.target, one.drafter, *figures])
+    names = ["vLLM", "target", "drafter", *(f"batch {batch}" for batch in batches)]
+    return ["Tokens/s of patched by stock's, both at their best round.", "", *table(names, rows)]
+
+
+def _reasons(found: Sequence[Gain]) -> list[str]:
+    rows = []
+    for one in found:
+        sides = [one.rows[0].sides.get(side) for side in _BOTH]
+        if any("profile" in (side or {}) for side in sides):
+            shown = [" → ".join(profiled(side, name) for side in sides) for name in ("gpu_busy_ms", "kernel_launches")]
+            rows.append([one.vllm, one.target, one.drafter, " → ".join(map(step, sides)), *shown])
+    names = ["vLLM", "target", "drafter", "ms a step", "of it GPU busy", "kernel launches from the host"]
+    return [paragraph(_WHY), "", *table(names, rows)]
+
+
+def _acceptance(found: Sequence[Gain]) -> list[str]:
+    rows = []
+    for one in found:
+        if one.shape == TINY:
+            lengths = [[side["acceptance_length"] for row in one.rows if (side := row.sides[name])] for name in _BOTH]
+            rows.append([one.vllm, one.drafter, *(between(figures, ".3f") for figures in lengths)])
+    text = "Tokens that a step yields, with trained checkpoints, least to most over the batch sizes:"
+    return [text, "", *table(["vLLM", "drafter", *_BOTH], rows)]
+
+
+def _soaks(files: Sequence[Found]) -> Iterator[str]:
+    for file in files:
+        sides, settings = file.results["sides"], file.results["settings"]
+        patched, under = sides["patched"], " ".join(settings["under"][:3])
+        facts = [
+            f"{settings['method']} on vLLM {file.vllm}, {patched['steps']} steps with 1 to {settings['max_num_seqs']} "
+            f"requests{f' under `{under}`' if under else ''}",
+            f"{patched['texts']['count']} texts, read again by stock vLLM without drafts",
+        ]
+        if "stock" in sides:
+            pairs = zip(sides["stock"]["acceptance_per_position"], patched["acceptance_per_position"], strict=True)
+            most = max(abs(one - other) for one, other in pairs)
+            facts.append(f"acceptance of each position {f'within {most:.4f} of' if most else 'equal to'} stock's")
+        faults = escaped("; ".join(file.results["failures"]))
+        yield item(f"{'; '.join(facts)}: {f'**{faults}**' if faults else 'nothing wrong'}.")
+
+
+def _spread(found: Sequence[Gain]) -> list[str]:
+    spreads: dict[int, float] = {}
+    for one in found:
+        for row in one.rows:
+            for side in filter(None, row.sides.values()):
+                speeds, batch = side["tokens_per_second"], int(row.batch)
+                spreads[batch] = max(spreads.get(batch, 1.0), speeds["best"] / speeds["median"])
+    batches = sorted(spreads)
+    rounds = sorted({one.file.results["settings"]["rounds"] for one in found})
+    text = (
+        f"Each figure is the best of {' or '.join(map(str, rounds))} rounds in one engine, and no engine was started "
+        "twice. The best round by the median one, at most, over all sides and cases:"
+    )
+    few = f"A gain of {_NOTHING - 1:.0%} or less counts as nothing here."
+    if wide := [str(batch) for batch in batches if spreads[batch] > 1 + 2 * (_NOTHING - 1)]:
+        few += f" At batch {' and '.join(wide)} a single figure says little."
+    sources = {one.file.name: one.file.source for one in found}
+    return [
+        paragraph(text),
+        "",
+        *table([f"batch {batch}" for batch in batches], [[f"{spreads[batch]:.2f}" for batch in batches]]),
+        "",
+        few,
+        "",
+        *(item(f"`{name}`: {sources[name]}.") for name in sorted(sources)),
+    ]
+
+
+def _failed(files: Sequence[Found]) -> Iterator[str]:
+    if failed := failures(files):
+        yield from ("", "Failed, and not measured since:", "")
+        yield from (f"- {file.name}: {label}, {SIDE_NAMES[side]}" for file, label, side in failed)

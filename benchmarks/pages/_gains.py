@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the plugin gains, case by case: the newest measurement of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from packaging.version import Version
+
+from vllm_hwplugin.bench import SHAPES, TINY, Row, rows
+
+from ._read import Found
+
+_ORDER = (*SHAPES, TINY)
+
+
+@dataclass(frozen=True)
+class Gain:
+    """One target and drafter on one device and vLLM version, measured on the V1 runner, stock and patched.
+
+    Attributes:
+        file: where it was measured.
+        rows: one a batch size.
+    """
+
+    file: Found
+    rows: tuple[Row, ...]
+
+    @property
+    def vllm(self) -> str:
+        return self.file.vllm
+
+    @property
+    def shape(self) -> str:
+        return str(self.rows[0].case["shape"])
+
+    @property
+    def drafter(self) -> str:
+        names = {"eagle3": "Eagle3", "dflash": "DFlash"}
+        case = self.rows[0].case
+        return f"{names.get(case['method'], case['method'])} k={case['k']}"
+
+    @property
+    def target(self) -> str:
+        return "tiny, trained" if self.shape == TINY else f"Qwen3-{self.shape.upper()}"
+
+    def ratios(self, side: str = "patched", over: str = "stock") -> dict[int, float]:
+        """Batch size -> tokens/s of ``side`` by those of ``over``, without batch sizes that lack one."""
+        found = {int(row.batch): row.ratio(side, over) for row in self.rows}
+        return {batch: ratio for batch, ratio in found.items() if ratio is not None}
+
+
+def gains(files: Iterable[Found]) -> list[Gain]:
+    """Each case of the files in which stock and patched were measured, in its newest file; by version and size."""
+    newest: dict[tuple[object, ...], Gain] = {}
+    for file in sorted(files, key=lambda one: str(one.results["date"])):
+        for case in file.results["cases"]:
+            own = tuple(row for row in rows(file.results) if row.case is case)
+            found = Gain(file, own)
+            if found.ratios():
+                newest[file.device, file.vllm, case["shape"], case["method"], case["k"]] = found
+    return sorted(newest.values(), key=lambda one: (Version(one.vllm), _place(one.shape), one.drafter))
+
+
+def failures(files: Iterable[Found]) -> list[tuple[Found, str, str]]:
+    """File, case and side of what failed and was not measured since."""
+    files = list(files)
+    good = {(g.file.device, g.vllm, g.rows[0].label) for g in gains(files)}
+    return [
+        (file, label, side)
+        for file in files
+        for case in file.results["cases"]
+        for side, entry in case["sides"].items()
+        if entry["error"]
+        and (file.device, file.vllm, label := f"{case['shape']} {case['method']} k={case['k']}") not in good
+    ]
+
+
+def _place(shape: str) -> int:
+    return _ORDER.index(shape) if shape in _ORDER else len(_ORDER)

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""docs/kernel-benchmarks.md: which kernel is faster where, and how sure that is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import median, quantiles
+from typing import Any
+
+from vllm_hwplugin.bench.micro import MEASURED, find, left_out, op_ratio
+from vllm_hwplugin.bench.micro import attention_cases as attention
+from vllm_hwplugin.bench.micro import op_cases as ops
+
+from ._attention_tables import present, slower
+from ._goals import goals
+from ._read import Found
+from ._text import NONE, between, escaped, item, paragraph, table
+from ._verdict import MARGIN, verdicts
+
+_HEAD = """# Benchmarks of single kernels
+
+Made from the results files of `vllm-hwplugin bench attention` and `vllm-hwplugin bench ops` by `make docs`; do not
+edit. Every figure, and how it was taken, is in
+[benchmarks/results/kernels.md](../benchmarks/results/kernels.md). A kernel is a part of a step: what whole engines gain
+is in [benchmarks.md](benchmarks.md).
+"""
+
+_AGAIN = """## Measure it on your host
+
+```
+vllm-hwplugin bench attention --json attention.json
+vllm-hwplugin bench ops --json ops.json
+```
+
+Both need a GPU and no model, and end with a table of what is faster there and whether it is right.
+"""
+
+_KINDS = (attention.PREFILL, attention.DECODE)
+
+
+def page(files: Sequence[Found]) -> str:
+    """docs/kernel-benchmarks.md; ``files`` of ``bench attention`` and of ``bench ops``."""
+    lines = [_HEAD]
+    for file in files:
+        chapter = _attention if file.results["kind"] == "attention" else _ops
+        lines += [*chapter(file), "", *_held_to(file), "", *_sure(file), ""]
+    return "\n".join([*lines, _AGAIN])
+
+
+def in_short(files: Sequence[Found]) -> str:
+    """What a reader of README.md has to know of all this."""
+    return (
+        f"The plugin's kernels serve both runners. By themselves, {'; '.join(map(_shortest, files))}. A kernel is a "
+        "part of a step, and what engines gain by these was not measured."
+    )
+
+
+def _shortest(file: Found) -> str:
+    where = f"on one {file.device} beside vLLM {file.vllm}"
+    if file.results["kind"] == "ops":
+        ratios = [ratio for case in ops.CASES.values() if (ratio := op_ratio(file.results, case)) is not None]
+        return f"vLLM's operations take {between(ratios, '.2f')} times the time of the plugin's ({where})"
+    prompt, decode = (_by_ours(file.results, attention.TRITON, cases) for cases in _KINDS)
+    return (
+        f"for heads of 512 {attention.TRITON} takes {prompt} times the time of the plugin's attention for prompts, and "
+        f"{decode} times in decode and verification ({where})"
+    )
+
+
+def _attention(file: Found) -> Iterator[str]:
+    results = file.results
+    yield f"## Attention with heads of 512: {file.device}, vLLM {file.vllm}"
+    yield ""
+    yield paragraph(
+        "The time of another kernel by that of the plugin's CUDA kernel on the same batch: above 1 the plugin's is "
+        "faster. 8 query heads, bfloat16, causal."
+    )
+    yield ""
+    yield "**A prompt** (FLEX_ATTENTION and SDPA are spared the paged cache here):"
+    yield ""
+    shapes = [f"{c.batch} x {c.query} tokens, {c.kv_heads} KV head{'s'[: c.kv_heads - 1]}" for c in attention.PREFILL]
+    others = [name for name in present(results, attention.PREFILL) if name != attention.OURS]
+    rows = [[name, *(_by_ours(results, name, [case]) for case in attention.PREFILL)] for name in others]
+    yield from table(["kernel", *shapes], rows)
+    yield ""
+    contexts = [case.context for case in attention.DECODE]
+    yield (
+        f"**Decode and verification**, {attention.TRITON} alone, over contexts of {min(contexts)} to {max(contexts)} "
+        "tokens:"
+    )
+    yield ""
+    yield from _decode(results)
+    yield ""
+    yield (
+        "In batches as a server has them, of unequal lengths or of 24 and 100 requests: "
+        f"{_by_ours(results, attention.TRITON, attention.AS_SERVED)}."
+    )
+    yield from slower(results, [attention.TRITON, attention.OURS_TRITON])
+    prompt, decode = (_ratios(results, attention.OURS_TRITON, attention.TRITON, cases) for cases in _KINDS)
+    if prompt and decode:
+        yield ""
+        yield paragraph(
+            "Where the CUDA kernel cannot be had, the plugin's Triton kernels serve. They take "
+            f"{between(prompt, '.2f')} times {attention.TRITON}'s time for prompts, and {between(decode, '.2f')} times "
+            f"in decode and verification, where they are the slower ones on {sum(ratio > 1 for ratio in decode)} of "
+            f"{len(decode)} shapes."
+        )
+
+
+def _decode(results: Mapping[str, Any]) -> list[str]:
+    queries = list(dict.fromkeys(case.query for case in attention.DECODE))
+    rows = []
+    for kv_heads, batch in dict.fromkeys((case.kv_heads, case.batch) for case in attention.DECODE):
+        same = [case for case in attention.DECODE if (case.kv_heads, case.batch) == (kv_heads, batch)]
+        by_query = [[case for case in same if case.query == query] for query in queries]
+        cells = [_by_ours(results, attention.TRITON, cases) for cases in by_query]
+        rows.append([str(kv_heads), str(batch), *cells])
+    names = ["KV heads", "requests", *(f"{query} token{'s'[: query - 1]} each" for query in queries)]
+    return table(names, rows)
+
+
+def _by_ours(results: Mapping[str, Any], name: str, cases: Sequence[attention.AttentionCase]) -> str:
+    """The other kernel's time by the plugin's, least to most of the cases."""
+    known = _ratios(results, name, attention.OURS, cases)
+    return between(known, ".2f") if known else NONE
+
+
+def _ratios(results: Mapping[str, Any], name: str, by: str, cases: Sequence[attention.AttentionCase]) -> list[float]:
+    """Times of one kernel by those of another, without cases that lack one."""
+    pairs = [(find(results, name, case.key), find(results, by, case.key)) for case in cases]
+    return [one["seconds"] / other["seconds"] for one, other in pairs if one is not None and other is not None]
+
+
+def _ops(file: Found) -> Iterator[str]:
+    results, sizes = file.results, (ops.SMALL, ops.LARGE)
+    yield f"## vLLM's operations: {file.device}, vLLM {file.vllm}"
+    yield ""
+    yield paragraph(
+        "vLLM's time by the plugin's: the geometric mean over the shapes, and the least of all. It is a gain where "
+        f"both means are above {1 + MARGIN:.2f}, no shape is below {1 - MARGIN:.2f}, and every answer is right. Which "
+        "of them stand in vLLM's place by default is in [kernels.md](kernels.md)."
+    )
+    yield ""
+    tokens = {size: ", ".join(str(n) for n, one in ops.TOKENS.items() if one == size) for size in sizes}
+    names = ["operation", "verdict", *(f"{tokens[size]} tokens" for size in sizes), "least", "why"]
+    rows = []
+    for found in verdicts(results).values():
+        means = [f"{found.ratios[size]:.2f}" if size in found.ratios else NONE for size in sizes]
+        least = NONE if found.least is None else f"{found.least:.2f}"
+        rows.append([f"`{found.op}`", found.verdict, *means, least, escaped(found.why.partition(";")[0]) or NONE])
+    yield from table(names, rows)
+
+
+def _held_to(file: Found) -> Iterator[str]:
+    yield "What these kernels are held to:"
+    yield ""
+    rows = []
+    for goal in goals(file.results):
+        met = NONE if goal.met is None else "yes" if goal.met else "**no**"
+        rows.append([goal.text, met, f"{goal.count} of {goal.total}" if goal.total else NONE, goal.worst])
+    yield from table(["goal", "met", "figures that meet it", "furthest from it"], rows)
+
+
+def _sure(file: Found) -> Iterator[str]:
+    cells = [cell for cell in file.results["cells"] if cell["status"] == MEASURED]
+    spreads = [abs(cell[end] / cell["seconds"] - 1) for cell in cells for end in ("fastest", "slowest")]
+    text = f"From `{file.name}`: {file.source}."
+    if cells:
+        text += (
+            f" Each figure is the median of {min(cell['repeats'] for cell in cells)} or more replays of a graph in one "
+            f"process. The fastest and the slowest replay lie {median(spreads):.1%} from it for half of the figures, "
+            f"up to {quantiles(spreads, n=20)[-1]:.1%} for 95 % of them, {max(spreads):.0%} at most."
+        )
+    yield paragraph(text)
+    if lines := left_out(file.results):
+        yield from ("", "Without a figure, or wrong:", "")
+        yield from (item(escaped(line)) for line in lines)

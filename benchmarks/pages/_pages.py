@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which page is made of which files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from . import _engine_tables, _engines, _kernel_tables, _kernels
+from ._gains import gains
+from ._read import ResultsError, read_all
+
+ROOT = Path(__file__).resolve().parents[2]
+_FOLDER = "benchmarks/results"
+RESULTS = ROOT / _FOLDER
+CHART = "docs/benchmarks.svg"
+
+#: README.md has other text too; its table stands between these lines.
+_BEGIN, _END = "<!-- gains: made by `make docs` -->", "<!-- gains: end -->"
+
+
+def pages(root: Path = ROOT) -> dict[str, str]:
+    """Path below ``root``, the source tree, -> text, of every page but the chart.
+
+    Raises:
+        ResultsError: a results file cannot be used, or README.md has no place for its table.
+    """
+    results = root / _FOLDER
+    engines, soaks = read_all(results, "engines-"), read_all(results, "soak-")
+    kernels = [*read_all(results, "kernels-attention-"), *read_all(results, "kernels-ops-")]
+    readme = (root / "README.md").read_text(encoding="utf-8")
+    return {
+        "README.md": _between(readme, _engines.first_screen(engines, kernels)),
+        "docs/benchmarks.md": _engines.page(engines, soaks, Path(CHART).name),
+        "docs/kernel-benchmarks.md": _kernels.page(kernels),
+        "benchmarks/results/engines.md": _engine_tables.markdown(engines),
+        "benchmarks/results/kernels.md": _kernel_tables.markdown(kernels),
+    }
+
+
+def outdated(root: Path = ROOT) -> list[str]:
+    """The pages in the tree that are not what the results files say, by path."""
+    return [path for path, text in pages(root).items() if _text(root / path) != text]
+
+
+def write(root: Path = ROOT) -> None:
+    """Write every page, and the chart."""
+    from ._chart import drawing
+
+    texts = pages(root) | {CHART: drawing(gains(read_all(root / _FOLDER, "engines-")))}
+    for path, text in texts.items():
+        (root / path).write_text(text, encoding="utf-8")
+
+
+def _text(path: Path) -> str | None:
+    return path.read_text(encoding="utf-8") if path.exists() else None
+
+
+def _between(text: str, table: str) -> str:
+    before, begin, rest = text.partition(_BEGIN)
+    _, end, after = rest.partition(_END)
+    if not begin or not end:
+        raise ResultsError(f"README.md: the lines {_BEGIN} and {_END} are missing, between which the table stands")
+    return f"{before}{begin}\n{table}\n{end}{after}"

@@ -1,0 +1,22 @@
+"""The operations that stand under vLLM's names by default are those that the results files show to gain."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.pages import RESULTS, read_all, verdicts
+from vllm_hwplugin.ops._override_catalog import OPS
+
+FILES = read_all(RESULTS, "kernels-ops-")
+SAID = [one for file in FILES for one in verdicts(file.results).values()]
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_an_operation_is_on_by_default_where_every_file_shows_a_gain(name):
+    gains = {one.device for one in SAID if (one.op, one.verdict) == (name, "gain")}
+    losses = {one.device for one in SAID if (one.op, one.verdict) == (name, "loss")}
+    assert set(OPS[name].default_on) == (set() if OPS[name].kept_off else gains - losses)
+
+
+def test_one_is_kept_off_though_it_gains():
+    assert [op.name for op in OPS.values() if op.kept_off] == ["rotary_embedding"]

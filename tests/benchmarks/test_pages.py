@@ -1,0 +1,181 @@
+"""The pages are what the results files say: those of the tree, and those of files that say something else."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from benchmarks.pages import RESULTS, ROOT, ResultsError, gains, outdated, pages, read_all
+from vllm_hwplugin.bench import rows
+
+ENGINES = "benchmarks/results/engines-h200-vllm-0.26.0-eagle3.json"
+DFLASH = "benchmarks/results/engines-h200-vllm-0.26.0-dflash.json"
+ATTENTION = "benchmarks/results/kernels-attention-h200-vllm-0.26.0.json"
+#: What answers a user's questions has to be read to its end.
+MOST_LINES = 150
+
+
+def change(path, by):
+    """Let `by` change the results in a file."""
+    results = json.loads(path.read_text())
+    by(results)
+    path.write_text(json.dumps(results))
+
+
+def fail(case):
+    """As after a crash of the patched side."""
+    side = case["sides"]["patched"]
+    side |= {"error": "killed by SIGSEGV", "batches": dict.fromkeys(side["batches"])}
+
+
+def table_of(page):
+    """Of each row of the first table: vLLM, runner, target, drafter -> what it says."""
+    found = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("| ")]
+    return {tuple(row[:4]): row[4] for row in found if len(row) == 5}
+
+
+def test_the_pages_in_the_tree_are_made_of_its_results_files():
+    assert outdated() == [], "'make docs' writes them again"
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_make_docs_writes_them():
+    done = subprocess.run(["make", "--dry-run", "docs"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "python -m benchmarks.pages\n" in done.stdout
+
+
+def test_a_page_that_is_old_is_named(tree):
+    assert outdated(tree) == []
+    (tree / "docs" / "benchmarks.md").write_text("old")
+    assert outdated(tree) == ["docs/benchmarks.md"]
+
+
+def test_the_chart_shows_every_ratio_of_the_results_files():
+    shown = re.findall(r">(\d+\.\d\d)</text>", (ROOT / "docs" / "benchmarks.svg").read_text(encoding="utf-8"))
+    wanted = [f"{ratio:.2f}" for one in gains(read_all(RESULTS, "engines-")) for ratio in one.ratios().values()]
+    # Those of the axis are there too.
+    assert [ratio for ratio in set(wanted) if shown.count(ratio) < wanted.count(ratio)] == [], "'make docs' draws it"
+
+
+def test_the_chart_is_the_same_each_time():
+    pytest.importorskip("matplotlib")
+    from benchmarks.pages._chart import drawing
+
+    found = gains(read_all(RESULTS, "engines-"))
+    assert drawing(found) == drawing(found)
+
+
+def test_every_figure_is_in_the_long_tables_and_the_other_pages_are_short():
+    made = pages()
+    files = [*read_all(RESULTS, "kernels-attention-"), *read_all(RESULTS, "kernels-ops-")]
+    cells = [cell for file in files for cell in file.results["cells"] if cell["status"] == "measured"]
+    times = {f"{cell['seconds'] * 1e6:.1f}" for cell in cells if not cell["case"].startswith("prefill")}
+    assert times - set(re.split(r"[ |]+", made["benchmarks/results/kernels.md"])) == set()
+    speeds = {
+        f"{side['tokens_per_second']['best']:.0f}"
+        for file in read_all(RESULTS, "engines-")
+        for row in rows(file.results)
+        for side in row.sides.values()
+        if side is not None
+    }
+    assert speeds - set(re.split(r"[ |]+", made["benchmarks/results/engines.md"])) == set()
+    for name in ("docs/benchmarks.md", "docs/kernel-benchmarks.md"):
+        assert len(made[name].splitlines()) < MOST_LINES
+
+
+def test_a_loss_is_called_a_loss(tree):
+    def halve(results):
+        for row in rows(results):
+            row.sides["patched"]["tokens_per_second"]["best"] = row.sides["stock"]["tokens_per_second"]["best"] / 2
+
+    before = table_of(pages(tree)["README.md"])
+    change(tree / ENGINES, halve)
+    after = table_of(pages(tree)["README.md"])
+    key = ("0.26.0", "V1", "Qwen3-0.6B", "Eagle3 k=3")
+    assert "loss" not in before[key]
+    assert after[key] == "**a loss**: 0.50 times stock's"
+    # Every other row says what it said.
+    assert {k for k in before if before[k] != after[k]} == {key, ("0.26.0", "V1", "Qwen3-8B", "Eagle3 k=3")}
+
+
+def test_model_runner_v2_gains_nothing(tree):
+    found = table_of(pages(tree)["README.md"])
+    (said,) = {text.partition(";")[0] for (_, runner, *_), text in found.items() if runner == "V2"}
+    assert said == "nothing"
+    assert ("0.26.0", "V2", "Qwen3-0.6B", "DFlash k=7") in found
+
+
+def test_the_newest_file_counts_and_one_that_failed_does_not(tree):
+    key = ("0.26.0", "V1", "Qwen3-8B", "Eagle3 k=3")
+    before = table_of(pages(tree)["README.md"])[key]
+    again = tree / ENGINES.replace("eagle3", "eagle3-again")
+    results = json.loads((tree / ENGINES).read_text()) | {"date": "2027-01-01T00:00:00+00:00"}
+    for case in results["cases"]:
+        fail(case)
+    again.write_text(json.dumps(results))
+    assert table_of(pages(tree)["README.md"])[key] == before
+
+    def twice(results):
+        for row in rows(results):
+            row.sides["patched"]["tokens_per_second"]["best"] = 2 * row.sides["stock"]["tokens_per_second"]["best"]
+
+    for date, said in (("2020", before), ("2027", "2.00 times stock's")):
+        again.write_text((tree / ENGINES).read_text())
+        change(again, twice)
+        change(again, lambda results, date=date: results.update(date=f"{date}-01-01T00:00:00+00:00"))
+        assert table_of(pages(tree)["README.md"])[key] == said
+
+
+def test_what_failed_and_was_not_measured_since_is_said(tree):
+    assert "Failed" not in pages(tree)["docs/benchmarks.md"]
+    change(tree / DFLASH, lambda results: fail(results["cases"][0]))
+    made = pages(tree)
+    assert "engines-h200-vllm-0.26.0-dflash.json: 0.6b dflash k=7, patched" in made["docs/benchmarks.md"]
+    assert ("0.26.0", "V1", "Qwen3-0.6B", "DFlash k=7") not in table_of(made["README.md"])
+
+
+def test_a_wrong_answer_and_a_cell_without_a_figure_are_said(tree):
+    def spoil(results):
+        results["cells"][2] |= {"status": "failed", "reason": "no | such <shape>"}
+
+    change(tree / ATTENTION, spoil)
+    for name in ("docs/kernel-benchmarks.md", "benchmarks/results/kernels.md"):
+        # As Markdown shows it: neither a column nor a tag.
+        assert "failed (1 cells): no \\| such &lt;shape>" in pages(tree)[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("engines-x.json", "not JSON", "not JSON"),
+        ("engines-x.json", "[]", "format 'list', expected 1"),
+        ("engines-x.json", '{"format": 0}', "format 0, expected 1"),
+        ("engines-x.json", '{"format": 1, "cases": []}', "no date, commit, plugin, host, settings"),
+        ("kernels-ops-x.json", '{"format": 1}', "kernels_format None, expected 1"),
+        ("soak-x.json", '{"format": 1}', "format 1, expected 'soak 1'"),
+        ("h100.json", "{}", "of no known kind"),
+    ],
+)
+def test_a_file_that_is_broken_or_of_something_else_is_named(tree, name, text, said):
+    path = tree / "benchmarks" / "results" / name
+    path.write_text(text)
+    with pytest.raises(ResultsError, match=re.escape(f"{path}: ")) as error:
+        pages(tree)
+    assert said in str(error.value)
+
+
+def test_results_of_the_other_kind_of_kernels_are_named(tree):
+    path = tree / ATTENTION
+    path.rename(path.with_name("kernels-ops-x.json"))
+    with pytest.raises(ResultsError, match=r"kernels-ops-x\.json: holds results of `bench attention`"):
+        pages(tree)
+
+
+def test_a_readme_without_the_tables_place_is_an_error(tree):
+    (tree / "README.md").write_text("# vllm-hwplugin\n")
+    with pytest.raises(ResultsError, match=r"README\.md: the lines"):
+        pages(tree)
