@@ -267,12 +267,12 @@ def attempt():
     "engine": [
         Scenario(
             INSTALL
-            + f"""
+            + """
 def attempt():
     from vllm_hwplugin.spec_decode.fallback import stays_stock
     entry = install()
-    # What a live feature calls where it finds that the engine is not for it.
-    stays_stock("made-up", {MADE_UP!r}, "steps are launched one by one", "a reason")
+    # What a live feature calls where it finds that the engine is not for it. Its gate is the made-up one's, too.
+    stays_stock("draft-full-graph", "the drafter runs as in stock vLLM", "a reason")
     return states(entry, "made-up")
 """,
             _made_up,

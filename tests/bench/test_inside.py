@@ -26,8 +26,8 @@ V2 = "vllm.v1.worker.gpu.model_runner"
     ("drafter", "expected"),
     [
         (Bag(cudagraph_dispatcher=mode("NONE")), "NONE"),
-        (Bag(cudagraph_dispatcher=Bag(cudagraph_mode=Bag(name="PIECEWISE"), draft_keys=object())), "FULL"),
-        (Bag(cudagraph_dispatcher=Bag(cudagraph_mode=Bag(name="PIECEWISE"), draft_keys=None)), "PIECEWISE"),
+        (Bag(cudagraph_dispatcher=mode("PIECEWISE"), draft_graphs=Bag(ready=True)), "FULL"),
+        (Bag(cudagraph_dispatcher=mode("PIECEWISE"), draft_graphs=Bag(ready=False)), "PIECEWISE"),
     ],
 )
 def test_graph_modes_of_v1(drafter, expected):

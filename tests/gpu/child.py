@@ -34,7 +34,7 @@ def main(job: dict) -> dict:
         "decisions": dict(record.current().decisions) if graphs is not None else {},
         "platform": platform_class(),
         "sizes": runner.compilation_config.cudagraph_capture_sizes,
-        "captured": 0 if graphs is None or graphs._graphs is None else len(graphs._graphs.concrete_cudagraph_entries),
+        "captured": 0 if graphs is None else graphs.num_captured,
         "first_passes": modes,
         "builders": sorted({type(group.get_metadata_builder()).__name__ for group in runner.drafter.draft_attn_groups}),
     }
@@ -43,13 +43,23 @@ def main(job: dict) -> dict:
 def first_pass_modes(graphs) -> list[str]:
     """The graph mode of every first pass from now on, in order."""
     modes: list[str] = []
-    metadata_of = graphs.first_pass_metadata
+    begin, determine = graphs.begin_first_pass, graphs.determine_batch_execution_and_padding
+    first = False
 
-    def listening(metadata, mode, descriptor):
-        modes.append(mode.name)
-        return metadata_of(metadata, mode, descriptor)
+    def beginning(num_tokens, metadata):
+        nonlocal first
+        first = True
+        begin(num_tokens, metadata)
 
-    graphs.first_pass_metadata = listening
+    def determining(num_tokens):
+        nonlocal first
+        mode, *padding = determine(num_tokens)
+        if first:
+            modes.append(mode.name)
+        first = False
+        return mode, *padding
+
+    graphs.begin_first_pass, graphs.determine_batch_execution_and_padding = beginning, determining
     return modes
 
 

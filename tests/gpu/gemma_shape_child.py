@@ -55,7 +55,7 @@ def main(job: dict) -> dict:
         ],
         "drafts": written(drafts),
         "graph_modes": graph_modes(runner),
-        "captured": 0 if graphs is None or graphs._graphs is None else len(graphs._graphs.concrete_cudagraph_entries),
+        "captured": 0 if graphs is None else graphs.num_captured,
         "accepted": counters(llm)["accepted"],
         "decisions": dict(record.current().decisions) if record.current() is not None else {},
         **counts.facts(),

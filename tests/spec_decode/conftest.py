@@ -59,36 +59,33 @@ def runner_modules(
 @pytest.fixture
 def make(patched_module, notes, monkeypatch: pytest.MonkeyPatch):
     """`make(which, kind, k, sizes=...)`: a proposer that is "stock", "passes" (a graph a pass) or "loop"."""
-    import vllm.v1.cudagraph_dispatcher as stock_dispatcher
     import vllm.v1.spec_decode.llm_base_proposer as stock_proposer
 
-    from vllm_hwplugin.spec_decode import draft_graphs, draft_loop
+    from vllm_hwplugin.spec_decode import draft_loop, pass_graphs
 
     from .drafters import BLOCK, LAYER, build_views, make_config, make_proposer, plain_eagle_step
     from .host_runner import make_host
     from .recorded_graph import RecordedGraphs
 
-    paths = ("vllm/v1/spec_decode/llm_base_proposer.py", "vllm/v1/cudagraph_dispatcher.py")
+    path = "vllm/v1/spec_decode/llm_base_proposer.py"
     modules = {
-        "stock": (stock_proposer, stock_dispatcher),
-        "passes": tuple(patched_module(path, VLLM_HWPLUGIN_DRAFT_LOOP_GRAPH="off") for path in paths),
-        "loop": tuple(patched_module(path) for path in paths),
+        "stock": stock_proposer,
+        "passes": patched_module(path, VLLM_HWPLUGIN_DRAFT_LOOP_GRAPH="off"),
+        "loop": patched_module(path),
     }
     runners = runner_modules(patched_module, monkeypatch)
-    for module in (draft_loop, *(module for module, _ in modules.values())):
+    for module in (draft_loop, *modules.values()):
         monkeypatch.setattr(module, "eagle_step_update_slot_mapping_and_metadata", plain_eagle_step)
-    monkeypatch.setattr(draft_graphs, "CUDAGraphWrapper", RecordedGraphs)
-    pools = types.SimpleNamespace(graph_pool_handle=object)
-    monkeypatch.setattr(draft_graphs, "current_platform", pools)
+    monkeypatch.setattr(pass_graphs, "CUDAGraphWrapper", RecordedGraphs)
+    monkeypatch.setattr(pass_graphs, "current_platform", types.SimpleNamespace(graph_pool_handle=object))
     monkeypatch.setattr(RecordedGraphs, "instances", [])
     monkeypatch.setattr(RecordedGraphs, "sealed", False)
 
-    def made(which, kind, k, sizes=None, **limits):
+    def made(which, kind, k, sizes=None, module=None, **limits):
         sizes = [rung * (1 + k) for rung in (1, 2, 4, 8)] if sizes is None else sizes
-        proposer = make_proposer(*modules[which], kind, k, make_config(sizes, **limits))
-        proposer.host = make_host(
-            runners[which == "stock"], modules[which][1], proposer, LAYER, block_size=BLOCK, build=build_views
-        )
+        proposer = make_proposer(module or modules[which], kind, k, make_config(sizes, **limits))
+        runner = runners[which == "stock"]
+        proposer.host = make_host(runner, proposer, LAYER, block_size=BLOCK, build=build_views)
         return proposer
 
     return made
@@ -97,11 +94,10 @@ def make(patched_module, notes, monkeypatch: pytest.MonkeyPatch):
 @pytest.fixture
 def make_dflash(patched_module, notes, monkeypatch: pytest.MonkeyPatch):
     """`make_dflash(which, k, sizes=...)`: a `DFlashProposer`; "stock", "graphs", or "half": its own module is stock."""
-    import vllm.v1.cudagraph_dispatcher as stock_dispatcher
     import vllm.v1.spec_decode.dflash as stock_dflash
     import vllm.v1.spec_decode.llm_base_proposer as stock_proposer
 
-    from vllm_hwplugin.spec_decode import draft_graphs
+    from vllm_hwplugin.spec_decode import pass_graphs
 
     from . import dflash_drafter
     from .drafters import BLOCK, LAYER, make_config
@@ -110,7 +106,6 @@ def make_dflash(patched_module, notes, monkeypatch: pytest.MonkeyPatch):
 
     folder = "vllm/v1/spec_decode"
     proposer = patched_module(f"{folder}/llm_base_proposer.py")
-    dispatcher = patched_module("vllm/v1/cudagraph_dispatcher.py")
     # The drafter's module takes its base class from the proposer's.
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, stock_proposer.__name__, proposer)
@@ -119,26 +114,24 @@ def make_dflash(patched_module, notes, monkeypatch: pytest.MonkeyPatch):
         half = types.ModuleType("a stock drafter on the patched base class")
         exec(compile(inspect.getsource(stock_dflash), half.__name__, "exec"), vars(half))
     modules = {
-        "stock": dflash_drafter.Modules(stock_dflash, stock_proposer, stock_dispatcher),
-        "graphs": dflash_drafter.Modules(patched, proposer, dispatcher),
-        "half": dflash_drafter.Modules(half, proposer, dispatcher),
+        "stock": dflash_drafter.Modules(stock_dflash, stock_proposer),
+        "graphs": dflash_drafter.Modules(patched, proposer),
+        "half": dflash_drafter.Modules(half, proposer),
     }
     runners = runner_modules(patched_module, monkeypatch)
     for one in modules.values():
         monkeypatch.setattr(one.dflash, "_copy_and_expand_dflash_inputs", dflash_drafter.plain_expand)
         monkeypatch.setattr(one.proposer, "DFlashQwen3ForCausalLM", dflash_drafter.DFlashModel)
-    monkeypatch.setattr(draft_graphs, "CUDAGraphWrapper", RecordedGraphs)
-    monkeypatch.setattr(draft_graphs, "current_platform", types.SimpleNamespace(graph_pool_handle=object))
+    monkeypatch.setattr(pass_graphs, "CUDAGraphWrapper", RecordedGraphs)
+    monkeypatch.setattr(pass_graphs, "current_platform", types.SimpleNamespace(graph_pool_handle=object))
     monkeypatch.setattr(RecordedGraphs, "instances", [])
     monkeypatch.setattr(RecordedGraphs, "sealed", False)
 
     def made(which, k, sizes=None, **limits):
         sizes = [rung * (1 + k) for rung in (1, 2, 4, 8)] if sizes is None else sizes
         drafter = dflash_drafter.make_dflash(modules[which], k, make_config(sizes, **limits))
-        build = dflash_drafter.build_block_views
-        drafter.host = make_host(
-            runners[which == "stock"], modules[which].dispatcher, drafter, LAYER, block_size=BLOCK, build=build
-        )
+        runner, build = runners[which == "stock"], dflash_drafter.build_block_views
+        drafter.host = make_host(runner, drafter, LAYER, block_size=BLOCK, build=build)
         return drafter
 
     return made

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from vllm.forward_context import get_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 
 from .drafters import (
     BLOCK,
@@ -90,7 +91,6 @@ class Modules:
 
     dflash: types.ModuleType
     proposer: types.ModuleType
-    dispatcher: types.ModuleType
 
 
 def make_dflash(modules: Modules, k: int, config: Any):
@@ -137,14 +137,13 @@ def make_dflash(modules: Modules, k: int, config: Any):
             self.draft_attn_groups = []
             self.model = DFlashModel()
             # What the hunks add to the constructors.
-            graphed = hasattr(modules.proposer, "DraftGraphs")
-            self.cudagraph_dispatcher = modules.dispatcher.CudagraphDispatcher(config, *((True,) if graphed else ()))
-            if graphed:
+            self.cudagraph_dispatcher = CudagraphDispatcher(config)
+            if hasattr(modules.proposer, "DraftGraphs"):
                 self.draft_graphs = modules.proposer.DraftGraphs(self)
-                self.draft_loop = modules.proposer.DraftLoop(self)
+                self.draft_loop = self.draft_graphs.add(modules.proposer.DraftLoop)
             if hasattr(module, "ContextGraphs"):
-                module.fit_query_buffers(self)
-                self.draft_context = module.ContextGraphs(self)
+                module.lengthen_query_buffers(self)
+                self.draft_context = self.draft_graphs.add(module.ContextGraphs)
 
     # The stand-in takes the class's place, so it carries the class's own mark.
     for name in {"supports_sd_full_graph"} & vars(module.DFlashProposer).keys():

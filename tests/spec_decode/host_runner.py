@@ -20,6 +20,7 @@ from vllm.config import CUDAGraphMode
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend, FlashAttentionMetadataBuilder
+from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
 #: What the runner's module calls the classes that it takes for a drafter.
@@ -79,7 +80,7 @@ class Layer(AttentionLayerBase):
         raise NotImplementedError
 
 
-def make_host(module: types.ModuleType, dispatcher: types.ModuleType, proposer: Any, layer: str, **sizes: Any) -> Any:
+def make_host(module: types.ModuleType, proposer: Any, layer: str, **sizes: Any) -> Any:
     """A `GPUModelRunner` of `module` (vLLM's, or its patched text) around `proposer`.
 
     Args:
@@ -94,7 +95,7 @@ def make_host(module: types.ModuleType, dispatcher: types.ModuleType, proposer: 
             self.compilation_config = self.vllm_config.compilation_config
             self.parallel_config = self.vllm_config.parallel_config
             self.speculative_config, self.device = proposer.speculative_config, proposer.device
-            self.cudagraph_dispatcher = dispatcher.CudagraphDispatcher(self.vllm_config)
+            self.cudagraph_dispatcher = CudagraphDispatcher(self.vllm_config)
             self.uniform_decode_query_len = 1 + self.speculative_config.num_speculative_tokens
             self.max_num_reqs = self.vllm_config.scheduler_config.max_num_seqs
             self.attn_groups: list[Any] = []
@@ -139,7 +140,7 @@ def make_host(module: types.ModuleType, dispatcher: types.ModuleType, proposer: 
                 for graphs in RecordedGraphs.instances:
                     graphs.clear_graphs()
                 self.attn_groups.clear()
-                self.cudagraph_dispatcher = dispatcher.CudagraphDispatcher(self.vllm_config)
+                self.cudagraph_dispatcher = CudagraphDispatcher(self.vllm_config)
             self.compilation_config.cudagraph_mode = mode
             with kv_pool or nullcontext():
                 self.initialize_kv_cache(self.kv_cache_config_of(16))

@@ -14,8 +14,8 @@ from vllm.config import CUDAGraphMode  # noqa: E402
 from vllm.forward_context import BatchDescriptor  # noqa: E402
 
 from vllm_hwplugin.patching import SUPPORTED  # noqa: E402
-from vllm_hwplugin.spec_decode.dflash_context import ContextGraphs, fit_query_buffers  # noqa: E402
-from vllm_hwplugin.spec_decode.draft_graphs import capture_draft_graphs  # noqa: E402
+from vllm_hwplugin.spec_decode.dflash_context import ContextGraphs, lengthen_query_buffers  # noqa: E402
+from vllm_hwplugin.spec_decode.draft_graphs import DraftGraphs, capture_draft_graphs  # noqa: E402
 from vllm_hwplugin.spec_decode.fallback import FeatureRequired  # noqa: E402
 from vllm_hwplugin.spec_decode.first_pass import FirstPass, first_pass_of  # noqa: E402
 
@@ -51,7 +51,7 @@ def compare_all(stock, graphed, batches):
 
 
 def graphs_of(proposer):
-    return proposer.draft_graphs._graphs, proposer.draft_context._graphs
+    return proposer.draft_graphs._passes._graphs, proposer.draft_context._graphs
 
 
 @MODES
@@ -90,9 +90,10 @@ def test_a_batch_above_the_ladder_runs_without_graphs(pair):
 def test_no_mixed_graphs_and_no_steps(make_dflash, notes):
     proposer = make_dflash("graphs", 3)
     boot(proposer, FULL, Runner(0))
-    keys = proposer.cudagraph_dispatcher.draft_keys
-    assert keys.uniform == {4: (1, 2, 4, 8)}
-    assert keys.mixed == ()
+    queries, _ = graphs_of(proposer)
+    assert [(key.num_tokens, key.num_reqs, key.uniform) for key in queries.captured] == [
+        (4 * rung, rung, True) for rung in (8, 4, 2, 1)
+    ]
     assert "4 tokens x [1, 2, 4, 8] requests" in notes["draft-full-graph"]
     assert "[4, 8, 16, 32] tokens" in notes["dflash-full-graph"]
     assert "there is no chain" in notes["draft-loop-graph"]
@@ -207,7 +208,7 @@ def test_a_builder_that_plans_on_the_host_is_left_alone_for_blocks(make_dflash, 
     monkeypatch.setattr(DFlashModel, "__call__", lambda _, **inputs: inputs["positions"] + 1)
     proposer.host.use(builder(FLASHINFER))
     boot(proposer, DECODE_ONLY, Runner(0))
-    assert (proposer.cudagraph_dispatcher.draft_keys is None) == left
+    assert proposer.draft_graphs.ready != left
     assert ("non-causal attention (FlashInferMetadataBuilder" in notes["dflash-full-graph"]) == left
 
 
@@ -282,7 +283,7 @@ def test_query_buffers_hold_the_longest_padded_batch(largest_capture, held):
         positions=torch.ones(30, dtype=torch.int64),
         _slot_mapping_buffer=torch.ones(30, dtype=torch.int64),
     )
-    fit_query_buffers(proposer)
+    lengthen_query_buffers(proposer)
     assert proposer.input_ids.dtype == torch.int32
     assert [len(proposer.input_ids), len(proposer.positions), len(proposer._slot_mapping_buffer)] == [held] * 3
 
@@ -296,7 +297,7 @@ def test_buffers_that_are_long_enough_stay():
         positions=rows,
         _slot_mapping_buffer=rows,
     )
-    fit_query_buffers(proposer)
+    lengthen_query_buffers(proposer)
     assert proposer.positions is rows
 
 
@@ -317,6 +318,7 @@ def test_the_constructor_checks_first_and_then_makes_room(vllm_tree, version):
     class Base:
         def __init__(self, vllm_config, device, pass_hidden_states_to_model, runner):
             calls.append("weights may be loaded from here on")
+            self.draft_graphs = DraftGraphs(self)
             self.num_speculative_tokens, self.max_batch_size, self.max_num_tokens = 3, 4, 8
             self.max_model_len, self.block_size, self.parallel_drafting_token_id = 64, 4, 0
             self.input_ids = torch.zeros(self.max_num_tokens, dtype=torch.int32)
@@ -329,7 +331,7 @@ def test_the_constructor_checks_first_and_then_makes_room(vllm_tree, version):
         "SpecDecodeBaseProposer": Base,
         "torch": torch,
         "check_dflash": lambda config: calls.append("checked"),
-        "fit_query_buffers": fit_query_buffers,
+        "lengthen_query_buffers": lengthen_query_buffers,
         "ContextGraphs": ContextGraphs,
         "_copy_and_expand_dflash_inputs": types.SimpleNamespace(register_warmup=lambda **_: None),
     }

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -58,6 +61,14 @@ def made(one) -> type:
     return one if isinstance(one, type) else builder(one)
 
 
+def uniform_of(proposer) -> dict[int, tuple[int, ...]]:
+    """The request counts that the passes were captured for, by query length."""
+    found: dict[int, list[int]] = {}
+    for key in RecordedGraphs.instances[-2 if proposer.draft_loop._graphs else -1].captured:
+        found.setdefault(key.num_tokens // key.num_reqs, []).append(key.num_reqs)
+    return {length: tuple(sorted(rungs)) for length, rungs in found.items()}
+
+
 def names(found) -> list[str]:
     return [one if isinstance(one, str) else one.__name__ for one in found]
 
@@ -68,7 +79,7 @@ def test_builders_of_views_get_passes_and_the_chain(make, notes, one, profile):
     proposer, runner = make("loop", EAGLE, 3), Runner(0)
     proposer.host.use(made(one))
     boot(proposer, DECODE_ONLY, runner, profile=profile)
-    assert proposer.cudagraph_dispatcher.draft_keys.uniform == {4: LADDER, 1: LADDER}
+    assert uniform_of(proposer) == {4: LADDER, 1: LADDER}
     assert notes["draft-full-graph"].startswith("FULL drafter graphs for EagleProposer")
     assert notes["draft-loop-graph"] == "2 steps in one graph for [1, 2, 4, 8] requests"
     passes, loop = RecordedGraphs.instances[-2:]
@@ -84,7 +95,7 @@ def test_builders_that_plan_get_a_graph_for_each_pass_and_no_chain(make, notes, 
     cls = made(one)
     proposer.host.use(type(cls.__name__, (cls,), {"reorder_batch_threshold": 512}))
     boot(proposer, DECODE_ONLY, runner, profile=profile)
-    assert proposer.cudagraph_dispatcher.draft_keys.uniform == {1 + k: LADDER, 1: LADDER}
+    assert uniform_of(proposer) == {1 + k: LADDER, 1: LADDER}
     assert notes["draft-full-graph"].startswith("FULL drafter graphs for EagleProposer")
     assert notes["draft-loop-graph"].startswith("steps are launched one by one: metadata has to be built between")
     assert cls.__name__ in notes["draft-loop-graph"]
@@ -99,7 +110,7 @@ def test_other_builders_get_nothing(make, notes, one, profile):
     proposer, runner = make("loop", EAGLE, 3), Runner(0)
     proposer.host.use(made(one))
     boot(proposer, DECODE_ONLY, runner, profile=profile)
-    assert proposer.cudagraph_dispatcher.draft_keys is None
+    assert not proposer.draft_graphs.ready
     assert RecordedGraphs.instances == []
     assert notes["draft-full-graph"].startswith("the drafter runs as in stock vLLM: no graph may hold")
     assert made(one).__name__ in notes["draft-full-graph"]
@@ -111,7 +122,7 @@ def test_the_lowest_decode_threshold_decides_about_the_first_pass(make, profile)
     proposer, runner = make("loop", EAGLE, 3), Runner(0)
     proposer.host.use(type("ShortQueries", (builder(FLASHINFER),), {"reorder_batch_threshold": 3}))
     boot(proposer, DECODE_ONLY, runner, profile=profile)
-    assert proposer.cudagraph_dispatcher.draft_keys.uniform == {1: LADDER}
+    assert uniform_of(proposer) == {1: LADDER}
 
 
 def test_the_second_start_decides_by_its_own_attention_groups(make, notes):
@@ -135,9 +146,21 @@ def test_nothing_of_an_earlier_start_is_used_before_the_next_capture(make):
     graphs = list(RecordedGraphs.instances)
     proposer.host.attn_groups.clear()
     proposer.host.initialize_kv_cache(proposer.host.kv_cache_config_of(2))
-    assert proposer.cudagraph_dispatcher.draft_keys is None
+    assert not proposer.draft_graphs.ready
     compare(stock, proposer, runner.batch(2, size=2))
     assert not any(one.replayed for one in graphs)
+
+
+def test_the_graphs_of_an_earlier_start_are_let_go_before_the_next_capture(make):
+    """They hold memory that the next start's measurement of it would count."""
+    proposer, runner = make("loop", EAGLE, 2), Runner(0)
+    boot(proposer, DECODE_ONLY, runner)
+    held = [weakref.ref(graphs) for graphs in RecordedGraphs.instances]
+    RecordedGraphs.instances.clear()
+    proposer.host.attn_groups.clear()
+    proposer.host.initialize_kv_cache(proposer.host.kv_cache_config_of(2))
+    gc.collect()
+    assert [graphs() for graphs in held] == [None, None]
 
 
 # -- what cannot be had is said, and is an error only where it is required --------------------------------------------
@@ -213,8 +236,6 @@ def test_drafts_are_stocks_after_sleep(make, which, mode, profile):
         if index % 2:
             pool.sleep()
         # An equal batch, whose row starts need not be written again, before and after.
-        for proposer in (stock, graphed):
-            proposer.input_ids[len(batch["target_token_ids"]) - 1] = 0
         runner.table[:3].copy_(runner.requests[:3])
         compare(stock, graphed, batch)
     assert all(graphs.replayed for graphs in RecordedGraphs.instances if graphs.concrete_cudagraph_entries)

@@ -11,18 +11,12 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
 from vllm.config import CUDAGraphMode  # noqa: E402
-from vllm.forward_context import BatchDescriptor, set_forward_context  # noqa: E402
+from vllm.forward_context import BatchDescriptor, get_forward_context, set_forward_context  # noqa: E402
 
-from vllm_hwplugin.spec_decode import draft_graphs  # noqa: E402
-from vllm_hwplugin.spec_decode.draft_graphs import (  # noqa: E402
-    capture_draft_graphs,
-    descriptor_of,
-    find_draft_graph,
-    plan_keys,
-)
-from vllm_hwplugin.spec_decode.draft_keys import DraftKeys, uniform_shape  # noqa: E402
+from vllm_hwplugin.spec_decode.draft_graphs import capture_draft_graphs  # noqa: E402
+from vllm_hwplugin.spec_decode.draft_keys import uniform_shape  # noqa: E402
 from vllm_hwplugin.spec_decode.fallback import FeatureRequired  # noqa: E402
-from vllm_hwplugin.spec_decode.first_pass import FirstPass  # noqa: E402
+from vllm_hwplugin.spec_decode.pass_graphs import descriptor_of  # noqa: E402
 
 from . import drafters  # noqa: E402
 from .drafters import (  # noqa: E402
@@ -35,6 +29,7 @@ from .drafters import (  # noqa: E402
     Runner,
     boot,
     clone_metadata,
+    compare,
     make_config,
     plain_eagle_step,
     propose,
@@ -173,7 +168,7 @@ def test_a_proposer_with_an_obstacle_is_left_as_in_stock_vllm(make, notes, chang
     proposer.draft_graphs.initialize_keys(BOTH)
     assert reason in notes["draft-full-graph"]
     assert notes["draft-full-graph"].startswith("the drafter runs as in stock vLLM: ")
-    assert proposer.cudagraph_dispatcher.draft_keys is None
+    assert not proposer.draft_graphs.ready
     capture_draft_graphs(proposer, Runner(0).template())
     assert RecordedGraphs.instances == []
 
@@ -199,73 +194,7 @@ def test_a_breakable_wrapper_of_one_mode_is_no_obstacle(make):
     breakable(PIECEWISE)(proposer)
     type(proposer.model).__call__ = lambda self, **inputs: inner(**inputs)
     boot(proposer, BOTH, Runner(0))
-    assert proposer.cudagraph_dispatcher.draft_keys is not None
-
-
-@MODES
-@KINDS
-@pytest.mark.parametrize("k", [1, 2, 3, 5])
-def test_plan(mode, kind, k):
-    width = 1 + k + kind.new_slots(k)
-    assert width == {"EagleProposer": 2 * k if kind.parallel else 1 + k, "DraftModelProposer": k + 2}[kind.proposer]
-    sizes = [rung * (1 + k) for rung in (1, 2, 4, 8)]
-    keys = plan_keys(
-        mode,
-        sizes,
-        num_speculative_tokens=k,
-        first=FirstPass(width, max_tokens=1000),
-        max_first_query_len=None,
-        max_num_seqs=7,
-    )
-    uniform = {width: (1, 2, 4, 7)}
-    if k > 1:
-        uniform[1] = (1, 2, 4, 7)
-    assert keys == DraftKeys(uniform=uniform, mixed=tuple(sizes) if mode == FULL else (), max_num_seqs=7)
-
-
-@pytest.mark.parametrize(("limit", "planned"), [(None, True), (5, True), (4, False), (1, False)])
-def test_plan_leaves_the_first_pass_out_above_the_decode_threshold(limit, planned):
-    keys = plan_keys(
-        DECODE_ONLY,
-        [4, 8],
-        num_speculative_tokens=3,
-        first=FirstPass(5, max_tokens=1000),
-        max_first_query_len=limit,
-        max_num_seqs=2,
-    )
-    assert keys.uniform == {1: (1, 2)} | ({5: (1, 2)} if planned else {})
-
-
-def test_plan_leaves_out_what_the_drafters_buffers_do_not_hold():
-    keys = plan_keys(
-        FULL,
-        [8, 4, 16, 24],
-        num_speculative_tokens=3,
-        first=FirstPass(5, max_tokens=19),
-        max_first_query_len=None,
-        max_num_seqs=6,
-    )
-    assert keys == DraftKeys(uniform={1: (1, 2, 4, 6), 5: (1, 2)}, mixed=(4, 8, 16), max_num_seqs=6)
-
-
-def test_plan_for_batches_that_are_always_uniform_has_no_mixed_graphs():
-    keys = plan_keys(
-        FULL,
-        [4, 8],
-        num_speculative_tokens=3,
-        first=FirstPass(4, max_tokens=1000, always_uniform=True),
-        max_first_query_len=None,
-        max_num_seqs=2,
-        parallel_drafting=True,
-    )
-    assert keys == DraftKeys(uniform={4: (1, 2)}, mixed=(), max_num_seqs=2)
-
-
-def test_find_draft_graph():
-    keys = DraftKeys(uniform={1: (1, 4)}, mixed=(), max_num_seqs=4)
-    assert find_draft_graph(keys, 3, 1) == BatchDescriptor(num_tokens=4, num_reqs=4, uniform=True)
-    assert find_draft_graph(keys, 5, 1) is None
-    assert find_draft_graph(keys, 3, 0) is None
+    assert proposer.draft_graphs.ready
 
 
 # -- capture ----------------------------------------------------------------------------------------------------------
@@ -276,8 +205,12 @@ def test_every_shape_is_captured_once_after_a_run_without_a_graph(make):
     runner = Runner(0)
     boot(proposer, FULL, runner)
     (graphs,) = RecordedGraphs.instances
-    assert graphs.captured == [descriptor_of(shape) for shape in proposer.cudagraph_dispatcher.draft_keys.all()]
-    assert graphs.without_graph == len(graphs.captured)
+    rungs = [uniform_shape(length, rung) for rung in (8, 4, 2, 1) for length in (3, 1)]
+    mixed = [BatchDescriptor(size, min(size, MAX_REQS)) for size in (24, 12, 6, 3)]
+    assert set(graphs.captured) == {descriptor_of(shape) for shape in rungs} | set(mixed)
+    tokens = [key.num_tokens for key in graphs.captured]
+    assert tokens == sorted(tokens, reverse=True)
+    assert graphs.without_graph == len(graphs.captured) == proposer.draft_graphs.num_captured == 12
     before = list(graphs.captured)
     RecordedGraphs.sealed = True
     capture_draft_graphs(proposer, runner.template())
@@ -342,13 +275,6 @@ def pair(make):
     return made
 
 
-def compare(stock, graphed, batch):
-    for proposer in (stock, graphed):
-        # vLLM leaves a rejected last token's id as an earlier batch had it, and what is drafted never depends on it.
-        proposer.input_ids[len(batch["target_token_ids"]) - 1] = 0
-    return drafters.compare(stock, graphed, batch)
-
-
 @MODES
 @KINDS
 @pytest.mark.parametrize("k", [1, 2, 3, 5])
@@ -399,9 +325,8 @@ def test_the_callers_metadata_is_changed_only_as_stock_changes_it(pair):
         left[name]["seq_lens"] = lengths
     for field, value in left["stock"].items():
         if field == "seq_lens":
-            # The tensor that the runner gave: rejected tokens are taken off it, and no step advances it.
-            expected = batch["common_attn_metadata"].seq_lens - batch["num_rejected_tokens_gpu"]
-            assert torch.equal(left["graphed"][field], expected)
+            # The tensor that the runner gave: lengths are counted in the graph's buffers.
+            assert torch.equal(left["graphed"][field], batch["common_attn_metadata"].seq_lens)
         elif isinstance(value, torch.Tensor):
             assert torch.equal(left["graphed"][field], value), field
         else:
@@ -419,7 +344,7 @@ def test_a_moved_block_table_turns_the_graphs_off(pair, notes):
     for _ in range(6):
         compare(stock, graphed, runner.batch(2))
     assert "block table moved" in notes["draft-full-graph"]
-    assert graphed.cudagraph_dispatcher.draft_keys is None
+    assert not graphed.draft_graphs.ready
     assert not graphs.replayed
     assert not loop.replayed
 
@@ -428,7 +353,7 @@ def test_a_block_table_of_another_stride_turns_the_graphs_off(pair, notes):
     _, graphed, runner = pair("passes", EAGLE, 2, DECODE_ONLY)
     metadata = runner.batch(2)["common_attn_metadata"]
     metadata.block_table_tensor = runner.table.view(-1).as_strided((1, 8), (8, 1))
-    assert graphed.draft_graphs.step_query_len(metadata) == 0
+    assert not graphed.draft_graphs.may_replay(metadata)
     assert "block table moved" in notes["draft-full-graph"]
 
 
@@ -456,11 +381,72 @@ def test_nothing_is_replayed_before_capture(make, notes):
     proposer.host.initialize_kv_cache(proposer.host.kv_cache_config_of(1))
     RecordedGraphs.sealed = True
     compare(stock, proposer, runner.batch(2))
-    assert proposer.draft_graphs.step_query_len(runner.batch(2)["common_attn_metadata"]) == 0
+    assert not proposer.draft_graphs.may_replay(runner.batch(2)["common_attn_metadata"])
+
+
+def dispatched(proposer, monkeypatch):
+    """The graph mode, key and padded tokens of every pass from now on."""
+    seen, call = [], type(proposer.model).__call__
+
+    def listening(model, input_ids, *inputs, **more):
+        context = get_forward_context()
+        seen.append((context.cudagraph_runtime_mode, context.batch_descriptor, len(input_ids)))
+        return call(model, input_ids, *inputs, **more)
+
+    monkeypatch.setattr(proposer.model, "__class__", type("Listening", (DraftModel,), {"__call__": listening}))
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "without"),
+    # Decode batches of all requests lie above the ladder, and so do their steps.
+    [("mixed", 3, 1), ("prefill", 2, 1), ("decode", MAX_REQS, 2)],
+)
+def test_a_pass_without_a_graph_is_dispatched_as_in_stock(make, monkeypatch, kind, size, without):
+    runner, seen = Runner(1), {}
+    batch = runner.batch(2, kind, size=size)
+    for which in ("stock", "passes"):
+        proposer = make(which, EAGLE, 2)
+        boot(proposer, BOTH, runner)
+        seen[which] = dispatched(proposer, monkeypatch)
+        propose(proposer, batch)
+    assert seen["passes"][:without] == seen["stock"][:without]
+    assert PIECEWISE in {mode for mode, *_ in seen["stock"]}
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "first", "step"),
+    [("decode", 3, (4, 12), (4, 4)), ("mixed", 3, None, (4, 4)), ("decode", MAX_REQS, None, None)],
+)
+def test_builders_are_given_the_batch_that_the_graph_runs(pair, kind, size, first, step):
+    """A builder that plans into buffers of its own plans for what is launched: the padded batch, or the real one."""
+    _, graphed, runner = pair("passes", EAGLE, 2, BOTH)
+    given = []
+    (group,) = graphed.draft_attn_groups
+    builder = group.get_metadata_builder()
+    build = builder.build_for_drafting
+
+    def listening(common_attn_metadata, draft_index):
+        given.append((common_attn_metadata.num_reqs, common_attn_metadata.num_actual_tokens))
+        return build(common_attn_metadata, draft_index)
+
+    builder.build_for_drafting = listening
+    batch = runner.batch(2, kind, size=size)
+    propose(graphed, batch)
+    tokens = batch["common_attn_metadata"].num_actual_tokens
+    assert given == [first or (size, tokens), step or (size, size)]
+
+
+def test_a_pass_with_a_graph_is_not_dispatched_by_vllm(pair, monkeypatch):
+    stock, graphed, runner = pair("passes", EAGLE, 2, FULL)
+    monkeypatch.setattr(graphed, "cudagraph_dispatcher", None)
+    for kind in ("decode", "mixed"):
+        compare(stock, graphed, runner.batch(2, kind, size=2))
 
 
 def test_the_drafters_own_dummy_run_never_gets_a_full_graph(pair):
-    _, graphed, _ = pair("passes", EAGLE, 2, FULL)
+    stock, graphed, runner = pair("passes", EAGLE, 2, FULL)
+    compare(stock, graphed, runner.batch(2))
     for count in range(1, 40):
         for use_cudagraphs in (True, False):
             mode, *_ = graphed._determine_batch_execution_and_padding(count, use_cudagraphs=use_cudagraphs)
@@ -478,7 +464,7 @@ def test_a_reassigned_input_buffer_is_seen(pair, input_name):
 
 def test_a_reassigned_metadata_buffer_is_seen(pair):
     stock, graphed, runner = pair("passes", EAGLE, 2, DECODE_ONLY)
-    for buffers in graphed.draft_graphs._buffers.values():
+    for buffers in graphed.draft_graphs._buffers._passes.values():
         buffers.seq_lens = buffers.seq_lens.clone()
     with pytest.raises(AssertionError):
         compare(stock, graphed, runner.batch(2))
@@ -487,9 +473,3 @@ def test_a_reassigned_metadata_buffer_is_seen(pair):
 def test_class_tests_on_the_model_see_the_model(pair):
     _, graphed, _ = pair("loop", EAGLE, 2, FULL)
     assert type(graphed.model) is DraftModel
-
-
-def test_padding_slot_is_vllms():
-    from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
-
-    assert draft_graphs._PADDING_SLOT_ID == PADDING_SLOT_ID

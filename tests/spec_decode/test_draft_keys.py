@@ -48,47 +48,46 @@ K3 = DraftKeys(uniform={1: (1, 2, 4), 4: (1, 2, 4)}, mixed=(4, 8, 16, 32), max_n
 @pytest.mark.parametrize(
     ("num_tokens", "query_len", "shape"),
     [
-        (1, 1, (1, 1, True)),  # one request's one-token step is not padded to 1 + k
-        (3, 1, (4, 4, True)),
-        (4, 4, (4, 1, True)),
-        (12, 4, (16, 4, True)),
-        (5, 1, (8, 6, False)),  # above the one-token rungs: a mixed graph
-        (20, 4, (32, 6, False)),
-        (7, None, (8, 6, False)),
-        (3, None, (4, 4, False)),  # no more rows than tokens
+        (1, 1, (1, 1, 1)),  # one request's one-token step is not padded to 1 + k
+        (3, 1, (4, 4, 1)),
+        (4, 4, (4, 1, 4)),
+        (12, 4, (16, 4, 4)),
+        (5, 1, (8, 6, None)),  # above the one-token rungs: a mixed graph
+        (20, 4, (32, 6, None)),
+        (7, None, (8, 6, None)),
+        (3, None, (4, 4, None)),  # no more rows than tokens
         (33, None, None),
         (36, 4, None),
-        (10, 5, (16, 6, False)),  # uniform, of a length that has no graphs of its own
-        (7, 4, (8, 6, False)),  # no whole number of such requests
-        (4, 0, None),  # no graph may be used
+        (10, 5, (16, 6, None)),  # uniform, of a length that has no graphs of its own
+        (7, 4, (8, 6, None)),  # no whole number of such requests
         (0, 1, None),
     ],
 )
-def test_find(num_tokens: int, query_len: int | None, shape: tuple[int, int, bool] | None) -> None:
+def test_find(num_tokens: int, query_len: int | None, shape: tuple[int, int, int | None] | None) -> None:
     assert K3.find(num_tokens, query_len) == (None if shape is None else DraftShape(*shape))
 
 
 def test_find_without_mixed_graphs() -> None:
     keys = DraftKeys(uniform={1: (1, 2), 4: (1, 2)}, mixed=(), max_num_seqs=6)
     assert keys.find(2, 1) == uniform_shape(1, 2)
-    assert keys.find(8, 4) == DraftShape(num_tokens=8, num_reqs=2, uniform=True)
+    assert keys.find(8, 4) == DraftShape(num_tokens=8, num_reqs=2, query_len=4)
     for num_tokens, query_len in [(3, 1), (12, 4), (8, None), (6, 3)]:
         assert keys.find(num_tokens, query_len) is None
 
 
 def test_all_names_every_shape_once_largest_first() -> None:
     shapes = K3.all()
-    assert [(shape.num_tokens, shape.num_reqs, shape.uniform) for shape in shapes] == [
-        (32, 6, False),
-        (16, 6, False),
-        (16, 4, True),
-        (8, 6, False),
-        (8, 2, True),
-        (4, 4, True),
-        (4, 4, False),
-        (4, 1, True),
-        (2, 2, True),
-        (1, 1, True),
+    assert [(shape.num_tokens, shape.num_reqs, shape.query_len) for shape in shapes] == [
+        (32, 6, None),
+        (16, 6, None),
+        (16, 4, 4),
+        (8, 6, None),
+        (8, 2, 4),
+        (4, 4, 1),
+        (4, 4, None),
+        (4, 1, 4),
+        (2, 2, 1),
+        (1, 1, 1),
     ]
     assert len(set(shapes)) == len(shapes)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import types
 
 import pytest
@@ -12,38 +11,19 @@ pytest.importorskip("vllm")
 
 from vllm.config import CUDAGraphMode  # noqa: E402
 
-from vllm_hwplugin.spec_decode.draft_graphs import capture_draft_graphs, descriptor_of  # noqa: E402
+from vllm_hwplugin.spec_decode.draft_facts import chain_facts  # noqa: E402
+from vllm_hwplugin.spec_decode.draft_graphs import capture_draft_graphs  # noqa: E402
 from vllm_hwplugin.spec_decode.draft_keys import uniform_shape  # noqa: E402
-from vllm_hwplugin.spec_decode.draft_loop import ChainFacts, obstacle  # noqa: E402
 from vllm_hwplugin.spec_decode.fallback import FeatureRequired  # noqa: E402
+from vllm_hwplugin.spec_decode.pass_graphs import descriptor_of  # noqa: E402
 
 from .drafters import EAGLE, MAX_REQS, P_EAGLE, Runner, boot, clone_metadata, propose  # noqa: E402
 from .recorded_graph import RecordedGraphs  # noqa: E402
 
 DECODE_ONLY = CUDAGraphMode.FULL_DECODE_ONLY
-GOOD = ChainFacts(3)
 
 
 # -- decisions --------------------------------------------------------------------------------------------------------
-
-
-def test_no_obstacle():
-    assert obstacle(GOOD) is None
-    assert obstacle(dataclasses.replace(GOOD, num_speculative_tokens=2)) is None
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"num_speculative_tokens": 1}, "there is no chain"),
-        ({"parallel_drafting": True}, "there is no chain"),
-        ({"expanded_hidden_states": True}, "wider than those it samples from"),
-        ({"attention": "ZBuilder: it plans"}, "metadata has to be built between steps (ZBuilder: it plans)"),
-        ({"host_side": ("uses_mrope", "eplb_state")}, "host work between steps: uses_mrope, eplb_state"),
-    ],
-)
-def test_obstacles(change, reason):
-    assert reason in obstacle(dataclasses.replace(GOOD, **change))
 
 
 @pytest.mark.parametrize(
@@ -59,13 +39,11 @@ def test_obstacles(change, reason):
         "eplb_state",
     ],
 )
-def test_a_proposer_with_host_work_has_no_chain(make, notes, name):
-    proposer, runner = make("loop", EAGLE, 3), Runner(0)
+def test_host_work_between_steps_is_seen(make, name):
+    proposer = make("loop", EAGLE, 3)
+    assert chain_facts(proposer).host_side == ()
     setattr(proposer, name, (int,))
-    proposer.draft_loop.capture((1, 2), object(), runner.template())
-    assert name in notes["draft-loop-graph"]
-    assert "launched one by one" in notes["draft-loop-graph"]
-    assert RecordedGraphs.instances == []
+    assert chain_facts(proposer).host_side == (name,)
 
 
 @pytest.mark.parametrize("k", [2, 3])
@@ -155,7 +133,7 @@ def test_rows_come_and_go(pair):
         rung = RecordedGraphs.instances[1].replayed[-1].num_reqs
         assert inert[:rung].tolist() == [False] * size + [True] * (rung - size)
         # No inert row has gained a sequence, nor a slot to write to.
-        assert graphed.draft_graphs.step_buffers.seq_lens[size:rung].tolist() == [0] * (rung - size)
+        assert graphed.draft_loop._buffers.seq_lens[size:rung].tolist() == [0] * (rung - size)
         assert graphed._slot_mapping_buffer[size:rung].tolist() == [-1] * (rung - size)
 
 

@@ -20,7 +20,7 @@ DFLASH = "vllm/v1/spec_decode/dflash.py"
 UTILS = "vllm/v1/spec_decode/utils.py"
 
 # Bodies that take any proposer; those of DFlash see a subclass with members of its own.
-FOR_ANY = ("draft_builders.py", "draft_graphs.py", "draft_loop.py", "draft_obstacles.py", "first_pass.py")
+FOR_ANY = ("draft_facts.py", "draft_graphs.py", "draft_loop.py", "first_pass.py", "pass_graphs.py")
 FOR_DFLASH = ("dflash_context.py",)
 
 # Read with a default where the version may not have them.
@@ -81,7 +81,7 @@ def test_every_attribute_of_the_proposer_exists(vllm_tree: Callable) -> None:
     used = {name for module in FOR_ANY for name in attributes_read(module, "proposer")}
     assert {"input_ids", "_slot_mapping_buffer", "_greedy_sample", "net_num_new_slots_per_request"} <= used
     for_dflash = {name for module in FOR_DFLASH for name in attributes_read(module, "proposer")}
-    for_dflash |= tuples_in("dflash_context.py", "fit_query_buffers")
+    for_dflash |= tuples_in("dflash_context.py", "lengthen_query_buffers")
     assert {"_context_positions_buffer", "max_query_tokens", "positions"} <= for_dflash
     missing = []
     for version in SUPPORTED:
@@ -159,9 +159,9 @@ def test_every_field_of_the_metadata_exists(vllm_tree: Callable) -> None:
         "slot_mapping",
         "causal",
     }
-    read = set(attributes_read("draft_metadata.py", "metadata")) | set(attributes_read("draft_graphs.py", "metadata"))
+    read = set(attributes_read("draft_buffers.py", "metadata")) | set(attributes_read("draft_graphs.py", "metadata"))
     assert read <= needed, f"metadata fields that this list does not name: {sorted(read - needed)}"
-    named = tuples_of("draft_metadata.py", "_HOST_ROWS", "_DROPPED", "_UNMANAGED")
+    named = tuples_of("draft_buffers.py", "_HOST_ROWS", "_DROPPED", "_UNMANAGED")
     missing, ever = [], set()
     for version in SUPPORTED:
         metadata = find(tree_of(vllm_tree, version, "vllm/v1/attention/backend.py"), "CommonAttentionMetadata")
@@ -175,7 +175,7 @@ def test_every_field_of_the_metadata_exists(vllm_tree: Callable) -> None:
 
 def test_every_tensor_field_of_the_metadata_is_dealt_with(vllm_tree: Callable) -> None:
     """A new tensor of a new version would keep its changing address in a captured graph."""
-    handled = tuples_of("draft_metadata.py", "_HOST_ROWS", "_DROPPED", "_UNMANAGED")
+    handled = tuples_of("draft_buffers.py", "_HOST_ROWS", "_DROPPED", "_UNMANAGED")
     handled |= {"query_start_loc", "query_start_loc_cpu", "seq_lens", "block_table_tensor", "slot_mapping", "causal"}
     # Host copies of fields that turn the graphs off, and one that only Mamba2 layers read.
     handled |= {"dcp_local_seq_lens_cpu", "dcp_local_seq_lens_cpu_upper_bound", "replayssm_decode_base_cpu"}

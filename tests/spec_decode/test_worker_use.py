@@ -24,7 +24,7 @@ from vllm_hwplugin import record
 from vllm_hwplugin.patching import SUPPORTED, Catalog, load_catalog, make_plan
 from vllm_hwplugin.record import Use
 from vllm_hwplugin.spec_decode import context_norm, measured, worker_use
-from vllm_hwplugin.spec_decode.draft_obstacles import DrafterFacts
+from vllm_hwplugin.spec_decode.draft_decision import DrafterFacts
 from vllm_hwplugin.spec_decode.fallback import FeatureRequired, stays_stock
 from vllm_hwplugin.spec_decode.worker_use import V1, V2, WorkerFacts
 
@@ -33,8 +33,8 @@ from . import drafters
 RESULTS = Path(__file__).parents[2] / measured.FOLDER
 LIVE = ("draft-full-graph", "draft-loop-graph", "dflash-full-graph", "dflash-draft-backend", "dflash-context-norm")
 
-FULL = DrafterFacts("EagleProposer", CUDAGraphMode.FULL)
-NONE = DrafterFacts("EagleProposer", CUDAGraphMode.NONE)
+FULL = DrafterFacts("EagleProposer", "FULL")
+NONE = DrafterFacts("EagleProposer", "NONE", target_has_graphs=False)
 NEWEST = Version("0.33.0")
 EAGLE = WorkerFacts(NEWEST, V1, "eagle3", 3, drafter="EagleProposer", proposer=FULL)
 DFLASH = WorkerFacts(NEWEST, V1, "dflash", 7, drafter="DFlashProposer", proposer=FULL)
@@ -163,11 +163,11 @@ def test_what_a_feature_found_out_outweighs_the_configuration_before_and_after(m
     worker = worker_on(
         SimpleNamespace(drafter=make("loop", drafters.EAGLE, 3)), v2=False, method="eagle3", mode=CUDAGraphMode.FULL
     )
-    stays_stock("draft-loop-graph", "VLLM_HWPLUGIN_DRAFT_LOOP_GRAPH", "step by step", "found while building")
+    stays_stock("draft-loop-graph", "step by step", "found while building")
     worker_use.report_worker(worker)
     assert uses()["draft-loop-graph"] == {"used": False, "reason": "found while building"}
     assert uses()["draft-full-graph"]["used"]
-    stays_stock("draft-full-graph", "VLLM_HWPLUGIN_DRAFT_FULL_GRAPH", "as in stock", "found while serving")
+    stays_stock("draft-full-graph", "as in stock", "found while serving")
     assert uses()["draft-full-graph"] == {"used": False, "reason": "found while serving"}
     (kept,) = (item for item in record.read_all(record._folder.parent))  # type: ignore[union-attr]
     assert kept.uses == uses()

@@ -56,8 +56,8 @@ def graph_modes(runner: Any) -> dict[str, str]:
 def _modes(runner: Any) -> Iterator[tuple[str, str]]:
     for name, owner in (("target", runner), ("drafter", drafter_of(runner))):
         dispatcher = getattr(owner, "cudagraph_dispatcher", None)
-        if getattr(dispatcher, "draft_keys", None) is not None:
-            yield name, "FULL"  # the features keep their keys beside the dispatcher's own
+        if getattr(getattr(owner, "draft_graphs", None), "ready", False):
+            yield name, "FULL"  # the features have graphs of their own, which vLLM's dispatcher does not know
             continue
         managers = ("cudagraph_manager", "query_cudagraph_manager", "decode_cudagraph_manager")
         for holder in (dispatcher, *(getattr(owner, manager, None) for manager in managers)):

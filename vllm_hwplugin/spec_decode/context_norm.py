@@ -17,10 +17,10 @@ from collections.abc import Callable
 import torch
 
 from vllm_hwplugin import record
+from vllm_hwplugin.spec_decode.features import DFLASH_CONTEXT_NORM
 
 logger = logging.getLogger("vllm.hwplugin")
 
-_FEATURE = "dflash-context-norm"
 _OP_IS_RIGHT = "rms_norm honours a weight row per layer; vLLM's single call is kept"
 
 #: ``ops.rms_norm``: (out, x, weight, eps) -> None, writes ``out``.
@@ -64,7 +64,7 @@ def _honours_rows(op: NormOp, x: torch.Tensor, weights: torch.Tensor) -> bool:
     with _lock:
         if question not in _answers:
             _answers[question] = _ask(op, x, weights)
-            record.use(_FEATURE, not all(_answers.values()), obstacle() or "")
+            record.use(DFLASH_CONTEXT_NORM, not all(_answers.values()), obstacle() or "")
         return _answers[question]
 
 
@@ -85,8 +85,8 @@ def _ask(op: NormOp, x: torch.Tensor, weights: torch.Tensor) -> bool:
     if broadcast:
         where += " broadcast"
     decision = _OP_IS_RIGHT if fault is None else f"rms_norm {fault}; one call a layer instead"
-    record.note(f"{_FEATURE} {where}", decision)
-    logger.info("%s on %s: %s", _FEATURE, where, decision)
+    record.note(f"{DFLASH_CONTEXT_NORM} {where}", decision)
+    logger.info("%s on %s: %s", DFLASH_CONTEXT_NORM, where, decision)
     return fault is None
 
 

@@ -14,11 +14,10 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from vllm_hwplugin import record
+from vllm_hwplugin.spec_decode.features import DFLASH_DRAFT_BACKEND
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-FEATURE = "dflash-draft-backend"
 
 
 def draft_config(target: VllmConfig) -> VllmConfig:
@@ -34,12 +33,16 @@ def draft_config(target: VllmConfig) -> VllmConfig:
     attention = copy.copy(target.attention_config)
     named = attention.backend
     if named is None:
-        record.note(FEATURE, "target and draft select their attention backends separately")
+        record.note(DFLASH_DRAFT_BACKEND, "target and draft select their attention backends separately")
     elif named.get_class().supports_non_causal():
-        record.note(FEATURE, f"the draft has the target's {named.name}, which declares non-causal attention")
+        record.note(
+            DFLASH_DRAFT_BACKEND, f"the draft has the target's {named.name}, which declares non-causal attention"
+        )
     else:
         attention.backend = None
-        record.note(FEATURE, f"the draft selects its own backend: {named.name} is the target's and only causal")
+        record.note(
+            DFLASH_DRAFT_BACKEND, f"the draft selects its own backend: {named.name} is the target's and only causal"
+        )
     # The name that vLLM declares from 0.21.0 on; a plain attribute here.
     attention.use_non_causal = True
     draft = copy.copy(target)

@@ -17,14 +17,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_hwplugin import gates, record
+from vllm_hwplugin.spec_decode.features import DFLASH_DRAFT_BACKEND, DFLASH_FULL_GRAPH, gate_of
 
 logger = logging.getLogger("vllm.hwplugin")
 
-# Where it is live, vLLM 0.20's target and draft no longer share one backend.
-_DRAFT_BACKEND_FEATURE = "dflash-draft-backend"
 _SLIDING = "sliding_attention"
 _OWN_KEY = "eagle_aux_hidden_state_layer_ids"
-_GATE = "VLLM_HWPLUGIN_DFLASH_FULL_GRAPH"
 _DECISION = "dflash-config"
 
 
@@ -113,7 +111,7 @@ def check(vllm_config: Any) -> None:
         _backend_problem(draft, vllm_config),
     )
     found = [problem for problem in problems if problem is not None]
-    required = gates.read(_GATE).text == "on"
+    required = gates.read(gate_of(DFLASH_FULL_GRAPH)).text == "on"
     for problem in found:
         if required or not problem.served:
             raise DFlashConfigError(problem.text)
@@ -238,11 +236,12 @@ def _named_backend(vllm_config: Any) -> tuple[str, Any, str]:
         return option, spec.attention_backend, "leave the option out and vLLM chooses one for the draft"
     # vLLM 0.20 has one option for both models.
     entry = record.current()
-    apart = entry is not None and _DRAFT_BACKEND_FEATURE in entry.live
+    # Where it is live, this version's target and draft no longer share one backend.
+    apart = entry is not None and DFLASH_DRAFT_BACKEND in entry.live
     return (
         "--attention-backend",
         None if apart else vllm_config.attention_config.backend,
-        f"let the draft have its own ({_DRAFT_BACKEND_FEATURE}: vllm-hwplugin doctor says why that feature is off)",
+        f"let the draft have its own ({DFLASH_DRAFT_BACKEND}: vllm-hwplugin doctor says why that feature is off)",
     )
 
 

@@ -19,18 +19,18 @@ from vllm.forward_context import BatchDescriptor, set_forward_context
 from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
 
 from vllm_hwplugin import record
-from vllm_hwplugin.spec_decode.draft_graphs import full_graphs
-from vllm_hwplugin.spec_decode.draft_keys import pad_up
+from vllm_hwplugin.spec_decode.draft_graphs import Companion, DraftGraphs
+from vllm_hwplugin.spec_decode.draft_keys import DraftKeys, pad_up
 from vllm_hwplugin.spec_decode.fallback import stays_stock
+from vllm_hwplugin.spec_decode.features import DFLASH_FULL_GRAPH
+from vllm_hwplugin.spec_decode.pass_graphs import PassGraphs, full_graphs
 
-_FEATURE = "dflash-full-graph"
-_GATE = "VLLM_HWPLUGIN_DFLASH_FULL_GRAPH"
 _STOCK = "a DFlash drafter's context is stored as in stock vLLM"
 
 logger = logging.getLogger("vllm.hwplugin")
 
 
-def fit_query_buffers(proposer: Any) -> None:
+def lengthen_query_buffers(proposer: Any) -> None:
     """Let a `DFlashProposer`'s query buffers hold the longest padded batch.
 
     Stock buffers hold what their own side needs: `input_ids` the scheduler's token budget, which a batch of many short
@@ -44,11 +44,17 @@ def fit_query_buffers(proposer: Any) -> None:
             setattr(proposer, name, rows.new_zeros(largest))
 
 
-class ContextGraphs:
-    """The context graphs of one `DFlashProposer`, which holds it as `draft_context`."""
+class ContextGraphs(Companion):
+    """The context graphs of one `DFlashProposer`, which holds it as `draft_context`.
 
-    def __init__(self, proposer: Any):
+    Args:
+        proposer: the drafter.
+        draft_graphs: those of its pass, which this is a companion of.
+    """
+
+    def __init__(self, proposer: Any, draft_graphs: DraftGraphs):
         self._proposer = proposer
+        self._draft_graphs = draft_graphs
         self.forget()
 
     def forget(self) -> None:
@@ -57,28 +63,37 @@ class ContextGraphs:
         self._graphs: CUDAGraphWrapper | None = None
         self._fused: dict[str, torch.Tensor] = {}
 
-    def capture(self, ladder: tuple[int, ...], graph_pool: Any, template: Any) -> None:
-        """Capture the context of each decode batch of `ladder` requests, largest first, in the drafter's memory pool.
+    def capture(self, passes: PassGraphs, keys: DraftKeys, template: Any) -> None:
+        """Capture the context of each decode batch that has a graph, largest first.
 
-        The slots are such that nothing is written to; `template` is not needed.
+        The slots are such that nothing is written to.
+
+        Args:
+            passes: the graphs of the drafter's pass, whose memory pool the context shares.
+            keys: their shapes.
+            template: not needed, as the context has no attention.
         """
         self.forget()
         proposer = self._proposer
         block = 1 + proposer.speculative_config.num_speculative_tokens
-        self._sizes = tuple(rung * block for rung in ladder if rung * block <= proposer.max_num_tokens)
-        self._graphs = full_graphs(self._precompute, proposer.vllm_config, graph_pool)
+        self._sizes = tuple(rung * block for rung in keys.requests(block) if rung * block <= proposer.max_num_tokens)
+        self._graphs = full_graphs(self._precompute, proposer.vllm_config, passes.graph_pool)
         for size in reversed(self._sizes):
             proposer._context_slot_mapping_buffer[:size].fill_(PADDING_SLOT_ID)
             for mode in (CUDAGraphMode.NONE, CUDAGraphMode.FULL):
                 self._launch(size, mode)
         # Only now: a draft with dummy weights fuses them in its first call.
         self._fused = _fused_weights(proposer.model)
-        record.note(_FEATURE, f"context keys and values in graphs of {list(self._sizes)} tokens")
+        record.note(DFLASH_FULL_GRAPH, f"context keys and values in graphs of {list(self._sizes)} tokens")
 
-    def leave(self, reason: str) -> None:
-        """Have no graphs, for `reason`."""
+    def stay_stock(self, reason: str) -> None:
+        """Have no graphs, and put on record why.
+
+        Raises:
+            FeatureRequired: the gate says `on`.
+        """
         self.forget()
-        stays_stock(_FEATURE, _GATE, "the DFlash drafter runs as in stock vLLM", reason)
+        stays_stock(DFLASH_FULL_GRAPH, "the DFlash drafter runs as in stock vLLM", reason)
 
     def store(self, states: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
         """Write the context of a batch into the drafter's cache, in one launch where there is a graph.
@@ -89,7 +104,7 @@ class ContextGraphs:
             slots: int64 [tokens], the leading part of the proposer's context slots.
         """
         proposer, count = self._proposer, states.shape[0]
-        padded = pad_up(self._sizes, count) if proposer.draft_graphs.ready else None
+        padded = pad_up(self._sizes, count) if self._draft_graphs.ready else None
         if padded is None or not self._keep_fused_in_place():
             proposer.model.precompute_and_store_context_kv(states, positions, slots)
             return
@@ -111,8 +126,8 @@ class ContextGraphs:
             if getattr(current, "shape", None) != captured.shape or current.dtype != captured.dtype:
                 self.forget()
                 reason = f"the draft model's {name} has another shape or type than at capture"
-                record.note(_FEATURE, f"{_STOCK}: {reason}")
-                logger.warning("%s: from now on %s: %s", _FEATURE, _STOCK, reason)
+                record.note(DFLASH_FULL_GRAPH, f"{_STOCK}: {reason}")
+                logger.warning("%s: from now on %s: %s", DFLASH_FULL_GRAPH, _STOCK, reason)
                 return False
             # A name for a parameter's memory is written where it was; a tensor of its own is not.
             if current.data_ptr() != captured.data_ptr():

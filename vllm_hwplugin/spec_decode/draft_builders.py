@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 #: What a builder class says of itself where it overrides methods that make metadata, but lets its base class make it.
 SAME_AS_BASE = "same_metadata_as_base"
@@ -98,8 +97,3 @@ def refusing(builder_classes: Iterable[type], what: str) -> str | None:
         if not getattr(allows, what):
             refused[cls.__name__] = allows.why
     return "; ".join(f"{name}: {refused[name]}" for name in sorted(refused)) or None
-
-
-def builder_classes(proposer: Any) -> frozenset[type]:
-    """The classes of a `SpecDecodeBaseProposer`'s builders; empty until its `initialize_attn_backend` made them."""
-    return frozenset(type(group.get_metadata_builder()) for group in proposer.draft_attn_groups)

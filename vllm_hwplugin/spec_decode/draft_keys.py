@@ -13,18 +13,21 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+#: Tokens of a request in every pass of an autoregressive drafter but the first.
+STEP_QUERY_LEN = 1
+
 
 @dataclass(frozen=True, slots=True)
 class DraftShape:
-    """A captured batch shape: `num_tokens` tokens in `num_reqs` rows, all rows of one length where `uniform`."""
+    """A captured batch shape: `num_tokens` tokens in `num_reqs` rows of `query_len` tokens (None: of any length)."""
 
     num_tokens: int
     num_reqs: int
-    uniform: bool
+    query_len: int | None
 
 
 def uniform_shape(query_len: int, num_reqs: int) -> DraftShape:
-    return DraftShape(num_tokens=query_len * num_reqs, num_reqs=num_reqs, uniform=True)
+    return DraftShape(num_tokens=query_len * num_reqs, num_reqs=num_reqs, query_len=query_len)
 
 
 def request_ladder(capture_sizes: Iterable[int], target_query_len: int, max_num_seqs: int) -> tuple[int, ...]:
@@ -71,16 +74,18 @@ class DraftKeys:
 
         Args:
             num_tokens: tokens in the batch.
-            query_len: tokens of every request in it; None where they differ; 0 where no graph may be used.
+            query_len: tokens of every request in it; None where they differ.
         """
-        if query_len == 0:
-            return None
         if query_len is not None and num_tokens % query_len == 0:
-            num_reqs = pad_up(self.uniform.get(query_len, ()), num_tokens // query_len)
+            num_reqs = pad_up(self.requests(query_len), num_tokens // query_len)
             if num_reqs is not None:
                 return uniform_shape(query_len, num_reqs)
         padded = pad_up(self.mixed, num_tokens)
         return None if padded is None else self._mixed_shape(padded)
+
+    def requests(self, query_len: int) -> tuple[int, ...]:
+        """Request counts, ascending, of the graphs for this query length; empty where there are none."""
+        return self.uniform.get(query_len, ())
 
     def all(self) -> tuple[DraftShape, ...]:
         """Every shape, largest first, so that later captures can reuse the memory pool of earlier ones."""
@@ -89,4 +94,4 @@ class DraftKeys:
         return tuple(sorted(shapes, key=lambda shape: (shape.num_tokens, shape.num_reqs), reverse=True))
 
     def _mixed_shape(self, num_tokens: int) -> DraftShape:
-        return DraftShape(num_tokens=num_tokens, num_reqs=min(num_tokens, self.max_num_seqs), uniform=False)
+        return DraftShape(num_tokens=num_tokens, num_reqs=min(num_tokens, self.max_num_seqs), query_len=None)

@@ -12,7 +12,6 @@ of draft tokens than the configured one) take the path of `draft_graphs`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,110 +20,89 @@ from vllm.config import CUDAGraphMode
 from vllm.v1.spec_decode.utils import PADDING_SLOT_ID, eagle_step_update_slot_mapping_and_metadata
 
 from vllm_hwplugin import record
-from vllm_hwplugin.spec_decode.draft_builders import builder_classes, refusing
-from vllm_hwplugin.spec_decode.draft_graphs import DraftGraphs, full_graphs
-from vllm_hwplugin.spec_decode.draft_keys import pad_up, uniform_shape
+from vllm_hwplugin.spec_decode.draft_buffers import PassBuffers
+from vllm_hwplugin.spec_decode.draft_decision import chain_obstacle
+from vllm_hwplugin.spec_decode.draft_facts import chain_facts
+from vllm_hwplugin.spec_decode.draft_graphs import Companion, DraftGraphs
+from vllm_hwplugin.spec_decode.draft_keys import STEP_QUERY_LEN, DraftKeys, DraftShape, pad_up, uniform_shape
 from vllm_hwplugin.spec_decode.fallback import stays_stock
+from vllm_hwplugin.spec_decode.features import DRAFT_LOOP_GRAPH
+from vllm_hwplugin.spec_decode.pass_graphs import PassGraphs, full_graphs
 
-_FEATURE = "draft-loop-graph"
-_GATE = "VLLM_HWPLUGIN_DRAFT_LOOP_GRAPH"
 
+class DraftLoop(Companion):
+    """The chain graphs of one `SpecDecodeBaseProposer`, which holds it as `draft_loop`.
 
-@dataclass(frozen=True)
-class ChainFacts:
-    """What decides whether a drafter's chain may be one graph; plain values, so that the decision needs no device.
-
-    `attention` is why the draft layers' attention backends do not allow it, or None.
+    Args:
+        proposer: the drafter.
+        draft_graphs: those of its passes, which this is a companion of.
     """
 
-    num_speculative_tokens: int
-    attention: str | None = None
-    parallel_drafting: bool = False
-    expanded_hidden_states: bool = False
-    host_side: tuple[str, ...] = ()
-
-
-def obstacle(facts: ChainFacts) -> str | None:
-    """Why this drafter's steps are launched one by one, or None."""
-    if facts.num_speculative_tokens < 2 or facts.parallel_drafting:
-        return "one pass drafts every token, so there is no chain"
-    if facts.attention is not None:
-        return f"metadata has to be built between steps ({facts.attention})"
-    if facts.expanded_hidden_states:
-        return "the states that the draft model passes on are wider than those it samples from"
-    if facts.host_side:
-        return f"the drafter does host work between steps: {', '.join(facts.host_side)}"
-    return None
-
-
-class DraftLoop:
-    """The chain graphs of one `SpecDecodeBaseProposer`, which holds it as `draft_loop`."""
-
-    def __init__(self, proposer: Any):
+    def __init__(self, proposer: Any, draft_graphs: DraftGraphs):
         self._proposer = proposer
+        self._draft_graphs = draft_graphs
         self._num_tokens = 0
         self.forget()
 
     def forget(self) -> None:
         """Have no chain graphs, and nothing that was made for them."""
+        self._passes: PassGraphs | None = None
         self._graphs: CUDAGraphWrapper | None = None
         self._metadata: dict[int, dict[str, Any]] = {}
         self._ladder: tuple[int, ...] = ()
         self._inert_from: tuple[int, int] | None = None
 
-    @property
-    def _owner(self) -> DraftGraphs:
-        return self._proposer.draft_graphs  # type: ignore[no-any-return]
-
-    def capture(self, ladder: tuple[int, ...], graph_pool: Any, template: Any) -> None:
-        """Capture a graph for each request count of `ladder`, largest first, in the drafter's memory pool.
+    def capture(self, passes: PassGraphs, keys: DraftKeys, template: Any) -> None:
+        """Capture a graph for each request count of the one-token steps, largest first.
 
         The rows are inert, so nothing is written to the KV cache.
+
+        Args:
+            passes: the graphs of the drafter's passes, whose memory pool and buffers the chain shares.
+            keys: their shapes.
+            template: the `CommonAttentionMetadata` that the runner built for the drafter's KV-cache group.
+
+        Raises:
+            FeatureRequired: the steps make no chain, and the gate says `on`.
         """
         self.forget()
-        reason = obstacle(self._facts())
-        if reason is not None:
-            self.leave(reason)
-            return
         proposer = self._proposer
+        reason = chain_obstacle(chain_facts(proposer))
+        if reason is not None:
+            self.stay_stock(reason)
+            return
         max_reqs, device = proposer.vllm_config.scheduler_config.max_num_seqs, proposer.device
-        self._ladder, self._num_tokens = ladder, proposer.speculative_config.num_speculative_tokens
+        self._passes, self._ladder = passes, keys.requests(STEP_QUERY_LEN)
+        self._num_tokens = proposer.speculative_config.num_speculative_tokens
         self._drafts = torch.zeros((max_reqs, self._num_tokens), dtype=torch.int64, device=device)
         self._sample_hidden = torch.zeros((max_reqs, proposer.hidden_size), dtype=proposer.dtype, device=device)
         self._inert = torch.zeros(max_reqs, dtype=torch.bool, device=device)
-        self._graphs = full_graphs(self._draft, proposer.vllm_config, graph_pool)
-        for num_reqs in reversed(ladder):
-            self._metadata[num_reqs] = self._owner.capture_metadata(template, uniform_shape(1, num_reqs))
+        self._graphs = full_graphs(self._draft, proposer.vllm_config, passes.graph_pool)
+        for num_reqs in reversed(self._ladder):
+            self._metadata[num_reqs] = passes.dummy_metadata(_shape(num_reqs), template)
             self._mark_inert(0, num_reqs)
             for mode in (CUDAGraphMode.NONE, CUDAGraphMode.FULL):
                 self._launch(num_reqs, mode)
-        record.note(_FEATURE, f"{self._num_tokens - 1} steps in one graph for {list(ladder)} requests")
+        steps = self._num_tokens - 1
+        record.note(DRAFT_LOOP_GRAPH, f"{steps} steps in one graph for {list(self._ladder)} requests")
 
-    def leave(self, reason: str) -> None:
-        """Have no chain graphs, for `reason`."""
+    def stay_stock(self, reason: str) -> None:
+        """Have no chain graphs, and put on record why.
+
+        Raises:
+            FeatureRequired: the gate says `on`.
+        """
         self.forget()
-        stays_stock(_FEATURE, _GATE, "steps are launched one by one", reason)
+        stays_stock(DRAFT_LOOP_GRAPH, "steps are launched one by one", reason)
 
-    def _facts(self) -> ChainFacts:
-        proposer = self._proposer
-        names = (
-            "supports_mm_inputs",
-            "uses_mrope",
-            "draft_uses_xdrope_dim",
-            "constant_draft_positions",
-            "use_heterogeneous_vocab",
-            "use_local_argmax_reduction",
-            "allowed_attn_types",
-            "eplb_state",
-        )
-        return ChainFacts(
-            num_speculative_tokens=proposer.speculative_config.num_speculative_tokens,
-            attention=refusing(builder_classes(proposer), "chain"),
-            parallel_drafting=proposer.parallel_drafting,
-            # DeepSeek V4's MTP passes several residual streams on, side by side.
-            expanded_hidden_states=proposer.hidden_size != proposer.draft_model_config.get_hidden_size(),
-            host_side=tuple(name for name in names if getattr(proposer, name, None)),
-        )
+    @property
+    def _captured(self) -> PassGraphs:
+        assert self._passes is not None
+        return self._passes
+
+    @property
+    def _buffers(self) -> PassBuffers:
+        return self._captured.buffers.of(_shape(1))
 
     def run(
         self,
@@ -152,8 +130,8 @@ class DraftLoop:
         num_reqs = pad_up(self._ladder, batch)
         if num_reqs is None or num_reqs not in self._metadata or not self._covers(metadata, sampling_metadata):
             return None
-        buffers = self._owner.step_buffers
-        buffers.write(metadata, uniform_shape(1, num_reqs))
+        buffers = self._buffers
+        buffers.write_steps(metadata, _shape(num_reqs))
         if num_rejected_tokens is not None:
             buffers.seq_lens[:batch].sub_(num_rejected_tokens)
         self._mark_inert(batch, num_reqs)
@@ -169,7 +147,7 @@ class DraftLoop:
             return False
         if getattr(proposer, "_enable_probabilistic_draft_probs", False) and not sampling_metadata.all_greedy:
             return False
-        return self._owner.may_replay(metadata)
+        return self._draft_graphs.may_replay(metadata)
 
     def _mark_inert(self, batch: int, num_reqs: int) -> None:
         if self._inert_from != (batch, num_reqs):
@@ -179,7 +157,7 @@ class DraftLoop:
 
     def _launch(self, num_reqs: int, mode: CUDAGraphMode) -> None:
         assert self._graphs is not None
-        with self._owner.forward_context(self._metadata[num_reqs], uniform_shape(1, num_reqs), mode):
+        with self._captured.forward_context(self._metadata[num_reqs], _shape(num_reqs), mode):
             self._graphs(num_reqs=num_reqs)
 
     def _draft(self, num_reqs: int) -> torch.Tensor:
@@ -189,8 +167,8 @@ class DraftLoop:
         """
         proposer = self._proposer
         slots = proposer._slot_mapping_buffer[:num_reqs]
-        seq_lens = self._owner.step_buffers.seq_lens[:num_reqs]
-        inert = self._inert[:num_reqs]
+        seq_lens = self._buffers.seq_lens[:num_reqs]
+        block_table, inert = self._captured.buffers.block_table(num_reqs), self._inert[:num_reqs]
         positions, hidden = proposer.positions[:num_reqs], proposer.hidden_states[:num_reqs]
         inputs = {"input_ids": proposer.input_ids[:num_reqs], "positions": positions, "inputs_embeds": None}
         if proposer.pass_hidden_states_to_model:
@@ -200,7 +178,7 @@ class DraftLoop:
         for step in range(1, self._num_tokens):
             eagle_step_update_slot_mapping_and_metadata(
                 positions_1d=positions,
-                block_table_tensor=self._owner.block_table(num_reqs),
+                block_table_tensor=block_table,
                 seq_lens=seq_lens,
                 block_size=proposer.block_size,
                 max_model_len=proposer.max_model_len,
@@ -219,3 +197,7 @@ class DraftLoop:
             tokens = proposer._greedy_sample(last_hidden)
             self._drafts[:num_reqs, step].copy_(tokens)
         return self._drafts[:num_reqs]
+
+
+def _shape(num_reqs: int) -> DraftShape:
+    return uniform_shape(STEP_QUERY_LEN, num_reqs)

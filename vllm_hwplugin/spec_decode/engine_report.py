@@ -8,8 +8,8 @@ configuration, which is only final when the engine stands.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from vllm_hwplugin import record
@@ -27,14 +27,14 @@ class Findings:
         described: the part and what decides about it, for the log.
         uses: whether it uses each live feature that works in it, as far as its configuration says.
         advise: gives one line of advice, or None, once it is settled what is used; None for a part that has no say.
-        demanded: feature -> gate, of the features that this part has to use where their gate says `on`. Those that mend
-            a fault are not among them: where they are not used, the fault is not there.
+        demanded: the features that this part has to use where their gate says `on`. Those that mend a fault are not
+            among them: where they are not used, the fault is not there.
     """
 
     described: str
     uses: Mapping[str, Use]
     advise: Callable[[Mapping[str, Use]], str | None] | None = None
-    demanded: Mapping[str, str] = field(default_factory=dict)
+    demanded: Collection[str] = ()
 
 
 def report(part: Any, examine: Callable[[Any, ProcessRecord], Findings]) -> None:
@@ -62,9 +62,9 @@ def report(part: Any, examine: Callable[[Any, ProcessRecord], Findings]) -> None
         advice = found.advise(settled)
         record.advise(advice)
     logger.info("vllm-hwplugin: %s %s%s", found.described, sentence(settled), f". {advice}" if advice else "")
-    for name, gate in found.demanded.items():
-        if name in settled and not settled[name]["used"]:
-            refuse_if_required(name, gate, settled[name]["reason"])
+    for feature in found.demanded:
+        if feature in settled and not settled[feature]["used"]:
+            refuse_if_required(feature, settled[feature]["reason"])
 
 
 def use_of(obstacle: str | None) -> Use:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 
 from vllm_hwplugin import gates, record
+from vllm_hwplugin.spec_decode.features import gate_of
 
 logger = logging.getLogger("vllm.hwplugin")
 
@@ -14,33 +15,33 @@ class FeatureRequired(RuntimeError):
     """A gate says ``on``, and the engine that was configured cannot have the feature."""
 
 
-def refuse_if_required(feature: str, gate: str, reason: str) -> None:
+def refuse_if_required(feature: str, reason: str) -> None:
     """End the start of an engine that does not use ``feature``, if the user demands it.
 
     Raises:
         FeatureRequired: the gate says ``on``.
     """
+    gate = gate_of(feature)
     if gates.read(gate).text == "on":
         raise FeatureRequired(
             f"{gate}=on, but {feature} has no effect here: {reason}; set {gate}=auto to run without it"
         )
 
 
-def stays_stock(feature: str, gate: str, effect: str, reason: str) -> None:
+def stays_stock(feature: str, effect: str, reason: str) -> None:
     """Put on record and in the log that ``feature`` leaves things as they are.
 
     Whether a patch fits is settled before vLLM is imported; whether the engine has a use for it only shows here.
 
     Args:
-        feature: its id.
-        gate: the switch of the feature.
+        feature: one of `features`.
         effect: what happens instead, as the log and ``vllm-hwplugin doctor`` say it.
         reason: why.
 
     Raises:
         FeatureRequired: the gate says ``on``.
     """
-    refuse_if_required(feature, gate, reason)
+    refuse_if_required(feature, reason)
     record.note(feature, f"{effect}: {reason}")
     record.use(feature, False, reason)
     logger.info("%s: %s: %s", feature, effect, reason)

@@ -19,6 +19,7 @@ from typing import Any
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from vllm_hwplugin import record
+from vllm_hwplugin.spec_decode.features import DFLASH_DRAFT_BACKEND
 
 
 def layouts_clash(
@@ -43,10 +44,10 @@ def layouts_clash(
             continue
         if len({_block_dim(group, kernel_block_sizes[group.kv_cache_group_id], cache_dtype) for group in sharing}) > 1:
             record.note(
-                "dflash-draft-backend KV cache",
+                f"{DFLASH_DRAFT_BACKEND} KV cache",
                 f"keys and values lie block by block, because {' and '.join(tensor.shared_by)} share memory",
             )
-            record.use("dflash-draft-backend", True)
+            record.use(DFLASH_DRAFT_BACKEND, True)
             return True
     return False
 

@@ -14,6 +14,7 @@ from typing import Final
 from packaging.version import Version
 
 from vllm_hwplugin.record import Use
+from vllm_hwplugin.spec_decode.features import DFLASH_FULL_GRAPH
 
 #: Where the files are, in the source tree.
 FOLDER: Final = "benchmarks/results"
@@ -54,7 +55,7 @@ MRV2_BY_V1: Final = (
 )
 
 # Which feature has to be used for a worker to be as the V1 side was.
-_GRAPHS_OF: Final = {"dflash": "dflash-full-graph"}
+_GRAPHS_OF: Final = {"dflash": DFLASH_FULL_GRAPH}
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,7 @@ from vllm.v1.core.single_type_kv_cache_manager import MambaManager, SingleTypeKV
 
 from vllm_hwplugin.record import ProcessRecord
 from vllm_hwplugin.spec_decode.engine_report import Findings, report, use_of
-
-_FEATURE = "window-blocks"
+from vllm_hwplugin.spec_decode.features import WINDOW_BLOCKS
 
 
 def remove_skipped_blocks(coordinator: Any, request: Any, total_computed_tokens: int, **more: Any) -> None:
@@ -80,4 +79,4 @@ def _examine(scheduler: Any, entry: ProcessRecord) -> Findings:
             for manager in scheduler.kv_cache_manager.coordinator.single_type_managers
         ),
     )
-    return Findings("scheduler", {_FEATURE: use_of(obstacle(facts))} if _FEATURE in entry.live else {})
+    return Findings("scheduler", {WINDOW_BLOCKS: use_of(obstacle(facts))} if WINDOW_BLOCKS in entry.live else {})

@@ -16,20 +16,16 @@ from packaging.version import Version
 from vllm.platforms import current_platform
 
 from vllm_hwplugin.record import ProcessRecord, Use
-from vllm_hwplugin.spec_decode import context_norm, draft_obstacles, measured
-from vllm_hwplugin.spec_decode.draft_obstacles import DrafterFacts
+from vllm_hwplugin.spec_decode import context_norm, draft_decision, features, measured
+from vllm_hwplugin.spec_decode.draft_decision import DrafterFacts
+from vllm_hwplugin.spec_decode.draft_facts import drafter_facts
 from vllm_hwplugin.spec_decode.engine_report import Findings, report, use_of
-from vllm_hwplugin.spec_decode.first_pass import first_pass_of
 
 V1: Final = "V1"
 V2: Final = "V2"
 
 # They make an engine faster, so where one is not used, something is lost.
-_GRAPHS: Final[Mapping[str, str]] = {
-    "draft-full-graph": "VLLM_HWPLUGIN_DRAFT_FULL_GRAPH",
-    "draft-loop-graph": "VLLM_HWPLUGIN_DRAFT_LOOP_GRAPH",
-    "dflash-full-graph": "VLLM_HWPLUGIN_DFLASH_FULL_GRAPH",
-}
+_GRAPHS: Final = (features.DRAFT_FULL_GRAPH, features.DRAFT_LOOP_GRAPH, features.DFLASH_FULL_GRAPH)
 
 _NO_SPECULATION = "there is no speculative decoding"
 # Their draft models norm the context keys of all layers in one call, in the method that the feature patches.
@@ -82,7 +78,7 @@ def _draft_full_graph(facts: WorkerFacts) -> str | None:
         return "Model Runner V2 drafts with code and CUDA graphs of its own"
     if facts.proposer is None:
         return f"{facts.drafter or facts.method} runs no draft model that the feature covers"
-    return draft_obstacles.obstacle(facts.proposer)
+    return draft_decision.obstacle(facts.proposer)
 
 
 def _dflash_full_graph(facts: WorkerFacts) -> str | None:
@@ -115,12 +111,12 @@ def _other_method(facts: WorkerFacts, methods: Collection[str]) -> str | None:
 
 
 _RULES: Final[Mapping[str, Callable[[WorkerFacts], str | None]]] = {
-    "draft-full-graph": _draft_full_graph,
+    features.DRAFT_FULL_GRAPH: _draft_full_graph,
     # Whether the steps make a chain it decides by itself, wherever there are graphs.
-    "draft-loop-graph": _draft_full_graph,
-    "dflash-full-graph": _dflash_full_graph,
-    "dflash-draft-backend": _dflash_draft_backend,
-    "dflash-context-norm": _dflash_context_norm,
+    features.DRAFT_LOOP_GRAPH: _draft_full_graph,
+    features.DFLASH_FULL_GRAPH: _dflash_full_graph,
+    features.DFLASH_DRAFT_BACKEND: _dflash_draft_backend,
+    features.DFLASH_CONTEXT_NORM: _dflash_context_norm,
 }
 
 
@@ -141,7 +137,7 @@ def _examine(worker: Any, entry: ProcessRecord) -> Findings:
         uses=uses_of(facts, entry.live),
         advise=lambda uses: measured.advice(setting, uses),
         # A stage of a pipeline that does not draft leaves it to the last one.
-        demanded=_GRAPHS if facts.method is None or facts.drafts_here else {},
+        demanded=_GRAPHS if facts.method is None or facts.drafts_here else (),
     )
 
 
@@ -160,7 +156,7 @@ def facts_of(worker: Any, entry: ProcessRecord) -> WorkerFacts:
         num_speculative_tokens=0 if spec is None else spec.num_speculative_tokens,
         drafts_here=drafter is not None,
         drafter="" if drafter is None else type(drafter).__name__,
-        proposer=draft_obstacles.facts_of(drafter, mode, first_pass_of(drafter)) if covered else None,
+        proposer=drafter_facts(drafter, mode) if covered else None,
         mm_prefix=config.model_config.is_mm_prefix_lm,
         named_backend=config.attention_config.backend is not None
         or getattr(spec, "attention_backend", None) is not None,

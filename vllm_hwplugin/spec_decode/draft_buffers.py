@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention metadata of a captured drafter pass, in tensors whose addresses never change.
+"""Attention metadata of captured drafter passes, in tensors whose addresses never change.
 
 A captured kernel reads the addresses that it was captured with. vLLM's eager drafter gives each pass new or re-sliced
 tensors (`query_start_loc`, `seq_lens`, a slot mapping made from the new positions), and shares some of them with the
@@ -14,8 +14,10 @@ import dataclasses
 from typing import Any
 
 import torch
+from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
 
-from vllm_hwplugin.spec_decode.draft_keys import DraftShape
+from vllm_hwplugin.spec_decode.draft_keys import STEP_QUERY_LEN, DraftKeys, DraftShape
+from vllm_hwplugin.spec_decode.features import DRAFT_FULL_GRAPH, gate_of
 
 # Per-request tensors on the host that a metadata builder may read. They follow the padding of the device tensors.
 _HOST_ROWS = ("_seq_lens_cpu", "_num_computed_tokens_cpu", "seq_lens_cpu_upper_bound", "is_prefilling")
@@ -62,8 +64,8 @@ def full_block_table(table: torch.Tensor, num_reqs: int) -> torch.Tensor:
         return table[:num_reqs]
     if num_reqs > rows_held(table):
         raise RuntimeError(
-            f"draft-full-graph: the drafter's block table has {table.shape[0]} rows and its storage ends before row "
-            f"{num_reqs}, which a padded graph needs; set VLLM_HWPLUGIN_DRAFT_FULL_GRAPH=off to run without it"
+            f"{DRAFT_FULL_GRAPH}: the drafter's block table has {table.shape[0]} rows and its storage ends before "
+            f"row {num_reqs}, which a padded graph needs; set {gate_of(DRAFT_FULL_GRAPH)}=off to run without it"
         )
     return table.as_strided((num_reqs, table.shape[1]), table.stride())
 
@@ -96,11 +98,17 @@ class PassBuffers:
         self.write_seq_lens(metadata.seq_lens, shape.num_reqs)
         batch = metadata.num_reqs
         if self.query_len is not None:
-            self._write_uniform_starts(batch, shape.num_reqs)
+            self._write_even_starts(batch, shape.num_reqs, self.query_len)
             return
         self.query_start_loc[: batch + 1].copy_(metadata.query_start_loc[: batch + 1])
         if shape.num_reqs > batch:
             self.query_start_loc[batch + 1 : shape.num_reqs + 1].fill_(metadata.num_actual_tokens)
+        self._written = None
+
+    def write_steps(self, metadata: Any, shape: DraftShape) -> None:
+        """Like `write`, for a pass of one token a request; the row starts of `metadata` are not read."""
+        self.write_seq_lens(metadata.seq_lens, shape.num_reqs)
+        self._write_even_starts(metadata.num_reqs, shape.num_reqs, STEP_QUERY_LEN)
 
     def write_seq_lens(self, seq_lens: torch.Tensor, num_reqs: int) -> None:
         batch = seq_lens.shape[0]
@@ -108,12 +116,12 @@ class PassBuffers:
         if num_reqs > batch:
             self.seq_lens[batch:num_reqs].zero_()
 
-    def _write_uniform_starts(self, batch: int, num_reqs: int) -> None:
+    def _write_even_starts(self, batch: int, num_reqs: int, query_len: int) -> None:
         # They depend on the two counts alone, and a decode batch keeps its size for many steps.
         if self._written == (batch, num_reqs):
             return
-        assert self.query_len is not None
-        torch.clamp(self._steps[: num_reqs + 1], max=batch * self.query_len, out=self.query_start_loc[: num_reqs + 1])
+        starts = self.query_start_loc[: num_reqs + 1]
+        torch.clamp(self._steps[: num_reqs + 1], max=batch * query_len, out=starts)
         self._written = (batch, num_reqs)
 
     def view(self, metadata: Any, shape: DraftShape, slot_mapping: torch.Tensor) -> Any:
@@ -177,3 +185,49 @@ class PassBuffers:
                 filled = lengths if "seq_lens" in name else torch.zeros_like(lengths)
                 changes[name] = filled.to(rows.dtype)
         return dataclasses.replace(template, **changes)
+
+
+class DraftBuffers:
+    """Everything that the graphs of one drafter read of a batch: a `PassBuffers` for each query length.
+
+    Args:
+        keys: the shapes that are captured.
+        table: int32 [batch, blocks], the drafter's block table as the runner gives it at capture.
+        slot_mapping: int64 [tokens], the drafter's persistent slot-mapping buffer.
+        device: where the captured kernels run.
+    """
+
+    def __init__(self, keys: DraftKeys, table: torch.Tensor, slot_mapping: torch.Tensor, device: torch.device):
+        self._table = table
+        self._slot_mapping = slot_mapping
+        lengths = dict.fromkeys(shape.query_len for shape in keys.all())
+        self._passes = {length: PassBuffers(keys.max_num_seqs, length, device) for length in lengths}
+
+    def of(self, shape: DraftShape) -> PassBuffers:
+        """What the graph of `shape` was captured with."""
+        return self._passes[shape.query_len]
+
+    def view(self, metadata: Any, shape: DraftShape) -> Any:
+        """A copy of `metadata` that names the buffers of `shape` and is padded to it."""
+        return self.of(shape).view(metadata, shape, self._slot_mapping)
+
+    def block_table_moved(self, metadata: Any) -> bool:
+        """Whether the block table of `metadata` is elsewhere than the captured kernels look for it."""
+        table = metadata.block_table_tensor
+        return (table.data_ptr(), table.stride(0)) != (self._table.data_ptr(), self._table.stride(0))
+
+    def block_table(self, num_reqs: int) -> torch.Tensor:
+        """int32 [num_reqs, blocks]: the captured block table's leading rows."""
+        return full_block_table(self._table, num_reqs)
+
+    def dummy(self, template: Any, shape: DraftShape, max_seq_len: int, *, causal: bool) -> Any:
+        """A view of a dummy batch that fills `shape`; its slots are all padding.
+
+        Args:
+            template: a `CommonAttentionMetadata`, for what only the runner knows.
+        """
+        buffers = self.of(shape)
+        batch = buffers.batch_for_capture(template, shape, max_seq_len, causal=causal)
+        buffers.write(batch, shape)
+        self._slot_mapping[: shape.num_tokens].fill_(PADDING_SLOT_ID)
+        return self.view(batch, shape)

@@ -9,8 +9,8 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
+from vllm_hwplugin.spec_decode.draft_buffers import PassBuffers, full_block_table, rows_held, unmanaged_field  # noqa: E402
 from vllm_hwplugin.spec_decode.draft_keys import DraftShape, pad_up, uniform_shape  # noqa: E402
-from vllm_hwplugin.spec_decode.draft_metadata import PassBuffers, full_block_table, rows_held, unmanaged_field  # noqa: E402
 
 from .drafters import FIELDS, MAX_LEN, MAX_REQS, MAX_TOKENS, Runner, clone_metadata  # noqa: E402
 
@@ -43,7 +43,7 @@ def snapshot(metadata):
 
 def shape_for(metadata, query_len):
     if query_len is None:
-        return DraftShape(metadata.num_actual_tokens + 5, MAX_REQS, uniform=False)
+        return DraftShape(metadata.num_actual_tokens + 5, MAX_REQS, query_len=None)
     return uniform_shape(query_len, pad_up(LADDER, metadata.num_reqs))
 
 
@@ -150,14 +150,14 @@ def test_seq_lens_are_written_in_place():
     [
         (uniform_shape(4, 3), [4, 4, 4]),
         (uniform_shape(1, 4), [1, 1, 1, 1]),
-        (DraftShape(11, 3, uniform=False), [3, 3, 5]),
-        (DraftShape(2, 2, uniform=False), [1, 1]),
+        (DraftShape(11, 3, query_len=None), [3, 3, 5]),
+        (DraftShape(2, 2, query_len=None), [1, 1]),
     ],
 )
 def test_a_batch_for_capture_fills_the_shape(runner, shape, lengths):
     template = runner.template()
     before = snapshot(template)
-    query_len = lengths[0] if shape.uniform else None
+    query_len = shape.query_len
     full = PassBuffers(MAX_REQS, query_len, CPU).batch_for_capture(template, shape, MAX_LEN)
     starts = torch.tensor([0, *lengths]).cumsum(0).tolist()
     assert full.query_start_loc.tolist() == full.query_start_loc_cpu.tolist() == starts

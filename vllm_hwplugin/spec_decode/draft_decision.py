@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is captured for a drafter, or why nothing: plain facts in, keys and reasons out.
+
+Neither torch nor vLLM is imported, so the rules need no device; `draft_facts` reads the facts off a proposer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vllm_hwplugin.spec_decode.draft_keys import STEP_QUERY_LEN, DraftKeys, request_ladder
+from vllm_hwplugin.spec_decode.first_pass import FirstPass
+
+
+@dataclass(frozen=True)
+class DrafterFacts:
+    """What is known of a drafter once the target's graph mode is settled.
+
+    Attributes:
+        proposer: name of its class.
+        target_mode: name of the target's `CUDAGraphMode`.
+        target_has_graphs: whether that mode has FULL graphs.
+        covered: whether its drafting code is the patched one.
+        padded_batch: whether rejected tokens stay in its batches.
+        breakable_any_mode: whether its model runs in breakable CUDA graphs that capture in every mode.
+        shares_mtp_indices: whether its model is told on the host to share top-k indices between steps.
+    """
+
+    proposer: str
+    target_mode: str
+    target_has_graphs: bool = True
+    covered: bool = True
+    enforce_eager: bool = False
+    padded_batch: bool = True
+    data_parallel_size: int = 1
+    context_parallel_size: int = 1
+    lora: bool = False
+    breakable_any_mode: bool = False
+    shares_mtp_indices: bool = False
+
+
+@dataclass(frozen=True)
+class BatchFacts:
+    """What decides which batches of a drafter can have graphs.
+
+    Attributes:
+        capture_sizes: the target's `cudagraph_capture_sizes`, in tokens.
+        mixed: whether the target has FULL graphs for batches that mix prefill and decode.
+        first: the drafter's first pass.
+        max_num_seqs: requests in a batch, at most.
+        parallel_drafting: the first pass drafts every token, so there are no one-token steps.
+    """
+
+    capture_sizes: tuple[int, ...]
+    mixed: bool
+    num_speculative_tokens: int
+    first: FirstPass
+    max_num_seqs: int
+    parallel_drafting: bool = False
+
+
+@dataclass(frozen=True)
+class CaptureFacts:
+    """What is known once the runner captures the target's graphs.
+
+    Attributes:
+        attention: why the draft layers' attention backends allow no graph, or None.
+        decode_threshold: the longest query that every one of them treats as decode; None for no limit.
+        table_rows: rows that the drafter's block table holds; None where the runner built no metadata for it.
+    """
+
+    attention: str | None = None
+    decode_threshold: int | None = None
+    table_rows: int | None = None
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The shapes to capture; None where nothing is captured, for `reason`."""
+
+    keys: DraftKeys | None
+    reason: str = ""
+
+
+def decide(drafter: DrafterFacts, batches: BatchFacts, at_capture: CaptureFacts | None = None) -> Decision:
+    """What to capture for a drafter.
+
+    Args:
+        at_capture: None before the target's graphs are captured. The answer is then what could be captured at most.
+    """
+    reason = obstacle(drafter)
+    if reason is None and at_capture is not None:
+        reason = at_capture.attention
+    if reason is not None:
+        return Decision(None, reason)
+    keys = plan_keys(batches, None if at_capture is None else at_capture.decode_threshold)
+    shapes = keys.all()
+    if not shapes:
+        return Decision(None, "no capture size holds a whole batch of the drafter")
+    if at_capture is not None:
+        rows, held = max(shape.num_reqs for shape in shapes), at_capture.table_rows
+        if held is None:
+            missing = "the runner built no attention metadata for the drafter's KV-cache group while capturing"
+            return Decision(None, missing)
+        if rows > held:
+            return Decision(None, f"the largest graph has {rows} rows, and the drafter's block table holds {held}")
+    return Decision(keys)
+
+
+def obstacle(drafter: DrafterFacts) -> str | None:
+    """Why this drafter runs as in stock vLLM whatever its batches and its attention are, or None."""
+    if not drafter.covered:
+        return f"{drafter.proposer} has drafting code of its own that no live feature covers"
+    if drafter.enforce_eager:
+        return "the speculative config asks for enforce_eager"
+    if not drafter.target_has_graphs:
+        return f"the target's cudagraph_mode is {drafter.target_mode}, and the drafter follows it"
+    if not drafter.padded_batch:
+        return "disable_padded_drafter_batch gives the drafter batches of varying query length"
+    if drafter.data_parallel_size > 1:
+        return "with data parallelism the ranks agree on a graph mode by token count alone"
+    if drafter.context_parallel_size > 1:
+        return "decode context parallelism keeps per-rank lengths at changing addresses"
+    if drafter.lora:
+        return "layers that the drafter shares with the target map tokens to LoRA adapters by the target's batch"
+    if drafter.breakable_any_mode:
+        return "the draft model already runs in breakable CUDA graphs, which capture in every mode"
+    if drafter.shares_mtp_indices:
+        return "the draft model shares top-k indices between steps by a host-side switch"
+    return None
+
+
+def plan_keys(batches: BatchFacts, decode_threshold: int | None) -> DraftKeys:
+    """The shapes that follow the target's, wherever the drafter's attention and buffers can have them."""
+    first = batches.first
+    ladder = request_ladder(batches.capture_sizes, 1 + batches.num_speculative_tokens, batches.max_num_seqs)
+    uniform: dict[int, tuple[int, ...]] = {}
+    if batches.num_speculative_tokens > 1 and not batches.parallel_drafting:
+        uniform[STEP_QUERY_LEN] = ladder
+    if decode_threshold is None or first.query_len <= decode_threshold:
+        uniform[first.query_len] = tuple(rung for rung in ladder if rung * first.query_len <= first.max_tokens)
+    mixed: tuple[int, ...] = ()
+    if batches.mixed and not first.always_uniform:
+        mixed = tuple(sorted(size for size in batches.capture_sizes if size <= first.max_tokens))
+    return DraftKeys(uniform=uniform, mixed=mixed, max_num_seqs=batches.max_num_seqs)
+
+
+@dataclass(frozen=True)
+class ChainFacts:
+    """What decides whether a drafter's one-token steps may be one graph.
+
+    Attributes:
+        attention: why the draft layers' attention backends do not allow it, or None.
+        expanded_hidden_states: whether the states that the draft model passes on are wider than those it samples from.
+        host_side: what the drafter does on the host between steps.
+    """
+
+    num_speculative_tokens: int
+    attention: str | None = None
+    parallel_drafting: bool = False
+    expanded_hidden_states: bool = False
+    host_side: tuple[str, ...] = ()
+
+
+def chain_obstacle(facts: ChainFacts) -> str | None:
+    """Why this drafter's steps are launched one by one, or None."""
+    if facts.num_speculative_tokens < 2 or facts.parallel_drafting:
+        return "one pass drafts every token, so there is no chain"
+    if facts.attention is not None:
+        return f"metadata has to be built between steps ({facts.attention})"
+    if facts.expanded_hidden_states:
+        return "the states that the draft model passes on are wider than those it samples from"
+    if facts.host_side:
+        return f"the drafter does host work between steps: {', '.join(facts.host_side)}"
+    return None

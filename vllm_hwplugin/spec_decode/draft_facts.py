@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plain facts by which `draft_decision` decides, read off a `SpecDecodeBaseProposer`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.config import CUDAGraphMode
+
+from vllm_hwplugin.spec_decode.draft_buffers import rows_held
+from vllm_hwplugin.spec_decode.draft_builders import refusing
+from vllm_hwplugin.spec_decode.draft_decision import BatchFacts, CaptureFacts, ChainFacts, DrafterFacts
+from vllm_hwplugin.spec_decode.first_pass import FirstPass, first_pass_of
+
+# The proposers whose `propose` is the patched one. A subclass that overrides a part of it has to be looked at first.
+_KNOWN_PROPOSERS = frozenset({"EagleProposer", "DraftModelProposer"})
+# Where one of these is set, a proposer does something on the host between its one-token steps.
+_HOST_WORK = (
+    "supports_mm_inputs",
+    "uses_mrope",
+    "draft_uses_xdrope_dim",
+    "constant_draft_positions",
+    "use_heterogeneous_vocab",
+    "use_local_argmax_reduction",
+    "allowed_attn_types",
+    "eplb_state",
+)
+
+
+def drafter_facts(proposer: Any, target_mode: CUDAGraphMode) -> DrafterFacts:
+    """What is known of `proposer` once its target resolved to `target_mode`."""
+    parallel = proposer.vllm_config.parallel_config
+    model = getattr(proposer, "model", None)
+    cls = type(proposer)
+    return DrafterFacts(
+        proposer=cls.__name__,
+        target_mode=target_mode.name,
+        target_has_graphs=target_mode.has_full_cudagraphs(),
+        # A class whose own drafting code a feature has patched carries the mark itself; a subclass does not inherit it.
+        covered=cls.__name__ in _KNOWN_PROPOSERS or "supports_sd_full_graph" in vars(cls),
+        enforce_eager=proposer.speculative_config.enforce_eager,
+        padded_batch=not proposer.speculative_config.disable_padded_drafter_batch,
+        data_parallel_size=parallel.data_parallel_size,
+        context_parallel_size=parallel.decode_context_parallel_size,
+        lora=proposer.vllm_config.lora_config is not None,
+        breakable_any_mode="Breakable" in type(model).__name__ and getattr(model, "runtime_mode", None) is None,
+        shares_mtp_indices=getattr(proposer, "_share_mtp_indices", False),
+    )
+
+
+def batch_facts(proposer: Any, target_mode: CUDAGraphMode) -> BatchFacts:
+    """What decides which batches of `proposer` can have graphs."""
+    config = proposer.vllm_config
+    return BatchFacts(
+        capture_sizes=tuple(config.compilation_config.cudagraph_capture_sizes or ()),
+        mixed=target_mode.mixed_mode() == CUDAGraphMode.FULL,
+        num_speculative_tokens=proposer.speculative_config.num_speculative_tokens,
+        first=first_pass_of(proposer),
+        max_num_seqs=config.scheduler_config.max_num_seqs,
+        parallel_drafting=proposer.parallel_drafting,
+    )
+
+
+def capture_facts(proposer: Any, first: FirstPass, template: Any) -> CaptureFacts:
+    """What is known of `proposer` once the runner captures the target's graphs.
+
+    Args:
+        template: the `CommonAttentionMetadata` that the runner built for the drafter's KV-cache group, or None.
+    """
+    thresholds = [group.get_metadata_builder().reorder_batch_threshold for group in proposer.draft_attn_groups]
+    return CaptureFacts(
+        attention=_attention_obstacle(builder_classes(proposer), first),
+        decode_threshold=min((threshold for threshold in thresholds if threshold is not None), default=None),
+        table_rows=None if template is None else rows_held(template.block_table_tensor),
+    )
+
+
+def chain_facts(proposer: Any) -> ChainFacts:
+    """What decides whether the one-token steps of `proposer`, which has attention groups, may be one graph."""
+    return ChainFacts(
+        num_speculative_tokens=proposer.speculative_config.num_speculative_tokens,
+        attention=refusing(builder_classes(proposer), "chain"),
+        parallel_drafting=proposer.parallel_drafting,
+        # DeepSeek V4's MTP passes several residual streams on, side by side.
+        expanded_hidden_states=proposer.hidden_size != proposer.draft_model_config.get_hidden_size(),
+        host_side=tuple(name for name in _HOST_WORK if getattr(proposer, name, None)),
+    )
+
+
+def builder_classes(proposer: Any) -> frozenset[type]:
+    """The classes of a proposer's metadata builders; empty until its `initialize_attn_backend` made them."""
+    return frozenset(type(group.get_metadata_builder()) for group in proposer.draft_attn_groups)
+
+
+def _attention_obstacle(builders: frozenset[type], first: FirstPass) -> str | None:
+    if not builders:
+        return "the drafter has no attention groups"
+    refused = refusing(builders, "passes")
+    if refused is not None:
+        return f"no graph may hold the draft layers' attention ({refused})"
+    refused = None if first.causal else refusing(builders, "non_causal")
+    return None if refused is None else f"no graph may hold the draft layers' non-causal attention ({refused})"

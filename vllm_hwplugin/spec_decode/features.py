@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The features whose bodies are here, by the names of their folders among the patches."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from vllm_hwplugin.gates import PREFIX
+
+DRAFT_FULL_GRAPH: Final = "draft-full-graph"
+DRAFT_LOOP_GRAPH: Final = "draft-loop-graph"
+DFLASH_FULL_GRAPH: Final = "dflash-full-graph"
+DFLASH_DRAFT_BACKEND: Final = "dflash-draft-backend"
+DFLASH_CONTEXT_NORM: Final = "dflash-context-norm"
+WINDOW_BLOCKS: Final = "window-blocks"
+
+
+def gate_of(feature: str) -> str:
+    """The environment variable that switches ``feature``, which a test compares with the catalogue's."""
+    return f"{PREFIX}_{feature.upper().replace('-', '_')}"

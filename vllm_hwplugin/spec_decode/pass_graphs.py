@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The passes of a drafter, each captured whole into a FULL CUDA graph.
+
+A graph goes around the *call* of the draft model, not around `proposer.model`: class tests on the model need no
+unwrapping, and a wrapper that the runner adds later nests inside. Graphs are captured into a memory pool of the
+drafter's own: in the shared pool its replays may overwrite the target's output, which the runner reads once more, after
+drafting, for prompt logprobs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from vllm.compilation.cuda_graph import CUDAGraphOptions, CUDAGraphWrapper
+from vllm.config import CUDAGraphMode
+from vllm.forward_context import BatchDescriptor, set_forward_context
+from vllm.platforms import current_platform
+
+from vllm_hwplugin.spec_decode.draft_buffers import DraftBuffers
+from vllm_hwplugin.spec_decode.draft_keys import STEP_QUERY_LEN, DraftShape
+from vllm_hwplugin.spec_decode.first_pass import FirstPass
+
+
+class PassGraphs:
+    """The graphs of one drafter's passes.
+
+    Args:
+        proposer: a `SpecDecodeBaseProposer`.
+        first: its first pass.
+        buffers: what the graphs read of a batch.
+    """
+
+    def __init__(self, proposer: Any, first: FirstPass, buffers: DraftBuffers):
+        self.buffers = buffers
+        self._proposer = proposer
+        self._first = first
+        # A pool of its own each time: one whose graphs are all gone may not be captured into again.
+        self.graph_pool = current_platform.graph_pool_handle()
+        self._graphs = full_graphs(self._call_model, proposer.vllm_config, self.graph_pool)
+
+    def __call__(self, **inputs: Any) -> Any:
+        """Call the draft model, through its graph where the forward context says FULL."""
+        return self._graphs(**inputs)
+
+    def _call_model(self, **inputs: Any) -> Any:
+        return self._proposer.model(**inputs)
+
+    @property
+    def num_captured(self) -> int:
+        """How many graphs there are; none once vLLM cleared those that it captured to measure memory."""
+        return len(self._graphs.concrete_cudagraph_entries)
+
+    def capture(self, shape: DraftShape, template: Any) -> None:
+        """Capture the pass over a batch of `shape`.
+
+        It runs once without a graph first: kernels that compile or tune themselves at their first call may not do so
+        while a graph is being captured.
+
+        Args:
+            template: the `CommonAttentionMetadata` that the runner built for the drafter's KV-cache group.
+        """
+        for mode in (CUDAGraphMode.NONE, CUDAGraphMode.FULL):
+            # Metadata for each run: the first kernel that reads FlashMLA's plans into it, and a captured one must.
+            with self.forward_context(self.dummy_metadata(shape, template), shape, mode):
+                self(**self._inputs(shape.num_tokens))
+
+    def _inputs(self, count: int) -> dict[str, Any]:
+        proposer = self._proposer
+        multimodal = proposer.supports_mm_inputs and not self._first.tokens_only
+        inputs = {
+            "input_ids": None if multimodal else proposer.input_ids[:count],
+            "positions": proposer._get_positions(count),
+            "inputs_embeds": proposer.inputs_embeds[:count] if multimodal else None,
+        }
+        if proposer.pass_hidden_states_to_model and not self._first.tokens_only:
+            inputs["hidden_states"] = proposer.hidden_states[:count]
+        return inputs
+
+    def dummy_metadata(self, shape: DraftShape, template: Any) -> dict[str, Any]:
+        """Per-layer metadata of a dummy batch that fills `shape`; its slots are all padding."""
+        proposer = self._proposer
+        _, per_layer = proposer.build_per_group_and_layer_attn_metadata(
+            self.buffers.dummy(template, shape, proposer.max_model_len, causal=self._first.causal),
+            draft_index=int(shape.query_len == STEP_QUERY_LEN),
+        )
+        return per_layer  # type: ignore[no-any-return]
+
+    def forward_context(
+        self, per_layer_metadata: dict[str, Any], shape: DraftShape, mode: CUDAGraphMode
+    ) -> AbstractContextManager[None]:
+        """vLLM's forward context for a pass over the drafter's own buffers, under the key of `shape`."""
+        return set_forward_context(  # type: ignore[no-any-return]
+            per_layer_metadata,
+            self._proposer.vllm_config,
+            num_tokens=shape.num_tokens,
+            cudagraph_runtime_mode=mode,
+            batch_descriptor=descriptor_of(shape),
+            slot_mapping=self._proposer._get_slot_mapping(shape.num_tokens),
+        )
+
+
+def full_graphs(call: Callable[..., Any], config: Any, graph_pool: Any) -> CUDAGraphWrapper:
+    """`call`, captured whole under runtime mode FULL, in a memory pool that the target does not use.
+
+    Without a garbage collection before each capture: there are hundreds of shapes, and nothing to collect between them.
+    """
+    graphs = CUDAGraphWrapper(
+        call,
+        config,
+        runtime_mode=CUDAGraphMode.FULL,
+        cudagraph_options=CUDAGraphOptions(debug_log_enable=False, gc_disable=True),
+    )
+    graphs.graph_pool = graph_pool
+    return graphs
+
+
+def descriptor_of(shape: DraftShape) -> BatchDescriptor:
+    """The key under which vLLM's `CUDAGraphWrapper` keeps the graph of `shape`."""
+    return BatchDescriptor(num_tokens=shape.num_tokens, num_reqs=shape.num_reqs, uniform=shape.query_len is not None)
