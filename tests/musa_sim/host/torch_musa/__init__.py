@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``torch.musa`` over the simulated device: the names of torch_musa 2.7.1, and no others.
+
+Everything here is written from a description of torch_musa's interface. What torch_musa lacks is lacking, so that code
+which asks for it fails as it would there; what it has and nothing here needs raises ``NotImplementedError``.
+"""
+
+import sys
+
+import torch
+
+__version__ = "2.7.1"
+
+torch.utils.rename_privateuse1_backend("musa")
+
+from . import _MUSAC, amp, core  # noqa: E402
+from .core._lazy_init import _is_in_bad_fork, _lazy_call, _lazy_init  # noqa: E402
+from .core.amp import get_amp_supported_dtype  # noqa: E402
+from .core.device import (  # noqa: E402
+    can_device_access_peer,
+    current_device,
+    device,
+    device_count,
+    device_of,
+    get_arch_list,
+    get_device_capability,
+    get_device_name,
+    get_device_properties,
+    is_available,
+    is_bf16_supported,
+    set_device,
+    synchronize,
+)
+from .core import mccl, memory, random  # noqa: E402
+from .core.memory import (  # noqa: E402
+    MemPool,
+    MUSAPluggableAllocator,
+    empty_cache,
+    get_allocator_backend,
+    max_memory_allocated,
+    max_memory_reserved,
+    mem_get_info,
+    memory_allocated,
+    memory_reserved,
+    memory_snapshot,
+    memory_stats,
+    reset_peak_memory_stats,
+    set_per_process_memory_fraction,
+    use_mem_pool,
+)
+from .core.random import (  # noqa: E402
+    default_generators,
+    fork_rng,
+    get_rng_state,
+    get_rng_state_all,
+    initial_seed,
+    manual_seed,
+    manual_seed_all,
+    seed,
+    set_rng_state,
+    set_rng_state_all,
+)
+from .core.stream import Event, ExternalStream, Stream, current_stream, default_stream, set_stream, stream  # noqa: E402
+from .musa_graph.graphs import (  # noqa: E402
+    MUSAGraph,
+    graph,
+    graph_pool_handle,
+    is_current_stream_capturing,
+    make_graphed_callables,
+)
+from .core.musart import musart  # noqa: E402
+
+torch._register_device_module("musa", sys.modules[__name__])
+torch.version.musa = "50100"
+torch.utils.generate_methods_for_privateuse1_backend(for_tensor=True, for_module=True, for_storage=True)
+if torch.distributed.is_available():
+    mccl.register()
+
+
+def _autoload() -> None:
+    """What ``import torch`` calls by the entry point; importing this module has done everything."""

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Moore Threads host for child processes: the device is built once, and a process gets it by its environment.
+
+A child with this environment finds what a MUSA host has installed: ``import torch`` loads ``torch_musa`` by its entry
+point, ``pymtml`` answers for the driver, Triton has a backend (its kernels run in Triton's interpreter), and vLLM is a
+build for no device. Its own children inherit all of it. Nothing of it reaches the process that calls this.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import filelock
+import platformdirs
+
+HERE = Path(__file__).parent
+SOURCES = sorted((HERE / "csrc").glob("*"))
+FLAGS = ["-O1", "-std=c++20"]
+NEEDED = ("torch", "torchada", "triton")
+
+_BUILD = """
+import sys
+from torch.utils.cpp_extension import load
+
+folder, flags, *sources = sys.argv[1:]
+load("musa_sim_device", sources, build_directory=folder, extra_cflags=flags.split(), is_python_module=False)
+"""
+
+
+def obstacle() -> str:
+    """Why this host cannot simulate the device; empty where it can."""
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        return f"not installed: {', '.join(missing)}"
+    compiler = os.environ.get("CXX", "c++")
+    return "" if shutil.which(compiler) else f"no C++ compiler ({compiler}) to build the simulated device with"
+
+
+@functools.cache
+def library() -> Path:
+    """Build the device for this torch, once for each text of its sources; another process that builds it is waited for.
+
+    Raises:
+        subprocess.CalledProcessError: it does not compile; the compiler has said why on standard error.
+    """
+    digest = hashlib.sha256(repr((importlib.metadata.version("torch"), sys.version, FLAGS)).encode())
+    for source in SOURCES:
+        digest.update(source.read_bytes())
+    folder = platformdirs.user_cache_path("vllm-hwplugin-tests") / f"musa_sim-{digest.hexdigest()[:16]}"
+    built = folder / "musa_sim_device.so"
+    folder.mkdir(parents=True, exist_ok=True)
+    # Beside the folder: in it, torch has one of its own.
+    with filelock.FileLock(folder.with_suffix(".lock")):
+        if not (folder / "done").exists():
+            sources = [str(source) for source in SOURCES if source.suffix == ".cpp"]
+            # ninja lies beside the interpreter, which need not be on PATH.
+            path = os.pathsep.join((sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)))
+            command = [sys.executable, "-c", _BUILD, str(folder), " ".join(FLAGS), *sources]
+            subprocess.run(command, check=True, env={**os.environ, "PATH": path}, stdout=subprocess.DEVNULL)
+            (folder / "done").touch()
+    return built
+
+
+def environment(folder: Path, *, devices: int = 1, vllm: str = "0.32.0") -> dict[str, str]:
+    """This process's environment on a host with simulated GPUs.
+
+    Args:
+        folder: for what has to be written for this host.
+        devices: how many GPUs the driver has.
+        vllm: the version of the vLLM that is installed, as a build for no device says it.
+    """
+    metadata = folder / f"vllm-{vllm}.dist-info"
+    metadata.mkdir(parents=True, exist_ok=True)
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {vllm}\n")
+    ours = (str(folder), str(HERE / "host"), str(HERE.parents[1]))
+    return {
+        **{name: value for name, value in os.environ.items() if not name.endswith("VISIBLE_DEVICES")},
+        "PYTHONPATH": os.pathsep.join((*ours, os.environ.get("PYTHONPATH", ""))).rstrip(os.pathsep),
+        "MUSA_SIM_LIBRARY": str(library()),
+        "MUSA_SIM_DEVICES": str(devices),
+        "TRITON_INTERPRET": "1",
+    }
