@@ -5,8 +5,10 @@ Everything here is written from a description of torch_musa's interface. What to
 which asks for it fails as it would there; what it has and nothing here needs raises ``NotImplementedError``.
 """
 
+import os
 import sys
 
+import musa_sim_limits
 import torch
 
 __version__ = "2.7.1"
@@ -75,6 +77,11 @@ torch.version.musa = "50100"
 torch.utils.generate_methods_for_privateuse1_backend(for_tensor=True, for_module=True, for_storage=True)
 if torch.distributed.is_available():
     mccl.register()
+if os.environ.get("TRITON_INTERPRET") == "1":
+    from triton_musa import interpreter
+
+    interpreter.install()
+musa_sim_limits.install()
 
 
 def _autoload() -> None:
