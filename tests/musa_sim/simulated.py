@@ -25,6 +25,7 @@ import platformdirs
 HERE = Path(__file__).parent
 SOURCES = sorted((HERE / "csrc").glob("*"))
 FLAGS = ["-O1", "-std=c++20"]
+MATE = "mate-0.2.2.dist-info"
 NEEDED = ("torch", "torchada", "triton")
 
 _BUILD = """
@@ -70,17 +71,21 @@ def library() -> Path:
     return built
 
 
-def environment(folder: Path, *, devices: int = 1, vllm: str = "0.32.0") -> dict[str, str]:
+def environment(folder: Path, *, devices: int = 1, vllm: str = "0.32.0", mate: bool = False) -> dict[str, str]:
     """This process's environment on a host with simulated GPUs.
 
     Args:
         folder: for what has to be written for this host.
         devices: how many GPUs the driver has.
         vllm: the version of the vLLM that is installed, as a build for no device says it.
+        mate: whether Moore Threads' library of attention kernels is installed.
     """
     metadata = folder / f"vllm-{vllm}.dist-info"
     metadata.mkdir(parents=True, exist_ok=True)
     (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {vllm}\n")
+    if mate:
+        for name in ("mate", MATE):
+            (folder / name).symlink_to(HERE / name)
     ours = (str(folder), str(HERE / "host"), str(HERE.parents[1]))
     return {
         **{name: value for name, value in os.environ.items() if not name.endswith("VISIBLE_DEVICES")},
