@@ -180,9 +180,9 @@ bool waits_for_device(const c10::OperatorHandle& op, const std::vector<c10::IVal
     from_host |= index.device().is_cpu();
     mask |= index.scalar_type() == at::kBool || index.scalar_type() == at::kByte;
   });
-  // A number that is put where a mask is set is a masked_fill.
-  const bool fill = mask && arguments.size() > 2 && arguments[2].isTensor() && arguments[2].toTensor().numel() == 1 &&
-                    arguments[2].toTensor().device().is_cpu();
+  // A number that is put where a mask is set is a masked_fill, in torch for MUSA as for CUDA. This torch has put it on
+  // the device already.
+  const bool fill = mask && arguments.size() > 2 && arguments[2].isTensor() && arguments[2].toTensor().numel() == 1;
   return from_host || (mask && !fill);
 }
 

@@ -1,21 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM finds on a MUSA host and the simulated one need not have: torchvision.
+"""Where the simulated host has less than the vLLM and the packages that are installed for the tests.
 
-Where pip has only the build for CUDA, it cannot be imported beside torch's build for the CPU. vLLM 0.32 imports it
-before it captures graphs, whatever the model is, to warm up kernels of multimodal models; so these two do nothing here.
+- ``vllm._C`` and the like: a vLLM for no device has no compiled kernels. ``MUSA_SIM_VLLM_KERNELS=1`` leaves those that
+  are installed.
+- torchvision: where pip has only the build for CUDA, it cannot be imported beside torch's build for the CPU. vLLM 0.32
+  imports it before it captures graphs, whatever the model is, to warm up kernels of two multimodal models, which here
+  does nothing.
 """
 
+import importlib.abc
 import importlib.util
+import os
 import sys
 import types
 
+_KERNELS = ("vllm._C", "vllm._moe_C")
 _WARM_UPS = ("minimax_m3_msa_warmup", "qwen_vl_triton_warmup")
 
 
+class _WithoutKernels(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name.startswith(_KERNELS):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
 def install():
-    if importlib.util.find_spec("torchvision") is not None:
-        return
-    for name in _WARM_UPS:
-        module = types.ModuleType(f"vllm.model_executor.warmup.{name}")
-        setattr(module, name, lambda worker_or_runner: None)
-        sys.modules[module.__name__] = module
+    if os.environ.get("MUSA_SIM_VLLM_KERNELS") != "1":
+        sys.meta_path.insert(0, _WithoutKernels())
+    if importlib.util.find_spec("torchvision") is None:
+        for name in _WARM_UPS:
+            module = types.ModuleType(f"vllm.model_executor.warmup.{name}")
+            setattr(module, name, lambda worker_or_runner: None)
+            sys.modules[module.__name__] = module

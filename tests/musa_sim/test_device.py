@@ -1,0 +1,386 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The simulated device does what a GPU does, and refuses what torch_musa and the driver refuse."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from . import simulated
+from .device_process import on_the_device
+
+torch = pytest.importorskip("torch")
+
+pytestmark = pytest.mark.musa_sim
+
+MB = 1 << 20
+
+
+def captured(work: Callable[[], Any], **options: Any) -> tuple[Any, Any]:
+    graph = torch.musa.MUSAGraph()
+    with torch.musa.graph(graph, **options):
+        result = work()
+    return graph, result
+
+
+# -- memory
+
+
+@on_the_device
+def test_statistics_follow_tensors() -> None:
+    gc.collect()
+    torch.musa.empty_cache()
+    torch.musa.reset_peak_memory_stats()
+    before, stats = torch.musa.memory_allocated(), torch.musa.memory_stats
+    one = torch.empty(4 * MB, dtype=torch.uint8, device="musa")
+    two = one + 1
+    assert torch.musa.memory_allocated() == before + 8 * MB
+    assert stats()["allocation.all.current"] >= 2
+    del one, two
+    assert torch.musa.memory_allocated() == before
+    assert torch.musa.max_memory_allocated() == before + 8 * MB
+    # What was freed stays reserved, and is not free for others, until the cache is emptied.
+    assert torch.musa.memory_reserved() >= 8 * MB
+    free = torch.musa.mem_get_info()[0]
+    torch.musa.empty_cache()
+    assert torch.musa.mem_get_info()[0] >= free + 6 * MB
+    torch.musa.reset_peak_memory_stats()
+    assert torch.musa.max_memory_allocated() == before
+
+
+@on_the_device
+def test_a_device_has_no_more_memory_than_it_has() -> None:
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(65 * MB, dtype=torch.uint8, device="musa")
+    assert torch.musa.memory_allocated("musa:1") == 0
+    other = torch.empty(40 * MB, dtype=torch.uint8, device="musa:1")
+    assert torch.musa.memory_allocated("musa:1") == other.numel()
+    assert torch.musa.get_device_properties(1).total_memory == 64 * MB
+
+
+@on_the_device
+def test_pinned_memory() -> None:
+    assert not torch.zeros(3).is_pinned()
+    assert torch.zeros(3, pin_memory=True).is_pinned()
+    assert torch.zeros(3).pin_memory().is_pinned()
+    torch.accelerator.empty_host_cache()
+
+
+# -- operations
+
+
+@on_the_device
+def test_a_layer_forward_and_backward() -> None:
+    torch.manual_seed(1)
+    host = torch.nn.Linear(6, 5)
+    there = torch.nn.Linear(6, 5).to("musa")
+    there.load_state_dict(host.state_dict())
+    inputs = torch.randn(4, 6)
+    result = there(inputs.to("musa"))
+    assert result.is_musa
+    assert torch.equal(result.cpu(), host(inputs))
+    host(inputs).square().sum().backward()
+    result.square().sum().backward()
+    assert there.weight.grad.device == torch.device("musa:0")
+    assert torch.equal(there.weight.grad.cpu(), host.weight.grad)
+
+
+@on_the_device
+def test_an_operation_that_only_the_cpu_has() -> None:
+    library = torch.library.Library("sim_test", "DEF")
+    library.define("add_one_(Tensor(a!) x) -> ()")
+
+    def add_one_(x: Any) -> None:
+        x.add_(1)
+
+    library.impl("add_one_", add_one_, "CPU")
+    library.define("nowhere(Tensor x) -> Tensor")
+    there = torch.zeros(2, 3, device="musa")
+    torch.ops.sim_test.add_one_(there[1])
+    assert there.tolist() == [[0, 0, 0], [1, 1, 1]]
+    with pytest.raises(NotImplementedError, match="'musa' backend"):
+        torch.ops.sim_test.nowhere(there)
+
+
+@on_the_device
+def test_views_share_memory_and_results_do_not() -> None:
+    there = torch.arange(6.0, device="musa")
+    view, result = there.view(2, 3).t()[1:], there * 1
+    there.fill_(7)
+    assert view.tolist() == [[7, 7], [7, 7]]
+    assert result.tolist() == list(range(6))
+    assert view.untyped_storage().data_ptr() == there.untyped_storage().data_ptr()
+
+
+@on_the_device
+def test_a_result_makes_what_it_is_written_to_larger() -> None:
+    out = torch.empty(0, device="musa")
+    torch.add(torch.ones(5, device="musa"), 1, out=out)
+    assert out.tolist() == [2] * 5
+
+
+@on_the_device
+def test_devices_do_not_mix() -> None:
+    here, there = torch.ones(3, device="musa:0"), torch.ones(3, device="musa:1")
+    for other in (there, torch.ones(3)):
+        with pytest.raises(RuntimeError, match="same device"):
+            here + other
+    assert (here + torch.tensor(1.0)).tolist() == [2] * 3
+    assert here[torch.tensor([0])].tolist() == [1]
+    with pytest.raises(RuntimeError, match="same device"):
+        torch.index_select(here, 0, torch.tensor([0]))
+    here.copy_(there + 1)
+    assert here.tolist() == [2] * 3
+    with pytest.raises(RuntimeError, match="invalid device ordinal"):
+        torch.ones(1, device="musa:2")
+
+
+@on_the_device
+def test_random_numbers_are_the_seeds() -> None:
+    torch.manual_seed(3)
+    first = torch.rand(8, device="musa")
+    torch.manual_seed(3)
+    assert torch.equal(first, torch.rand(8, device="musa"))
+    assert not torch.equal(first, torch.rand(8, device="musa"))
+    own = [torch.rand(8, generator=torch.Generator("musa").manual_seed(5), device="musa") for _ in range(2)]
+    assert torch.equal(*own)
+
+
+@on_the_device
+def test_a_forked_child_has_no_device() -> None:
+    torch.ones(1, device="musa")
+    child = os.fork()
+    if child == 0:
+        try:
+            torch.ones(1, device="musa")
+        except RuntimeError as error:
+            os._exit(3 if "'spawn' start method" in str(error) else 4)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+
+
+def test_visible_devices_end_at_one_that_is_not_there(musa_host: None, tmp_path: Path) -> None:
+    environment = {**simulated.environment(tmp_path, devices=3), "MUSA_VISIBLE_DEVICES": "2,7,0"}
+    command = [sys.executable, "-c", "import torch; print(torch.musa.device_count(), torch.accelerator.device_count())"]
+    assert subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout == "1 1\n"
+
+
+# -- graphs
+
+
+@on_the_device
+def test_a_replay_takes_new_inputs_and_only_replays_write() -> None:
+    inputs, counter = torch.ones(3, device="musa"), torch.zeros((), device="musa")
+
+    def work() -> Any:
+        counter.add_(1)
+        return torch.cat([inputs * 2, inputs.new_full((1,), 5)])
+
+    graph, result = captured(work)
+    assert counter.item() == 0
+    assert result.isnan().all()
+    for value in (3, 4):
+        inputs.fill_(value)
+        graph.replay()
+        assert result.tolist() == [2 * value] * 3 + [5]
+    assert counter.item() == 2
+
+
+@on_the_device
+def test_a_graph_keeps_its_own_memory_and_no_other() -> None:
+    inputs = torch.ones(3, device="musa")
+    graph, result = captured(lambda: (inputs + 1).mul(2))
+    gc.collect()
+    graph.replay()
+    assert result.tolist() == [4] * 3
+    del inputs
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        graph.replay()
+
+
+@on_the_device
+def test_copies_from_pinned_memory_are_repeated() -> None:
+    pinned, there = torch.ones(3).pin_memory(), torch.zeros(3, device="musa")
+    back = torch.zeros(3).pin_memory()
+
+    def work() -> None:
+        there.copy_(pinned, non_blocking=True)
+        back.copy_(there + 1, non_blocking=True)
+
+    graph, _ = captured(work)
+    pinned.fill_(6)
+    graph.replay()
+    assert back.tolist() == [7] * 3
+
+
+WAITS = {
+    "item": lambda x, pinned: x.sum().item(),
+    "truth": lambda x, pinned: bool(x[0] > 0),
+    "list": lambda x, pinned: x.tolist(),
+    "to the host": lambda x, pinned: x.cpu(),
+    "blocking copy": lambda x, pinned: pinned.copy_(x),
+    "from the host": lambda x, pinned: x.copy_(torch.ones(3), non_blocking=True),
+    "tensor of numbers": lambda x, pinned: torch.tensor([1.0, 2.0], device="musa"),
+    "nonzero": lambda x, pinned: x.nonzero(),
+    "mask": lambda x, pinned: x[x > 0],
+    "index from the host": lambda x, pinned: x[torch.tensor([0])],
+    "unique": lambda x, pinned: x.unique(),
+    "equal": lambda x, pinned: torch.equal(x, x),
+    "synchronize": lambda x, pinned: torch.musa.synchronize(),
+    "stream": lambda x, pinned: torch.musa.current_stream().synchronize(),
+    "event": lambda x, pinned: event_of(torch.musa.current_stream()).synchronize(),
+    "query": lambda x, pinned: event_of(torch.musa.current_stream()).query(),
+}
+
+
+def event_of(stream: Any) -> Any:
+    event = torch.musa.Event()
+    event.record(stream)
+    return event
+
+
+@pytest.mark.parametrize("what", WAITS)
+@on_the_device
+def test_a_capture_does_not_wait(what: str) -> None:
+    there, pinned = torch.ones(3, device="musa"), torch.ones(3).pin_memory()
+    WAITS[what](there, pinned)
+    graph = torch.musa.MUSAGraph()
+    with pytest.raises(RuntimeError, match="error during capture"), torch.musa.graph(graph):
+        with pytest.raises(RuntimeError, match="not permitted when stream is capturing"):
+            WAITS[what](there, pinned)
+        # Swallowed, it still breaks the capture.
+    with pytest.raises(RuntimeError, match="without a preceding successful capture"):
+        graph.replay()
+
+
+@on_the_device
+def test_what_needs_no_answer_is_captured() -> None:
+    there = torch.ones(4, device="musa")
+    index = torch.tensor([1, 2], device="musa")
+
+    def work() -> None:
+        there[index] = 3
+        there[there > 2] = 5
+        there.masked_fill_(there < 2, 0)
+
+    graph, _ = captured(work)
+    assert there.tolist() == [1] * 4
+    graph.replay()
+    assert there.tolist() == [0, 5, 5, 0]
+
+
+@on_the_device
+def test_another_stream_is_captured_once_it_has_waited() -> None:
+    there, side = torch.zeros(2, device="musa"), torch.musa.Stream()
+
+    def outside() -> None:
+        with torch.musa.stream(side):
+            there.add_(1)
+
+    captured(outside)
+    assert there.tolist() == [1, 1]
+
+    def inside() -> None:
+        side.wait_stream(torch.musa.current_stream())
+        outside()
+
+    def joined() -> None:
+        inside()
+        torch.musa.current_stream().wait_stream(side)
+
+    graph, _ = captured(joined)
+    assert there.tolist() == [1, 1]
+    graph.replay()
+    assert there.tolist() == [2, 2]
+    with pytest.raises(RuntimeError, match="unjoined work"):
+        captured(inside)
+
+
+@on_the_device
+def test_a_capture_needs_a_stream_of_its_own_and_a_known_mode() -> None:
+    with pytest.raises(RuntimeError, match="non-default stream"):
+        torch.musa.MUSAGraph().capture_begin()
+    with pytest.raises(RuntimeError, match="capture error mode"):
+        captured(lambda: None, capture_error_mode="lenient")
+    assert not torch.musa.is_current_stream_capturing()
+    assert captured(torch.musa.is_current_stream_capturing)[1]
+
+
+@on_the_device
+def test_a_triton_kernel_is_launched_and_captured() -> None:
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def kernel(source, target, count, BLOCK: tl.constexpr):
+        offsets = tl.arange(0, BLOCK)
+        values = tl.load(source + offsets, mask=offsets < count)
+        tl.store(target + offsets, values + 1, mask=offsets < count)
+
+    source, target = torch.arange(5.0, device="musa"), torch.zeros(5, device="musa")
+    kernel[(1,)](source, target, 5, BLOCK=8)
+    assert target.tolist() == [1, 2, 3, 4, 5]
+    graph, _ = captured(lambda: kernel[(1,)](source, target, 3, BLOCK=8))
+    source.zero_()
+    assert target.tolist() == [1, 2, 3, 4, 5]
+    graph.replay()
+    assert target.tolist() == [1, 1, 1, 4, 5]
+    with pytest.raises(ValueError, match="cannot be accessed from Triton"):
+        kernel[(1,)](torch.arange(5.0), target, 5, BLOCK=8)
+
+
+# -- names
+
+
+ABSENT = {
+    "torch.musa": (
+        "set_sync_debug_mode",
+        "get_sync_debug_mode",
+        "nvtx",
+        "comm",
+        "temperature",
+        "utilization",
+        "Generator",
+        "nccl",
+        "host_memory_stats",
+        "caching_allocator_alloc",
+        "CUDAGraph",
+    ),
+    "torch.musa.get_device_properties(0)": (
+        "warp_size",
+        "L2_cache_size",
+        "uuid",
+        "gcnArchName",
+        "max_threads_per_multi_processor",
+        "shared_memory_per_block",
+    ),
+    "torch.musa.MUSAGraph()": ("instantiate", "raw_cuda_graph"),
+}
+
+
+@pytest.mark.parametrize("owner", ABSENT)
+@on_the_device
+def test_what_torch_musa_lacks_is_not_there(owner: str) -> None:
+    for name in ABSENT[owner]:
+        with pytest.raises(AttributeError, match=name):
+            getattr(eval(owner), name)
+
+
+@on_the_device
+def test_names_and_types_are_torch_musas() -> None:
+    assert torch.version.musa == "50100"
+    properties = torch.musa.get_device_properties("musa:1")
+    assert (properties.name, properties.major, properties.minor) == ("MTT S5000", 3, 1)
+    with pytest.raises(TypeError):
+        torch.musa.MUSAGraph(keep_graph=True)
+    with pytest.raises(TypeError):
+        torch.musa.get_device_properties()
+    assert torch.musa.Stream().musa_stream != 0 == torch.musa.default_stream().musa_stream
+    assert isinstance(torch.musa.current_stream(), torch.Stream)

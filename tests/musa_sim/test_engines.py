@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The real vLLM on a simulated Moore Threads GPU: engine cores of their own, eager and in graphs, with drafters, on two
+GPUs. Texts have to be those of vLLM on the CPU.
+
+It shows control flow, names, shapes and types. It cannot show numerics, speed, what ``mcc`` and Triton for MUSA compile,
+or work that is still under way when the host goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import vllm_hwplugin
+from vllm_hwplugin import bench
+
+from . import simulated
+
+pytestmark = [pytest.mark.musa_sim, pytest.mark.engine]
+
+SMALL = simulated.HERE.parent / "assets" / "small"
+PROMPTS, TOKENS = 4, 12
+# Drafts of a step for each method, and the sizes of graphs that PROMPTS requests need with them.
+DRAFTS = {"eagle3": 3, "dflash": 7}
+
+_COMMON: dict[str, Any] = {
+    "model": str(SMALL / "target"),
+    # mate takes no float32.
+    "dtype": "float16",
+    "max_model_len": 192,
+    "max_num_seqs": PROMPTS,
+    "max_num_batched_tokens": 192,
+    "enable_prefix_caching": False,
+    "disable_log_stats": False,
+    "seed": 0,
+}
+_MUSA: dict[str, Any] = {
+    **_COMMON,
+    # A capture saves what it writes to, and Triton's interpreter is slow in large tensors.
+    "num_gpu_blocks_override": 64,
+    "attention_backend": "FLASH_ATTN",
+    # It looks into compiled kernels, which the interpreter has not.
+    "kernel_config": {"enable_jit_warmup": False},
+}
+
+
+def options(*, method: str | None = None, graphs: str | None = None, mode: int = 0, **more: Any) -> dict[str, Any]:
+    made = {**_MUSA, **more}
+    width = 1
+    if method is not None:
+        width += DRAFTS[method]
+        drafts = {"method": method, "model": str(SMALL / method), "num_speculative_tokens": DRAFTS[method]}
+        made["speculative_config"] = drafts
+    if graphs is None:
+        return {**made, "enforce_eager": True}
+    sizes = [width * requests for requests in (1, 2, PROMPTS)]
+    # Inductor generates no code for MUSA in torch's own build.
+    made["compilation_config"] = {
+        "cudagraph_mode": graphs,
+        "mode": mode,
+        "backend": "eager",
+        "cudagraph_capture_sizes": sizes,
+    }
+    return made
+
+
+#: On a vLLM without compiled kernels, as one for MUSA is.
+ENGINES = {
+    "eager": options(),
+    "FULL_DECODE_ONLY": options(graphs="FULL_DECODE_ONLY"),
+    "FULL_AND_PIECEWISE": options(graphs="FULL_AND_PIECEWISE", mode=3),
+    "Eagle3": options(method="eagle3", graphs="FULL"),
+    "DFlash": options(method="dflash", graphs="FULL"),
+    "two GPUs": options(graphs="FULL_DECODE_ONLY", tensor_parallel_size=2),
+}
+
+
+def prompts() -> list[list[int]]:
+    return [prompt[:64] for prompt in json.loads((SMALL / "prompts.json").read_text())["prompt_ids"][:PROMPTS]]
+
+
+def run(engines: dict[str, Any], environment: dict[str, str], folder: Path, tokens: int = TOKENS) -> dict[str, Any]:
+    jobs = {name: {"options": made, "prompts": prompts(), "tokens": tokens} for name, made in engines.items()}
+    (folder / "jobs.json").write_text(json.dumps(jobs))
+    answers = folder / "answers.json"
+    command = [sys.executable, str(simulated.HERE / "engine_child.py"), str(folder / "jobs.json"), str(answers)]
+    variables = {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        "VLLM_HWPLUGIN_CACHE_DIR": str(folder / "cache"),
+        "VLLM_CACHE_ROOT": str(folder / "vllm"),
+        # Its key names an attribute of AMD's GPUs where torch.version.cuda is None; torch for MUSA is patched there.
+        "VLLM_USE_AOT_COMPILE": "0",
+    }
+    log = folder / "log"
+    with log.open("wb") as output:
+        subprocess.run(command, env={**environment, **variables}, stdout=output, stderr=subprocess.STDOUT, timeout=850)
+    text = log.read_text(errors="replace")
+    assert answers.exists(), text[-6000:]
+    found = json.loads(answers.read_text())
+    for name, answer in found.items():
+        assert "error" not in answer, f"{name}: {answer['error'][-500:]}\n{errors_of(text)}"
+    return found
+
+
+def errors_of(log: str) -> str:
+    """The last lines of an engine core or worker that say what went wrong there."""
+    return "\n".join([line for line in log.splitlines() if "ERROR" in line][-60:])
+
+
+@pytest.fixture(scope="module")
+def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
+    """The texts of vLLM on the CPU, without speculation and without the plugin."""
+    if (device := bench.detect_host().device) != "cpu":
+        pytest.skip(f"the texts are compared with those of vLLM on a CPU; it runs on {device} here")
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(Path(vllm_hwplugin.__file__).parents[1]),
+        "VLLM_HWPLUGIN": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+    }
+    engines = {"cpu": {**_COMMON, "enforce_eager": True}}
+    return run(engines, environment, tmp_path_factory.mktemp("cpu"))["cpu"]["texts"]
+
+
+@pytest.fixture(scope="module")
+def on_musa(musa_host: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("musa")
+    return run(ENGINES, simulated.environment(folder, devices=2, mate=True), folder)
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_texts_are_those_of_the_cpu(name: str, on_musa: dict[str, Any], on_cpu: list[list[int]]) -> None:
+    assert on_musa[name]["texts"] == on_cpu
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_vllm_chooses_the_plugins_classes(name: str, on_musa: dict[str, Any]) -> None:
+    workers = on_musa[name]["workers"]
+    assert len(workers) == (2 if name == "two GPUs" else 1)
+    for index, worker in enumerate(workers):
+        assert (worker["platform"], worker["runner"]) == ("MusaPlatform", "V1")
+        assert worker["device"] == f"musa:{index}"
+        assert worker["attention"] == ["MusaFlashAttentionBackend"]
+
+
+@pytest.mark.parametrize("name", [name for name in ENGINES if name != "eager"])
+def test_decodes_are_replayed_graphs(name: str, on_musa: dict[str, Any]) -> None:
+    for worker in on_musa[name]["workers"]:
+        # The first step is the prompts'.
+        assert worker["graph_replays"]["target"] >= worker["steps"] - 1 > 1
+
+
+def test_eager_replays_nothing(on_musa: dict[str, Any]) -> None:
+    (worker,) = on_musa["eager"]["workers"]
+    assert worker["graph_replays"] == {"target": 0, "draft": 0}
+
+
+@pytest.mark.parametrize(("name", "feature"), [("Eagle3", "draft-full-graph"), ("DFlash", "dflash-full-graph")])
+def test_drafters_run_in_graphs(name: str, feature: str, on_musa: dict[str, Any]) -> None:
+    (worker,) = on_musa[name]["workers"]
+    assert feature in worker["used"]
+    assert on_musa[name]["drafts"] > 0
+    assert sum(on_musa[name]["accepted"]) > 0
+    assert worker["draft_phases_in_graphs"] == worker["draft_phases"] > 0
+
+
+def test_two_gpus_communicate_by_mccl(on_musa: dict[str, Any]) -> None:
+    assert {worker["communicator"] for worker in on_musa["two GPUs"]["workers"]} == {"MusaCommunicator"}
+
+
+def test_triton_attention_without_mate(
+    musa_host: None, on_cpu: list[list[int]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """And with the compiled kernels that this vLLM has, whose operations the device takes to the CPU's."""
+    folder = tmp_path_factory.mktemp("triton")
+    environment = {**simulated.environment(folder), "MUSA_SIM_VLLM_KERNELS": "1"}
+    made = {name: value for name, value in ENGINES["eager"].items() if name != "attention_backend"}
+    answer = run({"eager": made}, environment, folder, tokens=2)["eager"]
+    assert answer["texts"] == [text[:2] for text in on_cpu]
+    assert answer["workers"][0]["attention"] == ["TritonAttentionBackend"]
