@@ -356,7 +356,7 @@ def test_without_a_demand_it_is_a_warning_and_vllm_serves(
     extension(toy, schemas=wrong, default_on=("cpu",))
     with caplog.at_level(logging.WARNING, "vllm.hwplugin"):
         _override.install({})
-    assert "keep vLLM's kernels" in caplog.text
+    assert "keep the kernels that they have" in caplog.text
     assert toy(None) == 1
 
 
@@ -452,7 +452,7 @@ def test_the_defaults_ask_nothing_of_a_host_without_cuda(
     with caplog.at_level(logging.INFO, "vllm.hwplugin"):
         _override.install({"VLLM_HWPLUGIN_STRICT": strict})
     assert caplog.text == ""
-    assert entry.decisions[f"operation {toy.op.name}"].endswith("on CUDA alone")
+    assert entry.decisions[f"operation {toy.op.name}"].endswith("on CUDA and MUSA alone")
     monkeypatch.setattr(_override, "load_extension", lambda: None)
     with pytest.raises(_override.OverrideError, match="has no operation"):
         _override.install({"VLLM_HWPLUGIN_OPS": "on"})

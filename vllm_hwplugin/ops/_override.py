@@ -11,6 +11,9 @@ elsewhere nothing stands in front. The first call's tensor names the device itse
 once. vLLM's profiling run calls the operations of a model before any graph is captured; a call while a graph is
 captured never builds, and is served by vLLM's kernel if it comes first.
 
+On MUSA the same is done for the key of its device. Where vLLM has no kernel to keep, the plugin's definition in torch
+(:mod:`._definitions`) has its place.
+
 The dispatcher reaches the plugin's kernel through a few lines of Python. docs/kernels.md has what they cost.
 """
 
@@ -26,8 +29,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from .. import gates, record
-from ._override_catalog import CUDA_ALONE, GATE, KEY, OPS, RECORD, SKIP, OverridableOp, choose, unknown_names
-from ._override_host import gpu_names, is_cuda_host
+from ._definition_catalog import MUSA_KEY
+from ._definitions import is_defined
+from ._override_catalog import GATE, KEY, NO_GPU, OPS, RECORD, SKIP, OverridableOp, choose, describe, unknown_names
+from ._override_host import gpu_names, is_cuda_host, is_musa_host
 
 logger = logging.getLogger("vllm.hwplugin")
 
@@ -50,6 +55,7 @@ class Override:
     """One operation with two kernels.
 
     Attributes:
+        stock: what serves without the plugin's kernel: vLLM's, or ``torch`` for the plugin's definition.
         state: ``open`` until the first call for a device.
         reason: why it is as it is.
         library: the registration; the plugin's kernel stands in front as long as this lives.
@@ -58,12 +64,13 @@ class Override:
     op: OverridableOp
     choice: str
     required: bool
-    state: Literal["open", "plugin", "vllm"] = "open"
+    stock: Literal["vllm", "torch"] = "vllm"
+    state: Literal["open", "plugin", "vllm", "torch"] = "open"
     reason: str = ""
     library: Any = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def settle(self, state: Literal["open", "plugin", "vllm"], reason: str) -> None:
+    def settle(self, state: Literal["open", "plugin", "vllm", "torch"], reason: str) -> None:
         self.state, self.reason = state, reason
         record.note(f"{RECORD}{self.op.name}", describe(state, reason))
         logger.debug("%s: %s", self.op.qualname, describe(state, reason))
@@ -71,10 +78,6 @@ class Override:
 
 _lock = threading.RLock()
 _overrides: dict[str, Override] = {}
-
-
-def describe(state: str, reason: str) -> str:
-    return {"plugin": "the plugin's kernel", "vllm": "vLLM's kernel", "open": "not decided yet"}[state] + f": {reason}"
 
 
 def install(environ: Mapping[str, str] | None = None) -> None:
@@ -106,7 +109,9 @@ def install(environ: Mapping[str, str] | None = None) -> None:
             f"the plugin's kernels cannot stand under the names of vLLM's operations: {type(error).__name__}: {error}"
         )
         for op in OPS.values():
-            if op.name not in _overrides and choose(op, choice, values[SKIP].names, None).wanted:
+            if op.name in _overrides or is_defined(op.name):
+                continue
+            if choose(op, choice, values[SKIP].names, None).wanted:
                 record.note(f"{RECORD}{op.name}", describe("vllm", text))
         if required:
             raise OverrideError(f"{_demand(choice)}, but {text}. Set {GATE}=off to go on") from error
@@ -125,15 +130,24 @@ def _demand(choice: str) -> str:
 
 
 def _install(choice: str, skip: Sequence[str], required: bool) -> None:
-    chosen = [op for op in OPS.values() if choose(op, choice, skip, None).wanted]
     if choice != "off" and (wrong := unknown_names(skip)):
         text = f"{SKIP} names {', '.join(wrong)}, which no kernel is for; expected some of {', '.join(OPS)}"
         if required:
             raise OverrideError(text)
         logger.warning("%s", text)
+    chosen = [op for op in OPS.values() if choose(op, choice, skip, None, defined=True).wanted]
     if not chosen or record.role() in _NO_MODEL:
         return
-    if choice == "auto" and not (chosen := _gaining_here(chosen)):
+    if is_musa_host():
+        # The defaults promise no kernel there: where one cannot be had, what would serve without it does.
+        key, required = MUSA_KEY, choice == "on"
+        chosen = _chosen_on_musa(chosen, choice)
+    else:
+        key = KEY
+        chosen = [op for op in chosen if choose(op, choice, skip, None).wanted]
+        if choice == "auto":
+            chosen = _gaining_here(chosen)
+    if not chosen:
         return
     with _lock:
         refused = {}
@@ -142,7 +156,7 @@ def _install(choice: str, skip: Sequence[str], required: bool) -> None:
             if op.name in _overrides:
                 continue
             try:
-                _overrides[op.name] = put_in_front(op, KEY, choice, required=required)
+                _overrides[op.name] = put_in_front(op, key, choice, required=required)
             except _Refused as reason:
                 refused[op.name] = str(reason)
             except Exception as error:
@@ -150,7 +164,7 @@ def _install(choice: str, skip: Sequence[str], required: bool) -> None:
                 logger.debug("%s cannot get the plugin's kernel", op.qualname, exc_info=True)
                 refused[op.name] = f"{type(error).__name__}: {error}"
             if op.name in refused:
-                record.note(f"{RECORD}{op.name}", describe("vllm", refused[op.name]))
+                record.note(f"{RECORD}{op.name}", describe(_stock(op), refused[op.name]))
     if refused:
         text = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
         if required:
@@ -158,7 +172,22 @@ def _install(choice: str, skip: Sequence[str], required: bool) -> None:
                 f"{_demand(choice)}, but these operations cannot get the plugin's kernel: {text}. "
                 f"Name them in {SKIP} to go on"
             )
-        logger.warning("these operations keep vLLM's kernels: %s", text)
+        logger.warning("these operations keep the kernels that they have: %s", text)
+
+
+def _chosen_on_musa(ops: Sequence[OverridableOp], choice: str) -> list[OverridableOp]:
+    """Those that ``auto`` takes on MUSA: where vLLM has a kernel of its own, nothing says that the plugin's gains."""
+    load_extension()
+    if choice != "auto":
+        return list(ops)
+    for op in ops:
+        if not is_defined(op.name):
+            record.note(f"{RECORD}{op.name}", describe("vllm", choose(op, choice, (), "musa").reason))
+    return [op for op in ops if is_defined(op.name)]
+
+
+def _stock(op: OverridableOp) -> Literal["vllm", "torch"]:
+    return "torch" if is_defined(op.name) else "vllm"
 
 
 def _gaining_here(ops: Sequence[OverridableOp]) -> list[OverridableOp]:
@@ -171,7 +200,7 @@ def _gaining_here(ops: Sequence[OverridableOp]) -> list[OverridableOp]:
     kept = []
     for op in ops:
         if not cuda:
-            record.note(f"{RECORD}{op.name}", describe("vllm", CUDA_ALONE))
+            record.note(f"{RECORD}{op.name}", describe("vllm", NO_GPU))
         elif names is None or any(choose(op, "auto", (), name).wanted for name in names):
             kept.append(op)
         else:
@@ -205,7 +234,7 @@ def put_in_front(op: OverridableOp, key: str, choice: str, *, required: bool) ->
     if not torch._C._dispatch_has_kernel_for_dispatch_key(op.qualname, key):
         raise _Refused(f"this vLLM has no kernel of {op.qualname} for {key}")
     own = _own_overload(torch, op, theirs)
-    override = Override(op, choice, required)
+    override = Override(op, choice, required, _stock(op))
     kernel = _kernel(override, own, theirs, torch.library.get_kernel(op.qualname, key))
     library = torch.library.Library(op.namespace, "IMPL")
     with warnings.catch_warnings():
@@ -252,13 +281,13 @@ def _decide(override: Override, args: tuple[Any, ...]) -> None:
         torch: Any = importlib.import_module("torch")
         device = next(argument.device for argument in args if isinstance(argument, torch.Tensor))
         name = device_name(device)
-        choice = choose(override.op, override.choice, (), name)
+        choice = choose(override.op, override.choice, (), name, defined=override.stock == "torch")
         if not choice.wanted:
-            override.settle("vllm", choice.reason)
+            override.settle(override.stock, choice.reason)
             return
         if is_capturing(device):
-            # The next call that is not captured decides. Until then the graph that is being captured has vLLM's kernel.
-            override.settle("open", "the first call came while a graph was captured, which has vLLM's kernel")
+            # The next call that is not captured decides. Until then the graph that is being captured has the other.
+            override.settle("open", "the first call came while a graph was captured, which does not have it")
             return
         try:
             loaded = load_kernel(override.op)
@@ -270,7 +299,7 @@ def _decide(override: Override, args: tuple[Any, ...]) -> None:
             override.settle("plugin", f"{choice.reason}; {name}")
             return
         reason = "the plugin's kernel is not to be had here, the log says why"
-        override.settle("vllm", reason)
+        override.settle(override.stock, reason)
         if override.required:
             raise OverrideError(
                 f"{override.op.qualname} cannot get the plugin's kernel: {reason}. Name {override.op.name} in {SKIP} "
@@ -280,13 +309,18 @@ def _decide(override: Override, args: tuple[Any, ...]) -> None:
 
 def device_name(device: Any) -> str:
     """The name of a GPU as the table has it."""
+    from .build.jit import GPUS
+
     torch: Any = importlib.import_module("torch")
-    return str(torch.cuda.get_device_name(device)) if device.type == "cuda" else str(device.type)
+    gpu = device.type in GPUS
+    return str(torch.get_device_module(device).get_device_name(device)) if gpu else str(device.type)
 
 
 def is_capturing(device: Any) -> bool:
+    from .build.jit import GPUS
+
     torch: Any = importlib.import_module("torch")
-    return device.type == "cuda" and bool(torch.cuda.is_current_stream_capturing())
+    return device.type in GPUS and bool(torch.get_device_module(device).is_current_stream_capturing())
 
 
 def load_kernel(op: OverridableOp) -> bool:

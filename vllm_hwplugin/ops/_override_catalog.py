@@ -14,11 +14,12 @@ from typing import Final, Literal
 GATE: Final = "VLLM_HWPLUGIN_OPS"
 SKIP: Final = "VLLM_HWPLUGIN_OPS_SKIP"
 
-#: The key under which vLLM registers these kernels in every supported version, and under which the plugin's stand.
+#: The key under which vLLM registers these kernels for CUDA in every supported version, and under which the plugin's
+#: stand there.
 KEY: Final = "CUDA"
 
 #: Why the table says nothing of other hosts.
-CUDA_ALONE: Final = "the plugin's kernels stand under vLLM's names on CUDA alone"
+NO_GPU: Final = "the plugin's kernels stand under vLLM's names on CUDA and MUSA alone"
 
 #: Before the name of an operation, among a process's decisions (:func:`vllm_hwplugin.record.note`).
 RECORD: Final = "operation "
@@ -70,7 +71,8 @@ class Choice:
     reason: str
 
 
-_ALL: Final = ">=0.20.0"
+#: Those that are supported.
+ALL_VERSIONS: Final = ">=0.20.0"
 
 OPS: Final[Mapping[str, OverridableOp]] = MappingProxyType(
     {
@@ -81,7 +83,7 @@ OPS: Final[Mapping[str, OverridableOp]] = MappingProxyType(
                 "_C",
                 (
                     Schema(
-                        _ALL,
+                        ALL_VERSIONS,
                         "rotary_embedding(Tensor positions, Tensor! query, Tensor!? key, int head_size, "
                         "Tensor cos_sin_cache, bool is_neox, int rope_dim_offset=0, bool inverse=False) -> ()",
                     ),
@@ -93,7 +95,7 @@ OPS: Final[Mapping[str, OverridableOp]] = MappingProxyType(
                 "_C",
                 (
                     Schema(
-                        _ALL,
+                        ALL_VERSIONS,
                         "fused_qk_norm_rope(Tensor! qkv, int num_heads_q, int num_heads_k, int num_heads_v, "
                         "int head_dim, float eps, Tensor q_weight, Tensor k_weight, Tensor cos_sin_cache, "
                         "bool is_neox, Tensor position_ids, int forced_token_heads_per_warp=-1) -> ()",
@@ -106,7 +108,7 @@ OPS: Final[Mapping[str, OverridableOp]] = MappingProxyType(
                 "_C",
                 (
                     Schema(
-                        _ALL,
+                        ALL_VERSIONS,
                         "silu_and_mul_per_block_quant(Tensor! out, Tensor input, Tensor! scales, int group_size, "
                         "Tensor? scale_ub=None, bool is_scale_transposed=False) -> ()",
                     ),
@@ -118,7 +120,7 @@ OPS: Final[Mapping[str, OverridableOp]] = MappingProxyType(
                 "_C",
                 (
                     Schema(
-                        _ALL,
+                        ALL_VERSIONS,
                         "rms_norm_dynamic_per_token_quant(Tensor! result, Tensor input, Tensor weight, Tensor! scale, "
                         "float epsilon, Tensor? scale_ub, Tensor!? residual) -> ()",
                     ),
@@ -130,7 +132,7 @@ OPS: Final[Mapping[str, OverridableOp]] = MappingProxyType(
                 "_C",
                 (
                     Schema(
-                        _ALL,
+                        ALL_VERSIONS,
                         "merge_attn_states(Tensor! output, Tensor!? output_lse, Tensor prefix_output, "
                         "Tensor prefix_lse, Tensor suffix_output, Tensor suffix_lse, "
                         "int!? prefill_tokens_with_context, Tensor? output_scale=None) -> ()",
@@ -160,13 +162,14 @@ OPS: Final[Mapping[str, OverridableOp]] = MappingProxyType(
 )
 
 
-def choose(op: OverridableOp, choice: str, skip: Sequence[str], device: str | None) -> Choice:
+def choose(op: OverridableOp, choice: str, skip: Sequence[str], device: str | None, *, defined: bool = False) -> Choice:
     """Whether the plugin's kernel should stand under vLLM's name.
 
     Args:
         choice: what the gate says: ``auto``, ``on`` or ``off``.
         skip: names that keep vLLM's kernel.
         device: the name of the GPU; None while a process does not know it, which then is no reason against.
+        defined: vLLM has no kernel of it, and the plugin's definition in torch serves (:mod:`._definitions`).
     """
     if choice == "off":
         return Choice(False, f"{GATE}=off")
@@ -174,12 +177,25 @@ def choose(op: OverridableOp, choice: str, skip: Sequence[str], device: str | No
         return Choice(False, f"named in {SKIP}")
     if choice == "on":
         return Choice(True, f"{GATE}=on")
+    if defined:
+        return Choice(True, "vLLM has no kernel of it here")
     if not op.default_on:
         why = op.kept_off or "no device is known on which it gains"
         return Choice(False, f"{why}; {GATE}=on takes it all the same")
     if device is None or device in op.default_on:
         return Choice(True, f"measured to gain on {', '.join(op.default_on)}")
     return Choice(False, f"not known to gain on {device}; {GATE}=on takes it all the same")
+
+
+def describe(state: str, reason: str) -> str:
+    """What serves an operation, for the log and the records."""
+    kernels = {
+        "plugin": "the plugin's kernel",
+        "vllm": "vLLM's kernel",
+        "torch": "the plugin's definition in torch",
+        "open": "not decided yet",
+    }
+    return f"{kernels[state]}: {reason}"
 
 
 def unknown_names(skip: Sequence[str]) -> tuple[str, ...]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a process knows of its GPUs before it starts CUDA: whether PyTorch is built for it, and what the driver names.
+"""What a process knows of its GPUs before it starts one: what PyTorch is built for, and what the driver names.
 
 A process that forks others must not start CUDA, and vLLM loads plugins in it too. NVML, the library behind nvidia-smi,
 answers without: vLLM's CUDA platform asks it for the same reason, through the copy of its binding that is used here.
@@ -20,6 +20,12 @@ _BINDING: Final = "vllm.third_party.pynvml"
 def is_cuda_host() -> bool:
     """Whether this PyTorch is a CUDA build, which asks nothing of a device."""
     return importlib.import_module("torch").version.cuda is not None
+
+
+def is_musa_host() -> bool:
+    """Whether torch's one backend from outside is torch_musa's, which also asks nothing of a device."""
+    torch: Any = importlib.import_module("torch")
+    return bool(torch._C._get_privateuse1_backend_name() == "musa")
 
 
 def gpu_names() -> frozenset[str] | None:

@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's operations where vLLM has none: on the CPU, whose dispatch key stands in for that of MUSA."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+from packaging.specifiers import SpecifierSet
+
+torch = pytest.importorskip("torch")
+
+from vllm_hwplugin import record  # noqa: E402
+from vllm_hwplugin.ops import _definition_bodies, _definitions  # noqa: E402
+from vllm_hwplugin.ops._definition_catalog import DEFINITIONS, Definition  # noqa: E402
+from vllm_hwplugin.ops._override_catalog import OPS, Schema  # noqa: E402
+from vllm_hwplugin.patching import SUPPORTED  # noqa: E402
+
+from .vllm_child import printed_beside_vllm  # noqa: E402
+
+_numbers = itertools.count()
+
+# A process of its own: an extension cannot be unloaded, and a definition would be seen by other tests.
+WITHOUT_EXTENSION = """
+import json, torch
+from tests.ops.vllms_names import Check, WithoutExtension, cases, check_weak_references
+WithoutExtension.install()
+import vllm._custom_ops as ops
+from vllm.utils.torch_utils import weak_ref_tensors
+from vllm.version import __version__
+from vllm_hwplugin.ops import _definitions
+from vllm_hwplugin.ops._definition_catalog import DEFINITIONS
+
+def own(name):
+    __import__(f"vllm_hwplugin.ops.{name}")
+    return getattr(torch.ops.hwplugin, name)
+
+device = torch.device("cpu")
+there = [item.qualname for item in DEFINITIONS.values() if hasattr(getattr(torch.ops, item.namespace), item.name)]
+defined = _definitions.define_missing("CPU", __version__)
+assert _definitions.define_missing("CPU", __version__) == defined
+checked = ["weak_ref_tensor"]
+check_weak_references(weak_ref_tensors, device)
+for name, case in cases(ops, own).items():
+    check = Check(case, device)
+    for seed in range(20):
+        check.compare(seed, check.call)
+    checked.append(name)
+print(json.dumps([there, defined, checked]))
+"""
+
+
+@pytest.mark.engine
+def test_a_vllm_without_an_extension_serves_each_operation_under_its_own_name() -> None:
+    there, defined, checked = printed_beside_vllm(WITHOUT_EXTENSION)
+    assert there == []
+    assert set(defined) == set(checked) == set(DEFINITIONS)
+
+
+def _fill(value: float) -> Callable[[Any], None]:
+    def fill(out: Any) -> None:
+        out.fill_(value)
+
+    return fill
+
+
+@pytest.fixture
+def one(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Definition]]:
+    """`one(text)` makes an operation of this schema the only one of the table; its body writes 2."""
+
+    def make(text: str = "(Tensor! out) -> ()") -> Definition:
+        name = f"defined{next(_numbers)}"
+        item = Definition(
+            name,
+            "_Cdefined",
+            (Schema(">=0.20", name + text),),
+            "_definition_bodies",
+            "toy",
+            "nothing",  # type: ignore[arg-type]
+        )
+        monkeypatch.setattr(_definitions, "DEFINITIONS", MappingProxyType({name: item}))
+        monkeypatch.setattr(_definition_bodies, "toy", _fill(2), raising=False)
+        return item
+
+    yield make
+    _definitions.remove()
+    record.forget()
+
+
+def _vllms(item: Definition, key: str, text: str = "(Tensor! out) -> ()") -> Any:
+    library = torch.library.Library("_Cdefined", "FRAGMENT")
+    library.define(item.name + text)
+    library.impl(item.name, _fill(1), key)
+    return library
+
+
+def _called(item: Definition) -> float:
+    out = torch.zeros(2)
+    getattr(torch.ops._Cdefined, item.name)(out)
+    return float(out[0])
+
+
+@pytest.mark.parametrize("key", ["CPU", "CompositeExplicitAutograd"])
+def test_what_vllm_has_stays(key: str, one: Callable[..., Definition]) -> None:
+    item = one()
+    library = _vllms(item, key)
+    before = torch._C._dispatch_dump(item.qualname)
+    assert _definitions.define_missing("CPU", "0.32.0") == ()
+    assert torch._C._dispatch_dump(item.qualname) == before
+    assert _called(item) == 1
+    del library
+
+
+def test_an_operation_with_kernels_for_other_devices_alone_gets_one(one: Callable[..., Definition]) -> None:
+    """Whatever that build calls the arguments."""
+    item = one()
+    library = _vllms(item, "CUDA", "(Tensor! result) -> ()")
+    assert _definitions.define_missing("CPU", "0.32.0") == (item.name,)
+    assert _called(item) == 2
+    assert _definitions.is_defined(item.name)
+    _definitions.remove()
+    with pytest.raises(NotImplementedError):
+        _called(item)
+    del library
+
+
+def test_an_operation_with_other_arguments_is_left_alone_with_a_word(
+    one: Callable[..., Definition], caplog: pytest.LogCaptureFixture
+) -> None:
+    item = one()
+    library = _vllms(item, "CUDA", "(Tensor out) -> ()")
+    with caplog.at_level(logging.WARNING, "vllm.hwplugin"):
+        assert _definitions.define_missing("CPU", "0.32.0") == ()
+    assert item.qualname in caplog.text
+    del library
+
+
+def test_a_definition_is_in_the_processs_record_and_in_the_log(
+    one: Callable[..., Definition], caplog: pytest.LogCaptureFixture
+) -> None:
+    item = one()
+    entry = record.new("0")
+    record.begin(entry, None)
+    with caplog.at_level(logging.INFO, "vllm.hwplugin"):
+        _definitions.define_missing("CPU", "0.32.0")
+        _definitions.define_missing("CPU", "0.32.0")
+    assert entry.decisions[f"operation {item.name}"].startswith("the plugin's definition in torch: ")
+    assert [item.qualname in line for line in caplog.messages] == [True]
+
+
+@pytest.mark.parametrize(
+    ("version", "has"),
+    [("0.23.0", False), ("0.24.0", True), ("0.32.0+empty", True), ("0.23.1.dev7+musa", False), ("dev", True)],
+)
+def test_the_schema_is_that_of_the_version(version: str, has: bool) -> None:
+    assert ("Tensor? weight" in DEFINITIONS["rms_norm"].schema(version)) is has
+
+
+@pytest.mark.parametrize("version", SUPPORTED)
+def test_vllm_passes_what_the_schema_of_its_version_takes(version: str, vllm_tree: Callable[[str], Any]) -> None:
+    torch_utils, custom_ops = "vllm/utils/torch_utils.py", "vllm/_custom_ops.py"
+    flex = "vllm/v1/attention/backends/flex_attention.py"
+    callers = {"weak_ref_tensor": [torch_utils], "reshape_and_cache_flash": [custom_ops, flex]}
+    for item in DEFINITIONS.values():
+        assert len([one for one in item.schemas if SpecifierSet(one.versions).contains(version)]) == 1, item.name
+        schema = torch._C.parse_schema(f"{item.namespace}::{item.schema(version)}")
+        needed = len([one for one in schema.arguments if not one.has_default_value()])
+        for path in callers.get(item.name, [custom_ops]):
+            target = f"torch.ops.{item.namespace}.{item.name}"
+            nodes = list(ast.walk(ast.parse(vllm_tree(version).read(path))))
+            calls = [node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func) == target]
+            assert calls, f"{target} is not called in {path}"
+            assert all(needed <= len(call.args) <= len(schema.arguments) for call in calls), target
+    (norm,) = [
+        node
+        for node in ast.parse(vllm_tree(version).read(custom_ops)).body
+        if isinstance(node, ast.FunctionDef) and node.name == "rms_norm"
+    ]
+    optional = "None" in ast.unparse(norm.args.args[2].annotation)
+    assert ("Tensor? weight" in DEFINITIONS["rms_norm"].schema(version)) is optional
+
+
+AGAINST_VLLM = """
+import itertools, json, torch
+import vllm._custom_ops as ops
+from vllm_hwplugin.ops._definition_bodies import rms_norm
+found = []
+for dtype, width in itertools.product([torch.float32, torch.float16, torch.bfloat16], [64, 1536]):
+    torch.manual_seed(width)
+    x, weight = torch.randn(9, width).mul(3).to(dtype), torch.randn(width).to(dtype)
+    theirs, ours = torch.empty_like(x), torch.empty_like(x)
+    ops.rms_norm(theirs, x, weight, 1e-5)
+    rms_norm(ours, x, weight, 1e-5)
+    found.append(torch.allclose(theirs.float(), ours.float(), rtol=4 * torch.finfo(dtype).eps, atol=1e-6))
+    rms_norm(ours, x, None, 1e-5)
+    rms_norm(theirs, x, torch.ones_like(weight), 1e-5)
+    found.append(torch.equal(ours, theirs))
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.engine
+def test_the_norm_is_vllms() -> None:
+    assert printed_beside_vllm(AGAINST_VLLM) == [True] * 12
+
+
+@pytest.mark.parametrize("slots", [[-1, -1, -1], [0, -1, 7], [-1, 0, -1], [5, 6, 7]])
+@pytest.mark.parametrize("heads_first", [False, True])
+def test_what_has_no_slot_is_written_nowhere(slots: list[int], heads_first: bool) -> None:
+    caches = torch.randn(2, 2, 4, 3, 8)
+    if heads_first:
+        caches = caches.transpose(2, 3).contiguous().transpose(2, 3)
+    expected = caches.clone()
+    new = torch.randn(2, 3, 3, 8)
+    for token, slot in enumerate(slots):
+        if slot >= 0:
+            expected[:, slot // 4, slot % 4] = new[:, token]
+    one = torch.ones(())
+    _definition_bodies.reshape_and_cache_flash(*new, *caches, torch.tensor(slots), "auto", one, one)
+    assert torch.equal(caches, expected)
+
+
+def test_a_quantized_cache_is_an_error() -> None:
+    one = torch.ones(1, 1, 8)
+    with pytest.raises(NotImplementedError, match="kv_cache_dtype=fp8"):
+        _definition_bodies.reshape_and_cache_flash(one, one, one, one, torch.tensor([0]), "fp8", one, one)
+
+
+def test_every_operation_with_a_kernel_has_a_definition_with_its_schemas() -> None:
+    assert {name: DEFINITIONS[name].schemas for name in OPS} == {name: op.schemas for name, op in OPS.items()}
+    assert replace(DEFINITIONS["rms_norm"], namespace="_moe_C").qualname == "_moe_C::rms_norm"

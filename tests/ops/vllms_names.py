@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls of vLLM's own functions, on any device, for every operation that the plugin defines where vLLM does not.
+
+What they have to write comes from the plugin's own operations, or a plain definition, on the CPU.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+
+Tensors = dict[str, torch.Tensor]
+
+TOKENS, HIDDEN, LAYERS = 5, 128, 3
+
+
+class WithoutExtension(importlib.abc.MetaPathFinder):
+    """A build of vLLM for no device: it has none of the compiled modules."""
+
+    NAMES = ("vllm._C", "vllm._moe_C")
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
+        if name.startswith(self.NAMES):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    @classmethod
+    def install(cls) -> None:
+        assert not any(name.startswith(cls.NAMES) for name in sys.modules)
+        sys.meta_path.insert(0, cls())
+
+
+class Case(NamedTuple):
+    """``make`` gives inputs and outputs on the CPU; ``vllm`` and ``expected`` write into what they are given."""
+
+    make: Callable[[torch.Generator], Tensors]
+    vllm: Callable[[Tensors], None]
+    expected: Callable[[Tensors], None]
+
+
+def cases(ops: Any, own: Callable[[str], Callable[..., None]]) -> dict[str, Case]:
+    """A case for each operation but ``weak_ref_tensor``.
+
+    Args:
+        ops: ``vllm._custom_ops``.
+        own: the plugin's function for an operation.
+    """
+
+    def normal(generator: torch.Generator, *shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    def rope_cache(generator: torch.Generator, rotary_dim: int) -> torch.Tensor:
+        angles = torch.rand(64, rotary_dim // 2, generator=generator)
+        return torch.cat([angles.cos(), angles.sin()], -1).half()
+
+    def positions(generator: torch.Generator) -> torch.Tensor:
+        return torch.randint(1, 64, (TOKENS,), generator=generator)
+
+    def norm_inputs(generator: torch.Generator) -> Tensors:
+        # The context keys of a drafter: one row of weights for each layer.
+        x = normal(generator, LAYERS, TOKENS, 2, HIDDEN)
+        return {"out": torch.zeros_like(x), "x": x, "weight": normal(generator, LAYERS, HIDDEN)}
+
+    def plain_norm(t: Tensors) -> None:
+        for layer in range(LAYERS):
+            x = t["x"][layer].double()
+            normed = x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+            t["out"][layer] = (normed * t["weight"][layer].double()).half()
+
+    def penalty_inputs(generator: torch.Generator) -> Tensors:
+        masks = torch.rand(2, TOKENS, 50, generator=generator) > 0.5
+        return {
+            "logits": normal(generator, TOKENS, 50, dtype=torch.float32),
+            "prompt": masks[0],
+            "output": masks[1],
+            "penalties": torch.rand(TOKENS, generator=generator) + 0.5,
+        }
+
+    def plain_penalties(t: Tensors) -> None:
+        seen = t["prompt"] | t["output"]
+        by = t["penalties"].unsqueeze(1)
+        t["logits"].copy_(
+            torch.where(seen, torch.where(t["logits"] > 0, t["logits"] / by, t["logits"] * by), t["logits"])
+        )
+
+    def cache_inputs(generator: torch.Generator) -> Tensors:
+        slots = torch.randperm(12, generator=generator)[:TOKENS]
+        return {
+            # More tokens than slots, as padding leaves them.
+            "key": normal(generator, TOKENS + 2, 2, 8),
+            "value": normal(generator, TOKENS + 2, 2, 8),
+            "cache": normal(generator, 2, 3, 4, 2, 8),
+            "slots": torch.where(torch.rand(TOKENS, generator=generator) > 0.4, slots, -1),
+        }
+
+    def plain_cache(t: Tensors) -> None:
+        for token, slot in enumerate(t["slots"].tolist()):
+            if slot >= 0:
+                t["cache"][0, slot // 4, slot % 4] = t["key"][token]
+                t["cache"][1, slot // 4, slot % 4] = t["value"][token]
+
+    def cache_call(t: Tensors) -> None:
+        one = torch.ones((), device=t["key"].device)
+        ops.reshape_and_cache_flash(t["key"], t["value"], *t["cache"].unbind(0), t["slots"], "auto", one, one)
+
+    def rope_inputs(generator: torch.Generator) -> Tensors:
+        return {
+            "positions": positions(generator),
+            "query": normal(generator, TOKENS, 4 * 64),
+            "cache": rope_cache(generator, 64),
+        }
+
+    def fused_inputs(generator: torch.Generator) -> Tensors:
+        return {
+            "qkv": normal(generator, TOKENS, 4 * 64),
+            "q": normal(generator, 64),
+            "k": normal(generator, 64),
+            "cache": rope_cache(generator, 64),
+            "positions": positions(generator),
+        }
+
+    def fused(function: Callable[..., None]) -> Callable[[Tensors], None]:
+        return lambda t: function(t["qkv"], 2, 1, 1, 64, 1e-6, t["q"], t["k"], t["cache"], True, t["positions"], -1)
+
+    def merge_inputs(generator: torch.Generator) -> Tensors:
+        return {
+            "out": torch.zeros(TOKENS, 2, 16, dtype=torch.float16),
+            "parts": normal(generator, 2, TOKENS, 2, 16),
+            "lse": normal(generator, 2, 2, TOKENS, dtype=torch.float32),
+        }
+
+    def merge_call(t: Tensors) -> None:
+        (prefix, suffix), (prefix_lse, suffix_lse) = t["parts"].unbind(0), t["lse"].unbind(0)
+        ops.merge_attn_states(t["out"], prefix, prefix_lse, suffix, suffix_lse)
+
+    def merge_expected(t: Tensors) -> None:
+        (prefix, suffix), (prefix_lse, suffix_lse) = t["parts"].unbind(0), t["lse"].unbind(0)
+        own("merge_attn_states")(t["out"], None, prefix, prefix_lse, suffix, suffix_lse, None, None)
+
+    def route_inputs(generator: torch.Generator) -> Tensors:
+        return {
+            "gating": normal(generator, TOKENS, 8, dtype=torch.float32),
+            "weights": torch.zeros(TOKENS, 2),
+            "indices": torch.zeros(TOKENS, 2, dtype=torch.int32),
+            "places": torch.zeros(TOKENS, 2, dtype=torch.int32),
+        }
+
+    def route(function: Callable[..., None]) -> Callable[[Tensors], None]:
+        return lambda t: function(t["weights"], t["indices"], t["places"], t["gating"], True)
+
+    def quant_inputs(generator: torch.Generator) -> Tensors:
+        return {
+            "x": normal(generator, TOKENS, HIDDEN),
+            "weight": normal(generator, HIDDEN),
+            "out": torch.zeros(TOKENS, HIDDEN, dtype=torch.int8),
+            "scales": torch.zeros(TOKENS, 1),
+        }
+
+    def quant_call(t: Tensors) -> None:
+        out, scales = ops.rms_norm_dynamic_per_token_quant(t["x"], t["weight"], 1e-6, torch.int8)
+        t["out"].copy_(out)
+        t["scales"].copy_(scales)
+
+    def quant_expected(t: Tensors) -> None:
+        own("rms_norm_dynamic_per_token_quant")(t["out"], t["x"], t["weight"], t["scales"], 1e-6, None, None)
+
+    def silu_inputs(generator: torch.Generator) -> Tensors:
+        return {
+            "x": normal(generator, TOKENS, 2 * HIDDEN),
+            "out": torch.zeros(TOKENS, HIDDEN, dtype=torch.int8),
+            "scales": torch.zeros(TOKENS, HIDDEN // 64),
+        }
+
+    def silu_call(t: Tensors) -> None:
+        out, scales = ops.silu_and_mul_per_block_quant(t["x"], 64, torch.int8)
+        t["out"].copy_(out)
+        t["scales"].copy_(scales)
+
+    return {
+        "rms_norm": Case(norm_inputs, lambda t: ops.rms_norm(t["out"], t["x"], t["weight"], 1e-6), plain_norm),
+        "apply_repetition_penalties_": Case(
+            penalty_inputs,
+            lambda t: ops.apply_repetition_penalties_cuda(t["logits"], t["prompt"], t["output"], t["penalties"]),
+            plain_penalties,
+        ),
+        "reshape_and_cache_flash": Case(cache_inputs, cache_call, plain_cache),
+        "rotary_embedding": Case(
+            rope_inputs,
+            lambda t: ops.rotary_embedding(t["positions"], t["query"], None, 64, t["cache"], True),
+            lambda t: own("rotary_embedding")(t["positions"], t["query"], None, 64, t["cache"], True),
+        ),
+        "fused_qk_norm_rope": Case(fused_inputs, fused(ops.fused_qk_norm_rope), fused(own("fused_qk_norm_rope"))),
+        "merge_attn_states": Case(merge_inputs, merge_call, merge_expected),
+        "topk_softmax": Case(route_inputs, route(ops.topk_softmax), route(own("topk_softmax"))),
+        "rms_norm_dynamic_per_token_quant": Case(quant_inputs, quant_call, quant_expected),
+        "silu_and_mul_per_block_quant": Case(
+            silu_inputs,
+            silu_call,
+            lambda t: own("silu_and_mul_per_block_quant")(t["out"], t["x"], t["scales"], 64),
+        ),
+    }
+
+
+@dataclass
+class Check:
+    """One case on one device, with tensors that keep their addresses."""
+
+    case: Case
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        self.tensors = {name: tensor.to(self.device) for name, tensor in self._make(0).items()}
+
+    def _make(self, seed: int) -> Tensors:
+        return self.case.make(torch.Generator().manual_seed(seed))
+
+    def call(self) -> None:
+        self.case.vllm(self.tensors)
+
+    def compare(self, seed: int, run: Callable[[], object]) -> None:
+        """Runs on new data in the same tensors, and compares everything that is read or written."""
+        wanted = self._make(seed)
+        for name, tensor in wanted.items():
+            self.tensors[name].copy_(tensor)
+        run()
+        self.case.expected(wanted)
+        for name, tensor in wanted.items():
+            torch.testing.assert_close(
+                self.tensors[name].cpu(), tensor, atol=2e-3, rtol=2e-3, msg=lambda m, n=name: f"{n}: {m}"
+            )
+
+
+def check_weak_references(weak_ref_tensors: Callable[[Any], Any], device: torch.device) -> None:
+    """By vLLM's own function: the same memory, seen the same way, and kept by nobody."""
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    whole = torch.arange(24, device=device).view(4, 6).half()
+    for view in (whole, whole[1:, 2:4], whole.t(), whole[2, 3], whole[:1].expand(5, 6)):
+        (seen,) = weak_ref_tensors([view])
+        assert (seen.data_ptr(), seen.shape, seen.stride()) == (view.data_ptr(), view.shape, view.stride())
+        assert (seen.dtype, seen.device) == (view.dtype, view.device)
+        assert torch.equal(seen.cpu(), view.cpu())
+    (seen, empty) = weak_ref_tensors((whole, whole[:0]))
+    whole.add_(1)
+    assert torch.equal(seen.cpu(), whole.cpu())
+    assert empty.numel() == 0
+    kept = StorageWeakRef(whole.untyped_storage())
+    assert not kept.expired()
+    del whole, view, empty
+    assert kept.expired()
