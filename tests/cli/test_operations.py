@@ -21,7 +21,7 @@ ROPE = "_C::rotary_embedding"
 
 
 def rows(kind: str = "cuda", libraries: tuple[Built, ...] = (LIBRARY,), **environ: str) -> dict[str, tuple[str, str]]:
-    found = operation_rows(kind, ["NVIDIA H200"], gates.read_all(environ), TOOLS, libraries)
+    found = operation_rows(kind, ["NVIDIA H200"], gates.read_all(environ), TOOLS, libraries, extension=True)
     assert [row.operation for row in found] == [op.qualname for op in OPS.values()]
     return {row.operation: (row.serves, row.reason) for row in found}
 
@@ -33,8 +33,9 @@ def rows(kind: str = "cuda", libraries: tuple[Built, ...] = (LIBRARY,), **enviro
         ("cuda", {"VLLM_HWPLUGIN_OPS": "on"}, "plugin", "VLLM_HWPLUGIN_OPS=on"),
         ("cuda", {"VLLM_HWPLUGIN_OPS": "on", "VLLM_HWPLUGIN_OPS_SKIP": "rotary_embedding"}, "vllm", "named in"),
         ("cuda", {"VLLM_HWPLUGIN_OPS": "on", "VLLM_HWPLUGIN": "0"}, "vllm", "VLLM_HWPLUGIN=0"),
-        ("cpu", {"VLLM_HWPLUGIN_OPS": "on"}, "vllm", "on CUDA alone"),
-        ("musa", {"VLLM_HWPLUGIN_OPS": "on"}, "vllm", "on CUDA alone"),
+        ("cpu", {"VLLM_HWPLUGIN_OPS": "on"}, "vllm", "on CUDA and MUSA alone"),
+        ("musa", {"VLLM_HWPLUGIN_OPS": "on"}, "plugin", "VLLM_HWPLUGIN_OPS=on"),
+        ("musa", {}, "vllm", "rounds once"),
     ],
 )
 def test_whose_kernel_serves(kind: str, environ: dict[str, str], serves: str, words: str) -> None:
@@ -47,9 +48,32 @@ def test_whose_kernel_serves(kind: str, environ: dict[str, str], serves: str, wo
 def test_a_device_on_which_it_gains(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_operations, "OPS", {"x": replace(OPS["rotary_embedding"], default_on=("NVIDIA H200",))})
     values = gates.read_all({})
-    (here,) = operation_rows("cuda", ["NVIDIA H200"], values, TOOLS, (LIBRARY,))
-    (elsewhere,) = operation_rows("cuda", ["NVIDIA A10"], values, TOOLS, (LIBRARY,))
+    (here,) = operation_rows("cuda", ["NVIDIA H200"], values, TOOLS, (LIBRARY,), extension=True)
+    (elsewhere,) = operation_rows("cuda", ["NVIDIA A10"], values, TOOLS, (LIBRARY,), extension=True)
     assert (here.serves, elsewhere.serves) == ("plugin", "vllm")
+
+
+@pytest.mark.parametrize(
+    ("environ", "serves"),
+    [
+        ({}, "plugin"),
+        ({"VLLM_HWPLUGIN_OPS": "off"}, "torch"),
+        ({"VLLM_HWPLUGIN_OPS_SKIP": "rotary_embedding"}, "torch"),
+        ({"VLLM_HWPLUGIN": "0"}, "vllm"),
+    ],
+)
+def test_what_a_vllm_without_kernels_lacks_on_musa_is_the_plugins(environ: dict[str, str], serves: str) -> None:
+    values = gates.read_all(environ)
+    found = {
+        row.operation: row for row in operation_rows("musa", ["MTT S5000"], values, TOOLS, (LIBRARY,), extension=False)
+    }
+    assert found[ROPE].serves == serves
+    assert ("_C::weak_ref_tensor" in found) is (serves != "vllm")
+    assert serves == "vllm" or found["_C::weak_ref_tensor"].serves == "torch"
+    # It has a kernel that nobody has built.
+    assert ("mcc is not found" in found["_moe_C::topk_softmax"].reason) is (
+        serves != "vllm" and environ.get("VLLM_HWPLUGIN_OPS") != "off"
+    )
 
 
 def test_a_kernel_that_is_not_built_says_what_is_missing() -> None:
@@ -59,7 +83,7 @@ def test_a_kernel_that_is_not_built_says_what_is_missing() -> None:
 
 def test_bad_values_decide_nothing() -> None:
     values = {**gates.read_all({"VLLM_HWPLUGIN_OPS": "on"}), "VLLM_HWPLUGIN_STRICT": gates.GateError("bad")}
-    assert {row.serves for row in operation_rows("cuda", [], values, TOOLS, ())} == {"vllm"}
+    assert {row.serves for row in operation_rows("cuda", [], values, TOOLS, (), extension=True)} == {"vllm"}
     assert operation_problems("cpu", values) == ()
 
 

@@ -3,12 +3,10 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from types import MappingProxyType, ModuleType
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,35 +14,14 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from vllm_hwplugin import gates, record  # noqa: E402
-from vllm_hwplugin.ops import _override, _override_support  # noqa: E402
+from vllm_hwplugin.ops import _override  # noqa: E402
 from vllm_hwplugin.ops._override_catalog import OverridableOp, Schema  # noqa: E402
-from vllm_hwplugin.ops.build import spec  # noqa: E402
 
 from .forked import said_by_a_fork  # noqa: E402
+from .toys import Toy, make_toy  # noqa: E402
 
 IS_CUDA_HOST = _override.is_cuda_host
 LOAD_EXTENSION = _override.load_extension
-
-_numbers = itertools.count()
-
-
-@dataclass
-class Toy:
-    """vLLM's operation writes 1, or 1 + more; the plugin's writes 2."""
-
-    op: OverridableOp
-    theirs: Any
-    calls: list[str]
-
-    def __call__(self, *args: Any, dtype: torch.dtype = torch.float32) -> float:
-        out = torch.zeros(3, dtype=dtype)
-        self.theirs(out, *args)
-        return float(out[0])
-
-    def in_front(self, choice: str = "on", *, required: bool = False) -> _override.Override:
-        override = _override.put_in_front(self.op, "CPU", choice, required=required)
-        _override._overrides[self.op.name] = override
-        return override
 
 
 @pytest.fixture(autouse=True)
@@ -57,42 +34,6 @@ def clean() -> Iterator[None]:
 @pytest.fixture
 def toy(monkeypatch: pytest.MonkeyPatch) -> Toy:
     return make_toy(monkeypatch)
-
-
-def make_toy(
-    monkeypatch: pytest.MonkeyPatch,
-    text: str = "(Tensor! out, Tensor? bias, int more=0) -> ()",
-    own: str = "(Tensor(a!) out, Tensor? bias) -> ()",
-) -> Toy:
-    number = next(_numbers)
-    name, namespace = f"toy{number}", f"_Ctoy{number}"
-    calls: list[str] = []
-
-    def stock(out: torch.Tensor, *args: Any) -> None:
-        calls.append("stock")
-        more = args[1] if len(args) > 1 else 0
-        out.fill_(more + 1 if isinstance(more, int) else 9)
-
-    theirs = torch.library.Library(namespace, "DEF")
-    theirs.define(name + text)
-    theirs.impl(name, stock, "CPU")
-
-    def kernel(out: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        calls.append("plugin")
-        out.fill_(2)
-
-    ours = torch.library.Library("hwplugin", "FRAGMENT")
-    ours.define(name + own)
-    ours.impl(name, kernel, "CPU")
-    module = ModuleType(f"vllm_hwplugin.ops.{name}")
-    module.libraries = (theirs, ours)  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    kernels = {**spec.KERNELS, name: replace(spec.ROTARY_EMBEDDING, name=name)}
-    monkeypatch.setattr(spec, "KERNELS", MappingProxyType(kernels))
-    monkeypatch.setattr(_override_support, name, lambda out, bias=None: out.dtype is torch.float32, raising=False)
-    monkeypatch.setattr(_override, "load_kernel", lambda op: calls.append("load") is None)
-    op = OverridableOp(name, namespace, (Schema(">=0.20", name + text),))  # type: ignore[arg-type]
-    return Toy(op, getattr(getattr(torch.ops, namespace), name).default, calls)
 
 
 def test_the_plugins_kernel_serves_under_vllms_name_and_is_loaded_once_at_the_first_call(toy: Toy) -> None:

@@ -144,7 +144,12 @@ def diagnose(environ: Mapping[str, str] | None = None, *, catalog: Catalog | Non
         tools=tools,
         kernels=kernel_rows(platform.kind, libraries, tools),
         operations=operation_rows(
-            platform.kind, [device.name for device in platform.devices], values, tools, libraries
+            platform.kind,
+            [device.name for device in platform.devices],
+            values,
+            tools,
+            libraries,
+            extension=installed is not None and any((installed.root / "vllm").glob("_C*.so")),
         ),
         plugin={"version": vllm_hwplugin.__version__, "path": str(Path(vllm_hwplugin.__file__).parent)},
         vllm=_describe(installed),

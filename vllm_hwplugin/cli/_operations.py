@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from .. import gates
-from ..ops._override_catalog import CUDA_ALONE, GATE, OPS, SKIP, OverridableOp, choose
+from ..ops._definition_catalog import DEFINITIONS
+from ..ops._override_catalog import GATE, NO_GPU, OPS, SKIP, OverridableOp, choose
 from ..ops.build.built import Built
+from ..ops.build.jit import GPUS
 from ..ops.build.spec import KERNELS
 from ._host import Tool
 from ._kernels import missing
@@ -17,10 +19,13 @@ from ._kernels import missing
 
 @dataclass(frozen=True, slots=True)
 class OperationRow:
-    """``serves`` says whose kernel a process that is started now would use, as far as it can be known without one."""
+    """``serves`` says what a process that is started now would use, as far as it can be known without one.
+
+    It is the plugin's kernel, vLLM's, or the plugin's definition in torch where vLLM has none.
+    """
 
     operation: str
-    serves: Literal["plugin", "vllm"]
+    serves: Literal["plugin", "vllm", "torch"]
     reason: str
 
 
@@ -30,8 +35,10 @@ def operation_rows(
     values: Mapping[str, gates.GateValue | gates.GateError],
     tools: Sequence[Tool],
     libraries: Sequence[Built],
+    *,
+    extension: bool,
 ) -> tuple[OperationRow, ...]:
-    """One row for each operation.
+    """One row for each operation with a kernel; where vLLM has no kernels, one for each that the plugin defines.
 
     vLLM's own schema is not looked at, for that needs a process that imports it; the records of processes have what was
     found there.
@@ -42,7 +49,10 @@ def operation_rows(
         values: of the gates.
         tools: the compilers and build tools of this host.
         libraries: what lies in the wheel and in the cache.
+        extension: the installed vLLM has compiled kernels.
     """
+    defined = kind == "musa" and not extension
+    stock: Literal["torch", "vllm"] = "torch" if defined else "vllm"
     good = {name: value for name, value in values.items() if isinstance(value, gates.GateValue)}
     rows = []
     for op in OPS.values():
@@ -53,12 +63,20 @@ def operation_rows(
         elif (reason := _impossible(op, kind)) is not None:
             row = OperationRow(op.qualname, "vllm", reason)
         else:
-            choice = choose(op, good[GATE].text, good[SKIP].names, devices[0] if devices else None)
+            device = devices[0] if devices else None
+            choice = choose(op, good[GATE].text, good[SKIP].names, device, defined=defined)
             reason = choice.reason
             if choice.wanted and not any(item.kernel == op.name for item in libraries):
-                reason += f"; not built so far: {missing(KERNELS[op.name], kind, tools)} vLLM's kernel serves"
-            row = OperationRow(op.qualname, "plugin" if choice.wanted else "vllm", reason)
+                other = "its definition in torch serves" if defined else "vLLM's kernel serves"
+                reason += f"; not built so far: {missing(KERNELS[op.name], kind, tools)} {other}"
+            row = OperationRow(op.qualname, "plugin" if choice.wanted else stock, reason)
         rows.append(row)
+    if defined and len(good) == len(values) and good["VLLM_HWPLUGIN"].flag:
+        rows += [
+            OperationRow(item.qualname, "torch", f"this vLLM has no kernel of it, for {item.caller}")
+            for item in DEFINITIONS.values()
+            if item.name not in OPS
+        ]
     return tuple(rows)
 
 
@@ -78,6 +96,6 @@ def operation_problems(kind: str, values: Mapping[str, gates.GateValue | gates.G
 
 
 def _impossible(op: OverridableOp, kind: str) -> str | None:
-    if kind != "cuda":
-        return CUDA_ALONE
+    if kind not in GPUS:
+        return NO_GPU
     return None if op.name in KERNELS else "this release has no kernel of it"

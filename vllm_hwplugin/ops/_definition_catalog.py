@@ -8,7 +8,7 @@ Nothing here imports torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final, Literal
@@ -127,8 +127,3 @@ DEFINITIONS: Final[Mapping[str, Definition]] = MappingProxyType(
         )
     }
 )
-
-
-def without_kernel(names: Sequence[str] = tuple(DEFINITIONS)) -> tuple[str, ...]:
-    """Those that no kernel of the plugin is for: their definition in torch is all there is."""
-    return tuple(name for name in names if name not in OPS)
