@@ -17,9 +17,9 @@ from packaging.specifiers import SpecifierSet
 torch = pytest.importorskip("torch")
 
 from vllm_hwplugin import record  # noqa: E402
-from vllm_hwplugin.ops import _definition_bodies, _definitions  # noqa: E402
-from vllm_hwplugin.ops._definition_catalog import DEFINITIONS, Definition  # noqa: E402
+from vllm_hwplugin.ops import _definition_bodies, definitions  # noqa: E402
 from vllm_hwplugin.ops._override_catalog import OPS, Schema  # noqa: E402
+from vllm_hwplugin.ops.definition_table import DEFINITIONS, Definition  # noqa: E402
 from vllm_hwplugin.patching import SUPPORTED  # noqa: E402
 
 from .vllm_child import printed_beside_vllm  # noqa: E402
@@ -34,8 +34,8 @@ WithoutExtension.install()
 import vllm._custom_ops as ops
 from vllm.utils.torch_utils import weak_ref_tensors
 from vllm.version import __version__
-from vllm_hwplugin.ops import _definitions
-from vllm_hwplugin.ops._definition_catalog import DEFINITIONS
+from vllm_hwplugin.ops import definitions
+from vllm_hwplugin.ops.definition_table import DEFINITIONS
 
 def own(name):
     __import__(f"vllm_hwplugin.ops.{name}")
@@ -43,8 +43,8 @@ def own(name):
 
 device = torch.device("cpu")
 there = [item.qualname for item in DEFINITIONS.values() if hasattr(getattr(torch.ops, item.namespace), item.name)]
-defined = _definitions.define_missing("CPU", __version__)
-assert _definitions.define_missing("CPU", __version__) == defined
+defined = definitions.define_missing("CPU", __version__)
+assert definitions.define_missing("CPU", __version__) == defined
 checked = ["weak_ref_tensor"]
 check_weak_references(weak_ref_tensors, device)
 for name, case in cases(ops, own).items():
@@ -84,12 +84,12 @@ def one(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Definition]]:
             "toy",
             "nothing",  # type: ignore[arg-type]
         )
-        monkeypatch.setattr(_definitions, "DEFINITIONS", MappingProxyType({name: item}))
+        monkeypatch.setattr(definitions, "DEFINITIONS", MappingProxyType({name: item}))
         monkeypatch.setattr(_definition_bodies, "toy", _fill(2), raising=False)
         return item
 
     yield make
-    _definitions.remove()
+    definitions.remove()
     record.forget()
 
 
@@ -111,7 +111,7 @@ def test_what_vllm_has_stays(key: str, one: Callable[..., Definition]) -> None:
     item = one()
     library = _vllms(item, key)
     before = torch._C._dispatch_dump(item.qualname)
-    assert _definitions.define_missing("CPU", "0.32.0") == ()
+    assert definitions.define_missing("CPU", "0.32.0") == ()
     assert torch._C._dispatch_dump(item.qualname) == before
     assert _called(item) == 1
     del library
@@ -121,10 +121,10 @@ def test_an_operation_with_kernels_for_other_devices_alone_gets_one(one: Callabl
     """Whatever that build calls the arguments."""
     item = one()
     library = _vllms(item, "CUDA", "(Tensor! result) -> ()")
-    assert _definitions.define_missing("CPU", "0.32.0") == (item.name,)
+    assert definitions.define_missing("CPU", "0.32.0") == (item.name,)
     assert _called(item) == 2
-    assert _definitions.is_defined(item.name)
-    _definitions.remove()
+    assert definitions.is_defined(item.name)
+    definitions.remove()
     with pytest.raises(NotImplementedError):
         _called(item)
     del library
@@ -136,7 +136,7 @@ def test_an_operation_with_other_arguments_is_left_alone_with_a_word(
     item = one()
     library = _vllms(item, "CUDA", "(Tensor out) -> ()")
     with caplog.at_level(logging.WARNING, "vllm.hwplugin"):
-        assert _definitions.define_missing("CPU", "0.32.0") == ()
+        assert definitions.define_missing("CPU", "0.32.0") == ()
     assert item.qualname in caplog.text
     del library
 
@@ -148,8 +148,8 @@ def test_a_definition_is_in_the_processs_record_and_in_the_log(
     entry = record.new("0")
     record.begin(entry, None)
     with caplog.at_level(logging.INFO, "vllm.hwplugin"):
-        _definitions.define_missing("CPU", "0.32.0")
-        _definitions.define_missing("CPU", "0.32.0")
+        definitions.define_missing("CPU", "0.32.0")
+        definitions.define_missing("CPU", "0.32.0")
     assert entry.decisions[f"operation {item.name}"].startswith("the plugin's definition in torch: ")
     assert [item.qualname in line for line in caplog.messages] == [True]
 

@@ -13,7 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from vllm_hwplugin import record  # noqa: E402
-from vllm_hwplugin.ops import _definitions, _override  # noqa: E402
+from vllm_hwplugin.ops import _override, definitions  # noqa: E402
 
 from .toys import Toy, make_toy  # noqa: E402
 
@@ -21,16 +21,16 @@ from .toys import Toy, make_toy  # noqa: E402
 @pytest.fixture
 def entry(monkeypatch: pytest.MonkeyPatch) -> Iterator[record.ProcessRecord]:
     """A host with torch_musa, whose platform defines what vLLM's extension lacks when that is imported."""
-    monkeypatch.setattr(_definitions, "DEFINITIONS", {})
+    monkeypatch.setattr(definitions, "DEFINITIONS", {})
     monkeypatch.setattr(_override, "is_musa_host", lambda: True)
     monkeypatch.setattr(_override, "is_cuda_host", lambda: pytest.fail("asked for CUDA"))
     monkeypatch.setattr(_override, "MUSA_KEY", "CPU")
-    monkeypatch.setattr(_override, "load_extension", lambda: _definitions.define_missing("CPU", "0.32.0"))
+    monkeypatch.setattr(_override, "load_extension", lambda: definitions.define_missing("CPU", "0.32.0"))
     entry = record.new("0")
     record.begin(entry, None)
     yield entry
     _override.remove()
-    _definitions.remove()
+    definitions.remove()
     record.forget()
 
 
@@ -67,7 +67,7 @@ def test_switched_off_or_left_out_the_definition_stays(
     gate: str, toys: tuple[Toy, Toy], entry: record.ProcessRecord
 ) -> None:
     own, vllms = toys
-    _definitions.define_missing("CPU", "0.32.0")
+    definitions.define_missing("CPU", "0.32.0")
     off = {"VLLM_HWPLUGIN_OPS": "off"} if gate == "VLLM_HWPLUGIN_OPS" else {gate: "0"}
     for environ in (off, {"VLLM_HWPLUGIN_OPS_SKIP": own.op.name}):
         _override.install(environ)

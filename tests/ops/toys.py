@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_hwplugin.ops import _definitions, _override, _override_support
-from vllm_hwplugin.ops._definition_catalog import Definition
+from vllm_hwplugin.ops import _override, _override_support, definitions
 from vllm_hwplugin.ops._override_catalog import OverridableOp, Schema
 from vllm_hwplugin.ops.build import spec
+from vllm_hwplugin.ops.definition_table import Definition
 
 _numbers = itertools.count()
 
@@ -84,6 +84,6 @@ def make_toy(
     op = OverridableOp(name, namespace, (Schema(">=0.20", name + text),))  # type: ignore[arg-type]
     if defined:
         item = Definition(name, namespace, op.schemas, name, "_reference", "")  # type: ignore[arg-type]
-        definitions = {**_definitions.DEFINITIONS, name: item}
-        monkeypatch.setattr(_definitions, "DEFINITIONS", MappingProxyType(definitions))
+        table = MappingProxyType({**definitions.DEFINITIONS, name: item})
+        monkeypatch.setattr(definitions, "DEFINITIONS", table)
     return Toy(op, calls)

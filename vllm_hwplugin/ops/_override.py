@@ -12,7 +12,7 @@ once. vLLM's profiling run calls the operations of a model before any graph is c
 captured never builds, and is served by vLLM's kernel if it comes first.
 
 On MUSA the same is done for the key of its device. Where vLLM has no kernel to keep, the plugin's definition in torch
-(:mod:`._definitions`) has its place.
+(:mod:`.definitions`) has its place.
 
 The dispatcher reaches the plugin's kernel through a few lines of Python. docs/kernels.md has what they cost.
 """
@@ -29,10 +29,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from .. import gates, record
-from ._definition_catalog import MUSA_KEY
-from ._definitions import is_defined
 from ._override_catalog import GATE, KEY, NO_GPU, OPS, RECORD, SKIP, OverridableOp, choose, describe, unknown_names
 from ._override_host import gpu_names, is_cuda_host, is_musa_host
+from .definition_table import MUSA_KEY
+from .definitions import is_defined
 
 logger = logging.getLogger("vllm.hwplugin")
 

@@ -169,7 +169,7 @@ def choose(op: OverridableOp, choice: str, skip: Sequence[str], device: str | No
         choice: what the gate says: ``auto``, ``on`` or ``off``.
         skip: names that keep vLLM's kernel.
         device: the name of the GPU; None while a process does not know it, which then is no reason against.
-        defined: vLLM has no kernel of it, and the plugin's definition in torch serves (:mod:`._definitions`).
+        defined: vLLM has no kernel of it, and the plugin's definition in torch serves (:mod:`.definitions`).
     """
     if choice == "off":
         return Choice(False, f"{GATE}=off")

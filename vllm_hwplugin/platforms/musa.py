@@ -23,7 +23,7 @@ from vllm.platforms.interface import DeviceCapability, Platform, PlatformEnum
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.version import __version__
 
-from ..ops._definitions import define_missing
+from ..ops.definitions import define_missing
 from . import _mtml, _musa_attention, _vllm_api, musa_versions
 
 if TYPE_CHECKING:

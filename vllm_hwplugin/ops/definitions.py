@@ -13,8 +13,8 @@ import threading
 from typing import Any
 
 from .. import record
-from ._definition_catalog import DEFINITIONS, Definition
 from ._override_catalog import RECORD, describe
+from .definition_table import DEFINITIONS, Definition
 
 logger = logging.getLogger("vllm.hwplugin")
 

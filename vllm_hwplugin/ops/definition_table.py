@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Operations that vLLM calls by name on a device that it does not know, and that its builds for no device lack.
 
-The plugin defines them there (:mod:`._definitions`), because without them vLLM does not serve. That is no matter of
+The plugin defines them there (:mod:`.definitions`), because without them vLLM does not serve. That is no matter of
 speed and has no gate; the kernels that may stand in front of some of them have one (:mod:`._override_catalog`).
 Nothing here imports torch.
 """
