@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from typer.testing import CliRunner
@@ -38,7 +39,7 @@ def run(monkeypatch, tmp_path):
 
         file = tmp_path / "kernels.json"
         monkeypatch.setattr(_bench_kernels, "supervise", supervise)
-        monkeypatch.setattr(bench, "detect_host", lambda: host)
+        monkeypatch.setattr(bench, "detect_host", lambda device=host.device: replace(host, device=device))
         monkeypatch.setenv("COLUMNS", "200")
         command, *options = arguments
         result = CliRunner().invoke(app, ["bench", command, "--json", str(file), *options])
@@ -117,6 +118,18 @@ def test_the_table_at_the_end_says_what_is_faster_and_what_is_wrong(run):
     result, _, _ = run("attention", outcome=outcome)
     assert row_of(result, "TRITON_ATTN")[1] == "1.00 (0.50 to 2.00), 4"
     assert "FLASHINFER: missing: no [flashinfer]" in result.output
+
+
+def test_operations_are_measured_on_the_device_that_is_named(run):
+    result, found, ((job, _, _),) = run("ops", "--device", "musa", "--op", "rotary_embedding")
+    assert result.exit_code == 0, result.output
+    assert (job["device"], found["host"]["device"]) == ("musa", "musa")
+    assert found["settings"]["only"] == {"op": ["rotary_embedding"], "device": ["musa"]}
+    _, _, ((job, _, _),) = run("ops")
+    assert job["device"] == "cuda"
+    for arguments, host in ((["ops", "--device", "xpu"], GPU), (["attention"], replace(GPU, device="musa"))):
+        result, _, asked = run(*arguments, host=host)
+        assert (result.exit_code, asked) == (2, []), result.output
 
 
 @pytest.mark.parametrize(

@@ -18,10 +18,10 @@ _QUESTION = f"""
 import json, platform, sys
 import torch, vllm
 from vllm.platforms import current_platform
-facts = dict(device=current_platform.device_type, vllm=vllm.__version__, torch=torch.__version__,
+facts = dict(device=sys.argv[1] or current_platform.device_type, vllm=vllm.__version__, torch=torch.__version__,
              python=platform.python_version(), name=platform.processor() or platform.machine(), driver=None)
-if facts["device"] == "cuda":
-    facts["name"] = torch.cuda.get_device_name(0)
+if facts["device"] in ("cuda", "musa"):
+    facts["name"] = torch.get_device_module(facts["device"]).get_device_name(0)
 elif sys.platform == "linux":
     facts["name"] = next((line.split(":", 1)[1].strip() for line in open("/proc/cpuinfo") if
                           line.startswith("model name")), facts["name"])
@@ -44,13 +44,17 @@ class Host:
     cpus: int
 
 
-def detect_host(timeout: float = 300) -> Host:
+def detect_host(timeout: float = 300, device: str = "") -> Host:
     """Ask the installed vLLM which platform it chose.
+
+    Args:
+        timeout: seconds.
+        device: ``cuda`` or ``musa`` to ask torch about that device, whatever vLLM chose.
 
     Raises:
         HostUnknown: vLLM or torch cannot be imported, or no platform was found; says which.
     """
-    command = [sys.executable, "-c", _QUESTION]
+    command = [sys.executable, "-c", _QUESTION, device]
     try:
         done = subprocess.run(
             command, env=child_environment({"VLLM_HWPLUGIN": "0"}), capture_output=True, text=True, timeout=timeout

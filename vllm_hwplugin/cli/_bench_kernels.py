@@ -26,6 +26,7 @@ from ..bench.micro import (
     summary,
     supervise,
 )
+from ..ops.build.jit import GPUS
 from ._app import FAILURE
 from ._options import known
 from ._output import STANDARD_OUTPUT, JsonFile, console_for, write_json
@@ -67,6 +68,9 @@ def attention(
 
 def ops(
     op: Annotated[list[str] | None, typer.Option(help="Only this operation; repeat for several.")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cuda or musa, where torch sees both or vLLM neither. Default: vLLM's choice.")
+    ] = None,
     seconds: _SECONDS = 60,
     seed: _SEED = 0,
     json_file: JsonFile = None,
@@ -78,7 +82,9 @@ def ops(
     """
     chosen = known(op or [], op_cases.OPS, "--op")
     todo = [(name, case) for name, case in op_cases.plan() if not chosen or op_cases.CASES[case].op in chosen]
-    results = _run("ops", todo, seconds, seed, json_file, {"op": op or []})
+    named = known([] if device is None else [device], GPUS, "--device")
+    only = {"op": op or [], **({"device": named} if named else {})}
+    results = _run("ops", todo, seconds, seed, json_file, only, GPUS, device)
     ours = [c for c in results["cells"] if c["kernel"] == op_cases.OURS]
     _end(ours, lambda cell: cell["mismatch"] is not None)
 
@@ -94,17 +100,24 @@ def _end(ours: Sequence[Mapping[str, Any]], is_wrong: Callable[[Mapping[str, Any
 
 
 def _run(
-    kind: str, todo: Sequence[Cell], seconds: float, seed: int, json_file: Path | None, only: dict[str, list[str]]
+    kind: str,
+    todo: Sequence[Cell],
+    seconds: float,
+    seed: int,
+    json_file: Path | None,
+    only: dict[str, list[str]],
+    devices: Sequence[str] = ("cuda",),
+    device: str | None = None,
 ) -> dict[str, Any]:
     console = console_for(json_file)
-    host = bench.detect_host()
-    if host.device != "cuda":
+    host = bench.detect_host() if device is None else bench.detect_host(device=device)
+    if host.device not in devices:
         raise bench.HostUnknown(f"`bench {kind}` measures kernels of a GPU; vLLM runs on {host.name} ({host.device})")
     console.print(f"vLLM {host.vllm} on {host.name}, torch {host.torch}", highlight=False)
     effort = Effort()
     limits = {"seed": seed, "limit": _LIMITS[kind], "effort": dataclasses.asdict(effort)}
     settings = {"seconds": seconds, "only": only, **limits}
-    job = {"kind": kind, **limits}
+    job = {"kind": kind, "device": host.device, **limits}
     text = TextColumn("{task.description}", markup=False)
     columns = (SpinnerColumn(), text, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bar:

@@ -12,13 +12,13 @@ from vllm_hwplugin.bench.micro import _cells, _child
 from vllm_hwplugin.bench.micro import _op_cases as ops
 from vllm_hwplugin.bench.micro._repeat import Effort
 from vllm_hwplugin.bench.micro._supervise import supervise
-from vllm_hwplugin.bench.micro._timer import CudaTimer, NotCapturable, measure
+from vllm_hwplugin.bench.micro._timer import GraphTimer, NotCapturable, measure
 
 EFFORT = Effort(cell=5e-3, most_sets=8)
 
 
 def job(kind):
-    return {"kind": kind, "seed": 0, "limit": 120.0, "effort": dataclasses.asdict(EFFORT)}
+    return {"kind": kind, "device": "cuda", "seed": 0, "limit": 120.0, "effort": dataclasses.asdict(EFFORT)}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this host has a GPU")
@@ -70,7 +70,7 @@ def test_operations_are_timed_and_right_on_the_gpu():
 def test_the_time_is_the_devices():
     sources = [torch.randn(1 << 26, device="cuda") for _ in range(2)]
     target = torch.empty_like(sources[0])
-    done = measure(CudaTimer(), [lambda one=one: torch.neg(one, out=target) for one in sources], Effort())
+    done = measure(GraphTimer("cuda"), [lambda one=one: torch.neg(one, out=target) for one in sources], Effort())
     assert done.eager is None
     assert torch.equal(target, -sources[1])
     # 512 MiB read and written: no device does that in 20 us, none takes 20 ms.
@@ -81,7 +81,7 @@ def test_the_time_is_the_devices():
 def test_what_asks_the_host_cannot_be_captured_and_the_device_goes_on():
     one = torch.ones(4, device="cuda")
     with pytest.raises(NotCapturable):
-        CudaTimer().capture([lambda: one.sum().item()])
-    done = measure(CudaTimer(), [lambda: one.sum().item()], Effort(cell=1e-3))
+        GraphTimer("cuda").capture([lambda: one.sum().item()])
+    done = measure(GraphTimer("cuda"), [lambda: one.sum().item()], Effort(cell=1e-3))
     assert done.eager is not None
     assert done.output == 4.0

@@ -31,24 +31,28 @@ def main(arguments: Sequence[str]) -> int:
     import torch
 
     from ._copies import Copies
-    from ._timer import CudaTimer
+    from ._timer import GraphTimer
 
-    device = torch.device("cuda", torch.cuda.current_device())
-    facts = torch.cuda.get_device_properties(device)
-    effort, timer = Effort(**job["effort"]), CudaTimer()
-    copies = Copies(timer, device, facts.L2_cache_size, effort)
+    devices = torch.get_device_module(job["device"])
+    device = torch.device(job["device"], devices.current_device())
+    facts = devices.get_device_properties(device)
+    # torch_musa does not say it.
+    l2_bytes: int | None = getattr(facts, "L2_cache_size", None)
+    effort, timer = Effort(**job["effort"]), GraphTimer(job["device"])
+    copies = Copies(timer, device, l2_bytes, effort)
     answer.say(
         "ready",
         pid=os.getpid(),
         packages=_versions(),
         cuda=torch.version.cuda,
+        musa=getattr(torch.version, "musa", None),
         device=facts.name,
         multiprocessors=facts.multi_processor_count,
-        l2_bytes=facts.L2_cache_size,
+        l2_bytes=l2_bytes,
         copy_bandwidth=copies.bandwidth(),
     )
-    bench = _bench(job, todo, timer, copies, effort, facts.L2_cache_size, device)
-    check = torch.cuda.synchronize
+    bench = _bench(job, todo, timer, copies, effort, l2_bytes, device)
+    check = devices.synchronize
     usable = run_cells(todo, bench, answer.say, seconds=job["seconds"], limit=job["limit"], check_device=check)
     if not usable:
         return 1
@@ -58,7 +62,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _bench(
-    job: dict[str, Any], todo: list[Cell], timer: Any, copies: Any, effort: Effort, l2_bytes: int, device: Any
+    job: dict[str, Any], todo: list[Cell], timer: Any, copies: Any, effort: Effort, l2_bytes: int | None, device: Any
 ) -> Bench:
     if job["kind"] == OPS:
         from ._ops_bench import OpsBench
@@ -68,6 +72,7 @@ def _bench(
 
     from ._attention_bench import AttentionBench
 
+    assert l2_bytes is not None  # the attention kernels are for CUDA alone
     wanted = max(_attention_cases.CASES[case].cache_elements for _, case in todo)
     # Two sets at least of the smaller cases, and room for what the kernels and the right answer need.
     small = 4 * l2_bytes

@@ -21,7 +21,7 @@ class Copies:
     latency nor a slow kernel makes the yardstick short.
     """
 
-    def __init__(self, timer: Timer, device: Any, l2_bytes: int, effort: Effort, large: int = LARGE) -> None:
+    def __init__(self, timer: Timer, device: Any, l2_bytes: int | None, effort: Effort, large: int = LARGE) -> None:
         import torch
 
         self._timer, self._l2, self._effort, self._large = timer, l2_bytes, effort, large

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ...ops.definitions import is_defined
 from . import _op_cases as cases
 from ._attention_kernels import unimportable
 from ._op_cases import OpCase, Operand
@@ -29,7 +30,9 @@ def missing(kernel: str, op: str) -> str | None:
     if kernel != cases.OURS:
         if (reason := unimportable("vllm._custom_ops")) is not None:
             return reason
-        return None if _of_vllm(op) is not None else f"this vLLM has no operation {op}"
+        if _of_vllm(op) is None or is_defined(op):
+            return f"this vLLM has no operation {op}"
+        return None
     if (reason := unimportable(f"vllm_hwplugin.ops.{op}")) is not None:
         return reason
     from ...ops.build import jit, torch_build

@@ -21,7 +21,9 @@ _ROOM = 24 << 30
 
 
 class OpsBench:
-    def __init__(self, timer: Timer, copies: Copies, effort: Effort, l2_bytes: int, device: Any, seed: int) -> None:
+    def __init__(
+        self, timer: Timer, copies: Copies, effort: Effort, l2_bytes: int | None, device: Any, seed: int
+    ) -> None:
         self._timer, self._copies, self._effort, self._l2 = timer, copies, effort, l2_bytes
         self._device = device
         self._random = torch.Generator(device=device).manual_seed(seed)

@@ -43,15 +43,15 @@ class Timing:
     repeats: int
 
 
-def sets(bytes_each: int, l2_bytes: int, room: int, effort: Effort) -> int:
+def sets(bytes_each: int, l2_bytes: int | None, room: int, effort: Effort) -> int:
     """How many sets of inputs to rotate: more than ``l2_factor`` times L2 in sum, two at least if they fit.
 
     Args:
         bytes_each: what one launch reads and writes.
-        l2_bytes: size of the L2 cache.
+        l2_bytes: size of the L2 cache; None where the device does not say it, and as many sets are taken as may be.
         room: bytes that all sets together may take; one set is taken even where it is larger.
     """
-    wanted = effort.l2_factor * l2_bytes // max(bytes_each, 1) + 1
+    wanted = effort.most_sets if l2_bytes is None else effort.l2_factor * l2_bytes // max(bytes_each, 1) + 1
     fitting = room // max(bytes_each, 1)
     return max(1, min(max(2, wanted), effort.most_sets, fitting))
 

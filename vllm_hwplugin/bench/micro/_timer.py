@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time on the device: launches are captured into a CUDA graph, which is replayed between two events."""
+"""Time on the device: launches are captured into a graph, which is replayed between two events."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Call = Callable[[], Any]
 
 
 class NotCapturable(Exception):
-    """A launch that cannot be part of a CUDA graph."""
+    """A launch that cannot be part of a graph."""
 
 
 class Timer(Protocol):
@@ -85,29 +85,36 @@ def measure(
     return Measured(_repeat.summary(times, count), last[0], eager)
 
 
-class CudaTimer:
-    """CUDA graphs and events of the current device."""
+class GraphTimer:
+    """Graphs and events of the current device.
 
-    def capture(self, calls: Sequence[Call]) -> tuple[Callable[[], object], Any]:
+    Args:
+        device_type: ``cuda`` or ``musa``.
+    """
+
+    def __init__(self, device_type: str) -> None:
         import torch
 
-        graph, output = torch.cuda.CUDAGraph(), None
+        self._device: Any = torch.get_device_module(device_type)
+        # CUDAGraph, or torch_musa's MUSAGraph.
+        self._graph = getattr(self._device, f"{device_type.upper()}Graph")
+
+    def capture(self, calls: Sequence[Call]) -> tuple[Callable[[], object], Any]:
+        graph, output = self._graph(), None
         try:
-            with torch.cuda.graph(graph):
+            with self._device.graph(graph):
                 for call in calls:
                     output = call()
         except Exception as error:  # whatever a rival raises: it is then timed without a graph, and the cell says why
-            torch.cuda.synchronize()
+            self._device.synchronize()
             raise NotCapturable(f"{type(error).__name__}: {error}".splitlines()[0]) from error
         return graph.replay, output
 
     def seconds(self, replay: Callable[[], object], repeats: int) -> list[float]:
-        import torch
-
-        pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
+        pairs = [[self._device.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
         for start, end in pairs:
             start.record()
             replay()
             end.record()
-        torch.cuda.synchronize()
+        self._device.synchronize()
         return [start.elapsed_time(end) / 1e3 for start, end in pairs]
