@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the tests of several operations ask: how does vLLM call its own, what does a schema say, does a refused call
-leave its tensors alone, and what does torch.compile make of a caller."""
+leave its tensors alone, what does torch.compile make of a caller, and what does a graph replay."""
 
 from __future__ import annotations
 
@@ -36,6 +36,17 @@ def assert_refused(operation: Callable[..., None], arguments: Mapping[str, Any],
     # As float64, which holds every value of the other types, those of 8 bits among them.
     changed = [name for name, was in before.items() if not torch.equal(arguments[name].double(), was.double())]
     assert not changed, f"changed by a call that was refused: {changed}"
+
+
+def replay_of(run: Callable[[], object], device: str) -> Callable[[], None]:
+    """Runs it once, captures it on a device, ``cuda`` or ``musa``, and gives the graph's replay."""
+    module = torch.get_device_module(device)
+    run()
+    # CUDAGraph, or torch_musa's MUSAGraph.
+    graph = getattr(module, f"{device.upper()}Graph")()
+    with module.graph(graph):
+        run()
+    return graph.replay  # type: ignore[no-any-return]
 
 
 def compiled_result(caller: Callable[..., Any], *inputs: Any) -> tuple[Any, list[str]]:

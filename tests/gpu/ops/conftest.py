@@ -14,8 +14,13 @@ def seed() -> Iterator[None]:
     """A failure shows the seed, which pytest captures; a fault of a kernel belongs to the test that launched it."""
     import torch
 
+    from vllm_hwplugin.ops.build.jit import GPUS
+
     value = random.SystemRandom().getrandbits(32)
     print(f"torch.manual_seed({value})")
     torch.manual_seed(value)
     yield
-    torch.cuda.synchronize()
+    for device in GPUS:
+        module = getattr(torch, device, None)
+        if module is not None and module.is_available():
+            module.synchronize()

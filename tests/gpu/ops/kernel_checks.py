@@ -14,6 +14,8 @@ from vllm_hwplugin.ops.build import torch_build
 from vllm_hwplugin.ops.build.jit import ensure, provide
 from vllm_hwplugin.ops.build.spec import KernelSpec
 
+from ...ops.operation_checks import replay_of
+
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
@@ -25,11 +27,11 @@ class Call(Protocol):
     def run(self) -> None: ...
 
 
-def load_kernel(spec: KernelSpec) -> None:
+def load_kernel(spec: KernelSpec, key: str = "CUDA") -> None:
     """Without it the reference would be compared with its like. Raises with the compiler's words."""
     provide(spec, torch_build.installed())
     assert ensure(spec)
-    assert torch._C._dispatch_has_kernel_for_dispatch_key(f"hwplugin::{spec.name}", "CUDA")
+    assert torch._C._dispatch_has_kernel_for_dispatch_key(f"hwplugin::{spec.name}", key)
 
 
 def vllms(name: str, namespace: str = "_C") -> Any:
@@ -41,11 +43,7 @@ def vllms(name: str, namespace: str = "_C") -> Any:
 def captured(call: Call) -> Callable[[], None]:
     """Runs the call once and captures it; the graph's replay."""
     call.refill()
-    call.run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call.run()
-    return graph.replay
+    return replay_of(call.run, "cuda")
 
 
 def same_bits(found: torch.Tensor, expected: torch.Tensor) -> bool:

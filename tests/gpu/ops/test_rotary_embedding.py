@@ -16,28 +16,10 @@ torch: Any = pytest.importorskip("torch")
 from vllm_hwplugin.ops.build.spec import ROTARY_EMBEDDING  # noqa: E402
 from vllm_hwplugin.ops.rotary_embedding import rotary_embedding  # noqa: E402
 
-from .kernel_checks import captured, load_kernel, vllms  # noqa: E402
+from ...ops.rotary_shapes import DTYPES, MAX_POSITION, cache, same  # noqa: E402
+from .kernel_checks import load_kernel, vllms  # noqa: E402
 
 pytestmark = pytest.mark.gpu
-
-DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-BITS = {2: torch.int16, 4: torch.int32}
-REPLAYS = 32
-MAX_POSITION = 4096
-
-# Heads of query and of key, head size, rotated elements, tokens: what tensor parallelism leaves to one rank of the
-# models that this was written for. The larger numbers of tokens are those of a prefill.
-SHAPES = {
-    "Eagle3 draft, TP8": (3, 1, 128, 128, 1),
-    "Eagle3 draft, TP8, prefill": (3, 1, 128, 128, 257),
-    "MiniMax-M2.5, TP8": (6, 1, 128, 64, 4),
-    "MiniMax-M2.5, TP8, prefill": (6, 1, 128, 64, 20000),
-    "Qwen3-8B-FP8, TP8": (4, 1, 128, 128, 8),
-    "Qwen3-30B-A3B-FP8, TP2": (16, 2, 128, 128, 16),
-    "Qwen3-30B-A3B-FP8, TP2, prefill": (16, 2, 128, 128, 4096),
-    "one query head": (1, 1, 128, 128, 2),
-    "two query heads": (2, 1, 128, 128, 33),
-}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -51,62 +33,7 @@ def _forward_static(*args: Any) -> Any:
 
 
 def _cache(rotary_dim: int, dtype: Any) -> Any:
-    inverse = 10000.0 ** -(torch.arange(0, rotary_dim, 2, device="cuda", dtype=torch.float64) / rotary_dim)
-    angles = torch.arange(MAX_POSITION, device="cuda", dtype=torch.float64)[:, None] * inverse
-    return torch.cat([angles.cos(), angles.sin()], dim=-1).to(dtype)
-
-
-def _same(found: Any, expected: Any) -> bool:
-    """Bit for bit, but for which NaN a NaN is."""
-    equal = found.contiguous().view(BITS[found.element_size()]) == expected.contiguous().view(
-        BITS[expected.element_size()]
-    )
-    return bool((equal | (found.isnan() & expected.isnan())).all())
-
-
-class Call:
-    """The arguments as vLLM has them: query and key are slices of one tensor that holds the values too."""
-
-    def __init__(self, shape: tuple[int, int, int, int, int], dtype: Any, neox: bool) -> None:
-        heads, kv_heads, self.head_size, self.rotary_dim, tokens = shape
-        self.neox = neox
-        self.sizes = [heads * self.head_size, kv_heads * self.head_size, kv_heads * self.head_size]
-        self.qkv = torch.empty(tokens, sum(self.sizes), dtype=dtype, device="cuda")
-        self.positions = torch.empty(tokens, dtype=torch.int64, device="cuda")
-        self.cache = _cache(self.rotary_dim, dtype)
-
-    def refill(self) -> None:
-        self.qkv.normal_(std=8.0)
-        # Position 0 rotates nothing, which a single token must not be.
-        self.positions.random_(1, MAX_POSITION)
-
-    def expected(self) -> Any:
-        query, key, value = self.qkv.split(self.sizes, dim=-1)
-        rotated = _forward_static(self.positions, query, key, self.head_size, self.rotary_dim, self.cache, self.neox)
-        return torch.cat([*rotated, value], dim=-1)
-
-    def run(self) -> None:
-        query, key, _ = self.qkv.split(self.sizes, dim=-1)
-        rotary_embedding(self.positions, query, key, self.head_size, self.cache, self.neox)
-
-    def check(self, run: Any) -> None:
-        """Compares the whole tensor, so that values and whatever is not rotated have to be as they were."""
-        expected = self.expected()
-        before = self.qkv.clone()
-        run()
-        assert _same(self.qkv, expected)
-        assert not torch.equal(self.qkv, before)
-
-
-@pytest.mark.parametrize("mode", ["eager", "captured", "replayed"])
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_it_is_bit_for_bit_vllms_forward_static(shape: tuple[int, int, int, int, int], mode: str) -> None:
-    for dtype, neox in itertools.product(DTYPES, [True, False]):
-        call = Call(shape, dtype, neox)
-        run = call.run if mode == "eager" else captured(call)
-        for _ in range(REPLAYS if mode == "replayed" else 1):
-            call.refill()
-            call.check(run)
+    return cache(rotary_dim, dtype, "cuda")
 
 
 @pytest.mark.parametrize("neox", [True, False])
@@ -122,8 +49,8 @@ def test_every_layout_takes_its_own_path_to_the_same_bits(dtype: Any, neox: bool
             for tensor in (query, key)
         ]  # fmt: skip
         rotary_embedding(positions, query, key, head_size, cache, neox)
-        assert _same(query, expected[0])
-        assert _same(key, expected[1])
+        assert same(query, expected[0])
+        assert same(key, expected[1])
 
     def random_of(*shape: int) -> Any:
         return torch.randn(shape, device="cuda").to(dtype)
@@ -161,7 +88,7 @@ def test_a_float32_cache_rounds_once_at_an_offset_and_backwards(dtype: Any, toke
             query[..., 448:], cos, -sin if inverse else sin, neox, True
         )
         rotary_embedding(positions, query, None, 512, cache, neox, 448, inverse)
-        assert _same(query, expected)
+        assert same(query, expected)
 
 
 @pytest.mark.parametrize("neox", [True, False])
@@ -176,7 +103,7 @@ def test_every_number_of_a_half_type_is_rounded_as_pytorch_rounds_it(dtype: Any,
     cache = _cache(128, dtype)
     expected, _ = _forward_static(positions, query, None, 128, 128, cache, neox)
     rotary_embedding(positions, query, None, 128, cache, neox)
-    assert _same(query, expected)
+    assert same(query, expected)
 
 
 @pytest.mark.sanitizer
