@@ -81,6 +81,11 @@ def cases(ops: Any, own: Callable[[str], Callable[..., None]]) -> dict[str, Case
             "penalties": torch.rand(TOKENS, generator=generator) + 0.5,
         }
 
+    def penalties(t: Tensors) -> None:
+        # vLLM's function looks for is_cuda, which torchada answers for MUSA.
+        call = ops.apply_repetition_penalties if t["logits"].is_cuda else ops.apply_repetition_penalties_cuda
+        call(t["logits"], t["prompt"], t["output"], t["penalties"])
+
     def plain_penalties(t: Tensors) -> None:
         seen = t["prompt"] | t["output"]
         by = t["penalties"].unsqueeze(1)
@@ -183,11 +188,7 @@ def cases(ops: Any, own: Callable[[str], Callable[..., None]]) -> dict[str, Case
 
     return {
         "rms_norm": Case(norm_inputs, lambda t: ops.rms_norm(t["out"], t["x"], t["weight"], 1e-6), plain_norm),
-        "apply_repetition_penalties_": Case(
-            penalty_inputs,
-            lambda t: ops.apply_repetition_penalties_cuda(t["logits"], t["prompt"], t["output"], t["penalties"]),
-            plain_penalties,
-        ),
+        "apply_repetition_penalties_": Case(penalty_inputs, penalties, plain_penalties),
         "reshape_and_cache_flash": Case(cache_inputs, cache_call, plain_cache),
         "rotary_embedding": Case(
             rope_inputs,
