@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.musa_sim, pytest.mark.engine]
 
 # A vLLM without compiled modules, with the plugin as vLLM loads it.
 HOST = """
-import json, sys, torch, torchada
+import gc, json, torch, torchada
 from tests.ops.vllms_names import WithoutExtension
 WithoutExtension.install()
 from vllm.platforms import current_platform
@@ -33,6 +33,8 @@ from vllm_hwplugin.ops import _override
 load_general_plugins()
 import vllm._custom_ops as ops
 assert type(current_platform).__name__ == "MusaPlatform"
+# Every capture collects garbage, and vLLM's modules are a second's worth of looking.
+gc.freeze()
 """
 
 NAMES = (
