@@ -6,6 +6,7 @@ Compared bit for bit with vLLM's own ``RotaryEmbedding.forward_static`` on the s
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -37,6 +38,7 @@ Rotate = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, torch.Tensor, 
 _BITS = {2: torch.int16, 4: torch.int32}
 
 
+@functools.cache
 def cache(rotary_dim: int, dtype: torch.dtype, device: str) -> torch.Tensor:
     inverse = 10000.0 ** -(torch.arange(0, rotary_dim, 2, device=device, dtype=torch.float64) / rotary_dim)
     angles = torch.arange(MAX_POSITION, device=device, dtype=torch.float64)[:, None] * inverse

@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.musa_sim, pytest.mark.engine]
 
 # A vLLM without compiled modules, with the plugin as vLLM loads it.
 HOST = """
-import gc, json, torch, torchada
+import json, torch, torchada
 from tests.ops.vllms_names import WithoutExtension
 WithoutExtension.install()
 from vllm.platforms import current_platform
@@ -33,9 +33,10 @@ from vllm_hwplugin.ops import _override
 load_general_plugins()
 import vllm._custom_ops as ops
 assert type(current_platform).__name__ == "MusaPlatform"
-# Every capture collects garbage, and vLLM's modules are a second's worth of looking.
-gc.freeze()
 """
+
+# Every capture collects garbage, and vLLM's modules take long to look through.
+FREEZE = "import gc; gc.freeze()\n"
 
 NAMES = (
     HOST
@@ -43,7 +44,9 @@ NAMES = (
 from tests.ops.operation_checks import replay_of
 from tests.ops.vllms_names import Check, cases, check_weak_references
 from vllm.utils.torch_utils import weak_ref_tensors
-
+"""
+    + FREEZE
+    + """
 def own(name):
     return getattr(torch.ops.hwplugin, name)
 
@@ -85,7 +88,11 @@ ROTARY = (
     HOST
     + """
 import itertools
+import vllm.model_executor.layers.rotary_embedding
 from tests.ops.rotary_shapes import DTYPES, MODES, SHAPES, Call
+"""
+    + FREEZE
+    + """
 checked = 0
 for shape, mode, dtype in itertools.product(SHAPES.values(), MODES, DTYPES):
     # Prefills of many tokens are for a device that is one.
