@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import dataclasses
 import importlib
 import logging
 import os
@@ -125,6 +126,25 @@ def test_ray_leaves_both_variables_of_the_visible_gpus_alone(
     # torchada makes each of the two the other's copy.
     for device in ("CUDA", "MUSA"):
         assert made["env_vars"][f"RAY_EXPERIMENTAL_NOSET_{device}_VISIBLE_DEVICES"] == "1"
+
+
+def test_importing_vllms_kernels_defines_what_it_has_none_of(platform: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As vLLM does first in each process; under the version's schema, for the key of the device alone."""
+    import torch
+
+    from vllm_hwplugin.ops import definitions
+    from vllm_hwplugin.ops.definition_table import DEFINITIONS
+
+    monkeypatch.setitem(platform.import_kernels.__func__.__globals__, "__version__", "0.23.0")
+    norm = dataclasses.replace(DEFINITIONS["rms_norm"], namespace="_C_without_extension")
+    monkeypatch.setattr(definitions, "DEFINITIONS", {norm.name: norm})
+    platform.import_kernels()
+    try:
+        assert "Tensor weight" in str(torch.ops._C_without_extension.rms_norm.default._schema)
+        has = torch._C._dispatch_has_kernel_for_dispatch_key
+        assert [has(norm.qualname, key) for key in ("PrivateUse1", "CUDA", "CPU")] == [True, False, False]
+    finally:
+        definitions.remove()
 
 
 def test_vllms_allocator_for_sleep_mode_is_not_there_whatever_the_build_has(platform: Any) -> None:
