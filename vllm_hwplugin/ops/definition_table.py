@@ -13,9 +13,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final, Literal
 
-from packaging.specifiers import SpecifierSet
-from packaging.version import InvalidVersion, Version
-
+from ..versions import Versions
 from ._override_catalog import ALL_VERSIONS, OPS, Schema
 
 #: The dispatch key of torch's one backend from outside, which is MUSA's where torch_musa is.
@@ -49,14 +47,8 @@ class Definition:
 
     def schema(self, version: str) -> str:
         """The text for a version of vLLM; for one that is no version, as of a source tree without tags, the newest."""
-        try:
-            number = Version(version)
-        except InvalidVersion:
-            return self.schemas[-1].text
-        return next(
-            (item.text for item in self.schemas if SpecifierSet(item.versions).contains(number, prereleases=True)),
-            self.schemas[-1].text,
-        )
+        known = (item.text for item in self.schemas if Versions(item.versions).covers(version))
+        return next(known, self.schemas[-1].text)
 
 
 # What reaches the operations that have a kernel of the plugin.
