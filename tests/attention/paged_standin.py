@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .mate_standin import attention
+from .reference import attention
 
 
 class Scratch:

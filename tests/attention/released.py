@@ -26,7 +26,10 @@ REAL = {
     "vllm.v1.attention.backends.flash_attn": "vllm/v1/attention/backends/flash_attn.py",
 }
 # Made anew with each version, because they bind that version's classes.
-OWN = tuple(f"vllm_hwplugin.attention.{name}" for name in ("_flash", "_model_runner", "_scratch", "cuda", "musa"))
+OWN = tuple(
+    f"vllm_hwplugin.attention.{name}"
+    for name in ("_flash", "_model_runner", "_scratch", "_mate_warmup", "cuda", "musa")
+)
 PAGED = "vllm_hwplugin.attention.paged"
 
 
@@ -100,7 +103,11 @@ class _Hook:
             {
                 "vllm.version": {"__version__": self._version},
                 "vllm.envs": {"VLLM_BATCH_INVARIANT": False, "VLLM_USE_V2_MODEL_RUNNER": False},
-                "vllm.platforms": {"current_platform": MagicMock(is_xpu=lambda: False, device_type="cpu")},
+                "vllm.platforms": {
+                    "current_platform": MagicMock(
+                        is_xpu=lambda: False, device_type="cpu", num_compute_units=lambda *_: 56
+                    )
+                },
                 "vllm.v1.attention.backends.fa_utils": {
                     "get_flash_attn_version": lambda **_: self._flash[-1] if self._flash else None,
                     "is_fa_version_supported": lambda version: version in self._flash,

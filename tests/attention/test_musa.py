@@ -119,7 +119,7 @@ def test_sinks_are_cast_once_for_each_loading_of_weights(version: str, dtype: An
             for _ in range(2):
                 close(layer.run(layer.metadata(causal=True)), layer.right(causal=True, sinks=sinks.data))
     # Kept alive by the list, so one address is one tensor.
-    assert len({call["sinks"].data_ptr() for call in calls}) == 1
+    assert len({call["learnable_sink"].data_ptr() for call in calls}) == 1
     assert len(calls) == 4
 
 

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 import vllm.platforms
 
-from ..mate_standin import attention
 from ..paged_standin import paged
+from ..reference import attention
 
 
 def _flash_attention() -> ModuleType:

@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A stand-in for mate 0.2.2, Moore Threads' library of kernels. Nothing here was recorded on MUSA hardware.
+
+The functions have the names, the order and the defaults of mate 0.2.2's source, and raise where that raises; what they
+compute is plain torch. Written anew from what was read there: no code of mate's is here. What the plugin never asks for
+(appending keys, rotary embedding, context parallelism, MLA) is refused with NotImplementedError and not imitated.
+
+Where it is stricter than the real one: a schedule has to be that of the batch it is used for, and keys that a page
+table does not hold are an error. The real kernels would read what is there.
+
+``mate._device`` says which tensors it takes (``musa``, as the real one), and how many blocks run at a time there. Which
+modules of kernels its calls need, ``mate.jit.jit_spec_registry`` knows, as in the real one.
+"""
+
+from __future__ import annotations
+
+from . import _device, jit
+from .mha_interface import flash_attn_varlen_func, flash_attn_with_kvcache, get_scheduler_metadata
+
+__version__ = "0.2.2"
+__all__ = ["_device", "flash_attn_varlen_func", "flash_attn_with_kvcache", "get_scheduler_metadata", "jit"]
