@@ -7,29 +7,76 @@ computes the attention, and the Triton kernel of vLLM's TRITON_ATTN writes the c
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+import dataclasses
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Final
 
 import mate  # type: ignore[import-not-found]  # MUSA hosts only
 import torch
 import vllm.envs as envs
+from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionImpl, AttentionType
-from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend, FlashAttentionMetadataBuilder
+from vllm.v1.attention.backends.flash_attn import (
+    FlashAttentionBackend,
+    FlashAttentionMetadata,
+    FlashAttentionMetadataBuilder,
+)
 from vllm.v1.attention.ops.triton_reshape_and_cache_flash import triton_reshape_and_cache_flash
 from vllm.version import __version__
 
 from ._classes import declares
 from ._flash import has_images, split, symmetric
-from ._mate_call import bind
+from ._mate_call import Call, MateMismatch, bind, bind_schedule
+from ._mate_schedule import Schedule, Schedules
 from .capabilities import FLASH_ATTN_MUSA
 
+logger = logging.getLogger("vllm.hwplugin")
+
+# The largest head of mate's kernels that come compiled, which take no page table.
+_LARGEST_PREBUILT: Final = 128
+
+
+def _scheduling(attention: Call) -> Callable[..., torch.Tensor] | None:
+    """What makes schedules, or None where this mate has no such function, or no use for it."""
+    try:
+        if not attention.takes_schedule:
+            raise MateMismatch("mate.flash_attn_varlen_func takes no scheduler_metadata")
+        plan = getattr(mate, "get_scheduler_metadata", None)
+        if plan is None:
+            raise MateMismatch("mate has no get_scheduler_metadata")
+        return bind_schedule(plan)
+    except MateMismatch as mismatch:
+        logger.warning(
+            "FLASH_ATTN on MUSA does not split the keys of a request: %s. Decodes of few requests with long contexts "
+            "use a part of the GPU only; mate 0.2.2 has it",
+            mismatch,
+        )
+        return None
+
+
 _attention = bind(mate.flash_attn_varlen_func)
+_plan = _scheduling(_attention)
+
+
+@dataclasses.dataclass
+class MusaFlashAttentionMetadata(FlashAttentionMetadata):  # type: ignore[misc]  # as below
+    """vLLM's, and how mate is to be called.
+
+    Attributes:
+        schedules: how keys are split, by number of query heads; none: they are not.
+        without_context: no request has keys in the cache from before this batch.
+    """
+
+    schedules: Mapping[int, Schedule] = dataclasses.field(default_factory=dict)
+    without_context: bool = False
 
 
 class MusaFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):  # type: ignore[misc]  # as below
-    """vLLM's, without what only its own kernels have: their schedules, and cascade attention."""
+    """vLLM's, without what only its own kernels have (their schedules, and cascade attention), and with mate's."""
 
-    # `build` only refuses; a drafter's graphs (`spec_decode.draft_builders`) may hold what vLLM's makes.
+    # A drafter's batches (`build_for_drafting`) have neither a schedule nor keys beside the cache, so a drafter's
+    # graphs (`spec_decode.draft_builders`) may hold what vLLM's makes.
     same_metadata_as_base: ClassVar[bool] = True
 
     # As for FlashAttention 2: a graph holds batches whose requests have equally many tokens.
@@ -38,14 +85,69 @@ class MusaFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):  # type:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.aot_schedule = False
+        speculative = self.vllm_config.speculative_config
+        # Up to that many tokens a request is a decode: its last token, and drafts to verify.
+        self.decode_len = 1 + (speculative.num_speculative_tokens if speculative is not None else 0)
+        # A request's result may then not depend on the others' lengths.
+        self.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
+        self._schedules: Schedules | None = None
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         # Here from 0.24.0 on, in every step; before, vLLM writes them into the metadata after this.
         _refuse_images(getattr(common_attn_metadata, "mm_req_doc_ranges", None))
-        return super().build(common_prefix_len, common_attn_metadata, fast_build)
+        found = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        metadata = MusaFlashAttentionMetadata(**vars(found))
+        # `fast_build` is a drafter's, whose chain of steps may be one graph with no build between them, and whose
+        # graphs are captured with a dummy batch that has no context.
+        if fast_build or self.batch_invariant:
+            return metadata
+        # By the lengths alone, which a graph's shape fixes: what was captured with a schedule is replayed with one that
+        # this has refreshed, also for a prompt that is as short as a decode.
+        if metadata.max_query_len <= self.decode_len:
+            metadata.schedules = self._scheduled(metadata)
+        else:
+            metadata.without_context = _without_context(common_attn_metadata)
+        return metadata
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:
+        metadata = super().build_for_cudagraph_capture(common_attn_metadata)
+        # The dummy batch has no context; those that the graph is replayed for do.
+        metadata.without_context = False
+        return metadata
+
+    def update_block_table(self, metadata: Any, blk_table: torch.Tensor, slot_mapping: torch.Tensor) -> Any:
+        # vLLM's short cut for KV cache groups that are alike but for their blocks. Graphs are captured without it, so
+        # they read the schedules of this builder, not those of the group whose metadata this was.
+        updated = super().update_block_table(metadata, blk_table, slot_mapping)
+        if updated.schedules:
+            updated.schedules = self._scheduled(updated)
+        return updated
 
     def use_cascade_attention(self, *args: Any, **kwargs: Any) -> bool:
         return False
+
+    def _scheduled(self, metadata: Any) -> Mapping[int, Schedule]:
+        if _plan is None or not isinstance(metadata.causal, bool):
+            return {}
+        if self._schedules is None:
+            # In the first batch and not before: a builder may be made before its layers.
+            self._schedules = Schedules(
+                _plan,
+                heads={layer.impl.num_heads for layer in self._layers() if layer.impl.sinks is None},
+                kv_heads=self.kv_cache_spec.num_kv_heads,
+                head_size=self.kv_cache_spec.head_size,
+                dtype=self.kv_cache_spec.dtype,
+                page_size=self.kv_cache_spec.block_size,
+                window=getattr(self.kv_cache_spec, "sliding_window", None),
+                compute_units=current_platform.num_compute_units(self.device.index or 0),
+                most=self.attention_config.flash_attn_max_num_splits_for_cuda_graph,
+            )
+        return self._schedules.of(metadata)
+
+    def _layers(self) -> list[Any]:
+        layers = self.vllm_config.compilation_config.static_forward_context
+        named = [layers[name] for name in self.layer_names if name in layers]
+        return [layer for layer in named if isinstance(layer.impl, MusaFlashAttentionImpl)]
 
 
 class MusaFlashAttentionImpl(AttentionImpl):  # type: ignore[misc]  # as below
@@ -93,6 +195,15 @@ class MusaFlashAttentionImpl(AttentionImpl):  # type: ignore[misc]  # as below
         self.sinks = sinks
         self._loaded_sinks = sinks
         self.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
+        # Where keys need not come from the cache, mate has kernels that need not be compiled, for these layers alone.
+        self.prebuilt_prefill = (
+            _attention.takes_packed_keys
+            and head_size <= _LARGEST_PREBUILT
+            and sliding_window is None
+            and not logits_soft_cap
+            and sinks is None
+            and kv_sharing_target_layer_name is None
+        )
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Make of the layer's sinks what mate takes: bfloat16, whatever the type of the queries is.
@@ -136,25 +247,44 @@ class MusaFlashAttentionImpl(AttentionImpl):  # type: ignore[misc]  # as below
             raise NotImplementedError("FLASH_ATTN on MUSA has one mask for all requests: causal, or not")
         _refuse_images(getattr(attn_metadata, "mm_prefix_range", None))
         tokens = attn_metadata.num_actual_tokens
+        same = {
+            "q": query[:tokens],
+            "cu_seqlens_q": attn_metadata.query_start_loc,
+            "max_seqlen_q": attn_metadata.max_query_len,
+            "softmax_scale": self.scale,
+            "causal": causal,
+            "window_size": symmetric(self.sliding_window, causal),
+            "softcap": self.logits_soft_cap,
+            "sinks": self.sinks,
+            "deterministic": self.batch_invariant,
+        }
+        if attn_metadata.without_context and self.prebuilt_prefill and key is not None and value is not None:
+            _attention(
+                output[:tokens],
+                k=key[:tokens],
+                v=value[:tokens],
+                cu_seqlens_k=attn_metadata.query_start_loc,
+                max_seqlen_k=attn_metadata.max_query_len,
+                num_splits=0,
+                **same,
+            )
+            return output
         keys, values = split(kv_cache, self.head_size)
+        # mate has no split with sinks.
+        schedule = attn_metadata.schedules.get(self.num_heads) if self.sinks is None else None
+        if schedule is not None:
+            same |= {"scheduler_metadata": schedule.tensor, "num_splits": schedule.splits}
+        else:
+            # 0: as mate decides. Today it does not split without a schedule.
+            same |= {"num_splits": 1 if self.batch_invariant else 0}
         _attention(
             output[:tokens],
-            q=query[:tokens],
             k=keys,
             v=values,
-            cu_seqlens_q=attn_metadata.query_start_loc,
-            max_seqlen_q=attn_metadata.max_query_len,
             seqused_k=attn_metadata.seq_lens,
             max_seqlen_k=attn_metadata.max_seq_len,
             block_table=attn_metadata.block_table,
-            softmax_scale=self.scale,
-            causal=causal,
-            window_size=symmetric(self.sliding_window, causal),
-            softcap=self.logits_soft_cap,
-            sinks=self.sinks,
-            deterministic=self.batch_invariant,
-            # 0: as mate decides. Today it splits only by a schedule, which it is not given.
-            num_splits=1 if self.batch_invariant else 0,
+            **same,
         )
         return output
 
@@ -201,3 +331,13 @@ def _refuse_images(ranges: Mapping[int, list[Any]] | None) -> None:
             "directions, for which mate has no mask. Start with --language-model-only so that images are refused at "
             "the request, or use TRITON_ATTN"
         )
+
+
+def _without_context(common: Any) -> bool:
+    """Whether no request of a ``CommonAttentionMetadata`` has keys from before; False where the host cannot tell.
+
+    vLLM's bound of the lengths is never below them, and a request is never shorter than its queries: so where the
+    bounds add up to the queries, each length is that of its queries.
+    """
+    bound = getattr(common, "seq_lens_cpu_upper_bound", None)
+    return bound is not None and int(bound[: common.num_reqs].sum()) == int(common.query_start_loc_cpu[common.num_reqs])

@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How FLASH_ATTN on MUSA calls mate for decodes, for prompts and in graphs, in the order in which vLLM calls it.
+
+The stand-in for mate raises where a schedule is not that of the batch. Not run on MUSA hardware.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import logging
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm_hwplugin.patching import SUPPORTED
+
+torch = pytest.importorskip("torch")
+
+from .layer import Layer, close  # noqa: E402
+from .mate_standin import mate  # noqa: E402
+from .released import released  # noqa: E402
+
+# The first one and the last; and those whose engines were run on a simulated device.
+some_versions = pytest.mark.parametrize("version", sorted({SUPPORTED[0], "0.20.2", "0.32.0", SUPPORTED[-1]}))
+last = pytest.mark.parametrize("version", [SUPPORTED[-1]])
+OWN = "vllm_hwplugin.attention.musa"
+Tree = Callable[[str], Any]
+# Three drafts to verify: decodes of up to four tokens.
+DRAFTS = SimpleNamespace(num_speculative_tokens=3)
+# Long and short contexts: 11, 1 and 5 tiles of 64 keys.
+DECODES = ((4, 700), (4, 9), (4, 290))
+PROMPTS = ((70, 70), (3, 3), (9, 9))
+
+
+def layer_of(load: Any, batch: Any, head_size: int = 64, **options: Any) -> Layer:
+    return Layer(load, load(OWN).MusaFlashAttentionBackend, head_size, batch=batch, **options)
+
+
+def bound(batch: Any) -> dict[str, Any]:
+    """What the model runner knows of the lengths on the host."""
+    return {"seq_lens_cpu_upper_bound": torch.tensor([length for _, length in batch], dtype=torch.int32)}
+
+
+@some_versions
+def test_the_keys_of_decodes_are_split(version: str, vllm_tree: Tree) -> None:
+    calls: list[dict[str, Any]] = []
+    with released(version, vllm_tree(version), mate=mate(calls)) as load:
+        layer = layer_of(load, DECODES)
+        layer.write(slice(None))
+        builder = layer.builder(speculative_config=DRAFTS)
+        close(layer.run(builder.build(0, layer.common_metadata(True))), layer.right(causal=True))
+        # One token more than a decode has.
+        layer = layer_of(load, ((5, 700), (1, 9)))
+        layer.write(slice(None))
+        close(layer.run(builder.build(0, layer.common_metadata(True))), layer.right(causal=True))
+    schedule, decode, extend = calls
+    assert schedule["num_splits"] == decode["num_splits"] > 1
+    parts, requests = decode["scheduler_metadata"][:6].view(2, 3).tolist()
+    found = dict(zip(requests, parts, strict=True))
+    # The longest context in the most parts, and one that fits into a tile in one.
+    assert found[0] > found[2] > found[1] == 1
+    assert "scheduler_metadata" not in extend
+    assert extend["num_splits"] == 0
+
+
+def captured(layer: Layer, builder: Any) -> tuple[Any, Callable[[], Any]]:
+    """A graph of the layer: what vLLM builds for its capture, and a call that reads the same tensors again."""
+    common = layer.common_metadata(True, **bound(layer.batch))
+    # What it is captured with: no request has a context, and each has as many tokens as at replay.
+    held = common.seq_lens.clone()
+    common.seq_lens = held
+    held.copy_(common.query_start_loc.diff())
+    metadata = builder.build_for_cudagraph_capture(common)
+    layer.run(metadata)
+    return common, lambda: layer.run(metadata)
+
+
+@some_versions
+def test_a_graph_is_replayed_with_the_schedule_of_the_new_batch(version: str, vllm_tree: Tree) -> None:
+    with released(version, vllm_tree(version), mate=mate()) as load:
+        layer = layer_of(load, DECODES)
+        layer.write(slice(None))
+        builder = layer.builder(speculative_config=DRAFTS)
+        common, replay = captured(layer, builder)
+        common.seq_lens.copy_(torch.tensor([length for _, length in DECODES]))
+        with pytest.raises(RuntimeError, match="the schedule is not that of the batch"):
+            replay()
+        builder.build(0, common)
+        close(replay(), layer.right(causal=True))
+
+
+@some_versions
+def test_a_prompt_as_short_as_a_decode_refreshes_the_schedule_of_its_graph(version: str, vllm_tree: Tree) -> None:
+    """Its batch has a decode's shape, so vLLM replays that graph, which reads keys from the cache."""
+    batch = ((4, 4), (4, 4), (4, 4))
+    with released(version, vllm_tree(version), mate=mate()) as load:
+        layer = layer_of(load, batch)
+        layer.write(slice(None))
+        builder = layer.builder(speculative_config=DRAFTS)
+        common, replay = captured(layer, builder)
+        common.seq_lens.copy_(torch.tensor([700, 9, 290]))
+        builder.build(0, common)
+        common.seq_lens.copy_(torch.tensor([4, 4, 4]))
+        builder.build(0, common)
+        close(replay(), layer.right(causal=True))
+
+
+@some_versions
+def test_groups_that_vllm_builds_once_each_refresh_their_own_schedule(version: str, vllm_tree: Tree) -> None:
+    """vLLM captures each KV cache group by its own builder, and in a step builds like ones by the first one's."""
+    with released(version, vllm_tree(version), mate=mate()) as load:
+        layers = [layer_of(load, DECODES, seed=seed) for seed in (0, 1)]
+        builders = [layer.builder(speculative_config=DRAFTS) for layer in layers]
+        graphs = []
+        for layer, builder in zip(layers, builders, strict=True):
+            layer.write(slice(None))
+            graphs.append(captured(layer, builder))
+        lengths = graphs[0][0].seq_lens
+        for common, _ in graphs:
+            common.seq_lens.copy_(torch.tensor([length for _, length in DECODES]))
+        first = builders[0].build(0, graphs[0][0])
+        assert first.seq_lens is lengths
+        common = graphs[1][0]
+        builders[1].update_block_table(first, common.block_table_tensor, common.slot_mapping)
+        for layer, (_, replay) in zip(layers, graphs, strict=True):
+            close(replay(), layer.right(causal=True))
+
+
+@some_versions
+@pytest.mark.parametrize("batch", [DECODES, ((4, 4), (4, 4), (4, 4)), PROMPTS])
+def test_a_drafters_metadata_names_the_batchs_tensors_alone(version: str, batch: Any, vllm_tree: Tree) -> None:
+    """A chain of steps in one graph: lengths grow and nothing is built, so a schedule would be of other lengths, and
+    keys beside the cache would not be all keys."""
+    with released(version, vllm_tree(version), mate=mate()) as load:
+        layer = layer_of(load, batch)
+        layer.write(slice(None))
+        builder = layer.builder(speculative_config=DRAFTS)
+        common = layer.common_metadata(True, **bound(batch))
+        lengths = common.seq_lens.clone()
+        common.seq_lens.copy_(common.query_start_loc.diff())
+        metadata = builder.build_for_drafting(common, 0)
+        common.seq_lens.copy_(lengths)
+        close(layer.run(metadata), layer.right(causal=True))
+
+
+@some_versions
+def test_prompts_without_context_are_not_read_from_the_cache(version: str, vllm_tree: Tree) -> None:
+    calls: list[dict[str, Any]] = []
+    with released(version, vllm_tree(version), mate=mate(calls)) as load:
+        # Nothing is written to the cache, which is poisoned.
+        layer = layer_of(load, PROMPTS)
+        metadata = layer.builder(speculative_config=DRAFTS).build(0, layer.common_metadata(True, **bound(PROMPTS)))
+        close(layer.run(metadata), layer.right(causal=True))
+    (call,) = calls
+    assert call.keys().isdisjoint({"page_table", "seqused_k", "scheduler_metadata"})
+
+
+FROM_THE_CACHE: dict[str, dict[str, Any]] = {
+    "one has a context": {"batch": ((70, 90), (3, 3), (9, 9))},
+    "the host knows no lengths": {"host": False},
+    "the host's bound is above them": {"above": 1},
+    "a window": {"options": {"sliding_window": 500}},
+    "softcap": {"options": {"logits_soft_cap": 30.0}},
+    "sinks": {"options": {"sinks": torch.zeros(4).bfloat16()}},
+    "keys of another layer": {"options": {"kv_sharing_target_layer_name": "other"}},
+    "a head that no kernel comes compiled for": {"options": {"head_size": 256}},
+    "batch invariance": {"invariant": True},
+    "a mate that wants a page table": {"without": ("flash_attn_varlen_func", "cu_seqlens_k")},
+}
+
+
+@last
+@pytest.mark.parametrize("case", FROM_THE_CACHE.values(), ids=FROM_THE_CACHE)
+def test_prompts_are_read_from_the_cache_where(version: str, case: dict[str, Any], vllm_tree: Tree) -> None:
+    calls: list[dict[str, Any]] = []
+    module = mate(calls)
+    if "without" in case:
+        leave_out(module, *case["without"])
+    with released(version, vllm_tree(version), mate=module) as load:
+        load("vllm.envs").VLLM_BATCH_INVARIANT = case.get("invariant", False)
+        batch, options = case.get("batch", PROMPTS), dict(case.get("options", {}))
+        layer = layer_of(load, batch, **options)
+        layer.write(slice(None))
+        known = bound([(new, length + case.get("above", 0)) for new, length in batch]) if case.get("host", True) else {}
+        metadata = layer.builder(speculative_config=DRAFTS).build(0, layer.common_metadata(True, **known))
+        cap, sinks = options.get("logits_soft_cap", 0.0), options.get("sinks")
+        close(layer.run(metadata), layer.right(causal=True, cap=cap, sinks=sinks))
+    assert ["page_table" in call for call in calls] == [True]
+
+
+@some_versions
+@pytest.mark.parametrize("reason", ["sinks", "batch invariance", "enough requests"])
+def test_the_keys_of_decodes_stay_whole_with(version: str, reason: str, vllm_tree: Tree) -> None:
+    calls: list[dict[str, Any]] = []
+    with released(version, vllm_tree(version), mate=mate(calls)) as load:
+        load("vllm.envs").VLLM_BATCH_INVARIANT = reason == "batch invariance"
+        batch = ((1, 300),) * 28 if reason == "enough requests" else DECODES
+        sinks = torch.tensor([0.5, -1.0, 2.0, 0.0]).bfloat16() if reason == "sinks" else None
+        layer = layer_of(load, batch, sinks=sinks)
+        layer.write(slice(None))
+        metadata = layer.builder(speculative_config=DRAFTS).build(0, layer.common_metadata(True))
+        close(layer.run(metadata), layer.right(causal=True, sinks=sinks))
+    (call,) = calls
+    assert call["num_splits"] == (1 if reason == "batch invariance" else 0)
+    assert "scheduler_metadata" not in call
+
+
+@last
+def test_layers_with_other_query_heads_have_schedules_of_their_own(version: str, vllm_tree: Tree) -> None:
+    """A drafter's layer is in the target's KV cache group where keys are alike; up to 0.20 with the same builder."""
+    with released(version, vllm_tree(version), mate=mate()) as load:
+        layers = [layer_of(load, ((4, 700), (4, 9)), heads=heads) for heads in (4, 64)]
+        named = {str(layer.heads): SimpleNamespace(impl=layer.impl) for layer in layers}
+        builder = layers[0].builder(layers=named, speculative_config=DRAFTS)
+        metadata = builder.build(0, layers[0].common_metadata(True))
+        for layer in layers:
+            layer.table = layers[0].table
+            layer.write(slice(None))
+            close(layer.run(metadata), layer.right(causal=True))
+
+
+def leave_out(module: Any, function: str, argument: str | None = None) -> None:
+    """An older mate: without a function, or one whose function lacks an argument."""
+    found = getattr(module, function)
+    if argument is None:
+        delattr(module, function)
+        return
+    signature = inspect.signature(found)
+    kept = [parameter for name, parameter in signature.parameters.items() if name != argument]
+
+    def older(**arguments: Any) -> Any:
+        assert argument not in arguments
+        return found(**arguments)
+
+    older.__signature__ = signature.replace(parameters=kept)  # type: ignore[attr-defined]
+    setattr(module, function, older)
+
+
+OLDER = [
+    ("get_scheduler_metadata", None),
+    ("get_scheduler_metadata", "num_splits"),
+    ("flash_attn_varlen_func", "scheduler_metadata"),
+]
+
+
+@last
+@pytest.mark.parametrize(("function", "argument"), OLDER)
+def test_an_older_mate_serves_without_and_one_line_says_so(
+    version: str, function: str, argument: str | None, vllm_tree: Tree, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = mate()
+    leave_out(module, function, argument)
+    with (
+        caplog.at_level(logging.WARNING, "vllm.hwplugin"),
+        released(version, vllm_tree(version), mate=module) as load,
+    ):
+        for batch in (DECODES, PROMPTS):
+            layer = layer_of(load, batch)
+            layer.write(slice(None))
+            metadata = layer.builder(speculative_config=DRAFTS).build(0, layer.common_metadata(True, **bound(batch)))
+            close(layer.run(metadata), layer.right(causal=True))
+    (line,) = caplog.messages
+    assert "does not split the keys" in line
+    assert (argument or function) in line
+
+
+@last
+def test_as_many_parts_as_fill_the_device_and_no_more_than_the_users_bound(version: str, vllm_tree: Tree) -> None:
+    with released(version, vllm_tree(version), mate=mate()) as load:
+        found = {}
+        for requests, most in itertools.product((1, 4, 27, 28), (32, 4, 1)):
+            layer = layer_of(load, ((1, 700),) * requests)
+            bounded = SimpleNamespace(flash_attn_max_num_splits_for_cuda_graph=most)
+            metadata = layer.builder(attention_config=bounded).build(0, layer.common_metadata(True))
+            found[requests, most] = [schedule.splits for schedule in metadata.schedules.values()]
+    # 56 compute units, 2 KV heads.
+    assert [found[requests, 32] for requests in (1, 4, 27, 28)] == [[28], [7], [2], []]
+    assert [found[requests, 4] for requests in (1, 4, 27, 28)] == [[4], [4], [2], []]
+    assert not any(found[requests, 1] for requests in (1, 4, 27, 28))
