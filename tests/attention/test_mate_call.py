@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from vllm_hwplugin.attention._mate_call import MateMismatch, bind
+from vllm_hwplugin.attention._mate_call import MateMismatch, bind, bind_schedule
 
 torch = pytest.importorskip("torch")
 
@@ -71,3 +71,29 @@ def test_a_function_that_requires_more_is_not_used() -> None:
 def test_a_function_without_a_signature_is_not_used() -> None:
     with pytest.raises(MateMismatch, match="no signature"):
         bind(type)
+
+
+def test_keys_that_are_packed_need_no_page_table_where_that_may_be_left_out() -> None:
+    out = torch.zeros(2)
+    leading, rest = OTHER.split("seqused_k, page_table, ")
+    made, seen = function(f"*, {leading}{rest}, seqused_k=None, page_table=None", out)
+    call = bind(made)
+    assert call.takes_packed_keys
+    packed = {name: value for name, value in ARGUMENTS.items() if name not in ("block_table", "seqused_k")}
+    call(out, **packed, cu_seqlens_k="the cu_seqlens_k")
+    assert (seen["cu_seqlens_k"], seen["seqused_k"], seen["page_table"]) == ("the cu_seqlens_k", None, None)
+    assert not bind(function(OTHER)[0]).takes_packed_keys
+
+
+@pytest.mark.parametrize("lengths", ["seqused_k", "cache_seqlens"])
+def test_a_schedules_arguments_arrive_under_the_functions_own_names(lengths: str) -> None:
+    names = (
+        "batch_size", "max_seqlen_q", "max_seqlen_k", "num_heads_q", "num_heads_kv", "headdim", "qkv_dtype",
+        "cu_seqlens_q", "page_size", "causal", "window_size", "num_splits",
+    )  # fmt: skip
+    made, seen = function(f"{', '.join(names)}, {lengths}=None, pack_gqa=None", "a schedule")
+    given = {name: f"the {name}" for name in (*names, "seqused_k")}
+    assert bind_schedule(made)(**given) == "a schedule"
+    assert seen == {**{name: f"the {name}" for name in names}, lengths: "the seqused_k", "pack_gqa": None}
+    with pytest.raises(MateMismatch, match="get_scheduler_metadata requires margin, which"):
+        bind_schedule(function(f"{', '.join(names)}, {lengths}, margin")[0])
