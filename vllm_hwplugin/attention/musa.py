@@ -29,6 +29,7 @@ from ._classes import declares
 from ._flash import has_images, split, symmetric
 from ._mate_call import Call, MateMismatch, bind, bind_schedule
 from ._mate_schedule import Schedule, Schedules
+from ._mate_warmup import dummy_batches
 from .capabilities import FLASH_ATTN_MUSA
 
 logger = logging.getLogger("vllm.hwplugin")
@@ -148,6 +149,25 @@ class MusaFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):  # type:
         layers = self.vllm_config.compilation_config.static_forward_context
         named = [layers[name] for name in self.layer_names if name in layers]
         return [layer for layer in named if isinstance(layer.impl, MusaFlashAttentionImpl)]
+
+    def warm_up(self, *, drafts: bool = False, causal: bool = True) -> int:
+        """Call mate once for each kernel that batches of this builder's layers need, so that all are compiled.
+
+        Args:
+            drafts: the builder is a drafter's.
+            causal: of the batches.
+
+        Returns:
+            How many calls that were. Nothing is written to the KV cache.
+        """
+        calls = 0
+        # One of those that mate cannot tell apart.
+        for layer in {layer.impl.kernels_of(layer): layer for layer in self._layers()}.values():
+            for common, drafted in dummy_batches(self, causal=causal, drafts=drafts):
+                metadata = self.build_for_drafting(common, 0) if drafted else self.build(0, common)
+                layer.impl.call_with_zeros(layer, metadata)
+                calls += 1
+        return calls
 
 
 class MusaFlashAttentionImpl(AttentionImpl):  # type: ignore[misc]  # as below
@@ -287,6 +307,21 @@ class MusaFlashAttentionImpl(AttentionImpl):  # type: ignore[misc]  # as below
             **same,
         )
         return output
+
+    def kernels_of(self, layer: torch.nn.Module) -> tuple[Any, ...]:
+        """What of a layer decides which kernels of mate it needs."""
+        window = self.sliding_window if self.sliding_window[0] >= 0 else None
+        heads = (self.num_heads, self.num_kv_heads, self.head_size, layer.kv_cache.dtype, layer.kv_cache.shape[1:])
+        return (*heads, window, self.logits_soft_cap != 0, self.sinks is None, self.prebuilt_prefill)
+
+    def call_with_zeros(self, layer: torch.nn.Module, metadata: Any) -> None:
+        """Attention of a batch whose queries, keys and values are zero; the cache is read, and not written to."""
+
+        def zeros(heads: int) -> torch.Tensor:
+            return layer.kv_cache.new_zeros(metadata.num_actual_tokens, heads, self.head_size)
+
+        query, key, value = zeros(self.num_heads), zeros(self.num_kv_heads), zeros(self.num_kv_heads)
+        self.forward(layer, query, key, value, layer.kv_cache, metadata, torch.empty_like(query))
 
     def do_kv_cache_update(
         self,

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from vllm.v1.worker.gpu_worker import Worker
 
+from vllm_hwplugin.attention.warm_up import warm_up
+
 from . import _vllm_api, musa_versions
 
 logger = logging.getLogger("vllm.hwplugin")
@@ -51,4 +53,6 @@ class MusaWorker(Worker):  # type: ignore[misc]  # vLLM is not there where the t
     def compile_or_warm_up_model(self) -> Any:
         if not _vllm_api.triton_has_knobs():
             _vllm_api.switch_off_jit_monitor()
+        # Before vLLM's own, which captures graphs: nothing is to be compiled in a capture.
+        warm_up(self.model_runner)
         return super().compile_or_warm_up_model()

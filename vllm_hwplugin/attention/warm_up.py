@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels that are compiled at their first use, compiled before the first request."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from vllm_hwplugin import gates
+
+logger = logging.getLogger("vllm.hwplugin")
+
+
+@runtime_checkable
+class CompilesAtFirstUse(Protocol):
+    """A metadata builder whose layers' kernels are compiled when they are first called."""
+
+    def warm_up(self, *, drafts: bool = False, causal: bool = True) -> int:
+        """Call each of them once; how many calls that were."""
+
+
+def warm_up(runner: Any) -> None:
+    """Have every such kernel of a runner's attention layers compiled, its drafter's included.
+
+    What fails is a line in the log: serving may need that kernel late, or never.
+
+    Args:
+        runner: vLLM's ``GPUModelRunner``, with its KV cache bound and before it captures graphs.
+
+    Raises:
+        RuntimeError: it failed, and ``VLLM_HWPLUGIN_STRICT=1``.
+    """
+    target = _builders(group for groups in runner.attn_groups for group in groups)
+    builders: list[tuple[CompilesAtFirstUse, dict[str, bool]]] = [(builder, {}) for builder in target]
+    drafter = getattr(runner, "drafter", None)
+    # DFlash's queries see later ones, unless the checkpoint says otherwise; vLLM asks that only in later versions.
+    causal = runner.speculative_config is None or runner.speculative_config.method != "dflash"
+    how = {"drafts": True, "causal": getattr(drafter, "dflash_causal", causal)}
+    builders += [(builder, how) for builder in _builders(getattr(drafter, "draft_attn_groups", ()))]
+    if not builders:
+        return
+    started = time.monotonic()
+    logger.info("compiling attention kernels that are not there yet: minutes at a host's first start with a model")
+    try:
+        with torch.inference_mode():
+            calls = sum(builder.warm_up(**options) for builder, options in builders)
+    except Exception as error:
+        told = (
+            f"attention kernels were not all compiled before serving ({type(error).__name__}: {error}); a request that "
+            "needs one waits for it"
+        )
+        if gates.read("VLLM_HWPLUGIN_STRICT").flag:
+            raise RuntimeError(f"VLLM_HWPLUGIN_STRICT=1, but {told}") from error
+        logger.warning("%s", told)
+        return
+    logger.info("attention kernels are compiled, in %.1f s by %d calls", time.monotonic() - started, calls)
+
+
+def _builders(groups: Any) -> list[CompilesAtFirstUse]:
+    """Of each group the first: others are its copies, for batches that are split in two."""
+    found = [group.get_metadata_builder(0) for group in groups]
+    return [builder for builder in found if isinstance(builder, CompilesAtFirstUse)]
