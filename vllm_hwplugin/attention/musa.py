@@ -34,6 +34,8 @@ from .capabilities import FLASH_ATTN_MUSA
 
 logger = logging.getLogger("vllm.hwplugin")
 
+# Pages that mate (0.2.2) copies by the copy engine. It takes others, by slower loads.
+_PAGE: Final = 64
 # The largest head of mate's kernels that come compiled, which take no page table.
 _LARGEST_PREBUILT: Final = 128
 
@@ -348,6 +350,11 @@ class MusaFlashAttentionBackend(FlashAttentionBackend):  # type: ignore[misc]  #
     @staticmethod
     def get_builder_cls() -> type[MusaFlashAttentionMetadataBuilder]:
         return MusaFlashAttentionMetadataBuilder
+
+    @classmethod
+    def get_preferred_block_size(cls, default_block_size: int) -> int:
+        """What vLLM takes where the user names no block size."""
+        return default_block_size if default_block_size % _PAGE == 0 else max(default_block_size, _PAGE)
 
     @classmethod
     def supports_combination(
