@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import logging
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ from vllm_hwplugin.attention.capabilities import (
     Declaration,
     asked_in,
     declared,
+    reserves,
 )
 from vllm_hwplugin.patching import SUPPORTED
 
@@ -206,6 +209,32 @@ def test_musa_takes_what_it_declares_and_explains_what_it_refuses(version: str, 
         assert mixed == [
             "FLASH_ATTN on MUSA needs keys of the queries' type torch.float16, and the KV cache is bfloat16"
         ]
+
+
+CONVERTOR = "vllm/transformers_utils/model_arch_config_convertor.py"
+
+
+@every_version
+def test_on_musa_images_are_served_where_vllm_gives_them_a_causal_mask(version: str, vllm_tree: Tree) -> None:
+    """By vLLM's own word on a model: those of Qwen2.5-VL see what is before them, those of gemma-3 each other."""
+    (cls,) = (
+        node
+        for node in ast.parse(vllm_tree(version).read(CONVERTOR)).body
+        if getattr(node, "name", "") == "ModelArchConfigConvertorBase"
+    )
+    (method,) = (node for node in cls.body if getattr(node, "name", "") == "is_mm_prefix_lm")
+    scope: dict[str, Any] = {}
+    exec(compile(ast.Module([method], []), CONVERTOR, "exec"), scope)
+    judged = {}
+    with released(version, vllm_tree(version), mate=mate()) as load:
+        made = load("vllm_hwplugin.attention.musa").MusaFlashAttentionBackend
+        for model in ("qwen2_5_vl", "gemma3"):
+            prefix = scope["is_mm_prefix_lm"](SimpleNamespace(hf_config=SimpleNamespace(model_type=model)))
+            asked = arguments(made, head_size=128, use_mm_prefix=prefix)
+            assert made.validate_configuration(**asked) == []
+            judged[model] = reserves(made.declarations, asked)
+    assert judged["qwen2_5_vl"] == []
+    assert len(judged["gemma3"]) == 1
 
 
 @pytest.mark.parametrize("version", [SUPPORTED[0], SUPPORTED[-1]])

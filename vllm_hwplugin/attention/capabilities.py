@@ -279,7 +279,13 @@ DECLARATIONS: Final[tuple[Declaration, ...]] = (
     ),
     _musa("dtypes", ("float16", "bfloat16"), "mate says 'inputs must be float16 or bfloat16'", _PROBED),
     _musa("kv_cache_dtypes", ("auto", "float16", "bfloat16"), "mate takes no fp8 keys and queries", _PROBED),
-    _musa("block_sizes", Multiples(16), "vLLM's shape of a FLASH_ATTN cache has pages of such sizes", _READ),
+    _musa(
+        "block_sizes",
+        Multiples(16),
+        "vLLM's shape of a FLASH_ATTN cache has pages of such sizes; without --block-size they have 64 tokens, which "
+        "mate loads fastest",
+        "read in vLLM's source, and in mate's (0.2.2)",
+    ),
     _musa("attn_types", ("decoder",), "encoder layers have no paged cache, and mate is called with one"),
     _musa("compute_capability", True, "the MUSA architecture is not on CUDA's scale, which vLLM compares with", _KIND),
     _musa("mla", False, "MLA has backends of its own", _KIND),
@@ -300,8 +306,8 @@ DECLARATIONS: Final[tuple[Declaration, ...]] = (
     _musa(
         "batch_invariance",
         True,
-        "mate splits the keys of a request only by a schedule, which it is not given, and is told num_splits=1 where "
-        "it takes that; its deterministic is about gradients",
+        "mate splits the keys of a request only by a schedule, which it is then not given, and is told num_splits=1 "
+        "where it takes that; every batch is read from the cache; its deterministic is about gradients",
         "read in mate's source (0.2.2), and " + _PROBED,
     ),
     _musa("kv_connector", False, "KV transfer that copies blocks is not supported on MUSA", versions=">=0.23.0,<0.34"),
