@@ -359,6 +359,20 @@ def attempt():
 """
 
 # vLLM asks for the platform class first, and loads the general plugin later.
+WARM_UP = """
+from types import SimpleNamespace
+
+from vllm_hwplugin.attention.warm_up import warm_up
+
+def fails(**_):
+    raise OSError("mcc: no such file")
+
+def attempt():
+    group = SimpleNamespace(get_metadata_builder=lambda _: SimpleNamespace(warm_up=fails))
+    warm_up(SimpleNamespace(attn_groups=[[group]], speculative_config=None))
+    return {}, {}
+"""
+
 PLATFORM = """
 from types import ModuleType
 from vllm_hwplugin import plugin
@@ -435,6 +449,7 @@ def attempt():
     "attention none": [Scenario(LAYER + "REFUSED = ['no fp8']; ANSWER = ''", gate=ATTENTION)],
     "attention import": [Scenario(LAYER + "sys.modules[attention.OWN[0]] = None", gate=ATTENTION)],
     "attention kernel": [Scenario(LAYER + "OBSTACLE = 'no nvcc'", gate=ATTENTION)],
+    "attention warm-up": [Scenario(WARM_UP)],
     "platform": [
         Scenario(PLATFORM, variables={**OFF, "VLLM_HWPLUGIN_PLATFORM": "cuda"}),
         # A vLLM whose table of platforms is another one.

@@ -195,6 +195,13 @@ OTHERS: Final = (
         "stops",
     ),
     Failure(
+        "attention warm-up",
+        "attention kernels that compile at their first use cannot be compiled before serving (MUSA)",
+        "said",
+        None,
+        "stops",
+    ),
+    Failure(
         "platform",
         "the platform class cannot be offered through a fault, or is named in `VLLM_HWPLUGIN_PLATFORM` and does not "
         "fit the host",

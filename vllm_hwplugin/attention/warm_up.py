@@ -9,9 +9,11 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from vllm_hwplugin import gates
+from vllm_hwplugin import gates, record
 
 logger = logging.getLogger("vllm.hwplugin")
+
+_NOTE = "attention-warm-up"
 
 
 @runtime_checkable
@@ -25,7 +27,7 @@ class CompilesAtFirstUse(Protocol):
 def warm_up(runner: Any) -> None:
     """Have every such kernel of a runner's attention layers compiled, its drafter's included.
 
-    What fails is a line in the log: serving may need that kernel late, or never.
+    What fails is a line in the log and in the process's record: serving may need that kernel late, or never.
 
     Args:
         runner: vLLM's ``GPUModelRunner``, with its KV cache bound and before it captures graphs.
@@ -54,9 +56,12 @@ def warm_up(runner: Any) -> None:
         )
         if gates.read("VLLM_HWPLUGIN_STRICT").flag:
             raise RuntimeError(f"VLLM_HWPLUGIN_STRICT=1, but {told}") from error
+        record.note(_NOTE, told)
         logger.warning("%s", told)
         return
-    logger.info("attention kernels are compiled, in %.1f s by %d calls", time.monotonic() - started, calls)
+    done = f"attention kernels are compiled, in {time.monotonic() - started:.1f} s by {calls} calls"
+    record.note(_NOTE, done)
+    logger.info("%s", done)
 
 
 def _builders(groups: Any) -> list[CompilesAtFirstUse]:
