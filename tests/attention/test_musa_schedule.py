@@ -68,11 +68,9 @@ def test_the_keys_of_decodes_are_split(version: str, vllm_tree: Tree) -> None:
 
 def captured(layer: Layer, builder: Any) -> tuple[Any, Callable[[], Any]]:
     """A graph of the layer: what vLLM builds for its capture, and a call that reads the same tensors again."""
-    common = layer.common_metadata(True, **bound(layer.batch))
+    common = layer.common_metadata(True)
     # What it is captured with: no request has a context, and each has as many tokens as at replay.
-    held = common.seq_lens.clone()
-    common.seq_lens = held
-    held.copy_(common.query_start_loc.diff())
+    common.seq_lens.copy_(common.query_start_loc.diff())
     metadata = builder.build_for_cudagraph_capture(common)
     layer.run(metadata)
     return common, lambda: layer.run(metadata)
@@ -101,10 +99,10 @@ def test_a_prompt_as_short_as_a_decode_refreshes_the_schedule_of_its_graph(versi
         layer.write(slice(None))
         builder = layer.builder(speculative_config=DRAFTS)
         common, replay = captured(layer, builder)
-        common.seq_lens.copy_(torch.tensor([700, 9, 290]))
-        builder.build(0, common)
-        common.seq_lens.copy_(torch.tensor([4, 4, 4]))
-        builder.build(0, common)
+        for lengths in ([700, 9, 290], [4, 4, 4]):
+            common.seq_lens.copy_(torch.tensor(lengths))
+            common.seq_lens_cpu_upper_bound = torch.tensor(lengths, dtype=torch.int32)
+            builder.build(0, common)
         close(replay(), layer.right(causal=True))
 
 
@@ -168,6 +166,8 @@ FROM_THE_CACHE: dict[str, dict[str, Any]] = {
     "keys of another layer": {"options": {"kv_sharing_target_layer_name": "other"}},
     "a head that no kernel comes compiled for": {"options": {"head_size": 256}},
     "batch invariance": {"invariant": True},
+    # The dummy batch has no context, those of a replay have.
+    "a graph is captured": {"make": "build_for_cudagraph_capture"},
     "a mate that wants a page table": {"without": ("flash_attn_varlen_func", "cu_seqlens_k")},
 }
 
@@ -185,7 +185,8 @@ def test_prompts_are_read_from_the_cache_where(version: str, case: dict[str, Any
         layer = layer_of(load, batch, **options)
         layer.write(slice(None))
         known = bound([(new, length + case.get("above", 0)) for new, length in batch]) if case.get("host", True) else {}
-        metadata = layer.builder(speculative_config=DRAFTS).build(0, layer.common_metadata(True, **known))
+        builder, common = layer.builder(speculative_config=DRAFTS), layer.common_metadata(True, **known)
+        metadata = getattr(builder, case["make"])(common) if "make" in case else builder.build(0, common)
         cap, sinks = options.get("logits_soft_cap", 0.0), options.get("sinks")
         close(layer.run(metadata), layer.right(causal=True, cap=cap, sinks=sinks))
     assert ["page_table" in call for call in calls] == [True]
@@ -212,7 +213,7 @@ def test_the_keys_of_decodes_stay_whole_with(version: str, reason: str, vllm_tre
 def test_layers_with_other_query_heads_have_schedules_of_their_own(version: str, vllm_tree: Tree) -> None:
     """A drafter's layer is in the target's KV cache group where keys are alike; up to 0.20 with the same builder."""
     with released(version, vllm_tree(version), mate=mate()) as load:
-        layers = [layer_of(load, ((4, 700), (4, 9)), heads=heads) for heads in (4, 64)]
+        layers = [layer_of(load, ((4, 700), (4, 9)), 256, heads=heads) for heads in (4, 64)]
         named = {str(layer.heads): SimpleNamespace(impl=layer.impl) for layer in layers}
         builder = layers[0].builder(layers=named, speculative_config=DRAFTS)
         metadata = builder.build(0, layers[0].common_metadata(True))
