@@ -6,13 +6,17 @@
 - torchvision: where pip has only the build for CUDA, it cannot be imported beside torch's build for the CPU. vLLM 0.32
   imports it before it captures graphs, whatever the model is, to warm up kernels of two multimodal models, which here
   does nothing.
+- Inductor generates code for MUSA only with torch_musa's own backend; here ``torch.compile`` traces, and runs eagerly.
 """
 
+import functools
 import importlib.abc
 import importlib.util
 import os
 import sys
 import types
+
+import torch
 
 _KERNELS = ("vllm._C", "vllm._moe_C")
 _WARM_UPS = ("minimax_m3_msa_warmup", "qwen_vl_triton_warmup")
@@ -24,7 +28,20 @@ class _WithoutKernels(importlib.abc.MetaPathFinder):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 
+def _compile_eagerly():
+    original = torch.compile
+
+    @functools.wraps(original)
+    def compile(model=None, *, backend="inductor", mode=None, options=None, **kwargs):
+        if backend == "inductor":
+            return original(model, backend="eager", **kwargs)
+        return original(model, backend=backend, mode=mode, options=options, **kwargs)
+
+    torch.compile = compile
+
+
 def install():
+    _compile_eagerly()
     if os.environ.get("MUSA_SIM_VLLM_KERNELS") != "1":
         sys.meta_path.insert(0, _WithoutKernels())
     if importlib.util.find_spec("torchvision") is None:

@@ -19,6 +19,8 @@ from . import _MUSAC, amp, core  # noqa: E402
 from .core._lazy_init import _is_in_bad_fork, _lazy_call, _lazy_init  # noqa: E402
 from .core.amp import get_amp_supported_dtype  # noqa: E402
 from .core.device import (  # noqa: E402
+    _exchange_device,
+    _maybe_exchange_device,
     can_device_access_peer,
     current_device,
     device,

@@ -21,6 +21,14 @@ class _MusaDeviceProperties(NamedTuple):
     total_memory: int
 
 
+def _exchange_device(device):
+    return torch._C._accelerator_exchangeDevice(device)
+
+
+def _maybe_exchange_device(device):
+    return torch._C._accelerator_maybeExchangeDevice(device)
+
+
 class device:
     def __init__(self, device):
         self.index = _get_musa_device_index(device, optional=True)
