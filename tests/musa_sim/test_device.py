@@ -196,11 +196,13 @@ def test_a_replay_takes_new_inputs_and_only_replays_write() -> None:
 @on_the_device
 def test_a_graph_keeps_its_own_memory_and_no_other() -> None:
     inputs = torch.ones(3, device="musa")
-    graph, result = captured(lambda: (inputs + 1).mul(2))
+    held = [inputs]
+    del inputs
+    graph, result = captured(lambda: (held[0] + 1).mul(2))
     gc.collect()
     graph.replay()
     assert result.tolist() == [4] * 3
-    del inputs
+    held.clear()
     with pytest.raises(RuntimeError, match="illegal memory access"):
         graph.replay()
 
@@ -252,10 +254,10 @@ def test_a_capture_does_not_wait(what: str) -> None:
     there, pinned = torch.ones(3, device="musa"), torch.ones(3).pin_memory()
     WAITS[what](there, pinned)
     graph = torch.musa.MUSAGraph()
-    with pytest.raises(RuntimeError, match="error during capture"), torch.musa.graph(graph):
-        with pytest.raises(RuntimeError, match="not permitted when stream is capturing"):
-            WAITS[what](there, pinned)
-        # Swallowed, it still breaks the capture.
+    refused = pytest.raises(RuntimeError, match="not permitted when stream is capturing")
+    # Swallowed, it still breaks the capture.
+    with pytest.raises(RuntimeError, match="error during capture"), torch.musa.graph(graph), refused:
+        WAITS[what](there, pinned)
     with pytest.raises(RuntimeError, match="without a preceding successful capture"):
         graph.replay()
 

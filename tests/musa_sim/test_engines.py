@@ -2,8 +2,8 @@
 """The real vLLM on a simulated Moore Threads GPU: engine cores of their own, eager and in graphs, with drafters, on two
 GPUs. Texts have to be those of vLLM on the CPU.
 
-It shows control flow, names, shapes and types. It cannot show numerics, speed, what ``mcc`` and Triton for MUSA compile,
-or work that is still under way when the host goes on.
+It shows control flow, names, shapes and types. It cannot show numerics, speed, what ``mcc`` and Triton for MUSA
+compile, or work that is still under way when the host goes on.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import pytest
 import vllm_hwplugin
 from vllm_hwplugin import bench
 
+from ..conftest import cannot_run
 from . import simulated
 
 pytestmark = [pytest.mark.musa_sim, pytest.mark.engine]
@@ -44,7 +45,6 @@ _MUSA: dict[str, Any] = {
     **_COMMON,
     # A capture saves what it writes to, and Triton's interpreter is slow in large tensors.
     "num_gpu_blocks_override": 64,
-    "attention_backend": "FLASH_ATTN",
     # It looks into compiled kernels, which the interpreter has not.
     "kernel_config": {"enable_jit_warmup": False},
 }
@@ -61,8 +61,6 @@ def options(
             "method": method,
             "model": str(SMALL / method),
             "num_speculative_tokens": DRAFTS[method],
-            # vLLM does not take the target's.
-            "attention_backend": "FLASH_ATTN",
         }
     if graphs is None:
         return {**made, "enforce_eager": True}
@@ -85,6 +83,9 @@ ENGINES = {
     "DFlash": options(method="dflash", graphs="FULL"),
     "two GPUs": options(graphs="FULL_DECODE_ONLY", tensor_parallel_size=2),
 }
+
+#: A version for which a torch for MUSA exists, and what is tried with it.
+OLDEST, ON_OLDEST = "0.20.2", ("FULL_DECODE_ONLY", "Eagle3", "DFlash")
 
 
 def prompts() -> list[list[int]]:
@@ -144,6 +145,22 @@ def on_musa(musa_host: None, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     return run(ENGINES, simulated.environment(folder, devices=2, mate=True), folder)
 
 
+@pytest.fixture(scope="module")
+def oldest_on_musa(musa_host: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The Python of vLLM 0.20.2, which is for torch 2.11, on the torch that is installed here."""
+    folder = tmp_path_factory.mktemp("oldest")
+    try:
+        vllm = (OLDEST, simulated.released_vllm(OLDEST))
+    except subprocess.CalledProcessError as error:
+        cannot_run(f"vLLM {OLDEST} cannot be had: {error}")
+    # It has no warm-up of kernels to switch off.
+    engines = {
+        name: {option: value for option, value in ENGINES[name].items() if option != "kernel_config"}
+        for name in ON_OLDEST
+    }
+    return run(engines, simulated.environment(folder, mate=True, vllm=vllm), folder)
+
+
 @pytest.mark.parametrize("name", ENGINES)
 def test_texts_are_those_of_the_cpu(name: str, on_musa: dict[str, Any], on_cpu: list[list[int]]) -> None:
     assert on_musa[name]["texts"] == on_cpu
@@ -185,6 +202,18 @@ def test_drafters_run_in_graphs(name: str, feature: str, on_musa: dict[str, Any]
     assert worker["draft_phases_in_graphs"] == worker["draft_phases"] > 0
 
 
+@pytest.mark.network
+@pytest.mark.parametrize("name", ON_OLDEST)
+def test_the_oldest_vllm(name: str, oldest_on_musa: dict[str, Any], on_cpu: list[list[int]]) -> None:
+    answer = oldest_on_musa[name]
+    (worker,) = answer["workers"]
+    assert answer["texts"] == on_cpu
+    assert (worker["platform"], worker["attention"]) == ("MusaPlatform", ["MusaFlashAttentionBackend"])
+    assert worker["graph_replays"]["target"] >= worker["steps"] - 3 > 0
+    if name != "FULL_DECODE_ONLY":
+        assert worker["draft_phases_in_graphs"] == worker["draft_phases"] > 0
+
+
 def test_two_gpus_communicate_by_mccl(on_musa: dict[str, Any]) -> None:
     assert {worker["communicator"] for worker in on_musa["two GPUs"]["workers"]} == {"MusaCommunicator"}
 
@@ -195,7 +224,6 @@ def test_triton_attention_without_mate(
     """And with the compiled kernels that this vLLM has, whose operations the device takes to the CPU's."""
     folder = tmp_path_factory.mktemp("triton")
     environment = {**simulated.environment(folder), "MUSA_SIM_VLLM_KERNELS": "1"}
-    made = {name: value for name, value in ENGINES["eager"].items() if name != "attention_backend"}
-    answer = run({"eager": made}, environment, folder, tokens=2)["eager"]
+    answer = run({"eager": ENGINES["eager"]}, environment, folder, tokens=2)["eager"]
     assert answer["texts"] == [text[:2] for text in on_cpu]
     assert answer["workers"][0]["attention"] == ["TritonAttentionBackend"]

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# ruff: noqa: E402, F401
 """``torch.musa`` over the simulated device: the names of torch_musa 2.7.1, and no others.
 
 Everything here is written from a description of torch_musa's interface. What torch_musa lacks is lacking, so that code
@@ -15,10 +16,11 @@ __version__ = "2.7.1"
 
 torch.utils.rename_privateuse1_backend("musa")
 
-from . import _MUSAC, amp, core  # noqa: E402
-from .core._lazy_init import _is_in_bad_fork, _lazy_call, _lazy_init  # noqa: E402
-from .core.amp import get_amp_supported_dtype  # noqa: E402
-from .core.device import (  # noqa: E402
+from . import _MUSAC, amp, core
+from .core import mccl, memory, random
+from .core._lazy_init import _is_in_bad_fork, _lazy_call, _lazy_init
+from .core.amp import get_amp_supported_dtype
+from .core.device import (
     _exchange_device,
     _maybe_exchange_device,
     can_device_access_peer,
@@ -35,8 +37,7 @@ from .core.device import (  # noqa: E402
     set_device,
     synchronize,
 )
-from .core import mccl, memory, random  # noqa: E402
-from .core.memory import (  # noqa: E402
+from .core.memory import (
     MemPool,
     MUSAPluggableAllocator,
     empty_cache,
@@ -52,7 +53,8 @@ from .core.memory import (  # noqa: E402
     set_per_process_memory_fraction,
     use_mem_pool,
 )
-from .core.random import (  # noqa: E402
+from .core.musart import musart
+from .core.random import (
     default_generators,
     fork_rng,
     get_rng_state,
@@ -64,15 +66,14 @@ from .core.random import (  # noqa: E402
     set_rng_state,
     set_rng_state_all,
 )
-from .core.stream import Event, ExternalStream, Stream, current_stream, default_stream, set_stream, stream  # noqa: E402
-from .musa_graph.graphs import (  # noqa: E402
+from .core.stream import Event, ExternalStream, Stream, current_stream, default_stream, set_stream, stream
+from .musa_graph.graphs import (
     MUSAGraph,
     graph,
     graph_pool_handle,
     is_current_stream_capturing,
     make_graphed_callables,
 )
-from .core.musart import musart  # noqa: E402
 
 torch._register_device_module("musa", sys.modules[__name__])
 torch.version.musa = "50100"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launches on the simulated device: Triton's interpreter on the device's own memory, recorded where a graph is captured.
+"""Launches on the simulated device: Triton's interpreter on the device's own memory, recorded in captures.
 
 The interpreter's way with other devices is to copy each argument's whole storage to the host and back.
 """
@@ -8,10 +8,9 @@ import dataclasses
 import inspect
 
 import torch
+from torch_musa._MUSAC import device as _sim
 from triton.runtime.interpreter import GridExecutor
 from triton.tools.tensor_descriptor import TensorDescriptor
-
-from torch_musa._MUSAC import device as _sim
 
 
 def _tensors(value):
@@ -36,7 +35,7 @@ def _replaced(value, tensors):
 
 
 def _topk_topp(arguments):
-    """vLLM's kernel takes ``.to`` of a loop's index, which is an int in the interpreter: its torch counterpart instead."""
+    """vLLM's kernel takes ``.to`` of a loop's index, an int in the interpreter: its torch counterpart instead."""
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
 
     logits = arguments["LOGITS"]

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import gc
 
-import torch
-
 from .._MUSAC import device as _sim
 from ..core.device import synchronize
 from ..core.memory import empty_cache
