@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the commands and vLLM's configuration say on a simulated Moore Threads host."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from . import simulated
+
+pytestmark = [pytest.mark.musa_sim, pytest.mark.engine]
+
+# Made as `vllm serve` makes it: the platform is asked for its capability, and 8-bit floats demand one of CUDA's.
+QUANTIZED = f"""
+from vllm.engine.arg_utils import EngineArgs
+
+options = dict(model={str(simulated.HERE.parent / "assets" / "small" / "target")!r}, dtype="float16", max_model_len=64)
+config = EngineArgs(**options, quantization="fp8", enforce_eager=True).create_engine_config()
+assert config.quant_config is not None
+"""
+
+
+def ask(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {
+        **simulated.environment(folder, devices=2, mate=True),
+        "VLLM_HWPLUGIN_CACHE_DIR": str(folder / "cache"),
+        "HF_HUB_OFFLINE": "1",
+    }
+    return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=300)
+
+
+def test_doctor(musa_host: None, tmp_path: Path) -> None:
+    done = ask(tmp_path, "-m", "vllm_hwplugin.cli", "doctor", "--json", "-")
+    found: dict[str, Any] = json.loads(done.stdout)
+    assert found["platform_class"]["class"] == "vllm_hwplugin.platforms.musa.MusaPlatform"
+    assert found["vllm"]["dist"] == "vllm"
+    assert {state["state"] for state in found["features"] if state["choice"] == "auto"} <= {"live", "not-needed"}
+    troubles = {line["package"]: line for line in found["musa"] if line["trouble"]}
+    # What this host has is torch_musa's interface of 2.7.1 on a later torch, as the warning says.
+    assert "2.7.1" in troubles.pop("torch_musa")["trouble"]
+    if troubles:
+        assert list(troubles) == ["torchvision"]
+        assert troubles["torchvision"]["stops"]
+    assert done.returncode == (1 if troubles else 0)
+
+
+def test_a_quantized_model_is_not_measured_by_cudas_capabilities(musa_host: None, tmp_path: Path) -> None:
+    done = ask(tmp_path, "-c", QUANTIZED)
+    assert done.returncode == 0, done.stderr[-2000:]
