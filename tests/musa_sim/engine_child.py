@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines one after the other in one process, each with workers of its own: `python engine_child.py JOBS ANSWERS`."""
+"""Engines one after the other in one process, each with workers of its own.
+
+`python -m tests.musa_sim.engine_child JOBS ANSWERS`
+"""
 
 import json
 import sys

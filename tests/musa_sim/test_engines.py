@@ -96,7 +96,8 @@ def run(engines: dict[str, Any], environment: dict[str, str], folder: Path, toke
     jobs = {name: {"options": made, "prompts": prompts(), "tokens": tokens} for name, made in engines.items()}
     (folder / "jobs.json").write_text(json.dumps(jobs))
     answers = folder / "answers.json"
-    command = [sys.executable, str(simulated.HERE / "engine_child.py"), str(folder / "jobs.json"), str(answers)]
+    # Not by its path: mate lies beside it, and is not on every host.
+    command = [sys.executable, "-m", "tests.musa_sim.engine_child", str(folder / "jobs.json"), str(answers)]
     variables = {
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
