@@ -250,8 +250,16 @@ def test_a_library_of_the_wheel_is_taken_where_it_suits(
     assert not suits(cuda=None, musa="50100")
     assert not suits(capabilities=((9, 0), (8, 0)))
     assert not suits(capabilities=())
-    (csrc / kernel.name / "first.cu").write_text("// changed\n")
-    assert not suits()
+    for changed in (csrc / kernel.name / "first.cu", csrc / "common" / "shared.h"):
+        changed.parent.mkdir(exist_ok=True)
+        before = changed.read_text() if changed.exists() else None
+        changed.write_text("// changed\n")
+        assert not suits(), changed
+        if before is None:
+            changed.unlink()
+        else:
+            changed.write_text(before)
+        assert suits()
 
 
 @pytest.mark.parametrize(

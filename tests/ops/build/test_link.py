@@ -38,12 +38,12 @@ print(json.dumps([null, None if null else [library.stream(3, ctypes.byref(stream
 
 
 def _probe(declarations: dict[str, str], getter: str) -> str:
-    """A source with the declarations of others, that tells where each symbol is, and calls the one for the stream."""
-    lines = ["#include <cstdint>", "using AOTITorchError = int32_t;", *declarations.values()]
+    """A source with the declarations of a common header, that tells where each symbol is, and calls the one for the
+    stream."""
     addresses = ", ".join(f"reinterpret_cast<void*>(&{name})" for name in declarations)
     return "\n".join(
         [
-            *lines,
+            '#include "common/symbols.h"',
             f"static void* const addresses[] = {{{addresses}}};",
             f'extern "C" int count() {{ return {len(declarations)}; }}',
             'extern "C" void* address(int number) { return addresses[number]; }',
@@ -63,16 +63,20 @@ def test_no_weak_symbol_of_the_sources_stays_null(
         cannot_run("there is no C compiler for stub libraries")
     declarations: dict[str, str] = {}
     for spec in PORTED:
-        found = [weak_declarations((source_root() / spec.name / source).read_text()) for source in spec.sources]
-        assert any(found), f"{spec.name} takes the current stream otherwise than by a weak symbol"
-        for names in found:
-            declarations |= names
+        for folder in spec.folders:
+            for path in (path for path in (source_root() / folder).rglob("*") if path.is_file()):
+                declarations |= weak_declarations(path.read_text())
+    assert declarations, "no kernel takes the current stream by a weak symbol"
     host = tmp_path / "host"
     libraries = make(host)
     monkeypatch.setenv("MUSA_HOME", str(host / "musa"))
     rules = Port("a table", tuple((name, name.replace("cuda", "musa")) for name in declarations))
     monkeypatch.setattr(port, "installed", lambda: rules)
     getter = GETTER.replace("musa", "cuda")
+    (csrc / "common").mkdir()
+    (csrc / "common" / "symbols.h").write_text(
+        "\n".join(["#include <cstdint>", "using AOTITorchError = int32_t;", *declarations.values(), ""])
+    )
     (csrc / kernel.name / "first.cu").write_text(_probe(declarations, getter))
     torch = dataclasses.replace(torch_musa, root=host / "torch", musa_root=host / "torch_musa")
     library = jit.provide(kernel, torch)

@@ -36,7 +36,7 @@ def test_the_commands_of_nvcc(plan: MakePlan, csrc: Path, torch_cuda: TorchBuild
     assert made.compile_command("first.cu", "first.o") == (
         "/opt/cuda/bin/nvcc", "-O3", "-std=c++17", "-Xcompiler=-fPIC", "-DTORCH_TARGET_VERSION=0x020a000000000000",
         "-lineinfo", "-gencode=arch=compute_80,code=sm_80", "-gencode=arch=compute_90,code=sm_90",
-        "-gencode=arch=compute_90,code=compute_90", f"-I{torch.root}/include",
+        "-gencode=arch=compute_90,code=compute_90", f"-I{csrc}", f"-I{torch.root}/include",
         "-c", f"{csrc}/sample/first.cu", "-o", "first.o",
     )  # fmt: skip
     assert made.link_command(["first.o", "second.o"], "sample.so") == (
@@ -72,7 +72,7 @@ def test_the_commands_of_mcc(
         "-DTORCH_TARGET_VERSION=0x020a000000000000", "-DNDEBUG", "-fno-strict-aliasing", "-DUSE_MUSA",
         "-fno-signed-zeros", "-ffast-math", "-fmusa-flush-denormals-to-zero", "-fno-finite-math-only", *own,
         "--offload-arch=mp_31",
-        f"-I{torch_musa.root}/include", "-c", f"{csrc}/sample/first.cu", "-o", "first.o",
+        f"-I{csrc}", f"-I{torch_musa.root}/include", "-c", f"{csrc}/sample/first.cu", "-o", "first.o",
     )  # fmt: skip
     assert made.link_command(["first.o"], "sample.so") == (
         "/opt/musa/bin/mcc", "-shared", "first.o", "-o", "sample.so", f"-L{torch_musa.root}/lib",
@@ -105,7 +105,15 @@ def test_the_key_knows_everything_that_can_change_the_library(
     keys.append(plan().key)
     (csrc / kernel.name / "new.h").rename(csrc / kernel.name / "newer.h")
     keys.append(plan().key)
+    (csrc / "common").mkdir()
+    (csrc / "common" / "newer.h").write_text("// shared\n")
+    keys.append(plan().key)
+    (csrc / "common" / "newer.h").write_text("// shared, and changed\n")
+    keys.append(plan().key)
     assert len(set(keys)) == len(keys)
+    (csrc / "another kernel").mkdir()
+    (csrc / "another kernel" / "its.cu").write_text("// not included\n")
+    assert plan().key == keys[-1]
 
 
 def test_the_key_does_not_know_places(plan: MakePlan, csrc: Path, torch_cuda: TorchBuild) -> None:

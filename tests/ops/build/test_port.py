@@ -18,7 +18,7 @@ from packaging.version import Version
 
 from vllm_hwplugin.ops.build import ahead, jit, port, torch_build
 from vllm_hwplugin.ops.build.errors import KernelUnavailable
-from vllm_hwplugin.ops.build.plan import BuildPlan, source_digest
+from vllm_hwplugin.ops.build.plan import BuildPlan
 from vllm_hwplugin.ops.build.port import Port, left_over
 from vllm_hwplugin.ops.build.spec import KernelSpec
 from vllm_hwplugin.ops.build.torch_build import TorchBuild
@@ -123,19 +123,20 @@ def test_what_is_left(text: str, left: tuple[str, ...]) -> None:
     assert left_over(text) == left
 
 
+def texts(folder: Path) -> dict[str, str]:
+    return {path.relative_to(folder).as_posix(): path.read_text() for path in folder.rglob("*") if path.is_file()}
+
+
 def test_the_copy_is_ported_and_the_source_stays(rules: Port, tmp_path: Path) -> None:
     folder = tmp_path / "kernel"
     (folder / "inner").mkdir(parents=True)
     (folder / "a.cu").write_text("cudaStream_t s;\n")
     (folder / "inner" / "b.cuh").write_text("#include <cuda_fp16.h>\n")
     (folder / "notes.txt").write_text("cudaStream_t\n")
-    before = source_digest(folder)
+    before = texts(folder)
     rules.tree(folder, tmp_path / "copy")
-    assert source_digest(folder) == before
-    copies = {
-        path.relative_to(tmp_path / "copy").as_posix(): path.read_text() for path in (tmp_path / "copy").rglob("*.*")
-    }
-    assert copies == {
+    assert texts(folder) == before
+    assert texts(tmp_path / "copy") == {
         "a.mu": "musaStream_t s;\n",
         "inner/b.cuh": "#include <musa_fp16.h>\n",
         "notes.txt": "cudaStream_t\n",
@@ -174,14 +175,15 @@ def musa(nvcc: Any, torch_musa: TorchBuild, monkeypatch: pytest.MonkeyPatch, rul
 
 @pytest.mark.usefixtures("ninja")
 def test_mcc_builds_from_the_copy(own_cache: Path, kernel: KernelSpec, musa: TorchBuild, nvcc: Any, csrc: Path) -> None:
-    before = source_digest(csrc)
+    before = texts(csrc)
     library = jit.provide(kernel, musa)
-    assert source_digest(csrc) == before
+    assert texts(csrc) == before
     compiled = [line for line in nvcc.calls if " -c " in line]
     copy = library.parent / "building" / "ported"
     assert {line.partition(" -c ")[2].split(" -o ")[0] for line in compiled} == {
-        str(copy / "first.mu"), str(copy / "second.mu")
+        str(copy / "sample" / "first.mu"), str(copy / "sample" / "second.mu")
     }  # fmt: skip
+    assert all(f" -I{copy} " in line for line in compiled)
     assert json.loads((library.parent / "built.json").read_text())["port"] == "torchada 9"
     assert not copy.exists()
     assert jit.provide(kernel, musa) == library
@@ -192,8 +194,9 @@ def test_mcc_builds_from_the_copy(own_cache: Path, kernel: KernelSpec, musa: Tor
 def test_what_cannot_be_ported_is_not_compiled(
     own_cache: Path, kernel: KernelSpec, musa: TorchBuild, nvcc: Any, csrc: Path
 ) -> None:
-    (csrc / "sample" / "first.cu").write_text("cudaMalloc(&p);\n")
-    with pytest.raises(KernelUnavailable, match="has no name for cudaMalloc"):
+    (csrc / "common").mkdir()
+    (csrc / "common" / "shared.h").write_text("cudaMalloc(&p);\n")
+    with pytest.raises(KernelUnavailable, match="common cannot be ported .* has no name for cudaMalloc in shared.h"):
         jit.provide(kernel, musa)
     assert nvcc.calls == []
 

@@ -134,7 +134,7 @@ def find_prebuilt(kernel: KernelSpec, torch: TorchBuild, folder: Path, root: Pat
     CUDA has to be the same, because PyTorch and the library share streams and one driver.
     """
     found = built.read(folder / kernel.name)
-    if found is None or found.toolchain != torch.toolchain or found.sources != source_digest(root / kernel.name):
+    if found is None or found.toolchain != torch.toolchain or found.sources != source_digest(root, kernel.folders):
         return None
     if torch.cuda is not None and Version(found.version).major != Version(torch.cuda).major:
         return None

@@ -66,7 +66,7 @@ def script(plan: BuildPlan) -> str:
     for source in plan.kernel.sources:
         name = f"{Path(source).stem}.o"
         objects.append(name)
-        lines += _edge(name, [str(plan.folder / source)], plan.compile_command(source, name))
+        lines += _edge(name, [str(plan.source(source))], plan.compile_command(source, name))
     lines += _edge(plan.library, objects, plan.link_command(objects, plan.library))
     return "\n".join(lines) + "\n"
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What one build does, decided before anything is written: flags, commands and the key of the result.
 
-The key is a digest of everything that can change the library: the texts of the kernel's folder, the flags, and the
-versions of PyTorch and the compiler. Paths are not in it, so that a build that moved is found again.
+The key is a digest of everything that can change the library: the texts of the kernel's folder and of the common one, the
+flags, and the versions of PyTorch and the compiler. Paths are not in it, so that a build that moved is found again.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class BuildPlan:
     Attributes:
         chosen: the flags with their reasons, those of the architectures not among them.
         arch: the flags that name architectures.
-        folder: where the sources lie.
+        root: the folder ``csrc``, or a ported copy of what the kernel needs of it. Includes are relative to it.
         ccache: the program of that name, if the compiler is to be called through it.
         port: what makes the sources into the compiler's language; None where they are in it.
     """
@@ -59,7 +59,7 @@ class BuildPlan:
     torch: TorchBuild
     chosen: tuple[Chosen, ...]
     arch: tuple[str, ...]
-    folder: Path
+    root: Path
     ccache: str | None = None
     port: Port | None = None
 
@@ -70,10 +70,11 @@ class BuildPlan:
 
     @property
     def key(self) -> str:
+        """The name of the library's build in the cache."""
         facts = {
             "format": FORMAT,
             "kernel": self.kernel.name,
-            "sources": source_digest(self.folder),
+            "sources": source_digest(self.root, self.kernel.folders),
             "flags": [*words(self.chosen), *self.arch, *_libraries(self.toolchain.name)],
             "toolchain": [self.toolchain.name, str(self.toolchain.version)],
             "torch": str(self.torch.version),
@@ -91,9 +92,14 @@ class BuildPlan:
         """
         if self.port is None:
             return self
-        self.port.tree(self.folder, folder)
+        for name in self.kernel.folders:
+            self.port.tree(self.root / name, folder / name)
         sources = tuple(renamed(source) for source in self.kernel.sources)
-        return dataclasses.replace(self, folder=folder, kernel=dataclasses.replace(self.kernel, sources=sources))
+        return dataclasses.replace(self, root=folder, kernel=dataclasses.replace(self.kernel, sources=sources))
+
+    def source(self, name: str) -> Path:
+        """Where one of the kernel's sources lies."""
+        return self.root / self.kernel.name / name
 
     def compile_command(self, source: str, output: str) -> tuple[str, ...]:
         """Compile one of the kernel's sources into an object."""
@@ -102,9 +108,10 @@ class BuildPlan:
             self.toolchain.path,
             *words(self.chosen),
             *self.arch,
+            f"-I{self.root}",
             f"-I{self.torch.root / 'include'}",
             "-c",
-            str(self.folder / source),
+            str(self.source(source)),
             "-o",
             output,
         )
@@ -124,7 +131,7 @@ class BuildPlan:
             "kernel": self.kernel.name,
             "library": self.library,
             "key": self.key,
-            "sources": source_digest(self.folder),
+            "sources": source_digest(self.root, self.kernel.folders),
             "toolchain": self.toolchain.name,
             "version": str(self.toolchain.version),
             "torch": str(self.torch.version),
@@ -171,18 +178,18 @@ def make_plan(
         )
     chosen = flags_for(toolchain.name, toolchain.version, environ, kernel)
     arch = arch_flags(toolchain.name, environ, torch.capabilities, kernel.cuda_arch)
-    return BuildPlan(kernel, toolchain, torch, chosen, arch, root / kernel.name, ccache, port)
+    return BuildPlan(kernel, toolchain, torch, chosen, arch, root, ccache, port)
 
 
 def _libraries(toolchain: ToolchainName) -> tuple[str, ...]:
     return _AS_NEEDED_OFF[toolchain], *_LIBRARIES[toolchain]
 
 
-def source_digest(folder: Path) -> str:
-    """A digest of names and texts of all files below a kernel's folder."""
+def source_digest(root: Path, folders: Sequence[str]) -> str:
+    """A digest of names and texts of all files below some folders of ``root``."""
     digest = hashlib.sha256()
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+    for path in sorted(path for folder in folders for path in (root / folder).rglob("*") if path.is_file()):
         text = path.read_bytes()
-        digest.update(f"{path.relative_to(folder).as_posix()}\0{len(text)}\0".encode())
+        digest.update(f"{path.relative_to(root).as_posix()}\0{len(text)}\0".encode())
         digest.update(text)
     return digest.hexdigest()[:20]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turn CUDA C++ into what mcc compiles, in a copy of a kernel's folder. Not run on MUSA hardware.
+"""Turn CUDA C++ into what mcc compiles, in a copy of a kernel's folders. Not run on MUSA hardware.
 
 The names come from torchada's table, because torchada is what tells a MUSA host's PyTorch and its extensions apart from
 CUDA's anyway. Only the table is read: importing torchada changes functions of torch, and its own porting of sources
@@ -84,7 +84,7 @@ class Port:
         return _LITERAL.sub(_reword, source)
 
     def tree(self, folder: Path, target: Path) -> None:
-        """Copy a kernel's folder, ported. ``target`` does not exist yet; ``folder`` is only read.
+        """Copy a folder of ``csrc``, ported. ``target`` does not exist yet; ``folder`` is only read.
 
         Raises:
             KernelUnavailable: a name of CUDA has no rule; the message has all of them.

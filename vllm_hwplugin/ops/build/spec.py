@@ -13,6 +13,9 @@ import vllm_hwplugin
 
 ToolchainName = Literal["nvcc", "mcc"]
 
+#: The folder of ``csrc`` with what several kernels include.
+COMMON: Final = "common"
+
 
 @dataclass(frozen=True, slots=True)
 class KernelSpec:
@@ -36,6 +39,11 @@ class KernelSpec:
     flags: Mapping[ToolchainName, tuple[str, ...]] = field(default_factory=lambda: MappingProxyType({}))
     cuda_arch: tuple[str, ...] = ()
     excluded: Mapping[ToolchainName, str] = field(default_factory=lambda: MappingProxyType({}))
+
+    @property
+    def folders(self) -> tuple[str, ...]:
+        """The folders of ``csrc`` that its sources and headers lie in."""
+        return self.name, COMMON
 
 
 ROTARY_EMBEDDING: Final = KernelSpec(
