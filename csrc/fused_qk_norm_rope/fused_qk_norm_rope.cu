@@ -5,8 +5,7 @@
 // that it replaces. The order of each sum is fixed, and fused operations are written out where the compiler could
 // choose: a head gets the same bits whatever else is in the batch.
 //
-// Only the stable ABI of PyTorch is used (torch/csrc/stable, torch/headeronly): one library serves every Python version
-// and later PyTorch releases, and its headers are complete in a CPU build of PyTorch too, which c10/cuda's are not.
+// Only the stable ABI of PyTorch is used; see csrc/README.md.
 
 #include <cstdint>
 #include <cstring>
@@ -16,15 +15,17 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
 
-// Defined by CUDA builds of PyTorch alone. As a weak symbol it lets the library load, and refuse, beside a CPU build.
-extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream) __attribute__((weak));
+#include "common/arguments.h"
+#include "common/divider.cuh"
+#include "common/numbers.cuh"
+#include "common/stream.h"
+#include "common/warp.cuh"
 
 namespace {
 
@@ -32,8 +33,6 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 constexpr int kThreads = 128;
-constexpr int kWarp = 32;
-constexpr unsigned kAllLanes = 0xffffffffu;
 constexpr int kAccess = 16;            // bytes: the widest access of a thread
 constexpr int kWide = kAccess / 2;     // elements of a half type in it
 constexpr int kOwn = 2 * kWide;        // elements of a head that one thread holds: two accesses
@@ -50,25 +49,6 @@ constexpr int kManyHeads = 2;
 template <typename cache_t>
 constexpr int kResident = sizeof(cache_t) > 2 ? 7 : 8;
 
-// Division by a number that the host knows, of numbers below 2^31: a multiplication instead of about twenty steps
-// (Granlund and Montgomery, Division by Invariant Integers using Multiplication).
-struct Divider {
-  unsigned divisor;
-  unsigned factor;
-  unsigned shift;
-
-  explicit Divider(unsigned by) : divisor(by), factor(0), shift(31) {
-    while ((uint64_t{1} << (shift - 31)) < by) {
-      ++shift;
-    }
-    factor = static_cast<unsigned>((uint64_t{1} << shift) / by + 1);
-  }
-
-  __device__ __forceinline__ unsigned divide(unsigned number) const {
-    return static_cast<unsigned>(static_cast<uint64_t>(number) * factor >> shift);
-  }
-};
-
 struct Problem {
   void* qkv;
   const void* q_weight;
@@ -84,17 +64,6 @@ struct Problem {
   float inverse_head_dim;
   float eps;
 };
-
-__device__ __forceinline__ float widen(float x) { return x; }
-__device__ __forceinline__ float widen(__half x) { return __half2float(x); }
-__device__ __forceinline__ float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
-
-template <typename scalar_t>
-__device__ __forceinline__ scalar_t narrow(float x);
-template <>
-__device__ __forceinline__ __half narrow<__half>(float x) { return __float2half_rn(x); }
-template <>
-__device__ __forceinline__ __nv_bfloat16 narrow<__nv_bfloat16>(float x) { return __float2bfloat16_rn(x); }
 
 // kWide elements as they lie in memory, at a multiple of kAccess bytes. They are widened where they are used, so that
 // they take few registers until then and no load waits for another one.
@@ -119,12 +88,12 @@ struct Run {
 
   __device__ __forceinline__ void widen_to(float* to) const {
     if constexpr (std::is_same_v<scalar_t, __nv_bfloat16>) {
-      // A bfloat16 is the upper half of a float32; the compiler would take two steps for the second one.
       const unsigned pairs[] = {words[0].x, words[0].y, words[0].z, words[0].w};
 #pragma unroll
       for (int i = 0; i < kWide; i += 2) {
-        to[i] = __uint_as_float(pairs[i / 2] << 16);
-        to[i + 1] = __uint_as_float(pairs[i / 2] & 0xffff0000u);
+        const float2 wide = widen_bfloat16s(pairs[i / 2]);
+        to[i] = wide.x;
+        to[i + 1] = wide.y;
       }
     } else {
       scalar_t values[kWide];
@@ -334,14 +303,13 @@ __global__ void __launch_bounds__(kThreads) narrow_kernel(const Problem problem,
   }
 }
 
-bool aligned(const void* data) { return reinterpret_cast<uintptr_t>(data) % kAccess == 0; }
-
 // The wide kernel holds a head in 1 to 32 threads, a power of two, and rotates whole threads, one at least.
 bool fits_wide(const Problem& problem) {
   const int lanes = problem.head_dim / kOwn;
   return problem.head_dim % kOwn == 0 && lanes <= kWarp && (lanes & (lanes - 1)) == 0 && problem.rotary_dim > 0 &&
-         problem.rotary_dim % kOwn == 0 && problem.token_stride % kWide == 0 && aligned(problem.qkv) &&
-         aligned(problem.q_weight) && aligned(problem.k_weight) && aligned(problem.cos_sin_cache);
+         problem.rotary_dim % kOwn == 0 && problem.token_stride % kWide == 0 && aligned(problem.qkv, kAccess) &&
+         aligned(problem.q_weight, kAccess) && aligned(problem.k_weight, kAccess) &&
+         aligned(problem.cos_sin_cache, kAccess);
 }
 
 unsigned blocks(unsigned rows, const dim3& block) { return (rows + block.y - 1) / block.y; }
@@ -386,20 +354,14 @@ void dispatch(const Problem& problem, bool float_cache, bool is_neox, cudaStream
   run(problem, stream);
 }
 
-void check_device(const Tensor& tensor, const char* name, const Tensor& qkv) {
-  STD_TORCH_CHECK(
-      tensor.is_cuda() && tensor.get_device_index() == qkv.get_device_index(), "fused_qk_norm_rope: ", name,
-      " is not on qkv's device, cuda:", static_cast<int>(qkv.get_device_index()));
+void check_contiguous(const Checks& checks, const Tensor& tensor, const char* name) {
+  checks.check_device(tensor, name);
   STD_TORCH_CHECK(tensor.is_contiguous(), "fused_qk_norm_rope: ", name, " has to be contiguous");
 }
 
-void check_type(const Tensor& tensor, const char* name, ScalarType expected) {
-  STD_TORCH_CHECK(
-      tensor.scalar_type() == expected, "fused_qk_norm_rope: ", name, " is ",
-      torch::headeronly::toString(tensor.scalar_type()), "; expected ", torch::headeronly::toString(expected));
-}
-
-void check_vector(const Tensor& tensor, const char* name, int64_t size) {
+void check_vector(const Checks& checks, const Tensor& tensor, const char* name, ScalarType type, int64_t size) {
+  check_contiguous(checks, tensor, name);
+  checks.check_type(tensor, name, type);
   STD_TORCH_CHECK(
       tensor.dim() == 1 && tensor.size(0) == size, "fused_qk_norm_rope: ", name, " has ", tensor.dim(),
       " dimensions and ", tensor.numel(), " elements; expected [", size, "]");
@@ -412,11 +374,9 @@ void fused_qk_norm_rope(
     Tensor q_weight, Tensor k_weight, Tensor cos_sin_cache, bool is_neox, Tensor position_ids,
     int64_t forced_token_heads_per_warp) {
   static_cast<void>(forced_token_heads_per_warp);
-  STD_TORCH_CHECK(qkv.is_cuda(), "fused_qk_norm_rope: qkv is not on a CUDA device");
+  const Checks checks("fused_qk_norm_rope", "qkv", qkv);
   const ScalarType type = qkv.scalar_type();
-  STD_TORCH_CHECK(
-      type == ScalarType::Half || type == ScalarType::BFloat16, "fused_qk_norm_rope: qkv is ",
-      torch::headeronly::toString(type), "; expected Half or BFloat16");
+  checks.check_type(qkv, "qkv", type == ScalarType::Half || type == ScalarType::BFloat16, "Half or BFloat16");
   STD_TORCH_CHECK(
       num_heads_q >= 0 && num_heads_k >= 0 && num_heads_v >= 0 && num_heads_q <= kMaxHeads &&
           num_heads_k <= kMaxHeads && num_heads_v <= kMaxHeads,
@@ -429,22 +389,15 @@ void fused_qk_norm_rope(
   STD_TORCH_CHECK(
       qkv.dim() == 2 && qkv.size(1) == width, "fused_qk_norm_rope: qkv has ", qkv.dim(), " dimensions and ",
       qkv.numel(), " elements; expected [tokens, ", width, "], for heads of head_dim=", head_dim);
-  check_device(qkv, "qkv", qkv);
-  check_device(position_ids, "position_ids", qkv);
-  check_type(position_ids, "position_ids", ScalarType::Long);
-  check_vector(position_ids, "position_ids", qkv.size(0));
-  check_device(q_weight, "q_weight", qkv);
-  check_type(q_weight, "q_weight", type);
-  check_vector(q_weight, "q_weight", head_dim);
-  check_device(k_weight, "k_weight", qkv);
-  check_type(k_weight, "k_weight", type);
-  check_vector(k_weight, "k_weight", head_dim);
-  check_device(cos_sin_cache, "cos_sin_cache", qkv);
+  check_contiguous(checks, qkv, "qkv");
+  check_vector(checks, position_ids, "position_ids", ScalarType::Long, qkv.size(0));
+  check_vector(checks, q_weight, "q_weight", type, head_dim);
+  check_vector(checks, k_weight, "k_weight", type, head_dim);
+  check_contiguous(checks, cos_sin_cache, "cos_sin_cache");
   const ScalarType cache_type = cos_sin_cache.scalar_type();
-  STD_TORCH_CHECK(
-      cache_type == type || cache_type == ScalarType::Float, "fused_qk_norm_rope: cos_sin_cache is ",
-      torch::headeronly::toString(cache_type), "; expected qkv's type, ", torch::headeronly::toString(type),
-      ", or Float");
+  checks.check_type(
+      cos_sin_cache, "cos_sin_cache", cache_type == type || cache_type == ScalarType::Float, "qkv's type, ",
+      torch::headeronly::toString(type), ", or Float");
   STD_TORCH_CHECK(
       cos_sin_cache.dim() == 2, "fused_qk_norm_rope: cos_sin_cache has ", cos_sin_cache.dim(),
       " dimensions; expected [max_position, rotary_dim]");
@@ -460,11 +413,8 @@ void fused_qk_norm_rope(
   STD_TORCH_CHECK(
       tokens <= INT32_MAX / heads, "fused_qk_norm_rope: ", tokens, " tokens of ", heads,
       " heads are too many for one launch");
-  STD_TORCH_CHECK(
-      aoti_torch_get_current_cuda_stream != nullptr, "fused_qk_norm_rope: this PyTorch was built without CUDA");
   const torch::stable::accelerator::DeviceGuard guard(qkv.get_device_index());
-  void* stream = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(qkv.get_device_index(), &stream));
+  const cudaStream_t stream = current_stream("fused_qk_norm_rope", qkv.get_device_index());
   const Problem problem{
       qkv.mutable_data_ptr(),
       q_weight.const_data_ptr(),
@@ -479,14 +429,12 @@ void fused_qk_norm_rope(
       static_cast<int>(rotary_dim),
       1.0f / static_cast<float>(head_dim),
       static_cast<float>(eps)};
-  const auto current = static_cast<cudaStream_t>(stream);
   if (type == ScalarType::Half) {
-    dispatch<__half>(problem, cache_type == ScalarType::Float, is_neox, current);
+    dispatch<__half>(problem, cache_type == ScalarType::Float, is_neox, stream);
   } else {
-    dispatch<__nv_bfloat16>(problem, cache_type == ScalarType::Float, is_neox, current);
+    dispatch<__nv_bfloat16>(problem, cache_type == ScalarType::Float, is_neox, stream);
   }
-  const cudaError_t error = cudaGetLastError();
-  STD_TORCH_CHECK(error == cudaSuccess, "fused_qk_norm_rope: the kernel did not start: ", cudaGetErrorString(error));
+  check_launch("fused_qk_norm_rope");
 }
 
 }  // namespace

@@ -18,15 +18,16 @@
 #include <cuda_fp8.h>
 #include <cuda_runtime.h>
 
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
 
-// Defined by CUDA builds of PyTorch alone. As a weak symbol it lets the library load, and refuse, beside a CPU build.
-extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream) __attribute__((weak));
+#include "common/arguments.h"
+#include "common/divider.cuh"
+#include "common/numbers.cuh"
+#include "common/stream.h"
 
 namespace {
 
@@ -59,25 +60,6 @@ struct Rows {
   }
 };
 
-// Division by a number that the host knows, of numbers below 2^31: a multiplication instead of about twenty steps
-// (Granlund and Montgomery, Division by Invariant Integers using Multiplication).
-struct Divider {
-  uint32_t divisor = 1;
-  uint32_t factor = 0;
-  uint32_t shift = 0;
-
-  explicit Divider(uint32_t by) : divisor(by), shift(31) {
-    while ((uint64_t{1} << (shift - 31)) < by) {
-      ++shift;
-    }
-    factor = static_cast<uint32_t>((uint64_t{1} << shift) / by + 1);
-  }
-
-  __device__ __forceinline__ uint32_t divide(uint32_t number) const {
-    return static_cast<uint32_t>(static_cast<uint64_t>(number) * factor >> shift);
-  }
-};
-
 struct Shape {
   uint32_t rows;  // tokens * heads
   uint32_t tokens_with_context;
@@ -85,18 +67,6 @@ struct Shape {
   int packs;  // of a head
 };
 
-__device__ __forceinline__ float widen(float x) { return x; }
-__device__ __forceinline__ float widen(__half x) { return __half2float(x); }
-__device__ __forceinline__ float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
-
-template <typename scalar_t>
-__device__ __forceinline__ scalar_t narrow(float x);
-template <>
-__device__ __forceinline__ float narrow<float>(float x) { return x; }
-template <>
-__device__ __forceinline__ __half narrow<__half>(float x) { return __float2half_rn(x); }
-template <>
-__device__ __forceinline__ __nv_bfloat16 narrow<__nv_bfloat16>(float x) { return __float2bfloat16_rn(x); }
 template <>
 __device__ __forceinline__ __nv_fp8_e4m3 narrow<__nv_fp8_e4m3>(float x) { return __nv_fp8_e4m3(x); }  // saturates
 
@@ -200,23 +170,10 @@ __global__ void __launch_bounds__(kThreads) merge_attn_states_kernel(
   }
 }
 
-void check_device(const Tensor& tensor, const char* name, const Tensor& output) {
-  STD_TORCH_CHECK(
-      tensor.is_cuda() && tensor.get_device_index() == output.get_device_index(), "merge_attn_states: ", name,
-      " is not on output's device, cuda:", static_cast<int>(output.get_device_index()));
-}
-
-void check_written_in_place(const Tensor& tensor, const char* name) {
-  for (int64_t i = 0; i < tensor.dim(); ++i) {
-    STD_TORCH_CHECK(
-        tensor.size(i) <= 1 || tensor.stride(i) > 0, "merge_attn_states: ", name, ".stride(", i,
-        ") is 0, so its elements overlap; expected a tensor that can be written");
-  }
-}
-
 // Checks that packs of `pack` elements, each of `pack_bytes`, can be moved.
-void check_heads(const Tensor& tensor, const char* name, const Tensor& output, int64_t pack, int64_t pack_bytes) {
-  check_device(tensor, name, output);
+void check_heads(const Checks& checks, const Tensor& tensor, const char* name, int64_t pack, int64_t pack_bytes) {
+  const Tensor& output = checks.leading;
+  checks.check_device(tensor, name);
   STD_TORCH_CHECK(
       tensor.dim() == 3, "merge_attn_states: ", name, " has ", tensor.dim(),
       " dimensions; expected [tokens, heads, head_size]");
@@ -228,25 +185,21 @@ void check_heads(const Tensor& tensor, const char* name, const Tensor& output, i
   STD_TORCH_CHECK(
       tensor.size(2) % pack == 0, "merge_attn_states: the heads have ", tensor.size(2),
       " elements; expected a multiple of ", pack, ", which are ", kLoadBytes, " bytes of prefix_output");
-  STD_TORCH_CHECK(
-      tensor.size(2) <= 1 || tensor.stride(2) == 1, "merge_attn_states: ", name, " has stride ", tensor.stride(2),
-      " in its last dimension; expected 1: call contiguous() first");
+  checks.check_last_stride(tensor, name);
   for (int64_t i = 0; i < 2; ++i) {
     STD_TORCH_CHECK(
         tensor.size(i) <= 1 || tensor.size(2) == 0 || tensor.stride(i) % pack == 0, "merge_attn_states: ", name,
         ".stride(", i, ") is ", tensor.stride(i), "; expected a multiple of ", pack, ": call contiguous() first");
   }
   STD_TORCH_CHECK(
-      reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % static_cast<uintptr_t>(pack_bytes) == 0,
-      "merge_attn_states: ", name, " does not begin at a multiple of ", pack_bytes,
-      " bytes; expected that: call clone() first");
+      aligned(tensor.const_data_ptr(), static_cast<uintptr_t>(pack_bytes)), "merge_attn_states: ", name,
+      " does not begin at a multiple of ", pack_bytes, " bytes; expected that: call clone() first");
 }
 
-void check_lse(const Tensor& tensor, const char* name, const Tensor& output) {
-  check_device(tensor, name, output);
-  STD_TORCH_CHECK(
-      tensor.scalar_type() == ScalarType::Float, "merge_attn_states: ", name, " is ",
-      torch::headeronly::toString(tensor.scalar_type()), "; expected Float");
+void check_lse(const Checks& checks, const Tensor& tensor, const char* name) {
+  const Tensor& output = checks.leading;
+  checks.check_device(tensor, name);
+  checks.check_type(tensor, name, ScalarType::Float);
   STD_TORCH_CHECK(
       tensor.dim() == 2 && tensor.size(0) == output.size(1) && tensor.size(1) == output.size(0),
       "merge_attn_states: the shape of ", name, " is not [heads, tokens], [", output.size(1), ", ", output.size(0),
@@ -338,22 +291,22 @@ int64_t element_bytes(ScalarType type) {
   return 0;
 }
 
-void check_types(const Tensor& output, const Tensor& prefix, const Tensor& suffix, const std::optional<Tensor>& scale) {
-  STD_TORCH_CHECK(
-      suffix.scalar_type() == prefix.scalar_type(), "merge_attn_states: suffix_output is ",
-      torch::headeronly::toString(suffix.scalar_type()), "; expected prefix_output's type, ",
-      torch::headeronly::toString(prefix.scalar_type()));
+void check_types(
+    const Checks& checks, const Tensor& prefix, const Tensor& suffix, const std::optional<Tensor>& scale) {
+  const Tensor& output = checks.leading;
+  const char* type = torch::headeronly::toString(prefix.scalar_type());
+  checks.check_type(
+      suffix, "suffix_output", suffix.scalar_type() == prefix.scalar_type(), "prefix_output's type, ", type);
   if (!scale.has_value()) {
-    STD_TORCH_CHECK(
-        output.scalar_type() == prefix.scalar_type(), "merge_attn_states: output is ",
-        torch::headeronly::toString(output.scalar_type()), "; expected prefix_output's type, ",
-        torch::headeronly::toString(prefix.scalar_type()), ", where there is no output_scale");
+    checks.check_type(
+        output, "output", output.scalar_type() == prefix.scalar_type(), "prefix_output's type, ", type,
+        ", where there is no output_scale");
     return;
   }
-  STD_TORCH_CHECK(
-      output.scalar_type() == ScalarType::Float8_e4m3fn, "merge_attn_states: output is ",
-      torch::headeronly::toString(output.scalar_type()), "; expected Float8_e4m3fn, as there is an output_scale");
-  check_device(*scale, "output_scale", output);
+  checks.check_type(
+      output, "output", output.scalar_type() == ScalarType::Float8_e4m3fn,
+      "Float8_e4m3fn, as there is an output_scale");
+  checks.check_device(*scale, "output_scale");
   STD_TORCH_CHECK(
       scale->scalar_type() == ScalarType::Float && scale->numel() == 1,
       "merge_attn_states: output_scale has to be one Float");
@@ -362,19 +315,19 @@ void check_types(const Tensor& output, const Tensor& prefix, const Tensor& suffi
 void merge_attn_states(
     Tensor output, std::optional<Tensor> output_lse, Tensor prefix_output, Tensor prefix_lse, Tensor suffix_output,
     Tensor suffix_lse, std::optional<int64_t> prefill_tokens_with_context, std::optional<Tensor> output_scale) {
-  STD_TORCH_CHECK(output.is_cuda(), "merge_attn_states: output is not on a CUDA device");
+  const Checks checks("merge_attn_states", "output", output);
   const int64_t bytes = element_bytes(prefix_output.scalar_type());
-  check_types(output, prefix_output, suffix_output, output_scale);
+  check_types(checks, prefix_output, suffix_output, output_scale);
   const int64_t pack = kLoadBytes / bytes;
-  check_heads(output, "output", output, pack, output_scale.has_value() ? pack : kLoadBytes);
-  check_heads(prefix_output, "prefix_output", output, pack, kLoadBytes);
-  check_heads(suffix_output, "suffix_output", output, pack, kLoadBytes);
-  check_written_in_place(output, "output");
-  check_lse(prefix_lse, "prefix_lse", output);
-  check_lse(suffix_lse, "suffix_lse", output);
+  check_heads(checks, output, "output", pack, output_scale.has_value() ? pack : kLoadBytes);
+  check_heads(checks, prefix_output, "prefix_output", pack, kLoadBytes);
+  check_heads(checks, suffix_output, "suffix_output", pack, kLoadBytes);
+  checks.check_written(output, "output");
+  check_lse(checks, prefix_lse, "prefix_lse");
+  check_lse(checks, suffix_lse, "suffix_lse");
   if (output_lse.has_value()) {
-    check_lse(*output_lse, "output_lse", output);
-    check_written_in_place(*output_lse, "output_lse");
+    check_lse(checks, *output_lse, "output_lse");
+    checks.check_written(*output_lse, "output_lse");
   }
   const int64_t tokens = output.size(0);
   const int64_t tokens_with_context = prefill_tokens_with_context.value_or(tokens);
@@ -387,13 +340,9 @@ void merge_attn_states(
   if (tokens * output.size(1) == 0) {
     return;
   }
-  STD_TORCH_CHECK(
-      aoti_torch_get_current_cuda_stream != nullptr, "merge_attn_states: this PyTorch was built without CUDA");
   const torch::stable::accelerator::DeviceGuard guard(output.get_device_index());
-  void* stream = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(output.get_device_index(), &stream));
   const Call call{output, output_lse, prefix_output, prefix_lse, suffix_output, suffix_lse, tokens_with_context,
-                  output_scale, static_cast<cudaStream_t>(stream)};
+                  output_scale, current_stream("merge_attn_states", output.get_device_index())};
   switch (prefix_output.scalar_type()) {
     case ScalarType::Half:
       launch<__half>(call);
@@ -404,8 +353,7 @@ void merge_attn_states(
     default:
       launch<float>(call);
   }
-  const cudaError_t error = cudaGetLastError();
-  STD_TORCH_CHECK(error == cudaSuccess, "merge_attn_states: the kernel did not start: ", cudaGetErrorString(error));
+  check_launch("merge_attn_states");
 }
 
 }  // namespace

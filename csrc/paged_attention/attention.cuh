@@ -119,9 +119,9 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(
   const Keys keys = keys_of(span, splits, split);
   const int tiles = max((keys.end - keys.begin + kKeys - 1) / kKeys, 0);
   // The shuffle tells the compiler that they are the same for a whole warp, which descriptors have to be.
-  const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / kGroupThreads, 0);
+  const int warpgroup = __shfl_sync(kAllLanes, threadIdx.x / kGroupThreads, 0);
   const int thread = threadIdx.x % kGroupThreads, lane = thread % 32;
-  const int warp = __shfl_sync(0xffffffff, thread / 32, 0);
+  const int warp = __shfl_sync(kAllLanes, thread / 32, 0);
   const int own = kOwn + warpgroup;
 
   const int column = warpgroup * kChunks * kChunk;
@@ -294,8 +294,8 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(
       for (int i = 0; i < 8; ++i) {
         top = fmaxf(top, fmaxf(logits[i * 4 + half * 2], logits[i * 4 + half * 2 + 1]));
       }
-      top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, 1));
-      top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, 2));
+      top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, 1));
+      top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, 2));
       // A row that has seen no key yet: any finite number does, its weights are zero.
       const float reference = top == -INFINITY ? 0.0f : top;
       shrink[half] = power_of_two(largest[half] - reference);
@@ -361,7 +361,7 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(
     copy_values.start(warp, lane, place);
     pack_weights(logits);
     // Once the largest logits have been seen, nothing shrinks any more. Rows that are not there may hold anything.
-    if (__any_sync(0xffffffff, (row < rows && shrink[0] != 1.0f) || (row + 8 < rows && shrink[1] != 1.0f))) {
+    if (__any_sync(kAllLanes, (row < rows && shrink[0] != 1.0f) || (row + 8 < rows && shrink[1] != 1.0f))) {
 #pragma unroll
       for (int chunk = 0; chunk < kChunks; ++chunk) {
 #pragma unroll
@@ -390,8 +390,8 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(
 
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    total[half] += __shfl_xor_sync(0xffffffff, total[half], 1);
-    total[half] += __shfl_xor_sync(0xffffffff, total[half], 2);
+    total[half] += __shfl_xor_sync(kAllLanes, total[half], 1);
+    total[half] += __shfl_xor_sync(kAllLanes, total[half], 2);
     const float factor = total[half] == 0.0f ? 0.0f : 1.0f / total[half];
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {

@@ -11,10 +11,18 @@
 
 namespace paged {
 
-constexpr unsigned kWarp = 0xffffffff;
-
-// Programs that together read as fast as memory gives: by measurement on an H200, a part of its multiprocessors.
+// Programs that together read as fast as memory gives: by measurement on an H200, four fifths of its multiprocessors.
 __device__ __forceinline__ int enough(int at_once) { return max(at_once * 4 / 5, 1); }
+
+// A try with fewer programs than one round has, for batches whose results take long beside their keys.
+__device__ __forceinline__ int part_of_a_round(int at_once) { return at_once * 7 / 10; }
+
+// The times that a number of programs is judged by, in sixteenths of what one of those programs takes for a tile.
+constexpr int kTile = 16;
+constexpr int kHalfTile = kTile / 2;
+constexpr int kEmptyPipeline = 13;  // what a program takes longer that begins where another has ended
+constexpr int kRowsOfOne = 2;       // rows of a result in one unit: 64 are written and read again like two tiles
+constexpr int kMerge = kTile;
 
 // Tiles of a request; one that has queries has at least one, which writes their result.
 __device__ inline int tiles_of(const Problem& p, int request) {
@@ -31,22 +39,22 @@ struct Shares {
 
 // By a whole warp.
 __device__ inline Shares shares_of(const Problem& p) {
-  const int lane = threadIdx.x % 32;
+  const int lane = threadIdx.x % kWarp;
   int count = 0, sum = 0, longest = 1;
 #pragma unroll 1
-  for (int request = lane; request < p.requests; request += 32) {
+  for (int request = lane; request < p.requests; request += kWarp) {
     const int tiles = tiles_of(p, request);
     count += tiles > 0;
     sum += tiles;
     longest = max(longest, tiles);
   }
-  count = __reduce_add_sync(kWarp, count);
-  sum = __reduce_add_sync(kWarp, sum);
-  longest = __reduce_max_sync(kWarp, longest);
+  count = __reduce_add_sync(kAllLanes, count);
+  sum = __reduce_add_sync(kAllLanes, sum);
+  longest = __reduce_max_sync(kAllLanes, longest);
 
   // Each lane tries another number of programs: as many rounds as its own number, and lane 0 a part of one, for batches
   // whose results take long beside their keys.
-  int programs = lane > 0 ? lane * p.at_once : p.at_once * 7 / 10, tiles = longest;
+  int programs = lane > 0 ? lane * p.at_once : part_of_a_round(p.at_once), tiles = longest;
   if (programs > count && programs <= p.programs) {
     // Two bounds that a number of tiles has to keep for the programs to suffice. n requests of t tiles in all need
     // (t - n) / tiles + n at most; and no more than if each were as long as the longest, which is exact if they are.
@@ -57,15 +65,16 @@ __device__ inline Shares shares_of(const Problem& p) {
   }
   const bool splits = tiles < longest;
   programs = splits ? programs : count;
-  // How long that takes, in sixteenths of a tile for each of the programs that memory feeds. One round ends with its
-  // longest split. Of several, the last is half empty, and each begins with an empty pipeline. The result of 64 rows is
-  // written and read again, as many bytes as two tiles have; the merge itself takes about as long as one.
+  // How long that takes, added up over the programs that memory feeds. One round ends with its longest split. Of several,
+  // the last is half empty, and each begins with an empty pipeline. Results that are split are written and read again,
+  // and the merge itself takes about as long as a tile.
   const int memory = enough(p.at_once);
-  int time = programs <= p.at_once ? max(sum * 16, tiles * 16 * memory) : sum * 16 + tiles * 8 * memory + programs * 13;
-  time += splits ? programs * p.most_rows / 2 + 16 * memory : 0;
-  const unsigned best = __ballot_sync(kWarp, time == __reduce_min_sync(kWarp, time));
+  int time = programs <= p.at_once ? max(sum * kTile, tiles * kTile * memory)
+                                   : sum * kTile + tiles * kHalfTile * memory + programs * kEmptyPipeline;
+  time += splits ? programs * p.most_rows / kRowsOfOne + kMerge * memory : 0;
+  const unsigned best = __ballot_sync(kAllLanes, time == __reduce_min_sync(kAllLanes, time));
   const int who = __ffs(best) - 1;
-  return {__shfl_sync(kWarp, programs, who), __shfl_sync(kWarp, tiles, who)};
+  return {__shfl_sync(kAllLanes, programs, who), __shfl_sync(kAllLanes, tiles, who)};
 }
 
 // What a program of a launch has to do where keys are shared out; of no request: nothing.
@@ -79,23 +88,23 @@ __device__ inline Task task_of(const Problem& p, int program) {
   if (program >= shares.programs) {
     return {-1, 0, 0};
   }
-  const int lane = threadIdx.x % 32, lanes = min(p.requests, 32);
+  const int lane = threadIdx.x % kWarp, lanes = min(p.requests, kWarp);
 #pragma unroll 1
-  for (int first = 0, before = 0; first < p.requests; first += 32) {
+  for (int first = 0, before = 0; first < p.requests; first += kWarp) {
     const int request = first + lane;
     const int splits = request < p.requests ? splits_of(p, tiles_of(p, request), shares.tiles) : 0;
     int until = splits;
     for (int distance = 1; distance < lanes; distance *= 2) {
-      const int other = __shfl_up_sync(kWarp, until, distance);
+      const int other = __shfl_up_sync(kAllLanes, until, distance);
       until += lane >= distance ? other : 0;
     }
     until += before;
-    const unsigned found = __ballot_sync(kWarp, until > program);
+    const unsigned found = __ballot_sync(kAllLanes, until > program);
     if (found != 0) {
-      const int who = __ffs(found) - 1, theirs = __shfl_sync(kWarp, splits, who);
-      return {first + who, program - (__shfl_sync(kWarp, until, who) - theirs), theirs};
+      const int who = __ffs(found) - 1, theirs = __shfl_sync(kAllLanes, splits, who);
+      return {first + who, program - (__shfl_sync(kAllLanes, until, who) - theirs), theirs};
     }
-    before = __shfl_sync(kWarp, until, 31);
+    before = __shfl_sync(kAllLanes, until, kWarp - 1);
   }
   return {-1, 0, 0};
 }

@@ -64,7 +64,7 @@ __device__ __forceinline__ void merge_part(
   }
 #pragma unroll
   for (int distance = 16; distance > 0; distance /= 2) {
-    largest = fmaxf(largest, __shfl_xor_sync(0xffffffff, largest, distance));
+    largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, distance));
   }
   const float reference = largest == -INFINITY ? 0.0f : largest;
 #pragma unroll
@@ -73,13 +73,13 @@ __device__ __forceinline__ void merge_part(
   }
 #pragma unroll
   for (int distance = 16; distance > 0; distance /= 2) {
-    total += __shfl_xor_sync(0xffffffff, total, distance);
+    total += __shfl_xor_sync(kAllLanes, total, distance);
   }
   weight = power_of_two(weight - reference);
   float factors[kSplits];
 #pragma unroll
   for (int i = 0; i < kSplits; ++i) {
-    factors[i] = __shfl_sync(0xffffffff, weight, i);
+    factors[i] = __shfl_sync(kAllLanes, weight, i);
   }
   const float scale = total == 0.0f ? 0.0f : 1.0f / total;
   T* to = static_cast<T*>(p.out) + (block.token + token) * p.out_token +

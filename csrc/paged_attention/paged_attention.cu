@@ -8,7 +8,6 @@
 #include <cuda.h>
 #include <cuda_runtime.h>
 
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
@@ -16,11 +15,10 @@
 #include <torch/headeronly/util/Exception.h>
 
 #include "attention.cuh"
+#include "common/arguments.h"
+#include "common/stream.h"
 #include "merge.cuh"
 #include "problem.cuh"
-
-// Defined by CUDA builds of PyTorch alone. As a weak symbol it lets the library load, and refuse, beside a CPU build.
-extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream) __attribute__((weak));
 
 namespace {
 
@@ -150,48 +148,41 @@ void launch(const Problem& p, const Maps& maps, int blocks, cudaStream_t stream)
 
 template <typename T>
 void launch_for(const Problem& p, const Maps& maps, int blocks, cudaStream_t stream) {
-  if (p.head_size <= 2 * 3 * kChunk) {
-    launch<T, 3>(p, maps, blocks, stream);
+  if (p.head_size <= 2 * (kMostChunks - 1) * kChunk) {
+    launch<T, kMostChunks - 1>(p, maps, blocks, stream);
   } else {
-    launch<T, 4>(p, maps, blocks, stream);
+    launch<T, kMostChunks>(p, maps, blocks, stream);
   }
 }
 
-void check_half(const Tensor& tensor, const char* name, const Tensor& query, int dims) {
-  STD_TORCH_CHECK(
-      tensor.is_cuda() && tensor.get_device_index() == query.get_device_index(), "paged_attention: ", name,
-      " is not on query's device");
-  STD_TORCH_CHECK(
-      tensor.scalar_type() == query.scalar_type(), "paged_attention: ", name, " is ",
-      torch::headeronly::toString(tensor.scalar_type()), "; expected query's type, ",
-      torch::headeronly::toString(query.scalar_type()));
+void check_half(const Checks& checks, const Tensor& tensor, const char* name, int dims) {
+  checks.check_device(tensor, name);
+  checks.check_type_of_leading(tensor, name);
   STD_TORCH_CHECK(tensor.dim() == dims, "paged_attention: ", name, " has ", tensor.dim(), " dimensions; expected ", dims);
   STD_TORCH_CHECK(
       tensor.stride(dims - 1) == 1, "paged_attention: ", name, " has stride ", tensor.stride(dims - 1),
       " in its last dimension; expected 1");
   for (int dim = 0; dim < dims - 1; ++dim) {
     STD_TORCH_CHECK(
-        tensor.size(dim) <= 1 || (tensor.stride(dim) > 0 && tensor.stride(dim) % 8 == 0), "paged_attention: ", name,
-        " has stride ", tensor.stride(dim), " in dimension ", dim, "; expected a multiple of 8");
+        tensor.size(dim) <= 1 || (tensor.stride(dim) > 0 && tensor.stride(dim) % kAlignment == 0), "paged_attention: ",
+        name, " has stride ", tensor.stride(dim), " in dimension ", dim, "; expected a multiple of ", kAlignment);
   }
   STD_TORCH_CHECK(
-      reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0, "paged_attention: ", name,
-      " does not start at a multiple of 16 bytes");
+      aligned(tensor.const_data_ptr(), kAccess), "paged_attention: ", name, " does not start at a multiple of ",
+      kAccess, " bytes");
 }
 
-void check_ints(const Tensor& tensor, const char* name, const Tensor& query, int dims) {
+void check_ints(const Checks& checks, const Tensor& tensor, const char* name, int dims) {
   STD_TORCH_CHECK(
-      tensor.is_cuda() && tensor.get_device_index() == query.get_device_index() &&
-          tensor.scalar_type() == ScalarType::Int && tensor.dim() == dims &&
+      checks.same_device(tensor) && tensor.scalar_type() == ScalarType::Int && tensor.dim() == dims &&
           (tensor.numel() <= 1 || tensor.stride(dims - 1) == 1),
       "paged_attention: ", name, " has to be int32 on query's device, of ", dims, " dimensions, the last with stride 1");
 }
 
-void check_floats(const Tensor& tensor, const char* name, const Tensor& query, int64_t count, int alignment) {
+void check_floats(const Checks& checks, const Tensor& tensor, const char* name, int64_t count, uintptr_t alignment) {
   STD_TORCH_CHECK(
-      tensor.is_cuda() && tensor.get_device_index() == query.get_device_index() &&
-          tensor.scalar_type() == ScalarType::Float && tensor.is_contiguous() && tensor.numel() >= count &&
-          reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % alignment == 0,
+      checks.same_device(tensor) && tensor.scalar_type() == ScalarType::Float && tensor.is_contiguous() &&
+          tensor.numel() >= count && aligned(tensor.const_data_ptr(), alignment),
       "paged_attention: ", name, " has to be float32 on query's device, contiguous, of ", count,
       " elements or more, and to start at a multiple of ", alignment, " bytes");
 }
@@ -201,18 +192,18 @@ void paged_attention(
     std::optional<Tensor> sinks, Tensor query_start_loc, Tensor seq_lens, Tensor block_table, double scale, bool causal,
     int64_t window_left, int64_t window_right, double softcap, int64_t max_query_len, int64_t blocks,
     int64_t blocks_per_request, int64_t splits, int64_t programs, int64_t at_once) {
-  STD_TORCH_CHECK(query.is_cuda(), "paged_attention: query is not on a CUDA device");
-  check_half(query, "query", query, 3);
-  check_half(out, "out", query, 3);
-  check_half(keys, "keys", query, 4);
-  check_half(values, "values", query, 4);
-  check_ints(query_start_loc, "query_start_loc", query, 1);
-  check_ints(seq_lens, "seq_lens", query, 1);
-  check_ints(block_table, "block_table", query, 2);
+  const Checks checks("paged_attention", "query", query);
+  check_half(checks, query, "query", 3);
+  check_half(checks, out, "out", 3);
+  check_half(checks, keys, "keys", 4);
+  check_half(checks, values, "values", 4);
+  check_ints(checks, query_start_loc, "query_start_loc", 1);
+  check_ints(checks, seq_lens, "seq_lens", 1);
+  check_ints(checks, block_table, "block_table", 2);
   const int64_t head_size = query.size(2), kv_heads = keys.size(2), page = keys.size(1), requests = seq_lens.size(0);
   STD_TORCH_CHECK(
-      head_size % 8 == 0 && head_size > 0 && head_size <= 512, "paged_attention: head size is ", head_size,
-      "; expected a multiple of 8 up to 512");
+      head_size % kAlignment == 0 && head_size > 0 && head_size <= kMaxHeadSize, "paged_attention: head size is ",
+      head_size, "; expected a multiple of ", kAlignment, " up to ", kMaxHeadSize);
   STD_TORCH_CHECK(
       page % kSubTile == 0 && page > 0, "paged_attention: a page has ", page, " tokens; expected a multiple of ", kSubTile);
   STD_TORCH_CHECK(
@@ -243,22 +234,19 @@ void paged_attention(
   const int64_t group = query.size(1) / kv_heads, most_tokens = std::min(kRows / group, max_query_len);
   if (splits > 1) {
     const int64_t rows = blocks * kv_heads * splits * most_tokens * group;
-    check_floats(partial_out, "partial_out", query, rows * 2 * 4 * kChunk, 16);
-    check_floats(partial_lse, "partial_lse", query, rows, 4);
+    check_floats(checks, partial_out, "partial_out", rows * kMaxHeadSize, kAccess);
+    check_floats(checks, partial_lse, "partial_lse", rows, sizeof(float));
   }
   if (sinks.has_value()) {
-    check_floats(*sinks, "sinks", query, query.size(1), 4);
+    check_floats(checks, *sinks, "sinks", query.size(1), sizeof(float));
     STD_TORCH_CHECK(
         sinks->numel() == query.size(1), "paged_attention: ", sinks->numel(), " sinks for ", query.size(1), " heads");
   }
   if (blocks == 0 || requests == 0 || query.size(0) == 0 || max_query_len <= 0) {
     return;
   }
-  STD_TORCH_CHECK(
-      aoti_torch_get_current_cuda_stream != nullptr, "paged_attention: this PyTorch was built without CUDA");
   const torch::stable::accelerator::DeviceGuard guard(query.get_device_index());
-  void* stream = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(query.get_device_index(), &stream));
+  const cudaStream_t stream = current_stream("paged_attention", query.get_device_index());
 
   Problem p;
   p.out = out.mutable_data_ptr();
@@ -296,13 +284,12 @@ void paged_attention(
           query, "query", {2, 1, 0},
           {kChunk, static_cast<cuuint32_t>(p.group), static_cast<cuuint32_t>(p.most_tokens)}),
       map_of(keys, "keys", {3, 1, 2, 0}, box), map_of(values, "values", {3, 1, 2, 0}, box)};
-  const auto current = static_cast<cudaStream_t>(stream);
   switch (query.scalar_type()) {
     case ScalarType::Half:
-      launch_for<__half>(p, maps, static_cast<int>(blocks), current);
+      launch_for<__half>(p, maps, static_cast<int>(blocks), stream);
       break;
     case ScalarType::BFloat16:
-      launch_for<__nv_bfloat16>(p, maps, static_cast<int>(blocks), current);
+      launch_for<__nv_bfloat16>(p, maps, static_cast<int>(blocks), stream);
       break;
     default:
       STD_TORCH_CHECK(

@@ -10,12 +10,18 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include "common/warp.cuh"
+
 namespace paged {
 
-constexpr int kRows = 64;
+constexpr int kRows = 64;          // of a program, and so the most query heads that share a KV head
 constexpr int kKeys = 64;
 constexpr int kSubTile = 16;       // tokens that one copy of keys takes: the smallest page
 constexpr int kChunk = 64;         // columns in a row of 128 bytes
+constexpr int kMostChunks = 4;     // of a warpgroup: the sums of more would not fit into its registers
+constexpr int kMaxHeadSize = 2 * kMostChunks * kChunk;
+constexpr int kAccess = 16;        // bytes: what the copy engine asks of addresses and strides
+constexpr int kAlignment = kAccess / 2;  // elements
 constexpr int kChunkBytes = kKeys * kChunk * 2;
 constexpr int kGroupThreads = 128;  // of a warpgroup
 constexpr int kThreads = 2 * kGroupThreads;

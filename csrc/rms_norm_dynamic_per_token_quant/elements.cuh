@@ -10,6 +10,8 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
+#include "common/numbers.cuh"
+
 namespace {
 
 // Two elements side by side, and what is done with them in their own type.
@@ -35,11 +37,10 @@ struct BFloat16Pair {
   using scalar_t = __nv_bfloat16;
   __nv_bfloat162 value;
   static __device__ __forceinline__ BFloat16Pair narrow(float2 x) { return {__float22bfloat162_rn(x)}; }
-  // A bfloat16 is the upper half of a float32; the compiler would take two steps for the second one.
   __device__ __forceinline__ float2 widen() const {
     uint32_t bits;
     memcpy(&bits, &value, sizeof(bits));
-    return make_float2(__uint_as_float(bits << 16), __uint_as_float(bits & 0xffff0000u));
+    return widen_bfloat16s(bits);
   }
   __device__ __forceinline__ BFloat16Pair times(BFloat16Pair other) const { return {__hmul2(value, other.value)}; }
 };

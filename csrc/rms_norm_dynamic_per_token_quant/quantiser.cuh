@@ -8,34 +8,9 @@
 #include <cuda_fp8.h>
 #include <cuda_runtime.h>
 
+#include "common/quantised.cuh"
+
 namespace {
-
-// Above, the steps of `Divisor` could overflow.
-constexpr float kLarge = 0x1p100f;
-
-struct Float8 {
-  static constexpr float kMax = 448.0f;
-  static constexpr float kSmallestScale = 1.0f / (448.0f * 512.0f);
-};
-
-struct Int8 {
-  static constexpr float kMax = 127.0f;
-  static constexpr float kSmallestScale = 0x1p-23f;
-};
-
-// Division by a number that is the same for many: a / b, rounded as `/` rounds it, in three steps. The product with the
-// rounded reciprocal is corrected once by the remainder, which leads to the nearest number (Brisebarre, Muller and
-// Raina, Accelerating Correctly Rounded Floating-Point Division When the Divisor Is Known in Advance). The remainder is
-// taken negative for the sign of zero: -0 / b stays -0. Only a quotient that is zero in the types here may differ.
-struct Divisor {
-  float value;
-  float inverse;
-
-  __device__ __forceinline__ float divide(float a) const {
-    const float quotient = __fmul_rn(a, inverse);
-    return __fmaf_rn(-__fmaf_rn(quotient, value, -a), inverse, quotient);
-  }
-};
 
 // The scale of a row and how its elements are brought to it: float8 by division, int8 by the rounded reciprocal.
 template <typename quant_t>
@@ -52,7 +27,7 @@ struct Quantiser {
     plain = !(largest < kLarge) || bounded < largest;
   }
 
-  // Into the lower two bytes. What is not a number becomes what it becomes in vLLM: the largest float8, and zero.
+  // Into the lower two bytes.
   template <bool kPlain>
   __device__ __forceinline__ uint32_t quantise(float2 x) const;
 };
@@ -67,6 +42,8 @@ __device__ __forceinline__ uint32_t Quantiser<Float8>::quantise(float2 x) const 
     const Divisor divisor{scale, inverse};
     quotient = make_float2(divisor.divide(x.x), divisor.divide(x.y));
   }
+  // As `::quantise` has it, and written out: another function around the conversion, which devices before 8.9 emulate,
+  // has the compiler order their code otherwise.
   quotient = make_float2(fminf(quotient.x, Float8::kMax), fminf(quotient.y, Float8::kMax));
   return __nv_cvt_float2_to_fp8x2(quotient, __NV_SATFINITE, __NV_E4M3);
 }
@@ -74,9 +51,9 @@ __device__ __forceinline__ uint32_t Quantiser<Float8>::quantise(float2 x) const 
 template <>
 template <bool kPlain>
 __device__ __forceinline__ uint32_t Quantiser<Int8>::quantise(float2 x) const {
-  const int first = max(-128, min(127, __float2int_rn(__fmul_rn(x.x, inverse))));
-  const int second = max(-128, min(127, __float2int_rn(__fmul_rn(x.y, inverse))));
-  return (static_cast<uint32_t>(second) & 0xffu) << 8 | (static_cast<uint32_t>(first) & 0xffu);
+  // One after the other, for the same reason.
+  const int first = nearest_int8(__fmul_rn(x.x, inverse));
+  return bytes_of(first, nearest_int8(__fmul_rn(x.y, inverse)));
 }
 
 }  // namespace

@@ -5,8 +5,7 @@
 // That order depends on the row's size and alignment alone, not on how many rows there are, so that a row's result does
 // not change with the batch around it.
 //
-// Only the stable ABI of PyTorch is used (torch/csrc/stable, torch/headeronly): one library serves every Python version
-// and later PyTorch releases, and its headers are complete in a CPU build of PyTorch too, which c10/cuda's are not.
+// Only the stable ABI of PyTorch is used; see csrc/README.md.
 
 #include <algorithm>
 #include <cstdint>
@@ -15,32 +14,32 @@
 
 #include <cuda_runtime.h>
 
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
 
+#include "common/arguments.h"
+#include "common/stream.h"
+#include "common/warp.cuh"
 #include "elements.cuh"
 #include "quantiser.cuh"
-
-// Defined by CUDA builds of PyTorch alone. As a weak symbol it lets the library load, and refuse, beside a CPU build.
-extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream) __attribute__((weak));
 
 namespace {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-constexpr int kWarp = 32;
-constexpr unsigned kEveryLane = 0xffffffffu;
 constexpr int kMaxThreads = 1024;
 // Rows that one warp holds: so many of them share a block.
 constexpr int kWarpRows = 4;
 // Up to here every row's block is on the GPU at once, and wide blocks make the row's own time short; beyond, narrow
 // blocks with more loads of each thread keep the memory busier.
 constexpr int64_t kFewRows = 512;
+// Chunks of a row from which on each thread of a narrow block holds four: with fewer the block had less than four warps.
+constexpr int64_t kLongRow = 4 * 4 * kWarp;
+
 struct Arguments {
   uint8_t* result;
   void* residual;
@@ -57,7 +56,7 @@ struct Arguments {
 __device__ __forceinline__ float warp_sum(float x) {
 #pragma unroll
   for (int distance = kWarp / 2; distance > 0; distance /= 2) {
-    x = __fadd_rn(x, __shfl_xor_sync(kEveryLane, x, distance));
+    x = __fadd_rn(x, __shfl_xor_sync(kAllLanes, x, distance));
   }
   return x;
 }
@@ -65,7 +64,7 @@ __device__ __forceinline__ float warp_sum(float x) {
 __device__ __forceinline__ float warp_max(float x) {
 #pragma unroll
   for (int distance = kWarp / 2; distance > 0; distance /= 2) {
-    x = fmaxf(x, __shfl_xor_sync(kEveryLane, x, distance));
+    x = fmaxf(x, __shfl_xor_sync(kAllLanes, x, distance));
   }
   return x;
 }
@@ -314,17 +313,16 @@ void start_warps(const Arguments& given, cudaStream_t stream) {
       <<<grid, dim3(kWarp, kWarpRows), 0, stream>>>(given);
 }
 
-bool at_multiples(const void* data, uintptr_t bytes) { return reinterpret_cast<uintptr_t>(data) % bytes == 0; }
-
 template <typename pair_t, typename quant_t, bool kResidual>
 void start(const Arguments& given, cudaStream_t stream) {
   constexpr int kWidth = Chunk<pair_t>::kWidth;
   const int64_t chunks = given.hidden / kWidth;
-  const bool aligned = given.hidden % kWidth == 0 && given.input_stride % kWidth == 0 &&
-                       at_multiples(given.input, 16) && at_multiples(given.weight, 16) &&
-                       at_multiples(given.residual, 16) && at_multiples(given.result, kWidth);
+  constexpr uintptr_t kBytes = sizeof(Chunk<pair_t>);
+  const bool in_words = given.hidden % kWidth == 0 && given.input_stride % kWidth == 0 &&
+                        aligned(given.input, kBytes) && aligned(given.weight, kBytes) &&
+                        aligned(given.residual, kBytes) && aligned(given.result, kWidth);
   const bool few = given.rows <= kFewRows;
-  if (!aligned || chunks > 2 * kMaxThreads) {
+  if (!in_words || chunks > 2 * kMaxThreads) {
     any_row_kernel<pair_t, quant_t, kResidual>
         <<<static_cast<unsigned>(given.rows), std::min(kMaxThreads, (given.hidden + kWarp - 1) / kWarp * kWarp), 0,
            stream>>>(given);
@@ -334,7 +332,7 @@ void start(const Arguments& given, cudaStream_t stream) {
     start_warps<pair_t, quant_t, kResidual, 4>(given, stream);
   } else if (few && chunks <= kMaxThreads) {
     start_block<pair_t, quant_t, kResidual, 1>(given, chunks, stream);
-  } else if (few || chunks < 512) {
+  } else if (few || chunks < kLongRow) {
     start_block<pair_t, quant_t, kResidual, 2>(given, chunks, stream);
   } else {
     start_block<pair_t, quant_t, kResidual, 4>(given, chunks, stream);
@@ -351,19 +349,6 @@ void launch(const Arguments& given, bool float8, cudaStream_t stream) {
   }
 }
 
-void check_device(const Tensor& tensor, const char* name, const Tensor& input) {
-  STD_TORCH_CHECK(
-      tensor.is_cuda() && tensor.get_device_index() == input.get_device_index(),
-      "rms_norm_dynamic_per_token_quant: ", name,
-      " is not on input's device, cuda:", static_cast<int>(input.get_device_index()));
-}
-
-void check_type(const Tensor& tensor, const char* name, ScalarType type) {
-  STD_TORCH_CHECK(
-      tensor.scalar_type() == type, "rms_norm_dynamic_per_token_quant: ", name, " is ",
-      torch::headeronly::toString(tensor.scalar_type()), "; expected ", torch::headeronly::toString(type));
-}
-
 void check_like(const Tensor& tensor, const char* name, const Tensor& input) {
   bool same = tensor.dim() == input.dim();
   for (int64_t i = 0; same && i < input.dim(); ++i) {
@@ -374,14 +359,12 @@ void check_like(const Tensor& tensor, const char* name, const Tensor& input) {
 }
 
 // The distance between rows: the leading dimensions have to be evenly spaced.
-int64_t row_stride(const Tensor& input) {
-  const int64_t last = input.dim() - 1;
-  STD_TORCH_CHECK(
-      input.size(last) <= 1 || input.stride(last) == 1, "rms_norm_dynamic_per_token_quant: input has stride ",
-      input.stride(last), " in its last dimension; expected 1: call contiguous() first");
+int64_t row_stride(const Checks& checks) {
+  const Tensor& input = checks.leading;
+  checks.check_last_stride(input, "input");
   int64_t stride = 0;
   int64_t rows = 1;
-  for (int64_t i = last - 1; i >= 0; --i) {
+  for (int64_t i = input.dim() - 2; i >= 0; --i) {
     if (input.size(i) == 1) {
       continue;
     }
@@ -397,7 +380,7 @@ int64_t row_stride(const Tensor& input) {
 void rms_norm_dynamic_per_token_quant(
     Tensor result, Tensor input, Tensor weight, Tensor scale, double epsilon, std::optional<Tensor> scale_ub,
     std::optional<Tensor> residual) {
-  STD_TORCH_CHECK(input.is_cuda(), "rms_norm_dynamic_per_token_quant: input is not on a CUDA device");
+  const Checks checks("rms_norm_dynamic_per_token_quant", "input", input);
   STD_TORCH_CHECK(
       input.dim() >= 1 && input.size(input.dim() - 1) > 0,
       "rms_norm_dynamic_per_token_quant: input has no elements in its last dimension, so its rows have no norm");
@@ -406,15 +389,13 @@ void rms_norm_dynamic_per_token_quant(
   STD_TORCH_CHECK(
       rows <= INT32_MAX && hidden <= INT32_MAX - kMaxThreads, "rms_norm_dynamic_per_token_quant: input has ", rows,
       " rows of ", hidden, " elements; expected sizes that 32 bits can hold");
-  check_device(result, "result", input);
-  check_device(weight, "weight", input);
-  check_device(scale, "scale", input);
+  checks.check_device(result, "result");
+  checks.check_device(weight, "weight");
+  checks.check_device(scale, "scale");
   const bool float8 = result.scalar_type() == ScalarType::Float8_e4m3fn;
-  STD_TORCH_CHECK(
-      float8 || result.scalar_type() == ScalarType::Char, "rms_norm_dynamic_per_token_quant: result is ",
-      torch::headeronly::toString(result.scalar_type()), "; expected Float8_e4m3fn or Char");
-  check_type(weight, "weight", input.scalar_type());
-  check_type(scale, "scale", ScalarType::Float);
+  checks.check_type(result, "result", float8 || result.scalar_type() == ScalarType::Char, "Float8_e4m3fn or Char");
+  checks.check_type(weight, "weight", input.scalar_type());
+  checks.check_type(scale, "scale", ScalarType::Float);
   check_like(result, "result", input);
   STD_TORCH_CHECK(
       weight.dim() == 1 && weight.size(0) == hidden && weight.is_contiguous(),
@@ -425,8 +406,8 @@ void rms_norm_dynamic_per_token_quant(
       " elements; expected ", rows, ", contiguous");
   Arguments given{};
   if (scale_ub.has_value()) {
-    check_device(*scale_ub, "scale_ub", input);
-    check_type(*scale_ub, "scale_ub", ScalarType::Float);
+    checks.check_device(*scale_ub, "scale_ub");
+    checks.check_type(*scale_ub, "scale_ub", ScalarType::Float);
     STD_TORCH_CHECK(float8, "rms_norm_dynamic_per_token_quant: scale_ub is given; expected it for Float8_e4m3fn alone");
     STD_TORCH_CHECK(
         scale_ub->numel() == 1, "rms_norm_dynamic_per_token_quant: scale_ub has ", scale_ub->numel(),
@@ -434,17 +415,14 @@ void rms_norm_dynamic_per_token_quant(
     given.scale_ub = static_cast<const float*>(scale_ub->const_data_ptr());
   }
   if (residual.has_value()) {
-    check_device(*residual, "residual", input);
-    check_type(*residual, "residual", input.scalar_type());
+    checks.check_device(*residual, "residual");
+    checks.check_type(*residual, "residual", input.scalar_type());
     check_like(*residual, "residual", input);
     given.residual = residual->mutable_data_ptr();
   }
-  given.input_stride = row_stride(input);
+  given.input_stride = row_stride(checks);
   const ScalarType type = input.scalar_type();
-  STD_TORCH_CHECK(
-      type == ScalarType::Float || type == ScalarType::Half || type == ScalarType::BFloat16,
-      "rms_norm_dynamic_per_token_quant: input is ", torch::headeronly::toString(type),
-      "; expected Float, Half or BFloat16");
+  checks.check_type(input, "input", is_floating(type), "Float, Half or BFloat16");
   if (rows == 0) {
     return;
   }
@@ -455,23 +433,16 @@ void rms_norm_dynamic_per_token_quant(
   given.rows = rows;
   given.hidden = static_cast<int>(hidden);
   given.epsilon = static_cast<float>(epsilon);
-  STD_TORCH_CHECK(
-      aoti_torch_get_current_cuda_stream != nullptr,
-      "rms_norm_dynamic_per_token_quant: this PyTorch was built without CUDA");
   const torch::stable::accelerator::DeviceGuard guard(input.get_device_index());
-  void* stream = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(input.get_device_index(), &stream));
-  const auto current = static_cast<cudaStream_t>(stream);
+  const cudaStream_t stream = current_stream("rms_norm_dynamic_per_token_quant", input.get_device_index());
   if (type == ScalarType::Float) {
-    launch<FloatPair>(given, float8, current);
+    launch<FloatPair>(given, float8, stream);
   } else if (type == ScalarType::Half) {
-    launch<HalfPair>(given, float8, current);
+    launch<HalfPair>(given, float8, stream);
   } else {
-    launch<BFloat16Pair>(given, float8, current);
+    launch<BFloat16Pair>(given, float8, stream);
   }
-  const cudaError_t error = cudaGetLastError();
-  STD_TORCH_CHECK(
-      error == cudaSuccess, "rms_norm_dynamic_per_token_quant: the kernel did not start: ", cudaGetErrorString(error));
+  check_launch("rms_norm_dynamic_per_token_quant");
 }
 
 }  // namespace

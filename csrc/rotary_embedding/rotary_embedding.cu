@@ -7,8 +7,7 @@
 // The _rn intrinsics keep the compiler from contracting a product and a sum into one fused operation, which would round
 // once less.
 //
-// Only the stable ABI of PyTorch is used (torch/csrc/stable, torch/headeronly): one library serves every Python version
-// and later PyTorch releases, and its headers are complete in a CPU build of PyTorch too, which c10/cuda's are not.
+// Only the stable ABI of PyTorch is used; see csrc/README.md.
 
 #include <algorithm>
 #include <cstdint>
@@ -18,15 +17,15 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
 
-// Defined by CUDA builds of PyTorch alone. As a weak symbol it lets the library load, and refuse, beside a CPU build.
-extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream) __attribute__((weak));
+#include "common/arguments.h"
+#include "common/numbers.cuh"
+#include "common/stream.h"
 
 namespace {
 
@@ -58,19 +57,6 @@ struct Table {
   int half_dim = 0;
   float direction = 1.0f;  // -1 for the inverse
 };
-
-__device__ __forceinline__ float widen(float x) { return x; }
-__device__ __forceinline__ float widen(__half x) { return __half2float(x); }
-__device__ __forceinline__ float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
-
-template <typename scalar_t>
-__device__ __forceinline__ scalar_t narrow(float x);
-template <>
-__device__ __forceinline__ float narrow<float>(float x) { return x; }
-template <>
-__device__ __forceinline__ __half narrow<__half>(float x) { return __float2half_rn(x); }
-template <>
-__device__ __forceinline__ __nv_bfloat16 narrow<__nv_bfloat16>(float x) { return __float2bfloat16_rn(x); }
 
 // Two numbers rounded to a type: one instruction converts a pair to a half type.
 template <typename cache_t>
@@ -223,7 +209,8 @@ unsigned count_of(int64_t heads, const char* name) {
 
 // Checks one tensor against the positions and finds its strides; `data` is left for the caller.
 // Shapes: positions' sizes, then [heads * head_size] or [heads, head_size].
-Heads heads_of(const Tensor& tensor, const char* name, const Tensor& positions, int64_t head_size) {
+Heads heads_of(
+    const Checks& checks, const Tensor& tensor, const char* name, const Tensor& positions, int64_t head_size) {
   const int64_t leading = positions.dim();
   STD_TORCH_CHECK(
       tensor.dim() == leading + 1 || tensor.dim() == leading + 2, "rotary_embedding: ", name, " has ", tensor.dim(),
@@ -235,15 +222,9 @@ Heads heads_of(const Tensor& tensor, const char* name, const Tensor& positions, 
         "; expected ", positions.size(i), ", as positions has");
     empty = empty || tensor.size(i) == 0;
   }
-  for (int64_t i = 0; i < tensor.dim(); ++i) {
-    STD_TORCH_CHECK(
-        tensor.size(i) <= 1 || tensor.stride(i) > 0, "rotary_embedding: ", name, ".stride(", i,
-        ") is 0, so its elements overlap; expected a tensor that can be written in place");
-  }
+  checks.check_written(tensor, name, " in place");
+  checks.check_last_stride(tensor, name);
   const int64_t last = tensor.dim() - 1;
-  STD_TORCH_CHECK(
-      tensor.size(last) <= 1 || tensor.stride(last) == 1, "rotary_embedding: ", name, " has stride ",
-      tensor.stride(last), " in its last dimension; expected 1: call contiguous() first");
   Heads heads;
   if (tensor.dim() == leading + 2) {
     STD_TORCH_CHECK(
@@ -264,12 +245,6 @@ Heads heads_of(const Tensor& tensor, const char* name, const Tensor& positions, 
   return heads;
 }
 
-void check_device(const Tensor& tensor, const char* name, const Tensor& query) {
-  STD_TORCH_CHECK(
-      tensor.is_cuda() && tensor.get_device_index() == query.get_device_index(), "rotary_embedding: ", name,
-      " is not on query's device, cuda:", static_cast<int>(query.get_device_index()));
-}
-
 template <typename scalar_t, typename cache_t, bool kNeox, int kPairs, int kHeads>
 void launch(
     const int64_t* positions, const Heads& query, const Heads& key, const Table& table, int64_t tokens,
@@ -287,9 +262,9 @@ void launch(
 }
 
 // Whether the first element of every head lies at a multiple of kAccess bytes.
-bool aligned(const Heads& heads, int64_t element) {
+bool all_aligned(const Heads& heads, int64_t element) {
   return heads.count == 0 ||
-         (reinterpret_cast<uintptr_t>(heads.data) % kAccess == 0 && heads.token_stride * element % kAccess == 0 &&
+         (aligned(heads.data, kAccess) && heads.token_stride * element % kAccess == 0 &&
           heads.head_stride * element % kAccess == 0);
 }
 
@@ -300,8 +275,8 @@ void choose(
   constexpr int kWide = kAccess / sizeof(scalar_t);
   constexpr int kPairs = kNeox ? kWide : kWide / 2;
   constexpr int kHeads = 2;
-  const bool wide = table.half_dim % kPairs == 0 && aligned(query, sizeof(scalar_t)) &&
-                    aligned(key, sizeof(scalar_t)) && reinterpret_cast<uintptr_t>(table.data) % kAccess == 0 &&
+  const bool wide = table.half_dim % kPairs == 0 && all_aligned(query, sizeof(scalar_t)) &&
+                    all_aligned(key, sizeof(scalar_t)) && aligned(table.data, kAccess) &&
                     table.stride * sizeof(cache_t) % kAccess == 0;
   const int64_t threads = tokens * (query.count + key.count) * (table.half_dim / kPairs);
   if (!wide) {
@@ -339,25 +314,20 @@ void dispatch(Call call) {
 void rotary_embedding(
     Tensor positions, Tensor query, std::optional<Tensor> key, int64_t head_size, Tensor cos_sin_cache, bool is_neox,
     int64_t rope_dim_offset, bool inverse) {
-  STD_TORCH_CHECK(query.is_cuda(), "rotary_embedding: query is not on a CUDA device");
+  const Checks checks("rotary_embedding", "query", query);
   const ScalarType type = query.scalar_type();
-  STD_TORCH_CHECK(
-      type == ScalarType::Float || type == ScalarType::Half || type == ScalarType::BFloat16,
-      "rotary_embedding: query is ", torch::headeronly::toString(type), "; expected Float, Half or BFloat16");
-  check_device(positions, "positions", query);
-  STD_TORCH_CHECK(
-      positions.scalar_type() == ScalarType::Long, "rotary_embedding: positions is ",
-      torch::headeronly::toString(positions.scalar_type()), "; expected Long");
+  checks.check_type(query, "query", is_floating(type), "Float, Half or BFloat16");
+  checks.check_device(positions, "positions");
+  checks.check_type(positions, "positions", ScalarType::Long);
   STD_TORCH_CHECK(
       positions.dim() >= 1 && positions.is_contiguous(),
       "rotary_embedding: positions has to be contiguous and to have a dimension");
   STD_TORCH_CHECK(head_size > 0, "rotary_embedding: head_size is ", head_size, "; expected a positive number");
-  check_device(cos_sin_cache, "cos_sin_cache", query);
+  checks.check_device(cos_sin_cache, "cos_sin_cache");
   const ScalarType cache_type = cos_sin_cache.scalar_type();
-  STD_TORCH_CHECK(
-      cache_type == type || cache_type == ScalarType::Float, "rotary_embedding: cos_sin_cache is ",
-      torch::headeronly::toString(cache_type), "; expected query's type, ", torch::headeronly::toString(type),
-      ", or Float");
+  checks.check_type(
+      cos_sin_cache, "cos_sin_cache", cache_type == type || cache_type == ScalarType::Float, "query's type, ",
+      torch::headeronly::toString(type), ", or Float");
   STD_TORCH_CHECK(
       cos_sin_cache.dim() == 2, "rotary_embedding: cos_sin_cache has ", cos_sin_cache.dim(),
       " dimensions; expected [max_position, rotary_dim]");
@@ -371,25 +341,19 @@ void rotary_embedding(
   STD_TORCH_CHECK(
       rotary_dim == 0 || cos_sin_cache.stride(1) == 1, "rotary_embedding: cos_sin_cache has stride ",
       cos_sin_cache.stride(1), " in its last dimension; expected 1");
-  Heads query_heads = heads_of(query, "query", positions, head_size);
+  Heads query_heads = heads_of(checks, query, "query", positions, head_size);
   Heads key_heads;
   if (key.has_value()) {
-    check_device(*key, "key", query);
-    STD_TORCH_CHECK(
-        key->scalar_type() == type, "rotary_embedding: key is ", torch::headeronly::toString(key->scalar_type()),
-        "; expected query's type, ", torch::headeronly::toString(type));
-    key_heads = heads_of(*key, "key", positions, head_size);
+    checks.check_device(*key, "key");
+    checks.check_type_of_leading(*key, "key");
+    key_heads = heads_of(checks, *key, "key", positions, head_size);
   }
   if (positions.numel() == 0 || rotary_dim == 0 || query_heads.count + key_heads.count == 0) {
     return;
   }
-  STD_TORCH_CHECK(
-      aoti_torch_get_current_cuda_stream != nullptr, "rotary_embedding: this PyTorch was built without CUDA");
   query_heads.data = query.mutable_data_ptr();
   key_heads.data = key_heads.count > 0 ? key->mutable_data_ptr() : nullptr;
   const torch::stable::accelerator::DeviceGuard guard(query.get_device_index());
-  void* stream = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(query.get_device_index(), &stream));
   const Table table{
       cos_sin_cache.const_data_ptr(), cos_sin_cache.stride(0), static_cast<int>(rotary_dim / 2),
       inverse ? -1.0f : 1.0f};
@@ -402,7 +366,7 @@ void rotary_embedding(
       cache_type == ScalarType::Float,
       is_neox,
       rope_dim_offset,
-      static_cast<cudaStream_t>(stream)};
+      current_stream("rotary_embedding", query.get_device_index())};
   if (type == ScalarType::Float) {
     dispatch<float>(call);
   } else if (type == ScalarType::Half) {
@@ -410,8 +374,7 @@ void rotary_embedding(
   } else {
     dispatch<__nv_bfloat16>(call);
   }
-  const cudaError_t error = cudaGetLastError();
-  STD_TORCH_CHECK(error == cudaSuccess, "rotary_embedding: the kernel did not start: ", cudaGetErrorString(error));
+  check_launch("rotary_embedding");
 }
 
 }  // namespace

@@ -4,8 +4,7 @@
 // The arithmetic is that of vLLM's operation of this name, in float32 from the load to the store, and no sum depends on
 // an order, so that the result can be compared with vLLM's bit for bit.
 //
-// Only the stable ABI of PyTorch is used (torch/csrc/stable, torch/headeronly): one library serves every Python version
-// and later PyTorch releases, and its headers are complete in a CPU build of PyTorch too, which c10/cuda's are not.
+// Only the stable ABI of PyTorch is used; see csrc/README.md.
 
 #include <algorithm>
 #include <cstdint>
@@ -15,18 +14,19 @@
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
-#include <cuda_fp8.h>
 #include <cuda_runtime.h>
 
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
 
-// Defined by CUDA builds of PyTorch alone. As a weak symbol it lets the library load, and refuse, beside a CPU build.
-extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream) __attribute__((weak));
+#include "common/arguments.h"
+#include "common/numbers.cuh"
+#include "common/quantised.cuh"
+#include "common/stream.h"
+#include "common/warp.cuh"
 
 namespace {
 
@@ -34,8 +34,6 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 constexpr int kThreads = 256;
-constexpr int kWarp = 32;
-constexpr unsigned kEveryLane = 0xffffffffu;
 // Elements of a thread: 16 bytes of gate, 16 of up.
 constexpr int kWide = 8;
 // Where there are few elements, latency is all that counts: threads have half as much to compute, and smaller blocks
@@ -50,20 +48,8 @@ constexpr int64_t kMaxTokens = 1 << 30;
 constexpr int64_t kMaxHidden = int64_t{65535} * (kThreads / 2) * kWide;
 // From here on a thread has two rows, so that twice as many loads are under way; below, more threads are of more use.
 constexpr int64_t kManyElements = 1 << 22;
-// Above, the steps of `Divisor` and `reciprocal` could overflow.
-constexpr float kLarge = 0x1p100f;
 // exp(-gate) is below kLarge above this one.
 constexpr float kLowGate = -69.0f;
-
-struct Float8 {
-  static constexpr float kMax = 448.0f;
-  static constexpr float kSmallestScale = 1.0f / (448.0f * 512.0f);
-};
-
-struct Int8 {
-  static constexpr float kMax = 127.0f;
-  static constexpr float kSmallestScale = 0x1p-23f;
-};
 
 template <typename scalar_t, int kWidth>
 struct alignas(kWidth * sizeof(scalar_t)) Chunk {
@@ -77,9 +63,9 @@ __device__ __forceinline__ void widen(const Chunk<scalar_t, kWidth>& chunk, floa
 #pragma unroll
   for (int i = 0; i < kWidth; i += 2) {
     if constexpr (std::is_same_v<scalar_t, __nv_bfloat16>) {
-      // A bfloat16 is the upper half of a float32; the compiler would take two steps for the second one.
-      value[i] = __uint_as_float(pairs[i / 2] << 16);
-      value[i + 1] = __uint_as_float(pairs[i / 2] & 0xffff0000u);
+      const float2 wide = widen_bfloat16s(pairs[i / 2]);
+      value[i] = wide.x;
+      value[i + 1] = wide.y;
     } else {
       value[i] = __half2float(chunk.value[i]);
       value[i + 1] = __half2float(chunk.value[i + 1]);
@@ -92,36 +78,6 @@ __device__ __forceinline__ void widen(const Chunk<scalar_t, kWidth>& chunk, floa
 __device__ __forceinline__ float reciprocal(float x) {
   const float near = __fdividef(1.0f, x);
   return __fmaf_rn(-__fmaf_rn(x, near, -1.0f), near, near);
-}
-
-// Division by a number that is the same for many: a / b, rounded as `/` rounds it, in three steps. The product with the
-// rounded reciprocal is corrected once by the remainder, which leads to the nearest number (Brisebarre, Muller and
-// Raina, Accelerating Correctly Rounded Floating-Point Division When the Divisor Is Known in Advance). The remainder is
-// taken negative for the sign of zero: -0 / b stays -0. Only a quotient that is zero in the types here may differ.
-struct Divisor {
-  float value;
-  float inverse;
-
-  __device__ __forceinline__ float divide(float a) const {
-    const float quotient = __fmul_rn(a, inverse);
-    return __fmaf_rn(-__fmaf_rn(quotient, value, -a), inverse, quotient);
-  }
-};
-
-// The conversions of two elements into the lower and the upper byte. What is not a number becomes what it becomes in
-// vLLM: the largest float8, and zero.
-template <typename quant_t>
-__device__ __forceinline__ uint32_t quantise(float low, float high);
-template <>
-__device__ __forceinline__ uint32_t quantise<Float8>(float low, float high) {
-  const float2 pair = make_float2(fminf(low, Float8::kMax), fminf(high, Float8::kMax));
-  return __nv_cvt_float2_to_fp8x2(pair, __NV_SATFINITE, __NV_E4M3);
-}
-template <>
-__device__ __forceinline__ uint32_t quantise<Int8>(float low, float high) {
-  const int first = max(-128, min(127, __float2int_rn(low)));
-  const int second = max(-128, min(127, __float2int_rn(high)));
-  return (static_cast<uint32_t>(second) & 0xffu) << 8 | (static_cast<uint32_t>(first) & 0xffu);
 }
 
 template <typename scalar_t, int kWidth, bool kAligned>
@@ -204,7 +160,7 @@ __device__ __forceinline__ void activate_and_quantise(
   }
 #pragma unroll
   for (int distance = kGroup / kWidth / 2; distance > 0; distance /= 2) {
-    largest = fmaxf(largest, __shfl_xor_sync(kEveryLane, largest, distance));
+    largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, distance));
   }
   bool bounded = false;
   const bool large = !(largest < kLarge);
@@ -293,10 +249,10 @@ void start(const Arguments& given, int threads, cudaStream_t stream) {
 
 template <typename scalar_t, typename quant_t, int kGroup>
 void choose(const Arguments& given, cudaStream_t stream) {
-  const bool aligned = reinterpret_cast<uintptr_t>(given.input) % sizeof(Chunk<scalar_t, kWide>) == 0 &&
-                       given.input_stride % kWide == 0 && reinterpret_cast<uintptr_t>(given.out) % kWide == 0;
+  const bool in_words = aligned(given.input, sizeof(Chunk<scalar_t, kWide>)) && given.input_stride % kWide == 0 &&
+                        aligned(given.out, kWide);
   const int64_t elements = int64_t{given.tokens} * given.hidden;
-  if (!aligned) {
+  if (!in_words) {
     start<scalar_t, quant_t, kGroup, kWide, 1, false>(given, kThreads, stream);
   } else if (elements <= kFewElements) {
     start<scalar_t, quant_t, kGroup, kNarrow, 1, true>(given, kNarrowThreads, stream);
@@ -314,12 +270,6 @@ void launch(const Arguments& given, bool float8, int64_t group_size, cudaStream_
   } else {
     group_size == 64 ? choose<scalar_t, Int8, 64>(given, stream) : choose<scalar_t, Int8, 128>(given, stream);
   }
-}
-
-void check_device(const Tensor& tensor, const char* name, const Tensor& input) {
-  STD_TORCH_CHECK(
-      tensor.is_cuda() && tensor.get_device_index() == input.get_device_index(), "silu_and_mul_per_block_quant: ", name,
-      " is not on input's device, cuda:", static_cast<int>(input.get_device_index()));
 }
 
 // The strides of the element that a token and a group share. Two forms of the transposed scales are in use:
@@ -353,16 +303,12 @@ void find_scale_strides(const Tensor& scales, int64_t groups, bool transposed, A
 void silu_and_mul_per_block_quant(
     Tensor out, Tensor input, Tensor scales, int64_t group_size, std::optional<Tensor> scale_ub,
     bool is_scale_transposed) {
-  STD_TORCH_CHECK(input.is_cuda(), "silu_and_mul_per_block_quant: input is not on a CUDA device");
-  check_device(out, "out", input);
-  check_device(scales, "scales", input);
+  const Checks checks("silu_and_mul_per_block_quant", "input", input);
+  checks.check_device(out, "out");
+  checks.check_device(scales, "scales");
   const bool float8 = out.scalar_type() == ScalarType::Float8_e4m3fn;
-  STD_TORCH_CHECK(
-      float8 || out.scalar_type() == ScalarType::Char, "silu_and_mul_per_block_quant: out is ",
-      torch::headeronly::toString(out.scalar_type()), "; expected Float8_e4m3fn or Char");
-  STD_TORCH_CHECK(
-      scales.scalar_type() == ScalarType::Float, "silu_and_mul_per_block_quant: scales is ",
-      torch::headeronly::toString(scales.scalar_type()), "; expected Float");
+  checks.check_type(out, "out", float8 || out.scalar_type() == ScalarType::Char, "Float8_e4m3fn or Char");
+  checks.check_type(scales, "scales", ScalarType::Float);
   STD_TORCH_CHECK(
       group_size == 64 || group_size == 128, "silu_and_mul_per_block_quant: group_size is ", group_size,
       "; expected 64 or 128");
@@ -392,7 +338,7 @@ void silu_and_mul_per_block_quant(
   given.hidden = static_cast<int>(hidden);
   find_scale_strides(scales, hidden / group_size, is_scale_transposed, given);
   if (scale_ub.has_value()) {
-    check_device(*scale_ub, "scale_ub", input);
+    checks.check_device(*scale_ub, "scale_ub");
     STD_TORCH_CHECK(float8, "silu_and_mul_per_block_quant: scale_ub is given; expected it for Float8_e4m3fn alone");
     STD_TORCH_CHECK(
         scale_ub->scalar_type() == ScalarType::Float && scale_ub->numel() == 1,
@@ -401,9 +347,7 @@ void silu_and_mul_per_block_quant(
     given.scale_ub = static_cast<const float*>(scale_ub->const_data_ptr());
   }
   const ScalarType type = input.scalar_type();
-  STD_TORCH_CHECK(
-      type == ScalarType::Half || type == ScalarType::BFloat16, "silu_and_mul_per_block_quant: input is ",
-      torch::headeronly::toString(type), "; expected Half or BFloat16");
+  checks.check_type(input, "input", type == ScalarType::Half || type == ScalarType::BFloat16, "Half or BFloat16");
   if (tokens == 0 || hidden == 0) {
     return;
   }
@@ -411,21 +355,14 @@ void silu_and_mul_per_block_quant(
   given.scales = static_cast<float*>(scales.mutable_data_ptr());
   given.input = input.const_data_ptr();
   given.input_stride = static_cast<int>(input.stride(0));
-  STD_TORCH_CHECK(
-      aoti_torch_get_current_cuda_stream != nullptr,
-      "silu_and_mul_per_block_quant: this PyTorch was built without CUDA");
   const torch::stable::accelerator::DeviceGuard guard(input.get_device_index());
-  void* stream = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(input.get_device_index(), &stream));
-  const auto current = static_cast<cudaStream_t>(stream);
+  const cudaStream_t stream = current_stream("silu_and_mul_per_block_quant", input.get_device_index());
   if (type == ScalarType::Half) {
-    launch<__half>(given, float8, group_size, current);
+    launch<__half>(given, float8, group_size, stream);
   } else {
-    launch<__nv_bfloat16>(given, float8, group_size, current);
+    launch<__nv_bfloat16>(given, float8, group_size, stream);
   }
-  const cudaError_t error = cudaGetLastError();
-  STD_TORCH_CHECK(
-      error == cudaSuccess, "silu_and_mul_per_block_quant: the kernel did not start: ", cudaGetErrorString(error));
+  check_launch("silu_and_mul_per_block_quant");
 }
 
 }  // namespace

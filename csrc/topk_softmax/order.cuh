@@ -6,20 +6,15 @@
 #include <cmath>
 #include <cstdint>
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 #include <cuda_runtime.h>
+
+#include "common/numbers.cuh"
+#include "common/warp.cuh"
 
 namespace {
 
-constexpr int kWarp = 32;
-constexpr unsigned kAllLanes = 0xffffffffu;
 // More than a warp holds in registers.
 constexpr int64_t kMaxExpertsInRegisters = 1024;
-
-__device__ __forceinline__ float widen(float x) { return x; }
-__device__ __forceinline__ float widen(__half x) { return __half2float(x); }
-__device__ __forceinline__ float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
 
 // Integers in the order of the numbers; 0 is below all of them. What is no number counts as -inf.
 __device__ __forceinline__ uint32_t order_of(float x) {

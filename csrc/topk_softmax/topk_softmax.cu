@@ -19,17 +19,15 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
 
+#include "common/arguments.h"
+#include "common/stream.h"
 #include "row.cuh"
-
-// Defined by CUDA builds of PyTorch alone. As a weak symbol it lets the library load, and refuse, beside a CPU build.
-extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream) __attribute__((weak));
 
 namespace {
 
@@ -198,7 +196,7 @@ void launch(const Call& call, cudaStream_t stream) {
   using Logits = Run<scalar_t, kPer>;
   const bool in_words = call.experts % Logits::kElements == 0 &&
                         (call.rows <= 1 || call.gating_stride % Logits::kElements == 0) &&
-                        reinterpret_cast<uintptr_t>(call.gating) % Logits::kLoadBytes == 0;
+                        aligned(call.gating, Logits::kLoadBytes);
   const unsigned blocks = blocks_for(call.rows, kWarp / kLanes);
   if constexpr (sizeof(scalar_t) == 2) {
     if (call.bias == nullptr) {
@@ -244,51 +242,35 @@ void launch(const Call& call, cudaStream_t stream) {
   }
 }
 
-void check_device(const Tensor& tensor, const char* name, const Tensor& gating_output) {
+void check_result(const Checks& checks, const Tensor& tensor, const char* name, int64_t topk) {
+  checks.check_device(tensor, name);
+  const int64_t tokens = checks.leading.size(0);
   STD_TORCH_CHECK(
-      tensor.is_cuda() && tensor.get_device_index() == gating_output.get_device_index(), "topk_softmax: ", name,
-      " is not on gating_output's device, cuda:", static_cast<int>(gating_output.get_device_index()));
-}
-
-void check_result(const Tensor& tensor, const char* name, const Tensor& gating_output, int64_t topk) {
-  check_device(tensor, name, gating_output);
-  STD_TORCH_CHECK(
-      tensor.dim() == 2 && tensor.size(0) == gating_output.size(0) && tensor.size(1) == topk,
-      "topk_softmax: the shape of ", name, " is not [tokens, topk], [", gating_output.size(0), ", ", topk, "]");
+      tensor.dim() == 2 && tensor.size(0) == tokens && tensor.size(1) == topk, "topk_softmax: the shape of ", name,
+      " is not [tokens, topk], [", tokens, ", ", topk, "]");
   STD_TORCH_CHECK(tensor.is_contiguous(), "topk_softmax: ", name, " is not contiguous; expected that it is");
 }
 
-void check_vector(const Tensor& tensor, const char* name, const Tensor& gating_output, int64_t dim, ScalarType type) {
-  check_device(tensor, name, gating_output);
+void check_vector(const Checks& checks, const Tensor& tensor, const char* name, int64_t size, ScalarType type) {
+  checks.check_device(tensor, name);
+  checks.check_type(tensor, name, type);
   STD_TORCH_CHECK(
-      tensor.scalar_type() == type, "topk_softmax: ", name, " is ", torch::headeronly::toString(tensor.scalar_type()),
-      "; expected ", torch::headeronly::toString(type));
-  STD_TORCH_CHECK(
-      tensor.dim() == 1 && tensor.size(0) == gating_output.size(dim) && tensor.is_contiguous(), "topk_softmax: ", name,
-      " has to be contiguous, with the shape [", gating_output.size(dim), "]");
-}
-
-void check_type(const Tensor& tensor, const char* name, bool good, const char* expected) {
-  STD_TORCH_CHECK(
-      good, "topk_softmax: ", name, " is ", torch::headeronly::toString(tensor.scalar_type()), "; expected ", expected);
+      tensor.dim() == 1 && tensor.size(0) == size && tensor.is_contiguous(), "topk_softmax: ", name,
+      " has to be contiguous, with the shape [", size, "]");
 }
 
 void topk_softmax(
     Tensor topk_weights, Tensor topk_indices, Tensor token_expert_indices, Tensor gating_output, bool renormalize,
     std::optional<Tensor> bias, std::optional<Tensor> is_padding) {
-  STD_TORCH_CHECK(gating_output.is_cuda(), "topk_softmax: gating_output is not on a CUDA device");
+  const Checks checks("topk_softmax", "gating_output", gating_output);
   STD_TORCH_CHECK(
       gating_output.dim() == 2, "topk_softmax: gating_output has ", gating_output.dim(),
       " dimensions; expected [tokens, experts]");
   const ScalarType type = gating_output.scalar_type();
-  check_type(
-      gating_output, "gating_output",
-      type == ScalarType::Float || type == ScalarType::Half || type == ScalarType::BFloat16, "Float, Half or BFloat16");
+  checks.check_type(gating_output, "gating_output", is_floating(type), "Float, Half or BFloat16");
   const int64_t rows = gating_output.size(0);
   const int64_t experts = gating_output.size(1);
-  STD_TORCH_CHECK(
-      experts <= 1 || gating_output.stride(1) == 1, "topk_softmax: gating_output has stride ", gating_output.stride(1),
-      " in its last dimension; expected 1: call contiguous() first");
+  checks.check_last_stride(gating_output, "gating_output");
   STD_TORCH_CHECK(
       topk_weights.dim() == 2, "topk_softmax: topk_weights has ", topk_weights.dim(),
       " dimensions; expected [tokens, topk]");
@@ -298,31 +280,26 @@ void topk_softmax(
   STD_TORCH_CHECK(
       experts <= INT32_MAX && rows * topk <= INT32_MAX, "topk_softmax: ", rows, " tokens, ", experts,
       " experts and topk=", topk, "; expected numbers of 32 bits for experts and for tokens * topk");
-  check_result(topk_weights, "topk_weights", gating_output, topk);
-  check_result(topk_indices, "topk_indices", gating_output, topk);
-  check_result(token_expert_indices, "token_expert_indices", gating_output, topk);
-  check_type(topk_weights, "topk_weights", topk_weights.scalar_type() == ScalarType::Float, "Float");
+  check_result(checks, topk_weights, "topk_weights", topk);
+  check_result(checks, topk_indices, "topk_indices", topk);
+  check_result(checks, token_expert_indices, "token_expert_indices", topk);
+  checks.check_type(topk_weights, "topk_weights", ScalarType::Float);
   const ScalarType index = topk_indices.scalar_type();
-  check_type(
+  checks.check_type(
       topk_indices, "topk_indices",
       index == ScalarType::Int || index == ScalarType::Long || index == ScalarType::UInt32, "Int, Long or UInt32");
-  check_type(
-      token_expert_indices, "token_expert_indices", token_expert_indices.scalar_type() == ScalarType::Int, "Int");
+  checks.check_type(token_expert_indices, "token_expert_indices", ScalarType::Int);
   if (bias.has_value()) {
-    check_vector(*bias, "bias", gating_output, 1, ScalarType::Float);
+    check_vector(checks, *bias, "bias", experts, ScalarType::Float);
   }
   if (is_padding.has_value()) {
-    check_vector(*is_padding, "is_padding", gating_output, 0, ScalarType::Bool);
+    check_vector(checks, *is_padding, "is_padding", rows, ScalarType::Bool);
   }
   if (rows == 0 || topk == 0) {
     return;
   }
-  STD_TORCH_CHECK(
-      aoti_torch_get_current_cuda_stream != nullptr, "topk_softmax: this PyTorch was built without CUDA");
   const torch::stable::accelerator::DeviceGuard guard(gating_output.get_device_index());
-  void* stream = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(gating_output.get_device_index(), &stream));
-  const auto current = static_cast<cudaStream_t>(stream);
+  const cudaStream_t stream = current_stream("topk_softmax", gating_output.get_device_index());
   Call call;
   call.gating = gating_output.const_data_ptr();
   call.gating_stride = gating_output.stride(0);
@@ -338,16 +315,15 @@ void topk_softmax(
   call.renormalize = renormalize;
   switch (type) {
     case ScalarType::Half:
-      launch<__half>(call, current);
+      launch<__half>(call, stream);
       break;
     case ScalarType::BFloat16:
-      launch<__nv_bfloat16>(call, current);
+      launch<__nv_bfloat16>(call, stream);
       break;
     default:
-      launch<float>(call, current);
+      launch<float>(call, stream);
   }
-  const cudaError_t error = cudaGetLastError();
-  STD_TORCH_CHECK(error == cudaSuccess, "topk_softmax: the kernel did not start: ", cudaGetErrorString(error));
+  check_launch("topk_softmax");
 }
 
 }  // namespace

@@ -4,20 +4,45 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
 
 from vllm_hwplugin.ops.build import ahead, toolchain, torch_build
 from vllm_hwplugin.ops.build.errors import KernelUnavailable
-from vllm_hwplugin.ops.build.spec import KERNELS, source_root
+from vllm_hwplugin.ops.build.spec import COMMON, KERNELS, source_root
 
 pytest.importorskip("torch")
 
 # Where its kernel is not there, other kernels serve, and nobody calls the operation.
 WITHOUT_REFERENCE = {"paged_attention"}
+
+
+def test_what_a_kernel_includes_is_in_its_digest_and_what_is_common_is_shared() -> None:
+    """A header of another kernel's folder would compile, and a change of it would not be noticed."""
+    root = source_root()
+    users = defaultdict(set)
+    for name, spec in KERNELS.items():
+        seen: set[Path] = set()
+        waiting = [root / name / source for source in spec.sources]
+        while waiting:
+            path = waiting.pop()
+            if path in seen:
+                continue
+            seen.add(path)
+            users[path].add(name)
+            for include in re.findall(r'^#include "(.+)"', path.read_text(), re.MULTILINE):
+                found = [folder / include for folder in (path.parent, root) if (folder / include).is_file()]
+                assert found, f"{path} includes {include}, which is in neither its folder nor {root}"
+                assert found[0].relative_to(root).parts[0] in spec.folders, f"{path} includes {include}"
+                waiting.append(found[0])
+    common = [path for path in (root / COMMON).rglob("*") if path.is_file()]
+    assert common
+    assert {path.name: len(users[path]) for path in common if len(users[path]) < 2} == {}
 
 
 @pytest.fixture(scope="module")

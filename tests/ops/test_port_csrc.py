@@ -54,14 +54,14 @@ def test_most_kernels_are_for_musa_too() -> None:
 
 @pytest.mark.parametrize("name", PORTED)
 def test_no_name_of_cuda_is_left_where_musa_has_one(name: str, rules: Port, tmp_path: Path) -> None:
-    rules.tree(source_root() / name, tmp_path / name)
-    for path in sorted(path for path in (tmp_path / name).rglob("*") if path.is_file()):
+    for folder in KERNELS[name].folders:
+        rules.tree(source_root() / folder, tmp_path / folder)
+    for path in sorted(path for path in tmp_path.rglob("*") if path.is_file()):
         text = path.read_text()
         assert left_over(text) == ()
         assert [old for old, new in rules.table if old in text and old not in new] == [], path.name
-    ported = "".join(path.read_text() for path in (tmp_path / name).glob("*.mu"))
-    assert "PrivateUse1" in ported
-    assert set(weak_declarations(ported)) == {GETTER}
+    assert "PrivateUse1" in "".join(path.read_text() for path in (tmp_path / name).glob("*.mu"))
+    assert set(weak_declarations((tmp_path / "common" / "stream.h").read_text())) == {GETTER}
 
 
 @pytest.mark.parametrize("name", PORTED)
@@ -105,12 +105,14 @@ def _by_nvcc(name: str, rules: Port, folder: Path) -> Path:
     found = torch_build.installed()
     if found.cuda is not None and found.cuda.partition(".")[0] != str(compiler.version.major):
         pytest.skip(f"torch is of CUDA {found.cuda} and nvcc of {compiler.version}")
-    rules.tree(source_root() / name, folder / "ported")
+    for part in KERNELS[name].folders:
+        rules.tree(source_root() / part, folder / "ported" / part)
     library = folder / f"{name}.so"
     command = [
         compiler.path, "-x", "cu", "-std=c++17", "-O0", "-Xcompiler=-fPIC", "-DTORCH_TARGET_VERSION=0x020a000000000000",
-        "-DUSE_MUSA", "-gencode=arch=compute_90,code=sm_90", f"-I{BACK}", f"-I{found.root / 'include'}", "-shared",
-        *(str(folder / "ported" / port.renamed(source)) for source in KERNELS[name].sources), "-o", str(library),
+        "-DUSE_MUSA", "-gencode=arch=compute_90,code=sm_90", f"-I{BACK}", f"-I{folder / 'ported'}",
+        f"-I{found.root / 'include'}", "-shared",
+        *(str(folder / "ported" / name / port.renamed(source)) for source in KERNELS[name].sources), "-o", str(library),
         f"-L{found.root / 'lib'}", "-Xlinker=--no-as-needed", "-ltorch", "-ltorch_cpu", "-lc10",
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True)

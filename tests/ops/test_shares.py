@@ -70,8 +70,8 @@ def share(tmp_path_factory: pytest.TempPathFactory) -> Share:
         pytest.skip(str(error))
     program = tmp_path_factory.mktemp("shares") / "shares"
     source = Path(__file__).with_name("shares_on_cpu.cpp")
-    folder = source_root() / "paged_attention"
-    command = [compiler.path, "-x", "c++", "-std=c++17", "-O1", f"-I{folder}", str(source), "-o", str(program)]
+    folders = f"-I{source_root()}", f"-I{source_root() / 'paged_attention'}"
+    command = [compiler.path, "-x", "c++", "-std=c++17", "-O1", *folders, str(source), "-o", str(program)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 

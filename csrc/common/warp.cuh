@@ -1,0 +1,11 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a warp is on every device that the kernels are for.
+
+#pragma once
+
+namespace {
+
+constexpr int kWarp = 32;
+constexpr unsigned kAllLanes = 0xffffffffu;
+
+}  // namespace
