@@ -11,7 +11,7 @@ import pytest
 
 torch: Any = pytest.importorskip("torch")
 
-from vllm_hwplugin.ops.fused_qk_norm_rope import _reference, fused_qk_norm_rope  # noqa: E402
+from vllm_hwplugin.ops.fused_qk_norm_rope import fused_qk_norm_rope  # noqa: E402
 
 from .operation_checks import arguments_of_vllms_call, assert_refused  # noqa: E402
 from .vllm_child import printed_beside_vllm  # noqa: E402
@@ -177,7 +177,7 @@ def test_another_device_is_an_error() -> None:
     # Called by itself: with a tensor of `meta` the dispatcher would take the shapes-only implementation.
     for name in ("q_weight", "k_weight", "cos_sin_cache", "position_ids"):
         with pytest.raises(RuntimeError, match=f"{name} is on meta; expected qkv's device, cpu"):
-            _reference(**_arguments(**{name: _arguments()[name].to("meta")}))
+            fused_qk_norm_rope.__wrapped__(**_arguments(**{name: _arguments()[name].to("meta")}))
 
 
 def test_the_operation_is_what_torch_compile_expects() -> None:

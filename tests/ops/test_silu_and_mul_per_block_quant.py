@@ -11,7 +11,7 @@ import pytest
 
 torch: Any = pytest.importorskip("torch")
 
-from vllm_hwplugin.ops.silu_and_mul_per_block_quant import _reference, silu_and_mul_per_block_quant  # noqa: E402
+from vllm_hwplugin.ops.silu_and_mul_per_block_quant import silu_and_mul_per_block_quant  # noqa: E402
 
 from .operation_checks import arguments_of_vllms_call, assert_refused, compiled_result  # noqa: E402
 from .vllm_child import printed_beside_vllm  # noqa: E402
@@ -238,8 +238,8 @@ def test_a_mistake_is_an_error_that_says_what_was_expected(changes: dict[str, An
 def test_another_device_is_an_error() -> None:
     # Called by itself: with a tensor of `meta` the dispatcher would take the shapes-only implementation.
     for name in ("out", "scales", "scale_ub"):
-        with pytest.raises(RuntimeError, match=f"{name} is not on input's device, cpu"):
-            _reference(**_arguments(**{name: _arguments()[name].to("meta")}))
+        with pytest.raises(RuntimeError, match=f"{name} is on meta; expected input's device, cpu"):
+            silu_and_mul_per_block_quant.__wrapped__(**_arguments(**{name: _arguments()[name].to("meta")}))
 
 
 def test_the_operation_is_what_torch_compile_expects() -> None:

@@ -1,31 +1,78 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Define an operation of ``torch.ops.hwplugin``; the kernels in ``csrc`` register themselves for it when loaded."""
+"""Define operations of ``torch.ops.hwplugin``; the kernels in ``csrc`` register themselves for them when loaded."""
 
 from __future__ import annotations
 
+import functools
+import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final, TypeVar
 
 import torch
 
+from .build.jit import GPUS, ensure
+from .build.spec import KernelSpec
 
-def define(schema: str, reference: Callable[..., None] | None = None) -> torch.library.Library:
-    """Define an operation that writes into tensors of its caller and returns nothing.
+Reference = TypeVar("Reference", bound=Callable[..., None])
+
+# An operation is gone when what holds its definition is.
+_libraries: Final[dict[str, torch.library.Library]] = {}
+
+
+def operation(kernel: KernelSpec, writes: tuple[str, ...]) -> Callable[[Reference], Reference]:
+    """Decorate the torch reference of an operation that writes into tensors of its caller and returns nothing.
+
+    The reference is the operation's one description in Python: its name, arguments, types and defaults become the
+    schema, it serves every device that no kernel is loaded for, and its docstring says what callers have to know. The
+    decorated function calls the operation, so it is served by the kernel where there is one. The first call for a GPU's
+    tensor loads that, which may run a compiler.
+
+    ``__wrapped__`` of the result is the reference itself.
+
+    Args:
+        kernel: of the operation's name.
+        writes: the arguments that are written, by name.
+    """
+
+    def make(reference: Reference) -> Reference:
+        define(kernel.name + _schema(reference, writes), reference)
+        call: Any = getattr(torch.ops.hwplugin, kernel.name)
+
+        @functools.wraps(reference)
+        def operate(*arguments: Any, **named: Any) -> None:
+            if not torch.compiler.is_compiling() and _on_gpu(*arguments, *named.values()):
+                ensure(kernel)
+            call(*arguments, **named)
+
+        return operate  # type: ignore[return-value]
+
+    return make
+
+
+def _on_gpu(*arguments: Any) -> bool:
+    return any(isinstance(one, torch.Tensor) and one.device.type in GPUS for one in arguments)
+
+
+def _schema(reference: Callable[..., None], writes: tuple[str, ...]) -> str:
+    """The arguments as vLLM writes them: sizes that are plain numbers, and written tensors without names."""
+    inferred = str(torch.library.infer_schema(reference, mutates_args=writes))
+    return re.sub(r"\(\w+!\)", "!", inferred.replace("SymInt", "int"))
+
+
+def define(schema: str, reference: Callable[..., None] | None = None) -> None:
+    """Define an operation by its schema.
 
     Args:
         schema: as ``torch.library.Library.define`` takes it.
         reference: serves every device that no kernel is loaded for; None where nothing does.
-
-    Returns:
-        What holds the definition: the operation is gone when it is.
     """
+    name = schema.partition("(")[0]
     library = torch.library.Library("hwplugin", "FRAGMENT")
     library.define(schema)
-    name = schema.partition("(")[0]
     if reference is not None:
         library.impl(name, reference, "CompositeExplicitAutograd")
     torch.library.register_fake(f"hwplugin::{name}", _no_shape, lib=library)
-    return library
+    _libraries[name] = library
 
 
 def _no_shape(*arguments: Any, **settings: Any) -> None:

@@ -11,21 +11,16 @@ from typing import Final
 
 import torch
 
-from ._define import define
-from .build.jit import GPUS, ensure
+from ._arguments import Checks
+from ._define import operation
 from .build.spec import FUSED_QK_NORM_ROPE
 
-_DTYPES: Final = (torch.float16, torch.bfloat16)
+# Of heads, and of elements of one: what keeps the kernel's indices within 32 bits.
 _MAX: Final = 1 << 16
 
+
 # As vLLM declares its own operation of this name, so that this one can stand in its place.
-_SCHEMA: Final = (
-    "fused_qk_norm_rope(Tensor! qkv, int num_heads_q, int num_heads_k, int num_heads_v, int head_dim, float eps, "
-    "Tensor q_weight, Tensor k_weight, Tensor cos_sin_cache, bool is_neox, Tensor position_ids, "
-    "int forced_token_heads_per_warp=-1) -> ()"
-)
-
-
+@operation(kernel=FUSED_QK_NORM_ROPE, writes=("qkv",))
 def fused_qk_norm_rope(
     qkv: torch.Tensor,
     num_heads_q: int,
@@ -60,40 +55,27 @@ def fused_qk_norm_rope(
     Raises:
         RuntimeError: a type, device, shape or stride is not as described.
     """
-    if qkv.device.type in GPUS and not torch.compiler.is_compiling():
-        ensure(FUSED_QK_NORM_ROPE)
-    torch.ops.hwplugin.fused_qk_norm_rope(
-        qkv,
-        num_heads_q,
-        num_heads_k,
-        num_heads_v,
-        head_dim,
-        eps,
-        q_weight,
-        k_weight,
-        cos_sin_cache,
-        is_neox,
-        position_ids,
-        forced_token_heads_per_warp,
-    )
-
-
-def _reference(
-    qkv: torch.Tensor,
-    num_heads_q: int,
-    num_heads_k: int,
-    num_heads_v: int,
-    head_dim: int,
-    eps: float,
-    q_weight: torch.Tensor,
-    k_weight: torch.Tensor,
-    cos_sin_cache: torch.Tensor,
-    is_neox: bool,
-    position_ids: torch.Tensor,
-    forced_token_heads_per_warp: int = -1,
-) -> None:
     heads = num_heads_q, num_heads_k, num_heads_v
-    _check(qkv, heads, head_dim, q_weight, k_weight, cos_sin_cache, position_ids)
+    checks = Checks("fused_qk_norm_rope", "qkv", qkv)
+    checks.halves()
+    checks.that(all(0 <= n <= _MAX for n in heads), f"the numbers of heads are {heads}; expected 0 to {_MAX}")
+    checks.that(0 < head_dim <= _MAX, f"head_dim is {head_dim}; expected 1 to {_MAX}")
+    width = sum(heads) * head_dim
+    checks.that(
+        qkv.dim() == 2 and qkv.shape[1] == width,
+        f"qkv has shape {tuple(qkv.shape)}; expected [tokens, {width}], for heads of head_dim={head_dim}",
+    )
+    checks.that(qkv.is_contiguous(), "qkv has to be contiguous")
+    _check_tensor(checks, "position_ids", position_ids, (qkv.shape[0],), torch.int64)
+    _check_tensor(checks, "q_weight", q_weight, (head_dim,), qkv.dtype)
+    _check_tensor(checks, "k_weight", k_weight, (head_dim,), qkv.dtype)
+    _check_tensor(checks, "cos_sin_cache", cos_sin_cache, None, qkv.dtype, torch.float32)
+    checks.that(cos_sin_cache.dim() == 2, f"cos_sin_cache has {cos_sin_cache.dim()} dimensions; expected 2")
+    rotary_dim = cos_sin_cache.shape[1]
+    checks.that(
+        rotary_dim % 2 == 0 and rotary_dim <= head_dim,
+        f"rotary_dim is {rotary_dim}; expected an even number of at most head_dim={head_dim}",
+    )
     of_query_and_key = qkv.view(qkv.shape[0], sum(heads), head_dim)[:, : num_heads_q + num_heads_k]
     weight = torch.cat([q_weight.expand(num_heads_q, head_dim), k_weight.expand(num_heads_k, head_dim)]).float()
     normed = of_query_and_key.float()
@@ -107,48 +89,11 @@ def _reference(
     of_query_and_key.copy_(normed)
 
 
-def _check(
-    qkv: torch.Tensor,
-    heads: tuple[int, int, int],
-    head_dim: int,
-    q_weight: torch.Tensor,
-    k_weight: torch.Tensor,
-    cos_sin_cache: torch.Tensor,
-    position_ids: torch.Tensor,
+def _check_tensor(
+    checks: Checks, name: str, tensor: torch.Tensor, shape: tuple[int, ...] | None, *dtypes: torch.dtype
 ) -> None:
-    """The kernel's own checks, so that a mistake shows on any device."""
-
-    def expect(good: bool, text: str) -> None:
-        if not good:
-            raise RuntimeError(f"fused_qk_norm_rope: {text}")
-
-    expect(qkv.dtype in _DTYPES, f"qkv is {qkv.dtype}; expected float16 or bfloat16")
-    expect(all(0 <= n <= _MAX for n in heads), f"the numbers of heads are {heads}; expected 0 to {_MAX}")
-    expect(0 < head_dim <= _MAX, f"head_dim is {head_dim}; expected 1 to {_MAX}")
-    width = sum(heads) * head_dim
-    expect(
-        qkv.dim() == 2 and qkv.shape[1] == width,
-        f"qkv has shape {tuple(qkv.shape)}; expected [tokens, {width}], for heads of head_dim={head_dim}",
-    )
-    others = {
-        "position_ids": (position_ids, (torch.int64,), qkv.shape[0]),
-        "q_weight": (q_weight, (qkv.dtype,), head_dim),
-        "k_weight": (k_weight, (qkv.dtype,), head_dim),
-        "cos_sin_cache": (cos_sin_cache, (qkv.dtype, torch.float32), None),
-    }
-    expect(qkv.is_contiguous(), "qkv has to be contiguous")
-    for name, (tensor, dtypes, size) in others.items():
-        expect(tensor.device == qkv.device, f"{name} is on {tensor.device}; expected qkv's device, {qkv.device}")
-        expect(tensor.is_contiguous(), f"{name} has to be contiguous")
-        expect(tensor.dtype in dtypes, f"{name} is {tensor.dtype}; expected {' or '.join(map(str, dtypes))}")
-        if size is not None:
-            expect(tuple(tensor.shape) == (size,), f"{name} has shape {tuple(tensor.shape)}; expected ({size},)")
-    expect(cos_sin_cache.dim() == 2, f"cos_sin_cache has {cos_sin_cache.dim()} dimensions; expected 2")
-    rotary_dim = cos_sin_cache.shape[1]
-    expect(
-        rotary_dim % 2 == 0 and rotary_dim <= head_dim,
-        f"rotary_dim is {rotary_dim}; expected an even number of at most head_dim={head_dim}",
-    )
-
-
-_LIBRARY: Final = define(_SCHEMA, _reference)
+    checks.device(name, tensor)
+    checks.that(tensor.is_contiguous(), f"{name} has to be contiguous")
+    checks.dtype(name, tensor, *dtypes)
+    if shape is not None:
+        checks.that(tensor.shape == shape, f"{name} has shape {tuple(tensor.shape)}; expected {shape}")

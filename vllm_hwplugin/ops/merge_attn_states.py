@@ -17,22 +17,16 @@ from typing import Final
 
 import torch
 
-from ._define import define
-from .build.jit import GPUS, ensure
+from ._arguments import FLOATS, Checks
+from ._define import operation
 from .build.spec import MERGE_ATTN_STATES
-
-_DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16)
 
 # What the kernel moves at once.
 _LOAD_BYTES: Final = 16
 
-# vLLM's (csrc/torch_bindings.cpp), the same in 0.20.2 and in 0.32.0; only the number of tokens has no default there.
-_SCHEMA: Final = (
-    "merge_attn_states(Tensor(a!) output, Tensor(b!)? output_lse, Tensor prefix_output, Tensor prefix_lse, "
-    "Tensor suffix_output, Tensor suffix_lse, int? prefill_tokens_with_context=None, Tensor? output_scale=None) -> ()"
-)
 
-
+# As vLLM has it (csrc/torch_bindings.cpp), in 0.20.2 and in 0.32.0; only the number of tokens has no default there.
+@operation(kernel=MERGE_ATTN_STATES, writes=("output", "output_lse"))
 def merge_attn_states(
     output: torch.Tensor,
     output_lse: torch.Tensor | None,
@@ -67,40 +61,37 @@ def merge_attn_states(
     Raises:
         RuntimeError: a type, device, shape, stride or alignment is not as described.
     """
-    if output.device.type in GPUS and not torch.compiler.is_compiling():
-        ensure(MERGE_ATTN_STATES)
-    torch.ops.hwplugin.merge_attn_states(
-        output,
-        output_lse,
-        prefix_output,
-        prefix_lse,
-        suffix_output,
-        suffix_lse,
-        prefill_tokens_with_context,
-        output_scale,
-    )
-
-
-def _reference(
-    output: torch.Tensor,
-    output_lse: torch.Tensor | None,
-    prefix_output: torch.Tensor,
-    prefix_lse: torch.Tensor,
-    suffix_output: torch.Tensor,
-    suffix_lse: torch.Tensor,
-    prefill_tokens_with_context: int | None = None,
-    output_scale: torch.Tensor | None = None,
-) -> None:
-    tokens_with_context = output.shape[0] if prefill_tokens_with_context is None else prefill_tokens_with_context
-    _check(
-        output,
-        output_lse,
-        prefix_output,
-        prefix_lse,
-        suffix_output,
-        suffix_lse,
-        tokens_with_context,
-        output_scale,
+    checks = Checks("merge_attn_states", "output", output)
+    dtype = prefix_output.dtype
+    checks.dtype("prefix_output", prefix_output, *FLOATS, words="float32, float16 or bfloat16")
+    checks.dtype("suffix_output", suffix_output, dtype, words=f"prefix_output's type, {dtype}")
+    if output_scale is None:
+        checks.dtype("output", output, dtype, words=f"prefix_output's type, {dtype}, where there is no output_scale")
+    else:
+        checks.dtype(
+            "output",
+            output,
+            torch.float8_e4m3fn,
+            words="torch.float8_e4m3fn, as there is an output_scale",
+        )
+        checks.device("output_scale", output_scale)
+        checks.that(
+            output_scale.dtype == torch.float32 and output_scale.numel() == 1,
+            "output_scale has to be one torch.float32",
+        )
+    for name, heads in (("output", output), ("prefix_output", prefix_output), ("suffix_output", suffix_output)):
+        _check_heads(checks, name, heads, _LOAD_BYTES // dtype.itemsize)
+    checks.written("output", output)
+    for name, lses in (("prefix_lse", prefix_lse), ("suffix_lse", suffix_lse), ("output_lse", output_lse)):
+        if lses is not None:
+            _check_lse(checks, name, lses)
+    if output_lse is not None:
+        checks.written("output_lse", output_lse)
+    tokens = output.shape[0]
+    tokens_with_context = tokens if prefill_tokens_with_context is None else prefill_tokens_with_context
+    checks.that(
+        0 <= tokens_with_context <= tokens,
+        f"prefill_tokens_with_context is {tokens_with_context}; expected 0 to {tokens}",
     )
     part = slice(0, tokens_with_context)
     merged = suffix_output.float()
@@ -132,88 +123,35 @@ def _merge(
     return (outputs * weights.transpose(1, 2).unsqueeze(-1)).sum(0), lse
 
 
-def _check(
-    output: torch.Tensor,
-    output_lse: torch.Tensor | None,
-    prefix_output: torch.Tensor,
-    prefix_lse: torch.Tensor,
-    suffix_output: torch.Tensor,
-    suffix_lse: torch.Tensor,
-    tokens_with_context: int,
-    output_scale: torch.Tensor | None,
-) -> None:
-    """The kernel's own checks, so that a mistake shows on any device."""
-
-    def expect(good: bool, text: str) -> None:
-        if not good:
-            raise RuntimeError(f"merge_attn_states: {text}")
-
-    def expect_device(name: str, tensor: torch.Tensor) -> None:
-        expect(
-            tensor.device == output.device, f"{name} is on {tensor.device}; expected output's device, {output.device}"
-        )
-
-    dtype = prefix_output.dtype
-    expect(dtype in _DTYPES, f"prefix_output is {dtype}; expected float32, float16 or bfloat16")
-    expect(
-        suffix_output.dtype == dtype, f"suffix_output is {suffix_output.dtype}; expected prefix_output's type, {dtype}"
+def _check_heads(checks: Checks, name: str, tensor: torch.Tensor, pack: int) -> None:
+    """That packs of so many elements can be moved."""
+    expected = checks.leading.shape
+    checks.device(name, tensor)
+    checks.that(tensor.dim() == 3, f"{name} has {tensor.dim()} dimensions; expected [tokens, heads, head_size]")
+    checks.that(tensor.shape == expected, f"{name} has shape {tuple(tensor.shape)}; expected {tuple(expected)}")
+    checks.that(
+        tensor.shape[2] % pack == 0,
+        f"the heads have {tensor.shape[2]} elements; expected a multiple of {pack}, which are {_LOAD_BYTES} bytes "
+        "of prefix_output",
     )
-    if output_scale is None:
-        expect(
-            output.dtype == dtype,
-            f"output is {output.dtype}; expected prefix_output's type, {dtype}, where there is no output_scale",
+    checks.last_stride(name, tensor)
+    for i in (0, 1):
+        checks.that(
+            tensor.shape[i] <= 1 or tensor.shape[2] == 0 or tensor.stride(i) % pack == 0,
+            f"{name}.stride({i}) is {tensor.stride(i)}; expected a multiple of {pack}: call contiguous() first",
         )
-    else:
-        expect(
-            output.dtype == torch.float8_e4m3fn,
-            f"output is {output.dtype}; expected torch.float8_e4m3fn, as there is an output_scale",
-        )
-        expect_device("output_scale", output_scale)
-        expect(
-            output_scale.dtype == torch.float32 and output_scale.numel() == 1,
-            "output_scale has to be one torch.float32",
-        )
-    pack = _LOAD_BYTES // dtype.itemsize
-    for name, tensor in (("output", output), ("prefix_output", prefix_output), ("suffix_output", suffix_output)):
-        expect_device(name, tensor)
-        expect(tensor.dim() == 3, f"{name} has {tensor.dim()} dimensions; expected [tokens, heads, head_size]")
-        expect(tensor.shape == output.shape, f"{name} has shape {tuple(tensor.shape)}; expected {tuple(output.shape)}")
-        expect(
-            tensor.shape[2] % pack == 0,
-            f"the heads have {tensor.shape[2]} elements; expected a multiple of {pack}, which are {_LOAD_BYTES} bytes "
-            "of prefix_output",
-        )
-        expect(
-            tensor.shape[2] <= 1 or tensor.stride(2) == 1,
-            f"{name} has stride {tensor.stride(2)} in its last dimension; expected 1: call contiguous() first",
-        )
-        for i in (0, 1):
-            expect(
-                tensor.shape[i] <= 1 or tensor.shape[2] == 0 or tensor.stride(i) % pack == 0,
-                f"{name}.stride({i}) is {tensor.stride(i)}; expected a multiple of {pack}: call contiguous() first",
-            )
-        start = pack * tensor.dtype.itemsize
-        expect(
-            tensor.data_ptr() % start == 0,
-            f"{name} does not begin at a multiple of {start} bytes; expected that: call clone() first",
-        )
-    shape = (output.shape[1], output.shape[0])
-    for name, lse in (("prefix_lse", prefix_lse), ("suffix_lse", suffix_lse), ("output_lse", output_lse)):
-        if lse is None:
-            continue
-        expect_device(name, lse)
-        expect(lse.dtype == torch.float32, f"{name} is {lse.dtype}; expected torch.float32")
-        expect(lse.shape == shape, f"{name} has shape {tuple(lse.shape)}; expected [heads, tokens], which is {shape}")
-    for name, written in (("output", output), ("output_lse", output_lse)):
-        expect(
-            written is None
-            or all(stride > 0 for size, stride in zip(written.shape, written.stride(), strict=True) if size > 1),
-            f"{name} has a stride of 0, so its elements overlap; expected a tensor that can be written",
-        )
-    expect(
-        0 <= tokens_with_context <= output.shape[0],
-        f"prefill_tokens_with_context is {tokens_with_context}; expected 0 to {output.shape[0]}",
+    start = pack * tensor.dtype.itemsize
+    checks.that(
+        tensor.data_ptr() % start == 0,
+        f"{name} does not begin at a multiple of {start} bytes; expected that: call clone() first",
     )
 
 
-_LIBRARY: Final = define(_SCHEMA, _reference)
+def _check_lse(checks: Checks, name: str, tensor: torch.Tensor) -> None:
+    tokens, heads, _ = checks.leading.shape
+    checks.device(name, tensor)
+    checks.dtype(name, tensor, torch.float32)
+    checks.that(
+        tensor.shape == (heads, tokens),
+        f"{name} has shape {tuple(tensor.shape)}; expected [heads, tokens], which is {(heads, tokens)}",
+    )

@@ -19,4 +19,4 @@ _SCHEMA: Final = (
     "int blocks_per_request, int splits, int programs, int at_once) -> ()"
 )
 
-_LIBRARY: Final = define(_SCHEMA)
+define(_SCHEMA)

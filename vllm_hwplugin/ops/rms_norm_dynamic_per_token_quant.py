@@ -25,22 +25,16 @@ from typing import Final
 
 import torch
 
-from ._define import define
-from .build.jit import GPUS, ensure
+from ._arguments import Checks
+from ._define import operation
 from .build.spec import RMS_NORM_DYNAMIC_PER_TOKEN_QUANT
-
-_DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16)
 
 # Range and smallest scale.
 _QUANTISED: Final = {torch.float8_e4m3fn: (448.0, 1 / (448.0 * 512.0)), torch.int8: (127.0, 2.0**-23)}
 
-# vLLM's (csrc/torch_bindings.cpp, since 0.24 csrc/libtorch_stable/torch_bindings.cpp); the same from 0.20.0 to 0.33.0.
-_SCHEMA: Final = (
-    "rms_norm_dynamic_per_token_quant(Tensor! result, Tensor input, Tensor weight, Tensor! scale, float epsilon, "
-    "Tensor? scale_ub, Tensor!? residual) -> ()"
-)
 
-
+# As vLLM has it (csrc/torch_bindings.cpp, since 0.24 csrc/libtorch_stable/torch_bindings.cpp), from 0.20.0 to 0.33.0.
+@operation(kernel=RMS_NORM_DYNAMIC_PER_TOKEN_QUANT, writes=("result", "scale", "residual"))
 def rms_norm_dynamic_per_token_quant(
     result: torch.Tensor,
     input: torch.Tensor,
@@ -66,21 +60,43 @@ def rms_norm_dynamic_per_token_quant(
     Raises:
         RuntimeError: a type, device, shape or stride is not as described, or hidden_size is 0.
     """
-    if input.device.type in GPUS and not torch.compiler.is_compiling():
-        ensure(RMS_NORM_DYNAMIC_PER_TOKEN_QUANT)
-    torch.ops.hwplugin.rms_norm_dynamic_per_token_quant(result, input, weight, scale, epsilon, scale_ub, residual)
-
-
-def _reference(
-    result: torch.Tensor,
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    epsilon: float,
-    scale_ub: torch.Tensor | None,
-    residual: torch.Tensor | None,
-) -> None:
-    _check(result, input, weight, scale, scale_ub, residual)
+    checks = Checks("rms_norm_dynamic_per_token_quant", "input", input)
+    checks.that(
+        input.dim() >= 1 and input.shape[-1] > 0,
+        "input has no elements in its last dimension, so its rows have no norm",
+    )
+    hidden = input.shape[-1]
+    rows = input.numel() // hidden
+    for name, tensor in (("result", result), ("weight", weight), ("scale", scale)):
+        checks.device(name, tensor)
+    checks.dtype("result", result, *_QUANTISED, words="float8_e4m3fn or int8")
+    checks.dtype("weight", weight, input.dtype)
+    checks.dtype("scale", scale, torch.float32)
+    _check_like_input(checks, "result", result)
+    checks.that(
+        weight.shape == (hidden,) and weight.is_contiguous(),
+        f"weight has {weight.numel()} elements in {weight.dim()} dimensions; expected [{hidden}], contiguous",
+    )
+    checks.that(
+        scale.numel() == rows and scale.is_contiguous(),
+        f"scale has {scale.numel()} elements; expected {rows}, contiguous",
+    )
+    if scale_ub is not None:
+        checks.device("scale_ub", scale_ub)
+        checks.dtype("scale_ub", scale_ub, torch.float32)
+        checks.that(result.dtype != torch.int8, "scale_ub is given; expected it for float8_e4m3fn alone")
+        checks.that(scale_ub.numel() == 1, f"scale_ub has {scale_ub.numel()} elements; expected 1")
+    if residual is not None:
+        checks.device("residual", residual)
+        checks.dtype("residual", residual, input.dtype)
+        _check_like_input(checks, "residual", residual)
+    checks.last_stride("input", input)
+    apart = [(size, step) for size, step in zip(input.shape[:-1], input.stride()[:-1], strict=True) if size != 1]
+    checks.that(
+        all(outer == size * inner for (_, outer), (size, inner) in itertools.pairwise(apart)),
+        "input's rows do not lie at even distances: call contiguous() first",
+    )
+    checks.floats()
     if result.numel() == 0:
         return
     x = input.float()
@@ -102,65 +118,6 @@ def _reference(
         result.copy_(torch.fmin(normal / by_row, limit).clamp(min=-_QUANTISED[result.dtype][0]))
 
 
-def _check(
-    result: torch.Tensor,
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    scale_ub: torch.Tensor | None,
-    residual: torch.Tensor | None,
-) -> None:
-    """The kernel's own checks, so that a mistake shows on any device."""
-
-    def expect(good: bool, text: str) -> None:
-        if not good:
-            raise RuntimeError(f"rms_norm_dynamic_per_token_quant: {text}")
-
-    expect(
-        input.dim() >= 1 and input.shape[-1] > 0,
-        "input has no elements in its last dimension, so its rows have no norm",
-    )
-    hidden = input.shape[-1]
-    rows = input.numel() // hidden
-    for name, tensor in (
-        ("result", result),
-        ("weight", weight),
-        ("scale", scale),
-        ("scale_ub", scale_ub),
-        ("residual", residual),
-    ):
-        expect(tensor is None or tensor.device == input.device, f"{name} is not on input's device, {input.device}")
-    expect(result.dtype in _QUANTISED, f"result is {result.dtype}; expected float8_e4m3fn or int8")
-    expect(weight.dtype == input.dtype, f"weight is {weight.dtype}; expected {input.dtype}")
-    expect(scale.dtype == torch.float32, f"scale is {scale.dtype}; expected torch.float32")
-    for name, tensor in (("result", result), ("residual", residual)):
-        if tensor is not None:
-            expect(tensor.shape == input.shape, f"{name} has another shape than input")
-            expect(tensor.is_contiguous(), f"{name} is not contiguous")
-    expect(
-        weight.shape == (hidden,) and weight.is_contiguous(),
-        f"weight has {weight.numel()} elements in {weight.dim()} dimensions; expected [{hidden}], contiguous",
-    )
-    expect(
-        scale.numel() == rows and scale.is_contiguous(),
-        f"scale has {scale.numel()} elements; expected {rows}, contiguous",
-    )
-    if scale_ub is not None:
-        expect(scale_ub.dtype == torch.float32, f"scale_ub is {scale_ub.dtype}; expected torch.float32")
-        expect(result.dtype != torch.int8, "scale_ub is given; expected it for float8_e4m3fn alone")
-        expect(scale_ub.numel() == 1, f"scale_ub has {scale_ub.numel()} elements; expected 1")
-    if residual is not None:
-        expect(residual.dtype == input.dtype, f"residual is {residual.dtype}; expected {input.dtype}")
-    expect(
-        hidden == 1 or input.stride(-1) == 1,
-        f"input has stride {input.stride(-1)} in its last dimension; expected 1: call contiguous() first",
-    )
-    apart = [(size, step) for size, step in zip(input.shape[:-1], input.stride()[:-1], strict=True) if size != 1]
-    expect(
-        all(outer == size * inner for (_, outer), (size, inner) in itertools.pairwise(apart)),
-        "input's rows do not lie at even distances: call contiguous() first",
-    )
-    expect(input.dtype in _DTYPES, f"input is {input.dtype}; expected float32, float16 or bfloat16")
-
-
-_LIBRARY: Final = define(_SCHEMA, _reference)
+def _check_like_input(checks: Checks, name: str, tensor: torch.Tensor) -> None:
+    checks.that(tensor.shape == checks.leading.shape, f"{name} has another shape than input")
+    checks.contiguous(name, tensor)

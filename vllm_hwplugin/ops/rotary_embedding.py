@@ -7,23 +7,15 @@ Importing this module defines the operation and builds nothing.
 
 from __future__ import annotations
 
-from typing import Final
-
 import torch
 
-from ._define import define
-from .build.jit import GPUS, ensure
+from ._arguments import Checks
+from ._define import operation
 from .build.spec import ROTARY_EMBEDDING
 
-_DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16)
 
 # As vLLM declares its own operation of this name, so that this one can stand in its place.
-_SCHEMA: Final = (
-    "rotary_embedding(Tensor positions, Tensor! query, Tensor!? key, int head_size, Tensor cos_sin_cache, "
-    "bool is_neox, int rope_dim_offset=0, bool inverse=False) -> ()"
-)
-
-
+@operation(kernel=ROTARY_EMBEDDING, writes=("query", "key"))
 def rotary_embedding(
     positions: torch.Tensor,
     query: torch.Tensor,
@@ -56,24 +48,38 @@ def rotary_embedding(
     Raises:
         RuntimeError: a type, device, shape or stride is not as described.
     """
-    if query.device.type in GPUS and not torch.compiler.is_compiling():
-        ensure(ROTARY_EMBEDDING)
-    torch.ops.hwplugin.rotary_embedding(
-        positions, query, key, head_size, cos_sin_cache, is_neox, rope_dim_offset, inverse
+    checks = Checks("rotary_embedding", "query", query)
+    checks.dtype("positions", positions, torch.int64)
+    checks.that(
+        positions.dim() >= 1 and positions.is_contiguous(), "positions has to be contiguous and to have a dimension"
     )
-
-
-def _reference(
-    positions: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor | None,
-    head_size: int,
-    cos_sin_cache: torch.Tensor,
-    is_neox: bool,
-    rope_dim_offset: int = 0,
-    inverse: bool = False,
-) -> None:
-    _check(positions, query, key, head_size, cos_sin_cache, rope_dim_offset)
+    checks.floats()
+    checks.that(head_size > 0, f"head_size is {head_size}; expected a positive number")
+    checks.that(cos_sin_cache.dim() == 2, f"cos_sin_cache has {cos_sin_cache.dim()} dimensions; expected 2")
+    rotary_dim = cos_sin_cache.shape[1]
+    checks.that(
+        rotary_dim % 2 == 0 and rotary_dim <= head_size,
+        f"rotary_dim is {rotary_dim}; expected an even number of at most head_size={head_size}",
+    )
+    checks.that(
+        0 <= rope_dim_offset <= head_size - rotary_dim,
+        f"rope_dim_offset is {rope_dim_offset}; expected 0 to head_size - rotary_dim, {head_size - rotary_dim}",
+    )
+    for name, tensor in (("positions", positions), ("key", key), ("cos_sin_cache", cos_sin_cache)):
+        checks.device(name, tensor)
+    if key is not None:
+        checks.dtype("key", key, query.dtype, words=f"query's type, {query.dtype}")
+    checks.dtype(
+        "cos_sin_cache",
+        cos_sin_cache,
+        query.dtype,
+        torch.float32,
+        words=f"query's type, {query.dtype}, or torch.float32",
+    )
+    checks.last_stride("cos_sin_cache", cos_sin_cache)
+    _check_heads(checks, "query", query, positions, head_size)
+    if key is not None:
+        _check_heads(checks, "key", key, positions, head_size)
     cos, sin = cos_sin_cache.index_select(0, positions.flatten()).chunk(2, dim=-1)
     cos, sin = (part.unflatten(0, positions.shape).unsqueeze(-2) for part in (cos, sin))
     for tensor in (query, key):
@@ -90,65 +96,18 @@ def _rotate(part: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_neox: b
     first.copy_(rotated)
 
 
-def _check(
-    positions: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor | None,
-    head_size: int,
-    cos_sin_cache: torch.Tensor,
-    rope_dim_offset: int,
-) -> None:
-    """The kernel's own checks, so that a mistake shows on any device."""
-
-    def expect(good: bool, text: str) -> None:
-        if not good:
-            raise RuntimeError(f"rotary_embedding: {text}")
-
-    expect(positions.dtype == torch.int64, f"positions is {positions.dtype}; expected torch.int64")
-    expect(positions.dim() >= 1 and positions.is_contiguous(), "positions has to be contiguous and to have a dimension")
-    expect(query.dtype in _DTYPES, f"query is {query.dtype}; expected float32, float16 or bfloat16")
-    expect(head_size > 0, f"head_size is {head_size}; expected a positive number")
-    expect(cos_sin_cache.dim() == 2, f"cos_sin_cache has {cos_sin_cache.dim()} dimensions; expected 2")
-    rotary_dim = cos_sin_cache.shape[1]
-    expect(
-        rotary_dim % 2 == 0 and rotary_dim <= head_size,
-        f"rotary_dim is {rotary_dim}; expected an even number of at most head_size={head_size}",
+def _check_heads(checks: Checks, name: str, tensor: torch.Tensor, positions: torch.Tensor, head_size: int) -> None:
+    leading = positions.dim()
+    checks.that(
+        tensor.shape[:leading] == positions.shape and tensor.dim() - leading in (1, 2),
+        f"{name} has shape {tuple(tensor.shape)}; expected {tuple(positions.shape)} and then "
+        "[heads * head_size] or [heads, head_size]",
     )
-    expect(
-        0 <= rope_dim_offset <= head_size - rotary_dim,
-        f"rope_dim_offset is {rope_dim_offset}; expected 0 to head_size - rotary_dim, {head_size - rotary_dim}",
+    last = tensor.shape[-1]
+    checks.that(
+        last == head_size if tensor.dim() == leading + 2 else last % head_size == 0,
+        f"{name} has {last} elements in its last dimension; expected head_size={head_size}, or a multiple of it "
+        "where the heads have no dimension of their own",
     )
-    for name, tensor in (("positions", positions), ("key", key), ("cos_sin_cache", cos_sin_cache)):
-        if tensor is None:
-            continue
-        expect(tensor.device == query.device, f"{name} is on {tensor.device}; expected query's device, {query.device}")
-    if key is not None:
-        expect(key.dtype == query.dtype, f"key is {key.dtype}; expected query's type, {query.dtype}")
-    expect(
-        cos_sin_cache.dtype in (query.dtype, torch.float32),
-        f"cos_sin_cache is {cos_sin_cache.dtype}; expected query's type, {query.dtype}, or torch.float32",
-    )
-    expect(rotary_dim == 0 or cos_sin_cache.stride(1) == 1, "cos_sin_cache needs stride 1 in its last dimension")
-    for name, tensor in (("query", query), ("key", key)):
-        if tensor is None:
-            continue
-        leading = positions.dim()
-        expect(
-            tensor.shape[:leading] == positions.shape and tensor.dim() - leading in (1, 2),
-            f"{name} has shape {tuple(tensor.shape)}; expected {tuple(positions.shape)} and then "
-            "[heads * head_size] or [heads, head_size]",
-        )
-        last = tensor.shape[-1]
-        expect(
-            last == head_size if tensor.dim() == leading + 2 else last % head_size == 0,
-            f"{name} has {last} elements in its last dimension; expected head_size={head_size}, or a multiple of it "
-            "where the heads have no dimension of their own",
-        )
-        expect(
-            all(stride > 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1),
-            f"{name} has a stride of 0, so its elements overlap; expected a tensor that can be written in place",
-        )
-        expect(last <= 1 or tensor.stride(-1) == 1, f"{name} needs stride 1 in its last dimension: call contiguous()")
-
-
-_LIBRARY: Final = define(_SCHEMA, _reference)
+    checks.written(name, tensor, " in place")
+    checks.last_stride(name, tensor)

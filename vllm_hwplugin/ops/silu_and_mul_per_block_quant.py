@@ -22,11 +22,10 @@ from typing import Final
 
 import torch
 
-from ._define import define
-from .build.jit import GPUS, ensure
+from ._arguments import Checks
+from ._define import operation
 from .build.spec import SILU_AND_MUL_PER_BLOCK_QUANT
 
-_DTYPES: Final = (torch.float16, torch.bfloat16)
 _GROUP_SIZES: Final = (64, 128)
 
 # Range and smallest scale.
@@ -34,13 +33,9 @@ _QUANTISED: Final = {torch.float8_e4m3fn: (448.0, 1 / (448.0 * 512.0)), torch.in
 
 _MAX_TOKENS: Final = 1 << 30
 
-# vLLM's (csrc/torch_bindings.cpp, since 0.24 csrc/libtorch_stable/torch_bindings.cpp); the same from 0.20.0 to 0.33.0.
-_SCHEMA: Final = (
-    "silu_and_mul_per_block_quant(Tensor! out, Tensor input, Tensor! scales, int group_size, Tensor? scale_ub=None, "
-    "bool is_scale_transposed=False) -> ()"
-)
 
-
+# As vLLM has it (csrc/torch_bindings.cpp, since 0.24 csrc/libtorch_stable/torch_bindings.cpp), from 0.20.0 to 0.33.0.
+@operation(kernel=SILU_AND_MUL_PER_BLOCK_QUANT, writes=("out", "scales"))
 def silu_and_mul_per_block_quant(
     out: torch.Tensor,
     input: torch.Tensor,
@@ -66,21 +61,35 @@ def silu_and_mul_per_block_quant(
     Raises:
         RuntimeError: a type, device, shape or stride is not as described.
     """
-    if input.device.type in GPUS and not torch.compiler.is_compiling():
-        ensure(SILU_AND_MUL_PER_BLOCK_QUANT)
-    torch.ops.hwplugin.silu_and_mul_per_block_quant(out, input, scales, group_size, scale_ub, is_scale_transposed)
-
-
-def _reference(
-    out: torch.Tensor,
-    input: torch.Tensor,
-    scales: torch.Tensor,
-    group_size: int,
-    scale_ub: torch.Tensor | None = None,
-    is_scale_transposed: bool = False,
-) -> None:
-    _check(out, input, scales, group_size, scale_ub)
+    checks = Checks("silu_and_mul_per_block_quant", "input", input)
+    for name, tensor in (("out", out), ("scales", scales), ("scale_ub", scale_ub)):
+        checks.device(name, tensor)
+    checks.dtype("out", out, *_QUANTISED, words="float8_e4m3fn or int8")
+    checks.dtype("scales", scales, torch.float32, words="float32")
+    checks.that(group_size in _GROUP_SIZES, f"group_size is {group_size}; expected 64 or 128")
+    checks.that(
+        input.dim() == 2 and out.dim() == 2,
+        f"input has {input.dim()} dimensions and out has {out.dim()}; expected [tokens, 2 * hidden_size] and "
+        "[tokens, hidden_size]",
+    )
     tokens, hidden = out.shape
+    checks.that(
+        input.shape == (tokens, 2 * hidden),
+        f"input is {list(input.shape)} and out is {list(out.shape)}; expected [tokens, 2 * hidden_size] and "
+        "[tokens, hidden_size]",
+    )
+    checks.that(hidden % group_size == 0, f"hidden_size is {hidden}; expected a multiple of group_size={group_size}")
+    checks.contiguous("out", out)
+    checks.last_stride("input", input)
+    checks.that(tokens <= _MAX_TOKENS, f"input has {tokens} tokens; expected at most {_MAX_TOKENS}")
+    checks.that(scales.dim() == 2, f"scales has {scales.dim()} dimensions; expected 2")
+    if scale_ub is not None:
+        checks.that(out.dtype != torch.int8, "scale_ub is given; expected it for float8_e4m3fn alone")
+        checks.that(
+            scale_ub.dtype == torch.float32 and scale_ub.numel() == 1,
+            f"scale_ub has {scale_ub.numel()} elements of type {scale_ub.dtype}; expected one float32",
+        )
+    checks.halves()
     by_token = _by_token(scales, tokens, hidden // group_size, is_scale_transposed)
     if out.numel() == 0:
         return
@@ -118,51 +127,3 @@ def _by_token(scales: torch.Tensor, tokens: int, groups: int, transposed: bool) 
             f"those of a {'transposed' if transposed else 'contiguous'} tensor"
         )
     return result
-
-
-def _check(
-    out: torch.Tensor, input: torch.Tensor, scales: torch.Tensor, group_size: int, scale_ub: torch.Tensor | None
-) -> None:
-    """The kernel's own checks, so that a mistake shows on any device."""
-
-    def expect(good: bool, text: str) -> None:
-        if not good:
-            raise RuntimeError(f"silu_and_mul_per_block_quant: {text}")
-
-    for name, tensor in (("out", out), ("scales", scales), ("scale_ub", scale_ub)):
-        expect(
-            tensor is None or tensor.device == input.device,
-            f"{name} is not on input's device, {input.device}",
-        )
-    expect(out.dtype in _QUANTISED, f"out is {out.dtype}; expected float8_e4m3fn or int8")
-    expect(scales.dtype == torch.float32, f"scales is {scales.dtype}; expected float32")
-    expect(group_size in _GROUP_SIZES, f"group_size is {group_size}; expected 64 or 128")
-    expect(
-        input.dim() == 2 and out.dim() == 2,
-        f"input has {input.dim()} dimensions and out has {out.dim()}; expected [tokens, 2 * hidden_size] and "
-        "[tokens, hidden_size]",
-    )
-    tokens, hidden = out.shape
-    expect(
-        input.shape == (tokens, 2 * hidden),
-        f"input is {list(input.shape)} and out is {list(out.shape)}; expected [tokens, 2 * hidden_size] and "
-        "[tokens, hidden_size]",
-    )
-    expect(hidden % group_size == 0, f"hidden_size is {hidden}; expected a multiple of group_size={group_size}")
-    expect(out.is_contiguous(), "out is not contiguous")
-    expect(
-        hidden == 0 or input.stride(1) == 1,
-        f"input has stride {input.stride(1)} in its last dimension; expected 1: call contiguous() first",
-    )
-    expect(tokens <= _MAX_TOKENS, f"input has {tokens} tokens; expected at most {_MAX_TOKENS}")
-    expect(scales.dim() == 2, f"scales has {scales.dim()} dimensions; expected 2")
-    if scale_ub is not None:
-        expect(out.dtype != torch.int8, "scale_ub is given; expected it for float8_e4m3fn alone")
-        expect(
-            scale_ub.dtype == torch.float32 and scale_ub.numel() == 1,
-            f"scale_ub has {scale_ub.numel()} elements of type {scale_ub.dtype}; expected one float32",
-        )
-    expect(input.dtype in _DTYPES, f"input is {input.dtype}; expected float16 or bfloat16")
-
-
-_LIBRARY: Final = define(_SCHEMA, _reference)

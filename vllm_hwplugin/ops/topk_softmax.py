@@ -19,20 +19,16 @@ from typing import Final
 
 import torch
 
-from ._define import define
-from .build.jit import GPUS, ensure
+from ._arguments import Checks
+from ._define import operation
 from .build.spec import TOPK_SOFTMAX
 
-_DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16)
 _INDEX_DTYPES: Final = (torch.int32, torch.int64, torch.uint32)
-
-# vLLM's (csrc/moe/torch_bindings.cpp). It ends with bias in 0.20.2 to 0.26.0, and has is_padding from 0.27.0 on.
-_SCHEMA: Final = (
-    "topk_softmax(Tensor(a!) topk_weights, Tensor(b!) topk_indices, Tensor(c!) token_expert_indices, "
-    "Tensor gating_output, bool renormalize, Tensor? bias=None, Tensor? is_padding=None) -> ()"
-)
+_INT32_MAX: Final = torch.iinfo(torch.int32).max
 
 
+# As vLLM has it (csrc/moe/torch_bindings.cpp). It ends with bias in 0.20.2 to 0.26.0; is_padding is there from 0.27.0.
+@operation(kernel=TOPK_SOFTMAX, writes=("topk_weights", "topk_indices", "token_expert_indices"))
 def topk_softmax(
     topk_weights: torch.Tensor,
     topk_indices: torch.Tensor,
@@ -58,24 +54,27 @@ def topk_softmax(
     Raises:
         RuntimeError: a type, device, shape or stride is not as described, or topk is larger than the number of experts.
     """
-    if gating_output.device.type in GPUS and not torch.compiler.is_compiling():
-        ensure(TOPK_SOFTMAX)
-    torch.ops.hwplugin.topk_softmax(
-        topk_weights, topk_indices, token_expert_indices, gating_output, renormalize, bias, is_padding
+    checks = Checks("topk_softmax", "gating_output", gating_output)
+    checks.that(
+        gating_output.dim() == 2, f"gating_output has {gating_output.dim()} dimensions; expected [tokens, experts]"
     )
-
-
-def _reference(
-    topk_weights: torch.Tensor,
-    topk_indices: torch.Tensor,
-    token_expert_indices: torch.Tensor,
-    gating_output: torch.Tensor,
-    renormalize: bool,
-    bias: torch.Tensor | None = None,
-    is_padding: torch.Tensor | None = None,
-) -> None:
-    _check(topk_weights, topk_indices, token_expert_indices, gating_output, bias, is_padding)
-    tokens, topk = topk_weights.shape
+    checks.floats()
+    checks.last_stride("gating_output", gating_output)
+    checks.that(topk_weights.dim() == 2, f"topk_weights has {topk_weights.dim()} dimensions; expected [tokens, topk]")
+    (tokens, experts), topk = gating_output.shape, topk_weights.shape[1]
+    checks.that(topk <= experts, f"topk is {topk}; expected at most the number of experts, {experts}")
+    checks.that(
+        experts <= _INT32_MAX and tokens * topk <= _INT32_MAX,
+        f"{tokens} tokens, {experts} experts and topk={topk}; expected numbers of 32 bits for experts and for "
+        "tokens * topk",
+    )
+    _check_result(checks, "topk_weights", topk_weights, topk, torch.float32)
+    _check_result(checks, "topk_indices", topk_indices, topk, *_INDEX_DTYPES)
+    _check_result(checks, "token_expert_indices", token_expert_indices, topk, torch.int32)
+    if bias is not None:
+        _check_vector(checks, "bias", bias, experts, torch.float32)
+    if is_padding is not None:
+        _check_vector(checks, "is_padding", is_padding, tokens, torch.bool)
     softmax = torch.softmax(gating_output, dim=-1, dtype=torch.float32)
     broken = softmax.isnan().any(dim=-1, keepdim=True)
     probabilities = softmax.masked_fill(broken, 0.0)
@@ -103,68 +102,21 @@ def _reference(
     token_expert_indices.copy_(places.view(topk, tokens).t())
 
 
-def _check(
-    topk_weights: torch.Tensor,
-    topk_indices: torch.Tensor,
-    token_expert_indices: torch.Tensor,
-    gating_output: torch.Tensor,
-    bias: torch.Tensor | None,
-    is_padding: torch.Tensor | None,
-) -> None:
-    """The kernel's own checks, so that a mistake shows on any device."""
-
-    def expect(good: bool, text: str) -> None:
-        if not good:
-            raise RuntimeError(f"topk_softmax: {text}")
-
-    def expect_device(name: str, tensor: torch.Tensor) -> None:
-        expect(
-            tensor.device == gating_output.device,
-            f"{name} is on {tensor.device}; expected gating_output's device, {gating_output.device}",
-        )
-
-    expect(gating_output.dim() == 2, f"gating_output has {gating_output.dim()} dimensions; expected [tokens, experts]")
-    expect(
-        gating_output.dtype in _DTYPES, f"gating_output is {gating_output.dtype}; expected float32, float16 or bfloat16"
+def _check_result(checks: Checks, name: str, tensor: torch.Tensor, topk: int, *dtypes: torch.dtype) -> None:
+    shape = (checks.leading.shape[0], topk)
+    checks.device(name, tensor)
+    checks.that(
+        tensor.shape == shape,
+        f"{name} has shape {tuple(tensor.shape)}; expected [tokens, topk], which is {shape}",
     )
-    tokens, experts = gating_output.shape
-    expect(
-        experts <= 1 or gating_output.stride(1) == 1,
-        f"gating_output has stride {gating_output.stride(1)} in its last dimension; expected 1: call contiguous()",
-    )
-    expect(topk_weights.dim() == 2, f"topk_weights has {topk_weights.dim()} dimensions; expected [tokens, topk]")
-    topk = topk_weights.shape[1]
-    expect(topk <= experts, f"topk is {topk}; expected at most the number of experts, {experts}")
-    limit = torch.iinfo(torch.int32).max
-    expect(
-        experts <= limit and tokens * topk <= limit,
-        f"{tokens} tokens, {experts} experts and topk={topk}; expected numbers of 32 bits for experts and for "
-        "tokens * topk",
-    )
-    for name, tensor, dtypes in (
-        ("topk_weights", topk_weights, (torch.float32,)),
-        ("topk_indices", topk_indices, _INDEX_DTYPES),
-        ("token_expert_indices", token_expert_indices, (torch.int32,)),
-    ):
-        expect_device(name, tensor)
-        expect(
-            tensor.shape == (tokens, topk),
-            f"{name} has shape {tuple(tensor.shape)}; expected [tokens, topk], which is {(tokens, topk)}",
-        )
-        expect(tensor.is_contiguous(), f"{name} is not contiguous; expected that it is")
-        expect(tensor.dtype in dtypes, f"{name} is {tensor.dtype}; expected {' or '.join(map(str, dtypes))}")
-    for name, vector, length, dtype in (
-        ("bias", bias, experts, torch.float32),
-        ("is_padding", is_padding, tokens, torch.bool),
-    ):
-        if vector is None:
-            continue
-        expect_device(name, vector)
-        expect(vector.dtype == dtype, f"{name} is {vector.dtype}; expected {dtype}")
-        expect(
-            vector.shape == (length,) and vector.is_contiguous(),
-            f"{name} has shape {tuple(vector.shape)}; expected {(length,)}, contiguous",
-        )
+    checks.contiguous(name, tensor)
+    checks.dtype(name, tensor, *dtypes)
 
 
-_LIBRARY: Final = define(_SCHEMA, _reference)
+def _check_vector(checks: Checks, name: str, tensor: torch.Tensor, length: int, dtype: torch.dtype) -> None:
+    checks.device(name, tensor)
+    checks.dtype(name, tensor, dtype)
+    checks.that(
+        tensor.shape == (length,) and tensor.is_contiguous(),
+        f"{name} has shape {tuple(tensor.shape)}; expected {(length,)}, contiguous",
+    )

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What one build does, decided before anything is written: flags, commands and the key of the result.
 
-The key is a digest of everything that can change the library: the texts of the kernel's folder and of the common one, the
-flags, and the versions of PyTorch and the compiler. Paths are not in it, so that a build that moved is found again.
+The key is a digest of everything that can change the library: the texts of the kernel's folder and of the common one,
+the flags, and the versions of PyTorch and the compiler. Paths are not in it, so that a build that moved is found again.
 """
 
 from __future__ import annotations
