@@ -342,7 +342,7 @@ def module(name, **members):
 REFUSED, OBSTACLE, ANSWER = [], "", "triton.Triton"
 module("triton", Triton=SimpleNamespace(get_name=lambda: "TRITON_ATTN"))
 own = SimpleNamespace(validate_configuration=lambda **asked: REFUSED)
-module(attention.OWN[0], **{attention.OWN[1]: own})
+module(attention.CUDA.module, **{attention.CUDA.cls: own})
 attention.jit.obstacle = lambda kernel, capability: OBSTACLE
 Config = namedtuple("Config", "head_size use_mla use_sparse use_mm_prefix use_non_causal")
 Capability = namedtuple("Capability", "major minor")
@@ -355,7 +355,7 @@ def vllm(selected, config, heads):
 def attempt():
     named = SimpleNamespace(name="FLASH_ATTN", is_overridden=lambda: False)
     path = attention.choose(vllm, named, Config(512, False, False, False, False), 8, Capability(9, 0))
-    return {"layer": "live" if path == ".".join(attention.OWN) else "vllm"}, {}
+    return {"layer": "live" if path == attention.CUDA.path else "vllm"}, {}
 """
 
 # vLLM asks for the platform class first, and loads the general plugin later.
@@ -447,7 +447,7 @@ def attempt():
     ],
     "attention misfit": [Scenario(LAYER + "REFUSED = ['no fp8']", gate=ATTENTION)],
     "attention none": [Scenario(LAYER + "REFUSED = ['no fp8']; ANSWER = ''", gate=ATTENTION)],
-    "attention import": [Scenario(LAYER + "sys.modules[attention.OWN[0]] = None", gate=ATTENTION)],
+    "attention import": [Scenario(LAYER + "sys.modules[attention.CUDA.module] = None", gate=ATTENTION)],
     "attention kernel": [Scenario(LAYER + "OBSTACLE = 'no nvcc'", gate=ATTENTION)],
     "attention warm-up": [Scenario(WARM_UP)],
     "platform": [

@@ -11,6 +11,13 @@ import torch
 from .reference import attention
 
 
+class Kernel:
+    """For a device, which it knows."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+
 class Scratch:
     """Takes no memory; knows which device it is for."""
 
@@ -42,11 +49,13 @@ def paged(calls: list[dict[str, Any]] | None = None, *, refuses: str | None = No
         window: tuple[int, int],
         softcap: float,
         sinks: torch.Tensor | None,
+        kernel: Kernel,
         scratch: Scratch,
         batch_invariant: bool,
     ) -> None:
         if calls is not None:
             calls.append({"causal": causal, "scratch": scratch, "batch_invariant": batch_invariant})
+        assert kernel.device == scratch.device
         assert max_query_len >= int(query_start_loc.diff().max())
         assert len(query_start_loc) == len(seq_lens) + 1
         assert query.shape == out.shape
@@ -73,6 +82,7 @@ def paged(calls: list[dict[str, Any]] | None = None, *, refuses: str | None = No
         return "too many query heads" if num_heads > 64 * num_kv_heads else None
 
     module.paged_attention = paged_attention  # type: ignore[attr-defined]
+    module.kernel_for = Kernel  # type: ignore[attr-defined]
     module.Scratch = Scratch  # type: ignore[attr-defined]
     module.refuse = refuse  # type: ignore[attr-defined]
     module.refuse_heads = refuse_heads  # type: ignore[attr-defined]

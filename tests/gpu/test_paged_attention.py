@@ -42,17 +42,19 @@ HEAD_SIZES = (264, 320, 384, 448, 512)
 
 
 @pytest.fixture(scope="module")
-def loaded() -> paged.Scratch:
-    return paged.Scratch.allocate(torch.device("cuda"))
+def loaded() -> Any:
+    return batches.On.device(torch.device("cuda"))
 
 
 @pytest.fixture(params=["hopper", "triton"])
-def scratch(request: pytest.FixtureRequest, loaded: paged.Scratch) -> paged.Scratch:
-    if request.param == "hopper":
-        if torch.cuda.get_device_capability() != (9, 0):
-            pytest.skip("the CUDA kernel is for compute capability 9.0")
-        assert loaded.hopper, "the CUDA kernel was not loaded: the log says why"
-    return dataclasses.replace(loaded, hopper=request.param == "hopper")
+def on(request: pytest.FixtureRequest, loaded: Any) -> Any:
+    """A kernel of each kind, with the memory that all tests share."""
+    if request.param == "triton":
+        return dataclasses.replace(loaded, kernel=paged.TritonKernel.load(torch.device("cuda")))
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the CUDA kernel is for compute capability 9.0")
+    assert loaded.kernel.name == "hopper", "the CUDA kernel was not loaded: the log says why"
+    return loaded
 
 
 @pytest.fixture
@@ -63,27 +65,27 @@ def seed() -> int:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_every_setting_of_a_layer_is_right(scratch: paged.Scratch, seed: int, dtype: str) -> None:
-    sizes = HEAD_SIZES if scratch.hopper else (328, 512)
+def test_every_setting_of_a_layer_is_right(on: Any, seed: int, dtype: str) -> None:
+    sizes = HEAD_SIZES if on.kernel.name == "hopper" else (328, 512)
     found = [
-        (f"{case}; {layout}; {fill}", batches.measured(case, scratch, layout, fill=fill).ratio)
+        (f"{case}; {layout}; {fill}", batches.measured(case, on, layout, fill=fill).ratio)
         for case, layout in batches.cases(sizes, seed, dtype, 6000)
         for fill in ("poison", "nan")
     ]
-    keep(f"paged {scratch.hopper} {dtype}", {"worst ratio": max(ratio for _, ratio in found)})
+    keep(f"paged {on.kernel.name} {dtype}", {"worst ratio": max(ratio for _, ratio in found)})
     assert [one for one in found if not one[1] <= LIMIT] == []
 
 
 @pytest.mark.sanitizer
-def test_every_setting_is_right_on_short_requests(scratch: paged.Scratch, seed: int) -> None:
+def test_every_setting_is_right_on_short_requests(on: Any, seed: int) -> None:
     found = [
-        (f"{case}; {layout}", batches.measured(case, scratch, layout).ratio)
-        for case, layout in batches.cases((264, 512) if scratch.hopper else (328,), seed, "bfloat16", 700)
+        (f"{case}; {layout}", batches.measured(case, on, layout).ratio)
+        for case, layout in batches.cases((264, 512) if on.kernel.name == "hopper" else (328,), seed, "bfloat16", 700)
     ]
     assert [one for one in found if not one[1] <= LIMIT] == []
 
 
-def test_a_captured_launch_serves_other_batches(scratch: paged.Scratch, seed: int) -> None:
+def test_a_captured_launch_serves_other_batches(on: Any, seed: int) -> None:
     rows, each = 8, 4
     case = Case(tuple(Request(each, 500) for _ in range(rows)), "bfloat16", "bfloat16", 512, 8, 1, 16, seed=seed)
     inputs = make_inputs(case, "cuda")
@@ -95,7 +97,14 @@ def test_a_captured_launch_serves_other_batches(scratch: paged.Scratch, seed: in
 
     def launch() -> None:
         paged.paged_attention(
-            query, *memory.unbind(0), out, block_table=table, scratch=scratch, **given, **batches.settings(case)
+            query,
+            *memory.unbind(0),
+            out,
+            block_table=table,
+            kernel=on.kernel,
+            scratch=on.scratch,
+            **given,
+            **batches.settings(case),
         )
 
     launch()
@@ -127,11 +136,11 @@ def test_a_captured_launch_serves_other_batches(scratch: paged.Scratch, seed: in
         assert out[other.num_tokens :].isnan().all()
 
 
-def test_a_row_is_the_same_alone_and_in_a_batch(scratch: paged.Scratch, seed: int) -> None:
+def test_a_row_is_the_same_alone_and_in_a_batch(on: Any, seed: int) -> None:
     requests = (Request(1, 900), Request(70, 1000), Request(8, 64), Request(1, 3000))
     case = Case(requests, "bfloat16", "bfloat16", 512, 8, 2, 16, seed=seed)
     inputs = make_inputs(case, "cuda")
-    together = batches.attend(case, inputs, scratch, batch_invariant=True)
+    together = batches.attend(case, inputs, on, batch_invariant=True)
     start = 0
     for row, request in enumerate(requests):
         end = start + request.query
@@ -143,26 +152,26 @@ def test_a_row_is_the_same_alone_and_in_a_batch(scratch: paged.Scratch, seed: in
             slots=inputs.slots[row : row + 1],
             block_table=inputs.block_table[row : row + 1],
         )
-        found = batches.attend(dataclasses.replace(case, requests=(request,)), alone, scratch, batch_invariant=True)
+        found = batches.attend(dataclasses.replace(case, requests=(request,)), alone, on, batch_invariant=True)
         assert torch.equal(found, together[start:end]), f"request {row}"
         start = end
 
 
-def test_the_same_launch_twice_gives_the_same_bits(scratch: paged.Scratch, seed: int) -> None:
+def test_the_same_launch_twice_gives_the_same_bits(on: Any, seed: int) -> None:
     requests = (Request(4, 5000), Request(2, 31), Request(1, 700))
     case = Case(requests, "bfloat16", "bfloat16", 512, 8, 1, 16, seed=seed)
     inputs = make_inputs(case, "cuda")
-    first = batches.attend(case, inputs, scratch)
-    assert all(torch.equal(first, batches.attend(case, inputs, scratch)) for _ in range(20))
+    first = batches.attend(case, inputs, on)
+    assert all(torch.equal(first, batches.attend(case, inputs, on)) for _ in range(20))
 
 
-def test_launches_that_follow_at_once_do_not_disturb_each_other(scratch: paged.Scratch, seed: int) -> None:
+def test_launches_that_follow_at_once_do_not_disturb_each_other(on: Any, seed: int) -> None:
     """One may begin while the one before it ends, and all leave their splits' results in the same memory."""
     shapes = ((Request(1, 3000), Request(1, 900)), (Request(8, 2000),), (Request(1, 5000),), (Request(5, 64),) * 9)
     launches = []
     for number, requests in enumerate(shapes):
         case = Case(requests, "bfloat16", "bfloat16", 512, 8, 1, 16, seed=seed + number)
-        launches.append(batches.prepared(case, make_inputs(case, "cuda"), scratch))
+        launches.append(batches.prepared(case, make_inputs(case, "cuda"), on))
     expected = []
     for launch, out in launches:
         launch()
@@ -192,10 +201,10 @@ def requests_of_many_lengths(rows: int, seed: int) -> tuple[Request, ...]:
 
 
 @pytest.mark.parametrize(("rows", "kv_heads"), [(2, 1), (7, 4), (33, 2), (64, 1), (140, 1), (250, 1), (300, 1)])
-def test_batches_of_many_lengths_are_right(scratch: paged.Scratch, seed: int, rows: int, kv_heads: int) -> None:
+def test_batches_of_many_lengths_are_right(on: Any, seed: int, rows: int, kv_heads: int) -> None:
     requests = requests_of_many_lengths(rows, seed)
     case = Case(requests, "bfloat16", "bfloat16", 512, 8, kv_heads, 16, padding=3, seed=seed)
-    assert batches.measured(case, scratch).ratio <= LIMIT
+    assert batches.measured(case, on).ratio <= LIMIT
 
 
 @pytest.mark.parametrize(
@@ -209,30 +218,28 @@ def test_batches_of_many_lengths_are_right(scratch: paged.Scratch, seed: int, ro
         pytest.param({"num_heads": 7, "num_kv_heads": 1}, id="7 heads"),
     ],
 )
-def test_layers_of_each_setting_are_right_with_many_lengths(
-    scratch: paged.Scratch, seed: int, setting: dict[str, Any]
-) -> None:
+def test_layers_of_each_setting_are_right_with_many_lengths(on: Any, seed: int, setting: dict[str, Any]) -> None:
     case = Case(requests_of_many_lengths(20, seed), "bfloat16", "bfloat16", 512, 8, 1, 16, padding=3, seed=seed)
-    assert batches.measured(dataclasses.replace(case, **setting), scratch).ratio <= LIMIT
+    assert batches.measured(dataclasses.replace(case, **setting), on).ratio <= LIMIT
 
 
 @pytest.mark.parametrize("longest", [0, 31])
-def test_a_long_request_has_the_programs_that_short_ones_do_not_need(loaded: paged.Scratch, longest: int) -> None:
-    if not loaded.hopper:
+def test_a_long_request_has_the_programs_that_short_ones_do_not_need(loaded: Any, longest: int) -> None:
+    if loaded.kernel.name != "hopper":
         pytest.skip("the CUDA kernel is for compute capability 9.0")
     requests = tuple(Request(1, 20_000 if row == longest else 40) for row in range(32))
     case = Case(requests, "bfloat16", "bfloat16", 512, 8, 1, 16, seed=1)
-    loaded.lse.fill_(math.nan)
+    loaded.scratch.lse.fill_(math.nan)
     batches.attend(case, make_inputs(case, "cuda"), loaded)
     # Only splits leave results here, of eight rows each; a short request has one split, which leaves none. Split alike,
     # the long one would have as many splits as there are programs for each request.
-    assert (~loaded.lse.isnan()).sum() / 8 > 4 * loaded.multiprocessors / len(requests)
+    assert (~loaded.scratch.lse.isnan()).sum() / 8 > 4 * loaded.kernel.multiprocessors / len(requests)
 
 
 @pytest.mark.parametrize("context", [20, 4000])
-def test_tokens_beyond_the_bound_are_left_alone(loaded: paged.Scratch, seed: int, context: int) -> None:
+def test_tokens_beyond_the_bound_are_left_alone(loaded: Any, seed: int, context: int) -> None:
     """What was announced is what there is room for: a longer query must not spoil the rows that were."""
-    if not loaded.hopper:
+    if loaded.kernel.name != "hopper":
         pytest.skip("the CUDA kernel is for compute capability 9.0")
     case = Case((Request(4, context), Request(1, 70)), "bfloat16", "bfloat16", 512, 8, 1, 16, seed=seed)
     inputs = make_inputs(case, "cuda")
@@ -242,8 +249,8 @@ def test_tokens_beyond_the_bound_are_left_alone(loaded: paged.Scratch, seed: int
     torch.testing.assert_close(out[[0, 4]], right[[0, 4]], rtol=0.02, atol=0.02)
 
 
-def test_the_operation_checks_what_it_is_given(loaded: paged.Scratch) -> None:
-    if not loaded.hopper:
+def test_the_operation_checks_what_it_is_given(loaded: Any) -> None:
+    if loaded.kernel.name != "hopper":
         pytest.skip("the CUDA kernel is for compute capability 9.0")
 
     def call(blocks: int = 1, splits: int = 4, programs: int = 0, at_once: int = 0, **changes: Any) -> None:
@@ -252,8 +259,8 @@ def test_the_operation_checks_what_it_is_given(loaded: paged.Scratch) -> None:
             "keys": torch.zeros(4, 16, 1, 512, dtype=torch.bfloat16, device="cuda"),
             "values": torch.zeros(4, 16, 1, 512, dtype=torch.bfloat16, device="cuda"),
             "out": torch.zeros(1, 8, 512, dtype=torch.bfloat16, device="cuda"),
-            "partial_out": loaded.out,
-            "partial_lse": loaded.lse,
+            "partial_out": loaded.scratch.out,
+            "partial_lse": loaded.scratch.lse,
             "sinks": None,
             "query_start_loc": torch.tensor([0, 1], dtype=torch.int32, device="cuda"),
             "seq_lens": torch.tensor([5], dtype=torch.int32, device="cuda"),
@@ -282,8 +289,8 @@ def test_the_operation_checks_what_it_is_given(loaded: paged.Scratch) -> None:
         ({"keys": torch.zeros(4, 8, 1, 512, dtype=half, device="cuda")}, "a page has 8 tokens"),
         ({"values": torch.zeros(4, 16, 1, 504, dtype=half, device="cuda")}, "differ in dimension 3"),
         ({"out": torch.zeros(1, 8, 1024, dtype=half, device="cuda")[..., ::2]}, "out has stride 2"),
-        ({"partial_out": loaded.out[:8]}, "partial_out has to be float32"),
-        ({"partial_out": loaded.out[1:]}, "partial_out has to .* start at a multiple of 16 bytes"),
+        ({"partial_out": loaded.scratch.out[:8]}, "partial_out has to be float32"),
+        ({"partial_out": loaded.scratch.out[1:]}, "partial_out has to .* start at a multiple of 16 bytes"),
         ({"query": nothing, "out": nothing}, "0 query heads"),
         ({"blocks": 2}, "a plan that cannot be launched: 2 blocks"),
         ({"programs": 3}, "keys that cannot be shared out: 3 programs, 0 of them at a time"),

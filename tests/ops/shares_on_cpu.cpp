@@ -125,6 +125,11 @@ inline float __fdividef(float number, float by) {
 
 #include "balance.cuh"
 
+// What the host says of the kernel, from which it plans launches and refuses layers.
+static_assert(paged::kMaxHeadSize == LARGEST_HEAD && paged::kAlignment == HEAD_MULTIPLE);
+static_assert(paged::kSubTile == PAGE_MULTIPLE && paged::kRows == LARGEST_GROUP);
+static_assert(paged::kMaxSplits == MAX_SPLITS && paged::kRows == TILE_ROWS);
+
 namespace {
 
 int ended_lanes;

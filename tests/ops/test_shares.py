@@ -15,8 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from vllm_hwplugin.attention.backends import CUDA
+from vllm_hwplugin.attention.paged import HopperKernel
 from vllm_hwplugin.attention.paged._balance import balance
-from vllm_hwplugin.attention.paged._plan import make_plan
+from vllm_hwplugin.attention.paged._plan import MAX_SPLITS, make_plan
 from vllm_hwplugin.ops.build import toolchain
 from vllm_hwplugin.ops.build.errors import KernelUnavailable
 from vllm_hwplugin.ops.build.spec import source_root
@@ -71,7 +73,16 @@ def share(tmp_path_factory: pytest.TempPathFactory) -> Share:
     program = tmp_path_factory.mktemp("shares") / "shares"
     source = Path(__file__).with_name("shares_on_cpu.cpp")
     folders = f"-I{source_root()}", f"-I{source_root() / 'paged_attention'}"
-    command = [compiler.path, "-x", "c++", "-std=c++17", "-O1", *folders, str(source), "-o", str(program)]
+    limits = CUDA.large.limits
+    facts = (
+        f"-DLARGEST_HEAD={limits.largest_head}",
+        f"-DHEAD_MULTIPLE={limits.head_multiple}",
+        f"-DPAGE_MULTIPLE={limits.page_multiple}",
+        f"-DLARGEST_GROUP={limits.largest_group}",
+        f"-DMAX_SPLITS={MAX_SPLITS}",
+        f"-DTILE_ROWS={HopperKernel.heights[-1][0]}",
+    )
+    command = [compiler.path, "-x", "c++", "-std=c++17", "-O1", *folders, *facts, str(source), "-o", str(program)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 

@@ -16,9 +16,11 @@ from unittest.mock import MagicMock
 import pytest
 
 from vllm_hwplugin import record
+from vllm_hwplugin.attention.backends import CUDA, Faster
+from vllm_hwplugin.ops.build.spec import KERNELS
 from vllm_hwplugin.patching import SUPPORTED
 from vllm_hwplugin.platforms import _cuda_attention as attention
-from vllm_hwplugin.platforms._cuda_attention import Asked, Faster, Stock, decide
+from vllm_hwplugin.platforms._cuda_attention import Asked, Stock, decide
 
 from .realvllm import Load, own
 
@@ -81,9 +83,9 @@ def test_a_start_without_a_backend_ends_with_the_reasons(gate: str, stock: Stock
 
 
 def test_what_was_measured_says_where() -> None:
-    assert {(item.major, item.than) for item in attention.MEASURED} == {(9, "TRITON_ATTN"), (9, "FLEX_ATTENTION")}
-    assert all(item.reason for item in attention.MEASURED)
-    assert len({(item.major, item.than) for item in attention.MEASURED}) == len(attention.MEASURED)
+    assert {(item.major, item.than) for item in CUDA.large.faster} == {(9, "TRITON_ATTN"), (9, "FLEX_ATTENTION")}
+    assert all(item.reason for item in CUDA.large.faster)
+    assert len({(item.major, item.than) for item in CUDA.large.faster}) == len(CUDA.large.faster)
 
 
 # -- under vLLM's own choice -------------------------------------------------------------------------------------------
@@ -237,7 +239,7 @@ def test_whether_the_cuda_kernel_can_be_had_is_asked_once(monkeypatch: pytest.Mo
     attention._obstacle.cache_clear()
     try:
         assert attention._obstacle(9, 0) == attention._obstacle(9, 0) == "no nvcc"
-        ask.assert_called_once_with(attention.PAGED_ATTENTION, (9, 0))
+        ask.assert_called_once_with(KERNELS["paged_attention"], (9, 0))
     finally:
         attention._obstacle.cache_clear()
 

@@ -17,13 +17,18 @@ from vllm.platforms import current_platform
 from vllm.v1.worker.ubatching import dbo_current_ubatch_id
 
 
-def reserve() -> tuple[Any, ...]:
-    """The scratch of this process's device, one for each batch that runs at a time."""
+def this_device() -> torch.device:
+    """The device of this process."""
+    device = torch.device(current_platform.device_type)
+    if device.type == "cpu":
+        return device
+    return torch.device(device.type, torch.accelerator.current_device_index())
+
+
+def reserve(device: torch.device) -> tuple[Any, ...]:
+    """The scratch of a device, one for each batch that runs at a time."""
     config = get_current_vllm_config_or_none()
     count = config.parallel_config.num_ubatches if config is not None and config.parallel_config.use_ubatching else 1
-    device = torch.device(current_platform.device_type)
-    if device.type != "cpu":
-        device = torch.device(device.type, torch.accelerator.current_device_index())
     return tuple(_scratch(device, number) for number in range(count))
 
 

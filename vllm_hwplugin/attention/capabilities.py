@@ -17,13 +17,15 @@ from typing import Any, Final
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-FLASH_ATTN: Final = "FLASH_ATTN"
+from .backends import CUDA
+
+FLASH_ATTN: Final = CUDA.declared
 """The plugin's FLASH_ATTN on CUDA."""
 
-FLASH_ATTN_LARGE: Final = "FLASH_ATTN>256"
+FLASH_ATTN_LARGE: Final = CUDA.large.declared
 """The same, for layers with heads above :data:`LARGEST_OF_VLLM`, which run on the plugin's kernel."""
 
-LARGEST_OF_VLLM: Final = 256
+LARGEST_OF_VLLM: Final = CUDA.large.above
 """The largest head of vLLM's FlashAttention 2 and 3."""
 
 FLASH_ATTN_MUSA: Final = "FLASH_ATTN@musa"
@@ -163,6 +165,8 @@ _TRIED = "compared with float64 by the kernel's tests"
 
 _ALL = ">=0.20.0,<0.34"
 
+_LIMITS = CUDA.large.limits
+
 
 def _cuda(capability: str, value: Value, reason: str, verified: str = "", versions: str = _ALL) -> Declaration:
     known = "vLLM's class is asked" if isinstance(value, Vllm) else _COMPARED
@@ -182,17 +186,21 @@ def _musa(
 DECLARATIONS: Final[tuple[Declaration, ...]] = (
     # -- FLASH_ATTN on CUDA. Up to 256 it is vLLM's own kernels, so what vLLM decides by the device stays vLLM's.
     _cuda(
-        "head_sizes", Multiples(8, 512), "up to 256 on vLLM's kernels, above on the plugin's", _TRIED, ">=0.20.0,<0.26"
+        "head_sizes",
+        Multiples(_LIMITS.head_multiple, _LIMITS.largest_head),
+        "up to 256 on vLLM's kernels, above on the plugin's",
+        _TRIED,
+        ">=0.20.0,<0.26",
     ),
     _cuda(
         "head_sizes",
-        Multiples(8, 512, least=32),
+        Multiples(_LIMITS.head_multiple, _LIMITS.largest_head, least=32),
         "up to 256 on vLLM's kernels, above on the plugin's; with the KV cache of 0.26 FlashAttention 3 runs without "
         "end at 8 and 16",
         "vllm-hwplugin probe on an H200 with vLLM 0.26.0, which tries 8, 16, 32 and larger ones",
         ">=0.26.0,<0.34",
     ),
-    _cuda("block_sizes", Multiples(16), "the pages of vLLM's FLASH_ATTN cache", _READ),
+    _cuda("block_sizes", Multiples(_LIMITS.page_multiple), "the pages of vLLM's FLASH_ATTN cache", _READ),
     _cuda("dtypes", VLLM, _DEVICE),
     _cuda(
         "kv_cache_dtypes",
@@ -226,17 +234,22 @@ DECLARATIONS: Final[tuple[Declaration, ...]] = (
     _cuda("rswa", True, "vLLM's implementation has a mask for it", versions=">=0.30.0,<0.34"),
     _cuda("kv_cache_update_bypass", True, "forward reads keys and values from the cache", versions=">=0.33.0,<0.34"),
     # -- FLASH_ATTN on CUDA with heads above 256: the plugin's kernel.
-    _large("head_sizes", Multiples(8, 512), "the kernel's range; TRITON_ATTN and FLEX_ATTENTION have none", _TRIED),
-    _large("dtypes", ("float16", "bfloat16"), "the kernel multiplies on tensor cores; use --dtype bfloat16", _TRIED),
+    _large(
+        "head_sizes",
+        Multiples(_LIMITS.head_multiple, _LIMITS.largest_head),
+        "the kernel's range; TRITON_ATTN and FLEX_ATTENTION have none",
+        _TRIED,
+    ),
+    _large("dtypes", _LIMITS.dtypes, "the kernel multiplies on tensor cores; use --dtype bfloat16", _TRIED),
     _large(
         "kv_cache_dtypes",
-        ("auto", "float16", "bfloat16"),
+        ("auto", *_LIMITS.dtypes),
         "the kernel reads keys as they are stored; use --kv-cache-dtype auto, or TRITON_ATTN",
         _TRIED,
     ),
     _large(
         "block_sizes",
-        Multiples(16),
+        Multiples(_LIMITS.page_multiple),
         "vLLM's shape of a FLASH_ATTN cache has pages of such sizes; leave --block-size out",
         _TRIED,
     ),

@@ -26,7 +26,8 @@ from . import _scratch
 from ._classes import declares
 from ._flash import has_images, split, symmetric
 from ._model_runner import captures_short_queries
-from .capabilities import FLASH_ATTN, FLASH_ATTN_LARGE, LARGEST_OF_VLLM, declared, explain
+from .backends import CUDA
+from .capabilities import LARGEST_OF_VLLM, declared, explain
 
 _IMAGES = (
     "FLASH_ATTN with heads above 256 has no mask for images whose tokens see each other in both directions; start with "
@@ -101,7 +102,7 @@ class LargeHeadAttentionImpl(FlashAttentionImpl):  # type: ignore[misc]  # as be
         sinks: torch.Tensor | None = None,
     ) -> None:
         asked = {"head_size": head_size, "kv_cache_dtype": kv_cache_dtype, "attn_type": attn_type}
-        refused = explain(declared(FLASH_ATTN_LARGE, __version__), asked)
+        refused = explain(declared(CUDA.large.declared, __version__), asked)
         if alibi_slopes is not None:
             refused.append("FLASH_ATTN with heads above 256 has no ALiBi; use TRITON_ATTN")
         if self.dcp_world_size > 1 or self.pcp_world_size > 1:
@@ -110,7 +111,7 @@ class LargeHeadAttentionImpl(FlashAttentionImpl):  # type: ignore[misc]  # as be
             )
         if sinks is not None and tuple(sinks.shape) != (num_heads,):
             refused.append(f"sinks have shape {tuple(sinks.shape)}, expected one for each head: ({num_heads},)")
-        from .paged import paged_attention, refuse_heads
+        from .paged import kernel_for, paged_attention, refuse_heads
 
         self.num_heads = num_heads
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
@@ -134,7 +135,9 @@ class LargeHeadAttentionImpl(FlashAttentionImpl):  # type: ignore[misc]  # as be
         self.vllm_flash_attn_version = None
         self.supports_quant_query_input = False
         self.batch_invariant_enabled = bool(envs.VLLM_BATCH_INVARIANT)
-        self._scratch = _scratch.reserve()
+        device = _scratch.this_device()
+        self._kernel = kernel_for(device)
+        self._scratch = _scratch.reserve(device)
 
     def forward(
         self,
@@ -186,6 +189,7 @@ class LargeHeadAttentionImpl(FlashAttentionImpl):  # type: ignore[misc]  # as be
             window=symmetric(self.sliding_window, causal),
             softcap=self.logits_soft_cap,
             sinks=sinks,
+            kernel=self._kernel,
             scratch=_scratch.of_this_batch(self._scratch),
             batch_invariant=self.batch_invariant_enabled,
         )
@@ -200,7 +204,7 @@ class CudaFlashAttentionImpl(FlashAttentionImpl):  # type: ignore[misc]  # as be
         return made(num_heads, head_size, *args, **kwargs)
 
 
-@declares(FLASH_ATTN, __version__, above=(LARGEST_OF_VLLM, FLASH_ATTN_LARGE))
+@declares(CUDA.declared, __version__, above=(CUDA.large.above, CUDA.large.declared))
 class CudaFlashAttentionBackend(FlashAttentionBackend):  # type: ignore[misc]  # vLLM is not there where types are checked
     """vLLM's FlashAttention, whose cache and metadata it keeps, with larger heads."""
 
@@ -239,7 +243,7 @@ class CudaFlashAttentionBackend(FlashAttentionBackend):  # type: ignore[misc]  #
 
 
 # Asked about where the user has left the block size to vLLM, which then takes one that the backend declares.
-_ANY_BLOCK_SIZE = 16
+_ANY_BLOCK_SIZE = CUDA.large.limits.page_multiple
 
 
 def _head_sizes(kv_cache_spec: Any) -> list[int]:

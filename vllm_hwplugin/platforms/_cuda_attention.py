@@ -16,40 +16,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from vllm_hwplugin import gates, record
-from vllm_hwplugin.attention.capabilities import LARGEST_OF_VLLM
+from vllm_hwplugin.attention.backends import CUDA, Faster
 from vllm_hwplugin.ops.build import jit
-from vllm_hwplugin.ops.build.spec import PAGED_ATTENTION
+from vllm_hwplugin.ops.build.spec import KERNELS
 
 logger = logging.getLogger("vllm.hwplugin")
 
 GATE: Final = "VLLM_HWPLUGIN_ATTENTION"
 _STRICT: Final = "VLLM_HWPLUGIN_STRICT"
-FLASH_ATTN: Final = "FLASH_ATTN"
-OWN: Final = ("vllm_hwplugin.attention.cuda", "CudaFlashAttentionBackend")
-
-
-@dataclasses.dataclass(frozen=True)
-class Faster:
-    """On devices of a generation the plugin's CUDA kernel is faster than one of vLLM's backends at heads above 256.
-
-    Its Triton kernels, which serve where that one cannot be had, are not.
-
-    Args:
-        major: of the compute capability.
-        than: vLLM's name of the backend.
-        reason: where that is known from.
-    """
-
-    major: int
-    than: str
-    reason: str
-
-
-MEASURED: Final = (
-    Faster(9, "TRITON_ATTN", "docs/kernel-benchmarks.md"),
-    Faster(9, "FLEX_ATTENTION", "docs/kernel-benchmarks.md"),
-)
-"""What benchmarks have shown; elsewhere vLLM's choice stays where it works. FlashAttention 4 was not measured."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +79,7 @@ def decide(
     asked: Asked,
     stock: Stock,
     refused: Sequence[str],
-    measured: Sequence[Faster] = MEASURED,
+    measured: Sequence[Faster] = CUDA.large.faster,
     broken: str = "",
 ) -> Choice:
     """Choose between the plugin's class and vLLM's word for a layer with heads above 256.
@@ -117,7 +91,7 @@ def decide(
     """
     if asked.foreign:
         return Choice(False, "another plugin has registered its own FLASH_ATTN")
-    if asked.named not in (None, FLASH_ATTN):
+    if asked.named not in (None, CUDA.name):
         return Choice(False, f"{asked.named} is named")
     if refused or broken:
         why = broken or f"the plugin's FLASH_ATTN does not fit: {'; '.join(refused)}"
@@ -172,8 +146,8 @@ def choose(vllm: Ask, selected: Any | None, config: Any, num_heads: int | None, 
     # Of vLLM's fast backends FlashAttention 4 alone has the mask; where it cannot run, it is not chosen for a mask that
     # is not needed.
     wanted = text if missing_for_fa4() else config
-    if config.head_size <= LARGEST_OF_VLLM:
-        if text is config or largest_head(_model_config()) <= LARGEST_OF_VLLM:
+    if config.head_size <= CUDA.large.above:
+        if text is config or largest_head(_model_config()) <= CUDA.large.above:
             return vllm(selected, config, num_heads)
         path, error = _ask(vllm, selected, wanted, num_heads)
         if error is not None:
@@ -193,7 +167,7 @@ def choose(vllm: Ask, selected: Any | None, config: Any, num_heads: int | None, 
     _tell(config, choice, stock)
     if choice.error:
         raise ValueError(f"no attention backend for heads of {config.head_size}: {choice.error}") from error
-    return ".".join(OWN) if choice.own else _answer(path, error)
+    return CUDA.path if choice.own else _answer(path, error)
 
 
 def _ask(vllm: Ask, selected: Any | None, config: Any, num_heads: int | None) -> tuple[str, ValueError | None]:
@@ -214,13 +188,13 @@ def _stock(path: str) -> Stock:
         return Stock(None)
     module, _, name = path.rpartition(".")
     backend = getattr(importlib.import_module(module), name).get_name()
-    return Stock(backend, missing_for_fa4() if backend == FLASH_ATTN else "")
+    return Stock(backend, missing_for_fa4() if backend == CUDA.name else "")
 
 
 def _refused(config: Any, capability: Any) -> tuple[list[str], str]:
     """Why the plugin's class does not fit the layer, and why it is not there to be asked."""
     try:
-        backend = getattr(importlib.import_module(OWN[0]), OWN[1])
+        backend = getattr(importlib.import_module(CUDA.module), CUDA.cls)
         reasons: list[str] = backend.validate_configuration(device_capability=capability, **config._asdict())
     except Exception as error:
         # vLLM's classes below it may be missing, or be others than those that it was written for.
@@ -232,7 +206,7 @@ def _refused(config: Any, capability: Any) -> tuple[list[str], str]:
 @functools.cache
 def _obstacle(major: int, minor: int) -> str:
     try:
-        return jit.obstacle(PAGED_ATTENTION, (major, minor))
+        return jit.obstacle(KERNELS[CUDA.large.kernel], (major, minor))
     except Exception as error:
         # Looking for a compiler must not end a start that can do without.
         logger.debug("whether the plugin's CUDA kernel can be had cannot be told", exc_info=True)
@@ -243,8 +217,8 @@ def _foreign(selected: Any | None) -> bool:
     if selected is None:
         from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-        selected = AttentionBackendEnum[FLASH_ATTN]
-    return bool(selected.name == FLASH_ATTN and selected.is_overridden())
+        selected = AttentionBackendEnum[CUDA.name]
+    return bool(selected.name == CUDA.name and selected.is_overridden())
 
 
 @functools.cache

@@ -58,6 +58,18 @@ def metadata(case: Case, device: Any) -> dict[str, Any]:
     }
 
 
+@dataclasses.dataclass(frozen=True)
+class On:
+    """What launches run on."""
+
+    kernel: paged.Kernel
+    scratch: paged.Scratch
+
+    @classmethod
+    def device(cls, device: Any) -> On:
+        return cls(paged.kernel_for(device), paged.Scratch.allocate(device))
+
+
 def settings(case: Case) -> dict[str, Any]:
     """The arguments that a layer has for all batches."""
     left = -1 if case.sliding_window is None else case.sliding_window - 1
@@ -73,7 +85,7 @@ def settings(case: Case) -> dict[str, Any]:
 def prepared(
     case: Case,
     inputs: Inputs,
-    scratch: paged.Scratch,
+    on: On,
     layout: str = "apart",
     *,
     fill: str = "poison",
@@ -93,7 +105,8 @@ def prepared(
         **settings(case),
         **changes,
     }
-    return lambda: paged.paged_attention(inputs.query, keys, values, out, scratch=scratch, **given), out
+    where = {"kernel": on.kernel, "scratch": on.scratch}
+    return lambda: paged.paged_attention(inputs.query, keys, values, out, **where, **given), out
 
 
 def attend(*arguments: Any, **more: Any) -> Any:
@@ -103,10 +116,10 @@ def attend(*arguments: Any, **more: Any) -> Any:
     return out
 
 
-def measured(case: Case, scratch: paged.Scratch, layout: str = "apart", *, fill: str = "poison") -> Measure:
+def measured(case: Case, on: On, layout: str = "apart", *, fill: str = "poison") -> Measure:
     """The error of one random batch, relative to SDPA's."""
-    inputs = make_inputs(case, scratch.out.device)
-    return measure(case, inputs, attend(case, inputs, scratch, layout, fill=fill))
+    inputs = make_inputs(case, on.scratch.out.device)
+    return measure(case, inputs, attend(case, inputs, on, layout, fill=fill))
 
 
 def cases(head_sizes: tuple[int, ...], seed: int, dtype: str, longest: int) -> list[tuple[Case, str]]:

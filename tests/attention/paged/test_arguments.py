@@ -13,8 +13,10 @@ pytest.importorskip("triton")
 
 from vllm_hwplugin.attention.paged import (  # noqa: E402
     MAX_HEAD_SIZE,
+    HopperKernel,
+    Kernel,
     Scratch,
-    _hopper,
+    TritonKernel,
     paged_attention,
     refuse,
     refuse_heads,
@@ -87,7 +89,7 @@ def test_what_does_not_fit_is_said(changes: dict[str, Any], words: str) -> None:
         check(arguments(**changes))
 
 
-def call(given: Arguments, scratch: Scratch) -> None:
+def call(given: Arguments, kernel: Kernel, scratch: Scratch) -> None:
     settings = {name: value for name, value in vars(given).items() if name not in ("query", "keys", "values", "out")}
     paged_attention(
         given.query,
@@ -95,31 +97,32 @@ def call(given: Arguments, scratch: Scratch) -> None:
         given.values,
         given.out,
         max_query_len=2,
+        kernel=kernel,
         scratch=scratch,
         **settings,
     )
 
 
 def test_the_scratch_of_another_device_is_refused() -> None:
-    elsewhere = Scratch(torch.empty(0, device="meta"), torch.empty(0, device="meta"), False, 132)
+    elsewhere = Scratch(torch.empty(0, device="meta"), torch.empty(0, device="meta"))
     with pytest.raises(ValueError, match="the scratch is on meta, query on cpu"):
-        call(arguments(), elsewhere)
+        call(arguments(), TritonKernel(132), elsewhere)
 
 
 def test_the_cuda_kernel_is_left_to_check_what_a_plan_does_not_need(monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[Any] = []
-    monkeypatch.setattr(_hopper, "launch", lambda given, plan, scratch: launched.append((given, plan)))
-    scratch = Scratch(torch.empty(0), torch.empty(0), True, 132)
+    monkeypatch.setattr(HopperKernel, "launch", lambda self, given, plan, scratch: launched.append((given, plan)))
+    kernel, scratch = HopperKernel(132), Scratch(torch.empty(0), torch.empty(0))
     wrong = arguments(out=torch.zeros(3, 8, 1024, dtype=HALF)[..., ::2])
-    call(wrong, scratch)
+    call(wrong, kernel, scratch)
     assert launched[0][0].out is wrong.out
     # The layers of a step share a plan.
-    call(arguments(), scratch)
+    call(arguments(), kernel, scratch)
     assert launched[1][1] is launched[0][1]
     with pytest.raises(ValueError, match="8 query heads and 3 KV heads"):
-        call(arguments(keys=torch.zeros(4, 16, 3, 512, dtype=HALF)), scratch)
+        call(arguments(keys=torch.zeros(4, 16, 3, 512, dtype=HALF)), kernel, scratch)
     with pytest.raises(ValueError, match="expected \\[tokens, heads, head size\\]"):
-        call(arguments(query=torch.zeros(3, 4096, dtype=HALF)), scratch)
+        call(arguments(query=torch.zeros(3, 4096, dtype=HALF)), kernel, scratch)
 
 
 @pytest.mark.parametrize(

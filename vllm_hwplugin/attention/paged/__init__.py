@@ -2,7 +2,20 @@
 """Attention over a paged KV cache with heads of up to 512: a CUDA kernel for Hopper, Triton kernels for the rest."""
 
 from ._arguments import MAX_HEAD_SIZE, refuse, refuse_heads
-from ._call import paged_attention
+from ._call import kernel_for, paged_attention
+from ._hopper import HopperKernel
+from ._kernel import Kernel
 from ._scratch import Scratch
+from ._triton import TritonKernel
 
-__all__ = ["MAX_HEAD_SIZE", "Scratch", "paged_attention", "refuse", "refuse_heads"]
+__all__ = [
+    "MAX_HEAD_SIZE",
+    "HopperKernel",
+    "Kernel",
+    "Scratch",
+    "TritonKernel",
+    "kernel_for",
+    "paged_attention",
+    "refuse",
+    "refuse_heads",
+]

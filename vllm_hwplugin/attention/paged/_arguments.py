@@ -8,11 +8,13 @@ from typing import Final
 
 import torch
 
-MAX_HEAD_SIZE: Final = 512
-_ALIGNMENT: Final = 8  # elements: 16 bytes, one access
-_SUB_TILE: Final = 16  # tokens of a page that one copy takes
-_DTYPES: Final = (torch.float16, torch.bfloat16)
-MAX_GROUP: Final = 64
+from ..backends import CUDA
+
+_LIMITS: Final = CUDA.large.limits
+MAX_HEAD_SIZE: Final = _LIMITS.largest_head
+_ALIGNMENT: Final = _LIMITS.head_multiple
+_DTYPES: Final = tuple(getattr(torch, name) for name in _LIMITS.dtypes)
+_ACCESS: Final = 16  # bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,20 +47,19 @@ def refuse(head_size: int, dtype: torch.dtype, kv_dtype: torch.dtype, block_size
     if head_size <= 0 or head_size > MAX_HEAD_SIZE or head_size % _ALIGNMENT:
         return f"head size is {head_size}, expected a multiple of {_ALIGNMENT} up to {MAX_HEAD_SIZE}"
     if dtype not in _DTYPES:
-        return f"queries are {dtype}, expected torch.float16 or torch.bfloat16"
+        return f"queries are {dtype}, expected {' or '.join(map(str, _DTYPES))}"
     if kv_dtype != dtype:
         return f"the KV cache is {kv_dtype}, expected the queries' type, {dtype}"
-    if block_size <= 0 or block_size % _SUB_TILE:
-        return f"a page has {block_size} tokens, expected a multiple of {_SUB_TILE}"
+    if block_size <= 0 or block_size % _LIMITS.page_multiple:
+        return f"a page has {block_size} tokens, expected a multiple of {_LIMITS.page_multiple}"
     return None
 
 
 def refuse_heads(num_heads: int, num_kv_heads: int) -> str | None:
     """Why so many query heads cannot share so many KV heads, or None. vLLM's selector does not know them."""
-    if num_heads <= 0 or num_kv_heads <= 0 or num_heads % num_kv_heads or num_heads // num_kv_heads > MAX_GROUP:
-        return (
-            f"{num_heads} query heads and {num_kv_heads} KV heads, expected a multiple, and at most {MAX_GROUP} times"
-        )
+    most = _LIMITS.largest_group
+    if num_heads <= 0 or num_kv_heads <= 0 or num_heads % num_kv_heads or num_heads // num_kv_heads > most:
+        return f"{num_heads} query heads and {num_kv_heads} KV heads, expected a multiple, and at most {most} times"
     return None
 
 
@@ -104,7 +105,7 @@ def check(given: Arguments) -> None:
             f"{name} has strides {tensor.stride()}, expected 1 in the last dimension and multiples of {_ALIGNMENT} "
             "before it",
         )
-        _expect(tensor.data_ptr() % 16 == 0, f"{name} does not start at a multiple of 16 bytes")
+        _expect(tensor.data_ptr() % _ACCESS == 0, f"{name} does not start at a multiple of {_ACCESS} bytes")
     requests = given.seq_lens.shape[0]
     for name, tensor, shape in (
         ("query_start_loc", given.query_start_loc, (requests + 1,)),

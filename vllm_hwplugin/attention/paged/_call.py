@@ -5,10 +5,17 @@ from __future__ import annotations
 
 import torch
 
-from . import _hopper, _triton
-from ._arguments import Arguments, check, check_heads
+from ._arguments import Arguments
+from ._hopper import HopperKernel
+from ._kernel import Kernel
 from ._plan import make_plan
 from ._scratch import Scratch
+from ._triton import TritonKernel
+
+
+def kernel_for(device: torch.device) -> Kernel:
+    """The fastest kernel that serves a device. The first call may run a compiler."""
+    return HopperKernel.load(device) or TritonKernel.load(device)
 
 
 def paged_attention(
@@ -23,6 +30,7 @@ def paged_attention(
     max_query_len: int,
     scale: float,
     causal: bool,
+    kernel: Kernel,
     scratch: Scratch,
     window: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
@@ -46,6 +54,7 @@ def paged_attention(
         max_query_len: an upper bound of a request's new tokens.
         scale: of the logits.
         causal: a token sees keys up to its own.
+        kernel: for query's device, as :func:`kernel_for` gives it.
         scratch: of query's device.
         window: tokens that are seen before and after a token's own; -1 for no end.
         softcap: logits become ``softcap * tanh(logits / softcap)``; 0 for none.
@@ -70,24 +79,20 @@ def paged_attention(
         softcap,
         sinks,
     )
-    if scratch.hopper:
-        check_heads(query, keys)
-    else:
-        check(given)
+    kernel.check(given)
     if scratch.out.device != query.device:
         raise ValueError(
             f"paged_attention: the scratch is on {scratch.out.device}, query on {query.device}; expected one of "
             "Scratch.allocate(query.device)"
         )
-    kernel = _hopper if scratch.hopper else _triton
     plan = make_plan(
-        kernel.HEIGHTS,
+        kernel.heights,
         num_requests=seq_lens.shape[0],
         num_tokens=query.shape[0],
         max_query_len=max_query_len,
         num_heads=query.shape[1],
         num_kv_heads=keys.shape[2],
-        multiprocessors=scratch.multiprocessors,
+        multiprocessors=kernel.multiprocessors,
         batch_invariant=batch_invariant,
     )
     if plan.blocks > 0:

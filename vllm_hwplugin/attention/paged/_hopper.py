@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+import dataclasses
+from typing import Any, ClassVar, Final
 
 import torch
 
@@ -11,51 +12,65 @@ import vllm_hwplugin.ops.paged_attention  # noqa: F401  # defines the operation
 from vllm_hwplugin.ops.build.jit import ensure
 from vllm_hwplugin.ops.build.spec import PAGED_ATTENTION
 
-from ._arguments import Arguments
+from ._arguments import Arguments, check_heads
 from ._balance import balance
 from ._plan import Heights, Plan
+from ._scratch import Scratch
 
-if TYPE_CHECKING:
-    from ._scratch import Scratch
-
-# The shared memory of a multiprocessor holds one program.
-HEIGHTS: Final[Heights] = ((64, 1),)
 _CAPABILITY: Final = (9, 0)
 
 
-def load(device: torch.device) -> bool:
-    """Whether the kernel serves a device. The first call may run a compiler."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == _CAPABILITY and ensure(PAGED_ATTENTION)
+@dataclasses.dataclass(frozen=True)
+class HopperKernel:
+    """See :class:`~._kernel.Kernel`."""
 
+    name: ClassVar[str] = "hopper"
+    # The shared memory of a multiprocessor holds one program.
+    heights: ClassVar[Heights] = ((64, 1),)
 
-def launch(given: Arguments, plan: Plan, scratch: Scratch) -> None:
-    num_kv_heads = given.keys.shape[2]
-    shares = balance(
-        plan,
-        group=given.query.shape[1] // num_kv_heads,
-        num_kv_heads=num_kv_heads,
-        multiprocessors=scratch.multiprocessors,
-    )
-    operation: Any = torch.ops.hwplugin.paged_attention
-    operation(
-        given.query,
-        given.keys,
-        given.values,
-        given.out,
-        scratch.out,
-        scratch.lse,
-        given.sinks,
-        given.query_start_loc,
-        given.seq_lens,
-        given.block_table,
-        given.scale,
-        given.causal,
-        *given.window,
-        given.softcap,
-        plan.max_query_len,
-        plan.blocks,
-        plan.blocks_per_request,
-        shares.splits,
-        shares.programs,
-        shares.at_once,
-    )
+    multiprocessors: int
+
+    @classmethod
+    def load(cls, device: torch.device) -> HopperKernel | None:
+        """None where it does not serve the device. The first call may run a compiler."""
+        if device.type != "cuda" or torch.cuda.get_device_capability(device) != _CAPABILITY:
+            return None
+        if not ensure(PAGED_ATTENTION):
+            return None
+        return cls(torch.cuda.get_device_properties(device).multi_processor_count)
+
+    def check(self, given: Arguments) -> None:
+        # The operation checks all else, in C++ and so in less of the host's time.
+        check_heads(given.query, given.keys)
+
+    def launch(self, given: Arguments, plan: Plan, scratch: Scratch) -> None:
+        num_kv_heads = given.keys.shape[2]
+        shares = balance(
+            plan,
+            group=given.query.shape[1] // num_kv_heads,
+            num_kv_heads=num_kv_heads,
+            multiprocessors=self.multiprocessors,
+        )
+        operation: Any = torch.ops.hwplugin.paged_attention
+        operation(
+            given.query,
+            given.keys,
+            given.values,
+            given.out,
+            scratch.out,
+            scratch.lse,
+            given.sinks,
+            given.query_start_loc,
+            given.seq_lens,
+            given.block_table,
+            given.scale,
+            given.causal,
+            *given.window,
+            given.softcap,
+            plan.max_query_len,
+            plan.blocks,
+            plan.blocks_per_request,
+            shares.splits,
+            shares.programs,
+            shares.at_once,
+        )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where splits leave their results until they are merged, and which kernels use it."""
+"""Where splits leave their results until they are merged."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import dataclasses
 
 import torch
 
-from . import _hopper
 from ._arguments import MAX_HEAD_SIZE
 from ._plan import SCRATCH_ROWS
 
@@ -21,23 +20,15 @@ class Scratch:
     Args:
         out: [rows * head size], float32.
         lse: [rows], float32; log-sum-exp in units of log2(e).
-        hopper: the CUDA kernel runs on the device, and is loaded; else the Triton kernels serve.
-        multiprocessors: of the device.
     """
 
     out: torch.Tensor
     lse: torch.Tensor
-    hopper: bool
-    multiprocessors: int
 
     @classmethod
     def allocate(cls, device: torch.device) -> Scratch:
-        """Take 64 MiB of a device's memory, and load the kernel for it, which may run a compiler."""
-        # Triton's interpreter, in tests, has any number.
-        on_gpu = device.type != "cpu"
+        """Take 64 MiB of a device's memory."""
         return cls(
             torch.empty(SCRATCH_ROWS * MAX_HEAD_SIZE, dtype=torch.float32, device=device),
             torch.empty(SCRATCH_ROWS, dtype=torch.float32, device=device),
-            _hopper.load(device),
-            torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 132,
         )

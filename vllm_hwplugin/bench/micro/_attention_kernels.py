@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import inspect
 from collections.abc import Callable, Sequence
@@ -48,7 +47,7 @@ class Ours:
     def __init__(self, *, triton: bool = False) -> None:
         self.name = names.OURS_TRITON if triton else names.OURS
         self._triton = triton
-        self._scratch: Any = None
+        self._on: tuple[Any, Any] | None = None
 
     def missing(self) -> str | None:
         return unimportable("vllm_hwplugin.attention.paged")
@@ -61,10 +60,11 @@ class Ours:
     def prepare(self, batch: Batch) -> Call:
         from ...attention import paged
 
-        if self._scratch is None:
-            scratch = paged.Scratch.allocate(batch.query.device)
-            self._scratch = dataclasses.replace(scratch, hopper=False) if self._triton else scratch
-        case, scratch = batch.case, self._scratch
+        if self._on is None:
+            device = batch.query.device
+            load = paged.TritonKernel.load if self._triton else paged.kernel_for
+            self._on = load(device), paged.Scratch.allocate(device)
+        case, (kernel, scratch) = batch.case, self._on
 
         def call() -> Any:
             paged.paged_attention(
@@ -78,6 +78,7 @@ class Ours:
                 max_query_len=case.query,
                 scale=batch.scale,
                 causal=True,
+                kernel=kernel,
                 scratch=scratch,
             )
             return batch.output

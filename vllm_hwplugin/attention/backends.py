@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the plugin's FLASH_ATTN on CUDA is: its class, what its kernels hold, and where it is chosen.
+
+The declarations (:mod:`.capabilities`), the class (:mod:`.cuda`), the checks of a call (:mod:`.paged`) and the choice
+of the platform (``platforms/_cuda_attention.py``) follow from this. It imports neither torch nor vLLM.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Final
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What kernels hold. A test compares those of :data:`CUDA` with the CUDA kernel's source.
+
+    Args:
+        largest_head: elements of a head.
+        head_multiple: of which a head has a multiple: 16 bytes, one access.
+        page_multiple: tokens, of which a page has a multiple: what one copy of keys takes.
+        largest_group: query heads that share a KV head: the rows of a tile.
+        dtypes: of queries, keys and result, as torch names them.
+    """
+
+    largest_head: int
+    head_multiple: int
+    page_multiple: int
+    largest_group: int
+    dtypes: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Faster:
+    """On devices of a generation the plugin's CUDA kernel is faster than one of vLLM's backends at large heads.
+
+    Its Triton kernels, which serve where that one cannot be had, are not.
+
+    Args:
+        major: of the compute capability.
+        than: vLLM's name of the backend.
+        reason: where that is known from.
+    """
+
+    major: int
+    than: str
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class LargeHeads:
+    """The layers of a backend that run on the plugin's kernels.
+
+    Args:
+        above: the head size where they begin: the largest that vLLM's own kernels have.
+        declared: the name that their declarations have.
+        limits: of every kernel that may serve them.
+        kernel: the name of the CUDA kernel (``ops/build/spec.py``).
+        faster: what benchmarks have shown; elsewhere vLLM's choice stays where it works.
+    """
+
+    above: int
+    declared: str
+    limits: Limits
+    kernel: str
+    faster: tuple[Faster, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Backend:
+    """A backend of vLLM for which the plugin has a class of its own.
+
+    Args:
+        name: vLLM's.
+        module: where the class is.
+        cls: its name.
+        declared: the name that its declarations have.
+        large: the layers that vLLM's own kernels do not serve.
+    """
+
+    name: str
+    module: str
+    cls: str
+    declared: str
+    large: LargeHeads
+
+    @property
+    def path(self) -> str:
+        """The qualified name of the class, as vLLM takes it."""
+        return f"{self.module}.{self.cls}"
+
+
+CUDA: Final = Backend(
+    name="FLASH_ATTN",
+    module="vllm_hwplugin.attention.cuda",
+    cls="CudaFlashAttentionBackend",
+    declared="FLASH_ATTN",
+    large=LargeHeads(
+        above=256,
+        declared="FLASH_ATTN>256",
+        limits=Limits(
+            largest_head=512,
+            head_multiple=8,
+            page_multiple=16,
+            largest_group=64,
+            dtypes=("float16", "bfloat16"),
+        ),
+        kernel="paged_attention",
+        # FlashAttention 4 was not measured.
+        faster=(
+            Faster(9, "TRITON_ATTN", "docs/kernel-benchmarks.md"),
+            Faster(9, "FLEX_ATTENTION", "docs/kernel-benchmarks.md"),
+        ),
+    ),
+)
+"""vLLM's FlashAttention 2 and 3 up to their largest head, the plugin's kernels above."""
