@@ -30,7 +30,7 @@ class Definition:
         name: of the operation.
         namespace: in ``torch.ops``.
         schemas: vLLM's own, by version.
-        module: of this package; its function ``body`` computes the operation in torch.
+        module: of this package. ``body``, a dotted name in it, computes the operation in torch.
         caller: what of vLLM reaches it on MUSA; empty where nothing does today.
     """
 
@@ -113,7 +113,9 @@ DEFINITIONS: Final[Mapping[str, Definition]] = MappingProxyType(
         for item in (
             *_OWN,
             *(
-                Definition(op.name, op.namespace, op.schemas, op.name, "_reference", _CALLERS.get(op.name, ""))
+                Definition(
+                    op.name, op.namespace, op.schemas, op.name, f"{op.name}.__wrapped__", _CALLERS.get(op.name, "")
+                )
                 for op in OPS.values()
             ),
         )

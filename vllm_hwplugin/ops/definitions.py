@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import operator
 import threading
 from typing import Any
 
@@ -77,7 +78,7 @@ def _define(item: Definition, key: str, version: str) -> bool:
                 there.default._schema,
             )
             return False
-    body = getattr(importlib.import_module(f"vllm_hwplugin.ops.{item.module}"), item.body)
+    body = operator.attrgetter(item.body)(importlib.import_module(f"vllm_hwplugin.ops.{item.module}"))
     library = torch.library.Library(item.namespace, "FRAGMENT")
     if there is None:
         library.define(item.schema(version))
