@@ -46,7 +46,7 @@ def test_whose_kernel_serves(kind: str, environ: dict[str, str], serves: str, wo
 
 
 def test_a_device_on_which_it_gains(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_operations, "OPS", {"x": replace(OPS["rotary_embedding"], default_on=("NVIDIA H200",))})
+    monkeypatch.setattr(_operations, "OPS", {"x": OPS["rotary_embedding"]._replace(default_on=("NVIDIA H200",))})
     values = gates.read_all({})
     (here,) = operation_rows("cuda", ["NVIDIA H200"], values, TOOLS, (LIBRARY,), extension=True)
     (elsewhere,) = operation_rows("cuda", ["NVIDIA A10"], values, TOOLS, (LIBRARY,), extension=True)

@@ -7,7 +7,6 @@ import ast
 import itertools
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -234,4 +233,4 @@ def test_a_quantized_cache_is_an_error() -> None:
 
 def test_every_operation_with_a_kernel_has_a_definition_with_its_schemas() -> None:
     assert {name: DEFINITIONS[name].schemas for name in OPS} == {name: op.schemas for name, op in OPS.items()}
-    assert replace(DEFINITIONS["rms_norm"], namespace="_moe_C").qualname == "_moe_C::rms_norm"
+    assert DEFINITIONS["rms_norm"]._replace(namespace="_moe_C").qualname == "_moe_C::rms_norm"

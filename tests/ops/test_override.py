@@ -87,7 +87,7 @@ def test_taken_away_again_vllms_kernel_serves(toy: Toy) -> None:
 
 
 def test_a_schema_that_is_not_known_is_refused(toy: Toy) -> None:
-    other = replace(toy.op, schemas=(Schema(">=0.20", f"{toy.op.name}(Tensor! out, Tensor? bias, int less=0) -> ()"),))
+    other = toy.op._replace(schemas=(Schema(">=0.20", f"{toy.op.name}(Tensor! out, Tensor? bias, int less=0) -> ()"),))
     before = torch._C._dispatch_dump(toy.op.qualname)
     with pytest.raises(_override._Refused, match=r"schema that is not known: .*int more=0"):
         _override.put_in_front(other, "CPU", "on", required=False)
@@ -98,7 +98,7 @@ def test_an_operation_that_is_not_there_or_has_no_kernel_for_the_key_is_refused(
     with pytest.raises(_override._Refused, match=r"no kernel of .* for CUDA"):
         _override.put_in_front(toy.op, "CUDA", "on", required=False)
     with pytest.raises(_override._Refused, match="has no operation _Cnone::"):
-        _override.put_in_front(replace(toy.op, namespace="_Cnone"), "CPU", "on", required=False)
+        _override.put_in_front(toy.op._replace(namespace="_Cnone"), "CPU", "on", required=False)
 
 
 def test_an_operation_of_the_plugin_with_other_arguments_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,11 +121,11 @@ def test_a_kernel_that_cannot_be_had_leaves_vllms_or_stops_the_process(
 
 
 def test_auto_asks_the_device_that_the_first_call_is_for(toy: Toy) -> None:
-    gains = replace(toy, op=replace(toy.op, default_on=("cpu",)))
+    gains = replace(toy, op=toy.op._replace(default_on=("cpu",)))
     assert gains.in_front("auto").state == "open"
     assert toy(None) == 2
     _override.remove()
-    elsewhere = replace(toy, op=replace(toy.op, default_on=("NVIDIA H200",)))
+    elsewhere = replace(toy, op=toy.op._replace(default_on=("NVIDIA H200",)))
     override = elsewhere.in_front("auto")
     assert toy(None) == 1
     assert (override.state, override.reason.partition(";")[0]) == ("vllm", "not known to gain on cpu")
@@ -203,7 +203,7 @@ def extension(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Toy]:
     monkeypatch.setattr(_override, "gpu_names", lambda: None)
 
     def use(toy: Toy, **changes: Any) -> Toy:
-        toy = replace(toy, op=replace(toy.op, **changes))
+        toy = replace(toy, op=toy.op._replace(**changes))
         monkeypatch.setattr(_override, "OPS", {toy.op.name: toy.op})
         monkeypatch.setattr(_override, "unknown_names", lambda skip: tuple(set(skip) - {toy.op.name}))
         return toy

@@ -7,9 +7,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 GATE: Final = "VLLM_HWPLUGIN_OPS"
 SKIP: Final = "VLLM_HWPLUGIN_OPS_SKIP"
@@ -25,8 +24,7 @@ NO_GPU: Final = "the plugin's kernels stand under vLLM's names on CUDA and MUSA 
 RECORD: Final = "operation "
 
 
-@dataclass(frozen=True, slots=True)
-class Schema:
+class Schema(NamedTuple):
     """What vLLM's C extension registers, word for word but for blanks.
 
     Attributes:
@@ -39,8 +37,7 @@ class Schema:
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class OverridableOp:
+class OverridableOp(NamedTuple):
     """An operation of vLLM and the plugin's kernel of the same name.
 
     Attributes:
@@ -63,8 +60,7 @@ class OverridableOp:
         return f"{self.namespace}::{self.name}"
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(NamedTuple):
     """Whether the plugin's kernel is wanted, and why."""
 
     wanted: bool

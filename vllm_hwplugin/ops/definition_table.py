@@ -9,9 +9,8 @@ Nothing here imports torch.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 from ..versions import Versions
 from ._override_catalog import ALL_VERSIONS, OPS, Schema
@@ -22,8 +21,7 @@ MUSA_KEY: Final = "PrivateUse1"
 _BODIES: Final = "_definition_bodies"
 
 
-@dataclass(frozen=True, slots=True)
-class Definition:
+class Definition(NamedTuple):
     """An operation of vLLM that the plugin defines where vLLM does not.
 
     Attributes:
