@@ -296,13 +296,13 @@ OFF = dict.fromkeys(
 OPERATIONS = """
 import torch
 from types import ModuleType, SimpleNamespace
-from vllm_hwplugin.ops import _override
+from vllm_hwplugin.ops import overrides
 from vllm_hwplugin.ops.build import jit
 from vllm_hwplugin.ops.build.errors import KernelUnavailable
 
 torch.version.cuda = "13.0"
-_override.KEY = "CPU"
-_override.device_name = lambda device: "NVIDIA H200"
+overrides.KEY = "CPU"
+overrides.device_name = lambda device: "NVIDIA H200"
 nvml = sys.modules["vllm.third_party.pynvml"] = ModuleType("pynvml")
 nvml.NVMLError = type("NVMLError", (Exception,), {})
 nvml.nvmlInit = nvml.nvmlShutdown = lambda: None
@@ -314,7 +314,7 @@ CONCERNED = "silu_and_mul_per_block_quant"
 libraries = []
 
 def define(missing=()):
-    for op in _override.OPS.values():
+    for op in overrides.OPS.values():
         if op.name not in missing:
             library = torch.library.Library(op.namespace, "FRAGMENT")
             library.define(op.schemas[0].text)
@@ -323,8 +323,8 @@ def define(missing=()):
 
 def served():
     # Not decided yet is in front of vLLM's.
-    states = {name: "live" if not text.startswith("vLLM's") else "vllm" for name, text in _override.states().items()}
-    gaining = [op.name for op in _override.OPS.values() if op.default_on]
+    states = {name: "live" if not text.startswith("vLLM's") else "vllm" for name, text in overrides.states().items()}
+    gaining = [op.name for op in overrides.OPS.values() if op.default_on]
     states = {name: states.get(name, "vllm") for name in gaining}
     return {CONCERNED: states.pop(CONCERNED)}, states
 """
@@ -394,7 +394,7 @@ OTHERS: dict[str, list[Scenario]] = {
             + """
 def attempt():
     define(missing=[CONCERNED])
-    _override.install()
+    overrides.install()
     return served()
 """,
             gate=OPS,
@@ -407,7 +407,7 @@ def attempt():
 def attempt():
     define()
     {spoil}
-    _override.install()
+    overrides.install()
     return served()
 """,
             gate=OPS,
@@ -424,7 +424,7 @@ def no_compiler(kernel, torch):
 def attempt():
     define()
     jit.provide = no_compiler
-    _override.install()
+    overrides.install()
     out, x, scales = torch.empty(2, 128), torch.empty(2, 256), torch.empty(2, 1)
     torch.ops._C.silu_and_mul_per_block_quant(out, x, scales, 128, None, False)
     return served()
@@ -438,7 +438,7 @@ def attempt():
             + """
 def attempt():
     define()
-    _override.install()
+    overrides.install()
     return served()
 """,
             gate=OPS,

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import vllm_hwplugin
-from vllm_hwplugin import gates, plugin
+from vllm_hwplugin import gates, patching, plugin
 from vllm_hwplugin.patching import SUPPORTED, _runtime
 
 from .conftest import cannot_run
@@ -53,7 +53,7 @@ def test_switched_off_its_variables_are_known_to_vllm(monkeypatch: pytest.Monkey
 
 def test_a_bad_master_switch_is_left_to_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
-    monkeypatch.setattr(_runtime, "install", lambda: calls.append("install"))
+    monkeypatch.setattr(patching, "install", lambda: calls.append("install"))
     monkeypatch.setenv("VLLM_HWPLUGIN", "perhaps")
     plugin.register()
     assert calls == ["install"]

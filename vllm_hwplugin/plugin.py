@@ -16,9 +16,9 @@ def platform() -> str | None:
         The qualified name of the class, or None to leave the choice to vLLM.
     """
     try:
-        from .platforms import _offer
+        from .platforms import offer
 
-        return _offer.offer()
+        return offer()
     except Exception:
         import logging
 
@@ -52,13 +52,11 @@ def register() -> None:
         # The engine reports a bad value, or raises it: it knows what the other gates ask for.
         pass
 
-    from . import record
-    from .ops import _override
-    from .patching import _runtime
-    from .platforms import _offer
+    from . import patching, platforms, record
+    from .ops import overrides
 
     with record.written_once():
-        _runtime.install()
-        _override.install()
-        _offer.note_used()
-        _offer.must_hold()
+        patching.install()
+        overrides.install()
+        platforms.note_used()
+        platforms.must_hold()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.pages import RESULTS, read_all, verdicts
-from vllm_hwplugin.ops._override_catalog import OPS
+from vllm_hwplugin.ops.override_table import OPS
 
 FILES = read_all(RESULTS, "kernels-ops-")
 SAID = [one for file in FILES for one in verdicts(file.results).values()]

@@ -12,8 +12,8 @@ from vllm_hwplugin import gates, record
 from vllm_hwplugin.cli import _diagnosis, _doctor, _operations
 from vllm_hwplugin.cli._host import Tool
 from vllm_hwplugin.cli._operations import operation_problems, operation_rows
-from vllm_hwplugin.ops._override_catalog import OPS
 from vllm_hwplugin.ops.build.built import Built
+from vllm_hwplugin.ops.override_table import OPS
 
 TOOLS = (Tool("nvcc", None, None), Tool("mcc", None, None), Tool("ninja", "/usr/bin/ninja", "1.13"))
 LIBRARY = Built(Path("rotary_embedding.so"), "rotary_embedding", "nvcc", "13.0", "2.11", "0", (), (), ())

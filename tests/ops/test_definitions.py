@@ -17,8 +17,8 @@ torch = pytest.importorskip("torch")
 
 from vllm_hwplugin import record  # noqa: E402
 from vllm_hwplugin.ops import _definition_bodies, definitions  # noqa: E402
-from vllm_hwplugin.ops._override_catalog import OPS, Schema  # noqa: E402
 from vllm_hwplugin.ops.definition_table import DEFINITIONS, Definition  # noqa: E402
+from vllm_hwplugin.ops.override_table import OPS, Schema  # noqa: E402
 from vllm_hwplugin.patching import SUPPORTED  # noqa: E402
 
 from .vllm_child import printed_beside_vllm  # noqa: E402

@@ -13,8 +13,8 @@ import pytest
 
 pytest.importorskip("torch")
 
-from vllm_hwplugin.ops._override_catalog import OPS
 from vllm_hwplugin.ops.definition_table import DEFINITIONS
+from vllm_hwplugin.ops.override_table import OPS
 
 from ..musa_sim import simulated
 
@@ -28,7 +28,7 @@ WithoutExtension.install()
 from vllm.platforms import current_platform
 from vllm.plugins import load_general_plugins
 from vllm_hwplugin import record
-from vllm_hwplugin.ops import _override
+from vllm_hwplugin.ops import overrides
 
 load_general_plugins()
 import vllm._custom_ops as ops
@@ -75,9 +75,9 @@ def calls_of_own():
 check_all()
 found = [[served(), calls_of_own()]]
 # The same with the plugin's operations in front, which have no kernel here and so run as their references.
-_override.remove()
-_override.load_kernel = lambda op: True
-_override.install({})
+overrides.remove()
+overrides.load_kernel = lambda op: True
+overrides.install({})
 check_all()
 found.append([served(), calls_of_own()])
 print(json.dumps(found))

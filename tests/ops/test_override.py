@@ -14,20 +14,20 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from vllm_hwplugin import gates, record  # noqa: E402
-from vllm_hwplugin.ops import _override  # noqa: E402
-from vllm_hwplugin.ops._override_catalog import OverridableOp, Schema  # noqa: E402
+from vllm_hwplugin.ops import overrides  # noqa: E402
+from vllm_hwplugin.ops.override_table import OverridableOp, Schema  # noqa: E402
 
 from .forked import said_by_a_fork  # noqa: E402
 from .toys import Toy, make_toy  # noqa: E402
 
-IS_CUDA_HOST = _override.is_cuda_host
-LOAD_EXTENSION = _override.load_extension
+IS_CUDA_HOST = overrides.is_cuda_host
+LOAD_EXTENSION = overrides.load_extension
 
 
 @pytest.fixture(autouse=True)
 def clean() -> Iterator[None]:
     yield
-    _override.remove()
+    overrides.remove()
     record.forget()
 
 
@@ -73,7 +73,7 @@ def test_an_operation_of_the_plugin_may_have_more_arguments_with_defaults(monkey
     toy.in_front()
     assert toy() == 2
     toy = make_toy(monkeypatch, "(Tensor! out) -> ()", "(Tensor(a!) out, Tensor? bias) -> ()")
-    with pytest.raises(_override._Refused, match="other arguments"):
+    with pytest.raises(overrides._Refused, match="other arguments"):
         toy.in_front()
 
 
@@ -82,41 +82,41 @@ def test_taken_away_again_vllms_kernel_serves(toy: Toy) -> None:
     toy.in_front()
     assert torch._C._dispatch_dump(toy.op.qualname) != before
     assert toy(None) == 2
-    _override.remove()
+    overrides.remove()
     assert toy(None) == 1
 
 
 def test_a_schema_that_is_not_known_is_refused(toy: Toy) -> None:
     other = toy.op._replace(schemas=(Schema(">=0.20", f"{toy.op.name}(Tensor! out, Tensor? bias, int less=0) -> ()"),))
     before = torch._C._dispatch_dump(toy.op.qualname)
-    with pytest.raises(_override._Refused, match=r"schema that is not known: .*int more=0"):
-        _override.put_in_front(other, "CPU", "on", required=False)
+    with pytest.raises(overrides._Refused, match=r"schema that is not known: .*int more=0"):
+        overrides.put_in_front(other, "CPU", "on", required=False)
     assert torch._C._dispatch_dump(toy.op.qualname) == before
 
 
 def test_an_operation_that_is_not_there_or_has_no_kernel_for_the_key_is_refused(toy: Toy) -> None:
-    with pytest.raises(_override._Refused, match=r"no kernel of .* for CUDA"):
-        _override.put_in_front(toy.op, "CUDA", "on", required=False)
-    with pytest.raises(_override._Refused, match="has no operation _Cnone::"):
-        _override.put_in_front(toy.op._replace(namespace="_Cnone"), "CPU", "on", required=False)
+    with pytest.raises(overrides._Refused, match=r"no kernel of .* for CUDA"):
+        overrides.put_in_front(toy.op, "CUDA", "on", required=False)
+    with pytest.raises(overrides._Refused, match="has no operation _Cnone::"):
+        overrides.put_in_front(toy.op._replace(namespace="_Cnone"), "CPU", "on", required=False)
 
 
 def test_an_operation_of_the_plugin_with_other_arguments_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     toy = make_toy(monkeypatch, own="(Tensor(a!) out, int bias) -> ()")
-    with pytest.raises(_override._Refused, match="other arguments"):
+    with pytest.raises(overrides._Refused, match="other arguments"):
         toy.in_front()
 
 
 def test_a_kernel_that_cannot_be_had_leaves_vllms_or_stops_the_process(
     toy: Toy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_override, "load_kernel", lambda op: False)
+    monkeypatch.setattr(overrides, "load_kernel", lambda op: False)
     override = toy.in_front()
     assert [toy(None), toy(None)] == [1, 1]
     assert override.state == "vllm"
-    _override.remove()
+    overrides.remove()
     toy.in_front(required=True)
-    with pytest.raises(_override.OverrideError, match=f"Name {toy.op.name} in VLLM_HWPLUGIN_OPS_SKIP"):
+    with pytest.raises(overrides.OverrideError, match=f"Name {toy.op.name} in VLLM_HWPLUGIN_OPS_SKIP"):
         toy(None)
 
 
@@ -124,7 +124,7 @@ def test_auto_asks_the_device_that_the_first_call_is_for(toy: Toy) -> None:
     gains = replace(toy, op=toy.op._replace(default_on=("cpu",)))
     assert gains.in_front("auto").state == "open"
     assert toy(None) == 2
-    _override.remove()
+    overrides.remove()
     elsewhere = replace(toy, op=toy.op._replace(default_on=("NVIDIA H200",)))
     override = elsewhere.in_front("auto")
     assert toy(None) == 1
@@ -134,7 +134,7 @@ def test_auto_asks_the_device_that_the_first_call_is_for(toy: Toy) -> None:
 
 def test_nothing_is_built_while_a_graph_is_captured(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     capturing = True
-    monkeypatch.setattr(_override, "is_capturing", lambda device: capturing)
+    monkeypatch.setattr(overrides, "is_capturing", lambda device: capturing)
     override = toy.in_front()
     assert toy(None) == 1
     assert (override.state, toy.calls) == ("open", ["stock"])
@@ -197,15 +197,15 @@ def test_a_forked_process_decides_for_itself(toy: Toy, monkeypatch: pytest.Monke
 @pytest.fixture
 def extension(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Toy]:
     """`extension(toy)`: vLLM's C extension has this one operation, and so has the table."""
-    monkeypatch.setattr(_override, "load_extension", lambda: None)
-    monkeypatch.setattr(_override, "KEY", "CPU")
-    monkeypatch.setattr(_override, "is_cuda_host", lambda: True)
-    monkeypatch.setattr(_override, "gpu_names", lambda: None)
+    monkeypatch.setattr(overrides, "load_extension", lambda: None)
+    monkeypatch.setattr(overrides, "KEY", "CPU")
+    monkeypatch.setattr(overrides, "is_cuda_host", lambda: True)
+    monkeypatch.setattr(overrides, "gpu_names", lambda: None)
 
     def use(toy: Toy, **changes: Any) -> Toy:
         toy = replace(toy, op=toy.op._replace(**changes))
-        monkeypatch.setattr(_override, "OPS", {toy.op.name: toy.op})
-        monkeypatch.setattr(_override, "unknown_names", lambda skip: tuple(set(skip) - {toy.op.name}))
+        monkeypatch.setattr(overrides, "OPS", {toy.op.name: toy.op})
+        monkeypatch.setattr(overrides, "unknown_names", lambda skip: tuple(set(skip) - {toy.op.name}))
         return toy
 
     return use
@@ -220,23 +220,23 @@ def test_the_gate_decides(toy: Toy, extension: Callable[..., Toy]) -> None:
         {"VLLM_HWPLUGIN_OPS": "off"},
         {"VLLM_HWPLUGIN_OPS": "on", "VLLM_HWPLUGIN_OPS_SKIP": toy.op.name},
     ):
-        _override.install(environ)
+        overrides.install(environ)
         assert torch._C._dispatch_dump(toy.op.qualname) == untouched, environ
-    _override.install({"VLLM_HWPLUGIN_OPS": "on"})
+    overrides.install({"VLLM_HWPLUGIN_OPS": "on"})
     once = torch._C._dispatch_dump(toy.op.qualname)
-    _override.install({"VLLM_HWPLUGIN_OPS": "on"})
+    overrides.install({"VLLM_HWPLUGIN_OPS": "on"})
     assert torch._C._dispatch_dump(toy.op.qualname) == once
     assert toy(None) == 2
-    assert _override.states() == {toy.op.name: "the plugin's kernel: VLLM_HWPLUGIN_OPS=on; cpu"}
+    assert overrides.states() == {toy.op.name: "the plugin's kernel: VLLM_HWPLUGIN_OPS=on; cpu"}
 
 
 def test_auto_takes_what_gains(toy: Toy, extension: Callable[..., Toy]) -> None:
     extension(toy, default_on=("cpu",))
-    _override.install({"VLLM_HWPLUGIN_OPS": "off"})
+    overrides.install({"VLLM_HWPLUGIN_OPS": "off"})
     assert toy(None) == 1
-    _override.install({"VLLM_HWPLUGIN_OPS_SKIP": toy.op.name})
+    overrides.install({"VLLM_HWPLUGIN_OPS_SKIP": toy.op.name})
     assert toy(None) == 1
-    _override.install({})
+    overrides.install({})
     assert toy(None) == 2
 
 
@@ -247,36 +247,36 @@ def test_where_no_gpu_of_the_host_gains_vllms_own_kernel_is_called_with_nothing_
 ) -> None:
     wrong = (Schema(">=0.20", f"{toy.op.name}(Tensor! out) -> ()"),)
     extension(toy, default_on=("NVIDIA H200",), schemas=wrong)
-    monkeypatch.setattr(_override, "gpu_names", lambda: frozenset(names))
-    monkeypatch.setattr(_override, "load_extension", lambda: pytest.fail("imported for nothing"))
+    monkeypatch.setattr(overrides, "gpu_names", lambda: frozenset(names))
+    monkeypatch.setattr(overrides, "load_extension", lambda: pytest.fail("imported for nothing"))
     untouched = torch._C._dispatch_dump(toy.op.qualname)
     entry = record.new("0")
     record.begin(entry, None)
-    _override.install({"VLLM_HWPLUGIN_STRICT": strict})
+    overrides.install({"VLLM_HWPLUGIN_STRICT": strict})
     assert torch._C._dispatch_dump(toy.op.qualname) == untouched
-    assert _override.states() == {}
+    assert overrides.states() == {}
     said = entry.decisions[f"operation {toy.op.name}"]
     assert said.startswith("vLLM's kernel: not known to gain on NVIDIA A10")
     assert all(name in said for name in names)
     # The gate asks for it on any device, and for the extension with it.
-    monkeypatch.setattr(_override, "load_extension", lambda: None)
-    with pytest.raises(_override.OverrideError, match="schema that is not known"):
-        _override.install({"VLLM_HWPLUGIN_OPS": "on"})
+    monkeypatch.setattr(overrides, "load_extension", lambda: None)
+    with pytest.raises(overrides.OverrideError, match="schema that is not known"):
+        overrides.install({"VLLM_HWPLUGIN_OPS": "on"})
 
 
 def test_a_process_that_may_get_another_gpu_of_the_host_decides_at_the_first_call(
     toy: Toy, extension: Callable[..., Toy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     extension(toy, default_on=("NVIDIA H200",))
-    monkeypatch.setattr(_override, "gpu_names", lambda: frozenset({"NVIDIA T400", "NVIDIA H200"}))
-    monkeypatch.setattr(_override, "device_name", lambda device: "NVIDIA T400")
-    _override.install({})
-    assert _override.states()[toy.op.name].startswith("not decided yet")
+    monkeypatch.setattr(overrides, "gpu_names", lambda: frozenset({"NVIDIA T400", "NVIDIA H200"}))
+    monkeypatch.setattr(overrides, "device_name", lambda device: "NVIDIA T400")
+    overrides.install({})
+    assert overrides.states()[toy.op.name].startswith("not decided yet")
     assert toy(None) == 1
-    assert _override.states()[toy.op.name].startswith("vLLM's kernel: not known to gain on NVIDIA T400")
-    _override.remove()
-    monkeypatch.setattr(_override, "device_name", lambda device: "NVIDIA H200")
-    _override.install({})
+    assert overrides.states()[toy.op.name].startswith("vLLM's kernel: not known to gain on NVIDIA T400")
+    overrides.remove()
+    monkeypatch.setattr(overrides, "device_name", lambda device: "NVIDIA H200")
+    overrides.install({})
     assert toy(None) == 2
 
 
@@ -286,8 +286,8 @@ def test_what_is_demanded_and_cannot_be_is_an_error(
 ) -> None:
     wrong = (Schema(">=0.20", f"{toy.op.name}(Tensor! out) -> ()"),)
     extension(toy, schemas=wrong, default_on=("cpu",))
-    with pytest.raises(_override.OverrideError, match=rf"{toy.op.name}: .*schema.*Name them in VLLM_HWPLUGIN_OPS_SKIP"):
-        _override.install(demand)
+    with pytest.raises(overrides.OverrideError, match=rf"{toy.op.name}: .*schema.*Name them in VLLM_HWPLUGIN_OPS_SKIP"):
+        overrides.install(demand)
 
 
 def test_without_a_demand_it_is_a_warning_and_vllm_serves(
@@ -296,7 +296,7 @@ def test_without_a_demand_it_is_a_warning_and_vllm_serves(
     wrong = (Schema(">=0.20", f"{toy.op.name}(Tensor! out) -> ()"),)
     extension(toy, schemas=wrong, default_on=("cpu",))
     with caplog.at_level(logging.WARNING, "vllm.hwplugin"):
-        _override.install({})
+        overrides.install({})
     assert "keep the kernels that they have" in caplog.text
     assert toy(None) == 1
 
@@ -304,7 +304,7 @@ def test_without_a_demand_it_is_a_warning_and_vllm_serves(
 def _no_extension(monkeypatch: pytest.MonkeyPatch) -> str:
     """vLLM's C extension was built for another PyTorch, or not at all: its module cannot be imported."""
     monkeypatch.setitem(sys.modules, "vllm._custom_ops", None)
-    monkeypatch.setattr(_override, "load_extension", LOAD_EXTENSION)
+    monkeypatch.setattr(overrides, "load_extension", LOAD_EXTENSION)
     return "vllm._custom_ops"
 
 
@@ -327,7 +327,7 @@ def _no_driver(monkeypatch: pytest.MonkeyPatch) -> str:
     def gpu_names() -> None:
         raise OSError("libnvidia-ml.so.1: wrong ELF class")
 
-    monkeypatch.setattr(_override, "gpu_names", gpu_names)
+    monkeypatch.setattr(overrides, "gpu_names", gpu_names)
     return "wrong ELF class"
 
 
@@ -345,17 +345,17 @@ def test_whatever_fails_vllms_own_operations_serve_unless_the_plugins_were_deman
     entry = record.new("0")
     record.begin(entry, None)
     with caplog.at_level(logging.WARNING, "vllm.hwplugin"):
-        _override.install({})
+        overrides.install({})
     assert torch._C._dispatch_dump(toy.op.qualname) == untouched
     assert toy(None) == 1
     assert cause in caplog.text
     assert cause in entry.decisions[f"operation {toy.op.name}"]
-    with pytest.raises(_override.OverrideError, match=rf"^VLLM_HWPLUGIN_STRICT=1, but .*{cause}"):
-        _override.install({"VLLM_HWPLUGIN_STRICT": "1"})
+    with pytest.raises(overrides.OverrideError, match=rf"^VLLM_HWPLUGIN_STRICT=1, but .*{cause}"):
+        overrides.install({"VLLM_HWPLUGIN_STRICT": "1"})
     if spoil is not _no_driver:
         # `on` takes the kernels whatever the device is called.
-        with pytest.raises(_override.OverrideError, match=rf"^VLLM_HWPLUGIN_OPS=on, but .*{cause}"):
-            _override.install({"VLLM_HWPLUGIN_OPS": "on"})
+        with pytest.raises(overrides.OverrideError, match=rf"^VLLM_HWPLUGIN_OPS=on, but .*{cause}"):
+            overrides.install({"VLLM_HWPLUGIN_OPS": "on"})
 
 
 def test_a_kernel_whose_loading_fails_unforeseen_leaves_vllms_or_stops_the_process(
@@ -364,14 +364,14 @@ def test_a_kernel_whose_loading_fails_unforeseen_leaves_vllms_or_stops_the_proce
     def load_kernel(op: OverridableOp) -> bool:
         raise ModuleNotFoundError("No module named 'filelock'")
 
-    monkeypatch.setattr(_override, "load_kernel", load_kernel)
+    monkeypatch.setattr(overrides, "load_kernel", load_kernel)
     toy.in_front()
     assert [toy(None), toy(None)] == [1, 1]
     (said,) = caplog.records
     assert said.exc_info is not None
-    _override.remove()
+    overrides.remove()
     toy.in_front(required=True)
-    with pytest.raises(_override.OverrideError):
+    with pytest.raises(overrides.OverrideError):
         toy(None)
 
 
@@ -386,30 +386,30 @@ def test_the_defaults_ask_nothing_of_a_host_without_cuda(
     """Its vLLM has few of the operations, and strict mode has to start there all the same."""
     extension(toy, namespace="_Cnone", default_on=("NVIDIA H200",))
     monkeypatch.setattr(torch.version, "cuda", None)
-    monkeypatch.setattr(_override, "is_cuda_host", IS_CUDA_HOST)
-    monkeypatch.setattr(_override, "load_extension", lambda: pytest.fail("imported for nothing"))
+    monkeypatch.setattr(overrides, "is_cuda_host", IS_CUDA_HOST)
+    monkeypatch.setattr(overrides, "load_extension", lambda: pytest.fail("imported for nothing"))
     entry = record.new("0")
     record.begin(entry, None)
     with caplog.at_level(logging.INFO, "vllm.hwplugin"):
-        _override.install({"VLLM_HWPLUGIN_STRICT": strict})
+        overrides.install({"VLLM_HWPLUGIN_STRICT": strict})
     assert caplog.text == ""
     assert entry.decisions[f"operation {toy.op.name}"].endswith("on CUDA and MUSA alone")
-    monkeypatch.setattr(_override, "load_extension", lambda: None)
-    with pytest.raises(_override.OverrideError, match="has no operation"):
-        _override.install({"VLLM_HWPLUGIN_OPS": "on"})
+    monkeypatch.setattr(overrides, "load_extension", lambda: None)
+    with pytest.raises(overrides.OverrideError, match="has no operation"):
+        overrides.install({"VLLM_HWPLUGIN_OPS": "on"})
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     if strict == "1":
-        with pytest.raises(_override.OverrideError, match="has no operation"):
-            _override.install({"VLLM_HWPLUGIN_STRICT": strict})
+        with pytest.raises(overrides.OverrideError, match="has no operation"):
+            overrides.install({"VLLM_HWPLUGIN_STRICT": strict})
 
 
 def test_the_kernel_is_demanded_at_the_first_call_too(
     toy: Toy, extension: Callable[..., Toy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     extension(toy)
-    monkeypatch.setattr(_override, "load_kernel", lambda op: False)
-    _override.install({"VLLM_HWPLUGIN_OPS": "on"})
-    with pytest.raises(_override.OverrideError):
+    monkeypatch.setattr(overrides, "load_kernel", lambda op: False)
+    overrides.install({"VLLM_HWPLUGIN_OPS": "on"})
+    with pytest.raises(overrides.OverrideError):
         toy(None)
 
 
@@ -418,10 +418,10 @@ def test_a_wrong_name_in_the_skip_list_is_said(
 ) -> None:
     extension(toy)
     with caplog.at_level(logging.WARNING, "vllm.hwplugin"):
-        _override.install({"VLLM_HWPLUGIN_OPS_SKIP": "rope"})
+        overrides.install({"VLLM_HWPLUGIN_OPS_SKIP": "rope"})
     assert "names rope, which no kernel is for" in caplog.text
-    with pytest.raises(_override.OverrideError, match="rope"):
-        _override.install({"VLLM_HWPLUGIN_OPS": "on", "VLLM_HWPLUGIN_OPS_SKIP": "rope"})
+    with pytest.raises(overrides.OverrideError, match="rope"):
+        overrides.install({"VLLM_HWPLUGIN_OPS": "on", "VLLM_HWPLUGIN_OPS_SKIP": "rope"})
 
 
 def test_processes_without_a_model_do_not_import_the_extension(
@@ -429,24 +429,24 @@ def test_processes_without_a_model_do_not_import_the_extension(
 ) -> None:
     extension(toy)
     loads: list[str] = []
-    monkeypatch.setattr(_override, "load_extension", lambda: loads.append("load"))
+    monkeypatch.setattr(overrides, "load_extension", lambda: loads.append("load"))
     for role in ("api-server", "inspection"):
         monkeypatch.setattr(record, "role", lambda role=role: role)
-        _override.install({"VLLM_HWPLUGIN_OPS": "on"})
+        overrides.install({"VLLM_HWPLUGIN_OPS": "on"})
     assert loads == []
     monkeypatch.setattr(record, "role", lambda: "worker")
-    _override.install({"VLLM_HWPLUGIN_OPS": "auto"})
+    overrides.install({"VLLM_HWPLUGIN_OPS": "auto"})
     assert loads == []
-    _override.install({"VLLM_HWPLUGIN_OPS": "on"})
+    overrides.install({"VLLM_HWPLUGIN_OPS": "on"})
     assert loads == ["load"]
 
 
 def test_a_bad_value_is_left_to_the_engine() -> None:
-    _override.install({"VLLM_HWPLUGIN_OPS": "perhaps"})
-    assert _override.states() == {}
+    overrides.install({"VLLM_HWPLUGIN_OPS": "perhaps"})
+    assert overrides.states() == {}
     # What was demanded cannot be had then.
     with pytest.raises(gates.GateError, match="VLLM_HWPLUGIN_SLP"):
-        _override.install({"VLLM_HWPLUGIN_OPS": "on", "VLLM_HWPLUGIN_SLP": "perhaps"})
+        overrides.install({"VLLM_HWPLUGIN_OPS": "on", "VLLM_HWPLUGIN_SLP": "perhaps"})
 
 
 def test_the_decision_is_in_the_processs_record(toy: Toy) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from packaging.specifiers import SpecifierSet
 
-from vllm_hwplugin.ops._override_catalog import OPS, OverridableOp, choose, unknown_names
+from vllm_hwplugin.ops.override_table import OPS, OverridableOp, choose, unknown_names
 from vllm_hwplugin.patching import SUPPORTED
 
 ROPE = OPS["rotary_embedding"]
@@ -47,8 +47,8 @@ def test_in_front_of_vllms_own_extension() -> None:
     """The CPU build of vLLM has one of the operations. In a process of its own: an extension cannot be unloaded."""
     program = """
 import torch, vllm._custom_ops as ops
-from vllm_hwplugin.ops import _override, rotary_embedding
-from vllm_hwplugin.ops._override_catalog import OPS
+from vllm_hwplugin.ops import overrides, rotary_embedding
+from vllm_hwplugin.ops.override_table import OPS
 torch.manual_seed(0)
 query, cache = torch.randn(5, 256), torch.randn(64, 64)
 positions = torch.randint(64, (5,))
@@ -65,8 +65,8 @@ def calls(function):
 
 stock, seen = calls(rotated)
 assert "_C::rotary_embedding" in seen and "hwplugin::rotary_embedding" not in seen, seen
-_override.load_kernel = lambda op: True
-front = _override.put_in_front(OPS["rotary_embedding"], "CPU", "on", required=True)
+overrides.load_kernel = lambda op: True
+front = overrides.put_in_front(OPS["rotary_embedding"], "CPU", "on", required=True)
 mine, seen = calls(rotated)
 assert {"_C::rotary_embedding", "hwplugin::rotary_embedding"} <= seen, seen
 assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(mine, stock))
@@ -84,13 +84,13 @@ def test_the_entry_point_puts_kernels_in_front(tmp_path: Path) -> None:
     """vLLM calls it in each process, before its C extension is imported."""
     program = """
 import sys
-from vllm_hwplugin.ops import _override
+from vllm_hwplugin.ops import overrides
 from vllm_hwplugin.plugin import register
 key, outcome = sys.argv[1:]
-_override.KEY, _override.load_kernel = key, lambda op: True
+overrides.KEY, overrides.load_kernel = key, lambda op: True
 try:
     register()
-except _override.OverrideError as error:
+except overrides.OverrideError as error:
     assert outcome == "error" and "no kernel of _C::rotary_embedding for CUDA" in str(error), error
 else:
     assert outcome != "error"
@@ -98,7 +98,7 @@ else:
     import torch, vllm._custom_ops
     q = torch.ones(1, 64)
     vllm._custom_ops.rotary_embedding(torch.zeros(1, dtype=torch.int64), q, None, 64, torch.ones(4, 64), True)
-    found = _override.states().get("rotary_embedding", "")
+    found = overrides.states().get("rotary_embedding", "")
     assert found.startswith("the plugin's kernel") == (outcome == "plugin"), found
 """
     others = ",".join(name for name in OPS if name != "rotary_embedding")
@@ -151,6 +151,6 @@ def test_names_that_no_kernel_is_for() -> None:
 
 def test_reading_the_table_imports_no_torch() -> None:
     """doctor and every process of vLLM read it first."""
-    code = "import sys, vllm_hwplugin.ops._override; print('torch' in sys.modules)"
+    code = "import sys, vllm_hwplugin.ops.overrides; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"

@@ -13,7 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from vllm_hwplugin import record  # noqa: E402
-from vllm_hwplugin.ops import _override, definitions  # noqa: E402
+from vllm_hwplugin.ops import definitions, overrides  # noqa: E402
 
 from .toys import Toy, make_toy  # noqa: E402
 
@@ -22,14 +22,14 @@ from .toys import Toy, make_toy  # noqa: E402
 def entry(monkeypatch: pytest.MonkeyPatch) -> Iterator[record.ProcessRecord]:
     """A host with torch_musa, whose platform defines what vLLM's extension lacks when that is imported."""
     monkeypatch.setattr(definitions, "DEFINITIONS", {})
-    monkeypatch.setattr(_override, "is_musa_host", lambda: True)
-    monkeypatch.setattr(_override, "is_cuda_host", lambda: pytest.fail("asked for CUDA"))
-    monkeypatch.setattr(_override, "MUSA_KEY", "CPU")
-    monkeypatch.setattr(_override, "load_extension", lambda: definitions.define_missing("CPU", "0.32.0"))
+    monkeypatch.setattr(overrides, "is_musa_host", lambda: True)
+    monkeypatch.setattr(overrides, "is_cuda_host", lambda: pytest.fail("asked for CUDA"))
+    monkeypatch.setattr(overrides, "MUSA_KEY", "CPU")
+    monkeypatch.setattr(overrides, "load_extension", lambda: definitions.define_missing("CPU", "0.32.0"))
     entry = record.new("0")
     record.begin(entry, None)
     yield entry
-    _override.remove()
+    overrides.remove()
     definitions.remove()
     record.forget()
 
@@ -38,8 +38,8 @@ def entry(monkeypatch: pytest.MonkeyPatch) -> Iterator[record.ProcessRecord]:
 def toys(entry: record.ProcessRecord, monkeypatch: pytest.MonkeyPatch) -> tuple[Toy, Toy]:
     """One that the plugin defines, one that this vLLM has a kernel of."""
     vllms, own = make_toy(monkeypatch), make_toy(monkeypatch, defined=True)
-    monkeypatch.setattr(_override, "OPS", {toy.op.name: toy.op for toy in (own, vllms)})
-    monkeypatch.setattr(_override, "unknown_names", lambda skip: ())
+    monkeypatch.setattr(overrides, "OPS", {toy.op.name: toy.op for toy in (own, vllms)})
+    monkeypatch.setattr(overrides, "unknown_names", lambda skip: ())
     return own, vllms
 
 
@@ -53,7 +53,7 @@ def test_by_default_the_kernel_serves_what_vllm_has_none_of(
 ) -> None:
     own, vllms = toys
     untouched = torch._C._dispatch_dump(vllms.op.qualname)
-    _override.install({"VLLM_HWPLUGIN_STRICT": strict})
+    overrides.install({"VLLM_HWPLUGIN_STRICT": strict})
     assert [own(None), own(None), vllms(None)] == [2, 2, 1]
     # A call that the kernel does not support.
     assert own(None, dtype=torch.float64) == 1
@@ -70,7 +70,7 @@ def test_switched_off_or_left_out_the_definition_stays(
     definitions.define_missing("CPU", "0.32.0")
     off = {"VLLM_HWPLUGIN_OPS": "off"} if gate == "VLLM_HWPLUGIN_OPS" else {gate: "0"}
     for environ in (off, {"VLLM_HWPLUGIN_OPS_SKIP": own.op.name}):
-        _override.install(environ)
+        overrides.install(environ)
         assert [own(None), vllms(None)] == [1, 1]
         assert "load" not in own.calls
         assert _said(entry, own) == "the plugin's definition in torch"
@@ -84,19 +84,19 @@ def test_without_the_kernel_the_definition_serves_unless_it_was_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     own, _ = toys
-    monkeypatch.setattr(_override, "load_kernel", lambda op: False)
-    _override.install({"VLLM_HWPLUGIN_STRICT": strict})
+    monkeypatch.setattr(overrides, "load_kernel", lambda op: False)
+    overrides.install({"VLLM_HWPLUGIN_STRICT": strict})
     assert [own(None), own(None)] == [1, 1]
     assert _said(entry, own) == "the plugin's definition in torch"
-    _override.remove()
-    _override.install({"VLLM_HWPLUGIN_OPS": "on"})
-    with pytest.raises(_override.OverrideError, match=own.op.name):
+    overrides.remove()
+    overrides.install({"VLLM_HWPLUGIN_OPS": "on"})
+    with pytest.raises(overrides.OverrideError, match=own.op.name):
         own(None)
 
 
 @pytest.mark.parametrize("environ", [{"VLLM_HWPLUGIN_OPS": "on"}, {"VLLM_MUSA_OP_PERF_OVERRIDES": "1"}])
 def test_asked_for_the_kernel_stands_in_front_of_vllms_too(environ: dict[str, str], toys: tuple[Toy, Toy]) -> None:
-    _override.install(environ)
+    overrides.install(environ)
     assert [toy(None) for toy in toys] == [2, 2]
 
 
@@ -109,7 +109,7 @@ def test_a_pytorch_that_cannot_put_kernels_in_front_leaves_the_definition(
     own, _ = toys
     monkeypatch.delattr(torch.library, "get_kernel")
     with caplog.at_level(logging.WARNING, "vllm.hwplugin"):
-        _override.install({})
+        overrides.install({})
     assert own(None) == 1
     assert own.op.name in caplog.text
     assert _said(entry, own) == "the plugin's definition in torch"
@@ -118,7 +118,7 @@ def test_a_pytorch_that_cannot_put_kernels_in_front_leaves_the_definition(
 HOST = """
 import torch
 from types import ModuleType
-from vllm_hwplugin.ops import _override
+from vllm_hwplugin.ops import overrides
 from vllm_hwplugin.ops._override_host import is_musa_host
 assert not is_musa_host()
 torch.utils.rename_privateuse1_backend("musa")
@@ -127,9 +127,9 @@ musa.get_device_name = lambda device: f"MTT {device}"
 musa.is_current_stream_capturing = lambda: True
 torch._register_device_module("musa", musa)
 assert is_musa_host()
-assert _override.device_name(torch.device("musa:1")) == "MTT musa:1"
-assert _override.is_capturing(torch.device("musa:1"))
-assert _override.device_name(torch.device("cpu")) == "cpu" and not _override.is_capturing(torch.device("cpu"))
+assert overrides.device_name(torch.device("musa:1")) == "MTT musa:1"
+assert overrides.is_capturing(torch.device("musa:1"))
+assert overrides.device_name(torch.device("cpu")) == "cpu" and not overrides.is_capturing(torch.device("cpu"))
 """
 
 

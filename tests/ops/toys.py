@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_hwplugin.ops import _override, _override_support, definitions
-from vllm_hwplugin.ops._override_catalog import OverridableOp, Schema
+from vllm_hwplugin.ops import _override_support, definitions, overrides
 from vllm_hwplugin.ops.build import spec
 from vllm_hwplugin.ops.definition_table import Definition
+from vllm_hwplugin.ops.override_table import OverridableOp, Schema
 
 _numbers = itertools.count()
 
@@ -36,9 +36,9 @@ class Toy:
         self.theirs(out, *args)
         return float(out[0])
 
-    def in_front(self, choice: str = "on", *, required: bool = False) -> _override.Override:
-        override = _override.put_in_front(self.op, "CPU", choice, required=required)
-        _override._overrides[self.op.name] = override
+    def in_front(self, choice: str = "on", *, required: bool = False) -> overrides.Override:
+        override = overrides.put_in_front(self.op, "CPU", choice, required=required)
+        overrides._overrides[self.op.name] = override
         return override
 
 
@@ -80,7 +80,7 @@ def make_toy(
     kernels = {**spec.KERNELS, name: replace(spec.ROTARY_EMBEDDING, name=name)}
     monkeypatch.setattr(spec, "KERNELS", MappingProxyType(kernels))
     monkeypatch.setattr(_override_support, name, lambda out, bias=None: out.dtype is torch.float32, raising=False)
-    monkeypatch.setattr(_override, "load_kernel", lambda op: calls.append("load") is None)
+    monkeypatch.setattr(overrides, "load_kernel", lambda op: calls.append("load") is None)
     op = OverridableOp(name, namespace, (Schema(">=0.20", name + text),))  # type: ignore[arg-type]
     if defined:
         item = Definition(name, namespace, op.schemas, name, "_reference", "")  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from packaging.specifiers import SpecifierSet
 
-from vllm_hwplugin import record
+from vllm_hwplugin import patching, record
 from vllm_hwplugin.patching import SUPPORTED, Feature, FeatureState, PatchedFile, PatchingError, Plan, Variant, _runtime
 from vllm_hwplugin.platforms import dflash
 from vllm_hwplugin.spec_decode.dflash_config import DFlashConfigError
@@ -90,8 +90,8 @@ def entry(monkeypatch: pytest.MonkeyPatch) -> record.ProcessRecord:
     made = record.new("0")
     made.features = {"dflash-full-graph": {"state": "live", "reason": ""}}
     record.begin(made, None)
-    monkeypatch.setattr(_runtime, "install", lambda: made)
-    monkeypatch.setattr(_runtime, "current_plan", lambda: None)
+    monkeypatch.setattr(patching, "install", lambda: made)
+    monkeypatch.setattr(patching, "current_plan", lambda: None)
     return made
 
 
@@ -233,7 +233,7 @@ def test_up_to_0_21_a_variable_chooses_the_runner(
 
 def test_configurations_without_dflash_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
-    monkeypatch.setattr(_runtime, "install", lambda: calls.append("install"))
+    monkeypatch.setattr(patching, "install", lambda: calls.append("install"))
     assert sizes(made_by_vllm(dflash=False)) == VLLMS_OWN
     vllm_config = made_by_vllm(dflash=False)
     vllm_config.speculative_config = None
@@ -322,8 +322,8 @@ def verified(entry: record.ProcessRecord, monkeypatch: pytest.MonkeyPatch) -> An
         made = Verified(spoilt)
         plan = plan_of(features, {"dflash-full-graph": ("draft-full-graph",)})
         entry.features = {name: {"state": "live", "reason": ""} for name in features}
-        monkeypatch.setattr(_runtime, "current_plan", lambda: plan)
-        monkeypatch.setattr(_runtime, "verify", made)
+        monkeypatch.setattr(patching, "current_plan", lambda: plan)
+        monkeypatch.setattr(patching, "verify", made)
         return made
 
     return start

@@ -18,15 +18,24 @@ from typing import Any
 
 import vllm_hwplugin
 
-from .. import cachedir, gates, record
-from ..ops._override_catalog import GATE as OPS
-from ..ops._override_catalog import SKIP, unknown_names
+from .. import cachedir, gates, platforms, record
 from ..ops.build import built
 from ..ops.build.plan import MIN_TORCH
-from ..patching import Catalog, PatchingError, is_supported, load_catalog, make_plan
-from ..patching._installed import Installed, NotInstalled, VersionUnknown, find_installed
-from ..patching._overlay import FOLDER
-from ..platforms import _detect, _rivals, musa_host, musa_versions
+from ..ops.override_table import GATE as OPS
+from ..ops.override_table import SKIP, unknown_names
+from ..patching import (
+    FOLDER,
+    Catalog,
+    Installed,
+    NotInstalled,
+    PatchingError,
+    VersionUnknown,
+    find_installed,
+    is_supported,
+    load_catalog,
+    make_plan,
+)
+from ..platforms import musa_host, musa_versions
 from ..record import ProcessRecord
 from . import _host
 from ._kernels import KernelRow, kernel_rows
@@ -253,7 +262,7 @@ def _describe(installed: Installed | None) -> dict[str, Any] | None:
 
 def _check_entry_point(environ: Mapping[str, str], found: _Findings) -> None:
     """vLLM must find the plugin by its entry point, and must be allowed to load it."""
-    for group, what in ((_GROUP, "the plugin"), (_rivals.GROUP, "its platform class")):
+    for group, what in ((_GROUP, "the plugin"), (platforms.GROUP, "its platform class")):
         if ENTRY_POINT not in {point.name for point in importlib.metadata.entry_points(group=group)}:
             found.warnings.append(
                 f"vLLM will not load {what}: no installed distribution offers {ENTRY_POINT} in the entry-point group "
@@ -333,7 +342,7 @@ def _platform_class(
     A process asks vLLM's own detection and the other plugins; here their answers are foreseen from the driver and from
     what is installed, because asking them would import vLLM.
     """
-    master, choice = values["VLLM_HWPLUGIN"], values[_detect.GATE]
+    master, choice = values["VLLM_HWPLUGIN"], values[platforms.GATE]
     if not isinstance(master, gates.GateValue) or not isinstance(choice, gates.GateValue):
         return {"class": None, "reason": "a variable has a bad value"}
     if not master.flag:
@@ -343,10 +352,9 @@ def _platform_class(
     builtins: tuple[str, ...] = ("cuda",) if platform.kind == "cuda" else ()
     if "cpu" in f"{installed.dist} {installed.version}":
         builtins = ("cpu",)
-    decision = _detect.decide(choice.text, builtins, _detect.probe_musa)
+    decision, rivals = platforms.foresee(choice.text, builtins, environ)
     if decision.level >= logging.ERROR:
         (found.problems if _is_strict(values) else found.warnings).append(decision.reason)
-    rivals = _rivals.others(environ) if decision.kind is not None else ()
     if rivals:
         names = " and ".join(f"{point.name} ({point.value})" for point in rivals)
         then = "this one steps aside" if choice.text == "auto" else "vLLM stops, because it takes one plugin's only"
@@ -367,7 +375,7 @@ def _musa(
     findings = musa_versions.check(host, MIN_TORCH)
     for item in findings:
         if item.trouble:
-            stops = item.stops and offered == _detect.CLASSES["musa"]
+            stops = item.stops and offered == platforms.CLASSES["musa"]
             (found.problems if stops else found.warnings).append(item.trouble)
     return findings
 

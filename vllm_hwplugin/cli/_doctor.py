@@ -13,10 +13,10 @@ from rich.console import Console
 from rich.text import Text
 from typer.core import TyperCommand
 
-from ..ops._override_catalog import RECORD
 from ..ops.build.plan import MIN_TORCH
+from ..ops.override_table import RECORD
+from ..platforms import KEY as PLATFORM
 from ..platforms import musa_versions
-from ..platforms._offer import KEY as PLATFORM
 from ..record import ProcessRecord
 from ._app import FAILURE
 from ._diagnosis import Diagnosis, diagnose

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from .. import gates
-from ..ops._override_catalog import GATE, NO_GPU, OPS, SKIP, OverridableOp, choose
 from ..ops.build.built import Built
 from ..ops.build.jit import GPUS
 from ..ops.build.spec import KERNELS
 from ..ops.definition_table import DEFINITIONS
+from ..ops.override_table import GATE, NO_GPU, OPS, SKIP, OverridableOp, choose
 from ._host import Tool
 from ._kernels import missing
 

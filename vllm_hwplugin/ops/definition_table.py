@@ -2,7 +2,7 @@
 """Operations that vLLM calls by name on a device that it does not know, and that its builds for no device lack.
 
 The plugin defines them there (:mod:`.definitions`), because without them vLLM does not serve. That is no matter of
-speed and has no gate; the kernels that may stand in front of some of them have one (:mod:`._override_catalog`).
+speed and has no gate; the kernels that may stand in front of some of them have one (:mod:`.override_table`).
 Nothing here imports torch.
 """
 
@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Final, Literal, NamedTuple
 
 from ..versions import Versions
-from ._override_catalog import ALL_VERSIONS, OPS, Schema
+from .override_table import ALL_VERSIONS, OPS, Schema
 
 #: The dispatch key of torch's one backend from outside, which is MUSA's where torch_musa is.
 MUSA_KEY: Final = "PrivateUse1"

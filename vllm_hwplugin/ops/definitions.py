@@ -14,8 +14,8 @@ import threading
 from typing import Any
 
 from .. import record
-from ._override_catalog import RECORD, describe
 from .definition_table import DEFINITIONS, Definition
+from .override_table import RECORD, describe
 
 logger = logging.getLogger("vllm.hwplugin")
 

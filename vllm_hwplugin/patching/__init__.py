@@ -9,6 +9,7 @@ from ..versions import SUPPORTED, is_supported
 from ._catalog import default_folder, load_catalog
 from ._errors import CatalogError, DiffError, PatchingError, UnreadableFile
 from ._evaluate import check_conflicts, evaluate
+from ._installed import Installed, NotInstalled, VersionUnknown, find_installed
 from ._model import (
     Catalog,
     Conflict,
@@ -26,9 +27,12 @@ from ._model import (
     Status,
     Variant,
 )
+from ._overlay import FOLDER
 from ._plan import make_plan, render_diff
+from ._runtime import InstallError, ModuleCheck, current_plan, install, verify
 
 __all__ = [
+    "FOLDER",
     "SUPPORTED",
     "Catalog",
     "CatalogError",
@@ -40,7 +44,11 @@ __all__ = [
     "FileDiff",
     "Hunk",
     "HunkVerdict",
+    "InstallError",
+    "Installed",
+    "ModuleCheck",
     "Nearest",
+    "NotInstalled",
     "NotNeeded",
     "PatchedFile",
     "PatchingError",
@@ -49,11 +57,16 @@ __all__ = [
     "Status",
     "UnreadableFile",
     "Variant",
+    "VersionUnknown",
     "check_conflicts",
+    "current_plan",
     "default_folder",
     "evaluate",
+    "find_installed",
+    "install",
     "is_supported",
     "load_catalog",
     "make_plan",
     "render_diff",
+    "verify",
 ]

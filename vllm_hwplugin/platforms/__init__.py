@@ -1,7 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which platform class vLLM is offered, and the classes: :mod:`.cuda` for NVIDIA, :mod:`.musa` for Moore Threads.
 
-vLLM asks for the class while it is being imported itself. So nothing is imported here, and what decides
-(:mod:`._detect`, :mod:`._rivals`, :mod:`._offer`) imports neither vLLM nor torch nor the patch engine. The classes do;
-vLLM imports one by name once it has chosen it.
+vLLM asks for the class while it is being imported itself. So what decides, which is what is imported here, imports
+neither vLLM nor torch nor the patch engine. The classes do; vLLM imports one by name once it has chosen it.
 """
+
+from ._detect import CLASSES, GATE, Decision
+from ._offer import KEY, PlatformError, foresee, must_hold, note_used, offer
+from ._rivals import GROUP
+
+__all__ = [
+    "CLASSES",
+    "GATE",
+    "GROUP",
+    "KEY",
+    "Decision",
+    "PlatformError",
+    "foresee",
+    "must_hold",
+    "note_used",
+    "offer",
+]

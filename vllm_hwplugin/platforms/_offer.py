@@ -8,8 +8,9 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib.metadata import EntryPoint
 
 from .. import gates, record
 from . import _detect, _rivals
@@ -61,12 +62,29 @@ def _decide() -> Decision:
     if not gates.read("VLLM_HWPLUGIN").flag:
         return _SWITCHED_OFF
     choice = gates.read(GATE).text
-    found = _detect.decide(choice, _detect.ask_vllm(sys.modules.get("vllm.platforms")), _detect.probe_musa)
+    found, rivals = foresee(choice, _detect.ask_vllm(sys.modules.get("vllm.platforms")), os.environ)
     if found.kind is None:
         return found
     with _asking_rivals():
-        rivals = _rivals.active(_rivals.others(os.environ))
-    return _detect.settle(choice, found, rivals)
+        active = _rivals.active(rivals)
+    return _detect.settle(choice, found, active)
+
+
+def foresee(
+    choice: str, builtins: tuple[str, ...] | None, environ: Mapping[str, str]
+) -> tuple[Decision, tuple[EntryPoint, ...]]:
+    """The choice as far as it can be told without asking other plugins, which would import vLLM.
+
+    Args:
+        choice: what the gate `GATE` says.
+        builtins: the platforms that vLLM's own detection finds; None where it cannot be asked.
+        environ: where the plugins that are to be loaded are named.
+
+    Returns:
+        The decision, and the other plugins that a process would ask; none where no class is offered anyway.
+    """
+    found = _detect.decide(choice, builtins, _detect.probe_musa)
+    return found, tuple(_rivals.others(environ)) if found.kind is not None else ()
 
 
 def must_hold() -> None:

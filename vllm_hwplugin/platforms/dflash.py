@@ -17,8 +17,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_hwplugin import gates, record
-from vllm_hwplugin.patching import Plan, _runtime
+from vllm_hwplugin import gates, patching, record
+from vllm_hwplugin.patching import Plan
 from vllm_hwplugin.record import ProcessRecord
 from vllm_hwplugin.spec_decode import dflash_config
 from vllm_hwplugin.spec_decode.dflash_config import DFlashConfigError
@@ -73,10 +73,10 @@ def check_and_update_config(vllm_config: Any) -> None:
     spec = vllm_config.speculative_config
     if spec is None or not spec.use_dflash():
         return
-    entry = _runtime.install()
+    entry = patching.install()
     with _faults_are_no_end(_CHECK):
         dflash_config.check(vllm_config)
-    plan = _runtime.current_plan()
+    plan = patching.current_plan()
     if plan is not None:
         _put_in_force(plan, entry)
     with _faults_are_no_end(_DECISION):
@@ -101,7 +101,7 @@ def _faults_are_no_end(decision: str) -> Iterator[None]:
         raise
     except Exception as error:
         if _must_hold():
-            raise _runtime.InstallError(
+            raise patching.InstallError(
                 f"a fault in vllm-hwplugin at {decision}, which strict mode or {_GATE}=on does not let pass: "
                 f"{type(error).__name__}: {error}; set {_GATE}=auto and no strict mode to go on, and report it"
             ) from error
@@ -151,17 +151,17 @@ def _put_in_force(plan: Plan, entry: ProcessRecord) -> None:
     alone = {module: features for module, features in separable(plan, entry.live).items() if module in modules}
     together = sorted(modules - alone.keys())
     try:
-        _runtime.verify(together, force=True)
+        patching.verify(together, force=True)
     except Exception as error:
-        stock = {found.module for found in _runtime.verify(together, force=False) if found.state == "stock"}
+        stock = {found.module for found in patching.verify(together, force=False) if found.state == "stock"}
         names = sorted({name for file in plan.files.values() if file.module in stock for name in file.features})
-        raise _runtime.InstallError(
+        raise patching.InstallError(
             f"DFlash cannot run with half of its patches ({', '.join(names)}): {error}; or run without them: "
             f"{_gates_off(plan, names)}"
         ) from error
     for module, features in sorted(alone.items()):
         try:
-            _runtime.verify([module], force=True)
+            patching.verify([module], force=True)
         except Exception as error:
             _give_up(plan, entry, module, features, error)
 
@@ -173,7 +173,7 @@ def _give_up(plan: Plan, entry: ProcessRecord, module: str, features: Collection
         gate = plan.features[name].feature.gate
         if strict or gates.read(gate).text == "on":
             cause = "VLLM_HWPLUGIN_STRICT=1" if strict else f"{gate}=on"
-            raise _runtime.InstallError(
+            raise patching.InstallError(
                 f"{cause}, but {name} cannot be live: {error}; or run without it: {_gates_off(plan, [name])}"
             ) from error
     # From here on the record does not count them as live, so this is said once in a process.

@@ -9,7 +9,7 @@ import torch
 
 from vllm_hwplugin.bench.micro import _op_cases as cases
 from vllm_hwplugin.bench.micro._op_cases import Operand
-from vllm_hwplugin.ops._override_catalog import OPS as OVERRIDABLE
+from vllm_hwplugin.ops.override_table import OPS as OVERRIDABLE
 
 
 def case(op, tokens, shape=0):

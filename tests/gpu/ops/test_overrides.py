@@ -22,10 +22,10 @@ from vllm_hwplugin.bench import engine_environment, find_checkpoints, load_promp
 from vllm_hwplugin.bench._entry_points import provide  # noqa: E402
 from vllm_hwplugin.bench._launch import child_environment  # noqa: E402
 from vllm_hwplugin.bench.micro import _op_cases, _op_inputs, _op_kernels  # noqa: E402
-from vllm_hwplugin.ops import _override  # noqa: E402
-from vllm_hwplugin.ops._override_catalog import OPS  # noqa: E402
+from vllm_hwplugin.ops import overrides  # noqa: E402
 from vllm_hwplugin.ops.build.jit import ensure  # noqa: E402
 from vllm_hwplugin.ops.build.spec import KERNELS  # noqa: E402
+from vllm_hwplugin.ops.override_table import OPS  # noqa: E402
 
 from ..engines import SMALL_ENGINE  # noqa: E402
 
@@ -53,7 +53,7 @@ def loaded() -> None:
 def clean() -> Iterator[None]:
     yield
     torch.cuda.synchronize()
-    _override.remove()
+    overrides.remove()
 
 
 def theirs(name: str) -> Any:
@@ -90,28 +90,28 @@ def test_the_plugins_kernel_runs_under_vllms_name(name: str) -> None:
     wanted = case(name)
     plugins = run(own, wanted[: len(own.default._schema.arguments)])
     assert not stock & plugins
-    _override.install(ON)
+    overrides.install(ON)
     found = case(name)
     assert run(theirs(name), found) == plugins
     assert bits(found) == bits(wanted)
-    assert _override.states()[name].startswith("the plugin's kernel")
-    _override.remove()
+    assert overrides.states()[name].startswith("the plugin's kernel")
+    overrides.remove()
     assert run(theirs(name), case(name)) == stock
 
 
 @pytest.mark.parametrize("name", OPS)
 def test_a_skipped_operation_keeps_vllms_kernel(name: str) -> None:
     stock = run(theirs(name), case(name))
-    _override.install({**ON, "VLLM_HWPLUGIN_OPS_SKIP": name})
-    assert set(_override.states()) == set(OPS) - {name}
+    overrides.install({**ON, "VLLM_HWPLUGIN_OPS_SKIP": name})
+    assert set(overrides.states()) == set(OPS) - {name}
     assert run(theirs(name), case(name)) == stock
 
 
 def test_by_default_nothing_stands_in_front_that_does_not_gain_here() -> None:
     """Of a host with GPUs of one kind, none of them cut into slices."""
     here = torch.cuda.get_device_name()
-    _override.install({})
-    assert set(_override.states()) == {name for name, op in OPS.items() if here in op.default_on}
+    overrides.install({})
+    assert set(overrides.states()) == {name for name, op in OPS.items() if here in op.default_on}
 
 
 def test_the_driver_has_pytorchs_names_and_asking_it_does_not_start_cuda() -> None:
@@ -140,7 +140,7 @@ def test_a_call_that_the_kernel_cannot_serve_gets_vllms() -> None:
 
     wanted, found = uneven(), uneven()
     stock = run(theirs("rotary_embedding"), wanted)
-    _override.install(ON)
+    overrides.install(ON)
     run(theirs("rotary_embedding"), case("rotary_embedding"))
     assert run(theirs("rotary_embedding"), found) == stock
     assert bits(found) == bits(wanted)
@@ -148,7 +148,7 @@ def test_a_call_that_the_kernel_cannot_serve_gets_vllms() -> None:
 
 @pytest.mark.parametrize("name", OPS)
 def test_captured_it_replays_with_what_the_tensors_hold_then(name: str) -> None:
-    _override.install(ON)
+    overrides.install(ON)
     wanted, args = case(name), case(name)
     theirs(name)(*case(name))
     torch.cuda.synchronize()
@@ -170,16 +170,16 @@ def test_a_first_call_inside_a_capture_gets_vllms_kernel_and_decides_nothing() -
     wanted, args = case(name), case(name)
     torch.cuda.synchronize()
     theirs(name)(*wanted)
-    _override.install(ON)
+    overrides.install(ON)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         theirs(name)(*args)
-    assert "while a graph was captured" in _override.states()[name]
+    assert "while a graph was captured" in overrides.states()[name]
     graph.replay()
     torch.cuda.synchronize()
     assert bits(args) == bits(wanted)
     theirs(name)(*case(name))
-    assert _override.states()[name].startswith("the plugin's kernel")
+    assert overrides.states()[name].startswith("the plugin's kernel")
 
 
 # Both with vLLM's own kernels in the graph, not Inductor's; one fuses the norms and the rotation of Qwen3.

@@ -68,7 +68,7 @@ def open_installed() -> Source:
     Raises:
         BadTarget: there is none, or it states no version.
     """
-    from vllm_hwplugin.patching._installed import NotInstalled, find_installed
+    from vllm_hwplugin.patching import NotInstalled, find_installed
 
     try:
         found = find_installed()

@@ -29,10 +29,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from .. import gates, record
-from ._override_catalog import GATE, KEY, NO_GPU, OPS, RECORD, SKIP, OverridableOp, choose, describe, unknown_names
 from ._override_host import gpu_names, is_cuda_host, is_musa_host
 from .definition_table import MUSA_KEY
 from .definitions import is_defined
+from .override_table import GATE, KEY, NO_GPU, OPS, RECORD, SKIP, OverridableOp, choose, describe, unknown_names
 
 logger = logging.getLogger("vllm.hwplugin")
 

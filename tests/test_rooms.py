@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which part of the package imports which: arrows go one way, and a package is used through its public modules."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import vllm_hwplugin
+
+NAME = "vllm_hwplugin"
+ROOT = Path(vllm_hwplugin.__file__).parent
+MODULES = {
+    ".".join((NAME, *file.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__"): file
+    for file in ROOT.rglob("*.py")
+}
+
+
+def imported(module: str) -> Iterator[str]:
+    """The modules of the package that a module imports, at its top or in a function."""
+    file = MODULES[module]
+    package = module if file.name == "__init__.py" else module.rpartition(".")[0]
+    for node in ast.walk(ast.parse(file.read_bytes())):
+        if isinstance(node, ast.Import):
+            found = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            parts = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            base = ".".join([*parts, *([node.module] if node.module else [])])
+            found = [f"{base}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in found:
+            # `from package import thing`: the thing is a module, or a name in the package.
+            known = name if name in MODULES else name.rpartition(".")[0]
+            if known in MODULES:
+                yield known
+
+
+def room(module: str) -> str:
+    return module.split(".")[1] if module.count(".") else ""
+
+
+def test_no_package_imports_a_private_module_of_another() -> None:
+    wrong = []
+    for module in MODULES:
+        for name in imported(module):
+            parts = name.split(".")
+            for depth, part in enumerate(parts):
+                owner = ".".join(parts[:depth])
+                if part.startswith("_") and not f"{module}.".startswith(f"{owner}."):
+                    wrong.append(f"{module} imports {name}, which is private to {owner}")
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    ("importer", "allowed"),
+    [
+        ("patching", {"patching", "", "cachedir", "gates", "record", "versions"}),
+        ("spec_decode", None),
+        ("attention", None),
+        ("ops", None),
+    ],
+)
+def test_what_is_patched_in_knows_nothing_of_patching(importer: str, allowed: set[str] | None) -> None:
+    arrows = {
+        room(name): f"{module} imports {name}"
+        for module in MODULES
+        if room(module) == importer
+        for name in imported(module)
+    }
+    assert arrows, f"nothing of {importer} imports anything: the test looks in the wrong place"
+    if allowed is None:
+        assert "patching" not in arrows, arrows.get("patching")
+    else:
+        assert arrows.keys() <= allowed, [text for name, text in arrows.items() if name not in allowed]
