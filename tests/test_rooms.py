@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+import builtins
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -58,7 +59,7 @@ def test_no_package_imports_a_private_module_of_another() -> None:
 @pytest.mark.parametrize(
     ("importer", "allowed"),
     [
-        ("patching", {"patching", "", "cachedir", "gates", "record", "versions"}),
+        ("patching", {"patching", "", "cachedir", "errors", "gates", "record", "versions"}),
         ("spec_decode", None),
         ("attention", None),
         ("ops", None),
@@ -76,3 +77,17 @@ def test_what_is_patched_in_knows_nothing_of_patching(importer: str, allowed: se
         assert "patching" not in arrows, arrows.get("patching")
     else:
         assert arrows.keys() <= allowed, [text for name, text in arrows.items() if name not in allowed]
+
+
+def test_errors_have_one_root() -> None:
+    """The command line tells what the project says on purpose from a fault of its own by that."""
+    roots = {name for name, item in vars(builtins).items() if isinstance(item, type) and issubclass(item, Exception)}
+    wrong = []
+    for module, file in MODULES.items():
+        for node in ast.walk(ast.parse(file.read_bytes())):
+            if not isinstance(node, ast.ClassDef) or node.name.startswith("_") or module == f"{NAME}.errors":
+                continue
+            bases = {base.id for base in node.bases if isinstance(base, ast.Name)}
+            if bases & roots and "HwpluginError" not in bases:
+                wrong.append(f"{module}.{node.name}")
+    assert wrong == []

@@ -22,6 +22,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from . import gates
+from .errors import HwpluginError
 
 APPLICATION = "vllm-hwplugin"
 
@@ -35,7 +36,7 @@ _HELD = "held"
 _WAY_OUT = "set VLLM_HWPLUGIN_CACHE_DIR to a folder below one of your own"
 
 
-class UntrustedFolder(Exception):
+class UntrustedFolder(HwpluginError):
     """A cache folder that someone else could write to or replace, or that is no real folder of this user."""
 
 

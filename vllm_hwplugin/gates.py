@@ -15,6 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Literal, NamedTuple
 
+from .errors import HwpluginError
 from .replaced import REPLACED, Replaced
 
 Kind = Literal["switch", "bool", "path", "list", "choice"]
@@ -34,7 +35,7 @@ _WORDS_TRUE: Final = ("1", "true", "yes", "on")
 _WORDS_FALSE: Final = ("0", "false", "no", "off")
 
 
-class GateError(ValueError):
+class GateError(HwpluginError, ValueError):
     """A variable holds a value that its gate does not know. The message names it and lists the good values."""
 
 

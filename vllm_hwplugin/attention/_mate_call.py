@@ -14,6 +14,8 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
+from ..errors import HwpluginError
+
 # Argument -> its names. page_table and learnable_sink are mate's (its source was read at 0.2.2) and FlashAttention 4's;
 # block_table and s_aux are vLLM's fork's of FlashAttention, and in no release of mate that was read.
 _NAMES: Final[Mapping[str, tuple[str, ...]]] = {
@@ -61,7 +63,7 @@ _SCHEDULE_NAMES: Final[Mapping[str, tuple[str, ...]]] = {
 }
 
 
-class MateMismatch(ImportError):
+class MateMismatch(HwpluginError, ImportError):
     """The installed mate cannot be called as this backend needs it."""
 
 

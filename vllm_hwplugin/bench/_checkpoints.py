@@ -7,13 +7,13 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..patching import PatchingError
+from ..errors import HwpluginError
 
 #: Tokens drafted a step, by method: what the drafters were trained for.
 DRAFT_TOKENS = {"eagle3": 3, "dflash": 7}
 
 
-class CheckpointsMissing(PatchingError):
+class CheckpointsMissing(HwpluginError):
     """No folder with ``target``, ``eagle3``, ``dflash`` and ``prompts.json`` was found."""
 
 

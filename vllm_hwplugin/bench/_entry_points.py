@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from ..patching import PatchingError
+from ..errors import HwpluginError
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -33,7 +33,7 @@ EntryPoints = dict[str, dict[str, str]]
 _HOME = Path(__file__).resolve().parents[2]
 
 
-class NoEntryPoints(PatchingError):
+class NoEntryPoints(HwpluginError):
     """vLLM could not find the plugin: the package is neither installed nor a source tree."""
 
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 
-from ..patching import PatchingError
+from ..errors import HwpluginError
 from ._launch import child_environment
 
 # vLLM prints on stdout while it is imported, hence the marker.
@@ -29,7 +29,7 @@ print("{_MARKER}" + json.dumps(facts), flush=True)
 """
 
 
-class HostUnknown(PatchingError):
+class HostUnknown(HwpluginError):
     """vLLM could not say what it runs on."""
 
 

@@ -7,13 +7,14 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+from ..errors import HwpluginError
 from ._entry_points import installed
 
 #: Each model runner lives in a package of its own, in all supported versions.
 _V2_PACKAGE = "vllm.v1.worker.gpu."
 
 
-class WrongRunner(RuntimeError):
+class WrongRunner(HwpluginError, RuntimeError):
     """vLLM chose another model runner than the one that is to be measured."""
 
 

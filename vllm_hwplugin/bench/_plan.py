@@ -11,7 +11,7 @@ from typing import Any
 
 from packaging.version import Version
 
-from ..patching import PatchingError
+from ..errors import HwpluginError
 from ._checkpoints import Checkpoints, load_prompts
 from ._host import Host
 from ._job import Job, Workload
@@ -31,7 +31,7 @@ _PROMPT_TOKENS = 128
 _MAX_MODEL_LEN = 512
 
 
-class NotOnThisHost(PatchingError):
+class NotOnThisHost(HwpluginError):
     """The benchmark asked for cannot run here."""
 
 

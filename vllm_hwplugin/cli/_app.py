@@ -20,6 +20,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from ..errors import HwpluginError
 from ._text import printable
 
 # Name -> (module in this package, its command function or typer app, line for --help).
@@ -32,15 +33,6 @@ COMMANDS = {
     "bench": ("_bench", "bench", "Measure stock and patched vLLM in turn on this machine."),
     "probe": ("_probe", "probe", "Run what the attention backends declare on this host's device."),
 }
-
-# Errors whose message says all there is to say, so that a traceback would only hide it: (module, class).
-_USER_ERRORS = (
-    ("vllm_hwplugin.attention.probe", "ProbeError"),
-    ("vllm_hwplugin.cli._output", "OutputError"),
-    ("vllm_hwplugin.cli.sources", "SourceError"),
-    ("vllm_hwplugin.gates", "GateError"),
-    ("vllm_hwplugin.patching", "PatchingError"),
-)
 
 # Could not tell, as distinct from 1: looked, and something is wrong.
 FAILURE = 2
@@ -85,8 +77,8 @@ class _LazyGroup(TyperGroup):
 def _fail(error: Exception, with_traceback: bool) -> NoReturn:
     if with_traceback:
         traceback.print_exception(error)
-    elif _is_for_the_user(error):
-        # One line a fault, where there are several.
+    elif isinstance(error, HwpluginError):
+        # Its message says all there is to say, in one line a fault; a traceback would only hide it.
         typer.echo("error: " + printable(str(error)), err=True)
     elif isinstance(error, OSError):
         typer.echo("error: " + printable(str(error), keep=""), err=True)
@@ -107,15 +99,6 @@ def load_command(name: str) -> Any:
     command = typer.main.get_command(found)
     command.name = name
     return command
-
-
-def _is_for_the_user(error: Exception) -> bool:
-    # An error can only be of a class whose module was imported, so nothing has to be imported to ask.
-    return any(
-        isinstance(error, getattr(module, name))
-        for module, name in ((sys.modules.get(module), name) for module, name in _USER_ERRORS)
-        if module is not None
-    )
 
 
 app = typer.Typer(cls=_LazyGroup, no_args_is_help=True, pretty_exceptions_enable=False)

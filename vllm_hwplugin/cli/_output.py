@@ -18,11 +18,12 @@ import typer
 from rich.console import Console
 
 from ..cachedir import write_atomically
+from ..errors import HwpluginError
 
 STANDARD_OUTPUT = Path("-")
 
 
-class OutputError(Exception):
+class OutputError(HwpluginError):
     """Results could not be written."""
 
 

@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from .. import gates, record
+from ..errors import HwpluginError
 from ._override_host import gpu_names, is_cuda_host, is_musa_host
 from .definition_table import MUSA_KEY
 from .definitions import is_defined
@@ -42,7 +43,7 @@ _STRICT = "VLLM_HWPLUGIN_STRICT"
 _NO_MODEL = ("api-server", "inspection")
 
 
-class OverrideError(RuntimeError):
+class OverrideError(HwpluginError, RuntimeError):
     """A kernel that was asked for cannot stand under vLLM's name, and the process must not run without it."""
 
 

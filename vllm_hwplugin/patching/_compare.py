@@ -7,6 +7,8 @@ import ast
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from ..errors import HwpluginError
+
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 _Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 _Scope = ast.Module | ast.ClassDef
@@ -34,7 +36,7 @@ _CLASS_DECORATORS: dict[str, frozenset[str]] = {
 _CLASS_CREATION_HOOKS = frozenset({"__init_subclass__", "__set_name__", "__prepare__"})
 
 
-class NotSwappable(Exception):
+class NotSwappable(HwpluginError):
     """The difference cannot be brought into a module that is already imported; the message says why."""
 
 

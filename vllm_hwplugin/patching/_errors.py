@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+from ..errors import HwpluginError
 
-class PatchingError(Exception):
-    """Base of every error that the project raises on purpose; the command line prints it without a traceback."""
+
+class PatchingError(HwpluginError):
+    """Base of the engine's errors."""
 
 
 class CatalogError(PatchingError):

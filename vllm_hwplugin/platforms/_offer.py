@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from importlib.metadata import EntryPoint
 
 from .. import gates, record
+from ..errors import HwpluginError
 from . import _detect, _rivals
 from ._detect import GATE, Decision
 
@@ -26,7 +27,7 @@ _STRICT = "VLLM_HWPLUGIN_STRICT"
 _asking = threading.local()
 
 
-class PlatformError(RuntimeError):
+class PlatformError(HwpluginError, RuntimeError):
     """Strict mode is on, and no class can be offered through a fault, or the named one cannot."""
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_hwplugin import gates, record
+from vllm_hwplugin.errors import HwpluginError
 from vllm_hwplugin.spec_decode.features import DFLASH_DRAFT_BACKEND, DFLASH_FULL_GRAPH, gate_of
 
 logger = logging.getLogger("vllm.hwplugin")
@@ -26,7 +27,7 @@ _OWN_KEY = "eagle_aux_hidden_state_layer_ids"
 _DECISION = "dflash-config"
 
 
-class DFlashConfigError(ValueError):
+class DFlashConfigError(HwpluginError, ValueError):
     """A DFlash draft, its target and the settings do not fit together. The message says what to change."""
 
 

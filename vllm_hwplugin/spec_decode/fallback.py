@@ -6,12 +6,13 @@ from __future__ import annotations
 import logging
 
 from vllm_hwplugin import gates, record
+from vllm_hwplugin.errors import HwpluginError
 from vllm_hwplugin.spec_decode.features import gate_of
 
 logger = logging.getLogger("vllm.hwplugin")
 
 
-class FeatureRequired(RuntimeError):
+class FeatureRequired(HwpluginError, RuntimeError):
     """A gate says ``on``, and the engine that was configured cannot have the feature."""
 
 

@@ -13,6 +13,7 @@ import vllm.envs as envs
 from vllm.platforms import current_platform
 from vllm.v1.attention.selector import AttentionSelectorConfig
 
+from ...errors import HwpluginError
 from . import _captured
 from ._cases import BLOCK_SIZES, DTYPES, Case, Plain, Request, Trial
 from ._inputs import Inputs, make_inputs
@@ -36,7 +37,7 @@ _GRAPHS = {
 _QUESTIONS = frozenset((*AttentionSelectorConfig._fields, "device_capability"))
 
 
-class NoPlainBatch(RuntimeError):
+class NoPlainBatch(HwpluginError, RuntimeError):
     """A backend declares no usual head size and dtype, so that nothing can be tried on it."""
 
 

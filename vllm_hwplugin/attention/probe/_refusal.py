@@ -8,12 +8,14 @@ from collections.abc import Iterator
 
 import torch
 
+from ...errors import HwpluginError
+
 #: What vLLM's backends, torch and the kernels say no with. A TypeError, a KeyError or an AttributeError is none of
 #: them: it is what a wrong call of this vLLM looks like.
 _REFUSALS = (NotImplementedError, ValueError, AssertionError, RuntimeError)
 
 
-class Refused(Exception):
+class Refused(HwpluginError):
     """A backend does not take a batch; says why, in its own words on one line."""
 
 

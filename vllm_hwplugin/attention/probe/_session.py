@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from ...errors import HwpluginError
 from ._verdict import Behaviour, Declared, Judged, judge
 
 #: What the child process runs.
@@ -20,7 +21,7 @@ MODULE = "vllm_hwplugin.attention.probe._child"
 FORMAT = 1
 
 
-class ProbeError(Exception):
+class ProbeError(HwpluginError):
     """The probe could not be made; says why."""
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from ...errors import HwpluginError
 from . import _repeat
 from ._repeat import Effort, Timing
 
@@ -14,7 +15,7 @@ from ._repeat import Effort, Timing
 Call = Callable[[], Any]
 
 
-class NotCapturable(Exception):
+class NotCapturable(HwpluginError):
     """A launch that cannot be part of a graph."""
 
 

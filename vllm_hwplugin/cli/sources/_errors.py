@@ -7,8 +7,10 @@ stands and ends with status 2.
 
 from __future__ import annotations
 
+from ...errors import HwpluginError
 
-class SourceError(Exception):
+
+class SourceError(HwpluginError):
     """The text of a vLLM version could not be read."""
 
 

@@ -9,6 +9,8 @@ import zipfile
 from collections.abc import Iterable
 from pathlib import Path
 
+from ...errors import HwpluginError
+
 # vLLM's largest Python file has half a megabyte, and the index's page of all its wheels less.
 LARGEST = 16 << 20
 
@@ -16,7 +18,7 @@ LARGEST = 16 << 20
 _PIECE = 4096
 
 
-class TooLarge(Exception):
+class TooLarge(HwpluginError):
     """More than :data:`LARGEST` bytes."""
 
     def __init__(self) -> None:

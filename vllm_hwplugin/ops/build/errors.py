@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from ...errors import HwpluginError
 
-class KernelUnavailable(Exception):
+
+class KernelUnavailable(HwpluginError):
     """A kernel is not here and cannot be built here. The message says what is missing and how to get it."""
