@@ -57,7 +57,7 @@ def _honours_rows(op: NormOp, x: torch.Tensor, weights: torch.Tensor) -> bool:
     answer = _answers.get(question)
     if answer is not None:
         return answer
-    if x.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if x.device.type in ("cuda", "musa") and torch.get_device_module(x.device).is_current_stream_capturing():
         # The probe reads its result on the host, which would break the capture. One call a layer serves until an
         # ordinary call asks; the engine's own profiling run, which comes first, is one.
         return False
