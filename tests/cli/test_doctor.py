@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from rich.console import Console
@@ -530,8 +531,28 @@ def test_a_moore_threads_host_is_known_by_its_device_files(tmp_path: Path) -> No
     assert [device.name for device in found.devices] == ["Moore Threads GPU 0", "Moore Threads GPU 1"]
 
 
+def _refusing() -> NoReturn:
+    raise OSError("libmtml.so: cannot open shared object file")
+
+
+def test_a_moore_threads_host_is_known_by_its_drivers_library(tmp_path: Path) -> None:
+    found = _host.find_platform(_answering(), tmp_path, lambda: ("MTT S5000",))
+    assert (found.kind, found.devices) == ("musa", (_host.Device("MTT S5000"),))
+
+
+def test_device_files_count_where_the_drivers_library_does_not_answer(tmp_path: Path) -> None:
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev" / "mtgpu.0").touch()
+    found = _host.find_platform(_answering(), tmp_path, _refusing)
+    assert (found.kind, [device.name for device in found.devices]) == ("musa", ["Moore Threads GPU 0"])
+
+
 def test_a_host_without_an_accelerator_is_a_cpu_host(tmp_path: Path) -> None:
     assert _host.find_platform(_answering(), tmp_path).kind == "cpu"
+    found = _host.find_platform(_answering(), tmp_path, _refusing)
+    # Who has the package has perhaps a GPU, too.
+    assert found.kind == "cpu"
+    assert "libmtml.so" in found.evidence
 
 
 def test_tools_are_found_in_the_home_that_is_named(tmp_path: Path) -> None:

@@ -37,6 +37,10 @@ def ask(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 def test_doctor(musa_host: None, tmp_path: Path) -> None:
     done = ask(tmp_path, "-m", "vllm_hwplugin.cli", "doctor", "--json", "-")
     found: dict[str, Any] = json.loads(done.stdout)
+    # There are no device files here: the driver's library has answered, as it answers the platform class.
+    assert found["platform"]["kind"] == "musa"
+    assert [device["name"] for device in found["platform"]["devices"]] == ["MTT S5000"] * 2
+    assert any("mcc" in kernel["detail"] for kernel in found["kernels"])
     assert found["platform_class"]["class"] == "vllm_hwplugin.platforms.musa.MusaPlatform"
     assert found["vllm"]["dist"] == "vllm"
     assert {state["state"] for state in found["features"] if state["choice"] == "auto"} <= {"live", "not-needed"}

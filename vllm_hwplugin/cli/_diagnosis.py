@@ -368,7 +368,7 @@ def _platform_class(
 def _musa(
     kind: str, installed: Installed | None, offered: str | None, found: _Findings
 ) -> tuple[musa_versions.Finding, ...]:
-    """The packages that have to go together on a Moore Threads host: by the driver's files, or with torch_musa."""
+    """The packages that have to go together on a Moore Threads host, or wherever torch_musa is installed."""
     if kind != "musa" and musa_versions.installed("torch_musa") is None:
         return ()
     host = musa_host.look(None if installed is None else installed.version)

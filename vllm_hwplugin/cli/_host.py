@@ -2,7 +2,8 @@
 """What this host has: accelerators and compilers, found without importing torch or opening a device.
 
 ``doctor`` must work where nothing else does, so a tool that is missing, hangs or fails is an answer ("not found") and
-no error. The Moore Threads part follows the vendor's documented file and tool names; it was not run on MUSA hardware.
+no error. A GPU of Moore Threads is asked for through the driver's library, as the platform class asks, and where that
+does not answer by the vendor's documented file names; it was not run on MUSA hardware.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+
+from ..platforms import musa_host
 
 Run = Callable[[Sequence[str]], "str | None"]
 
@@ -73,12 +76,15 @@ def run(argv: Sequence[str]) -> str | None:
     return done.stdout
 
 
-def find_platform(ask: Run = run, root: Path = Path("/")) -> Platform:
+def find_platform(
+    ask: Run = run, root: Path = Path("/"), gpus: Callable[[], Sequence[str]] = musa_host.gpus
+) -> Platform:
     """Find the accelerators of this host.
 
     Args:
         ask: runs a command.
         root: where the host's files lie; tests put a folder of their own in its place.
+        gpus: asks the driver of Moore Threads for the GPUs' names; any error of it is an answer.
     """
     fields = "name,memory.total,driver_version,compute_cap"
     listed = ask(["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"])
@@ -95,12 +101,23 @@ def find_platform(ask: Run = run, root: Path = Path("/")) -> Platform:
         devices += (Device(model.group(1).strip() if model else "NVIDIA GPU", driver=_nvidia_driver(root)),)
     if devices:
         return Platform("cuda", devices, f"{root / 'proc/driver/nvidia/gpus'}")
+    nothing = "no NVIDIA or Moore Threads driver answered"
+    try:
+        found = gpus()
+    except ModuleNotFoundError:
+        found = ()
+    except Exception as error:
+        # OSError without the driver's library, MTMLError where it refuses; its device files may be there all the same.
+        found = ()
+        nothing += f" ({type(error).__name__}: {error})"
+    if found:
+        return Platform("musa", tuple(map(Device, found)), "the driver's library, by pymtml")
     nodes = sorted(root.glob("dev/mtgpu.[0-9]*"))
     if nodes:
         return Platform("musa", tuple(Device(f"Moore Threads GPU {node.suffix[1:]}") for node in nodes), str(nodes[0]))
     if root.joinpath("proc/driver/mtgpu").is_dir():
         return Platform("musa", (Device("Moore Threads GPU"),), str(root / "proc/driver/mtgpu"))
-    return Platform("cpu", (), "no NVIDIA or Moore Threads driver answered")
+    return Platform("cpu", (), nothing)
 
 
 def find_tools(ask: Run = run, environ: Mapping[str, str] | None = None) -> tuple[Tool, ...]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a Moore Threads host has of the packages in :mod:`.musa_versions`; none but ``pymtml`` is imported.
+"""What a Moore Threads host has: its GPUs, and the packages in :mod:`.musa_versions`; only ``pymtml`` is imported.
 
 Not run on MUSA hardware.
 """
@@ -11,8 +11,26 @@ import importlib.util
 import mmap
 from pathlib import Path
 
-from . import musa_versions
+from . import _detect, musa_versions
 from .musa_versions import Host
+
+
+def gpus() -> tuple[str, ...]:
+    """The names of the driver's GPUs, whatever ``MUSA_VISIBLE_DEVICES`` says; none of them is started.
+
+    Raises:
+        ModuleNotFoundError: mthreads-ml-py is not installed.
+        OSError: there is no driver.
+        Exception: an ``MTMLError``, where the driver refuses.
+    """
+    from . import _mtml
+
+    return tuple(_mtml.name(index) for index in range(_mtml.count()))
+
+
+def is_usable() -> bool:
+    """Whether the driver has a GPU, and the packages that the platform class needs are installed."""
+    return _detect.probe_musa().devices > 0
 
 
 def look(vllm: str | None) -> Host:
@@ -65,9 +83,7 @@ def _folders(package: str) -> list[Path]:
 
 def _gpus() -> tuple[str, ...]:
     try:
-        from . import _mtml
-
-        return tuple(_mtml.name(index) for index in range(_mtml.count()))
+        return gpus()
     except Exception:
         # Of any kind, without the driver or the package; the line of the platform class says which.
         return ()
