@@ -18,6 +18,9 @@ from packaging.version import InvalidVersion, Version
 #: The first Triton whose MUSA build is expected to compile vLLM's kernels; vllm-musa changes them for 3.2.
 MIN_TRITON: Final = Version("3.6")
 
+#: The first Triton that compiles the kernel which vLLM's drafters run after each verification.
+MIN_TRITON_TO_SPECULATE: Final = Version("3.3")
+
 #: The first mate that takes a page table and writes where it is told to.
 MIN_MATE: Final = Version("0.2")
 
@@ -142,7 +145,10 @@ def triton_trouble(version: str | None) -> str:
     number = _number(version)
     if number is None or number.release >= MIN_TRITON.release:
         return ""
-    return f"Triton {version} cannot compile vLLM's kernels (TRITON_ATTN, TRITON_MLA, LoRA, top-k and top-p); {wanted}"
+    kernels = ["TRITON_ATTN", "TRITON_MLA", "LoRA", "top-k and top-p"]
+    if number.release < MIN_TRITON_TO_SPECULATE.release:
+        kernels.insert(0, "speculation")
+    return f"Triton {version} cannot compile vLLM's kernels ({', '.join(kernels)}); {wanted}"
 
 
 def check(host: Host, min_torch: Version) -> tuple[Finding, ...]:
