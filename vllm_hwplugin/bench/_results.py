@@ -83,6 +83,7 @@ def _side(outcome: Outcome) -> dict[str, Any]:
         "graph_modes": ready.get("graph_modes", {}),
         "model_runner": ready.get("model_runner"),
         "platform": ready.get("platform"),
+        "environment": outcome.job.environment,
         "entry_points": ready.get("entry_points", {}),
         "batches": {str(w.batch): outcome.summary(w.name) for w in outcome.job.workloads},
         "processes": [dict(r) for r in outcome.records],

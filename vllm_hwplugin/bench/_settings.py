@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from .. import gates
+
 # In one process the profiler sees the engine. The runner is pinned because vLLM's choice depends on version and model.
 _COMMON = {
     "HF_HUB_OFFLINE": "1",
@@ -15,17 +17,30 @@ _COMMON = {
 _RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 
 
+def stock_environment(device: str) -> dict[str, str]:
+    """The plugin's variables for an engine that is vLLM as it would be without the plugin.
+
+    The master gate is off, so all sides run the same installation. On ``musa`` vLLM has no platform without the
+    plugin's class: there every feature is off (patches, operations, attention), and the class stays.
+    """
+    if device == "musa":
+        return {"VLLM_HWPLUGIN": "1", **{gate.name: "off" for gate in gates.GATES if gate.kind == "switch"}}
+    return {"VLLM_HWPLUGIN": "0"}
+
+
 def engine_environment(
     device: str, *, patched: bool, extra: Mapping[str, str] | None = None, v2_runner: bool = False
 ) -> dict[str, str]:
-    """The variables to set for one engine process, above the user's own; ``extra`` wins over both.
+    """The variables to set for one engine process, above the user's own.
 
-    Stock is the master gate switched off, so all sides run the same installation.
+    ``extra`` wins over both, except that it switches no feature on in stock (see :func:`stock_environment`).
     """
-    environment = {**_COMMON, "VLLM_HWPLUGIN": "1" if patched else "0", _RUNNER: "1" if v2_runner else "0"}
+    side = {"VLLM_HWPLUGIN": "1"} if patched else stock_environment(device)
+    environment = {**_COMMON, **side, _RUNNER: "1" if v2_runner else "0"}
     if device == "cpu":
         environment["VLLM_CPU_KVCACHE_SPACE"] = "1"
-    return {**environment, **(extra or {})}
+    features_off = {name: value for name, value in side.items() if value == "off"}
+    return {**environment, **(extra or {}), **features_off}
 
 
 def engine_options(device: str, *, max_model_len: int, cudagraph_mode: str, max_num_seqs: int) -> dict[str, Any]:

@@ -57,6 +57,7 @@ def demo(
 ) -> None:
     """Run vLLM without speculation, and with Eagle3 and DFlash, stock and patched; compare texts and acceptance.
 
+    Stock is VLLM_HWPLUGIN=0; on MUSA, where vLLM has no platform then, it is the plugin's platform class alone.
     On a GPU also tokens/s: the best of a few rounds after a whole one that does not count, stock and patched in turn.
     Exit code 1 when texts differ that must not, or a patched engine failed where stock ran; 2 when another failed.
     """
@@ -68,6 +69,8 @@ def demo(
     if host.device == "cpu":
         console.print("A CPU host: float32, eager.")
         console.print("CUDA graphs, and with them draft-full-graph and dflash-full-graph, need a GPU")
+    if host.device == "musa":
+        console.print("Stock is the plugin's platform class with every feature off: vLLM has none of its own for MUSA.")
     jobs = [job_for(c, host, checkpoints, prompts, tokens) for c in CONFIGURATIONS]
     outcomes = run_all(jobs, timeout, console)
     result = compare(outcomes, host)
@@ -144,6 +147,7 @@ def compare(outcomes: Sequence[bench.Outcome], host: bench.Host) -> dict[str, An
                 "name": outcome.job.label,
                 "method": outcome.job.options.get("speculative_config", {}).get("method"),
                 "patched": outcome.job.patched,
+                "environment": outcome.job.environment,
                 "error": outcome.error,
                 "log_tail": outcome.log_tail,
                 "seconds": outcome.seconds,

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``vllm-hwplugin demo`` on a simulated Moore Threads host: both sides need the plugin's platform class there."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from . import simulated
+
+pytestmark = [pytest.mark.musa_sim, pytest.mark.engine]
+
+#: The command, with engines that are small enough for Triton's interpreter, and the two of one method.
+DEMO = """
+import sys
+
+from vllm_hwplugin import bench
+from vllm_hwplugin.cli import _demo
+from vllm_hwplugin.cli._app import app
+
+whole = bench.engine_options
+
+
+def small(device, **asked):
+    options = whole(device, **{**asked, "max_model_len": 192, "max_num_seqs": 2})
+    # Inductor generates no code for MUSA in torch's own build.
+    graphs = {**options["compilation_config"], "mode": 0, "cudagraph_capture_sizes": [4, 8]}
+    # The warm-up looks into compiled kernels, which the interpreter has not.
+    return {
+        **options,
+        "compilation_config": graphs,
+        "num_gpu_blocks_override": 64,
+        "max_num_batched_tokens": 192,
+        "kernel_config": {"enable_jit_warmup": False},
+    }
+
+
+bench.engine_options = small
+_demo.ROUNDS = 1
+_demo.CONFIGURATIONS = [one for one in _demo.CONFIGURATIONS if one.method == "eagle3"]
+app(["demo", "--prompts", "2", "--tokens", "6", "--json", sys.argv[1]])
+"""
+
+
+@pytest.fixture(scope="module")
+def demo(musa_host: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("demo")
+    environment = {
+        **simulated.environment(folder, mate=True),
+        "VLLM_HWPLUGIN_CACHE_DIR": str(folder / "cache"),
+        "VLLM_CACHE_ROOT": str(folder / "vllm"),
+    }
+    file = folder / "demo.json"
+    done = subprocess.run(
+        [sys.executable, "-c", DEMO, str(file)], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert file.exists(), done.stdout[-2000:] + done.stderr[-2000:]
+    return json.loads(file.read_text())
+
+
+def used(row: dict[str, Any]) -> set[str]:
+    return {name for process in row["processes"] for name, use in process["uses"].items() if use["used"]}
+
+
+def live(row: dict[str, Any]) -> set[str]:
+    return {
+        name for process in row["processes"] for name, state in process["features"].items() if state["state"] == "live"
+    }
+
+
+def test_both_sides_run_on_the_plugins_platform_class(demo: dict[str, Any]) -> None:
+    assert (demo["host"]["device"], demo["host"]["name"]) == ("musa", "MTT S5000")
+    assert [(row["patched"], row["error"]) for row in demo["configurations"]] == [(False, None), (True, None)]
+    assert {row["platform"] for row in demo["configurations"]} == {"vllm_hwplugin.platforms.musa.MusaPlatform"}
+    assert demo["ok"]
+
+
+def test_texts_are_equal_and_drafts_accepted(demo: dict[str, Any]) -> None:
+    assert [(row["texts_equal"], row["texts"]) for row in demo["configurations"]] == [(2, 2)] * 2
+    stock, patched = demo["configurations"]
+    assert stock["acceptance_length"] == patched["acceptance_length"] > 1
+
+
+def test_features_are_used_on_the_patched_side_alone(demo: dict[str, Any]) -> None:
+    stock, patched = demo["configurations"]
+    assert live(stock) == used(stock) == set()
+    assert {"draft-full-graph", "draft-loop-graph"} <= used(patched)
+    assert stock["environment"]["VLLM_HWPLUGIN"] == "1"
+    assert stock["environment"]["VLLM_HWPLUGIN_DRAFT_FULL_GRAPH"] == "off"
+    assert "VLLM_HWPLUGIN_DRAFT_FULL_GRAPH" not in patched["environment"]
