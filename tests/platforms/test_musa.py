@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ast
 import copy
-import dataclasses
 import importlib
 import logging
 import os
@@ -136,7 +135,7 @@ def test_importing_vllms_kernels_defines_what_it_has_none_of(platform: Any, monk
     from vllm_hwplugin.ops.definition_table import DEFINITIONS
 
     monkeypatch.setitem(platform.import_kernels.__func__.__globals__, "__version__", "0.23.0")
-    norm = dataclasses.replace(DEFINITIONS["rms_norm"], namespace="_C_without_extension")
+    norm = DEFINITIONS["rms_norm"]._replace(namespace="_C_without_extension")
     monkeypatch.setattr(definitions, "DEFINITIONS", {norm.name: norm})
     platform.import_kernels()
     try:
