@@ -73,6 +73,26 @@ def test_pinned_memory() -> None:
     torch.accelerator.empty_host_cache()
 
 
+@on_the_device
+def test_pinned_memory_has_an_address_on_the_device() -> None:
+    from torch_musa._MUSAC import device as sim
+
+    pinned = torch.zeros(2, 3).pin_memory()
+    there = sim.mapped(pinned[1])
+    before = torch.musa.memory_allocated()
+    pinned.fill_(4)
+    assert (there.is_musa, there.tolist()) == (True, [4] * 3)
+    there.add_(1)
+    assert pinned.tolist() == [[4] * 3, [5] * 3]
+    # It is the host's memory, which the view keeps.
+    assert torch.musa.memory_allocated() == before
+    del pinned
+    gc.collect()
+    assert there.tolist() == [5] * 3
+    with pytest.raises(RuntimeError, match="pinned"):
+        sim.mapped(torch.zeros(3))
+
+
 # -- operations
 
 
@@ -220,6 +240,23 @@ def test_copies_from_pinned_memory_are_repeated() -> None:
     pinned.fill_(6)
     graph.replay()
     assert back.tolist() == [7] * 3
+
+
+@on_the_device
+def test_a_graph_reads_what_the_host_writes_to_mapped_memory() -> None:
+    from torch_musa._MUSAC import device as sim
+
+    pinned = torch.ones(3).pin_memory()
+    held = [sim.mapped(pinned)]
+    graph, result = captured(lambda: held[0] * 2)
+    pinned.fill_(6)
+    graph.replay()
+    assert result.tolist() == [12] * 3
+    held.clear()
+    graph.replay()
+    del pinned
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        graph.replay()
 
 
 WAITS = {

@@ -205,6 +205,20 @@ at::Storage adopt(const at::Storage& from, c10::DeviceIndex device) {
   return {at::Storage::use_byte_size_t(), nbytes, std::move(data), &device_memory(), true};
 }
 
+at::Tensor mapped(const at::Tensor& pinned) {
+  TORCH_CHECK(pinned.is_cpu() && pinned.is_pinned(), "only pinned memory of the host has an address on the device");
+  const auto& host = pinned.storage();
+  const c10::Device device(kMusa, current_device());
+  // It keeps the host's memory, and is none of the device's: nothing is counted, and a capture does not own it.
+  c10::DataPtr data(host.mutable_data(), new at::Storage(host),
+                    [](void* held) { delete static_cast<at::Storage*>(held); }, device);
+  auto made = at::detail::make_tensor<c10::TensorImpl>(
+      at::Storage(at::Storage::use_byte_size_t(), host.nbytes(), std::move(data), nullptr, false),
+      c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), pinned.dtype());
+  made.unsafeGetTensorImpl()->set_sizes_and_strides(pinned.sizes(), pinned.strides(), pinned.storage_offset());
+  return made;
+}
+
 // -- the runtime
 
 const std::vector<int>& devices() {

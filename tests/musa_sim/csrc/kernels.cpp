@@ -414,6 +414,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using musa_sim::Graph;
   m.def("devices", &musa_sim::devices);
   m.def("total_memory", &musa_sim::total_memory);
+  m.def("mapped", &musa_sim::mapped);
   m.def("synchronize", &musa_sim::synchronize);
   m.def("default_generator", &musa_sim::default_generator);
   m.def("launch", &musa_sim::launch);

@@ -42,6 +42,8 @@ std::shared_ptr<Block> block_at(const void* ptr);
 c10::Allocator* allocator();
 // The result of a kernel of the CPU as memory of a device, without a copy.
 at::Storage adopt(const at::Storage& from, c10::DeviceIndex device);
+// Pinned memory of the host as a tensor of the current device: the same bytes, at once on both sides.
+at::Tensor mapped(const at::Tensor& pinned);
 size_t total_memory();
 
 // -- the runtime

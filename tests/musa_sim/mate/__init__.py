@@ -14,8 +14,15 @@ modules of kernels its calls need, ``mate.jit.jit_spec_registry`` knows, as in t
 
 from __future__ import annotations
 
+import os
+
 from . import _device, jit
 from .mha_interface import flash_attn_varlen_func, flash_attn_with_kvcache, get_scheduler_metadata
 
 __version__ = "0.2.2"
 __all__ = ["_device", "flash_attn_varlen_func", "flash_attn_with_kvcache", "get_scheduler_metadata", "jit"]
+
+if os.environ.get("MUSA_SIM_MATE_SCHEDULES") == "0":
+    # As before it had them.
+    del get_scheduler_metadata
+    __all__.remove("get_scheduler_metadata")

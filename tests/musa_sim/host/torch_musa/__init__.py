@@ -10,6 +10,7 @@ import os
 import sys
 
 import musa_sim_limits
+import musa_sim_mapping
 import torch
 
 __version__ = "2.7.1"
@@ -85,6 +86,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
     interpreter.install()
 musa_sim_limits.install()
+musa_sim_mapping.install()
 
 
 def _autoload() -> None:
