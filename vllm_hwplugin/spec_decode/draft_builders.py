@@ -80,12 +80,13 @@ def allowance(builder_class: type) -> Allowance:
         known = BUILDERS.get(f"{cls.__module__}.{cls.__qualname__}")
         if known is not None:
             return known
-        if _makes_metadata(cls) and not vars(cls).get(SAME_AS_BASE, False):
+        if makes_metadata(cls) and not vars(cls).get(SAME_AS_BASE, False):
             return _UNKNOWN
     return _UNKNOWN
 
 
-def _makes_metadata(cls: type) -> bool:
+def makes_metadata(cls: type) -> bool:
+    """Whether a class itself, leaving out its bases, has a method that makes metadata."""
     return any(name.lstrip("_").startswith("build") for name in vars(cls))
 
 

@@ -1,0 +1,248 @@
+"""Which metadata a graph of draft steps may make: the rule, and vLLM's own builds on a device that has no host."""
+
+from __future__ import annotations
+
+import types
+from typing import Any, Generic, TypeVar
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadataBuilder
+from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
+from vllm.v1.attention.backends.flex_attention import FlexAttentionMetadataBuilder
+from vllm.v1.attention.backends.triton_attn import TritonAttentionMetadataBuilder
+
+from vllm_hwplugin.spec_decode.v2.draft_metadata import BUILDERS, why_not_in_graph
+from vllm_hwplugin.versions import Versions
+
+from ..released import take
+
+# From 0.28.0 on vLLM's builders say it themselves.
+BEFORE = Versions("<0.28.0").supported()
+REQS, BLOCKS, LONGEST = 4, 8, 4096
+DEVICE = torch.device("meta")
+Metadata = TypeVar("Metadata")
+
+
+class Crossed(AssertionError):
+    """Something went between the host and the device."""
+
+
+class Border(TorchDispatchMode):
+    """Lets no operation take a tensor of the host and one of the device, or bring one to the other."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        devices = {leaf.device.type for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, torch.Tensor)}
+        if devices == {"cpu", "meta"}:
+            raise Crossed(func)
+        return out
+
+
+class Base(Generic[Metadata]):
+    """vLLM's `AttentionMetadataBuilder`, of which a build uses nothing."""
+
+
+class Made(types.SimpleNamespace):
+    """A class of metadata: it holds what it is given."""
+
+
+def schedule(**given: Any) -> torch.Tensor:
+    """FlashAttention 3's `get_scheduler_metadata`: device work of a length that the batch's size fixes."""
+    return torch.empty(1 + given["batch_size"] * 4, dtype=torch.int32, device=given["cache_seqlens"].device)
+
+
+def plan(seq_lens: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """FlashMLA's `get_mla_metadata_dense_fp8`."""
+    parts = torch.empty((5, 8), dtype=torch.int32, device=seq_lens.device)
+    return parts, torch.empty(len(seq_lens) + 1, dtype=torch.int32, device=seq_lens.device)
+
+
+def names_of(tree: Any, path: str) -> dict[str, Any]:
+    """The names that a backend's module has of others; what a draft step does not reach is left out."""
+    fp8 = types.SimpleNamespace(
+        fp8_dtype=lambda: torch.float8_e4m3fn, get_fp8_dtype_for_flashattn=lambda _: torch.float8_e4m3fn
+    )
+    given: dict[str, Any] = {
+        "torch": torch,
+        "Generic": Generic,
+        "M": Metadata,
+        "current_platform": fp8,
+        "FlashAttentionBackend": fp8,
+        "AttentionMetadataBuilder": Base,
+        "envs": types.SimpleNamespace(VLLM_BATCH_INVARIANT=False),
+        "is_quantized_kv_cache": lambda name: name.startswith("fp8"),
+        "get_scheduler_metadata": schedule,
+        "get_mla_metadata": lambda *_, **__: (Made(tile_scheduler_metadata=None, num_splits=None), None),
+        "get_mla_metadata_dense_fp8": plan,
+        "get_flash_attn_version": lambda: 3,
+        "AttentionCGSupport": types.SimpleNamespace(ALWAYS=3, UNIFORM_BATCH=2),
+        "_get_sliding_window_configs": lambda config: {(-1, -1)},
+        "_maybe_symmetrize_window": lambda window, causal: window,
+        "QueryLenSupport": types.SimpleNamespace(VARLEN="varlen", SINGLE_ONLY="single", UNIFORM="uniform"),
+    }
+    for name in ("FlashAttentionMetadata", "TritonAttentionMetadata", "MLACommonDecodeMetadata", "MLACommonMetadata"):
+        given[name] = Made
+    for name in ("FlashAttnMLADecodeMetadata", "FlashAttnMLAMetadata", "FlashMLADecodeMetadata", "FlashMLAMetadata"):
+        given[name] = Made
+    text = tree.read("vllm/v1/attention/backends/utils.py")
+    given["split_decodes_and_prefills"] = take(text, "split_decodes_and_prefills", given={"torch": torch})
+    if path.startswith("vllm/v1/attention/backends/mla/"):
+        common = tree.read("vllm/model_executor/layers/attention/mla_attention.py")
+        methods = ("build", "_build_decode")
+        given["MLACommonMetadataBuilder"] = take(common, "MLACommonMetadataBuilder", methods, given=given)
+    return given
+
+
+def builder_of(tree: Any, path: str, name: str, cache_dtype: str) -> Any:
+    """A released builder, with what its `__init__` would have given it for an engine with FULL graphs."""
+    text = tree.read(path)
+    if text is None or f"class {name}(" not in text:
+        return None
+    cls = take(text, name, ("build", "_build_decode", "_schedule_decode"), given=names_of(tree, path))
+    builder = cls()
+    full = types.SimpleNamespace(has_full_cudagraphs=lambda: True)
+    vars(builder).update(
+        device=DEVICE,
+        vllm_config=None,
+        aot_schedule=True,
+        fa_aot_schedule=True,
+        aot_sliding_window=None,
+        use_full_cuda_graph=True,
+        max_cudagraph_size=64,
+        max_num_splits=32,
+        scheduler_metadata=torch.zeros(1 + 64 * 4, dtype=torch.int32, device=DEVICE),
+        num_heads_q=2, num_heads_kv=1, num_heads=2, num_q_heads=2, headdim=64, block_size=16, page_size=16,
+        kv_cache_dtype=torch.bfloat16,
+        kv_cache_spec=types.SimpleNamespace(dtype=torch.bfloat16, sliding_window=None),
+        cache_config=types.SimpleNamespace(cache_dtype=cache_dtype),
+        compilation_config=types.SimpleNamespace(cudagraph_mode=full),
+        dcp_world_size=1, use_pcp=False, rswa_window=None, _use_fi_prefill=True,
+        mla_dims=types.SimpleNamespace(qk_rope_head_dim=64, kv_lora_rank=512),
+        model_config=types.SimpleNamespace(get_head_size=lambda: 576),
+        metadata_cls=Made,
+        query_len_support="varlen", reorder_batch_threshold=4,
+        is_fp8_kvcache=cache_dtype.startswith("fp8"),
+        cg_buf_tile_scheduler_metadata=torch.zeros((132, 8), dtype=torch.int32, device=DEVICE),
+        cg_buf_num_splits=torch.zeros(65, dtype=torch.int32, device=DEVICE),
+        seq_threshold_3D=8, num_par_softmax_segments=16,
+        softmax_segm_output=None, softmax_segm_max=None, softmax_segm_expsum=None,
+    )  # fmt: skip
+    return builder
+
+
+def step(longest: int = LONGEST) -> Any:
+    """The common metadata that `_build_draft_attn_metadata` makes for a step: one token of each request."""
+
+    def on_device(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.int32, device=DEVICE)
+
+    return types.SimpleNamespace(
+        num_reqs=REQS, num_actual_tokens=REQS, max_query_len=1, max_seq_len=longest,
+        query_start_loc=on_device(REQS + 1), query_start_loc_cpu=torch.arange(REQS + 1, dtype=torch.int32),
+        seq_lens=on_device(REQS), seq_lens_cpu_upper_bound=torch.full((REQS,), longest, dtype=torch.int32),
+        block_table_tensor=on_device(REQS, BLOCKS), slot_mapping=on_device(REQS),
+        causal=True, dcp_local_seq_lens=None, mm_req_doc_ranges=None, rswa_prefix_lens=None, is_prefilling=None,
+    )  # fmt: skip
+
+
+OWN = [path for path, reason in BUILDERS.items() if not reason and path.startswith("vllm.")]
+
+
+@pytest.mark.parametrize("path", OWN)
+@pytest.mark.parametrize("version", BEFORE)
+def test_a_step_is_built_without_the_host(vllm_tree, version: str, path: str) -> None:
+    """vLLM's own `build`, of every version, for what is said to be the device's work alone."""
+    module, _, name = path.rpartition(".")
+    for cache_dtype in ("auto", "fp8"):
+        builder = builder_of(vllm_tree(version), f"{module.replace('.', '/')}.py", name, cache_dtype)
+        if builder is None:
+            pytest.skip(f"vLLM {version} has no {name}")
+        with Border():
+            one, other = builder.build(0, step()), builder.build(0, step())
+        # What a graph holds of the host is the same in each step.
+        assert numbers(one) == numbers(other)
+
+
+def numbers(made: Any) -> dict[str, Any]:
+    plain = {name: value for name, value in vars(made).items() if isinstance(value, int | tuple | bool)}
+    return {**plain, **(numbers(made.decode) if getattr(made, "decode", None) else {})}
+
+
+def test_the_border_is_seen() -> None:
+    with Border(), pytest.raises(Crossed):
+        torch.zeros(2).to(DEVICE)
+    with Border(), pytest.raises(Crossed):
+        torch.zeros(2, device=DEVICE).copy_(torch.zeros(2))
+    with Border(), pytest.raises(RuntimeError):
+        torch.zeros(2, device=DEVICE).max().item()
+
+
+# -- the rule ---------------------------------------------------------------------------------------------------------
+
+
+def groups(*builders: type, dcp: int = 1) -> list[list[Any]]:
+    """Attention groups of builders whose `__init__`, which asks for a device, was not run."""
+
+    def group(cls: type) -> Any:
+        builder = object.__new__(cls)
+        builder.dcp_world_size = dcp
+        return types.SimpleNamespace(get_metadata_builder=lambda ubatch: builder)
+
+    return [[group(cls)] for cls in builders]
+
+
+class OwnBuild(FlashAttentionMetadataBuilder):
+    def build(self, *args: Any, **kwargs: Any) -> Any:
+        return super().build(*args, **kwargs)
+
+
+def test_device_work_is_allowed() -> None:
+    assert why_not_in_graph([]) is None
+    assert why_not_in_graph(groups(FlashAttentionMetadataBuilder, TritonAttentionMetadataBuilder)) is None
+    # As vLLM's builder for a head size of values alone: nothing of the metadata is its own.
+    assert why_not_in_graph(groups(type("Plain", (TritonAttentionMetadataBuilder,), {}))) is None
+
+
+def test_others_are_refused_with_a_reason() -> None:
+    refused = why_not_in_graph(groups(FlashAttentionMetadataBuilder, FlexAttentionMetadataBuilder))
+    assert refused is not None
+    assert refused.startswith("FlexAttentionMetadataBuilder: each build makes its block mask")
+    refused = why_not_in_graph(groups(CPUAttentionMetadataBuilder, OwnBuild))
+    assert refused is not None
+    assert "CPUAttentionMetadataBuilder" in refused
+    assert "OwnBuild" in refused
+    # A drafter's build on the V1 runner is another one (`fast_build`), so what is declared for it says nothing here.
+    assert why_not_in_graph(groups(type("Declared", (OwnBuild,), {"same_metadata_as_base": True}))) is not None
+
+
+def test_context_parallelism_is_refused() -> None:
+    refused = why_not_in_graph(groups(FlashAttentionMetadataBuilder, dcp=2))
+    assert refused == "FlashAttentionMetadataBuilder: decode context parallelism"
+
+
+@pytest.mark.parametrize("path", [path for path in BUILDERS if path.startswith("vllm.")])
+def test_every_class_of_the_table_is_vllms(vllm_tree, path: str) -> None:
+    module, _, name = path.rpartition(".")
+    texts = [vllm_tree(version).read(f"{module.replace('.', '/')}.py") for version in ("0.20.2", "0.27.1")]
+    assert all(text is not None and f"class {name}(" in text for text in texts)
+
+
+@pytest.mark.parametrize("version", BEFORE)
+def test_classes_that_inherit_a_build_have_none_of_their_own(vllm_tree, version: str) -> None:
+    """Those that the table leaves to their base class, where a version has them."""
+    inherit = {
+        "mla/triton_mla.py": "TritonMLAMetadataBuilder",
+        "mla/cutlass_mla.py": "CutlassMLAMetadataBuilder",
+        "mla/flashinfer_mla.py": "FlashInferMLAMetadataBuilder",
+        "mla/tokenspeed_mla.py": "TokenspeedMLAMetadataBuilder",
+    }
+    for path, name in inherit.items():
+        text = vllm_tree(version).read(f"vllm/v1/attention/backends/{path}")
+        if text is None or f"class {name}(" not in text:
+            continue
+        body = text.split(f"class {name}(", 1)[1].split("\nclass ", 1)[0]
+        assert "def build" not in body
+        assert "def _build" not in body
