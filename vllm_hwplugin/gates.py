@@ -203,6 +203,15 @@ GATES: Final[tuple[Gate, ...]] = (
         choices=_SWITCH,
     ),
     Gate(
+        "VLLM_HWPLUGIN_V2_TAIL_GRAPH",
+        "switch",
+        "auto",
+        "Feature v2-tail-graph: sampling and drafting of a decode step in two CUDA graphs (Model Runner V2).",
+        affects=("patches", COMPILE_KEY),
+        choices=_SWITCH,
+        since="0.2.0",
+    ),
+    Gate(
         "VLLM_HWPLUGIN_DFLASH_CONTEXT_NORM",
         "switch",
         "auto",

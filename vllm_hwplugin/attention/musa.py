@@ -95,6 +95,11 @@ class MusaFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):  # type:
         self.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
         self._schedules: Schedules | None = None
 
+    @property
+    def makes_schedules(self) -> bool:
+        """Whether keys are split by schedules, which a graph reads and each `build` refreshes."""
+        return _plan is not None and not self.batch_invariant
+
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         # Here from 0.24.0 on, in every step; before, vLLM writes them into the metadata after this.
         _refuse_images(getattr(common_attn_metadata, "mm_req_doc_ranges", None))

@@ -25,7 +25,12 @@ V1: Final = "V1"
 V2: Final = "V2"
 
 # They make an engine faster, so where one is not used, something is lost.
-_GRAPHS: Final = (features.DRAFT_FULL_GRAPH, features.DRAFT_LOOP_GRAPH, features.DFLASH_FULL_GRAPH)
+_GRAPHS: Final = (
+    features.DRAFT_FULL_GRAPH,
+    features.DRAFT_LOOP_GRAPH,
+    features.DFLASH_FULL_GRAPH,
+    features.V2_TAIL_GRAPH,
+)
 
 _NO_SPECULATION = "there is no speculative decoding"
 # Their draft models norm the context keys of all layers in one call, in the method that the feature patches.
@@ -45,6 +50,7 @@ class WorkerFacts:
         proposer: of a V1 drafter that runs a draft model, what decides about its graphs; None for any other.
         mm_prefix: whether the target sees its images in both directions.
         named_backend: whether an attention backend is named, for the target or for the draft.
+        decode_graphs: whether the target decodes in FULL CUDA graphs.
         context_norm: why vLLM's own norm of context keys serves, where that is known.
     """
 
@@ -57,6 +63,7 @@ class WorkerFacts:
     proposer: DrafterFacts | None = None
     mm_prefix: bool = False
     named_backend: bool = False
+    decode_graphs: bool = True
     context_norm: str | None = None
 
 
@@ -79,6 +86,15 @@ def _draft_full_graph(facts: WorkerFacts) -> str | None:
     if facts.proposer is None:
         return f"{facts.drafter or facts.method} runs no draft model that the feature covers"
     return draft_decision.obstacle(facts.proposer)
+
+
+def _v2_tail_graph(facts: WorkerFacts) -> str | None:
+    """What the graphs need beside these it finds out by itself, when they are captured."""
+    if (reason := _drafting(facts)) is not None:
+        return reason
+    if facts.runner == V1:
+        return "the engine runs on Model Runner V1"
+    return None if facts.decode_graphs else "the target does not decode in FULL CUDA graphs"
 
 
 def _dflash_full_graph(facts: WorkerFacts) -> str | None:
@@ -115,6 +131,7 @@ _RULES: Final[Mapping[str, Callable[[WorkerFacts], str | None]]] = {
     # Whether the steps make a chain it decides by itself, wherever there are graphs.
     features.DRAFT_LOOP_GRAPH: _draft_full_graph,
     features.DFLASH_FULL_GRAPH: _dflash_full_graph,
+    features.V2_TAIL_GRAPH: _v2_tail_graph,
     features.DFLASH_DRAFT_BACKEND: _dflash_draft_backend,
     features.DFLASH_CONTEXT_NORM: _dflash_context_norm,
 }
@@ -160,6 +177,7 @@ def facts_of(worker: Any, entry: ProcessRecord) -> WorkerFacts:
         mm_prefix=config.model_config.is_mm_prefix_lm,
         named_backend=config.attention_config.backend is not None
         or getattr(spec, "attention_backend", None) is not None,
+        decode_graphs=mode.decode_mode().name == "FULL",
         context_norm=context_norm.obstacle(),
     )
 

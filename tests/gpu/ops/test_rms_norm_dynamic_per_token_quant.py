@@ -236,7 +236,9 @@ def test_bounds_and_what_is_no_number_are_treated_as_vllm_treats_them(half: Any)
 
 def test_vllms_own_operation_has_this_schema_but_for_defaults() -> None:
     ours = str(torch.ops.hwplugin.rms_norm_dynamic_per_token_quant.default._schema)
-    assert ours.replace("=None", "") == str(vllms("rms_norm_dynamic_per_token_quant")._schema).replace("_C::", "hwplugin::", 1)
+    assert ours.replace("=None", "") == str(vllms("rms_norm_dynamic_per_token_quant")._schema).replace(
+        "_C::", "hwplugin::", 1
+    )
 
 
 def test_more_elements_than_32_bits_count() -> None:

@@ -34,6 +34,8 @@ BUILDERS: Final = {
     f"{_BACKENDS}.flash_attn.FlashAttentionMetadataBuilder": _IN_GRAPH,
     # Only refuses what it has no kernel for.
     "vllm_hwplugin.attention.cuda.CudaFlashAttentionMetadataBuilder": _IN_GRAPH,
+    # As FLASH_ATTN, where it has no schedules of its own.
+    "vllm_hwplugin.attention.musa.MusaFlashAttentionMetadataBuilder": _IN_GRAPH,
     f"{_BACKENDS}.triton_attn.TritonAttentionMetadataBuilder": _IN_GRAPH,
     # All requests are decodes, of which it names the batch's tensors. TRITON_MLA, CUTLASS_MLA, TOKENSPEED_MLA and
     # FLASHINFER_MLA make nothing beside it.
@@ -65,6 +67,8 @@ def refusing(builders: Iterable[Any]) -> str | None:
         reason = _obstacle(type(builder))
         if not reason and getattr(builder, "dcp_world_size", 1) > 1:
             reason = "decode context parallelism"
+        if not reason and getattr(builder, "makes_schedules", False):
+            reason = "its schedules are made for the batches that Model Runner V1 shows it"
         if reason:
             refused[type(builder).__name__] = reason
     return "; ".join(f"{name}: {refused[name]}" for name in sorted(refused)) or None

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which batches the tail graphs serve. That the graphs compute what vLLM does is shown on the simulated device."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from vllm_hwplugin.spec_decode.v2.tail_batch import Rung, Sampling, asks_for_nothing_else, decodes_only, rungs
+
+sampling_params = pytest.importorskip("vllm.sampling_params")
+SamplingParams = sampling_params.SamplingParams
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"temperature": 0.0},
+        {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "seed": 3},
+        {"max_tokens": 1000, "stop": ["."], "stop_token_ids": [5], "ignore_eos": True, "n": 2, "prompt_logprobs": 1},
+        {"skip_special_tokens": False, "include_stop_str_in_output": True, "detokenize": True},
+    ],
+)
+def test_what_the_graphs_sample_for(asked: dict[str, Any]) -> None:
+    assert asks_for_nothing_else(SamplingParams(**asked))
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"logprobs": 0},
+        {"min_p": 0.1},
+        {"presence_penalty": 0.5},
+        {"frequency_penalty": -0.5},
+        {"repetition_penalty": 1.1},
+        {"min_tokens": 2},
+        {"logit_bias": {3: 1.0}},
+        {"allowed_token_ids": [1, 2]},
+        {"bad_words": ["no"]},
+        {"extra_args": {"anything": 1}},
+        {"structured_outputs": sampling_params.StructuredOutputsParams(regex="a+")},
+    ],
+)
+def test_what_is_left_to_vllm(asked: dict[str, Any]) -> None:
+    assert not asks_for_nothing_else(SamplingParams(**asked))
+
+
+def test_a_parameter_that_is_not_known_keeps_a_request_out() -> None:
+    """As one that a later vLLM has."""
+    fields = (*SamplingParams.__struct_fields__, "anything_new")
+
+    class Later(SimpleNamespace):
+        __struct_fields__ = fields
+
+        def __init__(self, **changed: Any) -> None:
+            default = SamplingParams()
+            super().__init__(**{name: getattr(default, name) for name in fields[:-1]} | {"anything_new": 0} | changed)
+
+    assert asks_for_nothing_else(Later())
+    assert not asks_for_nothing_else(Later(anything_new=1))
+
+
+def states(**rows: list[float]) -> SimpleNamespace:
+    """vLLM's `SamplingStates` of three requests."""
+    values = {"temperature": [0.0] * 3, "top_k": [100] * 3, "top_p": [1.0] * 3} | rows
+    return SimpleNamespace(
+        vocab_size=100, **{name: SimpleNamespace(np=np.array(value)) for name, value in values.items()}
+    )
+
+
+@pytest.mark.parametrize(
+    ("rows", "needed"),
+    [
+        ({}, Sampling.PLAIN),
+        ({"temperature": [0.0, 1.0, 0.3]}, Sampling.PLAIN),
+        ({"temperature": [0.6, 1.0, 0.0]}, Sampling.TEMPERATURE),
+        ({"top_k": [100, 20, 5]}, Sampling.TOP_K),
+        ({"top_p": [0.9, 1.0, 1.0]}, Sampling.TOP_P),
+        ({"top_k": [20, 100, 100], "top_p": [1.0, 0.5, 1.0]}, Sampling.TOP_K_TOP_P),
+        ({"top_k": [100, 100, 5], "top_p": [1.0, 1.0, 0.5]}, Sampling.PLAIN),
+    ],
+)
+def test_what_a_batch_needs_is_what_one_of_its_requests_needs(rows: dict[str, list[float]], needed: Sampling) -> None:
+    assert Sampling.of(states(**rows), np.array([0, 1])) is needed
+
+
+@pytest.mark.parametrize("needed", Sampling)
+def test_the_request_that_a_graph_is_recorded_with_needs_just_that(needed: Sampling) -> None:
+    params = SamplingParams(**needed.example())
+    row = states(temperature=[params.temperature], top_k=[params.top_k if params.top_k > 0 else 100])
+    row.top_p.np = np.array([params.top_p])
+    assert Sampling.of(row, np.array([0])) is needed
+
+
+def test_shapes_are_those_in_which_the_target_decodes_in_one_graph() -> None:
+    # One request less a token, a mixed batch, and one that is too large.
+    graphs = [(1, 4), (2, 4), (2, 3), (8, None), (None, None), (64, 4), (72, 4)]
+    assert rungs(graphs, query_len=4, most=64) == [Rung(64, 4), Rung(2, 4), Rung(1, 4)]
+
+
+def batch(**changed: Any) -> SimpleNamespace:
+    """vLLM's `InputBatch` of two requests that decode one token and three drafts each."""
+    usual = {
+        "num_reqs": 2,
+        "num_tokens": 8,
+        "num_draft_tokens": 6,
+        "has_structured_output_reqs": False,
+        "is_prefilling_np": np.array([False, False]),
+    }
+    return SimpleNamespace(**usual | changed)
+
+
+def test_only_batches_of_decodes_with_all_their_drafts_are_served() -> None:
+    assert decodes_only(batch(), 4)
+    # A request near its end has fewer drafts.
+    assert not decodes_only(batch(num_tokens=7, num_draft_tokens=5), 4)
+    # Four tokens of a prompt.
+    assert not decodes_only(batch(num_draft_tokens=3), 4)
+    assert not decodes_only(batch(is_prefilling_np=np.array([True, False])), 4)
+    assert not decodes_only(batch(has_structured_output_reqs=True), 4)

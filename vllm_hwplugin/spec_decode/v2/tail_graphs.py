@@ -1,0 +1,419 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tail of a decode step of Model Runner V2 in two CUDA graphs: sampling, and drafting.
+
+After the target's graph vLLM launches about forty kernels, copies and graphs one by one: logits, rejection, the
+requests' new state, and each part of the draft. For a small model the host needs longer for that than the GPU. Here
+vLLM's own methods run once for each shape while a graph records them; a step replays the two graphs instead of calling
+the methods. There are two, because between them vLLM starts to copy the sampled tokens to the host, which drafting
+should not delay, and because sampling has variants, which drafting has not.
+
+A batch that is not covered takes vLLM's own way, step by step. Nothing is kept between steps but which requests the
+buffers hold.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import logging
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import Any, Final
+
+import numpy as np
+import torch
+from vllm.distributed.parallel_state import graph_capture
+from vllm.sampling_params import SamplingParams
+from vllm.v1.worker.gpu.cudagraph_utils import prepare_inputs_to_capture
+from vllm.v1.worker.gpu.input_batch import InputBatch
+
+from vllm_hwplugin import record
+from vllm_hwplugin.spec_decode.fallback import stays_stock
+from vllm_hwplugin.spec_decode.features import V2_TAIL_GRAPH
+from vllm_hwplugin.spec_decode.v2.tail_batch import (
+    MAX_NUM_REQS,
+    Rung,
+    Sampling,
+    asks_for_nothing_else,
+    decodes_only,
+    rungs,
+)
+from vllm_hwplugin.spec_decode.v2.tail_buffers import Padding, TailBuffers
+from vllm_hwplugin.spec_decode.v2.tail_obstacles import obstacle
+
+logger = logging.getLogger("vllm.hwplugin")
+
+_STOCK: Final = "vLLM's own kernels after the target"
+
+# The padding of the graph that is being recorded: the speculator's patched `propose` has to know of it.
+_recorded: Padding | None = None
+
+
+@contextmanager
+def _recording(padding: Padding) -> Any:
+    global _recorded
+    _recorded = padding
+    try:
+        yield
+    finally:
+        _recorded = None
+
+
+def mask_decode(speculator: Any) -> None:
+    """Keep padding out of the KV cache in the one-token steps of a drafter whose `propose` is being recorded.
+
+    Called by the patched `propose` after `prepare_decode_inputs`, which takes every request of the graph for real.
+    """
+    if _recorded is None:
+        return
+    buffers, padding = speculator.input_buffers, _recorded
+    num_reqs = padding.alive.shape[0]
+    buffers.query_start_loc[: num_reqs + 1].copy_(padding.query_start_loc)
+    buffers.seq_lens[:num_reqs].mul_(padding.alive)
+
+
+def mask_block(speculator: Any, context_slots: torch.Tensor) -> None:
+    """Keep padding out of the KV cache in the one pass of a DFlash drafter whose `propose` is being recorded.
+
+    Called by the patched `propose` after `prepare_dflash_inputs`, for the same reason.
+
+    Args:
+        context_slots: [..., tokens]: where the target's tokens go in the draft's cache.
+    """
+    if _recorded is None:
+        return
+    buffers, padding = speculator.input_buffers, _recorded
+    num_reqs, num_tokens = padding.alive.shape[0], padding.dead_tokens.shape[0]
+    buffers.query_start_loc[: num_reqs + 1].copy_(padding.block_start_loc)
+    buffers.seq_lens[:num_reqs].mul_(padding.alive)
+    context_slots[..., :num_tokens].masked_fill_(padding.dead_tokens, _NO_SLOT)
+    speculator.block_tables.slot_mappings[:, :num_tokens].masked_fill_(padding.dead_tokens, _NO_SLOT)
+
+
+# vLLM's PAD_SLOT_ID: what is to be written there is not written.
+_NO_SLOT: Final = -1
+
+
+@dataclasses.dataclass(frozen=True)
+class _Graphs:
+    """Those of one shape, and what they leave."""
+
+    rung: Rung
+    sampling: dict[Sampling, torch.cuda.CUDAGraph]
+    drafting: torch.cuda.CUDAGraph
+
+
+class TailGraphs:
+    """The tail graphs of one `GPUModelRunner`, which holds them as `tail_graphs` and calls them as its own methods.
+
+    Each step calls `sample`, `postprocess_sampled`, `propose`, `keep_drafts` and `drafts_of`, in this order; whether
+    graphs serve the step is decided by the first.
+    """
+
+    def __init__(self, runner: Any):
+        self._runner = runner
+        self._graphs: dict[int, _Graphs] = {}
+        self._buffers: TailBuffers | None = None
+        self._plain = np.zeros(runner.max_num_reqs, dtype=bool)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._graphs, self._buffers = {}, None
+        self._hidden_states: torch.Tensor | None = None
+        self._output: Any = None
+        self._step: _Graphs | None = None
+        self._drafted = False
+        # What the buffers hold: the requests in their order, their rows, and what they need of the sampler.
+        self._held: tuple[list[str], np.ndarray, Sampling] | None = None
+        self._served: dict[int, _Graphs] = {}
+
+    # -- a start ------------------------------------------------------------------------------------------------------
+
+    def capture(self, profile_only: bool = False) -> None:
+        """Record all graphs: the last thing that `capture_model` captures.
+
+        Args:
+            profile_only: whether vLLM measures what graphs need, before there is a KV cache. The largest is recorded
+                then, whose memory the smaller ones use too; the real capture lets it go.
+
+        Raises:
+            FeatureRequired: nothing can be recorded, and the feature's gate says `on`.
+        """
+        self._forget()
+        runner, query_len = self._runner, self._runner.decode_query_len
+        reason = obstacle(runner)
+        shapes = [] if reason else self._shapes(profile_only)
+        if not shapes:
+            if not profile_only:
+                stays_stock(V2_TAIL_GRAPH, _STOCK, reason or "the target has no FULL graph of a decode batch")
+            return
+        started, free = time.perf_counter(), _free_memory()
+        self._buffers = TailBuffers(runner, shapes[0].num_reqs, query_len, _idx_dtype(runner))
+        self._buffers.write(np.empty(0, dtype=np.int64), free_row=0)
+        pool = torch.cuda.graph_pool_handle()
+        with graph_capture(device=runner.device):
+            for rung in shapes:
+                self._graphs[rung.num_reqs] = self._capture_rung(rung, pool)
+        runner.req_states.draft_tokens.zero_()
+        torch.accelerator.synchronize()
+        if profile_only:
+            return
+        # The smallest graph that holds a batch.
+        self._served = {
+            count: self._graphs[min(size for size in self._graphs if size >= count)]
+            for count in range(1, shapes[0].num_reqs + 1)
+        }
+        record.note(
+            V2_TAIL_GRAPH,
+            f"{len(shapes)} shapes of at most {shapes[0].num_reqs} requests, captured in "
+            f"{time.perf_counter() - started:.1f} s, {(free - _free_memory()) / 2**20:.0f} MiB",
+        )
+        record.use(V2_TAIL_GRAPH, True)
+
+    def _shapes(self, profile_only: bool) -> list[Rung]:
+        runner = self._runner
+        if profile_only:
+            return [Rung(min(MAX_NUM_REQS, runner.max_num_reqs), runner.decode_query_len)]
+        graphs = runner.cudagraph_manager.graphs
+        return rungs(((desc.num_reqs, desc.uniform_token_count) for desc in graphs), runner.decode_query_len)
+
+    def _capture_rung(self, rung: Rung, pool: Any) -> _Graphs:
+        runner, buffers = self._runner, self._buffers
+        assert buffers is not None
+        metadata, slots = prepare_inputs_to_capture(
+            rung.num_reqs,
+            rung.num_tokens,
+            runner.model_state,
+            runner.input_buffers,
+            runner.block_tables,
+            runner.attn_groups,
+            runner.kv_cache_config,
+            **_known(prepare_inputs_to_capture, full_cudagraph=True, max_query_len=rung.query_len),
+        )
+        batch = self._recorded_batch(rung)
+        sampling = {}
+        for needed in Sampling:
+            with _sampled_row(runner.sampler, needed), buffers.stand_in():
+                sampling[needed] = _graph(lambda: self._sample(batch), pool)
+        drafting = _graph(lambda: self._draft(batch, metadata, slots), pool)
+        return _Graphs(rung, sampling, drafting)
+
+    def _recorded_batch(self, rung: Rung) -> Any:
+        """A decode batch of vLLM's `InputBatch` that fills `rung`, of tensors that stay where they are."""
+        runner, buffers = self._runner, self._buffers
+        assert buffers is not None
+        num_reqs, num_tokens, query_len = rung.num_reqs, rung.num_tokens, rung.query_len
+        idx_mapping = buffers.idx_mapping(num_reqs)
+        start_loc = buffers.start_loc[: num_reqs + 1]
+        start_loc_np: Any = np.arange(num_reqs + 1, dtype=np.int32) * query_len
+        full: Any = np.full(num_reqs, query_len - 1, dtype=np.int32)
+        return dataclasses.replace(
+            InputBatch.make_dummy(num_reqs, num_tokens, runner.input_buffers),
+            idx_mapping=idx_mapping,
+            # The row that `_sampled_row` has prepared.
+            idx_mapping_np=np.zeros(num_reqs, dtype=np.intp),
+            expanded_idx_mapping=idx_mapping,
+            expanded_local_pos=buffers.local_pos[:num_tokens],
+            num_draft_tokens=int(full.sum()),
+            num_draft_tokens_per_req=full,
+            query_start_loc=start_loc,
+            query_start_loc_np=start_loc_np,
+            cu_num_logits=start_loc,
+            cu_num_logits_np=start_loc_np,
+            logits_indices=buffers.logits_indices[:num_tokens],
+            # What depends on the length of sequences on the host has to hold for the longest.
+            seq_lens_cpu_upper_bound=torch.full((num_reqs,), runner.max_model_len, dtype=torch.int32),
+        )
+
+    def _sample(self, batch: Any) -> None:
+        """From the target's hidden states to the requests' new state."""
+        runner, buffers = self._runner, self._buffers
+        assert buffers is not None
+        num_reqs = batch.num_reqs
+        # Of one request, a reshape is a view of one element, which kernels would read beyond.
+        expanded = batch.idx_mapping[:, None].expand(-1, buffers.query_len).reshape(-1).contiguous()
+        output, num_sampled, num_rejected = runner.sample(
+            self._target()[0][: batch.num_tokens],
+            dataclasses.replace(batch, expanded_idx_mapping=expanded),
+            None,
+        )
+        kept = buffers.outputs
+        kept.sampled_token_ids[:num_reqs].copy_(output.sampled_token_ids)
+        kept.num_sampled[:num_reqs].copy_(num_sampled)
+        kept.num_rejected[:num_reqs].copy_(num_rejected)
+        runner.postprocess_sampled(
+            buffers.idx_mapping_alive(num_reqs),
+            kept.sampled_token_ids[:num_reqs],
+            kept.num_sampled[:num_reqs],
+            kept.num_rejected[:num_reqs],
+            batch.query_start_loc,
+        )
+        self._output = output
+
+    def _draft(self, batch: Any, metadata: Any, slots: Any) -> None:
+        """From the requests' new state to the next draft tokens, and these into the requests' state."""
+        runner, buffers = self._runner, self._buffers
+        assert buffers is not None
+        num_reqs, kept = batch.num_reqs, buffers.outputs
+        hidden_states, aux_hidden_states = self._target()
+        with _recording(buffers.padding(num_reqs)):
+            drafts = runner.speculator.propose(
+                batch,
+                metadata,
+                slots,
+                self._draft_hidden_states(hidden_states)[: batch.num_tokens],
+                None if aux_hidden_states is None else [one[: batch.num_tokens] for one in aux_hidden_states],
+                kept.num_sampled[:num_reqs],
+                kept.num_rejected[:num_reqs],
+                runner.req_states.last_sampled_tokens,
+                runner.req_states.next_prefill_tokens,
+                buffers.temperature,
+                buffers.seeds,
+                # That is, without graphs of its own: a graph cannot be replayed while another is recorded.
+                is_profile=True,
+            )
+        runner.req_states.draft_tokens[batch.idx_mapping] = drafts
+
+    def _target(self) -> tuple[torch.Tensor, list[torch.Tensor] | None]:
+        """What the target's FULL graphs leave, of the largest batch."""
+        manager = self._runner.cudagraph_manager
+        return manager.hidden_states, manager.aux_hidden_states if manager.use_aux_hidden_state_outputs else None
+
+    def _draft_hidden_states(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """What the drafter gets of the target, as `sample_tokens` finds it."""
+        model = self._runner.model
+        if hasattr(model, "get_mtp_target_hidden_states"):
+            return model.get_mtp_target_hidden_states()
+        return hidden_states
+
+    # -- a request ----------------------------------------------------------------------------------------------------
+
+    def add_request(self, row: int, params: Any) -> None:
+        """Note whether graphs can sample for a request of these `SamplingParams`."""
+        self._plain[row] = asks_for_nothing_else(params)
+
+    # -- a step -------------------------------------------------------------------------------------------------------
+
+    def sample(self, hidden_states: torch.Tensor, batch: Any, grammar_output: Any) -> Any:
+        """`GPUModelRunner.sample`, and `postprocess_sampled` with it where a graph serves."""
+        self._drafted = False
+        self._step = self._graphs_for(hidden_states, batch) if grammar_output is None else None
+        if self._step is None:
+            self._held = None
+            return self._runner.sample(hidden_states, batch, grammar_output)
+        assert self._held is not None
+        assert self._buffers is not None
+        # What the step before left is copied to the host on another stream.
+        self._runner.main_stream.wait_stream(self._runner.output_copy_stream)
+        self._step.sampling[self._held[2]].replay()
+        count, kept = batch.num_reqs, self._buffers.outputs
+        num_sampled, num_rejected = kept.num_sampled[:count], kept.num_rejected[:count]
+        output = dataclasses.replace(
+            self._output,
+            sampled_token_ids=kept.sampled_token_ids[:count],
+            num_sampled=num_sampled,
+            num_rejected=num_rejected,
+        )
+        return output, num_sampled, num_rejected
+
+    def postprocess_sampled(self, *arguments: Any, **settings: Any) -> None:
+        """`GPUModelRunner.postprocess_sampled`, where that has not been done."""
+        if self._step is None:
+            self._runner.postprocess_sampled(*arguments, **settings)
+
+    def propose(self, batch: Any, *arguments: Any, **settings: Any) -> torch.Tensor:
+        """`propose` of the speculator."""
+        speculator = self._runner.speculator
+        wanted = settings.get("num_speculative_tokens")
+        self._drafted = self._step is not None and wanted in (None, speculator.num_speculative_steps)
+        if self._step is None or not self._drafted:
+            return speculator.propose(batch, *arguments, **settings)
+        self._step.drafting.replay()
+        return speculator.draft_tokens[: batch.num_reqs]
+
+    def keep_drafts(self, idx_mapping: torch.Tensor, draft_tokens: torch.Tensor) -> None:
+        """Put the drafts into the requests' state, where that has not been done."""
+        if not self._drafted:
+            self._runner.req_states.draft_tokens[idx_mapping] = draft_tokens
+
+    def drafts_of(self, idx_mapping: torch.Tensor) -> torch.Tensor:
+        """The drafts in the requests' state, in the order of the batch."""
+        if not self._drafted:
+            return self._runner.req_states.draft_tokens[idx_mapping]
+        return self._runner.speculator.draft_tokens[: idx_mapping.shape[0]]
+
+    def _graphs_for(self, hidden_states: torch.Tensor, batch: Any) -> _Graphs | None:
+        """The graphs for this batch, which the buffers then hold; None where vLLM's own way is taken."""
+        found: _Graphs | None = self._served.get(batch.num_reqs)
+        if (
+            found is None
+            or batch.num_tokens_after_padding != found.rung.num_tokens
+            or hidden_states.data_ptr() != self._target()[0].data_ptr()
+            or not decodes_only(batch, found.rung.query_len)
+        ):
+            return None
+        rows = batch.idx_mapping_np
+        if self._held is not None and batch.req_ids == self._held[0] and np.array_equal(rows, self._held[1]):
+            return found
+        if not self._plain[rows].all():
+            return None
+        free = self._runner.req_states.free_indices
+        if not free and batch.num_reqs < found.rung.num_reqs:
+            return None
+        assert self._buffers is not None
+        self._buffers.write(rows, free[-1] if free else int(rows[0]))
+        self._held = (batch.req_ids, rows, Sampling.of(self._runner.sampler.sampling_states, rows))
+        return found
+
+
+def _idx_dtype(runner: Any) -> torch.dtype:
+    dtype: torch.dtype = InputBatch.make_dummy(1, 1, runner.input_buffers).idx_mapping.dtype
+    return dtype
+
+
+@contextmanager
+def _sampled_row(sampler: Any, needed: Sampling) -> Any:
+    """While it lasts, the first row of vLLM's sampler is that of a request that needs `needed`.
+
+    There is no request yet, and whoever gets the row later overwrites it.
+    """
+    known = _known(sampler.add_request, prompt_len=1)
+
+    def write(**params: float) -> None:
+        sampler.add_request(req_idx=0, sampling_params=SamplingParams(**params), **known)
+        sampler.apply_staged_writes()
+
+    write(**needed.example())
+    try:
+        yield
+    finally:
+        write(temperature=0.0)
+
+
+def _known(function: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
+    """Those of `arguments` that `function` takes in this vLLM."""
+    taken = inspect.signature(function).parameters
+    return {name: value for name, value in arguments.items() if name in taken}
+
+
+def _free_memory() -> int:
+    free: int = torch.accelerator.get_memory_info()[0]
+    return free
+
+
+def _graph(run: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
+    """Record `run` on the current stream, which is not the default one.
+
+    It is called once before: kernels that compile or tune themselves may not do so meanwhile. `torch.cuda.graph` would
+    give the allocator's memory back to the device around each of some hundred recordings.
+    """
+    run()
+    torch.accelerator.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    graph.capture_begin(pool=pool)
+    try:
+        run()
+    finally:
+        graph.capture_end()
+    return graph
