@@ -203,6 +203,15 @@ GATES: Final[tuple[Gate, ...]] = (
         choices=_SWITCH,
     ),
     Gate(
+        "VLLM_HWPLUGIN_V2_STEP_INPUTS",
+        "switch",
+        "auto",
+        "Feature v2-step-inputs: the inputs of a decode step in one CUDA graph (Model Runner V2); needs v2-tail-graph.",
+        affects=("patches", COMPILE_KEY),
+        choices=_SWITCH,
+        since="0.2.0",
+    ),
+    Gate(
         "VLLM_HWPLUGIN_V2_TAIL_GRAPH",
         "switch",
         "auto",

@@ -12,6 +12,7 @@ DRAFT_LOOP_GRAPH: Final = "draft-loop-graph"
 DFLASH_FULL_GRAPH: Final = "dflash-full-graph"
 DFLASH_DRAFT_BACKEND: Final = "dflash-draft-backend"
 DFLASH_CONTEXT_NORM: Final = "dflash-context-norm"
+V2_STEP_INPUTS: Final = "v2-step-inputs"
 V2_TAIL_GRAPH: Final = "v2-tail-graph"
 WINDOW_BLOCKS: Final = "window-blocks"
 

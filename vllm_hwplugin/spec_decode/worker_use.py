@@ -29,6 +29,7 @@ _GRAPHS: Final = (
     features.DRAFT_FULL_GRAPH,
     features.DRAFT_LOOP_GRAPH,
     features.DFLASH_FULL_GRAPH,
+    features.V2_STEP_INPUTS,
     features.V2_TAIL_GRAPH,
 )
 
@@ -131,6 +132,7 @@ _RULES: Final[Mapping[str, Callable[[WorkerFacts], str | None]]] = {
     # Whether the steps make a chain it decides by itself, wherever there are graphs.
     features.DRAFT_LOOP_GRAPH: _draft_full_graph,
     features.DFLASH_FULL_GRAPH: _dflash_full_graph,
+    features.V2_STEP_INPUTS: _v2_tail_graph,
     features.V2_TAIL_GRAPH: _v2_tail_graph,
     features.DFLASH_DRAFT_BACKEND: _dflash_draft_backend,
     features.DFLASH_CONTEXT_NORM: _dflash_context_norm,

@@ -17,9 +17,9 @@ import dataclasses
 import inspect
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 import torch
@@ -104,6 +104,46 @@ class _Graphs:
     drafting: torch.cuda.CUDAGraph
 
 
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """The requests that the buffers hold.
+
+    Attributes:
+        req_ids: in the order of the batch.
+        rows: [number of requests], integers: each one's row in the runner's state.
+        sampling: what they need of the sampler.
+        graphs: those that serve them.
+    """
+
+    req_ids: list[str]
+    rows: np.ndarray
+    sampling: Sampling
+    graphs: _Graphs
+
+
+class Companion(Protocol):
+    """Further graphs of the steps that tail graphs serve, which another feature has."""
+
+    def forget(self) -> None:
+        """Have no graphs, and nothing that was made for them."""
+
+    def stay_stock(self, reason: str) -> None:
+        """Have no graphs, and put on record why.
+
+        Raises:
+            FeatureRequired: the gate of the companion's feature says `on`.
+        """
+
+    def capture(self, batches: Mapping[int, Any], buffers: TailBuffers, pool: Any) -> None:
+        """Record anew.
+
+        Args:
+            batches: by number of requests, the `InputBatch` that the tail's graphs were recorded with.
+            buffers: what they read of it.
+            pool: their memory.
+        """
+
+
 class TailGraphs:
     """The tail graphs of one `GPUModelRunner`, which holds them as `tail_graphs` and calls them as its own methods.
 
@@ -116,7 +156,18 @@ class TailGraphs:
         self._graphs: dict[int, _Graphs] = {}
         self._buffers: TailBuffers | None = None
         self._plain = np.zeros(runner.max_num_reqs, dtype=bool)
+        self._companions: list[Companion] = []
         self._forget()
+
+    def add(self, companion: Companion) -> None:
+        """Capture `companion` with these graphs from now on."""
+        self._companions.append(companion)
+
+    @property
+    def query_len(self) -> int:
+        """Tokens of a request in a decode batch: 1 + num_speculative_tokens."""
+        query_len: int = self._runner.decode_query_len
+        return query_len
 
     def _forget(self) -> None:
         self._graphs, self._buffers = {}, None
@@ -124,9 +175,12 @@ class TailGraphs:
         self._output: Any = None
         self._step: _Graphs | None = None
         self._drafted = False
-        # What the buffers hold: the requests in their order, their rows, and what they need of the sampler.
-        self._held: tuple[list[str], np.ndarray, Sampling] | None = None
+        # Of the last step that graphs served; None where another came after it.
+        self.held: Held | None = None
         self._served: dict[int, _Graphs] = {}
+        self._batches: dict[int, Any] = {}
+        for companion in self._companions:
+            companion.forget()
 
     # -- a start ------------------------------------------------------------------------------------------------------
 
@@ -141,12 +195,14 @@ class TailGraphs:
             FeatureRequired: nothing can be recorded, and the feature's gate says `on`.
         """
         self._forget()
-        runner, query_len = self._runner, self._runner.decode_query_len
+        runner, query_len = self._runner, self.query_len
         reason = obstacle(runner)
         shapes = [] if reason else self._shapes(profile_only)
         if not shapes:
             if not profile_only:
                 stays_stock(V2_TAIL_GRAPH, _STOCK, reason or "the target has no FULL graph of a decode batch")
+                for companion in self._companions:
+                    companion.stay_stock("there are no tail graphs")
             return
         started, free = time.perf_counter(), _free_memory()
         self._buffers = TailBuffers(runner, shapes[0].num_reqs, query_len, _idx_dtype(runner))
@@ -155,6 +211,8 @@ class TailGraphs:
         with graph_capture(device=runner.device):
             for rung in shapes:
                 self._graphs[rung.num_reqs] = self._capture_rung(rung, pool)
+            for companion in () if profile_only else self._companions:
+                companion.capture(self._batches, self._buffers, pool)
         runner.req_states.draft_tokens.zero_()
         torch.accelerator.synchronize()
         if profile_only:
@@ -191,12 +249,12 @@ class TailGraphs:
             runner.kv_cache_config,
             **_known(prepare_inputs_to_capture, full_cudagraph=True, max_query_len=rung.query_len),
         )
-        batch = self._recorded_batch(rung)
+        batch = self._batches[rung.num_reqs] = self._recorded_batch(rung)
         sampling = {}
         for needed in Sampling:
             with _sampled_row(runner.sampler, needed), buffers.stand_in():
-                sampling[needed] = _graph(lambda: self._sample(batch), pool)
-        drafting = _graph(lambda: self._draft(batch, metadata, slots), pool)
+                sampling[needed] = record_graph(lambda: self._sample(batch), pool)
+        drafting = record_graph(lambda: self._draft(batch, metadata, slots), pool)
         return _Graphs(rung, sampling, drafting)
 
     def _recorded_batch(self, rung: Rung) -> Any:
@@ -231,8 +289,7 @@ class TailGraphs:
         runner, buffers = self._runner, self._buffers
         assert buffers is not None
         num_reqs = batch.num_reqs
-        # Of one request, a reshape is a view of one element, which kernels would read beyond.
-        expanded = batch.idx_mapping[:, None].expand(-1, buffers.query_len).reshape(-1).contiguous()
+        expanded = _expanded(batch.idx_mapping, self.query_len)
         output, num_sampled, num_rejected = runner.sample(
             self._target()[0][: batch.num_tokens],
             dataclasses.replace(batch, expanded_idx_mapping=expanded),
@@ -300,13 +357,13 @@ class TailGraphs:
         self._drafted = False
         self._step = self._graphs_for(hidden_states, batch) if grammar_output is None else None
         if self._step is None:
-            self._held = None
+            self.held = None
             return self._runner.sample(hidden_states, batch, grammar_output)
-        assert self._held is not None
+        assert self.held is not None
         assert self._buffers is not None
         # What the step before left is copied to the host on another stream.
         self._runner.main_stream.wait_stream(self._runner.output_copy_stream)
-        self._step.sampling[self._held[2]].replay()
+        self._step.sampling[self.held.sampling].replay()
         count, kept = batch.num_reqs, self._buffers.outputs
         num_sampled, num_rejected = kept.num_sampled[:count], kept.num_rejected[:count]
         output = dataclasses.replace(
@@ -353,8 +410,8 @@ class TailGraphs:
             or not decodes_only(batch, found.rung.query_len)
         ):
             return None
-        rows = batch.idx_mapping_np
-        if self._held is not None and batch.req_ids == self._held[0] and np.array_equal(rows, self._held[1]):
+        rows, held = batch.idx_mapping_np, self.held
+        if held is not None and batch.req_ids == held.req_ids and np.array_equal(rows, held.rows):
             return found
         if not self._plain[rows].all():
             return None
@@ -363,8 +420,52 @@ class TailGraphs:
             return None
         assert self._buffers is not None
         self._buffers.write(rows, free[-1] if free else int(rows[0]))
-        self._held = (batch.req_ids, rows, Sampling.of(self._runner.sampler.sampling_states, rows))
+        sampling = Sampling.of(self._runner.sampler.sampling_states, rows)
+        self.held = Held(batch.req_ids, rows, sampling, found)
         return found
+
+    def held_batch(self) -> Any:
+        """A decode batch of the requests that are held, as vLLM's `prepare_inputs` makes it.
+
+        Its tensors are those that graphs read and write. How many tokens each request has on the host is left out.
+        """
+        held, buffers, runner = self.held, self._buffers, self._runner
+        assert held is not None
+        assert buffers is not None
+        rung, query_len = held.graphs.rung, self.query_len
+        num_reqs, num_tokens = len(held.req_ids), len(held.req_ids) * query_len
+        recorded, states = self._batches[rung.num_reqs], runner.req_states
+        start_loc: Any = np.minimum(np.arange(rung.num_reqs + 1), num_reqs).astype(np.int32) * np.int32(query_len)
+        idx_mapping = buffers.idx_mapping(num_reqs)
+        return dataclasses.replace(
+            recorded,
+            req_ids=held.req_ids,
+            num_reqs=num_reqs,
+            num_reqs_after_padding=rung.num_reqs,
+            idx_mapping=idx_mapping,
+            idx_mapping_np=held.rows,
+            expanded_idx_mapping=_expanded(idx_mapping, query_len),
+            expanded_local_pos=recorded.expanded_local_pos[:num_tokens],
+            num_scheduled_tokens=np.full(num_reqs, query_len, dtype=np.int32),
+            num_tokens=num_tokens,
+            num_tokens_after_padding=rung.num_tokens,
+            num_draft_tokens=num_tokens - num_reqs,
+            num_draft_tokens_per_req=recorded.num_draft_tokens_per_req[:num_reqs],
+            query_start_loc=runner.input_buffers.query_start_loc[: rung.num_reqs + 1],
+            query_start_loc_np=start_loc,
+            prefill_len_np=states.prefill_len.np[held.rows],
+            num_computed_prefill_tokens_np=states.num_computed_prefill_tokens[held.rows],
+            is_prefilling_np=np.zeros(num_reqs, dtype=bool),
+            logits_indices=recorded.logits_indices[:num_tokens],
+            cu_num_logits=recorded.cu_num_logits[: num_reqs + 1],
+            cu_num_logits_np=recorded.cu_num_logits_np[: num_reqs + 1],
+        )
+
+
+def _expanded(idx_mapping: torch.Tensor, query_len: int) -> torch.Tensor:
+    """Each request's row, once for each of its tokens."""
+    # Of one request, the reshape is a view of one element, which kernels would read beyond.
+    return idx_mapping[:, None].expand(-1, query_len).reshape(-1).contiguous()
 
 
 def _idx_dtype(runner: Any) -> torch.dtype:
@@ -402,7 +503,7 @@ def _free_memory() -> int:
     return free
 
 
-def _graph(run: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
+def record_graph(run: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
     """Record `run` on the current stream, which is not the default one.
 
     It is called once before: kernels that compile or tune themselves may not do so meanwhile. `torch.cuda.graph` would

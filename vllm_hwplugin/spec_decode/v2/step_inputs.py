@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The inputs of a decode step of Model Runner V2 in one CUDA graph, while the same requests are decoded.
+
+Before the target's graph vLLM makes the batch anew in each step: copies to the device, five kernels, and attention
+metadata. Where `TailGraphs` served the step before and the same requests come again, each with all its drafts, the host
+has nothing new to say but lengths that no kernel reads: one graph makes positions, lengths, token ids, block tables,
+slots and the metadata's device half from the requests' state.
+
+vLLM's own functions are recorded. The first step with other requests takes vLLM's own way.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import numpy as np
+import torch
+from vllm.config.compilation import CUDAGraphMode
+from vllm.v1.worker.gpu.input_batch import combine_sampled_and_draft_tokens, prepare_pos_seq_lens
+from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+
+from vllm_hwplugin import record
+from vllm_hwplugin.spec_decode.fallback import stays_stock
+from vllm_hwplugin.spec_decode.features import V2_STEP_INPUTS
+from vllm_hwplugin.spec_decode.v2.tail_buffers import StandIn, TailBuffers
+from vllm_hwplugin.spec_decode.v2.tail_graphs import TailGraphs, record_graph
+
+_STOCK: Final = "vLLM prepares every step"
+
+#: Whose metadata of a decode batch, of several tokens a request, is made on the device alone: see `draft_metadata`,
+#: which says it of one token.
+_BUILDERS: Final = (
+    "FlashAttentionMetadataBuilder",
+    "CudaFlashAttentionMetadataBuilder",
+    "MusaFlashAttentionMetadataBuilder",
+    "TritonAttentionMetadataBuilder",
+)
+
+
+def obstacle(runner: Any) -> str | None:
+    """Why the inputs of this runner's steps cannot be recorded; None where they can.
+
+    Args:
+        runner: a `GPUModelRunner` whose tail graphs exist.
+    """
+    for builder in (group.get_metadata_builder(0) for groups in runner.attn_groups for group in groups):
+        if type(builder).__name__ not in _BUILDERS or getattr(builder, "makes_schedules", False):
+            return f"{type(builder).__name__} may make metadata on the host"
+    if runner.supports_mm_inputs:
+        return "the model takes images or the like"
+    if type(runner.model_state) is not DefaultModelState:
+        return f"{type(runner.model_state).__name__} has work of its own before each step"
+    config = runner.model_config
+    if config.uses_mrope or getattr(config, "uses_xdrope_dim", 0):
+        return "positions have several dimensions"
+    if getattr(config, "rswa_window", None) is not None:
+        return "attention windows depend on the length of prompts"
+    return None
+
+
+class StepInputs:
+    """The input graphs of one `GPUModelRunner`, which holds them as `step_inputs`.
+
+    Args:
+        runner: the runner.
+        tail: its tail graphs, which capture these after their own.
+    """
+
+    def __init__(self, runner: Any, tail: TailGraphs):
+        self._runner, self._tail = runner, tail
+        tail.add(self)
+        self.forget()
+
+    def forget(self) -> None:
+        """Have no graphs, and nothing that was made for them."""
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._num_blocks: torch.Tensor | None = None
+        # The requests of the last step in the order in which they were scheduled, and its batch.
+        self._order: list[str] = []
+        self._template: Any = None
+        self._blocks_changed = True
+        self._batch: Any = None
+
+    # -- a start ------------------------------------------------------------------------------------------------------
+
+    def stay_stock(self, reason: str) -> None:
+        """Have no graphs, and put on record why.
+
+        Raises:
+            FeatureRequired: the feature's gate says `on`.
+        """
+        stays_stock(V2_STEP_INPUTS, _STOCK, reason)
+
+    def capture(self, batches: Mapping[int, Any], buffers: TailBuffers, pool: Any) -> None:
+        """Record the graphs for these shapes.
+
+        Args:
+            batches: by number of requests, the batch that the tail's graphs were recorded with.
+            buffers: where the tail's graphs have the requests' rows.
+            pool: memory of the tail's graphs.
+
+        Raises:
+            FeatureRequired: nothing can be recorded, and the feature's gate says `on`.
+        """
+        self.forget()
+        if (reason := obstacle(self._runner)) is not None:
+            self.stay_stock(reason)
+            return
+        moving = self._runner.block_tables.num_blocks
+        self._num_blocks = moving.gpu.to(self._runner.device, copy=True)
+        with buffers.stand_in(), StandIn((moving,), (self._num_blocks,)):
+            for num_reqs, batch in batches.items():
+                self._graphs[num_reqs] = record_graph(self._preparing(batch, buffers), pool)
+        record.use(V2_STEP_INPUTS, True)
+
+    def _preparing(self, batch: Any, buffers: TailBuffers) -> Callable[[], None]:
+        """What vLLM's `prepare_inputs` and `prepare_attn` do for `batch`, on the device."""
+        runner = self._runner
+        inputs, states = runner.input_buffers, runner.req_states
+        num_reqs, num_tokens = batch.num_reqs, batch.num_tokens
+        padding = buffers.padding(num_reqs)
+        start_loc = inputs.query_start_loc[: num_reqs + 1]
+        attended = dataclasses.replace(batch, query_start_loc=start_loc)
+
+        def prepare() -> None:
+            start_loc.copy_(padding.block_start_loc)
+            if hasattr(inputs, "is_padding"):
+                # From 0.25 on; read where experts pass padding over.
+                inputs.is_padding[:num_tokens].copy_(padding.dead_tokens)
+            prepare_pos_seq_lens(
+                batch.idx_mapping, start_loc, states.num_computed_tokens.gpu, inputs.positions, inputs.seq_lens
+            )
+            # Padding has its row's length, which attention would take for keys.
+            inputs.seq_lens[:num_reqs].mul_(padding.alive)
+            combine_sampled_and_draft_tokens(
+                inputs.input_ids,
+                batch.idx_mapping,
+                states.last_sampled_tokens,
+                start_loc,
+                inputs.seq_lens[:num_reqs],
+                states.prefill_len.gpu,
+                states.draft_tokens,
+                batch.cu_num_logits,
+                num_tokens,
+            )
+            block_tables, slots = runner.prepare_attn(attended)
+            runner.model_state.prepare_attn(
+                attended, CUDAGraphMode.FULL, block_tables, slots, runner.attn_groups, runner.kv_cache_config
+            )
+
+        return prepare
+
+    # -- a step -------------------------------------------------------------------------------------------------------
+
+    def changes_sampling(self, scheduled: Any) -> bool:
+        """Whether the sampler has parameters of a new request to take over."""
+        return not self._graphs or bool(scheduled.scheduled_new_reqs)
+
+    def changes_blocks(self, scheduled: Any) -> bool:
+        """Whether a request has other blocks than in the step before, which the device is to know of."""
+        changed = bool(scheduled.scheduled_new_reqs) or any(
+            blocks is not None for blocks in scheduled.scheduled_cached_reqs.new_block_ids
+        )
+        self._blocks_changed = changed
+        return changed or not self._graphs
+
+    def steady(self, scheduled: Any, desc: Any) -> Any:
+        """vLLM's `InputBatch` of this step, whose inputs are then on the device; None where vLLM has to prepare them.
+
+        Args:
+            scheduled: the step's `SchedulerOutput`.
+            desc: the target's `BatchExecutionDescriptor`.
+        """
+        self._batch = None
+        order = list(scheduled.num_scheduled_tokens)
+        before, self._order = self._order, order
+        held = self._tail.held
+        graph = self._graphs.get(desc.num_reqs or 0)
+        if (
+            held is None
+            or graph is None
+            or len(order) != len(held.rows)
+            or order != before
+            or not self._alike(scheduled, desc, len(order))
+        ):
+            self._template = None
+            return None
+        runner = self._runner
+        rows = held.rows
+        if self._template is None or self._blocks_changed:
+            assert self._num_blocks is not None
+            self._num_blocks.copy_(runner.block_tables.num_blocks.gpu, non_blocking=True)
+        if self._template is None:
+            self._template = self._tail.held_batch()
+        graph.replay()
+        computed = runner.req_states.num_computed_tokens_np[rows]
+        upper = np.zeros(self._template.num_reqs_after_padding, dtype=np.int32)
+        np.add(computed, self._tail.query_len, out=upper[: len(order)])
+        self._batch = dataclasses.replace(
+            self._template,
+            num_computed_tokens_np=computed,
+            seq_lens_cpu_upper_bound=torch.from_numpy(upper),
+        )
+        return self._batch
+
+    def _alike(self, scheduled: Any, desc: Any, count: int) -> bool:
+        """Whether each request has as many tokens and drafts as in the step before, in a FULL graph of that shape."""
+        width = self._tail.query_len
+        drafts = scheduled.scheduled_spec_decode_tokens
+        return (
+            desc.cg_mode == CUDAGraphMode.FULL
+            and desc.uniform_token_count == width
+            and scheduled.total_num_scheduled_tokens == count * width
+            and len(drafts) == count
+            and sum(map(len, drafts.values())) == count * (width - 1)
+            and not scheduled.scheduled_new_reqs
+            and not scheduled.has_structured_output_requests
+        )
+
+    def prepared(self, batch: Any) -> bool:
+        """Whether the inputs of this `InputBatch` are on the device already."""
+        return batch is not None and batch is self._batch
+
+    def attention_inputs(self, batch: Any) -> Any:
+        """What `prepare_attn` of the runner gives out for a prepared batch; None for any other."""
+        if not self.prepared(batch):
+            return None
+        tables = self._runner.block_tables
+        block_tables = tuple(one[: batch.num_reqs_after_padding] for one in tables.input_block_tables)
+        return block_tables, tables.slot_mappings[:, : batch.num_tokens_after_padding]
