@@ -63,6 +63,7 @@ def scheduled(**changed: Any) -> SimpleNamespace:
         "scheduled_new_reqs": [],
         "scheduled_cached_reqs": SimpleNamespace(new_block_ids=[None, None]),
         "has_structured_output_requests": False,
+        "num_spec_tokens_to_schedule": DRAFTS,
     }
     return SimpleNamespace(**usual | changed)
 
@@ -112,6 +113,7 @@ def test_the_same_requests_are_served_with_their_lengths(served: tuple[StepInput
         {"scheduled_spec_decode_tokens": {"a": [-1] * DRAFTS, "b": [-1]}, "total_num_scheduled_tokens": 6},
         {"scheduled_new_reqs": ["a"]},
         {"has_structured_output_requests": True},
+        {"num_spec_tokens_to_schedule": 1},
     ],
 )
 def test_what_is_not_as_before_is_left_to_vllm(served: tuple[StepInputs, Tail, Graph], changed: dict[str, Any]) -> None:

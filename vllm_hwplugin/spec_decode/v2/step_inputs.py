@@ -217,6 +217,7 @@ class StepInputs:
             and sum(map(len, drafts.values())) == count * (width - 1)
             and not scheduled.scheduled_new_reqs
             and not scheduled.has_structured_output_requests
+            and scheduled.num_spec_tokens_to_schedule == width - 1
         )
 
     def prepared(self, batch: Any) -> bool:
