@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines in this process, one after the other, each stepped by hand through a load: its requests meet in the same
+steps each time.
+
+`python -m tests.musa_sim.load_child LOADS RUNS`
+"""
+
+import json
+import sys
+from pathlib import Path
+from unittest import mock
+
+
+def sampling_params(asked: dict):
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+
+    given = {"ignore_eos": True, "detokenize": False, **asked}
+    if "structured_outputs" in given:
+        given["structured_outputs"] = StructuredOutputsParams(**given["structured_outputs"])
+    return SamplingParams(**given, output_kind=RequestOutputKind.FINAL_ONLY)
+
+
+class Recorder:
+    """What each step scheduled, sampled and drafted, by the names of the load."""
+
+    def __init__(self, engine) -> None:
+        core = engine.engine_core.engine_core
+        self.steps: list[dict] = []
+        self.preempted = 0
+        self._scheduler = core.scheduler
+        self._runner = core.model_executor.driver_worker.worker.model_runner
+        self._drafts: dict[int, dict] = {}
+        self._patches = [
+            mock.patch.object(self._runner, "execute_model", self._executed(self._runner.execute_model)),
+            mock.patch.object(self._runner, "sample_tokens", self._drafted(self._runner.sample_tokens)),
+            mock.patch.object(core.scheduler, "update_from_output", self._updated(core.scheduler.update_from_output)),
+        ]
+
+    def __enter__(self):
+        for patch in self._patches:
+            patch.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        for patch in self._patches:
+            patch.stop()
+
+    def _executed(self, original):
+        def execute_model(scheduler_output, *args, **kwargs):
+            self._current = scheduler_output
+            self.preempted += len(scheduler_output.preempted_req_ids or ())
+            return original(scheduler_output, *args, **kwargs)
+
+        return execute_model
+
+    def _drafted(self, original):
+        def sample_tokens(*args, **kwargs):
+            output = original(*args, **kwargs)
+            # What the next step verifies. They do not leave the device where the scheduler runs ahead of it. V1 keeps
+            # them elsewhere.
+            if getattr(self._runner, "speculator", None) is not None:
+                states = self._runner.req_states
+                self._drafts[id(self._current)] = {
+                    name_of(request): states.draft_tokens[states.req_id_to_index[request]].tolist()
+                    for request in self._current.num_scheduled_tokens
+                }
+            return output
+
+        return sample_tokens
+
+    def _updated(self, original):
+        def update_from_output(scheduler_output, model_runner_output):
+            sampled = zip(model_runner_output.req_ids, model_runner_output.sampled_token_ids or (), strict=False)
+            if scheduler_output.num_scheduled_tokens:
+                self.steps.append(
+                    {
+                        "scheduled": {name_of(one): n for one, n in scheduler_output.num_scheduled_tokens.items()},
+                        "verified": {
+                            name_of(one): len(drafts)
+                            for one, drafts in scheduler_output.scheduled_spec_decode_tokens.items()
+                        },
+                        "sampled": {name_of(one): list(map(int, tokens)) for one, tokens in sampled},
+                        "drafts": self._drafts.pop(id(scheduler_output), {}),
+                    }
+                )
+            return original(scheduler_output, model_runner_output)
+
+        return update_from_output
+
+
+def name_of(request: str) -> str:
+    """vLLM adds a random end to the name that a request was given."""
+    return request.split("-")[0]
+
+
+def answer_of(output) -> dict:
+    (completion,) = output.outputs
+    logprobs = [
+        {str(token): [one.rank, one.logprob] for token, one in position.items()}
+        for position in completion.logprobs or ()
+    ]
+    return {
+        "tokens": list(completion.token_ids),
+        "logprobs": logprobs,
+        "finished": completion.finish_reason,
+        "cached": output.num_cached_tokens,
+    }
+
+
+def serve(llm, requests: list[dict]) -> tuple[dict, Recorder]:
+    engine = llm.llm_engine
+    added, aborted, answers = set(), set(), {}
+    with Recorder(engine) as recorder:
+        for step in range(10_000):
+            for request in requests:
+                name = request["name"]
+                if name not in added and step >= request["at"]:
+                    params = sampling_params(request["params"])
+                    engine.add_request(name, {"prompt_token_ids": request["prompt"]}, params)
+                    added.add(name)
+                if request.get("abort_at") is not None and step >= request["abort_at"] and name not in aborted:
+                    engine.abort_request([name])
+                    aborted.add(name)
+            if engine.has_unfinished_requests():
+                answers.update({name_of(output.request_id): answer_of(output) for output in engine.step()})
+            elif len(added) == len(requests):
+                return answers, recorder
+    raise RuntimeError("the load does not come to an end")
+
+
+def one(job: dict) -> dict:
+    import torch
+    from vllm import LLM
+
+    from vllm_hwplugin import record
+    from vllm_hwplugin.bench._inside import check_runner, model_runner, runner_generation
+    from vllm_hwplugin.bench._watch import watched
+
+    llm = LLM(**job["options"])
+    runner = model_runner(llm)
+    check_runner(runner)
+    graphs = getattr(torch.cuda, "CUDAGraph", None) if runner.device.type == "musa" else None
+    with watched(runner, graphs) as counts:
+        answers, recorder = serve(llm, job["requests"])
+    llm.llm_engine.engine_core.shutdown()
+    entry = record.current()
+    return {
+        "runner": runner_generation(runner),
+        "answers": answers,
+        "steps": recorder.steps,
+        "preempted": recorder.preempted,
+        # An engine's uses are settled when it is built.
+        "used": sorted(name for name, use in entry.uses.items() if use["used"]) if entry is not None else [],
+        "counts": counts.facts(),
+    }
+
+
+if __name__ == "__main__":
+    found = {name: one(job) for name, job in json.loads(Path(sys.argv[1]).read_text()).items()}
+    Path(sys.argv[2]).write_text(json.dumps(found))

@@ -1,0 +1,310 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs of one load that may differ in the environment alone, compared token by token: texts, drafts, what was accepted.
+
+The engine is in a child's main process and stepped by hand, so requests arrive, meet and are aborted in the same steps
+in each run. It runs on the simulated device with Model Runner V2, or on the CPU.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import vllm_hwplugin
+
+from . import simulated
+
+SMALL = simulated.HERE.parent / "assets" / "small"
+
+#: What every run has, also the ones that are not on the simulated device.
+VARIABLES = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    # Its key names an attribute of AMD's GPUs where torch.version.cuda is None; torch for MUSA is patched there.
+    "VLLM_USE_AOT_COMPILE": "0",
+}
+#: Model Runner V2 on the simulated device.
+V2 = {
+    **VARIABLES,
+    "VLLM_USE_V2_MODEL_RUNNER": "1",
+    # The plugin's attention backend for MUSA keeps mate's schedules up to date for V1 alone.
+    "MUSA_SIM_MATE_SCHEDULES": "0",
+}
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request of a load.
+
+    Attributes:
+        name: without a hyphen.
+        prompt: token ids.
+        at: the engine's step before which it is added, from 0.
+        params: of ``SamplingParams``, as JSON.
+        abort_at: the step before which it is aborted.
+    """
+
+    name: str
+    prompt: Sequence[int]
+    at: int
+    params: Mapping[str, Any]
+    abort_at: int | None = None
+
+    @property
+    def greedy(self) -> bool:
+        return not self.params.get("temperature")
+
+
+@dataclass(frozen=True)
+class Load:
+    """An engine's options, and the requests that it gets."""
+
+    options: Mapping[str, Any]
+    requests: Sequence[Request]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What came of a load.
+
+    Attributes:
+        answers: for each request that was not aborted ``tokens``, ``logprobs`` of each position, why it ``finished``,
+            and how many tokens of its prompt were ``cached``.
+        steps: for each step, by request, how many tokens were ``scheduled``, how many of them drafts to be
+            ``verified``, the tokens that were ``sampled``, and the ``drafts`` that the next step verifies.
+        preempted: requests that lost their KV cache to others.
+        runner: V1 or V2.
+        used: features of the plugin that did their work.
+        counts: of :class:`vllm_hwplugin.bench._watch.Counts`, with graphs that were replayed.
+    """
+
+    answers: Mapping[str, Mapping[str, Any]]
+    steps: Sequence[Mapping[str, Any]]
+    preempted: int
+    runner: str
+    used: Sequence[str]
+    counts: Mapping[str, Any]
+
+    def texts(self, names: Iterable[str]) -> dict[str, list[int]]:
+        return {name: self.answers[name]["tokens"] for name in names}
+
+    def widths(self) -> set[int]:
+        """How many requests there were in a step."""
+        return {len(step["scheduled"]) for step in self.steps}
+
+    def accepted(self) -> list[int]:
+        """Drafts that were accepted, by position."""
+        found: dict[int, int] = {}
+        for step in self.steps:
+            for name, drafts in step["verified"].items():
+                for position in range(drafts):
+                    found[position] = found.get(position, 0) + (len(step["sampled"][name]) - 1 > position)
+        return [found[position] for position in sorted(found)]
+
+    def of(self, name: str) -> list[dict[str, Any]]:
+        """The steps of one request."""
+        return [
+            {key: by_request.get(name) for key, by_request in step.items()}
+            for step in self.steps
+            if name in step["scheduled"]
+        ]
+
+
+@dataclass(frozen=True)
+class Process:
+    """A child with this environment, and the loads that its engines get, one after the other."""
+
+    loads: Mapping[str, Load]
+    environment: Mapping[str, str]
+
+    def run(self, folder: Path) -> dict[str, Run]:
+        """Write what it says and finds into a folder, which is made."""
+        folder.mkdir()
+        asked, found = folder / "loads.json", folder / "runs.json"
+        asked.write_text(json.dumps({name: asdict(load) for name, load in self.loads.items()}))
+        variables = {"VLLM_HWPLUGIN_CACHE_DIR": str(folder / "cache"), "VLLM_CACHE_ROOT": str(folder / "vllm")}
+        log = folder / "log"
+        with log.open("wb") as output:
+            done = subprocess.run(
+                [sys.executable, "-m", "tests.musa_sim.load_child", str(asked), str(found)],
+                env={**self.environment, **variables},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                timeout=500,
+            )
+        assert done.returncode == 0, log.read_text(errors="replace")[-6000:]
+        return {name: Run(**one) for name, one in json.loads(found.read_text()).items()}
+
+
+def side_by_side(processes: Mapping[str, Process], folder: Path) -> dict[str, dict[str, Run]]:
+    """Each uses one core."""
+    with concurrent.futures.ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        runs = {name: pool.submit(process.run, folder / name) for name, process in processes.items()}
+        return {name: one.result() for name, one in runs.items()}
+
+
+def musa(folder: Path, vllm: tuple[str, Path] | None = None, **variables: str) -> dict[str, str]:
+    """The environment of Model Runner V2 on the simulated device.
+
+    Args:
+        folder: for what has to be written for this host.
+        vllm: see :func:`.simulated.environment`.
+        variables: more of them.
+    """
+    folder.mkdir(parents=True)
+    return {**simulated.environment(folder, mate=True, vllm=vllm), **V2, **variables}
+
+
+def cpu(**variables: str) -> dict[str, str]:
+    """The environment of vLLM on the CPU, without the plugin."""
+    root = str(Path(vllm_hwplugin.__file__).parents[1])
+    own = {"PYTHONPATH": root, "VLLM_HWPLUGIN": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    return {**os.environ, **VARIABLES, **own, **variables}
+
+
+def compare_runs(load: Load, off: Mapping[str, str], on: Mapping[str, str], folder: Path) -> tuple[Run, Run]:
+    """Run a load on the simulated device with two sets of variables, which may not make a difference to any token.
+
+    Args:
+        load: see :func:`mixed`.
+        off: variables that leave the feature out.
+        on: variables with it.
+        folder: for both.
+
+    Returns:
+        Both runs, to see whether the feature was used.
+
+    Raises:
+        AssertionError: a text, a logprob, a draft, or what was sampled in a step differs; or a run has failed.
+    """
+    sides = {"off": off, "on": on}
+    runs = side_by_side(
+        {side: Process({side: load}, musa(folder / f"host, {side}", **sides[side])) for side in sides}, folder
+    )
+    expected, found = (runs[side][side] for side in sides)
+    assert_same(expected, found)
+    return expected, found
+
+
+def assert_same(expected: Run, found: Run) -> None:
+    """Compare request by request, from its first step on.
+
+    Raises:
+        AssertionError: they differ; it says where first.
+    """
+    names = {name: None for step in (*expected.steps, *found.steps) for name in step["scheduled"]}
+    for name in names:
+        for index, (left, right) in enumerate(zip(expected.of(name), found.of(name), strict=False)):
+            for what in ("scheduled", "verified", "sampled", "drafts"):
+                assert left[what] == right[what], (
+                    f"request {name}, its step {index}: {what} {right[what]}, expected {left[what]}"
+                )
+        assert len(expected.of(name)) == len(found.of(name)), f"request {name} takes another number of steps"
+    assert expected.answers == found.answers
+
+
+# -- the load
+
+
+@dataclass(frozen=True)
+class Engine:
+    """How an engine is made that a load of six requests at a time goes through.
+
+    Attributes:
+        method: of speculation; None for none.
+        graphs: ``FULL_DECODE_ONLY``, for example; None for none.
+        drafts: tokens that a request has verified at once.
+        more: options of vLLM's.
+    """
+
+    method: str | None
+    graphs: str | None = "FULL_DECODE_ONLY"
+    drafts: int = 3
+    more: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def speculation(self) -> dict[str, Any]:
+        if self.method is None:
+            return {}
+        model = str(SMALL / self.method)
+        return {
+            "speculative_config": {"method": self.method, "model": model, "num_speculative_tokens": self.drafts},
+        }
+
+    def on_musa(self) -> dict[str, Any]:
+        made = {**_COMMON, **_MUSA, **self.speculation, **self.more}
+        if self.graphs is None:
+            return {**made, "enforce_eager": True}
+        width = 1 if self.method is None else 1 + self.drafts
+        # Three and five requests are padded.
+        made["compilation_config"] = {
+            "cudagraph_mode": self.graphs,
+            # Inductor generates no code for MUSA in torch's own build.
+            "mode": 0,
+            "cudagraph_capture_sizes": [width * requests for requests in (1, 2, 4, 6)],
+        }
+        return made
+
+    def on_cpu(self) -> dict[str, Any]:
+        return {**_COMMON, **self.speculation, **self.more, "enforce_eager": True}
+
+
+_COMMON: dict[str, Any] = {
+    "model": str(SMALL / "target"),
+    # mate takes no float32.
+    "dtype": "float16",
+    "max_model_len": 128,
+    "max_num_seqs": 6,
+    # Longer prompts come in pieces.
+    "max_num_batched_tokens": 64,
+    "enable_prefix_caching": True,
+    "disable_log_stats": False,
+    "seed": 0,
+}
+_MUSA: dict[str, Any] = {
+    # Six requests at a time do not fit.
+    "block_size": 16,
+    "num_gpu_blocks_override": 19,
+    # It looks into compiled kernels, which the interpreter has not.
+    "kernel_config": {"enable_jit_warmup": False},
+}
+
+
+def mixed() -> list[Request]:
+    """Requests of all kinds that meet in batches of one to six: greedy and random ones; with logprobs, a grammar,
+    top-k and top-p; prompts in pieces and out of the prefix cache; one aborted while it waits, one in its prompt and
+    one after it; and one that asks for a single token. Some lose their KV cache on the way.
+    """
+    texts = json.loads((SMALL / "prompts.json").read_text())["prompt_ids"]
+    made: list[Request] = []
+
+    def add(at: int, prompt: list[int], tokens: int, *, abort_at: int | None = None, **params: Any) -> None:
+        name = "abcdefghijklmnopqrstuvwxyz"[len(made)]
+        made.append(Request(name, prompt, at, {"temperature": 0.0, "max_tokens": tokens, **params}, abort_at))
+
+    add(0, texts[0][:48], 24)
+    add(0, texts[1][:33], 24)
+    add(1, texts[2][:17], 18, temperature=1.0, seed=7)
+    add(2, texts[0][:40], 14)
+    add(2, texts[3][:30], 24, abort_at=9)
+    add(3, texts[4][:20], 14, logprobs=3)
+    if importlib.util.find_spec("xgrammar") is not None:
+        add(4, texts[5][:20], 16, structured_outputs={"regex": "[a-z]{3,5}( [a-z]{3,5}){1,2}"}, ignore_eos=False)
+    add(5, texts[6][:25], 16, temperature=0.8, top_p=0.9, top_k=20, seed=11)
+    add(6, texts[7][:80], 6)
+    add(7, texts[8][:9], 8, abort_at=8)
+    add(10, [*texts[0][:48], *texts[8][:9]], 12)
+    # When all others are done.
+    add(80, [*texts[11], *texts[12][:22]], 8, abort_at=81)
+    add(81, texts[9][:5], 1)
+    add(82, texts[10][:40], 12)
+    return made
