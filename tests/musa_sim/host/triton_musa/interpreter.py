@@ -62,8 +62,8 @@ def install():
 
     def launch(self, *args, **kwargs):
         given = list(_tensors((args, tuple(kwargs.values()))))
-        for position, tensor in enumerate(given):
-            if tensor.device.type != "musa" and not tensor.is_pinned():
+        for position, argument in enumerate(given):
+            if argument.device.type != "musa" and not argument.is_pinned():
                 raise ValueError(f"Pointer argument (at {position}) cannot be accessed from Triton (cpu tensor?)")
 
         def on_host(views):
