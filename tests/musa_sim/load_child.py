@@ -21,6 +21,16 @@ def sampling_params(asked: dict):
     return SamplingParams(**given, output_kind=RequestOutputKind.FINAL_ONLY)
 
 
+def known(options: dict) -> dict:
+    """Without the option that vLLM does not have: before 0.27 it has no warm-up of kernels to switch off."""
+    from vllm.config import KernelConfig
+
+    given = options.get("kernel_config", {})
+    if all(hasattr(KernelConfig, name) for name in given):
+        return options
+    return {name: value for name, value in options.items() if name != "kernel_config"}
+
+
 class Recorder:
     """What each step scheduled, sampled and drafted, by the names of the load."""
 
@@ -32,6 +42,7 @@ class Recorder:
         self._runner = core.model_executor.driver_worker.worker.model_runner
         self._drafts: dict[int, dict] = {}
         self._patches = [
+            mock.patch.object(core.model_executor, "sample_tokens", busy(core.model_executor.sample_tokens)),
             mock.patch.object(self._runner, "execute_model", self._executed(self._runner.execute_model)),
             mock.patch.object(self._runner, "sample_tokens", self._drafted(self._runner.sample_tokens)),
             mock.patch.object(core.scheduler, "update_from_output", self._updated(core.scheduler.update_from_output)),
@@ -89,6 +100,18 @@ class Recorder:
         return update_from_output
 
 
+def busy(original):
+    """Before 0.23 the engine looks whether a step is done already, which it never is on a device: here it may be."""
+
+    def sample_tokens(*args, **kwargs):
+        future = original(*args, **kwargs)
+        if kwargs.get("non_block"):
+            future.done = lambda: False
+        return future
+
+    return sample_tokens
+
+
 def name_of(request: str) -> str:
     """vLLM adds a random end to the name that a request was given."""
     return request.split("-")[0]
@@ -137,7 +160,7 @@ def one(job: dict) -> dict:
     from vllm_hwplugin.bench._inside import check_runner, model_runner, runner_generation
     from vllm_hwplugin.bench._watch import watched
 
-    llm = LLM(**job["options"])
+    llm = LLM(**known(job["options"]))
     runner = model_runner(llm)
     check_runner(runner)
     graphs = getattr(torch.cuda, "CUDAGraph", None) if runner.device.type == "musa" else None

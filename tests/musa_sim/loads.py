@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import vllm_hwplugin
+from vllm_hwplugin import gates
 
 from . import simulated
 
@@ -32,6 +33,8 @@ VARIABLES = {
     # Its key names an attribute of AMD's GPUs where torch.version.cuda is None; torch for MUSA is patched there.
     "VLLM_USE_AOT_COMPILE": "0",
 }
+#: Leaves vLLM's own code as it is.
+UNPATCHED = {gate.name: "off" for gate in gates.GATES if gate.kind == "switch" and "patches" in gate.affects}
 #: Model Runner V2 on the simulated device.
 V2 = {
     **VARIABLES,
@@ -153,7 +156,7 @@ def side_by_side(processes: Mapping[str, Process], folder: Path) -> dict[str, di
 
 
 def musa(folder: Path, vllm: tuple[str, Path] | None = None, **variables: str) -> dict[str, str]:
-    """The environment of Model Runner V2 on the simulated device.
+    """The environment of Model Runner V2 on the simulated device, with the plugin's features as they are by default.
 
     Args:
         folder: for what has to be written for this host.
