@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from vllm_hwplugin import bench
+from vllm_hwplugin.spec_decode.features import gate_of
 
 from ..conftest import cannot_run
 from . import loads, simulated
@@ -74,6 +75,61 @@ def versions(musa_host: None, tmp_path_factory: pytest.TempPathFactory) -> dict[
         version: process(folder / f"host of {version}", ["eagle3"], (version, tree)) for version, tree in trees.items()
     }
     return {version: found["eagle3"] for version, found in loads.side_by_side(processes, folder).items()}
+
+
+#: They record more of a step, with vLLM's own functions: nothing else may come of it.
+GRAPHS = ("v2-step-inputs", "v2-tail-graph")
+WITH_GRAPHS = loads.UNPATCHED | {gate_of(feature): "on" for feature in GRAPHS}
+
+
+@pytest.fixture(scope="module")
+def with_graphs(musa_host: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    folder = tmp_path_factory.mktemp("graphs")
+    processes = {
+        name: Process(
+            {name: Load(ENGINES[name].on_musa(), loads.mixed())}, loads.musa(folder / f"host of {name}", **WITH_GRAPHS)
+        )
+        for name in ("eagle3", "dflash")
+    }
+    return {name: found[name] for name, found in loads.side_by_side(processes, folder).items()}
+
+
+@pytest.fixture(scope="module")
+def versions_with_graphs(musa_host: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    folder = tmp_path_factory.mktemp("versions")
+    try:
+        trees = {version: simulated.released_vllm(version) for version in VERSIONS if version != "0.20.2"}
+    except subprocess.CalledProcessError as error:
+        cannot_run(f"a vLLM of {', '.join(VERSIONS)} cannot be had: {error}")
+    load = {"eagle3": Load(ENGINES["eagle3"].on_musa(), loads.mixed())}
+    processes = {
+        version: Process(load, loads.musa(folder / f"host of {version}", (version, tree), **WITH_GRAPHS))
+        for version, tree in trees.items()
+    }
+    return {version: found["eagle3"] for version, found in loads.side_by_side(processes, folder).items()}
+
+
+def assert_graphs_serve(expected: Run, found: Run) -> None:
+    loads.assert_same(expected, found)
+    assert found.used == sorted(GRAPHS)
+    # Of the steps whose target is a graph most have their tail in graphs too, and some their inputs.
+    targets = expected.counts["graph_replays"]["target"]
+    tails = found.counts["graph_replays"]["target"] - targets
+    assert tails > 1.5 * targets
+    assert found.counts["draft_phases"] < expected.counts["draft_phases"]
+
+
+@pytest.mark.parametrize("name", ["eagle3", "dflash"])
+def test_more_graphs_change_nothing(name: str, runs: dict[str, Run], with_graphs: dict[str, Run]) -> None:
+    assert_graphs_serve(runs[name], with_graphs[name])
+
+
+@pytest.mark.network
+@pytest.mark.parametrize("version", [version for version in VERSIONS if version != "0.20.2"])
+def test_more_graphs_change_nothing_on_other_versions(
+    version: str, versions: dict[str, Run], versions_with_graphs: dict[str, Run]
+) -> None:
+    assert_graphs_serve(versions[version], versions_with_graphs[version])
 
 
 @pytest.mark.parametrize("name", ENGINES)
