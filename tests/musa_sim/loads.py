@@ -142,7 +142,7 @@ class Process:
                 env={**self.environment, **variables},
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                timeout=500,
+                timeout=850,
             )
         assert done.returncode == 0, log.read_text(errors="replace")[-6000:]
         return {name: Run(**one) for name, one in json.loads(found.read_text()).items()}
