@@ -11,17 +11,47 @@ from ._checkpoints import DRAFT_TOKENS, Checkpoints, CheckpointsMissing, find_ch
 from ._host import Host, HostUnknown, detect_host
 from ._job import Event, Job, Outcome, Workload, acceptance_length
 from ._launch import Ended, launch, run_child
-from ._plan import MRV2, SIDES, TINY, Case, NotOnThisHost, Settings, cases, check, job_for
-from ._results import FORMAT, add_case, new_results, provenance
+from ._plan import (
+    ALL_SIDES,
+    MRV2_SIDES,
+    SIDES,
+    TINY,
+    Case,
+    NotOnThisHost,
+    Settings,
+    cases,
+    check,
+    job_for,
+    possible_sides,
+)
+from ._results import FORMAT, READABLE, add_case, new_results, provenance
 from ._settings import engine_environment, engine_options
 from ._shapes import SHAPES
-from ._table import NOT_MEASURED, SIDE_NAMES, Row, profiled, rows, sides_of, speed, step, table
+from ._table import (
+    NOT_MEASURED,
+    SIDE_NAMES,
+    Row,
+    comparisons,
+    host_line,
+    idle,
+    profiled,
+    ratio_name,
+    rows,
+    sides_of,
+    speed,
+    step,
+    step_ms,
+    table,
+)
+from ._turns import measure_in_turn, of_workloads
 
 __all__ = [
+    "ALL_SIDES",
     "DRAFT_TOKENS",
     "FORMAT",
-    "MRV2",
+    "MRV2_SIDES",
     "NOT_MEASURED",
+    "READABLE",
     "SHAPES",
     "SIDES",
     "SIDE_NAMES",
@@ -43,20 +73,28 @@ __all__ = [
     "add_case",
     "cases",
     "check",
+    "comparisons",
     "detect_host",
     "engine_environment",
     "engine_options",
     "find_checkpoints",
+    "host_line",
+    "idle",
     "job_for",
     "launch",
     "load_prompts",
+    "measure_in_turn",
     "new_results",
+    "of_workloads",
+    "possible_sides",
     "profiled",
     "provenance",
+    "ratio_name",
     "rows",
     "run_child",
     "sides_of",
     "speed",
     "step",
+    "step_ms",
     "table",
 ]

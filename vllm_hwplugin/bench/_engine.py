@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ._answer import Answer
-from ._inside import counters, model_runner, ready_facts
+from ._inside import counters, engine_core, model_runner, ready_facts
 from ._job import Job, Workload
 
 
@@ -60,10 +60,16 @@ def _measure(llm: Any, job: Job, workload: Workload, answer: Answer) -> None:
         if workload.keep_texts and number == 0:
             facts["texts"] = texts
         answer.say("measured", workload=workload.name, **facts)
+    if workload.trace is not None:
+        from ._phases import timed
+
+        with timed(engine_core(llm), model_runner(llm)) as phases:
+            _generate(llm, job, workload.prompts[: workload.batch], workload.max_tokens)
+        answer.say("phases", workload=workload.name, rows=phases.rows())
     if workload.profile_tokens:
         from ._profile import profiled
 
-        with profiled(model_runner(llm)) as profile:
+        with profiled(model_runner(llm), None if workload.trace is None else Path(workload.trace)) as profile:
             _generate(llm, job, workload.prompts[: workload.batch], workload.profile_tokens)
         answer.say("profiled", workload=workload.name, **profile.counts())
 

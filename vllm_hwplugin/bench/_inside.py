@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from ..errors import HwpluginError
@@ -18,9 +18,14 @@ class WrongRunner(HwpluginError, RuntimeError):
     """vLLM chose another model runner than the one that is to be measured."""
 
 
+def engine_core(llm: Any) -> Any | None:
+    """The engine core; None where it is another process, by the caller's own choice."""
+    return getattr(llm.llm_engine.engine_core, "engine_core", None)
+
+
 def model_runner(llm: Any) -> Any | None:
     """The model runner; None where the engine core is another process, by the caller's own choice."""
-    core = getattr(llm.llm_engine.engine_core, "engine_core", None)
+    core = engine_core(llm)
     return None if core is None else core.model_executor.driver_worker.worker.model_runner
 
 
@@ -69,11 +74,22 @@ def _modes(runner: Any) -> Iterator[tuple[str, str]]:
 
 
 def counters(llm: Any) -> dict[str, Any]:
-    """vLLM's own counts so far: ``steps`` of the scheduler, ``drafts``, ``accepted`` drafts by position."""
-    found: dict[str, Any] = {"steps": 0, "drafts": 0, "accepted": []}
-    for metric in llm.get_metrics():
+    """:func:`totals` of an ``LLM``."""
+    return totals(llm.get_metrics())
+
+
+def totals(metrics: Iterable[Any]) -> dict[str, Any]:
+    """vLLM's own counts so far: ``steps`` of the scheduler, ``tokens``, ``drafts``, ``accepted`` drafts by position.
+
+    Args:
+        metrics: of vLLM's ``get_metrics_snapshot``.
+    """
+    found: dict[str, Any] = {"steps": 0, "tokens": 0, "drafts": 0, "accepted": []}
+    for metric in metrics:
         if metric.name == "vllm:iteration_tokens_total":
             found["steps"] += metric.count  # a histogram that is fed once a scheduler iteration
+        elif metric.name == "vllm:generation_tokens":
+            found["tokens"] += metric.value
         elif metric.name == "vllm:spec_decode_num_drafts":
             found["drafts"] += metric.value
         elif metric.name == "vllm:spec_decode_num_accepted_tokens_per_pos":
@@ -87,20 +103,31 @@ def ready_facts(llm: Any) -> dict[str, Any]:
     Raises:
         WrongRunner: see :func:`check_runner`.
     """
+    runner = model_runner(llm)
+    return package_facts() if runner is None else {**package_facts(), **runner_facts(runner)}
+
+
+def package_facts() -> dict[str, Any]:
+    """What this process runs, whether or not an engine is in it."""
     import torch
     import vllm
 
-    facts: dict[str, Any] = {
+    return {
         "vllm": vllm.__version__,
         "torch": torch.__version__,
         "platform": platform_class(),
         "entry_points": installed(),
     }
-    runner = model_runner(llm)
-    if runner is None:
-        return facts
+
+
+def runner_facts(runner: Any) -> dict[str, Any]:
+    """What a model runner turned out to be.
+
+    Raises:
+        WrongRunner: see :func:`check_runner`.
+    """
     check_runner(runner)
-    return {**facts, "model_runner": runner_generation(runner), "graph_modes": graph_modes(runner)}
+    return {"model_runner": runner_generation(runner), "graph_modes": graph_modes(runner)}
 
 
 def platform_class() -> str:

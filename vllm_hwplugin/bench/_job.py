@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-#: One line of the child's answer: {"event": "ready" | "measured" | "profiled" | "done", ...}.
+#: One line of the child's answer: {"event": "ready" | "measured" | "phases" | "profiled" | "done", ...}.
 Event = dict[str, Any]
 
 
@@ -19,6 +19,7 @@ class Workload:
     """Prompts, given to the engine in groups of ``batch``, and how they are measured.
 
     ``profile_tokens`` > 0 adds one run of one group and so many tokens under torch's profiler (CUDA only).
+    ``trace`` is where its trace stays; with one, the host's time is also taken by phase.
     ``keep_texts`` returns the generated token ids of the first round.
     """
 
@@ -30,6 +31,7 @@ class Workload:
     warmup_tokens: int = 0
     profile_tokens: int = 0
     keep_texts: bool = False
+    trace: str | None = None
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class Job:
 
     @property
     def measurements(self) -> int:
-        return sum(w.rounds + (w.profile_tokens > 0) for w in self.workloads)
+        return sum(w.rounds + (w.profile_tokens > 0) + (w.trace is not None) for w in self.workloads)
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from . import _entry_points
 from ._job import Event, Job, Outcome
 
 _TAIL_LINES = 30
+_POLL_SECONDS = 0.02
 
 
 def child_environment(extra: Mapping[str, str], metadata: Path | None = None) -> dict[str, str]:
@@ -92,57 +93,127 @@ def run_child(
     Raises:
         NoEntryPoints: vLLM could not find the plugin in the child.
     """
-    with tempfile.TemporaryDirectory(prefix="hwplugin-bench-") as name:
-        folder = Path(name)
+    with ended_by_sigterm(), Child(module, job, environment, under=under) as child:
+        said_all = child.follow(timeout, until=lambda event: False, on_event=on_event)
+        return child.end(None if said_all else f"no end after {timeout:.0f} s; killed")
+
+
+class Child:
+    """A process that runs ``python -m module JOB ANSWER`` in a session of its own, with whatever it starts.
+
+    Args:
+        module: writes one JSON line an event into the file ANSWER, ``done`` as the last.
+        job: the text of the file JOB.
+        environment: on top of this process's own.
+        under: a command that runs Python, such as compute-sanitizer with its options.
+        commands: whether the process reads lines from its standard input, see :meth:`tell`.
+
+    Raises:
+        NoEntryPoints: vLLM could not find the plugin in the child.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        job: str,
+        environment: Mapping[str, str],
+        *,
+        under: Sequence[str] = (),
+        commands: bool = False,
+    ) -> None:
+        self.events: list[Event] = []
+        self._killed = False
+        self._home = tempfile.TemporaryDirectory(prefix="hwplugin-bench-")
+        folder = Path(self._home.name)
         (folder / "job.json").write_text(job, encoding="utf-8")
-        answer, log = folder / "answer.jsonl", folder / "log"
+        answer, self._log = folder / "answer.jsonl", folder / "log"
         answer.touch()
-        command = [*under, sys.executable, "-m", module, str(folder / "job.json"), str(answer)]
-        variables = child_environment(environment, _entry_points.provide(folder / "metadata"))
+        try:
+            variables = child_environment(environment, _entry_points.provide(folder / "metadata"))
+        except BaseException:
+            self._home.cleanup()
+            raise
         # A record's time is cut to milliseconds.
-        started, since = time.monotonic(), datetime.now(timezone.utc) - timedelta(milliseconds=1)
-        with log.open("wb") as output, _ended_by_sigterm():
+        self._started, self._since = time.monotonic(), datetime.now(timezone.utc) - timedelta(milliseconds=1)
+        self._answer, self._unfinished = answer.open(encoding="utf-8"), ""
+        with self._log.open("wb") as output:
             # A session of its own: whatever the engine starts can be ended with it, and nothing else.
-            process = subprocess.Popen(
-                command,
+            self._process = subprocess.Popen(
+                [*under, sys.executable, "-m", module, str(folder / "job.json"), str(answer)],
                 env=variables,
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE if commands else subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-            try:
-                events, timed_out = _follow(process, answer, started + timeout, on_event)
-            finally:
-                _end(process)
-        seconds = time.monotonic() - started
-        error = _error(process.returncode, timeout if timed_out else None, events)
-        tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL_LINES:]) if error else ""
-        return Ended(tuple(events), seconds, error, tail, _records(process.pid, since))
 
+    def __enter__(self) -> Child:
+        return self
 
-def _follow(
-    process: subprocess.Popen[bytes], answer: Path, deadline: float, on_event: Callable[[Event], None] | None
-) -> tuple[list[Event], bool]:
-    events: list[Event] = []
-    unfinished = ""
-    with answer.open(encoding="utf-8") as stream:
+    def __exit__(self, *_: object) -> None:
+        self._kill()
+        self._answer.close()
+        self._home.cleanup()
+
+    def tell(self, command: Mapping[str, Any]) -> None:
+        """Write a line of JSON to the process; one that is gone says so in what :meth:`end` returns."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps(command).encode() + b"\n")
+            self._process.stdin.flush()
+
+    def follow(
+        self,
+        timeout: float,
+        *,
+        until: Callable[[Event], bool],
+        on_event: Callable[[Event], None] | None = None,
+    ) -> bool:
+        """Collect ``events`` until one satisfies ``until``, or the process is over; False after ``timeout`` seconds."""
+        deadline = time.monotonic() + timeout
         while True:
-            ended = process.poll() is not None  # asked before the read, so that nothing is left behind it
-            *lines, unfinished = (unfinished + stream.read()).split("\n")
-            for line in lines:
-                events.append(json.loads(line))
+            ended = self.is_over  # asked before the read, so that nothing is left behind it
+            *lines, self._unfinished = (self._unfinished + self._answer.read()).split("\n")
+            for number, line in enumerate(lines):
+                self.events.append(json.loads(line))
                 if on_event is not None:
-                    on_event(events[-1])
+                    on_event(self.events[-1])
+                if until(self.events[-1]):
+                    self._unfinished = "\n".join([*lines[number + 1 :], self._unfinished])
+                    return True
             if ended:
-                return events, False
+                return True
             if time.monotonic() > deadline:
-                return events, True
-            time.sleep(0.1)
+                return False
+            time.sleep(_POLL_SECONDS)
+
+    @property
+    def is_over(self) -> bool:
+        return self._process.poll() is not None
+
+    def end(self, error: str | None = None) -> Ended:
+        """Kill what is left of the process; ``error`` outweighs what its exit says."""
+        self._kill()
+        seconds = time.monotonic() - self._started
+        error = error or _error(self._process.returncode, self.events)
+        log = self._log.read_text(encoding="utf-8", errors="replace") if error else ""
+        tail = "\n".join(log.splitlines()[-_TAIL_LINES:])
+        return Ended(tuple(self.events), seconds, error, tail, _records(self._process.pid, self._since))
+
+    def _kill(self) -> None:
+        if self._killed:
+            return  # its number may be another process's by now
+        self._killed = True
+        with contextlib.suppress(ProcessLookupError):  # the usual case: it ended by itself and left nothing behind
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        if self._process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.close()
 
 
 @contextlib.contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
+def ended_by_sigterm() -> Iterator[None]:
     """Unwind on SIGTERM as on Ctrl-C: an engine that outlives a time limit keeps the memory of the GPU."""
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread may set handlers, and only it is interrupted
@@ -154,15 +225,7 @@ def _ended_by_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(ProcessLookupError):  # the usual case: it ended by itself and left nothing behind
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-def _error(code: int, timeout: float | None, events: list[Event]) -> str | None:
-    if timeout is not None:
-        return f"no end after {timeout:.0f} s; killed"
+def _error(code: int, events: Sequence[Event]) -> str | None:
     if code < 0:
         return f"killed by {signal.Signals(-code).name}"
     if code > 0:

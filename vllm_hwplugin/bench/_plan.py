@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from packaging.version import Version
 
@@ -16,19 +16,33 @@ from ._checkpoints import Checkpoints, load_prompts
 from ._host import Host
 from ._job import Job, Workload
 from ._settings import engine_environment, engine_options
-from ._shapes import SHAPES, write_configs
+from ._shapes import SHAPES, bytes_per_token, write_configs
 
 TINY = "tiny"
+#: On the V1 runner.
 SIDES = ("stock", "patched")
-#: Stock vLLM on Model Runner V2, which has drafter graphs of its own; the other sides run V1.
-MRV2 = "mrv2"
+#: The same two on Model Runner V2.
+MRV2_SIDES = ("mrv2", "mrv2-patched")
+ALL_SIDES = (*SIDES, *MRV2_SIDES)
 
 #: The first vLLM whose Model Runner V2 runs a method (`_validate_v2_model_runner` of vllm/config/vllm.py up to 0.21,
-#: `_get_v2_model_runner_unsupported_features` since).
-_MRV2_SINCE = {"eagle3": Version("0.20.0"), "dflash": Version("0.24.0")}
+#: `_get_v2_model_runner_unsupported_features` since); it runs no other.
+_MRV2_SINCE = {
+    "eagle": Version("0.20.0"),
+    "eagle3": Version("0.20.0"),
+    "mtp": Version("0.20.0"),
+    "dflash": Version("0.24.0"),
+    "draft_model": Version("0.31.0"),
+}
 
 _PROMPT_TOKENS = 128
 _MAX_MODEL_LEN = 512
+
+#: What engines that are alive together may claim of a GPU.
+_GPU_SHARE = 0.9
+#: Rounded-up blocks, blocks for drafts, and what vLLM keeps to itself.
+_KV_SLACK = 1.25
+_LEAST_KV = 1 << 30
 
 
 class NotOnThisHost(HwpluginError):
@@ -62,20 +76,32 @@ class Settings:
     profile_tokens: int
     vllm_environment: Mapping[str, str]
     patched_environment: Mapping[str, str]
+    sides: tuple[str, ...] = SIDES
+    #: Of each engine; None: an equal part.
+    gpu_memory_utilization: float | None = None
 
 
 def job_for(
-    case: Case, side: str, settings: Settings, host: Host, checkpoints: Checkpoints | None, folder: Path
+    case: Case,
+    side: str,
+    settings: Settings,
+    host: Host,
+    checkpoints: Checkpoints | None,
+    folder: Path,
+    *,
+    own_process: bool = False,
 ) -> Job:
     """The engine of one side of a case.
 
     Args:
         case: shape, method and k.
-        side: ``stock``, ``patched`` or ``mrv2``.
+        side: one of `ALL_SIDES`.
         settings: shared by all engines.
         host: decides type and graphs.
         checkpoints: only needed for the tiny shape.
         folder: an existing folder for the config files of the dummy shapes.
+        own_process: the engine's core is a process of its own and shares the GPU with those of the other sides; else
+            it is in its caller's, alone.
     """
     options = engine_options(
         host.device,
@@ -97,21 +123,57 @@ def job_for(
             "synthetic_acceptance_length": synthetic_length(case, settings),
         }
     options |= {"model": str(target), "speculative_config": {**speculation, "model": str(drafter)}}
-    extra = dict(settings.vllm_environment)
-    if side == "patched":
-        extra |= settings.patched_environment
-    if side == MRV2:
-        # A runner that the user set for all sides would make this one a second measurement of stock.
-        extra.pop("VLLM_USE_V2_MODEL_RUNNER", None)
-    environment = engine_environment(host.device, patched=side == "patched", extra=extra, v2_runner=side == MRV2)
+    if own_process and host.device != "cpu":
+        options |= {
+            "gpu_memory_utilization": share_of_gpu(settings.gpu_memory_utilization, settings.sides),
+            # With a size that is given vLLM does not measure free memory, which other engines change meanwhile.
+            "kv_cache_memory_bytes": _kv_cache_bytes(case, options),
+        }
     return Job(
         label=f"{case.label} {side}",
-        patched=side == "patched",
+        patched=is_patched(side),
         options=options,
-        environment=environment,
+        environment=environment_of(side, host, settings, own_process=own_process),
         workloads=tuple(_workload(case, batch, settings, host, checkpoints) for batch in settings.batches),
         tokenize=case.shape == TINY,
     )
+
+
+def is_patched(side: str) -> bool:
+    """Whether the plugin is on in it."""
+    return side.endswith("patched")
+
+
+def share_of_gpu(wanted: float | None, sides: Sequence[str]) -> float:
+    """vLLM's ``gpu_memory_utilization`` of each of the engines that are alive together."""
+    return wanted if wanted is not None else round(_GPU_SHARE / len(sides), 3)
+
+
+class _Environments(Protocol):
+    @property
+    def vllm_environment(self) -> Mapping[str, str]: ...
+
+    @property
+    def patched_environment(self) -> Mapping[str, str]: ...
+
+
+def environment_of(side: str, host: Host, settings: _Environments, *, own_process: bool) -> dict[str, str]:
+    """The variables of one side's engine."""
+    extra = dict(settings.vllm_environment)
+    if is_patched(side):
+        extra |= settings.patched_environment
+    if side in MRV2_SIDES:
+        # A runner that the user set for all sides would make this one a second measurement of V1.
+        extra.pop("VLLM_USE_V2_MODEL_RUNNER", None)
+    return engine_environment(
+        host.device, patched=is_patched(side), extra=extra, v2_runner=side in MRV2_SIDES, own_process=own_process
+    )
+
+
+def _kv_cache_bytes(case: Case, options: Mapping[str, Any]) -> int:
+    tokens = options["max_num_seqs"] * options["max_model_len"]
+    each = 0 if case.shape == TINY else bytes_per_token(SHAPES[case.shape], case.method)
+    return max(_LEAST_KV, int(tokens * each * _KV_SLACK))
 
 
 def check(planned: Sequence[Case], host: Host, sides: Sequence[str] = SIDES) -> None:
@@ -125,20 +187,36 @@ def check(planned: Sequence[Case], host: Host, sides: Sequence[str] = SIDES) -> 
         raise NotOnThisHost(
             f"--shape {' '.join(dummy)} needs a GPU: vLLM's CPU sampler has no synthetic acceptance; use --shape tiny"
         )
-    if MRV2 in sides:
-        _check_mrv2(planned, host)
+    check_sides(sides, [c.method for c in planned], host)
 
 
-def _check_mrv2(planned: Sequence[Case], host: Host) -> None:
+def check_sides(sides: Sequence[str], methods: Iterable[str], host: Host) -> None:
+    """Refuse sides that this host cannot run.
+
+    Raises:
+        NotOnThisHost: one is on Model Runner V2, and :func:`why_not_mrv2` has a reason.
+    """
+    on_v2 = [side for side in sides if side in MRV2_SIDES]
+    if on_v2 and (reason := why_not_mrv2(methods, host)) is not None:
+        raise NotOnThisHost(f"--side {' '.join(on_v2)} cannot be measured: {reason}; leave it out")
+
+
+def why_not_mrv2(methods: Iterable[str], host: Host) -> str | None:
+    """Why this host's Model Runner V2 does not run one of the methods; None where it runs them all."""
     if host.device == "cpu":
-        raise NotOnThisHost("--mrv2 needs a GPU: Model Runner V2 is written in Triton, which has no CPU backend")
-    for method in sorted({c.method for c in planned}):
-        since = _MRV2_SINCE[method]
+        return "Model Runner V2 needs a GPU, because it is written in Triton, which has no CPU backend"
+    for method in sorted(set(methods)):
+        since = _MRV2_SINCE.get(method)
+        if since is None:
+            return f"Model Runner V2 runs {method} in no supported vLLM"
         if Version(host.vllm).release < since.release:
-            raise NotOnThisHost(
-                f"--mrv2 cannot measure {method} on vLLM {host.vllm}: its Model Runner V2 refuses the method, which it "
-                f"runs since {since}; leave --mrv2 out, or take a newer vLLM"
-            )
+            return f"vLLM {host.vllm}'s Model Runner V2 refuses {method}, which it runs since {since}"
+    return None
+
+
+def possible_sides(methods: Iterable[str], host: Host) -> tuple[str, ...]:
+    """All sides that this host can run with all the methods."""
+    return ALL_SIDES if host.device == "cuda" and why_not_mrv2(methods, host) is None else SIDES
 
 
 def synthetic_length(case: Case, settings: Settings) -> float | None:

@@ -8,6 +8,7 @@ running request count, so prefill and the ragged end do not blur the figures. Th
 
 from __future__ import annotations
 
+import gzip
 import json
 import statistics
 import tempfile
@@ -40,8 +41,13 @@ class Profile:
 
 
 @contextmanager
-def profiled(runner: Any) -> Iterator[Profile]:
-    """Profile the block; ``runner`` is vLLM's model runner (V1 or V2), whose steps and drafts are marked meanwhile."""
+def profiled(runner: Any, kept: Path | None = None) -> Iterator[Profile]:
+    """Profile the block.
+
+    Args:
+        runner: vLLM's model runner (V1 or V2), whose steps and drafts are marked meanwhile.
+        kept: where to leave the Chrome trace, which Perfetto reads; a name that ends with ``.gz`` is compressed.
+    """
     import torch
     from torch.profiler import record_function, supported_activities
 
@@ -74,9 +80,11 @@ def profiled(runner: Any) -> Iterator[Profile]:
         if drafter is not None:
             del drafter.propose
     with tempfile.TemporaryDirectory(prefix="hwplugin-trace-") as folder:
-        path = Path(folder) / "trace.json"
+        path = Path(folder) / "trace.json" if kept is None else kept
         profiler.export_chrome_trace(str(path))
-        result.trace = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+        opened = gzip.open if path.suffix == ".gz" else open
+        with opened(path, "rt", encoding="utf-8") as trace:
+            result.trace = json.load(trace)["traceEvents"]
 
 
 def counts_per_step(trace: Sequence[dict[str, Any]]) -> dict[str, Any]:

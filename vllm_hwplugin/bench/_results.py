@@ -16,8 +16,12 @@ from .. import __version__
 from ._host import Host
 from ._job import Outcome
 from ._plan import Case, Settings, synthetic_length
+from ._rounds import rounds_entry
 
-FORMAT = 1
+FORMAT = 2
+#: Those that `rows` understands. In files of format 1 the sides ran one after the other, each with its engine in the
+#: process of its caller, and a step's time is the mean over all rounds, prefill included.
+READABLE = (1, FORMAT)
 
 
 def commit() -> str | None:
@@ -85,6 +89,6 @@ def _side(outcome: Outcome) -> dict[str, Any]:
         "platform": ready.get("platform"),
         "environment": outcome.job.environment,
         "entry_points": ready.get("entry_points", {}),
-        "batches": {str(w.batch): outcome.summary(w.name) for w in outcome.job.workloads},
+        "batches": {str(w.batch): rounds_entry(outcome, w.name) for w in outcome.job.workloads},
         "processes": [dict(r) for r in outcome.records],
     }

@@ -8,12 +8,9 @@ from typing import Any
 
 from .. import gates
 
-# In one process the profiler sees the engine. The runner is pinned because vLLM's choice depends on version and model.
-_COMMON = {
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-}
+_COMMON = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+_MULTIPROCESSING = "VLLM_ENABLE_V1_MULTIPROCESSING"
+# The runner is pinned because vLLM's choice depends on version and model.
 _RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 
 
@@ -29,14 +26,26 @@ def stock_environment(device: str) -> dict[str, str]:
 
 
 def engine_environment(
-    device: str, *, patched: bool, extra: Mapping[str, str] | None = None, v2_runner: bool = False
+    device: str,
+    *,
+    patched: bool,
+    extra: Mapping[str, str] | None = None,
+    v2_runner: bool = False,
+    own_process: bool = False,
 ) -> dict[str, str]:
     """The variables to set for one engine process, above the user's own.
 
-    ``extra`` wins over both, except that it switches no feature on in stock (see :func:`stock_environment`).
+    Args:
+        device: vLLM's device type.
+        patched: with the plugin.
+        extra: wins over both, except that it switches no feature on in stock (see :func:`stock_environment`).
+        v2_runner: on Model Runner V2.
+        own_process: the engine's core is another process than the caller, as users have it; else they share one, in
+            which the caller sees the engine's objects.
     """
     side = {"VLLM_HWPLUGIN": "1"} if patched else stock_environment(device)
-    environment = {**_COMMON, **side, _RUNNER: "1" if v2_runner else "0"}
+    runner, process = "1" if v2_runner else "0", "1" if own_process else "0"
+    environment = {**_COMMON, **side, _RUNNER: runner, _MULTIPROCESSING: process}
     if device == "cpu":
         environment["VLLM_CPU_KVCACHE_SPACE"] = "1"
     features_off = {name: value for name, value in side.items() if value == "off"}

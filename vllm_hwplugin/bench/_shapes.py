@@ -69,6 +69,12 @@ def write_configs(shape: Shape, folder: Path, method: str, block: int) -> tuple[
     return target, drafter
 
 
+def bytes_per_token(shape: Shape, method: str) -> int:
+    """Of keys and values in bfloat16, the drafter's layers included."""
+    layers = shape.layers + (1 if method == "eagle3" else _DFLASH_LAYERS)
+    return layers * 2 * shape.kv_heads * shape.head_dim * 2
+
+
 def _common(shape: Shape, layers: int) -> dict[str, Any]:
     return {
         "vocab_size": shape.vocabulary,

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,9 @@ from rich.table import Table
 NOT_MEASURED = "-"
 
 #: Side -> its name in tables, in their order.
-SIDE_NAMES = {"stock": "stock", "patched": "patched", "mrv2": "MRV2"}
+SIDE_NAMES = {"stock": "stock", "patched": "patched", "mrv2": "MRV2", "mrv2-patched": "MRV2 patched"}
+#: What is compared with what: the same runner, and the one that vLLM takes by default.
+COMPARED = (("patched", "stock"), ("patched", "mrv2"), ("mrv2-patched", "mrv2"))
 
 
 @dataclass(frozen=True)
@@ -28,10 +31,16 @@ class Row:
         return f"{self.case['shape']} {self.case['method']} k={self.case['k']}"
 
     def ratio(self, side: str = "patched", over: str = "stock") -> float | None:
-        """Tokens/s of ``side`` by those of ``over``, both at their best round; None where one was not measured."""
+        """Tokens/s of ``side`` by those of ``over``, both at their best round; None where one was not measured.
+
+        Where vLLM accepts drafts by coin, the coin falls alike for both in the long run: then it is the steps' time.
+        """
         one, other = self.sides.get(side), self.sides.get(over)
         if one is None or other is None:
             return None
+        if self.case.get("synthetic_acceptance_length") is not None and "tokens_per_step" in one:
+            mine, theirs = step_ms(one), step_ms(other)
+            return None if mine is None or theirs is None else theirs / mine
         return float(one["tokens_per_second"]["best"] / other["tokens_per_second"]["best"])
 
 
@@ -44,32 +53,60 @@ def rows(results: Mapping[str, Any]) -> Iterator[Row]:
 
 
 def sides_of(results: Mapping[str, Any]) -> list[str]:
-    """Stock and patched always, so that a side that is missing shows; Model Runner V2 where any case has it."""
+    """Stock and patched always, so that a side that is missing shows; Model Runner V2's where any case has them."""
     present = {side for case in results["cases"] for side in case["sides"]} | {"stock", "patched"}
     return [side for side in SIDE_NAMES if side in present]
 
 
+def comparisons(sides: Sequence[str]) -> list[tuple[str, str]]:
+    """The pairs of sides whose ratio is shown."""
+    return [pair for pair in COMPARED if set(pair) <= set(sides)]
+
+
+def ratio_name(side: str, over: str) -> str:
+    """Above a column of ratios."""
+    return f"{SIDE_NAMES[side]} / {SIDE_NAMES[over]}"
+
+
 def table(results: Mapping[str, Any]) -> Table:
-    """For the terminal: speed, ratio, time of a step, acceptance and launches of each side."""
+    """For the terminal: a row a case, batch size and side."""
     sides = sides_of(results)
-    drawn = Table(title="tokens/s: best (median)")
-    ratios = ["ratio", "patched / MRV2"] if "mrv2" in sides else ["ratio"]
-    last = ("step ms", "acceptance length", "launches a step")
-    for name in ("case", "batch", *(SIDE_NAMES[side] for side in sides), *ratios, *last):
-        drawn.add_column(name, justify="left" if name == "case" else "right")
+    pairs = comparisons(sides)
+    drawn = Table(title="A step's time is that of the best round (of the median one)")
+    for name in ("case", "batch", "side", "ms a step", "GPU idle", "tokens/s", "acceptance"):
+        drawn.add_column(name, justify="left" if name in ("case", "side") else "right", no_wrap=name == "case")
+    for over in dict.fromkeys(over for _, over in pairs):
+        drawn.add_column(f"by {SIDE_NAMES[over]}'s", justify="right")
     for row in rows(results):
-        shown = [row.sides[side] for side in sides]
-        by = [row.ratio(over=other) for other in ("stock", "mrv2")[: len(ratios)]]
-        drawn.add_row(
-            row.label,
-            row.batch,
-            *map(speed, shown),
-            *(NOT_MEASURED if ratio is None else f"{ratio:.2f}" for ratio in by),
-            " → ".join(map(step, shown)),
-            " → ".join(map(length, shown)),
-            " → ".join(profiled(side, "kernel_launches") for side in shown),
-        )
+        for number, side in enumerate(sides):
+            found = row.sides[side]
+            ratios = {over: row.ratio(side, over) for one, over in pairs if one == side}
+            drawn.add_row(
+                row.label if number == 0 else "",
+                row.batch if number == 0 else "",
+                SIDE_NAMES[side],
+                steps(found),
+                idle(found),
+                NOT_MEASURED if found is None else f"{found['tokens_per_second']['best']:.0f}",
+                length(found),
+                *(
+                    "" if (ratio := ratios.get(over)) is None else f"{ratio:.2f}"
+                    for over in dict.fromkeys(over for _, over in pairs)
+                ),
+                end_section=side == sides[-1],
+            )
     return drawn
+
+
+def host_line(results: Mapping[str, Any]) -> str:
+    """How the host's speed changed within the run; empty where it was not timed."""
+    times = [us for row in rows(results) for side in row.sides.values() for us in (side or {}).get("host_us", ())]
+    if not times:
+        return ""
+    return (
+        f"The same piece of Python took {min(times):.0f} to {max(times):.0f} us beside the rounds (median "
+        f"{statistics.median(times):.0f}): a ratio of two rounds apart may be off by {max(times) / min(times):.2f}."
+    )
 
 
 def speed(side: Mapping[str, Any] | None) -> str:
@@ -80,9 +117,28 @@ def speed(side: Mapping[str, Any] | None) -> str:
     return f"{speeds['best']:.0f} ({speeds['median']:.0f})"
 
 
+def step_ms(side: Mapping[str, Any] | None) -> float | None:
+    """Milliseconds of a step: of the best round, or of all where a file has no single ones."""
+    found = None if side is None else side["step_ms"]
+    return found["best"] if isinstance(found, Mapping) else found
+
+
 def step(side: Mapping[str, Any] | None) -> str:
-    """Milliseconds of a step."""
-    return NOT_MEASURED if side is None or side["step_ms"] is None else f"{side['step_ms']:.2f}"
+    """As :func:`step_ms`."""
+    found = step_ms(side)
+    return NOT_MEASURED if found is None else f"{found:.2f}"
+
+
+def steps(side: Mapping[str, Any] | None) -> str:
+    """Milliseconds of a step of the best round, and of the median one where there are rounds."""
+    found = None if side is None else side["step_ms"]
+    return f"{step(side)} ({found['median']:.2f})" if isinstance(found, Mapping) else step(side)
+
+
+def idle(side: Mapping[str, Any] | None) -> str:
+    """Share of a step in which the GPU had nothing to do."""
+    share = (side or {}).get("gpu_idle_share")
+    return NOT_MEASURED if share is None else f"{share:.0%}"
 
 
 def length(side: Mapping[str, Any] | None) -> str:

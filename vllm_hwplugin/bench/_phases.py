@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the host's time of a step goes, by the functions of vLLM that it runs through, without a profiler.
+
+No list of names: whatever methods the model runner, its drafter, the scheduler and the runner's helpers have in this
+version are timed, and so are the functions that their modules imported from vLLM's worker. A timed call costs the host
+about a microsecond, so sums are a little more than what an engine takes that is not looked at.
+"""
+
+from __future__ import annotations
+
+import inspect
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from ._inside import drafter_of
+
+STEP = "step"
+#: Whose classes and functions are looked at.
+_OURS = ("vllm.v1.", "vllm_hwplugin.spec_decode")
+_HELPERS = "vllm.v1.worker."
+
+#: From the outermost function to the innermost.
+Path = tuple[str, ...]
+
+
+@dataclass
+class Phases:
+    """Filled while :func:`timed` is entered: the seconds of each call, by what it was called within."""
+
+    calls: dict[Path, list[float]] = field(default_factory=dict)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A row a path, each before what it contains: ``path``, ``calls`` a step, and ``us`` a step.
+
+        Of the calls' times the median counts: prompts, and what else is rare, leave it alone.
+        """
+        steps = len(self.calls.get((STEP,), ()))
+        return [
+            {"path": list(path), "calls": len(times) / steps, "us": statistics.median(times) * len(times) / steps * 1e6}
+            for path, times in sorted(self.calls.items(), key=lambda item: self._order(item[0]))
+            if steps and path[0] == STEP
+        ]
+
+    def _order(self, path: Path) -> list[int]:
+        """Siblings by when they were first called."""
+        first = {known: place for place, known in enumerate(self.calls)}
+        return [first[path[: length + 1]] for length in range(len(path))]
+
+
+@contextmanager
+def timed(core: Any, runner: Any) -> Iterator[Phases]:
+    """Time the block.
+
+    Args:
+        core: vLLM's ``EngineCore``, in this process.
+        runner: its model runner, V1 or V2.
+    """
+    phases, local = Phases(), threading.local()
+
+    def timing(original: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            above: Path = getattr(local, "path", ())
+            path = local.path = (*above, name)
+            times = phases.calls.setdefault(path, [])  # before the call, so that what contains comes first
+            started = time.perf_counter()
+            try:
+                return original(*args, **kwargs)
+            finally:
+                times.append(time.perf_counter() - started)
+                local.path = above
+
+        return call
+
+    with ExitStack() as stack:
+        for owner, name, shown in [(core, "step_fn", STEP), *_methods(core, runner), *_functions(runner)]:
+            own, original = vars(owner), getattr(owner, name)
+            # What was the class's comes back into view when the instance's own is gone.
+            undo = (setattr, owner, name, original) if name in own else (delattr, owner, name)
+            setattr(owner, name, timing(original, shown))
+            stack.callback(*undo)
+        yield phases
+
+
+def _methods(core: Any, runner: Any) -> Iterator[tuple[Any, str, str]]:
+    drafter = drafter_of(runner)
+    helpers = [one for owner in (runner, drafter) if owner is not None for one in vars(owner).values()]
+    owners = [core.scheduler, runner, drafter, *(one for one in helpers if type(one).__module__.startswith(_OURS))]
+    seen = set()
+    for owner in owners:
+        if owner is None or id(owner) in seen or not hasattr(owner, "__dict__"):
+            continue
+        seen.add(id(owner))
+        kinds = [kind for kind in type(owner).__mro__ if kind.__module__.startswith(_OURS)]
+        for name in dict.fromkeys(name for kind in kinds for name in vars(kind)):
+            method = inspect.getattr_static(owner, name)
+            if inspect.isfunction(method) and not name.startswith("__") and not inspect.isgeneratorfunction(method):
+                yield owner, name, f"{type(owner).__name__}.{name}"
+
+
+def _functions(runner: Any) -> Iterator[tuple[Any, str, str]]:
+    modules = {type(owner).__module__ for owner in (runner, drafter_of(runner)) if owner is not None}
+    for module in (sys.modules[name] for name in sorted(modules)):
+        for name, found in list(vars(module).items()):
+            if inspect.isfunction(found) and found.__module__.startswith(_HELPERS):
+                yield module, name, name

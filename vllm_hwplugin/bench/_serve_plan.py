@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A user's own case: his target, his drafter, his prompts, and the engines and loads that measure it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ._host import Host
+from ._job import Job
+from ._plan import environment_of, is_patched, share_of_gpu
+from ._prompts import arrivals, requests_of
+from ._settings import engine_options
+from ._turns import Measurement
+
+#: The name in the command -> vLLM's speculative config. P-EAGLE is Eagle3 that drafts every token in one pass.
+METHODS: Mapping[str, Mapping[str, Any]] = {
+    "eagle": {"method": "eagle"},
+    "eagle3": {"method": "eagle3"},
+    "p-eagle": {"method": "eagle3", "parallel_drafting": True},
+    "mtp": {"method": "mtp"},
+    "dflash": {"method": "dflash"},
+    "draft_model": {"method": "draft_model"},
+}
+#: Whose drafter is in the target's own checkpoint.
+BUILT_IN = frozenset({"mtp"})
+#: Tokens that an engine is warmed up with.
+_WARM_UP = 16
+
+
+@dataclass(frozen=True)
+class ServeSettings:
+    """What all engines and loads of a case share; goes into the results file.
+
+    Attributes:
+        prompts: the file; None: random tokens, ``input_len`` of them.
+        concurrencies: requests at once; 0: no bound.
+        request_rates: requests a second; 0: all at the start.
+        kv_cache_gib: of each engine; None: vLLM measures free memory, so engines start one after the other.
+    """
+
+    target: str
+    draft: str | None
+    method: str
+    ks: tuple[int, ...]
+    sides: tuple[str, ...]
+    prompts: str | None
+    num_prompts: int
+    input_len: int
+    output_len: int
+    temperatures: tuple[float, ...]
+    concurrencies: tuple[int, ...]
+    request_rates: tuple[float, ...]
+    rounds: int
+    seed: int
+    chat: bool
+    ignore_eos: bool
+    cudagraph_mode: str
+    max_model_len: int | None
+    tensor_parallel_size: int
+    gpu_memory_utilization: float | None
+    kv_cache_gib: float | None
+    vllm_environment: Mapping[str, str]
+    patched_environment: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class LoadCase:
+    """One way to send the prompts."""
+
+    concurrency: int
+    request_rate: float
+    temperature: float
+
+    @property
+    def name(self) -> str:
+        bound = f"{self.concurrency} at once" if self.concurrency else "unbounded"
+        rate = f", {self.request_rate:g} a second" if self.request_rate else ""
+        return f"{bound}{rate}, temperature {self.temperature:g}"
+
+
+def load_cases(settings: ServeSettings) -> list[LoadCase]:
+    """Every concurrency with every rate and every temperature."""
+    return [
+        LoadCase(concurrency, rate, temperature)
+        for concurrency in settings.concurrencies
+        for rate in settings.request_rates
+        for temperature in settings.temperatures
+    ]
+
+
+def serve_job(k: int, side: str, settings: ServeSettings, host: Host) -> Job:
+    """The engine of one side.
+
+    Args:
+        k: drafted tokens a step.
+        side: one of `ALL_SIDES`.
+        settings: of the case.
+        host: decides type and graphs.
+    """
+    options = engine_options(
+        host.device,
+        max_model_len=settings.max_model_len or settings.input_len + settings.output_len + k + 1,
+        cudagraph_mode=settings.cudagraph_mode,
+        max_num_seqs=max(settings.concurrencies),
+    )
+    if 0 in settings.concurrencies:
+        del options["max_num_seqs"]  # as many as vLLM takes by default
+    if settings.max_model_len is None and settings.prompts is not None:
+        del options["max_model_len"]  # the model's own: nobody has counted the prompts' tokens
+    if host.device != "cpu":
+        # The checkpoint's own type; on a CPU float32 is what can be compared.
+        options |= {
+            "dtype": "auto",
+            "tensor_parallel_size": settings.tensor_parallel_size,
+            "gpu_memory_utilization": share_of_gpu(settings.gpu_memory_utilization, settings.sides),
+        }
+        if settings.kv_cache_gib is not None:
+            options["kv_cache_memory_bytes"] = int(settings.kv_cache_gib * (1 << 30))
+    speculation = {**METHODS[settings.method], "num_speculative_tokens": k}
+    if settings.draft is not None:
+        speculation["model"] = settings.draft
+    return Job(
+        label=f"{settings.method} k={k} {side}",
+        patched=is_patched(side),
+        options={**options, "model": settings.target, "speculative_config": speculation},
+        environment=environment_of(side, host, settings, own_process=True),
+        workloads=(),
+    )
+
+
+def serve_measurements(settings: ServeSettings, prompts: Sequence[str | int]) -> list[Measurement]:
+    """What every side is asked for.
+
+    Args:
+        settings: of the case.
+        prompts: texts, or numbers of random tokens.
+    """
+    found = []
+    for case in load_cases(settings):
+        times = arrivals(len(prompts), case.request_rate or None, settings.seed)
+        load = {
+            **dataclasses.asdict(case),
+            "name": case.name,
+            "requests": requests_of(prompts, settings.output_len, times),
+            "seed": settings.seed,
+            "chat": settings.chat,
+            "ignore_eos": settings.ignore_eos,
+        }
+        first = prompts[: case.concurrency or None]
+        few = requests_of(first, _WARM_UP, [0.0] * len(first))
+        warm_up = {"do": "warm-up", "load": {**load, "requests": few}}
+        found.append(Measurement(case.name, {"do": "load", "load": load}, "loaded", warm_up, None))
+    return found

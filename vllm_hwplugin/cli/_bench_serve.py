@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``vllm-hwplugin bench serve``: a user's own target, drafter and prompts, as clients of a server see them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from ..bench import ALL_SIDES, NOT_MEASURED, SIDE_NAMES, Outcome, detect_host, measure_in_turn
+from ..bench import serve as serving
+from ._options import known, pairs
+from ._output import STANDARD_OUTPUT, JsonFile, console_for, write_json
+from ._sides import (
+    PatchedEnvOption,
+    SidesOption,
+    UtilizationOption,
+    VllmEnvOption,
+    advance,
+    conclude,
+    progress,
+    show_failure,
+)
+
+#: Rows of the table of graphs, a side and model; the results file has all.
+_GRAPHS_SHOWN = 4
+
+
+def serve(
+    target: Annotated[str, typer.Option(help="The target: a folder, or a name that vLLM finds on this host.")],
+    method: Annotated[str, typer.Option(help=", ".join(serving.METHODS))],
+    draft: Annotated[str | None, typer.Option(help="The drafter; mtp has it in the target.")] = None,
+    k: Annotated[list[int] | None, typer.Option("--k", min=1, help="Drafted tokens a step; repeat. Default 3.")] = None,
+    side: SidesOption = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            metavar="FILE",
+            help=f"JSONL with {', '.join(serving.KEYS)} (MT-Bench, HumanEval, GSM8K, Alpaca); default: random tokens.",
+        ),
+    ] = None,
+    num_prompts: Annotated[int, typer.Option(min=1, help="Requests of a load.")] = 64,
+    input_len: Annotated[int, typer.Option(min=1, help="Tokens of a random prompt.")] = 1024,
+    output_len: Annotated[int, typer.Option(min=2, help="New tokens of a request, at most.")] = 256,
+    temperature: Annotated[list[float] | None, typer.Option(min=0, help="Repeat for several. Default 0.")] = None,
+    concurrency: Annotated[
+        list[int] | None, typer.Option(min=0, help="Requests at once, at most; 0: no bound. Repeat. Default 16.")
+    ] = None,
+    request_rate: Annotated[
+        list[float] | None, typer.Option(min=0, help="Requests a second (Poisson); 0: all at the start. Repeat.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Of each load and side, in turn.")] = 2,
+    seed: Annotated[int, typer.Option(help="Same seed, same prompts, times and samples.")] = 0,
+    chat: Annotated[bool, typer.Option(help="Send a file's prompts through the target's chat template.")] = True,
+    ignore_eos: Annotated[
+        bool | None, typer.Option(help="Every answer as long as it may be; default: with random prompts.")
+    ] = None,
+    cudagraph_mode: Annotated[
+        str, typer.Option(help="vLLM's cudagraph_mode (GPU only); this is its own default.")
+    ] = "FULL_AND_PIECEWISE",
+    max_model_len: Annotated[int | None, typer.Option(min=16, help="Default: what is needed, or the model's.")] = None,
+    tensor_parallel_size: Annotated[int, typer.Option(min=1, help="GPUs of an engine.")] = 1,
+    gpu_memory_utilization: UtilizationOption = None,
+    kv_cache_gib: Annotated[
+        float | None, typer.Option(min=0.1, help="KV cache of each engine; with it they start side by side (GPU).")
+    ] = None,
+    vllm_env: VllmEnvOption = None,
+    patched_env: PatchedEnvOption = None,
+    json_file: JsonFile = None,
+    timeout: Annotated[float, typer.Option(help="Seconds for a start, and for each load.")] = 3600,
+) -> None:
+    """Measure your own case on every side: TTFT, TPOT, ITL, end to end, tokens/s, acceptance, and the graphs used.
+
+    The engine is vLLM's asynchronous one, which `vllm serve` has behind its HTTP, its core in a process of its own.
+    The engines of all sides are alive together and take turns. Every concurrency is measured with every rate and every
+    temperature; each k has engines of its own. Prefix caching is off, because rounds repeat the prompts.
+
+    Latencies are those of all rounds together, in milliseconds, as `vllm bench serve` defines them. Exit code 1 when a
+    patched side failed where stock ran on that runner, 2 when another failed.
+    """
+    console = console_for(json_file)
+    known([method], tuple(serving.METHODS), "--method")
+    if draft is None and method not in serving.BUILT_IN:
+        raise typer.BadParameter(f"{method} needs a drafter: a folder, or a name", param_hint="--draft")
+    wanted = known(list(dict.fromkeys(side or ())), ALL_SIDES, "--side")
+    texts: list[str | int] = []
+    if prompts is not None:
+        texts += serving.read_prompts(prompts, num_prompts)
+    else:
+        texts += [input_len] * num_prompts
+    host = detect_host()
+    sides = tuple(wanted) or serving.possible_sides([method], host)
+    serving.check_sides(sides, [method], host)
+    settings = serving.ServeSettings(
+        target=target,
+        draft=draft,
+        method=method,
+        ks=tuple(dict.fromkeys(k or [3])),
+        sides=sides,
+        prompts=None if prompts is None else str(prompts),
+        num_prompts=len(texts),
+        input_len=input_len,
+        output_len=output_len,
+        temperatures=tuple(dict.fromkeys(temperature or [0.0])),
+        concurrencies=tuple(dict.fromkeys(concurrency or [16])),
+        request_rates=tuple(dict.fromkeys(request_rate or [0.0])),
+        rounds=rounds,
+        seed=seed,
+        chat=chat,
+        ignore_eos=prompts is None if ignore_eos is None else ignore_eos,
+        cudagraph_mode=cudagraph_mode,
+        max_model_len=max_model_len,
+        tensor_parallel_size=tensor_parallel_size,
+        gpu_memory_utilization=gpu_memory_utilization,
+        kv_cache_gib=kv_cache_gib,
+        vllm_environment=pairs(vllm_env or (), "--vllm-env"),
+        patched_environment=pairs(patched_env or (), "--patched-env"),
+    )
+    console.print(f"vLLM {host.vllm} on {host.name} ({host.device}), torch {host.torch}", highlight=False)
+    results = serving.new_serve_results(host, settings)
+    measurements = serving.serve_measurements(settings, texts)
+    with progress(console) as bar:
+        for one in settings.ks:
+            jobs = {name: serving.serve_job(one, name, settings, host) for name in sides}
+
+            def keep(outcomes: dict[str, Outcome], one: int = one) -> None:
+                serving.add_serve_case(results, one, settings, outcomes)
+                if json_file is not None and json_file != STANDARD_OUTPUT:
+                    write_json(results, json_file)
+
+            label = f"{method} k={one}"
+            task = bar.add_task(f"{label}: engines start", total=len(sides) * (1 + rounds * len(measurements)))
+            outcomes = measure_in_turn(
+                jobs,
+                measurements,
+                rounds=rounds,
+                at_once=host.device != "cpu" and kv_cache_gib is not None,
+                timeout=timeout,
+                on_event=advance(bar, task, label),
+                keep=keep,
+            )
+            keep(outcomes)
+            for outcome in outcomes.values():
+                show_failure(outcome, bar.console)
+    if json_file == STANDARD_OUTPUT:
+        write_json(results, json_file)
+    _show(results, console)
+    conclude([{name: found["error"] for name, found in case["sides"].items()} for case in results["cases"]])
+
+
+def _show(results: Mapping[str, Any], console: Console) -> None:
+    for case in results["cases"]:
+        for load in next(iter(case["sides"].values()))["loads"]:
+            title = f"{results['settings']['method']} k={case['k']}, {load}: P50 / P99"
+            console.print(_latency_table(case, load, title))
+            console.print(_graph_table(case, load))
+
+
+def _graph_table(case: Mapping[str, Any], load: str) -> Table:
+    drawn = Table(title=f"{load}: the most frequent CUDA graphs, passes of all rounds")
+    for name in ("side", "model", "unpadded tokens", "padded tokens", "mode", "count"):
+        drawn.add_column(name, justify="left" if name in ("side", "model", "mode") else "right")
+    for side, entry in case["sides"].items():
+        for row in _frequent((entry["loads"][load] or {}).get("graphs", ())):
+            drawn.add_row(SIDE_NAMES[side], *map(str, row.values()))
+    return drawn
+
+
+def _latency_table(case: Mapping[str, Any], load: str, title: str) -> Table:
+    drawn = Table(title=title)
+    names = [f"{name.removesuffix('_ms').upper()} ms" for name in serving.LATENCIES]
+    for name in ("side", "tokens/s", *names, "acceptance length", "accepted per position"):
+        drawn.add_column(name, justify="left" if name in ("side", "accepted per position") else "right")
+    for side, entry in case["sides"].items():
+        found = entry["loads"][load]
+        if found is None:
+            drawn.add_row(SIDE_NAMES[side], NOT_MEASURED)
+            continue
+        length = found["acceptance_length"]
+        drawn.add_row(
+            SIDE_NAMES[side],
+            f"{found['tokens_per_second']['best']:.0f}",
+            *(_percentiles(found[name]) for name in serving.LATENCIES),
+            NOT_MEASURED if length is None else f"{length:.3f}",
+            " ".join(f"{share:.2f}" for share in found["acceptance_per_position"]),
+        )
+    return drawn
+
+
+def _percentiles(found: Mapping[str, float] | None) -> str:
+    return NOT_MEASURED if found is None else f"{found['p50']:.2f} / {found['p99']:.2f}"
+
+
+def _frequent(graphs: Any) -> list[Mapping[str, Any]]:
+    """The most frequent rows of each model."""
+    models = dict.fromkeys(row["model"] for row in graphs)
+    order = sorted(graphs, key=lambda row: -row["count"])
+    return [row for model in models for row in [one for one in order if one["model"] == model][:_GRAPHS_SHOWN]]
