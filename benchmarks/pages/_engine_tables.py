@@ -7,23 +7,40 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vllm_hwplugin.bench import NOT_MEASURED, SIDE_NAMES, profiled, rows, sides_of, speed, step
+from vllm_hwplugin.bench import (
+    FORMAT,
+    NOT_MEASURED,
+    SIDE_NAMES,
+    comparisons,
+    host_line,
+    idle,
+    profiled,
+    ratio_name,
+    rows,
+    sides_of,
+    speed,
+    steps,
+)
 
+from ._gains import OLDER
 from ._read import Found
-from ._text import head, row
+from ._text import head, paragraph, row
 
 HEAD = """# Engines: every figure
 
 Made from the files `engines-*.json` by `make docs`; do not edit. What follows from it is in
-[docs/benchmarks.md](../../docs/benchmarks.md). The sides ran in turn, each in a fresh process on the same machine:
-stock is `VLLM_HWPLUGIN=0`, and both stock and patched run vLLM's V1 model runner; MRV2, where it was measured, is
-stock vLLM on Model Runner V2. The engine and its caller share a process, which adds the caller's work to every step of
-every side. Tokens/s is the best of the rounds (median in brackets). A step is one pass of the target over the drafts,
-with the draft phase after it; its time is a run's time by its steps, prefill included. Acceptance of the `tiny` shape
-is real (trained checkpoints, greedy); the others have dummy weights and vLLM's synthetic acceptance. The launch figures
-come from torch's profiler over steps that verify every request: medians a step, GPU busy as the mean. A `-` was not
-measured.
+[docs/benchmarks.md](../../docs/benchmarks.md). Stock is `VLLM_HWPLUGIN=0`; stock and patched run vLLM's V1 model
+runner, MRV2 and MRV2 patched the same on Model Runner V2. A step is one pass of the target over the drafts, with the
+draft phase after it. Its time is that of the best round, with the median one in brackets; tokens/s are those of such a
+step with the acceptance of all rounds. Acceptance of the `tiny` shape is real (trained checkpoints, greedy); the others
+have dummy weights and vLLM's synthetic acceptance, and are compared by the time of a step. The launch figures come from
+torch's profiler over steps that verify every request: medians a step, GPU busy as the mean. A `-` was not measured.
 """
+
+_IN_TURN = (
+    "All engines were alive together, each core in a process of its own, and were measured in turn; a step counts "
+    "while every request of the batch is drafting."
+)
 
 
 def _acceptance(side: Mapping[str, Any] | None) -> str:
@@ -37,7 +54,7 @@ def _launches(side: Mapping[str, Any] | None) -> list[str]:
         f"{profiled(side, whole)} ({profiled(side, draft)})"
         for whole, draft in (("graph_launches", "draft_graph_launches"), ("kernel_launches", "draft_kernel_launches"))
     )
-    return [profiled(side, "gpu_busy_ms"), graphs, kernels]
+    return [profiled(side, "gpu_busy_ms"), idle(side), graphs, kernels]
 
 
 def _ratio(value: float | None, digits: int) -> str:
@@ -63,27 +80,27 @@ def _section(name: str, results: Mapping[str, Any]) -> str:
     ]
     for variables in ("vllm_environment", "patched_environment"):
         if settings[variables]:
-            everyone = "both sides" if len(sides) == 2 else "all sides"
-            whose = everyone if variables == "vllm_environment" else "patched"
+            whose = "all sides" if variables == "vllm_environment" else "patched"
             facts.append(f"{whose} with " + " ".join(f"`{k}={v}`" for k, v in settings[variables].items()))
-    lines = [f"## vLLM {host['vllm']}, {host['name']}: `{name}`", "", "; ".join(facts) + ".", ""]
+    how = f"{_IN_TURN} {host_line(results)}" if results["format"] == FORMAT else OLDER.removeprefix("† ")
+    lines = [f"## vLLM {host['vllm']}, {host['name']}: `{name}`", "", "; ".join(facts) + ".", "", paragraph(how), ""]
     lines += ["### Speed and acceptance", ""]
     names = [SIDE_NAMES[side] for side in sides]
-    against = ["stock", "mrv2"] if "mrv2" in sides else ["stock"]
-    ratios = ["ratio", "patched / MRV2"][: len(against)]
+    pairs = comparisons(sides)
     speeds_of, steps_of = [f"{one} tok/s" for one in names], [f"step ms {one}" for one in names]
-    lines += head(["case", "batch", *speeds_of, *ratios, *steps_of])
+    lines += head(["case", "batch", *speeds_of, *(ratio_name(*pair) for pair in pairs), *steps_of])
     found = list(rows(results))
     for one in found:
-        speeds, steps = ([show(one.sides[side]) for side in sides] for show in (speed, step))
-        by = [_ratio(one.ratio(over=other), 3) for other in against]
-        lines.append(row([one.label, one.batch, *speeds, *by, *steps]))
+        speeds, taken = ([show(one.sides[side]) for side in sides] for show in (speed, steps))
+        lines.append(row([one.label, one.batch, *speeds, *(_ratio(one.ratio(*pair), 3) for pair in pairs), *taken]))
     lines += ["", *head(["case", "batch", f"acceptance length (per position) {names[0]}", *names[1:]])]
     lines += [row([r.label, r.batch, *(_acceptance(r.sides[side]) for side in sides)]) for r in found]
     with_profile = [r for r in found if any(side and "profile" in side for side in r.sides.values())]
     if with_profile:
         lines += ["", "### Launches a step, by profiler (in brackets: of the draft phase)", ""]
-        lines += head(["case", "batch", "side", "GPU busy ms", "graph launches", "kernel launches from the host"])
+        lines += head(
+            ["case", "batch", "side", "GPU busy ms", "GPU idle", "graph launches", "kernel launches from the host"]
+        )
         for one in with_profile:
             lines += [row([one.label, one.batch, SIDE_NAMES[side], *_launches(one.sides[side])]) for side in sides]
     lines += ["", *_features(results), *_failures(results)]
@@ -111,7 +128,7 @@ def _features(results: Mapping[str, Any]) -> list[str]:
 
 
 def _patched(case: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    return [case["sides"]["patched"]] if "patched" in case["sides"] else []
+    return [entry for side, entry in case["sides"].items() if side.endswith("patched")]
 
 
 def _failures(results: Mapping[str, Any]) -> list[str]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 
-from vllm_hwplugin.bench import SIDE_NAMES, TINY, profiled, step
+from vllm_hwplugin.bench import SIDE_NAMES, TINY, idle, profiled, step
 
-from ._gains import Gain, failures, gains
+from ._gains import OLDER, Gain, failures, gains
 from ._kernels import in_short
 from ._read import Found
 from ._text import between, escaped, item, paragraph, table
@@ -15,6 +15,8 @@ from ._text import between, escaped, item, paragraph, table
 #: Less is within what two runs differ by.
 _NOTHING = 1.03
 _BOTH = ("stock", "patched")
+#: Model runner -> its sides, stock first.
+_RUNNERS = {"V1": _BOTH, "V2": ("mrv2", "mrv2-patched")}
 
 _HEAD = """# Benchmarks of engines
 
@@ -24,28 +26,39 @@ Made from the results files of `vllm-hwplugin bench` by `make docs`; do not edit
 """
 
 _SIDES = (
-    "Stock is vLLM with `VLLM_HWPLUGIN=0`, patched is the same vLLM with the plugin as it is by default. The sides run "
-    "in turn, each in a fresh process on the same GPU. The targets have the sizes of Qwen3's models and dummy weights, "
-    "and vLLM's synthetic acceptance decides which drafts are taken; `tiny` has trained checkpoints, so its acceptance "
-    "is real."
+    "Stock is vLLM with `VLLM_HWPLUGIN=0`, patched is the same vLLM with the plugin as it is by default, each on both "
+    "model runners. The engines of all sides run as in a server, each engine's core in a process of its own; they are "
+    "alive together on one GPU and are measured in turn, in short rounds. A step counts while every request of the "
+    "batch is drafting. The targets have the sizes of Qwen3's models and dummy weights, and vLLM's synthetic "
+    "acceptance decides which drafts are taken, so their tokens/s are compared by the time of a step; `tiny` has "
+    "trained checkpoints, so its acceptance is real."
 )
 
 _WHY = (
     "A drafter without graphs is launched kernel by kernel, and the GPU waits for the host meanwhile. The plugin's "
     "graphs take most of these launches away. Where the GPU is busy nearly all of a step, there is nothing to win. "
-    "With the smallest batch, stock → patched; the last two columns come from torch's profiler, in a run apart:"
+    "With the smallest batch, stock → patched; GPU busy and launches come from torch's profiler, in a run apart, and "
+    "the idle share is of the step as it is without the profiler:"
 )
 
 _AGAIN = """## Measure it on your host
 
 ```
 vllm-hwplugin bench --shape 0.6b --shape 8b --method eagle3 --k 3 --json engines.json
-vllm-hwplugin bench --shape 0.6b --shape 8b --method dflash --k 7 --mrv2 --json engines.json
+vllm-hwplugin bench --shape 0.6b --shape 8b --method dflash --k 7 --json engines.json
 vllm-hwplugin bench --shape tiny --method eagle3 --k 3 --model FOLDER --json engines.json
 ```
 
 It needs no network and no model: the shapes have dummy weights, and FOLDER is `tests/assets/small` of the source tree.
-The table at the end is the answer; `--cudagraph-mode FULL_AND_PIECEWISE` compares with vLLM's default.
+The table at the end is the answer. `--profile FOLDER` shows instead where the host's time of a step goes, function by
+function, and leaves traces for Perfetto.
+
+Your own target, drafter and prompts, as clients see them (TTFT, TPOT, ITL, end to end, acceptance by position, graphs):
+
+```
+vllm-hwplugin bench serve --target MODEL --draft DRAFTER --method eagle3 --prompts mt_bench.jsonl --concurrency 16
+vllm-hwplugin bench serve --target MODEL --draft DRAFTER --method dflash --k 7 --input-len 4096 --output-len 1024
+```
 """
 
 
@@ -60,7 +73,7 @@ def page(files: Sequence[Found], soaks: Sequence[Found], chart: str) -> str:
     found = gains(files)
     parts = [
         [_HEAD, "## What do I gain?", "", paragraph(_SIDES), "", *_gain_table(found), "", _measured(found), ""],
-        [f"![tokens/s of patched by stock's]({chart})", ""],
+        [f"![milliseconds a step, by batch size and side]({chart})", ""],
         ["## At which batch size?", "", *_by_batch(found), ""],
         ["## Why, and why not", "", *_reasons(found), ""],
         ["## Does it change what is accepted?", "", *_acceptance(found), "", *_soaks(soaks), ""],
@@ -74,7 +87,7 @@ def first_screen(files: Sequence[Found], kernels: Sequence[Found]) -> str:
     """README.md's table: targets of real sizes alone."""
     found = [one for one in gains(files) if one.shape != TINY]
     weights = paragraph("The targets have the sizes of Qwen3's models, dummy weights and vLLM's synthetic acceptance.")
-    return "\n".join([*_gain_table(found), "", _measured(found), weights, "", paragraph(in_short(kernels))])
+    return "\n".join([*_gain_table(found), "", _measured(found), "", weights, "", paragraph(in_short(kernels))])
 
 
 def _gain_table(found: Sequence[Gain]) -> list[str]:
@@ -82,14 +95,23 @@ def _gain_table(found: Sequence[Gain]) -> list[str]:
 
 
 def _gain_rows(found: Sequence[Gain]) -> Iterator[list[str]]:
-    for one in found:
-        yield [one.vllm, "V1", one.target, one.drafter, _worth(one.ratios().values())]
-    for one in found:
-        if over := one.ratios("mrv2", "patched"):
-            said = f"nothing; stock V2 gives {between(over.values(), '.2f')} times V1's with the plugin"
-            yield [one.vllm, "V2", one.target, one.drafter, said]
+    for runner, (stock, patched) in _RUNNERS.items():
+        for one in found:
+            said = []
+            if own := one.ratios(patched, stock):
+                said.append(_worth(own.values()))
+            if runner == "V2" and (over := one.ratios(stock, "patched")):
+                said += [] if own else ["nothing"]
+                said.append(f"stock V2 gives {between(over.values(), '.2f')} times V1's with the plugin")
+            if said:
+                yield [one.vllm, runner, one.target, one.drafter, "; ".join(said) + one.mark]
     yield ["any other", "V1", "any", "any", "not measured"]
-    yield ["any other", "V2", "any", "any", "nothing"]
+    yield ["any other", "V2", "any", "any", "not measured" if _plugin_on_v2(found) else "nothing"]
+
+
+def _plugin_on_v2(found: Sequence[Gain]) -> bool:
+    stock, patched = _RUNNERS["V2"]
+    return any(one.ratios(patched, stock) for one in found)
 
 
 def _worth(ratios: Collection[float]) -> str:
@@ -105,53 +127,66 @@ def _measured(found: Sequence[Gain]) -> str:
     """What the figures are of, as the files say it."""
     devices = sorted({one.file.device for one in found})
     modes = sorted({one.file.results["settings"]["cudagraph_mode"] for one in found})
-    batches = sorted({batch for one in found for batch in one.ratios()})
+    batches = sorted({int(row.batch) for one in found for row in one.rows})
     days = sorted({str(one.file.results["date"])[:10] for one in found})
     versions = sorted({str(one.file.results["plugin"]) for one in found})
     text = (
-        f"One {' or '.join(devices)}, batches of {', '.join(map(str, batches[:-1]))} and {batches[-1]} requests, both "
+        f"One {' or '.join(devices)}, batches of {', '.join(map(str, batches[:-1]))} and {batches[-1]} requests, all "
         f"sides with `cudagraph_mode` {' or '.join(modes)}; vllm-hwplugin {', '.join(versions)}, "
         f"{' to '.join(dict.fromkeys((days[0], days[-1])))}."
     )
-    text += " On V2, Model Runner V2, the plugin leaves the drafters as they are."
+    if not _plugin_on_v2(found):
+        text += " On V2, Model Runner V2, the plugin leaves the drafters as they are."
     if modes == ["FULL"]:
         text += (
             " vLLM's own default, FULL_AND_PIECEWISE, gives a stock drafter piecewise graphs: what the plugin gains "
             "over that is less, and was not measured."
         )
-    return paragraph(text)
+    older = [] if all(one.in_turn for one in found) else ["", paragraph(OLDER)]
+    return "\n".join([paragraph(text), *older])
 
 
 def _by_batch(found: Sequence[Gain]) -> list[str]:
-    batches = sorted({batch for one in found for batch in one.ratios()})
+    batches = sorted({int(row.batch) for one in found for row in one.rows})
     rows = []
-    for one in found:
-        own = one.ratios()
-        figures = [f"{own[batch]:.2f}" if batch in own else "-" for batch in batches]
-        rows.append([one.vllm, one.target, one.drafter, *figures])
-    names = ["vLLM", "target", "drafter", *(f"batch {batch}" for batch in batches)]
+    for runner, (stock, patched) in _RUNNERS.items():
+        for one in found:
+            if own := one.ratios(patched, stock):
+                figures = [f"{own[batch]:.2f}" if batch in own else "-" for batch in batches]
+                rows.append([one.vllm, runner, one.target, one.drafter + one.mark, *figures])
+    names = ["vLLM", "model runner", "target", "drafter", *(f"batch {batch}" for batch in batches)]
     return ["Tokens/s of patched by stock's, both at their best round.", "", *table(names, rows)]
 
 
 def _reasons(found: Sequence[Gain]) -> list[str]:
     rows = []
-    for one in found:
-        sides = [one.rows[0].sides.get(side) for side in _BOTH]
-        if any("profile" in (side or {}) for side in sides):
-            shown = [" → ".join(profiled(side, name) for side in sides) for name in ("gpu_busy_ms", "kernel_launches")]
-            rows.append([one.vllm, one.target, one.drafter, " → ".join(map(step, sides)), *shown])
-    names = ["vLLM", "target", "drafter", "ms a step", "of it GPU busy", "kernel launches from the host"]
-    return [paragraph(_WHY), "", *table(names, rows)]
+    for runner, both in _RUNNERS.items():
+        for one in found:
+            sides = [side for name in both if (side := one.rows[0].sides.get(name)) is not None]
+            if any("profile" in side for side in sides):
+                busy, launches = (
+                    " → ".join(profiled(side, name) for side in sides) for name in ("gpu_busy_ms", "kernel_launches")
+                )
+                shown = [" → ".join(map(step, sides)), busy, " → ".join(map(idle, sides)), launches]
+                rows.append([one.vllm, runner, one.target, one.drafter + one.mark, *shown])
+    names = ["vLLM", "model runner", "target", "drafter", "ms a step", "of it GPU busy", "GPU idle"]
+    return [paragraph(_WHY), "", *table([*names, "kernel launches from the host"], rows)]
 
 
 def _acceptance(found: Sequence[Gain]) -> list[str]:
     rows = []
     for one in found:
         if one.shape == TINY:
-            lengths = [[side["acceptance_length"] for row in one.rows if (side := row.sides[name])] for name in _BOTH]
-            rows.append([one.vllm, one.drafter, *(between(figures, ".3f") for figures in lengths)])
+            sides = {side for row in one.rows for side, entry in row.sides.items() if entry is not None}
+            for runner, both in _RUNNERS.items():
+                if set(both) <= sides:
+                    lengths = [
+                        [side["acceptance_length"] for row in one.rows if (side := row.sides[name])] for name in both
+                    ]
+                    shown = [between(figures, ".3f") for figures in lengths]
+                    rows.append([one.vllm, runner, one.drafter, *shown])
     text = "Tokens that a step yields, with trained checkpoints, least to most over the batch sizes:"
-    return [text, "", *table(["vLLM", "drafter", *_BOTH], rows)]
+    return [text, "", *table(["vLLM", "model runner", "drafter", *_BOTH], rows)]
 
 
 def _soaks(files: Sequence[Found]) -> Iterator[str]:

@@ -12,13 +12,13 @@ from typing import Any
 from vllm_hwplugin import bench
 from vllm_hwplugin.bench import micro, soak
 
-#: Beginning of a file's name -> the entry that says which format it is, and the one that is read. None: the files of
+#: Beginning of a file's name -> the entry that says which format it is, and those that are read. None: the files of
 #: `probe` and `start_cost.py`, of which no page is made.
-_FORMATS: Mapping[str, tuple[str, Any] | None] = {
-    "engines-": ("format", bench.FORMAT),
-    "kernels-attention-": ("kernels_format", micro.FORMAT),
-    "kernels-ops-": ("kernels_format", micro.FORMAT),
-    "soak-": ("format", soak.FORMAT),
+_FORMATS: Mapping[str, tuple[str, tuple[Any, ...]] | None] = {
+    "engines-": ("format", bench.READABLE),
+    "kernels-attention-": ("kernels_format", (micro.FORMAT,)),
+    "kernels-ops-": ("kernels_format", (micro.FORMAT,)),
+    "soak-": ("format", (soak.FORMAT,)),
     "probe-": None,
     "start_cost": None,
 }
@@ -85,8 +85,9 @@ def _read(path: Path, kind: str) -> Found:
     assert form is not None
     entry, wanted = form
     found = results.get(entry) if isinstance(results, dict) else type(results).__name__
-    if found != wanted:
-        raise ResultsError(f"{path}: {entry} {found!r}, expected {wanted!r}; run the benchmark again")
+    if found not in wanted:
+        expected = " or ".join(map(repr, wanted))
+        raise ResultsError(f"{path}: {entry} {found!r}, expected {expected}; run the benchmark again")
     if missing := [name for name in _NEEDED[kind] if results.get(name) is None]:
         raise ResultsError(f"{path}: no {', '.join(missing)}; run the benchmark again")
     if kind.startswith("kernels-") and not kind.endswith(f"-{results.get('kind')}-"):

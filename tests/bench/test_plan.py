@@ -9,7 +9,19 @@ import pytest
 
 from vllm_hwplugin import gates
 from vllm_hwplugin.bench import find_checkpoints
-from vllm_hwplugin.bench._plan import Case, NotOnThisHost, cases, check, job_for, synthetic_length
+from vllm_hwplugin.bench._plan import (
+    ALL_SIDES,
+    MRV2_SIDES,
+    SIDES,
+    Case,
+    NotOnThisHost,
+    cases,
+    check,
+    job_for,
+    possible_sides,
+    synthetic_length,
+    why_not_mrv2,
+)
 from vllm_hwplugin.patching import load_catalog
 
 
@@ -44,18 +56,43 @@ def test_stock_on_musa_keeps_the_platform_class_and_no_feature(settings, gpu_hos
     assert {gates.read(name, patched).text for name in switches} == {"on"}
 
 
-def test_the_third_side_is_stock_on_the_other_runner(settings, gpu_host, tmp_path):
-    # A runner that is set for all sides must not turn this one into a second stock.
+def test_the_sides_of_the_other_runner_are_the_same_two(settings, gpu_host, tmp_path):
+    # A runner that is set for all sides must not turn these into a second measurement of V1.
     settings = dataclasses.replace(settings, vllm_environment={"BOTH": "1", "VLLM_USE_V2_MODEL_RUNNER": "0"})
-    stock, v2 = (
-        job_for(Case("tiny", "dflash", 7), side, settings, gpu_host, find_checkpoints(None), tmp_path)
-        for side in ("stock", "mrv2")
-    )
-    assert (v2.options, v2.workloads, v2.patched) == (stock.options, stock.workloads, False)
-    differing = {k for k in v2.environment if v2.environment[k] != stock.environment.get(k)}
-    assert differing == {"VLLM_USE_V2_MODEL_RUNNER"}
-    assert v2.environment["VLLM_USE_V2_MODEL_RUNNER"] == "1"
-    assert v2.label == "tiny dflash k=7 mrv2"
+    jobs = {
+        side: job_for(Case("tiny", "dflash", 7), side, settings, gpu_host, find_checkpoints(None), tmp_path)
+        for side in ALL_SIDES
+    }
+    for stock, other in zip(SIDES, MRV2_SIDES, strict=True):
+        v1, v2 = jobs[stock], jobs[other]
+        assert (v2.options, v2.workloads, v2.patched) == (v1.options, v1.workloads, v1.patched)
+        differing = {k for k in v2.environment if v2.environment[k] != v1.environment.get(k)}
+        assert differing == {"VLLM_USE_V2_MODEL_RUNNER"}
+        assert v2.environment["VLLM_USE_V2_MODEL_RUNNER"] == "1"
+    assert {side: job.environment.get("ONE") for side, job in jobs.items()} == {
+        "stock": None,
+        "patched": "2",
+        "mrv2": None,
+        "mrv2-patched": "2",
+    }
+    assert jobs["mrv2-patched"].label == "tiny dflash k=7 mrv2-patched"
+
+
+def test_engines_that_are_alive_together_share_the_gpu_and_do_not_measure_its_memory(settings, gpu_host, tmp_path):
+    settings = dataclasses.replace(settings, sides=ALL_SIDES, batches=(1, 32))
+    case = Case("8b", "eagle3", 3)
+    together = job_for(case, "patched", settings, gpu_host, None, tmp_path / "a", own_process=True)
+    assert together.options["gpu_memory_utilization"] * len(ALL_SIDES) == pytest.approx(0.9)
+    # 37 layers of 8 heads of 128 keys and values in bfloat16, for 32 requests of the longest kind.
+    least = 37 * 8 * 128 * 2 * 2 * 32 * together.options["max_model_len"]
+    assert least <= together.options["kv_cache_memory_bytes"] <= 2 * least
+    assert together.environment["VLLM_ENABLE_V1_MULTIPROCESSING"] == "1"
+    alone = job_for(case, "patched", settings, gpu_host, None, tmp_path / "b")
+    assert {"gpu_memory_utilization", "kv_cache_memory_bytes"} & set(alone.options) == set()
+    assert alone.environment["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+    chosen = dataclasses.replace(settings, gpu_memory_utilization=0.1)
+    job = job_for(case, "patched", chosen, gpu_host, None, tmp_path / "c", own_process=True)
+    assert job.options["gpu_memory_utilization"] == 0.1
 
 
 def test_tiny_runs_the_same_prompts_at_every_batch_size(settings, gpu_host, tmp_path):
@@ -138,7 +175,9 @@ def test_dummy_shapes_are_refused_on_a_cpu(settings, cpu_host, gpu_host):
     ("method", "version"), [("eagle3", "0.20.0"), ("dflash", "0.24.0"), ("dflash", "0.24.0rc1"), ("dflash", "0.33.0")]
 )
 def test_model_runner_v2_where_it_has_the_method(gpu_host, method, version):
-    check(cases(["8b"], [method], [7]), dataclasses.replace(gpu_host, vllm=version), ("stock", "patched", "mrv2"))
+    host = dataclasses.replace(gpu_host, vllm=version)
+    check(cases(["8b"], [method], [7]), host, ALL_SIDES)
+    assert possible_sides([method], host) == ALL_SIDES
 
 
 @pytest.mark.parametrize("version", ["0.20.2", "0.23.0"])
@@ -146,24 +185,44 @@ def test_model_runner_v2_without_dflash_is_refused_before_any_engine(gpu_host, v
     host = dataclasses.replace(gpu_host, vllm=version)
     planned = cases(["8b"], ["eagle3", "dflash"], [7])
     check(planned, host)
+    assert possible_sides(["eagle3", "dflash"], host) == SIDES
     with pytest.raises(
-        NotOnThisHost, match=rf"cannot measure dflash on vLLM {version}.*since 0.24.0; leave --mrv2 out"
+        NotOnThisHost, match=rf"--side mrv2 cannot .*vLLM {version}.* dflash, which it runs since 0.24.0"
     ):
         check(planned, host, ("stock", "patched", "mrv2"))
 
 
 def test_model_runner_v2_on_a_cpu_is_refused(cpu_host):
-    with pytest.raises(NotOnThisHost, match="--mrv2 needs a GPU"):
-        check(cases(["tiny"], ["eagle3"], [3]), cpu_host, ("stock", "mrv2"))
+    with pytest.raises(NotOnThisHost, match="--side mrv2-patched cannot be measured: Model Runner V2 needs a GPU"):
+        check(cases(["tiny"], ["eagle3"], [3]), cpu_host, ("stock", "mrv2-patched"))
+    assert possible_sides(["eagle3"], cpu_host) == SIDES
 
 
-@pytest.mark.parametrize(("method", "since", "before"), [("dflash", "0.24.0", "0.23.0"), ("eagle3", "0.20.0", None)])
-def test_vllm_says_the_same_of_its_runner(vllm_tree, method, since, before):
+@pytest.mark.parametrize(
+    ("method", "since", "before"),
+    [
+        ("eagle", "0.20.0", None),
+        ("eagle3", "0.20.0", None),
+        ("mtp", "0.20.0", None),
+        ("dflash", "0.24.0", "0.23.0"),
+        ("draft_model", "0.31.0", "0.30.0"),
+    ],
+)
+def test_vllm_says_the_same_of_its_runner(vllm_tree, gpu_host, method, since, before):
     def refuses(version):
         text = vllm_tree(version).read("vllm/config/vllm.py")
         check = re.search(r"def _(validate_v2_model_runner|get_v2_model_runner_unsupported_features)\(", text)
-        known = re.search(r"\.method not in \(([^)]*)\)", text[check.start() :])
-        return f'"{method}"' not in known[1]
+        body = text[check.start() :].partition("\n    def ")[0]
+        until = body.partition("speculative method '")[0]
+        *_, (unless, named) = re.findall(r"\.method (not )?in \((.*?)\)", until, re.S)
+        return (f'"{method}"' in named) != bool(unless)
 
     assert not refuses(since)
-    assert before is None or refuses(before)
+    assert why_not_mrv2([method], dataclasses.replace(gpu_host, vllm=since)) is None
+    if before is not None:
+        assert refuses(before)
+        assert why_not_mrv2([method], dataclasses.replace(gpu_host, vllm=before)) is not None
+
+
+def test_p_eagle_runs_on_v1_alone(gpu_host):
+    assert possible_sides(["p-eagle"], dataclasses.replace(gpu_host, vllm="0.33.0")) == SIDES

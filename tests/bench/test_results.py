@@ -9,7 +9,7 @@ from vllm_hwplugin.bench._plan import Case
 def outcome(label, error=None):
     workload = Workload("batch 1", ((1,),), max_tokens=4, batch=1)
     event = {"event": "measured", "workload": "batch 1", "seconds": 1.0, "tokens": 4}
-    event |= {"steps": 2, "drafts": 2, "accepted_per_position": [1, 1]}
+    event |= {"steps": 2, "drafts": 2, "accepted_per_position": [1, 1], "host_us": 500.0}
     ready = {"event": "ready", "seconds": 7.0, "graph_modes": {"drafter": "FULL"}}
     ready |= {"platform": "a.B", "model_runner": "V1", "entry_points": {"g": {"n": "m:f"}}}
     job = Job(label, True, {}, {}, (workload,))

@@ -10,7 +10,7 @@ import subprocess
 import pytest
 
 from benchmarks.pages import RESULTS, ROOT, ResultsError, gains, outdated, pages, read_all
-from vllm_hwplugin.bench import rows
+from vllm_hwplugin.bench import rows, step_ms
 
 ENGINES = "benchmarks/results/engines-h200-vllm-0.26.0-eagle3.json"
 DFLASH = "benchmarks/results/engines-h200-vllm-0.26.0-dflash.json"
@@ -54,11 +54,18 @@ def test_a_page_that_is_old_is_named(tree):
     assert outdated(tree) == ["docs/benchmarks.md"]
 
 
-def test_the_chart_shows_every_ratio_of_the_results_files():
-    shown = re.findall(r">(\d+\.\d\d)</text>", (ROOT / "docs" / "benchmarks.svg").read_text(encoding="utf-8"))
-    wanted = [f"{ratio:.2f}" for one in gains(read_all(RESULTS, "engines-")) for ratio in one.ratios().values()]
-    # Those of the axis are there too.
-    assert [ratio for ratio in set(wanted) if shown.count(ratio) < wanted.count(ratio)] == [], "'make docs' draws it"
+def test_the_chart_shows_every_step_of_the_results_files():
+    shown = re.findall(r">([\d.]+)</text>", (ROOT / "docs" / "benchmarks.svg").read_text(encoding="utf-8"))
+    times = [
+        step_ms(side)
+        for one in gains(read_all(RESULTS, "engines-"))
+        for row in one.rows
+        for side in row.sides.values()
+        if side is not None
+    ]
+    wanted = [f"{ms:.3g}" if ms >= 10 else f"{ms:.2f}" for ms in times]
+    # Those of the axes are there too.
+    assert [one for one in set(wanted) if shown.count(one) < wanted.count(one)] == [], "'make docs' draws it"
 
 
 def test_the_chart_is_the_same_each_time():
@@ -97,16 +104,69 @@ def test_a_loss_is_called_a_loss(tree):
     after = table_of(pages(tree)["README.md"])
     key = ("0.26.0", "V1", "Qwen3-0.6B", "Eagle3 k=3")
     assert "loss" not in before[key]
-    assert after[key] == "**a loss**: 0.50 times stock's"
+    assert after[key] == "**a loss**: 0.50 times stock's †"
     # Every other row says what it said.
     assert {k for k in before if before[k] != after[k]} == {key, ("0.26.0", "V1", "Qwen3-8B", "Eagle3 k=3")}
 
 
-def test_model_runner_v2_gains_nothing(tree):
+def test_model_runner_v2_gains_nothing_where_the_plugin_does_nothing_for_it(tree):
     found = table_of(pages(tree)["README.md"])
     (said,) = {text.partition(";")[0] for (_, runner, *_), text in found.items() if runner == "V2"}
     assert said == "nothing"
     assert ("0.26.0", "V2", "Qwen3-0.6B", "DFlash k=7") in found
+
+
+def in_turn(results):
+    """As the command writes them now: four sides, each round's step, and what the GPU does of it."""
+    results["format"] = 2
+    for case in results["cases"]:
+        stock = case["sides"]["stock"]
+        case["sides"] = {
+            side: {**stock, "batches": {batch: entry(2.0 / speed) for batch in stock["batches"]}}
+            for side, speed in (("stock", 1.0), ("patched", 1.25), ("mrv2", 2.0), ("mrv2-patched", 4.0))
+        }
+
+
+def entry(step):
+    return {
+        "step_ms": {"best": step, "median": step * 1.1, "all": [step, step * 1.1]},
+        "tokens_per_step": 2.5,
+        "tokens_per_second": {"best": 2500 / step, "median": 2300 / step, "all": []},
+        "host_us": [500.0, 600.0],
+        "drafts": 9,
+        "acceptance_length": 2.5,
+        "acceptance_per_position": [0.9, 0.6],
+        "profile": {"steps": 3, "gpu_busy_ms": 0.25, "graph_launches": 1, "kernel_launches": 5},
+        "gpu_idle_share": 1 - 0.25 / step,
+    }
+
+
+def test_four_sides_in_turn_and_an_older_file_stand_beside_each_other(tree):
+    change(tree / DFLASH, in_turn)
+    made = pages(tree)
+    found = table_of(made["README.md"])
+    assert found["0.26.0", "V1", "Qwen3-0.6B", "DFlash k=7"] == "1.25 times stock's"
+    said = "2.00 times stock's; stock V2 gives 1.60 times V1's with the plugin"
+    assert found["0.26.0", "V2", "Qwen3-0.6B", "DFlash k=7"] == said
+    assert found["any other", "V2", "any", "any"] == "not measured"
+    assert found["0.26.0", "V1", "Qwen3-0.6B", "Eagle3 k=3"].endswith("stock's †")
+    assert (
+        "| 0.26.0 | V2 | Qwen3-0.6B | DFlash k=7 | 1.00 → 0.50 | 0.25 → 0.25 | 75% → 50% |"
+        in made["docs/benchmarks.md"]
+    )
+    assert "took 500 to 600 us beside the rounds" in made["benchmarks/results/engines.md"]
+
+
+def test_the_chart_has_the_gpu_as_a_floor_where_the_same_steps_were_profiled(tree):
+    pytest.importorskip("matplotlib")
+    from benchmarks.pages._chart import drawing
+
+    results = tree / "benchmarks" / "results"
+    assert "GPU busy" not in drawing(gains(read_all(results, "engines-")))
+    change(tree / DFLASH, in_turn)
+    drawn = drawing(gains(read_all(results, "engines-")))
+    assert drawn.count(">GPU busy</text>") == 1
+    assert drawn.count(">MRV2 patched</text>") == 1
 
 
 def test_the_newest_file_counts_and_one_that_failed_does_not(tree):
@@ -123,7 +183,7 @@ def test_the_newest_file_counts_and_one_that_failed_does_not(tree):
         for row in rows(results):
             row.sides["patched"]["tokens_per_second"]["best"] = 2 * row.sides["stock"]["tokens_per_second"]["best"]
 
-    for date, said in (("2020", before), ("2027", "2.00 times stock's")):
+    for date, said in (("2020", before), ("2027", "2.00 times stock's †")):
         again.write_text((tree / ENGINES).read_text())
         change(again, twice)
         change(again, lambda results, date=date: results.update(date=f"{date}-01-01T00:00:00+00:00"))
@@ -152,8 +212,8 @@ def test_a_wrong_answer_and_a_cell_without_a_figure_are_said(tree):
     ("name", "text", "said"),
     [
         ("engines-x.json", "not JSON", "not JSON"),
-        ("engines-x.json", "[]", "format 'list', expected 1"),
-        ("engines-x.json", '{"format": 0}', "format 0, expected 1"),
+        ("engines-x.json", "[]", "format 'list', expected 1 or 2"),
+        ("engines-x.json", '{"format": 0}', "format 0, expected 1 or 2"),
         ("engines-x.json", '{"format": 1, "cases": []}', "no date, commit, plugin, host, settings"),
         ("kernels-ops-x.json", '{"format": 1}', "kernels_format None, expected 1"),
         ("soak-x.json", '{"format": 1}', "format 1, expected 'soak 1'"),

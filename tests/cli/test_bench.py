@@ -9,27 +9,29 @@ import pytest
 from typer.testing import CliRunner
 
 from vllm_hwplugin.bench import Host, Outcome
-from vllm_hwplugin.cli import _bench
+from vllm_hwplugin.cli import _bench, _bench_profile
 from vllm_hwplugin.cli._app import app
 
 from .conftest import recording_launch
 
 GPU = Host("cuda", "NVIDIA H200", "580", "0.26.0", "2.11.0", "3.12.3", 16)
+CPU = Host("cpu", "Some CPU", None, "0.32.0", "2.13.0", "3.11.7", 2)
+ALL = ["stock", "patched", "mrv2", "mrv2-patched"]
 
 
-def answer(job):
+def answer(job, rounds):
     events = [{"event": "ready", "seconds": 1.0, "graph_modes": {}}]
     for workload in job.workloads:
-        for number in range(workload.rounds):
-            speed = 150 if job.patched else 100
+        for number in range(rounds):
             events.append(
                 {
                     "event": "measured",
                     "workload": workload.name,
                     "round": number,
-                    "seconds": 1.0,
-                    "tokens": speed,
-                    "steps": 10,
+                    "host_us": 500.0,
+                    "seconds": 1.0 if job.patched else 1.5,
+                    "tokens": 250,
+                    "steps": 100,
                     "drafts": 10,
                     "accepted_per_position": [9, 6],
                 }
@@ -37,75 +39,117 @@ def answer(job):
     return Outcome(job, tuple(events), 2.0)
 
 
+def crash(job):
+    return Outcome(job, (), 1.0, "killed by SIGSEGV", "last words [of it]")
+
+
 @pytest.fixture
 def run(monkeypatch, tmp_path):
     file = tmp_path / "r.json"
 
-    def call(arguments, launch=answer, host=GPU):
-        jobs = []
-        monkeypatch.setattr(_bench, "launch", recording_launch(launch, jobs))
+    def call(arguments, outcome=answer, host=GPU):
+        asked = []
+
+        def in_turn(jobs, measurements, *, rounds, at_once, timeout, on_event, keep):
+            asked.append((jobs, [one.name for one in measurements], rounds, at_once))
+            found = {side: outcome(job, rounds) for side, job in jobs.items()}
+            for one in found.values():
+                for event in one.events:
+                    on_event(event)
+            keep(found)
+            return found
+
+        monkeypatch.setattr(_bench, "measure_in_turn", in_turn)
         monkeypatch.setattr(_bench, "detect_host", lambda: host)
         monkeypatch.setenv("COLUMNS", "200")
         result = CliRunner().invoke(app, ["bench", "--json", str(file), *arguments], catch_exceptions=False)
-        return result, json.loads(file.read_text()) if file.exists() else None, jobs
+        return result, json.loads(file.read_text()) if file.exists() else None, asked
 
     call.file = file
     return call
 
 
-def test_stock_and_patched_in_turn_for_each_case(run):
-    result, found, jobs = run(["--shape", "0.6b", "--shape", "tiny", "--k", "2", "--k", "3", "--batch", "4"])
+def test_the_sides_of_a_case_are_measured_together_case_by_case(run):
+    result, found, asked = run(["--shape", "0.6b", "--shape", "tiny", "--k", "2", "--k", "3", "--batch", "4"])
     assert result.exit_code == 0, result.output
-    assert [j.label for j in jobs] == [
-        f"{shape} eagle3 k={k} {side}" for shape in ("0.6b", "tiny") for k in (2, 3) for side in ("stock", "patched")
+    assert [list(jobs) for jobs, *_ in asked] == [ALL] * 4
+    assert [jobs["mrv2"].label for jobs, *_ in asked] == [
+        f"{shape} eagle3 k={k} mrv2" for shape in ("0.6b", "tiny") for k in (2, 3)
     ]
     assert [(c["shape"], c["k"]) for c in found["cases"]] == [("0.6b", 2), ("0.6b", 3), ("tiny", 2), ("tiny", 3)]
+    assert found["format"] == 2
+    assert found["cases"][0]["sides"]["patched"]["batches"]["4"]["step_ms"]["best"] == 10.0
     assert "1.50" in result.output
 
 
-def test_the_third_side_follows_stock_and_patched(run):
-    result, found, jobs = run(["--shape", "8b", "--method", "dflash", "--k", "7", "--mrv2"])
-    assert result.exit_code == 0, result.output
-    assert [j.label for j in jobs] == [f"8b dflash k=7 {side}" for side in ("stock", "patched", "mrv2")]
-    assert list(found["cases"][0]["sides"]) == ["stock", "patched", "mrv2"]
-    assert "MRV2" in result.output
+@pytest.mark.parametrize(
+    ("method", "host", "sides"),
+    [
+        ("eagle3", GPU, ALL),
+        ("dflash", dataclasses.replace(GPU, vllm="0.20.2"), ALL[:2]),
+        ("eagle3", CPU, ALL[:2]),
+    ],
+)
+def test_all_sides_that_the_host_can_run(run, method, host, sides):
+    _, found, asked = run(["--method", method], host=host)
+    assert [list(jobs) for jobs, *_ in asked] == [sides]
+    # Engines on a CPU get a core each when they start.
+    assert [at_once for *_, at_once in asked] == [host is not CPU]
+    assert found["settings"]["sides"] == sides
 
 
-def test_a_vllm_whose_other_runner_lacks_the_method_is_refused(run):
+def test_a_side_that_the_host_cannot_run_is_refused(run):
     host = dataclasses.replace(GPU, vllm="0.20.2")
-    result, _, jobs = run(["--shape", "8b", "--method", "dflash", "--mrv2"], host=host)
+    result, _, asked = run(["--shape", "8b", "--method", "dflash", "--side", "stock", "--side", "mrv2"], host=host)
     assert result.exit_code == 2
-    assert "--mrv2 cannot measure dflash on vLLM 0.20.2" in result.output
-    assert jobs == []
+    assert "--side mrv2 cannot be measured: vLLM 0.20.2" in result.output
+    assert asked == []
 
 
 def test_one_engine_measures_all_batch_sizes(run):
-    _, found, jobs = run(["--shape", "8b", "--rounds", "2", "--profile-tokens", "0"])
-    assert len(jobs) == 2
-    assert [(w.batch, w.rounds, w.profile_tokens) for w in jobs[0].workloads] == [(1, 2, 0), (8, 2, 0), (32, 2, 0)]
-    assert jobs[0].options["max_num_seqs"] == 32
+    _, found, asked = run(["--shape", "8b", "--rounds", "2", "--profile-tokens", "0", "--side", "stock"])
+    ((jobs, names, rounds, _),) = asked
+    assert (names, rounds) == (["batch 1", "batch 8", "batch 32"], 2)
+    assert [(w.batch, w.profile_tokens) for w in jobs["stock"].workloads] == [(1, 0), (8, 0), (32, 0)]
+    assert jobs["stock"].options["max_num_seqs"] == 32
     assert list(found["cases"][0]["sides"]["stock"]["batches"]) == ["1", "8", "32"]
 
 
-def test_environments_for_both_sides_and_for_one(run):
-    options = ["--vllm-env", "A=1=2", "--patched-env", "B=", "--cudagraph-mode", "FULL_AND_PIECEWISE"]
-    _, found, jobs = run(["--shape", "0.6b", *options])
-    assert [(j.environment.get("A"), j.environment.get("B")) for j in jobs] == [("1=2", None), ("1=2", "")]
-    assert jobs[0].options["compilation_config"] == {"cudagraph_mode": "FULL_AND_PIECEWISE"}
+def test_environments_for_all_sides_and_for_the_patched_ones(run):
+    options = ["--vllm-env", "A=1=2", "--patched-env", "B=", "--cudagraph-mode", "FULL"]
+    _, found, ((jobs, *_),) = run(["--shape", "0.6b", *options])
+    environments = [(jobs[side].environment.get("A"), jobs[side].environment.get("B")) for side in ALL]
+    assert environments == [("1=2", None), ("1=2", "")] * 2
+    assert jobs["stock"].options["compilation_config"] == {"cudagraph_mode": "FULL"}
     assert found["settings"]["vllm_environment"] == {"A": "1=2"}
 
 
-def test_a_crash_of_one_side_is_in_the_results_and_the_rest_is_measured(run):
-    def launch(job):
-        return Outcome(job, (), 1.0, "killed by SIGSEGV", "last words [of it]") if job.patched else answer(job)
+def test_without_a_mode_the_graphs_are_vllms_default(run):
+    _, _, ((jobs, *_),) = run(["--shape", "0.6b"])
+    assert jobs["stock"].options["compilation_config"] == {"cudagraph_mode": "FULL_AND_PIECEWISE"}
 
-    result, found, jobs = run(["--shape", "0.6b", "--shape", "8b"], launch)
-    assert result.exit_code == 1
-    assert len(jobs) == 4
-    assert "0.6b eagle3 k=3 patched failed: killed by SIGSEGV" in result.output
+
+@pytest.mark.parametrize(
+    ("failed", "code"),
+    [
+        ({"patched"}, 1),
+        ({"mrv2-patched"}, 1),
+        ({"stock"}, 2),
+        ({"mrv2", "mrv2-patched"}, 2),
+        ({"stock", "mrv2-patched"}, 1),
+    ],
+)
+def test_a_crash_is_in_the_results_and_counts_by_its_own_runner(run, failed, code):
+    def outcome(job, rounds):
+        return crash(job) if job.label.rpartition(" ")[2] in failed else answer(job, rounds)
+
+    result, found, asked = run(["--shape", "0.6b", "--shape", "8b"], outcome)
+    assert result.exit_code == code
+    assert len(asked) == 2
+    assert "killed by SIGSEGV" in result.output
     assert "last words [of it]" in result.output
-    assert [c["sides"]["patched"]["error"] for c in found["cases"]] == ["killed by SIGSEGV"] * 2
-    assert found["cases"][1]["sides"]["stock"]["batches"]["8"]["tokens_per_second"]["best"] == 100
+    errors = {side for side, entry in found["cases"][1]["sides"].items() if entry["error"]}
+    assert errors == failed
 
 
 def test_standard_output_can_be_the_results_alone(run):
@@ -115,22 +159,36 @@ def test_standard_output_can_be_the_results_alone(run):
     assert found is None
 
 
-def test_a_crash_of_stock_says_nothing_of_the_plugin(run):
-    def launch(job):
-        return answer(job) if job.patched else Outcome(job, (), 1.0, "killed by SIGSEGV", "")
-
-    assert run(["--shape", "0.6b"], launch)[0].exit_code == 2
-
-
-def test_what_was_measured_is_in_the_file_before_the_next_engine_starts(run):
-    def launch(job):
-        if job.patched:
+def test_what_was_measured_is_in_the_file_before_the_next_case_starts(run):
+    def outcome(job, rounds):
+        if job.label.startswith("8b"):
             raise KeyboardInterrupt
-        return answer(job)
+        return answer(job, rounds)
 
-    result, found, _ = run(["--shape", "0.6b"], launch)
+    result, found, _ = run(["--shape", "0.6b", "--shape", "8b"], outcome)
     assert result.exit_code != 0
-    assert list(found["cases"][0]["sides"]) == ["stock"]
+    assert [case["shape"] for case in found["cases"]] == ["0.6b"]
+
+
+def test_a_profile_runs_each_side_alone_in_its_callers_process(run, monkeypatch, tmp_path):
+    def profiled(job):
+        (workload,) = job.workloads
+        phases = {"event": "phases", "workload": workload.name, "rows": [{"path": ["step"], "calls": 1.0, "us": 900.0}]}
+        counts = {"event": "profiled", "workload": workload.name, "gpu_busy_ms": 0.5}
+        return Outcome(job, (*answer(job, 1).events, phases, counts), 2.0)
+
+    jobs = []
+    monkeypatch.setattr(_bench_profile, "launch", recording_launch(profiled, jobs))
+    folder = tmp_path / "new" / "traces"
+    result, found, asked = run(["--shape", "0.6b", "--batch", "4", "--profile", str(folder)])
+    assert result.exit_code == 0, result.output
+    assert asked == []
+    assert {job.environment["VLLM_ENABLE_V1_MULTIPROCESSING"] for job in jobs} == {"0"}
+    assert not any("kv_cache_memory_bytes" in job.options for job in jobs)
+    assert [entry["side"] for entry in found["engines"]] == ALL
+    assert found["engines"][1]["trace"] == str(folder / "0.6b-eagle3-k=3-patched-batch-4.json.gz")
+    assert folder.is_dir()
+    assert found["engines"][0]["phases"] == [{"path": ["step"], "calls": 1.0, "us": 900.0}]
 
 
 @pytest.mark.parametrize(
@@ -139,19 +197,19 @@ def test_what_was_measured_is_in_the_file_before_the_next_engine_starts(run):
         (["--shape", "9b"], "choose from tiny, 0.6b, 8b"),
         (["--method", "ngram"], "choose from eagle3, dflash"),
         (["--vllm-env", "A"], "is not KEY=VAL"),
+        (["--side", "mrv3"], "choose from stock, patched, mrv2, mrv2-patched"),
         (["--batch", "97"], "holds 96 prompts, 97 were asked for"),
     ],
 )
 def test_bad_options_start_nothing(run, arguments, message):
-    result, found, jobs = run(arguments)
+    result, found, asked = run(arguments)
     assert result.exit_code == 2
     assert message in result.output
-    assert (found, jobs) == (None, [])
+    assert (found, asked) == (None, [])
 
 
 def test_dummy_shapes_on_a_cpu_are_refused(run):
-    host = Host("cpu", "Some CPU", None, "0.32.0", "2.13.0", "3.11.7", 2)
-    result, _, jobs = run(["--shape", "0.6b"], host=host)
+    result, _, asked = run(["--shape", "0.6b"], host=CPU)
     assert result.exit_code == 2
     assert "needs a GPU" in result.output
-    assert jobs == []
+    assert asked == []

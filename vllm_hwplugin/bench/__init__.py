@@ -41,6 +41,7 @@ from ._table import (
     speed,
     step,
     step_ms,
+    steps,
     table,
 )
 from ._turns import measure_in_turn, of_workloads
@@ -96,5 +97,6 @@ __all__ = [
     "speed",
     "step",
     "step_ms",
+    "steps",
     "table",
 ]

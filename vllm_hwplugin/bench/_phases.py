@@ -13,7 +13,8 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,26 +32,41 @@ Path = tuple[str, ...]
 
 @dataclass
 class Phases:
-    """Filled while :func:`timed` is entered: the seconds of each call, by what it was called within."""
+    """Filled while :func:`timed` is entered.
 
-    calls: dict[Path, list[float]] = field(default_factory=dict)
+    Attributes:
+        seconds: of each step that a path was in, by path; paths in the order of their first call.
+        calls: of each path, of all steps.
+    """
+
+    seconds: dict[Path, list[float]] = field(default_factory=dict)
+    calls: Counter[Path] = field(default_factory=Counter)
+
+    def add_step(self, taken: Mapping[Path, Sequence[float]]) -> None:
+        """Add what one step took: path -> the time of each call."""
+        for path, times in taken.items():
+            self.seconds.setdefault(path, []).append(sum(times))
+            self.calls[path] += len(times)
 
     def rows(self) -> list[dict[str, Any]]:
         """A row a path, each before what it contains: ``path``, ``calls`` a step, and ``us`` a step.
 
-        Of the calls' times the median counts: prompts, and what else is rare, leave it alone.
+        Of the steps the median counts: prompts, and what else is rare, leave it alone.
         """
-        steps = len(self.calls.get((STEP,), ()))
-        return [
-            {"path": list(path), "calls": len(times) / steps, "us": statistics.median(times) * len(times) / steps * 1e6}
-            for path, times in sorted(self.calls.items(), key=lambda item: self._order(item[0]))
-            if steps and path[0] == STEP
-        ]
+        steps = self.calls[(STEP,)]
+        order = {path: place for place, path in enumerate(self.seconds)}
 
-    def _order(self, path: Path) -> list[int]:
-        """Siblings by when they were first called."""
-        first = {known: place for place, known in enumerate(self.calls)}
-        return [first[path[: length + 1]] for length in range(len(path))]
+        def place(path: Path) -> list[int]:
+            return [order[path[: length + 1]] for length in range(len(path))]
+
+        return [
+            {
+                "path": list(path),
+                "calls": self.calls[path] / steps,
+                "us": statistics.median(self.seconds[path]) * len(self.seconds[path]) / steps * 1e6,
+            }
+            for path in sorted(self.seconds, key=place)
+        ]
 
 
 @contextmanager
@@ -61,19 +77,28 @@ def timed(core: Any, runner: Any) -> Iterator[Phases]:
         core: vLLM's ``EngineCore``, in this process.
         runner: its model runner, V1 or V2.
     """
-    phases, local = Phases(), threading.local()
+    phases = Phases()
+    taken: dict[Path, list[float]] = {}
+    above: Path = ()
+    thread = threading.get_ident()
 
     def timing(original: Callable[..., Any], name: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            above: Path = getattr(local, "path", ())
-            path = local.path = (*above, name)
-            times = phases.calls.setdefault(path, [])  # before the call, so that what contains comes first
+            nonlocal above
+            # What is done on other threads is not what a step waits for; what is done between steps is not its own.
+            if threading.get_ident() != thread or (not above and name != STEP):
+                return original(*args, **kwargs)
+            outside, above = above, (*above, name)
+            times = taken.setdefault(above, [])  # before the call, so that what contains comes first
             started = time.perf_counter()
             try:
                 return original(*args, **kwargs)
             finally:
                 times.append(time.perf_counter() - started)
-                local.path = above
+                above = outside
+                if name == STEP:
+                    phases.add_step(taken)
+                    taken.clear()
 
         return call
 

@@ -1,0 +1,105 @@
+"""Which graphs passes were given, on runners with the methods of vLLM's; the real V1 runner is in tests/e2e."""
+
+from __future__ import annotations
+
+import ast
+from types import SimpleNamespace as Bag
+
+import pytest
+
+from vllm_hwplugin.bench._graphs import counted
+
+FULL, NONE = Bag(name="FULL"), Bag(name="NONE")
+
+
+class V1Runner:
+    def __init__(self, drafter):
+        self.drafter = drafter
+
+    def _determine_batch_execution_and_padding(self, num_tokens, num_reqs):
+        return FULL, Bag(num_tokens=8), False, None, None
+
+    def step(self):
+        self._determine_batch_execution_and_padding(num_tokens=7, num_reqs=2)
+        self.drafter.propose()
+
+
+class Proposer:
+    def __init__(self):
+        self.draft_graphs = DraftGraphs(self)
+
+    def _determine_batch_execution_and_padding(self, num_tokens, use_cudagraphs=True):
+        return NONE, num_tokens, None
+
+    def propose(self):
+        for tokens in (7, 2):
+            self.draft_graphs.determine_batch_execution_and_padding(tokens)
+
+
+class DraftGraphs:
+    """The plugin's: a graph for two, and vLLM's own answer for the rest."""
+
+    def __init__(self, proposer):
+        self.proposer = proposer
+
+    def determine_batch_execution_and_padding(self, num_tokens):
+        if num_tokens > 2:
+            return self.proposer._determine_batch_execution_and_padding(num_tokens)
+        return FULL, 4, None
+
+
+def row(model, unpadded, padded, mode, count):
+    return {"model": model, "unpadded": unpadded, "padded": padded, "mode": mode, "count": count}
+
+
+def test_v1_with_the_plugins_graphs_counts_a_pass_once():
+    runner = V1Runner(Proposer())
+    with counted(runner) as counts:
+        for _ in range(3):
+            runner.step()
+    runner.step()
+    assert counts.rows() == [
+        row("target", 7, 8, "FULL", 3),
+        row("drafter", 2, 4, "FULL", 3),
+        row("drafter", 7, 7, "NONE", 3),
+    ]
+    assert set(vars(runner)) == {"drafter"}
+    assert set(vars(runner.drafter)) == {"draft_graphs"}
+
+
+class Manager:
+    def dispatch(self, num_reqs, num_tokens, uniform_token_count, num_active_loras=0):
+        return Bag(cg_mode=FULL, num_tokens=16)
+
+
+def test_v2_names_each_managers_part():
+    speculator = Bag(prefill_cudagraph_manager=Manager(), decode_cudagraph_manager=Manager(), other_manager=None)
+    runner = Bag(cudagraph_manager=Manager(), speculator=speculator, encoder_cudagraph_manager=None)
+    with counted(runner) as counts:
+        runner.cudagraph_manager.dispatch(2, 8, 4)
+        speculator.prefill_cudagraph_manager.dispatch(2, num_tokens=8, uniform_token_count=4)
+        for _ in range(2):
+            speculator.decode_cudagraph_manager.dispatch(2, 2, 1, num_active_loras=0)
+    assert counts.rows() == [
+        row("target", 8, 16, "FULL", 1),
+        row("drafter decode", 2, 16, "FULL", 2),
+        row("drafter prefill", 8, 16, "FULL", 1),
+    ]
+    assert vars(runner.cudagraph_manager) == {}
+
+
+@pytest.mark.parametrize("version", ["0.20.0", "0.26.0", "0.33.0"])
+def test_vllm_has_these_methods(vllm_tree, version):
+    tree = vllm_tree(version)
+
+    def arguments(path, method):
+        functions = [one for one in ast.walk(ast.parse(tree.read(path))) if isinstance(one, ast.FunctionDef)]
+        return [[a.arg for a in one.args.args] for one in functions if one.name == method]
+
+    method = "_determine_batch_execution_and_padding"
+    for path in ("vllm/v1/worker/gpu_model_runner.py", "vllm/v1/spec_decode/llm_base_proposer.py"):
+        (found,) = arguments(path, method)
+        assert found[:2] == ["self", "num_tokens"]
+    found = arguments("vllm/v1/worker/gpu/cudagraph_utils.py", "dispatch")
+    assert found
+    assert all(one[:3] == ["self", "num_reqs", "num_tokens"] for one in found)

@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+pytest.importorskip("numpy")
+
+from vllm_hwplugin.bench import _serving_load
+from vllm_hwplugin.bench._latency import load_entry
+from vllm_hwplugin.bench._serving_load import latencies, run_load
+
+
+def test_latencies_of_one_request():
+    found = latencies([10.0, 10.5, 10.6, 10.9])
+    assert (found["ttft"], found["e2e"], found["gaps"]) == (0.5, pytest.approx(0.9), pytest.approx([0.1, 0.3]))
+    assert latencies([10.0]) == {"ttft": 0.0, "e2e": 0.0, "gaps": []}
+
+
+def round_of(requests, seconds):
+    return {
+        "host_us": 1.0,
+        "seconds": seconds,
+        "steps": 4,
+        "drafts": 5,
+        "accepted_per_position": [4, 1],
+        "graphs": [{"model": "drafter", "unpadded": 3, "padded": 4, "mode": "FULL", "count": 7}],
+        "requests": requests,
+    }
+
+
+def test_all_requests_of_all_rounds_make_the_percentiles():
+    # 100 requests of 1 ms to 100 ms to the first token, 11 tokens each, one more after every 2 ms.
+    requests = [
+        {"prompt_tokens": 2, "tokens": 11, "ttft": n / 1e3, "e2e": n / 1e3 + 0.02, "gaps": [0.002] * 10}
+        for n in range(1, 101)
+    ]
+    alone = [{"prompt_tokens": 2, "tokens": 1, "ttft": 0.0505, "e2e": 0.0505, "gaps": []}]
+    entry = load_entry([round_of(requests[:50], 2.0), round_of([*requests[50:], *alone], 1.0)])
+    assert entry["ttft_ms"]["p50"] == pytest.approx(50.5)
+    assert entry["ttft_ms"]["p99"] == pytest.approx(99.0, abs=0.1)
+    # One token has no time per token after the first.
+    assert entry["tpot_ms"] == pytest.approx({"mean": 2.0, "p50": 2.0, "p99": 2.0})
+    assert entry["itl_ms"]["p99"] == pytest.approx(2.0)
+    assert entry["e2e_ms"]["mean"] == pytest.approx((sum(range(1, 101)) + 20 * 100 + 50.5) / 101)
+    assert entry["tokens_per_second"]["all"] == [275.0, 551.0]
+    assert (entry["requests"], entry["tokens"], entry["steps"]) == (101, 1101, 8)
+    assert entry["acceptance_per_position"] == [0.8, 0.2]
+    assert entry["graphs"] == [{"model": "drafter", "unpadded": 3, "padded": 4, "mode": "FULL", "count": 14}]
+    assert load_entry([]) is None
+
+
+def test_a_load_keeps_its_bound_and_its_times(monkeypatch):
+    running, most, begun = 0, 0, []
+
+    async def request(engine, name, prompt, load, max_tokens, number):
+        nonlocal running, most
+        begun.append((number, time.perf_counter()))
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.03)
+        running -= 1
+        return {"number": number, "tokens": max_tokens}
+
+    monkeypatch.setattr(_serving_load, "_request", request)
+    monkeypatch.setattr(_serving_load, "prompt_ids", lambda model, load: [[1]] * len(load["requests"]))
+    requests = [{"prompt": 1, "max_tokens": n, "at": 0.2 if n == 5 else 0.0} for n in range(6)]
+
+    class Engine:
+        class vllm_config:
+            model_config = None
+
+    since = time.perf_counter()
+    found = asyncio.run(run_load(Engine(), {"requests": requests, "concurrency": 2}))
+    assert most == 2
+    assert [one["number"] for one in found["requests"]] == list(range(6))
+    assert begun[-1][0] == 5
+    assert begun[-1][1] - since >= 0.2

@@ -1,0 +1,119 @@
+"""Engines in turn, with small scripts in the engines' places that follow the same commands."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+import pytest
+
+from vllm_hwplugin import record
+from vllm_hwplugin.bench import Job, Workload, _launch, measure_in_turn, of_workloads
+from vllm_hwplugin.bench._turns import Turn, turns
+
+WORKLOADS = tuple(
+    Workload(f"batch {batch}", ((1,),), max_tokens=8, batch=batch, rounds=3, warmup_tokens=4, profile_tokens=tokens)
+    for batch, tokens in ((1, 4), (2, 0))
+)
+ANSWERS = """
+import json, os, sys, time
+job, answer = json.load(open(sys.argv[-2])), open(sys.argv[-1], "a")
+shared = os.environ["SHARED"]
+
+def say(**facts):
+    answer.write(json.dumps(facts) + "\\n"); answer.flush()
+
+def note(what):
+    with open(shared, "a") as file:
+        file.write(f"{job['label']} {what}\\n")
+
+note("starts")
+time.sleep(float(os.environ["START"]))
+note("ready")
+say(event="ready", seconds=1.0, pid=os.getpid())
+for line in sys.stdin:
+    command = json.loads(line)
+    note(" ".join([command["do"], command.get("workload", ""), str(command.get("round", ""))]).strip())
+    if command["do"] == os.environ["DIES_OF"] and command.get("round") == 1:
+        print("the reason", flush=True)
+        os._exit(7)
+    if command["do"] == os.environ["HANGS_AT"]:
+        time.sleep(300)
+    if command["do"] == "end":
+        say(event="done")
+        break
+    name = {"warm-up": "warm", "round": "measured", "profile": "profiled"}[command["do"]]
+    say(event=name, workload=command["workload"], round=command.get("round"))
+"""
+
+
+@pytest.fixture
+def engines(monkeypatch, tmp_path):
+    """`engines(sides)`: their jobs, and a function that reads what they did, in its order in time."""
+    script, wrapper, shared = tmp_path / "child.py", tmp_path / "python", tmp_path / "shared"
+    script.write_text(ANSWERS)
+    wrapper.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{script}" "$@"\n')
+    wrapper.chmod(0o755)
+    monkeypatch.setattr(_launch.sys, "executable", str(wrapper))
+    monkeypatch.setattr(record, "read_all", list)
+
+    def make(*sides, dies_of="", hangs_at="", start=0.0):
+        usual = {"SHARED": str(shared), "DIES_OF": "", "HANGS_AT": "", "START": str(start)}
+        jobs = {side: Job(side, False, {}, dict(usual), WORKLOADS) for side in sides}
+        jobs[sides[0]].environment.update(DIES_OF=dies_of, HANGS_AT=hangs_at)
+        return jobs, lambda: shared.read_text().splitlines()
+
+    return make
+
+
+def test_every_side_has_its_turn_before_one_has_its_next():
+    assert list(turns(2, ["x", "y"], ["a", "b"])) == [
+        Turn(number, workload, side) for number in (0, 1) for workload in ("x", "y") for side in ("a", "b")
+    ]
+
+
+def test_engines_are_alive_together_and_take_turns(engines):
+    jobs, done = engines("a", "b")
+    kept = []
+    outcomes = measure_in_turn(
+        jobs, of_workloads(jobs), rounds=2, at_once=False, timeout=30, keep=lambda found: kept.append(found)
+    )
+    rounds = [f"{side} round batch {size} {n}" for n in (0, 1) for size in (1, 2) for side in "ab"]
+    warm = [f"{side} warm-up batch {size}" for size in (1, 2) for side in "ab"]
+    started = ["a starts", "a ready", "b starts", "b ready"]
+    # Profiled last, because that slows a process for good.
+    ended = ["a profile batch 1", "b profile batch 1", "a end", "b end"]
+    assert done() == [*started, *warm, *rounds, *ended]
+    assert [outcomes[side].error for side in "ab"] == [None, None]
+    assert [event["event"] for event in outcomes["b"].of("measured", "batch 2")] == ["measured"] * 2
+    assert [len(found["a"].of("measured")) for found in kept] == [2, 4]
+
+
+def test_side_by_side_all_start_before_one_is_ready(engines):
+    jobs, done = engines("a", "b", "c", start=0.5)
+    measure_in_turn(jobs, of_workloads(jobs), rounds=1, at_once=True, timeout=30)
+    assert sorted(done()[:3]) == ["a starts", "b starts", "c starts"]
+
+
+def test_a_side_that_dies_is_left_out_and_the_others_go_on(engines):
+    jobs, done = engines("a", "b", dies_of="round")
+    outcomes = measure_in_turn(jobs, of_workloads(jobs), rounds=3, at_once=True, timeout=30)
+    assert outcomes["a"].error == "exit code 7"
+    assert outcomes["a"].log_tail == "the reason"
+    # What it measured before is kept.
+    assert len(outcomes["a"].of("measured")) == 2
+    assert outcomes["b"].error is None
+    assert len(outcomes["b"].of("measured")) == 6
+    assert done().count("a round batch 1 1") == 1
+
+
+def test_a_side_that_hangs_is_ended(engines):
+    jobs, _ = engines("a", "b", hangs_at="profile")
+    since = time.monotonic()
+    outcomes = measure_in_turn(jobs, of_workloads(jobs), rounds=1, at_once=True, timeout=2)
+    assert outcomes["a"].error == "no answer 'profiled' after 2 s; killed"
+    assert outcomes["b"].error is None
+    assert time.monotonic() - since < 60
+    with pytest.raises(ProcessLookupError):
+        os.kill(outcomes["a"].ready()["pid"], 0)

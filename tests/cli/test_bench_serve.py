@@ -1,0 +1,133 @@
+"""The command ``bench serve`` with the engines replaced: what they are asked for, and what is made of their answers."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from vllm_hwplugin.bench import Host, Outcome
+from vllm_hwplugin.cli import _bench_serve
+from vllm_hwplugin.cli._app import app
+
+pytest.importorskip("numpy")
+
+GPU = Host("cuda", "NVIDIA H200", "580", "0.26.0", "2.11.0", "3.12.3", 16)
+CASE = ["--target", "T", "--draft", "D", "--method", "eagle3"]
+
+
+def answer(job, names, rounds):
+    request = {"prompt_tokens": 8, "tokens": 11, "ttft": 0.05, "e2e": 0.25, "gaps": [0.02] * 10}
+    loaded = {
+        "event": "loaded",
+        "host_us": 500.0,
+        "seconds": 1.0,
+        "requests": [request] * 4,
+        "graphs": [{"model": "drafter", "unpadded": 3, "padded": 4, "mode": "FULL", "count": 7}],
+        "steps": 9,
+        "drafts": 10,
+        "accepted_per_position": [9, 6],
+    }
+    events = [{**loaded, "workload": name} for _ in range(rounds) for name in names]
+    return Outcome(job, ({"event": "ready", "seconds": 1.0}, *events), 2.0)
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path):
+    file = tmp_path / "r.json"
+
+    def call(arguments, host=GPU):
+        asked = []
+
+        def in_turn(jobs, measurements, *, rounds, at_once, timeout, on_event, keep):
+            asked.append((jobs, measurements, rounds, at_once))
+            return {side: answer(job, [one.name for one in measurements], rounds) for side, job in jobs.items()}
+
+        monkeypatch.setattr(_bench_serve, "measure_in_turn", in_turn)
+        monkeypatch.setattr(_bench_serve, "detect_host", lambda: host)
+        monkeypatch.setenv("COLUMNS", "200")
+        command = ["bench", "serve", "--json", str(file), *arguments]
+        result = CliRunner().invoke(app, command, catch_exceptions=False)
+        return result, json.loads(file.read_text()) if file.exists() else None, asked
+
+    return call
+
+
+def test_every_load_on_the_same_engines_and_each_k_on_its_own(run):
+    loads = ["--concurrency", "1", "--concurrency", "16", "--temperature", "0", "--temperature", "1"]
+    result, found, asked = run([*CASE, "--k", "3", "--k", "15", *loads, "--num-prompts", "20"])
+    assert result.exit_code == 0, result.output
+    assert [jobs["stock"].options["speculative_config"]["num_speculative_tokens"] for jobs, *_ in asked] == [3, 15]
+    (jobs, measurements, rounds, at_once), _ = asked
+    assert list(jobs) == ["stock", "patched", "mrv2", "mrv2-patched"]
+    assert jobs["stock"].options["max_num_seqs"] == 16
+    assert jobs["stock"].options["max_model_len"] == 1024 + 256 + 4
+    assert (rounds, at_once) == (2, False)
+    sent = [one.round["load"] for one in measurements]
+    assert [(load["concurrency"], load["temperature"]) for load in sent] == [(1, 0), (1, 1), (16, 0), (16, 1)]
+    assert sent[0]["requests"] == [{"prompt": 1024, "max_tokens": 256, "at": 0.0}] * 20
+    assert sent[0]["ignore_eos"] is True
+    assert [len(one.warm_up["load"]["requests"]) for one in measurements] == [1, 1, 16, 16]
+    entry = found["cases"][1]["sides"]["mrv2-patched"]["loads"]["16 at once, temperature 1"]
+    assert found["cases"][1]["k"] == 15
+    assert entry["ttft_ms"]["p99"] == pytest.approx(50)
+    assert entry["tpot_ms"]["p50"] == pytest.approx(20)
+    assert entry["acceptance_per_position"] == [0.9, 0.6]
+    assert entry["graphs"][0]["count"] == 14
+
+
+def test_a_file_of_prompts_comes_by_the_clock_and_ends_where_the_model_ends_it(run, tmp_path):
+    prompts = tmp_path / "gsm8k.jsonl"
+    prompts.write_text("".join(json.dumps({"question": f"{n} + 1?", "answer": "-"}) + "\n" for n in range(9)))
+    arguments = ["--prompts", str(prompts), "--num-prompts", "6", "--concurrency", "0", "--request-rate", "10"]
+    _, found, ((jobs, (one,), *_),) = run([*CASE, *arguments])
+    load = one.round["load"]
+    assert [request["prompt"] for request in load["requests"]] == [f"{n} + 1?" for n in range(6)]
+    times = [request["at"] for request in load["requests"]]
+    assert times == sorted(set(times))
+    assert (load["concurrency"], load["ignore_eos"], load["chat"]) == (0, False, True)
+    # Nobody has counted these tokens, nor bounded the requests: the model and vLLM say how many.
+    assert {"max_model_len", "max_num_seqs"} & set(jobs["stock"].options) == set()
+    assert found["settings"]["num_prompts"] == 6
+
+
+@pytest.mark.parametrize(
+    ("method", "draft", "config"),
+    [
+        ("mtp", [], {"method": "mtp", "num_speculative_tokens": 3}),
+        (
+            "p-eagle",
+            ["--draft", "D"],
+            {"method": "eagle3", "parallel_drafting": True, "num_speculative_tokens": 3, "model": "D"},
+        ),
+    ],
+)
+def test_methods_as_vllm_names_them(run, method, draft, config):
+    _, _, ((jobs, *_),) = run(["--target", "T", "--method", method, *draft, "--side", "patched"])
+    assert jobs["patched"].options["speculative_config"] == config
+
+
+def test_with_a_size_of_the_cache_engines_start_side_by_side(run):
+    _, _, ((jobs, *_, at_once),) = run([*CASE, "--kv-cache-gib", "2.5", "--tensor-parallel-size", "2"])
+    assert at_once
+    options = jobs["mrv2"].options
+    assert options["kv_cache_memory_bytes"] == 2684354560
+    assert (options["tensor_parallel_size"], options["dtype"]) == (2, "auto")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--target", "T", "--method", "eagle3"], "eagle3 needs a drafter"),
+        ([*CASE[:-1], "ngram"], "choose from eagle, eagle3, p-eagle"),
+        ([*CASE, "--side", "mrv3"], "choose from stock, patched, mrv2, mrv2-patched"),
+        ([*CASE[:-1], "p-eagle", "--side", "mrv2"], "Model Runner V2 runs p-eagle in no supported vLLM"),
+        ([*CASE, "--prompts", "/nowhere.jsonl"], "does not exist"),
+    ],
+)
+def test_bad_options_start_nothing(run, arguments, message):
+    result, found, asked = run(arguments)
+    assert result.exit_code == 2
+    assert message in result.output
+    assert (found, asked) == (None, [])
