@@ -10,7 +10,14 @@ import pytest
 from vllm_hwplugin.bench._phases import Phases, timed
 
 SOURCE = """
-import threading, time
+import dataclasses, threading, time
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    size: int = 1
+
+    def doubled(self):
+        return 2 * self.size
 
 class Scheduler:
     def schedule(self):
@@ -23,6 +30,7 @@ class Helper:
 class Runner:
     def __init__(self):
         self.drafter = None
+        self.facts = Facts()
         self.helper = Helper()
         self.drafts = 0
 

@@ -118,7 +118,7 @@ def _methods(core: Any, runner: Any) -> Iterator[tuple[Any, str, str]]:
     owners = [core.scheduler, runner, drafter, *(one for one in helpers if type(one).__module__.startswith(_OURS))]
     seen = set()
     for owner in owners:
-        if owner is None or id(owner) in seen or not hasattr(owner, "__dict__"):
+        if owner is None or id(owner) in seen or not _takes_attributes(owner):
             continue
         seen.add(id(owner))
         kinds = [kind for kind in type(owner).__mro__ if kind.__module__.startswith(_OURS)]
@@ -126,6 +126,11 @@ def _methods(core: Any, runner: Any) -> Iterator[tuple[Any, str, str]]:
             method = inspect.getattr_static(owner, name)
             if inspect.isfunction(method) and not name.startswith("__") and not inspect.isgeneratorfunction(method):
                 yield owner, name, f"{type(owner).__name__}.{name}"
+
+
+def _takes_attributes(owner: Any) -> bool:
+    frozen = getattr(getattr(type(owner), "__dataclass_params__", None), "frozen", False)
+    return hasattr(owner, "__dict__") and not frozen
 
 
 def _functions(runner: Any) -> Iterator[tuple[Any, str, str]]:

@@ -1,0 +1,152 @@
+"""What ``bench`` and ``bench serve`` measure with, on the real vLLM on a CPU: an engine in a process of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import json
+import os
+
+import pytest
+
+from vllm_hwplugin import bench
+from vllm_hwplugin.bench import serve
+from vllm_hwplugin.bench._plan import Case
+from vllm_hwplugin.bench._rounds import rounds_entry
+
+pytestmark = pytest.mark.engine
+
+CASE = Case("tiny", "eagle3", 3)
+SETTINGS = bench.Settings(
+    batches=(2,),
+    rounds=2,
+    cudagraph_mode="FULL",
+    tokens=32,
+    tiny_prompts=4,
+    tiny_tokens=32,
+    acceptance_length=None,
+    profile_tokens=0,
+    vllm_environment={},
+    patched_environment={},
+    sides=("patched",),
+)
+SERVED = serve.ServeSettings(
+    target="",
+    draft=None,
+    method="eagle3",
+    ks=(3,),
+    sides=("patched",),
+    prompts=None,
+    num_prompts=3,
+    input_len=20,
+    output_len=9,
+    temperatures=(1.0,),
+    concurrencies=(2,),
+    request_rates=(50.0,),
+    rounds=2,
+    seed=0,
+    chat=True,
+    ignore_eos=True,
+    cudagraph_mode="FULL",
+    max_model_len=None,
+    tensor_parallel_size=1,
+    gpu_memory_utilization=None,
+    kv_cache_gib=None,
+    vllm_environment={},
+    patched_environment={},
+)
+
+
+@pytest.fixture(scope="module")
+def outcome(cpu_host: bench.Host, tmp_path_factory: pytest.TempPathFactory) -> bench.Outcome:
+    """One engine: batches of two of four prompts, a load of random prompts and a text, then a profile."""
+    folder = tmp_path_factory.mktemp("cache")
+    checkpoints = bench.find_checkpoints(None)
+    job = bench.job_for(CASE, "patched", SETTINGS, cpu_host, checkpoints, folder, own_process=True)
+    job.environment["VLLM_HWPLUGIN_CACHE_DIR"] = str(folder)
+    job = dataclasses.replace(
+        job, workloads=tuple(dataclasses.replace(one, profile_tokens=12) for one in job.workloads)
+    )
+    jobs = {"patched": job}
+    loads = serve.serve_measurements(SERVED, [20, 20, "the dog"])
+    with pytest.MonkeyPatch.context() as patch:
+        # The records are read in this process.
+        patch.setenv("VLLM_HWPLUGIN_CACHE_DIR", str(folder))
+        found = bench.measure_in_turn(jobs, [*bench.of_workloads(jobs), *loads], rounds=2, at_once=False, timeout=800)[
+            "patched"
+        ]
+    assert found.error is None, found.log_tail
+    return found
+
+
+def test_the_engines_core_is_a_process_of_its_own_and_is_asked_what_it_runs(outcome):
+    ready = outcome.ready()
+    assert (ready["model_runner"], ready["graph_modes"]["target"]) == ("V1", "NONE")
+    pids = {record["role"]: record["pid"] for record in outcome.records}
+    assert pids["parent"] == ready["pid"]
+    (used,) = [record for record in outcome.records if record["uses"]]
+    assert used["pid"] != ready["pid"]
+    for record in outcome.records:
+        with pytest.raises(ProcessLookupError):
+            os.kill(record["pid"], 0)
+
+
+def test_a_step_is_counted_while_all_requests_draft(outcome):
+    entry = rounds_entry(outcome, "batch 2")
+    assert entry["rounds"] == 2
+    assert len(entry["host_us"]) == 2
+    one, other = outcome.of("measured", "batch 2")
+    # The same texts each time, so the same steps in the windows and the same drafts outside of them.
+    assert [one[name] for name in ("steps", "drafts", "accepted_per_position")] == [
+        other[name] for name in ("steps", "drafts", "accepted_per_position")
+    ]
+    # Two groups of two requests with 32 tokens each; a window has neither prompts nor what one request does alone.
+    assert 0 < one["steps"] < one["drafts"] / 2 + 2
+    assert 2 < entry["tokens_per_step"] <= 2 * 4
+    assert entry["tokens_per_step"] == pytest.approx(2 * entry["acceptance_length"], rel=0.25)
+    assert 0 < entry["step_ms"]["best"] <= entry["step_ms"]["median"]
+
+
+def test_a_profile_is_taken_in_the_engines_process(outcome):
+    (profile,) = outcome.of("profiled", "batch 2")
+    assert profile["steps"] > 2
+    assert profile["step_ms_profiled"] > 0
+
+
+def test_a_load_is_seen_as_clients_see_it(outcome):
+    (case,) = serve.load_cases(SERVED)
+    rounds = outcome.of("loaded", case.name)
+    entry = serve.load_entry(rounds)
+    assert (entry["requests"], entry["tokens"]) == (6, 6 * 9)
+    # "the dog" is three tokens, and the template adds a line break.
+    assert entry["prompt_tokens"] == 2 * (20 + 20 + 4)
+    for name in serve.LATENCIES:
+        assert 0 < entry[name]["p50"] <= entry[name]["p99"]
+    assert entry["ttft_ms"]["p50"] < entry["e2e_ms"]["p50"]
+    assert entry["drafts"] > 0
+    assert len(entry["acceptance_per_position"]) == 3
+    passes = {
+        name: sum(row["count"] for row in entry["graphs"] if row["model"] == name) for name in ("target", "drafter")
+    }
+    assert passes["target"] >= entry["steps"] > 0
+    # A first pass and two of one token.
+    assert passes["target"] < passes["drafter"] <= 3 * passes["target"]
+    assert {row["mode"] for row in entry["graphs"]} == {"NONE"}
+
+
+def test_the_hosts_time_by_phase_and_the_trace(cpu_host, tmp_path):
+    trace = tmp_path / "trace.json.gz"
+    job = bench.job_for(CASE, "patched", SETTINGS, cpu_host, bench.find_checkpoints(None), tmp_path)
+    workloads = tuple(dataclasses.replace(w, rounds=1, profile_tokens=8, trace=str(trace)) for w in job.workloads)
+    outcome = bench.launch(dataclasses.replace(job, workloads=workloads), timeout=800)
+    assert outcome.error is None, outcome.log_tail
+    (phases,) = outcome.of("phases", "batch 2")
+    rows = {tuple(row["path"][1:]): row for row in phases["rows"] if len(row["path"]) == 2}
+    whole = phases["rows"][0]
+    assert whole["path"] == ["step"]
+    names = {path[0].partition(".")[2]: row for path, row in rows.items()}
+    assert {"schedule", "execute_model", "sample_tokens", "update_from_output"} <= set(names)
+    assert 0.5 * whole["us"] < sum(row["us"] for row in rows.values()) < 1.1 * whole["us"]
+    assert ["EagleProposer.propose"] in [row["path"][-1:] for row in phases["rows"]]
+    with gzip.open(trace, "rt") as file:
+        assert any(event.get("name") == "hwplugin.verify-step" for event in json.load(file)["traceEvents"])
