@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from . import _engine_tables, _engines, _kernel_tables, _kernels
+from . import _engine_tables, _engines, _kernel_tables, _kernels, _phase_tables
 from ._gains import gains
 from ._read import ResultsError, read_all
 
@@ -27,6 +27,7 @@ def pages(root: Path = ROOT) -> dict[str, str]:
     results = root / _FOLDER
     engines, soaks = read_all(results, "engines-"), read_all(results, "soak-")
     kernels = [*read_all(results, "kernels-attention-"), *read_all(results, "kernels-ops-")]
+    phases = read_all(results, "phases-")
     readme = (root / "README.md").read_text(encoding="utf-8")
     return {
         "README.md": _between(readme, _engines.first_screen(engines, kernels)),
@@ -34,6 +35,7 @@ def pages(root: Path = ROOT) -> dict[str, str]:
         "docs/kernel-benchmarks.md": _kernels.page(kernels),
         "benchmarks/results/engines.md": _engine_tables.markdown(engines),
         "benchmarks/results/kernels.md": _kernel_tables.markdown(kernels),
+        **({"benchmarks/results/phases.md": _phase_tables.markdown(phases)} if phases else {}),
     }
 
 

@@ -19,6 +19,7 @@ _FORMATS: Mapping[str, tuple[str, tuple[Any, ...]] | None] = {
     "kernels-attention-": ("kernels_format", (micro.FORMAT,)),
     "kernels-ops-": ("kernels_format", (micro.FORMAT,)),
     "soak-": ("format", (soak.FORMAT,)),
+    "phases-": ("format", (bench.PHASES_FORMAT,)),
     "probe-": None,
     "start_cost": None,
 }
@@ -28,6 +29,7 @@ _NEEDED = {
     "kernels-attention-": ("date", "commit", "plugin", "host", "settings", "processes", "cells"),
     "kernels-ops-": ("date", "commit", "plugin", "host", "settings", "processes", "cells"),
     "soak-": ("date", "commit", "plugin", "host", "settings", "sides", "failures"),
+    "phases-": ("date", "commit", "plugin", "host", "settings", "engines"),
 }
 
 

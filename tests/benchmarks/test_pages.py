@@ -198,6 +198,30 @@ def test_what_failed_and_was_not_measured_since_is_said(tree):
     assert ("0.26.0", "V1", "Qwen3-0.6B", "DFlash k=7") not in table_of(made["README.md"])
 
 
+def test_the_hosts_time_stands_function_below_function(tree):
+    assert "benchmarks/results/phases.md" not in pages(tree)
+    engine = {"shape": "0.6b", "method": "eagle3", "k": 3, "side": "mrv2-patched", "batch": 4, "step_ms": 2.5}
+    engine |= {
+        "profile": {"gpu_busy_ms": 1.95},
+        "phases": [
+            {"path": ["step"], "calls": 1.0, "us": 2400.0},
+            {"path": ["step", "A.run"], "calls": 2.0, "us": 1500.0},
+            {"path": ["step", "A.run", "B.tiny"], "calls": 1.0, "us": 1.0},
+            {"path": ["step", "C.end"], "calls": 1.0, "us": 600.0},
+        ],
+    }
+    results = json.loads((tree / ENGINES).read_text()) | {"format": "phases 1", "engines": [engine]}
+    (tree / "benchmarks" / "results" / "phases-x.json").write_text(json.dumps(results))
+    page = pages(tree)["benchmarks/results/phases.md"]
+    assert "### Qwen3-0.6B, eagle3 k=3, MRV2 patched, batch 4, GPU busy 1950 us" in page
+    found = [[cell.replace("&nbsp;", "").strip(" `") for cell in line.split("|")[1:-1]] for line in page.splitlines()]
+    assert [row for row in found if len(row) == 4][2:] == [
+        ["step", "1.00", "2400", "300"],
+        ["A.run", "2.00", "1500", "1499"],
+        ["C.end", "1.00", "600", "600"],
+    ]
+
+
 def test_a_wrong_answer_and_a_cell_without_a_figure_are_said(tree):
     def spoil(results):
         results["cells"][2] |= {"status": "failed", "reason": "no | such <shape>"}

@@ -24,10 +24,11 @@ from ._plan import (
     job_for,
     possible_sides,
 )
-from ._results import FORMAT, READABLE, add_case, new_results, provenance
+from ._results import FORMAT, PHASES_FORMAT, READABLE, add_case, new_results, provenance
 from ._settings import engine_environment, engine_options
 from ._shapes import SHAPES
 from ._table import (
+    LEAST_US,
     NOT_MEASURED,
     SIDE_NAMES,
     Row,
@@ -37,6 +38,7 @@ from ._table import (
     profiled,
     ratio_name,
     rows,
+    shown_phases,
     sides_of,
     speed,
     step,
@@ -50,8 +52,10 @@ __all__ = [
     "ALL_SIDES",
     "DRAFT_TOKENS",
     "FORMAT",
+    "LEAST_US",
     "MRV2_SIDES",
     "NOT_MEASURED",
+    "PHASES_FORMAT",
     "READABLE",
     "SHAPES",
     "SIDES",
@@ -93,6 +97,7 @@ __all__ = [
     "ratio_name",
     "rows",
     "run_child",
+    "shown_phases",
     "sides_of",
     "speed",
     "step",

@@ -11,6 +11,8 @@ from typing import Any
 from rich.table import Table
 
 NOT_MEASURED = "-"
+#: Microseconds a step; a phase that takes less is in the results file alone.
+LEAST_US = 5.0
 
 #: Side -> its name in tables, in their order.
 SIDE_NAMES = {"stock": "stock", "patched": "patched", "mrv2": "MRV2", "mrv2-patched": "MRV2 patched"}
@@ -107,6 +109,14 @@ def host_line(results: Mapping[str, Any]) -> str:
         f"The same piece of Python took {min(times):.0f} to {max(times):.0f} us beside the rounds (median "
         f"{statistics.median(times):.0f}): a ratio of two rounds apart may be off by {max(times) / min(times):.2f}."
     )
+
+
+def shown_phases(phases: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], float]]:
+    """The rows of ``bench --profile`` that are worth a line, each with what the rows below it do not account for."""
+    for phase in phases:
+        if phase["us"] >= LEAST_US:
+            inside = sum(one["us"] for one in phases if one["path"][:-1] == phase["path"])
+            yield phase, phase["us"] - inside
 
 
 def speed(side: Mapping[str, Any] | None) -> str:

@@ -16,13 +16,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ..bench import Case, Checkpoints, Host, Outcome, Settings, job_for, launch, provenance
+from ..bench import PHASES_FORMAT, Case, Checkpoints, Host, Outcome, Settings, job_for, launch, provenance, shown_phases
 from ._output import JsonFile, write_json
 from ._sides import advance, conclude, progress, show_failure
-
-FORMAT = "host phases 1"
-#: Microseconds a step; what takes less is in the results file alone.
-_SHOWN = 5.0
 
 
 def profile(
@@ -75,7 +71,7 @@ def profile(
         console.print(phase_table(entry))
     if json_file is not None:
         facts = {"host": dataclasses.asdict(host), "settings": dataclasses.asdict(settings)}
-        write_json({"format": FORMAT, **provenance(), **facts, "engines": entries}, json_file)
+        write_json({"format": PHASES_FORMAT, **provenance(), **facts, "engines": entries}, json_file)
     conclude(errors)
 
 
@@ -110,9 +106,7 @@ def phase_table(entry: Mapping[str, Any]) -> Table:
     )
     for name in ("phase", "calls", "us", "own us"):
         drawn.add_column(name, justify="left" if name == "phase" else "right")
-    for row in entry["phases"]:
-        if row["us"] >= _SHOWN:
-            inside = sum(other["us"] for other in entry["phases"] if other["path"][:-1] == row["path"])
-            indented = "  " * (len(row["path"]) - 1) + row["path"][-1]
-            drawn.add_row(indented, f"{row['calls']:.2f}", f"{row['us']:.0f}", f"{row['us'] - inside:.0f}")
+    for row, own in shown_phases(entry["phases"]):
+        indented = "  " * (len(row["path"]) - 1) + row["path"][-1]
+        drawn.add_row(indented, f"{row['calls']:.2f}", f"{row['us']:.0f}", f"{own:.0f}")
     return drawn

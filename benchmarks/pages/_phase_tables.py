@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the host's time of a step goes, function by function: benchmarks/results/phases.md."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from vllm_hwplugin.bench import LEAST_US, SIDE_NAMES, TINY, shown_phases
+
+from ._read import Found
+from ._text import head, paragraph, row
+
+_HEAD = """# Where the host's time goes
+
+Made from the files `phases-*.json` by `make docs`; do not edit.
+"""
+_HOW = (
+    "Microseconds of the host in a step of the engine, the median over the steps, without a profiler. A function "
+    "stands below the one that called it, and `own` is what none below it took. The engine was in its caller's process, "
+    "alone on the machine, and timing a call costs it about a microsecond: these figures say where the time goes, and "
+    f"[engines.md](engines.md) how much there is. What takes less than {LEAST_US:g} us is left out. GPU busy comes from "
+    "torch's profiler, in a run apart."
+)
+
+
+def markdown(files: Sequence[Found]) -> str:
+    """The page: one chapter for each file, and in it a table for each engine and batch size."""
+    lines = [_HEAD, paragraph(_HOW), ""]
+    for file in files:
+        lines += [f"## `{file.name}`", "", paragraph(f"{file.source}."), ""]
+        for engine in file.results["engines"]:
+            lines += [*_table(engine), ""]
+    return "\n".join(lines)
+
+
+def _table(engine: Mapping[str, Any]) -> Iterator[str]:
+    target = TINY if engine["shape"] == TINY else f"Qwen3-{engine['shape'].upper()}"
+    busy = engine["profile"].get("gpu_busy_ms")
+    gpu = f", GPU busy {busy * 1e3:.0f} us" if busy else ""
+    case = f"{target}, {engine['method']} k={engine['k']}, {SIDE_NAMES[engine['side']]}, batch {engine['batch']}"
+    yield f"### {case}{gpu}"
+    yield ""
+    yield from head(["function", "calls a step", "us a step", "own"])
+    for phase, own in shown_phases(engine["phases"]):
+        name = "&nbsp;&nbsp;" * (len(phase["path"]) - 1) + f"`{phase['path'][-1]}`"
+        yield row([name, f"{phase['calls']:.2f}", f"{phase['us']:.0f}", f"{own:.0f}"])
