@@ -54,8 +54,9 @@ def test_all_requests_of_all_rounds_make_the_percentiles():
 def test_a_load_keeps_its_bound_and_its_times(monkeypatch):
     running, most, begun = 0, 0, []
 
-    async def request(engine, name, prompt, load, max_tokens, number):
+    async def request(engine, name, prompt, load, max_tokens):
         nonlocal running, most
+        number = int(name.rpartition(" ")[2])
         begun.append((number, time.perf_counter()))
         running += 1
         most = max(most, running)

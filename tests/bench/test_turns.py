@@ -82,9 +82,13 @@ def test_engines_are_alive_together_and_take_turns(engines):
     rounds = [f"{side} round batch {size} {n}" for n in (0, 1) for size in (1, 2) for side in "ab"]
     warm = [f"{side} warm-up batch {size}" for size in (1, 2) for side in "ab"]
     started = ["a starts", "a ready", "b starts", "b ready"]
+    assert done()[:4] == started
     # Profiled last, because that slows a process for good.
     ended = ["a profile batch 1", "b profile batch 1", "a end", "b end"]
-    assert done() == [*started, *warm, *rounds, *ended]
+    # What is not measured may be done at the same time.
+    assert sorted(done()[:8]) == sorted([*started, *warm])
+    assert done()[8:-2] == [*rounds, *ended[:2]]
+    assert sorted(done()[-2:]) == ended[2:]
     assert [outcomes[side].error for side in "ab"] == [None, None]
     assert [event["event"] for event in outcomes["b"].of("measured", "batch 2")] == ["measured"] * 2
     assert [len(found["a"].of("measured")) for found in kept] == [2, 4]

@@ -18,8 +18,9 @@ async def run_load(engine: Any, load: dict[str, Any]) -> dict[str, Any]:
     Args:
         engine: vLLM's asynchronous engine.
         load: ``requests``, each with a ``prompt`` (text, token ids, or a number of random tokens), ``max_tokens`` and
-            ``at``, the second at which it is sent; ``concurrency``, at most so many at once, or None; ``temperature``,
-            ``seed``, ``ignore_eos``, and ``chat``: texts go through the model's chat template where it has one.
+            ``at``, the second at which it is sent; ``concurrency``, at most so many at once, or None; ``temperature``;
+            ``seed``, of random prompts; ``ignore_eos``; and ``chat``: texts go through the model's chat template where
+            it has one.
 
     Returns:
         ``seconds`` of the whole, and ``requests`` in the order of the load: each ``prompt_tokens``, ``tokens``,
@@ -35,7 +36,7 @@ async def run_load(engine: Any, load: dict[str, Any]) -> dict[str, Any]:
         async with AsyncExitStack() as stack:
             if places is not None:
                 await stack.enter_async_context(places)
-            return await _request(engine, f"{name} {number}", prompt, load, wanted["max_tokens"], number)
+            return await _request(engine, f"{name} {number}", prompt, load, wanted["max_tokens"])
 
     pairs = enumerate(zip(prompts, load["requests"], strict=True))
     answers = await asyncio.gather(*(one(number, prompt, wanted) for number, (prompt, wanted) in pairs))
@@ -43,14 +44,13 @@ async def run_load(engine: Any, load: dict[str, Any]) -> dict[str, Any]:
 
 
 async def _request(
-    engine: Any, name: str, prompt: Sequence[int], load: dict[str, Any], max_tokens: int, number: int
+    engine: Any, name: str, prompt: Sequence[int], load: dict[str, Any], max_tokens: int
 ) -> dict[str, Any]:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     sampling = SamplingParams(
         temperature=load["temperature"],
-        seed=load["seed"] + number if load["temperature"] else None,
         max_tokens=max_tokens,
         ignore_eos=load["ignore_eos"],
         output_kind=RequestOutputKind.DELTA,

@@ -63,17 +63,19 @@ class Session:
             self.error = ""  # the process is over, and its exit says why
         return self.error is None
 
+    def tell(self, command: Mapping[str, Any]) -> None:
+        """Give a command whose answer is waited for later."""
+        if self.error is None:
+            self._child.tell(command)
+
     def ask(self, command: Mapping[str, Any], answer: str, timeout: float) -> bool:
         """Give a command and wait for its answer."""
-        if self.error is not None:
-            return False
-        self._child.tell(command)
+        self.tell(command)
         return self.wait_for(answer, timeout)
 
-    def end(self) -> None:
-        """Let the engine end."""
-        self.ask({"do": "end"}, "done", _END)
-        if self.error is None:
+    def wait_for_end(self) -> None:
+        """See the process go that was told to end."""
+        if self.wait_for("done", _END):
             self._child.follow(_END, until=lambda one: False)
 
     def outcome(self) -> Outcome:
@@ -170,9 +172,12 @@ def measure_in_turn(
     with ended_by_sigterm(), ExitStack() as stack:
         sessions = started(jobs, stack, at_once=at_once, timeout=timeout, on_event=on_event)
         for one in measurements:
-            for session in sessions.values():
-                if one.warm_up is not None:
-                    session.ask(one.warm_up, "warm", timeout)
+            if one.warm_up is not None:
+                # Nothing is measured yet, so all at the same time: kernels are compiled now.
+                for session in sessions.values():
+                    session.tell(one.warm_up)
+                for session in sessions.values():
+                    session.wait_for("warm", timeout)
         for turn in turns(rounds, list(by_name), sides):
             one = by_name[turn.workload]
             sessions[turn.side].ask({**one.round, "round": turn.round}, one.answer, timeout)
@@ -184,5 +189,7 @@ def measure_in_turn(
                 if one.profile is not None:
                     session.ask(one.profile, "profiled", timeout)
         for session in sessions.values():
-            session.end()
+            session.tell({"do": "end"})
+        for session in sessions.values():
+            session.wait_for_end()
         return {side: session.outcome() for side, session in sessions.items()}

@@ -56,7 +56,7 @@ def serve(
         list[float] | None, typer.Option(min=0, help="Requests a second (Poisson); 0: all at the start. Repeat.")
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Of each load and side, in turn.")] = 2,
-    seed: Annotated[int, typer.Option(help="Same seed, same prompts, times and samples.")] = 0,
+    seed: Annotated[int, typer.Option(help="Same seed, same random prompts and times.")] = 0,
     chat: Annotated[bool, typer.Option(help="Send a file's prompts through the target's chat template.")] = True,
     ignore_eos: Annotated[
         bool | None, typer.Option(help="Every answer as long as it may be; default: with random prompts.")
