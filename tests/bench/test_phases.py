@@ -23,9 +23,16 @@ class Scheduler:
     def schedule(self):
         time.sleep(0.002)
 
-class Helper:
+def read():
+    time.sleep(0.0005)
+
+class Base:
     def gather(self):
-        time.sleep(0.001)
+        read()
+        time.sleep(0.0005)
+
+class Helper(Base):
+    pass
 
 class Runner:
     def __init__(self):
@@ -79,6 +86,7 @@ def test_each_phase_stands_below_what_it_is_a_part_of(core):
         ("step", "Scheduler.schedule"),
         ("step", "Runner.execute_model"),
         ("step", "Runner.execute_model", "Helper.gather"),
+        ("step", "Runner.execute_model", "Helper.gather", "read"),
         ("step", "Runner.execute_model", "Runner._sample"),
     ]
     gather = rows["step", "Runner.execute_model", "Helper.gather"]
@@ -90,10 +98,13 @@ def test_each_phase_stands_below_what_it_is_a_part_of(core):
 
 
 def test_nothing_is_left_behind(core):
-    before = {id(one): dict(vars(one)) for one in (core, core.runner, core.scheduler, core.runner.helper)}
+    module = sys.modules[type(core).__module__]
+    touched = (core, core.runner, core.scheduler, core.runner.helper, module)
+    before = {id(one): dict(vars(one)) for one in touched}
     with timed(core, core.runner):
         assert "execute_model" in vars(core.runner)
-    assert {id(one): dict(vars(one)) for one in (core, core.runner, core.scheduler, core.runner.helper)} == before
+        assert module.read is not before[id(module)]["read"]
+    assert {id(one): dict(vars(one)) for one in touched} == before
 
 
 def test_a_rare_step_does_not_move_the_figures():

@@ -2,8 +2,8 @@
 """Where the host's time of a step goes, by the functions of vLLM that it runs through, without a profiler.
 
 No list of names: whatever methods the model runner, its drafter, the scheduler and the runner's helpers have in this
-version are timed, and so are the functions that their modules imported from vLLM's worker. A timed call costs the host
-about a microsecond, so sums are a little more than what an engine takes that is not looked at.
+version are timed, and so are the functions of their modules and those that these import from vLLM. A timed call costs
+the host about a microsecond, so sums are a little more than what an engine takes that is not looked at.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from ._inside import drafter_of
 STEP = "step"
 #: Whose classes and functions are looked at.
 _OURS = ("vllm.v1.", "vllm_hwplugin.spec_decode")
-_HELPERS = "vllm.v1.worker."
 
 #: From the outermost function to the innermost.
 Path = tuple[str, ...]
@@ -103,7 +102,8 @@ def timed(core: Any, runner: Any) -> Iterator[Phases]:
         return call
 
     with ExitStack() as stack:
-        for owner, name, shown in [(core, "step_fn", STEP), *_methods(core, runner), *_functions(runner)]:
+        looked_at = list(_owners(core, runner))
+        for owner, name, shown in [(core, "step_fn", STEP), *_methods(looked_at), *_functions(looked_at)]:
             own, original = vars(owner), getattr(owner, name)
             # What was the class's comes back into view when the instance's own is gone.
             undo = (setattr, owner, name, original) if name in own else (delattr, owner, name)
@@ -112,20 +112,19 @@ def timed(core: Any, runner: Any) -> Iterator[Phases]:
         yield phases
 
 
-def _methods(core: Any, runner: Any) -> Iterator[tuple[Any, str, str]]:
+def _owners(core: Any, runner: Any) -> Iterator[Any]:
+    """What a step goes through, as objects: the scheduler, the runner, its drafter, and what these two hold."""
     drafter = drafter_of(runner)
-    helpers = [one for owner in (runner, drafter) if owner is not None for one in vars(owner).values()]
-    owners = [core.scheduler, runner, drafter, *(one for one in helpers if type(one).__module__.startswith(_OURS))]
+    held = [one for owner in (runner, drafter) if owner is not None for one in vars(owner).values()]
     seen = set()
-    for owner in owners:
-        if owner is None or id(owner) in seen or not _takes_attributes(owner):
-            continue
-        seen.add(id(owner))
-        kinds = [kind for kind in type(owner).__mro__ if kind.__module__.startswith(_OURS)]
-        for name in dict.fromkeys(name for kind in kinds for name in vars(kind)):
-            method = inspect.getattr_static(owner, name)
-            if inspect.isfunction(method) and not name.startswith("__") and not inspect.isgeneratorfunction(method):
-                yield owner, name, f"{type(owner).__name__}.{name}"
+    for owner in (core.scheduler, runner, drafter, *held):
+        if _kinds(owner) and _takes_attributes(owner) and id(owner) not in seen:
+            seen.add(id(owner))
+            yield owner
+
+
+def _kinds(owner: Any) -> list[type]:
+    return [kind for kind in type(owner).__mro__ if kind.__module__.startswith(_OURS)]
 
 
 def _takes_attributes(owner: Any) -> bool:
@@ -133,9 +132,17 @@ def _takes_attributes(owner: Any) -> bool:
     return hasattr(owner, "__dict__") and not frozen
 
 
-def _functions(runner: Any) -> Iterator[tuple[Any, str, str]]:
-    modules = {type(owner).__module__ for owner in (runner, drafter_of(runner)) if owner is not None}
-    for module in (sys.modules[name] for name in sorted(modules)):
-        for name, found in list(vars(module).items()):
-            if inspect.isfunction(found) and found.__module__.startswith(_HELPERS):
-                yield module, name, name
+def _methods(owners: Sequence[Any]) -> Iterator[tuple[Any, str, str]]:
+    for owner in owners:
+        for name in dict.fromkeys(name for kind in _kinds(owner) for name in vars(kind)):
+            method = inspect.getattr_static(owner, name)
+            if inspect.isfunction(method) and not name.startswith("__") and not inspect.isgeneratorfunction(method):
+                yield owner, name, f"{type(owner).__name__}.{name}"
+
+
+def _functions(owners: Sequence[Any]) -> Iterator[tuple[Any, str, str]]:
+    """What the modules of the owners' classes have defined or imported, where they look it up."""
+    for module in sorted({kind.__module__ for owner in owners for kind in _kinds(owner)}):
+        for name, found in list(vars(sys.modules[module]).items()):
+            if inspect.isfunction(found) and found.__module__.startswith(_OURS):
+                yield sys.modules[module], name, name

@@ -99,7 +99,7 @@ def entries_of(case: Case, side: str, outcome: Outcome) -> list[dict[str, Any]]:
 def phase_table(entry: Mapping[str, Any]) -> Table:
     """Host microseconds of a step by phase; the parts of a phase stand below it."""
     busy = entry["profile"].get("gpu_busy_ms")
-    gpu = "" if busy is None else f", GPU busy {busy:.2f} ms"
+    gpu = f", GPU busy {busy:.2f} ms" if busy else ""
     title = f"{entry['shape']} {entry['method']} k={entry['k']}, {entry['side']}, batch {entry['batch']}"
     drawn = Table(
         title=f"{title}: {entry['step_ms']:.2f} ms a step{gpu}", caption="Of a step; own: what no row below says."
