@@ -116,10 +116,35 @@ def test_with_a_size_of_the_cache_engines_start_side_by_side(run):
     assert (options["tensor_parallel_size"], options["dtype"]) == (2, "auto")
 
 
+def test_a_shape_needs_neither_a_model_nor_its_memory_measured(run):
+    arguments = ["--shape", "0.6b", "--method", "dflash", "--k", "15", "--concurrency", "1", "--concurrency", "64"]
+    _, found, ((jobs, measurements, _, at_once),) = run([*arguments, "--num-prompts", "64"])
+    assert at_once
+    options = jobs["mrv2"].options
+    assert options["load_format"] == "dummy"
+    assert options["speculative_config"]["synthetic_acceptance_length"] == 8.5
+    # 33 layers of 8 heads of 128 keys and values in bfloat16, for 64 of the longest requests.
+    assert options["kv_cache_memory_bytes"] >= 33 * 8 * 128 * 2 * 2 * 64 * options["max_model_len"]
+    assert measurements[0].round["load"]["detokenize"] is False
+    assert (found["settings"]["shape"], found["settings"]["target"]) == ("0.6b", None)
+
+
+def test_the_tiny_shape_has_prompts_that_it_was_trained_on(run):
+    _, _, ((jobs, (one,), *_),) = run(["--shape", "tiny", "--method", "eagle3", "--num-prompts", "2"])
+    load = one.round["load"]
+    prompts = [request["prompt"] for request in load["requests"]]
+    assert [len(prompt) for prompt in prompts] == [96, 96]
+    assert load["detokenize"] is True
+    assert "synthetic_acceptance_length" not in jobs["stock"].options["speculative_config"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--target", "T", "--method", "eagle3"], "eagle3 needs a drafter"),
+        (["--method", "eagle3"], "name a target, or --shape"),
+        (["--shape", "8b", "--method", "mtp"], "choose from eagle3, dflash"),
+        (["--shape", "tiny", "--method", "eagle3", "--num-prompts", "97"], "holds 96 prompts, 97 were asked for"),
         ([*CASE[:-1], "ngram"], "choose from eagle, eagle3, p-eagle"),
         ([*CASE, "--side", "mrv3"], "choose from stock, patched, mrv2, mrv2-patched"),
         ([*CASE[:-1], "p-eagle", "--side", "mrv2"], "Model Runner V2 runs p-eagle in no supported vLLM"),

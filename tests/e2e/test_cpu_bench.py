@@ -31,8 +31,10 @@ SETTINGS = bench.Settings(
     sides=("patched",),
 )
 SERVED = serve.ServeSettings(
-    target="",
+    target=None,
     draft=None,
+    shape="tiny",
+    acceptance_length=None,
     method="eagle3",
     ks=(3,),
     sides=("patched",),

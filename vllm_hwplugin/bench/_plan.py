@@ -109,25 +109,13 @@ def job_for(
         cudagraph_mode=settings.cudagraph_mode,
         max_num_seqs=max(settings.batches),
     )
-    speculation: dict[str, Any] = {"method": case.method, "num_speculative_tokens": case.k}
-    if case.shape == TINY:
-        assert checkpoints is not None
-        target, drafter = checkpoints.target, checkpoints.drafter(case.method)
-    else:
-        home = folder / f"{case.shape}-{case.method}-{case.k}-{side}"
-        target, drafter = write_configs(SHAPES[case.shape], home, case.method, case.k + 1)
-        options |= {"load_format": "dummy", "skip_tokenizer_init": True}
-        # Random weights accept nothing, so vLLM's own synthetic acceptance decides by coin.
-        speculation |= {
-            "rejection_sample_method": "synthetic",
-            "synthetic_acceptance_length": synthetic_length(case, settings),
-        }
-    options |= {"model": str(target), "speculative_config": {**speculation, "model": str(drafter)}}
+    home = folder / f"{case.shape}-{case.method}-{case.k}-{side}"
+    options |= model_of(case, synthetic_length(case, settings), checkpoints, home)
     if own_process and host.device != "cpu":
         options |= {
             "gpu_memory_utilization": share_of_gpu(settings.gpu_memory_utilization, settings.sides),
             # With a size that is given vLLM does not measure free memory, which other engines change meanwhile.
-            "kv_cache_memory_bytes": _kv_cache_bytes(case, options),
+            "kv_cache_memory_bytes": kv_cache_bytes(case, options["max_num_seqs"] * options["max_model_len"]),
         }
     return Job(
         label=f"{case.label} {side}",
@@ -137,6 +125,28 @@ def job_for(
         workloads=tuple(_workload(case, batch, settings, host, checkpoints) for batch in settings.batches),
         tokenize=case.shape == TINY,
     )
+
+
+def model_of(case: Case, length: float | None, checkpoints: Checkpoints | None, home: Path) -> dict[str, Any]:
+    """vLLM's options for the target and the drafter of a case.
+
+    Args:
+        case: shape, method and k.
+        length: the synthetic acceptance of a dummy shape.
+        checkpoints: of the tiny shape.
+        home: a folder that does not exist, for the config files of a dummy shape.
+    """
+    speculation: dict[str, Any] = {"method": case.method, "num_speculative_tokens": case.k}
+    options: dict[str, Any] = {}
+    if case.shape == TINY:
+        assert checkpoints is not None
+        target, drafter = checkpoints.target, checkpoints.drafter(case.method)
+    else:
+        target, drafter = write_configs(SHAPES[case.shape], home, case.method, case.k + 1)
+        options |= {"load_format": "dummy", "skip_tokenizer_init": True}
+        # Random weights accept nothing, so vLLM's own synthetic acceptance decides by coin.
+        speculation |= {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": length}
+    return {**options, "model": str(target), "speculative_config": {**speculation, "model": str(drafter)}}
 
 
 def is_patched(side: str) -> bool:
@@ -170,8 +180,8 @@ def environment_of(side: str, host: Host, settings: _Environments, *, own_proces
     )
 
 
-def _kv_cache_bytes(case: Case, options: Mapping[str, Any]) -> int:
-    tokens = options["max_num_seqs"] * options["max_model_len"]
+def kv_cache_bytes(case: Case, tokens: int) -> int:
+    """A KV cache that holds so many tokens of a case's shape, and its drafts."""
     each = 0 if case.shape == TINY else bytes_per_token(SHAPES[case.shape], case.method)
     return max(_LEAST_KV, int(tokens * each * _KV_SLACK))
 
@@ -219,11 +229,18 @@ def possible_sides(methods: Iterable[str], host: Host) -> tuple[str, ...]:
     return ALL_SIDES if host.device == "cuda" and why_not_mrv2(methods, host) is None else SIDES
 
 
-def synthetic_length(case: Case, settings: Settings) -> float | None:
+def synthetic_length(case: Case, settings: HasAcceptanceLength) -> float | None:
     """Tokens a step that vLLM is told to accept on average; None for the tiny shape, whose acceptance is real."""
     if case.shape == TINY:
         return None
     return settings.acceptance_length if settings.acceptance_length is not None else 1 + case.k / 2
+
+
+class HasAcceptanceLength(Protocol):
+    """Settings of either command."""
+
+    @property
+    def acceptance_length(self) -> float | None: ...
 
 
 def _workload(case: Case, batch: int, settings: Settings, host: Host, checkpoints: Checkpoints | None) -> Workload:

@@ -16,6 +16,10 @@ from ..errors import HwpluginError
 KEYS = ("turns", "prompt", "question", "instruction")
 
 
+#: A text, a number of random tokens, or token ids.
+Prompt = str | int | tuple[int, ...]
+
+
 class PromptsUnreadable(HwpluginError):
     """A prompts file is not there, or holds something else."""
 
@@ -90,6 +94,6 @@ def arrivals(count: int, rate: float | None, seed: int) -> list[float]:
     return found
 
 
-def requests_of(prompts: Sequence[str | int], max_tokens: int, times: Sequence[float]) -> list[dict[str, Any]]:
-    """Prompts, each a text or a number of random tokens, as the requests of a load."""
+def requests_of(prompts: Sequence[Prompt], max_tokens: int, times: Sequence[float]) -> list[dict[str, Any]]:
+    """Prompts as the requests of a load."""
     return [{"prompt": one, "max_tokens": max_tokens, "at": at} for one, at in zip(prompts, times, strict=True)]

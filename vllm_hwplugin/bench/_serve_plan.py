@@ -6,12 +6,23 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from ._checkpoints import Checkpoints
 from ._host import Host
 from ._job import Job
-from ._plan import environment_of, is_patched, share_of_gpu
-from ._prompts import arrivals, requests_of
+from ._plan import (
+    TINY,
+    Case,
+    environment_of,
+    is_patched,
+    kv_cache_bytes,
+    model_of,
+    share_of_gpu,
+    synthetic_length,
+)
+from ._prompts import Prompt, arrivals, requests_of
 from ._settings import engine_options
 from ._turns import Measurement
 
@@ -35,14 +46,19 @@ class ServeSettings:
     """What all engines and loads of a case share; goes into the results file.
 
     Attributes:
-        prompts: the file; None: random tokens, ``input_len`` of them.
+        target: a folder or a name; None where ``shape`` says what the target and the drafter are.
+        shape: as ``bench --shape`` names them; None where they are the user's own.
+        acceptance_length: synthetic, of a dummy shape; None: 1 + k / 2.
+        prompts: the file; None: the tiny shape's own, or random tokens, ``input_len`` of them.
         concurrencies: requests at once; 0: no bound.
         request_rates: requests a second; 0: all at the start.
         kv_cache_gib: of each engine; None: vLLM measures free memory, so engines start one after the other.
     """
 
-    target: str
+    target: str | None
     draft: str | None
+    shape: str | None
+    acceptance_length: float | None
     method: str
     ks: tuple[int, ...]
     sides: tuple[str, ...]
@@ -91,7 +107,9 @@ def load_cases(settings: ServeSettings) -> list[LoadCase]:
     ]
 
 
-def serve_job(k: int, side: str, settings: ServeSettings, host: Host) -> Job:
+def serve_job(
+    k: int, side: str, settings: ServeSettings, host: Host, checkpoints: Checkpoints | None, folder: Path
+) -> Job:
     """The engine of one side.
 
     Args:
@@ -99,17 +117,19 @@ def serve_job(k: int, side: str, settings: ServeSettings, host: Host) -> Job:
         side: one of `ALL_SIDES`.
         settings: of the case.
         host: decides type and graphs.
+        checkpoints: of the tiny shape.
+        folder: an existing one for the config files of a dummy shape.
     """
+    length = settings.max_model_len or settings.input_len + settings.output_len + k + 1
+    most = max(settings.concurrencies)
     options = engine_options(
-        host.device,
-        max_model_len=settings.max_model_len or settings.input_len + settings.output_len + k + 1,
-        cudagraph_mode=settings.cudagraph_mode,
-        max_num_seqs=max(settings.concurrencies),
+        host.device, max_model_len=length, cudagraph_mode=settings.cudagraph_mode, max_num_seqs=most
     )
     if 0 in settings.concurrencies:
         del options["max_num_seqs"]  # as many as vLLM takes by default
     if settings.max_model_len is None and settings.prompts is not None:
         del options["max_model_len"]  # the model's own: nobody has counted the prompts' tokens
+    options |= _models(k, side, settings, checkpoints, folder)
     if host.device != "cpu":
         # The checkpoint's own type; on a CPU float32 is what can be compared.
         options |= {
@@ -117,26 +137,45 @@ def serve_job(k: int, side: str, settings: ServeSettings, host: Host) -> Job:
             "tensor_parallel_size": settings.tensor_parallel_size,
             "gpu_memory_utilization": share_of_gpu(settings.gpu_memory_utilization, settings.sides),
         }
-        if settings.kv_cache_gib is not None:
-            options["kv_cache_memory_bytes"] = int(settings.kv_cache_gib * (1 << 30))
-    speculation = {**METHODS[settings.method], "num_speculative_tokens": k}
-    if settings.draft is not None:
-        speculation["model"] = settings.draft
+        if (size := kv_cache_size(k, settings)) is not None:
+            options["kv_cache_memory_bytes"] = size
     return Job(
         label=f"{settings.method} k={k} {side}",
         patched=is_patched(side),
-        options={**options, "model": settings.target, "speculative_config": speculation},
+        options=options,
         environment=environment_of(side, host, settings, own_process=True),
         workloads=(),
     )
 
 
-def serve_measurements(settings: ServeSettings, prompts: Sequence[str | int]) -> list[Measurement]:
+def kv_cache_size(k: int, settings: ServeSettings) -> int | None:
+    """Bytes of each engine's KV cache; None where vLLM is to measure free memory, for which it has to be alone."""
+    if settings.kv_cache_gib is not None:
+        return int(settings.kv_cache_gib * (1 << 30))
+    if settings.shape is None or 0 in settings.concurrencies or settings.prompts is not None:
+        return None
+    length = settings.max_model_len or settings.input_len + settings.output_len + k + 1
+    return kv_cache_bytes(Case(settings.shape, settings.method, k), max(settings.concurrencies) * length)
+
+
+def _models(
+    k: int, side: str, settings: ServeSettings, checkpoints: Checkpoints | None, folder: Path
+) -> dict[str, Any]:
+    if settings.shape is not None:
+        case = Case(settings.shape, settings.method, k)
+        return model_of(case, synthetic_length(case, settings), checkpoints, folder / f"{k}-{side}")
+    speculation = {**METHODS[settings.method], "num_speculative_tokens": k}
+    if settings.draft is not None:
+        speculation["model"] = settings.draft
+    return {"model": settings.target, "speculative_config": speculation}
+
+
+def serve_measurements(settings: ServeSettings, prompts: Sequence[Prompt]) -> list[Measurement]:
     """What every side is asked for.
 
     Args:
         settings: of the case.
-        prompts: texts, or numbers of random tokens.
+        prompts: of the requests.
     """
     found = []
     for case in load_cases(settings):
@@ -148,6 +187,8 @@ def serve_measurements(settings: ServeSettings, prompts: Sequence[str | int]) ->
             "seed": settings.seed,
             "chat": settings.chat,
             "ignore_eos": settings.ignore_eos,
+            # A dummy shape has no tokenizer.
+            "detokenize": settings.shape in (None, TINY),
         }
         first = prompts[: case.concurrency or None]
         few = requests_of(first, _WARM_UP, [0.0] * len(first))

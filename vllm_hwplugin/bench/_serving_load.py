@@ -19,8 +19,8 @@ async def run_load(engine: Any, load: dict[str, Any]) -> dict[str, Any]:
         engine: vLLM's asynchronous engine.
         load: ``requests``, each with a ``prompt`` (text, token ids, or a number of random tokens), ``max_tokens`` and
             ``at``, the second at which it is sent; ``concurrency``, at most so many at once, or None; ``temperature``;
-            ``seed``, of random prompts; ``ignore_eos``; and ``chat``: texts go through the model's chat template where
-            it has one.
+            ``seed``, of random prompts; ``ignore_eos``; ``detokenize``; and ``chat``: texts go through the model's chat
+            template where it has one.
 
     Returns:
         ``seconds`` of the whole, and ``requests`` in the order of the load: each ``prompt_tokens``, ``tokens``,
@@ -53,6 +53,7 @@ async def _request(
         temperature=load["temperature"],
         max_tokens=max_tokens,
         ignore_eos=load["ignore_eos"],
+        detokenize=load["detokenize"],
         output_kind=RequestOutputKind.DELTA,
     )
     tokens, times = 0, [time.perf_counter()]

@@ -12,13 +12,14 @@ from ._host import Host
 from ._job import Outcome
 from ._latency import LATENCIES, load_entry, spread
 from ._plan import check_sides, possible_sides
-from ._prompts import KEYS, PromptsUnreadable, arrivals, read_prompts, requests_of
+from ._prompts import KEYS, Prompt, PromptsUnreadable, arrivals, read_prompts, requests_of
 from ._results import provenance
 from ._serve_plan import (
     BUILT_IN,
     METHODS,
     LoadCase,
     ServeSettings,
+    kv_cache_size,
     load_cases,
     serve_job,
     serve_measurements,
@@ -33,11 +34,13 @@ __all__ = [
     "LATENCIES",
     "METHODS",
     "LoadCase",
+    "Prompt",
     "PromptsUnreadable",
     "ServeSettings",
     "add_serve_case",
     "arrivals",
     "check_sides",
+    "kv_cache_size",
     "load_cases",
     "load_entry",
     "new_serve_results",

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,7 +12,21 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from ..bench import ALL_SIDES, NOT_MEASURED, SIDE_NAMES, Outcome, detect_host, measure_in_turn
+from ..bench import (
+    ALL_SIDES,
+    DRAFT_TOKENS,
+    NOT_MEASURED,
+    SHAPES,
+    SIDE_NAMES,
+    TINY,
+    Case,
+    Outcome,
+    check,
+    detect_host,
+    find_checkpoints,
+    load_prompts,
+    measure_in_turn,
+)
 from ..bench import serve as serving
 from ._options import known, pairs
 from ._output import STANDARD_OUTPUT, JsonFile, console_for, write_json
@@ -31,9 +46,17 @@ _GRAPHS_SHOWN = 4
 
 
 def serve(
-    target: Annotated[str, typer.Option(help="The target: a folder, or a name that vLLM finds on this host.")],
     method: Annotated[str, typer.Option(help=", ".join(serving.METHODS))],
+    target: Annotated[
+        str | None, typer.Option(help="The target: a folder, or a name that vLLM finds on this host.")
+    ] = None,
     draft: Annotated[str | None, typer.Option(help="The drafter; mtp has it in the target.")] = None,
+    shape: Annotated[
+        str | None, typer.Option(help=f"Instead of both, as `bench` has them: {', '.join((TINY, *SHAPES))}.")
+    ] = None,
+    acceptance_length: Annotated[
+        float | None, typer.Option(min=1, help="Synthetic acceptance of a dummy shape; default 1 + k / 2.")
+    ] = None,
     k: Annotated[list[int] | None, typer.Option("--k", min=1, help="Drafted tokens a step; repeat. Default 3.")] = None,
     side: SidesOption = None,
     prompts: Annotated[
@@ -79,32 +102,46 @@ def serve(
 
     The engine is vLLM's asynchronous one, which `vllm serve` has behind its HTTP, its core in a process of its own.
     The engines of all sides are alive together and take turns. Every concurrency is measured with every rate and every
-    temperature; each k has engines of its own. Prefix caching is off, because rounds repeat the prompts.
+    temperature; each k has engines of its own. A shape has dummy weights and synthetic acceptance, or, tiny, trained
+    ones and prompts of its own. Prefix caching is off, because rounds repeat the prompts.
 
     Latencies are those of all rounds together, in milliseconds, as `vllm bench serve` defines them. Exit code 1 when a
     patched side failed where stock ran on that runner, 2 when another failed.
     """
     console = console_for(json_file)
     known([method], tuple(serving.METHODS), "--method")
-    if draft is None and method not in serving.BUILT_IN:
+    if shape is not None:
+        known([shape], (TINY, *SHAPES), "--shape")
+        known([method], tuple(DRAFT_TOKENS), "--method")
+    elif target is None:
+        raise typer.BadParameter("what to serve is missing: name a target, or --shape", param_hint="--target")
+    elif draft is None and method not in serving.BUILT_IN:
         raise typer.BadParameter(f"{method} needs a drafter: a folder, or a name", param_hint="--draft")
     wanted = known(list(dict.fromkeys(side or ())), ALL_SIDES, "--side")
-    texts: list[str | int] = []
+    checkpoints = find_checkpoints(None) if shape == TINY else None
+    asked: list[serving.Prompt] = []
     if prompts is not None:
-        texts += serving.read_prompts(prompts, num_prompts)
+        asked += serving.read_prompts(prompts, num_prompts)
+    elif checkpoints is not None:
+        # Random tokens are not what its drafters were trained for.
+        asked += load_prompts(checkpoints, num_prompts)
     else:
-        texts += [input_len] * num_prompts
+        asked += [input_len] * num_prompts
     host = detect_host()
     sides = tuple(wanted) or serving.possible_sides([method], host)
+    if shape is not None:
+        check([Case(shape, method, one) for one in k or [3]], host, sides)
     serving.check_sides(sides, [method], host)
     settings = serving.ServeSettings(
-        target=target,
-        draft=draft,
+        target=target if shape is None else None,
+        draft=draft if shape is None else None,
+        shape=shape,
+        acceptance_length=acceptance_length,
         method=method,
         ks=tuple(dict.fromkeys(k or [3])),
         sides=sides,
         prompts=None if prompts is None else str(prompts),
-        num_prompts=len(texts),
+        num_prompts=len(asked),
         input_len=input_len,
         output_len=output_len,
         temperatures=tuple(dict.fromkeys(temperature or [0.0])),
@@ -124,10 +161,10 @@ def serve(
     )
     console.print(f"vLLM {host.vllm} on {host.name} ({host.device}), torch {host.torch}", highlight=False)
     results = serving.new_serve_results(host, settings)
-    measurements = serving.serve_measurements(settings, texts)
-    with progress(console) as bar:
+    measurements = serving.serve_measurements(settings, asked)
+    with tempfile.TemporaryDirectory(prefix="hwplugin-shapes-") as folder, progress(console) as bar:
         for one in settings.ks:
-            jobs = {name: serving.serve_job(one, name, settings, host) for name in sides}
+            jobs = {s: serving.serve_job(one, s, settings, host, checkpoints, Path(folder)) for s in sides}
 
             def keep(outcomes: dict[str, Outcome], one: int = one) -> None:
                 serving.add_serve_case(results, one, settings, outcomes)
@@ -140,7 +177,7 @@ def serve(
                 jobs,
                 measurements,
                 rounds=rounds,
-                at_once=host.device != "cpu" and kv_cache_gib is not None,
+                at_once=host.device != "cpu" and serving.kv_cache_size(one, settings) is not None,
                 timeout=timeout,
                 on_event=advance(bar, task, label),
                 keep=keep,
