@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ast
+from pathlib import Path
 from types import SimpleNamespace as Bag
 
 import pytest
 
+from vllm_hwplugin import spec_decode
 from vllm_hwplugin.bench._graphs import counted
+from vllm_hwplugin.bench._inside import drafting_of
 
 FULL, NONE = Bag(name="FULL"), Bag(name="NONE")
 
@@ -86,6 +89,31 @@ def test_v2_names_each_managers_part():
         row("drafter prefill", 8, 16, "FULL", 1),
     ]
     assert vars(runner.cudagraph_manager) == {}
+
+
+def test_v2_with_the_plugins_graph_of_the_whole_draft():
+    speculator = Bag(decode_cudagraph_manager=Manager())
+
+    class TailGraphs:
+        def propose(self, batch, metadata, **settings):
+            if batch.num_reqs == 3:
+                speculator.decode_cudagraph_manager.dispatch(3, 3, 1)
+
+    runner = Bag(cudagraph_manager=Manager(), speculator=speculator, tail_graphs=TailGraphs())
+    assert drafting_of(runner) is runner.tail_graphs
+    with counted(runner) as counts:
+        for num_reqs in (2, 2, 3):
+            batch = Bag(num_reqs=num_reqs, num_tokens=4 * num_reqs, num_tokens_after_padding=16)
+            runner.tail_graphs.propose(batch, None)
+    assert counts.rows() == [row("drafter decode", 3, 16, "FULL", 1), row("drafter tail", 8, 16, "FULL", 2)]
+    assert vars(runner.tail_graphs) == {}
+
+
+def test_the_plugins_graphs_have_the_methods_that_are_watched():
+    tree = ast.parse((Path(spec_decode.__file__).parent / "v2" / "tail_graphs.py").read_text())
+    (tail,) = [one for one in ast.walk(tree) if isinstance(one, ast.ClassDef) and one.name == "TailGraphs"]
+    (propose,) = [one for one in tail.body if isinstance(one, ast.FunctionDef) and one.name == "propose"]
+    assert [one.arg for one in propose.args.args] == ["self", "batch"]
 
 
 @pytest.mark.parametrize("version", ["0.20.0", "0.26.0", "0.33.0"])

@@ -21,6 +21,7 @@ from packaging.version import Version
 from vllm.config import CUDAGraphMode
 
 from vllm_hwplugin import record
+from vllm_hwplugin.bench import rows
 from vllm_hwplugin.patching import SUPPORTED, Catalog, load_catalog, make_plan
 from vllm_hwplugin.record import Use
 from vllm_hwplugin.spec_decode import context_norm, measured, worker_use
@@ -255,15 +256,7 @@ def test_the_ratios_of_the_advice_are_those_of_its_file(found: measured.Measured
     assert (results["host"]["vllm"], results["host"]["name"]) == (found.vllm, found.device)
     cases = [c for c in results["cases"] if (c["method"], c["k"]) == (found.method, found.num_speculative_tokens)]
     assert tuple(case["shape"] for case in cases) == found.shapes
-    ratios = []
-    for case in cases:
-        best = {
-            side: {
-                batch: figures["tokens_per_second"]["best"] for batch, figures in case["sides"][side]["batches"].items()
-            }
-            for side in ("patched", "mrv2")
-        }
-        ratios += [best["mrv2"][batch] / best["patched"][batch] for batch in best["patched"]]
+    ratios = [row.ratio("mrv2", "patched") for row in rows(results) if row.case in cases]
     assert found.low == math.floor(min(ratios) * 100) / 100
     assert found.high == math.ceil(max(ratios) * 100) / 100
 

@@ -77,7 +77,25 @@ def counted(runner: Any) -> Iterator[GraphCounts]:
         graphs = getattr(drafter, "draft_graphs", None)
         if graphs is not None:
             stack.callback(watch(graphs, _V1_METHOD.lstrip("_"), "drafter", _v1))
+        tail = getattr(runner, "tail_graphs", None)
+        if tail is not None:
+            stack.callback(_watch_tail(tail, counts))
         yield counts
+
+
+def _watch_tail(tail: Any, counts: GraphCounts) -> Callable[[], None]:
+    """The plugin's graph of the whole draft in V2: where no pass of the drafter was asked for, it has served."""
+    original = tail.propose
+
+    def propose(batch: Any, *args: Any, **kwargs: Any) -> Any:
+        before = counts.passes.total()
+        result = original(batch, *args, **kwargs)
+        if counts.passes.total() == before:
+            counts.passes["drafter tail", int(batch.num_tokens), int(batch.num_tokens_after_padding), "FULL"] += 1
+        return result
+
+    tail.propose = propose
+    return lambda: delattr(tail, "propose")
 
 
 def _v1(result: Any) -> tuple[int, str]:

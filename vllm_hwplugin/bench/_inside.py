@@ -34,6 +34,11 @@ def drafter_of(runner: Any) -> Any | None:
     return getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
 
 
+def drafting_of(runner: Any) -> Any | None:
+    """Whose ``propose`` a step calls: the drafter, or what the plugin puts before it in V2."""
+    return getattr(runner, "tail_graphs", None) or drafter_of(runner)
+
+
 def runner_generation(runner: Any) -> str:
     """``V1`` or ``V2``."""
     return "V2" if type(runner).__module__.startswith(_V2_PACKAGE) else "V1"

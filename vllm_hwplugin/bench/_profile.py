@@ -20,7 +20,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from ._inside import drafter_of
+from ._inside import drafting_of
 
 STEP = "hwplugin.verify-step"
 OTHER_STEP = "hwplugin.other-step"
@@ -65,7 +65,7 @@ def profiled(runner: Any, kept: Path | None = None) -> Iterator[Profile]:
         return STEP if verifies else OTHER_STEP
 
     result = Profile()
-    drafter = drafter_of(runner)
+    drafter = drafting_of(runner)
     runner.execute_model = marked(runner.execute_model, step_name)
     if drafter is not None:
         drafter.propose = marked(drafter.propose, lambda *_, **__: DRAFT)

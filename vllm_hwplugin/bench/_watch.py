@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from ._inside import drafter_of
+from ._inside import drafting_of
 
 
 @dataclass
@@ -54,7 +54,7 @@ def watched(runner: Any, graph_class: type | None) -> Iterator[Counts]:
     """
     counts = Counts()
     drafting = False
-    run_step, drafter = runner.execute_model, drafter_of(runner)
+    run_step, drafter = runner.execute_model, drafting_of(runner)
 
     def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         size, new = len(scheduler_output.num_scheduled_tokens), len(scheduler_output.scheduled_new_reqs)
