@@ -101,17 +101,12 @@ def _gain_rows(found: Sequence[Gain]) -> Iterator[list[str]]:
             if own := one.ratios(patched, stock):
                 said.append(_worth(own.values()))
             if runner == "V2" and (over := one.ratios(stock, "patched")):
-                said += [] if own else ["nothing"]
+                said += [] if own else ["not measured"]
                 said.append(f"stock V2 gives {between(over.values(), '.2f')} times V1's with the plugin")
             if said:
                 yield [one.vllm, runner, one.target, one.drafter, "; ".join(said) + one.mark]
-    yield ["any other", "V1", "any", "any", "not measured"]
-    yield ["any other", "V2", "any", "any", "not measured" if _plugin_on_v2(found) else "nothing"]
-
-
-def _plugin_on_v2(found: Sequence[Gain]) -> bool:
-    stock, patched = _RUNNERS["V2"]
-    return any(one.ratios(patched, stock) for one in found)
+    for runner in _RUNNERS:
+        yield ["any other", runner, "any", "any", "not measured"]
 
 
 def _worth(ratios: Collection[float]) -> str:
@@ -135,8 +130,7 @@ def _measured(found: Sequence[Gain]) -> str:
         f"sides with `cudagraph_mode` {' or '.join(modes)}; vllm-hwplugin {', '.join(versions)}, "
         f"{' to '.join(dict.fromkeys((days[0], days[-1])))}."
     )
-    if not _plugin_on_v2(found):
-        text += " On V2, Model Runner V2, the plugin leaves the drafters as they are."
+    text += " V2 is Model Runner V2."
     if modes == ["FULL"]:
         text += (
             " vLLM's own default, FULL_AND_PIECEWISE, gives a stock drafter piecewise graphs: what the plugin gains "
