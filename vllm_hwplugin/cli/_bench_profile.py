@@ -16,7 +16,19 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ..bench import PHASES_FORMAT, Case, Checkpoints, Host, Outcome, Settings, job_for, launch, provenance, shown_phases
+from ..bench import (
+    PHASES_FORMAT,
+    Case,
+    Checkpoints,
+    Host,
+    Outcome,
+    Settings,
+    job_for,
+    launch,
+    profiled,
+    provenance,
+    shown_phases,
+)
 from ._output import JsonFile, write_json
 from ._sides import advance, conclude, progress, show_failure
 
@@ -101,9 +113,12 @@ def phase_table(entry: Mapping[str, Any]) -> Table:
     busy = entry["profile"].get("gpu_busy_ms")
     gpu = f", GPU busy {busy:.2f} ms" if busy else ""
     title = f"{entry['shape']} {entry['method']} k={entry['k']}, {entry['side']}, batch {entry['batch']}"
-    drawn = Table(
-        title=f"{title}: {entry['step_ms']:.2f} ms a step{gpu}", caption="Of a step; own: what no row below says."
+    launches = ", ".join(
+        f"{profiled(entry, name)} {name.replace('_', ' ')} ({profiled(entry, f'draft_{name}')} to draft)"
+        for name in ("graph_launches", "kernel_launches")
     )
+    caption = f"Of a step; own: what no row below says. {launches}, {profiled(entry, 'copies')} copies."
+    drawn = Table(title=f"{title}: {entry['step_ms']:.2f} ms a step{gpu}", caption=caption)
     for name in ("phase", "calls", "us", "own us"):
         drawn.add_column(name, justify="left" if name == "phase" else "right")
     for row, own in shown_phases(entry["phases"]):
