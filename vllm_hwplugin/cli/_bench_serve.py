@@ -212,26 +212,37 @@ def _graph_table(case: Mapping[str, Any], load: str) -> Table:
 def _latency_table(case: Mapping[str, Any], load: str, title: str) -> Table:
     drawn = Table(title=title)
     names = [f"{name.removesuffix('_ms').upper()} ms" for name in serving.LATENCIES]
-    for name in ("side", "tokens/s", *names, "acceptance length", "accepted per position"):
-        drawn.add_column(name, justify="left" if name in ("side", "accepted per position") else "right")
+    for name in ("side", "tok/s", *names):
+        drawn.add_column(name, justify="left" if name == "side" else "right", no_wrap=True)
+    drawn.add_column("acceptance (per position)")
     for side, entry in case["sides"].items():
         found = entry["loads"][load]
         if found is None:
             drawn.add_row(SIDE_NAMES[side], NOT_MEASURED)
             continue
-        length = found["acceptance_length"]
         drawn.add_row(
             SIDE_NAMES[side],
             f"{found['tokens_per_second']['best']:.0f}",
             *(_percentiles(found[name]) for name in serving.LATENCIES),
-            NOT_MEASURED if length is None else f"{length:.3f}",
-            " ".join(f"{share:.2f}" for share in found["acceptance_per_position"]),
+            _acceptance(found),
         )
     return drawn
 
 
+def _acceptance(found: Mapping[str, Any]) -> str:
+    if found["acceptance_length"] is None:
+        return NOT_MEASURED
+    shares = " ".join(f"{share:.2f}" for share in found["acceptance_per_position"])
+    return f"{found['acceptance_length']:.3f} ({shares})"
+
+
 def _percentiles(found: Mapping[str, float] | None) -> str:
-    return NOT_MEASURED if found is None else f"{found['p50']:.2f} / {found['p99']:.2f}"
+    return NOT_MEASURED if found is None else f"{_digits(found['p50'])} / {_digits(found['p99'])}"
+
+
+def _digits(milliseconds: float) -> str:
+    """Three of them, more before the point."""
+    return f"{milliseconds:.{2 if milliseconds < 10 else 1 if milliseconds < 100 else 0}f}"
 
 
 def _frequent(graphs: Any) -> list[Mapping[str, Any]]:
