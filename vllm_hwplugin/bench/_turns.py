@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ._job import Event, Job, Outcome
-from ._launch import Child, ended_by_sigterm
+from ._launch import Child, Ended, ended_by_sigterm
 
 MODULE = "vllm_hwplugin.bench._serving"
 #: Seconds that an engine may take to end.
@@ -44,6 +44,7 @@ class Session:
     def __init__(self, job: Job, on_event: Callable[[Event], None]) -> None:
         self.job, self._on_event = job, on_event
         self.error: str | None = None
+        self._ended: Ended | None = None
         self._child = Child(MODULE, job.to_json(), job.environment, commands=True)
 
     def __enter__(self) -> Session:
@@ -59,6 +60,8 @@ class Session:
         in_time = self._child.follow(timeout, until=lambda one: one["event"] == event, on_event=self._on_event)
         if not in_time:
             self.error = f"no answer {event!r} after {timeout:.0f} s; killed"
+            # At once: it would go on beside the sides that are still measured.
+            self._ended = self._child.end(self.error)
         elif [one["event"] for one in self._child.events[-1:]] != [event]:
             self.error = ""  # the process is over, and its exit says why
         return self.error is None
@@ -80,7 +83,7 @@ class Session:
 
     def outcome(self) -> Outcome:
         """What came of it; the process is over then."""
-        ended = self._child.end(self.error)
+        ended = self._ended or self._child.end(self.error)
         return Outcome(self.job, ended.events, ended.seconds, ended.error, ended.log_tail, ended.records)
 
     def so_far(self) -> Outcome:
