@@ -113,6 +113,14 @@ def test_looking_makes_nothing(tmp_path: Path) -> None:
 # -- the places --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("named", ["", "relative", "/elsewhere"])
+def test_the_first_place_is_the_users_cache(named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the XDG Base Directory Specification, which has a relative path ignored."""
+    monkeypatch.setenv("XDG_CACHE_HOME", named)
+    cache = Path(named) if named.startswith("/") else tmp_path / "home" / ".cache"
+    assert cachedir.places()[0] == cache / "vllm-hwplugin"
+
+
 def test_a_user_without_a_home_has_the_second_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def unknown(_: int) -> NoReturn:
         raise KeyError

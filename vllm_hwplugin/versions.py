@@ -8,6 +8,7 @@ Those are answered by comparing numbers; anything else is `packaging`'s to answe
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable
 from typing import Any, Final
@@ -114,6 +115,8 @@ def _plain(clause: str) -> tuple[Callable[[Any, Any], bool], _Release] | None:
     return None
 
 
+# The same dozen versions are asked for again and again, for each range of each feature.
+@functools.lru_cache(maxsize=256)
 def _release(version: str) -> _Release | None:
     """``0.32.0`` as numbers, less zeros at the end; None for a version that is more than those."""
     parts = version.split(".")

@@ -7,6 +7,7 @@ edits are found on the pristine text and put together at the end, so that their 
 
 from __future__ import annotations
 
+import functools
 import io
 from collections.abc import Iterable, Sequence
 from itertools import groupby, takewhile
@@ -32,29 +33,50 @@ class Edit(NamedTuple):
 
 
 class Text:
-    """A pristine text as lines."""
+    """A pristine text, most of which nobody looks at: a start of vLLM, where every hunk fits, never asks for `lines`."""
 
     def __init__(self, text: str):
         self.text = text
-        self.lines = split_lines(text)
+        # Line numbers (from 0) and where those lines begin, as far as somebody has looked.
+        self._begins = {0: 0}
+
+    @functools.cached_property
+    def lines(self) -> list[str]:
+        return split_lines(self.text)
+
+    def begin(self, line: int) -> int:
+        """Where line `line` (from 0) begins; of a line that there is not, the end of the text."""
+        known = min(self._begins, key=lambda number: abs(number - line))
+        at = self._begins[known]
+        for _ in range(known, line):
+            at = self.text.find("\n", at) + 1
+            if not at:
+                return len(self.text)
+        for _ in range(line, known):
+            at = self.text.rfind("\n", 0, at - 1) + 1
+        return at
 
     def has(self, block: Sequence[str], place: int) -> bool:
         """Whether `block` stands at line `place` (from 0)."""
         if not block:
-            return not self.lines
-        return place >= 0 and self.lines[place : place + len(block)] == list(block)
+            return not self.text
+        return place >= 0 and self._stands("".join(block), self.begin(place))
+
+    def _stands(self, wanted: str, at: int) -> bool:
+        """Whether whole lines, as which `wanted` begins, stand at `at` and end there as whole lines."""
+        return self.text.startswith(wanted, at) and (wanted.endswith("\n") or at + len(wanted) == len(self.text))
 
     def places(self, block: Sequence[str]) -> list[int]:
         """Every line number (from 0) at which `block` stands; an empty block stands in an empty text only."""
         if not block:
-            return [] if self.lines else [0]
+            return [] if self.text else [0]
         # As text: looking through a file of 300 kB for a hunk takes less time than an index of its lines takes to make.
         wanted, found = "".join(block), []
         at = self.text.find(wanted)
         while at >= 0:
-            end = at + len(wanted)
-            if (at == 0 or self.text[at - 1] == "\n") and (wanted.endswith("\n") or end == len(self.text)):
+            if (at == 0 or self.text[at - 1] == "\n") and self._stands(wanted, at):
                 found.append(self.text.count("\n", 0, at))
+                self._begins[found[-1]] = at
             at = self.text.find(wanted, at + 1)
         return found
 
@@ -188,7 +210,6 @@ def apply_edits(text: Text, edits: Iterable[Edit]) -> str:
     result: list[str] = []
     done = 0
     for edit in sorted(edits, key=lambda item: (item.start, item.end)):
-        result += text.lines[done : edit.start]
-        result += edit.lines
-        done = edit.end
-    return "".join([*result, *text.lines[done:]])
+        result += text.text[done : text.begin(edit.start)], *edit.lines
+        done = text.begin(edit.end)
+    return "".join([*result, text.text[done:]])

@@ -128,7 +128,6 @@ def _patched(texts: Texts, live: list[Fit]) -> dict[str, PatchedFile]:
         files[path] = PatchedFile(
             path=path,
             module=module_name(path),
-            pristine_sha256=hashlib.sha256(pristine.text.encode()).hexdigest(),
             text=apply_edits(pristine, [edit for one in users for edit in one.edits[path]]),
             features=tuple(one.verdict.feature for one in users),
         )
