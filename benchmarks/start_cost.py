@@ -143,7 +143,7 @@ def summary(rounds: list[list[dict[str, Any]]]) -> dict[str, Any]:
 
 
 def middle(taken: list[dict[str, Any]], *keys: str) -> float:
-    return round(statistics.median(sum(item[key] for key in keys) for item in taken), 1)
+    return round(float(statistics.median(sum(item[key] for key in keys) for item in taken)), 1)
 
 
 def commit() -> str:

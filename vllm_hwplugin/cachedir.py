@@ -72,8 +72,8 @@ def places(environ: Mapping[str, str] | None = None, notes: list[str] | None = N
 
 
 def _user_cache_folder() -> Path | None:
-    # The XDG Base Directory Specification in three lines: importing a package that knows it, and other systems, would be
-    # a tenth of what the plugin adds to a process's start.
+    # The XDG Base Directory Specification in three lines: importing a package that knows it, and other systems, would
+    # be a tenth of what the plugin adds to a process's start.
     named = os.environ.get("XDG_CACHE_HOME", "")
     if os.path.isabs(named):
         return Path(named) / APPLICATION

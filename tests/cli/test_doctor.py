@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NoReturn
 
 import pytest
@@ -22,6 +23,8 @@ from typer.testing import CliRunner
 from vllm_hwplugin import cachedir, gates, record
 from vllm_hwplugin.cli import _diagnosis, _doctor, _host
 from vllm_hwplugin.cli._app import app
+from vllm_hwplugin.ops.build import toolchain, tools
+from vllm_hwplugin.ops.build.ninja import find_ninja
 from vllm_hwplugin.patching import load_catalog
 from vllm_hwplugin.patching._installed import Installed, InstalledSource, NotInstalled
 
@@ -566,6 +569,22 @@ def test_tools_are_found_in_the_home_that_is_named(tmp_path: Path) -> None:
     assert (tools["ccache"].path, tools["ccache"].version) == (None, None)
     tools = {tool.name: tool for tool in _host.find_tools(ask, {"PATH": str(tmp_path / "bin")})}
     assert tools["ninja"].version == "1.13.2"
+
+
+def test_the_tools_are_those_that_a_build_would_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiler on PATH comes before the one in the usual place, and ninja may lie beside Python alone."""
+    for folder in ("usual", "path"):
+        compiler = tmp_path / folder / "bin" / "nvcc"
+        compiler.parent.mkdir(parents=True)
+        compiler.write_text("#!/bin/sh\necho Cuda compilation tools, release 13.0, V13.0.88\n")
+        compiler.chmod(0o755)
+    monkeypatch.setattr(tools, "HOMES", {"nvcc": (("CUDA_HOME",), str(tmp_path / "usual")), "mcc": ((), "/nowhere")})
+    monkeypatch.setitem(sys.modules, "ninja", SimpleNamespace(BIN_DIR=str(tmp_path)))
+    environ = {"PATH": str(tmp_path / "path/bin")}
+    found = {tool.name: tool for tool in _host.find_tools(environ=environ)}
+    nvcc = toolchain.find("nvcc", environ)
+    assert (found["nvcc"].path, found["nvcc"].version) == (nvcc.path, str(nvcc.version))
+    assert found["ninja"].path == find_ninja(environ) == str(tmp_path / "ninja")
 
 
 def test_a_tool_that_fails_or_is_missing_is_no_error(tmp_path: Path) -> None:

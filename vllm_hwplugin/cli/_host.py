@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import platform
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from ..ops.build import toolchain
+from ..ops.build.errors import KernelUnavailable
+from ..ops.build.tools import TOOLS, ToolName, find_tool
 from ..platforms import musa_host
 
 Run = Callable[[Sequence[str]], "str | None"]
@@ -121,32 +123,25 @@ def find_platform(
 
 
 def find_tools(ask: Run = run, environ: Mapping[str, str] | None = None) -> tuple[Tool, ...]:
-    """Find the compilers and build tools that a build of ``csrc`` uses, on PATH or in their usual home."""
+    """The compilers and build tools that a build of ``csrc`` would use."""
     environ = os.environ if environ is None else environ
-    homes = {
-        "nvcc": (environ.get("CUDA_HOME"), environ.get("CUDA_PATH"), "/usr/local/cuda"),
-        "mcc": (environ.get("MUSA_HOME"), environ.get("MUSA_PATH"), "/usr/local/musa"),
-        "ninja": (),
-        "ccache": (),
-    }
-    return tuple(
-        _find_tool(name, tuple(home for home in places if home), ask, environ) for name, places in homes.items()
-    )
+    paths = {name: find_tool(name, environ) for name in TOOLS}
+    return tuple(Tool(name, path, None if path is None else _version(name, path, ask)) for name, path in paths.items())
 
 
-def _find_tool(name: str, homes: tuple[str, ...], ask: Run, environ: Mapping[str, str]) -> Tool:
-    # A home that is named beats PATH, as it does in torch's extension builder.
-    search = os.pathsep.join([*(f"{home}/bin" for home in homes), environ.get("PATH", os.defpath)])
-    path = shutil.which(name, path=search)
-    if path is None:
-        return Tool(name, None, None)
-    return Tool(name, path, _version(ask([path, "--version"]) or ""))
+def _version(name: ToolName, path: str, ask: Run) -> str | None:
+    def answer(argv: Sequence[str]) -> str:
+        if (said := ask(argv)) is None:
+            raise KernelUnavailable(f"{argv[0]} does not answer")
+        return said
 
-
-def _version(answer: str) -> str | None:
-    # nvcc: "Cuda compilation tools, release 13.0, V13.0.88"; the others name their version first.
-    match = re.search(r"\bV(\d+(?:\.\d+)+)", answer) or re.search(r"(\d+(?:\.\d+)+)", answer)
-    return match.group(1) if match else None
+    try:
+        if name == "nvcc" or name == "mcc":
+            return str(toolchain.read_version(name, path, answer))
+        match = re.search(r"\d+(?:\.\d+)+", answer([path, "--version"]))
+    except KernelUnavailable:
+        return None
+    return match and match.group()
 
 
 def _nvidia_driver(root: Path) -> str | None:

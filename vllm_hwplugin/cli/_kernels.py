@@ -9,7 +9,7 @@ from typing import Literal
 
 from ..ops.build.built import Built
 from ..ops.build.spec import KERNELS, KernelSpec, ToolchainName
-from ..ops.build.toolchain import HOMES
+from ..ops.build.tools import HOMES
 from ._host import Tool
 
 _NEEDED: Mapping[str, ToolchainName] = {"cuda": "nvcc", "musa": "mcc"}

@@ -33,7 +33,7 @@ class Edit(NamedTuple):
 
 
 class Text:
-    """A pristine text, most of which nobody looks at: a start of vLLM, where every hunk fits, never asks for `lines`."""
+    """A pristine text. A start of vLLM, where every hunk fits, looks at few of its lines and never asks for `lines`."""
 
     def __init__(self, text: str):
         self.text = text

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import pytest
 from packaging.version import Version
 
-from vllm_hwplugin.ops.build import built, jit, torch_build
+from vllm_hwplugin.ops.build import built, jit, tools, torch_build
 from vllm_hwplugin.ops.build import ninja as ninja_module
 from vllm_hwplugin.ops.build.errors import KernelUnavailable
 from vllm_hwplugin.ops.build.ninja import build, script
@@ -402,7 +402,7 @@ def test_without_a_compiler_only_a_library_of_the_wheel_is_no_obstacle(
     folder = built.prebuilt_folder() / kernel.name
     folder.mkdir(parents=True)
     build(plan(), folder, os.environ)
-    monkeypatch.setattr(jit.toolchain, "HOMES", {"nvcc": (("CUDA_HOME",), str(tmp_path / "nowhere"))})
+    monkeypatch.setattr(tools, "HOMES", {"nvcc": (("CUDA_HOME",), str(tmp_path / "nowhere"))})
     monkeypatch.delenv("CUDA_HOME")
     monkeypatch.setenv("PATH", str(tmp_path))
     assert jit.obstacle(kernel, (9, 0)) == ""

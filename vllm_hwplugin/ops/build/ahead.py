@@ -15,6 +15,7 @@ from .ninja import build
 from .plan import make_plan
 from .port import port_for
 from .spec import KERNELS, KernelSpec, ToolchainName
+from .tools import find_tool
 
 #: Where the wheel carries the libraries, below the package.
 PREBUILT = "ops/_prebuilt"
@@ -43,7 +44,7 @@ def build_all(
     except KernelUnavailable as error:
         say(f"no kernel is built ahead of time: {error}")
         return ()
-    ccache = shutil.which("ccache", path=environ.get("PATH", os.defpath))
+    ccache = find_tool("ccache", environ)
     for kernel in KERNELS.values():
         try:
             plan = make_plan(kernel, compiler, torch, environ, root, ccache, port)

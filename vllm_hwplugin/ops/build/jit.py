@@ -11,7 +11,6 @@ from __future__ import annotations
 import importlib
 import logging
 import os
-import shutil
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,6 +25,7 @@ from .ninja import build, find_ninja
 from .plan import BuildPlan, make_plan, source_digest
 from .port import port_for
 from .spec import KernelSpec, source_root
+from .tools import find_tool
 from .torch_build import TorchBuild
 
 logger = logging.getLogger("vllm.hwplugin")
@@ -110,7 +110,7 @@ def _find(kernel: KernelSpec, torch: TorchBuild, environ: Mapping[str, str]) -> 
         return ready
     if reason := kernel.excluded.get(torch.toolchain):
         raise KernelUnavailable(f"{kernel.name} is not built by {torch.toolchain}: {reason}")
-    ccache = shutil.which("ccache", path=environ.get("PATH", os.defpath))
+    ccache = find_tool("ccache", environ)
     compiler, port = toolchain.find(torch.toolchain, environ), port_for(torch.toolchain)
     return make_plan(kernel, compiler, torch, environ, root, ccache, port)
 

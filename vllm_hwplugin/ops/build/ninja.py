@@ -7,7 +7,6 @@ library on the stable ABI does not, and its lock outlives a process that is kill
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import shlex
@@ -15,11 +14,11 @@ import shutil
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from ...cachedir import write_atomically
 from .errors import KernelUnavailable
 from .plan import BuildPlan
+from .tools import find_tool
 
 #: The file beside a library that says what it was built with.
 RECORD = "built.json"
@@ -91,12 +90,7 @@ def find_ninja(environ: Mapping[str, str]) -> str:
     Raises:
         KernelUnavailable: it is not there.
     """
-    found = shutil.which("ninja", path=environ.get("PATH", os.defpath))
-    if found is not None:
-        return found
-    # The distribution `ninja` installs the program beside Python, which need not be on PATH.
-    try:
-        package: Any = importlib.import_module("ninja")
-    except ImportError as error:
-        raise KernelUnavailable("ninja is neither on PATH nor installed; run `pip install ninja`") from error
-    return str(Path(package.BIN_DIR) / "ninja")
+    found = find_tool("ninja", environ)
+    if found is None:
+        raise KernelUnavailable("ninja is neither on PATH nor installed; run `pip install ninja`")
+    return found

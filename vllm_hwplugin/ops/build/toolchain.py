@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,16 +13,11 @@ from typing import Final
 
 from packaging.version import Version
 
+from . import tools
 from .errors import KernelUnavailable
 from .spec import ToolchainName
 
 Ask = Callable[[Sequence[str]], str]
-
-#: The variables that name a toolchain's home, best first, and the place where it is installed by default.
-HOMES: Final[Mapping[ToolchainName, tuple[tuple[str, ...], str]]] = {
-    "nvcc": (("CUDA_HOME", "CUDA_PATH"), "/usr/local/cuda"),
-    "mcc": (("MUSA_HOME", "MUSA_PATH"), "/usr/local/musa"),
-}
 
 # mcc also names the clang that it is made of, so only the line of its own name counts.
 _VERSIONS: Final[Mapping[ToolchainName, re.Pattern[str]]] = {
@@ -72,28 +66,33 @@ def ask(argv: Sequence[str]) -> str:
 
 
 def find(name: ToolchainName, environ: Mapping[str, str] | None = None, ask: Ask = ask) -> Toolchain:
-    """The compiler of that name: in the home that a variable names, else on PATH, else in the usual place.
+    """The compiler of that name, found as :func:`.tools.find_tool` finds it.
 
     Raises:
         KernelUnavailable: it is not there, does not run, or its version cannot be read.
     """
-    environ = os.environ if environ is None else environ
-    variables, usual = HOMES[name]
-    homes = [environ[variable] for variable in variables if environ.get(variable)]
-    search = os.pathsep.join([*(f"{home}/bin" for home in homes), environ.get("PATH", os.defpath), f"{usual}/bin"])
-    path = shutil.which(name, path=search)
+    path = tools.find_tool(name, os.environ if environ is None else environ)
     if path is None:
+        variables, usual = tools.HOMES[name]
         raise KernelUnavailable(
             f"no {name} in {' or '.join(variables)}, on PATH or in {usual}; install it, or set {variables[0]}"
         )
+    return Toolchain(name, path, read_version(name, path, ask))
+
+
+def read_version(name: ToolchainName, path: str, ask: Ask = ask) -> Version:
+    """The version of the compiler at `path`.
+
+    Raises:
+        KernelUnavailable: it does not run, or its version cannot be read.
+    """
     output = ask([path, "--version"])
     try:
-        version = parse_version(name, output)
+        return parse_version(name, output)
     except KernelUnavailable as unknown:
         if name != "mcc":
             raise
-        version = _otherwise(path, ask, unknown)
-    return Toolchain(name, path, version)
+        return _otherwise(path, ask, unknown)
 
 
 def parse_version(name: ToolchainName, output: str) -> Version:
