@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which calls of vLLM's operations the plugin's kernels can serve; the others go to vLLM's own kernels.
 
-One function for each operation, of its arguments. They run at every call that is not replayed from a graph, so they
-look at types, strides and sizes only, and at as few as tell the difference. Yes means that the kernel's own checks hold
-for every call that vLLM's kernel would take; what is wrong for both is left for the kernel to report.
+One function for each operation, of those of its arguments that it looks at. They run at every call that is not replayed
+from a graph, so they look at types, strides and sizes only, and at as few as tell the difference. Yes means that the
+kernel's own checks hold for every call that vLLM's kernel would take; what is wrong for both is left for the kernel to
+report.
 """
 
 from __future__ import annotations
 
-from typing import Final
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, Final
 
 import torch
 
@@ -23,15 +26,23 @@ _GROUP_SIZES: Final = (64, 128)
 _LOAD_BYTES: Final = 16
 
 
+def predicate(name: str, parameters: Sequence[str]) -> Callable[[tuple[Any, ...]], bool]:
+    """What says of a call of an operation, from all its arguments in order, whether the plugin's kernel can serve it.
+
+    Args:
+        parameters: the operation's, by name.
+    """
+    looks: Callable[..., bool] = globals()[name]
+    places = [parameters.index(parameter) for parameter in inspect.signature(looks).parameters]
+
+    def supports(args: tuple[Any, ...]) -> bool:
+        return looks(*map(args.__getitem__, places))
+
+    return supports
+
+
 def rotary_embedding(
-    positions: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor | None,
-    head_size: int,
-    cos_sin_cache: torch.Tensor,
-    is_neox: bool,
-    rope_dim_offset: int,
-    inverse: bool,
+    positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None, cos_sin_cache: torch.Tensor
 ) -> bool:
     dtype = query.dtype
     if dtype not in _FLOATS or positions.dtype is not torch.int64 or not positions.is_contiguous():
@@ -49,17 +60,10 @@ def rotary_embedding(
 
 def fused_qk_norm_rope(
     qkv: torch.Tensor,
-    num_heads_q: int,
-    num_heads_k: int,
-    num_heads_v: int,
-    head_dim: int,
-    eps: float,
     q_weight: torch.Tensor,
     k_weight: torch.Tensor,
     cos_sin_cache: torch.Tensor,
-    is_neox: bool,
     position_ids: torch.Tensor,
-    forced_token_heads_per_warp: int,
 ) -> bool:
     dtype = qkv.dtype
     return (
@@ -79,7 +83,6 @@ def merge_attn_states(
     prefix_lse: torch.Tensor,
     suffix_output: torch.Tensor,
     suffix_lse: torch.Tensor,
-    prefill_tokens_with_context: int | None,
     output_scale: torch.Tensor | None,
 ) -> bool:
     dtype = prefix_output.dtype
@@ -110,7 +113,6 @@ def silu_and_mul_per_block_quant(
     input: torch.Tensor,
     scales: torch.Tensor,
     group_size: int,
-    scale_ub: torch.Tensor | None,
     is_scale_transposed: bool,
 ) -> bool:
     if input.dtype not in _HALVES or out.dtype not in _QUANTISED or scales.dtype is not torch.float32:
@@ -129,8 +131,6 @@ def rms_norm_dynamic_per_token_quant(
     input: torch.Tensor,
     weight: torch.Tensor,
     scale: torch.Tensor,
-    epsilon: float,
-    scale_ub: torch.Tensor | None,
     residual: torch.Tensor | None,
 ) -> bool:
     dtype = input.dtype
@@ -152,9 +152,8 @@ def topk_softmax(
     topk_indices: torch.Tensor,
     token_expert_indices: torch.Tensor,
     gating_output: torch.Tensor,
-    renormalize: bool,
     bias: torch.Tensor | None,
-    is_padding: torch.Tensor | None = None,
+    is_padding: torch.Tensor | None,
 ) -> bool:
     if gating_output.dtype not in _FLOATS or gating_output.dim() != 2 or gating_output.stride(1) != 1:
         return False

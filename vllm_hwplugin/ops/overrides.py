@@ -250,19 +250,22 @@ def put_in_front(op: OverridableOp, key: str, choice: str, *, required: bool) ->
 def _kernel(override: Override, own: Any, theirs: Any, stock: Any) -> Callable[..., None]:
     """What the dispatcher calls: the plugin's kernel where it can serve the call, else vLLM's."""
     predicates = importlib.import_module("vllm_hwplugin.ops._override_support")
-    supports: Callable[..., bool] = getattr(predicates, override.op.name)
+    parameters = own._schema.arguments
+    supports: Callable[[tuple[Any, ...]], bool] = predicates.predicate(
+        override.op.name, [parameter.name for parameter in parameters]
+    )
     # The dispatcher leaves trailing arguments out that have their default.
     defaults = tuple(argument.default_value for argument in theirs._schema.arguments)
-    taken = min(len(own._schema.arguments), len(defaults))
-    # What the plugin's operation knows nothing of has to say nothing.
-    surplus = defaults[taken:]
+    taken = min(len(parameters), len(defaults))
+    # What the plugin's operation knows nothing of has to say nothing; what it knows alone says so.
+    surplus, lacking = defaults[taken:], tuple(parameter.default_value for parameter in parameters[taken:])
 
     def kernel(keyset: Any, *args: Any) -> None:
         if len(args) < len(defaults):
             args += defaults[len(args) :]
         if override.state == "open":
             _decide(override, args)
-        if override.state == "plugin" and args[taken:] == surplus and supports(*args[:taken]):
+        if override.state == "plugin" and args[taken:] == surplus and supports(args[:taken] + lacking):
             own(*args[:taken])
         else:
             stock.call_boxed(keyset, *args)
