@@ -19,6 +19,10 @@ SUPPORTED: Final = (
 )  # fmt: skip
 """The released versions of vLLM that every feature has a verdict for."""
 
+_MAJOR, _MINOR, *_ = SUPPORTED[-1].split(".")
+UNKNOWN_FROM: Final = f"{_MAJOR}.{int(_MINOR) + 1}"
+"""The first minor version of vLLM of which nothing is known: what is said of the versions before ends here."""
+
 _Release = tuple[int, ...]
 # The longer signs first: each clause is compared by the first one that it begins with.
 _PLAIN: Final[dict[str, Callable[[Any, Any], bool]]] = {

@@ -78,7 +78,7 @@ def share(tmp_path_factory: pytest.TempPathFactory) -> Share:
         f"-DLARGEST_HEAD={limits.largest_head}",
         f"-DHEAD_MULTIPLE={limits.head_multiple}",
         f"-DPAGE_MULTIPLE={limits.page_multiple}",
-        f"-DLARGEST_GROUP={limits.largest_group}",
+        f"-DLARGEST_GROUP={CUDA.large.largest_group}",
         f"-DMAX_SPLITS={MAX_SPLITS}",
         f"-DTILE_ROWS={HopperKernel.heights[-1][0]}",
     )

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the plugin's FLASH_ATTN on CUDA is: its class, what its kernels hold, and where it is chosen.
+"""What the plugin's FLASH_ATTN is on CUDA and on MUSA: its class, what its kernels hold, and where it is chosen.
 
-The declarations (:mod:`.capabilities`), the class (:mod:`.cuda`), the checks of a call (:mod:`.paged`) and the choice
-of the platform (``platforms/_cuda_attention.py``) follow from this. It imports neither torch nor vLLM.
+The declarations (:mod:`.capabilities`), the classes (:mod:`.cuda`, :mod:`.musa`), the checks of a call (:mod:`.paged`)
+and the choice of the platform (``platforms/_cuda_attention.py``, ``_musa_attention.py``) follow from this. It imports
+neither torch nor vLLM.
 """
 
 from __future__ import annotations
@@ -13,20 +14,18 @@ from typing import Final
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What kernels hold. A test compares those of :data:`CUDA` with the CUDA kernel's source.
+    """What kernels hold.
 
     Args:
         largest_head: elements of a head.
         head_multiple: of which a head has a multiple: 16 bytes, one access.
         page_multiple: tokens, of which a page has a multiple: what one copy of keys takes.
-        largest_group: query heads that share a KV head: the rows of a tile.
         dtypes: of queries, keys and result, as torch names them.
     """
 
     largest_head: int
     head_multiple: int
     page_multiple: int
-    largest_group: int
     dtypes: tuple[str, ...]
 
 
@@ -54,7 +53,8 @@ class LargeHeads:
     Args:
         above: the head size where they begin: the largest that vLLM's own kernels have.
         declared: the name that their declarations have.
-        limits: of every kernel that may serve them.
+        limits: of every kernel that may serve them. A test compares them with the CUDA kernel's source.
+        largest_group: query heads that share a KV head: the rows of the CUDA kernel's tile.
         kernel: the name of the CUDA kernel (``ops/build/spec.py``).
         faster: what benchmarks have shown; elsewhere vLLM's choice stays where it works.
     """
@@ -62,6 +62,7 @@ class LargeHeads:
     above: int
     declared: str
     limits: Limits
+    largest_group: int
     kernel: str
     faster: tuple[Faster, ...]
 
@@ -75,14 +76,12 @@ class Backend:
         module: where the class is.
         cls: its name.
         declared: the name that its declarations have.
-        large: the layers that vLLM's own kernels do not serve.
     """
 
     name: str
     module: str
     cls: str
     declared: str
-    large: LargeHeads
 
     @property
     def path(self) -> str:
@@ -90,7 +89,35 @@ class Backend:
         return f"{self.module}.{self.cls}"
 
 
-CUDA: Final = Backend(
+@dataclasses.dataclass(frozen=True)
+class CudaBackend(Backend):
+    """On CUDA.
+
+    Args:
+        large: the layers that vLLM's own kernels do not serve.
+    """
+
+    large: LargeHeads
+
+
+@dataclasses.dataclass(frozen=True)
+class MusaBackend(Backend):
+    """On MUSA.
+
+    Args:
+        needs: what the class cannot be imported without, for a message.
+        limits: of mate's kernels.
+        page: tokens of the pages that mate copies by the copy engine. It takes others, by slower loads.
+        largest_prebuilt_head: of mate's kernels that come compiled, which take no page table.
+    """
+
+    needs: str
+    limits: Limits
+    page: int
+    largest_prebuilt_head: int
+
+
+CUDA: Final = CudaBackend(
     name="FLASH_ATTN",
     module="vllm_hwplugin.attention.cuda",
     cls="CudaFlashAttentionBackend",
@@ -102,9 +129,9 @@ CUDA: Final = Backend(
             largest_head=512,
             head_multiple=8,
             page_multiple=16,
-            largest_group=64,
             dtypes=("float16", "bfloat16"),
         ),
+        largest_group=64,
         kernel="paged_attention",
         # FlashAttention 4 was not measured.
         faster=(
@@ -114,3 +141,16 @@ CUDA: Final = Backend(
     ),
 )
 """vLLM's FlashAttention 2 and 3 up to their largest head, the plugin's kernels above."""
+
+MUSA: Final = MusaBackend(
+    name="FLASH_ATTN",
+    module="vllm_hwplugin.attention.musa",
+    cls="MusaFlashAttentionBackend",
+    declared="FLASH_ATTN@musa",
+    needs="Moore Threads' mate, from their own index, and a GPU that is visible; the public `mate` is another project",
+    limits=Limits(largest_head=512, head_multiple=8, page_multiple=16, dtypes=("float16", "bfloat16")),
+    # As of mate 0.2.2.
+    page=64,
+    largest_prebuilt_head=128,
+)
+"""mate.flash_attn_varlen_func, with vLLM's FlashAttention for metadata and the shape of the KV cache."""

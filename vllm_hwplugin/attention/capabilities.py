@@ -14,10 +14,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Final
 
-from packaging.specifiers import SpecifierSet
-from packaging.version import InvalidVersion, Version
-
-from .backends import CUDA
+from ..versions import SUPPORTED, UNKNOWN_FROM, Versions
+from .backends import CUDA, MUSA
 
 FLASH_ATTN: Final = CUDA.declared
 """The plugin's FLASH_ATTN on CUDA."""
@@ -28,7 +26,7 @@ FLASH_ATTN_LARGE: Final = CUDA.large.declared
 LARGEST_OF_VLLM: Final = CUDA.large.above
 """The largest head of vLLM's FlashAttention 2 and 3."""
 
-FLASH_ATTN_MUSA: Final = "FLASH_ATTN@musa"
+FLASH_ATTN_MUSA: Final = MUSA.declared
 """The plugin's FLASH_ATTN on MUSA."""
 
 
@@ -39,7 +37,7 @@ class Capability:
     Args:
         name: the plugin's name for it.
         method: the member of ``AttentionBackend`` that answers.
-        versions: of vLLM, those whose base class has the member.
+        since: the first version of vLLM whose base class has the member, of those that are supported.
         argument: the argument of ``validate_configuration`` that decides whether it is asked, or that it is asked
             about; empty where ``validate_configuration`` has none of that kind.
         plain: the member is a class attribute and not a classmethod.
@@ -47,7 +45,7 @@ class Capability:
 
     name: str
     method: str
-    versions: str = ">=0.20.0"
+    since: str = SUPPORTED[0]
     argument: str = ""
     plain: bool = False
 
@@ -70,19 +68,19 @@ CAPABILITIES: Final[Mapping[str, Capability]] = {
         Capability("per_head_quant_scales", "supports_per_head_quant_scales", argument="use_per_head_quant_scales"),
         Capability("non_causal", "supports_non_causal", argument="use_non_causal"),
         Capability("batch_invariance", "supports_batch_invariance", argument="use_batch_invariant"),
-        Capability("kv_connector", "supports_kv_connector", ">=0.23.0", argument="use_kv_connector"),
-        Capability("sliding_window", "supports_sliding_window", ">=0.26.0", argument="has_sliding_window"),
-        Capability("pcp", "supports_pcp", ">=0.26.0", argument="use_pcp"),
+        Capability("kv_connector", "supports_kv_connector", since="0.23.0", argument="use_kv_connector"),
+        Capability("sliding_window", "supports_sliding_window", since="0.26.0", argument="has_sliding_window"),
+        Capability("pcp", "supports_pcp", since="0.26.0", argument="use_pcp"),
         Capability(
             "device_cpu_query_lens_mismatch",
             "supports_device_cpu_query_lens_mismatch",
-            ">=0.28.0",
+            since="0.28.0",
             argument="use_adaptive_verification",
         ),
-        Capability("non_causal_dcp", "supports_non_causal_dcp", ">=0.29.0"),
-        Capability("dcp", "supports_dcp", ">=0.30.0", argument="use_dcp"),
-        Capability("rswa", "supports_rswa", ">=0.30.0", argument="use_rswa"),
-        Capability("kv_cache_update_bypass", "supports_kv_cache_update_bypass", ">=0.33.0", plain=True),
+        Capability("non_causal_dcp", "supports_non_causal_dcp", since="0.29.0"),
+        Capability("dcp", "supports_dcp", since="0.30.0", argument="use_dcp"),
+        Capability("rswa", "supports_rswa", since="0.30.0", argument="use_rswa"),
+        Capability("kv_cache_update_bypass", "supports_kv_cache_update_bypass", since="0.33.0", plain=True),
     )
 }
 
@@ -138,7 +136,8 @@ class Declaration:
         capability: a name of :data:`CAPABILITIES`.
         value: True or False; the numbers that are fit; the names that are fit (of types as torch and vLLM write them);
             or :data:`VLLM`, perhaps with exceptions.
-        versions: of vLLM, those in which it holds.
+        since: the first version of vLLM in which it holds.
+        before: the first in which it does not, or of which nothing is known.
         reason: why this value.
         verified: how it is known.
         limit: what a True leaves out on purpose; empty where it holds without reserve.
@@ -147,10 +146,15 @@ class Declaration:
     backend: str
     capability: str
     value: Value
-    versions: str
+    since: str
+    before: str
     reason: str
     verified: str
     limit: str = ""
+
+    @property
+    def versions(self) -> Versions:
+        return Versions(f">={self.since},<{self.before}")
 
 
 _COMPARED = "vLLM's constant, compared with its source by a test"
@@ -163,24 +167,28 @@ _READ = "read in vLLM's source"
 _KIND = "what the backend is"
 _TRIED = "compared with float64 by the kernel's tests"
 
-_ALL = ">=0.20.0,<0.34"
-
 _LIMITS = CUDA.large.limits
 
 
-def _cuda(capability: str, value: Value, reason: str, verified: str = "", versions: str = _ALL) -> Declaration:
-    known = "vLLM's class is asked" if isinstance(value, Vllm) else _COMPARED
-    return Declaration(FLASH_ATTN, capability, value, versions, reason, verified or known)
-
-
-def _large(capability: str, value: Value, reason: str, verified: str = _UNTRIED, versions: str = _ALL) -> Declaration:
-    return Declaration(FLASH_ATTN_LARGE, capability, value, versions, reason, verified)
-
-
-def _musa(
-    capability: str, value: Value, reason: str, verified: str = _UNTRIED, versions: str = _ALL, limit: str = ""
+def _cuda(
+    capability: str, value: Value, reason: str, verified: str = "", *, since: str = "", before: str = UNKNOWN_FROM
 ) -> Declaration:
-    return Declaration(FLASH_ATTN_MUSA, capability, value, versions, reason, verified, limit)
+    known = "vLLM's class is asked" if isinstance(value, Vllm) else _COMPARED
+    return Declaration(
+        FLASH_ATTN, capability, value, since or CAPABILITIES[capability].since, before, reason, verified or known
+    )
+
+
+def _large(capability: str, value: Value, reason: str, verified: str = _UNTRIED) -> Declaration:
+    return Declaration(
+        FLASH_ATTN_LARGE, capability, value, CAPABILITIES[capability].since, UNKNOWN_FROM, reason, verified
+    )
+
+
+def _musa(capability: str, value: Value, reason: str, verified: str = _UNTRIED, *, limit: str = "") -> Declaration:
+    return Declaration(
+        FLASH_ATTN_MUSA, capability, value, CAPABILITIES[capability].since, UNKNOWN_FROM, reason, verified, limit
+    )
 
 
 DECLARATIONS: Final[tuple[Declaration, ...]] = (
@@ -190,7 +198,7 @@ DECLARATIONS: Final[tuple[Declaration, ...]] = (
         Multiples(_LIMITS.head_multiple, _LIMITS.largest_head),
         "up to 256 on vLLM's kernels, above on the plugin's",
         _TRIED,
-        ">=0.20.0,<0.26",
+        before="0.26",
     ),
     _cuda(
         "head_sizes",
@@ -198,7 +206,7 @@ DECLARATIONS: Final[tuple[Declaration, ...]] = (
         "up to 256 on vLLM's kernels, above on the plugin's; with the KV cache of 0.26 FlashAttention 3 runs without "
         "end at 8 and 16",
         "vllm-hwplugin probe on an H200 with vLLM 0.26.0, which tries 8, 16, 32 and larger ones",
-        ">=0.26.0,<0.34",
+        since="0.26.0",
     ),
     _cuda("block_sizes", Multiples(_LIMITS.page_multiple), "the pages of vLLM's FLASH_ATTN cache", _READ),
     _cuda("dtypes", VLLM, _DEVICE),
@@ -208,9 +216,9 @@ DECLARATIONS: Final[tuple[Declaration, ...]] = (
         "vLLM's class takes every quantized type for fp8 here, and its layer then raises `Unrecognized FP8 dtype`; use "
         "--kv-cache-dtype fp8",
         "vLLM's class is asked, and compared with its layer by a test",
-        versions=">=0.20.0,<0.22",
+        before="0.22",
     ),
-    _cuda("kv_cache_dtypes", VLLM, _DEVICE, versions=">=0.22.0,<0.34"),
+    _cuda("kv_cache_dtypes", VLLM, _DEVICE, since="0.22.0"),
     *(_cuda(name, VLLM, _DEVICE) for name in ("attn_types", "compute_capability", "sink")),
     _cuda("mm_prefix", VLLM, "no before 0.24.0; from there on where FlashAttention 4 resolves, which takes a mask"),
     _cuda("per_head_quant_scales", VLLM, "needs FlashAttention 3 or later"),
@@ -220,19 +228,18 @@ DECLARATIONS: Final[tuple[Declaration, ...]] = (
     _cuda("alibi_sqrt", False, "the kernels know linear ALiBi only"),
     _cuda("non_causal", True, "causal is an argument of the kernels"),
     _cuda("batch_invariance", True, "vLLM allows no splits over the KV length then"),
-    _cuda("kv_connector", True, "the KV cache is an ordinary tensor of blocks", versions=">=0.23.0,<0.34"),
+    _cuda("kv_connector", True, "the KV cache is an ordinary tensor of blocks"),
     _cuda("sliding_window", True, "the window is an argument of the kernels"),
-    _cuda("pcp", VLLM, "a property of vLLM's implementation class", versions=">=0.26.0,<0.34"),
+    _cuda("pcp", VLLM, "a property of vLLM's implementation class"),
     _cuda(
         "device_cpu_query_lens_mismatch",
         VLLM,
         "the base class says yes where there is no state-space layer",
-        versions=">=0.28.0,<0.34",
     ),
-    _cuda("non_causal_dcp", VLLM, "a property of vLLM's metadata builder", versions=">=0.29.0,<0.34"),
-    _cuda("dcp", VLLM, "a property of vLLM's implementation class", versions=">=0.30.0,<0.34"),
-    _cuda("rswa", True, "vLLM's implementation has a mask for it", versions=">=0.30.0,<0.34"),
-    _cuda("kv_cache_update_bypass", True, "forward reads keys and values from the cache", versions=">=0.33.0,<0.34"),
+    _cuda("non_causal_dcp", VLLM, "a property of vLLM's metadata builder"),
+    _cuda("dcp", VLLM, "a property of vLLM's implementation class"),
+    _cuda("rswa", True, "vLLM's implementation has a mask for it"),
+    _cuda("kv_cache_update_bypass", True, "forward reads keys and values from the cache"),
     # -- FLASH_ATTN on CUDA with heads above 256: the plugin's kernel.
     _large(
         "head_sizes",
@@ -270,33 +277,32 @@ DECLARATIONS: Final[tuple[Declaration, ...]] = (
     _large("per_head_quant_scales", False, "they scale fp8 queries and keys, which the kernel does not read"),
     _large("non_causal", True, "causal is an argument of the kernel", _TRIED),
     _large("batch_invariance", True, "there are no splits over the KV length then", _TRIED),
-    _large("kv_connector", True, "the KV cache is vLLM's FLASH_ATTN cache", _READ, ">=0.23.0,<0.34"),
+    _large("kv_connector", True, "the KV cache is vLLM's FLASH_ATTN cache", _READ),
     _large("sliding_window", True, "the window is an argument of the kernel", _TRIED),
-    _large("pcp", False, "the kernel does not give the log-sum-exp of a part", versions=">=0.26.0,<0.34"),
+    _large("pcp", False, "the kernel does not give the log-sum-exp of a part"),
     _large(
         "device_cpu_query_lens_mismatch",
         False,
         "the blocks that are launched follow the CPU's longest query",
-        versions=">=0.28.0,<0.34",
     ),
-    _large("non_causal_dcp", False, "the kernel does not give the log-sum-exp of a part", versions=">=0.29.0,<0.34"),
-    _large("dcp", False, "the kernel does not give the log-sum-exp of a part", versions=">=0.30.0,<0.34"),
-    _large("rswa", False, "the kernel has no mask for it; use TRITON_ATTN", versions=">=0.30.0,<0.34"),
-    _large("kv_cache_update_bypass", True, "forward reads keys and values from the cache", _READ, ">=0.33.0,<0.34"),
+    _large("non_causal_dcp", False, "the kernel does not give the log-sum-exp of a part"),
+    _large("dcp", False, "the kernel does not give the log-sum-exp of a part"),
+    _large("rswa", False, "the kernel has no mask for it; use TRITON_ATTN"),
+    _large("kv_cache_update_bypass", True, "forward reads keys and values from the cache", _READ),
     # -- FLASH_ATTN on MUSA: mate.flash_attn_varlen_func.
     _musa(
         "head_sizes",
-        Multiples(8, 512),
+        Multiples(MUSA.limits.head_multiple, MUSA.limits.largest_head),
         "the range that mate's FlashAttention 3 wrapper takes",
         f"256 and 512: {_SERVED}",
     ),
-    _musa("dtypes", ("float16", "bfloat16"), "mate says 'inputs must be float16 or bfloat16'", _PROBED),
-    _musa("kv_cache_dtypes", ("auto", "float16", "bfloat16"), "mate takes no fp8 keys and queries", _PROBED),
+    _musa("dtypes", MUSA.limits.dtypes, "mate says 'inputs must be float16 or bfloat16'", _PROBED),
+    _musa("kv_cache_dtypes", ("auto", *MUSA.limits.dtypes), "mate takes no fp8 keys and queries", _PROBED),
     _musa(
         "block_sizes",
-        Multiples(16),
-        "vLLM's shape of a FLASH_ATTN cache has pages of such sizes; without --block-size they have 64 tokens, which "
-        "mate loads fastest",
+        Multiples(MUSA.limits.page_multiple),
+        f"vLLM's shape of a FLASH_ATTN cache has pages of such sizes; without --block-size they have {MUSA.page} "
+        "tokens, which mate loads fastest",
         "read in vLLM's source, and in mate's (0.2.2)",
     ),
     _musa("attn_types", ("decoder",), "encoder layers have no paged cache, and mate is called with one"),
@@ -323,19 +329,18 @@ DECLARATIONS: Final[tuple[Declaration, ...]] = (
         "where it takes that; every batch is read from the cache; its deterministic is about gradients",
         "read in mate's source (0.2.2), and " + _PROBED,
     ),
-    _musa("kv_connector", False, "KV transfer that copies blocks is not supported on MUSA", versions=">=0.23.0,<0.34"),
+    _musa("kv_connector", False, "KV transfer that copies blocks is not supported on MUSA"),
     _musa("sliding_window", True, "the window is an argument of mate's function", _SERVED),
-    _musa("pcp", False, "needs the log-sum-exp of each part, which mate is not asked for", versions=">=0.26.0,<0.34"),
-    _musa("device_cpu_query_lens_mismatch", False, "mate is given the CPU's longest query", versions=">=0.28.0,<0.34"),
+    _musa("pcp", False, "needs the log-sum-exp of each part, which mate is not asked for"),
+    _musa("device_cpu_query_lens_mismatch", False, "mate is given the CPU's longest query"),
     _musa(
         "non_causal_dcp",
         False,
         "needs the log-sum-exp of each part, which mate is not asked for",
-        versions=">=0.29.0,<0.34",
     ),
-    _musa("dcp", False, "needs the log-sum-exp of each part, which mate is not asked for", versions=">=0.30.0,<0.34"),
-    _musa("rswa", False, "mate has no mask", versions=">=0.30.0,<0.34"),
-    _musa("kv_cache_update_bypass", False, "no fused operation writes the cache on MUSA", versions=">=0.33.0,<0.34"),
+    _musa("dcp", False, "needs the log-sum-exp of each part, which mate is not asked for"),
+    _musa("rswa", False, "mate has no mask"),
+    _musa("kv_cache_update_bypass", False, "no fused operation writes the cache on MUSA"),
 )
 
 BACKENDS: Final = tuple(dict.fromkeys(item.backend for item in DECLARATIONS))
@@ -350,14 +355,12 @@ def declared(backend: str, version: str) -> Mapping[str, Declaration]:
         version: of vLLM, such as ``0.26.0``; a local part (``+cu129``) does not matter. A version that no declaration
             was checked with has none.
     """
-    return {
-        item.capability: item for item in DECLARATIONS if item.backend == backend and _holds(item.versions, version)
-    }
+    return {item.capability: item for item in DECLARATIONS if item.backend == backend and item.versions.covers(version)}
 
 
 def asked_in(version: str) -> frozenset[str]:
     """The capabilities that a version of vLLM asks for."""
-    return frozenset(item.name for item in CAPABILITIES.values() if _holds(item.versions, version))
+    return frozenset(item.name for item in CAPABILITIES.values() if Versions(f">={item.since}").covers(version))
 
 
 def allows(value: Value, asked: Any) -> bool:
@@ -413,14 +416,6 @@ def explain(declarations: Mapping[str, Declaration], asked: Mapping[str, Any]) -
         fit = item.value if isinstance(item.value, Multiples) else " or ".join(item.value)
         told.append(f"{item.backend}: {argument} is {_name(asked[argument])}, expected {fit}: {item.reason}")
     return told
-
-
-def _holds(versions: str, version: str) -> bool:
-    try:
-        return SpecifierSet(versions, prereleases=True).contains(Version(version))
-    except InvalidVersion:
-        # A build without a version, which vLLM calls "dev".
-        return False
 
 
 def _name(asked: Any) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar
 
 import mate  # type: ignore[import-not-found]  # MUSA hosts only
 import torch
@@ -30,14 +30,9 @@ from ._flash import has_images, split, symmetric
 from ._mate_call import Call, MateMismatch, bind, bind_schedule
 from ._mate_schedule import Schedule, Schedules
 from ._mate_warmup import dummy_batches
-from .capabilities import FLASH_ATTN_MUSA
+from .backends import MUSA
 
 logger = logging.getLogger("vllm.hwplugin")
-
-# Pages that mate (0.2.2) copies by the copy engine. It takes others, by slower loads.
-_PAGE: Final = 64
-# The largest head of mate's kernels that come compiled, which take no page table.
-_LARGEST_PREBUILT: Final = 128
 
 
 def _scheduling(attention: Call) -> Callable[..., torch.Tensor] | None:
@@ -225,7 +220,7 @@ class MusaFlashAttentionImpl(AttentionImpl):  # type: ignore[misc]  # as below
         # Where keys need not come from the cache, mate has kernels that need not be compiled, for these layers alone.
         self.prebuilt_prefill = (
             _attention.takes_packed_keys
-            and head_size <= _LARGEST_PREBUILT
+            and head_size <= MUSA.largest_prebuilt_head
             and sliding_window is None
             and not logits_soft_cap
             and sinks is None
@@ -344,7 +339,7 @@ class MusaFlashAttentionImpl(AttentionImpl):  # type: ignore[misc]  # as below
         triton_reshape_and_cache_flash(key, value, keys, values, slot_mapping, "auto", layer._k_scale, layer._v_scale)
 
 
-@declares(FLASH_ATTN_MUSA, __version__)
+@declares(MUSA.declared, __version__)
 class MusaFlashAttentionBackend(FlashAttentionBackend):  # type: ignore[misc]  # vLLM is not there where types are checked
     """vLLM's FlashAttention by name and KV cache; what it can do is declared for mate."""
 
@@ -359,7 +354,7 @@ class MusaFlashAttentionBackend(FlashAttentionBackend):  # type: ignore[misc]  #
     @classmethod
     def get_preferred_block_size(cls, default_block_size: int) -> int:
         """What vLLM takes where the user names no block size."""
-        return default_block_size if default_block_size % _PAGE == 0 else max(default_block_size, _PAGE)
+        return default_block_size if default_block_size % MUSA.page == 0 else max(default_block_size, MUSA.page)
 
     @classmethod
     def supports_combination(

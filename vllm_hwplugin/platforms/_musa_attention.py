@@ -14,6 +14,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any, Final
 
+from vllm_hwplugin.attention.backends import MUSA
 from vllm_hwplugin.attention.capabilities import reserves
 
 from . import musa_versions
@@ -22,17 +23,9 @@ logger = logging.getLogger("vllm.hwplugin")
 
 # Best first, as vllm-musa has them: mate is the vendor's library, and its kernels depend on no release of Triton. Names
 # and not members: vLLM's list of backends differs from version to version.
-DECODER: Final = ("FLASH_ATTN", "TRITON_ATTN", "FLEX_ATTENTION")
+DECODER: Final = (MUSA.name, "TRITON_ATTN", "FLEX_ATTENTION")
 MLA: Final = ("TRITON_MLA",)
 _IN_TRITON: Final = ("TRITON_ATTN", "TRITON_MLA")
-# The plugin's class in place of vLLM's: (module, class, what it needs on the host).
-_OWN: Final = {
-    "FLASH_ATTN": (
-        "vllm_hwplugin.attention.musa",
-        "MusaFlashAttentionBackend",
-        "Moore Threads' mate, from their own index, and a GPU that is visible; the public `mate` is another project",
-    )
-}
 
 
 def choose(selected: Any | None, config: Any, capability: Any, known: Any) -> str:
@@ -108,17 +101,21 @@ def _triton_troubles(member: Any) -> list[str]:
 
 
 def _class_of(member: Any) -> Any:
-    if member.name not in _OWN or member.is_overridden():
+    if not _is_own(member):
         return member.get_class()
-    module, name, _ = _OWN[member.name]
-    return getattr(importlib.import_module(module), name)
+    return getattr(importlib.import_module(MUSA.module), MUSA.cls)
+
+
+def _is_own(member: Any) -> bool:
+    """Whether the plugin's class stands in place of vLLM's."""
+    return bool(member.name == MUSA.name and not member.is_overridden())
 
 
 def _unavailable(member: Any, error: Exception) -> str:
     """Why a backend cannot be imported; in the log as well where more is wrong than that something is not installed."""
     reason = f"{type(error).__name__}: {error}"
-    if member.name in _OWN and not member.is_overridden():
-        reason += f"; it needs {_OWN[member.name][2]}"
+    if _is_own(member):
+        reason += f"; it needs {MUSA.needs}"
     if not isinstance(error, ModuleNotFoundError):
         logger.warning("no %s on this host: %s", member.name, reason)
     return reason

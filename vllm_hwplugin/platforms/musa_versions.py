@@ -12,8 +12,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
+
+from ..versions import UNKNOWN_FROM, Versions
 
 #: The first Triton whose MUSA build is expected to compile vLLM's kernels; vllm-musa changes them for 3.2.
 MIN_TRITON: Final = Version("3.6")
@@ -28,7 +29,7 @@ MIN_MATE: Final = Version("0.2")
 MIN_MTML: Final = Version("2.4")
 
 #: The versions of vLLM that import torchvision while an engine warms up, whatever its model is.
-TORCHVISION_IN_WARM_UP: Final = SpecifierSet(">=0.24")
+TORCHVISION_IN_WARM_UP: Final = Versions(">=0.24")
 
 #: GPUs for which torch_musa is built without MCCL, so that ``torch.distributed`` has no ``mccl``; as the driver names
 #: them.
@@ -76,17 +77,27 @@ STACKS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """The torch that versions of vLLM require, by its minor version, and the torch_musa that is known for it."""
+    """The torch that versions of vLLM require, by its minor version, and the torch_musa that is known for it.
 
-    vllm: SpecifierSet
+    Attributes:
+        since: the first of those versions.
+        before: the first that is none of them.
+    """
+
+    since: str
+    before: str
     torch: str
     torch_musa: str = ""
 
+    @property
+    def vllm(self) -> Versions:
+        return Versions(f">={self.since},<{self.before}")
+
 
 PINS: Final = (
-    Pin(SpecifierSet(">=0.20,<0.27"), "2.11", "2.11.0.post2"),
-    Pin(SpecifierSet(">=0.27,<0.33"), "2.13"),
-    Pin(SpecifierSet(">=0.33,<0.34"), "2.14"),
+    Pin("0.20", "0.27", "2.11", "2.11.0.post2"),
+    Pin("0.27", "0.33", "2.13"),
+    Pin("0.33", UNKNOWN_FROM, "2.14"),
 )
 
 
@@ -194,7 +205,7 @@ def _torch(host: Host) -> Finding:
             trouble += f"install torch and torch_musa {pin.torch_musa} {_INDEX}"
         else:
             newest = next(item for item in reversed(PINS) if item.torch_musa)
-            trouble += f"no torch_musa is known for it: take a vLLM of {_words(newest.vllm)}, for torch {newest.torch}"
+            trouble += f"no torch_musa is known for it: take a vLLM of {_words(newest)}, for torch {newest.torch}"
     return Finding("torch", found or "", f"{pin.torch}, for vLLM {host.vllm}", trouble)
 
 
@@ -266,8 +277,7 @@ def _mtml(found: str | None) -> Finding:
 
 def _torchvision(host: Host) -> Finding:
     found = host.versions.get("torchvision")
-    number = _number(host.vllm)
-    needed = number is not None and TORCHVISION_IN_WARM_UP.contains(number, prereleases=True)
+    needed = host.vllm is not None and TORCHVISION_IN_WARM_UP.covers(host.vllm)
     trouble = ""
     if found is None and needed:
         trouble = (
@@ -281,10 +291,7 @@ def _torchvision(host: Host) -> Finding:
 
 def pin_of(vllm: str | None) -> Pin | None:
     """The torch that a version of vLLM requires; None where that is not known."""
-    number = _number(vllm)
-    if number is None:
-        return None
-    return next((pin for pin in PINS if pin.vllm.contains(number, prereleases=True)), None)
+    return None if vllm is None else next((pin for pin in PINS if pin.vllm.covers(vllm)), None)
 
 
 def _number(version: str | None) -> Version | None:
@@ -305,7 +312,7 @@ def markdown(min_torch: Version) -> str:
     Args:
         min_torch: the first PyTorch that the plugin's kernels are built for.
     """
-    pins = [(_words(pin.vllm), pin.torch, pin.torch_musa or "none") for pin in PINS]
+    pins = [(_words(pin), pin.torch, pin.torch_musa or "none") for pin in PINS]
     stacks = [(s.source, s.torch, s.vllm, s.triton, s.mate, s.torchada, s.mtml, s.python) for s in STACKS]
     own = (
         "what `doctor` expects",
@@ -357,9 +364,8 @@ def written_into(page: str, min_torch: Version) -> str:
     return f"{head}{start}\n\n{markdown(min_torch)}\n\n{end}{tail}"
 
 
-def _words(versions: SpecifierSet) -> str:
-    bounds = {item.operator: item.version for item in versions}
-    return f"{bounds['>=']} and later, before {bounds['<']}"
+def _words(pin: Pin) -> str:
+    return f"{pin.since} and later, before {pin.before}"
 
 
 def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Iterator[str]:

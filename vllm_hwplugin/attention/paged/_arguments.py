@@ -57,7 +57,7 @@ def refuse(head_size: int, dtype: torch.dtype, kv_dtype: torch.dtype, block_size
 
 def refuse_heads(num_heads: int, num_kv_heads: int) -> str | None:
     """Why so many query heads cannot share so many KV heads, or None. vLLM's selector does not know them."""
-    most = _LIMITS.largest_group
+    most = CUDA.large.largest_group
     if num_heads <= 0 or num_kv_heads <= 0 or num_heads % num_kv_heads or num_heads // num_kv_heads > most:
         return f"{num_heads} query heads and {num_kv_heads} KV heads, expected a multiple, and at most {most} times"
     return None
