@@ -15,8 +15,8 @@ SAID = [one for file in FILES for one in verdicts(file.results).values()]
 def test_an_operation_is_on_by_default_where_every_file_shows_a_gain(name):
     gains = {one.device for one in SAID if (one.op, one.verdict) == (name, "gain")}
     losses = {one.device for one in SAID if (one.op, one.verdict) == (name, "loss")}
-    assert set(OPS[name].default_on) == (set() if OPS[name].kept_off else gains - losses)
+    assert set(OPS[name].default_on) == (set() if OPS[name].not_default else gains - losses)
 
 
 def test_one_is_kept_off_though_it_gains():
-    assert [op.name for op in OPS.values() if op.kept_off] == ["rotary_embedding"]
+    assert [op.name for op in OPS.values() if op.not_default] == ["rotary_embedding"]

@@ -137,7 +137,7 @@ def test_what_is_wanted(
 
 
 def test_what_gains_and_is_kept_off_says_why_and_can_be_had() -> None:
-    op = OverridableOp(ROPE.name, ROPE.namespace, ROPE.schemas, kept_off="it rounds otherwise")
+    op = OverridableOp(ROPE.name, ROPE.namespace, ROPE.schemas, not_default="it rounds otherwise")
     assert (
         choose(op, "auto", (), "NVIDIA H200").reason
         == "it rounds otherwise; VLLM_HWPLUGIN_OPS=on takes it all the same"

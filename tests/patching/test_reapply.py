@@ -18,7 +18,7 @@ from types import FunctionType, ModuleType
 import pytest
 
 from vllm_hwplugin.patching._overlay import Copy, Overlay, open_overlay
-from vllm_hwplugin.patching._reapply import ReapplyRefused, importers_of, plan
+from vllm_hwplugin.patching._reapply import ReapplyRefused, importers_of, plan_module
 
 NAME = "reapplied_module"
 
@@ -114,7 +114,7 @@ class Live:
         return self.overlay.place(NAME, f"{NAME}.py", text)
 
     def apply(self, *replacements: tuple[str, str]) -> Callable[[], None]:
-        return plan(self.module, self.copy(*replacements), str(self.path), TEXT).stage().commit()
+        return plan_module(self.module, self.copy(*replacements), str(self.path), TEXT).stage().commit()
 
     def refused(self, *replacements: tuple[str, str]) -> str:
         before = {name: value for name, value in vars(self.module).items() if name != "__builtins__"}
@@ -219,7 +219,7 @@ def test_new_names_are_added(live: Live) -> None:
 def test_source_and_tracebacks_come_from_the_copy(live: Live) -> None:
     module = live.module
     copy = live.copy(("import functools", "import functools\n\n# a longer text"), ('"stock")', '"patched")'))
-    plan(module, copy, str(live.path), TEXT).stage().commit()
+    plan_module(module, copy, str(live.path), TEXT).stage().commit()
     for _ in range(2):
         assert inspect.getsource(module) == copy.text.decode()
         assert inspect.getsource(module.fail) == 'def fail():\n    raise ValueError("patched")\n'
@@ -252,7 +252,9 @@ def test_taking_it_back_leaves_the_module_as_it_was(live: Live) -> None:
 def test_an_error_while_committing_leaves_nothing_changed(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     import dataclasses
 
-    staged = plan(live.module, live.copy(("    return value", "    return -value")), str(live.path), TEXT).stage()
+    staged = plan_module(
+        live.module, live.copy(("    return value", "    return -value")), str(live.path), TEXT
+    ).stage()
     broken = dataclasses.replace(staged.setters[-1], target=object())
     with pytest.raises(AttributeError):
         dataclasses.replace(staged, setters=(*staged.setters, broken)).commit()
@@ -339,7 +341,7 @@ def test_a_running_function_is_refused(live: Live) -> None:
 
     def probe() -> None:
         with pytest.raises(ReapplyRefused, match="plain is running right now"):
-            plan(module, copy, str(live.path), text)
+            plan_module(module, copy, str(live.path), text)
         seen.append("asked")
 
     module.plain(probe)
@@ -368,10 +370,10 @@ def test_an_object_of_a_compiled_class_is_refused(live: Live) -> None:
     copy = live.overlay.place(NAME, f"{NAME}.py", text.replace('"stock " + super()', '"patched " + super()'))
     runner = module.Runner()
     with pytest.raises(ReapplyRefused, match="an object of Runner exists"):
-        plan(module, copy, str(live.path), text)
+        plan_module(module, copy, str(live.path), text)
     del runner
     gc.collect()
-    plan(module, copy, str(live.path), text).stage().commit()
+    plan_module(module, copy, str(live.path), text).stage().commit()
     assert module.Runner().greet() == "patched parent"
 
 
@@ -412,7 +414,7 @@ def test_postponed_annotations_stay_text(tmp_path: Path, monkeypatch: pytest.Mon
         new = text.replace("x: Missing", "x: Missing, y: Gone[int]=2").replace("return 1", "return g()")
         new += "\ndef g(x: Absent = 1) -> Nothing:\n    return 3\n"
         copy = open_overlay().place("postponed_module", "postponed_module.py", new)
-        plan(module, copy, str(path), text).stage().commit()
+        plan_module(module, copy, str(path), text).stage().commit()
         assert module.f(0) == 3
         assert module.f.__annotations__ == {"x": "Missing", "y": "Gone[int]", "return": "None"}
         assert module.g.__annotations__ == {"x": "Absent", "return": "Nothing"}

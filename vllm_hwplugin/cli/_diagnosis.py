@@ -75,7 +75,7 @@ class FeatureRow:
 class Diagnosis:
     """``problems`` make doctor exit with 1; ``warnings`` are for the reader."""
 
-    host: _host.Host
+    host: _host.HostFacts
     platform: _host.Platform
     platform_class: Mapping[str, str | None]
     musa: tuple[musa_versions.Finding, ...]

@@ -51,7 +51,7 @@ class Tool:
 
 
 @dataclass(frozen=True, slots=True)
-class Host:
+class HostFacts:
     system: str
     machine: str
     cpus: int
@@ -59,8 +59,8 @@ class Host:
     executable: str
 
 
-def this_host() -> Host:
-    return Host(
+def this_host() -> HostFacts:
+    return HostFacts(
         system=platform.platform(),
         machine=platform.machine(),
         cpus=os.cpu_count() or 1,

@@ -10,13 +10,13 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from vllm_hwplugin.patching import Catalog, Feature, FeatureVerdict, Status, evaluate, load_catalog, render_diff
+from vllm_hwplugin.patching import Catalog, Feature, FeatureVerdict, Source, Status, evaluate, load_catalog, render_diff
 
 from ._drift import PATIENCE
 from ._drift_report import TargetReport, exit_status, summary
 from ._drift_table import say_once
 from ._tables import print_rows
-from .sources import Index, Source, SourceError, open_installed, open_target, run_all
+from .sources import Index, SourceError, open_installed, open_target, run_all
 
 app = typer.Typer(invoke_without_command=True, add_completion=False, pretty_exceptions_enable=False)
 

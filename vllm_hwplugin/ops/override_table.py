@@ -46,21 +46,21 @@ class OverridableOp(NamedTuple):
         schemas: every text that is known; with another one the operation is left alone.
         default_on: devices, as PyTorch and nvidia-smi name them, on which the benchmark shows a gain
             (``benchmarks/results/kernels-*.json``).
-        kept_off: why it is the default nowhere though it gains; empty for the others.
+        not_default: why it is the default nowhere though it gains; empty for the others.
     """
 
     name: str
     namespace: Literal["_C", "_moe_C"]
     schemas: tuple[Schema, ...]
     default_on: tuple[str, ...] = ()
-    kept_off: str = ""
+    not_default: str = ""
 
     @property
     def qualname(self) -> str:
         return f"{self.namespace}::{self.name}"
 
 
-class Choice(NamedTuple):
+class KernelChoice(NamedTuple):
     """Whether the plugin's kernel is wanted, and why."""
 
     wanted: bool
@@ -84,7 +84,7 @@ OPS: Final[Mapping[str, OverridableOp]] = MappingProxyType(
                         "Tensor cos_sin_cache, bool is_neox, int rope_dim_offset=0, bool inverse=False) -> ()",
                     ),
                 ),
-                kept_off="it rounds products and sums to the type of the cache, where vLLM's own kernel rounds once",
+                not_default="it rounds products and sums to the type of the cache, where vLLM's own kernel rounds once",
             ),
             OverridableOp(
                 "fused_qk_norm_rope",
@@ -158,7 +158,9 @@ OPS: Final[Mapping[str, OverridableOp]] = MappingProxyType(
 )
 
 
-def choose(op: OverridableOp, choice: str, skip: Sequence[str], device: str | None, *, defined: bool = False) -> Choice:
+def choose(
+    op: OverridableOp, choice: str, skip: Sequence[str], device: str | None, *, defined: bool = False
+) -> KernelChoice:
     """Whether the plugin's kernel should stand under vLLM's name.
 
     Args:
@@ -168,19 +170,19 @@ def choose(op: OverridableOp, choice: str, skip: Sequence[str], device: str | No
         defined: vLLM has no kernel of it, and the plugin's definition in torch serves (:mod:`.definitions`).
     """
     if choice == "off":
-        return Choice(False, f"{GATE}=off")
+        return KernelChoice(False, f"{GATE}=off")
     if op.name in skip:
-        return Choice(False, f"named in {SKIP}")
+        return KernelChoice(False, f"named in {SKIP}")
     if choice == "on":
-        return Choice(True, f"{GATE}=on")
+        return KernelChoice(True, f"{GATE}=on")
     if defined:
-        return Choice(True, "vLLM has no kernel of it here")
+        return KernelChoice(True, "vLLM has no kernel of it here")
     if not op.default_on:
-        why = op.kept_off or "no device is known on which it gains"
-        return Choice(False, f"{why}; {GATE}=on takes it all the same")
+        why = op.not_default or "no device is known on which it gains"
+        return KernelChoice(False, f"{why}; {GATE}=on takes it all the same")
     if device is None or device in op.default_on:
-        return Choice(True, f"measured to gain on {', '.join(op.default_on)}")
-    return Choice(False, f"not known to gain on {device}; {GATE}=on takes it all the same")
+        return KernelChoice(True, f"measured to gain on {', '.join(op.default_on)}")
+    return KernelChoice(False, f"not known to gain on {device}; {GATE}=on takes it all the same")
 
 
 def describe(state: str, reason: str) -> str:

@@ -6,9 +6,9 @@ kept: changed functions and methods get new code, and new imports, functions, cl
 only once, while the module was imported, must be the same in both texts (``_compare`` decides that), and what runs now
 must be what the installed file says; else the module is refused and stays as it was.
 
-Three steps, so that several modules change together or not at all: :func:`plan` only reads, :meth:`Plan.stage` makes
-every new value beside the module, :meth:`Staged.commit` sets them. What none of them can see is behaviour that another
-module copied earlier, such as a graph that was compiled from a function.
+Three steps, so that several modules change together or not at all: :func:`plan_module` only reads,
+:meth:`ModulePlan.stage` makes every new value beside the module, :meth:`Staged.commit` sets them. What none of them can
+see is behaviour that another module copied earlier, such as a graph that was compiled from a function.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _Swap:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ModulePlan:
     """A module that can be brought to its patched text, and how."""
 
     module: ModuleType
@@ -204,7 +204,7 @@ class Setter:
 class Staged:
     """All values are made; committing sets them."""
 
-    plan: Plan
+    plan: ModulePlan
     setters: tuple[Setter, ...]
 
     def commit(self) -> Callable[[], None]:
@@ -224,7 +224,7 @@ class Staged:
         return undo
 
 
-def plan(module: ModuleType, copy: Copy, installed_path: str, installed_text: str) -> Plan:
+def plan_module(module: ModuleType, copy: Copy, installed_path: str, installed_text: str) -> ModulePlan:
     """Decide whether an imported module can be brought to its patched text.
 
     Args:
@@ -253,7 +253,7 @@ def plan(module: ModuleType, copy: Copy, installed_path: str, installed_text: st
         _refuse_instances(swaps)
     except NotSwappable as error:
         raise _refusal(module, str(error)) from error
-    return Plan(module, copy, change, swaps, new_code)
+    return ModulePlan(module, copy, change, swaps, new_code)
 
 
 def _plan_swap(module: ModuleType, change: FunctionChange, old_code: CodeType, new_code: CodeType) -> _Swap:

@@ -96,7 +96,7 @@ class _Settled(NamedTuple):
 
     plan: Plan
     copies: Mapping[str, Copy]
-    swaps: tuple[_reapply.Plan, ...]
+    swaps: tuple[_reapply.ModulePlan, ...]
 
 
 _lock = threading.RLock()
@@ -289,7 +289,7 @@ def _put_in_force(state: _State, wanted: _Wanted) -> _Settled:
 
 def _settle(wanted: _Wanted, refused: dict[str, str]) -> _Settled:
     """Plan, and take out the features whose modules are imported and cannot be patched in place, until it fits."""
-    planned: dict[Copy, _reapply.Plan] = {}
+    planned: dict[Copy, _reapply.ModulePlan] = {}
     while True:
         plan = make_plan(
             wanted.catalog,
@@ -300,7 +300,7 @@ def _settle(wanted: _Wanted, refused: dict[str, str]) -> _Settled:
             refused=refused,
         )
         copies: dict[str, Copy] = {}
-        swaps: list[_reapply.Plan] = []
+        swaps: list[_reapply.ModulePlan] = []
         before = len(refused)
         for file in plan.files.values():
             try:
@@ -315,7 +315,7 @@ def _settle(wanted: _Wanted, refused: dict[str, str]) -> _Settled:
             return _Settled(plan, copies, tuple(swaps))
 
 
-def _plan_swap(installed: Installed, plan: Plan, copy: Copy) -> _reapply.Plan:
+def _plan_swap(installed: Installed, plan: Plan, copy: Copy) -> _reapply.ModulePlan:
     # Rarely needed, and a tenth of what the plugin adds to a process's start.
     from . import _reapply
 
@@ -323,7 +323,7 @@ def _plan_swap(installed: Installed, plan: Plan, copy: Copy) -> _reapply.Plan:
     text = installed.source.read(file.path)
     # The plan was made from this text a moment ago; without it nothing of the module would have been patched.
     assert text is not None
-    return _reapply.plan(sys.modules[copy.module], copy, str(installed.root / file.path), text)
+    return _reapply.plan_module(sys.modules[copy.module], copy, str(installed.root / file.path), text)
 
 
 def _commit(staged: list[_reapply.Staged], undo: list[Callable[[], None]]) -> None:

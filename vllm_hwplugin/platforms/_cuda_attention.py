@@ -60,7 +60,7 @@ class Stock:
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
+class LayerChoice:
     """What a layer runs on.
 
     Args:
@@ -81,7 +81,7 @@ def decide(
     refused: Sequence[str],
     measured: Sequence[Faster] = CUDA.large.faster,
     broken: str = "",
-) -> Choice:
+) -> LayerChoice:
     """Choose between the plugin's class and vLLM's word for a layer with heads above 256.
 
     Args:
@@ -90,28 +90,30 @@ def decide(
         broken: why the class cannot be imported or asked, whatever the layer; empty where it can.
     """
     if asked.foreign:
-        return Choice(False, "another plugin has registered its own FLASH_ATTN")
+        return LayerChoice(False, "another plugin has registered its own FLASH_ATTN")
     if asked.named not in (None, CUDA.name):
-        return Choice(False, f"{asked.named} is named")
+        return LayerChoice(False, f"{asked.named} is named")
     if refused or broken:
         why = broken or f"the plugin's FLASH_ATTN does not fit: {'; '.join(refused)}"
         demand = f"{GATE}=on, but " if gate == "on" else f"{_STRICT}=1, but " if asked.strict and broken else ""
-        return Choice(False, why, demand + why if demand or stock.backend is None else "")
+        return LayerChoice(False, why, demand + why if demand or stock.backend is None else "")
     kernels = f"; on Triton kernels: {asked.obstacle}" if asked.obstacle else ""
     if gate == "on":
-        return Choice(True, f"{GATE}=on{kernels}")
+        return LayerChoice(True, f"{GATE}=on{kernels}")
     if stock.backend is None:
-        return Choice(True, f"vLLM has none that fits{kernels}")
+        return LayerChoice(True, f"vLLM has none that fits{kernels}")
     if stock.broken:
-        return Choice(True, f"vLLM's {stock.backend} cannot run here: {stock.broken}{kernels}")
+        return LayerChoice(True, f"vLLM's {stock.backend} cannot run here: {stock.broken}{kernels}")
     for item in measured:
         if (item.major, item.than) != (asked.major, stock.backend):
             continue
         if asked.obstacle:
             why = f"the plugin's CUDA kernel would be faster and cannot be had: {asked.obstacle}"
-            return Choice(False, why, f"{_STRICT}=1, but {why}; set {GATE}=off to go on" if asked.strict else "")
-        return Choice(True, f"faster than vLLM's {stock.backend} on compute capability {item.major}.x: {item.reason}")
-    return Choice(False, f"not known to be faster than {stock.backend} on compute capability {asked.major}.x")
+            return LayerChoice(False, why, f"{_STRICT}=1, but {why}; set {GATE}=off to go on" if asked.strict else "")
+        return LayerChoice(
+            True, f"faster than vLLM's {stock.backend} on compute capability {item.major}.x: {item.reason}"
+        )
+    return LayerChoice(False, f"not known to be faster than {stock.backend} on compute capability {asked.major}.x")
 
 
 Ask = Callable[..., str]
@@ -268,7 +270,7 @@ def _model_config() -> Any | None:
 # -- what is told ------------------------------------------------------------------------------------------------------
 
 
-def _tell(config: Any, choice: Choice, stock: Stock) -> None:
+def _tell(config: Any, choice: LayerChoice, stock: Stock) -> None:
     layers = f"heads of {config.head_size}{', non-causal' if config.use_non_causal else ''}"
     backend = "the plugin's FLASH_ATTN" if choice.own else f"vLLM's {stock.backend or 'error'}"
     _once(f"attention with {layers}: {backend} ({choice.reason})")

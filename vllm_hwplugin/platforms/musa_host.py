@@ -12,7 +12,7 @@ import mmap
 from pathlib import Path
 
 from . import _detect, musa_versions
-from .musa_versions import Host
+from .musa_versions import MusaHost
 
 
 def gpus() -> tuple[str, ...]:
@@ -33,14 +33,14 @@ def is_usable() -> bool:
     return _detect.probe_musa().devices > 0
 
 
-def look(vllm: str | None) -> Host:
+def look(vllm: str | None) -> MusaHost:
     """What is installed, by metadata and files.
 
     Args:
         vllm: its version.
     """
     found = {name: musa_versions.installed(name) for name in musa_versions.DISTRIBUTIONS}
-    return Host(found, vllm, _vendors_mate(), _triton_backends(), _has_stream(), _gpus())
+    return MusaHost(found, vllm, _vendors_mate(), _triton_backends(), _has_stream(), _gpus())
 
 
 def _vendors_mate() -> bool | None:

@@ -102,7 +102,7 @@ PINS: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class Host:
+class MusaHost:
     """What is installed on a Moore Threads host.
 
     Attributes:
@@ -162,7 +162,7 @@ def triton_trouble(version: str | None) -> str:
     return f"Triton {version} cannot compile vLLM's kernels ({', '.join(kernels)}); {wanted}"
 
 
-def check(host: Host, min_torch: Version) -> tuple[Finding, ...]:
+def check(host: MusaHost, min_torch: Version) -> tuple[Finding, ...]:
     """Judge what is installed, package by package.
 
     Args:
@@ -171,7 +171,7 @@ def check(host: Host, min_torch: Version) -> tuple[Finding, ...]:
     return tuple(_findings(host, min_torch))
 
 
-def _findings(host: Host, min_torch: Version) -> Iterator[Finding]:
+def _findings(host: MusaHost, min_torch: Version) -> Iterator[Finding]:
     version = host.versions.get
     yield _torch(host)
     yield _torch_musa(host, min_torch)
@@ -193,7 +193,7 @@ def _findings(host: Host, min_torch: Version) -> Iterator[Finding]:
         )
 
 
-def _torch(host: Host) -> Finding:
+def _torch(host: MusaHost) -> Finding:
     found = host.versions.get("torch")
     pin = pin_of(host.vllm)
     if pin is None:
@@ -209,7 +209,7 @@ def _torch(host: Host) -> Finding:
     return Finding("torch", found or "", f"{pin.torch}, for vLLM {host.vllm}", trouble)
 
 
-def _torch_musa(host: Host, min_torch: Version) -> Finding:
+def _torch_musa(host: MusaHost, min_torch: Version) -> Finding:
     found, torch = host.versions.get("torch_musa"), host.versions.get("torch")
     expected = f"the minor version of torch, and {min_torch} or later for the plugin's kernels"
     trouble = ""
@@ -233,7 +233,7 @@ def _torch_musa(host: Host, min_torch: Version) -> Finding:
     return Finding("torch_musa", found or "", expected, trouble)
 
 
-def _triton(host: Host) -> Finding:
+def _triton(host: MusaHost) -> Finding:
     found = host.versions.get("triton")
     trouble = triton_trouble(found)
     if not trouble and host.triton_backends and host.triton_backends <= _PUBLIC_BACKENDS:
@@ -245,7 +245,7 @@ def _triton(host: Host) -> Finding:
     return Finding("triton", found or "", f"{MIN_TRITON} or later, MUSA's build", trouble)
 
 
-def _mate(host: Host) -> Finding:
+def _mate(host: MusaHost) -> Finding:
     found = host.versions.get("mate")
     expected = f"{MIN_MATE} or later, Moore Threads' own"
     trouble = ""
@@ -275,7 +275,7 @@ def _mtml(found: str | None) -> Finding:
     return Finding("mthreads-ml-py", found or "", f"{MIN_MTML} or later", trouble)
 
 
-def _torchvision(host: Host) -> Finding:
+def _torchvision(host: MusaHost) -> Finding:
     found = host.versions.get("torchvision")
     needed = host.vllm is not None and TORCHVISION_IN_WARM_UP.covers(host.vllm)
     trouble = ""

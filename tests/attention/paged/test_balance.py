@@ -8,14 +8,14 @@ import dataclasses
 import pytest
 
 from vllm_hwplugin.attention.paged._balance import Balance, balance
-from vllm_hwplugin.attention.paged._plan import MAX_SPLITS, SCRATCH_ROWS, Plan, make_plan
+from vllm_hwplugin.attention.paged._plan import MAX_SPLITS, SCRATCH_ROWS, LaunchPlan, plan_launch
 
 MULTIPROCESSORS = 132
 HEADS = 8
 
 
-def planned(requests: int, query: int, kv_heads: int, *, batch_invariant: bool = False) -> tuple[Plan, Balance]:
-    plan = make_plan(
+def planned(requests: int, query: int, kv_heads: int, *, batch_invariant: bool = False) -> tuple[LaunchPlan, Balance]:
+    plan = plan_launch(
         ((64, 1),),
         num_requests=requests,
         num_tokens=requests * query,
@@ -28,7 +28,7 @@ def planned(requests: int, query: int, kv_heads: int, *, batch_invariant: bool =
     return plan, bounds(plan, kv_heads)
 
 
-def bounds(plan: Plan, kv_heads: int) -> Balance:
+def bounds(plan: LaunchPlan, kv_heads: int) -> Balance:
     return balance(plan, group=HEADS // kv_heads, num_kv_heads=kv_heads, multiprocessors=MULTIPROCESSORS)
 
 

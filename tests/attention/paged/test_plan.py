@@ -6,13 +6,13 @@ from __future__ import annotations
 import pytest
 
 from vllm_hwplugin.attention.paged import _plan
-from vllm_hwplugin.attention.paged._plan import MAX_SPLITS, SCRATCH_ROWS, Heights, Plan, make_plan
+from vllm_hwplugin.attention.paged._plan import MAX_SPLITS, SCRATCH_ROWS, Heights, LaunchPlan, plan_launch
 
 HOPPER = ((64, 1),)
 TRITON = ((16, 4), (32, 2), (64, 1))
 
 
-def plan(heights: Heights = HOPPER, **given: int) -> Plan:
+def plan(heights: Heights = HOPPER, **given: int) -> LaunchPlan:
     settings = {
         "num_requests": 1,
         "num_tokens": 1,
@@ -22,10 +22,10 @@ def plan(heights: Heights = HOPPER, **given: int) -> Plan:
         "multiprocessors": 132,
         "batch_invariant": False,
     }
-    return make_plan(heights, **{**settings, **given})  # type: ignore[arg-type]
+    return plan_launch(heights, **{**settings, **given})  # type: ignore[arg-type]
 
 
-def blocks_of(found: Plan, lengths: list[int]) -> list[int]:
+def blocks_of(found: LaunchPlan, lengths: list[int]) -> list[int]:
     """For each block the tokens it has, as the kernels work it out."""
     starts = [sum(lengths[:row]) for row in range(len(lengths) + 1)]
     tokens = []

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 from typing import Final
 
-from ._plan import MAX_SPLITS, SCRATCH_ROWS, Plan
+from ._plan import MAX_SPLITS, SCRATCH_ROWS, LaunchPlan
 
 # One request has all programs. More than twice as many as the device runs fill it by themselves, and each would have to
 # look at all of them.
@@ -35,7 +35,7 @@ class Balance:
 
 # All layers of a step ask for the same.
 @functools.lru_cache(maxsize=1024)
-def balance(plan: Plan, *, group: int, num_kv_heads: int, multiprocessors: int) -> Balance:
+def balance(plan: LaunchPlan, *, group: int, num_kv_heads: int, multiprocessors: int) -> Balance:
     """Bound the programs of a batch in which every request has one block of queries; other batches are split alike.
 
     Args:

@@ -8,7 +8,7 @@ import torch
 from ._arguments import Arguments
 from ._hopper import HopperKernel
 from ._kernel import Kernel
-from ._plan import make_plan
+from ._plan import plan_launch
 from ._scratch import Scratch
 from ._triton import TritonKernel
 
@@ -85,7 +85,7 @@ def paged_attention(
             f"paged_attention: the scratch is on {scratch.out.device}, query on {query.device}; expected one of "
             "Scratch.allocate(query.device)"
         )
-    plan = make_plan(
+    plan = plan_launch(
         kernel.heights,
         num_requests=seq_lens.shape[0],
         num_tokens=query.shape[0],

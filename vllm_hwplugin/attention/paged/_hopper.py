@@ -14,7 +14,7 @@ from vllm_hwplugin.ops.build.spec import PAGED_ATTENTION
 
 from ._arguments import Arguments, check_heads
 from ._balance import balance
-from ._plan import Heights, Plan
+from ._plan import Heights, LaunchPlan
 from ._scratch import Scratch
 
 _CAPABILITY: Final = (9, 0)
@@ -43,7 +43,7 @@ class HopperKernel:
         # The operation checks all else, in C++ and so in less of the host's time.
         check_heads(given.query, given.keys)
 
-    def launch(self, given: Arguments, plan: Plan, scratch: Scratch) -> None:
+    def launch(self, given: Arguments, plan: LaunchPlan, scratch: Scratch) -> None:
         num_kv_heads = given.keys.shape[2]
         shares = balance(
             plan,

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import ClassVar, Protocol
 
 from ._arguments import Arguments
-from ._plan import Heights, Plan
+from ._plan import Heights, LaunchPlan
 from ._scratch import Scratch
 
 
@@ -32,7 +32,7 @@ class Kernel(Protocol):
             ValueError: what, found, expected.
         """
 
-    def launch(self, given: Arguments, plan: Plan, scratch: Scratch) -> None:
+    def launch(self, given: Arguments, plan: LaunchPlan, scratch: Scratch) -> None:
         """Run one batch.
 
         Raises:

@@ -21,7 +21,7 @@ _WORTH: Final = 0.05
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class LaunchPlan:
     """One launch.
 
     Args:
@@ -45,7 +45,7 @@ class Plan:
 
 # All layers of a step ask for the same.
 @functools.lru_cache(maxsize=1024)
-def make_plan(
+def plan_launch(
     heights: Heights,
     *,
     num_requests: int,
@@ -55,7 +55,7 @@ def make_plan(
     num_kv_heads: int,
     multiprocessors: int,
     batch_invariant: bool,
-) -> Plan:
+) -> LaunchPlan:
     """Cut a batch.
 
     The counts of requests and tokens and the longest query are upper bounds: a captured launch serves any batch within
@@ -81,7 +81,7 @@ def make_plan(
     search = even > 2 * searched
     blocks = searched if search else even
     splits = 1 if batch_invariant or blocks == 0 else _splits(blocks * num_kv_heads, rows, multiprocessors * together)
-    return Plan(rows, tokens, blocks, 0 if search else per_request, splits, max_query_len, batch_invariant)
+    return LaunchPlan(rows, tokens, blocks, 0 if search else per_request, splits, max_query_len, batch_invariant)
 
 
 def _splits(programs: int, rows: int, at_once: int) -> int:

@@ -11,7 +11,7 @@ import torch
 
 from . import _kernels
 from ._arguments import Arguments, check
-from ._plan import MAX_SPLITS, Heights, Plan
+from ._plan import MAX_SPLITS, Heights, LaunchPlan
 from ._scratch import Scratch
 
 _LOG2E: Final = 1.4426950408889634
@@ -65,7 +65,7 @@ class TritonKernel:
     def check(self, given: Arguments) -> None:
         check(given)
 
-    def launch(self, given: Arguments, plan: Plan, scratch: Scratch) -> None:
+    def launch(self, given: Arguments, plan: LaunchPlan, scratch: Scratch) -> None:
         """Run `attention`, and `merge` where there may be splits."""
         tile = TILES[plan.rows]
         head_size = given.query.shape[2]

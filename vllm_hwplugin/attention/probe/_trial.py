@@ -18,7 +18,7 @@ from ._verdict import Behaviour, Declared, combine
 SLACK: Final = {"float32": 2.0}
 
 
-class Host(Protocol):
+class BackendHost(Protocol):
     """A backend on a device; `_vllm.LayerHost` is the real one."""
 
     @property
@@ -32,7 +32,7 @@ class Host(Protocol):
 
 
 def try_out(
-    host: Host, trial: Trial, *, seed: int, count: int, factor: float, on_case: Callable[[Case, Declared], None]
+    host: BackendHost, trial: Trial, *, seed: int, count: int, factor: float, on_case: Callable[[Case, Declared], None]
 ) -> dict[str, Any]:
     """Run a trial's cases.
 

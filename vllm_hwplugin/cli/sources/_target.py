@@ -5,30 +5,16 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Protocol
 
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.version import InvalidVersion, Version
+
+from vllm_hwplugin.patching import NotInstalled, Source, find_installed
 
 from ._errors import BadTarget
 from ._index import Index, IndexSource
 from ._tree import TreeSource
 from ._wheel import WheelSource
-
-
-class Source(Protocol):
-    """What the patch engine reads (its `Source` protocol, stated here so that this package stands alone)."""
-
-    @property
-    def label(self) -> str:
-        """What to call it in a message."""
-
-    @property
-    def version(self) -> str:
-        """A PEP 440 version."""
-
-    def read(self, path: str) -> str | None:
-        """The text of `path` ("vllm/..."), newlines untouched; None where there is no such file."""
 
 
 def open_target(target: str, index: Index) -> Source:
@@ -68,8 +54,6 @@ def open_installed() -> Source:
     Raises:
         BadTarget: there is none, or it states no version.
     """
-    from vllm_hwplugin.patching import NotInstalled, find_installed
-
     try:
         found = find_installed()
     except NotInstalled as error:
