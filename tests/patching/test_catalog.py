@@ -128,7 +128,7 @@ def test_empty_folder(tmp_path: Path) -> None:
         ('title = " a title "', "", "title is None, expected a text"),
         ('title = " a title "', 'title = " "', "title is ' ', expected a text"),
         ('origin = "an upstream change"', "origin = 1", "origin is 1, expected a text"),
-        (GATE, "VLLM_HWPLUGIN_NO_SUCH", "gate 'VLLM_HWPLUGIN_NO_SUCH' is not a switch in vllm_hwplugin/gates.py"),
+        (GATE, "VLLM_HWPLUGIN_NO_SUCH", "gate 'VLLM_HWPLUGIN_NO_SUCH' is not a switch in vllm_hwplugin/gates/table.py"),
         (GATE, "VLLM_HWPLUGIN_STRICT", "gate 'VLLM_HWPLUGIN_STRICT' is not a switch"),
         ("requires = []", 'requires = "two"', "requires is 'two', expected a list"),
         ("requires = []", 'requires = ["two"]', "requires 'two', which is no feature here"),

@@ -46,12 +46,16 @@ def _compare(page: Path) -> None:
     expected = table.markdown()
     if found != expected:
         Console().print(
-            "".join(difflib.unified_diff(found.splitlines(True), expected.splitlines(True), str(page), "gates.py")),
+            "".join(
+                difflib.unified_diff(found.splitlines(True), expected.splitlines(True), str(page), "gates/table.py")
+            ),
             markup=False,
             highlight=False,
             soft_wrap=True,
         )
-        raise _stop(f"{page} is not what gates.py says; write it again with `vllm-hwplugin gates --markdown {page}`", 1)
+        raise _stop(
+            f"{page} is not what gates/table.py says; write it again with `vllm-hwplugin gates --markdown {page}`", 1
+        )
 
 
 def _list(console: Console) -> None:

@@ -66,7 +66,9 @@ def _load_feature(folder: Path, version: str | None) -> Feature:
     if raw["id"] != folder.name:
         raise CatalogError(f"{file}: id is {raw['id']!r}, expected the folder's name {folder.name!r}")
     if not any(gate.name == raw["gate"] and gate.kind == "switch" for gate in GATES):
-        raise CatalogError(f"{file}: gate {raw['gate']!r} is not a switch in vllm_hwplugin/gates.py; add it there")
+        raise CatalogError(
+            f"{file}: gate {raw['gate']!r} is not a switch in vllm_hwplugin/gates/table.py; add it there"
+        )
     requires = raw.get("requires", [])
     if not isinstance(requires, list) or not all(isinstance(item, str) for item in requires):
         raise CatalogError(f"{file}: requires is {requires!r}, expected a list of feature ids")

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``docs/gates.md``, from the table."""
+
+from __future__ import annotations
+
+from .. import failures
+from ..replaced import REPLACED
+from ._reader import show
+from .table import GATES, Alias, Gate
+
+
+def markdown() -> str:
+    """The text of ``docs/gates.md``."""
+    lines = [
+        "# Environment variables",
+        "",
+        "Written by `vllm-hwplugin gates --markdown docs/gates.md` from `vllm_hwplugin/gates/table.py`; a test",
+        "compares the two. A variable that is set but empty counts as not set. `vllm-hwplugin doctor` shows the values",
+        "in force and where each came from.",
+        "",
+        "A *switch* takes `auto` (live where it applies), `on` (an error where it cannot be live), `off` (stock vLLM);",
+        "the table below says what each failure does.",
+        "",
+        "## In force",
+        "",
+        *_table([gate for gate in GATES if gate.effect == "live"]),
+        "",
+        "## Reserved",
+        "",
+        "Parsed and checked, so that a bad value is an error today; they change nothing in this release, and `doctor`",
+        "says so when one is set.",
+        "",
+        *_table([gate for gate in GATES if gate.effect == "reserved"]),
+        "",
+        *failures.markdown(),
+        "",
+        "## Aliases",
+        "",
+        "Older names that keep working. The own name wins; `doctor` reports an alias that says something else.",
+        "",
+        "| alias | sets | values |",
+        "|---|---|---|",
+        *[f"| `{alias.name}` | `{gate.name}` | {_alias_values(alias)} |" for gate in GATES for alias in gate.aliases],
+        "",
+        "## No longer read",
+        "",
+        "Where one of these is set, a line in the log, in `gates` and in `doctor` says what replaced it.",
+        "",
+        "| variable | in its place |",
+        "|---|---|",
+        *[f"| `{old.name}` | {old.instead} |" for old in REPLACED],
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _table(gates: list[Gate]) -> list[str]:
+    rows = ["| variable | kind | default | values | affects | since | what it does |", "|---|---|---|---|---|---|---|"]
+    for gate in gates:
+        default = f"`{show(gate.default)}`" if show(gate.default) else "not set"
+        affects = ", ".join(gate.affects) or "nothing yet"
+        cells = (f"`{gate.name}`", gate.kind, default, gate.good_values, affects, gate.since, gate.help)
+        rows.append(f"| {' | '.join(cells)} |")
+    return rows
+
+
+def _alias_values(alias: Alias) -> str:
+    # The words true/yes/on say the same as 1; naming them all would only bury the meaning.
+    return ", ".join(
+        f"`{raw}` → `{value}`" for raw, value in alias.mapping.items() if raw in ("0", "1") or "1" not in alias.mapping
+    )

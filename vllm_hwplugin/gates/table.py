@@ -1,0 +1,315 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of the gates: the single place where a variable is named, typed, defaulted and explained.
+
+The records are named tuples, which take a fifth of the time of a frozen dataclass to define, and no annotation is a
+text, because a named tuple compiles each of them: every vLLM process reads this before anything else of the plugin.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Final, Literal, NamedTuple
+
+from ..errors import HwpluginError
+
+Kind = Literal["switch", "bool", "path", "list", "choice"]
+Value = bool | str | tuple[str, ...] | None
+
+PREFIX: Final = "VLLM_HWPLUGIN"
+
+# vLLM's table holds this name too (the patch set's fingerprint, a computed value); it is not something to set.
+FINGERPRINT: Final = "VLLM_HWPLUGIN_FINGERPRINT"
+
+COMPILE_KEY: Final = "compile key"
+
+WORDS_TRUE: Final = ("1", "true", "yes", "on")
+WORDS_FALSE: Final = ("0", "false", "no", "off")
+
+
+class GateError(HwpluginError, ValueError):
+    """A variable holds a value that its gate does not know. The message names it and lists the good values."""
+
+
+class Alias(NamedTuple):
+    """Another name under which a gate may be set, with its own spelling of the values.
+
+    ``mapping`` takes the lower-cased raw text to a text that the gate itself accepts, so an inverted variable
+    (``DISABLE_X=1``) is only a different mapping.
+    """
+
+    name: str
+    mapping: Mapping[str, str]
+
+
+class Gate(NamedTuple):
+    """One variable. ``effect`` is ``reserved`` where the name is parsed and checked but nothing reads it yet."""
+
+    name: str
+    kind: Kind
+    default: Value
+    help: str
+    aliases: tuple[Alias, ...] = ()
+    affects: tuple[str, ...] = ()
+    choices: tuple[str, ...] = ()
+    since: str = "0.1.0"
+    effect: Literal["live", "reserved"] = "live"
+
+    @property
+    def good_values(self) -> str:
+        """The accepted values, as a reader should see them in an error or in the documentation."""
+        if self.kind == "bool":
+            return "1, 0 (or true/false, yes/no, on/off)"
+        if self.kind == "path":
+            return "an absolute path"
+        if self.kind == "list":
+            return "names separated by commas"
+        return ", ".join(self.choices)
+
+
+class GateValue(NamedTuple):
+    """What a gate is set to, and by whom.
+
+    ``source`` is ``default``, ``environment`` (the gate's own name) or ``alias NAME``. ``conflict`` is a sentence when
+    another name of the same gate is set and was not followed.
+    """
+
+    gate: Gate
+    value: Value
+    source: str
+    raw: str | None
+    conflict: str | None = None
+
+    @property
+    def is_set(self) -> bool:
+        return self.source != "default"
+
+    @property
+    def flag(self) -> bool:
+        """The value of a ``bool`` gate."""
+        if not isinstance(self.value, bool):
+            raise TypeError(f"{self.gate.name} is a {self.gate.kind} gate, not a bool")
+        return self.value
+
+    @property
+    def text(self) -> str:
+        """The value of a ``switch`` or ``choice`` gate."""
+        if not isinstance(self.value, str) or self.gate.kind == "path":
+            raise TypeError(f"{self.gate.name} is a {self.gate.kind} gate, not a switch or a choice")
+        return self.value
+
+    @property
+    def path(self) -> Path | None:
+        """The value of a ``path`` gate; None when it is not set and has no default."""
+        if self.gate.kind != "path" or not isinstance(self.value, str | None):
+            raise TypeError(f"{self.gate.name} is a {self.gate.kind} gate, not a path")
+        return None if self.value is None else Path(self.value)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The value of a ``list`` gate."""
+        if not isinstance(self.value, tuple):
+            raise TypeError(f"{self.gate.name} is a {self.gate.kind} gate, not a list")
+        return self.value
+
+
+def _words(when_true: str, when_false: str) -> Mapping[str, str]:
+    return MappingProxyType(dict.fromkeys(WORDS_TRUE, when_true) | dict.fromkeys(WORDS_FALSE, when_false))
+
+
+# The older variables turned a feature on without demanding it, which is what `auto` means here.
+_AUTO_OR_OFF: Final = _words("auto", "off")
+_SAME: Final = _words("1", "0")
+_INVERTED: Final = _words("0", "1")
+_SWITCH: Final = ("auto", "on", "off")
+
+GATES: Final[tuple[Gate, ...]] = (
+    Gate(
+        "VLLM_HWPLUGIN",
+        "bool",
+        True,
+        "Master switch. 0 leaves vLLM exactly as installed: no patch, no finder.",
+        affects=("patches", COMPILE_KEY),
+    ),
+    Gate(
+        "VLLM_HWPLUGIN_STRICT",
+        "bool",
+        False,
+        "Whatever the plugin should do and cannot stops the process with an error, where it would go on as stock vLLM.",
+        affects=("errors",),
+    ),
+    Gate(
+        "VLLM_HWPLUGIN_TRY_UNLISTED",
+        "bool",
+        False,
+        "On a vLLM version that is not listed, apply a feature when every hunk of its nearest variant fits exactly.",
+        affects=("patches", COMPILE_KEY),
+    ),
+    Gate(
+        "VLLM_HWPLUGIN_CACHE_DIR",
+        "path",
+        None,
+        "Folder for patched copies, kernels, process records and the drift check's sources. Default: the user's cache.",
+        affects=("cache",),
+    ),
+    Gate(
+        "VLLM_HWPLUGIN_PLATFORM",
+        "choice",
+        "auto",
+        "Which platform class to offer to vLLM: the one that fits the host, this one alone, or none.",
+        affects=("platform",),
+        choices=("auto", "cuda", "musa", "off"),
+    ),
+    Gate(
+        "VLLM_HWPLUGIN_ATTENTION",
+        "switch",
+        "auto",
+        "The plugin's FLASH_ATTN for heads above 256 on CUDA: where it is faster or alone, wherever it fits, or never.",
+        affects=("attention backend",),
+        choices=_SWITCH,
+    ),
+    Gate(
+        "VLLM_HWPLUGIN_DRAFT_FULL_GRAPH",
+        "switch",
+        "auto",
+        "Feature draft-full-graph: Eagle, Eagle3, MTP, P-EAGLE and draft_model drafters in FULL graphs (V1 runner).",
+        aliases=(Alias("VLLM_MUSA_DRAFT_FULL_WRAP", _AUTO_OR_OFF),),
+        affects=("patches", COMPILE_KEY),
+        choices=_SWITCH,
+    ),
+    Gate(
+        "VLLM_HWPLUGIN_DRAFT_LOOP_GRAPH",
+        "switch",
+        "auto",
+        "Feature draft-loop-graph: all one-token steps of a drafter in one graph launch.",
+        affects=("patches", COMPILE_KEY),
+        choices=_SWITCH,
+    ),
+    Gate(
+        "VLLM_HWPLUGIN_DFLASH_FULL_GRAPH",
+        "switch",
+        "auto",
+        "Feature dflash-full-graph: the DFlash drafter in FULL graphs (V1 runner); needs draft-full-graph.",
+        aliases=(Alias("VLLM_MUSA_DFLASH_FULL_WRAP", _AUTO_OR_OFF),),
+        affects=("patches", COMPILE_KEY),
+        choices=_SWITCH,
+    ),
+    Gate(
+        "VLLM_HWPLUGIN_V2_STEP_INPUTS",
+        "switch",
+        "auto",
+        "Feature v2-step-inputs: the inputs of a decode step in one CUDA graph (Model Runner V2); needs v2-tail-graph.",
+        affects=("patches", COMPILE_KEY),
+        choices=_SWITCH,
+        since="0.2.0",
+    ),
+    Gate(
+        "VLLM_HWPLUGIN_V2_TAIL_GRAPH",
+        "switch",
+        "auto",
+        "Feature v2-tail-graph: sampling and drafting of a decode step in two CUDA graphs (Model Runner V2).",
+        affects=("patches", COMPILE_KEY),
+        choices=_SWITCH,
+        since="0.2.0",
+    ),
+    Gate(
+        "VLLM_HWPLUGIN_DFLASH_CONTEXT_NORM",
+        "switch",
+        "auto",
+        "Feature dflash-context-norm: each DFlash draft layer's context keys get that layer's own norm.",
+        affects=("patches", COMPILE_KEY),
+        choices=_SWITCH,
+    ),
+    Gate(
+        "VLLM_HWPLUGIN_DFLASH_DRAFT_BACKEND",
+        "switch",
+        "auto",
+        "Feature dflash-draft-backend: a DFlash draft and its target each have an attention backend of their own.",
+        affects=("patches", COMPILE_KEY),
+        choices=_SWITCH,
+    ),
+    Gate(
+        "VLLM_HWPLUGIN_WINDOW_BLOCKS",
+        "switch",
+        "auto",
+        "Feature window-blocks: a sliding window keeps the KV cache blocks that rejected drafts bring back into it.",
+        affects=("patches",),
+        choices=_SWITCH,
+    ),
+    Gate(
+        "VLLM_HWPLUGIN_ENGINE_REPORT",
+        "switch",
+        "auto",
+        "Feature engine-report: each worker says which live features its engine uses, and why not the others.",
+        affects=("patches",),
+        choices=_SWITCH,
+    ),
+    Gate(
+        "VLLM_HWPLUGIN_OPS",
+        "switch",
+        "auto",
+        "The plugin's kernels under the names of vLLM's operations: auto takes those that were measured to gain on "
+        "this device, and on MUSA those that vLLM has no kernel of; on takes all, off takes none.",
+        aliases=(Alias("VLLM_MUSA_OP_PERF_OVERRIDES", _words("on", "off")),),
+        affects=("operations",),
+        choices=_SWITCH,
+    ),
+    Gate(
+        "VLLM_HWPLUGIN_OPS_SKIP",
+        "list",
+        (),
+        "Operations that keep vLLM's own kernel whatever VLLM_HWPLUGIN_OPS says, such as rotary_embedding.",
+        affects=("operations",),
+    ),
+    Gate(
+        "VLLM_HWPLUGIN_SLP",
+        "bool",
+        True,
+        "Build kernels with SLP vectorisation where the MUSA compiler is new enough.",
+        aliases=(Alias("VLLM_MUSA_DISABLE_SLP", _INVERTED),),
+        affects=("kernels",),
+    ),
+    Gate(
+        "VLLM_HWPLUGIN_LOAD_CLUSTER",
+        "bool",
+        True,
+        "Build kernels with load clustering where the MUSA compiler is new enough.",
+        aliases=(Alias("VLLM_MUSA_DISABLE_LOAD_CLUSTER", _INVERTED),),
+        affects=("kernels",),
+    ),
+    Gate(
+        "VLLM_HWPLUGIN_NWOR_MODE",
+        "choice",
+        "off",
+        "No-write-on-reject for draft tokens in the KV cache.",
+        aliases=(Alias("VLLM_NWOR_MODE", MappingProxyType({"off": "off", "stage": "stage"})),),
+        choices=("off", "stage"),
+        effect="reserved",
+    ),
+    Gate(
+        "VLLM_HWPLUGIN_NWOR_EMIT_METRICS",
+        "bool",
+        False,
+        "Count staged, accepted and rejected draft tokens for Prometheus.",
+        aliases=(Alias("VLLM_NWOR_EMIT_METRICS", _SAME),),
+        effect="reserved",
+    ),
+    Gate(
+        "VLLM_HWPLUGIN_NWOR_DEBUG_SYNC",
+        "bool",
+        False,
+        "Synchronise the device after each restore of rejected drafts, to find a fault.",
+        aliases=(Alias("VLLM_NWOR_DEBUG_SYNC", _SAME),),
+        effect="reserved",
+    ),
+)
+
+BY_NAME: Final[Mapping[str, Gate]] = MappingProxyType({gate.name: gate for gate in GATES})
+
+
+def find(name: str) -> Gate:
+    """Return the gate of that name.
+
+    Raises:
+        KeyError: there is no such gate (a fault of the caller, not of the user).
+    """
+    return BY_NAME[name]
