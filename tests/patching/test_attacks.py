@@ -25,6 +25,7 @@ import pytest
 
 from vllm_hwplugin.patching._finder import CopyFinder
 from vllm_hwplugin.patching._overlay import Copy, open_overlay
+from vllm_hwplugin.patching._plan import patched_file
 
 from .madeup import Project
 
@@ -91,7 +92,7 @@ def swap_with_byte_code(copy: Copy) -> None:
 def copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Copy]:
     monkeypatch.setenv("VLLM_HWPLUGIN_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-    yield open_overlay().place(NAME, f"{NAME}.py", TEXT)
+    yield open_overlay().place(patched_file(f"{NAME}.py", NAME, TEXT))
     sys.modules.pop(NAME, None)
 
 

@@ -17,6 +17,7 @@ import pytest
 
 from vllm_hwplugin.patching._finder import CopyFinder, serves
 from vllm_hwplugin.patching._overlay import Overlay, open_overlay
+from vllm_hwplugin.patching._plan import patched_file
 
 PACKAGE = "finder_sample"
 ALPHA = f"{PACKAGE}.v1.alpha"
@@ -74,8 +75,8 @@ def loads() -> list[str]:
 @pytest.fixture
 def finder(site: Path, overlay: Overlay, loads: list[str]) -> CopyFinder:
     copies = {
-        ALPHA: overlay.place(ALPHA, f"{PACKAGE}/v1/alpha.py", PATCHED),
-        f"{PACKAGE}.v1": overlay.place(f"{PACKAGE}.v1", f"{PACKAGE}/v1/__init__.py", "WHO = 'patched'\n"),
+        ALPHA: overlay.place(patched_file(f"{PACKAGE}/v1/alpha.py", ALPHA, PATCHED)),
+        f"{PACKAGE}.v1": overlay.place(patched_file(f"{PACKAGE}/v1/__init__.py", f"{PACKAGE}.v1", "WHO = 'patched'\n")),
     }
     made = CopyFinder(site, copies, loads.append)
     made.put_first()

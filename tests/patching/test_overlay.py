@@ -15,6 +15,7 @@ import pytest
 
 from vllm_hwplugin.patching._finder import CopyFinder
 from vllm_hwplugin.patching._overlay import Copy, Overlay, OverlayError, open_overlay
+from vllm_hwplugin.patching._plan import patched_file
 
 TEXT = "def answer():\n    return 42\n"
 
@@ -35,7 +36,7 @@ def overlay(cache: Path) -> Overlay:
 
 @pytest.fixture
 def copy(overlay: Overlay) -> Copy:
-    return overlay.place("vllm.v1.alpha", "vllm/v1/alpha.py", TEXT)
+    return overlay.place(patched_file("vllm/v1/alpha.py", "vllm.v1.alpha", TEXT))
 
 
 def load(copy: Copy) -> int:
@@ -61,15 +62,15 @@ def test_a_copy_lies_in_a_private_folder_that_its_content_names(overlay: Overlay
     for folder in (copy.path.parent, copy.path.parent.parent):
         assert folder.stat().st_mode & 0o777 == 0o700
     assert copy.path.stat().st_mode & 0o777 == 0o600
-    assert overlay.place("vllm.v1.alpha", "vllm/v1/alpha.py", TEXT) == copy
-    assert overlay.place("vllm.v1.alpha", "vllm/v1/alpha.py", TEXT + "#\n").path != copy.path
-    assert overlay.place("vllm.v1.beta", "vllm/v1/alpha.py", TEXT).path != copy.path
+    assert overlay.place(patched_file("vllm/v1/alpha.py", "vllm.v1.alpha", TEXT)) == copy
+    assert overlay.place(patched_file("vllm/v1/alpha.py", "vllm.v1.alpha", TEXT + "#\n")).path != copy.path
+    assert overlay.place(patched_file("vllm/v1/alpha.py", "vllm.v1.beta", TEXT)).path != copy.path
 
 
 def test_a_right_copy_is_not_written_again(overlay: Overlay, copy: Copy) -> None:
     load(copy)
     before = [(path, path.stat().st_ino, path.stat().st_mtime_ns) for path in (copy.path, pyc(copy))]
-    load(overlay.place(copy.module, "vllm/v1/alpha.py", TEXT))
+    load(overlay.place(patched_file("vllm/v1/alpha.py", copy.module, TEXT)))
     assert before == [(path, path.stat().st_ino, path.stat().st_mtime_ns) for path in (copy.path, pyc(copy))]
 
 
@@ -78,7 +79,7 @@ def test_a_copy_is_flushed_before_it_gets_its_name(overlay: Overlay, monkeypatch
     fsync, replace = os.fsync, os.replace
     monkeypatch.setattr(os, "fsync", lambda descriptor: (events.append("fsync"), fsync(descriptor))[1])
     monkeypatch.setattr(os, "replace", lambda old, new: (events.append(Path(new).name), replace(old, new))[1])
-    overlay.place("vllm.v1.alpha", "vllm/v1/alpha.py", TEXT)
+    overlay.place(patched_file("vllm/v1/alpha.py", "vllm.v1.alpha", TEXT))
     assert events == ["fsync", "alpha.py"]
 
 
@@ -165,7 +166,7 @@ def test_an_unwritable_host_gets_one_folder_a_user_then_one_a_process(
     assert private.base.parent == tmp_path / "tmp"
     assert private.base.name.startswith("vllm-hwplugin-")
     assert len(private.notes) == 2
-    assert load(private.place("m", "m.py", TEXT)) == 42
+    assert load(private.place(patched_file("m.py", "m", TEXT))) == 42
     (tmp_path / "tmp" / "file").touch()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp" / "file"))
     with pytest.raises(OverlayError, match="set VLLM_HWPLUGIN_CACHE_DIR"):
@@ -229,7 +230,7 @@ def test_byte_code_that_moved_with_its_folder_does_not_name_the_old_place(
     load(copy)
     cache.rename(cache.with_name("moved"))
     monkeypatch.setenv("VLLM_HWPLUGIN_CACHE_DIR", str(cache.with_name("moved")))
-    moved = open_overlay().place(copy.module, "vllm/v1/alpha.py", TEXT)
+    moved = open_overlay().place(patched_file("vllm/v1/alpha.py", copy.module, TEXT))
     assert pyc(moved).exists()
     assert moved.code().co_filename == str(moved.path) != str(copy.path)
 
@@ -298,7 +299,7 @@ def test_a_full_disk_sends_the_copy_to_the_next_place(
         return opened(path, flags, mode)
 
     monkeypatch.setattr(os, "open", full)
-    copy = overlay.place("vllm.v1.alpha", "vllm/v1/alpha.py", TEXT)
+    copy = overlay.place(patched_file("vllm/v1/alpha.py", "vllm.v1.alpha", TEXT))
     assert copy.path.is_relative_to(tmp_path / "tmp")
     assert overlay.base.parent == tmp_path / "tmp"
     assert os.strerror(errno.ENOSPC) in overlay.notes[0]

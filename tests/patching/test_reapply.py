@@ -18,6 +18,7 @@ from types import FunctionType, ModuleType
 import pytest
 
 from vllm_hwplugin.patching._overlay import Copy, Overlay, open_overlay
+from vllm_hwplugin.patching._plan import patched_file
 from vllm_hwplugin.patching._reapply import ReapplyRefused, importers_of, plan_module
 
 NAME = "reapplied_module"
@@ -111,7 +112,7 @@ class Live:
         for old, new in replacements:
             assert text.count(old) == 1, old
             text = text.replace(old, new)
-        return self.overlay.place(NAME, f"{NAME}.py", text)
+        return self.overlay.place(patched_file(f"{NAME}.py", NAME, text))
 
     def apply(self, *replacements: tuple[str, str]) -> Callable[[], None]:
         return plan_module(self.module, self.copy(*replacements), str(self.path), TEXT).stage().commit()
@@ -337,7 +338,7 @@ def test_a_running_function_is_refused(live: Live) -> None:
     text = TEXT.replace("    return value", "    return value() if callable(value) else value")
     live.path.write_text(text)
     module = importlib.reload(live.module)
-    copy = live.overlay.place(NAME, f"{NAME}.py", text.replace("Stock.", "Patched."))
+    copy = live.overlay.place(patched_file(f"{NAME}.py", NAME, text.replace("Stock.", "Patched.")))
 
     def probe() -> None:
         with pytest.raises(ReapplyRefused, match="plain is running right now"):
@@ -367,7 +368,9 @@ def test_an_object_of_a_compiled_class_is_refused(live: Live) -> None:
     )
     live.path.write_text(text)
     module = importlib.reload(live.module)
-    copy = live.overlay.place(NAME, f"{NAME}.py", text.replace('"stock " + super()', '"patched " + super()'))
+    copy = live.overlay.place(
+        patched_file(f"{NAME}.py", NAME, text.replace('"stock " + super()', '"patched " + super()'))
+    )
     runner = module.Runner()
     with pytest.raises(ReapplyRefused, match="an object of Runner exists"):
         plan_module(module, copy, str(live.path), text)
@@ -413,7 +416,7 @@ def test_postponed_annotations_stay_text(tmp_path: Path, monkeypatch: pytest.Mon
     try:
         new = text.replace("x: Missing", "x: Missing, y: Gone[int]=2").replace("return 1", "return g()")
         new += "\ndef g(x: Absent = 1) -> Nothing:\n    return 3\n"
-        copy = open_overlay().place("postponed_module", "postponed_module.py", new)
+        copy = open_overlay().place(patched_file("postponed_module.py", "postponed_module", new))
         plan_module(module, copy, str(path), text).stage().commit()
         assert module.f(0) == 3
         assert module.f.__annotations__ == {"x": "Missing", "y": "Gone[int]", "return": "None"}

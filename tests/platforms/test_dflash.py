@@ -273,7 +273,7 @@ def plan_of(features: dict[str, tuple[str, ...]], requires: dict[str, tuple[str,
     for module in {module for modules in features.values() for module in modules}:
         inside = tuple(name for name, modules in features.items() if module in modules)
         path = module.replace(".", "/") + ".py"
-        files[path] = PatchedFile(path, module, "", inside)
+        files[path] = PatchedFile(path, module, b"", "", inside)
     return Plan("0.32.0", states, files, "abc")
 
 

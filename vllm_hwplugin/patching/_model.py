@@ -186,12 +186,23 @@ class FeatureState(NamedTuple):
 
 
 class PatchedFile(NamedTuple):
-    """A file's whole patched text."""
+    """A file's whole patched text.
+
+    Attributes:
+        data: the text in UTF-8.
+        digest: of module and text, in hexadecimal digits. Named here because two ask for it: hashing half a megabyte
+            of text twice is seen in the time that a process takes to start.
+    """
 
     path: str
     module: str
-    text: str
+    data: bytes
+    digest: str
     features: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        return self.data.decode("utf-8")
 
 
 class Plan(NamedTuple):

@@ -36,6 +36,7 @@ from ..cachedir import (
     write_atomically,
 )
 from ._errors import PatchingError
+from ._model import PatchedFile
 
 logger = logging.getLogger("vllm.hwplugin")
 
@@ -153,22 +154,15 @@ class Overlay:
         self._bases = bases
         self._take_next()
 
-    def place(self, module: str, path: str, text: str) -> Copy:
-        """The copy of ``text`` for ``module``, written or verified; in the next place where this one has no room.
-
-        Args:
-            module: dotted name.
-            path: the module's path as diffs name it; its last part becomes the name of the copy.
-            text: the patched text.
+    def place(self, file: PatchedFile) -> Copy:
+        """The copy of a patched file, written or verified; in the next place where this one has no room.
 
         Raises:
             OverlayError: it is neither there nor can it be written anywhere.
         """
-        data = text.encode("utf-8")
-        key = hashlib.sha256(module.encode("utf-8") + b"\0" + data).hexdigest()[:20]
-        name = path.rpartition("/")[2]
+        folder, name = f"{file.module}-{file.digest[:20]}", file.path.rpartition("/")[2]
         while True:
-            copy = Copy(module, self.base / FOLDER / f"{module}-{key}" / name, data)
+            copy = Copy(file.module, self.base / FOLDER / folder / name, file.data)
             try:
                 copy.verify()
             except OverlayError as error:

@@ -125,13 +125,15 @@ def _patched(texts: Texts, live: list[Fit]) -> dict[str, PatchedFile]:
         pristine = texts.get(path)
         assert pristine is not None
         users = [one for one in live if path in one.edits]
-        files[path] = PatchedFile(
-            path=path,
-            module=module_name(path),
-            text=apply_edits(pristine, [edit for one in users for edit in one.edits[path]]),
-            features=tuple(one.verdict.feature for one in users),
-        )
+        text = apply_edits(pristine, [edit for one in users for edit in one.edits[path]])
+        files[path] = patched_file(path, module_name(path), text, tuple(one.verdict.feature for one in users))
     return files
+
+
+def patched_file(path: str, module: str, text: str, features: tuple[str, ...] = ()) -> PatchedFile:
+    """A file with that text, and its digest."""
+    data = text.encode("utf-8")
+    return PatchedFile(path, module, data, hashlib.sha256(f"{module}\0".encode() + data).hexdigest(), features)
 
 
 def _fingerprint(files: Mapping[str, PatchedFile]) -> str:
@@ -139,7 +141,7 @@ def _fingerprint(files: Mapping[str, PatchedFile]) -> str:
         return "none"
     digest = hashlib.sha256()
     for path, file in files.items():
-        digest.update(f"{path}\0{file.text}\0".encode())
+        digest.update(f"{path}\0{file.digest}\0".encode())
     return digest.hexdigest()[:16]
 
 

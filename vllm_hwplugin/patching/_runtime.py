@@ -304,7 +304,7 @@ def _settle(wanted: _Wanted, refused: dict[str, str]) -> _Settled:
         before = len(refused)
         for file in plan.files.values():
             try:
-                copy = copies[file.module] = wanted.overlay.place(file.module, file.path, file.text)
+                copy = copies[file.module] = wanted.overlay.place(file)
                 if _is_stock(file.module, copies):
                     if copy not in planned:
                         planned[copy] = _plan_swap(wanted.installed, plan, copy)
