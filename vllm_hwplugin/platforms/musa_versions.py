@@ -14,7 +14,7 @@ from typing import Final
 
 from packaging.version import InvalidVersion, Version
 
-from ..versions import UNKNOWN_FROM, Versions
+from ..versions import Versions
 
 #: The first Triton whose MUSA build is expected to compile vLLM's kernels; vllm-musa changes them for 3.2.
 MIN_TRITON: Final = Version("3.6")
@@ -97,7 +97,7 @@ class Pin:
 PINS: Final = (
     Pin("0.20", "0.27", "2.11", "2.11.0.post2"),
     Pin("0.27", "0.33", "2.13"),
-    Pin("0.33", UNKNOWN_FROM, "2.14"),
+    Pin("0.33", "0.34", "2.14"),
 )
 
 
