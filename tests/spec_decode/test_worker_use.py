@@ -98,6 +98,30 @@ def test_a_drafts_own_backend_matters_where_the_version_has_the_fault(
     assert worker_use.uses_of(facts, LIVE)["dflash-draft-backend"]["used"] is used
 
 
+V2_LIVE = ("v2-draft-metadata", "v2-fused-drafts", "v2-graph-addresses")
+STEPS = WorkerFacts(Version("0.26.0"), V2, "eagle3", 3, drafter="EagleSpeculator", fuses=True, decode_graphs=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "used"),
+    [
+        ({}, {"v2-draft-metadata", "v2-fused-drafts"}),
+        ({"sleeps": True}, set(V2_LIVE)),
+        ({"decode_graphs": False}, {"v2-draft-metadata"}),
+        ({"fuses": False}, {"v2-draft-metadata"}),
+        # That two draft tokens have no steps to put together, v2-fused-drafts says by itself.
+        ({"num_speculative_tokens": 2}, {"v2-fused-drafts"}),
+        ({"runner": V1, "sleeps": True}, set()),
+        ({"method": None, "sleeps": True}, {"v2-graph-addresses"}),
+        ({"drafts_here": False}, set()),
+    ],
+)
+def test_what_takes_part_on_model_runner_v2(changes: dict[str, Any], used: set[str]) -> None:
+    uses = worker_use.uses_of(dataclasses.replace(STEPS, **changes), V2_LIVE)
+    assert {name for name, use in uses.items() if use["used"]} == used
+    assert all(bool(use["reason"]) is not use["used"] for use in uses.values())
+
+
 # -- a worker ---------------------------------------------------------------------------------------------------------
 
 
@@ -108,7 +132,7 @@ def worker_on(runner: SimpleNamespace, *, v2: bool, method: str, mode: CUDAGraph
         speculative_config=spec,
         compilation_config=SimpleNamespace(cudagraph_mode=mode),
         attention_config=SimpleNamespace(backend=None),
-        model_config=SimpleNamespace(is_mm_prefix_lm=False, is_moe=False, is_hybrid=False),
+        model_config=SimpleNamespace(is_mm_prefix_lm=False, is_moe=False, is_hybrid=False, enable_sleep_mode=False),
         parallel_config=SimpleNamespace(world_size=1),
     )
     return SimpleNamespace(vllm_config=config, model_runner=runner, use_v2_model_runner=v2, rank=0)

@@ -15,6 +15,9 @@ DFLASH_CONTEXT_NORM: Final = "dflash-context-norm"
 V2_STEP_INPUTS: Final = "v2-step-inputs"
 V2_TAIL_GRAPH: Final = "v2-tail-graph"
 WINDOW_BLOCKS: Final = "window-blocks"
+V2_DRAFT_METADATA: Final = "v2-draft-metadata"
+V2_FUSED_DRAFTS: Final = "v2-fused-drafts"
+V2_GRAPH_ADDRESSES: Final = "v2-graph-addresses"
 
 
 def gate_of(feature: str) -> str:

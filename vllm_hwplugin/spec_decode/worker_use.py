@@ -31,6 +31,7 @@ _GRAPHS: Final = (
     features.DFLASH_FULL_GRAPH,
     features.V2_STEP_INPUTS,
     features.V2_TAIL_GRAPH,
+    features.V2_FUSED_DRAFTS,
 )
 
 _NO_SPECULATION = "there is no speculative decoding"
@@ -53,6 +54,8 @@ class WorkerFacts:
         named_backend: whether an attention backend is named, for the target or for the draft.
         decode_graphs: whether the target decodes in FULL CUDA graphs.
         context_norm: why vLLM's own norm of context keys serves, where that is known.
+        fuses: whether Model Runner V2's drafter is one whose steps may be one graph.
+        sleeps: whether the engine may sleep.
     """
 
     vllm: Version
@@ -66,6 +69,8 @@ class WorkerFacts:
     named_backend: bool = False
     decode_graphs: bool = True
     context_norm: str | None = None
+    fuses: bool = False
+    sleeps: bool = False
 
 
 def uses_of(facts: WorkerFacts, live: Collection[str]) -> dict[str, Use]:
@@ -121,6 +126,35 @@ def _dflash_draft_backend(facts: WorkerFacts) -> str | None:
     return None if facts.mm_prefix else "the target has no images that are seen in both directions"
 
 
+def _v2_drafting(facts: WorkerFacts) -> str | None:
+    if (reason := _drafting(facts)) is not None:
+        return reason
+    return "the V1 runner drafts with code of its own" if facts.runner == V1 else None
+
+
+def _v2_draft_metadata(facts: WorkerFacts) -> str | None:
+    if (reason := _v2_drafting(facts)) is not None:
+        return reason
+    if facts.num_speculative_tokens < 3:
+        return f"with {facts.num_speculative_tokens} draft tokens vLLM makes the metadata of each step"
+    return None
+
+
+def _v2_fused_drafts(facts: WorkerFacts) -> str | None:
+    """What the steps' own facts say, they say when graphs are captured."""
+    if (reason := _v2_drafting(facts)) is not None:
+        return reason
+    if not facts.fuses:
+        return f"{facts.drafter} does not draft step by step"
+    return None if facts.decode_graphs else "the target has no FULL graphs for decode batches"
+
+
+def _v2_graph_addresses(facts: WorkerFacts) -> str | None:
+    if facts.runner == V1:
+        return "the V1 runner's graphs do not read such tensors"
+    return None if facts.sleeps else "the engine never sleeps: sleep mode is off"
+
+
 def _other_method(facts: WorkerFacts, methods: Collection[str]) -> str | None:
     if facts.method is None:
         return _NO_SPECULATION
@@ -136,6 +170,9 @@ _RULES: Final[Mapping[str, Callable[[WorkerFacts], str | None]]] = {
     features.V2_TAIL_GRAPH: _v2_tail_graph,
     features.DFLASH_DRAFT_BACKEND: _dflash_draft_backend,
     features.DFLASH_CONTEXT_NORM: _dflash_context_norm,
+    features.V2_DRAFT_METADATA: _v2_draft_metadata,
+    features.V2_FUSED_DRAFTS: _v2_fused_drafts,
+    features.V2_GRAPH_ADDRESSES: _v2_graph_addresses,
 }
 
 
@@ -181,6 +218,8 @@ def facts_of(worker: Any, entry: ProcessRecord) -> WorkerFacts:
         or getattr(spec, "attention_backend", None) is not None,
         decode_graphs=mode.decode_mode().name == "FULL",
         context_norm=context_norm.obstacle(),
+        fuses=v2 and hasattr(drafter, "fused_drafts"),
+        sleeps=config.model_config.enable_sleep_mode,
     )
 
 

@@ -20,7 +20,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
+import torch
+
+from vllm_hwplugin import record
 from vllm_hwplugin.spec_decode.draft_builders import makes_metadata
+from vllm_hwplugin.spec_decode.features import V2_DRAFT_METADATA
 
 _BACKENDS: Final = "vllm.v1.attention.backends"
 _IN_GRAPH: Final = ""
@@ -82,3 +86,44 @@ def _obstacle(builder_class: type) -> str:
         if makes_metadata(cls):
             return _UNKNOWN
     return _UNKNOWN
+
+
+def steps_are_captured(speculator: Any) -> bool:
+    """Whether vLLM 0.20's graph of all draft steps may be captured. Without it they run one by one on the host.
+
+    Args:
+        speculator: vLLM's `EagleSpeculator`, which has its attention groups.
+    """
+    # The one step after the first has the metadata that was made for it.
+    reason = None if speculator.num_speculative_steps < 3 else why_not_in_graph(speculator.attn_groups)
+    if reason is not None:
+        record.note(V2_DRAFT_METADATA, f"draft steps run without a graph: {reason}")
+    else:
+        record.note(V2_DRAFT_METADATA, "each draft step's metadata is made inside the graph of all steps")
+    return reason is None
+
+
+def metadata_of_step(
+    speculator: Any, step: int, num_reqs: int, num_tokens_padded: int, attn_metadata: dict[str, Any] | None
+) -> dict[str, Any] | None:
+    """The attention metadata of a draft step; vLLM 0.20 makes that of the first one and leaves it at that.
+
+    Args:
+        speculator: vLLM's `EagleSpeculator`, whose buffers hold the step's lengths and slots.
+        step: from 1 on.
+        num_reqs: rows of the batch, or of the graph that is being captured.
+        num_tokens_padded: tokens of the same.
+        attn_metadata: the step before's; None in a run without attention.
+    """
+    if attn_metadata is None:
+        return None
+    if step == 1:
+        # It is new; but vLLM warms up with the metadata that it captures with, and FLASHMLA's first call makes a plan
+        # that stays in it.
+        capturing = torch.cuda.is_current_stream_capturing()
+        if not capturing or why_not_in_graph(speculator.attn_groups) is not None:
+            return attn_metadata
+    made: dict[str, Any] | None = speculator._build_draft_attn_metadata(
+        num_reqs=num_reqs, num_reqs_padded=num_reqs, num_tokens_padded=num_tokens_padded, max_query_len=1
+    )
+    return made

@@ -1,0 +1,185 @@
+"""Modules of a released Model Runner V2 that run on the host, in Triton's interpreter, with graphs written down.
+
+A module of `vllm.v1.worker.gpu` is executed from the released text, patched or stock, and takes what it imports from
+there the same way; everything else is the installed vLLM's. A name that this one does not have stands as a class that
+cannot be made. Kernels are Triton's, run by its interpreter, and a graph holds their launches beside the tensor
+operations: a replay repeats both on the same tensors, with the numbers that they had at capture.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import importlib
+import itertools
+import linecache
+import sys
+import types
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+import triton
+import triton.language
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ..recorded_graph import Recording
+from ..released import text_of
+
+RUNNER = "vllm.v1.worker.gpu"
+_numbers = itertools.count()
+
+
+class NotThere:
+    """A name that the installed vLLM does not have, or that is not to be reached."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise AssertionError(f"{type(self).__name__} is not there")
+
+
+class Launches:
+    """A Triton kernel whose launches are run by the interpreter, and written down by the capture that is under way."""
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+
+    def __getitem__(self, grid: Any) -> Any:
+        def launch(*args: Any, **kwargs: Any) -> None:
+            def run(*args: Any, **kwargs: Any) -> None:
+                with _disable_current_modes():
+                    self._kernel[grid](*args, **kwargs)
+
+            run(*args, **kwargs)
+            if Graph.capturing is not None:
+                Graph.capturing.operations.append((run, args, kwargs, []))
+
+        return launch
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """From another kernel."""
+        return self._kernel(*args, **kwargs)
+
+
+def jit(function: Any = None, **options: Any) -> Any:
+    """`triton.jit`."""
+    return partial(jit, **options) if function is None else Launches(triton.jit(function, **options))
+
+
+class Graph:
+    """`torch.cuda.CUDAGraph` for one capture."""
+
+    capturing: ClassVar[Recording | None] = None
+    #: The graphs that were replayed, in order.
+    replayed: ClassVar[list[Graph]] = []
+
+    def replay(self) -> None:
+        Graph.replayed.append(self)
+        for function, args, kwargs, made in self.operations:
+            result = function(*args, **kwargs)
+            if made:
+                leaves = torch.utils._pytree.tree_leaves(result)
+                values = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+                for target, value in zip(made, values, strict=True):
+                    target.copy_(value)
+
+
+@contextlib.contextmanager
+def capture(graph: Graph, pool: Any = None) -> Iterator[None]:
+    """`torch.cuda.graph`."""
+    assert Graph.capturing is None
+    Graph.capturing = Recording()
+    try:
+        with Graph.capturing:
+            yield
+        graph.operations = Graph.capturing.operations
+    finally:
+        Graph.capturing = None
+
+
+@contextlib.contextmanager
+def by_the_host() -> Iterator[None]:
+    """What is done here no graph holds: the host does it whenever Python runs, and never at a replay."""
+    with _disable_current_modes():
+        yield
+
+
+class PlainUvaBuffer:
+    """vLLM's `UvaBuffer` where host and device are one."""
+
+    def __init__(self, size: Any, dtype: torch.dtype) -> None:
+        self.cpu = torch.zeros(size, dtype=dtype)
+        self.np, self.uva = self.cpu.numpy(), self.cpu
+
+
+#: What takes a device or a process group: name -> what stands for it in each module that imports it.
+STAND_INS: dict[str, Any] = {
+    "graph_capture": lambda device: contextlib.nullcontext(),
+    "is_global_first_rank": lambda: False,
+    "get_pp_group": lambda: types.SimpleNamespace(is_first_rank=True, is_last_rank=True),
+    "get_offloader": lambda: types.SimpleNamespace(sync_prev_onload=lambda: None, join_after_forward=lambda: None),
+    "is_breakable_cudagraph_enabled": lambda: False,
+    "set_graph_pool_id": lambda pool: None,
+    "current_platform": types.SimpleNamespace(get_global_graph_pool=object),
+    "MULTIMODAL_REGISTRY": types.SimpleNamespace(supports_multimodal_inputs=lambda config: False),
+    # No temperature. Triton's own functions, which its kernel calls, were made before the interpreter was asked for.
+    "gumbel_sample": lambda logits, *args, **kwargs: logits.argmax(dim=-1),
+    "UvaBuffer": PlainUvaBuffer,
+    "CommonAttentionMetadata": types.SimpleNamespace,
+}
+
+
+class ReleasedModules:
+    """The modules of one version.
+
+    Args:
+        tree: its text.
+        choices: gate -> value; by default every feature is on.
+    """
+
+    def __init__(self, tree: Any, **choices: str) -> None:
+        self._tree, self._choices = tree, choices
+        self._modules: dict[str, types.ModuleType] = {}
+
+    def __call__(self, name: str) -> types.ModuleType:
+        """`modules("block_table")`: one below `vllm.v1.worker.gpu`."""
+        return self._load(f"{RUNNER}.{name}")
+
+    def _load(self, name: str) -> types.ModuleType:
+        if name in self._modules:
+            return self._modules[name]
+        path = f"{name.replace('.', '/')}.py"
+        text = text_of(self._tree, path, **self._choices)
+        module = types.ModuleType(f"released_{next(_numbers)}.{name}")
+        # A dataclass looks up the module that it is made in.
+        sys.modules[module.__name__] = module
+        # Triton looks its kernels' text up by the file's name.
+        filename = f"<{module.__name__} of {self._tree.version}>"
+        linecache.cache[filename] = (len(text), None, text.splitlines(True), filename)
+        module.__builtins__ = {**vars(builtins), "__import__": self._import}
+        self._modules[name] = module
+        exec(compile(text, filename, "exec", dont_inherit=True), vars(module))
+        vars(module).update({key: value for key, value in STAND_INS.items() if key in vars(module)})
+        return module
+
+    def _import(self, name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0) -> Any:
+        if name == "vllm.triton_utils":
+            return types.SimpleNamespace(
+                tl=triton.language,
+                tldevice=NotThere,
+                triton=types.SimpleNamespace(**{**vars(triton), "jit": jit}),
+                HAS_TRITON=True,
+            )
+        if not name.startswith("vllm") or not fromlist:
+            return builtins.__import__(name, globals, locals, fromlist, level)
+        if name.startswith(RUNNER):
+            found: Any = self._load(name)
+        else:
+            try:
+                found = importlib.import_module(name)
+            except ImportError:
+                found = types.SimpleNamespace()
+        names = {item: STAND_INS.get(item) or getattr(found, item, None) for item in fromlist}
+        return types.SimpleNamespace(
+            **{item: type(item, (NotThere,), {}) if value is None else value for item, value in names.items()}
+        )

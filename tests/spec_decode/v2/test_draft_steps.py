@@ -1,0 +1,71 @@
+"""Each draft step's metadata in vLLM 0.20, whose graph of all steps, and whose loop without one, made it once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from vllm_hwplugin.spec_decode.v2 import draft_metadata
+
+from .released_modules import Graph
+from .speculators import DevicePlan, HostPlan, LazyPlan, Runner, Views
+
+VERSION, STOCK = "0.20.2", {"VLLM_HWPLUGIN_V2_DRAFT_METADATA": "off"}
+BATCHES = [([2], [20], [0]), ([2, 0, 5], [21, 30, 41], [0, 1, 3]), ([5, 3, 0, 1], [39, 6, 32, 50], [0, 2, 0, 1])]
+
+
+@pytest.fixture(autouse=True)
+def known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The builders here, beside vLLM's."""
+    kinds = {Views: "", DevicePlan: "", LazyPlan: "", HostPlan: "each build plans on the host"}
+    known = {f"{cls.__module__}.{cls.__qualname__}": reason for cls, reason in kinds.items()}
+    monkeypatch.setattr(draft_metadata, "BUILDERS", known)
+
+
+def drafts_of(modules, builder: type[Views], k: int, captured: bool = True, **choices: str) -> list[torch.Tensor]:
+    runner = Runner(modules(VERSION, **choices), VERSION, builder(), k)
+    if captured:
+        runner.capture()
+    runner.admit()
+    Graph.replayed.clear()
+    return [runner.propose(*batch) for batch in BATCHES]
+
+
+def agree(one: list[torch.Tensor], other: list[torch.Tensor]) -> list[bool]:
+    """Of each place among the drafts, whether all requests have the same there."""
+    return (torch.cat(one) == torch.cat(other)).all(0).tolist()
+
+
+@pytest.mark.parametrize("captured", [True, False], ids=["graph", "no graph"])
+@pytest.mark.parametrize("builder", [DevicePlan, HostPlan, LazyPlan])
+def test_later_drafts_of_stock_miss_the_newest_keys(modules, builder: type[Views], captured: bool) -> None:
+    """The fault. What names the batch's own tensors has none: it is what the others are compared with."""
+    right = drafts_of(modules, Views, 4, **STOCK)
+    stock = drafts_of(modules, builder, 4, captured, **STOCK)
+    first_right = [True] if builder is LazyPlan and captured else [True, True]
+    places = agree(stock, right)
+    assert places[: len(first_right)] == first_right
+    assert not any(places[len(first_right) :])
+
+
+@pytest.mark.parametrize(
+    ("builder", "k", "captured"),
+    [
+        (Views, 4, True),
+        (DevicePlan, 4, True),
+        (HostPlan, 4, True),
+        (LazyPlan, 4, True),
+        (HostPlan, 2, True),
+        (LazyPlan, 2, True),
+        (DevicePlan, 4, False),
+        (HostPlan, 4, False),
+    ],
+)
+def test_each_step_has_its_own(modules, notes, builder: type[Views], k: int, captured: bool) -> None:
+    right = drafts_of(modules, Views, k, **STOCK)
+    assert all(agree(drafts_of(modules, builder, k, captured), right))
+    # All steps are one launch, unless a graph would hold nothing of what the host does between them.
+    has_graph = captured and (builder is not HostPlan or k == 2)
+    assert len(Graph.replayed) == (len(BATCHES) if has_graph else 0)
+    if captured and builder is HostPlan and k > 2:
+        assert "HostPlan" in notes["v2-draft-metadata"]

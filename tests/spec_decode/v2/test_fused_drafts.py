@@ -1,0 +1,207 @@
+"""All draft steps in one graph: the released speculators, patched and stock, on the same batches."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_hwplugin.spec_decode.fallback import FeatureRequired
+from vllm_hwplugin.spec_decode.v2 import draft_metadata, fused_drafts
+from vllm_hwplugin.spec_decode.v2.fused_drafts import SpeculatorFacts, obstacle
+
+from .released_modules import Graph
+from .speculators import BLOCK, MAX_LEN, DevicePlan, HostPlan, LazyPlan, Runner, Views
+
+GATE = "VLLM_HWPLUGIN_V2_FUSED_DRAFTS"
+STOCK = {GATE: "off"}
+# The others' text is that of one of these.
+TEXTS = ["0.21.0", "0.22.1", "0.23.0", "0.24.0", "0.25.1", "0.26.0", "0.27.1"]
+# Rows of the runner's state, lengths, rejected: batches that fill a graph's shape and that do not, rows that end and
+# come back, one at the longest sequence and one whose drafts begin a new block.
+BATCHES = [
+    ([2], [20], [0]),
+    ([2, 0, 5], [21, 30, 41], [0, 1, 3]),
+    ([7, 6, 5, 4, 3, 2, 1, 0], [19, 40, 44, MAX_LEN - 2, 12, 25, 33, 33], [0, 1, 2, 3, 0, 1, 2, 3]),
+    ([5, 3, 1], [47, MAX_LEN, 36], [1, 0, 0]),
+    ([3], [15], [0]),
+]
+
+
+@pytest.fixture(autouse=True)
+def known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The builders here, beside vLLM's."""
+    kinds = {Views: "", DevicePlan: "", LazyPlan: "", HostPlan: "each build plans on the host"}
+    known = {f"{cls.__module__}.{cls.__qualname__}": reason for cls, reason in kinds.items()}
+    monkeypatch.setattr(draft_metadata, "BUILDERS", known)
+
+
+@pytest.fixture
+def boot(modules, monkeypatch: pytest.MonkeyPatch):
+    """`boot(version, builder, k, GATE="off")`: a speculator whose graphs are captured."""
+
+    def booted(version: str, builder: Any, k: int, **choices: str) -> Runner:
+        released = modules(version, **choices)
+        monkeypatch.setattr(
+            fused_drafts, "build_slot_mappings_by_layer", released("attn_utils").build_slot_mappings_by_layer
+        )
+        runner = Runner(released, version, builder, k)
+        runner.capture()
+        runner.admit()
+        Graph.replayed.clear()
+        return runner
+
+    return booted
+
+
+def compare(stock: Runner, fused: Runner, batch: Any, launches: tuple[int, int]) -> None:
+    Graph.replayed.clear()
+    expected = stock.propose(*batch)
+    assert len(Graph.replayed) == launches[0]
+    Graph.replayed.clear()
+    assert torch.equal(fused.propose(*batch), expected)
+    assert len(Graph.replayed) == launches[1]
+    reqs = len(batch[0])
+    one, other = stock.state(), fused.state()
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        # What rows without a request hold, and block 0, which is no request's, is left over from the captures.
+        rows = slice(reqs) if name in ("input_ids", "positions") else slice(BLOCK if name == "kv" else 0, None)
+        assert torch.equal(value[rows] if value.dim() else value, other[name][rows] if value.dim() else other[name])
+
+
+@pytest.mark.parametrize(
+    ("version", "builder"),
+    [(version, DevicePlan) for version in TEXTS] + [(version, LazyPlan) for version in ("0.21.0", "0.26.0")],
+)
+def test_drafts_and_all_else_are_stocks(boot, notes, version: str, builder: type[Views]) -> None:
+    k = 4
+    stock, fused = boot(version, Views(), k, **STOCK), boot(version, builder(), k)
+    for batch in BATCHES:
+        compare(stock, fused, batch, (k - 1, 1))
+    assert notes["v2-fused-drafts"] == "3 steps in one graph"
+
+
+@pytest.mark.parametrize("k", [3, 7])
+def test_other_numbers_of_drafts(boot, notes, k: int) -> None:
+    stock, fused = boot("0.26.0", Views(), k, **STOCK), boot("0.26.0", DevicePlan(), k)
+    for batch in BATCHES[:2]:
+        compare(stock, fused, batch, (k - 1, 1))
+
+
+@pytest.mark.parametrize("stale", [-1, 0, 4])
+@pytest.mark.parametrize("version", ["0.21.0", "0.27.1"])
+def test_padded_rows_write_nothing(boot, notes, version: str, stale: int) -> None:
+    """Whatever request an earlier batch, or vLLM, has left in the rows that fill up the shape."""
+    runner = boot(version, DevicePlan(), 4)
+    states, lengths, rejected = BATCHES[1]
+    runner.propose(*BATCHES[2])
+    runner.speculator.idx_mapping[len(states) :] = stale
+    before = runner.model.kv.clone()
+    runner.propose(states, lengths, rejected)
+    tables = runner.block_tables.block_tables[0].gpu
+    theirs = {slot for state in states for block in tables[state].tolist() for slot in range(block * 4, block * 4 + 4)}
+    changed = (runner.model.kv[:-1] != before[:-1]).any(1).nonzero().flatten().tolist()
+    assert changed
+    assert set(changed) <= theirs
+    assert (runner.block_tables.slot_mappings[0, len(states) :] == -1).all()
+    assert (runner.speculator.input_buffers.seq_lens >= 0).all()
+
+
+def test_a_graph_is_for_the_longest_sequence(boot, notes, modules) -> None:
+    """What a batch before has left is not what the graphs are captured with, and stays."""
+    builder = Views()
+    runner = Runner(modules("0.26.0"), "0.26.0", builder, 3)
+    runner.speculator.draft_max_seq_len = 9
+    runner.speculator.idx_mapping.fill_(-1)
+    runner.capture()
+    assert set(builder.longest) == {MAX_LEN}
+    assert not runner.speculator.idx_mapping.any()
+    assert runner.speculator.draft_max_seq_len == 9
+
+
+@pytest.mark.parametrize("version", ["0.21.0", "0.26.0"])
+def test_what_the_host_plans_keeps_its_graph_for_each_step(boot, notes, version: str) -> None:
+    stock, patched = boot(version, Views(), 4, **STOCK), boot(version, HostPlan(), 4)
+    for batch in BATCHES[:2]:
+        compare(stock, patched, batch, (3, 3))
+    assert "HostPlan: each build plans on the host" in notes["v2-fused-drafts"]
+
+
+def test_two_drafts_are_left_alone(boot, notes) -> None:
+    stock, patched = boot("0.26.0", Views(), 2, **STOCK), boot("0.26.0", Views(), 2)
+    compare(stock, patched, BATCHES[1], (1, 1))
+    assert "no two steps" in notes["v2-fused-drafts"]
+
+
+def test_a_demand_that_cannot_be_met_ends_the_start(boot, notes, monkeypatch) -> None:
+    monkeypatch.setenv(GATE, "on")
+    with pytest.raises(FeatureRequired, match="no two steps"):
+        boot("0.26.0", Views(), 2)
+
+
+# -- sleep ------------------------------------------------------------------------------------------------------------
+
+
+def sleep_and_wake(tables: Any) -> None:
+    """What a sleep does to block tables: the memory comes back at its address, with anything in it."""
+    for tensor in vars(tables).values():
+        if isinstance(tensor, torch.Tensor) and tensor.dtype != torch.uint64:
+            tensor.fill_(1)
+    # Not just anything, which would end the process: the addresses of other tables.
+    tables.block_table_ptrs.copy_(tables.input_block_table_ptrs)
+    tables.init_block_table_layout_tensors()
+
+
+@pytest.mark.parametrize("version", ["0.21.0", "0.26.0"])
+def test_drafts_are_stocks_after_sleep(boot, notes, version: str) -> None:
+    stock, fused = boot(version, Views(), 4, **STOCK), boot(version, DevicePlan(), 4)
+    for batch in BATCHES[:3]:
+        for runner in (stock, fused):
+            sleep_and_wake(runner.block_tables)
+        compare(stock, fused, batch, (3, 1))
+
+
+@pytest.mark.parametrize("version", [*TEXTS, "0.28.0"])
+def test_block_tables_keep_their_addresses(modules, version: str) -> None:
+    released = modules(version)
+    tables = Runner.block_tables_of(released)
+    before = {name: value for name, value in vars(tables).items() if isinstance(value, torch.Tensor)}
+    addresses = {name: value.data_ptr() for name, value in before.items()}
+    contents = {name: value.clone() for name, value in before.items() if "ptrs" in name or "size" in name}
+    sleep_and_wake(tables)
+    after = {name: value for name, value in vars(tables).items() if isinstance(value, torch.Tensor)}
+    assert {name: value.data_ptr() for name, value in after.items()} == addresses
+    assert contents
+    assert all(torch.equal(after[name], value) for name, value in contents.items())
+
+
+# -- the decision -----------------------------------------------------------------------------------------------------
+
+FITTING = SpeculatorFacts(
+    num_speculative_steps=3,
+    advances=True,
+    attention=None,
+    data_parallel_size=1,
+    expert_balancing=False,
+    has_graphs=True,
+)
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({}, None),
+        ({"num_speculative_steps": 2}, "2 draft tokens have no two steps"),
+        ({"advances": False}, "positions stay the same"),
+        ({"attention": "X: each build plans on the host"}, "(X: each build plans on the host)"),
+        ({"data_parallel_size": 2}, "data-parallel"),
+        ({"expert_balancing": True}, "experts are balanced"),
+        ({"has_graphs": False}, "no FULL graphs"),
+    ],
+)
+def test_decision(changed: dict[str, Any], reason: str | None) -> None:
+    found = obstacle(replace(FITTING, **changed))
+    assert (found is None) if reason is None else (found is not None and reason in found)

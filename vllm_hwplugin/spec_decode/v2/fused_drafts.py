@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All draft steps after the first in one CUDA graph, where Model Runner V2 launches a graph for each.
+
+From 0.21.0 to 0.27.1 the host goes round for each step: slot mappings, the attention backend's metadata, the number of
+the step, a graph. Here the decode graphs hold all of that for all steps, and a batch's drafts are one launch. vLLM has
+the like from 0.28.0 on, for backends that can change their metadata in place; here `draft_metadata` records what they
+build.
+
+A graph's shape may have more rows than the batch. What is recorded has the shape's number of rows in its launches, and
+reads on the device what is real:
+
+- `query_start_loc` ends with the number of real rows, repeated. So `compute_slot_mappings` finds no token in a padded
+  row, never looks its request up (the row of `idx_mapping` may be stale, or -1), and its last program sets every slot
+  from the first padded one on to -1: nothing is written to the KV cache.
+- The next step's `seq_lens` of padded rows start from 0 and count up with the others, as they do when vLLM replays a
+  graph for each step; no query of theirs reads them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.config import CUDAGraphMode
+from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
+
+from vllm_hwplugin import record
+from vllm_hwplugin.spec_decode.fallback import stays_stock
+from vllm_hwplugin.spec_decode.features import V2_FUSED_DRAFTS
+from vllm_hwplugin.spec_decode.v2.draft_metadata import why_not_in_graph
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculatorFacts:
+    """What decides whether the steps of an autoregressive speculator may be one graph.
+
+    Attributes:
+        advances: positions and sequence lengths go up from step to step.
+        attention: why the draft layers' metadata cannot be made in a graph, or None.
+        expert_balancing: the draft's experts are moved between ranks by the host.
+        has_graphs: there is a ladder of decode graphs to capture.
+    """
+
+    num_speculative_steps: int
+    advances: bool
+    attention: str | None
+    data_parallel_size: int
+    expert_balancing: bool
+    has_graphs: bool
+
+
+def obstacle(facts: SpeculatorFacts) -> str | None:
+    """Why the steps stay graphs of their own, or None."""
+    if facts.num_speculative_steps < 3:
+        return f"{facts.num_speculative_steps} draft tokens have no two steps after the first"
+    if not facts.has_graphs:
+        return "the target has no FULL graphs for decode batches, and the drafter follows it"
+    if not facts.advances:
+        return "the draft's positions stay the same, so vLLM makes the metadata once as it is"
+    if facts.data_parallel_size > 1:
+        return "ranks of a data-parallel engine agree on each step; this was never run"
+    if facts.expert_balancing:
+        return "the draft's experts are balanced by the host, before each step"
+    if facts.attention is not None:
+        return f"no graph may hold the building of the draft layers' metadata ({facts.attention})"
+    return None
+
+
+def facts_of(speculator: Any) -> SpeculatorFacts:
+    """The facts of a speculator that has its attention groups and its graph managers."""
+    return SpeculatorFacts(
+        num_speculative_steps=speculator.num_speculative_steps,
+        # Before 0.23.0 every speculator's do.
+        advances=getattr(speculator, "advance_draft_positions", True),
+        attention=why_not_in_graph(speculator.attn_groups),
+        data_parallel_size=speculator.dp_size,
+        # From 0.25.0 on.
+        expert_balancing=getattr(speculator, "eplb_state", None) is not None,
+        has_graphs=speculator.decode_cudagraph_manager.needs_capture(),
+    )
+
+
+class FusedDrafts:
+    """The steps of one speculator, which holds it as `fused_drafts`.
+
+    Args:
+        speculator: vLLM's `EagleSpeculator`, or from 0.23.0 on `AutoRegressiveSpeculator`.
+    """
+
+    def __init__(self, speculator: Any) -> None:
+        self._speculator = speculator
+        self._generate_draft: Callable[..., None] | None = None
+
+    def routine(self, generate_draft: Callable[..., None]) -> Callable[..., None]:
+        """What the decode graphs are to hold: all steps, or vLLM's one step where they cannot be one graph.
+
+        Args:
+            generate_draft: the speculator's method for one step.
+
+        Raises:
+            FeatureRequired: they cannot, and the gate says `on`.
+        """
+        self._generate_draft = None
+        reason = obstacle(facts_of(self._speculator))
+        if reason is not None:
+            stays_stock(V2_FUSED_DRAFTS, "a graph is launched for each draft step", reason)
+            return generate_draft
+        self._generate_draft = generate_draft
+        # Slots are looked up by it while capturing, and -1 from an earlier batch would be a row before the first.
+        self._speculator.idx_mapping.zero_()
+        record.note(V2_FUSED_DRAFTS, f"{self._speculator.num_speculative_steps - 1} steps in one graph")
+        record.use(V2_FUSED_DRAFTS, True)
+        return self.generate
+
+    def replay(self, batch_desc: Any) -> bool:
+        """Draft every token after the first in one launch. False where the batch has no such graph; nothing was done.
+
+        Args:
+            batch_desc: the `BatchExecutionDescriptor` that the decode graphs were asked for.
+        """
+        if self._generate_draft is None or batch_desc.cg_mode != CUDAGraphMode.FULL:
+            return False
+        self._speculator.decode_cudagraph_manager.run_fullgraph(batch_desc)
+        return True
+
+    def generate(
+        self,
+        num_reqs: int,
+        num_tokens_padded: int,
+        attn_metadata: dict[str, Any] | None,
+        slot_mappings: dict[str, torch.Tensor] | None,
+        num_tokens_across_dp: torch.Tensor | None,
+        cudagraph_runtime_mode: CUDAGraphMode = CUDAGraphMode.NONE,
+    ) -> None:
+        """Every step after the first, as vLLM's `_multi_step_decode` does them one by one; to be captured.
+
+        Args:
+            num_reqs: rows of the graph.
+            num_tokens_padded: tokens of the graph, one of each row.
+            attn_metadata: made for the capture, and not used: also the first step's is to be made by the graph.
+            slot_mappings: as before.
+            num_tokens_across_dp: None; there is no data parallelism.
+        """
+        speculator = self._speculator
+        assert self._generate_draft is not None
+        positions = speculator.input_buffers.positions[:num_reqs]
+        query_start_loc = speculator.input_buffers.query_start_loc[: num_reqs + 1]
+        idx_mapping = speculator.idx_mapping[:num_reqs]
+        for step in range(1, speculator.num_speculative_steps):
+            slots = speculator.block_tables.compute_slot_mappings(
+                idx_mapping, query_start_loc, positions, num_tokens_padded
+            )
+            metadata = self._build_metadata(num_reqs, num_tokens_padded, step)
+            speculator.current_draft_step.fill_(step)
+            self._generate_draft(
+                num_reqs,
+                num_tokens_padded,
+                metadata,
+                build_slot_mappings_by_layer(slots, speculator.kv_cache_config),
+                num_tokens_across_dp,
+                cudagraph_runtime_mode,
+            )
+
+    def _build_metadata(self, num_reqs: int, num_tokens: int, step: int) -> dict[str, Any] | None:
+        build = self._speculator._build_draft_attn_metadata
+        bounds: dict[str, Any] = {}
+        if "seq_lens_cpu_upper_bound" in inspect.signature(build).parameters:  # from 0.27.0 on
+            longest = torch.full((num_reqs,), self._speculator.max_model_len, dtype=torch.int32, device="cpu")
+            bounds = {"seq_lens_cpu_upper_bound": longest, "step": step}
+        with _longest_sequences(self._speculator):
+            metadata: dict[str, Any] | None = build(
+                num_reqs=num_reqs, num_reqs_padded=num_reqs, num_tokens_padded=num_tokens, **bounds
+            )
+        return metadata
+
+
+@contextmanager
+def _longest_sequences(speculator: Any) -> Iterator[None]:
+    """Let metadata be made for the longest sequences that there can be, as vLLM does for a capture: it is kept."""
+    # Before 0.23.0 they always are.
+    of_batch = getattr(speculator, "draft_max_seq_len", None)
+    if of_batch is None:
+        yield
+        return
+    speculator.draft_max_seq_len = speculator.max_model_len
+    try:
+        yield
+    finally:
+        speculator.draft_max_seq_len = of_batch
