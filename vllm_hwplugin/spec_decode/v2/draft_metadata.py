@@ -99,7 +99,7 @@ def steps_are_captured(speculator: Any) -> bool:
     if reason is not None:
         record.note(V2_DRAFT_METADATA, f"draft steps run without a graph: {reason}")
     else:
-        record.note(V2_DRAFT_METADATA, "each draft step's metadata is made inside the graph of all steps")
+        record.note(V2_DRAFT_METADATA, "the graph of all draft steps, where there is one, makes each step's metadata")
     return reason is None
 
 
