@@ -21,7 +21,7 @@ from vllm_hwplugin.versions import Versions
 from .released_modules import ReleasedModules, by_the_host
 
 LAYER, BLOCK, MAX_LEN, MAX_REQS, MAX_TOKENS, HIDDEN, VOCAB = "draft", 4, 64, 8, 64, 8, 97
-RUNGS = [1, 4, 8]
+RUNGS = [4, 8]
 DEVICE = torch.device("cpu")
 
 
