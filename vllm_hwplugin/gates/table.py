@@ -242,6 +242,7 @@ GATES: Final[tuple[Gate, ...]] = (
         "Feature v2-draft-metadata: each draft step has attention metadata of its own (Model Runner V2 of vLLM 0.20).",
         affects=("patches",),
         choices=_SWITCH,
+        since="0.2.0",
     ),
     Gate(
         "VLLM_HWPLUGIN_V2_FUSED_DRAFTS",
@@ -250,6 +251,7 @@ GATES: Final[tuple[Gate, ...]] = (
         "Feature v2-fused-drafts: all draft steps after the first in one graph launch (Model Runner V2).",
         affects=("patches",),
         choices=_SWITCH,
+        since="0.2.0",
     ),
     Gate(
         "VLLM_HWPLUGIN_V2_GRAPH_ADDRESSES",
@@ -258,6 +260,7 @@ GATES: Final[tuple[Gate, ...]] = (
         "Feature v2-graph-addresses: block tables stay where CUDA graphs read them after a sleep (Model Runner V2).",
         affects=("patches",),
         choices=_SWITCH,
+        since="0.2.0",
     ),
     Gate(
         "VLLM_HWPLUGIN_ENGINE_REPORT",
