@@ -44,8 +44,10 @@ def test_what_an_engine_uses(method: str, k: int, v2_runner: bool, used: set[str
     if method == "dflash" and version < Version("0.21.0"):
         # There the draft's configuration is made by the feature, whichever backend it comes to.
         used = used | {"dflash-draft-backend"}
+    if v2_runner and version >= Version("0.24.0"):
+        used = used | {"v2-tail-graph"}
     if method == "eagle3" and v2_runner and version < Version("0.28.0"):
-        used = {"v2-fused-drafts"} if version >= Version("0.21.0") else {"v2-draft-metadata"}
+        used = used | ({"v2-fused-drafts"} if version >= Version("0.21.0") else {"v2-draft-metadata"})
     speculation = {"method": method, "model": str(SMALL.drafter(method)), "num_speculative_tokens": k}
     job = bench.Job(
         label=f"{method} {'V2' if v2_runner else 'V1'}",
