@@ -112,6 +112,23 @@ class PlainUvaBuffer:
         self.np, self.uva = self.cpu.numpy(), self.cpu
 
 
+def best_token(
+    logits: torch.Tensor,
+    idx_mapping: torch.Tensor,
+    *_: Any,
+    output_processed_logits: torch.Tensor | None = None,
+    output_processed_logits_col: torch.Tensor | None = None,
+    **__: Any,
+) -> torch.Tensor:
+    """What `gumbel_sample` does without temperature. Rows without a request leave their logits in the last row."""
+    if output_processed_logits is not None:
+        rows = idx_mapping % len(output_processed_logits)
+        # A number of the device, by which an index of no dimension would go over the host.
+        column = torch.zeros_like(rows) + output_processed_logits_col
+        output_processed_logits[rows, column] = logits
+    return logits.argmax(dim=-1)
+
+
 #: What takes a device or a process group: name -> what stands for it in each module that imports it.
 STAND_INS: dict[str, Any] = {
     "graph_capture": lambda device: contextlib.nullcontext(),
@@ -122,8 +139,8 @@ STAND_INS: dict[str, Any] = {
     "set_graph_pool_id": lambda pool: None,
     "current_platform": types.SimpleNamespace(get_global_graph_pool=object),
     "MULTIMODAL_REGISTRY": types.SimpleNamespace(supports_multimodal_inputs=lambda config: False),
-    # No temperature. Triton's own functions, which its kernel calls, were made before the interpreter was asked for.
-    "gumbel_sample": lambda logits, *args, **kwargs: logits.argmax(dim=-1),
+    # Triton's own functions, which its kernel calls, were made before the interpreter was asked for.
+    "gumbel_sample": best_token,
     "UvaBuffer": PlainUvaBuffer,
     "CommonAttentionMetadata": types.SimpleNamespace,
 }

@@ -131,11 +131,12 @@ class Runner:
         modules: the released ones.
         builder: of the draft layer's metadata.
         k: drafts a request.
+        sampled: whether drafts are sampled and their logits kept, or the best are taken.
     """
 
-    def __init__(self, modules: ReleasedModules, version: str, builder: Any, k: int) -> None:
+    def __init__(self, modules: ReleasedModules, version: str, builder: Any, k: int, *, sampled: bool = False) -> None:
         self.modules, self.k = modules, k
-        self.model, self.config = Draft(), _config(k)
+        self.model, self.config = Draft(), _config(k, sampled)
         speculator_module = modules(_module(version))
         speculator_module.set_forward_context = self.model.in_context
         cls = getattr(speculator_module, "AutoRegressiveSpeculator", None) or speculator_module.EagleSpeculator
@@ -260,7 +261,7 @@ def _module(version: str) -> str:
     return f"spec_decode.{kind}.speculator"
 
 
-def _config(k: int) -> Any:
+def _config(k: int, sampled: bool) -> Any:
     draft = types.SimpleNamespace(
         get_hidden_size=lambda: HIDDEN, get_vocab_size=lambda: VOCAB, hf_config=types.SimpleNamespace()
     )
@@ -269,7 +270,7 @@ def _config(k: int) -> Any:
         num_speculative_tokens=k,
         draft_model_config=draft,
         rejection_sample_method="strict",
-        draft_sample_method="greedy",
+        draft_sample_method="probabilistic" if sampled else "greedy",
         use_local_argmax_reduction=False,
         uses_dynamic_speculative_decoding=lambda: False,
     )

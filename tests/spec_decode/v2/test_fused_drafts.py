@@ -42,12 +42,12 @@ def known(monkeypatch: pytest.MonkeyPatch) -> None:
 def boot(modules, monkeypatch: pytest.MonkeyPatch):
     """`boot(version, builder, k, GATE="off")`: a speculator whose graphs are captured."""
 
-    def booted(version: str, builder: Any, k: int, **choices: str) -> Runner:
+    def booted(version: str, builder: Any, k: int, *, sampled: bool = False, **choices: str) -> Runner:
         released = modules(version, **choices)
         monkeypatch.setattr(
             fused_drafts, "build_slot_mappings_by_layer", released("attn_utils").build_slot_mappings_by_layer
         )
-        runner = Runner(released, version, builder, k)
+        runner = Runner(released, version, builder, k, sampled=sampled)
         runner.capture()
         runner.admit()
         Graph.replayed.clear()
@@ -89,6 +89,16 @@ def test_other_numbers_of_drafts(boot, notes, k: int) -> None:
     stock, fused = boot("0.26.0", Views(), k, **STOCK), boot("0.26.0", DevicePlan(), k)
     for batch in BATCHES[:2]:
         compare(stock, fused, batch, (k - 1, 1))
+
+
+def test_sampled_drafts_leave_their_logits(boot, notes) -> None:
+    stock = boot("0.26.0", Views(), 4, sampled=True, **STOCK)
+    fused = boot("0.26.0", DevicePlan(), 4, sampled=True)
+    states = BATCHES[1][0]
+    compare(stock, fused, BATCHES[1], (3, 1))
+    kept = stock.speculator.draft_logits[states]
+    assert (kept != 0).any(-1).all()
+    assert torch.equal(fused.speculator.draft_logits[states], kept)
 
 
 @pytest.mark.parametrize("stale", [-1, 0, 4])
