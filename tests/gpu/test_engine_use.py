@@ -45,7 +45,7 @@ def test_what_an_engine_uses(method: str, k: int, v2_runner: bool, used: set[str
         # There the draft's configuration is made by the feature, whichever backend it comes to.
         used = used | {"dflash-draft-backend"}
     if v2_runner and version >= Version("0.24.0"):
-        used = used | {"v2-tail-graph"}
+        used = used | {"v2-tail-graph", "v2-step-inputs"}
     if method == "eagle3" and v2_runner and version < Version("0.28.0"):
         used = used | ({"v2-fused-drafts"} if version >= Version("0.21.0") else {"v2-draft-metadata"})
     speculation = {"method": method, "model": str(SMALL.drafter(method)), "num_speculative_tokens": k}
