@@ -18,12 +18,12 @@ FEATURES = ("V2_DRAFT_METADATA", "V2_FUSED_DRAFTS", "V2_GRAPH_ADDRESSES", "ENGIN
 
 
 def test_all_draft_steps_are_one_launch_and_nothing_else_differs(musa_host: None, tmp_path: Path) -> None:
-    version, drafts = "0.26.0", 3
+    version = "0.26.0"
     try:
         tree = simulated.released_vllm(version)
     except subprocess.CalledProcessError as error:
         cannot_run(f"vLLM {version} cannot be had: {error}")
-    load = Load(Engine("eagle3", drafts=drafts).on_musa(), loads.mixed())
+    load = Load(Engine("eagle3").on_musa(), loads.mixed())
     sides = {"stock": {}, "patched": {f"VLLM_HWPLUGIN_{name}": "auto" for name in FEATURES}}
     processes = {
         side: Process(
@@ -37,6 +37,4 @@ def test_all_draft_steps_are_one_launch_and_nothing_else_differs(musa_host: None
     assert "v2-fused-drafts" in patched.used
     assert stock.counts["draft_phases_in_graphs"] == patched.counts["draft_phases_in_graphs"]
     # The first pass, and each later step; or the first pass, and all later steps.
-    fewer = stock.counts["graph_replays"]["draft"] - patched.counts["graph_replays"]["draft"]
-    assert fewer > 0
-    assert fewer % (drafts - 2) == 0
+    assert patched.counts["graph_replays"]["draft"] < stock.counts["graph_replays"]["draft"]
