@@ -79,7 +79,7 @@ def versions(musa_host: None, tmp_path_factory: pytest.TempPathFactory) -> dict[
 
 #: They record more of a step, with vLLM's own functions: nothing else may come of it.
 GRAPHS = ("v2-step-inputs", "v2-tail-graph")
-WITH_GRAPHS = loads.UNPATCHED | {gate_of(feature): "on" for feature in ("engine-report", *GRAPHS)}
+WITH_GRAPHS = loads.UNPATCHED | {gate_of(feature): "on" for feature in ("engine-report", "v2-graph-addresses", *GRAPHS)}
 
 
 @pytest.fixture(scope="module")
