@@ -14,23 +14,28 @@ buffers hold.
 from __future__ import annotations
 
 import dataclasses
-import inspect
-import logging
 import time
-from collections.abc import Callable, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any, Final, Protocol
 
 import numpy as np
 import torch
 from vllm.distributed.parallel_state import graph_capture
-from vllm.sampling_params import SamplingParams
 from vllm.v1.worker.gpu.cudagraph_utils import prepare_inputs_to_capture
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from vllm_hwplugin import record
 from vllm_hwplugin.spec_decode.fallback import stays_stock
 from vllm_hwplugin.spec_decode.features import V2_TAIL_GRAPH
+from vllm_hwplugin.spec_decode.v2.recording import (
+    expanded_rows,
+    free_memory,
+    idx_dtype,
+    known_arguments,
+    record_graph,
+    recorded_with,
+    sampling_as,
+)
 from vllm_hwplugin.spec_decode.v2.tail_batch import (
     MAX_NUM_REQS,
     Rung,
@@ -39,60 +44,10 @@ from vllm_hwplugin.spec_decode.v2.tail_batch import (
     decodes_only,
     rungs,
 )
-from vllm_hwplugin.spec_decode.v2.tail_buffers import Padding, TailBuffers
+from vllm_hwplugin.spec_decode.v2.tail_buffers import TailBuffers
 from vllm_hwplugin.spec_decode.v2.tail_obstacles import obstacle
 
-logger = logging.getLogger("vllm.hwplugin")
-
 _STOCK: Final = "vLLM's own kernels after the target"
-
-# The padding of the graph that is being recorded: the speculator's patched `propose` has to know of it.
-_recorded: Padding | None = None
-
-
-@contextmanager
-def _recording(padding: Padding) -> Any:
-    global _recorded
-    _recorded = padding
-    try:
-        yield
-    finally:
-        _recorded = None
-
-
-def mask_decode(speculator: Any) -> None:
-    """Keep padding out of the KV cache in the one-token steps of a drafter whose `propose` is being recorded.
-
-    Called by the patched `propose` after `prepare_decode_inputs`, which takes every request of the graph for real.
-    """
-    if _recorded is None:
-        return
-    buffers, padding = speculator.input_buffers, _recorded
-    num_reqs = padding.alive.shape[0]
-    buffers.query_start_loc[: num_reqs + 1].copy_(padding.query_start_loc)
-    buffers.seq_lens[:num_reqs].mul_(padding.alive)
-
-
-def mask_block(speculator: Any, context_slots: torch.Tensor) -> None:
-    """Keep padding out of the KV cache in the one pass of a DFlash drafter whose `propose` is being recorded.
-
-    Called by the patched `propose` after `prepare_dflash_inputs`, for the same reason.
-
-    Args:
-        context_slots: [..., tokens]: where the target's tokens go in the draft's cache.
-    """
-    if _recorded is None:
-        return
-    buffers, padding = speculator.input_buffers, _recorded
-    num_reqs, num_tokens = padding.alive.shape[0], padding.dead_tokens.shape[0]
-    buffers.query_start_loc[: num_reqs + 1].copy_(padding.block_start_loc)
-    buffers.seq_lens[:num_reqs].mul_(padding.alive)
-    context_slots[..., :num_tokens].masked_fill_(padding.dead_tokens, _NO_SLOT)
-    speculator.block_tables.slot_mappings[:, :num_tokens].masked_fill_(padding.dead_tokens, _NO_SLOT)
-
-
-# vLLM's PAD_SLOT_ID: what is to be written there is not written.
-_NO_SLOT: Final = -1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,7 +126,6 @@ class TailGraphs:
 
     def _forget(self) -> None:
         self._graphs, self._buffers = {}, None
-        self._hidden_states: torch.Tensor | None = None
         self._output: Any = None
         self._step: _Graphs | None = None
         self._drafted = False
@@ -204,8 +158,8 @@ class TailGraphs:
                 for companion in self._companions:
                     companion.stay_stock("there are no tail graphs")
             return
-        started, free = time.perf_counter(), _free_memory()
-        self._buffers = TailBuffers(runner, shapes[0].num_reqs, query_len, _idx_dtype(runner))
+        started, free = time.perf_counter(), free_memory()
+        self._buffers = TailBuffers(runner, shapes[0].num_reqs, query_len, idx_dtype(runner))
         self._buffers.write(np.empty(0, dtype=np.int64), free_row=0)
         pool = torch.cuda.graph_pool_handle()
         with graph_capture(device=runner.device):
@@ -225,7 +179,7 @@ class TailGraphs:
         record.note(
             V2_TAIL_GRAPH,
             f"{len(shapes)} shapes of at most {shapes[0].num_reqs} requests, captured in "
-            f"{time.perf_counter() - started:.1f} s, {(free - _free_memory()) / 2**20:.0f} MiB",
+            f"{time.perf_counter() - started:.1f} s, {(free - free_memory()) / 2**20:.0f} MiB",
         )
         record.use(V2_TAIL_GRAPH, True)
 
@@ -247,12 +201,12 @@ class TailGraphs:
             runner.block_tables,
             runner.attn_groups,
             runner.kv_cache_config,
-            **_known(prepare_inputs_to_capture, full_cudagraph=True, max_query_len=rung.query_len),
+            **known_arguments(prepare_inputs_to_capture, full_cudagraph=True, max_query_len=rung.query_len),
         )
         batch = self._batches[rung.num_reqs] = self._recorded_batch(rung)
         sampling = {}
         for needed in Sampling:
-            with _sampled_row(runner.sampler, needed), buffers.stand_in():
+            with sampling_as(runner.sampler, needed), buffers.stand_in():
                 sampling[needed] = record_graph(lambda: self._sample(batch), pool)
         drafting = record_graph(lambda: self._draft(batch, metadata, slots), pool)
         return _Graphs(rung, sampling, drafting)
@@ -269,7 +223,7 @@ class TailGraphs:
         return dataclasses.replace(
             InputBatch.make_dummy(num_reqs, num_tokens, runner.input_buffers),
             idx_mapping=idx_mapping,
-            # The row that `_sampled_row` has prepared.
+            # The row that `sampling_as` has prepared.
             idx_mapping_np=np.zeros(num_reqs, dtype=np.intp),
             expanded_idx_mapping=idx_mapping,
             expanded_local_pos=buffers.local_pos[:num_tokens],
@@ -289,7 +243,7 @@ class TailGraphs:
         runner, buffers = self._runner, self._buffers
         assert buffers is not None
         num_reqs = batch.num_reqs
-        expanded = _expanded(batch.idx_mapping, self.query_len)
+        expanded = expanded_rows(batch.idx_mapping, self.query_len)
         output, num_sampled, num_rejected = runner.sample(
             self._target()[0][: batch.num_tokens],
             dataclasses.replace(batch, expanded_idx_mapping=expanded),
@@ -314,7 +268,7 @@ class TailGraphs:
         assert buffers is not None
         num_reqs, kept = batch.num_reqs, buffers.outputs
         hidden_states, aux_hidden_states = self._target()
-        with _recording(buffers.padding(num_reqs)):
+        with recorded_with(buffers.padding(num_reqs)):
             drafts = runner.speculator.propose(
                 batch,
                 metadata,
@@ -444,7 +398,7 @@ class TailGraphs:
             num_reqs_after_padding=rung.num_reqs,
             idx_mapping=idx_mapping,
             idx_mapping_np=held.rows,
-            expanded_idx_mapping=_expanded(idx_mapping, query_len),
+            expanded_idx_mapping=expanded_rows(idx_mapping, query_len),
             expanded_local_pos=recorded.expanded_local_pos[:num_tokens],
             num_scheduled_tokens=np.full(num_reqs, query_len, dtype=np.int32),
             num_tokens=num_tokens,
@@ -460,61 +414,3 @@ class TailGraphs:
             cu_num_logits=recorded.cu_num_logits[: num_reqs + 1],
             cu_num_logits_np=recorded.cu_num_logits_np[: num_reqs + 1],
         )
-
-
-def _expanded(idx_mapping: torch.Tensor, query_len: int) -> torch.Tensor:
-    """Each request's row, once for each of its tokens."""
-    # Of one request, the reshape is a view of one element, which kernels would read beyond.
-    return idx_mapping[:, None].expand(-1, query_len).reshape(-1).contiguous()
-
-
-def _idx_dtype(runner: Any) -> torch.dtype:
-    dtype: torch.dtype = InputBatch.make_dummy(1, 1, runner.input_buffers).idx_mapping.dtype
-    return dtype
-
-
-@contextmanager
-def _sampled_row(sampler: Any, needed: Sampling) -> Any:
-    """While it lasts, the first row of vLLM's sampler is that of a request that needs `needed`.
-
-    There is no request yet, and whoever gets the row later overwrites it.
-    """
-    known = _known(sampler.add_request, prompt_len=1)
-
-    def write(**params: float) -> None:
-        sampler.add_request(req_idx=0, sampling_params=SamplingParams(**params), **known)
-        sampler.apply_staged_writes()
-
-    write(**needed.example())
-    try:
-        yield
-    finally:
-        write(temperature=0.0)
-
-
-def _known(function: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
-    """Those of `arguments` that `function` takes in this vLLM."""
-    taken = inspect.signature(function).parameters
-    return {name: value for name, value in arguments.items() if name in taken}
-
-
-def _free_memory() -> int:
-    free: int = torch.accelerator.get_memory_info()[0]
-    return free
-
-
-def record_graph(run: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
-    """Record `run` on the current stream, which is not the default one.
-
-    It is called once before: kernels that compile or tune themselves may not do so meanwhile. `torch.cuda.graph` would
-    give the allocator's memory back to the device around each of some hundred recordings.
-    """
-    run()
-    torch.accelerator.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    graph.capture_begin(pool=pool)
-    try:
-        run()
-    finally:
-        graph.capture_end()
-    return graph

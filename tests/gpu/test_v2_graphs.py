@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""On a real GPU, more graphs on Model Runner V2 change no token and no draft, under a load.
+
+Beside what the simulated device shows, this has vLLM's own kernels, compiled models, and work that is still under way when
+the host goes on.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_hwplugin.bench import engine_environment, find_checkpoints
+from vllm_hwplugin.bench._entry_points import provide
+from vllm_hwplugin.bench._launch import child_environment
+from vllm_hwplugin.spec_decode.features import gate_of
+
+from ..musa_sim import loads
+from ..musa_sim.loads import Load, Process
+from .engines import SMALL_ENGINE
+
+pytestmark = [pytest.mark.gpu, pytest.mark.engine]
+
+SMALL = find_checkpoints(None)
+GRAPHS = ("v2-step-inputs", "v2-tail-graph")
+SIDES = {side: {gate_of(feature): side for feature in GRAPHS} for side in ("off", "on")}
+METHODS = {"eagle3": 3, "dflash": 7}
+MODES = ("FULL_AND_PIECEWISE", "FULL_DECODE_ONLY")
+
+
+def load(method: str, mode: str) -> Load:
+    options: dict[str, Any] = {
+        **SMALL_ENGINE,
+        "model": str(SMALL.target),
+        "max_model_len": 128,
+        "max_num_seqs": 6,
+        # Longer prompts come in pieces; six requests at a time do not fit.
+        "max_num_batched_tokens": 112,
+        "block_size": 16,
+        "num_gpu_blocks_override": 24,
+        "enable_prefix_caching": True,
+        "speculative_config": {
+            "method": method,
+            "model": str(SMALL.drafter(method)),
+            "num_speculative_tokens": METHODS[method],
+        },
+        "compilation_config": {"cudagraph_mode": mode},
+    }
+    return Load(options, loads.mixed())
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("method", METHODS)
+def test_more_graphs_change_nothing(method: str, mode: str, tmp_path: Path) -> None:
+    def process(side: str) -> Process:
+        variables = {**loads.VARIABLES, "VLLM_USE_V2_MODEL_RUNNER": "1", **SIDES[side]}
+        environment = engine_environment("cuda", patched=True, extra=variables)
+        return Process(
+            {side: load(method, mode)}, child_environment(environment, provide(tmp_path / f"metadata {side}"))
+        )
+
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    runs = loads.side_by_side({side: process(side) for side in SIDES}, folder)
+    expected, found = (runs[side][side] for side in SIDES)
+    loads.assert_same(expected, found)
+    assert set(GRAPHS) <= set(found.used)
+    assert expected.accepted()[1] > 0
+    assert expected.preempted

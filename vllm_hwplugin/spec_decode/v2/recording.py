@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How vLLM's own methods are recorded: what they see of a step meanwhile, and which of its requests are padding."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+from vllm.sampling_params import SamplingParams
+from vllm.v1.worker.gpu.input_batch import InputBatch
+
+from vllm_hwplugin.spec_decode.v2.tail_batch import Sampling
+from vllm_hwplugin.spec_decode.v2.tail_buffers import Padding
+
+# vLLM's PAD_SLOT_ID: what is to be written there is not written.
+_NO_SLOT: Final = -1
+
+# The padding of the graph that is being recorded: the speculator's patched `propose` has to know of it.
+_recorded: Padding | None = None
+
+
+@contextmanager
+def recorded_with(padding: Padding) -> Iterator[None]:
+    """While it lasts, a graph with this padding is recorded."""
+    global _recorded
+    _recorded = padding
+    try:
+        yield
+    finally:
+        _recorded = None
+
+
+def mask_decode(speculator: Any) -> None:
+    """Keep padding out of the KV cache in the one-token steps of a drafter whose `propose` is being recorded.
+
+    Called by the patched `propose` after `prepare_decode_inputs`, which takes every request of the graph for real.
+    """
+    if _recorded is None:
+        return
+    buffers, padding = speculator.input_buffers, _recorded
+    num_reqs = padding.alive.shape[0]
+    buffers.query_start_loc[: num_reqs + 1].copy_(padding.query_start_loc)
+    buffers.seq_lens[:num_reqs].mul_(padding.alive)
+
+
+def mask_block(speculator: Any, context_slots: torch.Tensor) -> None:
+    """Keep padding out of the KV cache in the one pass of a DFlash drafter whose `propose` is being recorded.
+
+    Called by the patched `propose` after `prepare_dflash_inputs`, for the same reason.
+
+    Args:
+        context_slots: [..., tokens]: where the target's tokens go in the draft's cache.
+    """
+    if _recorded is None:
+        return
+    buffers, padding = speculator.input_buffers, _recorded
+    num_reqs, num_tokens = padding.alive.shape[0], padding.dead_tokens.shape[0]
+    buffers.query_start_loc[: num_reqs + 1].copy_(padding.block_start_loc)
+    buffers.seq_lens[:num_reqs].mul_(padding.alive)
+    context_slots[..., :num_tokens].masked_fill_(padding.dead_tokens, _NO_SLOT)
+    speculator.block_tables.slot_mappings[:, :num_tokens].masked_fill_(padding.dead_tokens, _NO_SLOT)
+
+
+def expanded_rows(idx_mapping: torch.Tensor, query_len: int) -> torch.Tensor:
+    """Each request's row, once for each of its tokens."""
+    # Of one request, the reshape is a view of one element, which kernels would read beyond.
+    return idx_mapping[:, None].expand(-1, query_len).reshape(-1).contiguous()
+
+
+def idx_dtype(runner: Any) -> torch.dtype:
+    """Of vLLM's `InputBatch.idx_mapping`, which differs from version to version."""
+    dtype: torch.dtype = InputBatch.make_dummy(1, 1, runner.input_buffers).idx_mapping.dtype
+    return dtype
+
+
+@contextmanager
+def sampling_as(sampler: Any, needed: Sampling) -> Iterator[None]:
+    """While it lasts, the first row of vLLM's sampler is that of a request that needs `needed`.
+
+    There is no request yet, and whoever gets the row later overwrites it.
+    """
+    extra = known_arguments(sampler.add_request, prompt_len=1)
+
+    def write(**params: float) -> None:
+        sampler.add_request(req_idx=0, sampling_params=SamplingParams(**params), **extra)
+        sampler.apply_staged_writes()
+
+    write(**needed.example())
+    try:
+        yield
+    finally:
+        write(temperature=0.0)
+
+
+def known_arguments(function: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
+    """Those of `arguments` that `function` takes in this vLLM."""
+    taken = inspect.signature(function).parameters
+    return {name: value for name, value in arguments.items() if name in taken}
+
+
+def free_memory() -> int:
+    """Bytes that nobody uses of the device."""
+    free: int = torch.accelerator.get_memory_info()[0]
+    return free
+
+
+def record_graph(run: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
+    """Record `run` on the current stream, which is not the default one.
+
+    It is called once before: kernels that compile or tune themselves may not do so meanwhile. `torch.cuda.graph` would
+    give the allocator's memory back to the device around each of some hundred recordings.
+    """
+    run()
+    torch.accelerator.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    graph.capture_begin(pool=pool)
+    try:
+        run()
+    finally:
+        graph.capture_end()
+    return graph
