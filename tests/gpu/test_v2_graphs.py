@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """On a real GPU, more graphs on Model Runner V2 change no token and no draft, under a load.
 
-Beside what the simulated device shows, this has vLLM's own kernels, compiled models, and work that is still under way when
-the host goes on.
+Beside what the simulated device shows, this has vLLM's own kernels, compiled models, and work that is still under way
+when the host goes on.
 """
 
 from __future__ import annotations
