@@ -112,11 +112,10 @@ def versions_with_graphs(musa_host: None, tmp_path_factory: pytest.TempPathFacto
 def assert_graphs_serve(expected: Run, found: Run) -> None:
     loads.assert_same(expected, found)
     assert set(GRAPHS) <= set(found.used)
-    # Of the steps whose target is a graph most have their tail in graphs too, and some their inputs.
-    targets = expected.counts["graph_replays"]["target"]
-    tails = found.counts["graph_replays"]["target"] - targets
-    assert tails > 1.5 * targets
-    assert found.counts["draft_phases"] < expected.counts["draft_phases"]
+    # Sampling is one more in most steps whose target is a graph, and inputs in some; drafting is none more.
+    before, after = expected.counts["graph_replays"], found.counts["graph_replays"]
+    assert after["target"] > 2 * before["target"]
+    assert after["draft"] <= before["draft"]
 
 
 @pytest.mark.parametrize("name", ["eagle3", "dflash"])
