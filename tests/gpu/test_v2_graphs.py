@@ -30,7 +30,7 @@ METHODS = {"eagle3": 3, "dflash": 7}
 MODES = ("FULL_AND_PIECEWISE", "FULL_DECODE_ONLY")
 
 
-def load(method: str, mode: str) -> Load:
+def load(method: str, mode: str, *, after_sleep: bool = False) -> Load:
     options: dict[str, Any] = {
         **SMALL_ENGINE,
         "model": str(SMALL.target),
@@ -48,24 +48,33 @@ def load(method: str, mode: str) -> Load:
         },
         "compilation_config": {"cudagraph_mode": mode},
     }
-    return Load(options, loads.mixed())
+    if after_sleep:
+        options["enable_sleep_mode"] = True
+    return Load(options, loads.mixed(), after_sleep)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("method", METHODS)
-def test_more_graphs_change_nothing(method: str, mode: str, tmp_path: Path) -> None:
+def compare(made: Load, folder: Path) -> None:
+    """Run a load without the graphs and with them, and let nothing differ."""
+
     def process(side: str) -> Process:
         variables = {**loads.VARIABLES, "VLLM_USE_V2_MODEL_RUNNER": "1", **SIDES[side]}
         environment = engine_environment("cuda", patched=True, extra=variables)
-        return Process(
-            {side: load(method, mode)}, child_environment(environment, provide(tmp_path / f"metadata {side}"))
-        )
+        return Process({side: made}, child_environment(environment, provide(folder / f"metadata {side}")))
 
-    folder = tmp_path / "runs"
-    folder.mkdir()
     runs = loads.side_by_side({side: process(side) for side in SIDES}, folder)
     expected, found = (runs[side][side] for side in SIDES)
     loads.assert_same(expected, found)
     assert set(GRAPHS) <= set(found.used)
     assert expected.accepted()[1] > 0
     assert expected.preempted
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("method", METHODS)
+def test_more_graphs_change_nothing(method: str, mode: str, tmp_path: Path) -> None:
+    compare(load(method, mode), tmp_path)
+
+
+def test_nor_do_they_after_a_sleep(tmp_path: Path) -> None:
+    """Which gives up the memory of the KV cache, and on some versions makes anew what graphs read of block tables."""
+    compare(load("eagle3", MODES[0], after_sleep=True), tmp_path)

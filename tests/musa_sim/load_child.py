@@ -163,6 +163,12 @@ def one(job: dict, others_follow: bool) -> dict:
     llm = LLM(**known(job["options"]))
     runner = model_runner(llm)
     check_runner(runner)
+    if job["after_sleep"]:
+        serve(llm, job["requests"])
+        # Its blocks will not be what they were.
+        llm.reset_prefix_cache()
+        llm.sleep(level=1)
+        llm.wake_up()
     graphs = getattr(torch.cuda, "CUDAGraph", None) if runner.device.type == "musa" else None
     with watched(runner, graphs) as counts:
         answers, recorder = serve(llm, job["requests"])

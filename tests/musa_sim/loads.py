@@ -69,10 +69,17 @@ class Request:
 
 @dataclass(frozen=True)
 class Load:
-    """An engine's options, and the requests that it gets."""
+    """An engine's options, and the requests that it gets.
+
+    Attributes:
+        options: of ``LLM``.
+        requests: see :func:`mixed`.
+        after_sleep: whether the engine has served them once and slept when it gets them.
+    """
 
     options: Mapping[str, Any]
     requests: Sequence[Request]
+    after_sleep: bool = False
 
 
 @dataclass(frozen=True)
