@@ -118,7 +118,9 @@ REAL = """
     from vllm_hwplugin.patching import _runtime
     entry, plan = record.current(), _runtime.current_plan()
     assert entry.error is None and entry.live, entry
-    assert all(item["state"] != "refused" for item in entry.features.values()), entry.features
+    # They change a method that vLLM decorates, and the decorator may hold what it was given.
+    refused = {name for name, item in entry.features.items() if item["state"] == "refused"}
+    assert refused == ({"v2-tail-graph", "v2-step-inputs"} if EARLY else set()), entry.features
     if not EARLY:
         assert set(entry.modules.values()) == {"pending"}, entry.modules
 

@@ -18,7 +18,7 @@ import pytest
 from vllm_hwplugin.attention.backends import CUDA
 from vllm_hwplugin.attention.paged import HopperKernel
 from vllm_hwplugin.attention.paged._balance import balance
-from vllm_hwplugin.attention.paged._plan import MAX_SPLITS, make_plan
+from vllm_hwplugin.attention.paged._plan import MAX_SPLITS, plan_launch
 from vllm_hwplugin.ops.build import toolchain
 from vllm_hwplugin.ops.build.errors import KernelUnavailable
 from vllm_hwplugin.ops.build.spec import source_root
@@ -90,7 +90,7 @@ def share(tmp_path_factory: pytest.TempPathFactory) -> Share:
         asked, room, programs = [], [], []
         for batch in batches:
             group = batch.heads // batch.kv_heads
-            plan = make_plan(
+            plan = plan_launch(
                 ((64, 1),),
                 num_requests=len(batch.lengths),
                 num_tokens=sum(batch.queries),
