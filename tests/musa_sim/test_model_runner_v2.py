@@ -37,7 +37,7 @@ ABORTED = {request.name for request in loads.mixed() if request.abort_at is not 
 
 
 #: Others whose Python runs with the torch that is installed here: 0.26 has Model Runner V2 by default and drafts step
-#: by step; 0.28 has the loop that refreshes its metadata. 0.20.2 and 0.24.0 run as well, and would take their time here.
+#: by step; 0.28 has the loop that refreshes its metadata. 0.20.2 and 0.24.0 run as well, and take their time here.
 VERSIONS = ("0.26.0", "0.28.0")
 
 
