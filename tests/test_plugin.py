@@ -120,7 +120,7 @@ REAL = """
     assert entry.error is None and entry.live, entry
     # They change a method that vLLM decorates, and the decorator may hold what it was given.
     refused = {name for name, item in entry.features.items() if item["state"] == "refused"}
-    assert refused == ({"v2-tail-graph", "v2-step-inputs"} if EARLY else set()), entry.features
+    assert refused <= ({"v2-tail-graph", "v2-step-inputs"} if EARLY else set()), entry.features
     if not EARLY:
         assert set(entry.modules.values()) == {"pending"}, entry.modules
 

@@ -19,6 +19,13 @@ pytestmark = [pytest.mark.gpu, pytest.mark.engine]
 SMALL = bench.find_checkpoints(None)
 
 
+#: What is off by default.
+ASKED_FOR = {
+    f"VLLM_HWPLUGIN_{name}": "auto"
+    for name in ("V2_STEP_INPUTS", "V2_TAIL_GRAPH", "V2_FUSED_DRAFTS", "V2_DRAFT_METADATA")
+}
+
+
 def v2_can_be_shut_down() -> bool:
     (folder,) = importlib.util.find_spec("vllm").submodule_search_locations
     return "def shutdown(" in (Path(folder) / "v1/worker/gpu/model_runner.py").read_text(encoding="utf-8")
@@ -53,7 +60,7 @@ def test_what_an_engine_uses(method: str, k: int, v2_runner: bool, used: set[str
         label=f"{method} {'V2' if v2_runner else 'V1'}",
         patched=True,
         options={**SMALL_ENGINE, "model": str(SMALL.target), "speculative_config": speculation},
-        environment=bench.engine_environment("cuda", patched=True, v2_runner=v2_runner),
+        environment=bench.engine_environment("cuda", patched=True, v2_runner=v2_runner, extra=ASKED_FOR),
         workloads=(bench.Workload("few", bench.load_prompts(SMALL, 4), 16, batch=4, rounds=1),),
     )
     outcome = bench.launch(job, timeout=400)

@@ -22,7 +22,12 @@ pytestmark = [pytest.mark.gpu, pytest.mark.engine]
 
 SMALL = find_checkpoints(None)
 # Where a step's tail is one graph, drafting does not go through the speculator.
-V2 = {"VLLM_USE_V2_MODEL_RUNNER": "1", "VLLM_HWPLUGIN_V2_TAIL_GRAPH": "off"}
+V2 = {
+    "VLLM_USE_V2_MODEL_RUNNER": "1",
+    "VLLM_HWPLUGIN_V2_TAIL_GRAPH": "off",
+    "VLLM_HWPLUGIN_V2_FUSED_DRAFTS": "auto",
+    "VLLM_HWPLUGIN_V2_DRAFT_METADATA": "auto",
+}
 WAVES = [1, 3, 8, 28]
 # Batches of so many requests have graphs for all that is drafted.
 IN_GRAPHS = range(1, 9)

@@ -121,6 +121,8 @@ _AUTO_OR_OFF: Final = _words("auto", "off")
 _SAME: Final = _words("1", "0")
 _INVERTED: Final = _words("0", "1")
 _SWITCH: Final = ("auto", "on", "off")
+# Of features whose present form has not run on a GPU.
+_UNTRIED: Final = "off"
 
 GATES: Final[tuple[Gate, ...]] = (
     Gate(
@@ -196,7 +198,7 @@ GATES: Final[tuple[Gate, ...]] = (
     Gate(
         "VLLM_HWPLUGIN_V2_STEP_INPUTS",
         "switch",
-        "auto",
+        _UNTRIED,
         "Feature v2-step-inputs: the inputs of a decode step in one CUDA graph (Model Runner V2); needs v2-tail-graph.",
         affects=("patches", COMPILE_KEY),
         choices=_SWITCH,
@@ -205,7 +207,7 @@ GATES: Final[tuple[Gate, ...]] = (
     Gate(
         "VLLM_HWPLUGIN_V2_TAIL_GRAPH",
         "switch",
-        "auto",
+        _UNTRIED,
         "Feature v2-tail-graph: sampling and drafting of a decode step in two CUDA graphs (Model Runner V2).",
         affects=("patches", COMPILE_KEY),
         choices=_SWITCH,
@@ -238,7 +240,7 @@ GATES: Final[tuple[Gate, ...]] = (
     Gate(
         "VLLM_HWPLUGIN_V2_DRAFT_METADATA",
         "switch",
-        "auto",
+        _UNTRIED,
         "Feature v2-draft-metadata: each draft step has attention metadata of its own (Model Runner V2 of vLLM 0.20).",
         affects=("patches",),
         choices=_SWITCH,
@@ -247,7 +249,7 @@ GATES: Final[tuple[Gate, ...]] = (
     Gate(
         "VLLM_HWPLUGIN_V2_FUSED_DRAFTS",
         "switch",
-        "auto",
+        _UNTRIED,
         "Feature v2-fused-drafts: all draft steps after the first in one graph launch (Model Runner V2).",
         affects=("patches",),
         choices=_SWITCH,
