@@ -41,10 +41,15 @@ ABORTED = {request.name for request in loads.mixed() if request.abort_at is not 
 VERSIONS = ("0.26.0", "0.28.0")
 
 
-def process(folder: Path, names: Sequence[str], vllm: tuple[str, Path] | None = None) -> Process:
-    """Engines of vLLM's own code."""
+def process(
+    folder: Path,
+    names: Sequence[str],
+    vllm: tuple[str, Path] | None = None,
+    variables: dict[str, str] = loads.UNPATCHED,
+) -> Process:
+    """Engines under the load; without variables, of vLLM's own code."""
     asked = {name: Load(ENGINES[name].on_musa(), loads.mixed()) for name in names}
-    return Process(asked, loads.musa(folder, vllm, **loads.UNPATCHED))
+    return Process(asked, loads.musa(folder, vllm, **variables))
 
 
 @pytest.fixture(scope="module")
@@ -64,17 +69,22 @@ def runs(musa_host: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     return {name: run for found in loads.side_by_side(processes, folder).values() for name, run in found.items()}
 
 
-@pytest.fixture(scope="module")
-def versions(musa_host: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
-    folder = tmp_path_factory.mktemp("versions")
+def on_versions(folder: Path, variables: dict[str, str]) -> dict[str, Run]:
+    """The load on Eagle3 in each of the other versions, with these variables."""
     try:
         trees = {version: simulated.released_vllm(version) for version in VERSIONS}
     except subprocess.CalledProcessError as error:
         cannot_run(f"a vLLM of {', '.join(VERSIONS)} cannot be had: {error}")
     processes = {
-        version: process(folder / f"host of {version}", ["eagle3"], (version, tree)) for version, tree in trees.items()
+        version: process(folder / f"host of {version}", ["eagle3"], (version, tree), variables)
+        for version, tree in trees.items()
     }
     return {version: found["eagle3"] for version, found in loads.side_by_side(processes, folder).items()}
+
+
+@pytest.fixture(scope="module")
+def versions(musa_host: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    return on_versions(tmp_path_factory.mktemp("versions"), loads.UNPATCHED)
 
 
 #: They record more of a step, with vLLM's own functions: nothing else may come of it.
@@ -86,27 +96,14 @@ WITH_GRAPHS = loads.UNPATCHED | {gate_of(feature): "on" for feature in ("engine-
 def with_graphs(musa_host: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     folder = tmp_path_factory.mktemp("graphs")
     processes = {
-        name: Process(
-            {name: Load(ENGINES[name].on_musa(), loads.mixed())}, loads.musa(folder / f"host of {name}", **WITH_GRAPHS)
-        )
-        for name in ("eagle3", "dflash")
+        name: process(folder / f"host of {name}", [name], variables=WITH_GRAPHS) for name in ("eagle3", "dflash")
     }
     return {name: found[name] for name, found in loads.side_by_side(processes, folder).items()}
 
 
 @pytest.fixture(scope="module")
 def versions_with_graphs(musa_host: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
-    folder = tmp_path_factory.mktemp("versions")
-    try:
-        trees = {version: simulated.released_vllm(version) for version in VERSIONS}
-    except subprocess.CalledProcessError as error:
-        cannot_run(f"a vLLM of {', '.join(VERSIONS)} cannot be had: {error}")
-    load = {"eagle3": Load(ENGINES["eagle3"].on_musa(), loads.mixed())}
-    processes = {
-        version: Process(load, loads.musa(folder / f"host of {version}", (version, tree), **WITH_GRAPHS))
-        for version, tree in trees.items()
-    }
-    return {version: found["eagle3"] for version, found in loads.side_by_side(processes, folder).items()}
+    return on_versions(tmp_path_factory.mktemp("versions"), WITH_GRAPHS)
 
 
 def assert_graphs_serve(expected: Run, found: Run) -> None:
