@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tail of a decode step of Model Runner V2 in two CUDA graphs: sampling, and drafting.
 
-After the target's graph vLLM launches about forty kernels, copies and graphs one by one: logits, rejection, the
+After the target's graph vLLM launches dozens of kernels, copies and graphs one by one: logits, rejection, the
 requests' new state, and each part of the draft. For a small model the host needs longer for that than the GPU. Here
 vLLM's own methods run once for each shape while a graph records them; a step replays the two graphs instead of calling
 the methods. There are two, because between them vLLM starts to copy the sampled tokens to the host, which drafting
@@ -52,7 +52,7 @@ _STOCK: Final = "vLLM's own kernels after the target"
 
 @dataclasses.dataclass(frozen=True)
 class _Graphs:
-    """Those of one shape, and what they leave."""
+    """Those of one shape."""
 
     rung: Rung
     sampling: dict[Sampling, torch.cuda.CUDAGraph]
@@ -108,8 +108,6 @@ class TailGraphs:
 
     def __init__(self, runner: Any):
         self._runner = runner
-        self._graphs: dict[int, _Graphs] = {}
-        self._buffers: TailBuffers | None = None
         self._plain = np.zeros(runner.max_num_reqs, dtype=bool)
         self._companions: list[Companion] = []
         self._forget()
@@ -125,7 +123,8 @@ class TailGraphs:
         return query_len
 
     def _forget(self) -> None:
-        self._graphs, self._buffers = {}, None
+        self._graphs: dict[int, _Graphs] = {}
+        self._buffers: TailBuffers | None = None
         self._output: Any = None
         self._step: _Graphs | None = None
         self._drafted = False
