@@ -92,14 +92,20 @@ def gains(files: Iterable[Found]) -> list[Gain]:
 def failures(files: Iterable[Found]) -> list[tuple[Found, str, str]]:
     """File, case and side of what failed and was not measured since."""
     files = list(files)
-    good = {(g.file.device, g.vllm, g.rows[0].label) for g in gains(files)}
+    good = {
+        (one.file.device, one.vllm, row.label, side)
+        for one in gains(files)
+        for row in one.rows
+        for side, found in row.sides.items()
+        if found is not None
+    }
     return [
         (file, label, side)
         for file in files
         for case in file.results["cases"]
         for side, entry in case["sides"].items()
         if entry["error"]
-        and (file.device, file.vllm, label := f"{case['shape']} {case['method']} k={case['k']}") not in good
+        and (file.device, file.vllm, label := f"{case['shape']} {case['method']} k={case['k']}", side) not in good
     ]
 
 

@@ -12,8 +12,9 @@ import pytest
 from benchmarks.pages import RESULTS, ROOT, ResultsError, gains, outdated, pages, read_all
 from vllm_hwplugin.bench import rows, step_ms
 
-ENGINES = "benchmarks/results/engines-h200-vllm-0.26.0-eagle3.json"
-DFLASH = "benchmarks/results/engines-h200-vllm-0.26.0-dflash.json"
+ENGINES = "benchmarks/results/engines-h200-vllm-0.26.0-eagle3-0.6b.json"
+DFLASH = "benchmarks/results/engines-h200-vllm-0.26.0-dflash-0.6b.json"
+OLDER = "benchmarks/results/engines-h200-vllm-0.20.2-eagle3-0.6b.json"
 ATTENTION = "benchmarks/results/kernels-attention-h200-vllm-0.26.0.json"
 #: What answers a user's questions has to be read to its end.
 MOST_LINES = 150
@@ -97,23 +98,30 @@ def test_every_figure_is_in_the_long_tables_and_the_other_pages_are_short():
 def test_a_loss_is_called_a_loss(tree):
     def halve(results):
         for row in rows(results):
-            row.sides["patched"]["tokens_per_second"]["best"] = row.sides["stock"]["tokens_per_second"]["best"] / 2
+            row.sides["patched"]["step_ms"]["best"] = 2 * row.sides["stock"]["step_ms"]["best"]
 
     before = table_of(pages(tree)["README.md"])
     change(tree / ENGINES, halve)
     after = table_of(pages(tree)["README.md"])
     key = ("0.26.0", "V1", "Qwen3-0.6B", "Eagle3 k=3")
     assert "loss" not in before[key]
-    assert after[key] == "**a loss**: 0.50 times stock's †"
-    # Every other row says what it said.
-    assert {k for k in before if before[k] != after[k]} == {key, ("0.26.0", "V1", "Qwen3-8B", "Eagle3 k=3")}
+    assert after[key] == "**a loss**: 0.50 times stock's"
+    # Every other row says what it said, but for the one that compares with this side.
+    assert {k for k in before if before[k] != after[k]} == {key, ("0.26.0", "V2", "Qwen3-0.6B", "Eagle3 k=3")}
 
 
 def test_a_runner_without_the_plugins_side_has_no_gain(tree):
-    found = table_of(pages(tree)["README.md"])
-    (said,) = {text.partition(";")[0] for (_, runner, *_), text in found.items() if runner == "V2"}
-    assert said == "not measured"
-    assert ("0.26.0", "V2", "Qwen3-0.6B", "DFlash k=7") in found
+    key = ("0.26.0", "V2", "Qwen3-0.6B", "DFlash k=7")
+    assert "times stock's" in table_of(pages(tree)["README.md"])[key]
+
+    def without(results):
+        results["settings"]["sides"].remove("mrv2-patched")
+        for case in results["cases"]:
+            del case["sides"]["mrv2-patched"]
+
+    change(tree / DFLASH, without)
+    said = table_of(pages(tree)["README.md"])[key]
+    assert said.startswith("not measured; stock V2 gives ")
 
 
 def in_turn(results):
@@ -149,7 +157,7 @@ def test_four_sides_in_turn_and_an_older_file_stand_beside_each_other(tree):
     said = "2.00 times stock's; stock V2 gives 1.60 times V1's with the plugin"
     assert found["0.26.0", "V2", "Qwen3-0.6B", "DFlash k=7"] == said
     assert found["any other", "V2", "any", "any"] == "not measured"
-    assert found["0.26.0", "V1", "Qwen3-0.6B", "Eagle3 k=3"].endswith("stock's †")
+    assert found["0.20.2", "V1", "Qwen3-0.6B", "Eagle3 k=3"].endswith("stock's †")
     assert (
         "| 0.26.0 | V2 | Qwen3-0.6B | DFlash k=7 | 1.00 → 0.50 | 0.25 → 0.25 | 75% → 50% |"
         in made["docs/benchmarks.md"]
@@ -161,19 +169,19 @@ def test_the_chart_has_the_gpu_as_a_floor_where_the_same_steps_were_profiled(tre
     pytest.importorskip("matplotlib")
     from benchmarks.pages._chart import drawing
 
-    results = tree / "benchmarks" / "results"
-    assert "GPU busy" not in drawing(gains(read_all(results, "engines-")))
-    change(tree / DFLASH, in_turn)
-    drawn = drawing(gains(read_all(results, "engines-")))
+    found = gains(read_all(tree / "benchmarks" / "results", "engines-"))
+    older = [one for one in found if not one.in_turn]
+    assert "GPU busy" not in drawing(older)
+    drawn = drawing(found)
     assert drawn.count(">GPU busy</text>") == 1
     assert drawn.count(">MRV2 patched</text>") == 1
 
 
 def test_the_newest_file_counts_and_one_that_failed_does_not(tree):
-    key = ("0.26.0", "V1", "Qwen3-8B", "Eagle3 k=3")
+    key = ("0.20.2", "V1", "Qwen3-0.6B", "Eagle3 k=3")
     before = table_of(pages(tree)["README.md"])[key]
-    again = tree / ENGINES.replace("eagle3", "eagle3-again")
-    results = json.loads((tree / ENGINES).read_text()) | {"date": "2027-01-01T00:00:00+00:00"}
+    again = tree / OLDER.replace("eagle3", "eagle3-again")
+    results = json.loads((tree / OLDER).read_text()) | {"date": "2027-01-01T00:00:00+00:00"}
     for case in results["cases"]:
         fail(case)
     again.write_text(json.dumps(results))
@@ -184,7 +192,7 @@ def test_the_newest_file_counts_and_one_that_failed_does_not(tree):
             row.sides["patched"]["tokens_per_second"]["best"] = 2 * row.sides["stock"]["tokens_per_second"]["best"]
 
     for date, said in (("2020", before), ("2027", "2.00 times stock's †")):
-        again.write_text((tree / ENGINES).read_text())
+        again.write_text((tree / OLDER).read_text())
         change(again, twice)
         change(again, lambda results, date=date: results.update(date=f"{date}-01-01T00:00:00+00:00"))
         assert table_of(pages(tree)["README.md"])[key] == said
@@ -194,7 +202,7 @@ def test_what_failed_and_was_not_measured_since_is_said(tree):
     assert "Failed" not in pages(tree)["docs/benchmarks.md"]
     change(tree / DFLASH, lambda results: fail(results["cases"][0]))
     made = pages(tree)
-    assert "engines-h200-vllm-0.26.0-dflash.json: 0.6b dflash k=7, patched" in made["docs/benchmarks.md"]
+    assert "engines-h200-vllm-0.26.0-dflash-0.6b.json: 0.6b dflash k=7, patched" in made["docs/benchmarks.md"]
     assert ("0.26.0", "V1", "Qwen3-0.6B", "DFlash k=7") not in table_of(made["README.md"])
 
 

@@ -20,10 +20,7 @@ SMALL = bench.find_checkpoints(None)
 
 
 #: What is off by default.
-ASKED_FOR = {
-    f"VLLM_HWPLUGIN_{name}": "auto"
-    for name in ("V2_STEP_INPUTS", "V2_TAIL_GRAPH", "V2_FUSED_DRAFTS", "V2_DRAFT_METADATA")
-}
+ASKED_FOR = {f"VLLM_HWPLUGIN_{name}": "auto" for name in ("V2_FUSED_DRAFTS", "V2_DRAFT_METADATA")}
 
 
 def v2_can_be_shut_down() -> bool:
@@ -55,6 +52,8 @@ def test_what_an_engine_uses(method: str, k: int, v2_runner: bool, used: set[str
         used = used | {"v2-tail-graph", "v2-step-inputs"}
     if method == "eagle3" and v2_runner and version < Version("0.28.0"):
         used = used | ({"v2-fused-drafts"} if version >= Version("0.21.0") else {"v2-draft-metadata"})
+    if method == "eagle3" and v2_runner and Version("0.21.0") <= version < Version("0.26.0"):
+        used = used | {"v2-capture-metadata"}
     speculation = {"method": method, "model": str(SMALL.drafter(method)), "num_speculative_tokens": k}
     job = bench.Job(
         label=f"{method} {'V2' if v2_runner else 'V1'}",

@@ -27,6 +27,8 @@ SMALL = find_checkpoints(None)
 GRAPHS = ("v2-step-inputs", "v2-tail-graph")
 SIDES = {side: {gate_of(feature): side for feature in GRAPHS} for side in ("off", "on")}
 METHODS = {"eagle3": 3, "dflash": 7}
+# So few that six requests at a time do not fit; how many each needs depends on its drafts.
+NUM_BLOCKS = {"eagle3": 19, "dflash": 24}
 MODES = ("FULL_AND_PIECEWISE", "FULL_DECODE_ONLY")
 
 
@@ -36,10 +38,10 @@ def load(method: str, mode: str, *, after_sleep: bool = False) -> Load:
         "model": str(SMALL.target),
         "max_model_len": 128,
         "max_num_seqs": 6,
-        # Longer prompts come in pieces; six requests at a time do not fit.
+        # Longer prompts come in pieces.
         "max_num_batched_tokens": 112,
         "block_size": 16,
-        "num_gpu_blocks_override": 24,
+        "num_gpu_blocks_override": NUM_BLOCKS[method],
         "enable_prefix_caching": True,
         "speculative_config": {
             "method": method,

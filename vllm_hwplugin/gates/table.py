@@ -198,7 +198,7 @@ GATES: Final[tuple[Gate, ...]] = (
     Gate(
         "VLLM_HWPLUGIN_V2_STEP_INPUTS",
         "switch",
-        _UNTRIED,
+        "auto",
         "Feature v2-step-inputs: the inputs of a decode step in one CUDA graph (Model Runner V2); needs v2-tail-graph.",
         affects=("patches", COMPILE_KEY),
         choices=_SWITCH,
@@ -207,7 +207,7 @@ GATES: Final[tuple[Gate, ...]] = (
     Gate(
         "VLLM_HWPLUGIN_V2_TAIL_GRAPH",
         "switch",
-        _UNTRIED,
+        "auto",
         "Feature v2-tail-graph: sampling and drafting of a decode step in two CUDA graphs (Model Runner V2).",
         affects=("patches", COMPILE_KEY),
         choices=_SWITCH,
@@ -251,6 +251,15 @@ GATES: Final[tuple[Gate, ...]] = (
         "switch",
         _UNTRIED,
         "Feature v2-fused-drafts: all draft steps after the first in one graph launch (Model Runner V2).",
+        affects=("patches",),
+        choices=_SWITCH,
+        since="0.2.0",
+    ),
+    Gate(
+        "VLLM_HWPLUGIN_V2_CAPTURE_METADATA",
+        "switch",
+        "auto",
+        "Feature v2-capture-metadata: the draft's first pass is captured with metadata of its shape (Model Runner V2).",
         affects=("patches",),
         choices=_SWITCH,
         since="0.2.0",

@@ -17,6 +17,7 @@ V2_TAIL_GRAPH: Final = "v2-tail-graph"
 WINDOW_BLOCKS: Final = "window-blocks"
 V2_DRAFT_METADATA: Final = "v2-draft-metadata"
 V2_FUSED_DRAFTS: Final = "v2-fused-drafts"
+V2_CAPTURE_METADATA: Final = "v2-capture-metadata"
 V2_GRAPH_ADDRESSES: Final = "v2-graph-addresses"
 
 

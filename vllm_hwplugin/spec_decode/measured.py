@@ -14,7 +14,7 @@ from typing import Final
 from packaging.version import Version
 
 from vllm_hwplugin.record import Use
-from vllm_hwplugin.spec_decode.features import DFLASH_FULL_GRAPH
+from vllm_hwplugin.spec_decode.features import DFLASH_FULL_GRAPH, DRAFT_FULL_GRAPH
 
 #: Where the files are, in the source tree.
 FOLDER: Final = "benchmarks/results"
@@ -22,16 +22,16 @@ FOLDER: Final = "benchmarks/results"
 
 @dataclass(frozen=True)
 class Measured:
-    """Tokens/s of stock Model Runner V2 by those of the V1 runner with the plugin's drafter graphs, in one file.
+    """Tokens/s of Model Runner V2 by those of the V1 runner, both with the plugin.
 
     Attributes:
-        file: in `FOLDER`.
-        shapes: the dense targets, as `vllm-hwplugin bench --shape` names them.
+        files: in `FOLDER`.
+        shapes: the dense targets, as `vllm-hwplugin bench --shape` names them, one a file.
         low: the lowest ratio of all shapes and batch sizes, rounded down to two digits.
         high: the highest, rounded up.
     """
 
-    file: str
+    files: tuple[str, ...]
     vllm: str
     device: str
     method: str
@@ -43,19 +43,29 @@ class Measured:
 
 MRV2_BY_V1: Final = (
     Measured(
-        "engines-h200-vllm-0.26.0-dflash.json",
+        ("engines-h200-vllm-0.26.0-eagle3-0.6b.json", "engines-h200-vllm-0.26.0-eagle3-8b.json"),
+        "0.26.0",
+        "NVIDIA H200",
+        "eagle3",
+        3,
+        ("0.6b", "8b"),
+        low=1.02,
+        high=1.77,
+    ),
+    Measured(
+        ("engines-h200-vllm-0.26.0-dflash-0.6b.json",),
         "0.26.0",
         "NVIDIA H200",
         "dflash",
         7,
-        ("0.6b", "8b"),
-        low=1.03,
-        high=1.91,
+        ("0.6b",),
+        low=1.60,
+        high=1.89,
     ),
 )
 
 # Which feature has to be used for a worker to be as the V1 side was.
-_GRAPHS_OF: Final = {"dflash": DFLASH_FULL_GRAPH}
+_GRAPHS_OF: Final = {"dflash": DFLASH_FULL_GRAPH, "eagle3": DRAFT_FULL_GRAPH}
 
 
 @dataclass(frozen=True)
@@ -102,9 +112,10 @@ def advice(setting: Setting, uses: Mapping[str, Use]) -> str | None:
             and _used(uses, _GRAPHS_OF[found.method])
         ):
             return (
-                f"Without VLLM_USE_V2_MODEL_RUNNER=0, stock Model Runner V2 gave {found.low:.2f} to {found.high:.2f} "
-                f"times the tokens/s of V1 with these features ({found.method} k={found.num_speculative_tokens}, dense "
-                f"shapes {' and '.join(found.shapes)}, {found.device}, vLLM {found.vllm}; {FOLDER}/{found.file})"
+                f"Without VLLM_USE_V2_MODEL_RUNNER=0, Model Runner V2 with its features gave {found.low:.2f} to "
+                f"{found.high:.2f} times the tokens/s of V1 with these ({found.method} "
+                f"k={found.num_speculative_tokens}, dense, {' and '.join(found.shapes)}, {found.device}, vLLM "
+                f"{found.vllm}; {FOLDER}: {', '.join(found.files)})"
             )
     return None
 

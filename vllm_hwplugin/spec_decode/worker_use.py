@@ -149,6 +149,14 @@ def _v2_fused_drafts(facts: WorkerFacts) -> str | None:
     return None if facts.decode_graphs else "the target has no FULL graphs for decode batches"
 
 
+def _v2_capture_metadata(facts: WorkerFacts) -> str | None:
+    if (reason := _v2_drafting(facts)) is not None:
+        return reason
+    if facts.method in _DFLASH_FAMILY:
+        return f"{facts.drafter} builds the metadata that it captures with"
+    return None if facts.decode_graphs else "the target has no FULL graphs for decode batches"
+
+
 def _v2_graph_addresses(facts: WorkerFacts) -> str | None:
     if facts.runner == V1:
         return "the V1 runner's graphs do not read such tensors"
@@ -172,6 +180,7 @@ _RULES: Final[Mapping[str, Callable[[WorkerFacts], str | None]]] = {
     features.DFLASH_CONTEXT_NORM: _dflash_context_norm,
     features.V2_DRAFT_METADATA: _v2_draft_metadata,
     features.V2_FUSED_DRAFTS: _v2_fused_drafts,
+    features.V2_CAPTURE_METADATA: _v2_capture_metadata,
     features.V2_GRAPH_ADDRESSES: _v2_graph_addresses,
 }
 

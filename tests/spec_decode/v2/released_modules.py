@@ -166,6 +166,8 @@ class ReleasedModules:
         if name in self._modules:
             return self._modules[name]
         path = f"{name.replace('.', '/')}.py"
+        if self._tree.read(path) is None:
+            path = f"{name.replace('.', '/')}/__init__.py"
         text = text_of(self._tree, path, **self._choices)
         module = types.ModuleType(f"released_{next(_numbers)}.{name}")
         # A dataclass looks up the module that it is made in.

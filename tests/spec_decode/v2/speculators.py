@@ -132,9 +132,19 @@ class Runner:
         builder: of the draft layer's metadata.
         k: drafts a request.
         sampled: whether drafts are sampled and their logits kept, or the best are taken.
+        first_pass: whether the first pass is captured, too; the batches here have no FULL graph for it.
     """
 
-    def __init__(self, modules: ReleasedModules, version: str, builder: Any, k: int, *, sampled: bool = False) -> None:
+    def __init__(
+        self,
+        modules: ReleasedModules,
+        version: str,
+        builder: Any,
+        k: int,
+        *,
+        sampled: bool = False,
+        first_pass: bool = False,
+    ) -> None:
         self.modules, self.k = modules, k
         self.model, self.config = Draft(), _config(k, sampled)
         speculator_module = modules(_module(version))
@@ -156,8 +166,8 @@ class Runner:
             draft_attn_layer_names={LAYER},
         )
         self.speculator.init_cudagraph_manager(CUDAGraphMode.FULL_DECODE_ONLY)
-        # The first pass is run eagerly here: a batch without a uniform number of tokens has no FULL graph.
-        self.speculator.prefill_cudagraph_manager.capture = lambda *args, **kwargs: None
+        if not first_pass:
+            self.speculator.prefill_cudagraph_manager.capture = lambda *args, **kwargs: None
 
     @staticmethod
     def block_tables_of(modules: ReleasedModules) -> Any:

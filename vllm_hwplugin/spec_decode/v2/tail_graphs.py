@@ -178,7 +178,7 @@ class TailGraphs:
         record.note(
             V2_TAIL_GRAPH,
             f"{len(shapes)} shapes of at most {shapes[0].num_reqs} requests, captured in "
-            f"{time.perf_counter() - started:.1f} s, {(free - free_memory()) / 2**20:.0f} MiB",
+            f"{time.perf_counter() - started:.1f} s; the device has {(free - free_memory()) / 2**20:.0f} MiB less free",
         )
         record.use(V2_TAIL_GRAPH, True)
 

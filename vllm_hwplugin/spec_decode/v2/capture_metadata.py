@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention metadata of its own for each shape in which the first pass of a drafter is captured.
+
+Up to 0.25 vLLM's Model Runner V2 captures the draft's first pass with the metadata objects that the target's capture
+left behind. They are views into buffers that each further capture has overwritten: lengths, positions and the schedule
+of FlashAttention 3 are those of whichever shape came last. A replay does not mind, as a step writes the buffers before
+it; but the kernels also run once before they are captured, and with another shape's schedule they may read out of
+bounds, which ends the engine's start. From 0.26.0 vLLM builds metadata anew for each capture, as is done here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from vllm.v1.worker.gpu.cudagraph_utils import prepare_inputs_to_capture
+
+
+class _MadeAnew(Mapping[Any, Any]):
+    """vLLM's attention states by shape, of which each look-up builds new ones."""
+
+    def __init__(self, runner: Any, states: Mapping[Any, Any]):
+        self._runner, self._states = runner, states
+
+    def __getitem__(self, desc: Any) -> Any:
+        left, runner = self._states[desc], self._runner
+        pair = hasattr(left, "captured")
+        made = prepare_inputs_to_capture(
+            desc.num_reqs or min(desc.num_tokens, runner.max_num_reqs),
+            desc.num_tokens,
+            runner.model_state,
+            runner.input_buffers,
+            runner.block_tables,
+            runner.attn_groups,
+            runner.kv_cache_config,
+            skip_attn=(left.captured if pair else left).attn_metadata is None,
+        )
+        # From 0.23 there is one for the run before the capture; whoever asks uses one of the two.
+        return type(left)(made, made) if pair else made
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._states)
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+
+def made_anew(runner: Any, states: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    """What the speculator's `capture` may look up instead of the target's attention states.
+
+    Args:
+        runner: Model Runner V2's `GPUModelRunner`, whose graphs have just been captured.
+        states: by `BatchExecutionDescriptor`, what its `cudagraph_manager.capture` returned.
+    """
+    return _MadeAnew(runner, states)
