@@ -21,8 +21,7 @@ from vllm_hwplugin.versions import Versions
 
 from ..released import take
 
-# From 0.28.0 on vLLM's builders say it themselves.
-BEFORE = Versions("<0.28.0").supported()
+VERSIONS = Versions("").supported()
 ROOT = Path(vllm_hwplugin.__file__).parents[1]
 REQS, BLOCKS, LONGEST = 4, 8, 4096
 DEVICE = torch.device("meta")
@@ -88,8 +87,8 @@ def names_of(tree: Any, path: str) -> dict[str, Any]:
     }
     for name in ("FlashAttentionMetadata", "TritonAttentionMetadata", "MLACommonDecodeMetadata", "MLACommonMetadata"):
         given[name] = Made
-    for name in ("FlashAttnMLADecodeMetadata", "FlashAttnMLAMetadata", "FlashMLADecodeMetadata", "FlashMLAMetadata"):
-        given[name] = Made
+    for kind in ("FlashAttnMLA", "FlashMLA", "FlashInferMLA"):
+        given |= {f"{kind}DecodeMetadata": Made, f"{kind}Metadata": Made}
     text = tree.read("vllm/v1/attention/backends/utils.py")
     given["split_decodes_and_prefills"] = take(text, "split_decodes_and_prefills", given={"torch": torch})
     if path.startswith("vllm/v1/attention/backends/mla/"):
@@ -104,7 +103,8 @@ def builder_of(tree: Any, path: str, name: str, cache_dtype: str) -> Any:
     text = tree.read(path)
     if text is None or f"class {name}(" not in text:
         return None
-    cls = take(text, name, ("build", "_build_decode", "_schedule_decode"), given=names_of(tree, path))
+    methods = ("build", "_build_decode", "_schedule_decode", "_get_scheduler_metadata", "_store_scheduler_metadata")
+    cls = take(text, name, methods, given=names_of(tree, path))
     builder = cls()
     full = types.SimpleNamespace(has_full_cudagraphs=lambda: True)
     vars(builder).update(
@@ -130,7 +130,7 @@ def builder_of(tree: Any, path: str, name: str, cache_dtype: str) -> Any:
         is_fp8_kvcache=cache_dtype.startswith("fp8"),
         cg_buf_tile_scheduler_metadata=torch.zeros((132, 8), dtype=torch.int32, device=DEVICE),
         cg_buf_num_splits=torch.zeros(65, dtype=torch.int32, device=DEVICE),
-        seq_threshold_3D=8, num_par_softmax_segments=16,
+        seq_threshold_3D=8, num_par_softmax_segments=16, max_seqs_64_segments=0,
         softmax_segm_output=None, softmax_segm_max=None, softmax_segm_expsum=None,
     )  # fmt: skip
     return builder
@@ -155,7 +155,7 @@ OWN = [path for path, reason in BUILDERS.items() if not reason and path.startswi
 
 
 @pytest.mark.parametrize("path", OWN)
-@pytest.mark.parametrize("version", BEFORE)
+@pytest.mark.parametrize("version", VERSIONS)
 def test_a_step_is_built_without_the_host(vllm_tree, version: str, path: str) -> None:
     """vLLM's own `build`, of every version, for what is said to be the device's work alone."""
     module, _, name = path.rpartition(".")
@@ -231,17 +231,16 @@ def test_every_class_of_the_table_is_there(vllm_tree) -> None:
         module, _, name = path.rpartition(".")
         file = f"{module.replace('.', '/')}.py"
         ours = [(ROOT / file).read_text()] if module.startswith("vllm_hwplugin.") else []
-        texts = ours or [vllm_tree(version).read(file) for version in ("0.20.2", "0.27.1")]
+        texts = ours or [vllm_tree(version).read(file) for version in (VERSIONS[0], VERSIONS[-1])]
         assert all(text is not None and f"class {name}(" in text for text in texts), path
 
 
-@pytest.mark.parametrize("version", BEFORE)
+@pytest.mark.parametrize("version", VERSIONS)
 def test_classes_that_inherit_a_build_have_none_of_their_own(vllm_tree, version: str) -> None:
     """Those that the table leaves to their base class, where a version has them."""
     inherit = {
         "mla/triton_mla.py": "TritonMLAMetadataBuilder",
         "mla/cutlass_mla.py": "CutlassMLAMetadataBuilder",
-        "mla/flashinfer_mla.py": "FlashInferMLAMetadataBuilder",
         "mla/tokenspeed_mla.py": "TokenspeedMLAMetadataBuilder",
     }
     for path, name in inherit.items():

@@ -10,7 +10,7 @@ one token a request,
 - it copies nothing from the host to the device: a replay would read memory that was freed long ago;
 - it never waits for the device.
 
-Each class below was read for that in vLLM 0.20.2, 0.21.0, 0.22.1, 0.23.0, 0.24.0, 0.25.1, 0.26.0 and 0.27.1. Context
+Each class below was read for that in the last release of each minor version from 0.20 to 0.33. Context
 parallelism is left out: lengths that it splits over ranks are not advanced between draft steps. One that is not
 listed, or that overrides what was read, is refused.
 """
@@ -41,9 +41,10 @@ BUILDERS: Final = {
     # As FLASH_ATTN, where it has no schedules of its own.
     "vllm_hwplugin.attention.musa.MusaFlashAttentionMetadataBuilder": _IN_GRAPH,
     f"{_BACKENDS}.triton_attn.TritonAttentionMetadataBuilder": _IN_GRAPH,
-    # All requests are decodes, of which it names the batch's tensors. TRITON_MLA, CUTLASS_MLA, TOKENSPEED_MLA and
-    # FLASHINFER_MLA make nothing beside it.
+    # All requests are decodes, of which it names the batch's tensors. TRITON_MLA, CUTLASS_MLA and TOKENSPEED_MLA make
+    # nothing beside it; FLASHINFER_MLA names them itself from 0.31 on.
     "vllm.model_executor.layers.attention.mla_attention.MLACommonMetadataBuilder": _IN_GRAPH,
+    f"{_BACKENDS}.mla.flashinfer_mla.FlashInferMLAMetadataBuilder": _IN_GRAPH,
     # As FLASH_ATTN.
     f"{_BACKENDS}.mla.flashattn_mla.FlashAttnMLAMetadataBuilder": _IN_GRAPH,
     # An empty plan, which the step's first kernel makes; for fp8 a kernel's, put into two tensors of the builder's.
@@ -79,13 +80,18 @@ def refusing(builders: Iterable[Any]) -> str | None:
 
 
 def _obstacle(builder_class: type) -> str:
+    return BUILDERS.get(decides(builder_class), _UNKNOWN)
+
+
+def decides(builder_class: type) -> str:
+    """The name in `BUILDERS` of the class that makes this builder's metadata, or no name: then it is not known how."""
     for cls in builder_class.__mro__:
-        known = BUILDERS.get(f"{cls.__module__}.{cls.__qualname__}")
-        if known is not None:
-            return known
+        name = f"{cls.__module__}.{cls.__qualname__}"
+        if name in BUILDERS:
+            return name
         if makes_metadata(cls):
-            return _UNKNOWN
-    return _UNKNOWN
+            break
+    return ""
 
 
 def steps_are_captured(speculator: Any) -> bool:
