@@ -23,7 +23,7 @@ def sampling(job: dict) -> list:
             max_tokens=tokens,
             ignore_eos=True,
             detokenize=False,
-            logprobs=CHOICES,
+            logprobs=CHOICES if job.get("choices", True) else None,
         )
         for tokens in job["tokens"]
     ]
@@ -34,7 +34,10 @@ def said(completions: list) -> dict:
     return {
         "texts": [list(completion.token_ids) for completion in completions],
         "choices": [
-            [sorted(((choice.logprob, token) for token, choice in at.items()), reverse=True) for at in one.logprobs]
+            [
+                sorted(((choice.logprob, token) for token, choice in at.items()), reverse=True)
+                for at in one.logprobs or ()
+            ]
             for one in completions
         ],
     }
@@ -64,6 +67,7 @@ def report(worker) -> dict:
         "platform": platform_class(),
         "graph_modes": graph_modes(runner),
         "decisions": dict(entry.decisions) if entry is not None else {},
+        "used": [name for name, use in entry.uses.items() if use["used"]] if entry is not None else [],
         **worker.worker.hwplugin_counts.facts(),
     }
 
