@@ -124,6 +124,11 @@ _SWITCH: Final = ("auto", "on", "off")
 # Of features whose present form has not run on a GPU.
 _UNTRIED: Final = "off"
 
+
+def _backport(name: str, help: str, default: str = "auto") -> Gate:
+    return Gate(name, "switch", default, help, affects=("patches",), choices=_SWITCH, since="0.2.0")
+
+
 GATES: Final[tuple[Gate, ...]] = (
     Gate(
         "VLLM_HWPLUGIN",
@@ -280,6 +285,10 @@ GATES: Final[tuple[Gate, ...]] = (
         "Feature engine-report: each worker says which live features its engine uses, and why not the others.",
         affects=("patches",),
         choices=_SWITCH,
+    ),
+    _backport(
+        "VLLM_HWPLUGIN_BACKPORT_DRAFT_LOOKAHEAD",
+        "Feature backport-draft-lookahead: a new request has KV cache blocks for its first drafts (vLLM up to 0.22).",
     ),
     Gate(
         "VLLM_HWPLUGIN_OPS",
