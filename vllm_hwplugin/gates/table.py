@@ -290,6 +290,10 @@ GATES: Final[tuple[Gate, ...]] = (
         "VLLM_HWPLUGIN_BACKPORT_DRAFT_LOOKAHEAD",
         "Feature backport-draft-lookahead: a new request has KV cache blocks for its first drafts (vLLM up to 0.22).",
     ),
+    _backport(
+        "VLLM_HWPLUGIN_BACKPORT_PADDED_REQUEST",
+        "Feature backport-padded-request: no padding of a request near max_model_len (vLLM 0.25 to 0.28).",
+    ),
     Gate(
         "VLLM_HWPLUGIN_OPS",
         "switch",

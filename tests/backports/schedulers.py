@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler of a released vLLM, with its own requests, KV cache manager and structured outputs, on the host.
+
+Modules below `OWN` are executed from the released text, patched or stock; all else is the installed vLLM's. A name that
+this one does not have stands as a class that cannot be made.
+"""
+
+from __future__ import annotations
+
+import builtins
+import importlib
+import importlib.util
+import itertools
+import sys
+import types
+from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from vllm.sampling_params import SamplingParams
+
+from tests.spec_decode.released import take, text_of
+
+OWN = (
+    "vllm.v1.core",
+    "vllm.v1.engine",
+    "vllm.v1.kv_cache_interface",
+    "vllm.v1.kv_cache_spec_registry",
+    "vllm.v1.outputs",
+    "vllm.v1.request",
+    "vllm.v1.structured_output",
+)
+BLOCK_SIZE = 4
+_numbers = itertools.count()
+
+
+class NotThere:
+    """A name that the installed vLLM does not have."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        raise AssertionError(f"{type(self).__name__} is not there")
+
+
+class Modules:
+    """The modules of one version.
+
+    Args:
+        tree: its text.
+        choices: gate -> value; by default every feature is on.
+    """
+
+    def __init__(self, tree: Any, **choices: str) -> None:
+        self.tree, self._choices = tree, choices
+        self._modules: dict[str, types.ModuleType] = {}
+
+    def text(self, path: str) -> str:
+        return text_of(self.tree, path, **self._choices)
+
+    def __call__(self, name: str) -> types.ModuleType:
+        if name in self._modules:
+            return self._modules[name]
+        path = name.replace(".", "/")
+        package = self.tree.read(f"{path}.py") is None
+        module = types.ModuleType(f"released_{next(_numbers)}.{name}")
+        module.__package__ = name if package else name.rpartition(".")[0]
+        module.__builtins__ = {**vars(builtins), "__import__": self._import}
+        # A dataclass looks up the module that it is made in.
+        sys.modules[module.__name__] = self._modules[name] = module
+        text = self.text(f"{path}/__init__.py" if package else f"{path}.py")
+        exec(compile(text, f"{name} of {self.tree.version}", "exec", dont_inherit=True), vars(module))
+        return module
+
+    def _import(self, name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0) -> Any:
+        if level:
+            name = importlib.util.resolve_name("." * level + name, globals["__package__"])
+        if not name.startswith("vllm.") or not fromlist:
+            return builtins.__import__(name, globals, locals, fromlist)
+        if any(f"{name}.".startswith(f"{own}.") for own in OWN):
+            found: Any = self(name)
+        else:
+            try:
+                found = importlib.import_module(name)
+            except ImportError:
+                found = SimpleNamespace()
+        return SimpleNamespace(**{item: getattr(found, item, None) or type(item, (NotThere,), {}) for item in fromlist})
+
+
+def speculative_config(modules: Modules, method: str, k: int) -> Any:
+    """What the scheduler asks of vLLM's `SpeculativeConfig`, answered by its own methods."""
+    questions = {
+        "use_eagle",
+        "use_dflash",
+        "uses_draft_model",
+        "uses_extract_hidden_states",
+        "use_multi_module_mtp",
+        "use_dspark",
+        "max_num_new_slots_for_drafting",
+    }
+    text = modules.text("vllm/config/speculative.py")
+    made = take(text, "SpeculativeConfig", questions, given={"config": lambda cls: cls})()
+    made.method, made.num_speculative_tokens, made.parallel_drafting = method, k, False
+    made.num_speculative_tokens_per_batch_size = None
+    return made
+
+
+def make_scheduler(modules: Modules, method: str, k: int, *, max_model_len: int = 64, **changes: Any) -> Any:
+    """vLLM's `AsyncScheduler` for one layer of full attention, with prefix caching and blocks of `BLOCK_SIZE`.
+
+    Args:
+        modules: of the version.
+        method: of speculative decoding, with `k` drafts.
+        changes: attributes of the config, instead of those here.
+    """
+    kv = modules("vllm.v1.kv_cache_interface")
+    asynchronous = modules("vllm.v1.core.sched.async_scheduler").AsyncScheduler
+    spec = speculative_config(modules, method, k)
+    config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(
+            max_num_seqs=8,
+            max_num_scheduled_tokens=None,
+            max_num_batched_tokens=256,
+            policy="fcfs",
+            scheduler_reserve_full_isl=False,
+            long_prefill_token_threshold=0,
+            enable_chunked_prefill=True,
+            disable_chunked_mm_input=False,
+            async_scheduling=True,
+            watermark=0.0,
+            prefill_schedule_interval=1,
+        ),
+        cache_config=SimpleNamespace(
+            num_gpu_blocks=64, enable_prefix_caching=True, mamba_cache_mode="none", block_size=BLOCK_SIZE
+        ),
+        parallel_config=SimpleNamespace(
+            data_parallel_index=0,
+            data_parallel_size=1,
+            pipeline_parallel_size=1,
+            decode_context_parallel_size=1,
+            prefill_context_parallel_size=1,
+        ),
+        model_config=SimpleNamespace(
+            is_encoder_decoder=False,
+            max_model_len=max_model_len,
+            is_diffusion=False,
+            enable_return_routed_experts=False,
+            return_sampling_mask=False,
+        ),
+        observability_config=SimpleNamespace(
+            kv_cache_metrics=False, enable_mfu_metrics=False, enable_logging_iteration_details=False
+        ),
+        ec_manager_config=SimpleNamespace(get_encoder_cache_manager_obj=lambda: None),
+        diffusion_config=None,
+        lora_config=None,
+        kv_events_config=None,
+        kv_transfer_config=None,
+        ec_transfer_config=None,
+        speculative_config=spec,
+        num_speculative_tokens=k,
+        num_lookahead_tokens=k + (method == "dflash"),
+        max_in_flight_tokens=256,
+        max_concurrent_batches=2,
+        use_v2_model_runner=False,
+        is_encoder_only=False,
+    )
+    for name, value in changes.items():
+        setattr(config, name, value)
+    spec_of_layer = kv.FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=8, dtype=torch.float32)
+    return asynchronous(
+        vllm_config=config,
+        kv_cache_config=kv.KVCacheConfig(
+            num_blocks=64, kv_cache_tensors=[], kv_cache_groups=[kv.KVCacheGroupSpec(["layer"], spec_of_layer)]
+        ),
+        structured_output_manager=SimpleNamespace(should_advance=lambda request: False),
+        block_size=BLOCK_SIZE,
+        mm_registry=SimpleNamespace(supports_multimodal_inputs=lambda config: False),
+    )
+
+
+def _hashed(value: Any) -> bytes:
+    return repr(value).encode()
+
+
+def make_request(modules: Modules, name: str, prompt: Iterable[int], max_tokens: int = 16) -> Any:
+    """vLLM's `Request`, whose blocks are hashed for prefix caching."""
+    utils = modules("vllm.v1.core.kv_cache_utils")
+    if not hasattr(utils, "NONE_HASH"):
+        utils.init_none_hash(_hashed)
+    return modules("vllm.v1.request").Request(
+        request_id=name,
+        prompt_token_ids=list(prompt),
+        sampling_params=SamplingParams(max_tokens=max_tokens, ignore_eos=True),
+        pooling_params=None,
+        block_hasher=utils.get_request_block_hasher(BLOCK_SIZE, _hashed),
+    )

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Backports in the scheduler, with vLLM's released schedulers, KV cache managers and requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm_hwplugin.patching import SUPPORTED
+
+from .schedulers import BLOCK_SIZE, make_request, make_scheduler
+
+K = 3
+NO_LOOKAHEAD = SUPPORTED[: SUPPORTED.index("0.23.0")]
+PADS = SUPPORTED[SUPPORTED.index("0.25.0") : SUPPORTED.index("0.29.0")]
+OFF = {"lookahead": "VLLM_HWPLUGIN_BACKPORT_DRAFT_LOOKAHEAD", "padding": "VLLM_HWPLUGIN_BACKPORT_PADDED_REQUEST"}
+
+
+# -- backport-draft-lookahead -----------------------------------------------------------------------------------------
+
+
+def blocks_of_first_step(modules: Any, method: str) -> int:
+    """How many blocks a prompt of two whole blocks has when its first drafts are written."""
+    scheduler = make_scheduler(modules, method, K)
+    scheduler.add_request(make_request(modules, "one", range(2 * BLOCK_SIZE)))
+    (request,) = scheduler.schedule().scheduled_new_reqs
+    return len(request.block_ids[0])
+
+
+@pytest.mark.parametrize("version", NO_LOOKAHEAD)
+@pytest.mark.parametrize("method", ["eagle3", "draft_model"])
+def test_the_first_drafts_have_blocks(version: str, method: str, modules: Callable[..., Any]) -> None:
+    assert blocks_of_first_step(modules(version, **{OFF["lookahead"]: "off"}), method) == 2
+    assert blocks_of_first_step(modules(version), method) == 3
+
+
+@pytest.mark.parametrize("version", NO_LOOKAHEAD)
+def test_every_query_of_dflash_has_a_slot(version: str, modules: Callable[..., Any]) -> None:
+    """It asks for the last sampled token as well as for each draft, after the tokens that the step verifies."""
+    prompt = 3 * BLOCK_SIZE - (1 + K) - K
+
+    def slots(**choices: str) -> int:
+        one = modules(version, **choices)
+        scheduler = make_scheduler(one, "dflash", K)
+        scheduler.add_request(make_request(one, "one", range(prompt)))
+        (request,) = scheduler.schedule().scheduled_new_reqs
+        scheduler.schedule()  # the step of the first drafts, which is scheduled before they are known
+        return len(scheduler.kv_cache_manager.get_block_ids(request.req_id)[0]) * BLOCK_SIZE
+
+    needed = prompt + (1 + K) + (1 + K)
+    assert slots(**{OFF["lookahead"]: "off"}) < needed
+    assert slots() >= needed
+
+
+@pytest.mark.parametrize("version", NO_LOOKAHEAD)
+def test_a_request_whose_kv_cache_is_sent_has_none(version: str, modules: Callable[..., Any]) -> None:
+    """What the released lines were meant for."""
+
+    class Connector:
+        def on_new_request(self, request: Any) -> None:
+            pass
+
+        def get_num_new_matched_tokens(self, request: Any, computed: int) -> tuple[int, bool]:
+            return request.num_tokens - computed, True
+
+        def update_state_after_alloc(self, request: Any, blocks: Any, tokens: int) -> None:
+            self.blocks = blocks.get_block_ids()
+
+        def build_connector_meta(self, output: Any) -> None:
+            return None
+
+    scheduler = make_scheduler(modules(version), "eagle3", K)
+    scheduler.connector = connector = Connector()
+    scheduler.add_request(make_request(modules(version), "one", range(2 * BLOCK_SIZE)))
+    scheduler.schedule()
+    assert len(connector.blocks[0]) == 2
+
+
+# -- backport-padded-request ------------------------------------------------------------------------------------------
+
+
+def beside_a_running_request(modules: Any, max_model_len: int, prompt: int) -> dict[str, int]:
+    """What is scheduled of a request when all but the last token of its prompt is cached and another one runs."""
+    scheduler = make_scheduler(modules, "draft_model", K, max_model_len=max_model_len)
+    scheduler.add_request(make_request(modules, "before", range(prompt)))
+    scheduler.schedule()
+    scheduler.finish_requests("before", modules("vllm.v1.request").RequestStatus.FINISHED_ABORTED)
+    scheduler.add_request(make_request(modules, "running", range(100, 105)))
+    scheduler.schedule()
+    scheduler.add_request(make_request(modules, "new", range(prompt)))
+    return scheduler.schedule()
+
+
+@pytest.mark.parametrize("version", PADS)
+@pytest.mark.parametrize(("room", "stock", "patched"), [(1 + K + 1, 1 + K, 1 + K), (1 + K, 1 + K, 1), (K, None, 1)])
+def test_padding_leaves_room_for_the_sampled_token(
+    version: str, room: int, stock: int | None, patched: int, modules: Callable[..., Any]
+) -> None:
+    prompt = 4 * BLOCK_SIZE + 1
+    for choices, expected in (({OFF["padding"]: "off"}, stock), ({}, patched)):
+        output = beside_a_running_request(modules(version, **choices), prompt - 1 + room, prompt)
+        assert "running" in output.num_scheduled_tokens
+        assert output.num_scheduled_tokens.get("new") == expected
+        drafts = len(output.scheduled_spec_decode_tokens.get("new", ()))
+        assert drafts == (expected or 1) - 1
+
+
+@pytest.mark.parametrize("version", PADS)
+def test_placeholders_that_are_cut_are_dropped(version: str, modules: Callable[..., Any]) -> None:
+    """The prompt's KV cache came from elsewhere; its last token is computed here, and ends a Mamba block."""
+
+    def rows(**choices: str) -> tuple[int, int]:
+        one = modules(version, **choices)
+        scheduler = make_scheduler(one, "draft_model", K)
+        scheduler.add_request(make_request(one, "running", range(100, 105)))
+        scheduler.schedule()
+        scheduler.need_mamba_block_aligned_split = True
+        request = make_request(one, "new", range(2 * BLOCK_SIZE))
+        scheduler.kv_cache_manager.allocate_slots(request, request.num_tokens - 1)
+        request.num_computed_tokens = request.num_tokens - 1
+        scheduler.add_request(request)
+        output = scheduler.schedule()
+        return output.num_scheduled_tokens["new"], 1 + len(output.scheduled_spec_decode_tokens.get("new", ()))
+
+    tokens, sampled = rows(**{OFF["padding"]: "off"})
+    assert (tokens, sampled) == (1, 1 + K)
+    assert rows() == (1, 1)
