@@ -287,6 +287,10 @@ GATES: Final[tuple[Gate, ...]] = (
         choices=_SWITCH,
     ),
     _backport(
+        "VLLM_HWPLUGIN_BACKPORT_MTP_EMBEDDINGS",
+        "Feature backport-mtp-embeddings: MTP drafts always share the target's embeddings (vLLM 0.25 and 0.26).",
+    ),
+    _backport(
         "VLLM_HWPLUGIN_BACKPORT_DRAFT_LOOKAHEAD",
         "Feature backport-draft-lookahead: a new request has KV cache blocks for its first drafts (vLLM up to 0.22).",
     ),
