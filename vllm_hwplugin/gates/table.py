@@ -302,6 +302,10 @@ GATES: Final[tuple[Gate, ...]] = (
         "VLLM_HWPLUGIN_BACKPORT_EAGLE_BIAS",
         "Feature backport-eagle-bias: EAGLE checkpoints with a bias that the model lacks are loaded (vLLM up to 0.24).",
     ),
+    _backport(
+        "VLLM_HWPLUGIN_BACKPORT_VACATED_ROW",
+        "Feature backport-vacated-row: a row of the block table that a request left is empty (vLLM up to 0.26).",
+    ),
     Gate(
         "VLLM_HWPLUGIN_OPS",
         "switch",
