@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Backports in loaders, drafters and the V1 runner: vLLM's released functions, stock and patched."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("vllm")
+
+import numpy as np
+import torch
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader, maybe_remap_kv_scale_name
+
+from tests.spec_decode.released import take
+from vllm_hwplugin.patching import SUPPORTED
+
+K = 3
+
+
+def between(first: str | None, end: str) -> tuple[str, ...]:
+    return SUPPORTED[SUPPORTED.index(first) if first else 0 : SUPPORTED.index(end)]
+
+
+# -- backport-mtp-embeddings ------------------------------------------------------------------------------------------
+
+
+def embeddings_after_sharing(modules: Any, **of_the_draft: Any) -> tuple[Any, Any, Any]:
+    """The target's, the draft's own, and what the draft has once vLLM has shared them; widths 8 and 4."""
+    proposer = take(
+        modules.text("vllm/v1/spec_decode/llm_base_proposer.py"),
+        "SpecDecodeBaseProposer",
+        {"_maybe_share_embeddings"},
+        given={
+            "get_pp_group": lambda: SimpleNamespace(world_size=1),
+            "torch": torch,
+            "logger": SimpleNamespace(info=lambda *_: None),
+        },
+    )()
+    target, own = torch.nn.Embedding(16, 8), torch.nn.Embedding(16, 4)
+    proposer.model = SimpleNamespace(model=SimpleNamespace(embed_tokens=own), **of_the_draft)
+    proposer._maybe_share_embeddings(SimpleNamespace(model=SimpleNamespace(embed_tokens=target)))
+    return target, own, proposer.model.model.embed_tokens
+
+
+@pytest.mark.parametrize("version", between("0.25.0", "0.27.0"))
+def test_mtp_drafts_take_the_targets_embeddings(version: str, modules: Callable[..., Any]) -> None:
+    """Gemma 4's draft has a narrower table of its own, for its output alone."""
+    _, own, kept = embeddings_after_sharing(modules(version, VLLM_HWPLUGIN_BACKPORT_MTP_EMBEDDINGS="off"))
+    assert kept is own
+    target, _, shared = embeddings_after_sharing(modules(version))
+    assert shared is target
+
+
+@pytest.mark.parametrize("version", between("0.25.0", "0.27.0"))
+@pytest.mark.parametrize("has_own", [True, False])
+def test_eagle_drafts_keep_embeddings_of_their_own_width(
+    version: str, has_own: bool, modules: Callable[..., Any]
+) -> None:
+    _, own, kept = embeddings_after_sharing(modules(version), has_own_embed_tokens=has_own)
+    assert kept is own
+
+
+# -- backport-eagle-bias ----------------------------------------------------------------------------------------------
+
+
+def loaded(modules: Any, module: str, names: list[str]) -> set[str]:
+    """The parameters that vLLM's loader of an EAGLE draft fills from tensors of these names."""
+    model = take(
+        modules.text(f"vllm/model_executor/models/{module}.py"),
+        "LlamaModel",
+        {"load_weights"},
+        given={
+            "nn": torch.nn,
+            "support_torch_compile": lambda *cls, **_: cls[0] if cls else (lambda one: one),
+            "default_weight_loader": default_weight_loader,
+            "maybe_remap_kv_scale_name": maybe_remap_kv_scale_name,
+        },
+    )()
+    model.quant_config = None
+    model.fc = torch.nn.Linear(2, 2, bias=False)
+    model.qkv_proj = torch.nn.Linear(2, 6, bias=False)
+    model.qkv_proj.weight.weight_loader = lambda *_: None
+    model.attn = torch.nn.ModuleDict({"qkv_proj": model.qkv_proj})
+    del model.qkv_proj
+    return model.load_weights((name, torch.zeros(2, 2)) for name in names)
+
+
+@pytest.mark.parametrize("version", between(None, "0.25.0"))
+@pytest.mark.parametrize("module", ["llama_eagle", "llama4_eagle", "llama_eagle3"])
+@pytest.mark.parametrize("bias", ["fc.bias", "attn.q_proj.bias"])
+def test_a_bias_that_the_draft_lacks_is_skipped(
+    version: str, module: str, bias: str, modules: Callable[..., Any]
+) -> None:
+    names = ["fc.weight", "attn.q_proj.weight", bias, "attn.k_proj.weight"]
+    with pytest.raises(KeyError, match="bias"):
+        loaded(modules(version, VLLM_HWPLUGIN_BACKPORT_EAGLE_BIAS="off"), module, names)
+    assert loaded(modules(version), module, names) == {"fc.weight", "attn.qkv_proj.weight"}
+    with pytest.raises(KeyError, match="gate"):
+        loaded(modules(version), module, [*names, "attn.gate"])
+
+
+# -- backport-vacated-row ---------------------------------------------------------------------------------------------
+
+
+def rows_after_a_move(modules: Any) -> tuple[Any, Any]:
+    """A request in row 2 moves up to row 0: the table's rows, and how many blocks each has."""
+    table = take(
+        modules.text("vllm/v1/worker/block_table.py"),
+        "BlockTable",
+        {"add_row", "append_row", "move_row"},
+        given={"np": np},
+    )()
+    table.use_hybrid_blocks = False
+    table.block_table = SimpleNamespace(np=np.zeros((4, 6), dtype=np.int32))
+    table.num_blocks_per_row = np.zeros(4, dtype=np.int32)
+    table.add_row([3, 4], 0)
+    table.add_row([5, 6, 7], 2)
+    table.move_row(2, 0)
+    return table.block_table.np, table.num_blocks_per_row
+
+
+@pytest.mark.parametrize("version", between(None, "0.27.0"))
+def test_a_row_that_was_left_is_empty(version: str, modules: Callable[..., Any]) -> None:
+    stale, _ = rows_after_a_move(modules(version, VLLM_HWPLUGIN_BACKPORT_VACATED_ROW="off"))
+    assert stale[2].any()
+    rows, counts = rows_after_a_move(modules(version))
+    assert rows[0].tolist() == [5, 6, 7, 0, 0, 0]
+    assert not rows[2].any()
+    assert counts.tolist() == [3, 0, 0, 0]
+
+
+# -- backport-dp-drafter ----------------------------------------------------------------------------------------------
+
+
+class Drafter:
+    """Counts the passes in which data parallel ranks meet."""
+
+    def __init__(self) -> None:
+        self.passes = 0
+
+    def dummy_run(self, num_tokens: int) -> None:
+        assert num_tokens == 1
+        self.passes += 1
+
+    def prepare_next_token_ids_padded(self, *_: Any) -> tuple[None, None]:
+        return None, None
+
+
+def drafting_of(text: str) -> Callable[..., None]:
+    """What the released `GPUModelRunner.sample_tokens` does from the choice of drafting until drafts are made."""
+    runner = next(node for node in ast.parse(text).body if getattr(node, "name", None) == "GPUModelRunner")
+    method = next(node for node in runner.body if getattr(node, "name", None) == "sample_tokens")
+    names = [ast.unparse(node) for node in method.body]
+    start = next(i for i, name in enumerate(names) if name.startswith("def propose_draft_token_ids("))
+    end = next(i for i, name in enumerate(names) if name.startswith("if propose_drafts_after_bookkeeping:"))
+    args = (
+        "self, scheduler_output, sampler_output, logits, hidden_states, sample_hidden_states, aux_hidden_states,"
+        "spec_decode_metadata, spec_decode_common_attn_metadata, slot_mappings"
+    )
+    (made,) = ast.parse(f"def draft({args}): pass").body
+    assert isinstance(made, ast.FunctionDef)
+    made.body = method.body[start : end + 1]
+    kinds = ("Eagle", "DFlash", "DraftModel", "ExtractHiddenStates", "Gemma4")
+    namespace = {f"{kind}Proposer": Drafter for kind in kinds} | {
+        "torch": torch,
+        "record_function_or_nullcontext": lambda name: contextlib.nullcontext(),
+    }
+    exec(compile(ast.fix_missing_locations(ast.Module([made], [])), "released sample_tokens", "exec"), namespace)
+    return namespace["draft"]  # type: ignore[no-any-return]
+
+
+def passes_of_a_rank(modules: Any, longest: int, *, ranks: int, padded: bool) -> int:
+    """How often the drafter of one rank runs in a step; its longest request has that many of 64 tokens."""
+    text = modules.text("vllm/v1/worker/gpu_model_runner.py")
+    drafter = Drafter()
+
+    class Runner:
+        speculative_config = SimpleNamespace(
+            use_eagle=lambda: True,
+            use_dflash=lambda: False,
+            use_ngram_gpu=lambda: False,
+            disable_padded_drafter_batch=not padded,
+        )
+        parallel_config = SimpleNamespace(data_parallel_size=ranks)
+        num_spec_tokens, effective_drafter_max_model_len, device = K, 64, "cpu"
+        valid_sampled_token_count_event: Any = object()
+        requests: Any = None
+        routed_experts_initialized = False
+        discard_request_mask = SimpleNamespace(gpu=None)
+        input_batch = SimpleNamespace(req_ids=["one"], sampling_metadata=None)
+
+        def propose_draft_token_ids(self, *_: Any) -> None:
+            drafter.passes += 1
+
+        def _copy_draft_token_ids_to_cpu(self, output: Any, zeros_only: bool = False) -> None: ...
+
+        def _copy_valid_sampled_token_count(self, *_: Any) -> None: ...
+
+        def _bookkeeping_sync(self, *_: Any) -> tuple[None, ...]:
+            return (None,) * 7
+
+    # From 0.23 on the choice has a method of its own.
+    fits = take(text, "GPUModelRunner", {"_input_fits_in_drafter"}, given=BASES)
+    runner: Any = type("Both", (Runner, fits), {})()
+    runner.drafter = drafter
+    output = SimpleNamespace(total_num_scheduled_tokens=1)
+    sampled, metadata = SimpleNamespace(sampled_token_ids=None), SimpleNamespace(max_seq_len=longest)
+    drafting_of(text)(runner, output, sampled, None, None, None, None, None, metadata, None)
+    return drafter.passes
+
+
+BASES = {
+    name: type(name, (), {})
+    for name in ("LoRAModelRunnerMixin", "KVConnectorModelRunnerMixin", "ECConnectorModelRunnerMixin")
+}
+
+
+@pytest.mark.parametrize("version", between(None, "0.25.0"))
+@pytest.mark.parametrize("padded", [True, False])
+def test_a_rank_that_cannot_draft_meets_the_others(version: str, padded: bool, modules: Callable[..., Any]) -> None:
+    short, long = 10, 64 - K + 1
+    stock = modules(version, VLLM_HWPLUGIN_BACKPORT_DP_DRAFTER="off")
+    assert [passes_of_a_rank(stock, n, ranks=2, padded=padded) for n in (short, long)] == [1, 0]
+    assert [passes_of_a_rank(modules(version), n, ranks=2, padded=padded) for n in (short, long)] == [1, 1]
+    assert [passes_of_a_rank(modules(version), n, ranks=1, padded=padded) for n in (short, long)] == [1, 0]
