@@ -299,6 +299,10 @@ GATES: Final[tuple[Gate, ...]] = (
         "Feature backport-padded-request: no padding of a request near max_model_len (vLLM 0.25 to 0.28).",
     ),
     _backport(
+        "VLLM_HWPLUGIN_BACKPORT_RECOVERED_TOKEN",
+        "Feature backport-recovered-token: a recovered token is one of the vocabulary (vLLM up to 0.23).",
+    ),
+    _backport(
         "VLLM_HWPLUGIN_BACKPORT_DP_DRAFTER",
         "Feature backport-dp-drafter: all data parallel ranks run the drafter, or none (vLLM up to 0.24).",
     ),
