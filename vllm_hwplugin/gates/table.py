@@ -314,6 +314,10 @@ GATES: Final[tuple[Gate, ...]] = (
         "VLLM_HWPLUGIN_BACKPORT_VACATED_ROW",
         "Feature backport-vacated-row: a row of the block table that a request left is empty (vLLM up to 0.26).",
     ),
+    _backport(
+        "VLLM_HWPLUGIN_BACKPORT_NAN_LOGITS",
+        "Feature backport-nan-logits: NaN logits sample a token of the vocabulary (Model Runner V2 up to vLLM 0.27).",
+    ),
     Gate(
         "VLLM_HWPLUGIN_OPS",
         "switch",

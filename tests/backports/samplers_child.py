@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Released rejection samplers in Triton's interpreter: `python samplers_child.py TEXTS` prints what they sample.
+
+A process of its own: TRITON_INTERPRET has to be set before Triton is imported. The interpreter finds a maximum by NumPy,
+for which a NaN is the largest. On a device two elements are compared at a time, and a NaN is neither larger nor smaller;
+so short vectors are reduced in that way here.
+"""
+
+from __future__ import annotations
+
+import builtins
+import json
+import linecache
+import math
+import sys
+import types
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.runtime.interpreter import ReduceOps
+
+# What the memory behind a buffer holds.
+FOREIGN = 1 << 24
+_by_numpy = ReduceOps.apply_impl
+
+
+def _reduce(self: Any, values: Any) -> Any:
+    if len(values) == 1 or values[0].handle.data.size > 32:
+        return _by_numpy(self, values)
+    found, *rest = zip(*(value.handle.data for value in values), strict=True)
+    for other in rest:
+        # Triton's `_argmax_combine`.
+        if not (found[0] > other[0] or (found[0] == other[0] and found[1] < other[1])):
+            found = other
+    return tuple(self.to_tensor(one, value.dtype) for one, value in zip(found, values, strict=True))
+
+
+class Modules:
+    """Modules of one side of one version, by their texts; what else they import of vLLM is not needed."""
+
+    def __init__(self, texts: Mapping[str, str]) -> None:
+        self._texts = texts
+
+    def __call__(self, name: str) -> types.ModuleType:
+        module = types.ModuleType(name)
+        module.__builtins__ = {**vars(builtins), "__import__": self._import}  # type: ignore[attr-defined]
+        text = self._texts[name]
+        # Triton looks its kernels' text up by the file's name.
+        filename = f"<{name} {id(self)}>"
+        linecache.cache[filename] = (len(text), None, text.splitlines(True), filename)
+        exec(compile(text, filename, "exec", dont_inherit=True), vars(module))
+        return module
+
+    def _import(self, name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0) -> Any:
+        if not name.startswith("vllm"):
+            return builtins.__import__(name, globals, locals, fromlist, level)
+        # The interpreter has no libdevice.
+        device = types.SimpleNamespace(log1p=lambda value: tl.log(1 + value))
+        given: Any = types.SimpleNamespace(triton=triton, tl=tl, tldevice=device, init_logger=lambda name: None)
+        if name in self._texts:
+            given = self(name)
+        return types.SimpleNamespace(**{item: getattr(given, item, None) for item in fromlist})
+
+
+def recovered(modules: Modules, probs: Sequence[float]) -> int:
+    """The token that the V1 runner's kernel puts in place of draft 0, when blocks of 8 hold the vocabulary."""
+    module = modules("vllm.v1.sample.rejection_sampler")
+    kernel = module.sample_recovered_tokens_kernel
+    found = torch.full((1,), -1, dtype=torch.int32)
+    more = {"USE_FP64_GUMBEL": False} if "USE_FP64_GUMBEL" in kernel.arg_names else {}
+    drafts = torch.ones(1, dtype=torch.int32)
+    kernel[(1, 1)](
+        found, drafts, 0 * drafts, None, torch.tensor([probs]), torch.ones(1, len(probs)), len(probs),
+        BLOCK_SIZE=8, NO_DRAFT_PROBS=True, **more,
+    )  # fmt: skip
+    return int(found)
+
+
+def in_vocabulary(modules: Modules, sampler: str, bad_rows: Sequence[int], logit: float) -> bool:
+    """Whether Model Runner V2 samples tokens of the vocabulary for one greedy request.
+
+    Args:
+        bad_rows: of the row that verifies the draft, which its logits accept, and the row that follows.
+        logit: all there is in them.
+    """
+    module = modules(sampler)
+    sample = getattr(module, "rejection_sample", None) or module.probabilistic_rejection_sample
+    # Three blocks of 8192, which are padded to four, or 18 of 1024, padded to 32.
+    vocabulary = 18 * 1024
+    logits = torch.zeros(2, vocabulary)
+    logits[:, 5] = 1
+    logits[bad_rows] = logit
+    tokens, count = sample(
+        target_logits=logits,
+        draft_logits=torch.zeros(1, 1, vocabulary),
+        draft_sampled=torch.tensor([0, 5]),
+        cu_num_logits=torch.tensor([0, 2], dtype=torch.int32),
+        pos=torch.tensor([7, 8]),
+        idx_mapping=torch.tensor([0], dtype=torch.int32),
+        expanded_idx_mapping=torch.tensor([0, 0], dtype=torch.int32),
+        expanded_local_pos=torch.tensor([0, 1], dtype=torch.int32),
+        temperature=torch.zeros(1),
+        seed=torch.tensor([3]),
+        num_speculative_steps=1,
+    )
+    return all(token < vocabulary for token in tokens[0, : int(count)].tolist())
+
+
+def _new_empty(self: torch.Tensor, *shape: Any, dtype: torch.dtype | None = None, **_: Any) -> torch.Tensor:
+    """`Tensor.new_empty`, with memory of others behind it."""
+    sizes = shape if isinstance(shape[0], int) else tuple(shape[0])
+    count = math.prod(sizes)
+    return torch.full((count + 16,), FOREIGN, dtype=dtype or self.dtype)[:count].view(sizes)
+
+
+def main(path: Path) -> None:
+    ReduceOps.apply_impl = _reduce
+    torch.Tensor.new_empty = _new_empty  # type: ignore[method-assign, assignment]
+    answers: dict[str, Any] = {}
+    nan = float("nan")
+    for side, texts in json.loads(path.read_text()).items():
+        modules = Modules(texts)
+        answers[side] = answer = {}
+        if "vllm.v1.sample.rejection_sampler" in texts:
+            answer["nan"] = [recovered(modules, [nan] * size) < size for size in (5, 13)]
+            good = ([0.1, 0.2, 0.5, 0.2], [0.3, 0.1, 0.0, 0.0, 0.0, 0.0, 0.1, 0.2, 0.7], [0.0] * 3)
+            answer["good"] = [recovered(modules, probs) for probs in good]
+        for sampler in (name for name in texts if name.endswith("rejection_sampler_utils")):
+            for logit in (nan, 0.0):
+                answer[f"logits {logit}"] = [in_vocabulary(modules, sampler, rows, logit) for rows in ([0, 1], [1])]
+    print(json.dumps(answers))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
