@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Released rejection samplers in Triton's interpreter: `python samplers_child.py TEXTS` prints what they sample.
 
-A process of its own: TRITON_INTERPRET has to be set before Triton is imported. The interpreter finds a maximum by NumPy,
-for which a NaN is the largest. On a device two elements are compared at a time, and a NaN is neither larger nor smaller;
-so short vectors are reduced in that way here.
+A process of its own: TRITON_INTERPRET has to be set before Triton is imported. The interpreter finds a maximum by
+NumPy, for which a NaN is the largest. On a device two elements are compared at a time, and a NaN is neither larger nor
+smaller; so short vectors are reduced in that way here.
 """
 
 from __future__ import annotations

@@ -181,7 +181,7 @@ def _hashed(value: Any) -> bytes:
     return repr(value).encode()
 
 
-def make_request(modules: Modules, name: str, prompt: Iterable[int], max_tokens: int = 16) -> Any:
+def make_request(modules: Modules, name: str, prompt: Iterable[int], params: SamplingParams | None = None) -> Any:
     """vLLM's `Request`, whose blocks are hashed for prefix caching."""
     utils = modules("vllm.v1.core.kv_cache_utils")
     if not hasattr(utils, "NONE_HASH"):
@@ -189,7 +189,7 @@ def make_request(modules: Modules, name: str, prompt: Iterable[int], max_tokens:
     return modules("vllm.v1.request").Request(
         request_id=name,
         prompt_token_ids=list(prompt),
-        sampling_params=SamplingParams(max_tokens=max_tokens, ignore_eos=True),
+        sampling_params=params or SamplingParams(max_tokens=16, ignore_eos=True),
         pooling_params=None,
         block_hasher=utils.get_request_block_hasher(BLOCK_SIZE, _hashed),
     )

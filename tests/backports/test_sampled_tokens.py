@@ -40,6 +40,7 @@ def answers(vllm_tree: Callable[[str], Any], tmp_path_factory: pytest.TempPathFa
         tree = vllm_tree(version)
         names = [*V2_MODULES, *([V1] if version in BEFORE_24 else [])]
         paths = {name: f"{name.replace('.', '/')}.py" for name in names}
+        paths = {name: path for name, path in paths.items() if tree.read(path) is not None}
         for side, choices in (("stock", OFF), ("patched", {})):
             found = {
                 name: text_of(tree, path, **choices) for name, path in paths.items() if tree.read(path) is not None

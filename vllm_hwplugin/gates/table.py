@@ -318,6 +318,10 @@ GATES: Final[tuple[Gate, ...]] = (
         "VLLM_HWPLUGIN_BACKPORT_NAN_LOGITS",
         "Feature backport-nan-logits: NaN logits sample a token of the vocabulary (Model Runner V2 up to vLLM 0.27).",
     ),
+    _backport(
+        "VLLM_HWPLUGIN_BACKPORT_REASONING_END",
+        "Feature backport-reasoning-end: a grammar begins where the reasoning ends (vLLM up to 0.26).",
+    ),
     Gate(
         "VLLM_HWPLUGIN_OPS",
         "switch",
