@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a request's reasoning ends within a step, so that its grammar is fed what follows, and nothing of the reasoning.
+"""Where a request's reasoning ends within a step, so that its grammar is fed what follows and nothing before.
 
 Without speculative decoding a step has one token, and the marker of the end is a step of its own. A step with accepted
 drafts may hold reasoning, the marker and the beginning of what the grammar is for.
