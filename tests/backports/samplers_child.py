@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Released rejection samplers in Triton's interpreter: `python samplers_child.py TEXTS` prints what they sample.
+"""What released rejection samplers sample: `python samplers_child.py TEXTS cpu` prints it; or `cuda`.
 
-A process of its own: TRITON_INTERPRET has to be set before Triton is imported. The interpreter finds a maximum by
-NumPy, for which a NaN is the largest. On a device two elements are compared at a time, and a NaN is neither larger nor
+A process of its own: on a CPU TRITON_INTERPRET has to be set before Triton is imported. The interpreter finds a maximum
+by NumPy, for which a NaN is the largest. On a device two elements are compared at a time, and a NaN is neither larger nor
 smaller; so short vectors are reduced in that way here.
 """
 
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra import libdevice
 from triton.runtime.interpreter import ReduceOps
 
 # What the memory behind a buffer holds.
@@ -58,9 +59,7 @@ class Modules:
     def _import(self, name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0) -> Any:
         if not name.startswith("vllm"):
             return builtins.__import__(name, globals, locals, fromlist, level)
-        # The interpreter has no libdevice.
-        device = types.SimpleNamespace(log1p=lambda value: tl.log(1 + value))
-        given: Any = types.SimpleNamespace(triton=triton, tl=tl, tldevice=device, init_logger=lambda name: None)
+        given: Any = types.SimpleNamespace(triton=triton, tl=tl, tldevice=libdevice, init_logger=lambda name: None)
         if name in self._texts:
             given = self(name)
         return types.SimpleNamespace(**{item: getattr(given, item, None) for item in fromlist})
@@ -117,8 +116,12 @@ def _new_empty(self: torch.Tensor, *shape: Any, dtype: torch.dtype | None = None
     return torch.full((count + 16,), FOREIGN, dtype=dtype or self.dtype)[:count].view(sizes)
 
 
-def main(path: Path) -> None:
-    ReduceOps.apply_impl = _reduce
+def main(path: Path, device: str) -> None:
+    torch.set_default_device(device)
+    if device == "cpu":
+        ReduceOps.apply_impl = _reduce
+        # The interpreter has none of its functions.
+        libdevice.log1p = lambda value: tl.log(1 + value)
     torch.Tensor.new_empty = _new_empty  # type: ignore[method-assign, assignment]
     answers: dict[str, Any] = {}
     nan = float("nan")
@@ -136,4 +139,4 @@ def main(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2])

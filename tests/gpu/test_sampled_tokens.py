@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The installed vLLM's rejection samplers on NaN logits, stock and patched, as Triton compiles them for the device.
+
+The reads behind a buffer stay within memory of the test, so stock vLLM's fault is seen and does not stop the process.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.backports.samplers import sample, texts_of
+from vllm_hwplugin.patching._installed import find_installed
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    sides = texts_of(find_installed().source)
+    if sides["stock"] == sides["patched"]:
+        pytest.skip("this vLLM needs neither backport")
+    return sample(sides, Path(tmp_path_factory.mktemp("samplers")), "cuda")
+
+
+def test_patched_samplers_sample_tokens_of_the_vocabulary(answers: dict[str, Any]) -> None:
+    patched = answers["patched"]
+    assert all(patched["nan"])
+    assert patched["good"] == answers["stock"]["good"] == [2, 8, 0]
+    assert patched["logits nan"] == patched["logits 0.0"] == [True, True]
+
+
+def test_stock_samplers_do_not(answers: dict[str, Any]) -> None:
+    stock = answers["stock"]
+    assert not all([*stock["nan"], *stock["logits nan"]])
