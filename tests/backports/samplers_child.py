@@ -2,8 +2,8 @@
 """What released rejection samplers sample: `python samplers_child.py TEXTS cpu` prints it; or `cuda`.
 
 A process of its own: on a CPU TRITON_INTERPRET has to be set before Triton is imported. The interpreter finds a maximum
-by NumPy, for which a NaN is the largest. On a device two elements are compared at a time, and a NaN is neither larger nor
-smaller; so short vectors are reduced in that way here.
+by NumPy, for which a NaN is the largest. On a device two elements are compared at a time, and a NaN is neither larger
+nor smaller; so short vectors are reduced in that way here.
 """
 
 from __future__ import annotations
