@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -153,8 +154,12 @@ class Drafter:
         return None, None
 
 
-def drafting_of(text: str) -> Callable[..., None]:
-    """What the released `GPUModelRunner.sample_tokens` does from the choice of drafting until drafts are made."""
+@functools.cache
+def drafting_of(text: str) -> tuple[Callable[..., None], type]:
+    """What the released `GPUModelRunner.sample_tokens` does from the choice of drafting until drafts are made.
+
+    Also a class with the method that makes the choice, which the runner has from 0.23 on.
+    """
     runner = next(node for node in ast.parse(text).body if getattr(node, "name", None) == "GPUModelRunner")
     method = next(node for node in runner.body if getattr(node, "name", None) == "sample_tokens")
     names = [ast.unparse(node) for node in method.body]
@@ -173,7 +178,7 @@ def drafting_of(text: str) -> Callable[..., None]:
         "record_function_or_nullcontext": lambda name: contextlib.nullcontext(),
     }
     exec(compile(ast.fix_missing_locations(ast.Module([made], [])), "released sample_tokens", "exec"), namespace)
-    return namespace["draft"]  # type: ignore[no-any-return]
+    return namespace["draft"], take(text, "GPUModelRunner", {"_input_fits_in_drafter"}, given=BASES)
 
 
 def passes_of_a_rank(modules: Any, longest: int, *, ranks: int, padded: bool) -> int:
@@ -206,13 +211,12 @@ def passes_of_a_rank(modules: Any, longest: int, *, ranks: int, padded: bool) ->
         def _bookkeeping_sync(self, *_: Any) -> tuple[None, ...]:
             return (None,) * 7
 
-    # From 0.23 on the choice has a method of its own.
-    fits = take(text, "GPUModelRunner", {"_input_fits_in_drafter"}, given=BASES)
+    draft, fits = drafting_of(text)
     runner: Any = type("Both", (Runner, fits), {})()
     runner.drafter = drafter
     output = SimpleNamespace(total_num_scheduled_tokens=1)
     sampled, metadata = SimpleNamespace(sampled_token_ids=None), SimpleNamespace(max_seq_len=longest)
-    drafting_of(text)(runner, output, sampled, None, None, None, None, None, metadata, None)
+    draft(runner, output, sampled, None, None, None, None, None, metadata, None)
     return drafter.passes
 
 
