@@ -321,6 +321,8 @@ GATES: Final[tuple[Gate, ...]] = (
     _backport(
         "VLLM_HWPLUGIN_BACKPORT_REASONING_END",
         "Feature backport-reasoning-end: a grammar begins where the reasoning ends (vLLM up to 0.26).",
+        # Its lines are not upstream's, though they do the same.
+        "off",
     ),
     Gate(
         "VLLM_HWPLUGIN_OPS",
