@@ -93,6 +93,16 @@ class Versions:
         """Whether a clause spells this version out."""
         return any(clause in (f"=={version}", f"==={version}") for clause in self._clauses)
 
+    @property
+    def has_end(self) -> bool:
+        """Whether a clause ends the range, so that it says nothing of releases that are still to come."""
+        return any(clause.startswith(("<", "==", "~=")) for clause in self._clauses)
+
+    def edges(self) -> list[str]:
+        """The versions that its clauses name, and one just behind each: two ranges that overlap both hold one."""
+        named = [clause.lstrip("<>=!~").removesuffix(".*") for clause in self._clauses]
+        return [*named, *(f"{version}.0.0.1" for version in named)]
+
     def supported(self) -> list[str]:
         """Those of `SUPPORTED` that the range holds."""
         return [version for version in SUPPORTED if self.covers(version)]

@@ -5,20 +5,37 @@
 Only the standard library is imported, because every vLLM process reads the gates before anything else of the plugin.
 """
 
-from ._reader import Unknown, read, read_all, register_with_vllm, show, source, unknown
-from .table import COMPILE_KEY, FINGERPRINT, GATES, PREFIX, Alias, Gate, GateError, GateValue, Value, find
+from ._reader import Unknown, read, read_all, register_with_vllm, show, source, unclaimed, unknown
+from .table import (
+    CATALOGUE_PREFIX,
+    COMPILE_KEY,
+    FINGERPRINT,
+    GATES,
+    PREFIX,
+    SWITCH,
+    Alias,
+    Gate,
+    GateError,
+    GateValue,
+    Value,
+    catalogue_gate,
+    find,
+)
 
 __all__ = [
+    "CATALOGUE_PREFIX",
     "COMPILE_KEY",
     "FINGERPRINT",
     "GATES",
     "PREFIX",
+    "SWITCH",
     "Alias",
     "Gate",
     "GateError",
     "GateValue",
     "Unknown",
     "Value",
+    "catalogue_gate",
     "find",
     "markdown",
     "read",
@@ -26,6 +43,7 @@ __all__ = [
     "register_with_vllm",
     "show",
     "source",
+    "unclaimed",
     "unknown",
 ]
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from .. import failures
 from ..replaced import REPLACED
 from ._reader import show
-from .table import GATES, Alias, Gate
+from .table import CATALOGUE_PREFIX, GATES, Alias, Gate
 
 
 def markdown() -> str:
@@ -24,6 +24,13 @@ def markdown() -> str:
         "## In force",
         "",
         *_table([gate for gate in GATES if gate.effect == "live"]),
+        "",
+        "## Of your own patches",
+        "",
+        "Each feature of a catalogue in `VLLM_HWPLUGIN_PATCHES`, or of an installed package, has a switch: the `gate`",
+        f"of its `patch.toml`, or `{CATALOGUE_PREFIX}<CATALOGUE>_<FEATURE>`. It affects patches and the compile key.",
+        "Where such a variable says `on` and no catalogue has it, the process stops.",
+        "[your-own-patches.md](your-own-patches.md) has the rest.",
         "",
         "## Reserved",
         "",
@@ -56,7 +63,7 @@ def markdown() -> str:
 def _table(gates: list[Gate]) -> list[str]:
     rows = ["| variable | kind | default | values | affects | since | what it does |", "|---|---|---|---|---|---|---|"]
     for gate in gates:
-        default = f"`{show(gate.default)}`" if show(gate.default) else "not set"
+        default = f"`{show(gate.default, gate.kind)}`" if show(gate.default) else "not set"
         affects = ", ".join(gate.affects) or "nothing yet"
         cells = (f"`{gate.name}`", gate.kind, default, gate.good_values, affects, gate.since, gate.help)
         rows.append(f"| {' | '.join(cells)} |")

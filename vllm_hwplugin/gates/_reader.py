@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from ..replaced import REPLACED, Replaced
 from .table import (
     BY_NAME,
+    CATALOGUE_PREFIX,
     COMPILE_KEY,
     FINGERPRINT,
     GATES,
@@ -21,6 +22,7 @@ from .table import (
     Gate,
     GateError,
     GateValue,
+    Kind,
     Value,
     find,
 )
@@ -29,20 +31,20 @@ from .table import (
 _LONGEST: Final = 200
 
 
-def read(name: str, environ: Mapping[str, str] | None = None) -> GateValue:
+def read(name: str | Gate, environ: Mapping[str, str] | None = None) -> GateValue:
     """Read one gate from the environment.
 
     The gate's own name wins over its aliases. A variable that is set but empty counts as not set, because shells and
     container files have no better way to take one back. Values are compared without case and outer blanks.
 
     Args:
-        name: the gate's own name.
+        name: the gate's own name; or a gate that is not in the table, because a catalogue from outside brought it.
         environ: where to look; ``os.environ`` by default.
 
     Raises:
         GateError: the variable that decides holds a value that the gate does not know.
     """
-    gate = find(name)
+    gate = find(name) if isinstance(name, str) else name
     environ = os.environ if environ is None else environ
     chosen: GateValue | None = None
     own = _present(gate.name, environ)
@@ -66,27 +68,27 @@ def read(name: str, environ: Mapping[str, str] | None = None) -> GateValue:
     return GateValue(gate, chosen.value, chosen.source, chosen.raw, conflict)
 
 
-def source(name: str, environ: Mapping[str, str] | None = None) -> str:
+def source(name: str | Gate, environ: Mapping[str, str] | None = None) -> str:
     """Where a gate's value comes from, also a bad one: ``default``, ``environment`` or ``alias NAME``."""
     environ = os.environ if environ is None else environ
-    gate = find(name)
+    gate = find(name) if isinstance(name, str) else name
     if _present(gate.name, environ) is not None:
         return "environment"
     aliases = (f"alias {alias.name}" for alias in gate.aliases if _present(alias.name, environ) is not None)
     return next(aliases, "default")
 
 
-def read_all(environ: Mapping[str, str] | None = None) -> dict[str, GateValue]:
-    """Read every gate.
+def read_all(environ: Mapping[str, str] | None = None, gates: Iterable[Gate] = GATES) -> dict[str, GateValue]:
+    """Read every gate of the table, or of those given.
 
     Raises:
         GateError: one or more values are bad; the message has one line for each of them.
     """
     values: dict[str, GateValue] = {}
     faults: list[str] = []
-    for gate in GATES:
+    for gate in gates:
         try:
-            values[gate.name] = read(gate.name, environ)
+            values[gate.name] = read(gate, environ)
         except GateError as error:
             faults.append(str(error))
     if faults:
@@ -105,17 +107,37 @@ class Unknown(NamedTuple):
         return f"{self.name} is set, but it is not a variable of this release{hint}"
 
 
-def unknown(environ: Mapping[str, str] | None = None) -> tuple[Unknown | Replaced, ...]:
-    """Variables that are set and change nothing: those that look like gates and are none, and older ones."""
+def unknown(environ: Mapping[str, str] | None = None, more: Iterable[Gate] = ()) -> tuple[Unknown | Replaced, ...]:
+    """Variables that are set and change nothing: those that look like gates and are none, and older ones.
+
+    Args:
+        more: gates of catalogues from outside.
+    """
     import difflib  # a third of this module's import time, and only a mistaken user needs it
 
     environ = os.environ if environ is None else environ
-    found = sorted(name for name in environ if name.startswith(PREFIX) and name not in BY_NAME and name != FINGERPRINT)
-    mistaken = (Unknown(name, next(iter(difflib.get_close_matches(name, BY_NAME, n=1)), None)) for name in found)
+    known = {*BY_NAME, FINGERPRINT, *(gate.name for gate in more)}
+    found = sorted(name for name in environ if name.startswith(PREFIX) and name not in known)
+    good = sorted(known - {FINGERPRINT})
+    mistaken = (Unknown(name, next(iter(difflib.get_close_matches(name, good, n=1)), None)) for name in found)
     return (*mistaken, *(old for old in REPLACED if _present(old.name, environ) is not None))
 
 
-def register_with_vllm(envs_module: Any) -> None:
+def unclaimed(environ: Mapping[str, str], known: Iterable[Gate]) -> tuple[str, ...]:
+    """Variables that ask for a feature of a catalogue from outside, by their prefix, with ``on``, and are no gate here.
+
+    Args:
+        known: the gates of the catalogues that there are.
+    """
+    names = {gate.name for gate in known}
+    return tuple(
+        name
+        for name in sorted(environ)
+        if name.startswith(CATALOGUE_PREFIX) and name not in names and environ[name].strip().lower() == "on"
+    )
+
+
+def register_with_vllm(envs_module: Any, more: Iterable[Gate] = ()) -> None:
     """Enter the gates and their aliases in ``vllm.envs.environment_variables``.
 
     vLLM then does not call them unknown, copies them to Ray workers, and, as ``compile_factors()`` asks every entry of
@@ -125,22 +147,31 @@ def register_with_vllm(envs_module: Any) -> None:
 
     Args:
         envs_module: the module ``vllm.envs`` (all supported versions have the same table).
+        more: gates of catalogues from outside.
     """
     table = envs_module.environment_variables
-    for gate in GATES:
+    for gate in (*GATES, *more):
         in_key = COMPILE_KEY in gate.affects
         table.setdefault(gate.name, _key_getter(gate) if in_key else _no_factor)
         for alias in gate.aliases:
             table.setdefault(alias.name, _no_factor)
+    # Of catalogues that this process has not read, because the plugin is switched off or they cannot be.
+    for name in os.environ:
+        if name.startswith(CATALOGUE_PREFIX):
+            table.setdefault(name, _no_factor)
 
 
-def show(value: Value) -> str:
-    """A value as a user would write it in the environment; empty for "not set"."""
+def show(value: Value, kind: Kind = "list") -> str:
+    """A value as a user would write it in the environment; empty for "not set".
+
+    Args:
+        kind: the gate's, where the value may be several.
+    """
     if value is None:
         return ""
     if isinstance(value, bool):
         return "1" if value else "0"
-    return value if isinstance(value, str) else ",".join(value)
+    return value if isinstance(value, str) else (os.pathsep if kind == "paths" else ",").join(value)
 
 
 def _present(name: str, environ: Mapping[str, str]) -> str | None:
@@ -161,15 +192,10 @@ def _bad(variable: str, raw: str, good: str, help_: str) -> GateError:
 def _parse(gate: Gate, raw: str) -> Value:
     text = raw.strip()
     if gate.kind == "path":
-        try:
-            path = Path(text).expanduser()
-        except RuntimeError as error:
-            # No such user, or a user without a home.
-            raise _bad(gate.name, raw, gate.good_values, gate.help) from error
-        # A relative folder would be another one in each process that changes its working directory.
-        if not path.is_absolute():
-            raise _bad(gate.name, raw, gate.good_values, gate.help)
-        return str(path)
+        return _parse_path(gate, raw, text)
+    if gate.kind == "paths":
+        parts = (part.strip() for part in text.split(os.pathsep))
+        return tuple(dict.fromkeys(_parse_path(gate, raw, part) for part in parts if part))
     if gate.kind == "list":
         return tuple(dict.fromkeys(item for item in (part.strip() for part in text.split(",")) if item))
     text = text.lower()
@@ -180,6 +206,18 @@ def _parse(gate: Gate, raw: str) -> Value:
     if text not in gate.choices:
         raise _bad(gate.name, raw, gate.good_values, gate.help)
     return text
+
+
+def _parse_path(gate: Gate, raw: str, text: str) -> str:
+    try:
+        path = Path(text).expanduser()
+    except RuntimeError as error:
+        # No such user, or a user without a home.
+        raise _bad(gate.name, raw, gate.good_values, gate.help) from error
+    # A relative folder would be another one in each process that changes its working directory.
+    if not path.is_absolute():
+        raise _bad(gate.name, raw, gate.good_values, gate.help)
+    return str(path)
 
 
 def _parse_alias(gate: Gate, alias: Alias, raw: str) -> Value:
@@ -202,7 +240,7 @@ def _alias_disagrees(gate: Gate, alias: Alias, raw: str, value: Value) -> bool:
 def _key_getter(gate: Gate) -> Any:
     def value() -> str:
         try:
-            return show(read(gate.name).value)
+            return show(read(gate).value)
         except GateError as error:
             # vLLM would log a warning of its own and leave the gate out of the key. The plugin has already reported the
             # bad value, and two different bad values must not share compiled graphs with a good one.

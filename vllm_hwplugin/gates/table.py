@@ -5,6 +5,7 @@ The records are named tuples, which take a fifth of the time of a frozen datacla
 text, because a named tuple compiles each of them: every vLLM process reads this before anything else of the plugin.
 """
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -12,10 +13,13 @@ from typing import Final, Literal, NamedTuple
 
 from ..errors import HwpluginError
 
-Kind = Literal["switch", "bool", "path", "list", "choice"]
+Kind = Literal["switch", "bool", "path", "paths", "list", "choice"]
 Value = bool | str | tuple[str, ...] | None
 
 PREFIX: Final = "VLLM_HWPLUGIN"
+
+# Of the gates that catalogues from outside bring with them; no gate of the table begins so.
+CATALOGUE_PREFIX: Final = "VLLM_HWPLUGIN_PATCH_"
 
 # vLLM's table holds this name too (the patch set's fingerprint, a computed value); it is not something to set.
 FINGERPRINT: Final = "VLLM_HWPLUGIN_FINGERPRINT"
@@ -61,6 +65,8 @@ class Gate(NamedTuple):
             return "1, 0 (or true/false, yes/no, on/off)"
         if self.kind == "path":
             return "an absolute path"
+        if self.kind == "paths":
+            return f"absolute paths separated by {os.pathsep!r}"
         if self.kind == "list":
             return "names separated by commas"
         return ", ".join(self.choices)
@@ -106,7 +112,7 @@ class GateValue(NamedTuple):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The value of a ``list`` gate."""
+        """The value of a ``list`` or ``paths`` gate."""
         if not isinstance(self.value, tuple):
             raise TypeError(f"{self.gate.name} is a {self.gate.kind} gate, not a list")
         return self.value
@@ -120,7 +126,7 @@ def _words(when_true: str, when_false: str) -> Mapping[str, str]:
 _AUTO_OR_OFF: Final = _words("auto", "off")
 _SAME: Final = _words("1", "0")
 _INVERTED: Final = _words("0", "1")
-_SWITCH: Final = ("auto", "on", "off")
+SWITCH: Final = ("auto", "on", "off")
 # Of features whose present form has not run on a GPU.
 _UNTRIED: Final = "off"
 
@@ -159,6 +165,14 @@ GATES: Final[tuple[Gate, ...]] = (
         affects=("cache",),
     ),
     Gate(
+        "VLLM_HWPLUGIN_PATCHES",
+        "paths",
+        (),
+        "Folders of your own patches, each with a catalogue.toml; their code runs in vLLM (docs/your-own-patches.md).",
+        affects=("patches",),
+        since="0.2.0",
+    ),
+    Gate(
         "VLLM_HWPLUGIN_PLATFORM",
         "choice",
         "auto",
@@ -172,7 +186,7 @@ GATES: Final[tuple[Gate, ...]] = (
         "auto",
         "The plugin's FLASH_ATTN for heads above 256 on CUDA: where it is faster or alone, wherever it fits, or never.",
         affects=("attention backend",),
-        choices=_SWITCH,
+        choices=SWITCH,
     ),
     Gate(
         "VLLM_HWPLUGIN_DRAFT_FULL_GRAPH",
@@ -181,7 +195,7 @@ GATES: Final[tuple[Gate, ...]] = (
         "Feature draft-full-graph: Eagle, Eagle3, MTP, P-EAGLE and draft_model drafters in FULL graphs (V1 runner).",
         aliases=(Alias("VLLM_MUSA_DRAFT_FULL_WRAP", _AUTO_OR_OFF),),
         affects=("patches", COMPILE_KEY),
-        choices=_SWITCH,
+        choices=SWITCH,
     ),
     Gate(
         "VLLM_HWPLUGIN_DRAFT_LOOP_GRAPH",
@@ -189,7 +203,7 @@ GATES: Final[tuple[Gate, ...]] = (
         "auto",
         "Feature draft-loop-graph: all one-token steps of a drafter in one graph launch.",
         affects=("patches", COMPILE_KEY),
-        choices=_SWITCH,
+        choices=SWITCH,
     ),
     Gate(
         "VLLM_HWPLUGIN_DFLASH_FULL_GRAPH",
@@ -198,7 +212,7 @@ GATES: Final[tuple[Gate, ...]] = (
         "Feature dflash-full-graph: the DFlash drafter in FULL graphs (V1 runner); needs draft-full-graph.",
         aliases=(Alias("VLLM_MUSA_DFLASH_FULL_WRAP", _AUTO_OR_OFF),),
         affects=("patches", COMPILE_KEY),
-        choices=_SWITCH,
+        choices=SWITCH,
     ),
     Gate(
         "VLLM_HWPLUGIN_V2_STEP_INPUTS",
@@ -206,7 +220,7 @@ GATES: Final[tuple[Gate, ...]] = (
         "auto",
         "Feature v2-step-inputs: the inputs of a decode step in one CUDA graph (Model Runner V2); needs v2-tail-graph.",
         affects=("patches", COMPILE_KEY),
-        choices=_SWITCH,
+        choices=SWITCH,
         since="0.2.0",
     ),
     Gate(
@@ -215,7 +229,7 @@ GATES: Final[tuple[Gate, ...]] = (
         "auto",
         "Feature v2-tail-graph: sampling and drafting of a decode step in two CUDA graphs (Model Runner V2).",
         affects=("patches", COMPILE_KEY),
-        choices=_SWITCH,
+        choices=SWITCH,
         since="0.2.0",
     ),
     Gate(
@@ -224,7 +238,7 @@ GATES: Final[tuple[Gate, ...]] = (
         "auto",
         "Feature dflash-context-norm: each DFlash draft layer's context keys get that layer's own norm.",
         affects=("patches", COMPILE_KEY),
-        choices=_SWITCH,
+        choices=SWITCH,
     ),
     Gate(
         "VLLM_HWPLUGIN_DFLASH_DRAFT_BACKEND",
@@ -232,7 +246,7 @@ GATES: Final[tuple[Gate, ...]] = (
         "auto",
         "Feature dflash-draft-backend: a DFlash draft and its target each have an attention backend of their own.",
         affects=("patches", COMPILE_KEY),
-        choices=_SWITCH,
+        choices=SWITCH,
     ),
     Gate(
         "VLLM_HWPLUGIN_WINDOW_BLOCKS",
@@ -240,7 +254,7 @@ GATES: Final[tuple[Gate, ...]] = (
         "auto",
         "Feature window-blocks: a sliding window keeps the KV cache blocks that rejected drafts bring back into it.",
         affects=("patches",),
-        choices=_SWITCH,
+        choices=SWITCH,
     ),
     Gate(
         "VLLM_HWPLUGIN_V2_DRAFT_METADATA",
@@ -248,7 +262,7 @@ GATES: Final[tuple[Gate, ...]] = (
         _UNTRIED,
         "Feature v2-draft-metadata: each draft step has attention metadata of its own (Model Runner V2 of vLLM 0.20).",
         affects=("patches",),
-        choices=_SWITCH,
+        choices=SWITCH,
         since="0.2.0",
     ),
     Gate(
@@ -257,7 +271,7 @@ GATES: Final[tuple[Gate, ...]] = (
         _UNTRIED,
         "Feature v2-fused-drafts: all draft steps after the first in one graph launch (Model Runner V2).",
         affects=("patches",),
-        choices=_SWITCH,
+        choices=SWITCH,
         since="0.2.0",
     ),
     Gate(
@@ -275,7 +289,7 @@ GATES: Final[tuple[Gate, ...]] = (
         "auto",
         "Feature v2-graph-addresses: block tables stay where CUDA graphs read them after a sleep (Model Runner V2).",
         affects=("patches",),
-        choices=_SWITCH,
+        choices=SWITCH,
         since="0.2.0",
     ),
     Gate(
@@ -284,7 +298,7 @@ GATES: Final[tuple[Gate, ...]] = (
         "auto",
         "Feature engine-report: each worker says which live features its engine uses, and why not the others.",
         affects=("patches",),
-        choices=_SWITCH,
+        choices=SWITCH,
     ),
     _backport(
         "VLLM_HWPLUGIN_BACKPORT_MTP_EMBEDDINGS",
@@ -332,7 +346,7 @@ GATES: Final[tuple[Gate, ...]] = (
         "this device, and on MUSA those that vLLM has no kernel of; on takes all, off takes none.",
         aliases=(Alias("VLLM_MUSA_OP_PERF_OVERRIDES", _words("on", "off")),),
         affects=("operations",),
-        choices=_SWITCH,
+        choices=SWITCH,
     ),
     Gate(
         "VLLM_HWPLUGIN_OPS_SKIP",
@@ -385,6 +399,22 @@ GATES: Final[tuple[Gate, ...]] = (
 )
 
 BY_NAME: Final[Mapping[str, Gate]] = MappingProxyType({gate.name: gate for gate in GATES})
+
+
+def catalogue_gate(name: str, help_: str, default: str) -> Gate:
+    """The switch of features that a catalogue from outside brings.
+
+    Raises:
+        GateError: the name is no name of a variable, or one that is the plugin's or vLLM's to give.
+    """
+    letters = name.replace("_", "")
+    well_formed = name[:1].isalpha() and letters.isascii() and letters.isalnum() and letters.isupper()
+    if not well_formed or (name.startswith("VLLM") and not name.startswith(CATALOGUE_PREFIX)):
+        raise GateError(
+            f"{name!r} is no name for a catalogue's gate; expected capitals, digits and `_`, beginning with "
+            f"{CATALOGUE_PREFIX} or with something else than VLLM"
+        )
+    return Gate(name, "switch", default, help_, affects=("patches", COMPILE_KEY), choices=SWITCH)
 
 
 def find(name: str) -> Gate:

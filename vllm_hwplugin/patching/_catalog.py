@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The catalogue: one folder a feature, with a `patch.toml` and its diffs. docs/how-to-add-a-patch.md shows one."""
+"""A catalogue: one folder a feature, with a `patch.toml` and its diffs. docs/how-to-add-a-patch.md shows one.
+
+This reads the project's own; `outside` reads those of others, by the same rules but for what `Terms` says.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..gates import GATES
 from ..versions import Versions
 from ._diff import parse_diff
 from ._errors import CatalogError, DiffError
-from ._model import Catalog, Feature, FileDiff, NotNeeded, Variant
+from ._model import VLLM, Catalog, Feature, FileDiff, NotNeeded, Variant, target_name
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -20,8 +23,34 @@ else:
     import tomli as tomllib
 
 _TEXTS = ("id", "title", "gate", "what", "origin", "removal")
-_KEYS = frozenset({*_TEXTS, "requires", "not_needed", "variant"})
+#: What a `patch.toml` of the project's own may hold.
+FEATURE_KEYS = frozenset({*_TEXTS, "requires", "not_needed", "variant"})
 _TABLE_KEYS = {"variant": frozenset({"versions", "diffs"}), "not_needed": frozenset({"versions", "reason"})}
+
+
+def _own(raw: Mapping[str, Any], file: Path) -> Mapping[str, Any]:
+    if not any(gate.name == raw.get("gate") and gate.kind == "switch" for gate in GATES):
+        raise CatalogError(
+            f"{file}: gate {raw.get('gate')!r} is not a switch in vllm_hwplugin/gates/table.py; add it there"
+        )
+    return raw
+
+
+class Terms(NamedTuple):
+    """What a feature is read by.
+
+    Attributes:
+        catalogue: the name that its id begins with; empty for the project's own catalogue.
+        keys: which keys its `patch.toml` may have.
+        complete: takes the values of a `patch.toml` and its path, and gives back the values with those that may be left
+            out. CatalogError where one is not as it has to be.
+        read: the bytes of a file. OSError where it is not there.
+    """
+
+    catalogue: str = ""
+    keys: frozenset[str] = FEATURE_KEYS
+    complete: Callable[[Mapping[str, Any], Path], Mapping[str, Any]] = _own
+    read: Callable[[Path], bytes] = Path.read_bytes
 
 
 def default_folder() -> Path:
@@ -44,56 +73,106 @@ def load_catalog(folder: Path | None = None, *, version: str | None = None) -> C
         DiffError: a diff is malformed.
     """
     folder = default_folder() if folder is None else folder
-    try:
-        names = sorted(item.name for item in folder.iterdir() if item.is_dir() and not item.name.startswith(("_", ".")))
-    except OSError as error:
-        raise CatalogError(
-            f"{folder}: the folder of patches can't be read ({error}); reinstall vllm-hwplugin"
-        ) from error
-    return Catalog(_in_order([_load_feature(folder / name, version) for name in names], folder))
+    return Catalog(in_order([load_feature(item, version, Terms()) for item in feature_folders(folder)], folder))
 
 
-def _load_feature(folder: Path, version: str | None) -> Feature:
-    file = folder / "patch.toml"
+def feature_folders(folder: Path, way_out: str = "reinstall vllm-hwplugin") -> tuple[Path, ...]:
+    """The folders of a catalogue's features, by name. Those that begin with `_` or `.` are none.
+
+    Raises:
+        CatalogError: the catalogue's folder cannot be read.
+    """
     try:
-        raw = tomllib.loads(file.read_text(encoding="utf-8"))
+        return tuple(sorted(item for item in folder.iterdir() if item.is_dir() and item.name[0] not in "_."))
     except OSError as error:
-        raise CatalogError(f"{file}: can't be read ({error.strerror}); each folder of patches needs one") from error
+        raise CatalogError(f"{folder}: the folder of patches can't be read ({error}); {way_out}") from error
+
+
+def read_toml(file: Path, read: Callable[[Path], bytes], missing: str) -> dict[str, Any]:
+    """The values of a TOML file.
+
+    Raises:
+        CatalogError: it cannot be read (`missing` says what it is for), or is no TOML.
+    """
+    try:
+        values: dict[str, Any] = tomllib.loads(read(file).decode("utf-8"))
+    except OSError as error:
+        raise CatalogError(f"{file}: can't be read ({error.strerror}); {missing}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise CatalogError(f"{file}: not TOML ({error}); see docs/how-to-add-a-patch.md") from error
-    _refuse_unknown(raw, _KEYS, "", file)
-    texts = {key: _text(raw, key, file) for key in _TEXTS}
-    if raw["id"] != folder.name:
+    return values
+
+
+def load_feature(folder: Path, version: str | None, terms: Terms) -> Feature:
+    """One feature; see `load_catalog`."""
+    file = folder / "patch.toml"
+    raw = read_toml(file, terms.read, "each folder of patches needs one")
+    refuse_unknown(raw, terms.keys, "", file)
+    if "id" in raw and raw["id"] != folder.name:
         raise CatalogError(f"{file}: id is {raw['id']!r}, expected the folder's name {folder.name!r}")
-    if not any(gate.name == raw["gate"] and gate.kind == "switch" for gate in GATES):
-        raise CatalogError(
-            f"{file}: gate {raw['gate']!r} is not a switch in vllm_hwplugin/gates/table.py; add it there"
-        )
+    raw = dict(terms.complete(raw, file))
+    texts = {key: text_of(raw, key, file) for key in _TEXTS}
+    distribution = text_of({"distribution": VLLM} | raw, "distribution", file)
     requires = raw.get("requires", [])
     if not isinstance(requires, list) or not all(isinstance(item, str) for item in requires):
         raise CatalogError(f"{file}: requires is {requires!r}, expected a list of feature ids")
     tables = _tables(raw, "variant", file)
     ranges = [_versions(table, file) for table in tables]
     not_needed = [
-        NotNeeded(_versions(table, file), _text(table, "reason", file)) for table in _tables(raw, "not_needed", file)
+        NotNeeded(_versions(table, file), text_of(table, "reason", file)) for table in _tables(raw, "not_needed", file)
     ]
-    _refuse_overlap([*ranges, *(item.versions for item in not_needed)], file)
-    wanted = [version is not None and item.covers(version) for item in ranges]
+    _refuse_overlap([*ranges, *(item.versions for item in not_needed)], file, distribution, bool(terms.catalogue))
+    if terms.catalogue and (endless := next((item for item in ranges if not item.has_end), None)):
+        raise CatalogError(
+            f"{file}: the range '{endless}' of a variant has no end, so it would hold releases that nobody has seen; end "
+            "it before the first one"
+        )
+    wanted = [version is not None and distribution == VLLM and item.covers(version) for item in ranges]
     cache: dict[str, tuple[FileDiff, ...]] = {}
+
+    def diffs(table: Mapping[str, Any]) -> tuple[FileDiff, ...]:
+        names = table.get("diffs")
+        if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
+            raise CatalogError(f"{file}: diffs is {names!r}, expected a list of file names")
+        for name in names:
+            if name not in cache:
+                cache[name] = _read_diff(folder, name, terms, distribution)
+        return tuple(item for name in names for item in cache[name])
+
     variants = [
-        Variant(versions, _diffs(table, folder, file, cache))
+        Variant(versions, diffs(table))
         for table, versions, used in zip(tables, ranges, wanted, strict=True)
         if used or not any(wanted)
     ]
     return Feature(
-        **texts,
+        **(texts | {"id": _joined(terms.catalogue, folder.name)}),
         requires=tuple(requires),
         not_needed=tuple(not_needed),
         variants=tuple(variants),
+        distribution=distribution,
+        default=raw.get("default", "auto"),
     )
 
 
-def _text(table: Mapping[str, Any], key: str, file: Path) -> str:
+def _joined(catalogue: str, name: str) -> str:
+    return f"{catalogue}/{name}" if catalogue else name
+
+
+def _read_diff(folder: Path, name: str, terms: Terms, distribution: str) -> tuple[FileDiff, ...]:
+    origin = _joined(terms.catalogue, f"{folder.name}/{name}")
+    try:
+        # As bytes: a diff of a file with CRLF lines has to keep them.
+        return parse_diff(terms.read(folder / name).decode("utf-8"), origin, distribution)
+    except OSError as error:
+        raise CatalogError(
+            f"{folder / 'patch.toml'}: diff {name!r} can't be read ({error.strerror}); name a file beside it"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise DiffError(f"{origin}: not UTF-8 ({error}); write the diff anew") from error
+
+
+def text_of(table: Mapping[str, Any], key: str, file: Path) -> str:
+    """The text under `key`, without blanks around it; CatalogError where there is none."""
     value = table.get(key)
     if not isinstance(value, str) or not value.strip():
         raise CatalogError(f"{file}: {key} is {value!r}, expected a text; see docs/how-to-add-a-patch.md")
@@ -105,59 +184,48 @@ def _tables(raw: Mapping[str, Any], key: str, file: Path) -> list[dict[str, Any]
     if not isinstance(tables, list) or not all(isinstance(item, dict) for item in tables):
         raise CatalogError(f"{file}: {key} is {tables!r}, expected [[{key}]] tables")
     for table in tables:
-        _refuse_unknown(table, _TABLE_KEYS[key], f"[[{key}]]: ", file)
+        refuse_unknown(table, _TABLE_KEYS[key], f"[[{key}]]: ", file)
     return tables
 
 
-def _refuse_unknown(table: Mapping[str, Any], known: frozenset[str], where: str, file: Path) -> None:
+def refuse_unknown(table: Mapping[str, Any], known: frozenset[str], where: str, file: Path) -> None:
+    """CatalogError where the table has a key that is not known."""
     unknown = sorted(table.keys() - known)
     if unknown:
         raise CatalogError(f"{file}: {where}unknown key {unknown[0]!r}; expected {', '.join(sorted(known))}")
 
 
 def _versions(table: Mapping[str, Any], file: Path) -> Versions:
-    text = _text(table, "versions", file)
+    text = text_of(table, "versions", file)
     try:
         return Versions(text)
     except ValueError as error:
         raise CatalogError(f"{file}: versions {text!r} is no PEP 440 specifier, such as '>=0.20.0,<0.22.0'") from error
 
 
-def _refuse_overlap(ranges: Iterable[Versions], file: Path) -> None:
+def _refuse_overlap(ranges: list[Versions], file: Path, distribution: str, outside: bool) -> None:
     taken: dict[str, Versions] = {}
+    # What others write may be for versions, and distributions, of which this release knows nothing.
+    edges = [version for item in ranges for version in item.edges()] if outside else []
     for item in ranges:
-        for version in item.supported():
-            if version in taken:
+        for version in (*item.supported(), *(edge for edge in edges if item.covers(edge))):
+            other = taken.setdefault(version, item)
+            if other is not item:
                 raise CatalogError(
-                    f"{file}: the ranges '{taken[version]}' and '{item}' both cover vLLM {version}; make one of them "
-                    "narrower"
+                    f"{file}: the ranges '{other}' and '{item}' both cover {target_name(distribution)} {version}; make "
+                    "one of them narrower"
                 )
-            taken[version] = item
 
 
-def _diffs(
-    table: Mapping[str, Any], folder: Path, file: Path, cache: dict[str, tuple[FileDiff, ...]]
-) -> tuple[FileDiff, ...]:
-    names = table.get("diffs")
-    if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
-        raise CatalogError(f"{file}: diffs is {names!r}, expected a list of file names")
-    for name in names:
-        if name in cache:
-            continue
-        try:
-            # newline="": a diff of a file with CRLF lines has to keep them.
-            with (folder / name).open(encoding="utf-8", newline="") as stream:
-                cache[name] = parse_diff(stream.read(), f"{folder.name}/{name}")
-        except OSError as error:
-            raise CatalogError(
-                f"{file}: diff {name!r} can't be read ({error.strerror}); name a file beside it"
-            ) from error
-        except UnicodeDecodeError as error:
-            raise DiffError(f"{folder.name}/{name}: not UTF-8 ({error}); write the diff anew") from error
-    return tuple(item for name in names for item in cache[name])
+def in_order(features: list[Feature], folder: Path, known: Collection[str] = ()) -> tuple[Feature, ...]:
+    """The features of one catalogue, requirements first.
 
+    Args:
+        known: features of the catalogues before it, which may be required.
 
-def _in_order(features: list[Feature], folder: Path) -> tuple[Feature, ...]:
+    Raises:
+        CatalogError: a requirement is no feature, or they go in a circle.
+    """
     by_id = {feature.id: feature for feature in features}
     ordered: dict[str, Feature] = {}
 
@@ -167,8 +235,11 @@ def _in_order(features: list[Feature], folder: Path) -> tuple[Feature, ...]:
                 f"{folder}: features require one another in a circle: {' -> '.join([*path, feature.id])}"
             )
         for name in feature.requires:
+            if name in known:
+                continue
             if name not in by_id:
-                raise CatalogError(f"{folder / feature.id / 'patch.toml'}: requires {name!r}, which is no feature here")
+                file = folder / feature.id.rpartition("/")[2] / "patch.toml"
+                raise CatalogError(f"{file}: requires {name!r}, which is no feature here")
             visit(by_id[name], (*path, feature.id))
         ordered.setdefault(feature.id, feature)
 

@@ -14,26 +14,27 @@ from itertools import pairwise
 from typing import Final
 
 from ._errors import DiffError
-from ._model import FileDiff, Hunk
+from ._model import VLLM, FileDiff, Hunk, target_name
 
 _HEADER: Final = re.compile(r"@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@")
 
 
-def parse_diff(text: str, origin: str) -> tuple[FileDiff, ...]:
+def parse_diff(text: str, origin: str, distribution: str = VLLM) -> tuple[FileDiff, ...]:
     """Read the diff of one or more files.
 
     Args:
         text: a unified diff with paths `a/vllm/...` and `b/vllm/...`.
         origin: the diff's name in messages.
+        distribution: whose files it changes; paths of others than `VLLM` are as they stand in site-packages.
 
     Raises:
-        DiffError: malformed, or something else than changes inside existing files of vLLM.
+        DiffError: malformed, or something else than changes inside existing files of that distribution.
     """
     if text and not text.endswith("\n"):
         raise DiffError(f"{origin}: the last line has no newline, so the file may be cut short; write the diff anew")
     files = []
     for source, target, hunks in _sections(text.split("\n")[:-1], origin):
-        path = _path(source, target, origin)
+        path = _path(source, target, origin, distribution)
         if not hunks:
             raise DiffError(f"{origin}: no hunks for {path}; remove the file or write the diff anew")
         for hunk in hunks:
@@ -133,14 +134,22 @@ def _not_a_diff(origin: str, why: str) -> DiffError:
     return DiffError(f"{origin}: not a unified diff ({why}); write it anew with `diff -u` or `git diff`")
 
 
-def _path(source: str, target: str, origin: str) -> str:
+def _path(source: str, target: str, origin: str, distribution: str) -> str:
     old, new = source.removeprefix("a/"), target.removeprefix("b/")
-    if old != new or not old.startswith("vllm/") or ".." in old.split("/") or not old.endswith(".py"):
+    of_vllm = old.startswith("vllm/")
+    if old != new or of_vllm != (distribution == VLLM) or not _is_module(old):
+        expected = "vllm/....py" if distribution == VLLM else "....py"
+        whose = target_name(distribution)
         raise DiffError(
-            f"{origin}: changes {source!r} to {target!r}; expected the same 'vllm/....py' on both sides: patches "
-            "edit existing files of vLLM, new code goes into vllm_hwplugin"
+            f"{origin}: changes {source!r} to {target!r}; expected the same {expected!r} on both sides: patches edit "
+            f"existing files of {whose}, new code goes into vllm_hwplugin or a package of your own"
         )
     return old
+
+
+def _is_module(path: str) -> bool:
+    parts = path.removesuffix(".py").split("/")
+    return path.endswith(".py") and all(part.isidentifier() for part in parts)
 
 
 def _refuse_unmatchable(hunk: Hunk, where: str) -> None:

