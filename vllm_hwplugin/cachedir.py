@@ -18,7 +18,7 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from . import gates
@@ -34,10 +34,11 @@ _LINKS = 40
 _HELD = "held"
 
 _WAY_OUT = "set VLLM_HWPLUGIN_CACHE_DIR to a folder below one of your own"
+_WAY_OUT_OF_CODE = "name another folder in VLLM_HWPLUGIN_PATCHES"
 
 
 class UntrustedFolder(HwpluginError):
-    """A cache folder that someone else could write to or replace, or that is no real folder of this user."""
+    """A folder that someone else could write to or replace, or a cache folder that is no real folder of this user."""
 
 
 def places(environ: Mapping[str, str] | None = None, notes: list[str] | None = None) -> tuple[Path, ...]:
@@ -99,7 +100,7 @@ def private_folder(folder: Path) -> Path:
             that others can replace.
         OSError: the folder is missing and cannot be created.
     """
-    return _real(folder, make=True, private=True)
+    return _real(folder, make=True, judge_last=_judge_private)
 
 
 def trusted_folder(folder: Path) -> Path:
@@ -109,13 +110,53 @@ def trusted_folder(folder: Path) -> Path:
         UntrustedFolder: see there.
         OSError: the folder is missing or cannot be reached.
     """
-    return _real(folder, make=False, private=True)
+    return _real(folder, make=False, judge_last=_judge_private)
 
 
-def _real(folder: Path, *, make: bool, private: bool) -> Path:
+def code_folder(folder: Path) -> Path:
+    """The real path of a folder that holds code, and that only this user and root can change or replace.
+
+    Unlike a folder of the cache it may belong to root, and others may read it.
+
+    Args:
+        folder: an absolute path.
+
+    Raises:
+        UntrustedFolder: it, or a folder or link on the way to it, is someone else's or can be written to by others.
+        OSError: the folder is missing or cannot be reached.
+    """
+    return _real(folder, make=False, judge_last=_judge_code, way_out=_WAY_OUT_OF_CODE)
+
+
+def read_code(path: Path) -> bytes:
+    """The bytes of a file in a :func:`code_folder`, under the same conditions; it may not be a link.
+
+    Raises:
+        UntrustedFolder: see there.
+        OSError: it cannot be read.
+    """
+    path = code_folder(path.parent) / path.name
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode) or found.st_mode & 0o022:
+            raise UntrustedFolder(
+                f"{path} has mode {stat.filemode(found.st_mode)}; expected an ordinary file that others cannot write "
+                f"to: run `chmod go-w {path}` after a look at it, or remove it"
+            )
+        _judge_hop(str(path), found, path, _WAY_OUT_OF_CODE)
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read()
+    finally:
+        os.close(descriptor)
+
+
+def _real(
+    folder: Path, *, make: bool, judge_last: Callable[[str, os.stat_result], None] | None, way_out: str = _WAY_OUT
+) -> Path:
     """The real path of ``folder``. Judged from the root down: who may change a folder decides what lies in it."""
     here, links = folder.anchor, 0
-    _judge_hop(here, os.lstat(here), folder)
+    _judge_hop(here, os.lstat(here), folder, way_out)
     rest = list(folder.parts[:0:-1])
     while rest:
         name = rest.pop()
@@ -132,10 +173,10 @@ def _real(folder: Path, *, make: bool, private: bool) -> Path:
             with contextlib.suppress(FileExistsError):
                 os.mkdir(path, 0o700)
             found = os.lstat(path)
-        if not rest and private:
-            _judge_private(path, found)
+        if not rest and judge_last is not None:
+            judge_last(path, found)
         else:
-            _judge_hop(path, found, folder)
+            _judge_hop(path, found, folder, way_out)
         if stat.S_ISLNK(found.st_mode):
             links += 1
             if links > _LINKS:
@@ -164,17 +205,27 @@ def _judge_private(path: str, found: os.stat_result) -> None:
         )
 
 
-def _judge_hop(path: str, found: os.stat_result, folder: Path) -> None:
+def _judge_code(path: str, found: os.stat_result) -> None:
+    _judge_hop(path, found, Path(path), _WAY_OUT_OF_CODE)
+    if stat.S_ISDIR(found.st_mode) and found.st_mode & 0o022:
+        # Sticky or not: what others add to it would be taken for a patch.
+        raise UntrustedFolder(
+            f"{path} has mode {stat.S_IMODE(found.st_mode):04o}, and others can add code to it; run "
+            f"`chmod go-w {path}` after a look at what it holds"
+        )
+
+
+def _judge_hop(path: str, found: os.stat_result, folder: Path, way_out: str) -> None:
+    where = path if path == str(folder) else f"{path}, on the way to {folder},"
     if found.st_uid not in (0, os.geteuid()):
         raise UntrustedFolder(
-            f"{path}, on the way to {folder}, is owned by user {found.st_uid}; expected user {os.geteuid()} or root: "
-            f"{_WAY_OUT}"
+            f"{where} is owned by user {found.st_uid}; expected user {os.geteuid()} or root: {way_out}"
         )
     # A sticky folder (/tmp) lets others add entries but not replace ours; the mode of a link itself means nothing.
     if found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX and not stat.S_ISLNK(found.st_mode):
         raise UntrustedFolder(
-            f"{path}, on the way to {folder}, has mode {stat.S_IMODE(found.st_mode):04o} and can be written to by "
-            f"others; run `chmod go-w {path}` or {_WAY_OUT}"
+            f"{where} has mode {stat.S_IMODE(found.st_mode):04o} and can be written to by "
+            f"others; run `chmod go-w {path}` or {way_out}"
         )
 
 
@@ -237,7 +288,7 @@ def temporary_folder() -> Path:
         UntrustedFolder: others could replace what lies in the folder for temporary files.
         OSError: it cannot be made.
     """
-    above = _real(Path(tempfile.gettempdir()).absolute(), make=False, private=False)
+    above = _real(Path(tempfile.gettempdir()).absolute(), make=False, judge_last=None)
     _remove_stale(above)
     folder = Path(tempfile.mkdtemp(prefix=f"{APPLICATION}-", dir=above))
     atexit.register(_remove_tree, folder, os.getpid())

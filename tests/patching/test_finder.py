@@ -205,7 +205,7 @@ def test_another_tree_under_the_same_name_ends_the_import(finder: CopyFinder, tm
     other.mkdir(parents=True)
     (other / "__init__.py").touch()
     package.__path__ = [str(other.parent)]
-    with pytest.raises(ImportError, match="start again with one vLLM on the path"):
+    with pytest.raises(ImportError, match="start again with one finder_sample on the path"):
         importlib.import_module(f"{PACKAGE}.v1")
 
 

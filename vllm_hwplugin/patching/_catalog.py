@@ -124,8 +124,8 @@ def load_feature(folder: Path, version: str | None, terms: Terms) -> Feature:
     _refuse_overlap([*ranges, *(item.versions for item in not_needed)], file, distribution, bool(terms.catalogue))
     if terms.catalogue and (endless := next((item for item in ranges if not item.has_end), None)):
         raise CatalogError(
-            f"{file}: the range '{endless}' of a variant has no end, so it would hold releases that nobody has seen; end "
-            "it before the first one"
+            f"{file}: the range '{endless}' of a variant has no end, so it would hold releases that nobody has seen; "
+            "end it before the first one"
         )
     wanted = [version is not None and distribution == VLLM and item.covers(version) for item in ranges]
     cache: dict[str, tuple[FileDiff, ...]] = {}

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from ..versions import is_supported
 from ._apply import Edit, Text, edits_of, first_clash, locate
 from ._errors import UnreadableFile
-from ._model import Catalog, Conflict, Feature, FeatureVerdict, FileDiff, HunkVerdict, Source, Status, Variant
+from ._model import VLLM, Catalog, Conflict, Feature, FeatureVerdict, HunkVerdict, Source, Status, Variant
 
 
 class Texts:
@@ -39,6 +39,7 @@ class Fit(NamedTuple):
 
     verdict: FeatureVerdict
     edits: Mapping[str, list[Edit]] = MappingProxyType({})
+    distribution: str = VLLM
 
 
 def evaluate(feature: Feature, source: Source) -> FeatureVerdict:
@@ -55,7 +56,7 @@ def fit(feature: Feature, texts: Texts, *, try_unlisted: bool = False, hints: bo
     """
     version = texts.source.version
     variant = feature.variant_for(version)
-    if variant is not None and _is_listed(version, variant):
+    if variant is not None and _is_listed(version, feature, variant):
         return _fit_variant(feature, variant, texts, hints)
     not_needed = feature.not_needed_for(version)
     if not_needed is not None:
@@ -74,9 +75,13 @@ def fit(feature: Feature, texts: Texts, *, try_unlisted: bool = False, hints: bo
     return Fit(FeatureVerdict(feature.id, version, Status.UNLISTED, reason=reason))
 
 
-def _is_listed(version: str, variant: Variant) -> bool:
-    """A range says nothing of releases that were to come when it was written; a version that is spelt out is meant."""
-    return is_supported(version) or variant.versions.names(version)
+def _is_listed(version: str, feature: Feature, variant: Variant) -> bool:
+    """Whether the author of a variant that covers a version can have meant it.
+
+    The project's own ranges say nothing of releases that were to come when they were written; a version that is spelt
+    out is meant. What a catalogue from outside covers, it has to end by itself.
+    """
+    return feature.is_outside or is_supported(version) or variant.versions.names(version)
 
 
 def _fit_variant(feature: Feature, variant: Variant, texts: Texts, hints: bool) -> Fit:
@@ -91,7 +96,7 @@ def _fit_variant(feature: Feature, variant: Variant, texts: Texts, hints: bool) 
     if lost:
         status, reason = Status.UNREADABLE, "; ".join(texts.unreadable[path] for path in lost)
     else:
-        status, reason = _judge(hunks, variant.files)
+        status, reason = _judge(hunks, feature.target)
     if status is Status.APPLIES:
         for path, items in edits.items():
             clash = first_clash(items)
@@ -99,22 +104,22 @@ def _fit_variant(feature: Feature, variant: Variant, texts: Texts, hints: bool) 
                 status = Status.CONFLICT
                 reason = f"two of its own hunks change {path} at lines {_lines(*clash)}"
     verdict = FeatureVerdict(feature.id, texts.source.version, status, tuple(hunks), reason)
-    return Fit(verdict, edits) if status is Status.APPLIES else Fit(verdict)
+    return Fit(verdict, edits, feature.distribution) if status is Status.APPLIES else Fit(verdict)
 
 
-def _judge(hunks: list[HunkVerdict], files: tuple[FileDiff, ...]) -> tuple[Status, str]:
+def _judge(hunks: list[HunkVerdict], target: str) -> tuple[Status, str]:
     missing = sorted({hunk.path for hunk in hunks if hunk.status == "missing"})
     if missing:
-        return Status.TARGET_MISSING, f"vLLM has no {', '.join(missing)}"
+        return Status.TARGET_MISSING, f"{target} has no {', '.join(missing)}"
     lost = [hunk for hunk in hunks if hunk.status in ("drifted", "ambiguous")]
     if lost:
         return Status.DRIFTED, "; ".join(_why_lost(hunk) for hunk in lost)
     present = [hunk for hunk in hunks if hunk.status == "upstream"]
     if present and len(present) == len(hunks):
-        return Status.UPSTREAM, "every hunk is in this vLLM already"
+        return Status.UPSTREAM, f"every hunk is in this {target} already"
     if present:
         where = ", ".join(f"hunk {hunk.hunk_index} of {hunk.path}" for hunk in present)
-        return Status.DRIFTED, f"{where}: in this vLLM already, but the others are not"
+        return Status.DRIFTED, f"{where}: in this {target} already, but the others are not"
     return Status.APPLIES, ""
 
 
@@ -137,7 +142,11 @@ def _why_lost(hunk: HunkVerdict) -> str:
 
 
 def check_conflicts(catalog: Catalog, source: Source) -> list[Conflict]:
-    """Every pair of features that both apply to the version and change the same lines of it."""
+    """Every pair of features that both apply to the version and change the same lines of it.
+
+    Args:
+        catalog: features of one distribution, which is the source's.
+    """
     texts = Texts(source)
     return list(conflicts_between([fit(feature, texts, hints=False) for feature in catalog.features]))
 

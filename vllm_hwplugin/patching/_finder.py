@@ -9,9 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from importlib.util import spec_from_file_location
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import CodeType, MappingProxyType, ModuleType
 
 from ._errors import PatchingError
+from ._model import target_name
 from ._overlay import Copy
 
 
@@ -37,13 +38,21 @@ class CopyFinder:
         root: the folder that holds the installed folder ``vllm``.
         copies: module name -> copy.
         on_load: called with the module's name when a copy is about to be loaded.
+        roots: module name -> the folder that its path begins in, of modules that are not below `root`.
 
     One limit: data files beside a patched package's ``__init__.py`` are found through ``__path__``, which stays the
     installed folder, but not through ``pkgutil.get_data`` or ``importlib.resources``, which start from the loader.
     """
 
-    def __init__(self, root: Path, copies: Mapping[str, Copy], on_load: Callable[[str], None] = lambda _: None) -> None:
+    def __init__(
+        self,
+        root: Path,
+        copies: Mapping[str, Copy],
+        on_load: Callable[[str], None] = lambda _: None,
+        roots: Mapping[str, Path] = MappingProxyType({}),
+    ) -> None:
         self._root = root
+        self._roots = roots
         self._on_load = on_load
         self.copies = dict(copies)
 
@@ -53,14 +62,14 @@ class CopyFinder:
         copy = self.copies.get(fullname)
         if copy is None:
             return None
-        installed = self._root.joinpath(*fullname.split("."))
+        installed = self._roots.get(fullname, self._root).joinpath(*fullname.split("."))
         parent = installed.parent
         if path is not None and not any(os.path.realpath(entry) == os.path.realpath(parent) for entry in path):
             # Another tree has taken the package's name since the patches were computed. Its modules are not the ones
             # that were patched, and a mixture of both is the one thing that must not run.
             raise ImportError(
                 f"{fullname} was patched in {parent} but is imported from {', '.join(path)}; "
-                "start again with one vLLM on the path, or set VLLM_HWPLUGIN=0",
+                f"start again with one {target_name(fullname.partition('.')[0])} on the path, or set VLLM_HWPLUGIN=0",
                 name=fullname,
             )
         try:

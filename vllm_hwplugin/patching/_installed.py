@@ -8,6 +8,7 @@ import importlib.metadata
 import importlib.util
 import json
 import logging
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ._errors import PatchingError, UnreadableFile
-from ._model import module_name
+from ._model import VLLM, Source, module_name, target_name
 
 logger = logging.getLogger("vllm.hwplugin")
 
@@ -33,11 +34,12 @@ class VersionUnknown(NotInstalled):
 
 
 class InstalledSource(NamedTuple):
-    """The modules of an installed vLLM as text (see the ``Source`` protocol of the pure engine)."""
+    """The modules of an installed vLLM, or of another distribution, as text (see ``Source`` of the pure engine)."""
 
     label: str
     version: str
     root: Path
+    target: str = target_name(VLLM)
 
     def read(self, path: str) -> str | None:
         """The text of ``path`` ("vllm/..."), newlines untouched, or None where there is no such file.
@@ -52,22 +54,27 @@ class InstalledSource(NamedTuple):
         except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, UnicodeDecodeError) as error:
-            raise UnreadableFile(f"{file} cannot be read as UTF-8 text ({error}); install vLLM again") from error
+            raise UnreadableFile(
+                f"{file} cannot be read as UTF-8 text ({error}); install {self.target} again"
+            ) from error
         name = module_name(path)
         # Asked with the folder, so that no package has to be imported.
         spec = PathFinder.find_spec(name, [str(self.root.joinpath(*name.split(".")[:-1]))])
         if spec is not None and spec.origin is not None and spec.origin != str(file):
-            raise UnreadableFile(f"{name} is imported from {spec.origin}, not from {file}; install vLLM again")
+            raise UnreadableFile(f"{name} is imported from {spec.origin}, not from {file}; install {self.target} again")
         return text
 
 
 class Installed(NamedTuple):
-    """The vLLM that ``import vllm`` leads to. ``root`` is the folder that holds the folder ``vllm``."""
+    """The vLLM that ``import vllm`` leads to. ``root`` is the folder that holds the folder ``vllm``.
+
+    Or another distribution; the paths of its files begin in ``root``.
+    """
 
     dist: str
     version: str
     root: Path
-    source: InstalledSource
+    source: Source
 
 
 def find_installed() -> Installed:
@@ -134,7 +141,8 @@ def _stated_version(folder: Path, troubles: list[str]) -> str | None:
 
 def _owners(root: Path, troubles: list[str]) -> Iterator[tuple[str, str]]:
     # Every distribution of vLLM begins with "vllm"; so do plugins, which the look into RECORD tells apart.
-    for folder in sorted(root.glob("vllm*.dist-info")):
+    names = sorted(name for name in os.listdir(root) if name.startswith("vllm") and name.endswith(".dist-info"))
+    for folder in (root / name for name in names):
         distribution = importlib.metadata.Distribution.at(folder)
         try:
             # As bytes first: of half a megabyte, what a text file does with the ends of lines takes most of the time.

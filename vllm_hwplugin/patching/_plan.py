@@ -12,6 +12,7 @@ from ._apply import apply_edits, split_lines
 from ._errors import PatchingError
 from ._evaluate import Fit, Texts, conflicts_between, fit
 from ._model import (
+    VLLM,
     Catalog,
     Feature,
     FeatureState,
@@ -37,6 +38,7 @@ def make_plan(
     try_unlisted: bool = False,
     strict: bool = False,
     refused: Mapping[str, str] = MappingProxyType({}),
+    others: Mapping[str, Source] = MappingProxyType({}),
 ) -> Plan:
     """Settle which features are live on `source` and make the patched texts.
 
@@ -44,12 +46,14 @@ def make_plan(
     that requires what its user has switched off is off as well, unless it was asked for.
 
     Args:
+        source: vLLM.
         choices: a feature's gate -> "auto", "on" or "off"; a gate that is not named is "auto".
         try_unlisted: also take versions that are not listed, where every hunk of one variant stands at its stated line.
         strict: a feature that is refused is an error, whatever its gate says.
         refused: feature id -> why the process cannot have it, though its text may fit.
+        others: the other distributions that features change.
     """
-    texts = Texts(source)
+    texts = {name: Texts(item) for name, item in {VLLM: source, **others}.items()}
     states: dict[str, FeatureState] = {}
     live: list[Fit] = []
     for feature in catalog.features:
@@ -57,34 +61,39 @@ def make_plan(
         if choice != "off" and feature.id in refused:
             states[feature.id] = FeatureState(feature, "refused", refused[feature.id])
         else:
-            states[feature.id] = _settle(feature, texts, choice, try_unlisted, states, live)
+            states[feature.id] = _settle(feature, texts.get(feature.distribution), choice, try_unlisted, states, live)
     files = _patched(texts, live)
-    errors = tuple(_errors(states, choices, source.version, strict))
+    errors = tuple(_errors(states, choices, texts, strict))
     return Plan(source.version, states, files, _fingerprint(files), errors)
 
 
 def _errors(
-    states: Mapping[str, FeatureState], choices: Mapping[str, str], version: str, strict: bool
+    states: Mapping[str, FeatureState], choices: Mapping[str, str], texts: Mapping[str, Texts], strict: bool
 ) -> Iterator[str]:
     for name, item in states.items():
         gate = item.feature.gate
+        read = texts.get(item.feature.distribution)
+        target = item.feature.target if read is None else f"{item.feature.target} {read.source.version}"
         if item.state == "refused" and choices.get(gate) == "on":
-            yield (
-                f"{gate}=on, but {name} can't be live on vLLM {version}: {item.reason}; "
-                f"set {gate}=auto to run without it"
-            )
+            yield (f"{gate}=on, but {name} can't be live on {target}: {item.reason}; set {gate}=auto to run without it")
         elif item.state == "refused" and strict:
             yield (
-                f"{_STRICT}=1, but {name} can't be live on vLLM {version}: {item.reason}; "
-                f"set {gate}=off to run without it"
+                f"{_STRICT}=1, but {name} can't be live on {target}: {item.reason}; set {gate}=off to run without it"
             )
 
 
 def _settle(
-    feature: Feature, texts: Texts, choice: str, try_unlisted: bool, states: Mapping[str, FeatureState], live: list[Fit]
+    feature: Feature,
+    texts: Texts | None,
+    choice: str,
+    try_unlisted: bool,
+    states: Mapping[str, FeatureState],
+    live: list[Fit],
 ) -> FeatureState:
     if choice == "off":
         return FeatureState(feature, "off", f"{feature.gate}=off")
+    if texts is None:
+        return FeatureState(feature, "refused", f"there is no {feature.target} that it could change")
     # A process that starts has no time for hints; the drift check gives them.
     result = fit(feature, texts, try_unlisted=try_unlisted, hints=False)
     verdict = result.verdict
@@ -97,7 +106,7 @@ def _settle(
         # Switching off the one is a wish for a process without the other, unless the other is asked for by name.
         return FeatureState(feature, "refused" if choice == "on" else "off", needs, verdict)
     if verdict.status is not Status.APPLIES:
-        return FeatureState(feature, "refused", _refusal(verdict, try_unlisted), verdict)
+        return FeatureState(feature, "refused", _refusal(feature, verdict, try_unlisted), verdict)
     if needs:
         return FeatureState(feature, "refused", needs, verdict)
     conflict = next((item for one in live for item in conflicts_between([one, result])), None)
@@ -107,33 +116,38 @@ def _settle(
     return FeatureState(feature, "live", "", verdict)
 
 
-def _refusal(verdict: FeatureVerdict, tried: bool) -> str:
+def _refusal(feature: Feature, verdict: FeatureVerdict, tried: bool) -> str:
     if verdict.status is Status.UNLISTED:
+        lists = "its patch.toml" if feature.is_outside else "docs/compatibility.md"
         way_out = (
-            "docs/compatibility.md lists those"
+            f"{lists} lists those"
             if tried
             else "set VLLM_HWPLUGIN_TRY_UNLISTED=1 to apply it where every hunk stands exactly where its diff says"
         )
-        return f"vLLM {verdict.version} is not a version it was made for ({verdict.reason}); {way_out}"
+        return f"{feature.target} {verdict.version} is not a version it was made for ({verdict.reason}); {way_out}"
     hint = "; `vllm-hwplugin drift` shows the nearest places" if verdict.status is Status.DRIFTED else ""
     return f"{verdict.status.value}: {verdict.reason}{hint}"
 
 
-def _patched(texts: Texts, live: list[Fit]) -> dict[str, PatchedFile]:
+def _patched(texts: Mapping[str, Texts], live: list[Fit]) -> dict[str, PatchedFile]:
     files: dict[str, PatchedFile] = {}
-    for path in sorted({path for one in live for path in one.edits}):
-        pristine = texts.get(path)
+    for path, distribution in sorted({(path, one.distribution) for one in live for path in one.edits}):
+        pristine = texts[distribution].get(path)
         assert pristine is not None
         users = [one for one in live if path in one.edits]
         text = apply_edits(pristine, [edit for one in users for edit in one.edits[path]])
-        files[path] = patched_file(path, module_name(path), text, tuple(one.verdict.feature for one in users))
+        of = tuple(one.verdict.feature for one in users)
+        files[path] = patched_file(path, module_name(path), text, of, distribution)
     return files
 
 
-def patched_file(path: str, module: str, text: str, features: tuple[str, ...] = ()) -> PatchedFile:
+def patched_file(
+    path: str, module: str, text: str, features: tuple[str, ...] = (), distribution: str = VLLM
+) -> PatchedFile:
     """A file with that text, and its digest."""
     data = text.encode("utf-8")
-    return PatchedFile(path, module, data, hashlib.sha256(f"{module}\0".encode() + data).hexdigest(), features)
+    digest = hashlib.sha256(f"{module}\0".encode() + data).hexdigest()
+    return PatchedFile(path, module, data, digest, features, distribution)
 
 
 def _fingerprint(files: Mapping[str, PatchedFile]) -> str:
@@ -148,6 +162,9 @@ def _fingerprint(files: Mapping[str, PatchedFile]) -> str:
 def render_diff(feature: Feature, source: Source) -> str:
     """The exact change of `feature` alone, as a unified diff of the version's own text.
 
+    Args:
+        source: the distribution that it changes.
+
     Raises:
         PatchingError: the feature does not apply to that version.
     """
@@ -155,9 +172,9 @@ def render_diff(feature: Feature, source: Source) -> str:
     result = fit(feature, texts)
     if result.verdict.status is not Status.APPLIES:
         status, reason = result.verdict.status.value, result.verdict.reason
-        raise PatchingError(f"{feature.id} changes nothing in vLLM {source.version}: {status} ({reason})")
+        raise PatchingError(f"{feature.id} changes nothing in {feature.target} {source.version}: {status} ({reason})")
     parts = []
-    for path, file in _patched(texts, [result]).items():
+    for path, file in _patched({feature.distribution: texts}, [result]).items():
         pristine = texts.get(path)
         assert pristine is not None
         lines = difflib.unified_diff(pristine.lines, split_lines(file.text), f"a/{path}", f"b/{path}")

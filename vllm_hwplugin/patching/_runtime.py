@@ -20,12 +20,13 @@ from ._catalog import load_catalog
 from ._errors import PatchingError
 from ._finder import CopyFinder, serves
 from ._installed import Installed, find_installed
-from ._model import Catalog, Plan
+from ._model import VLLM, Catalog, Plan
 from ._overlay import Copy, Overlay, open_overlay
+from ._packages import catalogue_packages
 from ._plan import make_plan
 
 if TYPE_CHECKING:
-    from . import _reapply
+    from . import _reapply, outside
 
 logger = logging.getLogger("vllm.hwplugin")
 
@@ -45,9 +46,15 @@ class ModuleCheck(NamedTuple):
 
 
 class _Wanted(NamedTuple):
-    """Everything that the decision depends on."""
+    """Everything that the decision depends on.
 
-    installed: Installed
+    Attributes:
+        installed: distribution -> where it is, vLLM first.
+        missing: feature -> why its distribution cannot be changed.
+    """
+
+    installed: Mapping[str, Installed]
+    missing: Mapping[str, str]
     catalog: Catalog
     choices: Mapping[str, str]
     try_unlisted: bool
@@ -61,7 +68,8 @@ class _State:
     def __init__(self, entry: ProcessRecord) -> None:
         self.record = entry
         self.base: Path | None = None
-        self.installed: Installed | None = None
+        self.gates: tuple[gates.Gate, ...] = ()
+        self.installed: Mapping[str, Installed] = {}
         self.plan: Plan | None = None
         self.finder: CopyFinder | None = None
         self.undo: list[Callable[[], None]] = []
@@ -111,7 +119,7 @@ def install(environ: Mapping[str, str] | None = None, *, catalog: Catalog | None
 
     Args:
         environ: where the gates are read; ``os.environ`` by default.
-        catalog: the features to choose from; the project's own by default.
+        catalog: features in place of the project's own. Those of catalogues from outside come behind them.
 
     Raises:
         InstallError: a gate says ``on`` and the feature cannot be live, or strict mode is on and one should be; or a
@@ -162,7 +170,6 @@ def verify(names: Iterable[str] | None = None, *, force: bool = True) -> tuple[M
             finder.put_first()
         stock = [name for name in modules if _is_stock(name, copies)]
         if stock and force:
-            assert _state.installed is not None
             plans = [_plan_swap(_state.installed, _state.plan, copies[name]) for name in stock]
             _commit([plan.stage() for plan in plans], _state.undo)
             _state.record.modules.update(dict.fromkeys(stock, "re-applied"))
@@ -192,14 +199,12 @@ def _install(environ: Mapping[str, str], catalog: Catalog | None) -> _State:
             logger.info("vllm-hwplugin %s is switched off (VLLM_HWPLUGIN); vLLM runs stock", __version__)
             record.begin(state.record, None)
             return state
-        for unknown in gates.unknown(environ):
-            logger.warning("%s", unknown)
         _activate(state, environ, values, catalog)
     except BaseException as error:
         state.withdraw()
         # Only an error of the plugin itself deserves a traceback; the others say all there is in one line.
         expected = isinstance(error, PatchingError | gates.GateError)
-        required = isinstance(error, InstallError) or _must_hold(environ)
+        required = isinstance(error, InstallError) or _must_hold(environ, state.gates)
         if not isinstance(error, Exception) or (expected and required):
             raise
         text = str(error) if expected else f"{type(error).__name__}: {error}"
@@ -237,15 +242,37 @@ def _of_stock(entry: ProcessRecord, error: str) -> ProcessRecord:
 def _activate(
     state: _State, environ: Mapping[str, str], values: Mapping[str, gates.GateValue], catalog: Catalog | None
 ) -> None:
-    state.installed = installed = find_installed()
+    installed = find_installed()
     entry = state.record
     entry.vllm_dist, entry.vllm_version, entry.vllm_root = installed.dist, installed.version, str(installed.root)
     catalog = load_catalog(version=installed.version) if catalog is None else catalog
+    state.installed = {VLLM: installed}
+    missing: Mapping[str, str] = {}
+    packages = catalogue_packages()
+    if packages or values["VLLM_HWPLUGIN_PATCHES"].names:
+        # Rarely needed, like what it imports.
+        from . import outside
+
+        found = outside.find_outside(environ, catalog, packages=packages, version=installed.version)
+        state.gates = found.gates
+        _report_catalogues(entry, found, strict=values["VLLM_HWPLUGIN_STRICT"].flag)
+        catalog, values = found.behind(catalog), {**values, **gates.read_all(environ, found.gates)}
+        others, missing = outside.find_targets(catalog.features)
+        state.installed = {VLLM: installed, **others}
+    for unknown in gates.unknown(environ, state.gates):
+        logger.warning("%s", unknown)
+    if demanded := gates.unclaimed(environ, state.gates):
+        left_out = "; ".join(f"{name}: {item['reason']}" for name, item in entry.features.items())
+        raise InstallError(
+            f"{demanded[0]}=on, but no catalogue of patches has this gate{left_out and f' ({left_out})'}; name the "
+            "catalogue's folder in VLLM_HWPLUGIN_PATCHES, or take the variable back"
+        )
     choices = {name: value.text for name, value in values.items() if value.gate.kind == "switch"}
     overlay = open_overlay(environ)
     state.base = overlay.base
     try_unlisted = values["VLLM_HWPLUGIN_TRY_UNLISTED"].flag
-    wanted = _Wanted(installed, catalog, choices, try_unlisted, values["VLLM_HWPLUGIN_STRICT"].flag, overlay)
+    strict = values["VLLM_HWPLUGIN_STRICT"].flag
+    wanted = _Wanted(state.installed, missing, catalog, choices, try_unlisted, strict, overlay)
     settled = _put_in_force(state, wanted)
     # Only now: placing the copies may have found that a place has no room.
     state.base = overlay.base
@@ -255,12 +282,12 @@ def _activate(
     if plan.errors:
         raise InstallError("; ".join(plan.errors))
     entry.notes, entry.overlay, entry.fingerprint = list(overlay.notes), str(overlay.base), plan.fingerprint
-    entry.features = {name: {"state": item.state, "reason": item.reason} for name, item in plan.features.items()}
+    entry.features |= {name: {"state": item.state, "reason": item.reason} for name, item in plan.features.items()}
     swapped = {swap.module.__name__ for swap in settled.swaps}
     entry.modules = {name: "re-applied" if name in swapped else "pending" for name in settled.copies} | {
         name: "served" for name in entry.modules if entry.modules[name] == "served"
     }
-    _report(entry, installed, try_unlisted)
+    _report(entry, plan, installed, try_unlisted)
     record.begin(entry, overlay.base)
 
 
@@ -271,7 +298,8 @@ def _put_in_force(state: _State, wanted: _Wanted) -> _Settled:
         _refuse_mixture(state, settled.copies, "; ".join(refused.values()))
         if not settled.copies:
             return settled
-        state.put_first(CopyFinder(wanted.installed.root, settled.copies, _on_load(state)))
+        roots = {file.module: wanted.installed[file.distribution].root for file in settled.plan.files.values()}
+        state.put_first(CopyFinder(wanted.installed[VLLM].root, settled.copies, _on_load(state), roots))
         swapped = {swap.module.__name__ for swap in settled.swaps}
         # Another thread may have imported a target since it was looked for; from here on the finder serves them.
         if any(_is_stock(name, settled.copies) for name in settled.copies if name not in swapped):
@@ -293,11 +321,12 @@ def _settle(wanted: _Wanted, refused: dict[str, str]) -> _Settled:
     while True:
         plan = make_plan(
             wanted.catalog,
-            wanted.installed.source,
+            wanted.installed[VLLM].source,
             wanted.choices,
             try_unlisted=wanted.try_unlisted,
             strict=wanted.strict,
-            refused=refused,
+            refused={**wanted.missing, **refused},
+            others={name: item.source for name, item in wanted.installed.items() if name != VLLM},
         )
         copies: dict[str, Copy] = {}
         swaps: list[_reapply.ModulePlan] = []
@@ -315,11 +344,12 @@ def _settle(wanted: _Wanted, refused: dict[str, str]) -> _Settled:
             return _Settled(plan, copies, tuple(swaps))
 
 
-def _plan_swap(installed: Installed, plan: Plan, copy: Copy) -> _reapply.ModulePlan:
+def _plan_swap(targets: Mapping[str, Installed], plan: Plan, copy: Copy) -> _reapply.ModulePlan:
     # Rarely needed, and a tenth of what the plugin adds to a process's start.
     from . import _reapply
 
     file = next(file for file in plan.files.values() if file.module == copy.module)
+    installed = targets[file.distribution]
     text = installed.source.read(file.path)
     # The plan was made from this text a moment ago; without it nothing of the module would have been patched.
     assert text is not None
@@ -338,7 +368,15 @@ def _commit(staged: list[_reapply.Staged], undo: list[Callable[[], None]]) -> No
     undo += done
 
 
-def _report(entry: ProcessRecord, installed: Installed, try_unlisted: bool) -> None:
+def _report_catalogues(entry: ProcessRecord, found: outside.Found, *, strict: bool) -> None:
+    """A catalogue that cannot be used stands among the features in the record, because it may have had some."""
+    for trouble in found.troubles:
+        if strict:
+            raise InstallError(f"VLLM_HWPLUGIN_STRICT=1, but the patches of {trouble.where} are off: {trouble.reason}")
+        entry.features[trouble.where] = {"state": "refused", "reason": trouble.reason}
+
+
+def _report(entry: ProcessRecord, plan: Plan, installed: Installed, try_unlisted: bool) -> None:
     """One line that says what is live, and one for each feature that should be and is not."""
     listed = is_supported(installed.version)
     if not listed:
@@ -350,13 +388,13 @@ def _report(entry: ProcessRecord, installed: Installed, try_unlisted: bool) -> N
             SUPPORTED[-1],
             "features whose every hunk fits exactly are live"
             if try_unlisted
-            else "it runs stock: set VLLM_HWPLUGIN_TRY_UNLISTED=1 to use features whose every hunk fits exactly",
+            else "its features are off: set VLLM_HWPLUGIN_TRY_UNLISTED=1 to use those whose every hunk fits exactly",
         )
-    # Where nothing is tried, the line above is the reason for all of them.
-    if listed or try_unlisted:
-        for name, item in entry.features.items():
-            if item["state"] == "refused":
-                logger.warning("%s is not live, vLLM runs stock there: %s", name, item["reason"])
+    for name, item in entry.features.items():
+        # Where nothing is tried, the line above is the reason for all of the project's own.
+        told = name in plan.features and not plan.features[name].feature.is_outside and not listed and not try_unlisted
+        if item["state"] == "refused" and not told:
+            logger.warning("%s is not live, vLLM runs stock there: %s", name, item["reason"])
     logger.info(
         "vllm-hwplugin %s on %s %s (%s): in force: %s",
         __version__,
@@ -367,18 +405,18 @@ def _report(entry: ProcessRecord, installed: Installed, try_unlisted: bool) -> N
     )
 
 
-def _must_hold(environ: Mapping[str, str]) -> bool:
+def _must_hold(environ: Mapping[str, str], more: tuple[gates.Gate, ...]) -> bool:
     """Whether running without any patch is not acceptable: strict mode, or a feature of this engine is required."""
-    for gate in gates.GATES:
+    for gate in (*gates.GATES, *more):
         if gate.name == "VLLM_HWPLUGIN_STRICT" or (gate.kind == "switch" and "patches" in gate.affects):
             try:
-                value = gates.read(gate.name, environ).value
+                value = gates.read(gate, environ).value
             except gates.GateError:
                 # A bad value of a switch is the error being handled; a bad value of this one asked for strictness.
                 value = gate.name == "VLLM_HWPLUGIN_STRICT"
             if value is True or value == "on":
                 return True
-    return False
+    return bool(gates.unclaimed(environ, more))
 
 
 def _on_load(state: _State) -> Callable[[str], None]:
@@ -403,7 +441,7 @@ def _register_with_vllm() -> None:
     table = getattr(envs, "environment_variables", None)
     if table is None or gates.FINGERPRINT in table:
         return
-    gates.register_with_vllm(envs)
+    gates.register_with_vllm(envs, _state.gates if _state is not None else ())
     table[gates.FINGERPRINT] = _fingerprint
 
 

@@ -7,18 +7,43 @@ and their gates come from their `patch.toml`. A process imports this only where 
 
 from __future__ import annotations
 
+import functools
+import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from .. import gates
+from .. import cachedir, gates
 from ._catalog import FEATURE_KEYS, Terms, feature_folders, in_order, load_feature, read_toml, refuse_unknown, text_of
-from ._errors import CatalogError
-from ._model import VLLM, Feature
+from ._distributions import find_targets, importable
+from ._errors import CatalogError, PatchingError
+from ._model import VLLM, Catalog, Feature
+from ._packages import catalogue_packages
+
+__all__ = [
+    "FOLDERS",
+    "MANIFEST",
+    "OWN",
+    "Found",
+    "Manifest",
+    "Outside",
+    "Trouble",
+    "catalogue_packages",
+    "feature_folders",
+    "find_outside",
+    "find_targets",
+    "gate_name",
+    "load_outside",
+    "read_manifest",
+]
 
 #: The file that makes a folder a catalogue.
 MANIFEST: Final = "catalogue.toml"
+
+#: The gate that names folders of catalogues.
+FOLDERS: Final = "VLLM_HWPLUGIN_PATCHES"
 
 #: What the project's own features are called in the requirements of others: `vllm-hwplugin/draft-full-graph`.
 OWN: Final = "vllm-hwplugin"
@@ -152,3 +177,102 @@ def _gates(features: list[Feature], manifest: Manifest) -> tuple[gates.Gate, ...
         except gates.GateError as error:
             raise CatalogError(f"{manifest.folder / of[0].id.rpartition('/')[2] / 'patch.toml'}: {error}") from error
     return tuple(made)
+
+
+class Trouble(NamedTuple):
+    """A catalogue that is left out: where it was looked for, and why."""
+
+    where: str
+    reason: str
+
+
+class Found(NamedTuple):
+    """The catalogues from outside that an environment has, and those that cannot be used."""
+
+    catalogues: tuple[Outside, ...] = ()
+    troubles: tuple[Trouble, ...] = ()
+
+    @property
+    def gates(self) -> tuple[gates.Gate, ...]:
+        return tuple(gate for each in self.catalogues for gate in each.gates)
+
+    def behind(self, own: Catalog) -> Catalog:
+        """One catalogue of the project's own features and these: of two that conflict, the earlier one is live."""
+        return Catalog((*own.features, *(feature for each in self.catalogues for feature in each.features)))
+
+
+def find_outside(
+    environ: Mapping[str, str],
+    own: Catalog,
+    *,
+    packages: Sequence[tuple[str, EntryPoint]] | None = None,
+    version: str | None = None,
+) -> Found:
+    """The catalogues in ``VLLM_HWPLUGIN_PATCHES``, in its order, then those of installed packages, by name.
+
+    A catalogue is taken as a whole, or left out with a reason. Its features may require those of the project and of the
+    catalogues before it.
+
+    Args:
+        own: the project's own features.
+        packages: see :func:`catalogue_packages`, which is asked by default.
+        version: see :func:`load_outside`.
+
+    Raises:
+        GateError: ``VLLM_HWPLUGIN_PATCHES`` is no list of absolute paths.
+    """
+    catalogues: list[Outside] = []
+    troubles: list[Trouble] = []
+    places: list[tuple[str, Callable[[], Path], Callable[[Path], bytes]]] = [
+        (folder, functools.partial(cachedir.code_folder, Path(folder)), cachedir.read_code)
+        for folder in gates.read(FOLDERS, environ).names
+    ]
+    # A package is not judged by its owner: Python imports the code of whoever can write to it without asking.
+    places += [
+        (f"package {name}", functools.partial(_package_folder, point), Path.read_bytes)
+        for name, point in (catalogue_packages() if packages is None else packages)
+    ]
+    for where, place, read in places:
+        try:
+            folder = place()
+            if any(folder == each.manifest.folder for each in catalogues):
+                continue
+            loaded = load_outside(folder, version=version, read=read)
+            _refuse_taken(loaded, catalogues, own)
+            catalogues.append(loaded)
+        except (PatchingError, cachedir.UntrustedFolder, OSError) as error:
+            troubles.append(Trouble(where, str(error)))
+    return Found(tuple(catalogues), tuple(troubles))
+
+
+def _refuse_taken(new: Outside, catalogues: list[Outside], own: Catalog) -> None:
+    manifest = new.manifest
+    for each in catalogues:
+        if each.manifest.name == manifest.name:
+            raise CatalogError(
+                f"{manifest.folder}: its name, {manifest.name}, is that of {each.manifest.folder} too; rename one"
+            )
+        if both := {gate.name for gate in each.gates} & {gate.name for gate in new.gates}:
+            raise CatalogError(
+                f"{manifest.folder}: the gate {min(both)} is one of {each.manifest.folder} too; name another `gate` in "
+                "patch.toml"
+            )
+    known = {feature.id for feature in own.features}.union(
+        *({item.id for item in each.features} for each in catalogues)
+    )
+    if missing := new.required - known:
+        raise CatalogError(
+            f"{manifest.folder}: requires {min(missing)!r}, which neither the plugin ({OWN}/...) nor a catalogue "
+            "before this one has"
+        )
+
+
+def _package_folder(point: EntryPoint) -> Path:
+    """The folder of the package that an entry point names, found without importing it."""
+    top, *rest = point.module.split(".")
+    tried = [place.joinpath(*rest) for place in importable(top)]
+    for folder in tried:
+        if (folder / MANIFEST).is_file():
+            return Path(os.path.realpath(folder))
+    where = ", ".join(map(str, tried)) or f"no package {top} that can be imported"
+    raise CatalogError(f"the entry point {point.name} = {point.value!r} leads to no {MANIFEST} (looked in: {where})")

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which installed packages bring a catalogue of patches: asked in every process of vLLM, and nearly always none."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from collections.abc import Iterator
+from importlib.metadata import Distribution, EntryPoint
+from pathlib import Path
+from typing import Final
+
+#: `[project.entry-points."vllm_hwplugin.patches"]`: any name, and the package that has the `catalogue.toml`.
+GROUP: Final = "vllm_hwplugin.patches"
+
+
+def catalogue_packages() -> tuple[tuple[str, EntryPoint], ...]:
+    """Each distribution and entry point of the group, by the distribution's name.
+
+    Only metadata in folders is looked at, as installers leave it; not what lies in archives.
+    """
+    found: dict[str, Distribution] = {}
+    for folder in _folders():
+        # The first on the path is the one that Python takes the package from.
+        found.setdefault(folder.name.partition("-")[0], Distribution.at(folder))
+    return tuple(
+        (name, point) for name, each in sorted(found.items()) for point in each.entry_points if point.group == GROUP
+    )
+
+
+def _folders() -> Iterator[Path]:
+    # A search through `importlib.metadata` makes and parses an object for each distribution: a tenth of what the plugin
+    # adds to the start of a process, for a question whose answer is no.
+    wanted = GROUP.encode()
+    for place in dict.fromkeys(sys.path):
+        try:
+            names = os.listdir(place or ".")
+        except OSError:
+            continue  # an archive, or what is gone: `import` passes over it as well
+        for name in names:
+            if name.endswith((".dist-info", ".egg-info")):
+                folder = os.path.join(place, name)
+                try:
+                    with io.FileIO(os.path.join(folder, "entry_points.txt")) as file:
+                        if wanted in file.read():
+                            yield Path(folder)
+                except OSError:
+                    continue  # most have none
