@@ -15,6 +15,7 @@ from .patching.madeup import EDITS, GATES, Project
 
 MADE_UP, OTHER, THIRD = GATES
 ATTENTION, OPS = "VLLM_HWPLUGIN_ATTENTION", "VLLM_HWPLUGIN_OPS"
+ACME, FOLDERS = "VLLM_HWPLUGIN_PATCH_ACME_FIX", "VLLM_HWPLUGIN_PATCHES"
 LIMIT = [("LIMIT = 3", "LIMIT = 4")]
 
 
@@ -68,6 +69,17 @@ def _tear(project: Project) -> None:
 
 def _rival(project: Project) -> None:
     project.feature("rival", {"vllm/v1/alpha.py": [("value * 2", "value + value")]}, gate=THIRD)
+
+
+def _uninstall(project: Project) -> None:
+    project.write("acme_lib/core.py", "VALUE = 1\n")
+    edits = {"acme_lib/core.py": [("VALUE = 1", "VALUE = 2")]}
+    more = 'distribution = "acme-lib"'
+    project.feature("fix", edits, gate=None, catalogue=project.catalogue("acme"), more=more)
+
+
+def _open_to_all(project: Project) -> None:
+    (project.folder / "acme").chmod(0o777)
 
 
 def _needs(project: Project) -> None:
@@ -176,6 +188,19 @@ PATCHES: dict[str, list[Scenario]] = {
     "conflict": [Scenario(INSTALL + 'attempt = lambda: states(install(), "rival")', _with(_rival), THIRD)],
     "unreadable": [Scenario(INSTALL, _with(_tear))],
     "imported": [Scenario(INSTALL + IMPORTED, _state())],
+    "distribution": [
+        Scenario(
+            INSTALL + 'attempt = lambda: states(install(), "acme/fix")', _with(_uninstall), ACME, {FOLDERS: "acme"}
+        )
+    ],
+    "catalogue": [
+        Scenario(
+            INSTALL + f'import os; attempt = lambda: states(install(), os.environ["{FOLDERS}"])',
+            _with(_uninstall, _open_to_all),
+            ACME,
+            {FOLDERS: "acme"},
+        )
+    ],
     "requirement": [
         Scenario(
             INSTALL

@@ -58,8 +58,8 @@ def test_a_failure_does_what_the_table_says(failure: failures.Failure, scenario:
     places = {"CACHE": str(project.cache), "SECOND": str(project.folder / "second")}
     code = "\n".join([*(f"{name} = {value!r}" for name, value in places.items()), scenario.attempt, OUTCOME])
     variables = dict(scenario.variables)
-    if "TMPDIR" in variables:
-        variables["TMPDIR"] = str(project.folder / variables["TMPDIR"])
+    for name in {"TMPDIR", "VLLM_HWPLUGIN_PATCHES"} & variables.keys():
+        variables[name] = str(project.folder / variables[name])
     columns = {"auto": variables, "strict": {**variables, "VLLM_HWPLUGIN_STRICT": "1"}}
     expected = {"auto": failure.auto, "strict": failure.strict}
     if failure.on is not None:

@@ -61,6 +61,21 @@ PATCHES: Final = (
         "stops",
         "stops",
     ),
+    Failure(
+        "distribution",
+        "the distribution that a feature of your own changes is not installed, or not imported from where it is",
+        "off",
+        "stops",
+        "stops",
+    ),
+    Failure(
+        "catalogue",
+        "a catalogue of your own cannot be read, is not trusted, or has a name or gate that is taken (its features are "
+        "off)",
+        "off",
+        "stops",
+        "stops",
+    ),
     Failure("requirement", "a feature that this one requires cannot be live", "off", "stops", "stops"),
     Failure(
         "contradiction",

@@ -134,11 +134,20 @@ class Project:
         name: str,
         edits: Mapping[str, Sequence[tuple[str, str]]],
         *,
-        gate: str = GATES[0],
+        gate: str | None = GATES[0],
         requires: Sequence[str] = (),
+        catalogue: Path | None = None,
+        versions: str = ">=0.20.0,<0.34.0",
+        more: str = "",
     ) -> None:
-        """Write a feature whose diff is the given replacements, made by difflib against the package as it is."""
-        folder = self.patches / name
+        """Write a feature whose diff is the given replacements, made by difflib against the package as it is.
+
+        Args:
+            gate: None to leave it out, as catalogues from outside may.
+            catalogue: the folder of such a catalogue; the project's own by default.
+            more: lines of its `patch.toml`.
+        """
+        folder = (self.patches if catalogue is None else catalogue) / name
         folder.mkdir(parents=True, exist_ok=True)
         diff = ""
         for path, replacements in edits.items():
@@ -152,10 +161,29 @@ class Project:
             diff += "".join(lines)
         (folder / "edit.diff").write_text(diff)
         (folder / "patch.toml").write_text(
-            f'id = "{name}"\ntitle = "a made-up feature"\ngate = "{gate}"\nwhat = "tests"\norigin = "tests"\n'
-            f'removal = "never"\nrequires = {list(requires)}\n'
-            '[[variant]]\nversions = ">=0.20.0,<0.34.0"\ndiffs = ["edit.diff"]\n'
+            f'id = "{name}"\ntitle = "a made-up feature"\nwhat = "tests"\norigin = "tests"\n'
+            + (f'gate = "{gate}"\n' if gate is not None else "")
+            + f'removal = "never"\nrequires = {list(requires)}\n{more}\n'
+            f'[[variant]]\nversions = "{versions}"\ndiffs = ["edit.diff"]\n'
         )
+
+    def catalogue(self, name: str, folder: Path | None = None, **values: str) -> Path:
+        """An empty catalogue from outside, by default in a folder of its name."""
+        folder = self.folder / name if folder is None else folder
+        folder.mkdir(parents=True, exist_ok=True)
+        lines = [f'{key} = "{value}"\n' for key, value in {"name": name, **values}.items()]
+        (folder / "catalogue.toml").write_text("".join(lines))
+        return folder
+
+    def distribution(self, name: str, version: str, files: Mapping[str, str], entry_points: str = "") -> None:
+        """Install a made-up distribution beside vLLM, with the metadata that an installer leaves."""
+        for path, text in files.items():
+            self.write(path, text)
+        metadata = f"{name.replace('-', '_')}-{version}.dist-info"
+        self.write(f"{metadata}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        self.write(f"{metadata}/RECORD", "".join(f"{path},,\n" for path in files))
+        if entry_points:
+            self.write(f"{metadata}/entry_points.txt", entry_points)
 
     def environ(self, **variables: str) -> dict[str, str]:
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("VLLM", "PYTHON"))}

@@ -21,7 +21,8 @@ def stock_environment(device: str) -> dict[str, str]:
     plugin's class: there every feature is off (patches, operations, attention), and the class stays.
     """
     if device == "musa":
-        return {"VLLM_HWPLUGIN": "1", **{gate.name: "off" for gate in gates.GATES if gate.kind == "switch"}}
+        off = {gate.name: "off" for gate in gates.GATES if gate.kind == "switch"}
+        return {"VLLM_HWPLUGIN": "1", "VLLM_HWPLUGIN_PATCHES": "", **off}
     return {"VLLM_HWPLUGIN": "0"}
 
 

@@ -1,0 +1,362 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Catalogues from outside, in fresh processes with a made-up vLLM and a made-up library (see ``madeup.py``)."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from vllm_hwplugin.patching import CatalogError, PatchingError, load_catalog
+from vllm_hwplugin.patching.outside import Found, find_outside, load_outside
+
+from .madeup import EDITS, GATES, Project
+
+FOLDERS = "VLLM_HWPLUGIN_PATCHES"
+FIX = "VLLM_HWPLUGIN_PATCH_ACME_FIX"
+LIBRARY = {
+    "acme_lib/__init__.py": "",
+    "acme_lib/core.py": """
+        def answer():
+            return "stock"
+        """,
+    "acme_lib/more.py": "VALUE = 1\n",
+}
+LIBRARY_EDIT = {"acme_lib/core.py": [('"stock"', '"patched"')]}
+STEP = {"vllm/v1/alpha.py": [("return value + 1", "return value + 100")]}
+ANSWER = "import acme_lib.core; print(acme_lib.core.answer())"
+
+
+@pytest.fixture
+def acme(project: Project) -> Project:
+    """With a catalogue `acme` (not named in any environment yet), whose feature changes a library of another name."""
+    project.distribution("Acme.Lib", "2.1.0", LIBRARY)
+    catalogue = project.catalogue("acme")
+    project.feature(
+        "fix", LIBRARY_EDIT, gate=None, catalogue=catalogue, versions=">=2,<3", more='distribution = "acme-lib"'
+    )
+    return project
+
+
+def folders(project: Project, *names: str) -> dict[str, str]:
+    return {FOLDERS: os.pathsep.join(str(project.folder / name) for name in names)}
+
+
+def found(project: Project, *names: str) -> Found:
+    return find_outside(folders(project, *names), load_catalog(project.patches), packages=())
+
+
+STATE = """
+entry = install()
+import json, multiprocessing, subprocess
+import vllm.envs, acme_lib.core
+from vllm.v1.alpha import Runner
+_runtime._register_with_vllm()
+def use(queue):
+    from vllm.v1.alpha import Runner
+    queue.put([acme_lib.core.answer(), Runner().step(1)])
+queue = multiprocessing.get_context("fork").SimpleQueue()
+child = multiprocessing.get_context("fork").Process(target=use, args=(queue,))
+child.start(); child.join()
+print(json.dumps({
+    "states": {name: item["state"] for name, item in entry.features.items()},
+    "here": [acme_lib.core.answer(), Runner().step(1)], "forked": queue.get(),
+    "origin": acme_lib.core.__file__, "factors": vllm.envs.compile_factors(), "fingerprint": entry.fingerprint,
+}))
+"""
+
+
+def test_features_from_outside_are_live_in_every_process_and_in_the_compile_key(acme: Project) -> None:
+    acme.feature("own", {"vllm/v1/alpha.py": [("return value * 2", "return value * 3")]})
+    acme.feature("step", STEP, gate="ACME_STEP", catalogue=acme.folder / "acme", requires=["vllm-hwplugin/own", "fix"])
+    before = {file: file.read_bytes() for file in acme.site.rglob("*.py")}
+    cold, warm = (json.loads(acme.run(STATE, **folders(acme, "acme"))) for _ in range(2))
+    assert cold == warm
+    assert {file: file.read_bytes() for file in acme.site.rglob("*.py")} == before
+    assert not list(acme.site.rglob("core.*.pyc"))
+    assert cold["states"] == {"own": "live", "acme/fix": "live", "acme/step": "live"}
+    assert cold["here"] == cold["forked"] == ["patched", 101]
+    assert Path(cold["origin"]).is_relative_to(acme.cache)
+    assert cold["factors"][FIX] == cold["factors"]["ACME_STEP"] == "auto"
+    assert cold["factors"]["VLLM_HWPLUGIN_FINGERPRINT"] == cold["fingerprint"]
+    # The gate of one takes the other along, which requires it, and changes the key.
+    without = json.loads(acme.run(STATE, **folders(acme, "acme"), **{FIX: "off"}))
+    assert without["states"] == {"own": "live", "acme/fix": "off", "acme/step": "off"}
+    assert without["here"] == ["stock", 2]
+    assert without["factors"][FIX] == "off"
+    assert without["fingerprint"] != cold["fingerprint"]
+    # Without the catalogue there is nothing of it.
+    assert json.loads(acme.run(STATE))["states"] == {"own": "live"}
+
+
+def test_another_text_of_the_catalogue_is_another_fingerprint(acme: Project) -> None:
+    """A gate has the same value then; a graph that was compiled from the other text must not be found."""
+    show = "print(install().fingerprint)"
+    first = acme.run(show, **folders(acme, "acme"))
+    file = acme.folder / "acme" / "fix" / "edit.diff"
+    file.write_text(file.read_text().replace('+    return "patched"', '+    return "again"'))
+    assert acme.run(show, **folders(acme, "acme")) != first
+
+
+def test_a_package_is_found_by_its_entry_point_and_never_imported(acme: Project) -> None:
+    package = "acme_patches/carried"
+    acme.distribution(
+        "acme-patches",
+        "1.0",
+        {"acme_patches/__init__.py": "raise AssertionError('imported')\n"},
+        f"[vllm_hwplugin.patches]\nacme = {package.replace('/', '.')}\n",
+    )
+    (acme.folder / "acme").rename(acme.site / package)
+    assert acme.run("assert install().live == ('acme/fix',), install()", ANSWER) == "patched\n"
+    # Its gate is an ordinary one, and there may be folders beside it.
+    acme.feature("step", STEP, gate=None, catalogue=acme.catalogue("other"), requires=["vllm-hwplugin/no-such"])
+    program = "entry = install(); print({name: item['state'] for name, item in entry.features.items()})"
+    states = acme.run(program, **folders(acme, "other"), **{FIX: "off"})
+    assert states == str({str(acme.folder / "other"): "refused", "acme/fix": "off"}) + "\n"
+
+
+def test_a_library_that_is_imported_already_gets_its_text_in_place_or_stays_as_it_was(acme: Project) -> None:
+    held = "from acme_lib.core import answer\nentry = install()\nprint(answer(), entry.modules, entry.features)"
+    printed = acme.run(held, **folders(acme, "acme"))
+    assert printed.startswith("patched {'acme_lib.core': 're-applied'}")
+    acme.write("acme_lib/core.py", "import functools\n\n\n@functools.cache\ndef answer():\n    return 'stock'\n")
+    acme.feature(
+        "fix",
+        {"acme_lib/core.py": [("'stock'", "'patched'")]},
+        gate=None,
+        catalogue=acme.folder / "acme",
+        versions=">=2,<3",
+        more='distribution = "acme-lib"',
+    )
+    printed = acme.run(held, **folders(acme, "acme"))
+    assert printed.startswith("stock {}")
+    assert "imported" in printed
+    assert acme.start(held, **folders(acme, "acme"), **{FIX: "on"}).returncode != 0
+
+
+def drifted(project: Project) -> None:
+    """Of two files, one does not fit: none is patched."""
+    both = LIBRARY_EDIT | {"acme_lib/more.py": [("VALUE = 1", "VALUE = 2")]}
+    catalogue = project.folder / "acme"
+    project.feature("fix", both, gate=None, catalogue=catalogue, versions=">=2,<3", more='distribution = "acme-lib"')
+    project.write("acme_lib/more.py", "VALUE = 3\n")
+
+
+def uninstalled(project: Project) -> None:
+    (project.site / "Acme.Lib-2.1.0.dist-info").rename(project.site / "gone")
+
+
+def newer(project: Project) -> None:
+    (project.site / "Acme.Lib-2.1.0.dist-info" / "METADATA").write_text("Name: Acme.Lib\nVersion: 3.0\n")
+
+
+def not_its_own(project: Project) -> None:
+    """The file is there, and of nobody's or another's."""
+    (project.site / "Acme.Lib-2.1.0.dist-info" / "RECORD").write_text("acme_lib/__init__.py,,\n")
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (drifted, "hunk 1 of acme_lib/more.py"),
+        (uninstalled, "no acme-lib is installed"),
+        (newer, "acme-lib 3.0 is not a version it was made for"),
+        (not_its_own, "acme-lib has no acme_lib/core.py"),
+    ],
+)
+def test_what_does_not_fit_is_off_and_says_why_or_stops(
+    acme: Project, change: Callable[[Project], None], reason: str
+) -> None:
+    change(acme)
+    show = (
+        "entry = install()\nimport acme_lib.core\nprint(acme_lib.core.answer(), entry.features['acme/fix']['reason'])"
+    )
+    done = acme.start(show, **folders(acme, "acme"))
+    assert done.stdout.startswith("stock ")
+    assert reason in done.stdout
+    assert reason in done.stderr, "no line in the log"
+    for variables in ({FIX: "on"}, {"VLLM_HWPLUGIN_STRICT": "1"}):
+        done = acme.start(show, **folders(acme, "acme"), **variables)
+        assert done.returncode != 0
+        assert reason in done.stderr
+
+
+def test_a_library_of_the_same_name_in_front_of_the_distribution_is_left_alone(acme: Project) -> None:
+    other = acme.folder / "front"
+    (other / "acme_lib").mkdir(parents=True)
+    (other / "acme_lib" / "__init__.py").write_text("")
+    (other / "acme_lib" / "core.py").write_text(acme.read("acme_lib/core.py"))
+    show = f"sys.path.insert(0, {str(other)!r})\nentry = install()\n{ANSWER}\nprint(entry.features['acme/fix'])"
+    printed = acme.run(show, **folders(acme, "acme"))
+    assert printed.startswith("stock\n")
+    assert f"imported from {other}" in printed
+
+
+def test_the_earlier_of_two_that_conflict_is_live(acme: Project) -> None:
+    """The project's own come first, then the catalogues as they are named."""
+    acme.feature("own", {"vllm/v1/alpha.py": [("return value * 2", "return value * 3")]})
+    for name, text in (("one", "return value * 4"), ("two", "return value * 5")):
+        edits = {"vllm/v1/alpha.py": [("return value * 2", text)]}
+        acme.feature("double", edits, gate=None, catalogue=acme.catalogue(name))
+    show = "entry = install()\nfrom vllm.v1.alpha import double\nprint(double(1), *entry.live)"
+    assert acme.run(show, **folders(acme, "two", "one")) == "3 own\n"
+    assert acme.run(show, **folders(acme, "two", "one"), **{GATES[0]: "off"}) == "5 two/double\n"
+    done = acme.start(show, **folders(acme, "two", "one"), VLLM_HWPLUGIN_PATCH_ONE_DOUBLE="on")
+    assert done.returncode != 0
+    assert "own and one/double both change vllm/v1/alpha.py" in done.stderr
+
+
+def test_a_version_that_the_project_does_not_list_is_for_its_author_to_cover(acme: Project) -> None:
+    acme.feature("own", EDITS)
+    acme.feature("step", STEP, gate=None, catalogue=acme.folder / "acme", versions=">=0.30,<0.99.5")
+    acme.write("vllm/_version.py", "__version__ = version = '0.99.0'\n")
+    assert acme.run("print(*install().live)", **folders(acme, "acme")) == "acme/fix acme/step\n"
+
+
+BROKEN = {
+    "no folder": lambda folder: folder.rename(folder.with_name("gone")),
+    "no catalogue.toml": lambda folder: (folder / "catalogue.toml").unlink(),
+    "malformed diff": lambda folder: (folder / "fix" / "edit.diff").write_text("no diff\n"),
+    "writable by others": lambda folder: folder.chmod(0o777),
+}
+
+
+OUTCOME = """
+def outcome():
+    try:
+        entry = install()
+    except Exception as error:
+        return str(error)
+    return [entry.live, entry.features]
+"""
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_a_catalogue_that_cannot_be_used_is_left_out_whole_and_stops_whoever_asked_for_it(
+    acme: Project, broken: str
+) -> None:
+    acme.feature("own", EDITS)
+    acme.feature("step", STEP, gate=None, catalogue=acme.catalogue("other"))
+    BROKEN[broken](acme.folder / "acme")
+    acme.feature("own", {"vllm/v1/alpha.py": [("return value * 2", "return value * 3")]})
+    named = folders(acme, "acme", "other")
+    environments = {
+        "auto": named,
+        "strict": named | {"VLLM_HWPLUGIN_STRICT": "1"},
+        "on": named | {FIX: "on"},
+        "other": named | {"VLLM_HWPLUGIN_PATCH_OTHER_STEP": "on"},
+    }
+    said = acme.outcomes(OUTCOME, environments)
+    live, features = said["auto"]
+    assert live == ["own", "other/step"]
+    assert features[str(acme.folder / "acme")]["state"] == "refused"
+    assert said["other"] == said["auto"]
+    for stopped in ("strict", "on"):
+        assert str(acme.folder / "acme") in said[stopped]
+    assert said["on"].startswith(f"{FIX}=on, but no catalogue")
+
+
+def test_a_bad_value_of_its_gate_names_the_good_ones(acme: Project) -> None:
+    done = acme.start("assert not install().live", **folders(acme, "acme"), **{FIX: "yes"})
+    assert done.returncode == 0
+    assert f"{FIX}='yes' is not one of the good values: auto, on, off" in done.stderr
+    done = acme.start("install()", **folders(acme, "acme"), **{f"{FIX}ED": "off"})
+    assert f"did you mean {FIX}?" in done.stderr
+
+
+@pytest.mark.parametrize("mode", [0o775, 0o757, 0o1777])
+@pytest.mark.parametrize("part", ["", "..", "fix", "catalogue.toml", "fix/patch.toml", "fix/edit.diff"])
+def test_what_others_can_write_to_is_not_trusted(acme: Project, part: str, mode: int) -> None:
+    """Sticky or not; but below a folder such as /tmp, where nobody can replace what is ours."""
+    folder = acme.folder / "within" / "acme"
+    folder.parent.mkdir()
+    (acme.folder / "acme").rename(folder)
+    assert not found(acme, "within/acme").troubles
+    (folder / part).chmod(mode)
+    (trouble,) = found(acme, "within/acme").troubles or [None]
+    if part == ".." and mode == 0o1777:
+        assert trouble is None
+    else:
+        assert trouble is not None
+        assert f"chmod go-w {os.path.normpath(folder / part)}" in trouble.reason
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+@pytest.mark.parametrize("part", ["", "fix", "catalogue.toml", "fix/edit.diff"])
+def test_what_is_of_another_user_is_not_trusted(acme: Project, part: str) -> None:
+    os.chown(acme.folder / "acme" / part, 12345, -1)
+    (trouble,) = found(acme, "acme").troubles
+    assert "is owned by user 12345; expected user 0 or root" in trouble.reason
+
+
+def test_a_link_to_a_file_is_not_followed_and_one_to_a_folder_is_judged(acme: Project) -> None:
+    (acme.folder / "link").symlink_to(acme.folder / "acme")
+    assert [each.manifest.folder for each in found(acme, "link", "acme").catalogues] == [acme.folder / "acme"]
+    diff = acme.folder / "acme" / "fix" / "edit.diff"
+    diff.rename(acme.folder / "elsewhere.diff")
+    diff.symlink_to(acme.folder / "elsewhere.diff")
+    (trouble,) = found(acme, "link").troubles
+    assert "edit.diff" in trouble.reason
+
+
+def test_names_that_are_taken(acme: Project) -> None:
+    twin = acme.catalogue("acme", acme.folder / "twin")
+    same = acme.catalogue("acme-fix", acme.folder / "same")
+    acme.feature("x", STEP, gate=FIX, catalogue=same)
+    result = found(acme, "acme", "twin", "same")
+    assert [each.manifest.name for each in result.catalogues] == ["acme"]
+    assert [trouble.where for trouble in result.troubles] == [str(twin), str(same)]
+    # The one that is named first has it.
+    assert [each.manifest.folder for each in found(acme, "twin", "acme").catalogues] == [twin]
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "message"),
+    [
+        ("catalogue.toml", '"acme"', '"vllm-hwplugin"', "the plugin's own"),
+        ("catalogue.toml", '"acme"', '"Acme_1"', "has more than lower case, digits and single dashes"),
+        ("catalogue.toml", '"acme"', '"acme"\ntitle = "x"', "unknown key 'title'"),
+        ("fix/patch.toml", "requires = []", 'gate = "VLLM_PORT"', "'VLLM_PORT' is no name for a catalogue's gate"),
+        ("fix/patch.toml", "requires = []", f'gate = "{GATES[0]}"', "is no name for a catalogue's gate"),
+        ("fix/patch.toml", "requires = []", 'gate = "acme"', "is no name for a catalogue's gate"),
+        ("fix/patch.toml", "requires = []", 'requires = ["none"]', "requires 'acme/none', which is no feature here"),
+        ("fix/patch.toml", "requires = []", 'default = "yes"', "default is 'yes', expected auto, on, off"),
+        ("fix/patch.toml", "<3", "!=3", "has no end"),
+        ("fix/patch.toml", '"acme-lib"', '"vllm_hwplugin"', "other than the plugin"),
+        ("fix/patch.toml", '"acme-lib"', '"vllm"', "expected the same 'vllm/....py'"),
+        ("fix/edit.diff", "acme_lib/core.py", "vllm/core.py", "expected the same '....py'"),
+        ("fix/edit.diff", "/acme_lib/", "/acme_lib/../", "expected the same '....py'"),
+    ],
+)
+def test_what_a_catalogue_may_not_say(acme: Project, file: str, old: str, new: str, message: str) -> None:
+    path = acme.folder / "acme" / file
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new))
+    with pytest.raises(PatchingError, match=re.escape(message)):
+        load_outside(acme.folder / "acme")
+
+
+def test_ranges_that_overlap_are_found_for_any_distribution(acme: Project) -> None:
+    file = acme.folder / "acme" / "fix" / "patch.toml"
+    second = '[[variant]]\nversions = "{}"\ndiffs = ["edit.diff"]\n'
+    text = file.read_text()
+    for ranges in (">=3,<4", "==1.9.*", "==3.0"):
+        file.write_text(text + second.format(ranges))
+        load_outside(acme.folder / "acme")
+    for ranges in (">=1,<2.0.1", ">2.5,<2.5.5", "==2.5.*", "==2.7.1", "~=2.9.3", ">=2.9,<4"):
+        file.write_text(text + second.format(ranges))
+        with pytest.raises(CatalogError, match="both cover acme-lib"):
+            load_outside(acme.folder / "acme")
+
+
+def test_a_default_of_on_demands_the_feature_of_everybody(acme: Project) -> None:
+    toml = acme.folder / "acme" / "fix" / "patch.toml"
+    toml.write_text(toml.read_text().replace("requires = []", 'default = "on"'))
+    acme.run("assert install().live == ('acme/fix',)", **folders(acme, "acme"))
+    newer(acme)
+    assert acme.start("install()", **folders(acme, "acme")).returncode != 0
+    acme.run("assert not install().live", **folders(acme, "acme"), **{FIX: "auto"})
