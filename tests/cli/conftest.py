@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+from packaging.utils import canonicalize_name
 
 from vllm_hwplugin.cli.sources import PipConfig
 
@@ -107,8 +108,8 @@ class PackageServer:
             self._send_file(handler, self.wheels[name])
         elif self.mood != "well":
             self._misbehave(handler)
-        elif handler.path == "/simple/vllm/":
-            self._send(handler, 200, self.page if self.page is not None else self._listing(), self.page_type)
+        elif (listing := self._listing(handler.path)) is not None:
+            self._send(handler, 200, self.page if self.page is not None else listing, self.page_type)
         else:
             self._send(handler, 404, b"")
 
@@ -124,11 +125,15 @@ class PackageServer:
                 handler.wfile.write(piece)
                 self.bytes_sent += len(piece)
 
-    def _listing(self) -> bytes:
+    def _listing(self, path: str) -> bytes | None:
         links = []
         for name, data in self.wheels.items():
+            if path != f"/simple/{canonicalize_name(name.partition('-')[0])}/":
+                continue
             digest = "0" * 64 if self.lie_about_digest else hashlib.sha256(data).hexdigest()
             links.append(f'<a href="/files/{name}#sha256={digest}">{name}</a>')
+        if not links and path != "/simple/vllm/":
+            return None
         return f"<!DOCTYPE html><html><body>{''.join(links)}</body></html>".encode()
 
     def _send_file(self, handler: BaseHTTPRequestHandler, data: bytes) -> None:

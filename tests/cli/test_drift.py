@@ -383,8 +383,8 @@ def test_terminal_gets_a_table(small_catalog: Path, small_tree: Callable[..., Pa
         reports,
         Console(file=out, force_terminal=True, no_color=True, width=60),
         Console(file=err),
-        ["a note"],
     )
+    _drift_table.say_notes(["a note"], Console(file=err))
     shown = out.getvalue()
     rows = [line.split() for line in plain(shown).splitlines() if line.startswith("│")]
     assert rows[0] == ["│", "0.25.0", "│", "not", "needed", "│", "drifted", "(1", "of", "1", "hunks)", "│"]

@@ -11,7 +11,7 @@ import dataclasses
 import importlib.metadata
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from ..patching import (
     load_catalog,
     make_plan,
 )
+from ..patching.outside import FOLDERS, Found, find_outside, find_targets
 from ..platforms import musa_host, musa_versions
 from ..record import ProcessRecord
 from . import _host
@@ -139,7 +140,9 @@ def diagnose(environ: Mapping[str, str] | None = None, *, catalog: Catalog | Non
     values = _read_gates(environ, found)
     installed = _find_vllm(values, found)
     _check_entry_point(environ, found)
-    features, fingerprint = _decide(values, installed, catalog, found)
+    own = _own_catalogue(catalog, found)
+    outside = _find_outside(environ, own, values, found)
+    features, fingerprint = _decide(values, installed, own and outside.behind(own), found)
     platform = _host.find_platform()
     tools = _host.find_tools(environ=environ)
     libraries = _libraries(environ, found)
@@ -166,7 +169,9 @@ def diagnose(environ: Mapping[str, str] | None = None, *, catalog: Catalog | Non
             name: musa_versions.installed(name) for name in ("torch", "triton", "torch_musa", "torchada", "mate")
         },
         cache=_cache(environ, found),
-        gates=tuple(_row(gate, values[gate.name], gates.source(gate.name, environ)) for gate in gates.GATES),
+        gates=tuple(
+            _row(gate, values[gate.name], gates.source(gate, environ)) for gate in (*gates.GATES, *outside.gates)
+        ),
         features=features,
         fingerprint=fingerprint,
         last_engine=last_engine(_records(environ, found)),
@@ -203,9 +208,25 @@ def _latest(records: Sequence[ProcessRecord], pid: int) -> int | None:
 
 def _read_gates(environ: Mapping[str, str], found: _Findings) -> dict[str, gates.GateValue | gates.GateError]:
     values: dict[str, gates.GateValue | gates.GateError] = {}
-    for gate in gates.GATES:
+    _read_into(values, gates.GATES, environ, found)
+    skip, ops = values[SKIP], values[OPS]
+    if isinstance(skip, gates.GateValue) and isinstance(ops, gates.GateValue) and (wrong := unknown_names(skip.names)):
+        stops = ops.text == "on" or (ops.text != "off" and _is_strict(values))
+        said = found.problems if stops else found.warnings
+        names = shortened(printable(", ".join(wrong), keep=""))
+        said.append(f"{SKIP} names {names}, which no kernel is for")
+    return values
+
+
+def _read_into(
+    values: dict[str, gates.GateValue | gates.GateError],
+    of: Iterable[gates.Gate],
+    environ: Mapping[str, str],
+    found: _Findings,
+) -> None:
+    for gate in of:
         try:
-            value = values[gate.name] = gates.read(gate.name, environ)
+            value = values[gate.name] = gates.read(gate, environ)
         except gates.GateError as error:
             values[gate.name] = error
             found.problems.append(str(error))
@@ -215,14 +236,37 @@ def _read_gates(environ: Mapping[str, str], found: _Findings) -> dict[str, gates
         if value.is_set and gate.effect == "reserved":
             name = value.source.removeprefix("alias ") if value.source != "environment" else gate.name
             found.warnings.append(f"{name}={value.raw} is understood, but it has no effect in this release")
-    found.warnings += [str(item) for item in gates.unknown(environ)]
-    skip, ops = values[SKIP], values[OPS]
-    if isinstance(skip, gates.GateValue) and isinstance(ops, gates.GateValue) and (wrong := unknown_names(skip.names)):
-        stops = ops.text == "on" or (ops.text != "off" and _is_strict(values))
-        said = found.problems if stops else found.warnings
-        names = shortened(printable(", ".join(wrong), keep=""))
-        said.append(f"{SKIP} names {names}, which no kernel is for")
-    return values
+
+
+def _own_catalogue(catalog: Catalog | None, found: _Findings) -> Catalog | None:
+    try:
+        return load_catalog() if catalog is None else catalog
+    except PatchingError as error:
+        found.problems.append(str(error))
+        return None
+
+
+def _find_outside(
+    environ: Mapping[str, str],
+    own: Catalog | None,
+    values: dict[str, gates.GateValue | gates.GateError],
+    found: _Findings,
+) -> Found:
+    """The catalogues from outside; their gates come into `values`, and what is wrong with them into `found`."""
+    master, folders = values["VLLM_HWPLUGIN"], values[FOLDERS]
+    outside = Found()
+    if own is not None and isinstance(folders, gates.GateValue):
+        outside = find_outside(environ, own)
+        _read_into(values, outside.gates, environ, found)
+    found.warnings += [str(item) for item in gates.unknown(environ, outside.gates)]
+    switched_off = isinstance(master, gates.GateValue) and not master.flag
+    said = found.problems if _is_strict(values) and not switched_off else found.warnings
+    said += [f"the patches of {item.where} are left out: {item.reason}" for item in outside.troubles]
+    said = found.warnings if switched_off else found.problems
+    said += [
+        f"{name}=on, but no catalogue of patches has this gate" for name in gates.unclaimed(environ, outside.gates)
+    ]
+    return outside
 
 
 def _is_strict(values: Mapping[str, gates.GateValue | gates.GateError]) -> bool:
@@ -233,7 +277,9 @@ def _is_strict(values: Mapping[str, gates.GateValue | gates.GateError]) -> bool:
 def _row(gate: gates.Gate, value: gates.GateValue | gates.GateError, source: str) -> GateRow:
     if isinstance(value, gates.GateError):
         return GateRow(gate.name, gate.kind, "", source, gate.effect, error=str(value))
-    return GateRow(gate.name, gate.kind, gates.show(value.value), source, gate.effect, value.raw, value.conflict)
+    return GateRow(
+        gate.name, gate.kind, gates.show(value.value, gate.kind), source, gate.effect, value.raw, value.conflict
+    )
 
 
 def _find_vllm(values: Mapping[str, gates.GateValue | gates.GateError], found: _Findings) -> Installed | None:
@@ -285,10 +331,7 @@ def _decide(
 
     What would stop that process is a problem, what it would warn of a warning.
     """
-    try:
-        catalog = load_catalog() if catalog is None else catalog
-    except PatchingError as error:
-        found.problems.append(str(error))
+    if catalog is None:
         return (), "none"
     good = {name: value for name, value in values.items() if isinstance(value, gates.GateValue)}
     choices = {name: value.text for name, value in good.items() if value.gate.kind == "switch"}
@@ -313,8 +356,15 @@ def _decide(
         if strict:
             found.problems.append("VLLM_HWPLUGIN_STRICT=1, but there is no vLLM whose patches could be chosen")
         return all_of("refused", "no vLLM is installed, or none that states its version", found.problems)
+    others, missing = find_targets(catalog.features)
     plan = make_plan(
-        catalog, installed.source, choices, try_unlisted=good["VLLM_HWPLUGIN_TRY_UNLISTED"].flag, strict=strict
+        catalog,
+        installed.source,
+        choices,
+        try_unlisted=good["VLLM_HWPLUGIN_TRY_UNLISTED"].flag,
+        strict=strict,
+        refused=missing,
+        others={name: item.source for name, item in others.items()},
     )
     found.problems += plan.errors
     found.warnings += [

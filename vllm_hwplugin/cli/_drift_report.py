@@ -10,6 +10,7 @@ from typing import Any
 from packaging.version import Version
 
 from vllm_hwplugin.patching import (
+    VLLM,
     Catalog,
     Feature,
     FeatureVerdict,
@@ -18,6 +19,7 @@ from vllm_hwplugin.patching import (
     Status,
     check_conflicts,
     evaluate,
+    target_name,
 )
 from vllm_hwplugin.versions import Versions
 
@@ -35,36 +37,67 @@ _WORDS = {
 
 @dataclass(frozen=True, slots=True)
 class TargetReport:
-    """One vLLM: the verdict on each feature, or why it could not be checked."""
+    """One vLLM, or another distribution: the verdict on each feature, or why it could not be checked.
+
+    Attributes:
+        ahead: the version was asked for because it is new. That no variant lists it is expected then, where one fits.
+        fitting: features that no variant lists it for, and that one would fit.
+    """
 
     target: str
     label: str
     version: str | None
     verdicts: tuple[FeatureVerdict, ...] = ()
     error: str | None = None
+    distribution: str = VLLM
+    ahead: bool = False
+    fitting: frozenset[str] = frozenset()
+
+    def expects(self, verdict: FeatureVerdict) -> bool:
+        """Whether there is nothing to mend: see :func:`is_expected`, and `ahead`."""
+        return is_expected(verdict) or (self.ahead and verdict.feature in self.fitting)
 
 
-def check(catalog: Catalog, target: str, source: Source) -> TargetReport:
+def check(
+    catalog: Catalog, target: str, source: Source, chosen: Catalog | None = None, *, ahead: bool = False
+) -> TargetReport:
     """Judge every feature of the catalogue on one vLLM.
 
     Features that fit alone but change the same lines are in conflict: neither verdict would hold in a process.
+
+    Args:
+        catalog: features of one distribution, which is the source's.
+        chosen: those of them to judge; the others only count where they are in conflict with one of these.
+        ahead: see :class:`TargetReport`.
     """
+    chosen = catalog if chosen is None else chosen
     clashes: dict[str, list[str]] = {}
     for conflict in check_conflicts(catalog, source):
         for one, other in (conflict.features, conflict.features[::-1]):
             clashes.setdefault(one, []).append(f"changes the same lines of {conflict.path} as {other}")
     verdicts = []
-    for feature in catalog.features:
+    fitting = set()
+    for feature in chosen.features:
         verdict = evaluate(feature, source)
         if verdict.status is Status.UNLISTED:
-            verdict = _tried(feature, source, verdict)
+            verdict, fits = _tried(feature, source, verdict)
+            if fits:
+                fitting.add(feature.id)
         if feature.id in clashes:
             verdict = verdict._replace(status=Status.CONFLICT, reason="; ".join(clashes[feature.id]))
         verdicts.append(verdict)
-    return TargetReport(target, source.label, source.version, tuple(verdicts))
+    return TargetReport(
+        target,
+        source.label,
+        source.version,
+        tuple(verdicts),
+        distribution=chosen.features[0].distribution if chosen.features else VLLM,
+        ahead=ahead,
+        fitting=frozenset(fitting),
+    )
 
 
-def _tried(feature: Feature, source: Source, unlisted: FeatureVerdict) -> FeatureVerdict:
+def _tried(feature: Feature, source: Source, unlisted: FeatureVerdict) -> tuple[FeatureVerdict, bool]:
     """What the variant that fits best would do to a version that none lists: the work that a new vLLM makes."""
     trials = []
     for variant in reversed(feature.variants):
@@ -73,11 +106,11 @@ def _tried(feature: Feature, source: Source, unlisted: FeatureVerdict) -> Featur
     # By share: a variant of one hunk that does not fit at all has less trouble than one of ten that fits in eight.
     variant, best = min(trials, key=lambda trial: len(troubled_hunks(trial[1])) / max(1, len(trial[1].hunks)))
     if best.status is Status.UPSTREAM:
-        outcome = "is in this vLLM already"
+        outcome = f"is in this {feature.target} already"
     else:
         outcome = f"would {'apply' if best.status is Status.APPLIES else 'not apply'}: {summary(best)}"
     reason = f"{unlisted.reason}; the one for {variant.versions} {outcome}"
-    return unlisted._replace(hunks=best.hunks, reason=reason)
+    return unlisted._replace(hunks=best.hunks, reason=reason), best.status in EXPECTED
 
 
 def is_expected(verdict: FeatureVerdict) -> bool:
@@ -88,7 +121,7 @@ def is_expected(verdict: FeatureVerdict) -> bool:
 def exit_status(reports: Iterable[TargetReport]) -> int:
     """0 as expected, 1 drift, 2 could not check. Drift that was found outweighs a target that could not be read."""
     seen = list(reports)
-    unexpected = {verdict.status for report in seen for verdict in report.verdicts if not is_expected(verdict)}
+    unexpected = {verdict.status for report in seen for verdict in report.verdicts if not report.expects(verdict)}
     if unexpected - {Status.UNREADABLE}:
         return 1
     return 2 if unexpected or any(report.error is not None for report in seen) else 0
@@ -122,7 +155,9 @@ def as_json(reports: Iterable[TargetReport], plugin_version: str) -> dict[str, A
                 "label": report.label,
                 "version": report.version,
                 "error": report.error,
-                "features": [_verdict_json(verdict) for verdict in report.verdicts],
+                "distribution": report.distribution,
+                "ahead": report.ahead,
+                "features": [_verdict_json(verdict, report.expects(verdict)) for verdict in report.verdicts],
             }
             for report in seen
         ],
@@ -135,16 +170,17 @@ def as_markdown(catalog: Catalog, reports: Iterable[TargetReport]) -> str:
     The text depends on the patches and the vLLM sources alone, so that a test can compare it with the stored page.
     """
     seen = list(reports)
+    target = catalog.features[0].target if catalog.features else target_name(VLLM)
     lines = [
-        "# Which patches fit which vLLM versions",
+        f"# Which patches fit which {target} versions",
         "",
         "Made by `vllm-hwplugin drift --all --markdown docs/compatibility.md`; do not edit.",
         "",
         "*exact*: every hunk matches at its stated line. *moved by N lines*: every hunk matches at exactly one place, "
-        "the furthest N lines from the stated one. *upstream*: vLLM has the change. *not needed*: vLLM does not have "
-        "the fault. Anything else means that the feature is off on that version.",
+        f"the furthest N lines from the stated one. *upstream*: {target} has the change. *not needed*: {target} does "
+        "not have the fault. Anything else means that the feature is off on that version.",
         "",
-        "| vLLM | " + " | ".join(f"`{feature.id}`" for feature in catalog.features) + " |",
+        f"| {target} | " + " | ".join(f"`{feature.id}`" for feature in catalog.features) + " |",
         "|---" * (1 + len(catalog.features)) + "|",
     ]
     for name, report in zip(row_names(seen), seen, strict=True):
@@ -186,11 +222,11 @@ def _spans(names: list[str]) -> list[str]:
     return [names[0]] if len(names) == 1 else [f"{names[0]} to {names[-1]} ({len(names)} versions)"]
 
 
-def _verdict_json(verdict: FeatureVerdict) -> dict[str, Any]:
+def _verdict_json(verdict: FeatureVerdict, expected: bool) -> dict[str, Any]:
     return {
         "feature": verdict.feature,
         "status": verdict.status.value,
-        "expected": is_expected(verdict),
+        "expected": expected,
         "exact": verdict.exact,
         "summary": summary(verdict),
         "reason": verdict.reason,

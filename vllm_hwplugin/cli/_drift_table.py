@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -12,9 +12,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from vllm_hwplugin.patching import Catalog, FeatureVerdict, HunkVerdict, Status
+from vllm_hwplugin.patching import Catalog, FeatureVerdict, HunkVerdict, Status, target_name
 
-from ._drift_report import TargetReport, is_expected, row_names, summary, troubled_hunks
+from ._catalogues import Selection
+from ._drift_report import TargetReport, row_names, summary, troubled_hunks
 from ._tables import table_for
 
 _STYLES = {Status.APPLIES: "green", Status.UPSTREAM: "cyan", Status.NOT_NEEDED: "dim"}
@@ -46,10 +47,20 @@ def say_once(console: Console) -> Callable[[list[str]], None]:
     return say
 
 
-def print_report(
-    catalog: Catalog, reports: Sequence[TargetReport], out: Console, err: Console, notes: Sequence[str] = ()
-) -> None:
-    """Print the verdicts and mismatches to `out`; notes and targets that could not be checked to `err`."""
+def say_notes(notes: Iterable[str], err: Console) -> None:
+    """What a user should know about how the answers came about."""
+    for note in notes:
+        _line(err, f"note: {note}")
+
+
+def say_troubles(selection: Selection, err: Console) -> None:
+    """The catalogues whose patches could not be looked at."""
+    for trouble in selection.troubles:
+        _line(err, f"error: the patches of {trouble.where} are left out: {trouble.reason}")
+
+
+def print_report(catalog: Catalog, reports: Sequence[TargetReport], out: Console, err: Console) -> None:
+    """Print the verdicts and mismatches to `out`; targets that could not be checked to `err`."""
     checked = [report for report in reports if report.error is None]
     names = row_names(checked)
     table = _table(catalog, names, checked, out) if checked and out.is_terminal else None
@@ -58,13 +69,11 @@ def print_report(
     for name, report in zip(names, checked, strict=True):
         for verdict in report.verdicts:
             if table is None:
-                _line(out, f"vllm {name}: {verdict.feature}: {summary(verdict)}{_because(verdict)}")
-            elif not is_expected(verdict):
-                _line(out, f"\nvllm {name}: {verdict.feature}: {summary(verdict)}{_because(verdict)}")
+                _line(out, f"{report.distribution} {name}: {verdict.feature}: {summary(verdict)}{_because(verdict)}")
+            elif not report.expects(verdict):
+                _line(out, f"\n{report.distribution} {name}: {verdict.feature}: {summary(verdict)}{_because(verdict)}")
             for hunk in troubled_hunks(verdict):
                 _print_hunk(out, hunk)
-    for note in notes:
-        _line(err, f"note: {note}")
     failures = Counter(report.error for report in reports if report.error is not None)
     for failure, count in failures.items():
         _line(err, f"error: {failure}" + (f" ({count} targets)" if count > 1 else ""))
@@ -77,8 +86,9 @@ def _table(catalog: Catalog, names: list[str], reports: Sequence[TargetReport], 
         for name, report in zip(names, reports, strict=True)
     ]
     ids = [feature.id for feature in catalog.features]
-    whole = table_for(out, "", ["vLLM", *ids], rows)
-    return whole or table_for(out, "", ["vLLM", *(name.replace("-", "-\n") for name in ids)], rows)
+    target = target_name(reports[0].distribution)
+    whole = table_for(out, "", [target, *ids], rows)
+    return whole or table_for(out, "", [target, *(name.replace("-", "-\n") for name in ids)], rows)
 
 
 def _because(verdict: FeatureVerdict) -> str:
@@ -90,7 +100,7 @@ def _because(verdict: FeatureVerdict) -> str:
 def _print_hunk(out: Console, hunk: HunkVerdict) -> None:
     where = f"  {hunk.path}: hunk {hunk.hunk_index} of {hunk.origin}"
     if hunk.status == "missing":
-        _line(out, f"{where}: this vLLM has no such file")
+        _line(out, f"{where}: this version has no such file")
         return
     if hunk.status == "ambiguous":
         _line(out, f"{where}: ambiguous, fits at lines {', '.join(map(str, hunk.found_at))}; expected one place")

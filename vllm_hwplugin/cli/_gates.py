@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -13,6 +14,9 @@ from rich.console import Console
 from rich.text import Text
 
 from .. import gates as table
+from ..errors import HwpluginError
+from ..patching import load_catalog
+from ..patching.outside import find_outside
 from ._app import FAILURE
 from ._tables import print_rows
 from ._text import printable, shortened
@@ -59,9 +63,10 @@ def _compare(page: Path) -> None:
 
 
 def _list(console: Console) -> None:
-    rows = [(gate, *_now(gate.name), gate.good_values, _what(gate)) for gate in table.GATES]
+    more = _of_catalogues()
+    rows = [(gate, *_now(gate), gate.good_values, _what(gate)) for gate in (*table.GATES, *more)]
     _show_rows(rows, console)
-    for without_effect in table.unknown():
+    for without_effect in table.unknown(None, more):
         line = printable(str(without_effect), keep="")
         Console(stderr=True).print(line, style="yellow", markup=False, highlight=False, soft_wrap=True)
 
@@ -78,13 +83,21 @@ def _show_rows(rows: Sequence[tuple[table.Gate, str, str, str, str]], console: C
     )
 
 
-def _now(name: str) -> tuple[str, str]:
+def _of_catalogues() -> tuple[table.Gate, ...]:
+    """The gates of catalogues from outside; doctor is the one to say what is wrong with these."""
     try:
-        value = table.read(name)
+        return find_outside(os.environ, load_catalog()).gates
+    except HwpluginError:
+        return ()
+
+
+def _now(gate: table.Gate) -> tuple[str, str]:
+    try:
+        value = table.read(gate)
     except table.GateError:
         # The list is where a reader looks for the good values; doctor is the one to judge.
-        return "(bad value)", table.source(name)
-    shown = printable(shortened(table.show(value.value)), keep="") or "not set"
+        return "(bad value)", table.source(gate)
+    shown = printable(shortened(table.show(value.value, gate.kind)), keep="") or "not set"
     return shown, f"{value.source} ({value.conflict})" if value.conflict else value.source
 
 

@@ -12,9 +12,11 @@ from rich.text import Text
 
 from vllm_hwplugin.patching import Catalog, Feature, FeatureVerdict, Source, Status, evaluate, load_catalog, render_diff
 
+from ._app import FAILURE
+from ._catalogues import select
 from ._drift import PATIENCE
 from ._drift_report import TargetReport, exit_status, summary
-from ._drift_table import say_once
+from ._drift_table import say_once, say_troubles
 from ._tables import print_rows
 from .sources import Index, SourceError, open_installed, open_target, run_all
 
@@ -31,24 +33,31 @@ class UnknownFeature(SourceError):
 def patches(ctx: typer.Context) -> None:
     """List the patches, and show the exact text change that one makes.
 
-    Without a subcommand: one line a feature with its gate and vLLM versions.
+    Without a subcommand: one line a feature with its gate and versions, the plugin's own and those of catalogues from
+    outside. Exit status 2 where one of these cannot be used.
     """
     if ctx.invoked_subcommand is not None:
         return
     out = Console(highlight=False)
-    catalog = load_catalog()
+    selection = select(load_catalog())
     if not out.is_terminal:
-        for feature in catalog.features:
-            typer.echo(f"{feature.id}: {feature.title}; gate {feature.gate}; vLLM {versions(feature)}")
-        return
-    cells = [(feature.id, feature.title, feature.gate, versions(feature)) for feature in catalog.features]
-    print_rows(out, "", ("feature", "what", "gate", "vLLM"), [list(map(Text, row)) for row in cells])
+        for feature in selection.chosen:
+            typer.echo(f"{feature.id}: {feature.title}; gate {feature.gate}; {feature.target} {versions(feature)}")
+    else:
+        cells = [
+            (feature.id, feature.title, feature.gate, f"{feature.target} {versions(feature)}")
+            for feature in selection.chosen
+        ]
+        print_rows(out, "", ("feature", "what", "gate", "versions"), [list(map(Text, row)) for row in cells])
+    if selection.troubles:
+        say_troubles(selection, Console(stderr=True, highlight=False))
+        raise typer.Exit(FAILURE)
 
 
 @app.command()
 def show(feature: Annotated[str, _FEATURE]) -> None:
     """Show what a feature changes and why, where it comes from, and when it can go."""
-    found = find_feature(load_catalog(), feature)
+    found = find_feature(select(load_catalog()).catalog, feature)
     typer.echo(f"{found.id}: {found.title}\n")
     typer.echo(_paragraph(found.what) + "\n")
     typer.echo(f"gate:     {found.gate}")
@@ -56,9 +65,9 @@ def show(feature: Annotated[str, _FEATURE]) -> None:
     typer.echo(f"requires: {', '.join(found.requires) or 'nothing'}")
     typer.echo(f"removal:  {' '.join(found.removal.split())}")
     for gap in found.not_needed:
-        typer.echo(f"not needed on vLLM {gap.versions}: {' '.join(gap.reason.split())}")
+        typer.echo(f"not needed on {found.target} {gap.versions}: {' '.join(gap.reason.split())}")
     for variant in found.variants:
-        typer.echo(f"\non vLLM {variant.versions}:")
+        typer.echo(f"\non {found.target} {variant.versions}:")
         for file in variant.files:
             typer.echo(f"  {file.path}: {len(file.hunks)} hunk{'' if len(file.hunks) == 1 else 's'} ({file.origin})")
 
@@ -70,25 +79,29 @@ def diff(
         str | None,
         typer.Option(
             "--vllm",
+            "--target",
             metavar="TARGET",
-            help="A wheel file, a folder or a version, as `drift` takes them. Default: the installed vLLM.",
+            help="A wheel file, a folder or a version, as `drift` takes them. Default: what is installed.",
             show_default=False,
         ),
     ] = None,
 ) -> None:
-    """Print the exact text change that a feature makes to a vLLM, as a unified diff.
+    """Print the exact text change that a feature makes to a vLLM, or to what else it changes, as a unified diff.
 
     Exit status 1 where the feature does not fit, 2 where that cannot be told; the diff of what is not needed is empty.
     """
-    found = find_feature(load_catalog(), feature)
+    found = find_feature(select(load_catalog()).catalog, feature)
     index = Index()
 
     def read(target: str) -> tuple[Source, FeatureVerdict]:
-        source = open_installed() if vllm is None else open_target(target, index)
+        if vllm is None:
+            source = open_installed(found.distribution, [found])
+        else:
+            source = open_target(target, index, found.distribution)
         return source, evaluate(found, source)
 
     wait = say_once(Console(stderr=True, highlight=False))
-    ((source, verdict),) = run_all(read, [vllm or "the installed vLLM"], 1, patience=PATIENCE, on_wait=wait)
+    ((source, verdict),) = run_all(read, [vllm or f"the installed {found.target}"], 1, patience=PATIENCE, on_wait=wait)
     if verdict.status is not Status.APPLIES:
         reason = f" ({verdict.reason})" if verdict.reason else ""
         typer.echo(f"{source.label}: {found.id}: {summary(verdict)}{reason}", err=True)

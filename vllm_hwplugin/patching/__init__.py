@@ -11,6 +11,7 @@ from ._errors import CatalogError, DiffError, PatchingError, UnreadableFile
 from ._evaluate import check_conflicts, evaluate
 from ._installed import Installed, NotInstalled, VersionUnknown, find_installed
 from ._model import (
+    VLLM,
     Catalog,
     Conflict,
     Feature,
@@ -26,6 +27,7 @@ from ._model import (
     Source,
     Status,
     Variant,
+    target_name,
 )
 from ._overlay import FOLDER
 from ._plan import make_plan, render_diff
@@ -34,6 +36,7 @@ from ._runtime import InstallError, ModuleCheck, current_plan, install, verify
 __all__ = [
     "FOLDER",
     "SUPPORTED",
+    "VLLM",
     "Catalog",
     "CatalogError",
     "Conflict",
@@ -68,5 +71,6 @@ __all__ = [
     "load_catalog",
     "make_plan",
     "render_diff",
+    "target_name",
     "verify",
 ]

@@ -122,6 +122,8 @@ def load_feature(folder: Path, version: str | None, terms: Terms) -> Feature:
         NotNeeded(_versions(table, file), text_of(table, "reason", file)) for table in _tables(raw, "not_needed", file)
     ]
     _refuse_overlap([*ranges, *(item.versions for item in not_needed)], file, distribution, bool(terms.catalogue))
+    if terms.catalogue and not tables:
+        raise CatalogError(f"{file}: has no [[variant]], so it changes nothing; see docs/how-to-add-a-patch.md")
     if terms.catalogue and (endless := next((item for item in ranges if not item.has_end), None)):
         raise CatalogError(
             f"{file}: the range '{endless}' of a variant has no end, so it would hold releases that nobody has seen; "

@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 
 from .. import cachedir, gates
 from ._catalog import FEATURE_KEYS, Terms, feature_folders, in_order, load_feature, read_toml, refuse_unknown, text_of
-from ._distributions import find_targets, importable
+from ._distributions import find_distribution, find_targets, importable
 from ._errors import CatalogError, PatchingError
 from ._model import VLLM, Catalog, Feature
 from ._packages import catalogue_packages
@@ -32,11 +32,13 @@ __all__ = [
     "Trouble",
     "catalogue_packages",
     "feature_folders",
+    "find_distribution",
     "find_outside",
     "find_targets",
     "gate_name",
     "load_outside",
     "read_manifest",
+    "refuse_taken",
 ]
 
 #: The file that makes a folder a catalogue.
@@ -238,14 +240,20 @@ def find_outside(
             if any(folder == each.manifest.folder for each in catalogues):
                 continue
             loaded = load_outside(folder, version=version, read=read)
-            _refuse_taken(loaded, catalogues, own)
+            refuse_taken(loaded, catalogues, own)
             catalogues.append(loaded)
         except (PatchingError, cachedir.UntrustedFolder, OSError) as error:
             troubles.append(Trouble(where, str(error)))
     return Found(tuple(catalogues), tuple(troubles))
 
 
-def _refuse_taken(new: Outside, catalogues: list[Outside], own: Catalog) -> None:
+def refuse_taken(new: Outside, catalogues: Sequence[Outside], own: Catalog) -> None:
+    """CatalogError where a catalogue's name or gate is one before it's already, or where it requires what there is not.
+
+    Args:
+        catalogues: those before it.
+        own: the project's own features.
+    """
     manifest = new.manifest
     for each in catalogues:
         if each.manifest.name == manifest.name:

@@ -9,7 +9,7 @@ from ._background import run_all
 from ._errors import BadTarget, BadTree, BadWheel, IndexUnreachable, MissingTool, SourceError, UnknownVersion
 from ._index import Index, IndexSource
 from ._pipconfig import PipConfig
-from ._target import open_installed, open_target
+from ._target import distribution_of, open_installed, open_target
 from ._tree import TreeSource
 from ._wheel import WheelSource
 
@@ -26,6 +26,7 @@ __all__ = [
     "TreeSource",
     "UnknownVersion",
     "WheelSource",
+    "distribution_of",
     "open_installed",
     "open_target",
     "run_all",

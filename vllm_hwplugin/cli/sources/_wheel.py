@@ -21,6 +21,18 @@ def metadata_members(names: list[str]) -> list[str]:
     return [name for name in names if name.count("/") == 1 and name.endswith(".dist-info/METADATA")]
 
 
+def holds(package: str | None, member: str) -> bool:
+    """Whether a member is a module of `package`; of any package where that is None."""
+    return member.endswith(".py") and (package is None or member.startswith(f"{package}/"))
+
+
+def no_modules(label: str, package: str | None) -> str:
+    """The message for a wheel that has none of the modules."""
+    if package is None:
+        return f"{label}: no Python module in this wheel; nothing in it can be patched"
+    return f"{label}: no {package}/ package in this wheel; name a wheel of vLLM"
+
+
 def decode(data: bytes, where: str) -> str:
     """The text of a member; Python sources are UTF-8 unless they say otherwise, and vLLM's do not."""
     try:
@@ -30,13 +42,16 @@ def decode(data: bytes, where: str) -> str:
 
 
 class WheelSource:
-    """A vLLM wheel.
+    """A vLLM wheel, or one of another distribution.
+
+    Args:
+        package: the package that it has to hold; None for a distribution of other packages.
 
     Raises:
-        BadWheel: the file is not a sound zip archive, holds no vLLM, or states no version.
+        BadWheel: the file is not a sound zip archive, does not hold the package, or states no version.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, package: str | None = "vllm") -> None:
         self._path = path
         try:
             self._zip = zipfile.ZipFile(path)
@@ -45,8 +60,8 @@ class WheelSource:
             raise BadWheel(
                 f"{path}: not a readable wheel ({_one_line(error)}); name a complete .whl file, or download it again"
             ) from error
-        if not any(name.startswith("vllm/") for name in self._names):
-            raise BadWheel(f"{path}: no vllm/ package in this wheel; name a wheel of vLLM")
+        if not any(holds(package, name) for name in self._names):
+            raise BadWheel(no_modules(str(path), package))
         metadata = [self._read(name) for name in metadata_members(sorted(self._names))]
         found = find_version(metadata, self.read)
         if found is None:
