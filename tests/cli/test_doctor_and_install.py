@@ -30,6 +30,16 @@ ENVIRONMENTS: dict[str, dict[str, str]] = {
     "bad value, on": {"VLLM_HWPLUGIN_SLP": "perhaps", GATE: "on"},
     "bad strictness": {"VLLM_HWPLUGIN_STRICT": "perhaps"},
 }
+FIX = "VLLM_HWPLUGIN_PATCH_ACME_FIX"
+OUTSIDE: dict[str, dict[str, str]] = {
+    **{name: ENVIRONMENTS[name] for name in ("default", "strict", "off", "switched off", "bad value")},
+    "outside on": {FIX: "on"},
+    "outside off": {FIX: "off"},
+    "outside off, strict": {FIX: "off", "VLLM_HWPLUGIN_STRICT": "1"},
+    "outside bad value": {FIX: "yes"},
+    "outside misspelt": {f"{FIX}ED": "on"},
+    "outside on, switched off": {FIX: "on", "VLLM_HWPLUGIN": "0"},
+}
 
 BOTH = """
     import logging
@@ -83,6 +93,44 @@ def test_doctor_says_what_install_does(tmp_path: Path, change: Callable[[Project
         _agree(name, answer)
     # The environments are worth walking only as long as they differ.
     assert len(seen) > 1
+
+
+def _fits(project: Project) -> None:
+    """As it was made."""
+
+
+def _uninstall(project: Project) -> None:
+    (project.site / "acme_lib-1.0.dist-info").rename(project.site / "gone")
+
+
+def _open_to_all(project: Project) -> None:
+    (project.folder / "acme").chmod(0o777)
+
+
+def _empty(project: Project) -> None:
+    (project.folder / "acme" / "fix" / "edit.diff").write_text("")
+
+
+@pytest.mark.parametrize("change", [_fits, _uninstall, _open_to_all, _empty])
+def test_doctor_says_what_install_does_with_a_catalogue_from_outside(
+    tmp_path: Path, change: Callable[[Project], None]
+) -> None:
+    project = make_project(tmp_path)
+    project.feature(BASE, EDITS, gate=GATE)
+    project.distribution("acme-lib", "1.0", {"acme_lib/__init__.py": "", "acme_lib/core.py": "VALUE = 1\n"})
+    edits, more = {"acme_lib/core.py": [("VALUE = 1", "VALUE = 2")]}, 'distribution = "acme-lib"'
+    catalogue = project.catalogue("acme")
+    requires = [f"vllm-hwplugin/{BASE}"]
+    project.feature("fix", edits, gate=None, requires=requires, catalogue=catalogue, versions="==1.0", more=more)
+    change(project)
+    named = {"VLLM_HWPLUGIN_PATCHES": str(catalogue)}
+    environments = {name: variables | named for name, variables in OUTSIDE.items()}
+    answers = project.outcomes(f"PATCHES = {str(project.patches)!r}\n" + textwrap.dedent(BOTH), environments)
+    for name, answer in answers.items():
+        _agree(name, answer)
+    assert answers["default"]["states"][BASE] == "live"
+    assert answers["outside on"]["install"].startswith("works" if change is _fits else "stops")
+    assert answers["outside misspelt"]["install"].startswith("stops")
 
 
 def _agree(name: str, answer: dict[str, Any]) -> None:

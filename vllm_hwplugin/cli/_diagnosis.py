@@ -35,7 +35,7 @@ from ..patching import (
     load_catalog,
     make_plan,
 )
-from ..patching.outside import FOLDERS, Found, find_outside, find_targets
+from ..patching.outside import FOLDERS, Found, Trouble, find_outside, find_targets
 from ..platforms import musa_host, musa_versions
 from ..record import ProcessRecord
 from . import _host
@@ -172,7 +172,8 @@ def diagnose(environ: Mapping[str, str] | None = None, *, catalog: Catalog | Non
         gates=tuple(
             _row(gate, values[gate.name], gates.source(gate, environ)) for gate in (*gates.GATES, *outside.gates)
         ),
-        features=features,
+        # As the records of processes have them.
+        features=(*(_left_out(item) for item in outside.troubles), *features),
         fingerprint=fingerprint,
         last_engine=last_engine(_records(environ, found)),
         problems=tuple(found.problems),
@@ -238,6 +239,10 @@ def _read_into(
             found.warnings.append(f"{name}={value.raw} is understood, but it has no effect in this release")
 
 
+def _left_out(trouble: Trouble) -> FeatureRow:
+    return FeatureRow(trouble.where, "a catalogue", "", "", "refused", trouble.reason)
+
+
 def _own_catalogue(catalog: Catalog | None, found: _Findings) -> Catalog | None:
     try:
         return load_catalog() if catalog is None else catalog
@@ -261,7 +266,7 @@ def _find_outside(
     found.warnings += [str(item) for item in gates.unknown(environ, outside.gates)]
     switched_off = isinstance(master, gates.GateValue) and not master.flag
     said = found.problems if _is_strict(values) and not switched_off else found.warnings
-    said += [f"the patches of {item.where} are left out: {item.reason}" for item in outside.troubles]
+    said += [f"{item.where} is not live, vLLM runs stock there: {item.reason}" for item in outside.troubles]
     said = found.warnings if switched_off else found.problems
     said += [
         f"{name}=on, but no catalogue of patches has this gate" for name in gates.unclaimed(environ, outside.gates)

@@ -75,8 +75,8 @@ def drift(
         bool,
         typer.Option(
             "--next",
-            help="Also the newest release on the package index, and the newest pre-release where that is newer. A patch "
-            "that fits passes there, though no variant lists the version yet.",
+            help="Also the newest release on the package index, and the newest pre-release where that is newer. A "
+            "patch that fits passes there, though no variant lists the version yet.",
         ),
     ] = False,
     catalogues: Annotated[
