@@ -153,6 +153,26 @@ def test_the_newest_release_and_pre_release_are_found_without_a_name(
     assert run("drift", "--catalogue", str(acme), "--next").exit_code == 2
 
 
+def test_all_are_the_releases_that_variants_are_for(acme: Path, publish: Callable[..., Path]) -> None:
+    for version in ("0.31.0", "0.32.0", "0.33.0", "0.33.1", "0.33.2rc1", "0.34.0"):
+        publish(version)
+    for version in ("1.9", "2.0", "2.5"):
+        publish(version, library=LIBRARY)
+    result = run("drift", "--catalogue", str(acme), "--all")
+    assert result.exit_code == 0, result.output
+    assert [line.partition(":")[0] for line in lines(result)] == [
+        "vllm 0.32.0",
+        "vllm 0.33.0",
+        "vllm 0.33.1",
+        "acme-lib 2.0",
+        "acme-lib 2.5",
+    ]
+    (acme / "answer" / "patch.toml").write_text((acme / "answer" / "patch.toml").read_text().replace(">=2", ">2.6"))
+    result = run("drift", "--catalogue", str(acme), "--all")
+    assert result.exit_code == 2
+    assert "no release of acme-lib that a variant is for; they are for <3,>2.6" in result.output
+
+
 def test_patches_of_all_catalogues(acme: Path, publish: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_HWPLUGIN_PATCHES", str(acme))
     result = run("patches")

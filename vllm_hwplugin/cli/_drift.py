@@ -69,7 +69,12 @@ def drift(
         ),
     ] = None,
     every: Annotated[
-        bool, typer.Option("--all", help=f"Also all {len(SUPPORTED)} supported versions, from the package index.")
+        bool,
+        typer.Option(
+            "--all",
+            help=f"Also all {len(SUPPORTED)} supported versions, from the package index; without the plugin's own "
+            "patches, all releases that a variant of the others is for.",
+        ),
     ] = False,
     ahead: Annotated[
         bool,
@@ -134,15 +139,28 @@ def _jobs(selection: Selection, targets: list[str], every: bool, ahead: bool, in
         if distribution not in chosen:
             raise BadTarget(f"{target}: none of the patches that are checked changes {target_name(distribution)}")
         jobs.append(job(target, distribution))
-    if every and VLLM in chosen:
-        jobs += [job(version, VLLM) for version in SUPPORTED]
-    if ahead:
-        for distribution in chosen:
-            prefix = "" if distribution == VLLM else f"{distribution}=="
+    for distribution, catalog in chosen.items():
+        prefix = "" if distribution == VLLM else f"{distribution}=="
+        if every:
+            jobs += [job(f"{prefix}{version}", distribution) for version in _covered(distribution, catalog, index)]
+        if ahead:
             jobs += [job(f"{prefix}{version}", distribution, True) for version in index.newest(distribution)]
     jobs = jobs or [job("", distribution) for distribution in chosen]
     # The first of a name is the one that was asked for by it.
     return list({each.name: each for each in reversed(jobs)}.values())[::-1]
+
+
+def _covered(distribution: str, catalog: Catalog, index: Index) -> list[str]:
+    if not all(feature.is_outside for feature in catalog.features):
+        return list(SUPPORTED)
+    ranges = [variant.versions for feature in catalog.features for variant in feature.variants]
+    found = [version for version in index.released(distribution) if any(item.covers(version) for item in ranges)]
+    if not found:
+        raise BadTarget(
+            f"the package index has no release of {target_name(distribution)} that a variant is for; they are for "
+            f"{', '.join(sorted({str(item) for item in ranges}))}"
+        )
+    return found
 
 
 def check_all(jobs: list[_Job], index: Index) -> list[TargetReport]:

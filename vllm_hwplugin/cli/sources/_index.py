@@ -18,7 +18,7 @@ from packaging.utils import canonicalize_name
 from ._cache import Member, WheelCache, safe_member, sources_folder
 from ._errors import BadWheel, IndexUnreachable, SourceError, UnknownVersion
 from ._pipconfig import UNSHOWN, PipConfig, pip_config, shown
-from ._releases import Release, choose, is_file_name, newest, parse_release, releases_of
+from ._releases import Release, choose, is_file_name, newest, parse_release, releases_of, versions_of
 from ._tree import find_version
 from ._wheel import decode, holds, metadata_members, no_modules
 
@@ -95,7 +95,12 @@ class Index:
             UnknownVersion: the index lists no wheel of it.
             IndexUnreachable: no index answers; what was kept says nothing of what is new.
         """
-        return newest(project, self._releases(project))
+        return newest(versions_of(project, self._releases(project)))
+
+    def released(self, project: str) -> tuple[str, ...]:
+        """All releases of a project, oldest first, without pre-releases; raises as `newest`."""
+        found = versions_of(project, self._releases(project))
+        return tuple(str(version) for version in found if not version.is_prerelease)
 
     def kept_folder(self, release: Release) -> Path:
         return self._cache / release.filename

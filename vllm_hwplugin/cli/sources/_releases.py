@@ -87,21 +87,24 @@ def choose(project: str, version: str, releases: Iterable[Release]) -> Release:
     return max(matching, key=_rank)
 
 
-def newest(project: str, releases: Iterable[Release]) -> tuple[str, ...]:
-    """The newest release, and the newest pre-release where it is newer; oldest first.
-
-    Yanked wheels do not count, and neither do nightly builds.
+def versions_of(project: str, releases: Iterable[Release]) -> list[Version]:
+    """The versions of a project's wheels, oldest first. Yanked wheels do not count, and neither do nightly builds.
 
     Raises:
-        UnknownVersion: there is no wheel.
+        UnknownVersion: there is none.
     """
-    versions = {Version(item.version.public) for item in releases if not item.yanked and not item.version.is_devrelease}
-    if not versions:
+    found = {Version(item.version.public) for item in releases if not item.yanked and not item.version.is_devrelease}
+    if not found:
         raise UnknownVersion(
             f"{project}: the package index lists no wheel of it; see whether it is the right one (pip config list)"
         )
-    last = max(versions)
-    released = max((version for version in versions if not version.is_prerelease), default=last)
+    return sorted(found)
+
+
+def newest(versions: list[Version]) -> tuple[str, ...]:
+    """Of `versions_of`, the newest release, and behind it the newest pre-release where that is newer."""
+    last = versions[-1]
+    released = next((version for version in reversed(versions) if not version.is_prerelease), last)
     return (str(released),) if released == last else (str(released), str(last))
 
 
