@@ -25,7 +25,7 @@ from vllm import LLM, SamplingParams
 import transformers.utils.versions as versions
 llm = LLM(model=MODEL, dtype="float32", enforce_eager=True, max_model_len=64, max_num_seqs=1, seed=0)
 (output,) = llm.generate([{"prompt_token_ids": [1, 2, 3]}], SamplingParams(max_tokens=8, ignore_eos=True))
-print("ANSWER", len(output.outputs[0].token_ids), versions.require_version_core.__code__.co_filename)
+print("ANSWER", len(output.outputs[0].token_ids), versions.added.__code__.co_filename)
 llm.llm_engine.engine_core.shutdown()
 """
 

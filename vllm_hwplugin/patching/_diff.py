@@ -140,6 +140,8 @@ def _path(source: str, target: str, origin: str, distribution: str) -> str:
     if old != new or of_vllm != (distribution == VLLM) or not _is_module(old):
         expected = "vllm/....py" if distribution == VLLM else "....py"
         whose = target_name(distribution)
+        if of_vllm and distribution != VLLM:
+            whose += ", and the package vllm is of the distribution 'vllm', whoever built it"
         raise DiffError(
             f"{origin}: changes {source!r} to {target!r}; expected the same {expected!r} on both sides: patches edit "
             f"existing files of {whose}, new code goes into vllm_hwplugin or a package of your own"
