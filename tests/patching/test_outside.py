@@ -196,6 +196,24 @@ def test_a_library_of_the_same_name_in_front_of_the_distribution_is_left_alone(a
     assert f"imported from {other}" in printed
 
 
+def test_an_editable_installation_is_patched_where_it_lies(acme: Project) -> None:
+    """Its metadata lists no module; its project's folder is not that of vLLM."""
+    project, metadata = acme.folder / "its project", acme.site / "Acme.Lib-2.1.0.dist-info"
+    (project / "src").mkdir(parents=True)
+    (acme.site / "acme_lib").rename(project / "src" / "acme_lib")
+    (metadata / "RECORD").write_text("__editable__.acme_lib.pth,,\n")
+    (metadata / "direct_url.json").write_text(json.dumps({"url": project.as_uri(), "dir_info": {"editable": True}}))
+    show = "sys.path.append({!r})\nentry = install()\n{}\nprint(entry.features['acme/fix']['reason'])"
+    assert acme.run(show.format(str(project / "src"), ANSWER), **folders(acme, "acme")) == "patched\n\n"
+    # Another copy of the package in front of it.
+    other = acme.folder / "front"
+    other.mkdir()
+    (project / "src" / "acme_lib").rename(other / "acme_lib")
+    printed = acme.run(show.format(str(other), ANSWER), **folders(acme, "acme"))
+    assert printed.startswith("stock\n")
+    assert f"acme-lib is installed from {project}, and acme_lib is not imported from there" in printed
+
+
 def test_the_earlier_of_two_that_conflict_is_live(acme: Project) -> None:
     """The project's own come first, then the catalogues as they are named."""
     acme.feature("own", {"vllm/v1/alpha.py": [("return value * 2", "return value * 3")]})
@@ -310,6 +328,11 @@ def test_names_that_are_taken(acme: Project) -> None:
     result = found(acme, "acme", "twin", "same")
     assert [each.manifest.name for each in result.catalogues] == ["acme"]
     assert [trouble.where for trouble in result.troubles] == [str(twin), str(same)]
+    # And requirements lead to what comes before.
+    acme.feature("y", STEP, gate=None, requires=["acme/fix"], catalogue=acme.catalogue("other"))
+    assert not found(acme, "acme", "other").troubles
+    (trouble,) = found(acme, "other", "acme").troubles
+    assert "requires 'acme/fix', which neither the plugin" in trouble.reason
     # The one that is named first has it.
     assert [each.manifest.folder for each in found(acme, "twin", "acme").catalogues] == [twin]
 
@@ -325,6 +348,7 @@ def test_names_that_are_taken(acme: Project) -> None:
         ("fix/patch.toml", "requires = []", 'gate = "acme"', "is no name for a catalogue's gate"),
         ("fix/patch.toml", "requires = []", 'requires = ["none"]', "requires 'acme/none', which is no feature here"),
         ("fix/patch.toml", "requires = []", 'default = "yes"', "default is 'yes', expected auto, on, off"),
+        ("fix/patch.toml", "requires = []", "default = [true]", "default is [True], expected a text"),
         ("fix/patch.toml", "<3", "!=3", "has no end"),
         ("fix/patch.toml", '"acme-lib"', '"vllm_hwplugin"', "other than the plugin"),
         ("fix/patch.toml", '"acme-lib"', '"vllm"', "expected the same 'vllm/....py'"),

@@ -126,7 +126,7 @@ def _words(when_true: str, when_false: str) -> Mapping[str, str]:
 _AUTO_OR_OFF: Final = _words("auto", "off")
 _SAME: Final = _words("1", "0")
 _INVERTED: Final = _words("0", "1")
-SWITCH: Final = ("auto", "on", "off")
+_SWITCH: Final = ("auto", "on", "off")
 # Of features whose present form has not run on a GPU.
 _UNTRIED: Final = "off"
 
@@ -186,7 +186,7 @@ GATES: Final[tuple[Gate, ...]] = (
         "auto",
         "The plugin's FLASH_ATTN for heads above 256 on CUDA: where it is faster or alone, wherever it fits, or never.",
         affects=("attention backend",),
-        choices=SWITCH,
+        choices=_SWITCH,
     ),
     Gate(
         "VLLM_HWPLUGIN_DRAFT_FULL_GRAPH",
@@ -195,7 +195,7 @@ GATES: Final[tuple[Gate, ...]] = (
         "Feature draft-full-graph: Eagle, Eagle3, MTP, P-EAGLE and draft_model drafters in FULL graphs (V1 runner).",
         aliases=(Alias("VLLM_MUSA_DRAFT_FULL_WRAP", _AUTO_OR_OFF),),
         affects=("patches", COMPILE_KEY),
-        choices=SWITCH,
+        choices=_SWITCH,
     ),
     Gate(
         "VLLM_HWPLUGIN_DRAFT_LOOP_GRAPH",
@@ -203,7 +203,7 @@ GATES: Final[tuple[Gate, ...]] = (
         "auto",
         "Feature draft-loop-graph: all one-token steps of a drafter in one graph launch.",
         affects=("patches", COMPILE_KEY),
-        choices=SWITCH,
+        choices=_SWITCH,
     ),
     Gate(
         "VLLM_HWPLUGIN_DFLASH_FULL_GRAPH",
@@ -212,7 +212,7 @@ GATES: Final[tuple[Gate, ...]] = (
         "Feature dflash-full-graph: the DFlash drafter in FULL graphs (V1 runner); needs draft-full-graph.",
         aliases=(Alias("VLLM_MUSA_DFLASH_FULL_WRAP", _AUTO_OR_OFF),),
         affects=("patches", COMPILE_KEY),
-        choices=SWITCH,
+        choices=_SWITCH,
     ),
     Gate(
         "VLLM_HWPLUGIN_V2_STEP_INPUTS",
@@ -220,7 +220,7 @@ GATES: Final[tuple[Gate, ...]] = (
         "auto",
         "Feature v2-step-inputs: the inputs of a decode step in one CUDA graph (Model Runner V2); needs v2-tail-graph.",
         affects=("patches", COMPILE_KEY),
-        choices=SWITCH,
+        choices=_SWITCH,
         since="0.2.0",
     ),
     Gate(
@@ -229,7 +229,7 @@ GATES: Final[tuple[Gate, ...]] = (
         "auto",
         "Feature v2-tail-graph: sampling and drafting of a decode step in two CUDA graphs (Model Runner V2).",
         affects=("patches", COMPILE_KEY),
-        choices=SWITCH,
+        choices=_SWITCH,
         since="0.2.0",
     ),
     Gate(
@@ -238,7 +238,7 @@ GATES: Final[tuple[Gate, ...]] = (
         "auto",
         "Feature dflash-context-norm: each DFlash draft layer's context keys get that layer's own norm.",
         affects=("patches", COMPILE_KEY),
-        choices=SWITCH,
+        choices=_SWITCH,
     ),
     Gate(
         "VLLM_HWPLUGIN_DFLASH_DRAFT_BACKEND",
@@ -246,7 +246,7 @@ GATES: Final[tuple[Gate, ...]] = (
         "auto",
         "Feature dflash-draft-backend: a DFlash draft and its target each have an attention backend of their own.",
         affects=("patches", COMPILE_KEY),
-        choices=SWITCH,
+        choices=_SWITCH,
     ),
     Gate(
         "VLLM_HWPLUGIN_WINDOW_BLOCKS",
@@ -254,7 +254,7 @@ GATES: Final[tuple[Gate, ...]] = (
         "auto",
         "Feature window-blocks: a sliding window keeps the KV cache blocks that rejected drafts bring back into it.",
         affects=("patches",),
-        choices=SWITCH,
+        choices=_SWITCH,
     ),
     Gate(
         "VLLM_HWPLUGIN_V2_DRAFT_METADATA",
@@ -262,7 +262,7 @@ GATES: Final[tuple[Gate, ...]] = (
         _UNTRIED,
         "Feature v2-draft-metadata: each draft step has attention metadata of its own (Model Runner V2 of vLLM 0.20).",
         affects=("patches",),
-        choices=SWITCH,
+        choices=_SWITCH,
         since="0.2.0",
     ),
     Gate(
@@ -271,7 +271,7 @@ GATES: Final[tuple[Gate, ...]] = (
         _UNTRIED,
         "Feature v2-fused-drafts: all draft steps after the first in one graph launch (Model Runner V2).",
         affects=("patches",),
-        choices=SWITCH,
+        choices=_SWITCH,
         since="0.2.0",
     ),
     Gate(
@@ -289,7 +289,7 @@ GATES: Final[tuple[Gate, ...]] = (
         "auto",
         "Feature v2-graph-addresses: block tables stay where CUDA graphs read them after a sleep (Model Runner V2).",
         affects=("patches",),
-        choices=SWITCH,
+        choices=_SWITCH,
         since="0.2.0",
     ),
     Gate(
@@ -298,7 +298,7 @@ GATES: Final[tuple[Gate, ...]] = (
         "auto",
         "Feature engine-report: each worker says which live features its engine uses, and why not the others.",
         affects=("patches",),
-        choices=SWITCH,
+        choices=_SWITCH,
     ),
     _backport(
         "VLLM_HWPLUGIN_BACKPORT_MTP_EMBEDDINGS",
@@ -346,7 +346,7 @@ GATES: Final[tuple[Gate, ...]] = (
         "this device, and on MUSA those that vLLM has no kernel of; on takes all, off takes none.",
         aliases=(Alias("VLLM_MUSA_OP_PERF_OVERRIDES", _words("on", "off")),),
         affects=("operations",),
-        choices=SWITCH,
+        choices=_SWITCH,
     ),
     Gate(
         "VLLM_HWPLUGIN_OPS_SKIP",
@@ -405,7 +405,8 @@ def catalogue_gate(name: str, help_: str, default: str) -> Gate:
     """The switch of features that a catalogue from outside brings.
 
     Raises:
-        GateError: the name is no name of a variable, or one that is the plugin's or vLLM's to give.
+        GateError: the name is no name of a variable, or one that is the plugin's or vLLM's to give; or the default is
+            no value of a switch.
     """
     letters = name.replace("_", "")
     well_formed = name[:1].isalpha() and letters.isascii() and letters.isalnum() and letters.isupper()
@@ -414,7 +415,9 @@ def catalogue_gate(name: str, help_: str, default: str) -> Gate:
             f"{name!r} is no name for a catalogue's gate; expected capitals, digits and `_`, beginning with "
             f"{CATALOGUE_PREFIX} or with something else than VLLM"
         )
-    return Gate(name, "switch", default, help_, affects=("patches", COMPILE_KEY), choices=SWITCH)
+    if default not in _SWITCH:
+        raise GateError(f"default is {default!r}, expected {', '.join(_SWITCH)}")
+    return Gate(name, "switch", default, help_, affects=("patches", COMPILE_KEY), choices=_SWITCH)
 
 
 def find(name: str) -> Gate:

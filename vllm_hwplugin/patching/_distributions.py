@@ -23,14 +23,14 @@ class DistributionSource(NamedTuple):
     """The modules of an installed distribution as text (see the ``Source`` protocol of the pure engine).
 
     Attributes:
-        files: what its RECORD lists; None where it lists none, as of an editable installation.
+        record: the text of its RECORD; None where that lists no modules, as of an editable installation.
     """
 
     label: str
     version: str
     root: Path
     name: str
-    files: frozenset[str] | None
+    record: str | None
 
     def read(self, path: str) -> str | None:
         """The text of a file, newlines untouched; None where the distribution has no such file.
@@ -38,7 +38,8 @@ class DistributionSource(NamedTuple):
         Raises:
             UnreadableFile: it cannot be read, or Python would import the module from elsewhere.
         """
-        if self.files is not None and path not in self.files:
+        # As text: the records of large libraries take longer to parse than all else that a start does.
+        if self.record is not None and f"\n{path}," not in self.record:
             return None
         text = InstalledSource(self.label, self.version, self.root, self.name).read(path)
         top = path.partition("/")[0]
@@ -66,7 +67,7 @@ def find_distribution(name: str, paths: Iterable[str]) -> Installed:
     try:
         distribution = importlib.metadata.distribution(name)
         version = distribution.metadata["Version"]
-        files = distribution.files
+        record = distribution.read_text("RECORD")
         origin = json.loads(distribution.read_text("direct_url.json") or "{}")
     except importlib.metadata.PackageNotFoundError as error:
         raise NotInstalled(f"no {name} is installed") from error
@@ -75,10 +76,10 @@ def find_distribution(name: str, paths: Iterable[str]) -> Installed:
     if not version:
         raise NotInstalled(f"the metadata of {name} states no version; install it again")
     root = Path(str(distribution.locate_file(""))).absolute()
-    owned = None if files is None else frozenset(str(file) for file in files)
     if origin.get("dir_info", {}).get("editable"):
-        owned, root = None, _editable_root(name, origin.get("url", ""), paths)
-    return Installed(name, version, root, DistributionSource(f"{name} {version} in {root}", version, root, name, owned))
+        record, root = None, _editable_root(name, origin.get("url", ""), paths)
+    label, owned = f"{name} {version} in {root}", None if record is None else f"\n{record}"
+    return Installed(name, version, root, DistributionSource(label, version, root, name, owned))
 
 
 def find_targets(features: Iterable[Feature]) -> tuple[dict[str, Installed], dict[str, str]]:

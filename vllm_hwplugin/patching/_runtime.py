@@ -425,8 +425,8 @@ def _on_load(state: _State) -> Callable[[str], None]:
         record.adopt()
         state.record.modules[name] = "served"
         record.save()
-        # Where the plugin was put in force before vLLM was imported, its table is there by now. While it is being put in
-        # force, it is not settled which gates there are.
+        # Where the plugin was put in force before vLLM was imported, its table is there by now. While the state is
+        # being made, it is not settled which gates there are.
         if _state is not None:
             _register_with_vllm()
 

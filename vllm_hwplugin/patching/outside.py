@@ -132,8 +132,7 @@ def _completing(manifest: Manifest) -> Callable[[Mapping[str, Any], Path], Mappi
         made: dict[str, Any] = {"gate": gate, "distribution": manifest.distribution, "default": "auto"}
         made |= raw
         made["distribution"] = _distribution(made, file)
-        if made["default"] not in gates.SWITCH:
-            raise CatalogError(f"{file}: default is {made['default']!r}, expected {', '.join(gates.SWITCH)}")
+        made["default"] = text_of(made, "default", file)
         if isinstance(requires := raw.get("requires"), list):
             made["requires"] = [_full(manifest.name, item) for item in requires]
         return made
@@ -277,7 +276,7 @@ def refuse_taken(new: Outside, catalogues: Sequence[Outside], own: Catalog) -> N
 
 def _package_folder(point: EntryPoint) -> Path:
     """The folder of the package that an entry point names, found without importing it."""
-    top, *rest = point.module.split(".")
+    top, *rest = point.value.split(".")
     tried = [place.joinpath(*rest) for place in importable(top)]
     for folder in tried:
         if (folder / MANIFEST).is_file():
