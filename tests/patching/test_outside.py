@@ -102,6 +102,19 @@ def test_another_text_of_the_catalogue_is_another_fingerprint(acme: Project) -> 
     assert acme.run(show, **folders(acme, "acme")) != first
 
 
+def test_a_module_that_is_loaded_while_patches_are_put_in_force_hides_no_gate(acme: Project) -> None:
+    """The new text of a module that is imported already brings in another patched one, before all is settled."""
+    edits = {
+        "vllm/v1/alpha.py": [("import os\n", "import os\n\nimport vllm.v1.pack.inner\n")],
+        "vllm/v1/pack/inner.py": [("'inner'", "'patched'")],
+    }
+    acme.feature("step", edits, gate=None, catalogue=acme.folder / "acme")
+    code = "import vllm.envs, vllm.v1.alpha\nassert 'acme/step' in install().live\n"
+    code += "print(vllm.v1.pack.inner.VALUE, vllm.envs.compile_factors()['VLLM_HWPLUGIN_PATCH_ACME_STEP'])"
+    named = folders(acme, "acme")
+    assert acme.run(code, **named, VLLM_HWPLUGIN_PATCH_ACME_STEP="on") == "patched on\n"
+
+
 def test_a_package_is_found_by_its_entry_point_and_never_imported(acme: Project) -> None:
     package = "acme_patches/carried"
     acme.distribution(
