@@ -193,6 +193,10 @@ def test_patches_of_all_catalogues(acme: Path, publish: Callable[..., Path], mon
     result = run("patches")
     assert (result.exit_code, len(lines(result))) == (2, 2)
     assert str(acme) in result.stderr
+    result = run("patches", "show", "acme/answer")
+    assert result.exit_code == 2
+    assert f"{acme}" in result.stderr
+    assert "acme/answer: no such feature" in result.stderr
 
 
 def test_gates_of_catalogues_are_listed(acme: Path, monkeypatch: pytest.MonkeyPatch) -> None:

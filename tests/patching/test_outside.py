@@ -125,6 +125,9 @@ def test_a_package_is_found_by_its_entry_point_and_never_imported(acme: Project)
     )
     (acme.folder / "acme").rename(acme.site / package)
     assert acme.run("assert install().live == ('acme/fix',), install()", ANSWER) == "patched\n"
+    # An interactive Python has the working directory on its path as an empty text.
+    here = f"import os\nos.chdir({str(acme.site)!r})\nsys.path[:] = ['' if p == os.getcwd() else p for p in sys.path]\n"
+    assert acme.run(here, "print(*install().live)") == "acme/fix\n"
     # Its gate is an ordinary one, and there may be folders beside it.
     acme.feature("step", STEP, gate=None, catalogue=acme.catalogue("other"), requires=["vllm-hwplugin/no-such"])
     program = "entry = install(); print({name: item['state'] for name, item in entry.features.items()})"

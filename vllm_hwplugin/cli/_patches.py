@@ -57,7 +57,7 @@ def patches(ctx: typer.Context) -> None:
 @app.command()
 def show(feature: Annotated[str, _FEATURE]) -> None:
     """Show what a feature changes and why, where it comes from, and when it can go."""
-    found = find_feature(select(load_catalog()).catalog, feature)
+    found = find_feature(_all(), feature)
     typer.echo(f"{found.id}: {found.title}\n")
     typer.echo(_paragraph(found.what) + "\n")
     typer.echo(f"gate:     {found.gate}")
@@ -90,7 +90,7 @@ def diff(
 
     Exit status 1 where the feature does not fit, 2 where that cannot be told; the diff of what is not needed is empty.
     """
-    found = find_feature(select(load_catalog()).catalog, feature)
+    found = find_feature(_all(), feature)
     index = Index()
 
     def read(target: str) -> tuple[Source, FeatureVerdict]:
@@ -115,6 +115,13 @@ def diff(
         return
     for line in text.splitlines():
         out.print(Text(line, style=_style(line)), soft_wrap=True)
+
+
+def _all() -> Catalog:
+    """The features of all catalogues; what is wrong with one of these may be why the wanted feature is not there."""
+    selection = select(load_catalog())
+    say_troubles(selection, Console(stderr=True, highlight=False))
+    return selection.catalog
 
 
 def find_feature(catalog: Catalog, name: str) -> Feature:

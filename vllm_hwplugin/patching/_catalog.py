@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..gates import GATES
 from ..versions import Versions
@@ -36,7 +36,7 @@ def _own(raw: Mapping[str, Any], file: Path) -> Mapping[str, Any]:
     return raw
 
 
-class Terms(NamedTuple):
+class Terms:
     """What a feature is read by.
 
     Attributes:
@@ -47,10 +47,15 @@ class Terms(NamedTuple):
         read: the bytes of a file. OSError where it is not there.
     """
 
-    catalogue: str = ""
-    keys: frozenset[str] = FEATURE_KEYS
-    complete: Callable[[Mapping[str, Any], Path], Mapping[str, Any]] = _own
-    read: Callable[[Path], bytes] = Path.read_bytes
+    # An ordinary class: each process of vLLM would pay for making a named tuple or a dataclass of it.
+    def __init__(
+        self,
+        catalogue: str = "",
+        keys: frozenset[str] = FEATURE_KEYS,
+        complete: Callable[[Mapping[str, Any], Path], Mapping[str, Any]] = _own,
+        read: Callable[[Path], bytes] = Path.read_bytes,
+    ) -> None:
+        self.catalogue, self.keys, self.complete, self.read = catalogue, keys, complete, read
 
 
 def default_folder() -> Path:

@@ -35,9 +35,9 @@ def _folders() -> Iterator[Path]:
     # A search through `importlib.metadata` makes and parses an object for each distribution: a tenth of what the plugin
     # adds to the start of a process, for a question whose answer is no.
     wanted = GROUP.encode()
-    for place in dict.fromkeys(sys.path):
+    for place in dict.fromkeys(entry or "." for entry in sys.path):
         try:
-            names = os.listdir(place or ".")
+            names = os.listdir(place)
         except OSError:
             continue  # an archive, or what is gone: `import` passes over it as well
         for name in names:
