@@ -199,6 +199,27 @@ def test_gates_that_cannot_change_code_leave_the_compile_key_alone(monkeypatch: 
     assert _key_with(monkeypatch, VLLM_NWOR_MODE="stage") == plain
 
 
+def test_gates_of_catalogues_are_known_to_vllm_read_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the plugin is switched off no catalogue is read, and vLLM would call their variables mistakes."""
+    name = "VLLM_HWPLUGIN_PATCH_ACME_FIX"
+    plain = _key_with(monkeypatch)
+    assert _key_with(monkeypatch, **{name: "off"}) == plain | {name: None}
+    envs = SimpleNamespace(environment_variables={})
+    gates.register_with_vllm(envs, [gates.catalogue_gate(name, "a fix", "auto")])
+    assert envs.environment_variables[name]() == "off"
+    monkeypatch.delenv(name)
+    assert envs.environment_variables[name]() == "auto"
+
+
+def test_paths_are_absolute_and_separated_as_in_path() -> None:
+    name = "VLLM_HWPLUGIN_PATCHES"
+    found = gates.read(name, {name: os.pathsep.join(["/a", "", "/b,c", "/a"])})
+    assert found.names == ("/a", "/b,c")
+    assert gates.read(name, {name: gates.show(found.value, "paths")}).value == found.value
+    with pytest.raises(gates.GateError, match="absolute paths separated by ':'"):
+        gates.read(name, {name: os.pathsep.join(["/a", "b"])})
+
+
 def test_a_name_that_vllm_has_is_left_to_vllm() -> None:
     own = object()
     envs = SimpleNamespace(environment_variables={"VLLM_NWOR_MODE": own})
