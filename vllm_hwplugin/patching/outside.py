@@ -247,7 +247,7 @@ def find_outside(
 
 
 def refuse_taken(new: Outside, catalogues: Sequence[Outside], own: Catalog) -> None:
-    """CatalogError where a catalogue's name or gate is one before it's already, or where it requires what there is not.
+    """CatalogError where a catalogue has the name or a gate of one before it, or requires a feature that there is not.
 
     Args:
         catalogues: those before it.
