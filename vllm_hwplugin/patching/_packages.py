@@ -32,8 +32,8 @@ def catalogue_packages() -> tuple[tuple[str, EntryPoint], ...]:
 
 
 def _folders() -> Iterator[Path]:
-    # A search through `importlib.metadata` makes an object of each distribution and parses all entry points, which is seen
-    # in the time that a process takes to start; and the answer is nearly always no.
+    # A search through `importlib.metadata` makes an object of each distribution and parses all entry points, which is
+    # seen in the time that a process takes to start; and the answer is nearly always no.
     wanted = GROUP.encode()
     for place in dict.fromkeys(entry or "." for entry in sys.path):
         try:
