@@ -6,7 +6,9 @@ Text in, text out: nothing here imports torch or vLLM. `_diff`, `_apply`, `_cata
 """
 
 from ..versions import SUPPORTED, is_supported
+from ._apply import Edit, Text, apply_edits, edits_of, locate, split_lines
 from ._catalog import default_folder, load_catalog
+from ._diff import file_diff, parse_diff, read_sections
 from ._errors import CatalogError, DiffError, PatchingError, UnreadableFile
 from ._evaluate import check_conflicts, evaluate
 from ._installed import Installed, NotInstalled, VersionUnknown, find_installed
@@ -19,6 +21,7 @@ from ._model import (
     FeatureVerdict,
     FileDiff,
     Hunk,
+    HunkStatus,
     HunkVerdict,
     Nearest,
     NotNeeded,
@@ -41,11 +44,13 @@ __all__ = [
     "CatalogError",
     "Conflict",
     "DiffError",
+    "Edit",
     "Feature",
     "FeatureState",
     "FeatureVerdict",
     "FileDiff",
     "Hunk",
+    "HunkStatus",
     "HunkVerdict",
     "InstallError",
     "Installed",
@@ -58,19 +63,27 @@ __all__ = [
     "Plan",
     "Source",
     "Status",
+    "Text",
     "UnreadableFile",
     "Variant",
     "VersionUnknown",
+    "apply_edits",
     "check_conflicts",
     "current_plan",
     "default_folder",
+    "edits_of",
     "evaluate",
+    "file_diff",
     "find_installed",
     "install",
     "is_supported",
     "load_catalog",
+    "locate",
     "make_plan",
+    "parse_diff",
+    "read_sections",
     "render_diff",
     "target_name",
+    "split_lines",
     "verify",
 ]

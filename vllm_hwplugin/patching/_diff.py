@@ -9,7 +9,7 @@ in every process of vLLM that starts, so it is one walk over the lines.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Final
 
@@ -30,29 +30,48 @@ def parse_diff(text: str, origin: str, distribution: str = VLLM) -> tuple[FileDi
     Raises:
         DiffError: malformed, or something else than changes inside existing files of that distribution.
     """
-    if text and not text.endswith("\n"):
-        raise DiffError(f"{origin}: the last line has no newline, so the file may be cut short; write the diff anew")
     files = []
-    for source, target, hunks in _sections(text.split("\n")[:-1], origin):
-        path = _path(source, target, origin, distribution)
-        if not hunks:
-            raise DiffError(f"{origin}: no hunks for {path}; remove the file or write the diff anew")
-        for hunk in hunks:
-            _refuse_unmatchable(hunk, f"{origin}: hunk {hunk.number} of {path}")
-        for one, following in pairwise(hunks):
-            if following.source_start < one.source_start + one.source_length:
-                raise DiffError(
-                    f"{origin}: hunk {following.number} of {path} starts at line {following.source_start}, inside or "
-                    f"before hunk {one.number}; write the diff anew"
-                )
-        files.append(FileDiff(path, tuple(hunks), origin))
+    for source, target, hunks in read_sections(text, origin):
+        files.append(file_diff(_path(source, target, origin, distribution), hunks, origin))
     if not files:
         raise DiffError(f"{origin}: no '--- a/... +++ b/...' header found; write it with `diff -u` or `git diff`")
     return tuple(files)
 
 
+def file_diff(path: str, hunks: Sequence[Hunk], origin: str) -> FileDiff:
+    """The diff of one file, whose hunks were read by `read_sections`.
+
+    Raises:
+        DiffError: there is no hunk, or one that could match what was not meant.
+    """
+    if not hunks:
+        raise DiffError(f"{origin}: no hunks for {path}; remove the file or write the diff anew")
+    for hunk in hunks:
+        _refuse_unmatchable(hunk, f"{origin}: hunk {hunk.number} of {path}")
+    for one, following in pairwise(hunks):
+        if following.source_start < one.source_start + one.source_length:
+            raise DiffError(
+                f"{origin}: hunk {following.number} of {path} starts at line {following.source_start}, inside or "
+                f"before hunk {one.number}; write the diff anew"
+            )
+    return FileDiff(path, tuple(hunks), origin)
+
+
+def read_sections(text: str, origin: str) -> Iterator[tuple[str, str, list[Hunk]]]:
+    """Whatever files a diff speaks of: the two paths as they stand there, and the hunks.
+
+    A new file's first path and a deleted one's second is `/dev/null`. Without hunks: a file that is only renamed or has
+    a new mode, or one that is not text.
+
+    Raises:
+        DiffError: malformed.
+    """
+    if text and not text.endswith("\n"):
+        raise DiffError(f"{origin}: the last line has no newline, so the file may be cut short; write the diff anew")
+    return _sections(text.split("\n")[:-1], origin)
+
+
 def _sections(lines: list[str], origin: str) -> Iterator[tuple[str, str, list[Hunk]]]:
-    """Each file's two paths and its hunks."""
     source = target = ""
     hunks: list[Hunk] = []
     of_git = False
