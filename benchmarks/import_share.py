@@ -1,20 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """How far changes of vLLM carry: `python benchmarks/import_share.py [--json FILE]`.
 
-Every change is real: what one release of vLLM changed in one Python file, as a diff from the release before it. The files are
-all those that the project's own patches touch, so that nobody has chosen them for this, and the releases all that are
-supported. Most releases change such a file in many places at once, far more than a pull request does; the releases that
-mend the one before them (0.20.1, 0.25.1, ...) hold single fixes, and are counted apart as well.
+Every change is real: what one release of vLLM changed in one Python file, as a diff from the release before it. Two
+sets, neither of which anybody has chosen change by change:
 
-Each change is imported, as `vllm-hwplugin patches import` does it, to each supported version, where it
+* "fixes": every file that a release changed which only mends the one before it (0.20.1, 0.25.1, ...), but for the
+  generated `vllm/_version.py`. Such a change holds a fix or two, like the pull requests that people carry.
+* "releases": of every supported release, the files that the project's own patches touch. They are among those that
+  change most, and what a release changes in one of them is the work of weeks: the hardest that an import can meet.
+
+Each is imported, as `vllm-hwplugin patches import` does it, to each supported version, where it
 
 * "applies": every hunk, exactly;
 * is "upstream": the version has it already; or
-* is refused ("conflict"): a hunk fits nowhere, or could mean two places, or the version has only a part, or no such file.
+* is refused ("conflict"): a hunk fits nowhere, or could mean two places, or there is no such file.
 
-A version that has it already is not asked for the share that applied. Checked at the same time, and an error where it is
-not so: on the release that the diff was made from, the import gives the very text of the next release; and the diffs that
-`import` would write, read as any process of vLLM reads them, give on every version that they are for what the import gave.
+The share that applied is of the versions before the one that brought the change: later ones have it by definition, as
+it was or changed again. Checked at the same time, and the end of the command where it is not so:
+
+* on the release that the diff was made from, the import gives the very text of the next release;
+* that next release is told to have the change;
+* the diffs that `import` would write, read as any process of vLLM reads them, give what the import gave, on every
+  version that they are for.
 """
 
 from __future__ import annotations

@@ -37,11 +37,14 @@ class MadeVariant(NamedTuple):
     members: tuple[str, ...]
 
 
-def make_variants(carried: Sequence[Carried]) -> tuple[tuple[MadeVariant, ...], dict[str, FileDiff]]:
+def make_variants(
+    carried: Sequence[Carried], *, numbered: bool = False
+) -> tuple[tuple[MadeVariant, ...], dict[str, FileDiff]]:
     """Group the versions that a change applies to.
 
     Args:
         carried: of each version that it applies to, in any order.
+        numbered: each diff's name has its oldest version; otherwise only those of files that have several diffs.
 
     Returns:
         The variants, oldest first, and each diff by its file name.
@@ -54,7 +57,8 @@ def make_variants(carried: Sequence[Carried]) -> tuple[tuple[MadeVariant, ...], 
     for path in paths:
         groups = _groups([(item.version, item.files[path]) for item in in_order if item.files[path].edits], path)
         for group in groups:
-            name = f"{names[path]}.diff" if len(groups) == 1 else f"{names[path]}-{_spoken(group.versions[0])}.diff"
+            alone = len(groups) == 1 and not numbered
+            name = f"{names[path]}{'' if alone else f'-{_spoken(group.versions[0])}'}.diff"
             diffs[name] = group.diff._replace(origin=name)
             for version in group.versions:
                 used[version].append(name)
@@ -108,15 +112,32 @@ def _is_open(change: Change, refused: Carried) -> bool:
 
 
 def _again(change: Change, base: Carried, refused: Carried, source: Source) -> Carried | None:
+    steps = _as_steps(base, {path: [item.pristine] for path, item in refused.files.items()})
+    return None if steps is None else carry(change._replace(steps=steps), source, hints=False)
+
+
+def _as_steps(base: Carried, also: Mapping[str, Sequence[Text]]) -> tuple[Step, ...] | None:
+    """One diff a file, which means one place of the texts in `also`, too, where there is such a one."""
     steps = []
     for path, edited in base.files.items():
         if edited.edits:
-            diff = make_diff(path, [edited], [refused.files[path].pristine])
-            diff = make_diff(path, [edited]) if diff is None else diff
+            diff = make_diff(path, [edited], also.get(path, ())) or make_diff(path, [edited])
             if diff is None:
                 return None
             steps.append(Step(diff))
-    return carry(change._replace(steps=tuple(steps)), source, hints=False)
+    return tuple(steps)
+
+
+def carry_again(made: Carried, sources: Sequence[Source]) -> list[Carried]:
+    """What was made on one version, on each of others.
+
+    Raises:
+        HwpluginError: a source cannot be read.
+    """
+    steps = _as_steps(made, {})
+    # Only a text that already holds what is added to it cannot be told from its own result.
+    assert steps is not None
+    return carry_all(Change("", made.label, "", steps), sources)
 
 
 def _groups(edited: Sequence[tuple[str, Edited]], path: str) -> list[MadeDiff]:
@@ -285,4 +306,5 @@ def public(version: str) -> str:
 
 def _spoken(version: str) -> str:
     """`0.24` for 0.24.0, as the diffs of a feature are named."""
+    version = public(version)
     return version.removesuffix(".0") if version.count(".") == 2 else version

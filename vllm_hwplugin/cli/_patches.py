@@ -17,6 +17,9 @@ from ._catalogues import select
 from ._drift import PATIENCE
 from ._drift_report import TargetReport, exit_status, summary
 from ._drift_table import say_once, say_troubles
+from ._patches_check import check
+from ._patches_edit import edit, save
+from ._patches_import import import_change
 from ._tables import print_rows
 from .sources import Index, SourceError, open_installed, open_target, run_all
 
@@ -115,6 +118,12 @@ def diff(
         return
     for line in text.splitlines():
         out.print(Text(line, style=_style(line)), soft_wrap=True)
+
+
+app.command("import")(import_change)
+app.command()(edit)
+app.command()(save)
+app.command()(check)
 
 
 def _all() -> Catalog:

@@ -5,6 +5,7 @@ Every source has a `label`, a `version` and `read(path)`, which is what the patc
 is reached with optional libraries (extra `drift`); files and folders need none.
 """
 
+from ._ahead import ReadSource, read_ahead
 from ._background import run_all
 from ._errors import BadTarget, BadTree, BadWheel, IndexUnreachable, MissingTool, SourceError, UnknownVersion
 from ._index import Index, IndexSource
@@ -22,6 +23,7 @@ __all__ = [
     "IndexUnreachable",
     "MissingTool",
     "PipConfig",
+    "ReadSource",
     "SourceError",
     "TreeSource",
     "UnknownVersion",
@@ -29,5 +31,6 @@ __all__ = [
     "distribution_of",
     "open_installed",
     "open_target",
+    "read_ahead",
     "run_all",
 ]

@@ -191,6 +191,10 @@ class IndexSource:
         member = self._table().get(path)
         return None if member is None else decode(self._bytes(path, member), f"{self.label}: {path}")
 
+    def checksums(self) -> dict[str, int]:
+        """Each Python file's CRC-32, as the wheel's directory states it: which files differ, without reading them."""
+        return {path: member.crc for path, member in self._table().items()}
+
     def close(self) -> None:
         """Give the connection back; a later read opens it again."""
         self._open_things.close()

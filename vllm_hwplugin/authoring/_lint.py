@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is wrong with a catalogue, before a process of vLLM finds out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+from ..patching import VLLM, Catalog, Feature, Source, Status, check_conflicts, evaluate, load_catalog, make_plan
+from ..versions import SUPPORTED
+from ._carry import trouble_in
+
+_GOOD = (Status.APPLIES, Status.UPSTREAM, Status.NOT_NEEDED)
+
+
+class Finding(NamedTuple):
+    """Something to be mended. `version` is empty where it is so whatever vLLM there is."""
+
+    feature: str
+    what: str
+    version: str = ""
+
+
+def check_form(folder: Path, catalog: Catalog) -> list[Finding]:
+    """What can be told without any version's text.
+
+    Args:
+        catalog: as it was read from the folder.
+    """
+    found: list[Finding] = []
+    for feature in catalog.features:
+        found += (Finding(feature.id, what) for what in _form(folder / feature.id.rpartition("/")[2], feature))
+    return found
+
+
+def _form(folder: Path, feature: Feature) -> Iterator[str]:
+    if not feature.variants:
+        yield "has no [[variant]]; add one, or remove the folder"
+    used = {diff.origin.rpartition("/")[2] for variant in feature.variants for diff in variant.files}
+    for file in sorted(folder.iterdir()):
+        if file.suffix in (".diff", ".patch") and file.name not in used:
+            yield f"{file.name} is used by no variant; name it in one, or remove it"
+    for variant in feature.variants:
+        paths = [diff.path for diff in variant.files]
+        if twice := sorted({path for path in paths if paths.count(path) > 1}):
+            yield f"the variant for {variant.versions} has several diffs of {twice[0]}; make one of them"
+    if feature.distribution != VLLM:
+        return
+    for versions in (item.versions for group in (feature.variants, feature.not_needed) for item in group):
+        covered = [SUPPORTED.index(version) for version in versions.supported()]
+        if any(other != one + 1 for one, other in pairwise(covered)):
+            yield f"'{versions}' leaves out supported versions in its midst; make two ranges of it"
+    in_order = sorted(
+        feature.variants, key=lambda item: SUPPORTED.index((item.versions.supported() or SUPPORTED[-1:])[0])
+    )
+    for one, other in pairwise(in_order):
+        if one.files == other.files and _meet(one.versions.supported(), other.versions.supported()):
+            yield f"the variants for {one.versions} and {other.versions} have the same diffs; make one of them"
+
+
+def _meet(one: Sequence[str], other: Sequence[str]) -> bool:
+    return bool(one and other) and SUPPORTED.index(other[0]) == SUPPORTED.index(one[-1]) + 1
+
+
+def paths_of(catalog: Catalog) -> list[str]:
+    """The files of vLLM that have to be read to check a catalogue: its own and those of the project's features."""
+    features = (*catalog.features, *load_catalog().features)
+    return sorted(
+        {
+            diff.path
+            for feature in features
+            if feature.distribution == VLLM
+            for variant in feature.variants
+            for diff in variant.files
+        }
+    )
+
+
+def check_on(catalog: Catalog, sources: Iterable[Source]) -> list[Finding]:
+    """Whether each feature for vLLM fits each version that it is for, compiles there, and is alone with its lines.
+
+    Raises:
+        HwpluginError: a source cannot be read.
+    """
+    features = tuple(item for item in catalog.features if item.distribution == VLLM)
+    ours = {feature.id for feature in features}
+    # Those of the project are live beside any catalogue.
+    together = Catalog(
+        features if any(not item.is_outside for item in features) else (*load_catalog().features, *features)
+    )
+    found: list[Finding] = []
+    live: dict[tuple[str, str], bool] = {}
+    for source in sources:
+        for feature in features:
+            variant = feature.variant_for(source.version)
+            if variant is None:
+                continue
+            verdict = evaluate(feature, source)
+            key = feature.id, str(variant.versions)
+            live[key] = live.get(key, False) or verdict.status is not Status.UPSTREAM
+            if verdict.status not in _GOOD:
+                found.append(Finding(feature.id, f"{verdict.status.value}: {verdict.reason}", source.version))
+        for conflict in check_conflicts(together, source):
+            own = next((name for name in conflict.features if name in ours), None)
+            if own is not None:
+                found.append(Finding(own, str(conflict), source.version))
+        found += _uncompiled(features, source)
+    found += (
+        Finding(name, f"the variant for {text} changes nothing: each version that was read has it already")
+        for (name, text), needed in live.items()
+        if not needed
+    )
+    return found
+
+
+def _uncompiled(features: Sequence[Feature], source: Source) -> Iterator[Finding]:
+    for feature in features:
+        # On its own: what it makes of a file has to be Python whatever else is switched off.
+        plan = make_plan(Catalog((feature._replace(requires=()),)), source, {})
+        for path, file in plan.files.items():
+            if trouble := trouble_in(path, file.text):
+                yield Finding(feature.id, trouble, source.version)
