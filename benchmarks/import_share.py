@@ -15,8 +15,8 @@ Each is imported, as `vllm-hwplugin patches import` does it, to each supported v
 * is "upstream": the version has it already; or
 * is refused ("conflict"): a hunk fits nowhere, or could mean two places, or there is no such file.
 
-The share that applied is of the versions before the one that brought the change: later ones have it by definition, as
-it was or changed again. Checked at the same time, and the end of the command where it is not so:
+The share that applied is of the versions before the one that the diff was made from: later ones than that have the
+change, as it was or changed again. Checked at the same time, and the end of the command where it is not so:
 
 * on the release that the diff was made from, the import gives the very text of the next release;
 * that next release is told to have the change;
@@ -34,15 +34,24 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from packaging.version import Version
 
-from vllm_hwplugin.authoring import Carried, Change, Outcome, blob_name, carry_all, make_variants, read_change, render
-from vllm_hwplugin.cli.sources import Index, IndexSource
+from vllm_hwplugin.authoring import (
+    Carried,
+    MadeVariant,
+    Outcome,
+    blob_name,
+    carry_all,
+    make_variants,
+    read_change,
+    render,
+)
+from vllm_hwplugin.cli.sources import Index, IndexSource, ReadSource, read_ahead
 from vllm_hwplugin.patching import (
     SUPPORTED,
     Catalog,
@@ -58,20 +67,7 @@ from vllm_hwplugin.patching import (
 from vllm_hwplugin.versions import Versions
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-
-
-class Kept:
-    """A version's files, each fetched once."""
-
-    def __init__(self, source: Source) -> None:
-        self.version, self.label = source.version, source.label
-        self._source = source
-        self._texts: dict[str, str | None] = {}
-
-    def read(self, path: str) -> str | None:
-        if path not in self._texts:
-            self._texts[path] = self._source.read(path)
-        return self._texts[path]
+GENERATED = {"vllm/_version.py"}
 
 
 def main() -> int:
@@ -79,39 +75,45 @@ def main() -> int:
     parser.add_argument("--json", type=Path, default=REPOSITORY / "benchmarks" / "results" / "import_share.json")
     options = parser.parse_args()
     index = Index()
-    opened = [IndexSource(version, index) for version in SUPPORTED]
-    try:
-        sources = [Kept(source) for source in opened]
-        paths = sorted(
-            {file.path for feature in load_catalog().features for item in feature.variants for file in item.files}
-        )
-        changes = [
+    opened = {version: IndexSource(version, index) for version in SUPPORTED}
+    patched = {file.path for feature in load_catalog().features for item in feature.variants for file in item.files}
+    fixed = {
+        path for old, new in pairwise(opened.values()) if is_fix(new.version) for path in differing(old, new)
+    } - GENERATED
+    sources = [read_ahead(source, sorted(patched | fixed)) for source in opened.values()]
+    sets = {
+        "fixes": [
             measured(path, old, new, sources)
-            for path in paths
             for old, new in pairwise(sources)
+            if is_fix(new.version)
+            for path in sorted(fixed)
             if differ(path, old, new)
-        ]
-    finally:
-        for source in opened:
-            source.close()
+        ],
+        "releases": [
+            measured(path, old, new, sources)
+            for old, new in pairwise(sources)
+            for path in sorted(patched)
+            if differ(path, old, new)
+        ],
+    }
     result = {
         "benchmark": "import_share",
         "python": platform.python_version(),
         "commit": commit(),
         "when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "versions": list(SUPPORTED),
-        "files": paths,
-        "shares": {
-            "all": shares(changes),
-            "fixes": shares([item for item in changes if is_fix(item["to"])]),
-            "of one hunk": shares([item for item in changes if item["hunks"] == 1]),
-        },
-        "changes": changes,
+        "sets": {name: {**summary(changes), "changes": changes} for name, changes in sets.items()},
     }
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps(result, indent=1) + "\n")
     report(result, options.json)
     return 0
+
+
+def differing(old: IndexSource, new: IndexSource) -> list[str]:
+    """The Python files that both releases have, with other texts."""
+    one, other = old.checksums(), new.checksums()
+    return sorted(path for path in one.keys() & other.keys() if one[path] != other[path])
 
 
 def differ(path: str, old: Source, new: Source) -> bool:
@@ -120,6 +122,7 @@ def differ(path: str, old: Source, new: Source) -> bool:
 
 
 def is_fix(version: str) -> bool:
+    """Whether a release mends the one before it."""
     return bool(Version(version).micro)
 
 
@@ -131,23 +134,26 @@ def git_diff(path: str, old: str, new: str) -> str:
     return f"diff --git a/{path} b/{path}\n{names}{''.join(body)}"
 
 
-def measured(path: str, old: Kept, new: Kept, sources: list[Kept]) -> dict[str, Any]:
+def measured(path: str, old: Source, new: Source, sources: list[ReadSource]) -> dict[str, Any]:
     """One change on every version.
 
     Raises:
-        SystemExit: the text that came out is not the next release's, or not what the diffs that would be written give.
+        SystemExit: the text that came out is not the next release's, that release is not told to have the change, or
+            the diffs that would be written give something else.
     """
     before, after = old.read(path) or "", new.read(path) or ""
     name = f"{path} of {old.version} to {new.version}"
     change = read_change(git_diff(path, before, after).encode(), name)
-    carried = carry_all(change, sources, hints=False)
-    of_old = next(item for item in carried if item.version == old.version)
-    if of_old.outcome is not Outcome.APPLIES or of_old.files[path].result != after:
-        raise SystemExit(f"{name}: the import does not give the text of {new.version} ({of_old.reason})")
-    good = [item for item in carried if item.outcome is Outcome.APPLIES]
-    variants, diffs = make_variants(good)
-    feature = written(variants_of(variants), diffs)
-    for item, source in zip(carried, sources, strict=True):
+    carried = {item.version: item for item in carry_all(change, sources, hints=False)}
+    base = carried[old.version]
+    if base.outcome is not Outcome.APPLIES or base.files[path].result != after:
+        raise SystemExit(f"{name}: the import does not give the text of {new.version} ({base.reason})")
+    if carried[new.version].outcome is not Outcome.UPSTREAM:
+        raise SystemExit(f"{name}: {new.version} is not told to have the change")
+    variants, diffs = make_variants([item for item in carried.values() if item.outcome is Outcome.APPLIES])
+    feature = written(variants, diffs)
+    for source in sources:
+        item = carried[source.version]
         if item.outcome is Outcome.APPLIES and not gives(feature, source, item):
             raise SystemExit(f"{name}: on {item.version} the diffs that were made do not give what the import gave")
     return {
@@ -155,25 +161,28 @@ def measured(path: str, old: Kept, new: Kept, sources: list[Kept]) -> dict[str, 
         "from": old.version,
         "to": new.version,
         "hunks": sum(len(step.diff.hunks) for step in change.steps),
-        "lines": changed_lines(change),
+        "lines": sum(sign != " " for step in change.steps for hunk in step.diff.hunks for sign, _ in hunk.lines),
         "variants": [item.versions for item in variants],
-        "outcomes": {item.version: item.outcome.value for item in carried},
-        "refused": {item.version: why(item) for item in carried if item.outcome is Outcome.CONFLICT},
+        **{
+            outcome.value: " ".join(version for version, item in carried.items() if item.outcome is outcome)
+            for outcome in (Outcome.APPLIES, Outcome.UPSTREAM)
+        },
+        "conflict": {version: why(item) for version, item in carried.items() if item.outcome is Outcome.CONFLICT},
+        "rejected": {version: len(item.rejected) for version, item in carried.items() if item.rejected},
     }
 
 
-def variants_of(made: Iterable[Any]) -> list[tuple[str, tuple[str, ...]]]:
-    return [(item.versions, item.diffs) for item in made]
-
-
-def written(variants: list[tuple[str, tuple[str, ...]]], diffs: dict[str, FileDiff]) -> Feature:
+def written(variants: Sequence[MadeVariant], diffs: dict[str, FileDiff]) -> Feature:
     """The feature that `patches import` would write, read back from the text of its diffs."""
     read = {name: parse_diff(render(diff), name) for name, diff in diffs.items()}
     return Feature(
         *("imported", "imported", "VLLM_HWPLUGIN_PATCH_IMPORTED", "imported", "imported", "imported"),
         requires=(),
         not_needed=(),
-        variants=tuple(Variant(Versions(text), tuple(d for n in names for d in read[n])) for text, names in variants),
+        variants=tuple(
+            Variant(Versions(item.versions), tuple(diff for name in item.diffs for diff in read[name]))
+            for item in variants
+        ),
     )
 
 
@@ -183,40 +192,55 @@ def gives(feature: Feature, source: Source, carried: Carried) -> bool:
     return found == {path: edited.result for path, edited in carried.files.items()}
 
 
-def changed_lines(change: Change) -> int:
-    return sum(sign != " " for step in change.steps for hunk in step.diff.hunks for sign, _ in hunk.lines)
-
-
 def why(item: Carried) -> str:
     statuses = Counter(rejected.verdict.status for rejected in item.rejected)
     told = ", ".join(f"{count} {status}" for status, count in sorted(statuses.items()))
     return f"{item.reason} ({told})" if told and "missing" not in statuses else item.reason
 
 
-def shares(changes: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of changes: how often they applied, on each version and by how many releases it is away."""
-    by_version = {version: Counter(item["outcomes"][version] for item in changes) for version in SUPPORTED}
-    by_distance: dict[int, Counter[str]] = {}
+def summary(changes: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The share of changes that applied to releases before the one that they were made from.
+
+    `by_distance` counts in supported releases back from that one, which is 0.
+    """
+    by_version: dict[str, list[Tried]] = {version: [] for version in SUPPORTED}
+    by_distance: dict[int, list[Tried]] = {}
     for item in changes:
         base = SUPPORTED.index(item["from"])
-        for number, version in enumerate(SUPPORTED):
-            by_distance.setdefault(number - base, Counter())[item["outcomes"][version]] += 1
+        for number, version in enumerate(SUPPORTED[: base + 1]):
+            outcome = "upstream" if version in item["upstream"].split() else "applies"
+            outcome = "conflict" if version in item["conflict"] else outcome
+            tried = Tried(outcome, item["hunks"], item["rejected"].get(version, 0))
+            by_distance.setdefault(base - number, []).append(tried)
+            if number < base:
+                by_version[version].append(tried)
     return {
-        "changes": len(changes),
-        "by_version": {version: share(count) for version, count in by_version.items()},
-        # In releases from the one that the diff was made from; less than 0: older ones.
+        "count": len(changes),
+        "by_version": {version: share(tried) for version, tried in by_version.items() if tried},
         "by_distance": {str(distance): share(by_distance[distance]) for distance in sorted(by_distance)},
     }
 
 
-def share(count: Counter[str]) -> dict[str, Any]:
-    applied, refused = count["applies"], count["conflict"]
-    asked = applied + refused
+class Tried(NamedTuple):
+    """A change on one version."""
+
+    outcome: str
+    hunks: int
+    rejected: int
+
+
+def share(tried: Sequence[Tried]) -> dict[str, Any]:
+    """Of changes, and of their hunks each by itself, where the version does not have the change already."""
+    asked = [item for item in tried if item.outcome != "upstream"]
+    applied = sum(item.outcome == "applies" for item in asked)
+    hunks = sum(item.hunks for item in asked)
+    placed = hunks - sum(item.rejected for item in asked)
     return {
-        "applies": applied,
-        "conflict": refused,
-        "upstream": count["upstream"],
-        "share": round(applied / asked, 4) if asked else None,
+        "asked": len(asked),
+        "applied": applied,
+        "share": round(applied / len(asked), 4) if asked else None,
+        "hunks": hunks,
+        "share_of_hunks": round(placed / hunks, 4) if hunks else None,
     }
 
 
@@ -227,12 +251,14 @@ def commit() -> str:
 
 
 def report(result: dict[str, Any], path: Path) -> None:
-    print(f"{len(result['changes'])} changes of {len(result['files'])} files, commit {result['commit']}")
-    for kind, row in result["shares"].items():
-        print(f"{kind}: {row['changes']} changes; applied exactly, of those that the version does not have:")
-        for version, item in row["by_version"].items():
-            told = "-" if item["share"] is None else f"{item['share']:.0%}"
-            print(f"  {version:<8}{told:>5}   ({item['applies']} of {item['applies'] + item['conflict']})")
+    print(f"changes that applied exactly to releases before them, commit {result['commit']}")
+    for name, row in result["sets"].items():
+        print(f"{name}: {row['count']} changes")
+        for kind, heading in (("by_version", "to vLLM"), ("by_distance", "releases back")):
+            for key, item in row[kind].items():
+                if item["asked"]:
+                    told = f"{item['share']:>5.0%}   ({item['applied']} of {item['asked']})"
+                    print(f"  {heading} {key:<8}{told}, of {item['hunks']} hunks {item['share_of_hunks']:.0%}")
     print(f"details in {path}")
 
 

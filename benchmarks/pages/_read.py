@@ -13,7 +13,7 @@ from vllm_hwplugin import bench
 from vllm_hwplugin.bench import micro, soak
 
 #: Beginning of a file's name -> the entry that says which format it is, and those that are read. None: the files of
-#: `probe` and `start_cost.py`, of which no page is made.
+#: `probe`, `start_cost.py` and `import_share.py`, of which no page is made.
 _FORMATS: Mapping[str, tuple[str, tuple[Any, ...]] | None] = {
     "engines-": ("format", bench.READABLE),
     "kernels-attention-": ("kernels_format", (micro.FORMAT,)),
@@ -22,6 +22,7 @@ _FORMATS: Mapping[str, tuple[str, tuple[Any, ...]] | None] = {
     "phases-": ("format", (bench.PHASES_FORMAT,)),
     "probe-": None,
     "start_cost": None,
+    "import_share": None,
 }
 #: What a file of that kind has to have.
 _NEEDED = {

@@ -21,10 +21,11 @@ _SECTION: Final = re.compile(r"^(?:diff --git |--- [^\n]*\n\+\+\+ )", re.MULTILI
 _SIGNATURE: Final = re.compile(r"^-- \n[^\n]*\n*\Z", re.MULTILINE)
 _COMMIT: Final = re.compile(r"^commit ([0-9a-f]{7,40})\b")
 _INDEX: Final = re.compile(r"^diff --git [^\n]*\n(?:(?!@@|diff --git )[^\n]*\n)*?index (\w+)\.\.(\w+)", re.MULTILINE)
-# "[PATCH 1/3] [Bugfix][V1] Say it (#12345)"
+# "[Bugfix][V1] Say it (#12345)"
 _TAGS: Final = re.compile(r"^(?:\s*\[[^\]]*\])+\s*")
 _PULL_REQUEST: Final = re.compile(r"\s*\(#(\d+)\)\s*$")
-_TRAILER: Final = re.compile(r"^(?:[A-Z][A-Za-z]*-)+[Bb]y: .*$", re.MULTILINE)
+_TRAILER: Final = re.compile(r"^[A-Z][A-Za-z-]*-[Bb]y: .*$", re.MULTILINE)
+_MAILED: Final = re.compile(r"^\[PATCH[^\]]*\]\s*")
 
 PACKAGE: Final = "vllm/"
 
@@ -147,7 +148,7 @@ def _of_mail(mail: bytes, number: str, name: str) -> _Commit:
     subject = str(email.header.make_header(email.header.decode_header(message.get("Subject", ""))))
     # Behind the dashes stands what is not for the commit: a list of the files.
     said = said.partition("\n---\n")[0] if not said.startswith("---\n") else ""
-    return _Commit(" ".join(subject.split()), said, _SIGNATURE.sub("", diff), number)
+    return _Commit(_MAILED.sub("", " ".join(subject.split())), said, _SIGNATURE.sub("", diff), number)
 
 
 def _of_git(text: str, name: str) -> _Commit:

@@ -42,10 +42,6 @@ def _form(folder: Path, feature: Feature) -> Iterator[str]:
     for file in sorted(folder.iterdir()):
         if file.suffix in (".diff", ".patch") and file.name not in used:
             yield f"{file.name} is used by no variant; name it in one, or remove it"
-    for variant in feature.variants:
-        paths = [diff.path for diff in variant.files]
-        if twice := sorted({path for path in paths if paths.count(path) > 1}):
-            yield f"the variant for {variant.versions} has several diffs of {twice[0]}; make one of them"
     if feature.distribution != VLLM:
         return
     for versions in (item.versions for group in (feature.variants, feature.not_needed) for item in group):
