@@ -77,6 +77,6 @@ def _report(folder: Path, catalog: Catalog, versions: Sequence[str], findings: S
     others = [feature.id for feature in catalog.features if feature.distribution != VLLM]
     for name in others:
         line(out, f"{name}: changes another distribution than vLLM; its diffs were read, and nothing more")
-    span = f"on {len(versions)} versions of vLLM" if versions else "on no vLLM"
-    found = f"{len(findings)} to mend" if findings else "in order"
-    line(out, f"{folder}: {len(catalog.features)} features, {span}: {found}")
+    many = f"{len(catalog.features)} feature{'' if len(catalog.features) == 1 else 's'}"
+    span = f" on {len(versions)} version{'' if len(versions) == 1 else 's'} of vLLM" if versions else ""
+    line(out, f"{folder}: {many}{span}: {f'{len(findings)} to mend' if findings else 'in order'}")

@@ -1,0 +1,223 @@
+"""From somebody's diff to a catalogue that the engine reads: import, edit, save and check, in that order."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from vllm_hwplugin.cli import _app, _patches_check, _patches_edit, _patches_import
+from vllm_hwplugin.cli.sources import Index, PipConfig, TreeSource
+from vllm_hwplugin.patching import Catalog, Plan, make_plan, outside
+
+from ..authoring.made import git_diff
+
+PATH = "vllm/v1/add.py"
+OLD = "import os\n\n\ndef add(a, b):\n    # Both numbers.\n    total = a + b\n    return total\n"
+NEW = OLD.replace("    return total\n", "    return int(total)\n")
+# Later versions say it in another way, and the last one says it right.
+OTHER = OLD.replace("    total = a + b\n    return total\n", "    return sum((a, b))\n")
+RIGHT = OTHER.replace("sum((a, b))", "int(sum((a, b)))")
+TEXTS = {"0.30.0": OLD, "0.31.0": "# newer\n" + OLD, "0.32.0": OTHER, "0.33.0": NEW}
+
+
+def run(*arguments: str, **more: Any) -> Any:
+    return CliRunner().invoke(_app.app, ["patches", *arguments], **more)
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """No test reads the user's cache, asks a package index, or writes anywhere else."""
+    monkeypatch.setenv("VLLM_HWPLUGIN_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    for module in (_patches_import, _patches_edit, _patches_check):
+        monkeypatch.setattr(module, "Index", lambda: Index(PipConfig(index_url="http://127.0.0.1:9/simple"), retries=0))
+    return tmp_path
+
+
+@pytest.fixture
+def trees(here: Path) -> list[str]:
+    """The options that name the made-up versions."""
+    for version, text in TEXTS.items():
+        (here / version / "vllm/v1").mkdir(parents=True)
+        (here / version / PATH).write_text(text)
+    return [word for version in TEXTS for word in ("--vllm", tree(version))]
+
+
+@pytest.fixture
+def change(here: Path) -> Path:
+    file = here / "change.patch"
+    diff = git_diff(OLD, NEW, PATH) + git_diff("a = 1\n", "a = 2\n", "tests/test_add.py")
+    subject = b"Subject: [PATCH] [Bugfix] Add whole numbers (#77)"
+    file.write_bytes(b"From %s Mon Sep 17 00:00:00 2001\n%s\n\nThey were not.\n---\n%s" % (b"1" * 40, subject, diff))
+    return file
+
+
+def tree(version: str) -> str:
+    return f"./{version}@{version}"
+
+
+def plan(version: str) -> Plan:
+    """What a process of that version would run."""
+    features = outside.load_outside(Path("mine"), version=version).features
+    return make_plan(Catalog(features), TreeSource(Path(version), version), {})
+
+
+def test_import_edit_save_check(trees: list[str], change: Path) -> None:
+    """The story of a change that fits two versions, is in a third, and has to be made by hand for the one between."""
+    result = run("import", str(change), "--into", "mine", *trees, "--json", "report.json")
+    assert result.exit_code == 1, result.output
+    report = json.loads(Path("report.json").read_text())
+    assert [(item["version"], item["outcome"]) for item in report["versions"]] == [
+        ("0.30.0", "applies"),
+        ("0.31.0", "applies"),
+        ("0.32.0", "conflict"),
+        ("0.33.0", "upstream"),
+    ]
+    assert report["left_out"] == [{"path": "tests/test_add.py", "what": "outside vllm/", "way_out": ""}]
+    assert report["variants"] == [{"versions": ">=0.30.0,<0.32.0", "diffs": ["add.diff"]}]
+    # The hunk and the nearest place are shown once, and what to do.
+    assert "+    return int(total)" in result.output
+    assert "nearest: line " in result.output
+    assert "next: vllm-hwplugin patches edit mine/add-whole-numbers --vllm 0.32.0" in result.output
+
+    (feature,) = outside.load_outside(Path("mine")).features
+    assert (feature.id, feature.title) == ("mine/add-whole-numbers", "Add whole numbers")
+    assert (feature.what, feature.origin) == ("They were not.", "vLLM PR 77")
+    assert plan("0.30.0").files[PATH].text == NEW
+    assert plan("0.31.0").files[PATH].text == "# newer\n" + NEW
+    assert plan("0.33.0").features[feature.id].state == "not-needed"
+
+    result = run("edit", "mine/add-whole-numbers", "--vllm", tree("0.32.0"))
+    assert result.exit_code == 1, result.output
+    work = Path("add-whole-numbers-0.32.0")
+    assert (work / PATH).read_text() == OTHER
+    assert "+    return int(total)" in (work / "rejected.txt").read_text()
+    assert run("save", str(work)).exit_code == 2, "nothing was changed"
+    (work / PATH).write_text(RIGHT)
+    result = run("save", str(work))
+    assert result.exit_code == 0, result.output
+    assert plan("0.32.0").files[PATH].text == RIGHT
+    for version, text in (("0.30.0", NEW), ("0.31.0", "# newer\n" + NEW)):
+        assert plan(version).files[PATH].text == text
+    assert plan("0.33.0").features[feature.id].state == "not-needed"
+
+    result = run("check", "mine", *trees)
+    assert (result.exit_code, result.output) == (0, "mine: 1 feature on 4 versions of vLLM: in order\n")
+
+
+def test_without_a_catalogue_nothing_is_written(trees: list[str], change: Path, here: Path) -> None:
+    before = {path for path in here.rglob("*") if path.parts[len(here.parts)] != "cache"}
+    result = run("import", "-", *trees[:4], input=change.read_bytes())
+    assert result.exit_code == 0, result.output
+    assert "nothing is written" in result.output
+    assert {path for path in here.rglob("*") if path.parts[len(here.parts)] != "cache"} == before
+
+
+def test_a_change_that_fits_no_version_begins_in_a_work_tree(trees: list[str], change: Path) -> None:
+    """Such as an upstream pull request's, whose main branch has moved on."""
+    result = run("import", str(change), "--into", "mine", "--vllm", tree("0.32.0"))
+    assert result.exit_code == 1, result.output
+    assert f"patches edit mine/add-whole-numbers --vllm 0.32.0 --change {change}" in result.output
+    arguments = ("edit", "mine/add-whole-numbers", "--vllm", tree("0.32.0"), "--change", str(change), "--into", "work")
+    assert run(*arguments).exit_code == 1
+    (Path("work") / PATH).write_text(RIGHT)
+    result = run("save", "work")
+    assert result.exit_code == 0, result.output
+    (feature,) = outside.load_outside(Path("mine")).features
+    assert (feature.title, feature.origin) == ("Add whole numbers", "vLLM PR 77")
+    assert plan("0.32.0").files[PATH].text == RIGHT
+
+
+def test_a_variant_of_the_users_own_comments(trees: list[str], change: Path) -> None:
+    """What stands above the tables stays as it was written; a version is taken out of the range that held it."""
+    run("import", str(change), "--into", "mine", *trees[:4])
+    file = Path("mine/add-whole-numbers/patch.toml")
+    head = '# Ours.\ntitle = "It"\nwhat = """\n[[variant]]\n"""\norigin = "us"\nremoval = "never"\n\n'
+    file.write_text(head + '[[variant]]\nversions = ">=0.28.0,<0.33.0"\ndiffs = ["add.diff"]\n')
+    run("edit", "mine/add-whole-numbers", "--vllm", tree("0.31.0"), "--into", "work")
+    (Path("work") / PATH).write_text("# newer\n" + NEW.replace("int(total)", "float(total)"))
+    assert run("save", "work").exit_code == 0
+    assert file.read_text().startswith(head)
+    (feature,) = outside.load_outside(Path("mine")).features
+    assert [(str(item.versions), item.files[0].origin) for item in feature.variants] == [
+        ("<0.31.0,>=0.28.0", "mine/add-whole-numbers/add.diff"),
+        ("<0.32.0,>=0.31.0", "mine/add-whole-numbers/add-0.31.diff"),
+        ("<0.33.0,>=0.32.0", "mine/add-whole-numbers/add.diff"),
+    ]
+    assert plan("0.30.0").files[PATH].text == NEW
+    assert "float(total)" in plan("0.31.0").files[PATH].text
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda work: (work / "stock" / PATH).write_text("a = 1\n"), "is not .* text any more"),
+        (lambda work: (work / PATH).write_text("def f(:\n"), "would be no Python"),
+        (lambda work: (work / PATH).unlink(), "can't be read"),
+        (lambda work: (work / "vllm/new.py").write_text("a = 1\n"), "can only edit files that vLLM has"),
+        (lambda work: (work / "edit.json").write_text("{}"), "not what `patches edit` writes"),
+    ],
+)
+def test_what_cannot_be_saved(trees: list[str], change: Path, spoil: Callable[[Path], object], message: str) -> None:
+    run("import", str(change), "--into", "mine", *trees[:4])
+    before = {file: file.read_bytes() for file in Path("mine").rglob("*") if file.is_file()}
+    assert run("edit", "mine/add-whole-numbers", "--vllm", tree("0.30.0"), "--into", "work").exit_code == 0
+    spoil(Path("work"))
+    result = run("save", "work")
+    assert result.exit_code == 2
+    assert re.search(message, result.stderr), result.stderr
+    assert {file: file.read_bytes() for file in Path("mine").rglob("*") if file.is_file()} == before
+
+
+def test_check_finds_what_a_process_would_meet(trees: list[str], change: Path, here: Path) -> None:
+    run("import", str(change), "--into", "mine", *trees[:4])
+    first = Path("mine/add-whole-numbers")
+    # Another feature of the same lines, for one version more, with a diff that nobody names.
+    second = Path("mine/twice")
+    second.mkdir()
+    text = (first / "add.diff").read_text()
+    (second / "it.diff").write_text(text.replace("+    return int(total)", "+    return (total"))
+    (second / "old.diff").write_text(text)
+    (second / "patch.toml").write_text(
+        'title = "It"\nwhat = "It"\norigin = "us"\nremoval = "never"\n'
+        '[[variant]]\nversions = ">=0.30.0,<0.33.0"\ndiffs = ["it.diff"]\n'
+    )
+    result = run("check", "mine", *trees[:6], "--json", "report.json")
+    assert result.exit_code == 1
+    (report,) = json.loads(Path("report.json").read_text())["catalogues"]
+    found = [(item["feature"], item["version"], item["what"]) for item in report["findings"]]
+    assert any(name == "mine/twice" and "old.diff is used by no variant" in what for name, _, what in found)
+    for version in ("0.30.0", "0.31.0"):
+        assert any(v == version and "both change" in what for _, v, what in found), found
+        assert any(v == version and "would be no Python" in what for _, v, what in found), found
+    assert [name for name, v, what in found if v == "0.32.0" and "drifted" in what] == ["mine/twice"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--id", "Bad Name"), "use --id bad-name"),
+        (("--versions", ">=1"), "holds no supported version"),
+        (("--versions", "some"), "is no range of versions"),
+        (("--vllm", "./0.30.0@0.30.0", "--vllm", "./0.31.0@0.30.0"), "are the same version of vLLM"),
+        (("--vllm", "./absent"), "no such file or folder"),
+    ],
+)
+def test_bad_arguments(trees: list[str], change: Path, arguments: tuple[str, ...], message: str) -> None:
+    assert trees
+    result = run("import", str(change), "--into", "mine", *arguments)
+    assert result.exit_code == 2
+    assert message in " ".join(result.stderr.replace("│", " ").split())
+    assert not list(Path("mine").glob("*/patch.toml"))
+
+
+def test_a_name_that_is_taken(trees: list[str], change: Path) -> None:
+    run("import", str(change), "--into", "mine", *trees[:2])
+    result = run("import", str(change), "--into", "mine", *trees[:2])
+    assert (result.exit_code, "is there already" in result.stderr) == (2, True)
