@@ -134,21 +134,27 @@ def test_a_change_that_fits_no_version_begins_in_a_work_tree(trees: list[str], c
     assert plan("0.32.0").files[PATH].text == RIGHT
 
 
-def test_a_variant_of_the_users_own_comments(trees: list[str], change: Path) -> None:
-    """What stands above the tables stays as it was written; a version is taken out of the range that held it."""
+def test_a_version_is_taken_out_of_the_range_that_held_it(
+    trees: list[str], change: Path, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what stands above the tables stays as it was written. The feature is named as `patches` lists it."""
+    monkeypatch.setenv("VLLM_HWPLUGIN_PATCHES", str(here / "mine"))
     run("import", str(change), "--into", "mine", *trees[:4])
     file = Path("mine/add-whole-numbers/patch.toml")
-    head = '# Ours.\ntitle = "It"\nwhat = """\n[[variant]]\n"""\norigin = "us"\nremoval = "never"\n\n'
+    head = '# Ours.\nid = "add-whole-numbers"\ntitle = "It"\nwhat = """\n[[variant]]\n"""\n'
+    head += 'origin = "us"\nremoval = "never"\n\n'
+    Path("mine/catalogue.toml").write_text('name = "ours"\n')
     file.write_text(head + '[[variant]]\nversions = ">=0.28.0,<0.33.0"\ndiffs = ["add.diff"]\n')
-    run("edit", "mine/add-whole-numbers", "--vllm", tree("0.31.0"), "--into", "work")
+    result = run("edit", "ours/add-whole-numbers", "--vllm", tree("0.31.0"), "--into", "work")
+    assert result.exit_code == 0, result.output
     (Path("work") / PATH).write_text("# newer\n" + NEW.replace("int(total)", "float(total)"))
     assert run("save", "work").exit_code == 0
     assert file.read_text().startswith(head)
     (feature,) = outside.load_outside(Path("mine")).features
     assert [(str(item.versions), item.files[0].origin) for item in feature.variants] == [
-        ("<0.31.0,>=0.28.0", "mine/add-whole-numbers/add.diff"),
-        ("<0.32.0,>=0.31.0", "mine/add-whole-numbers/add-0.31.diff"),
-        ("<0.33.0,>=0.32.0", "mine/add-whole-numbers/add.diff"),
+        ("<0.31.0,>=0.28.0", "ours/add-whole-numbers/add.diff"),
+        ("<0.32.0,>=0.31.0", "ours/add-whole-numbers/add-0.31.diff"),
+        ("<0.33.0,>=0.32.0", "ours/add-whole-numbers/add.diff"),
     ]
     assert plan("0.30.0").files[PATH].text == NEW
     assert "float(total)" in plan("0.31.0").files[PATH].text
@@ -185,11 +191,11 @@ def test_check_finds_what_a_process_would_meet(trees: list[str], change: Path, h
     (second / "it.diff").write_text(text.replace("+    return int(total)", "+    return (total"))
     (second / "old.diff").write_text(text)
     (second / "patch.toml").write_text(
-        'title = "It"\nwhat = "It"\norigin = "us"\nremoval = "never"\n'
+        'id = "twice"\ntitle = "It"\nwhat = "It"\norigin = "us"\nremoval = "never"\n'
         '[[variant]]\nversions = ">=0.30.0,<0.33.0"\ndiffs = ["it.diff"]\n'
     )
     result = run("check", "mine", *trees[:6], "--json", "report.json")
-    assert result.exit_code == 1
+    assert result.exit_code == 1, result.output
     (report,) = json.loads(Path("report.json").read_text())["catalogues"]
     found = [(item["feature"], item["version"], item["what"]) for item in report["findings"]]
     assert any(name == "mine/twice" and "old.diff is used by no variant" in what for name, _, what in found)

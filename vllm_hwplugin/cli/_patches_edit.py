@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -29,15 +30,16 @@ from vllm_hwplugin.authoring import (
     read_feature,
     read_tree,
 )
+from vllm_hwplugin.patching import default_folder, load_catalog, outside
 
 from ._patches_import import about_of, line, read_versions, report_outcomes, report_variants, targets_of
 from .sources import Index, open_installed, open_target
 
-_FEATURE = typer.Argument(metavar="FEATURE", help="The folder of a feature; of a new one, with --change.")
+_FEATURE = typer.Argument(help="A feature's folder, or its id as `patches` lists it; a new folder with --change.")
 
 
 def edit(
-    feature: Annotated[Path, _FEATURE],
+    feature: Annotated[str, _FEATURE],
     vllm: Annotated[
         str | None,
         typer.Option(
@@ -67,18 +69,19 @@ def edit(
 
     Exit status: 0 all of it fits, 1 a part was rejected and is shown, 2 could not tell.
     """
+    home = _folder_of(feature)
     about = None
     source = open_installed() if vllm is None else open_target(vllm, Index())
     if change_file is not None:
         change = read_change(_bytes(change_file), str(change_file))
-        if not feature.exists():
-            prepare_catalogue(feature.parent, gate=gate)
-            about = about_of(change, new_folder(feature.parent, feature.name).name, gate=gate)
+        if not home.exists():
+            prepare_catalogue(home.parent, gate=gate)
+            about = about_of(change, new_folder(home.parent, home.name).name, gate=gate)
     else:
-        change = change_of(read_feature(feature), source)
-    folder = into if into is not None else Path(f"{feature.resolve().name}-{source.version}")
+        change = change_of(read_feature(home), source)
+    folder = into if into is not None else Path(f"{home.resolve().name}-{source.version}")
     out = Console(highlight=False)
-    carried = open_tree(folder, feature, source, change, files or [], about)
+    carried = open_tree(folder, home, source, change, files or [], about)
     report_outcomes([carried], out)
     if carried.rejected:
         line(out, f"the rejected hunks are in {folder / REJECTED}")
@@ -111,6 +114,20 @@ def save(
     good = [item for item in carried if item.outcome is Outcome.APPLIES]
     _write(tree, good, out)
     raise typer.Exit(1 if any(item.outcome is Outcome.CONFLICT for item in carried) else 0)
+
+
+def _folder_of(feature: str) -> Path:
+    """The folder of a feature that is named by its path, or by its id in a catalogue that is in use."""
+    path = Path(feature)
+    if path.exists():
+        return path
+    own = load_catalog()
+    if own.feature(feature) is not None:
+        return default_folder() / feature
+    for each in outside.find_outside(os.environ, own).catalogues:
+        if any(item.id == feature for item in each.features):
+            return each.manifest.folder / feature.rpartition("/")[2]
+    return path
 
 
 def _others(tree: WorkTree, made: Carried, versions: str | None) -> list[Carried]:

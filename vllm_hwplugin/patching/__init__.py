@@ -83,7 +83,7 @@ __all__ = [
     "parse_diff",
     "read_sections",
     "render_diff",
-    "target_name",
     "split_lines",
+    "target_name",
     "verify",
 ]
