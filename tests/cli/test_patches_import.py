@@ -109,6 +109,7 @@ def test_import_edit_save_check(trees: list[str], change: Path) -> None:
 
     result = run("check", "mine", *trees)
     assert (result.exit_code, result.output) == (0, "mine: 1 feature on 4 versions of vLLM: in order\n")
+    assert run("check", "mine", "--form").output == "mine: 1 feature: in order\n"
 
 
 def test_without_a_catalogue_nothing_is_written(trees: list[str], change: Path, here: Path) -> None:
@@ -209,6 +210,7 @@ def test_check_finds_what_a_process_would_meet(trees: list[str], change: Path, h
     ("arguments", "message"),
     [
         (("--id", "Bad Name"), "use --id bad-name"),
+        (("--vllm", "./0.30.0@0.30.0", "--gate", "VLLM_PORT"), "VLLM_PORT"),
         (("--versions", ">=1"), "holds no supported version"),
         (("--versions", "some"), "is no range of versions"),
         (("--vllm", "./0.30.0@0.30.0", "--vllm", "./0.31.0@0.30.0"), "are the same version of vLLM"),
@@ -220,7 +222,7 @@ def test_bad_arguments(trees: list[str], change: Path, arguments: tuple[str, ...
     result = run("import", str(change), "--into", "mine", *arguments)
     assert result.exit_code == 2
     assert message in " ".join(result.stderr.replace("│", " ").split())
-    assert not list(Path("mine").glob("*/patch.toml"))
+    assert not list(Path("mine").glob("*/*"))
 
 
 def test_a_name_that_is_taken(trees: list[str], change: Path) -> None:

@@ -9,7 +9,7 @@ where the diff does not fit, and `_lint` looks a catalogue over. docs/patches-im
 from ._carry import Carried, Edited, Outcome, Rejected, carry
 from ._change import Change, LeftOut, Step, blob_name, read_change
 from ._errors import ChangeError, FeatureFolderError, WorkTreeError
-from ._folder import About, add_variants, create, new_folder, prepare_catalogue, read_catalogue, read_feature, slug
+from ._folder import About, add_variants, check_catalogue, create, new_folder, read_catalogue, read_feature, slug
 from ._lint import Finding, check_form, check_on, paths_of
 from ._variants import MadeVariant, carry_again, carry_all, make_variants, ranges, render
 from ._worktree import NOTE, REJECTED, WorkTree, change_of, open_tree, read_tree, told
@@ -37,6 +37,7 @@ __all__ = [
     "carry_again",
     "carry_all",
     "change_of",
+    "check_catalogue",
     "check_form",
     "check_on",
     "create",
@@ -44,7 +45,6 @@ __all__ = [
     "new_folder",
     "open_tree",
     "paths_of",
-    "prepare_catalogue",
     "ranges",
     "read_catalogue",
     "read_change",

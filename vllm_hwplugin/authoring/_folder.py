@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sys
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,6 +14,7 @@ from typing import Any, Final, NamedTuple
 
 from packaging.version import Version
 
+from ..errors import HwpluginError
 from ..patching import VLLM, Catalog, Feature, FileDiff, load_catalog, outside
 from ..versions import Versions
 from ._errors import FeatureFolderError
@@ -85,8 +87,8 @@ def refuse_others(distribution: str, folder: Path) -> None:
         )
 
 
-def prepare_catalogue(folder: Path, *, gate: str | None) -> None:
-    """Make the folder of a catalogue where there is none.
+def check_catalogue(folder: Path, *, gate: str | None) -> None:
+    """Whether a new feature can go there. A folder that is not there, or empty, becomes a catalogue with its first one.
 
     Raises:
         FeatureFolderError: a folder is there that is no catalogue, or one whose features need a gate that is not given.
@@ -95,10 +97,8 @@ def prepare_catalogue(folder: Path, *, gate: str | None) -> None:
     if (folder / outside.MANIFEST).is_file():
         refuse_others(outside.read_manifest(folder).distribution, folder)
     elif not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
-        name = slug(folder.resolve().name)
-        if not name:
+        if not slug(folder.resolve().name):
             raise FeatureFolderError(f"{folder}: its name has no letter or digit; name another folder")
-        _write(folder / outside.MANIFEST, f"name = {json.dumps(name)}\n")
     elif not folder.is_dir() or not any(folder.glob(f"*/{FEATURE}")):
         raise FeatureFolderError(
             f"{folder}: no catalogue (there is no {outside.MANIFEST} in it); name one, or a new folder"
@@ -132,10 +132,14 @@ def create(
     diffs: Mapping[str, FileDiff],
     upstream: Iterable[str] = (),
 ) -> None:
-    """Write a new feature.
+    """Write a new feature, with its catalogue where there is none.
 
     Args:
         upstream: the versions that have the change already.
+
+    Raises:
+        FeatureFolderError: it cannot be written.
+        CatalogError: it would not be read as it was written (a gate that is none); nothing is left of it.
     """
     lines = [f"id = {_basic(folder.name)}", f"title = {_basic(about.title)}"]
     if about.gate is not None:
@@ -144,9 +148,17 @@ def create(
     lines += [f"origin = {_basic(about.origin)}", f"removal = {_basic(about.removal)}", "requires = []", ""]
     gaps = [{"versions": text, "reason": _HAS_IT} for text, _ in ranges(upstream)]
     tables = [_Table(item.versions, item.diffs) for item in variants]
+    catalogue = folder.parent
+    if not catalogue.exists() or not any(catalogue.iterdir()):
+        _write(catalogue / outside.MANIFEST, f"name = {json.dumps(slug(catalogue.resolve().name))}\n")
     for name, diff in diffs.items():
         _write(folder / name, render(diff))
     _write(folder / FEATURE, "\n".join(lines) + "\n" + _tables(gaps, tables))
+    try:
+        read_feature(folder)
+    except HwpluginError:
+        shutil.rmtree(folder)
+        raise
 
 
 def add_variants(
@@ -161,7 +173,8 @@ def add_variants(
         they are.
 
     Raises:
-        FeatureFolderError: `patch.toml` is not as it has to be.
+        FeatureFolderError: `patch.toml` is not as it has to be, or cannot be written.
+        CatalogError: it would not be read as it was written; it is as before then.
     """
     file = folder / FEATURE
     head, raw = _read(file)
@@ -174,7 +187,13 @@ def add_variants(
     tables = _joined([*kept, *made])
     for name, diff in diffs.items():
         _write(folder / names[name], render(diff))
+    before = file.read_text(encoding="utf-8")
     _write(file, head + _tables(gaps, tables))
+    try:
+        read_feature(folder)
+    except HwpluginError:
+        _write(file, before)
+        raise
     unused = {item.name for item in folder.glob("*.diff")} - {name for table in tables for name in table.diffs}
     return names, sorted(unused)
 

@@ -21,11 +21,11 @@ from vllm_hwplugin.authoring import (
     add_variants,
     carry_again,
     change_of,
+    check_catalogue,
     create,
     make_variants,
     new_folder,
     open_tree,
-    prepare_catalogue,
     read_change,
     read_feature,
     read_tree,
@@ -71,11 +71,12 @@ def edit(
     """
     home = _folder_of(feature)
     about = None
-    source = open_installed() if vllm is None else open_target(vllm, Index())
+    index = Index()
+    source = open_installed() if vllm is None else open_target(vllm, index)
     if change_file is not None:
         change = read_change(_bytes(change_file), str(change_file))
         if not home.exists():
-            prepare_catalogue(home.parent, gate=gate)
+            check_catalogue(home.parent, gate=gate)
             about = about_of(change, new_folder(home.parent, home.name).name, gate=gate)
     else:
         change = change_of(read_feature(home), source)
@@ -83,6 +84,8 @@ def edit(
     out = Console(highlight=False)
     carried = open_tree(folder, home, source, change, files or [], about)
     report_outcomes([carried], out)
+    for note in index.notes:
+        typer.echo(f"note: {note}", err=True)
     if carried.rejected:
         line(out, f"the rejected hunks are in {folder / REJECTED}")
     line(out, f"edit the files below {folder / 'vllm'}, then: vllm-hwplugin patches save {folder}")

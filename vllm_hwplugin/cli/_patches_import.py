@@ -22,10 +22,10 @@ from vllm_hwplugin.authoring import (
     MadeVariant,
     Outcome,
     carry_all,
+    check_catalogue,
     create,
     make_variants,
     new_folder,
-    prepare_catalogue,
     ranges,
     read_change,
     slug,
@@ -92,7 +92,7 @@ def import_change(
     folder = None
     if into is not None:
         # Before anything is read from an index: a name that is taken costs nothing then.
-        prepare_catalogue(into, gate=gate)
+        check_catalogue(into, gate=gate)
         folder = new_folder(into, name or _name(change))
     index = Index()
     sources = read_versions(targets_of(versions, vllm), change.paths, index)
