@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far changes of vLLM carry: `python benchmarks/import_share.py [--json FILE]`.
+"""How far changes of vLLM carry: `python -m benchmarks.import_share [--json FILE]`.
 
 Every change is real: what one release of vLLM changed in one Python file, as a diff from the release before it. Two
 sets, neither of which anybody has chosen change by change:
@@ -30,7 +30,6 @@ import argparse
 import difflib
 import json
 import platform
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -66,7 +65,8 @@ from vllm_hwplugin.patching import (
 )
 from vllm_hwplugin.versions import Versions
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+from .start_cost import REPOSITORY, commit
+
 GENERATED = {"vllm/_version.py"}
 
 
@@ -242,12 +242,6 @@ def share(tried: Sequence[Tried]) -> dict[str, Any]:
         "hunks": hunks,
         "share_of_hunks": round(placed / hunks, 4) if hunks else None,
     }
-
-
-def commit() -> str:
-    command = ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty", "--abbrev=12"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    return done.stdout.strip() or "unknown"
 
 
 def report(result: dict[str, Any], path: Path) -> None:

@@ -26,7 +26,7 @@ from ._text import printable
 # Name -> (module in this package, its command function or typer app, line for --help).
 COMMANDS = {
     "drift": ("_drift", "drift", "Check which patches fit which vLLM versions, without importing vLLM."),
-    "patches": ("_patches", "app", "List the patches, and show the exact text change that one makes."),
+    "patches": ("_patches", "app", "List the patches and their exact text changes; import and check others."),
     "doctor": ("_doctor", "app", "Show the host, vLLM, the gates and what is live in which process."),
     "gates": ("_gates", "gates", "List the environment variables and their values."),
     "demo": ("_demo", "demo", "Run vLLM on tiny checkpoints, stock and patched, side by side."),

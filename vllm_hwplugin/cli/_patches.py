@@ -34,7 +34,7 @@ class UnknownFeature(SourceError):
 
 @app.callback()
 def patches(ctx: typer.Context) -> None:
-    """List the patches, and show the exact text change that one makes.
+    """List the patches and their exact text changes; import and check others.
 
     Without a subcommand: one line a feature with its gate and versions, the plugin's own and those of catalogues from
     outside. Exit status 2 where one of these cannot be used.
