@@ -98,8 +98,10 @@ def test_import_edit_save_check(trees: list[str], change: Path) -> None:
     work = Path("add-whole-numbers-0.32.0")
     assert (work / PATH).read_text() == OTHER
     assert "+    return int(total)" in (work / "rejected.txt").read_text()
-    assert run("save", str(work)).exit_code == 2, "nothing was changed"
     (work / PATH).write_text(RIGHT)
+    assert "make each of them by hand" in run("save", str(work)).stderr
+    assert outside.load_outside(Path("mine")).features == (feature,)
+    (work / "rejected.txt").unlink()
     result = run("save", str(work))
     assert result.exit_code == 0, result.output
     assert plan("0.32.0").files[PATH].text == RIGHT
@@ -128,6 +130,7 @@ def test_a_change_that_fits_no_version_begins_in_a_work_tree(trees: list[str], c
     arguments = ("edit", "mine/add-whole-numbers", "--vllm", tree("0.32.0"), "--change", str(change), "--into", "work")
     assert run(*arguments).exit_code == 1
     (Path("work") / PATH).write_text(RIGHT)
+    (Path("work") / "rejected.txt").unlink()
     result = run("save", "work")
     assert result.exit_code == 0, result.output
     (feature,) = outside.load_outside(Path("mine")).features
@@ -167,6 +170,7 @@ def test_a_version_is_taken_out_of_the_range_that_held_it(
         (lambda work: (work / "stock" / PATH).write_text("a = 1\n"), "is not .* text any more"),
         (lambda work: (work / PATH).write_text("def f(:\n"), "would be no Python"),
         (lambda work: (work / PATH).unlink(), "can't be read"),
+        (lambda work: (work / PATH).write_text(OLD), "nothing is changed"),
         (lambda work: (work / "vllm/new.py").write_text("a = 1\n"), "can only edit files that vLLM has"),
         (lambda work: (work / "edit.json").write_text("{}"), "not what `patches edit` writes"),
     ],
@@ -223,6 +227,24 @@ def test_bad_arguments(trees: list[str], change: Path, arguments: tuple[str, ...
     assert result.exit_code == 2
     assert message in " ".join(result.stderr.replace("│", " ").split())
     assert not list(Path("mine").glob("*/*"))
+
+
+def test_check_says_what_cannot_be_read(trees: list[str], change: Path) -> None:
+    run("import", str(change), "--into", "mine", *trees[:2])
+    (diff,) = Path("mine").rglob("*.diff")
+    diff.write_text(re.sub(r",\d \+", ",9 +", diff.read_text()))
+    result = run("check", "mine", *trees[:2])
+    assert result.exit_code == 1
+    assert "mine/add-whole-numbers/add.diff" in result.output
+    assert result.output.endswith("1 to mend\n")
+
+
+def test_only_vllms_versions_are_read(trees: list[str], change: Path) -> None:
+    """Of a catalogue for another package a diff of vLLM would be no part."""
+    Path("mine").mkdir()
+    Path("mine/catalogue.toml").write_text('name = "mine"\ndistribution = "transformers"\n')
+    result = run("import", str(change), "--into", "mine", *trees[:2])
+    assert (result.exit_code, "changes transformers, and only vLLM" in result.stderr) == (2, True)
 
 
 def test_a_name_that_is_taken(trees: list[str], change: Path) -> None:

@@ -16,7 +16,12 @@ _GOOD = (Status.APPLIES, Status.UPSTREAM, Status.NOT_NEEDED)
 
 
 class Finding(NamedTuple):
-    """Something to be mended. `version` is empty where it is so whatever vLLM there is."""
+    """Something to be mended.
+
+    Attributes:
+        feature: its id; empty where the catalogue as a whole cannot be read.
+        version: empty where it is so whatever vLLM there is.
+    """
 
     feature: str
     what: str

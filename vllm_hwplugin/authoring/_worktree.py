@@ -24,6 +24,10 @@ NOTE: Final = "edit.json"
 REJECTED: Final = "rejected.txt"
 _STOCK: Final = "stock"
 _FORMAT: Final = 1
+_TO_DO: Final = (
+    "These hunks did not fit. Make each of them below vllm/, then remove this file: nothing is saved while it is\n"
+    "there. Lines are counted in the files below stock/."
+)
 
 
 class WorkTree(NamedTuple):
@@ -91,7 +95,8 @@ def open_tree(
         _write(folder / _STOCK / path, stock)
         _write(folder / path, edited)
     if carried.rejected:
-        _write(folder / REJECTED, "\n\n".join("\n".join(told(item)) for item in carried.rejected) + "\n")
+        parts = [_TO_DO, *("\n".join(told(item)) for item in carried.rejected)]
+        _write(folder / REJECTED, "\n\n".join(parts) + "\n")
     note = {
         "format": _FORMAT,
         "feature": str(feature.resolve()),
@@ -114,9 +119,16 @@ def read_tree(folder: Path) -> tuple[WorkTree, Carried]:
     """A work tree, and the change that was made in it.
 
     Raises:
-        WorkTreeError: it is not as it has to be, nothing was changed, or what was made is no Python.
+        WorkTreeError: it is not as it has to be, nothing was changed, what was made is no Python, or there are hunks
+            that nobody has said to be done with.
     """
     tree = _note(folder)
+    if (folder / REJECTED).exists():
+        # Whatever else was made would be a part of the change, and be taken for all of it.
+        raise WorkTreeError(
+            f"{folder / REJECTED}: names hunks that did not fit; make each of them by hand below {folder / 'vllm'}, or "
+            "find that it is not needed, then remove this file"
+        )
     files: dict[str, Edited] = {}
     for path, digest in tree.stock.items():
         stock, edited = _read(folder / _STOCK / path), _read(folder / path)

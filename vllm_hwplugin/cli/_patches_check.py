@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from vllm_hwplugin.authoring import Finding, check_form, check_on, paths_of, read_catalogue
-from vllm_hwplugin.patching import SUPPORTED, VLLM, Catalog, default_folder
+from vllm_hwplugin.patching import SUPPORTED, VLLM, Catalog, CatalogError, DiffError, default_folder
 
 from ._output import STANDARD_OUTPUT, JsonFile, write_json
 from ._patches_import import TARGETS, VERSIONS, line, read_versions, targets_of
@@ -39,10 +39,14 @@ def check(
     index = Index()
     reports = []
     for folder in folders or [default_folder()]:
-        catalog = read_catalogue(folder)
-        targets = [] if form_only else _targets(catalog, versions, vllm)
-        sources = read_versions(targets, paths_of(catalog), index)
-        findings = [*check_form(folder, catalog), *check_on(catalog, sources)]
+        try:
+            catalog = read_catalogue(folder)
+            targets = [] if form_only else _targets(catalog, versions, vllm)
+            sources = read_versions(targets, paths_of(catalog), index)
+            findings = [*check_form(folder, catalog), *check_on(catalog, sources)]
+        except (CatalogError, DiffError) as error:
+            # What a process would leave out as a whole, and no feature of it can be looked at.
+            catalog, sources, findings = Catalog(()), [], [Finding("", str(error))]
         read = [source.version for source in sources]
         _report(folder, catalog, read, findings, out)
         reports.append(
@@ -73,7 +77,7 @@ def _targets(catalog: Catalog, versions: str | None, targets: list[str] | None) 
 def _report(folder: Path, catalog: Catalog, versions: Sequence[str], findings: Sequence[Finding], out: Console) -> None:
     for item in findings:
         where = f"{item.feature} on vLLM {item.version}" if item.version else item.feature
-        line(out, f"{where}: {item.what}")
+        line(out, f"{where}: {item.what}" if where else item.what)
     others = [feature.id for feature in catalog.features if feature.distribution != VLLM]
     for name in others:
         line(out, f"{name}: changes another distribution than vLLM; its diffs were read, and nothing more")

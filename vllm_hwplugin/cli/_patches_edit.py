@@ -87,7 +87,7 @@ def edit(
     for note in index.notes:
         typer.echo(f"note: {note}", err=True)
     if carried.rejected:
-        line(out, f"the rejected hunks are in {folder / REJECTED}")
+        line(out, f"the rejected hunks are in {folder / REJECTED}; remove it when each of them is made")
     line(out, f"edit the files below {folder / 'vllm'}, then: vllm-hwplugin patches save {folder}")
     raise typer.Exit(1 if carried.outcome is Outcome.CONFLICT else 0)
 
