@@ -135,7 +135,7 @@ def test_versions_that_differ_in_the_context_get_diffs_of_their_own() -> None:
 
 
 def test_only_what_each_file_needs_is_made_twice() -> None:
-    """And a version in the midst that has the change is in no range."""
+    """And a version in the midst that the change does not fit is in no range."""
     old = "".join(f"a = {n}\n" for n in range(20))
     after = old.replace("a = 10\n", "a = 100\n")
     other = "vllm/core/alpha.py"
@@ -143,14 +143,14 @@ def test_only_what_each_file_needs_is_made_twice() -> None:
     sources = [
         Memory("0.27.0", {PATH: old, other: old}),
         Memory("0.28.0", {PATH: old, other: after}),
-        Memory("0.29.0", {PATH: after, other: after}),
+        Memory("0.29.0", {PATH: "gone = 1\n", other: old}),
         Memory("0.30.0", {PATH: old + "b = 1\n", other: old}),
     ]
     carried = carry_all(change, sources)
     assert outcomes(carried) == {
         "0.27.0": "applies",
         "0.28.0": "conflict",
-        "0.29.0": "upstream",
+        "0.29.0": "conflict",
         "0.30.0": "applies",
     }
     assert carried[1].reason == "1 of 2 hunks are in this vLLM already, and the others are not"
@@ -180,6 +180,27 @@ def test_a_series_becomes_one_diff() -> None:
     _, diffs = make_variants(carried[:2])
     assert len(diffs) == 1
     assert as_processes_do(carried, sources) == results(carried)
+
+
+def test_a_version_after_one_that_has_the_change_is_left_to_people() -> None:
+    """vLLM has moved the new lines elsewhere, say: made once more, they would be there twice."""
+    old = "".join(f"a = {number}\n" for number in range(20))
+    new = old.replace("a = 10\n", "a = 10\nadded = 1\n")
+    sources = versions(v0_30_0="# older\n" + old, v0_31_0="# has it\n" + new, v0_32_0=old + "added = 1\n")
+    change = read_change(git_diff(old, new), "it")
+    carried = carry_all(change, sources)
+    assert outcomes(carried) == {"0.30.0": "applies", "0.31.0": "upstream", "0.32.0": "conflict"}
+    assert "vLLM 0.31.0 has the change already" in carried[2].reason
+    # The text that the diff was made from is meant, whatever others have.
+    assert outcomes(carry_all(change, versions(v0_31_0="# has it\n" + new, v0_32_0=old)))["0.32.0"] == "applies"
+
+
+def test_a_series_that_undoes_itself_is_no_change() -> None:
+    one, other = "a = 1\n", "a = 2\n"
+    mail = b"From %s Mon Sep 17 00:00:00 2001\nSubject: it\n\n---\n%s"
+    commits = b"".join(mail % (b"1" * 40, git_diff(*pair)) for pair in ((one, other), (other, one)))
+    (carried,) = carry_all(read_change(commits, "it"), [Memory("0.30.0", {PATH: "b = 0\n" + one})])
+    assert (carried.outcome, carried.reason[:27]) == (Outcome.CONFLICT, "its commits undo one anothe")
 
 
 def test_what_would_be_no_python_is_refused() -> None:

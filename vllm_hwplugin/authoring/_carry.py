@@ -56,6 +56,11 @@ class Carried(NamedTuple):
     verified: tuple[str, ...] = ()
     reason: str = ""
 
+    @property
+    def is_verified(self) -> bool:
+        """Whether that is so of all its files."""
+        return bool(self.verified) and len(self.verified) == len(self.files)
+
 
 class _File:
     """A file on its way through the steps. Each line knows which one of the pristine text it is."""
@@ -146,6 +151,8 @@ def carry(change: Change, source: Source, *, hints: bool = True) -> Carried:
     done = {path: Edited(file.pristine, file.edits()) for path, file in files.items()}
     if outcome is Outcome.APPLIES:
         reason = next(filter(None, (trouble_in(path, item.result) for path, item in done.items())), "")
+        if not any(item.edits for item in done.values()):
+            reason = "its commits undo one another, and leave every line as it is"
         outcome = Outcome.CONFLICT if reason else outcome
     same = tuple(path for path, whole in verified.items() if whole)
     return Carried(source.version, source.label, outcome, done, tuple(rejected), offset, same, reason)

@@ -82,6 +82,8 @@ def carry_all(change: Change, sources: Sequence[Source], *, hints: bool = True) 
 
     Where it fits in several places, and where a commit of a series does not fit by itself, it is tried once more as it
     looks on the nearest versions that it applies to: in one diff a file, with context that means one place of both.
+    A version that comes after one that has the change has most likely got it in another form, or was rid of it: where
+    it would fit there, it is refused for a person to look, unless the diff names that very text.
 
     Args:
         hints: as for `carry`.
@@ -97,10 +99,21 @@ def carry_all(change: Change, sources: Sequence[Source], *, hints: bool = True) 
             near = sorted(good, key=lambda other: abs(other - place))[:_TRIED]
             for base in (found[by_age[other]] for other in near):
                 again = _again(change, base, found[index], sources[index])
-                if again is not None and again.outcome is not Outcome.CONFLICT:
+                if again.outcome is not Outcome.CONFLICT:
                     found[index] = again
                     break
-    return found
+    since = next((found[index].version for index in by_age if found[index].outcome is Outcome.UPSTREAM), None)
+    return found if since is None else [_not_after(item, since) for item in found]
+
+
+def _not_after(item: Carried, since: str) -> Carried:
+    if item.outcome is not Outcome.APPLIES or Version(item.version) < Version(since) or item.is_verified:
+        return item
+    reason = (
+        f"it would fit, but vLLM {since} has the change already: look what became of it since; if it is still needed, "
+        "`patches edit` and `save` make it"
+    )
+    return item._replace(outcome=Outcome.CONFLICT, reason=reason)
 
 
 def _is_open(change: Change, refused: Carried) -> bool:
@@ -111,21 +124,13 @@ def _is_open(change: Change, refused: Carried) -> bool:
     return series or any(item.verdict.status == "ambiguous" for item in refused.rejected)
 
 
-def _again(change: Change, base: Carried, refused: Carried, source: Source) -> Carried | None:
-    steps = _as_steps(base, {path: [item.pristine] for path, item in refused.files.items()})
-    return None if steps is None else carry(change._replace(steps=steps), source, hints=False)
-
-
-def _as_steps(base: Carried, also: Mapping[str, Sequence[Text]]) -> tuple[Step, ...] | None:
-    """One diff a file, which means one place of the texts in `also`, too, where there is such a one."""
-    steps = []
-    for path, edited in base.files.items():
-        if edited.edits:
-            diff = make_diff(path, [edited], also.get(path, ())) or make_diff(path, [edited])
-            if diff is None:
-                return None
-            steps.append(Step(diff))
-    return tuple(steps)
+def _again(change: Change, base: Carried, refused: Carried, source: Source) -> Carried:
+    steps = tuple(
+        Step(make_diff(path, [edited], [refused.files[path].pristine]) or _alone(path, edited))
+        for path, edited in base.files.items()
+        if edited.edits
+    )
+    return carry(change._replace(steps=steps), source, hints=False)
 
 
 def carry_again(made: Carried, sources: Sequence[Source]) -> list[Carried]:
@@ -134,9 +139,7 @@ def carry_again(made: Carried, sources: Sequence[Source]) -> list[Carried]:
     Raises:
         HwpluginError: a source cannot be read.
     """
-    steps = _as_steps(made, {})
-    # Only a text that already holds what is added to it cannot be told from its own result.
-    assert steps is not None
+    steps = tuple(Step(_alone(path, edited)) for path, edited in made.files.items() if edited.edits)
     return carry_all(Change("", made.label, "", steps), sources)
 
 
@@ -150,11 +153,15 @@ def _groups(edited: Sequence[tuple[str, Edited]], path: str) -> list[MadeDiff]:
             members.append(item)
         else:
             members = [item]
-            alone = make_diff(path, members)
-            # A hunk that is as long as the file stands at one place.
-            assert alone is not None
-            made.append(MadeDiff(alone, (version,)))
+            made.append(MadeDiff(_alone(path, item), (version,)))
     return made
+
+
+def _alone(path: str, item: Edited) -> FileDiff:
+    diff = make_diff(path, [item])
+    # A hunk that is as long as the file stands at one place.
+    assert diff is not None
+    return diff
 
 
 def make_diff(path: str, versions: Sequence[Edited], also: Sequence[Text] = ()) -> FileDiff | None:

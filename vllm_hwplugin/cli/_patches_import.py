@@ -192,7 +192,7 @@ def report_outcomes(carried: Iterable[Carried], out: Console) -> None:
     shown: dict[tuple[str, ...], str] = {}
     for item in carried:
         fits = f"moved by {item.offset} line{'' if item.offset == 1 else 's'}" if item.offset else "exact"
-        same = " (the very text that the diff states)" if len(item.verified) == len(item.files) else ""
+        same = " (the very text that the diff states)" if item.is_verified else ""
         because = f": {item.reason}" if item.outcome is Outcome.CONFLICT else ""
         line(out, f"vllm {item.version}: {words.get(item.outcome, fits + same)}{because}")
         for rejected in item.rejected:
