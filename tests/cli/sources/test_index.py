@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,13 @@ def test_only_the_needed_bytes_are_read(server: Any, index: Index) -> None:
     assert all(wanted is not None for command, path, wanted in server.requests if path.startswith("/files/"))
     assert server.bytes_sent < 1_000_000 < len(server.wheels[NAME])
     assert index.notes == ()
+
+
+@pytest.mark.usefixtures("wheels")
+def test_which_files_differ_is_known_without_reading_them(server: Any, index: Index) -> None:
+    found = IndexSource("0.33.0", index).checksums()
+    assert found == {path: zlib.crc32(text.encode()) for path, text in FILES.items()}
+    assert server.bytes_sent < 1_000_000
 
 
 @pytest.mark.usefixtures("wheels")
