@@ -100,6 +100,15 @@ def test_one_version_only(write: Write) -> None:
         load_catalog(folder, version="0.99.0")
 
 
+def test_none_where_it_is_not_needed(write: Write) -> None:
+    folder = write()
+    for name in ("old", "new"):
+        (folder / "one" / f"{name}.diff").write_text("malformed")
+    (feature,) = load_catalog(folder, version="0.23.0").features
+    assert feature.variants == ()
+    assert feature.not_needed_for("0.23.0") is not None
+
+
 def test_requirements_come_first(write: Write) -> None:
     write(("requires = []", 'requires = ["two"]'), name="one")
     write(name="two")

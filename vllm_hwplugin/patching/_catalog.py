@@ -70,8 +70,8 @@ def load_catalog(folder: Path | None = None, *, version: str | None = None) -> C
 
     Args:
         folder: default: the project's own.
-        version: keep only the variants for this version. A process that patches itself has no use for the others; a
-            version that no variant of a feature covers gets all of them.
+        version: keep only the variants for this version. A process that patches itself has no use for the others. All
+            of them are kept of a feature that says nothing of the version.
 
     Raises:
         CatalogError: a folder or `patch.toml` is not as it has to be.
@@ -134,7 +134,9 @@ def load_feature(folder: Path, version: str | None, terms: Terms) -> Feature:
             f"{file}: the range '{endless}' of a variant has no end, so it would hold releases that nobody has seen; "
             "end it before the first one"
         )
-    wanted = [version is not None and distribution == VLLM and item.covers(version) for item in ranges]
+    narrow = version is not None and distribution == VLLM
+    wanted = [narrow and item.covers(version) for item in ranges]
+    told = any(wanted) or any(narrow and item.versions.covers(version) for item in not_needed)
     cache: dict[str, tuple[FileDiff, ...]] = {}
 
     def diffs(table: Mapping[str, Any]) -> tuple[FileDiff, ...]:
@@ -149,7 +151,7 @@ def load_feature(folder: Path, version: str | None, terms: Terms) -> Feature:
     variants = [
         Variant(versions, diffs(table))
         for table, versions, used in zip(tables, ranges, wanted, strict=True)
-        if used or not any(wanted)
+        if used or not told
     ]
     return Feature(
         **(texts | {"id": _joined(terms.catalogue, folder.name)}),
