@@ -134,9 +134,9 @@ def load_feature(folder: Path, version: str | None, terms: Terms) -> Feature:
             f"{file}: the range '{endless}' of a variant has no end, so it would hold releases that nobody has seen; "
             "end it before the first one"
         )
-    narrow = version is not None and distribution == VLLM
-    wanted = [narrow and item.covers(version) for item in ranges]
-    told = any(wanted) or any(narrow and item.versions.covers(version) for item in not_needed)
+    only = version if distribution == VLLM else None
+    wanted = [only is not None and item.covers(only) for item in ranges]
+    told = any(wanted) or any(only is not None and item.versions.covers(only) for item in not_needed)
     cache: dict[str, tuple[FileDiff, ...]] = {}
 
     def diffs(table: Mapping[str, Any]) -> tuple[FileDiff, ...]:
