@@ -68,14 +68,11 @@ class Recorder:
     def _drafted(self, original):
         def sample_tokens(*args, **kwargs):
             output = original(*args, **kwargs)
-            # What the next step verifies. They do not leave the device where the scheduler runs ahead of it. V1 keeps
-            # them elsewhere.
-            if getattr(self._runner, "speculator", None) is not None:
-                states = self._runner.req_states
-                self._drafts[id(self._current)] = {
-                    name_of(request): states.draft_tokens[states.req_id_to_index[request]].tolist()
-                    for request in self._current.num_scheduled_tokens
-                }
+            # What the next step verifies. They do not leave the device where the scheduler runs ahead of it.
+            drafts = drafts_of(self._runner)
+            self._drafts[id(self._current)] = {
+                name_of(request): drafts[request] for request in self._current.num_scheduled_tokens if drafts
+            }
             return output
 
         return sample_tokens
@@ -98,6 +95,15 @@ class Recorder:
             return original(scheduler_output, model_runner_output)
 
         return update_from_output
+
+
+def drafts_of(runner) -> dict[str, list[int]]:
+    """Each request's drafts; nothing without speculation."""
+    if getattr(runner, "speculator", None) is not None:
+        states = runner.req_states
+        return {request: states.draft_tokens[row].tolist() for request, row in states.req_id_to_index.items()}
+    drafts = getattr(runner, "_draft_token_ids", None)
+    return {} if drafts is None else dict(zip(runner.input_batch.req_ids, drafts.tolist(), strict=True))
 
 
 def busy(original):

@@ -215,6 +215,15 @@ GATES: Final[tuple[Gate, ...]] = (
         choices=_SWITCH,
     ),
     Gate(
+        "VLLM_HWPLUGIN_V1_DRAFT_PHASE",
+        "switch",
+        _UNTRIED,
+        "Feature v1-draft-phase: sampling and drafting of a decode step in two CUDA graphs (V1 runner).",
+        affects=("patches", COMPILE_KEY),
+        choices=_SWITCH,
+        since="0.2.0",
+    ),
+    Gate(
         "VLLM_HWPLUGIN_V2_STEP_INPUTS",
         "switch",
         "auto",

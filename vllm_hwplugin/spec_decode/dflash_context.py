@@ -77,7 +77,7 @@ class ContextGraphs(Companion):
         proposer = self._proposer
         block = 1 + proposer.speculative_config.num_speculative_tokens
         self._sizes = tuple(rung * block for rung in keys.requests(block) if rung * block <= proposer.max_num_tokens)
-        self._graphs = full_graphs(self._precompute, proposer.vllm_config, passes.graph_pool)
+        self._graphs = full_graphs(self.precompute, proposer.vllm_config, passes.graph_pool)
         for size in reversed(self._sizes):
             proposer._context_slot_mapping_buffer[:size].fill_(PADDING_SLOT_ID)
             for mode in (CUDAGraphMode.NONE, CUDAGraphMode.FULL):
@@ -105,7 +105,7 @@ class ContextGraphs(Companion):
         """
         proposer, count = self._proposer, states.shape[0]
         padded = pad_up(self._sizes, count) if self._draft_graphs.ready else None
-        if padded is None or not self._keep_fused_in_place():
+        if padded is None or not self.keep_fused_in_place():
             proposer.model.precompute_and_store_context_kv(states, positions, slots)
             return
         proposer.hidden_states[:count].copy_(states)
@@ -113,7 +113,7 @@ class ContextGraphs(Companion):
             proposer._context_slot_mapping_buffer[count:padded].fill_(PADDING_SLOT_ID)
         self._launch(padded, CUDAGraphMode.FULL)
 
-    def _keep_fused_in_place(self) -> bool:
+    def keep_fused_in_place(self) -> bool:
         """Put weights that the model fused anew where the graphs read them; False where they do not fit there.
 
         vLLM fuses anew when weights are loaded again, and in some versions when it wakes up.
@@ -146,8 +146,11 @@ class ContextGraphs(Companion):
         ):
             self._graphs(count=count)
 
-    def _precompute(self, count: int) -> torch.Tensor:
-        """What is captured. `CUDAGraphWrapper` wants a tensor back, so it returns its input."""
+    def precompute(self, count: int) -> torch.Tensor:
+        """Store the context of the first `count` tokens of the drafter's buffers, with launches that may be captured.
+
+        `CUDAGraphWrapper` wants a tensor back, so it returns its input: [count, hidden].
+        """
         proposer = self._proposer
         states: torch.Tensor = proposer.hidden_states[:count]
         proposer.model.precompute_and_store_context_kv(

@@ -98,7 +98,7 @@ class PassBuffers:
         self.write_seq_lens(metadata.seq_lens, shape.num_reqs)
         batch = metadata.num_reqs
         if self.query_len is not None:
-            self._write_even_starts(batch, shape.num_reqs, self.query_len)
+            self.write_even_starts(batch, shape.num_reqs, self.query_len)
             return
         self.query_start_loc[: batch + 1].copy_(metadata.query_start_loc[: batch + 1])
         if shape.num_reqs > batch:
@@ -108,7 +108,7 @@ class PassBuffers:
     def write_steps(self, metadata: Any, shape: DraftShape) -> None:
         """Like `write`, for a pass of one token a request; the row starts of `metadata` are not read."""
         self.write_seq_lens(metadata.seq_lens, shape.num_reqs)
-        self._write_even_starts(metadata.num_reqs, shape.num_reqs, STEP_QUERY_LEN)
+        self.write_even_starts(metadata.num_reqs, shape.num_reqs, STEP_QUERY_LEN)
 
     def write_seq_lens(self, seq_lens: torch.Tensor, num_reqs: int) -> None:
         batch = seq_lens.shape[0]
@@ -116,7 +116,8 @@ class PassBuffers:
         if num_reqs > batch:
             self.seq_lens[batch:num_reqs].zero_()
 
-    def _write_even_starts(self, batch: int, num_reqs: int, query_len: int) -> None:
+    def write_even_starts(self, batch: int, num_reqs: int, query_len: int) -> None:
+        """Write `query_start_loc` of a pass of `query_len` tokens a request over `batch` of them, padded to `num_reqs`."""
         # They depend on the two counts alone, and a decode batch keeps its size for many steps.
         if self._written == (batch, num_reqs):
             return

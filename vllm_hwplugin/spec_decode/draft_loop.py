@@ -131,15 +131,52 @@ class DraftLoop(Companion):
         if num_reqs is None or num_reqs not in self._metadata or not self._covers(metadata, sampling_metadata):
             return None
         buffers = self._buffers
-        buffers.write_steps(metadata, _shape(num_reqs))
+        buffers.write_seq_lens(metadata.seq_lens, num_reqs)
         if num_rejected_tokens is not None:
             buffers.seq_lens[:batch].sub_(num_rejected_tokens)
-        self._mark_inert(batch, num_reqs)
+        self.prepare(batch, num_reqs)
         self._sample_hidden[:batch].copy_(sample_hidden_states)
         proposer.positions[:batch].copy_(positions)
         proposer.hidden_states[:batch].copy_(hidden_states)
         self._launch(num_reqs, CUDAGraphMode.FULL)
         return self._drafts[:batch].clone()
+
+    def serves(self, num_reqs: int) -> bool:
+        """Whether there is a chain of `num_reqs` requests."""
+        return num_reqs in self._metadata
+
+    def prepare(self, batch: int, num_reqs: int) -> None:
+        """Have the chain of `num_reqs` requests run on `batch` of them; the others are inert."""
+        self._buffers.write_even_starts(batch, num_reqs, STEP_QUERY_LEN)
+        self._mark_inert(batch, num_reqs)
+
+    def draft(
+        self,
+        num_reqs: int,
+        sample_hidden_states: torch.Tensor,
+        positions: torch.Tensor,
+        hidden_states: torch.Tensor,
+        seq_lens: torch.Tensor,
+    ) -> torch.Tensor:
+        """Launch what the graph of `num_reqs` requests holds, for a larger graph that is being recorded.
+
+        Args:
+            num_reqs: padded; each tensor has so many rows.
+            sample_hidden_states: [num_reqs, hidden] of the first pass, at each request's last accepted token.
+            positions: int64 [num_reqs], of those tokens.
+            hidden_states: [num_reqs, hidden], what the next step reads.
+            seq_lens: int32 [num_reqs], without rejected tokens.
+
+        Returns:
+            int64 [num_reqs, num_speculative_tokens], which the next chain overwrites.
+        """
+        proposer = self._proposer
+        self._buffers.seq_lens[:num_reqs].copy_(seq_lens)
+        self._sample_hidden[:num_reqs].copy_(sample_hidden_states)
+        proposer.positions[:num_reqs].copy_(positions)
+        proposer.hidden_states[:num_reqs].copy_(hidden_states)
+        with self._captured.forward_context(self._metadata[num_reqs], _shape(num_reqs), CUDAGraphMode.FULL):
+            return self._draft(num_reqs)
 
     def _covers(self, metadata: Any, sampling_metadata: Any) -> bool:
         proposer = self._proposer

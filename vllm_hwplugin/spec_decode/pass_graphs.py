@@ -64,9 +64,10 @@ class PassGraphs:
         for mode in (CUDAGraphMode.NONE, CUDAGraphMode.FULL):
             # Metadata for each run: the first kernel that reads FlashMLA's plans into it, and a captured one must.
             with self.forward_context(self.dummy_metadata(shape, template), shape, mode):
-                self(**self._inputs(shape.num_tokens))
+                self(**self.inputs(shape.num_tokens))
 
-    def _inputs(self, count: int) -> dict[str, Any]:
+    def inputs(self, count: int) -> dict[str, Any]:
+        """What the draft model is called with in a pass over the first `count` tokens of the drafter's buffers."""
         proposer = self._proposer
         multimodal = proposer.supports_mm_inputs and not self._first.tokens_only
         inputs = {

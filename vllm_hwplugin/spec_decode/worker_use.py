@@ -29,6 +29,7 @@ _GRAPHS: Final = (
     features.DRAFT_FULL_GRAPH,
     features.DRAFT_LOOP_GRAPH,
     features.DFLASH_FULL_GRAPH,
+    features.V1_DRAFT_PHASE,
     features.V2_STEP_INPUTS,
     features.V2_TAIL_GRAPH,
     features.V2_FUSED_DRAFTS,
@@ -174,6 +175,8 @@ _RULES: Final[Mapping[str, Callable[[WorkerFacts], str | None]]] = {
     # Whether the steps make a chain it decides by itself, wherever there are graphs.
     features.DRAFT_LOOP_GRAPH: _draft_full_graph,
     features.DFLASH_FULL_GRAPH: _dflash_full_graph,
+    # As well.
+    features.V1_DRAFT_PHASE: _draft_full_graph,
     features.V2_STEP_INPUTS: _v2_tail_graph,
     features.V2_TAIL_GRAPH: _v2_tail_graph,
     features.DFLASH_DRAFT_BACKEND: _dflash_draft_backend,

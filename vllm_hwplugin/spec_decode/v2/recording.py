@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -12,6 +11,7 @@ import torch
 from vllm.sampling_params import SamplingParams
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
+from vllm_hwplugin.spec_decode.graph_recording import known_arguments
 from vllm_hwplugin.spec_decode.v2.tail_batch import Sampling
 from vllm_hwplugin.spec_decode.v2.tail_buffers import Padding
 
@@ -93,32 +93,3 @@ def sampling_as(sampler: Any, needed: Sampling) -> Iterator[None]:
         yield
     finally:
         write(temperature=0.0)
-
-
-def known_arguments(function: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
-    """Those of `arguments` that `function` takes in this vLLM."""
-    taken = inspect.signature(function).parameters
-    return {name: value for name, value in arguments.items() if name in taken}
-
-
-def free_memory() -> int:
-    """Bytes that nobody uses of the device."""
-    free: int = torch.accelerator.get_memory_info()[0]
-    return free
-
-
-def record_graph(run: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
-    """Record `run` on the current stream, which is not the default one.
-
-    It is called once before: kernels that compile or tune themselves may not do so meanwhile. `torch.cuda.graph` would
-    give the allocator's memory back to the device around each of some hundred recordings.
-    """
-    run()
-    torch.accelerator.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    graph.capture_begin(pool=pool)
-    try:
-        run()
-    finally:
-        graph.capture_end()
-    return graph

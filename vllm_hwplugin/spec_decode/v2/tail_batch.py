@@ -4,30 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
-#: Larger batches keep a GPU busy for longer than the host needs for a step, and their logits are what graphs need
-#: memory for.
-MAX_NUM_REQS: Final = 64
-
-
-_HANDLED: Final = frozenset(("temperature", "top_k", "top_p", "seed"))
-
-#: What other parts of vLLM do with a request. The tokens to stop at matter to the sampler with `min_tokens` alone, and
-
-_NOT_THE_SAMPLERS: Final = frozenset(
-    (
-        *("n", "max_tokens", "stop", "stop_token_ids", "ignore_eos", "_eos_token_id", "_all_stop_token_ids"),
-        *("prompt_logprobs", "prompt_logprob_token_ids", "prompt_logprob_start", "flat_logprobs"),
-        *("detokenize", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output"),
-        *("output_kind", "output_text_buffer_length", "stream_interval", "skip_clone", "skip_reading_prefix_cache"),
-        *("repetition_detection", "_bad_words_token_ids", "watermarking", "_watermarking_skipped"),
-    )
-)
+from vllm_hwplugin.spec_decode.decode_batch import MAX_NUM_REQS, Rung
 
 
 class Sampling(Enum):
@@ -62,18 +44,6 @@ class Sampling(Enum):
         )
 
 
-@dataclass(frozen=True)
-class Rung:
-    """The shape of a graph: `num_reqs` requests of `query_len` tokens each."""
-
-    num_reqs: int
-    query_len: int
-
-    @property
-    def num_tokens(self) -> int:
-        return self.num_reqs * self.query_len
-
-
 def rungs(full_graphs: Iterable[tuple[int, int | None]], query_len: int, most: int = MAX_NUM_REQS) -> list[Rung]:
     """The shapes to capture, largest first: those in which the target decodes in a FULL graph.
 
@@ -84,19 +54,6 @@ def rungs(full_graphs: Iterable[tuple[int, int | None]], query_len: int, most: i
     """
     found = {count for count, uniform in full_graphs if uniform == query_len and count <= most}
     return [Rung(count, query_len) for count in sorted(found, reverse=True)]
-
-
-def asks_for_nothing_else(params: Any) -> bool:
-    """Whether vLLM's sampler does nothing for a request of these `SamplingParams` but what `Sampling` names.
-
-    A parameter that is not known here has to have its default value: a vLLM may have learned to do more.
-    """
-    default = type(params)()
-    return all(
-        getattr(params, name) == getattr(default, name)
-        for name in params.__struct_fields__
-        if name not in _HANDLED and name not in _NOT_THE_SAMPLERS
-    )
 
 
 def decodes_only(batch: Any, query_len: int) -> bool:

@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sampling and drafting of a decode step of the V1 runner in two CUDA graphs.
+
+With `draft-full-graph` and `draft-loop-graph` the drafter's passes are graphs, and the host still launches dozens of
+kernels and copies one by one between the target and the last draft token: logits, rejection, next tokens, counts, inputs
+of the first pass, metadata, inputs of the chain. Here all of that is recorded, too, from vLLM's own functions, for each
+shape in which the target decodes in a FULL graph. A step then replays *sampling* and *drafting* (`phase_graphs`).
+
+The first is for greedy requests that ask for nothing else of the sampler. Where vLLM samples, the second is replayed
+alone, with a third one before it, *counting*. A batch that is not covered takes vLLM's own way, step by step; nothing is
+kept between steps but which requests the buffers hold.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Final
+
+import torch
+from vllm.v1.outputs import SamplerOutput
+
+from vllm_hwplugin import record
+from vllm_hwplugin.spec_decode.decode_batch import MAX_NUM_REQS, Rung, asks_for_nothing_else
+from vllm_hwplugin.spec_decode.draft_graphs import Companion
+from vllm_hwplugin.spec_decode.draft_keys import DraftKeys
+from vllm_hwplugin.spec_decode.fallback import stays_stock
+from vllm_hwplugin.spec_decode.features import V1_DRAFT_PHASE
+from vllm_hwplugin.spec_decode.graph_recording import free_memory
+from vllm_hwplugin.spec_decode.pass_graphs import PassGraphs
+from vllm_hwplugin.spec_decode.phase_buffers import PhaseBuffers
+from vllm_hwplugin.spec_decode.phase_graphs import PhaseGraphs, PhaseRecorder, TargetStates, input_addresses
+from vllm_hwplugin.spec_decode.phase_obstacles import obstacle, sampling_obstacle
+
+_STOCK: Final = "vLLM's own kernels between the target and the drafter's graphs"
+
+
+class DraftPhase(Companion):
+    """The graphs of one `GPUModelRunner`, which holds this as `draft_phase` and calls it as its own methods.
+
+    Each step calls `logits`, `sample` and `propose`, in this order; which graphs serve the step is decided by the first
+    and the last.
+
+    Args:
+        runner: a `GPUModelRunner` of V1, which has its drafter.
+    """
+
+    def __init__(self, runner: Any):
+        self._runner = runner
+        self._draft_graphs = getattr(getattr(runner, "drafter", None), "draft_graphs", None)
+        self.forget()
+        if self._draft_graphs is not None:
+            self._draft_graphs.add(lambda *_: self)
+
+    def forget(self) -> None:
+        """Have no graphs, and nothing that was made for them."""
+        self._recorder: PhaseRecorder | None = None
+        self._buffers: PhaseBuffers | None = None
+        self._counts: tuple[int, ...] = ()
+        # By number of the target's tokens.
+        self._graphs: dict[int, PhaseGraphs] = {}
+        self._step: PhaseGraphs | None = None
+        self._sampled = False
+        self._samples = False
+        self._judged: Any = None
+        self._plain = False
+        self._spent = (0.0, 0)
+
+    # -- a start ------------------------------------------------------------------------------------------------------
+
+    def capture(self, passes: PassGraphs, keys: DraftKeys, template: Any) -> None:
+        """Get ready to record: the drafter's own graphs are captured, and the target's are about to be.
+
+        Args:
+            passes: the graphs of the drafter's passes.
+            keys: their shapes.
+            template: not needed: each shape comes with its own.
+
+        Raises:
+            FeatureRequired: nothing can be recorded, and the gate says `on`.
+        """
+        self.forget()
+        runner = self._runner
+        reason = obstacle(runner)
+        if reason is not None:
+            self.stay_stock(reason)
+            return
+        counts = keys.requests(self.query_len)
+        if self.query_len > 2 and not runner.drafter.parallel_drafting:
+            counts = tuple(count for count in counts if runner.drafter.draft_loop.serves(count))
+        self._counts = tuple(count for count in counts if count <= MAX_NUM_REQS)
+        if not self._counts:
+            self.stay_stock("the drafter's passes have no graphs of decode batches that could be joined")
+            return
+        self._buffers = PhaseBuffers(self._counts[-1], self.query_len, runner.device)
+        self._recorder = PhaseRecorder(runner, passes, self._buffers)
+        self._samples = sampling_obstacle(runner) is None
+        record.use(V1_DRAFT_PHASE, False, "the target has no FULL graph of a decode batch")
+
+    def capture_behind(self, outputs: Any, template: Any) -> None:
+        """Record the graphs that follow a FULL graph of the target, which was captured just now.
+
+        Called by the patched `GPUModelRunner._dummy_run`.
+
+        Args:
+            outputs: what the target's model returned.
+            template: the `CommonAttentionMetadata` that the runner built for the drafter's KV-cache group, or None.
+        """
+        if self._recorder is None or template is None:
+            return
+        states = TargetStates.of(outputs)
+        num_tokens = states.hidden.shape[0]
+        rung = Rung(num_tokens // self.query_len, self.query_len)
+        if rung.num_tokens != num_tokens or rung.num_reqs not in self._counts:
+            return
+        started, free = time.perf_counter(), free_memory()
+        self._graphs[num_tokens] = self._recorder.record(rung, states, template)
+        seconds, used = self._spent
+        self._spent = seconds + time.perf_counter() - started, used + free - free_memory()
+        largest = max(graphs.rung.num_reqs for graphs in self._graphs.values())
+        record.note(
+            V1_DRAFT_PHASE,
+            f"{len(self._graphs)} shapes of at most {largest} requests, captured in {self._spent[0]:.1f} s, "
+            f"{self._spent[1] / 2**20:.0f} MiB" + ("" if self._samples else "; vLLM samples"),
+        )
+        record.use(V1_DRAFT_PHASE, True)
+
+    def stay_stock(self, reason: str) -> None:
+        """Have no graphs, and put on record why.
+
+        Raises:
+            FeatureRequired: the gate says `on`.
+        """
+        self.forget()
+        stays_stock(V1_DRAFT_PHASE, _STOCK, reason)
+
+    @property
+    def query_len(self) -> int:
+        """Tokens of a request in a decode batch: 1 + num_speculative_tokens."""
+        return 1 + int(self._runner.speculative_config.num_speculative_tokens)
+
+    # -- a step -------------------------------------------------------------------------------------------------------
+
+    def logits(
+        self, scheduler_output: Any, spec_decode_metadata: Any, hidden_states: torch.Tensor, indices: torch.Tensor
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """What `execute_model` keeps for sampling: hidden states of the tokens at `indices`, and their logits.
+
+        Both are None where a graph samples, which makes logits by itself.
+        """
+        self._step = self._step_for(scheduler_output, spec_decode_metadata, hidden_states)
+        self._sampled = self._step is not None and self._samples and self._is_plain()
+        if self._sampled:
+            return None, None
+        sample_hidden_states = hidden_states[indices]
+        return sample_hidden_states, self._runner.model.compute_logits(sample_hidden_states)
+
+    def sample(self, logits: torch.Tensor | None, spec_decode_metadata: Any) -> Any:
+        """`GPUModelRunner._sample`: vLLM's `SamplerOutput`."""
+        runner, step = self._runner, self._step
+        if not self._sampled:
+            return runner._sample(logits, spec_decode_metadata)
+        assert step is not None
+        assert self._buffers is not None
+        # What the step before left is copied to the host on other streams.
+        _wait_for(runner.async_output_copy_stream)
+        _wait_for(runner.valid_sampled_token_count_copy_stream)
+        step.sampling.replay()
+        return SamplerOutput(
+            sampled_token_ids=self._buffers.sampled_token_ids[: runner.input_batch.num_reqs], logprobs_tensors=None
+        )
+
+    def propose(
+        self,
+        scheduler_output: Any,
+        sampled_token_ids: Any,
+        sampling_metadata: Any,
+        hidden_states: torch.Tensor,
+        sample_hidden_states: torch.Tensor | None,
+        aux_hidden_states: list[torch.Tensor] | None,
+        spec_decode_metadata: Any,
+        metadata: Any,
+        slot_mappings: Any,
+    ) -> Any:
+        """`GPUModelRunner.propose_draft_token_ids`: the next drafts, int64 [batch, num_speculative_tokens]."""
+        runner, step = self._runner, self._step
+        states = TargetStates(hidden_states, tuple(aux_hidden_states or ()))
+        if step is None or not self._drafts(step, scheduler_output, sampling_metadata, states, metadata):
+            return runner.propose_draft_token_ids(
+                scheduler_output,
+                sampled_token_ids,
+                sampling_metadata,
+                hidden_states,
+                sample_hidden_states,
+                aux_hidden_states,
+                spec_decode_metadata,
+                metadata,
+                slot_mappings,
+            )
+        buffers, count, rung = self._buffers, metadata.num_reqs, step.rung
+        assert buffers is not None
+        if not self._sampled:
+            _wait_for(runner.async_output_copy_stream)
+            _wait_for(runner.valid_sampled_token_count_copy_stream)
+            buffers.sampled_token_ids[:count].copy_(sampled_token_ids)
+            step.counting.replay()
+        runner._copy_valid_sampled_token_count(buffers.next_token_ids[:count], buffers.num_valid[:count])
+        assert self._recorder is not None
+        self._recorder.hold(count, rung)
+        _wait_for(runner.draft_token_ids_copy_stream)
+        step.drafting.replay()
+        return buffers.drafts[:count]
+
+    def _step_for(
+        self, scheduler_output: Any, spec_decode_metadata: Any, hidden_states: torch.Tensor
+    ) -> PhaseGraphs | None:
+        """The graphs for a batch in which every request decodes one token and has all its drafts."""
+        step = self._graphs.get(hidden_states.shape[0])
+        if step is None or spec_decode_metadata is None:
+            return None
+        runner, query_len = self._runner, step.rung.query_len
+        count = runner.input_batch.num_reqs
+        if (
+            count > step.rung.num_reqs
+            or step.states[0] != hidden_states.data_ptr()
+            or scheduler_output.total_num_scheduled_tokens != count * query_len
+            or spec_decode_metadata.num_draft_tokens != [query_len - 1] * count
+            or runner.discard_request_mask.np[:count].any()
+        ):
+            return None
+        return step
+
+    def _is_plain(self) -> bool:
+        """Whether all requests of the batch are greedy and ask for nothing else."""
+        batch = self._runner.input_batch
+        metadata = batch.sampling_metadata
+        # vLLM makes it anew where requests come, go or move.
+        if metadata is not self._judged:
+            self._judged = metadata
+            requests = self._runner.requests
+            self._plain = (
+                metadata.all_greedy
+                and not metadata.output_token_ids
+                and all(asks_for_nothing_else(requests[one].sampling_params) for one in batch.req_ids)
+            )
+        return self._plain
+
+    def _drafts(
+        self, step: PhaseGraphs, scheduler_output: Any, sampling_metadata: Any, states: TargetStates, metadata: Any
+    ) -> bool:
+        """Whether the drafting graph of `step` does what vLLM would do."""
+        proposer = self._runner.drafter
+        wanted = getattr(scheduler_output, "num_spec_tokens_to_schedule", None)
+        if wanted not in (None, step.rung.query_len - 1):
+            return False
+        if getattr(proposer, "_enable_probabilistic_draft_probs", False) and not sampling_metadata.all_greedy:
+            return False
+        if step.states != states.addresses() or step.inputs != input_addresses(metadata):
+            return False
+        context = getattr(proposer, "draft_context", None)
+        return bool(self._draft_graphs.may_replay(metadata) and (context is None or context.keep_fused_in_place()))
+
+
+def _wait_for(stream: Any) -> None:
+    """Let what is launched next wait for a stream that may copy what it overwrites."""
+    if stream is not None:
+        torch.cuda.current_stream().wait_stream(stream)

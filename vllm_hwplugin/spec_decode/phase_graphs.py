@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The graphs of a draft phase on the V1 runner, recorded from vLLM's own functions for one shape of a batch.
+
+There are three. *Sampling* goes from the target's hidden states through logits and rejection to what the runner and the
+drafter want to know of it. *Counting* is the second half of that, for tokens that were sampled without a graph.
+*Drafting* goes from there to the last draft token. They are apart because vLLM starts to copy counts to the host between
+them, which drafting should not delay.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.config import CUDAGraphMode
+from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
+
+from vllm_hwplugin.spec_decode.decode_batch import Rung
+from vllm_hwplugin.spec_decode.draft_keys import uniform_shape
+from vllm_hwplugin.spec_decode.graph_recording import record_graph
+from vllm_hwplugin.spec_decode.pass_graphs import PassGraphs
+from vllm_hwplugin.spec_decode.phase_buffers import PhaseBuffers
+
+#: Methods whose drafter reads hidden states of several of the target's layers, which its model combines.
+_COMBINING = ("eagle3", "dflash")
+
+
+@dataclass(frozen=True)
+class TargetStates:
+    """What the target's graph of one shape leaves.
+
+    Attributes:
+        hidden: [num_tokens, hidden].
+        aux: the same of several layers, where the drafter reads them; else empty.
+    """
+
+    hidden: torch.Tensor
+    aux: tuple[torch.Tensor, ...]
+
+    @classmethod
+    def of(cls, outputs: Any) -> TargetStates:
+        """Of what the target's model returned."""
+        if isinstance(outputs, torch.Tensor):
+            return cls(outputs, ())
+        hidden, aux = outputs
+        return cls(hidden, tuple(aux))
+
+    def addresses(self) -> tuple[int, ...]:
+        return tuple(one.data_ptr() for one in (self.hidden, *self.aux))
+
+
+@dataclass(frozen=True)
+class PhaseGraphs:
+    """Those of one shape.
+
+    Attributes:
+        rung: the shape.
+        states: addresses of what the target leaves, which they read.
+        inputs: addresses of sequence lengths and slots, which they read.
+        kept: what was made for them and has to live as long.
+    """
+
+    rung: Rung
+    states: tuple[int, ...]
+    inputs: tuple[int, ...]
+    sampling: torch.cuda.CUDAGraph
+    counting: torch.cuda.CUDAGraph
+    drafting: torch.cuda.CUDAGraph
+    kept: Any
+
+
+def input_addresses(metadata: Any) -> tuple[int, ...]:
+    """Of the sequence lengths and slots that a `CommonAttentionMetadata` names."""
+    return metadata.seq_lens.data_ptr(), metadata.slot_mapping.data_ptr()
+
+
+class PhaseRecorder:
+    """Records the graphs of one runner's draft phase.
+
+    Args:
+        runner: a `GPUModelRunner` of V1 whose drafter has its graphs.
+        passes: the graphs of the drafter's passes.
+        buffers: what the graphs write.
+    """
+
+    def __init__(self, runner: Any, passes: PassGraphs, buffers: PhaseBuffers):
+        self._runner = runner
+        self._proposer = runner.drafter
+        self._passes = passes
+        self._buffers = buffers
+
+    def hold(self, count: int, rung: Rung) -> None:
+        """Have the first `count` requests of the graphs of `rung` be real, and the others padding."""
+        num_reqs, query_len = rung.num_reqs, rung.query_len
+        self._buffers.hold(count, num_reqs)
+        self._passes.buffers.of(uniform_shape(query_len, num_reqs)).write_even_starts(count, num_reqs, query_len)
+        if self._chains(rung):
+            self._proposer.draft_loop.prepare(count, num_reqs)
+
+    def record(self, rung: Rung, states: TargetStates, template: Any) -> PhaseGraphs:
+        """Record the graphs of `rung`, in a stream of vLLM's `graph_capture`.
+
+        All requests are padding meanwhile, so nothing is written to the KV cache.
+
+        Args:
+            states: what the target left of a batch of this shape.
+            template: the `CommonAttentionMetadata` that the runner built for it, of the drafter's KV-cache group.
+        """
+        buffers, num_reqs = self._buffers, rung.num_reqs
+        batch = self._batch(rung, template)
+        metadata = self._passes.dummy_metadata(uniform_shape(rung.query_len, num_reqs), template)
+        self.hold(0, rung)
+
+        def draft() -> None:
+            buffers.drafts[:num_reqs].copy_(self._draft(rung, states, batch, metadata))
+
+        pool = self._passes.graph_pool
+        return PhaseGraphs(
+            rung=rung,
+            states=states.addresses(),
+            inputs=input_addresses(template),
+            sampling=record_graph(lambda: self._sample(rung, states, batch), pool),
+            counting=record_graph(lambda: self._count(rung, batch), pool),
+            drafting=record_graph(draft, pool),
+            kept=(metadata, batch),
+        )
+
+    def _batch(self, rung: Rung, template: Any) -> Any:
+        """A `CommonAttentionMetadata` of a decode batch that fills `rung`, over the runner's own tensors."""
+        num_reqs, starts = rung.num_reqs, self._buffers.start_loc[: rung.num_reqs + 1]
+        shape = uniform_shape(rung.query_len, num_reqs)
+        like = self._passes.buffers.of(shape)
+        return dataclasses.replace(
+            # Host code that asks for the longest sequence has to get what holds for any.
+            like.batch_for_capture(template, shape, self._proposer.max_model_len),
+            query_start_loc=starts,
+            query_start_loc_cpu=starts.cpu(),
+            seq_lens=template.seq_lens[:num_reqs],
+            slot_mapping=template.slot_mapping[: rung.num_tokens],
+            block_table_tensor=self._passes.buffers.block_table(num_reqs),
+        )
+
+    def _chains(self, rung: Rung) -> bool:
+        """Whether one-token steps follow the drafter's first pass."""
+        return rung.query_len > 2 and not self._proposer.parallel_drafting
+
+    # -- what is recorded ---------------------------------------------------------------------------------------------
+
+    def _sample(self, rung: Rung, states: TargetStates, batch: Any) -> None:
+        """From the target's hidden states to what was sampled. Greedy."""
+        runner = self._runner
+        sampling_metadata = dataclasses.replace(
+            # That of a batch without requests, which asks for nothing.
+            runner.input_batch.sampling_metadata,
+            all_greedy=True,
+            all_random=False,
+        )
+        logits = runner.model.compute_logits(states.hidden[: rung.num_tokens])
+        output = runner.rejection_sampler(self._spec_decode_metadata(rung), None, logits, sampling_metadata)
+        self._buffers.sampled_token_ids[: rung.num_reqs].copy_(output.sampled_token_ids)
+        self._count(rung, batch)
+
+    def _count(self, rung: Rung, batch: Any) -> None:
+        """From what was sampled to what the drafter has to know of it."""
+        runner, proposer, buffers, num_reqs = self._runner, self._proposer, self._buffers, rung.num_reqs
+        next_token_ids, num_valid = proposer.prepare_next_token_ids_padded(
+            buffers.sampled_token_ids[:num_reqs],
+            runner.requests,
+            runner.input_batch,
+            buffers.none_discarded[:num_reqs],
+        )
+        _, sample_indices, num_rejected = proposer.prepare_inputs_padded(
+            batch, self._spec_decode_metadata(rung), num_valid
+        )
+        for found, kept in (
+            (next_token_ids, buffers.next_token_ids),
+            (num_valid, buffers.num_valid),
+            (sample_indices, buffers.sample_indices),
+            (num_rejected, buffers.num_rejected),
+        ):
+            kept[:num_reqs].copy_(found)
+
+    def _spec_decode_metadata(self, rung: Rung) -> Any:
+        return self._buffers.spec_decode_metadata(rung, self._runner.input_ids.gpu[: rung.num_tokens])
+
+    def _draft(self, rung: Rung, states: TargetStates, batch: Any, metadata: dict[str, Any]) -> torch.Tensor:
+        """From what was sampled to the drafts, int64 [num_reqs, num_speculative_tokens]."""
+        proposer, buffers, num_reqs = self._proposer, self._buffers, rung.num_reqs
+        indices, last_hidden, hidden = self._first_pass(rung, states, batch, metadata)
+        if not self._chains(rung):
+            drafts: torch.Tensor = proposer._greedy_sample(last_hidden[indices])
+            return drafts.view(num_reqs, rung.query_len - 1)
+        drafts = proposer.draft_loop.draft(
+            num_reqs,
+            last_hidden[indices],
+            proposer.positions[indices],
+            hidden[indices],
+            batch.seq_lens - buffers.num_rejected[:num_reqs],
+        )
+        return drafts
+
+    def _first_pass(
+        self, rung: Rung, states: TargetStates, batch: Any, metadata: dict[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The drafter's first pass, in vLLM's order of operations.
+
+        Returns:
+            Which of its tokens to draft from, the states to sample from, and those that a next pass reads.
+        """
+        proposer, runner, buffers = self._proposer, self._runner, self._buffers
+        num_reqs, num_tokens = rung.num_reqs, rung.num_tokens
+        indices, batch = self._inputs(rung, states, batch)
+        shape = uniform_shape(rung.query_len, num_reqs)
+        dead, dead_tokens = buffers.dead(num_reqs), buffers.dead_tokens(num_reqs)
+        seq_lens = self._passes.buffers.of(shape).seq_lens[:num_reqs]
+        seq_lens.copy_(batch.seq_lens)
+        seq_lens.masked_fill_(dead, 0)
+        # Copies them into the buffer that the draft layers read, where they are not in it.
+        proposer._get_slot_mapping(num_tokens, batch.slot_mapping)
+        proposer._slot_mapping_buffer[:num_tokens].masked_fill_(dead_tokens, PADDING_SLOT_ID)
+        if runner.speculative_config.use_dflash():
+            proposer._context_slot_mapping_buffer[:num_tokens].masked_fill_(dead_tokens, PADDING_SLOT_ID)
+            proposer.draft_context.precompute(num_tokens)
+        with self._passes.forward_context(metadata, shape, CUDAGraphMode.FULL):
+            output = proposer.model(**self._passes.inputs(num_tokens))
+        last_hidden, hidden = output if proposer.model_returns_tuple() else (output, output)
+        return indices, last_hidden, hidden
+
+    def _inputs(self, rung: Rung, states: TargetStates, batch: Any) -> tuple[torch.Tensor, Any]:
+        """Put what the target was given and found into the drafter's buffers.
+
+        Returns:
+            Which tokens of the pass to draft from, and its `CommonAttentionMetadata`.
+        """
+        proposer, runner, buffers = self._proposer, self._runner, self._buffers
+        num_reqs, num_tokens = rung.num_reqs, rung.num_tokens
+        found = _side_by_side(states, num_tokens)
+        if proposer.method in _COMBINING:
+            found = proposer.model.combine_hidden_states(found)
+        count, indices, batch = proposer.set_inputs_first_pass(
+            target_token_ids=runner.input_ids.gpu[:num_tokens],
+            next_token_ids=buffers.next_token_ids[:num_reqs],
+            target_positions=runner._get_positions(num_tokens),
+            target_hidden_states=found,
+            token_indices_to_sample=buffers.sample_indices[:num_reqs],
+            cad=batch,
+            num_rejected_tokens_gpu=buffers.num_rejected[:num_reqs],
+        )
+        assert count == num_tokens
+        if runner.speculative_config.use_dflash():
+            proposer.hidden_states[:num_tokens].copy_(found)
+        return indices, batch
+
+
+def _side_by_side(states: TargetStates, num_tokens: int) -> torch.Tensor:
+    """What a drafter reads of the target: [num_tokens, hidden], or of several layers, one beside the other."""
+    if not states.aux:
+        return states.hidden[:num_tokens]
+    return torch.cat([one[:num_tokens] for one in states.aux], dim=-1)
