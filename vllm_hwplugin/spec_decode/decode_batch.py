@@ -37,7 +37,9 @@ class Rung:
 
 
 def asks_for_nothing_else(params: Any) -> bool:
-    """Whether vLLM's sampler does nothing for a request of these `SamplingParams` but apply temperature, top-k, top-p and a seed.
+    """Whether vLLM's sampler does nothing more for a request of these `SamplingParams` than random sampling needs.
+
+    That is a temperature, top-k, top-p and a seed.
 
     A parameter that is not known here has to have its default value: a vLLM may have learned to do more.
     """

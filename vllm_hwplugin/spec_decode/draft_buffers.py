@@ -117,7 +117,7 @@ class PassBuffers:
             self.seq_lens[batch:num_reqs].zero_()
 
     def write_even_starts(self, batch: int, num_reqs: int, query_len: int) -> None:
-        """Write `query_start_loc` of a pass of `query_len` tokens a request over `batch` of them, padded to `num_reqs`."""
+        """Write `query_start_loc` of `query_len` tokens a request for `batch` of them, padded to `num_reqs`."""
         # They depend on the two counts alone, and a decode batch keeps its size for many steps.
         if self._written == (batch, num_reqs):
             return

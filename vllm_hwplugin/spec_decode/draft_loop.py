@@ -12,6 +12,7 @@ of draft tokens than the configured one) take the path of `draft_graphs`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -157,6 +158,7 @@ class DraftLoop(Companion):
         positions: torch.Tensor,
         hidden_states: torch.Tensor,
         seq_lens: torch.Tensor,
+        sample: Callable[[torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:
         """Launch what the graph of `num_reqs` requests holds, for a larger graph that is being recorded.
 
@@ -166,6 +168,7 @@ class DraftLoop(Companion):
             positions: int64 [num_reqs], of those tokens.
             hidden_states: [num_reqs, hidden], what the next step reads.
             seq_lens: int32 [num_reqs], without rejected tokens.
+            sample: makes of hidden states, [num_reqs, hidden], draft tokens.
 
         Returns:
             int64 [num_reqs, num_speculative_tokens], which the next chain overwrites.
@@ -176,7 +179,7 @@ class DraftLoop(Companion):
         proposer.positions[:num_reqs].copy_(positions)
         proposer.hidden_states[:num_reqs].copy_(hidden_states)
         with self._captured.forward_context(self._metadata[num_reqs], _shape(num_reqs), CUDAGraphMode.FULL):
-            return self._draft(num_reqs)
+            return self._chain(num_reqs, sample)
 
     def _covers(self, metadata: Any, sampling_metadata: Any) -> bool:
         proposer = self._proposer
@@ -198,9 +201,14 @@ class DraftLoop(Companion):
             self._graphs(num_reqs=num_reqs)
 
     def _draft(self, num_reqs: int) -> torch.Tensor:
+        """What is captured. `CUDAGraphWrapper` wants a tensor back, so it returns the drafts."""
+        return self._chain(num_reqs, self._proposer._greedy_sample)
+
+    def _chain(self, num_reqs: int, sample: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """The chain, in vLLM's order of operations; captured, so every tensor here is persistent or the graph's own.
 
-        `CUDAGraphWrapper` wants tensors back, so it returns the drafts, int64 [num_reqs, num_speculative_tokens].
+        Returns:
+            int64 [num_reqs, num_speculative_tokens].
         """
         proposer = self._proposer
         slots = proposer._slot_mapping_buffer[:num_reqs]
@@ -210,7 +218,7 @@ class DraftLoop(Companion):
         inputs = {"input_ids": proposer.input_ids[:num_reqs], "positions": positions, "inputs_embeds": None}
         if proposer.pass_hidden_states_to_model:
             inputs["hidden_states"] = hidden
-        tokens = proposer._greedy_sample(self._sample_hidden[:num_reqs])
+        tokens = sample(self._sample_hidden[:num_reqs])
         self._drafts[:num_reqs, 0].copy_(tokens)
         for step in range(1, self._num_tokens):
             eagle_step_update_slot_mapping_and_metadata(
@@ -231,7 +239,7 @@ class DraftLoop(Companion):
             last_hidden, next_hidden = output if proposer.model_returns_tuple() else (output, output)
             if step + 1 < self._num_tokens:
                 hidden.copy_(next_hidden)
-            tokens = proposer._greedy_sample(last_hidden)
+            tokens = sample(last_hidden)
             self._drafts[:num_reqs, step].copy_(tokens)
         return self._drafts[:num_reqs]
 

@@ -2,13 +2,14 @@
 """Sampling and drafting of a decode step of the V1 runner in two CUDA graphs.
 
 With `draft-full-graph` and `draft-loop-graph` the drafter's passes are graphs, and the host still launches dozens of
-kernels and copies one by one between the target and the last draft token: logits, rejection, next tokens, counts, inputs
-of the first pass, metadata, inputs of the chain. Here all of that is recorded, too, from vLLM's own functions, for each
-shape in which the target decodes in a FULL graph. A step then replays *sampling* and *drafting* (`phase_graphs`).
+kernels and copies one by one between the target and the last draft token: logits, rejection, next tokens, counts,
+inputs of the first pass, metadata, inputs of the chain. Here all of that is recorded, too, from vLLM's own functions,
+for each shape in which the target decodes in a FULL graph. A step then replays *sampling* and *drafting*
+(`phase_graphs`).
 
-The first is for greedy requests that ask for nothing else of the sampler. Where vLLM samples, the second is replayed
-alone, with a third one before it, *counting*. A batch that is not covered takes vLLM's own way, step by step; nothing is
-kept between steps but which requests the buffers hold.
+The first is for requests that ask for nothing of the sampler but a temperature and a seed. Where vLLM samples, the
+second is replayed alone, with a third one before it, *counting*. A batch that is not covered takes vLLM's own way, step
+by step; nothing is kept between steps but which requests the buffers hold.
 """
 
 from __future__ import annotations
@@ -28,7 +29,14 @@ from vllm_hwplugin.spec_decode.features import V1_DRAFT_PHASE
 from vllm_hwplugin.spec_decode.graph_recording import free_memory
 from vllm_hwplugin.spec_decode.pass_graphs import PassGraphs
 from vllm_hwplugin.spec_decode.phase_buffers import PhaseBuffers
-from vllm_hwplugin.spec_decode.phase_graphs import PhaseGraphs, PhaseRecorder, TargetStates, input_addresses
+from vllm_hwplugin.spec_decode.phase_graphs import (
+    Drafting,
+    PhaseGraphs,
+    PhaseRecorder,
+    Sampling,
+    TargetStates,
+    input_addresses,
+)
 from vllm_hwplugin.spec_decode.phase_obstacles import obstacle, sampling_obstacle
 
 _STOCK: Final = "vLLM's own kernels between the target and the drafter's graphs"
@@ -59,10 +67,10 @@ class DraftPhase(Companion):
         # By number of the target's tokens.
         self._graphs: dict[int, PhaseGraphs] = {}
         self._step: PhaseGraphs | None = None
-        self._sampled = False
-        self._samples = False
+        self._kind: Sampling | None = None
         self._judged: Any = None
-        self._plain = False
+        self._judgement: Sampling | None = None
+        self._temperature_of: Any = None
         self._spent = (0.0, 0)
 
     # -- a start ------------------------------------------------------------------------------------------------------
@@ -92,8 +100,10 @@ class DraftPhase(Companion):
             self.stay_stock("the drafter's passes have no graphs of decode batches that could be joined")
             return
         self._buffers = PhaseBuffers(self._counts[-1], self.query_len, runner.device)
-        self._recorder = PhaseRecorder(runner, passes, self._buffers)
-        self._samples = sampling_obstacle(runner) is None
+        drawn = getattr(runner.drafter, "_enable_probabilistic_draft_probs", False)
+        sampling = () if sampling_obstacle(runner) else tuple(Sampling)[: 3 if drawn else 2]
+        drafting = tuple(Drafting)[: 2 if drawn else 1]
+        self._recorder = PhaseRecorder(runner, passes, self._buffers, sampling, drafting)
         record.use(V1_DRAFT_PHASE, False, "the target has no FULL graph of a decode batch")
 
     def capture_behind(self, outputs: Any, template: Any) -> None:
@@ -120,7 +130,7 @@ class DraftPhase(Companion):
         record.note(
             V1_DRAFT_PHASE,
             f"{len(self._graphs)} shapes of at most {largest} requests, captured in {self._spent[0]:.1f} s, "
-            f"{self._spent[1] / 2**20:.0f} MiB" + ("" if self._samples else "; vLLM samples"),
+            f"{self._spent[1] / 2**20:.0f} MiB" + ("" if self._recorder.sampling else "; vLLM samples"),
         )
         record.use(V1_DRAFT_PHASE, True)
 
@@ -148,8 +158,12 @@ class DraftPhase(Companion):
         Both are None where a graph samples, which makes logits by itself.
         """
         self._step = self._step_for(scheduler_output, spec_decode_metadata, hidden_states)
-        self._sampled = self._step is not None and self._samples and self._is_plain()
-        if self._sampled:
+        self._kind = None
+        if self._step is not None:
+            assert self._recorder is not None
+            self._recorder.hold(self._runner.input_batch.num_reqs, self._step.rung)
+            self._kind = self._kind_of_batch(self._step)
+        if self._kind is not None:
             return None, None
         sample_hidden_states = hidden_states[indices]
         return sample_hidden_states, self._runner.model.compute_logits(sample_hidden_states)
@@ -157,17 +171,21 @@ class DraftPhase(Companion):
     def sample(self, logits: torch.Tensor | None, spec_decode_metadata: Any) -> Any:
         """`GPUModelRunner._sample`: vLLM's `SamplerOutput`."""
         runner, step = self._runner, self._step
-        if not self._sampled:
+        if self._kind is None:
             return runner._sample(logits, spec_decode_metadata)
         assert step is not None
         assert self._buffers is not None
+        assert self._recorder is not None
+        count = runner.input_batch.num_reqs
         # What the step before left is copied to the host on other streams.
         _wait_for(runner.async_output_copy_stream)
         _wait_for(runner.valid_sampled_token_count_copy_stream)
-        step.sampling.replay()
-        return SamplerOutput(
-            sampled_token_ids=self._buffers.sampled_token_ids[: runner.input_batch.num_reqs], logprobs_tensors=None
-        )
+        metadata = runner.input_batch.sampling_metadata
+        if self._kind is not Sampling.GREEDY:
+            self._take_temperature(metadata, count)
+        self._recorder.noise_of(self._kind).draw(count, metadata.generators)
+        step.sampling[self._kind].replay()
+        return SamplerOutput(sampled_token_ids=self._buffers.sampled_token_ids[:count], logprobs_tensors=None)
 
     def propose(
         self,
@@ -184,7 +202,7 @@ class DraftPhase(Companion):
         """`GPUModelRunner.propose_draft_token_ids`: the next drafts, int64 [batch, num_speculative_tokens]."""
         runner, step = self._runner, self._step
         states = TargetStates(hidden_states, tuple(aux_hidden_states or ()))
-        if step is None or not self._drafts(step, scheduler_output, sampling_metadata, states, metadata):
+        if step is None or not self._drafts(step, scheduler_output, states, metadata):
             return runner.propose_draft_token_ids(
                 scheduler_output,
                 sampled_token_ids,
@@ -196,19 +214,35 @@ class DraftPhase(Companion):
                 metadata,
                 slot_mappings,
             )
-        buffers, count, rung = self._buffers, metadata.num_reqs, step.rung
+        buffers, count = self._buffers, metadata.num_reqs
         assert buffers is not None
-        if not self._sampled:
+        if self._kind is None:
             _wait_for(runner.async_output_copy_stream)
             _wait_for(runner.valid_sampled_token_count_copy_stream)
             buffers.sampled_token_ids[:count].copy_(sampled_token_ids)
             step.counting.replay()
         runner._copy_valid_sampled_token_count(buffers.next_token_ids[:count], buffers.num_valid[:count])
-        assert self._recorder is not None
-        self._recorder.hold(count, rung)
         _wait_for(runner.draft_token_ids_copy_stream)
-        step.drafting.replay()
+        if self._best(sampling_metadata):
+            step.drafting[Drafting.BEST].replay()
+            return buffers.drafts[:count]
+        self._take_temperature(sampling_metadata, count)
+        buffers.draft_noise.draw(count, {})
+        step.drafting[Drafting.DRAWN].replay()
+        runner._draft_probs = buffers.draft_probs(count)
+        runner._draft_prob_req_ids = runner.input_batch.req_ids.copy()
         return buffers.drafts[:count]
+
+    def _best(self, sampling_metadata: Any) -> bool:
+        """Whether vLLM drafts the best tokens, and draws none."""
+        draws = getattr(self._runner.drafter, "_enable_probabilistic_draft_probs", False)
+        return not draws or sampling_metadata.all_greedy
+
+    def _take_temperature(self, sampling_metadata: Any, count: int) -> None:
+        if self._temperature_of is not sampling_metadata:
+            assert self._buffers is not None
+            self._buffers.temperature[:count].copy_(sampling_metadata.temperature[:count])
+            self._temperature_of = sampling_metadata
 
     def _step_for(
         self, scheduler_output: Any, spec_decode_metadata: Any, hidden_states: torch.Tensor
@@ -229,34 +263,45 @@ class DraftPhase(Companion):
             return None
         return step
 
-    def _is_plain(self) -> bool:
-        """Whether all requests of the batch are greedy and ask for nothing else."""
-        batch = self._runner.input_batch
-        metadata = batch.sampling_metadata
+    def _kind_of_batch(self, step: PhaseGraphs) -> Sampling | None:
+        """How the batch is sampled; None where no graph of `step` does it."""
+        runner = self._runner
+        metadata = runner.input_batch.sampling_metadata
         # vLLM makes it anew where requests come, go or move.
         if metadata is not self._judged:
-            self._judged = metadata
-            requests = self._runner.requests
-            self._plain = (
-                metadata.all_greedy
-                and not metadata.output_token_ids
-                and all(asks_for_nothing_else(requests[one].sampling_params) for one in batch.req_ids)
-            )
-        return self._plain
+            self._judged, self._judgement = metadata, self._judge(metadata)
+        kind = self._judgement
+        probs = getattr(runner, "_draft_probs", None)
+        if kind is Sampling.RANDOM and probs is not None:
+            assert self._buffers is not None
+            ours = probs.data_ptr() == self._buffers.draft_probs(1).data_ptr()
+            if not ours or runner._draft_prob_req_ids != runner.input_batch.req_ids:
+                return None
+            kind = Sampling.RANDOM_OF_DRAWN
+        return kind if kind in step.sampling else None
 
-    def _drafts(
-        self, step: PhaseGraphs, scheduler_output: Any, sampling_metadata: Any, states: TargetStates, metadata: Any
-    ) -> bool:
+    def _judge(self, metadata: Any) -> Sampling | None:
+        """How a batch of this `SamplingMetadata` is sampled; None where a request asks for more than temperature."""
+        requests = self._runner.requests
+        if (
+            metadata.output_token_ids
+            or metadata.top_k is not None
+            or metadata.top_p is not None
+            or not all(asks_for_nothing_else(requests[one].sampling_params) for one in self._runner.input_batch.req_ids)
+        ):
+            return None
+        return Sampling.GREEDY if metadata.all_greedy else Sampling.RANDOM
+
+    def _drafts(self, step: PhaseGraphs, scheduler_output: Any, states: TargetStates, metadata: Any) -> bool:
         """Whether the drafting graph of `step` does what vLLM would do."""
         proposer = self._runner.drafter
         wanted = getattr(scheduler_output, "num_spec_tokens_to_schedule", None)
         if wanted not in (None, step.rung.query_len - 1):
             return False
-        if getattr(proposer, "_enable_probabilistic_draft_probs", False) and not sampling_metadata.all_greedy:
-            return False
         if step.states != states.addresses() or step.inputs != input_addresses(metadata):
             return False
         context = getattr(proposer, "draft_context", None)
+        assert self._draft_graphs is not None
         return bool(self._draft_graphs.may_replay(metadata) and (context is None or context.keep_fused_in_place()))
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the graphs of a draft phase write, and what they read of a batch beside the runner's own buffers.
 
-The target's FULL graph of a decode batch reads token ids, positions, sequence lengths and slots in the runner's buffers,
-whose addresses never change, and leaves its hidden states where it was captured. So the graphs behind it find nearly all
-of a batch in place. What is left is which of a graph's requests are real.
+The target's FULL graph of a decode batch reads token ids, positions, sequence lengths and slots in the runner's
+buffers, whose addresses never change, and leaves its hidden states where it was captured. So the graphs behind it find
+nearly all of a batch in place. What is left is which of a graph's requests are real.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from vllm_hwplugin.spec_decode.decode_batch import Rung
+from vllm_hwplugin.spec_decode.phase_noise import Noise
 
 
 class PhaseBuffers:
@@ -33,6 +34,11 @@ class PhaseBuffers:
         num_rejected: int32 [max_num_reqs].
         drafts: int64 [max_num_reqs, query_len - 1].
         start_loc: int32 [max_num_reqs + 1], `query_start_loc` of a batch without padding.
+        temperature: float32 [max_num_reqs].
+        greedy_noise: what verifying drafts draws at random where all requests are greedy: something where a synthetic
+            acceptance is asked for, else nothing.
+        noise: what it draws where some are not.
+        draft_noise: what drafting draws.
         none_discarded: bool [max_num_reqs], all False.
     """
 
@@ -47,11 +53,27 @@ class PhaseBuffers:
         self.sample_indices = rows()
         self.num_rejected = rows()
         self.drafts = rows(query_len - 1, dtype=torch.int64)
+        self.temperature = rows(dtype=torch.float32).fill_(1.0)
+        self.greedy_noise = Noise(max_num_reqs)
+        self.noise = Noise(max_num_reqs)
+        self.draft_noise = Noise(max_num_reqs)
+        self._draft_probs: torch.Tensor | None = None
         self.none_discarded = rows(dtype=torch.bool)
         self.start_loc = torch.arange(max_num_reqs + 1, dtype=torch.int32, device=device) * query_len
         self._dead = torch.ones(max_num_reqs, dtype=torch.bool, device=device)
         self._alive = (0, max_num_reqs)
         self._indices: dict[int, tuple[torch.Tensor, ...]] = {}
+
+    def draft_probs(self, num_reqs: int, like: torch.Tensor | None = None) -> torch.Tensor:
+        """float32 [num_reqs, query_len - 1, vocabulary]: what drafts were drawn from.
+
+        Args:
+            like: [..., vocabulary], of which they are made at first.
+        """
+        if self._draft_probs is None:
+            assert like is not None
+            self._draft_probs = like.new_zeros(*self.drafts.shape, like.shape[-1])
+        return self._draft_probs[:num_reqs]
 
     def hold(self, count: int, num_reqs: int) -> None:
         """Have the first `count` requests of a graph of `num_reqs` be real, and the others padding."""

@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The graphs of a draft phase on the V1 runner, recorded from vLLM's own functions for one shape of a batch.
 
-There are three. *Sampling* goes from the target's hidden states through logits and rejection to what the runner and the
-drafter want to know of it. *Counting* is the second half of that, for tokens that were sampled without a graph.
-*Drafting* goes from there to the last draft token. They are apart because vLLM starts to copy counts to the host between
-them, which drafting should not delay.
+There are three. *Sampling* goes from the target's hidden states through logits and rejection to what the runner and
+the drafter want to know of it. *Counting* is the second half of that, for tokens that were sampled without a graph.
+*Drafting* goes from there to the last draft token. They are apart because vLLM starts to copy counts to the host
+between them, which drafting should not delay.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,9 +25,27 @@ from vllm_hwplugin.spec_decode.draft_keys import uniform_shape
 from vllm_hwplugin.spec_decode.graph_recording import record_graph
 from vllm_hwplugin.spec_decode.pass_graphs import PassGraphs
 from vllm_hwplugin.spec_decode.phase_buffers import PhaseBuffers
+from vllm_hwplugin.spec_decode.phase_noise import Noise
 
 #: Methods whose drafter reads hidden states of several of the target's layers, which its model combines.
 _COMBINING = ("eagle3", "dflash")
+
+
+class Sampling(Enum):
+    """How the tokens of a batch are sampled, which is either greedy or by temperature alone."""
+
+    GREEDY = "greedy"
+    #: Some requests are; drafts are the best ones.
+    RANDOM = "random"
+    #: Drafts are drawn ones.
+    RANDOM_OF_DRAWN = "random, of drawn drafts"
+
+
+class Drafting(Enum):
+    """Whether a draft is the token that its model finds best, or one that is drawn by temperature."""
+
+    BEST = "best"
+    DRAWN = "drawn"
 
 
 @dataclass(frozen=True)
@@ -59,15 +80,17 @@ class PhaseGraphs:
         rung: the shape.
         states: addresses of what the target leaves, which they read.
         inputs: addresses of sequence lengths and slots, which they read.
+        sampling: for each kind of it.
+        drafting: the best drafts, and where it is asked for, also drawn ones.
         kept: what was made for them and has to live as long.
     """
 
     rung: Rung
     states: tuple[int, ...]
     inputs: tuple[int, ...]
-    sampling: torch.cuda.CUDAGraph
+    sampling: Mapping[Sampling, torch.cuda.CUDAGraph]
     counting: torch.cuda.CUDAGraph
-    drafting: torch.cuda.CUDAGraph
+    drafting: Mapping[Drafting, torch.cuda.CUDAGraph]
     kept: Any
 
 
@@ -83,9 +106,19 @@ class PhaseRecorder:
         runner: a `GPUModelRunner` of V1 whose drafter has its graphs.
         passes: the graphs of the drafter's passes.
         buffers: what the graphs write.
+        sampling: the kinds of it that are recorded.
+        drafting: the same.
     """
 
-    def __init__(self, runner: Any, passes: PassGraphs, buffers: PhaseBuffers):
+    def __init__(
+        self,
+        runner: Any,
+        passes: PassGraphs,
+        buffers: PhaseBuffers,
+        sampling: Sequence[Sampling],
+        drafting: Sequence[Drafting],
+    ):
+        self.sampling, self.drafting = sampling, drafting
         self._runner = runner
         self._proposer = runner.drafter
         self._passes = passes
@@ -113,17 +146,21 @@ class PhaseRecorder:
         metadata = self._passes.dummy_metadata(uniform_shape(rung.query_len, num_reqs), template)
         self.hold(0, rung)
 
-        def draft() -> None:
-            buffers.drafts[:num_reqs].copy_(self._draft(rung, states, batch, metadata))
+        def sample(kind: Sampling) -> None:
+            self._sample(rung, states, batch, kind)
+
+        def draft(kind: Drafting) -> None:
+            buffers.drafts[:num_reqs].copy_(self._draft(rung, states, batch, metadata, kind))
 
         pool = self._passes.graph_pool
         return PhaseGraphs(
             rung=rung,
             states=states.addresses(),
             inputs=input_addresses(template),
-            sampling=record_graph(lambda: self._sample(rung, states, batch), pool),
+            # Drafting first: sampling may need what it is drawn from.
+            drafting={kind: record_graph(partial(draft, kind), pool) for kind in self.drafting},
+            sampling={kind: record_graph(partial(sample, kind), pool) for kind in self.sampling},
             counting=record_graph(lambda: self._count(rung, batch), pool),
-            drafting=record_graph(draft, pool),
             kept=(metadata, batch),
         )
 
@@ -142,24 +179,36 @@ class PhaseRecorder:
             block_table_tensor=self._passes.buffers.block_table(num_reqs),
         )
 
+    def noise_of(self, kind: Sampling) -> Noise:
+        """What the sampling graphs of this kind read."""
+        return self._buffers.greedy_noise if kind is Sampling.GREEDY else self._buffers.noise
+
     def _chains(self, rung: Rung) -> bool:
         """Whether one-token steps follow the drafter's first pass."""
         return rung.query_len > 2 and not self._proposer.parallel_drafting
 
     # -- what is recorded ---------------------------------------------------------------------------------------------
 
-    def _sample(self, rung: Rung, states: TargetStates, batch: Any) -> None:
-        """From the target's hidden states to what was sampled. Greedy."""
-        runner = self._runner
-        sampling_metadata = dataclasses.replace(
-            # That of a batch without requests, which asks for nothing.
-            runner.input_batch.sampling_metadata,
-            all_greedy=True,
-            all_random=False,
+    def _sampling_metadata(self, **changes: Any) -> Any:
+        """vLLM's `SamplingMetadata` of a batch without requests, which asks for nothing, with some changes."""
+        return dataclasses.replace(self._runner.input_batch.sampling_metadata, all_random=False, **changes)
+
+    def _sample(self, rung: Rung, states: TargetStates, batch: Any, kind: Sampling) -> None:
+        """From the target's hidden states to what was sampled."""
+        runner, buffers, num_reqs = self._runner, self._buffers, rung.num_reqs
+        greedy = kind is Sampling.GREEDY
+        metadata = self._sampling_metadata(
+            all_greedy=greedy, temperature=None if greedy else buffers.temperature[:num_reqs]
         )
+        drawn_from = None
+        if kind is Sampling.RANDOM_OF_DRAWN:
+            drawn_from = buffers.draft_probs(num_reqs).flatten(0, 1)
         logits = runner.model.compute_logits(states.hidden[: rung.num_tokens])
-        output = runner.rejection_sampler(self._spec_decode_metadata(rung), None, logits, sampling_metadata)
-        self._buffers.sampled_token_ids[: rung.num_reqs].copy_(output.sampled_token_ids)
+        noise = self.noise_of(kind)
+        noise.begin(num_reqs)
+        with noise.read():
+            output = runner.rejection_sampler(self._spec_decode_metadata(rung), drawn_from, logits, metadata)
+        buffers.sampled_token_ids[:num_reqs].copy_(output.sampled_token_ids)
         self._count(rung, batch)
 
     def _count(self, rung: Rung, batch: Any) -> None:
@@ -171,6 +220,8 @@ class PhaseRecorder:
             runner.input_batch,
             buffers.none_discarded[:num_reqs],
         )
+        # Without a token it would have its draft follow the last token of the request before it.
+        num_valid.masked_fill_(buffers.dead(num_reqs), 1)
         _, sample_indices, num_rejected = proposer.prepare_inputs_padded(
             batch, self._spec_decode_metadata(rung), num_valid
         )
@@ -185,21 +236,45 @@ class PhaseRecorder:
     def _spec_decode_metadata(self, rung: Rung) -> Any:
         return self._buffers.spec_decode_metadata(rung, self._runner.input_ids.gpu[: rung.num_tokens])
 
-    def _draft(self, rung: Rung, states: TargetStates, batch: Any, metadata: dict[str, Any]) -> torch.Tensor:
+    def _draft(
+        self, rung: Rung, states: TargetStates, batch: Any, metadata: dict[str, Any], kind: Drafting
+    ) -> torch.Tensor:
         """From what was sampled to the drafts, int64 [num_reqs, num_speculative_tokens]."""
-        proposer, buffers, num_reqs = self._proposer, self._buffers, rung.num_reqs
+        proposer, num_reqs = self._proposer, rung.num_reqs
+        sample = proposer._greedy_sample if kind is Drafting.BEST else self._drawing(rung)
         indices, last_hidden, hidden = self._first_pass(rung, states, batch, metadata)
         if not self._chains(rung):
-            drafts: torch.Tensor = proposer._greedy_sample(last_hidden[indices])
+            drafts: torch.Tensor = sample(last_hidden[indices])
             return drafts.view(num_reqs, rung.query_len - 1)
-        drafts = proposer.draft_loop.draft(
+        return proposer.draft_loop.draft(
             num_reqs,
             last_hidden[indices],
             proposer.positions[indices],
             hidden[indices],
-            batch.seq_lens - buffers.num_rejected[:num_reqs],
+            batch.seq_lens - self._buffers.num_rejected[:num_reqs],
+            sample,
         )
-        return drafts
+
+    def _drawing(self, rung: Rung) -> Callable[[torch.Tensor], torch.Tensor]:
+        """A function that makes of hidden states drafts, and puts down what it drew them from."""
+        buffers, num_reqs = self._buffers, rung.num_reqs
+        buffers.draft_noise.begin(num_reqs)
+        drafted = 0
+
+        def sample(hidden_states: torch.Tensor) -> torch.Tensor:
+            nonlocal drafted
+            width = hidden_states.shape[0] // num_reqs
+            # vLLM 0.22 to 0.24 do not repeat it for the rows of a request.
+            temperature = buffers.temperature[:num_reqs].repeat_interleave(width)
+            metadata = self._sampling_metadata(all_greedy=False, temperature=temperature)
+            with buffers.draft_noise.read():
+                tokens, probs = self._proposer._sample_draft_tokens(hidden_states, metadata)
+            kept = buffers.draft_probs(num_reqs, probs)[:, drafted : drafted + width]
+            kept.copy_(probs.view(num_reqs, width, -1))
+            drafted += width
+            return tokens
+
+        return sample
 
     def _first_pass(
         self, rung: Rung, states: TargetStates, batch: Any, metadata: dict[str, Any]

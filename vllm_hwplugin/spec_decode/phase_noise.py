@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random numbers for graphs: drawn before a replay, as vLLM would draw them, into tensors that the graph reads.
+
+A graph that draws by itself draws for its padding, too, and it knows no request's own generator. So what it drew, and
+all that is drawn after it, would differ from stock vLLM. Here the draws are a launch each in front of the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+
+@dataclass(frozen=True)
+class _Draw:
+    """One draw of vLLM's.
+
+    Attributes:
+        numbers: [max_num_reqs * rows, ...], what the graphs read.
+        rows: of one request.
+        exponential: distributed so; else uniformly.
+    """
+
+    numbers: torch.Tensor
+    rows: int
+    exponential: bool
+
+    def fill(self, first: int, last: int, generator: torch.Generator | None = None) -> None:
+        """Draw the numbers of some requests."""
+        part = self.numbers[first * self.rows : last * self.rows]
+        if self.exponential:
+            part.exponential_(generator=generator)
+        else:
+            part.uniform_(generator=generator)
+
+
+class Noise:
+    """The numbers that one part of a step draws, in vLLM's order.
+
+    Args:
+        max_num_reqs: of the largest graph.
+    """
+
+    def __init__(self, max_num_reqs: int):
+        self._max_num_reqs = max_num_reqs
+        self._draws: list[_Draw] = []
+        self._num_reqs = 0
+        self._next = 0
+
+    def begin(self, num_reqs: int) -> None:
+        """A graph of so many requests goes through the part from its beginning."""
+        self._num_reqs, self._next = num_reqs, 0
+
+    @contextmanager
+    def read(self) -> Iterator[None]:
+        """While it lasts, what vLLM draws is read here instead."""
+        with _Reading(self):
+            yield
+
+    def numbers(self, like: torch.Tensor, *, exponential: bool) -> torch.Tensor:
+        """Those of the next draw, in the shape and type of `like`."""
+        if self._next == len(self._draws):
+            rows = like.shape[0] // self._num_reqs
+            numbers = like.new_ones((self._max_num_reqs * rows, *like.shape[1:]))
+            self._draws.append(_Draw(numbers, rows, exponential))
+        draw = self._draws[self._next]
+        self._next += 1
+        return draw.numbers[: like.shape[0]]
+
+    def draw(self, count: int, generators: Mapping[int, torch.Generator]) -> None:
+        """Draw for the first `count` requests.
+
+        Args:
+            generators: by request, of those that have a seed; vLLM's drafts do without.
+        """
+        for index, draw in enumerate(self._draws):
+            # vLLM's sampler of single tokens, which comes first, leaves out what nobody reads.
+            if index > 0 or len(generators) != count:
+                draw.fill(0, count)
+            for request, generator in generators.items():
+                draw.fill(request, request + 1, generator)
+
+
+class _Reading(TorchFunctionMode):  # type: ignore[misc]
+    def __init__(self, noise: Noise):
+        super().__init__()
+        self._noise = noise
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.exponential_:
+            out = args[0]
+            return out.copy_(self._noise.numbers(out, exponential=True))
+        if func is torch.rand:
+            out = torch.empty(*args, **(kwargs or {}))
+            return out.copy_(self._noise.numbers(out, exponential=False))
+        return func(*args, **(kwargs or {}))
