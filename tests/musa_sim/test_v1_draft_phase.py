@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sampling and drafting of the V1 runner in two graphs, on the simulated device under a load."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_hwplugin.spec_decode.features import gate_of
+
+from ..conftest import cannot_run
+from . import loads, simulated
+from .loads import Engine, Load, Process, Request, Run
+
+pytestmark = [pytest.mark.musa_sim, pytest.mark.engine]
+
+FEATURE = "v1-draft-phase"
+V1 = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+#: What it is built on.
+NEEDED = ("engine-report", "draft-full-graph", "draft-loop-graph", "dflash-full-graph")
+SIDES = {
+    "stock": loads.UNPATCHED | V1,
+    "graphs": loads.UNPATCHED | V1 | {gate_of(feature): "auto" for feature in NEEDED} | {gate_of(FEATURE): "on"},
+}
+
+EAGLE3 = Engine("eagle3")
+#: Room for drafts, and no seeded prompt in pieces: vLLM then winds the request's generator back, which the simulated
+#: device's cannot be.
+DFLASH = Engine("dflash", drafts=7, more={"max_num_batched_tokens": 192, "num_gpu_blocks_override": 24})
+
+
+def random() -> list[Request]:
+    """Requests with temperatures and seeds, a greedy one, and one that needs more of the sampler."""
+    texts = json.loads((loads.SMALL / "prompts.json").read_text())["prompt_ids"]
+    asked: list[dict[str, Any]] = [
+        {"temperature": 1.0},
+        {"temperature": 0.7},
+        {"temperature": 0.0},
+        {"temperature": 0.7, "seed": 5},
+        {"temperature": 0.9, "top_p": 0.9},
+        {"temperature": 1.0, "seed": 3},
+    ]
+    return [
+        Request("abcdef"[index], texts[index][: 20 + index], 2 * index, {"max_tokens": 14 + 3 * index, **params})
+        for index, params in enumerate(asked)
+    ]
+
+
+@dataclass(frozen=True)
+class Case:
+    """An engine and its load.
+
+    Attributes:
+        asynchronous: whether the scheduler runs ahead of the device.
+        drawn: whether drafts are drawn by temperature.
+        version: of vLLM; None for the one that is installed.
+    """
+
+    engine: Engine
+    asynchronous: bool = True
+    drawn: bool = False
+    version: str | None = None
+
+    def load(self) -> Load:
+        options = {**self.engine.on_musa(), "async_scheduling": self.asynchronous}
+        if self.drawn:
+            drawing = {"draft_sample_method": "probabilistic"}
+            options["speculative_config"] = {**options["speculative_config"], **drawing}
+        return Load(options, random() if self.drawn else loads.mixed())
+
+    def run(self, folder: Path) -> dict[str, Run]:
+        """Each side's run."""
+        vllm = None
+        if self.version is not None:
+            try:
+                vllm = self.version, simulated.released_vllm(self.version)
+            except subprocess.CalledProcessError as error:
+                cannot_run(f"vLLM {self.version} cannot be had: {error}")
+        processes = {
+            side: Process({side: self.load()}, loads.musa(folder / f"host, {side}", vllm, **variables))
+            for side, variables in SIDES.items()
+        }
+        return {side: runs[side] for side, runs in loads.side_by_side(processes, folder).items()}
+
+
+CASES = {
+    "eagle3": Case(EAGLE3),
+    "dflash": Case(DFLASH, asynchronous=False),
+    "drawn drafts": Case(EAGLE3, drawn=True),
+}
+OTHERS = {
+    "0.20.2": Case(EAGLE3, asynchronous=False, version="0.20.2"),
+    "0.26.0, drawn drafts": Case(DFLASH, drawn=True, version="0.26.0"),
+}
+
+
+def assert_graphs_serve(case: Case, runs: Mapping[str, Run]) -> None:
+    """Nothing differs, and the graphs are replayed in the steps in which all requests verify all drafts alone."""
+    expected, found = runs["stock"], runs["graphs"]
+    assert (expected.runner, found.runner) == ("V1", "V1")
+    loads.assert_same(expected, found)
+    assert expected.accepted()[1] > 0
+    assert FEATURE in found.used
+    full = 1 + case.engine.drafts
+    served = sum(
+        all(count == full for count in step["scheduled"].values()) and len(step["verified"]) == len(step["scheduled"])
+        for step in found.steps
+    )
+    before, after = expected.counts, found.counts
+    assert 0 < served < after["steps"]
+    # One that samples or counts, and one that drafts, without a call of the drafter's `propose`.
+    assert after["graph_replays"]["target"] == before["graph_replays"]["target"] + 2 * served
+    assert after["draft_phases"] == before["draft_phases"] - served
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_more_graphs_change_nothing(name: str, musa_host: None, tmp_path: Path) -> None:
+    assert_graphs_serve(CASES[name], CASES[name].run(tmp_path))
+
+
+@pytest.mark.network
+@pytest.mark.parametrize("name", OTHERS)
+def test_nor_on_other_versions(name: str, musa_host: None, tmp_path: Path) -> None:
+    assert_graphs_serve(OTHERS[name], OTHERS[name].run(tmp_path))
