@@ -318,3 +318,20 @@ def mixed() -> list[Request]:
     add(81, texts[9][:5], 1)
     add(82, texts[10][:40], 12)
     return made
+
+
+def by_temperature() -> list[Request]:
+    """Requests with temperatures and seeds, a greedy one, and one that needs more of the sampler."""
+    texts = json.loads((SMALL / "prompts.json").read_text())["prompt_ids"]
+    asked: list[dict[str, Any]] = [
+        {"temperature": 1.0},
+        {"temperature": 0.7},
+        {"temperature": 0.0},
+        {"temperature": 0.7, "seed": 5},
+        {"temperature": 0.9, "top_p": 0.9},
+        {"temperature": 1.0, "seed": 3},
+    ]
+    return [
+        Request("abcdef"[index], texts[index][: 20 + index], 2 * index, {"max_tokens": 14 + 3 * index, **params})
+        for index, params in enumerate(asked)
+    ]

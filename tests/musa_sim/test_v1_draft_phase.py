@@ -3,12 +3,10 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,7 +14,7 @@ from vllm_hwplugin.spec_decode.features import gate_of
 
 from ..conftest import cannot_run
 from . import loads, simulated
-from .loads import Engine, Load, Process, Request, Run
+from .loads import Engine, Load, Process, Run
 
 pytestmark = [pytest.mark.musa_sim, pytest.mark.engine]
 
@@ -32,24 +30,7 @@ SIDES = {
 EAGLE3 = Engine("eagle3")
 #: Room for drafts, and no seeded prompt in pieces: vLLM then winds the request's generator back, which the simulated
 #: device's cannot be.
-DFLASH = Engine("dflash", drafts=7, more={"max_num_batched_tokens": 192, "num_gpu_blocks_override": 24})
-
-
-def random() -> list[Request]:
-    """Requests with temperatures and seeds, a greedy one, and one that needs more of the sampler."""
-    texts = json.loads((loads.SMALL / "prompts.json").read_text())["prompt_ids"]
-    asked: list[dict[str, Any]] = [
-        {"temperature": 1.0},
-        {"temperature": 0.7},
-        {"temperature": 0.0},
-        {"temperature": 0.7, "seed": 5},
-        {"temperature": 0.9, "top_p": 0.9},
-        {"temperature": 1.0, "seed": 3},
-    ]
-    return [
-        Request("abcdef"[index], texts[index][: 20 + index], 2 * index, {"max_tokens": 14 + 3 * index, **params})
-        for index, params in enumerate(asked)
-    ]
+DFLASH = Engine("dflash", "FULL", drafts=7, more={"max_num_batched_tokens": 192, "num_gpu_blocks_override": 24})
 
 
 @dataclass(frozen=True)
@@ -72,7 +53,7 @@ class Case:
         if self.drawn:
             drawing = {"draft_sample_method": "probabilistic"}
             options["speculative_config"] = {**options["speculative_config"], **drawing}
-        return Load(options, random() if self.drawn else loads.mixed())
+        return Load(options, loads.by_temperature() if self.drawn else loads.mixed())
 
     def run(self, folder: Path) -> dict[str, Run]:
         """Each side's run."""

@@ -32,7 +32,10 @@ from vllm_hwplugin.spec_decode.worker_use import V1, V2, WorkerFacts
 from . import drafters
 
 RESULTS = Path(__file__).parents[2] / measured.FOLDER
-LIVE = ("draft-full-graph", "draft-loop-graph", "dflash-full-graph", "dflash-draft-backend", "dflash-context-norm")
+LIVE = (
+    *("draft-full-graph", "draft-loop-graph", "dflash-full-graph", "v1-draft-phase"),
+    *("dflash-draft-backend", "dflash-context-norm"),
+)
 
 FULL = DrafterFacts("EagleProposer", "FULL")
 NONE = DrafterFacts("EagleProposer", "NONE", target_has_graphs=False)
@@ -56,7 +59,8 @@ def own_record(tmp_path: Path) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("facts", "used"),
     [
-        (EAGLE, {"draft-full-graph", "draft-loop-graph"}),
+        (EAGLE, {"draft-full-graph", "draft-loop-graph", "v1-draft-phase"}),
+        (dataclasses.replace(EAGLE, decode_graphs=False), {"draft-full-graph", "draft-loop-graph"}),
         (dataclasses.replace(EAGLE, runner=V2, proposer=None), set()),
         (dataclasses.replace(EAGLE, proposer=NONE), set()),
         (dataclasses.replace(EAGLE, proposer=dataclasses.replace(FULL, lora=True)), set()),
@@ -64,7 +68,7 @@ def own_record(tmp_path: Path) -> Iterator[None]:
         (WorkerFacts(NEWEST, V1), set()),
         (WorkerFacts(NEWEST, V1, "ngram", 3, drafter="NgramProposer"), set()),
         # That one pass has no chain of steps, draft-loop-graph says by itself.
-        (DFLASH, {"draft-full-graph", "draft-loop-graph", "dflash-full-graph", "dflash-context-norm"}),
+        (DFLASH, {*LIVE} - {"dflash-draft-backend"}),
         (dataclasses.replace(DFLASH, runner=V2, proposer=None), {"dflash-context-norm"}),
         (dataclasses.replace(DFLASH, proposer=NONE, context_norm="the op is right"), set()),
         (dataclasses.replace(DFLASH, proposer=NONE, mm_prefix=True), {"dflash-draft-backend", "dflash-context-norm"}),

@@ -95,6 +95,13 @@ def _draft_full_graph(facts: WorkerFacts) -> str | None:
     return draft_decision.obstacle(facts.proposer)
 
 
+def _v1_draft_phase(facts: WorkerFacts) -> str | None:
+    """What the graphs need beside these it finds out by itself, when they are captured."""
+    if (reason := _draft_full_graph(facts)) is not None:
+        return reason
+    return None if facts.decode_graphs else "the target does not decode in FULL CUDA graphs"
+
+
 def _v2_tail_graph(facts: WorkerFacts) -> str | None:
     """What the graphs need beside these it finds out by itself, when they are captured."""
     if (reason := _drafting(facts)) is not None:
@@ -175,8 +182,7 @@ _RULES: Final[Mapping[str, Callable[[WorkerFacts], str | None]]] = {
     # Whether the steps make a chain it decides by itself, wherever there are graphs.
     features.DRAFT_LOOP_GRAPH: _draft_full_graph,
     features.DFLASH_FULL_GRAPH: _dflash_full_graph,
-    # As well.
-    features.V1_DRAFT_PHASE: _draft_full_graph,
+    features.V1_DRAFT_PHASE: _v1_draft_phase,
     features.V2_STEP_INPUTS: _v2_tail_graph,
     features.V2_TAIL_GRAPH: _v2_tail_graph,
     features.DFLASH_DRAFT_BACKEND: _dflash_draft_backend,
