@@ -94,10 +94,12 @@ def assert_graphs_serve(case: Case, runs: Mapping[str, Run]) -> None:
         for step in found.steps
     )
     before, after = expected.counts, found.counts
-    assert 0 < served < after["steps"]
+    # Of a step that the scheduler has run ahead with, nothing may be wanted any more.
+    unseen = after["steps"] - len(found.steps)
+    in_graphs = before["draft_phases"] - after["draft_phases"]
+    assert 0 < served <= in_graphs <= served + unseen < after["steps"]
     # One that samples or counts, and one that drafts, without a call of the drafter's `propose`.
-    assert after["graph_replays"]["target"] == before["graph_replays"]["target"] + 2 * served
-    assert after["draft_phases"] == before["draft_phases"] - served
+    assert after["graph_replays"]["target"] == before["graph_replays"]["target"] + 2 * in_graphs
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -17,11 +17,13 @@ from vllm_hwplugin.patching import SUPPORTED
 BODIES = Path(vllm_hwplugin.__file__).parent / "spec_decode"
 PROPOSER = "vllm/v1/spec_decode/llm_base_proposer.py"
 DFLASH = "vllm/v1/spec_decode/dflash.py"
+RUNNER = "vllm/v1/worker/gpu_model_runner.py"
 UTILS = "vllm/v1/spec_decode/utils.py"
 
 # Bodies that take any proposer; those of DFlash see a subclass with members of its own.
 FOR_ANY = ("draft_facts.py", "draft_graphs.py", "draft_loop.py", "first_pass.py", "pass_graphs.py")
-FOR_DFLASH = ("dflash_context.py",)
+FOR_DFLASH = ("dflash_context.py", "phase_graphs.py", "phase_obstacles.py")
+FOR_RUNNERS = ("draft_phase.py", "phase_graphs.py", "phase_obstacles.py")
 
 # Read with a default where the version may not have them.
 OPTIONAL = {
@@ -34,6 +36,8 @@ OPTIONAL = {
 }
 # Given to the proposer by the hunks themselves.
 OURS = {"draft_graphs", "draft_loop", "draft_context"}
+# Called where a vLLM that has drafts drawn says that they are.
+FOR_DRAWN_DRAFTS = {"_sample_draft_tokens", "_draft_probs", "_draft_prob_req_ids"}
 
 
 def tree_of(vllm_tree: Callable, version: str, path: str) -> ast.Module:
@@ -92,8 +96,25 @@ def test_every_attribute_of_the_proposer_exists(vllm_tree: Callable) -> None:
         known = members_of(proposer)
         missing += [f"vLLM {version}: SpecDecodeBaseProposer.{name}" for name in sorted(used - known - OURS)]
         known |= members_of(dflash)
-        missing += [f"vLLM {version}: DFlashProposer.{name}" for name in sorted(for_dflash - known - OURS)]
+        missing += [
+            f"vLLM {version}: DFlashProposer.{name}" for name in sorted(for_dflash - known - OURS - FOR_DRAWN_DRAFTS)
+        ]
     assert not missing, missing
+
+
+def test_every_attribute_of_the_runner_exists(vllm_tree: Callable) -> None:
+    used = {name for module in FOR_RUNNERS for name in attributes_read(module, "runner")}
+    assert {"input_batch", "discard_request_mask", "_copy_valid_sampled_token_count", "rejection_sampler"} <= used
+    missing, ever = [], set()
+    for version in SUPPORTED:
+        runner = find(tree_of(vllm_tree, version, RUNNER), "GPUModelRunner")
+        assert isinstance(runner, ast.ClassDef)
+        known = members_of(runner)
+        ever |= known
+        missing += [f"vLLM {version}: GPUModelRunner.{name}" for name in sorted(used - known - FOR_DRAWN_DRAFTS)]
+    assert not missing, missing
+    # A default hides a misspelt name.
+    assert {"_draft_probs", "enable_prompt_embeds"} <= ever
 
 
 def test_a_block_of_queries_is_causal_only_where_the_version_says_so(vllm_tree: Callable) -> None:

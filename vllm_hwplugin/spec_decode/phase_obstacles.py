@@ -33,11 +33,11 @@ def _engine(runner: Any) -> str | None:
         return "stages of a pipeline exchange tokens on the host's order"
     if parallel.enable_eplb:
         return "experts are counted on the host in each step"
-    if getattr(parallel, "enable_dbo", False):
+    if parallel.use_ubatching:
         return "batches are split in two"
     if runner.model_config.is_encoder_decoder:
         return "the model has an encoder"
-    if getattr(runner, "enable_prompt_embeds", False):
+    if runner.enable_prompt_embeds:
         return "prompts may be embeddings"
     if not isinstance(get_offloader(), NoopOffloader):
         return "weights are loaded from the host in each step"
