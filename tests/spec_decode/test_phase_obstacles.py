@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which engines the draft phase's graphs leave as they are."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("vllm")
+
+from vllm.config import CUDAGraphMode
+from vllm.v1.sample.logits_processor import LogitBiasLogitsProcessor, LogitsProcessors, MinTokensLogitsProcessor
+
+from vllm_hwplugin.spec_decode.phase_obstacles import obstacle, sampling_obstacle
+
+from .drafters import EAGLE, P_EAGLE, Runner, boot
+from .host_runner import FLASHINFER, builder
+
+
+def runner_of(drafter: Any, method: str = "eagle", **changed: Any) -> SimpleNamespace:
+    """What is read of vLLM's runner, with a drafter that has its graphs."""
+    spec = SimpleNamespace(
+        method=method,
+        num_speculative_tokens=drafter.speculative_config.num_speculative_tokens,
+        use_dflash=lambda: method == "dflash",
+    )
+    parallel = {"pipeline_parallel_size": 1, "enable_eplb": False, "use_ubatching": False}
+    parallel |= {name: changed.pop(name) for name in list(changed) if name in parallel}
+    return SimpleNamespace(
+        drafter=drafter,
+        speculative_config=spec,
+        vllm_config=SimpleNamespace(parallel_config=SimpleNamespace(**parallel)),
+        model_config=SimpleNamespace(is_encoder_decoder=changed.pop("is_encoder_decoder", False)),
+        enable_prompt_embeds=changed.pop("enable_prompt_embeds", False),
+        get_model=lambda: changed.pop("model", object()),
+    )
+
+
+@pytest.fixture
+def drafter(make: Any) -> Any:
+    proposer = make("loop", EAGLE, 3)
+    boot(proposer, CUDAGraphMode.FULL_DECODE_ONLY, Runner(0))
+    return proposer
+
+
+def test_an_engine_without_any_is_served(drafter: Any) -> None:
+    assert obstacle(runner_of(drafter)) is None
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"method": "draft_model"},
+        {"pipeline_parallel_size": 2},
+        {"enable_eplb": True},
+        {"use_ubatching": True},
+        {"is_encoder_decoder": True},
+        {"enable_prompt_embeds": True},
+        {"model": SimpleNamespace(get_mtp_target_hidden_states=None)},
+    ],
+    ids=str,
+)
+def test_an_engine_that_does_more_in_a_step_is_not(drafter: Any, changed: dict[str, Any]) -> None:
+    assert obstacle(runner_of(drafter, **changed))
+
+
+def test_nor_is_a_drafter_that_does_more_on_the_host(drafter: Any) -> None:
+    drafter.uses_mrope = True
+    assert "uses_mrope" in (obstacle(runner_of(drafter)) or "")
+
+
+def test_nor_one_that_plans_its_attention(make: Any) -> None:
+    proposer = make("loop", EAGLE, 3)
+    cls = builder(FLASHINFER)
+    proposer.host.use(type(cls.__name__, (cls,), {"reorder_batch_threshold": 512}))
+    boot(proposer, CUDAGraphMode.FULL_DECODE_ONLY, Runner(0))
+    assert cls.__name__ in (obstacle(runner_of(proposer)) or "")
+
+
+def test_nor_one_with_tokens_of_its_own(make: Any) -> None:
+    proposer = make("loop", P_EAGLE, 3)
+    boot(proposer, CUDAGraphMode.FULL_DECODE_ONLY, Runner(0))
+    assert "tokens of its own" in (obstacle(runner_of(proposer)) or "")
+
+
+def test_logits_processors_of_others_leave_sampling_to_vllm() -> None:
+    class Foreign(MinTokensLogitsProcessor):
+        def __init__(self) -> None:
+            pass
+
+    def processed_by(*classes: type) -> SimpleNamespace:
+        made = LogitsProcessors([cls.__new__(cls) for cls in classes])
+        return SimpleNamespace(input_batch=SimpleNamespace(logitsprocs=made))
+
+    assert sampling_obstacle(processed_by(MinTokensLogitsProcessor, LogitBiasLogitsProcessor)) is None
+    assert "Foreign" in (sampling_obstacle(processed_by(MinTokensLogitsProcessor, Foreign)) or "")
+
+
+def test_so_does_a_count_of_nans(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_COMPUTE_NANS_IN_LOGITS", "1")
+    found = sampling_obstacle(SimpleNamespace(input_batch=SimpleNamespace(logitsprocs=LogitsProcessors())))
+    assert "VLLM_COMPUTE_NANS_IN_LOGITS" in (found or "")
