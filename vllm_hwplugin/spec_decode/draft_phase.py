@@ -183,6 +183,8 @@ class DraftPhase(Companion):
         metadata = runner.input_batch.sampling_metadata
         if self._kind is not Sampling.GREEDY:
             self._take_temperature(metadata, count)
+        if self._kind is Sampling.RANDOM_OF_DRAWN:
+            self._take_draft_probs(count)
         self._recorder.noise_of(self._kind).draw(count, metadata.generators)
         step.sampling[self._kind].replay()
         return SamplerOutput(sampled_token_ids=self._buffers.sampled_token_ids[:count], logprobs_tensors=None)
@@ -244,6 +246,13 @@ class DraftPhase(Companion):
             self._buffers.temperature[:count].copy_(sampling_metadata.temperature[:count])
             self._temperature_of = sampling_metadata
 
+    def _take_draft_probs(self, count: int) -> None:
+        """Have what drafts were drawn from where the graphs read it, also if vLLM has drawn them."""
+        assert self._buffers is not None
+        given, kept = self._runner._draft_probs, self._buffers.draft_probs(count)
+        if given.data_ptr() != kept.data_ptr():
+            kept.copy_(given)
+
     def _step_for(
         self, scheduler_output: Any, spec_decode_metadata: Any, hidden_states: torch.Tensor
     ) -> PhaseGraphs | None:
@@ -273,9 +282,7 @@ class DraftPhase(Companion):
         kind = self._judgement
         probs = getattr(runner, "_draft_probs", None)
         if kind is Sampling.RANDOM and probs is not None:
-            assert self._buffers is not None
-            ours = probs.data_ptr() == self._buffers.draft_probs(1).data_ptr()
-            if not ours or runner._draft_prob_req_ids != runner.input_batch.req_ids:
+            if runner._draft_prob_req_ids != runner.input_batch.req_ids:
                 return None
             kind = Sampling.RANDOM_OF_DRAWN
         return kind if kind in step.sampling else None
