@@ -34,7 +34,7 @@ VARIABLES = {
     "VLLM_USE_AOT_COMPILE": "0",
 }
 #: Leaves vLLM's own code as it is.
-UNPATCHED = {gate.name: "off" for gate in gates.GATES if gate.kind == "switch" and "patches" in gate.affects}
+UNPATCHED = {gate.name: "off" for gate in gates.GATES if gate.switches and "patches" in gate.affects}
 #: Model Runner V2 on the simulated device.
 V2 = {
     **VARIABLES,

@@ -19,7 +19,7 @@ from vllm_hwplugin.ops.build.spec import COMMON, KERNELS, source_root
 pytest.importorskip("torch")
 
 # Where its kernel is not there, other kernels serve, and nobody calls the operation.
-WITHOUT_REFERENCE = {"paged_attention"}
+WITHOUT_REFERENCE = {"paged_attention", "log_draft_rows", "restore_draft_rows"}
 
 
 def test_what_a_kernel_includes_is_in_its_digest_and_what_is_common_is_shared() -> None:

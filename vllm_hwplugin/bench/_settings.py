@@ -21,7 +21,7 @@ def stock_environment(device: str) -> dict[str, str]:
     plugin's class: there every feature is off (patches, operations, attention), and the class stays.
     """
     if device == "musa":
-        off = {gate.name: "off" for gate in gates.GATES if gate.kind == "switch"}
+        off = {gate.name: "off" for gate in gates.GATES if gate.switches}
         return {"VLLM_HWPLUGIN": "1", "VLLM_HWPLUGIN_PATCHES": "", **off}
     return {"VLLM_HWPLUGIN": "0"}
 

@@ -339,7 +339,7 @@ def _decide(
     if catalog is None:
         return (), "none"
     good = {name: value for name, value in values.items() if isinstance(value, gates.GateValue)}
-    choices = {name: value.text for name, value in good.items() if value.gate.kind == "switch"}
+    choices = {name: value.choice for name, value in good.items() if value.gate.switches}
     strict = _is_strict(values)
 
     def all_of(state: str, reason: str, said: list[str]) -> tuple[tuple[FeatureRow, ...], str]:

@@ -59,6 +59,11 @@ class Gate(NamedTuple):
     effect: Literal["live", "reserved"] = "live"
 
     @property
+    def switches(self) -> bool:
+        """Whether it can switch a feature: it has the value `off`, and others with which the feature may be live."""
+        return self.kind == "switch" or (self.kind == "choice" and "patches" in self.affects)
+
+    @property
     def good_values(self) -> str:
         """The accepted values, as a reader should see them in an error or in the documentation."""
         if self.kind == "bool":
@@ -102,6 +107,11 @@ class GateValue(NamedTuple):
         if not isinstance(self.value, str) or self.gate.kind == "path":
             raise TypeError(f"{self.gate.name} is a {self.gate.kind} gate, not a switch or a choice")
         return self.value
+
+    @property
+    def choice(self) -> str:
+        """What a gate says of the feature that it switches: ``auto``, ``on`` or ``off``; a mode of it is ``auto``."""
+        return self.text if self.text in _SWITCH else "auto"
 
     @property
     def path(self) -> Path | None:
@@ -384,26 +394,32 @@ GATES: Final[tuple[Gate, ...]] = (
         "VLLM_HWPLUGIN_NWOR_MODE",
         "choice",
         "off",
-        "No-write-on-reject for draft tokens in the KV cache.",
-        aliases=(Alias("VLLM_NWOR_MODE", MappingProxyType({"off": "off", "stage": "stage"})),),
-        choices=("off", "stage"),
-        effect="reserved",
+        "Feature nwor: rejected drafts leave the target's KV cache as it was (restore), or zeros (scrub).",
+        aliases=(
+            # The older word for it was that of its first design.
+            Alias(
+                "VLLM_NWOR_MODE",
+                MappingProxyType({"off": "off", "stage": "restore", "restore": "restore", "scrub": "scrub"}),
+            ),
+        ),
+        affects=("patches",),
+        choices=("off", "restore", "scrub"),
     ),
     Gate(
         "VLLM_HWPLUGIN_NWOR_EMIT_METRICS",
         "bool",
         False,
-        "Count staged, accepted and rejected draft tokens for Prometheus.",
+        "With nwor: count drafted, accepted and rejected rows for Prometheus (vllm:nwor_*).",
         aliases=(Alias("VLLM_NWOR_EMIT_METRICS", _SAME),),
-        effect="reserved",
+        affects=("metrics",),
     ),
     Gate(
         "VLLM_HWPLUGIN_NWOR_DEBUG_SYNC",
         "bool",
         False,
-        "Synchronise the device after each restore of rejected drafts, to find a fault.",
+        "With nwor: wait for the device after each step, compare, and stop at the layer and slot that differ.",
         aliases=(Alias("VLLM_NWOR_DEBUG_SYNC", _SAME),),
-        effect="reserved",
+        affects=("errors",),
     ),
 )
 

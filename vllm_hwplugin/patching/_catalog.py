@@ -29,7 +29,7 @@ _TABLE_KEYS = {"variant": frozenset({"versions", "diffs"}), "not_needed": frozen
 
 
 def _own(raw: Mapping[str, Any], file: Path) -> Mapping[str, Any]:
-    if not any(gate.name == raw.get("gate") and gate.kind == "switch" for gate in GATES):
+    if not any(gate.name == raw.get("gate") and gate.switches for gate in GATES):
         raise CatalogError(
             f"{file}: gate {raw.get('gate')!r} is not a switch in vllm_hwplugin/gates/table.py; add it there"
         )

@@ -267,7 +267,7 @@ def _activate(
             f"{demanded[0]}=on, but no catalogue of patches has this gate{left_out and f' ({left_out})'}; name the "
             "catalogue's folder in VLLM_HWPLUGIN_PATCHES, or take the variable back"
         )
-    choices = {name: value.text for name, value in values.items() if value.gate.kind == "switch"}
+    choices = {name: value.choice for name, value in values.items() if value.gate.switches}
     overlay = open_overlay(environ)
     state.base = overlay.base
     try_unlisted = values["VLLM_HWPLUGIN_TRY_UNLISTED"].flag

@@ -20,8 +20,11 @@ V2_DRAFT_METADATA: Final = "v2-draft-metadata"
 V2_FUSED_DRAFTS: Final = "v2-fused-drafts"
 V2_CAPTURE_METADATA: Final = "v2-capture-metadata"
 V2_GRAPH_ADDRESSES: Final = "v2-graph-addresses"
+NWOR: Final = "nwor"
 
 
 def gate_of(feature: str) -> str:
     """The environment variable that switches ``feature``, which a test compares with the catalogue's."""
-    return f"{PREFIX}_{feature.upper().replace('-', '_')}"
+    name = f"{PREFIX}_{feature.upper().replace('-', '_')}"
+    # It has modes, and `off` is one of them.
+    return f"{name}_MODE" if feature == NWOR else name

@@ -100,6 +100,18 @@ RMS_NORM_DYNAMIC_PER_TOKEN_QUANT: Final = KernelSpec(
     fast_math=False,
 )
 
+LOG_DRAFT_ROWS: Final = KernelSpec(
+    "log_draft_rows",
+    ("log_draft_rows.cu",),
+    "what draft tokens overwrite in the KV cache is kept by some PyTorch operations for each layer",
+)
+
+RESTORE_DRAFT_ROWS: Final = KernelSpec(
+    "restore_draft_rows",
+    ("restore_draft_rows.cu",),
+    "rejected draft tokens are taken out of the KV cache by some PyTorch operations for each layer",
+)
+
 KERNELS: Final[Mapping[str, KernelSpec]] = MappingProxyType(
     {
         spec.name: spec
@@ -111,6 +123,8 @@ KERNELS: Final[Mapping[str, KernelSpec]] = MappingProxyType(
             PAGED_ATTENTION,
             SILU_AND_MUL_PER_BLOCK_QUANT,
             RMS_NORM_DYNAMIC_PER_TOKEN_QUANT,
+            LOG_DRAFT_ROWS,
+            RESTORE_DRAFT_ROWS,
         )
     }
 )

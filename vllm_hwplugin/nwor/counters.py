@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Counters of draft rows among vLLM's own metrics. They count what the scheduler knows; no number leaves the device."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from packaging.version import Version
+
+from vllm_hwplugin import gates, record
+from vllm_hwplugin.nwor import obstacles
+from vllm_hwplugin.spec_decode.features import NWOR
+
+logger = logging.getLogger("vllm.hwplugin")
+
+EMIT_METRICS: Final = "VLLM_HWPLUGIN_NWOR_EMIT_METRICS"
+
+_COUNTERS: Final = {
+    "drafted": "Draft tokens whose keys and values were written to be verified.",
+    "accepted": "Draft tokens whose keys and values stayed in the KV cache.",
+    "rejected": "Draft tokens whose keys and values were taken out of the KV cache.",
+}
+
+
+class RowCounters:
+    """The counters ``vllm:nwor_{drafted,accepted,rejected}_rows``, of each engine that reports to this process.
+
+    Args:
+        counter_class: vLLM's, which is prometheus_client's or Ray's.
+        labelnames: of vLLM's metrics.
+        per_engine_labelvalues: their values, by engine.
+    """
+
+    def __init__(
+        self, counter_class: Any, labelnames: Sequence[str], per_engine_labelvalues: Mapping[int, Sequence[object]]
+    ):
+        self._counters: dict[str, dict[int, Any]] = {}
+        for name, documentation in _COUNTERS.items():
+            counter = counter_class(
+                name=f"vllm:nwor_{name}_rows", documentation=documentation, labelnames=list(labelnames)
+            )
+            self._counters[name] = {
+                engine: counter.labels(*values) for engine, values in per_engine_labelvalues.items()
+            }
+
+    def observe(self, stats: Any, engine_idx: int) -> None:
+        """Count what the scheduler says of a step.
+
+        Args:
+            stats: `SpecDecodingStats`.
+            engine_idx: of the engine that says it.
+        """
+        counts = {
+            "drafted": stats.num_draft_tokens,
+            "accepted": stats.num_accepted_tokens,
+            "rejected": stats.num_draft_tokens - stats.num_accepted_tokens,
+        }
+        for name, count in counts.items():
+            self._counters[name][engine_idx].inc(count)
+
+
+def counters_for(
+    config: Any, counter_class: Any, labelnames: Sequence[str], per_engine_labelvalues: Mapping[int, Sequence[object]]
+) -> RowCounters | None:
+    """Counters for engines of `config`; None where none are asked for, or where rejected drafts stay in the KV cache.
+
+    What the engine's own process finds against it, such as the layout of its KV cache, is not known here.
+    """
+    if not gates.read(EMIT_METRICS).flag:
+        return None
+    entry = record.current()
+    version = Version(Version(entry.vllm_version or "0").public) if entry is not None else Version("0")
+    if (reason := obstacles.of_config(config, version)) is not None:
+        logger.warning("%s: nothing is counted, because rejected drafts stay in the KV cache: %s", NWOR, reason)
+        return None
+    return RowCounters(counter_class, labelnames, per_engine_labelvalues)

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where KV caches keep the bytes of a token: one strided view of bytes for each part of each layer.
+
+It is read off the tensors that the layers were given, so a layout is what their strides say: keys before values or block
+by block, heads outside or inside, packed, quantised with scales in the page. Nothing is read as a number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from vllm.v1.kv_cache_interface import AttentionSpec
+
+from vllm_hwplugin.errors import HwpluginError
+
+#: Attention backends that keep a token's keys and values in bytes of its own, at the place its slot names. Those of
+#: sparse attention are not among them: an indexer's scales lie behind all values of a block.
+_BACKENDS: Final = frozenset(
+    (
+        "FLASH_ATTN",
+        "TRITON_ATTN",
+        "FLASHINFER",
+        "FLEX_ATTENTION",
+        "FLASH_ATTN_MLA",
+        "FLASHMLA",
+        "TRITON_MLA",
+        "CUTLASS_MLA",
+        "FLASHINFER_MLA",
+        "TOKENSPEED_MLA",
+    )
+)
+_CPU: Final = "CPU_ATTN"
+#: How ``CacheConfig.cache_dtype`` begins where a token's bytes are its own; nvfp4's scales, for one, are swizzled.
+_CACHE_DTYPES: Final = ("auto", "float", "half", "bfloat16", "fp8", "int8", "int4")
+_ALIGNMENTS: Final = (16, 4, 1)
+
+
+class UnknownLayout(HwpluginError, RuntimeError):
+    """It is not known where a KV cache keeps the bytes of a token."""
+
+
+@dataclass(frozen=True)
+class CacheRows:
+    """A part of a layer's KV cache, token by token.
+
+    Attributes:
+        layer: the name of the first layer that uses it; others may share it.
+        group: the index of the layer's KV cache group, whose slots it has.
+        rows: [blocks, tokens of a block, outer, inner, run] uint8; the last dimension is contiguous.
+    """
+
+    layer: str
+    group: int
+    rows: torch.Tensor
+
+    @property
+    def block_size(self) -> int:
+        return self.rows.shape[1]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of one token."""
+        return self.rows[0, 0].numel()
+
+    @property
+    def word(self) -> int:
+        """How many bytes can be moved at once, wherever a token's row begins."""
+        numbers = (self.rows.data_ptr(), self.rows.shape[4], *self.rows.stride()[:4])
+        return next(word for word in _ALIGNMENTS if all(number % word == 0 for number in numbers))
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a model has of KV caches.
+
+    Attributes:
+        rows: of the layers that keep keys and values, each piece of memory once.
+        left_out: names of layers whose state is no row for each token, such as Mamba's.
+    """
+
+    rows: tuple[CacheRows, ...]
+    left_out: tuple[str, ...]
+
+
+def rows_of(
+    kv_cache_config: Any, layers: Mapping[str, Any], cache_dtype: str, wanted: Iterable[torch.nn.Module]
+) -> Found:
+    """Where the wanted layers keep the bytes of a token.
+
+    Args:
+        kv_cache_config: vLLM's ``KVCacheConfig``, with the layers of each group.
+        layers: ``CompilationConfig.static_forward_context``, whose layers have their ``kv_cache``.
+        cache_dtype: ``CacheConfig.cache_dtype``.
+        wanted: modules; layers that are not among them are passed over.
+
+    Raises:
+        UnknownLayout: a wanted layer keeps keys and values where this module does not know a token's bytes.
+    """
+    if not cache_dtype.startswith(_CACHE_DTYPES):
+        raise UnknownLayout(f"with kv_cache_dtype={cache_dtype} a token's bytes may not be its own")
+    modules = {id(module) for module in wanted}
+    rows: dict[tuple[Any, ...], CacheRows] = {}
+    left_out: list[str] = []
+    for group, kv_cache_group in enumerate(kv_cache_config.kv_cache_groups):
+        for name in kv_cache_group.layer_names:
+            layer = layers[name]
+            if id(layer) not in modules:
+                continue
+            spec = getattr(kv_cache_group.kv_cache_spec, "kv_cache_specs", {}).get(name, kv_cache_group.kv_cache_spec)
+            if not isinstance(spec, AttentionSpec):
+                left_out.append(name)
+                continue
+            for part in _parts(name, layer, spec, cache_dtype):
+                key = (group, part.data_ptr(), part.shape, part.stride())
+                rows.setdefault(key, CacheRows(name, group, part))
+    return Found(tuple(rows.values()), tuple(left_out))
+
+
+def _parts(name: str, layer: Any, spec: Any, cache_dtype: str) -> Iterator[torch.Tensor]:
+    backend, cache = layer.get_attn_backend(), layer.kv_cache
+    if not isinstance(cache, torch.Tensor):
+        raise UnknownLayout(f"the KV cache of {name} is a {type(cache).__name__}, expected one tensor")
+    if backend.get_name() == _CPU:
+        yield from _cpu_parts(name, layer, cache)
+    elif backend.get_name() not in _BACKENDS:
+        raise UnknownLayout(f"{name} has {backend.get_name()}, which keeps more than a row for each token")
+    else:
+        yield as_rows(name, cache, *_block_and_token(name, backend, spec, cache, cache_dtype))
+
+
+def _block_and_token(name: str, backend: Any, spec: Any, cache: torch.Tensor, cache_dtype: str) -> tuple[int, int]:
+    """The dimensions of a cache that count blocks and the tokens of a block."""
+    if not hasattr(backend, "get_kv_cache_shape"):
+        # From 0.29 on it is [blocks, heads, tokens, content] for all; MLA layers take the one head off.
+        return 0, cache.dim() - 2
+
+    def shape(blocks: int, tokens: int) -> tuple[int, ...]:
+        found: tuple[int, ...] = backend.get_kv_cache_shape(
+            blocks, tokens, spec.num_kv_heads, spec.head_size, cache_dtype_str=cache_dtype
+        )
+        return found
+
+    plain, more_blocks, more_tokens = shape(3, 128), shape(5, 128), shape(3, 256)
+    by_block = [i for i, (one, other) in enumerate(zip(plain, more_blocks, strict=True)) if one != other]
+    by_token = [i for i, (one, other) in enumerate(zip(plain, more_tokens, strict=True)) if one != other]
+    if len(plain) != cache.dim() or len(by_block) != 1 or len(by_token) != 1:
+        raise UnknownLayout(
+            f"{backend.get_name()} says that the KV cache of {name} is {plain} for 3 blocks of 128 tokens, and it is "
+            f"{tuple(cache.shape)}"
+        )
+    return by_block[0], by_token[0]
+
+
+def _cpu_parts(name: str, layer: Any, cache: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Of each head and block, keys by element and then values by token; AMX interleaves tokens within a word."""
+    if (isa := getattr(layer.impl, "isa", None)) not in ("vec", "vec16"):
+        raise UnknownLayout(f"{name} has CPU_ATTN for {isa}, which lays a block's tokens out as that needs them")
+    if cache.dim() == 5:
+        # Before 0.23: [2, blocks, heads, tokens, head size].
+        blocks, heads, tokens, size = cache.shape[1:]
+        keys, values = cache
+    else:
+        blocks, heads, tokens, size = *cache.shape[:3], cache.shape[3] // 2
+        keys, values = cache.view(blocks, heads, 2, tokens, size).unbind(2)
+    strides = keys.stride()[:2]
+    by_element = keys.as_strided((blocks, heads, size, tokens), (*strides, tokens, 1))
+    yield as_rows(name, by_element, 0, 3)
+    yield as_rows(name, values, 0, 2)
+
+
+def as_rows(name: str, cache: torch.Tensor, block: int, token: int) -> torch.Tensor:
+    """A cache as [blocks, tokens of a block, outer, inner, run] bytes; nothing is copied.
+
+    Args:
+        name: the layer's, for the error.
+        cache: of any type and strides.
+        block: its dimension that counts blocks.
+        token: its dimension that counts tokens of a block.
+
+    Raises:
+        UnknownLayout: a token's bytes lie in more than two dimensions of runs.
+    """
+    element = cache.element_size()
+    run, outer = element, []
+    others = [(cache.stride(i), cache.shape[i]) for i in range(cache.dim()) if i not in (block, token)]
+    for stride, size in sorted(others):
+        if size == 1:
+            continue
+        if stride * element == run and not outer:
+            run *= size
+        else:
+            outer.append((size, stride * element))
+    if len(outer) > 2:
+        raise UnknownLayout(
+            f"the KV cache of {name}, {tuple(cache.shape)} with strides {cache.stride()}, has a token's bytes in runs of "
+            f"{run} by {' by '.join(str(size) for size, _ in outer)}; expected two dimensions of runs at most"
+        )
+    outer += [(1, 0)] * (2 - len(outer))
+    (inner_size, inner_stride), (outer_size, outer_stride) = outer
+    shape = (cache.shape[block], cache.shape[token], outer_size, inner_size, run)
+    strides = (cache.stride(block) * element, cache.stride(token) * element, outer_stride, inner_stride, 1)
+    found = torch.empty(0, dtype=torch.uint8, device=cache.device)
+    return found.set_(cache.untyped_storage(), cache.storage_offset() * element, shape, strides)

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draft rows in plain torch: what CPUs use, GPUs without the kernels, and the check of each restore."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from vllm_hwplugin.nwor.layout import CacheRows
+from vllm_hwplugin.nwor.rows import Batch, Rejected
+
+
+class ReferenceRows:
+    """See :class:`vllm_hwplugin.nwor.rows.DraftRows`.
+
+    Rows that are not to be written get what they hold, at slot 0: it is in vLLM's null block, which no request reads, and
+    an index that depends on the data would be a wait for the device.
+
+    Args:
+        caches: of the layers.
+        batch: of the runner.
+        keep: whether what is overwritten is kept.
+    """
+
+    def __init__(self, caches: Sequence[CacheRows], batch: Batch, keep: bool):
+        self._caches, self._batch, self._keep = caches, batch, keep
+        self._groups = sorted({cache.group for cache in caches})
+        self._column = torch.arange(batch.drafts, device=batch.query_start_loc.device)
+        rows = batch.max_num_reqs * batch.drafts if keep else 0
+        self._log = [cache.rows.new_empty((rows, cache.num_bytes)) for cache in caches]
+        self._slots = {group: self._column.new_full((rows,), -1) for group in self._groups}
+
+    def log(self, num_reqs: int) -> None:
+        for group, slots in self._slots_now(num_reqs).items():
+            self._slots[group][: len(slots)].copy_(slots)
+        for cache, log in zip(self._caches, self._log, strict=True):
+            slots = self._slots[cache.group][: num_reqs * self._batch.drafts]
+            log[: len(slots)].copy_(_read(cache, slots.clamp(min=0)))
+
+    def restore(self, rejected: Rejected) -> None:
+        by_group = self.rejected_slots(rejected)
+        for cache, log in zip(self._caches, self._log, strict=True):
+            slots = by_group[cache.group]
+            where = slots.clamp(min=0)
+            new = log[: len(slots)] if self._keep else log.new_zeros(())
+            _write(cache, where, torch.where((slots >= 0)[:, None], new, _read(cache, where)))
+        if self._keep:
+            for group, slots in by_group.items():
+                self._slots[group][: len(slots)].fill_(-1)
+
+    def rejected_slots(self, rejected: Rejected) -> dict[int, torch.Tensor]:
+        """For each KV cache group [requests * drafts] int64: the slot of each rejected draft, and -1 for other rows."""
+        num_reqs, drafts = rejected.num_reqs, self._batch.drafts
+        out = (self._column >= drafts - _counts(rejected)[:, None]).flatten()
+        slots = (
+            {group: slots[: num_reqs * drafts] for group, slots in self._slots.items()}
+            if self._keep
+            else self._slots_now(num_reqs)
+        )
+        return {group: torch.where(out, one, -1) for group, one in slots.items()}
+
+    def differing(self, slots: dict[int, torch.Tensor]) -> list[tuple[CacheRows, int, int]]:
+        """The rejected rows that do not hold what they should: the part, the slot, and how many bytes differ.
+
+        It waits for the device.
+
+        Args:
+            slots: what :meth:`rejected_slots` said before the caches were restored.
+        """
+        found = []
+        for cache, log in zip(self._caches, self._log, strict=True):
+            rows = (slots[cache.group] >= 0).nonzero().flatten()
+            where = slots[cache.group][rows]
+            expected = log[rows] if self._keep else log.new_zeros((1, cache.num_bytes))
+            wrong = (_read(cache, where) != expected).sum(1)
+            found += [
+                (cache, int(slot), int(count))
+                for slot, count in zip(where.tolist(), wrong.tolist(), strict=True)
+                if count
+            ]
+        return found
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(log.numel() for log in self._log) + sum(8 * slots.numel() for slots in self._slots.values())
+
+    def _slots_now(self, num_reqs: int) -> dict[int, torch.Tensor]:
+        starts = self._batch.query_start_loc[: num_reqs + 1]
+        tokens = starts[1:, None] - self._batch.drafts + self._column
+        drafted = tokens > starts[:-1, None]
+        return {
+            group: torch.where(drafted, self._batch.slot_mappings[group][tokens.clamp(min=0)], -1).flatten()
+            for group in self._groups
+        }
+
+
+def _counts(rejected: Rejected) -> torch.Tensor:
+    if rejected.num_rejected is not None:
+        return rejected.num_rejected
+    sampled, ends = rejected.sampled_token_ids, rejected.cu_num_draft_tokens
+    assert sampled is not None
+    assert ends is not None
+    verified = torch.diff(ends, prepend=ends.new_zeros(1))
+    return torch.minimum(verified, verified + 1 - (sampled != -1).sum(1))
+
+
+def _read(cache: CacheRows, slots: torch.Tensor) -> torch.Tensor:
+    return cache.rows[slots // cache.block_size, slots % cache.block_size].flatten(1)
+
+
+def _write(cache: CacheRows, slots: torch.Tensor, content: torch.Tensor) -> None:
+    rows = content.view(-1, *cache.rows.shape[2:])
+    cache.rows[slots // cache.block_size, slots % cache.block_size] = rows

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the patched model runners call: `attach` when their KV cache is there, `restore` when a step has been sampled.
+
+What draft tokens overwrite is kept by a hook before the target's forward pass, so it is the first node of a FULL graph
+where that is captured, and one launch where there is none. Rejected drafts are taken out as soon as the sampler has
+counted them: before the drafter runs, which writes into the same blocks, and before a step's work is handed on.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+from packaging.version import Version
+
+from vllm_hwplugin import gates, record
+from vllm_hwplugin.errors import HwpluginError
+from vllm_hwplugin.nwor import obstacles
+from vllm_hwplugin.nwor.layout import CacheRows, Found, UnknownLayout, rows_of
+from vllm_hwplugin.nwor.reference import ReferenceRows
+from vllm_hwplugin.nwor.rows import Batch, DraftRows, KernelRows, Rejected, as_int32, kernels_for
+from vllm_hwplugin.spec_decode.features import NWOR
+
+logger = logging.getLogger("vllm.hwplugin")
+
+MODE: Final = "VLLM_HWPLUGIN_NWOR_MODE"
+DEBUG_SYNC: Final = "VLLM_HWPLUGIN_NWOR_DEBUG_SYNC"
+
+
+class CannotRestore(HwpluginError, RuntimeError):
+    """Strict mode is on, and this engine keeps rejected drafts in its KV cache."""
+
+
+class NotRestored(HwpluginError, RuntimeError):
+    """The KV cache does not hold what it should where a draft was rejected."""
+
+
+def attach(runner: Any, is_profiling: bool = False) -> None:
+    """Take rejected drafts out of a runner's KV cache from now on, if the mode says so and nothing is against it.
+
+    Args:
+        runner: a `GPUModelRunner` of V1 or V2, whose KV cache was just made.
+        is_profiling: whether that is one that vLLM measures graphs with and gives up again.
+
+    Raises:
+        CannotRestore: something is against it, and strict mode is on.
+    """
+    nwor = getattr(runner, "nwor", None)
+    if nwor is None:
+        nwor = runner.nwor = RejectedDrafts(runner)
+    nwor.begin(is_profiling)
+
+
+def restore(runner: Any, num_rejected: Any, num_draft_tokens: int) -> None:
+    """Called by Model Runner V2 when it has sampled.
+
+    Args:
+        runner: a `GPUModelRunner`.
+        num_rejected: [requests] integers on the device.
+        num_draft_tokens: of the batch.
+    """
+    if num_draft_tokens and (nwor := getattr(runner, "nwor", None)) is not None:
+        nwor.restore(Rejected(num_rejected=as_int32(num_rejected)))
+
+
+def restore_sampled(runner: Any, metadata: Any, sampler_output: Any) -> None:
+    """Called by the V1 runner when it has sampled a batch with drafts.
+
+    Args:
+        runner: a `GPUModelRunner`.
+        metadata: the batch's `SpecDecodeMetadata`.
+        sampler_output: `SamplerOutput`, with -1 for what was not sampled.
+    """
+    if (nwor := getattr(runner, "nwor", None)) is not None:
+        nwor.restore(
+            Rejected(
+                sampled_token_ids=as_int32(sampler_output.sampled_token_ids),
+                cu_num_draft_tokens=as_int32(metadata.cu_num_draft_tokens),
+            )
+        )
+
+
+class RejectedDrafts:
+    """Of one `GPUModelRunner`, which holds it as `nwor`.
+
+    Buffers are made before the first forward pass and not with the KV cache: what is allocated with that loses its
+    contents when vLLM sleeps.
+    """
+
+    def __init__(self, runner: Any):
+        self._runner = runner
+        self._mode = gates.read(MODE).text
+        self._checks = gates.read(DEBUG_SYNC).flag
+        self._hook: Any = None
+        self._found: Found | None = None
+        self._rows: DraftRows | None = None
+        # Keeps the same rows apart from what is checked.
+        self._witness: ReferenceRows | None = None
+
+    def begin(self, is_profiling: bool) -> None:
+        """Find where the KV cache has its rows; see :func:`attach`."""
+        self._found = self._rows = self._witness = None
+        if is_profiling:
+            return
+        config, model = self._runner.vllm_config, self._runner.get_model()
+        entry = record.current()
+        version = Version(Version(entry.vllm_version or "0").public) if entry is not None else Version("0")
+        reason = obstacles.of_config(config, version) or obstacles.of_model(model)
+        if reason is None:
+            try:
+                found = rows_of(
+                    self._runner.kv_cache_config,
+                    config.compilation_config.static_forward_context,
+                    config.cache_config.cache_dtype,
+                    model.modules(),
+                )
+                reason = None if found.rows else "the target keeps no row for each token in its KV cache"
+            except UnknownLayout as error:
+                reason = str(error)
+        if reason is not None:
+            self._stay_stock(reason, wanted=config.speculative_config is not None)
+            return
+        self._found = found
+        if self._hook is None:
+            # The innermost module: vLLM's wrappers capture what is called inside them.
+            self._hook = model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+        left = f"; left out, without a row for each token: {', '.join(found.left_out)}" if found.left_out else ""
+        record.note(NWOR, f"{self._mode} of {len({cache.layer for cache in found.rows})} layers{left}")
+        record.use(NWOR, True)
+        if found.left_out:
+            logger.warning("%s: %d layers are left out, which have no row for each token", NWOR, len(found.left_out))
+
+    def _stay_stock(self, reason: str, wanted: bool) -> None:
+        if wanted and gates.read("VLLM_HWPLUGIN_STRICT").flag:
+            raise CannotRestore(
+                f"{MODE}={self._mode}, but rejected drafts stay in the KV cache of this engine: {reason}; set {MODE}=off "
+                "to run without it"
+            )
+        record.note(NWOR, f"rejected drafts stay in the KV cache: {reason}")
+        record.use(NWOR, False, reason)
+        logger.log(
+            logging.WARNING if wanted else logging.INFO, "%s: rejected drafts stay in the KV cache: %s", NWOR, reason
+        )
+
+    def _make(self, caches: Sequence[CacheRows]) -> None:
+        batch = _batch_of(self._runner)
+        for cache in caches:
+            assert batch.slot_mappings[cache.group].dtype == torch.int64
+        keep, kernels = self._mode == "restore", kernels_for(batch.query_start_loc.device)
+        rows = self._rows = (KernelRows if kernels else ReferenceRows)(caches, batch, keep)
+        if self._checks:
+            self._witness = ReferenceRows(caches, batch, keep)
+        how = "kernels" if kernels else "PyTorch operations"
+        record.note(f"{NWOR} rows", f"by {how}, with {rows.num_bytes / 2**20:.1f} MiB")
+
+    def _before_forward(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        if self._found is None:
+            return
+        if self._rows is None:
+            self._make(self._found.rows)
+        if self._mode != "restore":
+            return
+        assert self._rows is not None
+        inputs = next(kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None)
+        # A request has a token at least.
+        num_reqs = min(inputs.shape[0], self._runner.max_num_reqs)
+        self._rows.log(num_reqs)
+        if self._witness is not None:
+            self._witness.log(num_reqs)
+
+    def restore(self, rejected: Rejected) -> None:
+        """Take the rejected drafts of a batch out of the KV cache.
+
+        Raises:
+            NotRestored: with `VLLM_HWPLUGIN_NWOR_DEBUG_SYNC`, where the cache does not hold what it should.
+        """
+        if self._rows is None:
+            return
+        self._rows.restore(rejected)
+        # While a graph is captured nothing has happened yet.
+        if self._witness is not None and not torch.cuda.is_current_stream_capturing():
+            self.check(rejected)
+
+    def check(self, rejected: Rejected) -> None:
+        """Wait for the device, and compare. See :meth:`restore`."""
+        assert self._witness is not None
+        wrong = self._witness.differing(self._witness.rejected_slots(rejected))
+        if wrong:
+            expected = "what it held before the draft was written" if self._mode == "restore" else "zeros"
+            cache, slot, count = wrong[0]
+            raise NotRestored(
+                f"{NWOR}: {cache.layer} does not hold {expected} at slot {slot} (block {slot // cache.block_size}, token "
+                f"{slot % cache.block_size}): {count} of {cache.num_bytes} bytes differ; so do {len(wrong) - 1} other rows"
+            )
+
+
+def _batch_of(runner: Any) -> Batch:
+    """What a runner's steps are read from."""
+    drafts = runner.vllm_config.speculative_config.num_speculative_tokens
+    if hasattr(runner, "input_buffers"):
+        slots, starts = runner.block_tables.slot_mappings, runner.input_buffers.query_start_loc
+    else:
+        slots = [table.slot_mapping.gpu for table in runner.input_batch.block_table.block_tables]
+        starts = runner.query_start_loc.gpu
+    return Batch(starts, slots, runner.max_num_reqs, drafts)
