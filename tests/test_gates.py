@@ -62,7 +62,7 @@ def test_a_variable_that_is_set_but_empty_counts_as_not_set(raw: str) -> None:
         ("VLLM_HWPLUGIN_PLATFORM", "rocm", "auto, cuda, musa, off"),
         ("VLLM_HWPLUGIN_CACHE_DIR", "relative/folder", "an absolute path"),
         ("VLLM_HWPLUGIN_CACHE_DIR", "~no-such-user/folder", "an absolute path"),
-        ("VLLM_HWPLUGIN_NWOR_MODE", "immediate", "off, stage"),
+        ("VLLM_HWPLUGIN_NWOR_MODE", "immediate", "off, restore, scrub, stage"),
     ],
 )
 def test_a_bad_value_names_the_variable_and_lists_the_good_ones(name: str, raw: str, good: str) -> None:
@@ -80,7 +80,7 @@ def test_read_all_reports_every_bad_value_at_once() -> None:
         gates.read_all({"VLLM_HWPLUGIN": "x", GRAPH: "y", "VLLM_NWOR_MODE": "z"})
     lines = str(error.value).splitlines()
     assert len(lines) == 3
-    assert any("VLLM_NWOR_MODE" in line and "off, stage" in line for line in lines)
+    assert any("VLLM_NWOR_MODE" in line and "off, stage, restore, scrub" in line for line in lines)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_read_all_reports_every_bad_value_at_once() -> None:
         ("VLLM_MUSA_DISABLE_SLP", "1", "VLLM_HWPLUGIN_SLP", False),
         ("VLLM_MUSA_DISABLE_SLP", "0", "VLLM_HWPLUGIN_SLP", True),
         ("VLLM_MUSA_DISABLE_LOAD_CLUSTER", "1", "VLLM_HWPLUGIN_LOAD_CLUSTER", False),
-        ("VLLM_NWOR_MODE", "stage", "VLLM_HWPLUGIN_NWOR_MODE", "stage"),
+        ("VLLM_NWOR_MODE", "stage", "VLLM_HWPLUGIN_NWOR_MODE", "restore"),
         ("VLLM_NWOR_EMIT_METRICS", "1", "VLLM_HWPLUGIN_NWOR_EMIT_METRICS", True),
         ("VLLM_NWOR_DEBUG_SYNC", "1", "VLLM_HWPLUGIN_NWOR_DEBUG_SYNC", True),
     ],

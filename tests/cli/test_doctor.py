@@ -153,7 +153,6 @@ def test_where_each_value_came_from(diagnose: Diagnose) -> None:
     ("environ", "words"),
     [
         ({"VLLM_HWPLUGIN_DRAFT_FULL_GRAPH": "on", "VLLM_MUSA_DRAFT_FULL_WRAP": "0"}, "is not followed"),
-        ({"VLLM_NWOR_MODE": "stage"}, "VLLM_NWOR_MODE=stage is understood, but it has no effect"),
         ({"VLLM_HWPLUGIN_PLATFORM": "cuda"}, "PLATFORM=cuda, but vLLM's own detection does not choose CUDA"),
         ({"VLLM_HWPLUGIN_STRIKT": "1"}, "did you mean VLLM_HWPLUGIN_STRICT?"),
         ({"VLLM_PLUGINS": "lora_filesystem_resolver"}, "VLLM_PLUGINS='lora_filesystem_resolver' does not name it"),

@@ -32,13 +32,7 @@ def markdown() -> str:
         "Where such a variable says `on` and no catalogue has it, the process stops.",
         "[your-own-patches.md](your-own-patches.md) has the rest.",
         "",
-        "## Reserved",
-        "",
-        "Parsed and checked, so that a bad value is an error today; they change nothing in this release, and `doctor`",
-        "says so when one is set.",
-        "",
-        *_table([gate for gate in GATES if gate.effect == "reserved"]),
-        "",
+        *_reserved([gate for gate in GATES if gate.effect == "reserved"]),
         *failures.markdown(),
         "",
         "## Aliases",
@@ -58,6 +52,20 @@ def markdown() -> str:
         *[f"| `{old.name}` | {old.instead} |" for old in REPLACED],
     ]
     return "\n".join(lines) + "\n"
+
+
+def _reserved(gates: list[Gate]) -> list[str]:
+    if not gates:
+        return []
+    return [
+        "## Reserved",
+        "",
+        "Parsed and checked, so that a bad value is an error today; they change nothing in this release, and `doctor`",
+        "says so when one is set.",
+        "",
+        *_table(gates),
+        "",
+    ]
 
 
 def _table(gates: list[Gate]) -> list[str]:

@@ -394,16 +394,16 @@ GATES: Final[tuple[Gate, ...]] = (
         "VLLM_HWPLUGIN_NWOR_MODE",
         "choice",
         "off",
-        "Feature nwor: rejected drafts leave the target's KV cache as it was (restore), or zeros (scrub).",
+        "Feature nwor: rejected drafts leave the target's KV cache as it was (restore, or stage), or zeros (scrub).",
         aliases=(
-            # The older word for it was that of its first design.
+            # The word of a design that withheld the rows until they were accepted.
             Alias(
                 "VLLM_NWOR_MODE",
                 MappingProxyType({"off": "off", "stage": "restore", "restore": "restore", "scrub": "scrub"}),
             ),
         ),
         affects=("patches",),
-        choices=("off", "restore", "scrub"),
+        choices=("off", "restore", "scrub", "stage"),
     ),
     Gate(
         "VLLM_HWPLUGIN_NWOR_EMIT_METRICS",

@@ -65,6 +65,20 @@ def restore(runner: Any, num_rejected: Any, num_draft_tokens: int) -> None:
         nwor.restore(Rejected(num_rejected=as_int32(num_rejected)))
 
 
+def replayed(runner: Any, num_rejected: torch.Tensor) -> None:
+    """Called when a graph with a restore in it was replayed.
+
+    Args:
+        runner: a `GPUModelRunner` of V2.
+        num_rejected: [requests] integers on the device.
+
+    Raises:
+        NotRestored: see :meth:`RejectedDrafts.restore`.
+    """
+    if (nwor := getattr(runner, "nwor", None)) is not None:
+        nwor.check(Rejected(num_rejected=num_rejected))
+
+
 def restore_sampled(runner: Any, metadata: Any, sampler_output: Any) -> None:
     """Called by the V1 runner when it has sampled a batch with drafts.
 
@@ -91,7 +105,7 @@ class RejectedDrafts:
 
     def __init__(self, runner: Any):
         self._runner = runner
-        self._mode = gates.read(MODE).text
+        self._mode = "scrub" if gates.read(MODE).text == "scrub" else "restore"
         self._checks = gates.read(DEBUG_SYNC).flag
         self._hook: Any = None
         self._found: Found | None = None
@@ -180,12 +194,13 @@ class RejectedDrafts:
             return
         self._rows.restore(rejected)
         # While a graph is captured nothing has happened yet.
-        if self._witness is not None and not torch.cuda.is_current_stream_capturing():
+        if not torch.cuda.is_current_stream_capturing():
             self.check(rejected)
 
     def check(self, rejected: Rejected) -> None:
-        """Wait for the device, and compare. See :meth:`restore`."""
-        assert self._witness is not None
+        """Wait for the device and compare, where that was asked for. See :meth:`restore`."""
+        if self._witness is None:
+            return
         wrong = self._witness.differing(self._witness.rejected_slots(rejected))
         if wrong:
             expected = "what it held before the draft was written" if self._mode == "restore" else "zeros"

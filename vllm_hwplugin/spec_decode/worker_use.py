@@ -171,6 +171,11 @@ def _v2_graph_addresses(facts: WorkerFacts) -> str | None:
     return None if facts.sleeps else "the engine never sleeps: sleep mode is off"
 
 
+def _nwor(facts: WorkerFacts) -> str | None:
+    """What else is against it, it finds when the KV cache is made."""
+    return _NO_SPECULATION if facts.method is None else None
+
+
 def _other_method(facts: WorkerFacts, methods: Collection[str]) -> str | None:
     if facts.method is None:
         return _NO_SPECULATION
@@ -191,6 +196,7 @@ _RULES: Final[Mapping[str, Callable[[WorkerFacts], str | None]]] = {
     features.V2_FUSED_DRAFTS: _v2_fused_drafts,
     features.V2_CAPTURE_METADATA: _v2_capture_metadata,
     features.V2_GRAPH_ADDRESSES: _v2_graph_addresses,
+    features.NWOR: _nwor,
 }
 
 

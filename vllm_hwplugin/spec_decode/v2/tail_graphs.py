@@ -25,6 +25,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import prepare_inputs_to_capture
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from vllm_hwplugin import record
+from vllm_hwplugin.nwor import runner as nwor
 from vllm_hwplugin.spec_decode.decode_batch import MAX_NUM_REQS, Rung, asks_for_nothing_else
 from vllm_hwplugin.spec_decode.fallback import stays_stock
 from vllm_hwplugin.spec_decode.features import V2_TAIL_GRAPH
@@ -311,6 +312,7 @@ class TailGraphs:
         self._step.sampling[self.held.sampling].replay()
         count, kept = batch.num_reqs, self._buffers.outputs
         num_sampled, num_rejected = kept.num_sampled[:count], kept.num_rejected[:count]
+        nwor.replayed(self._runner, num_rejected)
         output = dataclasses.replace(
             self._output,
             sampled_token_ids=kept.sampled_token_ids[:count],

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines in this process under a load, each stepped by hand; what their KV caches hold is hashed after each step.
+
+`python -m tests.nwor.cache_child JOBS RUNS`
+
+A job may have an oracle: how many drafts of each request will be rejected in each step, which an earlier run of the same
+load has found. Their slots are then taken from the target before its forward pass, so it never writes them; vLLM itself
+does the rest. With `zeros` its own attention layers write zeros there.
+"""
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+from unittest import mock
+
+from tests.musa_sim.load_child import Recorder, known, serve
+
+
+def layers_of(runner) -> dict:
+    """The attention layers of the target and of the drafter, by name."""
+    target = {id(module) for module in runner.get_model().modules()}
+    layers = runner.vllm_config.compilation_config.static_forward_context
+    named = {name: layers[name] for group in runner.kv_cache_config.kv_cache_groups for name in group.layer_names}
+    return {
+        "target": {name: layer for name, layer in named.items() if id(layer) in target},
+        "drafter": {name: layer for name, layer in named.items() if id(layer) not in target},
+    }
+
+
+def fill(layers: dict) -> None:
+    """Finite numbers that differ from byte to byte, so that nothing is restored by chance."""
+    import torch
+
+    for layer in layers.values():
+        cache = layer.kv_cache
+        count = torch.arange(cache.numel(), device="cpu").reshape(cache.shape) % 251
+        cache.copy_((count / 128.0).to(cache.dtype) if cache.dtype.is_floating_point else count.to(cache.dtype))
+
+
+def digests(layers: dict) -> dict[str, str]:
+    import torch
+
+    return {
+        name: hashlib.sha256(layer.kv_cache.cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+        for name, layer in layers.items()
+    }
+
+
+class Slots:
+    """Takes the slots of rejected drafts from the target's forward pass, and gives them back after it."""
+
+    def __init__(self, runner, oracle, zeros: bool) -> None:
+        self._runner, self._oracle, self._zeros = runner, list(oracle), zeros
+        self._v2 = hasattr(runner, "input_buffers")
+        self._kept = []
+
+    def patches(self) -> list:
+        runner = self._runner
+        before, after = ("prepare_attn", "sample") if self._v2 else ("_model_forward", "_sample")
+
+        def forward(original):
+            def call(*args, **kwargs):
+                if self._v2:
+                    found = original(*args, **kwargs)
+                    self._take(args[0].req_ids)
+                    return found
+                self._take(runner.input_batch.req_ids)
+                return original(*args, **kwargs)
+
+            return call
+
+        def sampled(original):
+            def call(*args, **kwargs):
+                self._give_back()
+                return original(*args, **kwargs)
+
+            return call
+
+        return [
+            mock.patch.object(runner, before, forward(getattr(runner, before))),
+            mock.patch.object(runner, after, sampled(getattr(runner, after))),
+        ]
+
+    def _take(self, req_ids) -> None:
+        runner = self._runner
+        if self._v2:
+            starts, slots = runner.input_buffers.query_start_loc, list(runner.block_tables.slot_mappings)
+        else:
+            starts = runner.query_start_loc.gpu
+            slots = [table.slot_mapping.gpu for table in runner.input_batch.block_table.block_tables]
+        ends = starts[1:].tolist()
+        rejected = self._oracle.pop(0)
+        rows = [
+            end - 1 - i
+            for name, end in zip(req_ids, ends, strict=False)
+            for i in range(rejected.get(name.split("-")[0], 0))
+        ]
+        self._kept = [(slot, rows, slot[rows].clone()) for slot in slots]
+        for slot in slots:
+            slot[rows] = -1
+
+    def _give_back(self) -> None:
+        for group, (slot, rows, kept) in enumerate(self._kept):
+            slot[rows] = kept
+            if self._zeros and rows:
+                self._write_zeros(group, kept)
+        self._kept = []
+
+    def _write_zeros(self, group: int, slots) -> None:
+        import torch
+
+        names = self._runner.kv_cache_config.kv_cache_groups[group].layer_names
+        for name, layer in layers_of(self._runner)["target"].items():
+            if name in names:
+                shape = len(slots), layer.num_kv_heads, layer.head_size
+                nothing = torch.zeros(shape, dtype=self._runner.dtype, device=slots.device)
+                layer.impl.do_kv_cache_update(layer, nothing, nothing, layer.kv_cache, slots)
+
+
+def one(job: dict, others_follow: bool) -> dict:
+    from vllm import LLM
+
+    from vllm_hwplugin import record
+    from vllm_hwplugin.bench._inside import model_runner, runner_generation
+
+    llm = LLM(**known(job["options"]))
+    runner = model_runner(llm)
+    found: list[dict] = []
+    layers = layers_of(runner)
+    for kind in layers.values():
+        fill(kind)
+    if job["oracle"] is not None:
+        for patch in Slots(runner, job["oracle"], job["zeros"]).patches():
+            patch.start()
+    sample_tokens = runner.sample_tokens
+
+    def watched(*args, **kwargs):
+        output = sample_tokens(*args, **kwargs)
+        found.append({kind: digests(named) for kind, named in layers.items()})
+        return output
+
+    with mock.patch.object(runner, "sample_tokens", watched):
+        answers, recorder = serve(llm, job["requests"])
+    if others_follow:
+        llm.llm_engine.engine_core.shutdown()
+    entry = record.current()
+    return {
+        "runner": runner_generation(runner),
+        "answers": {name: answer["tokens"] for name, answer in answers.items()},
+        "rejected": [rejected_in(step) for step in recorder.steps],
+        "preempted": recorder.preempted,
+        "digests": found,
+        "used": sorted(name for name, use in entry.uses.items() if use["used"]) if entry is not None else [],
+        "decisions": entry.decisions if entry is not None else {},
+    }
+
+
+def rejected_in(step: dict) -> dict[str, int]:
+    """How many drafts of each request a step has rejected."""
+    return {
+        name: drafts + 1 - len(step["sampled"][name])
+        for name, drafts in step["verified"].items()
+        if drafts + 1 > len(step["sampled"].get(name, ())) > 0
+    }
+
+
+if __name__ == "__main__":
+    jobs, runs = json.loads(Path(sys.argv[1]).read_text()), {}
+    for name, job in jobs.items():
+        if isinstance(job["oracle"], str):
+            job["oracle"] = runs[job["oracle"]]["rejected"]
+        runs[name] = one(job, others_follow=name != list(jobs)[-1])
+    Path(sys.argv[2]).write_text(json.dumps(runs))

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which dimensions of a KV cache count blocks and tokens: the released shapes of attention backends say it themselves."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("vllm")
+
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec  # noqa: E402
+
+from vllm_hwplugin.nwor.layout import UnknownLayout, rows_of  # noqa: E402
+
+from ..spec_decode.released import take  # noqa: E402
+
+BLOCKS, TOKENS, HEADS, SIZE = 7, 16, 2, 8
+BACKENDS = {
+    "FLASH_ATTN": ("flash_attn", "FlashAttentionBackend"),
+    "TRITON_ATTN": ("triton_attn", "TritonAttentionBackend"),
+    "FLASHINFER": ("flashinfer", "FlashInferBackend"),
+    "FLEX_ATTENTION": ("flex_attention", "FlexAttentionBackend"),
+}
+#: The versions in which a shape changed, up to the last one in which backends state it.
+VERSIONS = ("0.20.2", "0.23.0", "0.26.0", "0.28.0")
+
+
+class Layer(torch.nn.Module):
+    """A layer as vLLM leaves it when its cache is bound."""
+
+    def __init__(self, backend: Any, cache: Any) -> None:
+        super().__init__()
+        self.kv_cache, self._backend = cache, backend
+
+    def get_attn_backend(self) -> Any:
+        return self._backend
+
+
+def spec(**more: Any) -> Any:
+    return FullAttentionSpec(block_size=TOKENS, num_kv_heads=HEADS, head_size=SIZE, dtype=torch.float16, **more)
+
+
+def config(groups: dict[str, Any]) -> Any:
+    """One KV cache group for each spec, which names its layers."""
+    return types.SimpleNamespace(
+        kv_cache_groups=[
+            types.SimpleNamespace(layer_names=names.split(), kv_cache_spec=one) for names, one in groups.items()
+        ]
+    )
+
+
+def named(name: str, **methods: Any) -> Any:
+    return type(name, (), {"get_name": staticmethod(lambda: name), **methods})
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_released_backends_shape_says_where_tokens_are(vllm_tree: Callable, version: str, name: str) -> None:
+    module, cls = BACKENDS[name]
+    text = vllm_tree(version).read(f"vllm/v1/attention/backends/{module}.py")
+    given = {"AttentionBackend": object, "kv_cache_uses_per_token_head_scales": lambda dtype: False}
+    released = take(text, cls, ("get_kv_cache_shape",), given=given)
+    shape = released.get_kv_cache_shape(BLOCKS, TOKENS, HEADS, SIZE)
+    layer = Layer(named(name, get_kv_cache_shape=staticmethod(released.get_kv_cache_shape)), torch.zeros(shape))
+    ((rows,), left_out) = vars(rows_of(config({"a": spec()}), {"a": layer}, "auto", [layer])).values()
+    assert left_out == ()
+    assert rows.rows.shape[:2] == (BLOCKS, TOKENS)
+    assert rows.num_bytes == 2 * HEADS * SIZE * 4
+
+
+@pytest.mark.parametrize("shape", [(BLOCKS, HEADS, TOKENS, 2 * SIZE), (BLOCKS, TOKENS, 2 * HEADS * SIZE)])
+def test_caches_of_one_form_for_all_backends_have_tokens_before_their_content(shape: tuple[int, ...]) -> None:
+    layer = Layer(named("FLASH_ATTN"), torch.zeros(shape))
+    (rows,) = rows_of(config({"a": spec()}), {"a": layer}, "fp8", [layer]).rows
+    assert (rows.rows.shape[:2], rows.num_bytes) == ((BLOCKS, TOKENS), 2 * HEADS * SIZE * 4)
+
+
+def test_shared_memory_is_found_once_the_drafters_not_and_mambas_left_out() -> None:
+    cache = torch.zeros(BLOCKS, HEADS, TOKENS, 2 * SIZE)
+    layers = {name: Layer(named("TRITON_ATTN"), cache) for name in ("a", "shares_a", "drafts")}
+    layers["m"] = Layer(named("MAMBA"), [cache])
+    mamba = MambaSpec(block_size=TOKENS, shapes=((2, 3),), dtypes=(torch.float32,))
+    groups = config({"a shares_a drafts": spec(), "m": mamba})
+    found = rows_of(groups, layers, "auto", [layers[name] for name in ("a", "shares_a", "m")])
+    assert [(cache.layer, cache.group) for cache in found.rows] == [("a", 0)]
+    assert found.left_out == ("m",)
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype", "words"),
+    [
+        ("DEEPSEEK_V32_INDEXER", "auto", "a has DEEPSEEK_V32_INDEXER, which keeps more than a row for each token"),
+        ("FLASHINFER", "nvfp4", "kv_cache_dtype=nvfp4"),
+        ("CPU_ATTN", "auto", "CPU_ATTN for amx"),
+    ],
+)
+def test_where_a_tokens_bytes_are_not_known_is_refused(backend: str, dtype: str, words: str) -> None:
+    layer = Layer(named(backend), torch.zeros(BLOCKS, HEADS, TOKENS, 2 * SIZE))
+    layer.impl = types.SimpleNamespace(isa="amx")
+    with pytest.raises(UnknownLayout, match=words):
+        rows_of(config({"a": spec()}), {"a": layer}, dtype, [layer])
