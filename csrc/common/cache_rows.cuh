@@ -6,7 +6,7 @@
 //   block_size           tokens of a block
 //   block, token         bytes from one block to the next, and from one token of a block to the next
 //   outer, outer_stride, inner, inner_stride, run
-//                        a row is outer x inner runs of contiguous bytes
+//                        a row is outer x inner runs of contiguous bytes; none at all in a line that has only slots
 //   log_offset           where the row lies among the bytes that are kept of one token
 
 #pragma once
@@ -21,14 +21,14 @@
 
 namespace {
 
-constexpr int kColumns = 11;
+constexpr int64_t kColumns = 11;
 constexpr int kThreads = 128;
 // Blocks of a launch, about: enough for every GPU of today, and few enough that those without a row cost next to nothing.
 constexpr int64_t kBlocks = 4096;
 
 struct CacheRow {
   uint8_t* base;
-  const int64_t* slot_mapping;
+  int64_t* slot_mapping;
   int64_t block_size;
   int64_t block;
   int64_t token;
@@ -41,7 +41,7 @@ struct CacheRow {
 
   __device__ explicit CacheRow(const int64_t* line)
       : base(reinterpret_cast<uint8_t*>(line[0])),
-        slot_mapping(reinterpret_cast<const int64_t*>(line[1])),
+        slot_mapping(reinterpret_cast<int64_t*>(line[1])),
         block_size(line[2]),
         block(line[3]),
         token(line[4]),

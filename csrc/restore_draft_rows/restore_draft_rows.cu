@@ -2,7 +2,8 @@
 // Rejected draft tokens out of the KV caches: what log_draft_rows kept is put back, or zeros are written.
 //
 // One launch serves all layers. Which rows were rejected is read where the sampler leaves it on the device: as a number
-// for each request, or as sampled token ids, in which -1 follows the last accepted one.
+// for each request, or as sampled token ids, in which -1 follows the last accepted one. Their slots become -1 in the slot
+// mappings as well: a drafter whose first pass reads these does not write the rejected tokens into its own cache.
 //
 // Only the stable ABI of PyTorch is used; see csrc/README.md.
 
@@ -34,8 +35,8 @@ struct Call {
   int64_t pitch;
   int64_t* slots;
   int64_t max_rows;
-  const int32_t* query_start_loc;  // where there is no log
-  const int32_t* num_rejected;     // null: counted in sampled_token_ids
+  const int32_t* query_start_loc;
+  const int32_t* num_rejected;  // null: counted in sampled_token_ids
   const int32_t* sampled_token_ids;
   int64_t sampled_stride;
   int sampled;
@@ -60,6 +61,7 @@ __device__ inline int rejected_of(const Call& call, int request) {
 template <typename Word>
 __global__ void __launch_bounds__(kThreads) restore_draft_rows_kernel(const Call call) {
   const int row = static_cast<int>(blockIdx.x);
+  const int64_t token = token_of_row(call.query_start_loc, row, call.drafts);
   const bool rejected = call.drafts - row % call.drafts <= rejected_of(call, row / call.drafts);
   const int first = static_cast<int>(blockIdx.y) * call.per_block;
   const int last = min(first + call.per_block, call.layers);
@@ -73,6 +75,9 @@ __global__ void __launch_bounds__(kThreads) restore_draft_rows_kernel(const Call
     }
     if (rejected && slot >= 0) {
       const CacheRow cache(call.table + static_cast<int64_t>(layer) * kColumns);
+      if (threadIdx.x == 0 && token >= 0) {
+        cache.slot_mapping[token] = -1;
+      }
       const uint8_t* kept = call.log + row * call.pitch + cache.log_offset;
       cache.template each_word<Word>(
           slot, [=](Word* word, int64_t offset) { *word = *reinterpret_cast<const Word*>(kept + offset); });
@@ -80,6 +85,7 @@ __global__ void __launch_bounds__(kThreads) restore_draft_rows_kernel(const Call
   }
 }
 
+// A block of threads has all layers of a row: none may lose its slot before all have read it.
 template <typename Word>
 __global__ void __launch_bounds__(kThreads) zero_draft_rows_kernel(const Call call) {
   const int row = static_cast<int>(blockIdx.x);
@@ -87,14 +93,16 @@ __global__ void __launch_bounds__(kThreads) zero_draft_rows_kernel(const Call ca
   if (token < 0 || call.drafts - row % call.drafts > rejected_of(call, row / call.drafts)) {
     return;
   }
-  const int first = static_cast<int>(blockIdx.y) * call.per_block;
-  const int last = min(first + call.per_block, call.layers);
-  for (int layer = first; layer < last; ++layer) {
+  for (int layer = 0; layer < call.layers; ++layer) {
     const CacheRow cache(call.table + static_cast<int64_t>(layer) * kColumns);
     const int64_t slot = cache.slot_mapping[token];
     if (slot >= 0) {
       cache.template each_word<Word>(slot, [](Word* word, int64_t) { *word = Word{}; });
     }
+  }
+  __syncthreads();
+  for (int layer = static_cast<int>(threadIdx.x); layer < call.layers; layer += kThreads) {
+    CacheRow(call.table + static_cast<int64_t>(layer) * kColumns).slot_mapping[token] = -1;
   }
 }
 
@@ -166,7 +174,7 @@ void restore_draft_rows(
   }
   call.table = static_cast<const int64_t*>(table.const_data_ptr());
   call.layers = static_cast<int>(table.size(0));
-  call.per_block = layers_per_block(rows, table.size(0));
+  call.per_block = log.has_value() ? layers_per_block(rows, table.size(0)) : call.layers;
   call.query_start_loc = static_cast<const int32_t*>(query_start_loc.const_data_ptr());
   call.drafts = static_cast<int>(drafts);
   const dim3 grid(

@@ -66,8 +66,7 @@ def test_a_released_backends_shape_says_where_tokens_are(vllm_tree: Callable, ve
     released = take(text, cls, ("get_kv_cache_shape",), given=given)
     shape = released.get_kv_cache_shape(BLOCKS, TOKENS, HEADS, SIZE)
     layer = Layer(named(name, get_kv_cache_shape=staticmethod(released.get_kv_cache_shape)), torch.zeros(shape))
-    ((rows,), left_out) = vars(rows_of(config({"a": spec()}), {"a": layer}, "auto", [layer])).values()
-    assert left_out == ()
+    (rows,) = rows_of(config({"a": spec()}), {"a": layer}, "auto", [layer]).rows
     assert rows.rows.shape[:2] == (BLOCKS, TOKENS)
     assert rows.num_bytes == 2 * HEADS * SIZE * 4
 
@@ -84,16 +83,18 @@ def test_shared_memory_is_found_once_the_drafters_not_and_mambas_left_out() -> N
     layers = {name: Layer(named("TRITON_ATTN"), cache) for name in ("a", "shares_a", "drafts")}
     layers["m"] = Layer(named("MAMBA"), [cache])
     mamba = MambaSpec(block_size=TOKENS, shapes=((2, 3),), dtypes=(torch.float32,))
-    groups = config({"a shares_a drafts": spec(), "m": mamba})
+    layers["drafts_too"] = Layer(named("TRITON_ATTN"), cache)
+    groups = config({"a shares_a drafts": spec(), "m": mamba, "drafts_too": spec()})
     found = rows_of(groups, layers, "auto", [layers[name] for name in ("a", "shares_a", "m")])
     assert [(cache.layer, cache.group) for cache in found.rows] == [("a", 0)]
     assert found.left_out == ("m",)
+    assert found.groups == (0, 2)
 
 
 @pytest.mark.parametrize(
     ("backend", "dtype", "words"),
     [
-        ("DEEPSEEK_V32_INDEXER", "auto", "a has DEEPSEEK_V32_INDEXER, which keeps more than a row for each token"),
+        ("DEEPSEEK_V32_INDEXER", "auto", "a has DEEPSEEK_V32_INDEXER, of which it is not known"),
         ("FLASHINFER", "nvfp4", "kv_cache_dtype=nvfp4"),
         ("CPU_ATTN", "auto", "CPU_ATTN for amx"),
     ],

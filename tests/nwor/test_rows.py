@@ -79,12 +79,13 @@ class Step:
         self.slots = [order[:total].clone(), order[total : 2 * total].clone()]
         self.slots[0][:2] = -1
         self.slots[1][9:11] = -1
+        self.given = [slots.clone() for slots in self.slots]
         starts = torch.tensor([0, *itertools.accumulate(self.lengths)], dtype=torch.int32)
         rows = [
             CacheRows(f"layer {group}", group, as_rows("a layer", cache, layout.block, layout.token))
             for group, cache in enumerate(self.caches)
         ]
-        self.rows = ReferenceRows(rows, Batch(starts, self.slots, 6, DRAFTS), keep)
+        self.rows = ReferenceRows(rows, Batch(starts, dict(enumerate(self.slots)), 6, DRAFTS), keep)
 
     def bytes(self) -> list[Any]:
         """What all caches hold, as memory."""
@@ -103,6 +104,14 @@ class Step:
             for token in tokens:
                 if (slot := int(slots[token])) >= 0:
                     row(self.layout, cache, slot).zero_()
+
+
+def assert_slots(step: Step) -> None:
+    """Rejected drafts have none any more, all others theirs."""
+    for slots, given in zip(step.slots, step.given, strict=True):
+        expected = given.clone()
+        expected[REJECTED_TOKENS] = -1
+        assert slots.tolist() == expected.tolist()
 
 
 # The last tokens of these requests: 9 to 11 would be 3 of the second request, whose tokens are 5 to 8.
@@ -132,7 +141,9 @@ def test_the_caches_are_as_if_rejected_drafts_had_never_been_written(layout: Lay
     assert step.bytes() != expected
     step.rows.restore(rejected)
     assert step.bytes() == expected
+    assert_slots(step)
     # What was kept is used up: a step that keeps nothing puts nothing back.
+    step.slots = [slots.clone() for slots in step.given]
     step.write(everything)
     written = step.bytes()
     step.rows.restore(rejected)
@@ -150,6 +161,7 @@ def test_rejected_drafts_become_zeros_and_nothing_else_does(layout: Layout, reje
         cache.copy_(content)
     step.rows.restore(rejected)
     assert step.bytes() == expected
+    assert_slots(step)
 
 
 def test_a_row_that_was_not_restored_is_found_by_layer_and_slot(layout: Layout, rejected: Rejected) -> None:
@@ -158,9 +170,10 @@ def test_a_row_that_was_not_restored_is_found_by_layer_and_slot(layout: Layout, 
     step.write(list(range(sum(step.lengths))))
     slots = step.rows.rejected_slots(rejected)
     step.rows.restore(rejected)
-    assert step.rows.differing(slots) == []
+    assert step.rows.differing(slots, zeros=False) == []
+    step.slots = step.given
     step.write([8])
-    assert {(cache.layer, slot) for cache, slot, _ in step.rows.differing(slots)} == {
+    assert {(cache.layer, slot) for cache, slot, _ in step.rows.differing(slots, zeros=False)} == {
         ("layer 0", int(step.slots[0][8])),
         ("layer 1", int(step.slots[1][8])),
     }

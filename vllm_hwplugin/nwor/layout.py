@@ -79,10 +79,12 @@ class Found:
     Attributes:
         rows: of the layers that keep keys and values, each piece of memory once.
         left_out: names of layers whose state is no row for each token, such as Mamba's.
+        groups: the KV cache groups with layers that keep keys and values, of the drafter too.
     """
 
     rows: tuple[CacheRows, ...]
     left_out: tuple[str, ...]
+    groups: tuple[int, ...]
 
 
 def rows_of(
@@ -104,19 +106,22 @@ def rows_of(
     modules = {id(module) for module in wanted}
     rows: dict[tuple[Any, ...], CacheRows] = {}
     left_out: list[str] = []
+    groups: dict[int, None] = {}
     for group, kv_cache_group in enumerate(kv_cache_config.kv_cache_groups):
         for name in kv_cache_group.layer_names:
             layer = layers[name]
-            if id(layer) not in modules:
-                continue
             spec = getattr(kv_cache_group.kv_cache_spec, "kv_cache_specs", {}).get(name, kv_cache_group.kv_cache_spec)
-            if not isinstance(spec, AttentionSpec):
+            if isinstance(spec, AttentionSpec):
+                groups[group] = None
+            elif id(layer) in modules:
                 left_out.append(name)
+                continue
+            if id(layer) not in modules:
                 continue
             for part in _parts(name, layer, spec, cache_dtype):
                 key = (group, part.data_ptr(), part.shape, part.stride())
                 rows.setdefault(key, CacheRows(name, group, part))
-    return Found(tuple(rows.values()), tuple(left_out))
+    return Found(tuple(rows.values()), tuple(left_out), tuple(groups))
 
 
 def _parts(name: str, layer: Any, spec: Any, cache_dtype: str) -> Iterator[torch.Tensor]:
@@ -126,7 +131,7 @@ def _parts(name: str, layer: Any, spec: Any, cache_dtype: str) -> Iterator[torch
     if backend.get_name() == _CPU:
         yield from _cpu_parts(name, layer, cache)
     elif backend.get_name() not in _BACKENDS:
-        raise UnknownLayout(f"{name} has {backend.get_name()}, which keeps more than a row for each token")
+        raise UnknownLayout(f"{name} has {backend.get_name()}, of which it is not known where a token's bytes are")
     else:
         yield as_rows(name, cache, *_block_and_token(name, backend, spec, cache, cache_dtype))
 

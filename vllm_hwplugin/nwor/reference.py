@@ -25,11 +25,10 @@ class ReferenceRows:
 
     def __init__(self, caches: Sequence[CacheRows], batch: Batch, keep: bool):
         self._caches, self._batch, self._keep = caches, batch, keep
-        self._groups = sorted({cache.group for cache in caches})
         self._column = torch.arange(batch.drafts, device=batch.query_start_loc.device)
         rows = batch.max_num_reqs * batch.drafts if keep else 0
         self._log = [cache.rows.new_empty((rows, cache.num_bytes)) for cache in caches]
-        self._slots = {group: self._column.new_full((rows,), -1) for group in self._groups}
+        self._slots = {group: self._column.new_full((rows,), -1) for group in batch.slot_mappings}
 
     def log(self, num_reqs: int) -> None:
         for group, slots in self._slots_now(num_reqs).items():
@@ -45,12 +44,16 @@ class ReferenceRows:
             where = slots.clamp(min=0)
             new = log[: len(slots)] if self._keep else log.new_zeros(())
             _write(cache, where, torch.where((slots >= 0)[:, None], new, _read(cache, where)))
-        if self._keep:
-            for group, slots in by_group.items():
-                self._slots[group][: len(slots)].fill_(-1)
+        rows = self._tokens(rejected.num_reqs).flatten()
+        for group, slots in by_group.items():
+            mapping = self._batch.slot_mappings[group]
+            # The batch's first token is never a draft: it gets what it has.
+            tokens = torch.where(slots >= 0, rows, 0)
+            mapping[tokens] = torch.where(slots >= 0, -1, mapping[tokens])
+            self._slots[group][: len(slots)].fill_(-1)
 
     def rejected_slots(self, rejected: Rejected) -> dict[int, torch.Tensor]:
-        """For each KV cache group [requests * drafts] int64: the slot of each rejected draft, and -1 for other rows."""
+        """By KV cache group [requests * drafts] int64: the slot of each rejected draft, and -1 for other rows."""
         num_reqs, drafts = rejected.num_reqs, self._batch.drafts
         out = (self._column >= drafts - _counts(rejected)[:, None]).flatten()
         slots = (
@@ -60,19 +63,20 @@ class ReferenceRows:
         )
         return {group: torch.where(out, one, -1) for group, one in slots.items()}
 
-    def differing(self, slots: dict[int, torch.Tensor]) -> list[tuple[CacheRows, int, int]]:
+    def differing(self, slots: dict[int, torch.Tensor], zeros: bool) -> list[tuple[CacheRows, int, int]]:
         """The rejected rows that do not hold what they should: the part, the slot, and how many bytes differ.
 
         It waits for the device.
 
         Args:
             slots: what :meth:`rejected_slots` said before the caches were restored.
+            zeros: whether they should hold zeros, and not what was kept.
         """
         found = []
         for cache, log in zip(self._caches, self._log, strict=True):
             rows = (slots[cache.group] >= 0).nonzero().flatten()
             where = slots[cache.group][rows]
-            expected = log[rows] if self._keep else log.new_zeros((1, cache.num_bytes))
+            expected = log.new_zeros((1, cache.num_bytes)) if zeros else log[rows]
             wrong = (_read(cache, where) != expected).sum(1)
             found += [
                 (cache, int(slot), int(count))
@@ -85,13 +89,17 @@ class ReferenceRows:
     def num_bytes(self) -> int:
         return sum(log.numel() for log in self._log) + sum(8 * slots.numel() for slots in self._slots.values())
 
+    def _tokens(self, num_reqs: int) -> torch.Tensor:
+        """[requests, drafts]: the token of each row; that of another request or none where a request has fewer."""
+        ends = self._batch.query_start_loc[1 : num_reqs + 1]
+        return ends[:, None] - self._batch.drafts + self._column
+
     def _slots_now(self, num_reqs: int) -> dict[int, torch.Tensor]:
-        starts = self._batch.query_start_loc[: num_reqs + 1]
-        tokens = starts[1:, None] - self._batch.drafts + self._column
-        drafted = tokens > starts[:-1, None]
+        tokens = self._tokens(num_reqs)
+        drafted = tokens > self._batch.query_start_loc[:num_reqs, None]
         return {
-            group: torch.where(drafted, self._batch.slot_mappings[group][tokens.clamp(min=0)], -1).flatten()
-            for group in self._groups
+            group: torch.where(drafted, slots[tokens.clamp(min=0)], -1).flatten()
+            for group, slots in self._batch.slot_mappings.items()
         }
 
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,13 +21,13 @@ class Batch:
 
     Attributes:
         query_start_loc: [at least max_num_reqs + 1] int32: where each request's tokens begin, and the end of the last.
-        slot_mappings: for each KV cache group [tokens] int64: where each token of the batch is written; -1 for nowhere.
+        slot_mappings: by KV cache group [tokens] int64: where each token of the batch is written; -1 for nowhere.
         max_num_reqs: requests of the largest batch.
         drafts: how many drafts a request has at most.
     """
 
     query_start_loc: torch.Tensor
-    slot_mappings: Sequence[torch.Tensor]
+    slot_mappings: Mapping[int, torch.Tensor]
     max_num_reqs: int
     drafts: int
 
@@ -64,7 +64,10 @@ class DraftRows(Protocol):
         """Keep what the caches hold where the drafts of so many requests will be written, and where that is."""
 
     def restore(self, rejected: Rejected) -> None:
-        """Put back what was kept of rejected drafts; where nothing is kept, write zeros. What was kept is used up."""
+        """Put back what was kept of rejected drafts; where nothing is kept, write zeros. What was kept is used up.
+
+        Their slots become -1, so that a drafter whose first pass reads them does not write these tokens either.
+        """
 
     @property
     def num_bytes(self) -> int:
@@ -85,7 +88,8 @@ class KernelRows:
     def __init__(self, caches: Sequence[CacheRows], batch: Batch, keep: bool):
         self._batch = batch
         self._word = min(cache.word for cache in caches)
-        lines, offset = [], 0
+        lines: list[list[int]] = []
+        offset = 0
         for cache in caches:
             blocks, tokens, outer, inner, _ = cache.rows.stride()
             _, block_size, num_outer, num_inner, run = cache.rows.shape
@@ -96,6 +100,9 @@ class KernelRows:
             )
             # Each layer's bytes begin where whole words do.
             offset += -(-cache.num_bytes // 16) * 16
+        # Of groups that the drafter has for itself the slots alone are of interest.
+        others = batch.slot_mappings.keys() - {cache.group for cache in caches}
+        lines += [[0, batch.slot_mappings[group].data_ptr(), 1, 0, 0, 0, 0, 0, 0, 0, 0] for group in sorted(others)]
         device = batch.query_start_loc.device
         self._table = torch.tensor(lines, dtype=torch.int64, device=device)
         self._log: torch.Tensor | None = None
@@ -103,7 +110,7 @@ class KernelRows:
         if keep:
             rows = batch.max_num_reqs * batch.drafts
             self._log = torch.empty((rows, offset), dtype=torch.uint8, device=device)
-            self._slots = torch.full((len(caches), rows), -1, dtype=torch.int64, device=device)
+            self._slots = torch.full((len(lines), rows), -1, dtype=torch.int64, device=device)
 
     def log(self, num_reqs: int) -> None:
         torch.ops.hwplugin.log_draft_rows(

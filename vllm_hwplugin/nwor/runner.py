@@ -9,7 +9,7 @@ counted them: before the drafter runs, which writes into the same blocks, and be
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any, Final
 
 import torch
@@ -18,7 +18,7 @@ from packaging.version import Version
 from vllm_hwplugin import gates, record
 from vllm_hwplugin.errors import HwpluginError
 from vllm_hwplugin.nwor import obstacles
-from vllm_hwplugin.nwor.layout import CacheRows, Found, UnknownLayout, rows_of
+from vllm_hwplugin.nwor.layout import Found, UnknownLayout, rows_of
 from vllm_hwplugin.nwor.reference import ReferenceRows
 from vllm_hwplugin.nwor.rows import Batch, DraftRows, KernelRows, Rejected, as_int32, kernels_for
 from vllm_hwplugin.spec_decode.features import NWOR
@@ -158,14 +158,13 @@ class RejectedDrafts:
             logging.WARNING if wanted else logging.INFO, "%s: rejected drafts stay in the KV cache: %s", NWOR, reason
         )
 
-    def _make(self, caches: Sequence[CacheRows]) -> None:
-        batch = _batch_of(self._runner)
-        for cache in caches:
-            assert batch.slot_mappings[cache.group].dtype == torch.int64
+    def _make(self, found: Found) -> None:
+        batch, caches = _batch_of(self._runner, found.groups), found.rows
+        assert all(slots.dtype == torch.int64 for slots in batch.slot_mappings.values())
         keep, kernels = self._mode == "restore", kernels_for(batch.query_start_loc.device)
         rows = self._rows = (KernelRows if kernels else ReferenceRows)(caches, batch, keep)
         if self._checks:
-            self._witness = ReferenceRows(caches, batch, keep)
+            self._witness = ReferenceRows(caches, batch, keep=True)
         how = "kernels" if kernels else "PyTorch operations"
         record.note(f"{NWOR} rows", f"by {how}, with {rows.num_bytes / 2**20:.1f} MiB")
 
@@ -173,16 +172,15 @@ class RejectedDrafts:
         if self._found is None:
             return
         if self._rows is None:
-            self._make(self._found.rows)
-        if self._mode != "restore":
+            self._make(self._found)
+        writers = [rows for rows in (self._rows if self._mode == "restore" else None, self._witness) if rows is not None]
+        if not writers:
             return
-        assert self._rows is not None
         inputs = next(kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None)
         # A request has a token at least.
         num_reqs = min(inputs.shape[0], self._runner.max_num_reqs)
-        self._rows.log(num_reqs)
-        if self._witness is not None:
-            self._witness.log(num_reqs)
+        for rows in writers:
+            rows.log(num_reqs)
 
     def restore(self, rejected: Rejected) -> None:
         """Take the rejected drafts of a batch out of the KV cache.
@@ -201,7 +199,7 @@ class RejectedDrafts:
         """Wait for the device and compare, where that was asked for. See :meth:`restore`."""
         if self._witness is None:
             return
-        wrong = self._witness.differing(self._witness.rejected_slots(rejected))
+        wrong = self._witness.differing(self._witness.rejected_slots(rejected), zeros=self._mode == "scrub")
         if wrong:
             expected = "what it held before the draft was written" if self._mode == "restore" else "zeros"
             cache, slot, count = wrong[0]
@@ -211,12 +209,12 @@ class RejectedDrafts:
             )
 
 
-def _batch_of(runner: Any) -> Batch:
-    """What a runner's steps are read from."""
+def _batch_of(runner: Any, groups: Iterable[int]) -> Batch:
+    """What a runner's steps are read from, for the KV cache groups that are of interest."""
     drafts = runner.vllm_config.speculative_config.num_speculative_tokens
     if hasattr(runner, "input_buffers"):
         slots, starts = runner.block_tables.slot_mappings, runner.input_buffers.query_start_loc
     else:
         slots = [table.slot_mapping.gpu for table in runner.input_batch.block_table.block_tables]
         starts = runner.query_start_loc.gpu
-    return Batch(starts, slots, runner.max_num_reqs, drafts)
+    return Batch(starts, {group: slots[group] for group in groups}, runner.max_num_reqs, drafts)
