@@ -3,9 +3,9 @@
 
 `python -m tests.nwor.cache_child JOBS RUNS`
 
-A job may have an oracle: how many drafts of each request will be rejected in each step, which an earlier run of the same
-load has found. Their slots are then taken from the target before its forward pass, so it never writes them; vLLM itself
-does the rest. With `zeros` its own attention layers write zeros there.
+A job may have an oracle: how many drafts of each request will be rejected in each step, which an earlier job of the same
+load has found. Their slots are then taken before the target's forward pass, so nothing ever writes them; vLLM itself does
+the rest. With `zeros` its own attention layers write zeros there.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from unittest import mock
 
-from tests.musa_sim.load_child import Recorder, known, serve
+from tests.musa_sim.load_child import known, name_of, serve
 
 
 def layers_of(runner) -> dict:
@@ -48,66 +48,50 @@ def digests(layers: dict) -> dict[str, str]:
 
 
 class Slots:
-    """Takes the slots of rejected drafts from the target's forward pass, and gives them back after it."""
+    """Takes the slots of rejected drafts before the target's forward pass, so neither it nor the drafter writes them."""
 
     def __init__(self, runner, oracle, zeros: bool) -> None:
         self._runner, self._oracle, self._zeros = runner, list(oracle), zeros
         self._v2 = hasattr(runner, "input_buffers")
-        self._kept = []
+        self._taken = []
 
     def patches(self) -> list:
         runner = self._runner
         before, after = ("prepare_attn", "sample") if self._v2 else ("_model_forward", "_sample")
+        prepare, sample = getattr(runner, before), getattr(runner, after)
 
-        def forward(original):
-            def call(*args, **kwargs):
-                if self._v2:
-                    found = original(*args, **kwargs)
-                    self._take(args[0].req_ids)
-                    return found
-                self._take(runner.input_batch.req_ids)
-                return original(*args, **kwargs)
+        def prepared(*args, **kwargs):
+            if not self._v2:
+                self._take(runner.input_batch.req_ids, runner.query_start_loc.gpu)
+                return prepare(*args, **kwargs)
+            found = prepare(*args, **kwargs)
+            self._take(args[0].req_ids, runner.input_buffers.query_start_loc)
+            return found
 
-            return call
+        def sampled(*args, **kwargs):
+            for group, slots in self._taken if self._zeros else ():
+                self._write_zeros(group, slots)
+            return sample(*args, **kwargs)
 
-        def sampled(original):
-            def call(*args, **kwargs):
-                self._give_back()
-                return original(*args, **kwargs)
+        return [mock.patch.object(runner, before, prepared), mock.patch.object(runner, after, sampled)]
 
-            return call
-
-        return [
-            mock.patch.object(runner, before, forward(getattr(runner, before))),
-            mock.patch.object(runner, after, sampled(getattr(runner, after))),
-        ]
-
-    def _take(self, req_ids) -> None:
-        runner = self._runner
+    def _take(self, req_ids, starts) -> None:
+        runner, rejected = self._runner, self._oracle.pop(0)
         if self._v2:
-            starts, slots = runner.input_buffers.query_start_loc, list(runner.block_tables.slot_mappings)
+            mappings = list(runner.block_tables.slot_mappings)
         else:
-            starts = runner.query_start_loc.gpu
-            slots = [table.slot_mapping.gpu for table in runner.input_batch.block_table.block_tables]
-        ends = starts[1:].tolist()
-        rejected = self._oracle.pop(0)
+            mappings = [table.slot_mapping.gpu for table in runner.input_batch.block_table.block_tables]
         rows = [
             end - 1 - i
-            for name, end in zip(req_ids, ends, strict=False)
-            for i in range(rejected.get(name.split("-")[0], 0))
+            for name, end in zip(req_ids, starts[1:].tolist(), strict=False)
+            for i in range(rejected.get(name_of(name), 0))
         ]
-        self._kept = [(slot, rows, slot[rows].clone()) for slot in slots]
-        for slot in slots:
-            slot[rows] = -1
-
-    def _give_back(self) -> None:
-        for group, (slot, rows, kept) in enumerate(self._kept):
-            slot[rows] = kept
-            if self._zeros and rows:
-                self._write_zeros(group, kept)
-        self._kept = []
+        self._taken = [(group, slots[rows].clone()) for group, slots in enumerate(mappings) if rows]
+        for slots in mappings:
+            slots[rows] = -1
 
     def _write_zeros(self, group: int, slots) -> None:
+        """By the layers' own writers."""
         import torch
 
         names = self._runner.kv_cache_config.kv_cache_groups[group].layer_names
@@ -157,7 +141,7 @@ def one(job: dict, others_follow: bool) -> dict:
 
 
 def rejected_in(step: dict) -> dict[str, int]:
-    """How many drafts of each request a step has rejected."""
+    """How many drafts of each request a step has rejected. What was sampled is empty for a request that was aborted."""
     return {
         name: drafts + 1 - len(step["sampled"][name])
         for name, drafts in step["verified"].items()
@@ -168,7 +152,7 @@ def rejected_in(step: dict) -> dict[str, int]:
 if __name__ == "__main__":
     jobs, runs = json.loads(Path(sys.argv[1]).read_text()), {}
     for name, job in jobs.items():
-        if isinstance(job["oracle"], str):
+        if job["oracle"] is not None:
             job["oracle"] = runs[job["oracle"]]["rejected"]
         runs[name] = one(job, others_follow=name != list(jobs)[-1])
     Path(sys.argv[2]).write_text(json.dumps(runs))

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The real engine on a CPU: after each step all bytes of all layers are those of a run that never wrote a rejected draft."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from vllm_hwplugin import bench
+
+from ..musa_sim import loads
+from ..musa_sim.loads import Engine
+from .runs import Job, Run, differing, run
+
+pytestmark = pytest.mark.engine
+
+#: Blocks that requests wait for, which hold what others left; CPU_ATTN takes 32 tokens at least.
+OPTIONS = Engine("eagle3", more={"block_size": 32, "num_gpu_blocks_override": 14}).on_cpu()
+#: vLLM's top-k takes no batch of random and greedy requests with drafts on a CPU.
+REQUESTS = [request for request in loads.mixed() if request.greedy]
+ENGINE = Job(OPTIONS, REQUESTS)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    if (device := bench.detect_host().device) != "cpu":
+        pytest.skip(f"vLLM runs on {device} here")
+    folder = tmp_path_factory.mktemp("nwor")
+    told = {
+        "off": ENGINE,
+        "never written": Job(OPTIONS, REQUESTS, oracle="off"),
+        "zeros": Job(OPTIONS, REQUESTS, oracle="off", zeros=True),
+    }
+    found = run(folder / "off", told, environment("off"))
+    for mode in ("restore", "scrub"):
+        checked = {"VLLM_HWPLUGIN_NWOR_DEBUG_SYNC": "1"}
+        found |= run(folder / mode, {mode: ENGINE}, {**environment(mode), **checked})
+    return found
+
+
+def environment(mode: str) -> dict[str, str]:
+    return loads.cpu(VLLM_HWPLUGIN="1", VLLM_HWPLUGIN_NWOR_MODE=mode)
+
+
+def test_drafts_are_rejected_and_without_the_feature_they_stay(runs: dict[str, Run]) -> None:
+    assert runs["off"].num_rejected > 100
+    assert "nwor" not in runs["off"].used
+    assert len(differing(runs["off"], runs["never written"], "target")) > 20
+
+
+@pytest.mark.parametrize(("mode", "expected"), [("restore", "never written"), ("scrub", "zeros")])
+def test_all_layers_are_as_in_a_run_that_never_wrote_them(runs: dict[str, Run], mode: str, expected: str) -> None:
+    assert "nwor" in runs[mode].used
+    assert differing(runs[mode], runs[expected], "target") == []
+
+
+@pytest.mark.parametrize("mode", ["restore", "scrub"])
+def test_the_drafter_does_not_write_rejected_drafts_either(runs: dict[str, Run], mode: str) -> None:
+    assert differing(runs["off"], runs["never written"], "drafter")
+    assert differing(runs[mode], runs["never written"], "drafter") == []
