@@ -61,6 +61,7 @@ def test_no_package_imports_a_private_module_of_another() -> None:
     [
         ("patching", {"patching", "", "cachedir", "errors", "gates", "record", "versions"}),
         ("spec_decode", None),
+        ("nwor", None),
         ("attention", None),
         ("ops", None),
     ],

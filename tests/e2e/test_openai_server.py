@@ -148,6 +148,8 @@ def server(cpu_host: bench.Host, tmp_path_factory: pytest.TempPathFactory) -> It
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
         "VLLM_HWPLUGIN_CACHE_DIR": str(folder / "cache"),
         "VLLM_MUSA_EAGLE_RUNNER": "1",
+        "VLLM_NWOR_MODE": "stage",
+        "VLLM_NWOR_EMIT_METRICS": "1",
     }
     log = folder / "log"
     with log.open("wb") as output:
@@ -257,6 +259,16 @@ def test_drafts_are_made_and_accepted(seen: Seen) -> None:
     assert growth(seen, "request_success_total length", "before", "before leaving") == 3 + 9 + 1
 
 
+def test_draft_rows_are_counted(seen: Seen) -> None:
+    drafted, accepted, rejected = (
+        growth(seen, f"nwor_{name}_rows_total", "before", "after leaving")
+        for name in ("drafted", "accepted", "rejected")
+    )
+    assert drafted == growth(seen, "spec_decode_num_draft_tokens_total", "before", "after leaving")
+    assert accepted == growth(seen, "spec_decode_num_accepted_tokens_total", "before", "after leaving")
+    assert (drafted, rejected > 0) == (accepted + rejected, True)
+
+
 def test_a_client_that_goes_away_ends_its_request_alone(seen: Seen) -> None:
     assert seen.read_before_leaving == 3
     assert not seen.left_running
@@ -278,6 +290,7 @@ def test_its_worker_says_what_it_uses_and_every_process_what_is_in_force(seen: S
     (worker,) = (one for one in seen.records if one.uses)
     assert worker.role == "worker"
     assert not worker.uses["draft-full-graph"]["used"]
+    assert worker.uses["nwor"]["used"]
     assert seen.log.count("vllm-hwplugin: worker 0 (cpu, Model Runner V1, eagle3 k=3, NONE graphs) uses ") == 1
 
 

@@ -3,9 +3,9 @@
 
 `python -m tests.nwor.cache_child JOBS RUNS`
 
-A job may have an oracle: how many drafts of each request will be rejected in each step, which an earlier job of the same
-load has found. Their slots are then taken before the target's forward pass, so nothing ever writes them; vLLM itself does
-the rest. With `zeros` its own attention layers write zeros there.
+A job may have an oracle: how many drafts of each request will be rejected in each step, which an earlier job of the
+same load has found. Their slots are then taken before the target's forward pass, so nothing ever writes them; vLLM
+itself does the rest. With `zeros` its own attention layers write zeros there.
 """
 
 import hashlib
@@ -48,7 +48,7 @@ def digests(layers: dict) -> dict[str, str]:
 
 
 class Slots:
-    """Takes the slots of rejected drafts before the target's forward pass, so neither it nor the drafter writes them."""
+    """Takes the slots of rejected drafts before the target's forward pass: neither it nor the drafter writes them."""
 
     def __init__(self, runner, oracle, zeros: bool) -> None:
         self._runner, self._oracle, self._zeros = runner, list(oracle), zeros

@@ -56,7 +56,7 @@ def row(layout: Layout, cache: Any, slot: int) -> Any:
 
 
 class Step:
-    """Two layers of two KV cache groups, and a batch of a prompt, of three requests with 3, 1 and 3 drafts, and padding.
+    """Two layers of two KV cache groups; a batch of a prompt, of three requests with 3, 1 and 3 drafts, and padding.
 
     The prompt's first tokens are in no cache; the drafts of the third request have no slots in the second group.
     """
@@ -112,8 +112,6 @@ def assert_slots(step: Step) -> None:
 REJECTED, REJECTED_TOKENS = [0, 2, 1, 3], [7, 8, 10, 12, 13, 14]
 #: By what was sampled: the prompt one token, then one accepted draft, none, and none.
 SAMPLED = [[7, -1, -1, -1], [7, 8, -1, -1], [7, -1, -1, -1], [7, -1, -1, -1]]
-
-
 
 
 def by_number(device: str = "cpu") -> Rejected:

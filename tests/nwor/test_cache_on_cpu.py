@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The real engine on a CPU: after each step all bytes of all layers are those of a run that never wrote a rejected draft."""
+"""The real engine on a CPU: after each step all layers hold what those of a run do that wrote no rejected draft."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import pytest
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which dimensions of a KV cache count blocks and tokens: the released shapes of attention backends say it themselves."""
+"""Which dimensions of a KV cache count blocks and tokens: the shapes of released attention backends say it."""
 
 from __future__ import annotations
 
@@ -96,11 +96,11 @@ def test_shared_memory_is_found_once_the_drafters_not_and_mambas_left_out() -> N
     [
         ("DEEPSEEK_V32_INDEXER", "auto", "a has DEEPSEEK_V32_INDEXER, of which it is not known"),
         ("FLASHINFER", "nvfp4", "kv_cache_dtype=nvfp4"),
-        ("CPU_ATTN", "auto", "CPU_ATTN for amx"),
+        ("CPU_ATTN", "auto", "its name, amx"),
     ],
 )
 def test_where_a_tokens_bytes_are_not_known_is_refused(backend: str, dtype: str, words: str) -> None:
     layer = Layer(named(backend), torch.zeros(BLOCKS, HEADS, TOKENS, 2 * SIZE))
-    layer.impl = types.SimpleNamespace(isa="amx")
+    layer.isa = "amx"
     with pytest.raises(UnknownLayout, match=words):
         rows_of(config({"a": spec()}), {"a": layer}, dtype, [layer])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draft rows of caches in every layout, byte by byte: what is kept and put back, what becomes zero, and what is left."""
+"""Draft rows of caches in every layout, byte by byte: what is put back, what becomes zero, and what is left."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from vllm_hwplugin.nwor.reference import ReferenceRows  # noqa: E402
 from vllm_hwplugin.nwor.rows import Rejected  # noqa: E402
 
 from .steps import BLOCK, LAYOUTS, REJECTED_TOKENS, Layout, Step, assert_slots, by_number, by_sampled  # noqa: E402
+
 
 @pytest.fixture(params=LAYOUTS, ids=[name.replace(" ", "-") for name in LAYOUTS])
 def layout(request: pytest.FixtureRequest) -> Layout:
@@ -80,7 +81,7 @@ def test_a_row_that_was_not_restored_is_found_by_layer_and_slot(layout: Layout, 
 
 def test_a_layout_that_needs_more_than_two_dimensions_of_runs_is_refused() -> None:
     cache = torch.zeros(2, 3, 2, 4, 8, 5)[..., ::2]
-    with pytest.raises(UnknownLayout, match="of a layer, .* two dimensions of runs at most"):
+    with pytest.raises(UnknownLayout, match=r"of a layer, .* two dimensions of runs at most"):
         as_rows("a layer", cache, 1, 3)
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where KV caches keep the bytes of a token: one strided view of bytes for each part of each layer.
 
-It is read off the tensors that the layers were given, so a layout is what their strides say: keys before values or block
-by block, heads outside or inside, packed, quantised with scales in the page. Nothing is read as a number.
+It is read off the tensors that the layers were given, so a layout is what their strides say: keys before values or
+block by block, heads outside or inside, packed, quantised with scales in the page. Nothing is read as a number.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ class CacheRows:
 
     @property
     def block_size(self) -> int:
-        return self.rows.shape[1]
+        return int(self.rows.shape[1])
 
     @property
     def num_bytes(self) -> int:
         """Of one token."""
-        return self.rows[0, 0].numel()
+        return int(self.rows[0, 0].numel())
 
     @property
     def word(self) -> int:
@@ -160,16 +160,12 @@ def _block_and_token(name: str, backend: Any, spec: Any, cache: torch.Tensor, ca
 
 
 def _cpu_parts(name: str, layer: Any, cache: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Of each head and block, keys by element and then values by token; AMX interleaves tokens within a word."""
-    if (isa := getattr(layer.impl, "isa", None)) not in ("vec", "vec16"):
-        raise UnknownLayout(f"{name} has CPU_ATTN for {isa}, which lays a block's tokens out as that needs them")
-    if cache.dim() == 5:
-        # Before 0.23: [2, blocks, heads, tokens, head size].
-        blocks, heads, tokens, size = cache.shape[1:]
-        keys, values = cache
-    else:
-        blocks, heads, tokens, size = *cache.shape[:3], cache.shape[3] // 2
-        keys, values = cache.view(blocks, heads, 2, tokens, size).unbind(2)
+    """Of each head and block, keys by element and then values by token. AMX interleaves tokens within a word."""
+    if (isa := getattr(layer, "isa", None)) not in ("vec", "vec16"):
+        raise UnknownLayout(f"{name} has CPU_ATTN in a layout of which no more is known than its name, {isa}")
+    blocks, heads, tokens, content = cache.shape
+    size = content // 2
+    keys, values = cache.view(blocks, heads, 2, tokens, size).unbind(2)
     strides = keys.stride()[:2]
     by_element = keys.as_strided((blocks, heads, size, tokens), (*strides, tokens, 1))
     yield as_rows(name, by_element, 0, 3)
@@ -189,7 +185,8 @@ def as_rows(name: str, cache: torch.Tensor, block: int, token: int) -> torch.Ten
         UnknownLayout: a token's bytes lie in more than two dimensions of runs.
     """
     element = cache.element_size()
-    run, outer = element, []
+    run = element
+    outer: list[tuple[int, int]] = []
     others = [(cache.stride(i), cache.shape[i]) for i in range(cache.dim()) if i not in (block, token)]
     for stride, size in sorted(others):
         if size == 1:
@@ -200,8 +197,8 @@ def as_rows(name: str, cache: torch.Tensor, block: int, token: int) -> torch.Ten
             outer.append((size, stride * element))
     if len(outer) > 2:
         raise UnknownLayout(
-            f"the KV cache of {name}, {tuple(cache.shape)} with strides {cache.stride()}, has a token's bytes in runs of "
-            f"{run} by {' by '.join(str(size) for size, _ in outer)}; expected two dimensions of runs at most"
+            f"the KV cache of {name}, {tuple(cache.shape)} with strides {cache.stride()}, has a token's bytes in runs "
+            f"of {run} by {' by '.join(str(size) for size, _ in outer)}; expected two dimensions of runs at most"
         )
     outer += [(1, 0)] * (2 - len(outer))
     (inner_size, inner_stride), (outer_size, outer_stride) = outer

@@ -14,8 +14,8 @@ from vllm_hwplugin.nwor.rows import Batch, Rejected
 class ReferenceRows:
     """See :class:`vllm_hwplugin.nwor.rows.DraftRows`.
 
-    Rows that are not to be written get what they hold, at slot 0: it is in vLLM's null block, which no request reads, and
-    an index that depends on the data would be a wait for the device.
+    Rows that are not to be written get what they hold, at slot 0: it is in vLLM's null block, which no request reads,
+    and an index that depends on the data would be a wait for the device.
 
     Args:
         caches: of the layers.
@@ -87,7 +87,7 @@ class ReferenceRows:
 
     @property
     def num_bytes(self) -> int:
-        return sum(log.numel() for log in self._log) + sum(8 * slots.numel() for slots in self._slots.values())
+        return int(sum(log.numel() for log in self._log) + sum(8 * slots.numel() for slots in self._slots.values()))
 
     def _tokens(self, num_reqs: int) -> torch.Tensor:
         """[requests, drafts]: the token of each row; that of another request or none where a request has fewer."""

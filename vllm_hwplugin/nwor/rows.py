@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -50,7 +50,7 @@ class Rejected:
     def num_reqs(self) -> int:
         tensor = self.sampled_token_ids if self.num_rejected is None else self.num_rejected
         assert tensor is not None
-        return tensor.shape[0]
+        return int(tensor.shape[0])
 
 
 class DraftRows(Protocol):
@@ -95,8 +95,10 @@ class KernelRows:
             _, block_size, num_outer, num_inner, run = cache.rows.shape
             slots = batch.slot_mappings[cache.group]
             lines.append(
-                [cache.rows.data_ptr(), slots.data_ptr(), block_size, blocks, tokens]
-                + [num_outer, outer, num_inner, inner, run, offset]
+                [
+                    *(cache.rows.data_ptr(), slots.data_ptr(), block_size, blocks, tokens),
+                    *(num_outer, outer, num_inner, inner, run, offset),
+                ]
             )
             # Each layer's bytes begin where whole words do.
             offset += -(-cache.num_bytes // 16) * 16
@@ -139,9 +141,9 @@ class KernelRows:
 
 def kernels_for(device: torch.device) -> bool:
     """Whether the kernels serve a device; the first call may run a compiler."""
-    return device.type in GPUS and all([ensure(kernel) for kernel in (LOG_DRAFT_ROWS, RESTORE_DRAFT_ROWS)])
+    return device.type in GPUS and all(ensure(kernel) for kernel in (LOG_DRAFT_ROWS, RESTORE_DRAFT_ROWS))
 
 
-def as_int32(tensor: Any) -> torch.Tensor:
+def as_int32(tensor: torch.Tensor) -> torch.Tensor:
     """What kernels read as int32: the samplers of vLLM have it so, but for batches that were sharded and gathered."""
-    return tensor if tensor.dtype == torch.int32 else tensor.to(torch.int32)  # type: ignore[no-any-return]
+    return tensor if tensor.dtype == torch.int32 else tensor.to(torch.int32)

@@ -112,10 +112,13 @@ class RejectedDrafts:
         self._rows: DraftRows | None = None
         # Keeps the same rows apart from what is checked.
         self._witness: ReferenceRows | None = None
+        # Those of both that keep what is overwritten.
+        self._keepers: tuple[DraftRows, ...] = ()
 
     def begin(self, is_profiling: bool) -> None:
         """Find where the KV cache has its rows; see :func:`attach`."""
         self._found = self._rows = self._witness = None
+        self._keepers = ()
         if is_profiling:
             return
         config, model = self._runner.vllm_config, self._runner.get_model()
@@ -165,6 +168,8 @@ class RejectedDrafts:
         rows = self._rows = (KernelRows if kernels else ReferenceRows)(caches, batch, keep)
         if self._checks:
             self._witness = ReferenceRows(caches, batch, keep=True)
+        keepers = (rows if keep else None, self._witness)
+        self._keepers = tuple(one for one in keepers if one is not None)
         how = "kernels" if kernels else "PyTorch operations"
         record.note(f"{NWOR} rows", f"by {how}, with {rows.num_bytes / 2**20:.1f} MiB")
 
@@ -173,13 +178,12 @@ class RejectedDrafts:
             return
         if self._rows is None:
             self._make(self._found)
-        writers = [rows for rows in (self._rows if self._mode == "restore" else None, self._witness) if rows is not None]
-        if not writers:
+        if not self._keepers:
             return
         inputs = next(kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None)
         # A request has a token at least.
         num_reqs = min(inputs.shape[0], self._runner.max_num_reqs)
-        for rows in writers:
+        for rows in self._keepers:
             rows.log(num_reqs)
 
     def restore(self, rejected: Rejected) -> None:
@@ -203,9 +207,10 @@ class RejectedDrafts:
         if wrong:
             expected = "what it held before the draft was written" if self._mode == "restore" else "zeros"
             cache, slot, count = wrong[0]
+            block, token = divmod(slot, cache.block_size)
             raise NotRestored(
-                f"{NWOR}: {cache.layer} does not hold {expected} at slot {slot} (block {slot // cache.block_size}, token "
-                f"{slot % cache.block_size}): {count} of {cache.num_bytes} bytes differ; so do {len(wrong) - 1} other rows"
+                f"{NWOR}: {cache.layer} does not hold {expected} at slot {slot} (block {block}, token {token}): "
+                f"{count} of {cache.num_bytes} bytes differ; so do {len(wrong) - 1} other rows"
             )
 
 

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Both model runners in CUDA graphs on the simulated device, with requests that are aborted and preempted: after each
+step all bytes of the KV cache are those of a run that never wrote a rejected draft.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from vllm_hwplugin import bench
+from vllm_hwplugin.spec_decode.features import gate_of
+
+from ..nwor.runs import Job, Run, differing, run
+from . import loads
+from .loads import Engine
+
+pytestmark = [pytest.mark.musa_sim, pytest.mark.engine]
+
+OPTIONS = Engine("eagle3").on_musa()
+ENGINE = Job(OPTIONS, loads.mixed())
+TOLD = Job(OPTIONS, loads.mixed(), oracle="off")
+#: The restore is a node of the sampling graph where they serve a step.
+V2_GRAPHS = {gate_of(feature): "auto" for feature in ("v2-tail-graph", "v2-step-inputs", "v2-graph-addresses")}
+
+
+@pytest.fixture(scope="module", params=["V1", "V2"])
+def runs(request: pytest.FixtureRequest, musa_host: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    if (device := bench.detect_host().device) != "cpu":
+        pytest.skip(f"the device is simulated beside a CPU's vLLM; it runs on {device} here")
+    folder = tmp_path_factory.mktemp(f"nwor on {request.param}")
+    common = {"VLLM_USE_V2_MODEL_RUNNER": "1" if request.param == "V2" else "0"}
+
+    def on_musa(mode: str, jobs: dict[str, Job], **variables: str) -> dict[str, Run]:
+        made = {**loads.UNPATCHED, gate_of("engine-report"): "auto", **common, "VLLM_HWPLUGIN_NWOR_MODE": mode}
+        return run(folder / mode, jobs, loads.musa(folder / f"host of {mode}", **{**made, **variables}))
+
+    graphs = V2_GRAPHS if request.param == "V2" else {gate_of("draft-full-graph"): "auto"}
+    found = on_musa("off", {"off": ENGINE, "never": TOLD})
+    found |= on_musa("restore", {"restore": ENGINE}, VLLM_HWPLUGIN_NWOR_DEBUG_SYNC="1", **graphs)
+    assert {one.runner for one in found.values()} == {request.param}
+    return found
+
+
+def test_the_cache_is_as_in_a_run_that_never_wrote_rejected_drafts(runs: dict[str, Run]) -> None:
+    off, never, restored = runs["off"], runs["never"], runs["restore"]
+    assert off.num_rejected > 100
+    assert off.preempted
+    assert "nwor" in restored.used
+    for kind in ("target", "drafter"):
+        assert differing(off, never, kind)
+        assert differing(restored, never, kind) == []
+
+
+def test_other_features_graphs_serve_meanwhile(runs: dict[str, Run]) -> None:
+    restored = runs["restore"]
+    expected = {"v2-tail-graph", "v2-step-inputs"} if restored.runner == "V2" else {"draft-full-graph"}
+    assert expected <= set(restored.used)
