@@ -152,7 +152,7 @@ class RejectedDrafts:
     def _stay_stock(self, reason: str, wanted: bool) -> None:
         if wanted and gates.read("VLLM_HWPLUGIN_STRICT").flag:
             raise CannotRestore(
-                f"{MODE}={self._mode}, but rejected drafts stay in the KV cache of this engine: {reason}; set {MODE}=off "
+                f"{MODE}={self._mode}, but rejected drafts stay in this engine's KV cache: {reason}; set {MODE}=off "
                 "to run without it"
             )
         record.note(NWOR, f"rejected drafts stay in the KV cache: {reason}")
@@ -196,7 +196,7 @@ class RejectedDrafts:
             return
         self._rows.restore(rejected)
         # While a graph is captured nothing has happened yet.
-        if not torch.cuda.is_current_stream_capturing():
+        if self._witness is not None and not _is_capturing(self._runner.device):
             self.check(rejected)
 
     def check(self, rejected: Rejected) -> None:
@@ -212,6 +212,11 @@ class RejectedDrafts:
                 f"{NWOR}: {cache.layer} does not hold {expected} at slot {slot} (block {block}, token {token}): "
                 f"{count} of {cache.num_bytes} bytes differ; so do {len(wrong) - 1} other rows"
             )
+
+
+def _is_capturing(device: torch.device) -> bool:
+    # A CPU build of torch does not have the question.
+    return device.type != "cpu" and torch.cuda.is_current_stream_capturing()
 
 
 def _batch_of(runner: Any, groups: Iterable[int]) -> Batch:
