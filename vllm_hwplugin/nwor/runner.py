@@ -9,6 +9,7 @@ counted them: before the drafter runs, which writes into the same blocks, and be
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Iterable
 from typing import Any, Final
 
@@ -104,7 +105,8 @@ class RejectedDrafts:
     """
 
     def __init__(self, runner: Any):
-        self._runner = runner
+        # The model, which may outlive it, has the hook.
+        self._runner = weakref.proxy(runner)
         self._mode = "scrub" if gates.read(MODE).text == "scrub" else "restore"
         self._checks = gates.read(DEBUG_SYNC).flag
         self._hook: Any = None
@@ -174,15 +176,13 @@ class RejectedDrafts:
         record.note(f"{NWOR} rows", f"by {how}, with {rows.num_bytes / 2**20:.1f} MiB")
 
     def _before_forward(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        if self._found is None:
-            return
-        if self._rows is None:
+        if self._found is not None:
             self._make(self._found)
+            self._found = None
         if not self._keepers:
             return
-        inputs = next(kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None)
-        # A request has a token at least.
-        num_reqs = min(inputs.shape[0], self._runner.max_num_reqs)
+        # A request has a token at least. Some models have several positions for each.
+        num_reqs = min(kwargs["positions"].shape[-1], self._runner.max_num_reqs)
         for rows in self._keepers:
             rows.log(num_reqs)
 
