@@ -216,7 +216,7 @@ class RejectedDrafts:
 
 def _is_capturing(device: torch.device) -> bool:
     # A CPU build of torch does not have the question.
-    return device.type != "cpu" and torch.cuda.is_current_stream_capturing()
+    return device.type != "cpu" and bool(torch.cuda.is_current_stream_capturing())
 
 
 def _batch_of(runner: Any, groups: Iterable[int]) -> Batch:
