@@ -10,7 +10,7 @@ import pytest
 from vllm_hwplugin import bench
 from vllm_hwplugin.spec_decode.features import gate_of
 
-from ..nwor.runs import Job, Run, differing, run
+from ..nwor.runs import Job, Run, differing, side_by_side
 from . import loads
 from .loads import Engine
 
@@ -30,13 +30,14 @@ def runs(request: pytest.FixtureRequest, musa_host: None, tmp_path_factory: pyte
     folder = tmp_path_factory.mktemp(f"nwor on {request.param}")
     common = {"VLLM_USE_V2_MODEL_RUNNER": "1" if request.param == "V2" else "0"}
 
-    def on_musa(mode: str, jobs: dict[str, Job], **variables: str) -> dict[str, Run]:
+    def host(mode: str, **variables: str) -> dict[str, str]:
         made = {**loads.UNPATCHED, gate_of("engine-report"): "auto", **common, "VLLM_HWPLUGIN_NWOR_MODE": mode}
-        return run(folder / mode, jobs, loads.musa(folder / f"host of {mode}", **{**made, **variables}))
+        return loads.musa(folder / f"host of {mode}", **{**made, **variables})
 
     graphs = V2_GRAPHS if request.param == "V2" else {gate_of("draft-full-graph"): "auto"}
-    found = on_musa("off", {"off": ENGINE, "never": TOLD})
-    found |= on_musa("restore", {"restore": ENGINE}, VLLM_HWPLUGIN_NWOR_DEBUG_SYNC="1", **graphs)
+    restoring = host("restore", VLLM_HWPLUGIN_NWOR_DEBUG_SYNC="1", **graphs)
+    told = {"off": ENGINE, "never": TOLD}
+    found = side_by_side(folder, {"off": (told, host("off")), "restore": ({"restore": ENGINE}, restoring)})
     assert {one.runner for one in found.values()} == {request.param}
     return found
 

@@ -5,7 +5,9 @@ told in advance which drafts will be rejected and never write them.
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -76,6 +78,13 @@ def run(folder: Path, jobs: Mapping[str, Job], environment: Mapping[str, str]) -
         )
     assert done.returncode == 0, log.read_text(errors="replace")[-6000:]
     return {name: Run(**one) for name, one in json.loads(found.read_text()).items()}
+
+
+def side_by_side(folder: Path, processes: Mapping[str, tuple[Mapping[str, Job], Mapping[str, str]]]) -> dict[str, Run]:
+    """Processes at the same time, one for each core: by the name of a folder, the jobs and the environment of each."""
+    with concurrent.futures.ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        runs = [pool.submit(run, folder / name, *process) for name, process in processes.items()]
+        return {name: found for one in runs for name, found in one.result().items()}
 
 
 def differing(found: Run, expected: Run, kind: str) -> list[int]:

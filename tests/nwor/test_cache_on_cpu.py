@@ -9,7 +9,7 @@ from vllm_hwplugin import bench
 
 from ..musa_sim import loads
 from ..musa_sim.loads import Engine
-from .runs import Job, Run, differing, run
+from .runs import Job, Run, differing, side_by_side
 
 pytestmark = pytest.mark.engine
 
@@ -30,11 +30,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
         "never written": Job(OPTIONS, REQUESTS, oracle="off"),
         "zeros": Job(OPTIONS, REQUESTS, oracle="off", zeros=True),
     }
-    found = run(folder / "off", told, environment("off"))
-    for mode in ("restore", "scrub"):
-        checked = {"VLLM_HWPLUGIN_NWOR_DEBUG_SYNC": "1"}
-        found |= run(folder / mode, {mode: ENGINE}, {**environment(mode), **checked})
-    return found
+    checked = {"VLLM_HWPLUGIN_NWOR_DEBUG_SYNC": "1"}
+    modes = {mode: ({mode: ENGINE}, {**environment(mode), **checked}) for mode in ("restore", "scrub")}
+    return side_by_side(folder, {"off": (told, environment("off")), **modes})
 
 
 def environment(mode: str) -> dict[str, str]:
