@@ -22,16 +22,13 @@ from vllm_hwplugin.nwor import obstacles
 from vllm_hwplugin.nwor.layout import Found, UnknownLayout, rows_of
 from vllm_hwplugin.nwor.reference import ReferenceRows
 from vllm_hwplugin.nwor.rows import Batch, DraftRows, KernelRows, Rejected, as_int32, kernels_for
+from vllm_hwplugin.spec_decode.fallback import stays_stock
 from vllm_hwplugin.spec_decode.features import NWOR
 
 logger = logging.getLogger("vllm.hwplugin")
 
 MODE: Final = "VLLM_HWPLUGIN_NWOR_MODE"
 DEBUG_SYNC: Final = "VLLM_HWPLUGIN_NWOR_DEBUG_SYNC"
-
-
-class CannotRestore(HwpluginError, RuntimeError):
-    """Strict mode is on, and this engine keeps rejected drafts in its KV cache."""
 
 
 class NotRestored(HwpluginError, RuntimeError):
@@ -44,9 +41,6 @@ def attach(runner: Any, is_profiling: bool = False) -> None:
     Args:
         runner: a `GPUModelRunner` of V1 or V2, whose KV cache was just made.
         is_profiling: whether that is one that vLLM measures graphs with and gives up again.
-
-    Raises:
-        CannotRestore: something is against it, and strict mode is on.
     """
     nwor = getattr(runner, "nwor", None)
     if nwor is None:
@@ -139,7 +133,7 @@ class RejectedDrafts:
             except UnknownLayout as error:
                 reason = str(error)
         if reason is not None:
-            self._stay_stock(reason, wanted=config.speculative_config is not None)
+            stays_stock(NWOR, "rejected drafts stay in the KV cache", reason)
             return
         self._found = found
         if self._hook is None:
@@ -150,18 +144,6 @@ class RejectedDrafts:
         record.use(NWOR, True)
         if found.left_out:
             logger.warning("%s: %d layers are left out, which have no row for each token", NWOR, len(found.left_out))
-
-    def _stay_stock(self, reason: str, wanted: bool) -> None:
-        if wanted and gates.read("VLLM_HWPLUGIN_STRICT").flag:
-            raise CannotRestore(
-                f"{MODE}={self._mode}, but rejected drafts stay in this engine's KV cache: {reason}; set {MODE}=off "
-                "to run without it"
-            )
-        record.note(NWOR, f"rejected drafts stay in the KV cache: {reason}")
-        record.use(NWOR, False, reason)
-        logger.log(
-            logging.WARNING if wanted else logging.INFO, "%s: rejected drafts stay in the KV cache: %s", NWOR, reason
-        )
 
     def _make(self, found: Found) -> None:
         batch, caches = _batch_of(self._runner, found.groups), found.rows
