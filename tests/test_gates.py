@@ -48,6 +48,13 @@ def test_values_are_read(name: str, raw: str, value: gates.Value) -> None:
     assert (found.value, found.source, found.raw) == (value, "environment", raw)
 
 
+@pytest.mark.parametrize(("raw", "choice"), [("off", "off"), ("restore", "auto"), ("scrub", "auto"), ("stage", "auto")])
+def test_a_mode_of_a_feature_lets_it_be_live(raw: str, choice: str) -> None:
+    found = gates.read("VLLM_HWPLUGIN_NWOR_MODE", {"VLLM_NWOR_MODE": raw})
+    assert (found.gate.switches, found.choice) == (True, choice)
+    assert not gates.find("VLLM_HWPLUGIN_PLATFORM").switches
+
+
 @pytest.mark.parametrize("raw", ["", "  "])
 def test_a_variable_that_is_set_but_empty_counts_as_not_set(raw: str) -> None:
     assert gates.read(GRAPH, {GRAPH: raw, "VLLM_MUSA_DRAFT_FULL_WRAP": "0"}).source == "alias VLLM_MUSA_DRAFT_FULL_WRAP"

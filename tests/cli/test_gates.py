@@ -48,7 +48,7 @@ def test_no_value_floods_or_drives_the_terminal(command: str, name: str, monkeyp
     monkeypatch.setenv("VLLM_HWPLUGIN_DRAFT_FULL_GRAPH", "auto")
     monkeypatch.setenv(name, "\x1b[2Jforged: a line\n" + "x" * 100_000)
     result = CliRunner().invoke(app, [command])
-    assert len(result.output) < 20_000
+    assert len(result.output) < 50_000
     assert "\x1b" not in result.output
     assert not [line for line in result.output.splitlines() if line.startswith("x")]
 
