@@ -21,6 +21,7 @@ import torch
 from vllm.v1.outputs import SamplerOutput
 
 from vllm_hwplugin import record
+from vllm_hwplugin.nwor import runner as nwor
 from vllm_hwplugin.spec_decode.decode_batch import MAX_NUM_REQS, Rung, asks_for_nothing_else
 from vllm_hwplugin.spec_decode.draft_graphs import Companion
 from vllm_hwplugin.spec_decode.draft_keys import DraftKeys
@@ -187,7 +188,9 @@ class DraftPhase(Companion):
             self._take_draft_probs(count)
         self._recorder.noise_of(self._kind).draw(count, metadata.generators)
         step.sampling[self._kind].replay()
-        return SamplerOutput(sampled_token_ids=self._buffers.sampled_token_ids[:count], logprobs_tensors=None)
+        output = SamplerOutput(sampled_token_ids=self._buffers.sampled_token_ids[:count], logprobs_tensors=None)
+        nwor.restore_sampled(runner, spec_decode_metadata, output)
+        return output
 
     def propose(
         self,
