@@ -22,22 +22,14 @@ from vllm.v1.worker.gpu.input_batch import combine_sampled_and_draft_tokens, pre
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
 from vllm_hwplugin import record
+from vllm_hwplugin.spec_decode.decode_builders import host_work
 from vllm_hwplugin.spec_decode.fallback import stays_stock
 from vllm_hwplugin.spec_decode.features import V2_STEP_INPUTS
 from vllm_hwplugin.spec_decode.graph_recording import record_graph
-from vllm_hwplugin.spec_decode.v2.draft_metadata import decides
 from vllm_hwplugin.spec_decode.v2.tail_buffers import StandIn, TailBuffers
 from vllm_hwplugin.spec_decode.v2.tail_graphs import TailGraphs
 
 _STOCK: Final = "vLLM prepares every step"
-
-#: Those of `draft_metadata.BUILDERS` that make metadata on the device alone for several tokens a request, too.
-_BUILDERS: Final = (
-    "vllm.v1.attention.backends.flash_attn.FlashAttentionMetadataBuilder",
-    "vllm.v1.attention.backends.triton_attn.TritonAttentionMetadataBuilder",
-    "vllm_hwplugin.attention.cuda.CudaFlashAttentionMetadataBuilder",
-    "vllm_hwplugin.attention.musa.MusaFlashAttentionMetadataBuilder",
-)
 
 
 def obstacle(runner: Any) -> str | None:
@@ -47,8 +39,8 @@ def obstacle(runner: Any) -> str | None:
         runner: a `GPUModelRunner` whose tail graphs exist.
     """
     for builder in (group.get_metadata_builder(0) for groups in runner.attn_groups for group in groups):
-        if decides(type(builder)) not in _BUILDERS or getattr(builder, "makes_schedules", False):
-            return f"{type(builder).__name__} may make metadata on the host"
+        if (reason := host_work(builder)) is not None:
+            return reason
     if runner.supports_mm_inputs:
         return "the model takes images or the like"
     if type(runner.model_state) is not DefaultModelState:
