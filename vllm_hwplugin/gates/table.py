@@ -312,6 +312,15 @@ GATES: Final[tuple[Gate, ...]] = (
         since="0.2.0",
     ),
     Gate(
+        "VLLM_HWPLUGIN_V1_STEP_INPUTS",
+        "switch",
+        _UNTRIED,
+        "Feature v1-step-inputs: the inputs of a decode step from those of the step before, in one CUDA graph (V1).",
+        affects=("patches", COMPILE_KEY),
+        choices=_SWITCH,
+        since="0.2.0",
+    ),
+    Gate(
         "VLLM_HWPLUGIN_ENGINE_REPORT",
         "switch",
         "auto",

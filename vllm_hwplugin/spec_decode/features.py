@@ -21,6 +21,7 @@ V2_FUSED_DRAFTS: Final = "v2-fused-drafts"
 V2_CAPTURE_METADATA: Final = "v2-capture-metadata"
 V2_GRAPH_ADDRESSES: Final = "v2-graph-addresses"
 NWOR: Final = "nwor"
+V1_STEP_INPUTS: Final = "v1-step-inputs"
 
 
 def gate_of(feature: str) -> str:

@@ -33,6 +33,7 @@ _GRAPHS: Final = (
     features.V2_STEP_INPUTS,
     features.V2_TAIL_GRAPH,
     features.V2_FUSED_DRAFTS,
+    features.V1_STEP_INPUTS,
 )
 
 _NO_SPECULATION = "there is no speculative decoding"
@@ -174,6 +175,13 @@ def _v2_graph_addresses(facts: WorkerFacts) -> str | None:
 def _nwor(facts: WorkerFacts) -> str | None:
     """What else is against it, it finds when the KV cache is made."""
     return _NO_SPECULATION if facts.method is None else None
+def _v1_step_inputs(facts: WorkerFacts) -> str | None:
+    """Where `capture_model` captures anything, the feature finds out by itself whether it can be used."""
+    if (reason := _drafting(facts)) is not None:
+        return reason
+    if facts.runner == V2:
+        return "the engine runs on Model Runner V2"
+    return None if facts.decode_graphs else "the target does not decode in FULL CUDA graphs"
 
 
 def _other_method(facts: WorkerFacts, methods: Collection[str]) -> str | None:
@@ -197,6 +205,7 @@ _RULES: Final[Mapping[str, Callable[[WorkerFacts], str | None]]] = {
     features.V2_CAPTURE_METADATA: _v2_capture_metadata,
     features.V2_GRAPH_ADDRESSES: _v2_graph_addresses,
     features.NWOR: _nwor,
+    features.V1_STEP_INPUTS: _v1_step_inputs,
 }
 
 

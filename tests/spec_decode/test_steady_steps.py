@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which steps a graph prepares. That it leaves what vLLM does is shown on the simulated device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("vllm.v1.worker.gpu_model_runner", exc_type=ImportError)
+
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
+
+from vllm_hwplugin.spec_decode.steady_steps import StepInputs, _Recorded
+
+DRAFTS = 3
+WIDTH = 1 + DRAFTS
+#: Two requests, by their tokens that are computed before the first step.
+COMPUTED = {"b": 50, "a": 20}
+
+
+class Graph:
+    def __init__(self) -> None:
+        self.replays = 0
+
+    def replay(self) -> None:
+        self.replays += 1
+
+
+class Runner:
+    """What `StepInputs` reads of a V1 runner, whose requests have all drafts accepted in each step."""
+
+    uniform_decode_query_len = WIDTH
+
+    def __init__(self, asynchronous: bool, derives: bool) -> None:
+        self.use_async_spec_decode = asynchronous
+        self.derives = derives
+        self.prepared, self.committed, self.built = 0, 0, 0
+        count = len(COMPUTED)
+        index = {name: row for row, name in enumerate(COMPUTED)}
+        computed = torch.tensor(list(COMPUTED.values()), dtype=torch.int32)
+        table = torch.arange(count * 100, dtype=torch.int32).view(count, 100)
+        self.input_batch = SimpleNamespace(
+            req_ids=list(COMPUTED),
+            num_reqs=count,
+            req_id_to_index=index,
+            prev_req_id_to_index=dict(index),
+            prev_sampled_token_ids=torch.tensor([[7], [8]], dtype=torch.int32),
+            num_computed_tokens_cpu_tensor=computed,
+            num_computed_tokens_cpu=computed.numpy(),
+            token_ids_cpu=table.numpy(),
+            block_table=SimpleNamespace(commit_block_table=self._commit),
+        )
+        self.valid_sampled_token_count_gpu: Any = torch.tensor([4, 2], dtype=torch.int32)
+        self._draft_token_ids: Any = torch.tensor([[1, 2, 3], [4, 5, 6]])
+        self.prev_num_draft_tokens = SimpleNamespace(np=np.full(count, DRAFTS, dtype=np.int32))
+        self.num_decode_draft_tokens = SimpleNamespace(np=np.full(count, DRAFTS, dtype=np.int32))
+        self.discard_request_mask = SimpleNamespace(np=np.zeros(count, dtype=bool))
+        self.optimistic_seq_lens_cpu = torch.zeros(count, dtype=torch.int32)
+        self.requests = {name: SimpleNamespace(num_tokens=known + 1) for name, known in COMPUTED.items()}
+
+    def _commit(self, num_reqs: int) -> None:
+        self.committed += 1
+
+    def _update_states(self, scheduled: Any) -> None:
+        for row, name in enumerate(self.input_batch.req_ids):
+            if name in scheduled.num_scheduled_tokens:
+                self.input_batch.num_computed_tokens_cpu[row] += WIDTH
+
+    def _prepare_inputs(self, scheduled: Any, num_scheduled_tokens: np.ndarray) -> tuple[Any, Any, int]:
+        self.prepared += 1
+        empty = torch.zeros(0, dtype=torch.int32)
+        return empty, SpecDecodeMetadata(empty, [DRAFTS] * 2, *[empty] * 5), WIDTH
+
+    def _get_slot_mappings(self, **asked: Any) -> tuple[dict[int, torch.Tensor], dict[str, torch.Tensor]]:
+        return {0: torch.zeros(8)}, {}
+
+    def _build_attention_metadata(self, **asked: Any) -> tuple[dict[str, Any], CommonAttentionMetadata]:
+        self.built += 1
+        rows = torch.zeros(3, dtype=torch.int32)
+        longest = int(self.optimistic_seq_lens_cpu.max())
+        common = CommonAttentionMetadata(rows, rows, rows[:2], 2, 8, WIDTH, longest, rows, rows)
+        if self.derives:
+            # As some builders do.
+            common.compute_num_computed_tokens()
+        return {"layer": SimpleNamespace(max_seq_len=longest)}, common
+
+
+class Served:
+    """Step inputs and their runner, after a step that vLLM has prepared."""
+
+    def __init__(self, asynchronous: bool, derives: bool = False) -> None:
+        self.runner, self.graph = Runner(asynchronous, derives), Graph()
+        self.inputs = StepInputs(self.runner)
+        self.inputs._graphs = {2: _Recorded(self.graph, metadata=True)}  # type: ignore[arg-type]
+        self.inputs._draft_ids = torch.zeros(2 * DRAFTS, dtype=torch.int32)
+        self.inputs._counts, self.inputs._sampled = torch.zeros(2, 2, dtype=torch.int32)
+        self.inputs._drafts = torch.zeros(2, DRAFTS, dtype=torch.int32)
+        host = torch.zeros(2 * (1 + WIDTH), dtype=torch.int32)
+        self.inputs._from_host = SimpleNamespace(np=host.numpy(), gpu=host, copy_to_gpu=lambda count: None)
+        self.step()
+
+    def step(self, **changed: Any) -> tuple[Any, Any]:
+        """The calls of the patched `execute_model`, in its order."""
+        output = scheduled(**changed)
+        self.inputs.update_states(output)
+        counts = [output.num_scheduled_tokens[name] for name in self.runner.input_batch.req_ids]
+        made = self.inputs.prepare_inputs(output, np.array(counts, dtype=np.int32))
+        slots, _ = self.inputs.get_slot_mappings(num_tokens_padded=8, ubatch_slices=None)
+        metadata = self.inputs.build_attention_metadata(
+            num_tokens=8,
+            num_tokens_padded=8,
+            num_reqs=2,
+            num_reqs_padded=2,
+            max_query_len=WIDTH,
+            ubatch_slices=None,
+            slot_mappings=slots,
+        )
+        return made, metadata
+
+
+def scheduled(**changed: Any) -> SimpleNamespace:
+    """vLLM's `SchedulerOutput` for two requests that decode one token and all their drafts."""
+    usual = {
+        "num_scheduled_tokens": {"a": WIDTH, "b": WIDTH},
+        "total_num_scheduled_tokens": 2 * WIDTH,
+        "scheduled_spec_decode_tokens": {"a": [-1] * DRAFTS, "b": [-1] * DRAFTS},
+        "scheduled_new_reqs": [],
+        "scheduled_cached_reqs": SimpleNamespace(new_block_ids=[None, None], resumed_req_ids=set()),
+    }
+    return SimpleNamespace(**usual | changed)
+
+
+@pytest.fixture(params=[False, True], ids=["synchronous", "asynchronous"])
+def asynchronous(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
+@pytest.fixture
+def served(asynchronous: bool) -> Served:
+    return Served(asynchronous)
+
+
+def test_the_same_requests_are_prepared_from_what_they_were(served: Served) -> None:
+    first, _ = served.step()
+    (_, drafts, widest), (metadata, common) = served.step()
+    assert (served.graph.replays, served.runner.prepared, served.runner.built) == (2, 1, 1)
+    assert first[1] is drafts
+    assert drafts.num_draft_tokens == [DRAFTS] * 2
+    assert widest == WIDTH
+    # Three steps further.
+    assert served.runner.optimistic_seq_lens_cpu.tolist() == [50 + 4 * WIDTH, 20 + 4 * WIDTH]
+    assert common.max_seq_len == metadata["layer"].max_seq_len == 50 + 4 * WIDTH
+
+
+def test_the_drafter_may_change_what_it_is_given(served: Served) -> None:
+    _, (_, common) = served.step()
+    common.max_query_len, common.seq_lens = 1, None
+    _, (_, again) = served.step()
+    assert (again.max_query_len, again.seq_lens is None) == (WIDTH, False)
+
+
+def test_what_was_derived_from_former_lengths_is_derived_anew(asynchronous: bool) -> None:
+    served = Served(asynchronous, derives=True)
+    _, (_, common) = served.step()
+    assert common._num_computed_tokens_cache is None
+
+
+def test_what_graphs_read_is_handed_over(served: Served) -> None:
+    served.step()
+    if served.runner.use_async_spec_decode:
+        inputs = served.inputs
+        assert inputs._counts.tolist() == [4, 2]
+        assert inputs._sampled.tolist() == [7, 8]
+        assert inputs._drafts.tolist() == [[1, 2, 3], [4, 5, 6]]
+        return
+    # Two steps further; each row of the tokens counts from a multiple of 100 on.
+    computed, ids = [50 + 2 * WIDTH, 20 + 2 * WIDTH], served.inputs._from_host.np.tolist()
+    assert ids[:2] == computed
+    assert ids[2:] == [row * 100 + known + i for row, known in enumerate(computed) for i in range(WIDTH)]
+
+
+def test_new_blocks_are_copied(served: Served) -> None:
+    served.step()
+    served.step(scheduled_cached_reqs=SimpleNamespace(new_block_ids=[None, ([9],)], resumed_req_ids=set()))
+    assert (served.graph.replays, served.runner.committed) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"scheduled_spec_decode_tokens": {"a": [-1] * DRAFTS}},
+        {"scheduled_spec_decode_tokens": {"a": [-1] * DRAFTS, "b": [-1]}},
+        {"num_scheduled_tokens": {"a": WIDTH, "b": 2}, "total_num_scheduled_tokens": WIDTH + 2},
+        {"num_scheduled_tokens": {"a": WIDTH - 1, "b": WIDTH + 1}},
+        {"scheduled_new_reqs": ["a"]},
+        {"scheduled_cached_reqs": SimpleNamespace(new_block_ids=[None, None], resumed_req_ids={"a"})},
+    ],
+)
+def test_what_is_not_as_before_is_left_to_vllm(served: Served, changed: dict[str, Any]) -> None:
+    served.step(**changed)
+    assert (served.graph.replays, served.runner.prepared) == (0, 2)
+
+
+def other_order(runner: Runner) -> None:
+    runner.input_batch.req_ids.reverse()
+
+
+def discarded(runner: Runner) -> None:
+    runner.requests["a"].num_tokens = 90
+
+
+def no_counts(runner: Runner) -> None:
+    runner.valid_sampled_token_count_gpu = None
+
+
+def drafts_on_the_host(runner: Runner) -> None:
+    runner._draft_token_ids = [[1, 2, 3], [4, 5, 6]]
+
+
+def fewer_drafts(runner: Runner) -> None:
+    runner._draft_token_ids = torch.zeros(2, 2)
+
+
+def moved(runner: Runner) -> None:
+    runner.input_batch.prev_req_id_to_index = {"a": 0, "b": 1}
+
+
+def was_away(runner: Runner) -> None:
+    runner.prev_num_draft_tokens.np[1] = 0
+
+
+@pytest.mark.parametrize("change", [other_order, discarded])
+def test_another_batch_is_left_to_vllm(served: Served, change: Callable[[Runner], None]) -> None:
+    change(served.runner)
+    served.step()
+    assert (served.graph.replays, served.runner.prepared) == (0, 2)
+
+
+@pytest.mark.parametrize("change", [no_counts, drafts_on_the_host, fewer_drafts, moved, was_away])
+def test_without_the_last_steps_results_vllm_prepares(change: Callable[[Runner], None]) -> None:
+    served = Served(asynchronous=True)
+    change(served.runner)
+    served.step()
+    assert (served.graph.replays, served.runner.prepared) == (0, 2)
+
+
+def test_an_empty_step_empties_the_batch(served: Served) -> None:
+    served.inputs.update_states(scheduled(num_scheduled_tokens={}, total_num_scheduled_tokens=0))
+    served.step()
+    assert (served.graph.replays, served.runner.prepared) == (0, 2)
+
+
+def test_a_batch_some_of_whose_tokens_were_thrown_away_is_not_kept(served: Served) -> None:
+    other_order(served.runner)
+    served.runner.discard_request_mask.np[1] = True
+    served.step()
+    served.step()
+    assert served.graph.replays == 0

@@ -1,0 +1,379 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The inputs of a decode step of Model Runner V1 from those of the step before, by one CUDA graph.
+
+V1 makes each batch anew: two dozen copies to the device, as many kernels, index arrays by the token, attention
+metadata. While the same requests are decoded, each with all its drafts, nearly all of that comes out as in the step
+before. What changes follows on the device from what was sampled and drafted there: how many tokens are computed, token
+ids, positions, lengths and slots. A graph makes these; block tables are copied when a request has new blocks.
+
+The first step with other requests takes vLLM's own way, and what it leaves on the host and on the device is what later
+ones build on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping
+from typing import Any, Final
+
+import numpy as np
+import torch
+from vllm.config import CUDAGraphMode
+from vllm.distributed.parallel_state import graph_capture
+
+from vllm_hwplugin import record
+from vllm_hwplugin.spec_decode.decode_batch import MAX_NUM_REQS
+from vllm_hwplugin.spec_decode.fallback import stays_stock
+from vllm_hwplugin.spec_decode.features import V1_STEP_INPUTS
+from vllm_hwplugin.spec_decode.graph_recording import record_graph
+from vllm_hwplugin.spec_decode.steady_obstacles import metadata_obstacle, obstacle
+
+_STOCK: Final = "vLLM prepares every step"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Recorded:
+    """A graph, and whether it makes attention metadata too."""
+
+    graph: torch.cuda.CUDAGraph
+    metadata: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class _Metadata:
+    """Attention metadata that vLLM has made.
+
+    Attributes:
+        asked: what for.
+        layers: by the layer's name.
+        distinct: that of all layers, each once.
+        common: vLLM's `CommonAttentionMetadata` for the drafter, as it was before the drafter has changed it.
+    """
+
+    asked: Mapping[str, Any]
+    layers: Mapping[str, Any]
+    distinct: tuple[Any, ...]
+    common: Any
+
+    @classmethod
+    def of(cls, asked: Mapping[str, Any], layers: Mapping[str, Any], common: Any) -> _Metadata:
+        distinct = tuple({id(one): one for one in layers.values()}.values())
+        # What was derived from the lengths of this step.
+        derived = {field.name: None for field in dataclasses.fields(common) if field.name.endswith("_cache")}
+        return cls(asked, layers, distinct, dataclasses.replace(common, **derived))
+
+    def of_length(self, max_seq_len: int) -> tuple[Mapping[str, Any], Any]:
+        """The same for longer sequences, as `_build_attention_metadata` gives it out."""
+        for one in self.distinct:
+            one.max_seq_len = max_seq_len
+        return self.layers, dataclasses.replace(self.common, max_seq_len=max_seq_len)
+
+
+@dataclasses.dataclass
+class _Kept:
+    """What vLLM has made for a decode batch, and what a step with the same requests is given again.
+
+    Attributes:
+        req_ids: in the order of the batch.
+        inputs: of `_prepare_inputs`; its draft token ids are where the graph writes them.
+        slots: of `_get_slot_mappings`, and what that was asked for.
+        metadata: of `_build_attention_metadata`, where the graph makes what changes of it.
+    """
+
+    req_ids: list[str]
+    inputs: tuple[Any, ...]
+    slots: tuple[dict[str, Any], Any] | None = None
+    metadata: _Metadata | None = None
+
+
+class StepInputs:
+    """The input graphs of one V1 `GPUModelRunner`, which holds them as `step_inputs`.
+
+    In each step `execute_model` calls `update_states`, `prepare_inputs`, `get_slot_mappings` and
+    `build_attention_metadata`, in this order, in place of its own methods of these names.
+    """
+
+    def __init__(self, runner: Any):
+        self._runner = runner
+        self._forget()
+
+    def _forget(self) -> None:
+        self._graphs: dict[int, _Recorded] = {}
+        self._kept: _Kept | None = None
+        # The graph that has prepared this step, None where vLLM has; and the host's bound of the longest sequence then.
+        self._step: _Recorded | None = None
+        self._max_seq_len = 0
+
+    @property
+    def _query_len(self) -> int:
+        """Tokens of a request in a decode batch: 1 + num_speculative_tokens."""
+        query_len: int = self._runner.uniform_decode_query_len
+        return query_len
+
+    # -- a start ------------------------------------------------------------------------------------------------------
+
+    def capture(self) -> None:
+        """Record a graph for each number of requests: after `capture_model` has captured the target's.
+
+        Raises:
+            FeatureRequired: nothing can be recorded, and the feature's gate says `on`.
+        """
+        self._forget()
+        if (reason := obstacle(self._runner)) is not None:
+            stays_stock(V1_STEP_INPUTS, _STOCK, reason)
+            return
+        started = time.perf_counter()
+        reason = metadata_obstacle(self._runner)
+        with torch.inference_mode(), graph_capture(device=self._runner.device):
+            most = self._make_buffers()
+            pool = torch.cuda.graph_pool_handle()
+            for num_reqs in range(most, 0, -1):
+                self._graphs[num_reqs] = self._record(num_reqs, reason is None, pool)
+        torch.accelerator.synchronize()
+        record.note(
+            V1_STEP_INPUTS,
+            f"graphs of 1 to {most} requests, captured in {time.perf_counter() - started:.1f} s, "
+            + (f"without attention metadata: {reason}" if reason else "with attention metadata"),
+        )
+        record.use(V1_STEP_INPUTS, True)
+
+    def _make_buffers(self) -> int:
+        """What graphs read, and the drafts that are verified; of as many requests as the answer says."""
+        runner, query_len, device = self._runner, self._query_len, self._runner.device
+        most: int = min(MAX_NUM_REQS, runner.max_num_reqs, runner.max_num_tokens // query_len)
+        self._offsets = torch.arange(query_len, dtype=torch.int64, device=device)
+        self._draft_ids = torch.zeros(most * (query_len - 1), dtype=torch.int32, device=device)
+        if runner.use_async_spec_decode:
+            # What the step before leaves is elsewhere each time.
+            self._counts = torch.zeros(most, dtype=torch.int32, device=device)
+            self._sampled = torch.zeros(most, dtype=torch.int32, device=device)
+            self._drafts = torch.zeros(most, query_len - 1, dtype=torch.int32, device=device)
+        else:
+            # How many tokens of each request are computed, then the token ids.
+            self._from_host = runner._make_buffer(most * (1 + query_len), dtype=torch.int32)
+        return most
+
+    def _record(self, num_reqs: int, with_metadata: bool, pool: Any) -> _Recorded:
+        runner, query_len = self._runner, self._query_len
+        # As vLLM leaves them for such a batch: kernels that are recorded run, too.
+        starts = runner.query_start_loc
+        starts.np[:] = np.minimum(np.arange(starts.np.size), num_reqs) * query_len
+        starts.copy_to_gpu()
+        runner.num_computed_tokens.zero_()
+        # What depends on the length of sequences on the host has to hold for the longest.
+        runner.optimistic_seq_lens_cpu[:num_reqs].fill_(runner.max_model_len)
+        desc = self._graph_of_target(num_reqs) if with_metadata else None
+
+        def prepare() -> None:
+            self._advance(num_reqs)
+            if desc is not None:
+                self._make_metadata(num_reqs, desc)
+
+        return _Recorded(record_graph(prepare, pool), metadata=desc is not None)
+
+    def _graph_of_target(self, num_reqs: int) -> Any:
+        """The `BatchDescriptor` of the FULL graph in which the target decodes so many requests; None without one."""
+        mode, desc = self._runner._determine_batch_execution_and_padding(
+            num_tokens=num_reqs * self._query_len,
+            num_reqs=num_reqs,
+            num_scheduled_tokens_np=np.full(num_reqs, self._query_len, dtype=np.int32),
+            max_num_scheduled_tokens=self._query_len,
+            use_cascade_attn=False,
+        )[:2]
+        return desc if mode == CUDAGraphMode.FULL else None
+
+    def _advance(self, num_reqs: int) -> None:
+        """What `_prepare_inputs` does on the device for a decode batch whose step before had the same requests."""
+        runner, query_len = self._runner, self._query_len
+        num_tokens = num_reqs * query_len
+        computed = runner.num_computed_tokens[:num_reqs]
+        token_ids = runner.input_ids.gpu[:num_tokens].view(num_reqs, query_len)
+        if runner.use_async_spec_decode:
+            counts = self._counts[:num_reqs]
+            computed.add_(counts)
+            runner.num_accepted_tokens.gpu[:num_reqs].copy_(counts)
+            token_ids[:, 0].copy_(self._sampled[:num_reqs])
+            token_ids[:, 1:].copy_(self._drafts[:num_reqs])
+        else:
+            from_host = self._from_host.gpu
+            computed.copy_(from_host[:num_reqs])
+            token_ids.copy_(from_host[num_reqs : num_reqs + num_tokens].view(num_reqs, query_len))
+        positions = runner.positions[:num_tokens]
+        torch.add(computed[:, None], self._offsets, out=positions.view(num_reqs, query_len))
+        torch.add(computed, query_len, out=runner.seq_lens[:num_reqs])
+        runner.seq_lens[num_reqs:].fill_(0)
+        runner.input_batch.block_table.compute_slot_mapping(
+            num_reqs, runner.query_start_loc.gpu[: num_reqs + 1], positions
+        )
+        self._draft_ids[: num_tokens - num_reqs].view(num_reqs, query_len - 1).copy_(token_ids[:, 1:])
+
+    def _make_metadata(self, num_reqs: int, desc: Any) -> None:
+        """What vLLM launches for the attention metadata of a decode batch in the target's graph of `desc`."""
+        runner, query_len = self._runner, self._query_len
+        num_reqs_padded = num_reqs if desc.num_reqs is None else desc.num_reqs
+        slot_mappings, _ = runner._get_slot_mappings(
+            num_tokens_padded=desc.num_tokens,
+            num_reqs_padded=num_reqs_padded,
+            num_tokens_unpadded=num_reqs * query_len,
+        )
+        runner._build_attention_metadata(
+            num_tokens=num_reqs * query_len,
+            num_tokens_padded=desc.num_tokens,
+            num_reqs=num_reqs,
+            num_reqs_padded=num_reqs_padded,
+            max_query_len=query_len,
+            use_spec_decode=True,
+            slot_mappings=slot_mappings,
+        )
+
+    # -- a step -------------------------------------------------------------------------------------------------------
+
+    def update_states(self, scheduled: Any) -> Any:
+        """`_update_states`."""
+        if not scheduled.total_num_scheduled_tokens:
+            # All requests leave the batch; when they come back, none has a step before.
+            self._kept = None
+        return self._runner._update_states(scheduled)
+
+    def prepare_inputs(self, scheduled: Any, num_scheduled_tokens: np.ndarray) -> tuple[Any, ...]:
+        """`_prepare_inputs`.
+
+        Args:
+            scheduled: the step's `SchedulerOutput`.
+            num_scheduled_tokens: [number of requests], int32.
+        """
+        uniform = self._is_uniform(scheduled, num_scheduled_tokens)
+        self._step = self._graph_for(scheduled) if uniform and self._kept is not None else None
+        if self._step is None:
+            made: tuple[Any, ...] = self._runner._prepare_inputs(scheduled, num_scheduled_tokens)
+            self._kept = self._keep(made) if uniform else None
+            return made
+        assert self._kept is not None
+        if any(blocks is not None for blocks in scheduled.scheduled_cached_reqs.new_block_ids):
+            self._runner.input_batch.block_table.commit_block_table(len(num_scheduled_tokens))
+        self._hand_over(len(num_scheduled_tokens))
+        self._step.graph.replay()
+        return self._kept.inputs
+
+    def get_slot_mappings(self, **asked: Any) -> Any:
+        """`_get_slot_mappings`, whose tensors hold what they should when inputs are prepared."""
+        kept = self._kept
+        if self._step is not None and kept is not None and kept.slots is not None and kept.slots[0] == asked:
+            return kept.slots[1]
+        made = self._runner._get_slot_mappings(**asked)
+        if kept is not None and not asked.get("ubatch_slices"):
+            kept.slots = asked, made
+        return made
+
+    def build_attention_metadata(self, **asked: Any) -> Any:
+        """`_build_attention_metadata`.
+
+        A target in a FULL graph reads the tensors of the metadata, and these are the same in each step.
+        """
+        kept = self._kept
+        found = None if kept is None or self._step is None else kept.metadata
+        if found is not None and _alike(found.asked, asked):
+            return found.of_length(self._max_seq_len)
+        made = self._runner._build_attention_metadata(**asked)
+        if kept is not None and self._graphs[asked["num_reqs"]].metadata:
+            layers, common = made
+            in_one_graph = asked["num_tokens_padded"] is not None and asked["ubatch_slices"] is None
+            kept.metadata = _Metadata.of(asked, layers, common) if in_one_graph and common is not None else None
+        return made
+
+    # -- which steps --------------------------------------------------------------------------------------------------
+
+    def _is_uniform(self, scheduled: Any, num_scheduled_tokens: np.ndarray) -> bool:
+        """Whether each request has one token and all its drafts, and there is a graph for so many."""
+        count, query_len = len(num_scheduled_tokens), self._query_len
+        drafts = scheduled.scheduled_spec_decode_tokens
+        return (
+            count in self._graphs
+            and scheduled.total_num_scheduled_tokens == count * query_len
+            and len(drafts) == count
+            and all(len(one) == query_len - 1 for one in drafts.values())
+            and bool((num_scheduled_tokens == query_len).all())
+        )
+
+    def _keep(self, made: tuple[Any, ...]) -> _Kept | None:
+        """Keep what vLLM has prepared for a uniform batch; None where it is not all that a later step needs."""
+        runner = self._runner
+        num_reqs = runner.input_batch.num_reqs
+        logits_indices, metadata, *others = made
+        if (
+            metadata is None
+            or runner.discard_request_mask.np[:num_reqs].any()
+            or (runner.num_decode_draft_tokens.np[:num_reqs] != self._query_len - 1).any()
+        ):
+            return None
+        draft_ids = self._draft_ids[: num_reqs * (self._query_len - 1)]
+        kept = dataclasses.replace(metadata, draft_token_ids=draft_ids)
+        return _Kept(list(runner.input_batch.req_ids), (logits_indices, kept, *others))
+
+    def _graph_for(self, scheduled: Any) -> _Recorded | None:
+        """The graph that prepares this uniform batch; None where it is not the step before's, one step on."""
+        runner, batch = self._runner, self._runner.input_batch
+        assert self._kept is not None
+        if (
+            batch.req_ids != self._kept.req_ids
+            or scheduled.scheduled_new_reqs
+            or scheduled.scheduled_cached_reqs.resumed_req_ids
+        ):
+            return None
+        num_reqs = len(batch.req_ids)
+        if runner.use_async_spec_decode and not self._has_drafted(num_reqs):
+            return None
+        lengths = runner.optimistic_seq_lens_cpu.numpy()[:num_reqs]
+        np.add(batch.num_computed_tokens_cpu[:num_reqs], self._query_len, out=lengths)
+        self._max_seq_len = int(lengths.max())
+        known = [runner.requests[req_id].num_tokens for req_id in batch.req_ids]
+        if (lengths < known).any():
+            # What is sampled for such a request is thrown away.
+            return None
+        return self._graphs[num_reqs]
+
+    def _has_drafted(self, num_reqs: int) -> bool:
+        """Whether the step before has left on the device what a graph makes the next step of, row by row."""
+        runner, batch = self._runner, self._runner.input_batch
+        counts, sampled = runner.valid_sampled_token_count_gpu, batch.prev_sampled_token_ids
+        drafts = runner._draft_token_ids
+        return (
+            counts is not None
+            and sampled is not None
+            and isinstance(drafts, torch.Tensor)
+            and counts.shape == (num_reqs,)
+            and sampled.shape == (num_reqs, 1)
+            and drafts.shape == (num_reqs, self._query_len - 1)
+            and batch.prev_req_id_to_index == batch.req_id_to_index
+            # It is 0 for a request that was not in the batch, or had no drafts.
+            and bool((runner.prev_num_draft_tokens.np[:num_reqs] == self._query_len - 1).all())
+        )
+
+    def _hand_over(self, num_reqs: int) -> None:
+        """Put what the step before has left where the graph reads it."""
+        runner, batch = self._runner, self._runner.input_batch
+        if runner.use_async_spec_decode:
+            self._counts[:num_reqs].copy_(runner.valid_sampled_token_count_gpu)
+            self._sampled[:num_reqs].copy_(batch.prev_sampled_token_ids[:, 0])
+            self._drafts[:num_reqs].copy_(runner._draft_token_ids)
+            return
+        query_len = self._query_len
+        computed, count = batch.num_computed_tokens_cpu[:num_reqs], num_reqs * (1 + query_len)
+        columns = computed[:, None] + np.arange(query_len)
+        staged = self._from_host.np
+        staged[:num_reqs] = computed
+        staged[num_reqs:count] = batch.token_ids_cpu[np.arange(num_reqs)[:, None], columns].ravel()
+        self._from_host.copy_to_gpu(count)
+
+
+def _alike(before: Mapping[str, Any], asked: Mapping[str, Any]) -> bool:
+    """Whether `_build_attention_metadata` is asked for the same: a batch of the same shape, in one piece."""
+    shape = ("num_tokens", "num_tokens_padded", "num_reqs", "num_reqs_padded", "max_query_len")
+    return (
+        all(before[name] == asked[name] for name in shape)
+        and before["slot_mappings"] is asked["slot_mappings"]
+        and asked["ubatch_slices"] is None
+        and asked.get("cascade_attn_prefix_lens") is None
+        and before.get("cascade_attn_prefix_lens") is None
+    )
