@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.engine]
 
 SMALL = find_checkpoints(None)
 #: Beside the drafters' own graphs, which both sides have.
-GRAPHS = ("v1-draft-phase",)
+GRAPHS = ("v1-step-inputs", "v1-draft-phase")
 SIDES = {side: {gate_of(feature): side for feature in GRAPHS} for side in ("off", "on")}
 METHODS = {"eagle3": 3, "dflash": 7}
 # So few that six requests at a time do not fit; how many each needs depends on its drafts.
