@@ -175,6 +175,8 @@ def _v2_graph_addresses(facts: WorkerFacts) -> str | None:
 def _nwor(facts: WorkerFacts) -> str | None:
     """What else is against it, it finds when the KV cache is made."""
     return _NO_SPECULATION if facts.method is None else None
+
+
 def _v1_step_inputs(facts: WorkerFacts) -> str | None:
     """Where `capture_model` captures anything, the feature finds out by itself whether it can be used."""
     if (reason := _drafting(facts)) is not None:
