@@ -45,7 +45,8 @@ def test_stock_on_musa_keeps_the_platform_class_and_no_feature(settings, gpu_hos
         "VLLM_HWPLUGIN_OPS",
         "VLLM_HWPLUGIN_ATTENTION",
     }
-    settings = dataclasses.replace(settings, vllm_environment=dict.fromkeys(switches, "on"))
+    asked = {**dict.fromkeys(switches, "on"), "VLLM_HWPLUGIN_NWOR_MODE": "restore"}
+    settings = dataclasses.replace(settings, vllm_environment=asked)
     stock, patched = (
         job_for(Case("tiny", "eagle3", 3), side, settings, host, find_checkpoints(None), tmp_path).environment
         for side in ("stock", "patched")
@@ -53,7 +54,7 @@ def test_stock_on_musa_keeps_the_platform_class_and_no_feature(settings, gpu_hos
     assert gates.read("VLLM_HWPLUGIN", stock).flag
     assert gates.read("VLLM_HWPLUGIN_PLATFORM", stock).text == "auto"
     assert {gates.read(name, stock).text for name in switches} == {"off"}
-    assert {gates.read(name, patched).text for name in switches} == {"on"}
+    assert {name: gates.read(name, patched).text for name in switches} == asked
 
 
 def test_the_sides_of_the_other_runner_are_the_same_two(settings, gpu_host, tmp_path):

@@ -16,12 +16,14 @@ def patched_module() -> Callable[..., types.ModuleType]:
     from vllm_hwplugin.patching import load_catalog, make_plan
     from vllm_hwplugin.patching._installed import find_installed
 
+    from .released import WITHOUT_MODES
+
     made: dict[tuple, types.ModuleType] = {}
 
     def module(path: str, **choices: str) -> types.ModuleType:
         key = (path, *sorted(choices.items()))
         if key not in made:
-            plan = make_plan(load_catalog(), find_installed().source, choices)
+            plan = make_plan(load_catalog(), find_installed().source, {**WITHOUT_MODES, **choices})
             assert plan.features["draft-full-graph"].state == "live", plan.features["draft-full-graph"].reason
             made[key] = types.ModuleType(f"patched.{path}")
             made[key].__package__ = path.rpartition("/")[0].replace("/", ".")

@@ -10,15 +10,18 @@ from __future__ import annotations
 import ast
 import functools
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, Final
 
 from vllm_hwplugin.patching import load_catalog, make_plan
+
+#: A feature with modes is off where none is asked for, and here are no caches that it could look at.
+WITHOUT_MODES: Final = {"VLLM_HWPLUGIN_NWOR_MODE": "off"}
 
 
 @functools.cache
 def text_of(tree: Any, path: str, **choices: str) -> str:
     """The text of one module after all features were applied that `choices` (gate -> value) leaves on."""
-    plan = make_plan(load_catalog(version=tree.version), tree, choices)
+    plan = make_plan(load_catalog(version=tree.version), tree, {**WITHOUT_MODES, **choices})
     assert plan.errors == ()
     patched = plan.files.get(path)
     text = patched.text if patched is not None else tree.read(path)
