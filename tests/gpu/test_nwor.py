@@ -10,43 +10,24 @@ from typing import Any
 
 import pytest
 
-from vllm_hwplugin.bench import engine_environment, find_checkpoints
+from vllm_hwplugin.bench import engine_environment
 from vllm_hwplugin.bench._entry_points import provide
 from vllm_hwplugin.bench._launch import child_environment
 from vllm_hwplugin.spec_decode.features import gate_of
 
 from ..musa_sim import loads
 from ..nwor.runs import Job, Run, differing, run
-from .engines import SMALL_ENGINE
+from .mixed_load import options
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine]
 
-SMALL = find_checkpoints(None)
-DRAFTS = {"eagle3": 3, "dflash": 7}
 #: Requests of a grammar are left out: compiling it takes another number of steps each time.
 REQUESTS = [request for request in loads.mixed() if "structured_outputs" not in request.params]
 V2_GRAPHS = {gate_of(feature): "auto" for feature in ("v2-tail-graph", "v2-step-inputs")}
 
 
 def job(method: str, mode: str, **more: Any) -> Job:
-    options: dict[str, Any] = {
-        **SMALL_ENGINE,
-        "model": str(SMALL.target),
-        "max_model_len": 128,
-        "max_num_seqs": 6,
-        # Longer prompts come in pieces; six requests at a time do not fit.
-        "max_num_batched_tokens": 112,
-        "block_size": 16,
-        "num_gpu_blocks_override": 24,
-        "enable_prefix_caching": True,
-        "speculative_config": {
-            "method": method,
-            "model": str(SMALL.drafter(method)),
-            "num_speculative_tokens": DRAFTS[method],
-        },
-        "compilation_config": {"cudagraph_mode": mode},
-    } | more
-    return Job(options, REQUESTS)
+    return Job(options(method, mode) | more, REQUESTS)
 
 
 def environment(folder: Path, mode: str, runner: str, **more: str) -> dict[str, str]:

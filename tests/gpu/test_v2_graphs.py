@@ -1,82 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""On a real GPU, more graphs on Model Runner V2 change no token and no draft, under a load.
-
-Beside what the simulated device shows, this has vLLM's own kernels, compiled models, and work that is still under way
-when the host goes on.
-"""
+"""On a real GPU, more graphs on Model Runner V2 change no token and no draft, under a load."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from vllm_hwplugin.bench import engine_environment, find_checkpoints
-from vllm_hwplugin.bench._entry_points import provide
-from vllm_hwplugin.bench._launch import child_environment
-from vllm_hwplugin.spec_decode.features import gate_of
-
 from ..musa_sim import loads
-from ..musa_sim.loads import Load, Process
-from .engines import SMALL_ENGINE
+from ..musa_sim.loads import Load
+from .mixed_load import METHODS, MODES, compare, options
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine]
 
-SMALL = find_checkpoints(None)
 GRAPHS = ("v2-step-inputs", "v2-tail-graph")
-SIDES = {side: {gate_of(feature): side for feature in GRAPHS} for side in ("off", "on")}
-METHODS = {"eagle3": 3, "dflash": 7}
-# So few that six requests at a time do not fit; how many each needs depends on its drafts.
-NUM_BLOCKS = {"eagle3": 19, "dflash": 24}
-MODES = ("FULL_AND_PIECEWISE", "FULL_DECODE_ONLY")
-
-
-def load(method: str, mode: str, *, after_sleep: bool = False) -> Load:
-    options: dict[str, Any] = {
-        **SMALL_ENGINE,
-        "model": str(SMALL.target),
-        "max_model_len": 128,
-        "max_num_seqs": 6,
-        # Longer prompts come in pieces.
-        "max_num_batched_tokens": 112,
-        "block_size": 16,
-        "num_gpu_blocks_override": NUM_BLOCKS[method],
-        "enable_prefix_caching": True,
-        "speculative_config": {
-            "method": method,
-            "model": str(SMALL.drafter(method)),
-            "num_speculative_tokens": METHODS[method],
-        },
-        "compilation_config": {"cudagraph_mode": mode},
-    }
-    if after_sleep:
-        options["enable_sleep_mode"] = True
-    return Load(options, loads.mixed(), after_sleep)
-
-
-def compare(made: Load, folder: Path) -> None:
-    """Run a load without the graphs and with them, and let nothing differ."""
-
-    def process(side: str) -> Process:
-        variables = {**loads.VARIABLES, "VLLM_USE_V2_MODEL_RUNNER": "1", **SIDES[side]}
-        environment = engine_environment("cuda", patched=True, extra=variables)
-        return Process({side: made}, child_environment(environment, provide(folder / f"metadata {side}")))
-
-    runs = loads.side_by_side({side: process(side) for side in SIDES}, folder)
-    expected, found = (runs[side][side] for side in SIDES)
-    loads.assert_same(expected, found)
-    assert set(GRAPHS) <= set(found.used)
-    assert expected.accepted()[1] > 0
-    assert expected.preempted
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("method", METHODS)
 def test_more_graphs_change_nothing(method: str, mode: str, tmp_path: Path) -> None:
-    compare(load(method, mode), tmp_path)
+    assert compare(Load(options(method, mode), loads.mixed()), tmp_path, "V2", GRAPHS).preempted
 
 
 def test_nor_do_they_after_a_sleep(tmp_path: Path) -> None:
     """Which gives up the memory of the KV cache, and on some versions makes anew what graphs read of block tables."""
-    compare(load("eagle3", MODES[0], after_sleep=True), tmp_path)
+    made = {**options("eagle3", MODES[0]), "enable_sleep_mode": True}
+    assert compare(Load(made, loads.mixed(), True), tmp_path, "V2", GRAPHS).preempted

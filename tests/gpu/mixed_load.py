@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The load of `musa_sim.loads` on a GPU: a small engine, whose KV cache does not hold all requests at a time.
+
+Beside what the simulated device shows, this has vLLM's own kernels, compiled models, and work that is still under way
+when the host goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any, Final
+
+from vllm_hwplugin.bench import engine_environment, find_checkpoints
+from vllm_hwplugin.bench._entry_points import provide
+from vllm_hwplugin.bench._launch import child_environment
+from vllm_hwplugin.spec_decode.features import gate_of
+
+from ..musa_sim import loads
+from ..musa_sim.loads import Load, Process, Run
+from .engines import SMALL_ENGINE
+
+SMALL = find_checkpoints(None)
+METHODS: Final = {"eagle3": 3, "dflash": 7}
+MODES: Final = ("FULL_AND_PIECEWISE", "FULL_DECODE_ONLY")
+# So few that six requests at a time do not fit; how many each needs depends on its drafts.
+_NUM_BLOCKS: Final = {"eagle3": 19, "dflash": 24}
+
+
+def options(method: str, mode: str) -> dict[str, Any]:
+    """Arguments of `LLM`: a target with a drafter of `METHODS`, and a `cudagraph_mode`."""
+    return {
+        **SMALL_ENGINE,
+        "model": str(SMALL.target),
+        "max_model_len": 128,
+        "max_num_seqs": 6,
+        # Longer prompts come in pieces.
+        "max_num_batched_tokens": 112,
+        "block_size": 16,
+        "num_gpu_blocks_override": _NUM_BLOCKS[method],
+        "enable_prefix_caching": True,
+        "speculative_config": {
+            "method": method,
+            "model": str(SMALL.drafter(method)),
+            "num_speculative_tokens": METHODS[method],
+        },
+        "compilation_config": {"cudagraph_mode": mode},
+    }
+
+
+def compare(made: Load, folder: Path, runner: str, graphs: Collection[str]) -> Run:
+    """Run a load on V1 or V2 without the features `graphs` and with them, and let nothing differ.
+
+    Returns:
+        The run without them.
+    """
+
+    def process(side: str) -> Process:
+        sides = {gate_of(feature): side for feature in graphs}
+        variables = {**loads.VARIABLES, "VLLM_USE_V2_MODEL_RUNNER": "1" if runner == "V2" else "0", **sides}
+        environment = engine_environment("cuda", patched=True, extra=variables)
+        return Process({side: made}, child_environment(environment, provide(folder / f"metadata {side}")))
+
+    runs = loads.side_by_side({side: process(side) for side in ("off", "on")}, folder)
+    expected, found = (runs[side][side] for side in ("off", "on"))
+    loads.assert_same(expected, found)
+    assert (expected.runner, found.runner) == (runner, runner)
+    assert set(graphs) <= set(found.used)
+    assert expected.accepted()[1] > 0
+    return expected
