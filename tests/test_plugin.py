@@ -113,14 +113,13 @@ REAL = """
         import vllm.v1.worker.cpu_worker, vllm.v1.worker.gpu_model_runner, vllm.model_executor.models.laguna_dflash
     else:
         import vllm.engine.arg_utils, vllm.v1.worker.worker_base
+    before = set(sys.modules)
     register()
     from vllm_hwplugin import record
     from vllm_hwplugin.patching import _runtime
     entry, plan = record.current(), _runtime.current_plan()
     assert entry.error is None and entry.live, entry
-    # They change a method that vLLM decorates, and the decorator may hold what it was given.
-    refused = {name for name, item in entry.features.items() if item["state"] == "refused"}
-    assert refused <= ({"v2-tail-graph", "v2-step-inputs"} if EARLY else set()), entry.features
+    assert "refused" not in {item["state"] for item in entry.features.values()}, entry.features
     if not EARLY:
         assert set(entry.modules.values()) == {"pending"}, entry.modules
 
@@ -160,8 +159,9 @@ REAL = """
             linecache.clearcache()
         assert changed, file.module
         assert module.__file__ == module.__spec__.origin != f"{entry.vllm_root}/{file.path}"
-    states = {check.state for check in _runtime.verify()}
-    assert states == ({"re-applied"} if EARLY else {"served"}), states
+    states = {check.module: check.state for check in _runtime.verify()}
+    assert states == {name: "re-applied" if name in before else "served" for name in states}, states
+    assert ("re-applied" in states.values()) == EARLY
     import vllm.envs as envs
     assert envs.compile_factors()["VLLM_HWPLUGIN_FINGERPRINT"] == plan.fingerprint != "none"
     print(*plan.files)

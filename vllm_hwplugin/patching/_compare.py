@@ -21,10 +21,12 @@ _TRANSPARENT_DECORATORS = frozenset(
     {
         *("staticmethod", "classmethod", "property", "setter", "getter", "deleter", "abstractmethod", "override"),
         *("final", "no_grad", "inference_mode", "enable_grad", "contextmanager", "asynccontextmanager", "wraps"),
-        # vLLM's own tracing decorator, which returns the function or a plain wrapper of it.
-        "instrument",
+        # vLLM's own, which return the function or a plain wrapper of it: for tracing, and for experts that move.
+        *("instrument", "step_eplb_after"),
     }
 )
+# The same where the last name alone says too little. vLLM's: it calls `__init__` while kernels can be registered.
+_TRANSPARENT_METHODS = frozenset({"JitWarmupRegistry.capture"})
 # Class decorators, with the methods that they look into or replace.
 _CLASS_DECORATORS: dict[str, frozenset[str]] = {
     **dict.fromkeys(("dataclass", "final", "runtime_checkable", "total_ordering", "unique"), frozenset()),
@@ -217,8 +219,9 @@ def _check_function(change: FunctionChange) -> None:
     if _dumps(change.old.decorator_list) != _dumps(change.new.decorator_list):
         raise NotSwappable(f"{where} has other decorators, which have already run")
     for decorator in change.new.decorator_list:
-        if _tail(decorator) not in _TRANSPARENT_DECORATORS:
-            raise NotSwappable(f"{where} is decorated with @{ast.unparse(decorator)}, which may hold its old code")
+        written = ast.unparse(decorator)
+        if _tail(decorator) not in _TRANSPARENT_DECORATORS and written not in _TRANSPARENT_METHODS:
+            raise NotSwappable(f"{where} is decorated with @{written}, which may hold its old code")
     if type(change.old) is not type(change.new):
         raise NotSwappable(f"{where} is a coroutine in one text and not in the other")
     if change.old.name in _CLASS_CREATION_HOOKS:
