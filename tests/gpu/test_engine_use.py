@@ -20,7 +20,7 @@ SMALL = bench.find_checkpoints(None)
 
 
 #: What is off by default.
-ASKED_FOR = {f"VLLM_HWPLUGIN_{name}": "auto" for name in ("V1_STEP_INPUTS", "V2_FUSED_DRAFTS", "V2_DRAFT_METADATA")}
+ASKED_FOR = {f"VLLM_HWPLUGIN_{name}": "auto" for name in ("V2_FUSED_DRAFTS", "V2_DRAFT_METADATA")}
 
 
 def v2_can_be_shut_down() -> bool:
@@ -49,7 +49,7 @@ def test_what_an_engine_uses(method: str, k: int, v2_runner: bool, used: set[str
         # There the draft's configuration is made by the feature, whichever backend it comes to.
         used = used | {"dflash-draft-backend"}
     if not v2_runner:
-        used = used | {"v1-step-inputs"}
+        used = used | {"v1-step-inputs", "v1-draft-phase"}
     if v2_runner and version >= Version("0.24.0"):
         used = used | {"v2-tail-graph", "v2-step-inputs"}
     if method == "eagle3" and v2_runner and version < Version("0.28.0"):

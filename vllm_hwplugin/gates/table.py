@@ -227,7 +227,7 @@ GATES: Final[tuple[Gate, ...]] = (
     Gate(
         "VLLM_HWPLUGIN_V1_DRAFT_PHASE",
         "switch",
-        _UNTRIED,
+        "auto",
         "Feature v1-draft-phase: sampling and drafting of a decode step in two CUDA graphs (V1 runner).",
         affects=("patches", COMPILE_KEY),
         choices=_SWITCH,
@@ -314,7 +314,7 @@ GATES: Final[tuple[Gate, ...]] = (
     Gate(
         "VLLM_HWPLUGIN_V1_STEP_INPUTS",
         "switch",
-        _UNTRIED,
+        "auto",
         "Feature v1-step-inputs: the inputs of a decode step from those of the step before, in one CUDA graph (V1).",
         affects=("patches", COMPILE_KEY),
         choices=_SWITCH,
