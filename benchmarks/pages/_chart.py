@@ -77,7 +77,7 @@ def _draw(panel: Any, one: Gain) -> dict[str, Any]:
         if (busy := one.gpu_busy_ms(row)) is not None:
             line = panel.hlines(busy, at - _GROUP / 2, at + _GROUP / 2, color="black", linewidth=1.2)
             handles[_FLOOR] = line
-    panel.set_title(f"{one.target}, {one.drafter}, vLLM {one.vllm}{one.mark}", fontsize=8)
+    panel.set_title(f"{one.target}, {one.drafter}, vLLM {one.vllm}", fontsize=8)
     panel.set_xticks(range(len(one.rows)), [f"batch {row.batch}" for row in one.rows])
     panel.set_ylabel("ms a step")
     panel.margins(y=0.12)

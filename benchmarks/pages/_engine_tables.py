@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vllm_hwplugin.bench import (
-    FORMAT,
     NOT_MEASURED,
     SIDE_NAMES,
     comparisons,
@@ -22,7 +21,6 @@ from vllm_hwplugin.bench import (
     steps,
 )
 
-from ._gains import OLDER
 from ._read import Found
 from ._text import head, paragraph, row
 
@@ -82,8 +80,14 @@ def _section(name: str, results: Mapping[str, Any]) -> str:
         if settings[variables]:
             whose = "all sides" if variables == "vllm_environment" else "patched"
             facts.append(f"{whose} with " + " ".join(f"`{k}={v}`" for k, v in settings[variables].items()))
-    how = f"{_IN_TURN} {host_line(results)}" if results["format"] == FORMAT else OLDER.removeprefix("† ")
-    lines = [f"## vLLM {host['vllm']}, {host['name']}: `{name}`", "", "; ".join(facts) + ".", "", paragraph(how), ""]
+    lines = [
+        f"## vLLM {host['vllm']}, {host['name']}: `{name}`",
+        "",
+        "; ".join(facts) + ".",
+        "",
+        paragraph(f"{_IN_TURN} {host_line(results)}"),
+        "",
+    ]
     lines += ["### Speed and acceptance", ""]
     names = [SIDE_NAMES[side] for side in sides]
     pairs = comparisons(sides)

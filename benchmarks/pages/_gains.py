@@ -8,16 +8,11 @@ from dataclasses import dataclass
 
 from packaging.version import Version
 
-from vllm_hwplugin.bench import FORMAT, SHAPES, TINY, Row, comparisons, rows, sides_of
+from vllm_hwplugin.bench import SHAPES, TINY, Row, comparisons, rows, sides_of
 
 from ._read import Found
 
 _ORDER = (*SHAPES, TINY)
-#: What the mark means.
-OLDER = (
-    "† The sides ran one after the other, each with its engine in its caller's process, and prompts and the last, "
-    "smaller batches count as steps. A shared host may have been faster for one side than for the other."
-)
 
 
 @dataclass(frozen=True)
@@ -50,24 +45,8 @@ class Gain:
     def target(self) -> str:
         return "tiny, trained" if self.shape == TINY else f"Qwen3-{self.shape.upper()}"
 
-    @property
-    def in_turn(self) -> bool:
-        """Measured as users run: the engines' cores in processes of their own, and the sides in turn."""
-        return bool(self.file.results["format"] == FORMAT)
-
-    @property
-    def mark(self) -> str:
-        """Behind what was measured the older way; see `OLDER`."""
-        return "" if self.in_turn else " †"
-
     def gpu_busy_ms(self, row: Row) -> float | None:
-        """Of a step, the least of all sides; None where no side was profiled.
-
-        Also None where it was measured the older way: steps with fewer requests than the batch has were counted then,
-        but not profiled, and a floor may be above what stands on it.
-        """
-        if not self.in_turn:
-            return None
+        """Of a step, the least of all sides; None where no side was profiled."""
         profiles = [side.get("profile", {}) for side in row.sides.values() if side is not None]
         return min((float(one["gpu_busy_ms"]) for one in profiles if one.get("gpu_busy_ms")), default=None)
 
@@ -78,14 +57,20 @@ class Gain:
 
 
 def gains(files: Iterable[Found]) -> list[Gain]:
-    """Each case of the files in which two sides can be compared, in its newest file; by version and size."""
+    """Each case of the files in which two sides can be compared, in its newest file without a failure, if there is one.
+
+    By version and size.
+    """
     newest: dict[tuple[object, ...], Gain] = {}
     for file in sorted(files, key=lambda one: str(one.results["date"])):
         for case in file.results["cases"]:
             own = tuple(row for row in rows(file.results) if row.case is case)
             found = Gain(file, own)
+            key = (file.device, file.vllm, case["shape"], case["method"], case["k"])
+            if key in newest and any(side["error"] for side in case["sides"].values()):
+                continue
             if any(found.ratios(*pair) for pair in comparisons(sides_of(file.results))):
-                newest[file.device, file.vllm, case["shape"], case["method"], case["k"]] = found
+                newest[key] = found
     return sorted(newest.values(), key=lambda one: (Version(one.vllm), _place(one.shape), one.drafter))
 
 

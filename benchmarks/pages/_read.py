@@ -15,7 +15,7 @@ from vllm_hwplugin.bench import micro, soak
 #: Beginning of a file's name -> the entry that says which format it is, and those that are read. None: the files of
 #: `probe`, `start_cost.py` and `import_share.py`, of which no page is made.
 _FORMATS: Mapping[str, tuple[str, tuple[Any, ...]] | None] = {
-    "engines-": ("format", bench.READABLE),
+    "engines-": ("format", (bench.FORMAT,)),
     "kernels-attention-": ("kernels_format", (micro.FORMAT,)),
     "kernels-ops-": ("kernels_format", (micro.FORMAT,)),
     "soak-": ("format", (soak.FORMAT,)),

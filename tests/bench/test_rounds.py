@@ -91,8 +91,3 @@ def test_a_coin_that_fell_better_on_one_side_is_no_gain(synthetic, ratio):
     }
     row = Row({"synthetic_acceptance_length": synthetic}, "1", sides)
     assert row.ratio() == ratio
-    # An older file has one figure of all rounds.
-    old = {name: {**side, "step_ms": 1.0} for name, side in sides.items()}
-    for side in old.values():
-        del side["tokens_per_step"]
-    assert Row({"synthetic_acceptance_length": synthetic}, "1", old).ratio() == 1.5

@@ -275,7 +275,7 @@ def test_what_is_read_of_a_worker_exists(vllm_tree: Callable[[str], Any], versio
 # -- advice -----------------------------------------------------------------------------------------------------------
 
 GIVEN = measured.Setting(Version("0.26.0"), "NVIDIA H200", V1, True, "dflash", 7, True, 1, True)
-USED: dict[str, Use] = {"dflash-full-graph": {"used": True, "reason": ""}}
+USED: dict[str, Use] = {name: {"used": True, "reason": ""} for name in ("v1-draft-phase", "v1-step-inputs")}
 
 
 @pytest.mark.parametrize("found", measured.MRV2_BY_V1, ids=lambda found: found.method)

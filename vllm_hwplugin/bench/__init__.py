@@ -24,7 +24,7 @@ from ._plan import (
     job_for,
     possible_sides,
 )
-from ._results import FORMAT, PHASES_FORMAT, READABLE, add_case, new_results, provenance
+from ._results import FORMAT, PHASES_FORMAT, add_case, new_results, provenance
 from ._settings import engine_environment, engine_options
 from ._shapes import SHAPES
 from ._table import (
@@ -56,7 +56,6 @@ __all__ = [
     "MRV2_SIDES",
     "NOT_MEASURED",
     "PHASES_FORMAT",
-    "READABLE",
     "SHAPES",
     "SIDES",
     "SIDE_NAMES",

@@ -19,9 +19,6 @@ from ._plan import Case, Settings, synthetic_length
 from ._rounds import rounds_entry
 
 FORMAT = 2
-#: Those that `rows` understands. In files of format 1 the sides ran one after the other, each with its engine in the
-#: process of its caller, and a step's time is the mean over all rounds, prefill included.
-READABLE = (1, FORMAT)
 #: Of the files of ``bench --profile``.
 PHASES_FORMAT = "phases 1"
 

@@ -40,7 +40,7 @@ class Row:
         one, other = self.sides.get(side), self.sides.get(over)
         if one is None or other is None:
             return None
-        if self.case.get("synthetic_acceptance_length") is not None and "tokens_per_step" in one:
+        if self.case.get("synthetic_acceptance_length") is not None:
             mine, theirs = step_ms(one), step_ms(other)
             return None if mine is None or theirs is None else theirs / mine
         return float(one["tokens_per_second"]["best"] / other["tokens_per_second"]["best"])
@@ -128,9 +128,8 @@ def speed(side: Mapping[str, Any] | None) -> str:
 
 
 def step_ms(side: Mapping[str, Any] | None) -> float | None:
-    """Milliseconds of a step: of the best round, or of all where a file has no single ones."""
-    found = None if side is None else side["step_ms"]
-    return found["best"] if isinstance(found, Mapping) else found
+    """Milliseconds of a step of the best round."""
+    return None if side is None else float(side["step_ms"]["best"])
 
 
 def step(side: Mapping[str, Any] | None) -> str:
@@ -140,9 +139,8 @@ def step(side: Mapping[str, Any] | None) -> str:
 
 
 def steps(side: Mapping[str, Any] | None) -> str:
-    """Milliseconds of a step of the best round, and of the median one where there are rounds."""
-    found = None if side is None else side["step_ms"]
-    return f"{step(side)} ({found['median']:.2f})" if isinstance(found, Mapping) else step(side)
+    """Milliseconds of a step of the best round, and of the median one."""
+    return step(side) if side is None else f"{step(side)} ({side['step_ms']['median']:.2f})"
 
 
 def idle(side: Mapping[str, Any] | None) -> str:

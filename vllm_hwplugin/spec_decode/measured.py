@@ -14,7 +14,7 @@ from typing import Final
 from packaging.version import Version
 
 from vllm_hwplugin.record import Use
-from vllm_hwplugin.spec_decode.features import DFLASH_FULL_GRAPH, DRAFT_FULL_GRAPH
+from vllm_hwplugin.spec_decode.features import V1_DRAFT_PHASE, V1_STEP_INPUTS
 
 #: Where the files are, in the source tree.
 FOLDER: Final = "benchmarks/results"
@@ -43,14 +43,14 @@ class Measured:
 
 MRV2_BY_V1: Final = (
     Measured(
-        ("engines-h200-vllm-0.26.0-eagle3-0.6b.json", "engines-h200-vllm-0.26.0-eagle3-8b.json"),
+        ("engines-h200-vllm-0.26.0-eagle3-0.6b.json",),
         "0.26.0",
         "NVIDIA H200",
         "eagle3",
         3,
-        ("0.6b", "8b"),
-        low=1.02,
-        high=1.77,
+        ("0.6b",),
+        low=1.01,
+        high=1.12,
     ),
     Measured(
         ("engines-h200-vllm-0.26.0-dflash-0.6b.json",),
@@ -59,13 +59,13 @@ MRV2_BY_V1: Final = (
         "dflash",
         7,
         ("0.6b",),
-        low=1.60,
-        high=1.89,
+        low=1.01,
+        high=1.15,
     ),
 )
 
-# Which feature has to be used for a worker to be as the V1 side was.
-_GRAPHS_OF: Final = {"dflash": DFLASH_FULL_GRAPH, "eagle3": DRAFT_FULL_GRAPH}
+# Have to be used for a worker to be as the V1 side was.
+_V1_HAD: Final = (V1_DRAFT_PHASE, V1_STEP_INPUTS)
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def advice(setting: Setting, uses: Mapping[str, Use]) -> str | None:
             and setting.device == found.device
             and setting.method == found.method
             and setting.num_speculative_tokens == found.num_speculative_tokens
-            and _used(uses, _GRAPHS_OF[found.method])
+            and all(_used(uses, feature) for feature in _V1_HAD)
         ):
             return (
                 f"Without VLLM_USE_V2_MODEL_RUNNER=0, Model Runner V2 with its features gave {found.low:.2f} to "
