@@ -120,6 +120,8 @@ class Versions:
         return hash(self._clauses)
 
 
+# Most ranges begin or end where others do.
+@functools.lru_cache(maxsize=256)
 def _plain(clause: str) -> tuple[Callable[[Any, Any], bool], _Release] | None:
     """The clause as a comparison of numbers; None where it is not as simple as that."""
     for sign, compare in _PLAIN.items():

@@ -149,8 +149,11 @@ def _owners(root: Path, troubles: list[str]) -> Iterator[tuple[str, str]]:
             record = "\n" + (folder / "RECORD").read_bytes().decode("utf-8")
             if "\nvllm/__init__.py," not in record:
                 continue
-            # Read here: where the file is missing, what `metadata` does differs between versions of Python.
-            fields = email.parser.HeaderParser().parsestr(distribution.read_text("METADATA") or "")
+            # Read here: where the file is missing, what `metadata` does differs between versions of Python. Without
+            # the description, which the parser would take apart line by line.
+            fields = email.parser.HeaderParser().parsestr(
+                (distribution.read_text("METADATA") or "").partition("\n\n")[0]
+            )
         except (FileNotFoundError, NotADirectoryError):
             continue
         except (OSError, UnicodeDecodeError) as error:

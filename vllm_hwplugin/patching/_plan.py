@@ -146,8 +146,9 @@ def patched_file(
 ) -> PatchedFile:
     """A file with that text, and its digest."""
     data = text.encode("utf-8")
-    digest = hashlib.sha256(f"{module}\0".encode() + data).hexdigest()
-    return PatchedFile(path, module, data, digest, features, distribution)
+    digest = hashlib.sha256(f"{module}\0".encode())
+    digest.update(data)
+    return PatchedFile(path, module, data, digest.hexdigest(), features, distribution)
 
 
 def _fingerprint(files: Mapping[str, PatchedFile]) -> str:
