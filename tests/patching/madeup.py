@@ -194,7 +194,7 @@ class Project:
         """A Python that can put the features of this project in force with ``install()`` and runs ``code``."""
         prelude = (
             "import sys\nfrom pathlib import Path\nfrom vllm_hwplugin.patching import _catalog, _runtime\n"
-            f"install = lambda: _runtime.install(catalog=_catalog.load_catalog(Path({str(self.patches)!r})))\n"
+            f"_catalog.default_folder = lambda: Path({str(self.patches)!r})\ninstall = _runtime.install\n"
         )
         return [sys.executable, *flags, "-c", "\n".join([prelude, *(textwrap.dedent(part) for part in code)])]
 

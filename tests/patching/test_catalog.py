@@ -100,6 +100,14 @@ def test_one_version_only(write: Write) -> None:
         load_catalog(folder, version="0.99.0")
 
 
+def test_ranges_that_overlap_elsewhere_are_no_matter_of_a_start(write: Write) -> None:
+    folder = write(("<0.30.0", "<=0.30.0"))
+    (feature,) = load_catalog(folder, version="0.24.0").features
+    assert len(feature.variants) == 1
+    with pytest.raises(CatalogError, match=r"both cover vLLM 0\.30\.0"):
+        load_catalog(folder, version="0.30.0")
+
+
 def test_none_where_it_is_not_needed(write: Write) -> None:
     folder = write()
     for name in ("old", "new"):

@@ -6,21 +6,21 @@ This reads the project's own; `outside` reads those of others, by the same rules
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Collection, Mapping
+import os
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from ..gates import GATES
-from ..versions import Versions
+from ..versions import SUPPORTED, Versions
 from ._diff import parse_diff
 from ._errors import CatalogError, DiffError
 from ._model import VLLM, Catalog, Feature, FileDiff, NotNeeded, Variant, target_name
+from ._toml import MISSING, read_patch_tomls, read_toml
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+#: The file that makes a folder of a catalogue a feature.
+PATCH = "patch.toml"
 
 _TEXTS = ("id", "title", "gate", "what", "origin", "removal")
 #: What a `patch.toml` of the project's own may hold.
@@ -45,6 +45,8 @@ class Terms:
         complete: takes the values of a `patch.toml` and its path, and gives back the values with those that may be left
             out. CatalogError where one is not as it has to be.
         read: the bytes of a file. OSError where it is not there.
+        parsed: `patch.toml` -> its values, of those that were read before.
+        off: gates that are off; the diffs of features that they switch are not read.
     """
 
     # An ordinary class: each process of vLLM would pay for making a named tuple or a dataclass of it.
@@ -54,8 +56,11 @@ class Terms:
         keys: frozenset[str] = FEATURE_KEYS,
         complete: Callable[[Mapping[str, Any], Path], Mapping[str, Any]] = _own,
         read: Callable[[Path], bytes] = Path.read_bytes,
+        parsed: Mapping[Path, Mapping[str, Any]] = MappingProxyType({}),
+        off: Collection[str] = (),
     ) -> None:
         self.catalogue, self.keys, self.complete, self.read = catalogue, keys, complete, read
+        self.parsed, self.off = parsed, off
 
 
 def default_folder() -> Path:
@@ -65,20 +70,28 @@ def default_folder() -> Path:
     return inside if inside.is_dir() else package.parent / "patches"
 
 
-def load_catalog(folder: Path | None = None, *, version: str | None = None) -> Catalog:
+def load_catalog(
+    folder: Path | None = None, *, version: str | None = None, off: Collection[str] = (), base: Path | None = None
+) -> Catalog:
     """Read every feature of `folder`.
 
     Args:
         folder: default: the project's own.
         version: keep only the variants for this version. A process that patches itself has no use for the others. All
-            of them are kept of a feature that says nothing of the version.
+            of them are kept of a feature that says nothing of the version. Ranges that overlap are then an error only
+            where both hold this version.
+        off: gates that are off: no variant is kept of the features that they switch.
+        base: a cache folder that can be trusted, for the values of each `patch.toml`; without one they are parsed.
 
     Raises:
         CatalogError: a folder or `patch.toml` is not as it has to be.
         DiffError: a diff is malformed.
     """
     folder = default_folder() if folder is None else folder
-    return Catalog(in_order([load_feature(item, version, Terms()) for item in feature_folders(folder)], folder))
+    folders = feature_folders(folder)
+    parsed = {} if base is None else read_patch_tomls([item / PATCH for item in folders], base)
+    terms = Terms(parsed=parsed, off=off)
+    return Catalog(in_order([load_feature(item, version, terms) for item in folders], folder))
 
 
 def feature_folders(folder: Path, way_out: str = "reinstall vllm-hwplugin") -> tuple[Path, ...]:
@@ -88,30 +101,17 @@ def feature_folders(folder: Path, way_out: str = "reinstall vllm-hwplugin") -> t
         CatalogError: the catalogue's folder cannot be read.
     """
     try:
-        return tuple(sorted(item for item in folder.iterdir() if item.is_dir() and item.name[0] not in "_."))
+        with os.scandir(folder) as entries:
+            names = sorted(item.name for item in entries if item.name[0] not in "_." and item.is_dir())
     except OSError as error:
         raise CatalogError(f"{folder}: the folder of patches can't be read ({error}); {way_out}") from error
-
-
-def read_toml(file: Path, read: Callable[[Path], bytes], missing: str) -> dict[str, Any]:
-    """The values of a TOML file.
-
-    Raises:
-        CatalogError: it cannot be read (`missing` says what it is for), or is no TOML.
-    """
-    try:
-        values: dict[str, Any] = tomllib.loads(read(file).decode("utf-8"))
-    except OSError as error:
-        raise CatalogError(f"{file}: can't be read ({error.strerror}); {missing}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise CatalogError(f"{file}: not TOML ({error}); see docs/how-to-add-a-patch.md") from error
-    return values
+    return tuple(folder / name for name in names)
 
 
 def load_feature(folder: Path, version: str | None, terms: Terms) -> Feature:
     """One feature; see `load_catalog`."""
-    file = folder / "patch.toml"
-    raw = read_toml(file, terms.read, "each folder of patches needs one")
+    file = folder / PATCH
+    raw = terms.parsed[file] if file in terms.parsed else read_toml(file, terms.read, MISSING)
     refuse_unknown(raw, terms.keys, "", file)
     if "id" in raw and raw["id"] != folder.name:
         raise CatalogError(f"{file}: id is {raw['id']!r}, expected the folder's name {folder.name!r}")
@@ -126,7 +126,14 @@ def load_feature(folder: Path, version: str | None, terms: Terms) -> Feature:
     not_needed = [
         NotNeeded(_versions(table, file), text_of(table, "reason", file)) for table in _tables(raw, "not_needed", file)
     ]
-    _refuse_overlap([*ranges, *(item.versions for item in not_needed)], file, distribution, bool(terms.catalogue))
+    only = version if distribution == VLLM else None
+    stated = [*ranges, *(item.versions for item in not_needed)]
+    if terms.catalogue:
+        # What others write may be for versions, and distributions, of which this release knows nothing.
+        edges = [edge for item in stated for edge in item.edges()]
+        _refuse_overlap(stated, (*SUPPORTED, *edges), file, distribution)
+    else:
+        _refuse_overlap(stated, SUPPORTED if version is None else (version,), file, distribution)
     if terms.catalogue and not tables:
         raise CatalogError(f"{file}: has no [[variant]], so it changes nothing; see docs/how-to-add-a-patch.md")
     if terms.catalogue and (endless := next((item for item in ranges if not item.has_end), None)):
@@ -134,7 +141,6 @@ def load_feature(folder: Path, version: str | None, terms: Terms) -> Feature:
             f"{file}: the range '{endless}' of a variant has no end, so it would hold releases that nobody has seen; "
             "end it before the first one"
         )
-    only = version if distribution == VLLM else None
     wanted = [only is not None and item.covers(only) for item in ranges]
     told = any(wanted) or any(only is not None and item.versions.covers(only) for item in not_needed)
     cache: dict[str, tuple[FileDiff, ...]] = {}
@@ -151,7 +157,7 @@ def load_feature(folder: Path, version: str | None, terms: Terms) -> Feature:
     variants = [
         Variant(versions, diffs(table))
         for table, versions, used in zip(tables, ranges, wanted, strict=True)
-        if used or not told
+        if (used or not told) and texts["gate"] not in terms.off
     ]
     return Feature(
         **(texts | {"id": _joined(terms.catalogue, folder.name)}),
@@ -174,7 +180,7 @@ def _read_diff(folder: Path, name: str, terms: Terms, distribution: str) -> tupl
         return parse_diff(terms.read(folder / name).decode("utf-8"), origin, distribution)
     except OSError as error:
         raise CatalogError(
-            f"{folder / 'patch.toml'}: diff {name!r} can't be read ({error.strerror}); name a file beside it"
+            f"{folder / PATCH}: diff {name!r} can't be read ({error.strerror}); name a file beside it"
         ) from error
     except UnicodeDecodeError as error:
         raise DiffError(f"{origin}: not UTF-8 ({error}); write the diff anew") from error
@@ -212,18 +218,14 @@ def _versions(table: Mapping[str, Any], file: Path) -> Versions:
         raise CatalogError(f"{file}: versions {text!r} is no PEP 440 specifier, such as '>=0.20.0,<0.22.0'") from error
 
 
-def _refuse_overlap(ranges: list[Versions], file: Path, distribution: str, outside: bool) -> None:
-    taken: dict[str, Versions] = {}
-    # What others write may be for versions, and distributions, of which this release knows nothing.
-    edges = [version for item in ranges for version in item.edges()] if outside else []
-    for item in ranges:
-        for version in (*item.supported(), *(edge for edge in edges if item.covers(edge))):
-            other = taken.setdefault(version, item)
-            if other is not item:
-                raise CatalogError(
-                    f"{file}: the ranges '{other}' and '{item}' both cover {target_name(distribution)} {version}; make "
-                    "one of them narrower"
-                )
+def _refuse_overlap(ranges: list[Versions], versions: Iterable[str], file: Path, distribution: str) -> None:
+    for version in versions:
+        covering = [item for item in ranges if item.covers(version)]
+        if len(covering) > 1:
+            raise CatalogError(
+                f"{file}: the ranges '{covering[0]}' and '{covering[1]}' both cover {target_name(distribution)} "
+                f"{version}; make one of them narrower"
+            )
 
 
 def in_order(features: list[Feature], folder: Path, known: Collection[str] = ()) -> tuple[Feature, ...]:
@@ -247,7 +249,7 @@ def in_order(features: list[Feature], folder: Path, known: Collection[str] = ())
             if name in known:
                 continue
             if name not in by_id:
-                file = folder / feature.id.rpartition("/")[2] / "patch.toml"
+                file = folder / feature.id.rpartition("/")[2] / PATCH
                 raise CatalogError(f"{file}: requires {name!r}, which is no feature here")
             visit(by_id[name], (*path, feature.id))
         ordered.setdefault(feature.id, feature)

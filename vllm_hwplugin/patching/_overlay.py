@@ -14,7 +14,6 @@ same user.
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import logging
 import marshal
@@ -37,6 +36,7 @@ from ..cachedir import (
 )
 from ._errors import PatchingError
 from ._model import PatchedFile
+from ._sealed import keep_sealed, read_sealed
 
 logger = logging.getLogger("vllm.hwplugin")
 
@@ -45,10 +45,6 @@ FOLDER = "overlay"
 
 # PEP 552: a hash-based pyc whose source is checked. An ordinary loader that comes upon it takes it for its text alone.
 _CHECKED_HASH = (0b11).to_bytes(4, "little")
-
-# `marshal.loads` ignores what follows the object, so a digest of the whole file fits behind it, in the same atomic
-# write. CPython itself checks only the header: a torn or altered body would be run, or would end the import.
-_SEAL = b"hwplugin"
 
 
 class OverlayError(PatchingError):
@@ -101,35 +97,20 @@ class Copy(NamedTuple):
         """
         target = self.bytecode
         header = importlib.util.MAGIC_NUMBER + _CHECKED_HASH + importlib.util.source_hash(self.text)
-        kept = read_private(Path(target)) if target is not None else None
-        if kept is not None and (body := self._body(kept, header)) is not None:
-            code = marshal.loads(body)
+        # Sealed, because CPython itself checks only the header: a torn or altered body would be run, or would end the
+        # import.
+        kept = read_sealed(Path(target)) if target is not None else None
+        if kept is not None and kept[: len(header)] == header:
+            code = marshal.loads(kept[len(header) :])
             assert isinstance(code, CodeType)
             return code
         code = compile(self.text, str(self.path), "exec", dont_inherit=True)
         if target is not None:
-            self._keep(Path(target), header + marshal.dumps(code))
+            try:
+                keep_sealed(Path(target), header + marshal.dumps(code))
+            except (OSError, UntrustedFolder) as error:
+                logger.debug("the byte code of %s is not kept, each start compiles it: %s", self.module, error)
         return code
-
-    def _body(self, kept: bytes, header: bytes) -> memoryview | None:
-        sealed = memoryview(kept)[: -len(_SEAL) - 32]
-        if not kept.startswith(header) or kept[len(sealed) :] != self._seal(sealed):
-            return None
-        return sealed[len(header) :]
-
-    def _seal(self, sealed: bytes | memoryview) -> bytes:
-        # With the path: it is in the code, so byte code that was moved along with its folder is of another copy.
-        digest = hashlib.sha256(os.fsencode(self.path) + b"\0")
-        digest.update(sealed)
-        return _SEAL + digest.digest()
-
-    def _keep(self, target: Path, sealed: bytes) -> None:
-        try:
-            private_folder(target.parent)
-            # Not flushed to the disk: what a power cut leaves of it fails the check of its seal.
-            write_atomically(target, sealed + self._seal(sealed), durable=False)
-        except (OSError, UntrustedFolder) as error:
-            logger.debug("the byte code of %s is not kept, each start compiles it: %s", self.module, error)
 
 
 class Overlay:

@@ -245,7 +245,11 @@ def _activate(
     installed = find_installed()
     entry = state.record
     entry.vllm_dist, entry.vllm_version, entry.vllm_root = installed.dist, installed.version, str(installed.root)
-    catalog = load_catalog(version=installed.version) if catalog is None else catalog
+    overlay = open_overlay(environ)
+    choices = {name: value.choice for name, value in values.items() if value.gate.switches}
+    if catalog is None:
+        off = {name for name, choice in choices.items() if choice == "off"}
+        catalog = load_catalog(version=installed.version, off=off, base=overlay.base)
     state.installed = {VLLM: installed}
     missing: Mapping[str, str] = {}
     packages = catalogue_packages()
@@ -256,7 +260,8 @@ def _activate(
         found = outside.find_outside(environ, catalog, packages=packages, version=installed.version)
         state.gates = found.gates
         _report_catalogues(entry, found, strict=values["VLLM_HWPLUGIN_STRICT"].flag)
-        catalog, values = found.behind(catalog), {**values, **gates.read_all(environ, found.gates)}
+        catalog = found.behind(catalog)
+        choices |= {name: value.choice for name, value in gates.read_all(environ, found.gates).items()}
         others, missing = outside.find_targets(catalog.features)
         state.installed = {VLLM: installed, **others}
     for unknown in gates.unknown(environ, state.gates):
@@ -267,8 +272,6 @@ def _activate(
             f"{demanded[0]}=on, but no catalogue of patches has this gate{left_out and f' ({left_out})'}; name the "
             "catalogue's folder in VLLM_HWPLUGIN_PATCHES, or take the variable back"
         )
-    choices = {name: value.choice for name, value in values.items() if value.gate.switches}
-    overlay = open_overlay(environ)
     state.base = overlay.base
     try_unlisted = values["VLLM_HWPLUGIN_TRY_UNLISTED"].flag
     strict = values["VLLM_HWPLUGIN_STRICT"].flag

@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from .. import cachedir, gates
-from ._catalog import FEATURE_KEYS, Terms, feature_folders, in_order, load_feature, read_toml, refuse_unknown, text_of
+from ._catalog import FEATURE_KEYS, Terms, feature_folders, in_order, load_feature, refuse_unknown, text_of
 from ._distributions import find_distribution, find_targets, importable
 from ._errors import CatalogError, PatchingError
 from ._model import VLLM, Catalog, Feature
 from ._packages import catalogue_packages
+from ._toml import read_toml
 
 __all__ = [
     "FOLDERS",
