@@ -10,7 +10,7 @@ import pytest
 
 from vllm_hwplugin import spec_decode
 from vllm_hwplugin.bench._graphs import counted
-from vllm_hwplugin.bench._inside import drafting_of
+from vllm_hwplugin.bench._inside import drafting_of, replaying
 
 FULL, NONE = Bag(name="FULL"), Bag(name="NONE")
 
@@ -109,11 +109,46 @@ def test_v2_with_the_plugins_graph_of_the_whole_draft():
     assert vars(runner.tail_graphs) == {}
 
 
-def test_the_plugins_graphs_have_the_methods_that_are_watched():
-    tree = ast.parse((Path(spec_decode.__file__).parent / "v2" / "tail_graphs.py").read_text())
-    (tail,) = [one for one in ast.walk(tree) if isinstance(one, ast.ClassDef) and one.name == "TailGraphs"]
-    (propose,) = [one for one in tail.body if isinstance(one, ast.FunctionDef) and one.name == "propose"]
-    assert [one.arg for one in propose.args.args] == ["self", "batch"]
+def test_v1_with_the_plugins_graph_of_the_whole_draft():
+    proposer = Proposer()
+
+    class DraftPhase:
+        def propose(self, scheduler_output, sampled_token_ids, sampling_metadata, hidden_states):
+            if scheduler_output.total_num_scheduled_tokens == 7:
+                proposer.propose()
+
+    runner = V1Runner(proposer)
+    runner.draft_phase = DraftPhase()
+    with counted(runner) as counts:
+        for tokens in (8, 8, 7):
+            runner.draft_phase.propose(Bag(total_num_scheduled_tokens=tokens), None, None, Bag(shape=(16, 64)))
+    assert counts.rows() == [
+        row("drafter", 2, 4, "FULL", 1),
+        row("drafter", 7, 7, "NONE", 1),
+        row("drafter phase", 8, 16, "FULL", 2),
+    ]
+    assert vars(runner.draft_phase) == {}
+
+
+@pytest.mark.parametrize(
+    ("module", "feature", "methods"),
+    [
+        ("draft_phase", "DraftPhase", {"sample": [], "propose": ["scheduler_output", "hidden_states"]}),
+        ("v2/tail_graphs", "TailGraphs", {"sample": [], "propose": ["batch"]}),
+        ("steady_steps", "StepInputs", {"prepare_inputs": []}),
+        ("v2/step_inputs", "StepInputs", {"steady": []}),
+    ],
+)
+def test_the_plugins_graphs_have_the_methods_that_are_watched(module, feature, methods):
+    tree = ast.parse((Path(spec_decode.__file__).parent / f"{module}.py").read_text())
+    (found,) = [one for one in ast.walk(tree) if isinstance(one, ast.ClassDef) and one.name == feature]
+    signatures = {
+        one.name: [argument.arg for argument in one.args.args] for one in found.body if isinstance(one, ast.FunctionDef)
+    }
+    for method, arguments in methods.items():
+        assert set(arguments) <= set(signatures[method])
+    runner = Bag(**dict.fromkeys(("draft_phase", "tail_graphs", "step_inputs"), Bag(**dict.fromkeys(methods))))
+    assert [method for _, _, method in replaying(runner)][:1] == [name for name in methods if name != "propose"]
 
 
 @pytest.mark.parametrize("version", ["0.20.0", "0.26.0", "0.33.0"])

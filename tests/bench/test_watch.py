@@ -50,7 +50,7 @@ def test_steps_are_counted_by_what_is_in_them():
         "mixed_steps": 1,
         "draft_phases": 4,
         "draft_phases_in_graphs": 4,
-        "graph_replays": {"target": 4, "draft": 4},
+        "graph_replays": {"inputs": 0, "target": 4, "sampling": 0, "draft": 4},
     }
 
 
@@ -59,7 +59,7 @@ def test_a_draft_phase_without_a_graph_shows():
     with watched(runner, Graph) as counts:
         runner.execute_model(output(2))
     assert (counts.draft_phases, counts.draft_phases_in_graphs) == (1, 0)
-    assert counts.facts()["graph_replays"] == {"target": 1, "draft": 0}
+    assert counts.replays == {"target": 1}
 
 
 def test_everything_is_as_before_after_a_failure_too():
@@ -70,7 +70,47 @@ def test_everything_is_as_before_after_a_failure_too():
     assert vars(runner.drafter).keys() == {"graph"}
     assert Graph.replay is replay
     # A graph that is replayed after a failed draft phase is not a draft's.
-    assert counts.facts()["graph_replays"] == {"target": 1, "draft": 0}
+    assert counts.replays == {"target": 1}
+
+
+class Whole:
+    """A feature of the plugin that serves a part of a step by a graph, or calls the runner's own method."""
+
+    def __init__(self, runner):
+        self.runner = runner
+
+    def prepare_inputs(self, serves):
+        return Graph().replay() if serves else None
+
+    def sample(self, serves):
+        return Graph().replay() if serves else None
+
+    def propose(self, serves):
+        return Graph().replay() if serves else self.runner.drafter.propose()
+
+
+class PatchedRunner(Runner):
+    """A step in the order of vLLM's V1 runner with the plugin's hunks."""
+
+    def __init__(self, draft_graph):
+        super().__init__(draft_graph)
+        self.step_inputs = self.draft_phase = Whole(self)
+
+    def execute_model(self, scheduler_output, serves):
+        self.step_inputs.prepare_inputs(serves)
+        Graph().replay()
+        self.draft_phase.sample(serves)
+        return self.draft_phase.propose(serves)
+
+
+def test_graphs_of_whole_parts_of_a_step_are_counted_as_what_they_are():
+    runner = PatchedRunner(Graph())
+    with watched(runner, Graph) as counts:
+        for serves in (False, True, True):
+            assert runner.execute_model(output(2), serves) == "replayed"
+    assert (counts.draft_phases, counts.draft_phases_in_graphs) == (3, 3)
+    assert counts.facts()["graph_replays"] == {"inputs": 2, "target": 3, "sampling": 2, "draft": 3}
+    assert vars(runner.draft_phase).keys() == {"runner"}
 
 
 def test_without_a_gpu_or_a_drafter_steps_are_counted():

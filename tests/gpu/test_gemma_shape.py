@@ -226,7 +226,7 @@ def test_each_layer_is_on_its_kernel(engines: dict[str, dict[str, Any]]) -> None
 
 def test_graphs_draft_as_none_do(engines: dict[str, dict[str, Any]]) -> None:
     eager, patched = started(engines["patched eager"]), started(engines["patched"])
-    assert eager["graph_replays"] == {"target": 0, "draft": 0}
+    assert set(eager["graph_replays"].values()) == {0}
     found = same_drafts(requests()[0], eager, patched)
     assert found["compared"] > 1000
     assert found["share"] >= SAME_DRAFTS

@@ -191,7 +191,7 @@ def test_prompts_are_replayed_piece_by_piece(on_musa: dict[str, Any]) -> None:
 
 def test_eager_replays_nothing(on_musa: dict[str, Any]) -> None:
     (worker,) = on_musa["eager"]["workers"]
-    assert worker["graph_replays"] == {"target": 0, "draft": 0}
+    assert set(worker["graph_replays"].values()) == {0}
 
 
 @pytest.mark.parametrize(("name", "feature"), [("Eagle3", "draft-full-graph"), ("DFlash", "dflash-full-graph")])

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from ._inside import drafter_of
+from ._inside import drafter_of, drafting_of
 
 _V1_METHOD = "_determine_batch_execution_and_padding"
 _V2_METHOD = "dispatch"
@@ -77,25 +77,37 @@ def counted(runner: Any) -> Iterator[GraphCounts]:
         graphs = getattr(drafter, "draft_graphs", None)
         if graphs is not None:
             stack.callback(watch(graphs, _V1_METHOD.lstrip("_"), "drafter", _v1))
-        tail = getattr(runner, "tail_graphs", None)
-        if tail is not None:
-            stack.callback(_watch_tail(tail, counts))
+        whole = drafting_of(runner)
+        if whole is not None and whole is not drafter:
+            stack.callback(_watch_whole(whole, counts))
         yield counts
 
 
-def _watch_tail(tail: Any, counts: GraphCounts) -> Callable[[], None]:
-    """The plugin's graph of the whole draft in V2: where no pass of the drafter was asked for, it has served."""
-    original = tail.propose
+def _watch_whole(whole: Any, counts: GraphCounts) -> Callable[[], None]:
+    """The plugin's graph of the whole draft: where no pass of the drafter was asked for, it has served."""
+    original = whole.propose
+    arguments = inspect.signature(original)
+    named, sizes = ("drafter tail", _v2_sizes) if "batch" in arguments.parameters else ("drafter phase", _v1_sizes)
 
-    def propose(batch: Any, *args: Any, **kwargs: Any) -> Any:
+    def propose(*args: Any, **kwargs: Any) -> Any:
         before = counts.passes.total()
-        result = original(batch, *args, **kwargs)
+        result = original(*args, **kwargs)
         if counts.passes.total() == before:
-            counts.passes["drafter tail", int(batch.num_tokens), int(batch.num_tokens_after_padding), "FULL"] += 1
+            unpadded, padded = sizes(arguments.bind(*args, **kwargs).arguments)
+            counts.passes[named, unpadded, padded, "FULL"] += 1
         return result
 
-    tail.propose = propose
-    return lambda: delattr(tail, "propose")
+    whole.propose = propose
+    return lambda: delattr(whole, "propose")
+
+
+def _v1_sizes(given: Mapping[str, Any]) -> tuple[int, int]:
+    # The target has left its states for each token of its graph.
+    return int(given["scheduler_output"].total_num_scheduled_tokens), int(given["hidden_states"].shape[0])
+
+
+def _v2_sizes(given: Mapping[str, Any]) -> tuple[int, int]:
+    return int(given["batch"].num_tokens), int(given["batch"].num_tokens_after_padding)
 
 
 def _v1(result: Any) -> tuple[int, str]:

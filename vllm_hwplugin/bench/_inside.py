@@ -14,6 +14,15 @@ from ._entry_points import installed
 _V2_PACKAGE = "vllm.v1.worker.gpu."
 
 
+#: Part of a step, attribute of a runner, and method; drafting is in :func:`drafting_of`.
+_REPLAYING = (
+    ("inputs", "step_inputs", "prepare_inputs"),  # V1
+    ("inputs", "step_inputs", "steady"),  # V2
+    ("sampling", "draft_phase", "sample"),  # V1
+    ("sampling", "tail_graphs", "sample"),  # V2
+)
+
+
 class WrongRunner(HwpluginError, RuntimeError):
     """vLLM chose another model runner than the one that is to be measured."""
 
@@ -35,8 +44,19 @@ def drafter_of(runner: Any) -> Any | None:
 
 
 def drafting_of(runner: Any) -> Any | None:
-    """Whose ``propose`` a step calls: the drafter, or what the plugin puts before it in V2."""
-    return getattr(runner, "tail_graphs", None) or drafter_of(runner)
+    """Whose ``propose`` a step calls: the drafter, or what the plugin puts before it, in V1 or in V2."""
+    return getattr(runner, "draft_phase", None) or getattr(runner, "tail_graphs", None) or drafter_of(runner)
+
+
+def replaying(runner: Any) -> Iterator[tuple[str, Any, str]]:
+    """Where else the plugin's features replay graphs: the part of a step, an object of the runner, and its method.
+
+    These are the methods that a patched runner calls in each step, whether or not a graph serves it.
+    """
+    for part, holder, method in _REPLAYING:
+        owner = getattr(runner, holder, None)
+        if hasattr(owner, method):
+            yield part, owner, method
 
 
 def runner_generation(runner: Any) -> str:
