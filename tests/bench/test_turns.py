@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 
 import pytest
 
 from vllm_hwplugin import record
-from vllm_hwplugin.bench import Job, Workload, _launch, measure_in_turn, of_workloads
+from vllm_hwplugin.bench import Job, TimeLimit, Workload, _launch, measure_in_turn, of_workloads
 from vllm_hwplugin.bench._turns import Turn, turns
 
 WORKLOADS = tuple(
@@ -37,11 +38,13 @@ for line in sys.stdin:
     if command["do"] == os.environ["DIES_OF"] and command.get("round") == 1:
         print("the reason", flush=True)
         os._exit(7)
-    if command["do"] == os.environ["HANGS_AT"]:
+    if os.environ["HANGS_AT"] in (command["do"], f"{command['do']} {command.get('round')}"):
         time.sleep(300)
     if command["do"] == "end":
         say(event="done")
         break
+    if command["do"] == "profile":
+        say(event="collected", workload=command["workload"])
     name = {"warm-up": "warm", "round": "measured", "profile": "profiled"}[command["do"]]
     say(event=name, workload=command["workload"], round=command.get("round"))
 """
@@ -57,9 +60,10 @@ def engines(monkeypatch, tmp_path):
     monkeypatch.setattr(_launch.sys, "executable", str(wrapper))
     monkeypatch.setattr(record, "read_all", list)
 
-    def make(*sides, dies_of="", hangs_at="", start=0.0):
+    def make(*sides, dies_of="", hangs_at="", last_hangs_at="", start=0.0):
         usual = {"SHARED": str(shared), "DIES_OF": "", "HANGS_AT": "", "START": str(start)}
         jobs = {side: Job(side, False, {}, dict(usual), WORKLOADS) for side in sides}
+        jobs[sides[-1]].environment.update(HANGS_AT=last_hangs_at)
         jobs[sides[0]].environment.update(DIES_OF=dies_of, HANGS_AT=hangs_at)
         return jobs, lambda: shared.read_text().splitlines()
 
@@ -91,6 +95,9 @@ def test_engines_are_alive_together_and_take_turns(engines):
     assert [outcomes[side].error for side in "ab"] == [None, None]
     assert [event["event"] for event in outcomes["b"].of("measured", "batch 2")] == ["measured"] * 2
     assert [len(found["a"].of("measured")) for found in kept] == [2, 4]
+    # What a file says that was left in the middle, and what it says at the end.
+    assert [found["a"].stopped for found in kept] == ["the run did not come to its end"] * 2
+    assert [outcomes[side].stopped for side in "ab"] == [None, None]
 
 
 def test_side_by_side_all_start_before_one_is_ready(engines):
@@ -125,3 +132,51 @@ def test_a_side_that_hangs_is_ended_before_another_is_measured(engines):
     assert outcomes["a"].error == "no answer 'measured' after 2 s; killed"
     assert outcomes["b"].error is None
     assert alive == [["b"]] * 4
+
+
+def rounds_of(outcome):
+    return [(event["workload"], event["round"]) for event in outcome.of("measured")]
+
+
+def alive(events):
+    return [event["pid"] for event in events if event["event"] == "ready" and os.path.exists(f"/proc/{event['pid']}")]
+
+
+def test_when_the_time_is_up_what_both_sides_have_measured_is_there(engines):
+    jobs, done = engines("a", "b", last_hangs_at="round 1")
+    said = []
+    outcomes = measure_in_turn(
+        jobs, of_workloads(jobs), rounds=3, at_once=True, timeout=60, limit=TimeLimit(3), on_event=said.append
+    )
+    assert done()[-2:] == ["a round batch 1 1", "b round batch 1 1"]
+    for side in "ab":
+        # Not the round that only one of them has come through, and no side has failed.
+        assert rounds_of(outcomes[side]) == [("batch 1", 0), ("batch 2", 0)]
+        assert (outcomes[side].error, outcomes[side].stopped) == (None, "the time limit of 3 s")
+    assert len([event for event in said if event["event"] == "measured"]) == 5
+    assert alive(said) == []
+
+
+def test_a_start_beyond_the_limit_measures_nothing_and_is_no_failure(engines):
+    jobs, _ = engines("a", "b", start=30)
+    outcomes = measure_in_turn(jobs, of_workloads(jobs), rounds=1, at_once=False, timeout=60, limit=TimeLimit(1))
+    assert {side: (one.events, one.error, one.stopped) for side, one in outcomes.items()} == dict.fromkeys(
+        "ab", ((), None, "the time limit of 1 s")
+    )
+
+
+def test_an_interrupt_leaves_what_both_sides_have_measured_and_the_failure_of_a_third(engines):
+    jobs, _ = engines("a", "b", "c", dies_of="round")
+    said = []
+
+    def on_event(event):
+        said.append(event)
+        if (event["event"], event.get("workload"), event.get("round")) == ("measured", "batch 2", 1):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    outcomes = measure_in_turn(jobs, of_workloads(jobs), rounds=3, at_once=True, timeout=60, on_event=on_event)
+    assert (outcomes["a"].error, outcomes["a"].stopped) == ("exit code 7", "an interrupt")
+    for side in "bc":
+        assert rounds_of(outcomes[side]) == [("batch 1", 0), ("batch 2", 0), ("batch 1", 1)]
+        assert (outcomes[side].error, outcomes[side].stopped) == (None, "an interrupt")
+    assert alive(said) == []

@@ -46,6 +46,7 @@ from ._table import (
     steps,
     table,
 )
+from ._session import TimeIsUp, TimeLimit
 from ._turns import measure_in_turn, of_workloads
 
 __all__ = [
@@ -72,6 +73,8 @@ __all__ = [
     "Outcome",
     "Row",
     "Settings",
+    "TimeIsUp",
+    "TimeLimit",
     "Workload",
     "acceptance_length",
     "add_case",

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ._answer import Answer
-from ._inside import counters, engine_core, model_runner, ready_facts
+from ._inside import counters, ready_facts
 from ._job import Job, Workload
 
 
@@ -38,14 +38,14 @@ def main(arguments: Sequence[str]) -> None:
 
 def _measure(llm: Any, job: Job, workload: Workload, answer: Answer) -> None:
     if workload.warmup_tokens:
-        _generate(llm, job, workload.prompts[: workload.batch], workload.warmup_tokens)
+        generate(llm, job, workload.prompts[: workload.batch], workload.warmup_tokens)
     for number in range(workload.rounds):
         before = counters(llm)
         started = time.perf_counter()
         texts = [
             text
             for first in range(0, len(workload.prompts), workload.batch)
-            for text in _generate(llm, job, workload.prompts[first : first + workload.batch], workload.max_tokens)
+            for text in generate(llm, job, workload.prompts[first : first + workload.batch], workload.max_tokens)
         ]
         seconds = time.perf_counter() - started
         after = counters(llm)
@@ -55,26 +55,15 @@ def _measure(llm: Any, job: Job, workload: Workload, answer: Answer) -> None:
             "tokens": sum(map(len, texts)),
             "steps": after["steps"] - before["steps"],
             "drafts": after["drafts"] - before["drafts"],
-            "accepted_per_position": _subtract(after["accepted"], before["accepted"]),
+            "accepted_per_position": subtract(after["accepted"], before["accepted"]),
         }
         if workload.keep_texts and number == 0:
             facts["texts"] = texts
         answer.say("measured", workload=workload.name, **facts)
-    if workload.trace is not None:
-        from ._phases import timed
-
-        with timed(engine_core(llm), model_runner(llm)) as phases:
-            _generate(llm, job, workload.prompts[: workload.batch], workload.max_tokens)
-        answer.say("phases", workload=workload.name, rows=phases.rows())
-    if workload.profile_tokens:
-        from ._profile import profiled
-
-        with profiled(model_runner(llm), None if workload.trace is None else Path(workload.trace)) as profile:
-            _generate(llm, job, workload.prompts[: workload.batch], workload.profile_tokens)
-        answer.say("profiled", workload=workload.name, **profile.counts())
 
 
-def _generate(llm: Any, job: Job, prompts: Sequence[Sequence[int]], tokens: int) -> list[list[int]]:
+def generate(llm: Any, job: Job, prompts: Sequence[Sequence[int]], tokens: int) -> list[list[int]]:
+    """Greedy answers of so many tokens, all prompts at once."""
     from vllm import SamplingParams
 
     sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=job.tokenize)
@@ -82,7 +71,8 @@ def _generate(llm: Any, job: Job, prompts: Sequence[Sequence[int]], tokens: int)
     return [list(o.outputs[0].token_ids) for o in outputs]
 
 
-def _subtract(after: list[int], before: list[int]) -> list[int]:
+def subtract(after: list[int], before: list[int]) -> list[int]:
+    """What was counted between two times, by position; ``before`` may be empty, when nothing had been drafted."""
     return [a - b for a, b in zip(after, before or [0] * len(after), strict=True)]
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-#: One line of the child's answer: {"event": "ready" | "measured" | "phases" | "profiled" | "done", ...}.
+#: One line of the child's answer: {"event": "ready" | "measured" | "phases" | "collected" | "profiled" | "done", ...}.
 Event = dict[str, Any]
 
 
@@ -19,7 +19,7 @@ class Workload:
     """Prompts, given to the engine in groups of ``batch``, and how they are measured.
 
     ``profile_tokens`` > 0 adds one run of one group and so many tokens under torch's profiler (CUDA only).
-    ``trace`` is where its trace stays; with one, the host's time is also taken by phase.
+    ``trace`` is where its trace stays.
     ``keep_texts`` returns the generated token ids of the first round.
     """
 
@@ -58,12 +58,16 @@ class Job:
 
     @property
     def measurements(self) -> int:
-        return sum(w.rounds + (w.profile_tokens > 0) + (w.trace is not None) for w in self.workloads)
+        return sum(w.rounds + (w.profile_tokens > 0) for w in self.workloads)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came back of a job. ``error`` is None when all was measured; what was measured before a crash is kept."""
+    """What came back of a job.
+
+    ``error`` is None when the engine did not fail; what was measured before a crash is kept. ``stopped`` is None when all
+    was measured that was to be; else it says what ended the run before that.
+    """
 
     job: Job
     events: tuple[Event, ...]
@@ -71,6 +75,7 @@ class Outcome:
     error: str | None = None
     log_tail: str = ""
     records: tuple[Mapping[str, Any], ...] = field(default=())
+    stopped: str | None = None
 
     def of(self, event: str, workload: str | None = None) -> list[Event]:
         return [e for e in self.events if e["event"] == event and (workload is None or e["workload"] == workload)]

@@ -15,6 +15,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +23,7 @@ from typing import Any
 from ._inside import drafter_of
 
 STEP = "step"
+WAITING = "Future.result"
 #: Whose classes and functions are looked at.
 _OURS = ("vllm.v1.", "vllm_hwplugin.spec_decode")
 
@@ -77,6 +79,7 @@ def timed(core: Any, runner: Any) -> Iterator[Phases]:
         runner: its model runner, V1 or V2.
     """
     phases = Phases()
+    looked_at = list(_owners(core, runner))
     taken: dict[Path, list[float]] = {}
     above: Path = ()
     thread = threading.get_ident()
@@ -102,8 +105,12 @@ def timed(core: Any, runner: Any) -> Iterator[Phases]:
         return call
 
     with ExitStack() as stack:
-        looked_at = list(_owners(core, runner))
-        for owner, name, shown in [(core, "step_fn", STEP), *_methods(looked_at), *_functions(looked_at)]:
+        for owner, name, shown in [
+            (core, "step_fn", STEP),
+            *_methods(looked_at),
+            *_functions(looked_at),
+            *_waiting(Future),
+        ]:
             own, original = vars(owner), getattr(owner, name)
             # What was the class's comes back into view when the instance's own is gone.
             undo = (setattr, owner, name, original) if name in own else (delattr, owner, name)
@@ -113,11 +120,13 @@ def timed(core: Any, runner: Any) -> Iterator[Phases]:
 
 
 def _owners(core: Any, runner: Any) -> Iterator[Any]:
-    """What a step goes through, as objects: the scheduler, the runner, its drafter, and what these two hold."""
+    """What a step goes through, as objects: from the core to the runner, its drafter, and what these two hold."""
     drafter = drafter_of(runner)
     held = [one for owner in (runner, drafter) if owner is not None for one in vars(owner).values()]
+    executor = getattr(core, "model_executor", None)
+    worker = getattr(getattr(executor, "driver_worker", None), "worker", None)
     seen = set()
-    for owner in (core.scheduler, runner, drafter, *held):
+    for owner in (core, core.scheduler, executor, worker, runner, drafter, *held):
         if _kinds(owner) and _takes_attributes(owner) and id(owner) not in seen:
             seen.add(id(owner))
             yield owner
@@ -138,6 +147,14 @@ def _methods(owners: Sequence[Any]) -> Iterator[tuple[Any, str, str]]:
             method = inspect.getattr_static(owner, name)
             if inspect.isfunction(method) and not name.startswith("__") and not inspect.isgeneratorfunction(method):
                 yield owner, name, f"{type(owner).__name__}.{name}"
+
+
+def _waiting(kind: type) -> Iterator[tuple[Any, str, str]]:
+    """Where a step waits for what the one before it has computed: any kind of future, whose objects are made anew."""
+    if "result" in vars(kind):
+        yield kind, "result", WAITING
+    for derived in kind.__subclasses__():
+        yield from _waiting(derived)
 
 
 def _functions(owners: Sequence[Any]) -> Iterator[tuple[Any, str, str]]:

@@ -15,7 +15,7 @@ import tempfile
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -30,13 +30,29 @@ _GPU_WORK = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 _RUNTIME = frozenset({"cuda_runtime", "cuda_driver"})
 
 
-@dataclass
 class Profile:
-    """Filled when the ``profiled`` block ends."""
+    """What the ``profiled`` block has collected, which takes its time to look into.
 
-    trace: list[dict[str, Any]] = field(default_factory=list)
+    Args:
+        kept: see :func:`profiled`.
+    """
+
+    def __init__(self, kept: Path | None) -> None:
+        self._kept = kept
+        self.profiler: Any = None
+
+    @cached_property
+    def trace(self) -> list[dict[str, Any]]:
+        """The events of the Chrome trace, after the block."""
+        with tempfile.TemporaryDirectory(prefix="hwplugin-trace-") as folder:
+            path = Path(folder) / "trace.json" if self._kept is None else self._kept
+            self.profiler.export_chrome_trace(str(path))
+            opened = gzip.open if path.suffix == ".gz" else open
+            with opened(path, "rt", encoding="utf-8") as trace:
+                return list(json.load(trace)["traceEvents"])
 
     def counts(self) -> dict[str, Any]:
+        """As :func:`counts_per_step`."""
         return counts_per_step(self.trace)
 
 
@@ -46,7 +62,8 @@ def profiled(runner: Any, kept: Path | None = None) -> Iterator[Profile]:
 
     Args:
         runner: vLLM's model runner (V1 or V2), whose steps and drafts are marked meanwhile.
-        kept: where to leave the Chrome trace, which Perfetto reads; a name that ends with ``.gz`` is compressed.
+        kept: where to leave the Chrome trace, which Perfetto reads, when it is looked into; a name that ends with
+            ``.gz`` is compressed.
     """
     import torch
     from torch.profiler import record_function, supported_activities
@@ -64,13 +81,13 @@ def profiled(runner: Any, kept: Path | None = None) -> Iterator[Profile]:
         verifies = drafts and len(drafts) == len(tokens) and not scheduler_output.scheduled_new_reqs
         return STEP if verifies else OTHER_STEP
 
-    result = Profile()
+    result = Profile(kept)
     drafter = drafting_of(runner)
     runner.execute_model = marked(runner.execute_model, step_name)
     if drafter is not None:
         drafter.propose = marked(drafter.propose, lambda *_, **__: DRAFT)
     try:
-        with torch.profiler.profile(activities=supported_activities()) as profiler:
+        with torch.profiler.profile(activities=supported_activities()) as result.profiler:
             yield result
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
@@ -79,12 +96,6 @@ def profiled(runner: Any, kept: Path | None = None) -> Iterator[Profile]:
         del runner.execute_model
         if drafter is not None:
             del drafter.propose
-    with tempfile.TemporaryDirectory(prefix="hwplugin-trace-") as folder:
-        path = Path(folder) / "trace.json" if kept is None else kept
-        profiler.export_chrome_trace(str(path))
-        opened = gzip.open if path.suffix == ".gz" else open
-        with opened(path, "rt", encoding="utf-8") as trace:
-            result.trace = json.load(trace)["traceEvents"]
 
 
 def counts_per_step(trace: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import dataclasses
 import json
 import os
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -70,10 +70,16 @@ def add_case(results: dict[str, Any], case: Case, settings: Settings, sides: Map
         **dataclasses.asdict(case),
         "synthetic_acceptance_length": synthetic_length(case, settings),
         "sides": {side: _side(outcome) for side, outcome in sides.items()},
+        "stopped": stopped(sides.values()),
     }
     key = dataclasses.asdict(case)
     kept = [c for c in results["cases"] if {k: c[k] for k in key} != key]
     results["cases"] = [*kept, entry]
+
+
+def stopped(outcomes: Iterable[Outcome]) -> str | None:
+    """What ended a run before everything was measured; None where nothing did."""
+    return next((one.stopped for one in outcomes if one.stopped is not None), None)
 
 
 def _side(outcome: Outcome) -> dict[str, Any]:

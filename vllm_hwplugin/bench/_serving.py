@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ._answer import Answer
+from ._engine import subtract
 from ._host_speed import host_us
 from ._inside import package_facts, totals
 from ._job import Job, Workload
@@ -52,14 +53,17 @@ class Serving:
             "host_us": speed,
             **added(windows),
             "drafts": after["drafts"] - before["drafts"],
-            "accepted_per_position": difference(after["accepted"], before["accepted"]),
+            "accepted_per_position": subtract(after["accepted"], before["accepted"]),
         }
 
-    async def profile(self, workload: Workload) -> dict[str, Any]:
+    async def profile(self, workload: Workload) -> None:
         """What is launched a step, and how long the GPU works; slows the engine for good."""
         await self._ask_worker("hwplugin_start_profile")
         await self._batch(workload, workload.prompts[: workload.batch], workload.profile_tokens)
-        return dict(await self._ask_worker("hwplugin_stop_profile"))
+        await self._ask_worker("hwplugin_stop_profile")
+        self._answer.say("collected", workload=workload.name)
+        counts = await self._ask_worker("hwplugin_profile_counts")
+        self._answer.say("profiled", workload=workload.name, **counts)
 
     async def load(self, load: dict[str, Any]) -> dict[str, Any]:
         """One round of a load, see :func:`run_load`."""
@@ -74,7 +78,7 @@ class Serving:
             "graphs": graphs,
             "steps": after["steps"] - before["steps"],
             "drafts": after["drafts"] - before["drafts"],
-            "accepted_per_position": difference(after["accepted"], before["accepted"]),
+            "accepted_per_position": subtract(after["accepted"], before["accepted"]),
         }
 
     async def facts(self) -> dict[str, Any]:
@@ -97,7 +101,7 @@ class Serving:
         elif what == "round":
             self._answer.say("measured", workload=workload.name, **await self.measure(workload, command["round"]))
         elif what == "profile":
-            self._answer.say("profiled", workload=workload.name, **await self.profile(workload))
+            await self.profile(workload)
         else:
             raise ValueError(f"no such command: {command}")
 
@@ -128,11 +132,6 @@ class Serving:
                 begun = True
                 window.begun()
         window.finished()
-
-
-def difference(after: list[int], before: list[int]) -> list[int]:
-    """What was counted between two times, by position; ``before`` may be empty, when nothing had been drafted."""
-    return [a - b for a, b in zip(after, before or [0] * len(after), strict=True)]
 
 
 def _totals() -> dict[str, Any]:

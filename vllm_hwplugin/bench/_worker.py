@@ -36,10 +36,14 @@ class BenchWorker:
         stack = ExitStack()
         self._hwplugin_profile: tuple[ExitStack, Profile] = (stack, stack.enter_context(profiled(self.model_runner)))
 
-    def hwplugin_stop_profile(self) -> dict[str, Any]:
-        """What was launched a step, and how long the GPU worked."""
-        stack, profile = self._hwplugin_profile
+    def hwplugin_stop_profile(self) -> None:
+        """Collect no more."""
+        stack, _ = self._hwplugin_profile
         stack.close()
+
+    def hwplugin_profile_counts(self) -> dict[str, Any]:
+        """What was launched a step, and how long the GPU worked."""
+        _, profile = self._hwplugin_profile
         return profile.counts()
 
     def hwplugin_start_counting(self) -> None:
