@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
-from . import _engine_tables, _engines, _kernel_tables, _kernels, _phase_tables
+from . import _engine_tables, _engines, _host_time, _kernel_tables, _kernels, _phase_tables
 from ._gains import gains
-from ._read import ResultsError, read_all
+from ._read import Found, ResultsError, read_all
 
 ROOT = Path(__file__).resolve().parents[2]
 _FOLDER = "benchmarks/results"
@@ -35,7 +36,16 @@ def pages(root: Path = ROOT) -> dict[str, str]:
         "docs/kernel-benchmarks.md": _kernels.page(kernels),
         "benchmarks/results/engines.md": _engine_tables.markdown(engines),
         "benchmarks/results/kernels.md": _kernel_tables.markdown(kernels),
-        **({"benchmarks/results/phases.md": _phase_tables.markdown(phases)} if phases else {}),
+        **_of_phases(phases),
+    }
+
+
+def _of_phases(phases: Sequence[Found]) -> dict[str, str]:
+    if not phases:
+        return {}
+    return {
+        "docs/host-time.md": _host_time.page(phases),
+        "benchmarks/results/phases.md": _phase_tables.markdown(phases),
     }
 
 

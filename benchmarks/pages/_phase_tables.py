@@ -18,8 +18,8 @@ Made from the files `phases-*.json` by `make docs`; do not edit.
 _HOW = (
     "Microseconds of the host in a step of the engine, the median over the steps, without a profiler. A function "
     "stands below the one that called it, and `own` is what none below it took. The engine was in its caller's "
-    "process, alone on the machine, and timing a call costs it about a microsecond: these figures say where the time "
-    f"goes, and [engines.md](engines.md) how much there is. What takes less than {LEAST_US:g} us is left out. GPU busy "
+    "process, and timing a call costs it about a microsecond: these figures say where the time "
+    f"goes, [host-time.md](../../docs/host-time.md) what the plugin does about it, and [engines.md](engines.md) how much there is. What takes less than {LEAST_US:g} us is left out. GPU busy "
     "comes from torch's profiler, in a run apart."
 )
 
@@ -34,11 +34,16 @@ def markdown(files: Sequence[Found]) -> str:
     return "\n".join(lines)
 
 
+def case_name(case: Mapping[str, Any]) -> str:
+    """Target and drafter of an entry that has ``shape``, ``method`` and ``k``."""
+    target = TINY if case["shape"] == TINY else f"Qwen3-{case['shape'].upper()}"
+    return f"{target}, {case['method']} k={case['k']}"
+
+
 def _table(engine: Mapping[str, Any]) -> Iterator[str]:
-    target = TINY if engine["shape"] == TINY else f"Qwen3-{engine['shape'].upper()}"
     busy = engine["profile"].get("gpu_busy_ms")
     gpu = f", GPU busy {busy * 1e3:.0f} us" if busy else ""
-    case = f"{target}, {engine['method']} k={engine['k']}, {SIDE_NAMES[engine['side']]}, batch {engine['batch']}"
+    case = f"{case_name(engine)}, {SIDE_NAMES[engine['side']]}, batch {engine['batch']}"
     yield f"### {case}{gpu}"
     yield ""
     yield from head(["function", "calls a step", "us a step", "own"])

@@ -30,7 +30,7 @@ _NEEDED = {
     "kernels-attention-": ("date", "commit", "plugin", "host", "settings", "processes", "cells"),
     "kernels-ops-": ("date", "commit", "plugin", "host", "settings", "processes", "cells"),
     "soak-": ("date", "commit", "plugin", "host", "settings", "sides", "failures"),
-    "phases-": ("date", "commit", "plugin", "host", "settings", "engines"),
+    "phases-": ("date", "commit", "plugin", "host", "settings", "cases", "engines"),
 }
 
 

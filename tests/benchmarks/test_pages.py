@@ -209,28 +209,91 @@ def test_what_failed_and_was_not_measured_since_is_said(tree):
     assert ("0.26.0", "V1", "Qwen3-0.6B", "DFlash k=7") not in table_of(made["README.md"])
 
 
-def test_the_hosts_time_stands_function_below_function(tree):
-    assert "benchmarks/results/phases.md" not in pages(tree)
-    engine = {"shape": "0.6b", "method": "eagle3", "k": 3, "side": "mrv2-patched", "batch": 4, "step_ms": 2.5}
-    engine |= {
-        "profile": {"gpu_busy_ms": 1.95},
-        "phases": [
-            {"path": ["step"], "calls": 1.0, "us": 2400.0},
-            {"path": ["step", "A.run"], "calls": 2.0, "us": 1500.0},
-            {"path": ["step", "A.run", "B.tiny"], "calls": 1.0, "us": 1.0},
-            {"path": ["step", "C.end"], "calls": 1.0, "us": 600.0},
-        ],
-    }
-    results = json.loads((tree / ENGINES).read_text()) | {"format": "phases 1", "engines": [engine]}
+def phases_of(*rows):
+    return [{"path": path.split(), "calls": 1.0, "us": us} for path, us in rows]
+
+
+def looked_at(tree, *engines, **case):
+    """A results file of `bench --profile`."""
+    key = {"shape": "0.6b", "method": "eagle3", "k": 3}
+    case = {**key, "stopped": None, "sides": {}, **case}
+    engines = [{**key, "batch": 4, "step_ms": 2.5, "profile": {}, "features": [], **one} for one in engines]
+    results = json.loads((tree / ENGINES).read_text()) | {"format": "phases 1", "cases": [case], "engines": engines}
     (tree / "benchmarks" / "results" / "phases-x.json").write_text(json.dumps(results))
+
+
+def cells(page):
+    rows = [line.split("|")[1:-1] for line in page.splitlines() if line.startswith("|")]
+    return [[cell.replace("&nbsp;", "").strip(" `*") for cell in row] for row in rows]
+
+
+def test_the_hosts_time_stands_function_below_function(tree):
+    assert not {"benchmarks/results/phases.md", "docs/host-time.md"} & set(pages(tree))
+    rows = phases_of(("step", 2400.0), ("step A.run", 1500.0), ("step A.run B.tiny", 1.0), ("step C.end", 600.0))
+    looked_at(tree, {"side": "mrv2-patched", "phases": rows, "profile": {"gpu_busy_ms": 1.95}})
     page = pages(tree)["benchmarks/results/phases.md"]
     assert "### Qwen3-0.6B, eagle3 k=3, MRV2 patched, batch 4, GPU busy 1950 us" in page
-    found = [[cell.replace("&nbsp;", "").strip(" `") for cell in line.split("|")[1:-1]] for line in page.splitlines()]
-    assert [row for row in found if len(row) == 4][2:] == [
+    assert [row for row in cells(page) if len(row) == 4][2:] == [
         ["step", "1.00", "2400", "300"],
-        ["A.run", "2.00", "1500", "1499"],
+        ["A.run", "1.00", "1500", "1499"],
         ["C.end", "1.00", "600", "600"],
     ]
+
+
+V1 = "step UniProcExecutor.execute_model Worker.execute_model GPUModelRunner.execute_model"
+V2_TAIL = "step UniProcExecutor.sample_tokens Worker.sample_tokens GPUModelRunner.sample_tokens"
+
+
+def test_every_microsecond_of_a_step_is_in_one_part_of_it(tree):
+    stock = phases_of(
+        ("step", 5000.0),
+        ("step AsyncScheduler.schedule", 100.0),
+        (V1.rpartition(" ")[0].rpartition(" ")[0], 4000.0),
+        (V1.rpartition(" ")[0], 3990.0),
+        (V1, 3970.0),
+        (f"{V1} GPUModelRunner._prepare_inputs", 1000.0),
+        (f"{V1} GPUModelRunner._prepare_inputs GPUModelRunner._get_valid_sampled_token_count", 30.0),
+        (f"{V1} GPUModelRunner.propose_draft_token_ids", 2000.0),
+        # What drafting does is drafting, whatever it is.
+        (f"{V1} GPUModelRunner.propose_draft_token_ids EagleProposer._determine_batch_execution_and_padding", 50.0),
+        ("step Future.result", 20.0),
+    )
+    patched = phases_of(
+        ("step", 1000.0),
+        (V2_TAIL.rpartition(" ")[0].rpartition(" ")[0], 480.0),
+        (V2_TAIL.rpartition(" ")[0], 480.0),
+        (V2_TAIL, 480.0),
+        (f"{V2_TAIL} TailGraphs.sample", 100.0),
+        (f"{V2_TAIL} TailGraphs.propose", 200.0),
+        ("step Future.result", 500.0),
+    )
+    looked_at(
+        tree,
+        {"side": "stock", "phases": stock},
+        {"side": "mrv2-patched", "phases": patched, "profile": {"gpu_busy_ms": 1.8}, "features": ["v2-tail-graph"]},
+        stopped="an interrupt",
+        sides={"mrv2": {"error": "exit code 7"}},
+    )
+    page = pages(tree)["docs/host-time.md"]
+    found = {row[0]: row[1:] for row in cells(page) if len(row) == 3}
+    assert found.pop("us a step") == ["stock", "MRV2 patched"]
+    assert {name: figures for name, figures in found.items() if figures != ["0", "0"] and "---" not in name} == {
+        "scheduling": ["100", "0"],
+        "inputs": ["970", "0"],
+        "sampling": ["0", "100"],
+        "drafting": ["2000", "200"],
+        "other lines of `execute_model` and `sample_tokens`; on V1 logits, too": ["970", "180"],
+        "waiting for the GPU, and its tokens for the host": ["50", "500"],
+        "engine core, executor, worker": ["910", "20"],
+        "the step": ["5000", "1000"],
+        "GPU busy": ["-", "1800"],
+    }
+    assert "- MRV2 patched uses `v2-tail-graph`." in page
+    assert "Qwen3-0.6B, eagle3 k=3: an interrupt ended it before everything was looked at." in page
+    assert "Qwen3-0.6B, eagle3 k=3, MRV2: failed (exit code 7)." in page
+    assert "`GPUModelRunner.propose_draft_token_ids` 1950" in page
+    (tree / "docs" / "host-time.md").write_text("old")
+    assert "docs/host-time.md" in outdated(tree)
 
 
 def test_a_wrong_answer_and_a_cell_without_a_figure_are_said(tree):

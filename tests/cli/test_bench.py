@@ -12,8 +12,6 @@ from vllm_hwplugin.bench import Host, Outcome
 from vllm_hwplugin.cli import _bench, _bench_profile
 from vllm_hwplugin.cli._app import app
 
-from .conftest import recording_launch
-
 GPU = Host("cuda", "NVIDIA H200", "580", "0.26.0", "2.11.0", "3.12.3", 16)
 CPU = Host("cpu", "Some CPU", None, "0.32.0", "2.13.0", "3.11.7", 2)
 ALL = ["stock", "patched", "mrv2", "mrv2-patched"]
@@ -50,7 +48,7 @@ def run(monkeypatch, tmp_path):
     def call(arguments, outcome=answer, host=GPU):
         asked = []
 
-        def in_turn(jobs, measurements, *, rounds, at_once, timeout, on_event, keep):
+        def in_turn(jobs, measurements, *, rounds, at_once, timeout, limit, on_event, keep):
             asked.append((jobs, [one.name for one in measurements], rounds, at_once))
             found = {side: outcome(job, rounds) for side, job in jobs.items()}
             for one in found.values():
@@ -170,25 +168,59 @@ def test_what_was_measured_is_in_the_file_before_the_next_case_starts(run):
     assert [case["shape"] for case in found["cases"]] == ["0.6b"]
 
 
-def test_a_profile_runs_each_side_alone_in_its_callers_process(run, monkeypatch, tmp_path):
-    def profiled(job):
-        (workload,) = job.workloads
-        phases = {"event": "phases", "workload": workload.name, "rows": [{"path": ["step"], "calls": 1.0, "us": 900.0}]}
-        counts = {"event": "profiled", "workload": workload.name, "gpu_busy_ms": 0.5}
-        return Outcome(job, (*answer(job, 1).events, phases, counts), 2.0)
+def phases(job, us, number):
+    rows = [{"path": ["step"], "calls": 1.0, "us": us}, {"path": ["step", "A.run"], "calls": 1.0, "us": us - 100}]
+    event = {"event": "phases", "round": number, "host_us": 500.0 + number, "seconds": 0.2, "steps": 100, "drafts": 10}
+    return [
+        {**event, "workload": one.name, "accepted_per_position": [9, 6], "rows": rows} for one in job.workloads
+    ]
 
-    jobs = []
-    monkeypatch.setattr(_bench_profile, "launch", recording_launch(profiled, jobs))
+
+def test_a_profile_looks_at_all_sides_in_turn_in_their_callers_processes(run, monkeypatch, tmp_path):
+    asked = []
+
+    def in_turn(jobs, measurements, *, rounds, at_once, timeout, limit, module, on_event, keep):
+        asked.append((jobs, measurements, rounds, at_once, module, limit.seconds))
+        found = {}
+        for side, job in jobs.items():
+            events = [event for number, us in enumerate((950.0, 900.0, 990.0)) for event in phases(job, us, number)]
+            events += [{"event": "profiled", "workload": one.name, "gpu_busy_ms": 0.5} for one in job.workloads]
+            record = {"uses": {"v2-tail-graph": {"used": True}, "nwor": {"used": False}}}
+            found[side] = Outcome(job, tuple(events), 2.0, records=(record,))
+        keep({side: dataclasses.replace(one, stopped="later") for side, one in found.items()})
+        return found
+
+    monkeypatch.setattr(_bench_profile, "measure_in_turn", in_turn)
     folder = tmp_path / "new" / "traces"
-    result, found, asked = run(["--shape", "0.6b", "--batch", "4", "--profile", str(folder)])
+    options = ["--shape", "0.6b", "--batch", "4", "--rounds", "3", "--time-limit", "240", "--profile", str(folder)]
+    result, found, _ = run(options)
     assert result.exit_code == 0, result.output
-    assert asked == []
-    assert {job.environment["VLLM_ENABLE_V1_MULTIPROCESSING"] for job in jobs} == {"0"}
-    assert not any("kv_cache_memory_bytes" in job.options for job in jobs)
+    ((jobs, (one,), rounds, at_once, module, seconds),) = asked
+    assert (list(jobs), rounds, at_once, seconds) == (ALL, 3, True, 240)
+    assert (one.answer, module) == ("phases", "vllm_hwplugin.bench._phases_engine")
+    assert {job.environment["VLLM_ENABLE_V1_MULTIPROCESSING"] for job in jobs.values()} == {"0"}
     assert [entry["side"] for entry in found["engines"]] == ALL
-    assert found["engines"][1]["trace"] == str(folder / "0.6b-eagle3-k=3-patched-batch-4.json.gz")
+    assert found["cases"][0]["stopped"] is None
+    entry = found["engines"][1]
+    assert entry["trace"] == str(folder / "0.6b-eagle3-k=3-patched-batch-4.json.gz")
     assert folder.is_dir()
-    assert found["engines"][0]["phases"] == [{"path": ["step"], "calls": 1.0, "us": 900.0}]
+    # Of the quickest round, and nothing of another.
+    assert [row["us"] for row in entry["phases"]] == [900.0, 800.0]
+    assert (entry["host_us"], entry["rounds"], entry["step_ms"]) == (501.0, 3, 2.0)
+    assert (entry["features"], entry["profile"]) == (["v2-tail-graph"], {"gpu_busy_ms": 0.5})
+
+
+def test_a_run_that_is_stopped_leaves_what_it_has_and_begins_no_other_case(run):
+    def outcome(job, rounds):
+        return dataclasses.replace(answer(job, 1), stopped="the time limit of 60 s")
+
+    result, found, asked = run(["--shape", "0.6b", "--shape", "8b", "--time-limit", "60"], outcome)
+    assert result.exit_code == 2
+    assert len(asked) == 1
+    (case,) = found["cases"]
+    assert case["stopped"] == "the time limit of 60 s"
+    assert case["sides"]["patched"]["batches"]["8"]["rounds"] == 1
+    assert "Not everything was measured: the time limit of 60 s." in result.output
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from ._plan import (
     job_for,
     possible_sides,
 )
-from ._results import FORMAT, PHASES_FORMAT, add_case, new_results, provenance
+from ._results import FORMAT, PHASES_FORMAT, add_case, add_phases, new_phases, new_results, provenance, stopped
 from ._settings import engine_environment, engine_options
 from ._shapes import SHAPES
 from ._table import (
@@ -35,6 +35,7 @@ from ._table import (
     comparisons,
     host_line,
     idle,
+    own_us,
     profiled,
     ratio_name,
     rows,
@@ -47,7 +48,7 @@ from ._table import (
     table,
 )
 from ._session import TimeIsUp, TimeLimit
-from ._turns import measure_in_turn, of_workloads
+from ._turns import PHASES, measure_in_turn, of_workloads
 
 __all__ = [
     "ALL_SIDES",
@@ -56,6 +57,7 @@ __all__ = [
     "LEAST_US",
     "MRV2_SIDES",
     "NOT_MEASURED",
+    "PHASES",
     "PHASES_FORMAT",
     "SHAPES",
     "SIDES",
@@ -78,6 +80,7 @@ __all__ = [
     "Workload",
     "acceptance_length",
     "add_case",
+    "add_phases",
     "cases",
     "check",
     "comparisons",
@@ -91,8 +94,10 @@ __all__ = [
     "launch",
     "load_prompts",
     "measure_in_turn",
+    "new_phases",
     "new_results",
     "of_workloads",
+    "own_us",
     "possible_sides",
     "profiled",
     "provenance",
@@ -105,5 +110,6 @@ __all__ = [
     "step",
     "step_ms",
     "steps",
+    "stopped",
     "table",
 ]

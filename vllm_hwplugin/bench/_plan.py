@@ -100,8 +100,7 @@ def job_for(
         host: decides type and graphs.
         checkpoints: only needed for the tiny shape.
         folder: an existing folder for the config files of the dummy shapes.
-        own_process: the engine's core is a process of its own and shares the GPU with those of the other sides; else
-            it is in its caller's, alone.
+        own_process: the engine's core is a process of its own, as users have it; else it is in its caller's.
     """
     options = engine_options(
         host.device,
@@ -111,7 +110,8 @@ def job_for(
     )
     home = folder / f"{case.shape}-{case.method}-{case.k}-{side}"
     options |= model_of(case, synthetic_length(case, settings), checkpoints, home)
-    if own_process and host.device != "cpu":
+    if host.device != "cpu":
+        # The engines of all sides are alive together.
         options |= {
             "gpu_memory_utilization": share_of_gpu(settings.gpu_memory_utilization, settings.sides),
             # With a size that is given vLLM does not measure free memory, which other engines change meanwhile.

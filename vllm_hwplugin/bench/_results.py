@@ -16,7 +16,7 @@ from .. import __version__
 from ._host import Host
 from ._job import Outcome
 from ._plan import Case, Settings, synthetic_length
-from ._rounds import rounds_entry
+from ._rounds import phases_entry, rounds_entry
 
 FORMAT = 2
 #: Of the files of ``bench --profile``.
@@ -62,6 +62,38 @@ def new_results(host: Host, settings: Settings) -> dict[str, Any]:
         "settings": json.loads(json.dumps(dataclasses.asdict(settings))),
         "cases": [],
     }
+
+
+def new_phases(host: Host, settings: Settings) -> dict[str, Any]:
+    """An empty results file of ``bench --profile``."""
+    return {**new_results(host, settings), "format": PHASES_FORMAT, "engines": []}
+
+
+def add_phases(results: dict[str, Any], case: Case, sides: Mapping[str, Outcome]) -> None:
+    """As :func:`add_case`, of ``bench --profile``: an entry an engine and batch size, and in ``cases`` what failed."""
+    key = dataclasses.asdict(case)
+    for part in ("cases", "engines"):
+        results[part] = [one for one in results[part] if {name: one[name] for name in key} != key]
+    errors = {side: {"error": outcome.error, "log_tail": outcome.log_tail} for side, outcome in sides.items()}
+    results["cases"].append({**key, "sides": errors, "stopped": stopped(sides.values())})
+    results["engines"] += [
+        {
+            **key,
+            "side": side,
+            "batch": workload.batch,
+            "trace": workload.trace if workload.profile_tokens else None,
+            "features": _used(outcome),
+            **entry,
+        }
+        for side, outcome in sides.items()
+        for workload in outcome.job.workloads
+        if (entry := phases_entry(outcome, workload.name)) is not None
+    ]
+
+
+def _used(outcome: Outcome) -> list[str]:
+    """The features that the engine's workers use."""
+    return sorted({name for one in outcome.records for name, use in one["uses"].items() if use["used"]})
 
 
 def add_case(results: dict[str, Any], case: Case, settings: Settings, sides: Mapping[str, Outcome]) -> None:

@@ -44,6 +44,26 @@ def rounds_entry(outcome: Outcome, workload: str) -> dict[str, Any] | None:
     return entry
 
 
+def phases_entry(outcome: Outcome, workload: str) -> dict[str, Any] | None:
+    """What ``bench --profile`` found of a workload; None when nothing was.
+
+    The phases are those of the round whose steps were the quickest, so what they sum up to is one step that there was.
+    """
+    rounds = outcome.of("phases", workload)
+    if not rounds:
+        return None
+    best = min(rounds, key=lambda one: float(one["rows"][0]["us"]))
+    profiles = outcome.of("profiled", workload)
+    return {
+        "rounds": len(rounds),
+        "step_ms": min(1e3 * one["seconds"] / one["steps"] for one in rounds),
+        "host_us": best["host_us"],
+        **acceptance(rounds),
+        "phases": best["rows"],
+        "profile": {key: value for one in profiles for key, value in one.items() if key not in ("event", "workload")},
+    }
+
+
 def acceptance(events: Sequence[Event]) -> dict[str, Any]:
     """Of all that was drafted in some measurements, together."""
     drafts = sum(one["drafts"] for one in events)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -111,12 +112,18 @@ def host_line(results: Mapping[str, Any]) -> str:
     )
 
 
-def shown_phases(phases: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], float]]:
-    """The rows of ``bench --profile`` that are worth a line, each with what the rows below it do not account for."""
+def own_us(phases: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], float]]:
+    """The rows of ``bench --profile``, each with what the rows below it do not account for; that adds up to the step."""
+    inside: Counter[tuple[str, ...]] = Counter()
     for phase in phases:
-        if phase["us"] >= LEAST_US:
-            inside = sum(one["us"] for one in phases if one["path"][:-1] == phase["path"])
-            yield phase, phase["us"] - inside
+        inside[tuple(phase["path"][:-1])] += phase["us"]
+    for phase in phases:
+        yield phase, phase["us"] - inside[tuple(phase["path"])]
+
+
+def shown_phases(phases: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], float]]:
+    """As :func:`own_us`, of the rows that are worth a line."""
+    return ((phase, own) for phase, own in own_us(phases) if phase["us"] >= LEAST_US)
 
 
 def speed(side: Mapping[str, Any] | None) -> str:

@@ -20,7 +20,9 @@ from ._job import Job, Outcome
 from ._launch import ended_by_sigterm
 from ._session import Session, TimeIsUp, TimeLimit
 
+#: Modules of engines' processes: the core in a process of its own, as users have it, or in the engine's.
 SERVING = "vllm_hwplugin.bench._serving"
+PHASES = "vllm_hwplugin.bench._phases_engine"
 #: What a run that still goes on says of itself, for the file that it may leave.
 _GOES_ON = "the run did not come to its end"
 

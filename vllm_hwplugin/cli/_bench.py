@@ -20,6 +20,7 @@ from ..bench import (
     Case,
     Outcome,
     Settings,
+    TimeLimit,
     add_case,
     cases,
     check,
@@ -32,6 +33,7 @@ from ..bench import (
     new_results,
     of_workloads,
     possible_sides,
+    stopped,
     table,
 )
 from . import _bench_kernels, _bench_profile
@@ -41,6 +43,7 @@ from ._output import STANDARD_OUTPUT, JsonFile, console_for, write_json
 from ._sides import (
     PatchedEnvOption,
     SidesOption,
+    TimeLimitOption,
     UtilizationOption,
     VllmEnvOption,
     advance,
@@ -85,7 +88,7 @@ def measure(
         typer.Option(
             metavar="FOLDER",
             file_okay=False,
-            help="Not in turn: the host's time by phase, and traces for Perfetto there.",
+            help="Instead: where the host's time goes, function by function, and traces for Perfetto there.",
         ),
     ] = None,
     vllm_env: VllmEnvOption = None,
@@ -93,6 +96,7 @@ def measure(
     model: Annotated[Path | None, typer.Option(help="Checkpoints of the tiny shape.")] = None,
     json_file: JsonFile = None,
     timeout: Annotated[float, typer.Option(help="Seconds for a start, and for each measurement.")] = 900,
+    time_limit: TimeLimitOption = None,
 ) -> None:
     """Measure stock and patched on both model runners: milliseconds a step, tokens/s, acceptance, the GPU's idle share.
 
@@ -102,11 +106,12 @@ def measure(
 
     The tiny shape runs trained checkpoints (real acceptance). The others have Qwen3's sizes, dummy weights and vLLM's
     synthetic acceptance. Needs no network. A side that failed has its log's end in the results; exit code 1 when a
-    patched one failed where stock ran on that runner, 2 when it is another.
+    patched one failed where stock ran on that runner, 2 when it is another, or when Ctrl-C or the time limit left
+    something out: what all sides have measured is in the results then.
     """
     if context.invoked_subcommand is not None:
         return
-    console = console_for(json_file)
+    limit, console = TimeLimit(time_limit), console_for(json_file)
     planned = cases(
         known(shape or [TINY], _SHAPES, "--shape"), known(method or ["eagle3"], _METHODS, "--method"), k or [3]
     )
@@ -134,7 +139,7 @@ def measure(
     check(planned, host, sides)
     console.print(f"vLLM {host.vllm} on {host.name} ({host.device}), torch {host.torch}", highlight=False)
     if profile is not None:
-        _bench_profile.profile(planned, settings, host, checkpoints, profile, json_file, console, timeout)
+        _bench_profile.profile(planned, settings, host, checkpoints, profile, json_file, console, timeout, limit)
         return
     results = new_results(host, settings)
     with tempfile.TemporaryDirectory(prefix="hwplugin-shapes-") as folder, progress(console) as bar:
@@ -155,14 +160,17 @@ def measure(
                 rounds=settings.rounds,
                 at_once=host.device != "cpu",
                 timeout=timeout,
+                limit=limit,
                 on_event=advance(bar, task, case.label),
                 keep=keep,
             )
             keep(outcomes)
             for outcome in outcomes.values():
                 show_failure(outcome, bar.console)
+            if stopped(outcomes.values()) is not None:
+                break
     if json_file == STANDARD_OUTPUT:
         write_json(results, json_file)
     console.print(table(results))
     console.print(host_line(results), highlight=False)
-    conclude([{name: found["error"] for name, found in case["sides"].items()} for case in results["cases"]])
+    conclude(results["cases"], console)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``vllm-hwplugin bench --profile FOLDER``: where the host's time of a step goes, and traces for Perfetto.
 
-The engine is in the process of its caller, where its objects can be looked at, one engine after the other. So these are
-no figures to compare sides by: that is what ``bench`` itself does.
+The engines are in the processes of their callers, where their objects can be looked at, and looking costs time. So these
+are no figures to compare sides by: that is what ``bench`` itself does.
 """
 
 from __future__ import annotations
@@ -17,19 +17,24 @@ from rich.console import Console
 from rich.table import Table
 
 from ..bench import (
-    PHASES_FORMAT,
+    PHASES,
     Case,
     Checkpoints,
     Host,
+    Job,
     Outcome,
     Settings,
+    TimeLimit,
+    add_phases,
     job_for,
-    launch,
+    measure_in_turn,
+    new_phases,
+    of_workloads,
     profiled,
-    provenance,
     shown_phases,
+    stopped,
 )
-from ._output import JsonFile, write_json
+from ._output import STANDARD_OUTPUT, JsonFile, write_json
 from ._sides import advance, conclude, progress, show_failure
 
 
@@ -42,8 +47,9 @@ def profile(
     json_file: JsonFile,
     console: Console,
     timeout: float,
+    limit: TimeLimit,
 ) -> None:
-    """Run every side of every case once, and print its table.
+    """Look at every side of every case, the sides of a case in turn, and print their tables.
 
     Args:
         planned: the cases.
@@ -53,59 +59,56 @@ def profile(
         folder: for the traces; is made.
         json_file: for the results.
         console: for the tables.
-        timeout: seconds for one engine.
+        timeout: seconds for a start, and for each measurement.
+        limit: of the whole.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    entries, errors = [], []
+    results = new_phases(host, settings)
     with tempfile.TemporaryDirectory(prefix="hwplugin-shapes-") as shapes, progress(console) as bar:
         for case in planned:
-            failed = {}
-            for side in settings.sides:
-                job = job_for(case, side, settings, host, checkpoints, Path(shapes))
-                name = job.label.replace(" ", "-")
-                workloads = tuple(
-                    dataclasses.replace(
-                        one,
-                        rounds=1,
-                        profile_tokens=settings.profile_tokens,
-                        trace=str(folder.resolve() / f"{name}-batch-{one.batch}.json.gz"),
-                    )
-                    for one in job.workloads
-                )
-                job = dataclasses.replace(job, workloads=workloads)
-                task = bar.add_task(job.label, total=1 + job.measurements)
-                outcome = launch(job, timeout=timeout, on_event=advance(bar, task, job.label))
-                show_failure(outcome, bar.console)
-                failed[side] = outcome.error
-                entries += entries_of(case, side, outcome)
-            errors.append(failed)
-    for entry in entries:
-        console.print(phase_table(entry))
-    if json_file is not None:
-        facts = {"host": dataclasses.asdict(host), "settings": dataclasses.asdict(settings)}
-        write_json({"format": PHASES_FORMAT, **provenance(), **facts, "engines": entries}, json_file)
-    conclude(errors)
+            jobs = {
+                side: _with_traces(job_for(case, side, settings, host, checkpoints, Path(shapes)), folder)
+                for side in settings.sides
+            }
 
+            def keep(outcomes: dict[str, Outcome], case: Case = case) -> None:
+                add_phases(results, case, outcomes)
+                if json_file is not None and json_file != STANDARD_OUTPUT:
+                    write_json(results, json_file)
 
-def entries_of(case: Case, side: str, outcome: Outcome) -> list[dict[str, Any]]:
-    """What was found of each batch size of one side."""
-    entries = []
-    for workload in outcome.job.workloads:
-        for event in outcome.of("phases", workload.name):
-            summary = outcome.summary(workload.name)
-            assert summary is not None  # measured before the phases
-            entries.append(
-                {
-                    **dataclasses.asdict(case),
-                    "side": side,
-                    "batch": workload.batch,
-                    "step_ms": summary["step_ms"],
-                    "phases": event["rows"],
-                    "profile": summary.get("profile", {}),
-                    "trace": workload.trace if workload.profile_tokens else None,
-                }
+            task = bar.add_task(
+                f"{case.label}: engines start", total=sum(1 + job.measurements for job in jobs.values())
             )
-    return entries
+            outcomes = measure_in_turn(
+                jobs,
+                of_workloads(jobs, "phases"),
+                rounds=settings.rounds,
+                at_once=host.device != "cpu",
+                timeout=timeout,
+                limit=limit,
+                module=PHASES,
+                on_event=advance(bar, task, case.label),
+                keep=keep,
+            )
+            keep(outcomes)
+            for outcome in outcomes.values():
+                show_failure(outcome, bar.console)
+            if stopped(outcomes.values()) is not None:
+                break
+    if json_file == STANDARD_OUTPUT:
+        write_json(results, json_file)
+    for entry in results["engines"]:
+        console.print(phase_table(entry))
+    conclude(results["cases"], console)
+
+
+def _with_traces(job: Job, folder: Path) -> Job:
+    name = job.label.replace(" ", "-")
+    workloads = tuple(
+        dataclasses.replace(one, trace=str(folder.resolve() / f"{name}-batch-{one.batch}.json.gz"))
+        for one in job.workloads
+    )
+    return dataclasses.replace(job, workloads=workloads)
 
 
 def phase_table(entry: Mapping[str, Any]) -> Table:

@@ -28,6 +28,11 @@ PatchedEnvOption = Annotated[
     list[str] | None, typer.Option("--patched-env", metavar="KEY=VAL", help="Set for patched sides only.")
 ]
 
+TimeLimitOption = Annotated[
+    float | None,
+    typer.Option(min=1, help="Seconds of the whole command, then what has been measured is written; default: none."),
+]
+
 #: Patched side -> the one that says whether its failure is the plugin's.
 _STOCK_OF = {"patched": "stock", "mrv2-patched": "mrv2"}
 
@@ -42,7 +47,7 @@ def advance(bar: Progress, task: Any, label: str) -> Callable[[Event], None]:
     """Move a bar on with each thing that an engine says, its warm-up and its end apart."""
 
     def on_event(event: Event) -> None:
-        if event["event"] not in ("warm", "done"):
+        if event["event"] not in ("warm", "collected", "done"):
             bar.update(task, advance=1, description=f"{label}: {event.get('workload', 'engines start')}")
 
     return on_event
@@ -55,14 +60,23 @@ def show_failure(outcome: Outcome, console: Console) -> None:
         console.print(outcome.log_tail, markup=False, highlight=False)
 
 
-def conclude(errors: Sequence[Mapping[str, str | None]]) -> None:
-    """End the command by what failed: side -> error, of each comparison.
+def conclude(cases: Sequence[Mapping[str, Any]], console: Console) -> None:
+    """End the command by what failed, and say what ended it early.
+
+    Args:
+        cases: of a results file: of each side, its ``error``, and what the case was ``stopped`` by.
+        console: for a reader.
 
     Raises:
-        typer.Exit: 1 where a patched side failed whose stock did not, or had none beside it; 2 for any other failure.
+        typer.Exit: 1 where a patched side failed whose stock did not, or had none beside it; 2 for any other failure,
+            and where something was left out.
     """
+    errors = [{side: entry["error"] for side, entry in case["sides"].items()} for case in cases]
     for failed in errors:
         if any(error and not failed.get(_STOCK_OF[side]) for side, error in failed.items() if side in _STOCK_OF):
             raise typer.Exit(1)
-    if any(error for failed in errors for error in failed.values()):
+    early = [case["stopped"] for case in cases if case["stopped"] is not None]
+    for reason in early:
+        console.print(f"Not everything was measured: {reason}. What was is in the results.", style="yellow")
+    if early or any(error for failed in errors for error in failed.values()):
         raise typer.Exit(FAILURE)

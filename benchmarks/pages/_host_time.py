@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""docs/host-time.md: what the host does in a step, part by part, on each side, and what the plugin does about it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from itertools import groupby
+from typing import Any
+
+from vllm_hwplugin.bench import NOT_MEASURED, SIDE_NAMES, own_us
+
+from ._phase_tables import case_name
+from ._read import Found
+from ._text import head, item, paragraph, row, table
+
+
+@dataclass(frozen=True)
+class Part:
+    """Of a step.
+
+    Attributes:
+        name: in words.
+        functions: patterns of the functions that it begins with, as paths of ``bench --profile`` name them.
+        plugin: what the plugin does about it.
+    """
+
+    name: str
+    functions: tuple[str, ...]
+    plugin: str
+
+
+#: A wait belongs to no other part, wherever it is.
+_WAITING = Part(
+    "waiting for the GPU, and its tokens for the host",
+    ("Future.result", "*._get_valid_sampled_token_count", "*.get_output"),
+    "nothing; the less the host has to do, the more of a step is this",
+)
+_PARTS = (
+    Part("scheduling", ("*Scheduler.*",), "nothing"),
+    Part(
+        "the requests' states",
+        (
+            "*._update_states",
+            "*.update_states",
+            "*Runner.add_requests",
+            "*Runner.update_requests",
+            "*Runner.finish_requests",
+            "*Runner.free_states",
+            "*Runner.update_pp_decode_requests",
+            "*.apply_staged_writes",
+        ),
+        "`v2-step-inputs` writes to the device only what has changed",
+    ),
+    Part(
+        "attention metadata",
+        (
+            "*.build_attention_metadata",
+            "*._build_attention_metadata",
+            "*ModelState.prepare_attn",
+            "build_attn_metadata",
+            "build_slot_mappings_by_layer",
+        ),
+        "`v1-step-inputs` and `v2-step-inputs` make it in the graph of the inputs",
+    ),
+    Part(
+        "inputs",
+        (
+            "*._prepare_inputs",
+            "*.prepare_inputs",
+            "*._get_slot_mappings",
+            "*.get_slot_mappings",
+            "*Runner.prepare_attn",
+            "StepInputs.*",
+            "*._preprocess",
+            "*.preprocess_state",
+            "*._determine_batch_execution_and_padding",
+            "dispatch_cg_and_sync_dp",
+        ),
+        "`v1-step-inputs` and `v2-step-inputs`: one graph while the same requests are decoded",
+    ),
+    Part("launching the target", ("*._model_forward", "*CudaGraphManager.run_fullgraph"), "nothing"),
+    Part(
+        "sampling",
+        ("*._sample", "*Runner.sample", "TailGraphs.sample", "DraftPhase.sample", "DraftPhase.logits", "*_sampled"),
+        "`v1-draft-phase` and `v2-tail-graph`: one graph",
+    ),
+    Part(
+        "drafting",
+        ("*.propose_draft_token_ids", "*.propose", "TailGraphs.keep_drafts", "TailGraphs.drafts_of"),
+        "`draft-full-graph`, `draft-loop-graph`, `dflash-full-graph`: a graph a pass; `v1-draft-phase` and "
+        "`v2-tail-graph`: one graph for all",
+    ),
+    Part(
+        "what goes back to the scheduler",
+        ("*._bookkeeping_sync", "*._update_states_after_model_execute", "*._copy_*", "*.postprocess*", "*.set_draft*"),
+        "nothing",
+    ),
+)
+_RUNNER = Part(
+    "other lines of `execute_model` and `sample_tokens`; on V1 logits, too",
+    ("*Runner.execute_model", "*Runner.sample_tokens"),
+    "on V1 `v1-draft-phase` has the logits in its graph",
+)
+_REST = Part("engine core, executor, worker", (), "nothing")
+PARTS = (*_PARTS, _RUNNER, _WAITING, _REST)
+
+_HEAD = """# Where a step's time goes on the host
+
+Made from the files `phases-*.json` of [benchmarks/results](../benchmarks/results/README.md) by `make docs`; do not edit.
+Every function is in [phases.md](../benchmarks/results/phases.md), speed is in [benchmarks.md](benchmarks.md).
+"""
+_HOW = (
+    "Microseconds of the host in a decode step, of the quickest round's median step: every one of them is in one row, so "
+    "rows add up to the step. They were taken without a profiler, by timing each function of vLLM and of the plugin that "
+    "a step goes through, which costs about a microsecond a call; the engine was in its caller's process. All sides were "
+    "looked at in turn in one run. Patched is with the features that are named. GPU busy comes from torch's profiler, in "
+    "a part of the run apart."
+)
+#: Functions of a side that are named.
+_MOST = 8
+
+
+def page(files: Sequence[Found]) -> str:
+    """docs/host-time.md.
+
+    Args:
+        files: of ``bench --profile``.
+    """
+    lines = [_HEAD, paragraph(_HOW), "", "## The parts of a step, and what the plugin does about them", ""]
+    lines += [*table(["part", "what the plugin does"], ([part.name, part.plugin] for part in PARTS)), ""]
+    for file in files:
+        lines += [f"## vLLM {file.vllm}, {file.device}: `{file.name}`", "", paragraph(f"{file.source}."), ""]
+        for early in _left_out(file):
+            lines += [early, ""]
+        for name, several in groupby(file.results["engines"], key=_case):
+            lines += [*_chapter(name, {engine["side"]: engine for engine in several}), ""]
+    return "\n".join(lines)
+
+
+def parts_us(phases: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Part -> microseconds a step of what ``bench --profile`` has found of one engine; they add up to the step."""
+    found: Counter[str] = Counter({part.name: 0.0 for part in PARTS})
+    for phase, own in own_us(phases):
+        found[_part_of(phase["path"]).name] += own
+    return dict(found)
+
+
+def _part_of(path: Sequence[str]) -> Part:
+    for parts in ((_WAITING,), _PARTS, (_RUNNER,)):
+        for name in path:
+            for part in parts:
+                if any(fnmatchcase(name, pattern) for pattern in part.functions):
+                    return part
+    return _REST
+
+
+def _case(engine: Mapping[str, Any]) -> str:
+    return f"{case_name(engine)}, batch {engine['batch']}"
+
+
+def _left_out(file: Found) -> Iterator[str]:
+    for case in file.results["cases"]:
+        if case["stopped"] is not None:
+            yield item(f"{case_name(case)}: {case['stopped']} ended it before everything was looked at.")
+        for side, entry in case["sides"].items():
+            if entry["error"]:
+                yield item(f"{case_name(case)}, {SIDE_NAMES[side]}: failed ({entry['error']}).")
+
+
+def _chapter(name: str, engines: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    sides = [side for side in SIDE_NAMES if side in engines]
+    us = {side: parts_us(engines[side]["phases"]) for side in sides}
+    yield f"### {name}"
+    yield ""
+    yield from head(["us a step", *(SIDE_NAMES[side] for side in sides)])
+    for part in PARTS:
+        yield row([part.name, *(f"{us[side][part.name]:.0f}" for side in sides)])
+    yield row(["**the step**", *(f"**{sum(us[side].values()):.0f}**" for side in sides)])
+    yield row(["GPU busy", *(_busy(engines[side]) for side in sides)])
+    yield ""
+    for side in sides:
+        if features := engines[side]["features"]:
+            yield item(f"{SIDE_NAMES[side]} uses {', '.join(f'`{feature}`' for feature in features)}.")
+    yield ""
+    yield f"The {_MOST} functions with most time of their own, us a step:"
+    yield ""
+    for side in sides:
+        largest = [f"`{function}` {own:.0f}" for function, own in _largest(engines[side]["phases"])]
+        yield item(f"{SIDE_NAMES[side]}: {', '.join(largest)}.")
+
+
+def _busy(engine: Mapping[str, Any]) -> str:
+    busy = engine["profile"].get("gpu_busy_ms")
+    return f"{busy * 1e3:.0f}" if busy else NOT_MEASURED
+
+
+def _largest(phases: Sequence[Mapping[str, Any]]) -> list[tuple[str, float]]:
+    """Functions, wherever they were called from."""
+    found: Counter[str] = Counter()
+    for phase, own in own_us(phases):
+        found[phase["path"][-1]] += own  # type: ignore[assignment]
+    return list(found.most_common(_MOST))
