@@ -8,6 +8,7 @@ long tables beside the results files.
 from ._decode_misses import misses
 from ._gains import Gain, gains
 from ._goals import OPS_BYTES, Goal, goals
+from ._host_time import PARTS, parts_us
 from ._pages import RESULTS, ROOT, outdated, pages, write
 from ._read import Found, ResultsError, read_all
 from ._verdict import MARGIN, Verdict, verdicts
@@ -15,6 +16,7 @@ from ._verdict import MARGIN, Verdict, verdicts
 __all__ = [
     "MARGIN",
     "OPS_BYTES",
+    "PARTS",
     "RESULTS",
     "ROOT",
     "Found",
@@ -27,6 +29,7 @@ __all__ = [
     "misses",
     "outdated",
     "pages",
+    "parts_us",
     "read_all",
     "verdicts",
     "write",

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
 
 from vllm_hwplugin.bench import SIDE_NAMES, TINY, idle, profiled, step
 
@@ -194,18 +195,25 @@ def _acceptance(found: Sequence[Gain]) -> list[str]:
 def _soaks(files: Sequence[Found]) -> Iterator[str]:
     for file in files:
         sides, settings = file.results["sides"], file.results["settings"]
-        patched, under = sides["patched"], " ".join(settings["under"][:3])
-        facts = [
-            f"{settings['method']} on vLLM {file.vllm}, {patched['steps']} steps with 1 to {settings['max_num_seqs']} "
-            f"requests{f' under `{under}`' if under else ''}",
-            f"{patched['texts']['count']} texts, read again by stock vLLM without drafts",
-        ]
-        if "stock" in sides:
-            pairs = zip(sides["stock"]["acceptance_per_position"], patched["acceptance_per_position"], strict=True)
-            most = max(abs(one - other) for one, other in pairs)
-            facts.append(f"acceptance of each position {f'within {most:.4f} of' if most else 'equal to'} stock's")
+        under = " ".join(settings["under"][:3])
+        facts = [f"{settings['method']} on vLLM {file.vllm}{f' under `{under}`' if under else ''}"]
+        for runner, (stock, patched) in _RUNNERS.items():
+            if patched in sides and sides[patched]["error"] is None:
+                facts.append(_soaked(runner, sides[patched], sides.get(stock), settings))
         faults = escaped("; ".join(file.results["failures"]))
         yield item(f"{'; '.join(facts)}: {f'**{faults}**' if faults else 'nothing wrong'}.")
+
+
+def _soaked(runner: str, side: Mapping[str, Any], stock: Mapping[str, Any] | None, settings: Mapping[str, Any]) -> str:
+    said = (
+        f"{runner}: {side['steps']} steps with 1 to {settings['max_num_seqs']} requests, {side['texts']['count']} "
+        "texts, read again by stock vLLM without drafts"
+    )
+    if stock is None or stock["error"] is not None:
+        return said
+    pairs = zip(stock["acceptance_per_position"], side["acceptance_per_position"], strict=True)
+    most = max(abs(one - other) for one, other in pairs)
+    return f"{said}, acceptance of each position {f'within {most:.4f} of' if most else 'equal to'} stock's"
 
 
 def _spread(found: Sequence[Gain]) -> list[str]:

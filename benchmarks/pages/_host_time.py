@@ -109,15 +109,15 @@ PARTS = (*_PARTS, _RUNNER, _WAITING, _REST)
 
 _HEAD = """# Where a step's time goes on the host
 
-Made from the files `phases-*.json` of [benchmarks/results](../benchmarks/results/README.md) by `make docs`; do not edit.
-Every function is in [phases.md](../benchmarks/results/phases.md), speed is in [benchmarks.md](benchmarks.md).
+Made from the files `phases-*.json` of [benchmarks/results](../benchmarks/results/README.md) by `make docs`; do not
+edit. Every function is in [phases.md](../benchmarks/results/phases.md), speed is in [benchmarks.md](benchmarks.md).
 """
 _HOW = (
-    "Microseconds of the host in a decode step, of the quickest round's median step: every one of them is in one row, so "
-    "rows add up to the step. They were taken without a profiler, by timing each function of vLLM and of the plugin that "
-    "a step goes through, which costs about a microsecond a call; the engine was in its caller's process. All sides were "
-    "looked at in turn in one run. Patched is with the features that are named. GPU busy comes from torch's profiler, in "
-    "a part of the run apart."
+    "Microseconds of the host in a decode step, of the quickest round's median step: every one of them is in one row, "
+    "so rows add up to the step. They were taken without a profiler, by timing each function of vLLM and of the plugin "
+    "that a step goes through, which costs about a microsecond a call; the engine was in its caller's process. All "
+    "sides were looked at in turn in one run. Patched is with the features that are named. GPU busy comes from torch's "
+    "profiler, in a part of the run apart."
 )
 #: Functions of a side that are named.
 _MOST = 8

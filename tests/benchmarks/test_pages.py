@@ -9,7 +9,7 @@ import subprocess
 
 import pytest
 
-from benchmarks.pages import RESULTS, ROOT, ResultsError, gains, outdated, pages, read_all
+from benchmarks.pages import PARTS, RESULTS, ROOT, ResultsError, gains, outdated, pages, read_all
 from vllm_hwplugin.bench import rows, step_ms
 
 ENGINES = "benchmarks/results/engines-h200-vllm-0.26.0-eagle3-0.6b.json"
@@ -294,6 +294,24 @@ def test_every_microsecond_of_a_step_is_in_one_part_of_it(tree):
     assert "`GPUModelRunner.propose_draft_token_ids` 1950" in page
     (tree / "docs" / "host-time.md").write_text("old")
     assert "docs/host-time.md" in outdated(tree)
+
+
+def test_the_parts_of_a_step_begin_with_functions_that_there_are(vllm_tree):
+    files = ["vllm/v1/worker/gpu_model_runner.py", "vllm/v1/spec_decode/llm_base_proposer.py"]
+    files += [
+        f"vllm/v1/worker/gpu/{name}.py" for name in ("model_runner", "block_table", "cudagraph_utils", "dp_utils")
+    ]
+    files += [
+        f"vllm/v1/worker/gpu/{name}.py"
+        for name in ("attn_utils", "model_states/default", "model_states/interface", "spec_decode/utils")
+    ]
+    texts = [vllm_tree(version).read(file) for version in ("0.26.0",) for file in files]
+    texts += [path.read_text() for path in (ROOT / "vllm_hwplugin" / "spec_decode").rglob("*.py")]
+    text = "\n".join(texts)
+    for pattern in (pattern for part in PARTS for pattern in part.functions):
+        name = pattern.rpartition(".")[2].strip("*")
+        # The rest is of Python's library or a whole class.
+        assert not name or pattern == "Future.result" or re.search(rf"def \w*{name}\w*\(", text), pattern
 
 
 def test_a_wrong_answer_and_a_cell_without_a_figure_are_said(tree):

@@ -171,9 +171,7 @@ def test_what_was_measured_is_in_the_file_before_the_next_case_starts(run):
 def phases(job, us, number):
     rows = [{"path": ["step"], "calls": 1.0, "us": us}, {"path": ["step", "A.run"], "calls": 1.0, "us": us - 100}]
     event = {"event": "phases", "round": number, "host_us": 500.0 + number, "seconds": 0.2, "steps": 100, "drafts": 10}
-    return [
-        {**event, "workload": one.name, "accepted_per_position": [9, 6], "rows": rows} for one in job.workloads
-    ]
+    return [{**event, "workload": one.name, "accepted_per_position": [9, 6], "rows": rows} for one in job.workloads]
 
 
 def test_a_profile_looks_at_all_sides_in_turn_in_their_callers_processes(run, monkeypatch, tmp_path):

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import time
 
 import pytest
 from typer.testing import CliRunner
 
 from vllm_hwplugin import bench
 from vllm_hwplugin.bench._launch import Ended
-from vllm_hwplugin.bench.soak import SoakJob
+from vllm_hwplugin.bench.soak import texts_of
+from vllm_hwplugin.bench.soak_run import Soaked
 from vllm_hwplugin.cli import _soak
 from vllm_hwplugin.cli._app import app
 
+ALL = ["stock", "patched", "mrv2", "mrv2-patched"]
 GPU = bench.Host("cuda", "NVIDIA H200", "580", "0.26.0", "2.11.0", "3.12.3", 16)
 READY = {"event": "ready", "seconds": 1.0, "pid": 7, "platform": "a.B", "graph_modes": {"drafter": "FULL"}}
 
@@ -38,101 +42,115 @@ def soaked(job, **changes):
 
 
 def ended(*events, error=None):
-    return Ended(events, 3.0, error, "the log [of it]" if error else "", ())
+    record = {"uses": {"v1-draft-phase": {"used": True}, "nwor": {"used": False}}}
+    return Ended(events, 3.0, error, "the log [of it]" if error else "", (record,))
 
 
 def answer(job):
-    if job.steps:
-        return ended(READY, {"event": "progress", "steps": 30}, soaked(job), {"event": "done"})
-    return ended(READY, {"event": "judged", "gaps": [[0.0] * len(t.tokens) for t in job.texts]}, {"event": "done"})
+    return ended(READY, {"event": "progress", "steps": 30}, soaked(job), {"event": "done"})
 
 
 @pytest.fixture
 def run(monkeypatch, tmp_path):
-    def call(*arguments, child=answer):
-        jobs = []
+    def call(*arguments, child=answer, gap=0.0, judge=None, host=GPU):
+        asked = []
 
-        def run_child(module, job, environment, *, timeout, on_event, under):
-            jobs.append((SoakJob.from_json(job), under))
-            assert module == "vllm_hwplugin.bench._soak_engine"
-            assert environment == jobs[-1][0].environment
-            one = child(jobs[-1][0])
-            for event in one.events:
-                on_event(event)
-            return one
+        def run_soak(jobs, judging, *, at_once, timeout, under, on_event):
+            asked.append((jobs, judging, at_once, under))
+            found = Soaked({side: child(job) for side, job in jobs.items()})
+            for side, one in found.ended.items():
+                for event in one.events:
+                    on_event(side, event)
+                if one.error is None:
+                    found.texts[side] = texts_of(one.events[-2])
+            found.judge = judge or ended(READY, {"event": "done"})
+            if found.judge.error is None:
+                found.gaps = {text: [0.0, gap] for several in found.texts.values() for text in several}
+            return found
 
-        monkeypatch.setattr(_soak, "run_child", run_child)
-        monkeypatch.setattr(bench, "detect_host", lambda: GPU)
+        monkeypatch.setattr(_soak, "run_soak", run_soak)
+        monkeypatch.setattr(bench, "detect_host", lambda: host)
         monkeypatch.setenv("COLUMNS", "200")
         file = tmp_path / "soak.json"
         command = ["bench", "soak", "--steps", "60", "--max-num-seqs", "4", "--json", str(file), *arguments]
         result = CliRunner().invoke(app, command, catch_exceptions=False)
-        return result, json.loads(file.read_text()) if file.exists() else None, jobs
+        return result, json.loads(file.read_text()) if file.exists() else None, asked
 
     return call
 
 
-def test_both_sides_soak_and_a_third_engine_reads_each_different_text_once(run):
-    result, found, jobs = run()
+def test_all_sides_that_the_host_can_run_soak_at_the_same_time(run):
+    result, found, ((jobs, judge, at_once, _),) = run()
     assert result.exit_code == 0, result.output
-    assert [job.label for job, _ in jobs] == ["stock", "patched", "judge"]
-    assert [t.tokens for t in jobs[2][0].texts] == [(2, 3), (5, 6), (5, 7)]
+    assert (list(jobs), judge.label, at_once) == (ALL, "judge", True)
+    runners = {side: job.environment["VLLM_USE_V2_MODEL_RUNNER"] for side, job in jobs.items()}
+    assert runners == {"stock": "0", "patched": "0", "mrv2": "1", "mrv2-patched": "1"}
+    assert sum(job.options["gpu_memory_utilization"] for job in (*jobs.values(), judge)) == pytest.approx(0.9)
     assert (found["ok"], found["failures"]) == (True, [])
     assert found["settings"]["k"] == 7
     patched = found["sides"]["patched"]
     assert patched["acceptance_per_position"] == [0.8, 0.4]
     assert patched["texts"] == {"count": 2, "worst_gap": 0.0, "not_first_choice": 0.0}
-    assert patched["platform"] == "a.B"
-    assert "60 steps, 2 requests, 4 tokens" in result.output
-    assert "60 phases, 59 of them in graphs" in result.output
+    assert (patched["platform"], patched["features"]) == ("a.B", ["v1-draft-phase"])
+    assert "MRV2 patched: 60 steps, 2 requests, 4 tokens" in result.output
+    assert "60 phases, 59 of them in graphs; graphs replayed: target 58, draft 57" in result.output
+
+
+def test_on_a_cpu_v1_one_engine_after_the_other(run):
+    _, _, ((jobs, _, at_once, _),) = run(host=dataclasses.replace(GPU, device="cpu", vllm="0.32.0"))
+    assert (list(jobs), at_once) == (["stock", "patched"], False)
+    assert not any("kv_cache_memory_bytes" in job.options for job in jobs.values())
 
 
 def test_standard_output_can_be_the_results_alone(run):
     result, found, _ = run("--json", "-")
-    assert list(json.loads(result.stdout)["sides"]) == ["stock", "patched"]
+    assert list(json.loads(result.stdout)["sides"]) == ALL
     assert "60 phases, 59 of them in graphs" in result.stderr
     assert found is None
 
 
-def test_a_memory_checker_runs_the_load_and_not_the_judge(run):
-    _, found, jobs = run("--side", "patched", "--under", "env --error-exitcode 99", "--method", "eagle3")
-    assert [(job.label, under) for job, under in jobs] == [
-        ("patched", ("env", "--error-exitcode", "99")),
-        ("judge", ()),
-    ]
-    assert jobs[0][0].options["speculative_config"]["num_speculative_tokens"] == 3
+def test_a_memory_checker_and_a_time_limit(run):
+    before = time.time()
+    options = ["--under", "env --error-exitcode 99", "--method", "eagle3", "--time-limit", "200"]
+    _, found, ((jobs, _, _, under),) = run("--side", "patched", "--side", "mrv2-patched", *options)
+    assert under == ("env", "--error-exitcode", "99")
     assert found["settings"]["under"] == ["env", "--error-exitcode", "99"]
+    assert jobs["patched"].options["speculative_config"]["num_speculative_tokens"] == 3
+    assert before + 200 <= jobs["patched"].until == jobs["mrv2-patched"].until <= time.time() + 200
 
 
-def test_a_crash_is_a_failure_with_its_log_and_the_other_side_is_judged(run):
+def test_a_crash_is_a_failure_with_its_log_and_the_other_sides_are_judged(run):
     def child(job):
-        return ended(READY, error="exit code 99") if job.label == "patched" else answer(job)
+        return ended(READY, error="exit code 99") if job.label == "mrv2-patched" else answer(job)
 
-    result, found, jobs = run(child=child)
+    result, found, _ = run(child=child)
     assert result.exit_code == 1
-    assert [job.label for job, _ in jobs] == ["stock", "patched", "judge"]
-    assert found["failures"] == ["patched: exit code 99"]
+    assert found["failures"] == ["mrv2-patched: exit code 99"]
     assert "the log [of it]" in result.output
-    assert found["sides"]["stock"]["texts"]["worst_gap"] == 0.0
+    assert found["sides"]["mrv2"]["texts"]["worst_gap"] == 0.0
+
+
+def test_each_runner_is_held_to_its_own_stock(run):
+    def child(job):
+        worse = [16_000, 7_500] if job.label == "mrv2-patched" else [16_000, 8_000]
+        return ended(READY, soaked(job, accepted_per_position=worse), {"event": "done"})
+
+    result, found, _ = run(child=child)
+    assert result.exit_code == 1
+    assert found["failures"] == [
+        "mrv2-patched: acceptance at position 1: stock 0.4000, patched 0.3750; 0.01 less allowed"
+    ]
 
 
 def test_a_text_that_is_not_greedy_is_a_failure(run):
-    def child(job):
-        if job.steps:
-            return answer(job)
-        return ended(READY, {"event": "judged", "gaps": [[0.0, 0.0], [0.0, 0.0], [0.0, 3.5]]}, {"event": "done"})
-
-    result, found, _ = run(child=child)
+    result, found, _ = run("--side", "patched", gap=3.5)
     assert result.exit_code == 1
     assert found["ok"] is False
     assert "does not hold: patched: a token is 3.5000 nats below" in result.output
 
 
 def test_texts_that_nobody_read_are_a_failure(run):
-    def child(job):
-        return answer(job) if job.steps else ended(error="killed by SIGKILL")
-
-    result, found, _ = run(child=child)
+    result, found, _ = run(judge=ended(error="killed by SIGKILL"))
     assert result.exit_code == 2
     assert "judge: killed by SIGKILL" in found["failures"]
     assert "patched: its texts were not judged" in found["failures"]
@@ -142,7 +160,7 @@ def test_texts_that_nobody_read_are_a_failure(run):
     ("arguments", "message"),
     [
         (["--method", "ngram"], "choose from eagle3, dflash"),
-        (["--side", "mrv2"], "choose from stock, patched"),
+        (["--side", "mrv3"], "choose from stock, patched, mrv2, mrv2-patched"),
         (["--patched-env", "A"], "is not KEY=VAL"),
         (["--under", "no-such-checker --leak"], "no command 'no-such-checker' on PATH"),
     ],

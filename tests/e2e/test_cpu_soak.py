@@ -15,7 +15,7 @@ pytestmark = pytest.mark.engine
 def test_requests_come_and_go_and_all_of_them_end(cpu_host):
     checkpoints = bench.find_checkpoints(None)
     pool = bench.load_prompts(checkpoints, 96)
-    settings = soak.SoakSettings("dflash", 7, 60, 4, 1, "FULL", (), {}, {})
+    settings = soak.SoakSettings("dflash", 7, 60, 4, 1, "FULL", (), {}, {}, ("patched",))
     job = soak.load_job("patched", settings, cpu_host, checkpoints, pool)
     ended = run_child(soak.MODULE, job.to_json(), job.environment, timeout=800)
     assert ended.error is None, ended.log_tail

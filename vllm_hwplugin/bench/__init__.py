@@ -15,6 +15,7 @@ from ._plan import (
     ALL_SIDES,
     MRV2_SIDES,
     SIDES,
+    STOCK_OF,
     TINY,
     Case,
     NotOnThisHost,
@@ -24,7 +25,17 @@ from ._plan import (
     job_for,
     possible_sides,
 )
-from ._results import FORMAT, PHASES_FORMAT, add_case, add_phases, new_phases, new_results, provenance, stopped
+from ._results import (
+    FORMAT,
+    PHASES_FORMAT,
+    add_case,
+    add_phases,
+    new_phases,
+    new_results,
+    provenance,
+    stopped,
+)
+from ._session import TimeIsUp, TimeLimit
 from ._settings import engine_environment, engine_options
 from ._shapes import SHAPES
 from ._table import (
@@ -47,7 +58,6 @@ from ._table import (
     steps,
     table,
 )
-from ._session import TimeIsUp, TimeLimit
 from ._turns import PHASES, measure_in_turn, of_workloads
 
 __all__ = [
@@ -62,6 +72,7 @@ __all__ = [
     "SHAPES",
     "SIDES",
     "SIDE_NAMES",
+    "STOCK_OF",
     "TINY",
     "Case",
     "Checkpoints",

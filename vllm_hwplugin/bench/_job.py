@@ -65,8 +65,8 @@ class Job:
 class Outcome:
     """What came back of a job.
 
-    ``error`` is None when the engine did not fail; what was measured before a crash is kept. ``stopped`` is None when all
-    was measured that was to be; else it says what ended the run before that.
+    ``error`` is None when the engine did not fail; what was measured before a crash is kept. ``stopped`` is None when
+    all was measured that was to be; else it says what ended the run before that.
     """
 
     job: Job

@@ -24,6 +24,8 @@ SIDES = ("stock", "patched")
 #: The same two on Model Runner V2.
 MRV2_SIDES = ("mrv2", "mrv2-patched")
 ALL_SIDES = (*SIDES, *MRV2_SIDES)
+#: Patched side -> the one that it is held to.
+STOCK_OF = {"patched": "stock", "mrv2-patched": "mrv2"}
 
 #: The first vLLM whose Model Runner V2 runs a method (`_validate_v2_model_runner` of vllm/config/vllm.py up to 0.21,
 #: `_get_v2_model_runner_unsupported_features` since); it runs no other.

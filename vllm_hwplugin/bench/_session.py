@@ -121,10 +121,10 @@ class Session:
         self.tell(command)
         return self.wait_for(answer, timeout)
 
-    def wait_for_end(self) -> None:
-        """See the process go that was told to end."""
-        if self.wait_for("done", _END):
-            self._child.follow(_END, until=lambda one: False)
+    def wait_for_end(self, timeout: float = _END) -> None:
+        """See the process go that was told to end, or that ends by itself."""
+        if self.wait_for("done", timeout):
+            self._child.follow(timeout, until=lambda one: False)
 
     def ended(self) -> Ended:
         """What came of it; the process is over then."""

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The child process of a soak: ``python -m vllm_hwplugin.bench._soak_engine JOB ANSWER``.
 
-Either it runs the load (steps > 0), or it judges texts: an engine without speculation reads each text once and says how
-far below its own first choice every token was. A greedy text has no such token; in bfloat16 a near-tie may go either
-way with the shape of the batch, and its gap is small.
+Either it runs the load (steps > 0), or it judges texts, which it waits for on its standard input: {"texts": [[PROMPT,
+TOKENS], ...]}. An engine without speculation reads each text once and says how far below its own first choice every
+token was. A greedy text has no such token; in bfloat16 a near-tie may go either way with the shape of the batch, and its
+gap is small.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
@@ -35,8 +37,9 @@ def main(arguments: Sequence[str]) -> None:
     answer.say("ready", seconds=time.perf_counter() - started, pid=os.getpid(), **ready_facts(llm))
     if job.steps:
         answer.say("soaked", **soak(llm, job, answer))
-    else:
-        answer.say("judged", gaps=judge(llm, job.texts))
+    elif line := sys.stdin.readline():
+        texts = [Text(tuple(prompt), tuple(tokens)) for prompt, tokens in json.loads(line).get("texts", ())]
+        answer.say("judged", gaps=judge(llm, texts))
     llm.llm_engine.engine_core.shutdown()
     answer.say("done")
 
@@ -52,9 +55,15 @@ def soak(llm: Any, job: SoakJob, answer: Answer) -> dict[str, Any]:
     coming, sizes = requests(job.pool, job.seed, job.options["max_model_len"]), wanted(job.seed, job.max_num_seqs)
     asked: list[Request] = []
     started = said = time.perf_counter()
-    with watched(model_runner(llm), torch.cuda.CUDAGraph if torch.cuda.is_available() else None) as counts:
-        while running or counts.steps < job.steps:
-            size = next(sizes) if counts.steps < job.steps else 0
+    runner = model_runner(llm)
+    graphs = None if getattr(runner, "device", torch.device("cpu")).type == "cpu" else torch.cuda.CUDAGraph
+    with watched(runner, graphs) as counts:
+
+        def goes_on() -> bool:
+            return counts.steps < job.steps and (job.until is None or time.time() < job.until)
+
+        while running or goes_on():
+            size = next(sizes) if goes_on() else 0
             while running < size:
                 asked.append(next(coming))
                 sampling = SamplingParams(

@@ -113,7 +113,7 @@ def host_line(results: Mapping[str, Any]) -> str:
 
 
 def own_us(phases: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], float]]:
-    """The rows of ``bench --profile``, each with what the rows below it do not account for; that adds up to the step."""
+    """The rows of ``bench --profile``, each with what the rows below it do not account for: that adds up to a step."""
     inside: Counter[tuple[str, ...]] = Counter()
     for phase in phases:
         inside[tuple(phase["path"][:-1])] += phase["us"]

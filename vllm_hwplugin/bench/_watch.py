@@ -26,8 +26,8 @@ class Counts:
         mixed_steps: steps in which some requests began and others went on.
         draft_phases: how often a step asked for drafts: the drafter's ``propose``, or that of the plugin's graphs.
         draft_phases_in_graphs: those that replayed a CUDA graph.
-        replays: CUDA graphs replayed, by the part of a step: ``draft`` within a draft phase, ``inputs`` and ``sampling``
-            within the plugin's methods of these, and ``target`` outside.
+        replays: CUDA graphs replayed, by the part of a step: ``draft`` within a draft phase, ``inputs`` and
+            ``sampling`` within the plugin's methods of these, and ``target`` outside.
     """
 
     steps: int = 0

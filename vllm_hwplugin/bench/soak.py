@@ -2,8 +2,8 @@
 """What a soak runs, and what it is held to.
 
 A drafter that reads a stale tensor leaves the texts right and its drafts wrong; a fault of memory may show in either or
-end the process. So the texts are held to the target's own choices, and the acceptance to that of stock vLLM, which gets
-the same requests.
+end the process. So the texts are held to the target's own choices, and the acceptance to that of stock vLLM on the same
+model runner, which gets the same requests.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 from ._checkpoints import Checkpoints
 from ._host import Host
+from ._plan import STOCK_OF, TINY, Case, environment_of, is_patched, kv_cache_bytes, share_of_gpu
 from ._settings import engine_environment, engine_options
 
 MODULE = "vllm_hwplugin.bench._soak_engine"
@@ -42,7 +43,10 @@ class Text:
 
 @dataclass(frozen=True)
 class SoakJob:
-    """One process: ``steps`` of load with prompts of ``pool``, or, with ``steps`` 0, the judgement of ``texts``."""
+    """One process: ``steps`` of load with prompts of ``pool``, or, with ``steps`` 0, the judge, who is sent texts.
+
+    The load ends before its steps are made at ``until``, seconds as of ``time.time``.
+    """
 
     label: str
     options: dict[str, Any]
@@ -51,7 +55,7 @@ class SoakJob:
     steps: int = 0
     seed: int = 0
     pool: tuple[tuple[int, ...], ...] = ()
-    texts: tuple[Text, ...] = ()
+    until: float | None = None
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))
@@ -59,8 +63,7 @@ class SoakJob:
     @classmethod
     def from_json(cls, text: str) -> SoakJob:
         raw = json.loads(text)
-        texts = tuple(Text(tuple(t["prompt"]), tuple(t["tokens"])) for t in raw["texts"])
-        return cls(**{**raw, "pool": tuple(tuple(p) for p in raw["pool"]), "texts": texts})
+        return cls(**{**raw, "pool": tuple(tuple(p) for p in raw["pool"])})
 
 
 @dataclass(frozen=True)
@@ -76,13 +79,19 @@ class SoakSettings:
     under: tuple[str, ...]
     vllm_environment: Mapping[str, str]
     patched_environment: Mapping[str, str]
+    sides: tuple[str, ...]
+    time_limit: float | None = None
 
 
 def load_job(
-    side: str, settings: SoakSettings, host: Host, checkpoints: Checkpoints, pool: tuple[tuple[int, ...], ...]
+    side: str,
+    settings: SoakSettings,
+    host: Host,
+    checkpoints: Checkpoints,
+    pool: tuple[tuple[int, ...], ...],
+    until: float | None = None,
 ) -> SoakJob:
-    """The engine of ``stock`` or ``patched`` under load."""
-    patched = side == "patched"
+    """The engine of one of ``ALL_SIDES`` under load; for ``until`` see :class:`SoakJob`."""
     options = _options(settings, host, checkpoints) | {
         "speculative_config": {
             "method": settings.method,
@@ -93,17 +102,17 @@ def load_job(
         # vLLM keeps the draft's slots out of the budget, so a full batch needs it twice.
         "max_num_batched_tokens": max(256, 2 * settings.max_num_seqs * (1 + settings.k) + 128),
     }
-    extra = {**settings.vllm_environment, **(settings.patched_environment if patched else {})}
-    environment = engine_environment(host.device, patched=patched, extra=extra)
-    return SoakJob(side, options, environment, settings.max_num_seqs, settings.steps, settings.seed, pool)
+    # One process, which a memory checker can follow.
+    environment = environment_of(side, host, settings, own_process=False)
+    return SoakJob(side, options, environment, settings.max_num_seqs, settings.steps, settings.seed, pool, until)
 
 
-def judging_job(settings: SoakSettings, host: Host, checkpoints: Checkpoints, texts: Sequence[Text]) -> SoakJob:
-    """Stock vLLM without speculation, to read ``texts``."""
+def judging_job(settings: SoakSettings, host: Host, checkpoints: Checkpoints) -> SoakJob:
+    """Stock vLLM without speculation, to read texts."""
     # One token more than the longest text: vLLM generates at least one.
     options = _options(settings, host, checkpoints) | {"max_model_len": MAX_MODEL_LEN + 1}
     environment = engine_environment(host.device, patched=False, extra=settings.vllm_environment)
-    return SoakJob("judge", options, environment, settings.max_num_seqs, texts=tuple(texts))
+    return SoakJob("judge", options, environment, settings.max_num_seqs)
 
 
 def _options(settings: SoakSettings, host: Host, checkpoints: Checkpoints) -> dict[str, Any]:
@@ -113,6 +122,13 @@ def _options(settings: SoakSettings, host: Host, checkpoints: Checkpoints) -> di
         cudagraph_mode=settings.cudagraph_mode,
         max_num_seqs=settings.max_num_seqs,
     )
+    if host.device != "cpu":
+        # The sides' engines and the judge are alive together.
+        case = Case(TINY, settings.method, settings.k)
+        options |= {
+            "gpu_memory_utilization": share_of_gpu(None, [*settings.sides, "judge"]),
+            "kv_cache_memory_bytes": kv_cache_bytes(case, settings.max_num_seqs * MAX_MODEL_LEN),
+        }
     return {**options, "model": str(checkpoints.target)}
 
 
@@ -140,9 +156,9 @@ def failures(sides: Mapping[str, Mapping[str, Any]], settings: SoakSettings, dev
             found.append(f"{name}: {side['error']}")
         else:
             found += [f"{name}: {fault}" for fault in _faults(name, side, settings, device)]
-    stock, patched = sides.get("stock"), sides.get("patched")
-    if stock is not None and patched is not None and stock["error"] is None and patched["error"] is None:
-        found += _acceptance_faults(stock, patched)
+    for name, stock in STOCK_OF.items():
+        if {name, stock} <= sides.keys() and sides[name]["error"] is None and sides[stock]["error"] is None:
+            found += [f"{name}: {fault}" for fault in _acceptance_faults(sides[stock], sides[name])]
     return found
 
 
@@ -156,7 +172,7 @@ def _faults(name: str, side: Mapping[str, Any], settings: SoakSettings, device: 
         faults.append(f"no step had {' or '.join(map(str, missing))} requests; seen: {sorted(sizes)}")
     if not side["drafts"]:
         faults.append("nothing was drafted")
-    if name == "patched" and device != "cpu" and not side["draft_phases_in_graphs"]:
+    if is_patched(name) and device != "cpu" and not side["draft_phases_in_graphs"]:
         faults.append("no draft phase replayed a CUDA graph, so this says nothing about drafter graphs")
     texts = side["texts"]
     if texts["count"] != side["requests"]:

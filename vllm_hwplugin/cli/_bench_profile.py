@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``vllm-hwplugin bench --profile FOLDER``: where the host's time of a step goes, and traces for Perfetto.
 
-The engines are in the processes of their callers, where their objects can be looked at, and looking costs time. So these
-are no figures to compare sides by: that is what ``bench`` itself does.
+The engines are in the processes of their callers, where their objects can be looked at, and looking costs time. So
+these are no figures to compare sides by: that is what ``bench`` itself does.
 """
 
 from __future__ import annotations

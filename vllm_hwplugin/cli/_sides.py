@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from ..bench import ALL_SIDES, Event, Outcome
+from ..bench import ALL_SIDES, STOCK_OF, Event, Outcome
 from ._app import FAILURE
 
 SidesOption = Annotated[
@@ -32,9 +32,6 @@ TimeLimitOption = Annotated[
     float | None,
     typer.Option(min=1, help="Seconds of the whole command, then what has been measured is written; default: none."),
 ]
-
-#: Patched side -> the one that says whether its failure is the plugin's.
-_STOCK_OF = {"patched": "stock", "mrv2-patched": "mrv2"}
 
 
 def progress(console: Console) -> Progress:
@@ -73,7 +70,7 @@ def conclude(cases: Sequence[Mapping[str, Any]], console: Console) -> None:
     """
     errors = [{side: entry["error"] for side, entry in case["sides"].items()} for case in cases]
     for failed in errors:
-        if any(error and not failed.get(_STOCK_OF[side]) for side, error in failed.items() if side in _STOCK_OF):
+        if any(error and not failed.get(STOCK_OF[side]) for side, error in failed.items() if side in STOCK_OF):
             raise typer.Exit(1)
     early = [case["stopped"] for case in cases if case["stopped"] is not None]
     for reason in early:
