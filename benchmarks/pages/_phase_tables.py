@@ -19,8 +19,8 @@ _HOW = (
     "Microseconds of the host in a step of the engine, the median over the steps, without a profiler. A function "
     "stands below the one that called it, and `own` is what none below it took. The engine was in its caller's "
     "process, and timing a call costs it about a microsecond: these figures say where the time goes, "
-    "[host-time.md](../../docs/host-time.md) what the plugin does about it, and [engines.md](engines.md) how much there "
-    f"is. What takes less than {LEAST_US:g} us is left out. GPU busy comes from torch's profiler, in a run apart."
+    "[host-time.md](../../docs/host-time.md) what the plugin does about it, and [engines.md](engines.md) how much "
+    f"there is. What takes less than {LEAST_US:g} us is left out. GPU busy comes from torch's profiler, in a run apart."
 )
 
 

@@ -3,8 +3,8 @@
 
 Either it runs the load (steps > 0), or it judges texts, which it waits for on its standard input: {"texts": [[PROMPT,
 TOKENS], ...]}. An engine without speculation reads each text once and says how far below its own first choice every
-token was. A greedy text has no such token; in bfloat16 a near-tie may go either way with the shape of the batch, and its
-gap is small.
+token was. A greedy text has no such token; in bfloat16 a near-tie may go either way with the shape of the batch, and
+its gap is small.
 """
 
 from __future__ import annotations
