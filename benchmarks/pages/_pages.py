@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import _engine_tables, _engines, _host_time, _kernel_tables, _kernels, _phase_tables
+from . import _engine_tables, _engines, _host_time, _kernel_tables, _kernels, _phase_tables, _serve_tables
 from ._gains import gains
 from ._read import Found, ResultsError, read_all
 
@@ -28,7 +28,7 @@ def pages(root: Path = ROOT) -> dict[str, str]:
     results = root / _FOLDER
     engines, soaks = read_all(results, "engines-"), read_all(results, "soak-")
     kernels = [*read_all(results, "kernels-attention-"), *read_all(results, "kernels-ops-")]
-    phases = read_all(results, "phases-")
+    phases, served = read_all(results, "phases-"), read_all(results, "serve-")
     readme = (root / "README.md").read_text(encoding="utf-8")
     return {
         "README.md": _between(readme, _engines.first_screen(engines, kernels)),
@@ -36,6 +36,7 @@ def pages(root: Path = ROOT) -> dict[str, str]:
         "docs/kernel-benchmarks.md": _kernels.page(kernels),
         "benchmarks/results/engines.md": _engine_tables.markdown(engines),
         "benchmarks/results/kernels.md": _kernel_tables.markdown(kernels),
+        **({"benchmarks/results/serve.md": _serve_tables.markdown(served)} if served else {}),
         **_of_phases(phases),
     }
 

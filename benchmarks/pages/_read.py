@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_hwplugin import bench
-from vllm_hwplugin.bench import micro, soak
+from vllm_hwplugin.bench import micro, serve, soak
 
 #: Beginning of a file's name -> the entry that says which format it is, and those that are read. None: the files of
 #: `probe`, `start_cost.py` and `import_share.py`, of which no page is made.
@@ -20,6 +20,7 @@ _FORMATS: Mapping[str, tuple[str, tuple[Any, ...]] | None] = {
     "kernels-ops-": ("kernels_format", (micro.FORMAT,)),
     "soak-": ("format", (soak.FORMAT,)),
     "phases-": ("format", (bench.PHASES_FORMAT,)),
+    "serve-": ("format", (serve.FORMAT,)),
     "probe-": None,
     "start_cost": None,
     "import_share": None,
@@ -31,6 +32,7 @@ _NEEDED = {
     "kernels-ops-": ("date", "commit", "plugin", "host", "settings", "processes", "cells"),
     "soak-": ("date", "commit", "plugin", "host", "settings", "sides", "failures"),
     "phases-": ("date", "commit", "plugin", "host", "settings", "cases", "engines"),
+    "serve-": ("date", "commit", "plugin", "host", "settings", "cases"),
 }
 
 

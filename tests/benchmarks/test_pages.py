@@ -10,7 +10,7 @@ import subprocess
 import pytest
 
 from benchmarks.pages import PARTS, RESULTS, ROOT, ResultsError, gains, outdated, pages, read_all
-from vllm_hwplugin.bench import rows, step_ms
+from vllm_hwplugin.bench import rows, serve, step_ms
 
 ENGINES = "benchmarks/results/engines-h200-vllm-0.26.0-eagle3-0.6b.json"
 DFLASH = "benchmarks/results/engines-h200-vllm-0.26.0-dflash-0.6b.json"
@@ -294,6 +294,48 @@ def test_every_microsecond_of_a_step_is_in_one_part_of_it(tree):
     assert "`GPUModelRunner.propose_draft_token_ids` 1950" in page
     (tree / "docs" / "host-time.md").write_text("old")
     assert "docs/host-time.md" in outdated(tree)
+
+
+def served(speed, concurrency, temperature):
+    spread = {"mean": 1.0, "p50": 1000 / speed, "p99": 2000 / speed}
+    return {
+        "concurrency": concurrency,
+        "request_rate": 0.0,
+        "temperature": temperature,
+        "tokens_per_second": {"best": speed},
+        **dict.fromkeys(serve.LATENCIES, spread),
+        "acceptance_length": 2.5,
+    }
+
+
+def test_what_clients_see_is_a_table_a_temperature_and_says_what_is_missing(tree):
+    assert "benchmarks/results/serve.md" not in pages(tree)
+    settings = {"shape": "0.6b", "method": "eagle3", "prompts": None, "input_len": 128, "output_len": 64, "rounds": 2}
+    settings |= {"target": None, "draft": None, "patched_environment": {"A": "on"}, "temperatures": [0.0, 1.0]}
+    case = {"k": 3, "stopped": "the time limit of 9 s", "sides": {}}
+    for side, factor in (("mrv2-patched", 1.5), ("mrv2", 1.0), ("patched", 0.75)):
+        loads = {f"{n} at once, temperature {t}": served(100.0 * n * factor, n, t) for n in (1, 16) for t in (0.0, 1.0)}
+        case["sides"][side] = {"error": None, "loads": loads}
+    case["sides"]["mrv2-patched"]["loads"]["16 at once, temperature 1.0"] = None
+    case["sides"]["patched"]["error"] = "exit code 7"
+    results = json.loads((tree / ENGINES).read_text()) | {"format": "serve 1", "settings": settings, "cases": [case]}
+    (tree / "benchmarks" / "results" / "serve-x.json").write_text(json.dumps(results))
+    page = pages(tree)["benchmarks/results/serve.md"]
+    greedy, sampled = page.split("### Temperature 1")
+    rows = [row for row in cells(greedy) if row[0] == "3"]
+    latency = "10.00 / 20.00"
+    assert rows[:3] == [
+        ["3", "1", "-", "patched", "75", "-", *["13.33 / 26.67"] * 4, "2.500"],
+        ["3", "1", "-", "MRV2", "100", "-", *[latency] * 4, "2.500"],
+        ["3", "1", "-", "MRV2 patched", "150", "1.50", *["6.67 / 13.33"] * 4, "2.500"],
+    ]
+    assert [row[1:5] for row in cells(sampled) if row[0] == "3"][3:] == [
+        ["16", "-", "patched", "1200"],
+        ["16", "-", "MRV2", "1600"],
+        ["16", "-", "MRV2 patched", "-"],
+    ]
+    assert "- k=3: the time limit of 9 s ended it before everything was measured." in page
+    assert "- k=3, patched: failed (exit code 7)." in page
 
 
 def test_the_parts_of_a_step_begin_with_functions_that_there_are(vllm_tree):

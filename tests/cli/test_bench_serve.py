@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -14,6 +15,7 @@ from vllm_hwplugin.cli._app import app
 pytest.importorskip("numpy")
 
 GPU = Host("cuda", "NVIDIA H200", "580", "0.26.0", "2.11.0", "3.12.3", 16)
+ALL = ["stock", "patched", "mrv2", "mrv2-patched"]
 CASE = ["--target", "T", "--draft", "D", "--method", "eagle3"]
 
 
@@ -37,12 +39,15 @@ def answer(job, names, rounds):
 def run(monkeypatch, tmp_path):
     file = tmp_path / "r.json"
 
-    def call(arguments, host=GPU):
+    def call(arguments, host=GPU, stopped=None):
         asked = []
 
-        def in_turn(jobs, measurements, *, rounds, at_once, timeout, on_event, keep):
+        def in_turn(jobs, measurements, *, rounds, at_once, timeout, limit, on_event, keep):
             asked.append((jobs, measurements, rounds, at_once))
-            return {side: answer(job, [one.name for one in measurements], rounds) for side, job in jobs.items()}
+            names = [one.name for one in measurements]
+            return {
+                side: dataclasses.replace(answer(job, names, rounds), stopped=stopped) for side, job in jobs.items()
+            }
 
         monkeypatch.setattr(_bench_serve, "measure_in_turn", in_turn)
         monkeypatch.setattr(_bench_serve, "detect_host", lambda: host)
@@ -58,11 +63,10 @@ def test_every_load_on_the_same_engines_and_each_k_on_its_own(run):
     loads = ["--concurrency", "1", "--concurrency", "16", "--temperature", "0", "--temperature", "1"]
     result, found, asked = run([*CASE, "--k", "3", "--k", "15", *loads, "--num-prompts", "20"])
     assert result.exit_code == 0, result.output
-    assert [jobs["stock"].options["speculative_config"]["num_speculative_tokens"] for jobs, *_ in asked] == [3, 15]
+    assert [list(jobs) for jobs, *_ in asked] == [[f"k={k} {side}" for side in ALL] for k in (3, 15)]
     (jobs, measurements, rounds, at_once), _ = asked
-    assert list(jobs) == ["stock", "patched", "mrv2", "mrv2-patched"]
-    assert jobs["stock"].options["max_num_seqs"] == 16
-    assert jobs["stock"].options["max_model_len"] == 1024 + 256 + 4
+    assert jobs["k=3 stock"].options["max_num_seqs"] == 16
+    assert jobs["k=3 stock"].options["max_model_len"] == 1024 + 256 + 4
     assert (rounds, at_once) == (2, False)
     sent = [one.round["load"] for one in measurements]
     assert [(load["concurrency"], load["temperature"]) for load in sent] == [(1, 0), (1, 1), (16, 0), (16, 1)]
@@ -77,6 +81,37 @@ def test_every_load_on_the_same_engines_and_each_k_on_its_own(run):
     assert entry["graphs"][0]["count"] == 14
 
 
+def test_a_whole_table_in_one_run(run):
+    arguments = ["--shape", "0.6b", "--method", "dflash", "--k", "3", "--k", "7", "--k", "15", "--all-k-at-once"]
+    loads = ["--concurrency", "1", "--concurrency", "16", "--per-slot", "2", "--num-prompts", "20"]
+    result, found, asked = run([*arguments, *loads, "--side", "stock", "--side", "patched"])
+    assert result.exit_code == 0, result.output
+    ((jobs, measurements, _, at_once),) = asked
+    assert at_once
+    assert list(jobs) == [f"k={k} {side}" for k in (3, 7, 15) for side in ("stock", "patched")]
+    assert [job.options["speculative_config"]["num_speculative_tokens"] for job in jobs.values()] == [
+        3,
+        3,
+        7,
+        7,
+        15,
+        15,
+    ]
+    assert sum(job.options["gpu_memory_utilization"] for job in jobs.values()) == pytest.approx(0.9)
+    # Two for each that runs at once, of the prompts that there are.
+    assert [len(one.round["load"]["requests"]) for one in measurements] == [2, 20]
+    assert [(case["k"], list(case["sides"]), case["stopped"]) for case in found["cases"]] == [
+        (k, ["stock", "patched"], None) for k in (3, 7, 15)
+    ]
+
+
+def test_a_run_that_is_stopped_leaves_what_it_has_and_begins_no_other_k(run):
+    result, found, asked = run([*CASE, "--k", "3", "--k", "5", "--time-limit", "60"], stopped="an interrupt")
+    assert (result.exit_code, len(asked)) == (2, 1)
+    assert [(case["k"], case["stopped"]) for case in found["cases"]] == [(3, "an interrupt")]
+    assert "Not everything was measured: an interrupt." in result.output
+
+
 def test_a_file_of_prompts_comes_by_the_clock_and_ends_where_the_model_ends_it(run, tmp_path):
     prompts = tmp_path / "gsm8k.jsonl"
     prompts.write_text("".join(json.dumps({"question": f"{n} + 1?", "answer": "-"}) + "\n" for n in range(9)))
@@ -88,7 +123,7 @@ def test_a_file_of_prompts_comes_by_the_clock_and_ends_where_the_model_ends_it(r
     assert times == sorted(set(times))
     assert (load["concurrency"], load["ignore_eos"], load["chat"]) == (0, False, True)
     # Nobody has counted these tokens, nor bounded the requests: the model and vLLM say how many.
-    assert {"max_model_len", "max_num_seqs"} & set(jobs["stock"].options) == set()
+    assert {"max_model_len", "max_num_seqs"} & set(jobs["k=3 stock"].options) == set()
     assert found["settings"]["num_prompts"] == 6
 
 
@@ -105,13 +140,13 @@ def test_a_file_of_prompts_comes_by_the_clock_and_ends_where_the_model_ends_it(r
 )
 def test_methods_as_vllm_names_them(run, method, draft, config):
     _, _, ((jobs, *_),) = run(["--target", "T", "--method", method, *draft, "--side", "patched"])
-    assert jobs["patched"].options["speculative_config"] == config
+    assert jobs["k=3 patched"].options["speculative_config"] == config
 
 
 def test_with_a_size_of_the_cache_engines_start_side_by_side(run):
     _, _, ((jobs, *_, at_once),) = run([*CASE, "--kv-cache-gib", "2.5", "--tensor-parallel-size", "2"])
     assert at_once
-    options = jobs["mrv2"].options
+    options = jobs["k=3 mrv2"].options
     assert options["kv_cache_memory_bytes"] == 2684354560
     assert (options["tensor_parallel_size"], options["dtype"]) == (2, "auto")
 
@@ -120,7 +155,7 @@ def test_a_shape_needs_neither_a_model_nor_its_memory_measured(run):
     arguments = ["--shape", "0.6b", "--method", "dflash", "--k", "15", "--concurrency", "1", "--concurrency", "64"]
     _, found, ((jobs, measurements, _, at_once),) = run([*arguments, "--num-prompts", "64"])
     assert at_once
-    options = jobs["mrv2"].options
+    options = jobs["k=15 mrv2"].options
     assert options["load_format"] == "dummy"
     assert options["speculative_config"]["synthetic_acceptance_length"] == 8.5
     # 33 layers of 8 heads of 128 keys and values in bfloat16, for 64 of the longest requests.
@@ -135,7 +170,7 @@ def test_the_tiny_shape_has_prompts_that_it_was_trained_on(run):
     prompts = [request["prompt"] for request in load["requests"]]
     assert [len(prompt) for prompt in prompts] == [96, 96]
     assert load["detokenize"] is True
-    assert "synthetic_acceptance_length" not in jobs["stock"].options["speculative_config"]
+    assert "synthetic_acceptance_length" not in jobs["k=3 stock"].options["speculative_config"]
 
 
 @pytest.mark.parametrize(

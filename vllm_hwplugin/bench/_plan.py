@@ -115,7 +115,7 @@ def job_for(
     if host.device != "cpu":
         # The engines of all sides are alive together.
         options |= {
-            "gpu_memory_utilization": share_of_gpu(settings.gpu_memory_utilization, settings.sides),
+            "gpu_memory_utilization": share_of_gpu(settings.gpu_memory_utilization, len(settings.sides)),
             # With a size that is given vLLM does not measure free memory, which other engines change meanwhile.
             "kv_cache_memory_bytes": kv_cache_bytes(case, options["max_num_seqs"] * options["max_model_len"]),
         }
@@ -156,9 +156,9 @@ def is_patched(side: str) -> bool:
     return side.endswith("patched")
 
 
-def share_of_gpu(wanted: float | None, sides: Sequence[str]) -> float:
-    """vLLM's ``gpu_memory_utilization`` of each of the engines that are alive together."""
-    return wanted if wanted is not None else round(_GPU_SHARE / len(sides), 3)
+def share_of_gpu(wanted: float | None, engines: int) -> float:
+    """vLLM's ``gpu_memory_utilization`` of each of so many engines that are alive together."""
+    return wanted if wanted is not None else round(_GPU_SHARE / engines, 3)
 
 
 class _Environments(Protocol):

@@ -53,6 +53,8 @@ class ServeSettings:
         concurrencies: requests at once; 0: no bound.
         request_rates: requests a second; 0: all at the start.
         kv_cache_gib: of each engine; None: vLLM measures free memory, so engines start one after the other.
+        per_slot: requests of a load for each that runs at once, at most; None: all prompts, however many run at once.
+        all_k_at_once: the engines of all ``ks`` are alive together, too.
     """
 
     target: str | None
@@ -80,6 +82,13 @@ class ServeSettings:
     kv_cache_gib: float | None
     vllm_environment: Mapping[str, str]
     patched_environment: Mapping[str, str]
+    per_slot: int | None = None
+    all_k_at_once: bool = False
+
+    @property
+    def together(self) -> list[tuple[int, ...]]:
+        """The numbers of drafted tokens whose engines are alive at the same time."""
+        return [self.ks] if self.all_k_at_once else [(one,) for one in self.ks]
 
 
 @dataclass(frozen=True)
@@ -135,7 +144,9 @@ def serve_job(
         options |= {
             "dtype": "auto",
             "tensor_parallel_size": settings.tensor_parallel_size,
-            "gpu_memory_utilization": share_of_gpu(settings.gpu_memory_utilization, settings.sides),
+            "gpu_memory_utilization": share_of_gpu(
+                settings.gpu_memory_utilization, len(settings.sides) * len(settings.together[0])
+            ),
         }
         if (size := kv_cache_size(k, settings)) is not None:
             options["kv_cache_memory_bytes"] = size
@@ -179,18 +190,21 @@ def serve_measurements(settings: ServeSettings, prompts: Sequence[Prompt]) -> li
     """
     found = []
     for case in load_cases(settings):
-        times = arrivals(len(prompts), case.request_rate or None, settings.seed)
+        own = prompts
+        if settings.per_slot is not None and case.concurrency:
+            own = prompts[: case.concurrency * settings.per_slot]
+        times = arrivals(len(own), case.request_rate or None, settings.seed)
         load = {
             **dataclasses.asdict(case),
             "name": case.name,
-            "requests": requests_of(prompts, settings.output_len, times),
+            "requests": requests_of(own, settings.output_len, times),
             "seed": settings.seed,
             "chat": settings.chat,
             "ignore_eos": settings.ignore_eos,
             # A dummy shape has no tokenizer.
             "detokenize": settings.shape in (None, TINY),
         }
-        first = prompts[: case.concurrency or None]
+        first = own[: case.concurrency or None]
         few = requests_of(first, _WARM_UP, [0.0] * len(first))
         warm_up = {"do": "warm-up", "load": {**load, "requests": few}}
         found.append(Measurement(case.name, {"do": "load", "load": load}, "loaded", warm_up, None))

@@ -13,7 +13,7 @@ from ._job import Outcome
 from ._latency import LATENCIES, load_entry, spread
 from ._plan import check_sides, possible_sides
 from ._prompts import KEYS, Prompt, PromptsUnreadable, arrivals, read_prompts, requests_of
-from ._results import provenance
+from ._results import provenance, stopped
 from ._serve_plan import (
     BUILT_IN,
     METHODS,
@@ -66,7 +66,11 @@ def new_serve_results(host: Host, settings: ServeSettings) -> dict[str, Any]:
 
 def add_serve_case(results: dict[str, Any], k: int, settings: ServeSettings, sides: Mapping[str, Outcome]) -> None:
     """Put what is measured so far with ``k`` drafted tokens into ``results``, in place of what stood there of it."""
-    entry = {"k": k, "sides": {side: _side(outcome, settings) for side, outcome in sides.items()}}
+    entry = {
+        "k": k,
+        "sides": {side: _side(outcome, settings) for side, outcome in sides.items()},
+        "stopped": stopped(sides.values()),
+    }
     results["cases"] = [*(case for case in results["cases"] if case["k"] != k), entry]
 
 

@@ -21,11 +21,13 @@ from ..bench import (
     TINY,
     Case,
     Outcome,
+    TimeLimit,
     check,
     detect_host,
     find_checkpoints,
     load_prompts,
     measure_in_turn,
+    stopped,
 )
 from ..bench import serve as serving
 from ._options import known, pairs
@@ -33,6 +35,7 @@ from ._output import STANDARD_OUTPUT, JsonFile, console_for, write_json
 from ._sides import (
     PatchedEnvOption,
     SidesOption,
+    TimeLimitOption,
     UtilizationOption,
     VllmEnvOption,
     advance,
@@ -69,6 +72,9 @@ def serve(
         ),
     ] = None,
     num_prompts: Annotated[int, typer.Option(min=1, help="Requests of a load.")] = 64,
+    per_slot: Annotated[
+        int | None, typer.Option(min=1, help="Requests of a load for each that runs at once; default: all prompts.")
+    ] = None,
     input_len: Annotated[int, typer.Option(min=1, help="Tokens of a random prompt.")] = 1024,
     output_len: Annotated[int, typer.Option(min=2, help="New tokens of a request, at most.")] = 256,
     temperature: Annotated[list[float] | None, typer.Option(min=0, help="Repeat for several. Default 0.")] = None,
@@ -93,10 +99,14 @@ def serve(
     kv_cache_gib: Annotated[
         float | None, typer.Option(min=0.1, help="KV cache of each engine; with it they start side by side (GPU).")
     ] = None,
+    all_k_at_once: Annotated[
+        bool, typer.Option("--all-k-at-once", help="The engines of every k are alive together, on the same GPU.")
+    ] = False,
     vllm_env: VllmEnvOption = None,
     patched_env: PatchedEnvOption = None,
     json_file: JsonFile = None,
     timeout: Annotated[float, typer.Option(help="Seconds for a start, and for each load.")] = 3600,
+    time_limit: TimeLimitOption = None,
 ) -> None:
     """Measure your own case on every side: TTFT, TPOT, ITL, end to end, tokens/s, acceptance, and the graphs used.
 
@@ -106,9 +116,10 @@ def serve(
     ones and prompts of its own. Prefix caching is off, because rounds repeat the prompts.
 
     Latencies are those of all rounds together, in milliseconds, as `vllm bench serve` defines them. Exit code 1 when a
-    patched side failed where stock ran on that runner, 2 when another failed.
+    patched side failed where stock ran on that runner, 2 when another failed, or when Ctrl-C or the time limit left
+    something out: what all sides have measured is in the results then.
     """
-    console = console_for(json_file)
+    limit, console = TimeLimit(time_limit), console_for(json_file)
     known([method], tuple(serving.METHODS), "--method")
     if shape is not None:
         known([shape], (TINY, *SHAPES), "--shape")
@@ -158,37 +169,48 @@ def serve(
         kv_cache_gib=kv_cache_gib,
         vllm_environment=pairs(vllm_env or (), "--vllm-env"),
         patched_environment=pairs(patched_env or (), "--patched-env"),
+        per_slot=per_slot,
+        all_k_at_once=all_k_at_once,
     )
     console.print(f"vLLM {host.vllm} on {host.name} ({host.device}), torch {host.torch}", highlight=False)
     results = serving.new_serve_results(host, settings)
     measurements = serving.serve_measurements(settings, asked)
     with tempfile.TemporaryDirectory(prefix="hwplugin-shapes-") as folder, progress(console) as bar:
-        for one in settings.ks:
-            jobs = {s: serving.serve_job(one, s, settings, host, checkpoints, Path(folder)) for s in sides}
+        for ks in settings.together:
+            made = {
+                (one, s): serving.serve_job(one, s, settings, host, checkpoints, Path(folder))
+                for one in ks
+                for s in sides
+            }
+            jobs = {f"k={one} {s}": job for (one, s), job in made.items()}
 
-            def keep(outcomes: dict[str, Outcome], one: int = one) -> None:
-                serving.add_serve_case(results, one, settings, outcomes)
+            def keep(outcomes: dict[str, Outcome], ks: tuple[int, ...] = ks) -> None:
+                for one in ks:
+                    serving.add_serve_case(results, one, settings, {s: outcomes[f"k={one} {s}"] for s in sides})
                 if json_file is not None and json_file != STANDARD_OUTPUT:
                     write_json(results, json_file)
 
-            label = f"{method} k={one}"
-            task = bar.add_task(f"{label}: engines start", total=len(sides) * (1 + rounds * len(measurements)))
+            label = f"{method} k={', '.join(map(str, ks))}"
+            task = bar.add_task(f"{label}: engines start", total=len(jobs) * (1 + rounds * len(measurements)))
             outcomes = measure_in_turn(
                 jobs,
                 measurements,
                 rounds=rounds,
-                at_once=host.device != "cpu" and serving.kv_cache_size(one, settings) is not None,
+                at_once=host.device != "cpu" and serving.kv_cache_size(ks[0], settings) is not None,
                 timeout=timeout,
+                limit=limit,
                 on_event=advance(bar, task, label),
                 keep=keep,
             )
             keep(outcomes)
             for outcome in outcomes.values():
                 show_failure(outcome, bar.console)
+            if stopped(outcomes.values()) is not None:
+                break
     if json_file == STANDARD_OUTPUT:
         write_json(results, json_file)
     _show(results, console)
-    conclude([{name: found["error"] for name, found in case["sides"].items()} for case in results["cases"]])
+    conclude(results["cases"], console)
 
 
 def _show(results: Mapping[str, Any], console: Console) -> None:

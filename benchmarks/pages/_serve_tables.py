@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What clients see: benchmarks/results/serve.md, made of the files of ``bench serve``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from vllm_hwplugin.bench import NOT_MEASURED, SIDE_NAMES, STOCK_OF, TINY
+from vllm_hwplugin.bench.serve import LATENCIES
+
+from ._read import Found
+from ._text import item, paragraph, table
+
+_HEAD = """# As clients see it
+
+Made from the files `serve-*.json` by `make docs`; do not edit.
+"""
+_HOW = (
+    "The engine is vLLM's asynchronous one, its core in a process of its own; the engines of a file's sides were alive "
+    "together on one GPU and had their rounds in turn. tok/s is the best round's, and `by stock` compares it with "
+    "stock vLLM on the same model runner (MRV2 is Model Runner V2). Latencies are P50 / P99 of all requests of all "
+    f"rounds, in milliseconds: {', '.join(f'{name[:-3].upper()} is the {what}' for name, what in LATENCIES.items())}. "
+    "Acceptance is tokens a step, the target's own included."
+)
+
+
+def markdown(files: Sequence[Found]) -> str:
+    """The page: one chapter for each file, and in it a table for each temperature."""
+    lines = [_HEAD, paragraph(_HOW), ""]
+    for file in files:
+        lines += [f"## `{file.name}`", "", *_chapter(file), ""]
+    return "\n".join(lines)
+
+
+def _chapter(file: Found) -> Iterator[str]:
+    settings = file.results["settings"]
+    yield paragraph(f"{file.source}. {_asked(settings)}")
+    yield ""
+    for case in file.results["cases"]:
+        if case["stopped"] is not None:
+            yield item(f"k={case['k']}: {case['stopped']} ended it before everything was measured.")
+        for side, entry in case["sides"].items():
+            if entry["error"]:
+                yield item(f"k={case['k']}, {SIDE_NAMES[side]}: failed ({entry['error']}).")
+    for temperature in settings["temperatures"]:
+        yield f"### Temperature {temperature:g}"
+        yield ""
+        names = [f"{name.removesuffix('_ms').upper()} ms" for name in LATENCIES]
+        columns = ["k", "at once", "a second", "side", "tok/s", "by stock", *names, "acceptance"]
+        yield from table(columns, _rows(file.results, temperature))
+        yield ""
+
+
+def _asked(settings: Mapping[str, Any]) -> str:
+    shape = settings["shape"]
+    models = f"{settings['target']} with {settings['draft'] or 'its own drafter'}"
+    if shape is not None:
+        models = "the tiny trained checkpoints" if shape == TINY else f"Qwen3-{shape.upper()}'s shape, dummy weights"
+    prompts = settings["prompts"] or (
+        "prompts of its own" if shape == TINY else f"random prompts of {settings['input_len']} tokens"
+    )
+    with_extra = " ".join(f"`{name}={value}`" for name, value in settings["patched_environment"].items())
+    return (
+        f"{settings['method']}, {models}; {prompts}, answers of at most {settings['output_len']} tokens, "
+        f"{settings['rounds']} rounds{f'; patched with {with_extra}' if with_extra else ''}."
+    )
+
+
+def _rows(results: Mapping[str, Any], temperature: float) -> Iterator[list[str]]:
+    for case in results["cases"]:
+        first, *_ = case["sides"].values()
+        for name, load in first["loads"].items():
+            found = {side: entry["loads"][name] for side, entry in case["sides"].items()}
+            known = [one for one in (load, *found.values()) if one is not None]
+            if not known or known[0]["temperature"] != temperature:
+                continue
+            for side in SIDE_NAMES:
+                if side in found:
+                    yield [
+                        str(case["k"]),
+                        str(known[0]["concurrency"] or "all"),
+                        f"{known[0]['request_rate']:g}" if known[0]["request_rate"] else NOT_MEASURED,
+                        SIDE_NAMES[side],
+                        *_figures(found[side], found.get(STOCK_OF.get(side, ""))),
+                    ]
+
+
+def _figures(load: Mapping[str, Any] | None, stock: Mapping[str, Any] | None) -> list[str]:
+    if load is None:
+        return [NOT_MEASURED] * (3 + len(LATENCIES))
+    speed = load["tokens_per_second"]["best"]
+    ratio = NOT_MEASURED if stock is None else f"{speed / stock['tokens_per_second']['best']:.2f}"
+    length = load["acceptance_length"]
+    latencies = [_percentiles(load[name]) for name in LATENCIES]
+    return [f"{speed:.0f}", ratio, *latencies, NOT_MEASURED if length is None else f"{length:.3f}"]
+
+
+def _percentiles(spread: Mapping[str, float] | None) -> str:
+    return NOT_MEASURED if spread is None else f"{spread['p50']:.2f} / {spread['p99']:.2f}"
