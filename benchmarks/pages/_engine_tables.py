@@ -138,6 +138,9 @@ def _patched(case: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 def _failures(results: Mapping[str, Any]) -> list[str]:
     lines = []
     for case in results["cases"]:
+        if case.get("stopped") is not None:
+            label = f"{case['shape']} {case['method']} k={case['k']}"
+            lines += [f"**{label}: {case['stopped']} ended it before everything was measured.**", ""]
         for name, side in case["sides"].items():
             if side["error"]:
                 last = _telling_line(side["log_tail"])

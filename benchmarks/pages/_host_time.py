@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -142,10 +141,10 @@ def page(files: Sequence[Found]) -> str:
 
 def parts_us(phases: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Part -> microseconds a step of what ``bench --profile`` has found of one engine; they add up to the step."""
-    found: Counter[str] = Counter({part.name: 0.0 for part in PARTS})
+    found = {part.name: 0.0 for part in PARTS}
     for phase, own in own_us(phases):
         found[_part_of(phase["path"]).name] += own
-    return dict(found)
+    return found
 
 
 def _part_of(path: Sequence[str]) -> Part:
@@ -199,7 +198,8 @@ def _busy(engine: Mapping[str, Any]) -> str:
 
 def _largest(phases: Sequence[Mapping[str, Any]]) -> list[tuple[str, float]]:
     """Functions, wherever they were called from."""
-    found: Counter[str] = Counter()
+    found: dict[str, float] = {}
     for phase, own in own_us(phases):
-        found[phase["path"][-1]] += own  # type: ignore[assignment]
-    return list(found.most_common(_MOST))
+        name = phase["path"][-1]
+        found[name] = found.get(name, 0.0) + own
+    return sorted(found.items(), key=lambda one: -one[1])[:_MOST]

@@ -109,6 +109,12 @@ def test_a_loss_is_called_a_loss(tree):
     assert {k for k in before if before[k] != after[k]} == {key, ("0.26.0", "V2", "Qwen3-0.6B", "Eagle3 k=3")}
 
 
+def test_a_run_that_was_stopped_says_so(tree):
+    change(tree / ENGINES, lambda results: results["cases"][0].update(stopped="an interrupt"))
+    page = pages(tree)["benchmarks/results/engines.md"]
+    assert "**0.6b eagle3 k=3: an interrupt ended it before everything was measured.**" in page
+
+
 def test_a_runner_without_the_plugins_side_has_no_gain(tree):
     key = ("0.26.0", "V2", "Qwen3-0.6B", "DFlash k=7")
     assert "times stock's" in table_of(pages(tree)["README.md"])[key]

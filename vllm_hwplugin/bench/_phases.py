@@ -149,7 +149,7 @@ def _methods(owners: Sequence[Any]) -> Iterator[tuple[Any, str, str]]:
                 yield owner, name, f"{type(owner).__name__}.{name}"
 
 
-def _waiting(kind: type) -> Iterator[tuple[Any, str, str]]:
+def _waiting(kind: type[Future[Any]]) -> Iterator[tuple[Any, str, str]]:
     """Where a step waits for what the one before it has computed: any kind of future, whose objects are made anew."""
     if "result" in vars(kind):
         yield kind, "result", WAITING

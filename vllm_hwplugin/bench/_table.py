@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import statistics
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -114,11 +113,12 @@ def host_line(results: Mapping[str, Any]) -> str:
 
 def own_us(phases: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], float]]:
     """The rows of ``bench --profile``, each with what the rows below it do not account for: that adds up to a step."""
-    inside: Counter[tuple[str, ...]] = Counter()
+    inside: dict[tuple[str, ...], float] = {}
     for phase in phases:
-        inside[tuple(phase["path"][:-1])] += phase["us"]
+        above = tuple(phase["path"][:-1])
+        inside[above] = inside.get(above, 0.0) + phase["us"]
     for phase in phases:
-        yield phase, phase["us"] - inside[tuple(phase["path"])]
+        yield phase, phase["us"] - inside.get(tuple(phase["path"]), 0.0)
 
 
 def shown_phases(phases: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], float]]:
