@@ -19,9 +19,11 @@ from vllm_hwplugin.bench._plan import (
     check,
     job_for,
     possible_sides,
+    shapes_folder,
     synthetic_length,
     why_not_mrv2,
 )
+from vllm_hwplugin.bench._shapes import SHAPES
 from vllm_hwplugin.patching import load_catalog
 
 
@@ -82,17 +84,17 @@ def test_the_sides_of_the_other_runner_are_the_same_two(settings, gpu_host, tmp_
 def test_engines_that_are_alive_together_share_the_gpu_and_do_not_measure_its_memory(settings, gpu_host, tmp_path):
     settings = dataclasses.replace(settings, sides=ALL_SIDES, batches=(1, 32))
     case = Case("8b", "eagle3", 3)
-    together = job_for(case, "patched", settings, gpu_host, None, tmp_path / "a", own_process=True)
+    together = job_for(case, "patched", settings, gpu_host, None, tmp_path, own_process=True)
     assert together.options["gpu_memory_utilization"] * len(ALL_SIDES) == pytest.approx(0.9)
     # 37 layers of 8 heads of 128 keys and values in bfloat16, for 32 requests of the longest kind.
     least = 37 * 8 * 128 * 2 * 2 * 32 * together.options["max_model_len"]
     assert least <= together.options["kv_cache_memory_bytes"] <= 2 * least
     assert together.environment["VLLM_ENABLE_V1_MULTIPROCESSING"] == "1"
-    looked_at = job_for(case, "patched", settings, gpu_host, None, tmp_path / "b")
+    looked_at = job_for(case, "patched", settings, gpu_host, None, tmp_path)
     assert looked_at.options["kv_cache_memory_bytes"] == together.options["kv_cache_memory_bytes"]
     assert looked_at.environment["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
     chosen = dataclasses.replace(settings, gpu_memory_utilization=0.1)
-    job = job_for(case, "patched", chosen, gpu_host, None, tmp_path / "c", own_process=True)
+    job = job_for(case, "patched", chosen, gpu_host, None, tmp_path, own_process=True)
     assert job.options["gpu_memory_utilization"] == 0.1
 
 
@@ -127,6 +129,28 @@ def test_dummy_shapes_have_configs_and_synthetic_acceptance(settings, gpu_host, 
         assert (drafter["num_hidden_layers"], drafter["block_size"]) == (5, 6)
         assert drafter["dflash_config"]["target_layer_ids"] == [1, 17, 32]
     assert [len(w.prompts) for w in job.workloads] == [1, 8]
+
+
+def test_a_later_run_finds_what_vllm_compiled_for_a_dummy_shape(settings, gpu_host, monkeypatch, tmp_path):
+    """The key to that has the model's path, and what it holds has to be what is asked for now."""
+    monkeypatch.setenv("VLLM_HWPLUGIN_CACHE_DIR", str(tmp_path))
+
+    def models(case, side="patched"):
+        options = job_for(case, side, settings, gpu_host, None, shapes_folder()).options
+        return options["model"], options["speculative_config"]["model"]
+
+    first, again = (models(Case("0.6b", "dflash", 7)) for _ in range(2))
+    assert first == again
+    assert Path(first[0]).is_relative_to(tmp_path)
+    others = [models(Case("0.6b", "dflash", 15)), models(Case("0.6b", "dflash", 7), "stock")]
+    assert len({first, *others}) == 3
+    (Path(first[1]) / "config.json").unlink()
+    monkeypatch.setitem(SHAPES, "0.6b", dataclasses.replace(SHAPES["0.6b"], hidden=2048))
+    wider = models(Case("0.6b", "dflash", 7))
+    assert wider != first
+    assert json.loads((Path(wider[1]) / "config.json").read_text())["hidden_size"] == 2048
+    # Nothing half-made is left.
+    assert len(list(shapes_folder().iterdir())) == 4
 
 
 @pytest.mark.parametrize("shape", ["tiny", "0.6b", "8b"])

@@ -24,6 +24,7 @@ from ._plan import (
     check,
     job_for,
     possible_sides,
+    shapes_folder,
 )
 from ._results import (
     FORMAT,
@@ -115,6 +116,7 @@ __all__ = [
     "ratio_name",
     "rows",
     "run_child",
+    "shapes_folder",
     "shown_phases",
     "sides_of",
     "speed",

@@ -3,14 +3,18 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
 from packaging.version import Version
 
+from ..cachedir import UntrustedFolder, places, private_folder, temporary_folder
 from ..errors import HwpluginError
 from ._checkpoints import Checkpoints, load_prompts
 from ._host import Host
@@ -115,7 +119,7 @@ def job_for(
     if host.device != "cpu":
         # The engines of all sides are alive together.
         options |= {
-            "gpu_memory_utilization": share_of_gpu(settings.gpu_memory_utilization, len(settings.sides)),
+            "gpu_memory_utilization": share_of_gpu(settings.gpu_memory_utilization, settings.sides),
             # With a size that is given vLLM does not measure free memory, which other engines change meanwhile.
             "kv_cache_memory_bytes": kv_cache_bytes(case, options["max_num_seqs"] * options["max_model_len"]),
         }
@@ -129,6 +133,23 @@ def job_for(
     )
 
 
+def shapes_folder() -> Path:
+    """For the config files of dummy shapes: the same one in each run, where the cache has a place for this user.
+
+    vLLM's key to compiled graphs holds the model's path: from other folders it would compile them anew each time.
+
+    Raises:
+        GateError: the gate that names the cache folder has a bad value.
+        UntrustedFolder, OSError: not even a temporary folder can be had.
+    """
+    for place in places():
+        try:
+            return private_folder(private_folder(place) / "shapes")
+        except (UntrustedFolder, OSError):
+            continue
+    return temporary_folder()
+
+
 def model_of(case: Case, length: float | None, checkpoints: Checkpoints | None, home: Path) -> dict[str, Any]:
     """vLLM's options for the target and the drafter of a case.
 
@@ -136,7 +157,7 @@ def model_of(case: Case, length: float | None, checkpoints: Checkpoints | None, 
         case: shape, method and k.
         length: the synthetic acceptance of a dummy shape.
         checkpoints: of the tiny shape.
-        home: a folder that does not exist, for the config files of a dummy shape.
+        home: a folder for the config files of a dummy shape, whose own folder exists.
     """
     speculation: dict[str, Any] = {"method": case.method, "num_speculative_tokens": case.k}
     options: dict[str, Any] = {}
@@ -144,11 +165,30 @@ def model_of(case: Case, length: float | None, checkpoints: Checkpoints | None, 
         assert checkpoints is not None
         target, drafter = checkpoints.target, checkpoints.drafter(case.method)
     else:
-        target, drafter = write_configs(SHAPES[case.shape], home, case.method, case.k + 1)
+        with TemporaryDirectory(dir=home.parent) as folder:
+            written = write_configs(SHAPES[case.shape], Path(folder) / "made", case.method, case.k + 1)
+            target, drafter = _kept(Path(folder) / "made", written, home)
         options |= {"load_format": "dummy", "skip_tokenizer_init": True}
         # Random weights accept nothing, so vLLM's own synthetic acceptance decides by coin.
         speculation |= {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": length}
     return {**options, "model": str(target), "speculative_config": {**speculation, "model": str(drafter)}}
+
+
+def _kept(made: Path, written: Sequence[Path], home: Path) -> list[Path]:
+    """Move a folder to a name that begins as ``home`` and ends as its files say, unless it is there from another run.
+
+    Returns:
+        Where the folders that were ``written`` into it are then.
+    """
+    texts = {str(file.relative_to(made)): file.read_text(encoding="utf-8") for file in made.rglob("*.json")}
+    digest = hashlib.sha256(json.dumps(texts, sort_keys=True).encode()).hexdigest()
+    kept = home.with_name(f"{home.name}-{digest[:12]}")
+    try:
+        made.rename(kept)
+    except OSError:
+        if not kept.is_dir():
+            raise
+    return [kept / one.relative_to(made) for one in written]
 
 
 def is_patched(side: str) -> bool:
@@ -156,9 +196,9 @@ def is_patched(side: str) -> bool:
     return side.endswith("patched")
 
 
-def share_of_gpu(wanted: float | None, engines: int) -> float:
-    """vLLM's ``gpu_memory_utilization`` of each of so many engines that are alive together."""
-    return wanted if wanted is not None else round(_GPU_SHARE / engines, 3)
+def share_of_gpu(wanted: float | None, engines: Sequence[str]) -> float:
+    """vLLM's ``gpu_memory_utilization`` of each of the engines that are alive together."""
+    return wanted if wanted is not None else round(_GPU_SHARE / len(engines), 3)
 
 
 class _Environments(Protocol):

@@ -145,7 +145,7 @@ def serve_job(
             "dtype": "auto",
             "tensor_parallel_size": settings.tensor_parallel_size,
             "gpu_memory_utilization": share_of_gpu(
-                settings.gpu_memory_utilization, len(settings.sides) * len(settings.together[0])
+                settings.gpu_memory_utilization, settings.sides * len(settings.together[0])
             ),
         }
         if (size := kv_cache_size(k, settings)) is not None:
@@ -174,7 +174,12 @@ def _models(
 ) -> dict[str, Any]:
     if settings.shape is not None:
         case = Case(settings.shape, settings.method, k)
-        return model_of(case, synthetic_length(case, settings), checkpoints, folder / f"{k}-{side}")
+        return model_of(
+            case,
+            synthetic_length(case, settings),
+            checkpoints,
+            folder / f"{settings.shape}-{settings.method}-{k}-{side}",
+        )
     speculation = {**METHODS[settings.method], "num_speculative_tokens": k}
     if settings.draft is not None:
         speculation["model"] = settings.draft

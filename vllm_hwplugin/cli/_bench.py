@@ -7,7 +7,6 @@ Each side's engine runs as users run it, its core in a process of its own.
 from __future__ import annotations
 
 import dataclasses
-import tempfile
 from pathlib import Path
 from typing import Annotated
 
@@ -33,6 +32,7 @@ from ..bench import (
     new_results,
     of_workloads,
     possible_sides,
+    shapes_folder,
     stopped,
     table,
 )
@@ -142,9 +142,10 @@ def measure(
         _bench_profile.profile(planned, settings, host, checkpoints, profile, json_file, console, timeout, limit)
         return
     results = new_results(host, settings)
-    with tempfile.TemporaryDirectory(prefix="hwplugin-shapes-") as folder, progress(console) as bar:
+    folder = shapes_folder()
+    with progress(console) as bar:
         for case in planned:
-            jobs = {s: job_for(case, s, settings, host, checkpoints, Path(folder), own_process=True) for s in sides}
+            jobs = {s: job_for(case, s, settings, host, checkpoints, folder, own_process=True) for s in sides}
 
             def keep(outcomes: dict[str, Outcome], case: Case = case) -> None:
                 add_case(results, case, settings, outcomes)

@@ -8,7 +8,6 @@ these are no figures to compare sides by: that is what ``bench`` itself does.
 from __future__ import annotations
 
 import dataclasses
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ from ..bench import (
     new_phases,
     of_workloads,
     profiled,
+    shapes_folder,
     shown_phases,
     stopped,
 )
@@ -64,10 +64,11 @@ def profile(
     """
     folder.mkdir(parents=True, exist_ok=True)
     results = new_phases(host, settings)
-    with tempfile.TemporaryDirectory(prefix="hwplugin-shapes-") as shapes, progress(console) as bar:
+    shapes = shapes_folder()
+    with progress(console) as bar:
         for case in planned:
             jobs = {
-                side: _with_traces(job_for(case, side, settings, host, checkpoints, Path(shapes)), folder)
+                side: _with_traces(job_for(case, side, settings, host, checkpoints, shapes), folder)
                 for side in settings.sides
             }
 

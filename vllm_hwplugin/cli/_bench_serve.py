@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,6 +26,7 @@ from ..bench import (
     find_checkpoints,
     load_prompts,
     measure_in_turn,
+    shapes_folder,
     stopped,
 )
 from ..bench import serve as serving
@@ -175,12 +175,11 @@ def serve(
     console.print(f"vLLM {host.vllm} on {host.name} ({host.device}), torch {host.torch}", highlight=False)
     results = serving.new_serve_results(host, settings)
     measurements = serving.serve_measurements(settings, asked)
-    with tempfile.TemporaryDirectory(prefix="hwplugin-shapes-") as folder, progress(console) as bar:
+    folder = shapes_folder()
+    with progress(console) as bar:
         for ks in settings.together:
             made = {
-                (one, s): serving.serve_job(one, s, settings, host, checkpoints, Path(folder))
-                for one in ks
-                for s in sides
+                (one, s): serving.serve_job(one, s, settings, host, checkpoints, folder) for one in ks for s in sides
             }
             jobs = {f"k={one} {s}": job for (one, s), job in made.items()}
 
