@@ -36,7 +36,7 @@ from ._results import (
     provenance,
     stopped,
 )
-from ._session import TimeIsUp, TimeLimit
+from ._session import TimeLimit
 from ._settings import engine_environment, engine_options
 from ._shapes import SHAPES
 from ._table import (
@@ -87,7 +87,6 @@ __all__ = [
     "Outcome",
     "Row",
     "Settings",
-    "TimeIsUp",
     "TimeLimit",
     "Workload",
     "acceptance_length",

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+from ..errors import HwpluginError
 from ._job import Event
 from ._launch import Child, Ended
 
@@ -15,7 +16,7 @@ from ._launch import Child, Ended
 _END = 60.0
 
 
-class TimeIsUp(Exception):
+class TimeIsUp(HwpluginError):
     """The whole has taken as long as it may; what was measured before stays."""
 
 
