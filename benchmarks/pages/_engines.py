@@ -210,6 +210,8 @@ def _soaked(runner: str, side: Mapping[str, Any], stock: Mapping[str, Any] | Non
         f"{runner}: {side['steps']} steps with 1 to {settings['max_num_seqs']} requests, {side['texts']['count']} "
         "texts, read again by stock vLLM without drafts"
     )
+    if features := side.get("features"):
+        said += f", with {', '.join(f'`{feature}`' for feature in features)}"
     if stock is None or stock["error"] is not None:
         return said
     pairs = zip(stock["acceptance_per_position"], side["acceptance_per_position"], strict=True)

@@ -109,6 +109,19 @@ def test_a_loss_is_called_a_loss(tree):
     assert {k for k in before if before[k] != after[k]} == {key, ("0.26.0", "V2", "Qwen3-0.6B", "Eagle3 k=3")}
 
 
+def test_a_soak_is_told_runner_by_runner(tree):
+    def both(results):
+        sides = results["sides"]
+        found = {**sides["patched"], "steps": 10_007, "features": ["v2-tail-graph"]}
+        worse = [share - 0.002 for share in sides["stock"]["acceptance_per_position"]]
+        sides |= {"mrv2": sides["stock"], "mrv2-patched": {**found, "acceptance_per_position": worse}}
+
+    change(tree / "benchmarks/results/soak-h200-vllm-0.26.0-dflash.json", both)
+    text = " ".join(pages(tree)["docs/benchmarks.md"].split())
+    assert "acceptance of each position equal to stock's; V2: 10007 steps with 1 to 32 requests, 4698 texts" in text
+    assert "without drafts, with `v2-tail-graph`, acceptance of each position within 0.0020 of stock's: nothing" in text
+
+
 def test_a_run_that_was_stopped_says_so(tree):
     change(tree / ENGINES, lambda results: results["cases"][0].update(stopped="an interrupt"))
     page = pages(tree)["benchmarks/results/engines.md"]
