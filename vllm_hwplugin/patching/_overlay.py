@@ -82,8 +82,8 @@ class Copy(NamedTuple):
         try:
             private_folder(self.path.parent)
             if read_private(self.path) != self.text:
-                # Not flushed to the disk, which is a tenth of what a first start adds here, and more on a slow disk: what
-                # a power cut leaves of it is compared and mended here before it is imported.
+                # Not flushed to the disk, which is a tenth of what a first start adds here, and more on a slow disk:
+                # what a power cut leaves of it is compared and mended here before it is imported.
                 write_atomically(self.path, self.text, durable=False)
         except (OSError, UntrustedFolder) as error:
             raise OverlayError(
