@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 
@@ -13,11 +13,11 @@ pytest.importorskip("vllm")
 from vllm_hwplugin.nwor.rows import KernelRows, Rejected  # noqa: E402
 from vllm_hwplugin.ops.build.spec import LOG_DRAFT_ROWS, RESTORE_DRAFT_ROWS  # noqa: E402
 
-from ..nwor.steps import LAYOUTS, REJECTED_TOKENS, Layout, Step, assert_slots, by_number, by_sampled  # noqa: E402
+from ..nwor.steps import LAYOUTS, Layout, Step, assert_restores, assert_zeroes, by_number, by_sampled  # noqa: E402
 from .ops.kernel_checks import load_kernel  # noqa: E402
 
-pytestmark = [pytest.mark.gpu, pytest.mark.sanitizer]
-EVERYTHING = list(range(sum(Step.lengths)))
+pytestmark = pytest.mark.gpu
+COUNTS = {"by-number": by_number, "by-what-was-sampled": by_sampled}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -26,60 +26,56 @@ def kernels() -> None:
         load_kernel(kernel)
 
 
-@pytest.fixture(params=LAYOUTS, ids=[name.replace(" ", "-") for name in LAYOUTS])
-def layout(request: pytest.FixtureRequest) -> Layout:
-    torch.manual_seed(0)
-    return LAYOUTS[request.param]
+def cases(first: str) -> pytest.MarkDecorator:
+    """Every layout with both counts of what was rejected; the sanitizer has each layout once, the counts in turn."""
+    counts = [first, *(name for name in COUNTS if name != first)]
+    made = [
+        pytest.param(
+            layout,
+            COUNTS[count],
+            marks=[pytest.mark.sanitizer] if index % 2 == counts.index(count) else [],
+            id=f"{name.replace(' ', '-')}-{count}",
+        )
+        for index, (name, layout) in enumerate(LAYOUTS.items())
+        for count in counts
+    ]
+    return pytest.mark.parametrize(("layout", "rejected"), made)
 
 
-@pytest.fixture(params=[by_number, by_sampled], ids=["by-number", "by-what-was-sampled"])
-def rejected(request: pytest.FixtureRequest) -> Rejected:
-    return request.param("cuda")
-
-
-def graph_of(call: Any) -> Any:
+def graph_of(call: Callable[[], None]) -> Callable[[], None]:
+    """Its replay."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()
-    return graph
+    return graph.replay
 
 
-@pytest.mark.parametrize("replayed", [False, True])
+def restoring(
+    layout: Layout, rejected: Callable[[str], Rejected]
+) -> tuple[Step, Callable[[], None], Callable[[], None]]:
+    torch.manual_seed(0)
+    step, counts = Step(layout, True, KernelRows, "cuda"), rejected("cuda")
+    return step, lambda: step.rows.log(5), lambda: step.rows.restore(counts)
+
+
+@cases("by-number")
 def test_the_caches_are_as_if_rejected_drafts_had_never_been_written(
-    layout: Layout, rejected: Rejected, replayed: bool
+    layout: Layout, rejected: Callable[[str], Rejected]
 ) -> None:
-    step = Step(layout, True, KernelRows, "cuda")
-    log, restore = lambda: step.rows.log(5), lambda: step.rows.restore(rejected)
-    if replayed:
-        log, restore = graph_of(log).replay, graph_of(restore).replay
-    before = [cache.clone() for cache in step.caches]
-    step.write([token for token in EVERYTHING if token not in REJECTED_TOKENS])
-    expected = step.bytes()
-    for cache, content in zip(step.caches, before, strict=True):
-        cache.copy_(content)
-    log()
-    step.write(EVERYTHING)
-    assert step.bytes() != expected
-    restore()
-    assert step.bytes() == expected
-    assert_slots(step)
-    # What was kept is used up.
-    for slots, given in zip(step.slots, step.given, strict=True):
-        slots.copy_(given)
-    step.write(EVERYTHING)
-    written = step.bytes()
-    restore()
-    assert step.bytes() == written
+    assert_restores(*restoring(layout, rejected))
 
 
-def test_rejected_drafts_become_zeros_and_nothing_else_does(layout: Layout, rejected: Rejected) -> None:
-    step = Step(layout, False, KernelRows, "cuda")
-    step.write(EVERYTHING)
-    written = [cache.clone() for cache in step.caches]
-    step.zero(REJECTED_TOKENS)
-    expected = step.bytes()
-    for cache, content in zip(step.caches, written, strict=True):
-        cache.copy_(content)
-    step.rows.restore(rejected)
-    assert step.bytes() == expected
-    assert_slots(step)
+@pytest.mark.parametrize("rejected", COUNTS.values(), ids=COUNTS)
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_nor_where_both_launches_are_graphs(layout: Layout, rejected: Callable[[str], Rejected]) -> None:
+    step, log, restore = restoring(layout, rejected)
+    assert_restores(step, graph_of(log), graph_of(restore))
+
+
+@cases("by-what-was-sampled")
+def test_rejected_drafts_become_zeros_and_nothing_else_does(
+    layout: Layout, rejected: Callable[[str], Rejected]
+) -> None:
+    torch.manual_seed(0)
+    step, counts = Step(layout, False, KernelRows, "cuda"), rejected("cuda")
+    assert_zeroes(step, lambda: step.rows.restore(counts))

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step of a model runner on small caches of every layout, on any device."""
+"""A step of a model runner on small caches of every layout, on any device, and what has to come of it."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,6 +63,7 @@ class Step:
 
     lengths = (5, 4, 2, 4, 0)
     num_drafts = (0, 3, 1, 3, 0)
+    everything = tuple(range(sum(lengths)))
 
     def __init__(self, layout: Layout, keep: bool, make: Callable[..., DraftRows], device: str = "cpu") -> None:
         self.layout = layout
@@ -80,24 +81,64 @@ class Step:
         ]
         self.rows = make(rows, Batch(starts, dict(enumerate(self.slots)), 6, DRAFTS), keep)
 
-    def bytes(self) -> list[Any]:
+    def bytes(self) -> list[bytes]:
         """What all caches hold, as memory."""
-        return [cache.untyped_storage().tolist() for cache in self.caches]
+        empty = [torch.empty(0, dtype=torch.uint8, device=cache.device) for cache in self.caches]
+        memory = [one.set_(cache.untyped_storage()) for one, cache in zip(empty, self.caches, strict=True)]
+        return [one.cpu().numpy().tobytes() for one in memory]
 
-    def write(self, tokens: list[int]) -> None:
-        for cache, slots in zip(self.caches, self.slots, strict=True):
-            for token in tokens:
-                if (slot := int(slots[token])) >= 0:
-                    target = row(self.layout, cache, slot)
-                    size = target.numel() * cache.element_size()
-                    raw = torch.full((size,), 0x41 + token, dtype=torch.uint8, device=cache.device)
+    def write(self, tokens: Iterable[int]) -> None:
+        self._fill({token: 0x41 + token for token in tokens})
+
+    def zero(self, tokens: Iterable[int]) -> None:
+        self._fill(dict.fromkeys(tokens, 0))
+
+    def _fill(self, values: Mapping[int, int]) -> None:
+        """All bytes of these tokens, on the host: a tool that watches each access of a device is slow in small ones."""
+        for cache, mapping in zip(self.caches, self.slots, strict=True):
+            host, slots = cache.cpu(), mapping.tolist()
+            assert host.stride() == cache.stride()
+            for token, value in values.items():
+                if slots[token] >= 0:
+                    target = row(self.layout, host, slots[token])
+                    raw = torch.full((target.numel() * cache.element_size(),), value, dtype=torch.uint8)
                     target.copy_(raw.view(cache.dtype).view(target.shape))
+            cache.copy_(host)
 
-    def zero(self, tokens: list[int]) -> None:
-        for cache, slots in zip(self.caches, self.slots, strict=True):
-            for token in tokens:
-                if (slot := int(slots[token])) >= 0:
-                    row(self.layout, cache, slot).zero_()
+
+def assert_restores(step: Step, log: Callable[[], None], restore: Callable[[], None]) -> None:
+    """Between them a step writes its drafts; the caches are then as if it had never written those that are rejected."""
+    before = [cache.clone() for cache in step.caches]
+    step.write([token for token in step.everything if token not in REJECTED_TOKENS])
+    expected = step.bytes()
+    for cache, content in zip(step.caches, before, strict=True):
+        cache.copy_(content)
+    log()
+    step.write(step.everything)
+    assert step.bytes() != expected
+    restore()
+    assert step.bytes() == expected
+    assert_slots(step)
+    # What was kept is used up: a step that keeps nothing puts nothing back.
+    for slots, given in zip(step.slots, step.given, strict=True):
+        slots.copy_(given)
+    step.write(step.everything)
+    written = step.bytes()
+    restore()
+    assert step.bytes() == written
+
+
+def assert_zeroes(step: Step, zero: Callable[[], None]) -> None:
+    """Rejected drafts become zeros, and nothing else does."""
+    step.write(step.everything)
+    written = [cache.clone() for cache in step.caches]
+    step.zero(REJECTED_TOKENS)
+    expected = step.bytes()
+    for cache, content in zip(step.caches, written, strict=True):
+        cache.copy_(content)
+    zero()
+    assert step.bytes() == expected
+    assert_slots(step)
 
 
 def assert_slots(step: Step) -> None:

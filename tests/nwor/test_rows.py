@@ -14,7 +14,7 @@ from vllm_hwplugin.nwor.layout import CacheRows, UnknownLayout, as_rows  # noqa:
 from vllm_hwplugin.nwor.reference import ReferenceRows  # noqa: E402
 from vllm_hwplugin.nwor.rows import Rejected  # noqa: E402
 
-from .steps import BLOCK, LAYOUTS, REJECTED_TOKENS, Layout, Step, assert_slots, by_number, by_sampled  # noqa: E402
+from .steps import BLOCK, LAYOUTS, Layout, Step, assert_restores, assert_zeroes, by_number, by_sampled  # noqa: E402
 
 
 @pytest.fixture(params=LAYOUTS, ids=[name.replace(" ", "-") for name in LAYOUTS])
@@ -30,44 +30,18 @@ def rejected(request: pytest.FixtureRequest) -> Rejected:
 
 def test_the_caches_are_as_if_rejected_drafts_had_never_been_written(layout: Layout, rejected: Rejected) -> None:
     step = Step(layout, True, ReferenceRows)
-    before = [cache.clone() for cache in step.caches]
-    everything = list(range(sum(step.lengths)))
-    step.write([token for token in everything if token not in REJECTED_TOKENS])
-    expected = step.bytes()
-    for cache, content in zip(step.caches, before, strict=True):
-        cache.copy_(content)
-    step.rows.log(5)
-    step.write(everything)
-    assert step.bytes() != expected
-    step.rows.restore(rejected)
-    assert step.bytes() == expected
-    assert_slots(step)
-    # What was kept is used up: a step that keeps nothing puts nothing back.
-    step.slots = [slots.clone() for slots in step.given]
-    step.write(everything)
-    written = step.bytes()
-    step.rows.restore(rejected)
-    assert step.bytes() == written
+    assert_restores(step, lambda: step.rows.log(5), lambda: step.rows.restore(rejected))
 
 
 def test_rejected_drafts_become_zeros_and_nothing_else_does(layout: Layout, rejected: Rejected) -> None:
     step = Step(layout, False, ReferenceRows)
-    everything = list(range(sum(step.lengths)))
-    step.write(everything)
-    written = [cache.clone() for cache in step.caches]
-    step.zero(REJECTED_TOKENS)
-    expected = step.bytes()
-    for cache, content in zip(step.caches, written, strict=True):
-        cache.copy_(content)
-    step.rows.restore(rejected)
-    assert step.bytes() == expected
-    assert_slots(step)
+    assert_zeroes(step, lambda: step.rows.restore(rejected))
 
 
 def test_a_row_that_was_not_restored_is_found_by_layer_and_slot(layout: Layout, rejected: Rejected) -> None:
     step = Step(layout, True, ReferenceRows)
     step.rows.log(5)
-    step.write(list(range(sum(step.lengths))))
+    step.write(step.everything)
     slots = step.rows.rejected_slots(rejected)
     step.rows.restore(rejected)
     assert step.rows.differing(slots, zeros=False) == []
