@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import types
 from typing import Any
 
@@ -62,27 +61,25 @@ class BlockViews(Views):
 
 
 def plain_expand(**given: Any) -> None:
-    """vLLM's Triton kernel `copy_and_expand_dflash_inputs` as a loop over requests."""
-    starts, width = given["query_start_loc_ptr"].tolist(), given["num_query_per_req"]
-    table, size = given["block_table_ptr"], given["block_size"]
-    rejected = given["num_rejected_tokens_ptr"].tolist() if given["has_num_rejected"] else [0] * (len(starts) - 1)
-    sampled = []
-    for row, (start, end) in enumerate(itertools.pairwise(starts)):
-        given_positions = given["target_positions_ptr"][start:end]
-        first = int(given["target_positions_ptr"][end - rejected[row] - 1]) + 1
-        queries = torch.arange(first, first + width)
-        out = slice(row * width, (row + 1) * width)
-        for positions, where, position_out, slot_out in (
-            (given_positions, slice(start, end), "out_context_positions_ptr", "out_context_slot_mapping_ptr"),
-            (queries, out, "out_query_positions_ptr", "out_query_slot_mapping_ptr"),
-        ):
-            columns = (positions // size).clamp(max=table.shape[1] - 1)
-            given[position_out][where] = positions
-            given[slot_out][where] = table[row, columns].long() * size + positions % size
-        tokens = [int(given["next_token_ids_ptr"][row])] + [given["parallel_drafting_token_id"]] * (width - 1)
-        given["out_input_ids_ptr"][out] = torch.tensor(tokens, dtype=torch.int32)
-        sampled += range(row * width + 1, (row + 1) * width)
-    given["out_token_indices_ptr"].copy_(torch.tensor(sampled))
+    """vLLM's Triton kernel `copy_and_expand_dflash_inputs` in torch, so that it can be recorded on any device."""
+    starts, width, count = given["query_start_loc_ptr"].long(), given["num_query_per_req"], given["total_input_tokens"]
+    table, size, context = given["block_table_ptr"], given["block_size"], given["target_positions_ptr"][:count]
+    num_reqs = starts.shape[0] - 1
+    rejected = given["num_rejected_tokens_ptr"] if given["has_num_rejected"] else 0
+    rows = torch.searchsorted(starts[1:], torch.arange(count), right=True)
+    queries = context[starts[1:] - rejected - 1][:, None] + torch.arange(1, width + 1)
+    for kind, owners, positions in (
+        ("context", rows, context),
+        ("query", torch.arange(num_reqs).repeat_interleave(width), queries.flatten()),
+    ):
+        blocks = table[owners, (positions // size).clamp(max=table.shape[1] - 1)].long()
+        given[f"out_{kind}_positions_ptr"][: len(positions)].copy_(positions)
+        given[f"out_{kind}_slot_mapping_ptr"][: len(positions)].copy_(blocks * size + positions % size)
+    tokens = torch.full((num_reqs, width), given["parallel_drafting_token_id"], dtype=torch.int32)
+    tokens[:, 0] = given["next_token_ids_ptr"]
+    given["out_input_ids_ptr"][: num_reqs * width].copy_(tokens.flatten())
+    sampled = torch.arange(num_reqs)[:, None] * width + torch.arange(1, width)
+    given["out_token_indices_ptr"].copy_(sampled.flatten())
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A DFlash phase in graphs, on CPU tensors: a padded batch drafts what vLLM drafts, and padding writes nothing."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("vllm.v1.worker.gpu_model_runner", exc_type=ImportError)
+
+from vllm.config import CUDAGraphMode  # noqa: E402
+
+from vllm_hwplugin.spec_decode import draft_phase, phase_graphs  # noqa: E402
+from vllm_hwplugin.spec_decode.draft_phase import DraftPhase  # noqa: E402
+
+from . import recorded_graph  # noqa: E402
+from .drafters import HIDDEN, MAX_REQS, MAX_TOKENS, VOCAB, Runner, boot, propose  # noqa: E402
+from .recorded_graph import Graph, RecordedGraphs  # noqa: E402
+
+DRAFTS = 3
+WIDTH = 1 + DRAFTS
+
+
+def plain_next_token(sampled: Any, discarded: Any, backup: Any, next_ids: Any, counts: Any, *_: Any, **__: Any) -> None:
+    """vLLM's Triton kernel in torch, so that it can be recorded on any device."""
+    valid = sampled != -1
+    counts.copy_(valid.sum(1) * ~discarded)
+    last = sampled.gather(1, (valid.sum(1, keepdim=True) - 1).clamp(min=0))[:, 0]
+    next_ids.copy_(torch.where(counts > 0, last, backup[: len(last)]))
+
+
+def plain_inputs(cu_drafts: Any, counts: Any, starts: Any, indices: Any, rejected: Any, *_: Any) -> None:
+    """Another one: every request has drafts here."""
+    verified = torch.diff(cu_drafts, prepend=cu_drafts.new_zeros(1))
+    rejected.copy_(verified + 1 - counts)
+    indices.copy_(starts[1:] - 1 - rejected)
+
+
+def recorded(run: Callable[[], None], pool: Any) -> Graph:
+    run()
+    return Graph(run, {})
+
+
+class Target:
+    """The runner's side of a step: tensors that stay where they are, of which vLLM writes a batch's part.
+
+    What lies behind is an earlier batch's, but for slots and lengths, which vLLM pads.
+    """
+
+    def __init__(self, graphed: Any, runner: Runner) -> None:
+        self.host, self.runner = graphed.host, runner
+        host: Any = self.host
+        host.input_ids = types.SimpleNamespace(gpu=torch.zeros(MAX_TOKENS, dtype=torch.int32))
+        host.positions = torch.zeros(MAX_TOKENS, dtype=torch.int64)
+        host.input_batch = types.SimpleNamespace(
+            num_reqs=0,
+            vocab_size=VOCAB,
+            sampling_metadata=types.SimpleNamespace(output_token_ids=["a penalty"]),
+            logitsprocs=types.SimpleNamespace(all=[]),
+        )
+        host.requests: dict[str, Any] = {}
+        host.discard_request_mask = types.SimpleNamespace(np=torch.zeros(MAX_REQS, dtype=torch.bool).numpy())
+        host.model = types.SimpleNamespace(compute_logits=lambda hidden: hidden)
+        host.get_model = lambda: host.model
+        host.model_config = types.SimpleNamespace(is_encoder_decoder=False)
+        host.uses_mrope = host.enable_prompt_embeds = False
+        host.async_output_copy_stream = host.valid_sampled_token_count_copy_stream = None
+        host.draft_token_ids_copy_stream = host.valid_sampled_token_count_event = None
+        host.speculative_config.method = "dflash"
+        graphed.backup_next_token_ids = types.SimpleNamespace(
+            gpu=torch.zeros(MAX_REQS, dtype=torch.int32), copy_to_gpu=lambda count: None
+        )
+        self.hidden = torch.zeros(MAX_TOKENS, HIDDEN, dtype=torch.int64)
+        self.seq_lens = torch.zeros(MAX_REQS, dtype=torch.int32)
+        self.slots = torch.zeros(MAX_TOKENS, dtype=torch.int64)
+        host.draft_phase = DraftPhase(host)
+
+    def start(self, mode: CUDAGraphMode) -> None:
+        """vLLM's start of the drafter, and then of the target: each FULL graph is followed by its phase."""
+        boot(self.host.drafter, mode, self.runner)
+        template = self.runner.template()
+        template.seq_lens, template.slot_mapping = self.seq_lens, self.slots
+        for size in (8, 4, 2, 1):
+            hidden = self.hidden[: size * WIDTH]
+            self.host.draft_phase.capture_behind((hidden, [hidden]), template)
+
+    def step(self, batch: dict[str, Any], padded: int) -> torch.Tensor:
+        """The calls of the patched `execute_model` and `sample_tokens`, with tokens that vLLM has sampled."""
+        host, metadata = self.host, batch["common_attn_metadata"]
+        count, num_tokens = metadata.num_reqs, metadata.num_actual_tokens
+        host.input_ids.gpu[:num_tokens] = batch["target_token_ids"]
+        host.positions[:num_tokens] = batch["target_positions"]
+        self.hidden[:num_tokens] = batch["target_hidden_states"]
+        self.seq_lens[:count], self.seq_lens[count:] = metadata.seq_lens, 0
+        self.slots[:num_tokens], self.slots[num_tokens:] = metadata.slot_mapping, -1
+        metadata.seq_lens, metadata.slot_mapping = self.seq_lens[:count], self.slots[:num_tokens]
+        host.input_batch.num_reqs = count
+        scheduled = types.SimpleNamespace(total_num_scheduled_tokens=num_tokens)
+        verified = types.SimpleNamespace(num_draft_tokens=[DRAFTS] * count)
+        hidden, phase = self.hidden[: padded * WIDTH], host.draft_phase
+        sample_hidden, logits = phase.logits(scheduled, verified, hidden, torch.arange(num_tokens))
+        assert len(logits) == num_tokens
+        drafts: torch.Tensor = phase.propose(
+            scheduled,
+            sampled_tokens(batch),
+            types.SimpleNamespace(all_greedy=True),
+            hidden,
+            sample_hidden,
+            [hidden],
+            verified,
+            metadata,
+            None,
+        )
+        return drafts
+
+
+def sampled_tokens(batch: dict[str, Any]) -> torch.Tensor:
+    """int32 [batch, 1 + drafts]: the last valid one is the batch's next token."""
+    tokens = torch.full((len(batch["next_token_ids"]), WIDTH), -1, dtype=torch.int32)
+    for row, rejected in enumerate(batch["num_rejected_tokens_gpu"].tolist()):
+        tokens[row, : DRAFTS - rejected] = 1
+        tokens[row, DRAFTS - rejected] = batch["next_token_ids"][row]
+    return tokens
+
+
+@pytest.fixture
+def sides(make_dflash: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Target]:
+    """A stock proposer, and a runner whose phases are recorded."""
+    runner = Runner(1)
+    stock, graphed = make_dflash("stock", DRAFTS), make_dflash("graphs", DRAFTS)
+    # vLLM samples: its rejection sampler has kernels for a GPU alone.
+    monkeypatch.setenv("VLLM_COMPUTE_NANS_IN_LOGITS", "1")
+    monkeypatch.setattr(phase_graphs, "record_graph", recorded)
+    # Of row starts that it has on the host, vLLM reads the last one. Here they look like the device's.
+    monkeypatch.setattr(recorded_graph, "_HOST_READS", ())
+    monkeypatch.setattr(draft_phase, "free_memory", lambda: 0)
+    names = graphed.prepare_inputs_padded.__func__.__globals__
+    monkeypatch.setitem(names, "_eagle_prepare_next_token_padded", plain_next_token)
+    monkeypatch.setitem(names, "_eagle_prepare_inputs_padded", plain_inputs)
+    target = Target(graphed, runner)
+    boot(stock, CUDAGraphMode.NONE, runner)
+    target.start(CUDAGraphMode.FULL_DECODE_ONLY)
+    RecordedGraphs.sealed = True
+    return stock, target
+
+
+def test_recording_writes_nothing(sides: tuple[Any, Target]) -> None:
+    """All requests are padding meanwhile."""
+    stock, target = sides
+    assert torch.equal(target.host.drafter.model.cache[:-1], stock.model.cache[:-1])
+
+
+def test_padding_drafts_nothing_and_writes_nothing(sides: tuple[Any, Target]) -> None:
+    """Rows of the block table that a batch does not reach still name blocks of earlier batches."""
+    stock, target = sides
+    graphed, drafted = target.host.drafter, set()
+    graphed.model.cache.copy_(stock.model.cache)
+    for size, padded in ((8, 8), (3, 4), (1, 1), (7, 8), (5, 8), (2, 2), (3, 4), (6, 8)):
+        batch = target.runner.batch(DRAFTS, size=size)
+        expected = propose(stock, batch)
+        found = target.step(batch, padded)
+        assert found.data_ptr() == target.host.draft_phase._buffers.drafts.data_ptr(), "no graph drafted"
+        assert found.tolist() == expected.tolist()
+        drafted.update(found.flatten().tolist())
+        # All but the row that takes what has no slot.
+        assert torch.equal(graphed.model.cache[:-1], stock.model.cache[:-1])
+    assert len(drafted) > 30
