@@ -16,15 +16,24 @@ from vllm_hwplugin.bench._entry_points import provide
 from vllm_hwplugin.bench._launch import child_environment
 from vllm_hwplugin.spec_decode.features import gate_of
 
-from ..musa_sim import loads
+from ..musa_sim import loads, simulated
 from ..musa_sim.loads import Load, Process, Run
 from .engines import SMALL_ENGINE
 
 SMALL = find_checkpoints(None)
 METHODS: Final = {"eagle3": 3, "dflash": 7}
-MODES: Final = ("FULL_AND_PIECEWISE", "FULL_DECODE_ONLY")
+#: Of graphs: method, mode, and whether the engine sleeps, which gives up the KV cache's memory, and serves once more.
+CASES: Final = (
+    ("eagle3", "FULL_AND_PIECEWISE", True),
+    ("eagle3", "FULL_DECODE_ONLY", False),
+    ("dflash", "FULL_AND_PIECEWISE", False),
+    ("dflash", "FULL_DECODE_ONLY", False),
+)
 # So few that six requests at a time do not fit; how many each needs depends on its drafts.
 _NUM_BLOCKS: Final = {"eagle3": 19, "dflash": 24}
+#: Requests of the batches that have graphs. The largest is vLLM's own choice, for batches with prompts. Three and five
+#: of Eagle3's are padded; DFlash's logits are of twice as many rows, and a GPU may round them otherwise when padded.
+_CAPTURED: Final = {"eagle3": (1, 2, 4, 6, 12), "dflash": (1, 2, 3, 4, 5, 6, 12)}
 
 
 def options(method: str, mode: str) -> dict[str, Any]:
@@ -44,8 +53,23 @@ def options(method: str, mode: str) -> dict[str, Any]:
             "model": str(SMALL.drafter(method)),
             "num_speculative_tokens": METHODS[method],
         },
-        "compilation_config": {"cudagraph_mode": mode},
+        "compilation_config": {
+            "cudagraph_mode": mode,
+            "cudagraph_capture_sizes": [(1 + METHODS[method]) * requests for requests in _CAPTURED[method]],
+        },
     }
+
+
+def environment(folder: Path, name: str, runner: str, **variables: str) -> dict[str, str]:
+    """Of a process of this name, on V1 or V2, whose features are on where variables do not say otherwise.
+
+    Caches are of the processes of one name, of which there is one at a time: vLLM's of what is compiled is not written
+    all at once.
+    """
+    chosen = {**loads.VARIABLES, "VLLM_USE_V2_MODEL_RUNNER": "1" if runner == "V2" else "0", **variables}
+    caches = {"VLLM_CACHE_ROOT": simulated.kept(name)["VLLM_CACHE_ROOT"]}
+    patched = engine_environment("cuda", patched=True, extra={**chosen, **caches})
+    return child_environment(patched, provide(folder / f"metadata {name}"))
 
 
 def compare(made: Load, folder: Path, runner: str, graphs: Collection[str]) -> Run:
@@ -56,10 +80,8 @@ def compare(made: Load, folder: Path, runner: str, graphs: Collection[str]) -> R
     """
 
     def process(side: str) -> Process:
-        sides = {gate_of(feature): side for feature in graphs}
-        variables = {**loads.VARIABLES, "VLLM_USE_V2_MODEL_RUNNER": "1" if runner == "V2" else "0", **sides}
-        environment = engine_environment("cuda", patched=True, extra=variables)
-        return Process({side: made}, child_environment(environment, provide(folder / f"metadata {side}")))
+        chosen = {gate_of(feature): side for feature in graphs}
+        return Process({side: made}, environment(folder, side, runner, **chosen))
 
     runs = loads.side_by_side({side: process(side) for side in ("off", "on")}, folder)
     expected, found = (runs[side][side] for side in ("off", "on"))

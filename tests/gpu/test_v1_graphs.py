@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from ..musa_sim import loads
 from ..musa_sim.loads import Load
-from .mixed_load import METHODS, MODES, compare, options
+from .mixed_load import CASES, METHODS, compare, options
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine]
 
@@ -18,29 +17,20 @@ pytestmark = [pytest.mark.gpu, pytest.mark.engine]
 GRAPHS = ("v1-step-inputs", "v1-draft-phase")
 
 
-def check(made: dict[str, Any], folder: Path, *, after_sleep: bool = False) -> None:
-    assert compare(Load(made, loads.mixed(), after_sleep), folder, "V1", GRAPHS).preempted
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("method", METHODS)
-def test_more_graphs_change_nothing(method: str, mode: str, tmp_path: Path) -> None:
-    check({**options(method, mode), "async_scheduling": True}, tmp_path)
+@pytest.mark.parametrize(("method", "mode", "sleeps"), CASES)
+def test_more_graphs_change_nothing(method: str, mode: str, sleeps: bool, tmp_path: Path) -> None:
+    made = {**options(method, mode), "async_scheduling": True, "enable_sleep_mode": sleeps}
+    assert compare(Load(made, loads.mixed(), sleeps), tmp_path, "V1", GRAPHS).preempted
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_nor_where_the_scheduler_waits_for_each_step(method: str, tmp_path: Path) -> None:
-    check({**options(method, MODES[0]), "async_scheduling": False}, tmp_path)
-
-
-def test_nor_do_they_after_a_sleep(tmp_path: Path) -> None:
-    """Which gives up the memory of the KV cache."""
-    made = {**options("eagle3", MODES[0]), "async_scheduling": True, "enable_sleep_mode": True}
-    check(made, tmp_path, after_sleep=True)
+    made = {**options(method, "FULL_AND_PIECEWISE"), "async_scheduling": False}
+    assert compare(Load(made, loads.mixed()), tmp_path, "V1", GRAPHS).preempted
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_nor_where_drafts_are_drawn_by_temperature(method: str, tmp_path: Path) -> None:
-    made = {**options(method, MODES[0]), "async_scheduling": True}
+    made = {**options(method, "FULL_AND_PIECEWISE"), "async_scheduling": True}
     made["speculative_config"]["draft_sample_method"] = "probabilistic"
     compare(Load(made, loads.by_temperature()), tmp_path, "V1", GRAPHS)

@@ -9,20 +9,15 @@ import pytest
 
 from ..musa_sim import loads
 from ..musa_sim.loads import Load
-from .mixed_load import METHODS, MODES, compare, options
+from .mixed_load import CASES, compare, options
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine]
 
 GRAPHS = ("v2-step-inputs", "v2-tail-graph")
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("method", METHODS)
-def test_more_graphs_change_nothing(method: str, mode: str, tmp_path: Path) -> None:
-    assert compare(Load(options(method, mode), loads.mixed()), tmp_path, "V2", GRAPHS).preempted
-
-
-def test_nor_do_they_after_a_sleep(tmp_path: Path) -> None:
-    """Which gives up the memory of the KV cache, and on some versions makes anew what graphs read of block tables."""
-    made = {**options("eagle3", MODES[0]), "enable_sleep_mode": True}
-    assert compare(Load(made, loads.mixed(), True), tmp_path, "V2", GRAPHS).preempted
+@pytest.mark.parametrize(("method", "mode", "sleeps"), CASES)
+def test_more_graphs_change_nothing(method: str, mode: str, sleeps: bool, tmp_path: Path) -> None:
+    """Some versions make anew, after a sleep, what graphs read of block tables."""
+    made = {**options(method, mode), "enable_sleep_mode": sleeps}
+    assert compare(Load(made, loads.mixed(), sleeps), tmp_path, "V2", GRAPHS).preempted

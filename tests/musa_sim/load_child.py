@@ -169,15 +169,17 @@ def one(job: dict, others_follow: bool) -> dict:
     llm = LLM(**known(job["options"]))
     runner = model_runner(llm)
     check_runner(runner)
-    if job["after_sleep"]:
-        serve(llm, job["requests"])
-        # Its blocks will not be what they were.
-        llm.reset_prefix_cache()
-        llm.sleep(level=1)
-        llm.wake_up()
     graphs = getattr(torch.cuda, "CUDAGraph", None) if runner.device.type == "musa" else None
     with watched(runner, graphs) as counts:
         answers, recorder = serve(llm, job["requests"])
+        steps, preempted = recorder.steps, recorder.preempted
+        if job["sleeps"]:
+            # Its blocks will not be what they were.
+            llm.reset_prefix_cache()
+            llm.sleep(level=1)
+            llm.wake_up()
+            more, recorder = serve(llm, [{**request, "name": f"{request['name']}2"} for request in job["requests"]])
+            answers, steps, preempted = {**answers, **more}, steps + recorder.steps, preempted + recorder.preempted
     if others_follow:
         # The process's end does it as well, and the first Model Runner V2 cannot be shut down.
         llm.llm_engine.engine_core.shutdown()
@@ -185,8 +187,8 @@ def one(job: dict, others_follow: bool) -> dict:
     return {
         "runner": runner_generation(runner),
         "answers": answers,
-        "steps": recorder.steps,
-        "preempted": recorder.preempted,
+        "steps": steps,
+        "preempted": preempted,
         # An engine's uses are settled when it is built.
         "used": sorted(name for name, use in entry.uses.items() if use["used"]) if entry is not None else [],
         "counts": counts.facts(),

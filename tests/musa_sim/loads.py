@@ -74,12 +74,12 @@ class Load:
     Attributes:
         options: of ``LLM``.
         requests: see :func:`mixed`.
-        after_sleep: whether the engine has served them once and slept when it gets them.
+        sleeps: whether the engine sleeps after them and then gets them once more, with a 2 at the end of their names.
     """
 
     options: Mapping[str, Any]
     requests: Sequence[Request]
-    after_sleep: bool = False
+    sleeps: bool = False
 
 
 @dataclass(frozen=True)
@@ -141,12 +141,11 @@ class Process:
         folder.mkdir()
         asked, found = folder / "loads.json", folder / "runs.json"
         asked.write_text(json.dumps({name: asdict(load) for name, load in self.loads.items()}))
-        variables = {"VLLM_HWPLUGIN_CACHE_DIR": str(folder / "cache"), "VLLM_CACHE_ROOT": str(folder / "vllm")}
         log = folder / "log"
         with log.open("wb") as output:
             done = subprocess.run(
                 [sys.executable, "-m", "tests.musa_sim.load_child", str(asked), str(found)],
-                env={**self.environment, **variables},
+                env=self.environment,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 timeout=850,
@@ -178,7 +177,7 @@ def cpu(**variables: str) -> dict[str, str]:
     """The environment of vLLM on the CPU, without the plugin."""
     root = str(Path(vllm_hwplugin.__file__).parents[1])
     own = {"PYTHONPATH": root, "VLLM_HWPLUGIN": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    return {**os.environ, **VARIABLES, **own, **variables}
+    return {**os.environ, **VARIABLES, **simulated.kept("cpu"), **own, **variables}
 
 
 def compare_runs(load: Load, off: Mapping[str, str], on: Mapping[str, str], folder: Path) -> tuple[Run, Run]:

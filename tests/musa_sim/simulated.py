@@ -104,6 +104,16 @@ def released_vllm(version: str) -> Path:
     return folder / "vllm"
 
 
+def kept(name: str) -> dict[str, str]:
+    """Caches of vLLM and of the plugin, for all processes of a session that are given the same name.
+
+    Much of an engine's start is the inspection of its models' classes, each by a process of its own; vLLM keeps what
+    that finds, by the text of the class's module. On a GPU it also keeps what it compiles.
+    """
+    folder = Path(tempfile.gettempdir(), "vllm-hwplugin-tests", name)
+    return {"VLLM_CACHE_ROOT": str(folder / "vllm"), "VLLM_HWPLUGIN_CACHE_DIR": str(folder / "hwplugin")}
+
+
 def environment(
     folder: Path, *, devices: int = 1, vllm: tuple[str, Path] | None = None, mate: bool = False
 ) -> dict[str, str]:
@@ -127,6 +137,7 @@ def environment(
     ours = (str(folder), str(HERE / "host"), str(HERE.parents[1]))
     return {
         **{name: value for name, value in os.environ.items() if not name.endswith("VISIBLE_DEVICES")},
+        **kept(f"vllm-{version}"),
         "PYTHONPATH": os.pathsep.join((*ours, os.environ.get("PYTHONPATH", ""))).rstrip(os.pathsep),
         "MUSA_SIM_LIBRARY": str(library()),
         "MUSA_SIM_DEVICES": str(devices),

@@ -52,7 +52,6 @@ def demo(musa_host: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     environment = {
         **simulated.environment(folder, mate=True),
         "VLLM_HWPLUGIN_CACHE_DIR": str(folder / "cache"),
-        "VLLM_CACHE_ROOT": str(folder / "vllm"),
     }
     file = folder / "demo.json"
     done = subprocess.run(
