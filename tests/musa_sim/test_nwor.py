@@ -10,7 +10,7 @@ import pytest
 from vllm_hwplugin import bench
 from vllm_hwplugin.spec_decode.features import gate_of
 
-from ..nwor.runs import Job, Run, differing, side_by_side
+from ..nwor.runs import GRAPHS, Job, Run, differing, side_by_side
 from . import loads
 from .loads import Engine
 
@@ -19,11 +19,6 @@ pytestmark = [pytest.mark.musa_sim, pytest.mark.engine]
 OPTIONS = Engine("eagle3").on_musa()
 ENGINE = Job(OPTIONS, loads.mixed())
 TOLD = Job(OPTIONS, loads.mixed(), oracle="off")
-#: On V2 the restore is a node of the sampling graph where they serve a step, on V1 it follows that graph.
-GRAPHS = {
-    "V1": ("draft-full-graph", "draft-loop-graph", "v1-draft-phase", "v1-step-inputs"),
-    "V2": ("v2-tail-graph", "v2-step-inputs", "v2-graph-addresses"),
-}
 
 
 @pytest.fixture(scope="module", params=["V1", "V2"])
@@ -57,5 +52,4 @@ def test_the_cache_is_as_in_a_run_that_never_wrote_rejected_drafts(runs: dict[st
 
 def test_other_features_graphs_serve_meanwhile(runs: dict[str, Run]) -> None:
     restored = runs["restore"]
-    # An engine that never sleeps does not use the third of V2's.
     assert set(GRAPHS[restored.runner]) - {"v2-graph-addresses"} <= set(restored.used)

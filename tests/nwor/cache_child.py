@@ -1,20 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engines in this process under a load, each stepped by hand; what their KV caches hold is hashed after each step.
 
-`python -m tests.nwor.cache_child JOBS RUNS`
+`python -m tests.nwor.cache_child JOBS FOUND`
 
-A job may have an oracle: how many drafts of each request will be rejected in each step, which an earlier job of the
-same load has found. Their slots are then taken before the target's forward pass, so nothing ever writes them; vLLM
-itself does the rest. With `zeros` its own attention layers write zeros there.
+A job may have an oracle: how many drafts of each request will be rejected in each step, which another job of the same
+load finds, here or in another process. Their slots are then taken before the target's forward pass, so nothing ever
+writes them; vLLM itself does the rest. With `zeros` its own attention layers write zeros there.
 """
 
 import hashlib
 import json
 import sys
+import time
 from pathlib import Path
 from unittest import mock
 
 from tests.musa_sim.load_child import known, name_of, serve
+
+#: Seconds for another process to start its engine and serve its load.
+PATIENCE = 300
 
 
 def layers_of(runner) -> dict:
@@ -104,7 +108,17 @@ class Slots:
                 layer.impl.do_kv_cache_update(layer, nothing, nothing, layer.kv_cache, slots)
 
 
-def one(job: dict, others_follow: bool) -> dict:
+def rejected_by(job: str, found: Path) -> list:
+    """What an oracle has found, as soon as it has."""
+    file, end = found / f"{job}.json", time.monotonic() + PATIENCE
+    while not file.exists():
+        if time.monotonic() > end:
+            raise TimeoutError(f"{file} is not there after {PATIENCE} s; see the log of the process that writes it")
+        time.sleep(0.1)
+    return json.loads(file.read_text())["rejected"]
+
+
+def one(job: dict, found_by_others: Path, others_follow: bool) -> dict:
     from vllm import LLM
 
     from vllm_hwplugin import record
@@ -117,7 +131,7 @@ def one(job: dict, others_follow: bool) -> dict:
     for kind in layers.values():
         fill(kind)
     if job["oracle"] is not None:
-        for patch in Slots(runner, job["oracle"], job["zeros"]).patches():
+        for patch in Slots(runner, rejected_by(job["oracle"], found_by_others), job["zeros"]).patches():
             patch.start()
     sample_tokens = runner.sample_tokens
 
@@ -155,9 +169,9 @@ def rejected_in(step: dict) -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    jobs, runs = json.loads(Path(sys.argv[1]).read_text()), {}
+    jobs, folder = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
     for name, job in jobs.items():
-        if job["oracle"] is not None:
-            job["oracle"] = runs[job["oracle"]]["rejected"]
-        runs[name] = one(job, others_follow=name != list(jobs)[-1])
-    Path(sys.argv[2]).write_text(json.dumps(runs))
+        found = json.dumps(one(job, folder, others_follow=name != list(jobs)[-1]))
+        # Others wait for the name, and shall find all of it.
+        (folder / name).write_text(found)
+        (folder / name).rename(folder / f"{name}.json")

@@ -17,6 +17,13 @@ from typing import Any
 
 from ..musa_sim.loads import Request
 
+#: Features with graphs of a step. On V2 the restore is a node of the sampling graph where they serve a step, on V1 it
+#: follows that graph. An engine that never sleeps does not use the third of V2's.
+GRAPHS = {
+    "V1": ("draft-full-graph", "draft-loop-graph", "v1-draft-phase", "v1-step-inputs"),
+    "V2": ("v2-tail-graph", "v2-step-inputs", "v2-graph-addresses"),
+}
+
 
 @dataclass(frozen=True)
 class Job:
@@ -25,7 +32,7 @@ class Job:
     Attributes:
         options: of ``LLM``.
         requests: of the load.
-        oracle: the job of the same process whose rejected drafts this one never writes.
+        oracle: the job whose rejected drafts this one never writes; of the same process an earlier one.
         zeros: whether it writes zeros there.
     """
 
@@ -62,29 +69,34 @@ class Run:
         return sum(sum(step.values()) for step in self.rejected)
 
 
-def run(folder: Path, jobs: Mapping[str, Job], environment: Mapping[str, str]) -> dict[str, Run]:
-    """One process, and its engines one after the other; what it says goes into a folder, which is made."""
-    folder.mkdir(parents=True)
-    asked, found, log = folder / "jobs.json", folder / "runs.json", folder / "log"
+def side_by_side(folder: Path, processes: Mapping[str, tuple[Mapping[str, Job], Mapping[str, str]]]) -> dict[str, Run]:
+    """Processes at the same time, at most one for each core and in their order: by name, the jobs of each, whose
+    engines come one after the other, and its environment. What they say and find goes into folders, which are made.
+
+    Returns:
+        Runs by the names of jobs, each of which is there once.
+    """
+    found = folder / "found"
+    found.mkdir(parents=True)
+    with concurrent.futures.ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        for done in [pool.submit(_run, folder / name, found, *process) for name, process in processes.items()]:
+            done.result()
+    return {file.stem: Run(**json.loads(file.read_text())) for file in found.glob("*.json")}
+
+
+def _run(folder: Path, found: Path, jobs: Mapping[str, Job], environment: Mapping[str, str]) -> None:
+    folder.mkdir()
+    asked, log = folder / "jobs.json", folder / "log"
     asked.write_text(json.dumps({name: asdict(job) for name, job in jobs.items()}))
-    variables = {"VLLM_HWPLUGIN_CACHE_DIR": str(folder / "cache"), "VLLM_CACHE_ROOT": str(folder / "vllm")}
     with log.open("wb") as output:
         done = subprocess.run(
             [sys.executable, "-m", "tests.nwor.cache_child", str(asked), str(found)],
-            env={**environment, **variables},
+            env=environment,
             stdout=output,
             stderr=subprocess.STDOUT,
             timeout=850,
         )
-    assert done.returncode == 0, log.read_text(errors="replace")[-6000:]
-    return {name: Run(**one) for name, one in json.loads(found.read_text()).items()}
-
-
-def side_by_side(folder: Path, processes: Mapping[str, tuple[Mapping[str, Job], Mapping[str, str]]]) -> dict[str, Run]:
-    """Processes at the same time, one for each core: by the name of a folder, the jobs and the environment of each."""
-    with concurrent.futures.ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        runs = [pool.submit(run, folder / name, *process) for name, process in processes.items()]
-        return {name: found for one in runs for name, found in one.result().items()}
+    assert done.returncode == 0, f"{folder.name}: {log.read_text(errors='replace')[-6000:]}"
 
 
 def differing(found: Run, expected: Run, kind: str) -> list[int]:
