@@ -24,8 +24,8 @@ REQUESTS = [request for request in loads.mixed() if "structured_outputs" not in 
 
 
 def compare(folder: Path, runner: str, method: str, mode: str, *, graphs: bool = False, **more: Any) -> dict[str, Run]:
-    """A run without the feature, one that never writes what that rejects, and one with it; with `graphs` another one
-    that has those of other features, and checks each step. The target's cache is compared.
+    """A run without the feature, one that never writes what that rejects, and one with it; with `graphs` it has none of
+    other features, and another one has and checks each step. The target's cache is compared.
 
     Each engine has a process of its own: the CUDA graphs of a second one cannot be captured into vLLM's memory pool for
     them, which was given up with those of the first.
@@ -36,16 +36,18 @@ def compare(folder: Path, runner: str, method: str, mode: str, *, graphs: bool =
         chosen = {"VLLM_HWPLUGIN_NWOR_MODE": "off", **variables}
         return {name: job}, environment(folder, name, runner, **chosen)
 
+    def others(choice: str) -> dict[str, str]:
+        return {gate_of(feature): choice for feature in GRAPHS[runner]} if graphs else {}
+
     restoring = {"VLLM_HWPLUGIN_NWOR_MODE": "restore"}
     processes = {
         "off": process("off", engine),
         "never": process("never", dataclasses.replace(engine, oracle="off")),
-        "restore": process("restore", engine, **restoring),
+        "restore": process("restore", engine, **restoring, **others("off")),
     }
     if graphs:
-        others = {gate_of(feature): "auto" for feature in GRAPHS[runner]}
         checked = {"VLLM_HWPLUGIN_NWOR_DEBUG_SYNC": "1"}
-        processes["with graphs"] = process("with graphs", engine, **restoring, **others, **checked)
+        processes["with graphs"] = process("with graphs", engine, **restoring, **others("auto"), **checked)
     found = side_by_side(folder, processes)
     assert {one.runner for one in found.values()} == {runner}
     assert found["off"].num_rejected > 100
@@ -69,6 +71,7 @@ def test_nor_with_the_graphs_of_other_features(runner: str, tmp_path: Path) -> N
     """The restore is a node of the tail's graph on V2 there."""
     found = compare(tmp_path, runner, "eagle3", "FULL_AND_PIECEWISE", graphs=True)
     assert set(GRAPHS[runner]) - {"v2-graph-addresses"} <= set(found["with graphs"].used)
+    assert not set(GRAPHS[runner]) & set(found["restore"].used)
     for restored in ("restore", "with graphs"):
         assert differing(found[restored], found["never"], "drafter") == []
 
