@@ -17,16 +17,16 @@ def _made() -> dict[tuple[Any, ...], Any]:
 def modules(
     vllm_tree: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, _made: dict[tuple[Any, ...], Any]
 ) -> Callable[..., Any]:
-    """`modules("0.26.0", GATE="off")`: that version's `Modules`."""
+    """`modules("0.26.0", GATE="off")`: that version's modules."""
     pytest.importorskip("vllm")
     import vllm.envs
 
-    from .schedulers import Modules
+    from .schedulers import released
 
     def modules(version: str, **choices: str) -> Any:
         key = (version, *sorted(choices.items()))
         if key not in _made:
-            _made[key] = Modules(vllm_tree(version), **choices)
+            _made[key] = released(vllm_tree(version), **choices)
         return _made[key]
 
     # Variables that the installed vLLM does not know any more.

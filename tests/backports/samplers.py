@@ -37,9 +37,9 @@ def sample(sides: Mapping[str, Mapping[str, str]], folder: Path, device: str) ->
     """What each side does (see `samplers_child.py`), by the interpreter where the device is `cpu`."""
     file = folder / "texts.json"
     file.write_text(json.dumps(sides))
-    child = Path(__file__).with_name("samplers_child.py")
     environment = {**os.environ, **({"TRITON_INTERPRET": "1"} if device == "cpu" else {})}
-    command = [sys.executable, str(child), str(file), device]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    command = [sys.executable, "-m", "tests.backports.samplers_child", str(file), device]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)  # type: ignore[no-any-return]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What released rejection samplers sample: `python samplers_child.py TEXTS cpu` prints it; or `cuda`.
+"""What released rejection samplers sample: `python -m tests.backports.samplers_child TEXTS cpu` prints it; or `cuda`.
 
 A process of its own: on a CPU TRITON_INTERPRET has to be set before Triton is imported. The interpreter finds a maximum
 by NumPy, for which a NaN is the largest. On a device two elements are compared at a time, and a NaN is neither larger
@@ -8,12 +8,9 @@ nor smaller; so short vectors are reduced in that way here.
 
 from __future__ import annotations
 
-import builtins
 import json
-import linecache
 import math
 import sys
-import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +20,8 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 from triton.runtime.interpreter import ReduceOps
+
+from tests.spec_decode.released import Modules
 
 # What the memory behind a buffer holds.
 FOREIGN = 1 << 24
@@ -40,29 +39,14 @@ def _reduce(self: Any, values: Any) -> Any:
     return tuple(self.to_tensor(one, value.dtype) for one, value in zip(found, values, strict=True))
 
 
-class Modules:
-    """Modules of one side of one version, by their texts; what else they import of vLLM is not needed."""
-
-    def __init__(self, texts: Mapping[str, str]) -> None:
-        self._texts = texts
-
-    def __call__(self, name: str) -> types.ModuleType:
-        module = types.ModuleType(name)
-        module.__builtins__ = {**vars(builtins), "__import__": self._import}  # type: ignore[attr-defined]
-        text = self._texts[name]
-        # Triton looks its kernels' text up by the file's name.
-        filename = f"<{name} {id(self)}>"
-        linecache.cache[filename] = (len(text), None, text.splitlines(True), filename)
-        exec(compile(text, filename, "exec", dont_inherit=True), vars(module))
-        return module
-
-    def _import(self, name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0) -> Any:
-        if not name.startswith("vllm"):
-            return builtins.__import__(name, globals, locals, fromlist, level)
-        given: Any = types.SimpleNamespace(triton=triton, tl=tl, tldevice=libdevice, init_logger=lambda name: None)
-        if name in self._texts:
-            given = self(name)
-        return types.SimpleNamespace(**{item: getattr(given, item, None) for item in fromlist})
+def modules_of(texts: Mapping[str, str]) -> Modules:
+    """The modules of one side of one version, by their texts. What else they import of vLLM is not reached."""
+    given = {
+        "vllm.triton_utils": {"triton": triton, "tl": tl, "tldevice": libdevice, "HAS_TRITON": True},
+        "vllm.logger": {"init_logger": lambda name: None},
+    }
+    names = {f"{name.replace('.', '/')}.py": name for name in texts}
+    return Modules(lambda path: texts[names[path]] if path in names else None, texts, given=given, installed=False)
 
 
 def recovered(modules: Modules, probs: Sequence[float]) -> int:
@@ -126,7 +110,7 @@ def main(path: Path, device: str) -> None:
     answers: dict[str, Any] = {}
     nan = float("nan")
     for side, texts in json.loads(path.read_text()).items():
-        modules = Modules(texts)
+        modules = modules_of(texts)
         answers[side] = answer = {}
         if "vllm.v1.sample.rejection_sampler" in texts:
             answer["nan"] = [recovered(modules, [nan] * size) < size for size in (5, 13)]

@@ -1,18 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scheduler of a released vLLM, with its own requests, KV cache manager and structured outputs, on the host.
 
-Modules below `OWN` are executed from the released text, patched or stock; all else is the installed vLLM's. A name that
-this one does not have stands as a class that cannot be made.
+Modules below `OWN` are executed from the released text, patched or stock.
 """
 
 from __future__ import annotations
 
-import builtins
-import importlib
-import importlib.util
-import itertools
-import sys
-import types
 from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +13,7 @@ from typing import Any
 import torch
 from vllm.sampling_params import SamplingParams
 
-from tests.spec_decode.released import take, text_of
+from tests.spec_decode.released import Modules, take, texts
 
 OWN = (
     "vllm.v1.core",
@@ -32,58 +25,16 @@ OWN = (
     "vllm.v1.structured_output",
 )
 BLOCK_SIZE = 4
-_numbers = itertools.count()
 
 
-class NotThere:
-    """A name that the installed vLLM does not have."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        raise AssertionError(f"{type(self).__name__} is not there")
-
-
-class Modules:
+def released(tree: Any, **choices: str) -> Modules:
     """The modules of one version.
 
     Args:
         tree: its text.
         choices: gate -> value; by default every feature is on.
     """
-
-    def __init__(self, tree: Any, **choices: str) -> None:
-        self.tree, self._choices = tree, choices
-        self._modules: dict[str, types.ModuleType] = {}
-
-    def text(self, path: str) -> str:
-        return text_of(self.tree, path, **self._choices)
-
-    def __call__(self, name: str) -> types.ModuleType:
-        if name in self._modules:
-            return self._modules[name]
-        path = name.replace(".", "/")
-        package = self.tree.read(f"{path}.py") is None
-        module = types.ModuleType(f"released_{next(_numbers)}.{name}")
-        module.__package__ = name if package else name.rpartition(".")[0]
-        module.__builtins__ = {**vars(builtins), "__import__": self._import}
-        # A dataclass looks up the module that it is made in.
-        sys.modules[module.__name__] = self._modules[name] = module
-        text = self.text(f"{path}/__init__.py" if package else f"{path}.py")
-        exec(compile(text, f"{name} of {self.tree.version}", "exec", dont_inherit=True), vars(module))
-        return module
-
-    def _import(self, name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0) -> Any:
-        if level:
-            name = importlib.util.resolve_name("." * level + name, globals["__package__"])
-        if not name.startswith("vllm.") or not fromlist:
-            return builtins.__import__(name, globals, locals, fromlist)
-        if any(f"{name}.".startswith(f"{own}.") for own in OWN):
-            found: Any = self(name)
-        else:
-            try:
-                found = importlib.import_module(name)
-            except ImportError:
-                found = SimpleNamespace()
-        return SimpleNamespace(**{item: getattr(found, item, None) or type(item, (NotThere,), {}) for item in fromlist})
+    return Modules(texts(tree, **choices), OWN)
 
 
 def speculative_config(modules: Modules, method: str, k: int) -> Any:

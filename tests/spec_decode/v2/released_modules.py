@@ -1,19 +1,13 @@
 """Modules of a released Model Runner V2 that run on the host, in Triton's interpreter, with graphs written down.
 
 A module of `vllm.v1.worker.gpu` is executed from the released text, patched or stock, and takes what it imports from
-there the same way; everything else is the installed vLLM's. A name that this one does not have stands as a class that
-cannot be made. Kernels are Triton's, run by its interpreter, and a graph holds their launches beside the tensor
+there the same way. Kernels are Triton's, run by its interpreter, and a graph holds their launches beside the tensor
 operations: a replay repeats both on the same tensors, with the numbers that they had at capture.
 """
 
 from __future__ import annotations
 
-import builtins
 import contextlib
-import importlib
-import itertools
-import linecache
-import sys
 import types
 from collections.abc import Iterator
 from functools import partial
@@ -25,17 +19,9 @@ import triton.language
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..recorded_graph import Recording
-from ..released import text_of
+from ..released import Modules, NotThere, texts
 
 RUNNER = "vllm.v1.worker.gpu"
-_numbers = itertools.count()
-
-
-class NotThere:
-    """A name that the installed vLLM does not have, or that is not to be reached."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        raise AssertionError(f"{type(self).__name__} is not there")
 
 
 class Launches:
@@ -146,7 +132,7 @@ STAND_INS: dict[str, Any] = {
 }
 
 
-class ReleasedModules:
+class ReleasedModules(Modules):
     """The modules of one version.
 
     Args:
@@ -155,50 +141,15 @@ class ReleasedModules:
     """
 
     def __init__(self, tree: Any, **choices: str) -> None:
-        self._tree, self._choices = tree, choices
-        self._modules: dict[str, types.ModuleType] = {}
+        triton_utils = {
+            "tl": triton.language,
+            "tldevice": NotThere,
+            "triton": types.SimpleNamespace(**{**vars(triton), "jit": jit}),
+            "HAS_TRITON": True,
+        }
+        given = {"vllm.triton_utils": triton_utils}
+        super().__init__(texts(tree, **choices), (RUNNER,), given=given, stand_ins=STAND_INS)
 
     def __call__(self, name: str) -> types.ModuleType:
         """`modules("block_table")`: one below `vllm.v1.worker.gpu`."""
-        return self._load(f"{RUNNER}.{name}")
-
-    def _load(self, name: str) -> types.ModuleType:
-        if name in self._modules:
-            return self._modules[name]
-        path = f"{name.replace('.', '/')}.py"
-        if self._tree.read(path) is None:
-            path = f"{name.replace('.', '/')}/__init__.py"
-        text = text_of(self._tree, path, **self._choices)
-        module = types.ModuleType(f"released_{next(_numbers)}.{name}")
-        # A dataclass looks up the module that it is made in.
-        sys.modules[module.__name__] = module
-        # Triton looks its kernels' text up by the file's name.
-        filename = f"<{module.__name__} of {self._tree.version}>"
-        linecache.cache[filename] = (len(text), None, text.splitlines(True), filename)
-        module.__builtins__ = {**vars(builtins), "__import__": self._import}
-        self._modules[name] = module
-        exec(compile(text, filename, "exec", dont_inherit=True), vars(module))
-        vars(module).update({key: value for key, value in STAND_INS.items() if key in vars(module)})
-        return module
-
-    def _import(self, name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0) -> Any:
-        if name == "vllm.triton_utils":
-            return types.SimpleNamespace(
-                tl=triton.language,
-                tldevice=NotThere,
-                triton=types.SimpleNamespace(**{**vars(triton), "jit": jit}),
-                HAS_TRITON=True,
-            )
-        if not name.startswith("vllm") or not fromlist:
-            return builtins.__import__(name, globals, locals, fromlist, level)
-        if name.startswith(RUNNER):
-            found: Any = self._load(name)
-        else:
-            try:
-                found = importlib.import_module(name)
-            except ImportError:
-                found = types.SimpleNamespace()
-        names = {item: STAND_INS.get(item) or getattr(found, item, None) for item in fromlist}
-        return types.SimpleNamespace(
-            **{item: type(item, (NotThere,), {}) if value is None else value for item, value in names.items()}
-        )
+        return self.load(f"{RUNNER}.{name}")
