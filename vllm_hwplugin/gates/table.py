@@ -361,6 +361,16 @@ GATES: Final[tuple[Gate, ...]] = (
         "Feature backport-nan-logits: NaN logits sample a token of the vocabulary (Model Runner V2 up to vLLM 0.27).",
     ),
     _backport(
+        "VLLM_HWPLUGIN_BACKPORT_DRAFT_SCHEDULE",
+        "Feature backport-draft-schedule: no schedule ahead for a windowed DFlash draft (Model Runner V2 of vLLM 0.25 "
+        "to 0.29, FlashAttention 3).",
+    ),
+    _backport(
+        "VLLM_HWPLUGIN_BACKPORT_PIPELINE_DRAFTS",
+        "Feature backport-pipeline-drafts: an error at the start where pipeline parallelism and a drafter do not go "
+        "together (vLLM up to 0.29, the V1 runner up to 0.30).",
+    ),
+    _backport(
         "VLLM_HWPLUGIN_BACKPORT_REASONING_END",
         "Feature backport-reasoning-end: a grammar begins where the reasoning ends (vLLM up to 0.26).",
         # Its lines are not upstream's, though they do the same.

@@ -22,6 +22,7 @@ V2_CAPTURE_METADATA: Final = "v2-capture-metadata"
 V2_GRAPH_ADDRESSES: Final = "v2-graph-addresses"
 NWOR: Final = "nwor"
 V1_STEP_INPUTS: Final = "v1-step-inputs"
+BACKPORT_PIPELINE_DRAFTS: Final = "backport-pipeline-drafts"
 
 
 def gate_of(feature: str) -> str:
