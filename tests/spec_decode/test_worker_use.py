@@ -136,8 +136,11 @@ def worker_on(runner: SimpleNamespace, *, v2: bool, method: str, mode: CUDAGraph
         speculative_config=spec,
         compilation_config=SimpleNamespace(cudagraph_mode=mode),
         attention_config=SimpleNamespace(backend=None),
-        model_config=SimpleNamespace(is_mm_prefix_lm=False, is_moe=False, is_hybrid=False, enable_sleep_mode=False),
-        parallel_config=SimpleNamespace(world_size=1),
+        model_config=SimpleNamespace(
+            is_mm_prefix_lm=False, is_moe=False, is_hybrid=False, enable_sleep_mode=False, has_inner_state=False
+        ),
+        parallel_config=SimpleNamespace(world_size=1, pipeline_parallel_size=1, data_parallel_size=1),
+        structured_outputs_config=SimpleNamespace(reasoning_parser=""),
     )
     return SimpleNamespace(vllm_config=config, model_runner=runner, use_v2_model_runner=v2, rank=0)
 
@@ -266,9 +269,13 @@ def test_what_is_read_of_a_worker_exists(vllm_tree: Callable[[str], Any], versio
     assert "self.speculator" in text("v1/worker/gpu/model_runner")
     assert "self.drafter" in text("v1/worker/gpu_model_runner")
     model = text("config/model")
-    assert all(f"    def {name}(self)" in model for name in ("is_mm_prefix_lm", "is_moe", "is_hybrid"))
+    names = ("is_mm_prefix_lm", "is_moe", "is_hybrid", "has_inner_state")
+    assert all(f"    def {name}(self)" in model for name in names)
     assert "    backend: AttentionBackendEnum" in text("config/attention")
-    assert "    world_size: int" in text("config/parallel")
+    assert "    reasoning_parser: str" in text("config/structured_outputs")
+    assert "    structured_outputs_config: " in text("config/vllm")
+    sizes = ("world_size", "pipeline_parallel_size", "data_parallel_size")
+    assert all(f"    {name}: int" in text("config/parallel") for name in sizes)
     assert "    cudagraph_mode: CUDAGraphMode" in text("config/compilation")
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The features whose bodies are here, by the names of their folders among the patches."""
+"""The features that this room knows, by the names of their folders among the patches."""
 
 from __future__ import annotations
 
@@ -22,7 +22,17 @@ V2_CAPTURE_METADATA: Final = "v2-capture-metadata"
 V2_GRAPH_ADDRESSES: Final = "v2-graph-addresses"
 NWOR: Final = "nwor"
 V1_STEP_INPUTS: Final = "v1-step-inputs"
+BACKPORT_DP_DRAFTER: Final = "backport-dp-drafter"
+BACKPORT_DRAFT_LOOKAHEAD: Final = "backport-draft-lookahead"
+BACKPORT_DRAFT_SCHEDULE: Final = "backport-draft-schedule"
+BACKPORT_EAGLE_BIAS: Final = "backport-eagle-bias"
+BACKPORT_MTP_EMBEDDINGS: Final = "backport-mtp-embeddings"
+BACKPORT_NAN_LOGITS: Final = "backport-nan-logits"
+BACKPORT_PADDED_REQUEST: Final = "backport-padded-request"
 BACKPORT_PIPELINE_DRAFTS: Final = "backport-pipeline-drafts"
+BACKPORT_REASONING_END: Final = "backport-reasoning-end"
+BACKPORT_RECOVERED_TOKEN: Final = "backport-recovered-token"
+BACKPORT_VACATED_ROW: Final = "backport-vacated-row"
 
 
 def gate_of(feature: str) -> str:

@@ -39,6 +39,9 @@ _GRAPHS: Final = (
 _NO_SPECULATION = "there is no speculative decoding"
 # Their draft models norm the context keys of all layers in one call, in the method that the feature patches.
 _DFLASH_FAMILY = ("dflash", "dspark", "dflash2")
+# Their drafts have keys and values of their own in the KV cache.
+_CACHED_DRAFTS = ("eagle", "eagle3", "mtp", "dflash", "draft_model")
+_BIASED_LOADERS = ("llama_eagle", "llama4_eagle", "llama_eagle3")
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,12 @@ class WorkerFacts:
         context_norm: why vLLM's own norm of context keys serves, where that is known.
         fuses: whether Model Runner V2's drafter is one whose steps may be one graph.
         sleeps: whether the engine may sleep.
+        stages: of the pipeline.
+        data_parallel_ranks: how many replicas keep step with each other.
+        mamba: whether the model has states that are not keys and values.
+        reasons: whether structured output may follow reasoning.
+        draft_module: the file name of the draft model's class, without its end.
+        draft_windows: whether a layer of Model Runner V2's draft has a sliding window.
     """
 
     vllm: Version
@@ -73,6 +82,12 @@ class WorkerFacts:
     context_norm: str | None = None
     fuses: bool = False
     sleeps: bool = False
+    stages: int = 1
+    data_parallel_ranks: int = 1
+    mamba: bool = False
+    reasons: bool = False
+    draft_module: str = ""
+    draft_windows: bool = False
 
 
 def uses_of(facts: WorkerFacts, live: Collection[str]) -> dict[str, Use]:
@@ -186,6 +201,75 @@ def _v1_step_inputs(facts: WorkerFacts) -> str | None:
     return None if facts.decode_graphs else "the target does not decode in FULL CUDA graphs"
 
 
+def _v1_alone(facts: WorkerFacts, has: str) -> str | None:
+    return f"Model Runner V2 has {has} of its own" if facts.runner == V2 else None
+
+
+def _dp_drafter(facts: WorkerFacts) -> str | None:
+    if (reason := _drafting(facts) or _other_method(facts, _CACHED_DRAFTS)) is not None:
+        return reason
+    if facts.data_parallel_ranks == 1:
+        return "there is one data parallel rank"
+    return _v1_alone(facts, "drafters")
+
+
+def _draft_lookahead(facts: WorkerFacts) -> str | None:
+    return _other_method(facts, _CACHED_DRAFTS)
+
+
+def _draft_schedule(facts: WorkerFacts) -> str | None:
+    if (reason := _other_method(facts, _DFLASH_FAMILY) or _drafting(facts)) is not None:
+        return reason
+    if facts.runner == V1:
+        return "the V1 runner makes no schedule for drafts"
+    return None if facts.draft_windows else "no layer of the draft has a sliding window"
+
+
+def _eagle_bias(facts: WorkerFacts) -> str | None:
+    if (reason := _drafting(facts)) is not None:
+        return reason
+    loaders = ", ".join(_BIASED_LOADERS)
+    return None if facts.draft_module in _BIASED_LOADERS else f"no draft was loaded by {loaders}"
+
+
+def _mtp_embeddings(facts: WorkerFacts) -> str | None:
+    return _other_method(facts, ("mtp",)) or _drafting(facts) or _v1_alone(facts, "code for embeddings")
+
+
+def _nan_logits(facts: WorkerFacts) -> str | None:
+    if (reason := _drafting(facts)) is not None:
+        return reason
+    return "the V1 runner has a sampler of its own" if facts.runner == V1 else None
+
+
+def _padded_request(facts: WorkerFacts) -> str | None:
+    return _NO_SPECULATION if facts.method is None else None
+
+
+def _pipeline_drafts(facts: WorkerFacts) -> str | None:
+    if facts.method is None:
+        return _NO_SPECULATION
+    return "the pipeline has one stage" if facts.stages == 1 else None
+
+
+def _reasoning_end(facts: WorkerFacts) -> str | None:
+    if facts.method is None:
+        return _NO_SPECULATION
+    return None if facts.reasons else "no reasoning parser is named for structured outputs"
+
+
+def _recovered_token(facts: WorkerFacts) -> str | None:
+    return _drafting(facts) or _v1_alone(facts, "a sampler")
+
+
+def _vacated_row(facts: WorkerFacts) -> str | None:
+    if (reason := _v1_alone(facts, "block tables")) is not None:
+        return reason
+    if not facts.mamba:
+        return "the model has no states but keys and values"
+    return "there is one data parallel rank" if facts.data_parallel_ranks == 1 else None
+
+
 def _other_method(facts: WorkerFacts, methods: Collection[str]) -> str | None:
     if facts.method is None:
         return _NO_SPECULATION
@@ -208,6 +292,18 @@ _RULES: Final[Mapping[str, Callable[[WorkerFacts], str | None]]] = {
     features.V2_GRAPH_ADDRESSES: _v2_graph_addresses,
     features.NWOR: _nwor,
     features.V1_STEP_INPUTS: _v1_step_inputs,
+    # Some of them work in the scheduler; that they are used follows from the configuration that a worker has as well.
+    features.BACKPORT_DP_DRAFTER: _dp_drafter,
+    features.BACKPORT_DRAFT_LOOKAHEAD: _draft_lookahead,
+    features.BACKPORT_DRAFT_SCHEDULE: _draft_schedule,
+    features.BACKPORT_EAGLE_BIAS: _eagle_bias,
+    features.BACKPORT_MTP_EMBEDDINGS: _mtp_embeddings,
+    features.BACKPORT_NAN_LOGITS: _nan_logits,
+    features.BACKPORT_PADDED_REQUEST: _padded_request,
+    features.BACKPORT_PIPELINE_DRAFTS: _pipeline_drafts,
+    features.BACKPORT_REASONING_END: _reasoning_end,
+    features.BACKPORT_RECOVERED_TOKEN: _recovered_token,
+    features.BACKPORT_VACATED_ROW: _vacated_row,
 }
 
 
@@ -240,6 +336,7 @@ def facts_of(worker: Any, entry: ProcessRecord) -> WorkerFacts:
     drafter = getattr(runner, "speculator" if v2 else "drafter", None)
     covered = drafter is not None and hasattr(drafter, "draft_graphs")
     mode = config.compilation_config.cudagraph_mode
+    draft_groups = (group for groups in getattr(drafter, "attn_groups", None) or () for group in groups) if v2 else ()
     return WorkerFacts(
         vllm=Version(Version(entry.vllm_version or "0").public),
         runner=V2 if v2 else V1,
@@ -255,6 +352,12 @@ def facts_of(worker: Any, entry: ProcessRecord) -> WorkerFacts:
         context_norm=context_norm.obstacle(),
         fuses=v2 and hasattr(drafter, "fused_drafts"),
         sleeps=config.model_config.enable_sleep_mode,
+        stages=config.parallel_config.pipeline_parallel_size,
+        data_parallel_ranks=config.parallel_config.data_parallel_size,
+        mamba=config.model_config.has_inner_state,
+        reasons=bool(config.structured_outputs_config.reasoning_parser),
+        draft_module=type(getattr(drafter, "model", None)).__module__.rpartition(".")[2],
+        draft_windows=any(getattr(group.kv_cache_spec, "sliding_window", None) for group in draft_groups),
     )
 
 
