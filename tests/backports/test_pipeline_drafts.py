@@ -103,9 +103,7 @@ def start_of(text: str, stages: int, method: str | None) -> list[str]:
             setattr(spec, kind, lambda: False)
         for kind in ("use_gemma4_mtp", "use_step3p5_mtp"):
             setattr(spec, kind, lambda: False)
-    config = SimpleNamespace(
-        speculative_config=spec, parallel_config=SimpleNamespace(pipeline_parallel_size=stages)
-    )
+    config = SimpleNamespace(speculative_config=spec, parallel_config=SimpleNamespace(pipeline_parallel_size=stages))
     found: list[str] = []
     namespace = {
         "init_speculator": lambda *_: found.append("speculator"),

@@ -109,7 +109,10 @@ def test_what_the_drafter_adds(target: ModelConfig) -> None:
 
 @pytest.mark.parametrize(
     ("changes", "name"),
-    [({"method": "mtp"}, "backport-mtp-embeddings"), ({"mamba": True, "data_parallel_ranks": 2}, "backport-vacated-row")],
+    [
+        ({"method": "mtp"}, "backport-mtp-embeddings"),
+        ({"mamba": True, "data_parallel_ranks": 2}, "backport-vacated-row"),
+    ],
 )
 def test_models_that_are_not_at_hand(changes: dict[str, Any], name: str) -> None:
     facts = worker_use.WorkerFacts(Version("0.26.0"), worker_use.V1, **changes)

@@ -29,7 +29,7 @@ def refuse_pipeline_drafts(vllm_config: Any, runner: str) -> None:
         return
     others = "tensor_parallel_size in its place, leave speculative_config out, or use vLLM 0.30 or newer with"
     raise ValueError(
-        f"pipeline_parallel_size={stages} with speculative_config.method={spec.method!r}: Model Runner {runner} of this "
-        f"vLLM drafts with pipeline_parallel_size=1 alone. With more stages {_FAULTS[runner]}. Use {others} "
+        f"pipeline_parallel_size={stages} with speculative_config.method={spec.method!r}: Model Runner {runner} of "
+        f"this vLLM drafts with pipeline_parallel_size=1 alone. With more stages {_FAULTS[runner]}. Use {others} "
         f"Model Runner V2. {gate_of(BACKPORT_PIPELINE_DRAFTS)}=off leaves it to vLLM."
     )
