@@ -87,6 +87,27 @@ def test_the_v1_runners_first_stage_looks_for_a_drafter(version: str, vllm_tree:
         runner.initialize_metadata_builders(config, [])
 
 
+@pytest.mark.parametrize("version", ON_V1)
+def test_so_does_it_when_it_makes_attention_metadata_for_any_method(
+    version: str, vllm_tree: Callable[[str], Any]
+) -> None:
+    tree = ast.parse(text_of(vllm_tree(version), V1, **OFF))
+    (method,) = (node for node in ast.walk(tree) if getattr(node, "name", None) == "_build_attention_metadata")
+    of_the_drafter = [
+        node
+        for node in ast.walk(method)
+        if isinstance(node, ast.If) and "spec_decode_common_attn_metadata is None" in ast.unparse(node.test)
+    ]
+    runner = SimpleNamespace(speculative_config=SimpleNamespace(method="ngram"))
+    namespace = {"self": runner, "spec_decode_common_attn_metadata": None}
+    module = ast.fix_missing_locations(ast.Module(of_the_drafter, []))
+    with pytest.raises(AttributeError, match="drafter"):
+        exec(compile(module, "released _build_attention_metadata", "exec"), namespace)
+    # Without speculative decoding nothing is looked for.
+    runner.speculative_config = None
+    exec(compile(module, "released _build_attention_metadata", "exec"), namespace)
+
+
 def start_of(text: str, stages: int, method: str | None) -> list[str]:
     """What a runner's `__init__` makes, from what comes before its drafter on."""
     runner = next(node for node in ast.parse(text).body if getattr(node, "name", None) == "GPUModelRunner")
