@@ -22,6 +22,7 @@ def difference(choice: str) -> float:
         done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=300)
     except subprocess.TimeoutExpired:
         return float("inf")
+    print(done.stderr)
     if "CUDA error" in done.stderr:
         return float("inf")
     assert done.returncode == 0, done.stderr
