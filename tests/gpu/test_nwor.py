@@ -24,8 +24,9 @@ REQUESTS = [request for request in loads.mixed() if "structured_outputs" not in 
 
 
 def compare(folder: Path, runner: str, method: str, mode: str, *, graphs: bool = False, **more: Any) -> dict[str, Run]:
-    """A run without the feature, one that never writes what that rejects, and one with it; with `graphs` it has none of
-    other features, and another one has and checks each step. The target's cache is compared.
+    """A run without the feature, one that never writes what that rejects, and one with it, whose other features are as
+    by default; with `graphs` it has none of theirs, and another one has and checks each step. The target's cache is
+    compared.
 
     Each engine has a process of its own: the CUDA graphs of a second one cannot be captured into vLLM's memory pool for
     them, which was given up with those of the first.
@@ -37,13 +38,14 @@ def compare(folder: Path, runner: str, method: str, mode: str, *, graphs: bool =
         return {name: job}, environment(folder, name, runner, **chosen)
 
     def others(choice: str) -> dict[str, str]:
-        return {gate_of(feature): choice for feature in GRAPHS[runner]} if graphs else {}
+        return {gate_of(feature): choice for feature in GRAPHS[runner]}
 
-    restoring = {"VLLM_HWPLUGIN_NWOR_MODE": "restore"}
+    restoring, without = {"VLLM_HWPLUGIN_NWOR_MODE": "restore"}, others("off")
     processes = {
-        "off": process("off", engine),
-        "never": process("never", dataclasses.replace(engine, oracle="off")),
-        "restore": process("restore", engine, **restoring, **others("off")),
+        # Slots are taken where vLLM itself makes them, which it does not where they come out of a graph.
+        "off": process("off", engine, **without),
+        "never": process("never", dataclasses.replace(engine, oracle="off"), **without),
+        "restore": process("restore", engine, **restoring, **(without if graphs else {})),
     }
     if graphs:
         checked = {"VLLM_HWPLUGIN_NWOR_DEBUG_SYNC": "1"}
