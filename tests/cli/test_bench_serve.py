@@ -178,7 +178,7 @@ def test_the_tiny_shape_has_prompts_that_it_was_trained_on(run):
     [
         (["--target", "T", "--method", "eagle3"], "eagle3 needs a drafter"),
         (["--method", "eagle3"], "name a target, or --shape"),
-        (["--shape", "8b", "--method", "mtp"], "choose from eagle3, dflash"),
+        (["--shape", "8b", "--method", "mtp"], "--shape 8b has no drafter for mtp"),
         (["--shape", "tiny", "--method", "eagle3", "--num-prompts", "97"], "holds 96 prompts, 97 were asked for"),
         ([*CASE[:-1], "ngram"], "choose from eagle, eagle3, p-eagle"),
         ([*CASE, "--side", "mrv3"], "choose from stock, patched, mrv2, mrv2-patched"),

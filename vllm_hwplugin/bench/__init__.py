@@ -38,7 +38,7 @@ from ._results import (
 )
 from ._session import TimeLimit
 from ._settings import engine_environment, engine_options
-from ._shapes import SHAPES
+from ._shapes import METHODS, SHAPES
 from ._table import (
     LEAST_US,
     NOT_MEASURED,
@@ -66,6 +66,7 @@ __all__ = [
     "DRAFT_TOKENS",
     "FORMAT",
     "LEAST_US",
+    "METHODS",
     "MRV2_SIDES",
     "NOT_MEASURED",
     "PHASES",

@@ -24,9 +24,10 @@ import json, platform, sys
 import torch, vllm
 from vllm.platforms import current_platform
 facts = dict(device=sys.argv[1] or current_platform.device_type, vllm=vllm.__version__, torch=torch.__version__,
-             python=platform.python_version(), name=platform.processor() or platform.machine(), driver=None)
+             python=platform.python_version(), name=platform.processor() or platform.machine(), driver=None, gpus=0)
 if facts["device"] in ("cuda", "musa"):
-    facts["name"] = torch.get_device_module(facts["device"]).get_device_name(0)
+    devices = torch.get_device_module(facts["device"])
+    facts.update(name=devices.get_device_name(0), gpus=devices.device_count())
 elif sys.platform == "linux":
     facts["name"] = next((line.split(":", 1)[1].strip() for line in open("/proc/cpuinfo") if
                           line.startswith("model name")), facts["name"])
@@ -47,6 +48,8 @@ class Host:
     torch: str
     python: str
     cpus: int
+    #: As many as this process may use.
+    gpus: int = 1
 
 
 def detect_host(timeout: float = 300, device: str = "") -> Host:

@@ -16,11 +16,11 @@ from packaging.version import Version
 
 from ..cachedir import UntrustedFolder, places, private_folder, temporary_folder
 from ..errors import HwpluginError
-from ._checkpoints import Checkpoints, load_prompts
+from ._checkpoints import DRAFT_TOKENS, Checkpoints, load_prompts
 from ._host import Host
 from ._job import Job, Workload
 from ._settings import engine_environment, engine_options
-from ._shapes import SHAPES, bytes_per_token, write_configs
+from ._shapes import SHAPES, cache_bytes, why_not, write_configs
 
 TINY = "tiny"
 #: On the V1 runner.
@@ -121,7 +121,7 @@ def job_for(
         options |= {
             "gpu_memory_utilization": share_of_gpu(settings.gpu_memory_utilization, settings.sides),
             # With a size that is given vLLM does not measure free memory, which other engines change meanwhile.
-            "kv_cache_memory_bytes": kv_cache_bytes(case, options["max_num_seqs"] * options["max_model_len"]),
+            "kv_cache_memory_bytes": kv_cache_bytes(case, options["max_num_seqs"], options["max_model_len"]),
         }
     return Job(
         label=f"{case.label} {side}",
@@ -165,21 +165,24 @@ def model_of(case: Case, length: float | None, checkpoints: Checkpoints | None, 
         assert checkpoints is not None
         target, drafter = checkpoints.target, checkpoints.drafter(case.method)
     else:
+        shape = SHAPES[case.shape]
         with TemporaryDirectory(dir=home.parent) as folder:
-            written = write_configs(SHAPES[case.shape], Path(folder) / "made", case.method, case.k + 1)
-            target, drafter = _kept(Path(folder) / "made", written, home)
+            made = Path(folder) / "made"
+            written = write_configs(shape, made, case.method, case.k + 1)
+            kept = _kept(made, home)
+        target, drafter = (None if one is None else kept / one.relative_to(made) for one in written)
         options |= {"load_format": "dummy", "skip_tokenizer_init": True}
+        if shape.tensor_parallel_size > 1:
+            options["tensor_parallel_size"] = shape.tensor_parallel_size
         # Random weights accept nothing, so vLLM's own synthetic acceptance decides by coin.
         speculation |= {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": length}
-    return {**options, "model": str(target), "speculative_config": {**speculation, "model": str(drafter)}}
+    if drafter is not None:
+        speculation["model"] = str(drafter)
+    return {**options, "model": str(target), "speculative_config": speculation}
 
 
-def _kept(made: Path, written: Sequence[Path], home: Path) -> list[Path]:
-    """Move a folder to a name that begins as ``home`` and ends as its files say, unless it is there from another run.
-
-    Returns:
-        Where the folders that were ``written`` into it are then.
-    """
+def _kept(made: Path, home: Path) -> Path:
+    """Move a folder to a name that begins as ``home`` and ends as its files say, unless it is there from another run."""
     texts = {str(file.relative_to(made)): file.read_text(encoding="utf-8") for file in made.rglob("*.json")}
     digest = hashlib.sha256(json.dumps(texts, sort_keys=True).encode()).hexdigest()
     kept = home.with_name(f"{home.name}-{digest[:12]}")
@@ -188,7 +191,7 @@ def _kept(made: Path, written: Sequence[Path], home: Path) -> list[Path]:
     except OSError:
         if not kept.is_dir():
             raise
-    return [kept / one.relative_to(made) for one in written]
+    return kept
 
 
 def is_patched(side: str) -> bool:
@@ -222,23 +225,38 @@ def environment_of(side: str, host: Host, settings: _Environments, *, own_proces
     )
 
 
-def kv_cache_bytes(case: Case, tokens: int) -> int:
-    """A KV cache that holds so many tokens of a case's shape, and its drafts."""
-    each = 0 if case.shape == TINY else bytes_per_token(SHAPES[case.shape], case.method)
-    return max(_LEAST_KV, int(tokens * each * _KV_SLACK))
+def kv_cache_bytes(case: Case, requests: int, length: int) -> int:
+    """A KV cache that holds so many requests of so many tokens of a case's shape, and their drafts."""
+    if case.shape == TINY:
+        return _LEAST_KV
+    return max(_LEAST_KV, int(cache_bytes(SHAPES[case.shape], case.method, case.k, requests, length) * _KV_SLACK))
 
 
 def check(planned: Sequence[Case], host: Host, sides: Sequence[str] = SIDES) -> None:
     """Refuse before any engine starts what cannot work on this host.
 
     Raises:
-        NotOnThisHost: dummy weights or Model Runner V2 on a CPU, or a method that this vLLM's Model Runner V2 refuses.
+        NotOnThisHost: dummy weights or Model Runner V2 on a CPU, a shape that this vLLM does not know with its drafter,
+            more GPUs than there are, or what this vLLM's Model Runner V2 refuses.
     """
     dummy = sorted({c.shape for c in planned if c.shape != TINY})
     if host.device == "cpu" and dummy:
         raise NotOnThisHost(
             f"--shape {' '.join(dummy)} needs a GPU: vLLM's CPU sampler has no synthetic acceptance; use --shape tiny"
         )
+    vllm, on_v2 = Version(host.vllm), any(side in MRV2_SIDES for side in sides)
+    for case in planned:
+        if case.shape == TINY:
+            if case.method not in DRAFT_TOKENS:
+                raise NotOnThisHost(
+                    f"--shape {TINY} has no drafter for {case.method}, only for {', '.join(DRAFT_TOKENS)}"
+                )
+            continue
+        if (reason := why_not(case.shape, case.method, vllm, on_v2=on_v2)) is not None:
+            raise NotOnThisHost(reason)
+        needed = SHAPES[case.shape].tensor_parallel_size
+        if needed > host.gpus:
+            raise NotOnThisHost(f"--shape {case.shape} needs {needed} GPUs, and this host has {host.gpus}")
     check_sides(sides, [c.method for c in planned], host)
 
 

@@ -143,7 +143,8 @@ def serve_job(
         # The checkpoint's own type; on a CPU float32 is what can be compared.
         options |= {
             "dtype": "auto",
-            "tensor_parallel_size": settings.tensor_parallel_size,
+            # A shape may be one for several GPUs.
+            "tensor_parallel_size": max(settings.tensor_parallel_size, options.get("tensor_parallel_size", 1)),
             "gpu_memory_utilization": share_of_gpu(
                 settings.gpu_memory_utilization, settings.sides * len(settings.together[0])
             ),
@@ -166,7 +167,7 @@ def kv_cache_size(k: int, settings: ServeSettings) -> int | None:
     if settings.shape is None or 0 in settings.concurrencies or settings.prompts is not None:
         return None
     length = settings.max_model_len or settings.input_len + settings.output_len + k + 1
-    return kv_cache_bytes(Case(settings.shape, settings.method, k), max(settings.concurrencies) * length)
+    return kv_cache_bytes(Case(settings.shape, settings.method, k), max(settings.concurrencies), length)
 
 
 def _models(

@@ -4,59 +4,317 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+from packaging.version import Version
+
+#: The methods that some shape has a drafter for.
+METHODS: Final = ("eagle3", "dflash", "mtp")
 #: Vocabulary of the Eagle3 drafter, as published drafters for Qwen3 have it.
 DRAFT_VOCABULARY = 32000
 _POSITIONS = 4096
 _DFLASH_LAYERS = 5
+#: Of bfloat16.
+_ELEMENT = 2
+#: The first supported vLLM.
+_ALWAYS: Final = Version("0.20.0")
+#: The first vLLM whose Model Runner V2 takes hybrids (`_get_v2_model_runner_unsupported_features` of its config).
+_HYBRIDS_ON_V2: Final = Version("0.23.0")
+
+
+def _rope(theta: float, **more: Any) -> dict[str, Any]:
+    """As configs of both generations of Transformers say it."""
+    return {**more, "rope_theta": theta, "rope_parameters": {"rope_type": "default", "rope_theta": theta, **more}}
+
+
+@dataclass(frozen=True)
+class Recurrent:
+    """The layers of a hybrid that have a state in place of keys and values (gated delta net): three of four.
+
+    Attributes:
+        state_element: bytes of an element of the state that is carried from token to token.
+    """
+
+    key_heads: int = 16
+    value_heads: int = 32
+    head_dim: int = 128
+    kernel: int = 4
+    state_element: int = _ELEMENT
+
+    def state_bytes(self, k: int) -> int:
+        """Of one layer for one token of a request that has `k` drafts."""
+        channels = (2 * self.key_heads + self.value_heads) * self.head_dim
+        carried = self.value_heads * self.head_dim * self.head_dim * self.state_element
+        return carried + channels * (self.kernel - 1 + k) * _ELEMENT
+
+    def config(self) -> dict[str, Any]:
+        return {
+            "full_attention_interval": 4,
+            "linear_conv_kernel_dim": self.kernel,
+            "linear_num_key_heads": self.key_heads,
+            "linear_key_head_dim": self.head_dim,
+            "linear_num_value_heads": self.value_heads,
+            "linear_value_head_dim": self.head_dim,
+        }
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of one of Qwen3's dense models, from its published config.json."""
+    """The sizes of a model, from its published config.json. A name that ends with `-4l` has its first 4 layers.
+
+    Attributes:
+        intermediate: of a dense layer, those of the drafter included.
+        model: `model_type` and `architectures`.
+        rope: the config's keys about rotary embeddings.
+        more: what the config says beside the sizes above.
+        methods: those that it has a drafter for, with the first vLLM that knows the model and runs them. With `mtp` the
+            drafter is one more layer of the model.
+        draft_heads: heads, KV heads and their size of the drafter; None: those of the model.
+        kv_bytes: of one token in one layer with attention; None: keys and values of all KV heads.
+        recurrent: the other layers of a hybrid.
+        tensor_parallel_size: GPUs of an engine.
+    """
 
     layers: int
     hidden: int
     heads: int
     kv_heads: int
     intermediate: int
-    tied: bool
+    tied: bool = False
     head_dim: int = 128
     vocabulary: int = 151936
+    model: tuple[str, str] = ("qwen3", "Qwen3ForCausalLM")
+    rope: Mapping[str, Any] = field(default_factory=lambda: _rope(1000000.0))
+    more: Mapping[str, Any] = field(default_factory=dict)
+    methods: Mapping[str, Version] = field(default_factory=lambda: {"eagle3": _ALWAYS, "dflash": _ALWAYS})
+    draft_heads: tuple[int, int, int] | None = None
+    kv_bytes: int | None = None
+    recurrent: Recurrent | None = None
+    tensor_parallel_size: int = 1
 
 
-SHAPES = {
+#: As Qwen3's and DeepSeek's FP8 checkpoints say it.
+_FP8: Final = {
+    "quantization_config": {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+    }
+}
+
+SHAPES: Final[Mapping[str, Shape]] = {
     "0.6b": Shape(layers=28, hidden=1024, heads=16, kv_heads=8, intermediate=3072, tied=True),
-    "8b": Shape(layers=36, hidden=4096, heads=32, kv_heads=8, intermediate=12288, tied=False),
+    "8b": Shape(layers=36, hidden=4096, heads=32, kv_heads=8, intermediate=12288),
+    # Qwen3-8B-FP8.
+    "8b-fp8-tp2": Shape(
+        layers=36, hidden=4096, heads=32, kv_heads=8, intermediate=12288, more=_FP8, tensor_parallel_size=2
+    ),
+    # Qwen3-30B-A3B.
+    "30b-a3b": Shape(
+        layers=48,
+        hidden=2048,
+        heads=32,
+        kv_heads=4,
+        intermediate=6144,
+        model=("qwen3_moe", "Qwen3MoeForCausalLM"),
+        more={
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "moe_intermediate_size": 768,
+            "norm_topk_prob": True,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "output_router_logits": False,
+            "router_aux_loss_coef": 0.001,
+        },
+    ),
+    # Qwen3-Next-80B-A3B.
+    "qwen3-next-4l": Shape(
+        layers=4,
+        hidden=2048,
+        heads=16,
+        kv_heads=2,
+        head_dim=256,
+        intermediate=5120,
+        model=("qwen3_next", "Qwen3NextForCausalLM"),
+        rope=_rope(10000000.0, partial_rotary_factor=0.25),
+        more={
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "moe_intermediate_size": 512,
+            "norm_topk_prob": True,
+            "num_experts": 512,
+            "num_experts_per_tok": 10,
+            "output_router_logits": False,
+            "router_aux_loss_coef": 0.001,
+            "shared_expert_intermediate_size": 512,
+        },
+        methods={"mtp": _ALWAYS},
+        recurrent=Recurrent(),
+    ),
+    # Qwen3.5-4B without its encoder of images; it is known under this name from 0.27 on.
+    "qwen3.5-4b": Shape(
+        layers=32,
+        hidden=2560,
+        heads=16,
+        kv_heads=4,
+        head_dim=256,
+        intermediate=9216,
+        tied=True,
+        vocabulary=248320,
+        model=("qwen3_5_text", "Qwen3_5ForCausalLM"),
+        rope=_rope(10000000.0, partial_rotary_factor=0.25, mrope_interleaved=True, mrope_section=[11, 11, 10]),
+        more={"attn_output_gate": True, "mamba_ssm_dtype": "float32"},
+        methods={"dflash": Version("0.27.0")},
+        draft_heads=(32, 8, 128),
+        recurrent=Recurrent(state_element=4),
+    ),
+    # DeepSeek-V3: three dense layers, and one with experts.
+    "deepseek-v3-4l": Shape(
+        layers=4,
+        hidden=7168,
+        heads=128,
+        kv_heads=128,
+        intermediate=18432,
+        vocabulary=129280,
+        model=("deepseek_v3", "DeepseekV3ForCausalLM"),
+        rope={
+            "rope_theta": 10000.0,
+            "rope_scaling": {
+                "type": "yarn",
+                "factor": 40,
+                "beta_fast": 32,
+                "beta_slow": 1,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "original_max_position_embeddings": 4096,
+            },
+        },
+        more={
+            **_FP8,
+            "ep_size": 1,
+            "first_k_dense_replace": 3,
+            "kv_lora_rank": 512,
+            "moe_intermediate_size": 2048,
+            "moe_layer_freq": 1,
+            "n_group": 8,
+            "n_routed_experts": 256,
+            "n_shared_experts": 1,
+            "norm_topk_prob": True,
+            "num_experts_per_tok": 8,
+            "num_nextn_predict_layers": 1,
+            "q_lora_rank": 1536,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "routed_scaling_factor": 2.5,
+            "scoring_func": "sigmoid",
+            "topk_group": 4,
+            "topk_method": "noaux_tc",
+            "v_head_dim": 128,
+            "max_position_embeddings": 163840,
+        },
+        methods={"mtp": _ALWAYS},
+        kv_bytes=(512 + 64) * _ELEMENT,
+    ),
+    # gpt-oss-20b.
+    "gpt-oss-20b": Shape(
+        layers=24,
+        hidden=2880,
+        heads=64,
+        kv_heads=8,
+        head_dim=64,
+        intermediate=2880,
+        vocabulary=201088,
+        model=("gpt_oss", "GptOssForCausalLM"),
+        rope={
+            "rope_theta": 150000.0,
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "original_max_position_embeddings": 4096,
+                "truncate": False,
+            },
+        },
+        more={
+            "quantization_config": {
+                "quant_method": "mxfp4",
+                "modules_to_not_convert": [
+                    "model.layers.*.self_attn",
+                    "model.layers.*.mlp.router",
+                    "model.embed_tokens",
+                    "lm_head",
+                ],
+            },
+            "attention_bias": True,
+            "experts_per_token": 4,
+            "initial_context_length": 4096,
+            "layer_types": ["sliding_attention", "full_attention"] * 12,
+            "num_experts_per_tok": 4,
+            "num_local_experts": 32,
+            "output_router_logits": False,
+            "rms_norm_eps": 1e-05,
+            "max_position_embeddings": 131072,
+            "sliding_window": 128,
+            "swiglu_limit": 7.0,
+        },
+        methods={"eagle3": _ALWAYS},
+    ),
 }
 
 
-def write_configs(shape: Shape, folder: Path, method: str, block: int) -> tuple[Path, Path]:
-    """Write the config of a target and of its drafter; returns their folders.
+def why_not(name: str, method: str, vllm: Version, *, on_v2: bool) -> str | None:
+    """Why this vLLM cannot run a shape with a drafter; None where it can.
+
+    Args:
+        name: of `SHAPES`.
+        method: of vLLM's speculative config.
+        vllm: its version.
+        on_v2: on Model Runner V2, too.
+    """
+    shape = SHAPES[name]
+    since = shape.methods.get(method)
+    if since is None:
+        return f"--shape {name} has no drafter for {method}; it has one for {', '.join(shape.methods)}"
+    if vllm.release < since.release:
+        return f"--shape {name} needs vLLM {since} or newer with {method}, and this is {vllm}"
+    if on_v2 and shape.recurrent is not None and vllm.release < _HYBRIDS_ON_V2.release:
+        return f"--shape {name} is a hybrid, which Model Runner V2 runs since {_HYBRIDS_ON_V2}, and this is {vllm}"
+    return None
+
+
+def write_configs(shape: Shape, folder: Path, method: str, block: int) -> tuple[Path, Path | None]:
+    """Write the config of a target and of its drafter; returns their folders, None for a drafter within the target.
 
     Args:
         shape: the target; the drafter has its layer sizes.
         folder: where to write.
-        method: ``eagle3`` (one layer) or ``dflash`` (five layers).
+        method: `eagle3` (one layer), `dflash` (five layers) or `mtp`.
         block: the number of positions DFlash was trained on, 1 + the drafted tokens.
     """
-    target, drafter = folder / "target", folder / method
-    _write(target, _common(shape, shape.layers) | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"})
-    after = [2, shape.layers // 2, shape.layers - 3]
+    target = folder / "target"
+    _write(target, _target(shape))
+    if method == "mtp":
+        return target, None
+    drafter = folder / method
+    last = shape.layers - 1
+    after = [2, shape.layers // 2, last - 2] if shape.layers > 6 else [last - 2, last - 1, last]
     if method == "eagle3":
-        config = _common(shape, 1) | {
+        config = _drafter(shape, 1) | {
             "architectures": ["LlamaForCausalLMEagle3"],
             "model_type": "llama",
-            "draft_vocab_size": DRAFT_VOCABULARY,
+            "draft_vocab_size": min(DRAFT_VOCABULARY, shape.vocabulary),
             "mlp_bias": False,
             "pretraining_tp": 1,
             "eagle_aux_hidden_state_layer_ids": after,
         }
     else:
-        config = _common(shape, _DFLASH_LAYERS) | {
+        config = _drafter(shape, _DFLASH_LAYERS) | {
             "architectures": ["DFlashDraftModel"],
             "model_type": "qwen3",
             "block_size": block,
@@ -65,24 +323,60 @@ def write_configs(shape: Shape, folder: Path, method: str, block: int) -> tuple[
             "eagle_aux_hidden_state_layer_ids": after,
             "dflash_config": {"mask_token_id": 0, "target_layer_ids": [i - 1 for i in after]},
         }
-    _write(drafter, config | {"tie_word_embeddings": False})
+    _write(drafter, config)
     return target, drafter
 
 
-def bytes_per_token(shape: Shape, method: str) -> int:
-    """Of keys and values in bfloat16, the drafter's layers included."""
-    layers = shape.layers + (1 if method == "eagle3" else _DFLASH_LAYERS)
-    return layers * 2 * shape.kv_heads * shape.head_dim * 2
+def cache_bytes(shape: Shape, method: str, k: int, requests: int, length: int) -> int:
+    """Of what so many requests of so many tokens keep in bfloat16, the drafter's layers included.
+
+    Args:
+        shape: the target.
+        method: of speculation.
+        k: drafted tokens a step.
+        requests: how many.
+        length: tokens of each.
+    """
+    drafting = _DFLASH_LAYERS if method == "dflash" else 1
+    _, kv_heads, head_dim = shape.draft_heads or (0, shape.kv_heads, shape.head_dim)
+    token = shape.kv_bytes or 2 * shape.kv_heads * shape.head_dim * _ELEMENT
+    of_draft = token if method == "mtp" else 2 * kv_heads * head_dim * _ELEMENT
+    if shape.recurrent is None:
+        return requests * length * (shape.layers * token + drafting * of_draft)
+    attending = shape.layers // 4
+    # vLLM gives all layers blocks of one size, into which a state fits.
+    block = shape.recurrent.state_bytes(k)
+    states = (shape.layers - attending) * (1 + k)
+    blocks = sum(count * -(-length * size // block) for count, size in ((attending, token), (drafting, of_draft)))
+    return requests * block * (states + blocks)
 
 
-def _common(shape: Shape, layers: int) -> dict[str, Any]:
+def _target(shape: Shape) -> dict[str, Any]:
+    model_type, architecture = shape.model
+    sizes = _common(shape, shape.layers, (shape.heads, shape.kv_heads, shape.head_dim))
+    recurrent = {} if shape.recurrent is None else shape.recurrent.config()
+    return (
+        sizes
+        | recurrent
+        | dict(shape.rope)
+        | dict(shape.more)
+        | {"architectures": [architecture], "model_type": model_type}
+    )
+
+
+def _drafter(shape: Shape, layers: int) -> dict[str, Any]:
+    heads = shape.draft_heads or (shape.heads, shape.kv_heads, shape.head_dim)
+    return _common(shape, layers, heads) | _rope(1000000.0) | {"tie_word_embeddings": False}
+
+
+def _common(shape: Shape, layers: int, heads: tuple[int, int, int]) -> dict[str, Any]:
     return {
         "vocab_size": shape.vocabulary,
         "hidden_size": shape.hidden,
         "num_hidden_layers": layers,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.head_dim,
+        "num_attention_heads": heads[0],
+        "num_key_value_heads": heads[1],
+        "head_dim": heads[2],
         "intermediate_size": shape.intermediate,
         "hidden_act": "silu",
         "max_position_embeddings": _POSITIONS,
@@ -90,8 +384,6 @@ def _common(shape: Shape, layers: int) -> dict[str, Any]:
         "initializer_range": 0.02,
         "attention_bias": False,
         "attention_dropout": 0.0,
-        "rope_theta": 1000000.0,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
         "tie_word_embeddings": shape.tied,
         "use_cache": True,
         "use_sliding_window": False,

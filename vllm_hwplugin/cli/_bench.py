@@ -14,6 +14,7 @@ import typer
 
 from ..bench import (
     ALL_SIDES,
+    METHODS,
     SHAPES,
     TINY,
     Case,
@@ -60,14 +61,13 @@ bench.command("attention")(_bench_kernels.attention)
 bench.command("ops")(_bench_kernels.ops)
 
 _SHAPES = (TINY, *SHAPES)
-_METHODS = ("eagle3", "dflash")
 
 
 @bench.callback(invoke_without_command=True)
 def measure(
     context: typer.Context,
     shape: Annotated[list[str] | None, typer.Option(help=f"{', '.join(_SHAPES)}; repeat for several.")] = None,
-    method: Annotated[list[str] | None, typer.Option(help="eagle3 or dflash; repeat for several.")] = None,
+    method: Annotated[list[str] | None, typer.Option(help=f"{', '.join(METHODS)}; repeat for several.")] = None,
     k: Annotated[list[int] | None, typer.Option("--k", min=1, help="Drafted tokens a step; repeat.")] = None,
     batch: Annotated[list[int] | None, typer.Option(min=1, help="Requests at once; repeat (same engine).")] = None,
     side: SidesOption = None,
@@ -104,16 +104,16 @@ def measure(
     fixed piece of Python beside each round says how fast the host was. A step is counted while every request of the
     batch is drafting.
 
-    The tiny shape runs trained checkpoints (real acceptance). The others have Qwen3's sizes, dummy weights and vLLM's
-    synthetic acceptance. Needs no network. A side that failed has its log's end in the results; exit code 1 when a
-    patched one failed where stock ran on that runner, 2 when it is another, or when Ctrl-C or the time limit left
-    something out: what all sides have measured is in the results then.
+    The tiny shape runs trained checkpoints (real acceptance). The others have the sizes of published models, dummy
+    weights and vLLM's synthetic acceptance; each has drafters for some methods. Needs no network. A side that failed
+    has its log's end in the results; exit code 1 when a patched one failed where stock ran on that runner, 2 when it is
+    another, or when Ctrl-C or the time limit left something out: what all sides have measured is in the results then.
     """
     if context.invoked_subcommand is not None:
         return
     limit, console = TimeLimit(time_limit), console_for(json_file)
     planned = cases(
-        known(shape or [TINY], _SHAPES, "--shape"), known(method or ["eagle3"], _METHODS, "--method"), k or [3]
+        known(shape or [TINY], _SHAPES, "--shape"), known(method or ["eagle3"], METHODS, "--method"), k or [3]
     )
     wanted = known(list(dict.fromkeys(side or ())), ALL_SIDES, "--side")
     settings = Settings(

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from ..bench import (
     ALL_SIDES,
-    DRAFT_TOKENS,
+    METHODS,
     NOT_MEASURED,
     SHAPES,
     SIDE_NAMES,
@@ -123,7 +123,7 @@ def serve(
     known([method], tuple(serving.METHODS), "--method")
     if shape is not None:
         known([shape], (TINY, *SHAPES), "--shape")
-        known([method], tuple(DRAFT_TOKENS), "--method")
+        known([method], METHODS, "--method")
     elif target is None:
         raise typer.BadParameter("what to serve is missing: name a target, or --shape", param_hint="--target")
     elif draft is None and method not in serving.BUILT_IN:
