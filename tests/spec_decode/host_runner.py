@@ -104,10 +104,10 @@ def make_host(module: types.ModuleType, proposer: Any, layer: str, **sizes: Any)
             self.kv_tensors: list[torch.Tensor] = []
             self.use(FlashAttentionMetadataBuilder)
 
-        def use(self, builder_class: type) -> None:
-            """Give the draft layer an attention backend with builders of this class."""
+        def use(self, builder_class: type, kernel_block_size: int = block_size) -> None:
+            """Give the draft layer an attention backend with builders of this class, and kernels for such blocks."""
             layers = self.compilation_config.static_forward_context
-            layers[layer] = Layer(backend_of(builder_class, block_size, build))
+            layers[layer] = Layer(backend_of(builder_class, kernel_block_size, build))
 
         def may_add_encoder_only_layers_to_kv_cache_config(self) -> None: ...
 

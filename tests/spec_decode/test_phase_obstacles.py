@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,11 +13,13 @@ pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
 from vllm.config import CUDAGraphMode
+from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
 from vllm.v1.sample.logits_processor import LogitBiasLogitsProcessor, LogitsProcessors, MinTokensLogitsProcessor
+from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_hwplugin.spec_decode.phase_obstacles import obstacle, sampling_obstacle
 
-from .drafters import EAGLE, P_EAGLE, Runner, boot
+from .drafters import BLOCK, EAGLE, MAX_LEN, P_EAGLE, Runner, boot
 from .host_runner import FLASHINFER, builder
 
 
@@ -78,6 +81,17 @@ def test_nor_one_that_plans_its_attention(make: Any) -> None:
     proposer.host.use(type(cls.__name__, (cls,), {"reorder_batch_threshold": 512}))
     boot(proposer, CUDAGraphMode.FULL_DECODE_ONLY, Runner(0))
     assert cls.__name__ in (obstacle(runner_of(proposer)) or "")
+
+
+def test_nor_one_whose_kernels_need_smaller_blocks_than_the_cache_has(make: Any) -> None:
+    """Its block tables are made when vLLM builds metadata, which a recorded phase does not."""
+    if "kernel_block_size" not in {one.name for one in dataclasses.fields(AttentionGroup)}:
+        pytest.skip("this vLLM's block tables are in kernels' blocks")
+    proposer = make("loop", EAGLE, 3)
+    proposer.vllm_config.model_config.max_model_len = MAX_LEN
+    proposer.host.use(FlashAttentionMetadataBuilder, BLOCK // 2)
+    boot(proposer, CUDAGraphMode.FULL_DECODE_ONLY, Runner(0))
+    assert "block tables of the draft layers" in (obstacle(runner_of(proposer)) or "")
 
 
 def test_nor_one_with_tokens_of_its_own(make: Any) -> None:

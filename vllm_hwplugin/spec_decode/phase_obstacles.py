@@ -53,6 +53,9 @@ def _drafter(proposer: Any, spec: Any) -> str | None:
     refused = refusing(builder_classes(proposer), "chain")
     if refused is not None:
         return f"metadata has to be built in each step ({refused})"
+    # From 0.32 on, where a backend needs smaller blocks than the KV cache's, as it may in hybrids.
+    if any(getattr(group, "kernel_block_size", None) is not None for group in proposer.draft_attn_groups):
+        return "block tables of the draft layers are made anew in each step"
     if spec.use_dflash():
         return None
     if proposer.needs_extra_input_slots:

@@ -8,10 +8,12 @@ from typing import Any, Final
 from vllm.model_executor.offloader.base import NoopOffloader, get_offloader
 from vllm.v1.worker.gpu.model_states.interface import ModelState
 
-from vllm_hwplugin.spec_decode.v2.draft_metadata import why_not_in_graph
+from vllm_hwplugin.spec_decode.v2.draft_metadata import decides, why_not_in_graph
 
 #: The methods whose `propose` the feature's hunks are in.
 _METHODS: Final = ("eagle", "eagle3", "mtp", "dflash")
+#: Its metadata is empty until the first kernel that reads it puts a plan into it.
+_PLANNED_BY_A_KERNEL: Final = "vllm.v1.attention.backends.mla.flashmla.FlashMLAMetadataBuilder"
 
 
 def obstacle(runner: Any) -> str | None:
@@ -31,8 +33,23 @@ def obstacle(runner: Any) -> str | None:
         or _model(runner)
         or _sampling(runner)
         or _drafting(speculator)
+        or _first_pass(runner)
         or why_not_in_graph(speculator.attn_groups)
     )
+
+
+def _first_pass(runner: Any) -> str | None:
+    """The drafter's first pass reads metadata that the target's builders make, which is not made again in the graph."""
+    drafting = {name for groups in runner.speculator.attn_groups for group in groups for name in group.layer_names}
+    for builder in (
+        group.get_metadata_builder(0)
+        for groups in runner.attn_groups
+        for group in groups
+        if not drafting.isdisjoint(group.layer_names)
+    ):
+        if decides(type(builder)) == _PLANNED_BY_A_KERNEL:
+            return f"{type(builder).__name__}: the first pass's plan is made by its first kernel, once"
+    return None
 
 
 def _parallel(runner: Any) -> str | None:
