@@ -7,7 +7,7 @@ when the host goes on.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -72,19 +72,35 @@ def environment(folder: Path, name: str, runner: str, **variables: str) -> dict[
     return child_environment(patched, provide(folder / f"metadata {name}"))
 
 
+def run_each(
+    made: Load, folder: Path, runner: str, sides: Mapping[str, Mapping[str, str]], features: Collection[str]
+) -> dict[str, Run]:
+    """Run a load on V1 or V2 at the same time with several choices for `features`.
+
+    Args:
+        made: the load.
+        folder: for what the runs write.
+        runner: V1 or V2.
+        sides: name -> feature -> its gate's value, `off` where none is given.
+        features: those that differ.
+    """
+
+    def process(side: str) -> Process:
+        gates = {gate_of(feature): sides[side].get(feature, "off") for feature in features}
+        return Process({side: made}, environment(folder, side, runner, **gates))
+
+    runs = loads.side_by_side({side: process(side) for side in sides}, folder)
+    return {side: runs[side][side] for side in sides}
+
+
 def compare(made: Load, folder: Path, runner: str, graphs: Collection[str]) -> Run:
     """Run a load on V1 or V2 without the features `graphs` and with them, and let nothing differ.
 
     Returns:
         The run without them.
     """
-
-    def process(side: str) -> Process:
-        chosen = {gate_of(feature): side for feature in graphs}
-        return Process({side: made}, environment(folder, side, runner, **chosen))
-
-    runs = loads.side_by_side({side: process(side) for side in ("off", "on")}, folder)
-    expected, found = (runs[side][side] for side in ("off", "on"))
+    runs = run_each(made, folder, runner, {"off": {}, "on": dict.fromkeys(graphs, "on")}, graphs)
+    expected, found = runs["off"], runs["on"]
     loads.assert_same(expected, found)
     assert (expected.runner, found.runner) == (runner, runner)
     assert set(graphs) <= set(found.used)

@@ -17,8 +17,10 @@ import random
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -98,13 +100,9 @@ def job_of(name: str, side: str, folder: Path) -> dict[str, Any]:
     }
 
 
-def run(folder: Path, name: str, side: str) -> dict[str, Any]:
+def run(folder: Path, job: dict[str, Any], environment: dict[str, str]) -> dict[str, Any]:
     """An engine's answer, with the decisions that its processes recorded, or `{"error": the end of its log}`."""
-    folder.mkdir()
-    (folder / "job.json").write_text(json.dumps(job_of(name, side, folder)))
-    # With data parallelism each rank has an engine core, which is a process.
-    variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"} if name == "dp eagle3" else {}
-    environment = engine_environment("cuda", patched=side == "patched", v2_runner=on_v2(name), extra=variables)
+    (folder / "job.json").write_text(json.dumps(job))
     since = datetime.now(timezone.utc) - timedelta(milliseconds=1)
     with (folder / "log").open("wb") as stream:
         child = subprocess.Popen(
@@ -131,14 +129,28 @@ def run(folder: Path, name: str, side: str) -> dict[str, Any]:
     return answer
 
 
-def run_both(folder: Path, name: str) -> dict[str, dict[str, Any]]:
+def run_sides(folder: Path, starts: Mapping[str, Callable[[Path], dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """The answers of engines that run at the same time, each in a folder of its own."""
     import torch
 
     if torch.cuda.device_count() < 2:
         pytest.skip("one GPU; two are needed")
-    with ThreadPoolExecutor(len(SIDES)) as pool:
-        started = {side: pool.submit(run, folder / side, name, side) for side in SIDES}
-        answers = {side: future.result() for side, future in started.items()}
+    for side in starts:
+        (folder / side).mkdir()
+    with ThreadPoolExecutor(len(starts)) as pool:
+        started = {side: pool.submit(start, folder / side) for side, start in starts.items()}
+        return {side: future.result() for side, future in started.items()}
+
+
+def run_side(folder: Path, name: str, side: str) -> dict[str, Any]:
+    # With data parallelism each rank has an engine core, which is a process.
+    variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"} if name == "dp eagle3" else {}
+    environment = engine_environment("cuda", patched=side == "patched", v2_runner=on_v2(name), extra=variables)
+    return run(folder, job_of(name, side, folder), environment)
+
+
+def run_both(folder: Path, name: str) -> dict[str, dict[str, Any]]:
+    answers = run_sides(folder, {side: partial(run_side, name=name, side=side) for side in SIDES})
     for side, answer in answers.items():
         facts = {key: value for key, value in answer.items() if key not in ("texts", "choices")}
         if "error" in facts:

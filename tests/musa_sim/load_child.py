@@ -184,13 +184,15 @@ def one(job: dict, others_follow: bool) -> dict:
         # The process's end does it as well, and the first Model Runner V2 cannot be shut down.
         llm.llm_engine.engine_core.shutdown()
     entry = record.current()
+    # An engine's uses are settled when it is built.
+    uses = entry.uses if entry is not None else {}
     return {
         "runner": runner_generation(runner),
         "answers": answers,
         "steps": steps,
         "preempted": preempted,
-        # An engine's uses are settled when it is built.
-        "used": sorted(name for name, use in entry.uses.items() if use["used"]) if entry is not None else [],
+        "used": sorted(name for name, use in uses.items() if use["used"]),
+        "unused": {name: use["reason"] for name, use in uses.items() if not use["used"]},
         "counts": counts.facts(),
     }
 

@@ -94,6 +94,7 @@ class Run:
         preempted: requests that lost their KV cache to others.
         runner: V1 or V2.
         used: features of the plugin that did their work.
+        unused: those that did not, and why.
         counts: of :class:`vllm_hwplugin.bench._watch.Counts`, with graphs that were replayed.
     """
 
@@ -102,6 +103,7 @@ class Run:
     preempted: int
     runner: str
     used: Sequence[str]
+    unused: Mapping[str, str]
     counts: Mapping[str, Any]
 
     def texts(self, names: Iterable[str]) -> dict[str, list[int]]:

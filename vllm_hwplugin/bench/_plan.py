@@ -161,6 +161,7 @@ def model_of(case: Case, length: float | None, checkpoints: Checkpoints | None, 
     """
     speculation: dict[str, Any] = {"method": case.method, "num_speculative_tokens": case.k}
     options: dict[str, Any] = {}
+    drafter: Path | None
     if case.shape == TINY:
         assert checkpoints is not None
         target, drafter = checkpoints.target, checkpoints.drafter(case.method)

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The shapes of `vllm_hwplugin.bench`, cut so that an engine starts quickly and several fit on one GPU.
+
+Layers have their real sizes; there are fewer of them, and fewer experts. Weights are vLLM's dummies, which are the same
+in every process, and so is the acceptance: synthetic, by seeded coins.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from vllm_hwplugin.bench._shapes import SHAPES, Shape, write_configs
+
+from ..musa_sim import loads
+from ..musa_sim.loads import Load
+from .engines import SMALL_ENGINE
+
+#: In a batch, at most.
+_MAX_NUM_SEQS: Final = 6
+_PASSES: Final = "metadata has to be built between steps"
+_NO_TAIL: Final = "there are no tail graphs"
+
+
+def cut(name: str, layers: int, **more: Any) -> Shape:
+    """The shape `name` with so many layers, unquantised, and other values for keys of its config.
+
+    Quantised experts of dummy weights are zeros, and would be no part of what is compared.
+    """
+    shape = SHAPES[name]
+    kept = {key: value for key, value in shape.more.items() if key != "quantization_config"}
+    if "layer_types" in kept:
+        kept["layer_types"] = kept["layer_types"][:layers]
+    return dataclasses.replace(shape, layers=layers, more={**kept, **more})
+
+
+@dataclass(frozen=True)
+class Case:
+    """A target with its drafter, and what the plugin does with them.
+
+    Attributes:
+        shape: the target.
+        method: of speculation, with `k` drafts.
+        v1: features of the V1 runner -> why the engine does not use it; empty where it does.
+        v2: those of Model Runner V2; it has none before 0.24.
+        since: the first vLLM that runs it.
+        options: of vLLM's.
+    """
+
+    shape: Shape
+    method: str
+    v1: Mapping[str, str]
+    v2: Mapping[str, str]
+    k: int = 3
+    since: str = "0.20.0"
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def engine(self, folder: Path) -> dict[str, Any]:
+        """Arguments of `LLM`.
+
+        Args:
+            folder: one that does not exist, for the config files.
+        """
+        target, drafter = write_configs(self.shape, folder, self.method, self.k + 1)
+        speculation = {
+            "method": self.method,
+            "num_speculative_tokens": self.k,
+            "rejection_sample_method": "synthetic",
+            "synthetic_acceptance_length": 1 + self.k / 2,
+        }
+        # Logits of dummy weights are close together, and a batch that is padded may have others in the last bits.
+        sizes = [(1 + self.k) * requests for requests in range(1, _MAX_NUM_SEQS + 1)]
+        return {
+            **SMALL_ENGINE,
+            "model": str(target),
+            "load_format": "dummy",
+            "skip_tokenizer_init": True,
+            "max_model_len": 128,
+            "max_num_seqs": _MAX_NUM_SEQS,
+            "max_num_batched_tokens": 112,
+            "speculative_config": speculation if drafter is None else {**speculation, "model": str(drafter)},
+            "compilation_config": {"cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_capture_sizes": sizes},
+            **self.options,
+        }
+
+    def load(self, folder: Path) -> Load:
+        # A grammar needs a tokenizer.
+        return Load(self.engine(folder), [one for one in loads.mixed() if "structured_outputs" not in one.params])
+
+
+V1_GRAPHS: Final = ("draft-full-graph", "draft-loop-graph", "dflash-full-graph", "v1-draft-phase", "v1-step-inputs")
+V2_GRAPHS: Final = ("v2-tail-graph", "v2-step-inputs")
+_DRAFTS_STEP_BY_STEP: Final = dict.fromkeys(
+    ("draft-full-graph", "draft-loop-graph", "v1-draft-phase", "v1-step-inputs"), ""
+)
+_ALL_OF_V2: Final = dict.fromkeys(V2_GRAPHS, "")
+_HYBRID_ON_V2: Final = {"v2-tail-graph": "MambaHybridModelState has work of its own", "v2-step-inputs": _NO_TAIL}
+
+CASES: Final[Mapping[str, Case]] = {
+    "experts": Case(cut("30b-a3b", 4), "eagle3", _DRAFTS_STEP_BY_STEP, _ALL_OF_V2),
+    "experts, sinks and windows": Case(cut("gpt-oss-20b", 4), "eagle3", _DRAFTS_STEP_BY_STEP, _ALL_OF_V2),
+    "hybrid": Case(cut("qwen3-next-4l", 4, num_experts=64), "mtp", _DRAFTS_STEP_BY_STEP, _HYBRID_ON_V2),
+    "hybrid, dflash": Case(
+        # So many layers that all with attention, the drafter's as well, are one KV cache group, as V1 needs it.
+        cut("qwen3-next-4l", 20, num_experts=16),
+        "dflash",
+        {
+            "draft-full-graph": "",
+            "dflash-full-graph": "",
+            "draft-loop-graph": "there is no chain",
+            "v1-draft-phase": "",
+            "v1-step-inputs": "",
+        },
+        _HYBRID_ON_V2,
+        k=7,
+        # Before, the model does not give out the hidden states that the drafter reads.
+        since="0.24.0",
+    ),
+    "MLA": Case(
+        cut("deepseek-v3-4l", 4, n_routed_experts=16),
+        "mtp",
+        {
+            "draft-full-graph": "",
+            "draft-loop-graph": _PASSES,
+            "v1-draft-phase": "metadata has to be built in each step",
+            "v1-step-inputs": "",
+        },
+        {"v2-tail-graph": "", "v2-step-inputs": "FlashAttnMLAMetadataBuilder may make metadata on the host"},
+        options={"attention_config": {"backend": "FLASH_ATTN_MLA"}},
+    ),
+    "MLA, planned by its kernel": Case(
+        cut("deepseek-v3-4l", 4, n_routed_experts=16),
+        "mtp",
+        {
+            "draft-full-graph": "",
+            "draft-loop-graph": _PASSES,
+            "v1-draft-phase": "metadata has to be built in each step",
+            "v1-step-inputs": "",
+        },
+        {"v2-tail-graph": "FlashMLAMetadataBuilder: the first pass's plan", "v2-step-inputs": _NO_TAIL},
+        options={"attention_config": {"backend": "FLASHMLA"}},
+    ),
+}
+
+#: On two GPUs.
+FP8: Final = Case(dataclasses.replace(SHAPES["8b-fp8-tp2"], layers=8), "eagle3", _DRAFTS_STEP_BY_STEP, {})

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""On a real GPU, graphs change no token and no draft of hybrids, mixtures of experts, MLA or FP8, or are refused.
+
+Each case says which features its engine uses, and why not the others.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.version import Version
+
+from vllm_hwplugin.bench import engine_environment
+from vllm_hwplugin.spec_decode.features import gate_of
+
+from ..musa_sim import loads
+from ..musa_sim.loads import Run
+from .findings import keep
+from .mixed_load import run_each
+from .small_shapes import CASES, FP8, V1_GRAPHS, V2_GRAPHS
+from .test_two_gpus import run, run_sides
+
+pytestmark = [pytest.mark.gpu, pytest.mark.engine]
+
+
+def compare(name: str, folder: Path, runner: str, expected: Mapping[str, str], features: tuple[str, ...]) -> None:
+    """Run a case without the features and with them: they change nothing, and each is used or refused as expected."""
+    case, version = CASES[name], Version(importlib.metadata.version("vllm"))
+    if version < Version(case.since):
+        pytest.skip(f"vLLM {version} does not run this model with this drafter")
+    if runner == "V2" and version < Version("0.24.0"):
+        pytest.skip(f"vLLM {version} has no such features on V2")
+    made = case.load(folder / "model")
+    sides: dict[str, dict[str, str]] = {"off": {}, "auto": dict.fromkeys(features, "auto")}
+    runs = run_each(made, folder, runner, sides, features)
+    stock, graphs = runs["off"], runs["auto"]
+    keep(f"shape {name} {runner}", {"used": graphs.used, "unused": graphs.unused, "accepted": stock.accepted()})
+    loads.assert_same(stock, graphs)
+    assert (stock.runner, graphs.runner) == (runner, runner)
+    assert set(features).isdisjoint(stock.used)
+    assert_means_something(stock, case.k)
+    for feature, reason in expected.items():
+        assert (feature in graphs.used) == (not reason), graphs.unused.get(feature)
+        assert reason in graphs.unused.get(feature, "")
+
+
+def assert_means_something(run: Run, k: int) -> None:
+    """Drafts were accepted and rejected, and neither they nor the texts are one token over and over."""
+    accepted = run.accepted()
+    assert len(accepted) == k
+    assert 0 < accepted[-1] < accepted[0]
+    tokens = {token for answer in run.answers.values() for token in answer["tokens"]}
+    drafts = {token for step in run.steps for drafted in step["drafts"].values() for token in drafted}
+    assert min(len(tokens), len(drafts)) > 10
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_v1(name: str, tmp_path: Path) -> None:
+    compare(name, tmp_path, "V1", CASES[name].v1, V1_GRAPHS)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_v2(name: str, tmp_path: Path) -> None:
+    compare(name, tmp_path, "V2", CASES[name].v2, V2_GRAPHS)
+
+
+def test_fp8_on_two_gpus(tmp_path: Path) -> None:
+    """With tensor parallelism, and activations that are scaled as they come."""
+    load = FP8.load(tmp_path / "model")
+    job = {
+        "choices": False,
+        "options": {**load.options, "tensor_parallel_size": 2},
+        "prompts": [list(one.prompt) for one in load.requests],
+        "tokens": [40 + number for number, _ in enumerate(load.requests)],
+    }
+
+    def start(value: str) -> Callable[[Path], dict[str, Any]]:
+        gates = {gate_of(feature): value for feature in V1_GRAPHS}
+        environment = engine_environment("cuda", patched=True, extra=gates)
+        return partial(run, job=job, environment=environment)
+
+    answers = run_sides(tmp_path, {value: start(value) for value in ("off", "auto")})
+    for side, answer in answers.items():
+        assert "error" not in answer, f"{side}: {answer['error'][-4000:]}"
+    stock, graphs = answers["off"], answers["auto"]
+    keep("shape 8b-fp8-tp2 V1", {"used": [worker["used"] for worker in graphs["workers"]]})
+    assert graphs["texts"] == stock["texts"]
+    assert (graphs["drafts"], graphs["accepted"]) == (stock["drafts"], stock["accepted"])
+    assert 0 < stock["accepted"][-1] < stock["accepted"][0]
+    assert len(graphs["workers"]) == 2
+    for worker in graphs["workers"]:
+        assert {name for name, reason in FP8.v1.items() if not reason} <= set(worker["used"]), worker["decisions"]
