@@ -156,7 +156,8 @@ SHAPES: Final[Mapping[str, Shape]] = {
         methods={"mtp": _ALWAYS},
         recurrent=Recurrent(),
     ),
-    # Qwen3.5-4B without its encoder of images; it is known under this name from 0.27 on.
+    # Qwen3.5-4B for text alone, without its encoder of images and with positions of one dimension. vLLM has such a
+    # model from 0.27 on.
     "qwen3.5-4b": Shape(
         layers=32,
         hidden=2560,
@@ -167,7 +168,7 @@ SHAPES: Final[Mapping[str, Shape]] = {
         tied=True,
         vocabulary=248320,
         model=("qwen3_5_text", "Qwen3_5ForCausalLM"),
-        rope=_rope(10000000.0, partial_rotary_factor=0.25, mrope_interleaved=True, mrope_section=[11, 11, 10]),
+        rope=_rope(10000000.0, partial_rotary_factor=0.25),
         more={"attn_output_gate": True, "mamba_ssm_dtype": "float32"},
         methods={"dflash": Version("0.27.0")},
         draft_heads=(32, 8, 128),

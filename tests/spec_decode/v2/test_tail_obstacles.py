@@ -14,6 +14,9 @@ from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
+from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
+from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
+from vllm.v1.worker.gpu.spec_decode.mtp.speculator import MTPSpeculator
 from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_hwplugin.spec_decode.v2.tail_obstacles import obstacle
@@ -30,13 +33,22 @@ def group(builder_class: type, *layers: str) -> AttentionGroup:
     return AttentionGroup(None, list(layers), None, 0, metadata_builders=[made])  # type: ignore[arg-type]
 
 
-def runner(target: type, draft: type, model_state: type = DefaultModelState, *more: AttentionGroup) -> Any:
-    """What is read of a V2 runner that drafts with an MTP layer, which the target's builders make metadata for, too."""
+def runner(
+    target: type,
+    draft: type,
+    *more: AttentionGroup,
+    model_state: type = DefaultModelState,
+    speculator: type = MTPSpeculator,
+    method: str = "mtp",
+) -> Any:
+    """What is read of a V2 runner; the target's builders make metadata for the drafter's layer `mtp`, too."""
     parallel = SimpleNamespace(data_parallel_size=1, enable_eplb=False)
-    speculative = SimpleNamespace(method="mtp", uses_dynamic_speculative_decoding=lambda: False)
+    drafter = object.__new__(speculator)
+    drafter.speculative_config = SimpleNamespace(method=method, uses_dynamic_speculative_decoding=lambda: False)
+    drafter.attn_groups = [[group(draft, "mtp")]]
     return SimpleNamespace(
         vllm_config=SimpleNamespace(parallel_config=parallel),
-        speculator=SimpleNamespace(speculative_config=speculative, attn_groups=[[group(draft, "mtp")]]),
+        speculator=drafter,
         rejection_sampler=object(),
         attn_groups=[[group(target, "layers.0", "mtp"), *more]],
         use_pp=False,
@@ -62,11 +74,35 @@ def test_not_where_a_kernel_plans_its_first_pass() -> None:
 
 def test_it_is_where_the_target_alone_has_such_layers() -> None:
     planned = group(builder(PLANNING), "layers.1")
-    made = runner(FlashAttentionMetadataBuilder, FlashAttentionMetadataBuilder, DefaultModelState, planned)
+    made = runner(FlashAttentionMetadataBuilder, FlashAttentionMetadataBuilder, planned)
     assert obstacle(made) is None
 
 
 def test_hybrids_are_not_served() -> None:
     states = group(GDNAttentionMetadataBuilder, "layers.1")
-    made = runner(FlashAttentionMetadataBuilder, FlashAttentionMetadataBuilder, MambaHybridModelState, states)
+    made = runner(
+        FlashAttentionMetadataBuilder, FlashAttentionMetadataBuilder, states, model_state=MambaHybridModelState
+    )
     assert "MambaHybridModelState has work of its own" in (obstacle(made) or "")
+
+
+@pytest.mark.parametrize(("speculator", "method"), [(EagleSpeculator, "eagle3"), (DFlashSpeculator, "dflash")])
+def test_other_drafters_are_served(speculator: type, method: str) -> None:
+    builders = (FlashAttentionMetadataBuilder, FlashAttentionMetadataBuilder)
+    assert obstacle(runner(*builders, speculator=speculator, method=method)) is None
+
+
+@pytest.mark.parametrize(
+    ("folder", "name", "method"),
+    [
+        # Several MTP layers, one for each draft: it never asks for padding to be masked.
+        ("multi_module_mtp", "MultiModuleMTPSpeculator", "mtp"),
+        ("dflash2", "DFlash2Speculator", "dflash"),
+        ("lilicorr", "LiLiCorrSpeculator", "dflash"),
+    ],
+)
+def test_drafters_that_share_their_methods_are_not(folder: str, name: str, method: str) -> None:
+    module = pytest.importorskip(f"vllm.v1.worker.gpu.spec_decode.{folder}.speculator", exc_type=ImportError)
+    builders = (FlashAttentionMetadataBuilder, FlashAttentionMetadataBuilder)
+    made = runner(*builders, speculator=getattr(module, name), method=method)
+    assert f"{name} drafts in a way of its own" in (obstacle(made) or "")

@@ -12,6 +12,8 @@ from vllm_hwplugin.spec_decode.v2.draft_metadata import decides, why_not_in_grap
 
 #: The methods whose `propose` the feature's hunks are in.
 _METHODS: Final = ("eagle", "eagle3", "mtp", "dflash")
+#: The speculators of these methods that draft by that `propose` and nothing else: later versions have more.
+_SPECULATORS: Final = ("EagleSpeculator", "MTPSpeculator", "DFlashSpeculator")
 #: Its metadata is empty until the first kernel that reads it puts a plan into it.
 _PLANNED_BY_A_KERNEL: Final = "vllm.v1.attention.backends.mla.flashmla.FlashMLAMetadataBuilder"
 
@@ -28,6 +30,8 @@ def obstacle(runner: Any) -> str | None:
     method = speculator.speculative_config.method
     if method not in _METHODS:
         return f"the speculative method is {method}"
+    if type(speculator).__name__ not in _SPECULATORS:
+        return f"{type(speculator).__name__} drafts in a way of its own"
     return (
         _parallel(runner)
         or _model(runner)
