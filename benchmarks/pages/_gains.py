@@ -37,13 +37,13 @@ class Gain:
 
     @property
     def drafter(self) -> str:
-        names = {"eagle3": "Eagle3", "dflash": "DFlash"}
+        names = {"eagle3": "Eagle3", "dflash": "DFlash", "mtp": "MTP"}
         case = self.rows[0].case
         return f"{names.get(case['method'], case['method'])} k={case['k']}"
 
     @property
     def target(self) -> str:
-        return "tiny, trained" if self.shape == TINY else f"Qwen3-{self.shape.upper()}"
+        return "tiny, trained" if self.shape == TINY else SHAPES[self.shape].title
 
     def gpu_busy_ms(self, row: Row) -> float | None:
         """Of a step, the least of all sides; None where no side was profiled."""

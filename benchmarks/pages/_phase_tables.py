@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from vllm_hwplugin.bench import LEAST_US, SIDE_NAMES, TINY, shown_phases
+from vllm_hwplugin.bench import LEAST_US, SHAPES, SIDE_NAMES, TINY, shown_phases
 
 from ._read import Found
 from ._text import head, paragraph, row
@@ -36,7 +36,7 @@ def markdown(files: Sequence[Found]) -> str:
 
 def case_name(case: Mapping[str, Any]) -> str:
     """Target and drafter of an entry that has ``shape``, ``method`` and ``k``."""
-    target = TINY if case["shape"] == TINY else f"Qwen3-{case['shape'].upper()}"
+    target = TINY if case["shape"] == TINY else SHAPES[case["shape"]].title
     return f"{target}, {case['method']} k={case['k']}"
 
 

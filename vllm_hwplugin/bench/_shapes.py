@@ -63,9 +63,10 @@ class Recurrent:
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a model, from its published config.json. A name that ends with `-4l` has its first 4 layers.
+    """The sizes of a model, from its published config.json. One whose name ends with `-4l` has 4 of its layers.
 
     Attributes:
+        title: what a reader is to call it.
         intermediate: of a dense layer, those of the drafter included.
         model: `model_type` and `architectures`.
         rope: the config's keys about rotary embeddings.
@@ -78,6 +79,7 @@ class Shape:
         tensor_parallel_size: GPUs of an engine.
     """
 
+    title: str
     layers: int
     hidden: int
     heads: int
@@ -107,14 +109,20 @@ _FP8: Final = {
 }
 
 SHAPES: Final[Mapping[str, Shape]] = {
-    "0.6b": Shape(layers=28, hidden=1024, heads=16, kv_heads=8, intermediate=3072, tied=True),
-    "8b": Shape(layers=36, hidden=4096, heads=32, kv_heads=8, intermediate=12288),
-    # Qwen3-8B-FP8.
+    "0.6b": Shape("Qwen3-0.6B", layers=28, hidden=1024, heads=16, kv_heads=8, intermediate=3072, tied=True),
+    "8b": Shape("Qwen3-8B", layers=36, hidden=4096, heads=32, kv_heads=8, intermediate=12288),
     "8b-fp8-tp2": Shape(
-        layers=36, hidden=4096, heads=32, kv_heads=8, intermediate=12288, more=_FP8, tensor_parallel_size=2
+        "Qwen3-8B-FP8 on two GPUs",
+        layers=36,
+        hidden=4096,
+        heads=32,
+        kv_heads=8,
+        intermediate=12288,
+        more=_FP8,
+        tensor_parallel_size=2,
     ),
-    # Qwen3-30B-A3B.
     "30b-a3b": Shape(
+        "Qwen3-30B-A3B",
         layers=48,
         hidden=2048,
         heads=32,
@@ -132,8 +140,8 @@ SHAPES: Final[Mapping[str, Shape]] = {
             "router_aux_loss_coef": 0.001,
         },
     ),
-    # Qwen3-Next-80B-A3B.
     "qwen3-next-4l": Shape(
+        "4 layers of Qwen3-Next-80B-A3B",
         layers=4,
         hidden=2048,
         heads=16,
@@ -156,9 +164,10 @@ SHAPES: Final[Mapping[str, Shape]] = {
         methods={"mtp": _ALWAYS},
         recurrent=Recurrent(),
     ),
-    # Qwen3.5-4B for text alone, without its encoder of images and with positions of one dimension. vLLM has such a
+    # For text alone: without its encoder of images and with positions of one dimension. vLLM has such a
     # model from 0.27 on.
     "qwen3.5-4b": Shape(
+        "Qwen3.5-4B",
         layers=32,
         hidden=2560,
         heads=16,
@@ -176,6 +185,7 @@ SHAPES: Final[Mapping[str, Shape]] = {
     ),
     # DeepSeek-V3: three dense layers, and one with experts.
     "deepseek-v3-4l": Shape(
+        "4 layers of DeepSeek-V3",
         layers=4,
         hidden=7168,
         heads=128,
@@ -221,8 +231,8 @@ SHAPES: Final[Mapping[str, Shape]] = {
         methods={"mtp": _ALWAYS},
         kv_bytes=(512 + 64) * _ELEMENT,
     ),
-    # gpt-oss-20b.
     "gpt-oss-20b": Shape(
+        "gpt-oss-20b",
         layers=24,
         hidden=2880,
         heads=64,
