@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What test_shapes is made of, where there is no GPU: vLLM's configs of the models that are cut."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from . import small_shapes
+from .small_shapes import CASES, FP8
+
+ALL = {**CASES, "FP8": FP8}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_engine_gets_what_vllm_knows(name: str, tmp_path: Path) -> None:
+    config = pytest.importorskip("vllm.transformers_utils.config")
+    speculative = pytest.importorskip("vllm.config.speculative")
+    load = ALL[name].load(tmp_path / "model")
+    options = load.options
+    target = config.get_config(options["model"], trust_remote_code=False)
+    of_draft = config.get_config(options["speculative_config"].get("model", options["model"]), trust_remote_code=False)
+    of_draft = speculative.SpeculativeConfig.hf_config_override(of_draft)
+    assert of_draft.hidden_size == target.hidden_size
+    assert len(getattr(target, "layer_types", None) or [None] * target.num_hidden_layers) == target.num_hidden_layers
+    # No prompt token is beyond the vocabulary.
+    assert max(token for request in load.requests for token in request.prompt) < target.vocab_size
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_every_number_of_requests_has_a_graph(name: str, tmp_path: Path) -> None:
+    """So that no batch is padded; what is asked of a feature is for one of them."""
+    case = ALL[name]
+    options = case.engine(tmp_path / "model")
+    sizes = options["compilation_config"]["cudagraph_capture_sizes"]
+    assert sizes == [(1 + case.k) * requests for requests in range(1, options["max_num_seqs"] + 1)]
+    assert set(case.v1) <= set(small_shapes.V1_GRAPHS)
+    assert set(case.v2) <= set(small_shapes.V2_GRAPHS)
