@@ -65,6 +65,8 @@ def test_layers_are_of_the_kinds_that_the_model_has(name: str, tmp_path: Path) -
         assert kinds == (["linear_attention"] * 3 + ["full_attention"]) * (shape.layers // 4)
     elif name == "gpt-oss-20b":
         assert kinds == ["sliding_attention", "full_attention"] * (shape.layers // 2)
+        assert config.sliding_window == 128
+        assert getattr(config, "use_sliding_window", True)
 
 
 @pytest.mark.parametrize("name", [name for name, shape in SHAPES.items() if shape.recurrent is not None])

@@ -365,14 +365,12 @@ def cache_bytes(shape: Shape, method: str, k: int, requests: int, length: int) -
 def _target(shape: Shape) -> dict[str, Any]:
     model_type, architecture = shape.model
     sizes = _common(shape, shape.layers, (shape.heads, shape.kv_heads, shape.head_dim))
+    if model_type not in ("qwen3", "qwen3_moe"):
+        # Others say in their own way which layers have a window.
+        sizes = {key: value for key, value in sizes.items() if "window" not in key}
     recurrent = {} if shape.recurrent is None else shape.recurrent.config()
-    return (
-        sizes
-        | recurrent
-        | dict(shape.rope)
-        | dict(shape.more)
-        | {"architectures": [architecture], "model_type": model_type}
-    )
+    names = {"architectures": [architecture], "model_type": model_type}
+    return {**sizes, **recurrent, **shape.rope, **shape.more, **names}
 
 
 def _drafter(shape: Shape, layers: int) -> dict[str, Any]:
