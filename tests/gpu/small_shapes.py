@@ -69,7 +69,8 @@ class Case:
             "method": self.method,
             "num_speculative_tokens": self.k,
             "rejection_sample_method": "synthetic",
-            "synthetic_acceptance_length": 1 + self.k / 2,
+            # A length would have each step accept as many drafts as the other, or one more.
+            "synthetic_acceptance_rates": [1 - (position + 1) / (self.k + 2) for position in range(self.k)],
         }
         # Logits of dummy weights are close together, and a batch that is padded may have others in the last bits.
         sizes = [(1 + self.k) * requests for requests in range(1, _MAX_NUM_SEQS + 1)]
@@ -88,7 +89,8 @@ class Case:
 
     def load(self, folder: Path) -> Load:
         # A grammar needs a tokenizer.
-        return Load(self.engine(folder), [one for one in loads.mixed() if "structured_outputs" not in one.params])
+        requests = [one for one in loads.mixed() if "structured_outputs" not in one.params]
+        return Load(self.engine(folder), requests, autotuned=False)
 
 
 V1_GRAPHS: Final = ("draft-full-graph", "draft-loop-graph", "dflash-full-graph", "v1-draft-phase", "v1-step-inputs")
@@ -97,12 +99,24 @@ _DRAFTS_STEP_BY_STEP: Final = dict.fromkeys(
     ("draft-full-graph", "draft-loop-graph", "v1-draft-phase", "v1-step-inputs"), ""
 )
 _ALL_OF_V2: Final = dict.fromkeys(V2_GRAPHS, "")
+#: FlashInfer's, which vLLM prefers on Hopper, is compiled by nvcc when an engine starts.
+_PREFILL: Final = {"gdn_prefill_backend": "triton"}
+#: Variables with which linear layers in FP8 are not FlashInfer's or DeepGEMM's, which are compiled as well.
+NOTHING_TO_COMPILE: Final = {"VLLM_USE_DEEP_GEMM": "0", "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER": "0"}
 _HYBRID_ON_V2: Final = {"v2-tail-graph": "MambaHybridModelState has work of its own", "v2-step-inputs": _NO_TAIL}
 
 CASES: Final[Mapping[str, Case]] = {
     "experts": Case(cut("30b-a3b", 4), "eagle3", _DRAFTS_STEP_BY_STEP, _ALL_OF_V2),
-    "experts, sinks and windows": Case(cut("gpt-oss-20b", 4), "eagle3", _DRAFTS_STEP_BY_STEP, _ALL_OF_V2),
-    "hybrid": Case(cut("qwen3-next-4l", 4, num_experts=64), "mtp", _DRAFTS_STEP_BY_STEP, _HYBRID_ON_V2),
+    "experts, sinks and windows": Case(
+        # A window that requests outgrow.
+        cut("gpt-oss-20b", 4, sliding_window=32),
+        "eagle3",
+        _DRAFTS_STEP_BY_STEP,
+        _ALL_OF_V2,
+    ),
+    "hybrid": Case(
+        cut("qwen3-next-4l", 4, num_experts=64), "mtp", _DRAFTS_STEP_BY_STEP, _HYBRID_ON_V2, options=_PREFILL
+    ),
     "hybrid, dflash": Case(
         # So many layers that all with attention, the drafter's as well, are one KV cache group, as V1 needs it.
         cut("qwen3-next-4l", 20, num_experts=16),
@@ -118,6 +132,8 @@ CASES: Final[Mapping[str, Case]] = {
         k=7,
         # Before, the model does not give out the hidden states that the drafter reads.
         since="0.24.0",
+        # Of states for six requests.
+        options={**_PREFILL, "kv_cache_memory_bytes": 2 << 30},
     ),
     "MLA": Case(
         cut("deepseek-v3-4l", 4, n_routed_experts=16),

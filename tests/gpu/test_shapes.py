@@ -22,7 +22,7 @@ from ..musa_sim import loads
 from ..musa_sim.loads import Run
 from .findings import keep
 from .mixed_load import run_each
-from .small_shapes import CASES, FP8, V1_GRAPHS, V2_GRAPHS
+from .small_shapes import CASES, FP8, NOTHING_TO_COMPILE, V1_GRAPHS, V2_GRAPHS
 from .test_two_gpus import run, run_sides
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine]
@@ -81,7 +81,7 @@ def test_fp8_on_two_gpus(tmp_path: Path) -> None:
 
     def start(value: str) -> Callable[[Path], dict[str, Any]]:
         gates = {gate_of(feature): value for feature in V1_GRAPHS}
-        environment = engine_environment("cuda", patched=True, extra=gates)
+        environment = engine_environment("cuda", patched=True, extra={**NOTHING_TO_COMPILE, **gates})
         return partial(run, job=job, environment=environment)
 
     answers = run_sides(tmp_path, {value: start(value) for value in ("off", "auto")})

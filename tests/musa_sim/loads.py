@@ -75,11 +75,14 @@ class Load:
         options: of ``LLM``.
         requests: see :func:`mixed`.
         sleeps: whether the engine sleeps after them and then gets them once more, with a 2 at the end of their names.
+        autotuned: whether Triton chooses configurations of kernels by time. Two processes may choose others, which may
+            round otherwise.
     """
 
     options: Mapping[str, Any]
     requests: Sequence[Request]
     sleeps: bool = False
+    autotuned: bool = True
 
 
 @dataclass(frozen=True)
