@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from unittest import mock
 
+from . import experts
+
 
 def sampling_params(asked: dict):
     from vllm import SamplingParams
@@ -169,6 +171,8 @@ def leave_untuned() -> None:
 def one(job: dict, others_follow: bool) -> dict:
     if not job["autotuned"]:
         leave_untuned()
+    if job["experts"]:
+        experts.register()
     import torch
     from vllm import LLM
 

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A mixture of experts with graphs and without, on the simulated device: a graph's padding changes nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_hwplugin.bench._shapes import SHAPES, write_configs
+from vllm_hwplugin.spec_decode.features import gate_of
+
+from . import loads
+from .loads import Load, Process
+
+pytestmark = [pytest.mark.musa_sim, pytest.mark.engine]
+
+DRAFTS = 3
+V1_GRAPHS = ("draft-full-graph", "draft-loop-graph", "v1-draft-phase", "v1-step-inputs")
+#: Qwen3-MoE in small. Its dummy weights draft nothing that the target would say, so acceptance is by coin.
+SMALL = dataclasses.replace(
+    SHAPES["30b-a3b"],
+    layers=4,
+    hidden=128,
+    heads=4,
+    kv_heads=2,
+    head_dim=64,
+    intermediate=256,
+    vocabulary=4096,
+    more={**SHAPES["30b-a3b"].more, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+)
+
+
+def options(folder: Path) -> dict[str, Any]:
+    target, drafter = write_configs(SMALL, folder, "eagle3", DRAFTS + 1)
+    made = loads.Engine("eagle3", drafts=DRAFTS).on_musa()
+    speculation = {
+        **made["speculative_config"],
+        "model": str(drafter),
+        "rejection_sample_method": "synthetic",
+        "synthetic_acceptance_rates": [0.8, 0.6, 0.4],
+    }
+    dummy = {"model": str(target), "load_format": "dummy", "skip_tokenizer_init": True}
+    return {**made, **dummy, "speculative_config": speculation}
+
+
+def test_graphs_change_nothing(musa_host: None, tmp_path: Path) -> None:
+    load = Load(options(tmp_path / "model"), loads.by_temperature(), experts=True)
+    stock = loads.UNPATCHED | {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+    gates = {gate_of(feature): "on" for feature in V1_GRAPHS} | {gate_of("engine-report"): "auto"}
+    runs = loads.side_by_side(
+        {
+            side: Process({side: load}, loads.musa(tmp_path / f"host, {side}", **variables))
+            for side, variables in {"stock": stock, "graphs": stock | gates}.items()
+        },
+        tmp_path,
+    )
+    expected, found = runs["stock"]["stock"], runs["graphs"]["graphs"]
+    loads.assert_same(expected, found)
+    assert (expected.runner, found.runner) == ("V1", "V1")
+    assert set(V1_GRAPHS) <= set(found.used)
+    assert 0 < expected.accepted()[-1] < expected.accepted()[0]
+    # Batches of three and five requests are padded.
+    assert {3, 5} & found.widths()
+    assert found.counts["draft_phases"] < expected.counts["draft_phases"]
