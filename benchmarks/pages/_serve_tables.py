@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from vllm_hwplugin.bench import NOT_MEASURED, SIDE_NAMES, STOCK_OF, TINY
+from vllm_hwplugin.bench import NOT_MEASURED, SHAPES, SIDE_NAMES, STOCK_OF, TINY
 from vllm_hwplugin.bench.serve import LATENCIES
 
 from ._read import Found
@@ -56,7 +56,7 @@ def _asked(settings: Mapping[str, Any]) -> str:
     shape = settings["shape"]
     models = f"{settings['target']} with {settings['draft'] or 'its own drafter'}"
     if shape is not None:
-        models = "the tiny trained checkpoints" if shape == TINY else f"Qwen3-{shape.upper()}'s shape, dummy weights"
+        models = "the tiny trained checkpoints" if shape == TINY else f"{SHAPES[shape].title}'s shape, dummy weights"
     prompts = settings["prompts"] or (
         "prompts of its own" if shape == TINY else f"random prompts of {settings['input_len']} tokens"
     )

@@ -99,6 +99,7 @@ def test_a_job_has_what_its_shape_needs(
     check(cases([name], [method], [3]), host, ALL_SIDES)
     job = job_for(Case(name, method, 3), "patched", settings, host, None, tmp_path, own_process=True)
     assert job.options.get("tensor_parallel_size", 1) == (2 if name.endswith("-tp2") else 1)
+    assert job.options.get("gdn_prefill_backend") == (None if SHAPES[name].recurrent is None else "triton")
     speculation = job.options["speculative_config"]
     assert ("model" in speculation) == (method != "mtp")
     target = json.loads((Path(job.options["model"]) / "config.json").read_text())

@@ -161,6 +161,7 @@ def model_of(case: Case, length: float | None, checkpoints: Checkpoints | None, 
     """
     speculation: dict[str, Any] = {"method": case.method, "num_speculative_tokens": case.k}
     options: dict[str, Any] = {}
+    target: Path
     drafter: Path | None
     if case.shape == TINY:
         assert checkpoints is not None
@@ -169,12 +170,15 @@ def model_of(case: Case, length: float | None, checkpoints: Checkpoints | None, 
         shape = SHAPES[case.shape]
         with TemporaryDirectory(dir=home.parent) as folder:
             made = Path(folder) / "made"
-            written = write_configs(shape, made, case.method, case.k + 1)
+            target, drafter = write_configs(shape, made, case.method, case.k + 1)
             kept = _kept(made, home)
-        target, drafter = (None if one is None else kept / one.relative_to(made) for one in written)
+        target, drafter = kept / target.name, None if drafter is None else kept / drafter.name
         options |= {"load_format": "dummy", "skip_tokenizer_init": True}
         if shape.tensor_parallel_size > 1:
             options["tensor_parallel_size"] = shape.tensor_parallel_size
+        if shape.recurrent is not None:
+            # FlashInfer's, which vLLM prefers on Hopper, is compiled by nvcc, which a host need not have.
+            options["gdn_prefill_backend"] = "triton"
         # Random weights accept nothing, so vLLM's own synthetic acceptance decides by coin.
         speculation |= {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": length}
     if drafter is not None:
@@ -183,7 +187,7 @@ def model_of(case: Case, length: float | None, checkpoints: Checkpoints | None, 
 
 
 def _kept(made: Path, home: Path) -> Path:
-    """Move a folder to a name that begins as ``home`` and ends as its files say, unless it is there from another run."""
+    """Move a folder to a name that begins as ``home`` and ends as its files say, unless it is there already."""
     texts = {str(file.relative_to(made)): file.read_text(encoding="utf-8") for file in made.rglob("*.json")}
     digest = hashlib.sha256(json.dumps(texts, sort_keys=True).encode()).hexdigest()
     kept = home.with_name(f"{home.name}-{digest[:12]}")

@@ -127,7 +127,7 @@ def _options(settings: SoakSettings, host: Host, checkpoints: Checkpoints) -> di
         case = Case(TINY, settings.method, settings.k)
         options |= {
             "gpu_memory_utilization": share_of_gpu(None, [*settings.sides, "judge"]),
-            "kv_cache_memory_bytes": kv_cache_bytes(case, settings.max_num_seqs * MAX_MODEL_LEN),
+            "kv_cache_memory_bytes": kv_cache_bytes(case, settings.max_num_seqs, MAX_MODEL_LEN),
         }
     return {**options, "model": str(checkpoints.target)}
 
