@@ -12,13 +12,13 @@ import pytest
 from vllm_hwplugin.bench._shapes import SHAPES, write_configs
 from vllm_hwplugin.spec_decode.features import gate_of
 
+from ..nwor.runs import GRAPHS
 from . import loads
 from .loads import Load, Process
 
 pytestmark = [pytest.mark.musa_sim, pytest.mark.engine]
 
 DRAFTS = 3
-V1_GRAPHS = ("draft-full-graph", "draft-loop-graph", "v1-draft-phase", "v1-step-inputs")
 #: Qwen3-MoE in small. Its dummy weights draft nothing that the target would say, so acceptance is by coin.
 SMALL = dataclasses.replace(
     SHAPES["30b-a3b"],
@@ -49,7 +49,7 @@ def options(folder: Path) -> dict[str, Any]:
 def test_graphs_change_nothing(musa_host: None, tmp_path: Path) -> None:
     load = Load(options(tmp_path / "model"), loads.by_temperature(), experts=True)
     stock = loads.UNPATCHED | {"VLLM_USE_V2_MODEL_RUNNER": "0"}
-    gates = {gate_of(feature): "on" for feature in V1_GRAPHS} | {gate_of("engine-report"): "auto"}
+    gates = {gate_of(feature): "on" for feature in GRAPHS["V1"]} | {gate_of("engine-report"): "auto"}
     runs = loads.side_by_side(
         {
             side: Process({side: load}, loads.musa(tmp_path / f"host, {side}", **variables))
@@ -60,8 +60,10 @@ def test_graphs_change_nothing(musa_host: None, tmp_path: Path) -> None:
     expected, found = runs["stock"]["stock"], runs["graphs"]["graphs"]
     loads.assert_same(expected, found)
     assert (expected.runner, found.runner) == ("V1", "V1")
-    assert set(V1_GRAPHS) <= set(found.used)
+    assert set(GRAPHS["V1"]) <= set(found.used)
     assert 0 < expected.accepted()[-1] < expected.accepted()[0]
     # Batches of three and five requests are padded.
     assert {3, 5} & found.widths()
-    assert found.counts["draft_phases"] < expected.counts["draft_phases"]
+    assert expected.counts["draft_phases_in_graphs"] == 0
+    replayed = found.counts["graph_replays"]
+    assert 0 < min(replayed["inputs"], replayed["sampling"]) <= found.counts["draft_phases_in_graphs"]
