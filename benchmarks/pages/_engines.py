@@ -234,7 +234,7 @@ def _spread(found: Sequence[Gain]) -> list[str]:
     )
     few = f"A gain of {_NOTHING - 1:.0%} or less counts as nothing here."
     if wide := [str(batch) for batch in batches if spreads[batch] > 1 + 2 * (_NOTHING - 1)]:
-        few += f" At batch {' and '.join(wide)} a single figure says little."
+        few += f" A single figure says little at batch {', '.join(wide)}."
     sources = {one.file.name: one.file.source for one in found}
     return [
         paragraph(text),

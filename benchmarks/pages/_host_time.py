@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from itertools import groupby
 from typing import Any
 
 from vllm_hwplugin.bench import NOT_MEASURED, SIDE_NAMES, own_us
@@ -134,8 +133,12 @@ def page(files: Sequence[Found]) -> str:
         lines += [f"## vLLM {file.vllm}, {file.device}: `{file.name}`", "", paragraph(f"{file.source}."), ""]
         for early in _left_out(file):
             lines += [early, ""]
-        for name, several in groupby(file.results["engines"], key=_case):
-            lines += [*_chapter(name, {engine["side"]: engine for engine in several}), ""]
+        # An engine has all its batches behind one another in the file.
+        cases: dict[str, dict[str, Mapping[str, Any]]] = {}
+        for engine in file.results["engines"]:
+            cases.setdefault(_case(engine), {})[engine["side"]] = engine
+        for name, engines in cases.items():
+            lines += [*_chapter(name, engines), ""]
     return "\n".join(lines)
 
 

@@ -288,13 +288,18 @@ def test_every_microsecond_of_a_step_is_in_one_part_of_it(tree):
     )
     looked_at(
         tree,
+        # As the command writes them: an engine's batches one after the other.
         {"side": "stock", "phases": stock},
+        {"side": "stock", "batch": 16, "phases": phases_of(("step", 7000.0))},
         {"side": "mrv2-patched", "phases": patched, "profile": {"gpu_busy_ms": 1.8}, "features": ["v2-tail-graph"]},
+        {"side": "mrv2-patched", "batch": 16, "phases": phases_of(("step", 3000.0))},
         stopped="an interrupt",
         sides={"mrv2": {"error": "exit code 7"}},
     )
     page = pages(tree)["docs/host-time.md"]
-    found = {row[0]: row[1:] for row in cells(page) if len(row) == 3}
+    of_four, _, of_sixteen = page.partition("### Qwen3-0.6B, eagle3 k=3, batch 16")
+    assert ["the step", "7000", "3000"] in cells(of_sixteen)
+    found = {row[0]: row[1:] for row in cells(of_four) if len(row) == 3}
     assert found.pop("us a step") == ["stock", "MRV2 patched"]
     assert {name: figures for name, figures in found.items() if figures != ["0", "0"] and "---" not in name} == {
         "scheduling": ["100", "0"],
