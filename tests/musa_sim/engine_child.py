@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines one after the other in one process, each with workers of its own.
+"""Engines one after the other, each in this process or in one of its own, with workers of its own.
 
 `python -m tests.musa_sim.engine_child JOBS ANSWERS`
 """
 
 import json
+import os
 import sys
 import traceback
 from pathlib import Path
@@ -33,6 +34,7 @@ def report(worker) -> dict:
     runner, entry, group = worker.worker.model_runner, record.current(), get_tp_group().device_communicator
     worker.worker.sim_watch.__exit__(None, None, None)
     return {
+        "process": os.getpid(),
         "platform": type(current_platform).__name__,
         "device": str(worker.worker.device),
         "runner": runner_generation(runner),
@@ -47,8 +49,13 @@ def report(worker) -> dict:
 def one(job: dict) -> dict:
     from vllm import LLM, SamplingParams
 
+    from tests.musa_sim.load_child import leave_out_of_collections
     from vllm_hwplugin.bench._inside import counters
 
+    # vLLM looks when it makes an engine.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if job["own_process"] else "0"
+    if not job["own_process"]:
+        leave_out_of_collections()
     llm = LLM(**job["options"])
     try:
         llm.collective_rpc(watch)
@@ -57,6 +64,7 @@ def one(job: dict) -> dict:
         outputs = llm.generate(prompts, params, use_tqdm=False)
         return {
             "texts": [list(output.outputs[0].token_ids) for output in outputs],
+            "process": os.getpid(),
             "workers": llm.collective_rpc(report),
             **counters(llm),
         }

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The real vLLM on a simulated Moore Threads GPU: engine cores of their own, eager and in graphs, with drafters, on two
-GPUs. Texts have to be those of vLLM on the CPU.
+"""The real vLLM on a simulated Moore Threads GPU: engine cores of their own and in the caller's process, eager and in
+graphs, with drafters, on two GPUs. Texts have to be those of vLLM on the CPU.
 
 It shows control flow, names, shapes and types. It cannot show numerics, speed, what ``mcc`` and Triton for MUSA
 compile, or work that is still under way when the host goes on.
@@ -84,6 +84,9 @@ ENGINES = {
     "two GPUs": options(graphs="FULL_DECODE_ONLY", tensor_parallel_size=2),
 }
 
+#: Where the engine's core is a process of its own, which has to import all of vLLM once more.
+OWN_PROCESS = ("FULL_AND_PIECEWISE", "DFlash", "two GPUs")
+
 #: A version for which a torch for MUSA exists, and what is tried with it.
 OLDEST, ON_OLDEST = "0.20.2", ("FULL_DECODE_ONLY", "Eagle3", "DFlash")
 
@@ -93,7 +96,12 @@ def prompts() -> list[list[int]]:
 
 
 def run(engines: dict[str, Any], environment: dict[str, str], folder: Path, tokens: int = TOKENS) -> dict[str, Any]:
-    jobs = {name: {"options": made, "prompts": prompts(), "tokens": tokens} for name, made in engines.items()}
+    # These first: afterwards there is a device in this process, and vLLM no longer looks at its variables.
+    names = sorted(engines, key=lambda name: name not in OWN_PROCESS)
+    jobs = {
+        name: {"options": engines[name], "prompts": prompts(), "tokens": tokens, "own_process": name in OWN_PROCESS}
+        for name in names
+    }
     (folder / "jobs.json").write_text(json.dumps(jobs))
     answers = folder / "answers.json"
     # Not by its path: mate lies beside it, and is not on every host.
@@ -101,11 +109,8 @@ def run(engines: dict[str, Any], environment: dict[str, str], folder: Path, toke
     variables = {
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
         # Functions are sent to the workers.
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
-        "VLLM_HWPLUGIN_CACHE_DIR": str(folder / "cache"),
-        "VLLM_CACHE_ROOT": str(folder / "vllm"),
         # Its key names an attribute of AMD's GPUs where torch.version.cuda is None; torch for MUSA is patched there.
         "VLLM_USE_AOT_COMPILE": "0",
     }
@@ -132,6 +137,7 @@ def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
         pytest.skip(f"the texts are compared with those of vLLM on a CPU; it runs on {device} here")
     environment = {
         **os.environ,
+        **simulated.kept("cpu"),
         "PYTHONPATH": str(Path(vllm_hwplugin.__file__).parents[1]),
         "VLLM_HWPLUGIN": "0",
         "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -172,6 +178,7 @@ def test_vllm_chooses_the_plugins_classes(name: str, on_musa: dict[str, Any]) ->
     workers = on_musa[name]["workers"]
     assert len(workers) == (2 if name == "two GPUs" else 1)
     for index, worker in enumerate(workers):
+        assert (worker["process"] != on_musa[name]["process"]) == (name in OWN_PROCESS)
         assert (worker["platform"], worker["runner"]) == ("MusaPlatform", "V1")
         assert worker["device"] == f"musa:{index}"
         assert worker["attention"] == ["MusaFlashAttentionBackend"]

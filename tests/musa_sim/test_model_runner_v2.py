@@ -39,6 +39,7 @@ ABORTED = {request.name for request in loads.mixed() if request.abort_at is not 
 #: Others whose Python runs with the torch that is installed here: 0.26 has Model Runner V2 by default and drafts step
 #: by step; 0.28 has the loop that refreshes its metadata. 0.20.2 and 0.24.0 run as well, and take their time here.
 VERSIONS = ("0.26.0", "0.28.0")
+STEP_BY_STEP = "0.26.0"
 
 
 def process(
@@ -52,58 +53,63 @@ def process(
     return Process(asked, loads.musa(folder, vllm, **variables))
 
 
+#: They record more of a step, with vLLM's own functions: nothing else may come of it.
+GRAPHS = ("v2-step-inputs", "v2-tail-graph")
+WITH_GRAPHS = loads.UNPATCHED | {gate_of(feature): "on" for feature in ("engine-report", "v2-graph-addresses", *GRAPHS)}
+#: All draft steps in one launch, for versions that have one for each.
+FUSED = "v2-fused-drafts"
+WITH_FUSED = loads.UNPATCHED | {
+    gate_of(feature): "auto" for feature in ("engine-report", "v2-graph-addresses", "v2-draft-metadata", FUSED)
+}
+
+
 @pytest.fixture(scope="module")
-def runs(musa_host: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+def sides(musa_host: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Run]]:
+    """By process, the runs of its engines."""
     if (device := bench.detect_host().device) != "cpu":
         pytest.skip(f"the texts are compared with those of vLLM on a CPU; it runs on {device} here")
     folder = tmp_path_factory.mktemp("v2")
-
-    def on_musa(*names: str) -> Process:
-        return process(folder / f"host of {names[0]}", names)
-
     processes = {
-        "one": on_musa("none", "eagle3"),
-        "other": on_musa("eagle3, eager", "dflash"),
+        "graphs": process(folder / "host with graphs", ["eagle3", "dflash"], variables=WITH_GRAPHS),
+        "some": process(folder / "host of some", ["none", "eagle3"]),
+        "others": process(folder / "host of others", ["eagle3, eager", "dflash"]),
         "cpu": Process({"cpu": Load(Engine(None).on_cpu(), loads.mixed())}, loads.cpu()),
     }
-    return {name: run for found in loads.side_by_side(processes, folder).values() for name, run in found.items()}
+    return loads.side_by_side(processes, folder)
 
 
-def on_versions(folder: Path, variables: dict[str, str]) -> dict[str, Run]:
-    """The load on Eagle3 in each of the other versions, with these variables."""
+@pytest.fixture(scope="module")
+def runs(sides: dict[str, dict[str, Run]]) -> dict[str, Run]:
+    """Of stock vLLM."""
+    return {**sides["some"], **sides["others"], **sides["cpu"]}
+
+
+@pytest.fixture(scope="module")
+def with_graphs(sides: dict[str, dict[str, Run]]) -> dict[str, Run]:
+    return sides["graphs"]
+
+
+@pytest.fixture(scope="module")
+def versions(musa_host: None, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Run]:
+    """The load on Eagle3 in each of the other versions, stock and with features."""
     try:
         trees = {version: simulated.released_vllm(version) for version in VERSIONS}
     except subprocess.CalledProcessError as error:
         cannot_run(f"a vLLM of {', '.join(VERSIONS)} cannot be had: {error}")
-    processes = {
-        version: process(folder / f"host of {version}", ["eagle3"], (version, tree), variables)
-        for version, tree in trees.items()
+    folder = tmp_path_factory.mktemp("versions")
+    asked = {
+        **{(version, "stock"): loads.UNPATCHED for version in VERSIONS},
+        **{(version, "graphs"): WITH_GRAPHS for version in VERSIONS},
+        (STEP_BY_STEP, "fused"): WITH_FUSED,
     }
-    return {version: found["eagle3"] for version, found in loads.side_by_side(processes, folder).items()}
-
-
-@pytest.fixture(scope="module")
-def versions(musa_host: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
-    return on_versions(tmp_path_factory.mktemp("versions"), loads.UNPATCHED)
-
-
-#: They record more of a step, with vLLM's own functions: nothing else may come of it.
-GRAPHS = ("v2-step-inputs", "v2-tail-graph")
-WITH_GRAPHS = loads.UNPATCHED | {gate_of(feature): "on" for feature in ("engine-report", "v2-graph-addresses", *GRAPHS)}
-
-
-@pytest.fixture(scope="module")
-def with_graphs(musa_host: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
-    folder = tmp_path_factory.mktemp("graphs")
     processes = {
-        name: process(folder / f"host of {name}", [name], variables=WITH_GRAPHS) for name in ("eagle3", "dflash")
+        f"{version}, {side}": process(
+            folder / f"host of {version}, {side}", ["eagle3"], (version, trees[version]), variables
+        )
+        for (version, side), variables in asked.items()
     }
-    return {name: found[name] for name, found in loads.side_by_side(processes, folder).items()}
-
-
-@pytest.fixture(scope="module")
-def versions_with_graphs(musa_host: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
-    return on_versions(tmp_path_factory.mktemp("versions"), WITH_GRAPHS)
+    found = loads.side_by_side(processes, folder)
+    return {(version, side): found[f"{version}, {side}"]["eagle3"] for version, side in asked}
 
 
 def assert_graphs_serve(expected: Run, found: Run) -> None:
@@ -124,10 +130,18 @@ def test_more_graphs_change_nothing(name: str, runs: dict[str, Run], with_graphs
 
 @pytest.mark.network
 @pytest.mark.parametrize("version", VERSIONS)
-def test_more_graphs_change_nothing_on_other_versions(
-    version: str, versions: dict[str, Run], versions_with_graphs: dict[str, Run]
-) -> None:
-    assert_graphs_serve(versions[version], versions_with_graphs[version])
+def test_more_graphs_change_nothing_on_other_versions(version: str, versions: dict[tuple[str, str], Run]) -> None:
+    assert_graphs_serve(versions[version, "stock"], versions[version, "graphs"])
+
+
+@pytest.mark.network
+def test_all_draft_steps_are_one_launch_and_nothing_else_differs(versions: dict[tuple[str, str], Run]) -> None:
+    stock, fused = versions[STEP_BY_STEP, "stock"], versions[STEP_BY_STEP, "fused"]
+    loads.assert_same(stock, fused)
+    assert FUSED in fused.used
+    assert stock.counts["draft_phases_in_graphs"] == fused.counts["draft_phases_in_graphs"]
+    # The first pass, and each later step; or the first pass, and all later steps.
+    assert fused.counts["graph_replays"]["draft"] < stock.counts["graph_replays"]["draft"]
 
 
 @pytest.mark.parametrize("name", ENGINES)
@@ -177,8 +191,8 @@ def test_a_replay_is_what_was_captured(runs: dict[str, Run]) -> None:
 
 @pytest.mark.network
 @pytest.mark.parametrize("version", VERSIONS)
-def test_other_versions(version: str, versions: dict[str, Run], runs: dict[str, Run]) -> None:
-    run = versions[version]
+def test_other_versions(version: str, versions: dict[tuple[str, str], Run], runs: dict[str, Run]) -> None:
+    run = versions[version, "stock"]
     assert run.runner == "V2"
     assert run.texts(GREEDY) == runs["cpu"].texts(GREEDY)
     assert run.accepted()[1] > 0

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps of Model Runner V1 in more graphs, on the simulated device under a load: nothing else comes of it.
+
+A run of stock vLLM is what those with features are compared with, of all features that it says something about.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from vllm_hwplugin.spec_decode.features import gate_of
+
+from ..conftest import cannot_run
+from . import loads, simulated
+from .loads import Engine, Load, Process, Request, Run
+
+pytestmark = [pytest.mark.musa_sim, pytest.mark.engine]
+
+#: Sampling and drafting in two graphs, and a step's inputs from those of the step before.
+PHASE, INPUTS = "v1-draft-phase", "v1-step-inputs"
+#: What the first is built on.
+NEEDED = ("draft-full-graph", "draft-loop-graph", "dflash-full-graph")
+STOCK = loads.UNPATCHED | {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+#: By side of a comparison, the features that it has.
+FEATURES = {"stock": (), "phase": (PHASE,), "inputs": (INPUTS,), "whole": (PHASE, INPUTS)}
+
+
+def variables(side: str) -> dict[str, str]:
+    features = FEATURES[side]
+    needed = (*(("engine-report",) if features else ()), *(NEEDED if PHASE in features else ()))
+    return STOCK | {gate_of(one): "auto" for one in needed} | {gate_of(one): "on" for one in features}
+
+
+@dataclass(frozen=True)
+class Case:
+    """An engine that gets the load.
+
+    Attributes:
+        engine: with its drafter.
+        asynchronous: whether the scheduler runs ahead of the device, where sampled tokens and drafts then stay.
+        drawn: whether drafts are drawn by temperature.
+    """
+
+    engine: Engine
+    asynchronous: bool = True
+    drawn: bool = False
+
+    def load(self) -> Load:
+        options = {**self.engine.on_musa(), "async_scheduling": self.asynchronous}
+        if not self.drawn:
+            return Load(options, [*loads.mixed(), *two_alone()])
+        options["speculative_config"] = {**options["speculative_config"], "draft_sample_method": "probabilistic"}
+        return Load(options, loads.by_temperature())
+
+    def full_steps(self, run: Run) -> list[list[str] | None]:
+        """Of each step the requests, where all have all their drafts in it; else None."""
+        return [
+            list(step["scheduled"])
+            if all(count == 1 + self.engine.drafts for count in step["scheduled"].values())
+            and len(step["verified"]) == len(step["scheduled"])
+            else None
+            for step in run.steps
+        ]
+
+
+def two_alone() -> list[Request]:
+    """When the others are done, a greedy request and a random one that meanwhile need more blocks, both at a time."""
+    texts = json.loads((loads.SMALL / "prompts.json").read_text())["prompt_ids"]
+    return [
+        Request("p", texts[3][:24], 100, {"temperature": 0.0, "max_tokens": 44}),
+        Request("q", texts[7][:24], 100, {"temperature": 0.9, "seed": 5, "max_tokens": 44}),
+    ]
+
+
+EAGLE3 = Engine("eagle3")
+#: Room for drafts, and no seeded prompt in pieces: vLLM then winds the request's generator back, which the simulated
+#: device's cannot be.
+DFLASH = Engine("dflash", drafts=7, more={"max_num_batched_tokens": 192, "num_gpu_blocks_override": 24})
+CASES = {
+    "eagle3": Case(EAGLE3),
+    "eagle3, synchronous": Case(EAGLE3, asynchronous=False),
+    "eagle3, drawn drafts": Case(EAGLE3, drawn=True),
+    "dflash": Case(DFLASH),
+    "dflash, synchronous": Case(DFLASH, asynchronous=False),
+    "dflash, synchronous, FULL": Case(replace(DFLASH, graphs="FULL"), asynchronous=False),
+    "dflash, drawn drafts, FULL": Case(replace(DFLASH, graphs="FULL"), drawn=True),
+}
+#: By what has to serve them.
+HERE = {
+    "phase": ("eagle3", "eagle3, drawn drafts", "dflash, synchronous, FULL"),
+    "inputs": ("eagle3", "eagle3, synchronous"),
+    "whole": ("dflash",),
+}
+#: By version of vLLM. On the oldest the target's attention metadata is made on the host in each step, too; 0.22 to 0.24
+#: cannot draw what a DFlash drafter drafts for several requests.
+ELSEWHERE: dict[str, dict[str, Collection[str]]] = {
+    "0.20.2": {"phase": ("eagle3, synchronous",), "inputs": ("eagle3",), "whole": ("dflash, synchronous",)},
+    "0.26.0": {"phase": ("dflash, drawn drafts, FULL",)},
+}
+VARIABLES = {"0.20.2": {"MUSA_SIM_MATE_SCHEDULES": "1"}}
+
+Runs = Mapping[str, Mapping[str, Run]]
+
+
+def run(asked: Mapping[str, Collection[str]], folder: Path, vllm: tuple[str, Path] | None = None, **more: str) -> Runs:
+    """The runs of each side by case, and those of stock vLLM for all of these."""
+    stock = [name for name in CASES if any(name in names for names in asked.values())]
+    processes = {
+        side: Process(
+            {name: CASES[name].load() for name in names},
+            loads.musa(folder / f"host, {side}", vllm, **variables(side), **more),
+        )
+        for side, names in {"stock": stock, **asked}.items()
+    }
+    return loads.side_by_side(processes, folder)
+
+
+@pytest.fixture(scope="module")
+def runs(musa_host: None, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return run(HERE, tmp_path_factory.mktemp("v1"))
+
+
+def assert_graphs_serve(name: str, side: str, runs: Runs) -> None:
+    """Nothing differs but the graphs that are replayed.
+
+    Those of the phase are replayed in the steps in which all requests verify all drafts alone, that of the inputs in
+    such a step whose requests are those of the step before, after another such step; and none in other steps.
+    """
+    case, expected, found = CASES[name], runs["stock"][name], runs[side][name]
+    assert (expected.runner, found.runner) == ("V1", "V1")
+    loads.assert_same(expected, found)
+    assert expected.accepted()[1] > 0
+    # The loads of drawn drafts fit.
+    assert expected.preempted or case.drawn
+    assert {PHASE, INPUTS} & set(found.used) == set(FEATURES[side])
+
+    before, after = expected.counts, found.counts
+    steps, replays = after["steps"], after["graph_replays"]
+    # Of a step that the scheduler has run ahead with, nothing may be wanted any more.
+    unseen = steps - len(found.steps)
+    # A step drafts as often, and the target's graphs are the same ones.
+    for what in (lambda counts: counts["draft_phases"], lambda counts: counts["graph_replays"]["target"]):
+        assert 0 <= what(after) - what(before) <= unseen
+    assert before["graph_replays"]["sampling"] == before["graph_replays"]["inputs"] == 0
+    full = case.full_steps(found)
+    if PHASE in FEATURES[side]:
+        served = sum(names is not None for names in full)
+        assert 0 < served <= after["draft_phases_in_graphs"]
+        assert 0 < replays["sampling"] <= served + unseen < steps
+    else:
+        assert replays["sampling"] == 0
+    if INPUTS in FEATURES[side]:
+        steady = sum(now is not None and now == last for last, now in itertools.pairwise([None, *full]))
+        # Where the scheduler runs ahead, a last step is under way when all requests are done.
+        assert replays["inputs"] - steady in ((0, 1) if case.asynchronous else (0,))
+        assert steps // 4 < replays["inputs"] < steps
+    else:
+        assert replays["inputs"] == 0
+
+
+@pytest.mark.parametrize(("side", "name"), [(side, name) for side, names in HERE.items() for name in names])
+def test_more_graphs_change_nothing(side: str, name: str, runs: Runs) -> None:
+    assert_graphs_serve(name, side, runs)
+
+
+@pytest.mark.network
+@pytest.mark.parametrize("version", ELSEWHERE)
+def test_nor_on_other_versions(version: str, musa_host: None, tmp_path: Path) -> None:
+    try:
+        vllm = version, simulated.released_vllm(version)
+    except subprocess.CalledProcessError as error:
+        cannot_run(f"vLLM {version} cannot be had: {error}")
+    found = run(ELSEWHERE[version], tmp_path, vllm, **VARIABLES.get(version, {}))
+    for side, names in ELSEWHERE[version].items():
+        for name in names:
+            assert_graphs_serve(name, side, found)
