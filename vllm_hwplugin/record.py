@@ -57,7 +57,6 @@ class ProcessRecord:
             imported before the plugin and got new code in place).
         uses: live feature -> whether the engine of this process uses it; empty where the process built no engine, and
             without the features that work in another process of the engine.
-        advice: one line, where another setting was measured to be faster for such an engine.
         decisions: what code of the plugin decided at run time, by key; see :func:`note`.
         error: one line, where the plugin could not do its work at all.
     """
@@ -77,7 +76,6 @@ class ProcessRecord:
     features: dict[str, dict[str, str]] = field(default_factory=dict)
     modules: dict[str, str] = field(default_factory=dict)
     uses: dict[str, Use] = field(default_factory=dict)
-    advice: str | None = None
     decisions: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     error: str | None = None
@@ -274,15 +272,6 @@ def settle_uses(by_configuration: Mapping[str, Use]) -> dict[str, Use]:
         return settled
 
 
-def advise(line: str | None) -> None:
-    """Record which other setting was measured to be faster for an engine as this one; None takes it back."""
-    with _lock:
-        adopt()
-        if _current is not None and _current.advice != line:
-            _current.advice = line
-            _write()
-
-
 def adopt() -> None:
     """Give a forked child a record of its own, with what its parent's said of the plugin, but not of an engine.
 
@@ -294,7 +283,7 @@ def adopt() -> None:
         own = new(_current.plugin_version)
         for name in ("pid", "ppid", "role", "started", "argv"):
             setattr(_current, name, getattr(own, name))
-        _current.uses, _current.advice = {}, None
+        _current.uses = {}
         _said.clear()
         begin(_current, _folder.parent if _folder else None)
 

@@ -233,21 +233,19 @@ def test_a_live_feature_that_the_engine_does_not_use_is_told_from_one_that_it_us
             "stayed": {"used": False, "reason": "no graphs"},
         },
         decisions={"stayed": "as in stock: no graphs"},
-        advice="another setting is faster",
         vllm_version="0.32.0",
     )
     (folder / "0000000000001-20.json").write_text(json.dumps(dataclasses.asdict(entry)), encoding="utf-8")
     found = diagnose()
     (section,) = [item for item in _doctor.sections(found) if "last engine" in item.title]
     assert {row[3]: row[4:] for row in section.rows} == {
-        "": ("advice", "another setting is faster"),
         "used": ("live, used", ""),
         "unused": ("live, not used", "Model Runner V2"),
         "stayed": ("live, not used", "as in stock: no graphs"),
         "unknown": ("live", ""),
     }
     (process,) = found.as_json()["last_engine"]
-    assert (process["uses"], process["advice"]) == (entry.uses, entry.advice)
+    assert process["uses"] == entry.uses
 
 
 def test_decisions_that_belong_to_no_feature_are_shown_too(diagnose: Diagnose, tmp_path: Path) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import json
-import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,17 +19,15 @@ from packaging.version import Version
 from vllm.config import CUDAGraphMode
 
 from vllm_hwplugin import record
-from vllm_hwplugin.bench import rows
 from vllm_hwplugin.patching import SUPPORTED, Catalog, load_catalog, make_plan
 from vllm_hwplugin.record import Use
-from vllm_hwplugin.spec_decode import context_norm, measured, worker_use
+from vllm_hwplugin.spec_decode import context_norm, worker_use
 from vllm_hwplugin.spec_decode.draft_decision import DrafterFacts
 from vllm_hwplugin.spec_decode.fallback import FeatureRequired, stays_stock
 from vllm_hwplugin.spec_decode.worker_use import V1, V2, WorkerFacts
 
 from . import drafters
 
-RESULTS = Path(__file__).parents[2] / measured.FOLDER
 LIVE = (
     *("draft-full-graph", "draft-loop-graph", "dflash-full-graph", "v1-draft-phase"),
     *("dflash-draft-backend", "dflash-context-norm"),
@@ -136,10 +132,8 @@ def worker_on(runner: SimpleNamespace, *, v2: bool, method: str, mode: CUDAGraph
         speculative_config=spec,
         compilation_config=SimpleNamespace(cudagraph_mode=mode),
         attention_config=SimpleNamespace(backend=None),
-        model_config=SimpleNamespace(
-            is_mm_prefix_lm=False, is_moe=False, is_hybrid=False, enable_sleep_mode=False, has_inner_state=False
-        ),
-        parallel_config=SimpleNamespace(world_size=1, pipeline_parallel_size=1, data_parallel_size=1),
+        model_config=SimpleNamespace(is_mm_prefix_lm=False, enable_sleep_mode=False, has_inner_state=False),
+        parallel_config=SimpleNamespace(pipeline_parallel_size=1, data_parallel_size=1),
         structured_outputs_config=SimpleNamespace(reasoning_parser=""),
     )
     return SimpleNamespace(vllm_config=config, model_runner=runner, use_v2_model_runner=v2, rank=0)
@@ -269,58 +263,10 @@ def test_what_is_read_of_a_worker_exists(vllm_tree: Callable[[str], Any], versio
     assert "self.speculator" in text("v1/worker/gpu/model_runner")
     assert "self.drafter" in text("v1/worker/gpu_model_runner")
     model = text("config/model")
-    names = ("is_mm_prefix_lm", "is_moe", "is_hybrid", "has_inner_state")
-    assert all(f"    def {name}(self)" in model for name in names)
+    assert all(f"    def {name}(self)" in model for name in ("is_mm_prefix_lm", "has_inner_state"))
     assert "    backend: AttentionBackendEnum" in text("config/attention")
     assert "    reasoning_parser: str" in text("config/structured_outputs")
     assert "    structured_outputs_config: " in text("config/vllm")
-    sizes = ("world_size", "pipeline_parallel_size", "data_parallel_size")
+    sizes = ("pipeline_parallel_size", "data_parallel_size")
     assert all(f"    {name}: int" in text("config/parallel") for name in sizes)
     assert "    cudagraph_mode: CUDAGraphMode" in text("config/compilation")
-
-
-# -- advice -----------------------------------------------------------------------------------------------------------
-
-GIVEN = measured.Setting(Version("0.26.0"), "NVIDIA H200", V1, True, "dflash", 7, True, 1, True)
-USED: dict[str, Use] = {name: {"used": True, "reason": ""} for name in ("v1-draft-phase", "v1-step-inputs")}
-
-
-@pytest.mark.parametrize("found", measured.MRV2_BY_V1, ids=lambda found: found.method)
-def test_the_ratios_of_the_advice_are_those_of_its_files(found: measured.Measured) -> None:
-    ratios = []
-    for file, shape in zip(found.files, found.shapes, strict=True):
-        results = json.loads((RESULTS / file).read_text())
-        assert (results["host"]["vllm"], results["host"]["name"]) == (found.vllm, found.device)
-        (case,) = results["cases"]
-        wanted = (shape, found.method, found.num_speculative_tokens)
-        assert (case["shape"], case["method"], case["k"]) == wanted
-        ratios += [row.ratio("mrv2-patched", "patched") for row in rows(results)]
-    assert found.low == math.floor(min(ratios) * 100) / 100
-    assert found.high == math.ceil(max(ratios) * 100) / 100
-
-
-def test_advice_names_the_setting_and_the_files() -> None:
-    line = measured.advice(GIVEN, USED)
-    assert line is not None
-    assert "VLLM_USE_V2_MODEL_RUNNER" in line
-    assert measured.MRV2_BY_V1[1].files[0] in line
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"vllm": Version("0.27.0")},
-        {"device": "NVIDIA H100 80GB HBM3"},
-        {"runner": V2},
-        {"runner_was_named": False},
-        {"method": "eagle3"},
-        {"num_speculative_tokens": 15},
-        {"dense": False},
-        {"devices": 2},
-        {"full_graphs": False},
-    ],
-    ids=lambda changes: next(iter(changes)),
-)
-def test_no_advice_for_what_was_not_measured(changes: dict[str, Any]) -> None:
-    assert measured.advice(dataclasses.replace(GIVEN, **changes), USED) is None
-    assert measured.advice(GIVEN, {}) is None

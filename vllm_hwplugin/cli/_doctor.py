@@ -222,8 +222,6 @@ def _process_rows(found: Diagnosis) -> Iterable[tuple[str, ...]]:
             yield (*head, "", "error", item.error)
         if (platform := item.decisions.get(PLATFORM)) is not None:
             yield (*head, PLATFORM, "", platform)
-        if item.advice is not None:
-            yield (*head, "", "advice", item.advice)
         for name, feature in item.features.items():
             yield (*head, name, *_feature_cells(item, name, feature))
         for key, decision in item.decisions.items():

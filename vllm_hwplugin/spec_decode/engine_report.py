@@ -26,14 +26,12 @@ class Findings:
     Attributes:
         described: the part and what decides about it, for the log.
         uses: whether it uses each live feature that works in it, as far as its configuration says.
-        advise: gives one line of advice, or None, once it is settled what is used; None for a part that has no say.
         demanded: the features that this part has to use where their gate says `on`. Those that mend a fault are not
             among them: where they are not used, the fault is not there.
     """
 
     described: str
     uses: Mapping[str, Use]
-    advise: Callable[[Mapping[str, Use]], str | None] | None = None
     demanded: Collection[str] = ()
 
 
@@ -57,11 +55,7 @@ def report(part: Any, examine: Callable[[Any, ProcessRecord], Findings]) -> None
         logger.warning("vllm-hwplugin cannot say which features this %s uses", type(part).__name__, exc_info=True)
         return
     settled = record.settle_uses(found.uses)
-    advice = None
-    if found.advise is not None:
-        advice = found.advise(settled)
-        record.advise(advice)
-    logger.info("vllm-hwplugin: %s %s%s", found.described, sentence(settled), f". {advice}" if advice else "")
+    logger.info("vllm-hwplugin: %s %s", found.described, sentence(settled))
     for feature in found.demanded:
         if feature in settled and not settled[feature]["used"]:
             refuse_if_required(feature, settled[feature]["reason"])

@@ -7,7 +7,6 @@ values, so they need no device; what a feature found out by itself outweighs the
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -16,7 +15,7 @@ from packaging.version import Version
 from vllm.platforms import current_platform
 
 from vllm_hwplugin.record import ProcessRecord, Use
-from vllm_hwplugin.spec_decode import context_norm, draft_decision, features, measured
+from vllm_hwplugin.spec_decode import context_norm, draft_decision, features
 from vllm_hwplugin.spec_decode.draft_decision import DrafterFacts
 from vllm_hwplugin.spec_decode.draft_facts import drafter_facts
 from vllm_hwplugin.spec_decode.engine_report import Findings, report, use_of
@@ -318,11 +317,9 @@ def report_worker(worker: Any) -> None:
 
 def _examine(worker: Any, entry: ProcessRecord) -> Findings:
     facts = facts_of(worker, entry)
-    setting = _setting(worker, facts)
     return Findings(
         described=_describe(worker, facts),
         uses=uses_of(facts, entry.live),
-        advise=lambda uses: measured.advice(setting, uses),
         # A stage of a pipeline that does not draft leaves it to the last one.
         demanded=_GRAPHS if facts.method is None or facts.drafts_here else (),
     )
@@ -367,19 +364,4 @@ def _describe(worker: Any, facts: WorkerFacts) -> str:
     mode = worker.vllm_config.compilation_config.cudagraph_mode.name
     return (
         f"worker {worker.rank} ({current_platform.device_type}, Model Runner {facts.runner}, {drafts}, {mode} graphs)"
-    )
-
-
-def _setting(worker: Any, facts: WorkerFacts) -> measured.Setting:
-    config = worker.vllm_config
-    return measured.Setting(
-        vllm=facts.vllm,
-        device=current_platform.get_device_name(),
-        runner=facts.runner,
-        runner_was_named="VLLM_USE_V2_MODEL_RUNNER" in os.environ,
-        method=facts.method,
-        num_speculative_tokens=facts.num_speculative_tokens,
-        dense=not (config.model_config.is_moe or config.model_config.is_hybrid),
-        devices=config.parallel_config.world_size,
-        full_graphs=config.compilation_config.cudagraph_mode.has_full_cudagraphs(),
     )
