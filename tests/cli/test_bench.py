@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from vllm_hwplugin.bench import Host, Outcome
-from vllm_hwplugin.cli import _bench, _bench_profile
+from vllm_hwplugin.cli import _bench, _in_turn
 from vllm_hwplugin.cli._app import app
 
 GPU = Host("cuda", "NVIDIA H200", "580", "0.26.0", "2.11.0", "3.12.3", 16)
@@ -45,10 +45,10 @@ def crash(job):
 def run(monkeypatch, tmp_path):
     file = tmp_path / "r.json"
 
-    def call(arguments, outcome=answer, host=GPU):
+    def call(arguments, outcome=answer, host=GPU, instead=None):
         asked = []
 
-        def in_turn(jobs, measurements, *, rounds, at_once, timeout, limit, on_event, keep):
+        def in_turn(jobs, measurements, *, rounds, at_once, timeout, limit, module, on_event, keep):
             asked.append((jobs, [one.name for one in measurements], rounds, at_once))
             found = {side: outcome(job, rounds) for side, job in jobs.items()}
             for one in found.values():
@@ -57,7 +57,7 @@ def run(monkeypatch, tmp_path):
             keep(found)
             return found
 
-        monkeypatch.setattr(_bench, "measure_in_turn", in_turn)
+        monkeypatch.setattr(_in_turn, "measure_in_turn", instead or in_turn)
         monkeypatch.setattr(_bench, "detect_host", lambda: host)
         monkeypatch.setenv("COLUMNS", "200")
         result = CliRunner().invoke(app, ["bench", "--json", str(file), *arguments], catch_exceptions=False)
@@ -174,7 +174,7 @@ def phases(job, us, number):
     return [{**event, "workload": one.name, "accepted_per_position": [9, 6], "rows": rows} for one in job.workloads]
 
 
-def test_a_profile_looks_at_all_sides_in_turn_in_their_callers_processes(run, monkeypatch, tmp_path):
+def test_a_profile_looks_at_all_sides_in_turn_in_their_callers_processes(run, tmp_path):
     asked = []
 
     def in_turn(jobs, measurements, *, rounds, at_once, timeout, limit, module, on_event, keep):
@@ -188,10 +188,9 @@ def test_a_profile_looks_at_all_sides_in_turn_in_their_callers_processes(run, mo
         keep({side: dataclasses.replace(one, stopped="later") for side, one in found.items()})
         return found
 
-    monkeypatch.setattr(_bench_profile, "measure_in_turn", in_turn)
     folder = tmp_path / "new" / "traces"
     options = ["--shape", "0.6b", "--batch", "4", "--rounds", "3", "--time-limit", "240", "--profile", str(folder)]
-    result, found, _ = run(options)
+    result, found, _ = run(options, instead=in_turn)
     assert result.exit_code == 0, result.output
     ((jobs, (one,), rounds, at_once, module, seconds),) = asked
     assert (list(jobs), rounds, at_once, seconds) == (ALL, 3, True, 240)

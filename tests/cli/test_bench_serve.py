@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from vllm_hwplugin.bench import Host, Outcome
-from vllm_hwplugin.cli import _bench_serve
+from vllm_hwplugin.cli import _bench_serve, _in_turn
 from vllm_hwplugin.cli._app import app
 
 pytest.importorskip("numpy")
@@ -42,14 +42,14 @@ def run(monkeypatch, tmp_path):
     def call(arguments, host=GPU, stopped=None):
         asked = []
 
-        def in_turn(jobs, measurements, *, rounds, at_once, timeout, limit, on_event, keep):
+        def in_turn(jobs, measurements, *, rounds, at_once, timeout, limit, module, on_event, keep):
             asked.append((jobs, measurements, rounds, at_once))
             names = [one.name for one in measurements]
             return {
                 side: dataclasses.replace(answer(job, names, rounds), stopped=stopped) for side, job in jobs.items()
             }
 
-        monkeypatch.setattr(_bench_serve, "measure_in_turn", in_turn)
+        monkeypatch.setattr(_in_turn, "measure_in_turn", in_turn)
         monkeypatch.setattr(_bench_serve, "detect_host", lambda: host)
         monkeypatch.setenv("COLUMNS", "200")
         command = ["bench", "serve", "--json", str(file), *arguments]

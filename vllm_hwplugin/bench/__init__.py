@@ -59,7 +59,7 @@ from ._table import (
     steps,
     table,
 )
-from ._turns import PHASES, measure_in_turn, of_workloads
+from ._turns import PHASES, SERVING, Measurement, measure_in_turn, of_workloads
 
 __all__ = [
     "ALL_SIDES",
@@ -71,6 +71,7 @@ __all__ = [
     "NOT_MEASURED",
     "PHASES",
     "PHASES_FORMAT",
+    "SERVING",
     "SHAPES",
     "SIDES",
     "SIDE_NAMES",
@@ -84,6 +85,7 @@ __all__ = [
     "Host",
     "HostUnknown",
     "Job",
+    "Measurement",
     "NotOnThisHost",
     "Outcome",
     "Row",

@@ -8,7 +8,6 @@ The plugin is not named here: vLLM finds it by its entry points (see ``_entry_po
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -16,24 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from ._answer import Answer
-from ._inside import counters, ready_facts
+from ._child import engine
+from ._inside import counters
 from ._job import Job, Workload
 
 
 def main(arguments: Sequence[str]) -> None:
     job = Job.from_json(Path(arguments[0]).read_text(encoding="utf-8"))
     answer = Answer(Path(arguments[1]))
-    started = time.perf_counter()
-
-    from vllm import LLM
-
-    llm = LLM(**job.options)
-    answer.say("ready", seconds=time.perf_counter() - started, pid=os.getpid(), **ready_facts(llm))
-    for workload in job.workloads:
-        _measure(llm, job, workload, answer)
-    # With multiprocessing on, an engine core that is not told outlives this process.
-    llm.llm_engine.engine_core.shutdown()
-    answer.say("done")
+    with engine(job.options, answer) as llm:
+        for workload in job.workloads:
+            _measure(llm, job, workload, answer)
 
 
 def _measure(llm: Any, job: Job, workload: Workload, answer: Answer) -> None:

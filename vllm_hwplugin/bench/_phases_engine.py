@@ -12,7 +12,6 @@ The plugin is not named here: vLLM finds it by its entry points (see ``_entry_po
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -20,9 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from ._answer import Answer
+from ._child import engine
 from ._engine import generate, subtract
 from ._host_speed import host_us
-from ._inside import counters, engine_core, model_runner, ready_facts
+from ._inside import counters, engine_core, model_runner
 from ._job import Job, Workload
 from ._phases import timed
 from ._profile import profiled
@@ -79,17 +79,10 @@ class PhasesEngine:
 def main(arguments: Sequence[str]) -> None:
     job = Job.from_json(Path(arguments[0]).read_text(encoding="utf-8"))
     answer = Answer(Path(arguments[1]))
-    started = time.perf_counter()
-
-    from vllm import LLM
-
-    llm = LLM(**job.options)
-    answer.say("ready", seconds=time.perf_counter() - started, pid=os.getpid(), **ready_facts(llm))
-    engine = PhasesEngine(llm, job, answer)
-    while (line := sys.stdin.readline()) and (command := json.loads(line))["do"] != "end":
-        engine.do(command)
-    llm.llm_engine.engine_core.shutdown()
-    answer.say("done")
+    with engine(job.options, answer) as llm:
+        looked_at = PhasesEngine(llm, job, answer)
+        while (line := sys.stdin.readline()) and (command := json.loads(line))["do"] != "end":
+            looked_at.do(command)
 
 
 if __name__ == "__main__":

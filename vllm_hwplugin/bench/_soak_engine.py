@@ -10,7 +10,6 @@ its gap is small.
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -18,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from ._answer import Answer
-from ._inside import counters, model_runner, ready_facts
+from ._child import engine
+from ._inside import counters, model_runner
 from ._load import Request, requests, wanted
 from ._watch import watched
 from .soak import SoakJob, Text
@@ -29,19 +29,12 @@ _PROGRESS_SECONDS = 1.0
 def main(arguments: Sequence[str]) -> None:
     job = SoakJob.from_json(Path(arguments[0]).read_text(encoding="utf-8"))
     answer = Answer(Path(arguments[1]))
-    started = time.perf_counter()
-
-    from vllm import LLM
-
-    llm = LLM(**job.options)
-    answer.say("ready", seconds=time.perf_counter() - started, pid=os.getpid(), **ready_facts(llm))
-    if job.steps:
-        answer.say("soaked", **soak(llm, job, answer))
-    elif line := sys.stdin.readline():
-        texts = [Text(tuple(prompt), tuple(tokens)) for prompt, tokens in json.loads(line).get("texts", ())]
-        answer.say("judged", gaps=judge(llm, texts))
-    llm.llm_engine.engine_core.shutdown()
-    answer.say("done")
+    with engine(job.options, answer) as llm:
+        if job.steps:
+            answer.say("soaked", **soak(llm, job, answer))
+        elif line := sys.stdin.readline():
+            texts = [Text(tuple(prompt), tuple(tokens)) for prompt, tokens in json.loads(line).get("texts", ())]
+            answer.say("judged", gaps=judge(llm, texts))
 
 
 def soak(llm: Any, job: SoakJob, answer: Answer) -> dict[str, Any]:

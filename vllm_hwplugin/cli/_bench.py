@@ -7,6 +7,7 @@ Each side's engine runs as users run it, its core in a process of its own.
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -17,8 +18,6 @@ from ..bench import (
     METHODS,
     SHAPES,
     TINY,
-    Case,
-    Outcome,
     Settings,
     TimeLimit,
     add_case,
@@ -29,16 +28,15 @@ from ..bench import (
     host_line,
     job_for,
     load_prompts,
-    measure_in_turn,
     new_results,
     of_workloads,
     possible_sides,
     shapes_folder,
-    stopped,
     table,
 )
 from . import _bench_kernels, _bench_profile
 from ._bench_serve import serve
+from ._in_turn import InTurn
 from ._options import known, pairs
 from ._output import STANDARD_OUTPUT, JsonFile, console_for, write_json
 from ._sides import (
@@ -47,10 +45,8 @@ from ._sides import (
     TimeLimitOption,
     UtilizationOption,
     VllmEnvOption,
-    advance,
     conclude,
     progress,
-    show_failure,
 )
 from ._soak import soak
 
@@ -144,31 +140,17 @@ def measure(
     results = new_results(host, settings)
     folder = shapes_folder()
     with progress(console) as bar:
+        turns = InTurn(bar, results, json_file, settings.rounds, timeout, limit)
         for case in planned:
             jobs = {s: job_for(case, s, settings, host, checkpoints, folder, own_process=True) for s in sides}
-
-            def keep(outcomes: dict[str, Outcome], case: Case = case) -> None:
-                add_case(results, case, settings, outcomes)
-                if json_file is not None and json_file != STANDARD_OUTPUT:
-                    write_json(results, json_file)
-
-            task = bar.add_task(
-                f"{case.label}: engines start", total=sum(1 + job.measurements for job in jobs.values())
-            )
-            outcomes = measure_in_turn(
+            if not turns.measure(
                 jobs,
                 of_workloads(jobs),
-                rounds=settings.rounds,
+                label=case.label,
+                total=sum(1 + job.measurements for job in jobs.values()),
                 at_once=host.device != "cpu",
-                timeout=timeout,
-                limit=limit,
-                on_event=advance(bar, task, case.label),
-                keep=keep,
-            )
-            keep(outcomes)
-            for outcome in outcomes.values():
-                show_failure(outcome, bar.console)
-            if stopped(outcomes.values()) is not None:
+                add=partial(add_case, results, case, settings),
+            ):
                 break
     if json_file == STANDARD_OUTPUT:
         write_json(results, json_file)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +22,19 @@ from ..bench import (
     Checkpoints,
     Host,
     Job,
-    Outcome,
     Settings,
     TimeLimit,
     add_phases,
     job_for,
-    measure_in_turn,
     new_phases,
     of_workloads,
     profiled,
     shapes_folder,
     shown_phases,
-    stopped,
 )
+from ._in_turn import InTurn
 from ._output import STANDARD_OUTPUT, JsonFile, write_json
-from ._sides import advance, conclude, progress, show_failure
+from ._sides import conclude, progress
 
 
 def profile(
@@ -66,35 +65,20 @@ def profile(
     results = new_phases(host, settings)
     shapes = shapes_folder()
     with progress(console) as bar:
+        turns = InTurn(bar, results, json_file, settings.rounds, timeout, limit, PHASES)
         for case in planned:
             jobs = {
                 side: _with_traces(job_for(case, side, settings, host, checkpoints, shapes), folder)
                 for side in settings.sides
             }
-
-            def keep(outcomes: dict[str, Outcome], case: Case = case) -> None:
-                add_phases(results, case, outcomes)
-                if json_file is not None and json_file != STANDARD_OUTPUT:
-                    write_json(results, json_file)
-
-            task = bar.add_task(
-                f"{case.label}: engines start", total=sum(1 + job.measurements for job in jobs.values())
-            )
-            outcomes = measure_in_turn(
+            if not turns.measure(
                 jobs,
                 of_workloads(jobs, "phases"),
-                rounds=settings.rounds,
+                label=case.label,
+                total=sum(1 + job.measurements for job in jobs.values()),
                 at_once=host.device != "cpu",
-                timeout=timeout,
-                limit=limit,
-                module=PHASES,
-                on_event=advance(bar, task, case.label),
-                keep=keep,
-            )
-            keep(outcomes)
-            for outcome in outcomes.values():
-                show_failure(outcome, bar.console)
-            if stopped(outcomes.values()) is not None:
+                add=partial(add_phases, results, case),
+            ):
                 break
     if json_file == STANDARD_OUTPUT:
         write_json(results, json_file)

@@ -25,11 +25,10 @@ from ..bench import (
     detect_host,
     find_checkpoints,
     load_prompts,
-    measure_in_turn,
     shapes_folder,
-    stopped,
 )
 from ..bench import serve as serving
+from ._in_turn import InTurn
 from ._options import known, pairs
 from ._output import STANDARD_OUTPUT, JsonFile, console_for, write_json
 from ._sides import (
@@ -38,10 +37,8 @@ from ._sides import (
     TimeLimitOption,
     UtilizationOption,
     VllmEnvOption,
-    advance,
     conclude,
     progress,
-    show_failure,
 )
 
 #: Rows of the table of graphs, a side and model; the results file has all.
@@ -177,34 +174,25 @@ def serve(
     measurements = serving.serve_measurements(settings, asked)
     folder = shapes_folder()
     with progress(console) as bar:
+        turns = InTurn(bar, results, json_file, rounds, timeout, limit)
         for ks in settings.together:
             made = {
                 (one, s): serving.serve_job(one, s, settings, host, checkpoints, folder) for one in ks for s in sides
             }
             jobs = {f"k={one} {s}": job for (one, s), job in made.items()}
 
-            def keep(outcomes: dict[str, Outcome], ks: tuple[int, ...] = ks) -> None:
+            def add(outcomes: Mapping[str, Outcome], ks: tuple[int, ...] = ks) -> None:
                 for one in ks:
                     serving.add_serve_case(results, one, settings, {s: outcomes[f"k={one} {s}"] for s in sides})
-                if json_file is not None and json_file != STANDARD_OUTPUT:
-                    write_json(results, json_file)
 
-            label = f"{method} k={', '.join(map(str, ks))}"
-            task = bar.add_task(f"{label}: engines start", total=len(jobs) * (1 + rounds * len(measurements)))
-            outcomes = measure_in_turn(
+            if not turns.measure(
                 jobs,
                 measurements,
-                rounds=rounds,
+                label=f"{method} k={', '.join(map(str, ks))}",
+                total=len(jobs) * (1 + rounds * len(measurements)),
                 at_once=host.device != "cpu" and serving.kv_cache_size(ks[0], settings) is not None,
-                timeout=timeout,
-                limit=limit,
-                on_event=advance(bar, task, label),
-                keep=keep,
-            )
-            keep(outcomes)
-            for outcome in outcomes.values():
-                show_failure(outcome, bar.console)
-            if stopped(outcomes.values()) is not None:
+                add=add,
+            ):
                 break
     if json_file == STANDARD_OUTPUT:
         write_json(results, json_file)
