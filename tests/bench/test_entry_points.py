@@ -21,11 +21,14 @@ print(json.dumps({g: {p.name: p.value for p in m.entry_points(group=g) if p.valu
 """
 
 
-def seen_by_a_child(metadata: Path | None) -> dict[str, dict[str, str]]:
-    """What ``importlib.metadata.entry_points``, which vLLM asks, says in a fresh process."""
+def seen_by_a_child(metadata: Path | None, elsewhere: Path) -> dict[str, dict[str, str]]:
+    """What ``importlib.metadata.entry_points``, which vLLM asks, says in a fresh process.
+
+    It is started ``elsewhere``: in a clone that was installed to be edited, setuptools' own folder would be seen first.
+    """
     command = [sys.executable, "-c", ASK, json.dumps(_entry_points.GROUPS)]
     environment = child_environment({}, metadata)
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(command, env=environment, cwd=elsewhere, capture_output=True, text=True, check=True)
     return {group: points for group, points in json.loads(done.stdout).items() if points}
 
 
@@ -39,7 +42,7 @@ def test_a_tree_without_its_own_metadata_gets_them(monkeypatch, tmp_path, found)
     folder = _entry_points.provide(tmp_path / "metadata")
     assert folder == tmp_path / "metadata"
     assert [path.suffix for path in folder.iterdir()] == [".dist-info"]
-    assert seen_by_a_child(folder) == _entry_points.declared()
+    assert seen_by_a_child(folder, tmp_path) == _entry_points.declared()
 
 
 def test_metadata_of_an_older_copy_are_hidden(monkeypatch, tmp_path):
@@ -48,9 +51,9 @@ def test_metadata_of_an_older_copy_are_hidden(monkeypatch, tmp_path):
     (old / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm-hwplugin\nVersion: 0.0.1\n")
     (old / "entry_points.txt").write_text("[vllm.general_plugins]\nhwplugin = vllm_hwplugin.gone:register\n")
     monkeypatch.setenv("PYTHONPATH", str(old.parent))
-    assert "vllm_hwplugin.gone:register" in seen_by_a_child(None)["vllm.general_plugins"].values()
+    assert "vllm_hwplugin.gone:register" in seen_by_a_child(None, tmp_path)["vllm.general_plugins"].values()
     monkeypatch.setattr(_entry_points, "installed", dict)
-    assert seen_by_a_child(_entry_points.provide(tmp_path / "metadata")) == _entry_points.declared()
+    assert seen_by_a_child(_entry_points.provide(tmp_path / "metadata"), tmp_path) == _entry_points.declared()
 
 
 def test_an_installation_that_says_the_same_is_left_alone(monkeypatch, tmp_path):
