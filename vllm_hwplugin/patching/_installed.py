@@ -9,20 +9,17 @@ import importlib.util
 import json
 import logging
 import os
-import re
 import sys
 from collections.abc import Iterator
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import NamedTuple
 
+from ..versions import stated_version
 from ._errors import PatchingError, UnreadableFile
 from ._model import VLLM, Source, module_name, target_name
 
 logger = logging.getLogger("vllm.hwplugin")
-
-# vLLM writes this file at build time (setuptools-scm and its successors): `__version__ = version = '0.32.0'`.
-_VERSION_LINE = re.compile(r"""^__version__\s*(?:=\s*version\s*)?=\s*['"]([^'"]+)['"]""", re.MULTILINE)
 
 
 class NotInstalled(PatchingError):
@@ -130,13 +127,12 @@ def _package_folder() -> Path:
 def _stated_version(folder: Path, troubles: list[str]) -> str | None:
     file = folder / "_version.py"
     try:
-        match = _VERSION_LINE.search(file.read_text(encoding="utf-8"))
+        return stated_version(file.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, UnicodeDecodeError) as error:
         troubles.append(f"{file} cannot be read ({error})")
         return None
-    return match and match.group(1)
 
 
 def _owners(root: Path, troubles: list[str]) -> Iterator[tuple[str, str]]:

@@ -3,24 +3,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from email.parser import HeaderParser
 from pathlib import Path, PurePosixPath
 
 from packaging.version import InvalidVersion, Version
 
+from ...versions import stated_version
 from ._errors import BadTree
 from ._limits import TooLarge, file_bytes
-
-# setuptools-scm writes `__version__ = version = '0.33.0'`; older releases wrote only the first name.
-_VERSION_LINE = re.compile(r"^__version__\s*(?::\s*str\s*)?=\s*(?:version\s*=\s*)?['\"]([^'\"]+)['\"]", re.MULTILINE)
-
-
-def version_in_text(text: str) -> str | None:
-    """The version that the text of a `vllm/_version.py` states, without running it."""
-    match = _VERSION_LINE.search(text)
-    return match[1] if match else None
 
 
 def version_in_metadata(text: str) -> str | None:
@@ -37,7 +28,7 @@ def find_version(metadata: list[str], read: Callable[[str], str | None]) -> str 
     stated = [version_in_metadata(text) for text in metadata]
     version_module = read("vllm/_version.py")
     if version_module is not None:
-        stated.append(version_in_text(version_module))
+        stated.append(stated_version(version_module))
     for candidate in stated:
         if candidate is not None:
             try:
