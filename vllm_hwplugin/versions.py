@@ -24,7 +24,7 @@ _MAJOR, _MINOR, *_ = SUPPORTED[-1].split(".")
 UNKNOWN_FROM: Final = f"{_MAJOR}.{int(_MINOR) + 1}"
 """The first minor version of vLLM of which nothing is known: what is said of the versions before ends here."""
 
-# As setuptools-scm and its successors write it (`__version__ = version = '0.32.0'`, or the first name alone), and by hand.
+# As setuptools-scm and its successors write it: `__version__ = version = '0.32.0'`, or the first name alone.
 _STATEMENT: Final = r"""^__version__\s*(?::\s*str\s*)?=\s*(?:version\s*=\s*)?['"]([^'"]+)['"]"""
 
 _Release = tuple[int, ...]

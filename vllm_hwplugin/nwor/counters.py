@@ -7,9 +7,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from packaging.version import Version
-
-from vllm_hwplugin import gates, record
+from vllm_hwplugin import gates
 from vllm_hwplugin.nwor import obstacles
 from vllm_hwplugin.spec_decode.features import NWOR
 
@@ -70,9 +68,7 @@ def counters_for(
     """
     if not gates.read(EMIT_METRICS).flag:
         return None
-    entry = record.current()
-    version = Version(Version(entry.vllm_version or "0").public) if entry is not None else Version("0")
-    if (reason := obstacles.of_config(config, version)) is not None:
+    if (reason := obstacles.of_config(config, obstacles.vllm_version())) is not None:
         logger.warning("%s: nothing is counted, because rejected drafts stay in the KV cache: %s", NWOR, reason)
         return None
     return RowCounters(counter_class, labelnames, per_engine_labelvalues)

@@ -8,9 +8,17 @@ from typing import Any, Final
 import torch
 from packaging.version import Version
 
+from vllm_hwplugin import record
+
 _FREED_BLOCKS: Final = Version("0.24.0")
 #: ``CompilationMode.STOCK_TORCH_COMPILE``: torch.compile around the model itself, in which no hook of a module runs.
 _WHOLE_MODEL_COMPILED: Final = 1
+
+
+def vllm_version() -> Version:
+    """That of the vLLM in this process, without its local part, as the process's record has it; 0 where it has none."""
+    entry = record.current()
+    return Version(Version(entry.vllm_version or "0").public) if entry is not None else Version("0")
 
 
 def of_config(config: Any, vllm: Version) -> str | None:

@@ -14,7 +14,6 @@ from collections.abc import Iterable
 from typing import Any, Final
 
 import torch
-from packaging.version import Version
 
 from vllm_hwplugin import gates, record
 from vllm_hwplugin.errors import HwpluginError
@@ -118,9 +117,7 @@ class RejectedDrafts:
         if is_profiling:
             return
         config, model = self._runner.vllm_config, self._runner.get_model()
-        entry = record.current()
-        version = Version(Version(entry.vllm_version or "0").public) if entry is not None else Version("0")
-        reason = obstacles.of_config(config, version) or obstacles.of_model(model)
+        reason = obstacles.of_config(config, obstacles.vllm_version()) or obstacles.of_model(model)
         if reason is None:
             try:
                 found = rows_of(
