@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-from ..patching import VLLM, Catalog, Feature, Source, Status, check_conflicts, evaluate, load_catalog, make_plan
+from ..patching import VLLM, Catalog, Feature, Source, Status, evaluate_together, load_catalog, make_plan
 from ..versions import SUPPORTED
 from ._carry import trouble_in
 
@@ -94,16 +94,18 @@ def check_on(catalog: Catalog, sources: Iterable[Source]) -> list[Finding]:
     found: list[Finding] = []
     live: dict[tuple[str, str], bool] = {}
     for source in sources:
+        judged, conflicts = evaluate_together(together, source)
+        verdicts = {verdict.feature: verdict for verdict in judged}
         for feature in features:
             variant = feature.variant_for(source.version)
             if variant is None:
                 continue
-            verdict = evaluate(feature, source)
+            verdict = verdicts[feature.id]
             key = feature.id, str(variant.versions)
             live[key] = live.get(key, False) or verdict.status is not Status.UPSTREAM
             if verdict.status not in _GOOD:
                 found.append(Finding(feature.id, f"{verdict.status.value}: {verdict.reason}", source.version))
-        for conflict in check_conflicts(together, source):
+        for conflict in conflicts:
             own = next((name for name in conflict.features if name in ours), None)
             if own is not None:
                 found.append(Finding(own, str(conflict), source.version))

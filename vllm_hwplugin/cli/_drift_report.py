@@ -17,8 +17,8 @@ from vllm_hwplugin.patching import (
     HunkVerdict,
     Source,
     Status,
-    check_conflicts,
     evaluate,
+    evaluate_together,
     target_name,
 )
 from vllm_hwplugin.versions import Versions
@@ -71,14 +71,16 @@ def check(
         ahead: see :class:`TargetReport`.
     """
     chosen = catalog if chosen is None else chosen
+    judged, conflicts = evaluate_together(catalog, source)
     clashes: dict[str, list[str]] = {}
-    for conflict in check_conflicts(catalog, source):
+    for conflict in conflicts:
         for one, other in (conflict.features, conflict.features[::-1]):
             clashes.setdefault(one, []).append(f"changes the same lines of {conflict.path} as {other}")
     verdicts = []
     fitting = set()
+    by_feature = {verdict.feature: verdict for verdict in judged}
     for feature in chosen.features:
-        verdict = evaluate(feature, source)
+        verdict = by_feature[feature.id]
         if verdict.status is Status.UNLISTED:
             verdict, fits = _tried(feature, source, verdict)
             if fits:

@@ -147,8 +147,21 @@ def check_conflicts(catalog: Catalog, source: Source) -> list[Conflict]:
     Args:
         catalog: features of one distribution, which is the source's.
     """
+    return evaluate_together(catalog, source, hints=False)[1]
+
+
+def evaluate_together(
+    catalog: Catalog, source: Source, *, hints: bool = True
+) -> tuple[list[FeatureVerdict], list[Conflict]]:
+    """The verdict on each feature by itself, as `evaluate` gives it, and what :func:`check_conflicts` finds.
+
+    Args:
+        catalog: features of one distribution, which is the source's.
+        hints: look for the nearest place of each hunk that is not found.
+    """
     texts = Texts(source)
-    return list(conflicts_between([fit(feature, texts, hints=False) for feature in catalog.features]))
+    fits = [fit(feature, texts, hints=hints) for feature in catalog.features]
+    return [item.verdict for item in fits], list(conflicts_between(fits))
 
 
 def conflicts_between(fits: list[Fit]) -> Iterator[Conflict]:
