@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -254,6 +255,17 @@ def test_importing_gates_is_quick_and_needs_the_standard_library_only(tmp_path: 
 def test_the_documentation_page_is_what_the_table_says() -> None:
     page = Path(__file__).parents[1] / "docs" / "gates.md"
     assert page.read_text(encoding="utf-8") == gates.markdown(), "run `make docs`"
+
+
+def test_since_is_the_release_that_the_changelog_lists_a_feature_under() -> None:
+    text = (Path(__file__).parents[1] / "CHANGELOG.md").read_text(encoding="utf-8")
+    # The newest release first, so that the oldest that names a feature is kept.
+    _, *releases = re.split(r"^## \[(?=\d)", text, flags=re.MULTILINE)
+    named = {name: one.partition("]")[0] for one in releases for name in re.findall(r"`([a-z][a-z0-9-]+)`", one)}
+    told = {gate.name: re.match(r"Feature ([a-z0-9-]+):", gate.help) for gate in gates.GATES}
+    since = {match[1]: gates.find(name).since for name, match in told.items() if match and match[1] in named}
+    assert since.keys() >= {"draft-full-graph", "engine-report", "nwor"}
+    assert since == {name: named[name] for name in since}
 
 
 def test_the_page_names_every_variable_and_alias() -> None:

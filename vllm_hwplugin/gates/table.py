@@ -46,7 +46,11 @@ class Alias(NamedTuple):
 
 
 class Gate(NamedTuple):
-    """One variable. ``effect`` is ``reserved`` where the name is parsed and checked but nothing reads it yet."""
+    """One variable.
+
+    ``since`` is the first release in which it has an effect. ``effect`` is ``reserved`` where the name is parsed and
+    checked but nothing reads it yet.
+    """
 
     name: str
     kind: Kind
@@ -327,6 +331,7 @@ GATES: Final[tuple[Gate, ...]] = (
         "Feature engine-report: each worker says which live features its engine uses, and why not the others.",
         affects=("patches",),
         choices=_SWITCH,
+        since="0.2.0",
     ),
     _backport(
         "VLLM_HWPLUGIN_BACKPORT_MTP_EMBEDDINGS",
@@ -423,6 +428,7 @@ GATES: Final[tuple[Gate, ...]] = (
         ),
         affects=("patches",),
         choices=("off", "restore", "scrub", "stage"),
+        since="0.2.0",
     ),
     Gate(
         "VLLM_HWPLUGIN_NWOR_EMIT_METRICS",
@@ -431,6 +437,7 @@ GATES: Final[tuple[Gate, ...]] = (
         "With nwor: count drafted, accepted and rejected rows for Prometheus (vllm:nwor_*).",
         aliases=(Alias("VLLM_NWOR_EMIT_METRICS", _SAME),),
         affects=("metrics",),
+        since="0.2.0",
     ),
     Gate(
         "VLLM_HWPLUGIN_NWOR_DEBUG_SYNC",
@@ -439,6 +446,7 @@ GATES: Final[tuple[Gate, ...]] = (
         "With nwor: wait for the device after each step, compare, and stop at the layer and slot that differ.",
         aliases=(Alias("VLLM_NWOR_DEBUG_SYNC", _SAME),),
         affects=("errors",),
+        since="0.2.0",
     ),
 )
 
