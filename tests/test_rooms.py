@@ -92,3 +92,15 @@ def test_errors_have_one_root() -> None:
             if bases & roots and "HwpluginError" not in bases:
                 wrong.append(f"{module}.{node.name}")
     assert wrong == []
+
+
+def test_no_file_is_too_long_to_be_read_at_a_sitting() -> None:
+    root = ROOT.parent
+    files = [
+        file
+        for folder in ("vllm_hwplugin", "benchmarks", "csrc", "tests")
+        for file in (root / folder).rglob("*")
+        if file.suffix in (".py", ".cu", ".cuh", ".h", ".cpp") and "assets" not in file.parts
+    ]
+    assert len(files) > len(MODULES)
+    assert [str(file) for file in files if file.read_bytes().count(b"\n") > 500] == []

@@ -11,10 +11,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import NoReturn
 
 import pytest
 from rich.console import Console
@@ -23,8 +21,6 @@ from typer.testing import CliRunner
 from vllm_hwplugin import cachedir, gates, record
 from vllm_hwplugin.cli import _diagnosis, _doctor, _host
 from vllm_hwplugin.cli._app import app
-from vllm_hwplugin.ops.build import toolchain, tools
-from vllm_hwplugin.ops.build.ninja import find_ninja
 from vllm_hwplugin.patching import load_catalog
 from vllm_hwplugin.patching._installed import Installed, InstalledSource, NotInstalled
 
@@ -497,94 +493,3 @@ def test_doctor_imports_neither_vllm_nor_torch() -> None:
         "print(sorted({name.partition('.')[0] for name in sys.modules} & {'vllm', 'torch'}))"
     )
     assert subprocess.check_output([sys.executable, "-c", program], text=True).strip() == "[]"
-
-
-def _answering(**answers: str) -> _host.Run:
-    def ask(argv: Sequence[str]) -> str | None:
-        return answers.get(Path(argv[0]).name.replace("-", "_"))
-
-    return ask
-
-
-def test_nvidia_devices_are_listed(tmp_path: Path) -> None:
-    answer = "NVIDIA H200, 143771 MiB, 570.86.15, 9.0\nNVIDIA H200, 143771 MiB, 570.86.15, 9.0\n"
-    found = _host.find_platform(_answering(nvidia_smi=answer), tmp_path)
-    assert (found.kind, found.evidence) == ("cuda", "nvidia-smi")
-    assert found.devices == (_host.Device("NVIDIA H200", "143771 MiB", "570.86.15", "9.0"),) * 2
-
-
-def test_a_container_without_the_tool_is_known_by_the_drivers_files(tmp_path: Path) -> None:
-    card = tmp_path / "proc/driver/nvidia/gpus/0000:01:00.0"
-    card.mkdir(parents=True)
-    (card / "information").write_text("Model: \t\t NVIDIA L4\nIRQ: 16\n")
-    (tmp_path / "proc/driver/nvidia/version").write_text("NVRM version: NVIDIA UNIX Kernel Module  570.86.15  Thu\n")
-    found = _host.find_platform(_answering(nvidia_smi="No devices were found\n"), tmp_path)
-    assert (found.kind, found.devices) == ("cuda", (_host.Device("NVIDIA L4", driver="570.86.15"),))
-
-
-def test_a_moore_threads_host_is_known_by_its_device_files(tmp_path: Path) -> None:
-    (tmp_path / "dev").mkdir()
-    for name in ("mtgpu.0", "mtgpu.1"):
-        (tmp_path / "dev" / name).touch()
-    found = _host.find_platform(_answering(), tmp_path)
-    assert found.kind == "musa"
-    assert [device.name for device in found.devices] == ["Moore Threads GPU 0", "Moore Threads GPU 1"]
-
-
-def _refusing() -> NoReturn:
-    raise OSError("libmtml.so: cannot open shared object file")
-
-
-def test_a_moore_threads_host_is_known_by_its_drivers_library(tmp_path: Path) -> None:
-    found = _host.find_platform(_answering(), tmp_path, lambda: ("MTT S5000",))
-    assert (found.kind, found.devices) == ("musa", (_host.Device("MTT S5000"),))
-
-
-def test_device_files_count_where_the_drivers_library_does_not_answer(tmp_path: Path) -> None:
-    (tmp_path / "dev").mkdir()
-    (tmp_path / "dev" / "mtgpu.0").touch()
-    found = _host.find_platform(_answering(), tmp_path, _refusing)
-    assert (found.kind, [device.name for device in found.devices]) == ("musa", ["Moore Threads GPU 0"])
-
-
-def test_a_host_without_an_accelerator_is_a_cpu_host(tmp_path: Path) -> None:
-    assert _host.find_platform(_answering(), tmp_path).kind == "cpu"
-    found = _host.find_platform(_answering(), tmp_path, _refusing)
-    # Who has the package has perhaps a GPU, too.
-    assert found.kind == "cpu"
-    assert "libmtml.so" in found.evidence
-
-
-def test_tools_are_found_in_the_home_that_is_named(tmp_path: Path) -> None:
-    for name in ("nvcc", "ninja"):
-        tool = tmp_path / "bin" / name
-        tool.parent.mkdir(exist_ok=True)
-        tool.touch(mode=0o755)
-    ask = _answering(nvcc="nvcc: NVIDIA (R)\nCuda compilation tools, release 13.0, V13.0.88\n", ninja="1.13.2\n")
-    tools = {tool.name: tool for tool in _host.find_tools(ask, {"CUDA_HOME": str(tmp_path), "PATH": ""})}
-    assert tools["nvcc"] == _host.Tool("nvcc", str(tmp_path / "bin/nvcc"), "13.0.88")
-    assert (tools["ccache"].path, tools["ccache"].version) == (None, None)
-    tools = {tool.name: tool for tool in _host.find_tools(ask, {"PATH": str(tmp_path / "bin")})}
-    assert tools["ninja"].version == "1.13.2"
-
-
-def test_the_tools_are_those_that_a_build_would_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A compiler on PATH comes before the one in the usual place, and ninja may lie beside Python alone."""
-    for folder in ("usual", "path"):
-        compiler = tmp_path / folder / "bin" / "nvcc"
-        compiler.parent.mkdir(parents=True)
-        compiler.write_text("#!/bin/sh\necho Cuda compilation tools, release 13.0, V13.0.88\n")
-        compiler.chmod(0o755)
-    monkeypatch.setattr(tools, "HOMES", {"nvcc": (("CUDA_HOME",), str(tmp_path / "usual")), "mcc": ((), "/nowhere")})
-    monkeypatch.setitem(sys.modules, "ninja", SimpleNamespace(BIN_DIR=str(tmp_path)))
-    environ = {"PATH": str(tmp_path / "path/bin")}
-    found = {tool.name: tool for tool in _host.find_tools(environ=environ)}
-    nvcc = toolchain.find("nvcc", environ)
-    assert (found["nvcc"].path, found["nvcc"].version) == (nvcc.path, str(nvcc.version))
-    assert found["ninja"].path == find_ninja(environ) == str(tmp_path / "ninja")
-
-
-def test_a_tool_that_fails_or_is_missing_is_no_error(tmp_path: Path) -> None:
-    assert _host.run([str(tmp_path / "absent")]) is None
-    assert _host.run([sys.executable, "-c", "raise SystemExit(3)"]) is None
-    assert _host.run([sys.executable, "-c", "print('3.2')"]) == "3.2\n"

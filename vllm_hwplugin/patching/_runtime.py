@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from .. import __version__, gates, record
 from ..record import ProcessRecord
-from ..versions import SUPPORTED, is_supported
 from ._catalog import load_catalog
 from ._errors import PatchingError
 from ._finder import CopyFinder, serves
@@ -24,6 +23,7 @@ from ._model import VLLM, Catalog, Plan
 from ._overlay import Copy, Overlay, open_overlay
 from ._packages import catalogue_packages
 from ._plan import make_plan
+from ._report import report
 
 if TYPE_CHECKING:
     from . import _reapply, outside
@@ -290,7 +290,7 @@ def _activate(
     entry.modules = {name: "re-applied" if name in swapped else "pending" for name in settled.copies} | {
         name: "served" for name in entry.modules if entry.modules[name] == "served"
     }
-    _report(entry, plan, installed, try_unlisted)
+    report(entry, plan, installed, try_unlisted)
     record.begin(entry, overlay.base)
 
 
@@ -377,35 +377,6 @@ def _report_catalogues(entry: ProcessRecord, found: outside.Found, *, strict: bo
         if strict:
             raise InstallError(f"VLLM_HWPLUGIN_STRICT=1, but the patches of {trouble.where} are off: {trouble.reason}")
         entry.features[trouble.where] = {"state": "refused", "reason": trouble.reason}
-
-
-def _report(entry: ProcessRecord, plan: Plan, installed: Installed, try_unlisted: bool) -> None:
-    """One line that says what is live, and one for each feature that should be and is not."""
-    listed = is_supported(installed.version)
-    if not listed:
-        logger.warning(
-            "vLLM %s is not a version that vllm-hwplugin %s knows (%s to %s); %s",
-            installed.version,
-            __version__,
-            SUPPORTED[0],
-            SUPPORTED[-1],
-            "features whose every hunk fits exactly are live"
-            if try_unlisted
-            else "its features are off: set VLLM_HWPLUGIN_TRY_UNLISTED=1 to use those whose every hunk fits exactly",
-        )
-    for name, item in entry.features.items():
-        # Where nothing is tried, the line above is the reason for all of the project's own.
-        told = name in plan.features and not plan.features[name].feature.is_outside and not listed and not try_unlisted
-        if item["state"] == "refused" and not told:
-            logger.warning("%s is not live, vLLM runs stock there: %s", name, item["reason"])
-    logger.info(
-        "vllm-hwplugin %s on %s %s (%s): in force: %s",
-        __version__,
-        installed.dist,
-        installed.version,
-        entry.role,
-        ", ".join(entry.live) or "nothing",
-    )
 
 
 def _must_hold(environ: Mapping[str, str], more: tuple[gates.Gate, ...]) -> bool:
