@@ -32,9 +32,9 @@ _SIDES = (
     "model runners. The engines of all sides run as in a server, each engine's core in a process of its own; they are "
     "alive together on one GPU and are measured in turn, in short rounds. A step counts while every request of the "
     "batch is drafting. The targets have the sizes of Qwen3's models and dummy weights, and vLLM's synthetic "
-    "acceptance decides which drafts are taken, so their tokens/s are compared by the time of a step; `tiny` has "
-    "trained checkpoints, so its acceptance is real."
+    "acceptance decides which drafts are taken, so their tokens/s are compared by the time of a step."
 )
+_TRAINED = " `tiny` has trained checkpoints, so its acceptance is real."
 
 _WHY = (
     "A drafter without graphs is launched kernel by kernel, and the GPU waits for the host meanwhile. The plugin's "
@@ -74,8 +74,9 @@ def page(files: Sequence[Found], soaks: Sequence[Found], chart: str) -> str:
         chart: the file name of the drawing beside the page.
     """
     found = gains(files)
+    sides = _SIDES + (_TRAINED if any(one.shape == TINY for one in found) else "")
     parts = [
-        [_HEAD, "## What do I gain?", "", paragraph(_SIDES), "", *_gain_table(found), "", _measured(found), ""],
+        [_HEAD, "## What do I gain?", "", paragraph(sides), "", *_gain_table(found), "", _measured(found), ""],
         [f"![milliseconds a step, by batch size and side]({chart})", ""],
         ["## At which batch size?", "", *_by_batch(found), ""],
         ["## Why, and why not", "", *_reasons(found), ""],
@@ -89,7 +90,10 @@ def page(files: Sequence[Found], soaks: Sequence[Found], chart: str) -> str:
 def first_screen(files: Sequence[Found], kernels: Sequence[Found]) -> str:
     """README.md's table: targets of real sizes alone."""
     found = [one for one in gains(files) if one.shape != TINY]
-    weights = paragraph("The targets have the sizes of Qwen3's models, dummy weights and vLLM's synthetic acceptance.")
+    weights = paragraph(
+        "The targets have the sizes of Qwen3's models and dummy weights; how many drafts are accepted is set, by "
+        "vLLM's synthetic acceptance, to the same on all sides."
+    )
     return "\n".join([*_gain_table(found), "", _measured(found), "", weights, "", paragraph(in_short(kernels))])
 
 
@@ -108,8 +112,7 @@ def _gain_rows(found: Sequence[Gain]) -> Iterator[list[str]]:
                 said.append(f"stock V2 gives {between(over.values(), '.2f')} times V1's with the plugin")
             if said:
                 yield [one.vllm, runner, one.target, one.drafter, "; ".join(said)]
-    for runner in _RUNNERS:
-        yield ["any other", runner, "any", "any", "not measured"]
+    yield ["any other", "either", "any", "any", "not measured"]
 
 
 def _worth(ratios: Collection[float]) -> str:
@@ -141,9 +144,9 @@ def _measured(found: Sequence[Gain]) -> str:
         )
     times = [us for one in found for row in one.rows for side in row.sides.values() if side for us in side["host_us"]]
     text += (
-        f" A fixed piece of Python took these hosts {min(times):.0f} to {max(times):.0f} us (median "
-        f"{statistics.median(times):.0f}); `vllm-hwplugin bench` says what it takes yours. Where the GPU waits for the "
-        "host, a step is as slow as the host: on a faster one stock vLLM is faster, and the plugin gains less."
+        " Where the GPU waits for the host, a step is as slow as the host: on a quicker one stock vLLM is faster, and "
+        "the plugin gains less. A fixed piece of Python, by which hosts can be compared, took these "
+        f"{min(times):.0f} to {max(times):.0f} us (median {statistics.median(times):.0f}); `vllm-hwplugin bench` times it on yours."
     )
     return paragraph(text)
 
@@ -233,15 +236,16 @@ def _spread(found: Sequence[Gain]) -> list[str]:
         "twice. The best round by the median one, at most, over all sides and cases:"
     )
     few = f"A gain of {_NOTHING - 1:.0%} or less counts as nothing here."
-    if wide := [str(batch) for batch in batches if spreads[batch] > 1 + 2 * (_NOTHING - 1)]:
-        few += f" A single figure says little at batch {', '.join(wide)}."
+    if wide := [batch for batch in batches if spreads[batch] > 1 + 2 * (_NOTHING - 1)]:
+        where = "any batch size" if wide == batches else f"batch {', '.join(map(str, wide))}"
+        few += f" A single figure says little at {where}: look at several of a row."
     sources = {one.file.name: one.file.source for one in found}
     return [
         paragraph(text),
         "",
         *table([f"batch {batch}" for batch in batches], [[f"{spreads[batch]:.2f}" for batch in batches]]),
         "",
-        few,
+        paragraph(few),
         "",
         *(item(f"`{name}`: {sources[name]}.") for name in sorted(sources)),
     ]
