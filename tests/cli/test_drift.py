@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import vllm_hwplugin
 from vllm_hwplugin.cli import _app, _drift, _drift_table
 from vllm_hwplugin.cli._drift_report import TargetReport, as_markdown, check, exit_status, in_order
 from vllm_hwplugin.cli.sources import Index, PipConfig, TreeSource
-from vllm_hwplugin.patching import SUPPORTED, load_catalog
+from vllm_hwplugin.patching import SUPPORTED, Catalog, load_catalog
 
 WriteWheel = Callable[..., Path]
 ADD = "vllm/v1/add.py"
@@ -365,6 +366,26 @@ def test_markdown_tells_what_could_not_be_checked(small_catalog: Path) -> None:
     page = as_markdown(load_catalog(small_catalog), [TargetReport("0.33.0", "0.33.0", None, error="no network")])
     assert "| 0.33.0 | could not check | could not check |" in page
     assert "- 0.33.0: no network" in page
+
+
+def test_many_features_have_a_row_each(small_catalog: Path, small_tree: Callable[..., Path]) -> None:
+    """No page is as wide as this project has features."""
+    few = load_catalog(small_catalog)
+    tree = small_tree()
+    (tree / ADD).write_text("import sys\n\n" + (tree / ADD).read_text())
+    checked = [check(few, version, TreeSource(tree, version)) for version in ("0.25.0", "0.33.0")]
+    many = Catalog(tuple(item._replace(id=f"{item.id}-{n}") for n in range(5) for item in few.features))
+    reports = [
+        replace(
+            one, verdicts=tuple(item._replace(feature=f"{item.feature}-{n}") for n in range(5) for item in one.verdicts)
+        )
+        for one in checked
+    ]
+    page = as_markdown(many, [*reports, TargetReport("0.34.0", "0.34.0", None, error="no network")])
+    assert "| feature | 0.25.0 | 0.33.0 | 0.34.0 |" in page
+    assert "| [`context-4`](#context-4) | - | exact | could not check |" in page
+    assert "| [`graphs-4`](#graphs-4) | 2 | 2 | could not check |" in page
+    assert "## `graphs-4`" in page
 
 
 def plain(text: str) -> str:

@@ -23,6 +23,9 @@ from vllm_hwplugin.patching import (
 )
 from vllm_hwplugin.versions import Versions
 
+#: Of more features no table has a column each: it has a row each then, and words short enough for many versions.
+_COLUMNS = 8
+
 EXPECTED = (Status.APPLIES, Status.UPSTREAM, Status.NOT_NEEDED)
 
 _WORDS = {
@@ -136,7 +139,7 @@ def troubled_hunks(verdict: FeatureVerdict) -> list[HunkVerdict]:
 def summary(verdict: FeatureVerdict) -> str:
     """A verdict in a few words."""
     if verdict.status is Status.APPLIES:
-        offset = max((abs(hunk.offset) for hunk in verdict.hunks), default=0)
+        offset = _furthest(verdict)
         return f"moved by {offset} line{'' if offset == 1 else 's'}" if offset else "exact"
     if verdict.status is Status.DRIFTED:
         lost = len(troubled_hunks(verdict))
@@ -178,16 +181,8 @@ def as_markdown(catalog: Catalog, reports: Iterable[TargetReport]) -> str:
         "",
         "Made by `vllm-hwplugin drift --all --markdown docs/compatibility.md`; do not edit.",
         "",
-        "*exact*: every hunk matches at its stated line. *moved by N lines*: every hunk matches at exactly one place, "
-        f"the furthest N lines from the stated one. *upstream*: {target} has the change. *not needed*: {target} does "
-        "not have the fault. Anything else means that the feature is off on that version.",
-        "",
-        f"| {target} | " + " | ".join(f"`{feature.id}`" for feature in catalog.features) + " |",
-        "|---" * (1 + len(catalog.features)) + "|",
+        *(_rows_of_versions if len(catalog.features) <= _COLUMNS else _rows_of_features)(catalog, seen, target),
     ]
-    for name, report in zip(row_names(seen), seen, strict=True):
-        cells = [summary(verdict) for verdict in report.verdicts] or ["could not check"] * len(catalog.features)
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
     for feature in catalog.features:
         lines += ["", f"## `{feature.id}`", "", f"{feature.title}. Gate: `{feature.gate}`.", ""]
         lines += _reasons(feature.id, seen)
@@ -195,6 +190,49 @@ def as_markdown(catalog: Catalog, reports: Iterable[TargetReport]) -> str:
     if failures:
         lines += ["", "## Could not be checked", "", *failures]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _rows_of_versions(catalog: Catalog, reports: list[TargetReport], target: str) -> list[str]:
+    lines = [
+        "*exact*: every hunk matches at its stated line. *moved by N lines*: every hunk matches at exactly one place, "
+        f"the furthest N lines from the stated one. *upstream*: {target} has the change. *not needed*: {target} does "
+        "not have the fault. Anything else means that the feature is off on that version.",
+        "",
+        f"| {target} | " + " | ".join(f"`{feature.id}`" for feature in catalog.features) + " |",
+        "|---" * (1 + len(catalog.features)) + "|",
+    ]
+    for name, report in zip(row_names(reports), reports, strict=True):
+        cells = [summary(verdict) for verdict in report.verdicts] or ["could not check"] * len(catalog.features)
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def _rows_of_features(catalog: Catalog, reports: list[TargetReport], target: str) -> list[str]:
+    lines = [
+        "*exact*: every hunk matches at its stated line. A number: every hunk matches at exactly one place, the "
+        f"furthest so many lines from the stated one. *upstream*: {target} has the change. A dash: {target} does not "
+        "have the fault, and the feature is not needed. Anything else means that it is off on that version. What is "
+        "applied where, and why not elsewhere, is said below for each feature.",
+        "",
+        f"| feature | {' | '.join(row_names(reports))} |",
+        "|---" * (1 + len(reports)) + "|",
+    ]
+    for feature in catalog.features:
+        found = [next((one for one in report.verdicts if one.feature == feature.id), None) for report in reports]
+        cells = ["could not check" if verdict is None else _in_short(verdict) for verdict in found]
+        lines.append(f"| [`{feature.id}`](#{feature.id.replace('/', '')}) | {' | '.join(cells)} |")
+    return lines
+
+
+def _in_short(verdict: FeatureVerdict) -> str:
+    if verdict.status is Status.NOT_NEEDED:
+        return "-"
+    return str(_furthest(verdict) or "exact") if verdict.status is Status.APPLIES else summary(verdict)
+
+
+def _furthest(verdict: FeatureVerdict) -> int:
+    """How many lines from where it says the furthest hunk stands."""
+    return max((abs(hunk.offset) for hunk in verdict.hunks), default=0)
 
 
 def row_names(reports: list[TargetReport]) -> list[str]:
