@@ -15,9 +15,9 @@ from vllm_hwplugin.patching import (
     Catalog,
     Source,
     Status,
-    check_conflicts,
     default_folder,
     evaluate,
+    evaluate_together,
     load_catalog,
     make_plan,
     render_diff,
@@ -34,9 +34,10 @@ def catalog() -> Catalog:
 @pytest.mark.parametrize("version", SUPPORTED)
 def test_every_feature_has_a_good_verdict(vllm_tree: Callable[[str], Source], catalog: Catalog, version: str) -> None:
     source = vllm_tree(version)
-    verdicts = {feature.id: evaluate(feature, source) for feature in catalog.features}
+    judged, conflicts = evaluate_together(catalog, source)
+    verdicts = {verdict.feature: verdict for verdict in judged}
     assert {name: item.reason for name, item in verdicts.items() if item.status not in EXPECTED} == {}
-    assert check_conflicts(catalog, source) == []
+    assert conflicts == []
 
 
 def test_every_variant_still_changes_something(vllm_tree: Callable[[str], Source], catalog: Catalog) -> None:

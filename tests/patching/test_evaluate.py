@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_hwplugin.patching import Catalog, Conflict, Feature, NotNeeded, Status, Variant, check_conflicts, evaluate
+from vllm_hwplugin.patching import Catalog, Conflict, Feature, NotNeeded, Status, Variant, evaluate, evaluate_together
 from vllm_hwplugin.patching._evaluate import Texts, fit
 from vllm_hwplugin.versions import Versions
 
@@ -17,6 +17,12 @@ ONE = feature(file_diff(ALPHA, CHANGED), file_diff(BETA, BETA.replace("row 9\n",
 
 def changes(old: str, new: str, name: str = "two", text: str = ALPHA) -> Feature:
     return feature(file_diff(text, text.replace(old, new)), name=name, gate=GATE_2)
+
+
+def conflicts_of(catalog: Catalog, source: Memory) -> list[Conflict]:
+    verdicts, conflicts = evaluate_together(catalog, source)
+    assert verdicts == [evaluate(feature, source) for feature in catalog.features]
+    return conflicts
 
 
 def test_applies() -> None:
@@ -134,19 +140,19 @@ def test_try_unlisted_wants_every_hunk_at_its_line() -> None:
 
 def test_conflict_names_both_the_file_and_the_lines() -> None:
     catalog = Catalog((changes("line 10\n", "ten\n", "a"), changes("line 9\nline 10\n", "nine\n", "b")))
-    (conflict,) = check_conflicts(catalog, Memory())
+    (conflict,) = conflicts_of(catalog, Memory())
     assert conflict == Conflict(PATH, ("a", "b"), (9, 10))
     assert str(conflict) == f"a and b both change {PATH} at lines 9 to 10"
 
 
 def test_insertions_at_one_point_are_in_conflict() -> None:
     catalog = Catalog((changes("line 10\n", "line 10\nx\n", "a"), changes("line 11\n", "y\nline 11\n", "b")))
-    assert [conflict.lines for conflict in check_conflicts(catalog, Memory())] == [(11, 11)]
+    assert [conflict.lines for conflict in conflicts_of(catalog, Memory())] == [(11, 11)]
 
 
 def test_shared_context_is_no_conflict() -> None:
     catalog = Catalog((changes("line 10\n", "ten\n", "a"), changes("line 11\n", "eleven\n", "b")))
-    assert check_conflicts(catalog, Memory()) == []
+    assert conflicts_of(catalog, Memory()) == []
 
 
 def test_only_what_applies_can_be_in_conflict() -> None:
@@ -157,5 +163,5 @@ def test_only_what_applies_can_be_in_conflict() -> None:
         gate=GATE_2,
     )
     catalog = Catalog((changes("line 10\n", "ten\n", "a"), half))
-    assert len(check_conflicts(catalog, Memory({PATH: ALPHA, OTHER: BETA}))) == 1
-    assert check_conflicts(catalog, Memory()) == []
+    assert len(conflicts_of(catalog, Memory({PATH: ALPHA, OTHER: BETA}))) == 1
+    assert conflicts_of(catalog, Memory()) == []

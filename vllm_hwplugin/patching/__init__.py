@@ -10,7 +10,7 @@ from ._apply import Edit, Text, apply_edits, edits_of, locate, split_lines
 from ._catalog import default_folder, load_catalog
 from ._diff import file_diff, parse_diff, read_sections
 from ._errors import CatalogError, DiffError, PatchingError, UnreadableFile
-from ._evaluate import check_conflicts, evaluate, evaluate_together
+from ._evaluate import evaluate, evaluate_together
 from ._installed import Installed, NotInstalled, VersionUnknown, find_installed
 from ._model import (
     VLLM,
@@ -68,7 +68,6 @@ __all__ = [
     "Variant",
     "VersionUnknown",
     "apply_edits",
-    "check_conflicts",
     "current_plan",
     "default_folder",
     "edits_of",

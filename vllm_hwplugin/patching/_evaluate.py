@@ -141,19 +141,10 @@ def _why_lost(hunk: HunkVerdict) -> str:
     return f"{where} not found; nearest at line {hunk.nearest.line}, {hunk.nearest.similarity:.0%} alike"
 
 
-def check_conflicts(catalog: Catalog, source: Source) -> list[Conflict]:
-    """Every pair of features that both apply to the version and change the same lines of it.
-
-    Args:
-        catalog: features of one distribution, which is the source's.
-    """
-    return evaluate_together(catalog, source, hints=False)[1]
-
-
 def evaluate_together(
     catalog: Catalog, source: Source, *, hints: bool = True
 ) -> tuple[list[FeatureVerdict], list[Conflict]]:
-    """The verdict on each feature by itself, as `evaluate` gives it, and what :func:`check_conflicts` finds.
+    """The verdict on each feature by itself, as `evaluate` gives it, and every pair that changes the same lines.
 
     Args:
         catalog: features of one distribution, which is the source's.
