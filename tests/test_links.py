@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the pages point at is there: files, headings, features and environment variables."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from vllm_hwplugin import gates
+from vllm_hwplugin.gates.table import CATALOGUE_PREFIX
+from vllm_hwplugin.patching import load_catalog
+from vllm_hwplugin.replaced import REPLACED
+
+ROOT = Path(__file__).parents[1]
+PAGES = [
+    path
+    for pattern in ("*.md", "docs/*.md", "csrc/*.md", "benchmarks/results/*.md", "tests/ops/build/recordings/*.md")
+    for path in sorted(ROOT.glob(pattern))
+]
+FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+VARIABLES = (
+    {gate.name for gate in gates.GATES}
+    | {alias.name for gate in gates.GATES for alias in gate.aliases}
+    | {old.name for old in REPLACED}
+)
+#: Of the examples of a gate to be added, and of a catalogue.
+EXAMPLES = ("VLLM_HWPLUGIN_MY_FEATURE", CATALOGUE_PREFIX)
+
+
+def prose(page: Path) -> str:
+    return FENCED.sub("", page.read_text(encoding="utf-8"))
+
+
+def headings(page: Path) -> Iterator[str]:
+    """The anchors that GitHub gives a page's headings."""
+    for heading in re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE):
+        text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).strip().lower()
+        yield re.sub(r"[^\w\- ]", "", text).replace(" ", "-")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_every_link_leads_somewhere(page: Path) -> None:
+    wrong = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        file, _, anchor = link.partition("#")
+        target = page.parent / file if file else page
+        if not file.startswith("http") and not (target.exists() and (not anchor or anchor in headings(target))):
+            wrong.append(link)
+    assert wrong == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_every_name_is_known(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    named = {name for name in re.findall(r"VLLM_(?:HWPLUGIN|MUSA|NWOR)\w*", text) if not name.startswith(EXAMPLES)}
+    # `VLLM_MUSA_*` and the like stand for all that begin so.
+    beginnings = {name for name in named if name.endswith("_") and any(known.startswith(name) for known in VARIABLES)}
+    assert named - VARIABLES - beginnings == set()
+    features = {feature.id for feature in load_catalog().features}
+    kinds = "|".join(sorted({feature.partition("-")[0] for feature in features}))
+    written = set(re.findall(rf"`((?:{kinds})-[a-z0-9-]+)`", prose(page)))
+    assert written - features == set()
