@@ -146,7 +146,8 @@ def _measured(found: Sequence[Gain]) -> str:
     text += (
         " Where the GPU waits for the host, a step is as slow as the host: on a quicker one stock vLLM is faster, and "
         "the plugin gains less. A fixed piece of Python, by which hosts can be compared, took these "
-        f"{min(times):.0f} to {max(times):.0f} us (median {statistics.median(times):.0f}); `vllm-hwplugin bench` times it on yours."
+        f"{min(times):.0f} to {max(times):.0f} us (median {statistics.median(times):.0f}); `vllm-hwplugin bench` times "
+        "it on yours."
     )
     return paragraph(text)
 

@@ -111,11 +111,11 @@ Made from the files `phases-*.json` of [benchmarks/results](../benchmarks/result
 edit. Every function is in [phases.md](../benchmarks/results/phases.md), speed is in [benchmarks.md](benchmarks.md).
 """
 _HOW = (
-    "Microseconds of the host in a decode step, of the quickest round's median step: every one of them is in one row, "
-    "so rows add up to the step. They were taken without a profiler, by timing each function of vLLM and of the plugin "
-    "that a step goes through, which costs about a microsecond a call; the engine was in its caller's process. All "
-    "sides were looked at in turn in one run. Patched is with the features that are named. GPU busy comes from torch's "
-    "profiler, in a part of the run apart."
+    "Microseconds of the host in a decode step, the median one of the quickest round. Each of them is in one row "
+    "alone, so the rows add up to the step. They were taken without a profiler, by timing each function of vLLM and "
+    "of the plugin that a step goes through, which costs about a microsecond a call; the engine was in its caller's "
+    "process. All sides were looked at in turn in one run: the V1 model runner, and Model Runner V2 as MRV2; patched "
+    "is with the features that are named. GPU busy comes from torch's profiler, in a part of the run apart."
 )
 #: Functions of a side that are named.
 _MOST = 8
