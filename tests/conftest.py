@@ -94,3 +94,13 @@ def vllm_tree() -> Callable[[str], Tree]:
         return trees[version]
 
     return tree
+
+
+@pytest.fixture
+def notes(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """What the modules put on record, by feature."""
+    from vllm_hwplugin import record
+
+    said: dict[str, str] = {}
+    monkeypatch.setattr(record, "note", said.__setitem__)
+    return said

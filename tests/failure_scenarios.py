@@ -294,7 +294,7 @@ def attempt():
             INSTALL
             + """
 def attempt():
-    from vllm_hwplugin.spec_decode.fallback import stays_stock
+    from vllm_hwplugin.fallback import stays_stock
     entry = install()
     # What a live feature calls where it finds that the engine is not for it. Its gate is the made-up one's, too.
     stays_stock("draft-full-graph", "the drafter runs as in stock vLLM", "a reason")

@@ -80,6 +80,20 @@ def test_what_is_patched_in_knows_nothing_of_patching(importer: str, allowed: se
         assert arrows.keys() <= allowed, [text for name, text in arrows.items() if name not in allowed]
 
 
+def test_arrows_go_one_way() -> None:
+    """No room needs, by whatever way, one that needs it."""
+    needs: dict[str, set[str]] = {}
+    for module in MODULES:
+        # The package itself is not a room: it has the version, which everybody may ask.
+        needs.setdefault(room(module), set()).update(room(name) for name in imported(module) if room(name))
+    needs = {name: others - {name} for name, others in needs.items() if name}
+    assert needs["platforms"] >= {"patching", "spec_decode"}, "the test looks in the wrong place"
+    order: list[str] = []
+    while lowest := [name for name, others in needs.items() if name not in order and others <= {*order}]:
+        order += lowest
+    assert needs.keys() - order == set(), {name: needs[name] - {*order} for name in needs.keys() - order}
+
+
 def test_errors_have_one_root() -> None:
     """The command line tells what the project says on purpose from a fault of its own by that."""
     roots = {name for name, item in vars(builtins).items() if isinstance(item, type) and issubclass(item, Exception)}

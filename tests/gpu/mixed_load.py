@@ -14,7 +14,7 @@ from typing import Any, Final
 from vllm_hwplugin.bench import engine_environment, find_checkpoints
 from vllm_hwplugin.bench._entry_points import provide
 from vllm_hwplugin.bench._launch import child_environment
-from vllm_hwplugin.spec_decode.features import gate_of
+from vllm_hwplugin.features import gate_of
 
 from ..musa_sim import loads, simulated
 from ..musa_sim.loads import Load, Process, Run

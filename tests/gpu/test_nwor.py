@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from vllm_hwplugin.spec_decode.features import gate_of
+from vllm_hwplugin.features import gate_of
 
 from ..musa_sim import loads
 from ..nwor.runs import GRAPHS, Job, Run, differing, side_by_side

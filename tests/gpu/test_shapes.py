@@ -16,7 +16,7 @@ import pytest
 from packaging.version import Version
 
 from vllm_hwplugin.bench import engine_environment
-from vllm_hwplugin.spec_decode.features import gate_of
+from vllm_hwplugin.features import gate_of
 
 from ..musa_sim import loads
 from ..musa_sim.loads import Run

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from vllm_hwplugin.bench._shapes import SHAPES, write_configs
-from vllm_hwplugin.spec_decode.features import gate_of
+from vllm_hwplugin.features import gate_of
 
 from ..nwor.runs import GRAPHS
 from . import loads

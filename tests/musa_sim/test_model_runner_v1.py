@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_hwplugin.spec_decode.features import gate_of
+from vllm_hwplugin.features import gate_of
 
 from ..conftest import cannot_run
 from . import loads, simulated

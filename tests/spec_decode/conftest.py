@@ -33,16 +33,6 @@ def patched_module() -> Callable[..., types.ModuleType]:
     return module
 
 
-@pytest.fixture
-def notes(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """What the modules put on record, by feature."""
-    from vllm_hwplugin import record
-
-    said: dict[str, str] = {}
-    monkeypatch.setattr(record, "note", said.__setitem__)
-    return said
-
-
 def runner_modules(
     patched_module: Callable[..., types.ModuleType], monkeypatch: pytest.MonkeyPatch
 ) -> dict[bool, types.ModuleType]:

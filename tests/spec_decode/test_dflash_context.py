@@ -13,10 +13,10 @@ pytest.importorskip("vllm")
 from vllm.config import CUDAGraphMode  # noqa: E402
 from vllm.forward_context import BatchDescriptor  # noqa: E402
 
+from vllm_hwplugin.fallback import FeatureRequired  # noqa: E402
 from vllm_hwplugin.patching import SUPPORTED  # noqa: E402
 from vllm_hwplugin.spec_decode.dflash_context import ContextGraphs, lengthen_query_buffers  # noqa: E402
 from vllm_hwplugin.spec_decode.draft_graphs import DraftGraphs, capture_draft_graphs  # noqa: E402
-from vllm_hwplugin.spec_decode.fallback import FeatureRequired  # noqa: E402
 from vllm_hwplugin.spec_decode.first_pass import FirstPass, first_pass_of  # noqa: E402
 
 from .dflash_drafter import DFlashModel  # noqa: E402

@@ -13,9 +13,9 @@ pytest.importorskip("vllm")
 from vllm.config import CUDAGraphMode  # noqa: E402
 from vllm.forward_context import BatchDescriptor, get_forward_context, set_forward_context  # noqa: E402
 
+from vllm_hwplugin.fallback import FeatureRequired  # noqa: E402
 from vllm_hwplugin.spec_decode.draft_graphs import capture_draft_graphs  # noqa: E402
 from vllm_hwplugin.spec_decode.draft_keys import uniform_shape  # noqa: E402
-from vllm_hwplugin.spec_decode.fallback import FeatureRequired  # noqa: E402
 from vllm_hwplugin.spec_decode.pass_graphs import descriptor_of  # noqa: E402
 
 from . import drafters  # noqa: E402

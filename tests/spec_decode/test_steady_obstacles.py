@@ -13,7 +13,7 @@ pytest.importorskip("vllm.v1.attention.backends.triton_attn", exc_type=ImportErr
 from vllm.v1.attention.backends.flex_attention import FlexAttentionMetadataBuilder
 from vllm.v1.attention.backends.triton_attn import TritonAttentionMetadataBuilder
 
-from vllm_hwplugin.spec_decode.fallback import FeatureRequired
+from vllm_hwplugin.fallback import FeatureRequired
 from vllm_hwplugin.spec_decode.steady_obstacles import metadata_obstacle, obstacle
 from vllm_hwplugin.spec_decode.steady_steps import StepInputs
 

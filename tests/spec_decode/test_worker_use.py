@@ -19,11 +19,11 @@ from packaging.version import Version
 from vllm.config import CUDAGraphMode
 
 from vllm_hwplugin import record
+from vllm_hwplugin.fallback import FeatureRequired, stays_stock
 from vllm_hwplugin.patching import SUPPORTED, Catalog, load_catalog, make_plan
 from vllm_hwplugin.record import Use
 from vllm_hwplugin.spec_decode import context_norm, worker_use
 from vllm_hwplugin.spec_decode.draft_decision import DrafterFacts
-from vllm_hwplugin.spec_decode.fallback import FeatureRequired, stays_stock
 from vllm_hwplugin.spec_decode.worker_use import V1, V2, WorkerFacts
 
 from . import drafters

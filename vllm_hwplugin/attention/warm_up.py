@@ -54,8 +54,8 @@ def warm_up(runner: Any) -> None:
             f"attention kernels were not all compiled before serving ({type(error).__name__}: {error}); a request that "
             "needs one waits for it"
         )
-        if gates.read("VLLM_HWPLUGIN_STRICT").flag:
-            raise RuntimeError(f"VLLM_HWPLUGIN_STRICT=1, but {told}") from error
+        if gates.read(gates.STRICT).flag:
+            raise RuntimeError(f"{gates.STRICT}=1, but {told}") from error
         record.note(_NOTE, told)
         logger.warning("%s", told)
         return

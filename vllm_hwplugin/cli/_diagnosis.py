@@ -275,7 +275,7 @@ def _find_outside(
 
 
 def _is_strict(values: Mapping[str, gates.GateValue | gates.GateError]) -> bool:
-    value = values["VLLM_HWPLUGIN_STRICT"]
+    value = values[gates.STRICT]
     return isinstance(value, gates.GateValue) and value.flag
 
 
@@ -359,7 +359,7 @@ def _decide(
         return all_of("off", "VLLM_HWPLUGIN=0 switches the plugin off", found.warnings)
     if installed is None:
         if strict:
-            found.problems.append("VLLM_HWPLUGIN_STRICT=1, but there is no vLLM whose patches could be chosen")
+            found.problems.append(f"{gates.STRICT}=1, but there is no vLLM whose patches could be chosen")
         return all_of("refused", "no vLLM is installed, or none that states its version", found.problems)
     others, missing = find_targets(catalog.features)
     plan = make_plan(

@@ -24,6 +24,7 @@ CATALOGUE_PREFIX: Final = "VLLM_HWPLUGIN_PATCH_"
 # vLLM's table holds this name too (the patch set's fingerprint, a computed value); it is not something to set.
 FINGERPRINT: Final = "VLLM_HWPLUGIN_FINGERPRINT"
 
+STRICT: Final = "VLLM_HWPLUGIN_STRICT"
 COMPILE_KEY: Final = "compile key"
 
 WORDS_TRUE: Final = ("1", "true", "yes", "on")
@@ -158,7 +159,7 @@ GATES: Final[tuple[Gate, ...]] = (
         affects=("patches", COMPILE_KEY),
     ),
     Gate(
-        "VLLM_HWPLUGIN_STRICT",
+        STRICT,
         "bool",
         False,
         "Whatever the plugin should do and cannot stops the process with an error, where it would go on as stock vLLM.",

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from vllm_hwplugin import gates
+from vllm_hwplugin.features import NWOR
 from vllm_hwplugin.nwor import obstacles
-from vllm_hwplugin.spec_decode.features import NWOR
 
 logger = logging.getLogger("vllm.hwplugin")
 

@@ -17,16 +17,16 @@ import torch
 
 from vllm_hwplugin import gates, record
 from vllm_hwplugin.errors import HwpluginError
+from vllm_hwplugin.fallback import stays_stock
+from vllm_hwplugin.features import NWOR, gate_of
 from vllm_hwplugin.nwor import obstacles
 from vllm_hwplugin.nwor.layout import Found, UnknownLayout, rows_of
 from vllm_hwplugin.nwor.reference import ReferenceRows
 from vllm_hwplugin.nwor.rows import Batch, DraftRows, KernelRows, Rejected, as_int32, kernels_for
-from vllm_hwplugin.spec_decode.fallback import stays_stock
-from vllm_hwplugin.spec_decode.features import NWOR
 
 logger = logging.getLogger("vllm.hwplugin")
 
-MODE: Final = "VLLM_HWPLUGIN_NWOR_MODE"
+MODE: Final = gate_of(NWOR)
 DEBUG_SYNC: Final = "VLLM_HWPLUGIN_NWOR_DEBUG_SYNC"
 
 

@@ -37,7 +37,6 @@ from .override_table import GATE, KEY, NO_GPU, OPS, RECORD, SKIP, OverridableOp,
 
 logger = logging.getLogger("vllm.hwplugin")
 
-_STRICT = "VLLM_HWPLUGIN_STRICT"
 
 # Processes that run no model; importing vLLM's C extension there would only cost their start.
 _NO_MODEL = ("api-server", "inspection")
@@ -99,7 +98,7 @@ def install(environ: Mapping[str, str] | None = None) -> None:
         # The patch engine has reported it; the plugin does nothing until it is right.
         return
     choice = values[GATE].text
-    required = choice == "on" or values[_STRICT].flag
+    required = choice == "on" or values[gates.STRICT].flag
     try:
         _install(choice, values[SKIP].names, required)
     except OverrideError:
@@ -127,7 +126,7 @@ def _asked_for(environ: Mapping[str, str]) -> bool:
 
 
 def _demand(choice: str) -> str:
-    return f"{GATE}=on" if choice == "on" else f"{_STRICT}=1"
+    return f"{GATE}=on" if choice == "on" else f"{gates.STRICT}=1"
 
 
 def _install(choice: str, skip: Sequence[str], required: bool) -> None:

@@ -8,6 +8,7 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
+from ..gates import STRICT
 from ._apply import apply_edits, split_lines
 from ._errors import PatchingError
 from ._evaluate import Fit, Texts, conflicts_between, fit
@@ -27,7 +28,6 @@ from ._model import (
 
 _SETTLED: dict[Status, State] = {Status.NOT_NEEDED: "not-needed", Status.UPSTREAM: "upstream"}
 _SATISFIED = ("live", "not-needed", "upstream")
-_STRICT = "VLLM_HWPLUGIN_STRICT"
 
 
 def make_plan(
@@ -77,9 +77,7 @@ def _errors(
         if item.state == "refused" and choices.get(gate) == "on":
             yield (f"{gate}=on, but {name} can't be live on {target}: {item.reason}; set {gate}=auto to run without it")
         elif item.state == "refused" and strict:
-            yield (
-                f"{_STRICT}=1, but {name} can't be live on {target}: {item.reason}; set {gate}=off to run without it"
-            )
+            yield (f"{STRICT}=1, but {name} can't be live on {target}: {item.reason}; set {gate}=off to run without it")
 
 
 def _settle(

@@ -259,7 +259,7 @@ def _activate(
 
         found = outside.find_outside(environ, catalog, packages=packages, version=installed.version)
         state.gates = found.gates
-        _report_catalogues(entry, found, strict=values["VLLM_HWPLUGIN_STRICT"].flag)
+        _report_catalogues(entry, found, strict=values[gates.STRICT].flag)
         catalog = found.behind(catalog)
         choices |= {name: value.choice for name, value in gates.read_all(environ, found.gates).items()}
         others, missing = outside.find_targets(catalog.features)
@@ -274,7 +274,7 @@ def _activate(
         )
     state.base = overlay.base
     try_unlisted = values["VLLM_HWPLUGIN_TRY_UNLISTED"].flag
-    strict = values["VLLM_HWPLUGIN_STRICT"].flag
+    strict = values[gates.STRICT].flag
     wanted = _Wanted(state.installed, missing, catalog, choices, try_unlisted, strict, overlay)
     settled = _put_in_force(state, wanted)
     # Only now: placing the copies may have found that a place has no room.
@@ -375,19 +375,19 @@ def _report_catalogues(entry: ProcessRecord, found: outside.Found, *, strict: bo
     """A catalogue that cannot be used stands among the features in the record, because it may have had some."""
     for trouble in found.troubles:
         if strict:
-            raise InstallError(f"VLLM_HWPLUGIN_STRICT=1, but the patches of {trouble.where} are off: {trouble.reason}")
+            raise InstallError(f"{gates.STRICT}=1, but the patches of {trouble.where} are off: {trouble.reason}")
         entry.features[trouble.where] = {"state": "refused", "reason": trouble.reason}
 
 
 def _must_hold(environ: Mapping[str, str], more: tuple[gates.Gate, ...]) -> bool:
     """Whether running without any patch is not acceptable: strict mode, or a feature of this engine is required."""
     for gate in (*gates.GATES, *more):
-        if gate.name == "VLLM_HWPLUGIN_STRICT" or (gate.kind == "switch" and "patches" in gate.affects):
+        if gate.name == gates.STRICT or (gate.kind == "switch" and "patches" in gate.affects):
             try:
                 value = gates.read(gate, environ).value
             except gates.GateError:
                 # A bad value of a switch is the error being handled; a bad value of this one asked for strictness.
-                value = gate.name == "VLLM_HWPLUGIN_STRICT"
+                value = gate.name == gates.STRICT
             if value is True or value == "on":
                 return True
     return bool(gates.unclaimed(environ, more))

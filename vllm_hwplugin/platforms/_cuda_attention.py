@@ -23,7 +23,6 @@ from vllm_hwplugin.ops.build.spec import KERNELS
 logger = logging.getLogger("vllm.hwplugin")
 
 GATE: Final = "VLLM_HWPLUGIN_ATTENTION"
-_STRICT: Final = "VLLM_HWPLUGIN_STRICT"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +94,7 @@ def decide(
         return LayerChoice(False, f"{asked.named} is named")
     if refused or broken:
         why = broken or f"the plugin's FLASH_ATTN does not fit: {'; '.join(refused)}"
-        demand = f"{GATE}=on, but " if gate == "on" else f"{_STRICT}=1, but " if asked.strict and broken else ""
+        demand = f"{GATE}=on, but " if gate == "on" else f"{gates.STRICT}=1, but " if asked.strict and broken else ""
         return LayerChoice(False, why, demand + why if demand or stock.backend is None else "")
     kernels = f"; on Triton kernels: {asked.obstacle}" if asked.obstacle else ""
     if gate == "on":
@@ -109,7 +108,9 @@ def decide(
             continue
         if asked.obstacle:
             why = f"the plugin's CUDA kernel would be faster and cannot be had: {asked.obstacle}"
-            return LayerChoice(False, why, f"{_STRICT}=1, but {why}; set {GATE}=off to go on" if asked.strict else "")
+            return LayerChoice(
+                False, why, f"{gates.STRICT}=1, but {why}; set {GATE}=off to go on" if asked.strict else ""
+            )
         return LayerChoice(
             True, f"faster than vLLM's {stock.backend} on compute capability {item.major}.x: {item.reason}"
         )
@@ -160,7 +161,7 @@ def choose(vllm: Ask, selected: Any | None, config: Any, num_heads: int | None, 
         named=None if selected is None else selected.name,
         foreign=_foreign(selected),
         obstacle=_obstacle(capability.major, capability.minor),
-        strict=gates.read(_STRICT).flag,
+        strict=gates.read(gates.STRICT).flag,
     )
     path, error = _ask(vllm, selected, wanted, num_heads)
     stock = _stock(path)

@@ -22,8 +22,6 @@ logger = logging.getLogger("vllm.hwplugin")
 #: Under this key the decision stands among a process's decisions (:func:`vllm_hwplugin.record.note`).
 KEY = "platform"
 
-_STRICT = "VLLM_HWPLUGIN_STRICT"
-
 _asking = threading.local()
 
 
@@ -94,11 +92,13 @@ def must_hold() -> None:
     Raises:
         PlatformError: this process was asked for a class and could offer none, through a fault or against its gate.
     """
-    if not decision.cache_info().currsize or not gates.read(_STRICT).flag:
+    if not decision.cache_info().currsize or not gates.read(gates.STRICT).flag:
         return
     found = decision()
     if found.kind is None and found.level >= logging.ERROR:
-        raise PlatformError(f"{_STRICT}=1, but vllm-hwplugin offers {found}; set {GATE}=off to run without a class")
+        raise PlatformError(
+            f"{gates.STRICT}=1, but vllm-hwplugin offers {found}; set {GATE}=off to run without a class"
+        )
 
 
 def note_used() -> None:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_hwplugin import gates, patching, record
+from vllm_hwplugin.features import DFLASH_FULL_GRAPH, gate_of
 from vllm_hwplugin.patching import Plan
 from vllm_hwplugin.record import ProcessRecord
 from vllm_hwplugin.spec_decode import dflash_config
@@ -28,8 +29,7 @@ logger = logging.getLogger("vllm.hwplugin")
 
 _CHECK = "dflash-config"
 _DECISION = "dflash-capture-sizes"
-_FULL_GRAPH = "dflash-full-graph"
-_GATE = "VLLM_HWPLUGIN_DFLASH_FULL_GRAPH"
+_GATE = gate_of(DFLASH_FULL_GRAPH)
 # DFlash's proposer is a subclass of the one that the drafter features patch, and shares the runner's code with it.
 _FAMILIES = ("dflash-", "draft-")
 _GIVEN = "_hwplugin_given_sizes"
@@ -111,7 +111,7 @@ def _faults_are_no_end(decision: str) -> Iterator[None]:
 
 def _must_hold() -> bool:
     try:
-        return gates.read("VLLM_HWPLUGIN_STRICT").flag or gates.read(_GATE).text == "on"
+        return gates.read(gates.STRICT).flag or gates.read(_GATE).text == "on"
     except gates.GateError:
         # Reported when the patches were to be put in force, and an error then if strictness was asked for.
         return False
@@ -168,11 +168,11 @@ def _put_in_force(plan: Plan, entry: ProcessRecord) -> None:
 
 def _give_up(plan: Plan, entry: ProcessRecord, module: str, features: Collection[str], error: Exception) -> None:
     """Count the features of a module that stays stock as off, unless one of them was asked for."""
-    strict = gates.read("VLLM_HWPLUGIN_STRICT").flag
+    strict = gates.read(gates.STRICT).flag
     for name in features:
         gate = plan.features[name].feature.gate
         if strict or gates.read(gate).text == "on":
-            cause = "VLLM_HWPLUGIN_STRICT=1" if strict else f"{gate}=on"
+            cause = f"{gates.STRICT}=1" if strict else f"{gate}=on"
             raise patching.InstallError(
                 f"{cause}, but {name} cannot be live: {error}; or run without it: {_gates_off(plan, [name])}"
             ) from error
@@ -205,9 +205,9 @@ def _why_left(vllm_config: Any, entry: ProcessRecord) -> str | None:
     compilation = vllm_config.compilation_config
     if _uses_v2_runner(vllm_config):
         return "Model Runner V2 makes its own sizes"
-    if _FULL_GRAPH not in entry.live:
-        reason = entry.features.get(_FULL_GRAPH, {}).get("reason") or entry.error
-        return f"{_FULL_GRAPH} is not live{f' ({reason})' if reason else ''}"
+    if DFLASH_FULL_GRAPH not in entry.live:
+        reason = entry.features.get(DFLASH_FULL_GRAPH, {}).get("reason") or entry.error
+        return f"{DFLASH_FULL_GRAPH} is not live{f' ({reason})' if reason else ''}"
     if not compilation.cudagraph_mode.has_full_cudagraphs():
         return f"cudagraph_mode is {compilation.cudagraph_mode.name}"
     if not compilation.cudagraph_capture_sizes:

@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 
 from vllm_hwplugin import record
-from vllm_hwplugin.spec_decode.features import DFLASH_CONTEXT_NORM
+from vllm_hwplugin.features import DFLASH_CONTEXT_NORM
 
 logger = logging.getLogger("vllm.hwplugin")
 

@@ -14,7 +14,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from vllm_hwplugin import record
-from vllm_hwplugin.spec_decode.features import DFLASH_DRAFT_BACKEND
+from vllm_hwplugin.features import DFLASH_DRAFT_BACKEND
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

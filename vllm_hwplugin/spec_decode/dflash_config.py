@@ -18,7 +18,7 @@ from typing import Any
 
 from vllm_hwplugin import gates, record
 from vllm_hwplugin.errors import HwpluginError
-from vllm_hwplugin.spec_decode.features import DFLASH_DRAFT_BACKEND, DFLASH_FULL_GRAPH, gate_of
+from vllm_hwplugin.features import DFLASH_DRAFT_BACKEND, DFLASH_FULL_GRAPH, gate_of
 
 logger = logging.getLogger("vllm.hwplugin")
 

@@ -19,10 +19,10 @@ from vllm.forward_context import BatchDescriptor, set_forward_context
 from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
 
 from vllm_hwplugin import record
+from vllm_hwplugin.fallback import stays_stock
+from vllm_hwplugin.features import DFLASH_FULL_GRAPH
 from vllm_hwplugin.spec_decode.draft_graphs import Companion, DraftGraphs
 from vllm_hwplugin.spec_decode.draft_keys import DraftKeys, pad_up
-from vllm_hwplugin.spec_decode.fallback import stays_stock
-from vllm_hwplugin.spec_decode.features import DFLASH_FULL_GRAPH
 from vllm_hwplugin.spec_decode.pass_graphs import PassGraphs, full_graphs
 
 _STOCK = "a DFlash drafter's context is stored as in stock vLLM"

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
 
+from vllm_hwplugin.features import DRAFT_FULL_GRAPH, gate_of
 from vllm_hwplugin.spec_decode.draft_keys import STEP_QUERY_LEN, DraftKeys, DraftShape
-from vllm_hwplugin.spec_decode.features import DRAFT_FULL_GRAPH, gate_of
 
 # Per-request tensors on the host that a metadata builder may read. They follow the padding of the device tensors.
 _HOST_ROWS = ("_seq_lens_cpu", "_num_computed_tokens_cpu", "seq_lens_cpu_upper_bound", "is_prefilling")

@@ -22,12 +22,12 @@ from vllm.config import CUDAGraphMode
 from vllm.forward_context import BatchDescriptor
 
 from vllm_hwplugin import record
+from vllm_hwplugin.fallback import stays_stock
+from vllm_hwplugin.features import DRAFT_FULL_GRAPH
 from vllm_hwplugin.spec_decode.draft_buffers import DraftBuffers, unmanaged_field
 from vllm_hwplugin.spec_decode.draft_decision import decide
 from vllm_hwplugin.spec_decode.draft_facts import batch_facts, capture_facts, drafter_facts
 from vllm_hwplugin.spec_decode.draft_keys import STEP_QUERY_LEN, DraftKeys, DraftShape
-from vllm_hwplugin.spec_decode.fallback import stays_stock
-from vllm_hwplugin.spec_decode.features import DRAFT_FULL_GRAPH
 from vllm_hwplugin.spec_decode.first_pass import FirstPass
 from vllm_hwplugin.spec_decode.pass_graphs import PassGraphs, descriptor_of
 

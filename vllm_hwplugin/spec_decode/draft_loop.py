@@ -21,13 +21,13 @@ from vllm.config import CUDAGraphMode
 from vllm.v1.spec_decode.utils import PADDING_SLOT_ID, eagle_step_update_slot_mapping_and_metadata
 
 from vllm_hwplugin import record
+from vllm_hwplugin.fallback import stays_stock
+from vllm_hwplugin.features import DRAFT_LOOP_GRAPH
 from vllm_hwplugin.spec_decode.draft_buffers import PassBuffers
 from vllm_hwplugin.spec_decode.draft_decision import chain_obstacle
 from vllm_hwplugin.spec_decode.draft_facts import chain_facts
 from vllm_hwplugin.spec_decode.draft_graphs import Companion, DraftGraphs
 from vllm_hwplugin.spec_decode.draft_keys import STEP_QUERY_LEN, DraftKeys, DraftShape, pad_up, uniform_shape
-from vllm_hwplugin.spec_decode.fallback import stays_stock
-from vllm_hwplugin.spec_decode.features import DRAFT_LOOP_GRAPH
 from vllm_hwplugin.spec_decode.pass_graphs import PassGraphs, full_graphs
 
 

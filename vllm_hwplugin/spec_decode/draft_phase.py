@@ -21,12 +21,12 @@ import torch
 from vllm.v1.outputs import SamplerOutput
 
 from vllm_hwplugin import record
+from vllm_hwplugin.fallback import stays_stock
+from vllm_hwplugin.features import V1_DRAFT_PHASE
 from vllm_hwplugin.nwor import runner as nwor
 from vllm_hwplugin.spec_decode.decode_batch import MAX_NUM_REQS, Rung, asks_for_nothing_else
 from vllm_hwplugin.spec_decode.draft_graphs import Companion
 from vllm_hwplugin.spec_decode.draft_keys import DraftKeys
-from vllm_hwplugin.spec_decode.fallback import stays_stock
-from vllm_hwplugin.spec_decode.features import V1_DRAFT_PHASE
 from vllm_hwplugin.spec_decode.graph_recording import free_memory
 from vllm_hwplugin.spec_decode.pass_graphs import PassGraphs
 from vllm_hwplugin.spec_decode.phase_buffers import PhaseBuffers

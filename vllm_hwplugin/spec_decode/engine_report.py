@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_hwplugin import record
+from vllm_hwplugin.fallback import refuse_if_required
 from vllm_hwplugin.record import ProcessRecord, Use
-from vllm_hwplugin.spec_decode.fallback import refuse_if_required
 
 logger = logging.getLogger("vllm.hwplugin")
 

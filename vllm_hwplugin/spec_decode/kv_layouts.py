@@ -19,7 +19,7 @@ from typing import Any
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from vllm_hwplugin import record
-from vllm_hwplugin.spec_decode.features import DFLASH_DRAFT_BACKEND
+from vllm_hwplugin.features import DFLASH_DRAFT_BACKEND
 
 
 def layouts_clash(

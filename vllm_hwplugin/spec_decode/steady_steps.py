@@ -23,9 +23,9 @@ from vllm.config import CUDAGraphMode
 from vllm.distributed.parallel_state import graph_capture
 
 from vllm_hwplugin import record
+from vllm_hwplugin.fallback import stays_stock
+from vllm_hwplugin.features import V1_STEP_INPUTS
 from vllm_hwplugin.spec_decode.decode_batch import MAX_NUM_REQS
-from vllm_hwplugin.spec_decode.fallback import stays_stock
-from vllm_hwplugin.spec_decode.features import V1_STEP_INPUTS
 from vllm_hwplugin.spec_decode.graph_recording import record_graph
 from vllm_hwplugin.spec_decode.steady_obstacles import metadata_obstacle, obstacle
 

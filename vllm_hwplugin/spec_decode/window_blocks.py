@@ -13,9 +13,9 @@ from typing import Any
 
 from vllm.v1.core.single_type_kv_cache_manager import MambaManager, SingleTypeKVCacheManager
 
+from vllm_hwplugin.features import WINDOW_BLOCKS
 from vllm_hwplugin.record import ProcessRecord
 from vllm_hwplugin.spec_decode.engine_report import Findings, report, use_of
-from vllm_hwplugin.spec_decode.features import WINDOW_BLOCKS
 
 
 def remove_skipped_blocks(coordinator: Any, request: Any, total_computed_tokens: int, **more: Any) -> None:

@@ -14,8 +14,9 @@ from typing import Any, Final
 from packaging.version import Version
 from vllm.platforms import current_platform
 
+from vllm_hwplugin import features
 from vllm_hwplugin.record import ProcessRecord, Use
-from vllm_hwplugin.spec_decode import context_norm, draft_decision, features
+from vllm_hwplugin.spec_decode import context_norm, draft_decision
 from vllm_hwplugin.spec_decode.draft_decision import DrafterFacts
 from vllm_hwplugin.spec_decode.draft_facts import drafter_facts
 from vllm_hwplugin.spec_decode.engine_report import Findings, report, use_of

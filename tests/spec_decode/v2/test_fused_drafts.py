@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_hwplugin.spec_decode.fallback import FeatureRequired
+from vllm_hwplugin.fallback import FeatureRequired
 from vllm_hwplugin.spec_decode.v2 import draft_metadata, fused_drafts
 from vllm_hwplugin.spec_decode.v2.fused_drafts import SpeculatorFacts, obstacle
 

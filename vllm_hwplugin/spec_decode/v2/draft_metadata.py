@@ -23,8 +23,8 @@ from typing import Any, Final
 import torch
 
 from vllm_hwplugin import record
+from vllm_hwplugin.features import V2_DRAFT_METADATA
 from vllm_hwplugin.spec_decode.draft_builders import makes_metadata
-from vllm_hwplugin.spec_decode.features import V2_DRAFT_METADATA
 
 _BACKENDS: Final = "vllm.v1.attention.backends"
 _IN_GRAPH: Final = ""

@@ -29,8 +29,8 @@ from vllm.config import CUDAGraphMode
 from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
 
 from vllm_hwplugin import record
-from vllm_hwplugin.spec_decode.fallback import stays_stock
-from vllm_hwplugin.spec_decode.features import V2_FUSED_DRAFTS
+from vllm_hwplugin.fallback import stays_stock
+from vllm_hwplugin.features import V2_FUSED_DRAFTS
 from vllm_hwplugin.spec_decode.v2.draft_metadata import why_not_in_graph
 
 

@@ -22,9 +22,9 @@ from vllm.v1.worker.gpu.input_batch import combine_sampled_and_draft_tokens, pre
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
 from vllm_hwplugin import record
+from vllm_hwplugin.fallback import stays_stock
+from vllm_hwplugin.features import V2_STEP_INPUTS
 from vllm_hwplugin.spec_decode.decode_builders import host_work
-from vllm_hwplugin.spec_decode.fallback import stays_stock
-from vllm_hwplugin.spec_decode.features import V2_STEP_INPUTS
 from vllm_hwplugin.spec_decode.graph_recording import record_graph
 from vllm_hwplugin.spec_decode.v2.tail_buffers import StandIn, TailBuffers
 from vllm_hwplugin.spec_decode.v2.tail_graphs import TailGraphs

@@ -25,10 +25,10 @@ from vllm.v1.worker.gpu.cudagraph_utils import prepare_inputs_to_capture
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from vllm_hwplugin import record
+from vllm_hwplugin.fallback import stays_stock
+from vllm_hwplugin.features import V2_TAIL_GRAPH
 from vllm_hwplugin.nwor import runner as nwor
 from vllm_hwplugin.spec_decode.decode_batch import MAX_NUM_REQS, Rung, asks_for_nothing_else
-from vllm_hwplugin.spec_decode.fallback import stays_stock
-from vllm_hwplugin.spec_decode.features import V2_TAIL_GRAPH
 from vllm_hwplugin.spec_decode.graph_recording import free_memory, known_arguments, record_graph
 from vllm_hwplugin.spec_decode.v2.recording import (
     expanded_rows,

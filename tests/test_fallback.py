@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
+from vllm_hwplugin import features
+from vllm_hwplugin.fallback import FeatureRequired, stays_stock
 from vllm_hwplugin.patching import load_catalog
-from vllm_hwplugin.spec_decode import features
-from vllm_hwplugin.spec_decode.fallback import FeatureRequired, stays_stock
 
 GATE = "VLLM_HWPLUGIN_DRAFT_FULL_GRAPH"
 

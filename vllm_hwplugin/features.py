@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The features that this room knows, by the names of their folders among the patches."""
+"""The features that what is patched in knows, by the names of their folders among the patches, and their gates."""
 
 from __future__ import annotations
 
 from typing import Final
 
-from vllm_hwplugin.gates import PREFIX
+from .gates import PREFIX
 
 DRAFT_FULL_GRAPH: Final = "draft-full-graph"
 DRAFT_LOOP_GRAPH: Final = "draft-loop-graph"

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import logging
 
-from vllm_hwplugin import gates, record
-from vllm_hwplugin.errors import HwpluginError
-from vllm_hwplugin.spec_decode.features import gate_of
+from . import gates, record
+from .errors import HwpluginError
+from .features import gate_of
 
 logger = logging.getLogger("vllm.hwplugin")
 
