@@ -19,8 +19,8 @@ from vllm_hwplugin.spec_decode.dflash_context import ContextGraphs, lengthen_que
 from vllm_hwplugin.spec_decode.draft_graphs import DraftGraphs, capture_draft_graphs  # noqa: E402
 from vllm_hwplugin.spec_decode.first_pass import FirstPass, first_pass_of  # noqa: E402
 
-from .dflash_drafter import DFlashModel  # noqa: E402
-from .drafters import MAX_REQS, MAX_TOKENS, PRIME, Runner, boot, compare, compare_over_many  # noqa: E402
+from .dflash_drafter import DFlashModel, let_models_fuse  # noqa: E402
+from .drafters import MAX_REQS, MAX_TOKENS, Runner, boot, compare, compare_over_many  # noqa: E402
 from .host_runner import FLASHINFER, Pool, builder  # noqa: E402
 from .recorded_graph import RecordedGraphs  # noqa: E402
 from .released import take, text_of  # noqa: E402
@@ -131,28 +131,9 @@ def test_drafts_are_stocks_after_sleep(make_dflash, profile):
     assert all(len(graphs.replayed) == 6 for graphs in graphs_of(graphed))
 
 
-class FusedWeights(torch.nn.Module):
-    """The inner model of a DFlash draft, which makes one tensor of its layers' weights."""
-
-    def __init__(self):
-        super().__init__()
-        self.fuse(23)
-
-    def fuse(self, *weights):
-        self._fused_kv_weight = torch.tensor(weights)
-
-
 @pytest.fixture
 def fused(pair, monkeypatch):
-    def precompute(self, states, positions, slots=None):
-        keys = (states * self.model._fused_kv_weight + positions[:, None] * 17 + 5) % PRIME
-        if slots is not None:
-            self.cache.index_put_((torch.where(slots < 0, self.cache.shape[0] - 1, slots),), keys)
-
-    monkeypatch.setattr(DFlashModel, "precompute_and_store_context_kv", precompute)
-    monkeypatch.setattr(
-        DFlashModel, "model", property(lambda self: self.__dict__.setdefault("fused", FusedWeights())), raising=False
-    )
+    let_models_fuse(monkeypatch)
     return pair(3)
 
 

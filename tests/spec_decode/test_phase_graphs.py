@@ -18,6 +18,7 @@ from vllm_hwplugin.spec_decode import draft_phase, phase_graphs  # noqa: E402
 from vllm_hwplugin.spec_decode.draft_phase import DraftPhase  # noqa: E402
 
 from . import recorded_graph  # noqa: E402
+from .dflash_drafter import let_models_fuse  # noqa: E402
 from .drafters import HIDDEN, MAX_REQS, MAX_TOKENS, VOCAB, Runner, boot, propose  # noqa: E402
 from .recorded_graph import Graph, RecordedGraphs  # noqa: E402
 
@@ -71,6 +72,7 @@ class Target:
         host.async_output_copy_stream = host.valid_sampled_token_count_copy_stream = None
         host.draft_token_ids_copy_stream = host.valid_sampled_token_count_event = None
         host.speculative_config.method = "dflash"
+        host.use_async_scheduling = False
         graphed.backup_next_token_ids = types.SimpleNamespace(
             gpu=torch.zeros(MAX_REQS, dtype=torch.int32), copy_to_gpu=lambda count: None
         )
@@ -130,6 +132,7 @@ def sampled_tokens(batch: dict[str, Any]) -> torch.Tensor:
 @pytest.fixture
 def sides(make_dflash: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Target]:
     """A stock proposer, and a runner whose phases are recorded."""
+    let_models_fuse(monkeypatch)
     runner = Runner(1)
     stock, graphed = make_dflash("stock", DRAFTS), make_dflash("graphs", DRAFTS)
     # vLLM samples: its rejection sampler has kernels for a GPU alone.
@@ -169,3 +172,23 @@ def test_padding_drafts_nothing_and_writes_nothing(sides: tuple[Any, Target]) ->
         # All but the row that takes what has no slot.
         assert torch.equal(graphed.model.cache[:-1], stock.model.cache[:-1])
     assert len(drafted) > 30
+
+
+def test_weights_that_no_graph_reads_leave_every_later_step_to_vllm(
+    sides: tuple[Any, Target], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of another shape than those that were recorded, which stay as they were."""
+    stock, target = sides
+    graphed = target.host.drafter
+    graphed.model.cache.copy_(stock.model.cache)
+    # vLLM's way from a batch to the drafter.
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(target.host, "propose_draft_token_ids", lambda *_: propose(graphed, asked[-1]), raising=False)
+    for weights in ((23,), (3, 5, 7, 11), (3, 5, 7, 11), (3, 5, 7, 11)):
+        for proposer in (stock, graphed):
+            proposer.model.model.fuse(*weights)
+        batch = target.runner.batch(DRAFTS, size=3)
+        asked.append(dict(batch))
+        expected = propose(stock, batch)
+        assert target.step(batch, 4).tolist() == expected.tolist()
+        assert torch.equal(graphed.model.cache[:-1], stock.model.cache[:-1])

@@ -116,8 +116,11 @@ class ContextGraphs(Companion):
     def keep_fused_in_place(self) -> bool:
         """Put weights that the model fused anew where the graphs read them; False where they do not fit there.
 
-        vLLM fuses anew when weights are loaded again, and in some versions when it wakes up.
+        vLLM fuses anew when weights are loaded again, and in some versions when it wakes up. Once they did not fit, the
+        answer stays False: graphs of other features hold the context, too.
         """
+        if self._graphs is None:
+            return False
         for name, captured in self._fused.items():
             model = self._proposer.model.model
             current = getattr(model, name)
