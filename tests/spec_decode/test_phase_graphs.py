@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import types
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,10 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm.v1.worker.gpu_model_runner", exc_type=ImportError)
 
+from vllm import SamplingParams  # noqa: E402
 from vllm.config import CUDAGraphMode  # noqa: E402
+from vllm.v1.outputs import SamplerOutput  # noqa: E402
+from vllm.v1.sample.metadata import SamplingMetadata  # noqa: E402
 
 from vllm_hwplugin.spec_decode import draft_phase, phase_graphs  # noqa: E402
 from vllm_hwplugin.spec_decode.draft_phase import DraftPhase  # noqa: E402
@@ -41,9 +45,23 @@ def plain_inputs(cu_drafts: Any, counts: Any, starts: Any, indices: Any, rejecte
     indices.copy_(starts[1:] - 1 - rejected)
 
 
+def plain_rejection(verified: Any, drawn_from: Any, logits: Any, sampling_metadata: Any) -> SamplerOutput:
+    """And vLLM's rejection sampler, of greedy requests."""
+    best = logits.argmax(-1).view(-1, WIDTH)
+    accepted = (verified.draft_token_ids.view(-1, DRAFTS) == best[:, :-1]).cumprod(1).sum(1, keepdim=True)
+    return SamplerOutput(torch.where(torch.arange(WIDTH) <= accepted, best, -1).int(), None)
+
+
 def recorded(run: Callable[[], None], pool: Any) -> Graph:
     run()
     return Graph(run, {})
+
+
+def greedy_metadata() -> SamplingMetadata:
+    """That of requests which ask for nothing else."""
+    fields = {field.name: None for field in dataclasses.fields(SamplingMetadata)}
+    nothing: dict[str, Any] = {"all_greedy": True, "no_penalties": True, "generators": {}, "output_token_ids": []}
+    return SamplingMetadata(**fields | nothing)
 
 
 class Target:
@@ -60,10 +78,12 @@ class Target:
         host.input_batch = types.SimpleNamespace(
             num_reqs=0,
             vocab_size=VOCAB,
-            sampling_metadata=types.SimpleNamespace(output_token_ids=["a penalty"]),
+            req_ids=[],
+            sampling_metadata=greedy_metadata(),
             logitsprocs=types.SimpleNamespace(all=[]),
         )
         host.requests: dict[str, Any] = {}
+        host.rejection_sampler = plain_rejection
         host.discard_request_mask = types.SimpleNamespace(np=torch.zeros(MAX_REQS, dtype=torch.bool).numpy())
         host.model = types.SimpleNamespace(compute_logits=lambda hidden: hidden)
         host.get_model = lambda: host.model
@@ -131,12 +151,15 @@ def sampled_tokens(batch: dict[str, Any]) -> torch.Tensor:
 
 @pytest.fixture
 def sides(make_dflash: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Target]:
-    """A stock proposer, and a runner whose phases are recorded."""
+    """A stock proposer, and a runner whose phases are recorded. vLLM samples."""
+    monkeypatch.setenv("VLLM_COMPUTE_NANS_IN_LOGITS", "1")
+    return start(make_dflash, monkeypatch)
+
+
+def start(make_dflash: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Target]:
     let_models_fuse(monkeypatch)
     runner = Runner(1)
     stock, graphed = make_dflash("stock", DRAFTS), make_dflash("graphs", DRAFTS)
-    # vLLM samples: its rejection sampler has kernels for a GPU alone.
-    monkeypatch.setenv("VLLM_COMPUTE_NANS_IN_LOGITS", "1")
     monkeypatch.setattr(phase_graphs, "record_graph", recorded)
     # Of row starts that it has on the host, vLLM reads the last one. Here they look like the device's.
     monkeypatch.setattr(recorded_graph, "_HOST_READS", ())
@@ -192,3 +215,27 @@ def test_weights_that_no_graph_reads_leave_every_later_step_to_vllm(
         expected = propose(stock, batch)
         assert target.step(batch, 4).tolist() == expected.tolist()
         assert torch.equal(graphed.model.cache[:-1], stock.model.cache[:-1])
+
+
+def test_placeholders_for_drafts_are_left_to_vllms_sampler(make_dflash: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that a full batch has left out for a step has no drafts on the device, but placeholders of the
+    scheduler's, which vLLM rejects. What the target is given in their place are token ids, and may be right.
+    """
+    _, target = start(make_dflash, monkeypatch)
+    host = target.host
+    host.use_async_scheduling = True
+    host.input_batch.num_reqs, host.input_batch.req_ids = 2, ["a", "b"]
+    host.requests = dict.fromkeys("ab", types.SimpleNamespace(sampling_params=SamplingParams(temperature=0)))
+    scheduled = types.SimpleNamespace(total_num_scheduled_tokens=2 * WIDTH)
+    verified = types.SimpleNamespace(num_draft_tokens=[DRAFTS] * 2)
+    # The best token is the first one everywhere, and so is what placeholders become.
+    target.hidden[:, 0] = 1
+    for before, tokens in (({"a": 0, "b": 1}, [0] * WIDTH), ({"a": 0}, [0, -1, -1, -1])):
+        host.input_batch.prev_req_id_to_index = before
+        hidden = target.hidden[: 2 * WIDTH]
+        _, logits = host.draft_phase.logits(scheduled, verified, hidden, torch.arange(2 * WIDTH))
+        placeholders = types.SimpleNamespace(draft_token_ids=torch.tensor([0] * DRAFTS + [-1] * DRAFTS))
+        monkeypatch.setattr(
+            host, "_sample", lambda logits, _, given=placeholders: plain_rejection(given, None, logits, None)
+        )
+        assert host.draft_phase.sample(logits, verified).sampled_token_ids[1].tolist() == tokens

@@ -278,6 +278,8 @@ class DraftPhase(Companion):
     def _kind_of_batch(self, step: PhaseGraphs) -> Sampling | None:
         """How the batch is sampled; None where no graph of `step` does it."""
         runner = self._runner
+        if runner.use_async_scheduling and not _has_drafted(runner.input_batch):
+            return None
         metadata = runner.input_batch.sampling_metadata
         # vLLM makes it anew where requests come, go or move.
         if metadata is not self._judged:
@@ -313,6 +315,16 @@ class DraftPhase(Companion):
         context = getattr(proposer, "draft_context", None)
         assert self._draft_graphs is not None
         return bool(self._draft_graphs.may_replay(metadata) and (context is None or context.keep_fused_in_place()))
+
+
+def _has_drafted(batch: Any) -> bool:
+    """Whether all requests were in the step before, where the scheduler runs ahead of the device.
+
+    vLLM rejects the placeholders that others have for drafts; but the graphs read what the target was given, in which
+    they are token ids.
+    """
+    before = batch.prev_req_id_to_index
+    return bool(before) and all(one in before for one in batch.req_ids)
 
 
 def _wait_for(stream: Any) -> None:
