@@ -153,7 +153,7 @@ def answer_of(output) -> dict:
     }
 
 
-def serve(llm, requests: list[dict]) -> tuple[dict, Recorder]:
+def serve(llm, requests: list[dict], calls: list[list]) -> tuple[dict, Recorder]:
     engine = llm.llm_engine
     added, aborted, answers = set(), set(), {}
     with Recorder(engine) as recorder:
@@ -167,6 +167,9 @@ def serve(llm, requests: list[dict]) -> tuple[dict, Recorder]:
                 if request.get("abort_at") is not None and step >= request["abort_at"] and name not in aborted:
                     engine.abort_request([name])
                     aborted.add(name)
+            for at, method in calls:
+                if at == step:
+                    engine.collective_rpc(method)
             if engine.has_unfinished_requests():
                 answers.update({name_of(output.request_id): answer_of(output) for output in engine.step()})
             elif len(added) == len(requests):
@@ -200,14 +203,15 @@ def one(job: dict, others_follow: bool) -> dict:
     check_runner(runner)
     graphs = getattr(torch.cuda, "CUDAGraph", None) if runner.device.type == "musa" else None
     with watched(runner, graphs) as counts:
-        answers, recorder = serve(llm, job["requests"])
+        answers, recorder = serve(llm, job["requests"], job["calls"])
         steps, preempted = recorder.steps, recorder.preempted
         if job["sleeps"]:
             # Its blocks will not be what they were.
             llm.reset_prefix_cache()
             llm.sleep(level=1)
             llm.wake_up()
-            more, recorder = serve(llm, [{**request, "name": f"{request['name']}2"} for request in job["requests"]])
+            again = [{**request, "name": f"{request['name']}2"} for request in job["requests"]]
+            more, recorder = serve(llm, again, job["calls"])
             answers, steps, preempted = {**answers, **more}, steps + recorder.steps, preempted + recorder.preempted
     if others_follow:
         # The process's end does it as well, and the first Model Runner V2 cannot be shut down.

@@ -78,6 +78,7 @@ class Load:
         experts: whether the model has experts, for which the simulated device has no kernels.
         autotuned: whether Triton chooses configurations of kernels by time. Two processes may choose others, which may
             round otherwise.
+        calls: methods of the worker by the engine's step before which they are called.
     """
 
     options: Mapping[str, Any]
@@ -85,6 +86,7 @@ class Load:
     sleeps: bool = False
     experts: bool = False
     autotuned: bool = True
+    calls: Sequence[tuple[int, str]] = ()
 
 
 @dataclass(frozen=True)
@@ -239,12 +241,14 @@ class Engine:
         method: of speculation; None for none.
         graphs: ``FULL_DECODE_ONLY``, for example; None for none.
         drafts: tokens that a request has verified at once.
+        graphs_of: requests that the graphs of decode batches are for; others are padded.
         more: options of vLLM's.
     """
 
     method: str | None
     graphs: str | None = "FULL_DECODE_ONLY"
     drafts: int = 3
+    graphs_of: Sequence[int] = (1, 2, 4, 6)
     more: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -261,12 +265,11 @@ class Engine:
         if self.graphs is None:
             return {**made, "enforce_eager": True}
         width = 1 if self.method is None else 1 + self.drafts
-        # Three and five requests are padded.
         made["compilation_config"] = {
             "cudagraph_mode": self.graphs,
             # Inductor generates no code for MUSA in torch's own build.
             "mode": 0,
-            "cudagraph_capture_sizes": [width * requests for requests in (1, 2, 4, 6)],
+            "cudagraph_capture_sizes": [width * requests for requests in self.graphs_of],
         }
         return made
 

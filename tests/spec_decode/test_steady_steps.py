@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,9 @@ pytest.importorskip("vllm.v1.worker.gpu_model_runner", exc_type=ImportError)
 
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
+from vllm.v1.utils import CpuGpuBuffer
 
+from vllm_hwplugin.spec_decode import steady_steps
 from vllm_hwplugin.spec_decode.steady_steps import StepInputs, _Recorded
 
 DRAFTS = 3
@@ -262,3 +265,26 @@ def test_a_batch_some_of_whose_tokens_were_thrown_away_is_not_kept(served: Serve
     served.step()
     served.step()
     assert served.graph.replays == 0
+
+
+def test_recording_leaves_requests_that_are_under_way_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM captures anew where ranks of data parallelism come or go; how far their requests are is on the device."""
+    runner: Any = Runner(asynchronous=True, derives=False)
+    runner.device, runner.max_num_reqs, runner.max_num_tokens = torch.device("cpu"), 2, 2 * WIDTH
+    runner.max_model_len = 100
+    for name, rows in (("query_start_loc", 3), ("num_accepted_tokens", 2), ("input_ids", 2 * WIDTH)):
+        buffer = CpuGpuBuffer(rows, dtype=torch.int32, device=runner.device, pin_memory=False)
+        setattr(runner, name, buffer)
+    runner.positions, runner.seq_lens = torch.zeros(2 * WIDTH, dtype=torch.int64), torch.zeros(2, dtype=torch.int32)
+    runner.num_computed_tokens = torch.tensor([50, 20], dtype=torch.int32)
+    runner.input_batch.block_table.compute_slot_mapping = lambda *_: None
+    monkeypatch.setattr(steady_steps, "obstacle", lambda _: None)
+    monkeypatch.setattr(steady_steps, "metadata_obstacle", lambda _: "it is made elsewhere")
+    monkeypatch.setattr(steady_steps, "graph_capture", lambda device: nullcontext())
+    monkeypatch.setattr(steady_steps, "record_graph", lambda run, pool: run())
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
+    inputs = StepInputs(runner)
+    inputs.capture()
+    assert set(inputs._graphs) == {1, 2}
+    assert runner.num_computed_tokens.tolist() == [50, 20]

@@ -126,10 +126,13 @@ class StepInputs:
         started = time.perf_counter()
         reason = metadata_obstacle(self._runner)
         with torch.inference_mode(), graph_capture(device=self._runner.device):
+            # Requests may be under way: where ranks of data parallelism come or go, vLLM captures anew.
+            computed = self._runner.num_computed_tokens.clone()
             most = self._make_buffers()
             pool = torch.cuda.graph_pool_handle()
             for num_reqs in range(most, 0, -1):
                 self._graphs[num_reqs] = self._record(num_reqs, reason is None, pool)
+            self._runner.num_computed_tokens.copy_(computed)
         torch.accelerator.synchronize()
         record.note(
             V1_STEP_INPUTS,
@@ -229,11 +232,18 @@ class StepInputs:
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
+    def forget_step(self) -> None:
+        """Have vLLM prepare the next step: `_dummy_run` leaves its own batch where the last step's was.
+
+        A rank of data parallelism makes one while its requests are paused, and these go on as they were.
+        """
+        self._kept = None
+
     def update_states(self, scheduled: Any) -> Any:
         """`_update_states`."""
         if not scheduled.total_num_scheduled_tokens:
             # All requests leave the batch; when they come back, none has a step before.
-            self._kept = None
+            self.forget_step()
         return self._runner._update_states(scheduled)
 
     def prepare_inputs(self, scheduled: Any, num_scheduled_tokens: np.ndarray) -> tuple[Any, ...]:
