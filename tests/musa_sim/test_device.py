@@ -375,6 +375,25 @@ def test_a_triton_kernel_is_launched_and_captured() -> None:
         kernel[(1,)](torch.arange(5.0), target, 5, BLOCK=8)
 
 
+@on_the_device
+def test_a_graph_does_not_keep_the_memory_of_a_triton_launch() -> None:
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def kernel(source, target):
+        tl.store(target, tl.load(source) + 1)
+
+    held, target = [torch.ones(1, device="musa")], torch.zeros(1, device="musa")
+    graph, _ = captured(lambda: kernel[(1,)](held[0], target))
+    gc.collect()
+    graph.replay()
+    assert target.tolist() == [2]
+    held.clear()
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        graph.replay()
+
+
 # -- names
 
 

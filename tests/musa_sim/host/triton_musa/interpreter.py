@@ -16,6 +16,10 @@ from triton.runtime.interpreter import GridExecutor, TensorHandle
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 
+class _Address:
+    """Of a tensor among a launch's arguments: it is what a graph keeps, and not the memory."""
+
+
 def _tensors(value):
     if isinstance(value, torch.Tensor):
         yield value
@@ -27,12 +31,22 @@ def _tensors(value):
 
 
 def _replaced(value, tensors):
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, (torch.Tensor, _Address)):
         return next(tensors)
     if isinstance(value, TensorDescriptor):
         return dataclasses.replace(value, base=next(tensors))
     if isinstance(value, (tuple, list)):
         made = [_replaced(item, tensors) for item in value]
+        return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
+    return value
+
+
+def _addresses(value):
+    """Arguments without the memory of their tensors; but a descriptor keeps its own, at which it looks when made."""
+    if isinstance(value, torch.Tensor):
+        return _Address()
+    if isinstance(value, (tuple, list)):
+        made = [_addresses(item) for item in value]
         return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
     return value
 
@@ -66,9 +80,11 @@ def install():
             if argument.device.type != "musa" and not argument.is_pinned():
                 raise ValueError(f"Pointer argument (at {position}) cannot be accessed from Triton (cpu tensor?)")
 
+        positional, named = _addresses(args), {name: _addresses(value) for name, value in kwargs.items()}
+
         def on_host(views):
             tensors = iter(views)
-            there = _replaced(args, tensors), {name: _replaced(value, tensors) for name, value in kwargs.items()}
+            there = _replaced(positional, tensors), {name: _replaced(value, tensors) for name, value in named.items()}
             instead = INSTEAD.get(self.fn.__name__)
             if instead is None:
                 original(self, *there[0], **there[1])
