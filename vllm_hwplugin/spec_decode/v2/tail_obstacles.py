@@ -14,6 +14,8 @@ from vllm_hwplugin.spec_decode.v2.draft_metadata import decides, why_not_in_grap
 _METHODS: Final = ("eagle", "eagle3", "mtp", "dflash")
 #: The speculators of these methods that draft by that `propose` and nothing else: later versions have more.
 _SPECULATORS: Final = ("EagleSpeculator", "MTPSpeculator", "DFlashSpeculator")
+#: Those of vLLM's sampler: they do nothing for a request that asks for nothing of theirs.
+_LOGITS_PROCESSORS: Final = ("LogitBiasState", "PenaltiesState", "BadWordsState")
 #: Its metadata is empty until the first kernel that reads it puts a plan into it.
 _PLANNED_BY_A_KERNEL: Final = "vllm.v1.attention.backends.mla.flashmla.FlashMLAMetadataBuilder"
 
@@ -93,8 +95,13 @@ def _sampling(runner: Any) -> str | None:
             return words
     if "Watermark" in type(runner.sampler).__name__:
         return "samples are watermarked"
-    if getattr(runner.model_config, "logits_processors", None):
-        return "there are custom logits processors"
+    # From 0.31 on; an installed package brings some without being asked.
+    processors = (type(one).__name__ for one in getattr(runner.sampler, "logits_processors", ()))
+    custom = sorted({name for name in processors if name not in _LOGITS_PROCESSORS})
+    if custom:
+        return f"there are custom logits processors: {', '.join(custom)}"
+    if getattr(runner.sampler, "return_sampling_mask", False):
+        return "each step's sampling masks leave the engine, as large as the batch's top-k needs them"
     return None
 
 
