@@ -211,6 +211,9 @@ class StepInputs:
             and not scheduled.scheduled_new_reqs
             and not scheduled.has_structured_output_requests
             and scheduled.num_spec_tokens_to_schedule == width - 1
+            # From 0.33 on, for requests that are sure to end. vLLM's own drafter then takes the step's attention
+            # metadata, of which a graph leaves nothing on the host.
+            and not getattr(scheduled, "skip_drafts", False)
         )
 
     def prepared(self, batch: Any) -> bool:
