@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from vllm.distributed.device_communicators.pynccl_allocator import set_graph_pool_id
 
 
 def known_arguments(function: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
@@ -31,6 +32,8 @@ def record_graph(run: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
     run()
     torch.accelerator.synchronize()
     graph = torch.cuda.CUDAGraph()
+    # Collectives in symmetric memory leave it for a while.
+    set_graph_pool_id(pool)
     graph.capture_begin(pool=pool)
     try:
         run()
