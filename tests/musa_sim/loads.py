@@ -329,6 +329,19 @@ def mixed() -> list[Request]:
     return made
 
 
+def two_alone(**random: Any) -> list[Request]:
+    """When the others are done, a greedy request and a random one that meanwhile need more blocks, both at a time.
+
+    Args:
+        random: what the random one asks the sampler for beside a temperature and a seed.
+    """
+    texts = json.loads((SMALL / "prompts.json").read_text())["prompt_ids"]
+    return [
+        Request("p", texts[3][:24], 100, {"temperature": 0.0, "max_tokens": 44}),
+        Request("q", texts[7][:24], 100, {"temperature": 0.9, "seed": 5, "max_tokens": 44, **random}),
+    ]
+
+
 def by_temperature() -> list[Request]:
     """Requests with temperatures and seeds, a greedy one, and one that needs more of the sampler."""
     texts = json.loads((SMALL / "prompts.json").read_text())["prompt_ids"]

@@ -7,7 +7,6 @@ A run of stock vLLM is what those with features are compared with, of all featur
 from __future__ import annotations
 
 import itertools
-import json
 import subprocess
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
@@ -19,7 +18,7 @@ from vllm_hwplugin.features import gate_of
 
 from ..conftest import cannot_run
 from . import loads, simulated
-from .loads import Engine, Load, Process, Request, Run
+from .loads import Engine, Load, Process, Run
 
 pytestmark = [pytest.mark.musa_sim, pytest.mark.engine]
 
@@ -57,7 +56,7 @@ class Case:
     def load(self) -> Load:
         options = {**self.engine.on_musa(), "async_scheduling": self.asynchronous}
         if not self.drawn:
-            return Load(options, [*loads.mixed(), *two_alone()], calls=self.calls)
+            return Load(options, [*loads.mixed(), *loads.two_alone()], calls=self.calls)
         options["speculative_config"] = {**options["speculative_config"], "draft_sample_method": "probabilistic"}
         return Load(options, loads.by_temperature())
 
@@ -70,15 +69,6 @@ class Case:
             else None
             for step in run.steps
         ]
-
-
-def two_alone() -> list[Request]:
-    """When the others are done, a greedy request and a random one that meanwhile need more blocks, both at a time."""
-    texts = json.loads((loads.SMALL / "prompts.json").read_text())["prompt_ids"]
-    return [
-        Request("p", texts[3][:24], 100, {"temperature": 0.0, "max_tokens": 44}),
-        Request("q", texts[7][:24], 100, {"temperature": 0.9, "seed": 5, "max_tokens": 44}),
-    ]
 
 
 #: What a rank of data parallelism does while its requests are paused.

@@ -123,11 +123,13 @@ STAND_INS: dict[str, Any] = {
     "get_offloader": lambda: types.SimpleNamespace(sync_prev_onload=lambda: None, join_after_forward=lambda: None),
     "is_breakable_cudagraph_enabled": lambda: False,
     "set_graph_pool_id": lambda pool: None,
-    "current_platform": types.SimpleNamespace(get_global_graph_pool=object),
+    "current_platform": types.SimpleNamespace(get_global_graph_pool=object, device_type="cpu"),
     "MULTIMODAL_REGISTRY": types.SimpleNamespace(supports_multimodal_inputs=lambda config: False),
     # Triton's own functions, which its kernel calls, were made before the interpreter was asked for.
     "gumbel_sample": best_token,
     "UvaBuffer": PlainUvaBuffer,
+    # From 0.30 on there is a buffer for hosts without, and it is taken.
+    "is_uva_available": lambda: False,
     "CommonAttentionMetadata": types.SimpleNamespace,
 }
 

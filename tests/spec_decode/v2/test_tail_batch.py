@@ -3,12 +3,17 @@
 
 from __future__ import annotations
 
+import ast
+import itertools
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from vllm_hwplugin.patching import SUPPORTED
 from vllm_hwplugin.spec_decode.decode_batch import Rung
 from vllm_hwplugin.spec_decode.v2.tail_batch import Sampling, decodes_only, rungs
 
@@ -46,6 +51,74 @@ def test_the_request_that_a_graph_is_recorded_with_needs_just_that(needed: Sampl
     row = states(temperature=[params.temperature], top_k=[params.top_k if params.top_k > 0 else 100])
     row.top_p.np = np.array([params.top_p])
     assert Sampling.of(row, np.array([0])) is needed
+
+
+#: Of requests that graphs sample for.
+PARAMS = [
+    {"temperature": 0.0},
+    {"temperature": 0.0, "top_k": 20, "top_p": 0.9},
+    {"temperature": 1.0},
+    {"temperature": 0.7},
+    {"temperature": 1.0, "top_k": 20},
+    {"temperature": 0.7, "top_p": 0.9},
+    {"temperature": 0.7, "top_k": 20, "top_p": 0.9},
+]
+
+
+class Decisions:
+    """What the `SamplingStates` of a released vLLM decide on the host for a batch."""
+
+    def __init__(self, module: Any, monkeypatch: pytest.MonkeyPatch):
+        self.states = module.SamplingStates(1 + len(PARAMS), 100)
+        self._temperature: list[bool] = []
+        monkeypatch.setattr(module, "apply_temperature", lambda *_: self._temperature.append(True))
+        # From 0.28 on it says whether the sampler has anything to do.
+        self._processed = [self.states.add_request(row, SamplingParams(**params)) for row, params in enumerate(PARAMS)]
+        self._processed.append(None)
+
+    def of(self, rows: np.ndarray) -> tuple[Any, ...]:
+        """For a batch of these rows: top-k, top-p, more of them, whether there is anything at all, and temperature."""
+        self._temperature.clear()
+        expanded = torch.from_numpy(rows)
+        self.states.apply_temperature(torch.zeros(len(rows), 100), expanded, rows)
+        asked = (expanded, rows, 100)[: self.states.get_top_k_top_p.__code__.co_argcount - 1]
+        top_k, top_p, *more = self.states.get_top_k_top_p(*asked)
+        processed = any(self._processed[row] for row in rows)
+        # It changes nothing of a temperature of 0 or 1.
+        scaled = bool(self._temperature) or top_k is not None or top_p is not None
+        return top_k is not None, top_p is not None, *more, processed, scaled
+
+    def recorded(self, needed: Sampling) -> tuple[Any, ...]:
+        """By the row that a graph is recorded with."""
+        row = len(PARAMS)
+        self._processed[row] = self.states.add_request(row, SamplingParams(**needed.example()))
+        return self.of(np.array([row]))
+
+
+@pytest.mark.parametrize("version", [version for version in SUPPORTED if version >= "0.24"])
+def test_a_graph_holds_what_vllm_launches_for_the_batch(
+    version: str, vllm_tree: Callable[..., Any], modules: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels that vLLM leaves out, or adds, by what it finds on the host would be left out or added for ever."""
+    decisions = Decisions(modules(version)("sample.states"), monkeypatch)
+    (apply,) = (
+        one
+        for one in ast.walk(ast.parse(vllm_tree(version).read("vllm/v1/sample/ops/topk_topp_sampler.py")))
+        if isinstance(one, ast.FunctionDef) and one.name == "apply_top_k_top_p"
+    )
+    # By which the running one is asked.
+    apart = "has_topp_only_rows" in {argument.arg for argument in apply.args.args}
+    left = []
+    for pair in itertools.combinations_with_replacement(range(len(PARAMS)), 2):
+        rows = np.array(pair)
+        needed = Sampling.of(decisions.states, rows, top_p_apart=apart)
+        if needed is None:
+            left.append(pair)
+        else:
+            assert decisions.of(rows) == decisions.recorded(needed), [PARAMS[row] for row in pair]
+    # A request with top-p beside one with top-k.
+    assert apart == (version >= "0.33")
+    assert left == ([(4, 5), (5, 6)] if apart else [])
 
 
 def test_shapes_are_those_in_which_the_target_decodes_in_one_graph() -> None:

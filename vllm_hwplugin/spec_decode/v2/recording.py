@@ -9,6 +9,8 @@ from typing import Any, Final
 
 import torch
 from vllm.sampling_params import SamplingParams
+from vllm.v1.sample.ops import topk_topp_triton
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from vllm_hwplugin.spec_decode.graph_recording import known_arguments
@@ -74,6 +76,23 @@ def idx_dtype(runner: Any) -> torch.dtype:
     """Of vLLM's `InputBatch.idx_mapping`, which differs from version to version."""
     dtype: torch.dtype = InputBatch.make_dummy(1, 1, runner.input_buffers).idx_mapping.dtype
     return dtype
+
+
+def shared_scratch() -> list[torch.Tensor]:
+    """Memory in which vLLM's kernels for top-k and top-p work, whatever the batch.
+
+    vLLM lets it go when a larger batch comes, and takes more. A graph that holds these kernels goes on with what it was
+    recorded with, so whoever has the graph has to have that, too.
+    """
+    return list(topk_topp_triton._TRITON_BUFFER_CACHE.values())
+
+
+def splits_top_p() -> bool:
+    """Whether this vLLM has kernels of their own for requests with top-p and without top-k beside others with top-k.
+
+    From 0.33 on it has, and leaves them out of a batch without such requests.
+    """
+    return bool(known_arguments(apply_top_k_top_p, has_topp_only_rows=True))
 
 
 @contextmanager

@@ -23,14 +23,23 @@ class Sampling(Enum):
     TOP_K_TOP_P = (True, True, True)
 
     @classmethod
-    def of(cls, states: Any, rows: np.ndarray) -> Sampling:
-        """What the requests at `rows` of vLLM's `SamplingStates` need.
+    def of(cls, states: Any, rows: np.ndarray, top_p_apart: bool = False) -> Sampling | None:
+        """What the requests at `rows` of vLLM's `SamplingStates` need; None where no one request needs all of it.
 
         With top-k or top-p the temperature is always applied, which changes nothing where it is 0 or 1.
+
+        Args:
+            states: of the sampler.
+            rows: [number of requests], integers.
+            top_p_apart: whether vLLM has kernels of their own for requests with top-p and without top-k, which are
+                left out of a batch without such requests.
         """
         temperature = states.temperature.np[rows]
-        top_k = bool(np.any(states.top_k.np[rows] != states.vocab_size))
-        top_p = bool(np.any(states.top_p.np[rows] != 1.0))
+        has_top_k = states.top_k.np[rows] != states.vocab_size
+        has_top_p = states.top_p.np[rows] != 1.0
+        top_k, top_p = bool(has_top_k.any()), bool(has_top_p.any())
+        if top_p_apart and top_k and bool((has_top_p & ~has_top_k).any()):
+            return None
         scaled = top_k or top_p or not bool(np.all((temperature == 0.0) | (temperature == 1.0)))
         return cls((scaled, top_k, top_p))
 

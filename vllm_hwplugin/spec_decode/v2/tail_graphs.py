@@ -35,6 +35,8 @@ from vllm_hwplugin.spec_decode.v2.recording import (
     idx_dtype,
     recorded_with,
     sampling_as,
+    shared_scratch,
+    splits_top_p,
 )
 from vllm_hwplugin.spec_decode.v2.tail_batch import Sampling, decodes_only, rungs
 from vllm_hwplugin.spec_decode.v2.tail_buffers import TailBuffers
@@ -102,6 +104,7 @@ class TailGraphs:
     def __init__(self, runner: Any):
         self._runner = runner
         self._plain = np.zeros(runner.max_num_reqs, dtype=bool)
+        self._splits_top_p = splits_top_p()
         self._companions: list[Companion] = []
         self._forget()
 
@@ -118,6 +121,7 @@ class TailGraphs:
     def _forget(self) -> None:
         self._graphs: dict[int, _Graphs] = {}
         self._buffers: TailBuffers | None = None
+        self._scratch: list[torch.Tensor] = []
         self._output: Any = None
         self._step: _Graphs | None = None
         self._drafted = False
@@ -159,6 +163,7 @@ class TailGraphs:
                 self._graphs[rung.num_reqs] = self._capture_rung(rung, pool)
             for companion in () if profile_only else self._companions:
                 companion.capture(self._batches, self._buffers, pool)
+        self._scratch = shared_scratch()
         runner.req_states.draft_tokens.zero_()
         torch.accelerator.synchronize()
         if profile_only:
@@ -365,9 +370,11 @@ class TailGraphs:
         free = self._runner.req_states.free_indices
         if not free and batch.num_reqs < found.rung.num_reqs:
             return None
+        sampling = Sampling.of(self._runner.sampler.sampling_states, rows, self._splits_top_p)
+        if sampling is None:
+            return None
         assert self._buffers is not None
         self._buffers.write(rows, free[-1] if free else int(rows[0]))
-        sampling = Sampling.of(self._runner.sampler.sampling_states, rows)
         self.held = Held(batch.req_ids, rows, sampling, found)
         return found
 
