@@ -12,24 +12,21 @@ import pytest
 pytest.importorskip("vllm.v1.worker.gpu.model_runner", exc_type=ImportError)
 
 import torch
-from vllm.config import VllmConfig
 from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
-from vllm.v1.worker.gpu import buffer_utils
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 from vllm.v1.worker.gpu.sample.logits_processor import loader
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
-from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 from vllm.v1.worker.gpu.spec_decode.mtp.speculator import MTPSpeculator
-from vllm.v1.worker.gpu.states import RequestState
 from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_hwplugin.spec_decode.v2.tail_obstacles import obstacle
 
 from ..host_runner import BACKENDS, FLASH_MLA, builder
+from .samplers import sampler
 
 MLA = "vllm.model_executor.layers.attention.mla_attention.MLACommonMetadataBuilder"
 PLANNING = f"{BACKENDS}.mla.flashmla.FlashMLAMetadataBuilder"
@@ -76,44 +73,29 @@ class Installed(LogitsProcessor):
         return logits + 1
 
 
-def sampling(runner: Any, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Any:
-    """The runner with vLLM's own sampler, made as `load_model` makes it."""
-    monkeypatch.setattr(buffer_utils, "is_uva_available", lambda: False)
-    sizes = {"max_num_reqs": 2, "max_model_len": 8, "max_num_batched_tokens": 8, "num_speculative_steps": 3}
-    device, config = torch.device("cpu"), VllmConfig()
-    states = RequestState(**sizes, vocab_size=16, device=device)
-    runner.sampler = Sampler(
-        vllm_config=config,
-        max_num_reqs=2,
-        vocab_size=16,
-        device=device,
-        req_states=states,
-        custom_logits_processors=loader.build_custom_logits_processors(config, states, False, ()),
-        **settings,
-    )
-    return runner
-
-
-def flash_attention() -> Any:
-    return runner(FlashAttentionMetadataBuilder, FlashAttentionMetadataBuilder)
+def sampling(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Any:
+    """A runner with vLLM's own sampler."""
+    made = runner(FlashAttentionMetadataBuilder, FlashAttentionMetadataBuilder)
+    made.sampler = sampler(monkeypatch, **settings)
+    return made
 
 
 def test_vllms_own_sampler_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert obstacle(sampling(flash_attention(), monkeypatch)) is None
+    assert obstacle(sampling(monkeypatch)) is None
 
 
 def test_logits_processors_of_an_installed_package_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM finds them by an entry point; the configuration does not name them."""
     found = EntryPoint("installed", f"{__name__}:{Installed.__name__}", loader.LOGITSPROCS_GROUP)
     monkeypatch.setattr(loader, "entry_points", lambda group: [found])
-    made = sampling(flash_attention(), monkeypatch)
+    made = sampling(monkeypatch)
     assert made.model_config.logits_processors is None
     assert obstacle(made) == "there are custom logits processors: Installed"
 
 
 def test_sampling_masks_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """They come from each step's sampler; those of the recording would be given out for ever."""
-    assert "sampling masks" in (obstacle(sampling(flash_attention(), monkeypatch, return_sampling_mask=True)) or "")
+    assert "sampling masks" in (obstacle(sampling(monkeypatch, return_sampling_mask=True)) or "")
 
 
 @pytest.mark.parametrize("path", [FLASH_MLA, MLA])

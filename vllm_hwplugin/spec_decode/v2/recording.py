@@ -104,7 +104,8 @@ def sampling_as(sampler: Any, needed: Sampling) -> Iterator[None]:
     extra = known_arguments(sampler.add_request, prompt_len=1)
 
     def write(**params: float) -> None:
-        sampler.add_request(req_idx=0, sampling_params=SamplingParams(**params), **extra)
+        # Without a seed vLLM would draw one, and requests that bring none would get others than without graphs.
+        sampler.add_request(req_idx=0, sampling_params=SamplingParams(**params, seed=0), **extra)
         sampler.apply_staged_writes()
 
     write(**needed.example())
