@@ -9,7 +9,6 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -67,7 +66,7 @@ class _State:
 
     def __init__(self, entry: ProcessRecord) -> None:
         self.record = entry
-        self.base: Path | None = None
+        self.overlay: Overlay | None = None
         self.gates: tuple[gates.Gate, ...] = ()
         self.installed: Mapping[str, Installed] = {}
         self.plan: Plan | None = None
@@ -219,7 +218,9 @@ def _install(environ: Mapping[str, str], catalog: Catalog | None) -> _State:
             text.replace("\n", "; "),
             exc_info=None if expected else error,
         )
-        base, state = state.base, _State(_of_stock(state.record, text))
+        # Placing the copies may have found that the first place has no room.
+        base = state.overlay.base if state.overlay is not None else None
+        state = _State(_of_stock(state.record, text))
         record.begin(state.record, base)
     return state
 
@@ -272,13 +273,11 @@ def _activate(
             f"{demanded[0]}=on, but no catalogue of patches has this gate{left_out and f' ({left_out})'}; name the "
             "catalogue's folder in VLLM_HWPLUGIN_PATCHES, or take the variable back"
         )
-    state.base = overlay.base
+    state.overlay = overlay
     try_unlisted = values["VLLM_HWPLUGIN_TRY_UNLISTED"].flag
     strict = values[gates.STRICT].flag
     wanted = _Wanted(state.installed, missing, catalog, choices, try_unlisted, strict, overlay)
     settled = _put_in_force(state, wanted)
-    # Only now: placing the copies may have found that a place has no room.
-    state.base = overlay.base
     for note in overlay.notes:
         logger.warning("patched copies go to %s instead: %s", overlay.base, note)
     plan = state.plan = settled.plan
