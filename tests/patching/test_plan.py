@@ -118,6 +118,9 @@ def test_what_requires_a_feature_that_was_switched_off_is_off_too(drifted: bool)
     assert states(lost) == {"one": "refused", "two": "refused"}
     if not drifted:
         assert lost.features["two"].reason == "it requires one, which is refused (imported too early)"
+    both = feature(file_diff(BETA, BETA + "z\n", OTHER), name="three")._replace(requires=("two", "one"), gate=GATE_2)
+    unwanted = make_plan(Catalog((ONE, TWO, both)), source, {GATE: "off"}, refused={"two": "imported too early"})
+    assert states(unwanted) == {"one": "off", "two": "refused", "three": "off"}
 
 
 def test_strict_names_every_feature_that_is_refused_and_its_way_out() -> None:
