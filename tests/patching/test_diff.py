@@ -81,6 +81,7 @@ def test_blank_context_without_its_space() -> None:
         (HEAD + "@@ -1 +1 @@\n x\n", "changes nothing"),
         (HEAD + "@@ -1 +1 @@\n-x\n+x\n", "changes nothing"),
         (HEAD + "@@ -1,2 +1,2 @@\n-x\n\\ No newline at end of file\n a\n+x\n", "a line before its last has no newline"),
+        (HEAD + "@@ -1,2 +1,2 @@\n-x\n+y\n\\ No newline at end of file\n a\n", "a line before its last has no newline"),
         (HEAD + "@@ -1 +1 @@\n\\ No newline at end of file\n-x\n+y\n", "starts with '\\ No newline"),
         (HEAD.replace("/vllm/", "/vllm/../torch/") + HUNK, "expected the same 'vllm/....py' on both sides"),
         (HEAD.replace("b/vllm/v1/alpha", "b/vllm/v1/beta") + HUNK, "'b/vllm/v1/beta.py'; expected the same"),

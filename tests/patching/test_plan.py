@@ -72,6 +72,9 @@ def test_off_reads_nothing() -> None:
     assert states(plan) == {"one": "off", "two": "off"}
     assert plan.features["one"].reason == f"{GATE}=off"
     assert (plan.files, plan.fingerprint) == ({}, "none")
+    # Nor is it missed where its library is not installed.
+    plan = make_plan(Catalog((ONE,)), Closed(), {GATE: "off"}, strict=True, refused={"one": "no such library"})
+    assert (states(plan), plan.errors) == ({"one": "off"}, ())
 
 
 def test_on_that_cannot_be_is_an_error() -> None:
