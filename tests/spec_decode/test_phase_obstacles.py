@@ -13,6 +13,8 @@ pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
 from vllm.config import CUDAGraphMode
+from vllm.model_executor.offloader import base as offloading
+from vllm.model_executor.offloader.uva import UVAOffloader
 from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
 from vllm.v1.sample.logits_processor import LogitBiasLogitsProcessor, LogitsProcessors, MinTokensLogitsProcessor
 from vllm.v1.worker.utils import AttentionGroup
@@ -68,6 +70,15 @@ def test_an_engine_without_any_is_served(drafter: Any) -> None:
 )
 def test_an_engine_that_does_more_in_a_step_is_not(drafter: Any, changed: dict[str, Any]) -> None:
     assert obstacle(runner_of(drafter, **changed))
+
+
+def test_nor_is_one_whose_weights_are_on_the_host(drafter: Any) -> None:
+    before = offloading.get_offloader()
+    offloading.set_offloader(UVAOffloader(1 << 30))
+    try:
+        assert "loaded from the host" in (obstacle(runner_of(drafter)) or "")
+    finally:
+        offloading.set_offloader(before)
 
 
 def test_nor_is_a_drafter_that_does_more_on_the_host(drafter: Any) -> None:

@@ -12,6 +12,8 @@ import pytest
 pytest.importorskip("vllm.v1.worker.gpu.model_runner", exc_type=ImportError)
 
 import torch
+from vllm.model_executor.offloader import base as offloading
+from vllm.model_executor.offloader.uva import UVAOffloader
 from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
@@ -98,6 +100,57 @@ def test_sampling_masks_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "sampling masks" in (obstacle(sampling(monkeypatch, return_sampling_mask=True)) or "")
 
 
+def changed(path: str, value: Any) -> Any:
+    """A runner that would be served, but for one attribute, by its dotted path."""
+    owner = made = runner(FlashAttentionMetadataBuilder, FlashAttentionMetadataBuilder)
+    *owners, name = path.split(".")
+    for one in owners:
+        owner = getattr(owner, one)
+    setattr(owner, name, value)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        ("speculator", None, "does not draft"),
+        ("rejection_sampler", None, "does not draft"),
+        ("speculator.speculative_config.method", "ngram", "method is ngram"),
+        ("vllm_config.parallel_config.data_parallel_size", 2, "data parallelism"),
+        ("vllm_config.parallel_config.enable_eplb", True, "experts"),
+        ("use_pp", True, "pipeline"),
+        ("use_dcp", True, "context is split"),
+        ("pcp_manager", object(), "context is split"),
+        ("lora_config", object(), "LoRA"),
+        ("is_encoder_decoder", True, "encoder"),
+        ("sampler.compute_nans", True, "VLLM_COMPUTE_NANS_IN_LOGITS"),
+        ("adaptive_verification", object(), "changes from step to step"),
+        ("batch_sharder", object(), "part of the batch"),
+        ("aux_output_connector", object(), "hidden states leave"),
+        ("speculator.speculative_config.uses_dynamic_speculative_decoding", lambda: True, "number of drafts"),
+        ("speculator.acceptance_estimator", object(), "acceptance is estimated"),
+    ],
+)
+def test_an_engine_that_is_not_served(path: str, value: Any, words: str) -> None:
+    assert words in (obstacle(changed(path, value)) or "")
+
+
+def test_nor_one_that_watermarks() -> None:
+    watermarking = pytest.importorskip("vllm.v1.watermarking.gpu_sampler", exc_type=ImportError)
+    sampler = object.__new__(watermarking.GPUWatermarkSampler)
+    sampler.compute_nans = False
+    assert "watermarked" in (obstacle(changed("sampler", sampler)) or "")
+
+
+def test_nor_one_whose_weights_are_on_the_host() -> None:
+    before = offloading.get_offloader()
+    offloading.set_offloader(UVAOffloader(1 << 30))
+    try:
+        assert "loaded from the host" in (obstacle(changed("lora_config", None)) or "")
+    finally:
+        offloading.set_offloader(before)
+
+
 @pytest.mark.parametrize("path", [FLASH_MLA, MLA])
 def test_an_mtp_layer_is_served_where_metadata_stays_in_place(path: str) -> None:
     assert obstacle(runner(builder(path), builder(path))) is None
@@ -134,6 +187,8 @@ def test_other_drafters_are_served(speculator: type, method: str) -> None:
     [
         # Several MTP layers, one for each draft: it never asks for padding to be masked.
         ("multi_module_mtp", "MultiModuleMTPSpeculator", "mtp"),
+        # Its positions do not advance.
+        ("gemma4", "Gemma4Speculator", "mtp"),
         ("dflash2", "DFlash2Speculator", "dflash"),
         ("lilicorr", "LiLiCorrSpeculator", "dflash"),
     ],

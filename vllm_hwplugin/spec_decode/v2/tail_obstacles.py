@@ -108,8 +108,6 @@ def _sampling(runner: Any) -> str | None:
 def _drafting(speculator: Any) -> str | None:
     if speculator.speculative_config.uses_dynamic_speculative_decoding():
         return "the number of drafts changes from step to step"
-    if not getattr(speculator, "advance_draft_positions", True):
-        return "the draft model's positions do not advance"
     if getattr(speculator, "acceptance_estimator", None) is not None:
         return "acceptance is estimated in each step"
     return None
