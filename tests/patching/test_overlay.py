@@ -16,6 +16,7 @@ import pytest
 from vllm_hwplugin.patching._finder import CopyFinder
 from vllm_hwplugin.patching._overlay import Copy, Overlay, OverlayError, open_overlay
 from vllm_hwplugin.patching._plan import patched_file
+from vllm_hwplugin.patching._sealed import keep_sealed
 
 TEXT = "def answer():\n    return 42\n"
 
@@ -198,8 +199,16 @@ def other_code(copy: Copy) -> bytes:
     return pyc(copy).read_bytes()[:16] + marshal.dumps(code)
 
 
+def another_pythons(copy: Copy) -> bytes:
+    """Whole and sealed, by a Python whose byte code has another number."""
+    code = compile(TEXT.replace("42", "43"), str(copy.path), "exec", dont_inherit=True)
+    keep_sealed(pyc(copy), bytes(4) + pyc(copy).read_bytes()[4:16] + marshal.dumps(code))
+    return pyc(copy).read_bytes()
+
+
 BYTECODE_HARMS: dict[str, Callable[[Copy], bytes]] = {
     "another text's code under the right header": other_code,
+    "another Python's": another_pythons,
     "one changed constant": lambda copy: pyc(copy).read_bytes().replace(marshal.dumps(42)[1:], marshal.dumps(43)[1:]),
     "torn": lambda copy: pyc(copy).read_bytes()[:60],
     "torn behind the header": lambda copy: pyc(copy).read_bytes()[:16] + bytes(80),

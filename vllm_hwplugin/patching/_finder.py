@@ -78,15 +78,12 @@ class CopyFinder:
             # Modules of the same features may run patched already: the stock module would make half a feature.
             raise ImportError(str(error), name=fullname, path=str(copy.path)) from error
         self._on_load(fullname)
-        spec = spec_from_file_location(
+        return spec_from_file_location(
             fullname,
             copy.path,
             loader=CopyLoader(copy),
             submodule_search_locations=[str(installed)] if copy.is_package else None,
         )
-        if spec is not None:
-            spec.cached = copy.bytecode
-        return spec
 
     def invalidate_caches(self) -> None:
         """Nothing is cached between calls; the method is part of the protocol."""
@@ -103,4 +100,4 @@ class CopyFinder:
 def serves(module: ModuleType, copy: Copy) -> bool:
     """Whether an imported module runs from its copy."""
     spec = getattr(module, "__spec__", None)
-    return spec is not None and spec.origin == str(copy.path) and getattr(module, "__file__", None) == str(copy.path)
+    return spec is not None and bool(spec.origin == str(copy.path))
