@@ -17,6 +17,7 @@ from vllm_hwplugin.attention.paged import (  # noqa: E402
     Kernel,
     Scratch,
     TritonKernel,
+    _hopper,
     paged_attention,
     refuse,
     refuse_heads,
@@ -51,6 +52,9 @@ def test_what_fits_passes() -> None:
     check(arguments(query=torch.zeros(3, 24, 512, dtype=HALF)[:, 8:16]))
     keys, values = torch.zeros(4, 2, 16, 1024, dtype=HALF).transpose(1, 2).split(512, dim=-1)
     check(arguments(keys=keys, values=values))
+    # Nothing is reached by the stride of a single token.
+    one = torch.zeros(3 * 8 * 512, dtype=HALF).as_strided((1, 8, 512), (7, 512, 1))
+    check(arguments(query=one, out=torch.zeros(1, 8, 512, dtype=HALF)))
 
 
 @pytest.mark.parametrize(
@@ -119,10 +123,21 @@ def test_the_cuda_kernel_is_left_to_check_what_a_plan_does_not_need(monkeypatch:
     # The layers of a step share a plan.
     call(arguments(), kernel, scratch)
     assert launched[1][1] is launched[0][1]
+    # A batch without requests has no programs, and a grid of none is an error of the driver.
+    starts, none = torch.zeros(1, dtype=torch.int32), torch.zeros(0, dtype=torch.int32)
+    call(arguments(query_start_loc=starts, seq_lens=none, block_table=none.view(0, 3)), kernel, scratch)
+    assert len(launched) == 2
     with pytest.raises(ValueError, match="8 query heads and 3 KV heads"):
         call(arguments(keys=torch.zeros(4, 16, 3, 512, dtype=HALF)), kernel, scratch)
     with pytest.raises(ValueError, match="expected \\[tokens, heads, head size\\]"):
         call(arguments(query=torch.zeros(3, 4096, dtype=HALF)), kernel, scratch)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0)])
+def test_no_other_gpu_gets_the_kernel_for_hopper(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(_hopper, "ensure", lambda kernel: pytest.fail("it would have been built"))
+    assert HopperKernel.load(torch.device("cuda")) is None
 
 
 @pytest.mark.parametrize(

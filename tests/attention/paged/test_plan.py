@@ -59,6 +59,8 @@ def test_every_token_has_a_block(heights: Heights, lengths: list[int], heads: tu
 
 def test_blocks_are_searched_for_only_where_requests_differ_much() -> None:
     assert plan(num_requests=64, num_tokens=64 * 9, max_query_len=9).blocks_per_request == 2
+    # 192 blocks, where 128 would do with a search.
+    assert plan(num_requests=64, num_tokens=64 * 8, max_query_len=17).blocks_per_request == 3
     mixed = plan(num_requests=65, num_tokens=64 + 8192, max_query_len=8192)
     assert mixed.blocks_per_request == 0
     assert mixed.blocks == (64 + 8192) // 8 + 65

@@ -50,7 +50,7 @@ def balance(plan: LaunchPlan, *, group: int, num_kv_heads: int, multiprocessors:
         return alike
     if plan.blocks < _FEWEST or programs > _MOST * multiprocessors:
         return alike
-    rows = min(plan.tokens, plan.max_query_len) * group
+    rows = plan.max_query_len * group
     splits = min(MAX_SPLITS, SCRATCH_ROWS // (programs * rows))
     at_once = max(multiprocessors // num_kv_heads, 1)
     if splits < 2:
