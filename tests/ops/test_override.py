@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -43,6 +44,24 @@ def test_the_plugins_kernel_serves_under_vllms_name_and_is_loaded_once_at_the_fi
     assert [toy(None), toy(None)] == [2, 2]
     assert toy.calls == ["stock", "load", "plugin", "plugin"]
     assert override.state == "plugin"
+
+
+def test_a_thread_that_waits_for_the_first_call_does_not_load_it_again(
+    toy: Toy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load, second = overrides.load_kernel, threading.Thread(target=toy, args=(None,))
+
+    def meanwhile(op: OverridableOp) -> bool:
+        if threading.current_thread() is not second:
+            second.start()
+            second.join(0.2)
+        return load(op)
+
+    monkeypatch.setattr(overrides, "load_kernel", meanwhile)
+    toy.in_front()
+    toy(None)
+    second.join()
+    assert toy.calls.count("load") == 1
 
 
 def test_a_call_that_the_kernel_does_not_support_goes_to_vllms_kernel(toy: Toy) -> None:
