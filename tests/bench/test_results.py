@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 
 from vllm_hwplugin.bench import Job, Outcome, Workload, _results
 from vllm_hwplugin.bench._plan import Case
@@ -43,5 +44,24 @@ def test_the_commit_of_a_copy_without_git_comes_from_the_environment(monkeypatch
     assert _results.commit() is None
     monkeypatch.setenv("HWPLUGIN_BENCH_COMMIT", "abc")
     assert _results.commit() == "abc"
-    (tmp_path / ".git").mkdir()
+
+
+def test_a_tree_with_local_changes_is_told_from_its_commit(monkeypatch, tmp_path):
+    def git(*arguments):
+        command = ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x@y.z", *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    monkeypatch.setattr(_results, "__file__", str(tmp_path / "p" / "bench" / "_results.py"))
+    monkeypatch.delenv("HWPLUGIN_BENCH_COMMIT", raising=False)
+    git("init", "-q")
+    assert _results.commit() is None
+    (tmp_path / "measured").write_text("as it was")
+    git("add", ".")
+    git("commit", "-qm", "x")
+    (tmp_path / "left over").touch()
+    head = git("rev-parse", "--short=12", "HEAD")
+    assert _results.commit() == head
+    (tmp_path / "measured").write_text("changed")
+    assert _results.commit() == f"{head}+"
+    monkeypatch.setenv("HWPLUGIN_BENCH_COMMIT", "abc")
     assert _results.commit() == "abc"

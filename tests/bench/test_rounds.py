@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from vllm_hwplugin.bench import Job, Outcome, Row, Workload
-from vllm_hwplugin.bench._rounds import rounds_entry
+from vllm_hwplugin.bench._rounds import phases_entry, rounds_entry
 from vllm_hwplugin.bench._window import Moment, Window, added
 
 JOB = Job("x", True, {}, {}, (Workload("w", ((1,),), max_tokens=8, batch=1),))
@@ -73,10 +73,23 @@ def test_the_best_step_counts_and_the_acceptance_of_all_rounds():
     assert (entry["step_ms"]["best"], entry["step_ms"]["median"]) == pytest.approx((2.0, 3.0))
     assert entry["tokens_per_step"] == pytest.approx(2.5)
     assert entry["tokens_per_second"]["best"] == pytest.approx(1250)
+    assert entry["tokens_per_second"]["median"] == pytest.approx(2500 / 3)
     assert entry["tokens_per_second"]["all"] == pytest.approx([750, 1000, 2500 / 3])
     assert entry["host_us"] == [500.0, 501.0, 502.0]
     assert entry["acceptance_per_position"] == [0.8, pytest.approx(2 / 3)]
     assert entry["gpu_idle_share"] == pytest.approx(0.25)
+
+
+def test_the_phases_are_those_of_the_round_whose_steps_were_the_quickest():
+    def phases(number, us):
+        row = {"path": ["step"], "calls": 1.0, "us": us}
+        return {**measured(number, us / 1e6, 1, 2, [8, 4]), "event": "phases", "rows": [row]}
+
+    events = (phases(0, 3000.0), phases(1, 2000.0), phases(2, 4000.0))
+    entry = phases_entry(Outcome(JOB, events, 1.0), "w")
+    assert (entry["phases"][0]["us"], entry["host_us"], entry["step_ms"]) == (2000.0, 501.0, pytest.approx(2.0))
+    assert (entry["rounds"], entry["drafts"]) == (3, 30)
+    assert phases_entry(Outcome(JOB, (), 1.0), "w") is None
 
 
 def test_rounds_without_a_whole_step_are_no_measurement():
