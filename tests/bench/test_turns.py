@@ -10,6 +10,7 @@ import pytest
 
 from vllm_hwplugin import record
 from vllm_hwplugin.bench import Job, TimeLimit, Workload, _launch, measure_in_turn, of_workloads
+from vllm_hwplugin.bench._session import Session
 from vllm_hwplugin.bench._turns import Turn, turns
 
 WORKLOADS = tuple(
@@ -45,6 +46,7 @@ for line in sys.stdin:
         break
     if command["do"] == "profile":
         say(event="collected", workload=command["workload"])
+        time.sleep(float(os.environ["LOOKS"]))
     name = {"warm-up": "warm", "round": "measured", "profile": "profiled"}[command["do"]]
     say(event=name, workload=command["workload"], round=command.get("round"))
 """
@@ -60,8 +62,8 @@ def engines(monkeypatch, tmp_path):
     monkeypatch.setattr(_launch.sys, "executable", str(wrapper))
     monkeypatch.setattr(record, "read_all", list)
 
-    def make(*sides, dies_of="", hangs_at="", last_hangs_at="", start=0.0):
-        usual = {"SHARED": str(shared), "DIES_OF": "", "HANGS_AT": "", "START": str(start)}
+    def make(*sides, dies_of="", hangs_at="", last_hangs_at="", start=0.0, looks=0.0):
+        usual = {"SHARED": str(shared), "DIES_OF": "", "HANGS_AT": "", "START": str(start), "LOOKS": str(looks)}
         jobs = {side: Job(side, False, {}, dict(usual), WORKLOADS) for side in sides}
         jobs[sides[-1]].environment.update(HANGS_AT=last_hangs_at)
         jobs[sides[0]].environment.update(DIES_OF=dies_of, HANGS_AT=hangs_at)
@@ -98,6 +100,13 @@ def test_engines_are_alive_together_and_take_turns(engines):
     # What a file says that was left in the middle, and what it says at the end.
     assert [found["a"].stopped for found in kept] == ["the run did not come to its end"] * 2
     assert [outcomes[side].stopped for side in "ab"] == [None, None]
+
+
+def test_what_was_profiled_is_waited_for_longer_than_an_end(engines, monkeypatch):
+    monkeypatch.setattr(Session.wait_for_end, "__defaults__", (0.5,))
+    jobs, _ = engines("a", "b", looks=1.0)
+    outcomes = measure_in_turn(jobs, of_workloads(jobs), rounds=1, at_once=True, timeout=30)
+    assert [(outcomes[side].error, len(outcomes[side].of("profiled"))) for side in "ab"] == [(None, 1)] * 2
 
 
 def test_side_by_side_all_start_before_one_is_ready(engines):

@@ -110,8 +110,8 @@ def test_the_first_pass_is_left_out_above_the_decode_threshold(threshold: int | 
 
 
 def test_what_the_drafters_buffers_do_not_hold_is_left_out() -> None:
-    facts = BatchFacts((8, 4, 16, 24), mixed=True, num_speculative_tokens=3, first=FirstPass(5, 19), max_num_seqs=6)
-    assert plan_keys(facts, None) == DraftKeys(uniform={1: (1, 2, 4, 6), 5: (1, 2)}, mixed=(4, 8, 16), max_num_seqs=6)
+    facts = BatchFacts((8, 4, 16, 24), mixed=True, num_speculative_tokens=3, first=FirstPass(8, 16), max_num_seqs=6)
+    assert plan_keys(facts, None) == DraftKeys(uniform={1: (1, 2, 4, 6), 8: (1, 2)}, mixed=(4, 8, 16), max_num_seqs=6)
 
 
 def test_batches_that_are_always_uniform_have_no_mixed_graphs() -> None:

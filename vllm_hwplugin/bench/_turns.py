@@ -183,7 +183,6 @@ def measure_in_turn(
                     for session in sessions.values():
                         session.wait_for("warm", timeout)
             for turn in turns(rounds, list(by_name), list(jobs)):
-                limit.check()
                 one = by_name[turn.workload]
                 sessions[turn.side].ask({**one.round, "round": turn.round}, one.answer, timeout)
                 if one is measurements[-1] and turn.side == list(jobs)[-1]:
