@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -49,6 +50,27 @@ def test_all_requests_of_all_rounds_make_the_percentiles():
     assert entry["acceptance_per_position"] == [0.8, 0.2]
     assert entry["graphs"] == [{"model": "drafter", "unpadded": 3, "padded": 4, "mode": "FULL", "count": 14}]
     assert load_entry([]) is None
+
+
+def test_a_part_of_the_stream_without_a_token_is_no_part():
+    """vLLM's own sampling parameters, and an engine that answers each request in three parts."""
+    pytest.importorskip("vllm")
+    asked = []
+
+    class Engine:
+        class vllm_config:
+            model_config = None
+
+        async def generate(self, prompt, sampling, name):
+            asked.append((prompt["prompt_token_ids"], sampling.max_tokens, sampling.temperature, sampling.ignore_eos))
+            for tokens in ([7], [], [8, 9]):
+                yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=tokens)])
+
+    load = {"concurrency": 0, "temperature": 0.5, "ignore_eos": True, "detokenize": False, "seed": 0}
+    requests = [{"prompt": (1, 2), "max_tokens": 3, "at": 0.0}, {"prompt": (4,), "max_tokens": 5, "at": 0.0}]
+    found = asyncio.run(run_load(Engine(), {**load, "requests": requests}))["requests"]
+    assert asked == [([1, 2], 3, 0.5, True), ([4], 5, 0.5, True)]
+    assert [(one["prompt_tokens"], one["tokens"], len(one["gaps"])) for one in found] == [(2, 3, 1), (1, 3, 1)]
 
 
 def test_a_load_keeps_its_bound_and_its_times(monkeypatch):

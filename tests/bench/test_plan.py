@@ -221,6 +221,8 @@ def test_model_runner_v2_on_a_cpu_is_refused(cpu_host):
     with pytest.raises(NotOnThisHost, match="--side mrv2-patched cannot be measured: Model Runner V2 needs a GPU"):
         check(cases(["tiny"], ["eagle3"], [3]), cpu_host, ("stock", "mrv2-patched"))
     assert possible_sides(["eagle3"], cpu_host) == SIDES
+    # On MUSA the platform class leaves it out.
+    assert possible_sides(["eagle3"], dataclasses.replace(cpu_host, device="musa")) == SIDES
 
 
 @pytest.mark.parametrize(

@@ -73,11 +73,25 @@ def test_random_prompts_have_their_length_and_are_those_of_the_seed():
     assert prompt_ids(model, load([700, 3])) == [one, other] != prompt_ids(model, load([700, 3], seed=6))
 
 
-def test_texts_go_through_the_models_template_once(request):
+def test_texts_go_through_the_models_template_once(request, tmp_path):
     pytest.importorskip("transformers")
+    from tokenizers import Tokenizer
+    from tokenizers.processors import TemplateProcessing
+
     target = request.config.rootpath / "tests" / "assets" / "small" / "target"
-    model = Bag(tokenizer=str(target))
+    tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<begin>"])
+    begin = tokenizer.token_to_id("<begin>")
+    # As Llama's: the tokenizer puts it in front, and so does the template.
+    tokenizer.post_processor = TemplateProcessing(single="<begin> $A", special_tokens=[("<begin>", begin)])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    options = json.loads((target / "tokenizer_config.json").read_text())
+    template = "{{ bos_token }}" + options["chat_template"]
+    told = {**options, "bos_token": "<begin>", "chat_template": template}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(told))
+    model = Bag(tokenizer=str(tmp_path))
     (chat,), (plain,) = (prompt_ids(model, load(["the dog"], chat=chat)) for chat in (True, False))
+    assert (plain[0], plain.count(begin)) == (begin, 1)
     # The checkpoint's template is the message and a line break.
     assert chat[: len(plain)] == plain
     assert len(chat) == len(plain) + 1

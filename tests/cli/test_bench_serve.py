@@ -45,9 +45,11 @@ def run(monkeypatch, tmp_path):
         def in_turn(jobs, measurements, *, rounds, at_once, timeout, limit, module, on_event, keep):
             asked.append((jobs, measurements, rounds, at_once))
             names = [one.name for one in measurements]
-            return {
+            found = {
                 side: dataclasses.replace(answer(job, names, rounds), stopped=stopped) for side, job in jobs.items()
             }
+            keep(found)
+            return found
 
         monkeypatch.setattr(_in_turn, "measure_in_turn", in_turn)
         monkeypatch.setattr(_bench_serve, "detect_host", lambda: host)
@@ -74,7 +76,7 @@ def test_every_load_on_the_same_engines_and_each_k_on_its_own(run):
     assert sent[0]["ignore_eos"] is True
     assert [len(one.warm_up["load"]["requests"]) for one in measurements] == [1, 1, 16, 16]
     entry = found["cases"][1]["sides"]["mrv2-patched"]["loads"]["16 at once, temperature 1"]
-    assert found["cases"][1]["k"] == 15
+    assert [case["k"] for case in found["cases"]] == [3, 15]
     assert entry["ttft_ms"]["p99"] == pytest.approx(50)
     assert entry["tpot_ms"]["p50"] == pytest.approx(20)
     assert entry["acceptance_per_position"] == [0.9, 0.6]
@@ -162,6 +164,20 @@ def test_a_shape_needs_neither_a_model_nor_its_memory_measured(run):
     assert options["kv_cache_memory_bytes"] >= 33 * 8 * 128 * 2 * 2 * 64 * options["max_model_len"]
     assert measurements[0].round["load"]["detokenize"] is False
     assert (found["settings"]["shape"], found["settings"]["target"]) == ("0.6b", None)
+
+
+def test_engines_start_alone_where_nobody_has_counted_the_tokens_of_a_files_prompts(run, tmp_path):
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text(json.dumps({"question": "1 + 1?"}) + "\n")
+    _, _, ((jobs, *_, at_once),) = run(["--shape", "tiny", "--method", "eagle3", "--prompts", str(prompts)])
+    assert not at_once
+    assert "kv_cache_memory_bytes" not in jobs["k=3 stock"].options
+
+
+def test_a_shape_for_several_gpus_has_them(run):
+    arguments = ["--shape", "8b-fp8-tp2", "--method", "eagle3", "--side", "stock"]
+    _, _, ((jobs, *_),) = run(arguments, host=dataclasses.replace(GPU, gpus=2))
+    assert jobs["k=3 stock"].options["tensor_parallel_size"] == 2
 
 
 def test_the_tiny_shape_has_prompts_that_it_was_trained_on(run):

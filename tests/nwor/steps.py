@@ -58,7 +58,8 @@ def row(layout: Layout, cache: Any, slot: int) -> Any:
 class Step:
     """Two layers of two KV cache groups; a batch of a prompt, of three requests with 3, 1 and 3 drafts, and padding.
 
-    The prompt's first tokens are in no cache; the drafts of the third request have no slots in the second group.
+    The prompt's first tokens are in no cache; the drafts of the third request have no slots in the second group. A
+    third group is the drafter's alone.
     """
 
     lengths = (5, 4, 2, 4, 0)
@@ -70,7 +71,7 @@ class Step:
         self.caches = [layout.make(device), layout.make(device)]
         total = sum(self.lengths)
         order = torch.randperm(5 * BLOCK, device=device) + BLOCK
-        self.slots = [order[:total].clone(), order[total : 2 * total].clone()]
+        self.slots = [order[start : start + total].clone() for start in (0, total, 2 * total)]
         self.slots[0][:2] = -1
         self.slots[1][9:11] = -1
         self.given = [slots.clone() for slots in self.slots]
@@ -95,7 +96,7 @@ class Step:
 
     def _fill(self, values: Mapping[int, int]) -> None:
         """All bytes of these tokens, on the host: a tool that watches each access of a device is slow in small ones."""
-        for cache, mapping in zip(self.caches, self.slots, strict=True):
+        for cache, mapping in zip(self.caches, self.slots[:2], strict=True):
             host, slots = cache.cpu(), mapping.tolist()
             assert host.stride() == cache.stride()
             for token, value in values.items():

@@ -349,6 +349,8 @@ def test_names_that_are_taken(acme: Project) -> None:
     assert not found(acme, "acme", "other").troubles
     (trouble,) = found(acme, "other", "acme").troubles
     assert "requires 'acme/fix', which neither the plugin" in trouble.reason
+    # One catalogue that is named in two ways is no other.
+    assert not found(acme, "acme", "twin/../acme").troubles
     # The one that is named first has it.
     assert [each.manifest.folder for each in found(acme, "twin", "acme").catalogues] == [twin]
 

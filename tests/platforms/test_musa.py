@@ -255,11 +255,17 @@ def test_an_old_triton_is_told_once(
     assert "expected MUSA's build of 3.6 or later" in line
 
 
-def test_images_are_not_split_where_the_model_attends_in_both_directions(platform: Any, dflash: list[str]) -> None:
+@pytest.mark.usefixtures("mccl")
+def test_images_are_not_split_where_the_model_attends_in_both_directions(
+    platform: Any, dflash: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "vllm.hwplugin")
     made = config()
     made.model_config.is_mm_prefix_lm = True
-    platform.check_and_update_config(made)
-    assert made.scheduler_config.disable_chunked_mm_input is True
+    for _ in range(2):
+        platform.check_and_update_config(made)
+        assert made.scheduler_config.disable_chunked_mm_input is True
+    assert ["multimodal" in line for line in caplog.messages] == [True]
 
 
 def test_a_configuration_without_a_model_is_possible(platform: Any, dflash: list[str]) -> None:

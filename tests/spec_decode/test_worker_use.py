@@ -111,6 +111,8 @@ STEPS = WorkerFacts(Version("0.26.0"), V2, "eagle3", 3, drafter="EagleSpeculator
         ({"fuses": False}, {"v2-draft-metadata", "v2-capture-metadata"}),
         # That two draft tokens have no steps to put together, v2-fused-drafts says by itself.
         ({"num_speculative_tokens": 2}, {"v2-fused-drafts", "v2-capture-metadata"}),
+        # It builds the metadata that it captures with.
+        ({"method": "dflash", "num_speculative_tokens": 2, "fuses": False}, set()),
         ({"runner": V1, "sleeps": True}, set()),
         ({"method": None, "sleeps": True}, {"v2-graph-addresses"}),
         ({"drafts_here": False}, set()),

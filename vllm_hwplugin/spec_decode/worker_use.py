@@ -336,7 +336,7 @@ def facts_of(worker: Any, entry: ProcessRecord) -> WorkerFacts:
     mode = config.compilation_config.cudagraph_mode
     draft_groups = (group for groups in getattr(drafter, "attn_groups", None) or () for group in groups) if v2 else ()
     return WorkerFacts(
-        vllm=Version(Version(entry.vllm_version or "0").public),
+        vllm=Version(entry.vllm_version or "0"),
         runner=V2 if v2 else V1,
         method=None if spec is None else spec.method,
         num_speculative_tokens=0 if spec is None else spec.num_speculative_tokens,
