@@ -56,6 +56,22 @@ def test_saying_the_same_again_writes_nothing(tmp_path: Path) -> None:
     assert path.stat().st_ino != before
 
 
+def test_what_is_said_inside_is_written_at_the_end_and_by_a_fork_at_once(tmp_path: Path) -> None:
+    record.begin(record.new("1"), tmp_path)
+    with record.written_once():
+        record.note("one", "said")
+        with record.written_once():
+            record.note("two", "said")
+        assert written(tmp_path)["decisions"] == {}
+        child = os.fork()
+        if not child:
+            record.note("three", "said")
+            os._exit(0)
+        os.waitpid(child, 0)
+    entries = {entry.pid: set(entry.decisions) for entry in record.read_all(tmp_path)}
+    assert entries == {os.getpid(): {"one", "two"}, child: {"one", "two", "three"}}
+
+
 def test_without_a_folder_it_stays_in_memory(tmp_path: Path) -> None:
     record.begin(record.new("1"), None)
     record.note("key", "text")
@@ -202,7 +218,10 @@ def test_what_a_feature_said_while_an_engine_was_built_is_of_that_engine_alone(t
     record.use("a", False, "found an obstacle")
     record.settle_uses({"a": use(True), "b": use(True)})
     assert written(tmp_path)["uses"] == {"a": use(False, "found an obstacle"), "b": use(True)}
-    # Another engine in the same process. What found an obstacle and then decides anew is not held to the obstacle.
+    # Another engine in the same process.
+    record.settle_uses({"a": use(True)})
+    assert written(tmp_path)["uses"] == {"a": use(True), "b": use(True)}
+    # What found an obstacle and then decides anew is not held to the obstacle.
     record.use("a", False, "found an obstacle")
     record.note("a", "decided anew")
     record.settle_uses({"a": use(True), "b": use(False, "not configured")})

@@ -441,7 +441,7 @@ def test_a_required_feature_whose_module_cannot_be_swapped_is_an_error(project: 
         ({GATES[0]: "perhaps", "VLLM_HWPLUGIN_STRICT": "1"}, True),
         ({GATES[0]: "perhaps", GATES[1]: "on"}, True),
         # Of a catalogue that was not read.
-        ({GATES[0]: "perhaps", "VLLM_HWPLUGIN_PATCH_ACME_FIX": "on"}, True),
+        ({GATES[0]: "perhaps", "VLLM_HWPLUGIN_PATCH_ACME_FIX": " On"}, True),
         # These ask for what the patch engine has no part in.
         ({GATES[0]: "perhaps", "VLLM_HWPLUGIN_OPS": "on", "VLLM_HWPLUGIN_ATTENTION": "on"}, False),
         ({"VLLM_HWPLUGIN_STRICT": "perhaps"}, True),
