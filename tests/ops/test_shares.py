@@ -157,6 +157,9 @@ def drawn(dice: random.Random) -> Batch:
     lengths = [
         query + context if query else dice.choice(stale) for query, context in zip(queries, contexts, strict=True)
     ]
+    if dice.random() < 0.2:
+        # As in a batch of vLLM's own, which has no requests behind it.
+        lengths[dice.randrange(rows)] = 0
     window = dice.choice(((-1, -1), (999, -1), (100, 50), (-1, 3)))
     return Batch(
         tuple(queries),

@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -108,23 +108,16 @@ class Served:
         self.inputs._from_host = SimpleNamespace(np=host.numpy(), gpu=host, copy_to_gpu=lambda count: None)
         self.step()
 
-    def step(self, **changed: Any) -> tuple[Any, Any]:
-        """The calls of the patched `execute_model`, in its order."""
+    def step(self, asked: Mapping[str, Any] = MappingProxyType({}), **changed: Any) -> tuple[Any, Any]:
+        """The calls of the patched `execute_model`, in its order; `asked` is what metadata are asked for otherwise."""
         output = scheduled(**changed)
         self.inputs.update_states(output)
         counts = [output.num_scheduled_tokens[name] for name in self.runner.input_batch.req_ids]
         made = self.inputs.prepare_inputs(output, np.array(counts, dtype=np.int32))
         slots, _ = self.inputs.get_slot_mappings(num_tokens_padded=8, ubatch_slices=None)
-        metadata = self.inputs.build_attention_metadata(
-            num_tokens=8,
-            num_tokens_padded=8,
-            num_reqs=2,
-            num_reqs_padded=2,
-            max_query_len=WIDTH,
-            ubatch_slices=None,
-            slot_mappings=slots,
-        )
-        return made, metadata
+        usual = {"num_tokens": 8, "num_tokens_padded": 8, "num_reqs": 2, "num_reqs_padded": 2, "max_query_len": WIDTH}
+        usual |= {"ubatch_slices": None, "cascade_attn_prefix_lens": None, "slot_mappings": slots}
+        return made, self.inputs.build_attention_metadata(**{**usual, **asked})
 
 
 def scheduled(**changed: Any) -> SimpleNamespace:
@@ -195,6 +188,27 @@ def test_new_blocks_are_copied(served: Served) -> None:
 
 
 @pytest.mark.parametrize(
+    "asked",
+    [
+        {"num_tokens_padded": 12},
+        {"num_reqs_padded": 3},
+        {"ubatch_slices": [slice(0, 1), slice(1, 2)]},
+        {"cascade_attn_prefix_lens": [[16]]},
+        {"slot_mappings": {0: torch.zeros(8)}},
+    ],
+)
+def test_metadata_that_are_asked_for_otherwise_are_made_anew_and_so_are_the_next(
+    served: Served, asked: dict[str, Any]
+) -> None:
+    served.step(asked)
+    assert (served.graph.replays, served.runner.built) == (1, 2)
+    served.step()
+    assert (served.graph.replays, served.runner.built) == (2, 3)
+    served.step()
+    assert (served.graph.replays, served.runner.built) == (3, 3)
+
+
+@pytest.mark.parametrize(
     "changed",
     [
         {"scheduled_spec_decode_tokens": {"a": [-1] * DRAFTS}},
@@ -222,6 +236,10 @@ def no_counts(runner: Runner) -> None:
     runner.valid_sampled_token_count_gpu = None
 
 
+def fewer_counts(runner: Runner) -> None:
+    runner.valid_sampled_token_count_gpu = torch.tensor([4])
+
+
 def drafts_on_the_host(runner: Runner) -> None:
     runner._draft_token_ids = [[1, 2, 3], [4, 5, 6]]
 
@@ -245,7 +263,7 @@ def test_another_batch_is_left_to_vllm(served: Served, change: Callable[[Runner]
     assert (served.graph.replays, served.runner.prepared) == (0, 2)
 
 
-@pytest.mark.parametrize("change", [no_counts, drafts_on_the_host, fewer_drafts, moved, was_away])
+@pytest.mark.parametrize("change", [no_counts, fewer_counts, drafts_on_the_host, fewer_drafts, moved, was_away])
 def test_without_the_last_steps_results_vllm_prepares(change: Callable[[Runner], None]) -> None:
     served = Served(asynchronous=True)
     change(served.runner)
@@ -259,12 +277,13 @@ def test_an_empty_step_empties_the_batch(served: Served) -> None:
     assert (served.graph.replays, served.runner.prepared) == (0, 2)
 
 
-def test_a_batch_some_of_whose_tokens_were_thrown_away_is_not_kept(served: Served) -> None:
-    other_order(served.runner)
-    served.runner.discard_request_mask.np[1] = True
+@pytest.mark.parametrize(("found", "value"), [("discard_request_mask", True), ("num_decode_draft_tokens", 0)])
+def test_a_batch_that_is_not_all_decoded_is_not_kept(served: Served, found: str, value: Any) -> None:
+    """Some of its tokens are thrown away, or not all of its drafts are verified."""
+    getattr(served.runner, found).np[1] = value
+    served.step(scheduled_new_reqs=["a"])
     served.step()
-    served.step()
-    assert served.graph.replays == 0
+    assert (served.graph.replays, served.runner.prepared) == (0, 3)
 
 
 def test_recording_leaves_requests_that_are_under_way_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
