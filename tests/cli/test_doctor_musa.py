@@ -69,7 +69,10 @@ def doctor(tmp_path: Path, others: Path) -> Doctor:
     """`doctor(mate=None)`: its JSON on such a host with other versions; ``files`` replace some (None: no file)."""
 
     def call(
-        gpus: tuple[str, ...] = ("MTT S5000",), files: Mapping[str, str | None] = {}, **changes: str | None
+        gpus: tuple[str, ...] = ("MTT S5000",),
+        files: Mapping[str, str | None] = {},
+        platform: str = "auto",
+        **changes: str | None,
     ) -> dict[str, Any]:
         site = tmp_path / "site"
         for name, version in {
@@ -87,7 +90,7 @@ def doctor(tmp_path: Path, others: Path) -> Doctor:
                 (site / name).write_text(f"GPUS = {gpus!r}\n{text}" if name == "pymtml.py" else text)
         environ = {name: value for name, value in os.environ.items() if not name.startswith(("VLLM", "PYTHON"))}
         environ |= {"PYTHONPATH": os.pathsep.join([str(site), str(REPOSITORY), str(others)]), "TMPDIR": str(tmp_path)}
-        environ |= {"VLLM_HWPLUGIN_CACHE_DIR": str(tmp_path / "cache")}
+        environ |= {"VLLM_HWPLUGIN_CACHE_DIR": str(tmp_path / "cache"), "VLLM_HWPLUGIN_PLATFORM": platform}
         command = [sys.executable, "-S", "-m", "vllm_hwplugin.cli", "doctor", "--json"]
         done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
         assert done.returncode in (0, 1), done.stderr
@@ -159,6 +162,12 @@ def test_a_missing_torchvision_stops_an_engine_from_0_24_on(doctor: Doctor, tmp_
 
 def test_a_missing_torchvision_stops_none_before(doctor: Doctor) -> None:
     assert doctor(torchvision=None, vllm="0.23.0")["problems"] == []
+
+
+def test_a_missing_torchvision_is_a_warning_where_no_musa_class_is_offered(doctor: Doctor) -> None:
+    found = doctor(torchvision=None, platform="off")
+    assert found["problems"] == []
+    assert any(line.startswith("torchvision is not installed") for line in found["warnings"])
 
 
 def test_the_page_has_the_table(tmp_path: Path) -> None:
