@@ -96,9 +96,20 @@ def test_on_where_it_cannot_be_is_one_problem_that_names_the_way_out() -> None:
     assert operation_problems("cpu", gates.read_all({"VLLM_HWPLUGIN_OPS": "on", "VLLM_HWPLUGIN_OPS_SKIP": names})) == ()
 
 
-def test_a_wrong_name_in_the_skip_list_is_a_warning(tmp_path: Path) -> None:
+def test_a_wrong_name_in_the_skip_list_is_said_as_a_process_takes_it(tmp_path: Path) -> None:
     environ = {"VLLM_HWPLUGIN_CACHE_DIR": str(tmp_path), "VLLM_HWPLUGIN_OPS_SKIP": "rope"}
-    assert any("VLLM_HWPLUGIN_OPS_SKIP names rope" in line for line in _diagnosis.diagnose(environ).warnings)
+
+    def said(strict: str, ops: str) -> list[str]:
+        found = _diagnosis.diagnose({**environ, "VLLM_HWPLUGIN_STRICT": strict, "VLLM_HWPLUGIN_OPS": ops})
+        lines = {"problem": found.problems, "warning": found.warnings}
+        return [
+            kind for kind, some in lines.items() if any("VLLM_HWPLUGIN_OPS_SKIP names rope" in line for line in some)
+        ]
+
+    # As a process of vLLM takes it.
+    assert [said("0", "auto"), said("1", "auto"), said("0", "on"), said("1", "off")] == [
+        *(["warning"], ["problem"], ["problem"], ["warning"])
+    ]
 
 
 def test_what_a_process_decided_is_among_its_rows(tmp_path: Path) -> None:

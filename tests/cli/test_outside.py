@@ -140,6 +140,7 @@ def test_the_newest_release_and_pre_release_are_found_without_a_name(
     publish("0.34.0rc1", add="# moved\n" + ADD)
     assert seen() == (0, {"vllm-0.33.0": ["applies"], "vllm-0.34.0rc1": ["unlisted"], "acme_lib-2.1": ["applies"]})
     assert run("drift", "--catalogue", str(acme), "0.34.0rc1").exit_code == 1, "asked for by name, it must be listed"
+    assert run(*command[:-2], "0.34.0rc1").exit_code == 1, "also where it is the newest"
     # The day on which a release comes that does not fit.
     publish("3.0", library=LIBRARY.replace("return VALUE", "return int(VALUE)"))
     status, found = seen()
