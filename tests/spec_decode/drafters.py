@@ -269,14 +269,16 @@ class Runner:
         }
         return CommonAttentionMetadata(**{name: value for name, value in values.items() if name in FIELDS})
 
-    def batch(self, k: int, kind: str = "decode", size: int | None = None) -> dict[str, Any]:
-        """Arguments of `propose` for one random batch: "decode" (1 + k tokens each), "mixed", or "prefill"."""
-        size = size or self.random.randint(1, MAX_REQS)
+    def batch(
+        self, k: int, kind: str = "decode", size: int | None = None, lengths: list[int] | None = None
+    ) -> dict[str, Any]:
+        """Arguments of `propose` for one random batch: "decode" (1 + k tokens each), "mixed", or "prefill"; or of these
+        lengths."""
+        size = len(lengths) if lengths is not None else size or self.random.randint(1, MAX_REQS)
         chosen = self.random.sample(range(MAX_REQS), size)
         self.table[:size].copy_(self.requests[chosen])
-        lengths = [1 + k] * size
-        if kind != "decode":
-            lengths = [self.random.randint(1, 7) for _ in range(size)]
+        if lengths is None:
+            lengths = [1 + k if kind == "decode" else self.random.randint(1, 7) for _ in range(size)]
         # Every so often a request stands at the length limit, where vLLM's step kernel wraps around.
         seq_lens = [
             length if kind == "prefill" else self.random.choice([self.random.randint(length, MAX_LEN), MAX_LEN])

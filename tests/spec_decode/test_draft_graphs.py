@@ -302,6 +302,13 @@ def test_a_decode_batch_is_one_replay_a_pass_padded_to_its_own_rung(pair, size, 
     assert graphs.replayed == [descriptor_of(shape) for shape in passes]
 
 
+@pytest.mark.parametrize("lengths", [[4, 2, 2], [1, 4, 3], [4, 4, 3, 1]], ids=str)
+def test_requests_with_fewer_drafts_are_no_smaller_batch_of_whole_ones(pair, lengths):
+    """As many tokens as two requests with all their drafts, or three."""
+    stock, graphed, runner = pair("passes", EAGLE, 3, DECODE_ONLY)
+    compare(stock, graphed, runner.batch(3, lengths=lengths))
+
+
 def test_steps_above_the_ladder_use_a_mixed_graphs_own_buffers(pair):
     stock, graphed, runner = pair("passes", EAGLE, 2, FULL)
     graphs = RecordedGraphs.instances[0]
