@@ -111,6 +111,7 @@ def test_the_same_requests_are_served_with_their_lengths(served: tuple[StepInput
         {"num_scheduled_tokens": {"a": WIDTH, "c": WIDTH}},
         {"scheduled_spec_decode_tokens": {"a": [-1] * DRAFTS}},
         {"scheduled_spec_decode_tokens": {"a": [-1] * DRAFTS, "b": [-1]}, "total_num_scheduled_tokens": 6},
+        {"scheduled_spec_decode_tokens": {"a": [-1] * DRAFTS, "b": [-1]}},
         {"scheduled_new_reqs": ["a"]},
         {"has_structured_output_requests": True},
         {"num_spec_tokens_to_schedule": 1},
