@@ -59,6 +59,24 @@ def test_switched_off(host: Any, monkeypatch: pytest.MonkeyPatch, name: str, val
     assert f"{name}={value}" in str(_offer.decision())
 
 
+def test_strict_mode_stops_the_process_that_was_refused_the_class_it_named_and_no_other(
+    host: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host("cpu")
+    monkeypatch.setenv("VLLM_HWPLUGIN_STRICT", "1")
+    for choice in ("auto", "off"):
+        monkeypatch.setenv("VLLM_HWPLUGIN_PLATFORM", choice)
+        _offer.decision.cache_clear()
+        assert plugin.platform() is None
+        _offer.must_hold()
+    monkeypatch.setenv("VLLM_HWPLUGIN_PLATFORM", "cuda")
+    _offer.decision.cache_clear()
+    # vLLM swallows what is raised here.
+    assert plugin.platform() is None
+    with pytest.raises(_offer.PlatformError, match="VLLM_HWPLUGIN_PLATFORM=off to run without a class"):
+        _offer.must_hold()
+
+
 @pytest.mark.parametrize("name", ["VLLM_HWPLUGIN", "VLLM_HWPLUGIN_PLATFORM"])
 def test_a_bad_value_is_logged_once_and_offers_nothing(
     host: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
