@@ -181,6 +181,15 @@ def test_a_start_beyond_the_limit_measures_nothing_and_is_no_failure(engines):
     )
 
 
+@pytest.fixture
+def interruptible():
+    """As on a terminal: what a shell starts in the background has Ctrl-C ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_leaves_what_both_sides_have_measured_and_the_failure_of_a_third(engines):
     jobs, _ = engines("a", "b", "c", dies_of="round")
     said = []

@@ -214,6 +214,9 @@ def test_a_process_id_that_was_used_before_is_no_ancestor() -> None:
     # The newest process has the id of its own parent's earlier child.
     records = [_process(10, 7, "01"), _process(7, 1, "02"), _process(8, 7, "03")]
     assert [item.pid for item in _diagnosis.last_engine(records)] == [7, 8]
+    # The one that started the engine has gone, and a child of the engine has its id.
+    records = [_process(20, 7, "01"), _process(7, 20, "02")]
+    assert [item.pid for item in _diagnosis.last_engine(records)] == [20, 7]
 
 
 def test_the_last_engines_states_and_decisions_are_shown(diagnose: Diagnose, tmp_path: Path) -> None:

@@ -292,6 +292,12 @@ def test_code_that_is_not_the_installed_text_is_refused(live: Live) -> None:
     assert "is not what the installed file says" in live.refused(("    return value", "    return -value"))
 
 
+def test_defaults_that_are_not_the_installed_texts_are_refused(live: Live) -> None:
+    live.module.plain.__defaults__ = ("bound", "too")
+    assert "has other defaults than the installed file says" in live.refused(("    return value", "    return -value"))
+    assert live.module.plain.__defaults__ == ("bound", "too")
+
+
 def test_a_replaced_class_is_refused(live: Live) -> None:
     live.module.Runner = type("Other", (), {})  # type: ignore[attr-defined]
     assert "class Runner is not what the installed file says" in live.refused(('"stock " + super()', '"x" + super()'))
