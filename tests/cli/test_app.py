@@ -82,7 +82,7 @@ def test_an_unexpected_error_is_one_line_and_status_2(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
-@pytest.mark.parametrize("arguments", [["patches"], ["doctor", "--json"]])
+@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["patches"], ["doctor", "--json"]])
 def test_a_full_disk_is_one_line_and_status_2(arguments: list[str]) -> None:
     """Also where the text waits in a buffer until the process ends."""
     with open("/dev/full", "w") as full:

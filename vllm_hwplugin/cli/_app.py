@@ -129,16 +129,22 @@ def program(
 
 def main() -> NoReturn:
     """Run the program with the process's arguments, and end the process."""
+    status, trouble = None, None
     try:
         status = app(prog_name="vllm-hwplugin")
     except SystemExit as end:
         status = end.code
+    except OSError as error:
+        # `--help` and `--version` write before there is a command whose errors are caught.
+        trouble = error
     try:
         sys.stdout.flush()
     except OSError as error:
         # A full disk shows only now. Python would try once more at its end, and end with a status of its own.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if error.errno != errno.EPIPE and status != FAILURE:
-            typer.echo(f"error: standard output cannot be written ({error.strerror})", err=True)
+        trouble = error
+    if trouble is not None:
+        if trouble.errno != errno.EPIPE and status != FAILURE:
+            typer.echo(f"error: standard output cannot be written ({trouble.strerror})", err=True)
         status = FAILURE
     sys.exit(status)
