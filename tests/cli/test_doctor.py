@@ -110,21 +110,6 @@ def test_on_that_cannot_hold_is_a_problem(diagnose: Diagnose, tmp_path: Path) ->
     assert any("greeting" in line for line in found.problems)
 
 
-@pytest.mark.parametrize(
-    ("environ", "exit_code"), [({}, 0), ({"VLLM_HWPLUGIN_STRICT": "1"}, 1), ({"VLLM_HWPLUGIN": "0"}, 0)]
-)
-def test_a_catalogue_that_is_left_out_is_a_problem_where_it_stops_a_process(
-    diagnose: Diagnose, tmp_path: Path, environ: dict[str, str], exit_code: int
-) -> None:
-    nowhere = str(tmp_path / "nowhere")
-    found = diagnose(VLLM_HWPLUGIN_PATCHES=nowhere, **{"VLLM_HWPLUGIN_STRICT": "0", **environ})
-    assert found.exit_code == exit_code
-    said = found.problems if exit_code else found.warnings
-    assert any(line.startswith(f"{nowhere} is not live, vLLM runs stock there: ") for line in said)
-    # Strict mode has nothing to say to a process without the plugin.
-    assert diagnose(VLLM_HWPLUGIN_PATCHES=nowhere, VLLM_HWPLUGIN="0", VLLM_HWPLUGIN_STRICT="1").exit_code == 0
-
-
 @pytest.mark.parametrize(("environ", "exit_code"), [({"VLLM_HWPLUGIN": "0"}, 0), ({"version": None}, 1)])
 def test_on_is_said_too_where_nothing_can_be_live(diagnose: Diagnose, environ: dict[str, str], exit_code: int) -> None:
     assert diagnose(**environ).exit_code == 0

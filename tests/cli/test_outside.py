@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from vllm_hwplugin.cli import _app, _drift, _patches
+from vllm_hwplugin.cli import _app, _diagnosis, _drift, _patches
 from vllm_hwplugin.cli.sources import Index
 from vllm_hwplugin.patching import load_catalog
 
@@ -207,3 +207,17 @@ def test_gates_of_catalogues_are_listed(acme: Path, monkeypatch: pytest.MonkeyPa
     assert rows["ACME_TOTAL"] == ["off", "environment"]
     assert rows["ACME_ANSWER"] == ["auto", "default"]
     assert rows["VLLM_HWPLUGIN_PATCHES"] == [str(acme), "environment"]
+
+
+def test_a_catalogue_that_is_left_out_is_a_problem_where_it_stops_a_process(tmp_path: Path) -> None:
+    nowhere = str(tmp_path / "nowhere")
+
+    def said(on: str, strict: str) -> list[str]:
+        environ = {"VLLM_HWPLUGIN_PATCHES": nowhere, "VLLM_HWPLUGIN_CACHE_DIR": str(tmp_path / "cache")}
+        found = _diagnosis.diagnose({**environ, "VLLM_HWPLUGIN": on, "VLLM_HWPLUGIN_STRICT": strict})
+        lines = {"problem": found.problems, "warning": found.warnings}
+        start = f"{nowhere} is not live, vLLM runs stock there: "
+        return [kind for kind, some in lines.items() if any(line.startswith(start) for line in some)]
+
+    # Strict mode has nothing to say to a process without the plugin.
+    assert [said("1", "0"), said("1", "1"), said("0", "1")] == [["warning"], ["problem"], ["warning"]]
