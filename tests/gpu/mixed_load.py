@@ -7,7 +7,7 @@ when the host goes on.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -36,8 +36,10 @@ _NUM_BLOCKS: Final = {"eagle3": 19, "dflash": 24}
 _CAPTURED: Final = {"eagle3": (1, 2, 4, 6, 12), "dflash": (1, 2, 3, 4, 5, 6, 12)}
 
 
-def options(method: str, mode: str) -> dict[str, Any]:
-    """Arguments of `LLM`: a target with a drafter of `METHODS`, and a `cudagraph_mode`."""
+def options(method: str, mode: str, captured: Sequence[int] | None = None) -> dict[str, Any]:
+    """Arguments of `LLM`: a target with a drafter of `METHODS`, a `cudagraph_mode`, and requests of the batches that
+    have graphs.
+    """
     return {
         **SMALL_ENGINE,
         "model": str(SMALL.target),
@@ -55,7 +57,7 @@ def options(method: str, mode: str) -> dict[str, Any]:
         },
         "compilation_config": {
             "cudagraph_mode": mode,
-            "cudagraph_capture_sizes": [(1 + METHODS[method]) * requests for requests in _CAPTURED[method]],
+            "cudagraph_capture_sizes": [(1 + METHODS[method]) * requests for requests in captured or _CAPTURED[method]],
         },
     }
 

@@ -20,7 +20,8 @@ GRAPHS = ("v1-step-inputs", "v1-draft-phase")
 @pytest.mark.parametrize(("method", "mode", "sleeps"), CASES)
 def test_more_graphs_change_nothing(method: str, mode: str, sleeps: bool, tmp_path: Path) -> None:
     made = {**options(method, mode), "async_scheduling": True, "enable_sleep_mode": sleeps}
-    assert compare(Load(made, loads.mixed(), sleeps), tmp_path, "V1", GRAPHS).preempted
+    load = [*loads.mixed(), *loads.two_alone()]
+    assert compare(Load(made, load, sleeps), tmp_path, "V1", GRAPHS).preempted
 
 
 @pytest.mark.parametrize("method", METHODS)

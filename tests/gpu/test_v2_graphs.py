@@ -20,4 +20,11 @@ GRAPHS = ("v2-step-inputs", "v2-tail-graph")
 def test_more_graphs_change_nothing(method: str, mode: str, sleeps: bool, tmp_path: Path) -> None:
     """Some versions make anew, after a sleep, what graphs read of block tables."""
     made = {**options(method, mode), "enable_sleep_mode": sleeps}
-    assert compare(Load(made, loads.mixed(), sleeps), tmp_path, "V2", GRAPHS).preempted
+    load = [*loads.mixed(), *loads.two_alone()]
+    assert compare(Load(made, load, sleeps), tmp_path, "V2", GRAPHS).preempted
+
+
+def test_nor_where_vllm_has_warmed_up_with_larger_batches(tmp_path: Path) -> None:
+    """Its kernels for top-k and top-p then work in other memory than when the graphs were recorded."""
+    load = [*loads.mixed(), *loads.two_alone(top_k=20, top_p=0.9)]
+    compare(Load(options("eagle3", "FULL_AND_PIECEWISE", captured=(1, 2)), load), tmp_path, "V2", GRAPHS)
