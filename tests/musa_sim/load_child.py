@@ -8,6 +8,7 @@ steps each time.
 import gc
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from unittest import mock
 
@@ -153,7 +154,7 @@ def answer_of(output) -> dict:
     }
 
 
-def serve(llm, requests: list[dict], calls: list[list]) -> tuple[dict, Recorder]:
+def serve(llm, requests: list[dict], calls: Sequence[Sequence] = ()) -> tuple[dict, Recorder]:
     engine = llm.llm_engine
     added, aborted, answers = set(), set(), {}
     with Recorder(engine) as recorder:
