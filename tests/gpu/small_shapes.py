@@ -48,6 +48,7 @@ class Case:
         v2: those of Model Runner V2; it has none before 0.24.
         since: the first vLLM that runs it.
         options: of vLLM's.
+        initialised: see :class:`Load`. All drafts of a block begin as the same token, and would all be one.
     """
 
     shape: Shape
@@ -57,6 +58,7 @@ class Case:
     k: int = 3
     since: str = "0.20.0"
     options: Mapping[str, Any] = field(default_factory=dict)
+    initialised: bool = False
 
     def engine(self, folder: Path) -> dict[str, Any]:
         """Arguments of `LLM`.
@@ -90,7 +92,7 @@ class Case:
     def load(self, folder: Path) -> Load:
         # A grammar needs a tokenizer.
         requests = [one for one in loads.mixed() if "structured_outputs" not in one.params]
-        return Load(self.engine(folder), requests, autotuned=False)
+        return Load(self.engine(folder), requests, autotuned=False, initialised=self.initialised)
 
 
 V1_GRAPHS: Final = ("draft-full-graph", "draft-loop-graph", "dflash-full-graph", "v1-draft-phase", "v1-step-inputs")
@@ -134,6 +136,7 @@ CASES: Final[Mapping[str, Case]] = {
         since="0.24.0",
         # Of states for six requests.
         options={**_PREFILL, "kv_cache_memory_bytes": 2 << 30},
+        initialised=True,
     ),
     "MLA": Case(
         cut("deepseek-v3-4l", 4, n_routed_experts=16),

@@ -186,9 +186,29 @@ def leave_untuned() -> None:
     Autotuner.prune_configs = lambda *args, **kwargs: prune(*args, **kwargs)[:1]
 
 
+def initialise_as_usual() -> None:
+    """Have dummy weights be what training begins with: up to 0.02, and ones where RMSNorm multiplies."""
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
+    load = DummyModelLoader.load_weights
+
+    def load_weights(self, model, model_config) -> None:
+        load(self, model, model_config)
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.data *= 20
+        for module in model.modules():
+            if "RMSNorm" in type(module).__name__ and getattr(module, "weight", None) is not None:
+                module.weight.data.fill_(1)
+
+    DummyModelLoader.load_weights = load_weights
+
+
 def one(job: dict, others_follow: bool) -> dict:
     if not job["autotuned"]:
         leave_untuned()
+    if job["initialised"]:
+        initialise_as_usual()
     if job["experts"]:
         experts.register()
     import torch

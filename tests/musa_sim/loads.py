@@ -78,6 +78,8 @@ class Load:
         experts: whether the model has experts, for which the simulated device has no kernels.
         autotuned: whether Triton chooses configurations of kernels by time. Two processes may choose others, which may
             round otherwise.
+        initialised: whether dummy weights are what training begins with. vLLM's own are so small that what a token
+            attends to does not count.
         calls: methods of the worker by the engine's step before which they are called.
     """
 
@@ -86,6 +88,7 @@ class Load:
     sleeps: bool = False
     experts: bool = False
     autotuned: bool = True
+    initialised: bool = False
     calls: Sequence[tuple[int, str]] = ()
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines in this process under a load, each stepped by hand; what their KV caches hold is hashed after each step.
+"""Engines in this process under a load, each stepped by hand; each block of their KV caches is hashed after each step.
 
 `python -m tests.nwor.cache_child JOBS FOUND`
 
@@ -43,13 +43,21 @@ def fill(layers: dict) -> None:
         cache.copy_((count / 128.0).to(cache.dtype) if cache.dtype.is_floating_point else count.to(cache.dtype))
 
 
-def digests(layers: dict) -> dict[str, str]:
+def digests(layers: dict, num_blocks: int) -> dict[str, list[str]]:
+    """By layer, of each block."""
+    return {name: [digest(block) for block in blocks_of(layer, num_blocks)] for name, layer in layers.items()}
+
+
+def blocks_of(layer, num_blocks: int):
+    # An attention kernel may have several blocks of its own for one.
+    dimension = next(index for index, size in enumerate(layer.kv_cache.shape) if size % num_blocks == 0)
+    return layer.kv_cache.cpu().movedim(dimension, 0)
+
+
+def digest(block) -> str:
     import torch
 
-    return {
-        name: hashlib.sha256(layer.kv_cache.cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
-        for name, layer in layers.items()
-    }
+    return hashlib.sha256(block.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
 
 
 class Slots:
@@ -133,11 +141,11 @@ def one(job: dict, found_by_others: Path, others_follow: bool) -> dict:
     if job["oracle"] is not None:
         for patch in Slots(runner, rejected_by(job["oracle"], found_by_others), job["zeros"]).patches():
             patch.start()
-    sample_tokens = runner.sample_tokens
+    sample_tokens, num_blocks = runner.sample_tokens, runner.kv_cache_config.num_blocks
 
     def watched(*args, **kwargs):
         output = sample_tokens(*args, **kwargs)
-        found.append({kind: digests(named) for kind, named in layers.items()})
+        found.append({kind: digests(named, num_blocks) for kind, named in layers.items()})
         return output
 
     with mock.patch.object(runner, "sample_tokens", watched):

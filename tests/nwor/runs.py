@@ -49,7 +49,7 @@ class Run:
     Attributes:
         answers: tokens by request.
         rejected: for each step that the scheduler heard of, how many drafts of each request.
-        digests: for each step, ``target`` and ``drafter``: a digest of all bytes of each layer's KV cache.
+        digests: for each step, ``target`` and ``drafter``: by layer, a digest of each block of its KV cache.
         preempted: requests that lost their KV cache to others.
         runner: V1 or V2.
         used: features of the plugin that did their work.
@@ -58,7 +58,7 @@ class Run:
 
     answers: Mapping[str, Sequence[int]]
     rejected: Sequence[Mapping[str, int]]
-    digests: Sequence[Mapping[str, Mapping[str, str]]]
+    digests: Sequence[Mapping[str, Mapping[str, Sequence[str]]]]
     preempted: int
     runner: str
     used: Sequence[str]
@@ -99,8 +99,8 @@ def _run(folder: Path, found: Path, jobs: Mapping[str, Job], environment: Mappin
     assert done.returncode == 0, f"{folder.name}: {log.read_text(errors='replace')[-6000:]}"
 
 
-def differing(found: Run, expected: Run, kind: str) -> list[int]:
-    """The steps after which a layer of the target or of the drafter does not hold what it should.
+def differing(found: Run, expected: Run, kind: str) -> list[tuple[int, str, list[int]]]:
+    """The steps after which a layer of the target or of the drafter does not hold what it should, with its blocks.
 
     Raises:
         AssertionError: the runs are not of the same steps, so that nothing can be compared.
@@ -108,5 +108,10 @@ def differing(found: Run, expected: Run, kind: str) -> list[int]:
     assert found.answers == expected.answers
     assert found.rejected == expected.rejected
     assert len(found.digests) == len(expected.digests) >= len(found.rejected)
-    steps = range(len(found.rejected))
-    return [step for step in steps if found.digests[step][kind] != expected.digests[step][kind]]
+    wrong = []
+    for step in range(len(found.rejected)):
+        for layer, blocks in expected.digests[step][kind].items():
+            pairs = enumerate(zip(found.digests[step][kind][layer], blocks, strict=True))
+            if others := [block for block, (left, right) in pairs if left != right]:
+                wrong.append((step, layer, others))
+    return wrong
