@@ -32,14 +32,15 @@ class Job:
     Attributes:
         options: of ``LLM``.
         requests: of the load.
-        oracle: the job whose rejected drafts this one never writes; of the same process an earlier one.
-        zeros: whether it writes zeros there.
+        oracle: the job whose rejected drafts this one knows; of the same process an earlier one.
+        instead: what it does with them: ``nothing`` writes them, ``zeros`` are written there before it samples, or they
+            are written and ``undone`` then.
     """
 
     options: Mapping[str, Any]
     requests: Sequence[Request]
     oracle: str | None = None
-    zeros: bool = False
+    instead: str = "nothing"
 
 
 @dataclass(frozen=True)
