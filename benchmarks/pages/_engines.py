@@ -54,7 +54,7 @@ vllm-hwplugin bench --shape tiny --method eagle3 --k 3 --model FOLDER --json eng
 It needs no network and no model: the shapes have dummy weights, and FOLDER is `tests/assets/small` of the source tree.
 The table at the end is the answer. `--profile FOLDER` shows instead where the host's time of a step goes, function by
 function, and leaves traces for Perfetto. `--time-limit SECONDS`, or Ctrl-C, ends a run with what all sides have
-measured.
+measured. `--side plugin --side patched --patched-env GATE=VALUE` measures one variable against the plugin without it.
 
 Your own target, drafter and prompts, as clients see them (TTFT, TPOT, ITL, end to end, acceptance by position, graphs):
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import _engine_tables, _engines, _host_time, _kernel_tables, _kernels, _phase_tables, _serve_tables
+from . import _costs, _engine_tables, _engines, _host_time, _kernel_tables, _kernels, _phase_tables, _serve_tables
 from ._gains import gains
 from ._read import Found, ResultsError, read_all
 
@@ -15,23 +15,23 @@ _FOLDER = "benchmarks/results"
 RESULTS = ROOT / _FOLDER
 CHART = "docs/benchmarks.svg"
 
-#: README.md has other text too; its table stands between these lines.
-_BEGIN, _END = "<!-- gains: made by `make docs` -->", "<!-- gains: end -->"
+#: Pages that have other text too, with the name of the lines between which their table stands.
+_PLACES = {"README.md": "gains", "docs/nwor.md": "costs"}
 
 
 def pages(root: Path = ROOT) -> dict[str, str]:
     """Path below ``root``, the source tree, -> text, of every page but the chart.
 
     Raises:
-        ResultsError: a results file cannot be used, or README.md has no place for its table.
+        ResultsError: a results file cannot be used, or a page has no place for its table.
     """
     results = root / _FOLDER
     engines, soaks = read_all(results, "engines-"), read_all(results, "soak-")
     kernels = [*read_all(results, "kernels-attention-"), *read_all(results, "kernels-ops-")]
     phases, served = read_all(results, "phases-"), read_all(results, "serve-")
-    readme = (root / "README.md").read_text(encoding="utf-8")
     return {
-        "README.md": _between(readme, _engines.first_screen(engines, kernels)),
+        "README.md": _within(root, "README.md", _engines.first_screen(engines, kernels)),
+        "docs/nwor.md": _within(root, "docs/nwor.md", _costs.markdown(read_all(results, "cost-nwor-"))),
         "docs/benchmarks.md": _engines.page(engines, soaks, Path(CHART).name),
         "docs/kernel-benchmarks.md": _kernels.page(kernels),
         "benchmarks/results/engines.md": _engine_tables.markdown(engines),
@@ -68,9 +68,11 @@ def _text(path: Path) -> str | None:
     return path.read_text(encoding="utf-8") if path.exists() else None
 
 
-def _between(text: str, table: str) -> str:
-    before, begin, rest = text.partition(_BEGIN)
-    _, end, after = rest.partition(_END)
-    if not begin or not end:
-        raise ResultsError(f"README.md: the lines {_BEGIN} and {_END} are missing, between which the table stands")
+def _within(root: Path, page: str, table: str) -> str:
+    name = _PLACES[page]
+    begin, end = f"<!-- {name}: made by `make docs` -->", f"<!-- {name}: end -->"
+    before, begins, rest = (root / page).read_text(encoding="utf-8").partition(begin)
+    _, ends, after = rest.partition(end)
+    if not begins or not ends:
+        raise ResultsError(f"{page}: the lines {begin} and {end} are missing, between which the table stands")
     return f"{before}{begin}\n{table}\n{end}{after}"

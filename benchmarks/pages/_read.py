@@ -16,6 +16,7 @@ from vllm_hwplugin.bench import micro, serve, soak
 #: `probe`, `start_cost.py` and `import_share.py`, of which no page is made.
 _FORMATS: Mapping[str, tuple[str, tuple[Any, ...]] | None] = {
     "engines-": ("format", (bench.FORMAT,)),
+    "cost-nwor-": ("format", (bench.FORMAT,)),
     "kernels-attention-": ("kernels_format", (micro.FORMAT,)),
     "kernels-ops-": ("kernels_format", (micro.FORMAT,)),
     "soak-": ("format", (soak.FORMAT,)),
@@ -28,6 +29,7 @@ _FORMATS: Mapping[str, tuple[str, tuple[Any, ...]] | None] = {
 #: What a file of that kind has to have.
 _NEEDED = {
     "engines-": ("date", "commit", "plugin", "host", "settings", "cases"),
+    "cost-nwor-": ("date", "commit", "plugin", "host", "settings", "cases"),
     "kernels-attention-": ("date", "commit", "plugin", "host", "settings", "processes", "cells"),
     "kernels-ops-": ("date", "commit", "plugin", "host", "settings", "processes", "cells"),
     "soak-": ("date", "commit", "plugin", "host", "settings", "sides", "failures"),

@@ -12,7 +12,9 @@ from vllm_hwplugin.bench import find_checkpoints
 from vllm_hwplugin.bench._plan import (
     ALL_SIDES,
     MRV2_SIDES,
+    PLUGIN_SIDES,
     SIDES,
+    STOCK_OF,
     Case,
     NotOnThisHost,
     cases,
@@ -57,6 +59,16 @@ def test_stock_on_musa_keeps_the_platform_class_and_no_feature(settings, gpu_hos
     assert gates.read("VLLM_HWPLUGIN_PLATFORM", stock).text == "auto"
     assert {gates.read(name, stock).text for name in switches} == {"off"}
     assert {name: gates.read(name, patched).text for name in switches} == asked
+
+
+def test_a_side_may_have_the_plugin_without_what_patched_ones_set(settings, gpu_host, tmp_path):
+    for plugin, patched in zip(PLUGIN_SIDES, STOCK_OF, strict=True):
+        one, other = (
+            job_for(Case("tiny", "eagle3", 3), side, settings, gpu_host, find_checkpoints(None), tmp_path)
+            for side in (plugin, patched)
+        )
+        assert (one.options, one.patched) == (other.options, True)
+        assert {**one.environment, "ONE": "2"} == other.environment
 
 
 def test_the_sides_of_the_other_runner_are_the_same_two(settings, gpu_host, tmp_path):

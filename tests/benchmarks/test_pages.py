@@ -14,6 +14,7 @@ from vllm_hwplugin.bench import rows, serve, step_ms
 
 ENGINES = "benchmarks/results/engines-h200-vllm-0.26.0-eagle3-0.6b.json"
 DFLASH = "benchmarks/results/engines-h200-vllm-0.26.0-dflash-0.6b.json"
+COSTS = "benchmarks/results/cost-nwor-h200-vllm-0.26.0-eagle3.json"
 ATTENTION = "benchmarks/results/kernels-attention-h200-vllm-0.26.0.json"
 #: What answers a user's questions has to be read to its end.
 MOST_LINES = 150
@@ -120,6 +121,26 @@ def test_a_soak_is_told_runner_by_runner(tree):
     text = " ".join(pages(tree)["docs/benchmarks.md"].split())
     assert "acceptance of each position equal to stock's; V2: 10007 steps with 1 to 32 requests, 4698 texts" in text
     assert "without drafts, with `v2-tail-graph`, acceptance of each position within 0.0020 of stock's: nothing" in text
+
+
+def test_what_a_feature_costs_is_held_to_the_plugin_without_it_where_that_was_measured(tree):
+    def with_plugin(results):
+        results["settings"]["sides"] += ["mrv2-plugin"]
+        for case in results["cases"]:
+            other = json.loads(json.dumps(case["sides"]["mrv2-patched"]))
+            for batch in other["batches"].values():
+                batch["step_ms"] = {key: batch["step_ms"][key] / 1.25 for key in ("best", "median")}
+            case["sides"]["mrv2-plugin"] = other
+
+    before = pages(tree)["docs/nwor.md"]
+    change(tree / COSTS, with_plugin)
+    found = [line for line in pages(tree)["docs/nwor.md"].splitlines() if "| V2 |" in line]
+    assert [line.split("|")[6].strip() for line in found] == ["plugin"] * 4
+    assert all(line.endswith("| +25.0% (+25.0%) |") for line in found)
+    # V1's rows are held to stock, as before.
+    assert [line for line in before.splitlines() if "| V1 |" in line] == [
+        line for line in pages(tree)["docs/nwor.md"].splitlines() if "| V1 |" in line
+    ]
 
 
 def test_a_run_that_was_stopped_says_so(tree):

@@ -96,6 +96,15 @@ def test_all_sides_that_the_host_can_run(run, method, host, sides):
     assert found["settings"]["sides"] == sides
 
 
+def test_a_variable_can_be_held_to_the_plugin_without_it(run):
+    result, found, _ = run(["--side", "plugin", "--side", "patched", "--patched-env", "ONE=2"])
+    assert result.exit_code == 0, result.output
+    assert found["settings"]["sides"] == ["plugin", "patched"]
+    assert "by plugin's" in result.output
+    # Nobody asked for it.
+    assert "stock" not in result.output
+
+
 def test_a_side_that_the_host_cannot_run_is_refused(run):
     host = dataclasses.replace(GPU, vllm="0.20.2")
     result, _, asked = run(["--shape", "8b", "--method", "dflash", "--side", "stock", "--side", "mrv2"], host=host)

@@ -5,8 +5,8 @@
 
 A job may have an oracle: how many drafts of each request will be rejected in each step, which another job of the same
 load finds, here or in another process. Their slots are then taken before the target's forward pass, so nothing ever
-writes them; vLLM itself does the rest. Instead of nothing its own attention layers may write zeros there. Or they write the
-drafts, and what was there before is put back when the target is done.
+writes them; vLLM itself does the rest. Instead of nothing, its own attention layers may write zeros there. Or they
+write the drafts, and what was there before is put back when the target is done.
 """
 
 import functools

@@ -14,6 +14,7 @@ from ._launch import Ended, launch, run_child
 from ._plan import (
     ALL_SIDES,
     MRV2_SIDES,
+    PLUGIN_SIDES,
     SIDES,
     STOCK_OF,
     TINY,
@@ -71,6 +72,7 @@ __all__ = [
     "NOT_MEASURED",
     "PHASES",
     "PHASES_FORMAT",
+    "PLUGIN_SIDES",
     "SERVING",
     "SHAPES",
     "SIDES",

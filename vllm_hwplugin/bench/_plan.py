@@ -28,6 +28,8 @@ SIDES = ("stock", "patched")
 #: The same two on Model Runner V2.
 MRV2_SIDES = ("mrv2", "mrv2-patched")
 ALL_SIDES = (*SIDES, *MRV2_SIDES)
+#: With the plugin as it is by default, on either runner: what a variable of the patched sides is held to.
+PLUGIN_SIDES = ("plugin", "mrv2-plugin")
 #: Patched side -> the one that it is held to.
 STOCK_OF = {"patched": "stock", "mrv2-patched": "mrv2"}
 
@@ -101,7 +103,7 @@ def job_for(
 
     Args:
         case: shape, method and k.
-        side: one of `ALL_SIDES`.
+        side: one of `ALL_SIDES` or `PLUGIN_SIDES`.
         settings: shared by all engines.
         host: decides type and graphs.
         checkpoints: only needed for the tiny shape.
@@ -201,7 +203,12 @@ def _kept(made: Path, home: Path) -> Path:
 
 def is_patched(side: str) -> bool:
     """Whether the plugin is on in it."""
-    return side.endswith("patched")
+    return side in STOCK_OF or side in PLUGIN_SIDES
+
+
+def on_v2(side: str) -> bool:
+    """Whether it is on Model Runner V2."""
+    return side.startswith("mrv2")
 
 
 def share_of_gpu(wanted: float | None, engines: Sequence[str]) -> float:
@@ -220,13 +227,13 @@ class _Environments(Protocol):
 def environment_of(side: str, host: Host, settings: _Environments, *, own_process: bool) -> dict[str, str]:
     """The variables of one side's engine."""
     extra = dict(settings.vllm_environment)
-    if is_patched(side):
+    if side in STOCK_OF:
         extra |= settings.patched_environment
-    if side in MRV2_SIDES:
+    if on_v2(side):
         # A runner that the user set for all sides would make this one a second measurement of V1.
         extra.pop("VLLM_USE_V2_MODEL_RUNNER", None)
     return engine_environment(
-        host.device, patched=is_patched(side), extra=extra, v2_runner=side in MRV2_SIDES, own_process=own_process
+        host.device, patched=is_patched(side), extra=extra, v2_runner=on_v2(side), own_process=own_process
     )
 
 
@@ -249,7 +256,7 @@ def check(planned: Sequence[Case], host: Host, sides: Sequence[str] = SIDES) -> 
         raise NotOnThisHost(
             f"--shape {' '.join(dummy)} needs a GPU: vLLM's CPU sampler has no synthetic acceptance; use --shape tiny"
         )
-    vllm, on_v2 = Version(host.vllm), any(side in MRV2_SIDES for side in sides)
+    vllm = Version(host.vllm)
     for case in planned:
         if case.shape == TINY:
             if case.method not in DRAFT_TOKENS:
@@ -257,7 +264,7 @@ def check(planned: Sequence[Case], host: Host, sides: Sequence[str] = SIDES) -> 
                     f"--shape {TINY} has no drafter for {case.method}, only for {', '.join(DRAFT_TOKENS)}"
                 )
             continue
-        if (reason := why_not(case.shape, case.method, vllm, on_v2=on_v2)) is not None:
+        if (reason := why_not(case.shape, case.method, vllm, on_v2=any(map(on_v2, sides)))) is not None:
             raise NotOnThisHost(reason)
         needed = SHAPES[case.shape].tensor_parallel_size
         if needed > host.gpus:
@@ -271,9 +278,9 @@ def check_sides(sides: Sequence[str], methods: Iterable[str], host: Host) -> Non
     Raises:
         NotOnThisHost: one is on Model Runner V2, and :func:`why_not_mrv2` has a reason.
     """
-    on_v2 = [side for side in sides if side in MRV2_SIDES]
-    if on_v2 and (reason := why_not_mrv2(methods, host)) is not None:
-        raise NotOnThisHost(f"--side {' '.join(on_v2)} cannot be measured: {reason}; leave it out")
+    refused = [side for side in sides if on_v2(side)]
+    if refused and (reason := why_not_mrv2(methods, host)) is not None:
+        raise NotOnThisHost(f"--side {' '.join(refused)} cannot be measured: {reason}; leave it out")
 
 
 def why_not_mrv2(methods: Iterable[str], host: Host) -> str | None:

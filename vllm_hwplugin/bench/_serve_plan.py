@@ -123,7 +123,7 @@ def serve_job(
 
     Args:
         k: drafted tokens a step.
-        side: one of `ALL_SIDES`.
+        side: one of `ALL_SIDES` or `PLUGIN_SIDES`.
         settings: of the case.
         host: decides type and graphs.
         checkpoints: of the tiny shape.

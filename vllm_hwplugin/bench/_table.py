@@ -15,9 +15,22 @@ NOT_MEASURED = "-"
 LEAST_US = 5.0
 
 #: Side -> its name in tables, in their order.
-SIDE_NAMES = {"stock": "stock", "patched": "patched", "mrv2": "MRV2", "mrv2-patched": "MRV2 patched"}
+SIDE_NAMES = {
+    "stock": "stock",
+    "plugin": "plugin",
+    "patched": "patched",
+    "mrv2": "MRV2",
+    "mrv2-plugin": "MRV2 plugin",
+    "mrv2-patched": "MRV2 patched",
+}
 #: What is compared with what: the same runner, and the one that vLLM takes by default.
-COMPARED = (("patched", "stock"), ("patched", "mrv2"), ("mrv2-patched", "mrv2"))
+COMPARED = (
+    ("patched", "stock"),
+    ("patched", "plugin"),
+    ("patched", "mrv2"),
+    ("mrv2-patched", "mrv2"),
+    ("mrv2-patched", "mrv2-plugin"),
+)
 
 
 @dataclass(frozen=True)
@@ -55,8 +68,8 @@ def rows(results: Mapping[str, Any]) -> Iterator[Row]:
 
 
 def sides_of(results: Mapping[str, Any]) -> list[str]:
-    """Stock and patched always, so that a side that is missing shows; Model Runner V2's where any case has them."""
-    present = {side for case in results["cases"] for side in case["sides"]} | {"stock", "patched"}
+    """Those that were asked for, so that one that is missing shows."""
+    present = {side for case in results["cases"] for side in case["sides"]} | set(results["settings"]["sides"])
     return [side for side in SIDE_NAMES if side in present]
 
 

@@ -16,6 +16,7 @@ import typer
 from ..bench import (
     ALL_SIDES,
     METHODS,
+    PLUGIN_SIDES,
     SHAPES,
     TINY,
     Settings,
@@ -40,8 +41,8 @@ from ._in_turn import InTurn
 from ._options import known, pairs
 from ._output import STANDARD_OUTPUT, JsonFile, console_for, write_json
 from ._sides import (
+    MoreSidesOption,
     PatchedEnvOption,
-    SidesOption,
     TimeLimitOption,
     UtilizationOption,
     VllmEnvOption,
@@ -66,7 +67,7 @@ def measure(
     method: Annotated[list[str] | None, typer.Option(help=f"{', '.join(METHODS)}; repeat for several.")] = None,
     k: Annotated[list[int] | None, typer.Option("--k", min=1, help="Drafted tokens a step; repeat.")] = None,
     batch: Annotated[list[int] | None, typer.Option(min=1, help="Requests at once; repeat (same engine).")] = None,
-    side: SidesOption = None,
+    side: MoreSidesOption = None,
     rounds: Annotated[int, typer.Option(min=1, help="Measured rounds of each batch size and side.")] = 5,
     tokens: Annotated[int, typer.Option(min=8, max=380, help="New tokens a request, dummy shapes.")] = 256,
     tiny_prompts: Annotated[int, typer.Option(min=1, max=96, help="Prompts of the tiny shape.")] = 32,
@@ -111,7 +112,7 @@ def measure(
     planned = cases(
         known(shape or [TINY], _SHAPES, "--shape"), known(method or ["eagle3"], METHODS, "--method"), k or [3]
     )
-    wanted = known(list(dict.fromkeys(side or ())), ALL_SIDES, "--side")
+    wanted = known(list(dict.fromkeys(side or ())), (*ALL_SIDES, *PLUGIN_SIDES), "--side")
     settings = Settings(
         batches=tuple(batch or (1, 8, 32)),
         rounds=rounds,

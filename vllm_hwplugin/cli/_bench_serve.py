@@ -15,6 +15,7 @@ from ..bench import (
     ALL_SIDES,
     METHODS,
     NOT_MEASURED,
+    PLUGIN_SIDES,
     SHAPES,
     SIDE_NAMES,
     TINY,
@@ -32,8 +33,8 @@ from ._in_turn import InTurn
 from ._options import known, pairs
 from ._output import STANDARD_OUTPUT, JsonFile, console_for, write_json
 from ._sides import (
+    MoreSidesOption,
     PatchedEnvOption,
-    SidesOption,
     TimeLimitOption,
     UtilizationOption,
     VllmEnvOption,
@@ -58,7 +59,7 @@ def serve(
         float | None, typer.Option(min=1, help="Synthetic acceptance of a dummy shape; default 1 + k / 2.")
     ] = None,
     k: Annotated[list[int] | None, typer.Option("--k", min=1, help="Drafted tokens a step; repeat. Default 3.")] = None,
-    side: SidesOption = None,
+    side: MoreSidesOption = None,
     prompts: Annotated[
         Path | None,
         typer.Option(
@@ -125,7 +126,7 @@ def serve(
         raise typer.BadParameter("what to serve is missing: name a target, or --shape", param_hint="--target")
     elif draft is None and method not in serving.BUILT_IN:
         raise typer.BadParameter(f"{method} needs a drafter: a folder, or a name", param_hint="--draft")
-    wanted = known(list(dict.fromkeys(side or ())), ALL_SIDES, "--side")
+    wanted = known(list(dict.fromkeys(side or ())), (*ALL_SIDES, *PLUGIN_SIDES), "--side")
     checkpoints = find_checkpoints(None) if shape == TINY else None
     asked: list[serving.Prompt] = []
     if prompts is not None:

@@ -10,12 +10,18 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from ..bench import ALL_SIDES, STOCK_OF, Event, Outcome
+from ..bench import ALL_SIDES, PLUGIN_SIDES, STOCK_OF, Event, Outcome
 from ._app import FAILURE
 
-SidesOption = Annotated[
+_ALL = f"{', '.join(ALL_SIDES)} (mrv2: Model Runner V2)"
+SidesOption = Annotated[list[str] | None, typer.Option("--side", help=f"{_ALL}; repeat; default: all that run here.")]
+MoreSidesOption = Annotated[
     list[str] | None,
-    typer.Option("--side", help=f"{', '.join(ALL_SIDES)} (mrv2: Model Runner V2); repeat; default: all that run here."),
+    typer.Option(
+        "--side",
+        help=f"{_ALL}; repeat; default: all that run here. Beside them {', '.join(PLUGIN_SIDES)}: with the plugin, and "
+        "without what --patched-env sets.",
+    ),
 ]
 UtilizationOption = Annotated[
     float | None,
