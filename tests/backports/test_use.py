@@ -13,7 +13,14 @@ import pytest
 pytest.importorskip("vllm")
 
 from packaging.version import Version
-from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig, StructuredOutputsConfig, VllmConfig
+from vllm.config import (
+    CUDAGraphMode,
+    ModelConfig,
+    ParallelConfig,
+    SpeculativeConfig,
+    StructuredOutputsConfig,
+    VllmConfig,
+)
 
 from vllm_hwplugin import record
 from vllm_hwplugin.patching import load_catalog
@@ -34,7 +41,14 @@ def target() -> ModelConfig:
 
 
 def uses(
-    target: ModelConfig, method: str | None, *, v2: bool = False, parser: str = "", drafter: Any = None, **parallel: int
+    target: ModelConfig,
+    method: str | None,
+    *,
+    v2: bool = False,
+    parser: str = "",
+    drafter: Any = None,
+    mode: str = "FULL_AND_PIECEWISE",
+    **parallel: int,
 ) -> dict[str, Use]:
     """What a worker says of each backport in an engine of this configuration, with all of them live."""
     sizes = ParallelConfig(**parallel)
@@ -56,6 +70,8 @@ def uses(
             **options[method],
         ),
     )
+    # A CPU has none.
+    config.compilation_config.cudagraph_mode = CUDAGraphMode[mode]
     drafter = drafter or (method and SimpleNamespace(model=None))
     runner = SimpleNamespace(**{"speculator" if v2 else "drafter": drafter or None})
     worker = SimpleNamespace(vllm_config=config, model_runner=runner, use_v2_model_runner=v2, rank=0)
@@ -96,6 +112,8 @@ def test_what_the_configuration_adds(target: ModelConfig) -> None:
     assert used(uses(target, "eagle3", data_parallel_size=2)) - v1 == {"backport-dp-drafter"}
     assert used(uses(target, "eagle3", data_parallel_size=2, v2=True)) == v2
     assert used(uses(target, "ngram", data_parallel_size=2)) == used(uses(target, "ngram"))
+    assert used(uses(target, "eagle3", mode="FULL", v2=True)) - v2 == {"backport-mixed-graphs"}
+    assert used(uses(target, "eagle3", mode="FULL")) == v1
     assert used(uses(target, "eagle3", pipeline_parallel_size=2, v2=True)) - v2 == {"backport-pipeline-drafts"}
 
 

@@ -5,11 +5,9 @@
 
 A job may have an oracle: how many drafts of each request will be rejected in each step, which another job of the same
 load finds, here or in another process. Their slots are then taken before the target's forward pass, so nothing ever
-writes them; vLLM itself does the rest. Instead of nothing, its own attention layers may write zeros there. Or they
-write the drafts, and what was there before is put back when the target is done.
+writes them; vLLM itself does the rest. With `zeros` its own attention layers write zeros there.
 """
 
-import functools
 import hashlib
 import json
 import sys
@@ -63,15 +61,12 @@ def digest(block) -> str:
 
 
 class Slots:
-    """Takes the slots of rejected drafts before the target's forward pass or, where it is undone, after it: the drafter
-    does not write them.
-    """
+    """Takes the slots of rejected drafts before the target's forward pass: neither it nor the drafter writes them."""
 
-    def __init__(self, runner, oracle, instead: str) -> None:
-        self._runner, self._oracle, self._instead = runner, list(oracle), instead
+    def __init__(self, runner, oracle, zeros: bool) -> None:
+        self._runner, self._oracle, self._zeros = runner, list(oracle), zeros
         self._v2 = hasattr(runner, "input_buffers")
         self._taken = []
-        self._before = {}
 
     def patches(self) -> list:
         runner = self._runner
@@ -87,12 +82,8 @@ class Slots:
             return found
 
         def sampled(*args, **kwargs):
-            for group, slots, take in self._taken:
-                if self._instead == "zeros":
-                    self._write(group, slots, 0)
-                elif self._instead == "undone":
-                    self._undo(group, slots)
-                    take()
+            for group, slots in self._taken if self._zeros else ():
+                self._write_zeros(group, slots)
             return sample(*args, **kwargs)
 
         return [mock.patch.object(runner, before, prepared), mock.patch.object(runner, after, sampled)]
@@ -109,40 +100,20 @@ class Slots:
             for name, end in zip(req_ids, starts[1:].tolist(), strict=False)
             for i in range(rejected.get(name_of(name), 0))
         ]
-        self._taken = [
-            (group, slots[rows].clone(), functools.partial(slots.__setitem__, rows, -1))
-            for group, slots in enumerate(mappings)
-            if rows
-        ]
-        if self._instead == "undone":
-            self._before = {name: layer.kv_cache.clone() for name, layer in layers_of(runner)["target"].items()}
-            return
-        for _, _, take in self._taken:
-            take()
+        self._taken = [(group, slots[rows].clone()) for group, slots in enumerate(mappings) if rows]
+        for slots in mappings:
+            slots[rows] = -1
 
-    def _layers(self, group: int) -> dict:
-        names = self._runner.kv_cache_config.kv_cache_groups[group].layer_names
-        return {name: layer for name, layer in layers_of(self._runner)["target"].items() if name in names}
-
-    def _write(self, group: int, slots, number: int) -> None:
+    def _write_zeros(self, group: int, slots) -> None:
         """By the layers' own writers."""
         import torch
 
-        for layer in self._layers(group).values():
-            shape = len(slots), layer.num_kv_heads, layer.head_size
-            full = torch.full(shape, number, dtype=self._runner.dtype, device=slots.device)
-            layer.impl.do_kv_cache_update(layer, full, full, layer.kv_cache, slots)
-
-    def _undo(self, group: int, slots) -> None:
-        """Where elements lie is seen by what changes as the layers' writers write zeros and ones."""
-        layers = self._layers(group)
-        found = {name: layer.kv_cache.clone() for name, layer in layers.items()}
-        self._write(group, slots, 0)
-        zeros = {name: layer.kv_cache.clone() for name, layer in layers.items()}
-        self._write(group, slots, 1)
-        for name, layer in layers.items():
-            rejected = layer.kv_cache != zeros[name]
-            layer.kv_cache.copy_(found[name].where(~rejected, self._before[name]))
+        names = self._runner.kv_cache_config.kv_cache_groups[group].layer_names
+        for name, layer in layers_of(self._runner)["target"].items():
+            if name in names:
+                shape = len(slots), layer.num_kv_heads, layer.head_size
+                nothing = torch.zeros(shape, dtype=self._runner.dtype, device=slots.device)
+                layer.impl.do_kv_cache_update(layer, nothing, nothing, layer.kv_cache, slots)
 
 
 def rejected_by(job: str, found: Path) -> list:
@@ -168,7 +139,7 @@ def one(job: dict, found_by_others: Path, others_follow: bool) -> dict:
     for kind in layers.values():
         fill(kind)
     if job["oracle"] is not None:
-        for patch in Slots(runner, rejected_by(job["oracle"], found_by_others), job["instead"]).patches():
+        for patch in Slots(runner, rejected_by(job["oracle"], found_by_others), job["zeros"]).patches():
             patch.start()
     sample_tokens, num_blocks = runner.sample_tokens, runner.kv_cache_config.num_blocks
 

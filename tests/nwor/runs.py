@@ -32,15 +32,14 @@ class Job:
     Attributes:
         options: of ``LLM``.
         requests: of the load.
-        oracle: the job whose rejected drafts this one knows; of the same process an earlier one.
-        instead: what it does with them: ``nothing`` writes them, ``zeros`` are written there before it samples, or they
-            are written and ``undone`` then.
+        oracle: the job whose rejected drafts this one never writes; of the same process an earlier one.
+        zeros: whether it writes zeros there.
     """
 
     options: Mapping[str, Any]
     requests: Sequence[Request]
     oracle: str | None = None
-    instead: str = "nothing"
+    zeros: bool = False
 
 
 @dataclass(frozen=True)

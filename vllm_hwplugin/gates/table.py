@@ -372,6 +372,11 @@ GATES: Final[tuple[Gate, ...]] = (
         "to 0.29, FlashAttention 3).",
     ),
     _backport(
+        "VLLM_HWPLUGIN_BACKPORT_MIXED_GRAPHS",
+        "Feature backport-mixed-graphs: FULL graphs of mixed batches are captured for the longest request (Model "
+        "Runner V2 up to vLLM 0.30).",
+    ),
+    _backport(
         "VLLM_HWPLUGIN_BACKPORT_PIPELINE_DRAFTS",
         "Feature backport-pipeline-drafts: an error at the start where pipeline parallelism and a drafter do not go "
         "together (vLLM up to 0.29, the V1 runner up to 0.30).",

@@ -58,6 +58,7 @@ class WorkerFacts:
         mm_prefix: whether the target sees its images in both directions.
         named_backend: whether an attention backend is named, for the target or for the draft.
         decode_graphs: whether the target decodes in FULL CUDA graphs.
+        mixed_graphs: whether it has these for batches with prompts as well.
         context_norm: why vLLM's own norm of context keys serves, where that is known.
         fuses: whether Model Runner V2's drafter is one whose steps may be one graph.
         sleeps: whether the engine may sleep.
@@ -79,6 +80,7 @@ class WorkerFacts:
     mm_prefix: bool = False
     named_backend: bool = False
     decode_graphs: bool = True
+    mixed_graphs: bool = False
     context_norm: str | None = None
     fuses: bool = False
     sleeps: bool = False
@@ -236,6 +238,12 @@ def _mtp_embeddings(facts: WorkerFacts) -> str | None:
     return _other_method(facts, ("mtp",)) or _drafting(facts) or _v1_alone(facts, "code for embeddings")
 
 
+def _mixed_graphs(facts: WorkerFacts) -> str | None:
+    if facts.runner == V1:
+        return "the V1 runner captures for the longest request"
+    return None if facts.mixed_graphs else "batches with prompts have no FULL graphs"
+
+
 def _nan_logits(facts: WorkerFacts) -> str | None:
     if (reason := _drafting(facts)) is not None:
         return reason
@@ -297,6 +305,7 @@ _RULES: Final[Mapping[str, Callable[[WorkerFacts], str | None]]] = {
     features.BACKPORT_DRAFT_LOOKAHEAD: _draft_lookahead,
     features.BACKPORT_DRAFT_SCHEDULE: _draft_schedule,
     features.BACKPORT_EAGLE_BIAS: _eagle_bias,
+    features.BACKPORT_MIXED_GRAPHS: _mixed_graphs,
     features.BACKPORT_MTP_EMBEDDINGS: _mtp_embeddings,
     features.BACKPORT_NAN_LOGITS: _nan_logits,
     features.BACKPORT_PADDED_REQUEST: _padded_request,
@@ -347,6 +356,7 @@ def facts_of(worker: Any, entry: ProcessRecord) -> WorkerFacts:
         named_backend=config.attention_config.backend is not None
         or getattr(spec, "attention_backend", None) is not None,
         decode_graphs=mode.decode_mode().name == "FULL",
+        mixed_graphs=mode.mixed_mode().name == "FULL",
         context_norm=context_norm.obstacle(),
         fuses=v2 and hasattr(drafter, "fused_drafts"),
         sleeps=config.model_config.enable_sleep_mode,

@@ -71,7 +71,7 @@ class Graph:
 
 
 @contextlib.contextmanager
-def capture(graph: Graph, pool: Any = None) -> Iterator[None]:
+def capture(graph: Graph, pool: Any = None, stream: Any = None) -> Iterator[None]:
     """`torch.cuda.graph`."""
     assert Graph.capturing is None
     Graph.capturing = Recording()
@@ -128,6 +128,8 @@ STAND_INS: dict[str, Any] = {
     # Triton's own functions, which its kernel calls, were made before the interpreter was asked for.
     "gumbel_sample": best_token,
     "UvaBuffer": PlainUvaBuffer,
+    # From 0.29 on a speculator asks the class of the target.
+    "get_model_cls": lambda config: object,
     # From 0.30 on there is a buffer for hosts without, and it is taken.
     "is_uva_available": lambda: False,
     "CommonAttentionMetadata": types.SimpleNamespace,

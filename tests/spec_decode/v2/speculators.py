@@ -282,6 +282,7 @@ def _config(k: int, sampled: bool) -> Any:
         rejection_sample_method="strict",
         draft_sample_method="probabilistic" if sampled else "greedy",
         use_local_argmax_reduction=False,
+        enable_adaptive_verification=False,
         uses_dynamic_speculative_decoding=lambda: False,
     )
     return types.SimpleNamespace(
@@ -289,6 +290,7 @@ def _config(k: int, sampled: bool) -> Any:
         num_speculative_tokens=k,
         scheduler_config=types.SimpleNamespace(max_num_seqs=MAX_REQS, max_num_batched_tokens=MAX_TOKENS),
         model_config=types.SimpleNamespace(max_model_len=MAX_LEN, dtype=torch.float32, use_fp64_gumbel=False),
+        cache_config=types.SimpleNamespace(use_kda_recoverssm=False),
         parallel_config=types.SimpleNamespace(data_parallel_size=1, data_parallel_rank=0, tensor_parallel_size=1),
         compilation_config=types.SimpleNamespace(
             cudagraph_mode=CUDAGraphMode.FULL_DECODE_ONLY,

@@ -15,6 +15,8 @@ from typing import Any
 
 from vllm.v1.worker.gpu.cudagraph_utils import prepare_inputs_to_capture
 
+from vllm_hwplugin.spec_decode.graph_recording import known_arguments
+
 
 class _MadeAnew(Mapping[Any, Any]):
     """vLLM's attention states by shape, of which each look-up builds new ones."""
@@ -34,6 +36,8 @@ class _MadeAnew(Mapping[Any, Any]):
             runner.attn_groups,
             runner.kv_cache_config,
             skip_attn=(left.captured if pair else left).attn_metadata is None,
+            # Taken where vLLM's function has `backport-mixed-graphs`.
+            **known_arguments(prepare_inputs_to_capture, max_query_len=desc.uniform_token_count or desc.num_tokens),
         )
         # From 0.23 there is one for the run before the capture; whoever asks uses one of the two.
         return type(left)(made, made) if pair else made
