@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import types
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,12 +14,15 @@ from vllm.config.compilation import CUDAGraphMode
 
 from vllm_hwplugin.patching import SUPPORTED
 from vllm_hwplugin.spec_decode.graph_recording import known_arguments
+from vllm_hwplugin.spec_decode.v2 import capture_metadata
 
 from .speculators import DEVICE, HIDDEN, MAX_LEN, MAX_REQS, RUNGS, Runner, Views
 
 K = 3
 FAULTY = SUPPORTED[: SUPPORTED.index("0.31.0")]
 OFF = {"VLLM_HWPLUGIN_BACKPORT_MIXED_GRAPHS": "off"}
+#: The first pass is captured with what was made for the target, or what `v2-capture-metadata` makes in its place.
+BORROWED = SUPPORTED[: SUPPORTED.index("0.26.0")]
 #: Graphs of these many tokens: with a token for each request, and with two for some.
 SIZES = (*RUNGS, 12)
 
@@ -63,14 +67,21 @@ def longest_of(modules: Any, version: str, mode: CUDAGraphMode, **choices: str) 
         "kv_cache_config": speculator.kv_cache_config,
     }
     managers = {"target": target, "steps": speculator.decode_cudagraph_manager}
-    if version not in SUPPORTED[: SUPPORTED.index("0.26.0")]:
-        # Before, it takes what was made for the target.
+    if version not in BORROWED:
         managers["first pass"] = speculator.prefill_cudagraph_manager
-    found = {}
+    found, states = {}, {}
     for name, manager in managers.items():
         builder.asked = []
-        manager.capture(**known_arguments(manager.capture, **shared))
+        states[name] = manager.capture(**known_arguments(manager.capture, **shared))
         found[name] = set(builder.asked)
+    if version in BORROWED and states["target"] is not None:
+        runner = types.SimpleNamespace(**shared, max_num_reqs=MAX_REQS)
+        prepare = mock.patch.object(capture_metadata, "prepare_inputs_to_capture", shapes.prepare_inputs_to_capture)
+        with prepare:
+            made_anew = capture_metadata.made_anew(runner, states["target"])
+            builder.asked = []
+            assert [made_anew[shape] for shape in made_anew]
+        found["first pass"] = set(builder.asked)
     return found
 
 
