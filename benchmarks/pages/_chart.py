@@ -64,7 +64,7 @@ def _label(value: float) -> str:
 def _draw(panel: Any, one: Gain) -> dict[str, Any]:
     """One case; returns what the legend shows, by name."""
     handles: dict[str, Any] = {}
-    sides = [side for side in SIDE_NAMES if any(row.sides.get(side) for row in one.rows)]
+    sides = [side for side in _COLOURS if any(row.sides.get(side) for row in one.rows)]
     width = _GROUP / len(sides)
     for place, side in enumerate(sides):
         offset = (place - (len(sides) - 1) / 2) * width

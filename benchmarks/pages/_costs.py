@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from vllm_hwplugin.bench import SHAPES, rows
+from vllm_hwplugin.bench import SHAPES, host_line, rows
 
 from ._read import Found
 from ._text import paragraph, table
@@ -17,14 +17,14 @@ _HOW = (
     "Times are those of the best round, the median one in brackets; sides took turns, each engine's core in a process "
     "of its own. `by` stock: vLLM alone on one side, and on the other the plugin without all features that are on by "
     "default and make a difference to speed there; what is left of it costs the host something, too. Steps of 0.6B "
-    "then wait for the host, whose speed changed by more than these figures between rounds."
+    "then wait for the host."
 )
 
 
 def markdown(files: Sequence[Found]) -> str:
     """A table of all files, and what they are of."""
-    measured = "; ".join(f"`{file.name}`, {file.source}" for file in files)
-    return "\n".join([*table(_NAMES, _rows(files)), "", paragraph(_HOW), "", paragraph(f"Measured: {measured}.")])
+    measured = (paragraph(f"`{file.name}`: {file.source}. {host_line(file.results)}") for file in files)
+    return "\n\n".join(["\n".join(table(_NAMES, _rows(files))), paragraph(_HOW), *measured])
 
 
 def _rows(files: Sequence[Found]) -> Iterator[list[str]]:
