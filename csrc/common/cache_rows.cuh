@@ -18,13 +18,17 @@
 #include <torch/headeronly/util/Exception.h>
 
 #include "common/arguments.h"
+#include "common/warp.cuh"
 
 namespace {
 
 constexpr int64_t kColumns = 11;
-constexpr int kThreads = 128;
-// Blocks of a launch, about: enough for every GPU of today, and few enough that those without a row cost next to nothing.
-constexpr int64_t kBlocks = 4096;
+// A warp has one row of one layer, and a block as many layers as warps: a launch is a chain of few loads that way, each
+// waiting for the one before, whatever the number of layers.
+constexpr int kWarps = 4;
+// Words that a lane has under way, so that the memory's latency is waited for once. A warp's are 4 KiB of 16 bytes each:
+// keys and values of eight heads of 128 in bfloat16.
+constexpr int kUnderWay = 8;
 
 struct CacheRow {
   uint8_t* base;
@@ -54,17 +58,33 @@ struct CacheRow {
 
   __device__ uint8_t* of(int64_t slot) const { return base + slot / block_size * block + slot % block_size * token; }
 
-  // Calls visit(address in the cache, offset in the row) for each word of a row, by all threads of a block.
-  template <typename Word, typename Visit>
-  __device__ void each_word(int64_t slot, const Visit& visit) const {
+  // Calls load(address in the cache, offset in the row) for each word of a row and store(address, offset, word) with what
+  // that gave, by the lanes of a warp.
+  template <typename Word, typename Load, typename Store>
+  __device__ void each_word(int64_t slot, int lane, const Load& load, const Store& store) const {
+    constexpr int kBytes = static_cast<int>(sizeof(Word));
     uint8_t* row = of(slot);
-    const int words = run / static_cast<int>(sizeof(Word));
+    const int words = run / kBytes;
     const int total = outer * inner * words;
-    for (int i = static_cast<int>(threadIdx.x); i < total; i += kThreads) {
-      const int word = i % words;
+    const auto address = [this, row, words](int i) {
       const int at = i / words;
-      uint8_t* address = row + at / inner * outer_stride + at % inner * inner_stride;
-      visit(reinterpret_cast<Word*>(address) + word, static_cast<int64_t>(i) * static_cast<int64_t>(sizeof(Word)));
+      uint8_t* begin = row + at / inner * outer_stride + at % inner * inner_stride;
+      return reinterpret_cast<Word*>(begin) + i % words;
+    };
+    for (int first = lane; first < total; first += kWarp * kUnderWay) {
+      Word held[kUnderWay];
+#pragma unroll
+      for (int j = 0; j < kUnderWay; ++j) {
+        if (const int i = first + j * kWarp; i < total) {
+          held[j] = load(address(i), static_cast<int64_t>(i) * kBytes);
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < kUnderWay; ++j) {
+        if (const int i = first + j * kWarp; i < total) {
+          store(address(i), static_cast<int64_t>(i) * kBytes, held[j]);
+        }
+      }
     }
   }
 };
@@ -77,10 +97,9 @@ __device__ inline int64_t token_of_row(const int32_t* query_start_loc, int row, 
   return token > query_start_loc[request] ? token : -1;
 }
 
-// How many layers a block of threads serves, one after the other.
-inline int layers_per_block(int64_t rows, int64_t layers) {
-  const int64_t per_block = rows * layers / kBlocks + 1;
-  return static_cast<int>(per_block < layers ? per_block : layers);
+// Of a launch with a warp for each row and layer.
+inline dim3 grid_of(int64_t rows, int64_t layers) {
+  return {static_cast<unsigned>(rows), static_cast<unsigned>((layers + kWarps - 1) / kWarps)};
 }
 
 inline void check_table(const Checks& checks, const char* op, const torch::stable::Tensor& table, int64_t word) {

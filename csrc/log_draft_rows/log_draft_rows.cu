@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // What the KV caches hold where a step is about to write its draft tokens, kept byte by byte.
 //
-// One launch serves all layers. A block of threads has one draft row and some layers. It notes the slot beside the bytes,
-// so that what writes them back depends on nothing that the rest of the step may overwrite.
+// One launch serves all layers. The slot is noted beside the bytes, so that what writes them back depends on nothing that
+// the rest of the step may overwrite.
 //
 // Only the stable ABI of PyTorch is used; see csrc/README.md.
 
@@ -26,7 +26,6 @@ using torch::stable::Tensor;
 struct Call {
   const int64_t* table;
   int layers;
-  int per_block;
   uint8_t* log;
   int64_t pitch;
   int64_t* slots;
@@ -36,22 +35,24 @@ struct Call {
 };
 
 template <typename Word>
-__global__ void __launch_bounds__(kThreads) log_draft_rows_kernel(const Call call) {
+__global__ void __launch_bounds__(kWarp * kWarps) log_draft_rows_kernel(const Call call) {
   const int row = static_cast<int>(blockIdx.x);
+  const int layer = static_cast<int>(blockIdx.y * kWarps + threadIdx.y);
+  if (layer >= call.layers) {
+    return;
+  }
+  const int lane = static_cast<int>(threadIdx.x);
+  const CacheRow cache(call.table + static_cast<int64_t>(layer) * kColumns);
   const int64_t token = token_of_row(call.query_start_loc, row, call.drafts);
-  const int first = static_cast<int>(blockIdx.y) * call.per_block;
-  const int last = min(first + call.per_block, call.layers);
-  for (int layer = first; layer < last; ++layer) {
-    const CacheRow cache(call.table + static_cast<int64_t>(layer) * kColumns);
-    const int64_t slot = token < 0 ? -1 : cache.slot_mapping[token];
-    if (threadIdx.x == 0) {
-      call.slots[layer * call.max_rows + row] = slot;
-    }
-    if (slot >= 0) {
-      uint8_t* kept = call.log + row * call.pitch + cache.log_offset;
-      cache.template each_word<Word>(
-          slot, [=](const Word* word, int64_t offset) { *reinterpret_cast<Word*>(kept + offset) = *word; });
-    }
+  const int64_t slot = token < 0 ? -1 : cache.slot_mapping[token];
+  if (lane == 0) {
+    call.slots[layer * call.max_rows + row] = slot;
+  }
+  if (slot >= 0) {
+    uint8_t* kept = call.log + row * call.pitch + cache.log_offset;
+    cache.template each_word<Word>(
+        slot, lane, [](const Word* word, int64_t) { return *word; },
+        [=](const Word*, int64_t offset, const Word& word) { *reinterpret_cast<Word*>(kept + offset) = word; });
   }
 }
 
@@ -68,23 +69,22 @@ void log_draft_rows(
   Call call;
   call.table = static_cast<const int64_t*>(table.const_data_ptr());
   call.layers = static_cast<int>(table.size(0));
-  call.per_block = layers_per_block(rows, table.size(0));
   call.log = static_cast<uint8_t*>(log.mutable_data_ptr());
   call.pitch = log.size(1);
   call.slots = static_cast<int64_t*>(slots.mutable_data_ptr());
   call.max_rows = log.size(0);
   call.query_start_loc = static_cast<const int32_t*>(query_start_loc.const_data_ptr());
   call.drafts = static_cast<int>(drafts);
-  const dim3 grid(
-      static_cast<unsigned>(rows), static_cast<unsigned>((call.layers + call.per_block - 1) / call.per_block));
+  const dim3 grid = grid_of(rows, table.size(0));
+  const dim3 block(kWarp, kWarps);
   const torch::stable::accelerator::DeviceGuard guard(table.get_device_index());
   const cudaStream_t stream = current_stream("log_draft_rows", table.get_device_index());
   if (word == 16) {
-    log_draft_rows_kernel<uint4><<<grid, kThreads, 0, stream>>>(call);
+    log_draft_rows_kernel<uint4><<<grid, block, 0, stream>>>(call);
   } else if (word == 4) {
-    log_draft_rows_kernel<uint32_t><<<grid, kThreads, 0, stream>>>(call);
+    log_draft_rows_kernel<uint32_t><<<grid, block, 0, stream>>>(call);
   } else {
-    log_draft_rows_kernel<uint8_t><<<grid, kThreads, 0, stream>>>(call);
+    log_draft_rows_kernel<uint8_t><<<grid, block, 0, stream>>>(call);
   }
   check_launch("log_draft_rows");
 }

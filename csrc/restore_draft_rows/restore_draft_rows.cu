@@ -27,10 +27,11 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
+constexpr int kZeroWarps = 16;
+
 struct Call {
   const int64_t* table;
   int layers;
-  int per_block;
   const uint8_t* log;  // null: zeros are written
   int64_t pitch;
   int64_t* slots;
@@ -59,59 +60,64 @@ __device__ inline int rejected_of(const Call& call, int request) {
 }
 
 template <typename Word>
-__global__ void __launch_bounds__(kThreads) restore_draft_rows_kernel(const Call call) {
+__global__ void __launch_bounds__(kWarp * kWarps) restore_draft_rows_kernel(const Call call) {
   const int row = static_cast<int>(blockIdx.x);
+  const int layer = static_cast<int>(blockIdx.y * kWarps + threadIdx.y);
+  const int lane = static_cast<int>(threadIdx.x);
+  const bool there = layer < call.layers;
+  int64_t* noted = call.slots + layer * call.max_rows + row;
+  const int64_t slot = there ? *noted : -1;
   const int64_t token = token_of_row(call.query_start_loc, row, call.drafts);
   const bool rejected = call.drafts - row % call.drafts <= rejected_of(call, row / call.drafts);
-  const int first = static_cast<int>(blockIdx.y) * call.per_block;
-  const int last = min(first + call.per_block, call.layers);
-  for (int layer = first; layer < last; ++layer) {
-    int64_t* noted = call.slots + layer * call.max_rows + row;
-    const int64_t slot = *noted;
-    // Each note is used once, so a step that noted nothing writes nothing.
-    __syncthreads();
-    if (threadIdx.x == 0) {
-      *noted = -1;
+  // Each note is used once, so a step that noted nothing writes nothing.
+  __syncthreads();
+  if (there && lane == 0) {
+    *noted = -1;
+  }
+  if (rejected && slot >= 0) {
+    const CacheRow cache(call.table + static_cast<int64_t>(layer) * kColumns);
+    if (lane == 0 && token >= 0) {
+      cache.slot_mapping[token] = -1;
     }
-    if (rejected && slot >= 0) {
-      const CacheRow cache(call.table + static_cast<int64_t>(layer) * kColumns);
-      if (threadIdx.x == 0 && token >= 0) {
-        cache.slot_mapping[token] = -1;
-      }
-      const uint8_t* kept = call.log + row * call.pitch + cache.log_offset;
-      cache.template each_word<Word>(
-          slot, [=](Word* word, int64_t offset) { *word = *reinterpret_cast<const Word*>(kept + offset); });
-    }
+    const uint8_t* kept = call.log + row * call.pitch + cache.log_offset;
+    cache.template each_word<Word>(
+        slot, lane,
+        [=](const Word*, int64_t offset) { return *reinterpret_cast<const Word*>(kept + offset); },
+        [](Word* address, int64_t, const Word& word) { *address = word; });
   }
 }
 
 // A block of threads has all layers of a row: none may lose its slot before all have read it.
 template <typename Word>
-__global__ void __launch_bounds__(kThreads) zero_draft_rows_kernel(const Call call) {
+__global__ void __launch_bounds__(kWarp * kZeroWarps) zero_draft_rows_kernel(const Call call) {
   const int row = static_cast<int>(blockIdx.x);
   const int64_t token = token_of_row(call.query_start_loc, row, call.drafts);
   if (token < 0 || call.drafts - row % call.drafts > rejected_of(call, row / call.drafts)) {
     return;
   }
-  for (int layer = 0; layer < call.layers; ++layer) {
+  const int lane = static_cast<int>(threadIdx.x);
+  const int warp = static_cast<int>(threadIdx.y);
+  for (int layer = warp; layer < call.layers; layer += kZeroWarps) {
     const CacheRow cache(call.table + static_cast<int64_t>(layer) * kColumns);
     const int64_t slot = cache.slot_mapping[token];
     if (slot >= 0) {
-      cache.template each_word<Word>(slot, [](Word* word, int64_t) { *word = Word{}; });
+      cache.template each_word<Word>(
+          slot, lane, [](const Word*, int64_t) { return Word{}; },
+          [](Word* address, int64_t, const Word& word) { *address = word; });
     }
   }
   __syncthreads();
-  for (int layer = static_cast<int>(threadIdx.x); layer < call.layers; layer += kThreads) {
+  for (int layer = warp * kWarp + lane; layer < call.layers; layer += kWarp * kZeroWarps) {
     CacheRow(call.table + static_cast<int64_t>(layer) * kColumns).slot_mapping[token] = -1;
   }
 }
 
 template <typename Word>
-void launch(const Call& call, dim3 grid, cudaStream_t stream) {
+void launch(const Call& call, int64_t rows, cudaStream_t stream) {
   if (call.log != nullptr) {
-    restore_draft_rows_kernel<Word><<<grid, kThreads, 0, stream>>>(call);
+    restore_draft_rows_kernel<Word><<<grid_of(rows, call.layers), dim3(kWarp, kWarps), 0, stream>>>(call);
   } else {
-    zero_draft_rows_kernel<Word><<<grid, kThreads, 0, stream>>>(call);
+    zero_draft_rows_kernel<Word><<<static_cast<unsigned>(rows), dim3(kWarp, kZeroWarps), 0, stream>>>(call);
   }
 }
 
@@ -174,19 +180,16 @@ void restore_draft_rows(
   }
   call.table = static_cast<const int64_t*>(table.const_data_ptr());
   call.layers = static_cast<int>(table.size(0));
-  call.per_block = log.has_value() ? layers_per_block(rows, table.size(0)) : call.layers;
   call.query_start_loc = static_cast<const int32_t*>(query_start_loc.const_data_ptr());
   call.drafts = static_cast<int>(drafts);
-  const dim3 grid(
-      static_cast<unsigned>(rows), static_cast<unsigned>((call.layers + call.per_block - 1) / call.per_block));
   const torch::stable::accelerator::DeviceGuard guard(table.get_device_index());
   const cudaStream_t stream = current_stream("restore_draft_rows", table.get_device_index());
   if (word == 16) {
-    launch<uint4>(call, grid, stream);
+    launch<uint4>(call, rows, stream);
   } else if (word == 4) {
-    launch<uint32_t>(call, grid, stream);
+    launch<uint32_t>(call, rows, stream);
   } else {
-    launch<uint8_t>(call, grid, stream);
+    launch<uint8_t>(call, rows, stream);
   }
   check_launch("restore_draft_rows");
 }

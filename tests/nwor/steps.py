@@ -46,6 +46,7 @@ LAYOUTS = {
     "int8 with a scale in the page": Layout((6, 4, BLOCK, 2 * 12), (0, 2, 1, 3), 0, 2, torch.int8),
     "words of 4 bytes": Layout((6, 2, BLOCK, 3, 12), (0, 1, 2, 3, 4), 0, 2, torch.int8),
     "single bytes": Layout((6, 2, BLOCK, 3, 7), (0, 1, 2, 3, 4), 0, 2, torch.int8),
+    "more words than a warp moves at once": Layout((6, 2, BLOCK, 9, 128), (0, 1, 2, 3, 4), 0, 2),
     "one head": Layout((6, 1, BLOCK, 16), (0, 1, 2, 3), 0, 2, torch.float32),
 }
 
