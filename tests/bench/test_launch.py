@@ -147,15 +147,28 @@ def test_a_child_runs_under_another_command(child, tmp_path):
     assert ended.events[0]["under"] == "it"
 
 
+def at(pid, ppid, moment):
+    made = record.new("0")
+    made.pid, made.ppid, made.started = pid, ppid, moment.isoformat(timespec="milliseconds")
+    return made
+
+
+def test_a_command_between_does_not_hide_the_records(child, monkeypatch):
+    child("open(answer, 'a').write(json.dumps({'event': 'ready', 'pid': os.getpid()}) + '\\n')\n")
+    seen = []
+    monkeypatch.setattr(record, "read_all", lambda: [at(seen[0]["pid"], 1, datetime.now(timezone.utc))])
+    ended = _launch.run_child(
+        "some.module", "{}", {}, timeout=30, on_event=seen.append, under=["/bin/sh", "-c", '"$@"; exit', "sh"]
+    )
+    assert [found["pid"] for found in ended.records] == [seen[0]["pid"]]
+
+
 def test_records_of_the_process_and_its_children_but_not_of_an_older_one(monkeypatch):
     now = datetime.now(timezone.utc)
 
-    def at(pid, ppid, seconds):
-        moment = record.new("0")
-        moment.pid, moment.ppid = pid, ppid
-        moment.started = (now + timedelta(seconds=seconds)).isoformat(timespec="milliseconds")
-        return moment
+    def after(pid, ppid, seconds):
+        return at(pid, ppid, now + timedelta(seconds=seconds))
 
-    everyone = [at(10, 1, -50), at(10, 1, 1), at(11, 10, 2), at(12, 11, 3), at(20, 1, 3)]
+    everyone = [after(10, 1, -50), after(10, 1, 1), after(11, 10, 2), after(12, 11, 3), after(20, 1, 3)]
     monkeypatch.setattr(record, "read_all", lambda: everyone)
-    assert [r["pid"] for r in _launch._records(10, now)] == [10, 11, 12]
+    assert [r["pid"] for r in _launch._records({10}, now)] == [10, 11, 12]

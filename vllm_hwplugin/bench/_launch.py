@@ -198,7 +198,9 @@ class Child:
         error = error or _error(self._process.returncode, self.events)
         log = self._log.read_text(encoding="utf-8", errors="replace") if error else ""
         tail = "\n".join(log.splitlines()[-_TAIL_LINES:])
-        return Ended(tuple(self.events), seconds, error, tail, _records(self._process.pid, self._since))
+        # Under a command such as compute-sanitizer the engine is not this child, nor always a child of it.
+        said = {event["pid"] for event in self.events if "pid" in event}
+        return Ended(tuple(self.events), seconds, error, tail, _records({self._process.pid, *said}, self._since))
 
     def _kill(self) -> None:
         if self._killed:
@@ -235,9 +237,9 @@ def _error(code: int, events: Sequence[Event]) -> str | None:
     return None
 
 
-def _records(pid: int, since: datetime) -> tuple[dict[str, Any], ...]:
-    """The process records of the engine's process and of those that it started, oldest first."""
-    kin = {pid}
+def _records(kin: set[int], since: datetime) -> tuple[dict[str, Any], ...]:
+    """The process records of the processes ``kin`` and of those that they started, oldest first."""
+    kin = set(kin)
     found = []
     for one in record.read_all():
         # Process ids come round again, and records outlive their processes.
