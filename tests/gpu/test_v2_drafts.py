@@ -119,7 +119,9 @@ def test_drafts_are_stocks(name: str, tmp_path: Path) -> None:
         assert launches(patched) == {2}
     elif behind:
         assert ("v2-draft-metadata" in used) == (k > 2)
-        assert launches(stock) == launches(patched) == {2}
+        # A batch between two captured sizes drafts its first tokens in PIECEWISE graphs, or without one.
+        assert 2 in launches(stock)
+        assert launches(patched) == launches(stock)
     for one, other in zip(patched["accepted"], stock["accepted"], strict=True):
         assert abs(one - other) <= ACCEPTANCE_TOLERANCE
     if not case.get("near_ties"):
