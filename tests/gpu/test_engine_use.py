@@ -20,7 +20,7 @@ SMALL = bench.find_checkpoints(None)
 
 
 #: What is off by default.
-ASKED_FOR = {f"VLLM_HWPLUGIN_{name}": "auto" for name in ("V2_FUSED_DRAFTS", "V2_DRAFT_METADATA")}
+ASKED_FOR = {"VLLM_HWPLUGIN_V2_FUSED_DRAFTS": "auto"}
 
 
 def v2_can_be_shut_down() -> bool:

@@ -106,7 +106,7 @@ def versions(musa_host: None, tmp_path_factory: pytest.TempPathFactory) -> dict[
         **{(version, "stock"): loads.UNPATCHED for version in VERSIONS},
         **{(version, "graphs"): WITH_GRAPHS for version in VERSIONS},
         # Batches that the tail's graph does not serve draft in the other one.
-        (STEP_BY_STEP, "graphs"): WITH_GRAPHS | WITH_FUSED,
+        (STEP_BY_STEP, "graphs"): WITH_GRAPHS | {gate_of(FUSED): "on"},
         (STEP_BY_STEP, "fused"): WITH_FUSED,
     }
     (small,) = SMALL_GRAPHS

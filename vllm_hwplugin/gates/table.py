@@ -142,8 +142,6 @@ _AUTO_OR_OFF: Final = _words("auto", "off")
 _SAME: Final = _words("1", "0")
 _INVERTED: Final = _words("0", "1")
 _SWITCH: Final = ("auto", "on", "off")
-# Of features whose present form has not run on a GPU.
-_UNTRIED: Final = "off"
 
 
 def _backport(name: str, help: str, default: str = "auto") -> Gate:
@@ -283,7 +281,7 @@ GATES: Final[tuple[Gate, ...]] = (
     Gate(
         "VLLM_HWPLUGIN_V2_DRAFT_METADATA",
         "switch",
-        _UNTRIED,
+        "auto",
         "Feature v2-draft-metadata: each draft step has attention metadata of its own (Model Runner V2 of vLLM 0.20).",
         affects=("patches",),
         choices=_SWITCH,
@@ -292,7 +290,7 @@ GATES: Final[tuple[Gate, ...]] = (
     Gate(
         "VLLM_HWPLUGIN_V2_FUSED_DRAFTS",
         "switch",
-        _UNTRIED,
+        "off",  # it has not run on a GPU beside v2-tail-graph
         "Feature v2-fused-drafts: all draft steps after the first in one graph launch (Model Runner V2).",
         affects=("patches",),
         choices=_SWITCH,
