@@ -10,14 +10,12 @@ from vllm_hwplugin.bench import SHAPES, host_line, rows
 from ._read import Found
 from ._text import paragraph, table
 
-#: Side with the feature -> those without it, the better measure first, and their runner.
-_SIDES = {"patched": (("plugin", "stock"), "V1"), "mrv2-patched": (("mrv2-plugin", "mrv2"), "V2")}
-_NAMES = ["vLLM", "target", "drafts", "model runner", "batch", "by", "ms a step without", "with", "longer by"]
+#: Side with the feature -> the plugin without it, and their runner.
+_SIDES = {"patched": ("plugin", "V1"), "mrv2-patched": ("mrv2-plugin", "V2")}
+_NAMES = ["vLLM", "target", "drafts", "model runner", "batch", "ms a step without", "with", "longer by"]
 _HOW = (
     "Times are those of the best round, the median one in brackets; sides took turns, each engine's core in a process "
-    "of its own. `by` stock: vLLM alone on one side, and on the other the plugin without all features that are on by "
-    "default and make a difference to speed there; what is left of it costs the host something, too. Steps of 0.6B "
-    "then wait for the host."
+    "of its own. Both have the plugin as it is by default, but for this feature."
 )
 
 
@@ -30,9 +28,8 @@ def markdown(files: Sequence[Found]) -> str:
 def _rows(files: Sequence[Found]) -> Iterator[list[str]]:
     for file in files:
         for row in rows(file.results):
-            for side, (others, runner) in _SIDES.items():
-                other = next((one for one in others if row.sides.get(one)), None)
-                found, without = row.sides.get(side), row.sides.get(other or "")
+            for side, (other, runner) in _SIDES.items():
+                found, without = row.sides.get(side), row.sides.get(other)
                 if found is None or without is None:
                     continue
                 with_it, less = found["step_ms"], without["step_ms"]
@@ -42,7 +39,6 @@ def _rows(files: Sequence[Found]) -> Iterator[list[str]]:
                     f"{row.case['method']} k={row.case['k']}",
                     runner,
                     str(row.batch),
-                    "stock" if other in ("stock", "mrv2") else "plugin",
                     f"{less['best']:.2f} ({less['median']:.2f})",
                     f"{with_it['best']:.2f} ({with_it['median']:.2f})",
                     f"{with_it['best'] / less['best'] - 1:+.1%} ({with_it['median'] / less['median'] - 1:+.1%})",
