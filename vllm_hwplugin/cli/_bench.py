@@ -14,9 +14,7 @@ from typing import Annotated
 import typer
 
 from ..bench import (
-    ALL_SIDES,
     METHODS,
-    PLUGIN_SIDES,
     SHAPES,
     TINY,
     Settings,
@@ -46,6 +44,7 @@ from ._sides import (
     TimeLimitOption,
     UtilizationOption,
     VllmEnvOption,
+    asked_sides,
     conclude,
     progress,
 )
@@ -112,7 +111,7 @@ def measure(
     planned = cases(
         known(shape or [TINY], _SHAPES, "--shape"), known(method or ["eagle3"], METHODS, "--method"), k or [3]
     )
-    wanted = known(list(dict.fromkeys(side or ())), (*ALL_SIDES, *PLUGIN_SIDES), "--side")
+    wanted = asked_sides(side)
     settings = Settings(
         batches=tuple(batch or (1, 8, 32)),
         rounds=rounds,
@@ -131,7 +130,7 @@ def measure(
         checkpoints = find_checkpoints(model)
         load_prompts(checkpoints, max(settings.tiny_prompts, *settings.batches))
     host = detect_host()
-    sides = tuple(wanted) or possible_sides(method or ["eagle3"], host)
+    sides = wanted or possible_sides(method or ["eagle3"], host)
     settings = dataclasses.replace(settings, sides=sides)
     check(planned, host, sides)
     console.print(f"vLLM {host.vllm} on {host.name} ({host.device}), torch {host.torch}", highlight=False)

@@ -12,10 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from ..bench import (
-    ALL_SIDES,
     METHODS,
     NOT_MEASURED,
-    PLUGIN_SIDES,
     SHAPES,
     SIDE_NAMES,
     TINY,
@@ -38,6 +36,7 @@ from ._sides import (
     TimeLimitOption,
     UtilizationOption,
     VllmEnvOption,
+    asked_sides,
     conclude,
     progress,
 )
@@ -126,7 +125,7 @@ def serve(
         raise typer.BadParameter("what to serve is missing: name a target, or --shape", param_hint="--target")
     elif draft is None and method not in serving.BUILT_IN:
         raise typer.BadParameter(f"{method} needs a drafter: a folder, or a name", param_hint="--draft")
-    wanted = known(list(dict.fromkeys(side or ())), (*ALL_SIDES, *PLUGIN_SIDES), "--side")
+    wanted = asked_sides(side)
     checkpoints = find_checkpoints(None) if shape == TINY else None
     asked: list[serving.Prompt] = []
     if prompts is not None:
@@ -137,7 +136,7 @@ def serve(
     else:
         asked += [input_len] * num_prompts
     host = detect_host()
-    sides = tuple(wanted) or serving.possible_sides([method], host)
+    sides = wanted or serving.possible_sides([method], host)
     if shape is not None:
         check([Case(shape, method, one) for one in k or [3]], host, sides)
     serving.check_sides(sides, [method], host)

@@ -12,7 +12,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 
 from ..bench import ALL_SIDES, PLUGIN_SIDES, STOCK_OF, Event, Outcome
 from ._app import FAILURE
+from ._options import known
 
+#: What `MoreSidesOption` takes.
+_MORE = (*ALL_SIDES, *PLUGIN_SIDES)
 _ALL = f"{', '.join(ALL_SIDES)} (mrv2: Model Runner V2)"
 SidesOption = Annotated[list[str] | None, typer.Option("--side", help=f"{_ALL}; repeat; default: all that run here.")]
 MoreSidesOption = Annotated[
@@ -38,6 +41,15 @@ TimeLimitOption = Annotated[
     float | None,
     typer.Option(min=1, help="Seconds of the whole command, then what has been measured is written; default: none."),
 ]
+
+
+def asked_sides(side: Sequence[str] | None, good: tuple[str, ...] = _MORE) -> tuple[str, ...]:
+    """The sides that ``--side`` names, each once; none where it was not given.
+
+    Raises:
+        typer.BadParameter: one is not among ``good``.
+    """
+    return tuple(known(list(dict.fromkeys(side or ())), good, "--side"))
 
 
 def progress(console: Console) -> Progress:

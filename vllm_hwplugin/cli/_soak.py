@@ -21,7 +21,7 @@ from ..bench.soak_run import run_soak
 from ._app import FAILURE
 from ._options import known, pairs
 from ._output import JsonFile, console_for, write_json
-from ._sides import PatchedEnvOption, SidesOption, VllmEnvOption, progress
+from ._sides import PatchedEnvOption, SidesOption, VllmEnvOption, asked_sides, progress
 
 _PROMPTS = 96
 
@@ -60,14 +60,14 @@ def soak(
     asked_at = time.time()
     console = console_for(json_file)
     known([method], tuple(bench.DRAFT_TOKENS), "--method")
-    wanted = known(list(dict.fromkeys(side or ())), ALL_SIDES, "--side")
+    wanted = asked_sides(side, ALL_SIDES)
     checker = tuple(shlex.split(under))
     if checker and shutil.which(checker[0]) is None:
         raise typer.BadParameter(f"no command {checker[0]!r} on PATH", param_hint="--under")
     checkpoints = bench.find_checkpoints(model)
     pool = bench.load_prompts(checkpoints, _PROMPTS)
     host = bench.detect_host()
-    sides = tuple(wanted) or bench.possible_sides([method], host)
+    sides = wanted or bench.possible_sides([method], host)
     settings = soaking.SoakSettings(
         method=method,
         k=k or bench.DRAFT_TOKENS[method],
