@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 
@@ -173,12 +174,39 @@ def test_when_the_time_is_up_what_both_sides_have_measured_is_there(engines):
     assert alive(said) == []
 
 
-def test_a_start_beyond_the_limit_measures_nothing_and_is_no_failure(engines):
+def test_a_start_beyond_the_limit_measures_nothing_is_no_failure_and_says_how_far_it_had_come(engines):
     jobs, _ = engines("a", "b", start=30)
-    outcomes = measure_in_turn(jobs, of_workloads(jobs), rounds=1, at_once=False, timeout=60, limit=TimeLimit(1))
-    assert {side: (one.events, one.error, one.stopped) for side, one in outcomes.items()} == dict.fromkeys(
-        "ab", ((), None, "the time limit of 1 s")
+    # However long a busy host takes until here.
+    jobs["a"].environment["START"] = "0"
+    limit = TimeLimit(60)
+
+    def on_event(event):
+        limit.__init__(1)
+
+    outcomes = measure_in_turn(
+        jobs, of_workloads(jobs), rounds=1, at_once=False, timeout=60, limit=limit, on_event=on_event
     )
+    assert [one.of("measured") for one in outcomes.values()] == [[], []]
+    for one in outcomes.values():
+        assert one.error is None
+        assert re.fullmatch(r"the time limit of 1 s, \d+ s into the start of the engines \(b not ready\)", one.stopped)
+
+
+def test_a_limit_before_the_first_round_says_what_the_start_had_taken(engines):
+    jobs, _ = engines("a", "b", hangs_at="warm-up", start=1)
+    limit = TimeLimit(60)
+    outcomes = measure_in_turn(
+        jobs,
+        of_workloads(jobs),
+        rounds=1,
+        at_once=True,
+        timeout=60,
+        limit=limit,
+        on_event=lambda event: limit.__init__(1),
+    )
+    for one in outcomes.values():
+        said = re.fullmatch(r"the time limit of 1 s, before each side had a round; .* within (\d+) s", one.stopped)
+        assert int(said[1]) >= 1
 
 
 @pytest.fixture

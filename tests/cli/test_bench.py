@@ -229,6 +229,24 @@ def test_a_run_that_is_stopped_leaves_what_it_has_and_begins_no_other_case(run):
     assert "Not everything was measured: the time limit of 60 s." in result.output
 
 
+@pytest.mark.parametrize("more", [[], ["--profile", "traces"]])
+def test_a_run_that_is_stopped_before_it_has_measured_says_that_alone(run, more, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result, _, _ = run(["--shape", "0.6b", *more], lambda job, rounds: Outcome(job, (), 0.0, stopped="an interrupt"))
+    assert result.exit_code == 2
+    assert result.output.strip().splitlines()[-1] == "Nothing was measured: an interrupt."
+    assert "batch" not in result.output
+
+
+def test_a_run_that_is_stopped_says_so_beside_a_failure(run):
+    def outcome(job, rounds):
+        return dataclasses.replace(crash(job) if job.patched else answer(job, rounds), stopped="an interrupt")
+
+    result, _, _ = run(["--shape", "0.6b"], outcome)
+    assert result.exit_code == 1
+    assert "Not everything was measured: an interrupt." in result.output
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -39,12 +39,12 @@ def answer(job, names, rounds):
 def run(monkeypatch, tmp_path):
     file = tmp_path / "r.json"
 
-    def call(arguments, host=GPU, stopped=None):
+    def call(arguments, host=GPU, stopped=None, measured=True):
         asked = []
 
         def in_turn(jobs, measurements, *, rounds, at_once, timeout, limit, module, on_event, keep):
             asked.append((jobs, measurements, rounds, at_once))
-            names = [one.name for one in measurements]
+            names = [one.name for one in measurements if measured]
             found = {
                 side: dataclasses.replace(answer(job, names, rounds), stopped=stopped) for side, job in jobs.items()
             }
@@ -112,6 +112,17 @@ def test_a_run_that_is_stopped_leaves_what_it_has_and_begins_no_other_k(run):
     assert (result.exit_code, len(asked)) == (2, 1)
     assert [(case["k"], case["stopped"]) for case in found["cases"]] == [(3, "an interrupt")]
     assert "Not everything was measured: an interrupt." in result.output
+
+
+def test_a_run_that_is_stopped_before_it_has_measured_says_that_alone(run):
+    loads = ["--concurrency", "1", "--concurrency", "16", "--time-limit", "60"]
+    reason = "the time limit of 60 s, 55 s into the start of the engines (k=3 mrv2 not ready)"
+    result, found, _ = run([*CASE, *loads], stopped=reason, measured=False)
+    assert result.exit_code == 2
+    # After the line that says what runs where.
+    assert result.output.strip().splitlines()[-1] == f"Nothing was measured: {reason}."
+    assert "P50" not in result.output
+    assert found["cases"][0]["stopped"] == reason
 
 
 def test_a_file_of_prompts_comes_by_the_clock_and_ends_where_the_model_ends_it(run, tmp_path):

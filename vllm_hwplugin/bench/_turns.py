@@ -86,11 +86,15 @@ class _Run:
         jobs: side -> what its process is given.
         answers: the events that rounds end with.
         sessions: filled as the engines start.
+        since: when the first engine began to start, by ``time.monotonic``.
+        start_seconds: how long all of them took for it; None while one has not come to its end.
     """
 
     jobs: Mapping[str, Job]
     answers: frozenset[str]
     sessions: dict[str, Session] = dataclasses.field(default_factory=dict)
+    since: float = dataclasses.field(default_factory=time.monotonic)
+    start_seconds: float | None = None
 
     def start(
         self,
@@ -103,7 +107,7 @@ class _Run:
         timeout: float,
     ) -> None:
         """Start them, each to be ready or failed; ``stack`` ends them when it is left."""
-        deadline = time.monotonic() + timeout
+        deadline = self.since + timeout
         for side, job in self.jobs.items():
             self.sessions[side] = stack.enter_context(Session(module, job, on_event, limit=limit))
             if not at_once:
@@ -111,12 +115,31 @@ class _Run:
         if at_once:
             for session in self.sessions.values():
                 session.wait_for("ready", max(deadline - time.monotonic(), 0.0))
+        self.start_seconds = time.monotonic() - self.since
+
+    def stopped_by(self, reason: str) -> str:
+        """``reason``, and what the start had taken by then, where that is why nothing was measured."""
+        if self.start_seconds is None:
+            seconds = time.monotonic() - self.since
+            missing = ", ".join(side for side in self.jobs if not self._stands(side))
+            return f"{reason}, {seconds:.0f} s into the start of the engines ({missing} not ready)"
+        if not self._common().total():
+            return f"{reason}, before each side had a round; the engines had started within {self.start_seconds:.0f} s"
+        return reason
+
+    def _alive(self) -> list[str]:
+        return [side for side, session in self.sessions.items() if session.error is None]
+
+    def _common(self) -> Counter[str]:
+        """The rounds that all sides have that have not failed."""
+        return _least(_rounds(self.sessions[side].events, self.answers) for side in self._alive())
+
+    def _stands(self, side: str) -> bool:
+        return side in self.sessions and any(one["event"] == "ready" for one in self.sessions[side].events)
 
     def so_far(self, stopped: str) -> dict[str, Outcome]:
         """What came of it until now: of sides that have not failed, the rounds that all of them have."""
-        alive = [side for side, session in self.sessions.items() if session.error is None]
-        common = _least(_rounds(self.sessions[side].events, self.answers) for side in alive)
-        found = {}
+        alive, common, found = self._alive(), self._common(), {}
         for side, job in self.jobs.items():
             if side in alive:
                 events = tuple(_first(self.sessions[side].events, common, self.answers))
@@ -190,9 +213,9 @@ def measure_in_turn(
             _profile([one.profile for one in measurements if one.profile is not None], sessions, timeout)
             return run.end()
         except KeyboardInterrupt:
-            return run.so_far("an interrupt")
+            return run.so_far(run.stopped_by("an interrupt"))
         except TimeIsUp as reason:
-            return run.so_far(str(reason))
+            return run.so_far(run.stopped_by(str(reason)))
 
 
 def _profile(commands: Sequence[Mapping[str, Any]], sessions: Mapping[str, Session], timeout: float) -> None:

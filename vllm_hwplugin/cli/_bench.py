@@ -30,6 +30,7 @@ from ..bench import (
     new_results,
     of_workloads,
     possible_sides,
+    rows,
     shapes_folder,
     table,
 )
@@ -154,6 +155,8 @@ def measure(
                 break
     if json_file == STANDARD_OUTPUT:
         write_json(results, json_file)
-    console.print(table(results))
-    console.print(host_line(results), highlight=False)
-    conclude(results["cases"], console)
+    measured = any(side is not None for row in rows(results) for side in row.sides.values())
+    if measured:
+        console.print(table(results))
+        console.print(host_line(results), highlight=False)
+    conclude(results["cases"], console, measured=measured)

@@ -84,7 +84,7 @@ def profile(
         write_json(results, json_file)
     for entry in results["engines"]:
         console.print(phase_table(entry))
-    conclude(results["cases"], console)
+    conclude(results["cases"], console, measured=bool(results["engines"]))
 
 
 def _with_traces(job: Job, folder: Path) -> Job:

@@ -196,16 +196,22 @@ def serve(
                 break
     if json_file == STANDARD_OUTPUT:
         write_json(results, json_file)
-    _show(results, console)
-    conclude(results["cases"], console)
+    conclude(results["cases"], console, measured=_show(results, console))
 
 
-def _show(results: Mapping[str, Any], console: Console) -> None:
-    for case in results["cases"]:
-        for load in next(iter(case["sides"].values()))["loads"]:
-            title = f"{results['settings']['method']} k={case['k']}, {load}: P50 / P99"
-            console.print(_latency_table(case, load, title))
-            console.print(_graph_table(case, load))
+def _show(results: Mapping[str, Any], console: Console) -> bool:
+    """The tables of what at least one side has measured; whether there are any."""
+    loads = [
+        (case, load)
+        for case in results["cases"]
+        for load in next(iter(case["sides"].values()))["loads"]
+        if any(entry["loads"][load] is not None for entry in case["sides"].values())
+    ]
+    for case, load in loads:
+        title = f"{results['settings']['method']} k={case['k']}, {load}: P50 / P99"
+        console.print(_latency_table(case, load, title))
+        console.print(_graph_table(case, load))
+    return bool(loads)
 
 
 def _graph_table(case: Mapping[str, Any], load: str) -> Table:

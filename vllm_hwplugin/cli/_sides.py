@@ -75,23 +75,25 @@ def show_failure(outcome: Outcome, console: Console) -> None:
         console.print(outcome.log_tail, markup=False, highlight=False)
 
 
-def conclude(cases: Sequence[Mapping[str, Any]], console: Console) -> None:
-    """End the command by what failed, and say what ended it early.
+def conclude(cases: Sequence[Mapping[str, Any]], console: Console, *, measured: bool) -> None:
+    """Say what ended the command early, and end it by what failed.
 
     Args:
         cases: of a results file: of each side, its ``error``, and what the case was ``stopped`` by.
         console: for a reader.
+        measured: whether the file holds a figure.
 
     Raises:
         typer.Exit: 1 where a patched side failed whose stock did not, or had none beside it; 2 for any other failure,
             and where something was left out.
     """
+    early = [case["stopped"] for case in cases if case["stopped"] is not None]
+    for reason in early:
+        said = f"Not everything was measured: {reason}. What was is in the results."
+        console.print(said if measured else f"Nothing was measured: {reason}.", style="yellow", highlight=False)
     errors = [{side: entry["error"] for side, entry in case["sides"].items()} for case in cases]
     for failed in errors:
         if any(error and not failed.get(STOCK_OF[side]) for side, error in failed.items() if side in STOCK_OF):
             raise typer.Exit(1)
-    early = [case["stopped"] for case in cases if case["stopped"] is not None]
-    for reason in early:
-        console.print(f"Not everything was measured: {reason}. What was is in the results.", style="yellow")
     if early or any(error for failed in errors for error in failed.values()):
         raise typer.Exit(FAILURE)
