@@ -8,7 +8,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from vllm_hwplugin.bench import Host, Outcome
+from vllm_hwplugin.bench import Host, Outcome, find_checkpoints
 from vllm_hwplugin.cli import _bench_serve, _in_turn
 from vllm_hwplugin.cli._app import app
 
@@ -200,9 +200,28 @@ def test_the_tiny_shape_has_prompts_that_it_was_trained_on(run):
     assert "synthetic_acceptance_length" not in jobs["k=3 stock"].options["speculative_config"]
 
 
+def test_the_tiny_shapes_checkpoints_may_lie_where_the_error_says_that_they_can_be_named(run, tmp_path):
+    """As of an installed package, which has none of its own."""
+    folder, arguments = tmp_path / "small", ["--shape", "tiny", "--method", "eagle3", "--num-prompts", "2"]
+    result, _, asked = run([*arguments, "--model", str(folder)])
+    assert (result.exit_code, asked) == (2, [])
+    assert f"no checkpoints in {folder}" in result.output
+    assert "give --model FOLDER" in result.output
+    folder.symlink_to(find_checkpoints(None).root)
+    _, _, ((jobs, *_),) = run([*arguments, "--model", str(folder)])
+    options = jobs["k=3 stock"].options
+    assert [options["model"], options["speculative_config"]["model"]] == [
+        str(folder / "target"),
+        str(folder / "eagle3"),
+    ]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ([*CASE, "--shape", "tiny"], "leave it or them out"),
+        ([*CASE, "--model", "M"], "only --shape tiny has these"),
+        ([*CASE, "--acceptance-length", "2"], "real weights decide it"),
         (["--target", "T", "--method", "eagle3"], "eagle3 needs a drafter"),
         (["--method", "eagle3"], "name a target, or --shape"),
         (["--shape", "8b", "--method", "mtp"], "--shape 8b has no drafter for mtp"),

@@ -54,6 +54,7 @@ def serve(
     shape: Annotated[
         str | None, typer.Option(help=f"Instead of both, as `bench` has them: {', '.join((TINY, *SHAPES))}.")
     ] = None,
+    model: Annotated[Path | None, typer.Option(help="Checkpoints of the tiny shape.")] = None,
     acceptance_length: Annotated[
         float | None, typer.Option(min=1, help="Synthetic acceptance of a dummy shape; default 1 + k / 2.")
     ] = None,
@@ -112,12 +113,18 @@ def serve(
     temperature; each k has engines of its own. A shape has dummy weights and synthetic acceptance, or, tiny, trained
     ones and prompts of its own. Prefix caching is off, because rounds repeat the prompts.
 
-    Latencies are those of all rounds together, in milliseconds, as `vllm bench serve` defines them. Exit code 1 when a
-    patched side failed where stock ran on that runner, 2 when another failed, or when Ctrl-C or the time limit left
-    something out: what all sides have measured is in the results then.
+    Latencies are those of all rounds together, in milliseconds, as `vllm bench serve` defines them; tokens/s are those
+    of the best round. Exit code 1 when a patched side failed where stock ran on that runner, 2 when another failed, or
+    when Ctrl-C or the time limit left something out: what all sides have measured is in the results then.
     """
     limit, console = TimeLimit(time_limit), console_for(json_file)
     known([method], tuple(serving.METHODS), "--method")
+    if shape != TINY and model is not None:
+        raise typer.BadParameter("only --shape tiny has these; a target of your own is --target", param_hint="--model")
+    if shape in (None, TINY) and acceptance_length is not None:
+        raise typer.BadParameter("real weights decide it themselves; leave it out", param_hint="--acceptance-length")
+    if shape is not None and (target is not None or draft is not None):
+        raise typer.BadParameter("a shape says what target and drafter are; leave it or them out", param_hint="--shape")
     if shape is not None:
         known([shape], (TINY, *SHAPES), "--shape")
         known([method], METHODS, "--method")
@@ -126,7 +133,7 @@ def serve(
     elif draft is None and method not in serving.BUILT_IN:
         raise typer.BadParameter(f"{method} needs a drafter: a folder, or a name", param_hint="--draft")
     wanted = asked_sides(side)
-    checkpoints = find_checkpoints(None) if shape == TINY else None
+    checkpoints = find_checkpoints(model) if shape == TINY else None
     asked: list[serving.Prompt] = []
     if prompts is not None:
         asked += serving.read_prompts(prompts, num_prompts)
