@@ -30,7 +30,7 @@ def _rows(files: Sequence[Found]) -> Iterator[list[str]]:
         for row in rows(file.results):
             for side, (other, runner) in _SIDES.items():
                 found, without = row.sides.get(side), row.sides.get(other)
-                if found is None or without is None:
+                if found is None or without is None or row.ratio(side, other) is None:
                     continue
                 with_it, less = found["step_ms"], without["step_ms"]
                 yield [

@@ -231,7 +231,8 @@ def _spread(found: Sequence[Gain]) -> list[str]:
                 speeds, batch = side["tokens_per_second"], int(row.batch)
                 spreads[batch] = max(spreads.get(batch, 1.0), speeds["best"] / speeds["median"])
     batches = sorted(spreads)
-    rounds = sorted({one.file.results["settings"]["rounds"] for one in found})
+    # Of a run that was stopped there are fewer than were asked for.
+    rounds = sorted({side["rounds"] for one in found for row in one.rows for side in row.sides.values() if side})
     text = (
         f"Each figure is the best of {' or '.join(map(str, rounds))} rounds in one engine, and no engine was started "
         "twice. The best round by the median one, at most, over all sides and cases:"

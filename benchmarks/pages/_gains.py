@@ -75,14 +75,14 @@ def gains(files: Iterable[Found]) -> list[Gain]:
 
 
 def failures(files: Iterable[Found]) -> list[tuple[Found, str, str]]:
-    """File, case and side of what failed and was not measured since."""
+    """File, case and side of what failed, if only half-way, and was not measured since."""
     files = list(files)
     good = {
         (one.file.device, one.vllm, row.label, side)
         for one in gains(files)
         for row in one.rows
         for side, found in row.sides.items()
-        if found is not None
+        if found is not None and row.case["sides"][side]["error"] is None
     }
     return [
         (file, label, side)

@@ -90,7 +90,9 @@ def _figures(load: Mapping[str, Any] | None, stock: Mapping[str, Any] | None) ->
     if load is None:
         return [NOT_MEASURED] * (3 + len(LATENCIES))
     speed = load["tokens_per_second"]["best"]
-    ratio = NOT_MEASURED if stock is None else f"{speed / stock['tokens_per_second']['best']:.2f}"
+    ratio = NOT_MEASURED
+    if stock is not None and stock["rounds"] == load["rounds"]:  # the best of more is better by chance alone
+        ratio = f"{speed / stock['tokens_per_second']['best']:.2f}"
     length = load["acceptance_length"]
     latencies = [_percentiles(load[name]) for name in LATENCIES]
     return [f"{speed:.0f}", ratio, *latencies, NOT_MEASURED if length is None else f"{length:.3f}"]

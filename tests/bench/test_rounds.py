@@ -99,8 +99,16 @@ def test_rounds_without_a_whole_step_are_no_measurement():
 @pytest.mark.parametrize(("synthetic", "ratio"), [(2.5, 2.0), (None, 1.5)])
 def test_a_coin_that_fell_better_on_one_side_is_no_gain(synthetic, ratio):
     sides = {
-        "stock": {"step_ms": {"best": 4.0}, "tokens_per_step": 4.0, "tokens_per_second": {"best": 1000.0}},
-        "patched": {"step_ms": {"best": 2.0}, "tokens_per_step": 3.0, "tokens_per_second": {"best": 1500.0}},
+        "stock": {"rounds": 2, "step_ms": {"best": 4.0}, "tokens_per_step": 4.0, "tokens_per_second": {"best": 1000.0}},
+        "patched": {
+            "rounds": 2,
+            "step_ms": {"best": 2.0},
+            "tokens_per_step": 3.0,
+            "tokens_per_second": {"best": 1500.0},
+        },
     }
     row = Row({"synthetic_acceptance_length": synthetic}, "1", sides)
     assert row.ratio() == ratio
+    # One of them failed half-way: the best of fewer rounds is worse by chance.
+    sides["stock"]["rounds"] = 1
+    assert row.ratio() is None

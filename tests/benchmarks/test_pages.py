@@ -135,6 +135,9 @@ def test_what_a_feature_costs_is_held_to_the_plugin_without_it(tree):
     k3 = [line for line in pages(tree)["docs/nwor.md"].splitlines() if "| eagle3 k=3 |" in line]
     assert [line.split("|")[4].strip() for line in k3] == ["V2"] * 4
     assert all(line.endswith("| +25.0% (+25.0%) |") for line in k3)
+    # The best of fewer rounds is held to none.
+    change(tree / COSTS, lambda results: next(rows(results)).sides["mrv2-plugin"].update(rounds=1))
+    assert len([line for line in pages(tree)["docs/nwor.md"].splitlines() if "| eagle3 k=3 |" in line]) == 3
 
 
 def test_a_run_that_was_stopped_says_so(tree):
@@ -169,6 +172,7 @@ def of_round_figures(results):
 
 def entry(step):
     return {
+        "rounds": 2,
         "step_ms": {"best": step, "median": step * 1.1, "all": [step, step * 1.1]},
         "tokens_per_step": 2.5,
         "tokens_per_second": {"best": 2500 / step, "median": 2300 / step, "all": []},
@@ -241,6 +245,29 @@ def test_what_failed_and_was_not_measured_since_is_said(tree):
     made = pages(tree)
     assert "engines-h200-vllm-0.26.0-dflash-0.6b.json: 0.6b dflash k=7, patched" in made["docs/benchmarks.md"]
     assert ("0.26.0", "V1", "Qwen3-0.6B", "DFlash k=7") not in table_of(made["README.md"])
+
+
+def test_a_side_that_failed_half_way_is_said_and_is_no_gain(tree):
+    key = ("0.26.0", "V1", "Qwen3-0.6B", "DFlash k=7")
+    assert key in table_of(pages(tree)["README.md"])
+
+    def fails(results):
+        side = results["cases"][0]["sides"]["stock"]
+        side["error"] = "exit code 1"
+        for batch in side["batches"].values():
+            batch["rounds"] = 1
+
+    change(tree / DFLASH, fails)
+    made = pages(tree)
+    assert "engines-h200-vllm-0.26.0-dflash-0.6b.json: 0.6b dflash k=7, stock" in made["docs/benchmarks.md"]
+    assert key not in table_of(made["README.md"])
+    # The other runner's sides have all their rounds.
+    assert ("0.26.0", "V2", *key[2:]) in table_of(made["README.md"])
+
+
+def test_the_rounds_that_were_made_are_said_and_not_those_that_were_asked_for(tree):
+    change(tree / ENGINES, lambda results: results["settings"].update(rounds=50))
+    assert "the best of 3 or 4 or 5 rounds" in pages(tree)["docs/benchmarks.md"]
 
 
 def phases_of(*rows):
@@ -338,6 +365,7 @@ def test_every_microsecond_of_a_step_is_in_one_part_of_it(tree):
 def served(speed, concurrency, temperature):
     spread = {"mean": 1.0, "p50": 1000 / speed, "p99": 2000 / speed}
     return {
+        "rounds": 2,
         "concurrency": concurrency,
         "request_rate": 0.0,
         "temperature": temperature,
@@ -357,6 +385,7 @@ def test_what_clients_see_is_a_table_a_temperature_and_says_what_is_missing(tree
         case["sides"][side] = {"error": None, "loads": loads}
     case["sides"]["mrv2-patched"]["loads"]["16 at once, temperature 1.0"] = None
     case["sides"]["patched"]["error"] = "exit code 7"
+    case["sides"]["mrv2-patched"]["loads"]["16 at once, temperature 0.0"]["rounds"] = 1
     results = json.loads((tree / ENGINES).read_text()) | {"format": "serve 1", "settings": settings, "cases": [case]}
     (tree / "benchmarks" / "results" / "serve-x.json").write_text(json.dumps(results))
     page = pages(tree)["benchmarks/results/serve.md"]
@@ -368,6 +397,8 @@ def test_what_clients_see_is_a_table_a_temperature_and_says_what_is_missing(tree
         ["3", "1", "-", "MRV2", "100", "-", *[latency] * 4, "2.500"],
         ["3", "1", "-", "MRV2 patched", "150", "1.50", *["6.67 / 13.33"] * 4, "2.500"],
     ]
+    # The best of fewer rounds is compared with none.
+    assert [row[4:6] for row in rows[3:]] == [["1200", "-"], ["1600", "-"], ["2400", "-"]]
     assert [row[1:5] for row in cells(sampled) if row[0] == "3"][3:] == [
         ["16", "-", "patched", "1200"],
         ["16", "-", "MRV2", "1600"],

@@ -46,12 +46,13 @@ class Row:
         return f"{self.case['shape']} {self.case['method']} k={self.case['k']}"
 
     def ratio(self, side: str = "patched", over: str = "stock") -> float | None:
-        """Tokens/s of ``side`` by those of ``over``, both at their best round; None where one was not measured.
+        """Tokens/s of ``side`` by those of ``over``, both at their best round; None where they cannot be compared.
 
         Where vLLM accepts drafts by coin, the coin falls alike for both in the long run: then it is the steps' time.
+        The best of more rounds is better by chance alone, so a side that failed half-way is compared with none.
         """
         one, other = self.sides.get(side), self.sides.get(over)
-        if one is None or other is None:
+        if one is None or other is None or one["rounds"] != other["rounds"]:
             return None
         if self.case.get("synthetic_acceptance_length") is not None:
             mine, theirs = step_ms(one), step_ms(other)
