@@ -16,7 +16,7 @@ from vllm_hwplugin.bench._serving_load import latencies, run_load
 def test_latencies_of_one_request():
     found = latencies([10.0, 10.5, 10.6, 10.9])
     assert (found["ttft"], found["e2e"], found["gaps"]) == (0.5, pytest.approx(0.9), pytest.approx([0.1, 0.3]))
-    assert latencies([10.0]) == {"ttft": 0.0, "e2e": 0.0, "gaps": []}
+    assert latencies([10.0]) == {"ttft": None, "e2e": None, "gaps": []}
 
 
 def round_of(requests, seconds):
@@ -50,6 +50,15 @@ def test_all_requests_of_all_rounds_make_the_percentiles():
     assert entry["acceptance_per_position"] == [0.8, 0.2]
     assert entry["graphs"] == [{"model": "drafter", "unpadded": 3, "padded": 4, "mode": "FULL", "count": 14}]
     assert load_entry([]) is None
+
+
+def test_a_request_that_got_nothing_is_not_the_quickest():
+    answered = {"prompt_tokens": 2, "tokens": 2, "ttft": 0.25, "e2e": 0.5, "gaps": [0.25]}
+    given_up = {"prompt_tokens": 2, "tokens": 0, **latencies([10.0])}
+    entry = load_entry([round_of([answered, given_up], 1.0)])
+    assert [entry[name]["p50"] for name in ("ttft_ms", "e2e_ms", "itl_ms")] == [250.0, 500.0, 250.0]
+    assert (entry["requests"], entry["unanswered"]) == (2, 1)
+    assert load_entry([round_of([given_up], 1.0)])["ttft_ms"] is None
 
 
 def test_a_part_of_the_stream_without_a_token_is_no_part():

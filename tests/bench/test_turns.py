@@ -43,6 +43,7 @@ for line in sys.stdin:
     if os.environ["HANGS_AT"] in (command["do"], f"{command['do']} {command.get('round')}"):
         time.sleep(300)
     if command["do"] == "end":
+        time.sleep(float(os.environ["ENDS"]))
         say(event="done")
         break
     if command["do"] == "profile":
@@ -63,8 +64,9 @@ def engines(monkeypatch, tmp_path):
     monkeypatch.setattr(_launch.sys, "executable", str(wrapper))
     monkeypatch.setattr(record, "read_all", list)
 
-    def make(*sides, dies_of="", hangs_at="", last_hangs_at="", start=0.0, looks=0.0):
-        usual = {"SHARED": str(shared), "DIES_OF": "", "HANGS_AT": "", "START": str(start), "LOOKS": str(looks)}
+    def make(*sides, dies_of="", hangs_at="", last_hangs_at="", start=0.0, looks=0.0, ends=0.0):
+        usual = {"SHARED": str(shared), "DIES_OF": "", "HANGS_AT": ""}
+        usual |= {"START": str(start), "LOOKS": str(looks), "ENDS": str(ends)}
         jobs = {side: Job(side, False, {}, dict(usual), WORKLOADS) for side in sides}
         jobs[sides[-1]].environment.update(HANGS_AT=last_hangs_at)
         jobs[sides[0]].environment.update(DIES_OF=dies_of, HANGS_AT=hangs_at)
@@ -207,6 +209,21 @@ def test_a_limit_before_the_first_round_says_what_the_start_had_taken(engines):
     for one in outcomes.values():
         said = re.fullmatch(r"the time limit of 1 s, before each side had a round; .* within (\d+) s", one.stopped)
         assert int(said[1]) >= 1
+
+
+def test_a_limit_that_is_over_while_engines_end_leaves_nothing_out(engines):
+    jobs, _ = engines("a", "b", ends=1.0)
+    profiled, limit = [], TimeLimit(60)
+
+    def on_event(event):
+        profiled.extend([event] * (event["event"] == "profiled"))
+        if len(profiled) == 2:
+            limit.__init__(0.2)
+
+    outcomes = measure_in_turn(
+        jobs, of_workloads(jobs), rounds=1, at_once=True, timeout=60, limit=limit, on_event=on_event
+    )
+    assert [(one.error, one.stopped, len(one.of("measured"))) for one in outcomes.values()] == [(None, None, 2)] * 2
 
 
 @pytest.fixture

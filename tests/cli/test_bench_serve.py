@@ -16,6 +16,8 @@ pytest.importorskip("numpy")
 
 GPU = Host("cuda", "NVIDIA H200", "580", "0.26.0", "2.11.0", "3.12.3", 16)
 ALL = ["stock", "patched", "mrv2", "mrv2-patched"]
+#: Of each round, beside those with an answer.
+MORE = []
 CASE = ["--target", "T", "--draft", "D", "--method", "eagle3"]
 
 
@@ -25,7 +27,7 @@ def answer(job, names, rounds):
         "event": "loaded",
         "host_us": 500.0,
         "seconds": 1.0,
-        "requests": [request] * 4,
+        "requests": [request] * 4 + MORE,
         "graphs": [{"model": "drafter", "unpadded": 3, "padded": 4, "mode": "FULL", "count": 7}],
         "steps": 9,
         "drafts": 10,
@@ -81,6 +83,16 @@ def test_every_load_on_the_same_engines_and_each_k_on_its_own(run):
     assert entry["tpot_ms"]["p50"] == pytest.approx(20)
     assert entry["acceptance_per_position"] == [0.9, 0.6]
     assert entry["graphs"][0]["count"] == 14
+
+
+def test_requests_that_got_nothing_are_said(run, monkeypatch):
+    result, *_ = run([*CASE, "--side", "stock"])
+    assert "no token" not in result.output
+    request = {"prompt_tokens": 8, "tokens": 0, "ttft": None, "e2e": None, "gaps": []}
+    monkeypatch.setitem(globals(), "MORE", [request])
+    result, found, _ = run([*CASE, "--side", "stock"])
+    assert found["cases"][0]["sides"]["stock"]["loads"]["16 at once, temperature 0"]["unanswered"] == 2
+    assert "Requests that got no token, and have no latency: 2 on stock." in result.output
 
 
 def test_a_whole_table_in_one_run(run):

@@ -28,6 +28,8 @@ def load_entry(rounds: Sequence[Event]) -> dict[str, Any] | None:
     if not rounds:
         return None
     requests = [request for one in rounds for request in one["requests"]]
+    # One that the engine gave up has waited for nothing, which is not the quickest answer.
+    answered = [request for request in requests if request["tokens"]]
     # One token has no time per token after the first.
     several = [request for request in requests if request["tokens"] > 1]
     speeds = [sum(request["tokens"] for request in one["requests"]) / one["seconds"] for one in rounds]
@@ -39,16 +41,17 @@ def load_entry(rounds: Sequence[Event]) -> dict[str, Any] | None:
     return {
         "rounds": len(rounds),
         "requests": len(requests),
+        "unanswered": len(requests) - len(answered),
         "seconds": [one["seconds"] for one in rounds],
         "host_us": [one["host_us"] for one in rounds],
         "prompt_tokens": sum(request["prompt_tokens"] for request in requests),
         "tokens": sum(request["tokens"] for request in requests),
         "steps": sum(one["steps"] for one in rounds),
         "tokens_per_second": {"best": max(speeds), "all": speeds},
-        "ttft_ms": spread([request["ttft"] for request in requests]),
+        "ttft_ms": spread([request["ttft"] for request in answered]),
         "tpot_ms": spread([(one["e2e"] - one["ttft"]) / (one["tokens"] - 1) for one in several]),
         "itl_ms": spread([gap for request in requests for gap in request["gaps"]]),
-        "e2e_ms": spread([request["e2e"] for request in requests]),
+        "e2e_ms": spread([request["e2e"] for request in answered]),
         **acceptance(rounds),
         "graphs": [{**dict(zip(names, key, strict=True)), "count": count} for key, count in graphs.items()],
     }

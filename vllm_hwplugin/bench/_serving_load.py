@@ -24,7 +24,8 @@ async def run_load(engine: Any, load: dict[str, Any]) -> dict[str, Any]:
 
     Returns:
         ``seconds`` of the whole, and ``requests`` in the order of the load: each ``prompt_tokens``, ``tokens``,
-        ``ttft`` (seconds until the first), ``e2e`` (until the last) and ``gaps`` (seconds between parts of the stream).
+        ``ttft`` (seconds until the first), ``e2e`` (until the last), both None of a request that got none, and ``gaps``
+        (seconds between parts of the stream).
     """
     prompts = prompt_ids(engine.vllm_config.model_config, load)
     places = asyncio.Semaphore(load["concurrency"]) if load["concurrency"] else None
@@ -67,9 +68,8 @@ async def _request(
 def latencies(times: Sequence[float]) -> dict[str, Any]:
     """Of one request: when it was sent, then each time that it got tokens; in seconds."""
     sent, *got = times
-    first, last = (got[0], got[-1]) if got else (sent, sent)
     gaps = [after - before for before, after in pairwise(got)]
-    return {"ttft": first - sent, "e2e": last - sent, "gaps": gaps}
+    return {"ttft": got[0] - sent if got else None, "e2e": got[-1] - sent if got else None, "gaps": gaps}
 
 
 def prompt_ids(model_config: Any, load: dict[str, Any]) -> list[list[int]]:

@@ -123,7 +123,11 @@ class Session:
         return self.wait_for(answer, timeout)
 
     def wait_for_end(self, timeout: float = _END) -> None:
-        """See the process go that was told to end, or that ends by itself."""
+        """See the process go that was told to end, or that ends by itself.
+
+        The limit does not count here: all is done, and an engine that is ended meanwhile would be taken for a failure.
+        """
+        self._limit = TimeLimit()
         if self.wait_for("done", timeout):
             self._child.follow(timeout, until=lambda one: False)
 

@@ -237,6 +237,12 @@ def _latency_table(case: Mapping[str, Any], load: str, title: str) -> Table:
     for name in ("side", "tok/s", *names):
         drawn.add_column(name, justify="left" if name == "side" else "right", no_wrap=True)
     drawn.add_column("acceptance (per position)")
+    missing = {
+        SIDE_NAMES[side]: (entry["loads"][load] or {}).get("unanswered") for side, entry in case["sides"].items()
+    }
+    if any(missing.values()):
+        said = ", ".join(f"{count} on {side}" for side, count in missing.items() if count)
+        drawn.caption = f"Requests that got no token, and have no latency: {said}."
     for side, entry in case["sides"].items():
         found = entry["loads"][load]
         if found is None:
