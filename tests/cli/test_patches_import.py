@@ -114,6 +114,30 @@ def test_import_edit_save_check(trees: list[str], change: Path) -> None:
     assert run("check", "mine", "--form").output == "mine: 1 feature: in order\n"
 
 
+def test_a_version_that_takes_a_diff_that_is_there_joins_its_range(trees: list[str], change: Path) -> None:
+    run("import", str(change), "--into", "mine", *trees[:2])
+    older = Path("0.29.0") / PATH
+    older.parent.mkdir(parents=True)
+    older.write_text(OLD)
+    assert run("edit", "mine/add-whole-numbers", "--vllm", tree("0.29.0")).exit_code == 0
+    assert run("save", "add-whole-numbers-0.29.0").exit_code == 0
+    (feature,) = outside.load_outside(Path("mine")).features
+    assert [variant.versions.supported() for variant in feature.variants] == [["0.29.0", "0.30.0"]]
+    assert [file.name for file in Path("mine/add-whole-numbers").glob("*.diff")] == ["add.diff"]
+
+
+def test_a_folder_that_is_no_catalogue_is_not_in_order(here: Path) -> None:
+    """A process would leave it out."""
+    (here / "empty").mkdir()
+    result = run("check", "empty")
+    assert result.exit_code == 1
+    assert "empty/catalogue.toml: can't be read" in result.output
+    # What is not there cannot be looked at, and it is no part of this package that a new installation would bring.
+    result = run("check", "nowhere")
+    assert result.exit_code == 2
+    assert "reinstall" not in result.output
+
+
 def test_without_a_catalogue_nothing_is_written(trees: list[str], change: Path, here: Path) -> None:
     before = {path for path in here.rglob("*") if path.parts[len(here.parts)] != "cache"}
     result = run("import", "-", *trees[:4], input=change.read_bytes())

@@ -58,7 +58,7 @@ def read_catalogue(folder: Path) -> Catalog:
     Raises:
         CatalogError, DiffError: it is not as it has to be.
     """
-    if (folder / outside.MANIFEST).is_file():
+    if (folder / outside.MANIFEST).is_file() or not any(folder.glob(f"*/{FEATURE}")):
         return Catalog(outside.load_outside(folder).features)
     return load_catalog(folder)
 
@@ -261,9 +261,13 @@ def _first(text: str) -> Version:
 
 
 def _free(folder: Path, name: str, used: set[str], text: str) -> str:
-    """A file name that no other text of the feature has."""
+    """The name of the feature's file that has this text, or else one that no other text of the feature has."""
+    texts = {one: (folder / one).read_bytes() for one in sorted(used)}
+    # Under two names it would keep apart ranges that belong together.
+    if same := [one for one, held in texts.items() if held == text.encode()]:
+        return same[0]
     candidate, number = name, 1
-    while candidate in used and (folder / candidate).read_bytes() != text.encode():
+    while candidate in texts:
         number += 1
         candidate = f"{name.removesuffix('.diff')}-{number}.diff"
     return candidate

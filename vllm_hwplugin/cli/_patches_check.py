@@ -21,7 +21,12 @@ from .sources import Index
 def check(
     folders: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="[CATALOGUE]...", help="Folders of patches. Default: the plugin's own."),
+        typer.Argument(
+            metavar="[CATALOGUE]...",
+            exists=True,
+            file_okay=False,
+            help="Folders of patches. Default: the plugin's own.",
+        ),
     ] = None,
     versions: Annotated[str | None, VERSIONS] = None,
     vllm: Annotated[list[str] | None, TARGETS] = None,

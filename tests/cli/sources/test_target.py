@@ -86,5 +86,7 @@ def test_meaningless(index: Index, target: str, message: str) -> None:
 def test_nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A Python without vLLM names the ways on."""
     monkeypatch.setitem(sys.modules, "vllm", None)
-    with pytest.raises(BadTarget, match=r"^no vLLM can be imported .*; or name a TARGET, or use --all$"):
+    with pytest.raises(
+        BadTarget, match=r"^no vLLM can be imported .*; or name a TARGET: a version, a wheel file or a folder$"
+    ):
         open_installed()

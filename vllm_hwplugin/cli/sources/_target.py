@@ -83,7 +83,7 @@ def open_installed(distribution: str = VLLM, features: Iterable[Feature] = ()) -
             return find_distribution(distribution, paths).source
         found = find_installed()
     except NotInstalled as error:
-        raise BadTarget(f"{error}; or name a TARGET, or use --all") from error
+        raise BadTarget(f"{error}; or name a TARGET: a version, a wheel file or a folder") from error
     if not _is_version(found.version):
         # `dev` is what vLLM calls itself where its build did not learn a version.
         raise BadTarget(
