@@ -192,8 +192,10 @@ def test_a_shape_needs_neither_a_model_nor_its_memory_measured(run):
 def test_engines_start_alone_where_nobody_has_counted_the_tokens_of_a_files_prompts(run, tmp_path):
     prompts = tmp_path / "p.jsonl"
     prompts.write_text(json.dumps({"question": "1 + 1?"}) + "\n")
-    _, _, ((jobs, *_, at_once),) = run(["--shape", "tiny", "--method", "eagle3", "--prompts", str(prompts)])
+    result, _, ((jobs, *_, at_once),) = run(["--shape", "tiny", "--method", "eagle3", "--prompts", str(prompts)])
     assert not at_once
+    # 16 at once would be a wrong name for it, where nobody said so.
+    assert "holds 1 of 64 prompts" in result.output
     assert "kv_cache_memory_bytes" not in jobs["k=3 stock"].options
 
 

@@ -177,6 +177,10 @@ def serve(
         all_k_at_once=all_k_at_once,
     )
     console.print(f"vLLM {host.vllm} on {host.name} ({host.device}), torch {host.torch}", highlight=False)
+    if len(asked) < num_prompts:
+        console.print(
+            f"{prompts} holds {len(asked)} of {num_prompts} prompts: a load has no more requests.", style="yellow"
+        )
     results = serving.new_serve_results(host, settings)
     measurements = serving.serve_measurements(settings, asked)
     folder = shapes_folder()

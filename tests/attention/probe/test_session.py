@@ -82,7 +82,7 @@ def test_a_child_that_dies_outside_of_any_trial_is_an_error():
     def start(job, on_event):
         return SimpleNamespace(error="exit code 1", log_tail="no backend 'X' on this host")
 
-    with pytest.raises(ProbeError, match=r"exit code 1\nno backend 'X'"):
+    with pytest.raises(ProbeError, match=r"exit code 1; .*`vllm-hwplugin doctor` says .*\nno backend 'X'"):
         run(start)
 
 

@@ -148,7 +148,10 @@ def probe(job: Job, start: Start, *, strict: bool, on_result: Callable[[Result],
         if ended.error is None:
             return report
         if not open_trial:
-            raise ProbeError(f"the probe's process ended outside of any trial: {ended.error}\n{ended.log_tail}")
+            raise ProbeError(
+                f"the probe's process ended outside of any trial: {ended.error}; it needs vLLM and torch, and "
+                f"`vllm-hwplugin doctor` says what is here. End of its log:\n{ended.log_tail}"
+            )
         told = ended.log_tail.strip().splitlines()
         crash = {
             "declared": Declared.UNASKED.value,
