@@ -6,6 +6,8 @@ import os
 import re
 import signal
 import sys
+import time
+from itertools import pairwise
 
 import pytest
 
@@ -116,6 +118,29 @@ def test_side_by_side_all_start_before_one_is_ready(engines):
     jobs, done = engines("a", "b", "c", start=0.5)
     measure_in_turn(jobs, of_workloads(jobs), rounds=1, at_once=True, timeout=30)
     assert sorted(done()[:3]) == ["a starts", "b starts", "c starts"]
+
+
+def test_engines_rest_between_turns_where_there_are_several(engines):
+    for sides, rests in (("ab", 4), ("a", 0)):
+        jobs, _ = engines(*sides)
+        times = []
+
+        def on_event(event, times=times):
+            if event["event"] in ("warm", "measured"):
+                times.append((event["event"], time.monotonic()))
+
+        measure_in_turn(
+            jobs,
+            of_workloads(jobs),
+            rounds=1,
+            at_once=True,
+            timeout=30,
+            rest=0.3 if rests else 100.0,
+            on_event=on_event,
+        )
+        gaps = [after - before for (_, before), (event, after) in pairwise(times) if event == "measured"]
+        assert sum(gap >= 0.3 for gap in gaps) >= rests
+        assert max(gaps) < 100
 
 
 def test_a_side_that_dies_is_left_out_and_the_others_go_on(engines):

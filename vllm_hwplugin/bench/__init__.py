@@ -60,7 +60,7 @@ from ._table import (
     steps,
     table,
 )
-from ._turns import PHASES, SERVING, Measurement, measure_in_turn, of_workloads
+from ._turns import PHASES, SERVING, Measurement, measure_in_turn, of_workloads, rest_between_turns
 
 __all__ = [
     "ALL_SIDES",
@@ -118,6 +118,7 @@ __all__ = [
     "profiled",
     "provenance",
     "ratio_name",
+    "rest_between_turns",
     "rows",
     "run_child",
     "shapes_folder",

@@ -23,6 +23,8 @@ from ._session import Session, TimeIsUp, TimeLimit
 #: Modules of engines' processes: the core in a process of its own, as users have it, or in the engine's.
 SERVING = "vllm_hwplugin.bench._serving"
 PHASES = "vllm_hwplugin.bench._phases_engine"
+#: Seconds that a worker process looks for work.
+_SPIN = 1.0
 #: What a run that still goes on says of itself, for the file that it may leave.
 _GOES_ON = "the run did not come to its end"
 
@@ -62,6 +64,19 @@ class Measurement:
     answer: str
     warm_up: Mapping[str, Any] | None
     profile: Mapping[str, Any] | None
+
+
+def rest_between_turns(device: str) -> float:
+    """Seconds in which no engine is asked for anything before the next one has its turn.
+
+    On a CPU vLLM has a worker process, which looks for its next step without a pause for a second after its last one
+    (`SpinCondition` of vllm/distributed/device_communicators/shm_broadcast.py), on cores that the next engine needs:
+    its first token came 0.4 s late, on a host with two.
+
+    Args:
+        device: vLLM's device type.
+    """
+    return _SPIN + 0.1 if device == "cpu" else 0.0
 
 
 def of_workloads(jobs: Mapping[str, Job], answer: str = "measured") -> list[Measurement]:
@@ -127,19 +142,20 @@ class _Run:
             return f"{reason}, before each side had a round; the engines had started within {self.start_seconds:.0f} s"
         return reason
 
-    def _alive(self) -> list[str]:
+    def alive(self) -> list[str]:
+        """The sides that have not failed."""
         return [side for side, session in self.sessions.items() if session.error is None]
 
     def _common(self) -> Counter[str]:
         """The rounds that all sides have that have not failed."""
-        return _least(_rounds(self.sessions[side].events, self.answers) for side in self._alive())
+        return _least(_rounds(self.sessions[side].events, self.answers) for side in self.alive())
 
     def _stands(self, side: str) -> bool:
         return side in self.sessions and any(one["event"] == "ready" for one in self.sessions[side].events)
 
     def so_far(self, stopped: str) -> dict[str, Outcome]:
         """What came of it until now: of sides that have not failed, the rounds that all of them have."""
-        alive, common, found = self._alive(), self._common(), {}
+        alive, common, found = self.alive(), self._common(), {}
         for side, job in self.jobs.items():
             if side in alive:
                 events = tuple(_first(self.sessions[side].events, common, self.answers))
@@ -171,6 +187,7 @@ def measure_in_turn(
     at_once: bool,
     timeout: float,
     limit: TimeLimit | None = None,
+    rest: float = 0.0,
     module: str = SERVING,
     on_event: Callable[[dict[str, Any]], None] = lambda event: None,
     keep: Callable[[dict[str, Outcome]], None] = lambda outcomes: None,
@@ -187,6 +204,7 @@ def measure_in_turn(
         at_once: start the engines side by side; else one after the other, for engines that measure free memory then.
         timeout: seconds for a start, and for each answer.
         limit: of the whole.
+        rest: seconds between the turns of several sides, see :func:`rest_between_turns`.
         module: of the engines' processes.
         on_event: called with what an engine says.
         keep: called after each round with what would be returned if the run ended there.
@@ -207,6 +225,8 @@ def measure_in_turn(
                         session.wait_for("warm", timeout)
             for turn in turns(rounds, list(by_name), list(jobs)):
                 one = by_name[turn.workload]
+                if len(run.alive()) > 1:
+                    time.sleep(min(rest, limit.left()))
                 sessions[turn.side].ask({**one.round, "round": turn.round}, one.answer, timeout)
                 if one is measurements[-1] and turn.side == list(jobs)[-1]:
                     keep(run.so_far(_GOES_ON))

@@ -25,6 +25,7 @@ class InTurn:
         rounds: of each measurement and side.
         timeout: seconds for a start, and for each measurement.
         limit: of the whole command.
+        rest: seconds between the turns of several sides.
         module: of the engines' processes.
     """
 
@@ -34,6 +35,7 @@ class InTurn:
     rounds: int
     timeout: float
     limit: TimeLimit
+    rest: float
     module: str = SERVING
 
     def measure(
@@ -73,6 +75,7 @@ class InTurn:
             at_once=at_once,
             timeout=self.timeout,
             limit=self.limit,
+            rest=self.rest,
             module=self.module,
             on_event=advance(self.bar, task, label),
             keep=keep,
