@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 
 import pytest
 from typer.testing import CliRunner
@@ -229,6 +230,30 @@ def test_a_run_that_is_stopped_leaves_what_it_has_and_begins_no_other_case(run):
     assert case["stopped"] == "the time limit of 60 s"
     assert case["sides"]["patched"]["batches"]["8"]["rounds"] == 1
     assert "Not everything was measured: the time limit of 60 s." in result.output
+
+
+def test_a_file_that_cannot_be_written_costs_no_figure(run, tmp_path):
+    folder = tmp_path / "results"
+    folder.mkdir()
+
+    def outcome(job, rounds):
+        # After the option was looked at, and before the first figure.
+        shutil.rmtree(folder, ignore_errors=True)
+        return answer(job, rounds)
+
+    arguments = ["--shape", "0.6b", "--shape", "8b", "--batch", "1", "--json", str(folder / "r.json")]
+    result, _, asked = run(arguments, outcome)
+    assert len(asked) == 2
+    assert "1.50" in result.output
+    assert result.exit_code == 2
+    assert result.output.strip().endswith("r.json: cannot be written (No such file or directory); name another file")
+
+
+def test_a_folder_that_cannot_be_made_is_named(run, tmp_path):
+    (tmp_path / "file").touch()
+    result, _, asked = run(["--shape", "0.6b", "--profile", str(tmp_path / "file" / "traces")])
+    assert (result.exit_code, asked) == (2, [])
+    assert "traces: cannot be made (Not a directory); name another folder" in result.output
 
 
 @pytest.mark.parametrize("more", [[], ["--profile", "traces"]])

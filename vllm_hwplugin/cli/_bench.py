@@ -160,4 +160,5 @@ def measure(
     if measured:
         console.print(table(results))
         console.print(host_line(results), highlight=False)
+    turns.write()
     conclude(results["cases"], console, measured=measured)

@@ -34,7 +34,7 @@ from ..bench import (
     shown_phases,
 )
 from ._in_turn import InTurn
-from ._output import STANDARD_OUTPUT, JsonFile, write_json
+from ._output import STANDARD_OUTPUT, JsonFile, OutputError, write_json
 from ._sides import conclude, progress
 
 
@@ -61,8 +61,14 @@ def profile(
         console: for the tables.
         timeout: seconds for a start, and for each measurement.
         limit: of the whole.
+
+    Raises:
+        OutputError: the folder cannot be made, or a file not be written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputError(f"{folder}: cannot be made ({error.strerror}); name another folder") from error
     results = new_phases(host, settings)
     shapes = shapes_folder()
     with progress(console) as bar:
@@ -87,6 +93,7 @@ def profile(
         write_json(results, json_file)
     for entry in results["engines"]:
         console.print(phase_table(entry))
+    turns.write()
     conclude(results["cases"], console, measured=bool(results["engines"]))
 
 

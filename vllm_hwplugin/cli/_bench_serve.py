@@ -208,7 +208,9 @@ def serve(
                 break
     if json_file == STANDARD_OUTPUT:
         write_json(results, json_file)
-    conclude(results["cases"], console, measured=_show(results, console))
+    measured = _show(results, console)
+    turns.write()
+    conclude(results["cases"], console, measured=measured)
 
 
 def _show(results: Mapping[str, Any], console: Console) -> bool:

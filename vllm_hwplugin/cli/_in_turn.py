@@ -10,7 +10,7 @@ from typing import Any
 from rich.progress import Progress
 
 from ..bench import SERVING, Job, Measurement, Outcome, TimeLimit, measure_in_turn, stopped
-from ._output import STANDARD_OUTPUT, JsonFile, write_json
+from ._output import STANDARD_OUTPUT, JsonFile, OutputError, write_json
 from ._sides import advance, show_failure
 
 
@@ -38,6 +38,15 @@ class InTurn:
     rest: float
     module: str = SERVING
 
+    def write(self) -> None:
+        """Write the results, except to standard output.
+
+        Raises:
+            OutputError: the file cannot be written; says why.
+        """
+        if self.json_file is not None and self.json_file != STANDARD_OUTPUT:
+            write_json(self.results, self.json_file)
+
     def measure(
         self,
         jobs: Mapping[str, Job],
@@ -64,8 +73,11 @@ class InTurn:
 
         def keep(outcomes: Mapping[str, Outcome]) -> None:
             add(outcomes)
-            if self.json_file is not None and self.json_file != STANDARD_OUTPUT:
-                write_json(self.results, self.json_file)
+            try:
+                self.write()
+            except OutputError as error:
+                # What is still measured is worth more; the command's own last write fails for it.
+                self.bar.console.print(f"{error}; measuring goes on", style="yellow", markup=False)
 
         task = self.bar.add_task(f"{label}: engines start", total=total)
         outcomes = measure_in_turn(
