@@ -256,11 +256,12 @@ def read_private(path: Path) -> bytes | None:
         os.close(descriptor)
 
 
-def write_atomically(path: Path, data: bytes, *, durable: bool = True) -> None:
+def write_atomically(path: Path, data: bytes, *, durable: bool = True, mode: int = 0o600) -> None:
     """Write a file so that it is, at every moment and after a crash, the old one, the new one or absent.
 
-    The temporary file is new and private (mode 0600, never followed through a link). With ``durable`` it is flushed to
-    the disk before the rename, so that even a power cut cannot leave a name that leads to half a file.
+    The temporary file is new and private (never followed through a link); ``mode`` is what the file then has. With
+    ``durable`` it is flushed to the disk before the rename, so that even a power cut cannot leave a name that leads to
+    half a file.
 
     Raises:
         OSError: the folder cannot be written to, or the disk is full.
@@ -272,6 +273,8 @@ def write_atomically(path: Path, data: bytes, *, durable: bool = True) -> None:
             rest = memoryview(data)
             while rest:
                 rest = rest[os.write(descriptor, rest) :]
+            if mode != 0o600:
+                os.fchmod(descriptor, mode)
             if durable:
                 os.fsync(descriptor)
         finally:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -75,6 +76,15 @@ def write_text(text: str, file: Path) -> None:
             # A pipe or a device: there is nothing to replace.
             file.write_text(text, encoding="utf-8")
         else:
-            write_atomically(file.resolve(), text.encode(), durable=False)
+            write_atomically(file.resolve(), text.encode(), durable=False, mode=_mode(file))
     except OSError as error:
         raise OutputError(f"{file}: cannot be written ({error.strerror}); name another file") from error
+
+
+def _mode(file: Path) -> int:
+    """That of the file which is replaced, or of one that this user makes: results are for others, too."""
+    if file.exists():
+        return stat.S_IMODE(file.stat().st_mode)
+    # There is no way to ask for it without setting it.
+    os.umask(mask := os.umask(0o077))
+    return 0o666 & ~mask
