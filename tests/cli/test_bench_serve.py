@@ -244,6 +244,8 @@ def test_the_tiny_shapes_checkpoints_may_lie_where_the_error_says_that_they_can_
         ([*CASE, "--side", "mrv3"], "choose from stock, patched, mrv2, mrv2-patched"),
         ([*CASE[:-1], "p-eagle", "--side", "mrv2"], "Model Runner V2 runs p-eagle in no supported vLLM"),
         ([*CASE, "--prompts", "/nowhere.jsonl"], "does not exist"),
+        (["--target", "/nowhere", "--method", "mtp"], "/nowhere: no such folder"),
+        ([*CASE, "--draft", "./nowhere"], "./nowhere: no such folder"),
     ],
 )
 def test_bad_options_start_nothing(run, arguments, message):

@@ -133,6 +133,9 @@ def serve(
         raise typer.BadParameter("what to serve is missing: name a target, or --shape", param_hint="--target")
     elif draft is None and method not in serving.BUILT_IN:
         raise typer.BadParameter(f"{method} needs a drafter: a folder, or a name", param_hint="--draft")
+    for option, named in (("--target", target), ("--draft", draft)):
+        if named is not None and named.startswith(("/", ".")) and not Path(named).exists():
+            raise typer.BadParameter(f"{named}: no such folder; name one, or a model's name", param_hint=option)
     wanted = asked_sides(side)
     checkpoints = find_checkpoints(model) if shape == TINY else None
     asked: list[serving.Prompt] = []
