@@ -52,6 +52,7 @@ OBSTACLES = [
     ({"lora": True}, "LoRA adapters"),
     ({"breakable_any_mode": True}, "breakable CUDA graphs"),
     ({"shares_mtp_indices": True}, "top-k indices"),
+    ({"prompts_by_layer": "ExampleConnector"}, "ExampleConnector may load and save keys layer by layer"),
 ]
 
 

@@ -311,6 +311,27 @@ def test_what_is_imported_exists(vllm_tree: Callable, path: str, names: set[str]
     assert not missing, missing
 
 
+def test_kv_connectors_have_what_is_asked_of_them(vllm_tree: Callable) -> None:
+    folder = "vllm/distributed/kv_transfer/kv_connector"
+    asked = {"wait_for_layer_load", "save_kv_layer", "requires_piecewise_for_cudagraph"}
+    missing = []
+    for version in SUPPORTED:
+        connector = find(tree_of(vllm_tree, version, f"{folder}/v1/base.py"), "KVConnectorBase_V1")
+        factory = find(tree_of(vllm_tree, version, f"{folder}/factory.py"), "KVConnectorFactory")
+        several = find(tree_of(vllm_tree, version, f"{folder}/v1/multi_connector.py"), "MultiConnector")
+        config = find(tree_of(vllm_tree, version, "vllm/config/kv_transfer.py"), "KVTransferConfig")
+        assert isinstance(connector, ast.ClassDef)
+        assert isinstance(factory, ast.ClassDef)
+        assert isinstance(config, ast.ClassDef)
+        missing += [f"vLLM {version}: KVConnectorBase_V1.{name}" for name in sorted(asked - members_of(connector))]
+        missing += [f"vLLM {version}: get_connector_class"] * ("get_connector_class" not in members_of(factory))
+        missing += [f"vLLM {version}: several connectors"] * (
+            '.get("connectors")' not in ast.unparse(several).replace("'", '"')
+        )
+        missing += [f"vLLM {version}: extra config"] * ("kv_connector_extra_config" not in fields_of(config))
+    assert not missing, missing
+
+
 def test_the_graph_wrapper_has_what_is_used_of_it(vllm_tree: Callable) -> None:
     used = {name for module in (*FOR_ANY, *FOR_DFLASH) for name in attributes_read(module, "graphs")}
     used -= {"capture"}  # of `DraftGraphs`, in a variable of the same name

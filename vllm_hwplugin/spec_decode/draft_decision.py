@@ -24,6 +24,8 @@ class DrafterFacts:
         padded_batch: whether rejected tokens stay in its batches.
         breakable_any_mode: whether its model runs in breakable CUDA graphs that capture in every mode.
         shares_mtp_indices: whether its model is told on the host to share top-k indices between steps.
+        prompts_by_layer: the KV connector that is asked at each layer of a pass, if the drafter's passes over prompts
+            would have graphs where the target's have none; else None.
     """
 
     proposer: str
@@ -37,6 +39,7 @@ class DrafterFacts:
     lora: bool = False
     breakable_any_mode: bool = False
     shares_mtp_indices: bool = False
+    prompts_by_layer: str | None = None
 
 
 @dataclass(frozen=True)
@@ -127,6 +130,8 @@ def obstacle(drafter: DrafterFacts) -> str | None:
         return "the draft model already runs in breakable CUDA graphs, which capture in every mode"
     if drafter.shares_mtp_indices:
         return "the draft model shares top-k indices between steps by a host-side switch"
+    if drafter.prompts_by_layer is not None:
+        return f"{drafter.prompts_by_layer} may load and save keys layer by layer, also those of the draft of a prompt"
     return None
 
 

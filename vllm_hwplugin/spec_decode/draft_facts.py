@@ -11,6 +11,7 @@ from vllm_hwplugin.spec_decode.draft_buffers import rows_held
 from vllm_hwplugin.spec_decode.draft_builders import refusing
 from vllm_hwplugin.spec_decode.draft_decision import BatchFacts, CaptureFacts, ChainFacts, DrafterFacts
 from vllm_hwplugin.spec_decode.first_pass import FirstPass, first_pass_of
+from vllm_hwplugin.spec_decode.layer_connector import working_by_layer
 
 # The proposers whose `propose` is the patched one. A subclass that overrides a part of it has to be looked at first.
 _KNOWN_PROPOSERS = frozenset({"EagleProposer", "DraftModelProposer"})
@@ -45,6 +46,11 @@ def drafter_facts(proposer: Any, target_mode: CUDAGraphMode) -> DrafterFacts:
         lora=proposer.vllm_config.lora_config is not None,
         breakable_any_mode="Breakable" in type(model).__name__ and getattr(model, "runtime_mode", None) is None,
         shares_mtp_indices=getattr(proposer, "_share_mtp_indices", False),
+        prompts_by_layer=(
+            working_by_layer(proposer.vllm_config.kv_transfer_config)
+            if proposer.speculative_config.use_dflash()
+            else None
+        ),
     )
 
 
