@@ -291,9 +291,9 @@ class TailGraphs:
     def _draft_hidden_states(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """What the drafter gets of the target, as `sample_tokens` finds it."""
         model = self._runner.model
-        if hasattr(model, "get_mtp_target_hidden_states"):
-            return model.get_mtp_target_hidden_states()
-        return hidden_states
+        states = model.get_mtp_target_hidden_states() if hasattr(model, "get_mtp_target_hidden_states") else None
+        # From 0.32 on, of a model that keeps none for a drafter of this kind.
+        return hidden_states if states is None else states
 
     # -- a request ----------------------------------------------------------------------------------------------------
 
