@@ -48,6 +48,18 @@ def known(options: dict) -> dict:
     return {name: value for name, value in options.items() if name != "kernel_config"}
 
 
+def update_draft(worker) -> None:
+    """Give a DFlash draft other weights, as vLLM's updates do: in place, and what it has fused of them is made anew."""
+    draft = worker.get_draft_model().model
+    for layer in draft.layers:
+        layer.self_attn.qkv_proj.weight.data.mul_(-1)
+    draft._build_fused_kv_buffers()
+
+
+#: What a load may call beside methods of the worker.
+CALLS = {"update_draft": update_draft}
+
+
 class Recorder:
     """What each step scheduled, sampled and drafted, by the names of the load."""
 
@@ -170,7 +182,7 @@ def serve(llm, requests: list[dict], calls: Sequence[Sequence] = ()) -> tuple[di
                     aborted.add(name)
             for at, method in calls:
                 if at == step:
-                    engine.collective_rpc(method)
+                    engine.collective_rpc(CALLS.get(method, method))
             if engine.has_unfinished_requests():
                 answers.update({name_of(output.request_id): answer_of(output) for output in engine.step()})
             elif len(added) == len(requests):

@@ -80,7 +80,7 @@ class Load:
             round otherwise.
         initialised: whether dummy weights are what training begins with. vLLM's own are so small that what a token
             attends to does not count.
-        calls: methods of the worker by the engine's step before which they are called.
+        calls: methods of the worker, or of `load_child.CALLS`, by the engine's step before which they are called.
     """
 
     options: Mapping[str, Any]

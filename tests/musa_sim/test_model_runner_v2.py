@@ -31,6 +31,14 @@ ENGINES = {
     "eagle3, eager": Engine("eagle3", graphs=None),
     "dflash": DFLASH,
 }
+#: Loads of few steps. The draft has other weights from the middle of one on.
+SHORT = {
+    name: Load(engine.on_musa(), loads.two_alone(), calls=((106, "update_draft"),) if "weights" in name else ())
+    for name, engine in {
+        "dflash, new weights": DFLASH,
+        "dflash, new weights, eager": dataclasses.replace(DFLASH, graphs=None),
+    }.items()
+}
 #: Larger batches, among them those of vLLM's warm-up, take more of the memory that kernels share.
 SMALL_GRAPHS = {"eagle3, small graphs": Engine("eagle3", graphs_of=(1, 2))}
 #: Two requests that are there alone for long.
@@ -54,7 +62,8 @@ def process(
     variables: dict[str, str] = loads.UNPATCHED,
 ) -> Process:
     """Engines under the load; without variables, of vLLM's own code."""
-    asked = {name: Load((ENGINES | SMALL_GRAPHS)[name].on_musa(), LOAD) for name in names}
+    engines = ENGINES | SMALL_GRAPHS
+    asked = {name: SHORT[name] if name in SHORT else Load(engines[name].on_musa(), LOAD) for name in names}
     return Process(asked, loads.musa(folder, vllm, **variables))
 
 
@@ -75,8 +84,12 @@ def sides(musa_host: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str
         pytest.skip(f"the texts are compared with those of vLLM on a CPU; it runs on {device} here")
     folder = tmp_path_factory.mktemp("v2")
     processes = {
-        "graphs": process(folder / "host with graphs", ["eagle3", "dflash"], variables=WITH_GRAPHS),
-        "some": process(folder / "host of some", ["none", "eagle3"]),
+        "graphs": process(
+            folder / "host with graphs",
+            ["eagle3", "dflash", "dflash, new weights"],
+            variables=WITH_GRAPHS,
+        ),
+        "some": process(folder / "host of some", ["none", "eagle3", "dflash, new weights, eager"]),
         "others": process(folder / "host of others", ["eagle3, eager", "dflash"]),
         "cpu": Process({"cpu": Load(Engine(None).on_cpu(), LOAD)}, loads.cpu()),
     }
@@ -139,6 +152,13 @@ def assert_graphs_serve(expected: Run, found: Run) -> None:
 @pytest.mark.parametrize("name", ["eagle3", "dflash"])
 def test_more_graphs_change_nothing(name: str, runs: dict[str, Run], with_graphs: dict[str, Run]) -> None:
     assert_graphs_serve(runs[name], with_graphs[name])
+
+
+def test_graphs_draft_by_new_weights_of_the_draft(sides: dict[str, dict[str, Run]]) -> None:
+    """This vLLM's own graphs go on with what the draft has fused of the old ones: the other engine has none."""
+    expected, found = sides["some"]["dflash, new weights, eager"], sides["graphs"]["dflash, new weights"]
+    loads.assert_same(expected, found)
+    assert found.counts["graph_replays"]["sampling"] > len(found.steps) // 2
 
 
 @pytest.mark.network

@@ -23,6 +23,7 @@ from vllm_hwplugin.fallback import stays_stock
 from vllm_hwplugin.features import DFLASH_FULL_GRAPH
 from vllm_hwplugin.spec_decode.draft_graphs import Companion, DraftGraphs
 from vllm_hwplugin.spec_decode.draft_keys import DraftKeys, pad_up
+from vllm_hwplugin.spec_decode.fused_weights import FusedWeights
 from vllm_hwplugin.spec_decode.pass_graphs import PassGraphs, full_graphs
 
 _STOCK = "a DFlash drafter's context is stored as in stock vLLM"
@@ -61,7 +62,7 @@ class ContextGraphs(Companion):
         """Have no graphs."""
         self._sizes: tuple[int, ...] = ()
         self._graphs: CUDAGraphWrapper | None = None
-        self._fused: dict[str, torch.Tensor] = {}
+        self._fused: FusedWeights | None = None
 
     def capture(self, passes: PassGraphs, keys: DraftKeys, template: Any) -> None:
         """Capture the context of each decode batch that has a graph, largest first.
@@ -82,8 +83,7 @@ class ContextGraphs(Companion):
             proposer._context_slot_mapping_buffer[:size].fill_(PADDING_SLOT_ID)
             for mode in (CUDAGraphMode.NONE, CUDAGraphMode.FULL):
                 self._launch(size, mode)
-        # Only now: a draft with dummy weights fuses them in its first call.
-        self._fused = _fused_weights(proposer.model)
+        self._fused = FusedWeights(proposer.model)
         record.note(DFLASH_FULL_GRAPH, f"context keys and values in graphs of {list(self._sizes)} tokens")
 
     def stay_stock(self, reason: str) -> None:
@@ -116,27 +116,16 @@ class ContextGraphs(Companion):
     def keep_fused_in_place(self) -> bool:
         """Put weights that the model fused anew where the graphs read them; False where they do not fit there.
 
-        vLLM fuses anew when weights are loaded again, and in some versions when it wakes up. Once they did not fit, the
-        answer stays False: graphs of other features hold the context, too.
+        Once they did not fit, the answer stays False: graphs of other features hold the context, too.
         """
-        if self._graphs is None:
+        if self._fused is None:
             return False
-        for name, captured in self._fused.items():
-            model = self._proposer.model.model
-            current = getattr(model, name)
-            if current is captured:
-                continue
-            if getattr(current, "shape", None) != captured.shape or current.dtype != captured.dtype:
-                self.forget()
-                reason = f"the draft model's {name} has another shape or type than at capture"
-                record.note(DFLASH_FULL_GRAPH, f"{_STOCK}: {reason}")
-                logger.warning("%s: from now on %s: %s", DFLASH_FULL_GRAPH, _STOCK, reason)
-                return False
-            # A name for a parameter's memory is written where it was; a tensor of its own is not.
-            if current.data_ptr() != captured.data_ptr():
-                captured.copy_(current)
-            setattr(model, name, captured)
-        return True
+        reason = self._fused.keep_in_place()
+        if reason is not None:
+            self.forget()
+            record.note(DFLASH_FULL_GRAPH, f"{_STOCK}: {reason}")
+            logger.warning("%s: from now on %s: %s", DFLASH_FULL_GRAPH, _STOCK, reason)
+        return reason is None
 
     def _launch(self, count: int, mode: CUDAGraphMode) -> None:
         assert self._graphs is not None
@@ -160,9 +149,3 @@ class ContextGraphs(Companion):
             states, proposer._context_positions_buffer[:count], proposer._context_slot_mapping_buffer[:count]
         )
         return states
-
-
-def _fused_weights(model: Any) -> dict[str, torch.Tensor]:
-    """What a DFlash model made of its weights: neither parameters nor buffers, which loaders write in place."""
-    inner = getattr(model, "model", None)
-    return {} if inner is None else {name: value for name, value in vars(inner).items() if torch.is_tensor(value)}

@@ -14,6 +14,7 @@ buffers hold.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 from collections.abc import Mapping
 from typing import Any, Final, Protocol
@@ -29,6 +30,7 @@ from vllm_hwplugin.fallback import stays_stock
 from vllm_hwplugin.features import V2_TAIL_GRAPH
 from vllm_hwplugin.nwor import runner as nwor
 from vllm_hwplugin.spec_decode.decode_batch import MAX_NUM_REQS, Rung, asks_for_nothing_else
+from vllm_hwplugin.spec_decode.fused_weights import FusedWeights
 from vllm_hwplugin.spec_decode.graph_recording import free_memory, known_arguments, record_graph
 from vllm_hwplugin.spec_decode.v2.recording import (
     expanded_rows,
@@ -41,6 +43,8 @@ from vllm_hwplugin.spec_decode.v2.recording import (
 from vllm_hwplugin.spec_decode.v2.tail_batch import Sampling, decodes_only, rungs
 from vllm_hwplugin.spec_decode.v2.tail_buffers import TailBuffers
 from vllm_hwplugin.spec_decode.v2.tail_obstacles import obstacle
+
+logger = logging.getLogger("vllm.hwplugin")
 
 _STOCK: Final = "vLLM's own kernels after the target"
 
@@ -122,6 +126,7 @@ class TailGraphs:
         self._graphs: dict[int, _Graphs] = {}
         self._buffers: TailBuffers | None = None
         self._scratch: list[torch.Tensor] = []
+        self._fused: FusedWeights | None = None
         self._output: Any = None
         self._step: _Graphs | None = None
         self._drafted = False
@@ -164,6 +169,8 @@ class TailGraphs:
             for companion in () if profile_only else self._companions:
                 companion.capture(self._batches, self._buffers, pool)
         self._scratch = shared_scratch()
+        if runner.speculator.speculative_config.method == "dflash":
+            self._fused = FusedWeights(runner.speculator.model)
         runner.req_states.draft_tokens.zero_()
         torch.accelerator.synchronize()
         if profile_only:
@@ -306,6 +313,7 @@ class TailGraphs:
     def sample(self, hidden_states: torch.Tensor, batch: Any, grammar_output: Any) -> Any:
         """`GPUModelRunner.sample`, and `postprocess_sampled` with it where a graph serves."""
         self._drafted = False
+        self._keep_fused_in_place()
         self._step = self._graphs_for(hidden_states, batch) if grammar_output is None else None
         if self._step is None:
             self.held = None
@@ -351,6 +359,14 @@ class TailGraphs:
         if not self._drafted:
             return self._runner.req_states.draft_tokens[idx_mapping]
         return self._runner.speculator.draft_tokens[: idx_mapping.shape[0]]
+
+    def _keep_fused_in_place(self) -> None:
+        """Have drafting read what the draft model has fused of new weights; without graphs where they do not fit."""
+        reason = None if self._fused is None else self._fused.keep_in_place()
+        if reason is not None:
+            self._forget()
+            record.use(V2_TAIL_GRAPH, False, reason)
+            logger.warning("%s: from now on %s: %s", V2_TAIL_GRAPH, _STOCK, reason)
 
     def _graphs_for(self, hidden_states: torch.Tensor, batch: Any) -> _Graphs | None:
         """The graphs for this batch, which the buffers then hold; None where vLLM's own way is taken."""
