@@ -231,6 +231,9 @@ def one(job: dict, others_follow: bool) -> dict:
     from vllm_hwplugin.bench._watch import watched
 
     leave_out_of_collections()
+    from . import kv_connector
+
+    kv_connector.SHOWN.clear()
     llm = LLM(**known(job["options"]))
     runner = model_runner(llm)
     check_runner(runner)
@@ -260,6 +263,7 @@ def one(job: dict, others_follow: bool) -> dict:
         "used": sorted(name for name, use in uses.items() if use["used"]),
         "unused": {name: use["reason"] for name, use in uses.items() if not use["used"]},
         "counts": counts.facts(),
+        "shown": list(kv_connector.SHOWN),
     }
 
 

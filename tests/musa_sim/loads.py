@@ -106,6 +106,7 @@ class Run:
         used: features of the plugin that did their work.
         unused: those that did not, and why.
         counts: of :class:`vllm_hwplugin.bench._watch.Counts`, with graphs that were replayed.
+        shown: what `kv_connector` was shown of each step, where the engine has it.
     """
 
     answers: Mapping[str, Mapping[str, Any]]
@@ -115,6 +116,7 @@ class Run:
     used: Sequence[str]
     unused: Mapping[str, str]
     counts: Mapping[str, Any]
+    shown: Sequence[Mapping[str, Any] | None] = ()
 
     def texts(self, names: Iterable[str]) -> dict[str, list[int]]:
         return {name: self.answers[name]["tokens"] for name in names}

@@ -31,12 +31,19 @@ ENGINES = {
     "eagle3, eager": Engine("eagle3", graphs=None),
     "dflash": DFLASH,
 }
+#: It moves no keys, and is shown each step.
+CONNECTOR = {
+    "kv_connector": "Witness",
+    "kv_connector_module_path": "tests.musa_sim.kv_connector",
+    "kv_role": "kv_both",
+}
 #: Loads of few steps. The draft has other weights from the middle of one on.
 SHORT = {
     name: Load(engine.on_musa(), loads.two_alone(), calls=((106, "update_draft"),) if "weights" in name else ())
     for name, engine in {
         "dflash, new weights": DFLASH,
         "dflash, new weights, eager": dataclasses.replace(DFLASH, graphs=None),
+        "eagle3, KV connector": Engine("eagle3", more={"kv_transfer_config": CONNECTOR}),
     }.items()
 }
 #: Larger batches, among them those of vLLM's warm-up, take more of the memory that kernels share.
@@ -86,10 +93,12 @@ def sides(musa_host: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     processes = {
         "graphs": process(
             folder / "host with graphs",
-            ["eagle3", "dflash", "dflash, new weights"],
+            ["eagle3", "dflash", "dflash, new weights", "eagle3, KV connector"],
             variables=WITH_GRAPHS,
         ),
-        "some": process(folder / "host of some", ["none", "eagle3", "dflash, new weights, eager"]),
+        "some": process(
+            folder / "host of some", ["none", "eagle3", "dflash, new weights, eager", "eagle3, KV connector"]
+        ),
         "others": process(folder / "host of others", ["eagle3, eager", "dflash"]),
         "cpu": Process({"cpu": Load(Engine(None).on_cpu(), LOAD)}, loads.cpu()),
     }
@@ -159,6 +168,13 @@ def test_graphs_draft_by_new_weights_of_the_draft(sides: dict[str, dict[str, Run
     expected, found = sides["some"]["dflash, new weights, eager"], sides["graphs"]["dflash, new weights"]
     loads.assert_same(expected, found)
     assert found.counts["graph_replays"]["sampling"] > len(found.steps) // 2
+
+
+def test_a_kv_connector_is_shown_what_stock_shows_it(sides: dict[str, dict[str, Run]]) -> None:
+    expected, found = (sides[side]["eagle3, KV connector"] for side in ("some", "graphs"))
+    loads.assert_same(expected, found)
+    assert found.shown == expected.shown
+    assert found.counts["graph_replays"]["inputs"] > sum(one is not None for one in expected.shown) // 2 > 0
 
 
 @pytest.mark.network

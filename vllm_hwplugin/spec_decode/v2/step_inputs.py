@@ -12,6 +12,7 @@ vLLM's own functions are recorded. The first step with other requests takes vLLM
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -19,6 +20,7 @@ import numpy as np
 import torch
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.input_batch import combine_sampled_and_draft_tokens, prepare_pos_seq_lens
+from vllm.v1.worker.gpu.kv_connector import NO_OP_KV_CONNECTOR
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
 from vllm_hwplugin import record
@@ -53,6 +55,18 @@ def obstacle(runner: Any) -> str | None:
     return None
 
 
+def shows_metadata(runner: Any) -> bool:
+    """Whether a KV connector is shown the attention metadata of each step, of which a graph leaves the host nothing.
+
+    From 0.30 on it is, with more of a step beside the scheduler's output.
+
+    Args:
+        runner: a `GPUModelRunner` that has its KV cache.
+    """
+    connector = runner.kv_connector
+    return connector is not NO_OP_KV_CONNECTOR and len(inspect.signature(connector.pre_forward).parameters) > 1
+
+
 class StepInputs:
     """The input graphs of one `GPUModelRunner`, which holds them as `step_inputs`.
 
@@ -70,6 +84,7 @@ class StepInputs:
         """Have no graphs, and nothing that was made for them."""
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._num_blocks: torch.Tensor | None = None
+        self._shows_metadata = False
         # The requests of the last step in the order in which they were scheduled, and its batch.
         self._order: list[str] = []
         self._template: Any = None
@@ -106,6 +121,11 @@ class StepInputs:
         with buffers.stand_in(), StandIn((moving,), (self._num_blocks,)):
             for num_reqs, batch in batches.items():
                 self._graphs[num_reqs] = record_graph(self._preparing(batch, buffers), pool)
+        self._shows_metadata = shows_metadata(self._runner)
+        if self._shows_metadata:
+            record.note(
+                V2_STEP_INPUTS, "a KV connector is shown attention metadata, which vLLM makes for it in each step"
+            )
         record.use(V2_STEP_INPUTS, True)
 
     def _preparing(self, batch: Any, buffers: TailBuffers) -> Callable[[], None]:
@@ -217,12 +237,15 @@ class StepInputs:
         )
 
     def prepared(self, batch: Any) -> bool:
-        """Whether the inputs of this `InputBatch` are on the device already."""
+        """Whether the inputs of this `InputBatch` are on the device already, and nobody asks for metadata of it."""
+        return self._serves(batch) and not self._shows_metadata
+
+    def _serves(self, batch: Any) -> bool:
         return batch is not None and batch is self._batch
 
     def attention_inputs(self, batch: Any) -> Any:
         """What `prepare_attn` of the runner gives out for a prepared batch; None for any other."""
-        if not self.prepared(batch):
+        if not self._serves(batch):
             return None
         tables = self._runner.block_tables
         block_tables = tuple(one[: batch.num_reqs_after_padding] for one in tables.input_block_tables)
