@@ -217,25 +217,32 @@ def test_weights_that_no_graph_reads_leave_every_later_step_to_vllm(
         assert torch.equal(graphed.model.cache[:-1], stock.model.cache[:-1])
 
 
-def test_placeholders_for_drafts_are_left_to_vllms_sampler(make_dflash: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request that a full batch has left out for a step has no drafts on the device, but placeholders of the
-    scheduler's, which vLLM rejects. What the target is given in their place are token ids, and may be right.
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
+def test_placeholders_for_drafts_are_left_to_vllms_sampler(
+    make_dflash: Any, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
+) -> None:
+    """A request that was not in the step before has no drafts, but may have placeholders of the scheduler's, which vLLM
+    rejects: a new one whose prompt is in the prefix cache, or one that a full batch has left out. What the target is
+    given in their place are token ids, and may be right.
     """
     _, target = start(make_dflash, monkeypatch)
     host = target.host
-    host.use_async_scheduling = True
+    host.use_async_scheduling = asynchronous
     host.input_batch.num_reqs, host.input_batch.req_ids = 2, ["a", "b"]
     host.requests = dict.fromkeys("ab", types.SimpleNamespace(sampling_params=SamplingParams(temperature=0)))
-    scheduled = types.SimpleNamespace(total_num_scheduled_tokens=2 * WIDTH)
     verified = types.SimpleNamespace(num_draft_tokens=[DRAFTS] * 2)
     # The best token is the first one everywhere, and so is what placeholders become.
     target.hidden[:, 0] = 1
-    for before, tokens in (({"a": 0, "b": 1}, [0] * WIDTH), ({"a": 0}, [0, -1, -1, -1])):
-        host.input_batch.prev_req_id_to_index = before
+    drafts, none = [0] * DRAFTS, [-1] * DRAFTS
+    for before, second, tokens in (("ab", drafts, [0] * WIDTH), ("a", none, [0, *none])):
+        # Where the scheduler runs ahead, it knows no draft; else nothing of the step before stays on the device.
+        host.input_batch.prev_req_id_to_index = {one: row for row, one in enumerate(before)} if asynchronous else None
+        scheduled = types.SimpleNamespace(
+            total_num_scheduled_tokens=2 * WIDTH,
+            scheduled_spec_decode_tokens=dict.fromkeys("ab", none) if asynchronous else {"a": drafts, "b": second},
+        )
         hidden = target.hidden[: 2 * WIDTH]
         _, logits = host.draft_phase.logits(scheduled, verified, hidden, torch.arange(2 * WIDTH))
-        placeholders = types.SimpleNamespace(draft_token_ids=torch.tensor([0] * DRAFTS + [-1] * DRAFTS))
-        monkeypatch.setattr(
-            host, "_sample", lambda logits, _, given=placeholders: plain_rejection(given, None, logits, None)
-        )
+        given = types.SimpleNamespace(draft_token_ids=torch.tensor([*drafts, *second]))
+        monkeypatch.setattr(host, "_sample", lambda logits, _, given=given: plain_rejection(given, None, logits, None))
         assert host.draft_phase.sample(logits, verified).sampled_token_ids[1].tolist() == tokens

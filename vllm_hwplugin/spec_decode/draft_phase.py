@@ -40,6 +40,9 @@ from vllm_hwplugin.spec_decode.phase_graphs import (
 )
 from vllm_hwplugin.spec_decode.phase_obstacles import obstacle, sampling_obstacle
 
+#: In place of a draft, from 0.25 on of a new request whose prompt is computed but for its last token.
+_PLACEHOLDER: Final = -1
+
 _STOCK: Final = "vLLM's own kernels between the target and the drafter's graphs"
 
 
@@ -163,7 +166,7 @@ class DraftPhase(Companion):
         if self._step is not None:
             assert self._recorder is not None
             self._recorder.hold(self._runner.input_batch.num_reqs, self._step.rung)
-            self._kind = self._kind_of_batch(self._step)
+            self._kind = self._kind_of_batch(self._step, scheduler_output)
         if self._kind is not None:
             return None, None
         sample_hidden_states = hidden_states[indices]
@@ -275,11 +278,9 @@ class DraftPhase(Companion):
             return None
         return step
 
-    def _kind_of_batch(self, step: PhaseGraphs) -> Sampling | None:
+    def _kind_of_batch(self, step: PhaseGraphs, scheduler_output: Any) -> Sampling | None:
         """How the batch is sampled; None where no graph of `step` does it."""
         runner = self._runner
-        if runner.use_async_scheduling and not _has_drafted(runner.input_batch):
-            return None
         metadata = runner.input_batch.sampling_metadata
         # vLLM makes it anew where requests come, go or move.
         if metadata is not self._judged:
@@ -290,7 +291,7 @@ class DraftPhase(Companion):
             if runner._draft_prob_req_ids != runner.input_batch.req_ids:
                 return None
             kind = Sampling.RANDOM_OF_DRAWN
-        return kind if kind in step.sampling else None
+        return kind if kind in step.sampling and _are_drafts(runner, scheduler_output) else None
 
     def _judge(self, metadata: Any) -> Sampling | None:
         """How a batch of this `SamplingMetadata` is sampled; None where a request asks for more than temperature."""
@@ -317,14 +318,17 @@ class DraftPhase(Companion):
         return bool(self._draft_graphs.may_replay(metadata) and (context is None or context.keep_fused_in_place()))
 
 
-def _has_drafted(batch: Any) -> bool:
-    """Whether all requests were in the step before, where the scheduler runs ahead of the device.
+def _are_drafts(runner: Any, scheduler_output: Any) -> bool:
+    """Whether what each request verifies are drafts.
 
-    vLLM rejects the placeholders that others have for drafts; but the graphs read what the target was given, in which
-    they are token ids.
+    A request that was not in the step before may have placeholders instead. vLLM rejects these; but the graphs read
+    what the target was given, in which they are token ids.
     """
-    before = batch.prev_req_id_to_index
-    return bool(before) and all(one in before for one in batch.req_ids)
+    if not runner.use_async_scheduling:
+        return not any(_PLACEHOLDER in tokens for tokens in scheduler_output.scheduled_spec_decode_tokens.values())
+    # The scheduler runs ahead of the device, and knows no drafts at all.
+    before = runner.input_batch.prev_req_id_to_index
+    return bool(before) and all(one in before for one in runner.input_batch.req_ids)
 
 
 def _wait_for(stream: Any) -> None:
