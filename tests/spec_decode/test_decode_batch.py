@@ -21,6 +21,7 @@ SamplingParams = sampling_params.SamplingParams
         {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "seed": 3},
         {"max_tokens": 1000, "stop": ["."], "stop_token_ids": [5], "ignore_eos": True, "n": 2, "prompt_logprobs": 1},
         {"skip_special_tokens": False, "include_stop_str_in_output": True, "detokenize": True},
+        {"extra_args": {"kv_transfer_params": {"do_remote_prefill": True}}},
     ],
 )
 def test_what_the_graphs_sample_for(asked: dict[str, Any]) -> None:
@@ -40,6 +41,7 @@ def test_what_the_graphs_sample_for(asked: dict[str, Any]) -> None:
         {"allowed_token_ids": [1, 2]},
         {"bad_words": ["no"]},
         {"extra_args": {"anything": 1}},
+        {"extra_args": {"kv_transfer_params": {}, "anything": 1}},
         {"structured_outputs": sampling_params.StructuredOutputsParams(regex="a+")},
     ],
 )

@@ -23,6 +23,9 @@ _NOT_THE_SAMPLERS: Final = frozenset(
     )
 )
 
+#: Keys of `extra_args` that the scheduler's `Request` reads (vllm/v1/request.py). Others are for logits processors.
+_OF_THE_SCHEDULER: Final = frozenset(("kv_transfer_params", "ec_transfer_params", "kv_cache_report_mode"))
+
 
 @dataclass(frozen=True)
 class Rung:
@@ -44,8 +47,8 @@ def asks_for_nothing_else(params: Any) -> bool:
     A parameter that is not known here has to have its default value: a vLLM may have learned to do more.
     """
     default = type(params)()
-    return all(
+    return _OF_THE_SCHEDULER.issuperset(params.extra_args or ()) and all(
         getattr(params, name) == getattr(default, name)
         for name in params.__struct_fields__
-        if name not in _HANDLED and name not in _NOT_THE_SAMPLERS
+        if name != "extra_args" and name not in _HANDLED and name not in _NOT_THE_SAMPLERS
     )
