@@ -47,6 +47,7 @@ def spec(**more: Any) -> Any:
 def config(groups: dict[str, Any]) -> Any:
     """One KV cache group for each spec, which names its layers."""
     return types.SimpleNamespace(
+        num_blocks=BLOCKS,
         kv_cache_groups=[
             types.SimpleNamespace(layer_names=names.split(), kv_cache_spec=one) for names, one in groups.items()
         ]
@@ -76,6 +77,27 @@ def test_caches_of_one_form_for_all_backends_have_tokens_before_their_content(sh
     layer = Layer(named("FLASH_ATTN"), torch.zeros(shape))
     (rows,) = rows_of(config({"a": spec()}), {"a": layer}, "fp8", [layer]).rows
     assert (rows.rows.shape[:2], rows.num_bytes) == ((BLOCKS, TOKENS), 2 * HEADS * SIZE * 4)
+
+
+def test_blocks_of_an_attention_kernel_may_be_smaller_than_those_that_are_planned() -> None:
+    layer = Layer(named("FLASH_ATTN"), torch.zeros(4 * BLOCKS, HEADS, TOKENS // 4, 2 * SIZE))
+    (rows,) = rows_of(config({"a": spec()}), {"a": layer}, "auto", [layer]).rows
+    assert (rows.block_size, rows.num_slots) == (TOKENS // 4, BLOCKS * TOKENS)
+
+
+@pytest.mark.parametrize("tokens", [4 * TOKENS, TOKENS // 4], ids=["several for a token", "one for several tokens"])
+def test_rows_that_are_not_one_for_each_token_are_refused(tokens: int) -> None:
+    """A layer may pool the frames of a token, or compress tokens, with the backend of those that do neither."""
+    stretched = named("FLASH_ATTN", get_kv_cache_shape=lambda b, t, h, s, cache_dtype_str: (b, h, t * tokens, 2 * s))
+    layer = Layer(stretched, torch.zeros(BLOCKS, HEADS, tokens, 2 * SIZE))
+    with pytest.raises(UnknownLayout, match=rf"{BLOCKS} blocks of {tokens} rows, and {BLOCKS} of {TOKENS} tokens"):
+        rows_of(config({"a": spec()}), {"a": layer}, "auto", [layer])
+
+
+def test_a_cache_of_no_layer_is_refused() -> None:
+    layer = Layer(named("FLASH_ATTN"), torch.zeros(BLOCKS, HEADS, TOKENS, 2 * SIZE))
+    with pytest.raises(UnknownLayout, match=r"a\.resident is a KV cache of no layer"):
+        rows_of(config({"a": spec(), "a.resident": spec()}), {"a": layer}, "auto", [layer])
 
 
 def test_shared_memory_is_found_once_the_drafters_not_and_mambas_left_out() -> None:

@@ -61,6 +61,10 @@ class CacheRows:
         return int(self.rows.shape[1])
 
     @property
+    def num_slots(self) -> int:
+        return int(self.rows.shape[0]) * self.block_size
+
+    @property
     def num_bytes(self) -> int:
         """Of one token."""
         return int(self.rows[0, 0].numel())
@@ -109,7 +113,9 @@ def rows_of(
     groups: dict[int, None] = {}
     for group, kv_cache_group in enumerate(kv_cache_config.kv_cache_groups):
         for name in kv_cache_group.layer_names:
-            layer = layers[name]
+            if (layer := layers.get(name)) is None:
+                # A store of vLLM's beside the layers' caches, such as the host's part of them.
+                raise UnknownLayout(f"{name} is a KV cache of no layer, of which it is not known what it keeps")
             spec = getattr(kv_cache_group.kv_cache_spec, "kv_cache_specs", {}).get(name, kv_cache_group.kv_cache_spec)
             if isinstance(spec, AttentionSpec):
                 groups[group] = None
@@ -119,9 +125,22 @@ def rows_of(
             if id(layer) not in modules:
                 continue
             for part in _parts(name, layer, spec, cache_dtype):
+                _check_slots(name, part, kv_cache_config.num_blocks, spec.block_size)
                 key = (group, part.data_ptr(), part.shape, part.stride())
                 rows.setdefault(key, CacheRows(name, group, part))
     return Found(tuple(rows.values()), tuple(left_out), tuple(groups))
+
+
+def _check_slots(name: str, rows: torch.Tensor, num_blocks: int, block_size: int) -> None:
+    """Whether a cache has a row for each slot, which counts tokens: some models keep a row for several, or several.
+
+    An attention kernel may have several blocks of its own for one of the scheduler's; they have as many slots together.
+    """
+    if rows.shape[0] * rows.shape[1] != num_blocks * block_size:
+        raise UnknownLayout(
+            f"the KV cache of {name} has {rows.shape[0]} blocks of {rows.shape[1]} rows, and {num_blocks} of {block_size} "
+            "tokens were planned; expected a row for each token"
+        )
 
 
 def _parts(name: str, layer: Any, spec: Any, cache_dtype: str) -> Iterator[torch.Tensor]:
