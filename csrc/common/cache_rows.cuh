@@ -8,6 +8,7 @@
 //   outer, outer_stride, inner, inner_stride, run
 //                        a row is outer x inner runs of contiguous bytes; none at all in a line that has only slots
 //   log_offset           where the row lies among the bytes that are kept of one token
+//   num_slots            slots of the cache, all that may be read or written
 
 #pragma once
 
@@ -22,7 +23,7 @@
 
 namespace {
 
-constexpr int64_t kColumns = 11;
+constexpr int64_t kColumns = 12;
 // A warp has one row of one layer, and a block as many layers as warps: a launch is a chain of few loads that way, each
 // waiting for the one before, whatever the number of layers.
 constexpr int kWarps = 4;
@@ -42,6 +43,7 @@ struct CacheRow {
   int64_t inner_stride;
   int run;
   int64_t log_offset;
+  int64_t num_slots;
 
   __device__ explicit CacheRow(const int64_t* line)
       : base(reinterpret_cast<uint8_t*>(line[0])),
@@ -54,7 +56,15 @@ struct CacheRow {
         inner(static_cast<int>(line[7])),
         inner_stride(line[8]),
         run(static_cast<int>(line[9])),
-        log_offset(line[10]) {}
+        log_offset(line[10]),
+        num_slots(line[11]) {}
+
+  // -1 where a token has no slot. A dummy batch, which vLLM runs beside those of other ranks, maps its own tokens alone:
+  // what the mapping holds for others is of an earlier batch, or after a sleep whatever the memory holds.
+  __device__ int64_t slot_of(int64_t token) const {
+    const int64_t slot = token < 0 ? -1 : slot_mapping[token];
+    return slot < num_slots ? slot : -1;
+  }
 
   __device__ uint8_t* of(int64_t slot) const { return base + slot / block_size * block + slot % block_size * token; }
 

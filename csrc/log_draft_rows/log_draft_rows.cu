@@ -43,8 +43,7 @@ __global__ void __launch_bounds__(kWarp * kWarps) log_draft_rows_kernel(const Ca
   }
   const int lane = static_cast<int>(threadIdx.x);
   const CacheRow cache(call.table + static_cast<int64_t>(layer) * kColumns);
-  const int64_t token = token_of_row(call.query_start_loc, row, call.drafts);
-  const int64_t slot = token < 0 ? -1 : cache.slot_mapping[token];
+  const int64_t slot = cache.slot_of(token_of_row(call.query_start_loc, row, call.drafts));
   if (lane == 0) {
     call.slots[layer * call.max_rows + row] = slot;
   }

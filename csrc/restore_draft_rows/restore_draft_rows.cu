@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(kWarp * kZeroWarps) zero_draft_rows_kernel(con
   const int warp = static_cast<int>(threadIdx.y);
   for (int layer = warp; layer < call.layers; layer += kZeroWarps) {
     const CacheRow cache(call.table + static_cast<int64_t>(layer) * kColumns);
-    const int64_t slot = cache.slot_mapping[token];
+    const int64_t slot = cache.slot_of(token);
     if (slot >= 0) {
       cache.template each_word<Word>(
           slot, lane, [](const Word*, int64_t) { return Word{}; },

@@ -13,7 +13,16 @@ pytest.importorskip("vllm")
 from vllm_hwplugin.nwor.rows import KernelRows, Rejected  # noqa: E402
 from vllm_hwplugin.ops.build.spec import LOG_DRAFT_ROWS, RESTORE_DRAFT_ROWS  # noqa: E402
 
-from ..nwor.steps import LAYOUTS, Layout, Step, assert_restores, assert_zeroes, by_number, by_sampled  # noqa: E402
+from ..nwor.steps import (  # noqa: E402
+    LAYOUTS,
+    Layout,
+    Step,
+    assert_passes_over_what_is_no_slot,
+    assert_restores,
+    assert_zeroes,
+    by_number,
+    by_sampled,
+)
 from .ops.kernel_checks import load_kernel  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -79,3 +88,12 @@ def test_rejected_drafts_become_zeros_and_nothing_else_does(
     torch.manual_seed(0)
     step, counts = Step(layout, False, KernelRows, "cuda"), rejected("cuda")
     assert_zeroes(step, lambda: step.rows.restore(counts))
+
+
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("keep", [True, False], ids=["restore", "scrub"])
+def test_what_no_step_has_mapped_is_passed_over(keep: bool) -> None:
+    torch.manual_seed(0)
+    step, counts = Step(LAYOUTS["token by token"], keep, KernelRows, "cuda"), by_number("cuda")
+    log = (lambda: step.rows.log(5)) if keep else (lambda: None)
+    assert_passes_over_what_is_no_slot(step, log, lambda: step.rows.restore(counts))

@@ -14,7 +14,17 @@ from vllm_hwplugin.nwor.layout import CacheRows, UnknownLayout, as_rows  # noqa:
 from vllm_hwplugin.nwor.reference import ReferenceRows  # noqa: E402
 from vllm_hwplugin.nwor.rows import Rejected  # noqa: E402
 
-from .steps import BLOCK, LAYOUTS, Layout, Step, assert_restores, assert_zeroes, by_number, by_sampled  # noqa: E402
+from .steps import (  # noqa: E402
+    BLOCK,
+    LAYOUTS,
+    Layout,
+    Step,
+    assert_passes_over_what_is_no_slot,
+    assert_restores,
+    assert_zeroes,
+    by_number,
+    by_sampled,
+)
 
 
 @pytest.fixture(params=LAYOUTS, ids=[name.replace(" ", "-") for name in LAYOUTS])
@@ -36,6 +46,14 @@ def test_the_caches_are_as_if_rejected_drafts_had_never_been_written(layout: Lay
 def test_rejected_drafts_become_zeros_and_nothing_else_does(layout: Layout, rejected: Rejected) -> None:
     step = Step(layout, False, ReferenceRows)
     assert_zeroes(step, lambda: step.rows.restore(rejected))
+
+
+@pytest.mark.parametrize("keep", [True, False], ids=["restore", "scrub"])
+def test_what_no_step_has_mapped_is_passed_over(keep: bool) -> None:
+    """A dummy batch maps its own tokens alone, and the mapping's memory may hold anything after a sleep."""
+    step = Step(LAYOUTS["token by token"], keep, ReferenceRows)
+    log = (lambda: step.rows.log(5)) if keep else (lambda: None)
+    assert_passes_over_what_is_no_slot(step, log, lambda: step.rows.restore(by_number()))
 
 
 def test_a_row_that_was_not_restored_is_found_by_layer_and_slot(layout: Layout, rejected: Rejected) -> None:

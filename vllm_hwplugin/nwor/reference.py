@@ -27,6 +27,8 @@ class ReferenceRows:
         self._caches, self._batch, self._keep = caches, batch, keep
         self._column = torch.arange(batch.drafts, device=batch.query_start_loc.device)
         rows = batch.max_num_reqs * batch.drafts if keep else 0
+        # Of groups that the drafter has for itself the mapping alone is of interest.
+        self._num_slots = {cache.group: cache.num_slots for cache in caches}
         self._log = [cache.rows.new_empty((rows, cache.num_bytes)) for cache in caches]
         self._slots = {group: self._column.new_full((rows,), -1) for group in batch.slot_mappings}
 
@@ -97,10 +99,13 @@ class ReferenceRows:
     def _slots_now(self, num_reqs: int) -> dict[int, torch.Tensor]:
         tokens = self._tokens(num_reqs)
         drafted = tokens > self._batch.query_start_loc[:num_reqs, None]
-        return {
-            group: torch.where(drafted, slots[tokens.clamp(min=0)], -1).flatten()
-            for group, slots in self._batch.slot_mappings.items()
-        }
+        found = {}
+        for group, mapping in self._batch.slot_mappings.items():
+            slots = mapping[tokens.clamp(min=0)]
+            # What a dummy batch has not mapped is of an earlier one or, after a sleep, anything.
+            there = drafted & (slots < self._num_slots[group]) if group in self._num_slots else drafted
+            found[group] = torch.where(there, slots, -1).flatten()
+        return found
 
 
 def _counts(rejected: Rejected) -> torch.Tensor:

@@ -97,14 +97,15 @@ class KernelRows:
             lines.append(
                 [
                     *(cache.rows.data_ptr(), slots.data_ptr(), block_size, blocks, tokens),
-                    *(num_outer, outer, num_inner, inner, run, offset),
+                    *(num_outer, outer, num_inner, inner, run, offset, cache.num_slots),
                 ]
             )
             # Each layer's bytes begin where whole words do.
             offset += -(-cache.num_bytes // 16) * 16
         # Of groups that the drafter has for itself the slots alone are of interest.
         others = batch.slot_mappings.keys() - {cache.group for cache in caches}
-        lines += [[0, batch.slot_mappings[group].data_ptr(), 1, 0, 0, 0, 0, 0, 0, 0, 0] for group in sorted(others)]
+        any_slot = torch.iinfo(torch.int64).max
+        lines += [[0, batch.slot_mappings[group].data_ptr(), 1, *[0] * 8, any_slot] for group in sorted(others)]
         device = batch.query_start_loc.device
         self._table = torch.tensor(lines, dtype=torch.int64, device=device)
         self._log: torch.Tensor | None = None
