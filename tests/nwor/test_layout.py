@@ -50,7 +50,7 @@ def config(groups: dict[str, Any]) -> Any:
         num_blocks=BLOCKS,
         kv_cache_groups=[
             types.SimpleNamespace(layer_names=names.split(), kv_cache_spec=one) for names, one in groups.items()
-        ]
+        ],
     )
 
 

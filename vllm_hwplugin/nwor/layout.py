@@ -138,8 +138,8 @@ def _check_slots(name: str, rows: torch.Tensor, num_blocks: int, block_size: int
     """
     if rows.shape[0] * rows.shape[1] != num_blocks * block_size:
         raise UnknownLayout(
-            f"the KV cache of {name} has {rows.shape[0]} blocks of {rows.shape[1]} rows, and {num_blocks} of {block_size} "
-            "tokens were planned; expected a row for each token"
+            f"the KV cache of {name} has {rows.shape[0]} blocks of {rows.shape[1]} rows, and {num_blocks} of "
+            f"{block_size} tokens were planned; expected a row for each token"
         )
 
 

@@ -34,6 +34,10 @@ class NotRestored(HwpluginError, RuntimeError):
     """The KV cache does not hold what it should where a draft was rejected."""
 
 
+class NoRoom(HwpluginError, RuntimeError):
+    """The device has no memory left for what drafts overwrite."""
+
+
 def attach(runner: Any, is_profiling: bool = False) -> None:
     """Take rejected drafts out of a runner's KV cache from now on, if the mode says so and nothing is against it.
 
@@ -146,9 +150,18 @@ class RejectedDrafts:
         batch, caches = _batch_of(self._runner, found.groups), found.rows
         assert all(slots.dtype == torch.int64 for slots in batch.slot_mappings.values())
         keep, kernels = self._mode == "restore", kernels_for(batch.query_start_loc.device)
-        rows = self._rows = (KernelRows if kernels else ReferenceRows)(caches, batch, keep)
-        if self._checks:
-            self._witness = ReferenceRows(caches, batch, keep=True)
+        try:
+            rows = self._rows = (KernelRows if kernels else ReferenceRows)(caches, batch, keep)
+            if self._checks:
+                self._witness = ReferenceRows(caches, batch, keep=True)
+        except torch.OutOfMemoryError as error:
+            kept = batch.max_num_reqs * batch.drafts * sum(cache.num_bytes for cache in caches)
+            times = "twice " if keep and self._checks else ""
+            raise NoRoom(
+                f"{NWOR}: {batch.max_num_reqs} requests with {batch.drafts} drafts each overwrite "
+                f"{kept / 2**20:.1f} MiB, which are kept {times}beside the KV cache, and the device has less; lower "
+                f"gpu_memory_utilization or max_num_seqs, or set {MODE}=scrub without {DEBUG_SYNC}, which keeps nothing"
+            ) from error
         keepers = (rows if keep else None, self._witness)
         self._keepers = tuple(one for one in keepers if one is not None)
         how = "kernels" if kernels else "PyTorch operations"
@@ -189,7 +202,8 @@ class RejectedDrafts:
             block, token = divmod(slot, cache.block_size)
             raise NotRestored(
                 f"{NWOR}: {cache.layer} does not hold {expected} at slot {slot} (block {block}, token {token}): "
-                f"{count} of {cache.num_bytes} bytes differ; so do {len(wrong) - 1} other rows"
+                f"{count} of {cache.num_bytes} bytes differ; so do {len(wrong) - 1} other rows. Set {DEBUG_SYNC}=0 to "
+                f"go on without this check, or {MODE}=off"
             )
 
 

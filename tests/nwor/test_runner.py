@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a model runner calls, in its order: its KV cache is made, batches run, and some of their drafts are rejected."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("vllm")
+
+from vllm.config import CompilationMode  # noqa: E402
+from vllm.v1.kv_cache_interface import FullAttentionSpec  # noqa: E402
+
+from vllm_hwplugin.nwor import runner as nwor  # noqa: E402
+
+BLOCKS, TOKENS, HEADS, SIZE, DRAFTS = 4, 16, 2, 8, 3
+
+
+class Backend:
+    """Of a cache as vLLM has it from 0.29 on."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "FLASH_ATTN"
+
+
+class Attention(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kv_cache = torch.rand(BLOCKS, HEADS, TOKENS, 2 * SIZE)
+
+    def get_attn_backend(self) -> type[Backend]:
+        return Backend
+
+
+class Model(torch.nn.Module):
+    """Writes each token of a batch where it is mapped."""
+
+    def __init__(self, runner: Runner) -> None:
+        super().__init__()
+        self.attention = Attention()
+        self._slots = runner.block_tables.slot_mappings[0]
+
+    def forward(self, positions: Any) -> None:
+        slots = self._slots[: len(positions)]
+        for slot in slots[slots >= 0].tolist():
+            self.attention.kv_cache[slot // TOKENS, :, slot % TOKENS] = torch.rand(HEADS, 2 * SIZE)
+
+
+class Runner:
+    """What is read of a `GPUModelRunner` of V2."""
+
+    def __init__(self, **changed: Any) -> None:
+        self.device, self.max_num_reqs = torch.device("cpu"), 4
+        self.block_tables = SimpleNamespace(slot_mappings=torch.full((1, 64), -1))
+        self.input_buffers = SimpleNamespace(query_start_loc=torch.zeros(5, dtype=torch.int32))
+        spec = FullAttentionSpec(block_size=TOKENS, num_kv_heads=HEADS, head_size=SIZE, dtype=torch.float32)
+        group = SimpleNamespace(layer_names=["layer"], kv_cache_spec=spec)
+        self.kv_cache_config = SimpleNamespace(num_blocks=BLOCKS, kv_cache_groups=[group])
+        self.model = Model(self)
+        config = {
+            "num_speculative_tokens": DRAFTS,
+            "kv_transfer_config": None,
+            "use_ubatching": False,
+            "pipeline_parallel_size": 1,
+            "decode_context_parallel_size": 1,
+            "prefill_context_parallel_size": 1,
+            "disable_cascade_attn": True,
+            "is_encoder_decoder": False,
+            "mode": CompilationMode.VLLM_COMPILE,
+            "static_forward_context": {"layer": self.model.attention},
+            "cache_dtype": "auto",
+        } | changed
+        parts = ("speculative", "parallel", "model", "compilation", "cache")
+        self.vllm_config = SimpleNamespace(**config, **{f"{part}_config": SimpleNamespace(**config) for part in parts})
+
+    def get_model(self) -> Model:
+        return self.model
+
+    def cache(self) -> Any:
+        return self.model.attention.kv_cache.clone()
+
+    def run(self, slots: list[list[int]]) -> None:
+        """A batch of requests with these slots."""
+        flat = torch.tensor([slot for request in slots for slot in request])
+        ends = torch.tensor([len(request) for request in slots]).cumsum(0)
+        self.input_buffers.query_start_loc[1:] = len(flat)
+        self.input_buffers.query_start_loc[1 : len(slots) + 1] = ends
+        self.block_tables.slot_mappings.fill_(-1)
+        self.block_tables.slot_mappings[0, : len(flat)] = flat
+        self.model(positions=torch.zeros(len(flat)))
+
+
+def numbers(*rejected: int) -> Any:
+    return torch.tensor(rejected, dtype=torch.int32)
+
+
+def taken_out(runner: Runner, before: Any, slots: list[int]) -> Any:
+    """What the cache holds now, but for these slots, which hold what they did before."""
+    expected = runner.cache()
+    for slot in slots:
+        expected[slot // TOKENS, :, slot % TOKENS] = before[slot // TOKENS, :, slot % TOKENS]
+    return expected
+
+
+@pytest.fixture
+def restoring(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_HWPLUGIN_NWOR_MODE", "restore")
+
+
+@pytest.fixture
+def checked(restoring: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_HWPLUGIN_NWOR_DEBUG_SYNC", "1")
+
+
+def test_batches_without_drafts_between_others_leave_nothing_to_put_back(restoring: None) -> None:
+    """A prompt and a step without drafts are written to stay; what was kept for them must not come back later."""
+    runner = Runner()
+    nwor.attach(runner)
+    runner.run([list(range(16, 26)), [40, 41, 42, 43]])
+    nwor.restore(runner, numbers(0, 0), 0)
+    written = runner.cache()
+    runner.run([[26], [44]])
+    nwor.restore(runner, numbers(0, 0), 0)
+    before = runner.cache()
+    assert torch.equal(taken_out(runner, written, [26, 44]), written)
+    # The second request has more drafts than it had room for, the first none.
+    runner.run([[27], [45, 46, 47]])
+    expected = taken_out(runner, before, [46, 47])
+    nwor.restore(runner, numbers(0, 2), 2)
+    assert torch.equal(runner.cache(), expected)
+
+
+def test_a_cache_that_is_made_again_is_the_one_that_is_restored(restoring: None) -> None:
+    """vLLM measures graphs with a small cache first, which is given up with all that refers to it."""
+    runner = Runner()
+    nwor.attach(runner, is_profiling=True)
+    assert not runner.model._forward_pre_hooks
+    for _ in range(2):
+        runner.model.attention.kv_cache = torch.rand(BLOCKS, HEADS, TOKENS, 2 * SIZE)
+        nwor.attach(runner)
+        before = runner.cache()
+        runner.run([[16, 17, 18, 19]])
+        expected = taken_out(runner, before, [18, 19])
+        nwor.restore(runner, numbers(2), 3)
+        assert torch.equal(runner.cache(), expected)
+    assert len(runner.model._forward_pre_hooks) == 1
+
+
+def test_a_draft_that_a_graph_has_not_taken_out_ends_the_step(checked: None) -> None:
+    runner = Runner()
+    nwor.attach(runner)
+    runner.run([[16, 17, 18, 19]])
+    nwor.restore(runner, numbers(1), 3)
+    nwor.replayed(runner, numbers(1))
+    runner.run([[19, 33, 34, 35]])
+    with pytest.raises(nwor.NotRestored, match=r"layer does not hold .* at slot 34 \(block 2, token 2\): .* 1 other"):
+        nwor.replayed(runner, numbers(2))
+
+
+def test_what_cannot_be_kept_for_want_of_memory_says_how_much_it_is(checked: None) -> None:
+    runner = Runner()
+    nwor.attach(runner)
+    kept = 4 * DRAFTS * 2 * HEADS * SIZE * 4 / 2**20
+    with (
+        mock.patch.object(nwor, "ReferenceRows", side_effect=torch.OutOfMemoryError("no memory")),
+        pytest.raises(nwor.NoRoom, match=f"overwrite {kept:.1f} MiB, which are kept twice .* max_num_seqs"),
+    ):
+        runner.run([[16]])
+
+
+def test_an_engine_that_keeps_rejected_drafts_serves_as_stock(restoring: None, notes: dict[str, str]) -> None:
+    runner = Runner(pipeline_parallel_size=2)
+    nwor.attach(runner)
+    runner.run([[16, 17, 18, 19]])
+    written = runner.cache()
+    nwor.restore(runner, numbers(3), 3)
+    assert torch.equal(runner.cache(), written)
+    assert notes["nwor"] == "rejected drafts stay in the KV cache: pipeline parallelism: only the last stage samples"
