@@ -12,37 +12,19 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
 from packaging.version import Version  # noqa: E402
-from vllm.config import CompilationMode, ModelConfig, ParallelConfig, SpeculativeConfig, VllmConfig  # noqa: E402
+from vllm.config import CompilationMode, SpeculativeConfig, VllmConfig  # noqa: E402
 
 from vllm_hwplugin.nwor import obstacles  # noqa: E402
+
+from .configs import config  # noqa: E402
 
 NEWEST, OLDEST = Version("0.33.0"), Version("0.20.0")
 
 
-def config(**changed: Any) -> SimpleNamespace:
-    """What is looked at of vLLM's configuration, as its classes have it by default."""
-    parallel = ParallelConfig()
-    made = {
-        "speculative_config": SimpleNamespace(speculative_token_tree="[(0,), (0, 0)]"),
-        "kv_transfer_config": None,
-        "use_ubatching": parallel.use_ubatching,
-        "pipeline_parallel_size": parallel.pipeline_parallel_size,
-        "decode_context_parallel_size": parallel.decode_context_parallel_size,
-        "prefill_context_parallel_size": parallel.prefill_context_parallel_size,
-        "disable_cascade_attn": ModelConfig.__dataclass_fields__["disable_cascade_attn"].default,
-        "is_encoder_decoder": False,
-        "mode": CompilationMode.VLLM_COMPILE,
-    } | changed
-    return SimpleNamespace(
-        **made,
-        parallel_config=SimpleNamespace(**made),
-        model_config=SimpleNamespace(**made),
-        compilation_config=SimpleNamespace(**made),
-    )
-
-
 def test_nothing_is_against_an_engine_as_it_is_by_default() -> None:
     assert obstacles.of_config(config(), OLDEST) is None
+    chain = SimpleNamespace(speculative_token_tree="[(0,), (0, 0)]")
+    assert obstacles.of_config(config(speculative_config=chain), OLDEST) is None
     names = ("speculative_config", "kv_transfer_config", "parallel_config", "model_config", "compilation_config")
     assert set(names) <= set(VllmConfig.__dataclass_fields__)
     assert "enable_adaptive_verification" in SpeculativeConfig.__dataclass_fields__

@@ -12,10 +12,11 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from vllm.config import CompilationMode  # noqa: E402
 from vllm.v1.kv_cache_interface import FullAttentionSpec  # noqa: E402
 
 from vllm_hwplugin.nwor import runner as nwor  # noqa: E402
+
+from .configs import config  # noqa: E402
 
 BLOCKS, TOKENS, HEADS, SIZE, DRAFTS = 4, 16, 2, 8, 3
 
@@ -62,21 +63,7 @@ class Runner:
         group = SimpleNamespace(layer_names=["layer"], kv_cache_spec=spec)
         self.kv_cache_config = SimpleNamespace(num_blocks=BLOCKS, kv_cache_groups=[group])
         self.model = Model(self)
-        config = {
-            "num_speculative_tokens": DRAFTS,
-            "kv_transfer_config": None,
-            "use_ubatching": False,
-            "pipeline_parallel_size": 1,
-            "decode_context_parallel_size": 1,
-            "prefill_context_parallel_size": 1,
-            "disable_cascade_attn": True,
-            "is_encoder_decoder": False,
-            "mode": CompilationMode.VLLM_COMPILE,
-            "static_forward_context": {"layer": self.model.attention},
-            "cache_dtype": "auto",
-        } | changed
-        parts = ("speculative", "parallel", "model", "compilation", "cache")
-        self.vllm_config = SimpleNamespace(**config, **{f"{part}_config": SimpleNamespace(**config) for part in parts})
+        self.vllm_config = config(static_forward_context={"layer": self.model.attention}, **changed)
 
     def get_model(self) -> Model:
         return self.model
