@@ -49,6 +49,8 @@ def of_config(config: Any, vllm: Version) -> str | None:
             getattr(speculative, "enable_adaptive_verification", False)
         ),
         "an encoder-decoder model": model.is_encoder_decoder,
+        # AITER's backend has the name of another one, and with VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT not its layout.
+        "ROCm, where attention may shuffle the bytes of a block's tokens": torch.version.hip is not None,
         "torch.compile around the whole model": config.compilation_config.mode == _WHOLE_MODEL_COMPILED,
     }
     return next((reason for reason, found in obstacles.items() if found), None)
