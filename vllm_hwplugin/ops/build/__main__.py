@@ -12,7 +12,7 @@ from pathlib import Path
 from .ahead import build_all
 from .spec import KERNELS, source_root
 
-if len(sys.argv) != 2:
+if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
     sys.exit("usage: python -m vllm_hwplugin.ops.build FOLDER")
 libraries = build_all(Path(sys.argv[1]).absolute(), source_root(), print)
 sys.exit(0 if len(libraries) == len(KERNELS) else 1)
