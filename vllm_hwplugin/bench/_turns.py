@@ -70,8 +70,7 @@ def rest_between_turns(device: str) -> float:
     """Seconds in which no engine is asked for anything before the next one has its turn.
 
     On a CPU vLLM has a worker process, which looks for its next step without a pause for a second after its last one
-    (`SpinCondition` of vllm/distributed/device_communicators/shm_broadcast.py), on cores that the next engine needs:
-    its first token came 0.4 s late, on a host with two.
+    (`SpinCondition` of vllm/distributed/device_communicators/shm_broadcast.py), on cores that the next engine needs.
 
     Args:
         device: vLLM's device type.

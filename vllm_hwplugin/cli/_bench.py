@@ -30,7 +30,6 @@ from ..bench import (
     new_results,
     of_workloads,
     possible_sides,
-    rest_between_turns,
     rows,
     shapes_folder,
     table,
@@ -142,7 +141,7 @@ def measure(
     results = new_results(host, settings)
     folder = shapes_folder()
     with progress(console) as bar:
-        turns = InTurn(bar, results, json_file, settings.rounds, timeout, limit, rest_between_turns(host.device))
+        turns = InTurn(bar, results, json_file, settings.rounds, timeout, limit)
         for case in planned:
             jobs = {s: job_for(case, s, settings, host, checkpoints, folder, own_process=True) for s in sides}
             if not turns.measure(

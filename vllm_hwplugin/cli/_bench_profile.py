@@ -29,7 +29,6 @@ from ..bench import (
     new_phases,
     of_workloads,
     profiled,
-    rest_between_turns,
     shapes_folder,
     shown_phases,
 )
@@ -72,9 +71,7 @@ def profile(
     results = new_phases(host, settings)
     shapes = shapes_folder()
     with progress(console) as bar:
-        turns = InTurn(
-            bar, results, json_file, settings.rounds, timeout, limit, rest_between_turns(host.device), PHASES
-        )
+        turns = InTurn(bar, results, json_file, settings.rounds, timeout, limit, PHASES)
         for case in planned:
             jobs = {
                 side: _with_traces(job_for(case, side, settings, host, checkpoints, shapes), folder)

@@ -24,7 +24,6 @@ from ..bench import (
     detect_host,
     find_checkpoints,
     load_prompts,
-    rest_between_turns,
     shapes_folder,
 )
 from ..bench import serve as serving
@@ -189,7 +188,7 @@ def serve(
     measurements = serving.serve_measurements(settings, asked)
     folder = shapes_folder()
     with progress(console) as bar:
-        turns = InTurn(bar, results, json_file, rounds, timeout, limit, rest_between_turns(host.device))
+        turns = InTurn(bar, results, json_file, rounds, timeout, limit)
         for ks in settings.together:
             made = {
                 (one, s): serving.serve_job(one, s, settings, host, checkpoints, folder) for one in ks for s in sides

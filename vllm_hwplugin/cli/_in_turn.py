@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.progress import Progress
 
-from ..bench import SERVING, Job, Measurement, Outcome, TimeLimit, measure_in_turn, stopped
+from ..bench import SERVING, Job, Measurement, Outcome, TimeLimit, measure_in_turn, rest_between_turns, stopped
 from ._output import STANDARD_OUTPUT, JsonFile, OutputError, write_json
 from ._sides import advance, show_failure
 
@@ -25,7 +25,6 @@ class InTurn:
         rounds: of each measurement and side.
         timeout: seconds for a start, and for each measurement.
         limit: of the whole command.
-        rest: seconds between the turns of several sides.
         module: of the engines' processes.
     """
 
@@ -35,7 +34,6 @@ class InTurn:
     rounds: int
     timeout: float
     limit: TimeLimit
-    rest: float
     module: str = SERVING
 
     def write(self) -> None:
@@ -87,7 +85,7 @@ class InTurn:
             at_once=at_once,
             timeout=self.timeout,
             limit=self.limit,
-            rest=self.rest,
+            rest=rest_between_turns(self.results["host"]["device"]),
             module=self.module,
             on_event=advance(self.bar, task, label),
             keep=keep,
