@@ -440,7 +440,7 @@ def test_json_has_a_stable_shape(diagnose: Diagnose) -> None:
         "format", "plugin", "host", "platform", "platform_class", "musa", "vllm", "packages", "toolchains", "kernels",
         "operations", "cache", "gates", "features", "fingerprint", "last_engine", "problems", "warnings",
     ]  # fmt: skip
-    assert set(data["gates"][0]) == {"name", "kind", "value", "source", "effect", "raw", "conflict", "error"}
+    assert set(data["gates"][0]) == {"name", "kind", "value", "source", "raw", "conflict", "error"}
     assert set(data["features"][0]) == {"id", "title", "gate", "choice", "state", "reason"}
     assert set(data["toolchains"]) == {"nvcc", "mcc", "ninja", "ccache"}
     assert set(data["kernels"][0]) == {"kernel", "state", "detail", "library"}

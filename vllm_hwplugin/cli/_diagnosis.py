@@ -56,7 +56,6 @@ class GateRow:
     kind: str
     value: str
     source: str
-    effect: str
     raw: str | None = None
     conflict: str | None = None
     error: str | None = None
@@ -234,9 +233,6 @@ def _read_into(
             continue
         if value.conflict:
             found.warnings.append(value.conflict)
-        if value.is_set and gate.effect == "reserved":
-            name = value.source.removeprefix("alias ") if value.source != "environment" else gate.name
-            found.warnings.append(f"{name}={value.raw} is understood, but it has no effect in this release")
 
 
 def _left_out(trouble: Trouble) -> FeatureRow:
@@ -281,10 +277,8 @@ def _is_strict(values: Mapping[str, gates.GateValue | gates.GateError]) -> bool:
 
 def _row(gate: gates.Gate, value: gates.GateValue | gates.GateError, source: str) -> GateRow:
     if isinstance(value, gates.GateError):
-        return GateRow(gate.name, gate.kind, "", source, gate.effect, error=str(value))
-    return GateRow(
-        gate.name, gate.kind, gates.show(value.value, gate.kind), source, gate.effect, value.raw, value.conflict
-    )
+        return GateRow(gate.name, gate.kind, "", source, error=str(value))
+    return GateRow(gate.name, gate.kind, gates.show(value.value, gate.kind), source, value.raw, value.conflict)
 
 
 def _find_vllm(values: Mapping[str, gates.GateValue | gates.GateError], found: _Findings) -> Installed | None:

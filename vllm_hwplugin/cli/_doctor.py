@@ -134,15 +134,7 @@ def sections(found: Diagnosis) -> tuple[Section, ...]:
         Section(
             "gates",
             ("variable", "value", "from", "remark"),
-            tuple(
-                (
-                    row.name,
-                    shortened(row.value) or "not set",
-                    row.source,
-                    row.error or ("reserved" * (row.effect == "reserved")),
-                )
-                for row in found.gates
-            ),
+            tuple((row.name, shortened(row.value) or "not set", row.source, row.error or "") for row in found.gates),
         ),
         Section(
             f"features here (fingerprint {found.fingerprint})",

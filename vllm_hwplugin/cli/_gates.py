@@ -64,7 +64,7 @@ def _compare(page: Path) -> None:
 
 def _list(console: Console) -> None:
     more = _of_catalogues()
-    rows = [(gate, *_now(gate), gate.good_values, _what(gate)) for gate in (*table.GATES, *more)]
+    rows = [(gate, *_now(gate), gate.good_values, gate.help) for gate in (*table.GATES, *more)]
     _show_rows(rows, console)
     for without_effect in table.unknown(None, more):
         line = printable(str(without_effect), keep="")
@@ -99,10 +99,6 @@ def _now(gate: table.Gate) -> tuple[str, str]:
         return "(bad value)", table.source(gate)
     shown = printable(shortened(table.show(value.value, gate.kind)), keep="") or "not set"
     return shown, f"{value.source} ({value.conflict})" if value.conflict else value.source
-
-
-def _what(gate: table.Gate) -> str:
-    return gate.help + (" (reserved: no effect in this release)" if gate.effect == "reserved" else "")
 
 
 def _stop(message: str, status: int = FAILURE) -> typer.Exit:

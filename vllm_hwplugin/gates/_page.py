@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from .. import failures
 from ..replaced import REPLACED
 from ._reader import show
@@ -23,7 +25,7 @@ def markdown() -> str:
         "",
         "## In force",
         "",
-        *_table([gate for gate in GATES if gate.effect == "live"]),
+        *_table(GATES),
         "",
         "## Of your own patches",
         "",
@@ -32,7 +34,6 @@ def markdown() -> str:
         "Where such a variable says `on` and no catalogue has it, the process stops.",
         "[your-own-patches.md](your-own-patches.md) has the rest.",
         "",
-        *_reserved([gate for gate in GATES if gate.effect == "reserved"]),
         *failures.markdown(),
         "",
         "## Aliases",
@@ -54,21 +55,7 @@ def markdown() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _reserved(gates: list[Gate]) -> list[str]:
-    if not gates:
-        return []
-    return [
-        "## Reserved",
-        "",
-        "Parsed and checked, so that a bad value is an error today; they change nothing in this release, and `doctor`",
-        "says so when one is set.",
-        "",
-        *_table(gates),
-        "",
-    ]
-
-
-def _table(gates: list[Gate]) -> list[str]:
+def _table(gates: Iterable[Gate]) -> list[str]:
     rows = ["| variable | kind | default | values | affects | since | what it does |", "|---|---|---|---|---|---|---|"]
     for gate in gates:
         default = f"`{show(gate.default, gate.kind)}`" if show(gate.default) else "not set"

@@ -47,11 +47,7 @@ class Alias(NamedTuple):
 
 
 class Gate(NamedTuple):
-    """One variable.
-
-    ``since`` is the first release in which it has an effect. ``effect`` is ``reserved`` where the name is parsed and
-    checked but nothing reads it yet.
-    """
+    """One variable; ``since`` is the first release in which it has an effect."""
 
     name: str
     kind: Kind
@@ -61,7 +57,6 @@ class Gate(NamedTuple):
     affects: tuple[str, ...] = ()
     choices: tuple[str, ...] = ()
     since: str = "0.1.0"
-    effect: Literal["live", "reserved"] = "live"
 
     @property
     def switches(self) -> bool:
