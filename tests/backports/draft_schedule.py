@@ -88,7 +88,7 @@ class Engine:
         )
         type(speculator).attn_vllm_config = config
         buffers = SimpleNamespace(block_sizes=[BLOCK], kernel_block_sizes=[BLOCK])
-        target = (SimpleNamespace(), []) if tree.version >= "0.26" else ()
+        target: tuple[Any, ...] = (SimpleNamespace(), []) if tree.version >= "0.26" else ()
         speculator.set_attn(SimpleNamespace(), self._kv, buffers, *target)
         self._groups, self._build = speculator.attn_groups, modules(f"{RUNNER}.attn_utils").build_attn_metadata
 

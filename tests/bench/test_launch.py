@@ -171,4 +171,4 @@ def test_records_of_the_process_and_its_children_but_not_of_an_older_one(monkeyp
 
     everyone = [after(10, 1, -50), after(10, 1, 1), after(11, 10, 2), after(12, 11, 3), after(20, 1, 3)]
     monkeypatch.setattr(record, "read_all", lambda: everyone)
-    assert [r["pid"] for r in _launch._records({10}, now)] == [10, 11, 12]
+    assert [r["pid"] for r in _launch.records_of({10}, now)] == [10, 11, 12]

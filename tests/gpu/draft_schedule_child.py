@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from packaging.version import Version
@@ -41,14 +42,15 @@ def main(choice: str) -> None:
     torch.manual_seed(0)
     (gate,) = OFF
     source = find_installed().source
-    engine = Engine(source, window=WINDOW, device="cuda", **{gate: choice})
+    choices: dict[str, Any] = {gate: choice}
+    engine = Engine(source, window=WINDOW, device="cuda", **choices)
     sizes = {"dtype": torch.bfloat16, "device": "cuda"}
     query, out = torch.randn(1 + K, HEADS, HEAD_SIZE, **sizes), torch.zeros(1 + K, HEADS, HEAD_SIZE, **sizes)
     key, value = torch.randn(2, LENGTH, KV_HEADS, HEAD_SIZE, **sizes)
     expected = reference(query, key, value)
 
     blocks = 1 + MAX_MODEL_LEN // BLOCK
-    shape = (blocks, KV_HEADS, BLOCK, 2 * HEAD_SIZE)
+    shape: tuple[int, ...] = (blocks, KV_HEADS, BLOCK, 2 * HEAD_SIZE)
     if Version(source.version) < Version("0.26.0"):
         shape = (blocks, 2, BLOCK, KV_HEADS, HEAD_SIZE)
     kv_cache = torch.zeros(shape, **sizes)

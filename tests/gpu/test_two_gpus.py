@@ -29,7 +29,7 @@ from packaging.version import Version
 
 from vllm_hwplugin.bench import engine_environment, find_checkpoints, load_prompts
 from vllm_hwplugin.bench._entry_points import provide
-from vllm_hwplugin.bench._launch import _records, child_environment
+from vllm_hwplugin.bench._launch import child_environment, records_of
 
 from . import gemma_shape
 from .engines import SMALL_ENGINE
@@ -125,7 +125,7 @@ def run(folder: Path, job: dict[str, Any], environment: dict[str, str]) -> dict[
     if code != 0:
         return {"error": f"exit code {code}\n" + (folder / "log").read_text(errors="replace")}
     answer: dict[str, Any] = json.loads((folder / "answer.json").read_text())
-    answer["records"] = _records(child.pid, since)
+    answer["records"] = records_of({child.pid}, since)
     return answer
 
 

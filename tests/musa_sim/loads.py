@@ -209,7 +209,7 @@ def compare_runs(load: Load, off: Mapping[str, str], on: Mapping[str, str], fold
     Raises:
         AssertionError: a text, a logprob, a draft, or what was sampled in a step differs; or a run has failed.
     """
-    sides = {"off": off, "on": on}
+    sides: dict[str, Mapping[str, Any]] = {"off": off, "on": on}
     runs = side_by_side(
         {side: Process({side: load}, musa(folder / f"host, {side}", **sides[side])) for side in sides}, folder
     )

@@ -200,7 +200,7 @@ class Child:
         tail = "\n".join(log.splitlines()[-_TAIL_LINES:])
         # Under a command such as compute-sanitizer the engine is not this child, nor always a child of it.
         said = {event["pid"] for event in self.events if "pid" in event}
-        return Ended(tuple(self.events), seconds, error, tail, _records({self._process.pid, *said}, self._since))
+        return Ended(tuple(self.events), seconds, error, tail, records_of({self._process.pid, *said}, self._since))
 
     def _kill(self) -> None:
         if self._killed:
@@ -237,7 +237,7 @@ def _error(code: int, events: Sequence[Event]) -> str | None:
     return None
 
 
-def _records(kin: set[int], since: datetime) -> tuple[dict[str, Any], ...]:
+def records_of(kin: set[int], since: datetime) -> tuple[dict[str, Any], ...]:
     """The process records of the processes ``kin`` and of those that they started, oldest first."""
     kin = set(kin)
     found = []

@@ -99,16 +99,16 @@ def _fused_qk_norm_rope(dtype: Any) -> None:
         "heads of 256, two of five a thread": (13109, 3, 2, 1, 256, 64),
     }
     for (words, path), cache_type, neox in itertools.product(paths.items(), (dtype, torch.float32), [True, False]):
-        tokens, *counts, size, rotated = path
-        qkv = _full((tokens, sum(counts) * size), 1.0, dtype)
+        tokens, queries, keys, values, size, rotated = path
+        qkv = _full((tokens, (queries + keys + values) * size), 1.0, dtype)
         weight = _full((size,), 0.0, dtype)
         cache = _full((3, rotated), 1.0, cache_type)
         positions = torch.full((tokens,), 2, device="cuda")
         fused_qk_norm_rope.fused_qk_norm_rope(
-            qkv, *counts, size, 1e-6, weight, weight.clone(), cache, neox, positions
+            qkv, queries, keys, values, size, 1e-6, weight, weight.clone(), cache, neox, positions
         )  # fmt: skip
-        assert _all(qkv[:, : -counts[2] * size], 0.0), (words, cache_type, neox)
-        assert _all(qkv[:, -counts[2] * size :], 1.0), (words, cache_type, neox)
+        assert _all(qkv[:, : -values * size], 0.0), (words, cache_type, neox)
+        assert _all(qkv[:, -values * size :], 1.0), (words, cache_type, neox)
 
 
 def _merge_attn_states(dtype: Any) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from functools import partial
 from typing import Any
 
 import pytest
@@ -59,12 +60,13 @@ class Call:
     def __init__(self, tokens: int, hidden: int, half: Any, dtype: Any, group: int, transposed: bool) -> None:
         self.group, self.transposed = group, transposed
         self.input = torch.empty(tokens, 2 * hidden, dtype=half, device="cuda")
-        self.out, self.scales = _spoiled(tokens, hidden, group, dtype, transposed)
+        self.outputs = partial(_spoiled, tokens, hidden, group, dtype, transposed)
+        self.out, self.scales = self.outputs()
 
     def refill(self) -> None:
         # Of a size that changes too: scales that belong to another input must not pass.
         self.input.normal_(std=random.choice([0.03, 1.0, 8.0]))
-        out, scales = _spoiled(*self.out.shape, self.group, self.out.dtype, self.transposed)
+        out, scales = self.outputs()
         self.out.copy_(out)
         self.scales.copy_(scales)
 
@@ -85,7 +87,7 @@ class Call:
         assert int((apart > 0).sum()) <= 3 + 1e-4 * apart.numel()
 
     def compare(self, theirs: Any) -> None:
-        out, scales = _spoiled(*self.out.shape, self.group, self.out.dtype, self.transposed)
+        out, scales = self.outputs()
         theirs(out, self.input, scales, self.group, None, self.transposed)
         assert same_bits(self.scales, scales)
         assert same_bits(self.out, out)
