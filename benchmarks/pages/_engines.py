@@ -23,7 +23,8 @@ _RUNNERS = {"V1": _BOTH, "V2": ("mrv2", "mrv2-patched")}
 _HEAD = """# Benchmarks of engines
 
 Made from the results files of `vllm-hwplugin bench` by `make docs`; do not edit. Every figure is in
-[benchmarks/results/engines.md](../benchmarks/results/engines.md), single kernels are in
+[benchmarks/results/engines.md](../benchmarks/results/engines.md), what clients of a server see in
+[benchmarks/results/serve.md](../benchmarks/results/serve.md), single kernels are in
 [kernel-benchmarks.md](kernel-benchmarks.md).
 """
 
@@ -76,9 +77,8 @@ def page(files: Sequence[Found], soaks: Sequence[Found], chart: str) -> str:
     found = gains(files)
     sides = _SIDES + (_TRAINED if any(one.shape == TINY for one in found) else "")
     parts = [
-        [_HEAD, "## What do I gain?", "", paragraph(sides), "", *_gain_table(found), "", _measured(found), ""],
+        [_HEAD, "## What do I gain?", "", paragraph(sides), "", *_by_batch(found), "", _measured(found), ""],
         [f"![milliseconds a step, by batch size and side]({chart})", ""],
-        ["## At which batch size?", "", *_by_batch(found), ""],
         ["## Why, and why not", "", *_reasons(found), ""],
         ["## Does it change what is accepted?", "", *_acceptance(found), "", *_soaks(soaks), ""],
         ["## How sure is that?", "", *_spread(found), *_failed(files), ""],
@@ -241,7 +241,9 @@ def _spread(found: Sequence[Gain]) -> list[str]:
     if wide := [batch for batch in batches if spreads[batch] > 1 + 2 * (_NOTHING - 1)]:
         where = "any batch size" if wide == batches else f"batch {', '.join(map(str, wide))}"
         few += f" A single figure says little at {where}: look at several of a row."
-    sources = {one.file.name: one.file.source for one in found}
+    names: dict[str, set[str]] = {}
+    for one in found:
+        names.setdefault(one.file.source, set()).add(f"`{one.file.name}`")
     return [
         paragraph(text),
         "",
@@ -249,7 +251,7 @@ def _spread(found: Sequence[Gain]) -> list[str]:
         "",
         paragraph(few),
         "",
-        *(item(f"`{name}`: {sources[name]}.") for name in sorted(sources)),
+        *(item(f"{', '.join(sorted(files))}: {source}.") for source, files in names.items()),
     ]
 
 

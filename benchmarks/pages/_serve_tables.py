@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,8 +19,9 @@ Made from the files `serve-*.json` by `make docs`; do not edit.
 """
 _HOW = (
     "The engine is vLLM's asynchronous one, its core in a process of its own; the engines of a file's sides were alive "
-    "together on one GPU and had their rounds in turn. tok/s is the best round's, and `by stock` compares it with "
-    "stock vLLM on the same model runner (MRV2 is Model Runner V2). Latencies are P50 / P99 of all requests of all "
+    "together on one GPU and had their rounds in turn. tok/s is the best round's, the slowest one's in brackets, and "
+    "`by stock` compares the best with stock vLLM's on the same model runner (MRV2 is Model Runner V2): within what a "
+    "side's own rounds differ by, it says nothing. Latencies are P50 / P99 of all requests of all "
     f"rounds, in milliseconds: {', '.join(f'{name[:-3].upper()} is the {what}' for name, what in LATENCIES.items())}. "
     "Acceptance is tokens a step, the target's own included."
 )
@@ -43,6 +45,7 @@ def _chapter(file: Found) -> Iterator[str]:
         for side, entry in case["sides"].items():
             if entry["error"]:
                 yield item(f"k={case['k']}, {SIDE_NAMES[side]}: failed ({entry['error']}).")
+    yield from _spread(file.results)
     for temperature in settings["temperatures"]:
         yield f"### Temperature {temperature:g}"
         yield ""
@@ -67,6 +70,26 @@ def _asked(settings: Mapping[str, Any]) -> str:
     )
 
 
+def _spread(results: Mapping[str, Any]) -> Iterator[str]:
+    """How long the rounds took, and how much those of one side and load differ."""
+    loads = [
+        load
+        for case in results["cases"]
+        for entry in case["sides"].values()
+        for load in entry["loads"].values()
+        if load is not None
+    ]
+    if loads:
+        seconds = [one for load in loads for one in load["seconds"]]
+        apart = [max(load["tokens_per_second"]["all"]) / min(load["tokens_per_second"]["all"]) for load in loads]
+        yield ""
+        yield paragraph(
+            f"A round took {min(seconds):.2f} to {max(seconds):.2f} s. The fastest of a side's rounds of one load had "
+            f"{statistics.median(apart):.2f} times the tokens/s of its slowest (median), and at most {max(apart):.2f}."
+        )
+        yield ""
+
+
 def _rows(results: Mapping[str, Any], temperature: float) -> Iterator[list[str]]:
     for case in results["cases"]:
         first, *_ = case["sides"].values()
@@ -89,13 +112,13 @@ def _rows(results: Mapping[str, Any], temperature: float) -> Iterator[list[str]]
 def _figures(load: Mapping[str, Any] | None, stock: Mapping[str, Any] | None) -> list[str]:
     if load is None:
         return [NOT_MEASURED] * (3 + len(LATENCIES))
-    speed = load["tokens_per_second"]["best"]
+    speed, slowest = load["tokens_per_second"]["best"], min(load["tokens_per_second"]["all"])
     ratio = NOT_MEASURED
     if stock is not None and stock["rounds"] == load["rounds"]:  # the best of more is better by chance alone
         ratio = f"{speed / stock['tokens_per_second']['best']:.2f}"
     length = load["acceptance_length"]
     latencies = [_percentiles(load[name]) for name in LATENCIES]
-    return [f"{speed:.0f}", ratio, *latencies, NOT_MEASURED if length is None else f"{length:.3f}"]
+    return [f"{speed:.0f} ({slowest:.0f})", ratio, *latencies, NOT_MEASURED if length is None else f"{length:.3f}"]
 
 
 def _percentiles(spread: Mapping[str, float] | None) -> str:

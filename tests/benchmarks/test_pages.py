@@ -369,7 +369,8 @@ def served(speed, concurrency, temperature):
         "concurrency": concurrency,
         "request_rate": 0.0,
         "temperature": temperature,
-        "tokens_per_second": {"best": speed},
+        "seconds": [1.0, 2.0],
+        "tokens_per_second": {"best": speed, "all": [speed, speed / 2]},
         **dict.fromkeys(serve.LATENCIES, spread),
         "acceptance_length": 2.5,
     }
@@ -393,19 +394,21 @@ def test_what_clients_see_is_a_table_a_temperature_and_says_what_is_missing(tree
     rows = [row for row in cells(greedy) if row[0] == "3"]
     latency = "10.00 / 20.00"
     assert rows[:3] == [
-        ["3", "1", "-", "patched", "75", "-", *["13.33 / 26.67"] * 4, "2.500"],
-        ["3", "1", "-", "MRV2", "100", "-", *[latency] * 4, "2.500"],
-        ["3", "1", "-", "MRV2 patched", "150", "1.50", *["6.67 / 13.33"] * 4, "2.500"],
+        ["3", "1", "-", "patched", "75 (38)", "-", *["13.33 / 26.67"] * 4, "2.500"],
+        ["3", "1", "-", "MRV2", "100 (50)", "-", *[latency] * 4, "2.500"],
+        ["3", "1", "-", "MRV2 patched", "150 (75)", "1.50", *["6.67 / 13.33"] * 4, "2.500"],
     ]
     # The best of fewer rounds is compared with none.
-    assert [row[4:6] for row in rows[3:]] == [["1200", "-"], ["1600", "-"], ["2400", "-"]]
+    assert [row[4:6] for row in rows[3:]] == [["1200 (600)", "-"], ["1600 (800)", "-"], ["2400 (1200)", "-"]]
     assert [row[1:5] for row in cells(sampled) if row[0] == "3"][3:] == [
-        ["16", "-", "patched", "1200"],
-        ["16", "-", "MRV2", "1600"],
+        ["16", "-", "patched", "1200 (600)"],
+        ["16", "-", "MRV2", "1600 (800)"],
         ["16", "-", "MRV2 patched", "-"],
     ]
     assert "- k=3: the time limit of 9 s ended it before everything was measured." in page
     assert "- k=3, patched: failed (exit code 7)." in page
+    assert "A round took 1.00 to 2.00 s." in page
+    assert "had 2.00 times the tokens/s of its slowest" in page
 
 
 def test_the_parts_of_a_step_begin_with_functions_that_there_are(vllm_tree):
