@@ -19,10 +19,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.engine]
 SMALL = bench.find_checkpoints(None)
 
 
-#: What is off by default.
-ASKED_FOR = {"VLLM_HWPLUGIN_V2_FUSED_DRAFTS": "auto"}
-
-
 def v2_can_be_shut_down() -> bool:
     (folder,) = importlib.util.find_spec("vllm").submodule_search_locations
     return "def shutdown(" in (Path(folder) / "v1/worker/gpu/model_runner.py").read_text(encoding="utf-8")
@@ -61,7 +57,7 @@ def test_what_an_engine_uses(method: str, k: int, v2_runner: bool, used: set[str
         label=f"{method} {'V2' if v2_runner else 'V1'}",
         patched=True,
         options={**SMALL_ENGINE, "model": str(SMALL.target), "speculative_config": speculation},
-        environment=bench.engine_environment("cuda", patched=True, v2_runner=v2_runner, extra=ASKED_FOR),
+        environment=bench.engine_environment("cuda", patched=True, v2_runner=v2_runner),
         workloads=(bench.Workload("few", bench.load_prompts(SMALL, 4), 16, batch=4, rounds=1),),
     )
     outcome = bench.launch(job, timeout=400)

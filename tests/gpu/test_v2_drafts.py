@@ -25,7 +25,6 @@ SMALL = find_checkpoints(None)
 V2 = {
     "VLLM_USE_V2_MODEL_RUNNER": "1",
     "VLLM_HWPLUGIN_V2_TAIL_GRAPH": "off",
-    "VLLM_HWPLUGIN_V2_FUSED_DRAFTS": "auto",
 }
 WAVES = [1, 3, 8, 28]
 # Batches of so many requests have graphs for all that is drafted.

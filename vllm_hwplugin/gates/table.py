@@ -285,7 +285,7 @@ GATES: Final[tuple[Gate, ...]] = (
     Gate(
         "VLLM_HWPLUGIN_V2_FUSED_DRAFTS",
         "switch",
-        "off",  # it has not run on a GPU beside v2-tail-graph
+        "auto",
         "Feature v2-fused-drafts: all draft steps after the first in one graph launch (Model Runner V2).",
         affects=("patches",),
         choices=_SWITCH,
