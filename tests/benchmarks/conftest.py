@@ -42,7 +42,7 @@ def kernels() -> Callable[..., dict[str, Any]]:
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """A copy of the results files and the pages that are made of them, without those of the host's time and of clients."""
+    """A copy of the results files and the pages made of them, but for those of the host's time and of clients."""
     left_out = shutil.ignore_patterns("phases*", "serve*")
     shutil.copytree(RESULTS, tmp_path / "benchmarks" / "results", ignore=left_out)
     (tmp_path / "docs").mkdir()

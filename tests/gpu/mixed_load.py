@@ -68,7 +68,13 @@ def environment(folder: Path, name: str, runner: str, **variables: str) -> dict[
     Caches are of the processes of one name, of which there is one at a time: vLLM's of what is compiled is not written
     all at once.
     """
-    chosen = {**loads.VARIABLES, "VLLM_USE_V2_MODEL_RUNNER": "1" if runner == "V2" else "0", **variables}
+    chosen = {
+        **loads.VARIABLES,
+        "VLLM_USE_V2_MODEL_RUNNER": "1" if runner == "V2" else "0",
+        # Else Inductor chooses by time how a sum is split, and two processes may round otherwise.
+        "TORCHINDUCTOR_DETERMINISTIC": "1",
+        **variables,
+    }
     caches = {"VLLM_CACHE_ROOT": simulated.kept(name)["VLLM_CACHE_ROOT"]}
     patched = engine_environment("cuda", patched=True, extra={**chosen, **caches})
     return child_environment(patched, provide(folder / f"metadata {name}"))
