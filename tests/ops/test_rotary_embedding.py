@@ -57,8 +57,9 @@ print(json.dumps(found))
 
 SCHEMAS = """
 import json, torch
-import vllm._C
+from vllm.platforms import current_platform
 import vllm_hwplugin.ops.rotary_embedding
+current_platform.import_kernels()
 print(json.dumps([str(getattr(torch.ops, name).rotary_embedding.default._schema) for name in ("_C", "hwplugin")]))
 """
 

@@ -2,7 +2,7 @@
 """Where the simulated host has less than the vLLM and the packages that are installed for the tests.
 
 - ``vllm._C`` and the like: a vLLM for no device has no compiled kernels. ``MUSA_SIM_VLLM_KERNELS=1`` leaves those that
-  are installed.
+  are installed, which have a library for each kind of processor.
 - torchvision: where pip has only the build for CUDA, it cannot be imported beside torch's build for the CPU. vLLM 0.32
   imports it before it captures graphs, whatever the model is, to warm up kernels of two multimodal models, which here
   does nothing.
@@ -13,6 +13,7 @@ import functools
 import importlib.abc
 import importlib.util
 import os
+import platform
 import sys
 import types
 
@@ -26,6 +27,21 @@ class _WithoutKernels(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
         if name.startswith(_KERNELS):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+class _ForThisProcessor(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Imports for ``vllm._C`` the library that vLLM takes on this processor, which may lack that one's instructions."""
+
+    def find_spec(self, name, path, target=None):
+        return importlib.util.spec_from_loader(name, self) if name == "vllm._C" else None
+
+    def create_module(self, spec):
+        return None
+
+    def exec_module(self, module):
+        from vllm.platforms.cpu import CpuPlatform
+
+        CpuPlatform.import_kernels()
 
 
 def _compile_eagerly():
@@ -44,6 +60,9 @@ def install():
     _compile_eagerly()
     if os.environ.get("MUSA_SIM_VLLM_KERNELS") != "1":
         sys.meta_path.insert(0, _WithoutKernels())
+    elif platform.machine() == "x86_64" and not torch.cpu._is_avx512_bf16_supported():
+        # Else that library is `vllm._C` itself.
+        sys.meta_path.insert(0, _ForThisProcessor())
     if importlib.util.find_spec("torchvision") is None:
         for name in _WARM_UPS:
             module = types.ModuleType(f"vllm.model_executor.warmup.{name}")
