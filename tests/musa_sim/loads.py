@@ -162,7 +162,7 @@ class Process:
                 env=self.environment,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                timeout=850,
+                timeout=1700,
             )
         assert done.returncode == 0, log.read_text(errors="replace")[-6000:]
         return {name: Run(**one) for name, one in json.loads(found.read_text()).items()}

@@ -116,7 +116,7 @@ def run(engines: dict[str, Any], environment: dict[str, str], folder: Path, toke
     }
     log = folder / "log"
     with log.open("wb") as output:
-        subprocess.run(command, env={**environment, **variables}, stdout=output, stderr=subprocess.STDOUT, timeout=850)
+        subprocess.run(command, env={**environment, **variables}, stdout=output, stderr=subprocess.STDOUT, timeout=1700)
     text = log.read_text(errors="replace")
     assert answers.exists(), text[-6000:]
     found = json.loads(answers.read_text())

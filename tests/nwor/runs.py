@@ -94,7 +94,7 @@ def _run(folder: Path, found: Path, jobs: Mapping[str, Job], environment: Mappin
             env=environment,
             stdout=output,
             stderr=subprocess.STDOUT,
-            timeout=850,
+            timeout=1700,
         )
     assert done.returncode == 0, f"{folder.name}: {log.read_text(errors='replace')[-6000:]}"
 
