@@ -19,11 +19,16 @@ pytestmark = pytest.mark.engine
 REPOSITORY = Path(vllm_hwplugin.__file__).parent.parent
 CHECKPOINT = REPOSITORY / "tests/assets/small/target"
 
-# A GPU host for vLLM's own detection, without its kernels; the CUDA class needs no more to be made.
-CUDA_HOST = """
-    import sys, types, vllm.platforms as platforms
+# The kernels that are installed are those of vLLM's CPU, and `vllm._C` those for a processor with AVX-512: on another
+# they end the process.
+WITHOUT_KERNELS = """
+    import sys, types
     for name in ("_C", "_C_stable_libtorch"):
         sys.modules[f"vllm.{name}"] = types.ModuleType(f"vllm.{name}")
+"""
+# A GPU host for vLLM's own detection; the CUDA class needs no more to be made.
+CUDA_HOST = """
+    import vllm.platforms as platforms
     platforms.builtin_platform_plugins.update(
         {name: lambda: None for name in platforms.builtin_platform_plugins} |
         {"cuda": lambda: "vllm.platforms.cuda.CudaPlatform"}
@@ -31,7 +36,7 @@ CUDA_HOST = """
 """
 # torch's own PrivateUse1 device under torch_musa's name, with a device module that can be asked, and can do nothing.
 MUSA_HOST = """
-    import importlib.util, sys, torch, vllm.platforms as platforms
+    import importlib.util, torch, vllm.platforms as platforms
     spec = importlib.util.spec_from_file_location("standins", STANDINS)
     standins = sys.modules["standins"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(standins)
@@ -123,7 +128,7 @@ def test_the_cuda_class_is_made_on_the_real_vllm(run: Run) -> None:
         import pickle
         assert type(pickle.loads(pickle.dumps(current_platform))) is type(current_platform)
     """
-    used, noted = run(CUDA_HOST, WHAT_RUNS, more).stdout.splitlines()
+    used, noted = run(WITHOUT_KERNELS, CUDA_HOST, WHAT_RUNS, more).stdout.splitlines()
     assert used == "vllm_hwplugin.platforms.cuda.CudaPlatform"
     assert noted == f"{used}: vLLM's own detection chooses CUDA; vLLM runs on {used}"
 
@@ -174,7 +179,7 @@ def test_the_musa_class_makes_a_configuration_on_the_real_vllm(run: Run) -> None
             except ValueError as error:
                 print(">", refused, "not supported on current platform" in str(error))
     """
-    lines = run(MUSA_HOST, WHAT_RUNS, more).stdout.splitlines()
+    lines = run(WITHOUT_KERNELS, MUSA_HOST, WHAT_RUNS, more).stdout.splitlines()
     assert lines[0] == "vllm_hwplugin.platforms.musa.MusaPlatform"
     assert lines[1].startswith(f"{lines[0]}: 3 Moore Threads GPUs")
     # vLLM logs to the same stream.
@@ -208,7 +213,7 @@ def test_without_mccl_one_gpu_runs_with_gloo(run: Run) -> None:
         given = torch.ones(2)
         print(">", torch.distributed.get_backend(group.device_group), group.all_reduce(given) is given)
     """
-    assert "> gloo True" in run(MUSA_HOST, WHAT_RUNS, more).stdout.splitlines()
+    assert "> gloo True" in run(WITHOUT_KERNELS, MUSA_HOST, WHAT_RUNS, more).stdout.splitlines()
 
 
 def test_platform_errors_of_vllm_itself_are_not_hidden(run: Run) -> None:
@@ -220,7 +225,7 @@ def test_platform_errors_of_vllm_itself_are_not_hidden(run: Run) -> None:
         except ImportError as error:
             print(error)
     """
-    said = run(MUSA_HOST, more).stdout
+    said = run(WITHOUT_KERNELS, MUSA_HOST, more).stdout
     assert "torchada 0.1.103 takes this host for cpu, expected musa" in said
 
 
@@ -326,6 +331,7 @@ LARGE_HEADS = """
 @pytest.mark.usefixtures("cpu_build")
 def test_vllms_selector_takes_the_plugins_flash_attn_for_large_heads_or_says_why_not(run: Run) -> None:
     done = run(
+        WITHOUT_KERNELS,
         CUDA_HOST,
         LARGE_HEADS,
         "for asked in ((256,), (512,), (520,), (260,), (512, 'fp8'), (512, 'auto', 24)): print(chosen(*asked))",
@@ -349,6 +355,6 @@ def test_vllms_selector_takes_the_plugins_flash_attn_for_large_heads_or_says_why
 
 @pytest.mark.usefixtures("cpu_build")
 def test_with_the_platform_off_nothing_is_chosen(run: Run) -> None:
-    done = run(CUDA_HOST, LARGE_HEADS, "print(chosen(512))", VLLM_HWPLUGIN_PLATFORM="off")
+    done = run(WITHOUT_KERNELS, CUDA_HOST, LARGE_HEADS, "print(chosen(512))", VLLM_HWPLUGIN_PLATFORM="off")
     line = done.stdout.splitlines()[-1]
     assert line.startswith("refused: Selected backend AttentionBackendEnum.FLASH_ATTN is not valid")
