@@ -251,14 +251,6 @@ def test_a_limit_that_is_over_while_engines_end_leaves_nothing_out(engines):
     assert [(one.error, one.stopped, len(one.of("measured"))) for one in outcomes.values()] == [(None, None, 2)] * 2
 
 
-@pytest.fixture
-def interruptible():
-    """As on a terminal: what a shell starts in the background has Ctrl-C ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 @pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_leaves_what_both_sides_have_measured_and_the_failure_of_a_third(engines):
     jobs, _ = engines("a", "b", "c", dies_of="round")

@@ -128,6 +128,7 @@ def test_a_server_does_not_say_how_long_it_is_waited_for(
     assert len(server.requests) == 5
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_ends_the_check_at_once(server: Any, tmp_path: Path) -> None:
     """Also while all connections wait for an answer."""
     server.mood = "silent"
