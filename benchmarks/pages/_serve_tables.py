@@ -31,7 +31,7 @@ def markdown(files: Sequence[Found]) -> str:
     """The page: one chapter for each file, and in it a table for each temperature."""
     lines = [_HEAD, paragraph(_HOW), ""]
     for file in files:
-        lines += [f"## `{file.name}`", "", *_chapter(file), ""]
+        lines += [f"## `{file.name}`", "", *_chapter(file)]
     return "\n".join(lines)
 
 
@@ -39,12 +39,9 @@ def _chapter(file: Found) -> Iterator[str]:
     settings = file.results["settings"]
     yield paragraph(f"{file.source}. {_asked(settings)}")
     yield ""
-    for case in file.results["cases"]:
-        if case["stopped"] is not None:
-            yield item(f"k={case['k']}: {case['stopped']} ended it before everything was measured.")
-        for side, entry in case["sides"].items():
-            if entry["error"]:
-                yield item(f"k={case['k']}, {SIDE_NAMES[side]}: failed ({entry['error']}).")
+    if missing := list(_missing(file.results)):
+        yield from missing
+        yield ""
     yield from _spread(file.results)
     for temperature in settings["temperatures"]:
         yield f"### Temperature {temperature:g}"
@@ -53,6 +50,15 @@ def _chapter(file: Found) -> Iterator[str]:
         columns = ["k", "at once", "a second", "side", "tok/s", "by stock", *names, "acceptance"]
         yield from table(columns, _rows(file.results, temperature))
         yield ""
+
+
+def _missing(results: Mapping[str, Any]) -> Iterator[str]:
+    for case in results["cases"]:
+        if case["stopped"] is not None:
+            yield item(f"k={case['k']}: {case['stopped']} ended it before everything was measured.")
+        for side, entry in case["sides"].items():
+            if entry["error"]:
+                yield item(f"k={case['k']}, {SIDE_NAMES[side]}: failed ({entry['error']}).")
 
 
 def _asked(settings: Mapping[str, Any]) -> str:
@@ -82,7 +88,6 @@ def _spread(results: Mapping[str, Any]) -> Iterator[str]:
     if loads:
         seconds = [one for load in loads for one in load["seconds"]]
         apart = [max(load["tokens_per_second"]["all"]) / min(load["tokens_per_second"]["all"]) for load in loads]
-        yield ""
         yield paragraph(
             f"A round took {min(seconds):.2f} to {max(seconds):.2f} s. The fastest of a side's rounds of one load had "
             f"{statistics.median(apart):.2f} times the tokens/s of its slowest (median), and at most {max(apart):.2f}."
