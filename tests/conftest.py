@@ -26,6 +26,15 @@ def cannot_run(reason: str) -> NoReturn:
     pytest.skip(reason)
 
 
+# A host that runs tests/gpu alone need not have it.
+if importlib.util.find_spec("hypothesis") is not None:
+    from hypothesis import settings
+
+    # The same examples in every run, and no time limit for one: the host is at times busy with other work.
+    settings.register_profile("fixed", derandomize=True, database=None, deadline=None, max_examples=50)
+    settings.load_profile("fixed")
+
+
 # What one process of the tests needs: vLLM and torch imported in it, and at times an engine beside it.
 MEMORY_OF_A_PROCESS = 4 << 30
 
