@@ -109,16 +109,16 @@ def test_batches_without_drafts_between_others_leave_nothing_to_put_back(restori
     runner = Runner()
     nwor.attach(runner)
     runner.run([list(range(16, 26)), [40, 41, 42, 43]])
-    nwor.restore(runner, numbers(0, 0), 0)
+    nwor.restore(runner, num_rejected=numbers(0, 0), num_draft_tokens=0)
     written = runner.cache()
     runner.run([[26], [44]])
-    nwor.restore(runner, numbers(0, 0), 0)
+    nwor.restore(runner, num_rejected=numbers(0, 0), num_draft_tokens=0)
     before = runner.cache()
     assert torch.equal(taken_out(runner, written, [26, 44]), written)
     # The second request has more drafts than it had room for, the first none.
     runner.run([[27], [45, 46, 47]])
     expected = taken_out(runner, before, [46, 47])
-    nwor.restore(runner, numbers(0, 2), 2)
+    nwor.restore(runner, num_rejected=numbers(0, 2), num_draft_tokens=2)
     assert torch.equal(runner.cache(), expected)
 
 
@@ -133,7 +133,7 @@ def test_a_cache_that_is_made_again_is_the_one_that_is_restored(restoring: None)
         before = runner.cache()
         runner.run([[16, 17, 18, 19]])
         expected = taken_out(runner, before, [18, 19])
-        nwor.restore(runner, numbers(2), 3)
+        nwor.restore(runner, num_rejected=numbers(2), num_draft_tokens=3)
         assert torch.equal(runner.cache(), expected)
     assert len(runner.model._forward_pre_hooks) == 1
 
@@ -142,7 +142,7 @@ def test_a_draft_that_a_graph_has_not_taken_out_ends_the_step(checked: None) -> 
     runner = Runner()
     nwor.attach(runner)
     runner.run([[16, 17, 18, 19]])
-    nwor.restore(runner, numbers(1), 3)
+    nwor.restore(runner, num_rejected=numbers(1), num_draft_tokens=3)
     nwor.replayed(runner, numbers(1))
     runner.run([[19, 33, 34, 35]])
     with pytest.raises(nwor.NotRestored, match=r"layer does not hold .* at slot 34 \(block 2, token 2\): .* 1 other"):
@@ -165,6 +165,6 @@ def test_an_engine_that_keeps_rejected_drafts_serves_as_stock(restoring: None, n
     nwor.attach(runner)
     runner.run([[16, 17, 18, 19]])
     written = runner.cache()
-    nwor.restore(runner, numbers(3), 3)
+    nwor.restore(runner, num_rejected=numbers(3), num_draft_tokens=3)
     assert torch.equal(runner.cache(), written)
     assert notes["nwor"] == "rejected drafts stay in the KV cache: pipeline parallelism: only the last stage samples"

@@ -124,7 +124,9 @@ class Target:
         scheduled = types.SimpleNamespace(total_num_scheduled_tokens=num_tokens)
         verified = types.SimpleNamespace(num_draft_tokens=[DRAFTS] * count)
         hidden, phase = self.hidden[: padded * WIDTH], host.draft_phase
-        sample_hidden, logits = phase.logits(scheduled, verified, hidden, torch.arange(num_tokens))
+        sample_hidden, logits = phase.logits(
+            scheduled, verified, hidden_states=hidden, indices=torch.arange(num_tokens)
+        )
         assert len(logits) == num_tokens
         drafts: torch.Tensor = phase.propose(
             scheduled,
@@ -242,7 +244,7 @@ def test_placeholders_for_drafts_are_left_to_vllms_sampler(
             scheduled_spec_decode_tokens=dict.fromkeys("ab", none) if asynchronous else {"a": drafts, "b": second},
         )
         hidden = target.hidden[: 2 * WIDTH]
-        _, logits = host.draft_phase.logits(scheduled, verified, hidden, torch.arange(2 * WIDTH))
+        _, logits = host.draft_phase.logits(scheduled, verified, hidden_states=hidden, indices=torch.arange(2 * WIDTH))
         given = types.SimpleNamespace(draft_token_ids=torch.tensor([*drafts, *second]))
         monkeypatch.setattr(host, "_sample", lambda logits, _, given=given: plain_rejection(given, None, logits, None))
         assert host.draft_phase.sample(logits, verified).sampled_token_ids[1].tolist() == tokens

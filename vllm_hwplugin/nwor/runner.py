@@ -51,7 +51,7 @@ def attach(runner: Any, is_profiling: bool = False) -> None:
     nwor.begin(is_profiling)
 
 
-def restore(runner: Any, num_rejected: Any, num_draft_tokens: int) -> None:
+def restore(runner: Any, *, num_rejected: Any, num_draft_tokens: int) -> None:
     """Called by Model Runner V2 when it has sampled.
 
     Args:

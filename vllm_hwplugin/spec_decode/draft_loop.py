@@ -107,6 +107,7 @@ class DraftLoop(Companion):
 
     def run(
         self,
+        *,
         sample_hidden_states: torch.Tensor,
         positions: torch.Tensor,
         hidden_states: torch.Tensor,

@@ -155,7 +155,7 @@ class DraftPhase(Companion):
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def logits(
-        self, scheduler_output: Any, spec_decode_metadata: Any, hidden_states: torch.Tensor, indices: torch.Tensor
+        self, scheduler_output: Any, spec_decode_metadata: Any, *, hidden_states: torch.Tensor, indices: torch.Tensor
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """What `execute_model` keeps for sampling: hidden states of the tokens at `indices`, and their logits.
 

@@ -110,16 +110,16 @@ def steps_are_captured(speculator: Any) -> bool:
 
 
 def metadata_of_step(
-    speculator: Any, step: int, num_reqs: int, num_tokens_padded: int, attn_metadata: dict[str, Any] | None
+    speculator: Any, attn_metadata: dict[str, Any] | None, *, step: int, num_reqs: int, num_tokens_padded: int
 ) -> dict[str, Any] | None:
     """The attention metadata of a draft step; vLLM 0.20 makes that of the first one and leaves it at that.
 
     Args:
         speculator: vLLM's `EagleSpeculator`, whose buffers hold the step's lengths and slots.
+        attn_metadata: the step before's; None in a run without attention.
         step: from 1 on.
         num_reqs: rows of the batch, or of the graph that is being captured.
         num_tokens_padded: tokens of the same.
-        attn_metadata: the step before's; None in a run without attention.
     """
     if attn_metadata is None:
         return None

@@ -349,7 +349,7 @@ class TailGraphs:
         self._step.drafting.replay()
         return speculator.draft_tokens[: batch.num_reqs]
 
-    def keep_drafts(self, idx_mapping: torch.Tensor, draft_tokens: torch.Tensor) -> None:
+    def keep_drafts(self, *, idx_mapping: torch.Tensor, draft_tokens: torch.Tensor) -> None:
         """Put the drafts into the requests' state, where that has not been done."""
         if not self._drafted:
             self._runner.req_states.draft_tokens[idx_mapping] = draft_tokens
