@@ -7,6 +7,7 @@ connector that needs it can say so, and vLLM then has no FULL graphs; not all do
 
 from __future__ import annotations
 
+import dis
 from typing import Any, Final
 
 from vllm.config import KVTransferConfig
@@ -15,6 +16,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 _HOOKS: Final = ("wait_for_layer_load", "save_kv_layer")
 _ANSWER: Final = "requires_piecewise_for_cudagraph"
+#: What Python makes of a method without statements. A decorated one has its decorator's, which call it.
+_NOTHING: Final = frozenset(("RESUME", "NOP", "LOAD_CONST", "RETURN_VALUE", "RETURN_CONST"))
 
 
 def working_by_layer(transfer: KVTransferConfig | None) -> str | None:
@@ -38,4 +41,4 @@ def working_by_layer(transfer: KVTransferConfig | None) -> str | None:
 
 def _does_nothing(method: Any) -> bool:
     code = getattr(method, "__code__", None)
-    return code is not None and not code.co_names
+    return code is not None and all(one.opname in _NOTHING for one in dis.get_instructions(code))
