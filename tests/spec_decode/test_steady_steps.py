@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,13 +16,16 @@ import torch
 
 pytest.importorskip("vllm.v1.worker.gpu_model_runner", exc_type=ImportError)
 
+from vllm.config import CUDAGraphMode
+from vllm.forward_context import BatchDescriptor
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm.v1.utils import CpuGpuBuffer
 
 from vllm_hwplugin.spec_decode import steady_steps
-from vllm_hwplugin.spec_decode.steady_steps import StepInputs, _Recorded
+from vllm_hwplugin.spec_decode.steady_steps import StepInputs
 
+FIELDS = {field.name for field in dataclasses.fields(CommonAttentionMetadata)}
 DRAFTS = 3
 WIDTH = 1 + DRAFTS
 #: Two requests, by their tokens that are computed before the first step.
@@ -28,17 +33,25 @@ COMPUTED = {"b": 50, "a": 20}
 
 
 class Graph:
-    def __init__(self) -> None:
-        self.replays = 0
+    """What was recorded, run again without vLLM's methods being called for it."""
+
+    def __init__(self, run: Callable[[], None], runner: Runner) -> None:
+        self.run, self.runner, self.replays = run, runner, 0
+        run()
 
     def replay(self) -> None:
         self.replays += 1
+        built = self.runner.built
+        self.run()
+        self.runner.built = built
 
 
 class Runner:
     """What `StepInputs` reads of a V1 runner, whose requests have all drafts accepted in each step."""
 
     uniform_decode_query_len = WIDTH
+    device = torch.device("cpu")
+    max_num_reqs, max_num_tokens, max_model_len = 2, 2 * WIDTH, 1000
 
     def __init__(self, asynchronous: bool, derives: bool) -> None:
         self.use_async_spec_decode = asynchronous
@@ -57,8 +70,13 @@ class Runner:
             num_computed_tokens_cpu_tensor=computed,
             num_computed_tokens_cpu=computed.numpy(),
             token_ids_cpu=table.numpy(),
-            block_table=SimpleNamespace(commit_block_table=self._commit),
+            block_table=SimpleNamespace(commit_block_table=self._commit, compute_slot_mapping=lambda *_: None),
         )
+        self.query_start_loc = self._make_buffer(count + 1, dtype=torch.int32)
+        self.num_accepted_tokens = self._make_buffer(count, dtype=torch.int32)
+        self.input_ids = self._make_buffer(2 * WIDTH, dtype=torch.int32)
+        self.positions, self.seq_lens = torch.zeros(2 * WIDTH, dtype=torch.int64), torch.zeros(count, dtype=torch.int32)
+        self.num_computed_tokens = computed.clone()
         self.valid_sampled_token_count_gpu: Any = torch.tensor([4, 2], dtype=torch.int32)
         self._draft_token_ids: Any = torch.tensor([[1, 2, 3], [4, 5, 6]])
         self.prev_num_draft_tokens = SimpleNamespace(np=np.full(count, DRAFTS, dtype=np.int32))
@@ -66,6 +84,12 @@ class Runner:
         self.discard_request_mask = SimpleNamespace(np=np.zeros(count, dtype=bool))
         self.optimistic_seq_lens_cpu = torch.zeros(count, dtype=torch.int32)
         self.requests = {name: SimpleNamespace(num_tokens=known + 1) for name, known in COMPUTED.items()}
+
+    def _make_buffer(self, *size: int, dtype: torch.dtype) -> CpuGpuBuffer:
+        return CpuGpuBuffer(*size, dtype=dtype, device=self.device, pin_memory=False)
+
+    def _determine_batch_execution_and_padding(self, **asked: Any) -> tuple[CUDAGraphMode, BatchDescriptor]:
+        return CUDAGraphMode.FULL, BatchDescriptor(asked["num_tokens"], asked["num_reqs"])
 
     def _commit(self, num_reqs: int) -> None:
         self.committed += 1
@@ -77,6 +101,8 @@ class Runner:
 
     def _prepare_inputs(self, scheduled: Any, num_scheduled_tokens: np.ndarray) -> tuple[Any, Any, int]:
         self.prepared += 1
+        np.cumsum(num_scheduled_tokens, out=self.query_start_loc.np[1:])
+        self.query_start_loc.copy_to_gpu()
         empty = torch.zeros(0, dtype=torch.int32)
         return empty, SpecDecodeMetadata(empty, [DRAFTS] * 2, *[empty] * 5), WIDTH
 
@@ -87,7 +113,10 @@ class Runner:
         self.built += 1
         rows = torch.zeros(3, dtype=torch.int32)
         longest = int(self.optimistic_seq_lens_cpu.max())
-        common = CommonAttentionMetadata(rows, rows, rows[:2], 2, 8, WIDTH, longest, rows, rows)
+        starts = self.query_start_loc
+        common = CommonAttentionMetadata(starts.gpu, starts.cpu, rows[:2], 2, 8, WIDTH, longest, rows, rows)
+        if "is_prefilling" in FIELDS:
+            common.is_prefilling = torch.tensor([False, self.prepared == 1])
         if self.derives:
             # As some builders do.
             common.compute_num_computed_tokens()
@@ -98,16 +127,15 @@ class Served:
     """Step inputs and their runner, after a step that vLLM has prepared."""
 
     def __init__(self, asynchronous: bool, derives: bool = False) -> None:
-        self.runner, self.graph = Runner(asynchronous, derives), Graph()
+        self.runner = Runner(asynchronous, derives)
         self.inputs = StepInputs(self.runner)
-        self.inputs._graphs = {2: _Recorded(self.graph, metadata=True)}  # type: ignore[arg-type]
-        self.inputs._draft_ids = torch.zeros(2 * DRAFTS, dtype=torch.int32)
-        self.inputs._counts, self.inputs._sampled = torch.zeros(2, 2, dtype=torch.int32)
-        self.inputs._drafts = torch.zeros(2, DRAFTS, dtype=torch.int32)
-        host = torch.zeros(2 * (1 + WIDTH), dtype=torch.int32)
-        self.inputs._from_host = SimpleNamespace(np=host.numpy(), gpu=host, copy_to_gpu=lambda count: None)
+        with mock.patch.object(steady_steps, "record_graph", lambda run, _: Graph(run, self.runner)):
+            self.inputs.capture()
+        self.graph: Any = self.inputs._graphs[2].graph
+        self.runner.built = 0
         self.step()
 
+    @torch.inference_mode()
     def step(self, asked: Mapping[str, Any] = MappingProxyType({}), **changed: Any) -> tuple[Any, Any]:
         """The calls of the patched `execute_model`, in its order; `asked` is what metadata are asked for otherwise."""
         output = scheduled(**changed)
@@ -130,6 +158,15 @@ def scheduled(**changed: Any) -> SimpleNamespace:
         "scheduled_cached_reqs": SimpleNamespace(new_block_ids=[None, None], resumed_req_ids=set()),
     }
     return SimpleNamespace(**usual | changed)
+
+
+@pytest.fixture(autouse=True)
+def host_without_a_gpu(monkeypatch: pytest.MonkeyPatch, notes: Any) -> None:
+    monkeypatch.setattr(steady_steps, "obstacle", lambda _: None)
+    monkeypatch.setattr(steady_steps, "metadata_obstacle", lambda _: None)
+    monkeypatch.setattr(steady_steps, "graph_capture", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
 
 
 @pytest.fixture(params=[False, True], ids=["synchronous", "asynchronous"])
@@ -286,24 +323,28 @@ def test_a_batch_that_is_not_all_decoded_is_not_kept(served: Served, found: str,
     assert (served.graph.replays, served.runner.prepared) == (0, 3)
 
 
-def test_recording_leaves_requests_that_are_under_way_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_drafter_may_write_its_own_starts_of_requests_where_the_runners_are(served: Served) -> None:
+    """vllm-musa's does, and the stock `_prepare_inputs` makes them anew in each step."""
+    starts = served.runner.query_start_loc
+    for buffer in (starts.gpu, starts.cpu):
+        buffer.copy_(torch.arange(3))
+    served.step()
+    assert served.graph.replays == 1
+    assert starts.gpu.tolist() == starts.np.tolist() == [0, WIDTH, 2 * WIDTH]
+
+
+@pytest.mark.skipif("is_prefilling" not in FIELDS, reason="this vLLM does not say it")
+def test_a_prompt_that_ends_in_the_first_step_has_ended_in_the_next(served: Served) -> None:
+    """A new request whose prompt is computed but for its last token may have placeholders for drafts."""
+    _, (_, common) = served.step()
+    assert common.is_prefilling.tolist() == [False, False]
+
+
+def test_recording_leaves_requests_that_are_under_way_as_they_were() -> None:
     """vLLM captures anew where ranks of data parallelism come or go; how far their requests are is on the device."""
-    runner: Any = Runner(asynchronous=True, derives=False)
-    runner.device, runner.max_num_reqs, runner.max_num_tokens = torch.device("cpu"), 2, 2 * WIDTH
-    runner.max_model_len = 100
-    for name, rows in (("query_start_loc", 3), ("num_accepted_tokens", 2), ("input_ids", 2 * WIDTH)):
-        buffer = CpuGpuBuffer(rows, dtype=torch.int32, device=runner.device, pin_memory=False)
-        setattr(runner, name, buffer)
-    runner.positions, runner.seq_lens = torch.zeros(2 * WIDTH, dtype=torch.int64), torch.zeros(2, dtype=torch.int32)
-    runner.num_computed_tokens = torch.tensor([50, 20], dtype=torch.int32)
-    runner.input_batch.block_table.compute_slot_mapping = lambda *_: None
-    monkeypatch.setattr(steady_steps, "obstacle", lambda _: None)
-    monkeypatch.setattr(steady_steps, "metadata_obstacle", lambda _: "it is made elsewhere")
-    monkeypatch.setattr(steady_steps, "graph_capture", lambda device: nullcontext())
-    monkeypatch.setattr(steady_steps, "record_graph", lambda run, pool: run())
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
-    inputs = StepInputs(runner)
-    inputs.capture()
-    assert set(inputs._graphs) == {1, 2}
-    assert runner.num_computed_tokens.tolist() == [50, 20]
+    served = Served(asynchronous=True)
+    served.runner.num_computed_tokens.copy_(torch.tensor([50, 20]))
+    with mock.patch.object(steady_steps, "record_graph", lambda run, _: Graph(run, served.runner)):
+        served.inputs.capture()
+    assert set(served.inputs._graphs) == {1, 2}
+    assert served.runner.num_computed_tokens.tolist() == [50, 20]

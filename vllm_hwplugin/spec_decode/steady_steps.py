@@ -48,7 +48,8 @@ class _Metadata:
         asked: what for.
         layers: by the layer's name.
         distinct: that of all layers, each once.
-        common: vLLM's `CommonAttentionMetadata` for the drafter, as it was before the drafter has changed it.
+        common: vLLM's `CommonAttentionMetadata` for the drafter, of a batch without prompts; as it was before the
+            drafter has changed it.
     """
 
     asked: Mapping[str, Any]
@@ -60,8 +61,13 @@ class _Metadata:
     def of(cls, asked: Mapping[str, Any], layers: Mapping[str, Any], common: Any) -> _Metadata:
         distinct = tuple({id(one): one for one in layers.values()}.values())
         # What was derived from the lengths of this step.
-        derived = {field.name: None for field in dataclasses.fields(common) if field.name.endswith("_cache")}
-        return cls(asked, layers, distinct, dataclasses.replace(common, **derived))
+        changes: dict[str, Any] = {
+            field.name: None for field in dataclasses.fields(common) if field.name.endswith("_cache")
+        }
+        if getattr(common, "is_prefilling", None) is not None:
+            # In this step a prompt's last token may have been computed, in later ones none is.
+            changes["is_prefilling"] = torch.zeros_like(common.is_prefilling)
+        return cls(asked, layers, distinct, dataclasses.replace(common, **changes))
 
     def of_length(self, max_seq_len: int) -> tuple[Mapping[str, Any], Any]:
         """The same for longer sequences, as `_build_attention_metadata` gives it out."""
@@ -76,12 +82,14 @@ class _Kept:
 
     Attributes:
         req_ids: in the order of the batch.
+        starts: of each request in the batch, [max_num_reqs + 1]: the host's `query_start_loc`.
         inputs: of `_prepare_inputs`; its draft token ids are where the graph writes them.
         slots: of `_get_slot_mappings`, and what that was asked for.
         metadata: of `_build_attention_metadata`, where the graph makes what changes of it.
     """
 
     req_ids: list[str]
+    starts: np.ndarray
     inputs: tuple[Any, ...]
     slots: tuple[dict[str, Any], Any] | None = None
     metadata: _Metadata | None = None
@@ -146,6 +154,7 @@ class StepInputs:
         runner, query_len, device = self._runner, self._query_len, self._runner.device
         most: int = min(MAX_NUM_REQS, runner.max_num_reqs, runner.max_num_tokens // query_len)
         self._offsets = torch.arange(query_len, dtype=torch.int64, device=device)
+        self._starts = torch.arange(runner.query_start_loc.np.size, dtype=torch.int32, device=device) * query_len
         self._draft_ids = torch.zeros(most * (query_len - 1), dtype=torch.int32, device=device)
         if runner.use_async_spec_decode:
             # What the step before leaves is elsewhere each time.
@@ -162,7 +171,6 @@ class StepInputs:
         # As vLLM leaves them for such a batch: kernels that are recorded run, too.
         starts = runner.query_start_loc
         starts.np[:] = np.minimum(np.arange(starts.np.size), num_reqs) * query_len
-        starts.copy_to_gpu()
         runner.num_computed_tokens.zero_()
         # What depends on the length of sequences on the host has to hold for the longest.
         runner.optimistic_seq_lens_cpu[:num_reqs].fill_(runner.max_model_len)
@@ -190,6 +198,8 @@ class StepInputs:
         """What `_prepare_inputs` does on the device for a decode batch whose step before had the same requests."""
         runner, query_len = self._runner, self._query_len
         num_tokens = num_reqs * query_len
+        # A drafter may have written its own there, as that of vllm-musa does.
+        torch.clamp(self._starts, max=num_tokens, out=runner.query_start_loc.gpu)
         computed = runner.num_computed_tokens[:num_reqs]
         token_ids = runner.input_ids.gpu[:num_tokens].view(num_reqs, query_len)
         if runner.use_async_spec_decode:
@@ -260,6 +270,7 @@ class StepInputs:
             self._kept = self._keep(made) if uniform else None
             return made
         assert self._kept is not None
+        self._runner.query_start_loc.np[:] = self._kept.starts
         if any(blocks is not None for blocks in scheduled.scheduled_cached_reqs.new_block_ids):
             self._runner.input_batch.block_table.commit_block_table(len(num_scheduled_tokens))
         self._hand_over(len(num_scheduled_tokens))
@@ -319,7 +330,8 @@ class StepInputs:
             return None
         draft_ids = self._draft_ids[: num_reqs * (self._query_len - 1)]
         kept = dataclasses.replace(metadata, draft_token_ids=draft_ids)
-        return _Kept(list(runner.input_batch.req_ids), (logits_indices, kept, *others))
+        starts = runner.query_start_loc.np.copy()
+        return _Kept(list(runner.input_batch.req_ids), starts, (logits_indices, kept, *others))
 
     def _graph_for(self, scheduled: Any) -> _Recorded | None:
         """The graph that prepares this uniform batch; None where it is not the step before's, one step on."""
