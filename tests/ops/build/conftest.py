@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,10 +13,9 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
-from vllm_hwplugin.ops.build import built, jit
+from vllm_hwplugin.ops.build import built, jit, toolchain
 from vllm_hwplugin.ops.build.plan import BuildPlan, make_plan
 from vllm_hwplugin.ops.build.spec import KernelSpec
-from vllm_hwplugin.ops.build.toolchain import Toolchain
 from vllm_hwplugin.ops.build.torch_build import TorchBuild
 
 COMPILER = """#!/bin/sh
@@ -104,7 +104,7 @@ def plan(nvcc: Nvcc, kernel: KernelSpec, csrc: Path, torch_cuda: TorchBuild) -> 
     def call(**changes: object) -> BuildPlan:
         arguments = {
             "kernel": kernel,
-            "toolchain": Toolchain("nvcc", str(nvcc.path), Version("13.0.88")),
+            "toolchain": toolchain.find("nvcc", {**os.environ, "CUDA_HOME": str(nvcc.home)}),
             "torch": torch_cuda,
             "environ": {},
             "root": csrc,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Architectures come from the variable, else from the devices."""
+"""Architectures come from the variable, else from the devices; and which no kernel is for."""
 
 from __future__ import annotations
 
@@ -35,16 +35,27 @@ def test_without_it_each_kind_of_device_counts_once() -> None:
 @pytest.mark.parametrize(
     ("environ", "flags"),
     [
-        ({"MTGPU_TARGET": "mp_22"}, ("--offload-arch=mp_22",)),
-        ({"TORCH_MUSA_ARCH_LIST": "22;31", "MTGPU_TARGET": ""}, ("--offload-arch=mp_22", "--offload-arch=mp_31")),
+        ({"MTGPU_TARGET": "mp_32"}, ("--offload-arch=mp_32",)),
+        ({"TORCH_MUSA_ARCH_LIST": "31;32", "MTGPU_TARGET": ""}, ("--offload-arch=mp_31", "--offload-arch=mp_32")),
         # As images for one GPU set both; then somebody builds for more.
-        ({"TORCH_MUSA_ARCH_LIST": "22 31", "MTGPU_TARGET": "mp_31"}, ("--offload-arch=mp_22", "--offload-arch=mp_31")),
+        ({"TORCH_MUSA_ARCH_LIST": "31 32", "MTGPU_TARGET": "mp_31"}, ("--offload-arch=mp_31", "--offload-arch=mp_32")),
     ],
 )
 def test_musa_has_a_variable_for_one_architecture_and_one_for_several(
     environ: dict[str, str], flags: tuple[str, ...]
 ) -> None:
-    assert arch_flags("mcc", environ, [(2, 1)]) == flags
+    assert arch_flags("mcc", environ, [(3, 3)]) == flags
+
+
+@pytest.mark.parametrize(
+    ("environ", "devices"),
+    [({}, [(2, 2)]), ({}, [(3, 1), (2, 1)]), ({"TORCH_MUSA_ARCH_LIST": "22;31"}, []), ({"MTGPU_TARGET": "mp_22"}, [])],
+)
+def test_no_kernel_is_built_for_musa_devices_with_wider_warps(
+    environ: dict[str, str], devices: list[tuple[int, int]]
+) -> None:
+    with pytest.raises(KernelUnavailable, match=r"mp_2[12] has warps of 128 threads"):
+        arch_flags("mcc", environ, devices)
 
 
 def test_a_kernel_for_one_architecture_is_built_for_it_where_its_number_is_asked_for() -> None:

@@ -47,7 +47,7 @@ def build_all(
     ccache = find_tool("ccache", environ)
     for kernel in KERNELS.values():
         try:
-            plan = make_plan(kernel, compiler, torch, environ, root, ccache, port)
+            plan = make_plan(kernel, compiler, torch, environ, root, ccache, port, ahead=True)
             folder = target / kernel.name
             folder.mkdir(parents=True)
             libraries.append(build(plan, folder, environ))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which GPU architectures a kernel is compiled for: what a variable says, else what the devices are.
+"""Which GPU architectures a kernel is compiled for: ahead of time what a variable says, else what the devices are.
 
 ``TORCH_CUDA_ARCH_LIST`` is written as PyTorch's extension builder takes it (``9.0;8.6+PTX``, ``9.0a``), but for its
 names of GPU families. For MUSA ``TORCH_MUSA_ARCH_LIST`` (``22;31``), as torch_musa's builder takes it, comes before
@@ -22,6 +22,8 @@ MUSA_TARGET: Final = "MTGPU_TARGET"
 _CUDA: Final = re.compile(r"(\d+)\.(\d)([af]?)(\+PTX)?")
 _MUSA_NUMBER: Final = re.compile(r"\d\d+")
 _MUSA: Final = re.compile(r"mp_\d\d+")
+# Before mp_31 a warp has 128 threads (torch_musa, TensorModeKernel.mu), and the kernels count on 32.
+_WIDE_WARPS: Final = re.compile(r"mp_[12]\d")
 
 
 def arch_flags(
@@ -34,14 +36,15 @@ def arch_flags(
 
     Args:
         toolchain: which compiler.
-        environ: where its variables are read; set but empty counts as not set.
+        environ: where its variables are read; set but empty counts as not set. Without any of them the devices decide,
+            as they have to for a library that this host is to load.
         capabilities: (major, minor) of each device of this host.
         cuda_only: the architectures that the kernel is for, with their suffixes; empty for all. Of these it is compiled
             for the ones whose numbers are asked for.
 
     Raises:
         KernelUnavailable: a variable cannot be read, or none is set and there is no device, or the kernel is for other
-            architectures.
+            architectures, or one is a MUSA architecture that no kernel is for.
     """
     variable, example = (CUDA_LIST, "9.0") if toolchain == "nvcc" else (MUSA_LIST, "31")
     named = _listed(environ, CUDA_LIST) if toolchain == "nvcc" else _musa(environ)
@@ -60,6 +63,11 @@ def arch_flags(
                 )
         return tuple(dict.fromkeys(flag for part in parts for flag in _gencode(part)))
     parts = named or [f"mp_{major}{minor}" for major, minor in sorted(set(capabilities))]
+    if wide := [part for part in parts if _WIDE_WARPS.fullmatch(part)]:
+        raise KernelUnavailable(
+            f"{' and '.join(wide)} has warps of 128 threads, and the kernels are for warps of 32; build for mp_31 and "
+            "later alone"
+        )
     return tuple(dict.fromkeys(f"--offload-arch={part}" for part in parts))
 
 

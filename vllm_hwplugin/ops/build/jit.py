@@ -89,12 +89,12 @@ def obstacle(kernel: KernelSpec, capability: tuple[int, int], environ: Mapping[s
         GateError: a gate that decides here has a bad value.
     """
     environ = os.environ if environ is None else environ
-    number = "{}.{}".format(*capability)
-    if kernel.cuda_arch and number not in {arch.rstrip("af") for arch in kernel.cuda_arch}:
+    if not kernel.is_for(capability):
+        number = "{}.{}".format(*capability)
         return f"{kernel.name} is for {', '.join(kernel.cuda_arch)} alone, and the device is {number}"
     try:
         found = _find(kernel, torch_build.installed((capability,)), environ)
-        if isinstance(found, BuildPlan) and not any(_ready(folder) for folder in _folders(found, environ)):
+        if isinstance(found, BuildPlan) and not any(_is_ready(found, folder) for folder in _folders(found, environ)):
             find_ninja(environ)
     except (KernelUnavailable, OSError) as error:
         return str(error)
@@ -115,12 +115,28 @@ def _find(kernel: KernelSpec, torch: TorchBuild, environ: Mapping[str, str]) -> 
     return make_plan(kernel, compiler, torch, environ, root, ccache, port)
 
 
-def _ready(folder: Path) -> bool:
+def _ready(plan: BuildPlan, folder: Path) -> Path | None:
+    """The library of that folder, if it is whole and runs here.
+
+    Raises:
+        UntrustedFolder: another user can change what lies in it.
+    """
+    found = built.read_cached(folder)
+    return found.library if found is not None and _runs_here(found, plan.kernel, plan.torch) else None
+
+
+def _is_ready(plan: BuildPlan, folder: Path) -> bool:
     try:
-        return built.read_cached(folder) is not None
+        return _ready(plan, folder) is not None
     except UntrustedFolder:
         # It will not be used either, and what is asked here is whether another is needed.
         return False
+
+
+def _runs_here(found: built.Built, kernel: KernelSpec, torch: TorchBuild) -> bool:
+    """Whether it has code for every device that the kernel is for: a launch without it ends the engine."""
+    devices = [capability for capability in torch.capabilities if kernel.is_for(capability)]
+    return bool(devices) and all(found.runs_on(capability) for capability in devices)
 
 
 def _folders(plan: BuildPlan, environ: Mapping[str, str]) -> list[Path]:
@@ -138,9 +154,7 @@ def find_prebuilt(kernel: KernelSpec, torch: TorchBuild, folder: Path, root: Pat
         return None
     if torch.cuda is not None and Version(found.version).major != Version(torch.cuda).major:
         return None
-    if not torch.capabilities or not all(found.runs_on(capability) for capability in torch.capabilities):
-        return None
-    return found.library
+    return found.library if _runs_here(found, kernel, torch) else None
 
 
 def build_once(plan: BuildPlan, environ: Mapping[str, str]) -> Path:
@@ -150,7 +164,8 @@ def build_once(plan: BuildPlan, environ: Mapping[str, str]) -> Path:
     locks across hosts, two hosts may build the same library; each then puts a whole file in place.
 
     Raises:
-        KernelUnavailable: no folder can be used, the build failed, or another process took too long over it.
+        KernelUnavailable: no folder can be used, the build failed, its result runs on other devices, or another process
+            took too long over it.
     """
     # torch depends on it, and there is a torch where this is called.
     from filelock import FileLock, Timeout
@@ -162,18 +177,24 @@ def build_once(plan: BuildPlan, environ: Mapping[str, str]) -> Path:
         except (OSError, UntrustedFolder) as error:
             notes.append(str(error))
             continue
-        if (ready := built.read_cached(folder)) is not None:
-            return ready.library
+        if (ready := _ready(plan, folder)) is not None:
+            return ready
         if not writable(folder):
             notes.append(f"{folder} is not writable")
             continue
         try:
             with FileLock(folder / "lock", timeout=WAIT):
                 # Whoever held the lock before may have built it.
-                if (ready := built.read_cached(folder)) is not None:
-                    return ready.library
+                if (ready := _ready(plan, folder)) is not None:
+                    return ready
                 logger.info("building the kernel %s with %s", plan.kernel.name, plan.toolchain.path)
-                return build(plan, folder, environ)
+                build(plan, folder, environ)
+                if (ready := _ready(plan, folder)) is not None:
+                    return ready
+                raise KernelUnavailable(
+                    f"what {plan.toolchain.path} built for {' '.join(plan.arch)} does not run on every device here, "
+                    f"which are {', '.join('{}.{}'.format(*one) for one in plan.torch.capabilities)}"
+                )
         except Timeout as error:
             raise KernelUnavailable(f"another process has been building in {folder} for {WAIT:g} s") from error
         except OSError as error:

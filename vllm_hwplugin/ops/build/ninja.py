@@ -31,7 +31,7 @@ def build(plan: BuildPlan, folder: Path, environ: Mapping[str, str]) -> Path:
 
     Args:
         folder: exists and is used by this process alone, for the time being.
-        environ: where ``MAX_JOBS`` and PATH are read.
+        environ: of the commands; ``MAX_JOBS`` and PATH are read there too.
 
     Raises:
         KernelUnavailable: ninja is missing, a command failed, or the sources cannot be ported to this compiler.
@@ -43,7 +43,13 @@ def build(plan: BuildPlan, folder: Path, environ: Mapping[str, str]) -> Path:
     (work / "build.ninja").write_text(script(plan.ported(work / "ported")), encoding="utf-8")
     command = [find_ninja(environ), "-C", str(work), *_jobs(environ)]
     done = subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", stdin=subprocess.DEVNULL
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        stdin=subprocess.DEVNULL,
+        env=environ,
     )
     if done.returncode != 0:
         # The folder is left as it is: the commands can be run again by hand.

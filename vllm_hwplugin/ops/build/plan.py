@@ -2,7 +2,8 @@
 """What one build does, decided before anything is written: flags, commands and the key of the result.
 
 The key is a digest of everything that can change the library: the texts of the kernel's folder and of the common one,
-the flags, and the versions of PyTorch and the compiler. Paths are not in it, so that a build that moved is found again.
+the flags, the versions of PyTorch and the compiler, and what the compiler takes from its surroundings. Paths are not in
+it, so that a build that moved is found again.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class BuildPlan:
             "kernel": self.kernel.name,
             "sources": source_digest(self.root, self.kernel.folders),
             "flags": [*words(self.chosen), *self.arch, *_libraries(self.toolchain.name)],
-            "toolchain": [self.toolchain.name, str(self.toolchain.version)],
+            "toolchain": [self.toolchain.name, str(self.toolchain.version), *self.toolchain.surroundings],
             "torch": str(self.torch.version),
             "machine": platform.machine(),
             **({} if self.port is None else {"port": self.port.digest}),
@@ -150,13 +151,16 @@ def make_plan(
     root: Path,
     ccache: str | None = None,
     port: Port | None = None,
+    *,
+    ahead: bool = False,
 ) -> BuildPlan:
     """Decide about one build.
 
     Args:
-        environ: where gates and architectures are read.
+        environ: where gates and, ahead of time, architectures are read.
         root: the folder ``csrc``.
         port: what the compiler needs of `port.port_for`.
+        ahead: the library is for whatever hosts a variable names, if one does; else for this host's devices alone.
 
     Raises:
         KernelUnavailable: this compiler does not build the kernel, does not go with this PyTorch, or there is no
@@ -177,7 +181,7 @@ def make_plan(
             f"torch {torch.version} is beside no torch_musa, whose libmusa_python.so has the current stream; install it"
         )
     chosen = flags_for(toolchain.name, toolchain.version, environ, kernel)
-    arch = arch_flags(toolchain.name, environ, torch.capabilities, kernel.cuda_arch)
+    arch = arch_flags(toolchain.name, environ if ahead else {}, torch.capabilities, kernel.cuda_arch)
     return BuildPlan(kernel, toolchain, torch, chosen, arch, root, ccache, port)
 
 

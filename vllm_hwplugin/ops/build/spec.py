@@ -45,6 +45,10 @@ class KernelSpec:
         """The folders of ``csrc`` that its sources and headers lie in."""
         return self.name, COMMON
 
+    def is_for(self, capability: tuple[int, int]) -> bool:
+        """Whether it is written for such a device of NVIDIA's, (major, minor)."""
+        return not self.cuda_arch or "{}.{}".format(*capability) in {arch.rstrip("af") for arch in self.cuda_arch}
+
 
 ROTARY_EMBEDDING: Final = KernelSpec(
     "rotary_embedding",

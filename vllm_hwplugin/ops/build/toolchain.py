@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,16 +36,27 @@ _PREPROCESS: Final = ("-x", "musa", "-E", "-dM", "-")
 _HEADER: Final = re.compile(r"^[ \t]*#[ \t]*define[ \t]+MUSA_VERSION[ \t]+(\d+)\b", re.MULTILINE)
 
 
+# Flags that nvcc takes beside those of its command line.
+_NVCC_FLAGS: Final = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")
+_NVCC_HOST_COMPILER: Final = "NVCC_CCBIN"
+
+
 @dataclass(frozen=True, slots=True)
 class Toolchain:
-    """A compiler. ``home`` is the folder above the ``bin`` that it lies in."""
+    """A compiler.
+
+    Attributes:
+        surroundings: what changes its output beside the command line, such as flags in variables.
+    """
 
     name: ToolchainName
     path: str
     version: Version
+    surroundings: tuple[str, ...] = ()
 
     @property
     def home(self) -> Path:
+        """The folder above the ``bin`` that it lies in."""
         return _home(self.path)
 
 
@@ -71,13 +83,28 @@ def find(name: ToolchainName, environ: Mapping[str, str] | None = None, ask: Ask
     Raises:
         KernelUnavailable: it is not there, does not run, or its version cannot be read.
     """
-    path = tools.find_tool(name, os.environ if environ is None else environ)
+    environ = os.environ if environ is None else environ
+    path = tools.find_tool(name, environ)
     if path is None:
         variables, usual = tools.HOMES[name]
         raise KernelUnavailable(
             f"no {name} in {' or '.join(variables)}, on PATH or in {usual}; install it, or set {variables[0]}"
         )
-    return Toolchain(name, path, read_version(name, path, ask))
+    surroundings = _surroundings(environ, ask) if name == "nvcc" else ()
+    return Toolchain(name, path, read_version(name, path, ask), surroundings)
+
+
+def _surroundings(environ: Mapping[str, str], ask: Ask) -> tuple[str, ...]:
+    """What nvcc takes from its variables, and the version of the host compiler that it calls.
+
+    Raises:
+        KernelUnavailable: that compiler does not run.
+    """
+    found = [f"{variable}={environ[variable]}" for variable in _NVCC_FLAGS if environ.get(variable)]
+    host = shutil.which(environ.get(_NVCC_HOST_COMPILER) or "gcc", path=environ.get("PATH", os.defpath))
+    if host is not None:
+        found.append(ask([host, "--version"]).partition("\n")[0])
+    return tuple(found)
 
 
 def read_version(name: ToolchainName, path: str, ask: Ask = ask) -> Version:
