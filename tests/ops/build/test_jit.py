@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import os
 import shutil
@@ -326,54 +325,6 @@ def test_a_library_of_the_wheel_is_taken_where_it_suits(
         assert suits()
 
 
-@pytest.mark.parametrize(
-    ("arch", "runs", "does_not"),
-    [
-        ("9.0", [(9, 0)], [(8, 0), (10, 0)]),
-        ("8.0", [(8, 0), (8, 9)], [(7, 5), (9, 0)]),
-        ("8.0+PTX", [(8, 6), (9, 0), (12, 0)], [(7, 5)]),
-        ("9.0a", [(9, 0)], [(9, 1), (10, 0)]),
-    ],
-)
-def test_which_devices_a_library_runs_on(
-    plan: MakePlan, tmp_path: Path, arch: str, runs: list[tuple[int, int]], does_not: list[tuple[int, int]]
-) -> None:
-    build(plan(environ={"TORCH_CUDA_ARCH_LIST": arch}, ahead=True), tmp_path, os.environ)
-    found = built.read(tmp_path)
-    assert found is not None
-    assert [item for item in runs + does_not if found.runs_on(item)] == runs
-
-
-def test_the_record_says_what_the_library_was_built_with(
-    own_cache: Path, kernel: KernelSpec, torch_cuda: TorchBuild
-) -> None:
-    library = jit.provide(dataclasses.replace(kernel, fast_math=True), torch_cuda)
-    (found,) = built.read_all()
-    assert found.library == library
-    assert (found.kernel, found.toolchain, found.version, found.torch) == (
-        "sample", "nvcc", "13.0.88", "2.13.0+cu130",
-    )  # fmt: skip
-    assert found.flags[-1] == "--use_fast_math"
-    assert found.changes_numerics == ("--use_fast_math",)
-    assert found.arch == ("-gencode=arch=compute_90,code=sm_90",)
-
-
-@pytest.mark.parametrize("damage", ["{", "[]", '{"format": 1}', "other format", "no library"])
-def test_a_record_that_cannot_be_read_counts_as_none(
-    own_cache: Path, kernel: KernelSpec, torch_cuda: TorchBuild, damage: str
-) -> None:
-    library = jit.provide(kernel, torch_cuda)
-    record = library.parent / "built.json"
-    if damage == "no library":
-        library.unlink()
-    elif damage == "other format":
-        record.write_text(json.dumps({**json.loads(record.read_text()), "format": 2}))
-    else:
-        record.write_text(damage)
-    assert built.read_all() == []
-    shutil.rmtree(own_cache)
-
-
 @pytest.mark.usefixtures("no_device")
 @pytest.mark.parametrize("where", ["in the record's place", "in a folder of others"])
 def test_a_pipe_in_the_cache_is_not_waited_for(
@@ -398,28 +349,6 @@ def test_a_pipe_in_the_cache_is_not_waited_for(
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
     assert [str(folder) in note for note in notes] == [True] * (where == "in a folder of others")
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"kernel": 7},
-        {"arch": [7]},
-        {"arch": None},
-        {"flags": [{"flags": [7], "reason": "none"}]},
-        {"changes_numerics": 7},
-        {"library": "../library.so"},
-        "[" * 200_000,
-    ],
-)
-def test_a_record_that_says_what_it_cannot_counts_as_none(
-    own_cache: Path, kernel: KernelSpec, torch_cuda: TorchBuild, change: dict[str, object] | str
-) -> None:
-    record = jit.provide(kernel, torch_cuda).parent / "built.json"
-    (record.parent.parent / "library.so").touch()
-    whole = json.loads(record.read_text())
-    record.write_text(change if isinstance(change, str) else json.dumps(whole | change))
-    assert built.read_all() == []
 
 
 # -- whether a kernel can be had, asked before it is needed ------------------------------------------------------------
