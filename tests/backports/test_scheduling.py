@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -56,28 +57,60 @@ def test_every_query_of_dflash_has_a_slot(version: str, modules: Callable[..., A
     assert slots() >= needed
 
 
+class Connector:
+    """Of an engine that loads a prompt's KV cache from another one, or sends it there; notes the blocks of both."""
+
+    def __init__(self, loads: bool):
+        self.loads = loads
+        self.blocks: list[list[int]] = []
+
+    def bind_gpu_block_pool(self, pool: Any) -> None:
+        pass
+
+    def on_new_request(self, request: Any) -> None:
+        pass
+
+    def get_num_new_matched_tokens(self, request: Any, computed: int) -> tuple[int, bool]:
+        return (request.num_tokens - computed, True) if self.loads else (0, False)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, tokens: int) -> None:
+        self.blocks.append(blocks.get_block_ids()[0])
+
+    def build_connector_meta(self, output: Any) -> None:
+        return None
+
+    def request_finished(self, request: Any, blocks: list[int]) -> tuple[bool, None]:
+        self.blocks.append(blocks)
+        return False, None
+
+
 @pytest.mark.parametrize("version", NO_LOOKAHEAD)
-def test_a_request_whose_kv_cache_is_sent_has_none(version: str, modules: Callable[..., Any]) -> None:
-    """What the released lines were meant for."""
+@pytest.mark.parametrize("method", ["eagle3", "draft_model", "dflash"])
+def test_engines_that_exchange_kv_caches_count_blocks_alike(
+    version: str, method: str, modules: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NIXL pairs the blocks of both from the last one on: one more of a prompt on one side shifts them all."""
 
-    class Connector:
-        def on_new_request(self, request: Any) -> None:
-            pass
+    def blocks(loads: bool, prompt: int, **choices: str) -> list[int]:
+        one, connector = modules(version, **choices), Connector(loads)
+        factory = SimpleNamespace(create_connector=lambda **_: connector)
+        monkeypatch.setattr(one("vllm.v1.core.sched.scheduler"), "KVConnectorFactory", factory)
+        transfer = SimpleNamespace(kv_load_failure_policy="fail", is_kv_consumer=loads, is_kv_producer=not loads)
+        scheduler = make_scheduler(one, method, K, kv_transfer_config=transfer)
+        scheduler.max_num_scheduled_tokens = 4 * BLOCK_SIZE
+        scheduler.add_request(make_request(one, "one", range(prompt)))
+        for _ in range(1 + prompt // (4 * BLOCK_SIZE + 1)):
+            scheduler.schedule()
+        scheduler.finish_requests("one", one("vllm.v1.request").RequestStatus.FINISHED_LENGTH_CAPPED)
+        return [len(found) for found in connector.blocks]
 
-        def get_num_new_matched_tokens(self, request: Any, computed: int) -> tuple[int, bool]:
-            return request.num_tokens - computed, True
-
-        def update_state_after_alloc(self, request: Any, blocks: Any, tokens: int) -> None:
-            self.blocks = blocks.get_block_ids()
-
-        def build_connector_meta(self, output: Any) -> None:
-            return None
-
-    scheduler = make_scheduler(modules(version), "eagle3", K)
-    scheduler.connector = connector = Connector()
-    scheduler.add_request(make_request(modules(version), "one", range(2 * BLOCK_SIZE)))
-    scheduler.schedule()
-    assert len(connector.blocks[0]) == 2
+    for prompt in (2 * BLOCK_SIZE, 3 * BLOCK_SIZE - 1):
+        computed, loaded = (blocks(loads, prompt) for loads in (False, True))
+        assert computed == [-(-prompt // BLOCK_SIZE)] * 2
+        assert loaded[0] == computed[-1]
+    # In pieces vLLM counts drafts from the second on, without DFlash's slot.
+    in_pieces = 6 * BLOCK_SIZE - K
+    assert blocks(False, in_pieces) == blocks(False, in_pieces, **{OFF["lookahead"]: "off"})
 
 
 # -- backport-padded-request ------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ pytest.importorskip("vllm")
 from packaging.version import Version
 from vllm.config import (
     CUDAGraphMode,
+    KVTransferConfig,
     ModelConfig,
     ParallelConfig,
     SpeculativeConfig,
@@ -48,6 +49,7 @@ def uses(
     parser: str = "",
     drafter: Any = None,
     mode: str = "FULL_AND_PIECEWISE",
+    connector: str | None = None,
     **parallel: int,
 ) -> dict[str, Use]:
     """What a worker says of each backport in an engine of this configuration, with all of them live."""
@@ -60,6 +62,7 @@ def uses(
     config = VllmConfig(
         model_config=target,
         parallel_config=sizes,
+        kv_transfer_config=connector and KVTransferConfig(kv_connector=connector, kv_role="kv_both"),
         structured_outputs_config=StructuredOutputsConfig(reasoning_parser=parser),
         speculative_config=method
         and SpeculativeConfig(
@@ -111,6 +114,7 @@ def test_what_the_configuration_adds(target: ModelConfig) -> None:
     assert used(uses(target, "eagle3", parser="qwen3")) - v1 == {"backport-reasoning-end"}
     assert used(uses(target, "eagle3", data_parallel_size=2)) - v1 == {"backport-dp-drafter"}
     assert used(uses(target, "eagle3", data_parallel_size=2, v2=True)) == v2
+    assert v1 - used(uses(target, "eagle3", connector="NixlConnector")) == {"backport-draft-lookahead"}
     assert used(uses(target, "ngram", data_parallel_size=2)) == used(uses(target, "ngram"))
     assert used(uses(target, "eagle3", mode="FULL", v2=True)) - v2 == {"backport-mixed-graphs"}
     assert used(uses(target, "eagle3", mode="FULL")) == v1

@@ -65,6 +65,7 @@ class WorkerFacts:
         stages: of the pipeline.
         data_parallel_ranks: how many replicas keep step with each other.
         mamba: whether the model has states that are not keys and values.
+        kv_connector: whether there is one.
         reasons: whether structured output may follow reasoning.
         draft_module: the file name of the draft model's class, without its end.
         draft_windows: whether a layer of Model Runner V2's draft has a sliding window.
@@ -87,6 +88,7 @@ class WorkerFacts:
     stages: int = 1
     data_parallel_ranks: int = 1
     mamba: bool = False
+    kv_connector: bool = False
     reasons: bool = False
     draft_module: str = ""
     draft_windows: bool = False
@@ -216,7 +218,9 @@ def _dp_drafter(facts: WorkerFacts) -> str | None:
 
 
 def _draft_lookahead(facts: WorkerFacts) -> str | None:
-    return _other_method(facts, _CACHED_DRAFTS)
+    if (reason := _other_method(facts, _CACHED_DRAFTS)) is not None:
+        return reason
+    return "vLLM allocates blocks that a KV connector may send or load" if facts.kv_connector else None
 
 
 def _draft_schedule(facts: WorkerFacts) -> str | None:
@@ -363,6 +367,7 @@ def facts_of(worker: Any, entry: ProcessRecord) -> WorkerFacts:
         stages=config.parallel_config.pipeline_parallel_size,
         data_parallel_ranks=config.parallel_config.data_parallel_size,
         mamba=config.model_config.has_inner_state,
+        kv_connector=config.kv_transfer_config is not None,
         reasons=bool(config.structured_outputs_config.reasoning_parser),
         draft_module=type(getattr(drafter, "model", None)).__module__.rpartition(".")[2],
         draft_windows=any(getattr(group.kv_cache_spec, "sliding_window", None) for group in draft_groups),
