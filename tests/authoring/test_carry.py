@@ -97,6 +97,16 @@ def test_the_order_of_hunks_leaves_one_place() -> None:
     assert carry(without, Memory("0.30.0", {PATH: text})).outcome is Outcome.CONFLICT
 
 
+def test_where_the_order_leaves_the_place_that_has_the_change_nothing_is_made() -> None:
+    """Half of the change is there, and the twin of that half lies behind the other half."""
+    twin = "pad = 0\nsame = 1\npad = 0\n"
+    text = f"{twin}zero = 0\none = 1\ntwo = 2\nthree = 3\n{twin}"
+    half = text.replace("same = 1", "same = 2", 1)
+    change = read_change(git_diff(text, half.replace("two = 2", "two = 22"), context=1, named=False), "it")
+    carried = carry(change, Memory("0.30.0", {PATH: half}))
+    assert (carried.outcome, [item.hunk.number for item in carried.rejected]) == (Outcome.CONFLICT, [1])
+
+
 def test_lines_that_are_gone_are_known_by_gits_name() -> None:
     """Of lines that a change takes away, its result shows nothing, least where the rest is there twice."""
     part = "".join(f"a = {number}\n" for number in range(20))

@@ -104,7 +104,7 @@ def test_ambiguous(small_tree: Callable[..., Path]) -> None:
     (tree / ADD).write_text("# moved\n" + text + text)
     result = run(f"{tree}@0.33.0")
     assert result.exit_code == 1
-    assert f"{ADD}: hunk 1 of graphs/graphs.diff: ambiguous, fits at lines 6, 14; expected one place" in result.output
+    assert f"{ADD}: hunk 1 of graphs/graphs.diff: ambiguous, " in result.output
 
 
 @pytest.mark.usefixtures("catalog")

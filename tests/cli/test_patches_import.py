@@ -114,6 +114,23 @@ def test_import_edit_save_check(trees: list[str], change: Path) -> None:
     assert run("check", "mine", "--form").output == "mine: 1 feature: in order\n"
 
 
+def test_a_change_is_not_made_to_the_twin_of_the_function_that_has_it(here: Path) -> None:
+    """0.31.0 has it in `one`, which leaves `two` as the only place; 0.30.0 would follow it there."""
+    body = "    a = 1\n    b = 2\n    c = 3\n    d = 4\n    return a\n\n\n"
+    base = f"def one():\n{body}def two():\n{body}"
+    fixed = base.replace("    c = 3\n", "    c = 3\n    mended = True\n", 1)
+    for version, text in (("0.30.0", "# older\n" + base), ("0.31.0", "# newer\n" + fixed)):
+        (here / version / "vllm/v1").mkdir(parents=True)
+        (here / version / PATH).write_text(text)
+    (here / "it.diff").write_bytes(git_diff(base, fixed, PATH, context=2))
+    arguments = ("--id", "it", "--into", "mine", "--vllm", tree("0.30.0"), "--vllm", tree("0.31.0"))
+    assert run("import", "it.diff", *arguments, "--json", "report.json").exit_code == 1
+    report = json.loads(Path("report.json").read_text())
+    assert [[one["status"] for one in item["rejected"]] for item in report["versions"]] == [["ambiguous"]] * 2
+    assert report["variants"] == []
+    assert not Path("mine").exists()
+
+
 def test_a_version_that_takes_a_diff_that_is_there_joins_its_range(trees: list[str], change: Path) -> None:
     run("import", str(change), "--into", "mine", *trees[:2])
     older = Path("0.29.0") / PATH

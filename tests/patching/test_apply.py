@@ -149,6 +149,25 @@ def test_present_here_and_missing_there_is_ambiguous() -> None:
     assert (verdict.status, verdict.found_at, place) == ("ambiguous", (3, 24), None)
 
 
+TWINS = "".join(f"def {name}():\n    one = 1\n    two = 2\n    return one\n\n\n" for name in "ab")
+
+
+@pytest.mark.parametrize("line", ["    one = 1\n", ""], ids=["changed", "removed"])
+def test_a_place_whose_twin_has_the_change_is_not_the_one(line: str) -> None:
+    """A version that has it in the first of two like functions leaves the second as the only place of the context."""
+    changed = TWINS.replace("    two = 2\n", line, 1)
+    diff = file_diff(TWINS, changed, context=1)
+    for text, found_at in ((changed, (2, 7 + bool(line))), ("x\n" + changed, (3, 8 + bool(line)))):
+        ((verdict, place),) = locate(diff, Text(text))
+        assert (verdict.status, verdict.found_at, place) == ("ambiguous", found_at, None)
+
+
+def test_one_of_two_equal_lines_is_removed() -> None:
+    """The lines that stay are what comes out of it, and stand in its own place."""
+    diff = file_diff("a\nb\nb\nc\n", "a\nb\nc\n", context=1)
+    assert apply(diff, "x\na\nb\nb\nc\n") == "x\na\nb\nc\n"
+
+
 def test_empty_file() -> None:
     """Lines can be put into an empty file, such as a package's `__init__.py`, and into no other without context."""
     diff = file_diff("", "import os\n")

@@ -7,7 +7,19 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import NamedTuple
 
-from ..patching import Edit, FileDiff, Hunk, HunkStatus, HunkVerdict, Source, Text, apply_edits, edits_of, locate
+from ..patching import (
+    Edit,
+    FileDiff,
+    Hunk,
+    HunkStatus,
+    HunkVerdict,
+    Source,
+    Text,
+    apply_edits,
+    edits_of,
+    is_open,
+    locate,
+)
 from ._change import Change, Step, blob_name
 
 
@@ -196,8 +208,10 @@ def _places(step: Step, text: Text, name: str, hints: bool) -> list[tuple[HunkVe
         if base and text.has(hunk.before, stated):
             found[index] = verdict._replace(status="exact", offset=0, nearest=None, found_at=()), stated
         elif verdict.status == "ambiguous" and len(left := _between(step.diff, index, found)) == 1:
-            status: HunkStatus = "exact" if left[0] == stated else "moved"
-            found[index] = verdict._replace(status=status, offset=left[0] - stated, found_at=()), left[0]
+            (only,) = left
+            if text.has(hunk.before, only) and is_open(hunk, text, only):
+                status: HunkStatus = "exact" if only == stated else "moved"
+                found[index] = verdict._replace(status=status, offset=only - stated, found_at=()), only
     return found
 
 

@@ -173,7 +173,7 @@ def told(item: Rejected) -> list[str]:
     if verdict.status == "missing":
         why = "this version has no such file"
     elif verdict.status == "ambiguous":
-        why = f"fits at lines {', '.join(map(str, verdict.found_at))}; expected one place"
+        why = f"fits, or is there already, at lines {', '.join(map(str, verdict.found_at))}; expected one place"
     elif verdict.nearest is None:
         why = "nothing in the file resembles what it expects"
     elif not verdict.nearest.diff:

@@ -103,7 +103,8 @@ def _print_hunk(out: Console, hunk: HunkVerdict) -> None:
         _line(out, f"{where}: this version has no such file")
         return
     if hunk.status == "ambiguous":
-        _line(out, f"{where}: ambiguous, fits at lines {', '.join(map(str, hunk.found_at))}; expected one place")
+        places = ", ".join(map(str, hunk.found_at))
+        _line(out, f"{where}: ambiguous, fits, or is there already, at lines {places}; expected one place")
         return
     if hunk.nearest is not None and not hunk.nearest.diff:
         _line(out, f"{where}: found at line {hunk.nearest.line}, before the hunk that precedes it")

@@ -6,7 +6,7 @@ Text in, text out: nothing here imports torch or vLLM. `_diff`, `_apply`, `_cata
 """
 
 from ..versions import SUPPORTED, is_supported
-from ._apply import Edit, Text, apply_edits, edits_of, locate, split_lines
+from ._apply import Edit, Text, apply_edits, edits_of, is_open, locate, split_lines
 from ._catalog import default_folder, load_catalog
 from ._diff import file_diff, parse_diff, read_sections
 from ._errors import CatalogError, DiffError, PatchingError, UnreadableFile
@@ -76,6 +76,7 @@ __all__ = [
     "file_diff",
     "find_installed",
     "install",
+    "is_open",
     "is_supported",
     "load_catalog",
     "locate",

@@ -125,21 +125,30 @@ def _locate_hunk(diff: FileDiff, hunk: Hunk, text: Text, hints: bool) -> tuple[H
     before, after = hunk.before, hunk.after
     stated = max(hunk.source_start - 1, 0)
     places = text.places(before)
-    if any(_is_open(hunk, text, place) for place in places):
+    results = text.places(after) if after else []
+    if any(is_open(hunk, text, place) for place in places):
+        # Also where one of them is the stated line: what stands there may be another copy of what stood there,
+        # and of two copies of a class or function it is the last that Python keeps.
+        if len(places) == 1:
+            places = sorted({*places, *_elsewhere(hunk, text, places[0], results)})
         if len(places) > 1:
-            # Also where one of them is the stated line: what stands there may be another copy of what stood there,
-            # and of two copies of a class or function it is the last that Python keeps.
             found_at = tuple(place + 1 for place in places)
             return _verdict(diff, hunk, "ambiguous", found_at=found_at), None
         offset = places[0] - stated
         return _verdict(diff, hunk, "moved" if offset else "exact", offset=offset), places[0]
-    results = text.places(after) if after else []
     if len(results) == 1 and _is_whole(hunk, text, results[0]):
         return _verdict(diff, hunk, "upstream"), None
     return _verdict(diff, hunk, "drifted", nearest=nearest(text.lines, before, stated) if hints else None), None
 
 
-def _is_open(hunk: Hunk, text: Text, place: int) -> bool:
+def _elsewhere(hunk: Hunk, text: Text, place: int, results: Sequence[int]) -> list[int]:
+    """Where the text has the change already, so that the only open place may be the twin of the one that was meant."""
+    # What is left of several equal lines of which one goes stands among these very lines.
+    within = range(place, place + len(hunk.before) - len(hunk.after) + 1)
+    return [result for result in results if result not in within and _is_whole(hunk, text, result)]
+
+
+def is_open(hunk: Hunk, text: Text, place: int) -> bool:
     """Whether the hunk, whose context stands at `place`, can and need be applied there.
 
     A hunk that only adds lines above or below its context finds that context again after it was applied, so the text

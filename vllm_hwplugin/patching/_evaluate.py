@@ -133,7 +133,7 @@ def _why_not_exact(verdict: FeatureVerdict) -> str:
 def _why_lost(hunk: HunkVerdict) -> str:
     where = f"hunk {hunk.hunk_index} of {hunk.path} ({hunk.origin})"
     if hunk.status == "ambiguous":
-        return f"{where} fits at lines {', '.join(map(str, hunk.found_at))}, expected one place"
+        return f"{where} fits, or is there already, at lines {', '.join(map(str, hunk.found_at))}, expected one place"
     if hunk.nearest is None:
         return f"{where} not found"
     if not hunk.nearest.diff:
