@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -225,6 +226,96 @@ def test_what_cannot_be_saved(trees: list[str], change: Path, spoil: Callable[[P
     assert result.exit_code == 2
     assert re.search(message, result.stderr), result.stderr
     assert {file: file.read_bytes() for file in Path("mine").rglob("*") if file.is_file()} == before
+
+
+@pytest.mark.parametrize(
+    ("held", "left"),
+    [
+        (">=0.33,<0.36", ["0.34.0", "0.35.2"]),
+        (">=0.32.5,<0.33.9", ["0.32.5", "0.32.9"]),
+        ("==0.*", ["0.20.0", "0.34.0", "0.99.0"]),
+        ("!=0.31.0,<0.40", ["0.20.0", "0.34.0", "0.39.9"]),
+        (">=0.33.0,<0.33.5", []),
+    ],
+)
+def test_versions_that_were_not_edited_keep_what_they_had(
+    trees: list[str], change: Path, held: str, left: list[str]
+) -> None:
+    """Also those that this release of the plugin does not know. And none gets the diffs that no range had it in."""
+    run("import", str(change), "--into", "mine", *trees[:2])
+    file = Path("mine/add-whole-numbers/patch.toml")
+    file.write_text(re.sub(r"versions = .*", f'versions = "{held}"', file.read_text()))
+    before = outside.load_outside(Path("mine")).features[0]
+    Path("0.33.0", PATH).write_text(OLD)
+    assert run("edit", "mine/add-whole-numbers", "--vllm", tree("0.33.0"), "--into", "work").exit_code == 0
+    Path("work", PATH).write_text(RIGHT)
+    result = run("save", "work")
+    assert result.exit_code == 0, result.output
+    after = outside.load_outside(Path("mine")).features[0]
+    assert plan("0.33.0").files[PATH].text == RIGHT
+    tried = [f"0.{minor}.{patch}" for minor in range(45) for patch in range(10)]
+    assert {v for v in tried if after.variant_for(v)} == {v for v in tried if before.variant_for(v)}
+    for version in left:
+        assert after.variant_for(version).files == before.variant_for(version).files, version
+
+
+def test_what_others_saved_meanwhile_is_not_lost(trees: list[str], change: Path) -> None:
+    run("import", str(change), "--into", "mine", *trees[:4])
+    works = {"one": "0.30.0", "two": "0.30.0", "other": "0.31.0"}
+    for work, version in works.items():
+        run("edit", "mine/add-whole-numbers", "--vllm", tree(version), "--into", work)
+        file = Path(work, PATH)
+        file.write_text(file.read_text().replace("int(total)", f"int(total)  # {work}"))
+    assert run("save", "one").exit_code == 0
+    # Another version's work is no obstacle.
+    assert run("save", "other").exit_code == 0
+    assert run("save", "two").exit_code == 2
+    assert [plan(version).files[PATH].text.count(f"# {work}") for work, version in works.items()] == [1, 0, 1]
+
+
+@pytest.mark.parametrize("failure", [KeyboardInterrupt, OSError])
+@pytest.mark.parametrize("call", [1, 2])
+def test_an_import_that_ends_half_way_leaves_the_catalogue_as_it_was(
+    trees: list[str], change: Path, monkeypatch: pytest.MonkeyPatch, failure: type[BaseException], call: int
+) -> None:
+    """A folder without its `patch.toml` would put every feature beside it out of force."""
+    run("import", str(change), "--into", "mine", *trees[:2])
+    before = sorted(Path("mine").rglob("*"))
+    calls = iter(range(1, 9))
+    write = Path.write_bytes
+
+    def spoilt(file: Path, data: bytes) -> int:
+        # What another process would see of the catalogue at this moment.
+        assert len(outside.load_outside(Path("mine")).features) == 1
+        if next(calls) == call:
+            raise failure
+        return write(file, data)
+
+    monkeypatch.setattr(Path, "write_bytes", spoilt)
+    assert run("import", str(change), "--into", "mine", "--id", "second", *trees[:2]).exit_code != 0
+    assert sorted(Path("mine").rglob("*")) == before
+
+
+def test_a_title_that_is_no_text_is_written_as_far_as_it_is(trees: list[str], change: Path) -> None:
+    assert run("import", str(change), "--into", "mine", "--title", "a \udcff", *trees[:2]).exit_code == 0
+    assert outside.load_outside(Path("mine")).features[0].title == "a ?"
+
+
+def test_a_patch_toml_is_replaced_as_a_whole(trees: list[str], change: Path) -> None:
+    """A disk that is full before the new one is written leaves the one that was there."""
+    run("import", str(change), "--into", "mine", "--what", "why " * 1000, *trees[:2])
+    file = Path("mine/add-whole-numbers/patch.toml")
+    before = file.read_bytes()
+    run("edit", "mine/add-whole-numbers", "--vllm", tree("0.30.0"), "--into", "work")
+    Path("work", PATH).write_text(NEW + "# more\n")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2048, limits[1]))
+    try:
+        result = run("save", "work")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert result.exit_code == 2
+    assert file.read_bytes() == before
 
 
 def test_check_finds_what_a_process_would_meet(trees: list[str], change: Path, here: Path) -> None:

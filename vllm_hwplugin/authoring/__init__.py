@@ -12,7 +12,7 @@ from ._errors import ChangeError, FeatureFolderError, WorkTreeError
 from ._folder import About, add_variants, check_catalogue, create, new_folder, read_catalogue, read_feature, slug
 from ._lint import Finding, check_form, check_on, paths_of
 from ._variants import MadeVariant, carry_again, carry_all, make_variants, ranges, render
-from ._worktree import NOTE, REJECTED, WorkTree, change_of, open_tree, read_tree, told
+from ._worktree import NOTE, REJECTED, WorkTree, change_of, open_tree, read_tree, refuse_overtaken, told
 
 __all__ = [
     "NOTE",
@@ -50,6 +50,7 @@ __all__ = [
     "read_change",
     "read_feature",
     "read_tree",
+    "refuse_overtaken",
     "render",
     "slug",
     "told",

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import stat
 import sys
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,9 +15,10 @@ from typing import Any, Final, NamedTuple
 
 from packaging.version import Version
 
+from ..cachedir import write_atomically
 from ..errors import HwpluginError
 from ..patching import VLLM, Catalog, Feature, FileDiff, load_catalog, outside
-from ..versions import Versions
+from ..versions import SUPPORTED, Versions
 from ._errors import FeatureFolderError
 from ._variants import MadeVariant, ranges, render
 
@@ -41,10 +43,11 @@ class About(NamedTuple):
 
 
 class _Table(NamedTuple):
-    """A `[[variant]]` of a `patch.toml`."""
+    """A `[[variant]]` of a `patch.toml`, or with a reason in place of diffs a `[[not_needed]]`."""
 
     versions: str
-    diffs: tuple[str, ...]
+    diffs: tuple[str, ...] = ()
+    reason: str = ""
 
 
 def slug(text: str) -> str:
@@ -138,7 +141,7 @@ def create(
         upstream: the versions that have the change already.
 
     Raises:
-        FeatureFolderError: it cannot be written.
+        FeatureFolderError: it cannot be written; nothing is left of it.
         CatalogError: it would not be read as it was written (a gate that is none); nothing is left of it.
     """
     lines = [f"id = {_basic(folder.name)}", f"title = {_basic(about.title)}"]
@@ -146,56 +149,80 @@ def create(
         lines.append(f"gate = {_basic(about.gate)}")
     lines.append(f"what = {_long(about.what)}")
     lines += [f"origin = {_basic(about.origin)}", f"removal = {_basic(about.removal)}", "requires = []", ""]
-    gaps = [{"versions": text, "reason": _HAS_IT} for text, _ in ranges(upstream)]
-    tables = [_Table(item.versions, item.diffs) for item in variants]
+    tables = [_Table(text, reason=_HAS_IT) for text, _ in ranges(upstream)]
+    tables += [_Table(item.versions, item.diffs) for item in variants]
     catalogue = folder.parent
     if not catalogue.exists() or not any(catalogue.iterdir()):
         _write(catalogue / outside.MANIFEST, f"name = {json.dumps(slug(catalogue.resolve().name))}\n")
-    for name, diff in diffs.items():
-        _write(folder / name, render(diff))
-    _write(folder / FEATURE, "\n".join(lines) + "\n" + _tables(gaps, tables))
+    # A folder without its `patch.toml` would put the whole catalogue out of force; with a dot before it, it is none.
+    making = catalogue / f".{folder.name}.new"
+    shutil.rmtree(making, ignore_errors=True)
     try:
+        for name, diff in diffs.items():
+            _write(making / name, render(diff))
+        _write(making / FEATURE, "\n".join(lines) + "\n" + _rendered(tables))
+        making.rename(folder)
         read_feature(folder)
-    except HwpluginError:
-        shutil.rmtree(folder)
+    except BaseException:
+        shutil.rmtree(making, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
         raise
 
 
 def add_variants(
     folder: Path, variants: Sequence[MadeVariant], diffs: Mapping[str, FileDiff]
-) -> tuple[dict[str, str], list[str]]:
-    """Give a feature's versions other diffs; the ranges that held them until now lose them.
+) -> tuple[tuple[MadeVariant, ...], list[str]]:
+    """Give a feature's versions other diffs.
 
-    What stands above the first table of `patch.toml` stays as it is.
+    A version that a range of the feature holds leaves that range, together with the versions behind it of which this
+    release knows nothing, up to the next one that it knows. All the others keep what they had. What stands above the
+    first table of `patch.toml` stays as it is.
 
     Returns:
-        The file name that each diff got, and the feature's diffs that no variant uses any more, which are left where
-        they are.
+        The variants with the ranges and the diffs' names that they got, and the feature's diffs that no variant uses
+        any more, which are left where they are.
 
     Raises:
-        FeatureFolderError: `patch.toml` is not as it has to be, or cannot be written.
+        FeatureFolderError: `patch.toml` is not as it has to be, or cannot be written; it is as before then.
         CatalogError: it would not be read as it was written; it is as before then.
     """
     file = folder / FEATURE
     head, raw = _read(file)
-    taken = {version for item in variants for version in item.members}
-    kept = [table for old in _variants_of(raw, file) for table in _without(old, taken)]
-    gaps = [gap for old in raw.get("not_needed", []) for gap in _gaps_without(old, taken)]
+    kept = _tables_of(raw, file)
+    parts: list[list[str]] = []
+    for item in variants:
+        own: list[str] = []
+        for version in item.members:
+            ((cell, _),) = ranges([version])
+            holder = next((table for table in kept if Versions(table.versions).covers(version)), None)
+            if holder is not None:
+                below, cell, above = _cut(holder.versions, cell)
+                kept.remove(holder)
+                kept += [holder._replace(versions=text) for text in (below, above) if text]
+            own.append(cell)
+        parts.append(own)
     used = {name for table in kept for name in table.diffs}
     names = {name: _free(folder, name, used, render(diff)) for name, diff in diffs.items()}
-    made = [_Table(item.versions, tuple(names[name] for name in item.diffs)) for item in variants]
-    tables = _joined([*kept, *made])
+    new = [
+        [_Table(text, tuple(names[name] for name in item.diffs)) for text in own]
+        for item, own in zip(variants, parts, strict=True)
+    ]
+    tables = _joined([*kept, *(table for group in new for table in group)])
+    before = file.read_text(encoding="utf-8")
     for name, diff in diffs.items():
         _write(folder / names[name], render(diff))
-    before = file.read_text(encoding="utf-8")
-    _write(file, head + _tables(gaps, tables))
+    _write(file, head + _rendered(tables))
     try:
         read_feature(folder)
     except HwpluginError:
         _write(file, before)
         raise
     unused = {item.name for item in folder.glob("*.diff")} - {name for table in tables for name in table.diffs}
-    return names, sorted(unused)
+    given = [
+        item._replace(versions=" or ".join(table.versions for table in _joined(group)), diffs=group[0].diffs)
+        for item, group in zip(variants, new, strict=True)
+    ]
+    return tuple(given), sorted(unused)
 
 
 def _read(file: Path) -> tuple[str, dict[str, Any]]:
@@ -216,48 +243,62 @@ def _read(file: Path) -> tuple[str, dict[str, Any]]:
     return text.rstrip("\n") + "\n\n", raw
 
 
-def _variants_of(raw: Mapping[str, Any], file: Path) -> list[_Table]:
+def _tables_of(raw: Mapping[str, Any], file: Path) -> list[_Table]:
     try:
-        return [_Table(table["versions"], tuple(table["diffs"])) for table in raw.get("variant", [])]
-    except (KeyError, TypeError) as error:
-        raise FeatureFolderError(f"{file}: a [[variant]] has no versions or no diffs; mend it first") from error
+        tables = [_Table(table["versions"], reason=table["reason"]) for table in raw.get("not_needed", [])]
+        tables += [_Table(table["versions"], tuple(table["diffs"])) for table in raw.get("variant", [])]
+        for table in tables:
+            Versions(table.versions)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise FeatureFolderError(
+            f"{file}: a [[variant]] or [[not_needed]] is not as it has to be ({error!r}); mend it first"
+        ) from error
+    return tables
 
 
-def _without(table: _Table, taken: set[str]) -> list[_Table]:
-    return [table._replace(versions=text) for text in _left(table.versions, taken)]
+def _cut(text: str, cell: str) -> tuple[str, str, str]:
+    """What a range holds below a part of it, in that part, and above it; empty where that is nothing.
+
+    Args:
+        cell: as `ranges` writes it of one version, which the range holds.
+    """
+    clauses = [clause.strip() for clause in text.split(",")]
+    if cell.startswith("=="):
+        rest = f"{text},!={cell.removeprefix('==')}"
+        return "", cell, rest if _first(rest) else ""
+    begin, end = cell.split(",")
+    lower, upper = ([clause for clause in clauses if clause.startswith(sign)] for sign in "><")
+    others = [clause for clause in clauses if not clause.startswith((">", "<"))]
+    below = ",".join([*lower, *others, begin.replace(">=", "<")])
+    above = ",".join([end.replace("<", ">="), *others, *upper])
+    below, above = (part if _first(part) else "" for part in (below, above))
+    return below, ",".join([*([begin] if below else lower), *others, *([end] if above else upper)]), above
 
 
-def _gaps_without(gap: Mapping[str, Any], taken: set[str]) -> list[dict[str, Any]]:
-    return [{**gap, "versions": text} for text in _left(str(gap["versions"]), taken)]
+def _joined(tables: Iterable[_Table]) -> list[_Table]:
+    """In the order of their versions, and neighbours with the same diffs as one."""
+    found: list[_Table] = []
+    for table in sorted(tables, key=lambda item: _first(item.versions) or Version("0")):
+        last = found[-1] if found else table
+        one, other = _interval(last.versions), _interval(table.versions)
+        if one and other and Version(one[1]) == Version(other[0]) and last[1:] == table[1:]:
+            found[-1] = last._replace(versions=f">={one[0]},<{other[1]}")
+        else:
+            found.append(table)
+    return found
 
 
-def _left(text: str, taken: set[str]) -> list[str]:
-    """A range without some versions: itself where it holds none of them."""
+def _interval(text: str) -> tuple[str, str] | None:
+    """Where `>=...,<...` begins and ends; None for a range that is written otherwise."""
+    match = re.fullmatch(r">=([^,=]+),<([^,=]+)", ",".join(sorted(text.replace(" ", "").split(","), reverse=True)))
+    return match and (match[1], match[2])
+
+
+def _first(text: str) -> Version | None:
+    """The oldest version that a range holds, of those that are known or that it names; None where it holds none."""
     versions = Versions(text)
-    if not any(versions.covers(version) for version in taken):
-        return [text]
-    return [spec for spec, _ in ranges(version for version in versions.supported() if version not in taken)]
-
-
-def _joined(tables: list[_Table]) -> list[_Table]:
-    """Neighbours with the same diffs as one, in the order of their versions."""
-    by_diffs: dict[tuple[str, ...], list[_Table]] = {}
-    for table in tables:
-        by_diffs.setdefault(table.diffs, []).append(table)
-    found = []
-    for diffs, own in by_diffs.items():
-        if len(own) == 1:
-            found += own
-            continue
-        listed = [version for table in own for version in Versions(table.versions).supported()]
-        found += [_Table(text, diffs) for text, _ in ranges(listed)]
-        found += [table for table in own if not Versions(table.versions).supported()]
-    return sorted(found, key=lambda table: _first(table.versions))
-
-
-def _first(text: str) -> Version:
-    supported = Versions(text).supported()
-    return Version(supported[0]) if supported else Version(re.sub(r"^[^0-9]*", "", text.partition(",")[0]) or "0")
+    known = ("0", *SUPPORTED, *versions.edges())
+    return min((Version(item) for item in known if versions.covers(item)), default=None)
 
 
 def _free(folder: Path, name: str, used: set[str], text: str) -> str:
@@ -273,11 +314,13 @@ def _free(folder: Path, name: str, used: set[str], text: str) -> str:
     return candidate
 
 
-def _tables(gaps: Iterable[Mapping[str, Any]], tables: Iterable[_Table]) -> str:
-    parts = [
-        f"[[not_needed]]\nversions = {_basic(gap['versions'])}\nreason = {_basic(gap['reason'])}\n" for gap in gaps
-    ]
-    for table in tables:
+def _rendered(tables: Iterable[_Table]) -> str:
+    """The tables as text, those of versions that need nothing first."""
+    parts = []
+    for table in sorted(tables, key=lambda item: not item.reason):
+        if table.reason:
+            parts.append(f"[[not_needed]]\nversions = {_basic(table.versions)}\nreason = {_basic(table.reason)}\n")
+            continue
         diffs = ", ".join(_basic(name) for name in table.diffs)
         parts.append(f"[[variant]]\nversions = {_basic(table.versions)}\ndiffs = [{diffs}]\n")
     return "\n".join(parts)
@@ -285,8 +328,10 @@ def _tables(gaps: Iterable[Mapping[str, Any]], tables: Iterable[_Table]) -> str:
 
 def _basic(text: str) -> str:
     """A TOML string of one line."""
-    # JSON's escapes are TOML's, but for one character that JSON leaves.
-    return json.dumps(" ".join(text.split()), ensure_ascii=False).replace("\x7f", "\\u007F")
+    # What a terminal or a mail had that is no text becomes a question mark; the rest JSON escapes as TOML does, but for
+    # one character that it leaves.
+    clean = " ".join(text.encode(errors="replace").decode().split())
+    return json.dumps(clean, ensure_ascii=False).replace("\x7f", "\\u007F")
 
 
 def _long(text: str) -> str:
@@ -296,8 +341,12 @@ def _long(text: str) -> str:
 
 
 def _write(file: Path, text: str) -> None:
+    """A file that is there already is the old one or the new one at every moment."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(text.encode("utf-8"))
+        if file.exists():
+            write_atomically(file.resolve(), text.encode("utf-8"), mode=stat.S_IMODE(file.stat().st_mode))
+        else:
+            file.write_bytes(text.encode("utf-8"))
     except OSError as error:
         raise FeatureFolderError(f"{file}: can't be written ({error.strerror}); name another folder") from error

@@ -10,20 +10,21 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from ..patching import Edit, Feature, Source, Text
+from ..patching import SUPPORTED, Edit, Feature, Source, Text
 from ._carry import Carried, Edited, Outcome, Rejected, carry, trimmed, trouble_in
 from ._change import PACKAGE, Change, Step
 from ._errors import WorkTreeError
-from ._folder import About
+from ._folder import About, read_feature
+from ._variants import public, render
 
 NOTE: Final = "edit.json"
 REJECTED: Final = "rejected.txt"
 _STOCK: Final = "stock"
-_FORMAT: Final = 1
+_FORMAT: Final = 2
 _TO_DO: Final = (
     "These hunks did not fit. Make each of them below vllm/, then remove this file: nothing is saved while it is\n"
     "there. Lines are counted in the files below stock/."
@@ -37,6 +38,7 @@ class WorkTree(NamedTuple):
         feature: its folder.
         about: the texts of a feature that is not there yet; None where it is.
         stock: path -> the SHA-256 of the version's own text.
+        held: version -> the SHA-256 of what the feature had for it when the tree was opened.
     """
 
     folder: Path
@@ -45,6 +47,7 @@ class WorkTree(NamedTuple):
     label: str
     about: About | None
     stock: Mapping[str, str]
+    held: Mapping[str, str]
 
 
 def change_of(feature: Feature, source: Source) -> Change:
@@ -104,6 +107,7 @@ def open_tree(
         "label": carried.label,
         "about": None if about is None else about._asdict(),
         "stock": {path: _digest(stock) for path, (stock, _) in texts.items()},
+        "held": _held(feature, {*SUPPORTED, carried.version}),
     }
     _write(folder / NOTE, json.dumps(note, indent=1) + "\n")
     return carried
@@ -153,6 +157,29 @@ def read_tree(folder: Path) -> tuple[WorkTree, Carried]:
     return tree, Carried(tree.version, tree.label, Outcome.APPLIES, files)
 
 
+def refuse_overtaken(tree: WorkTree, versions: Collection[str]) -> None:
+    """Raise WorkTreeError where the feature has got something else for one of these versions since `open_tree`."""
+    now = _held(tree.feature, versions)
+    if lost := [name for name in map(public, versions) if now.get(name) != tree.held.get(name)]:
+        raise WorkTreeError(
+            f"{tree.feature}: what it has for vLLM {', '.join(lost)} was changed since {tree.folder} was opened, and "
+            "would be lost; open a tree anew, and make the change there"
+        )
+
+
+def _held(feature: Path, versions: Collection[str]) -> dict[str, str]:
+    if not feature.exists():
+        return {}
+    found = read_feature(feature)
+    held = {}
+    for version in map(public, versions):
+        if (variant := found.variant_for(version)) is not None:
+            held[version] = _digest("".join(map(render, variant.files)))
+        elif (gap := found.not_needed_for(version)) is not None:
+            held[version] = _digest(gap.reason)
+    return held
+
+
 def edits_between(before: Sequence[str], after: Sequence[str]) -> tuple[Edit, ...]:
     """What turns one text's lines into the other's."""
     whole = trimmed(Edit(0, len(before), tuple(after), ""), before)
@@ -197,7 +224,8 @@ def _note(folder: Path) -> WorkTree:
             raise ValueError(f"format {raw['format']!r}")
         about = None if raw["about"] is None else About(**raw["about"])
         stock = {str(path): str(digest) for path, digest in raw["stock"].items()}
-        return WorkTree(folder, Path(raw["feature"]), str(raw["version"]), str(raw["label"]), about, stock)
+        held = {str(version): str(digest) for version, digest in raw["held"].items()}
+        return WorkTree(folder, Path(raw["feature"]), str(raw["version"]), str(raw["label"]), about, stock, held)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise WorkTreeError(
             f"{file}: not what `patches edit` writes ({error}); name the folder that it wrote"

@@ -29,6 +29,7 @@ from vllm_hwplugin.authoring import (
     read_change,
     read_feature,
     read_tree,
+    refuse_overtaken,
 )
 from vllm_hwplugin.patching import default_folder, load_catalog, outside
 
@@ -115,6 +116,7 @@ def save(
     carried = [made, *_others(tree, made, versions)]
     report_outcomes(carried[1:], out)
     good = [item for item in carried if item.outcome is Outcome.APPLIES]
+    refuse_overtaken(tree, [item.version for item in good])
     _write(tree, good, out)
     raise typer.Exit(1 if any(item.outcome is Outcome.CONFLICT for item in carried) else 0)
 
@@ -148,9 +150,13 @@ def _write(tree: WorkTree, good: list[Carried], out: Console) -> None:
         report_variants(tree.feature, variants, diffs, out)
         return
     variants, diffs = make_variants(good, numbered=True)
-    names, unused = add_variants(tree.feature, variants, diffs)
-    renamed = [item._replace(diffs=tuple(names[name] for name in item.diffs)) for item in variants]
-    report_variants(tree.feature, renamed, {names[name]: diff for name, diff in diffs.items()}, out)
+    given, unused = add_variants(tree.feature, variants, diffs)
+    names = {
+        name: diffs[old]
+        for one, other in zip(variants, given, strict=True)
+        for old, name in zip(one.diffs, other.diffs, strict=True)
+    }
+    report_variants(tree.feature, given, names, out)
     for name in unused:
         line(out, f"no variant uses {tree.feature / name} any more; remove it")
 
