@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How to bring about each failure of the table: a change to a made-up vLLM, and what its process does then.
+"""How to bring about each failure of a patch in the table: a change to a made-up vLLM, and what its process does then.
 
 A scenario's ``attempt()`` runs in a process of its own. It returns two dicts of states, of what the failure concerns
 and of what it does not: ``live`` where the plugin serves it.
@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from .patching.madeup import EDITS, GATES, Project
 
 MADE_UP, OTHER, THIRD = GATES
-ATTENTION, OPS = "VLLM_HWPLUGIN_ATTENTION", "VLLM_HWPLUGIN_OPS"
 ACME, FOLDERS = "VLLM_HWPLUGIN_PATCH_ACME_FIX", "VLLM_HWPLUGIN_PATCHES"
 LIMIT = [("LIMIT = 3", "LIMIT = 4")]
 
@@ -45,14 +44,14 @@ def attempt():
 """
 
 
-def _made_up(project: Project) -> None:
+def made_up(project: Project) -> None:
     project.feature("made-up", EDITS)
     project.feature("other", {"vllm/v1/beta.py": [("double(double(value))", "double(value)")]}, gate=OTHER)
 
 
-def _with(*changes: Callable[[Project], None]) -> Callable[[Project], None]:
+def made_up_with(*changes: Callable[[Project], None]) -> Callable[[Project], None]:
     def change(project: Project) -> None:
-        _made_up(project)
+        made_up(project)
         for one in changes:
             one(project)
 
@@ -76,6 +75,11 @@ def _uninstall(project: Project) -> None:
     edits = {"acme_lib/core.py": [("VALUE = 1", "VALUE = 2")]}
     more = 'distribution = "acme-lib"'
     project.feature("fix", edits, gate=None, catalogue=project.catalogue("acme"), more=more)
+
+
+def _own_catalogue(project: Project) -> None:
+    edits = {"vllm/v1/pack/inner.py": [("'inner'", "'fixed'")]}
+    project.feature("fix", edits, gate=None, catalogue=project.catalogue("acme"))
 
 
 def _open_to_all(project: Project) -> None:
@@ -106,7 +110,7 @@ def _second_tree(project: Project) -> None:
     shutil.copytree(project.site, project.folder / "second")
 
 
-def _block_cache(project: Project) -> None:
+def block_cache(project: Project) -> None:
     project.cache.write_text("in the way")
     (project.folder / "tmp").mkdir()
 
@@ -183,20 +187,58 @@ def attempt():
 """
 )
 
+# A finder of another package, as test frameworks and type checkers bring one, and the last that a worker does.
+OVERTAKEN = """
+from importlib.machinery import PathFinder
+from vllm_hwplugin.spec_decode.engine_report import Findings, report
+
+def attempt():
+    entry = install()
+    sys.meta_path.insert(0, PathFinder)
+    import vllm.v1.alpha
+    sys.meta_path.remove(PathFinder)
+    import vllm.v1.beta
+    report(None, lambda part, entry: Findings("this worker", {}))
+    return states(entry, "made-up")
+"""
+# What a spawned process does: it reads the catalogue anew.
+OTHER_PATCHES = """
+import multiprocessing
+
+def attempt():
+    install()
+    _runtime.deactivate()
+    diff = Path(CACHE).parent / "acme" / "fix" / "edit.diff"
+    text = diff.read_text()
+    diff.write_text(text.replace("'fixed'", "'fixed otherwise'"))
+    multiprocessing.current_process().name = "EngineCore_0"
+    try:
+        return states(install(), "acme/fix")
+    finally:
+        # The other columns have the same catalogue.
+        diff.write_text(text)
+"""
+
 PATCHES: dict[str, list[Scenario]] = {
-    "misfit": [Scenario(INSTALL, _with(_drift))],
-    "conflict": [Scenario(INSTALL + 'attempt = lambda: states(install(), "rival")', _with(_rival), THIRD)],
-    "unreadable": [Scenario(INSTALL, _with(_tear))],
-    "imported": [Scenario(INSTALL + IMPORTED, _state())],
+    "misfit": [Scenario(INSTALL, made_up_with(_drift))],
+    "conflict": [Scenario(INSTALL + 'attempt = lambda: states(install(), "rival")', made_up_with(_rival), THIRD)],
+    "unreadable": [Scenario(INSTALL, made_up_with(_tear))],
+    "imported": [
+        Scenario(INSTALL + IMPORTED, _state()),
+        Scenario(INSTALL + IMPORTED.replace("import vllm.v1.alpha", 'sys.modules["vllm.v1.alpha"] = None'), _state()),
+    ],
     "distribution": [
         Scenario(
-            INSTALL + 'attempt = lambda: states(install(), "acme/fix")', _with(_uninstall), ACME, {FOLDERS: "acme"}
+            INSTALL + 'attempt = lambda: states(install(), "acme/fix")',
+            made_up_with(_uninstall),
+            ACME,
+            {FOLDERS: "acme"},
         )
     ],
     "catalogue": [
         Scenario(
             INSTALL + f'import os; attempt = lambda: states(install(), os.environ["{FOLDERS}"])',
-            _with(_uninstall, _open_to_all),
+            made_up_with(_uninstall, _open_to_all),
             ACME,
             {FOLDERS: "acme"},
         )
@@ -211,23 +253,26 @@ def attempt():
     del others["made-up"]
     return concerned, others
 """,
-            _with(_needs, _drift),
+            made_up_with(_needs, _drift),
             THIRD,
         )
     ],
     "contradiction": [
         Scenario(
-            INSTALL + 'attempt = lambda: states(install(), "needs")', _with(_needs), THIRD, variables={MADE_UP: "off"}
+            INSTALL + 'attempt = lambda: states(install(), "needs")',
+            made_up_with(_needs),
+            THIRD,
+            variables={MADE_UP: "off"},
         )
     ],
-    "upstream": [Scenario(INSTALL, _with(_apply))],
-    "unlisted": [Scenario(INSTALL, _with(_age))],
+    "upstream": [Scenario(INSTALL, made_up_with(_apply))],
+    "unlisted": [Scenario(INSTALL, made_up_with(_age))],
     "undecided": [
-        Scenario(INSTALL, _with(_forget_version)),
-        Scenario(INSTALL + "_runtime.make_plan = None", _made_up),
-        Scenario(INSTALL + "import tempfile; tempfile.tempdir = '/proc/nowhere'", _with(_block_cache)),
+        Scenario(INSTALL, made_up_with(_forget_version)),
+        Scenario(INSTALL + "_runtime.make_plan = None", made_up),
+        Scenario(INSTALL + "import tempfile; tempfile.tempdir = '/proc/nowhere'", made_up_with(block_cache)),
     ],
-    "bad value": [Scenario(INSTALL, _made_up, variables={"VLLM_HWPLUGIN_SLP": "perhaps"})],
+    "bad value": [Scenario(INSTALL, made_up, variables={"VLLM_HWPLUGIN_SLP": "perhaps"})],
     "mixture": [
         Scenario(
             """
@@ -245,8 +290,11 @@ def attempt():
     return {}, {}
 """,
             _state("vllm/v1/pack/__init__.py"),
-        )
+        ),
+        Scenario(INSTALL + OVERTAKEN.replace("install()", "install(); import vllm.v1.pack"), made_up),
     ],
+    "overtaken": [Scenario(INSTALL + OVERTAKEN, made_up)],
+    "other patches": [Scenario(INSTALL + OTHER_PATCHES, made_up_with(_own_catalogue), ACME, {FOLDERS: "acme"})],
     "other tree": [
         Scenario(
             """
@@ -256,7 +304,7 @@ def attempt():
     import vllm.v1.alpha
     return {}, {}
 """,
-            _with(_second_tree),
+            made_up_with(_second_tree),
         )
     ],
     "copy": [
@@ -275,20 +323,20 @@ def attempt():
         overlay.unlink()
     return {}, {}
 """,
-            _made_up,
+            made_up,
         )
     ],
     "DFlash module": [Scenario(INSTALL + DFLASH_MODULE, _state())],
     "DFlash mixture": [Scenario(INSTALL + DFLASH_MODULE, _state("vllm/v1/pack/__init__.py"))],
-    "DFlash config": [Scenario(INSTALL + DFLASH_CONFIG, _made_up)],
+    "DFlash config": [Scenario(INSTALL + DFLASH_CONFIG, made_up)],
     "DFlash served": [
         Scenario(
             INSTALL + DFLASH_CONFIG.replace("hidden_size=32, block_size=8", "hidden_size=64, block_size=7"),
-            _made_up,
+            made_up,
             THIRD,
         )
     ],
-    "DFlash fault": [Scenario(INSTALL + DFLASH_FAULT, _made_up, THIRD)],
+    "DFlash fault": [Scenario(INSTALL + DFLASH_FAULT, made_up, THIRD)],
     "engine": [
         Scenario(
             INSTALL
@@ -300,186 +348,7 @@ def attempt():
     stays_stock("draft-full-graph", "the drafter runs as in stock vLLM", "a reason")
     return states(entry, "made-up")
 """,
-            _made_up,
+            made_up,
         )
     ],
 }
-
-OFF = dict.fromkeys(
-    (
-        *GATES,
-        "VLLM_HWPLUGIN_DRAFT_LOOP_GRAPH",
-        "VLLM_HWPLUGIN_DFLASH_DRAFT_BACKEND",
-        "VLLM_HWPLUGIN_WINDOW_BLOCKS",
-        OPS,
-    ),
-    "off",
-)
-
-# A host with an H200, as far as a process that does not start CUDA can tell, and vLLM's extension with its operations.
-# The dispatch key CPU stands in for CUDA.
-OPERATIONS = """
-import torch
-from types import ModuleType, SimpleNamespace
-from vllm_hwplugin.ops import overrides
-from vllm_hwplugin.ops.build import jit
-from vllm_hwplugin.ops.build.errors import KernelUnavailable
-
-torch.version.cuda = "13.0"
-overrides.KEY = "CPU"
-overrides.device_name = lambda device: "NVIDIA H200"
-nvml = sys.modules["vllm.third_party.pynvml"] = ModuleType("pynvml")
-nvml.NVMLError = type("NVMLError", (Exception,), {})
-nvml.nvmlInit = nvml.nvmlShutdown = lambda: None
-nvml.nvmlDeviceGetCount = lambda: 1
-nvml.nvmlDeviceGetHandleByIndex = int
-nvml.nvmlDeviceGetName = lambda handle: "NVIDIA H200"
-sys.modules["vllm._custom_ops"] = ModuleType("vllm._custom_ops")
-CONCERNED = "silu_and_mul_per_block_quant"
-libraries = []
-
-def define(missing=()):
-    for op in overrides.OPS.values():
-        if op.name not in missing:
-            library = torch.library.Library(op.namespace, "FRAGMENT")
-            library.define(op.schemas[0].text)
-            library.impl(op.name, lambda *args: None, "CPU")
-            libraries.append(library)
-
-def served():
-    # Not decided yet is in front of vLLM's.
-    states = {name: "live" if not text.startswith("vLLM's") else "vllm" for name, text in overrides.states().items()}
-    gaining = [op.name for op in overrides.OPS.values() if op.default_on]
-    states = {name: states.get(name, "vllm") for name in gaining}
-    return {CONCERNED: states.pop(CONCERNED)}, states
-"""
-
-# vLLM's answer for a layer with heads of 512 is TRITON_ATTN; the plugin's class says what it is told to say.
-LAYER = """
-from collections import namedtuple
-from types import ModuleType, SimpleNamespace
-from vllm_hwplugin.platforms import _cuda_attention as attention
-
-def module(name, **members):
-    made = sys.modules[name] = ModuleType(name)
-    vars(made).update(members)
-
-REFUSED, OBSTACLE, ANSWER = [], "", "triton.Triton"
-module("triton", Triton=SimpleNamespace(get_name=lambda: "TRITON_ATTN"))
-own = SimpleNamespace(validate_configuration=lambda **asked: REFUSED)
-module(attention.CUDA.module, **{attention.CUDA.cls: own})
-attention.jit.obstacle = lambda kernel, capability: OBSTACLE
-Config = namedtuple("Config", "head_size use_mla use_sparse use_mm_prefix use_non_causal")
-Capability = namedtuple("Capability", "major minor")
-
-def vllm(selected, config, heads):
-    if not ANSWER:
-        raise ValueError("no valid backend")
-    return ANSWER
-
-def attempt():
-    named = SimpleNamespace(name="FLASH_ATTN", is_overridden=lambda: False)
-    path = attention.choose(vllm, named, Config(512, False, False, False, False), 8, Capability(9, 0))
-    return {"layer": "live" if path == attention.CUDA.path else "vllm"}, {}
-"""
-
-# vLLM asks for the platform class first, and loads the general plugin later.
-WARM_UP = """
-from types import SimpleNamespace
-
-from vllm_hwplugin.attention.warm_up import warm_up
-
-def fails(**_):
-    raise OSError("mcc: no such file")
-
-def attempt():
-    group = SimpleNamespace(get_metadata_builder=lambda _: SimpleNamespace(warm_up=fails))
-    warm_up(SimpleNamespace(attn_groups=[[group]], speculative_config=None))
-    return {}, {}
-"""
-
-PLATFORM = """
-from types import ModuleType
-from vllm_hwplugin import plugin
-platforms = sys.modules["vllm.platforms"] = ModuleType("vllm.platforms")
-platforms.builtin_platform_plugins = {"cpu": lambda: "vllm.platforms.cpu.CpuPlatform"}
-
-def attempt():
-    assert plugin.platform() is None
-    plugin.register()
-    return {}, {}
-"""
-
-OTHERS: dict[str, list[Scenario]] = {
-    "unknown variable": [Scenario(INSTALL, _made_up, variables={"VLLM_HWPLUGIN_STRIKT": "1"})],
-    "second place": [Scenario(INSTALL, _with(_block_cache), variables={"TMPDIR": "tmp"})],
-    "operation": [
-        Scenario(
-            OPERATIONS
-            + """
-def attempt():
-    define(missing=[CONCERNED])
-    overrides.install()
-    return served()
-""",
-            gate=OPS,
-        )
-    ],
-    "operations": [
-        Scenario(
-            OPERATIONS
-            + f"""
-def attempt():
-    define()
-    {spoil}
-    overrides.install()
-    return served()
-""",
-            gate=OPS,
-        )
-        for spoil in ('sys.modules["vllm._custom_ops"] = None', "del torch.library.get_kernel")
-    ],
-    "kernel": [
-        Scenario(
-            OPERATIONS
-            + """
-def no_compiler(kernel, torch):
-    raise KernelUnavailable("no compiler")
-
-def attempt():
-    define()
-    jit.provide = no_compiler
-    overrides.install()
-    out, x, scales = torch.empty(2, 128), torch.empty(2, 256), torch.empty(2, 1)
-    torch.ops._C.silu_and_mul_per_block_quant(out, x, scales, 128, None, False)
-    return served()
-""",
-            gate=OPS,
-        )
-    ],
-    "skip list": [
-        Scenario(
-            OPERATIONS
-            + """
-def attempt():
-    define()
-    overrides.install()
-    return served()
-""",
-            gate=OPS,
-            variables={"VLLM_HWPLUGIN_OPS_SKIP": "rope"},
-        )
-    ],
-    "attention misfit": [Scenario(LAYER + "REFUSED = ['no fp8']", gate=ATTENTION)],
-    "attention none": [Scenario(LAYER + "REFUSED = ['no fp8']; ANSWER = ''", gate=ATTENTION)],
-    "attention import": [Scenario(LAYER + "sys.modules[attention.CUDA.module] = None", gate=ATTENTION)],
-    "attention kernel": [Scenario(LAYER + "OBSTACLE = 'no nvcc'", gate=ATTENTION)],
-    "attention warm-up": [Scenario(WARM_UP)],
-    "platform": [
-        Scenario(PLATFORM, variables={**OFF, "VLLM_HWPLUGIN_PLATFORM": "cuda"}),
-        # A vLLM whose table of platforms is another one.
-        Scenario(PLATFORM + "platforms.builtin_platform_plugins = 1", variables=OFF),
-    ],
-}
-
-SCENARIOS = PATCHES | OTHERS

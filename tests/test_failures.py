@@ -11,7 +11,8 @@ import pytest
 
 from vllm_hwplugin import failures
 
-from .failure_scenarios import SCENARIOS, Scenario
+from .failure_scenarios import PATCHES, Scenario
+from .failure_scenarios_others import OTHERS
 from .patching.madeup import make_project
 
 # What a scenario comes to: the error that ends the process, or what the log and the states say.
@@ -38,6 +39,9 @@ def outcome():
     concerned, others = found
     return {"stops": None, "lines": lines.lines, "concerned": concerned, "others": others}
 """
+
+
+SCENARIOS = PATCHES | OTHERS
 
 
 def test_every_row_can_be_brought_about() -> None:

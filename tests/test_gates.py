@@ -179,7 +179,7 @@ def test_a_user_folder_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _key_with(monkeypatch: pytest.MonkeyPatch, **environ: str) -> dict[str, object]:
     """The part of vLLM's compile key that is the plugin's, as ``compile_factors()`` computes it."""
-    for name in [gate.name for gate in gates.GATES] + [alias.name for _, alias in ALIASES]:
+    for name in [gates.FINGERPRINT] + [gate.name for gate in gates.GATES] + [alias.name for _, alias in ALIASES]:
         monkeypatch.delenv(name, raising=False)
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
@@ -212,6 +212,9 @@ def test_gates_of_catalogues_are_known_to_vllm_read_or_not(monkeypatch: pytest.M
     name = "VLLM_HWPLUGIN_PATCH_ACME_FIX"
     plain = _key_with(monkeypatch)
     assert _key_with(monkeypatch, **{name: "off"}) == plain | {name: None}
+    monkeypatch.delenv(name)
+    assert _key_with(monkeypatch, **{gates.FINGERPRINT: "of another engine"}) == plain | {gates.FINGERPRINT: None}
+    monkeypatch.setenv(name, "off")
     envs = SimpleNamespace(environment_variables={})
     gates.register_with_vllm(envs, [gates.catalogue_gate(name, "a fix", "auto")])
     assert envs.environment_variables[name]() == "off"

@@ -115,6 +115,21 @@ PATCHES: Final = (
         "stops",
     ),
     Failure(
+        "overtaken",
+        "another import hook kept every module of the feature that is imported from being patched, as shows when "
+        "the engine stands",
+        "off",
+        "stops",
+        "stops",
+    ),
+    Failure(
+        "other patches",
+        "a process of an engine comes to other patches than the first one: something was changed in between",
+        "said",
+        "stops",
+        "stops",
+    ),
+    Failure(
         "other tree",
         "another vLLM has taken the package's place on the path since the patches were computed",
         "stops",

@@ -21,7 +21,7 @@ import threading
 import time
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypedDict
@@ -99,6 +99,8 @@ _path: Path | None = None
 # How many callers of `written_once` are inside, and whether there is something to write when they leave.
 _holders = 0
 _unwritten = False
+# Looks whether what is live runs; what is patched in asks for it, and must not know who answers.
+_check: Callable[[], None] | None = None
 # Decisions that were noted before the plugin began its record.
 _early: dict[str, str] = {}
 # What features said of themselves since an engine's uses were last settled.
@@ -250,6 +252,22 @@ def use(feature: str, used: bool, reason: str = "") -> None:
         if _current is not None and feature in _current.uses and _current.uses[feature] != said:
             _current.uses[feature] = said
             _write()
+
+
+def check_with(check: Callable[[], None]) -> None:
+    """Have `check` called by :func:`check_live`; it corrects the record, or raises."""
+    global _check
+    _check = check
+
+
+def check_live() -> None:
+    """Make sure that what the record calls live runs in this process, whose part of an engine stands by now.
+
+    Raises:
+        HwpluginError: a feature does not, and the engine must not run without it, or with half of it.
+    """
+    if _check is not None:
+        _check()
 
 
 def settle_uses(by_configuration: Mapping[str, Use]) -> dict[str, Use]:

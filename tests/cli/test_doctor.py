@@ -107,7 +107,7 @@ def test_on_that_cannot_hold_is_a_problem(diagnose: Diagnose, tmp_path: Path) ->
     found = diagnose(**{GATE: "on"})
     assert [row.state for row in found.features] == ["refused"]
     assert found.exit_code == 1
-    assert any("greeting" in line for line in found.problems)
+    assert len(found.problems) == 1
 
 
 @pytest.mark.parametrize(("environ", "exit_code"), [({"VLLM_HWPLUGIN": "0"}, 0), ({"version": None}, 1)])
@@ -116,8 +116,7 @@ def test_on_is_said_too_where_nothing_can_be_live(diagnose: Diagnose, environ: d
     found = diagnose(**environ, **{GATE: "on"})
     assert found.exit_code == exit_code
     assert [row.state for row in found.features if row.state == "live"] == []
-    said = found.problems if exit_code else found.warnings
-    assert any(line.startswith(f"{GATE}=on, but greeting cannot be live: ") for line in said)
+    assert any(GATE in line for line in (found.problems if exit_code else found.warnings))
 
 
 def test_a_bad_value_is_a_problem_and_nothing_is_called_live(diagnose: Diagnose) -> None:
@@ -126,7 +125,7 @@ def test_a_bad_value_is_a_problem_and_nothing_is_called_live(diagnose: Diagnose)
     assert [row.state for row in found.features] == ["refused"]
     (row,) = [row for row in found.gates if row.error]
     assert row.name == "VLLM_HWPLUGIN_STRICT"
-    assert "1, 0" in found.problems[0]
+    assert found.problems == (row.error,)
 
 
 def test_a_version_that_is_not_listed_is_said(diagnose: Diagnose) -> None:
@@ -146,21 +145,27 @@ def test_where_each_value_came_from(diagnose: Diagnose) -> None:
 
 
 @pytest.mark.parametrize(
-    ("environ", "words"),
+    ("environ", "name"),
     [
-        ({"VLLM_HWPLUGIN_DRAFT_FULL_GRAPH": "on", "VLLM_MUSA_DRAFT_FULL_WRAP": "0"}, "is not followed"),
-        ({"VLLM_HWPLUGIN_PLATFORM": "cuda"}, "PLATFORM=cuda, but vLLM's own detection does not choose CUDA"),
-        ({"VLLM_HWPLUGIN_STRIKT": "1"}, "did you mean VLLM_HWPLUGIN_STRICT?"),
-        ({"VLLM_PLUGINS": "lora_filesystem_resolver"}, "VLLM_PLUGINS='lora_filesystem_resolver' does not name it"),
+        ({"VLLM_HWPLUGIN_DRAFT_FULL_GRAPH": "on", "VLLM_MUSA_DRAFT_FULL_WRAP": "0"}, "VLLM_MUSA_DRAFT_FULL_WRAP"),
+        ({"VLLM_HWPLUGIN_PLATFORM": "cuda"}, "VLLM_HWPLUGIN_PLATFORM"),
+        ({"VLLM_HWPLUGIN_STRIKT": "1"}, "VLLM_HWPLUGIN_STRIKT"),
     ],
 )
 def test_what_a_user_should_know_is_a_warning_and_no_failure(
-    diagnose: Diagnose, environ: dict[str, str], words: str
+    diagnose: Diagnose, environ: dict[str, str], name: str
 ) -> None:
-    assert not any(words in line for line in diagnose().warnings)
     found = diagnose(**environ)
-    assert any(words in line for line in found.warnings)
+    (line,) = set(found.warnings) - set(diagnose().warnings)
+    assert name in line
     assert found.exit_code == 0
+
+
+@pytest.mark.parametrize("allowed", ["", "musa,musa_custom_ops"])
+def test_a_plugin_that_vllm_is_told_not_to_load_is_a_problem(diagnose: Diagnose, allowed: str) -> None:
+    assert diagnose(VLLM_PLUGINS=allowed).exit_code == 1
+    assert diagnose(VLLM_PLUGINS=f"{allowed},hwplugin").exit_code == 0
+    assert diagnose(VLLM_PLUGINS=allowed, VLLM_HWPLUGIN="0").exit_code == 0
 
 
 def test_a_cache_that_others_can_write_to_is_said(diagnose: Diagnose, tmp_path: Path) -> None:
@@ -168,7 +173,8 @@ def test_a_cache_that_others_can_write_to_is_said(diagnose: Diagnose, tmp_path: 
     copies.mkdir(parents=True)
     copies.chmod(0o777)
     found = diagnose()
-    assert any("0777" in line for line in found.warnings)
+    assert any(str(copies) in line for line in found.warnings)
+    assert found.cache[str(tmp_path / "cache")] != "ready"
     copies.chmod(0o700)
     assert diagnose().cache[str(tmp_path / "cache")] == "ready"
 
@@ -204,72 +210,57 @@ def test_a_process_id_that_was_used_before_is_no_ancestor() -> None:
     assert [item.pid for item in _diagnosis.last_engine(records)] == [20, 7]
 
 
-def test_the_last_engines_states_and_decisions_are_shown(diagnose: Diagnose, tmp_path: Path) -> None:
-    folder = cachedir.private_folder(tmp_path / "cache" / "records")
-    states = {"greeting": {"state": "live", "reason": "every hunk fits"}}
-    entry = _process(20, 1, STARTED, features=states, decisions={"greeting": "waved"}, vllm_version="0.32.0")
-    (folder / "0000000000001-20.json").write_text(json.dumps(dataclasses.asdict(entry)), encoding="utf-8")
-    found = diagnose()
-    assert [item.pid for item in found.last_engine] == [20]
-    (section,) = [item for item in _doctor.sections(found) if "last engine" in item.title]
-    (row,) = section.rows
-    assert row == ("20 parent", STARTED, "0.32.0", "greeting", "live", "every hunk fits; waved")
-
-
-def test_a_live_feature_that_the_engine_does_not_use_is_told_from_one_that_it_uses(
-    diagnose: Diagnose, tmp_path: Path
-) -> None:
-    folder = cachedir.private_folder(tmp_path / "cache" / "records")
-    names = ("used", "unused", "stayed", "unknown")
-    entry = _process(
-        20,
-        1,
-        STARTED,
-        features={name: {"state": "live", "reason": ""} for name in names},
-        uses={
-            "used": {"used": True, "reason": ""},
-            "unused": {"used": False, "reason": "Model Runner V2"},
-            "stayed": {"used": False, "reason": "no graphs"},
-        },
-        decisions={"stayed": "as in stock: no graphs"},
-        vllm_version="0.32.0",
-    )
-    (folder / "0000000000001-20.json").write_text(json.dumps(dataclasses.asdict(entry)), encoding="utf-8")
-    found = diagnose()
-    (section,) = [item for item in _doctor.sections(found) if "last engine" in item.title]
-    assert {row[3]: row[4:] for row in section.rows} == {
-        "used": ("live, used", ""),
-        "unused": ("live, not used", "Model Runner V2"),
-        "stayed": ("live, not used", "as in stock: no graphs"),
-        "unknown": ("live", ""),
-    }
-    (process,) = found.as_json()["last_engine"]
-    assert process["uses"] == entry.uses
-
-
-def test_decisions_that_belong_to_no_feature_are_shown_too(diagnose: Diagnose, tmp_path: Path) -> None:
-    folder = cachedir.private_folder(tmp_path / "cache" / "records")
-    states = {"greeting": {"state": "live", "reason": "every hunk fits"}}
-    decisions = {
-        "greeting": "waved",
-        "platform": "CudaPlatform",
-        "attention, heads of 512": "the plugin's FLASH_ATTN: faster",
-        "operation topk_softmax": "the plugin's kernel",
-    }
-    entry = _process(20, 1, STARTED, features=states, decisions=decisions, vllm_version="0.32.0")
-    (folder / "0000000000001-20.json").write_text(json.dumps(dataclasses.asdict(entry)), encoding="utf-8")
-    (section,) = [item for item in _doctor.sections(diagnose()) if "last engine" in item.title]
-    assert [row[3:] for row in section.rows] == [
-        ("platform", "", "CudaPlatform"),
-        ("greeting", "live", "every hunk fits; waved"),
-        ("attention, heads of 512", "", "the plugin's FLASH_ATTN: faster"),
-        ("topk_softmax", "", "the plugin's kernel"),
-    ]
-
-
 def _write_record(folder: Path, name: str, **changes: object) -> None:
     entry = dataclasses.asdict(_process(20, 1, STARTED, features={"f": {"state": "live", "reason": "SPOOFED"}}))
     (folder / name).write_text(json.dumps(entry | changes), encoding="utf-8")
+
+
+def _last_engine_rows(found: _diagnosis.Diagnosis) -> list[tuple[str, ...]]:
+    (section,) = [item for item in _doctor.sections(found) if "last engine" in item.title]
+    return list(section.rows)
+
+
+def test_the_last_engines_states_uses_and_decisions_are_shown(diagnose: Diagnose, tmp_path: Path) -> None:
+    """Of a live feature, whether the engine uses it; of what is no feature, what was decided."""
+    folder = cachedir.private_folder(tmp_path / "cache" / "records")
+    names = ("used", "unused", "stayed", "unknown")
+    uses = {
+        "used": {"used": True, "reason": ""},
+        "unused": {"used": False, "reason": "Model Runner V2"},
+        "stayed": {"used": False, "reason": "no graphs"},
+    }
+    decisions = {
+        "platform": "CudaPlatform",
+        "stayed": "as in stock: no graphs",
+        "attention, heads of 512": "the plugin's FLASH_ATTN: faster",
+        "operation topk_softmax": "the plugin's kernel",
+    }
+    states = {name: {"state": "live", "reason": ""} for name in names}
+    _write_record(folder, "1-20.json", features=states, uses=uses, decisions=decisions, vllm_version="0.32.0")
+    found = diagnose()
+    rows = _last_engine_rows(found)
+    assert {row[:3] for row in rows} == {("20 parent", STARTED, "0.32.0")}
+    assert [row[3:] for row in rows] == [
+        ("platform", "", "CudaPlatform"),
+        ("used", "live, used", ""),
+        ("unused", "live, not used", "Model Runner V2"),
+        ("stayed", "live, not used", "as in stock: no graphs"),
+        ("unknown", "live", ""),
+        ("attention, heads of 512", "", "the plugin's FLASH_ATTN: faster"),
+        ("topk_softmax", "", "the plugin's kernel"),
+    ]
+    (process,) = found.as_json()["last_engine"]
+    assert process["uses"] == uses
+
+
+def test_processes_of_one_engine_with_different_patches_are_said(diagnose: Diagnose, tmp_path: Path) -> None:
+    folder = cachedir.private_folder(tmp_path / "cache" / "records")
+    _write_record(folder, "1-20.json", fingerprint="aaa")
+    _write_record(folder, "2-21.json", pid=21, ppid=20, role="worker", fingerprint="aaa")
+    before = set(diagnose().warnings)
+    _write_record(folder, "2-21.json", pid=21, ppid=20, role="worker", fingerprint="bbb")
+    (line,) = set(diagnose().warnings) - before
+    assert all(word in line for word in ("aaa", "20", "bbb", "21"))
 
 
 def _poison(place: Path) -> list[str]:
@@ -377,7 +368,7 @@ def test_the_absence_of_a_platform_class_is_shown_with_its_reason(
     accelerator("cuda")
     found = diagnose()
     assert found.platform_class["class"] is None
-    assert _platform_row(found).startswith("no platform class: vLLM's own detection finds cpu")
+    assert found.platform_class["reason"] in _platform_row(found)
 
 
 def test_the_platform_class_of_an_nvidia_host_is_shown(
@@ -392,11 +383,8 @@ def test_the_platform_class_of_an_nvidia_host_is_shown(
     assert _platform_row(found).startswith("vllm_hwplugin.platforms.cuda.CudaPlatform: ")
     other = importlib.metadata.EntryPoint("vendor", "vendor:platform", "vllm.platform_plugins")
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [other] * (group == other.group))
-    warnings = _diagnosis.diagnose({}).warnings
-    assert any("vendor (vendor:platform); where it offers a class, too, this one steps aside" in w for w in warnings)
-    warnings = _diagnosis.diagnose({"VLLM_HWPLUGIN_PLATFORM": "cuda"}).warnings
-    assert any("where it offers a class, too, vLLM stops" in w for w in warnings)
-    assert not any("vendor" in w for w in _diagnosis.diagnose({"VLLM_PLUGINS": "hwplugin"}).warnings)
+    for environ, warned in (({}, 1), ({"VLLM_HWPLUGIN_PLATFORM": "cuda"}, 1), ({"VLLM_PLUGINS": "hwplugin"}, 0)):
+        assert sum("vendor" in line for line in _diagnosis.diagnose(environ).warnings) == warned
 
 
 @pytest.mark.parametrize(
@@ -413,24 +401,17 @@ def test_why_there_is_no_platform_class(diagnose: Diagnose, environ: dict[str, s
 
 
 @pytest.mark.parametrize("group", ["vllm.general_plugins", "vllm.platform_plugins"])
-def test_an_installation_without_an_entry_point_is_said(
+def test_an_installation_without_an_entry_point_is_a_problem(
     diagnose: Diagnose, monkeypatch: pytest.MonkeyPatch, group: str
 ) -> None:
     own = importlib.metadata.EntryPoint("hwplugin", "vllm_hwplugin.plugin:any", "any")
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [own])
-    assert not any("entry-point group" in line for line in diagnose().warnings)
+    assert diagnose().problems == ()
     missing = group
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [own] * (group != missing))
-    (line,) = [line for line in diagnose().warnings if "entry-point group" in line]
+    (line,) = diagnose().problems
     assert group in line
-
-
-def test_the_last_engines_platform_is_shown(diagnose: Diagnose, tmp_path: Path) -> None:
-    folder = cachedir.private_folder(tmp_path / "cache" / "records")
-    entry = _process(20, 1, STARTED, decisions={"platform": "no platform class: because"}, vllm_version="0.32.0")
-    (folder / "0000000000001-20.json").write_text(json.dumps(dataclasses.asdict(entry)), encoding="utf-8")
-    (section,) = [item for item in _doctor.sections(diagnose()) if "last engine" in item.title]
-    assert section.rows[0] == ("20 parent", STARTED, "0.32.0", "platform", "", "no platform class: because")
+    assert diagnose(VLLM_HWPLUGIN="0").problems == ()
 
 
 def test_json_has_a_stable_shape(diagnose: Diagnose) -> None:
@@ -469,6 +450,9 @@ def test_a_terminal_gets_tables(diagnose: Diagnose) -> None:
 
 def test_the_command_exits_with_the_diagnosis_and_prints_json(monkeypatch: pytest.MonkeyPatch) -> None:
     assert CliRunner().invoke(app, ["doctor"]).exit_code == 0
+    monkeypatch.setenv("VLLM_PLUGINS", "musa")
+    assert CliRunner().invoke(app, ["doctor"]).exit_code == 1
+    monkeypatch.delenv("VLLM_PLUGINS")
     monkeypatch.setenv("VLLM_HWPLUGIN_DRAFT_FULL_GRAPH", "perhaps")
     result = CliRunner().invoke(app, ["doctor", "--json"])
     assert result.exit_code == 1

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from vllm_hwplugin import record
 from vllm_hwplugin.patching import CatalogError, PatchingError, load_catalog
 from vllm_hwplugin.patching.outside import Found, find_outside, load_outside
 
@@ -100,6 +101,36 @@ def test_another_text_of_the_catalogue_is_another_fingerprint(acme: Project) -> 
     file = acme.folder / "acme" / "fix" / "edit.diff"
     file.write_text(file.read_text().replace('+    return "patched"', '+    return "again"'))
     assert acme.run(show, **folders(acme, "acme")) != first
+
+
+SPAWN = """
+    import multiprocessing, os
+    from vllm_hwplugin.patching import install as child
+    def spawned():
+        process = multiprocessing.get_context("spawn").Process(target=child)
+        process.start(); process.join()
+        return process.exitcode
+    install()
+    codes = [spawned()]
+    file = Path(os.environ["VLLM_HWPLUGIN_PATCHES"], "fix", "edit.diff")
+    text = file.read_text()
+    file.write_text(text.replace("'inner patched'", "'inner patched otherwise'"))
+    codes.append(spawned())
+    os.environ["VLLM_HWPLUGIN_PATCH_ACME_FIX"] = "off"
+    print(*codes, spawned())
+    file.write_text(text)
+    """
+
+
+def test_a_process_of_an_engine_that_finds_other_patches_than_the_first_says_so_or_stops(project: Project) -> None:
+    """A catalogue that is changed while an engine starts; but not a gate: that is meant."""
+    edits = {"vllm/v1/pack/inner.py": [("'inner'", "'inner patched'")]}
+    project.feature("fix", edits, gate=None, catalogue=project.catalogue("acme"))
+    assert project.run(SPAWN, **folders(project, "acme")) == "0 0 0\n"
+    first, same, other, off = record.read_all(project.cache)
+    assert first.fingerprint == same.fingerprint != other.fingerprint
+    assert [len(entry.notes) for entry in (first, same, other, off)] == [0, 0, 1, 0]
+    assert project.run(SPAWN, **folders(project, "acme"), **{FIX: "on"}) == "0 1 0\n"
 
 
 def test_a_module_that_is_loaded_while_patches_are_put_in_force_hides_no_gate(acme: Project) -> None:

@@ -138,10 +138,12 @@ def diagnose(environ: Mapping[str, str] | None = None, *, catalog: Catalog | Non
     found = _Findings()
     values = _read_gates(environ, found)
     installed = _find_vllm(values, found)
-    _check_entry_point(environ, found)
+    _check_entry_point(environ, values, found)
     own = _own_catalogue(catalog, found)
     outside = _find_outside(environ, own, values, found)
     features, fingerprint = _decide(values, installed, own and outside.behind(own), found)
+    processes = last_engine(_records(environ, found))
+    _compare_fingerprints(processes, found)
     platform = _host.find_platform()
     tools = _host.find_tools(environ=environ)
     libraries = _libraries(environ, found)
@@ -174,7 +176,7 @@ def diagnose(environ: Mapping[str, str] | None = None, *, catalog: Catalog | Non
         # As the records of processes have them.
         features=(*(_left_out(item) for item in outside.troubles), *features),
         fingerprint=fingerprint,
-        last_engine=last_engine(_records(environ, found)),
+        last_engine=processes,
         problems=tuple(found.problems),
         warnings=tuple(found.warnings),
     )
@@ -200,6 +202,19 @@ def last_engine(records: Sequence[ProcessRecord]) -> tuple[ProcessRecord, ...]:
             members.add(item.pid)
             family.append(item)
     return tuple(family)
+
+
+def _compare_fingerprints(processes: Sequence[ProcessRecord], found: _Findings) -> None:
+    """Of one engine all have to be the same: its processes compute one model together."""
+    of: dict[str, list[str]] = {}
+    for item in processes:
+        of.setdefault(item.fingerprint, []).append(f"{item.pid} {item.role}")
+    if len(of) > 1:
+        parts = "; ".join(f"{fingerprint} in {', '.join(names)}" for fingerprint, names in of.items())
+        found.warnings.append(
+            f"the last engine's processes do not have the same patches in force (fingerprint {parts}): start it again, "
+            "and change no patch or variable meanwhile"
+        )
 
 
 def _latest(records: Sequence[ProcessRecord], pid: int) -> int | None:
@@ -254,13 +269,12 @@ def _find_outside(
     found: _Findings,
 ) -> Found:
     """The catalogues from outside; their gates come into `values`, and what is wrong with them into `found`."""
-    master, folders = values["VLLM_HWPLUGIN"], values[FOLDERS]
+    folders, switched_off = values[FOLDERS], _is_switched_off(values)
     outside = Found()
     if own is not None and isinstance(folders, gates.GateValue):
         outside = find_outside(environ, own)
         _read_into(values, outside.gates, environ, found)
     found.warnings += [str(item) for item in gates.unknown(environ, outside.gates)]
-    switched_off = isinstance(master, gates.GateValue) and not master.flag
     said = found.problems if _is_strict(values) and not switched_off else found.warnings
     said += [f"{item.where} is not live, vLLM runs stock there: {item.reason}" for item in outside.troubles]
     said = found.warnings if switched_off else found.problems
@@ -268,6 +282,11 @@ def _find_outside(
         f"{name}=on, but no catalogue of patches has this gate" for name in gates.unclaimed(environ, outside.gates)
     ]
     return outside
+
+
+def _is_switched_off(values: Mapping[str, gates.GateValue | gates.GateError]) -> bool:
+    value = values["VLLM_HWPLUGIN"]
+    return isinstance(value, gates.GateValue) and not value.flag
 
 
 def _is_strict(values: Mapping[str, gates.GateValue | gates.GateError]) -> bool:
@@ -285,9 +304,7 @@ def _find_vllm(values: Mapping[str, gates.GateValue | gates.GateError], found: _
     try:
         return find_installed()
     except VersionUnknown as error:
-        master = values["VLLM_HWPLUGIN"]
-        switched_off = isinstance(master, gates.GateValue) and not master.flag
-        (found.warnings if switched_off else found.problems).append(str(error))
+        (found.warnings if _is_switched_off(values) else found.problems).append(str(error))
         return None
     except NotInstalled as error:
         found.warnings.append(str(error))
@@ -305,19 +322,20 @@ def _describe(installed: Installed | None) -> dict[str, Any] | None:
     }
 
 
-def _check_entry_point(environ: Mapping[str, str], found: _Findings) -> None:
+def _check_entry_point(
+    environ: Mapping[str, str], values: Mapping[str, gates.GateValue | gates.GateError], found: _Findings
+) -> None:
     """vLLM must find the plugin by its entry point, and must be allowed to load it."""
+    said = found.warnings if _is_switched_off(values) else found.problems
     for group, what in ((_GROUP, "the plugin"), (platforms.GROUP, "its platform class")):
         if ENTRY_POINT not in {point.name for point in importlib.metadata.entry_points(group=group)}:
-            found.warnings.append(
+            said.append(
                 f"vLLM will not load {what}: no installed distribution offers {ENTRY_POINT} in the entry-point group "
                 f"{group}; install vllm-hwplugin with pip, a path on PYTHONPATH is not enough"
             )
     allowed = environ.get("VLLM_PLUGINS")
     if allowed is not None and ENTRY_POINT not in allowed.split(","):
-        found.warnings.append(
-            f"vLLM will not load the plugin: VLLM_PLUGINS={allowed!r} does not name it; add {ENTRY_POINT}"
-        )
+        said.append(f"vLLM will not load the plugin: VLLM_PLUGINS={allowed!r} does not name it; add {ENTRY_POINT}")
 
 
 def _decide(

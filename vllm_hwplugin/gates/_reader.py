@@ -155,9 +155,10 @@ def register_with_vllm(envs_module: Any, more: Iterable[Gate] = ()) -> None:
         table.setdefault(gate.name, _key_getter(gate) if in_key else _no_factor)
         for alias in gate.aliases:
             table.setdefault(alias.name, _no_factor)
-    # Of catalogues that this process has not read, because the plugin is switched off or they cannot be.
+    # Of catalogues that this process has not read, because the plugin is switched off or they cannot be; and what the
+    # first process of an engine left, where this one is another engine's and has the plugin switched off.
     for name in os.environ:
-        if name.startswith(CATALOGUE_PREFIX):
+        if name.startswith(CATALOGUE_PREFIX) or name == FINGERPRINT:
             table.setdefault(name, _no_factor)
 
 

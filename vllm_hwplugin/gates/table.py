@@ -21,7 +21,8 @@ PREFIX: Final = "VLLM_HWPLUGIN"
 # Of the gates that catalogues from outside bring with them; no gate of the table begins so.
 CATALOGUE_PREFIX: Final = "VLLM_HWPLUGIN_PATCH_"
 
-# vLLM's table holds this name too (the patch set's fingerprint, a computed value); it is not something to set.
+# The fingerprint of the patch set: a computed value in vLLM's table, and in the environment that the first process of
+# an engine leaves to its children. It is not something to set.
 FINGERPRINT: Final = "VLLM_HWPLUGIN_FINGERPRINT"
 
 STRICT: Final = "VLLM_HWPLUGIN_STRICT"

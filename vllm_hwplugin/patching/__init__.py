@@ -9,7 +9,7 @@ from ..versions import SUPPORTED, is_supported
 from ._apply import Edit, Text, apply_edits, edits_of, is_open, locate, split_lines
 from ._catalog import default_folder, load_catalog
 from ._diff import file_diff, parse_diff, read_sections
-from ._errors import CatalogError, DiffError, PatchingError, UnreadableFile
+from ._errors import CatalogError, DiffError, InstallError, PatchingError, UnreadableFile
 from ._evaluate import evaluate, evaluate_together
 from ._installed import Installed, NotInstalled, VersionUnknown, find_installed
 from ._model import (
@@ -23,6 +23,7 @@ from ._model import (
     Hunk,
     HunkStatus,
     HunkVerdict,
+    ModuleCheck,
     Nearest,
     NotNeeded,
     PatchedFile,
@@ -34,7 +35,7 @@ from ._model import (
 )
 from ._overlay import FOLDER
 from ._plan import make_plan, render_diff
-from ._runtime import InstallError, ModuleCheck, current_plan, install, verify
+from ._runtime import current_plan, install, verify
 
 __all__ = [
     "FOLDER",

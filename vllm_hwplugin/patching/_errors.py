@@ -20,3 +20,7 @@ class UnreadableFile(PatchingError):
 
 class DiffError(PatchingError):
     """A file that should be a unified diff is malformed, or says things that this engine refuses to guess at."""
+
+
+class InstallError(PatchingError):
+    """A feature that was asked for cannot be live, and the process must not run without it."""

@@ -235,6 +235,17 @@ class PatchedFile(NamedTuple):
         return self.data.decode("utf-8")
 
 
+ModuleState = Literal["pending", "served", "re-applied", "stock"]
+
+
+class ModuleCheck(NamedTuple):
+    """What a patched module runs: ``pending`` is not imported yet, ``stock`` runs without its patches."""
+
+    module: str
+    state: ModuleState
+    detail: str = ""
+
+
 class Plan(NamedTuple):
     """Everything a process needs to run patched: pure data, made before anything is imported or written.
 

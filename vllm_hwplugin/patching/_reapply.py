@@ -224,11 +224,11 @@ class Staged:
         return undo
 
 
-def plan_module(module: ModuleType, copy: Copy, installed_path: str, installed_text: str) -> ModulePlan:
+def plan_module(module: ModuleType | None, copy: Copy, installed_path: str, installed_text: str) -> ModulePlan:
     """Decide whether an imported module can be brought to its patched text.
 
     Args:
-        module: the live module, imported from the installed file.
+        module: the live module, imported from the installed file; None where `sys.modules` blocks its import.
         copy: its patched text.
         installed_path: the installed file.
         installed_text: what the installed file says.
@@ -236,6 +236,11 @@ def plan_module(module: ModuleType, copy: Copy, installed_path: str, installed_t
     Raises:
         ReapplyRefused: it cannot; the message says why and, as far as it can be known, who imported the module.
     """
+    if not isinstance(module, ModuleType):
+        raise ReapplyRefused(
+            f"{copy.module} is {module!r} in sys.modules, so its import is blocked; take the entry out before "
+            "vLLM loads its plugins"
+        )
     if getattr(module.__spec__, "_initializing", False):
         raise _refusal(module, "it is being imported right now")
     text = copy.text.decode("utf-8")

@@ -10,15 +10,16 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from .. import __version__, gates, record
 from ..record import ProcessRecord
+from ._agreement import compare_with_first, give_up_stock
 from ._catalog import load_catalog
-from ._errors import PatchingError
+from ._errors import InstallError, PatchingError
 from ._finder import CopyFinder, serves
 from ._installed import Installed, find_installed
-from ._model import VLLM, Catalog, Plan
+from ._model import VLLM, Catalog, ModuleCheck, Plan
 from ._overlay import Copy, Overlay, open_overlay
 from ._packages import catalogue_packages
 from ._plan import make_plan
@@ -28,20 +29,6 @@ if TYPE_CHECKING:
     from . import _reapply, outside
 
 logger = logging.getLogger("vllm.hwplugin")
-
-ModuleState = Literal["pending", "served", "re-applied", "stock"]
-
-
-class InstallError(PatchingError):
-    """A feature that was asked for cannot be live, and the process must not run without it."""
-
-
-class ModuleCheck(NamedTuple):
-    """What :func:`verify` found: ``pending`` is not imported yet, ``stock`` runs without its patches."""
-
-    module: str
-    state: ModuleState
-    detail: str = ""
 
 
 class _Wanted(NamedTuple):
@@ -68,7 +55,7 @@ class _State:
         self.record = entry
         self.overlay: Overlay | None = None
         self.gates: tuple[gates.Gate, ...] = ()
-        self.installed: Mapping[str, Installed] = {}
+        self.wanted: _Wanted | None = None
         self.plan: Plan | None = None
         self.finder: CopyFinder | None = None
         self.undo: list[Callable[[], None]] = []
@@ -169,7 +156,8 @@ def verify(names: Iterable[str] | None = None, *, force: bool = True) -> tuple[M
             finder.put_first()
         stock = [name for name in modules if _is_stock(name, copies)]
         if stock and force:
-            plans = [_plan_swap(_state.installed, _state.plan, copies[name]) for name in stock]
+            assert _state.wanted is not None
+            plans = [_plan_swap(_state.wanted.installed, _state.plan, copies[name]) for name in stock]
             _commit([plan.stage() for plan in plans], _state.undo)
             _state.record.modules.update(dict.fromkeys(stock, "re-applied"))
             record.save()
@@ -251,8 +239,7 @@ def _activate(
     if catalog is None:
         off = {name for name, choice in choices.items() if choice == "off"}
         catalog = load_catalog(version=installed.version, off=off, base=overlay.base)
-    state.installed = {VLLM: installed}
-    missing: Mapping[str, str] = {}
+    targets, missing = {VLLM: installed}, dict[str, str]()
     packages = catalogue_packages()
     if packages or values["VLLM_HWPLUGIN_PATCHES"].names:
         # Rarely needed, like what it imports.
@@ -264,7 +251,7 @@ def _activate(
         catalog = found.behind(catalog)
         choices |= {name: value.choice for name, value in gates.read_all(environ, found.gates).items()}
         others, missing = outside.find_targets(catalog.features)
-        state.installed = {VLLM: installed, **others}
+        targets |= others
     for unknown in gates.unknown(environ, state.gates):
         logger.warning("%s", unknown)
     if demanded := gates.unclaimed(environ, state.gates):
@@ -276,7 +263,7 @@ def _activate(
     state.overlay = overlay
     try_unlisted = values["VLLM_HWPLUGIN_TRY_UNLISTED"].flag
     strict = values[gates.STRICT].flag
-    wanted = _Wanted(state.installed, missing, catalog, choices, try_unlisted, strict, overlay)
+    wanted = state.wanted = _Wanted(targets, missing, catalog, choices, try_unlisted, strict, overlay)
     settled = _put_in_force(state, wanted)
     for note in overlay.notes:
         logger.warning("patched copies go to %s instead: %s", overlay.base, note)
@@ -290,6 +277,8 @@ def _activate(
         name: "served" for name in entry.modules if entry.modules[name] == "served"
     }
     report(entry, plan, installed, try_unlisted)
+    asked = (sorted(choices.items()), try_unlisted, environ.get("VLLM_HWPLUGIN_PATCHES"))
+    compare_with_first(entry, asked, environ, stop=_must_hold(environ, state.gates))
     record.begin(entry, overlay.base)
 
 
@@ -392,6 +381,16 @@ def _must_hold(environ: Mapping[str, str], more: tuple[gates.Gate, ...]) -> bool
     return bool(gates.unclaimed(environ, more))
 
 
+def _check_live() -> None:
+    with _lock:
+        checks = verify(force=False)
+        if _state is not None and any(check.state == "stock" for check in checks):
+            assert _state.plan is not None
+            assert _state.wanted is not None
+            give_up_stock(_state.record, _state.plan, checks, _state.wanted.choices, strict=_state.wanted.strict)
+            record.save()
+
+
 def _on_load(state: _State) -> Callable[[str], None]:
     def on_load(name: str) -> None:
         # A child of a plain fork first shows itself here.
@@ -470,3 +469,4 @@ def _renew_locks() -> None:
 
 
 os.register_at_fork(after_in_child=_renew_locks)
+record.check_with(_check_live)

@@ -44,10 +44,12 @@ def report(part: Any, examine: Callable[[Any, ProcessRecord], Findings]) -> None
 
     Raises:
         FeatureRequired: a gate says `on`, and the feature is not used.
+        HwpluginError: a module of a feature was imported past the plugin; see :func:`vllm_hwplugin.record.check_live`.
     """
     entry = record.current()
     if entry is None:
         return
+    record.check_live()
     try:
         found = examine(part, entry)
     except Exception:

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How to bring about each failure of something else than a patch: see ``failure_scenarios.py``."""
+
+from __future__ import annotations
+
+from .failure_scenarios import INSTALL, Scenario, block_cache, made_up, made_up_with
+from .patching.madeup import GATES
+
+ATTENTION, OPS = "VLLM_HWPLUGIN_ATTENTION", "VLLM_HWPLUGIN_OPS"
+
+OFF = dict.fromkeys(
+    (
+        *GATES,
+        "VLLM_HWPLUGIN_DRAFT_LOOP_GRAPH",
+        "VLLM_HWPLUGIN_DFLASH_DRAFT_BACKEND",
+        "VLLM_HWPLUGIN_WINDOW_BLOCKS",
+        OPS,
+    ),
+    "off",
+)
+
+# A host with an H200, as far as a process that does not start CUDA can tell, and vLLM's extension with its operations.
+# The dispatch key CPU stands in for CUDA.
+OPERATIONS = """
+import torch
+from types import ModuleType, SimpleNamespace
+from vllm_hwplugin.ops import overrides
+from vllm_hwplugin.ops.build import jit
+from vllm_hwplugin.ops.build.errors import KernelUnavailable
+
+torch.version.cuda = "13.0"
+overrides.KEY = "CPU"
+overrides.device_name = lambda device: "NVIDIA H200"
+nvml = sys.modules["vllm.third_party.pynvml"] = ModuleType("pynvml")
+nvml.NVMLError = type("NVMLError", (Exception,), {})
+nvml.nvmlInit = nvml.nvmlShutdown = lambda: None
+nvml.nvmlDeviceGetCount = lambda: 1
+nvml.nvmlDeviceGetHandleByIndex = int
+nvml.nvmlDeviceGetName = lambda handle: "NVIDIA H200"
+sys.modules["vllm._custom_ops"] = ModuleType("vllm._custom_ops")
+CONCERNED = "silu_and_mul_per_block_quant"
+libraries = []
+
+def define(missing=()):
+    for op in overrides.OPS.values():
+        if op.name not in missing:
+            library = torch.library.Library(op.namespace, "FRAGMENT")
+            library.define(op.schemas[0].text)
+            library.impl(op.name, lambda *args: None, "CPU")
+            libraries.append(library)
+
+def served():
+    # Not decided yet is in front of vLLM's.
+    states = {name: "live" if not text.startswith("vLLM's") else "vllm" for name, text in overrides.states().items()}
+    gaining = [op.name for op in overrides.OPS.values() if op.default_on]
+    states = {name: states.get(name, "vllm") for name in gaining}
+    return {CONCERNED: states.pop(CONCERNED)}, states
+"""
+
+# vLLM's answer for a layer with heads of 512 is TRITON_ATTN; the plugin's class says what it is told to say.
+LAYER = """
+from collections import namedtuple
+from types import ModuleType, SimpleNamespace
+from vllm_hwplugin.platforms import _cuda_attention as attention
+
+def module(name, **members):
+    made = sys.modules[name] = ModuleType(name)
+    vars(made).update(members)
+
+REFUSED, OBSTACLE, ANSWER = [], "", "triton.Triton"
+module("triton", Triton=SimpleNamespace(get_name=lambda: "TRITON_ATTN"))
+own = SimpleNamespace(validate_configuration=lambda **asked: REFUSED)
+module(attention.CUDA.module, **{attention.CUDA.cls: own})
+attention.jit.obstacle = lambda kernel, capability: OBSTACLE
+Config = namedtuple("Config", "head_size use_mla use_sparse use_mm_prefix use_non_causal")
+Capability = namedtuple("Capability", "major minor")
+
+def vllm(selected, config, heads):
+    if not ANSWER:
+        raise ValueError("no valid backend")
+    return ANSWER
+
+def attempt():
+    named = SimpleNamespace(name="FLASH_ATTN", is_overridden=lambda: False)
+    path = attention.choose(vllm, named, Config(512, False, False, False, False), 8, Capability(9, 0))
+    return {"layer": "live" if path == attention.CUDA.path else "vllm"}, {}
+"""
+
+# vLLM asks for the platform class first, and loads the general plugin later.
+WARM_UP = """
+from types import SimpleNamespace
+
+from vllm_hwplugin.attention.warm_up import warm_up
+
+def fails(**_):
+    raise OSError("mcc: no such file")
+
+def attempt():
+    group = SimpleNamespace(get_metadata_builder=lambda _: SimpleNamespace(warm_up=fails))
+    warm_up(SimpleNamespace(attn_groups=[[group]], speculative_config=None))
+    return {}, {}
+"""
+
+PLATFORM = """
+from types import ModuleType
+from vllm_hwplugin import plugin
+platforms = sys.modules["vllm.platforms"] = ModuleType("vllm.platforms")
+platforms.builtin_platform_plugins = {"cpu": lambda: "vllm.platforms.cpu.CpuPlatform"}
+
+def attempt():
+    assert plugin.platform() is None
+    plugin.register()
+    return {}, {}
+"""
+
+OTHERS: dict[str, list[Scenario]] = {
+    "unknown variable": [Scenario(INSTALL, made_up, variables={"VLLM_HWPLUGIN_STRIKT": "1"})],
+    "second place": [Scenario(INSTALL, made_up_with(block_cache), variables={"TMPDIR": "tmp"})],
+    "operation": [
+        Scenario(
+            OPERATIONS
+            + """
+def attempt():
+    define(missing=[CONCERNED])
+    overrides.install()
+    return served()
+""",
+            gate=OPS,
+        )
+    ],
+    "operations": [
+        Scenario(
+            OPERATIONS
+            + f"""
+def attempt():
+    define()
+    {spoil}
+    overrides.install()
+    return served()
+""",
+            gate=OPS,
+        )
+        for spoil in ('sys.modules["vllm._custom_ops"] = None', "del torch.library.get_kernel")
+    ],
+    "kernel": [
+        Scenario(
+            OPERATIONS
+            + """
+def no_compiler(kernel, torch):
+    raise KernelUnavailable("no compiler")
+
+def attempt():
+    define()
+    jit.provide = no_compiler
+    overrides.install()
+    out, x, scales = torch.empty(2, 128), torch.empty(2, 256), torch.empty(2, 1)
+    torch.ops._C.silu_and_mul_per_block_quant(out, x, scales, 128, None, False)
+    return served()
+""",
+            gate=OPS,
+        )
+    ],
+    "skip list": [
+        Scenario(
+            OPERATIONS
+            + """
+def attempt():
+    define()
+    overrides.install()
+    return served()
+""",
+            gate=OPS,
+            variables={"VLLM_HWPLUGIN_OPS_SKIP": "rope"},
+        )
+    ],
+    "attention misfit": [Scenario(LAYER + "REFUSED = ['no fp8']", gate=ATTENTION)],
+    "attention none": [Scenario(LAYER + "REFUSED = ['no fp8']; ANSWER = ''", gate=ATTENTION)],
+    "attention import": [Scenario(LAYER + "sys.modules[attention.CUDA.module] = None", gate=ATTENTION)],
+    "attention kernel": [Scenario(LAYER + "OBSTACLE = 'no nvcc'", gate=ATTENTION)],
+    "attention warm-up": [Scenario(WARM_UP)],
+    "platform": [
+        Scenario(PLATFORM, variables={**OFF, "VLLM_HWPLUGIN_PLATFORM": "cuda"}),
+        # A vLLM whose table of platforms is another one.
+        Scenario(PLATFORM + "platforms.builtin_platform_plugins = 1", variables=OFF),
+    ],
+}
