@@ -29,7 +29,7 @@ def refuse_if_required(feature: str, reason: str) -> None:
         )
 
 
-def stays_stock(feature: str, effect: str, reason: str) -> None:
+def stays_stock(feature: str, effect: str, reason: str, level: int = logging.INFO) -> None:
     """Put on record and in the log that ``feature`` leaves things as they are.
 
     Whether a patch fits is settled before vLLM is imported; whether the engine has a use for it only shows here.
@@ -38,6 +38,7 @@ def stays_stock(feature: str, effect: str, reason: str) -> None:
         feature: one of `features`.
         effect: what happens instead, as the log and ``vllm-hwplugin doctor`` say it.
         reason: why.
+        level: of the log's line.
 
     Raises:
         FeatureRequired: the gate says ``on``.
@@ -45,4 +46,4 @@ def stays_stock(feature: str, effect: str, reason: str) -> None:
     refuse_if_required(feature, reason)
     record.note(feature, f"{effect}: {reason}")
     record.use(feature, False, reason)
-    logger.info("%s: %s: %s", feature, effect, reason)
+    logger.log(level, "%s: %s: %s", feature, effect, reason)

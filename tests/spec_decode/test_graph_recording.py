@@ -1,36 +1,157 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a recording tells vLLM. Graphs themselves are recorded on the simulated device and on GPUs."""
+"""What a recording tells vLLM, and what a failed one leaves behind. Graphs themselves are recorded on the simulated
+device and on GPUs.
+"""
 
 from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm.v1.worker.gpu.model_runner", exc_type=ImportError)
 
 import torch
+from vllm.distributed import parallel_state
 from vllm.distributed.device_communicators import pynccl_allocator as allocator
 
-from vllm_hwplugin.spec_decode.graph_recording import record_graph
+from vllm_hwplugin import record
+from vllm_hwplugin.fallback import FeatureRequired
+from vllm_hwplugin.features import V2_TAIL_GRAPH, gate_of
+from vllm_hwplugin.spec_decode import graph_recording
+from vllm_hwplugin.spec_decode.graph_recording import attempt, record_graph
+
+POOL = (0, 7)
 
 
 class Graph:
-    """`torch.cuda.CUDAGraph` of a host without a GPU."""
+    """`torch.cuda.CUDAGraph` of a host without a GPU. Like CUDA, it ends a capture in which something was forbidden
+    with an error of its own.
+    """
 
-    pool: object = None
+    under_way: Any = None
+    broken = False
 
-    def capture_begin(self, pool: object) -> None:
-        Graph.pool = pool
+    def capture_begin(self, pool: object = None) -> None:
+        assert Graph.under_way is None
+        Graph.under_way, Graph.broken = pool or "one of its own", False
 
     def capture_end(self) -> None:
-        Graph.pool = None
+        Graph.under_way = None
+        if Graph.broken:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+
+@pytest.fixture(autouse=True)
+def _device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    for name in ("synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.accelerator, name, lambda: None)
+    for name in ("memory_reserved", "current_device_index"):
+        monkeypatch.setattr(torch.accelerator, name, lambda: 0)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cpu"))
+    yield
+    Graph.under_way = None
+
+
+@pytest.fixture
+def uses(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[bool, str]]:
+    said: dict[str, tuple[bool, str]] = {}
+    monkeypatch.setattr(record, "use", lambda feature, used, reason="": said.update({feature: (used, reason)}))
+    return said
 
 
 def test_collectives_in_symmetric_memory_find_the_pool_of_the_recording(monkeypatch: pytest.MonkeyPatch) -> None:
     """They end its allocations and begin them again: those of another pool would be an error, or lie in it."""
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
     monkeypatch.setattr(allocator, "_graph_pool_id", "of the target's graphs")
     seen: list[tuple[object, object]] = []
-    pool = (0, 7)
-    record_graph(lambda: seen.append((Graph.pool, allocator._graph_pool_id)), pool)
-    assert seen[1] == (pool, pool)
+    record_graph(lambda: seen.append((Graph.under_way, allocator._graph_pool_id)), POOL)
+    assert seen[1] == (POOL, POOL)
+
+
+def waits_for_the_device() -> None:
+    if Graph.under_way is not None:
+        Graph.broken = True
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+
+def spoils_the_capture() -> None:
+    Graph.broken = Graph.under_way is not None
+
+
+def is_out_of_memory() -> None:
+    raise torch.OutOfMemoryError("tried to allocate 1.00 GiB")
+
+
+def is_out_of_memory_while_captured() -> None:
+    if Graph.under_way is not None:
+        is_out_of_memory()
+
+
+def records_well() -> None:
+    record_graph(lambda: None, POOL)
+
+
+@pytest.mark.parametrize(
+    "run", [waits_for_the_device, spoils_the_capture, is_out_of_memory, is_out_of_memory_while_captured]
+)
+def test_a_recording_that_fails_leaves_vllm_as_it_is(
+    run: Any, uses: dict[str, tuple[bool, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forgotten: list[bool] = []
+    recording: list[Any] = [lambda: record_graph(run, POOL), lambda: forgotten.append(Graph.under_way is None)]
+    assert not attempt(V2_TAIL_GRAPH, "stock", *recording)
+    assert forgotten == [True]
+    used, reason = uses[V2_TAIL_GRAPH]
+    assert not used
+    assert "\n" not in reason
+    # The next one is no longer within the broken capture.
+    assert attempt(V2_TAIL_GRAPH, "stock", records_well, lambda: None)
+    monkeypatch.setenv(gate_of(V2_TAIL_GRAPH), "on")
+    with pytest.raises(FeatureRequired):
+        attempt(V2_TAIL_GRAPH, "stock", *recording)
+
+
+def _rank(rank: int, folder: str, fails: str, results: Any) -> None:
+    """One of two ranks; the second one fails, before, while or behind what is recorded."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    parallel_state._TP = SimpleNamespace(world_size=2, cpu_group=torch.distributed.group.WORLD)
+    graph_recording.model_parallel_is_initialized = lambda: True  # type: ignore[attr-defined]
+
+    def here(place: str) -> None:
+        if rank == 1 and fails == place:
+            raise RuntimeError(f"it fails {place}")
+
+    def run() -> None:
+        here("while it is captured" if Graph.under_way else "before it is captured")
+
+    def recording() -> None:
+        here("before all")
+        for _ in range(2):
+            record_graph(run, POOL)
+        here("behind all")
+
+    first = attempt(V2_TAIL_GRAPH, "stock", recording, lambda: None)
+    # Whatever came of that one, the ranks are of one mind about the next.
+    second = attempt(V2_TAIL_GRAPH, "stock", records_well, lambda: None)
+    results.put((rank, first, second))
+
+
+@pytest.mark.parametrize(
+    "fails", ["nowhere", "before all", "before it is captured", "while it is captured", "behind all"]
+)
+def test_ranks_of_tensor_parallelism_are_of_one_mind(fails: str, tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    results = context.Queue()
+    ranks = [context.Process(target=_rank, args=(rank, str(tmp_path), fails, results)) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    found = sorted(results.get(timeout=60) for _ in ranks)
+    for rank in ranks:
+        rank.join(60)
+    good = fails == "nowhere"
+    assert found == [(0, good, True), (1, good, True)]

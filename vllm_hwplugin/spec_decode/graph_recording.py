@@ -1,14 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How vLLM's own methods are recorded into a CUDA graph."""
+"""How vLLM's own methods are recorded into CUDA graphs, and what happens where that fails.
+
+A list of what cannot be recorded is never whole: a model may wait for the device in its `compute_logits`, and memory
+may end. So each feature records inside `attempt`, and a start goes on without the graphs that it could not have.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from vllm.distributed.device_communicators.pynccl_allocator import set_graph_pool_id
+from vllm.distributed.parallel_state import get_tp_group, model_parallel_is_initialized
+
+from vllm_hwplugin.fallback import FeatureRequired, stays_stock
+
+logger = logging.getLogger("vllm.hwplugin")
+
+
+class RecordingFailed(RuntimeError):
+    """A recording that failed on a rank of tensor parallelism, as every rank knows."""
 
 
 def known_arguments(function: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
@@ -23,20 +38,137 @@ def free_memory() -> int:
     return free
 
 
+def reserved_memory() -> int:
+    """Bytes of the device that this process's allocator holds, without those that it would give back.
+
+    Other processes, and what CUDA itself needs for a graph, are not in it.
+    """
+    torch.accelerator.synchronize()
+    torch.accelerator.empty_cache()
+    reserved: int = torch.accelerator.memory_reserved()
+    return reserved
+
+
+def attempt(
+    feature: str, effect: str, record: Callable[[], None], forget: Callable[[], None], pool: Any = None
+) -> bool:
+    """Have a feature record its graphs; where that fails, have it forget them, and let the start go on.
+
+    With tensor parallelism it fails on all ranks where it fails on one, so all ranks have to call this in one order. A
+    rank that fails between kernels that talk to others leaves these waiting on the device: nothing can help them.
+
+    Args:
+        feature: one of `features`.
+        effect: what happens without the graphs, as `stays_stock` says it.
+        record: records, by `record_graph` or by vLLM's own wrapper.
+        forget: drops all graphs of the feature, and what was made for them.
+        pool: of graphs that vLLM's wrapper records; None where `record_graph` does.
+
+    Returns:
+        Whether all was recorded.
+
+    Raises:
+        FeatureRequired: something failed, and the feature's gate says `on`.
+    """
+    try:
+        record()
+        if _all_ranks(True):
+            return True
+        reason = "it failed on another rank"
+    except FeatureRequired:
+        raise
+    except RecordingFailed as failure:
+        reason = str(failure)
+    except Exception as failure:
+        _all_ranks(False)
+        reason = _in_a_line(failure)
+        logger.debug("%s: recording failed", feature, exc_info=True)
+        if pool is not None:
+            _leave_capture(pool)
+    forget()
+    # Waits for what still uses the memory, and gives it back.
+    reserved_memory()
+    stays_stock(feature, effect, f"recording graphs failed: {reason}", level=logging.WARNING)
+    return False
+
+
 def record_graph(run: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
     """Record `run` on the current stream, which is not the default one.
 
     It is called once before: kernels that compile or tune themselves may not do so meanwhile. `torch.cuda.graph` would
     give the allocator's memory back to the device around each of some hundred recordings.
+
+    Raises:
+        RecordingFailed: `run` or its capture failed, here or on another rank of tensor parallelism.
     """
-    run()
+    with _together():
+        run()
     torch.accelerator.synchronize()
     graph = torch.cuda.CUDAGraph()
+    with _together():
+        _capture(graph, run, pool)
+    return graph
+
+
+def _capture(graph: torch.cuda.CUDAGraph, run: Callable[[], None], pool: Any) -> None:
     # Collectives in symmetric memory leave it for a while.
     set_graph_pool_id(pool)
     graph.capture_begin(pool=pool)
     try:
         run()
-    finally:
+    except BaseException:
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            _leave_capture(pool)
+        raise
+    try:
         graph.capture_end()
-    return graph
+    except RuntimeError:
+        _leave_capture(pool)
+        raise
+
+
+def _leave_capture(pool: Any) -> None:
+    """Have torch leave a capture that CUDA has ended because of a failure.
+
+    `capture_end` raises then before it has told the allocator, which goes on taking memory of `pool`, and the random
+    generators, which go on refusing to draw.
+    """
+    device = torch.accelerator.current_device_index()
+    # Raises where the allocator has left the pool, and where torch was built without CUDA.
+    with suppress(RuntimeError):
+        torch._C._cuda_endAllocateToPool(device, pool)
+        torch._C._cuda_releasePool(device, pool)
+    # The generators leave a capture only when one ends well.
+    empty = torch.cuda.CUDAGraph()
+    empty.capture_begin()
+    torch.empty(1, device=torch.accelerator.current_accelerator()).zero_()
+    empty.capture_end()
+
+
+@contextmanager
+def _together() -> Iterator[None]:
+    """Fail where any rank of tensor parallelism fails."""
+    try:
+        yield
+    except Exception as failure:
+        _all_ranks(False)
+        logger.debug("recording failed", exc_info=True)
+        raise RecordingFailed(_in_a_line(failure)) from failure
+    if not _all_ranks(True):
+        raise RecordingFailed("it failed on another rank")
+
+
+def _all_ranks(succeeded: bool) -> bool:
+    """Whether this step succeeded on all ranks of tensor parallelism, which wait for each other."""
+    if not model_parallel_is_initialized() or get_tp_group().world_size == 1:
+        return succeeded
+    flag = torch.tensor([succeeded], dtype=torch.int32)
+    torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MIN, group=get_tp_group().cpu_group)
+    return bool(flag.item())
+
+
+def _in_a_line(failure: BaseException) -> str:
+    lines = str(failure).strip().splitlines()
+    return f"{type(failure).__name__}: {lines[0]}" if lines else type(failure).__name__

@@ -27,7 +27,7 @@ from vllm_hwplugin import record
 from vllm_hwplugin.fallback import stays_stock
 from vllm_hwplugin.features import V2_STEP_INPUTS
 from vllm_hwplugin.spec_decode.decode_builders import host_work
-from vllm_hwplugin.spec_decode.graph_recording import record_graph
+from vllm_hwplugin.spec_decode.graph_recording import attempt, record_graph
 from vllm_hwplugin.spec_decode.v2.tail_buffers import StandIn, TailBuffers
 from vllm_hwplugin.spec_decode.v2.tail_graphs import TailGraphs
 
@@ -117,10 +117,15 @@ class StepInputs:
             self.stay_stock(reason)
             return
         moving = self._runner.block_tables.num_blocks
-        self._num_blocks = moving.gpu.to(self._runner.device, copy=True)
-        with buffers.stand_in(), StandIn((moving,), (self._num_blocks,)):
-            for num_reqs, batch in batches.items():
-                self._graphs[num_reqs] = record_graph(self._preparing(batch, buffers), pool)
+
+        def record_all() -> None:
+            self._num_blocks = moving.gpu.to(self._runner.device, copy=True)
+            with buffers.stand_in(), StandIn((moving,), (self._num_blocks,)):
+                for num_reqs, batch in batches.items():
+                    self._graphs[num_reqs] = record_graph(self._preparing(batch, buffers), pool)
+
+        if not attempt(V2_STEP_INPUTS, _STOCK, record_all, self.forget):
+            return
         self._shows_metadata = shows_metadata(self._runner)
         if self._shows_metadata:
             record.note(

@@ -16,11 +16,12 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, Protocol
 
 import numpy as np
 import torch
+from vllm.config.compilation import CUDAGraphMode
 from vllm.distributed.parallel_state import graph_capture
 from vllm.v1.worker.gpu.cudagraph_utils import prepare_inputs_to_capture
 from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -29,9 +30,9 @@ from vllm_hwplugin import record
 from vllm_hwplugin.fallback import stays_stock
 from vllm_hwplugin.features import V2_TAIL_GRAPH
 from vllm_hwplugin.nwor import runner as nwor
-from vllm_hwplugin.spec_decode.decode_batch import MAX_NUM_REQS, Rung, asks_for_nothing_else
+from vllm_hwplugin.spec_decode.decode_batch import Rung, asks_for_nothing_else
 from vllm_hwplugin.spec_decode.fused_weights import FusedWeights
-from vllm_hwplugin.spec_decode.graph_recording import free_memory, known_arguments, record_graph
+from vllm_hwplugin.spec_decode.graph_recording import attempt, known_arguments, record_graph, reserved_memory
 from vllm_hwplugin.spec_decode.v2.recording import (
     expanded_rows,
     idx_dtype,
@@ -110,6 +111,7 @@ class TailGraphs:
         self._plain = np.zeros(runner.max_num_reqs, dtype=bool)
         self._splits_top_p = splits_top_p()
         self._companions: list[Companion] = []
+        self._failed = False
         self._forget()
 
     def add(self, companion: Companion) -> None:
@@ -125,6 +127,7 @@ class TailGraphs:
     def _forget(self) -> None:
         self._graphs: dict[int, _Graphs] = {}
         self._buffers: TailBuffers | None = None
+        self._pool: Any = None
         self._scratch: list[torch.Tensor] = []
         self._fused: FusedWeights | None = None
         self._output: Any = None
@@ -139,40 +142,39 @@ class TailGraphs:
 
     # -- a start ------------------------------------------------------------------------------------------------------
 
-    def capture(self, profile_only: bool = False) -> None:
+    def capture(self) -> None:
         """Record all graphs: the last thing that `capture_model` captures.
 
-        Args:
-            profile_only: whether vLLM measures what graphs need, before there is a KV cache. The largest is recorded
-                then, whose memory the smaller ones use too; the real capture lets it go.
+        From 0.29 on vLLM measures what graphs need before there is a KV cache, and captures its largest for that. So is
+        the largest recorded here, whose memory the smaller ones use too; the real capture lets it go.
 
         Raises:
             FeatureRequired: nothing can be recorded, and the feature's gate says `on`.
         """
         self._forget()
-        runner, query_len = self._runner, self.query_len
+        if self._failed:
+            return
+        runner = self._runner
+        profile_only = getattr(runner.cudagraph_manager, "_max_full_descs_to_capture", None) is not None
         reason = obstacle(runner)
-        shapes = [] if reason else self._shapes(profile_only)
+        shapes = [] if reason else self._shapes()[: 1 if profile_only else None]
         if not shapes:
             if not profile_only:
                 stays_stock(V2_TAIL_GRAPH, _STOCK, reason or "the target has no FULL graph of a decode batch")
-                for companion in self._companions:
-                    companion.stay_stock("there are no tail graphs")
+                self._leave_companions()
             return
-        started, free = time.perf_counter(), free_memory()
-        self._buffers = TailBuffers(runner, shapes[0].num_reqs, query_len, idx_dtype(runner))
-        self._buffers.write(np.empty(0, dtype=np.int64), free_row=0)
-        pool = torch.cuda.graph_pool_handle()
+        started, reserved = time.perf_counter(), reserved_memory()
         with graph_capture(device=runner.device):
-            for rung in shapes:
-                self._graphs[rung.num_reqs] = self._capture_rung(rung, pool)
-            for companion in () if profile_only else self._companions:
-                companion.capture(self._batches, self._buffers, pool)
-        self._scratch = shared_scratch()
-        if runner.speculator.speculative_config.method == "dflash":
-            self._fused = FusedWeights(runner.speculator.model)
+            # Within: where it fails, the ranks leave the context together.
+            self._failed = not attempt(V2_TAIL_GRAPH, _STOCK, lambda: self._record(shapes), self._forget)
+            for companion in () if self._failed or profile_only else self._companions:
+                assert self._buffers is not None
+                companion.capture(self._batches, self._buffers, self._pool)
         runner.req_states.draft_tokens.zero_()
         torch.accelerator.synchronize()
+        if self._failed:
+            self._leave_companions()
+            return
         if profile_only:
             return
         # The smallest graph that holds a batch.
@@ -183,16 +185,30 @@ class TailGraphs:
         record.note(
             V2_TAIL_GRAPH,
             f"{len(shapes)} shapes of at most {shapes[0].num_reqs} requests, captured in "
-            f"{time.perf_counter() - started:.1f} s; the device has {(free - free_memory()) / 2**20:.0f} MiB less free",
+            f"{time.perf_counter() - started:.1f} s, {(reserved_memory() - reserved) / 2**20:.0f} MiB",
         )
         record.use(V2_TAIL_GRAPH, True)
 
-    def _shapes(self, profile_only: bool) -> list[Rung]:
+    def _leave_companions(self) -> None:
+        for companion in self._companions:
+            companion.stay_stock("there are no tail graphs")
+
+    def _shapes(self) -> list[Rung]:
+        """Those in which the target decodes in a FULL graph, largest first, also where it has few of them so far."""
+        manager = self._runner.cudagraph_manager
+        planned = manager._capture_descs.get(CUDAGraphMode.FULL, ())
+        return rungs(((desc.num_reqs, desc.uniform_token_count) for desc in planned), self.query_len)
+
+    def _record(self, shapes: Sequence[Rung]) -> None:
         runner = self._runner
-        if profile_only:
-            return [Rung(min(MAX_NUM_REQS, runner.max_num_reqs), runner.decode_query_len)]
-        graphs = runner.cudagraph_manager.graphs
-        return rungs(((desc.num_reqs, desc.uniform_token_count) for desc in graphs), runner.decode_query_len)
+        self._buffers = TailBuffers(runner, shapes[0].num_reqs, self.query_len, idx_dtype(runner))
+        self._buffers.write(np.empty(0, dtype=np.int64), free_row=0)
+        self._pool = torch.cuda.graph_pool_handle()
+        for rung in shapes:
+            self._graphs[rung.num_reqs] = self._capture_rung(rung, self._pool)
+        self._scratch = shared_scratch()
+        if runner.speculator.speculative_config.method == "dflash":
+            self._fused = FusedWeights(runner.speculator.model)
 
     def _capture_rung(self, rung: Rung, pool: Any) -> _Graphs:
         runner, buffers = self._runner, self._buffers
