@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from collections.abc import Iterator
@@ -240,3 +241,23 @@ def test_a_forked_child_has_no_engine_yet(tmp_path: Path) -> None:
     entries = {entry.pid: entry for entry in record.read_all(tmp_path)}
     assert entries[child].uses == {"a": use(True)}
     assert entries[os.getpid()].uses == {"a": use(False, "found while serving")}
+
+
+def process(pid: int, ppid: int) -> record.ProcessRecord:
+    return dataclasses.replace(record.new("1"), pid=pid, ppid=ppid)
+
+
+def test_a_process_is_found_with_its_ancestors_children() -> None:
+    older = [process(10, 1), process(11, 10)]
+    newer = [process(20, 1), process(21, 20), process(22, 21), process(23, 20)]
+    for pid in (20, 21, 22, 23):
+        assert record.family([*older, *newer], pid) == tuple(newer)
+    assert record.family(older, 11) == tuple(older)
+    assert record.family(older, 20) == record.family([], 10) == ()
+
+
+def test_a_process_id_that_was_used_before_is_no_ancestor() -> None:
+    # The newest process has the id of its own parent's earlier child.
+    assert [item.pid for item in record.family([process(10, 7), process(7, 1), process(8, 7)], 8)] == [7, 8]
+    # The one that started the engine has gone, and a child of the engine has its id.
+    assert [item.pid for item in record.family([process(20, 7), process(7, 20)], 7)] == [20, 7]

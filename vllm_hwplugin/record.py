@@ -58,6 +58,8 @@ class ProcessRecord:
         uses: live feature -> whether the engine of this process uses it; empty where the process built no engine, and
             without the features that work in another process of the engine.
         decisions: what code of the plugin decided at run time, by key; see :func:`note`.
+        engine: index of vLLM's engine, where this process's `steps` are that engine's; None in the other ones.
+        steps: fast path (a feature and a part of a step) -> outcome -> how many steps of the engine had it.
         error: one line, where the plugin could not do its work at all.
     """
 
@@ -77,6 +79,8 @@ class ProcessRecord:
     modules: dict[str, str] = field(default_factory=dict)
     uses: dict[str, Use] = field(default_factory=dict)
     decisions: dict[str, str] = field(default_factory=dict)
+    engine: int | None = None
+    steps: dict[str, dict[str, int]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     error: str | None = None
     format: int = FORMAT
@@ -270,13 +274,14 @@ def check_live() -> None:
         _check()
 
 
-def settle_uses(by_configuration: Mapping[str, Use]) -> dict[str, Use]:
+def settle_uses(by_configuration: Mapping[str, Use], engine: int | None = None) -> dict[str, Use]:
     """Record which live features the engine uses that this process has just built.
 
     What a feature said of itself since the last call outweighs what the configuration lets expect.
 
     Args:
         by_configuration: feature -> what the engine's configuration says.
+        engine: see :class:`ProcessRecord`.
 
     Returns:
         What is on record now for those features.
@@ -286,8 +291,18 @@ def settle_uses(by_configuration: Mapping[str, Use]) -> dict[str, Use]:
         settled = {name: _said.pop(name, item) for name, item in by_configuration.items()}
         if _current is not None:
             _current.uses.update(settled)
+            _current.engine = engine if engine is not None else _current.engine
             _write()
         return settled
+
+
+def keep_steps(steps: dict[str, dict[str, int]]) -> None:
+    """Record how many steps each fast path has served; see :class:`ProcessRecord`."""
+    with _lock:
+        adopt()
+        if _current is not None and _current.steps != steps:
+            _current.steps = steps
+            _write()
 
 
 def adopt() -> None:
@@ -301,7 +316,7 @@ def adopt() -> None:
         own = new(_current.plugin_version)
         for name in ("pid", "ppid", "role", "started", "argv"):
             setattr(_current, name, getattr(own, name))
-        _current.uses = {}
+        _current.uses, _current.steps, _current.engine = {}, {}, None
         _said.clear()
         begin(_current, _folder.parent if _folder else None)
 
@@ -353,6 +368,45 @@ def read_all(base: Path | None = None, notes: list[str] | None = None) -> list[P
     elif left_out:
         logger.debug("%s", "; ".join(left_out))
     return [entry for _, entry in sorted(found, key=lambda item: item[0])]
+
+
+def read_latest(pid: int) -> ProcessRecord | None:
+    """The newest record of a process, where this process has its own; None where there is none that can be read."""
+    if _folder is None:
+        return None
+    try:
+        folder = trusted_folder(_folder)
+        names = [name for name in os.listdir(folder) if name.endswith(f"-{pid}.json")]
+        return _load(folder / max(names)) if names else None
+    except (OSError, UntrustedFolder, _Unread, ValueError, TypeError, RecursionError):
+        return None
+
+
+def family(records: Sequence[ProcessRecord], pid: int) -> tuple[ProcessRecord, ...]:
+    """The processes that belong together with the newest one of this id: its ancestors' children.
+
+    A process id may have been used before, so a parent is looked for only among records that are older than the child.
+
+    Args:
+        records: oldest first, as :func:`read_all` gives them.
+        pid: a process; of one without a record there is no family.
+    """
+    first = _latest(records, pid)
+    if first is None:
+        return ()
+    while (parent := _latest(records[:first], records[first].ppid)) is not None:
+        first = parent
+    members = {records[first].pid}
+    found = [records[first]]
+    for item in records[first + 1 :]:
+        if item.ppid in members:
+            members.add(item.pid)
+            found.append(item)
+    return tuple(found)
+
+
+def _latest(records: Sequence[ProcessRecord], pid: int) -> int | None:
+    return next((index for index in reversed(range(len(records))) if records[index].pid == pid), None)
 
 
 class _Unread(Exception):

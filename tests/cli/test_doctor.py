@@ -192,24 +192,6 @@ def _process(pid: int, ppid: int, started: str, role: str = "parent", **more: ob
     return dataclasses.replace(fresh, **more)
 
 
-def test_the_last_engine_is_the_newest_records_family() -> None:
-    older = [_process(10, 1, "01"), _process(11, 10, "02", "engine-core")]
-    newer = [_process(20, 1, "03"), _process(21, 20, "04", "engine-core"), _process(22, 21, "05", "worker")]
-    sibling = _process(23, 20, "06", "inspection")
-    assert _diagnosis.last_engine([*older, *newer, sibling]) == (*newer, sibling)
-    assert _diagnosis.last_engine(older) == tuple(older)
-    assert _diagnosis.last_engine([]) == ()
-
-
-def test_a_process_id_that_was_used_before_is_no_ancestor() -> None:
-    # The newest process has the id of its own parent's earlier child.
-    records = [_process(10, 7, "01"), _process(7, 1, "02"), _process(8, 7, "03")]
-    assert [item.pid for item in _diagnosis.last_engine(records)] == [7, 8]
-    # The one that started the engine has gone, and a child of the engine has its id.
-    records = [_process(20, 7, "01"), _process(7, 20, "02")]
-    assert [item.pid for item in _diagnosis.last_engine(records)] == [20, 7]
-
-
 def _write_record(folder: Path, name: str, **changes: object) -> None:
     entry = dataclasses.asdict(_process(20, 1, STARTED, features={"f": {"state": "live", "reason": "SPOOFED"}}))
     (folder / name).write_text(json.dumps(entry | changes), encoding="utf-8")
@@ -223,11 +205,18 @@ def _last_engine_rows(found: _diagnosis.Diagnosis) -> list[tuple[str, ...]]:
 def test_the_last_engines_states_uses_and_decisions_are_shown(diagnose: Diagnose, tmp_path: Path) -> None:
     """Of a live feature, whether the engine uses it; of what is no feature, what was decided."""
     folder = cachedir.private_folder(tmp_path / "cache" / "records")
-    names = ("used", "unused", "stayed", "unknown")
+    names = ("used", "unused", "stayed", "unknown", "served", "passed-over", "prompts")
     uses = {
         "used": {"used": True, "reason": ""},
         "unused": {"used": False, "reason": "Model Runner V2"},
         "stayed": {"used": False, "reason": "no graphs"},
+        **{name: {"used": True, "reason": ""} for name in names[4:]},
+    }
+    steps = {
+        "served drafting": {"served": 7, "prompt": 1, "fewer_drafts": 2},
+        "served sampling": {"sampling_parameters": 10},
+        "passed-over inputs": {"prompt": 1, "not_captured": 2},
+        "prompts inputs": {"prompt": 1},
     }
     decisions = {
         "platform": "CudaPlatform",
@@ -236,7 +225,9 @@ def test_the_last_engines_states_uses_and_decisions_are_shown(diagnose: Diagnose
         "operation topk_softmax": "the plugin's kernel",
     }
     states = {name: {"state": "live", "reason": ""} for name in names}
-    _write_record(folder, "1-20.json", features=states, uses=uses, decisions=decisions, vllm_version="0.32.0")
+    _write_record(
+        folder, "1-20.json", features=states, uses=uses, steps=steps, decisions=decisions, vllm_version="0.32.0"
+    )
     found = diagnose()
     rows = _last_engine_rows(found)
     assert {row[:3] for row in rows} == {("20 parent", STARTED, "0.32.0")}
@@ -246,11 +237,19 @@ def test_the_last_engines_states_uses_and_decisions_are_shown(diagnose: Diagnose
         ("unused", "live, not used", "Model Runner V2"),
         ("stayed", "live, not used", "as in stock: no graphs"),
         ("unknown", "live", ""),
+        (
+            "served",
+            "live, used",
+            "drafting: 7 of 10 steps served (fewer drafts 2, prompt 1); "
+            "sampling: 0 of 10 steps served (sampling parameters 10)",
+        ),
+        ("passed-over", "live, not used", "inputs: 0 of 3 steps served (not captured 2, prompt 1)"),
+        ("prompts", "live, used", "inputs: 0 of 1 steps served (prompt 1)"),
         ("attention, heads of 512", "", "the plugin's FLASH_ATTN: faster"),
         ("topk_softmax", "", "the plugin's kernel"),
     ]
     (process,) = found.as_json()["last_engine"]
-    assert process["uses"] == uses
+    assert (process["uses"], process["steps"]) == (uses, steps)
 
 
 def test_processes_of_one_engine_with_different_patches_are_said(diagnose: Diagnose, tmp_path: Path) -> None:

@@ -135,10 +135,13 @@ def worker_on(runner: SimpleNamespace, *, v2: bool, method: str, mode: CUDAGraph
         compilation_config=SimpleNamespace(cudagraph_mode=mode),
         attention_config=SimpleNamespace(backend=None),
         model_config=SimpleNamespace(is_mm_prefix_lm=False, enable_sleep_mode=False, has_inner_state=False),
-        parallel_config=SimpleNamespace(pipeline_parallel_size=1, data_parallel_size=1),
+        parallel_config=SimpleNamespace(pipeline_parallel_size=1, data_parallel_size=1, data_parallel_index=0),
         structured_outputs_config=SimpleNamespace(reasoning_parser=""),
+        kv_transfer_config=None,
     )
-    return SimpleNamespace(vllm_config=config, model_runner=runner, use_v2_model_runner=v2, rank=0)
+    return SimpleNamespace(
+        vllm_config=config, model_runner=runner, use_v2_model_runner=v2, rank=0, is_driver_worker=True
+    )
 
 
 def uses() -> dict[str, Use]:
@@ -261,7 +264,7 @@ def test_what_is_read_of_a_worker_exists(vllm_tree: Callable[[str], Any], versio
         return found
 
     assert "self.use_v2_model_runner = " in text("v1/worker/gpu_worker")
-    assert "self.rank = rank" in text("v1/worker/worker_base")
+    assert all(f"self.{name} = {name}" in text("v1/worker/worker_base") for name in ("rank", "is_driver_worker"))
     assert "self.speculator" in text("v1/worker/gpu/model_runner")
     assert "self.drafter" in text("v1/worker/gpu_model_runner")
     model = text("config/model")
@@ -269,6 +272,6 @@ def test_what_is_read_of_a_worker_exists(vllm_tree: Callable[[str], Any], versio
     assert "    backend: AttentionBackendEnum" in text("config/attention")
     assert "    reasoning_parser: str" in text("config/structured_outputs")
     assert "    structured_outputs_config: " in text("config/vllm")
-    sizes = ("pipeline_parallel_size", "data_parallel_size")
+    sizes = ("pipeline_parallel_size", "data_parallel_size", "data_parallel_index", "_api_process_rank")
     assert all(f"    {name}: int" in text("config/parallel") for name in sizes)
     assert "    cudagraph_mode: CUDAGraphMode" in text("config/compilation")

@@ -142,7 +142,8 @@ def diagnose(environ: Mapping[str, str] | None = None, *, catalog: Catalog | Non
     own = _own_catalogue(catalog, found)
     outside = _find_outside(environ, own, values, found)
     features, fingerprint = _decide(values, installed, own and outside.behind(own), found)
-    processes = last_engine(_records(environ, found))
+    records = _records(environ, found)
+    processes = record.family(records, records[-1].pid) if records else ()
     _compare_fingerprints(processes, found)
     platform = _host.find_platform()
     tools = _host.find_tools(environ=environ)
@@ -182,28 +183,6 @@ def diagnose(environ: Mapping[str, str] | None = None, *, catalog: Catalog | Non
     )
 
 
-def last_engine(records: Sequence[ProcessRecord]) -> tuple[ProcessRecord, ...]:
-    """The processes that belong to the newest record: its ancestors' children, as far as each wrote a record.
-
-    A process id may have been used before, so a parent is looked for only among records that are older than the child.
-
-    Args:
-        records: oldest first, as :func:`vllm_hwplugin.record.read_all` gives them.
-    """
-    if not records:
-        return ()
-    first = len(records) - 1
-    while (parent := _latest(records[:first], records[first].ppid)) is not None:
-        first = parent
-    members = {records[first].pid}
-    family = [records[first]]
-    for item in records[first + 1 :]:
-        if item.ppid in members:
-            members.add(item.pid)
-            family.append(item)
-    return tuple(family)
-
-
 def _compare_fingerprints(processes: Sequence[ProcessRecord], found: _Findings) -> None:
     """Of one engine all have to be the same: its processes compute one model together."""
     of: dict[str, list[str]] = {}
@@ -215,10 +194,6 @@ def _compare_fingerprints(processes: Sequence[ProcessRecord], found: _Findings) 
             f"the last engine's processes do not have the same patches in force (fingerprint {parts}): start it again, "
             "and change no patch or variable meanwhile"
         )
-
-
-def _latest(records: Sequence[ProcessRecord], pid: int) -> int | None:
-    return next((index for index in reversed(range(len(records))) if records[index].pid == pid), None)
 
 
 def _read_gates(environ: Mapping[str, str], found: _Findings) -> dict[str, gates.GateValue | gates.GateError]:

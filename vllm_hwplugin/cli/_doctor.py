@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,6 +18,7 @@ from ..ops.override_table import RECORD
 from ..platforms import KEY as PLATFORM
 from ..platforms import musa_versions
 from ..record import ProcessRecord
+from ..spec_decode.step_counts import SERVED, Reason
 from ._app import FAILURE
 from ._diagnosis import Diagnosis, diagnose
 from ._output import STANDARD_OUTPUT, JsonFile, write_json, write_text
@@ -229,9 +230,25 @@ def _feature_cells(item: ProcessRecord, name: str, feature: Mapping[str, str]) -
     use, decision = item.uses.get(name), item.decisions.get(name)
     reasons = [feature["reason"], decision]
     state = feature["state"]
+    steps = {path: outcomes for path, outcomes in item.steps.items() if path.split(" ")[0] == name}
     if use is not None and state == "live":
-        state = _USED if use["used"] else _NOT_USED
+        state = _USED if use["used"] and _serves(steps.values()) else _NOT_USED
         # A feature that found the obstacle by itself has noted what it does instead, with the reason.
         if use["reason"] not in (decision or ""):
             reasons.append(use["reason"])
+        reasons += [_of_steps(path.removeprefix(name).strip(), outcomes) for path, outcomes in steps.items()]
     return state, "; ".join(filter(None, reasons))
+
+
+def _serves(paths: Collection[Mapping[str, int]]) -> bool:
+    """Whether a step was served; also where none was asked for but those of prompts, which few features serve."""
+    decode = [outcome for outcomes in paths for outcome in outcomes if outcome != Reason.PROMPT.label]
+    return not decode or SERVED in decode
+
+
+def _of_steps(part: str, outcomes: Mapping[str, int]) -> str:
+    """How many steps were served, and why the others were not, the most frequent reason first."""
+    missed = sorted((item for item in outcomes.items() if item[0] != SERVED), key=lambda item: -item[1])
+    others = ", ".join(f"{outcome.replace('_', ' ')} {count}" for outcome, count in missed)
+    served = f"{part}: {outcomes.get(SERVED, 0)} of {sum(outcomes.values())} steps served"
+    return f"{served} ({others})" if others else served

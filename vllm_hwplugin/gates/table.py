@@ -323,7 +323,7 @@ GATES: Final[tuple[Gate, ...]] = (
         "VLLM_HWPLUGIN_ENGINE_REPORT",
         "switch",
         "auto",
-        "Feature engine-report: each worker says which live features its engine uses, and why not the others.",
+        "Feature engine-report: each worker says which live features its engine uses, and counts the steps they serve.",
         affects=("patches",),
         choices=_SWITCH,
         since="0.2.0",

@@ -28,11 +28,13 @@ class Findings:
         uses: whether it uses each live feature that works in it, as far as its configuration says.
         demanded: the features that this part has to use where their gate says `on`. Those that mend a fault are not
             among them: where they are not used, the fault is not there.
+        engine: index of the engine whose steps this part counts; None where another part of it does.
     """
 
     described: str
     uses: Mapping[str, Use]
     demanded: Collection[str] = ()
+    engine: int | None = None
 
 
 def report(part: Any, examine: Callable[[Any, ProcessRecord], Findings]) -> None:
@@ -56,7 +58,7 @@ def report(part: Any, examine: Callable[[Any, ProcessRecord], Findings]) -> None
         # Only a report is lost, and the engine serves without it: a vLLM may keep elsewhere what was looked for here.
         logger.warning("vllm-hwplugin cannot say which features this %s uses", type(part).__name__, exc_info=True)
         return
-    settled = record.settle_uses(found.uses)
+    settled = record.settle_uses(found.uses, found.engine)
     logger.info("vllm-hwplugin: %s %s", found.described, sentence(settled))
     for feature in found.demanded:
         if feature in settled and not settled[feature]["used"]:

@@ -16,7 +16,7 @@ from vllm.platforms import current_platform
 
 from vllm_hwplugin import features
 from vllm_hwplugin.record import ProcessRecord, Use
-from vllm_hwplugin.spec_decode import context_norm, draft_decision
+from vllm_hwplugin.spec_decode import context_norm, draft_decision, step_counts
 from vllm_hwplugin.spec_decode.draft_decision import DrafterFacts
 from vllm_hwplugin.spec_decode.draft_facts import drafter_facts
 from vllm_hwplugin.spec_decode.engine_report import Findings, report, use_of
@@ -327,6 +327,7 @@ def report_worker(worker: Any) -> None:
         worker: vLLM's `Worker`, or that of another platform; its runner is ready to serve.
     """
     report(worker, _examine)
+    step_counts.begin()
 
 
 def _examine(worker: Any, entry: ProcessRecord) -> Findings:
@@ -336,6 +337,10 @@ def _examine(worker: Any, entry: ProcessRecord) -> Findings:
         uses=uses_of(facts, entry.live),
         # A stage of a pipeline that does not draft leaves it to the last one.
         demanded=_GRAPHS if facts.method is None or facts.drafts_here else (),
+        # Ranks of tensor parallelism take the same steps.
+        engine=worker.vllm_config.parallel_config.data_parallel_index
+        if worker.is_driver_worker and facts.drafts_here
+        else None,
     )
 
 

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many steps each fast path has served while the engine runs, and why vLLM's own way was taken in the others.
+
+A step adds 1 to an integer, here and nowhere else. A thread looks every few seconds: it puts the sums into the process
+record, from where `doctor` and vLLM's metrics have them, and says once in the log what hardly ever serves.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing.util
+import threading
+import time
+from enum import IntEnum
+from typing import Final
+
+from vllm_hwplugin import record
+
+logger = logging.getLogger("vllm.hwplugin")
+
+#: Seconds by which the process record may be behind.
+INTERVAL: Final = 5.0
+#: The outcome of a step that was served, beside the names of :class:`Reason`.
+SERVED: Final = "served"
+
+# Of so many decode steps a path that is in use should serve a tenth.
+_JUDGED: Final = 1000
+
+
+class Reason(IntEnum):
+    """Why a fast path did not serve a step. The first that is found counts."""
+
+    meaning: str
+
+    def __new__(cls, meaning: str) -> Reason:
+        value = len(cls.__members__) + 1
+        reason = int.__new__(cls, value)
+        reason._value_ = value
+        reason.meaning = meaning
+        return reason
+
+    NOT_CAPTURED = "there is no graph: none was captured, or they were given up"
+    PROMPT = "a request's prompt is computed, or again what it had before it was preempted"
+    STRUCTURED_OUTPUT = "a request has to follow a grammar"
+    FEWER_DRAFTS = "a request has, or is to get, fewer drafts than num_speculative_tokens"
+    LARGER_BATCH = "there are more requests or tokens than the largest graph takes"
+    NO_FULL_GRAPH = "the target does not run this batch in a FULL graph"
+    SAMPLING_PARAMETERS = "a request asks the sampler for more than the graphs do"
+    REQUESTS_CHANGED = "other requests than in the step before, or in another order"
+    STEP_BEFORE = "the step before left nothing on the device to go on from"
+    NO_FREE_ROW = "no row of the requests' state is free for the graph's padding"
+    MOVED = "what the graph reads lies elsewhere in this step"
+
+    @property
+    def label(self) -> str:
+        """As records and metrics have it."""
+        return self.name.lower()
+
+
+class StepCounts:
+    """Of one part of a feature. What is made anew for a feature takes the place of what was there.
+
+    Args:
+        feature: its id.
+        part: what of a step it makes, in one word.
+    """
+
+    def __init__(self, feature: str, part: str):
+        self.feature, self.part = feature, part
+        self.reset()
+        _paths[f"{feature} {part}"] = self
+
+    def reset(self) -> None:
+        """Begin at 0."""
+        self._counts = [0] * (1 + len(Reason))
+        self._judged = False
+
+    def served(self) -> None:
+        """Count a step that was served."""
+        self._counts[0] += 1
+
+    def missed(self, reason: Reason) -> None:
+        """Count a step that took vLLM's own way."""
+        self._counts[reason] += 1
+
+    def outcomes(self) -> dict[str, int]:
+        """Steps by outcome: `SERVED`, or the label of a reason. Without those that did not occur."""
+        served, *missed = self._counts
+        counts = {SERVED: served, **{reason.label: missed[reason - 1] for reason in Reason}}
+        return {outcome: count for outcome, count in counts.items() if count}
+
+    def judge(self) -> None:
+        """Say, once, that of a thousand decode steps less than a tenth were served."""
+        counts = list(self._counts)
+        counts[Reason.PROMPT] = 0
+        steps, served = sum(counts), counts[0]
+        if self._judged or steps < _JUDGED:
+            return
+        self._judged = True
+        entry = record.current()
+        use = None if entry is None else entry.uses.get(self.feature)
+        if 10 * served < steps and use is not None and use["used"]:
+            main = max(Reason, key=lambda reason: counts[reason])
+            logger.info(
+                "%s: %s of %d decode steps was served in %d; in %d of the others %s",
+                *(self.feature, self.part, steps, served, counts[main], main.meaning),
+            )
+
+
+_paths: dict[str, StepCounts] = {}
+_keeper: threading.Thread | None = None
+
+
+def begin() -> None:
+    """Count from 0, now that the engine stands: warm-up is no step. From now on the process record has the sums."""
+    global _keeper
+    for counts in _paths.values():
+        counts.reset()
+    save()
+    entry = record.current()
+    # In a fork of a process that had one it does not run.
+    if entry is not None and (_keeper is None or not _keeper.is_alive()):
+        _keeper = threading.Thread(target=_keep, args=(entry,), name="vllm-hwplugin steps", daemon=True)
+        _keeper.start()
+        # A process of `multiprocessing` passes over what atexit has.
+        multiprocessing.util.Finalize(None, save, exitpriority=0)
+
+
+def save() -> None:
+    """Put the sums into the process record."""
+    found = {path: counts.outcomes() for path, counts in list(_paths.items())}
+    record.keep_steps({path: outcomes for path, outcomes in found.items() if outcomes})
+
+
+def _keep(entry: record.ProcessRecord) -> None:
+    while True:
+        time.sleep(INTERVAL)
+        if record.current() is not entry:
+            return
+        save()
+        for counts in list(_paths.values()):
+            counts.judge()

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The steps that fast paths served, among vLLM's own metrics.
+
+A worker counts them, and the process that answers for `/metrics` is another. What they send each other has no place for
+them: vLLM's classes of it are imported before any plugin, and a field cannot be added then. So a thread here reads the
+workers' process records, which are never older than a few seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from vllm_hwplugin import record
+from vllm_hwplugin.spec_decode.step_counts import INTERVAL
+
+# Of the engines that were made last in this process: vLLM drops its own counters of the ones before, too.
+_stop = threading.Event()
+
+
+class StepCounters:
+    """The counter ``vllm:hwplugin_steps``, by engine, feature, part of the step and outcome.
+
+    Args:
+        counter_class: vLLM's, which is prometheus_client's or Ray's.
+        labelnames: of vLLM's metrics.
+        per_engine_labelvalues: their values, by engine.
+    """
+
+    def __init__(
+        self, counter_class: Any, labelnames: Sequence[str], per_engine_labelvalues: Mapping[int, Sequence[object]]
+    ):
+        self._labelvalues = per_engine_labelvalues
+        self._counter = counter_class(
+            name="vllm:hwplugin_steps",
+            documentation="Steps by fast path of vllm-hwplugin: served, or why vLLM's own way was taken.",
+            labelnames=[*labelnames, "feature", "part", "outcome"],
+        )
+        self._workers: dict[int, int] | None = None
+        self._seen: dict[tuple[int, str, str], int] = {}
+
+    def observe(self) -> None:
+        """Count what the workers have put on record since the last call."""
+        if self._workers is None:
+            # The engines stand when a front end makes its metrics, so all that will ever be here is on record.
+            family = record.family(record.read_all(), os.getpid())
+            self._workers = {one.engine: one.pid for one in family if one.engine is not None}
+        for engine, pid in self._workers.items():
+            entry = record.read_latest(pid)
+            if entry is not None and engine in self._labelvalues:
+                self._count(engine, entry.steps)
+
+    def _count(self, engine: int, steps: Mapping[str, Mapping[str, int]]) -> None:
+        for path, outcomes in steps.items():
+            feature, _, part = path.partition(" ")
+            for outcome, count in outcomes.items():
+                before = self._seen.get((engine, path, outcome), 0)
+                self._seen[engine, path, outcome] = count
+                # A worker that captures anew begins at 0.
+                new = count - before if count >= before else count
+                self._counter.labels(*self._labelvalues[engine], feature, part, outcome).inc(new)
+
+
+def follow(
+    config: Any, counter_class: Any, labelnames: Sequence[str], per_engine_labelvalues: Mapping[int, Sequence[object]]
+) -> None:
+    """Have the steps of engines of `config` counted from now on: called by the patched `PrometheusStatLogger`.
+
+    Of several API servers the first one counts; what they answer for `/metrics` is the sum of all.
+    """
+    global _stop
+    _stop.set()
+    if config.speculative_config is None or config.parallel_config._api_process_rank > 0:
+        return
+    _stop = threading.Event()
+    counters = StepCounters(counter_class, labelnames, per_engine_labelvalues)
+    threading.Thread(target=_follow, args=(counters, _stop), name="vllm-hwplugin metrics", daemon=True).start()
+
+
+def _follow(counters: StepCounters, stop: threading.Event) -> None:
+    while not stop.wait(INTERVAL):
+        counters.observe()
