@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_hwplugin import record
+from vllm_hwplugin import record, records
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +31,7 @@ def test_a_record_is_written_and_read_back(tmp_path: Path) -> None:
     entry.features = {"a": {"state": "live", "reason": "fits"}, "b": {"state": "off", "reason": "gate"}}
     record.begin(entry, tmp_path)
     assert record.current() is entry
-    (found,) = record.read_all(tmp_path)
+    (found,) = records.read_all(tmp_path)
     assert found == entry
     assert found.live == ("a",)
     assert found.pid == os.getpid()
@@ -69,7 +69,7 @@ def test_what_is_said_inside_is_written_at_the_end_and_by_a_fork_at_once(tmp_pat
             record.note("three", "said")
             os._exit(0)
         os.waitpid(child, 0)
-    entries = {entry.pid: set(entry.decisions) for entry in record.read_all(tmp_path)}
+    entries = {entry.pid: set(entry.decisions) for entry in records.read_all(tmp_path)}
     assert entries == {os.getpid(): {"one", "two"}, child: {"one", "two", "three"}}
 
 
@@ -85,7 +85,7 @@ def test_an_unwritable_folder_is_no_error(tmp_path: Path) -> None:
     (tmp_path / "records").write_text("in the way")
     record.begin(record.new("1"), tmp_path)
     record.note("key", "text")
-    assert record.read_all(tmp_path) == []
+    assert records.read_all(tmp_path) == []
 
 
 def test_a_forked_child_gets_a_record_of_its_own(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_a_forked_child_gets_a_record_of_its_own(tmp_path: Path) -> None:
         os._exit(0)
     os.waitpid(child, 0)
     record.adopt()
-    entries = {entry.pid: entry for entry in record.read_all(tmp_path)}
+    entries = {entry.pid: entry for entry in records.read_all(tmp_path)}
     assert set(entries) == {os.getpid(), child}
     assert entries[child].ppid == os.getpid()
     assert entries[child].decisions == {"key": "from the parent"}
@@ -112,7 +112,7 @@ def test_the_first_word_of_a_plain_fork_leaves_its_parents_record_alone(tmp_path
         os._exit(0)
     os.waitpid(child, 0)
     record.note("other", "from the parent")
-    entries = {entry.pid: entry.decisions for entry in record.read_all(tmp_path)}
+    entries = {entry.pid: entry.decisions for entry in records.read_all(tmp_path)}
     assert entries == {os.getpid(): {"other": "from the parent"}, child: {"key": "from the child"}}
 
 
@@ -145,7 +145,7 @@ def test_a_record_keeps_names_of_the_command_line_and_no_values(
     # As an earlier release wrote it.
     (path,) = (tmp_path / "records").glob("*.json")
     path.write_text(json.dumps({**json.loads(path.read_text()), "argv": argv}))
-    (found,) = record.read_all(tmp_path)
+    (found,) = records.read_all(tmp_path)
     assert found.argv == names
 
 
@@ -170,22 +170,22 @@ def test_old_records_are_pruned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_a_damaged_or_foreign_record_is_left_out(tmp_path: Path, text: str) -> None:
     record.begin(record.new("1"), tmp_path)
     (tmp_path / "records" / "0-1.json").write_text(text)
-    assert len(record.read_all(tmp_path)) == 1
+    assert len(records.read_all(tmp_path)) == 1
 
 
 def test_a_field_of_a_later_release_is_no_hindrance(tmp_path: Path) -> None:
     record.begin(record.new("1"), tmp_path)
     (path,) = (tmp_path / "records").glob("*.json")
     path.write_text(json.dumps(json.loads(path.read_text()) | {"later": 1}))
-    assert len(record.read_all(tmp_path)) == 1
+    assert len(records.read_all(tmp_path)) == 1
 
 
 def test_all_places_are_read_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(record, "places", lambda: (tmp_path / "one", tmp_path / "two", tmp_path / "three"))
+    monkeypatch.setattr(records, "places", lambda: (tmp_path / "one", tmp_path / "two", tmp_path / "three"))
     for name in ("one", "two"):
         record.begin(record.new(name), tmp_path / name)
         record.forget()
-    assert sorted(entry.plugin_version for entry in record.read_all()) == ["one", "two"]
+    assert sorted(entry.plugin_version for entry in records.read_all()) == ["one", "two"]
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ def test_a_forked_child_has_no_engine_yet(tmp_path: Path) -> None:
         record.settle_uses({"a": use(True)})
         os._exit(0)
     os.waitpid(child, 0)
-    entries = {entry.pid: entry for entry in record.read_all(tmp_path)}
+    entries = {entry.pid: entry for entry in records.read_all(tmp_path)}
     assert entries[child].uses == {"a": use(True)}
     assert entries[os.getpid()].uses == {"a": use(False, "found while serving")}
 
@@ -251,13 +251,13 @@ def test_a_process_is_found_with_its_ancestors_children() -> None:
     older = [process(10, 1), process(11, 10)]
     newer = [process(20, 1), process(21, 20), process(22, 21), process(23, 20)]
     for pid in (20, 21, 22, 23):
-        assert record.family([*older, *newer], pid) == tuple(newer)
-    assert record.family(older, 11) == tuple(older)
-    assert record.family(older, 20) == record.family([], 10) == ()
+        assert records.family([*older, *newer], pid) == tuple(newer)
+    assert records.family(older, 11) == tuple(older)
+    assert records.family(older, 20) == records.family([], 10) == ()
 
 
 def test_a_process_id_that_was_used_before_is_no_ancestor() -> None:
     # The newest process has the id of its own parent's earlier child.
-    assert [item.pid for item in record.family([process(10, 7), process(7, 1), process(8, 7)], 8)] == [7, 8]
+    assert [item.pid for item in records.family([process(10, 7), process(7, 1), process(8, 7)], 8)] == [7, 8]
     # The one that started the engine has gone, and a child of the engine has its id.
-    assert [item.pid for item in record.family([process(20, 7), process(7, 20)], 7)] == [20, 7]
+    assert [item.pid for item in records.family([process(20, 7), process(7, 20)], 7)] == [20, 7]

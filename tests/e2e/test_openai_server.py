@@ -25,7 +25,7 @@ from typing import Any
 
 import pytest
 
-from vllm_hwplugin import bench, record
+from vllm_hwplugin import bench, record, records
 from vllm_hwplugin.bench._entry_points import provide
 from vllm_hwplugin.bench._launch import child_environment
 
@@ -212,7 +212,7 @@ def seen(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Seen:
         time.sleep(0.2)
     found.left_over = left
     found.log = server.log
-    found.records = tuple(record.read_all(server._log.parent / "cache"))
+    found.records = tuple(records.read_all(server._log.parent / "cache"))
     return found
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from packaging.specifiers import SpecifierSet
 
-from vllm_hwplugin import patching, record
+from vllm_hwplugin import patching, record, records
 from vllm_hwplugin.patching import SUPPORTED, Feature, FeatureState, PatchedFile, PatchingError, Plan, Variant, _runtime
 from vllm_hwplugin.platforms import dflash
 from vllm_hwplugin.spec_decode.dflash_config import DFlashConfigError
@@ -356,7 +356,7 @@ def test_a_loss_is_in_the_records_file(verified: Any, entry: record.ProcessRecor
     verified(BOTH, DRAFTER)
     # The decision about the sizes is the same as before, so it writes nothing.
     made_by_vllm(v2=True)
-    (written,) = record.read_all(tmp_path)
+    (written,) = records.read_all(tmp_path)
     assert written.features["dflash-full-graph"]["state"] == "refused"
     assert written.modules[DRAFTER] == "stock"
 

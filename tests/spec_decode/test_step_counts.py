@@ -16,7 +16,7 @@ from typing import Any
 import prometheus_client
 import pytest
 
-from vllm_hwplugin import record
+from vllm_hwplugin import record, records
 from vllm_hwplugin.record import ProcessRecord, Use
 from vllm_hwplugin.spec_decode import step_counts, step_metrics
 from vllm_hwplugin.spec_decode.step_counts import Reason, StepCounts
@@ -39,7 +39,7 @@ def own_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 
 
 def on_record(pid: int) -> dict[str, dict[str, int]]:
-    entry = record.read_latest(pid)
+    entry = records.read_latest(pid)
     return {} if entry is None else entry.steps
 
 
@@ -150,7 +150,7 @@ def worker(engine: int | None, steps: dict[str, dict[str, int]]) -> ProcessRecor
         time.sleep(60)
         os._exit(0)
     os.read(ready, 1)
-    entry = record.read_latest(pid)
+    entry = records.read_latest(pid)
     assert entry is not None
     return entry
 

@@ -18,7 +18,7 @@ pytest.importorskip("vllm")
 from packaging.version import Version
 from vllm.config import CUDAGraphMode
 
-from vllm_hwplugin import record
+from vllm_hwplugin import record, records
 from vllm_hwplugin.fallback import FeatureRequired, stays_stock
 from vllm_hwplugin.patching import SUPPORTED, Catalog, load_catalog, make_plan
 from vllm_hwplugin.record import Use
@@ -200,7 +200,7 @@ def test_what_a_feature_found_out_outweighs_the_configuration_before_and_after(m
     assert uses()["draft-full-graph"]["used"]
     stays_stock("draft-full-graph", "as in stock", "found while serving")
     assert uses()["draft-full-graph"] == {"used": False, "reason": "found while serving"}
-    (kept,) = (item for item in record.read_all(record._folder.parent))  # type: ignore[union-attr]
+    (kept,) = (item for item in records.read_all(record._folder.parent))  # type: ignore[union-attr]
     assert kept.uses == uses()
 
 

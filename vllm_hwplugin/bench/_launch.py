@@ -19,7 +19,7 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
-from .. import record
+from .. import records
 from . import _entry_points
 from ._job import Event, Job, Outcome
 
@@ -241,7 +241,7 @@ def records_of(kin: set[int], since: datetime) -> tuple[dict[str, Any], ...]:
     """The process records of the processes ``kin`` and of those that they started, oldest first."""
     kin = set(kin)
     found = []
-    for one in record.read_all():
+    for one in records.read_all():
         # Process ids come round again, and records outlive their processes.
         if datetime.fromisoformat(one.started) >= since and (one.pid in kin or one.ppid in kin):
             kin.add(one.pid)

@@ -18,7 +18,7 @@ from typing import Any
 
 import vllm_hwplugin
 
-from .. import cachedir, gates, platforms, record
+from .. import cachedir, gates, platforms, records
 from ..ops.build import built
 from ..ops.build.plan import MIN_TORCH
 from ..ops.override_table import GATE as OPS
@@ -142,8 +142,8 @@ def diagnose(environ: Mapping[str, str] | None = None, *, catalog: Catalog | Non
     own = _own_catalogue(catalog, found)
     outside = _find_outside(environ, own, values, found)
     features, fingerprint = _decide(values, installed, own and outside.behind(own), found)
-    records = _records(environ, found)
-    processes = record.family(records, records[-1].pid) if records else ()
+    written = _records(environ, found)
+    processes = records.family(written, written[-1].pid) if written else ()
     _compare_fingerprints(processes, found)
     platform = _host.find_platform()
     tools = _host.find_tools(environ=environ)
@@ -455,5 +455,5 @@ def _records(environ: Mapping[str, str], found: _Findings) -> list[ProcessRecord
         places = cachedir.places(environ)
     except gates.GateError:
         return []
-    records = [item for place in places for item in record.read_all(place, found.warnings)]
-    return sorted(records, key=lambda item: item.started)
+    written = [item for place in places for item in records.read_all(place, found.warnings)]
+    return sorted(written, key=lambda item: item.started)

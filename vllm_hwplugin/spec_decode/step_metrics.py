@@ -13,7 +13,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vllm_hwplugin import record
+from vllm_hwplugin import records
 from vllm_hwplugin.spec_decode.step_counts import INTERVAL
 
 # Of the engines that were made last in this process: vLLM drops its own counters of the ones before, too.
@@ -45,10 +45,10 @@ class StepCounters:
         """Count what the workers have put on record since the last call."""
         if self._workers is None:
             # The engines stand when a front end makes its metrics, so all that will ever be here is on record.
-            family = record.family(record.read_all(), os.getpid())
+            family = records.family(records.read_all(), os.getpid())
             self._workers = {one.engine: one.pid for one in family if one.engine is not None}
         for engine, pid in self._workers.items():
-            entry = record.read_latest(pid)
+            entry = records.read_latest(pid)
             if entry is not None and engine in self._labelvalues:
                 self._count(engine, entry.steps)
 

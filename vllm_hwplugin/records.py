@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The records that processes of vLLM have left, and which of them belong together."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import logging
+import os
+import reprlib
+import types
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .cachedir import UntrustedFolder, places, read_private, trusted_folder
+from .record import FOLDER, FORMAT, SKEW, ProcessRecord
+
+logger = logging.getLogger("vllm.hwplugin")
+
+
+def read_all(base: Path | None = None, notes: list[str] | None = None) -> list[ProcessRecord]:
+    """All records that can be read, oldest first.
+
+    Records are read only from a folder that nobody but this user can have written to, and a record that says it is from
+    the future (the clock was wrong once) is left out: it would stay the newest for ever.
+
+    Args:
+        base: a cache folder; by default every place where this user's cache may lie.
+        notes: gets a line for each folder and record that was left out, and why.
+    """
+    left_out: list[str] = []
+    latest = datetime.datetime.now(datetime.timezone.utc) + SKEW
+    found: list[tuple[str, ProcessRecord]] = []
+    for place in [base] if base is not None else places():
+        try:
+            folder = trusted_folder(place / FOLDER)
+            names = [name for name in os.listdir(folder) if name.endswith(".json")]
+        except FileNotFoundError:
+            continue
+        except (OSError, UntrustedFolder) as error:
+            left_out.append(f"no process records are read from {place}: {error}")
+            continue
+        for name in names:
+            try:
+                record = _load(folder / name)
+                if _started(record) > latest:
+                    raise ValueError(f"it says it started at {record.started}, which is still to come")
+            except _Unread:
+                continue
+            except (ValueError, TypeError, RecursionError) as error:
+                left_out.append(f"the process record {folder / name} is left out: {error}; remove it")
+                continue
+            found.append((name, record))
+    if notes is not None:
+        notes += left_out
+    elif left_out:
+        logger.debug("%s", "; ".join(left_out))
+    return [entry for _, entry in sorted(found, key=lambda item: item[0])]
+
+
+def read_latest(pid: int) -> ProcessRecord | None:
+    """The newest record of a process; None where there is none that can be read."""
+    found: list[tuple[str, ProcessRecord]] = []
+    for place in places():
+        try:
+            folder = trusted_folder(place / FOLDER)
+            names = [name for name in os.listdir(folder) if name.endswith(f"-{pid}.json")]
+            found += [(name, _load(folder / name)) for name in sorted(names)[-1:]]
+        except (OSError, UntrustedFolder, _Unread, ValueError, TypeError, RecursionError):
+            continue
+    return max(found, key=lambda item: item[0])[1] if found else None
+
+
+def family(records: Sequence[ProcessRecord], pid: int) -> tuple[ProcessRecord, ...]:
+    """The processes that belong together with the newest one of this id: its ancestors' children.
+
+    A process id may have been used before, so a parent is looked for only among records that are older than the child.
+
+    Args:
+        records: oldest first, as :func:`read_all` gives them.
+        pid: a process; of one without a record there is no family.
+    """
+    first = _latest(records, pid)
+    if first is None:
+        return ()
+    while (parent := _latest(records[:first], records[first].ppid)) is not None:
+        first = parent
+    members = {records[first].pid}
+    found = [records[first]]
+    for item in records[first + 1 :]:
+        if item.ppid in members:
+            members.add(item.pid)
+            found.append(item)
+    return tuple(found)
+
+
+def _latest(records: Sequence[ProcessRecord], pid: int) -> int | None:
+    return next((index for index in reversed(range(len(records))) if records[index].pid == pid), None)
+
+
+class _Unread(Exception):
+    """A record that is in order, or gone by now, and not for this release."""
+
+
+def _load(path: Path) -> ProcessRecord:
+    data = read_private(path)
+    if data is None:
+        if not os.path.lexists(path):
+            # Pruned by another process in the meantime.
+            raise _Unread
+        raise ValueError("it is no file of this user that can be read")
+    entry = json.loads(data)
+    if not isinstance(entry, dict) or "format" not in entry:
+        raise ValueError("it is no process record")
+    if entry["format"] != FORMAT:
+        raise _Unread
+    kinds = typing.get_type_hints(ProcessRecord)
+    values = {name: value for name, value in entry.items() if name in kinds}
+    for name, value in values.items():
+        if not _is(value, kinds[name]):
+            raise ValueError(f"its {name} is {reprlib.repr(value)}, expected {kinds[name]}")
+    for name, state in values.get("features", {}).items():
+        if not {"state", "reason"} <= state.keys():
+            raise ValueError(f"its feature {name!r} has no state or no reason")
+    return ProcessRecord(**values)
+
+
+def _is(value: object, kind: Any) -> bool:
+    """Whether a value out of JSON is of the type that an annotation of :class:`ProcessRecord` names."""
+    if typing.is_typeddict(kind):
+        fields = typing.get_type_hints(kind)
+        return isinstance(value, dict) and all(name in value and _is(value[name], fields[name]) for name in fields)
+    inner = typing.get_args(kind)
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        return any(_is(value, one) for one in inner)
+    if isinstance(value, list):
+        return typing.get_origin(kind) is list and all(_is(item, inner[0]) for item in value)
+    if isinstance(value, dict):
+        return typing.get_origin(kind) is dict and all(_is(item, inner[1]) for item in value.values())
+    return type(value) is kind
+
+
+def _started(record: ProcessRecord) -> datetime.datetime:
+    started = datetime.datetime.fromisoformat(record.started)
+    if started.tzinfo is None:
+        raise ValueError(f"its start {record.started} has no time zone")
+    return started
