@@ -41,7 +41,7 @@ class Failure(NamedTuple):
 PATCHES: Final = (
     Failure(
         "misfit",
-        "a diff does not fit vLLM's text: lines changed, or are found twice, or a file is missing",
+        "a diff does not fit vLLM's text: lines changed or are found twice, a file is missing, it would be no Python",
         "off",
         "stops",
         "stops",

@@ -78,7 +78,12 @@ def _forget_version(project: Project) -> None:
     (project.site / "vllm/_version.py").write_bytes(b"# \xe9\n")
 
 
-@pytest.mark.parametrize("change", [None, _drift, _tear, _age, _forget_version])
+def _spoil(project: Project) -> None:
+    diff = project.patches / BASE / "edit.diff"
+    diff.write_text(diff.read_text().replace("+    return triple(", "+    return triple(("))
+
+
+@pytest.mark.parametrize("change", [None, _drift, _tear, _age, _forget_version, _spoil])
 def test_doctor_says_what_install_does(tmp_path: Path, change: Callable[[Project], None] | None) -> None:
     project = make_project(tmp_path)
     project.feature(BASE, EDITS, gate=GATE)

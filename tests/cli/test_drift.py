@@ -45,107 +45,102 @@ def catalog(small_catalog: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return small_catalog
 
 
-@pytest.mark.usefixtures("catalog")
-def test_exact(small_tree: Callable[..., Path]) -> None:
-    result = run(f"{small_tree()}@0.33.0")
-    assert result.exit_code == 0
-    assert result.output.splitlines() == [
-        "vllm 0.33.0: context: exact",
-        "vllm 0.33.0: graphs: exact",
-    ]
+def judged(*arguments: str) -> tuple[int, dict[str, Any]]:
+    """The exit status, and of the one target each feature's verdict by its id."""
+    result = run(*arguments, "--json", "-")
+    (target,) = json.loads(result.stdout)["targets"]
+    return result.exit_code, {item["feature"]: item for item in target["features"]}
+
+
+DRIFT = ("    total = 0\n", "    total = 0.0\n")
+# What stands in the file of `graphs`, on which version, and the verdict on that feature with each hunk's.
+VERDICTS: dict[str, tuple[Callable[[str], str], str, int, str, list[tuple[str, int, list[int]]]]] = {
+    "exact": (lambda text: text, "0.33.0", 0, "applies", [("exact", 0, [])]),
+    "a local build": (lambda text: text, "0.33.0+cpu", 0, "applies", [("exact", 0, [])]),
+    "moved": (lambda text: "# 1\n# 2\n# 3\n" + text, "0.33.0", 0, "applies", [("moved", 3, [])]),
+    "upstream": (lambda text: text.replace("a + b", "b + a"), "0.33.0", 0, "upstream", [("upstream", 0, [])]),
+    "drifted": (lambda text: text.replace(*DRIFT), "0.33.0", 1, "drifted", [("drifted", 0, [])]),
+    "twice": (lambda text: "# moved\n" + text * 2, "0.33.0", 1, "drifted", [("ambiguous", 0, [6, 14])]),
+    "newer": (lambda text: text, "0.34.0", 1, "unlisted", [("exact", 0, [])]),
+    "a release candidate": (lambda text: text, "0.34.0rc1", 1, "unlisted", [("exact", 0, [])]),
+    "older": (lambda text: text, "0.19.1", 1, "unlisted", [("exact", 0, [])]),
+    "a commit": (lambda text: text, "0.34.1.dev3+gabc", 1, "unlisted", [("exact", 0, [])]),
+    "newer, drifted": (lambda text: text.replace(*DRIFT), "0.34.0", 1, "unlisted", [("drifted", 0, [])]),
+    # A vLLM may be written for a newer Python than the one that checks it.
+    "another Python": (lambda text: text + "\n\nof the future: ?\n", "0.33.0", 0, "applies", [("exact", 0, [])]),
+}
 
 
 @pytest.mark.usefixtures("catalog")
-def test_moved(small_tree: Callable[..., Path]) -> None:
+@pytest.mark.parametrize("name", VERDICTS)
+def test_verdicts(small_tree: Callable[..., Path], name: str) -> None:
+    change, version, status, verdict, hunks = VERDICTS[name]
     tree = small_tree()
-    (tree / ADD).write_text("# one\n# two\n# three\n" + (tree / ADD).read_text())
-    result = run(f"{tree}@0.33.0")
-    assert result.exit_code == 0
-    assert "vllm 0.33.0: graphs: moved by 3 lines" in result.output.splitlines()
-
-
-@pytest.mark.usefixtures("catalog")
-def test_upstream(small_tree: Callable[..., Path]) -> None:
-    tree = small_tree()
-    (tree / ADD).write_text((tree / ADD).read_text().replace("a + b", "b + a"))
-    result = run(f"{tree}@0.33.0")
-    assert result.exit_code == 0
-    assert "vllm 0.33.0: graphs: upstream" in result.output
+    (tree / ADD).write_text(change((tree / ADD).read_text()))
+    exit_code, found = judged(f"{tree}@{version}")
+    graphs = found["graphs"]
+    assert (exit_code, graphs["status"], graphs["expected"]) == (status, verdict, status == 0)
+    assert [(item["status"], item["offset"], item["found_at"]) for item in graphs["hunks"]] == hunks
+    assert graphs["exact"] == (verdict == "applies" and hunks[0][0] == "exact")
 
 
 @pytest.mark.usefixtures("catalog")
 def test_not_needed(small_tree: Callable[..., Path]) -> None:
-    result = run(f"{small_tree()}@0.25.0")
-    assert result.exit_code == 0
-    assert "vllm 0.25.0: context: not needed (the fault came with 0.26.0)" in result.output
-
-
-@pytest.mark.usefixtures("catalog")
-def test_drifted(small_tree: Callable[..., Path]) -> None:
-    """The report names the hunk and its diff, what was expected, and the nearest place with the difference."""
-    tree = small_tree()
-    (tree / ADD).write_text((tree / ADD).read_text().replace("    total = 0\n", "    total = 0.0\n"))
-    result = run(f"{tree}@0.33.0")
-    assert result.exit_code == 1
-    lines = [line.rstrip() for line in result.output.splitlines()]
-    assert "vllm 0.33.0: graphs: drifted (1 of 1 hunks)" in lines
-    assert f"  {ADD}: hunk 1 of graphs/graphs.diff: drifted, expected:" in lines
-    assert "      |     total = 0" in lines
-    assert any(line.startswith("    nearest: line 5, ") and line.endswith("% alike:") for line in lines)
-    assert "      -    total = 0" in lines
-    assert "      +    total = 0.0" in lines
-    assert "vllm 0.33.0: context: exact" in lines
-
-
-@pytest.mark.usefixtures("catalog")
-def test_ambiguous(small_tree: Callable[..., Path]) -> None:
-    tree = small_tree()
-    text = (tree / ADD).read_text()
-    (tree / ADD).write_text("# moved\n" + text + text)
-    result = run(f"{tree}@0.33.0")
-    assert result.exit_code == 1
-    assert f"{ADD}: hunk 1 of graphs/graphs.diff: ambiguous, " in result.output
+    exit_code, found = judged(f"{small_tree()}@0.25.0")
+    assert (exit_code, found["context"]["status"]) == (0, "not-needed")
+    assert found["context"]["reason"] == "the fault came with 0.26.0"
 
 
 @pytest.mark.usefixtures("catalog")
 def test_target_missing(small_tree: Callable[..., Path]) -> None:
     tree = small_tree()
     (tree / ADD).unlink()
+    exit_code, found = judged(f"{tree}@0.33.0")
+    assert (exit_code, found["graphs"]["status"], found["context"]["status"]) == (1, "target-missing", "applies")
+
+
+@pytest.mark.usefixtures("catalog")
+def test_a_reader_gets_what_was_expected_and_the_nearest_place(small_tree: Callable[..., Path]) -> None:
+    tree = small_tree()
+    (tree / ADD).write_text((tree / ADD).read_text().replace(*DRIFT))
     result = run(f"{tree}@0.33.0")
     assert result.exit_code == 1
-    assert "vllm 0.33.0: graphs: target missing" in result.output
-    assert ADD in result.output
+    lines = [line.strip() for line in result.output.splitlines()]
+    assert {"|     total = 0", "-    total = 0", "+    total = 0.0"} <= set(lines)
+
+
+@pytest.mark.parametrize(("version", "status"), [("0.33.0", "no-python"), ("0.34.0", "unlisted")])
+def test_what_would_be_no_python(
+    catalog: Path, small_tree: Callable[..., Path], add_feature: Callable[..., None], version: str, status: str
+) -> None:
+    """It fits, and no process could import what comes of it."""
+    add_feature(catalog, "broken", "VLLM_HWPLUGIN_DFLASH_FULL_GRAPH", "    total = 0\n", "        total = 0\n")
+    exit_code, found = judged(f"{small_tree()}@{version}")
+    assert (exit_code, found["broken"]["status"]) == (1, status)
+    assert ["no Python" in found[name]["reason"] for name in ("broken", "graphs")] == [True, False]
+
+
+def test_what_would_be_no_python_does_not_pass_ahead_of_its_range(
+    catalog: Path, small_tree: Callable[..., Path], add_feature: Callable[..., None]
+) -> None:
+    """Where a new release is checked before any variant lists it, one that fits is expected, and this is not."""
+    tree = TreeSource(small_tree(), "0.34.0")
+    assert exit_status([check(load_catalog(catalog), "0.34.0", tree, ahead=True)]) == 0
+    add_feature(catalog, "broken", "VLLM_HWPLUGIN_DFLASH_FULL_GRAPH", "    total = 0\n", "        total = 0\n")
+    assert exit_status([check(load_catalog(catalog), "0.34.0", tree, ahead=True)]) == 1
 
 
 def test_conflict(catalog: Path, small_tree: Callable[..., Path], add_feature: Callable[..., None]) -> None:
-    """Two features that fit alone, but not together: both are named."""
+    """Two features that fit alone, but not together: each names the other."""
     add_feature(catalog, "rival", "VLLM_HWPLUGIN_DFLASH_FULL_GRAPH", "    return a + b\n", "    return sum((a, b))\n")
-    result = run(f"{small_tree()}@0.33.0")
-    assert result.exit_code == 1
-    assert f"vllm 0.33.0: graphs: conflict (changes the same lines of {ADD} as rival)" in result.output
-    assert f"vllm 0.33.0: rival: conflict (changes the same lines of {ADD} as graphs)" in result.output
-    assert "vllm 0.33.0: context: exact" in result.output
-
-
-@pytest.mark.usefixtures("catalog")
-@pytest.mark.parametrize("version", ["0.34.0", "0.34.0rc1", "0.19.1", "0.34.1.dev3+gabc"])
-def test_unlisted(small_tree: Callable[..., Path], version: str) -> None:
-    """Nothing is live on a version that no feature lists, which is not expected; whether it would fit is told."""
-    result = run(f"{small_tree()}@{version}")
-    assert result.exit_code == 1
-    line = next(line for line in result.output.splitlines() if line.startswith(f"vllm {version}: graphs: unlisted ("))
-    assert line.endswith("; the one for <0.34.0,>=0.20.0 would apply: exact)")
-
-
-@pytest.mark.usefixtures("catalog")
-def test_unlisted_and_drifted(small_tree: Callable[..., Path]) -> None:
-    """The work that a new vLLM makes is shown hunk by hunk."""
-    tree = small_tree()
-    (tree / ADD).write_text((tree / ADD).read_text().replace("    total = 0\n", "    total = 0.0\n"))
-    result = run(f"{tree}@0.34.0")
-    assert result.exit_code == 1
-    assert "the one for <0.34.0,>=0.20.0 would not apply: drifted (1 of 1 hunks))" in result.output
-    assert "      +    total = 0.0" in result.output.splitlines()
+    exit_code, found = judged(f"{small_tree()}@0.33.0")
+    assert exit_code == 1
+    assert {name: item["status"] for name, item in found.items()} == {
+        "context": "applies",
+        "graphs": "conflict",
+        "rival": "conflict",
+    }
+    assert ("rival" in found["graphs"]["reason"], "graphs" in found["rival"]["reason"]) == (True, True)
 
 
 def test_the_variant_that_fits_best_has_the_smallest_share_of_trouble(
@@ -162,34 +157,30 @@ def test_the_variant_that_fits_best_has_the_smallest_share_of_trouble(
         "-    return weight[0]\n+    return weight[1]\n"
         "--- a/vllm/gone.py\n+++ b/vllm/gone.py\n@@ -1,2 +1,2 @@\n a\n-b\n+c\n@@ -9,2 +9,2 @@\n d\n-e\n+f\n"
     )
-    (tree / ADD).write_text((tree / ADD).read_text().replace("    total = 0\n", "    total = 0.0\n"))
-    assert "the one for <0.34.0,>=0.33.0 would not apply" in run(f"{tree}@0.35.0").output
+    (tree / ADD).write_text((tree / ADD).read_text().replace(*DRIFT))
+    _, found = judged(f"{tree}@0.35.0")
+    assert {item["diff"] for item in found["graphs"]["hunks"]} == {"graphs/new.diff"}
 
 
 @pytest.mark.usefixtures("catalog")
 def test_partly_upstream(small_tree: Callable[..., Path], catalog: Path) -> None:
-    """vLLM took one of two hunks: the feature is off, and the line says which hunk is there already."""
+    """vLLM took one of two hunks: the feature is off."""
     second = "--- a/vllm/v1/norm.py\n+++ b/vllm/v1/norm.py\n@@ -1,2 +1,2 @@\n def norm(weight):\n"
     with (catalog / "graphs/graphs.diff").open("a") as diff:
         diff.write(second + "-    return weight[0]\n+    return weight[1]\n")
     tree = small_tree()
     (tree / ADD).write_text((tree / ADD).read_text().replace("a + b", "b + a"))
-    result = run(f"{tree}@0.33.0")
-    assert result.exit_code == 1
-    assert f"graphs: drifted (partly upstream) (hunk 1 of {ADD}: in this vLLM already" in result.output
-
-
-@pytest.mark.usefixtures("catalog")
-def test_local_build_of_a_listed_version(small_tree: Callable[..., Path]) -> None:
-    assert run(f"{small_tree()}@0.33.0+cpu").exit_code == 0
+    exit_code, found = judged(f"{tree}@0.33.0")
+    assert (exit_code, found["graphs"]["status"]) == (1, "drifted")
+    assert [item["status"] for item in found["graphs"]["hunks"]] == ["upstream", "exact"]
 
 
 @pytest.mark.usefixtures("catalog")
 def test_wheel(small_tree: Callable[..., Path], tmp_path: Path, write_wheel: WriteWheel) -> None:
     tree = small_tree()
     files = {file.relative_to(tree).as_posix(): file.read_text() for file in tree.rglob("*.py")}
-    result = run(str(write_wheel(tmp_path, "0.32.0", files)))
-    assert (result.exit_code, "vllm 0.32.0: graphs: exact" in result.output) == (0, True)
+    exit_code, found = judged(str(write_wheel(tmp_path, "0.32.0", files)))
+    assert (exit_code, found["graphs"]["exact"]) == (0, True)
 
 
 @pytest.mark.usefixtures("catalog")

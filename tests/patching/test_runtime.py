@@ -272,6 +272,39 @@ def test_a_drifted_feature_is_off_with_its_reason(patched: Project) -> None:
     assert done.stderr.startswith("made-up is not live, vLLM runs stock there: ")
 
 
+def test_what_would_be_no_python_is_off_and_the_rest_of_its_file_is_live(patched: Project) -> None:
+    patched.feature("broken", {"vllm/v1/alpha.py": [('return "same"', 'return ("same"')]}, gate=GATES[2])
+    patched.feature("later", {"vllm/v1/alpha.py": [("LIMIT = 3", "LIMIT = 4")]}, gate=GATES[1])
+    code = "print({name: item['state'] for name, item in install().features.items()})"
+    states = {"broken": "refused", "later": "live", "made-up": "live"}
+    # A second start finds byte code of all but the text that is not Python.
+    for _ in range(2):
+        assert patched.run(code, CHECK).splitlines() == [str(states), PATCHED]
+    done = patched.start("install()", CHECK, **{GATES[2]: "on"})
+    assert (done.returncode, "InstallError" in done.stderr) == (1, True)
+
+
+def test_of_two_features_that_are_no_python_together_the_later_is_off(project: Project) -> None:
+    project.write("vllm/v1/alpha.py", "VALUES = dict(\n    a=1,\n    b=2,\n    c=3,\n)\n")
+    project.feature("one", {"vllm/v1/alpha.py": [("a=1", "x=1")]}, gate=GATES[0])
+    project.feature("other", {"vllm/v1/alpha.py": [("c=3", "x=3")]}, gate=GATES[1])
+    project.run("assert install().live == ('one',)\nimport vllm.v1.alpha as alpha\nassert alpha.VALUES['c'] == 3")
+
+
+def test_what_was_compiled_once_is_not_compiled_at_a_later_start(patched: Project) -> None:
+    code = """
+        import builtins
+        compiled, real = [], compile
+        def counted(text, name, *more, **words):
+            compiled.append(str(name))
+            return real(text, name, *more, **words)
+        builtins.compile = counted
+        install()
+        print(len([name for name in compiled if "overlay" in name]))
+        """
+    assert [patched.run(code).strip() for _ in range(2)] == ["2", "0"]
+
+
 @pytest.mark.parametrize("variables", [{GATES[0]: "on"}, {"VLLM_HWPLUGIN_STRICT": "1"}])
 def test_a_required_feature_that_cannot_be_live_is_an_error(patched: Project, variables: dict[str, str]) -> None:
     patched.write("vllm/v1/alpha.py", patched.read("vllm/v1/alpha.py").replace("value * 2", "value*2"))

@@ -19,6 +19,7 @@ from ..patching import (
     edits_of,
     is_open,
     locate,
+    trouble_in,
 )
 from ._change import Change, Step, blob_name
 
@@ -168,15 +169,6 @@ def carry(change: Change, source: Source, *, hints: bool = True) -> Carried:
         outcome = Outcome.CONFLICT if reason else outcome
     same = tuple(path for path, whole in verified.items() if whole)
     return Carried(source.version, source.label, outcome, done, tuple(rejected), offset, same, reason)
-
-
-def trouble_in(path: str, text: str) -> str:
-    """Why Python cannot compile a text; empty where it can."""
-    try:
-        compile(text, path, "exec", dont_inherit=True)
-    except (SyntaxError, ValueError) as error:
-        return f"{path} would be no Python: {error}"
-    return ""
 
 
 def _judge(made: int, present: int, rejected: list[Rejected], absent: list[str]) -> tuple[Outcome, str]:

@@ -8,9 +8,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-from ..patching import VLLM, Catalog, Feature, Source, Status, evaluate_together, load_catalog, make_plan
+from ..patching import VLLM, Catalog, Feature, Source, Status, evaluate_together, load_catalog
 from ..versions import SUPPORTED
-from ._carry import trouble_in
 
 _GOOD = (Status.APPLIES, Status.UPSTREAM, Status.NOT_NEEDED)
 
@@ -109,19 +108,9 @@ def check_on(catalog: Catalog, sources: Iterable[Source]) -> list[Finding]:
             own = next((name for name in conflict.features if name in ours), None)
             if own is not None:
                 found.append(Finding(own, str(conflict), source.version))
-        found += _uncompiled(features, source)
     found += (
         Finding(name, f"the variant for {text} changes nothing: each version that was read has it already")
         for (name, text), needed in live.items()
         if not needed
     )
     return found
-
-
-def _uncompiled(features: Sequence[Feature], source: Source) -> Iterator[Finding]:
-    for feature in features:
-        # On its own: what it makes of a file has to be Python whatever else is switched off.
-        plan = make_plan(Catalog((feature._replace(requires=()),)), source, {})
-        for path, file in plan.files.items():
-            if trouble := trouble_in(path, file.text):
-                yield Finding(feature.id, trouble, source.version)

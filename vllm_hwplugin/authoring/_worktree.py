@@ -14,8 +14,8 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from ..patching import SUPPORTED, Edit, Feature, Source, Text
-from ._carry import Carried, Edited, Outcome, Rejected, carry, trimmed, trouble_in
+from ..patching import SUPPORTED, Edit, Feature, Source, Text, trouble_in
+from ._carry import Carried, Edited, Outcome, Rejected, carry, trimmed
 from ._change import PACKAGE, Change, Step
 from ._errors import WorkTreeError
 from ._folder import About, read_feature

@@ -25,6 +25,7 @@ from ..ops.override_table import GATE as OPS
 from ..ops.override_table import SKIP, unknown_names
 from ..patching import (
     FOLDER,
+    VLLM,
     Catalog,
     Installed,
     NotInstalled,
@@ -34,6 +35,7 @@ from ..patching import (
     is_supported,
     load_catalog,
     make_plan,
+    not_python,
 )
 from ..patching.outside import FOLDERS, Found, Trouble, find_outside, find_targets
 from ..platforms import musa_host, musa_versions
@@ -349,15 +351,21 @@ def _decide(
             found.problems.append(f"{gates.STRICT}=1, but there is no vLLM whose patches could be chosen")
         return all_of("refused", "no vLLM is installed, or none that states its version", found.problems)
     others, missing = find_targets(catalog.features)
-    plan = make_plan(
-        catalog,
-        installed.source,
-        choices,
-        try_unlisted=good["VLLM_HWPLUGIN_TRY_UNLISTED"].flag,
-        strict=strict,
-        refused=missing,
-        others={name: item.source for name, item in others.items()},
-    )
+    sources = {name: item.source for name, item in others.items()}
+    refused: dict[str, str] = {}
+    while True:
+        plan = make_plan(
+            catalog,
+            installed.source,
+            choices,
+            try_unlisted=good["VLLM_HWPLUGIN_TRY_UNLISTED"].flag,
+            strict=strict,
+            refused={**missing, **refused},
+            others=sources,
+        )
+        if not (broken := not_python(plan, {VLLM: installed.source, **sources})):
+            break
+        refused |= broken
     found.problems += plan.errors
     found.warnings += [
         f"{name} is not live, vLLM runs stock there: {item.reason}"

@@ -35,6 +35,7 @@ _WORDS = {
     Status.TARGET_MISSING: "target missing",
     Status.UNREADABLE: "could not read",
     Status.UNLISTED: "unlisted",
+    Status.NO_PYTHON: "no Python",
 }
 
 

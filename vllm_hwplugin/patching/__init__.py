@@ -10,7 +10,7 @@ from ._apply import Edit, Text, apply_edits, edits_of, is_open, locate, split_li
 from ._catalog import default_folder, load_catalog
 from ._diff import file_diff, parse_diff, read_sections
 from ._errors import CatalogError, DiffError, InstallError, PatchingError, UnreadableFile
-from ._evaluate import evaluate, evaluate_together
+from ._evaluate import evaluate, evaluate_together, trouble_in
 from ._installed import Installed, NotInstalled, VersionUnknown, find_installed
 from ._model import (
     VLLM,
@@ -34,7 +34,7 @@ from ._model import (
     target_name,
 )
 from ._overlay import FOLDER
-from ._plan import make_plan, render_diff
+from ._plan import make_plan, not_python, render_diff
 from ._runtime import current_plan, install, verify
 
 __all__ = [
@@ -82,10 +82,12 @@ __all__ = [
     "load_catalog",
     "locate",
     "make_plan",
+    "not_python",
     "parse_diff",
     "read_sections",
     "render_diff",
     "split_lines",
     "target_name",
+    "trouble_in",
     "verify",
 ]

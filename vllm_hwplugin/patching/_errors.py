@@ -3,7 +3,12 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from ..errors import HwpluginError
+
+#: What `compile` raises of a text that is no Python, or more than its parser can hold.
+NOT_COMPILED: Final = (SyntaxError, ValueError, OverflowError, RecursionError, MemoryError)
 
 
 class PatchingError(HwpluginError):
@@ -16,6 +21,10 @@ class CatalogError(PatchingError):
 
 class UnreadableFile(PatchingError):
     """A file of vLLM is there and cannot be read as text, or is not what Python imports: nothing can be said of it."""
+
+
+class NotPython(PatchingError):
+    """What patches make of a file cannot be compiled."""
 
 
 class DiffError(PatchingError):

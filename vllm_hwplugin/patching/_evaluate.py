@@ -9,8 +9,8 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from ..versions import is_supported
-from ._apply import Edit, Text, edits_of, first_clash, locate
-from ._errors import UnreadableFile
+from ._apply import Edit, Text, apply_edits, edits_of, first_clash, locate
+from ._errors import NOT_COMPILED, UnreadableFile
 from ._model import VLLM, Catalog, Conflict, Feature, FeatureVerdict, HunkVerdict, Source, Status, Variant
 
 
@@ -43,8 +43,9 @@ class Fit(NamedTuple):
 
 
 def evaluate(feature: Feature, source: Source) -> FeatureVerdict:
-    """The verdict on `feature` for the version that `source` holds."""
-    return fit(feature, Texts(source)).verdict
+    """The verdict on `feature` for the version that `source` holds, what it makes of each file compiled."""
+    texts = Texts(source)
+    return _compiled(fit(feature, texts), texts)
 
 
 def fit(feature: Feature, texts: Texts, *, try_unlisted: bool = False, hints: bool = True) -> Fit:
@@ -73,6 +74,26 @@ def fit(feature: Feature, texts: Texts, *, try_unlisted: bool = False, hints: bo
         return Fit(FeatureVerdict(feature.id, version, Status.UNLISTED, reason=reason))
     reason = "no variant of the patch lists it" if variant is None else "it was not there to be checked"
     return Fit(FeatureVerdict(feature.id, version, Status.UNLISTED, reason=reason))
+
+
+def _compiled(item: Fit, texts: Texts) -> FeatureVerdict:
+    for path, edits in item.edits.items():
+        pristine = texts.get(path)
+        assert pristine is not None
+        trouble = trouble_in(path, apply_edits(pristine, edits))
+        # A version may be written for a newer Python than this one.
+        if trouble and not trouble_in(path, pristine.text):
+            return item.verdict._replace(status=Status.NO_PYTHON, reason=trouble)
+    return item.verdict
+
+
+def trouble_in(path: str, text: str) -> str:
+    """Why Python cannot compile a text; empty where it can."""
+    try:
+        compile(text, path, "exec", dont_inherit=True)
+    except NOT_COMPILED as error:
+        return f"{path} would be no Python: {error}"
+    return ""
 
 
 def _is_listed(version: str, feature: Feature, variant: Variant) -> bool:
@@ -152,7 +173,7 @@ def evaluate_together(
     """
     texts = Texts(source)
     fits = [fit(feature, texts, hints=hints) for feature in catalog.features]
-    return [item.verdict for item in fits], list(conflicts_between(fits))
+    return [_compiled(item, texts) for item in fits], list(conflicts_between(fits))
 
 
 def conflicts_between(fits: list[Fit]) -> Iterator[Conflict]:

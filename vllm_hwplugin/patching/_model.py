@@ -154,6 +154,7 @@ class Status(Enum):
     CONFLICT = "conflict"
     TARGET_MISSING = "target-missing"
     UNREADABLE = "unreadable"
+    NO_PYTHON = "no-python"
     UNLISTED = "unlisted"
 
 

@@ -34,7 +34,7 @@ from ..cachedir import (
     writable,
     write_atomically,
 )
-from ._errors import PatchingError
+from ._errors import NOT_COMPILED, NotPython, PatchingError
 from ._model import PatchedFile
 from ._sealed import keep_sealed, read_sealed
 
@@ -90,6 +90,18 @@ class Copy(NamedTuple):
                 f"the patched copy of {self.module} cannot be written to {self.path.parent}: {error}; "
                 "make room there and make it writable, or set VLLM_HWPLUGIN_CACHE_DIR to another folder"
             ) from error
+
+    def check(self) -> None:
+        """Make sure that the text compiles, unless byte code of it shows that it did.
+
+        Raises:
+            NotPython: it does not.
+        """
+        if self.bytecode is None or not os.path.exists(self.bytecode):
+            try:
+                self.code()
+            except NOT_COMPILED as error:
+                raise NotPython(f"{self.path} is no Python: {error}") from error
 
     def code(self) -> CodeType:
         """The code of the text, from byte code that was kept or compiled now.

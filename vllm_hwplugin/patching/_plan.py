@@ -11,7 +11,7 @@ from types import MappingProxyType
 from ..gates import STRICT
 from ._apply import apply_edits, split_lines
 from ._errors import PatchingError
-from ._evaluate import Fit, Texts, conflicts_between, fit
+from ._evaluate import Fit, Texts, conflicts_between, evaluate, fit, trouble_in
 from ._model import (
     VLLM,
     Catalog,
@@ -156,6 +156,25 @@ def _fingerprint(files: Mapping[str, PatchedFile]) -> str:
     for path, file in files.items():
         digest.update(f"{path}\0{file.digest}\0".encode())
     return digest.hexdigest()[:16]
+
+
+def not_python(plan: Plan, sources: Mapping[str, Source]) -> dict[str, str]:
+    """Feature -> why it has to be refused, where the text that comes of a file cannot be compiled.
+
+    Those that make it so by themselves, or else the last one of the file.
+
+    Args:
+        sources: by distribution, what the plan was made from.
+    """
+    found: dict[str, str] = {}
+    for path, file in plan.files.items():
+        if trouble := trouble_in(path, file.text):
+            verdicts = {
+                name: evaluate(plan.features[name].feature, sources[file.distribution]) for name in file.features
+            }
+            alone = {name: item.reason for name, item in verdicts.items() if item.status is Status.NO_PYTHON}
+            found |= alone or {file.features[-1]: trouble}
+    return found
 
 
 def render_diff(feature: Feature, source: Source) -> str:

@@ -16,13 +16,13 @@ from .. import __version__, gates, record
 from ..record import ProcessRecord
 from ._agreement import compare_with_first, give_up_stock
 from ._catalog import load_catalog
-from ._errors import InstallError, PatchingError
+from ._errors import InstallError, NotPython, PatchingError
 from ._finder import CopyFinder, serves
 from ._installed import Installed, find_installed
 from ._model import VLLM, Catalog, ModuleCheck, Plan
 from ._overlay import Copy, Overlay, open_overlay
 from ._packages import catalogue_packages
-from ._plan import make_plan
+from ._plan import make_plan, not_python
 from ._report import report
 
 if TYPE_CHECKING:
@@ -325,10 +325,13 @@ def _settle(wanted: _Wanted, refused: dict[str, str]) -> _Settled:
         for file in plan.files.values():
             try:
                 copy = copies[file.module] = wanted.overlay.place(file)
+                copy.check()
                 if _is_stock(file.module, copies):
                     if copy not in planned:
                         planned[copy] = _plan_swap(wanted.installed, plan, copy)
                     swaps.append(planned[copy])
+            except NotPython:
+                refused |= not_python(plan, {name: item.source for name, item in wanted.installed.items()})
             except PatchingError as error:
                 refused |= dict.fromkeys(file.features, str(error))
         if len(refused) == before:
