@@ -5,10 +5,14 @@ steps each time.
 `python -m tests.musa_sim.load_child LOADS RUNS`
 """
 
+import contextlib
+import functools
 import gc
+import importlib
 import json
+import pkgutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from unittest import mock
 
@@ -216,6 +220,29 @@ def initialise_as_usual() -> None:
     DummyModelLoader.load_weights = load_weights
 
 
+@contextlib.contextmanager
+def waiting(names: Sequence[str]) -> Iterator[None]:
+    """While it lasts, these functions wait for the device when they have done their work."""
+    import torch
+
+    def waits(original):
+        @functools.wraps(original)
+        def call(*args, **kwargs):
+            result = original(*args, **kwargs)
+            torch.accelerator.synchronize()
+            return result
+
+        return call
+
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            module, _, path = name.partition(":")
+            path, _, attribute = path.rpartition(".")
+            owner = pkgutil.resolve_name(f"{module}:{path}") if path else importlib.import_module(module)
+            stack.enter_context(mock.patch.object(owner, attribute, waits(getattr(owner, attribute))))
+        yield
+
+
 def one(job: dict, others_follow: bool) -> dict:
     if not job["autotuned"]:
         leave_untuned()
@@ -234,7 +261,8 @@ def one(job: dict, others_follow: bool) -> dict:
     from . import kv_connector
 
     kv_connector.SHOWN.clear()
-    llm = LLM(**known(job["options"]))
+    with waiting(job["waits"]):
+        llm = LLM(**known(job["options"]))
     runner = model_runner(llm)
     check_runner(runner)
     graphs = getattr(torch.cuda, "CUDAGraph", None) if runner.device.type == "musa" else None

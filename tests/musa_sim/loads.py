@@ -81,6 +81,7 @@ class Load:
         initialised: whether dummy weights are what training begins with. vLLM's own are so small that what a token
             attends to does not count.
         calls: methods of the worker, or of `load_child.CALLS`, by the engine's step before which they are called.
+        waits: functions, as ``module:name``, that wait for the device while the engine starts: no graph can hold them.
     """
 
     options: Mapping[str, Any]
@@ -90,6 +91,7 @@ class Load:
     autotuned: bool = True
     initialised: bool = False
     calls: Sequence[tuple[int, str]] = ()
+    waits: Sequence[str] = ()
 
 
 @dataclass(frozen=True)

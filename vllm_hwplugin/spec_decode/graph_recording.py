@@ -113,27 +113,31 @@ def record_graph(run: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
 def _capture(graph: torch.cuda.CUDAGraph, run: Callable[[], None], pool: Any) -> None:
     # Collectives in symmetric memory leave it for a while.
     set_graph_pool_id(pool)
-    graph.capture_begin(pool=pool)
+    failure: Exception | None = None
     try:
-        run()
-    except BaseException:
+        graph.capture_begin(pool=pool)
         try:
-            graph.capture_end()
-        except RuntimeError:
-            _leave_capture(pool)
-        raise
-    try:
+            run()
+        except Exception as error:
+            failure = error
         graph.capture_end()
-    except RuntimeError:
+    except RuntimeError as error:
         _leave_capture(pool)
-        raise
+        raise failure or error from None
+    else:
+        if failure is not None:
+            raise failure
+    finally:
+        # It holds this frame, and what the failed run had made.
+        del failure
 
 
 def _leave_capture(pool: Any) -> None:
     """Have torch leave a capture that CUDA has ended because of a failure.
 
     `capture_end` raises then before it has told the allocator, which goes on taking memory of `pool`, and the random
-    generators, which go on refusing to draw.
+    generators, which go on refusing to draw. No graph can have this pool any more: torch has no way to tell the
+    allocator of pinned memory.
     """
     device = torch.accelerator.current_device_index()
     # Raises where the allocator has left the pool, and where torch was built without CUDA.

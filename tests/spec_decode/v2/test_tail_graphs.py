@@ -3,19 +3,26 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from packaging.version import Version
 
 pytest.importorskip("vllm.v1.worker.gpu.model_runner", exc_type=ImportError)
 
 import torch
+from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.spec_decode import utils
 
 from vllm_hwplugin import record
 from vllm_hwplugin.spec_decode.fused_weights import FusedWeights
+from vllm_hwplugin.spec_decode.v2 import tail_graphs
 from vllm_hwplugin.spec_decode.v2.tail_graphs import TailGraphs
+from vllm_hwplugin.versions import SUPPORTED
+
+from ..released import Modules, texts
 
 HIDDEN, OTHER = torch.ones(8, 2), torch.ones(8, 4)
 
@@ -50,3 +57,89 @@ def test_fused_weights_that_do_not_fit_leave_the_step_to_vllm(monkeypatch: pytes
     assert graphs.held is None
     assert forgotten == ["inputs"]
     assert noted == [("v2-tail-graph", False, "the draft model's fused has another shape or type than at capture")]
+
+
+#: From 0.29 on vLLM captures some of the target's graphs, and what follows them, before there is a KV cache.
+PROFILED = [version for version in SUPPORTED if Version(version) >= Version("0.29.0")]
+#: Capture sizes, drafts, mode, and the most requests of the tail's graphs.
+TARGETS: dict[str, tuple[list[int], int, str, int]] = {
+    "piecewise": ([1, 2, 4, 8, 16], 3, "PIECEWISE", 0),
+    "short sizes": ([1, 2, 4, 8, 16], 3, "FULL_AND_PIECEWISE", 4),
+    "many drafts": ([1, 2, 4, *range(8, 513, 8)], 15, "FULL_AND_PIECEWISE", 32),
+    "defaults": ([1, 2, 4, *range(8, 513, 8)], 3, "FULL_AND_PIECEWISE", 64),
+    "no size for a decode": ([1, 2], 3, "FULL_DECODE_ONLY", 0),
+}
+
+
+class _Platform:
+    graph_pool_handle = get_global_graph_pool = staticmethod(lambda: None)
+
+
+@pytest.mark.parametrize("version", PROFILED)
+@pytest.mark.parametrize("target", TARGETS)
+def test_graphs_are_of_shapes_whose_states_the_target_keeps(
+    version: str, target: str, vllm_tree: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes, drafts, mode, most = TARGETS[target]
+    module = Modules(
+        texts(vllm_tree(version)),
+        ["vllm.v1.worker.gpu.cudagraph_utils"],
+        stand_ins={
+            "current_platform": _Platform,
+            "get_pp_group": lambda: SimpleNamespace(is_first_rank=True, is_last_rank=True),
+            "graph_capture": lambda **_: contextlib.nullcontext(),
+            "capture_pool": lambda *_: contextlib.nullcontext(),
+            "set_forward_context": lambda *_, **__: contextlib.nullcontext(),
+            "has_compiled_submodule": lambda _: True,
+            "is_breakable_cudagraph_enabled": lambda: False,
+            "is_global_first_rank": lambda: False,
+            "prepare_inputs_to_capture": lambda *_, **__: (None, None),
+        },
+    )("vllm.v1.worker.gpu.cudagraph_utils")
+    monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    for name in ("synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.accelerator, name, lambda: None)
+    monkeypatch.setattr(torch.accelerator, "memory_reserved", lambda: 0)
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda: (0, 0))
+    config: Any = SimpleNamespace(
+        scheduler_config=SimpleNamespace(max_num_seqs=256),
+        compilation_config=SimpleNamespace(cudagraph_capture_sizes=sizes, max_cudagraph_capture_size=max(sizes)),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1, data_parallel_size=1),
+        cache_config=SimpleNamespace(use_kda_recoverssm=False),
+        speculative_config=None,
+        num_speculative_tokens=drafts,
+    )
+    manager = module.ModelCudaGraphManager(config, torch.device("cpu"), CUDAGraphMode[mode], 1 + drafts)
+    # As in vLLM's memory profile.
+    manager._max_full_descs_to_capture = 2
+    buffers = SimpleNamespace(
+        input_ids=torch.zeros(512), positions=torch.zeros(512), is_padding=torch.zeros(512, dtype=torch.bool)
+    )
+    state = SimpleNamespace(prepare_dummy_inputs=lambda *_: {})
+    manager.capture(lambda **inputs: inputs["input_ids"][:, None], state, buffers, None, None, None, None)
+
+    recorded: list[int] = []
+
+    def record_rung(rung: Any, _: Any) -> None:
+        assert graphs._target()[0][: rung.num_tokens].shape[0] == rung.num_tokens
+        recorded.append(rung.num_reqs)
+
+    graphs = TailGraphs(
+        SimpleNamespace(
+            max_num_reqs=256,
+            decode_query_len=1 + drafts,
+            device="cpu",
+            cudagraph_manager=manager,
+            speculator=SimpleNamespace(speculative_config=SimpleNamespace(method="eagle3")),
+            req_states=SimpleNamespace(draft_tokens=torch.zeros(1)),
+        )
+    )
+    monkeypatch.setattr(tail_graphs, "obstacle", lambda _: None)
+    monkeypatch.setattr(tail_graphs, "graph_capture", lambda **_: contextlib.nullcontext())
+    monkeypatch.setattr(tail_graphs, "TailBuffers", lambda *_: SimpleNamespace(write=lambda *_, **__: None))
+    monkeypatch.setattr(tail_graphs, "idx_dtype", lambda _: torch.int32)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(graphs, "_capture_rung", record_rung)
+    graphs.capture()
+    assert recorded == ([most] if most else [])
