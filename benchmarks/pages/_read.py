@@ -13,7 +13,7 @@ from vllm_hwplugin import bench
 from vllm_hwplugin.bench import micro, serve, soak
 
 #: Beginning of a file's name -> the entry that says which format it is, and those that are read. None: the files of
-#: `probe`, `start_cost.py` and `import_share.py`, of which no page is made.
+#: `probe`, `start_cost.py`, `engine_starts.py` and `import_share.py`, of which no page is made.
 _FORMATS: Mapping[str, tuple[str, tuple[Any, ...]] | None] = {
     "engines-": ("format", (bench.FORMAT,)),
     "cost-nwor-": ("format", (bench.FORMAT,)),
@@ -24,6 +24,7 @@ _FORMATS: Mapping[str, tuple[str, tuple[Any, ...]] | None] = {
     "serve-": ("format", (serve.FORMAT,)),
     "probe-": None,
     "start_cost": None,
+    "starts-": None,
     "import_share": None,
 }
 #: What a file of that kind has to have.

@@ -78,7 +78,8 @@ def small_vllm(monkeypatch):
 
 def engine(of):
     worker = Bag(worker=Bag(model_runner=of))
-    return Bag(llm_engine=Bag(engine_core=Bag(engine_core=Bag(model_executor=Bag(driver_worker=worker)))))
+    core = Bag(engine_core=Bag(model_executor=Bag(driver_worker=worker)))
+    return Bag(llm_engine=Bag(engine_core=core, vllm_config=Bag(cache_config=Bag(num_gpu_blocks=7))))
 
 
 def test_what_a_new_engine_says_of_itself(small_vllm, monkeypatch):
@@ -89,6 +90,7 @@ def test_what_a_new_engine_says_of_itself(small_vllm, monkeypatch):
         "torch": "2",
         "platform": "vllm.platforms.cpu.CpuPlatform",
         "entry_points": {"a": {"b": "c"}},
+        "num_gpu_blocks": 7,
         "model_runner": "V2",
         "graph_modes": {"target": "FULL"},
     }

@@ -129,7 +129,8 @@ def ready_facts(llm: Any) -> dict[str, Any]:
         WrongRunner: see :func:`check_runner`.
     """
     runner = model_runner(llm)
-    return package_facts() if runner is None else {**package_facts(), **runner_facts(runner)}
+    facts = {**package_facts(), "num_gpu_blocks": llm.llm_engine.vllm_config.cache_config.num_gpu_blocks}
+    return facts if runner is None else {**facts, **runner_facts(runner)}
 
 
 def package_facts() -> dict[str, Any]:

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the plugin adds to the start of an engine: `python -m benchmarks.engine_starts --json FILE`.
+
+Each side of a case is started as users start it: in fresh processes, the engine's core in one of its own, with vLLM's
+own `gpu_memory_utilization`, `max_num_seqs` and capture sizes. What is compared is seconds until the engine is ready,
+and the blocks of its KV cache. The shapes are those of `vllm-hwplugin bench`, with dummy weights.
+
+A side has caches of its own for compiled code. They are filled by a first start of all sides at the same time, with a
+small KV cache each: so its seconds say what a first start takes beside others. A second such start is not measured: it
+fills what vLLM compiles elsewhere once it finds a compiled graph. Then each side starts alone on the device, all in
+turn, `--rounds` times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import dataclasses
+import json
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from vllm_hwplugin import bench
+from vllm_hwplugin.bench import Case, Job, Outcome
+
+FORMAT: Final = "starts 1"
+#: What `bench` sets for engines that are alive together, or to have few surprises; here vLLM's own values count.
+_SET_BY_BENCH: Final = (
+    "max_num_seqs",
+    "max_model_len",
+    "gpu_memory_utilization",
+    "kv_cache_memory_bytes",
+    "enable_prefix_caching",
+    "compilation_config",
+)
+#: Of each engine while all start together.
+_SMALL_CACHE: Final = 1 << 30
+_TIMEOUT: Final = 500.0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="0.6b")
+    parser.add_argument("--case", action="append", metavar="METHOD:K", help="default: eagle3:3 and dflash:15")
+    parser.add_argument("--side", action="append", help=f"default: {', '.join(bench.ALL_SIDES)}")
+    parser.add_argument("--rounds", type=int, default=1, help="starts of each side, alone on the device")
+    parser.add_argument("--json", type=Path, required=True)
+    asked = parser.parse_args(arguments)
+    host = bench.detect_host()
+    sides = tuple(asked.side or bench.ALL_SIDES)
+    settings = bench.Settings(
+        batches=(1,),
+        rounds=0,
+        cudagraph_mode="",
+        tokens=0,
+        tiny_prompts=0,
+        tiny_tokens=0,
+        acceptance_length=None,
+        profile_tokens=0,
+        vllm_environment={},
+        patched_environment={},
+        sides=sides,
+    )
+    cases = [Case(asked.shape, method, int(k)) for method, _, k in (one.partition(":") for one in asked.case or _CASES)]
+    bench.check(cases, host, sides)
+    results: dict[str, Any] = {
+        "format": FORMAT,
+        **bench.provenance(),
+        "host": dataclasses.asdict(host),
+        "settings": {"shape": asked.shape, "rounds": asked.rounds, "sides": sides},
+        "cases": [],
+    }
+    with tempfile.TemporaryDirectory(prefix="engine-starts-") as folder:
+        jobs = {
+            (case, side): _as_users_start(
+                bench.job_for(case, side, settings, host, None, bench.shapes_folder(), own_process=True),
+                Path(folder) / f"{case.method}-{case.k}-{side}",
+            )
+            for case in cases
+            for side in sides
+        }
+        first = _together(jobs)
+        _together(jobs)
+        alone: dict[tuple[Case, str], list[Outcome]] = {key: [] for key in jobs}
+        for _ in range(asked.rounds):
+            for key, job in jobs.items():
+                alone[key].append(bench.launch(job, timeout=_TIMEOUT))
+                results["cases"] = [
+                    _case(case, {side: (first[case, side], alone[case, side]) for side in sides}) for case in cases
+                ]
+                asked.json.write_text(json.dumps(results, indent=1) + "\n")
+                print(f"{job.label}: {_facts(alone[key][-1])}", flush=True)
+    return 1 if any(one.error for outcomes in alone.values() for one in outcomes) else 0
+
+
+_CASES: Final = ("eagle3:3", "dflash:15")
+
+
+def _as_users_start(job: Job, caches: Path) -> Job:
+    """The engine with vLLM's own settings, and caches that no other side fills."""
+    own = {
+        "VLLM_CACHE_ROOT": caches / "vllm",
+        "TRITON_HOME": caches,
+        "TORCHINDUCTOR_CACHE_DIR": caches / "inductor",
+    }
+    return dataclasses.replace(
+        job,
+        options={name: value for name, value in job.options.items() if name not in _SET_BY_BENCH},
+        environment={**job.environment, **{name: str(path) for name, path in own.items()}},
+        workloads=(),
+    )
+
+
+def _together(jobs: Mapping[tuple[Case, str], Job]) -> dict[tuple[Case, str], Outcome]:
+    small = {
+        key: dataclasses.replace(
+            job, options={**job.options, "kv_cache_memory_bytes": _SMALL_CACHE, "max_model_len": 4096}
+        )
+        for key, job in jobs.items()
+    }
+    with concurrent.futures.ThreadPoolExecutor(len(small)) as pool:
+        started = {key: pool.submit(bench.launch, job, timeout=_TIMEOUT) for key, job in small.items()}
+        return {key: one.result() for key, one in started.items()}
+
+
+def _case(case: Case, sides: Mapping[str, tuple[Outcome, Sequence[Outcome]]]) -> dict[str, Any]:
+    return {
+        **dataclasses.asdict(case),
+        "sides": {
+            side: {"first_together": _facts(first), "alone": [_facts(one) for one in alone]}
+            for side, (first, alone) in sides.items()
+        },
+    }
+
+
+def _facts(outcome: Outcome) -> dict[str, Any]:
+    ready = outcome.ready()
+    said = {
+        key: text for one in outcome.records for key, text in one["decisions"].items() if key.startswith(("v1-", "v2-"))
+    }
+    return {
+        "error": outcome.error,
+        "log_tail": outcome.log_tail,
+        "seconds": ready.get("seconds"),
+        "num_gpu_blocks": ready.get("num_gpu_blocks"),
+        "said": said,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
