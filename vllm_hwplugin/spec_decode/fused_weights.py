@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a DFlash draft model makes of its weights, kept where recorded graphs read it.
+"""Weights where recorded graphs read them, also when vLLM or a user has put others in their place.
 
-Loaders write parameters in place. What the model has fused of them is neither a parameter nor a buffer: vLLM fuses anew
-when the draft's weights are updated, and in some versions when it wakes up, into tensors at other addresses.
+Loaders write parameters in place. What a DFlash draft has fused of them is neither a parameter nor a buffer: vLLM fuses
+anew when the draft's weights are updated, and in some versions when it wakes up, into tensors at other addresses.
 """
 
 from __future__ import annotations
@@ -10,6 +10,31 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+
+
+class Parameters:
+    """The parameters of modules that stock vLLM calls in each step, and graphs of the plugin hold.
+
+    Args:
+        modules: with all that is below them; None is passed over.
+    """
+
+    def __init__(self, *modules: torch.nn.Module | None):
+        self._recorded = [
+            (owner, name, parameter.data_ptr())
+            for module in modules
+            if module is not None
+            for owner in module.modules()
+            for name, parameter in owner.named_parameters(recurse=False)
+        ]
+
+    def moved(self) -> str | None:
+        """Why graphs read other memory than vLLM does, or None."""
+        for owner, name, address in self._recorded:
+            current = owner._parameters.get(name)
+            if current is None or current.data_ptr() != address:
+                return f"the {name} of a {type(owner).__name__} is another tensor than at capture"
+        return None
 
 
 class FusedWeights:

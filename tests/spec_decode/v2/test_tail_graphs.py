@@ -17,7 +17,7 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.spec_decode import utils
 
 from vllm_hwplugin import record
-from vllm_hwplugin.spec_decode.fused_weights import FusedWeights
+from vllm_hwplugin.spec_decode.fused_weights import FusedWeights, Parameters
 from vllm_hwplugin.spec_decode.v2 import tail_graphs
 from vllm_hwplugin.spec_decode.v2.tail_graphs import TailGraphs
 from vllm_hwplugin.versions import SUPPORTED
@@ -57,6 +57,23 @@ def test_fused_weights_that_do_not_fit_leave_the_step_to_vllm(monkeypatch: pytes
     assert graphs.held is None
     assert forgotten == ["inputs"]
     assert noted == [("v2-tail-graph", False, "the draft model's fused has another shape or type than at capture")]
+
+
+def test_a_head_that_is_put_in_the_place_of_another_leaves_the_step_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    head = torch.nn.Linear(2, 3)
+    parameters = Parameters(torch.nn.Sequential(head), None)
+    head.weight.data.fill_(1)
+    assert parameters.moved() is None
+    head.weight.data = torch.ones(3, 2)
+    assert "weight" in str(parameters.moved())
+    head.weight = torch.nn.Parameter(torch.ones(3, 2))
+    assert "weight" in str(parameters.moved())
+    monkeypatch.setattr(record, "use", lambda *_: None)
+    graphs = TailGraphs(SimpleNamespace(max_num_reqs=2, sample=lambda *_: "vLLM's"))
+    graphs._parameters = parameters
+    graphs.held = object()  # type: ignore[assignment]
+    assert graphs.sample(HIDDEN, SimpleNamespace(num_reqs=1), None) == "vLLM's"
+    assert graphs.held is None
 
 
 #: From 0.29 on vLLM captures some of the target's graphs, and what follows them, before there is a KV cache.

@@ -31,7 +31,7 @@ from vllm_hwplugin.fallback import stays_stock
 from vllm_hwplugin.features import V2_TAIL_GRAPH
 from vllm_hwplugin.nwor import runner as nwor
 from vllm_hwplugin.spec_decode.decode_batch import Rung, asks_for_nothing_else
-from vllm_hwplugin.spec_decode.fused_weights import FusedWeights
+from vllm_hwplugin.spec_decode.fused_weights import FusedWeights, Parameters
 from vllm_hwplugin.spec_decode.graph_recording import attempt, known_arguments, record_graph, reserved_memory
 from vllm_hwplugin.spec_decode.v2.recording import (
     expanded_rows,
@@ -130,6 +130,7 @@ class TailGraphs:
         self._pool: Any = None
         self._scratch: list[torch.Tensor] = []
         self._fused: FusedWeights | None = None
+        self._parameters: Parameters | None = None
         self._output: Any = None
         self._step: _Graphs | None = None
         self._drafted = False
@@ -207,8 +208,12 @@ class TailGraphs:
         for rung in shapes:
             self._graphs[rung.num_reqs] = self._capture_rung(rung, self._pool)
         self._scratch = shared_scratch()
+        draft = runner.speculator.model
+        # What comes before and behind the graphs that vLLM has of its own.
+        outer = [getattr(one, "lm_head", None) for one in (runner.model, draft)]
+        self._parameters = Parameters(*outer, getattr(getattr(draft, "model", None), "fc", None))
         if runner.speculator.speculative_config.method == "dflash":
-            self._fused = FusedWeights(runner.speculator.model)
+            self._fused = FusedWeights(draft)
 
     def _capture_rung(self, rung: Rung, pool: Any) -> _Graphs:
         runner, buffers = self._runner, self._buffers
@@ -329,7 +334,7 @@ class TailGraphs:
     def sample(self, hidden_states: torch.Tensor, batch: Any, grammar_output: Any) -> Any:
         """`GPUModelRunner.sample`, and `postprocess_sampled` with it where a graph serves."""
         self._drafted = False
-        self._keep_fused_in_place()
+        self._follow_weights()
         self._step = self._graphs_for(hidden_states, batch) if grammar_output is None else None
         if self._step is None:
             self.held = None
@@ -376,9 +381,11 @@ class TailGraphs:
             return self._runner.req_states.draft_tokens[idx_mapping]
         return self._runner.speculator.draft_tokens[: idx_mapping.shape[0]]
 
-    def _keep_fused_in_place(self) -> None:
-        """Have drafting read what the draft model has fused of new weights; without graphs where they do not fit."""
-        reason = None if self._fused is None else self._fused.keep_in_place()
+    def _follow_weights(self) -> None:
+        """Have graphs read new weights; without graphs where these do not fit or lie elsewhere."""
+        reason = None if self._parameters is None else self._parameters.moved()
+        if reason is None and self._fused is not None:
+            reason = self._fused.keep_in_place()
         if reason is not None:
             self._forget()
             record.use(V2_TAIL_GRAPH, False, reason)
