@@ -170,7 +170,8 @@ PATCHES: Final = (
     ),
     Failure(
         "engine",
-        "a feature is live and the engine that is configured cannot have it: runner, method, backend, mode",
+        "a feature is live and the engine that is configured cannot have it: runner, method, backend, mode, or a graph "
+        "that cannot be recorded",
         "said",
         "stops",
         "said",
