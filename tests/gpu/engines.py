@@ -37,12 +37,12 @@ PROFILED_ENGINE = {name: value for name, value in SMALL_ENGINE.items() if name !
 PROFILED_ENGINE["gpu_memory_utilization"] = 0.2
 
 # What vLLM says if another process gave memory back, or took some, while it measured.
-_DISTURBED = (
+DISTURBED = (
     "Error in memory profiling",
     "No available memory for the cache blocks",
     "Memory usage increased after sleeping",
 )
-_ATTEMPTS = 3
+ATTEMPTS = 3
 
 
 @dataclass
@@ -69,16 +69,16 @@ class Child:
 def run_all(folder: Path, children: Mapping[str, Child], *, timeout: float = 400) -> dict[str, dict[str, Any]]:
     """Run the engines at the same time; their answers by name. One that was disturbed by another starts again."""
     waiting = dict(children)
-    for attempt in range(_ATTEMPTS):
+    for attempt in range(ATTEMPTS):
         running = {name: child.start(folder, name, attempt) for name, child in waiting.items()}
         codes = {name: process.wait(timeout=timeout) for name, process in running.items()}
         logs = {name: (folder / f"{name}.log").read_text(errors="replace") for name in running}
         waiting = {
             name: children[name]
             for name, code in codes.items()
-            if code and any(said in logs[name] for said in _DISTURBED)
+            if code and any(said in logs[name] for said in DISTURBED)
         }
-        last = attempt == _ATTEMPTS - 1
+        last = attempt == ATTEMPTS - 1
         failed = {name: code for name, code in codes.items() if code and (last or name not in waiting)}
         assert not failed, "\n".join(
             f"{name} ended with {code}:\n{logs[name][-4000:]}" for name, code in failed.items()
