@@ -48,6 +48,54 @@ def runner_modules(
     return modules
 
 
+class _Capture:
+    """`torch.cuda.CUDAGraph` of a host without a GPU, as far as a capture that failed is left."""
+
+    def capture_begin(self) -> None: ...
+
+    def capture_end(self) -> None: ...
+
+
+@pytest.fixture
+def uses(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[bool, str]]:
+    """What features say of their use, on a host without a GPU where recordings may fail."""
+    import torch
+
+    from vllm_hwplugin import record
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", _Capture)
+    for name in ("synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.accelerator, name, lambda: None)
+    for name in ("memory_reserved", "current_device_index"):
+        monkeypatch.setattr(torch.accelerator, name, lambda: 0)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cpu"))
+    said: dict[str, tuple[bool, str]] = {}
+    monkeypatch.setattr(record, "use", lambda feature, used, reason="": said.update({feature: (used, reason)}))
+    return said
+
+
+@pytest.fixture(params=[3, 4], ids=["in the run before", "in the capture"])
+def fail(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[None]]:
+    """`fail(owner, name, calls=1)`: the second recording that calls this function fails, in the run before or in the
+    capture, each of which calls it so many times. The answer has an item for each call.
+    """
+    import torch
+
+    def fails(owner: object, name: str, calls: int = 1) -> list[None]:
+        function, made = getattr(owner, name), []
+
+        def call(*args: object, **kwargs: object) -> object:
+            made.append(None)
+            if len(made) == (request.param - 1) * calls + 1:
+                raise torch.OutOfMemoryError("tried to allocate 1.00 GiB\nof nothing")
+            return function(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, call)
+        return made
+
+    return fails
+
+
 @pytest.fixture
 def make(patched_module, notes, monkeypatch: pytest.MonkeyPatch):
     """`make(which, kind, k, sizes=...)`: a proposer that is "stock", "passes" (a graph a pass) or "loop"."""

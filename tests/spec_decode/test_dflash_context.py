@@ -193,6 +193,29 @@ def test_a_builder_that_plans_on_the_host_is_left_alone_for_blocks(make_dflash, 
     assert ("non-causal attention (FlashInferMetadataBuilder" in notes["dflash-full-graph"]) == left
 
 
+@pytest.mark.parametrize("profile", [False, True], ids=["one start", "profiled"])
+def test_a_context_that_cannot_be_recorded_is_stored_as_in_stock(make_dflash, fail, uses, profile):
+    runner = Runner(1)
+    stock, graphed = make_dflash("stock", 3), make_dflash("graphs", 3)
+    boot(stock, NONE, runner)
+    tried = fail(DFlashModel, "precompute_and_store_context_kv")
+    boot(graphed, FULL, runner, profile=profile)
+    RecordedGraphs.sealed = True
+    assert len(tried) in (3, 4)
+    used, reason = uses["dflash-full-graph"]
+    assert (used, "OutOfMemoryError" in reason) == (False, True)
+    compare_over_many(runner, 3, functools.partial(compare, stock, graphed))
+    # The passes alone.
+    assert sum(bool(graphs.replayed) for graphs in RecordedGraphs.instances) == 1
+
+
+def test_a_required_context_that_cannot_be_recorded_ends_the_start(make_dflash, fail, uses, monkeypatch):
+    monkeypatch.setenv("VLLM_HWPLUGIN_DFLASH_FULL_GRAPH", "on")
+    fail(DFlashModel, "precompute_and_store_context_kv")
+    with pytest.raises(FeatureRequired, match="OutOfMemoryError"):
+        boot(make_dflash("graphs", 3), FULL, Runner(1))
+
+
 def test_an_obstacle_leaves_the_context_stock_too(make_dflash, notes):
     stock, proposer, runner = make_dflash("stock", 3), make_dflash("graphs", 3), Runner(1)
     boot(stock, NONE, runner)

@@ -30,6 +30,7 @@ from .drafters import (  # noqa: E402
     boot,
     clone_metadata,
     compare,
+    compare_over_many,
     make_config,
     plain_eagle_step,
     propose,
@@ -178,6 +179,33 @@ def test_a_required_feature_with_an_obstacle_ends_the_start(make, monkeypatch):
     proposer = make("passes", EAGLE, 2)
     with pytest.raises(FeatureRequired, match="cudagraph_mode is PIECEWISE"):
         proposer.draft_graphs.initialize_keys(PIECEWISE)
+
+
+OUT_OF_MEMORY = "recording graphs failed: OutOfMemoryError: tried to allocate 1.00 GiB"
+
+
+@pytest.mark.parametrize("profile", [False, True], ids=["one start", "profiled"])
+def test_a_pass_that_cannot_be_recorded_leaves_the_drafter_to_vllm(make, fail, uses, profile):
+    runner = Runner(1)
+    stock, graphed = make("stock", EAGLE, 3), make("loop", EAGLE, 3)
+    boot(stock, NONE, runner)
+    tried = fail(DraftModel, "__call__")
+    boot(graphed, FULL, runner, profile=profile)
+    RecordedGraphs.sealed = True
+    # It is not tried again where vLLM captures twice.
+    assert len(tried) in (3, 4)
+    assert uses["draft-full-graph"] == (False, OUT_OF_MEMORY)
+    assert uses["draft-loop-graph"] == (False, "it needs draft-full-graph's graphs, and recording these failed")
+    compare_over_many(runner, 3, functools.partial(compare, stock, graphed))
+    assert not any(graphs.replayed for graphs in RecordedGraphs.instances)
+
+
+def test_a_required_pass_that_cannot_be_recorded_ends_the_start(make, fail, uses, monkeypatch):
+    monkeypatch.setenv("VLLM_HWPLUGIN_DRAFT_FULL_GRAPH", "on")
+    proposer = make("loop", EAGLE, 3)
+    fail(DraftModel, "__call__")
+    with pytest.raises(FeatureRequired, match="OutOfMemoryError"):
+        boot(proposer, FULL, Runner(1))
 
 
 def test_a_drafter_without_graphs_has_no_chain_either(make, notes):

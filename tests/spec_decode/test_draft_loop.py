@@ -12,6 +12,7 @@ pytest.importorskip("vllm")
 from vllm.config import CUDAGraphMode  # noqa: E402
 
 from vllm_hwplugin.fallback import FeatureRequired  # noqa: E402
+from vllm_hwplugin.spec_decode import draft_loop  # noqa: E402
 from vllm_hwplugin.spec_decode.draft_facts import chain_facts  # noqa: E402
 from vllm_hwplugin.spec_decode.draft_graphs import capture_draft_graphs  # noqa: E402
 from vllm_hwplugin.spec_decode.draft_keys import uniform_shape  # noqa: E402
@@ -212,6 +213,31 @@ def test_a_reassigned_buffer_of_the_chain_is_seen(pair, name):
         same = propose(graphed, batch).tolist() == propose(stock, batch).tolist()
         wrong += not (same and torch.equal(graphed.model.cache[:-1], stock.model.cache[:-1]))
     assert wrong
+
+
+@pytest.mark.parametrize("profile", [False, True], ids=["one start", "profiled"])
+def test_a_chain_that_cannot_be_recorded_is_left_to_the_passes(make, fail, uses, profile):
+    runner = Runner(1)
+    stock, graphed = make("stock", EAGLE, 3), make("loop", EAGLE, 3)
+    boot(stock, CUDAGraphMode.NONE, runner)
+    tried = fail(draft_loop, "eagle_step_update_slot_mapping_and_metadata", calls=2)
+    boot(graphed, DECODE_ONLY, runner, profile=profile)
+    RecordedGraphs.sealed = True
+    assert len(tried) in (5, 7)
+    used, reason = uses["draft-loop-graph"]
+    assert (used, "OutOfMemoryError" in reason) == (False, True)
+    for size in (1, 3, 8, MAX_REQS):
+        batch = runner.batch(3, size=size)
+        assert propose(graphed, batch).tolist() == propose(stock, batch).tolist()
+    # Of three sizes the first pass and both steps.
+    assert sorted(len(graphs.replayed) for graphs in RecordedGraphs.instances)[-2:] == [0, 9]
+
+
+def test_a_required_chain_that_cannot_be_recorded_ends_the_start(make, fail, uses, monkeypatch):
+    monkeypatch.setenv("VLLM_HWPLUGIN_DRAFT_LOOP_GRAPH", "on")
+    fail(draft_loop, "eagle_step_update_slot_mapping_and_metadata", calls=2)
+    with pytest.raises(FeatureRequired, match="OutOfMemoryError"):
+        boot(make("loop", EAGLE, 3), DECODE_ONLY, Runner(0))
 
 
 def test_a_required_chain_that_cannot_be_ends_the_start(make, monkeypatch):

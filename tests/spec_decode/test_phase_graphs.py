@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -18,11 +20,15 @@ from vllm.config import CUDAGraphMode  # noqa: E402
 from vllm.v1.outputs import SamplerOutput  # noqa: E402
 from vllm.v1.sample.metadata import SamplingMetadata  # noqa: E402
 
+from vllm_hwplugin.fallback import FeatureRequired  # noqa: E402
 from vllm_hwplugin.spec_decode import draft_phase, phase_graphs  # noqa: E402
+from vllm_hwplugin.spec_decode.decode_batch import Rung  # noqa: E402
+from vllm_hwplugin.spec_decode.draft_graphs import capture_draft_graphs  # noqa: E402
 from vllm_hwplugin.spec_decode.draft_phase import DraftPhase  # noqa: E402
+from vllm_hwplugin.spec_decode.phase_graphs import PhaseGraphs, PhaseRecorder  # noqa: E402
 
 from . import recorded_graph  # noqa: E402
-from .dflash_drafter import let_models_fuse  # noqa: E402
+from .dflash_drafter import DFlashModel, let_models_fuse  # noqa: E402
 from .drafters import HIDDEN, MAX_REQS, MAX_TOKENS, VOCAB, Runner, boot, propose  # noqa: E402
 from .recorded_graph import Graph, RecordedGraphs  # noqa: E402
 
@@ -104,11 +110,14 @@ class Target:
     def start(self, mode: CUDAGraphMode) -> None:
         """vLLM's start of the drafter, and then of the target: each FULL graph is followed by its phase."""
         boot(self.host.drafter, mode, self.runner)
-        template = self.runner.template()
-        template.seq_lens, template.slot_mapping = self.seq_lens, self.slots
         for size in (8, 4, 2, 1):
-            hidden = self.hidden[: size * WIDTH]
-            self.host.draft_phase.capture_behind((hidden, [hidden]), template)
+            self.capture(size)
+
+    def capture(self, size: int, *, profiling: bool = False) -> None:
+        """The end of the patched `_dummy_run` that captures the target's graph of so many requests."""
+        template, hidden = self.runner.template(), self.hidden[: size * WIDTH]
+        template.seq_lens, template.slot_mapping = self.seq_lens, self.slots
+        self.host.draft_phase.capture_behind((hidden, [hidden]), template, profiling=profiling)
 
     def step(self, batch: dict[str, Any], padded: int) -> torch.Tensor:
         """The calls of the patched `execute_model` and `sample_tokens`, with tokens that vLLM has sampled."""
@@ -159,20 +168,25 @@ def sides(make_dflash: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Targe
 
 
 def start(make_dflash: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Target]:
+    stock, target = prepared(make_dflash, monkeypatch)
+    target.start(CUDAGraphMode.FULL_DECODE_ONLY)
+    RecordedGraphs.sealed = True
+    return stock, target
+
+
+def prepared(make_dflash: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Target]:
     let_models_fuse(monkeypatch)
     runner = Runner(1)
     stock, graphed = make_dflash("stock", DRAFTS), make_dflash("graphs", DRAFTS)
     monkeypatch.setattr(phase_graphs, "record_graph", recorded)
     # Of row starts that it has on the host, vLLM reads the last one. Here they look like the device's.
     monkeypatch.setattr(recorded_graph, "_HOST_READS", ())
-    monkeypatch.setattr(draft_phase, "free_memory", lambda: 0)
+    monkeypatch.setattr(draft_phase, "reserved_memory", lambda: 0)
     names = graphed.prepare_inputs_padded.__func__.__globals__
     monkeypatch.setitem(names, "_eagle_prepare_next_token_padded", plain_next_token)
     monkeypatch.setitem(names, "_eagle_prepare_inputs_padded", plain_inputs)
     target = Target(graphed, runner)
     boot(stock, CUDAGraphMode.NONE, runner)
-    target.start(CUDAGraphMode.FULL_DECODE_ONLY)
-    RecordedGraphs.sealed = True
     return stock, target
 
 
@@ -217,6 +231,101 @@ def test_weights_that_no_graph_reads_leave_every_later_step_to_vllm(
         expected = propose(stock, batch)
         assert target.step(batch, 4).tolist() == expected.tolist()
         assert torch.equal(graphed.model.cache[:-1], stock.model.cache[:-1])
+
+
+@pytest.fixture
+def left_to_vllm(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, Target], None]:
+    """`left_to_vllm(stock, target)`: batches go vLLM's way from the target to the drafter, and drafts are its own."""
+
+    def compare(stock: Any, target: Target) -> None:
+        graphed = target.host.drafter
+        graphed.model.cache.copy_(stock.model.cache)
+        for size, padded in ((8, 8), (3, 4), (1, 1)):
+            batch = target.runner.batch(DRAFTS, size=size)
+            asked, expected = dict(batch), propose(stock, batch)
+            with monkeypatch.context() as patch:
+                patch.setattr(
+                    target.host, "propose_draft_token_ids", lambda *_, a=asked: propose(graphed, a), raising=False
+                )
+                assert target.step(batch, padded).tolist() == expected.tolist()
+            assert torch.equal(graphed.model.cache[:-1], stock.model.cache[:-1])
+
+    return compare
+
+
+def test_a_phase_that_cannot_be_recorded_is_left_to_vllm(
+    make_dflash: Any, monkeypatch: pytest.MonkeyPatch, fail: Any, uses: Any, left_to_vllm: Any
+) -> None:
+    """Of the second shape; the first has its graphs by then."""
+    monkeypatch.setenv("VLLM_COMPUTE_NANS_IN_LOGITS", "1")
+    tried = fail(sys.modules[__name__], "plain_next_token")
+    stock, target = start(make_dflash, monkeypatch)
+    assert len(tried) in (3, 4)
+    used, reason = uses["v1-draft-phase"]
+    assert (used, "OutOfMemoryError" in reason) == (False, True)
+    # Where vLLM captures anew, it is not tried again.
+    RecordedGraphs.sealed = False
+    target.host.drafter.draft_graphs.initialize_keys(CUDAGraphMode.FULL_DECODE_ONLY)
+    capture_draft_graphs(target.host.drafter, target.runner.template())
+    target.capture(8)
+    RecordedGraphs.sealed = True
+    assert len(tried) in (3, 4)
+    left_to_vllm(stock, target)
+
+
+def test_a_required_phase_that_cannot_be_recorded_ends_the_start(
+    make_dflash: Any, monkeypatch: pytest.MonkeyPatch, fail: Any, uses: Any
+) -> None:
+    monkeypatch.setenv("VLLM_COMPUTE_NANS_IN_LOGITS", "1")
+    monkeypatch.setenv("VLLM_HWPLUGIN_V1_DRAFT_PHASE", "on")
+    fail(sys.modules[__name__], "plain_next_token")
+    with pytest.raises(FeatureRequired, match="OutOfMemoryError"):
+        start(make_dflash, monkeypatch)
+
+
+def test_without_the_graphs_of_the_context_there_is_no_phase(
+    make_dflash: Any, monkeypatch: pytest.MonkeyPatch, fail: Any, uses: Any, left_to_vllm: Any
+) -> None:
+    """It records the context, too, and replays it where the context's own graphs would be."""
+    monkeypatch.setenv("VLLM_COMPUTE_NANS_IN_LOGITS", "1")
+    stock, target = prepared(make_dflash, monkeypatch)
+    fail(DFlashModel, "precompute_and_store_context_kv")
+    target.start(CUDAGraphMode.FULL_DECODE_ONLY)
+    RecordedGraphs.sealed = True
+    assert uses["v1-draft-phase"] == (False, "recording the graphs that it is built on failed")
+    left_to_vllm(stock, target)
+
+
+def test_the_memory_on_record_is_that_of_the_phases_alone_and_counted_once(
+    make_dflash: Any, monkeypatch: pytest.MonkeyPatch, notes: dict[str, str]
+) -> None:
+    """The first shape needs some, which the others share; the target's graphs need some between them."""
+    _, target = prepared(make_dflash, monkeypatch)
+    reserved = iter(mib << 20 for mib in (10, 110, 130, 130, 150, 150, 170, 171))
+    monkeypatch.setattr(draft_phase, "reserved_memory", lambda: next(reserved))
+    target.start(CUDAGraphMode.FULL_DECODE_ONLY)
+    assert "101 MiB" in notes["v1-draft-phase"]
+
+
+@pytest.mark.parametrize("profiled", [12, 8, 7])
+def test_the_memory_profile_needs_what_the_largest_shape_needs(
+    make_dflash: Any, monkeypatch: pytest.MonkeyPatch, profiled: int
+) -> None:
+    """Whatever the shape is that vLLM measures. What is recorded then is not kept."""
+    _, target = prepared(make_dflash, monkeypatch)
+    boot(target.host.drafter, CUDAGraphMode.FULL_DECODE_ONLY, target.runner)
+    record, shapes, made = PhaseRecorder.record, [], []
+
+    def watched(self: PhaseRecorder, rung: Rung, *args: Any) -> PhaseGraphs:
+        graphs = record(self, rung, *args)
+        shapes.append(rung.num_reqs)
+        made.append(weakref.ref(graphs))
+        return graphs
+
+    monkeypatch.setattr(PhaseRecorder, "record", watched)
+    target.capture(profiled, profiling=True)
+    assert shapes == [8 if profiled >= 8 else 4]
+    assert made[0]() is None
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])

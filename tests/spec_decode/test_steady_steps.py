@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from types import MappingProxyType, SimpleNamespace
@@ -22,7 +23,9 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm.v1.utils import CpuGpuBuffer
 
+from vllm_hwplugin.fallback import FeatureRequired
 from vllm_hwplugin.spec_decode import steady_steps
+from vllm_hwplugin.spec_decode.graph_recording import RecordingFailed
 from vllm_hwplugin.spec_decode.steady_steps import StepInputs
 
 FIELDS = {field.name for field in dataclasses.fields(CommonAttentionMetadata)}
@@ -131,7 +134,7 @@ class Served:
         self.inputs = StepInputs(self.runner)
         with mock.patch.object(steady_steps, "record_graph", lambda run, _: Graph(run, self.runner)):
             self.inputs.capture()
-        self.graph: Any = self.inputs._graphs[2].graph
+        self.graph: Any = self.inputs._graphs[2].graph if self.inputs._graphs else None
         self.runner.built = 0
         self.step()
 
@@ -338,6 +341,34 @@ def test_a_prompt_that_ends_in_the_first_step_has_ended_in_the_next(served: Serv
     """A new request whose prompt is computed but for its last token may have placeholders for drafts."""
     _, (_, common) = served.step()
     assert common.is_prefilling.tolist() == [False, False]
+
+
+@pytest.mark.parametrize("required", [False, True], ids=["auto", "on"])
+def test_a_graph_that_cannot_be_recorded_leaves_every_step_to_vllm(
+    monkeypatch: pytest.MonkeyPatch, uses: dict[str, tuple[bool, str]], required: bool
+) -> None:
+    made: list[Graph] = []
+    graph_of = Graph
+
+    def second_fails(run: Callable[[], None], runner: Runner) -> Graph:
+        if made:
+            raise RecordingFailed("OutOfMemoryError: tried to allocate 1.00 GiB")
+        made.append(graph_of(run, runner))
+        return made[0]
+
+    monkeypatch.setattr(sys.modules[__name__], "Graph", second_fails)
+    if required:
+        monkeypatch.setenv("VLLM_HWPLUGIN_V1_STEP_INPUTS", "on")
+        with pytest.raises(FeatureRequired, match="OutOfMemoryError"):
+            Served(asynchronous=True)
+        return
+    served = Served(asynchronous=True)
+    assert served.runner.num_computed_tokens.tolist() == [50, 20]
+    served.step()
+    served.step()
+    assert served.runner.prepared == 3
+    assert made[0].replays == 0
+    assert uses["v1-step-inputs"] == (False, "recording graphs failed: OutOfMemoryError: tried to allocate 1.00 GiB")
 
 
 def test_recording_leaves_requests_that_are_under_way_as_they_were() -> None:

@@ -349,3 +349,18 @@ def test_the_graph_wrapper_has_what_is_used_of_it(vllm_tree: Callable) -> None:
         wanted = {"debug_log_enable", "gc_disable"}
         missing += [f"vLLM {version}: CUDAGraphOptions.{name}" for name in sorted(wanted - fields_of(options))]
     assert not missing, missing
+
+
+@pytest.mark.parametrize("version", SUPPORTED)
+def test_a_length_of_sequences_tells_the_memory_profile_from_a_capture(vllm_tree: Callable, version: str) -> None:
+    """By it `v1-draft-phase` knows that vLLM measures its largest graph, which is captured with it like any other."""
+    runner = find(tree_of(vllm_tree, version, RUNNER), "GPUModelRunner")
+    calls = {
+        (method.name, call.func.attr)
+        for method in runner.body
+        if isinstance(method, ast.FunctionDef)
+        for call in ast.walk(method)
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)
+        if "profile_seq_lens" in {keyword.arg for keyword in call.keywords}
+    }
+    assert calls == {("profile_cudagraph_memory", "_warmup_and_capture"), ("_warmup_and_capture", "_dummy_run")}

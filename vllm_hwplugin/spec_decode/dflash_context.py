@@ -10,6 +10,7 @@ decode or prefill: the tokens that pad it have slots of `PADDING_SLOT_ID`, which
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from vllm_hwplugin.features import DFLASH_FULL_GRAPH
 from vllm_hwplugin.spec_decode.draft_graphs import Companion, DraftGraphs
 from vllm_hwplugin.spec_decode.draft_keys import DraftKeys, pad_up
 from vllm_hwplugin.spec_decode.fused_weights import FusedWeights
+from vllm_hwplugin.spec_decode.graph_recording import attempt
 from vllm_hwplugin.spec_decode.pass_graphs import PassGraphs, full_graphs
 
 _STOCK = "a DFlash drafter's context is stored as in stock vLLM"
@@ -73,6 +75,9 @@ class ContextGraphs(Companion):
             passes: the graphs of the drafter's pass, whose memory pool the context shares.
             keys: their shapes.
             template: not needed, as the context has no attention.
+
+        Raises:
+            FeatureRequired: it cannot be captured, and the gate says `on`.
         """
         self.forget()
         proposer = self._proposer
@@ -80,11 +85,16 @@ class ContextGraphs(Companion):
         self._sizes = tuple(rung * block for rung in keys.requests(block) if rung * block <= proposer.max_num_tokens)
         self._graphs = full_graphs(self.precompute, proposer.vllm_config, passes.graph_pool)
         for size in reversed(self._sizes):
-            proposer._context_slot_mapping_buffer[:size].fill_(PADDING_SLOT_ID)
-            for mode in (CUDAGraphMode.NONE, CUDAGraphMode.FULL):
-                self._launch(size, mode)
+            if not attempt(DFLASH_FULL_GRAPH, _STOCK, partial(self._record, size), self.forget, passes.graph_pool):
+                self.failed = True
+                return
         self._fused = FusedWeights(proposer.model)
         record.note(DFLASH_FULL_GRAPH, f"context keys and values in graphs of {list(self._sizes)} tokens")
+
+    def _record(self, size: int) -> None:
+        self._proposer._context_slot_mapping_buffer[:size].fill_(PADDING_SLOT_ID)
+        for mode in (CUDAGraphMode.NONE, CUDAGraphMode.FULL):
+            self._launch(size, mode)
 
     def stay_stock(self, reason: str) -> None:
         """Have no graphs, and put on record why.

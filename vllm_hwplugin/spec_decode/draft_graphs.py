@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -29,6 +30,7 @@ from vllm_hwplugin.spec_decode.draft_decision import decide
 from vllm_hwplugin.spec_decode.draft_facts import batch_facts, capture_facts, drafter_facts
 from vllm_hwplugin.spec_decode.draft_keys import STEP_QUERY_LEN, DraftKeys, DraftShape
 from vllm_hwplugin.spec_decode.first_pass import FirstPass
+from vllm_hwplugin.spec_decode.graph_recording import attempt
 from vllm_hwplugin.spec_decode.pass_graphs import PassGraphs, descriptor_of
 
 logger = logging.getLogger("vllm.hwplugin")
@@ -41,13 +43,18 @@ class Companion(Protocol):
     """Further graphs of a drafter, which another feature has beside those of its passes.
 
     They are captured after the passes, into the same memory pool, and are given up with them.
+
+    Attributes:
+        failed: whether recording them failed once, so that it is not tried again.
     """
+
+    failed: bool = False
 
     def forget(self) -> None:
         """Have no graphs, and nothing that was made for them."""
 
     def capture(self, passes: PassGraphs, keys: DraftKeys, template: Any) -> None:
-        """Capture anew.
+        """Capture anew, where that has not failed.
 
         Args:
             passes: the graphs of the drafter's passes, all captured.
@@ -93,6 +100,7 @@ class DraftGraphs:
         self._proposer = proposer
         self._companions: list[Companion] = []
         self._decision = ""
+        self._failed = False
         self._forget()
 
     def add(self, make: Callable[[Any, DraftGraphs], _C]) -> _C:
@@ -126,6 +134,8 @@ class DraftGraphs:
             FeatureRequired: nothing can be captured, and a gate says `on`.
         """
         self._forget()
+        if self._failed:
+            return
         proposer = self._proposer
         decision = decide(drafter_facts(proposer, target_mode), batch_facts(proposer, target_mode))
         if decision.keys is None:
@@ -136,6 +146,8 @@ class DraftGraphs:
 
     def capture(self, template: Any) -> None:
         """Decide, then capture every planned shape, largest first; later calls return at once.
+
+        Where the capture fails, the drafter runs as in stock vLLM.
 
         Raises:
             FeatureRequired: nothing can be captured, and a gate says `on`.
@@ -151,20 +163,32 @@ class DraftGraphs:
             self._stay_stock(decision.reason)
             return
         self._target_mode = target_mode
-        self._capture(decision.keys, batches.first, template)
+        if not self._capture(decision.keys, batches.first, template):
+            return
         found = _describe(decision.keys)
         self._note(f"FULL drafter graphs for {type(proposer).__name__}: {found}")
         logger.info("%s: FULL drafter graphs for %s", DRAFT_FULL_GRAPH, found)
 
-    def _capture(self, keys: DraftKeys, first: FirstPass, template: Any) -> None:
+    def _capture(self, keys: DraftKeys, first: FirstPass, template: Any) -> bool:
         proposer = self._proposer
         table, slots = template.block_table_tensor, proposer._slot_mapping_buffer
-        passes = PassGraphs(proposer, first, DraftBuffers(keys, table, slots, proposer.device))
+        self._passes = PassGraphs(proposer, first, DraftBuffers(keys, table, slots, proposer.device))
+        pool = self._passes.graph_pool
         for shape in keys.all():
-            passes.capture(shape, template)
+            if not attempt(DRAFT_FULL_GRAPH, _STOCK, partial(self._record, shape, template), self._forget, pool):
+                self._failed = True
+                for companion in self._companions:
+                    companion.stay_stock(f"it needs {DRAFT_FULL_GRAPH}'s graphs, and recording these failed")
+                return False
         for companion in self._companions:
-            companion.capture(passes, keys, template)
-        self._passes, self._keys, self._first_query_len = passes, keys, first.query_len
+            if not companion.failed:
+                companion.capture(self._passes, keys, template)
+        self._keys, self._first_query_len = keys, first.query_len
+        return True
+
+    def _record(self, shape: DraftShape, template: Any) -> None:
+        assert self._passes is not None
+        self._passes.capture(shape, template)
 
     def _stay_stock(self, reason: str) -> None:
         self._forget()

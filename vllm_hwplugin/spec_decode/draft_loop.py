@@ -13,6 +13,7 @@ of draft tokens than the configured one) take the path of `draft_graphs`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,10 @@ from vllm_hwplugin.spec_decode.draft_decision import chain_obstacle
 from vllm_hwplugin.spec_decode.draft_facts import chain_facts
 from vllm_hwplugin.spec_decode.draft_graphs import Companion, DraftGraphs
 from vllm_hwplugin.spec_decode.draft_keys import STEP_QUERY_LEN, DraftKeys, DraftShape, pad_up, uniform_shape
+from vllm_hwplugin.spec_decode.graph_recording import attempt
 from vllm_hwplugin.spec_decode.pass_graphs import PassGraphs, full_graphs
+
+_STOCK = "steps are launched one by one"
 
 
 class DraftLoop(Companion):
@@ -64,7 +68,7 @@ class DraftLoop(Companion):
             template: the `CommonAttentionMetadata` that the runner built for the drafter's KV-cache group.
 
         Raises:
-            FeatureRequired: the steps make no chain, and the gate says `on`.
+            FeatureRequired: the steps make no chain, or it cannot be captured, and the gate says `on`.
         """
         self.forget()
         proposer = self._proposer
@@ -80,12 +84,18 @@ class DraftLoop(Companion):
         self._inert = torch.zeros(max_reqs, dtype=torch.bool, device=device)
         self._graphs = full_graphs(self._draft, proposer.vllm_config, passes.graph_pool)
         for num_reqs in reversed(self._ladder):
-            self._metadata[num_reqs] = passes.dummy_metadata(_shape(num_reqs), template)
-            self._mark_inert(0, num_reqs)
-            for mode in (CUDAGraphMode.NONE, CUDAGraphMode.FULL):
-                self._launch(num_reqs, mode)
+            recording = partial(self._record, num_reqs, template)
+            if not attempt(DRAFT_LOOP_GRAPH, _STOCK, recording, self.forget, passes.graph_pool):
+                self.failed = True
+                return
         steps = self._num_tokens - 1
         record.note(DRAFT_LOOP_GRAPH, f"{steps} steps in one graph for {list(self._ladder)} requests")
+
+    def _record(self, num_reqs: int, template: Any) -> None:
+        self._metadata[num_reqs] = self._captured.dummy_metadata(_shape(num_reqs), template)
+        self._mark_inert(0, num_reqs)
+        for mode in (CUDAGraphMode.NONE, CUDAGraphMode.FULL):
+            self._launch(num_reqs, mode)
 
     def stay_stock(self, reason: str) -> None:
         """Have no chain graphs, and put on record why.
@@ -94,7 +104,7 @@ class DraftLoop(Companion):
             FeatureRequired: the gate says `on`.
         """
         self.forget()
-        stays_stock(DRAFT_LOOP_GRAPH, "steps are launched one by one", reason)
+        stays_stock(DRAFT_LOOP_GRAPH, _STOCK, reason)
 
     @property
     def _captured(self) -> PassGraphs:

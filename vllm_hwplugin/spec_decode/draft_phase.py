@@ -15,6 +15,7 @@ by step; nothing is kept between steps but which requests the buffers hold.
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -27,7 +28,7 @@ from vllm_hwplugin.nwor import runner as nwor
 from vllm_hwplugin.spec_decode.decode_batch import MAX_NUM_REQS, Rung, asks_for_nothing_else
 from vllm_hwplugin.spec_decode.draft_graphs import Companion
 from vllm_hwplugin.spec_decode.draft_keys import DraftKeys
-from vllm_hwplugin.spec_decode.graph_recording import free_memory
+from vllm_hwplugin.spec_decode.graph_recording import attempt, reserved_memory
 from vllm_hwplugin.spec_decode.pass_graphs import PassGraphs
 from vllm_hwplugin.spec_decode.phase_buffers import PhaseBuffers
 from vllm_hwplugin.spec_decode.phase_graphs import (
@@ -67,8 +68,8 @@ class DraftPhase(Companion):
         """Have no graphs, and nothing that was made for them."""
         self._recorder: PhaseRecorder | None = None
         self._buffers: PhaseBuffers | None = None
-        self._counts: tuple[int, ...] = ()
-        # By number of the target's tokens.
+        # Both by number of the target's tokens.
+        self._rungs: dict[int, Rung] = {}
         self._graphs: dict[int, PhaseGraphs] = {}
         self._step: PhaseGraphs | None = None
         self._kind: Sampling | None = None
@@ -99,18 +100,19 @@ class DraftPhase(Companion):
         counts = keys.requests(self.query_len)
         if self.query_len > 2 and not runner.drafter.parallel_drafting:
             counts = tuple(count for count in counts if runner.drafter.draft_loop.serves(count))
-        self._counts = tuple(count for count in counts if count <= MAX_NUM_REQS)
-        if not self._counts:
+        rungs = [Rung(count, self.query_len) for count in counts if count <= MAX_NUM_REQS]
+        if not rungs:
             self.stay_stock("the drafter's passes have no graphs of decode batches that could be joined")
             return
-        self._buffers = PhaseBuffers(self._counts[-1], self.query_len, runner.device)
+        self._rungs = {rung.num_tokens: rung for rung in rungs}
+        self._buffers = PhaseBuffers(rungs[-1].num_reqs, self.query_len, runner.device)
         drawn = getattr(runner.drafter, "_enable_probabilistic_draft_probs", False)
         sampling = () if sampling_obstacle(runner) else tuple(Sampling)[: 3 if drawn else 2]
         drafting = tuple(Drafting)[: 2 if drawn else 1]
         self._recorder = PhaseRecorder(runner, passes, self._buffers, sampling, drafting)
         record.use(V1_DRAFT_PHASE, False, "the target has no FULL graph of a decode batch")
 
-    def capture_behind(self, outputs: Any, template: Any) -> None:
+    def capture_behind(self, outputs: Any, template: Any, *, profiling: bool) -> None:
         """Record the graphs that follow a FULL graph of the target, which was captured just now.
 
         Called by the patched `GPUModelRunner._dummy_run`.
@@ -118,25 +120,41 @@ class DraftPhase(Companion):
         Args:
             outputs: what the target's model returned.
             template: the `CommonAttentionMetadata` that the runner built for the drafter's KV-cache group, or None.
+            profiling: whether vLLM measures what its largest graph needs. The largest ones here, which may be smaller,
+                are then recorded behind it, and only the memory that they need is left.
+
+        Raises:
+            FeatureRequired: they cannot be recorded, and the gate says `on`.
         """
         if self._recorder is None or template is None:
             return
         states = TargetStates.of(outputs)
         num_tokens = states.hidden.shape[0]
-        rung = Rung(num_tokens // self.query_len, self.query_len)
-        if rung.num_tokens != num_tokens or rung.num_reqs not in self._counts:
+        if profiling:
+            num_tokens = max((size for size in self._rungs if size <= num_tokens), default=0)
+        rung = self._rungs.get(num_tokens)
+        if rung is None:
             return
-        started, free = time.perf_counter(), free_memory()
-        self._graphs[num_tokens] = self._recorder.record(rung, states, template)
+        started, reserved = time.perf_counter(), reserved_memory()
+        if not attempt(V1_DRAFT_PHASE, _STOCK, partial(self._record, rung, states, template), self.forget):
+            self.failed = True
+            return
         seconds, used = self._spent
-        self._spent = seconds + time.perf_counter() - started, used + free - free_memory()
-        largest = max(graphs.rung.num_reqs for graphs in self._graphs.values())
+        self._spent = seconds + time.perf_counter() - started, used + reserved_memory() - reserved
+        if profiling:
+            self._graphs.clear()
+            return
+        largest = max(one.rung.num_reqs for one in self._graphs.values())
         record.note(
             V1_DRAFT_PHASE,
             f"{len(self._graphs)} shapes of at most {largest} requests, captured in {self._spent[0]:.1f} s, "
             f"{self._spent[1] / 2**20:.0f} MiB" + ("" if self._recorder.sampling else "; vLLM samples"),
         )
         record.use(V1_DRAFT_PHASE, True)
+
+    def _record(self, rung: Rung, states: TargetStates, template: Any) -> None:
+        assert self._recorder is not None
+        self._graphs[rung.num_tokens] = self._recorder.record(rung, states, template)
 
     def stay_stock(self, reason: str) -> None:
         """Have no graphs, and put on record why.

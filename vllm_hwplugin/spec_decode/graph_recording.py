@@ -32,12 +32,6 @@ def known_arguments(function: Callable[..., Any], **arguments: Any) -> dict[str,
     return {name: value for name, value in arguments.items() if name in taken}
 
 
-def free_memory() -> int:
-    """Bytes that nobody uses of the device."""
-    free: int = torch.accelerator.get_memory_info()[0]
-    return free
-
-
 def reserved_memory() -> int:
     """Bytes of the device that this process's allocator holds, without those that it would give back.
 

@@ -47,6 +47,9 @@ def _engine(runner: Any) -> str | None:
 
 
 def _drafter(proposer: Any, spec: Any) -> str | None:
+    needed = getattr(proposer, "draft_context" if spec.use_dflash() else "draft_loop", None)
+    if needed is not None and needed.failed:
+        return "recording the graphs that it is built on failed"
     facts = chain_facts(proposer)
     if facts.host_side:
         return f"the drafter does host work between steps: {', '.join(facts.host_side)}"

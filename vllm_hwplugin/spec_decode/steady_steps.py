@@ -26,7 +26,7 @@ from vllm_hwplugin import record
 from vllm_hwplugin.fallback import stays_stock
 from vllm_hwplugin.features import V1_STEP_INPUTS
 from vllm_hwplugin.spec_decode.decode_batch import MAX_NUM_REQS
-from vllm_hwplugin.spec_decode.graph_recording import record_graph
+from vllm_hwplugin.spec_decode.graph_recording import attempt, record_graph
 from vllm_hwplugin.spec_decode.steady_obstacles import metadata_obstacle, obstacle
 
 _STOCK: Final = "vLLM prepares every step"
@@ -133,18 +133,23 @@ class StepInputs:
             return
         started = time.perf_counter()
         reason = metadata_obstacle(self._runner)
+
+        def record_all() -> None:
+            most, pool = self._make_buffers(), torch.cuda.graph_pool_handle()
+            for num_reqs in range(most, 0, -1):
+                self._graphs[num_reqs] = self._record(num_reqs, reason is None, pool)
+
         with torch.inference_mode(), graph_capture(device=self._runner.device):
             # Requests may be under way: where ranks of data parallelism come or go, vLLM captures anew.
             computed = self._runner.num_computed_tokens.clone()
-            most = self._make_buffers()
-            pool = torch.cuda.graph_pool_handle()
-            for num_reqs in range(most, 0, -1):
-                self._graphs[num_reqs] = self._record(num_reqs, reason is None, pool)
+            recorded = attempt(V1_STEP_INPUTS, _STOCK, record_all, self._forget)
             self._runner.num_computed_tokens.copy_(computed)
         torch.accelerator.synchronize()
+        if not recorded:
+            return
         record.note(
             V1_STEP_INPUTS,
-            f"graphs of 1 to {most} requests, captured in {time.perf_counter() - started:.1f} s, "
+            f"graphs of 1 to {len(self._graphs)} requests, captured in {time.perf_counter() - started:.1f} s, "
             + (f"without attention metadata: {reason}" if reason else "with attention metadata"),
         )
         record.use(V1_STEP_INPUTS, True)
