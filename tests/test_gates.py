@@ -216,7 +216,7 @@ def test_gates_of_catalogues_are_known_to_vllm_read_or_not(monkeypatch: pytest.M
     assert _key_with(monkeypatch, **{gates.FINGERPRINT: "of another engine"}) == plain | {gates.FINGERPRINT: None}
     monkeypatch.setenv(name, "off")
     envs = SimpleNamespace(environment_variables={})
-    gates.register_with_vllm(envs, [gates.catalogue_gate(name, "a fix", "auto")])
+    gates.register_with_vllm(envs, [gates.catalogue_gate(name, "acme", "a fix", "auto")])
     assert envs.environment_variables[name]() == "off"
     monkeypatch.delenv(name)
     assert envs.environment_variables[name]() == "auto"

@@ -29,6 +29,9 @@ APPLICATION = "vllm-hwplugin"
 # As many as Linux follows in one path.
 _LINKS = 40
 
+# Bytes; many times more than any text, metadata, byte code or record that a process of vLLM reads to its end.
+_LARGEST = 64 << 20
+
 # The file in a temporary folder that its process keeps locked. A process id would not do: containers share folders for
 # temporary files, not process ids.
 _HELD = "held"
@@ -64,7 +67,10 @@ def places(environ: Mapping[str, str] | None = None, notes: list[str] | None = N
         if own is not None:
             found.append(own)
         else:
-            notes.append(f"user {os.geteuid()} has no home, so no cache folder; set HOME or VLLM_HWPLUGIN_CACHE_DIR")
+            notes.append(
+                f"user {os.geteuid()} has no home with an absolute path, so no cache folder; set HOME or "
+                "VLLM_HWPLUGIN_CACHE_DIR"
+            )
     try:
         found.append(Path(tempfile.gettempdir()).absolute() / f"{APPLICATION}-{os.geteuid()}")
     except FileNotFoundError as error:
@@ -79,9 +85,11 @@ def _user_cache_folder() -> Path | None:
     if os.path.isabs(named):
         return Path(named) / APPLICATION
     try:
-        return Path.home().absolute() / ".cache" / APPLICATION
+        home = Path.home()
     except RuntimeError:
         return None
+    # A relative one would be another folder in each working directory.
+    return home / ".cache" / APPLICATION if home.is_absolute() else None
 
 
 def private_folder(folder: Path) -> Path:
@@ -136,15 +144,38 @@ def read_code(path: Path) -> bytes:
         OSError: it cannot be read.
     """
     path = code_folder(path.parent) / path.name
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-    try:
-        found = os.fstat(descriptor)
+
+    def judge(found: os.stat_result) -> None:
         if not stat.S_ISREG(found.st_mode) or found.st_mode & 0o022:
             raise UntrustedFolder(
                 f"{path} has mode {stat.filemode(found.st_mode)}; expected an ordinary file that others cannot write "
                 f"to: run `chmod go-w {path}` after a look at it, or remove it"
             )
         _judge_hop(str(path), found, path, _WAY_OUT_OF_CODE)
+
+    return read_ordinary(path, judge, os.O_NOFOLLOW)
+
+
+def read_ordinary(
+    path: str | Path, judge: Callable[[os.stat_result], None] = lambda found: None, flags: int = 0
+) -> bytes:
+    """The bytes of an ordinary file. A pipe or a device is not waited for, and no file of 64 MiB and more is read.
+
+    Args:
+        judge: gets the state of the open file that is then read; what it raises goes through.
+        flags: more of those of :func:`os.open`.
+
+    Raises:
+        OSError: it cannot be opened or read, is something else, or too large.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
+    try:
+        found = os.fstat(descriptor)
+        judge(found)
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EINVAL, "not an ordinary file", str(path))
+        if found.st_size >= _LARGEST:
+            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
         with open(descriptor, "rb", closefd=False) as file:
             return file.read()
     finally:
@@ -172,6 +203,8 @@ def _real(
             # Another process may be just as far; who made it does not matter, what it is gets judged below.
             with contextlib.suppress(FileExistsError):
                 os.mkdir(path, 0o700)
+                # For all programs, where it is `~/.cache`; and a umask may have taken its user's rights away.
+                os.chmod(path, 0o700)
             found = os.lstat(path)
         if not rest and judge_last is not None:
             judge_last(path, found)
@@ -237,23 +270,18 @@ def writable(folder: Path) -> bool:
 def read_private(path: Path) -> bytes | None:
     """The bytes of a regular file that this user owns and nobody else can write to; None for anything else.
 
-    What is checked is the open file that is then read. A pipe or a device in its place is not waited for.
+    What is checked is the open file that is then read; see :func:`read_ordinary`.
     """
+
+    def judge(found: os.stat_result) -> None:
+        if found.st_uid != os.geteuid() or found.st_mode & 0o022:
+            raise PermissionError
+
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        return read_ordinary(path, judge, os.O_NOFOLLOW)
     except OSError:
+        # Also a disk or a server that fails: there is nothing that can be read.
         return None
-    try:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
-            return None
-        with open(descriptor, "rb", closefd=False) as file:
-            return file.read()
-    except OSError:
-        # A disk or a server that fails: there is nothing that can be read.
-        return None
-    finally:
-        os.close(descriptor)
 
 
 def write_atomically(path: Path, data: bytes, *, durable: bool = True, mode: int = 0o600) -> None:

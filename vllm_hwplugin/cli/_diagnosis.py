@@ -143,7 +143,7 @@ def diagnose(environ: Mapping[str, str] | None = None, *, catalog: Catalog | Non
     _check_entry_point(environ, values, found)
     own = _own_catalogue(catalog, found)
     outside = _find_outside(environ, own, values, found)
-    features, fingerprint = _decide(values, installed, own and outside.behind(own), found)
+    features, fingerprint = _decide(values, installed, own, outside, environ, found)
     written = _records(environ, found)
     processes = records.family(written, written[-1].pid) if written else ()
     _compare_fingerprints(processes, found)
@@ -250,7 +250,8 @@ def _find_outside(
     outside = Found()
     if own is not None and isinstance(folders, gates.GateValue):
         outside = find_outside(environ, own)
-        _read_into(values, outside.gates, environ, found)
+        # One that is bad costs its own features alone, which is said of these.
+        _read_into(values, outside.gates, environ, _Findings())
     found.warnings += [str(item) for item in gates.unknown(environ, outside.gates)]
     said = found.problems if _is_strict(values) and not switched_off else found.warnings
     said += [f"{item.where} is not live, vLLM runs stock there: {item.reason}" for item in outside.troubles]
@@ -318,17 +319,21 @@ def _check_entry_point(
 def _decide(
     values: Mapping[str, gates.GateValue | gates.GateError],
     installed: Installed | None,
-    catalog: Catalog | None,
+    own: Catalog | None,
+    outside: Found,
+    environ: Mapping[str, str],
     found: _Findings,
 ) -> tuple[tuple[FeatureRow, ...], str]:
     """The states that a process of vLLM would come to with these gates.
 
     What would stop that process is a problem, what it would warn of a warning.
     """
-    if catalog is None:
+    if own is None:
         return (), "none"
+    catalog = outside.behind(own)
     good = {name: value for name, value in values.items() if isinstance(value, gates.GateValue)}
-    choices = {name: value.choice for name, value in good.items() if value.gate.switches}
+    more, mistaken = outside.choices(environ)
+    choices = {name: value.choice for name, value in good.items() if value.gate.switches} | more
     strict = _is_strict(values)
 
     def all_of(state: str, reason: str, said: list[str]) -> tuple[tuple[FeatureRow, ...], str]:
@@ -340,7 +345,7 @@ def _decide(
                 said.append(f"{item.gate}=on, but {item.id} cannot be live: {reason}")
         return tuple(rows), "none"
 
-    if len(good) < len(values):
+    if any(gate.name not in good for gate in gates.GATES):
         reason = "a variable has a bad value, and the plugin does nothing until it is right"
         return all_of("refused", reason, found.problems)
     if not good["VLLM_HWPLUGIN"].flag:
@@ -360,7 +365,7 @@ def _decide(
             choices,
             try_unlisted=good["VLLM_HWPLUGIN_TRY_UNLISTED"].flag,
             strict=strict,
-            refused={**missing, **refused},
+            refused={**missing, **mistaken, **refused},
             others=sources,
         )
         if not (broken := not_python(plan, {VLLM: installed.source, **sources})):

@@ -453,19 +453,22 @@ GATES: Final[tuple[Gate, ...]] = (
 BY_NAME: Final[Mapping[str, Gate]] = MappingProxyType({gate.name: gate for gate in GATES})
 
 
-def catalogue_gate(name: str, help_: str, default: str) -> Gate:
+def catalogue_gate(name: str, catalogue: str, help_: str, default: str) -> Gate:
     """The switch of features that a catalogue from outside brings.
 
     Raises:
-        GateError: the name is no name of a variable, or one that is the plugin's or vLLM's to give; or the default is
-            no value of a switch.
+        GateError: the name is no name of a variable, or one that is not the catalogue's to give; or the default is no
+            value of a switch.
     """
+    own = f"{catalogue.upper().replace('-', '_')}_"
     letters = name.replace("_", "")
     well_formed = name[:1].isalpha() and letters.isascii() and letters.isalnum() and letters.isupper()
-    if not well_formed or (name.startswith("VLLM") and not name.startswith(CATALOGUE_PREFIX)):
+    # Others may have a meaning: HOME, LD_PRELOAD, and the variables of vLLM and of the plugin.
+    named = name.startswith(CATALOGUE_PREFIX) or (name.startswith(own) and not name.startswith("VLLM"))
+    if not well_formed or not named:
         raise GateError(
-            f"{name!r} is no name for a catalogue's gate; expected capitals, digits and `_`, beginning with "
-            f"{CATALOGUE_PREFIX} or with something else than VLLM"
+            f"{name!r} is no name for a gate of the catalogue {catalogue}; expected capitals, digits and `_`, and at "
+            f"its beginning {CATALOGUE_PREFIX} or {own}"
         )
     if default not in _SWITCH:
         raise GateError(f"default is {default!r}, expected {', '.join(_SWITCH)}")

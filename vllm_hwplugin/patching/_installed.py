@@ -15,6 +15,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import NamedTuple
 
+from ..cachedir import read_ordinary
 from ..versions import stated_version
 from ._errors import PatchingError, UnreadableFile
 from ._model import VLLM, Source, module_name, target_name
@@ -47,7 +48,7 @@ class InstalledSource(NamedTuple):
         """
         file = self.root / path
         try:
-            text = file.read_bytes().decode("utf-8")
+            text = read_ordinary(file).decode("utf-8")
         except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, UnicodeDecodeError) as error:
@@ -127,7 +128,7 @@ def _package_folder() -> Path:
 def _stated_version(folder: Path, troubles: list[str]) -> str | None:
     file = folder / "_version.py"
     try:
-        return stated_version(file.read_text(encoding="utf-8"))
+        return stated_version(read_ordinary(file).decode("utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, UnicodeDecodeError) as error:
@@ -137,19 +138,22 @@ def _stated_version(folder: Path, troubles: list[str]) -> str | None:
 
 def _owners(root: Path, troubles: list[str]) -> Iterator[tuple[str, str]]:
     # Every distribution of vLLM begins with "vllm"; so do plugins, which the look into RECORD tells apart.
-    names = sorted(name for name in os.listdir(root) if name.startswith("vllm") and name.endswith(".dist-info"))
+    try:
+        entries = os.listdir(root)
+    except NotADirectoryError:
+        return  # an archive on the path
+    names = sorted(name for name in entries if name.startswith("vllm") and name.endswith(".dist-info"))
     for folder in (root / name for name in names):
-        distribution = importlib.metadata.Distribution.at(folder)
         try:
             # As bytes first: of half a megabyte, what a text file does with the ends of lines takes most of the time.
-            record = "\n" + (folder / "RECORD").read_bytes().decode("utf-8")
+            record = "\n" + read_ordinary(folder / "RECORD").decode("utf-8")
             if "\nvllm/__init__.py," not in record:
                 continue
             # Read here: where the file is missing, what `metadata` does differs between versions of Python. Without
             # the description, which the parser would take apart line by line.
-            fields = email.parser.HeaderParser().parsestr(
-                (distribution.read_text("METADATA") or "").partition("\n\n")[0]
-            )
+            metadata = folder / "METADATA"
+            text = read_ordinary(metadata).decode("utf-8") if metadata.exists() else ""
+            fields = email.parser.HeaderParser().parsestr(text.partition("\n\n")[0])
         except (FileNotFoundError, NotADirectoryError):
             continue
         except (OSError, UnicodeDecodeError) as error:

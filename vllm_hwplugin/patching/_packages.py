@@ -10,15 +10,15 @@ from importlib.metadata import Distribution, EntryPoint
 from pathlib import Path
 from typing import Final
 
+from ..cachedir import read_ordinary
+from ._errors import CatalogError
+
 #: `[project.entry-points."vllm_hwplugin.patches"]`: any name, and the package that has the `catalogue.toml`.
 GROUP: Final = "vllm_hwplugin.patches"
 
-# Bytes: nearly every such file is read at once.
-_READ: Final = 1 << 16
 
-
-def catalogue_packages() -> tuple[tuple[str, EntryPoint], ...]:
-    """Each distribution and entry point of the group, by the distribution's name.
+def catalogue_packages() -> tuple[tuple[str, EntryPoint | CatalogError], ...]:
+    """Each distribution and entry point of the group, by the distribution's name; an error for what cannot be parsed.
 
     Only metadata in folders is looked at, as installers leave it; not what lies in archives.
     """
@@ -26,9 +26,16 @@ def catalogue_packages() -> tuple[tuple[str, EntryPoint], ...]:
     for folder in _folders():
         # The first on the path is the one that Python takes the package from.
         found.setdefault(folder.name.partition("-")[0], Distribution.at(folder))
-    return tuple(
-        (name, point) for name, each in sorted(found.items()) for point in each.entry_points if point.group == GROUP
-    )
+    return tuple((name, point) for name, each in sorted(found.items()) for point in _points(each))
+
+
+def _points(distribution: Distribution) -> list[EntryPoint | CatalogError]:
+    try:
+        return [point for point in distribution.entry_points if point.group == GROUP]
+    except Exception as error:
+        # Whatever the parser of this Python meets in it.
+        where = distribution.locate_file("")
+        return [CatalogError(f"entry_points.txt of a package in {where} cannot be parsed ({error}); install it again")]
 
 
 def _folders() -> Iterator[Path]:
@@ -43,19 +50,8 @@ def _folders() -> Iterator[Path]:
         for name in names:
             if name.endswith((".dist-info", ".egg-info")):
                 try:
-                    text = _bytes(f"{place}/{name}/entry_points.txt")
+                    text = read_ordinary(f"{place}/{name}/entry_points.txt")
                 except OSError:
                     continue  # most have none
                 if wanted in text:
                     yield Path(place, name)
-
-
-def _bytes(file: str) -> bytes:
-    descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        text = os.read(descriptor, _READ)
-        while text and len(text) % _READ == 0 and (more := os.read(descriptor, _READ)):
-            text += more
-        return text
-    finally:
-        os.close(descriptor)

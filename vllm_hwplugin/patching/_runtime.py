@@ -249,9 +249,9 @@ def _activate(
         state.gates = found.gates
         _report_catalogues(entry, found, strict=values[gates.STRICT].flag)
         catalog = found.behind(catalog)
-        choices |= {name: value.choice for name, value in gates.read_all(environ, found.gates).items()}
+        more, mistaken = found.choices(environ)
         others, missing = outside.find_targets(catalog.features)
-        targets |= others
+        choices, targets, missing = choices | more, targets | others, missing | mistaken
     for unknown in gates.unknown(environ, state.gates):
         logger.warning("%s", unknown)
     if demanded := gates.unclaimed(environ, state.gates):

@@ -26,6 +26,9 @@ logger = logging.getLogger("vllm.hwplugin")
 #: The folder below a cache folder that holds parsed catalogues.
 FOLDER: Final = "catalogue"
 
+# Parts of a dotted key. The time that the parser takes grows with their square: of 20000 it takes ten seconds.
+_MOST_PARTS: Final = 1000
+
 #: Why there has to be a `patch.toml`, in a message.
 MISSING: Final = "each folder of patches needs one"
 
@@ -104,8 +107,11 @@ def _parse(file: Path, text: bytes) -> dict[str, Any]:
         import tomllib
     else:
         import tomli as tomllib
+    if any(line.count(b".") > _MOST_PARTS for line in text.splitlines()):
+        raise CatalogError(f"{file}: has a line with more than {_MOST_PARTS} dots; shorten its dotted key")
     try:
         values: dict[str, Any] = tomllib.loads(text.decode("utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
+        # Of values nested too deep, or of numbers too long for Python, as well.
         raise CatalogError(f"{file}: not TOML ({error}); see docs/how-to-add-a-patch.md") from error
     return values

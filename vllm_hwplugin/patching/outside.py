@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from .. import cachedir, gates
+from ..errors import HwpluginError
 from ._catalog import FEATURE_KEYS, Terms, feature_folders, in_order, load_feature, refuse_unknown, text_of
 from ._distributions import find_distribution, find_targets, importable
-from ._errors import CatalogError, PatchingError
+from ._errors import CatalogError
 from ._model import VLLM, Catalog, Feature
 from ._packages import catalogue_packages
 from ._toml import read_toml
@@ -175,7 +176,7 @@ def _gates(features: list[Feature], manifest: Manifest) -> tuple[gates.Gate, ...
             )
         try:
             text = f"Feature {', '.join(feature.id for feature in of)}: {of[0].title}"
-            made.append(gates.catalogue_gate(name, text, of[0].default))
+            made.append(gates.catalogue_gate(name, manifest.name, text, of[0].default))
         except gates.GateError as error:
             raise CatalogError(f"{manifest.folder / of[0].id.rpartition('/')[2] / 'patch.toml'}: {error}") from error
     return tuple(made)
@@ -198,6 +199,21 @@ class Found(NamedTuple):
     def gates(self) -> tuple[gates.Gate, ...]:
         return tuple(gate for each in self.catalogues for gate in each.gates)
 
+    def choices(self, environ: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+        """The value of each gate, and by feature what is wrong with that of its gate, for which ``auto`` stands then.
+
+        A mistake in a variable of one patch costs that patch, not the others and not those of the project.
+        """
+        values: dict[str, str] = {}
+        bad: dict[str, str] = {}
+        for gate in self.gates:
+            try:
+                values[gate.name] = gates.read(gate, environ).choice
+            except gates.GateError as error:
+                values[gate.name], bad[gate.name] = "auto", str(error)
+        features = (feature for each in self.catalogues for feature in each.features)
+        return values, {feature.id: bad[feature.gate] for feature in features if feature.gate in bad}
+
     def behind(self, own: Catalog) -> Catalog:
         """One catalogue of the project's own features and these: of two that conflict, the earlier one is live."""
         return Catalog((*own.features, *(feature for each in self.catalogues for feature in each.features)))
@@ -207,7 +223,7 @@ def find_outside(
     environ: Mapping[str, str],
     own: Catalog,
     *,
-    packages: Sequence[tuple[str, EntryPoint]] | None = None,
+    packages: Sequence[tuple[str, EntryPoint | CatalogError]] | None = None,
     version: str | None = None,
 ) -> Found:
     """The catalogues in ``VLLM_HWPLUGIN_PATCHES``, in its order, then those of installed packages, by name.
@@ -241,9 +257,14 @@ def find_outside(
                 continue
             loaded = load_outside(folder, version=version, read=read)
             refuse_taken(loaded, catalogues, own)
-            catalogues.append(loaded)
-        except (PatchingError, cachedir.UntrustedFolder, OSError) as error:
+        except (HwpluginError, OSError) as error:
             troubles.append(Trouble(where, str(error)))
+        except Exception as error:
+            # What its author wrote, and no check here foresaw: still only this catalogue is left out.
+            text = f"{type(error).__name__}: {error}"
+            troubles.append(Trouble(where, f"it cannot be read ({text}); see docs/your-own-patches.md"))
+        else:
+            catalogues.append(loaded)
     return Found(tuple(catalogues), tuple(troubles))
 
 
@@ -275,8 +296,10 @@ def refuse_taken(new: Outside, catalogues: Sequence[Outside], own: Catalog) -> N
         )
 
 
-def _package_folder(point: EntryPoint) -> Path:
+def _package_folder(point: EntryPoint | CatalogError) -> Path:
     """The folder of the package that an entry point names, found without importing it."""
+    if isinstance(point, CatalogError):
+        raise point
     top, *rest = point.value.split(".")
     tried = [place.joinpath(*rest) for place in importable(top)]
     for folder in tried:
