@@ -7,6 +7,7 @@ and of what it does not: ``live`` where the plugin serves it.
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -64,6 +65,11 @@ def _drift(project: Project) -> None:
 
 def _tear(project: Project) -> None:
     (project.site / "vllm/v1/alpha.py").write_bytes(b"# \xe9\n")
+
+
+def _make_pipe(project: Project) -> None:
+    (project.site / "vllm/v1/alpha.py").unlink()
+    os.mkfifo(project.site / "vllm/v1/alpha.py")
 
 
 def _rival(project: Project) -> None:
@@ -222,7 +228,7 @@ def attempt():
 PATCHES: dict[str, list[Scenario]] = {
     "misfit": [Scenario(INSTALL, made_up_with(_drift))],
     "conflict": [Scenario(INSTALL + 'attempt = lambda: states(install(), "rival")', made_up_with(_rival), THIRD)],
-    "unreadable": [Scenario(INSTALL, made_up_with(_tear))],
+    "unreadable": [Scenario(INSTALL, made_up_with(change)) for change in (_tear, _make_pipe)],
     "imported": [
         Scenario(INSTALL + IMPORTED, _state()),
         Scenario(INSTALL + IMPORTED.replace("import vllm.v1.alpha", 'sys.modules["vllm.v1.alpha"] = None'), _state()),
@@ -273,6 +279,13 @@ def attempt():
         Scenario(INSTALL + "import tempfile; tempfile.tempdir = '/proc/nowhere'", made_up_with(block_cache)),
     ],
     "bad value": [Scenario(INSTALL, made_up, variables={"VLLM_HWPLUGIN_SLP": "perhaps"})],
+    "own bad value": [
+        Scenario(
+            INSTALL + 'attempt = lambda: states(install(), "acme/fix")',
+            made_up_with(_own_catalogue),
+            variables={FOLDERS: "acme", ACME: "1"},
+        )
+    ],
     "mixture": [
         Scenario(
             """

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pwd
 import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
@@ -49,16 +51,86 @@ def test_missing_folders_are_made_private_and_the_real_path_is_given(tmp_path: P
     assert private_folder(folder) == trusted_folder(folder) == folder
 
 
-@pytest.mark.parametrize("mode", [0o770, 0o707, 0o777])
 @pytest.mark.parametrize("depth", [1, 2])
-def test_nothing_is_made_below_a_folder_that_others_write_to(tmp_path: Path, mode: int, depth: int) -> None:
-    (tmp_path / "home").chmod(mode)
+def test_nothing_is_made_below_a_folder_that_others_write_to(tmp_path: Path, depth: int) -> None:
+    (tmp_path / "home").chmod(0o770)
     target = (tmp_path / "home").joinpath(*"abc"[:depth])
-    with pytest.raises(UntrustedFolder, match="can be written to by others"):
+    with pytest.raises(UntrustedFolder):
         private_folder(target)
     assert not os.listdir(tmp_path / "home")
-    (tmp_path / "home").chmod(mode | 0o1000)
+    (tmp_path / "home").chmod(0o1770)
     assert private_folder(target) == target
+
+
+def test_a_umask_does_not_shut_this_user_out_of_what_is_made(tmp_path: Path) -> None:
+    """Nor other programs, where it is `~/.cache`."""
+    before = os.umask(0o777)
+    try:
+        folder = private_folder(tmp_path / "home" / ".cache" / "own")
+    finally:
+        os.umask(before)
+    assert [part.stat().st_mode & 0o777 for part in (folder, folder.parent)] == [0o700, 0o700]
+
+
+# What has to hold of the bits of the last part, and of who owns it: this user (root is the user, where tests run as
+# root), or someone else.
+TRUSTED: dict[str, Callable[[int, bool], bool]] = {
+    "cache folder": lambda mode, own: own and not mode & 0o077,
+    "way to a cache folder": lambda mode, own: own and (not mode & 0o022 or bool(mode & 0o1000)),
+    "code folder": lambda mode, own: own and not mode & 0o022,
+    "way to a code folder": lambda mode, own: own and (not mode & 0o022 or bool(mode & 0o1000)),
+    "cache file": lambda mode, own: own and not mode & 0o022,
+    "code file": lambda mode, own: own and not mode & 0o022,
+    "link to a cache file": lambda mode, own: False,
+    "link to a code file": lambda mode, own: False,
+}
+
+
+@pytest.mark.parametrize("what", TRUSTED)
+@pytest.mark.parametrize("own", [True, False])
+def test_who_may_have_changed_it_decides_and_nothing_else(tmp_path: Path, what: str, own: bool) -> None:
+    folder = private_folder(tmp_path / "home" / "judged")
+    below, file, link = private_folder(folder / "below"), folder / "file", folder / "link"
+    file.write_bytes(b"text")
+    link.symlink_to(file)
+    part = file if what.endswith("file") else folder
+    ask: Callable[[], object] = {
+        "cache folder": lambda: trusted_folder(folder),
+        "way to a cache folder": lambda: trusted_folder(below),
+        "code folder": lambda: cachedir.code_folder(folder),
+        "way to a code folder": lambda: cachedir.code_folder(below),
+        "cache file": lambda: cachedir.read_private(file),
+        "code file": lambda: cachedir.read_code(file),
+        "link to a cache file": lambda: cachedir.read_private(link),
+        "link to a code file": lambda: cachedir.read_code(link),
+    }[what]
+    if not own:
+        give_away(part)
+    wrong = []
+    for mode in range(0o2000):
+        if os.geteuid() and mode & 0o700 != 0o700:
+            continue  # what this user cannot open is another matter; root can
+        part.chmod(mode)
+        try:
+            found = ask() is not None
+        except (UntrustedFolder, OSError):
+            found = False
+        if found != TRUSTED[what](mode, own):
+            wrong.append(f"{mode:04o}")
+    assert wrong == []
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("read", [cachedir.read_private, cachedir.read_code])
+def test_what_is_no_ordinary_file_or_too_large_is_not_read(tmp_path: Path, read: Callable[[Path], object]) -> None:
+    folder = private_folder(tmp_path / "home" / "own")
+    os.mkfifo(folder / "pipe", 0o600)
+    (folder / "folder").mkdir(mode=0o700)
+    with open(folder / "large", "wb") as file:
+        file.truncate(1 << 30)
+    for name in ("pipe", "folder", "large"):
+        with contextlib.suppress(UntrustedFolder, OSError):
+            assert read(folder / name) is None
 
 
 def test_nothing_is_made_in_a_foreign_home(tmp_path: Path) -> None:
@@ -121,16 +193,22 @@ def test_the_first_place_is_the_users_cache(named: str, tmp_path: Path, monkeypa
     assert cachedir.places()[0] == cache / "vllm-hwplugin"
 
 
-def test_a_user_without_a_home_has_the_second_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("home", [None, "relative"])
+def test_a_user_without_a_home_has_the_second_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, home: str | None
+) -> None:
+    """A relative one would be another in each working directory."""
+
     def unknown(_: int) -> NoReturn:
         raise KeyError
 
     monkeypatch.delenv("HOME")
+    if home is not None:
+        monkeypatch.setenv("HOME", home)
     monkeypatch.setattr(pwd, "getpwuid", unknown)
     notes: list[str] = []
     assert cachedir.places(notes=notes) == (tmp_path / "tmp" / f"vllm-hwplugin-{os.geteuid()}",)
     assert len(notes) == 1
-    assert "set HOME or VLLM_HWPLUGIN_CACHE_DIR" in notes[0]
 
 
 def test_whether_a_folder_is_writable_is_asked_for_the_effective_user(tmp_path: Path) -> None:

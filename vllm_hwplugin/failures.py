@@ -108,6 +108,13 @@ PATCHES: Final = (
         "stops",
     ),
     Failure(
+        "own bad value",
+        "the gate of a feature of your own has a value that is not one of the good ones",
+        "off",
+        None,
+        "stops",
+    ),
+    Failure(
         "mixture",
         "a module that must run stock runs patched already, or the other way round",
         "stops",
@@ -265,7 +272,7 @@ def markdown() -> list[str]:
         *_table("failure of something else", OTHERS),
         "",
         "*on* is the gate of the feature, the operations or the attention that is concerned (of any feature, where all",
-        "patches are); a dash where there is none.",
+        "patches are); a dash where there is none, or where it is what is wrong.",
     ]
 
 

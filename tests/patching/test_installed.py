@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -143,6 +145,31 @@ def test_a_source_reads_text_with_its_newlines(site: Path) -> None:
     for name in ("x", "folder"):
         with pytest.raises(UnreadableFile, match=f"{name}.py cannot be read"):
             source.read(f"vllm/{name}.py")
+
+
+@pytest.mark.timeout(60)
+def test_what_is_no_file_of_text_is_not_read_to_its_end(site: Path) -> None:
+    version_file(site, "0.32.0")
+    source = find_installed().source
+    os.mkfifo(site / "vllm" / "pipe.py")
+    with open(site / "vllm" / "large.py", "wb") as file:
+        file.truncate(1 << 30)
+    for name in ("pipe", "large"):
+        with pytest.raises(UnreadableFile):
+            source.read(f"vllm/{name}.py")
+
+
+def test_a_vllm_in_an_archive_is_one_whose_version_cannot_be_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with zipfile.ZipFile(tmp_path / "site.zip", "w") as archive:
+        archive.writestr("vllm/__init__.py", "")
+        archive.writestr("vllm/_version.py", "version = '0.32.0'\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "site.zip")])
+    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(VersionUnknown):
+        find_installed()
 
 
 def test_a_patched_package_does_not_hide_where_the_package_lies(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:

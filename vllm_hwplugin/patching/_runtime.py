@@ -36,7 +36,7 @@ class _Wanted(NamedTuple):
 
     Attributes:
         installed: distribution -> where it is, vLLM first.
-        missing: feature -> why its distribution cannot be changed.
+        missing: feature -> why it cannot be had, whatever its diffs say.
     """
 
     installed: Mapping[str, Installed]
