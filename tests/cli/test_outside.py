@@ -108,6 +108,8 @@ def test_drift_of_all_that_the_environment_has(
     assert [line.split(": ")[1] for line in lines(run("drift", "--catalogue", "acme", "0.33.0"))] == ["acme/total"]
     assert len(lines(run("drift", "--catalogue", "vllm-hwplugin", "0.33.0"))) == 2
     assert run("drift", "--catalogue", "acne", "0.33.0").exit_code == 2
+    monkeypatch.chdir(acme)
+    assert run("drift", "--catalogue", "", "0.33.0").exit_code == 2
     # What is installed is asked by default; the library is not.
     result = run("drift", "--catalogue", "acme")
     assert "no acme-lib is installed" in result.stderr

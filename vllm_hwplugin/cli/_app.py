@@ -127,13 +127,24 @@ def program(
     """
 
 
+def _open_standard_streams() -> None:
+    """Where one is closed (`>&-`) nobody reads, or there is nothing to read: the exit status is still asked for."""
+    # In this order each gets the lowest number that is free, its own; else the next file that is opened would.
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
+
+
 def main() -> NoReturn:
     """Run the program with the process's arguments, and end the process."""
+    _open_standard_streams()
     status, trouble = None, None
     try:
         status = app(prog_name="vllm-hwplugin")
     except SystemExit as end:
         status = end.code
+        # click ends with 1 where the reader of `--help` has gone.
+        trouble = end.__context__ if isinstance(end.__context__, OSError) else None
     except OSError as error:
         # `--help` and `--version` write before there is a command whose errors are caught.
         trouble = error

@@ -69,9 +69,10 @@ def select(own: Catalog, named: Sequence[str] = ()) -> Selection:
 
 def _from_folder(name: str, catalogues: list[Outside], own: Catalog) -> Outside:
     folder = Path(os.path.realpath(Path(name).expanduser()))
-    if not folder.is_dir():
+    # An empty name, as of a variable that is not set, would be the working directory.
+    if not name or not folder.is_dir():
         names = ", ".join([OWN, *(each.manifest.name for each in catalogues)])
-        raise UnknownCatalogue(f"{name}: no folder, and no catalogue of this name; there are: {names}")
+        raise UnknownCatalogue(f"{name!r}: no folder, and no catalogue of this name; there are: {names}")
     for each in catalogues:
         if each.manifest.folder == folder:
             return each
