@@ -7,12 +7,16 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from vllm_hwplugin import gates
+from vllm_hwplugin.gates.table import WORDS_FALSE, WORDS_TRUE
 
 GRAPH = "VLLM_HWPLUGIN_DRAFT_FULL_GRAPH"
 ALIASES = [(gate, alias) for gate in gates.GATES for alias in gate.aliases]
@@ -31,17 +35,50 @@ def test_nothing_set_gives_defaults() -> None:
     assert {value.source for value in values.values()} == {"default"}
 
 
+WORDED = [gate for gate in gates.GATES if gate.kind in ("switch", "bool", "choice")]
+OUTSIDE = [gates.catalogue_gate(f"{gates.CATALOGUE_PREFIX}ACME_{name}", "acme", "a fix", "auto") for name in "AB"]
+UNKNOWN = [f"{gates.CATALOGUE_PREFIX}ACNE_{name}" for name in "AB"]
+NAMES = [name for gate in WORDED for name in (gate.name, *(alias.name for alias in gate.aliases))]
+WORDS = ["1", "0", "true", "No", "ON", "off", "auto", "musa", "stage", "scrub", "perhaps", "", "  "]
+
+
+def model(gate: gates.Gate, environ: Mapping[str, str]) -> gates.Value:
+    """What docs/gates.md says of a gate's value; None where it is bad."""
+    said = {name: raw.strip().lower() for name, raw in environ.items() if raw.strip()}
+    ways = [(gate.name, None), *((alias.name, alias.mapping) for alias in gate.aliases)]
+    for name, mapping in ways:
+        if name in said:
+            word = said[name] if mapping is None else mapping.get(said[name], "bad")
+            if gate.kind == "bool":
+                return {**dict.fromkeys(WORDS_TRUE, True), **dict.fromkeys(WORDS_FALSE, False)}.get(word)
+            return word if word in gate.choices else None
+    return gate.default
+
+
+@given(
+    st.dictionaries(st.sampled_from(NAMES), st.sampled_from(WORDS)),
+    st.fixed_dictionaries({name: st.sampled_from(WORDS) for name in (*(gate.name for gate in OUTSIDE), *UNKNOWN)}),
+)
+def test_every_environment_is_read_as_the_page_says(own: dict[str, str], outside: dict[str, str]) -> None:
+    environ = {name: f" {raw}" for name, raw in (own | outside).items()}
+    expected = {gate.name: model(gate, environ) for gate in (*WORDED, *OUTSIDE)}
+    bad = [name for name, value in expected.items() if value is None]
+    for gate in (*WORDED, *OUTSIDE):
+        if gate.name not in bad:
+            assert gates.read(gate, environ).value == expected[gate.name]
+    if bad:
+        with pytest.raises(gates.GateError) as error:
+            gates.read_all(environ, [*WORDED, *OUTSIDE])
+        assert len(str(error.value).splitlines()) == len(bad)
+    demanded = [name for name in sorted(UNKNOWN) if environ.get(name, "").strip().lower() == "on"]
+    assert list(gates.unclaimed(environ, OUTSIDE)) == demanded
+
+
 @pytest.mark.parametrize(
     ("name", "raw", "value"),
     [
-        ("VLLM_HWPLUGIN", "0", False),
-        ("VLLM_HWPLUGIN", "No", False),
-        ("VLLM_HWPLUGIN_STRICT", " TRUE ", True),
-        (GRAPH, "ON", "on"),
-        ("VLLM_HWPLUGIN_PLATFORM", "musa", "musa"),
         ("VLLM_HWPLUGIN_CACHE_DIR", "/somewhere/else", "/somewhere/else"),
         ("VLLM_HWPLUGIN_OPS_SKIP", "rms_norm, silu ,,rms_norm", ("rms_norm", "silu")),
-        ("VLLM_HWPLUGIN_NWOR_MODE", "stage", "stage"),
     ],
 )
 def test_values_are_read(name: str, raw: str, value: gates.Value) -> None:
@@ -83,14 +120,6 @@ def test_a_bad_value_names_the_variable_and_lists_the_good_ones(name: str, raw: 
     assert "\n" not in message
 
 
-def test_read_all_reports_every_bad_value_at_once() -> None:
-    with pytest.raises(gates.GateError) as error:
-        gates.read_all({"VLLM_HWPLUGIN": "x", GRAPH: "y", "VLLM_NWOR_MODE": "z"})
-    lines = str(error.value).splitlines()
-    assert len(lines) == 3
-    assert any("VLLM_NWOR_MODE" in line and "off, stage, restore, scrub" in line for line in lines)
-
-
 @pytest.mark.parametrize(
     ("alias", "raw", "name", "value"),
     [
@@ -122,7 +151,8 @@ def test_every_spelling_of_an_alias_is_a_value_of_its_gate(gate: gates.Gate, ali
 def test_own_name_wins_over_its_alias_and_says_so() -> None:
     found = gates.read(GRAPH, {GRAPH: "on", "VLLM_MUSA_DRAFT_FULL_WRAP": "0"})
     assert (found.value, found.source) == ("on", "environment")
-    assert found.conflict == f"VLLM_MUSA_DRAFT_FULL_WRAP=0 is not followed, because {GRAPH}=on is set"
+    assert found.conflict is not None
+    assert "VLLM_MUSA_DRAFT_FULL_WRAP" in found.conflict
 
 
 def test_an_alias_that_agrees_is_no_conflict() -> None:
@@ -133,15 +163,14 @@ def test_an_alias_that_agrees_is_no_conflict() -> None:
 def test_a_bad_alias_beside_the_own_name_is_a_conflict_and_no_error() -> None:
     found = gates.read(GRAPH, {GRAPH: "off", "VLLM_MUSA_DRAFT_FULL_WRAP": "perhaps\n"})
     assert found.value == "off"
-    # In one line, whatever it holds.
-    assert (found.conflict or "").startswith(r"VLLM_MUSA_DRAFT_FULL_WRAP='perhaps\n' is not followed")
+    assert found.conflict is not None
+    assert found.conflict.isprintable(), "one line, whatever it holds"
 
 
 def test_a_misspelt_gate_is_found_with_the_name_that_was_meant() -> None:
     environ = {"VLLM_HWPLUGIN_DRAFT_FUL_GRAPH": "off", GRAPH: "on", gates.FINGERPRINT: "abc", "VLLM_USE_V1": "1"}
     (found,) = gates.unknown(environ)
     assert (found.name, found.nearest) == ("VLLM_HWPLUGIN_DRAFT_FUL_GRAPH", GRAPH)
-    assert GRAPH in str(found)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +183,7 @@ def test_a_misspelt_gate_is_found_with_the_name_that_was_meant() -> None:
 )
 def test_a_variable_of_an_older_build_names_what_replaced_it(name: str, instead: str) -> None:
     (found,) = gates.unknown({name: "1"})
-    assert str(found).startswith(f"{name} is set, but nothing reads it: ")
+    assert found.name == name
     assert instead in found.instead
     assert gates.unknown({name: " "}) == ()
 
