@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..errors import HwpluginError
@@ -90,7 +90,7 @@ def compare(old_text: str, new_text: str) -> ModuleChange:
     additions: list[Addition] = []
     class_lines: dict[tuple[str, ...], int] = {}
     _compare_scope((), old, new, functions, additions, class_lines)
-    _refuse_captured(new, functions)
+    _refuse_captured(old, functions)
     imports = _new_imports(old, new)
     return ModuleChange(
         tuple(functions), tuple(additions), imports, class_lines, "annotations" in dict(_bindings(new, future=True))
@@ -242,42 +242,78 @@ def _compiled(scope: _Scope) -> bool:
 
 
 def _refuse_captured(module: ast.Module, functions: Sequence[FunctionChange]) -> None:
-    """A changed function that took part in a call at import time left a result of its old text behind."""
-    plain = {change.old.name: change for change in functions if not change.scope}
-    methods = {change.old.name: change for change in functions if change.scope}
-    makers = {change.scope[0]: change for change in functions if change.scope and change.old.name in _MAKERS}
-    for call in _calls_at_import(module):
-        for node in ast.walk(call):
-            change = None
-            if isinstance(node, ast.Name):
-                change = plain.get(node.id)
-                if change is None and node is call.func:
-                    change = makers.get(node.id)
-            elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-                change = methods.get(node.attr)
-                change = change if change is not None and change.scope[-1] == node.value.id else None
-            if change is not None:
-                raise NotSwappable(
-                    f"{change.name} was used while the module was imported, at line {call.lineno}: "
-                    f"{ast.unparse(call).splitlines()[0]}"
-                )
+    """A changed function that took part in a call at import time left a result of its old text behind.
+
+    Told by names alone: whose method it is that `x.method()` calls, no text says.
+    """
+    makers = {change.scope[-1]: change for change in functions if change.scope and change.old.name in _MAKERS}
+    others = {change.old.name: change for change in functions if change.old.name not in _MAKERS}
+    calls = _calls_in(module)
+    for node in _run_at_import(module):
+        change = None
+        if isinstance(node, ast.Attribute):
+            change = others.get(node.attr)
+            change = change if change is not None and _is_property(change.old) else None
+        else:
+            mentioned = {_tail(inner) for inner in ast.walk(node) if isinstance(inner, ast.Name | ast.Attribute)}
+            called = _reached(_tail(node.func), calls)
+            named = [*(others.get(name) for name in mentioned | called), *(makers.get(name) for name in called)]
+            change = next((item for item in named if item is not None), None)
+        if change is not None:
+            raise NotSwappable(
+                f"{change.name} was used while the module was imported, at line {node.lineno}: "
+                f"{ast.unparse(node).splitlines()[0]}"
+            )
 
 
 # An object that was made at import time was made by the old text of these.
 _MAKERS = frozenset({"__new__", "__init__", "__post_init__"})
 
 
-def _calls_at_import(module: ast.Module) -> Iterator[ast.Call]:
+def _is_property(function: _Function) -> bool:
+    return any(_tail(decorator) in ("property", "cached_property", "getter") for decorator in function.decorator_list)
+
+
+def _calls_in(module: ast.Module) -> dict[str, set[str]]:
+    """Name -> what functions and methods of this name call; of a class, what making an object of it does."""
+    found: dict[str, set[str]] = {}
+    for node in ast.walk(module):
+        if isinstance(node, ast.ClassDef):
+            ran = [item for item in node.body if isinstance(item, _Function) and item.name in _MAKERS]
+            found.setdefault(node.name, set()).update(_tail(base) for base in node.bases)
+        elif isinstance(node, _Function) and node.name not in _MAKERS:
+            ran = [node]
+        else:
+            continue
+        for function in ran:
+            calls = (_tail(inner.func) for inner in ast.walk(function) if isinstance(inner, ast.Call))
+            found.setdefault(node.name, set()).update(calls)
+    return found
+
+
+def _reached(name: str, calls: Mapping[str, set[str]]) -> set[str]:
+    """What a call of this name leads to, itself included."""
+    found: set[str] = set()
+    pending = {name}
+    while pending:
+        found |= pending
+        pending = {inner for outer in pending for inner in calls.get(outer, ())} - found
+    return found
+
+
+def _run_at_import(module: ast.Module) -> Iterator[ast.Call | ast.Attribute]:
+    """The calls that an import makes, and what it asks of objects."""
     pending: list[ast.AST] = [module]
     while pending:
         node = pending.pop()
-        if isinstance(node, ast.Call):
+        if isinstance(node, ast.Call | ast.Attribute):
             yield node
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            # The body runs later. A decorator is a call of it with the function.
-            for decorator in node.decorator_list:
+            # The body runs later. A decorator is a call of it with the function; those of a property only hold it.
+            decorators = [item for item in node.decorator_list if _tail(item) not in ("setter", "getter", "deleter")]
+            for decorator in decorators:
                 yield ast.copy_location(ast.Call(func=decorator, args=[], keywords=[]), decorator)
-            pending += [*node.decorator_list, *node.args.defaults, *(d for d in node.args.kw_defaults if d)]
+            pending += [*decorators, *node.args.defaults, *(d for d in node.args.kw_defaults if d)]
         elif isinstance(node, ast.Lambda):
             pending += [*node.args.defaults, *(d for d in node.args.kw_defaults if d)]
         else:
