@@ -124,8 +124,13 @@ def test_a_capture_that_cuda_has_ended_leaves_nothing_behind() -> None:
 
     with torch.cuda.stream(torch.cuda.Stream()):
         before = reserved_memory()
-        with pytest.raises(RecordingFailed, match="not permitted"):
+        said = ""
+        try:
             record_graph(waits, torch.cuda.graph_pool_handle())
+        except RecordingFailed as failure:
+            # The failure itself would hold the frames, and these the memory.
+            said = str(failure)
+        assert "not permitted" in said
         assert reserved_memory() <= before + (4 << 20)
         # Both refuse in a capture that torch takes to be under way.
         assert torch.rand(3, device="cuda").sum().item() > 0
