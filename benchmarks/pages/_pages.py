@@ -6,7 +6,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import _costs, _engine_tables, _engines, _host_time, _kernel_tables, _kernels, _phase_tables, _serve_tables
+from . import (
+    _costs,
+    _engine_tables,
+    _engines,
+    _host_time,
+    _kernel_tables,
+    _kernels,
+    _phase_tables,
+    _serve_tables,
+    _starts,
+)
 from ._gains import gains
 from ._read import Found, ResultsError, read_all
 
@@ -14,9 +24,6 @@ ROOT = Path(__file__).resolve().parents[2]
 _FOLDER = "benchmarks/results"
 RESULTS = ROOT / _FOLDER
 CHART = "docs/benchmarks.svg"
-
-#: Pages that have other text too, with the name of the lines between which their table stands.
-_PLACES = {"README.md": "gains", "docs/nwor.md": "costs"}
 
 
 def pages(root: Path = ROOT) -> dict[str, str]:
@@ -30,8 +37,13 @@ def pages(root: Path = ROOT) -> dict[str, str]:
     kernels = [*read_all(results, "kernels-attention-"), *read_all(results, "kernels-ops-")]
     phases, served = read_all(results, "phases-"), read_all(results, "serve-")
     return {
-        "README.md": _within(root, "README.md", _engines.first_screen(engines, kernels)),
-        "docs/nwor.md": _within(root, "docs/nwor.md", _costs.markdown(read_all(results, "cost-nwor-"))),
+        "README.md": _within(
+            root,
+            "README.md",
+            gains=_engines.first_screen(engines, kernels),
+            starts=_starts.markdown(read_all(results, "starts-")),
+        ),
+        "docs/nwor.md": _within(root, "docs/nwor.md", costs=_costs.markdown(read_all(results, "cost-nwor-"))),
         "docs/benchmarks.md": _engines.page(engines, soaks, Path(CHART).name),
         "docs/kernel-benchmarks.md": _kernels.page(kernels),
         "benchmarks/results/engines.md": _engine_tables.markdown(engines),
@@ -68,11 +80,14 @@ def _text(path: Path) -> str | None:
     return path.read_text(encoding="utf-8") if path.exists() else None
 
 
-def _within(root: Path, page: str, table: str) -> str:
-    name = _PLACES[page]
-    begin, end = f"<!-- {name}: made by `make docs` -->", f"<!-- {name}: end -->"
-    before, begins, rest = (root / page).read_text(encoding="utf-8").partition(begin)
-    _, ends, after = rest.partition(end)
-    if not begins or not ends:
-        raise ResultsError(f"{page}: the lines {begin} and {end} are missing, between which the table stands")
-    return f"{before}{begin}\n{table}\n{end}{after}"
+def _within(root: Path, page: str, **tables: str) -> str:
+    """A page that has other text, too, with tables between the lines of their names."""
+    text = (root / page).read_text(encoding="utf-8")
+    for name, table in tables.items():
+        begin, end = f"<!-- {name}: made by `make docs` -->", f"<!-- {name}: end -->"
+        before, begins, rest = text.partition(begin)
+        _, ends, after = rest.partition(end)
+        if not begins or not ends:
+            raise ResultsError(f"{page}: the lines {begin} and {end} are missing, between which the table stands")
+        text = f"{before}{begin}\n{table}\n{end}{after}"
+    return text

@@ -13,7 +13,7 @@ from vllm_hwplugin import bench
 from vllm_hwplugin.bench import micro, serve, soak
 
 #: Beginning of a file's name -> the entry that says which format it is, and those that are read. None: the files of
-#: `probe`, `start_cost.py`, `engine_starts.py` and `import_share.py`, of which no page is made.
+#: `probe`, `start_cost.py` and `import_share.py`, of which no page is made.
 _FORMATS: Mapping[str, tuple[str, tuple[Any, ...]] | None] = {
     "engines-": ("format", (bench.FORMAT,)),
     "cost-nwor-": ("format", (bench.FORMAT,)),
@@ -23,8 +23,8 @@ _FORMATS: Mapping[str, tuple[str, tuple[Any, ...]] | None] = {
     "phases-": ("format", (bench.PHASES_FORMAT,)),
     "serve-": ("format", (serve.FORMAT,)),
     "probe-": None,
+    "starts-": ("format", ("starts 1",)),
     "start_cost": None,
-    "starts-": None,
     "import_share": None,
 }
 #: What a file of that kind has to have.
@@ -36,6 +36,7 @@ _NEEDED = {
     "soak-": ("date", "commit", "plugin", "host", "settings", "sides", "failures"),
     "phases-": ("date", "commit", "plugin", "host", "settings", "cases", "engines"),
     "serve-": ("date", "commit", "plugin", "host", "settings", "cases"),
+    "starts-": ("date", "commit", "plugin", "host", "settings", "cases"),
 }
 
 
