@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import pytest
@@ -55,6 +56,20 @@ def test_a_call_by_name_or_place_is_served_and_seen_by_a_compiler(operation: Any
     found, called = compiled_result(caller, x)
     assert torch.equal(found, 3 * x)
     assert any(TOY.name in name for name in called)
+
+
+def test_a_compiler_keeps_a_call_that_writes_through_addresses_alone() -> None:
+    """Where drafts are zeroed, not logged, no tensor of the call holds what is written."""
+    importlib.import_module("vllm_hwplugin.ops.restore_draft_rows")
+
+    def zero(table: Any, query_start_loc: Any, num_rejected: Any) -> Any:
+        torch.ops.hwplugin.restore_draft_rows(table, None, None, query_start_loc, num_rejected, None, None, 1, 3, 16)
+        return num_rejected + 1
+
+    arguments = torch.zeros(1, 12, dtype=torch.int64), torch.zeros(2, dtype=torch.int32), torch.ones(1)
+    # It is called, and there is no kernel for this device.
+    with pytest.raises(NotImplementedError, match="restore_draft_rows"):
+        torch.compile(zero, backend="aot_eager", fullgraph=True)(*arguments)
 
 
 def test_a_gpus_tensor_has_the_kernel_loaded_however_it_is_passed(

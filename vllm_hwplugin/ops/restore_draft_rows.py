@@ -12,9 +12,12 @@ from typing import Final
 
 from ._define import define
 
+# What is written is in no argument but by its address in the table, so the table stands for it: a compiler drops calls
+# that write nothing.
 _SCHEMA: Final = (
-    "restore_draft_rows(Tensor table, Tensor? log, Tensor(a!)? slots, Tensor query_start_loc, Tensor? num_rejected, "
-    "Tensor? sampled_token_ids, Tensor? cu_num_draft_tokens, int num_reqs, int drafts, int word) -> ()"
+    "restore_draft_rows(Tensor(a!) table, Tensor? log, Tensor(b!)? slots, Tensor query_start_loc, "
+    "Tensor? num_rejected, Tensor? sampled_token_ids, Tensor? cu_num_draft_tokens, int num_reqs, int drafts, "
+    "int word) -> ()"
 )
 
 define(_SCHEMA)
