@@ -29,7 +29,7 @@ TRIES = 2000
 
 
 def tensor(draw: Draw, shape: Sequence[int], dtype: torch.dtype, *, odd: bool = False) -> torch.Tensor:
-    """Of that shape: whole, or a slice of a wider one, or with its last dimension not dense."""
+    """Of that shape: whole, a slice of a wider one, with its last dimension not dense, or elements that share memory."""
     width = draw.choice((0, 0, 0, 16, 4, 3)) if odd else 0
     step = draw.choice((1, 1, 1, 2)) if odd else 1
     offset = draw.choice((0, 0, 16, 1)) if odd and width else 0
@@ -37,21 +37,28 @@ def tensor(draw: Draw, shape: Sequence[int], dtype: torch.dtype, *, odd: bool = 
     gap = draw.choice((0, 0, 1)) if odd and len(shape) > 1 else 0
     wide = torch.zeros([*shape[:-2], *(size + gap for size in shape[-2:-1]), (shape[-1] + width) * step + offset])
     part = wide.to(dtype)[..., offset : offset + shape[-1] * step : step]
-    return part[..., : shape[-2], :] if len(shape) > 1 else part
+    part = part[..., : shape[-2], :] if len(shape) > 1 else part
+    if odd and draw.random() < 0.1:
+        shared = draw.randrange(len(shape))
+        return part.narrow(shared, 0, 1).expand(shape)
+    return part
 
 
 def rotary_embedding(draw: Draw, odd: bool) -> tuple[Any, ...]:
     dtype = draw.choice(ODD if odd else FLOATS)
     lead = draw.choice(([5], [2, 3]))
-    heads = [[draw.choice((1, 4)) * 64], [draw.choice((1, 4)), 64]][draw.randrange(2)]
+    # vLLM's kernel takes what has more dimensions for packed heads.
+    size = draw.choice((64, 64, 128, 32)) if odd else 64
+    heads = [[draw.choice((1, 4)) * size], [draw.choice((1, 4)), size]][draw.randrange(2)]
+    if odd and draw.random() < 0.1:
+        heads = draw.choice(([2, 2, size], []))
     positions = torch.zeros(lead, dtype=draw.choice((torch.int64, torch.int32)) if odd else torch.int64)
     if odd and draw.random() < 0.2:
         positions = torch.zeros([*lead, 2], dtype=torch.int64)[..., 0]
     query = tensor(draw, [*lead, *heads], dtype, odd=odd)
     key = None if draw.random() < 0.3 else tensor(draw, [*lead, *heads], draw.choice(ODD) if odd else dtype, odd=odd)
-    cache = torch.zeros(
-        8, 32, dtype=draw.choice(ODD) if odd and draw.random() < 0.5 else draw.choice((dtype, FLOATS[0]))
-    )
+    of = draw.choice(ODD) if odd and draw.random() < 0.5 else draw.choice((dtype, FLOATS[0]))
+    cache = tensor(draw, [8, 32], of, odd=odd and draw.random() < 0.3)
     return positions, query, key, 64, cache, draw.random() < 0.5, draw.choice((0, 32)), draw.random() < 0.5
 
 
@@ -205,8 +212,11 @@ def _half(*shape: int) -> torch.Tensor:
     return torch.zeros(shape, dtype=torch.bfloat16)
 
 
-def _rope(query: torch.Tensor, key: torch.Tensor | None) -> tuple[Any, ...]:
-    return torch.zeros(2, 3, dtype=torch.int64), query, key, 64, _half(8, 32), True, 0, False
+def _rope(
+    query: torch.Tensor, key: torch.Tensor | None, lead: tuple[int, ...] = (2, 3), cache: torch.Tensor | None = None
+) -> tuple[Any, ...]:
+    positions = torch.zeros(lead, dtype=torch.int64)
+    return positions, query, key, 64, _half(8, 32) if cache is None else cache, True, 0, False
 
 
 WHOLE, UNEVEN = _half(2, 3, 64), _half(2, 4, 64)[:, :3]
@@ -217,8 +227,22 @@ WHOLE, UNEVEN = _half(2, 3, 64), _half(2, 4, 64)[:, :3]
     [
         ("rotary_embedding", _rope(UNEVEN, WHOLE)),
         ("rotary_embedding", _rope(WHOLE, UNEVEN)),
+        # vLLM's kernel takes more dimensions for packed heads, and other sizes of a head by its strides.
+        ("rotary_embedding", _rope(_half(5, 2, 2, 64), None, (5,))),
+        ("rotary_embedding", _rope(_half(5, 2, 128), None, (5,))),
+        ("rotary_embedding", _rope(_half(5, 96), None, (5,))),
+        ("rotary_embedding", _rope(_half(1, 128).expand(5, 128), None, (5,))),
+        ("rotary_embedding", _rope(_half(5, 128), _half(1, 128).expand(5, 128), (5,))),
+        ("rotary_embedding", _rope(_half(5, 128), None, (5,), _half(8, 64)[:, ::2])),
+        ("merge_attn_states", (_half(1, 3, 64).expand(5, 3, 64), *_merge(_half(5, 3, 64))[1:])),
+        ("merge_attn_states", (_half(5, 3, 64), torch.zeros(3, 1).expand(3, 5), *_merge(_half(5, 3, 64))[2:])),
+        (
+            "silu_and_mul_per_block_quant",
+            (_half(5, 64).char(), _half(5, 128), torch.zeros(1).expand(5, 1), 64, None, False),
+        ),
         ("merge_attn_states", _merge(_half(5, 3, 40)[..., :36])),
         ("merge_attn_states", _merge(_half(5, 3 * 64 + 4)[:, : 3 * 64].unflatten(1, (3, 64)))),
+        ("merge_attn_states", _merge(_half(5 * 3 * 64 + 1)[1:].view(5, 3, 64))),
         ("silu_and_mul_per_block_quant", (_half(1, 5, 64).char(), _half(5, 128), torch.zeros(5, 1), 64, None, False)),
         ("silu_and_mul_per_block_quant", (_half(5, 64).char(), _half(1, 5, 128), torch.zeros(5, 1), 64, None, False)),
         ("silu_and_mul_per_block_quant", (_half(5, 64).char(), _half(5, 128), torch.zeros(5, 2), 64, None, False)),
@@ -238,6 +262,7 @@ WHOLE, UNEVEN = _half(2, 3, 64), _half(2, 4, 64)[:, :3]
         ("topk_softmax", _topk(places=3)),
         ("topk_softmax", _topk(bias=torch.zeros(17))),
         ("topk_softmax", _topk(is_padding=torch.zeros(3, dtype=torch.bool))),
+        ("topk_softmax", _topk(is_padding=torch.zeros(4, dtype=torch.bool)[::2])),
         (
             "topk_softmax",
             (torch.zeros(2, 2), *(torch.zeros(2, 2, dtype=torch.int32),) * 2, _half(2, 1, 16), True, None, None),

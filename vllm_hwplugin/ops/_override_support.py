@@ -42,20 +42,34 @@ def predicate(name: str, parameters: Sequence[str]) -> Callable[[tuple[Any, ...]
 
 
 def rotary_embedding(
-    positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None, cos_sin_cache: torch.Tensor
+    positions: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor | None,
+    head_size: int,
+    cos_sin_cache: torch.Tensor,
 ) -> bool:
     dtype = query.dtype
     if dtype not in _FLOATS or positions.dtype is not torch.int64 or not positions.is_contiguous():
         return False
     if cos_sin_cache.dtype is not dtype and cos_sin_cache.dtype is not torch.float32:
         return False
-    if key is not None and (key.dtype is not dtype or key.stride(-1) != 1):
+    if cos_sin_cache.stride(-1) != 1:
         return False
-    # Tokens have to be at even distances, which those of several batches need not be.
-    batches = positions.dim() > 1
-    if batches and not (query.is_contiguous() and (key is None or key.is_contiguous())):
+    return _are_heads(query, positions, head_size) and (
+        key is None or (key.dtype is dtype and _are_heads(key, positions, head_size))
+    )
+
+
+def _are_heads(tensor: torch.Tensor, positions: torch.Tensor, head_size: int) -> bool:
+    """Whether it is positions' shape and then [heads * head_size] or [heads, head_size], at even distances."""
+    batches = positions.dim()
+    own, last = tensor.dim() - batches, tensor.shape[-1]
+    if tensor.shape[:batches] != positions.shape or tensor.stride(-1) != 1 or 0 in tensor.stride():
         return False
-    return bool(query.stride(-1) == 1)
+    # Those of several batches need not be even.
+    if batches > 1 and not tensor.is_contiguous():
+        return False
+    return last == head_size if own == 2 else own == 1 and last % head_size == 0
 
 
 def fused_qk_norm_rope(
@@ -97,6 +111,9 @@ def merge_attn_states(
     tokens, heads, _ = output.shape
     if any(lse is not None and lse.shape != (heads, tokens) for lse in (prefix_lse, suffix_lse, output_lse)):
         return False
+    # Elements of a result must not share memory.
+    if 0 in output.stride() or (output_lse is not None and 0 in output_lse.stride()):
+        return False
     pack = _LOAD_BYTES // dtype.itemsize
     return all(
         tensor.shape[-1] % pack == 0
@@ -123,7 +140,8 @@ def silu_and_mul_per_block_quant(
         return False
     if scales.shape != (out.shape[0], out.shape[1] // group_size):
         return False
-    return bool(scales.stride(0 if is_scale_transposed else 1) == 1)
+    inner, outer = (0, 1) if is_scale_transposed else (1, 0)
+    return bool(scales.stride(inner) == 1 and scales.stride(outer) >= scales.shape[inner])
 
 
 def rms_norm_dynamic_per_token_quant(
