@@ -109,19 +109,17 @@ __global__ void __launch_bounds__(kThreads) merge_attn_states_kernel(
   using Out = Pack<out_t, kPack<scalar_t>>;
   // Below 2^31 and a block: no overflow.
   const uint32_t row = blockIdx.x * blockDim.y + threadIdx.y;
-  if (row >= shape.rows) {
-    return;
-  }
+  const bool is_row = row < shape.rows;
   const uint32_t token = shape.heads.divide(row);
   const uint32_t head = row - token * shape.heads.divisor;
-  const bool has_context = token < shape.tokens_with_context;
-  float lse = *suffix_lse.at(token, head);
+  const bool has_context = is_row && token < shape.tokens_with_context;
+  float lse = is_row ? *suffix_lse.at(token, head) : 0.0f;
   const float context_lse = has_context ? *prefix_lse.at(token, head) : 0.0f;
   const auto* prefix_packs = reinterpret_cast<const uint4*>(prefix.at(token, head));
   const auto* suffix_packs = reinterpret_cast<const uint4*>(suffix.at(token, head));
   auto* output_packs = reinterpret_cast<Out*>(output.at(token, head));
   const int across = static_cast<int>(blockDim.x);
-  int pack = static_cast<int>(threadIdx.x);
+  int pack = is_row ? static_cast<int>(threadIdx.x) : shape.packs;
 
   // Words until they are needed: taking elements out of them at once would wait for each load before the next.
   uint4 context;  // read where has_context alone
@@ -137,11 +135,13 @@ __global__ void __launch_bounds__(kThreads) merge_attn_states_kernel(
   };
 
   load();
+  // The result may lie where one of the LSEs does, which every thread of the row reads, in several warps or in one.
+  __syncthreads();
   Weights weights;
   if (has_context) {
     weights = weigh(context_lse, lse, lse);
   }
-  if (pack == 0 && output_lse.data != nullptr) {
+  if (is_row && pack == 0 && output_lse.data != nullptr) {
     *output_lse.at(token, head) = lse;
   }
   float inverse_scale = 1.0f;

@@ -48,7 +48,8 @@ def merge_attn_states(
     Args:
         output: [tokens, heads, head_size], of the parts' type, or float8_e4m3fn where there is an ``output_scale``.
             Written. It may be ``prefix_output`` or ``suffix_output`` itself.
-        output_lse: [heads, tokens], float32, any strides. Written; it has to share no memory with the other two.
+        output_lse: [heads, tokens], float32, any strides. Written. It may be ``prefix_lse`` or ``suffix_lse`` itself,
+            and else has to share no memory with them.
         prefix_output: like ``output``; float32, float16 or bfloat16. Heads are multiples of 16 bytes and begin at
             multiples of 16 bytes, in any strides that keep to that.
         prefix_lse: [heads, tokens], float32, any strides.

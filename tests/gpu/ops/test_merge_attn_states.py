@@ -177,6 +177,24 @@ def test_it_writes_nothing_beside_the_heads_and_may_write_over_its_input() -> No
     assert bool((whole[..., 128:] == 7.0).all())
 
 
+@pytest.mark.parametrize("overwritten", [0, 1], ids=["the prefix's", "the suffix's"])
+@pytest.mark.parametrize("size", [128, 192, 320, 512])
+def test_the_merged_lse_may_take_the_place_of_one_that_is_read(size: int, overwritten: int) -> None:
+    """Heads of 192 in 16 bits lie in one warp in some rows and in two in others; of 320 and of 512 always in two."""
+    for dtype in DTYPES:
+        call = Call((1025, 16, size, size), dtype)
+        call.refill()
+        call.run()
+        output, lse, before = call.output.clone(), call.lses[2], call.lses[overwritten].clone()
+        call.lses[2] = call.lses[overwritten]
+        for _ in range(REPLAYS):
+            call.lses[2].copy_(before)
+            call.output.zero_()
+            call.run()
+            assert torch.equal(call.output, output)
+            assert torch.equal(call.lses[2], lse)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_it_agrees_with_vllms_kernel(dtype: Any) -> None:
     stock = vllms("merge_attn_states")
