@@ -276,7 +276,7 @@ __global__ void __launch_bounds__(kThreads) narrow_kernel(const Problem problem,
   const unsigned head = row - token * problem.heads;
   const int lane = threadIdx.x;
   scalar_t* data =
-      static_cast<scalar_t*>(problem.qkv) + token * problem.token_stride + head * problem.head_dim;
+      static_cast<scalar_t*>(problem.qkv) + token * problem.token_stride + static_cast<int64_t>(head) * problem.head_dim;
   const auto* weight = static_cast<const scalar_t*>(head < problem.q_heads ? problem.q_weight : problem.k_weight);
   const cache_t* cos =
       static_cast<const cache_t*>(problem.cos_sin_cache) + problem.positions[token] * problem.rotary_dim;

@@ -51,7 +51,8 @@ struct Problem {
   bool causal;
 };
 
-// The quotient rounded down, of numbers below 2^22: a float's is off by one at most. Faster than that of integers.
+// The quotient rounded down, of numbers below 2^23: a float has them, and its quotient, which may be off by two units in
+// the last place, is off by one at most. Faster than that of integers.
 __device__ __forceinline__ int divide(int number, int by) {
   const int quotient = __float2int_rz(__fdividef(static_cast<float>(number), static_cast<float>(by)));
   const int rest = number - quotient * by;
