@@ -31,6 +31,7 @@ from vllm_hwplugin.ops.build.errors import KernelUnavailable
 torch.version.cuda = "13.0"
 overrides.KEY = "CPU"
 overrides.device_name = lambda device: "NVIDIA H200"
+overrides.vllm_version = lambda: "0.20.2"
 nvml = sys.modules["vllm.third_party.pynvml"] = ModuleType("pynvml")
 nvml.NVMLError = type("NVMLError", (Exception,), {})
 nvml.nvmlInit = nvml.nvmlShutdown = lambda: None

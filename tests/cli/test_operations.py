@@ -13,7 +13,7 @@ from vllm_hwplugin.cli import _diagnosis, _doctor, _operations
 from vllm_hwplugin.cli._host import Tool
 from vllm_hwplugin.cli._operations import operation_problems, operation_rows
 from vllm_hwplugin.ops.build.built import Built
-from vllm_hwplugin.ops.override_table import OPS
+from vllm_hwplugin.ops.override_table import OPS, Gain
 
 TOOLS = (Tool("nvcc", None, None), Tool("mcc", None, None), Tool("ninja", "/usr/bin/ninja", "1.13"))
 LIBRARY = Built(Path("rotary_embedding.so"), "rotary_embedding", "nvcc", "13.0", "2.11", "0", (), (), ())
@@ -21,7 +21,9 @@ ROPE = "_C::rotary_embedding"
 
 
 def rows(kind: str = "cuda", libraries: tuple[Built, ...] = (LIBRARY,), **environ: str) -> dict[str, tuple[str, str]]:
-    found = operation_rows(kind, ["NVIDIA H200"], gates.read_all(environ), TOOLS, libraries, extension=True)
+    found = operation_rows(
+        kind, ["NVIDIA H200"], gates.read_all(environ), TOOLS, libraries, vllm="0.20.2", extension=True
+    )
     assert [row.operation for row in found] == [op.qualname for op in OPS.values()]
     return {row.operation: (row.serves, row.reason) for row in found}
 
@@ -46,11 +48,15 @@ def test_whose_kernel_serves(kind: str, environ: dict[str, str], serves: str, wo
 
 
 def test_a_device_on_which_it_gains(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_operations, "OPS", {"x": OPS["rotary_embedding"]._replace(default_on=("NVIDIA H200",))})
-    values = gates.read_all({})
-    (here,) = operation_rows("cuda", ["NVIDIA H200"], values, TOOLS, (LIBRARY,), extension=True)
-    (elsewhere,) = operation_rows("cuda", ["NVIDIA A10"], values, TOOLS, (LIBRARY,), extension=True)
-    assert (here.serves, elsewhere.serves) == ("plugin", "vllm")
+    gain = Gain("NVIDIA H200", "==0.20.2")
+    monkeypatch.setattr(_operations, "OPS", {"x": OPS["rotary_embedding"]._replace(default_on=(gain,))})
+
+    def serves(device: str, vllm: str | None) -> str:
+        (row,) = operation_rows("cuda", [device], gates.read_all({}), TOOLS, (LIBRARY,), vllm=vllm, extension=True)
+        return row.serves
+
+    assert serves("NVIDIA H200", "0.20.2") == "plugin"
+    assert serves("NVIDIA A10", "0.20.2") == serves("NVIDIA H200", "0.33.0") == "vllm"
 
 
 @pytest.mark.parametrize(
@@ -65,7 +71,8 @@ def test_a_device_on_which_it_gains(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_a_vllm_without_kernels_lacks_on_musa_is_the_plugins(environ: dict[str, str], serves: str) -> None:
     values = gates.read_all(environ)
     found = {
-        row.operation: row for row in operation_rows("musa", ["MTT S5000"], values, TOOLS, (LIBRARY,), extension=False)
+        row.operation: row
+        for row in operation_rows("musa", ["MTT S5000"], values, TOOLS, (LIBRARY,), vllm="0.33.0", extension=False)
     }
     assert found[ROPE].serves == serves
     assert ("_C::weak_ref_tensor" in found) is (serves != "vllm")
@@ -83,7 +90,7 @@ def test_a_kernel_that_is_not_built_says_what_is_missing() -> None:
 
 def test_bad_values_decide_nothing() -> None:
     values = {**gates.read_all({"VLLM_HWPLUGIN_OPS": "on"}), "VLLM_HWPLUGIN_STRICT": gates.GateError("bad")}
-    assert {row.serves for row in operation_rows("cuda", [], values, TOOLS, (), extension=True)} == {"vllm"}
+    assert {row.serves for row in operation_rows("cuda", [], values, TOOLS, (), vllm=None, extension=True)} == {"vllm"}
     assert operation_problems("cpu", values) == ()
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import sys
 import threading
@@ -16,13 +17,17 @@ torch = pytest.importorskip("torch")
 
 from vllm_hwplugin import gates, record  # noqa: E402
 from vllm_hwplugin.ops import overrides  # noqa: E402
-from vllm_hwplugin.ops.override_table import OverridableOp, Schema  # noqa: E402
+from vllm_hwplugin.ops.override_table import Gain, OverridableOp, Schema  # noqa: E402
 
 from .forked import said_by_a_fork  # noqa: E402
 from .toys import Toy, make_toy  # noqa: E402
 
+OWN = "(Tensor(a!) out, Tensor? bias) -> ()"
+DEMANDS = {"VLLM_HWPLUGIN_OPS": "on"}, {"VLLM_HWPLUGIN_STRICT": "1"}
 IS_CUDA_HOST = overrides.is_cuda_host
 LOAD_EXTENSION = overrides.load_extension
+ANY = ">=0.1"  # vLLM
+GAIN = (Gain("cpu", ANY),)
 
 
 @pytest.fixture(autouse=True)
@@ -37,13 +42,26 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> Toy:
     return make_toy(monkeypatch)
 
 
+def _wrong(toy: Toy) -> tuple[Schema, ...]:
+    return (Schema(">=0.20", f"{toy.op.name}(Tensor! out) -> ()"),)
+
+
+def _state(toy: Toy) -> str:
+    return overrides._overrides[toy.op.name].state
+
+
 def test_the_plugins_kernel_serves_under_vllms_name_and_is_loaded_once_at_the_first_call(toy: Toy) -> None:
     assert toy(None) == 1
+    entry = record.new("0")
+    record.begin(entry, None)
     override = toy.in_front()
     assert (override.state, toy.calls) == ("open", ["stock"])
+    before = dict(entry.decisions)
     assert [toy(None), toy(None)] == [2, 2]
     assert toy.calls == ["stock", "load", "plugin", "plugin"]
     assert override.state == "plugin"
+    assert before.keys() == entry.decisions.keys() == {f"operation {toy.op.name}"}
+    assert before != entry.decisions
 
 
 def test_a_thread_that_waits_for_the_first_call_does_not_load_it_again(
@@ -92,7 +110,7 @@ def test_an_operation_of_the_plugin_may_have_more_arguments_with_defaults(monkey
     toy.in_front()
     assert toy() == 2
     toy = make_toy(monkeypatch, "(Tensor! out) -> ()", "(Tensor(a!) out, Tensor? bias) -> ()")
-    with pytest.raises(overrides._Refused, match="other arguments"):
+    with pytest.raises(overrides._Refused):
         toy.in_front()
 
 
@@ -105,49 +123,75 @@ def test_taken_away_again_vllms_kernel_serves(toy: Toy) -> None:
     assert toy(None) == 1
 
 
-def test_a_schema_that_is_not_known_is_refused(toy: Toy) -> None:
-    other = toy.op._replace(schemas=(Schema(">=0.20", f"{toy.op.name}(Tensor! out, Tensor? bias, int less=0) -> ()"),))
+def _other_schema(toy: Toy) -> tuple[OverridableOp, str]:
+    return toy.op._replace(schemas=_wrong(toy)), "CPU"
+
+
+def _no_kernel(toy: Toy) -> tuple[OverridableOp, str]:
+    return toy.op, "CUDA"
+
+
+def _no_operation(toy: Toy) -> tuple[OverridableOp, str]:
+    return toy.op._replace(namespace="_Cnone"), "CPU"
+
+
+def _as_known(toy: Toy) -> tuple[OverridableOp, str]:
+    return toy.op, "CPU"
+
+
+@pytest.mark.parametrize(
+    ("own", "make"),
+    [
+        (OWN, _other_schema),
+        (OWN, _no_kernel),
+        (OWN, _no_operation),
+        ("(Tensor(a!) out, int bias) -> ()", _as_known),
+        ("(Tensor(a!) out, Tensor? bias, int more, int less) -> ()", _as_known),
+    ],
+)
+def test_an_operation_that_is_not_as_it_is_known_stays_as_it_is(
+    own: str, make: Callable[[Toy], tuple[OverridableOp, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    toy = make_toy(monkeypatch, own=own)
+    op, key = make(toy)
     before = torch._C._dispatch_dump(toy.op.qualname)
-    with pytest.raises(overrides._Refused, match=r"schema that is not known: .*int more=0"):
-        overrides.put_in_front(other, "CPU", "on", required=False)
+    with pytest.raises(overrides._Refused):
+        overrides.put_in_front(op, key, "on", required=False)
     assert torch._C._dispatch_dump(toy.op.qualname) == before
 
 
-def test_an_operation_that_is_not_there_or_has_no_kernel_for_the_key_is_refused(toy: Toy) -> None:
-    with pytest.raises(overrides._Refused, match=r"no kernel of .* for CUDA"):
-        overrides.put_in_front(toy.op, "CUDA", "on", required=False)
-    with pytest.raises(overrides._Refused, match="has no operation _Cnone::"):
-        overrides.put_in_front(toy.op._replace(namespace="_Cnone"), "CPU", "on", required=False)
+def _nothing(op: OverridableOp) -> bool:
+    return False
 
 
-def test_an_operation_of_the_plugin_with_other_arguments_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    toy = make_toy(monkeypatch, own="(Tensor(a!) out, int bias) -> ()")
-    with pytest.raises(overrides._Refused, match="other arguments"):
-        toy.in_front()
+def _fails(op: OverridableOp) -> bool:
+    raise ModuleNotFoundError("No module named 'filelock'")
 
 
+@pytest.mark.parametrize("load", [_nothing, _fails])
 def test_a_kernel_that_cannot_be_had_leaves_vllms_or_stops_the_process(
-    toy: Toy, monkeypatch: pytest.MonkeyPatch
+    load: Callable[[OverridableOp], bool], toy: Toy, extension: Callable[..., Toy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(overrides, "load_kernel", lambda op: False)
-    override = toy.in_front()
+    extension(toy, default_on=GAIN)
+    monkeypatch.setattr(overrides, "load_kernel", load)
+    overrides.install({})
     assert [toy(None), toy(None)] == [1, 1]
-    assert override.state == "vllm"
-    overrides.remove()
-    toy.in_front(required=True)
-    with pytest.raises(overrides.OverrideError, match=f"Name {toy.op.name} in VLLM_HWPLUGIN_OPS_SKIP"):
-        toy(None)
+    for demand in DEMANDS:
+        overrides.remove()
+        overrides.install(demand)
+        with pytest.raises(overrides.OverrideError):
+            toy(None)
 
 
 def test_auto_asks_the_device_that_the_first_call_is_for(toy: Toy) -> None:
-    gains = replace(toy, op=toy.op._replace(default_on=("cpu",)))
+    gains = replace(toy, op=toy.op._replace(default_on=GAIN))
     assert gains.in_front("auto").state == "open"
     assert toy(None) == 2
     overrides.remove()
-    elsewhere = replace(toy, op=toy.op._replace(default_on=("NVIDIA H200",)))
+    elsewhere = replace(toy, op=toy.op._replace(default_on=(Gain("NVIDIA H200", ANY),)))
     override = elsewhere.in_front("auto")
     assert toy(None) == 1
-    assert (override.state, override.reason.partition(";")[0]) == ("vllm", "not known to gain on cpu")
+    assert override.state == "vllm"
     assert "load" not in toy.calls[-2:]
 
 
@@ -231,32 +275,18 @@ def extension(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Toy]:
 
 
 def test_the_gate_decides(toy: Toy, extension: Callable[..., Toy]) -> None:
-    extension(toy)
     untouched = torch._C._dispatch_dump(toy.op.qualname)
-    for environ in (
-        {},
-        {"VLLM_HWPLUGIN_OPS": "auto"},
-        {"VLLM_HWPLUGIN_OPS": "off"},
-        {"VLLM_HWPLUGIN_OPS": "on", "VLLM_HWPLUGIN_OPS_SKIP": toy.op.name},
-    ):
-        overrides.install(environ)
-        assert torch._C._dispatch_dump(toy.op.qualname) == untouched, environ
-    overrides.install({"VLLM_HWPLUGIN_OPS": "on"})
-    once = torch._C._dispatch_dump(toy.op.qualname)
-    overrides.install({"VLLM_HWPLUGIN_OPS": "on"})
-    assert torch._C._dispatch_dump(toy.op.qualname) == once
-    assert toy(None) == 2
-    assert overrides.states() == {toy.op.name: "the plugin's kernel: VLLM_HWPLUGIN_OPS=on; cpu"}
-
-
-def test_auto_takes_what_gains(toy: Toy, extension: Callable[..., Toy]) -> None:
-    extension(toy, default_on=("cpu",))
-    overrides.install({"VLLM_HWPLUGIN_OPS": "off"})
-    assert toy(None) == 1
-    overrides.install({"VLLM_HWPLUGIN_OPS_SKIP": toy.op.name})
-    assert toy(None) == 1
-    overrides.install({})
-    assert toy(None) == 2
+    skip = {"VLLM_HWPLUGIN_OPS_SKIP": toy.op.name}
+    for gains, gate in itertools.product([(), GAIN], ["auto", "on", "off"]):
+        extension(toy, default_on=gains)
+        for environ in ({"VLLM_HWPLUGIN_OPS": gate}, {"VLLM_HWPLUGIN_OPS": gate, **skip}):
+            wanted = environ.keys().isdisjoint(skip) and (gate == "on" or (gate == "auto" and gains != ()))
+            overrides.install(environ)
+            once = torch._C._dispatch_dump(toy.op.qualname)
+            assert (once != untouched, toy(None)) == (wanted, 1 + wanted), environ
+            overrides.install(environ)
+            assert torch._C._dispatch_dump(toy.op.qualname) == once
+            overrides.remove()
 
 
 @pytest.mark.parametrize("strict", ["0", "1"])
@@ -264,8 +294,7 @@ def test_auto_takes_what_gains(toy: Toy, extension: Callable[..., Toy]) -> None:
 def test_where_no_gpu_of_the_host_gains_vllms_own_kernel_is_called_with_nothing_between(
     names: set[str], strict: str, toy: Toy, extension: Callable[..., Toy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wrong = (Schema(">=0.20", f"{toy.op.name}(Tensor! out) -> ()"),)
-    extension(toy, default_on=("NVIDIA H200",), schemas=wrong)
+    extension(toy, default_on=(Gain("NVIDIA H200", ANY),), schemas=_wrong(toy))
     monkeypatch.setattr(overrides, "gpu_names", lambda: frozenset(names))
     monkeypatch.setattr(overrides, "load_extension", lambda: pytest.fail("imported for nothing"))
     untouched = torch._C._dispatch_dump(toy.op.qualname)
@@ -275,48 +304,72 @@ def test_where_no_gpu_of_the_host_gains_vllms_own_kernel_is_called_with_nothing_
     assert torch._C._dispatch_dump(toy.op.qualname) == untouched
     assert overrides.states() == {}
     said = entry.decisions[f"operation {toy.op.name}"]
-    assert said.startswith("vLLM's kernel: not known to gain on NVIDIA A10")
     assert all(name in said for name in names)
     # The gate asks for it on any device, and for the extension with it.
     monkeypatch.setattr(overrides, "load_extension", lambda: None)
-    with pytest.raises(overrides.OverrideError, match="schema that is not known"):
+    with pytest.raises(overrides.OverrideError):
         overrides.install({"VLLM_HWPLUGIN_OPS": "on"})
+
+
+def test_only_over_the_kernels_that_it_was_measured_against_does_one_gain(
+    toy: Toy, extension: Callable[..., Toy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM writes its kernels anew, and may be the faster one then."""
+    extension(toy, default_on=(Gain("NVIDIA H200", "==0.20.2"), Gain("NVIDIA A10", "==0.33.0")))
+    monkeypatch.setattr(overrides, "device_name", lambda device: "NVIDIA H200")
+    untouched = torch._C._dispatch_dump(toy.op.qualname)
+    served = {}
+    for version in ("0.20.2+cu130", "0.33.0", "0.20.1", "dev", None):
+        monkeypatch.setattr(overrides, "vllm_version", lambda version=version: version)
+        for names in (None, frozenset({"NVIDIA H200"})):
+            monkeypatch.setattr(overrides, "gpu_names", lambda names=names: names)
+            entry = record.new("0")
+            record.begin(entry, None)
+            overrides.install({})
+            front = torch._C._dispatch_dump(toy.op.qualname) != untouched
+            served[version, names is not None] = front, toy(None)
+            assert f"operation {toy.op.name}" in entry.decisions
+            overrides.remove()
+            record.forget()
+    vllms, own = (False, 1), (True, 2)
+    # Where the driver does not name the device, the first call does.
+    assert served == {
+        **{("0.20.2+cu130", named): own for named in (False, True)},
+        ("0.33.0", False): (True, 1),
+        ("0.33.0", True): vllms,
+        **{("0.20.1", named): vllms for named in (False, True)},
+        **{("dev", named): vllms for named in (False, True)},
+        **{(None, named): own for named in (False, True)},
+    }
 
 
 def test_a_process_that_may_get_another_gpu_of_the_host_decides_at_the_first_call(
     toy: Toy, extension: Callable[..., Toy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    extension(toy, default_on=("NVIDIA H200",))
+    extension(toy, default_on=(Gain("NVIDIA H200", ANY),))
     monkeypatch.setattr(overrides, "gpu_names", lambda: frozenset({"NVIDIA T400", "NVIDIA H200"}))
     monkeypatch.setattr(overrides, "device_name", lambda device: "NVIDIA T400")
     overrides.install({})
-    assert overrides.states()[toy.op.name].startswith("not decided yet")
+    assert _state(toy) == "open"
     assert toy(None) == 1
-    assert overrides.states()[toy.op.name].startswith("vLLM's kernel: not known to gain on NVIDIA T400")
+    assert _state(toy) == "vllm"
     overrides.remove()
     monkeypatch.setattr(overrides, "device_name", lambda device: "NVIDIA H200")
     overrides.install({})
     assert toy(None) == 2
 
 
-@pytest.mark.parametrize("demand", [{"VLLM_HWPLUGIN_OPS": "on"}, {"VLLM_HWPLUGIN_STRICT": "1"}])
-def test_what_is_demanded_and_cannot_be_is_an_error(
-    toy: Toy, extension: Callable[..., Toy], demand: dict[str, str]
-) -> None:
-    wrong = (Schema(">=0.20", f"{toy.op.name}(Tensor! out) -> ()"),)
-    extension(toy, schemas=wrong, default_on=("cpu",))
-    with pytest.raises(overrides.OverrideError, match=rf"{toy.op.name}: .*schema.*Name them in VLLM_HWPLUGIN_OPS_SKIP"):
-        overrides.install(demand)
-
-
-def test_without_a_demand_it_is_a_warning_and_vllm_serves(
+def test_what_cannot_stand_in_front_stops_a_process_that_demands_it_and_no_other(
     toy: Toy, extension: Callable[..., Toy], caplog: pytest.LogCaptureFixture
 ) -> None:
-    wrong = (Schema(">=0.20", f"{toy.op.name}(Tensor! out) -> ()"),)
-    extension(toy, schemas=wrong, default_on=("cpu",))
+    extension(toy, schemas=_wrong(toy), default_on=GAIN)
+    for demand in DEMANDS:
+        with pytest.raises(overrides.OverrideError, match=toy.op.name):
+            overrides.install(demand)
     with caplog.at_level(logging.WARNING, "vllm.hwplugin"):
         overrides.install({})
-    assert "keep the kernels that they have" in caplog.text
+    (said,) = caplog.records
+    assert toy.op.name in said.getMessage()
     assert toy(None) == 1
 
 
@@ -358,7 +411,7 @@ def test_whatever_fails_vllms_own_operations_serve_unless_the_plugins_were_deman
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    extension(toy, default_on=("cpu",))
+    extension(toy, default_on=GAIN)
     cause = spoil(monkeypatch)
     untouched = torch._C._dispatch_dump(toy.op.qualname)
     entry = record.new("0")
@@ -369,29 +422,12 @@ def test_whatever_fails_vllms_own_operations_serve_unless_the_plugins_were_deman
     assert toy(None) == 1
     assert cause in caplog.text
     assert cause in entry.decisions[f"operation {toy.op.name}"]
-    with pytest.raises(overrides.OverrideError, match=rf"^VLLM_HWPLUGIN_STRICT=1, but .*{cause}"):
+    with pytest.raises(overrides.OverrideError, match=cause):
         overrides.install({"VLLM_HWPLUGIN_STRICT": "1"})
     if spoil is not _no_driver:
         # `on` takes the kernels whatever the device is called.
-        with pytest.raises(overrides.OverrideError, match=rf"^VLLM_HWPLUGIN_OPS=on, but .*{cause}"):
+        with pytest.raises(overrides.OverrideError, match=cause):
             overrides.install({"VLLM_HWPLUGIN_OPS": "on"})
-
-
-def test_a_kernel_whose_loading_fails_unforeseen_leaves_vllms_or_stops_the_process(
-    toy: Toy, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def load_kernel(op: OverridableOp) -> bool:
-        raise ModuleNotFoundError("No module named 'filelock'")
-
-    monkeypatch.setattr(overrides, "load_kernel", load_kernel)
-    toy.in_front()
-    assert [toy(None), toy(None)] == [1, 1]
-    (said,) = caplog.records
-    assert said.exc_info is not None
-    overrides.remove()
-    toy.in_front(required=True)
-    with pytest.raises(overrides.OverrideError):
-        toy(None)
 
 
 @pytest.mark.parametrize("strict", ["0", "1"])
@@ -403,7 +439,7 @@ def test_the_defaults_ask_nothing_of_a_host_without_cuda(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Its vLLM has few of the operations, and strict mode has to start there all the same."""
-    extension(toy, namespace="_Cnone", default_on=("NVIDIA H200",))
+    extension(toy, namespace="_Cnone", default_on=(Gain("NVIDIA H200", ANY),))
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(overrides, "is_cuda_host", IS_CUDA_HOST)
     monkeypatch.setattr(overrides, "load_extension", lambda: pytest.fail("imported for nothing"))
@@ -412,24 +448,14 @@ def test_the_defaults_ask_nothing_of_a_host_without_cuda(
     with caplog.at_level(logging.INFO, "vllm.hwplugin"):
         overrides.install({"VLLM_HWPLUGIN_STRICT": strict})
     assert caplog.text == ""
-    assert entry.decisions[f"operation {toy.op.name}"].endswith("on CUDA and MUSA alone")
+    assert entry.decisions.keys() == {f"operation {toy.op.name}"}
     monkeypatch.setattr(overrides, "load_extension", lambda: None)
-    with pytest.raises(overrides.OverrideError, match="has no operation"):
+    with pytest.raises(overrides.OverrideError):
         overrides.install({"VLLM_HWPLUGIN_OPS": "on"})
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     if strict == "1":
-        with pytest.raises(overrides.OverrideError, match="has no operation"):
+        with pytest.raises(overrides.OverrideError):
             overrides.install({"VLLM_HWPLUGIN_STRICT": strict})
-
-
-def test_the_kernel_is_demanded_at_the_first_call_too(
-    toy: Toy, extension: Callable[..., Toy], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    extension(toy)
-    monkeypatch.setattr(overrides, "load_kernel", lambda op: False)
-    overrides.install({"VLLM_HWPLUGIN_OPS": "on"})
-    with pytest.raises(overrides.OverrideError):
-        toy(None)
 
 
 def test_a_wrong_name_in_the_skip_list_is_said(
@@ -438,7 +464,7 @@ def test_a_wrong_name_in_the_skip_list_is_said(
     extension(toy)
     with caplog.at_level(logging.WARNING, "vllm.hwplugin"):
         overrides.install({"VLLM_HWPLUGIN_OPS_SKIP": "rope"})
-    assert "names rope, which no kernel is for" in caplog.text
+    assert "rope" in caplog.text
     with pytest.raises(overrides.OverrideError, match="rope"):
         overrides.install({"VLLM_HWPLUGIN_OPS": "on", "VLLM_HWPLUGIN_OPS_SKIP": "rope"})
 
@@ -466,12 +492,3 @@ def test_a_bad_value_is_left_to_the_engine() -> None:
     # What was demanded cannot be had then.
     with pytest.raises(gates.GateError, match="VLLM_HWPLUGIN_SLP"):
         overrides.install({"VLLM_HWPLUGIN_OPS": "on", "VLLM_HWPLUGIN_SLP": "perhaps"})
-
-
-def test_the_decision_is_in_the_processs_record(toy: Toy) -> None:
-    entry = record.new("0")
-    record.begin(entry, None)
-    toy.in_front()
-    assert entry.decisions[f"operation {toy.op.name}"].startswith("not decided yet")
-    toy(None)
-    assert entry.decisions[f"operation {toy.op.name}"] == "the plugin's kernel: VLLM_HWPLUGIN_OPS=on; cpu"

@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 from packaging.specifiers import SpecifierSet
 
-from vllm_hwplugin.ops.override_table import OPS, OverridableOp, choose, unknown_names
+from vllm_hwplugin.ops.override_table import OPS, Gain, OverridableOp, choose, unknown_names
 from vllm_hwplugin.patching import SUPPORTED
 
 ROPE = OPS["rotary_embedding"]
+H200 = Gain("NVIDIA H200", ">=0.20.2,<0.21.0")
 
 
 @pytest.mark.parametrize("version", SUPPORTED)
@@ -115,34 +116,30 @@ else:
 
 
 @pytest.mark.parametrize(
-    ("choice", "skip", "device", "default_on", "wanted", "words"),
+    ("choice", "skip", "device", "version", "gains", "wanted"),
     [
-        ("off", (), None, ("NVIDIA H200",), False, "VLLM_HWPLUGIN_OPS=off"),
-        ("on", (), None, (), True, "VLLM_HWPLUGIN_OPS=on"),
-        ("on", ("rotary_embedding",), None, (), False, "named in VLLM_HWPLUGIN_OPS_SKIP"),
-        ("auto", (), None, (), False, "no device is known"),
-        ("auto", (), None, ("NVIDIA H200",), True, "gain on NVIDIA H200"),
-        ("auto", (), "NVIDIA H200", ("NVIDIA H200",), True, "gain on NVIDIA H200"),
-        ("auto", (), "NVIDIA A10", ("NVIDIA H200",), False, "not known to gain on NVIDIA A10"),
-        ("auto", ("rotary_embedding",), "NVIDIA H200", ("NVIDIA H200",), False, "named in"),
+        ("off", (), None, None, (H200,), False),
+        ("on", (), None, None, (), True),
+        ("on", (), "NVIDIA H200", "0.33.0", (H200,), True),
+        ("on", ("rotary_embedding",), None, None, (), False),
+        ("auto", (), None, None, (), False),
+        ("auto", (), None, None, (H200,), True),
+        ("auto", (), "NVIDIA H200", None, (H200,), True),
+        ("auto", (), None, "0.20.2", (H200,), True),
+        ("auto", (), "NVIDIA H200", "0.20.2", (H200,), True),
+        ("auto", (), "NVIDIA H200", "0.33.0", (H200,), False),
+        ("auto", (), "NVIDIA H200", "0.33.0", (H200, H200._replace(vllm=">=0.33.0")), True),
+        ("auto", (), "NVIDIA A10", "0.20.2", (H200,), False),
+        ("auto", ("rotary_embedding",), "NVIDIA H200", "0.20.2", (H200,), False),
     ],
 )
 def test_what_is_wanted(
-    choice: str, skip: tuple[str, ...], device: str | None, default_on: tuple[str, ...], wanted: bool, words: str
+    choice: str, skip: tuple[str, ...], device: str | None, version: str | None, gains: tuple[Gain, ...], wanted: bool
 ) -> None:
-    op = OverridableOp(ROPE.name, ROPE.namespace, ROPE.schemas, default_on)
-    found = choose(op, choice, skip, device)
-    assert found.wanted is wanted
-    assert words in found.reason
-
-
-def test_what_gains_and_is_kept_off_says_why_and_can_be_had() -> None:
-    op = OverridableOp(ROPE.name, ROPE.namespace, ROPE.schemas, not_default="it rounds otherwise")
-    assert (
-        choose(op, "auto", (), "NVIDIA H200").reason
-        == "it rounds otherwise; VLLM_HWPLUGIN_OPS=on takes it all the same"
-    )
-    assert choose(op, "on", (), "NVIDIA H200").wanted
+    op = OverridableOp(ROPE.name, ROPE.namespace, ROPE.schemas, gains)
+    assert choose(op, choice, skip, device, version).wanted is wanted
+    kept_off = op._replace(default_on=(), not_default="it rounds otherwise")
+    assert choose(kept_off, choice, skip, device, version).wanted is (wanted and choice == "on")
 
 
 def test_names_that_no_kernel_is_for() -> None:

@@ -29,7 +29,7 @@ TRIES = 2000
 
 
 def tensor(draw: Draw, shape: Sequence[int], dtype: torch.dtype, *, odd: bool = False) -> torch.Tensor:
-    """Of that shape: whole, a slice of a wider one, with its last dimension not dense, or elements that share memory."""
+    """Of that shape: whole, a slice of a wider one, with its last dimension not dense, or elements that overlap."""
     width = draw.choice((0, 0, 0, 16, 4, 3)) if odd else 0
     step = draw.choice((1, 1, 1, 2)) if odd else 1
     offset = draw.choice((0, 0, 16, 1)) if odd and width else 0

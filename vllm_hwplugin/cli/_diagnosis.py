@@ -165,6 +165,7 @@ def diagnose(environ: Mapping[str, str] | None = None, *, catalog: Catalog | Non
             values,
             tools,
             libraries,
+            vllm=None if installed is None else installed.version,
             extension=installed is not None and any((installed.root / "vllm").glob("_C*.so")),
         ),
         plugin={"version": vllm_hwplugin.__version__, "path": str(Path(vllm_hwplugin.__file__).parent)},

@@ -36,6 +36,7 @@ def operation_rows(
     tools: Sequence[Tool],
     libraries: Sequence[Built],
     *,
+    vllm: str | None,
     extension: bool,
 ) -> tuple[OperationRow, ...]:
     """One row for each operation with a kernel; where vLLM has no kernels, one for each that the plugin defines.
@@ -49,7 +50,8 @@ def operation_rows(
         values: of the gates.
         tools: the compilers and build tools of this host.
         libraries: what lies in the wheel and in the cache.
-        extension: the installed vLLM has compiled kernels.
+        vllm: the version of the installed vLLM; None where there is none.
+        extension: it has compiled kernels.
     """
     defined = kind == "musa" and not extension
     stock: Literal["torch", "vllm"] = "torch" if defined else "vllm"
@@ -64,7 +66,7 @@ def operation_rows(
             row = OperationRow(op.qualname, "vllm", reason)
         else:
             device = devices[0] if devices else None
-            choice = choose(op, good[GATE].text, good[SKIP].names, device, defined=defined)
+            choice = choose(op, good[GATE].text, good[SKIP].names, device, vllm, defined=defined)
             reason = choice.reason
             if choice.wanted and not any(item.kernel == op.name for item in libraries):
                 other = "its definition in torch serves" if defined else "vLLM's kernel serves"

@@ -386,7 +386,7 @@ GATES: Final[tuple[Gate, ...]] = (
         "switch",
         "auto",
         "The plugin's kernels under the names of vLLM's operations: auto takes those that were measured to gain on "
-        "this device, and on MUSA those that vLLM has no kernel of; on takes all, off takes none.",
+        "this device over this vLLM's, and on MUSA those that vLLM has no kernel of; on takes all, off takes none.",
         aliases=(Alias("VLLM_MUSA_OP_PERF_OVERRIDES", _words("on", "off")),),
         affects=("operations",),
         choices=_SWITCH,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a process knows of its GPUs before it starts one: what PyTorch is built for, and what the driver names.
+"""What a process knows of its vLLM, and of its GPUs before it starts one: PyTorch's kind, and what the driver names.
 
 A process that forks others must not start CUDA, and vLLM loads plugins in it too. NVML, the library behind nvidia-smi,
 answers without: vLLM's CUDA platform asks it for the same reason, through the copy of its binding that is used here.
@@ -26,6 +26,14 @@ def is_musa_host() -> bool:
     """Whether torch's one backend from outside is torch_musa's, which also asks nothing of a device."""
     torch: Any = importlib.import_module("torch")
     return bool(torch._C._get_privateuse1_backend_name() == "musa")
+
+
+def vllm_version() -> str | None:
+    """Of the vLLM of this process, which is imported already where it has loaded the plugin; None without one."""
+    try:
+        return getattr(importlib.import_module("vllm"), "__version__", None)
+    except ImportError:
+        return None
 
 
 def gpu_names() -> frozenset[str] | None:

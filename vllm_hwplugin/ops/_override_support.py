@@ -69,7 +69,7 @@ def _are_heads(tensor: torch.Tensor, positions: torch.Tensor, head_size: int) ->
     # Those of several batches need not be even.
     if batches > 1 and not tensor.is_contiguous():
         return False
-    return last == head_size if own == 2 else own == 1 and last % head_size == 0
+    return bool(last == head_size if own == 2 else own == 1 and last % head_size == 0)
 
 
 def fused_qk_norm_rope(

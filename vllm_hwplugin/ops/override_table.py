@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Final, Literal, NamedTuple
 
+from ..versions import Versions
+
 GATE: Final = "VLLM_HWPLUGIN_OPS"
 SKIP: Final = "VLLM_HWPLUGIN_OPS_SKIP"
 
@@ -37,6 +39,19 @@ class Schema(NamedTuple):
     text: str
 
 
+class Gain(NamedTuple):
+    """Where the benchmark shows that a kernel gains (``benchmarks/results/kernels-ops-*.json``).
+
+    Attributes:
+        device: as PyTorch and nvidia-smi name it.
+        vllm: the versions whose own kernel it was measured against, as ``packaging`` writes ranges. vLLM writes its
+            kernels anew, and a result says nothing of the next one.
+    """
+
+    device: str
+    vllm: str
+
+
 class OverridableOp(NamedTuple):
     """An operation of vLLM and the plugin's kernel of the same name.
 
@@ -44,15 +59,14 @@ class OverridableOp(NamedTuple):
         name: of vLLM's operation, of the plugin's in ``torch.ops.hwplugin``, and of the kernel.
         namespace: of vLLM's operation.
         schemas: every text that is known; with another one the operation is left alone.
-        default_on: devices, as PyTorch and nvidia-smi name them, on which the benchmark shows a gain
-            (``benchmarks/results/kernels-*.json``).
+        default_on: where it is taken without being asked for.
         not_default: why it is the default nowhere though it gains; empty for the others.
     """
 
     name: str
     namespace: Literal["_C", "_moe_C"]
     schemas: tuple[Schema, ...]
-    default_on: tuple[str, ...] = ()
+    default_on: tuple[Gain, ...] = ()
     not_default: str = ""
 
     @property
@@ -69,6 +83,8 @@ class KernelChoice(NamedTuple):
 
 #: Those that are supported.
 ALL_VERSIONS: Final = ">=0.20.0"
+
+_H200: Final = (Gain("NVIDIA H200", "==0.20.2"),)
 
 OPS: Final[Mapping[str, OverridableOp]] = MappingProxyType(
     {
@@ -97,7 +113,7 @@ OPS: Final[Mapping[str, OverridableOp]] = MappingProxyType(
                         "bool is_neox, Tensor position_ids, int forced_token_heads_per_warp=-1) -> ()",
                     ),
                 ),
-                default_on=("NVIDIA H200",),
+                default_on=_H200,
             ),
             OverridableOp(
                 "silu_and_mul_per_block_quant",
@@ -109,7 +125,7 @@ OPS: Final[Mapping[str, OverridableOp]] = MappingProxyType(
                         "Tensor? scale_ub=None, bool is_scale_transposed=False) -> ()",
                     ),
                 ),
-                default_on=("NVIDIA H200",),
+                default_on=_H200,
             ),
             OverridableOp(
                 "rms_norm_dynamic_per_token_quant",
@@ -121,7 +137,7 @@ OPS: Final[Mapping[str, OverridableOp]] = MappingProxyType(
                         "float epsilon, Tensor? scale_ub, Tensor!? residual) -> ()",
                     ),
                 ),
-                default_on=("NVIDIA H200",),
+                default_on=_H200,
             ),
             OverridableOp(
                 "merge_attn_states",
@@ -134,7 +150,7 @@ OPS: Final[Mapping[str, OverridableOp]] = MappingProxyType(
                         "int!? prefill_tokens_with_context, Tensor? output_scale=None) -> ()",
                     ),
                 ),
-                default_on=("NVIDIA H200",),
+                default_on=_H200,
             ),
             OverridableOp(
                 "topk_softmax",
@@ -151,7 +167,7 @@ OPS: Final[Mapping[str, OverridableOp]] = MappingProxyType(
                         "Tensor gating_output, bool renormalize, Tensor? bias, Tensor? is_padding) -> ()",
                     ),
                 ),
-                default_on=("NVIDIA H200",),
+                default_on=_H200,
             ),
         )
     }
@@ -159,7 +175,13 @@ OPS: Final[Mapping[str, OverridableOp]] = MappingProxyType(
 
 
 def choose(
-    op: OverridableOp, choice: str, skip: Sequence[str], device: str | None, *, defined: bool = False
+    op: OverridableOp,
+    choice: str,
+    skip: Sequence[str],
+    device: str | None,
+    version: str | None,
+    *,
+    defined: bool = False,
 ) -> KernelChoice:
     """Whether the plugin's kernel should stand under vLLM's name.
 
@@ -167,6 +189,7 @@ def choose(
         choice: what the gate says: ``auto``, ``on`` or ``off``.
         skip: names that keep vLLM's kernel.
         device: the name of the GPU; None while a process does not know it, which then is no reason against.
+        version: vLLM's; None likewise.
         defined: vLLM has no kernel of it, and the plugin's definition in torch serves (:mod:`.definitions`).
     """
     if choice == "off":
@@ -180,9 +203,13 @@ def choose(
     if not op.default_on:
         why = op.not_default or "no device is known on which it gains"
         return KernelChoice(False, f"{why}; {GATE}=on takes it all the same")
-    if device is None or device in op.default_on:
-        return KernelChoice(True, f"measured to gain on {', '.join(op.default_on)}")
-    return KernelChoice(False, f"not known to gain on {device}; {GATE}=on takes it all the same")
+    here = [gain for gain in op.default_on if device in (None, gain.device)]
+    if not here:
+        return KernelChoice(False, f"not known to gain on {device}; {GATE}=on takes it all the same")
+    measured = ", ".join(f"{gain.device} with vLLM {gain.vllm}" for gain in here)
+    if version is None or any(Versions(gain.vllm).covers(version) for gain in here):
+        return KernelChoice(True, f"measured to gain on {measured}")
+    return KernelChoice(False, f"measured on {measured}, not {version}; {GATE}=on takes it all the same")
 
 
 def describe(state: str, reason: str) -> str:

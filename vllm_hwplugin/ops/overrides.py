@@ -6,10 +6,10 @@ in an FX graph, the schema and the shape function stay vLLM's; code that was gen
 needs no other key in a compile cache. The first kernel is kept, and gets every call that the plugin's cannot serve.
 
 A process of vLLM may be one that must not start the CUDA runtime (the one that forks the others), so putting a kernel
-in front asks nothing of the device. By default it is done only where the driver names a GPU on which the kernel gains;
-elsewhere nothing stands in front. The first call's tensor names the device itself: the kernel is then built or loaded,
-once. vLLM's profiling run calls the operations of a model before any graph is captured; a call while a graph is
-captured never builds, and is served by vLLM's kernel if it comes first.
+in front asks nothing of the device. By default it is done only where the driver names a GPU on which the kernel gains
+over this vLLM's; elsewhere nothing stands in front. The first call's tensor names the device itself: the kernel is then
+built or loaded, once. vLLM's profiling run calls the operations of a model before any graph is captured; a call while a
+graph is captured never builds, and is served by vLLM's kernel if it comes first.
 
 On MUSA the same is done for the key of its device. Where vLLM has no kernel to keep, the plugin's definition in torch
 (:mod:`.definitions`) has its place.
@@ -30,7 +30,7 @@ from typing import Any, Literal
 
 from .. import gates, record
 from ..errors import HwpluginError
-from ._override_host import gpu_names, is_cuda_host, is_musa_host
+from ._override_host import gpu_names, is_cuda_host, is_musa_host, vllm_version
 from .definition_table import MUSA_KEY
 from .definitions import is_defined
 from .override_table import GATE, KEY, NO_GPU, OPS, RECORD, SKIP, OverridableOp, choose, describe, unknown_names
@@ -111,7 +111,7 @@ def install(environ: Mapping[str, str] | None = None) -> None:
         for op in OPS.values():
             if op.name in _overrides or is_defined(op.name):
                 continue
-            if choose(op, choice, values[SKIP].names, None).wanted:
+            if choose(op, choice, values[SKIP].names, None, None).wanted:
                 record.note(f"{RECORD}{op.name}", describe("vllm", text))
         if required:
             raise OverrideError(f"{_demand(choice)}, but {text}. Set {GATE}=off to go on") from error
@@ -135,7 +135,7 @@ def _install(choice: str, skip: Sequence[str], required: bool) -> None:
         if required:
             raise OverrideError(text)
         logger.warning("%s", text)
-    chosen = [op for op in OPS.values() if choose(op, choice, skip, None, defined=True).wanted]
+    chosen = [op for op in OPS.values() if choose(op, choice, skip, None, None, defined=True).wanted]
     if not chosen or record.role() in _NO_MODEL:
         return
     if is_musa_host():
@@ -144,7 +144,7 @@ def _install(choice: str, skip: Sequence[str], required: bool) -> None:
         chosen = _chosen_on_musa(chosen, choice)
     else:
         key = KEY
-        chosen = [op for op in chosen if choose(op, choice, skip, None).wanted]
+        chosen = [op for op in chosen if choose(op, choice, skip, None, None).wanted]
         if choice == "auto":
             chosen = _gaining_here(chosen)
     if not chosen:
@@ -182,7 +182,7 @@ def _chosen_on_musa(ops: Sequence[OverridableOp], choice: str) -> list[Overridab
         return list(ops)
     for op in ops:
         if not is_defined(op.name):
-            record.note(f"{RECORD}{op.name}", describe("vllm", choose(op, choice, (), "musa").reason))
+            record.note(f"{RECORD}{op.name}", describe("vllm", choose(op, choice, (), "musa", None).reason))
     return [op for op in ops if is_defined(op.name)]
 
 
@@ -191,20 +191,21 @@ def _stock(op: OverridableOp) -> Literal["vllm", "torch"]:
 
 
 def _gaining_here(ops: Sequence[OverridableOp]) -> list[OverridableOp]:
-    """Those that gain on a GPU of this host; the others keep vLLM's kernel, with nothing in front of it.
+    """Those that gain on a GPU of this host over the kernel of this vLLM, which the others keep with nothing in front.
 
     The defaults say nothing of a host without CUDA, so nothing was demanded there that could be missing.
     """
     cuda = is_cuda_host()
     names = gpu_names() if cuda else None
+    version = vllm_version()
     kept = []
     for op in ops:
         if not cuda:
             record.note(f"{RECORD}{op.name}", describe("vllm", NO_GPU))
-        elif names is None or any(choose(op, "auto", (), name).wanted for name in names):
+        elif any(choose(op, "auto", (), name, version).wanted for name in names or (None,)):
             kept.append(op)
         else:
-            reason = choose(op, "auto", (), " and ".join(sorted(names))).reason
+            reason = choose(op, "auto", (), " and ".join(sorted(names)) if names else None, version).reason
             record.note(f"{RECORD}{op.name}", describe("vllm", reason))
     return kept
 
@@ -284,7 +285,7 @@ def _decide(override: Override, args: tuple[Any, ...]) -> None:
         torch: Any = importlib.import_module("torch")
         device = next(argument.device for argument in args if isinstance(argument, torch.Tensor))
         name = device_name(device)
-        choice = choose(override.op, override.choice, (), name, defined=override.stock == "torch")
+        choice = choose(override.op, override.choice, (), name, vllm_version(), defined=override.stock == "torch")
         if not choice.wanted:
             override.settle(override.stock, choice.reason)
             return

@@ -25,7 +25,7 @@ from vllm_hwplugin.bench.micro import _op_cases, _op_inputs, _op_kernels  # noqa
 from vllm_hwplugin.ops import overrides  # noqa: E402
 from vllm_hwplugin.ops.build.jit import ensure  # noqa: E402
 from vllm_hwplugin.ops.build.spec import KERNELS  # noqa: E402
-from vllm_hwplugin.ops.override_table import OPS  # noqa: E402
+from vllm_hwplugin.ops.override_table import OPS, choose  # noqa: E402
 
 from ..engines import SMALL_ENGINE  # noqa: E402
 
@@ -111,7 +111,10 @@ def test_by_default_nothing_stands_in_front_that_does_not_gain_here() -> None:
     """Of a host with GPUs of one kind, none of them cut into slices."""
     here = torch.cuda.get_device_name()
     overrides.install({})
-    assert set(overrides.states()) == {name for name, op in OPS.items() if here in op.default_on}
+    import vllm
+
+    gaining = {name for name, op in OPS.items() if choose(op, "auto", (), here, vllm.__version__).wanted}
+    assert set(overrides.states()) == gaining
 
 
 def test_the_driver_has_pytorchs_names_and_asking_it_does_not_start_cuda() -> None:
