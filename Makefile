@@ -14,48 +14,53 @@ export HF_HUB_OFFLINE ?= 1
 export VLLM_NO_USAGE_STATS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types drift unit docs clean
-# The steps print one after the other, also under `make -j`.
-.NOTPARALLEL:
+.PHONY: help demo test test-all lint types drift unit docs clean
 
 help:
-	@echo "make demo   the real vLLM on tiny checkpoints, stock and patched side by side"
-	@echo "make test   everything below, in this order:"
-	@echo "  make lint   ruff: style and format"
-	@echo "  make types  mypy, strict"
-	@echo "  make drift  every patch against every supported vLLM, and docs/compatibility.md up to date"
-	@echo "  make unit   the tests, those with the real engine included"
-	@echo "make docs   write the generated pages again"
-	@echo "make clean  remove .venv and caches"
+	@echo "make demo      the real vLLM on tiny checkpoints, stock and patched side by side"
+	@echo "make test      all of these at once:"
+	@echo "  make lint      ruff: style and format"
+	@echo "  make types     mypy, strict"
+	@echo "  make drift     every patch against every supported vLLM, and docs/compatibility.md up to date"
+	@echo "  make unit      the quick tests, and some with the real engine"
+	@echo "make test-all  the same with all tests, all engines and all versions of vLLM: what CI runs"
+	@echo "make docs      write the generated pages again"
+	@echo "make clean     remove .venv and caches"
 
 demo: $(STAMP)
 	$(BIN)/vllm-hwplugin demo
 
-test: lint types drift unit
+# What is not marked `slow` (pyproject.toml); else an option, a path or an expression of pytest's.
+TESTS ?= -m 'not slow'
+
+# Beside each other, because the tests leave a core idle when they start; a step says something where it fails, or one line.
+test: $(STAMP)
+	@$(MAKE) --no-print-directory --jobs 2 lint drift unit types
+
+test-all: $(STAMP)
+	@$(MAKE) --no-print-directory --jobs 2 lint drift unit types TESTS='--all-versions --durations 10'
 
 lint: $(STAMP)
-	@echo "== lint: ruff"
-	$(BIN)/ruff check
-	$(BIN)/ruff format --check
+	@$(BIN)/ruff check --quiet && $(BIN)/ruff format --check --quiet
+	@echo "lint: ruff has nothing to say"
 
 types: $(STAMP)
-	@echo "== types: mypy --strict"
-	$(BIN)/mypy
+	@$(BIN)/mypy --no-error-summary
+	@echo "types: mypy --strict has nothing to say"
 
 drift: $(STAMP)
-	@echo "== drift: every patch against every supported vLLM"
-	@page=$$(mktemp) && trap 'rm -f "$$page"' EXIT && \
-	$(BIN)/vllm-hwplugin drift --all --markdown "$$page" && \
+	@page=$$(mktemp) && trap 'rm -f "$$page"*' EXIT && \
+	{ $(BIN)/vllm-hwplugin drift --all --markdown "$$page" > "$$page.log" || { cat "$$page.log"; false; }; } && \
 	diff -u docs/compatibility.md "$$page" || \
 	{ echo "drift: a patch does not fit, or docs/compatibility.md is old ('make docs' writes it again)" >&2; exit 1; }
+	@echo "drift: every patch fits every supported vLLM, or is not needed there"
 
 # A process for each core (tests/conftest.py), and threads of one would only wait for those of the others: so each has one thread,
 # which an engine does not bind to the core that another engine took. A file's tests stay together, because they share what is slow
-# to make; files go out in their order, in which the engines' comes before the many quick ones that fill the end.
+# to make; files go out in their order, in which those with engines come first.
 unit: $(STAMP)
-	@echo "== unit: pytest"
-	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind \
-	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder --durations 10
+	@OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind \
+	$(BIN)/python -m pytest -q -n auto --dist loadfile --no-loadscope-reorder $(TESTS)
 
 docs: $(STAMP)
 	$(BIN)/vllm-hwplugin gates --markdown docs/gates.md

@@ -7,16 +7,20 @@ missing in CI.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import signal
 import tempfile
-from collections.abc import Callable, Iterator
-from typing import NoReturn
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn
 
 import pytest
 
-from vllm_hwplugin.cli.sources import Index, IndexSource, IndexUnreachable, MissingTool
+from tests.cpu_seconds import Budget, Clock
+from vllm_hwplugin.bench import Host, detect_host
+from vllm_hwplugin.cli.sources import Index, IndexSource, IndexUnreachable, MissingTool, PipConfig, SourceError
+from vllm_hwplugin.versions import SUPPORTED
 
 
 def cannot_run(reason: str) -> NoReturn:
@@ -35,6 +39,52 @@ if importlib.util.find_spec("hypothesis") is not None:
     settings.load_profile("fixed")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--all-versions", action="store_true", help="test every vLLM whose texts differ (default: three of them)"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    in_a_worker = hasattr(config, "workerinput")
+    config.pluginmanager.register(Clock())
+    if not in_a_worker:
+        config.pluginmanager.register(Budget(config))
+    if config.getoption("--all-versions"):
+        # What its workers then find kept, and so all of them alike.
+        index = Index(PipConfig(index_url="file:")) if in_a_worker else Index()
+        for version in SUPPORTED:
+            with contextlib.suppress(SourceError):
+                CHECKSUMS[version] = IndexSource(version, index).checksums()
+
+
+#: By version of vLLM, each Python file's CRC-32; empty where few versions are asked for.
+CHECKSUMS: dict[str, dict[str, int]] = {}
+
+
+def versions(*paths: str, among: Sequence[str] = SUPPORTED) -> list[Any]:
+    """Values for a parameter ``version`` of a test that reads these files of vLLM, as their text is.
+
+    Those are the first version, 0.26.0 and the last. With ``--all-versions`` the others are there as well, marked
+    ``slow``, but for one whose files are byte by byte those of the version before it.
+
+    Args:
+        paths: files, and folders, which end with a slash; from ``vllm/`` on.
+        among: versions, oldest first.
+    """
+    made: list[Any] = []
+    before: object = None
+    for version in among:
+        checksums = CHECKSUMS.get(version)
+        texts = checksums and {path: of for path, of in checksums.items() if path.startswith(paths)}
+        if version in (among[0], "0.26.0", among[-1]):
+            made.append(version)
+        elif CHECKSUMS and (texts is None or texts != before):
+            made.append(pytest.param(version, marks=pytest.mark.slow))
+        before = texts
+    return made
+
+
 # What one process of the tests needs: vLLM and torch imported in it, and at times an engine beside it.
 MEMORY_OF_A_PROCESS = 4 << 30
 
@@ -46,10 +96,19 @@ def pytest_xdist_auto_num_workers() -> int:
     return max(1, min(len(os.sched_getaffinity(0)), memory // MEMORY_OF_A_PROCESS))
 
 
+# Before pytest chooses by markers.
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    first = set()
     for item in items:
         if "vllm_tree" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.network)
+        if item.get_closest_marker("engine") is not None or item.get_closest_marker("musa_sim") is not None:
+            first.add(item.path)
+            if item.get_closest_marker("smoke") is None:
+                item.add_marker(pytest.mark.slow)
+    # The quick ones fill the end, when there are fewer engines left than cores.
+    items.sort(key=lambda item: item.path not in first)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -72,6 +131,15 @@ def _own_temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         patch.setenv("TMPDIR", folder)
         patch.setattr(tempfile, "tempdir", folder)
         yield
+
+
+@pytest.fixture(scope="session")
+def cpu_host() -> Host:
+    """Where vLLM runs on a CPU: with others on a GPU, texts and figures are not those that the tests expect."""
+    host = detect_host()
+    if host.device != "cpu":
+        pytest.skip(f"what is expected is what vLLM does on a CPU; it runs on {host.device} here")
+    return host
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The rule for tests that this host cannot run: skipped with the reason, and failed in CI."""
+"""The rules for tests: which `make test` leaves out, what becomes of one that a host cannot run, what they may take."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from . import conftest
+from .conftest import versions
+
 TESTS = {
     "network": ("", "def test(vllm_tree):\n    vllm_tree('0.33.0').read('vllm/envs.py')\n"),
     "engine": (
@@ -16,6 +19,25 @@ TESTS = {
         "import pytest\n@pytest.mark.engine\ndef test():\n    pass\n",
     ),
 }
+
+
+def run(
+    folder: Path, config: pytest.Config, before: str, tests: str, *options: str, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run tests with the conftest.py of these, and a text behind it."""
+    (folder / "conftest.py").write_text((config.rootpath / "tests" / "conftest.py").read_text() + before)
+    (folder / "test_it.py").write_text(tests)
+    markers = "".join(f"\n    {name}" for name in ("network", "engine", "musa_sim", "smoke", "slow", "gpu"))
+    (folder / "pytest.ini").write_text(f"[pytest]\nmarkers ={markers}\n")
+    path = os.pathsep.join([str(config.rootpath), os.environ.get("PYTHONPATH", "")])
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-ra", "-p", "no:cacheprovider", *options, "."],
+        cwd=folder,
+        env=os.environ | variables | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 @pytest.mark.parametrize("ci", [False, True])
@@ -27,21 +49,43 @@ def test_missing_need(
     tmp_path: Path, pytestconfig: pytest.Config, ci: bool, need: str, reason: str, in_ci: str
 ) -> None:
     before, test = TESTS[need]
-    conftest = (pytestconfig.rootpath / "tests" / "conftest.py").read_text()
-    (tmp_path / "conftest.py").write_text(conftest + before)
-    (tmp_path / "test_it.py").write_text(test)
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    network\n    engine\n    gpu\n")
     settings = {"CI": "true" if ci else "", "PIP_INDEX_URL": "http://127.0.0.1:9/", "PIP_CONFIG_FILE": os.devnull}
-    environ = os.environ | settings | {"VLLM_HWPLUGIN_CACHE_DIR": str(tmp_path / "cache")}
-    environ["PYTHONPATH"] = os.pathsep.join([str(pytestconfig.rootpath), environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-ra", "-p", "no:cacheprovider", "."],
-        cwd=tmp_path,
-        env=environ,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run(tmp_path, pytestconfig, before, test, **settings, VLLM_HWPLUGIN_CACHE_DIR=str(tmp_path / "cache"))
     assert (in_ci if ci else "1 skipped") in done.stdout
     assert reason in done.stdout
     assert (done.returncode == 0) == (not ci)
+
+
+def test_engines_are_slow_but_for_those_that_say_they_are_not(tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    marked = {"quick": (), "engine": ("engine",), "device": ("musa_sim",), "few": ("engine", "smoke")}
+    tests = "import pytest\n" + "".join(
+        "".join(f"@pytest.mark.{mark}\n" for mark in marks) + f"def test_{name}():\n    pass\n"
+        for name, marks in marked.items()
+    )
+    done = run(tmp_path, pytestconfig, "", tests, "-m", "not slow", "--collect-only", "-q")
+    assert [name for name in marked if f"::test_{name}\n" in done.stdout] == ["quick", "few"]
+
+
+@pytest.mark.parametrize("budget", ["BUDGET_OF_ONE = 0", 'BUDGETS["make test"] = 0'])
+def test_more_than_the_budget_is_a_failure_in_ci(tmp_path: Path, pytestconfig: pytest.Config, budget: str) -> None:
+    before = f"import tests.cpu_seconds\ntests.cpu_seconds.{budget}\n"
+    tests = "def test():\n    sum(range(10**7))\n"
+    assert [run(tmp_path, pytestconfig, before, tests, CI=ci).returncode for ci in ("", "true")] == [0, 1]
+
+
+def test_versions_whose_files_are_the_same_are_tested_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    read, other = "vllm/v1/worker/a.py", "vllm/b.py"
+    few = ["0.20.0", "0.20.1", "0.21.0", "0.22.0", "0.26.0", "0.33.0"]
+    assert versions(read, among=few) == ["0.20.0", "0.26.0", "0.33.0"]
+    # 0.22.0 is not known.
+    known = {"0.20.0": [1, 1], "0.20.1": [1, 2], "0.21.0": [2, 3], "0.26.0": [3, 4], "0.33.0": [3, 5]}
+    checksums = {version: dict(zip((read, other), of, strict=True)) for version, of in known.items()}
+    monkeypatch.setattr(conftest, "CHECKSUMS", checksums)
+    found = versions("vllm/v1/", among=few)
+    assert [one if isinstance(one, str) else (*one.values, one.marks[0].name) for one in found] == [
+        "0.20.0",
+        ("0.21.0", "slow"),
+        ("0.22.0", "slow"),
+        "0.26.0",
+        "0.33.0",
+    ]

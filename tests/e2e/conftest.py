@@ -17,14 +17,6 @@ from vllm_hwplugin.cli import _demo
 
 
 @pytest.fixture(scope="session")
-def cpu_host() -> bench.Host:
-    host = bench.detect_host()
-    if host.device != "cpu":
-        pytest.skip(f"the figures are those of a CPU in float32; vLLM runs on {host.device} here")
-    return host
-
-
-@pytest.fixture(scope="session")
 def demo(cpu_host: bench.Host, tmp_path_factory: pytest.TempPathFactory) -> dict:
     """The demo as a user runs it, on 8 prompts and 48 tokens: its rows by name, and what doctor says after it."""
     file = tmp_path_factory.mktemp("demo") / "demo.json"

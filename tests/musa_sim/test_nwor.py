@@ -22,9 +22,9 @@ TOLD = Job(OPTIONS, loads.mixed(), oracle="off")
 
 
 @pytest.fixture(scope="module", params=["V1", "V2"])
-def runs(request: pytest.FixtureRequest, musa_host: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
-    if (device := bench.detect_host().device) != "cpu":
-        pytest.skip(f"the device is simulated beside a CPU's vLLM; it runs on {device} here")
+def runs(
+    request: pytest.FixtureRequest, musa_host: None, cpu_host: bench.Host, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Run]:
     folder = tmp_path_factory.mktemp(f"nwor on {request.param}")
     common = {"VLLM_USE_V2_MODEL_RUNNER": "1" if request.param == "V2" else "0"}
 

@@ -21,9 +21,7 @@ ENGINE = Job(OPTIONS, REQUESTS)
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
-    if (device := bench.detect_host().device) != "cpu":
-        pytest.skip(f"vLLM runs on {device} here")
+def runs(cpu_host: bench.Host, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     folder = tmp_path_factory.mktemp("nwor")
     told = {
         "off": ENGINE,

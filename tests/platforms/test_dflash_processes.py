@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -16,7 +15,7 @@ import pytest
 import vllm_hwplugin
 from vllm_hwplugin import bench
 
-from ..conftest import cannot_run
+pytestmark = pytest.mark.engine
 
 REPOSITORY = Path(vllm_hwplugin.__file__).parent.parent
 
@@ -39,22 +38,13 @@ def run_child(which: str, cache: Path) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def needs_cpu_vllm() -> None:
-    if importlib.util.find_spec("vllm") is None:
-        cannot_run("no vLLM is installed")
-    if (device := bench.detect_host().device) != "cpu":
-        pytest.skip(f"the child processes stand on vLLM's CPU platform; vLLM runs on {device} here")
-
-
 @pytest.fixture(scope="module")
-def configurations(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    needs_cpu_vllm()
+def configurations(cpu_host: bench.Host, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return run_child("configurations", tmp_path_factory.mktemp("cache"))
 
 
 @pytest.fixture(scope="module")
-def processes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    needs_cpu_vllm()
+def processes(cpu_host: bench.Host, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return run_child("processes", tmp_path_factory.mktemp("cache"))
 
 

@@ -22,6 +22,7 @@ LIMIT = 2.0
 ROOT = Path(vllm_hwplugin.__file__).parent.parent
 
 
+@pytest.mark.slow
 def test_every_setting_of_a_layer_is_right() -> None:
     seed = int(time.time())
     child = Path(__file__).with_name("interpreted_child.py")

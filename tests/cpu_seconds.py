@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the tests take of the processor, children included: on a shared host it says more of them than the time does.
+
+Those that `make test` runs have a budget, and so have all: what two cores have in the time that CONTRIBUTING.md names.
+In CI it is a failure to take more.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+_CPUINFO = Path("/proc/cpuinfo")
+# Without AVX-512, vLLM has slower kernels for the CPU.
+_FAST = _CPUINFO.exists() and "avx512f" in _CPUINFO.read_text()
+BUDGETS = {"make test": 2 * 60 * (8 if _FAST else 10), "all": 2 * 60 * (25 if _FAST else 40)}
+#: Of a test that is neither marked `smoke` nor `slow`.
+BUDGET_OF_ONE = 6.0
+
+
+def _cpu_seconds() -> float:
+    return sum(os.times()[:4])
+
+
+class Clock:
+    """Puts `cpu_seconds` into the reports of the process that runs a test. xdist hands them on."""
+
+    def __init__(self) -> None:
+        self._before = _cpu_seconds()
+
+    def pytest_runtest_logstart(self) -> None:
+        self._before = _cpu_seconds()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self) -> Generator[None, Any, Any]:
+        report = yield
+        now = _cpu_seconds()
+        report.cpu_seconds, self._before = now - self._before, now
+        return report
+
+
+class Budget:
+    """Sums them up in the process that a user has started. Where others run the tests, it shows how far they are."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self._of = dict.fromkeys(BUDGETS, 0.0)
+        self._each = Counter[str]()
+        self._ended = 0
+        self._started = time.monotonic()
+        self._quiet = bool(config.getoption("numprocesses", None)) and config.get_verbosity() <= 0
+
+    def pytest_sessionstart(self, session: pytest.Session) -> None:
+        self._session = session
+
+    def pytest_report_teststatus(self, report: pytest.TestReport) -> tuple[str, str, str] | None:
+        # In place of some thousand dots. What was skipped is listed at the end.
+        if self._quiet and (report.skipped or (report.passed and report.when == "call")):
+            return report.outcome, "", ""
+        return None
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        taken = getattr(report, "cpu_seconds", 0.0)
+        self._of["all"] += taken
+        if "slow" not in report.keywords:
+            self._of["make test"] += taken
+            if "smoke" not in report.keywords:
+                self._each[report.nodeid] += taken
+        if report.when == "teardown":
+            self._ended += 1
+            tenths = [ended * 10 // self._session.testscollected for ended in (self._ended - 1, self._ended)]
+            if self._quiet and tenths[0] < tenths[1]:
+                minutes, seconds = divmod(int(time.monotonic() - self._started), 60)
+                terminal: Any = self._config.pluginmanager.get_plugin("terminalreporter")
+                terminal.write_line(f"{tenths[1] * 10:3} % of the tests after {minutes}:{seconds:02}")
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if self._over() and os.environ.get("CI", "").lower() in ("1", "true") and session.exitstatus == 0:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        sums = [f"{name} {taken:.0f} of {BUDGETS[name]}" for name, taken in self._of.items()]
+        terminalreporter.write_line(f"CPU seconds: {', '.join(sums)}")
+        for line in self._over():
+            terminalreporter.write_line(line, red=True)
+
+    def _over(self) -> list[str]:
+        sums = [(name, taken, BUDGETS[name]) for name, taken in self._of.items()]
+        return [
+            f"more than {most:.0f} CPU seconds: {name}, {taken:.0f}"
+            for name, taken, most in (*sums, *((name, taken, BUDGET_OF_ONE) for name, taken in self._each.items()))
+            if taken > most
+        ]
