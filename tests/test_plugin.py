@@ -18,9 +18,9 @@ import pytest
 
 import vllm_hwplugin
 from vllm_hwplugin import gates, patching, plugin
-from vllm_hwplugin.patching import SUPPORTED, _runtime
+from vllm_hwplugin.patching import _runtime
 
-from .conftest import cannot_run
+from .conftest import cannot_run, versions
 
 REPOSITORY = Path(vllm_hwplugin.__file__).parent.parent
 
@@ -59,7 +59,7 @@ def test_a_bad_master_switch_is_left_to_the_engine(monkeypatch: pytest.MonkeyPat
     assert calls == ["install"]
 
 
-@pytest.mark.parametrize("version", SUPPORTED)
+@pytest.mark.parametrize("version", versions("vllm/envs.py"))
 def test_the_compile_key_of_every_version_holds_the_fingerprint(
     version: str, vllm_tree: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,8 +12,10 @@ import pytest
 from vllm_hwplugin.attention.capabilities import CAPABILITIES, GAPS, asked_in
 from vllm_hwplugin.patching import SUPPORTED
 
-every_version = pytest.mark.parametrize("version", SUPPORTED)
+from ..conftest import versions
+
 BASE = "vllm/v1/attention/backend.py"
+every_version = pytest.mark.parametrize("version", versions(BASE))
 
 
 def asked(text: str) -> dict[str, bool]:

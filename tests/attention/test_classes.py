@@ -30,10 +30,14 @@ from vllm_hwplugin.patching import SUPPORTED
 
 torch = pytest.importorskip("torch")
 
+from ..conftest import versions  # noqa: E402
 from .mate_standin import mate  # noqa: E402
 from .released import released  # noqa: E402
 
-every_version = pytest.mark.parametrize("version", SUPPORTED)
+every_version = pytest.mark.parametrize(
+    "version",
+    versions("vllm/v1/attention/", "vllm/utils/torch_utils.py", "vllm/config/cache.py", "vllm/transformers_utils/"),
+)
 FLASH = "vllm.v1.attention.backends.flash_attn"
 Tree = Callable[[str], Any]
 
@@ -130,7 +134,7 @@ def test_no_type_of_cache_is_declared_that_vllms_layer_then_raises_on(version: s
         assert made.supports_kv_cache_dtype("fp8") is False
 
 
-@pytest.mark.parametrize("version", SUPPORTED[SUPPORTED.index("0.22.0") :])
+@pytest.mark.parametrize("version", versions("vllm/v1/attention/", among=SUPPORTED[SUPPORTED.index("0.22.0") :]))
 def test_later_the_type_of_a_cache_is_vllms_own_answer_alone(version: str, vllm_tree: Tree) -> None:
     with released(version, vllm_tree(version), flash=(3,)) as load:
         made = load("vllm_hwplugin.attention.cuda").CudaFlashAttentionBackend

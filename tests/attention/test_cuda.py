@@ -7,7 +7,6 @@ The kernel itself is tested in tests/attention/paged and, on a GPU, in tests/gpu
 from __future__ import annotations
 
 import gc
-import itertools
 import re
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -20,12 +19,13 @@ from vllm_hwplugin.patching import SUPPORTED
 
 torch = pytest.importorskip("torch")
 
+from ..conftest import versions  # noqa: E402
 from .layer import BATCH, HEADS, KV_HEADS, Layer, close, config  # noqa: E402
 from .paged_standin import paged  # noqa: E402
 from .released import released  # noqa: E402
 from .test_classes import arguments  # noqa: E402
 
-every_version = pytest.mark.parametrize("version", SUPPORTED)
+every_version = pytest.mark.parametrize("version", versions("vllm/v1/attention/", "vllm/v1/worker/"))
 ends = pytest.mark.parametrize("version", [SUPPORTED[0], SUPPORTED[-1]])
 OWN = "vllm_hwplugin.attention.cuda"
 FLASH = "vllm.v1.attention.backends.flash_attn"
@@ -37,18 +37,9 @@ def layer_of(load: Any, head_size: int = 512, **options: Any) -> Layer:
     return Layer(load, load(OWN).CudaFlashAttentionBackend, head_size, **usual | options)
 
 
-# Each version with one of the pairs in turn; the first and the last with all.
-ANSWERS = [
-    (version, causal, head_size, layout)
-    for number, version in enumerate(SUPPORTED)
-    for other, (causal, (head_size, layout)) in enumerate(
-        itertools.product((True, False), ((512, "NHD"), (320, "HND")))
-    )
-    if version in (SUPPORTED[0], SUPPORTED[-1]) or number % 4 == other
-]
-
-
-@pytest.mark.parametrize(("version", "causal", "head_size", "layout"), ANSWERS)
+@every_version
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("head_size", "layout"), [(512, "NHD"), (320, "HND")])
 def test_the_right_answer(version: str, causal: bool, head_size: int, layout: str, vllm_tree: Tree) -> None:
     calls: list[dict[str, Any]] = []
     with released(version, vllm_tree(version), layout=layout, paged=paged(calls), flash=(3,)) as load:

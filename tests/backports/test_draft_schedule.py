@@ -16,6 +16,7 @@ pytest.importorskip("triton")
 
 from vllm_hwplugin.patching import SUPPORTED
 
+from ..conftest import versions
 from .draft_schedule import MAX_MODEL_LEN, OFF, WINDOW, Engine
 
 WINDOWED = SUPPORTED[SUPPORTED.index("0.25.0") : SUPPORTED.index("0.30.0")]
@@ -27,7 +28,7 @@ def reaches(asked: dict[str, Any]) -> tuple[bool, bool]:
     return 0 <= left < asked["max_seqlen_k"] - 1, 0 <= right < asked["max_seqlen_q"] - 1
 
 
-@pytest.mark.parametrize("version", WINDOWED)
+@pytest.mark.parametrize("version", versions("vllm/v1/attention/", among=WINDOWED))
 def test_a_step_of_short_sequences_is_scheduled_as_its_graph_was(version: str, vllm_tree: Callable[[str], Any]) -> None:
     stock = Engine(vllm_tree(version), window=WINDOW, **OFF)
     # What the captured kernel was given, and the schedule that it reads in a step.
@@ -43,7 +44,7 @@ def test_a_step_of_short_sequences_is_scheduled_as_its_graph_was(version: str, v
     assert patched.asked == []
 
 
-@pytest.mark.parametrize("version", WINDOWED)
+@pytest.mark.parametrize("version", versions("vllm/v1/attention/", among=WINDOWED))
 def test_other_drafts_are_scheduled_as_before(version: str, vllm_tree: Callable[[str], Any]) -> None:
     for choices in (OFF, {}):
         assert Engine(vllm_tree(version), window=None, **choices).metadata(100).scheduler_metadata is not None

@@ -22,7 +22,10 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader,
 from tests.spec_decode.released import take
 from vllm_hwplugin.patching import SUPPORTED
 
+from ..conftest import versions
+
 K = 3
+FILES = ("vllm/v1/spec_decode/", "vllm/v1/worker/", "vllm/model_executor/models/")
 
 
 def between(first: str | None, end: str) -> tuple[str, ...]:
@@ -50,7 +53,7 @@ def embeddings_after_sharing(modules: Any, **of_the_draft: Any) -> tuple[Any, An
     return target, own, proposer.model.model.embed_tokens
 
 
-@pytest.mark.parametrize("version", between("0.25.0", "0.27.0"))
+@pytest.mark.parametrize("version", versions(*FILES, among=between("0.25.0", "0.27.0")))
 def test_mtp_drafts_take_the_targets_embeddings(version: str, modules: Callable[..., Any]) -> None:
     """Gemma 4's draft has a narrower table of its own, for its output alone."""
     _, own, kept = embeddings_after_sharing(modules(version, VLLM_HWPLUGIN_BACKPORT_MTP_EMBEDDINGS="off"))
@@ -59,7 +62,7 @@ def test_mtp_drafts_take_the_targets_embeddings(version: str, modules: Callable[
     assert shared is target
 
 
-@pytest.mark.parametrize("version", between("0.25.0", "0.27.0"))
+@pytest.mark.parametrize("version", versions(*FILES, among=between("0.25.0", "0.27.0")))
 @pytest.mark.parametrize("has_own", [True, False])
 def test_eagle_drafts_keep_embeddings_of_their_own_width(
     version: str, has_own: bool, modules: Callable[..., Any]
@@ -93,7 +96,7 @@ def loaded(modules: Any, module: str, names: list[str]) -> set[str]:
     return model.load_weights((name, torch.zeros(2, 2)) for name in names)
 
 
-@pytest.mark.parametrize("version", between(None, "0.25.0"))
+@pytest.mark.parametrize("version", versions(*FILES, among=between(None, "0.25.0")))
 @pytest.mark.parametrize("module", ["llama_eagle", "llama4_eagle", "llama_eagle3"])
 @pytest.mark.parametrize("bias", ["fc.bias", "attn.q_proj.bias"])
 def test_a_bias_that_the_draft_lacks_is_skipped(
@@ -127,7 +130,7 @@ def rows_after_a_move(modules: Any) -> tuple[Any, Any]:
     return table.block_table.np, table.num_blocks_per_row
 
 
-@pytest.mark.parametrize("version", between(None, "0.27.0"))
+@pytest.mark.parametrize("version", versions(*FILES, among=between(None, "0.27.0")))
 def test_a_row_that_was_left_is_empty(version: str, modules: Callable[..., Any]) -> None:
     stale, _ = rows_after_a_move(modules(version, VLLM_HWPLUGIN_BACKPORT_VACATED_ROW="off"))
     assert stale[2].any()
@@ -226,7 +229,7 @@ BASES = {
 }
 
 
-@pytest.mark.parametrize("version", between(None, "0.25.0"))
+@pytest.mark.parametrize("version", versions(*FILES, among=between(None, "0.25.0")))
 @pytest.mark.parametrize("padded", [True, False])
 def test_a_rank_that_cannot_draft_meets_the_others(version: str, padded: bool, modules: Callable[..., Any]) -> None:
     short, long = 10, 64 - K + 1

@@ -19,6 +19,8 @@ import torch
 from tests.spec_decode.released import take, text_of
 from vllm_hwplugin.patching import SUPPORTED
 
+from ..conftest import versions
+
 V1, V2 = "vllm/v1/worker/gpu_model_runner.py", "vllm/v1/worker/gpu/model_runner.py"
 ON_V1, ON_V2 = SUPPORTED[: SUPPORTED.index("0.31.0")], SUPPORTED[: SUPPORTED.index("0.30.0")]
 BOTH = [(version, V1) for version in ON_V1] + [(version, V2) for version in ON_V2]
@@ -64,7 +66,7 @@ def drafts_after_a_step(text: str, *, last: bool) -> list[list[int]]:
     return drafts
 
 
-@pytest.mark.parametrize("version", ON_V2)
+@pytest.mark.parametrize("version", versions(V2, among=ON_V2))
 def test_the_first_stage_of_model_runner_v2_does_not_get_the_drafts(
     version: str, vllm_tree: Callable[[str], Any]
 ) -> None:
@@ -73,7 +75,7 @@ def test_the_first_stage_of_model_runner_v2_does_not_get_the_drafts(
     assert drafts_after_a_step(text, last=False) == [[0] * K, [0] * K]
 
 
-@pytest.mark.parametrize("version", ON_V1)
+@pytest.mark.parametrize("version", versions(V1, among=ON_V1))
 def test_the_v1_runners_first_stage_looks_for_a_drafter(version: str, vllm_tree: Callable[[str], Any]) -> None:
     runner_class = take(
         text_of(vllm_tree(version), V1, **OFF), "GPUModelRunner", {"initialize_metadata_builders"}, given=BASES
@@ -87,7 +89,7 @@ def test_the_v1_runners_first_stage_looks_for_a_drafter(version: str, vllm_tree:
         runner.initialize_metadata_builders(config, [])
 
 
-@pytest.mark.parametrize("version", ON_V1)
+@pytest.mark.parametrize("version", versions(V1, among=ON_V1))
 def test_so_does_it_when_it_makes_attention_metadata_for_any_method(
     version: str, vllm_tree: Callable[[str], Any]
 ) -> None:

@@ -16,11 +16,13 @@ from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 from vllm_hwplugin.patching import SUPPORTED
 
+from ..conftest import versions
 from .schedulers import make_request, make_scheduler
 
 OFF = {"VLLM_HWPLUGIN_BACKPORT_REASONING_END": "off"}
 K, VOCABULARY = 4, 64
 THOUGHT, END, OPEN, VALUE, CLOSE, WRONG = 3, 5, 10, 11, 12, 40
+FILES = ("vllm/v1/core/", "vllm/v1/structured_output/", "vllm/v1/request.py")
 AFFECTED = SUPPORTED[: SUPPORTED.index("0.27.0")]
 UNCONSTRAINED = list(range(VOCABULARY))
 
@@ -122,7 +124,7 @@ JSON = {"json": "{}"}
 TAG = {"structural_tag": "{}"}
 
 
-@pytest.mark.parametrize("version", AFFECTED)
+@pytest.mark.parametrize("version", versions(*FILES, among=AFFECTED))
 @pytest.mark.parametrize("kind", [JSON, TAG], ids=["json", "tag"])
 @pytest.mark.parametrize("whole", [False, True])
 def test_the_grammar_is_fed_what_follows_the_marker(
@@ -146,7 +148,7 @@ def test_the_grammar_is_fed_what_follows_the_marker(
     assert served() == (True, 3)
 
 
-@pytest.mark.parametrize("version", AFFECTED)
+@pytest.mark.parametrize("version", versions(*FILES, among=AFFECTED))
 def test_a_marker_at_the_end_of_a_step(version: str, modules: Callable[..., Any]) -> None:
     one = modules(version)
     scheduler, request, grammar = constrained(one, JSON)
@@ -156,7 +158,7 @@ def test_a_marker_at_the_end_of_a_step(version: str, modules: Callable[..., Any]
     assert (grammar.state, request.is_finished()) == (2, False)
 
 
-@pytest.mark.parametrize("version", AFFECTED)
+@pytest.mark.parametrize("version", versions(*FILES, among=AFFECTED))
 def test_drafts_after_the_marker_are_constrained(version: str, modules: Callable[..., Any]) -> None:
     def rows(drafts: list[int], **choices: str) -> list[list[int]]:
         """The tokens that each position of a step may have."""

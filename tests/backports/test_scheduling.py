@@ -13,9 +13,11 @@ pytest.importorskip("vllm")
 
 from vllm_hwplugin.patching import SUPPORTED
 
+from ..conftest import versions
 from .schedulers import BLOCK_SIZE, make_request, make_scheduler
 
 K = 3
+FILES = ("vllm/v1/core/", "vllm/v1/request.py", "vllm/config/speculative.py")
 NO_LOOKAHEAD = SUPPORTED[: SUPPORTED.index("0.23.0")]
 PADS = SUPPORTED[SUPPORTED.index("0.25.0") : SUPPORTED.index("0.29.0")]
 OFF = {"lookahead": "VLLM_HWPLUGIN_BACKPORT_DRAFT_LOOKAHEAD", "padding": "VLLM_HWPLUGIN_BACKPORT_PADDED_REQUEST"}
@@ -32,14 +34,14 @@ def blocks_of_first_step(modules: Any, method: str) -> int:
     return len(request.block_ids[0])
 
 
-@pytest.mark.parametrize("version", NO_LOOKAHEAD)
+@pytest.mark.parametrize("version", versions(*FILES, among=NO_LOOKAHEAD))
 @pytest.mark.parametrize("method", ["eagle3", "draft_model"])
 def test_the_first_drafts_have_blocks(version: str, method: str, modules: Callable[..., Any]) -> None:
     assert blocks_of_first_step(modules(version, **{OFF["lookahead"]: "off"}), method) == 2
     assert blocks_of_first_step(modules(version), method) == 3
 
 
-@pytest.mark.parametrize("version", NO_LOOKAHEAD)
+@pytest.mark.parametrize("version", versions(*FILES, among=NO_LOOKAHEAD))
 def test_every_query_of_dflash_has_a_slot(version: str, modules: Callable[..., Any]) -> None:
     """It asks for the last sampled token as well as for each draft, after the tokens that the step verifies."""
     prompt = 3 * BLOCK_SIZE - (1 + K) - K
@@ -84,7 +86,7 @@ class Connector:
         return False, None
 
 
-@pytest.mark.parametrize("version", NO_LOOKAHEAD)
+@pytest.mark.parametrize("version", versions(*FILES, among=NO_LOOKAHEAD))
 @pytest.mark.parametrize("method", ["eagle3", "draft_model", "dflash"])
 def test_engines_that_exchange_kv_caches_count_blocks_alike(
     version: str, method: str, modules: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
@@ -128,7 +130,7 @@ def beside_a_running_request(modules: Any, max_model_len: int, prompt: int) -> d
     return scheduler.schedule()
 
 
-@pytest.mark.parametrize("version", PADS)
+@pytest.mark.parametrize("version", versions(*FILES, among=PADS))
 @pytest.mark.parametrize(("room", "stock", "patched"), [(1 + K + 1, 1 + K, 1 + K), (1 + K, 1 + K, 1), (K, None, 1)])
 def test_padding_leaves_room_for_the_sampled_token(
     version: str, room: int, stock: int | None, patched: int, modules: Callable[..., Any]
@@ -142,7 +144,7 @@ def test_padding_leaves_room_for_the_sampled_token(
         assert drafts == (expected or 1) - 1
 
 
-@pytest.mark.parametrize("version", PADS)
+@pytest.mark.parametrize("version", versions(*FILES, among=PADS))
 def test_placeholders_that_are_cut_are_dropped(version: str, modules: Callable[..., Any]) -> None:
     """The prompt's KV cache came from elsewhere; its last token is computed here, and ends a Mamba block."""
 

@@ -15,7 +15,8 @@ import pytest
 
 from vllm_hwplugin.ops import _override_host
 from vllm_hwplugin.ops._override_host import gpu_names
-from vllm_hwplugin.patching import SUPPORTED
+
+from ..conftest import versions
 
 
 class Nvml(ModuleType):
@@ -83,7 +84,7 @@ def test_so_does_a_driver_that_counts_none_and_a_vllm_without_the_binding(use: C
     assert gpu_names() is None
 
 
-@pytest.mark.parametrize("version", SUPPORTED)
+@pytest.mark.parametrize("version", versions("vllm/third_party/pynvml.py"))
 def test_every_version_brings_what_is_called(version: str, vllm_tree: Callable[[str], Any]) -> None:
     text = vllm_tree(version).read(_override_host._BINDING.replace(".", "/") + ".py")
     has = {node.name for node in ast.parse(text).body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}

@@ -19,12 +19,14 @@ from vllm_hwplugin.patching import SUPPORTED
 from vllm_hwplugin.platforms import _offer, _rivals
 from vllm_hwplugin.platforms._detect import CLASSES
 
+from ..conftest import versions
 from . import standins
 from .contract import faults, not_given, overrides
-from .realvllm import Load, entry_points, own
+from .realvllm import REAL, Load, entry_points, own
 from .test_rivals import point
 
-every_version = pytest.mark.parametrize("version", SUPPORTED)
+FILES = (*REAL.values(), "vllm/v1/worker/", "vllm/engine/", "vllm/distributed/")
+every_version = pytest.mark.parametrize("version", versions(*FILES))
 ends = pytest.mark.parametrize("version", [SUPPORTED[0], SUPPORTED[-1]])
 INTERFACE = "vllm/platforms/interface.py"
 

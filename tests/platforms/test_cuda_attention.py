@@ -22,9 +22,10 @@ from vllm_hwplugin.patching import SUPPORTED
 from vllm_hwplugin.platforms import _cuda_attention as attention
 from vllm_hwplugin.platforms._cuda_attention import Asked, Stock, decide
 
-from .realvllm import Load, own
+from ..conftest import versions
+from .realvllm import REAL, Load, own
 
-every_version = pytest.mark.parametrize("version", SUPPORTED)
+every_version = pytest.mark.parametrize("version", versions(*REAL.values(), "vllm/vllm_flash_attn/"))
 FLASH = "vllm.v1.attention.backends.flash_attn.FlashAttentionBackend"
 OWN = "vllm_hwplugin.attention.cuda.CudaFlashAttentionBackend"
 MEASURED = (Faster(9, "FLEX_ATTENTION", "a table"), Faster(9, "TRITON_ATTN", "a table"))

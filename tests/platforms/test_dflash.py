@@ -16,10 +16,12 @@ import pytest
 from packaging.specifiers import SpecifierSet
 
 from vllm_hwplugin import patching, record, records
-from vllm_hwplugin.patching import SUPPORTED, Feature, FeatureState, PatchedFile, PatchingError, Plan, Variant, _runtime
+from vllm_hwplugin.patching import Feature, FeatureState, PatchedFile, PatchingError, Plan, Variant, _runtime
 from vllm_hwplugin.platforms import dflash
 from vllm_hwplugin.spec_decode.dflash_config import DFlashConfigError
 from vllm_hwplugin.spec_decode.dflash_sizes import capture_sizes
+
+from ..conftest import versions
 
 VLLMS_OWN = [1, 2, 4, *range(8, 257, 8), *range(272, 513, 16)]
 
@@ -393,7 +395,7 @@ def methods(text: str, owner: str) -> dict[str, ast.FunctionDef]:
     return {node.name: node for node in found.body if isinstance(node, ast.FunctionDef)}
 
 
-@pytest.mark.parametrize("version", SUPPORTED)
+@pytest.mark.parametrize("version", versions("vllm/config/vllm.py", "vllm/config/compilation.py"))
 def test_vllm_calls_the_hooks_around_its_own_sizes(version: str, vllm_tree: Callable[[str], Any]) -> None:
     """The first before it fills in sizes, the second before it makes anything of them."""
     tree = vllm_tree(version)
@@ -416,7 +418,7 @@ def test_vllm_calls_the_hooks_around_its_own_sizes(version: str, vllm_tree: Call
     assert "self.cudagraph_capture_sizes" in ast.unparse(compilation["post_init_cudagraph_sizes"])
 
 
-@pytest.mark.parametrize("version", SUPPORTED)
+@pytest.mark.parametrize("version", versions("vllm/config/vllm.py", "vllm/config/compilation.py"))
 def test_no_version_rounds_the_sizes_again(version: str, vllm_tree: Callable[[str], Any]) -> None:
     """The V1 runner rounds them to whole blocks once it knows its attention backends; these it leaves as they are."""
     text = vllm_tree(version).read("vllm/config/compilation.py")

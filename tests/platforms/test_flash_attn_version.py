@@ -17,10 +17,12 @@ from vllm_hwplugin import record
 from vllm_hwplugin.patching import SUPPORTED
 from vllm_hwplugin.platforms import _flash_attn_version
 
-from .realvllm import Load, own
+from ..conftest import versions
+from .realvllm import REAL, Load, own
 
-every_version = pytest.mark.parametrize("version", SUPPORTED)
-sets_four = pytest.mark.parametrize("version", SUPPORTED[SUPPORTED.index("0.24.0") :])
+FILES = (*REAL.values(), "vllm/config/vllm.py", "vllm/model_executor/models/config.py")
+every_version = pytest.mark.parametrize("version", versions(*FILES))
+sets_four = pytest.mark.parametrize("version", versions(*FILES, among=SUPPORTED[SUPPORTED.index("0.24.0") :]))
 MODELS = "vllm/model_executor/models/config.py"
 Tree = Callable[[str], Any]
 

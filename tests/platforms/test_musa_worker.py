@@ -16,10 +16,12 @@ import pytest
 
 from vllm_hwplugin.patching import SUPPORTED
 
+from ..conftest import versions
 from . import realvllm
-from .realvllm import Load, own
+from .realvllm import REAL, Load, own
 
-every_version = pytest.mark.parametrize("version", SUPPORTED)
+FILES = (*REAL.values(), "vllm/device_allocator/", "vllm/v1/worker/", "vllm/v1/sample/", "vllm/distributed/")
+every_version = pytest.mark.parametrize("version", versions(*FILES))
 COMMUNICATORS = "vllm/distributed/device_communicators"
 
 

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from vllm_hwplugin.patching import SUPPORTED
 from vllm_hwplugin.platforms import _vllm_api
+
+from ..conftest import versions
 
 
 def test_the_worker_meets_cuda_during_its_start_and_never_after() -> None:
@@ -43,7 +44,7 @@ def test_fusions_that_are_on_are_switched_off_and_named() -> None:
     }
 
 
-@pytest.mark.parametrize("version", SUPPORTED)
+@pytest.mark.parametrize("version", versions("vllm/config/compilation.py"))
 def test_every_switch_of_vllms_passes_is_a_fusion_or_known(version: str, vllm_tree: Callable[[str], Any]) -> None:
     """A switch under a new name would fuse into kernels that are not there."""
     text = vllm_tree(version).read("vllm/config/compilation.py")

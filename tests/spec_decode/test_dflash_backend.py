@@ -23,6 +23,7 @@ pytest.importorskip("vllm.compilation.backends")
 from vllm_hwplugin.patching import SUPPORTED, Catalog, load_catalog, make_plan
 from vllm_hwplugin.spec_decode import dflash_backend
 
+from ..conftest import versions
 from .attention_host import (
     BACKEND_CLASSES,
     BLACKWELL,
@@ -40,6 +41,7 @@ from .attention_host import (
 from .released import take, text_of
 
 GATE = "VLLM_HWPLUGIN_DFLASH_DRAFT_BACKEND"
+FILES = ("vllm/v1/spec_decode/", "vllm/v1/worker/", "vllm/v1/attention/", "vllm/config/")
 SELECTOR = "vllm/v1/attention/selector.py"
 DFLASH = "vllm/v1/spec_decode/dflash.py"
 BASE = "vllm/v1/spec_decode/llm_base_proposer.py"
@@ -133,7 +135,7 @@ class Selection:
         return self.load(config)[0]
 
 
-@pytest.mark.parametrize("version", OLD + TEXT_ONLY)
+@pytest.mark.parametrize("version", versions(*FILES, among=OLD + TEXT_ONLY))
 def test_the_stand_ins_declare_what_the_released_backends_do(vllm_tree: Callable, version: str) -> None:
     tree, asked = vllm_tree(version), {"supports_non_causal", "supports_mm_prefix"}
     base = take(tree.read("vllm/v1/attention/backend.py"), "AttentionBackend", asked, given={"ABC": object})
@@ -146,7 +148,7 @@ def test_the_stand_ins_declare_what_the_released_backends_do(vllm_tree: Callable
         )
 
 
-@pytest.mark.parametrize("version", OLD)
+@pytest.mark.parametrize("version", versions(*FILES, among=OLD))
 def test_stock_asks_the_target_for_non_causal_attention(released, version: str) -> None:
     """The failure that the feature is for; when it is gone the feature can go."""
     stock = released(version, patched=False)
@@ -155,7 +157,7 @@ def test_stock_asks_the_target_for_non_causal_attention(released, version: str) 
         stock.target(old(Backend.TRITON_ATTN))
 
 
-@pytest.mark.parametrize("version", OLD)
+@pytest.mark.parametrize("version", versions(*FILES, among=OLD))
 @pytest.mark.parametrize("named", [Backend.TRITON_ATTN, Backend.FLASHINFER])
 def test_a_causal_target_keeps_its_name_and_the_draft_selects(released, notes, version: str, named: Backend) -> None:
     patched = released(version)
@@ -169,7 +171,7 @@ def test_a_causal_target_keeps_its_name_and_the_draft_selects(released, notes, v
     assert "selects its own" in notes["dflash-draft-backend"]
 
 
-@pytest.mark.parametrize("version", OLD)
+@pytest.mark.parametrize("version", versions(*FILES, among=OLD))
 @pytest.mark.parametrize("named", [Backend.FLASH_ATTN, Backend.FLEX_ATTENTION])
 def test_a_name_that_fits_both_stays_with_both_as_in_stock(released, notes, version: str, named: Backend) -> None:
     for patched in (False, True):
@@ -180,14 +182,14 @@ def test_a_name_that_fits_both_stays_with_both_as_in_stock(released, notes, vers
     )
 
 
-@pytest.mark.parametrize("version", OLD)
+@pytest.mark.parametrize("version", versions(*FILES, among=OLD))
 def test_without_a_name_each_gets_the_first_that_fits_it(released, notes, version: str) -> None:
     patched = released(version, priorities=BLACKWELL)
     assert (patched.target(old()), patched.draft(old())) == ("FLASHINFER", "FLASH_ATTN")
     assert notes["dflash-draft-backend"] == "target and draft select their attention backends separately"
 
 
-@pytest.mark.parametrize("version", OLD)
+@pytest.mark.parametrize("version", versions(*FILES, among=OLD))
 def test_the_draft_is_not_asked_for_what_the_targets_images_need(released, version: str) -> None:
     """Gemma 4 with images: its model class names TRITON_ATTN."""
     config = old(Backend.TRITON_ATTN, model_config=seen_both_ways())
@@ -195,7 +197,7 @@ def test_the_draft_is_not_asked_for_what_the_targets_images_need(released, versi
     assert (patched.target(config), patched.draft(config)) == ("TRITON_ATTN", "FLASH_ATTN")
 
 
-@pytest.mark.parametrize("version", OLD)
+@pytest.mark.parametrize("version", versions(*FILES, among=OLD))
 def test_the_draft_has_a_configuration_of_its_own_and_shares_the_rest(released, version: str) -> None:
     config = old(Backend.TRITON_ATTN, speculative_config=Speculative(moe_backend="triton"))
     before = dataclasses.asdict(config)
@@ -224,7 +226,7 @@ def fields(text: str, name: str) -> set[str]:
     return {one.target.id for one in node.body if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)}
 
 
-@pytest.mark.parametrize("version", TEXT_ONLY)
+@pytest.mark.parametrize("version", versions(*FILES, among=TEXT_ONLY))
 def test_a_text_only_draft_is_not_left_with_flex_attention(released, version: str) -> None:
     config = new(Backend.TRITON_ATTN, model_config=seen_both_ways())
     stock = released(version, patched=False)
@@ -233,7 +235,7 @@ def test_a_text_only_draft_is_not_left_with_flex_attention(released, version: st
     assert (patched.target(config), patched.draft(config)) == ("TRITON_ATTN", "FLASH_ATTN")
 
 
-@pytest.mark.parametrize("version", SUPPORTED[SUPPORTED.index("0.21.0") :])
+@pytest.mark.parametrize("version", versions(*FILES, among=SUPPORTED[SUPPORTED.index("0.21.0") :]))
 def test_later_drafts_never_have_the_targets_backend(vllm_tree: Callable, version: str) -> None:
     """What the `not_needed` entries and the thinner variants rest on, on the V1 runner."""
     made = proposer(vllm_tree(version), {}, lambda vllm_config, **_: vllm_config)()
@@ -283,7 +285,7 @@ def test_model_runner_v2_does_so_itself_in_later_versions(vllm_tree: Callable) -
     assert wrong == []
 
 
-@pytest.mark.parametrize("version", SHARED_FLAG)
+@pytest.mark.parametrize("version", versions(*FILES, among=SHARED_FLAG))
 def test_the_targets_images_stay_seen_in_both_directions(vllm_tree: Callable, version: str) -> None:
     def flags(**choices: str) -> tuple[bool, bool]:
         config = new(Backend.TRITON_ATTN, model_config=seen_both_ways())
@@ -303,7 +305,7 @@ def test_a_configuration_without_the_flag_leaves_the_given_one_alone() -> None:
     assert dataclasses.asdict(config) == before
 
 
-@pytest.mark.parametrize("version", SUPPORTED)
+@pytest.mark.parametrize("version", versions(*FILES))
 def test_the_hunks_import_what_they_call(vllm_tree: Callable, version: str) -> None:
     """The tests give the executed parts these names, so the import lines are looked at here."""
     catalog = load_catalog(version=version)

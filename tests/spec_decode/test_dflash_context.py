@@ -14,11 +14,11 @@ from vllm.config import CUDAGraphMode  # noqa: E402
 from vllm.forward_context import BatchDescriptor  # noqa: E402
 
 from vllm_hwplugin.fallback import FeatureRequired  # noqa: E402
-from vllm_hwplugin.patching import SUPPORTED  # noqa: E402
 from vllm_hwplugin.spec_decode.dflash_context import ContextGraphs, lengthen_query_buffers  # noqa: E402
 from vllm_hwplugin.spec_decode.draft_graphs import DraftGraphs, capture_draft_graphs  # noqa: E402
 from vllm_hwplugin.spec_decode.first_pass import FirstPass, first_pass_of  # noqa: E402
 
+from ..conftest import versions  # noqa: E402
 from .dflash_drafter import DFlashModel, let_models_fuse  # noqa: E402
 from .drafters import MAX_REQS, MAX_TOKENS, Runner, boot, compare, compare_over_many  # noqa: E402
 from .host_runner import FLASHINFER, Pool, builder  # noqa: E402
@@ -315,7 +315,7 @@ def test_many_short_requests_fit_the_query_buffers(make_dflash):
 # -- the hunks in the constructor, in every version --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("version", SUPPORTED)
+@pytest.mark.parametrize("version", versions("vllm/v1/spec_decode/dflash.py"))
 def test_the_constructor_checks_first_and_then_makes_room(vllm_tree, version):
     calls = []
 

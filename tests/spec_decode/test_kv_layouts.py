@@ -21,6 +21,7 @@ pytest.importorskip("vllm")
 from vllm_hwplugin.patching import SUPPORTED  # noqa: E402
 from vllm_hwplugin.spec_decode import kv_layouts  # noqa: E402
 
+from ..conftest import versions  # noqa: E402
 from .attention_host import BACKEND_CLASSES  # noqa: E402
 from .released import take, text_of  # noqa: E402
 
@@ -159,7 +160,7 @@ def overlapping(one: torch.Tensor, other: torch.Tensor) -> list[tuple[int, int]]
 PAIRS = [("TRITON_ATTN", "FLASH_ATTN"), ("FLASHINFER", "FLASH_ATTN"), ("TRITON_ATTN", "FLEX_ATTENTION")]
 
 
-@pytest.mark.parametrize("version", CLASHING)
+@pytest.mark.parametrize("version", versions(RUNNER, "vllm/v1/attention/", among=CLASHING))
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize(("target", "draft"), PAIRS)
 def test_a_draft_does_not_write_into_the_targets_blocks(runner, notes, version, layout, target, draft) -> None:
@@ -175,7 +176,7 @@ def test_a_draft_does_not_write_into_the_targets_blocks(runner, notes, version, 
     assert "draft and sliding2 share memory" in notes["dflash-draft-backend KV cache"]
 
 
-@pytest.mark.parametrize("version", CLASHING)
+@pytest.mark.parametrize("version", versions(RUNNER, "vllm/v1/attention/", among=CLASHING))
 def test_blocks_that_kernels_split_do_not_overlap_either(runner, version) -> None:
     groups, shared = [{"draft": "FLASH_ATTN"}, {"sliding": "FLASHINFER"}], [["draft", "sliding"]]
     caches = runner(version, groups, shared, kernel_block_size=16, block_size=32)
@@ -186,7 +187,7 @@ def test_blocks_that_kernels_split_do_not_overlap_either(runner, version) -> Non
         assert not any(block_of(caches["sliding"], part).any() for part in (2 * its, 2 * its + 1))
 
 
-@pytest.mark.parametrize("version", CLASHING)
+@pytest.mark.parametrize("version", versions(RUNNER, "vllm/v1/attention/", among=CLASHING))
 @pytest.mark.parametrize(
     ("groups", "shared"),
     [

@@ -18,10 +18,10 @@ import vllm.v1.spec_decode.llm_base_proposer as proposers  # noqa: E402
 from typing_extensions import deprecated  # noqa: E402
 from vllm.config import CUDAGraphMode  # noqa: E402
 
-from vllm_hwplugin.patching import SUPPORTED  # noqa: E402
 from vllm_hwplugin.spec_decode.draft_graphs import DraftGraphs  # noqa: E402
 from vllm_hwplugin.spec_decode.draft_loop import DraftLoop  # noqa: E402
 
+from ..conftest import versions  # noqa: E402
 from . import drafters  # noqa: E402
 from .drafters import EAGLE, Runner, boot, compare  # noqa: E402
 from .recorded_graph import RecordedGraphs  # noqa: E402
@@ -43,7 +43,7 @@ def module_of(text: str, parts: dict) -> types.SimpleNamespace:
     return types.SimpleNamespace(SpecDecodeBaseProposer=cls, **parts)
 
 
-@pytest.mark.parametrize("version", SUPPORTED)
+@pytest.mark.parametrize("version", versions(PATH, "vllm/v1/attention/backend.py"))
 @pytest.mark.parametrize("which", ["passes", "loop"])
 def test_drafts_are_those_of_stock(vllm_tree, make, monkeypatch, version, which):
     tree, k = vllm_tree(version), 3

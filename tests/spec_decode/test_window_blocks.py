@@ -28,6 +28,7 @@ from vllm_hwplugin import record
 from vllm_hwplugin.patching import SUPPORTED
 from vllm_hwplugin.spec_decode import window_blocks
 
+from ..conftest import versions
 from .released import take, text_of
 
 GATE = "VLLM_HWPLUGIN_WINDOW_BLOCKS"
@@ -173,7 +174,7 @@ def first_seen(position: int) -> int:
     return max(0, position - WINDOW + 1) // BLOCK_SIZE
 
 
-@pytest.mark.parametrize("version", SUPPORTED)
+@pytest.mark.parametrize("version", versions(CORE))
 def test_a_window_keeps_what_rejected_drafts_bring_back(version: str, engine: Callable[..., Engine]) -> None:
     for position, kept in engine(version).steps():
         assert kept[0] <= first_seen(position), f"the query at {position} reads blocks that are free"
@@ -183,7 +184,7 @@ def test_a_window_keeps_what_rejected_drafts_bring_back(version: str, engine: Ca
         assert kept == list(range(kept[0], kept[-1] + 1))
 
 
-@pytest.mark.parametrize("version", SUPPORTED)
+@pytest.mark.parametrize("version", versions(CORE))
 def test_a_connector_is_given_the_whole_window(version: str, engine: Callable[..., Engine]) -> None:
     one = engine(version)
     for position, _ in one.steps():
@@ -191,7 +192,7 @@ def test_a_connector_is_given_the_whole_window(version: str, engine: Callable[..
         assert one.kept()[0] <= first_seen(position)
 
 
-@pytest.mark.parametrize("version", TOO_EARLY)
+@pytest.mark.parametrize("version", versions(CORE, among=TOO_EARLY))
 def test_stock_frees_them(version: str, engine: Callable[..., Engine]) -> None:
     free = [position for position, kept in engine(version, **{GATE: "off"}).steps() if kept[0] > first_seen(position)]
     assert len(free) > STEPS // 2
@@ -263,7 +264,7 @@ def test_the_scheduler_says_whether_drafts_can_move_a_window_back(
     assert bool(use["reason"]) is not used
 
 
-@pytest.mark.parametrize("version", TOO_EARLY)
+@pytest.mark.parametrize("version", versions(CORE, among=TOO_EARLY))
 def test_the_scheduler_is_asked_once_its_block_manager_stands(version: str, vllm_tree: Callable[[str], Any]) -> None:
     scheduler = next(
         node

@@ -20,12 +20,13 @@ from vllm.config import CUDAGraphMode
 
 from vllm_hwplugin import record, records
 from vllm_hwplugin.fallback import FeatureRequired, stays_stock
-from vllm_hwplugin.patching import SUPPORTED, Catalog, load_catalog, make_plan
+from vllm_hwplugin.patching import Catalog, load_catalog, make_plan
 from vllm_hwplugin.record import Use
 from vllm_hwplugin.spec_decode import context_norm, worker_use
 from vllm_hwplugin.spec_decode.draft_decision import DrafterFacts
 from vllm_hwplugin.spec_decode.worker_use import V1, V2, WorkerFacts
 
+from ..conftest import versions
 from . import drafters
 
 LIVE = (
@@ -242,7 +243,7 @@ def report_alone() -> Catalog:
     return catalog._replace(features=tuple(f for f in catalog.features if f.id == "engine-report"))
 
 
-@pytest.mark.parametrize("version", SUPPORTED)
+@pytest.mark.parametrize("version", versions("vllm/v1/worker/", "vllm/config/"))
 def test_the_report_is_the_last_thing_before_a_worker_is_ready(
     vllm_tree: Callable[[str], Any], report_alone: Catalog, version: str
 ) -> None:
@@ -257,7 +258,7 @@ def test_the_report_is_the_last_thing_before_a_worker_is_ready(
         assert ast.unparse(body[-2]) == "report_worker(self)"
 
 
-@pytest.mark.parametrize("version", SUPPORTED)
+@pytest.mark.parametrize("version", versions("vllm/v1/worker/", "vllm/config/"))
 def test_what_is_read_of_a_worker_exists(vllm_tree: Callable[[str], Any], version: str) -> None:
     def text(path: str) -> str:
         found: str = vllm_tree(version).read(f"vllm/{path}.py")

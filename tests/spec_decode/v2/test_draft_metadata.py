@@ -19,9 +19,11 @@ import vllm_hwplugin
 from vllm_hwplugin.spec_decode.v2.draft_metadata import BUILDERS, why_not_in_graph
 from vllm_hwplugin.versions import Versions
 
+from ...conftest import versions
 from ..released import take
 
 VERSIONS = Versions("").supported()
+FILES = ("vllm/v1/attention/", "vllm/model_executor/layers/attention/")
 ROOT = Path(vllm_hwplugin.__file__).parents[1]
 REQS, BLOCKS, LONGEST = 4, 8, 4096
 DEVICE = torch.device("meta")
@@ -155,7 +157,7 @@ OWN = [path for path, reason in BUILDERS.items() if not reason and path.startswi
 
 
 @pytest.mark.parametrize("path", OWN)
-@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("version", versions(*FILES, among=VERSIONS))
 def test_a_step_is_built_without_the_host(vllm_tree, version: str, path: str) -> None:
     """vLLM's own `build`, of every version, for what is said to be the device's work alone."""
     module, _, name = path.rpartition(".")
@@ -235,7 +237,7 @@ def test_every_class_of_the_table_is_there(vllm_tree) -> None:
         assert all(text is not None and f"class {name}(" in text for text in texts), path
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("version", versions(*FILES, among=VERSIONS))
 def test_classes_that_inherit_a_build_have_none_of_their_own(vllm_tree, version: str) -> None:
     """Those that the table leaves to their base class, where a version has them."""
     inherit = {

@@ -16,6 +16,7 @@ from vllm_hwplugin.patching import SUPPORTED
 from vllm_hwplugin.spec_decode.graph_recording import known_arguments
 from vllm_hwplugin.spec_decode.v2 import capture_metadata
 
+from ...conftest import versions
 from .speculators import DEVICE, HIDDEN, MAX_LEN, MAX_REQS, RUNGS, Runner, Views
 
 K = 3
@@ -85,7 +86,7 @@ def longest_of(modules: Any, version: str, mode: CUDAGraphMode, **choices: str) 
     return found
 
 
-@pytest.mark.parametrize("version", FAULTY)
+@pytest.mark.parametrize("version", versions("vllm/v1/worker/", "vllm/v1/attention/", among=FAULTY))
 def test_graphs_of_any_batch_are_captured_for_one_request_with_all_tokens(modules, version: str) -> None:
     any_batch = {(min(tokens, MAX_REQS), tokens) for tokens in SIZES}
     stock, patched = (longest_of(modules, version, CUDAGraphMode.FULL, **choices) for choices in (OFF, {}))
@@ -97,7 +98,7 @@ def test_graphs_of_any_batch_are_captured_for_one_request_with_all_tokens(module
     assert patched["steps"] == stock["steps"]
 
 
-@pytest.mark.parametrize("version", FAULTY)
+@pytest.mark.parametrize("version", versions("vllm/v1/worker/", "vllm/v1/attention/", among=FAULTY))
 def test_graphs_of_decode_batches_are_captured_as_before(modules, version: str) -> None:
     stock, patched = (longest_of(modules, version, CUDAGraphMode.FULL_DECODE_ONLY, **choices) for choices in (OFF, {}))
     assert patched == stock

@@ -17,8 +17,11 @@ from vllm_hwplugin.patching import SUPPORTED
 from vllm_hwplugin.spec_decode.decode_batch import Rung
 from vllm_hwplugin.spec_decode.v2.tail_batch import Sampling, decodes_only, rungs
 
+from ...conftest import versions
+
 sampling_params = pytest.importorskip("vllm.sampling_params")
 SamplingParams = sampling_params.SamplingParams
+SINCE_24 = SUPPORTED[SUPPORTED.index("0.24.0") :]
 
 
 def states(**rows: list[float]) -> SimpleNamespace:
@@ -95,7 +98,7 @@ class Decisions:
         return self.of(np.array([row]))
 
 
-@pytest.mark.parametrize("version", [version for version in SUPPORTED if version >= "0.24"])
+@pytest.mark.parametrize("version", versions("vllm/v1/worker/gpu/", "vllm/v1/sample/", among=SINCE_24))
 def test_a_graph_holds_what_vllm_launches_for_the_batch(
     version: str, vllm_tree: Callable[..., Any], modules: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
