@@ -97,6 +97,43 @@ def test_what_commits_say(repository: Repository) -> None:
 
 
 @needs_git
+def test_a_name_that_git_quotes(tmp_path: Path) -> None:
+    made = Repository(tmp_path / "repository")
+    path = "vllm/v1/größe.py"
+    made.commit("Begin", {path: b"a = 1\n", "vllm/v1/alpha.py": b"a = 1\n"})
+    made.commit("Go on", {path: b"a = 2\n", "vllm/v1/alpha.py": b"a = 2\n"})
+    change = read_change(made.git("-c", "core.quotepath=true", "diff", "HEAD~1"), "it.diff")
+    assert (change.paths, change.left_out) == (["vllm/v1/alpha.py", path], ())
+
+
+@needs_git
+def test_a_mail_that_was_cut_off_between_files(repository: Repository) -> None:
+    """Not so the letter that covers a series: it lists what the others change."""
+    mail = repository.git("format-patch", "--stdout", "HEAD~2..HEAD~1")
+    last = mail.rindex(b"diff --git")
+    with pytest.raises(ChangeError, match="cut short"):
+        read_change(mail[:last], "it.patch")
+    repository.git("format-patch", "--cover-letter", "-o", "mails", "HEAD~2")
+    mails = b"".join(file.read_bytes() for file in sorted((repository.folder / "mails").iterdir()))
+    assert len(read_change(mails, "it.patch").steps) == 3
+
+
+@pytest.mark.parametrize(
+    ("subject", "title"),
+    [
+        (b"=?iso-8859-1?q?M=E9nd?=", "Ménd"),
+        ("Ménd ü".encode(), "Ménd ü"),
+        (b"=?nosuch?q?Mend?=", "=?nosuch?q?Mend?="),
+        (b"=?utf-8?q?=FF=FE?=", "=?utf-8?q?=FF=FE?="),
+        (b"M\xe9nd", "M\ufffdnd"),
+    ],
+)
+def test_a_subject_that_nobody_can_decode_is_a_title_as_it_stands(subject: bytes, title: str) -> None:
+    mail = b"From: a@b\nSubject: [PATCH] %s\n\nIt.\n---\n%s" % (subject, git_diff("a\n", "b\n"))
+    assert read_change(mail, "it.patch").title == title
+
+
+@needs_git
 def test_a_log_is_refused_because_it_begins_with_the_last_commit(repository: Repository) -> None:
     with pytest.raises(ChangeError, match="newest first; write them in their order with `git format-patch`"):
         read_change(repository.git("log", "-p", "HEAD~2..HEAD"), "it.patch")
@@ -109,6 +146,7 @@ def test_a_log_is_refused_because_it_begins_with_the_last_commit(repository: Rep
         (git_diff("a\n", "b\n", "tests/x.py"), r"nothing to carry in tests/x\.py \(outside vllm/\)"),
         (git_diff("a\n", "b\n") + b"+one too many\n", "belongs to no hunk"),
         (git_diff("a\n", "b\n") + git_diff("b\n", "c\n"), "changes vllm/v1/alpha.py twice"),
+        (git_diff("a\n", "b\n").replace(b"@@ -1", b"@@ -" + b"1" * 5000), "belongs to no hunk"),
         (git_diff("a\n", "b\n")[:-1], "the last line has no newline"),
         (git_diff("a\n", "b\n").replace(b"+b", b"+\xff"), "not UTF-8"),
         (git_diff("a\nb\n", "a\nc\nb\n", context=0), "no context to match"),

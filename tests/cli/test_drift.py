@@ -187,6 +187,7 @@ def test_wheel(small_tree: Callable[..., Path], tmp_path: Path, write_wheel: Wri
 @pytest.mark.parametrize(
     ("target", "message"),
     [
+        ("", "a target is empty"),
         ("latest", "latest: not a wheel file, an unpacked tree or a version"),
         ("./absent.whl", "./absent.whl: no such file or folder"),
         ("0.33.0", "no usable answer"),

@@ -412,8 +412,15 @@ def test_a_link_to_a_file_is_not_followed_and_one_to_a_folder_is_judged(acme: Pr
     assert "edit.diff" in trouble.reason
 
 
+def test_a_catalogue_without_a_feature_is_no_catalogue(acme: Project) -> None:
+    """A package whose data files were left out of its wheel would do nothing, and nobody would know."""
+    acme.catalogue("bare")
+    assert [trouble.where for trouble in found(acme, "bare").troubles] == [str(acme.folder / "bare")]
+
+
 def test_names_that_are_taken(acme: Project) -> None:
     twin = acme.catalogue("acme", acme.folder / "twin")
+    acme.feature("z", STEP, gate=None, catalogue=twin)
     same = acme.catalogue("acme-fix", acme.folder / "same")
     acme.feature("x", STEP, gate=FIX, catalogue=same)
     result = found(acme, "acme", "twin", "same")

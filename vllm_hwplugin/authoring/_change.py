@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import email
+import email.errors
 import email.header
+import email.message
 import email.policy
 import hashlib
 import re
@@ -24,6 +26,8 @@ _INDEX: Final = re.compile(r"^diff --git [^\n]*\n(?:(?!@@|diff --git )[^\n]*\n)*
 # "[Bugfix][V1] Say it (#12345)"
 _TAGS: Final = re.compile(r"^(?:\s*\[[^\]]*\])+\s*")
 _PULL_REQUEST: Final = re.compile(r"\s*\(#(\d+)\)\s*$")
+_FILES: Final = re.compile(r"^ (\d{1,9}) files? changed\b", re.MULTILINE)
+_QUOTED: Final = re.compile(r'"(?:[^"\\]|\\(?:[abtnvfr"\\]|[0-7]{3}))*"', re.ASCII)
 _TRAILER: Final = re.compile(r"^[A-Z][A-Za-z-]*-[Bb]y: .*$", re.MULTILINE)
 _MAILED: Final = re.compile(r"^\[PATCH[^\]]*\]\s*")
 
@@ -75,10 +79,13 @@ class Change(NamedTuple):
 
 
 class _Commit(NamedTuple):
+    """`files`: of how many files the mail says that it changes them; 0 where it does not say."""
+
     subject: str
     message: str
     diff: str
     number: str
+    files: int = 0
 
 
 def blob_name(text: str) -> str:
@@ -102,9 +109,15 @@ def read_change(data: bytes, name: str) -> Change:
     for number, commit in enumerate(commits, 1):
         origin = name if len(commits) == 1 else f"{name} ({number} of {len(commits)})"
         try:
-            _read_commit(commit.diff, origin, steps, left_out)
+            found = _read_commit(commit.diff, origin, steps, left_out)
         except DiffError as error:
             raise ChangeError(str(error)) from error
+        # The first mail of a series lists what the others change, and has no diff.
+        if 0 < found < commit.files:
+            raise ChangeError(
+                f"{origin}: it says that it changes {commit.files} files, and its diff has {found}: it was cut short; "
+                "get all of it"
+            )
     kept = [step for step in steps if step.diff.path not in left_out]
     if not kept:
         raise ChangeError(_nothing(name, left_out.values()))
@@ -145,10 +158,21 @@ def _of_mail(mail: bytes, number: str, name: str) -> _Commit:
             f"{name}: a mail with attachments; save the attached patch, or write it with `git format-patch`"
         )
     said, diff = _halves(_decoded(body, name))
-    subject = str(email.header.make_header(email.header.decode_header(message.get("Subject", ""))))
     # Behind the dashes stands what is not for the commit: a list of the files.
-    said = said.partition("\n---\n")[0] if not said.startswith("---\n") else ""
-    return _Commit(_MAILED.sub("", " ".join(subject.split())), said, _SIGNATURE.sub("", diff), number)
+    said, _, listed = f"\n{said}".partition("\n---\n")
+    files = _FILES.search(listed)
+    subject = _MAILED.sub("", " ".join(_subject(message).split()))
+    return _Commit(subject, said, _SIGNATURE.sub("", diff), number, int(files[1]) if files else 0)
+
+
+def _subject(message: email.message.Message) -> str:
+    raw = next((str(value) for name, value in message.raw_items() if name.lower() == "subject"), "")
+    text = raw.encode(errors="surrogateescape").decode(errors="replace")
+    try:
+        return str(email.header.make_header(email.header.decode_header(text)))
+    except (LookupError, ValueError, email.errors.MessageError):
+        # It is only a title: what nobody can decode stays as it was written.
+        return text
 
 
 def _of_git(text: str, name: str) -> _Commit:
@@ -191,8 +215,8 @@ def _origin(commits: list[_Commit], name: str) -> str:
     return f"commit {', '.join(named)}" if named else name
 
 
-def _read_commit(diff: str, origin: str, steps: list[Step], left_out: dict[str, LeftOut]) -> None:
-    """Add the commit's files to `steps`, or to `left_out` by their paths.
+def _read_commit(diff: str, origin: str, steps: list[Step], left_out: dict[str, LeftOut]) -> int:
+    """Add the commit's files to `steps`, or to `left_out` by their paths, and count them.
 
     Raises:
         DiffError: malformed, or a file occurs twice.
@@ -211,6 +235,7 @@ def _read_commit(diff: str, origin: str, steps: list[Step], left_out: dict[str, 
             left_out.setdefault(path, reason)
         else:
             steps.append(Step(file_diff(path, hunks, origin), *names.get(path, ("", ""))))
+    return len(seen)
 
 
 def _names(diff: str) -> dict[str, tuple[str, str]]:
@@ -224,6 +249,9 @@ def _names(diff: str) -> dict[str, tuple[str, str]]:
 
 def _plain(path: str) -> str:
     """Without the letter that git puts before it: a and b, or i, w, c and o, as it is set up."""
+    if _QUOTED.fullmatch(path):
+        # Git writes each byte of a letter beyond ASCII as an octal number.
+        path = path[1:-1].encode().decode("unicode_escape").encode("latin-1").decode(errors="replace")
     return re.sub(r"^[abciwo]/", "", path)
 
 

@@ -135,6 +135,10 @@ def _jobs(selection: Selection, targets: list[str], every: bool, ahead: bool, in
 
     jobs = []
     for target in targets:
+        if not target.strip():
+            raise BadTarget(
+                "a target is empty, as of a variable that is not set; name one, or none for what is installed"
+            )
         distribution = distribution_of(target, chosen.keys() - {VLLM})
         if distribution not in chosen:
             raise BadTarget(f"{target}: none of the patches that are checked changes {target_name(distribution)}")

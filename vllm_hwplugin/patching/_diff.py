@@ -16,7 +16,7 @@ from typing import Final
 from ._errors import DiffError
 from ._model import VLLM, FileDiff, Hunk, target_name
 
-_HEADER: Final = re.compile(r"@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@")
+_HEADER: Final = re.compile(r"@@ -(\d{1,9})(?:,(\d{1,9}))? \+(\d{1,9})(?:,(\d{1,9}))? @@")
 
 
 def parse_diff(text: str, origin: str, distribution: str = VLLM) -> tuple[FileDiff, ...]:

@@ -123,6 +123,11 @@ def load_outside(
     manifest = read_manifest(folder, read=read)
     terms = Terms(manifest.name, FEATURE_KEYS | {"distribution", "default"}, _completing(manifest), read)
     features = [load_feature(item, version, terms) for item in feature_folders(folder, _WAY_OUT)]
+    if not features:
+        raise CatalogError(
+            f"{folder}: has no feature, which is a folder with a patch.toml; a package names them in its package-data "
+            "(docs/your-own-patches.md)"
+        )
     prefix = f"{manifest.name}/"
     required = frozenset(name for item in features for name in item.requires if not name.startswith(prefix))
     return Outside(manifest, in_order(features, folder, required), required, _gates(features, manifest))
