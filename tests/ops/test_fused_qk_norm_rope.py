@@ -13,7 +13,7 @@ torch: Any = pytest.importorskip("torch")
 
 from vllm_hwplugin.ops.fused_qk_norm_rope import fused_qk_norm_rope  # noqa: E402
 
-from .operation_checks import arguments_of_vllms_call, assert_refused  # noqa: E402
+from .operation_checks import arguments_of_vllms_call  # noqa: E402
 from .vllm_child import printed_beside_vllm  # noqa: E402
 
 # vLLM's own layers, one after the other in float32, against the operation in float16 and bfloat16: prints the largest
@@ -93,7 +93,7 @@ def _expected(qkv: Any, heads: tuple[int, int, int], weights: tuple[Any, Any], n
     return result.view(len(qkv), -1)
 
 
-def _arguments(**changes: Any) -> dict[str, Any]:
+def call_with(**changes: Any) -> dict[str, Any]:
     good = {
         "qkv": torch.randn(5, 4 * DIM, dtype=torch.bfloat16),
         "num_heads_q": 2,
@@ -124,8 +124,8 @@ def test_it_agrees_with_the_definition_and_leaves_the_values(neox: bool, heads: 
 
 
 def test_elements_beyond_the_rotated_ones_are_only_normed() -> None:
-    arguments = _arguments(cos_sin_cache=torch.cat([CACHE[:, :2], CACHE[:, 8:10]], dim=-1))
-    unrotated = _arguments(**{**arguments, "qkv": arguments["qkv"].clone(), "cos_sin_cache": CACHE[:, :0]})
+    arguments = call_with(cos_sin_cache=torch.cat([CACHE[:, :2], CACHE[:, 8:10]], dim=-1))
+    unrotated = call_with(**{**arguments, "qkv": arguments["qkv"].clone(), "cos_sin_cache": CACHE[:, :0]})
     fused_qk_norm_rope(**arguments)
     fused_qk_norm_rope(**unrotated)
     turned, still = (call["qkv"].view(5, 4, DIM)[:, :3] for call in (arguments, unrotated))
@@ -135,50 +135,35 @@ def test_elements_beyond_the_rotated_ones_are_only_normed() -> None:
 
 def test_nothing_to_do_is_no_error() -> None:
     fused_qk_norm_rope(
-        **_arguments(qkv=torch.empty(0, 4 * DIM).half(), position_ids=torch.empty(0, dtype=torch.int64),
+        **call_with(qkv=torch.empty(0, 4 * DIM).half(), position_ids=torch.empty(0, dtype=torch.int64),
                      q_weight=torch.ones(DIM).half(), k_weight=torch.ones(DIM).half())
     )  # fmt: skip
-    arguments = _arguments(num_heads_q=0, num_heads_k=0, num_heads_v=4)
+    arguments = call_with(num_heads_q=0, num_heads_k=0, num_heads_v=4)
     before = arguments["qkv"].clone()
     fused_qk_norm_rope(**arguments)
     assert torch.equal(arguments["qkv"], before)
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"qkv": torch.ones(5, 64)}, r"qkv is torch\.float32; expected float16 or bfloat16"),
-        ({"qkv": torch.ones(5, 60).bfloat16()}, r"qkv has shape \(5, 60\); expected \[tokens, 64\]"),
-        ({"qkv": torch.ones(64).bfloat16()}, r"qkv has shape \(64,\); expected \[tokens, 64\]"),
-        ({"qkv": torch.ones(5, 128).bfloat16()[:, ::2]}, "qkv has to be contiguous"),
-        ({"num_heads_q": -1}, r"the numbers of heads are \(-1, 1, 1\); expected 0 to"),
-        ({"head_dim": 0}, "head_dim is 0; expected 1 to"),
-        ({"q_weight": torch.ones(DIM)}, r"q_weight is torch\.float32; expected torch\.bfloat16"),
-        ({"k_weight": torch.ones(8).bfloat16()}, r"k_weight has shape \(8,\); expected \(16,\)"),
-        ({"q_weight": torch.ones(1, DIM).bfloat16()}, r"q_weight has shape \(1, 16\); expected \(16,\)"),
-        ({"position_ids": torch.arange(5, dtype=torch.int32)}, r"position_ids is torch\.int32; expected torch\.int64"),
-        ({"position_ids": torch.arange(4)}, r"position_ids has shape \(4,\); expected \(5,\)"),
-        ({"position_ids": torch.arange(10)[::2]}, "position_ids has to be contiguous"),
-        (
-            {"cos_sin_cache": CACHE.half()},
-            r"cos_sin_cache is torch\.float16; expected torch\.bfloat16 or torch\.float3",
-        ),
-        ({"cos_sin_cache": CACHE[:, :8]}, "cos_sin_cache has to be contiguous"),
-        ({"cos_sin_cache": CACHE[0]}, "cos_sin_cache has 1 dimensions; expected 2"),
-        ({"cos_sin_cache": CACHE[:, :7].contiguous()}, "rotary_dim is 7; expected an even number"),
-        ({"cos_sin_cache": CACHE.repeat(1, 2)}, "rotary_dim is 32; expected an even number of at most head_dim=16"),
-    ],
-)
-def test_a_mistake_is_an_error_that_says_what_was_expected(changes: dict[str, Any], words: str) -> None:
-    assert_refused(fused_qk_norm_rope, _arguments(**changes), f"fused_qk_norm_rope: {words}")
-
-
-def test_another_device_is_an_error() -> None:
-    # Called by itself: with a tensor of `meta` the dispatcher would take the shapes-only implementation.
-    for name in ("q_weight", "k_weight", "cos_sin_cache", "position_ids"):
-        with pytest.raises(RuntimeError, match=f"{name} is on meta; expected qkv's device, cpu"):
-            fused_qk_norm_rope.__wrapped__(**_arguments(**{name: _arguments()[name].to("meta")}))
+MISTAKES: list[dict[str, Any]] = [
+    {"qkv": torch.ones(5, 64)},
+    {"qkv": torch.ones(5, 60).bfloat16()},
+    {"qkv": torch.ones(64).bfloat16()},
+    {"qkv": torch.ones(5, 128).bfloat16()[:, ::2]},
+    {"num_heads_q": -1},
+    {"head_dim": 0},
+    {"q_weight": torch.ones(DIM)},
+    {"k_weight": torch.ones(8).bfloat16()},
+    {"q_weight": torch.ones(1, DIM).bfloat16()},
+    {"position_ids": torch.arange(5, dtype=torch.int32)},
+    {"position_ids": torch.arange(4)},
+    {"position_ids": torch.arange(10)[::2]},
+    {"cos_sin_cache": CACHE.half()},
+    {"cos_sin_cache": CACHE[:, :8]},
+    {"cos_sin_cache": CACHE[0]},
+    {"cos_sin_cache": CACHE[:, :7].contiguous()},
+    {"cos_sin_cache": CACHE.repeat(1, 2)},
+]
 
 
 def test_the_operation_is_what_torch_compile_expects() -> None:
-    torch.library.opcheck(torch.ops.hwplugin.fused_qk_norm_rope.default, tuple(_arguments().values()))
+    torch.library.opcheck(torch.ops.hwplugin.fused_qk_norm_rope.default, tuple(call_with().values()))

@@ -11,7 +11,7 @@ torch: Any = pytest.importorskip("torch")
 
 from vllm_hwplugin.ops.merge_attn_states import merge_attn_states  # noqa: E402
 
-from .operation_checks import assert_refused, signature  # noqa: E402
+from .operation_checks import signature  # noqa: E402
 from .vllm_child import printed_beside_vllm  # noqa: E402
 
 TOKENS, HEADS, SIZE = 5, 3, 8
@@ -221,7 +221,7 @@ def test_the_schema_is_vllms() -> None:
     assert not ours.returns
 
 
-def _arguments(**changes: Any) -> dict[str, Any]:
+def call_with(**changes: Any) -> dict[str, Any]:
     output, lse = _results()
     good = {
         "output": output,
@@ -240,46 +240,25 @@ def _heads(*shape: int, **more: Any) -> Any:
     return torch.ones(*shape, **more)
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"prefix_output": _heads(5, 3, 8, dtype=torch.float64)}, r"prefix_output is torch\.float64; expected float32"),
-        ({"suffix_output": _heads(5, 3, 8).half()}, r"suffix_output is torch\.float16; expected prefix_output's type"),
-        ({"output": _heads(5, 3, 8).half()}, r"output is torch\.float16; expected prefix_output's type"),
-        ({"output_scale": torch.ones(1)}, r"output is torch\.float32; expected torch\.float8_e4m3fn"),
-        (
-            {"output_scale": torch.ones(2), "output": _heads(5, 3, 8).to(torch.float8_e4m3fn)},
-            r"output_scale has to be one torch\.float32",
-        ),
-        ({"output": _heads(5, 24)}, r"output has 2 dimensions; expected \[tokens, heads, head_size\]"),
-        ({"suffix_output": _heads(4, 3, 8)}, r"suffix_output has shape \(4, 3, 8\); expected \(5, 3, 8\)"),
-        ({"suffix_output": _heads(5, 3, 16)[..., ::2]}, "suffix_output has stride 2 in its last dimension"),
-        ({"prefix_output": _heads(5, 3, 9)[..., :8]}, r"prefix_output\.stride\(0\) is 27; expected a multiple of 4"),
-        ({"prefix_output": _heads(121)[1:].view(5, 3, 8)}, "prefix_output does not begin at a multiple of 16 bytes"),
-        ({"prefix_lse": torch.ones(5, 3)}, r"prefix_lse has shape \(5, 3\); expected \[heads, tokens\]"),
-        ({"suffix_lse": torch.ones(3, 5).half()}, r"suffix_lse is torch\.float16; expected torch\.float32"),
-        ({"output_lse": torch.ones(3, 1).expand(3, 5)}, "output_lse has a stride of 0"),
-        ({"output": _heads(1, 3, 8).expand(5, 3, 8)}, "output has a stride of 0"),
-        ({"prefill_tokens_with_context": 6}, "prefill_tokens_with_context is 6; expected 0 to 5"),
-        ({"prefill_tokens_with_context": -1}, "prefill_tokens_with_context is -1; expected 0 to 5"),
-    ],
-)
-def test_a_mistake_is_an_error_that_says_what_was_expected(changes: dict[str, Any], words: str) -> None:
-    assert_refused(merge_attn_states, _arguments(**changes), f"merge_attn_states: {words}")
-    merge_attn_states(**_arguments())
-
-
-def test_heads_of_6_elements_are_refused() -> None:
-    names = ("output", "prefix_output", "suffix_output")
-    with pytest.raises(RuntimeError, match="the heads have 6 elements; expected a multiple of 4"):
-        merge_attn_states(**_arguments(**{name: _heads(5, 3, 6) for name in names}))
-
-
-def test_another_device_is_an_error() -> None:
-    for name, tensor in _arguments().items():
-        if isinstance(tensor, torch.Tensor) and name != "output":
-            with pytest.raises(RuntimeError, match=f"{name} is on meta; expected output's device, cpu"):
-                merge_attn_states.__wrapped__(**_arguments(**{name: tensor.to("meta")}))
+MISTAKES: list[dict[str, Any]] = [
+    {"prefix_output": _heads(5, 3, 8, dtype=torch.float64)},
+    {"suffix_output": _heads(5, 3, 8).half()},
+    {"output": _heads(5, 3, 8).half()},
+    {"output_scale": torch.ones(1)},
+    {"output_scale": torch.ones(2), "output": _heads(5, 3, 8).to(torch.float8_e4m3fn)},
+    {"output": _heads(5, 24)},
+    {"suffix_output": _heads(4, 3, 8)},
+    {"suffix_output": _heads(5, 3, 16)[..., ::2]},
+    {"prefix_output": _heads(5, 3, 9)[..., :8]},
+    {"prefix_output": _heads(121)[1:].view(5, 3, 8)},
+    {"prefix_lse": torch.ones(5, 3)},
+    {"suffix_lse": torch.ones(3, 5).half()},
+    {"output_lse": torch.ones(3, 1).expand(3, 5)},
+    {"output": _heads(1, 3, 8).expand(5, 3, 8)},
+    {name: _heads(5, 3, 6) for name in ("output", "prefix_output", "suffix_output")},
+    {"prefill_tokens_with_context": 6},
+    {"prefill_tokens_with_context": -1},
+]
 
 
 @pytest.mark.parametrize(("tokens", "heads", "size"), [(0, 3, 8), (5, 0, 8), (5, 3, 0)])
@@ -292,5 +271,5 @@ def test_nothing_to_merge_is_no_error(tokens: int, heads: int, size: int) -> Non
 
 def test_the_operation_is_what_torch_compile_expects() -> None:
     operation = torch.ops.hwplugin.merge_attn_states.default
-    torch.library.opcheck(operation, tuple(_arguments().values()))
-    torch.library.opcheck(operation, tuple(_arguments(output_lse=None, prefill_tokens_with_context=2).values()))
+    torch.library.opcheck(operation, tuple(call_with().values()))
+    torch.library.opcheck(operation, tuple(call_with(output_lse=None, prefill_tokens_with_context=2).values()))

@@ -11,7 +11,7 @@ torch: Any = pytest.importorskip("torch")
 
 from vllm_hwplugin.ops.rotary_embedding import rotary_embedding  # noqa: E402
 
-from .operation_checks import assert_refused, compiled_result  # noqa: E402
+from .operation_checks import compiled_result  # noqa: E402
 from .vllm_child import printed_beside_vllm  # noqa: E402
 
 # Against vLLM itself, in a process of its own that no patch and no test touches. Prints the cases and how many elements
@@ -152,7 +152,7 @@ def test_nothing_to_rotate_is_no_error(tokens: int, heads: int, rotary_dim: int)
     assert torch.equal(query, before)
 
 
-def _arguments(**changes: Any) -> dict[str, Any]:
+def call_with(**changes: Any) -> dict[str, Any]:
     good = {
         "positions": torch.arange(5),
         "query": torch.randn(5, 2 * HEAD),
@@ -164,45 +164,32 @@ def _arguments(**changes: Any) -> dict[str, Any]:
     return {**good, **changes}
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"positions": torch.arange(5, dtype=torch.int32)}, r"positions is torch\.int32; expected torch\.int64"),
-        ({"positions": torch.arange(10)[::2]}, "positions has to be contiguous"),
-        ({"positions": torch.arange(4)}, r"query has shape \(5, 16\); expected \(4,\) and then"),
-        ({"positions": torch.tensor(1)}, "positions has to be contiguous and to have a dimension"),
-        ({"query": torch.ones(5, 16, dtype=torch.int32)}, r"query is torch\.int32; expected float32, float16 or"),
-        ({"key": torch.ones(5, 8, dtype=torch.float16)}, r"key is torch\.float16; expected query's type"),
-        ({"key": torch.ones(5, 12)}, "key has 12 elements in its last dimension; expected head_size=8, or a multiple"),
-        ({"query": torch.ones(5, 2, 4)}, "query has 4 elements in its last dimension; expected head_size=8"),
-        ({"query": torch.ones(5, 32)[:, ::2]}, "query has stride 2 in its last dimension"),
-        ({"query": torch.ones(1, 16).expand(5, 16)}, "query has a stride of 0"),
-        ({"head_size": 0}, "head_size is 0; expected a positive number"),
-        ({"cos_sin_cache": CACHE.double()}, r"cos_sin_cache is torch\.float64; expected query's type, torch\.float32"),
-        ({"rope_dim_offset": 1}, "rope_dim_offset is 1; expected 0 to head_size - rotary_dim, 0"),
-        ({"rope_dim_offset": -1}, "rope_dim_offset is -1; expected 0"),
-        ({"cos_sin_cache": CACHE[:, :7]}, "rotary_dim is 7; expected an even number"),
-        ({"cos_sin_cache": CACHE.repeat(1, 2)}, "rotary_dim is 16; expected an even number of at most head_size=8"),
-        ({"cos_sin_cache": CACHE[0]}, "cos_sin_cache has 1 dimensions; expected 2"),
-        ({"cos_sin_cache": CACHE.t().contiguous().t()}, "cos_sin_cache has stride 12 in its last dimension"),
-    ],
-)
-def test_a_mistake_is_an_error_that_says_what_was_expected(changes: dict[str, Any], words: str) -> None:
-    assert_refused(rotary_embedding, _arguments(**changes), f"rotary_embedding: {words}")
-    rotary_embedding(**_arguments())
-
-
-def test_another_device_is_an_error() -> None:
-    # Called by itself: with a tensor of `meta` the dispatcher would take the shapes-only implementation.
-    for name, tensor in (("positions", torch.arange(5)), ("key", torch.randn(5, HEAD)), ("cos_sin_cache", CACHE)):
-        with pytest.raises(RuntimeError, match=f"{name} is on meta; expected query's device, cpu"):
-            rotary_embedding.__wrapped__(**_arguments(**{name: tensor.to("meta")}))
+MISTAKES: list[dict[str, Any]] = [
+    {"positions": torch.arange(5, dtype=torch.int32)},
+    {"positions": torch.arange(10)[::2]},
+    {"positions": torch.arange(4)},
+    {"positions": torch.tensor(1)},
+    {"query": torch.ones(5, 16, dtype=torch.int32)},
+    {"key": torch.ones(5, 8, dtype=torch.float16)},
+    {"key": torch.ones(5, 12)},
+    {"query": torch.ones(5, 2, 4)},
+    {"query": torch.ones(5, 32)[:, ::2]},
+    {"query": torch.ones(1, 16).expand(5, 16)},
+    {"head_size": 0},
+    {"cos_sin_cache": CACHE.double()},
+    {"rope_dim_offset": 1},
+    {"rope_dim_offset": -1},
+    {"cos_sin_cache": CACHE[:, :7]},
+    {"cos_sin_cache": CACHE.repeat(1, 2)},
+    {"cos_sin_cache": CACHE[0]},
+    {"cos_sin_cache": CACHE.t().contiguous().t()},
+]
 
 
 def test_the_operation_is_what_torch_compile_expects() -> None:
     operation = torch.ops.hwplugin.rotary_embedding.default
-    torch.library.opcheck(operation, tuple(_arguments().values()))
-    torch.library.opcheck(operation, tuple(_arguments(key=None).values()))
+    torch.library.opcheck(operation, tuple(call_with().values()))
+    torch.library.opcheck(operation, tuple(call_with(key=None).values()))
 
 
 def test_a_compiled_caller_keeps_the_operation_and_its_effect() -> None:

@@ -11,7 +11,7 @@ torch: Any = pytest.importorskip("torch")
 
 from vllm_hwplugin.ops.topk_softmax import topk_softmax  # noqa: E402
 
-from .operation_checks import assert_refused, signature  # noqa: E402
+from .operation_checks import signature  # noqa: E402
 from .vllm_child import printed_beside_vllm  # noqa: E402
 
 NAN, INF = float("nan"), float("inf")
@@ -157,7 +157,7 @@ def test_the_schema_begins_as_vllms(last: str) -> None:
     assert not ours.returns
 
 
-def _arguments(**changes: Any) -> dict[str, Any]:
+def call_with(**changes: Any) -> dict[str, Any]:
     good = {
         "topk_weights": torch.full((5, 2), 7.0),
         "topk_indices": torch.full((5, 2), 7, dtype=torch.int32),
@@ -170,39 +170,26 @@ def _arguments(**changes: Any) -> dict[str, Any]:
     return {**good, **changes}
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"gating_output": torch.ones(5, 8).double()}, r"gating_output is torch\.float64; expected float32, float16"),
-        ({"gating_output": torch.ones(40)}, r"gating_output has 1 dimensions; expected \[tokens, experts\]"),
-        ({"gating_output": torch.ones(5, 16)[:, ::2]}, "gating_output has stride 2 in its last dimension"),
-        ({"gating_output": torch.ones(5, 1)}, "topk is 2; expected at most the number of experts, 1"),
-        ({"topk_weights": torch.ones(10)}, r"topk_weights has 1 dimensions; expected \[tokens, topk\]"),
-        ({"topk_weights": torch.ones(5, 2).half()}, r"topk_weights is torch\.float16; expected torch\.float32"),
-        ({"topk_weights": torch.ones(4, 2)}, r"topk_weights has shape \(4, 2\); expected \[tokens, topk\]"),
-        ({"topk_weights": torch.ones(2, 5).t()}, "topk_weights is not contiguous"),
-        ({"topk_indices": torch.ones(5, 2)}, r"topk_indices is torch\.float32; expected torch\.int32 or torch\.int64"),
-        ({"topk_indices": torch.ones(5, 3, dtype=torch.int32)}, r"topk_indices has shape \(5, 3\)"),
-        ({"token_expert_indices": torch.ones(5, 2, dtype=torch.int64)}, r"token_expert_indices is torch\.int64"),
-        ({"bias": torch.ones(8).half()}, r"bias is torch\.float16; expected torch\.float32"),
-        ({"bias": torch.ones(7)}, r"bias has shape \(7,\); expected \(8,\), contiguous"),
-        ({"is_padding": torch.zeros(5)}, r"is_padding is torch\.float32; expected torch\.bool"),
-        ({"is_padding": torch.zeros(4, dtype=torch.bool)}, r"is_padding has shape \(4,\); expected \(5,\), contiguous"),
-    ],
-)
-def test_a_mistake_is_an_error_that_says_what_was_expected(changes: dict[str, Any], words: str) -> None:
-    assert_refused(topk_softmax, _arguments(**changes), f"topk_softmax: {words}")
-    topk_softmax(**_arguments())
-
-
-def test_another_device_is_an_error() -> None:
-    for name, tensor in _arguments().items():
-        if isinstance(tensor, torch.Tensor) and name != "gating_output":
-            with pytest.raises(RuntimeError, match=f"{name} is on meta; expected gating_output's device, cpu"):
-                topk_softmax.__wrapped__(**_arguments(**{name: tensor.to("meta")}))
+MISTAKES: list[dict[str, Any]] = [
+    {"gating_output": torch.ones(5, 8).double()},
+    {"gating_output": torch.ones(40)},
+    {"gating_output": torch.ones(5, 16)[:, ::2]},
+    {"gating_output": torch.ones(5, 1)},
+    {"topk_weights": torch.ones(10)},
+    {"topk_weights": torch.ones(5, 2).half()},
+    {"topk_weights": torch.ones(4, 2)},
+    {"topk_weights": torch.ones(2, 5).t()},
+    {"topk_indices": torch.ones(5, 2)},
+    {"topk_indices": torch.ones(5, 3, dtype=torch.int32)},
+    {"token_expert_indices": torch.ones(5, 2, dtype=torch.int64)},
+    {"bias": torch.ones(8).half()},
+    {"bias": torch.ones(7)},
+    {"is_padding": torch.zeros(5)},
+    {"is_padding": torch.zeros(4, dtype=torch.bool)},
+]
 
 
 def test_the_operation_is_what_torch_compile_expects() -> None:
     operation = torch.ops.hwplugin.topk_softmax.default
-    torch.library.opcheck(operation, tuple(_arguments().values()))
-    torch.library.opcheck(operation, tuple(_arguments(bias=None, is_padding=None).values()))
+    torch.library.opcheck(operation, tuple(call_with().values()))
+    torch.library.opcheck(operation, tuple(call_with(bias=None, is_padding=None).values()))

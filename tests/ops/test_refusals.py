@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every operation refuses on the CPU, as its kernel does: its mistakes, and tensors of two devices.
+
+The dispatcher and compiled graphs reach a kernel past Python, so a call that is not refused reads or writes beyond a
+tensor, or is another result on a GPU than here.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+torch: Any = pytest.importorskip("torch")
+
+from vllm_hwplugin.ops.override_table import OPS  # noqa: E402
+
+from . import (  # noqa: E402
+    test_fused_qk_norm_rope,
+    test_merge_attn_states,
+    test_rms_norm_dynamic_per_token_quant,
+    test_rotary_embedding,
+    test_silu_and_mul_per_block_quant,
+    test_topk_softmax,
+)
+from .operation_checks import assert_refused  # noqa: E402
+
+#: Each has the operation, ``call_with``, the arguments of a good call with changes, and the changes that are mistakes.
+TESTS: dict[str, ModuleType] = {
+    test.__name__.rpartition(".test_")[2]: test
+    for test in (
+        test_fused_qk_norm_rope,
+        test_merge_attn_states,
+        test_rms_norm_dynamic_per_token_quant,
+        test_rotary_embedding,
+        test_silu_and_mul_per_block_quant,
+        test_topk_softmax,
+    )
+}
+MISTAKES = [(name, changes) for name, test in TESTS.items() for changes in test.MISTAKES]
+
+
+def test_every_operation_under_vllms_names_is_here() -> None:
+    assert set(TESTS) == set(OPS)
+
+
+@pytest.mark.parametrize("name", TESTS)
+def test_a_good_call_is_not_refused(name: str) -> None:
+    getattr(TESTS[name], name)(**TESTS[name].call_with())
+
+
+@pytest.mark.parametrize(("name", "changes"), MISTAKES)
+def test_a_mistake_is_refused_by_the_operations_own_checks_and_writes_nothing(
+    name: str, changes: dict[str, Any]
+) -> None:
+    assert_refused(getattr(TESTS[name], name), TESTS[name].call_with(**changes), f"^{name}: ")
+
+
+@pytest.mark.parametrize("name", TESTS)
+def test_a_tensor_of_another_device_is_refused(name: str) -> None:
+    # Called by itself: with a tensor of `meta` the dispatcher would take the shapes-only implementation.
+    reference = getattr(TESTS[name], name).__wrapped__
+    for argument, value in TESTS[name].call_with().items():
+        if isinstance(value, torch.Tensor):
+            with pytest.raises(RuntimeError, match=f"^{name}: .*meta"):
+                reference(**TESTS[name].call_with(**{argument: value.to("meta")}))
