@@ -256,6 +256,7 @@ def one(job: dict, others_follow: bool) -> dict:
     from vllm_hwplugin import record
     from vllm_hwplugin.bench._inside import check_runner, model_runner, runner_generation
     from vllm_hwplugin.bench._watch import watched
+    from vllm_hwplugin.spec_decode import step_counts
 
     leave_out_of_collections()
     from . import kv_connector
@@ -280,6 +281,7 @@ def one(job: dict, others_follow: bool) -> dict:
     if others_follow:
         # The process's end does it as well, and the first Model Runner V2 cannot be shut down.
         llm.llm_engine.engine_core.shutdown()
+    step_counts.save()
     entry = record.current()
     # An engine's uses are settled when it is built.
     uses = entry.uses if entry is not None else {}
@@ -291,6 +293,7 @@ def one(job: dict, others_follow: bool) -> dict:
         "used": sorted(name for name, use in uses.items() if use["used"]),
         "unused": {name: use["reason"] for name, use in uses.items() if not use["used"]},
         "counts": counts.facts(),
+        "counted": entry.steps if entry is not None else {},
         "shown": list(kv_connector.SHOWN),
     }
 

@@ -108,6 +108,7 @@ class Run:
         used: features of the plugin that did their work.
         unused: those that did not, and why.
         counts: of :class:`vllm_hwplugin.bench._watch.Counts`, with graphs that were replayed.
+        counted: of each fast path, how many steps had which outcome, as the process record has it.
         shown: what `kv_connector` was shown of each step, where the engine has it.
     """
 
@@ -118,6 +119,7 @@ class Run:
     used: Sequence[str]
     unused: Mapping[str, str]
     counts: Mapping[str, Any]
+    counted: Mapping[str, Mapping[str, int]]
     shown: Sequence[Mapping[str, Any] | None] = ()
 
     def texts(self, names: Iterable[str]) -> dict[str, list[int]]:

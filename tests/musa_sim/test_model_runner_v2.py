@@ -156,6 +156,13 @@ def assert_graphs_serve(expected: Run, found: Run) -> None:
     assert after["sampling"] > before["target"] // 2
     assert 0 < after["draft"] <= before["draft"]
     assert found.counts["draft_phases"] == expected.counts["draft_phases"]
+    sampling, drafting, inputs = (
+        found.counted[path] for path in ("v2-tail-graph sampling", "v2-tail-graph drafting", "v2-step-inputs inputs")
+    )
+    assert (sampling["served"], inputs["served"]) == (after["sampling"], after["inputs"])
+    assert sum(sampling.values()) == sum(inputs.values()) == found.counts["steps"]
+    assert (sum(drafting.values()), drafting["served"]) == (found.counts["draft_phases"], sampling["served"])
+    assert "prompt" in sampling.keys() & inputs.keys()
 
 
 @pytest.mark.parametrize("name", ["eagle3", "dflash"])

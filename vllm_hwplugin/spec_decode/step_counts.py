@@ -44,7 +44,7 @@ class Reason(IntEnum):
     STRUCTURED_OUTPUT = "a request has to follow a grammar"
     FEWER_DRAFTS = "a request has, or is to get, fewer drafts than num_speculative_tokens"
     LARGER_BATCH = "there are more requests or tokens than the largest graph takes"
-    NO_FULL_GRAPH = "the target does not run this batch in a FULL graph"
+    NO_FULL_GRAPH = "the batch runs in no FULL graph of the target, or of the draft"
     SAMPLING_PARAMETERS = "a request asks the sampler for more than the graphs do"
     REQUESTS_CHANGED = "other requests than in the step before, or in another order"
     STEP_BEFORE = "the step before left nothing on the device to go on from"

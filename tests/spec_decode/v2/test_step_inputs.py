@@ -77,13 +77,19 @@ def served() -> tuple[StepInputs, Tail, Graph]:
     blocks = SimpleNamespace(gpu=torch.tensor([[3, 4]]))
     runner = SimpleNamespace(
         block_tables=SimpleNamespace(num_blocks=blocks),
-        req_states=SimpleNamespace(num_computed_tokens_np=np.array([0, 0, 20, 0, 0, 50])),
+        req_states=SimpleNamespace(
+            num_computed_tokens_np=np.array([0, 0, 20, 0, 0, 50]),
+            req_id_to_index={"a": 2, "b": 5},
+            prefill_len=SimpleNamespace(np=np.array([0, 0, 8, 0, 0, 9])),
+            num_computed_prefill_tokens=np.array([0, 0, 8, 0, 0, 9]),
+        ),
     )
     tail, graph = Tail(), Graph()
     inputs = StepInputs(runner, tail)  # type: ignore[arg-type]
     inputs._graphs = {4: graph}  # type: ignore[dict-item]
     inputs._num_blocks = torch.zeros(1, 2, dtype=torch.int64)
     step(inputs, scheduled())
+    inputs._step_counts.reset()
     return inputs, tail, graph
 
 
@@ -98,6 +104,7 @@ def test_the_same_requests_are_served_with_their_lengths(served: tuple[StepInput
     inputs, _, graph = served
     batch = step(inputs, scheduled())
     assert graph.replays == 1
+    assert inputs._step_counts.outcomes() == {"served": 1}
     # In the order of the batch, which is not that of the schedule; padding has no length.
     assert batch.num_computed_tokens_np.tolist() == [50, 20]
     assert batch.seq_lens_cpu_upper_bound.tolist() == [50 + WIDTH, 20 + WIDTH, 0, 0]
@@ -105,24 +112,37 @@ def test_the_same_requests_are_served_with_their_lengths(served: tuple[StepInput
 
 
 @pytest.mark.parametrize(
-    "changed",
+    ("changed", "reason"),
     [
-        {"num_scheduled_tokens": {"b": WIDTH, "a": WIDTH}},
-        {"num_scheduled_tokens": {"a": WIDTH, "c": WIDTH}},
-        {"scheduled_spec_decode_tokens": {"a": [-1] * DRAFTS}},
-        {"scheduled_spec_decode_tokens": {"a": [-1] * DRAFTS, "b": [-1]}, "total_num_scheduled_tokens": 6},
-        {"scheduled_spec_decode_tokens": {"a": [-1] * DRAFTS, "b": [-1]}},
-        {"scheduled_new_reqs": ["a"]},
-        {"has_structured_output_requests": True},
-        {"num_spec_tokens_to_schedule": 1},
+        ({"num_scheduled_tokens": {"b": WIDTH, "a": WIDTH}}, "requests_changed"),
+        ({"num_scheduled_tokens": {"a": WIDTH, "c": WIDTH}}, "requests_changed"),
+        ({"scheduled_spec_decode_tokens": {"a": [-1] * DRAFTS}}, "fewer_drafts"),
+        (
+            {"scheduled_spec_decode_tokens": {"a": [-1] * DRAFTS, "b": [-1]}, "total_num_scheduled_tokens": 6},
+            "fewer_drafts",
+        ),
+        ({"scheduled_spec_decode_tokens": {"a": [-1] * DRAFTS, "b": [-1]}}, "fewer_drafts"),
+        ({"scheduled_new_reqs": ["a"]}, "requests_changed"),
+        ({"has_structured_output_requests": True}, "structured_output"),
+        ({"num_spec_tokens_to_schedule": 1}, "fewer_drafts"),
         # All of them end with this step. vLLM then drafts nothing, by the attention metadata that it has made.
-        {"skip_drafts": True},
+        ({"skip_drafts": True}, "fewer_drafts"),
     ],
 )
-def test_what_is_not_as_before_is_left_to_vllm(served: tuple[StepInputs, Tail, Graph], changed: dict[str, Any]) -> None:
+def test_what_is_not_as_before_is_left_to_vllm(
+    served: tuple[StepInputs, Tail, Graph], changed: dict[str, Any], reason: str
+) -> None:
     inputs, _, graph = served
     assert step(inputs, scheduled(**changed)) is None
     assert graph.replays == 0
+    assert inputs._step_counts.outcomes() == {reason: 1}
+
+
+def test_a_prompt_is_told_from_fewer_drafts(served: tuple[StepInputs, Tail, Graph]) -> None:
+    inputs, _, _ = served
+    inputs._runner.req_states.num_computed_prefill_tokens[5] = 8
+    assert step(inputs, scheduled(scheduled_spec_decode_tokens={"a": [-1] * DRAFTS})) is None
+    assert inputs._step_counts.outcomes() == {"prompt": 1}
 
 
 def test_a_target_without_its_graph_is_left_to_vllm(served: tuple[StepInputs, Tail, Graph]) -> None:
@@ -133,12 +153,14 @@ def test_a_target_without_its_graph_is_left_to_vllm(served: tuple[StepInputs, Ta
         BatchExecutionDescriptor(CUDAGraphMode.FULL, num_tokens=8, num_reqs=4, uniform_token_count=None),
     ):
         assert step(inputs, scheduled(), desc) is None
+    assert inputs._step_counts.outcomes() == {"no_full_graph": 3}
 
 
 def test_a_step_that_tail_graphs_did_not_serve_ends_it(served: tuple[StepInputs, Tail, Graph]) -> None:
     inputs, tail, graph = served
     held, tail.held = tail.held, None
     assert step(inputs, scheduled()) is None
+    assert inputs._step_counts.outcomes() == {"step_before": 1}
     tail.held = held
     assert step(inputs, scheduled()) is not None
     assert graph.replays == 1

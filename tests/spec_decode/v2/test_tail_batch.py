@@ -15,7 +15,8 @@ import torch
 
 from vllm_hwplugin.patching import SUPPORTED
 from vllm_hwplugin.spec_decode.decode_batch import Rung
-from vllm_hwplugin.spec_decode.v2.tail_batch import Sampling, decodes_only, rungs
+from vllm_hwplugin.spec_decode.step_counts import Reason
+from vllm_hwplugin.spec_decode.v2.tail_batch import Sampling, no_decode, rungs
 
 from ...conftest import versions
 
@@ -143,10 +144,12 @@ def batch(**changed: Any) -> SimpleNamespace:
 
 
 def test_only_batches_of_decodes_with_all_their_drafts_are_served() -> None:
-    assert decodes_only(batch(), 4)
+    assert no_decode(batch(), 4) is None
     # A request near its end has fewer drafts.
-    assert not decodes_only(batch(num_tokens=7, num_draft_tokens=5), 4)
+    assert no_decode(batch(num_tokens=7, num_draft_tokens=5), 4) is Reason.FEWER_DRAFTS
     # Four tokens of a prompt.
-    assert not decodes_only(batch(num_draft_tokens=3), 4)
-    assert not decodes_only(batch(is_prefilling_np=np.array([True, False])), 4)
-    assert not decodes_only(batch(has_structured_output_reqs=True), 4)
+    prompt = {"num_draft_tokens": 3, "is_prefilling_np": np.array([True, False])}
+    assert no_decode(batch(**prompt), 4) is no_decode(batch(**prompt, num_tokens=13), 4) is Reason.PROMPT
+    assert no_decode(batch(num_draft_tokens=3), 4) is Reason.FEWER_DRAFTS
+    assert no_decode(batch(is_prefilling_np=np.array([True, False])), 4) is Reason.PROMPT
+    assert no_decode(batch(has_structured_output_reqs=True), 4) is Reason.STRUCTURED_OUTPUT

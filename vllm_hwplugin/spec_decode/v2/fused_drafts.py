@@ -31,6 +31,7 @@ from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
 from vllm_hwplugin import record
 from vllm_hwplugin.fallback import stays_stock
 from vllm_hwplugin.features import V2_FUSED_DRAFTS
+from vllm_hwplugin.spec_decode.step_counts import Reason, StepCounts
 from vllm_hwplugin.spec_decode.v2.draft_metadata import why_not_in_graph
 
 
@@ -94,6 +95,7 @@ class FusedDrafts:
     def __init__(self, speculator: Any) -> None:
         self._speculator = speculator
         self._generate_draft: Callable[..., None] | None = None
+        self._step_counts = StepCounts(V2_FUSED_DRAFTS, "steps")
 
     def routine(self, generate_draft: Callable[..., None]) -> Callable[..., None]:
         """What the decode graphs are to hold: all steps, or vLLM's one step where they cannot be one graph.
@@ -123,7 +125,9 @@ class FusedDrafts:
             batch_desc: the `BatchExecutionDescriptor` that the decode graphs were asked for.
         """
         if self._generate_draft is None or batch_desc.cg_mode != CUDAGraphMode.FULL:
+            self._step_counts.missed(Reason.NOT_CAPTURED if self._generate_draft is None else Reason.NO_FULL_GRAPH)
             return False
+        self._step_counts.served()
         self._speculator.decode_cudagraph_manager.run_fullgraph(batch_desc)
         return True
 

@@ -28,6 +28,7 @@ from vllm_hwplugin.fallback import stays_stock
 from vllm_hwplugin.features import V2_STEP_INPUTS
 from vllm_hwplugin.spec_decode.decode_builders import host_work
 from vllm_hwplugin.spec_decode.graph_recording import attempt, record_graph
+from vllm_hwplugin.spec_decode.step_counts import Reason, StepCounts
 from vllm_hwplugin.spec_decode.v2.tail_buffers import StandIn, TailBuffers
 from vllm_hwplugin.spec_decode.v2.tail_graphs import TailGraphs
 
@@ -77,6 +78,7 @@ class StepInputs:
 
     def __init__(self, runner: Any, tail: TailGraphs):
         self._runner, self._tail = runner, tail
+        self._step_counts = StepCounts(V2_STEP_INPUTS, "inputs")
         tail.add(self)
         self.forget()
 
@@ -194,25 +196,20 @@ class StepInputs:
         self._batch = None
         order = list(scheduled.num_scheduled_tokens)
         before, self._order = self._order, order
-        held = self._tail.held
-        graph = self._graphs.get(desc.num_reqs or 0)
-        if (
-            held is None
-            or graph is None
-            or len(order) != len(held.rows)
-            or order != before
-            or not self._alike(scheduled, desc, len(order))
-        ):
+        reason = self._against(scheduled, desc, before)
+        if reason is not None:
+            self._step_counts.missed(reason)
             self._template = None
             return None
-        runner = self._runner
-        rows = held.rows
+        self._step_counts.served()
+        assert self._tail.held is not None
+        runner, rows = self._runner, self._tail.held.rows
         if self._template is None or self._blocks_changed:
             assert self._num_blocks is not None
             self._num_blocks.copy_(runner.block_tables.num_blocks.gpu, non_blocking=True)
         if self._template is None:
             self._template = self._tail.held_batch()
-        graph.replay()
+        self._graphs[desc.num_reqs].replay()
         computed = runner.req_states.num_computed_tokens_np[rows]
         upper = np.zeros(self._template.num_reqs_after_padding, dtype=np.int32)
         np.add(computed, self._tail.query_len, out=upper[: len(order)])
@@ -223,23 +220,36 @@ class StepInputs:
         )
         return self._batch
 
-    def _alike(self, scheduled: Any, desc: Any, count: int) -> bool:
-        """Whether each request has as many tokens and drafts as in the step before, in a FULL graph of that shape."""
-        width = self._tail.query_len
+    def _against(self, scheduled: Any, desc: Any, before: list[str]) -> Reason | None:
+        """Why this is not the step `before` once more: the same requests, each with all its drafts, in a FULL graph."""
+        if not self._graphs:
+            return Reason.NOT_CAPTURED
+        if scheduled.has_structured_output_requests:
+            return Reason.STRUCTURED_OUTPUT
+        width, order, held = self._tail.query_len, self._order, self._tail.held
         drafts = scheduled.scheduled_spec_decode_tokens
-        return (
-            desc.cg_mode == CUDAGraphMode.FULL
-            and desc.uniform_token_count == width
-            and scheduled.total_num_scheduled_tokens == count * width
-            and len(drafts) == count
-            and sum(map(len, drafts.values())) == count * (width - 1)
-            and not scheduled.scheduled_new_reqs
-            and not scheduled.has_structured_output_requests
-            and scheduled.num_spec_tokens_to_schedule == width - 1
-            # From 0.33 on, for requests that are sure to end. vLLM's own drafter then takes the step's attention
-            # metadata, of which a graph leaves nothing on the host.
-            and not getattr(scheduled, "skip_drafts", False)
-        )
+        if (
+            scheduled.total_num_scheduled_tokens != len(order) * width
+            or len(drafts) != len(order)
+            or sum(map(len, drafts.values())) != len(order) * (width - 1)
+        ):
+            return Reason.PROMPT if self._has_prompt(order) else Reason.FEWER_DRAFTS
+        # From 0.33 on, drafts are skipped for requests that are sure to end. vLLM's own drafter then takes the step's
+        # attention metadata, of which a graph leaves nothing on the host.
+        if scheduled.num_spec_tokens_to_schedule != width - 1 or getattr(scheduled, "skip_drafts", False):
+            return Reason.FEWER_DRAFTS
+        if len(order) > max(self._graphs):
+            return Reason.LARGER_BATCH
+        if desc.cg_mode != CUDAGraphMode.FULL or desc.uniform_token_count != width or desc.num_reqs not in self._graphs:
+            return Reason.NO_FULL_GRAPH
+        if order != before or scheduled.scheduled_new_reqs:
+            return Reason.REQUESTS_CHANGED
+        return Reason.STEP_BEFORE if held is None or len(order) != len(held.rows) else None
+
+    def _has_prompt(self, req_ids: list[str]) -> bool:
+        states = self._runner.req_states
+        rows = [states.req_id_to_index[one] for one in req_ids]
+        return bool((states.num_computed_prefill_tokens[rows] < states.prefill_len.np[rows]).any())
 
     def prepared(self, batch: Any) -> bool:
         """Whether the inputs of this `InputBatch` are on the device already, and nobody asks for metadata of it."""

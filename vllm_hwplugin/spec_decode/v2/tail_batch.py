@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from vllm_hwplugin.spec_decode.decode_batch import MAX_NUM_REQS, Rung
+from vllm_hwplugin.spec_decode.step_counts import Reason
 
 
 class Sampling(Enum):
@@ -65,11 +66,13 @@ def rungs(full_graphs: Iterable[tuple[int, int | None]], query_len: int, most: i
     return [Rung(count, query_len) for count in sorted(found, reverse=True)]
 
 
-def decodes_only(batch: Any, query_len: int) -> bool:
-    """Whether each request of vLLM's `InputBatch` decodes one token and all the drafts that it can have."""
-    return bool(
-        batch.num_tokens == batch.num_reqs * query_len
-        and batch.num_draft_tokens == batch.num_reqs * (query_len - 1)
-        and not batch.has_structured_output_reqs
-        and not batch.is_prefilling_np.any()
-    )
+def no_decode(batch: Any, query_len: int) -> Reason | None:
+    """Why not each request of vLLM's `InputBatch` decodes one token and all the drafts that it can have; or None."""
+    if batch.is_prefilling_np.any():
+        return Reason.PROMPT
+    if batch.has_structured_output_reqs:
+        return Reason.STRUCTURED_OUTPUT
+    full = batch.num_reqs * query_len
+    if batch.num_tokens != full or batch.num_draft_tokens != full - batch.num_reqs:
+        return Reason.FEWER_DRAFTS
+    return None

@@ -33,6 +33,7 @@ from vllm_hwplugin.nwor import runner as nwor
 from vllm_hwplugin.spec_decode.decode_batch import Rung, asks_for_nothing_else
 from vllm_hwplugin.spec_decode.fused_weights import FusedWeights, Parameters
 from vllm_hwplugin.spec_decode.graph_recording import attempt, known_arguments, record_graph, reserved_memory
+from vllm_hwplugin.spec_decode.step_counts import Reason, StepCounts
 from vllm_hwplugin.spec_decode.v2.recording import (
     expanded_rows,
     idx_dtype,
@@ -41,7 +42,7 @@ from vllm_hwplugin.spec_decode.v2.recording import (
     shared_scratch,
     splits_top_p,
 )
-from vllm_hwplugin.spec_decode.v2.tail_batch import Sampling, decodes_only, rungs
+from vllm_hwplugin.spec_decode.v2.tail_batch import Sampling, no_decode, rungs
 from vllm_hwplugin.spec_decode.v2.tail_buffers import TailBuffers
 from vllm_hwplugin.spec_decode.v2.tail_obstacles import obstacle
 
@@ -112,6 +113,7 @@ class TailGraphs:
         self._splits_top_p = splits_top_p()
         self._companions: list[Companion] = []
         self._failed = False
+        self._sampling, self._drafting = StepCounts(V2_TAIL_GRAPH, "sampling"), StepCounts(V2_TAIL_GRAPH, "drafting")
         self._forget()
 
     def add(self, companion: Companion) -> None:
@@ -132,7 +134,7 @@ class TailGraphs:
         self._fused: FusedWeights | None = None
         self._parameters: Parameters | None = None
         self._output: Any = None
-        self._step: _Graphs | None = None
+        self._step: _Graphs | Reason = Reason.NOT_CAPTURED
         self._drafted = False
         # Of the last step that graphs served; None where another came after it.
         self.held: Held | None = None
@@ -335,14 +337,16 @@ class TailGraphs:
         """`GPUModelRunner.sample`, and `postprocess_sampled` with it where a graph serves."""
         self._drafted = False
         self._follow_weights()
-        self._step = self._graphs_for(hidden_states, batch) if grammar_output is None else None
-        if self._step is None:
+        self._step = Reason.STRUCTURED_OUTPUT if grammar_output is not None else self._graphs_for(hidden_states, batch)
+        if isinstance(self._step, Reason):
+            self._sampling.missed(self._step)
             self.held = None
             return self._runner.sample(hidden_states, batch, grammar_output)
         assert self.held is not None
         assert self._buffers is not None
         # What the step before left is copied to the host on another stream.
         self._runner.main_stream.wait_stream(self._runner.output_copy_stream)
+        self._sampling.served()
         self._step.sampling[self.held.sampling].replay()
         count, kept = batch.num_reqs, self._buffers.outputs
         num_sampled, num_rejected = kept.num_sampled[:count], kept.num_rejected[:count]
@@ -357,17 +361,20 @@ class TailGraphs:
 
     def postprocess_sampled(self, *arguments: Any, **settings: Any) -> None:
         """`GPUModelRunner.postprocess_sampled`, where that has not been done."""
-        if self._step is None:
+        if isinstance(self._step, Reason):
             self._runner.postprocess_sampled(*arguments, **settings)
 
     def propose(self, batch: Any, *arguments: Any, **settings: Any) -> torch.Tensor:
         """`propose` of the speculator."""
-        speculator = self._runner.speculator
-        wanted = settings.get("num_speculative_tokens")
-        self._drafted = self._step is not None and wanted in (None, speculator.num_speculative_steps)
-        if self._step is None or not self._drafted:
+        speculator, step = self._runner.speculator, self._step
+        if settings.get("num_speculative_tokens") not in (None, speculator.num_speculative_steps):
+            step = Reason.FEWER_DRAFTS
+        self._drafted = not isinstance(step, Reason)
+        if isinstance(step, Reason):
+            self._drafting.missed(step)
             return speculator.propose(batch, *arguments, **settings)
-        self._step.drafting.replay()
+        self._drafting.served()
+        step.drafting.replay()
         return speculator.draft_tokens[: batch.num_reqs]
 
     def keep_drafts(self, *, idx_mapping: torch.Tensor, draft_tokens: torch.Tensor) -> None:
@@ -391,27 +398,31 @@ class TailGraphs:
             record.use(V2_TAIL_GRAPH, False, reason)
             logger.warning("%s: from now on %s: %s", V2_TAIL_GRAPH, _STOCK, reason)
 
-    def _graphs_for(self, hidden_states: torch.Tensor, batch: Any) -> _Graphs | None:
-        """The graphs for this batch, which the buffers then hold; None where vLLM's own way is taken."""
-        found: _Graphs | None = self._served.get(batch.num_reqs)
+    def _graphs_for(self, hidden_states: torch.Tensor, batch: Any) -> _Graphs | Reason:
+        """The graphs for this batch, which the buffers then hold; or why vLLM's own way is taken."""
+        if not self._served:
+            return Reason.NOT_CAPTURED
+        if (reason := no_decode(batch, self.query_len)) is not None:
+            return reason
+        found = self._served.get(batch.num_reqs)
+        if found is None:
+            return Reason.LARGER_BATCH
         if (
-            found is None
-            or batch.num_tokens_after_padding != found.rung.num_tokens
+            batch.num_tokens_after_padding != found.rung.num_tokens
             or hidden_states.data_ptr() != self._target()[0].data_ptr()
-            or not decodes_only(batch, found.rung.query_len)
         ):
-            return None
+            return Reason.NO_FULL_GRAPH
         rows, held = batch.idx_mapping_np, self.held
         if held is not None and batch.req_ids == held.req_ids and np.array_equal(rows, held.rows):
             return found
         if not self._plain[rows].all():
-            return None
+            return Reason.SAMPLING_PARAMETERS
         free = self._runner.req_states.free_indices
         if not free and batch.num_reqs < found.rung.num_reqs:
-            return None
+            return Reason.NO_FREE_ROW
         sampling = Sampling.of(self._runner.sampler.sampling_states, rows, self._splits_top_p)
         if sampling is None:
-            return None
+            return Reason.SAMPLING_PARAMETERS
         assert self._buffers is not None
         self._buffers.write(rows, free[-1] if free else int(rows[0]))
         self.held = Held(batch.req_ids, rows, sampling, found)
