@@ -322,6 +322,7 @@ def test_the_constructor_checks_first_and_then_makes_room(vllm_tree, version):
     class Base:
         def __init__(self, vllm_config, device, pass_hidden_states_to_model, runner):
             calls.append("weights may be loaded from here on")
+            self.method = vllm_config.speculative_config.method
             self.draft_graphs = DraftGraphs(self)
             self.num_speculative_tokens, self.max_batch_size, self.max_num_tokens = 3, 4, 8
             self.max_model_len, self.block_size, self.parallel_drafting_token_id = 64, 4, 0

@@ -197,6 +197,25 @@ def test_another_number_of_draft_tokens_is_left_to_the_passes(pair):
     assert [key.num_tokens for key in passes.replayed] == [8, 2]
 
 
+def test_each_draft_phase_is_counted_and_what_was_in_its_way(pair, make):
+    _, graphed, runner = pair(3)
+    moved = runner.batch(3, size=2)
+    moved["common_attn_metadata"].encoder_seq_lens = torch.ones(1)
+    batches = [runner.batch(3, size=2), runner.batch(3, size=5), runner.batch(3, size=MAX_REQS), moved]
+    batches += [runner.batch(3, lengths=[1, 4, 3]), runner.batch(3, "prefill", size=2)]
+    for batch in batches:
+        propose(graphed, batch)
+    counts = graphed.draft_graphs._step_counts
+    assert counts.outcomes() == {"served": 2, "larger_batch": 1, "moved": 1, "fewer_drafts": 1, "prompt": 1}
+    # Its steps are of one token a request, whatever the first pass was.
+    assert graphed.draft_loop._step_counts.outcomes() == {"served": 4, "larger_batch": 1, "moved": 1}
+    without = make("loop", EAGLE, 3)
+    boot(without, CUDAGraphMode.NONE, runner)
+    propose(without, runner.batch(3, size=2))
+    for part in (without.draft_graphs, without.draft_loop):
+        assert part._step_counts.outcomes() == {"not_captured": 1}
+
+
 def test_nothing_runs_before_capture(make):
     proposer, runner = make("loop", EAGLE, 3), Runner(0)
     proposer.host.initialize_kv_cache(proposer.host.kv_cache_config_of(1))

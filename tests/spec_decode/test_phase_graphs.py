@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -17,6 +18,7 @@ pytest.importorskip("vllm.v1.worker.gpu_model_runner", exc_type=ImportError)
 
 from vllm import SamplingParams  # noqa: E402
 from vllm.config import CUDAGraphMode  # noqa: E402
+from vllm.sampling_params import StructuredOutputsParams  # noqa: E402
 from vllm.v1.outputs import SamplerOutput  # noqa: E402
 from vllm.v1.sample.metadata import SamplingMetadata  # noqa: E402
 
@@ -211,6 +213,8 @@ def test_padding_drafts_nothing_and_writes_nothing(sides: tuple[Any, Target]) ->
         # All but the row that takes what has no slot.
         assert torch.equal(graphed.model.cache[:-1], stock.model.cache[:-1])
     assert len(drafted) > 30
+    phase = target.host.draft_phase
+    assert (phase._sampling.outcomes(), phase._drafting.outcomes()) == ({"not_captured": 8}, {"served": 8})
 
 
 def test_weights_that_no_graph_reads_leave_every_later_step_to_vllm(
@@ -357,3 +361,42 @@ def test_placeholders_for_drafts_are_left_to_vllms_sampler(
         given = types.SimpleNamespace(draft_token_ids=torch.tensor([*drafts, *second]))
         monkeypatch.setattr(host, "_sample", lambda logits, _, given=given: plain_rejection(given, None, logits, None))
         assert host.draft_phase.sample(logits, verified).sampled_token_ids[1].tolist() == tokens
+    assert host.draft_phase._sampling.outcomes() == {"served": 1, "requests_changed": 1}
+
+
+def test_each_step_is_counted_and_what_was_in_its_way(make_dflash: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, target = start(make_dflash, monkeypatch)
+    host = target.host
+    host.model = types.SimpleNamespace(compute_logits=lambda hidden: hidden)
+    batch = host.input_batch
+    batch.num_computed_tokens_cpu, batch.num_prompt_tokens = np.full(16, 9), np.full(16, 9)
+
+    def step(count: int, padded: int, drafts: Any = (), prompt: int = 9, **asked: Any) -> None:
+        params = SamplingParams(**{"temperature": 0, **asked})
+        batch.num_reqs, batch.req_ids = count, [str(row) for row in range(count)]
+        batch.num_prompt_tokens[count - 1] = prompt
+        batch.sampling_metadata = greedy_metadata()
+        host.requests = dict.fromkeys(batch.req_ids, types.SimpleNamespace(sampling_params=params))
+        drafts = drafts or [DRAFTS] * count
+        scheduled = types.SimpleNamespace(
+            total_num_scheduled_tokens=count + sum(drafts),
+            scheduled_spec_decode_tokens={one: [0] * DRAFTS for one in batch.req_ids},
+            has_structured_output_requests="structured_outputs" in asked,
+        )
+        indices = torch.zeros(1, dtype=torch.int64)
+        verified = types.SimpleNamespace(num_draft_tokens=drafts)
+        hidden = target.hidden if padded > 8 else target.hidden[: padded * WIDTH]
+        host.draft_phase.logits(scheduled, verified, hidden_states=hidden, indices=indices)
+
+    step(2, 2)
+    step(3, 4)
+    step(2, 2, drafts=[DRAFTS, 1])
+    step(2, 2, drafts=[DRAFTS, 1], prompt=10)
+    step(9, 9)
+    step(3, 3)
+    step(2, 2, repetition_penalty=1.1)
+    step(2, 2, structured_outputs=StructuredOutputsParams(regex="a+"))
+    host.discard_request_mask.np[1] = True
+    step(2, 2)
+    once = ("fewer_drafts", "larger_batch", "no_full_graph", "sampling_parameters", "structured_output")
+    assert host.draft_phase._sampling.outcomes() == {"served": 2, "prompt": 2, **dict.fromkeys(once, 1)}

@@ -72,6 +72,7 @@ class Runner:
             prev_sampled_token_ids=torch.tensor([[7], [8]], dtype=torch.int32),
             num_computed_tokens_cpu_tensor=computed,
             num_computed_tokens_cpu=computed.numpy(),
+            num_prompt_tokens=np.array([30, 10]),
             token_ids_cpu=table.numpy(),
             block_table=SimpleNamespace(commit_block_table=self._commit, compute_slot_mapping=lambda *_: None),
         )
@@ -137,6 +138,7 @@ class Served:
         self.graph: Any = self.inputs._graphs[2].graph if self.inputs._graphs else None
         self.runner.built = 0
         self.step()
+        self.inputs._step_counts.reset()
 
     @torch.inference_mode()
     def step(self, asked: Mapping[str, Any] = MappingProxyType({}), **changed: Any) -> tuple[Any, Any]:
@@ -186,6 +188,7 @@ def test_the_same_requests_are_prepared_from_what_they_were(served: Served) -> N
     first, _ = served.step()
     (_, drafts, widest), (metadata, common) = served.step()
     assert (served.graph.replays, served.runner.prepared, served.runner.built) == (2, 1, 1)
+    assert served.inputs._step_counts.outcomes() == {"served": 2}
     assert first[1] is drafts
     assert drafts.num_draft_tokens == [DRAFTS] * 2
     assert widest == WIDTH
@@ -249,19 +252,29 @@ def test_metadata_that_are_asked_for_otherwise_are_made_anew_and_so_are_the_next
 
 
 @pytest.mark.parametrize(
-    "changed",
+    ("changed", "reason"),
     [
-        {"scheduled_spec_decode_tokens": {"a": [-1] * DRAFTS}},
-        {"scheduled_spec_decode_tokens": {"a": [-1] * DRAFTS, "b": [-1]}},
-        {"num_scheduled_tokens": {"a": WIDTH, "b": 2}, "total_num_scheduled_tokens": WIDTH + 2},
-        {"num_scheduled_tokens": {"a": WIDTH - 1, "b": WIDTH + 1}},
-        {"scheduled_new_reqs": ["a"]},
-        {"scheduled_cached_reqs": SimpleNamespace(new_block_ids=[None, None], resumed_req_ids={"a"})},
+        ({"scheduled_spec_decode_tokens": {"a": [-1] * DRAFTS}}, "fewer_drafts"),
+        ({"scheduled_spec_decode_tokens": {"a": [-1] * DRAFTS, "b": [-1]}}, "fewer_drafts"),
+        ({"num_scheduled_tokens": {"a": WIDTH, "b": 2}, "total_num_scheduled_tokens": WIDTH + 2}, "fewer_drafts"),
+        ({"num_scheduled_tokens": {"a": WIDTH - 1, "b": WIDTH + 1}}, "fewer_drafts"),
+        ({"scheduled_new_reqs": ["a"]}, "requests_changed"),
+        (
+            {"scheduled_cached_reqs": SimpleNamespace(new_block_ids=[None, None], resumed_req_ids={"a"})},
+            "requests_changed",
+        ),
     ],
 )
-def test_what_is_not_as_before_is_left_to_vllm(served: Served, changed: dict[str, Any]) -> None:
+def test_what_is_not_as_before_is_left_to_vllm(served: Served, changed: dict[str, Any], reason: str) -> None:
     served.step(**changed)
     assert (served.graph.replays, served.runner.prepared) == (0, 2)
+    assert served.inputs._step_counts.outcomes() == {reason: 1}
+
+
+def test_a_prompt_is_told_from_fewer_drafts(served: Served) -> None:
+    served.runner.input_batch.num_prompt_tokens[1] = 100
+    served.step(scheduled_spec_decode_tokens={"b": [-1] * DRAFTS})
+    assert served.inputs._step_counts.outcomes() == {"prompt": 1}
 
 
 def other_order(runner: Runner) -> None:
@@ -296,11 +309,12 @@ def was_away(runner: Runner) -> None:
     runner.prev_num_draft_tokens.np[1] = 0
 
 
-@pytest.mark.parametrize("change", [other_order, discarded])
-def test_another_batch_is_left_to_vllm(served: Served, change: Callable[[Runner], None]) -> None:
+@pytest.mark.parametrize(("change", "reason"), [(other_order, "requests_changed"), (discarded, "prompt")])
+def test_another_batch_is_left_to_vllm(served: Served, change: Callable[[Runner], None], reason: str) -> None:
     change(served.runner)
     served.step()
     assert (served.graph.replays, served.runner.prepared) == (0, 2)
+    assert served.inputs._step_counts.outcomes() == {reason: 1}
 
 
 @pytest.mark.parametrize("change", [no_counts, fewer_counts, drafts_on_the_host, fewer_drafts, moved, was_away])
@@ -309,6 +323,7 @@ def test_without_the_last_steps_results_vllm_prepares(change: Callable[[Runner],
     change(served.runner)
     served.step()
     assert (served.graph.replays, served.runner.prepared) == (0, 2)
+    assert served.inputs._step_counts.outcomes() == {"step_before": 1}
 
 
 def test_an_empty_step_empties_the_batch(served: Served) -> None:

@@ -24,6 +24,7 @@ from vllm_hwplugin.patching import Catalog, load_catalog, make_plan
 from vllm_hwplugin.record import Use
 from vllm_hwplugin.spec_decode import context_norm, worker_use
 from vllm_hwplugin.spec_decode.draft_decision import DrafterFacts
+from vllm_hwplugin.spec_decode.step_counts import StepCounts
 from vllm_hwplugin.spec_decode.worker_use import V1, V2, WorkerFacts
 
 from ..conftest import versions
@@ -189,6 +190,22 @@ def test_a_real_proposer_without_graphs_is_not_counted_as_using_them(make: Calla
     worker.vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL
     worker_use.report_worker(worker)
     assert uses()["draft-full-graph"] == uses()["draft-loop-graph"] == {"used": True, "reason": ""}
+
+
+def test_steps_count_from_the_report_on_and_one_rank_speaks_for_the_engine(make: Callable[..., Any]) -> None:
+    counts = StepCounts("a-feature", "part")
+    counts.served()
+    runner = SimpleNamespace(drafter=make("loop", drafters.EAGLE, 3))
+    worker = worker_on(runner, v2=False, method="eagle3", mode=CUDAGraphMode.FULL)
+    worker.vllm_config.parallel_config.data_parallel_index = 3
+    entry, engines = record.current(), []
+    assert entry is not None
+    for driver, drafter in ((False, runner.drafter), (True, None), (True, runner.drafter)):
+        worker.is_driver_worker, runner.drafter = driver, drafter
+        worker_use.report_worker(worker)
+        engines.append(entry.engine)
+    assert engines == [None, None, 3]
+    assert counts.outcomes() == {}
 
 
 def test_what_a_feature_found_out_outweighs_the_configuration_before_and_after(make: Callable[..., Any]) -> None:

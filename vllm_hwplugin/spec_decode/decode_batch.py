@@ -20,6 +20,7 @@ _NOT_THE_SAMPLERS: Final = frozenset(
         *("detokenize", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output"),
         *("output_kind", "output_text_buffer_length", "stream_interval", "skip_clone", "skip_reading_prefix_cache"),
         *("repetition_detection", "_bad_words_token_ids", "watermarking", "_watermarking_skipped"),
+        "routed_experts_prompt_start",
     )
 )
 
@@ -52,3 +53,8 @@ def asks_for_nothing_else(params: Any) -> bool:
         for name in params.__struct_fields__
         if name != "extra_args" and name not in _HANDLED and name not in _NOT_THE_SAMPLERS
     )
+
+
+def has_prompt(input_batch: Any, count: int) -> bool:
+    """Whether one of the first `count` requests of V1's `InputBatch` still has tokens of its prompt to compute."""
+    return bool((input_batch.num_computed_tokens_cpu[:count] < input_batch.num_prompt_tokens[:count]).any())

@@ -24,7 +24,7 @@ from vllm.forward_context import BatchDescriptor
 
 from vllm_hwplugin import record
 from vllm_hwplugin.fallback import stays_stock
-from vllm_hwplugin.features import DRAFT_FULL_GRAPH
+from vllm_hwplugin.features import DFLASH_FULL_GRAPH, DRAFT_FULL_GRAPH
 from vllm_hwplugin.spec_decode.draft_buffers import DraftBuffers, unmanaged_field
 from vllm_hwplugin.spec_decode.draft_decision import decide
 from vllm_hwplugin.spec_decode.draft_facts import batch_facts, capture_facts, drafter_facts
@@ -32,6 +32,7 @@ from vllm_hwplugin.spec_decode.draft_keys import STEP_QUERY_LEN, DraftKeys, Draf
 from vllm_hwplugin.spec_decode.first_pass import FirstPass
 from vllm_hwplugin.spec_decode.graph_recording import attempt
 from vllm_hwplugin.spec_decode.pass_graphs import PassGraphs, descriptor_of
+from vllm_hwplugin.spec_decode.step_counts import Reason, StepCounts
 
 logger = logging.getLogger("vllm.hwplugin")
 
@@ -101,6 +102,8 @@ class DraftGraphs:
         self._companions: list[Companion] = []
         self._decision = ""
         self._failed = False
+        feature = DFLASH_FULL_GRAPH if proposer.method == "dflash" else DRAFT_FULL_GRAPH
+        self._step_counts = StepCounts(feature, "first-pass")
         self._forget()
 
     def add(self, make: Callable[[Any, DraftGraphs], _C]) -> _C:
@@ -238,7 +241,10 @@ class DraftGraphs:
         width = self._first_query_len
         uniform = metadata.max_query_len == width and metadata.num_actual_tokens == width * metadata.num_reqs
         self._shape = self._find(num_tokens, width if uniform else None, metadata)
-        if self._shape is not None:
+        if self._shape is None:
+            self._step_counts.missed(self._why_not(uniform, metadata))
+        else:
+            self._step_counts.served()
             self._buffers.of(self._shape).write(metadata, self._shape)
 
     def begin_steps(self, metadata: Any) -> None:
@@ -262,6 +268,16 @@ class DraftGraphs:
         if self._keys is None or not self.may_replay(metadata):
             return None
         return self._keys.find(num_tokens, query_len)
+
+    def _why_not(self, uniform: bool, metadata: Any) -> Reason:
+        """Why the first pass over this batch has no graph."""
+        if self._keys is None:
+            return Reason.NOT_CAPTURED
+        if not self.may_replay(metadata):
+            return Reason.MOVED
+        if uniform or self._keys.mixed:
+            return Reason.LARGER_BATCH
+        return Reason.PROMPT if metadata.max_query_len > self._first_query_len else Reason.FEWER_DRAFTS
 
     def padded(self, metadata: Any) -> Any:
         """`metadata` as the pass's graph reads it, or itself where the pass has none."""

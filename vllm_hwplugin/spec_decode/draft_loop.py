@@ -31,6 +31,7 @@ from vllm_hwplugin.spec_decode.draft_graphs import Companion, DraftGraphs
 from vllm_hwplugin.spec_decode.draft_keys import STEP_QUERY_LEN, DraftKeys, DraftShape, pad_up, uniform_shape
 from vllm_hwplugin.spec_decode.graph_recording import attempt
 from vllm_hwplugin.spec_decode.pass_graphs import PassGraphs, full_graphs
+from vllm_hwplugin.spec_decode.step_counts import Reason, StepCounts
 
 _STOCK = "steps are launched one by one"
 
@@ -47,6 +48,7 @@ class DraftLoop(Companion):
         self._proposer = proposer
         self._draft_graphs = draft_graphs
         self._num_tokens = 0
+        self._step_counts = StepCounts(DRAFT_LOOP_GRAPH, "steps")
         self.forget()
 
     def forget(self) -> None:
@@ -139,9 +141,11 @@ class DraftLoop(Companion):
             int64 [batch, num_speculative_tokens], a tensor of its own.
         """
         proposer, batch = self._proposer, metadata.num_reqs
-        num_reqs = pad_up(self._ladder, batch)
-        if num_reqs is None or num_reqs not in self._metadata or not self._covers(metadata, sampling_metadata):
+        num_reqs = self._graph_for(metadata, sampling_metadata)
+        if isinstance(num_reqs, Reason):
+            self._step_counts.missed(num_reqs)
             return None
+        self._step_counts.served()
         buffers = self._buffers
         buffers.write_seq_lens(metadata.seq_lens, num_reqs)
         if num_rejected_tokens is not None:
@@ -192,13 +196,19 @@ class DraftLoop(Companion):
         with self._captured.forward_context(self._metadata[num_reqs], _shape(num_reqs), CUDAGraphMode.FULL):
             return self._chain(num_reqs, sample)
 
-    def _covers(self, metadata: Any, sampling_metadata: Any) -> bool:
+    def _graph_for(self, metadata: Any, sampling_metadata: Any) -> int | Reason:
+        """The number of requests of the graph for this batch; or why there is none."""
         proposer = self._proposer
+        if not self._metadata:
+            return Reason.NOT_CAPTURED
         if proposer.num_speculative_tokens != self._num_tokens:
-            return False
+            return Reason.FEWER_DRAFTS
         if getattr(proposer, "_enable_probabilistic_draft_probs", False) and not sampling_metadata.all_greedy:
-            return False
-        return self._draft_graphs.may_replay(metadata)
+            return Reason.SAMPLING_PARAMETERS
+        num_reqs = pad_up(self._ladder, metadata.num_reqs)
+        if num_reqs is None:
+            return Reason.LARGER_BATCH
+        return num_reqs if self._draft_graphs.may_replay(metadata) else Reason.MOVED
 
     def _mark_inert(self, batch: int, num_reqs: int) -> None:
         if self._inert_from != (batch, num_reqs):

@@ -25,7 +25,7 @@ from vllm_hwplugin import record
 from vllm_hwplugin.fallback import stays_stock
 from vllm_hwplugin.features import V1_DRAFT_PHASE
 from vllm_hwplugin.nwor import runner as nwor
-from vllm_hwplugin.spec_decode.decode_batch import MAX_NUM_REQS, Rung, asks_for_nothing_else
+from vllm_hwplugin.spec_decode.decode_batch import MAX_NUM_REQS, Rung, asks_for_nothing_else, has_prompt
 from vllm_hwplugin.spec_decode.draft_graphs import Companion
 from vllm_hwplugin.spec_decode.draft_keys import DraftKeys
 from vllm_hwplugin.spec_decode.graph_recording import attempt, reserved_memory
@@ -40,6 +40,7 @@ from vllm_hwplugin.spec_decode.phase_graphs import (
     input_addresses,
 )
 from vllm_hwplugin.spec_decode.phase_obstacles import obstacle, sampling_obstacle
+from vllm_hwplugin.spec_decode.step_counts import Reason, StepCounts
 
 #: In place of a draft, from 0.25 on of a new request whose prompt is computed but for its last token.
 _PLACEHOLDER: Final = -1
@@ -60,6 +61,7 @@ class DraftPhase(Companion):
     def __init__(self, runner: Any):
         self._runner = runner
         self._draft_graphs = getattr(getattr(runner, "drafter", None), "draft_graphs", None)
+        self._sampling, self._drafting = StepCounts(V1_DRAFT_PHASE, "sampling"), StepCounts(V1_DRAFT_PHASE, "drafting")
         self.forget()
         if self._draft_graphs is not None:
             self._draft_graphs.add(lambda *_: self)
@@ -71,7 +73,7 @@ class DraftPhase(Companion):
         # Both by number of the target's tokens.
         self._rungs: dict[int, Rung] = {}
         self._graphs: dict[int, PhaseGraphs] = {}
-        self._step: PhaseGraphs | None = None
+        self._step: PhaseGraphs | Reason = Reason.NOT_CAPTURED
         self._kind: Sampling | None = None
         self._judged: Any = None
         self._judgement: Sampling | None = None
@@ -179,14 +181,19 @@ class DraftPhase(Companion):
 
         Both are None where a graph samples, which makes logits by itself.
         """
-        self._step = self._step_for(scheduler_output, spec_decode_metadata, hidden_states)
-        self._kind = None
-        if self._step is not None:
+        step = self._step_for(scheduler_output, spec_decode_metadata, hidden_states)
+        kind: Sampling | Reason
+        if isinstance(step, Reason):
+            kind = step
+        else:
             assert self._recorder is not None
-            self._recorder.hold(self._runner.input_batch.num_reqs, self._step.rung)
-            self._kind = self._kind_of_batch(self._step, scheduler_output)
-        if self._kind is not None:
+            self._recorder.hold(self._runner.input_batch.num_reqs, step.rung)
+            kind = self._kind_of_batch(step, scheduler_output)
+        self._step, self._kind = step, None if isinstance(kind, Reason) else kind
+        if not isinstance(kind, Reason):
+            self._sampling.served()
             return None, None
+        self._sampling.missed(kind)
         sample_hidden_states = hidden_states[indices]
         return sample_hidden_states, self._runner.model.compute_logits(sample_hidden_states)
 
@@ -195,7 +202,7 @@ class DraftPhase(Companion):
         runner, step = self._runner, self._step
         if self._kind is None:
             return runner._sample(logits, spec_decode_metadata)
-        assert step is not None
+        assert not isinstance(step, Reason)
         assert self._buffers is not None
         assert self._recorder is not None
         count = runner.input_batch.num_reqs
@@ -228,7 +235,10 @@ class DraftPhase(Companion):
         """`GPUModelRunner.propose_draft_token_ids`: the next drafts, int64 [batch, num_speculative_tokens]."""
         runner, step = self._runner, self._step
         states = TargetStates(hidden_states, tuple(aux_hidden_states or ()))
-        if step is None or not self._drafts(step, scheduler_output, states, metadata):
+        if not isinstance(step, Reason):
+            step = self._against(step, scheduler_output, states, metadata) or step
+        if isinstance(step, Reason):
+            self._drafting.missed(step)
             return runner.propose_draft_token_ids(
                 scheduler_output,
                 sampled_token_ids,
@@ -240,6 +250,7 @@ class DraftPhase(Companion):
                 metadata,
                 slot_mappings,
             )
+        self._drafting.served()
         buffers, count = self._buffers, metadata.num_reqs
         assert buffers is not None
         if self._kind is None:
@@ -279,37 +290,46 @@ class DraftPhase(Companion):
 
     def _step_for(
         self, scheduler_output: Any, spec_decode_metadata: Any, hidden_states: torch.Tensor
-    ) -> PhaseGraphs | None:
-        """The graphs for a batch in which every request decodes one token and has all its drafts."""
-        step = self._graphs.get(hidden_states.shape[0])
-        if step is None or spec_decode_metadata is None:
-            return None
-        runner, query_len = self._runner, step.rung.query_len
+    ) -> PhaseGraphs | Reason:
+        """The graphs for a batch in which every request decodes one token and has all its drafts; or why not."""
+        if not self._graphs:
+            return Reason.NOT_CAPTURED
+        runner, query_len = self._runner, self.query_len
         count = runner.input_batch.num_reqs
+        if runner.discard_request_mask.np[:count].any():
+            return Reason.PROMPT
         if (
-            count > step.rung.num_reqs
-            or step.states[0] != hidden_states.data_ptr()
+            spec_decode_metadata is None
             or scheduler_output.total_num_scheduled_tokens != count * query_len
             or spec_decode_metadata.num_draft_tokens != [query_len - 1] * count
-            or runner.discard_request_mask.np[:count].any()
         ):
-            return None
+            return Reason.PROMPT if has_prompt(runner.input_batch, count) else Reason.FEWER_DRAFTS
+        if count * query_len > max(self._graphs):
+            return Reason.LARGER_BATCH
+        step = self._graphs.get(hidden_states.shape[0])
+        if step is None or count > step.rung.num_reqs or step.states[0] != hidden_states.data_ptr():
+            return Reason.NO_FULL_GRAPH
         return step
 
-    def _kind_of_batch(self, step: PhaseGraphs, scheduler_output: Any) -> Sampling | None:
-        """How the batch is sampled; None where no graph of `step` does it."""
+    def _kind_of_batch(self, step: PhaseGraphs, scheduler_output: Any) -> Sampling | Reason:
+        """How the batch is sampled; or why no graph of `step` does it."""
         runner = self._runner
         metadata = runner.input_batch.sampling_metadata
         # vLLM makes it anew where requests come, go or move.
         if metadata is not self._judged:
             self._judged, self._judgement = metadata, self._judge(metadata)
         kind = self._judgement
+        if kind is None:
+            grammar = scheduler_output.has_structured_output_requests
+            return Reason.STRUCTURED_OUTPUT if grammar else Reason.SAMPLING_PARAMETERS
         probs = getattr(runner, "_draft_probs", None)
         if kind is Sampling.RANDOM and probs is not None:
             if runner._draft_prob_req_ids != runner.input_batch.req_ids:
-                return None
+                return Reason.REQUESTS_CHANGED
             kind = Sampling.RANDOM_OF_DRAWN
-        return kind if kind in step.sampling and _are_drafts(runner, scheduler_output) else None
+        if kind not in step.sampling:
+            return Reason.NOT_CAPTURED
+        return kind if _are_drafts(runner, scheduler_output) else Reason.REQUESTS_CHANGED
 
     def _judge(self, metadata: Any) -> Sampling | None:
         """How a batch of this `SamplingMetadata` is sampled; None where a request asks for more than temperature."""
@@ -323,17 +343,21 @@ class DraftPhase(Companion):
             return None
         return Sampling.GREEDY if metadata.all_greedy else Sampling.RANDOM
 
-    def _drafts(self, step: PhaseGraphs, scheduler_output: Any, states: TargetStates, metadata: Any) -> bool:
-        """Whether the drafting graph of `step` does what vLLM would do."""
+    def _against(self, step: PhaseGraphs, scheduler_output: Any, states: TargetStates, metadata: Any) -> Reason | None:
+        """Why the drafting graph of `step` would not do what vLLM does; None where it does."""
         proposer = self._runner.drafter
         wanted = getattr(scheduler_output, "num_spec_tokens_to_schedule", None)
         if wanted not in (None, step.rung.query_len - 1):
-            return False
-        if step.states != states.addresses() or step.inputs != input_addresses(metadata):
-            return False
-        context = getattr(proposer, "draft_context", None)
+            return Reason.FEWER_DRAFTS
         assert self._draft_graphs is not None
-        return bool(self._draft_graphs.may_replay(metadata) and (context is None or context.keep_fused_in_place()))
+        if (
+            step.states != states.addresses()
+            or step.inputs != input_addresses(metadata)
+            or not self._draft_graphs.may_replay(metadata)
+        ):
+            return Reason.MOVED
+        context = getattr(proposer, "draft_context", None)
+        return None if context is None or context.keep_fused_in_place() else Reason.NOT_CAPTURED
 
 
 def _are_drafts(runner: Any, scheduler_output: Any) -> bool:

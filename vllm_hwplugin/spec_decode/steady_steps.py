@@ -25,9 +25,10 @@ from vllm.distributed.parallel_state import graph_capture
 from vllm_hwplugin import record
 from vllm_hwplugin.fallback import stays_stock
 from vllm_hwplugin.features import V1_STEP_INPUTS
-from vllm_hwplugin.spec_decode.decode_batch import MAX_NUM_REQS
+from vllm_hwplugin.spec_decode.decode_batch import MAX_NUM_REQS, has_prompt
 from vllm_hwplugin.spec_decode.graph_recording import attempt, record_graph
 from vllm_hwplugin.spec_decode.steady_obstacles import metadata_obstacle, obstacle
+from vllm_hwplugin.spec_decode.step_counts import Reason, StepCounts
 
 _STOCK: Final = "vLLM prepares every step"
 
@@ -104,6 +105,7 @@ class StepInputs:
 
     def __init__(self, runner: Any):
         self._runner = runner
+        self._step_counts = StepCounts(V1_STEP_INPUTS, "inputs")
         self._forget()
 
     def _forget(self) -> None:
@@ -268,12 +270,16 @@ class StepInputs:
             scheduled: the step's `SchedulerOutput`.
             num_scheduled_tokens: [number of requests], int32.
         """
-        uniform = self._is_uniform(scheduled, num_scheduled_tokens)
-        self._step = self._graph_for(scheduled) if uniform and self._kept is not None else None
-        if self._step is None:
+        mixed = self._not_uniform(scheduled, num_scheduled_tokens)
+        found = mixed or self._graph_for(scheduled)
+        if isinstance(found, Reason):
+            self._step_counts.missed(found)
+            self._step = None
             made: tuple[Any, ...] = self._runner._prepare_inputs(scheduled, num_scheduled_tokens)
-            self._kept = self._keep(made) if uniform else None
+            self._kept = self._keep(made) if mixed is None else None
             return made
+        self._step_counts.served()
+        self._step = found
         assert self._kept is not None
         self._runner.query_start_loc.np[:] = self._kept.starts
         if any(blocks is not None for blocks in scheduled.scheduled_cached_reqs.new_block_ids):
@@ -310,17 +316,20 @@ class StepInputs:
 
     # -- which steps --------------------------------------------------------------------------------------------------
 
-    def _is_uniform(self, scheduled: Any, num_scheduled_tokens: np.ndarray) -> bool:
-        """Whether each request has one token and all its drafts, and there is a graph for so many."""
+    def _not_uniform(self, scheduled: Any, num_scheduled_tokens: np.ndarray) -> Reason | None:
+        """Why not each request has one token and all its drafts, or there is no graph for so many; else None."""
+        if not self._graphs:
+            return Reason.NOT_CAPTURED
         count, query_len = len(num_scheduled_tokens), self._query_len
         drafts = scheduled.scheduled_spec_decode_tokens
-        return (
-            count in self._graphs
-            and scheduled.total_num_scheduled_tokens == count * query_len
-            and len(drafts) == count
-            and all(len(one) == query_len - 1 for one in drafts.values())
-            and bool((num_scheduled_tokens == query_len).all())
-        )
+        if (
+            scheduled.total_num_scheduled_tokens != count * query_len
+            or len(drafts) != count
+            or any(len(one) != query_len - 1 for one in drafts.values())
+            or (num_scheduled_tokens != query_len).any()
+        ):
+            return Reason.PROMPT if has_prompt(self._runner.input_batch, count) else Reason.FEWER_DRAFTS
+        return None if count in self._graphs else Reason.LARGER_BATCH
 
     def _keep(self, made: tuple[Any, ...]) -> _Kept | None:
         """Keep what vLLM has prepared for a uniform batch; None where it is not all that a later step needs."""
@@ -338,26 +347,27 @@ class StepInputs:
         starts = runner.query_start_loc.np.copy()
         return _Kept(list(runner.input_batch.req_ids), starts, (logits_indices, kept, *others))
 
-    def _graph_for(self, scheduled: Any) -> _Recorded | None:
-        """The graph that prepares this uniform batch; None where it is not the step before's, one step on."""
+    def _graph_for(self, scheduled: Any) -> _Recorded | Reason:
+        """The graph that prepares this uniform batch; or why it is not the step before's, one step on."""
         runner, batch = self._runner, self._runner.input_batch
-        assert self._kept is not None
+        if self._kept is None:
+            return Reason.STEP_BEFORE
         if (
             batch.req_ids != self._kept.req_ids
             or scheduled.scheduled_new_reqs
             or scheduled.scheduled_cached_reqs.resumed_req_ids
         ):
-            return None
+            return Reason.REQUESTS_CHANGED
         num_reqs = len(batch.req_ids)
         if runner.use_async_spec_decode and not self._has_drafted(num_reqs):
-            return None
+            return Reason.STEP_BEFORE
         lengths = runner.optimistic_seq_lens_cpu.numpy()[:num_reqs]
         np.add(batch.num_computed_tokens_cpu[:num_reqs], self._query_len, out=lengths)
         self._max_seq_len = int(lengths.max())
         known = [runner.requests[req_id].num_tokens for req_id in batch.req_ids]
         if (lengths < known).any():
             # What is sampled for such a request is thrown away.
-            return None
+            return Reason.PROMPT
         return self._graphs[num_reqs]
 
     def _has_drafted(self, num_reqs: int) -> bool:
