@@ -136,7 +136,12 @@ class Modules:
             return self._stand_ins[item]
         if name in self._given and not hasattr(found, item):
             raise ImportError(f"{name} is given {sorted(vars(found))}, without {item}")
-        return getattr(found, item) if hasattr(found, item) else type(item, (NotThere,), {})
+        if hasattr(found, item):
+            return getattr(found, item)
+        path = f"{name}.{item}".replace(".", "/")
+        if f"{name}.".startswith(self._own) and self._text(f"{path}.py") is not None:
+            return self.load(f"{name}.{item}")
+        return type(item, (NotThere,), {})
 
 
 def texts(tree: Any, **choices: str) -> Callable[[str], str | None]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, ClassVar
 
@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language
 from torch.utils._python_dispatch import _disable_current_modes
+from vllm.model_executor.offloader.base import NoopOffloader
 
 from ..recorded_graph import Recording
 from ..released import Modules, NotThere, texts
@@ -47,9 +48,9 @@ class Launches:
         return self._kernel(*args, **kwargs)
 
 
-def jit(function: Any = None, **options: Any) -> Any:
+def jit(function: Any = None, *, make: Any = triton.jit, **options: Any) -> Any:
     """`triton.jit`."""
-    return partial(jit, **options) if function is None else Launches(triton.jit(function, **options))
+    return partial(jit, make=make, **options) if function is None else Launches(make(function, **options))
 
 
 class Graph:
@@ -58,6 +59,16 @@ class Graph:
     capturing: ClassVar[Recording | None] = None
     #: The graphs that were replayed, in order.
     replayed: ClassVar[list[Graph]] = []
+
+    def capture_begin(self, pool: Any = None) -> None:
+        assert Graph.capturing is None
+        Graph.capturing = Recording()
+        Graph.capturing.__enter__()
+
+    def capture_end(self) -> None:
+        assert Graph.capturing is not None
+        Graph.capturing.__exit__(None, None, None)
+        self.operations, Graph.capturing = Graph.capturing.operations, None
 
     def replay(self) -> None:
         Graph.replayed.append(self)
@@ -73,14 +84,11 @@ class Graph:
 @contextlib.contextmanager
 def capture(graph: Graph, pool: Any = None, stream: Any = None) -> Iterator[None]:
     """`torch.cuda.graph`."""
-    assert Graph.capturing is None
-    Graph.capturing = Recording()
+    graph.capture_begin(pool)
     try:
-        with Graph.capturing:
-            yield
-        graph.operations = Graph.capturing.operations
+        yield
     finally:
-        Graph.capturing = None
+        graph.capture_end()
 
 
 @contextlib.contextmanager
@@ -120,10 +128,12 @@ STAND_INS: dict[str, Any] = {
     "graph_capture": lambda device: contextlib.nullcontext(),
     "is_global_first_rank": lambda: False,
     "get_pp_group": lambda: types.SimpleNamespace(is_first_rank=True, is_last_rank=True),
-    "get_offloader": lambda: types.SimpleNamespace(sync_prev_onload=lambda: None, join_after_forward=lambda: None),
+    "get_offloader": NoopOffloader,
     "is_breakable_cudagraph_enabled": lambda: False,
     "set_graph_pool_id": lambda pool: None,
-    "current_platform": types.SimpleNamespace(get_global_graph_pool=object, device_type="cpu"),
+    "current_platform": types.SimpleNamespace(
+        get_global_graph_pool=object, device_type="cpu", is_rocm=lambda: False, is_xpu=lambda: False
+    ),
     "MULTIMODAL_REGISTRY": types.SimpleNamespace(supports_multimodal_inputs=lambda config: False),
     # Triton's own functions, which its kernel calls, were made before the interpreter was asked for.
     "gumbel_sample": best_token,
@@ -141,18 +151,28 @@ class ReleasedModules(Modules):
 
     Args:
         tree: its text.
+        more: to stand in for, beside `STAND_INS`.
+        language: of kernels, with `jit` to make them.
         choices: gate -> value; by default every feature is on.
     """
 
-    def __init__(self, tree: Any, **choices: str) -> None:
+    def __init__(
+        self,
+        tree: Any,
+        more: Mapping[str, Any] = types.MappingProxyType({}),
+        *,
+        language: Any = triton.language,
+        jit: Any = jit,
+        **choices: str,
+    ) -> None:
         triton_utils = {
-            "tl": triton.language,
+            "tl": language,
             "tldevice": NotThere,
             "triton": types.SimpleNamespace(**{**vars(triton), "jit": jit}),
             "HAS_TRITON": True,
         }
         given = {"vllm.triton_utils": triton_utils}
-        super().__init__(texts(tree, **choices), (RUNNER,), given=given, stand_ins=STAND_INS)
+        super().__init__(texts(tree, **choices), (RUNNER,), given=given, stand_ins={**STAND_INS, **more})
 
     def __call__(self, name: str) -> types.ModuleType:
         """`modules("block_table")`: one below `vllm.v1.worker.gpu`."""

@@ -413,7 +413,8 @@ class TailGraphs:
         ):
             return Reason.NO_FULL_GRAPH
         rows, held = batch.idx_mapping_np, self.held
-        if held is not None and batch.req_ids == held.req_ids and np.array_equal(rows, held.rows):
+        # A request that gets another row is prefilled in its next step, which ends what is held.
+        if held is not None and batch.req_ids == held.req_ids:
             return found
         if not self._plain[rows].all():
             return Reason.SAMPLING_PARAMETERS
