@@ -168,6 +168,7 @@ REAL = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("early", [False, True], ids=["imported afterwards", "imported before"])
 def test_real_modules_run_what_their_source_says(real: Path, tmp_path: Path, early: bool) -> None:
     paths = run(f"EARLY = {early}\n" + textwrap.dedent(REAL), tmp_path / "cache").split()
@@ -175,6 +176,7 @@ def test_real_modules_run_what_their_source_says(real: Path, tmp_path: Path, ear
     assert all((real.parent / path).is_file() for path in paths)
 
 
+@pytest.mark.slow
 def test_real_files_are_not_touched(real: Path, tmp_path: Path) -> None:
     code = """
         import importlib, sys

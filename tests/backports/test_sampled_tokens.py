@@ -17,6 +17,9 @@ from vllm_hwplugin.patching import SUPPORTED
 
 from .samplers import sample, texts_of
 
+#: Triton compiles these kernels, or interprets them.
+pytestmark = pytest.mark.slow
+
 BEFORE_24 = SUPPORTED[: SUPPORTED.index("0.24.0")]
 BEFORE_28 = SUPPORTED[: SUPPORTED.index("0.28.0")]
 

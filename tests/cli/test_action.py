@@ -74,6 +74,7 @@ def act(repository: Path, server: PackageServer, **inputs: str) -> tuple[int, di
     return done.returncode, json.loads(report.read_text()) if report.exists() else None, text
 
 
+@pytest.mark.slow
 def test_the_action_is_green_until_a_release_comes_that_does_not_fit(
     repository: Path, server: PackageServer, write_wheel: Callable[..., Path]
 ) -> None:

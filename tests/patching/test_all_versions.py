@@ -23,6 +23,9 @@ from vllm_hwplugin.patching import (
     render_diff,
 )
 
+from ..conftest import versions
+
+every_version = pytest.mark.parametrize("version", versions("vllm/"))
 EXPECTED = {Status.APPLIES, Status.UPSTREAM, Status.NOT_NEEDED}
 
 
@@ -31,7 +34,7 @@ def catalog() -> Catalog:
     return load_catalog()
 
 
-@pytest.mark.parametrize("version", SUPPORTED)
+@every_version
 def test_every_feature_has_a_good_verdict(vllm_tree: Callable[[str], Source], catalog: Catalog, version: str) -> None:
     source = vllm_tree(version)
     judged, conflicts = evaluate_together(catalog, source)
@@ -40,6 +43,7 @@ def test_every_feature_has_a_good_verdict(vllm_tree: Callable[[str], Source], ca
     assert conflicts == []
 
 
+@pytest.mark.slow
 def test_every_variant_still_changes_something(vllm_tree: Callable[[str], Source], catalog: Catalog) -> None:
     """One that is upstream, or not needed, wherever it was written for has become dead text."""
     for feature in catalog.features:
@@ -49,7 +53,7 @@ def test_every_variant_still_changes_something(vllm_tree: Callable[[str], Source
             assert Status.APPLIES in found, f"{feature.id}: {variant.versions}"
 
 
-@pytest.mark.parametrize("version", SUPPORTED)
+@every_version
 def test_the_plan_is_whole_and_compiles(vllm_tree: Callable[[str], Source], catalog: Catalog, version: str) -> None:
     source = vllm_tree(version)
     plan = make_plan(catalog, source, {feature.gate: "on" for feature in catalog.features})
@@ -64,7 +68,7 @@ def test_the_plan_is_whole_and_compiles(vllm_tree: Callable[[str], Source], cata
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
-@pytest.mark.parametrize("version", SUPPORTED)
+@every_version
 def test_git_makes_the_same_text(
     vllm_tree: Callable[[str], Source], catalog: Catalog, version: str, tmp_path: Path
 ) -> None:
