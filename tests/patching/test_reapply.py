@@ -117,19 +117,19 @@ class Live:
     def apply(self, *replacements: tuple[str, str]) -> Callable[[], None]:
         return plan_module(self.module, self.copy(*replacements), str(self.path), TEXT).stage().commit()
 
-    def refused(self, *replacements: tuple[str, str]) -> str:
+    def refused(self, *replacements: tuple[str, str]) -> None:
         before = {name: value for name, value in vars(self.module).items() if name != "__builtins__"}
         codes = {name: value.__code__ for name, value in before.items() if isinstance(value, FunctionType)}
-        with pytest.raises(ReapplyRefused) as caught:
+        # Without its traceback, which holds the frames that held the object which was in the way.
+        refused = False
+        try:
             self.apply(*replacements)
+        except ReapplyRefused:
+            refused = True
+        assert refused
         assert {name: vars(self.module).get(name) for name in before} == before
         assert {name: vars(self.module)[name].__code__ for name in codes} == codes
-        text = str(caught.value)
-        assert "let vLLM load its plugins before that import" in text
-        # The traceback holds the frames that held the object which was in the way.
-        del caught
         gc.collect()
-        return text
 
 
 @pytest.fixture
@@ -265,15 +265,42 @@ def test_an_error_while_committing_leaves_nothing_changed(live: Live, monkeypatc
     assert live.module.__file__ == str(live.path)
 
 
-def test_a_closed_over_variable_more_is_refused(live: Live) -> None:
-    text = live.refused(
-        ('def plainly(self):\n        return "stock"', "def plainly(self):\n        return super().greet()")
-    )
-    assert "Runner.plainly closes over other variables than before (__class__)" in text
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('def plainly(self):\n        return "stock"', "def plainly(self):\n        return super().greet()"),
+        ("REGISTRY = []", "REGISTRY = [1]"),
+        ("import functools", "import functools\nimport there_is_no_such_module"),
+    ],
+    ids=["a variable more is closed over", "state", "an import that fails"],
+)
+def test_a_change_that_cannot_be_made_in_place_is_refused(live: Live, old: str, new: str) -> None:
+    live.refused((old, new))
 
 
-def test_changed_state_is_refused(live: Live) -> None:
-    assert "changes state at module level: REGISTRY = [1]" in live.refused(("REGISTRY = []", "REGISTRY = [1]"))
+PLAIN = ("    return value", "    return -value")
+OBSTACLES: dict[str, tuple[Callable[[ModuleType], object], tuple[str, str]]] = {
+    "another function": (lambda module: setattr(module, "plain", lambda value: value), PLAIN),
+    "a cached function": (lambda module: setattr(module, "plain", functools.lru_cache(vars(module)["plain"])), PLAIN),
+    "other defaults": (lambda module: setattr(vars(module)["plain"], "__defaults__", ("bound", "too")), PLAIN),
+    "another class": (
+        lambda module: setattr(module, "Runner", type("Other", (), {"greet": vars(module)["Runner"].greet})),
+        ('"stock " + super()', '"x" + super()'),
+    ),
+    "a name that is taken": (
+        lambda module: setattr(module, "fresh", 1),
+        ("class Parent:", "def fresh(): ...\n\n\nclass Parent:"),
+    ),
+    "an import under way": (lambda module: setattr(module.__spec__, "_initializing", True), PLAIN),
+}
+
+
+@pytest.mark.parametrize("obstacle", OBSTACLES)
+def test_a_module_that_is_not_what_its_text_says_is_refused(live: Live, obstacle: str) -> None:
+    make, edit = OBSTACLES[obstacle]
+    live.apply(edit)()
+    make(live.module)
+    live.refused(edit)
 
 
 def test_a_refusal_names_the_importers(live: Live) -> None:
@@ -282,45 +309,15 @@ def test_a_refusal_names_the_importers(live: Live) -> None:
     sys.modules["a_holder"] = holder
     try:
         assert importers_of(live.module) == ("a_holder",)
-        assert "was imported (by a_holder" in live.refused(("REGISTRY = []", "REGISTRY = [1]"))
+        with pytest.raises(ReapplyRefused, match="a_holder"):
+            live.apply(("REGISTRY = []", "REGISTRY = [1]"))
     finally:
         del sys.modules["a_holder"]
 
 
-def test_code_that_is_not_the_installed_text_is_refused(live: Live) -> None:
-    live.module.plain = lambda value: value  # type: ignore[attr-defined]
-    assert "is not what the installed file says" in live.refused(("    return value", "    return -value"))
-
-
-def test_defaults_that_are_not_the_installed_texts_are_refused(live: Live) -> None:
-    live.module.plain.__defaults__ = ("bound", "too")
-    assert "has other defaults than the installed file says" in live.refused(("    return value", "    return -value"))
-    assert live.module.plain.__defaults__ == ("bound", "too")
-
-
-def test_a_replaced_class_is_refused(live: Live) -> None:
-    live.module.Runner = type("Other", (), {})  # type: ignore[attr-defined]
-    assert "class Runner is not what the installed file says" in live.refused(('"stock " + super()', '"x" + super()'))
-
-
-def test_a_cached_or_jitted_replacement_is_refused(live: Live) -> None:
-    live.module.plain = functools.lru_cache(live.module.plain)  # type: ignore[attr-defined]
-    assert "is not what the installed file says" in live.refused(("    return value", "    return -value"))
-
-
-def test_a_new_name_that_exists_is_refused(live: Live) -> None:
-    live.module.fresh = 1  # type: ignore[attr-defined]
-    assert "exists already" in live.refused(("class Parent:", "def fresh(): ...\n\n\nclass Parent:"))
-
-
-def test_an_import_that_fails_is_refused(live: Live) -> None:
-    text = live.refused(("import functools", "import functools\nimport there_is_no_such_module"))
-    assert "ModuleNotFoundError" in text
-
-
 def test_a_living_closure_is_refused(live: Live) -> None:
     inner = live.module.make()
-    assert "make made" in live.refused(('return "stock"\n    return inner', 'return "patched"\n    return inner'))
+    live.refused(('return "stock"\n    return inner', 'return "patched"\n    return inner'))
     del inner
     live.apply(('return "stock"\n    return inner', 'return "patched"\n    return inner'))
     assert live.module.make()() == "patched"
@@ -329,13 +326,16 @@ def test_a_living_closure_is_refused(live: Live) -> None:
 def test_a_suspended_generator_is_refused(live: Live) -> None:
     running = live.module.count()
     next(running)
-    assert "generator" in live.refused(("yield 2", "yield 3"))
+    live.refused(("yield 2", "yield 3"))
+    del running
+    live.apply(("yield 2", "yield 3"))
+    assert list(live.module.count()) == [1, 3]
 
 
 def test_a_suspended_coroutine_is_refused(live: Live) -> None:
     waiting = live.module.later()
     edit = ('async def later():\n    return "stock"', 'async def later():\n    return "patched"')
-    assert "coroutine" in live.refused(edit)
+    live.refused(edit)
     assert asyncio.run(waiting) == "stock"
     live.apply(edit)
     assert asyncio.run(live.module.later()) == "patched"
@@ -349,12 +349,13 @@ def test_a_running_function_is_refused(live: Live) -> None:
     copy = live.overlay.place(patched_file(f"{NAME}.py", NAME, text.replace("Stock.", "Patched.")))
 
     def probe() -> None:
-        with pytest.raises(ReapplyRefused, match="plain is running right now"):
+        with pytest.raises(ReapplyRefused):
             plan_module(module, copy, str(live.path), text)
         seen.append("asked")
 
     module.plain(probe)
     assert seen == ["asked"]
+    plan_module(module, copy, str(live.path), text)
 
 
 def test_an_object_that_the_old_text_set_up_is_refused(live: Live) -> None:
@@ -363,7 +364,7 @@ def test_an_object_that_the_old_text_set_up_is_refused(live: Live) -> None:
 
     runner = Derived()
     edit = ("self.state = 1", "self.state = self.more = 1")
-    assert "an object of Runner exists" in live.refused(edit)
+    live.refused(edit)
     del runner
     live.apply(edit)
     assert Derived().more == 1
@@ -380,7 +381,7 @@ def test_an_object_of_a_compiled_class_is_refused(live: Live) -> None:
         patched_file(f"{NAME}.py", NAME, text.replace('"stock " + super()', '"patched " + super()'))
     )
     runner = module.Runner()
-    with pytest.raises(ReapplyRefused, match="an object of Runner exists"):
+    with pytest.raises(ReapplyRefused):
         plan_module(module, copy, str(live.path), text)
     del runner
     gc.collect()
@@ -401,12 +402,6 @@ def test_asking_who_imported_it_runs_no_code_of_others(live: Live) -> None:
         assert importers_of(live.module) == ()
     finally:
         del sys.modules["a_holder"]
-
-
-def test_a_module_that_is_being_imported_is_refused(live: Live) -> None:
-    assert live.module.__spec__ is not None
-    live.module.__spec__._initializing = True  # type: ignore[attr-defined]
-    assert "being imported right now" in live.refused(("    return value", "    return -value"))
 
 
 def test_postponed_annotations_stay_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
