@@ -15,6 +15,8 @@ from typing import Any
 
 import vllm_hwplugin
 
+from . import forks
+
 REPOSITORY = Path(vllm_hwplugin.__file__).parent.parent
 GATES = ("VLLM_HWPLUGIN_DRAFT_FULL_GRAPH", "VLLM_HWPLUGIN_DFLASH_CONTEXT_NORM", "VLLM_HWPLUGIN_DFLASH_FULL_GRAPH")
 
@@ -83,7 +85,7 @@ EDITS = {
 FORKS = """
 import json, os, traceback
 answers = {}
-for name, variables in json.loads(sys.argv[1]).items():
+for name, variables in environments.items():
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -199,10 +201,10 @@ class Project:
         return [sys.executable, *flags, "-c", "\n".join([prelude, *(textwrap.dedent(part) for part in code)])]
 
     def start(self, *code: str, flags: Sequence[str] = (), **variables: str) -> subprocess.CompletedProcess[str]:
-        environ = self.environ(**variables)
-        return subprocess.run(
-            self.command(*code, flags=flags), env=environ, capture_output=True, text=True, timeout=120
-        )
+        environ, command = self.environ(**variables), self.command(*code, flags=flags)
+        if not flags and not any(name.startswith("PYTHON") for name in variables):
+            return forks.start(command[-1], REPOSITORY, environ, timeout=120)
+        return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120)
 
     def run(self, *code: str, flags: Sequence[str] = (), **variables: str) -> str:
         """Run ``code`` in a fresh process that must succeed; returns what it printed."""
@@ -212,10 +214,8 @@ class Project:
 
     def outcomes(self, code: str, environments: Mapping[str, Mapping[str, str]]) -> dict[str, Any]:
         """What ``outcome()``, which ``code`` defines, returns under each of the named sets of variables."""
-        command = [*self.command(code, FORKS), json.dumps(environments)]
-        done = subprocess.run(command, env=self.environ(), capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, done.stderr
-        answers: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        done = self.run(f"environments = {dict(environments)!r}", code, FORKS)
+        answers: dict[str, Any] = json.loads(done.splitlines()[-1])
         for name, answer in answers.items():
             assert "failed" not in answer, f"{name}: {answer['failed']}"
         return answers
