@@ -15,7 +15,7 @@ import pytest
 from vllm_hwplugin.patching import Catalog, Hunk, Plan, Source, load_catalog, make_plan
 from vllm_hwplugin.patching._apply import split_lines
 
-EDITS_PER_MODULE = 100
+EDITS_PER_MODULE = 40
 NEW = "    edited = True  # in no file of vLLM\n"
 
 
