@@ -17,12 +17,13 @@ import torch
 from vllm.distributed.device_communicators.pynccl_allocator import set_graph_pool_id
 from vllm.distributed.parallel_state import get_tp_group, model_parallel_is_initialized
 
+from vllm_hwplugin.errors import HwpluginError
 from vllm_hwplugin.fallback import FeatureRequired, stays_stock
 
 logger = logging.getLogger("vllm.hwplugin")
 
 
-class RecordingFailed(RuntimeError):
+class RecordingFailed(HwpluginError, RuntimeError):
     """A recording that failed on a rank of tensor parallelism, as every rank knows."""
 
 
