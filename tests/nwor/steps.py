@@ -176,8 +176,8 @@ def assert_slots(step: Step) -> None:
 
 # The last tokens of these requests: 9 to 11 would be 3 of the second request, whose tokens are 5 to 8.
 REJECTED, REJECTED_TOKENS = [0, 2, 1, 3], [7, 8, 10, 12, 13, 14]
-#: By what was sampled: the prompt one token, then one accepted draft, none, and none.
-SAMPLED = [[7, -1, -1, -1], [7, 8, -1, -1], [7, -1, -1, -1], [7, -1, -1, -1]]
+#: By what was sampled: nothing of a piece of the prompt, then one accepted draft, none, and none.
+SAMPLED = [[-1, -1, -1, -1], [7, 8, -1, -1], [7, -1, -1, -1], [7, -1, -1, -1]]
 
 
 def by_number(device: str = "cpu") -> Rejected:

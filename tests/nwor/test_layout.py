@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import itertools
 import types
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
@@ -15,8 +18,11 @@ pytest.importorskip("vllm")
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec  # noqa: E402
 
 from vllm_hwplugin.nwor.layout import UnknownLayout, rows_of  # noqa: E402
+from vllm_hwplugin.nwor.reference import ReferenceRows  # noqa: E402
+from vllm_hwplugin.nwor.rows import Batch, Rejected  # noqa: E402
 
 from ..spec_decode.released import take  # noqa: E402
+from .steps import Layout  # noqa: E402
 
 BLOCKS, TOKENS, HEADS, SIZE = 7, 16, 2, 8
 BACKENDS = {
@@ -40,14 +46,14 @@ class Layer(torch.nn.Module):
         return self._backend
 
 
-def spec(**more: Any) -> Any:
-    return FullAttentionSpec(block_size=TOKENS, num_kv_heads=HEADS, head_size=SIZE, dtype=torch.float16, **more)
+def spec(tokens: int = TOKENS) -> Any:
+    return FullAttentionSpec(block_size=tokens, num_kv_heads=HEADS, head_size=SIZE, dtype=torch.float16)
 
 
-def config(groups: dict[str, Any]) -> Any:
+def config(groups: dict[str, Any], blocks: int = BLOCKS) -> Any:
     """One KV cache group for each spec, which names its layers."""
     return types.SimpleNamespace(
-        num_blocks=BLOCKS,
+        num_blocks=blocks,
         kv_cache_groups=[
             types.SimpleNamespace(layer_names=names.split(), kv_cache_spec=one) for names, one in groups.items()
         ],
@@ -126,3 +132,53 @@ def test_where_a_tokens_bytes_are_not_known_is_refused(backend: str, dtype: str,
     layer.isa = "amx"
     with pytest.raises(UnknownLayout, match=words):
         rows_of(config({"a": spec()}), {"a": layer}, dtype, [layer])
+
+
+#: A request: its tokens, of them drafts, and of these rejected.
+REQUESTS = st.integers(0, 4).flatmap(
+    lambda drafts: st.tuples(st.integers(1 if drafts == 0 else 1 + drafts, 5), st.just(drafts), st.integers(0, drafts))
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    groups=st.integers(1, 3),
+    layers=st.integers(1, 2),
+    tokens=st.sampled_from([1, 4, 16]),
+    order=st.sampled_from([(0, 1, 2, 3), (0, 2, 1, 3), (1, 0, 2, 3)]),
+    requests=st.lists(REQUESTS, min_size=1, max_size=5),
+    seed=st.integers(0, 99),
+)
+def test_kv_cache_groups_that_share_memory_have_slots_of_their_own(
+    groups: int, layers: int, tokens: int, order: tuple[int, ...], requests: list[tuple[int, int, int]], seed: int
+) -> None:
+    """A hybrid model's groups take turns in one tensor: vLLM gives each block to one of them."""
+    torch.manual_seed(seed)
+    ends = [*itertools.accumulate(length for length, _, _ in requests)]
+    blocks = 1 + -(-groups * ends[-1] // tokens)
+    layout = Layout((blocks, 2, tokens, 3), order, 0, 2, torch.int16)
+    tensors = [layout.make("cpu") for _ in range(layers)]
+    found = {
+        f"{group}.{one}": Layer(named("FLASH_ATTN"), tensors[one]) for one in range(layers) for group in range(groups)
+    }
+    specs = {" ".join(f"{group}.{one}" for one in range(layers)): spec(tokens) for group in range(groups)}
+    rows = rows_of(config(specs, blocks), found, "auto", found.values()).rows
+    slots = (torch.randperm((blocks - 1) * tokens) + tokens)[: groups * ends[-1]].view(groups, -1)
+    batch = Batch(torch.tensor([0, *ends], dtype=torch.int32), dict(enumerate(slots.clone())), len(requests), 4)
+    reference = ReferenceRows(rows, batch, keep=True)
+
+    def written(spared: set[int]) -> list[Any]:
+        after = [tensor.clone() for tensor in tensors]
+        for number, cache in enumerate(after):
+            by_slot = cache.movedim(2, 1)
+            for token in set(range(ends[-1])) - spared:
+                for group, slot in enumerate(slots[:, token].tolist()):
+                    by_slot[slot // tokens, slot % tokens] = 1 + token + 100 * group + 1000 * number
+        return after
+
+    expected = written({end - 1 - one for end, (_, _, out) in zip(ends, requests, strict=True) for one in range(out)})
+    reference.log(len(requests))
+    for tensor, content in zip(tensors, written(set()), strict=True):
+        tensor.copy_(content)
+    reference.restore(Rejected(num_rejected=torch.tensor([out for _, _, out in requests], dtype=torch.int32)))
+    assert all(torch.equal(*pair) for pair in zip(tensors, expected, strict=True))
