@@ -30,12 +30,17 @@ _numbers = itertools.count()
 @functools.cache
 def text_of(tree: Any, path: str, **choices: str) -> str:
     """The text of one module after all features were applied that `choices` (gate -> value) leaves on."""
-    plan = make_plan(load_catalog(version=tree.version), tree, {**WITHOUT_MODES, **choices})
-    assert plan.errors == ()
-    patched = plan.files.get(path)
+    patched = _plan_of(tree, **choices).files.get(path)
     text = patched.text if patched is not None else tree.read(path)
     assert text is not None, f"vLLM {tree.version} has no {path}"
     return text
+
+
+@functools.cache
+def _plan_of(tree: Any, **choices: str) -> Any:
+    plan = make_plan(load_catalog(version=tree.version), tree, {**WITHOUT_MODES, **choices})
+    assert plan.errors == ()
+    return plan
 
 
 def take(text: str, name: str, methods: Collection[str] | None = None, *, given: Mapping[str, Any]) -> Any:
