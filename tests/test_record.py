@@ -91,6 +91,8 @@ def test_an_unwritable_folder_is_no_error(tmp_path: Path) -> None:
 def test_a_forked_child_gets_a_record_of_its_own(tmp_path: Path) -> None:
     record.begin(record.new("1"), tmp_path)
     record.note("key", "from the parent")
+    record.settle_uses({}, engine=0)
+    record.keep_steps({"feature part": {"served": 1}})
     child = os.fork()
     if not child:
         record.adopt()
@@ -102,6 +104,10 @@ def test_a_forked_child_gets_a_record_of_its_own(tmp_path: Path) -> None:
     assert set(entries) == {os.getpid(), child}
     assert entries[child].ppid == os.getpid()
     assert entries[child].decisions == {"key": "from the parent"}
+    assert [(one.engine, one.steps) for one in (entries[os.getpid()], entries[child])] == [
+        (0, {"feature part": {"served": 1}}),
+        (None, {}),
+    ]
 
 
 def test_the_first_word_of_a_plain_fork_leaves_its_parents_record_alone(tmp_path: Path) -> None:

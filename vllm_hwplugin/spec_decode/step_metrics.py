@@ -46,10 +46,11 @@ class StepCounters:
         if self._workers is None:
             # The engines stand when a front end makes its metrics, so all that will ever be here is on record.
             family = records.family(records.read_all(), os.getpid())
-            self._workers = {one.engine: one.pid for one in family if one.engine is not None}
+            engines = self._labelvalues
+            self._workers = {engine: one.pid for one in family for engine in engines if one.engine == engine}
         for engine, pid in self._workers.items():
             entry = records.read_latest(pid)
-            if entry is not None and engine in self._labelvalues:
+            if entry is not None:
                 self._count(engine, entry.steps)
 
     def _count(self, engine: int, steps: Mapping[str, Mapping[str, int]]) -> None:
