@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -160,14 +160,12 @@ def test_a_feature_whose_module_cannot_be_swapped_is_refused_whole(project: Proj
     code = """
         import vllm.v1.beta
         record = install()
-        print({name: item["state"] for name, item in record.features.items()})
-        print(record.features["state"]["reason"])
+        print({name: item["state"] for name, item in record.features.items()} == states)
         import vllm.v1.pack as pack, vllm.v1.pack.inner as inner, vllm.v1.alpha as alpha
         assert (pack.name(), inner.VALUE, alpha.LIMIT, vllm.v1.beta.quadruple(1)) == ("stock pack", "inner", 3, 2)
         """
-    states, reason = project.run(code).splitlines()
-    assert json.loads(states.replace("'", '"')) == {"state": "refused", "other": "live", "needs": "refused"}
-    assert "LIMIT = 4" in reason
+    states = {"state": "refused", "other": "live", "needs": "refused"}
+    assert project.run(f"states = {states}", code) == "True\n"
 
 
 def test_verify_finds_and_repairs_a_module_that_another_finder_served(patched: Project) -> None:
@@ -183,16 +181,18 @@ def test_verify_finds_and_repairs_a_module_that_another_finder_served(patched: P
         print([c.state for c in verify(["made-up"])], alpha.double(2))
         import vllm.v1.pack
         print([c.state for c in verify()], vllm.v1.pack.name())
-        verify(["nonsense"])
+        try:
+            verify(["nonsense"])
+        except KeyError:
+            print("no such name")
         """
-    done = patched.start(code)
-    assert done.stdout.splitlines() == [
+    assert patched.run(code).splitlines() == [
         "['pending', 'pending']",
         "['stock']",
         "['re-applied', 'pending'] 6",
         "['re-applied', 'served'] patched pack",
+        "no such name",
     ]
-    assert "nonsense is neither a feature nor a patched module" in done.stderr
 
 
 def test_verify_with_force_refuses_what_cannot_be_repaired(project: Project) -> None:
@@ -202,11 +202,12 @@ def test_verify_with_force_refuses_what_cannot_be_repaired(project: Project) -> 
         install()
         sys.meta_path.insert(0, PathFinder)
         import vllm.v1.alpha
-        _runtime.verify(["state"])
+        try:
+            _runtime.verify(["state"])
+        except Exception as error:
+            print(type(error).__name__)
         """
-    done = project.start(code)
-    assert done.returncode != 0
-    assert "ReapplyRefused: vllm.v1.alpha was imported" in done.stderr
+    assert project.run(code) == "ReapplyRefused\n"
 
 
 def test_taking_it_back(patched: Project) -> None:
@@ -245,74 +246,71 @@ def test_gates_are_registered_when_vllm_comes_later(patched: Project) -> None:
     assert patched.run(code) == "True\n"
 
 
-def test_one_line_says_what_is_live(patched: Project) -> None:
-    code = """
-        import logging
-        logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s")
-        install()
-        """
-    lines = patched.start(code).stderr.splitlines()
-    assert len(lines) == 1
-    assert lines[0].startswith("INFO vllm.hwplugin vllm-hwplugin ")
-    assert "vllm 0.32.0 (parent): in force: made-up" in lines[0]
+def _age(project: Project) -> None:
+    project.write("vllm/_version.py", "__version__ = version = '0.99.0'\n")
 
 
-def test_an_unlisted_version_gets_nothing_and_one_warning(patched: Project) -> None:
-    patched.write("vllm/_version.py", "__version__ = version = '0.99.0'\n")
-    done = patched.start("print(install().live)", CHECK)
-    assert done.stdout.splitlines() == ["()", STOCK]
-    assert done.stderr.count("\n") == 1
-    assert "VLLM_HWPLUGIN_TRY_UNLISTED=1" in done.stderr
+def _drift(project: Project) -> None:
+    project.write("vllm/v1/alpha.py", project.read("vllm/v1/alpha.py").replace("value * 2", "value*2"))
 
 
-def test_a_drifted_feature_is_off_with_its_reason(patched: Project) -> None:
-    patched.write("vllm/v1/alpha.py", patched.read("vllm/v1/alpha.py").replace("value * 2", "value*2"))
-    done = patched.start("print(install().features['made-up']['state'])", CHECK)
-    assert done.stdout.splitlines() == ["refused", STOCK]
-    assert done.stderr.startswith("made-up is not live, vLLM runs stock there: ")
+def _spoil(project: Project) -> None:
+    (project.patches / "made-up" / "patch.toml").write_text("id = ")
 
 
-def test_what_would_be_no_python_is_off_and_the_rest_of_its_file_is_live(patched: Project) -> None:
-    patched.feature("broken", {"vllm/v1/alpha.py": [('return "same"', 'return ("same"')]}, gate=GATES[2])
-    patched.feature("later", {"vllm/v1/alpha.py": [("LIMIT = 3", "LIMIT = 4")]}, gate=GATES[1])
-    code = "print({name: item['state'] for name, item in install().features.items()})"
-    states = {"broken": "refused", "later": "live", "made-up": "live"}
-    # A second start finds byte code of all but the text that is not Python.
-    for _ in range(2):
-        assert patched.run(code, CHECK).splitlines() == [str(states), PATCHED]
-    done = patched.start("install()", CHECK, **{GATES[2]: "on"})
-    assert (done.returncode, "InstallError" in done.stderr) == (1, True)
+def _block_cache(project: Project) -> None:
+    project.cache.write_text("in the way")
+    (project.folder / "tmp").mkdir()
 
 
-def test_of_two_features_that_are_no_python_together_the_later_is_off(project: Project) -> None:
-    project.write("vllm/v1/alpha.py", "VALUES = dict(\n    a=1,\n    b=2,\n    c=3,\n)\n")
-    project.feature("one", {"vllm/v1/alpha.py": [("a=1", "x=1")]}, gate=GATES[0])
-    project.feature("other", {"vllm/v1/alpha.py": [("c=3", "x=3")]}, gate=GATES[1])
-    project.run("assert install().live == ('one',)\nimport vllm.v1.alpha as alpha\nassert alpha.VALUES['c'] == 3")
+NO_VLLM = "sys.path[:] = [entry for entry in sys.path if not Path(entry, 'vllm', '__init__.py').exists()]"
+NO_PLACE = "import tempfile; tempfile.tempdir = '/proc/nowhere'"
+LINES: dict[str, tuple[Callable[[Project], None], str, dict[str, str], list[str], str]] = {
+    "live": (lambda project: None, "", {}, ["INFO"], "live"),
+    "unlisted": (_age, "", {}, ["WARNING", "INFO"], "refused"),
+    "drifted": (_drift, "", {}, ["WARNING", "INFO"], "refused"),
+    "bad catalogue": (_spoil, "", {}, ["ERROR"], "error"),
+    "no vLLM": (lambda project: None, NO_VLLM, {}, ["ERROR"], "error"),
+    "a fault": (lambda project: None, "_runtime.make_plan = None", {}, ["ERROR"], "error"),
+    "second place": (_block_cache, "", {"TMPDIR": "tmp"}, ["WARNING", "INFO"], "live"),
+    "no place": (_block_cache, NO_PLACE, {}, ["ERROR"], "error"),
+    "misspelt": (lambda project: None, "", {"VLLM_HWPLUGIN_STRIKT": "1"}, ["WARNING", "INFO"], "live"),
+}
+SAID = """
+    import logging
+    levels = []
+    class Levels(logging.Handler):
+        def emit(self, entry):
+            assert "\\n" not in entry.getMessage()
+            levels.append(entry.levelname)
+    log = logging.getLogger("vllm.hwplugin")
+    log.addHandler(Levels())
+    log.setLevel(logging.INFO)
+    entry = install()
+    state = entry.features["made-up"]["state"] if entry.error is None else "error"
+    print(*sorted(levels, reverse=True), state)
+    """
 
 
-def test_what_was_compiled_once_is_not_compiled_at_a_later_start(patched: Project) -> None:
-    code = """
-        import builtins
-        compiled, real = [], compile
-        def counted(text, name, *more, **words):
-            compiled.append(str(name))
-            return real(text, name, *more, **words)
-        builtins.compile = counted
-        install()
-        print(len([name for name in compiled if "overlay" in name]))
-        """
-    assert [patched.run(code).strip() for _ in range(2)] == ["2", "0"]
+@pytest.mark.parametrize("case", LINES)
+def test_what_is_wrong_is_one_line_and_vllm_is_patched_whole_or_stock(patched: Project, case: str) -> None:
+    change, spoil, variables, levels, state = LINES[case]
+    change(patched)
+    variables = {name: str(patched.folder / raw) if name == "TMPDIR" else raw for name, raw in variables.items()}
+    # Where there is no vLLM, there is none to look at.
+    first, *printed = patched.run(spoil, SAID, *([CHECK] if case != "no vLLM" else []), **variables).splitlines()
+    assert first.split() == [*levels, state]
+    assert printed == ([PATCHED if state == "live" else STOCK] if case != "no vLLM" else [])
+    if case == "second place":
+        assert list(patched.folder.glob(f"tmp/vllm-hwplugin-{os.geteuid()}/overlay/*/alpha.py"))
 
 
 @pytest.mark.parametrize("variables", [{GATES[0]: "on"}, {"VLLM_HWPLUGIN_STRICT": "1"}])
 def test_a_required_feature_that_cannot_be_live_is_an_error(patched: Project, variables: dict[str, str]) -> None:
-    patched.write("vllm/v1/alpha.py", patched.read("vllm/v1/alpha.py").replace("value * 2", "value*2"))
+    _drift(patched)
     done = patched.start("install()", **variables)
     assert done.returncode != 0
-    last = done.stderr.splitlines()[-1]
-    assert "InstallError" in last
-    assert next(iter(variables)) in last
+    assert next(iter(variables)) in done.stderr.splitlines()[-1]
 
 
 def test_what_requires_a_feature_that_is_switched_off_is_off_without_a_word(project: Project) -> None:
@@ -322,9 +320,8 @@ def test_what_requires_a_feature_that_is_switched_off_is_off_without_a_word(proj
     done = project.start(code, **{GATES[0]: "off", "VLLM_HWPLUGIN_STRICT": "1"})
     assert (done.stdout, done.stderr) == ("{'base': 'off', 'needs': 'off'}\n", "")
     done = project.start(code, **{GATES[0]: "off", GATES[1]: "on"})
-    last = done.stderr.splitlines()[-1]
-    assert f"InstallError: {GATES[1]}=on, but needs can't be live" in last
-    assert f"{GATES[0]}=off" in last
+    assert done.returncode != 0
+    assert all(gate in done.stderr.splitlines()[-1] for gate in GATES[:2])
 
 
 def test_a_file_that_cannot_be_read_is_named_and_takes_its_own_features_alone(project: Project) -> None:
@@ -336,7 +333,7 @@ def test_a_file_that_cannot_be_read_is_named_and_takes_its_own_features_alone(pr
     done = project.start("print(install().live)", CHECK)
     assert done.stdout.splitlines() == ["('other',)", "4 2 2 stock pack"]
     (line,) = done.stderr.splitlines()
-    assert f"{project.site / 'vllm/v1/alpha.py'} cannot be read" in line
+    assert str(project.site / "vllm/v1/alpha.py") in line
 
 
 def test_on_an_unlisted_version_each_feature_says_why_it_is_not_live(project: Project) -> None:
@@ -347,7 +344,6 @@ def test_on_an_unlisted_version_each_feature_says_why_it_is_not_live(project: Pr
     done = project.start("print(install().live)", VLLM_HWPLUGIN_TRY_UNLISTED="1")
     assert done.stdout == "('made-up',)\n"
     _, line = done.stderr.splitlines()
-    assert line.startswith("other is not live")
     assert "vllm/v1/beta.py" in line
 
 
@@ -361,7 +357,7 @@ def test_a_required_feature_whose_module_cannot_be_swapped_is_an_error(project: 
             assert not [f for f in sys.meta_path if type(f).__name__ == "CopyFinder"]
         """
     done = project.start(code, **{GATES[0]: "on"})
-    assert f"InstallError: {GATES[0]}=on, but state can't be live" in done.stderr
+    assert "InstallError" in done.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
@@ -381,67 +377,7 @@ def test_a_required_feature_whose_module_cannot_be_swapped_is_an_error(project: 
 def test_a_bad_gate_value_is_one_clear_line(patched: Project, variables: dict[str, str], raises: bool) -> None:
     done = patched.start("print(install().error)", CHECK, **variables)
     assert (done.returncode != 0) == raises
-    assert "good values" in done.stderr.splitlines()[-1]
+    assert "GateError" in done.stderr if raises else next(iter(variables)) in done.stderr
     if not raises:
         assert done.stdout.splitlines()[-1] == STOCK
         assert len(done.stderr.splitlines()) == 1
-
-
-def test_a_bad_catalogue_is_one_clear_line(patched: Project) -> None:
-    (patched.patches / "made-up" / "patch.toml").write_text("id = ")
-    code = """
-        from pathlib import Path
-        from vllm_hwplugin.patching import _runtime as r, _catalog as c
-        folder, load = Path(sys.argv[1]), c.load_catalog
-        r.load_catalog = lambda **_: load(folder)
-        print(r.install().error is not None)
-        """
-    command = [*patched.command(code), str(patched.patches)]
-    done = subprocess.run(command, env=patched.environ(), capture_output=True, text=True)
-    assert done.stdout == "True\n", done.stderr
-    assert len(done.stderr.splitlines()) == 1
-    assert "patch.toml" in done.stderr
-
-
-def test_no_vllm_is_one_clear_line(patched: Project) -> None:
-    code = """
-        sys.path[:] = [entry for entry in sys.path if not Path(entry, "vllm", "__init__.py").exists()]
-        print(install().error)
-        """
-    done = patched.start(code)
-    assert "install one next to vllm-hwplugin" in done.stdout
-    assert len(done.stderr.splitlines()) == 1
-
-
-def test_an_error_of_the_plugin_itself_leaves_vllm_stock_and_shows_where(patched: Project) -> None:
-    done = patched.start("_runtime.make_plan = None\nprint(install().error)", CHECK)
-    assert done.stdout.splitlines()[1] == STOCK
-    assert "Traceback" in done.stderr
-    assert "TypeError" in done.stderr
-
-
-def test_an_unwritable_cache_is_one_warning_and_the_feature_is_live(patched: Project, tmp_path: Path) -> None:
-    patched.cache.write_text("in the way")
-    (tmp_path / "tmp").mkdir()
-    done = patched.start("install()", CHECK, TMPDIR=str(tmp_path / "tmp"))
-    assert done.stdout.strip() == PATCHED
-    assert len(done.stderr.splitlines()) == 1
-    assert str(patched.cache) in done.stderr
-    assert list(tmp_path.glob(f"tmp/vllm-hwplugin-{os.geteuid()}/overlay/*/alpha.py"))
-
-
-def test_no_writable_place_at_all_leaves_vllm_stock(patched: Project) -> None:
-    patched.cache.write_text("in the way")
-    code = """
-        import tempfile
-        tempfile.tempdir = "/proc/nowhere"
-        print(install().error)
-        """
-    done = patched.start(code, CHECK)
-    assert "set VLLM_HWPLUGIN_CACHE_DIR" in done.stdout.splitlines()[0]
-    assert done.stdout.splitlines()[1] == STOCK
-
-
-def test_a_spelling_mistake_is_pointed_out(patched: Project) -> None:
-    done = patched.start("install()", VLLM_HWPLUGIN_STRIKT="1")
-    assert "did you mean VLLM_HWPLUGIN_STRICT" in done.stderr
