@@ -341,7 +341,7 @@ TOML = "fix/patch.toml"
 MALFORMED: dict[str, tuple[str, Callable[[str], str]]] = {
     "nested too deep": (TOML, lambda text: text + "x = " + "[" * 5000 + "]" * 5000),
     "a number too long": ("catalogue.toml", lambda text: text + "x = " + "9" * 5000),
-    "a key too long": (TOML, lambda text: text + ".".join("a" * 20000) + " = 1\n"),
+    "a key too long": (TOML, lambda text: text + ".".join("a" * 100000) + " = 1\n"),
     "a name with a zero byte": (TOML, lambda text: text.replace("edit.diff", "a\\u0000.diff")),
     "the gate HOME": (TOML, lambda text: 'gate = "HOME"\n' + text),
 }
