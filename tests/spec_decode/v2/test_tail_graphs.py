@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from packaging.version import Version
 
@@ -17,9 +19,11 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.spec_decode import utils
 
 from vllm_hwplugin import record
+from vllm_hwplugin.spec_decode.decode_batch import Rung
 from vllm_hwplugin.spec_decode.fused_weights import FusedWeights, Parameters
 from vllm_hwplugin.spec_decode.v2 import tail_graphs
-from vllm_hwplugin.spec_decode.v2.tail_graphs import TailGraphs
+from vllm_hwplugin.spec_decode.v2.tail_batch import Sampling
+from vllm_hwplugin.spec_decode.v2.tail_graphs import TailGraphs, _Graphs
 from vllm_hwplugin.versions import SUPPORTED
 
 from ..released import Modules, texts
@@ -56,6 +60,7 @@ def test_fused_weights_that_do_not_fit_leave_the_step_to_vllm(monkeypatch: pytes
     assert graphs.sample(HIDDEN, SimpleNamespace(num_reqs=1), None) == "vLLM's"
     assert graphs.held is None
     assert forgotten == ["inputs"]
+    assert graphs._sampling.outcomes() == {"not_captured": 1}
     assert noted == [("v2-tail-graph", False, "the draft model's fused has another shape or type than at capture")]
 
 
@@ -160,3 +165,78 @@ def test_graphs_are_of_shapes_whose_states_the_target_keeps(
     monkeypatch.setattr(graphs, "_capture_rung", record_rung)
     graphs.capture()
     assert recorded == ([most] if most else [])
+
+
+@dataclasses.dataclass
+class Output:
+    """What is replaced of vLLM's `SamplerOutput`."""
+
+    sampled_token_ids: Any = None
+    num_sampled: Any = None
+    num_rejected: Any = None
+
+
+def test_each_step_is_counted_and_what_was_in_its_way() -> None:
+    """Sampling and drafting, in graphs of one request and of three."""
+    width, rows = 4, np.zeros(3)
+    states = SimpleNamespace(free_indices=[3])
+    parameters = {"temperature": rows, "top_k": rows + 9, "top_p": rows + 1}
+    runner = SimpleNamespace(
+        max_num_reqs=4,
+        decode_query_len=width,
+        sample=lambda *_: None,
+        cudagraph_manager=SimpleNamespace(hidden_states=HIDDEN, use_aux_hidden_state_outputs=False),
+        sampler=SimpleNamespace(
+            sampling_states=SimpleNamespace(
+                vocab_size=9, **{name: SimpleNamespace(np=values) for name, values in parameters.items()}
+            )
+        ),
+        speculator=SimpleNamespace(
+            num_speculative_steps=width - 1, draft_tokens=torch.zeros(4, width - 1), propose=lambda *_, **__: None
+        ),
+        req_states=states,
+        main_stream=SimpleNamespace(wait_stream=lambda _: None),
+        output_copy_stream=None,
+    )
+    graphs = TailGraphs(runner)
+    graphs._plain[:] = True
+    graph: Any = SimpleNamespace(replay=lambda: None)
+    one, three = (_Graphs(Rung(size, width), {Sampling.PLAIN: graph}, graph) for size in (1, 3))
+    graphs._served = {1: one, 2: three, 3: three}
+    kept = SimpleNamespace(sampled_token_ids=torch.zeros(4, width), num_sampled=rows, num_rejected=rows)
+    graphs._buffers = SimpleNamespace(write=lambda *_: None, outputs=kept)  # type: ignore[assignment]
+    graphs._output = Output()
+
+    def step(count: int, *, grammar: Any = None, hidden: Any = HIDDEN, wanted: int = width - 1, **changed: Any) -> None:
+        usual = {
+            "num_reqs": count,
+            "num_tokens": count * width,
+            "num_tokens_after_padding": width if count == 1 else 3 * width,
+            "num_draft_tokens": count * (width - 1),
+            "has_structured_output_reqs": False,
+            "is_prefilling_np": np.zeros(count, dtype=bool),
+            "idx_mapping_np": np.arange(count),
+            "req_ids": [str(row) for row in range(count)],
+        }
+        batch = SimpleNamespace(**usual | changed)
+        graphs.sample(hidden, batch, grammar)
+        graphs.propose(batch, num_speculative_tokens=wanted)
+
+    step(2)
+    step(2)
+    step(1, wanted=1)
+    step(2, is_prefilling_np=np.array([False, True]), num_draft_tokens=3)
+    step(2, num_tokens=7, num_draft_tokens=5)
+    step(4)
+    step(2, num_tokens_after_padding=8)
+    step(2, hidden=OTHER)
+    step(2, grammar=object())
+    step(2, has_structured_output_reqs=True)
+    states.free_indices = []
+    step(2)
+    graphs._plain[1] = False
+    step(2)
+    missed = {"prompt": 1, "larger_batch": 1, "no_full_graph": 2, "structured_output": 2, "no_free_row": 1}
+    missed |= {"sampling_parameters": 1}
+    assert graphs._sampling.outcomes() == {"served": 3, "fewer_drafts": 1, **missed}
+    assert graphs._drafting.outcomes() == {"served": 2, "fewer_drafts": 2, **missed}
