@@ -6,9 +6,9 @@ own `gpu_memory_utilization`, `max_num_seqs` and capture sizes. What is compared
 and the blocks of its KV cache. The shapes are those of `vllm-hwplugin bench`, with dummy weights.
 
 A side has caches of its own for compiled code. They are filled by a first start of all sides at the same time, with a
-small KV cache each: so its seconds say what a first start takes beside others. A second such start is not measured: it
-fills what vLLM compiles elsewhere once it finds a compiled graph. Then each side starts alone on the device, all in
-turn, `--rounds` times.
+small KV cache each: so its seconds say what a first start takes beside others. More such starts, if `--fills` asks for
+them, are not measured: they fill what vLLM compiles elsewhere once it finds a compiled graph. Then each side starts
+alone on the device, all in turn, `--rounds` times.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--case", action="append", metavar="METHOD:K", help="default: eagle3:3 and dflash:15")
     parser.add_argument("--side", action="append", help=f"default: {', '.join(bench.ALL_SIDES)}")
     parser.add_argument("--rounds", type=int, default=1, help="starts of each side, alone on the device")
+    parser.add_argument("--fills", type=int, default=2, help="starts of all sides at the same time before that")
     parser.add_argument("--json", type=Path, required=True)
     asked = parser.parse_args(arguments)
     host = bench.detect_host()
@@ -70,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "format": FORMAT,
         **bench.provenance(),
         "host": dataclasses.asdict(host),
-        "settings": {"shape": asked.shape, "rounds": asked.rounds, "sides": sides},
+        "settings": {"shape": asked.shape, "rounds": asked.rounds, "fills": asked.fills, "sides": sides},
         "cases": [],
     }
     with tempfile.TemporaryDirectory(prefix="engine-starts-") as folder:
@@ -83,7 +84,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for side in sides
         }
         first = _together(jobs)
-        _together(jobs)
+        for _ in range(asked.fills - 1):
+            _together(jobs)
+        for key, outcome in first.items():
+            print(f"{jobs[key].label}, first: {_facts(outcome)}", flush=True)
         alone: dict[tuple[Case, str], list[Outcome]] = {key: [] for key in jobs}
         for _ in range(asked.rounds):
             for key, job in jobs.items():
