@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine of Model Runner V2 that stock vLLM starts starts with the plugin, whatever graphs it has or cannot have."""
+"""An engine that stock vLLM starts starts with the plugin, whatever graphs it has or cannot have."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 
 import pytest
 
@@ -13,47 +14,67 @@ from .loads import Engine, Load, Process, Run
 pytestmark = [pytest.mark.musa_sim, pytest.mark.engine]
 
 _FEW = [dataclasses.replace(one, at=0, params={**one.params, "max_tokens": 14}) for one in loads.two_alone()]
-_V2 = "vllm_hwplugin.spec_decode.v2"
-#: What each is for is said where it is looked at.
+_OURS = "vllm_hwplugin.spec_decode"
+
+
+def _load(*waits: str, graphs_of: Sequence[int] = (1, 2, 4, 6)) -> Load:
+    return Load(Engine("eagle3", graphs_of=graphs_of).on_musa(), _FEW, waits=[f"{_OURS}.{one}" for one in waits])
+
+
+#: By model runner. What each is for is said where it is looked at.
 ENGINES = {
-    "stock": Load(Engine("eagle3").on_musa(), _FEW),
-    "short sizes": Load(Engine("eagle3", graphs_of=(1, 2)).on_musa(), _FEW),
-    "no drafting": Load(Engine("eagle3").on_musa(), _FEW, waits=[f"{_V2}.tail_graphs:TailGraphs._draft"]),
-    "no inputs": Load(Engine("eagle3").on_musa(), _FEW, waits=[f"{_V2}.step_inputs:prepare_pos_seq_lens"]),
+    "V1": {
+        "no passes": _load("pass_graphs:PassGraphs._call_model"),
+        "no chain": _load("draft_loop:eagle_step_update_slot_mapping_and_metadata"),
+        "no phase": _load("phase_graphs:PhaseRecorder._count"),
+        "no inputs": _load("steady_steps:StepInputs._advance"),
+    },
+    "V2": {
+        "short sizes": _load(graphs_of=(1, 2)),
+        "no drafting": _load("v2.tail_graphs:TailGraphs._draft"),
+        "no inputs": _load("v2.step_inputs:prepare_pos_seq_lens"),
+    },
 }
 
 
 @pytest.fixture(scope="module")
-def runs(musa_host: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
-    folder = tmp_path_factory.mktemp("starts")
-    stock = Process(
-        {"stock": ENGINES["stock"]}, loads.musa(folder / "stock host", VLLM_HWPLUGIN="1", **loads.UNPATCHED)
-    )
-    # Gates as they are by default.
-    ours = Process({name: load for name, load in ENGINES.items() if name != "stock"}, loads.musa(folder / "host"))
-    found = loads.side_by_side({"stock": stock, "ours": ours}, folder)
-    return {**found["stock"], **found["ours"]}
+def runs(musa_host: None, tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Mapping[str, Run]]:
+    """By model runner: stock vLLM, and each engine with gates as they are by default."""
+    folder, processes = tmp_path_factory.mktemp("starts"), {}
+    for runner, engines in ENGINES.items():
+        chosen = {"VLLM_USE_V2_MODEL_RUNNER": str(int(runner == "V2"))}
+        stock = loads.musa(folder / f"stock host, {runner}", VLLM_HWPLUGIN="1", **loads.UNPATCHED, **chosen)
+        processes[f"stock {runner}"] = Process({"stock": _load()}, stock)
+        processes[runner] = Process(engines, loads.musa(folder / f"host, {runner}", **chosen))
+    found = loads.side_by_side(processes, folder)
+    return {runner: {**found[f"stock {runner}"], **found[runner]} for runner in ENGINES}
 
 
-@pytest.mark.parametrize("name", [name for name in ENGINES if name != "stock"])
-def test_what_is_served_is_what_stock_serves(name: str, runs: dict[str, Run]) -> None:
-    loads.assert_same(runs["stock"], runs[name])
+@pytest.mark.parametrize(("runner", "name"), [(runner, name) for runner, names in ENGINES.items() for name in names])
+def test_what_is_served_is_what_stock_serves(runner: str, name: str, runs: Mapping[str, Mapping[str, Run]]) -> None:
+    expected, found = runs[runner]["stock"], runs[runner][name]
+    assert expected.runner == found.runner == runner
+    loads.assert_same(expected, found)
 
 
-def test_a_memory_profile_records_no_more_than_the_target_has(runs: dict[str, Run]) -> None:
+def test_a_memory_profile_records_no_more_than_the_target_has(runs: Mapping[str, Mapping[str, Run]]) -> None:
     """It is taken before there is a KV cache, on some of the target's graphs."""
-    assert "v2-tail-graph" in runs["short sizes"].used
+    assert "v2-tail-graph" in runs["V2"]["short sizes"].used
 
 
 @pytest.mark.parametrize(
-    ("name", "lost", "kept"),
+    ("runner", "name", "lost", "kept"),
     [
-        ("no drafting", ["v2-tail-graph", "v2-step-inputs"], []),
-        ("no inputs", ["v2-step-inputs"], ["v2-tail-graph"]),
+        ("V1", "no passes", ["draft-full-graph", "draft-loop-graph", "v1-draft-phase"], ["v1-step-inputs"]),
+        ("V1", "no chain", ["draft-loop-graph", "v1-draft-phase"], ["draft-full-graph", "v1-step-inputs"]),
+        ("V1", "no phase", ["v1-draft-phase"], ["draft-full-graph", "draft-loop-graph", "v1-step-inputs"]),
+        ("V1", "no inputs", ["v1-step-inputs"], ["draft-full-graph", "draft-loop-graph", "v1-draft-phase"]),
+        ("V2", "no drafting", ["v2-tail-graph", "v2-step-inputs"], []),
+        ("V2", "no inputs", ["v2-step-inputs"], ["v2-tail-graph"]),
     ],
 )
-def test_a_recording_that_fails_costs_its_graphs_alone(
-    name: str, lost: list[str], kept: list[str], runs: dict[str, Run]
+def test_a_recording_that_fails_costs_its_graphs_and_those_built_on_them(
+    runner: str, name: str, lost: list[str], kept: list[str], runs: Mapping[str, Mapping[str, Run]]
 ) -> None:
-    assert set(lost) <= set(runs[name].unused)
-    assert set(kept) <= set(runs[name].used)
+    assert set(lost) <= set(runs[runner][name].unused)
+    assert set(kept) <= set(runs[runner][name].used)
