@@ -64,6 +64,22 @@ STARTS: dict[str, tuple[str, dict[str, Any], list[str], list[str], list[str]]] =
         ["draft-full-graph", "v1-draft-phase"],
         ["v1-step-inputs"],
     ),
+    # The largest shapes, which vLLM measures, have no phase.
+    "large batches": ("V1", _profiled("eagle3", 3), [], [], ["v1-draft-phase", "v1-step-inputs"]),
+    "no chain": (
+        "V1",
+        options("eagle3", "FULL_AND_PIECEWISE"),
+        [f"{_V1}.draft_loop:eagle_step_update_slot_mapping_and_metadata"],
+        ["draft-loop-graph", "v1-draft-phase"],
+        ["draft-full-graph", "v1-step-inputs"],
+    ),
+    "no context": (
+        "V1",
+        options("dflash", "FULL_AND_PIECEWISE"),
+        [f"{_V1}.dflash_context:ContextGraphs.precompute"],
+        ["dflash-full-graph", "v1-draft-phase"],
+        ["draft-full-graph", "v1-step-inputs"],
+    ),
     "no sampling": (
         "V1",
         options("eagle3", "FULL_AND_PIECEWISE"),
