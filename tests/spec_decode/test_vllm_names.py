@@ -14,6 +14,8 @@ import pytest
 import vllm_hwplugin
 from vllm_hwplugin.patching import SUPPORTED
 
+from ..conftest import versions
+
 BODIES = Path(vllm_hwplugin.__file__).parent / "spec_decode"
 PROPOSER = "vllm/v1/spec_decode/llm_base_proposer.py"
 DFLASH = "vllm/v1/spec_decode/dflash.py"
@@ -351,7 +353,7 @@ def test_the_graph_wrapper_has_what_is_used_of_it(vllm_tree: Callable) -> None:
     assert not missing, missing
 
 
-@pytest.mark.parametrize("version", SUPPORTED)
+@pytest.mark.parametrize("version", versions(RUNNER))
 def test_a_length_of_sequences_tells_the_memory_profile_from_a_capture(vllm_tree: Callable, version: str) -> None:
     """By it `v1-draft-phase` knows that vLLM measures its largest graph, which is captured with it like any other."""
     runner = find(tree_of(vllm_tree, version, RUNNER), "GPUModelRunner")
