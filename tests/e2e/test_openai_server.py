@@ -29,7 +29,7 @@ from vllm_hwplugin import bench, record, records
 from vllm_hwplugin.bench._entry_points import provide
 from vllm_hwplugin.bench._launch import child_environment
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.smoke]
 
 MODEL = "small"
 START, STOP = 240, 60

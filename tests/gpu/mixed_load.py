@@ -7,6 +7,7 @@ when the host goes on.
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -16,7 +17,7 @@ from vllm_hwplugin.bench._entry_points import provide
 from vllm_hwplugin.bench._launch import child_environment
 from vllm_hwplugin.features import gate_of
 
-from ..musa_sim import loads, simulated
+from ..musa_sim import loads
 from ..musa_sim.loads import Load, Process, Run
 from .engines import SMALL_ENGINE
 
@@ -75,7 +76,7 @@ def environment(folder: Path, name: str, runner: str, **variables: str) -> dict[
         "TORCHINDUCTOR_DETERMINISTIC": "1",
         **variables,
     }
-    caches = {"VLLM_CACHE_ROOT": simulated.kept(name)["VLLM_CACHE_ROOT"]}
+    caches = {"VLLM_CACHE_ROOT": str(Path(tempfile.gettempdir(), "vllm-hwplugin-tests", name))}
     patched = engine_environment("cuda", patched=True, extra={**chosen, **caches})
     return child_environment(patched, provide(folder / f"metadata {name}"))
 

