@@ -69,6 +69,7 @@ docs: $(STAMP)
 	$(BIN)/python -m benchmarks.pages
 
 clean:
+	rm -rf "$${XDG_CACHE_HOME:-$$HOME/.cache}/vllm-hwplugin-tests/runs"
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache build *.egg-info
 
 # pip is the last thing that venv writes: a half-made environment is made again.

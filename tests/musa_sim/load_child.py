@@ -8,6 +8,7 @@ steps each time.
 import contextlib
 import functools
 import gc
+import hashlib
 import importlib
 import json
 import pkgutil
@@ -298,7 +299,22 @@ def one(job: dict, others_follow: bool) -> dict:
     }
 
 
+def digest_of(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def own_modules() -> dict[str, str]:
+    """The files of the modules of this project that this process has imported, and their digests."""
+    root = Path(__file__).parents[2]
+    files = {Path(found).resolve() for one in list(sys.modules.values()) if (found := getattr(one, "__file__", None))}
+    return {
+        str(file): digest_of(file)
+        for file in files
+        if any(file.is_relative_to(root / room) for room in ("tests", "vllm_hwplugin"))
+    }
+
+
 if __name__ == "__main__":
     jobs = json.loads(Path(sys.argv[1]).read_text())
-    found = {name: one(job, others_follow=name != list(jobs)[-1]) for name, job in jobs.items()}
-    Path(sys.argv[2]).write_text(json.dumps(found))
+    runs = {name: one(job, others_follow=name != list(jobs)[-1]) for name, job in jobs.items()}
+    Path(sys.argv[2]).write_text(json.dumps({"runs": runs, "modules": own_modules()}))

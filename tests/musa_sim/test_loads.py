@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs of stock vLLM that are kept: for as long as they would be the same again, and no others."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from . import loads
+from .load_child import digest_of
+from .loads import Engine, Load, Process
+
+STOCK = {**loads.UNPATCHED, "VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_HWPLUGIN_CACHE_DIR": "/one"}
+
+
+@pytest.fixture
+def module(tmp_path: Path) -> Path:
+    """What the child has imported."""
+    path = tmp_path / "module.py"
+    path.write_text("a = 1")
+    return path
+
+
+@pytest.fixture
+def ran(module: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Where children ran that found nothing."""
+    folders: list[Path] = []
+
+    def run_child(name: str, jobs: Mapping[str, Any], found: Path, environment: Any, folder: Path) -> None:
+        folders.append(folder)
+        folder.mkdir()
+        run = loads.Run({}, [], len(folders), "V1", [], {}, {})
+        modules = {str(module): digest_of(module)}
+        found.write_text(json.dumps({"runs": {name: dataclasses.asdict(run) for name in jobs}, "modules": modules}))
+
+    monkeypatch.setattr(loads, "run_child", run_child)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return folders
+
+
+def run(folder: Path, name: str, drafts: int = 3, **variables: str) -> int:
+    load = Load(Engine("eagle3", drafts=drafts).on_musa(), loads.by_temperature())
+    (found,) = Process({"load": load}, STOCK | variables).run(folder / name).values()
+    return found.preempted
+
+
+def test_a_run_of_stock_is_made_once(ran: list[Path], tmp_path: Path) -> None:
+    assert [run(tmp_path, "first"), run(tmp_path, "second", VLLM_HWPLUGIN_CACHE_DIR="/other")] == [1, 1]
+    assert ran == [tmp_path / "first"]
+
+
+@pytest.mark.parametrize("changed", ["module", "load", "variable"])
+def test_it_is_made_anew_where_something_else_could_come_of_it(
+    changed: str, ran: list[Path], module: Path, tmp_path: Path
+) -> None:
+    run(tmp_path, "first")
+    if changed == "module":
+        module.write_text("a = 2")
+    variables = {"VLLM_USE_V2_MODEL_RUNNER": "1"} if changed == "variable" else {}
+    assert run(tmp_path, "second", 2 if changed == "load" else 3, **variables) == 2
+
+
+def test_a_run_with_a_feature_is_made_each_time(ran: list[Path], tmp_path: Path) -> None:
+    gate = next(iter(loads.UNPATCHED))
+    assert [run(tmp_path, name, **{gate: "auto"}) for name in ("first", "second")] == [1, 2]
