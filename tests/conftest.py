@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
+import platformdirs
 import pytest
 
 from tests.cpu_seconds import Budget, Clock
@@ -128,6 +129,9 @@ def _own_temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     """The plugin's second place for its cache lies there; what other processes of this user left is not to be seen."""
     folder = str(tmp_path_factory.mktemp("tmp"))
     with pytest.MonkeyPatch.context() as patch:
+        # Else it is in there, and each engine on a CPU has its functions compiled anew, by a process for each core.
+        patch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(platformdirs.user_cache_path("vllm-hwplugin-tests") / "inductor"))
         patch.setenv("TMPDIR", folder)
         patch.setattr(tempfile, "tempdir", folder)
         yield
