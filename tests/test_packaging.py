@@ -22,6 +22,8 @@ from packaging.utils import canonicalize_name
 
 from vllm_hwplugin import __version__, gates
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 # What a clean checkout has; a build must not see this tree's leftovers, nor leave any in it.
 INPUTS = ("vllm_hwplugin", "patches", "csrc", "docs", "benchmarks")

@@ -471,6 +471,7 @@ def test_index_tools_are_optional(tool: str, small_tree: Callable[..., Path]) ->
     assert "vllm 0.34.0: draft-full-graph: unlisted" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.network
 def test_compatibility_page_is_up_to_date(vllm_tree: Callable[[str], Any], pytestconfig: pytest.Config) -> None:
     """docs/compatibility.md says what the drift check finds on all supported versions: every patch as expected."""

@@ -63,6 +63,7 @@ KILLER = """
 """
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_point_of_a_cold_start_leaves_a_working_state(patched: Project) -> None:
     killed = 0
     for point in range(200):

@@ -98,6 +98,7 @@ def texts(plan: Plan) -> dict[str, str]:
     return {path: file.text for path, file in plan.files.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", ["0.20.2", "0.26.0", "0.33.0"])
 def test_applied_with_the_edit_or_refused(vllm_tree: Callable[[str], Source], version: str) -> None:
     source, catalog = vllm_tree(version), load_catalog(version=version)
