@@ -34,9 +34,10 @@ def ran(module: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[P
     def run_child(name: str, jobs: Mapping[str, Any], found: Path, environment: Any, folder: Path) -> None:
         folders.append(folder)
         folder.mkdir()
-        run = loads.Run({}, [], len(folders), "V1", [], {}, {})
+        run: dict[str, Any] = {field.name: None for field in dataclasses.fields(loads.Run)}
+        run["preempted"] = len(folders)
         modules = {str(module): digest_of(module)}
-        found.write_text(json.dumps({"runs": {name: dataclasses.asdict(run) for name in jobs}, "modules": modules}))
+        found.write_text(json.dumps({"runs": dict.fromkeys(jobs, run), "modules": modules}))
 
     monkeypatch.setattr(loads, "run_child", run_child)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
