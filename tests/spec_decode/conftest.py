@@ -9,6 +9,8 @@ from collections.abc import Callable
 
 import pytest
 
+pytest.register_assert_rewrite(f"{__package__}.walks")
+
 
 @pytest.fixture(scope="session")
 def patched_module() -> Callable[..., types.ModuleType]:

@@ -3,26 +3,301 @@
 
 from __future__ import annotations
 
+import contextlib
 import types
 from collections import deque
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import torch
+from vllm.config.compilation import CUDAGraphMode
+from vllm.forward_context import override_forward_context
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.sampling_params import SamplingParams
+from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import Request, RequestStatus
+
+BLOCK, MAX_LEN, MAX_REQS, MAX_TOKENS, HIDDEN, VOCAB = 4, 48, 4, 24, 8, 17
+NUM_BLOCKS, DRAFTS = 24, 2
+DEVICE = torch.device("cpu")
+
+
+class Backend(TritonAttentionBackend):
+    """With small blocks, of which the requests here have several."""
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(*_: Any) -> list[Any]:
+        return [BLOCK]
+
+
+class Layer(AttentionLayerBase):
+    """Of the target, or of the draft."""
+
+    def __init__(self) -> None:
+        self.num_heads = 1
+
+    def get_attn_backend(self) -> type:
+        return Backend
+
+    def get_kv_cache_spec(self, vllm_config: Any) -> Any:
+        return FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
+
+
+class Model(torch.nn.Module):
+    """The target, or its draft: one layer of attention.
+
+    Args:
+        layer: its name.
+        context: where the modules that call it have their forward context.
+    """
+
+    def __init__(self, layer: str, context: Context) -> None:
+        super().__init__()
+        chance = torch.Generator().manual_seed(7)
+        self.embed = torch.randn(VOCAB, HIDDEN, generator=chance)
+        self.head = torch.randn(HIDDEN, VOCAB, generator=chance)
+        self.mix = torch.randn(HIDDEN, HIDDEN, generator=chance)
+        # The last row takes what has no slot.
+        self.kv = torch.zeros(NUM_BLOCKS * BLOCK + 1, HIDDEN)
+        self._layer, self._context = layer, context
+        self._draft = layer == "draft"
+
+    def forward(
+        self, input_ids: Any, positions: Any, hidden_states: Any = None, inputs_embeds: Any = None, **_: Any
+    ) -> Any:
+        key = self.embed[input_ids] + torch.sin(positions[:, None] * (1 + torch.arange(HIDDEN)))
+        hidden = key.clone()
+        if self._draft:
+            hidden = hidden + 0.1 * hidden_states @ self.mix
+        found = self._context.of(self._layer)
+        if found is not None:
+            metadata, slots = found
+            slots = slots[: len(key)]
+            self.kv[torch.where(slots < 0, len(self.kv) - 1, slots)] = key
+            hidden = hidden + self._attend(metadata, len(key))
+        hidden = torch.tanh(hidden)
+        return (hidden, hidden) if self._draft else hidden
+
+    def _attend(self, metadata: Any, num_tokens: int) -> torch.Tensor:
+        """Of each token to those before it in its request."""
+        starts, places = metadata.query_start_loc, torch.arange(MAX_LEN)
+        tokens = torch.arange(num_tokens)
+        request = (torch.searchsorted(starts, tokens, right=True) - 1).clamp(0, len(metadata.seq_lens) - 1)
+        last = metadata.seq_lens[request] - starts[request + 1] + tokens
+        rows = metadata.block_table[request][:, places // BLOCK] * BLOCK + places % BLOCK
+        age = last[:, None] - places
+        # The newest keys count most, so that one that is missed shows.
+        weight = torch.where((age < 0) | (age > 12), 0.0, 0.7**age)
+        return (self.kv[rows] * weight[..., None]).sum(1)
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return hidden_states @ self.head
+
+
+class Context:
+    """vLLM's `set_forward_context`, for the models here and for vLLM's wrapper of graphs."""
+
+    def __init__(self) -> None:
+        self._current: tuple[dict[str, Any], dict[str, Any]] = {}, {}
+
+    @contextlib.contextmanager
+    def __call__(
+        self,
+        attn_metadata: Any,
+        vllm_config: Any,
+        *_: Any,
+        cudagraph_runtime_mode: CUDAGraphMode = CUDAGraphMode.NONE,
+        batch_descriptor: Any = None,
+        slot_mapping: Any = None,
+        **__: Any,
+    ) -> Iterator[None]:
+        before, self._current = self._current, (attn_metadata or {}, slot_mapping or {})
+        given = types.SimpleNamespace(batch_descriptor=batch_descriptor, cudagraph_runtime_mode=cudagraph_runtime_mode)
+        with override_forward_context(given):
+            yield
+        self._current = before
+
+    def of(self, layer: str) -> tuple[Any, torch.Tensor] | None:
+        metadata, slots = self._current
+        return (metadata[layer], slots[layer]) if layer in metadata else None
+
+
+def config_of(layers: dict[str, Any], *, asynchronous: bool, drawn: bool) -> Any:
+    """What scheduler and runner ask of vLLM's `VllmConfig`.
+
+    Args:
+        layers: by name.
+        asynchronous: whether the scheduler runs ahead of the device.
+        drawn: whether drafts are drawn by temperature.
+    """
+
+    def no(*_: Any) -> bool:
+        return False
+
+    draft = types.SimpleNamespace(
+        model="draft",
+        get_hidden_size=lambda: HIDDEN,
+        get_vocab_size=lambda: VOCAB,
+        get_inputs_embeds_size=lambda: HIDDEN,
+        hf_config=types.SimpleNamespace(),
+        max_model_len=None,
+        uses_mrope=False,
+        uses_xdrope_dim=0,
+    )
+    speculative = types.SimpleNamespace(
+        method="eagle",
+        num_speculative_tokens=DRAFTS,
+        num_speculative_tokens_per_batch_size=None,
+        draft_model_config=draft,
+        rejection_sample_method="standard" if drawn else "strict",
+        draft_sample_method="probabilistic" if drawn else "greedy",
+        max_num_new_slots_for_drafting=0,
+        use_local_argmax_reduction=False,
+        enable_adaptive_verification=False,
+        use_eagle=lambda: True,
+        use_eagle_block_drop=lambda: True,
+        uses_dynamic_speculative_decoding=no,
+        parallel_drafting=False,
+        disable_padded_drafter_batch=False,
+        use_heterogeneous_vocab=False,
+        enforce_eager=False,
+        **dict.fromkeys(
+            (
+                *("use_ngram", "use_ngram_gpu", "use_dspark", "use_dflash", "use_gemma4_mtp", "use_step3p5_mtp"),
+                *("use_multi_module_mtp", "uses_draft_model", "uses_extract_hidden_states"),
+            ),
+            no,
+        ),
+    )
+    compilation = types.SimpleNamespace(
+        static_forward_context=layers,
+        cudagraph_mode=CUDAGraphMode.FULL_DECODE_ONLY,
+        cudagraph_capture_sizes=[(1 + DRAFTS) * count for count in (1, 2, MAX_REQS)],
+        max_cudagraph_capture_size=(1 + DRAFTS) * MAX_REQS,
+        resolve_cudagraph_mode_and_sizes=lambda *_, **__: CUDAGraphMode.FULL_DECODE_ONLY,
+        mode=0,
+        cudagraph_num_of_warmups=1,
+        pass_config=types.SimpleNamespace(enable_sp=False),
+        compile_sizes=[],
+        **dict.fromkeys(("cudagraph_mm_encoder", "cudagraph_specialize_lora", "fast_moe_cold_start"), False),
+    )
+    return types.SimpleNamespace(
+        speculative_config=speculative,
+        num_speculative_tokens=DRAFTS,
+        num_lookahead_tokens=DRAFTS,
+        num_prefill_lookahead_tokens=1,
+        compilation_config=compilation,
+        scheduler_config=types.SimpleNamespace(
+            max_num_seqs=MAX_REQS,
+            max_num_active_seqs=None,
+            max_num_scheduled_tokens=None,
+            max_num_batched_tokens=MAX_TOKENS,
+            policy="fcfs",
+            scheduler_reserve_full_isl=False,
+            long_prefill_token_threshold=0,
+            long_prefill_token_threshold_adaptive=False,
+            enable_chunked_prefill=True,
+            disable_chunked_mm_input=False,
+            async_scheduling=asynchronous,
+            watermark=0.0,
+            prefill_schedule_interval=1,
+        ),
+        cache_config=types.SimpleNamespace(
+            num_gpu_blocks=NUM_BLOCKS,
+            cache_dtype="auto",
+            enable_prefix_caching=True,
+            mamba_cache_mode="none",
+            block_size=BLOCK,
+            kv_sharing_fast_prefill=False,
+            enable_mamba_shared_prefix_checkpoint=False,
+            use_kda_recoverssm=False,
+            use_replayssm=False,
+        ),
+        parallel_config=types.SimpleNamespace(
+            data_parallel_index=0,
+            data_parallel_size=1,
+            data_parallel_rank=0,
+            tensor_parallel_size=1,
+            pipeline_parallel_size=1,
+            decode_context_parallel_size=1,
+            prefill_context_parallel_size=1,
+            cp_kv_cache_interleave_size=1,
+            enable_batch_sharded_sampling=False,
+            enable_eplb=False,
+            use_ubatching=False,
+            num_ubatches=1,
+            enable_elastic_ep=False,
+            distributed_executor_backend=None,
+            use_sequence_parallel_moe=False,
+        ),
+        model_config=types.SimpleNamespace(
+            model="target",
+            runner_type="generate",
+            dtype=torch.float32,
+            head_dtype=torch.float32,
+            max_model_len=MAX_LEN,
+            use_fp64_gumbel=False,
+            logits_processors=None,
+            logprobs_mode="raw_logprobs",
+            enable_trace_replay=False,
+            multimodal_config=None,
+            rswa_window=None,
+            get_vocab_size=lambda: VOCAB,
+            get_num_attention_heads=lambda parallel: 1,
+            get_num_kv_heads=lambda parallel: 1,
+            get_head_size=lambda: 8,
+            get_inputs_embeds_size=lambda: HIDDEN,
+            **dict.fromkeys(
+                (
+                    *("is_encoder_decoder", "is_moe", "is_diffusion", "is_hybrid", "is_attention_free"),
+                    *("supports_multimodal_inputs", "enable_prompt_embeds", "uses_mrope", "uses_xdrope_dim"),
+                    *("enable_return_routed_experts", "return_sampling_mask", "is_mm_prefix_lm"),
+                    *("is_multimodal_raw_input_only_model", "is_multimodal_model", "mrope_num_dims"),
+                ),
+                False,
+            ),
+        ),
+        observability_config=types.SimpleNamespace(
+            kv_cache_metrics=False,
+            enable_mfu_metrics=False,
+            enable_logging_iteration_details=False,
+            per_request_spec_decode_metrics="none",
+            cudagraph_metrics=False,
+            enable_layerwise_nvtx_tracing=False,
+        ),
+        attention_config=types.SimpleNamespace(hisparse_config=None),
+        aux_output_config=types.SimpleNamespace(enabled=False),
+        ec_manager_config=types.SimpleNamespace(get_encoder_cache_manager_obj=lambda: None),
+        load_config=types.SimpleNamespace(load_format="dummy", use_tqdm_on_load=False),
+        max_in_flight_tokens=2 * MAX_TOKENS,
+        max_concurrent_batches=1 + asynchronous,
+        use_v2_model_runner=True,
+        use_cumem_cudagraph_pool=False,
+        mamba_config=None,
+        offload_config=None,
+        **dict.fromkeys(
+            (
+                *("diffusion_config", "lora_config", "kv_events_config", "kv_transfer_config", "ec_transfer_config"),
+                *("watermark_config", "reasoning_config"),
+            )
+        ),
+        profiler_config=types.SimpleNamespace(capture_torch_profiler=False),
+        is_encoder_only=False,
+        is_mm_encoder_only=False,
+    )
 
 
 class Grammars:
     """vLLM's `StructuredOutputManager` for one grammar: the tokens below a limit, in any order."""
 
-    def __init__(self, limit: int, vocabulary: int) -> None:
+    def __init__(self, limit: int) -> None:
         self._limit = limit
-        allowed = np.arange(-(-vocabulary // 32) * 32) < limit
+        allowed = np.arange(-(-VOCAB // 32) * 32) < limit
         self._mask = np.packbits(allowed, bitorder="little").view(np.int32)
 
     def grammar_bitmask(self, requests: Any, names: Sequence[str], drafts: dict[str, list[int]]) -> np.ndarray:
@@ -43,44 +318,63 @@ class Grammars:
 
 
 class Engine:
-    """A scheduler and a runner.
+    """A scheduler and a runner, which a subclass makes.
 
     Args:
-        config: what both ask of vLLM's `VllmConfig`.
-        runner: a `GPUModelRunner` that has its KV cache.
-        kv_cache_config: the same.
-        vocabulary: of the models.
+        asynchronous: whether the scheduler runs ahead of the device.
+        drawn: whether drafts are drawn by temperature.
 
     Attributes:
+        runner: a `GPUModelRunner` that has its KV cache.
+        models: target and draft.
         scheduled: the last step's `SchedulerOutput`, and None where there was nothing to schedule.
-        batch: its `InputBatch`, where the runner has one for a step and something was to be computed.
-        sampled: the tokens of each request that has not been aborted, in the order in which they came.
+        executed: what `execute_model` left for `sample_tokens` in it; None where there was nothing to compute.
+        given: what the target was given.
+        sampled: the tokens of each request in the order in which they came.
     """
 
-    def __init__(self, config: Any, runner: Any, kv_cache_config: Any, vocabulary: int) -> None:
-        self.runner = runner
-        self._asynchronous = config.scheduler_config.async_scheduling
-        self._block_size = config.cache_config.block_size
-        self._grammars = Grammars(vocabulary // 2, vocabulary)
+    runner: Any
+
+    def __init__(self, *, asynchronous: bool = True, drawn: bool = False) -> None:
+        layers = {name: Layer() for name in ("target", "draft")}
+        self.context = Context()
+        self.models = [Model(name, self.context) for name in layers]
+        self.config = config_of(layers, asynchronous=asynchronous, drawn=drawn)
+        groups = [KVCacheGroupSpec(list(layers), layers["target"].get_kv_cache_spec(None))]
+        self.kv_cache_config = KVCacheConfig(num_blocks=NUM_BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups)
+        self._asynchronous, self._grammars = asynchronous, Grammars(VOCAB // 2)
         kv_cache_utils.init_none_hash(_hashed)
-        self._make_scheduler: Any = partial(
-            AsyncScheduler if self._asynchronous else Scheduler,
-            vllm_config=config,
-            kv_cache_config=kv_cache_config,
+        self._begin()
+
+    def _begin(self) -> None:
+        self.scheduler: Any = (AsyncScheduler if self._asynchronous else Scheduler)(
+            vllm_config=self.config,
+            kv_cache_config=self.kv_cache_config,
             structured_output_manager=self._grammars,
-            block_size=self._block_size,
+            block_size=BLOCK,
             mm_registry=types.SimpleNamespace(supports_multimodal_inputs=lambda config: False),
         )
-        self.restart()
-
-    def restart(self) -> None:
-        """Have no requests."""
-        self.scheduler: Any = self._make_scheduler()
         # Steps whose output has not been seen.
         self._under_way: deque[tuple[Any, Any]] = deque()
         self.scheduled: Any = None
-        self.batch: Any = None
+        self.executed: Any = None
+        self.given: dict[str, Any] | None = None
         self.sampled: dict[str, list[int]] = {}
+
+    def inputs(self) -> dict[str, Any]:
+        """What the target is given in this step."""
+        raise NotImplementedError
+
+    def restart(self) -> None:
+        """Have no requests, wherever they are."""
+        self._begin()
+        self.runner.execute_model_state = None
+        for model in self.models:
+            model.kv.zero_()
+
+    def draft(self, count: int) -> None:
+        """Have each step ask for so many drafts from now on."""
+        self.scheduler.dynamic_sd_lookup = [count] * (1 + MAX_REQS)
 
     def add(self, name: str, prompt: Sequence[int], **params: Any) -> None:
         request = Request(
@@ -88,7 +382,7 @@ class Engine:
             prompt_token_ids=list(prompt),
             sampling_params=SamplingParams(ignore_eos=True, **params),
             pooling_params=None,
-            block_hasher=kv_cache_utils.get_request_block_hasher(self._block_size, _hashed),
+            block_hasher=kv_cache_utils.get_request_block_hasher(BLOCK, _hashed),
         )
         if request.structured_output_request is not None:
             request.structured_output_request.grammar = self._grammars
@@ -104,11 +398,13 @@ class Engine:
 
     def step(self) -> None:
         """`EngineCore.step_with_batch_queue`, or `step` and `post_step`."""
-        self.scheduled = self.batch = deferred = None
+        self.scheduled = self.executed = self.given = deferred = None
         if self.scheduler.has_requests():
             scheduled = self.scheduled = self.scheduler.schedule()
             output = self.runner.execute_model(scheduled)
-            self.batch = getattr(self.runner.execute_model_state, "input_batch", None)
+            self.executed = self.runner.execute_model_state
+            # Drafting writes where they are.
+            self.given = None if self.executed is None else self.inputs()
             runs = scheduled.total_num_scheduled_tokens > 0
             if runs and scheduled.pending_structured_output_tokens:
                 deferred = scheduled

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 
 class Stream:
@@ -59,11 +60,26 @@ class Event:
     wait = synchronize
 
 
+class _Copies(TorchFunctionMode):
+    """Leaves copies that nobody waits for to the current stream."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if kwargs.get("non_blocking") and Stream.current is not _first:
+            if func is torch.Tensor.copy_:
+                Stream.current.launch(torch.inference_mode()(lambda: args[0].copy_(args[1])))
+                return args[0]
+            if func is torch.Tensor.to:
+                return copied(args[0])
+        return func(*args, **kwargs)
+
+
 @contextlib.contextmanager
 def _on(stream: Stream | None) -> Iterator[None]:
     before, Stream.current = Stream.current, stream or Stream.current
     try:
-        yield
+        with _Copies():
+            yield
     finally:
         Stream.current = before
 
@@ -93,6 +109,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
         "set_stream": lambda stream: setattr(Stream, "current", stream),
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch, "Event", Event)
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda *_: None)
     monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.accelerator, "memory_reserved", lambda *_: 0)

@@ -6,6 +6,7 @@ are, on NumPy's arrays, and what they load and store is the memory of the tensor
 from __future__ import annotations
 
 import ctypes
+import inspect
 import itertools
 import types
 from functools import partial
@@ -43,22 +44,26 @@ class Pointer:
     __array_ufunc__ = None
 
     def __init__(self, address: Any, dtype: Any) -> None:
-        self.address, self.dtype = np.asarray(address).astype(np.int64), np.dtype(dtype)
+        self.address, self.of = np.asarray(address).astype(np.int64), np.dtype(dtype)
 
     def __add__(self, elements: Any) -> Pointer:
-        return Pointer(self.address + np.asarray(elements).astype(np.int64) * self.dtype.itemsize, self.dtype)
+        return Pointer(self.address + np.asarray(elements).astype(np.int64) * self.of.itemsize, self.of)
 
     __radd__ = __add__
 
     def __sub__(self, elements: Any) -> Pointer:
         return self + -np.asarray(elements)
 
+    @property
+    def dtype(self) -> _PointerType:
+        return _PointerType(self.of)
+
     def to(self, dtype: Any) -> Pointer:
         return Pointer(self.address, dtype)
 
     def element(self) -> np.ndarray:
         """Of a pointer to one: its memory."""
-        return np.frombuffer((ctypes.c_char * self.dtype.itemsize).from_address(int(self.address)), self.dtype)
+        return np.frombuffer((ctypes.c_char * self.of.itemsize).from_address(int(self.address)), self.of)
 
     def memory(self, mask: Any) -> tuple[np.ndarray, Any, Any]:
         """Some memory, where in it the elements are, and which of them are not masked out."""
@@ -66,18 +71,18 @@ class Pointer:
         taken = np.broadcast_to(True if mask is None else np.asarray(mask), address.shape)
         wanted = address[taken]
         if not wanted.size:
-            return np.zeros(0, self.dtype), wanted, taken
-        first, size = int(wanted.min()), self.dtype.itemsize
+            return np.zeros(0, self.of), wanted, taken
+        first, size = int(wanted.min()), self.of.itemsize
         buffer = (ctypes.c_char * (int(wanted.max()) - first + size)).from_address(first)
-        return np.frombuffer(buffer, self.dtype), (wanted - first) // size, taken
+        return np.frombuffer(buffer, self.of), (wanted - first) // size, taken
 
 
 def load(pointer: Pointer, mask: Any = None, other: Any = 0, **_: Any) -> Value:
     if not pointer.address.ndim:
         taken = mask is None or bool(mask)
-        return _value(pointer.element()[0] if taken else pointer.dtype.type(0 if other is None else other))
+        return _value(pointer.element()[0] if taken else pointer.of.type(0 if other is None else other))
     memory, places, taken = pointer.memory(mask)
-    found = np.full(taken.shape, 0 if other is None else other, dtype=pointer.dtype)
+    found = np.full(taken.shape, 0 if other is None else other, dtype=pointer.of)
     found[taken] = memory[places]
     return found.view(Value)
 
@@ -89,7 +94,7 @@ def store(pointer: Pointer, value: Any, mask: Any = None, **_: Any) -> None:
         return
     memory, places, taken = pointer.memory(mask)
     if places.size:
-        memory[places] = np.broadcast_to(np.asarray(value), taken.shape)[taken].astype(pointer.dtype)
+        memory[places] = np.broadcast_to(np.asarray(value), taken.shape)[taken].astype(pointer.of)
 
 
 class Kernel:
@@ -100,6 +105,7 @@ class Kernel:
 
     def __init__(self, function: Any, **_: Any) -> None:
         self._function = function
+        self.arg_names = list(inspect.signature(function).parameters)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._function(*args, **kwargs)
@@ -119,13 +125,18 @@ def _argument(one: Any) -> Any:
     return Pointer(one.data_ptr(), _TYPES[one.dtype]) if isinstance(one, torch.Tensor) else one
 
 
+def _max(values: Value, axis: int | None = None, return_indices: bool = False) -> Any:
+    best = _value(np.max(values, axis))
+    return (best, _value(np.argmax(values, axis))) if return_indices else best
+
+
 def _cast(value: Any, dtype: Any) -> Any:
-    return Pointer(value, dtype.element) if isinstance(dtype, _PointerType) else value.to(dtype)
+    return Pointer(value, dtype.element_ty) if isinstance(dtype, _PointerType) else value.to(dtype)
 
 
 class _PointerType:
-    def __init__(self, element: Any) -> None:
-        self.element = element
+    def __init__(self, element_ty: Any) -> None:
+        self.element_ty = element_ty
 
 
 #: `triton.language`.
@@ -136,6 +147,8 @@ LANGUAGE = types.SimpleNamespace(
     arange=lambda first, end: np.arange(first, end, dtype=np.int32).view(Value),
     range=range,
     static_range=range,
+    zeros=lambda shape, dtype: np.zeros(shape, dtype).view(Value),
+    full=lambda shape, value, dtype: np.full(shape, value, dtype).view(Value),
     load=load,
     store=store,
     cast=_cast,
@@ -144,7 +157,8 @@ LANGUAGE = types.SimpleNamespace(
     where=lambda condition, one, other: np.where(condition, one, other).view(Value),
     minimum=lambda one, other: np.minimum(one, other).view(Value),
     maximum=lambda one, other: np.maximum(one, other).view(Value),
-    max=lambda values, axis=None: _value(np.max(values, axis)),
+    max=_max,
+    argmax=lambda values, axis: _value(np.argmax(values, axis)),
     sum=lambda values, axis=None: _value(np.sum(values, axis)),
     exp=np.exp,
     log=np.log,

@@ -29,7 +29,7 @@ class Launches:
     """A Triton kernel whose launches are run by the interpreter, and written down by the capture that is under way."""
 
     def __init__(self, kernel: Any) -> None:
-        self._kernel = kernel
+        self._kernel, self.arg_names = kernel, kernel.arg_names
 
     def __getitem__(self, grid: Any) -> Any:
         def launch(*args: Any, **kwargs: Any) -> None:
