@@ -61,6 +61,7 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {path.stem: path for path in built}
 
 
+@pytest.mark.slow
 def test_every_kernel_takes_over_cuda_and_leaves_the_cpu(libraries: dict[str, Path]) -> None:
     """In a process of its own: a library cannot be unloaded."""
     program = """
@@ -80,6 +81,7 @@ print(before, has("CUDA"), has("CPU"), has("CompositeExplicitAutograd"), has("Me
         assert done.stdout.split() == ["False", "True", "False", reference, "True"], name
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("libraries")
 def test_every_lse_is_read_before_the_merged_one_is_written(tmp_path: Path) -> None:
     """vLLM has the merged one written in place. The threads of a row may be in two warps, whose race a GPU shows

@@ -61,6 +61,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.slow
 def test_every_shape_type_and_style_is_what_vllms_layers_compute() -> None:
     found = printed_beside_vllm(AGAINST_VLLM)
     assert len(found) == 4 * 2 * 2 * 2

@@ -163,6 +163,7 @@ print(json.dumps([served, float((output - whole).abs().max()), float((lse - whol
 """
 
 
+@pytest.mark.slow
 def test_vllms_mla_may_fold_chunk_after_chunk_into_one_running_state() -> None:
     found = printed_beside_vllm(FOLDED)
     if found is None:

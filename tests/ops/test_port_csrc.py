@@ -64,6 +64,7 @@ def test_no_name_of_cuda_is_left_where_musa_has_one(name: str, rules: Port, tmp_
     assert set(weak_declarations((tmp_path / "common" / "stream.h").read_text())) == {GETTER}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PORTED)
 def test_the_copy_compiles_and_registers_for_musa_alone(name: str, rules: Port, tmp_path: Path) -> None:
     built = _by_mcc(name, rules, tmp_path) or _by_nvcc(name, rules, tmp_path)
