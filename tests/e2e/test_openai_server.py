@@ -28,6 +28,7 @@ import pytest
 from vllm_hwplugin import bench, record, records
 from vllm_hwplugin.bench._entry_points import provide
 from vllm_hwplugin.bench._launch import child_environment
+from vllm_hwplugin.spec_decode import step_counts
 
 pytestmark = [pytest.mark.engine, pytest.mark.smoke]
 
@@ -63,7 +64,7 @@ class Server:
             return False
 
     def counters(self) -> dict[str, float]:
-        """Samples by name, those of a request's end by name and reason."""
+        """Samples by name, those of a request's end by name and reason, those of steps by name, path and outcome."""
         from prometheus_client.parser import text_string_to_metric_families
 
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as answer:
@@ -71,8 +72,8 @@ class Server:
         found: dict[str, float] = {}
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
-                reason = sample.labels.get("finished_reason")
-                name = sample.name.removeprefix("vllm:") + (f" {reason}" if reason else "")
+                labels = (sample.labels.get(name) for name in ("finished_reason", "feature", "part", "outcome"))
+                name = " ".join((sample.name.removeprefix("vllm:"), *filter(None, labels)))
                 found[name] = found.get(name, 0) + sample.value
         return found
 
@@ -198,6 +199,9 @@ def seen(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Seen:
     found.left_running = not server.wait_for(lambda: server.counters()["num_requests_running"] == 0, 20)
     found.counters["after leaving"] = server.counters()
     found.healthy = server.healthy()
+    # A worker puts its last steps on record, and the server looks there.
+    time.sleep(2 * step_counts.INTERVAL + 1)
+    found.counters["later"] = server.counters()
 
     since = time.monotonic()
     server.process.send_signal(signal.SIGTERM)
@@ -291,6 +295,14 @@ def test_its_worker_says_what_it_uses_and_every_process_what_is_in_force(seen: S
     assert worker.role == "worker"
     assert not worker.uses["draft-full-graph"]["used"]
     assert worker.uses["nwor"]["used"]
+    # Without CUDA graphs no step is served.
+    assert {outcome for outcomes in worker.steps.values() for outcome in outcomes} == {"not_captured"}
+    assert {path.split()[0] for path in worker.steps} >= {"v1-step-inputs", "v1-draft-phase", "draft-full-graph"}
+    assert {
+        f"hwplugin_steps_total {path} {outcome}": steps
+        for path, outcomes in worker.steps.items()
+        for outcome, steps in outcomes.items()
+    } == {name: value for name, value in seen.counters["later"].items() if name.startswith("hwplugin_steps_total ")}
     assert seen.log.count("vllm-hwplugin: worker 0 (cpu, Model Runner V1, eagle3 k=3, NONE graphs) uses ") == 1
 
 
