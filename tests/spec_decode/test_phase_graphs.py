@@ -364,6 +364,21 @@ def test_placeholders_for_drafts_are_left_to_vllms_sampler(
     assert host.draft_phase._sampling.outcomes() == {"served": 1, "requests_changed": 1}
 
 
+def test_a_request_whose_sample_is_thrown_away_leaves_the_batch_to_vllm(
+    sides: tuple[Any, Target], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM computes some of its tokens again, and drafts from what the request has, not from what was sampled."""
+    _, target = sides
+    monkeypatch.setattr(target.host, "propose_draft_token_ids", lambda *_: None, raising=False)
+    found = []
+    for discarded in (False, True):
+        target.host.discard_request_mask.np[1] = discarded
+        batch = target.host.input_batch
+        batch.num_computed_tokens_cpu, batch.num_prompt_tokens = np.full(16, 9), np.full(16, 9)
+        found.append(target.step(target.runner.batch(DRAFTS, size=2), 2))
+    assert [drafts is None for drafts in found] == [False, True]
+
+
 def test_each_step_is_counted_and_what_was_in_its_way(make_dflash: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     _, target = start(make_dflash, monkeypatch)
     host = target.host

@@ -224,6 +224,14 @@ def test_what_graphs_read_is_handed_over(served: Served) -> None:
     assert ids[2:] == [row * 100 + known + i for row, known in enumerate(computed) for i in range(WIDTH)]
 
 
+def test_padding_of_the_targets_graph_has_no_length(served: Served) -> None:
+    """Drafting leaves lengths there, which are its own."""
+    served.runner.seq_lens = torch.full((4,), 9, dtype=torch.int32)
+    served.step()
+    assert served.graph.replays == 1
+    assert served.runner.seq_lens.tolist()[2:] == [0, 0]
+
+
 def test_new_blocks_are_copied(served: Served) -> None:
     served.step()
     served.step(scheduled_cached_reqs=SimpleNamespace(new_block_ids=[None, ([9],)], resumed_req_ids=set()))
