@@ -153,6 +153,11 @@ def assert_graphs_serve(name: str, side: str, runs: Runs) -> None:
         served = sum(names is not None for names in full)
         assert 0 < served <= after["draft_phases_in_graphs"]
         assert 0 < replays["sampling"] <= served + unseen < steps
+        sampling, drafting = (found.counted[f"{PHASE} {part}"] for part in ("sampling", "drafting"))
+        assert (sum(sampling.values()), sampling["served"]) == (steps, replays["sampling"])
+        assert sum(drafting.values()) == after["draft_phases"]
+        assert 0 <= drafting["served"] - served <= unseen
+        assert sampling.keys() >= {"prompt", "sampling_parameters"}
     else:
         assert replays["sampling"] == 0
     if INPUTS in FEATURES[side]:
@@ -162,6 +167,9 @@ def assert_graphs_serve(name: str, side: str, runs: Runs) -> None:
         # Where the scheduler runs ahead, a last step is under way when all requests are done.
         assert replays["inputs"] - steady in ((0, 1) if case.asynchronous else (0,))
         assert steps // 4 < replays["inputs"] < steps
+        inputs = found.counted[f"{INPUTS} inputs"]
+        assert (sum(inputs.values()), inputs["served"]) == (steps, replays["inputs"])
+        assert inputs["prompt"] > 0
     else:
         assert replays["inputs"] == 0
 
