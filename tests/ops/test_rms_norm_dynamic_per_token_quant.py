@@ -67,6 +67,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.slow
 def test_it_is_vllms_norm_and_then_its_quantisation_by_rows() -> None:
     found = printed_beside_vllm(AGAINST_VLLM)
     assert len(found) == 3 * 3 * 2 * 2

@@ -64,6 +64,7 @@ print(json.dumps([str(getattr(torch.ops, name).rotary_embedding.default._schema)
 """
 
 
+@pytest.mark.slow
 def test_every_shape_type_and_style_is_bit_for_bit_what_vllm_computes() -> None:
     found = printed_beside_vllm(AGAINST_VLLM)
     assert len(found) == 9 * 3 * 2 * 2 * 2

@@ -53,6 +53,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.slow
 def test_it_is_vllms_activation_and_then_its_quantisation_by_groups() -> None:
     found = printed_beside_vllm(AGAINST_VLLM)
     assert len(found) == 3 * 2 * 2 * 2

@@ -134,6 +134,7 @@ print(json.dumps([worst, compared]))
 """
 
 
+@pytest.mark.slow
 def test_it_is_what_vllm_computes_on_the_cpu() -> None:
     found = printed_beside_vllm(AGAINST_VLLM)
     if found is None:
