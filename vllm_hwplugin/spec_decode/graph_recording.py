@@ -7,10 +7,11 @@ may end. So each feature records inside `attempt`, and a start goes on without t
 
 from __future__ import annotations
 
+import gc
 import inspect
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -81,6 +82,8 @@ def attempt(
         if pool is not None:
             _leave_capture(pool)
     forget()
+    # A failure may be in a circle with its frames, and these hold what the failed run had made.
+    gc.collect()
     # Waits for what still uses the memory, and gives it back.
     reserved_memory()
     stays_stock(feature, effect, f"recording graphs failed: {reason}", level=logging.WARNING)
@@ -96,12 +99,10 @@ def record_graph(run: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
     Raises:
         RecordingFailed: `run` or its capture failed, here or on another rank of tensor parallelism.
     """
-    with _together():
-        run()
+    _together(run)
     torch.accelerator.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with _together():
-        _capture(graph, run, pool)
+    _together(lambda: _capture(graph, run, pool))
     return graph
 
 
@@ -148,17 +149,21 @@ def _leave_capture(pool: Any) -> None:
     empty.capture_end()
 
 
-@contextmanager
-def _together() -> Iterator[None]:
-    """Fail where any rank of tensor parallelism fails."""
+def _together(work: Callable[[], None]) -> None:
+    """Do `work`, and fail where any rank of tensor parallelism fails."""
     try:
-        yield
+        work()
     except Exception as failure:
         _all_ranks(False)
         logger.debug("recording failed", exc_info=True)
-        raise RecordingFailed(_in_a_line(failure)) from failure
-    if not _all_ranks(True):
-        raise RecordingFailed("it failed on another rank")
+        said = _in_a_line(failure)
+    else:
+        if _all_ranks(True):
+            return
+        said = "it failed on another rank"
+    # Not from the failure: its frames hold the memory that is to be given back. No context manager either, whose frame
+    # would be one of them.
+    raise RecordingFailed(said)
 
 
 def _all_ranks(succeeded: bool) -> bool:
