@@ -422,6 +422,18 @@ def two_alone(**random: Any) -> list[Request]:
     ]
 
 
+def rows_again() -> list[Request]:
+    """When the others are done, two requests that graphs serve and that leave in one step. Two others take their rows,
+    in the other order, and ask the sampler for something that no graph has.
+    """
+    texts = json.loads((SMALL / "prompts.json").read_text())["prompt_ids"]
+    asked = [{"max_tokens": 40}] * 2 + [{"max_tokens": 12, "min_tokens": 1}] * 2
+    return [
+        Request("rstu"[index], texts[index][:20], at, {"temperature": 0.0, **params}, abort_at)
+        for index, (params, (at, abort_at)) in enumerate(zip(asked, [(170, 176)] * 2 + [(176, None)] * 2, strict=True))
+    ]
+
+
 def by_temperature() -> list[Request]:
     """Requests with temperatures and seeds, a greedy one, and one that needs more of the sampler."""
     texts = json.loads((SMALL / "prompts.json").read_text())["prompt_ids"]

@@ -50,7 +50,8 @@ SHORT = {
 SMALL_GRAPHS = {"eagle3, small graphs": Engine("eagle3", graphs_of=(1, 2))}
 #: Two requests that are there alone for long.
 ALONE = loads.two_alone(top_k=20, top_p=0.9)
-LOAD = [*loads.mixed(), *ALONE]
+MIXED = loads.mixed()
+LOAD = [*MIXED, *ALONE, *loads.rows_again()]
 GREEDY = [request.name for request in LOAD if request.greedy and request.abort_at is None]
 RANDOM = [request.name for request in LOAD if not request.greedy]
 ABORTED = {request.name for request in LOAD if request.abort_at is not None}
@@ -230,7 +231,8 @@ def test_the_load_is_what_it_is_for(name: str, runs: dict[str, Run]) -> None:
     assert any(answer["cached"] for answer in run.answers.values())
     assert run.answers.keys() == {request.name for request in LOAD} - ABORTED
     # One after its prompt, one in it, one that has been waiting.
-    steps = [[bool(step["sampled"]) for step in run.of(name)] for name in sorted(ABORTED)]
+    early = [request.name for request in MIXED if request.name in ABORTED]
+    steps = [[bool(step["sampled"]) for step in run.of(name)] for name in early]
     assert ([sum(one) > 1 for one in steps], [len(one) for one in steps][1:]) == ([True, False, False], [0, 1])
     assert [len(answer["logprobs"]) for answer in run.answers.values() if answer["logprobs"]] == [14]
 
