@@ -60,8 +60,10 @@ def test_the_plugins_kernel_serves_under_vllms_name_and_is_loaded_once_at_the_fi
     assert [toy(None), toy(None)] == [2, 2]
     assert toy.calls == ["stock", "load", "plugin", "plugin"]
     assert override.state == "plugin"
-    assert before.keys() == entry.decisions.keys() == {f"operation {toy.op.name}"}
-    assert before != entry.decisions
+    # Others may have put theirs on record in this process.
+    name = f"operation {toy.op.name}"
+    assert before.keys() == entry.decisions.keys()
+    assert before[name] != entry.decisions[name]
 
 
 def test_a_thread_that_waits_for_the_first_call_does_not_load_it_again(
