@@ -95,7 +95,8 @@ HERE = {
 #: By version of vLLM. On the oldest the target's attention metadata is made on the host in each step, too; 0.22 to 0.24
 #: cannot draw what a DFlash drafter drafts for several requests.
 ELSEWHERE: dict[str, dict[str, Collection[str]]] = {
-    "0.20.2": {"whole": ("eagle3", "dflash, synchronous")},
+    # One engine a process: this one holds it against the next that the first one's memory comes back late.
+    "0.20.2": {"phase": ("eagle3, synchronous",), "inputs": ("eagle3",), "whole": ("dflash, synchronous",)},
     "0.26.0": {"phase": ("dflash, drawn drafts, FULL",)},
 }
 VARIABLES = {"0.20.2": {"MUSA_SIM_MATE_SCHEDULES": "1"}}
