@@ -133,6 +133,24 @@ def test_a_recording_that_fails_leaves_vllm_as_it_is(
         attempt(V2_TAIL_GRAPH, "stock", *recording)
 
 
+@pytest.mark.parametrize(("recorded", "let_go"), [("by us", 1), ("by vLLM's wrapper", 0)])
+def test_a_pool_is_let_go_of_only_by_a_capture_that_broke(
+    recorded: str, let_go: int, uses: dict[str, tuple[bool, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other graphs may have it. This allocator leaves the pool by itself, as that of torch 2.13."""
+    released: list[object] = []
+
+    def is_not_recording(*_: object) -> None:
+        raise RuntimeError("not currently recording to mempool_id")
+
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", is_not_recording)
+    monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda _, pool: released.append(pool))
+    # The wrapper fails in the run before its capture.
+    record: Any = is_out_of_memory if let_go == 0 else lambda: record_graph(spoils_the_capture, POOL)
+    assert not attempt(V2_TAIL_GRAPH, "stock", record, lambda: None, pool=POOL)
+    assert released == [POOL] * let_go
+
+
 def _rank(rank: int, folder: str, fails: str, results: Any) -> None:
     """One of two ranks; the second one fails, before, while or behind what is recorded."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)

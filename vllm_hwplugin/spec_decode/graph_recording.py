@@ -80,7 +80,7 @@ def attempt(
         reason = _in_a_line(failure)
         logger.debug("%s: recording failed", feature, exc_info=True)
         if pool is not None:
-            _leave_capture(pool)
+            _leave_capture(pool, broken=None)
     forget()
     # A failure may be in a circle with its frames, and these hold what the failed run had made.
     gc.collect()
@@ -118,7 +118,7 @@ def _capture(graph: torch.cuda.CUDAGraph, run: Callable[[], None], pool: Any) ->
             failure = error
         graph.capture_end()
     except RuntimeError as error:
-        _leave_capture(pool)
+        _leave_capture(pool, broken=True)
         raise failure or error from None
     else:
         if failure is not None:
@@ -128,7 +128,7 @@ def _capture(graph: torch.cuda.CUDAGraph, run: Callable[[], None], pool: Any) ->
         del failure
 
 
-def _leave_capture(pool: Any) -> None:
+def _leave_capture(pool: Any, *, broken: bool | None) -> None:
     """Have torch leave a capture that CUDA has ended because of a failure.
 
     `capture_end` raises then before it has told the allocator, which goes on taking memory of `pool`, and the random
@@ -137,11 +137,14 @@ def _leave_capture(pool: Any) -> None:
     """
     device = torch.accelerator.current_device_index()
     # Both raise where torch was built without CUDA; the first one also where the allocator has left the pool by itself,
-    # as that of torch 2.13 does.
+    # as that of torch 2.13 does. A pool that other graphs have must not be let go of once too often: where nobody knows
+    # whether a capture broke, its memory may stay.
     with suppress(RuntimeError):
         torch._C._cuda_endAllocateToPool(device, pool)
-    with suppress(RuntimeError):
-        torch._C._cuda_releasePool(device, pool)
+        broken = True
+    if broken:
+        with suppress(RuntimeError):
+            torch._C._cuda_releasePool(device, pool)
     # The generators leave a capture only when one ends well.
     empty = torch.cuda.CUDAGraph()
     empty.capture_begin()
