@@ -59,11 +59,9 @@ class _Capture:
 
 
 @pytest.fixture
-def uses(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[bool, str]]:
-    """What features say of their use, on a host without a GPU where recordings may fail."""
+def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a recording asks of torch beside its graph, on a host without a GPU."""
     import torch
-
-    from vllm_hwplugin import record
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", _Capture)
     for name in ("synchronize", "empty_cache"):
@@ -71,6 +69,13 @@ def uses(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[bool, str]]:
     for name in ("memory_reserved", "current_device_index"):
         monkeypatch.setattr(torch.accelerator, name, lambda: 0)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cpu"))
+
+
+@pytest.fixture
+def uses(accelerator: None, monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[bool, str]]:
+    """What features say of their use, on a host without a GPU where recordings may fail."""
+    from vllm_hwplugin import record
+
     said: dict[str, tuple[bool, str]] = {}
     monkeypatch.setattr(record, "use", lambda feature, used, reason="": said.update({feature: (used, reason)}))
     return said

@@ -21,7 +21,6 @@ import torch
 from vllm.distributed import parallel_state
 from vllm.distributed.device_communicators import pynccl_allocator as allocator
 
-from vllm_hwplugin import record
 from vllm_hwplugin.fallback import FeatureRequired
 from vllm_hwplugin.features import V2_TAIL_GRAPH, gate_of
 from vllm_hwplugin.spec_decode import graph_recording
@@ -49,22 +48,10 @@ class Graph:
 
 
 @pytest.fixture(autouse=True)
-def _device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _device(accelerator: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    for name in ("synchronize", "empty_cache"):
-        monkeypatch.setattr(torch.accelerator, name, lambda: None)
-    for name in ("memory_reserved", "current_device_index"):
-        monkeypatch.setattr(torch.accelerator, name, lambda: 0)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cpu"))
     yield
     Graph.under_way = None
-
-
-@pytest.fixture
-def uses(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[bool, str]]:
-    said: dict[str, tuple[bool, str]] = {}
-    monkeypatch.setattr(record, "use", lambda feature, used, reason="": said.update({feature: (used, reason)}))
-    return said
 
 
 def test_collectives_in_symmetric_memory_find_the_pool_of_the_recording(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,7 +100,7 @@ class _Platform:
 @pytest.mark.parametrize("version", PROFILED)
 @pytest.mark.parametrize("target", TARGETS)
 def test_graphs_are_of_shapes_whose_states_the_target_keeps(
-    version: str, target: str, vllm_tree: Any, monkeypatch: pytest.MonkeyPatch
+    version: str, target: str, vllm_tree: Any, accelerator: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes, drafts, mode, most = TARGETS[target]
     module = Modules(
@@ -120,10 +120,6 @@ def test_graphs_are_of_shapes_whose_states_the_target_keeps(
     )("vllm.v1.worker.gpu.cudagraph_utils")
     monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
-    for name in ("synchronize", "empty_cache"):
-        monkeypatch.setattr(torch.accelerator, name, lambda: None)
-    monkeypatch.setattr(torch.accelerator, "memory_reserved", lambda: 0)
-    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda: (0, 0))
     config: Any = SimpleNamespace(
         scheduler_config=SimpleNamespace(max_num_seqs=256),
         compilation_config=SimpleNamespace(cudagraph_capture_sizes=sizes, max_cudagraph_capture_size=max(sizes)),
