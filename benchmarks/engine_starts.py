@@ -36,6 +36,7 @@ _SET_BY_BENCH: Final = (
     "enable_prefix_caching",
     "compilation_config",
 )
+_CASES: Final = ("eagle3:3", "dflash:15")
 #: Of each engine while all start together.
 _SMALL_CACHE: Final = 1 << 30
 _TIMEOUT: Final = 500.0
@@ -98,9 +99,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 asked.json.write_text(json.dumps(results, indent=1) + "\n")
                 print(f"{job.label}: {_facts(alone[key][-1])}", flush=True)
     return 1 if any(one.error for outcomes in alone.values() for one in outcomes) else 0
-
-
-_CASES: Final = ("eagle3:3", "dflash:15")
 
 
 def _as_users_start(job: Job, caches: Path) -> Job:

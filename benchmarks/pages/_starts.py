@@ -23,7 +23,10 @@ def markdown(files: Sequence[Found]) -> str:
     """A table of all files, and what they are of."""
     if not files:
         return "What a start with the plugin takes longer was not measured."
-    measured = (paragraph(f"`{file.name}`: {file.source}.") for file in files)
+    measured = (
+        paragraph(f"`{file.name}`: {file.source}. Later starts of each side: {file.results['settings']['rounds']}.")
+        for file in files
+    )
     return "\n\n".join(["\n".join(table(_NAMES, _rows(files))), paragraph(_HOW), *measured])
 
 
