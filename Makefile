@@ -24,7 +24,7 @@ help:
 	@echo "  make drift     every patch against every supported vLLM, and docs/compatibility.md up to date"
 	@echo "  make unit      the quick tests, and some with the real engine"
 	@echo "make test-all  the same with all tests, all engines and all versions of vLLM: what CI runs"
-	@echo "make docs      write the generated pages again"
+	@echo "make docs      write the generated pages again, and the fingerprints of the patched texts"
 	@echo "make clean     remove .venv and caches"
 
 demo: $(STAMP)
@@ -67,6 +67,7 @@ docs: $(STAMP)
 	$(BIN)/vllm-hwplugin doctor --musa-versions docs/platforms.md
 	$(BIN)/vllm-hwplugin drift --all --markdown docs/compatibility.md
 	$(BIN)/python -m benchmarks.pages
+	$(BIN)/python -m tests.patching.test_fingerprints
 
 clean:
 	rm -rf "$${XDG_CACHE_HOME:-$$HOME/.cache}/vllm-hwplugin-tests/runs"

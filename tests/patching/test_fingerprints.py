@@ -1,0 +1,46 @@
+"""Which text a process runs: the fingerprint of each supported version's plan, held in `fingerprints.json`.
+
+`make docs` writes the file again. It has a line a version, so that a commit shows which ones it changes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from vllm_hwplugin import gates
+from vllm_hwplugin.cli.sources import Index, IndexSource
+from vllm_hwplugin.patching import SUPPORTED, Source, load_catalog, make_plan
+
+from ..conftest import versions
+from .texts import Memory
+
+PINS = Path(__file__).with_name("fingerprints.json")
+
+
+def fingerprints(source: Source) -> dict[str, str]:
+    """Of the plan at default gates (""), and where it is another one, with a feature off ("-") or on ("+")."""
+    catalog = load_catalog()
+    paths = {file.path for feature in catalog.features for item in feature.variants for file in item.files}
+    read = Memory({path: text for path in paths if (text := source.read(path)) is not None}, source.version)
+    default = {name: value.choice for name, value in gates.read_all({}).items() if value.gate.switches}
+    asked = {"": default}
+    for feature in catalog.features:
+        sign, other = ("+", "on") if default[feature.gate] == "off" else ("-", "off")
+        asked[sign + feature.id] = default | {feature.gate: other}
+    found = {name: make_plan(catalog, read, choices).fingerprint for name, choices in asked.items()}
+    return {name: value for name, value in found.items() if not name or value != found[""]}
+
+
+@pytest.mark.parametrize("version", versions("vllm/"))
+def test_the_patched_texts_are_those_that_were_reviewed(vllm_tree: Callable[[str], Source], version: str) -> None:
+    assert fingerprints(vllm_tree(version)) == json.loads(PINS.read_text(encoding="utf-8"))[version]
+
+
+if __name__ == "__main__":
+    index = Index()
+    lines = [f'"{version}": {json.dumps(fingerprints(IndexSource(version, index)))}' for version in SUPPORTED]
+    PINS.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
