@@ -3,7 +3,7 @@
 
 Each sample is a fresh process that has imported vLLM's plugin loader, as every vLLM process has at that point, and then
 
-* imports and runs the entry point ("register": gates, catalogue, plan, copies, finder, record), and
+* imports and runs the entry point ("register": gates, catalogue, plan, copies, finder, journal), and
 * makes every patched module ready to execute ("load": check the copy, byte code), less the time that the installed
   module takes for the same. Executing the module is not counted: it does the same with and without the plugin.
 
@@ -45,7 +45,7 @@ from vllm_hwplugin.plugin import register
 register()
 registered = clock()
 from importlib.machinery import SourceFileLoader
-from vllm_hwplugin import record
+from vllm_hwplugin import journal
 from vllm_hwplugin.patching._finder import CopyFinder
 finder = next((item for item in sys.meta_path if isinstance(item, CopyFinder)), None)
 own = stock = 0.0
@@ -53,14 +53,14 @@ for name, copy in (finder.copies if finder else {}).items():
     begin = clock()
     finder.find_spec(name).loader.get_code(name)
     middle = clock()
-    path = record.current().vllm_root + "/" + name.replace(".", "/") + ("/__init__.py" if copy.is_package else ".py")
+    path = journal.current().vllm_root + "/" + name.replace(".", "/") + ("/__init__.py" if copy.is_package else ".py")
     SourceFileLoader(name, path).get_code(name)
     own, stock = own + middle - begin, stock + clock() - middle
 begin = clock()
 for copy in (finder.copies if finder else {}).values():
     compile(copy.text, str(copy.path), "exec", dont_inherit=True)
 compiled = clock() - begin
-entry = record.current() or record.new("switched off")
+entry = journal.current() or journal.new("switched off")
 print(json.dumps({
     "register_ms": 1e3 * (registered - start), "load_ms": 1e3 * (own - stock), "compile_ms": 1e3 * compiled,
     "modules": len(entry.modules), "live": entry.live, "vllm": entry.vllm_version, "error": entry.error,

@@ -188,9 +188,9 @@ def vllm_tree() -> Callable[[str], Tree]:
 
 @pytest.fixture
 def notes(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """What the modules put on record, by feature."""
-    from vllm_hwplugin import record
+    """What the modules put in the journal, by feature."""
+    from vllm_hwplugin import journal
 
     said: dict[str, str] = {}
-    monkeypatch.setattr(record, "note", said.__setitem__)
+    monkeypatch.setattr(journal, "note", said.__setitem__)
     return said

@@ -115,9 +115,9 @@ REAL = """
         import vllm.engine.arg_utils, vllm.v1.worker.worker_base
     before = set(sys.modules)
     register()
-    from vllm_hwplugin import record
+    from vllm_hwplugin import journal
     from vllm_hwplugin.patching import _runtime
-    entry, plan = record.current(), _runtime.current_plan()
+    entry, plan = journal.current(), _runtime.current_plan()
     assert entry.error is None and entry.live, entry
     assert "refused" not in {item["state"] for item in entry.features.values()}, entry.features
     if not EARLY:

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from vllm_hwplugin import cachedir, record
+from vllm_hwplugin import cachedir, journal
 from vllm_hwplugin.cachedir import read_private, write_atomically
 from vllm_hwplugin.cli._output import OutputError, write_text
 from vllm_hwplugin.cli.sources._cache import WheelCache
@@ -77,7 +77,7 @@ class Writer(NamedTuple):
 
 
 def _note(path: Path, data: bytes) -> None:
-    record.note("kept", data.decode())
+    journal.note("kept", data.decode())
 
 
 def _noted(path: Path) -> bytes | None:
@@ -107,7 +107,7 @@ WRITERS = {
 @pytest.fixture(autouse=True)
 def _no_record() -> Iterator[None]:
     yield
-    record.forget()
+    journal.forget()
 
 
 @pytest.mark.parametrize("name", WRITERS)
@@ -125,7 +125,7 @@ def test_a_reader_sees_the_old_file_or_the_new_one(
     writer = WRITERS[name]
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         path = Path(folder).resolve() / "kept"
-        record.begin(record.new("0"), path.parent)
+        journal.begin(journal.new("0"), path.parent)
         if old is not None:
             writer.write(path, old)
 

@@ -29,7 +29,7 @@ APPLICATION = "vllm-hwplugin"
 # As many as Linux follows in one path.
 _LINKS = 40
 
-# Bytes; many times more than any text, metadata, byte code or record that a process of vLLM reads to its end.
+# Bytes; many times more than any text, metadata, byte code or journal that a process of vLLM reads to its end.
 _LARGEST = 64 << 20
 
 # The file in a temporary folder that its process keeps locked. A process id would not do: containers share folders for

@@ -15,7 +15,7 @@ MEANING: Final[dict[Outcome, str]] = {
     "stops": "the process ends with an error that says what, where, why, and the way out",
     "off": "that feature (operation, layer) is off and vLLM runs stock there; a warning says why; the others are live",
     "all off": "no patch is in force, or no operation has the plugin's kernel, and vLLM runs stock; the log says why",
-    "said": "a line in the log and an entry in the process's record; nothing else changes",
+    "said": "a line in the log and an entry in the process's journal; nothing else changes",
     "nothing": "not even a line in the log, as nothing is wrong",
 }
 

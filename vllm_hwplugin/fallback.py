@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 
-from . import gates, record
+from . import gates, journal
 from .errors import HwpluginError
 from .features import gate_of
 
@@ -30,7 +30,7 @@ def refuse_if_required(feature: str, reason: str) -> None:
 
 
 def stays_stock(feature: str, effect: str, reason: str, level: int = logging.INFO) -> None:
-    """Put on record and in the log that ``feature`` leaves things as they are.
+    """Put in the journal and in the log that ``feature`` leaves things as they are.
 
     Whether a patch fits is settled before vLLM is imported; whether the engine has a use for it only shows here.
 
@@ -44,6 +44,6 @@ def stays_stock(feature: str, effect: str, reason: str, level: int = logging.INF
         FeatureRequired: the gate says ``on``.
     """
     refuse_if_required(feature, reason)
-    record.note(feature, f"{effect}: {reason}")
-    record.use(feature, False, reason)
+    journal.note(feature, f"{effect}: {reason}")
+    journal.use(feature, False, reason)
     logger.log(level, "%s: %s: %s", feature, effect, reason)

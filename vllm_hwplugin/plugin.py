@@ -52,10 +52,10 @@ def register() -> None:
         # The engine reports a bad value, or raises it: it knows what the other gates ask for.
         pass
 
-    from . import patching, platforms, record
+    from . import journal, patching, platforms
     from .ops import overrides
 
-    with record.written_once():
+    with journal.written_once():
         patching.install()
         overrides.install()
         platforms.note_used()

@@ -23,9 +23,9 @@ from vllm.config import (
     VllmConfig,
 )
 
-from vllm_hwplugin import record
+from vllm_hwplugin import journal
+from vllm_hwplugin.journal import Use
 from vllm_hwplugin.patching import load_catalog
-from vllm_hwplugin.record import Use
 from vllm_hwplugin.spec_decode import worker_use
 
 SMALL = Path(__file__).parents[1] / "assets" / "small"
@@ -78,7 +78,7 @@ def uses(
     drafter = drafter or (method and SimpleNamespace(model=None))
     runner = SimpleNamespace(**{"speculator" if v2 else "drafter": drafter or None})
     worker = SimpleNamespace(vllm_config=config, model_runner=runner, use_v2_model_runner=v2, rank=0)
-    entry = record.new("1")
+    entry = journal.new("1")
     entry.vllm_version = "0.26.0"
     return worker_use.uses_of(worker_use.facts_of(worker, entry), BACKPORTS)
 

@@ -11,7 +11,7 @@ from datetime import datetime, timedelta, timezone
 
 import pytest
 
-from vllm_hwplugin import record, records
+from vllm_hwplugin import journal, journals
 from vllm_hwplugin.bench import Job, _entry_points, _launch
 
 JOB = Job("tiny", True, {}, {"SAID": "yes"}, ())
@@ -29,7 +29,7 @@ def child(monkeypatch, tmp_path):
         wrapper.chmod(0o755)
         monkeypatch.setattr(_launch.sys, "executable", str(wrapper))
 
-    monkeypatch.setattr(records, "read_all", list)
+    monkeypatch.setattr(journals, "read_all", list)
     return use
 
 
@@ -148,7 +148,7 @@ def test_a_child_runs_under_another_command(child, tmp_path):
 
 
 def at(pid, ppid, moment):
-    made = record.new("0")
+    made = journal.new("0")
     made.pid, made.ppid, made.started = pid, ppid, moment.isoformat(timespec="milliseconds")
     return made
 
@@ -156,7 +156,7 @@ def at(pid, ppid, moment):
 def test_a_command_between_does_not_hide_the_records(child, monkeypatch):
     child("open(answer, 'a').write(json.dumps({'event': 'ready', 'pid': os.getpid()}) + '\\n')\n")
     seen = []
-    monkeypatch.setattr(records, "read_all", lambda: [at(seen[0]["pid"], 1, datetime.now(timezone.utc))])
+    monkeypatch.setattr(journals, "read_all", lambda: [at(seen[0]["pid"], 1, datetime.now(timezone.utc))])
     ended = _launch.run_child(
         "some.module", "{}", {}, timeout=30, on_event=seen.append, under=["/bin/sh", "-c", '"$@"; exit', "sh"]
     )
@@ -170,5 +170,5 @@ def test_records_of_the_process_and_its_children_but_not_of_an_older_one(monkeyp
         return at(pid, ppid, now + timedelta(seconds=seconds))
 
     everyone = [after(10, 1, -50), after(10, 1, 1), after(11, 10, 2), after(12, 11, 3), after(20, 1, 3)]
-    monkeypatch.setattr(records, "read_all", lambda: everyone)
+    monkeypatch.setattr(journals, "read_all", lambda: everyone)
     assert [r["pid"] for r in _launch.records_of({10}, now)] == [10, 11, 12]

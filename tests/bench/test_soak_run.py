@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from vllm_hwplugin import records
+from vllm_hwplugin import journals
 from vllm_hwplugin.bench import _launch
 from vllm_hwplugin.bench.soak import SoakJob, Text
 from vllm_hwplugin.bench.soak_run import run_soak
@@ -48,7 +48,7 @@ def soaked(monkeypatch, tmp_path):
     wrapper.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{script}" "$@"\n')
     wrapper.chmod(0o755)
     monkeypatch.setattr(_launch.sys, "executable", str(wrapper))
-    monkeypatch.setattr(records, "read_all", list)
+    monkeypatch.setattr(journals, "read_all", list)
 
     def run(*sides, at_once=True, dies="", start=0.0, **settings):
         variables = {"SHARED": str(shared), "DIES": dies, "START": str(start)}

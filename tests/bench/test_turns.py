@@ -11,7 +11,7 @@ from itertools import pairwise
 
 import pytest
 
-from vllm_hwplugin import records
+from vllm_hwplugin import journals
 from vllm_hwplugin.bench import Job, TimeLimit, Workload, _launch, measure_in_turn, of_workloads
 from vllm_hwplugin.bench._session import Session
 from vllm_hwplugin.bench._turns import Turn, turns
@@ -64,7 +64,7 @@ def engines(monkeypatch, tmp_path):
     wrapper.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{script}" "$@"\n')
     wrapper.chmod(0o755)
     monkeypatch.setattr(_launch.sys, "executable", str(wrapper))
-    monkeypatch.setattr(records, "read_all", list)
+    monkeypatch.setattr(journals, "read_all", list)
 
     def make(*sides, dies_of="", hangs_at="", last_hangs_at="", start=0.0, looks=0.0, ends=0.0):
         usual = {"SHARED": str(shared), "DIES_OF": "", "HANGS_AT": ""}

@@ -18,7 +18,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from vllm_hwplugin import cachedir, gates, record
+from vllm_hwplugin import cachedir, gates, journal
 from vllm_hwplugin.cli import _diagnosis, _doctor, _host
 from vllm_hwplugin.cli._app import app
 from vllm_hwplugin.patching import load_catalog
@@ -187,8 +187,8 @@ def test_looking_creates_no_cache(diagnose: Diagnose, tmp_path: Path) -> None:
 STARTED = "2026-01-01T00:00:00.000+00:00"
 
 
-def _process(pid: int, ppid: int, started: str, role: str = "parent", **more: object) -> record.ProcessRecord:
-    fresh = dataclasses.replace(record.new("0.1.0"), pid=pid, ppid=ppid, started=started, role=role)
+def _process(pid: int, ppid: int, started: str, role: str = "parent", **more: object) -> journal.Journal:
+    fresh = dataclasses.replace(journal.new("0.1.0"), pid=pid, ppid=ppid, started=started, role=role)
     return dataclasses.replace(fresh, **more)
 
 
@@ -328,7 +328,7 @@ def test_what_another_user_may_have_put_into_the_temporary_folder_is_not_read(tm
     done = _doctor_process(tmp_path)
     assert done.returncode == 0, done.stderr
     assert "SPOOFED" not in done.stdout
-    assert f"no process records are read from {place}" in done.stdout
+    assert f"no process journals are read from {place}" in done.stdout
     assert f"no kernels are taken from {place}" in done.stdout
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_hwplugin import gates, record
+from vllm_hwplugin import gates, journal
 from vllm_hwplugin.cli import _diagnosis, _doctor, _operations
 from vllm_hwplugin.cli._host import Tool
 from vllm_hwplugin.cli._operations import operation_problems, operation_rows
@@ -121,7 +121,7 @@ def test_a_wrong_name_in_the_skip_list_is_said_as_a_process_takes_it(tmp_path: P
 
 def test_what_a_process_decided_is_among_its_rows(tmp_path: Path) -> None:
     found = _diagnosis.diagnose({"VLLM_HWPLUGIN_CACHE_DIR": str(tmp_path)})
-    entry = record.new("0")
+    entry = journal.new("0")
     entry.decisions["operation rotary_embedding"] = "vLLM's kernel: VLLM_HWPLUGIN_OPS=off"
     (section,) = [
         item for item in _doctor.sections(replace(found, last_engine=(entry,))) if "last engine" in item.title

@@ -25,7 +25,7 @@ from typing import Any
 
 import pytest
 
-from vllm_hwplugin import bench, record, records
+from vllm_hwplugin import bench, journal, journals
 from vllm_hwplugin.bench._entry_points import provide
 from vllm_hwplugin.bench._launch import child_environment
 from vllm_hwplugin.spec_decode import step_counts
@@ -100,7 +100,7 @@ class Seen:
     seconds_to_end: float = 0.0
     left_over: list[int] = field(default_factory=list)
     log: str = ""
-    records: tuple[record.ProcessRecord, ...] = ()
+    records: tuple[journal.Journal, ...] = ()
 
 
 def free_port() -> int:
@@ -199,7 +199,7 @@ def seen(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Seen:
     found.left_running = not server.wait_for(lambda: server.counters()["num_requests_running"] == 0, 20)
     found.counters["after leaving"] = server.counters()
     found.healthy = server.healthy()
-    # A worker puts its last steps on record, and the server looks there.
+    # A worker puts its last steps in the journal, and the server looks there.
     time.sleep(2 * step_counts.INTERVAL + 1)
     found.counters["later"] = server.counters()
 
@@ -216,7 +216,7 @@ def seen(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Seen:
         time.sleep(0.2)
     found.left_over = left
     found.log = server.log
-    found.records = tuple(records.read_all(server._log.parent / "cache"))
+    found.records = tuple(journals.read_all(server._log.parent / "cache"))
     return found
 
 

@@ -55,11 +55,11 @@ def watch(worker) -> None:
 
 
 def report(worker) -> dict:
-    """Runs in a worker: what was counted, and what the process has on record."""
-    from vllm_hwplugin import record
+    """Runs in a worker: what was counted, and what the process has in the journal."""
+    from vllm_hwplugin import journal
     from vllm_hwplugin.bench._inside import drafter_of, graph_modes, platform_class, runner_generation
 
-    runner, entry = worker.worker.model_runner, record.current()
+    runner, entry = worker.worker.model_runner, journal.current()
     worker.worker.hwplugin_watch.__exit__(None, None, None)
     return {
         "runner": runner_generation(runner),

@@ -28,10 +28,10 @@ def report(worker) -> dict:
     from vllm.distributed.parallel_state import get_tp_group
     from vllm.platforms import current_platform
 
-    from vllm_hwplugin import record
+    from vllm_hwplugin import journal
     from vllm_hwplugin.bench._inside import runner_generation
 
-    runner, entry, group = worker.worker.model_runner, record.current(), get_tp_group().device_communicator
+    runner, entry, group = worker.worker.model_runner, journal.current(), get_tp_group().device_communicator
     worker.worker.sim_watch.__exit__(None, None, None)
     return {
         "process": os.getpid(),

@@ -254,7 +254,7 @@ def one(job: dict, others_follow: bool) -> dict:
     import torch
     from vllm import LLM
 
-    from vllm_hwplugin import record
+    from vllm_hwplugin import journal
     from vllm_hwplugin.bench._inside import check_runner, model_runner, runner_generation
     from vllm_hwplugin.bench._watch import watched
     from vllm_hwplugin.spec_decode import step_counts
@@ -283,7 +283,7 @@ def one(job: dict, others_follow: bool) -> dict:
         # The process's end does it as well, and the first Model Runner V2 cannot be shut down.
         llm.llm_engine.engine_core.shutdown()
     step_counts.save()
-    entry = record.current()
+    entry = journal.current()
     # An engine's uses are settled when it is built.
     uses = entry.uses if entry is not None else {}
     return {

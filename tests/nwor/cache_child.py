@@ -129,7 +129,7 @@ def rejected_by(job: str, found: Path) -> list:
 def one(job: dict, found_by_others: Path, others_follow: bool) -> dict:
     from vllm import LLM
 
-    from vllm_hwplugin import record
+    from vllm_hwplugin import journal
     from vllm_hwplugin.bench._inside import model_runner, runner_generation
 
     llm = LLM(**known(job["options"]))
@@ -155,7 +155,7 @@ def one(job: dict, found_by_others: Path, others_follow: bool) -> dict:
         if not hasattr(runner, "shutdown"):
             runner.shutdown = lambda: None
         llm.llm_engine.engine_core.shutdown()
-    entry = record.current()
+    entry = journal.current()
     return {
         "runner": runner_generation(runner),
         "answers": {name: answer["tokens"] for name, answer in answers.items()},

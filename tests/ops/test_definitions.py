@@ -15,7 +15,7 @@ from packaging.specifiers import SpecifierSet
 
 torch = pytest.importorskip("torch")
 
-from vllm_hwplugin import record  # noqa: E402
+from vllm_hwplugin import journal  # noqa: E402
 from vllm_hwplugin.ops import _definition_bodies, definitions  # noqa: E402
 from vllm_hwplugin.ops.definition_table import DEFINITIONS, Definition  # noqa: E402
 from vllm_hwplugin.ops.override_table import OPS, Schema  # noqa: E402
@@ -89,7 +89,7 @@ def one(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Definition]]:
 
     yield make
     definitions.remove()
-    record.forget()
+    journal.forget()
 
 
 def _vllms(item: Definition, key: str, text: str = "(Tensor! out) -> ()") -> Any:
@@ -144,8 +144,8 @@ def test_a_definition_is_in_the_processs_record_and_in_the_log(
     one: Callable[..., Definition], caplog: pytest.LogCaptureFixture
 ) -> None:
     item = one()
-    entry = record.new("0")
-    record.begin(entry, None)
+    entry = journal.new("0")
+    journal.begin(entry, None)
     with caplog.at_level(logging.INFO, "vllm.hwplugin"):
         definitions.define_missing("CPU", "0.32.0")
         definitions.define_missing("CPU", "0.32.0")

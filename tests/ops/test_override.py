@@ -15,7 +15,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from vllm_hwplugin import gates, record  # noqa: E402
+from vllm_hwplugin import gates, journal  # noqa: E402
 from vllm_hwplugin.ops import overrides  # noqa: E402
 from vllm_hwplugin.ops.override_table import Gain, OverridableOp, Schema  # noqa: E402
 
@@ -34,7 +34,7 @@ GAIN = (Gain("cpu", ANY),)
 def clean() -> Iterator[None]:
     yield
     overrides.remove()
-    record.forget()
+    journal.forget()
 
 
 @pytest.fixture
@@ -52,15 +52,15 @@ def _state(toy: Toy) -> str:
 
 def test_the_plugins_kernel_serves_under_vllms_name_and_is_loaded_once_at_the_first_call(toy: Toy) -> None:
     assert toy(None) == 1
-    entry = record.new("0")
-    record.begin(entry, None)
+    entry = journal.new("0")
+    journal.begin(entry, None)
     override = toy.in_front()
     assert (override.state, toy.calls) == ("open", ["stock"])
     before = dict(entry.decisions)
     assert [toy(None), toy(None)] == [2, 2]
     assert toy.calls == ["stock", "load", "plugin", "plugin"]
     assert override.state == "plugin"
-    # Others may have put theirs on record in this process.
+    # Others may have put theirs in the journal in this process.
     name = f"operation {toy.op.name}"
     assert before.keys() == entry.decisions.keys()
     assert before[name] != entry.decisions[name]
@@ -300,8 +300,8 @@ def test_where_no_gpu_of_the_host_gains_vllms_own_kernel_is_called_with_nothing_
     monkeypatch.setattr(overrides, "gpu_names", lambda: frozenset(names))
     monkeypatch.setattr(overrides, "load_extension", lambda: pytest.fail("imported for nothing"))
     untouched = torch._C._dispatch_dump(toy.op.qualname)
-    entry = record.new("0")
-    record.begin(entry, None)
+    entry = journal.new("0")
+    journal.begin(entry, None)
     overrides.install({"VLLM_HWPLUGIN_STRICT": strict})
     assert torch._C._dispatch_dump(toy.op.qualname) == untouched
     assert overrides.states() == {}
@@ -325,14 +325,14 @@ def test_only_over_the_kernels_that_it_was_measured_against_does_one_gain(
         monkeypatch.setattr(overrides, "vllm_version", lambda version=version: version)
         for names in (None, frozenset({"NVIDIA H200"})):
             monkeypatch.setattr(overrides, "gpu_names", lambda names=names: names)
-            entry = record.new("0")
-            record.begin(entry, None)
+            entry = journal.new("0")
+            journal.begin(entry, None)
             overrides.install({})
             front = torch._C._dispatch_dump(toy.op.qualname) != untouched
             served[version, names is not None] = front, toy(None)
             assert f"operation {toy.op.name}" in entry.decisions
             overrides.remove()
-            record.forget()
+            journal.forget()
     vllms, own = (False, 1), (True, 2)
     # Where the driver does not name the device, the first call does.
     assert served == {
@@ -416,8 +416,8 @@ def test_whatever_fails_vllms_own_operations_serve_unless_the_plugins_were_deman
     extension(toy, default_on=GAIN)
     cause = spoil(monkeypatch)
     untouched = torch._C._dispatch_dump(toy.op.qualname)
-    entry = record.new("0")
-    record.begin(entry, None)
+    entry = journal.new("0")
+    journal.begin(entry, None)
     with caplog.at_level(logging.WARNING, "vllm.hwplugin"):
         overrides.install({})
     assert torch._C._dispatch_dump(toy.op.qualname) == untouched
@@ -445,8 +445,8 @@ def test_the_defaults_ask_nothing_of_a_host_without_cuda(
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(overrides, "is_cuda_host", IS_CUDA_HOST)
     monkeypatch.setattr(overrides, "load_extension", lambda: pytest.fail("imported for nothing"))
-    entry = record.new("0")
-    record.begin(entry, None)
+    entry = journal.new("0")
+    journal.begin(entry, None)
     with caplog.at_level(logging.INFO, "vllm.hwplugin"):
         overrides.install({"VLLM_HWPLUGIN_STRICT": strict})
     assert caplog.text == ""
@@ -478,10 +478,10 @@ def test_processes_without_a_model_do_not_import_the_extension(
     loads: list[str] = []
     monkeypatch.setattr(overrides, "load_extension", lambda: loads.append("load"))
     for role in ("api-server", "inspection"):
-        monkeypatch.setattr(record, "role", lambda role=role: role)
+        monkeypatch.setattr(journal, "role", lambda role=role: role)
         overrides.install({"VLLM_HWPLUGIN_OPS": "on"})
     assert loads == []
-    monkeypatch.setattr(record, "role", lambda: "worker")
+    monkeypatch.setattr(journal, "role", lambda: "worker")
     overrides.install({"VLLM_HWPLUGIN_OPS": "auto"})
     assert loads == []
     overrides.install({"VLLM_HWPLUGIN_OPS": "on"})

@@ -12,30 +12,30 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from vllm_hwplugin import record  # noqa: E402
+from vllm_hwplugin import journal  # noqa: E402
 from vllm_hwplugin.ops import definitions, overrides  # noqa: E402
 
 from .toys import Toy, make_toy  # noqa: E402
 
 
 @pytest.fixture
-def entry(monkeypatch: pytest.MonkeyPatch) -> Iterator[record.ProcessRecord]:
+def entry(monkeypatch: pytest.MonkeyPatch) -> Iterator[journal.Journal]:
     """A host with torch_musa, whose platform defines what vLLM's extension lacks when that is imported."""
     monkeypatch.setattr(definitions, "DEFINITIONS", {})
     monkeypatch.setattr(overrides, "is_musa_host", lambda: True)
     monkeypatch.setattr(overrides, "is_cuda_host", lambda: pytest.fail("asked for CUDA"))
     monkeypatch.setattr(overrides, "MUSA_KEY", "CPU")
     monkeypatch.setattr(overrides, "load_extension", lambda: definitions.define_missing("CPU", "0.32.0"))
-    entry = record.new("0")
-    record.begin(entry, None)
+    entry = journal.new("0")
+    journal.begin(entry, None)
     yield entry
     overrides.remove()
     definitions.remove()
-    record.forget()
+    journal.forget()
 
 
 @pytest.fixture
-def toys(entry: record.ProcessRecord, monkeypatch: pytest.MonkeyPatch) -> tuple[Toy, Toy]:
+def toys(entry: journal.Journal, monkeypatch: pytest.MonkeyPatch) -> tuple[Toy, Toy]:
     """One that the plugin defines, one that this vLLM has a kernel of."""
     vllms, own = make_toy(monkeypatch), make_toy(monkeypatch, defined=True)
     monkeypatch.setattr(overrides, "OPS", {toy.op.name: toy.op for toy in (own, vllms)})
@@ -43,13 +43,13 @@ def toys(entry: record.ProcessRecord, monkeypatch: pytest.MonkeyPatch) -> tuple[
     return own, vllms
 
 
-def _said(entry: record.ProcessRecord, toy: Toy) -> str:
+def _said(entry: journal.Journal, toy: Toy) -> str:
     return entry.decisions[f"operation {toy.op.name}"].partition(":")[0]
 
 
 @pytest.mark.parametrize("strict", ["0", "1"])
 def test_by_default_the_kernel_serves_what_vllm_has_none_of(
-    strict: str, toys: tuple[Toy, Toy], entry: record.ProcessRecord
+    strict: str, toys: tuple[Toy, Toy], entry: journal.Journal
 ) -> None:
     own, vllms = toys
     untouched = torch._C._dispatch_dump(vllms.op.qualname)
@@ -64,7 +64,7 @@ def test_by_default_the_kernel_serves_what_vllm_has_none_of(
 
 @pytest.mark.parametrize("gate", ["VLLM_HWPLUGIN_OPS", "VLLM_MUSA_OP_PERF_OVERRIDES"])
 def test_switched_off_or_left_out_the_definition_stays(
-    gate: str, toys: tuple[Toy, Toy], entry: record.ProcessRecord
+    gate: str, toys: tuple[Toy, Toy], entry: journal.Journal
 ) -> None:
     own, vllms = toys
     definitions.define_missing("CPU", "0.32.0")
@@ -80,7 +80,7 @@ def test_switched_off_or_left_out_the_definition_stays(
 def test_without_the_kernel_the_definition_serves_unless_it_was_asked_for(
     strict: str,
     toys: tuple[Toy, Toy],
-    entry: record.ProcessRecord,
+    entry: journal.Journal,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     own, _ = toys
@@ -102,7 +102,7 @@ def test_asked_for_the_kernel_stands_in_front_of_vllms_too(environ: dict[str, st
 
 def test_a_pytorch_that_cannot_put_kernels_in_front_leaves_the_definition(
     toys: tuple[Toy, Toy],
-    entry: record.ProcessRecord,
+    entry: journal.Journal,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_hwplugin import records
+from vllm_hwplugin import journals
 from vllm_hwplugin.patching import CatalogError, PatchingError, load_catalog
 from vllm_hwplugin.patching.outside import Found, find_outside, load_outside
 
@@ -129,7 +129,7 @@ def test_a_process_of_an_engine_that_finds_other_patches_than_the_first_says_so_
     edits = {"vllm/v1/pack/inner.py": [("'inner'", "'inner patched'")]}
     project.feature("fix", edits, gate=None, catalogue=project.catalogue("acme"))
     assert project.run(SPAWN, **folders(project, "acme")) == "0 0 0\n"
-    first, same, other, off = records.read_all(project.cache)
+    first, same, other, off = journals.read_all(project.cache)
     assert first.fingerprint == same.fingerprint != other.fingerprint
     assert [len(entry.notes) for entry in (first, same, other, off)] == [0, 0, 1, 0]
     assert project.run(SPAWN, **folders(project, "acme"), **{FIX: "on"}) == "0 1 0\n"

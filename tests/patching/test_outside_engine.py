@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import vllm_hwplugin
-from vllm_hwplugin import records
+from vllm_hwplugin import journals
 from vllm_hwplugin.patching import find_installed
 from vllm_hwplugin.patching.outside import find_distribution
 
@@ -77,7 +77,7 @@ def test_both_processes_of_an_engine_run_features_from_outside(tmp_path: Path) -
     _, tokens, file = answer
     assert tokens == "4", "the scheduler of the engine core runs stock"
     assert Path(file).is_relative_to(cache)
-    found = {item.role: item for item in records.read_all(cache)}
+    found = {item.role: item for item in journals.read_all(cache)}
     assert {"parent", "engine-core"} <= found.keys()
     for role in ("parent", "engine-core"):
         assert {"acme/half", "acme/hint"} <= set(found[role].live), role

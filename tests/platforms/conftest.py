@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import vllm_hwplugin.platforms as package
-from vllm_hwplugin import gates, record
+from vllm_hwplugin import gates, journal
 from vllm_hwplugin.platforms import _offer
 
 from . import standins
@@ -20,14 +20,14 @@ from .realvllm import Load, RealVllm, own
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No gate is set, no process record is written, and nothing has been decided yet."""
+    """No gate is set, no process journal is written, and nothing has been decided yet."""
     for gate in gates.GATES:
         monkeypatch.delenv(gate.name, raising=False)
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
-    record.forget()
+    journal.forget()
     _offer.decision.cache_clear()
     yield
-    record.forget()
+    journal.forget()
     _offer.decision.cache_clear()
 
 

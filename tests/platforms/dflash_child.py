@@ -72,10 +72,10 @@ def make(folder: str, compilation: dict | None = None, k: int = 7, **arguments: 
 
 
 def outcome(vllm_config: Any) -> dict:
-    from vllm_hwplugin import record
+    from vllm_hwplugin import journal
 
     compilation = vllm_config.compilation_config
-    entry = record.current()
+    entry = journal.current()
     return {
         "sizes": list(compilation.cudagraph_capture_sizes),
         "largest": compilation.max_cudagraph_capture_size,
@@ -87,7 +87,7 @@ def outcome(vllm_config: Any) -> dict:
 
 
 def configurations(folder: str) -> dict[str, Any]:
-    from vllm_hwplugin import record
+    from vllm_hwplugin import journal
 
     use_platform()
     made: dict[str, Any] = {}
@@ -122,7 +122,7 @@ def configurations(folder: str) -> dict[str, Any]:
     add("eager", enforce_eager=True)
     add("no speculation", speculative_config=None)
     add("block", k=8)
-    made["block said"] = record.current().decisions["dflash-config"]
+    made["block said"] = journal.current().decisions["dflash-config"]
     os.environ["VLLM_HWPLUGIN_DFLASH_FULL_GRAPH"] = "on"
     add("block, required", k=8)
     return made
@@ -150,7 +150,7 @@ def scenario(config: bytes, early: bool, sabotage: str | None, variables: dict[s
     """
     os.environ.update(variables)
     vllm_config = pickle.loads(config)
-    from vllm_hwplugin import record
+    from vllm_hwplugin import journal
     from vllm_hwplugin.patching import _runtime
 
     if not early:
@@ -171,7 +171,7 @@ def scenario(config: bytes, early: bool, sabotage: str | None, variables: dict[s
             vllm_config = dataclasses.replace(vllm_config)
     except Exception as error:
         answer["error"] = f"{type(error).__name__}: {error}"
-    entry, plan = record.current(), _runtime.current_plan()
+    entry, plan = journal.current(), _runtime.current_plan()
     assert entry is not None
     texts = {} if plan is None else {file.module: file.text for file in plan.files.values()}
     answer |= {

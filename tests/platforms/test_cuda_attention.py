@@ -15,7 +15,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from vllm_hwplugin import record
+from vllm_hwplugin import journal
 from vllm_hwplugin.attention.backends import CUDA, Faster
 from vllm_hwplugin.ops.build.spec import KERNELS
 from vllm_hwplugin.patching import SUPPORTED
@@ -365,7 +365,7 @@ def test_the_choice_is_told_once_and_noted(
 ) -> None:
     gpu = host(version)
     noted: dict[str, str] = {}
-    monkeypatch.setattr(record, "note", noted.__setitem__)
+    monkeypatch.setattr(journal, "note", noted.__setitem__)
     caplog.set_level(logging.INFO, "vllm.hwplugin")
     monkeypatch.setattr(attention.logger, "propagate", True)
     gpu.refuse("FLASH_ATTN", "FLASHINFER", when=lambda asked: asked["head_size"] > 256)

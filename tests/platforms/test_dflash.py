@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from packaging.specifiers import SpecifierSet
 
-from vllm_hwplugin import patching, record, records
+from vllm_hwplugin import journal, journals, patching
 from vllm_hwplugin.patching import Feature, FeatureState, PatchedFile, PatchingError, Plan, Variant, _runtime
 from vllm_hwplugin.platforms import dflash
 from vllm_hwplugin.spec_decode.dflash_config import DFlashConfigError
@@ -87,11 +87,11 @@ def make_again(vllm_config: SimpleNamespace, default: list[int] = VLLMS_OWN) -> 
 
 
 @pytest.fixture
-def entry(monkeypatch: pytest.MonkeyPatch) -> record.ProcessRecord:
-    """The record of a process in which the DFlash drafter's feature is live, and nothing is to be verified."""
-    made = record.new("0")
+def entry(monkeypatch: pytest.MonkeyPatch) -> journal.Journal:
+    """The journal of a process in which the DFlash drafter's feature is live, and nothing is to be verified."""
+    made = journal.new("0")
     made.features = {"dflash-full-graph": {"state": "live", "reason": ""}}
-    record.begin(made, None)
+    journal.begin(made, None)
     monkeypatch.setattr(patching, "install", lambda: made)
     monkeypatch.setattr(patching, "current_plan", lambda: None)
     return made
@@ -103,14 +103,14 @@ def sizes(vllm_config: SimpleNamespace) -> list[int]:
     return compilation.cudagraph_capture_sizes
 
 
-def decision(entry: record.ProcessRecord) -> str:
+def decision(entry: journal.Journal) -> str:
     return entry.decisions["dflash-capture-sizes"]
 
 
 # -- capture sizes ----------------------------------------------------------------------------------------------------
 
 
-def test_vllms_own_sizes_become_whole_blocks_up_to_every_request(entry: record.ProcessRecord) -> None:
+def test_vllms_own_sizes_become_whole_blocks_up_to_every_request(entry: journal.Journal) -> None:
     found = sizes(made_by_vllm(seqs=200, k=3))
     assert found[:17] == [4 * count for count in (*range(1, 17), 18)]
     assert found[-1] == 800
@@ -118,17 +118,17 @@ def test_vllms_own_sizes_become_whole_blocks_up_to_every_request(entry: record.P
     assert "up to 800 tokens (200 of 200 requests)" in decision(entry)
 
 
-def test_vllms_own_sizes_above_the_fullest_batch_stay(entry: record.ProcessRecord) -> None:
+def test_vllms_own_sizes_above_the_fullest_batch_stay(entry: journal.Journal) -> None:
     found = sizes(made_by_vllm(seqs=2, default=[1, 2, 4, 8, 16, 24, 32]))
     assert found == [8, 16, 24, 32]
 
 
-def test_the_cudagraph_mode_is_not_touched(entry: record.ProcessRecord) -> None:
+def test_the_cudagraph_mode_is_not_touched(entry: journal.Journal) -> None:
     vllm_config = made_by_vllm(mode="FULL_AND_PIECEWISE")
     assert vllm_config.compilation_config.cudagraph_mode.name == "FULL_AND_PIECEWISE"
 
 
-def test_sizes_of_the_user_are_kept_or_explained(entry: record.ProcessRecord, caplog: pytest.LogCaptureFixture) -> None:
+def test_sizes_of_the_user_are_kept_or_explained(entry: journal.Journal, caplog: pytest.LogCaptureFixture) -> None:
     assert sizes(made_by_vllm([64, 1, 8, 20])) == [8, 64]
     (line,) = [item.getMessage() for item in caplog.records]
     assert "dropped: 1, 20 (not a multiple of 1 + num_speculative_tokens = 8)" in line
@@ -137,24 +137,24 @@ def test_sizes_of_the_user_are_kept_or_explained(entry: record.ProcessRecord, ca
 
 
 def test_whole_blocks_of_the_user_are_taken_as_they_are(
-    entry: record.ProcessRecord, caplog: pytest.LogCaptureFixture
+    entry: journal.Journal, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert sizes(made_by_vllm([8, 64])) == [8, 64]
     assert not [item for item in caplog.records if item.levelno >= logging.WARNING]
 
 
-def test_the_largest_size_of_the_user_is_a_bound(entry: record.ProcessRecord) -> None:
+def test_the_largest_size_of_the_user_is_a_bound(entry: journal.Journal) -> None:
     assert sizes(made_by_vllm(largest=50)) == [8, 16, 24, 32, 40, 48]
 
 
-def test_where_no_block_fits_vllm_decides(entry: record.ProcessRecord) -> None:
+def test_where_no_block_fits_vllm_decides(entry: journal.Journal) -> None:
     assert sizes(made_by_vllm(largest=7)) == [1, 2, 4]
     assert decision(entry) == "left to vLLM: no block of 8 tokens fits in 4, the largest allowed"
 
 
 @pytest.mark.parametrize("given", [{}, {"sizes": [64, 1, 8, 20]}, {"sizes": [20]}, {"largest": 50}, {"sizes": [8, 64]}])
 def test_a_configuration_made_from_another_keeps_everything(
-    entry: record.ProcessRecord, caplog: pytest.LogCaptureFixture, given: dict
+    entry: journal.Journal, caplog: pytest.LogCaptureFixture, given: dict
 ) -> None:
     vllm_config = made_by_vllm(**given, compile_sizes=["cudagraph_capture_sizes", 3])
     before, said = vllm_config.compilation_config.__dict__.copy(), decision(entry)
@@ -167,20 +167,20 @@ def test_a_configuration_made_from_another_keeps_everything(
     assert not caplog.records
 
 
-def test_a_second_engine_puts_its_own_decision_on_record(entry: record.ProcessRecord) -> None:
+def test_a_second_engine_puts_its_own_decision_on_record(entry: journal.Journal) -> None:
     made_by_vllm(full=False)
     made_by_vllm([8, 64])
     assert decision(entry).startswith("2 capture sizes")
 
 
-def test_sizes_to_compile_for_follow(entry: record.ProcessRecord) -> None:
+def test_sizes_to_compile_for_follow(entry: journal.Journal) -> None:
     vllm_config = made_by_vllm([64, 1, 8], compile_sizes=["cudagraph_capture_sizes", 3])
     assert sorted(vllm_config.compilation_config.compile_sizes) == [3, 8, 64]
     vllm_config = made_by_vllm([64, 1, 8], compile_sizes=[5])
     assert vllm_config.compilation_config.compile_sizes == [5]
 
 
-def test_nothing_is_left_on_the_configuration(entry: record.ProcessRecord) -> None:
+def test_nothing_is_left_on_the_configuration(entry: journal.Journal) -> None:
     for changes in ({}, {"dflash": False}, {"full": False}):
         assert not [name for name in vars(made_by_vllm(**changes)) if name.startswith("_")]
 
@@ -205,17 +205,17 @@ def test_what_was_noted_survives_a_pickle() -> None:
         ({"tp": 2, "sp": True}, "with sequence parallelism they also have to be multiples of the tensor parallel size"),
     ],
 )
-def test_sizes_that_are_left_to_vllm(entry: record.ProcessRecord, changes: dict, reason: str) -> None:
+def test_sizes_that_are_left_to_vllm(entry: journal.Journal, changes: dict, reason: str) -> None:
     assert sizes(made_by_vllm(**changes)) == changes.get("default", VLLMS_OWN)
     assert decision(entry) == f"left to vLLM: {reason}"
 
 
 @pytest.mark.parametrize("changes", [{"tp": 2}, {"sp": True}, {"v2": False}])
-def test_sizes_that_only_look_like_that(entry: record.ProcessRecord, changes: dict) -> None:
+def test_sizes_that_only_look_like_that(entry: journal.Journal, changes: dict) -> None:
     assert sizes(made_by_vllm(**changes)) != VLLMS_OWN
 
 
-def test_without_the_drafters_graphs_sizes_are_left_to_vllm(entry: record.ProcessRecord) -> None:
+def test_without_the_drafters_graphs_sizes_are_left_to_vllm(entry: journal.Journal) -> None:
     entry.features["dflash-full-graph"] = {"state": "off", "reason": "its gate is off"}
     assert sizes(made_by_vllm()) == VLLMS_OWN
     assert decision(entry) == "left to vLLM: dflash-full-graph is not live (its gate is off)"
@@ -223,7 +223,7 @@ def test_without_the_drafters_graphs_sizes_are_left_to_vllm(entry: record.Proces
 
 @pytest.mark.parametrize("chosen", [True, False])
 def test_up_to_0_21_a_variable_chooses_the_runner(
-    entry: record.ProcessRecord, monkeypatch: pytest.MonkeyPatch, chosen: bool
+    entry: journal.Journal, monkeypatch: pytest.MonkeyPatch, chosen: bool
 ) -> None:
     vllm, envs = ModuleType("vllm"), ModuleType("vllm.envs")
     vllm.envs = envs  # type: ignore[attr-defined]
@@ -244,7 +244,7 @@ def test_configurations_without_dflash_are_left_alone(monkeypatch: pytest.Monkey
 
 
 def test_bad_input_is_an_error_where_the_feature_is_required(
-    entry: record.ProcessRecord, monkeypatch: pytest.MonkeyPatch
+    entry: journal.Journal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made_by_vllm(k=8)
     assert "num_speculative_tokens=8" in entry.decisions["dflash-config"]
@@ -317,7 +317,7 @@ class Verified:
 
 
 @pytest.fixture
-def verified(entry: record.ProcessRecord, monkeypatch: pytest.MonkeyPatch) -> Any:
+def verified(entry: journal.Journal, monkeypatch: pytest.MonkeyPatch) -> Any:
     """`verified(features, *spoilt)`: features are live, and modules of them cannot be swapped."""
 
     def start(features: dict[str, tuple[str, ...]], *spoilt: str) -> Verified:
@@ -338,7 +338,7 @@ def test_every_module_of_the_drafters_features_is_verified_with_force(verified: 
 
 
 def test_a_whole_feature_that_is_lost_is_off_with_the_reason(
-    verified: Any, entry: record.ProcessRecord, caplog: pytest.LogCaptureFixture
+    verified: Any, entry: journal.Journal, caplog: pytest.LogCaptureFixture
 ) -> None:
     found = verified(BOTH, DRAFTER)
     for _ in range(3):
@@ -352,13 +352,13 @@ def test_a_whole_feature_that_is_lost_is_off_with_the_reason(
     assert line == f"dflash-full-graph: not live, vLLM runs stock there: {DRAFTER} was imported by someone"
 
 
-def test_a_loss_is_in_the_records_file(verified: Any, entry: record.ProcessRecord, tmp_path: Path) -> None:
-    record.begin(entry, tmp_path)
+def test_a_loss_is_in_the_records_file(verified: Any, entry: journal.Journal, tmp_path: Path) -> None:
+    journal.begin(entry, tmp_path)
     made_by_vllm(v2=True)
     verified(BOTH, DRAFTER)
     # The decision about the sizes is the same as before, so it writes nothing.
     made_by_vllm(v2=True)
-    (written,) = records.read_all(tmp_path)
+    (written,) = journals.read_all(tmp_path)
     assert written.features["dflash-full-graph"]["state"] == "refused"
     assert written.modules[DRAFTER] == "stock"
 
@@ -367,7 +367,7 @@ def test_a_loss_is_in_the_records_file(verified: Any, entry: record.ProcessRecor
     ("variable", "value"), [("VLLM_HWPLUGIN_STRICT", "1"), ("VLLM_HWPLUGIN_DFLASH_FULL_GRAPH", "on")]
 )
 def test_a_feature_that_must_be_live_is_an_error(
-    verified: Any, entry: record.ProcessRecord, monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+    verified: Any, entry: journal.Journal, monkeypatch: pytest.MonkeyPatch, variable: str, value: str
 ) -> None:
     monkeypatch.setenv(variable, value)
     verified(BOTH, DRAFTER)
@@ -377,7 +377,7 @@ def test_a_feature_that_must_be_live_is_an_error(
         assert part in str(error.value)
 
 
-def test_half_a_feature_is_always_an_error(verified: Any, entry: record.ProcessRecord) -> None:
+def test_half_a_feature_is_always_an_error(verified: Any, entry: journal.Journal) -> None:
     # Of the other feature's modules none is stock, so it is not among what can be switched off to get on.
     found = verified({**BOTH, "draft-loop-graph": ("vllm.loop", "vllm.step")}, RUNNER)
     with pytest.raises(_runtime.InstallError) as error:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The platform function as vLLM meets it: what it returns, logs and records, and that it never raises."""
+"""The platform function as vLLM meets it: what it returns, logs and notes, and that it never raises."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from vllm_hwplugin import plugin, record
+from vllm_hwplugin import journal, plugin
 from vllm_hwplugin.platforms import _offer, _rivals
 from vllm_hwplugin.platforms._detect import CLASSES
 
@@ -135,8 +135,8 @@ def test_two_plugins_that_ask_each_other_come_to_an_end(host: Any) -> None:
 def test_the_record_says_what_was_offered_and_what_vllm_runs_on(host: Any) -> None:
     platforms = host("cuda")
     plugin.platform()
-    record.begin(record.new("0.1.0"), None)
-    entry = record.current()
+    journal.begin(journal.new("0.1.0"), None)
+    entry = journal.current()
     assert entry is not None
     assert entry.decisions["platform"] == f"{CLASSES['cuda']}: vLLM's own detection chooses CUDA"
     _offer.note_used()
@@ -149,9 +149,9 @@ def test_the_record_says_what_was_offered_and_what_vllm_runs_on(host: Any) -> No
 def test_the_record_says_when_vllm_did_not_ask(host: Any) -> None:
     platforms = host("cuda")
     platforms._current_platform = object()
-    record.begin(record.new("0.1.0"), None)
+    journal.begin(journal.new("0.1.0"), None)
     _offer.note_used()
-    entry = record.current()
+    entry = journal.current()
     assert entry is not None
     assert entry.decisions["platform"].startswith("no platform class: vLLM did not ask for one; vLLM runs on ")
 
@@ -159,7 +159,7 @@ def test_the_record_says_when_vllm_did_not_ask(host: Any) -> None:
 def test_without_a_record_nothing_is_noted(host: Any) -> None:
     host("cuda")._current_platform = object()
     _offer.note_used()
-    record.begin(record.new("0.1.0"), None)
-    entry = record.current()
+    journal.begin(journal.new("0.1.0"), None)
+    entry = journal.current()
     assert entry is not None
     assert entry.decisions == {}

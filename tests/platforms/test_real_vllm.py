@@ -81,10 +81,10 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 WHAT_RUNS = """
     from vllm.platforms import current_platform
     from vllm.plugins import load_general_plugins
-    from vllm_hwplugin import record
+    from vllm_hwplugin import journal
     load_general_plugins()
     print(f"{type(current_platform).__module__}.{type(current_platform).__qualname__}")
-    print(record.current() and record.current().decisions.get("platform"))
+    print(journal.current() and journal.current().decisions.get("platform"))
 """
 
 

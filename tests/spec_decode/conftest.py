@@ -74,10 +74,10 @@ def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def uses(accelerator: None, monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[bool, str]]:
     """What features say of their use, on a host without a GPU where recordings may fail."""
-    from vllm_hwplugin import record
+    from vllm_hwplugin import journal
 
     said: dict[str, tuple[bool, str]] = {}
-    monkeypatch.setattr(record, "use", lambda feature, used, reason="": said.update({feature: (used, reason)}))
+    monkeypatch.setattr(journal, "use", lambda feature, used, reason="": said.update({feature: (used, reason)}))
     return said
 
 

@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from vllm_hwplugin import record  # noqa: E402
+from vllm_hwplugin import journal  # noqa: E402
 from vllm_hwplugin.spec_decode import context_norm  # noqa: E402
 
 EPS = 1e-6
@@ -47,7 +47,7 @@ class Op:
 def notes(monkeypatch):
     said = {}
     monkeypatch.setattr(context_norm, "_answers", {})
-    monkeypatch.setattr(record, "note", said.__setitem__)
+    monkeypatch.setattr(journal, "note", said.__setitem__)
     return said
 
 

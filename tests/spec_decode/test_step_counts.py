@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps served and not served: what is counted, how it gets on record and among vLLM's metrics, and when it is said."""
+"""Steps served and not served: what is counted, how it gets into journal and metrics, and when it is said."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from typing import Any
 import prometheus_client
 import pytest
 
-from vllm_hwplugin import record, records
-from vllm_hwplugin.record import ProcessRecord, Use
+from vllm_hwplugin import journal, journals
+from vllm_hwplugin.journal import Journal, Use
 from vllm_hwplugin.spec_decode import step_counts, step_metrics
 from vllm_hwplugin.spec_decode.step_counts import Reason, StepCounts
 
@@ -31,15 +31,15 @@ def own_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     monkeypatch.setattr(step_counts, "INTERVAL", 0.05)
     monkeypatch.setattr(step_counts, "_paths", {})
     monkeypatch.setattr(step_counts, "_keeper", None)
-    record.forget()
-    record.begin(record.new("1"), tmp_path)
-    record.settle_uses({"a-feature": Use(used=True, reason="")}, engine=0)
+    journal.forget()
+    journal.begin(journal.new("1"), tmp_path)
+    journal.settle_uses({"a-feature": Use(used=True, reason="")}, engine=0)
     yield
-    record.forget()
+    journal.forget()
 
 
 def on_record(pid: int) -> dict[str, dict[str, int]]:
-    entry = records.read_latest(pid)
+    entry = journals.read_latest(pid)
     return {} if entry is None else entry.steps
 
 
@@ -109,7 +109,7 @@ def test_an_engine_that_ends_or_is_killed_leaves_its_counts(ends: bool) -> None:
 def test_what_hardly_serves_is_said_once(
     served: int, missed: dict[Reason, int], used: bool, main: Reason | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    record.use("a-feature", used)
+    journal.use("a-feature", used)
     counts = StepCounts("a-feature", "sampling")
     for _ in range(served):
         counts.served()
@@ -138,19 +138,19 @@ def test_what_hardly_serves_is_said_once(
 # -- vLLM's metrics
 
 
-def worker(engine: int | None, steps: dict[str, dict[str, int]]) -> ProcessRecord:
+def worker(engine: int | None, steps: dict[str, dict[str, int]]) -> Journal:
     """A child with a record of its own, which waits to be killed."""
     ready, told = os.pipe()
     pid = os.fork()
     if not pid:
-        record.adopt()
-        record.settle_uses({}, engine)
-        record.keep_steps(steps)
+        journal.adopt()
+        journal.settle_uses({}, engine)
+        journal.keep_steps(steps)
         os.write(told, b"1")
         time.sleep(60)
         os._exit(0)
     os.read(ready, 1)
-    entry = records.read_latest(pid)
+    entry = journals.read_latest(pid)
     assert entry is not None
     return entry
 

@@ -24,7 +24,7 @@ from vllm.v1.core.single_type_kv_cache_manager import (
     SlidingWindowManager,
 )
 
-from vllm_hwplugin import record
+from vllm_hwplugin import journal
 from vllm_hwplugin.patching import SUPPORTED
 from vllm_hwplugin.spec_decode import window_blocks
 
@@ -253,13 +253,13 @@ def scheduler_with(
 def test_the_scheduler_says_whether_drafts_can_move_a_window_back(
     scheduler: SimpleNamespace, used: bool, tmp_path: Path
 ) -> None:
-    record.forget()
-    entry = record.new("1")
+    journal.forget()
+    entry = journal.new("1")
     entry.features = {"window-blocks": {"state": "live", "reason": ""}}
-    record.begin(entry, tmp_path)
+    journal.begin(entry, tmp_path)
     window_blocks.report_scheduler(scheduler)
     use = entry.uses["window-blocks"]
-    record.forget()
+    journal.forget()
     assert use["used"] is used
     assert bool(use["reason"]) is not used
 

@@ -18,10 +18,10 @@ pytest.importorskip("vllm")
 from packaging.version import Version
 from vllm.config import CUDAGraphMode
 
-from vllm_hwplugin import record, records
+from vllm_hwplugin import journal, journals
 from vllm_hwplugin.fallback import FeatureRequired, stays_stock
+from vllm_hwplugin.journal import Use
 from vllm_hwplugin.patching import Catalog, load_catalog, make_plan
-from vllm_hwplugin.record import Use
 from vllm_hwplugin.spec_decode import context_norm, worker_use
 from vllm_hwplugin.spec_decode.draft_decision import DrafterFacts
 from vllm_hwplugin.spec_decode.step_counts import StepCounts
@@ -45,13 +45,13 @@ DFLASH = WorkerFacts(NEWEST, V1, "dflash", 7, drafter="DFlashProposer", proposer
 @pytest.fixture(autouse=True)
 def own_record(tmp_path: Path) -> Iterator[None]:
     """A process in which all features are live."""
-    record.forget()
-    entry = record.new("1")
+    journal.forget()
+    entry = journal.new("1")
     entry.vllm_version = "0.32.0+cpu"
     entry.features = {name: {"state": "live", "reason": ""} for name in LIVE}
-    record.begin(entry, tmp_path)
+    journal.begin(entry, tmp_path)
     yield
-    record.forget()
+    journal.forget()
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def worker_on(runner: SimpleNamespace, *, v2: bool, method: str, mode: CUDAGraph
 
 
 def uses() -> dict[str, Use]:
-    entry = record.current()
+    entry = journal.current()
     assert entry is not None
     return entry.uses
 
@@ -198,7 +198,7 @@ def test_steps_count_from_the_report_on_and_one_rank_speaks_for_the_engine(make:
     runner = SimpleNamespace(drafter=make("loop", drafters.EAGLE, 3))
     worker = worker_on(runner, v2=False, method="eagle3", mode=CUDAGraphMode.FULL)
     worker.vllm_config.parallel_config.data_parallel_index = 3
-    entry, engines = record.current(), []
+    entry, engines = journal.current(), []
     assert entry is not None
     for driver, drafter in ((False, runner.drafter), (True, None), (True, runner.drafter)):
         worker.is_driver_worker, runner.drafter = driver, drafter
@@ -218,7 +218,7 @@ def test_what_a_feature_found_out_outweighs_the_configuration_before_and_after(m
     assert uses()["draft-full-graph"]["used"]
     stays_stock("draft-full-graph", "as in stock", "found while serving")
     assert uses()["draft-full-graph"] == {"used": False, "reason": "found while serving"}
-    (kept,) = (item for item in records.read_all(record._folder.parent))  # type: ignore[union-attr]
+    (kept,) = (item for item in journals.read_all(journal._folder.parent))  # type: ignore[union-attr]
     assert kept.uses == uses()
 
 

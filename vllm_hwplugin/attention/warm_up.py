@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from vllm_hwplugin import gates, record
+from vllm_hwplugin import gates, journal
 
 logger = logging.getLogger("vllm.hwplugin")
 
@@ -27,7 +27,7 @@ class CompilesAtFirstUse(Protocol):
 def warm_up(runner: Any) -> None:
     """Have every such kernel of a runner's attention layers compiled, its drafter's included.
 
-    What fails is a line in the log and in the process's record: serving may need that kernel late, or never.
+    What fails is a line in the log and in the process's journal: serving may need that kernel late, or never.
 
     Args:
         runner: vLLM's ``GPUModelRunner``, with its KV cache bound and before it captures graphs.
@@ -56,11 +56,11 @@ def warm_up(runner: Any) -> None:
         )
         if gates.read(gates.STRICT).flag:
             raise RuntimeError(f"{gates.STRICT}=1, but {told}") from error
-        record.note(_NOTE, told)
+        journal.note(_NOTE, told)
         logger.warning("%s", told)
         return
     done = f"attention kernels are compiled, in {time.monotonic() - started:.1f} s by {calls} calls"
-    record.note(_NOTE, done)
+    journal.note(_NOTE, done)
     logger.info("%s", done)
 
 

@@ -19,7 +19,7 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
-from .. import records
+from .. import journals
 from . import _entry_points
 from ._job import Event, Job, Outcome
 
@@ -238,10 +238,10 @@ def _error(code: int, events: Sequence[Event]) -> str | None:
 
 
 def records_of(kin: set[int], since: datetime) -> tuple[dict[str, Any], ...]:
-    """The process records of the processes ``kin`` and of those that they started, oldest first."""
+    """The process journals of the processes ``kin`` and of those that they started, oldest first."""
     kin = set(kin)
     found = []
-    for one in records.read_all():
+    for one in journals.read_all():
         # Process ids come round again, and records outlive their processes.
         if datetime.fromisoformat(one.started) >= since and (one.pid in kin or one.ppid in kin):
             kin.add(one.pid)

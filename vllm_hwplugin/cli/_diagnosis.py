@@ -2,7 +2,7 @@
 """Everything that ``doctor`` knows, as data: collected once, shown as tables or as JSON.
 
 Nothing here imports vLLM or torch, and nothing is changed: a feature's state is decided from the installed text exactly
-as a process of vLLM would decide it, and what really happened in the last engine is read from its records.
+as a process of vLLM would decide it, and what really happened in the last engine is read from its journals.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from typing import Any
 
 import vllm_hwplugin
 
-from .. import cachedir, gates, platforms, records
+from .. import cachedir, gates, journals, platforms
+from ..journal import Journal
 from ..ops.build import built
 from ..ops.build.plan import MIN_TORCH
 from ..ops.override_table import GATE as OPS
@@ -39,7 +40,6 @@ from ..patching import (
 )
 from ..patching.outside import FOLDERS, Found, Trouble, find_outside, find_targets
 from ..platforms import musa_host, musa_versions
-from ..record import ProcessRecord
 from . import _host
 from ._kernels import KernelRow, kernel_rows
 from ._operations import OperationRow, operation_problems, operation_rows
@@ -91,7 +91,7 @@ class Diagnosis:
     gates: tuple[GateRow, ...]
     features: tuple[FeatureRow, ...]
     fingerprint: str
-    last_engine: tuple[ProcessRecord, ...]
+    last_engine: tuple[Journal, ...]
     problems: tuple[str, ...]
     warnings: tuple[str, ...]
 
@@ -144,8 +144,8 @@ def diagnose(environ: Mapping[str, str] | None = None, *, catalog: Catalog | Non
     own = _own_catalogue(catalog, found)
     outside = _find_outside(environ, own, values, found)
     features, fingerprint = _decide(values, installed, own, outside, environ, found)
-    written = _records(environ, found)
-    processes = records.family(written, written[-1].pid) if written else ()
+    written = _journals(environ, found)
+    processes = journals.family(written, written[-1].pid) if written else ()
     _compare_fingerprints(processes, found)
     platform = _host.find_platform()
     tools = _host.find_tools(environ=environ)
@@ -177,7 +177,7 @@ def diagnose(environ: Mapping[str, str] | None = None, *, catalog: Catalog | Non
         gates=tuple(
             _row(gate, values[gate.name], gates.source(gate, environ)) for gate in (*gates.GATES, *outside.gates)
         ),
-        # As the records of processes have them.
+        # As the journals of processes have them.
         features=(*(_left_out(item) for item in outside.troubles), *features),
         fingerprint=fingerprint,
         last_engine=processes,
@@ -186,7 +186,7 @@ def diagnose(environ: Mapping[str, str] | None = None, *, catalog: Catalog | Non
     )
 
 
-def _compare_fingerprints(processes: Sequence[ProcessRecord], found: _Findings) -> None:
+def _compare_fingerprints(processes: Sequence[Journal], found: _Findings) -> None:
     """Of one engine all have to be the same: its processes compute one model together."""
     of: dict[str, list[str]] = {}
     for item in processes:
@@ -464,10 +464,10 @@ def _libraries(environ: Mapping[str, str], found: _Findings) -> Sequence[built.B
         return ()
 
 
-def _records(environ: Mapping[str, str], found: _Findings) -> list[ProcessRecord]:
+def _journals(environ: Mapping[str, str], found: _Findings) -> list[Journal]:
     try:
         places = cachedir.places(environ)
     except gates.GateError:
         return []
-    written = [item for place in places for item in records.read_all(place, found.warnings)]
+    written = [item for place in places for item in journals.read_all(place, found.warnings)]
     return sorted(written, key=lambda item: item.started)

@@ -13,11 +13,11 @@ from rich.console import Console
 from rich.text import Text
 from typer.core import TyperCommand
 
+from ..journal import Journal
 from ..ops.build.plan import MIN_TORCH
 from ..ops.override_table import RECORD
 from ..platforms import KEY as PLATFORM
 from ..platforms import musa_versions
-from ..record import ProcessRecord
 from ..spec_decode.step_counts import SERVED, Reason
 from ._app import FAILURE
 from ._diagnosis import Diagnosis, diagnose
@@ -147,7 +147,7 @@ def sections(found: Diagnosis) -> tuple[Section, ...]:
             "the last engine's processes",
             ("process", "started", "vLLM", "feature", "state", "reason"),
             tuple(_process_rows(found)),
-            "no process of vLLM has left a record yet",
+            "no process of vLLM has left a journal yet",
         ),
     )
 
@@ -225,7 +225,7 @@ def _process_rows(found: Diagnosis) -> Iterable[tuple[str, ...]]:
             yield (*head, "", "off", "the plugin was switched off")
 
 
-def _feature_cells(item: ProcessRecord, name: str, feature: Mapping[str, str]) -> tuple[str, str]:
+def _feature_cells(item: Journal, name: str, feature: Mapping[str, str]) -> tuple[str, str]:
     """State and reason of a feature in one process."""
     use, decision = item.uses.get(name), item.decisions.get(name)
     reasons = [feature["reason"], decision]

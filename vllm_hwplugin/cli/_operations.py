@@ -41,8 +41,8 @@ def operation_rows(
 ) -> tuple[OperationRow, ...]:
     """One row for each operation with a kernel; where vLLM has no kernels, one for each that the plugin defines.
 
-    vLLM's own schema is not looked at, for that needs a process that imports it; the records of processes have what was
-    found there.
+    vLLM's own schema is not looked at, for that needs a process that imports it; the journals of processes have what
+    was found there.
 
     Args:
         kind: of the platform: ``cuda``, ``musa`` or ``cpu``.

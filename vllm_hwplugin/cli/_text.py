@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text of other origin (variables, records, an index's answers) made fit for a terminal."""
+"""Text of other origin (variables, journals, an index's answers) made fit for a terminal."""
 
 from __future__ import annotations
 

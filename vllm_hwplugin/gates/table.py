@@ -170,7 +170,7 @@ GATES: Final[tuple[Gate, ...]] = (
         "VLLM_HWPLUGIN_CACHE_DIR",
         "path",
         None,
-        "Folder for patched copies, kernels, process records and the drift check's sources. Default: the user's cache.",
+        "Folder for patched copies, kernels, journals and the drift check's sources. Default: the user's cache.",
         affects=("cache",),
     ),
     Gate(

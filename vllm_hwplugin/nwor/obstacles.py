@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch
 from packaging.version import Version
 
-from vllm_hwplugin import record
+from vllm_hwplugin import journal
 
 _FREED_BLOCKS: Final = Version("0.24.0")
 #: ``CompilationMode.STOCK_TORCH_COMPILE``: torch.compile around the model itself, in which no hook of a module runs.
@@ -16,8 +16,8 @@ _WHOLE_MODEL_COMPILED: Final = 1
 
 
 def vllm_version() -> Version:
-    """That of the vLLM in this process, without its local part, as the process's record has it; 0 where it has none."""
-    entry = record.current()
+    """That of the vLLM in this process, without its local part, as its journal has it; 0 where that has none."""
+    entry = journal.current()
     return Version(Version(entry.vllm_version or "0").public) if entry is not None else Version("0")
 
 

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import torch
 
-from vllm_hwplugin import gates, record
+from vllm_hwplugin import gates, journal
 from vllm_hwplugin.errors import HwpluginError
 from vllm_hwplugin.fallback import stays_stock
 from vllm_hwplugin.features import NWOR, gate_of
@@ -141,8 +141,8 @@ class RejectedDrafts:
             # The innermost module: vLLM's wrappers capture what is called inside them.
             self._hook = model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
         left = f"; left out, without a row for each token: {', '.join(found.left_out)}" if found.left_out else ""
-        record.note(NWOR, f"{self._mode} of {len({cache.layer for cache in found.rows})} layers{left}")
-        record.use(NWOR, True)
+        journal.note(NWOR, f"{self._mode} of {len({cache.layer for cache in found.rows})} layers{left}")
+        journal.use(NWOR, True)
         if found.left_out:
             logger.warning("%s: %d layers are left out, which have no row for each token", NWOR, len(found.left_out))
 
@@ -165,7 +165,7 @@ class RejectedDrafts:
         keepers = (rows if keep else None, self._witness)
         self._keepers = tuple(one for one in keepers if one is not None)
         how = "kernels" if kernels else "PyTorch operations"
-        record.note(f"{NWOR} rows", f"by {how}, with {rows.num_bytes / 2**20:.1f} MiB")
+        journal.note(f"{NWOR} rows", f"by {how}, with {rows.num_bytes / 2**20:.1f} MiB")
 
     def _before_forward(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         if self._found is not None:

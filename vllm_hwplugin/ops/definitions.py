@@ -13,7 +13,7 @@ import operator
 import threading
 from typing import Any
 
-from .. import record
+from .. import journal
 from .definition_table import DEFINITIONS, Definition
 from .override_table import RECORD, describe
 
@@ -45,7 +45,7 @@ def define_missing(key: str, version: str) -> tuple[str, ...]:
             ", ".join(item.qualname for item in new),
         )
     for item in new:
-        record.note(f"{RECORD}{item.name}", describe("torch", f"this vLLM has no kernel of it for {key}"))
+        journal.note(f"{RECORD}{item.name}", describe("torch", f"this vLLM has no kernel of it for {key}"))
     return tuple(_libraries)
 
 

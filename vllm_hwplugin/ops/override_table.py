@@ -22,7 +22,7 @@ KEY: Final = "CUDA"
 #: Why the table says nothing of other hosts.
 NO_GPU: Final = "the plugin's kernels stand under vLLM's names on CUDA and MUSA alone"
 
-#: Before the name of an operation, among a process's decisions (:func:`vllm_hwplugin.record.note`).
+#: Before the name of an operation, among a process's decisions (:func:`vllm_hwplugin.journal.note`).
 RECORD: Final = "operation "
 
 
@@ -213,7 +213,7 @@ def choose(
 
 
 def describe(state: str, reason: str) -> str:
-    """What serves an operation, for the log and the records."""
+    """What serves an operation, for the log and the journals."""
     kernels = {
         "plugin": "the plugin's kernel",
         "vllm": "vLLM's kernel",

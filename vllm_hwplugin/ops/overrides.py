@@ -28,7 +28,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from .. import gates, record
+from .. import gates, journal
 from ..errors import HwpluginError
 from ._override_host import gpu_names, is_cuda_host, is_musa_host, vllm_version
 from .definition_table import MUSA_KEY
@@ -72,7 +72,7 @@ class Override:
 
     def settle(self, state: Literal["open", "plugin", "vllm", "torch"], reason: str) -> None:
         self.state, self.reason = state, reason
-        record.note(f"{RECORD}{self.op.name}", describe(state, reason))
+        journal.note(f"{RECORD}{self.op.name}", describe(state, reason))
         logger.debug("%s: %s", self.op.qualname, describe(state, reason))
 
 
@@ -112,7 +112,7 @@ def install(environ: Mapping[str, str] | None = None) -> None:
             if op.name in _overrides or is_defined(op.name):
                 continue
             if choose(op, choice, values[SKIP].names, None, None).wanted:
-                record.note(f"{RECORD}{op.name}", describe("vllm", text))
+                journal.note(f"{RECORD}{op.name}", describe("vllm", text))
         if required:
             raise OverrideError(f"{_demand(choice)}, but {text}. Set {GATE}=off to go on") from error
         logger.exception("%s; vLLM's own serve", text)
@@ -136,7 +136,7 @@ def _install(choice: str, skip: Sequence[str], required: bool) -> None:
             raise OverrideError(text)
         logger.warning("%s", text)
     chosen = [op for op in OPS.values() if choose(op, choice, skip, None, None, defined=True).wanted]
-    if not chosen or record.role() in _NO_MODEL:
+    if not chosen or journal.role() in _NO_MODEL:
         return
     if is_musa_host():
         # The defaults promise no kernel there: where one cannot be had, what would serve without it does.
@@ -164,7 +164,7 @@ def _install(choice: str, skip: Sequence[str], required: bool) -> None:
                 logger.debug("%s cannot get the plugin's kernel", op.qualname, exc_info=True)
                 refused[op.name] = f"{type(error).__name__}: {error}"
             if op.name in refused:
-                record.note(f"{RECORD}{op.name}", describe(_stock(op), refused[op.name]))
+                journal.note(f"{RECORD}{op.name}", describe(_stock(op), refused[op.name]))
     if refused:
         text = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
         if required:
@@ -182,7 +182,7 @@ def _chosen_on_musa(ops: Sequence[OverridableOp], choice: str) -> list[Overridab
         return list(ops)
     for op in ops:
         if not is_defined(op.name):
-            record.note(f"{RECORD}{op.name}", describe("vllm", choose(op, choice, (), "musa", None).reason))
+            journal.note(f"{RECORD}{op.name}", describe("vllm", choose(op, choice, (), "musa", None).reason))
     return [op for op in ops if is_defined(op.name)]
 
 
@@ -201,12 +201,12 @@ def _gaining_here(ops: Sequence[OverridableOp]) -> list[OverridableOp]:
     kept = []
     for op in ops:
         if not cuda:
-            record.note(f"{RECORD}{op.name}", describe("vllm", NO_GPU))
+            journal.note(f"{RECORD}{op.name}", describe("vllm", NO_GPU))
         elif any(choose(op, "auto", (), name, version).wanted for name in names or (None,)):
             kept.append(op)
         else:
             reason = choose(op, "auto", (), " and ".join(sorted(names)) if names else None, version).reason
-            record.note(f"{RECORD}{op.name}", describe("vllm", reason))
+            journal.note(f"{RECORD}{op.name}", describe("vllm", reason))
     return kept
 
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 
 from .. import gates
-from ..record import ProcessRecord
+from ..journal import Journal
 from ._errors import InstallError
 from ._model import ModuleCheck, Plan
 
@@ -18,12 +18,12 @@ logger = logging.getLogger("vllm.hwplugin")
 
 
 def give_up_stock(
-    entry: ProcessRecord, plan: Plan, checks: Sequence[ModuleCheck], choices: Mapping[str, str], *, strict: bool
+    entry: Journal, plan: Plan, checks: Sequence[ModuleCheck], choices: Mapping[str, str], *, strict: bool
 ) -> None:
     """Count features as refused whose modules were imported past the plugin, by another import hook.
 
     Args:
-        entry: the process's record; it is corrected.
+        entry: the process's journal; it is corrected.
         checks: of every patched module.
         choices: gate -> ``auto``, ``on`` or ``off``.
 
@@ -58,13 +58,13 @@ def _features(plan: Plan, modules: Collection[str]) -> set[str]:
     return {name for file in plan.files.values() if file.module in modules for name in file.features}
 
 
-def compare_with_first(entry: ProcessRecord, asked: object, environ: Mapping[str, str], *, stop: bool) -> None:
+def compare_with_first(entry: Journal, asked: object, environ: Mapping[str, str], *, stop: bool) -> None:
     """Say, or refuse, that the processes of an engine have different patches in force: they compute one model together.
 
     The first process leaves its fingerprint in the environment for its children.
 
     Args:
-        entry: the process's record; it gets a note.
+        entry: the process's journal; it gets a note.
         asked: what it decided by. Where the first process had something else, they are meant to differ.
         stop: refuse it.
 

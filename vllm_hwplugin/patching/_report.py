@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 
 from .. import __version__
-from ..record import ProcessRecord
+from ..journal import Journal
 from ..versions import SUPPORTED, is_supported
 from ._installed import Installed
 from ._model import Plan
@@ -14,7 +14,7 @@ from ._model import Plan
 logger = logging.getLogger("vllm.hwplugin")
 
 
-def report(entry: ProcessRecord, plan: Plan, installed: Installed, try_unlisted: bool) -> None:
+def report(entry: Journal, plan: Plan, installed: Installed, try_unlisted: bool) -> None:
     """One line that says what is live, and one for each feature that should be and is not."""
     listed = is_supported(installed.version)
     if not listed:

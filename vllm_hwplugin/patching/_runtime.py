@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
-from .. import __version__, gates, record
-from ..record import ProcessRecord
+from .. import __version__, gates, journal
+from ..journal import Journal
 from ._agreement import compare_with_first, give_up_stock
 from ._catalog import load_catalog
 from ._errors import InstallError, NotPython, PatchingError
@@ -51,8 +51,8 @@ class _Wanted(NamedTuple):
 class _State:
     """What is in force in this process: `finder` and `undo` exactly that, at every moment."""
 
-    def __init__(self, entry: ProcessRecord) -> None:
-        self.record = entry
+    def __init__(self, entry: Journal) -> None:
+        self.journal = entry
         self.overlay: Overlay | None = None
         self.gates: tuple[gates.Gate, ...] = ()
         self.wanted: _Wanted | None = None
@@ -97,11 +97,11 @@ _lock = threading.RLock()
 _state: _State | None = None
 
 
-def install(environ: Mapping[str, str] | None = None, *, catalog: Catalog | None = None) -> ProcessRecord:
+def install(environ: Mapping[str, str] | None = None, *, catalog: Catalog | None = None) -> Journal:
     """Put the patches of this process into force. Calling it again changes nothing.
 
     Whatever goes wrong, a feature is live completely or not at all, and vLLM runs stock where nothing is live. What was
-    decided is in the returned record, in one log line, and in a file for ``vllm-hwplugin doctor``.
+    decided is in the returned journal, in one log line, and in a file for ``vllm-hwplugin doctor``.
 
     Args:
         environ: where the gates are read; ``os.environ`` by default.
@@ -121,7 +121,7 @@ def install(environ: Mapping[str, str] | None = None, *, catalog: Catalog | None
         elif _state.finder is not None:
             _state.finder.put_first()
         _register_with_vllm()
-        return _state.record
+        return _state.journal
 
 
 def current_plan() -> Plan | None:
@@ -159,9 +159,9 @@ def verify(names: Iterable[str] | None = None, *, force: bool = True) -> tuple[M
             assert _state.wanted is not None
             plans = [_plan_swap(_state.wanted.installed, _state.plan, copies[name]) for name in stock]
             _commit([plan.stage() for plan in plans], _state.undo)
-            _state.record.modules.update(dict.fromkeys(stock, "re-applied"))
-            record.save()
-        return tuple(_check(name, copies, _state.record) for name in modules)
+            _state.journal.modules.update(dict.fromkeys(stock, "re-applied"))
+            journal.save()
+        return tuple(_check(name, copies, _state.journal) for name in modules)
 
 
 def deactivate() -> None:
@@ -175,16 +175,16 @@ def deactivate() -> None:
         if envs is not None:
             envs.environment_variables.pop(gates.FINGERPRINT, None)
         _state = None
-        record.forget()
+        journal.forget()
 
 
 def _install(environ: Mapping[str, str], catalog: Catalog | None) -> _State:
-    state = _State(record.new(__version__))
+    state = _State(journal.new(__version__))
     try:
         values = gates.read_all(environ)
         if not values["VLLM_HWPLUGIN"].flag:
             logger.info("vllm-hwplugin %s is switched off (VLLM_HWPLUGIN); vLLM runs stock", __version__)
-            record.begin(state.record, None)
+            journal.begin(state.journal, None)
             return state
         _activate(state, environ, values, catalog)
     except BaseException as error:
@@ -208,8 +208,8 @@ def _install(environ: Mapping[str, str], catalog: Catalog | None) -> _State:
         )
         # Placing the copies may have found that the first place has no room.
         base = state.overlay.base if state.overlay is not None else None
-        state = _State(_of_stock(state.record, text))
-        record.begin(state.record, base)
+        state = _State(_of_stock(state.journal, text))
+        journal.begin(state.journal, base)
     return state
 
 
@@ -220,9 +220,9 @@ def _refuse_mixture(state: _State, copies: Mapping[str, Copy], reason: str) -> N
         raise InstallError(f"{reason}; {', '.join(modules)} run patched already: start again with VLLM_HWPLUGIN=0")
 
 
-def _of_stock(entry: ProcessRecord, error: str) -> ProcessRecord:
-    """A record of the same process and vLLM in which nothing is in force."""
-    plain = record.new(entry.plugin_version)
+def _of_stock(entry: Journal, error: str) -> Journal:
+    """A journal of the same process and vLLM in which nothing is in force."""
+    plain = journal.new(entry.plugin_version)
     plain.vllm_dist, plain.vllm_version, plain.vllm_root = entry.vllm_dist, entry.vllm_version, entry.vllm_root
     plain.error = error
     return plain
@@ -232,7 +232,7 @@ def _activate(
     state: _State, environ: Mapping[str, str], values: Mapping[str, gates.GateValue], catalog: Catalog | None
 ) -> None:
     installed = find_installed()
-    entry = state.record
+    entry = state.journal
     entry.vllm_dist, entry.vllm_version, entry.vllm_root = installed.dist, installed.version, str(installed.root)
     overlay = open_overlay(environ)
     choices = {name: value.choice for name, value in values.items() if value.gate.switches}
@@ -279,7 +279,7 @@ def _activate(
     report(entry, plan, installed, try_unlisted)
     asked = (sorted(choices.items()), try_unlisted, environ.get("VLLM_HWPLUGIN_PATCHES"))
     compare_with_first(entry, asked, environ, stop=_must_hold(environ, state.gates))
-    record.begin(entry, overlay.base)
+    journal.begin(entry, overlay.base)
 
 
 def _put_in_force(state: _State, wanted: _Wanted) -> _Settled:
@@ -362,8 +362,8 @@ def _commit(staged: list[_reapply.Staged], undo: list[Callable[[], None]]) -> No
     undo += done
 
 
-def _report_catalogues(entry: ProcessRecord, found: outside.Found, *, strict: bool) -> None:
-    """A catalogue that cannot be used stands among the features in the record, because it may have had some."""
+def _report_catalogues(entry: Journal, found: outside.Found, *, strict: bool) -> None:
+    """A catalogue that cannot be used stands among the features in the journal, because it may have had some."""
     for trouble in found.troubles:
         if strict:
             raise InstallError(f"{gates.STRICT}=1, but the patches of {trouble.where} are off: {trouble.reason}")
@@ -390,16 +390,16 @@ def _check_live() -> None:
         if _state is not None and any(check.state == "stock" for check in checks):
             assert _state.plan is not None
             assert _state.wanted is not None
-            give_up_stock(_state.record, _state.plan, checks, _state.wanted.choices, strict=_state.wanted.strict)
-            record.save()
+            give_up_stock(_state.journal, _state.plan, checks, _state.wanted.choices, strict=_state.wanted.strict)
+            journal.save()
 
 
 def _on_load(state: _State) -> Callable[[str], None]:
     def on_load(name: str) -> None:
         # A child of a plain fork first shows itself here.
-        record.adopt()
-        state.record.modules[name] = "served"
-        record.save()
+        journal.adopt()
+        state.journal.modules[name] = "served"
+        journal.save()
         # Where the plugin was put in force before vLLM was imported, its table is there by now. While the state is
         # being made, it is not settled which gates there are.
         if _state is not None:
@@ -423,7 +423,7 @@ def _register_with_vllm() -> None:
 
 
 def _fingerprint() -> str:
-    return _state.record.fingerprint if _state is not None else "none"
+    return _state.journal.fingerprint if _state is not None else "none"
 
 
 def _is_stock(name: str, copies: Mapping[str, Copy]) -> bool:
@@ -435,7 +435,7 @@ def _served(name: str, copy: Copy) -> bool:
     return isinstance(module, ModuleType) and serves(module, copy)
 
 
-def _check(name: str, copies: Mapping[str, Copy], entry: ProcessRecord) -> ModuleCheck:
+def _check(name: str, copies: Mapping[str, Copy], entry: Journal) -> ModuleCheck:
     if name not in sys.modules:
         return ModuleCheck(name, "pending")
     if _is_stock(name, copies):
@@ -462,7 +462,7 @@ def _modules_of(names: Iterable[str] | None, plan: Plan, copies: Mapping[str, Co
 
 def _after_fork(state: _State) -> None:
     if state is _state:
-        record.adopt()
+        journal.adopt()
 
 
 def _renew_locks() -> None:
@@ -472,4 +472,4 @@ def _renew_locks() -> None:
 
 
 os.register_at_fork(after_in_child=_renew_locks)
-record.check_with(_check_live)
+journal.check_with(_check_live)

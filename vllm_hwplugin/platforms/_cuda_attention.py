@@ -15,7 +15,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from vllm_hwplugin import gates, record
+from vllm_hwplugin import gates, journal
 from vllm_hwplugin.attention.backends import CUDA, Faster
 from vllm_hwplugin.ops.build import jit
 from vllm_hwplugin.ops.build.spec import KERNELS
@@ -275,7 +275,7 @@ def _tell(config: Any, choice: LayerChoice, stock: Stock) -> None:
     layers = f"heads of {config.head_size}{', non-causal' if config.use_non_causal else ''}"
     backend = "the plugin's FLASH_ATTN" if choice.own else f"vLLM's {stock.backend or 'error'}"
     _once(f"attention with {layers}: {backend} ({choice.reason})")
-    record.note(f"attention, {layers}", f"{backend}: {choice.reason}")
+    journal.note(f"attention, {layers}", f"{backend}: {choice.reason}")
 
 
 @functools.cache

@@ -15,7 +15,7 @@ import logging
 from collections.abc import Callable
 from typing import Any, Final
 
-from vllm_hwplugin import record
+from vllm_hwplugin import journal
 from vllm_hwplugin.attention.capabilities import LARGEST_OF_VLLM
 
 from ._cuda_attention import GATE, largest_head, missing_for_fa4, setting
@@ -56,7 +56,7 @@ def check_and_update_config(vllm_config: Any, device_capability: Callable[[], An
         f"attention: {text}. Install the packages to have FlashAttention 4, name a version "
         f"(--attention-config.flash_attn_version 3) to be rid of this warning, or set {GATE}=off to leave it to vLLM."
     )
-    record.note(KEY, text)
+    journal.note(KEY, text)
 
 
 @functools.cache

@@ -12,14 +12,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import EntryPoint
 
-from .. import gates, record
+from .. import gates, journal
 from ..errors import HwpluginError
 from . import _detect, _rivals
 from ._detect import GATE, Decision
 
 logger = logging.getLogger("vllm.hwplugin")
 
-#: Under this key the decision stands among a process's decisions (:func:`vllm_hwplugin.record.note`).
+#: Under this key the decision stands among a process's decisions (:func:`vllm_hwplugin.journal.note`).
 KEY = "platform"
 
 _asking = threading.local()
@@ -50,7 +50,7 @@ def decision() -> Decision:
         found = Decision(None, f"its choice failed: {type(error).__name__}: {error}", logging.ERROR)
     if found is not _SWITCHED_OFF:
         logger.log(found.level, "vllm-hwplugin offers %s", found, exc_info=fault)
-        record.note(KEY, str(found))
+        journal.note(KEY, str(found))
     return found
 
 
@@ -102,18 +102,18 @@ def must_hold() -> None:
 
 
 def note_used() -> None:
-    """Add to the process's record which class vLLM runs on, if it has chosen one by now.
+    """Add to the process's journal which class vLLM runs on, if it has chosen one by now.
 
     vLLM keeps the chosen platform under ``vllm.platforms._current_platform`` in all supported versions; the public name
     would make it choose.
     """
-    if record.current() is None:
+    if journal.current() is None:
         return
     used = getattr(sys.modules.get("vllm.platforms"), "_current_platform", None)
     if used is None:
         return
     offered = str(decision()) if decision.cache_info().currsize else "no platform class: vLLM did not ask for one"
-    record.note(KEY, f"{offered}; vLLM runs on {type(used).__module__}.{type(used).__qualname__}")
+    journal.note(KEY, f"{offered}; vLLM runs on {type(used).__module__}.{type(used).__qualname__}")
 
 
 @contextmanager

@@ -17,10 +17,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_hwplugin import gates, patching, record
+from vllm_hwplugin import gates, journal, patching
 from vllm_hwplugin.features import DFLASH_FULL_GRAPH, gate_of
+from vllm_hwplugin.journal import Journal
 from vllm_hwplugin.patching import Plan
-from vllm_hwplugin.record import ProcessRecord
 from vllm_hwplugin.spec_decode import dflash_config
 from vllm_hwplugin.spec_decode.dflash_config import DFlashConfigError
 from vllm_hwplugin.spec_decode.dflash_sizes import capture_sizes, describe, explain
@@ -84,7 +84,7 @@ def check_and_update_config(vllm_config: Any) -> None:
         if reason is None:
             _set_sizes(vllm_config, given)
         else:
-            record.note(_DECISION, f"left to vLLM: {reason}")
+            journal.note(_DECISION, f"left to vLLM: {reason}")
 
 
 @contextmanager
@@ -106,7 +106,7 @@ def _faults_are_no_end(decision: str) -> Iterator[None]:
                 f"{type(error).__name__}: {error}; set {_GATE}=auto and no strict mode to go on, and report it"
             ) from error
         logger.exception("DFlash: %s is left to vLLM, because the plugin failed", decision)
-        record.note(decision, f"left to vLLM: {type(error).__name__}: {error}")
+        journal.note(decision, f"left to vLLM: {type(error).__name__}: {error}")
 
 
 def _must_hold() -> bool:
@@ -141,7 +141,7 @@ def separable(plan: Plan, features: Collection[str]) -> dict[str, tuple[str, ...
     }
 
 
-def _put_in_force(plan: Plan, entry: ProcessRecord) -> None:
+def _put_in_force(plan: Plan, entry: Journal) -> None:
     """Swap modules that were imported stock, or say which feature cannot be had.
 
     Normally there are none: vLLM loads the plugin before it imports what the patches touch.
@@ -166,7 +166,7 @@ def _put_in_force(plan: Plan, entry: ProcessRecord) -> None:
             _give_up(plan, entry, module, features, error)
 
 
-def _give_up(plan: Plan, entry: ProcessRecord, module: str, features: Collection[str], error: Exception) -> None:
+def _give_up(plan: Plan, entry: Journal, module: str, features: Collection[str], error: Exception) -> None:
     """Count the features of a module that stays stock as off, unless one of them was asked for."""
     strict = gates.read(gates.STRICT).flag
     for name in features:
@@ -176,11 +176,11 @@ def _give_up(plan: Plan, entry: ProcessRecord, module: str, features: Collection
             raise patching.InstallError(
                 f"{cause}, but {name} cannot be live: {error}; or run without it: {_gates_off(plan, [name])}"
             ) from error
-    # From here on the record does not count them as live, so this is said once in a process.
+    # From here on the journal does not count them as live, so this is said once in a process.
     entry.modules[module] = "stock"
     for name in features:
         entry.features[name] = {"state": "refused", "reason": str(error)}
-    record.save()
+    journal.save()
     logger.warning("%s: not live, vLLM runs stock there: %s", ", ".join(features), error)
 
 
@@ -200,7 +200,7 @@ def _given(compilation: Any) -> _Given:
     )
 
 
-def _why_left(vllm_config: Any, entry: ProcessRecord) -> str | None:
+def _why_left(vllm_config: Any, entry: Journal) -> str | None:
     """Why the sizes stay as vLLM has them, None where they are to be set."""
     compilation = vllm_config.compilation_config
     if _uses_v2_runner(vllm_config):
@@ -241,19 +241,19 @@ def _set_sizes(vllm_config: Any, given: _Given) -> None:
     )
     if not found.sizes:
         largest = compilation.max_cudagraph_capture_size
-        record.note(_DECISION, f"left to vLLM: no block of {block} tokens fits in {largest}, the largest allowed")
+        journal.note(_DECISION, f"left to vLLM: no block of {block} tokens fits in {largest}, the largest allowed")
         return
     text = describe(found.sizes, block, scheduler.max_num_seqs)
     after = list(found.sizes)
     if after == before and _on_record(text):
-        # A configuration that came from one with these sizes; why it has them is on record already.
+        # A configuration that came from one with these sizes; why it has them is in the journal already.
         return
     if (lost := explain(found, block)) is not None:
         text = f"{text}; {lost}"
         logger.warning("DFlash: %s; captured: %s", lost, after)
     else:
         logger.info("DFlash: %s", text)
-    record.note(_DECISION, text)
+    journal.note(_DECISION, text)
     compilation.cudagraph_capture_sizes = after
     compilation.max_cudagraph_capture_size = after[-1]
     if _AS_CAPTURED in given.compile_sizes:
@@ -263,5 +263,5 @@ def _set_sizes(vllm_config: Any, given: _Given) -> None:
 
 
 def _on_record(text: str) -> bool:
-    entry = record.current()
+    entry = journal.current()
     return entry is not None and entry.decisions.get(_DECISION, "").startswith(text)

@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import torch
 
-from vllm_hwplugin import record
+from vllm_hwplugin import journal
 from vllm_hwplugin.features import DFLASH_CONTEXT_NORM
 
 logger = logging.getLogger("vllm.hwplugin")
@@ -64,7 +64,7 @@ def _honours_rows(op: NormOp, x: torch.Tensor, weights: torch.Tensor) -> bool:
     with _lock:
         if question not in _answers:
             _answers[question] = _ask(op, x, weights)
-            record.use(DFLASH_CONTEXT_NORM, not all(_answers.values()), obstacle() or "")
+            journal.use(DFLASH_CONTEXT_NORM, not all(_answers.values()), obstacle() or "")
         return _answers[question]
 
 
@@ -85,7 +85,7 @@ def _ask(op: NormOp, x: torch.Tensor, weights: torch.Tensor) -> bool:
     if broadcast:
         where += " broadcast"
     decision = _OP_IS_RIGHT if fault is None else f"rms_norm {fault}; one call a layer instead"
-    record.note(f"{DFLASH_CONTEXT_NORM} {where}", decision)
+    journal.note(f"{DFLASH_CONTEXT_NORM} {where}", decision)
     logger.info("%s on %s: %s", DFLASH_CONTEXT_NORM, where, decision)
     return fault is None
 

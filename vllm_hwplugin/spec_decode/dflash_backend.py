@@ -13,7 +13,7 @@ import copy
 import dataclasses
 from typing import TYPE_CHECKING
 
-from vllm_hwplugin import record
+from vllm_hwplugin import journal
 from vllm_hwplugin.features import DFLASH_DRAFT_BACKEND
 
 if TYPE_CHECKING:
@@ -33,14 +33,14 @@ def draft_config(target: VllmConfig) -> VllmConfig:
     attention = copy.copy(target.attention_config)
     named = attention.backend
     if named is None:
-        record.note(DFLASH_DRAFT_BACKEND, "target and draft select their attention backends separately")
+        journal.note(DFLASH_DRAFT_BACKEND, "target and draft select their attention backends separately")
     elif named.get_class().supports_non_causal():
-        record.note(
+        journal.note(
             DFLASH_DRAFT_BACKEND, f"the draft has the target's {named.name}, which declares non-causal attention"
         )
     else:
         attention.backend = None
-        record.note(
+        journal.note(
             DFLASH_DRAFT_BACKEND, f"the draft selects its own backend: {named.name} is the target's and only causal"
         )
     # The name that vLLM declares from 0.21.0 on; a plain attribute here.

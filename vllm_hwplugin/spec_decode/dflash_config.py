@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_hwplugin import gates, record
+from vllm_hwplugin import gates, journal
 from vllm_hwplugin.errors import HwpluginError
 from vllm_hwplugin.features import DFLASH_DRAFT_BACKEND, DFLASH_FULL_GRAPH, gate_of
 
@@ -87,7 +87,7 @@ class Target:
 def check(vllm_config: Any) -> None:
     """Refuse a DFlash config that cannot work, and warn of one that works badly. Any other config passes.
 
-    vLLM makes a config several times; each warning is logged once in a process, and put on record.
+    vLLM makes a config several times; each warning is logged once in a process, and put in the journal.
 
     Args:
         vllm_config: vLLM's `VllmConfig`, of the target or of the draft.
@@ -122,7 +122,7 @@ def check(vllm_config: Any) -> None:
 
 @functools.lru_cache(maxsize=16)
 def _warn(text: str) -> None:
-    record.note(_DECISION, text)
+    journal.note(_DECISION, text)
     logger.warning("%s", text)
 
 
@@ -236,7 +236,7 @@ def _named_backend(vllm_config: Any) -> tuple[str, Any, str]:
         option = "attention_backend of --speculative-config"
         return option, spec.attention_backend, "leave the option out and vLLM chooses one for the draft"
     # vLLM 0.20 has one option for both models.
-    entry = record.current()
+    entry = journal.current()
     # Where it is live, this version's target and draft no longer share one backend.
     apart = entry is not None and DFLASH_DRAFT_BACKEND in entry.live
     return (

@@ -19,7 +19,7 @@ from vllm.config import CUDAGraphMode
 from vllm.forward_context import BatchDescriptor, set_forward_context
 from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
 
-from vllm_hwplugin import record
+from vllm_hwplugin import journal
 from vllm_hwplugin.fallback import stays_stock
 from vllm_hwplugin.features import DFLASH_FULL_GRAPH
 from vllm_hwplugin.spec_decode.draft_graphs import Companion, DraftGraphs
@@ -89,7 +89,7 @@ class ContextGraphs(Companion):
                 self.failed = True
                 return
         self._fused = FusedWeights(proposer.model)
-        record.note(DFLASH_FULL_GRAPH, f"context keys and values in graphs of {list(self._sizes)} tokens")
+        journal.note(DFLASH_FULL_GRAPH, f"context keys and values in graphs of {list(self._sizes)} tokens")
 
     def _record(self, size: int) -> None:
         self._proposer._context_slot_mapping_buffer[:size].fill_(PADDING_SLOT_ID)
@@ -97,7 +97,7 @@ class ContextGraphs(Companion):
             self._launch(size, mode)
 
     def stay_stock(self, reason: str) -> None:
-        """Have no graphs, and put on record why.
+        """Have no graphs, and put in the journal why.
 
         Raises:
             FeatureRequired: the gate says `on`.
@@ -133,7 +133,7 @@ class ContextGraphs(Companion):
         reason = self._fused.keep_in_place()
         if reason is not None:
             self.forget()
-            record.note(DFLASH_FULL_GRAPH, f"{_STOCK}: {reason}")
+            journal.note(DFLASH_FULL_GRAPH, f"{_STOCK}: {reason}")
             logger.warning("%s: from now on %s: %s", DFLASH_FULL_GRAPH, _STOCK, reason)
         return reason is None
 

@@ -106,7 +106,7 @@ def explain(found: CaptureSizes, block: int) -> str | None:
 
 
 def describe(sizes: Sequence[int], block: int, max_num_seqs: int) -> str:
-    """The sizes in one phrase, for the log and the record."""
+    """The sizes in one phrase, for the log and the journal."""
     covered = min(sizes[-1] // block, max_num_seqs)
     more = "; max_cudagraph_capture_size takes a larger bound" if covered < max_num_seqs else ""
     return (

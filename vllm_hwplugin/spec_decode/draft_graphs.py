@@ -22,7 +22,7 @@ import torch
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import BatchDescriptor
 
-from vllm_hwplugin import record
+from vllm_hwplugin import journal
 from vllm_hwplugin.fallback import stays_stock
 from vllm_hwplugin.features import DFLASH_FULL_GRAPH, DRAFT_FULL_GRAPH
 from vllm_hwplugin.spec_decode.draft_buffers import DraftBuffers, unmanaged_field
@@ -64,7 +64,7 @@ class Companion(Protocol):
         """
 
     def stay_stock(self, reason: str) -> None:
-        """Have no graphs, and put on record why.
+        """Have no graphs, and put in the journal why.
 
         Raises:
             FeatureRequired: the gate of the companion's feature says `on`.
@@ -201,7 +201,7 @@ class DraftGraphs:
 
     def _note(self, decision: str) -> None:
         self._decision = decision
-        record.note(DRAFT_FULL_GRAPH, decision)
+        journal.note(DRAFT_FULL_GRAPH, decision)
 
     # -- one draft phase: first pass, then one-token steps ------------------------------------------------------------
 
@@ -305,7 +305,7 @@ class DraftGraphs:
 
     def _turn_off(self, reason: str) -> None:
         """Give the graphs up while serving: requests are under way, so no gate makes this an error."""
-        record.use(DRAFT_FULL_GRAPH, False, reason)
+        journal.use(DRAFT_FULL_GRAPH, False, reason)
         self._keys = None
         self._note(f"{_STOCK}: {reason}")
         logger.warning("%s: from now on %s: %s", DRAFT_FULL_GRAPH, _STOCK, reason)

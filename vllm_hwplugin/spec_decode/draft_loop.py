@@ -21,7 +21,7 @@ from vllm.compilation.cuda_graph import CUDAGraphWrapper
 from vllm.config import CUDAGraphMode
 from vllm.v1.spec_decode.utils import PADDING_SLOT_ID, eagle_step_update_slot_mapping_and_metadata
 
-from vllm_hwplugin import record
+from vllm_hwplugin import journal
 from vllm_hwplugin.fallback import stays_stock
 from vllm_hwplugin.features import DRAFT_LOOP_GRAPH
 from vllm_hwplugin.spec_decode.draft_buffers import PassBuffers
@@ -91,7 +91,7 @@ class DraftLoop(Companion):
                 self.failed = True
                 return
         steps = self._num_tokens - 1
-        record.note(DRAFT_LOOP_GRAPH, f"{steps} steps in one graph for {list(self._ladder)} requests")
+        journal.note(DRAFT_LOOP_GRAPH, f"{steps} steps in one graph for {list(self._ladder)} requests")
 
     def _record(self, num_reqs: int, template: Any) -> None:
         self._metadata[num_reqs] = self._captured.dummy_metadata(_shape(num_reqs), template)
@@ -100,7 +100,7 @@ class DraftLoop(Companion):
             self._launch(num_reqs, mode)
 
     def stay_stock(self, reason: str) -> None:
-        """Have no chain graphs, and put on record why.
+        """Have no chain graphs, and put in the journal why.
 
         Raises:
             FeatureRequired: the gate says `on`.

@@ -21,7 +21,7 @@ from typing import Any, Final
 import torch
 from vllm.v1.outputs import SamplerOutput
 
-from vllm_hwplugin import record
+from vllm_hwplugin import journal
 from vllm_hwplugin.fallback import stays_stock
 from vllm_hwplugin.features import V1_DRAFT_PHASE
 from vllm_hwplugin.nwor import runner as nwor
@@ -112,7 +112,7 @@ class DraftPhase(Companion):
         sampling = () if sampling_obstacle(runner) else tuple(Sampling)[: 3 if drawn else 2]
         drafting = tuple(Drafting)[: 2 if drawn else 1]
         self._recorder = PhaseRecorder(runner, passes, self._buffers, sampling, drafting)
-        record.use(V1_DRAFT_PHASE, False, "the target has no FULL graph of a decode batch")
+        journal.use(V1_DRAFT_PHASE, False, "the target has no FULL graph of a decode batch")
 
     def capture_behind(self, outputs: Any, template: Any, *, profiling: bool) -> None:
         """Record the graphs that follow a FULL graph of the target, which was captured just now.
@@ -147,19 +147,19 @@ class DraftPhase(Companion):
             self._graphs.clear()
             return
         largest = max(one.rung.num_reqs for one in self._graphs.values())
-        record.note(
+        journal.note(
             V1_DRAFT_PHASE,
             f"{len(self._graphs)} shapes of at most {largest} requests, captured in {self._spent[0]:.1f} s, "
             f"{self._spent[1] / 2**20:.0f} MiB" + ("" if self._recorder.sampling else "; vLLM samples"),
         )
-        record.use(V1_DRAFT_PHASE, True)
+        journal.use(V1_DRAFT_PHASE, True)
 
     def _record(self, rung: Rung, states: TargetStates, template: Any) -> None:
         assert self._recorder is not None
         self._graphs[rung.num_tokens] = self._recorder.record(rung, states, template)
 
     def stay_stock(self, reason: str) -> None:
-        """Have no graphs, and put on record why.
+        """Have no graphs, and put in the journal why.
 
         Raises:
             FeatureRequired: the gate says `on`.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this process's part of an engine does with the live features: one log line, and the process record.
+"""What this process's part of an engine does with the live features: one log line, and the process journal.
 
 That a feature is live says that its patches are in force. Whether the engine ever calls the patched code depends on its
 configuration, which is only final when the engine stands.
@@ -12,9 +12,9 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_hwplugin import record
+from vllm_hwplugin import journal
 from vllm_hwplugin.fallback import refuse_if_required
-from vllm_hwplugin.record import ProcessRecord, Use
+from vllm_hwplugin.journal import Journal, Use
 
 logger = logging.getLogger("vllm.hwplugin")
 
@@ -37,8 +37,8 @@ class Findings:
     engine: int | None = None
 
 
-def report(part: Any, examine: Callable[[Any, ProcessRecord], Findings]) -> None:
-    """Put on record and in the log what a part of the engine uses. Without a record nothing happens.
+def report(part: Any, examine: Callable[[Any, Journal], Findings]) -> None:
+    """Put in the journal and in the log what a part of the engine uses. Without a journal nothing happens.
 
     Args:
         part: vLLM's worker or scheduler.
@@ -46,19 +46,19 @@ def report(part: Any, examine: Callable[[Any, ProcessRecord], Findings]) -> None
 
     Raises:
         FeatureRequired: a gate says `on`, and the feature is not used.
-        HwpluginError: a module of a feature was imported past the plugin; see :func:`vllm_hwplugin.record.check_live`.
+        HwpluginError: a module of a feature was imported past the plugin; see :func:`vllm_hwplugin.journal.check_live`.
     """
-    entry = record.current()
+    entry = journal.current()
     if entry is None:
         return
-    record.check_live()
+    journal.check_live()
     try:
         found = examine(part, entry)
     except Exception:
         # Only a report is lost, and the engine serves without it: a vLLM may keep elsewhere what was looked for here.
         logger.warning("vllm-hwplugin cannot say which features this %s uses", type(part).__name__, exc_info=True)
         return
-    settled = record.settle_uses(found.uses, found.engine)
+    settled = journal.settle_uses(found.uses, found.engine)
     logger.info("vllm-hwplugin: %s %s", found.described, sentence(settled))
     for feature in found.demanded:
         if feature in settled and not settled[feature]["used"]:

@@ -18,7 +18,7 @@ from typing import Any
 
 from vllm.v1.kv_cache_interface import AttentionSpec
 
-from vllm_hwplugin import record
+from vllm_hwplugin import journal
 from vllm_hwplugin.features import DFLASH_DRAFT_BACKEND
 
 
@@ -43,11 +43,11 @@ def layouts_clash(
         if len({group.backend for group in sharing}) < 2:
             continue
         if len({_block_dim(group, kernel_block_sizes[group.kv_cache_group_id], cache_dtype) for group in sharing}) > 1:
-            record.note(
+            journal.note(
                 f"{DFLASH_DRAFT_BACKEND} KV cache",
                 f"keys and values lie block by block, because {' and '.join(tensor.shared_by)} share memory",
             )
-            record.use(DFLASH_DRAFT_BACKEND, True)
+            journal.use(DFLASH_DRAFT_BACKEND, True)
             return True
     return False
 

@@ -22,7 +22,7 @@ import torch
 from vllm.config import CUDAGraphMode
 from vllm.distributed.parallel_state import graph_capture
 
-from vllm_hwplugin import record
+from vllm_hwplugin import journal
 from vllm_hwplugin.fallback import stays_stock
 from vllm_hwplugin.features import V1_STEP_INPUTS
 from vllm_hwplugin.spec_decode.decode_batch import MAX_NUM_REQS, has_prompt
@@ -149,12 +149,12 @@ class StepInputs:
         torch.accelerator.synchronize()
         if not recorded:
             return
-        record.note(
+        journal.note(
             V1_STEP_INPUTS,
             f"graphs of 1 to {len(self._graphs)} requests, captured in {time.perf_counter() - started:.1f} s, "
             + (f"without attention metadata: {reason}" if reason else "with attention metadata"),
         )
-        record.use(V1_STEP_INPUTS, True)
+        journal.use(V1_STEP_INPUTS, True)
 
     def _make_buffers(self) -> int:
         """What graphs read, and the drafts that are verified; of as many requests as the answer says."""

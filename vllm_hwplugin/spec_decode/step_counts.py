@@ -14,11 +14,11 @@ import time
 from enum import IntEnum
 from typing import Final
 
-from vllm_hwplugin import record
+from vllm_hwplugin import journal
 
 logger = logging.getLogger("vllm.hwplugin")
 
-#: Seconds by which the process record may be behind.
+#: Seconds by which the process journal may be behind.
 INTERVAL: Final = 5.0
 #: The outcome of a step that was served, beside the names of :class:`Reason`.
 SERVED: Final = "served"
@@ -53,7 +53,7 @@ class Reason(IntEnum):
 
     @property
     def label(self) -> str:
-        """As records and metrics have it."""
+        """As journals and metrics have it."""
         return self.name.lower()
 
 
@@ -97,7 +97,7 @@ class StepCounts:
         if self._judged or steps < _JUDGED:
             return
         self._judged = True
-        entry = record.current()
+        entry = journal.current()
         use = None if entry is None else entry.uses.get(self.feature)
         if 10 * served < steps and use is not None and use["used"]:
             main = max(Reason, key=lambda reason: counts[reason])
@@ -112,12 +112,12 @@ _keeper: threading.Thread | None = None
 
 
 def begin() -> None:
-    """Count from 0, now that the engine stands: warm-up is no step. From now on the process record has the sums."""
+    """Count from 0, now that the engine stands: warm-up is no step. From now on the process journal has the sums."""
     global _keeper
     for counts in _paths.values():
         counts.reset()
     save()
-    entry = record.current()
+    entry = journal.current()
     # In a fork of a process that had one it does not run.
     if entry is not None and (_keeper is None or not _keeper.is_alive()):
         _keeper = threading.Thread(target=_keep, args=(entry,), name="vllm-hwplugin steps", daemon=True)
@@ -127,15 +127,15 @@ def begin() -> None:
 
 
 def save() -> None:
-    """Put the sums into the process record."""
+    """Put the sums into the process journal."""
     found = {path: counts.outcomes() for path, counts in list(_paths.items())}
-    record.keep_steps({path: outcomes for path, outcomes in found.items() if outcomes})
+    journal.keep_steps({path: outcomes for path, outcomes in found.items() if outcomes})
 
 
-def _keep(entry: record.ProcessRecord) -> None:
+def _keep(entry: journal.Journal) -> None:
     while True:
         time.sleep(INTERVAL)
-        if record.current() is not entry:
+        if journal.current() is not entry:
             return
         save()
         for counts in list(_paths.values()):

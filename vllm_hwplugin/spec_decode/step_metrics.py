@@ -3,7 +3,7 @@
 
 A worker counts them, and the process that answers for `/metrics` is another. What they send each other has no place for
 them: vLLM's classes of it are imported before any plugin, and a field cannot be added then. So a thread here reads the
-workers' process records, which are never older than a few seconds.
+workers' process journals, which are never older than a few seconds.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vllm_hwplugin import records
+from vllm_hwplugin import journals
 from vllm_hwplugin.spec_decode.step_counts import INTERVAL
 
 # Of the engines that were made last in this process: vLLM drops its own counters of the ones before, too.
@@ -42,14 +42,14 @@ class StepCounters:
         self._seen: dict[tuple[int, str, str], int] = {}
 
     def observe(self) -> None:
-        """Count what the workers have put on record since the last call."""
+        """Count what the workers have put in the journal since the last call."""
         if self._workers is None:
-            # The engines stand when a front end makes its metrics, so all that will ever be here is on record.
-            family = records.family(records.read_all(), os.getpid())
+            # The engines stand when a front end makes its metrics, so all that will ever be here is in the journal.
+            family = journals.family(journals.read_all(), os.getpid())
             engines = self._labelvalues
             self._workers = {engine: one.pid for one in family for engine in engines if one.engine == engine}
         for engine, pid in self._workers.items():
-            entry = records.read_latest(pid)
+            entry = journals.read_latest(pid)
             if entry is not None:
                 self._count(engine, entry.steps)
 

@@ -14,7 +14,7 @@ from typing import Any
 from vllm.v1.core.single_type_kv_cache_manager import MambaManager, SingleTypeKVCacheManager
 
 from vllm_hwplugin.features import WINDOW_BLOCKS
-from vllm_hwplugin.record import ProcessRecord
+from vllm_hwplugin.journal import Journal
 from vllm_hwplugin.spec_decode.engine_report import Findings, report, use_of
 
 
@@ -68,7 +68,7 @@ def report_scheduler(scheduler: Any) -> None:
     report(scheduler, _examine)
 
 
-def _examine(scheduler: Any, entry: ProcessRecord) -> Findings:
+def _examine(scheduler: Any, entry: Journal) -> Findings:
     config = scheduler.vllm_config
     keeps_all = SingleTypeKVCacheManager.get_num_skipped_tokens
     facts = SchedulerFacts(

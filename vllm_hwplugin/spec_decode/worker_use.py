@@ -2,7 +2,7 @@
 """Which live features a worker of vLLM uses, and why not the others.
 
 It depends on the model runner, the speculative method, the CUDA graph mode and the model. The rules take that as plain
-values, so they need no device; what a feature found out by itself outweighs them (`vllm_hwplugin.record.use`).
+values, so they need no device; what a feature found out by itself outweighs them (`vllm_hwplugin.journal.use`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from packaging.version import Version
 from vllm.platforms import current_platform
 
 from vllm_hwplugin import features
-from vllm_hwplugin.record import ProcessRecord, Use
+from vllm_hwplugin.journal import Journal, Use
 from vllm_hwplugin.spec_decode import context_norm, draft_decision, step_counts
 from vllm_hwplugin.spec_decode.draft_decision import DrafterFacts
 from vllm_hwplugin.spec_decode.draft_facts import drafter_facts
@@ -330,7 +330,7 @@ def report_worker(worker: Any) -> None:
     step_counts.begin()
 
 
-def _examine(worker: Any, entry: ProcessRecord) -> Findings:
+def _examine(worker: Any, entry: Journal) -> Findings:
     facts = facts_of(worker, entry)
     return Findings(
         described=_describe(worker, facts),
@@ -344,7 +344,7 @@ def _examine(worker: Any, entry: ProcessRecord) -> Findings:
     )
 
 
-def facts_of(worker: Any, entry: ProcessRecord) -> WorkerFacts:
+def facts_of(worker: Any, entry: Journal) -> WorkerFacts:
     """The facts of a worker whose model is loaded and whose KV cache is set up."""
     config, runner = worker.vllm_config, worker.model_runner
     spec = config.speculative_config

@@ -18,7 +18,7 @@ import torch
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.spec_decode import utils
 
-from vllm_hwplugin import record
+from vllm_hwplugin import journal
 from vllm_hwplugin.spec_decode.decode_batch import Rung
 from vllm_hwplugin.spec_decode.fused_weights import FusedWeights, Parameters
 from vllm_hwplugin.spec_decode.v2 import tail_graphs
@@ -49,7 +49,7 @@ def test_drafting_starts_from_the_states_that_vllm_gives_a_drafter(model: Any) -
 
 def test_fused_weights_that_do_not_fit_leave_the_step_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     noted: list[Any] = []
-    monkeypatch.setattr(record, "use", lambda *said: noted.append(said))
+    monkeypatch.setattr(journal, "use", lambda *said: noted.append(said))
     draft = SimpleNamespace(model=SimpleNamespace(fused=torch.ones(2, 3)))
     graphs = TailGraphs(SimpleNamespace(max_num_reqs=2, sample=lambda *_: "vLLM's"))
     graphs._fused = FusedWeights(draft)
@@ -73,7 +73,7 @@ def test_a_head_that_is_put_in_the_place_of_another_leaves_the_step_to_vllm(monk
     assert "weight" in str(parameters.moved())
     head.weight = torch.nn.Parameter(torch.ones(3, 2))
     assert "weight" in str(parameters.moved())
-    monkeypatch.setattr(record, "use", lambda *_: None)
+    monkeypatch.setattr(journal, "use", lambda *_: None)
     graphs = TailGraphs(SimpleNamespace(max_num_reqs=2, sample=lambda *_: "vLLM's"))
     graphs._parameters = parameters
     graphs.held = object()  # type: ignore[assignment]

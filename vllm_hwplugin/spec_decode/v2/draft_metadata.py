@@ -22,7 +22,7 @@ from typing import Any, Final
 
 import torch
 
-from vllm_hwplugin import record
+from vllm_hwplugin import journal
 from vllm_hwplugin.features import V2_DRAFT_METADATA
 from vllm_hwplugin.spec_decode.draft_builders import makes_metadata
 
@@ -103,9 +103,9 @@ def steps_are_captured(speculator: Any) -> bool:
     # The one step after the first has the metadata that was made for it.
     reason = None if speculator.num_speculative_steps < 3 else why_not_in_graph(speculator.attn_groups)
     if reason is not None:
-        record.note(V2_DRAFT_METADATA, f"draft steps run without a graph: {reason}")
+        journal.note(V2_DRAFT_METADATA, f"draft steps run without a graph: {reason}")
     else:
-        record.note(V2_DRAFT_METADATA, "the graph of all draft steps, where there is one, makes each step's metadata")
+        journal.note(V2_DRAFT_METADATA, "the graph of all draft steps, where there is one, makes each step's metadata")
     return reason is None
 
 

@@ -28,7 +28,7 @@ import torch
 from vllm.config import CUDAGraphMode
 from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
 
-from vllm_hwplugin import record
+from vllm_hwplugin import journal
 from vllm_hwplugin.fallback import stays_stock
 from vllm_hwplugin.features import V2_FUSED_DRAFTS
 from vllm_hwplugin.spec_decode.step_counts import Reason, StepCounts
@@ -114,8 +114,8 @@ class FusedDrafts:
         self._generate_draft = generate_draft
         # Slots are looked up by it while capturing, and -1 from an earlier batch would be a row before the first.
         self._speculator.idx_mapping.zero_()
-        record.note(V2_FUSED_DRAFTS, f"{self._speculator.num_speculative_steps - 1} steps in one graph")
-        record.use(V2_FUSED_DRAFTS, True)
+        journal.note(V2_FUSED_DRAFTS, f"{self._speculator.num_speculative_steps - 1} steps in one graph")
+        journal.use(V2_FUSED_DRAFTS, True)
         return self.generate
 
     def replay(self, batch_desc: Any) -> bool:

@@ -23,7 +23,7 @@ from vllm.v1.worker.gpu.input_batch import combine_sampled_and_draft_tokens, pre
 from vllm.v1.worker.gpu.kv_connector import NO_OP_KV_CONNECTOR
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
-from vllm_hwplugin import record
+from vllm_hwplugin import journal
 from vllm_hwplugin.fallback import stays_stock
 from vllm_hwplugin.features import V2_STEP_INPUTS
 from vllm_hwplugin.spec_decode.decode_builders import host_work
@@ -96,7 +96,7 @@ class StepInputs:
     # -- a start ------------------------------------------------------------------------------------------------------
 
     def stay_stock(self, reason: str) -> None:
-        """Have no graphs, and put on record why.
+        """Have no graphs, and put in the journal why.
 
         Raises:
             FeatureRequired: the feature's gate says `on`.
@@ -130,10 +130,10 @@ class StepInputs:
             return
         self._shows_metadata = shows_metadata(self._runner)
         if self._shows_metadata:
-            record.note(
+            journal.note(
                 V2_STEP_INPUTS, "a KV connector is shown attention metadata, which vLLM makes for it in each step"
             )
-        record.use(V2_STEP_INPUTS, True)
+        journal.use(V2_STEP_INPUTS, True)
 
     def _preparing(self, batch: Any, buffers: TailBuffers) -> Callable[[], None]:
         """What vLLM's `prepare_inputs` and `prepare_attn` do for `batch`, on the device."""

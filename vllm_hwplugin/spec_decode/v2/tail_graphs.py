@@ -26,7 +26,7 @@ from vllm.distributed.parallel_state import graph_capture
 from vllm.v1.worker.gpu.cudagraph_utils import prepare_inputs_to_capture
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
-from vllm_hwplugin import record
+from vllm_hwplugin import journal
 from vllm_hwplugin.fallback import stays_stock
 from vllm_hwplugin.features import V2_TAIL_GRAPH
 from vllm_hwplugin.nwor import runner as nwor
@@ -84,7 +84,7 @@ class Companion(Protocol):
         """Have no graphs, and nothing that was made for them."""
 
     def stay_stock(self, reason: str) -> None:
-        """Have no graphs, and put on record why.
+        """Have no graphs, and put in the journal why.
 
         Raises:
             FeatureRequired: the gate of the companion's feature says `on`.
@@ -185,12 +185,12 @@ class TailGraphs:
             count: self._graphs[min(size for size in self._graphs if size >= count)]
             for count in range(1, shapes[0].num_reqs + 1)
         }
-        record.note(
+        journal.note(
             V2_TAIL_GRAPH,
             f"{len(shapes)} shapes of at most {shapes[0].num_reqs} requests, captured in "
             f"{time.perf_counter() - started:.1f} s, {(reserved_memory() - reserved) / 2**20:.0f} MiB",
         )
-        record.use(V2_TAIL_GRAPH, True)
+        journal.use(V2_TAIL_GRAPH, True)
 
     def _leave_companions(self) -> None:
         for companion in self._companions:
@@ -395,7 +395,7 @@ class TailGraphs:
             reason = self._fused.keep_in_place()
         if reason is not None:
             self._forget()
-            record.use(V2_TAIL_GRAPH, False, reason)
+            journal.use(V2_TAIL_GRAPH, False, reason)
             logger.warning("%s: from now on %s: %s", V2_TAIL_GRAPH, _STOCK, reason)
 
     def _graphs_for(self, hidden_states: torch.Tensor, batch: Any) -> _Graphs | Reason:

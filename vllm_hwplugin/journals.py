@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The records that processes of vLLM have left, and which of them belong together."""
+"""The journals that processes of vLLM have left, and which of them belong together."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from pathlib import Path
 from typing import Any
 
 from .cachedir import UntrustedFolder, places, read_private, trusted_folder
-from .record import FOLDER, FORMAT, SKEW, ProcessRecord
+from .journal import FOLDER, FORMAT, SKEW, Journal
 
 logger = logging.getLogger("vllm.hwplugin")
 
 
-def read_all(base: Path | None = None, notes: list[str] | None = None) -> list[ProcessRecord]:
-    """All records that can be read, oldest first.
+def read_all(base: Path | None = None, notes: list[str] | None = None) -> list[Journal]:
+    """All journals that can be read, oldest first.
 
-    Records are read only from a folder that nobody but this user can have written to, and a record that says it is from
-    the future (the clock was wrong once) is left out: it would stay the newest for ever.
+    Journals are read only from a folder that nobody but this user can have written to. One that says it is from the
+    future (the clock was wrong once) is left out: it would stay the newest for ever.
 
     Args:
         base: a cache folder; by default every place where this user's cache may lie.
-        notes: gets a line for each folder and record that was left out, and why.
+        notes: gets a line for each folder and journal that was left out, and why.
     """
     left_out: list[str] = []
     latest = datetime.datetime.now(datetime.timezone.utc) + SKEW
-    found: list[tuple[str, ProcessRecord]] = []
+    found: list[tuple[str, Journal]] = []
     for place in [base] if base is not None else places():
         try:
             folder = trusted_folder(place / FOLDER)
@@ -40,19 +40,19 @@ def read_all(base: Path | None = None, notes: list[str] | None = None) -> list[P
         except FileNotFoundError:
             continue
         except (OSError, UntrustedFolder) as error:
-            left_out.append(f"no process records are read from {place}: {error}")
+            left_out.append(f"no process journals are read from {place}: {error}")
             continue
         for name in names:
             try:
-                record = _load(folder / name)
-                if _started(record) > latest:
-                    raise ValueError(f"it says it started at {record.started}, which is still to come")
+                journal = _load(folder / name)
+                if _started(journal) > latest:
+                    raise ValueError(f"it says it started at {journal.started}, which is still to come")
             except _Unread:
                 continue
             except (ValueError, TypeError, RecursionError) as error:
-                left_out.append(f"the process record {folder / name} is left out: {error}; remove it")
+                left_out.append(f"the process journal {folder / name} is left out: {error}; remove it")
                 continue
-            found.append((name, record))
+            found.append((name, journal))
     if notes is not None:
         notes += left_out
     elif left_out:
@@ -60,9 +60,9 @@ def read_all(base: Path | None = None, notes: list[str] | None = None) -> list[P
     return [entry for _, entry in sorted(found, key=lambda item: item[0])]
 
 
-def read_latest(pid: int) -> ProcessRecord | None:
-    """The newest record of a process; None where there is none that can be read."""
-    found: list[tuple[str, ProcessRecord]] = []
+def read_latest(pid: int) -> Journal | None:
+    """The newest journal of a process; None where there is none that can be read."""
+    found: list[tuple[str, Journal]] = []
     for place in places():
         try:
             folder = trusted_folder(place / FOLDER)
@@ -73,38 +73,38 @@ def read_latest(pid: int) -> ProcessRecord | None:
     return max(found, key=lambda item: item[0])[1] if found else None
 
 
-def family(records: Sequence[ProcessRecord], pid: int) -> tuple[ProcessRecord, ...]:
+def family(journals: Sequence[Journal], pid: int) -> tuple[Journal, ...]:
     """The processes that belong together with the newest one of this id: its ancestors' children.
 
-    A process id may have been used before, so a parent is looked for only among records that are older than the child.
+    A process id may have been used before, so a parent is looked for only among journals that are older than the child.
 
     Args:
-        records: oldest first, as :func:`read_all` gives them.
-        pid: a process; of one without a record there is no family.
+        journals: oldest first, as :func:`read_all` gives them.
+        pid: a process; of one without a journal there is no family.
     """
-    first = _latest(records, pid)
+    first = _latest(journals, pid)
     if first is None:
         return ()
-    while (parent := _latest(records[:first], records[first].ppid)) is not None:
+    while (parent := _latest(journals[:first], journals[first].ppid)) is not None:
         first = parent
-    members = {records[first].pid}
-    found = [records[first]]
-    for item in records[first + 1 :]:
+    members = {journals[first].pid}
+    found = [journals[first]]
+    for item in journals[first + 1 :]:
         if item.ppid in members:
             members.add(item.pid)
             found.append(item)
     return tuple(found)
 
 
-def _latest(records: Sequence[ProcessRecord], pid: int) -> int | None:
-    return next((index for index in reversed(range(len(records))) if records[index].pid == pid), None)
+def _latest(journals: Sequence[Journal], pid: int) -> int | None:
+    return next((index for index in reversed(range(len(journals))) if journals[index].pid == pid), None)
 
 
 class _Unread(Exception):
-    """A record that is in order, or gone by now, and not for this release."""
+    """A journal that is in order, or gone by now, and not for this release."""
 
 
-def _load(path: Path) -> ProcessRecord:
+def _load(path: Path) -> Journal:
     data = read_private(path)
     if data is None:
         if not os.path.lexists(path):
@@ -113,10 +113,10 @@ def _load(path: Path) -> ProcessRecord:
         raise ValueError("it is no file of this user that can be read")
     entry = json.loads(data)
     if not isinstance(entry, dict) or "format" not in entry:
-        raise ValueError("it is no process record")
+        raise ValueError("it is no process journal")
     if entry["format"] != FORMAT:
         raise _Unread
-    kinds = typing.get_type_hints(ProcessRecord)
+    kinds = typing.get_type_hints(Journal)
     values = {name: value for name, value in entry.items() if name in kinds}
     for name, value in values.items():
         if not _is(value, kinds[name]):
@@ -124,11 +124,11 @@ def _load(path: Path) -> ProcessRecord:
     for name, state in values.get("features", {}).items():
         if not {"state", "reason"} <= state.keys():
             raise ValueError(f"its feature {name!r} has no state or no reason")
-    return ProcessRecord(**values)
+    return Journal(**values)
 
 
 def _is(value: object, kind: Any) -> bool:
-    """Whether a value out of JSON is of the type that an annotation of :class:`ProcessRecord` names."""
+    """Whether a value out of JSON is of the type that an annotation of :class:`Journal` names."""
     if typing.is_typeddict(kind):
         fields = typing.get_type_hints(kind)
         return isinstance(value, dict) and all(name in value and _is(value[name], fields[name]) for name in fields)
@@ -142,8 +142,8 @@ def _is(value: object, kind: Any) -> bool:
     return type(value) is kind
 
 
-def _started(record: ProcessRecord) -> datetime.datetime:
-    started = datetime.datetime.fromisoformat(record.started)
+def _started(journal: Journal) -> datetime.datetime:
+    started = datetime.datetime.fromisoformat(journal.started)
     if started.tzinfo is None:
-        raise ValueError(f"its start {record.started} has no time zone")
+        raise ValueError(f"its start {journal.started} has no time zone")
     return started

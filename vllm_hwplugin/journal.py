@@ -3,7 +3,7 @@
 
 vLLM runs a parent, an engine core, workers and short-lived inspection processes, and a log line in one of them says
 nothing about the others. Each writes ``<cache>/records/<start in ms>-<pid>.json``; ``vllm-hwplugin doctor`` shows them.
-A record is information for people: if it cannot be written, vLLM runs on without it.
+A journal is information for people: if it cannot be written, vLLM runs on without it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Use(TypedDict):
 
 
 @dataclass
-class ProcessRecord:
+class Journal:
     """The state of the plugin in one process.
 
     Attributes:
@@ -85,7 +85,7 @@ class ProcessRecord:
     def __post_init__(self) -> None:
         if not isinstance(self.argv, list) or not all(isinstance(item, str) for item in self.argv):
             raise TypeError(f"argv is {self.argv!r}, expected a list of texts")
-        # Here and not in `new`: records of earlier releases have the whole command line.
+        # Here and not in `new`: journals of earlier releases have the whole command line.
         self.argv = names_of(self.argv)
 
     @property
@@ -94,7 +94,7 @@ class ProcessRecord:
 
 
 _lock = threading.RLock()
-_current: ProcessRecord | None = None
+_current: Journal | None = None
 _folder: Path | None = None
 _path: Path | None = None
 # How many callers of `written_once` are inside, and whether there is something to write when they leave.
@@ -102,7 +102,7 @@ _holders = 0
 _unwritten = False
 # Looks whether what is live runs; what is patched in asks for it, and must not know who answers.
 _check: Callable[[], None] | None = None
-# Decisions that were noted before the plugin began its record.
+# Decisions that were noted before the plugin began its journal.
 _early: dict[str, str] = {}
 # What features said of themselves since an engine's uses were last settled.
 _said: dict[str, Use] = {}
@@ -138,7 +138,7 @@ def role(name: str | None = None, argv: Sequence[str] | None = None) -> str:
 
 
 def names_of(argv: Sequence[str]) -> list[str]:
-    """What a command line says of its process, without what it may hold of its user: records go into bug reports.
+    """What a command line says of its process, without what it may hold of its user: journals go into bug reports.
 
     Kept are the interpreter, the script or the module, vLLM's subcommand, and the names of long options. Values (keys,
     tokens, addresses, prompts) are not, whether they follow their option or are joined to it; nor is code.
@@ -167,9 +167,9 @@ def names_of(argv: Sequence[str]) -> list[str]:
     return [*kept, *(found[0] for found in names if found)]
 
 
-def new(plugin_version: str) -> ProcessRecord:
-    """A record of this process that says nothing yet about vLLM."""
-    return ProcessRecord(
+def new(plugin_version: str) -> Journal:
+    """A journal of this process that says nothing yet about vLLM."""
+    return Journal(
         pid=os.getpid(),
         ppid=os.getppid(),
         role=role(),
@@ -180,25 +180,25 @@ def new(plugin_version: str) -> ProcessRecord:
     )
 
 
-def begin(record: ProcessRecord, base: Path | None) -> None:
-    """Make ``record`` this process's record and write it below the cache folder ``base`` (None: keep it in memory)."""
+def begin(journal: Journal, base: Path | None) -> None:
+    """Make ``journal`` this process's own and write it below the cache folder ``base`` (None: keep it in memory)."""
     global _current, _folder, _path
     with _lock:
-        record.decisions = {**_early, **record.decisions}
+        journal.decisions = {**_early, **journal.decisions}
         _early.clear()
-        _current, _folder = record, base / FOLDER if base is not None else None
-        _path = _folder / f"{time.time_ns() // 1_000_000:013d}-{record.pid}.json" if _folder else None
+        _current, _folder = journal, base / FOLDER if base is not None else None
+        _path = _folder / f"{time.time_ns() // 1_000_000:013d}-{journal.pid}.json" if _folder else None
         _write()
         _prune()
 
 
-def current() -> ProcessRecord | None:
-    """This process's record, if it has begun one."""
+def current() -> Journal | None:
+    """This process's journal, if it has begun one."""
     return _current
 
 
 def save() -> None:
-    """Write this process's record again, after a change to it. Without a record nothing happens."""
+    """Write this process's journal again, after a change to it. Without a journal nothing happens."""
     with _lock:
         adopt()
         _write()
@@ -206,7 +206,7 @@ def save() -> None:
 
 @contextlib.contextmanager
 def written_once() -> Iterator[None]:
-    """What is recorded inside is written at the end, once; a start has a dozen things to record."""
+    """What is noted inside is written at the end, once; a start has a dozen things to note."""
     global _holders
     with _lock:
         _holders += 1
@@ -220,9 +220,9 @@ def written_once() -> Iterator[None]:
 
 
 def note(key: str, text: str) -> None:
-    """Record a decision that was made at run time, such as which call a feature chose and why.
+    """Note a decision that was made at run time, such as which call a feature chose and why.
 
-    Callable from any code of the plugin at any time, also before the record has begun; saying the same again costs
+    Callable from any code of the plugin at any time, also before the journal has begun; saying the same again costs
     nothing. A feature that decides anew, under its own id, takes back what it said with :func:`use` until then.
     """
     with _lock:
@@ -236,7 +236,7 @@ def note(key: str, text: str) -> None:
 
 
 def use(feature: str, used: bool, reason: str = "") -> None:
-    """Record that a live feature takes part in this engine, or that it found out that it cannot.
+    """Note that a live feature takes part in this engine, or that it found out that it cannot.
 
     Callable at any time: while the engine is built it is kept for :func:`settle_uses`, and it corrects what that has
     written. What is said last holds.
@@ -256,13 +256,13 @@ def use(feature: str, used: bool, reason: str = "") -> None:
 
 
 def check_with(check: Callable[[], None]) -> None:
-    """Have `check` called by :func:`check_live`; it corrects the record, or raises."""
+    """Have `check` called by :func:`check_live`; it corrects the journal, or raises."""
     global _check
     _check = check
 
 
 def check_live() -> None:
-    """Make sure that what the record calls live runs in this process, whose part of an engine stands by now.
+    """Make sure that what the journal calls live runs in this process, whose part of an engine stands by now.
 
     Raises:
         HwpluginError: a feature does not, and the engine must not run without it, or with half of it.
@@ -272,16 +272,16 @@ def check_live() -> None:
 
 
 def settle_uses(by_configuration: Mapping[str, Use], engine: int | None = None) -> dict[str, Use]:
-    """Record which live features the engine uses that this process has just built.
+    """Note which live features the engine uses that this process has just built.
 
     What a feature said of itself since the last call outweighs what the configuration lets expect.
 
     Args:
         by_configuration: feature -> what the engine's configuration says.
-        engine: see :class:`ProcessRecord`.
+        engine: see :class:`Journal`.
 
     Returns:
-        What is on record now for those features.
+        What is in the journal now for those features.
     """
     with _lock:
         adopt()
@@ -294,7 +294,7 @@ def settle_uses(by_configuration: Mapping[str, Use], engine: int | None = None) 
 
 
 def keep_steps(steps: dict[str, dict[str, int]]) -> None:
-    """Record how many steps each fast path has served; see :class:`ProcessRecord`."""
+    """Note how many steps each fast path has served; see :class:`Journal`."""
     with _lock:
         adopt()
         if _current is not None and _current.steps != steps:
@@ -303,7 +303,7 @@ def keep_steps(steps: dict[str, dict[str, int]]) -> None:
 
 
 def adopt() -> None:
-    """Give a forked child a record of its own, with what its parent's said of the plugin, but not of an engine.
+    """Give a forked child a journal of its own, with what its parent's said of the plugin, but not of an engine.
 
     `multiprocessing` runs this in its children; one of a plain `os.fork` gets here with the first that it has to say.
     """
@@ -319,7 +319,7 @@ def adopt() -> None:
 
 
 def forget() -> None:
-    """Drop this process's record from memory (its file stays). For tests."""
+    """Drop this process's journal from memory (its file stays). For tests."""
     global _current, _folder, _path
     with _lock:
         _current = _folder = _path = None
@@ -332,17 +332,17 @@ def _write() -> None:
     _unwritten = _holders > 0
     if _path is None or _current is None or _unwritten:
         return
-    # `vars`, and on one line: copying it first, or laying it out, would take most of the time that a record costs.
+    # `vars`, and on one line: copying it first, or laying it out, would take most of the time that a journal costs.
     data = json.dumps(vars(_current)).encode("utf-8")
     try:
         private_folder(_path.parent)
         write_atomically(_path, data, durable=False)
     except (OSError, UntrustedFolder) as error:
-        logger.debug("no process record in %s: %s", _path, error)
+        logger.debug("no process journal in %s: %s", _path, error)
 
 
 def _prune() -> None:
-    """Keep the newest records; names begin with the time, so their order is the order of the starts."""
+    """Keep the newest journals; names begin with the time, so their order is the order of the starts."""
     if _folder is None:
         return
     try:
@@ -351,12 +351,12 @@ def _prune() -> None:
             names = [
                 entry.name for entry in entries if entry.name.endswith(".json") and entry.is_file(follow_symlinks=False)
             ]
-        # A record from the future is of a time when the clock was wrong, and would never become the oldest.
+        # A journal from the future is of a time when the clock was wrong, and would never become the oldest.
         names.sort(key=lambda name: (name[: len(latest)] <= latest, name))
         for name in names[:-KEPT]:
             (_folder / name).unlink(missing_ok=True)
     except OSError as error:
-        logger.debug("records in %s not pruned: %s", _folder, error)
+        logger.debug("journals in %s not pruned: %s", _folder, error)
 
 
 def _renew_lock() -> None:

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from vllm_hwplugin import record, records
+from vllm_hwplugin import journal, journals
 
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
-    record.forget()
+    journal.forget()
     yield
-    record.forget()
+    journal.forget()
 
 
 def written(base: Path) -> dict[str, object]:
@@ -26,12 +26,12 @@ def written(base: Path) -> dict[str, object]:
     return entry
 
 
-def test_a_record_is_written_and_read_back(tmp_path: Path) -> None:
-    entry = record.new("1.2.3")
+def test_a_journal_is_written_and_read_back(tmp_path: Path) -> None:
+    entry = journal.new("1.2.3")
     entry.features = {"a": {"state": "live", "reason": "fits"}, "b": {"state": "off", "reason": "gate"}}
-    record.begin(entry, tmp_path)
-    assert record.current() is entry
-    (found,) = records.read_all(tmp_path)
+    journal.begin(entry, tmp_path)
+    assert journal.current() is entry
+    (found,) = journals.read_all(tmp_path)
     assert found == entry
     assert found.live == ("a",)
     assert found.pid == os.getpid()
@@ -40,67 +40,67 @@ def test_a_record_is_written_and_read_back(tmp_path: Path) -> None:
 
 
 def test_a_decision_is_kept_whenever_it_is_noted(tmp_path: Path) -> None:
-    record.note("early", "before the record")
-    record.begin(record.new("1"), tmp_path)
-    record.note("late", "after it")
-    assert written(tmp_path)["decisions"] == {"early": "before the record", "late": "after it"}
+    journal.note("early", "before the journal")
+    journal.begin(journal.new("1"), tmp_path)
+    journal.note("late", "after it")
+    assert written(tmp_path)["decisions"] == {"early": "before the journal", "late": "after it"}
 
 
 def test_saying_the_same_again_writes_nothing(tmp_path: Path) -> None:
-    record.begin(record.new("1"), tmp_path)
-    record.note("key", "text")
+    journal.begin(journal.new("1"), tmp_path)
+    journal.note("key", "text")
     (path,) = (tmp_path / "records").glob("*.json")
     before = path.stat().st_ino
-    record.note("key", "text")
+    journal.note("key", "text")
     assert path.stat().st_ino == before
-    record.note("key", "other")
+    journal.note("key", "other")
     assert path.stat().st_ino != before
 
 
 def test_what_is_said_inside_is_written_at_the_end_and_by_a_fork_at_once(tmp_path: Path) -> None:
-    record.begin(record.new("1"), tmp_path)
-    with record.written_once():
-        record.note("one", "said")
-        with record.written_once():
-            record.note("two", "said")
+    journal.begin(journal.new("1"), tmp_path)
+    with journal.written_once():
+        journal.note("one", "said")
+        with journal.written_once():
+            journal.note("two", "said")
         assert written(tmp_path)["decisions"] == {}
         child = os.fork()
         if not child:
-            record.note("three", "said")
+            journal.note("three", "said")
             os._exit(0)
         os.waitpid(child, 0)
-    entries = {entry.pid: set(entry.decisions) for entry in records.read_all(tmp_path)}
+    entries = {entry.pid: set(entry.decisions) for entry in journals.read_all(tmp_path)}
     assert entries == {os.getpid(): {"one", "two"}, child: {"one", "two", "three"}}
 
 
 def test_without_a_folder_it_stays_in_memory(tmp_path: Path) -> None:
-    record.begin(record.new("1"), None)
-    record.note("key", "text")
-    entry = record.current()
+    journal.begin(journal.new("1"), None)
+    journal.note("key", "text")
+    entry = journal.current()
     assert entry is not None
     assert entry.decisions == {"key": "text"}
 
 
 def test_an_unwritable_folder_is_no_error(tmp_path: Path) -> None:
     (tmp_path / "records").write_text("in the way")
-    record.begin(record.new("1"), tmp_path)
-    record.note("key", "text")
-    assert records.read_all(tmp_path) == []
+    journal.begin(journal.new("1"), tmp_path)
+    journal.note("key", "text")
+    assert journals.read_all(tmp_path) == []
 
 
-def test_a_forked_child_gets_a_record_of_its_own(tmp_path: Path) -> None:
-    record.begin(record.new("1"), tmp_path)
-    record.note("key", "from the parent")
-    record.settle_uses({}, engine=0)
-    record.keep_steps({"feature part": {"served": 1}})
+def test_a_forked_child_gets_a_journal_of_its_own(tmp_path: Path) -> None:
+    journal.begin(journal.new("1"), tmp_path)
+    journal.note("key", "from the parent")
+    journal.settle_uses({}, engine=0)
+    journal.keep_steps({"feature part": {"served": 1}})
     child = os.fork()
     if not child:
-        record.adopt()
-        record.adopt()
+        journal.adopt()
+        journal.adopt()
         os._exit(0)
     os.waitpid(child, 0)
-    record.adopt()
-    entries = {entry.pid: entry for entry in records.read_all(tmp_path)}
+    journal.adopt()
+    entries = {entry.pid: entry for entry in journals.read_all(tmp_path)}
     assert set(entries) == {os.getpid(), child}
     assert entries[child].ppid == os.getpid()
     assert entries[child].decisions == {"key": "from the parent"}
@@ -110,15 +110,15 @@ def test_a_forked_child_gets_a_record_of_its_own(tmp_path: Path) -> None:
     ]
 
 
-def test_the_first_word_of_a_plain_fork_leaves_its_parents_record_alone(tmp_path: Path) -> None:
-    record.begin(record.new("1"), tmp_path)
+def test_the_first_word_of_a_plain_fork_leaves_its_parents_journal_alone(tmp_path: Path) -> None:
+    journal.begin(journal.new("1"), tmp_path)
     child = os.fork()
     if not child:
-        record.note("key", "from the child")
+        journal.note("key", "from the child")
         os._exit(0)
     os.waitpid(child, 0)
-    record.note("other", "from the parent")
-    entries = {entry.pid: entry.decisions for entry in records.read_all(tmp_path)}
+    journal.note("other", "from the parent")
+    entries = {entry.pid: entry.decisions for entry in journals.read_all(tmp_path)}
     assert entries == {os.getpid(): {"other": "from the parent"}, child: {"key": "from the child"}}
 
 
@@ -142,30 +142,30 @@ def test_the_first_word_of_a_plain_fork_leaves_its_parents_record_alone(tmp_path
         ([], []),
     ],
 )
-def test_a_record_keeps_names_of_the_command_line_and_no_values(
+def test_a_journal_keeps_names_of_the_command_line_and_no_values(
     tmp_path: Path, argv: list[str], names: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.orig_argv", argv)
-    record.begin(record.new("1"), tmp_path)
+    journal.begin(journal.new("1"), tmp_path)
     assert written(tmp_path)["argv"] == names
     # As an earlier release wrote it.
     (path,) = (tmp_path / "records").glob("*.json")
     path.write_text(json.dumps({**json.loads(path.read_text()), "argv": argv}))
-    (found,) = records.read_all(tmp_path)
+    (found,) = journals.read_all(tmp_path)
     assert found.argv == names
 
 
-def test_old_records_are_pruned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(record, "KEPT", 3)
+def test_old_journals_are_pruned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal, "KEPT", 3)
     folder = tmp_path / "records"
     folder.mkdir(mode=0o700)
     for number in range(5):
         (folder / f"000000000000{number}-1.json").write_text("{}")
-    # Of a time when the clock was wrong, and what is no record at all.
+    # Of a time when the clock was wrong, and what is no journal at all.
     (folder / "9999999999999-1.json").write_text("{}")
     (folder / "0.json").mkdir()
     (folder / "notes.txt").touch()
-    record.begin(record.new("1"), tmp_path)
+    journal.begin(journal.new("1"), tmp_path)
     names = sorted(path.name for path in folder.glob("*.json") if path.is_file())
     assert names[:2] == ["0000000000003-1.json", "0000000000004-1.json"]
     assert len(names) == 3
@@ -173,25 +173,25 @@ def test_old_records_are_pruned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"format": 99}', '{"format": 1}', '{"format": 1, "pid": 3}'])
-def test_a_damaged_or_foreign_record_is_left_out(tmp_path: Path, text: str) -> None:
-    record.begin(record.new("1"), tmp_path)
+def test_a_damaged_or_foreign_journal_is_left_out(tmp_path: Path, text: str) -> None:
+    journal.begin(journal.new("1"), tmp_path)
     (tmp_path / "records" / "0-1.json").write_text(text)
-    assert len(records.read_all(tmp_path)) == 1
+    assert len(journals.read_all(tmp_path)) == 1
 
 
 def test_a_field_of_a_later_release_is_no_hindrance(tmp_path: Path) -> None:
-    record.begin(record.new("1"), tmp_path)
+    journal.begin(journal.new("1"), tmp_path)
     (path,) = (tmp_path / "records").glob("*.json")
     path.write_text(json.dumps(json.loads(path.read_text()) | {"later": 1}))
-    assert len(records.read_all(tmp_path)) == 1
+    assert len(journals.read_all(tmp_path)) == 1
 
 
 def test_all_places_are_read_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "places", lambda: (tmp_path / "one", tmp_path / "two", tmp_path / "three"))
+    monkeypatch.setattr(journals, "places", lambda: (tmp_path / "one", tmp_path / "two", tmp_path / "three"))
     for name in ("one", "two"):
-        record.begin(record.new(name), tmp_path / name)
-        record.forget()
-    assert sorted(entry.plugin_version for entry in records.read_all()) == ["one", "two"]
+        journal.begin(journal.new(name), tmp_path / name)
+        journal.forget()
+    assert sorted(entry.plugin_version for entry in journals.read_all()) == ["one", "two"]
 
 
 @pytest.mark.parametrize(
@@ -209,61 +209,61 @@ def test_all_places_are_read_by_default(tmp_path: Path, monkeypatch: pytest.Monk
     ],
 )
 def test_the_role_is_told_by_name_and_command_line(name: str, argv: list[str], expected: str) -> None:
-    assert record.role(name, argv) == expected
+    assert journal.role(name, argv) == expected
 
 
 def test_this_process_is_a_parent() -> None:
-    assert record.role() == "parent"
+    assert journal.role() == "parent"
 
 
-def use(used: bool, reason: str = "") -> record.Use:
+def use(used: bool, reason: str = "") -> journal.Use:
     return {"used": used, "reason": reason}
 
 
 def test_what_a_feature_said_while_an_engine_was_built_is_of_that_engine_alone(tmp_path: Path) -> None:
-    record.begin(record.new("1"), tmp_path)
-    record.use("a", False, "found an obstacle")
-    record.settle_uses({"a": use(True), "b": use(True)})
+    journal.begin(journal.new("1"), tmp_path)
+    journal.use("a", False, "found an obstacle")
+    journal.settle_uses({"a": use(True), "b": use(True)})
     assert written(tmp_path)["uses"] == {"a": use(False, "found an obstacle"), "b": use(True)}
     # Another engine in the same process.
-    record.settle_uses({"a": use(True)})
+    journal.settle_uses({"a": use(True)})
     assert written(tmp_path)["uses"] == {"a": use(True), "b": use(True)}
     # What found an obstacle and then decides anew is not held to the obstacle.
-    record.use("a", False, "found an obstacle")
-    record.note("a", "decided anew")
-    record.settle_uses({"a": use(True), "b": use(False, "not configured")})
+    journal.use("a", False, "found an obstacle")
+    journal.note("a", "decided anew")
+    journal.settle_uses({"a": use(True), "b": use(False, "not configured")})
     assert written(tmp_path)["uses"] == {"a": use(True), "b": use(False, "not configured")}
 
 
 def test_a_forked_child_has_no_engine_yet(tmp_path: Path) -> None:
-    record.begin(record.new("1"), tmp_path)
-    record.settle_uses({"a": use(True)})
-    record.use("a", False, "found while serving")
+    journal.begin(journal.new("1"), tmp_path)
+    journal.settle_uses({"a": use(True)})
+    journal.use("a", False, "found while serving")
     child = os.fork()
     if not child:
-        record.settle_uses({"a": use(True)})
+        journal.settle_uses({"a": use(True)})
         os._exit(0)
     os.waitpid(child, 0)
-    entries = {entry.pid: entry for entry in records.read_all(tmp_path)}
+    entries = {entry.pid: entry for entry in journals.read_all(tmp_path)}
     assert entries[child].uses == {"a": use(True)}
     assert entries[os.getpid()].uses == {"a": use(False, "found while serving")}
 
 
-def process(pid: int, ppid: int) -> record.ProcessRecord:
-    return dataclasses.replace(record.new("1"), pid=pid, ppid=ppid)
+def process(pid: int, ppid: int) -> journal.Journal:
+    return dataclasses.replace(journal.new("1"), pid=pid, ppid=ppid)
 
 
 def test_a_process_is_found_with_its_ancestors_children() -> None:
     older = [process(10, 1), process(11, 10)]
     newer = [process(20, 1), process(21, 20), process(22, 21), process(23, 20)]
     for pid in (20, 21, 22, 23):
-        assert records.family([*older, *newer], pid) == tuple(newer)
-    assert records.family(older, 11) == tuple(older)
-    assert records.family(older, 20) == records.family([], 10) == ()
+        assert journals.family([*older, *newer], pid) == tuple(newer)
+    assert journals.family(older, 11) == tuple(older)
+    assert journals.family(older, 20) == journals.family([], 10) == ()
 
 
 def test_a_process_id_that_was_used_before_is_no_ancestor() -> None:
     # The newest process has the id of its own parent's earlier child.
-    assert [item.pid for item in records.family([process(10, 7), process(7, 1), process(8, 7)], 8)] == [7, 8]
+    assert [item.pid for item in journals.family([process(10, 7), process(7, 1), process(8, 7)], 8)] == [7, 8]
     # The one that started the engine has gone, and a child of the engine has its id.
-    assert [item.pid for item in records.family([process(20, 7), process(7, 20)], 7)] == [20, 7]
+    assert [item.pid for item in journals.family([process(20, 7), process(7, 20)], 7)] == [20, 7]
