@@ -10,11 +10,12 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from . import simulated
-from .device_process import on_the_device
+from .device_process import DeviceProcess, on_the_device
 
 torch = pytest.importorskip("torch")
 
@@ -373,6 +374,32 @@ def test_a_triton_kernel_is_launched_and_captured() -> None:
     assert target.tolist() == [1, 1, 1, 4, 5]
     with pytest.raises(ValueError, match="cannot be accessed from Triton"):
         kernel[(1,)](torch.arange(5.0), target, 5, BLOCK=8)
+
+
+def test_keys_are_written_as_by_vllms_kernel(musa_host: None, tmp_path: Path) -> None:
+    # vLLM puts names into torch.musa, so no other test has this process.
+    process = DeviceProcess(simulated.environment(tmp_path))
+    write_keys(process)
+    process.close()
+
+
+@on_the_device
+def write_keys() -> None:
+    from triton_musa.interpreter import INSTEAD
+    from vllm.v1.attention.ops.triton_reshape_and_cache_flash import triton_reshape_and_cache_flash
+
+    keys, values = torch.randn(2, 6, 3, 8, device="musa").half()
+    slots = torch.tensor([7, -1, 0, 9, 4], device="musa")
+    one = torch.ones((), device="musa")
+    written = []
+    for instead in ({}, dict(INSTEAD)):
+        with mock.patch.dict(INSTEAD, instead, clear=True):
+            # Blocks of four tokens, of both, and a layer's part of what all layers have.
+            caches = torch.zeros(3, 2, 4, 2, 3, 8, device="musa", dtype=torch.float16)[:, :, :, 0].unbind(1)
+            triton_reshape_and_cache_flash(keys, values, *caches, slots, "auto", one, one)
+            written.append(torch.stack(caches).cpu())
+    assert written[0].any()
+    assert written[0].equal(written[1])
 
 
 @on_the_device

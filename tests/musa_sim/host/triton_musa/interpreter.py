@@ -5,13 +5,17 @@ The interpreter's way with other devices is to copy each argument's whole storag
 """
 
 import dataclasses
+import functools
 import inspect
 
 import numpy
 import torch
 from torch_musa._MUSAC import device as _sim
+from triton import language as tl
+from triton.language import core
 from triton.language.core import tensor
 from triton.language.extra import libdevice
+from triton.runtime import interpreter
 from triton.runtime.interpreter import GridExecutor, TensorHandle
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -61,8 +65,24 @@ def _topk_topp(arguments):
     logits.copy_(apply_top_k_top_p_pytorch(logits, k, p, allow_cpu_sync=True))
 
 
-# What stands for a kernel that the interpreter cannot run.
-INSTEAD = {"_topk_topp_kernel": _topk_topp}
+def _write_keys(arguments):
+    """vLLM's kernel has a program for each token and layer: most of what an engine would interpret."""
+    for given, cache in (("key_ptr", "key_cache_ptr"), ("value_ptr", "value_cache_ptr")):
+        slots, values, blocks = arguments["slot_mapping_ptr"].long(), arguments[given], arguments[cache]
+        there = slots >= 0
+        size = arguments["block_size"]
+        blocks[slots[there] // size, slots[there] % size] = values[: len(slots)][there].to(blocks.dtype)
+
+
+def _are_plain(arguments):
+    return not (arguments["FP8_KV_CACHE"] or arguments["USE_HEAD_MAJOR_LAYOUT"])
+
+
+#: What stands for a kernel that the interpreter cannot run, or takes long for; and for which of its arguments.
+INSTEAD = {
+    "_topk_topp_kernel": (_topk_topp, lambda _: True),
+    "reshape_and_cache_kernel_flash": (_write_keys, _are_plain),
+}
 
 
 def _log1p(arg0, _semantic=None):
@@ -70,7 +90,36 @@ def _log1p(arg0, _semantic=None):
     return tensor(TensorHandle(numpy.log1p(arg0.handle.data), arg0.handle.dtype), arg0.type)
 
 
+def _save_time():
+    """Half of an engine's run was the interpreter's own work, around what a kernel does."""
+    # It puts its functions into the language for each kernel, and for each function that a kernel calls. Nothing is
+    # compiled in this process, so once is enough.
+    interpreter._patch_lang(_sees_the_language)
+    interpreter._patch_lang = lambda _: _Nothing
+    # Integers of 32 bits: each sum and product is made again in 64.
+    interpreter.interpreter_builder.options = dataclasses.replace(
+        interpreter.interpreter_builder.options, sanitize_overflow=False
+    )
+    # It makes a table of all types for each value. A block's type cannot be hashed.
+    of_scalar = functools.cache(interpreter._get_np_dtype)
+    interpreter._get_np_dtype = lambda type: _ADDRESS if type.scalar.is_ptr() else of_scalar(type.scalar)
+
+
+_ADDRESS = numpy.dtype(numpy.uint64)
+
+
+class _Nothing:
+    """Of what was put into the language, to be taken out again."""
+
+    restore = staticmethod(lambda: None)
+
+
+def _sees_the_language():
+    return tl, core
+
+
 def install():
+    _save_time()
     libdevice.log1p = _log1p
     original = GridExecutor.__call__
 
@@ -85,13 +134,15 @@ def install():
         def on_host(views):
             tensors = iter(views)
             there = _replaced(positional, tensors), {name: _replaced(value, tensors) for name, value in named.items()}
-            instead = INSTEAD.get(self.fn.__name__)
-            if instead is None:
-                original(self, *there[0], **there[1])
-                return
-            names = inspect.signature(self.fn).parameters
-            known = {name: value for name, value in there[1].items() if name in names}
-            instead(inspect.signature(self.fn).bind(*there[0], **known).arguments)
+            if self.fn.__name__ in INSTEAD:
+                instead, serves = INSTEAD[self.fn.__name__]
+                signature = inspect.signature(self.fn)
+                known = {name: value for name, value in there[1].items() if name in signature.parameters}
+                arguments = signature.bind(*there[0], **known).arguments
+                if serves(arguments):
+                    instead(arguments)
+                    return
+            original(self, *there[0], **there[1])
 
         _sim.launch(on_host, given)
 
