@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of failures in docs/gates.md, walked: every row under every column, in processes of their own."""
+"""The table of docs/failures.md, walked: every row under every column, in processes of their own."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from vllm_hwplugin import failures
-
+from . import failures
 from .failure_scenarios import PATCHES, Scenario
 from .failure_scenarios_others import OTHERS
 from .patching.madeup import make_project
@@ -46,6 +45,10 @@ SCENARIOS = PATCHES | OTHERS
 
 def test_every_row_can_be_brought_about() -> None:
     assert list(SCENARIOS) == [failure.id for failure in failures.FAILURES]
+
+
+def test_the_page_is_up_to_date() -> None:
+    assert failures.PAGE.read_text(encoding="utf-8") == failures.markdown(), "run `make docs`"
 
 
 CASES = [

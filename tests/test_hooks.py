@@ -31,12 +31,7 @@ def below(folder: str) -> list[str]:
         ("mypy", [*below("vllm_hwplugin"), *below("benchmarks")]),
         (
             "gates-page",
-            [
-                *below("vllm_hwplugin/gates"),
-                "vllm_hwplugin/failures.py",
-                "vllm_hwplugin/replaced.py",
-                "docs/gates.md",
-            ],
+            [*below("vllm_hwplugin/gates"), "docs/gates.md"],
         ),
         ("results-pages", [*pages(), *below("benchmarks/pages")]),
     ],

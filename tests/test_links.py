@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from vllm_hwplugin import gates
+from vllm_hwplugin.gates.replaced import REPLACED
 from vllm_hwplugin.gates.table import CATALOGUE_PREFIX
 from vllm_hwplugin.patching import load_catalog
-from vllm_hwplugin.replaced import REPLACED
 
 ROOT = Path(__file__).parents[1]
 PAGES = [

@@ -5,9 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from .. import failures
-from ..replaced import REPLACED
 from ._reader import show
+from .replaced import REPLACED
 from .table import CATALOGUE_PREFIX, GATES, Alias, Gate
 
 
@@ -21,7 +20,7 @@ def markdown() -> str:
         "in force and where each came from.",
         "",
         "A *switch* takes `auto` (live where it applies), `on` (an error where it cannot be live), `off` (stock vLLM);",
-        "the table below says what each failure does.",
+        "[failures.md](failures.md) says what each failure does.",
         "",
         "## In force",
         "",
@@ -33,8 +32,6 @@ def markdown() -> str:
         f"of its `patch.toml`, or `{CATALOGUE_PREFIX}<CATALOGUE>_<FEATURE>`. It affects patches and the compile key.",
         "Where such a variable says `on` and no catalogue has it, the process stops.",
         "[your-own-patches.md](your-own-patches.md) has the rest.",
-        "",
-        *failures.markdown(),
         "",
         "## Aliases",
         "",

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from ..replaced import REPLACED, Replaced
+from .replaced import REPLACED, Replaced
 from .table import (
     BY_NAME,
     CATALOGUE_PREFIX,

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each kind of failure does to a process of vLLM: the table of docs/gates.md, as data.
+"""What each kind of failure does to a process of vLLM, as data: `python -m tests.failures` writes docs/failures.md.
 
-No process reads it. The code where a failure is met decides; a test brings about every row, under every column, and
-compares.
+The code where a failure is met decides; `test_failures` brings about every row, under every column, and compares.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Final, Literal, NamedTuple
 
 Outcome = Literal["stops", "off", "all off", "said", "nothing"]
@@ -252,10 +252,15 @@ OTHERS: Final = (
 FAILURES: Final = PATCHES + OTHERS
 
 
-def markdown() -> list[str]:
-    """The lines of the section in docs/gates.md."""
-    return [
-        "## What a failure does",
+PAGE: Final = Path(__file__).parents[1] / "docs" / "failures.md"
+
+
+def markdown() -> str:
+    """The text of docs/failures.md."""
+    lines = [
+        "# What a failure does",
+        "",
+        "Written by `python -m tests.failures`; a test brings about every row under every column.",
         "",
         "`auto`, the default: the plugin ends no process that vLLM could serve without it, unless a mixture of",
         "patched and stock code would run. `on` demands that one feature: whatever keeps it from taking part ends the",
@@ -274,8 +279,13 @@ def markdown() -> list[str]:
         "*on* is the gate of the feature, the operations or the attention that is concerned (of any feature, where all",
         "patches are); a dash where there is none, or where it is what is wrong.",
     ]
+    return "\n".join(lines) + "\n"
 
 
 def _table(title: str, failures: tuple[Failure, ...]) -> list[str]:
     rows = [f"| {title} | auto | on | `VLLM_HWPLUGIN_STRICT=1` |", "|---|---|---|---|"]
     return [*rows, *(f"| {item.what} | {item.auto} | {item.on or '-'} | {item.strict} |" for item in failures)]
+
+
+if __name__ == "__main__":
+    PAGE.write_text(markdown(), encoding="utf-8")
