@@ -142,7 +142,7 @@ def attempt():
 DFLASH = """
 from importlib.machinery import PathFinder
 from types import SimpleNamespace
-from vllm_hwplugin.platforms import dflash
+from vllm_hwplugin import dflash
 
 def config(**draft):
     target = SimpleNamespace(num_hidden_layers=4, hidden_size=64)

@@ -91,7 +91,7 @@ def attempt():
 WARM_UP = """
 from types import SimpleNamespace
 
-from vllm_hwplugin.attention.warm_up import warm_up
+from vllm_hwplugin.musa.warm_up import warm_up
 
 def fails(**_):
     raise OSError("mcc: no such file")

@@ -19,16 +19,14 @@ from unittest.mock import MagicMock
 
 import torch
 
-import vllm_hwplugin.attention as package
-
 REAL = {
     "vllm.v1.attention.backend": "vllm/v1/attention/backend.py",
     "vllm.v1.attention.backends.flash_attn": "vllm/v1/attention/backends/flash_attn.py",
 }
 # Made anew with each version, because they bind that version's classes.
-OWN = tuple(
-    f"vllm_hwplugin.attention.{name}"
-    for name in ("_flash", "_model_runner", "_scratch", "_mate_warmup", "cuda", "musa")
+OWN = (
+    *(f"vllm_hwplugin.attention.{name}" for name in ("flash", "_model_runner", "_scratch", "cuda")),
+    *(f"vllm_hwplugin.musa.{name}" for name in ("_mate_warmup", "attention")),
 )
 PAGED = "vllm_hwplugin.attention.paged"
 
@@ -75,7 +73,8 @@ def _forget() -> None:
     for name in [name for name in sys.modules if _bound(name)]:
         del sys.modules[name]
     for name in (*OWN, PAGED):
-        vars(package).pop(name.rpartition(".")[2], None)
+        package, _, attribute = name.rpartition(".")
+        vars(importlib.import_module(package)).pop(attribute, None)
 
 
 class _Hook:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from packaging.version import Version
 
-from vllm_hwplugin.attention import _classes, capabilities
+from vllm_hwplugin.attention import capabilities, classes
 from vllm_hwplugin.attention.capabilities import (
     CAPABILITIES,
     FLASH_ATTN,
@@ -31,7 +31,7 @@ from vllm_hwplugin.patching import SUPPORTED
 torch = pytest.importorskip("torch")
 
 from ..conftest import versions  # noqa: E402
-from .mate_standin import mate  # noqa: E402
+from ..musa.mate_standin import mate  # noqa: E402
 from .released import released  # noqa: E402
 
 every_version = pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_later_the_type_of_a_cache_is_vllms_own_answer_alone(version: str, vllm_
 @every_version
 def test_on_musa_every_answer_is_the_declared_one(version: str, vllm_tree: Tree) -> None:
     with released(version, vllm_tree(version), mate=mate()) as load:
-        made = load("vllm_hwplugin.attention.musa").MusaFlashAttentionBackend
+        made = load("vllm_hwplugin.musa.attention").MusaFlashAttentionBackend
         for item in declared(FLASH_ATTN_MUSA, version).values():
             capability = CAPABILITIES[item.capability]
             assert capability.method in vars(made)
@@ -177,7 +177,7 @@ def test_on_musa_every_answer_is_the_declared_one(version: str, vllm_tree: Tree)
 def test_block_sizes_are_declared_in_both_ways_that_vllm_asks(version: str, vllm_tree: Tree) -> None:
     with released(version, vllm_tree(version)) as load:
         base = load("vllm.v1.attention.backend").AttentionBackend
-        made = _classes.declares(FLASH_ATTN_MUSA, version)(type("Made", (base,), {}))
+        made = classes.declares(FLASH_ATTN_MUSA, version)(type("Made", (base,), {}))
         assert [block.base for block in base.get_supported_kernel_block_sizes()] == [1]
         assert [block.base for block in made.get_supported_kernel_block_sizes()] == [16]
         assert not made.supports_block_size(24)
@@ -186,7 +186,7 @@ def test_block_sizes_are_declared_in_both_ways_that_vllm_asks(version: str, vllm
 @every_version
 def test_musa_takes_what_it_declares_and_explains_what_it_refuses(version: str, vllm_tree: Tree) -> None:
     with released(version, vllm_tree(version), mate=mate()) as load:
-        made = load("vllm_hwplugin.attention.musa").MusaFlashAttentionBackend
+        made = load("vllm_hwplugin.musa.attention").MusaFlashAttentionBackend
         # The MUSA architecture 3.1 would be too old for vLLM's class, and for its sinks.
         good = arguments(
             made,
@@ -231,7 +231,7 @@ def test_on_musa_images_are_served_where_vllm_gives_them_a_causal_mask(version: 
     exec(compile(ast.Module([method], []), CONVERTOR, "exec"), scope)
     judged = {}
     with released(version, vllm_tree(version), mate=mate()) as load:
-        made = load("vllm_hwplugin.attention.musa").MusaFlashAttentionBackend
+        made = load("vllm_hwplugin.musa.attention").MusaFlashAttentionBackend
         for model in ("qwen2_5_vl", "gemma3"):
             prefix = scope["is_mm_prefix_lm"](SimpleNamespace(hf_config=SimpleNamespace(model_type=model)))
             asked = arguments(made, head_size=128, use_mm_prefix=prefix)
@@ -244,7 +244,7 @@ def test_on_musa_images_are_served_where_vllm_gives_them_a_causal_mask(version: 
 @pytest.mark.parametrize("version", [SUPPORTED[0], SUPPORTED[-1]])
 def test_arguments_by_position_are_judged_as_well(version: str, vllm_tree: Tree) -> None:
     with released(version, vllm_tree(version), mate=mate()) as load:
-        made = load("vllm_hwplugin.attention.musa").MusaFlashAttentionBackend
+        made = load("vllm_hwplugin.musa.attention").MusaFlashAttentionBackend
         told = made.validate_configuration(576, *list(PLAIN.values())[1:])
         assert told[0] == "head_size not supported"
         assert told[1].startswith("FLASH_ATTN@musa: head_size is 576")
@@ -252,13 +252,13 @@ def test_arguments_by_position_are_judged_as_well(version: str, vllm_tree: Tree)
 
 def test_a_version_with_a_question_that_is_not_declared_gives_no_class(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ImportError, match=r"FLASH_ATTN has no declaration of alibi_sqrt, .* for vLLM 0\.34\.0"):
-        _classes.declares(FLASH_ATTN, "0.34.0")
+        classes.declares(FLASH_ATTN, "0.34.0")
     with pytest.raises(ImportError, match="no declaration of anything for vLLM dev"):
-        _classes.declares(FLASH_ATTN, "dev")
+        classes.declares(FLASH_ATTN, "dev")
     kept = tuple(item for item in capabilities.DECLARATIONS if item.capability != "sink")
     monkeypatch.setattr(capabilities, "DECLARATIONS", kept)
     with pytest.raises(ImportError, match=r"no declaration of sink for vLLM 0\.26\.0"):
-        _classes.declares(FLASH_ATTN, "0.26.0")
+        classes.declares(FLASH_ATTN, "0.26.0")
 
 
 @pytest.mark.parametrize("version", [SUPPORTED[0], SUPPORTED[-1]])
@@ -268,7 +268,7 @@ def test_above_a_head_size_the_second_table_judges_alone(version: str, vllm_tree
         asked: list[dict[str, Any]] = []
         own = {"refuse_above": classmethod(lambda cls, **arguments: asked.append(arguments) or ["beside the table"])}
         made: Any = type("Made", (stock,), own)
-        _classes.declares(FLASH_ATTN, version, above=(256, FLASH_ATTN_LARGE))(made)
+        classes.declares(FLASH_ATTN, version, above=(256, FLASH_ATTN_LARGE))(made)
         # vLLM's class has no sinks without FlashAttention 3, and its word does not count above 256.
         assert made.validate_configuration(**arguments(made, head_size=256, has_sink=True)) != []
         assert asked == []
@@ -283,9 +283,9 @@ def test_the_second_table_has_to_be_whole_as_well(monkeypatch: pytest.MonkeyPatc
         return (item.backend, item.capability) != (FLASH_ATTN_LARGE, "sink")
 
     monkeypatch.setattr(capabilities, "DECLARATIONS", tuple(filter(without, capabilities.DECLARATIONS)))
-    _classes.declares(FLASH_ATTN, "0.26.0")
+    classes.declares(FLASH_ATTN, "0.26.0")
     with pytest.raises(ImportError, match=r"FLASH_ATTN>256 has no declaration of sink for vLLM 0\.26\.0"):
-        _classes.declares(FLASH_ATTN, "0.26.0", above=(256, FLASH_ATTN_LARGE))
+        classes.declares(FLASH_ATTN, "0.26.0", above=(256, FLASH_ATTN_LARGE))
 
 
 def test_a_question_that_the_table_does_not_know_is_told(caplog: pytest.LogCaptureFixture) -> None:
@@ -301,7 +301,7 @@ def test_a_question_that_the_table_does_not_know_is_told(caplog: pytest.LogCaptu
     caplog.set_level(logging.WARNING, "vllm.hwplugin")
     logging.getLogger("vllm.hwplugin").addHandler(caplog.handler)
     try:
-        _classes.declares(FLASH_ATTN, "0.26.0")(type("Made", (Base,), {}))
+        classes.declares(FLASH_ATTN, "0.26.0")(type("Made", (Base,), {}))
     finally:
         logging.getLogger("vllm.hwplugin").removeHandler(caplog.handler)
     assert {record.getMessage() for record in caplog.records} == {

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 import vllm_hwplugin
+from vllm_hwplugin.musa import versions as musa_versions
 from vllm_hwplugin.ops.build.plan import MIN_TORCH
-from vllm_hwplugin.platforms import musa_versions
 
 REPOSITORY = Path(vllm_hwplugin.__file__).parent.parent
 
@@ -103,7 +103,7 @@ def doctor(tmp_path: Path, others: Path) -> Doctor:
 
 def test_a_host_whose_packages_go_together_has_nothing_to_say(doctor: Doctor) -> None:
     found = doctor()
-    assert found["platform_class"]["class"] == "vllm_hwplugin.platforms.musa.MusaPlatform"
+    assert found["platform_class"]["class"] == "vllm_hwplugin.musa.platform.MusaPlatform"
     rows = {row["package"]: row for row in found["musa"]}
     assert list(rows) == [*musa_versions.DISTRIBUTIONS, "GPUs"]
     assert {name: rows[name]["found"] for name in musa_versions.DISTRIBUTIONS} == {

@@ -74,7 +74,7 @@ def live(row: dict[str, Any]) -> set[str]:
 def test_both_sides_run_on_the_plugins_platform_class(demo: dict[str, Any]) -> None:
     assert (demo["host"]["device"], demo["host"]["name"]) == ("musa", "MTT S5000")
     assert [(row["patched"], row["error"]) for row in demo["configurations"]] == [(False, None), (True, None)]
-    assert {row["platform"] for row in demo["configurations"]} == {"vllm_hwplugin.platforms.musa.MusaPlatform"}
+    assert {row["platform"] for row in demo["configurations"]} == {"vllm_hwplugin.musa.platform.MusaPlatform"}
     assert demo["ok"]
 
 

@@ -41,7 +41,7 @@ def test_doctor(musa_host: None, tmp_path: Path) -> None:
     assert found["platform"]["kind"] == "musa"
     assert [device["name"] for device in found["platform"]["devices"]] == ["MTT S5000"] * 2
     assert any("mcc" in kernel["detail"] for kernel in found["kernels"])
-    assert found["platform_class"]["class"] == "vllm_hwplugin.platforms.musa.MusaPlatform"
+    assert found["platform_class"]["class"] == "vllm_hwplugin.musa.platform.MusaPlatform"
     assert found["vllm"]["dist"] == "vllm"
     assert {state["state"] for state in found["features"] if state["choice"] == "auto"} <= {"live", "not-needed"}
     troubles = {line["package"]: line for line in found["musa"] if line["trouble"]}

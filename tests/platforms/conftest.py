@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-import vllm_hwplugin.platforms as package
-from vllm_hwplugin import gates, journal
+import vllm_hwplugin
+from vllm_hwplugin import gates, journal, musa
 from vllm_hwplugin.platforms import _offer
 
 from . import standins
@@ -56,7 +56,7 @@ def dflash(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         note_user_sizes=lambda config: calls.append("note_user_sizes"),
         check_and_update_config=lambda config: calls.append("check_and_update_config"),
     )
-    monkeypatch.setattr(package, "dflash", hooks, raising=False)
+    monkeypatch.setattr(vllm_hwplugin, "dflash", hooks, raising=False)
     return calls
 
 
@@ -69,5 +69,5 @@ def musa_host(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     monkeypatch.setitem(sys.modules, "torchada", standins.torchada())
     monkeypatch.setitem(sys.modules, "pymtml", standins.pymtml())
     # Made anew, so that it binds the stand-in; and so that no later test meets it.
-    monkeypatch.setattr(package, "_mtml", own("vllm_hwplugin.platforms._mtml"), raising=False)
+    monkeypatch.setattr(musa, "_mtml", own("vllm_hwplugin.musa._mtml"), raising=False)
     return calls

@@ -33,7 +33,7 @@ def use_platform() -> None:
     import vllm.platforms
     from vllm.platforms.cpu import CpuPlatform
 
-    from vllm_hwplugin.platforms import dflash
+    from vllm_hwplugin import dflash
 
     class Platform(CpuPlatform):
         @classmethod

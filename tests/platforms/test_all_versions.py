@@ -99,7 +99,7 @@ def test_the_musa_class_keeps_the_contract(version: str, real_vllm: Load, vllm_t
     real_vllm(version)
     cuda = importlib.import_module("vllm.platforms.cuda")
     interface = importlib.import_module("vllm.platforms.interface")
-    cls = own("vllm_hwplugin.platforms.musa").MusaPlatform
+    cls = own("vllm_hwplugin.musa.platform").MusaPlatform
     newer = SUPPORTED[SUPPORTED.index(version) + 1 :]
     later = {
         node.name
@@ -117,7 +117,7 @@ def test_the_musa_class_keeps_the_contract(version: str, real_vllm: Load, vllm_t
 @pytest.mark.usefixtures("musa_host")
 def test_the_musa_class_is_an_out_of_tree_platform_of_device_musa(version: str, real_vllm: Load) -> None:
     real_vllm(version)
-    platform = own("vllm_hwplugin.platforms.musa").MusaPlatform()
+    platform = own("vllm_hwplugin.musa.platform").MusaPlatform()
     assert platform.is_out_of_tree()
     assert not platform.is_cuda_alike()
     assert (platform.device_name, platform.device_type, platform.dispatch_key) == ("musa", "musa", "PrivateUse1")
@@ -250,7 +250,7 @@ def test_a_platform_function_that_raises_is_dropped_by_vllm(version: str, resolv
 def test_vllms_gpu_worker_starts_its_device_where_the_configuration_says_cuda(
     version: str, vllm_tree: Callable[[str], Any]
 ) -> None:
-    """What :func:`vllm_hwplugin.platforms._vllm_api.taken_for_cuda` rests on."""
+    """What :func:`vllm_hwplugin.musa._vllm_api.taken_for_cuda` rests on."""
     text = vllm_tree(version).read("vllm/v1/worker/gpu_worker.py")
     (worker,) = [n for n in ast.parse(text).body if isinstance(n, ast.ClassDef) and n.name == "Worker"]
     (method,) = [n for n in worker.body if isinstance(n, ast.FunctionDef) and n.name == "init_device"]

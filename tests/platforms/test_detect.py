@@ -10,9 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 
-import vllm_hwplugin.platforms as package
+from vllm_hwplugin import musa
+from vllm_hwplugin.musa.host import MUSA_MODULES, Musa
 from vllm_hwplugin.platforms import _detect
-from vllm_hwplugin.platforms._detect import CLASSES, Decision, Musa, ask_vllm, decide, probe_musa, settle
+from vllm_hwplugin.platforms._detect import CLASSES, Decision, ask_vllm, decide, probe_musa, settle
 
 from . import standins
 from .realvllm import own
@@ -116,19 +117,19 @@ def musa_host(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("musa_host")
 def test_moore_threads_gpus_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(package, "_mtml", own("vllm_hwplugin.platforms._mtml"), raising=False)
+    monkeypatch.setattr(musa, "_mtml", own("vllm_hwplugin.musa._mtml"), raising=False)
     assert probe_musa() == Musa(devices=3)
 
 
 @pytest.mark.usefixtures("musa_host")
 def test_a_driver_that_does_not_answer_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pymtml", standins.pymtml(broken=OSError("Failed to load MTML library")))
-    monkeypatch.setattr(package, "_mtml", own("vllm_hwplugin.platforms._mtml"), raising=False)
+    monkeypatch.setattr(musa, "_mtml", own("vllm_hwplugin.musa._mtml"), raising=False)
     assert probe_musa() == Musa(trouble="OSError: Failed to load MTML library")
 
 
 @pytest.mark.usefixtures("musa_host")
-@pytest.mark.parametrize(("module", "dist"), list(_detect.MUSA_MODULES.items()))
+@pytest.mark.parametrize(("module", "dist"), list(MUSA_MODULES.items()))
 def test_each_package_is_needed(monkeypatch: pytest.MonkeyPatch, module: str, dist: str) -> None:
     # None, for the module is not to be found: torchada is installed where the tests run.
     monkeypatch.setitem(sys.modules, module, None)

@@ -15,9 +15,8 @@ from typing import Any
 import pytest
 from packaging.specifiers import SpecifierSet
 
-from vllm_hwplugin import journal, journals, patching
+from vllm_hwplugin import dflash, journal, journals, patching
 from vllm_hwplugin.patching import Feature, FeatureState, PatchedFile, PatchingError, Plan, Variant, _runtime
-from vllm_hwplugin.platforms import dflash
 from vllm_hwplugin.spec_decode.dflash_config import DFlashConfigError
 from vllm_hwplugin.spec_decode.dflash_sizes import capture_sizes
 

@@ -180,11 +180,11 @@ def test_the_musa_class_makes_a_configuration_on_the_real_vllm(run: Run) -> None
                 print(">", refused, "not supported on current platform" in str(error))
     """
     lines = run(WITHOUT_KERNELS, MUSA_HOST, WHAT_RUNS, more).stdout.splitlines()
-    assert lines[0] == "vllm_hwplugin.platforms.musa.MusaPlatform"
+    assert lines[0] == "vllm_hwplugin.musa.platform.MusaPlatform"
     assert lines[1].startswith(f"{lines[0]}: 3 Moore Threads GPUs")
     # vLLM logs to the same stream.
     assert [line.removeprefix("> ") for line in lines if line.startswith("> ")] == [
-        "musa musa vllm_hwplugin.platforms.musa_worker.MusaWorker",
+        "musa musa vllm_hwplugin.musa.worker.MusaWorker",
         "0 spawn",
         "['eliminate_noops']",
         "TritonAttentionBackend",
@@ -232,7 +232,7 @@ def test_platform_errors_of_vllm_itself_are_not_hidden(run: Run) -> None:
 TWO_RANKS = """
     import datetime, os, sys, tempfile
     import torch, torch.distributed as dist
-    from vllm_hwplugin.platforms import musa_communicator
+    from vllm_hwplugin.musa import communicator as musa_communicator
 
     folder = tempfile.mkdtemp()
     child = os.fork()
@@ -286,7 +286,7 @@ def test_a_stateless_group_is_made_by_the_registered_backend(run: Run, extended:
 
 def test_a_backend_that_nobody_registered_is_named(run: Run) -> None:
     program = """
-        from vllm_hwplugin.platforms.musa_communicator import stateless_process_group
+        from vllm_hwplugin.musa.communicator import stateless_process_group
         try:
             stateless_process_group("mccl", "cpu", None, 0, 1, None)
         except RuntimeError as error:

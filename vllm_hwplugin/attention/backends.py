@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the plugin's FLASH_ATTN is on CUDA and on MUSA: its class, what its kernels hold, and where it is chosen.
 
-The declarations (:mod:`.capabilities`), the classes (:mod:`.cuda`, :mod:`.musa`), the checks of a call (:mod:`.paged`)
-and the choice of the platform (``platforms/_cuda_attention.py``, ``_musa_attention.py``) follow from this. It imports
-neither torch nor vLLM.
+The declarations (:mod:`.capabilities`), the classes (:mod:`.cuda`, :mod:`..musa.attention`), the checks of a call
+(:mod:`.paged`) and the choice of the platform (``platforms/_cuda_attention.py``, ``musa/_selector.py``) follow from
+this. It imports neither torch nor vLLM.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ CUDA: Final = CudaBackend(
 
 MUSA: Final = MusaBackend(
     name="FLASH_ATTN",
-    module="vllm_hwplugin.attention.musa",
+    module="vllm_hwplugin.musa.attention",
     cls="MusaFlashAttentionBackend",
     declared="FLASH_ATTN@musa",
     needs="Moore Threads' mate, from their own index, and a GPU that is visible; the public `mate` is another project",

@@ -5,7 +5,7 @@ vLLM asks a backend class by classmethods (``supports_non_causal``, ``is_mla``, 
 answers, mostly with False. A backend that leaves one out is refused where it would work, or accepted where it would
 not, and nothing says so; what is asked also differs from version to version. So each of those questions has a name
 here, and each backend of the plugin an answer to all of them, with a reason and with how it is known. The classes are
-made from that (:mod:`._classes`); docs/attention.md has the table in words.
+made from that (:mod:`.classes`); docs/attention.md has the table in words.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import HwpluginError
-from ..platforms import musa_host
+from ..musa import host as musa_host
 from . import _entry_points
 from ._launch import child_environment
 from ._settings import stock_environment

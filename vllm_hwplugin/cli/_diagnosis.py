@@ -20,6 +20,8 @@ import vllm_hwplugin
 
 from .. import cachedir, gates, journals, platforms
 from ..journal import Journal
+from ..musa import host as musa_host
+from ..musa import versions as musa_versions
 from ..ops.build import built
 from ..ops.build.plan import MIN_TORCH
 from ..ops.override_table import GATE as OPS
@@ -39,7 +41,6 @@ from ..patching import (
     not_python,
 )
 from ..patching.outside import FOLDERS, Found, Trouble, find_outside, find_targets
-from ..platforms import musa_host, musa_versions
 from . import _host
 from ._kernels import KernelRow, kernel_rows
 from ._operations import OperationRow, operation_problems, operation_rows

@@ -14,10 +14,10 @@ from rich.text import Text
 from typer.core import TyperCommand
 
 from ..journal import Journal
+from ..musa import versions as musa_versions
 from ..ops.build.plan import MIN_TORCH
 from ..ops.override_table import RECORD
 from ..platforms import KEY as PLATFORM
-from ..platforms import musa_versions
 from ..spec_decode.step_counts import SERVED, Reason
 from ._app import FAILURE
 from ._diagnosis import Diagnosis, diagnose

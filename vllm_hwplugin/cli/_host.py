@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from ..musa import host as musa_host
 from ..ops.build import toolchain
 from ..ops.build.errors import KernelUnavailable
 from ..ops.build.tools import TOOLS, ToolName, find_tool
-from ..platforms import musa_host
 
 Run = Callable[[Sequence[str]], "str | None"]
 

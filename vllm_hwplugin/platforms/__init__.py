@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which platform class vLLM is offered, and the classes: :mod:`.cuda` for NVIDIA, :mod:`.musa` for Moore Threads.
+"""Which platform class vLLM is offered, and the classes: :mod:`.cuda` for NVIDIA, :mod:`..musa.platform` for Moore
+Threads.
 
 vLLM asks for the class while it is being imported itself. So what decides, which is what is imported here, imports
 neither vLLM nor torch nor the patch engine. The classes do; vLLM imports one by name once it has chosen it.

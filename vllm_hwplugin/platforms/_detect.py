@@ -8,10 +8,12 @@ working set-up.
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    from ..musa.host import Musa
 
 logger = logging.getLogger("vllm.hwplugin")
 
@@ -21,27 +23,8 @@ GATE: Final = "VLLM_HWPLUGIN_PLATFORM"
 
 CLASSES: Final[Mapping[Kind, str]] = {
     "cuda": "vllm_hwplugin.platforms.cuda.CudaPlatform",
-    "musa": "vllm_hwplugin.platforms.musa.MusaPlatform",
+    "musa": "vllm_hwplugin.musa.platform.MusaPlatform",
 }
-
-# What the MUSA class imports, as module -> the distribution to install.
-MUSA_MODULES: Final[Mapping[str, str]] = {
-    "torch_musa": "torch_musa",
-    "torchada": "torchada",
-    "pymtml": "mthreads-ml-py",
-}
-
-
-class Musa(NamedTuple):
-    """What speaks for a Moore Threads host.
-
-    ``missing`` names the distributions that the platform class needs and that are not installed; ``devices`` is 0 where
-    they are, or where the driver does not answer, and ``trouble`` then says why.
-    """
-
-    missing: tuple[str, ...] = ()
-    devices: int = 0
-    trouble: str = ""
 
 
 class Decision(NamedTuple):
@@ -154,25 +137,7 @@ def _answers(name: str, probe: Callable[[], str | None]) -> bool:
 
 
 def probe_musa() -> Musa:
-    """Look for Moore Threads GPUs without importing torch: installed packages, then the driver through ``pymtml``.
+    """Look for Moore Threads GPUs; what that imports is imported where it is asked."""
+    from ..musa import host
 
-    Not run on MUSA hardware.
-    """
-    missing = tuple(dist for module, dist in MUSA_MODULES.items() if not _importable(module))
-    if missing:
-        return Musa(missing)
-    try:
-        from . import _mtml
-
-        return Musa(devices=_mtml.count())
-    except Exception as error:
-        # OSError without the driver's libmtml.so, MTMLError where it refuses; either way no GPU can be used.
-        return Musa(trouble=f"{type(error).__name__}: {error}")
-
-
-def _importable(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ValueError:
-        # A module that was put into sys.modules by hand has no spec, and is there.
-        return True
+    return host.probe()

@@ -24,14 +24,15 @@ class CudaPlatform(_CudaPlatform):  # type: ignore[misc]  # vLLM is not there wh
     @classmethod
     def apply_config_platform_defaults(cls, vllm_config: VllmConfig) -> None:
         super().apply_config_platform_defaults(vllm_config)
-        from . import dflash
+        from .. import dflash
 
         dflash.note_user_sizes(vllm_config)
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
         super().check_and_update_config(vllm_config)
-        from . import _flash_attn_version, dflash
+        from .. import dflash
+        from . import _flash_attn_version
 
         _flash_attn_version.check_and_update_config(vllm_config, cls.get_device_capability)
         dflash.check_and_update_config(vllm_config)

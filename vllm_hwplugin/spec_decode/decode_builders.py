@@ -17,7 +17,7 @@ _BUILDERS: Final = (
     "vllm.v1.attention.backends.flash_attn.FlashAttentionMetadataBuilder",
     "vllm.v1.attention.backends.triton_attn.TritonAttentionMetadataBuilder",
     "vllm_hwplugin.attention.cuda.CudaFlashAttentionMetadataBuilder",
-    "vllm_hwplugin.attention.musa.MusaFlashAttentionMetadataBuilder",
+    "vllm_hwplugin.musa.attention.MusaFlashAttentionMetadataBuilder",
 )
 
 

@@ -39,7 +39,7 @@ BUILDERS: Final = {
     # Only refuses what it has no kernel for.
     "vllm_hwplugin.attention.cuda.CudaFlashAttentionMetadataBuilder": _IN_GRAPH,
     # As FLASH_ATTN, where it has no schedules of its own.
-    "vllm_hwplugin.attention.musa.MusaFlashAttentionMetadataBuilder": _IN_GRAPH,
+    "vllm_hwplugin.musa.attention.MusaFlashAttentionMetadataBuilder": _IN_GRAPH,
     f"{_BACKENDS}.triton_attn.TritonAttentionMetadataBuilder": _IN_GRAPH,
     # All requests are decodes, of which it names the batch's tensors. TRITON_MLA, CUTLASS_MLA and TOKENSPEED_MLA make
     # nothing beside it; FLASHINFER_MLA names them itself from 0.31 on.

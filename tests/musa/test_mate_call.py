@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from vllm_hwplugin.attention._mate_call import MateMismatch, bind, bind_schedule
+from vllm_hwplugin.musa._mate_call import MateMismatch, bind, bind_schedule
 
 torch = pytest.importorskip("torch")
 

@@ -25,12 +25,12 @@ from vllm.v1.attention.backends.flash_attn import (
 from vllm.v1.attention.ops.triton_reshape_and_cache_flash import triton_reshape_and_cache_flash
 from vllm.version import __version__
 
-from ._classes import declares
-from ._flash import has_images, split, symmetric
+from ..attention.backends import MUSA
+from ..attention.classes import declares
+from ..attention.flash import has_images, split, symmetric
 from ._mate_call import Call, MateMismatch, bind, bind_schedule
 from ._mate_schedule import Schedule, Schedules
 from ._mate_warmup import dummy_batches
-from .backends import MUSA
 
 logger = logging.getLogger("vllm.hwplugin")
 

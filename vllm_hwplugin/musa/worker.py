@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from vllm.v1.worker.gpu_worker import Worker
 
-from vllm_hwplugin.attention.warm_up import warm_up
-
-from . import _vllm_api, musa_versions
+from . import _vllm_api, versions
+from .warm_up import warm_up
 
 logger = logging.getLogger("vllm.hwplugin")
 
@@ -26,7 +25,7 @@ class MusaWorker(Worker):  # type: ignore[misc]  # vLLM is not there where the t
 
     def init_device(self) -> None:
         # Before the model runner is made, and the sampler with it.
-        if trouble := musa_versions.triton_trouble(musa_versions.installed("triton")):
+        if trouble := versions.triton_trouble(versions.installed("triton")):
             logger.warning("top-k and top-p are done by torch's sort, not by vLLM's Triton kernel: %s", trouble)
             _vllm_api.sample_without_triton()
         with _vllm_api.taken_for_cuda(self.device_config, torch.cuda, torch.musa):

@@ -20,14 +20,14 @@ torch = pytest.importorskip("torch")
 
 from vllm_hwplugin.spec_decode.draft_builders import allowance  # noqa: E402
 
+from ..attention.layer import BATCH, Layer, close, config  # noqa: E402
+from ..attention.released import released  # noqa: E402
 from ..conftest import versions  # noqa: E402
-from .layer import BATCH, Layer, close, config  # noqa: E402
 from .mate_standin import mate  # noqa: E402
-from .released import released  # noqa: E402
 
 every_version = pytest.mark.parametrize("version", versions("vllm/v1/attention/"))
 ends = pytest.mark.parametrize("version", [SUPPORTED[0], SUPPORTED[-1]])
-OWN = "vllm_hwplugin.attention.musa"
+OWN = "vllm_hwplugin.musa.attention"
 Tree = Callable[[str], Any]
 
 

@@ -17,8 +17,8 @@ import pytest
 from vllm_hwplugin.patching import SUPPORTED
 
 from ..conftest import versions
-from . import realvllm
-from .realvllm import REAL, Load, own
+from ..platforms import realvllm
+from ..platforms.realvllm import REAL, Load, own
 
 FILES = (*REAL.values(), "vllm/device_allocator/", "vllm/v1/worker/", "vllm/v1/sample/", "vllm/distributed/")
 every_version = pytest.mark.parametrize("version", versions(*FILES))
@@ -34,7 +34,7 @@ def musa_vllm(real_vllm: Load, musa_host: list[Any], monkeypatch: pytest.MonkeyP
             name = path.removesuffix("/__init__.py").removesuffix(".py").replace("/", ".")
             monkeypatch.setitem(realvllm.REAL, name, path)
         real_vllm(version)
-        platform = own("vllm_hwplugin.platforms.musa").MusaPlatform()
+        platform = own("vllm_hwplugin.musa.platform").MusaPlatform()
         importlib.import_module("vllm.platforms").current_platform = platform
         return platform
 
@@ -53,7 +53,7 @@ def test_weights_and_cache_come_from_torchs_allocator(
     base.WorkerBase = type("WorkerBase", (), {})
     importlib.import_module("vllm.sequence").IntermediateTensors = type("IntermediateTensors", (), {})
     importlib.import_module("vllm.tracing").instrument = lambda **_: lambda method: method
-    class_ = own("vllm_hwplugin.platforms.musa_worker").MusaWorker
+    class_ = own("vllm_hwplugin.musa.worker").MusaWorker
     worker = class_.__new__(class_)
     worker.vllm_config, worker.model_runner = MagicMock(), MagicMock()
     # What vLLM's own configuration says where the platform has neither.
@@ -74,7 +74,7 @@ def _gpu_worker(musa_vllm: Callable[..., Any], version: str, *paths: str) -> Any
     importlib.import_module("vllm.v1.worker.worker_base").WorkerBase = type("WorkerBase", (), {})
     importlib.import_module("vllm.sequence").IntermediateTensors = type("IntermediateTensors", (), {})
     importlib.import_module("vllm.tracing").instrument = lambda **_: lambda method: method
-    class_ = own("vllm_hwplugin.platforms.musa_worker").MusaWorker
+    class_ = own("vllm_hwplugin.musa.worker").MusaWorker
     worker = class_.__new__(class_)
     for name in (
         "vllm_config", "model_runner", "model_config", "cache_config", "parallel_config", "compilation_config",
@@ -180,7 +180,7 @@ def test_an_old_triton_does_not_sample(version: str, musa_vllm: Callable[..., An
     worker_module = importlib.import_module("vllm.v1.worker.gpu_worker")
     worker_module.Worker = type("Worker", (), {"init_device": lambda self: None})
     kernel = importlib.import_module(f"vllm.v1.sample.ops.{names[1]}").apply_top_k_top_p_triton
-    own_worker = own("vllm_hwplugin.platforms.musa_worker")
+    own_worker = own("vllm_hwplugin.musa.worker")
     sampler = importlib.import_module(f"vllm.v1.sample.ops.{names[0]}")
     sampler.current_platform = importlib.import_module("vllm.platforms").current_platform
     logits = torch.arange(10.0).repeat(9, 1)
@@ -191,7 +191,7 @@ def test_an_old_triton_does_not_sample(version: str, musa_vllm: Callable[..., An
         return sampler.apply_top_k_top_p(logits.clone(), torch.full((9,), 3), None)
 
     for installed, in_triton in (("3.6.0", True), ("3.2.0", False)):
-        monkeypatch.setattr(own_worker.musa_versions, "installed", {"triton": installed}.get)
+        monkeypatch.setattr(own_worker.versions, "installed", {"triton": installed}.get)
         worker.init_device()
         kernel.reset_mock()
         result = kept()
@@ -212,7 +212,7 @@ def test_graphs_are_captured_with_more_than_one_gpu(
     importlib.import_module("vllm.config").get_current_vllm_config_or_none = lambda: None
     aiter = importlib.import_module("vllm._aiter_ops").rocm_aiter_ops
     aiter.is_enabled.return_value = False
-    class_ = own("vllm_hwplugin.platforms.musa_communicator").MusaCommunicator
+    class_ = own("vllm_hwplugin.musa.communicator").MusaCommunicator
     group = state.GroupCoordinator.__new__(state.GroupCoordinator)
     members = type("Members", (), {"rank": lambda _: 1, "size": lambda _: 2})()
     group.device_communicator = class_(
@@ -238,7 +238,7 @@ def test_the_communicator_has_nothing_of_cudas(
     """Each part that ``CudaCommunicator`` makes is there and is none, and no collective is CUDA's."""
     names = ("base_device_communicator", "cuda_communicator")
     musa_vllm(version, *(f"{COMMUNICATORS}/{name}.py" for name in names))
-    class_ = own("vllm_hwplugin.platforms.musa_communicator").MusaCommunicator
+    class_ = own("vllm_hwplugin.musa.communicator").MusaCommunicator
     base = sys.modules["vllm.distributed.device_communicators.base_device_communicator"].DeviceCommunicatorBase
     made = _set_by_init(vllm_tree(version).read(f"{COMMUNICATORS}/cuda_communicator.py"), "CudaCommunicator")
     parts = made - _set_by_init(
@@ -270,7 +270,7 @@ def test_attention_kernels_are_compiled_before_graphs_are_captured(
     base.WorkerBase = type("WorkerBase", (), {})
     importlib.import_module("vllm.sequence").IntermediateTensors = type("IntermediateTensors", (), {})
     importlib.import_module("vllm.tracing").instrument = lambda **_: lambda method: method
-    class_ = own("vllm_hwplugin.platforms.musa_worker").MusaWorker
+    class_ = own("vllm_hwplugin.musa.worker").MusaWorker
     worker = class_.__new__(class_)
     done: list[str] = []
 

@@ -12,15 +12,15 @@ from types import ModuleType
 
 import pytest
 
-from . import standins
-from .realvllm import own
+from ..platforms import standins
+from ..platforms.realvllm import own
 
 
 @pytest.fixture
 def mtml(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     library = standins.pymtml()
     monkeypatch.setitem(sys.modules, "pymtml", library)
-    yield own("vllm_hwplugin.platforms._mtml")
+    yield own("vllm_hwplugin.musa._mtml")
     assert library.open == 1, "the library was shut down, or never started"
 
 
@@ -54,7 +54,7 @@ def test_threads_share_one_library(mtml: ModuleType, monkeypatch: pytest.MonkeyP
 def test_a_library_that_does_not_start_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     library = standins.pymtml()
     monkeypatch.setitem(sys.modules, "pymtml", library)
-    mtml = own("vllm_hwplugin.platforms._mtml")
+    mtml = own("vllm_hwplugin.musa._mtml")
     start = library.mtmlLibraryInit
     monkeypatch.setattr(library, "mtmlLibraryInit", standins.pymtml(broken=OSError("no driver")).mtmlLibraryInit)
     with pytest.raises(OSError, match="no driver"):
@@ -74,7 +74,7 @@ def test_a_chain_of_links_is_no_full_connection(monkeypatch: pytest.MonkeyPatch)
         for index in range(3)
     ]
     monkeypatch.setitem(sys.modules, "pymtml", standins.pymtml(chain))
-    mtml = own("vllm_hwplugin.platforms._mtml")
+    mtml = own("vllm_hwplugin.musa._mtml")
     assert mtml.fully_connected([0, 1])
     assert not mtml.fully_connected([0, 1, 2])
 

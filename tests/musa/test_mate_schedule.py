@@ -19,14 +19,14 @@ from vllm_hwplugin.patching import SUPPORTED
 
 torch = pytest.importorskip("torch")
 
-from .layer import Layer, close  # noqa: E402
+from ..attention.layer import Layer, close  # noqa: E402
+from ..attention.released import released  # noqa: E402
 from .mate_standin import mate  # noqa: E402
-from .released import released  # noqa: E402
 
 # The first one and the last; and those whose engines were run on a simulated device.
 some_versions = pytest.mark.parametrize("version", sorted({SUPPORTED[0], "0.20.2", "0.32.0", SUPPORTED[-1]}))
 last = pytest.mark.parametrize("version", [SUPPORTED[-1]])
-OWN = "vllm_hwplugin.attention.musa"
+OWN = "vllm_hwplugin.musa.attention"
 Tree = Callable[[str], Any]
 # Three drafts to verify: decodes of up to four tokens.
 DRAFTS = SimpleNamespace(num_speculative_tokens=3)

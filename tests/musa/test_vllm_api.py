@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from vllm_hwplugin.platforms import _vllm_api
+from vllm_hwplugin.musa import _vllm_api
 
 from ..conftest import versions
 

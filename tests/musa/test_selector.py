@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from vllm_hwplugin.attention.capabilities import FLASH_ATTN_MUSA, declared
-from vllm_hwplugin.platforms import _musa_attention as attention
+from vllm_hwplugin.musa import _selector as attention
 
 
 class Config(NamedTuple):
@@ -45,13 +45,13 @@ def members(*backends: Any) -> dict[str, Any]:
 
 TRITON, FLEX, MLA = backend("TRITON_ATTN"), backend("FLEX_ATTENTION"), backend("TRITON_MLA")
 FLASH = backend("FLASH_ATTN", "vLLM's own class, which is not for this device")
-OWN = "vllm_hwplugin.attention.musa"
+OWN = "vllm_hwplugin.musa.attention"
 
 
 @pytest.fixture(autouse=True)
 def _no_mate_and_a_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mate", None)
-    monkeypatch.setattr(attention.musa_versions, "installed", {"triton": "3.6.0"}.get)
+    monkeypatch.setattr(attention.versions, "installed", {"triton": "3.6.0"}.get)
 
 
 def with_mate(monkeypatch: pytest.MonkeyPatch, *reasons: str) -> None:
@@ -79,7 +79,7 @@ def test_mates_flash_attn_is_first_where_it_is_there_and_fits(monkeypatch: pytes
 def test_a_triton_that_cannot_compile_a_backend_is_not_chosen_for_it_unless_it_is_named(
     version: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(attention.musa_versions, "installed", {"triton": version}.get)
+    monkeypatch.setattr(attention.versions, "installed", {"triton": version}.get)
     caplog.set_level(logging.WARNING, "vllm.hwplugin")
     monkeypatch.setattr(attention.logger, "propagate", True)
     known = members(TRITON, FLASH, FLEX, MLA)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a Moore Threads host has: its GPUs, and the packages in :mod:`.musa_versions`; only ``pymtml`` is imported.
+"""What a Moore Threads host has: its GPUs, and the packages in :mod:`.versions`; only ``pymtml`` is imported.
 
 Not run on MUSA hardware.
 """
@@ -9,10 +9,53 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import mmap
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Final, NamedTuple
 
-from . import _detect, musa_versions
-from .musa_versions import MusaHost
+from . import versions
+from .versions import MusaHost
+
+# What the MUSA class imports, as module -> the distribution to install.
+MUSA_MODULES: Final[Mapping[str, str]] = {
+    "torch_musa": "torch_musa",
+    "torchada": "torchada",
+    "pymtml": "mthreads-ml-py",
+}
+
+
+class Musa(NamedTuple):
+    """What speaks for a Moore Threads host.
+
+    ``missing`` names the distributions that the platform class needs and that are not installed; ``devices`` is 0 where
+    they are, or where the driver does not answer, and ``trouble`` then says why.
+    """
+
+    missing: tuple[str, ...] = ()
+    devices: int = 0
+    trouble: str = ""
+
+
+def probe() -> Musa:
+    """Look for Moore Threads GPUs without importing torch: installed packages, then the driver through ``pymtml``."""
+    missing = tuple(dist for module, dist in MUSA_MODULES.items() if not _importable(module))
+    if missing:
+        return Musa(missing)
+    try:
+        from . import _mtml
+
+        return Musa(devices=_mtml.count())
+    except Exception as error:
+        # OSError without the driver's libmtml.so, MTMLError where it refuses; either way no GPU can be used.
+        return Musa(trouble=f"{type(error).__name__}: {error}")
+
+
+def _importable(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ValueError:
+        # A module that was put into sys.modules by hand has no spec, and is there.
+        return True
 
 
 def gpus() -> tuple[str, ...]:
@@ -30,7 +73,7 @@ def gpus() -> tuple[str, ...]:
 
 def is_usable() -> bool:
     """Whether the driver has a GPU, and the packages that the platform class needs are installed."""
-    return _detect.probe_musa().devices > 0
+    return probe().devices > 0
 
 
 def look(vllm: str | None) -> MusaHost:
@@ -39,7 +82,7 @@ def look(vllm: str | None) -> MusaHost:
     Args:
         vllm: its version.
     """
-    found = {name: musa_versions.installed(name) for name in musa_versions.DISTRIBUTIONS}
+    found = {name: versions.installed(name) for name in versions.DISTRIBUTIONS}
     return MusaHost(found, vllm, _vendors_mate(), _triton_backends(), _has_stream(), _gpus())
 
 
@@ -57,10 +100,10 @@ def _triton_backends() -> frozenset[str]:
 def _has_stream() -> bool | None:
     """Whether the names in torch_musa's library have the current stream's; loading it would start the runtime."""
     for folder in _folders("torch_musa"):
-        library = folder / musa_versions.STREAM_LIBRARY
+        library = folder / versions.STREAM_LIBRARY
         try:
             with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-                return content.find(musa_versions.STREAM_SYMBOL.encode()) >= 0
+                return content.find(versions.STREAM_SYMBOL.encode()) >= 0
         except (OSError, ValueError):
             # Absent, empty or unreadable: importing torch_musa says more of that than this could.
             continue

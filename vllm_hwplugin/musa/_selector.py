@@ -17,7 +17,7 @@ from typing import Any, Final
 from vllm_hwplugin.attention.backends import MUSA
 from vllm_hwplugin.attention.capabilities import reserves
 
-from . import musa_versions
+from . import versions
 
 logger = logging.getLogger("vllm.hwplugin")
 
@@ -96,7 +96,7 @@ def _triton_troubles(member: Any) -> list[str]:
     """A Triton that cannot compile the backend's kernels, unless a plugin has put other ones there."""
     if member.name not in _IN_TRITON or member.is_overridden():
         return []
-    trouble = musa_versions.triton_trouble(musa_versions.installed("triton"))
+    trouble = versions.triton_trouble(versions.installed("triton"))
     return [trouble] if trouble else []
 
 

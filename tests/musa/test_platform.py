@@ -16,8 +16,8 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from . import standins
-from .realvllm import Load, own
+from ..platforms import standins
+from ..platforms.realvllm import Load, own
 
 FIRST, LAST = "0.20.0", "0.33.0"
 
@@ -28,7 +28,7 @@ def platform(
 ) -> Any:
     monkeypatch.delenv("MUSA_VISIBLE_DEVICES", raising=False)
     real_vllm(request.param)
-    return own("vllm_hwplugin.platforms.musa").MusaPlatform()
+    return own("vllm_hwplugin.musa.platform").MusaPlatform()
 
 
 def test_facts_are_of_the_gpu_that_is_visible(platform: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +84,7 @@ def test_a_quantized_checkpoint_is_not_refused_by_its_least_cuda_capability(
 ) -> None:
     """vLLM's ``VllmConfig._get_quantization_config``."""
     real_vllm(version)
-    importlib.import_module("vllm.platforms").current_platform = own("vllm_hwplugin.platforms.musa").MusaPlatform()
+    importlib.import_module("vllm.platforms").current_platform = own("vllm_hwplugin.musa.platform").MusaPlatform()
     weights = importlib.import_module("vllm.model_executor.model_loader.weight_utils")
     quantization = SimpleNamespace(
         get_min_capability=lambda: 80,
@@ -117,7 +117,7 @@ def test_ray_leaves_both_variables_of_the_visible_gpus_alone(
         "RayExecutorV2",
         "_build_runtime_env",
         copy=copy,
-        current_platform=own("vllm_hwplugin.platforms.musa").MusaPlatform(),
+        current_platform=own("vllm_hwplugin.musa.platform").MusaPlatform(),
         update_runtime_env_for_worker_import=lambda _: None,
     )
     settings = SimpleNamespace(ray_runtime_env=None, ray_workers_use_nsight=False)
@@ -188,7 +188,7 @@ def test_a_configuration_gets_worker_and_passes_and_dflash_comes_last(platform: 
     assert dflash == ["note_user_sizes"]
     platform.check_and_update_config(made)
     assert dflash == ["note_user_sizes", "check_and_update_config"]
-    assert made.parallel_config.worker_cls == "vllm_hwplugin.platforms.musa_worker.MusaWorker"
+    assert made.parallel_config.worker_cls == "vllm_hwplugin.musa.worker.MusaWorker"
     assert vars(made.compilation_config.pass_config) == {"fuse_norm_quant": False, "eliminate_noops": True}
     assert made.scheduler_config.disable_chunked_mm_input is False
 
@@ -247,7 +247,7 @@ def test_an_old_triton_is_told_once(
     platform: Any, dflash: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, "vllm.hwplugin")
-    monkeypatch.setattr(sys.modules["vllm_hwplugin.platforms.musa_versions"], "installed", {"triton": "3.2.0"}.get)
+    monkeypatch.setattr(sys.modules["vllm_hwplugin.musa.versions"], "installed", {"triton": "3.2.0"}.get)
     for _ in range(2):
         platform.check_and_update_config(config())
     (line,) = caplog.messages
@@ -323,7 +323,7 @@ def test_the_worker_is_vllms_own_with_the_device_it_looks_for(
     stock = ModuleType("vllm.v1.worker.gpu_worker")
     stock.Worker = Worker  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "vllm.v1.worker.gpu_worker", stock)
-    worker = own("vllm_hwplugin.platforms.musa_worker").MusaWorker()
+    worker = own("vllm_hwplugin.musa.worker").MusaWorker()
     is_available = torch.cuda.is_available
     worker.init_device()
     assert (seen, worker.device_config.device_type) == (["cuda"], "musa")
@@ -336,4 +336,4 @@ def test_a_host_that_torchada_takes_for_another_is_an_error_with_the_way_out(
     real_vllm(LAST)
     monkeypatch.setitem(sys.modules, "torchada", standins.torchada("cuda"))
     with pytest.raises(ImportError, match=r"expected musa.*VLLM_HWPLUGIN_PLATFORM=off"):
-        own("vllm_hwplugin.platforms.musa")
+        own("vllm_hwplugin.musa.platform")

@@ -24,7 +24,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.version import __version__
 
 from ..ops.definitions import define_missing
-from . import _mtml, _musa_attention, _vllm_api, musa_versions
+from . import _mtml, _selector, _vllm_api, versions
 
 if TYPE_CHECKING:
     from torch.distributed import PrefixStore, ProcessGroup
@@ -84,7 +84,7 @@ class MusaPlatform(Platform):  # type: ignore[misc]  # vLLM is not there where t
     @classmethod
     def apply_config_platform_defaults(cls, vllm_config: VllmConfig) -> None:
         super().apply_config_platform_defaults(vllm_config)
-        from . import dflash
+        from .. import dflash
 
         dflash.note_user_sizes(vllm_config)
 
@@ -93,7 +93,7 @@ class MusaPlatform(Platform):  # type: ignore[misc]  # vLLM is not there where t
         super().check_and_update_config(vllm_config)
         _check_collectives(vllm_config.parallel_config.world_size_across_dp, cls.dist_backend)
         if vllm_config.parallel_config.worker_cls == "auto":
-            vllm_config.parallel_config.worker_cls = "vllm_hwplugin.platforms.musa_worker.MusaWorker"
+            vllm_config.parallel_config.worker_cls = "vllm_hwplugin.musa.worker.MusaWorker"
         model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
         if (
             model is not None
@@ -109,7 +109,7 @@ class MusaPlatform(Platform):  # type: ignore[misc]  # vLLM is not there where t
         _warn_of_triton()
         if not _vllm_api.triton_has_knobs() and _vllm_api.switch_off_jit_warmup(vllm_config):
             logger.warning("kernels are compiled when they are first used, not in advance: Triton has no triton.knobs")
-        from . import dflash
+        from .. import dflash
 
         dflash.check_and_update_config(vllm_config)
 
@@ -205,7 +205,7 @@ class MusaPlatform(Platform):  # type: ignore[misc]  # vLLM is not there where t
         attn_selector_config: AttentionSelectorConfig,
         num_heads: int | None = None,
     ) -> str:
-        chosen = _musa_attention.choose(
+        chosen = _selector.choose(
             selected_backend, attn_selector_config, cls.get_device_capability(), AttentionBackendEnum
         )
         logger.info("attention backend on MUSA: %s", chosen)
@@ -241,7 +241,7 @@ class MusaPlatform(Platform):  # type: ignore[misc]  # vLLM is not there where t
 
     @classmethod
     def get_device_communicator_cls(cls) -> str:
-        return "vllm_hwplugin.platforms.musa_communicator.MusaCommunicator"
+        return "vllm_hwplugin.musa.communicator.MusaCommunicator"
 
     @classmethod
     def use_custom_op_collectives(cls) -> bool:
@@ -255,7 +255,7 @@ class MusaPlatform(Platform):  # type: ignore[misc]  # vLLM is not there where t
     def stateless_init_device_torch_dist_pg(
         cls, backend: str, prefix_store: PrefixStore, group_rank: int, group_size: int, timeout: timedelta
     ) -> ProcessGroup:
-        from .musa_communicator import stateless_process_group
+        from .communicator import stateless_process_group
 
         return stateless_process_group(backend, cls.device_type, prefix_store, group_rank, group_size, timeout)
 
@@ -272,7 +272,7 @@ def _check_collectives(gpus: int, backend: str) -> None:
         return
     found = (
         f"torch.distributed has no backend {backend} (it has {', '.join(torch.distributed.Backend.backend_list)}): "
-        f"torch_musa is built without MCCL, as for the {' and '.join(musa_versions.WITHOUT_MCCL)}"
+        f"torch_musa is built without MCCL, as for the {' and '.join(versions.WITHOUT_MCCL)}"
     )
     if gpus > 1:
         raise ValueError(f"{gpus} GPUs are asked for, and {found}. Use one GPU, or a torch_musa with MCCL")
@@ -282,7 +282,7 @@ def _check_collectives(gpus: int, backend: str) -> None:
 @functools.cache
 def _warn_of_triton() -> None:
     """Once in a process; an engine's configuration is made several times."""
-    if trouble := musa_versions.triton_trouble(musa_versions.installed("triton")):
+    if trouble := versions.triton_trouble(versions.installed("triton")):
         logger.warning("%s", trouble)
 
 

@@ -11,17 +11,17 @@ from typing import Any
 
 import pytest
 
-from vllm_hwplugin.attention.warm_up import warm_up
+from vllm_hwplugin.musa.warm_up import warm_up
 from vllm_hwplugin.patching import SUPPORTED
 
 torch = pytest.importorskip("torch")
 
-from .layer import BLOCK, Layer, config  # noqa: E402
+from ..attention.layer import BLOCK, Layer, config  # noqa: E402
+from ..attention.released import released  # noqa: E402
 from .mate_standin import mate, modules  # noqa: E402
-from .released import released  # noqa: E402
 
 ends = pytest.mark.parametrize("version", [SUPPORTED[0], SUPPORTED[-1]])
-OWN = "vllm_hwplugin.attention.musa"
+OWN = "vllm_hwplugin.musa.attention"
 Tree = Callable[[str], Any]
 LONGEST = 1024
 DRAFTS = 3

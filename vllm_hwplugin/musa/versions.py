@@ -346,7 +346,7 @@ def markdown(min_torch: Version) -> str:
 
 #: What stands around the tables in docs/platforms.md.
 MARKS: Final = (
-    "<!-- written by `vllm-hwplugin doctor --musa-versions docs/platforms.md`, from platforms/musa_versions.py -->",
+    "<!-- written by `vllm-hwplugin doctor --musa-versions docs/platforms.md`, from musa/versions.py -->",
     "<!-- end of what is written -->",
 )
 
