@@ -30,6 +30,7 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
+PACKAGES = ("vllm_hwplugin", "vllm_hwplugin_workshop", "vllm_hwplugin_lab")
 DATA_FOLDERS = {"vllm_hwplugin.patches": "patches", "vllm_hwplugin.csrc": "csrc"}
 
 
@@ -61,13 +62,14 @@ class BuildWithKernels(build_py):
         if self.editable_mode:
             super().run()
             return
-        package = (Path(self.build_lib) / "vllm_hwplugin").absolute()
-        if package.exists() and not package.samefile(ROOT / "vllm_hwplugin"):
-            # setuptools only ever adds to this folder: a patch or module that an earlier build left in it, and that the
-            # tree no longer has, would be installed and applied.
-            shutil.rmtree(package)
+        for name in PACKAGES:
+            package = (Path(self.build_lib) / name).absolute()
+            if package.exists() and not package.samefile(ROOT / name):
+                # setuptools only ever adds to this folder: a patch or module that an earlier build left in it, and that
+                # the tree no longer has, would be installed and applied.
+                shutil.rmtree(package)
         super().run()
-        self.libraries = build_kernels(package)
+        self.libraries = build_kernels((Path(self.build_lib) / "vllm_hwplugin").absolute())
 
     def get_outputs(self, include_bytecode=True):
         records = [path.with_name("built.json") for path in self.libraries]
@@ -92,8 +94,8 @@ class PlatformWheel(bdist_wheel):
 
 
 setup(
-    packages=[*find_packages(include=["vllm_hwplugin", "vllm_hwplugin.*"]), *DATA_FOLDERS],
+    packages=[*find_packages(include=["vllm_hwplugin*"]), *DATA_FOLDERS],
     package_dir=DATA_FOLDERS,
-    package_data={"vllm_hwplugin": ["py.typed"], **{name: ["**/*"] for name in DATA_FOLDERS}},
+    package_data={**{name: ["py.typed"] for name in PACKAGES}, **{name: ["**/*"] for name in DATA_FOLDERS}},
     cmdclass={"build_py": BuildWithKernels, "bdist_wheel": PlatformWheel},
 )

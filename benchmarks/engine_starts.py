@@ -23,8 +23,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from vllm_hwplugin import bench
-from vllm_hwplugin.bench import Case, Job, Outcome
+from vllm_hwplugin_lab import bench
+from vllm_hwplugin_lab.bench import Case, Job, Outcome
 
 FORMAT: Final = "starts 1"
 #: What `bench` sets for engines that are alive together, or to have few surprises; here vLLM's own values count.

@@ -40,17 +40,6 @@ from typing import Any, NamedTuple
 
 from packaging.version import Version
 
-from vllm_hwplugin.authoring import (
-    Carried,
-    MadeVariant,
-    Outcome,
-    blob_name,
-    carry_all,
-    make_variants,
-    read_change,
-    render,
-)
-from vllm_hwplugin.cli.sources import Index, IndexSource, ReadSource, read_ahead
 from vllm_hwplugin.patching import (
     SUPPORTED,
     Catalog,
@@ -64,6 +53,17 @@ from vllm_hwplugin.patching import (
     split_lines,
 )
 from vllm_hwplugin.versions import Versions
+from vllm_hwplugin_workshop.authoring import (
+    Carried,
+    MadeVariant,
+    Outcome,
+    blob_name,
+    carry_all,
+    make_variants,
+    read_change,
+    render,
+)
+from vllm_hwplugin_workshop.sources import Index, IndexSource, ReadSource, read_ahead
 
 from .start_cost import REPOSITORY, commit
 

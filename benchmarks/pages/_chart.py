@@ -14,7 +14,7 @@ from typing import Any
 import matplotlib
 from matplotlib import pyplot
 
-from vllm_hwplugin.bench import SIDE_NAMES, step_ms
+from vllm_hwplugin_lab.bench import SIDE_NAMES, step_ms
 
 from ._gains import Gain
 

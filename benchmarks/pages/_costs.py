@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from vllm_hwplugin.bench import SHAPES, host_line, rows
+from vllm_hwplugin_lab.bench import SHAPES, host_line, rows
 
 from ._read import Found
 from ._text import paragraph, table

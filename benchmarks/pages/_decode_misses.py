@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_hwplugin.bench.micro import attention_cases as attention
-from vllm_hwplugin.bench.micro import bandwidth, find
+from vllm_hwplugin_lab.bench.micro import attention_cases as attention
+from vllm_hwplugin_lab.bench.micro import bandwidth, find
 
 from ._goals import DECODE_SHARE
 

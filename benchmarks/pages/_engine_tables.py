@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vllm_hwplugin.bench import (
+from vllm_hwplugin_lab.bench import (
     NOT_MEASURED,
     SIDE_NAMES,
     comparisons,

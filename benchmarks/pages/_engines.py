@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from vllm_hwplugin.bench import SIDE_NAMES, TINY, idle, profiled, step
+from vllm_hwplugin_lab.bench import SIDE_NAMES, TINY, idle, profiled, step
 
 from ._gains import Gain, failures, gains
 from ._kernels import in_short

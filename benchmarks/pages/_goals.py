@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_hwplugin.bench.micro import attention_cases as attention
-from vllm_hwplugin.bench.micro import bandwidth, find
-from vllm_hwplugin.bench.micro import op_cases as ops
+from vllm_hwplugin_lab.bench.micro import attention_cases as attention
+from vllm_hwplugin_lab.bench.micro import bandwidth, find
+from vllm_hwplugin_lab.bench.micro import op_cases as ops
 
 #: Error over SDPA's, share of the copy bandwidth (decode, operations), and FLOP/s of FlashAttention 3 by ours.
 ERROR = 2.0

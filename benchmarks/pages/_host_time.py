@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from vllm_hwplugin.bench import NOT_MEASURED, SIDE_NAMES, own_us
+from vllm_hwplugin_lab.bench import NOT_MEASURED, SIDE_NAMES, own_us
 
 from ._phase_tables import case_name
 from ._read import Found

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from vllm_hwplugin.bench.micro import left_out
+from vllm_hwplugin_lab.bench.micro import left_out
 
 from . import _attention_tables, _op_tables
 from ._goals import OPS_BYTES, goals

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import median, quantiles
 from typing import Any
 
-from vllm_hwplugin.bench.micro import MEASURED, find, left_out, op_ratio
-from vllm_hwplugin.bench.micro import attention_cases as attention
-from vllm_hwplugin.bench.micro import op_cases as ops
+from vllm_hwplugin_lab.bench.micro import MEASURED, find, left_out, op_ratio
+from vllm_hwplugin_lab.bench.micro import attention_cases as attention
+from vllm_hwplugin_lab.bench.micro import op_cases as ops
 
 from ._attention_tables import present, slower
 from ._goals import goals

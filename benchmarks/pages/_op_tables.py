@@ -8,8 +8,8 @@ from typing import Any
 
 from packaging.version import Version
 
-from vllm_hwplugin.bench.micro import find, op_ratio
-from vllm_hwplugin.bench.micro import op_cases as ops
+from vllm_hwplugin_lab.bench.micro import find, op_ratio
+from vllm_hwplugin_lab.bench.micro import op_cases as ops
 
 from ._text import NONE, between, head, memory, row, us
 from ._verdict import MARGIN, verdicts

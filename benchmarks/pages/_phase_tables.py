@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from vllm_hwplugin.bench import LEAST_US, SHAPES, SIDE_NAMES, TINY, shown_phases
+from vllm_hwplugin_lab.bench import LEAST_US, SHAPES, SIDE_NAMES, TINY, shown_phases
 
 from ._read import Found
 from ._text import head, paragraph, row

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_hwplugin import bench
-from vllm_hwplugin.bench import micro, serve, soak
+from vllm_hwplugin_lab import bench
+from vllm_hwplugin_lab.bench import micro, serve, soak
 
 #: Beginning of a file's name -> the entry that says which format it is, and those that are read. None: the files of
 #: `probe`, `start_cost.py` and `import_share.py`, of which no page is made.

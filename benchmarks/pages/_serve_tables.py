@@ -7,8 +7,8 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from vllm_hwplugin.bench import NOT_MEASURED, SHAPES, SIDE_NAMES, STOCK_OF, TINY
-from vllm_hwplugin.bench.serve import LATENCIES
+from vllm_hwplugin_lab.bench import NOT_MEASURED, SHAPES, SIDE_NAMES, STOCK_OF, TINY
+from vllm_hwplugin_lab.bench.serve import LATENCIES
 
 from ._read import Found
 from ._text import item, paragraph, table

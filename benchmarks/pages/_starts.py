@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from vllm_hwplugin.bench import SHAPES, STOCK_OF
+from vllm_hwplugin_lab.bench import SHAPES, STOCK_OF
 
 from ._read import Found
 from ._text import paragraph, table

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from vllm_hwplugin.bench.micro import attention_cases, bandwidth
+from vllm_hwplugin_lab.bench.micro import attention_cases, bandwidth
 
 NONE = "-"
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from statistics import geometric_mean
 from typing import Any, Literal
 
-from vllm_hwplugin.bench.micro import find, op_ratio
-from vllm_hwplugin.bench.micro import op_cases as cases
+from vllm_hwplugin_lab.bench.micro import find, op_ratio
+from vllm_hwplugin_lab.bench.micro import op_cases as cases
 
 #: Less is within what two runs differ by.
 MARGIN = 0.03

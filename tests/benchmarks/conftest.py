@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from benchmarks.pages import RESULTS, ROOT
-from vllm_hwplugin.bench import Host
-from vllm_hwplugin.bench.micro import attention_cases, make_results, op_cases
+from vllm_hwplugin_lab.bench import Host
+from vllm_hwplugin_lab.bench.micro import attention_cases, make_results, op_cases
 
 GPU = Host("cuda", "NVIDIA H200", "580.1", "0.26.0", "2.11.0", "3.12.3", 16)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.pages import OPS_BYTES, RESULTS, goals, misses, read_all
-from vllm_hwplugin.bench.micro import attention_cases as attention
-from vllm_hwplugin.bench.micro import op_cases as ops
+from vllm_hwplugin_lab.bench.micro import attention_cases as attention
+from vllm_hwplugin_lab.bench.micro import op_cases as ops
 
 BANDWIDTH = 4e12
 FEW = "decode b1 c1024 q32 h8/1 d512"  # 2 MiB, 256 rows

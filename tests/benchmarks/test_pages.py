@@ -8,7 +8,7 @@ import re
 import pytest
 
 from benchmarks.pages import PARTS, RESULTS, ROOT, ResultsError, gains, outdated, pages, read_all
-from vllm_hwplugin.bench import rows, serve, step_ms
+from vllm_hwplugin_lab.bench import rows, serve, step_ms
 
 ENGINES = "benchmarks/results/engines-h200-vllm-0.26.0-eagle3-0.6b.json"
 DFLASH = "benchmarks/results/engines-h200-vllm-0.26.0-dflash-0.6b.json"

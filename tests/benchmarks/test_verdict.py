@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.pages import verdicts
-from vllm_hwplugin.bench.micro import op_cases as cases
+from vllm_hwplugin_lab.bench.micro import op_cases as cases
 
 OP = "topk_softmax"
 

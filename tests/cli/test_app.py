@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from vllm_hwplugin import __version__
 from vllm_hwplugin.cli import _app
-from vllm_hwplugin.cli.sources import SourceError
 from vllm_hwplugin.gates import GateError
+from vllm_hwplugin_workshop.sources import SourceError
 
 
 def run(*arguments: str) -> Any:

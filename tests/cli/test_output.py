@@ -7,7 +7,7 @@ import stat
 
 import pytest
 
-from vllm_hwplugin.cli._output import write_json
+from vllm_hwplugin.cli.output import write_json
 
 
 @pytest.fixture

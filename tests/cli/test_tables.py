@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from vllm_hwplugin import gates
 from vllm_hwplugin.cli._app import app
-from vllm_hwplugin.cli._tables import print_rows
+from vllm_hwplugin.cli.tables import print_rows
 from vllm_hwplugin.patching import load_catalog
 
 WIDTHS = (40, 60, 80, 100, 160)

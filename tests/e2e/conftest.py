@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 import pytest
 
-from vllm_hwplugin import bench
-from vllm_hwplugin.cli import _demo
+from vllm_hwplugin_lab import bench
+from vllm_hwplugin_lab.cli import demo as command
 
 
 @pytest.fixture(scope="session")
@@ -43,8 +43,8 @@ def engine(cpu_host: bench.Host, tmp_path_factory: pytest.TempPathFactory) -> Ca
 
     @functools.cache
     def run(name: str, prompts: int, tokens: int, settings: tuple[tuple[str, str], ...] = ()) -> bench.Outcome:
-        (configuration,) = (c for c in _demo.CONFIGURATIONS if c.name == name)
-        job = _demo.job_for(configuration, cpu_host, bench.find_checkpoints(None), prompts, tokens)
+        (configuration,) = (c for c in command.CONFIGURATIONS if c.name == name)
+        job = command.job_for(configuration, cpu_host, bench.find_checkpoints(None), prompts, tokens)
         # One round: its figures are compared, not its speed.
         job = dataclasses.replace(job, workloads=tuple(dataclasses.replace(w, rounds=1) for w in job.workloads))
         job.environment.update({"VLLM_HWPLUGIN_CACHE_DIR": cache, **dict(settings)})

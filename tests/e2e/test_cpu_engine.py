@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_hwplugin.cli._demo import CONFIGURATIONS, WORKLOAD
+from vllm_hwplugin_lab.cli.demo import CONFIGURATIONS, WORKLOAD
 
 pytestmark = pytest.mark.engine
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_hwplugin import bench
-from vllm_hwplugin.bench import soak
-from vllm_hwplugin.bench._launch import run_child
-from vllm_hwplugin.bench._load import requests
+from vllm_hwplugin_lab import bench
+from vllm_hwplugin_lab.bench import soak
+from vllm_hwplugin_lab.bench._launch import run_child
+from vllm_hwplugin_lab.bench._load import requests
 
 pytestmark = pytest.mark.engine
 

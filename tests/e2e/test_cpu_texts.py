@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_hwplugin import bench
+from vllm_hwplugin_lab import bench
 
 from ..musa_sim import loads
 from ..musa_sim.loads import Engine, Load, Process

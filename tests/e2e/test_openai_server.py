@@ -25,10 +25,11 @@ from typing import Any
 
 import pytest
 
-from vllm_hwplugin import bench, journal, journals
-from vllm_hwplugin.bench._entry_points import provide
-from vllm_hwplugin.bench._launch import child_environment
+from vllm_hwplugin import journal, journals
 from vllm_hwplugin.spec_decode import step_counts
+from vllm_hwplugin_lab import bench
+from vllm_hwplugin_lab.bench._entry_points import provide
+from vllm_hwplugin_lab.bench._launch import child_environment
 
 pytestmark = [pytest.mark.engine, pytest.mark.smoke]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from drafts import listen, written
 
-from vllm_hwplugin.bench._inside import counters, model_runner, platform_class
+from vllm_hwplugin_lab.bench._inside import counters, model_runner, platform_class
 
 
 def main(job: dict) -> dict:

@@ -5,7 +5,7 @@ import json
 import sys
 from pathlib import Path
 
-from vllm_hwplugin.bench._inside import counters, model_runner
+from vllm_hwplugin_lab.bench._inside import counters, model_runner
 
 
 def main(job: dict) -> dict:

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vllm_hwplugin.bench import engine_environment
-from vllm_hwplugin.bench._entry_points import provide
-from vllm_hwplugin.bench._launch import child_environment
+from vllm_hwplugin_lab.bench import engine_environment
+from vllm_hwplugin_lab.bench._entry_points import provide
+from vllm_hwplugin_lab.bench._launch import child_environment
 
 SMALL_ENGINE: dict[str, Any] = {
     "max_model_len": 512,

@@ -8,7 +8,7 @@ from pathlib import Path
 import gemma_shape
 from drafts import listen, written
 
-from vllm_hwplugin.bench._inside import (
+from vllm_hwplugin_lab.bench._inside import (
     check_runner,
     counters,
     drafter_of,
@@ -17,7 +17,7 @@ from vllm_hwplugin.bench._inside import (
     platform_class,
     runner_generation,
 )
-from vllm_hwplugin.bench._watch import watched
+from vllm_hwplugin_lab.bench._watch import watched
 
 # The likeliest tokens that vLLM gives by default at most.
 CHOICES = 20

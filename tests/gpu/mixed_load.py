@@ -12,10 +12,10 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from vllm_hwplugin.bench import engine_environment, find_checkpoints
-from vllm_hwplugin.bench._entry_points import provide
-from vllm_hwplugin.bench._launch import child_environment
 from vllm_hwplugin.features import gate_of
+from vllm_hwplugin_lab.bench import engine_environment, find_checkpoints
+from vllm_hwplugin_lab.bench._entry_points import provide
+from vllm_hwplugin_lab.bench._launch import child_environment
 
 from ..musa_sim import loads
 from ..musa_sim.loads import Load, Process, Run

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from child import first_pass_modes
 
-from vllm_hwplugin.bench._inside import counters, model_runner
+from vllm_hwplugin_lab.bench._inside import counters, model_runner
 
 
 def main(job: dict) -> dict:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shapes of `vllm_hwplugin.bench`, cut so that an engine starts quickly and several fit on one GPU.
+"""The shapes of `vllm_hwplugin_lab.bench`, cut so that an engine starts quickly and several fit on one GPU.
 
 Layers have their real sizes; there are fewer of them, and fewer experts. Weights are vLLM's dummies, which are the same
 in every process, and so is the acceptance: synthetic, by seeded coins.
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from vllm_hwplugin.bench._shapes import SHAPES, Shape, write_configs
+from vllm_hwplugin_lab.bench._shapes import SHAPES, Shape, write_configs
 
 from ..musa_sim import loads
 from ..musa_sim.loads import Load

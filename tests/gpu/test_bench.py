@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from vllm_hwplugin import bench
+from vllm_hwplugin_lab import bench
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine]
 

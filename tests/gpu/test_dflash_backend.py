@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 from packaging.version import Version
 
-from vllm_hwplugin.bench import engine_environment, find_checkpoints, load_prompts
-from vllm_hwplugin.bench._entry_points import provide
-from vllm_hwplugin.bench._launch import child_environment
+from vllm_hwplugin_lab.bench import engine_environment, find_checkpoints, load_prompts
+from vllm_hwplugin_lab.bench._entry_points import provide
+from vllm_hwplugin_lab.bench._launch import child_environment
 
 from .engines import SMALL_ENGINE
 from .findings import keep

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from vllm_hwplugin.bench import find_checkpoints
+from vllm_hwplugin_lab.bench import find_checkpoints
 
 from .drafts import same_drafts
 from .engines import PROFILED_ENGINE, SMALL_ENGINE, Child, run_all

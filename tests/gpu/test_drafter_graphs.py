@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from vllm_hwplugin.bench import find_checkpoints, load_prompts
+from vllm_hwplugin_lab.bench import find_checkpoints, load_prompts
 
 from .drafts import same_drafts
 from .engines import SMALL_ENGINE, Child, run_all

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
-from vllm_hwplugin import bench
+from vllm_hwplugin_lab import bench
 
 from .engines import SMALL_ENGINE
 

@@ -24,9 +24,9 @@ from typing import Any
 import pytest
 from packaging.version import Version
 
-from vllm_hwplugin.bench import engine_environment
-from vllm_hwplugin.bench._entry_points import provide
-from vllm_hwplugin.bench._launch import child_environment
+from vllm_hwplugin_lab.bench import engine_environment
+from vllm_hwplugin_lab.bench._entry_points import provide
+from vllm_hwplugin_lab.bench._launch import child_environment
 
 from . import gemma_shape
 from .drafts import same_drafts

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from packaging.version import Version
 
-from vllm_hwplugin.bench import engine_environment
 from vllm_hwplugin.features import gate_of
+from vllm_hwplugin_lab.bench import engine_environment
 
 from ..musa_sim import loads
 from ..musa_sim.loads import Run

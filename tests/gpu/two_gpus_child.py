@@ -8,7 +8,7 @@ from pathlib import Path
 
 import gemma_shape
 
-from vllm_hwplugin.bench._inside import counters
+from vllm_hwplugin_lab.bench._inside import counters
 
 # The likeliest tokens that vLLM gives by default at most.
 CHOICES = 20
@@ -47,7 +47,7 @@ def watch(worker) -> None:
     """Runs in a worker: count from here on."""
     import torch
 
-    from vllm_hwplugin.bench._watch import watched
+    from vllm_hwplugin_lab.bench._watch import watched
 
     graphs = torch.cuda.CUDAGraph if torch.cuda.is_available() else None
     worker.worker.hwplugin_watch = watched(worker.worker.model_runner, graphs)
@@ -57,7 +57,7 @@ def watch(worker) -> None:
 def report(worker) -> dict:
     """Runs in a worker: what was counted, and what the process has in the journal."""
     from vllm_hwplugin import journal
-    from vllm_hwplugin.bench._inside import drafter_of, graph_modes, platform_class, runner_generation
+    from vllm_hwplugin_lab.bench._inside import drafter_of, graph_modes, platform_class, runner_generation
 
     runner, entry = worker.worker.model_runner, journal.current()
     worker.worker.hwplugin_watch.__exit__(None, None, None)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from drafts import written
 
-from vllm_hwplugin.bench._inside import counters, model_runner
+from vllm_hwplugin_lab.bench._inside import counters, model_runner
 
 
 def main(job: dict) -> dict:

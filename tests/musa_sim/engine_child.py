@@ -15,7 +15,7 @@ def watch(worker) -> None:
     """Runs in a worker: count from here on."""
     import torch
 
-    from vllm_hwplugin.bench._watch import watched
+    from vllm_hwplugin_lab.bench._watch import watched
 
     graphs = getattr(torch.cuda, "CUDAGraph", None) if worker.worker.device.type == "musa" else None
     worker.worker.sim_watch = watched(worker.worker.model_runner, graphs)
@@ -29,7 +29,7 @@ def report(worker) -> dict:
     from vllm.platforms import current_platform
 
     from vllm_hwplugin import journal
-    from vllm_hwplugin.bench._inside import runner_generation
+    from vllm_hwplugin_lab.bench._inside import runner_generation
 
     runner, entry, group = worker.worker.model_runner, journal.current(), get_tp_group().device_communicator
     worker.worker.sim_watch.__exit__(None, None, None)
@@ -50,7 +50,7 @@ def one(job: dict) -> dict:
     from vllm import LLM, SamplingParams
 
     from tests.musa_sim.load_child import leave_out_of_collections
-    from vllm_hwplugin.bench._inside import counters
+    from vllm_hwplugin_lab.bench._inside import counters
 
     # vLLM looks when it makes an engine.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if job["own_process"] else "0"

@@ -255,9 +255,9 @@ def one(job: dict, others_follow: bool) -> dict:
     from vllm import LLM
 
     from vllm_hwplugin import journal
-    from vllm_hwplugin.bench._inside import check_runner, model_runner, runner_generation
-    from vllm_hwplugin.bench._watch import watched
     from vllm_hwplugin.spec_decode import step_counts
+    from vllm_hwplugin_lab.bench._inside import check_runner, model_runner, runner_generation
+    from vllm_hwplugin_lab.bench._watch import watched
 
     leave_out_of_collections()
     from . import kv_connector

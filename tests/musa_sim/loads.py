@@ -116,7 +116,7 @@ class Run:
         runner: V1 or V2.
         used: features of the plugin that did their work.
         unused: those that did not, and why.
-        counts: of :class:`vllm_hwplugin.bench._watch.Counts`, with graphs that were replayed.
+        counts: of :class:`vllm_hwplugin_lab.bench._watch.Counts`, with graphs that were replayed.
         counted: of each fast path, how many steps had which outcome, as the process journal has it.
         shown: what `kv_connector` was shown of each step, where the engine has it.
     """

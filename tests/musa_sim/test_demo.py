@@ -18,8 +18,8 @@ pytestmark = [pytest.mark.musa_sim, pytest.mark.engine]
 DEMO = """
 import sys
 
-from vllm_hwplugin import bench
-from vllm_hwplugin.cli import _demo
+from vllm_hwplugin_lab import bench
+from vllm_hwplugin_lab.cli import demo as command
 from vllm_hwplugin.cli._app import app
 
 whole = bench.engine_options
@@ -40,8 +40,8 @@ def small(device, **asked):
 
 
 bench.engine_options = small
-_demo.ROUNDS = 1
-_demo.CONFIGURATIONS = [one for one in _demo.CONFIGURATIONS if one.method == "eagle3"]
+command.ROUNDS = 1
+command.CONFIGURATIONS = [one for one in command.CONFIGURATIONS if one.method == "eagle3"]
 app(["demo", "--prompts", "2", "--tokens", "6", "--json", sys.argv[1]])
 """
 

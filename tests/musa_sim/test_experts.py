@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from vllm_hwplugin.bench._shapes import SHAPES, write_configs
 from vllm_hwplugin.features import gate_of
+from vllm_hwplugin_lab.bench._shapes import SHAPES, write_configs
 
 from ..nwor.runs import GRAPHS
 from . import loads

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from vllm_hwplugin import bench
 from vllm_hwplugin.features import gate_of
+from vllm_hwplugin_lab import bench
 
 from ..conftest import cannot_run
 from . import loads, simulated

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_hwplugin import bench
 from vllm_hwplugin.features import gate_of
+from vllm_hwplugin_lab import bench
 
 from ..nwor.runs import GRAPHS, Job, Run, differing, side_by_side
 from . import loads

@@ -130,7 +130,7 @@ def one(job: dict, found_by_others: Path, others_follow: bool) -> dict:
     from vllm import LLM
 
     from vllm_hwplugin import journal
-    from vllm_hwplugin.bench._inside import model_runner, runner_generation
+    from vllm_hwplugin_lab.bench._inside import model_runner, runner_generation
 
     llm = LLM(**known(job["options"]))
     runner = model_runner(llm)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_hwplugin import bench
+from vllm_hwplugin_lab import bench
 
 from ..musa_sim import loads
 from ..musa_sim.loads import Engine

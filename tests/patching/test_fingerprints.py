@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from vllm_hwplugin import gates
-from vllm_hwplugin.cli.sources import Index, IndexSource
 from vllm_hwplugin.patching import SUPPORTED, Source, load_catalog, make_plan
+from vllm_hwplugin_workshop.sources import Index, IndexSource
 
 from ..conftest import versions
 from .texts import Memory

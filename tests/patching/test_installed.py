@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from vllm_hwplugin.cli.sources import TreeSource
 from vllm_hwplugin.patching import UnreadableFile
 from vllm_hwplugin.patching._installed import NotInstalled, VersionUnknown, find_installed
+from vllm_hwplugin_workshop.sources import TreeSource
 
 
 @pytest.fixture

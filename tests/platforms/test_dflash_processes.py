@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import vllm_hwplugin
-from vllm_hwplugin import bench
+from vllm_hwplugin_lab import bench
 
 pytestmark = pytest.mark.engine
 

@@ -342,7 +342,7 @@ def test_the_installed_proposer_clears_the_flag_in_a_copy(patched_module) -> Non
     from vllm.config import ModelConfig as RealModelConfig
     from vllm.config import VllmConfig
 
-    from vllm_hwplugin.bench import find_checkpoints
+    from vllm_hwplugin_lab.bench import find_checkpoints
 
     checkpoints = find_checkpoints(None)
     model = RealModelConfig(model=str(checkpoints.target), dtype="bfloat16", max_model_len=256)

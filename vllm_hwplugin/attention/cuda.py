@@ -23,11 +23,11 @@ from vllm.v1.attention.backends.flash_attn import (
 from vllm.version import __version__
 
 from . import _scratch
-from ._model_runner import captures_short_queries
 from .backends import CUDA
 from .capabilities import LARGEST_OF_VLLM, declared, explain
 from .classes import declares
 from .flash import has_images, split, symmetric
+from .model_runner import captures_short_queries
 
 _IMAGES = (
     "FLASH_ATTN with heads above 256 has no mask for images whose tokens see each other in both directions; start with "

@@ -21,17 +21,30 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from ..errors import HwpluginError
-from ._text import printable
+from .text import printable
 
-# Name -> (module in this package, its command function or typer app, line for --help).
+# Name -> (module, its command function or typer app, line for --help). Those of the workshop and of the lab are named
+# here and nowhere imported: the plugin needs neither.
 COMMANDS = {
-    "drift": ("_drift", "drift", "Check which patches fit which vLLM versions, without importing vLLM."),
-    "patches": ("_patches", "app", "List the patches and their exact text changes; import and check others."),
-    "doctor": ("_doctor", "app", "Show the host, vLLM, the gates and what is live in which process."),
-    "gates": ("_gates", "gates", "List the environment variables and their values."),
-    "demo": ("_demo", "demo", "Run vLLM on tiny checkpoints, stock and patched, side by side."),
-    "bench": ("_bench", "bench", "Measure stock and patched vLLM in turn on this machine."),
-    "probe": ("_probe", "probe", "Run what the attention backends declare on this host's device."),
+    "drift": (
+        "vllm_hwplugin_workshop.cli.drift",
+        "drift",
+        "Check which patches fit which vLLM versions, without importing vLLM.",
+    ),
+    "patches": (
+        "vllm_hwplugin.cli._patches",
+        "app",
+        "List the patches and their exact text changes; import and check others.",
+    ),
+    "doctor": (
+        "vllm_hwplugin.cli._doctor",
+        "app",
+        "Show the host, vLLM, the gates and what is live in which process.",
+    ),
+    "gates": ("vllm_hwplugin.cli._gates", "gates", "List the environment variables and their values."),
+    "demo": ("vllm_hwplugin_lab.cli.demo", "demo", "Run vLLM on tiny checkpoints, stock and patched, side by side."),
+    "bench": ("vllm_hwplugin_lab.cli.bench", "bench", "Measure stock and patched vLLM in turn on this machine."),
+    "probe": ("vllm_hwplugin_lab.cli.probe", "probe", "Run what the attention backends declare on this host's device."),
 }
 
 # Could not tell, as distinct from 1: looked, and something is wrong.
@@ -91,7 +104,7 @@ def _fail(error: Exception, with_traceback: bool) -> NoReturn:
 def load_command(name: str) -> Any:
     """Import a command's module and make its command."""
     module, attribute, _ = COMMANDS[name]
-    found = getattr(importlib.import_module(f".{module}", __package__), attribute)
+    found = getattr(importlib.import_module(module), attribute)
     if not isinstance(found, typer.Typer):
         single = typer.Typer(add_completion=False)
         single.command(name)(found)

@@ -44,7 +44,7 @@ from ..patching.outside import FOLDERS, Found, Trouble, find_outside, find_targe
 from . import _host
 from ._kernels import KernelRow, kernel_rows
 from ._operations import OperationRow, operation_problems, operation_rows
-from ._text import printable, shortened
+from .text import printable, shortened
 
 #: Raised when a key of the JSON changes its meaning or goes away; new keys do not raise it.
 FORMAT = 1

@@ -21,9 +21,9 @@ from ..platforms import KEY as PLATFORM
 from ..spec_decode.step_counts import SERVED, Reason
 from ._app import FAILURE
 from ._diagnosis import Diagnosis, diagnose
-from ._output import STANDARD_OUTPUT, JsonFile, write_json, write_text
-from ._tables import print_rows
-from ._text import printable, shortened
+from .output import STANDARD_OUTPUT, JsonFile, write_json, write_text
+from .tables import print_rows
+from .text import printable, shortened
 
 _USED, _NOT_USED = "live, used", "live, not used"
 _COLOURS = {

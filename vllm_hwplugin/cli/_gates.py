@@ -18,8 +18,8 @@ from ..errors import HwpluginError
 from ..patching import load_catalog
 from ..patching.outside import find_outside
 from ._app import FAILURE
-from ._tables import print_rows
-from ._text import printable, shortened
+from .tables import print_rows
+from .text import printable, shortened
 
 
 def gates(

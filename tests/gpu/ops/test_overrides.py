@@ -18,14 +18,14 @@ import pytest
 
 torch: Any = pytest.importorskip("torch")
 
-from vllm_hwplugin.bench import engine_environment, find_checkpoints, load_prompts  # noqa: E402
-from vllm_hwplugin.bench._entry_points import provide  # noqa: E402
-from vllm_hwplugin.bench._launch import child_environment  # noqa: E402
-from vllm_hwplugin.bench.micro import _op_cases, _op_inputs, _op_kernels  # noqa: E402
 from vllm_hwplugin.ops import overrides  # noqa: E402
 from vllm_hwplugin.ops.build.jit import ensure  # noqa: E402
 from vllm_hwplugin.ops.build.spec import KERNELS  # noqa: E402
 from vllm_hwplugin.ops.override_table import OPS, choose  # noqa: E402
+from vllm_hwplugin_lab.bench import engine_environment, find_checkpoints, load_prompts  # noqa: E402
+from vllm_hwplugin_lab.bench._entry_points import provide  # noqa: E402
+from vllm_hwplugin_lab.bench._launch import child_environment  # noqa: E402
+from vllm_hwplugin_lab.bench.micro import _op_cases, _op_inputs, _op_kernels  # noqa: E402
 
 from ..engines import SMALL_ENGINE  # noqa: E402
 

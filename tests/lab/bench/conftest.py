@@ -1,0 +1,32 @@
+from __future__ import annotations
+
+import pytest
+
+from vllm_hwplugin_lab.bench import Host
+from vllm_hwplugin_lab.bench._plan import Settings
+
+
+@pytest.fixture
+def gpu_host():
+    return Host("cuda", "NVIDIA H200", "580.1", "0.26.0", "2.11.0", "3.12.3", 16)
+
+
+@pytest.fixture
+def cpu_host():
+    return Host("cpu", "Some CPU", None, "0.32.0", "2.13.0", "3.11.7", 2)
+
+
+@pytest.fixture
+def settings():
+    return Settings(
+        batches=(1, 8),
+        rounds=2,
+        cudagraph_mode="FULL",
+        tokens=64,
+        tiny_prompts=4,
+        tiny_tokens=32,
+        acceptance_length=None,
+        profile_tokens=16,
+        vllm_environment={"BOTH": "1"},
+        patched_environment={"ONE": "2"},
+    )

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Graphs and events of ``torch.musa`` under the benchmark's timer, on a simulated Moore Threads GPU."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+from tests.musa_sim import simulated
+
+PROGRAM = """
+import torch
+from vllm_hwplugin_lab.bench.micro._repeat import Effort
+from vllm_hwplugin_lab.bench.micro._timer import GraphTimer, NotCapturable, measure
+
+sources = [torch.full((64,), float(value), device="musa") for value in (1, 2)]
+target = torch.empty_like(sources[0])
+timer = GraphTimer("musa")
+done = measure(timer, [lambda one=one: torch.neg(one, out=target) for one in sources], Effort(cell=1e-3))
+assert done.eager is None, done.eager
+assert torch.equal(done.output.cpu(), torch.full((64,), -2.0)) and done.timing.seconds >= 0
+
+def fails():
+    raise RuntimeError("it asks the host")
+
+try:
+    timer.capture([fails])
+except NotCapturable as error:
+    assert "it asks the host" in str(error)
+else:
+    raise AssertionError
+assert measure(timer, [lambda: torch.neg(sources[0], out=target)], Effort(cell=1e-3)).eager is None
+"""
+
+
+@pytest.mark.musa_sim
+def test_it_times_by_torch_musas_own_graphs_and_events(tmp_path: Path) -> None:
+    if reason := simulated.obstacle():
+        pytest.skip(reason)
+    environ = simulated.environment(tmp_path)
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=environ)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,82 @@
+"""The engine's process finds the plugin as an installation would show it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from vllm_hwplugin_lab.bench import _entry_points
+from vllm_hwplugin_lab.bench._launch import child_environment
+
+ROOT = Path(__file__).parents[3]
+ASK = """
+import importlib.metadata as m, json, sys
+groups = json.loads(sys.argv[1])
+print(json.dumps({g: {p.name: p.value for p in m.entry_points(group=g) if p.value.startswith("vllm_hwplugin.")}
+                  for g in groups}))
+"""
+
+
+def seen_by_a_child(metadata: Path | None, elsewhere: Path) -> dict[str, dict[str, str]]:
+    """What ``importlib.metadata.entry_points``, which vLLM asks, says in a fresh process.
+
+    It is started ``elsewhere``: in a clone that was installed to be edited, setuptools' own folder would be seen first.
+    """
+    command = [sys.executable, "-c", ASK, json.dumps(_entry_points.GROUPS)]
+    environment = child_environment({}, metadata)
+    done = subprocess.run(command, env=environment, cwd=elsewhere, capture_output=True, text=True, check=True)
+    return {group: points for group, points in json.loads(done.stdout).items() if points}
+
+
+def test_the_tree_declares_the_function_that_vllm_calls():
+    assert _entry_points.declared()["vllm.general_plugins"] == {"hwplugin": "vllm_hwplugin.plugin:register"}
+
+
+@pytest.mark.parametrize("found", [{}, {"vllm.general_plugins": {"hwplugin": "vllm_hwplugin.old:register"}}])
+def test_a_tree_without_its_own_metadata_gets_them(monkeypatch, tmp_path, found):
+    monkeypatch.setattr(_entry_points, "installed", lambda: found)
+    folder = _entry_points.provide(tmp_path / "metadata")
+    assert folder == tmp_path / "metadata"
+    assert [path.suffix for path in folder.iterdir()] == [".dist-info"]
+    assert seen_by_a_child(folder, tmp_path) == _entry_points.declared()
+
+
+def test_metadata_of_an_older_copy_are_hidden(monkeypatch, tmp_path):
+    old = tmp_path / "old" / "vllm_hwplugin-0.0.1.dist-info"
+    old.mkdir(parents=True)
+    (old / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm-hwplugin\nVersion: 0.0.1\n")
+    (old / "entry_points.txt").write_text("[vllm.general_plugins]\nhwplugin = vllm_hwplugin.gone:register\n")
+    monkeypatch.setenv("PYTHONPATH", str(old.parent))
+    assert "vllm_hwplugin.gone:register" in seen_by_a_child(None, tmp_path)["vllm.general_plugins"].values()
+    monkeypatch.setattr(_entry_points, "installed", dict)
+    assert seen_by_a_child(_entry_points.provide(tmp_path / "metadata"), tmp_path) == _entry_points.declared()
+
+
+def test_an_installation_that_says_the_same_is_left_alone(monkeypatch, tmp_path):
+    monkeypatch.setattr(_entry_points, "installed", _entry_points.declared)
+    assert _entry_points.provide(tmp_path / "metadata") is None
+    assert not (tmp_path / "metadata").exists()
+
+
+def test_a_wheel_has_its_own_metadata(monkeypatch, tmp_path):
+    monkeypatch.setattr(_entry_points, "declared", lambda: None)
+    monkeypatch.setattr(_entry_points, "installed", lambda: {"vllm.general_plugins": {"a": "b:c"}})
+    assert _entry_points.provide(tmp_path / "metadata") is None
+
+
+def test_neither_wheel_nor_tree_is_an_error_that_names_the_way_out(monkeypatch, tmp_path):
+    monkeypatch.setattr(_entry_points, "declared", lambda: None)
+    monkeypatch.setattr(_entry_points, "installed", dict)
+    with pytest.raises(_entry_points.NoEntryPoints, match=r"no pyproject.toml beside it; expected .*: pip install"):
+        _entry_points.provide(tmp_path / "metadata")
+
+
+@pytest.mark.parametrize("text", ["[project]\nname = 'other'\n", "[tool.x]\n", None])
+def test_another_projects_file_beside_the_package_says_nothing(tmp_path, text):
+    if text is not None:
+        (tmp_path / "pyproject.toml").write_text(text)
+    assert _entry_points.declared(tmp_path) is None

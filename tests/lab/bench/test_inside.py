@@ -1,0 +1,106 @@
+"""What an engine says of itself, read from stand-ins with the attributes of vLLM's own classes."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace as Bag
+
+import pytest
+
+from vllm_hwplugin_lab.bench import _inside
+
+
+def mode(name):
+    return Bag(cudagraph_mode=Bag(name=name))
+
+
+def runner(module, **attributes):
+    return type("GPUModelRunner", (), {"__module__": module, **attributes})()
+
+
+V1 = "vllm.v1.worker.gpu_model_runner"
+V2 = "vllm.v1.worker.gpu.model_runner"
+
+
+@pytest.mark.parametrize(
+    ("drafter", "expected"),
+    [
+        (Bag(cudagraph_dispatcher=mode("NONE")), "NONE"),
+        (Bag(cudagraph_dispatcher=mode("PIECEWISE"), draft_graphs=Bag(ready=True)), "FULL"),
+        (Bag(cudagraph_dispatcher=mode("PIECEWISE"), draft_graphs=Bag(ready=False)), "PIECEWISE"),
+    ],
+)
+def test_graph_modes_of_v1(drafter, expected):
+    found = _inside.graph_modes(runner(V1, cudagraph_dispatcher=mode("FULL"), drafter=drafter))
+    assert found == {"target": "FULL", "drafter": expected}
+
+
+@pytest.mark.parametrize("manager", ["query_cudagraph_manager", "decode_cudagraph_manager"])
+def test_graph_modes_of_v2(manager):
+    speculator = Bag(**{manager: mode("FULL_DECODE_ONLY")})
+    found = _inside.graph_modes(runner(V2, cudagraph_manager=mode("FULL"), speculator=speculator))
+    assert found == {"target": "FULL", "drafter": "FULL_DECODE_ONLY"}
+
+
+def test_without_a_drafter_only_the_target_has_a_mode():
+    assert _inside.graph_modes(runner(V1, cudagraph_dispatcher=mode("FULL"))) == {"target": "FULL"}
+    assert _inside.graph_modes(runner(V2, cudagraph_manager=None, speculator=None)) == {}
+
+
+@pytest.mark.parametrize(("asked", "module"), [("0", V1), ("1", V2), (None, V1), (None, V2)])
+def test_the_runner_that_was_asked_for(monkeypatch, asked, module):
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    if asked is not None:
+        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", asked)
+    _inside.check_runner(runner(module))
+
+
+@pytest.mark.parametrize(("asked", "module"), [("1", V1), ("0", V2)])
+def test_another_runner_is_not_measured_under_a_wrong_name(monkeypatch, asked, module):
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", asked)
+    with pytest.raises(_inside.WrongRunner, match=f"MODEL_RUNNER={asked}, but vLLM runs {module}"):
+        _inside.check_runner(runner(module))
+
+
+def test_an_engine_core_in_another_process_shows_no_runner():
+    assert _inside.model_runner(Bag(llm_engine=Bag(engine_core=Bag()))) is None
+
+
+@pytest.fixture
+def small_vllm(monkeypatch):
+    """Modules with what is asked of torch and vLLM, so that neither is imported."""
+    platform = type("CpuPlatform", (), {"__module__": "vllm.platforms.cpu"})()
+    modules = {"torch": Bag(__version__="2"), "vllm": Bag(__version__="1"), "vllm.platforms": Bag()}
+    modules["vllm.platforms"].current_platform = platform
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+def engine(of):
+    worker = Bag(worker=Bag(model_runner=of))
+    core = Bag(engine_core=Bag(model_executor=Bag(driver_worker=worker)))
+    return Bag(llm_engine=Bag(engine_core=core, vllm_config=Bag(cache_config=Bag(num_gpu_blocks=7))))
+
+
+def test_what_a_new_engine_says_of_itself(small_vllm, monkeypatch):
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    monkeypatch.setattr(_inside, "installed", lambda: {"a": {"b": "c"}})
+    assert _inside.ready_facts(engine(runner(V2, cudagraph_manager=mode("FULL")))) == {
+        "vllm": "1",
+        "torch": "2",
+        "platform": "vllm.platforms.cpu.CpuPlatform",
+        "entry_points": {"a": {"b": "c"}},
+        "num_gpu_blocks": 7,
+        "model_runner": "V2",
+        "graph_modes": {"target": "FULL"},
+    }
+    with pytest.raises(_inside.WrongRunner):
+        _inside.ready_facts(engine(runner(V1)))
+
+
+@pytest.mark.parametrize("version", ["0.20.0", "0.24.0", "0.33.0"])
+def test_vllm_keeps_the_two_runners_in_the_packages_that_tell_them_apart(vllm_tree, version):
+    tree = vllm_tree(version)
+    assert "class GPUModelRunner" in tree.read("vllm/v1/worker/gpu_model_runner.py")
+    assert "class GPUModelRunner" in tree.read("vllm/v1/worker/gpu/model_runner.py")
+    assert "self.speculator.propose(" in tree.read("vllm/v1/worker/gpu/model_runner.py")

@@ -1,0 +1,174 @@
+"""The child is replaced by small scripts: what matters is that nothing it does loses the outcome."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from datetime import datetime, timedelta, timezone
+
+import pytest
+
+from vllm_hwplugin import journal, journals
+from vllm_hwplugin_lab.bench import Job, _entry_points, _launch
+
+JOB = Job("tiny", True, {}, {"SAID": "yes"}, ())
+
+
+@pytest.fixture
+def child(monkeypatch, tmp_path):
+    """Run a script in place of the engine; it gets the paths of the job and of the answer."""
+
+    def use(script):
+        path = tmp_path / "child.py"
+        path.write_text("import os, sys, time, json\njob, answer = sys.argv[-2:]\n" + script)
+        wrapper = tmp_path / "python"
+        wrapper.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{path}" "$@"\n')
+        wrapper.chmod(0o755)
+        monkeypatch.setattr(_launch.sys, "executable", str(wrapper))
+
+    monkeypatch.setattr(journals, "read_all", list)
+    return use
+
+
+def test_events_come_as_they_are_written(child):
+    child(
+        "f = open(answer, 'a')\n"
+        "assert json.load(open(job))['label'] == 'tiny' and os.environ['SAID'] == 'yes'\n"
+        # A line in two halves must not be read as two.
+        'f.write(\'{"event": "rea\'); f.flush(); time.sleep(0.4); f.write(\'dy"}\\n{"event": "done"}\\n\')\n'
+    )
+    seen = []
+    outcome = _launch.launch(JOB, timeout=30, on_event=seen.append)
+    assert outcome.error is None
+    assert outcome.log_tail == ""
+    assert [e["event"] for e in outcome.events] == ["ready", "done"]
+    assert seen == list(outcome.events)
+
+
+def test_a_crash_keeps_what_was_measured_and_the_end_of_the_log(child):
+    child(
+        "open(answer, 'a').write('{\"event\": \"ready\"}\\n')\n"
+        "for i in range(100): print('line', i, flush=True)\n"
+        "sys.stderr.write('the reason\\n'); sys.exit(3)\n"
+    )
+    outcome = _launch.launch(JOB, timeout=30)
+    assert outcome.error == "exit code 3"
+    assert [e["event"] for e in outcome.events] == ["ready"]
+    lines = outcome.log_tail.splitlines()
+    assert len(lines) == 30
+    assert "the reason" in lines
+    assert "line 99" in lines
+
+
+def test_a_kill_is_named(child):
+    child("import signal; os.kill(os.getpid(), signal.SIGKILL)")
+    assert _launch.launch(JOB, timeout=30).error == "killed by SIGKILL"
+
+
+def test_an_end_before_the_work_was_done_is_an_error(child):
+    child("")
+    assert _launch.launch(JOB, timeout=30).error == "exit code 0 before everything was measured"
+
+
+def test_a_hang_is_ended_with_its_children(child, tmp_path):
+    child(
+        "import subprocess\n"
+        "p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(300)'])\n"
+        f"open({str(tmp_path / 'pid')!r}, 'w').write(str(p.pid))\n"
+        "time.sleep(300)\n"
+    )
+    outcome = _launch.launch(JOB, timeout=2)
+    assert outcome.error == "no end after 2 s; killed"
+    grandchild = int((tmp_path / "pid").read_text())
+    assert _gone(grandchild)
+
+
+def test_a_terminated_benchmark_takes_its_engine_along(child, tmp_path):
+    pid = tmp_path / "pid"
+    child(f"open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(300)\n")
+
+    def end_this_process():
+        while not (pid.exists() and pid.read_text()):
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=end_this_process, daemon=True).start()
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as ended:
+        _launch.launch(JOB, timeout=60)
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert _gone(int(pid.read_text()))
+
+
+def _gone(pid):
+    for _ in range(50):
+        try:
+            with open(f"/proc/{pid}/stat") as stat:
+                if stat.read().rsplit(")", 1)[1].split()[0] == "Z":
+                    return True
+        except FileNotFoundError:
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def test_the_package_is_importable_in_the_child_behind_the_users_paths(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["/first", "/second"]))
+    paths = _launch.child_environment({"A": "1"})["PYTHONPATH"].split(os.pathsep)
+    assert paths[:2] == ["/first", "/second"]
+    assert os.path.isdir(os.path.join(paths[2], "vllm_hwplugin"))
+
+
+def test_metadata_come_before_everything_else_on_the_path(monkeypatch, tmp_path):
+    monkeypatch.setenv("PYTHONPATH", "/first")
+    assert _launch.child_environment({}, tmp_path)["PYTHONPATH"].split(os.pathsep)[:2] == [str(tmp_path), "/first"]
+
+
+def test_a_child_without_entry_points_gets_them(child, monkeypatch):
+    monkeypatch.setattr(_entry_points, "installed", dict)
+    child(
+        "from importlib.metadata import entry_points\n"
+        "found = [p.value for p in entry_points(group='vllm.general_plugins')]\n"
+        "open(answer, 'a').write(json.dumps({'event': 'done', 'found': found}) + '\\n')\n"
+    )
+    (done,) = _launch.launch(JOB, timeout=30).events
+    assert "vllm_hwplugin.plugin:register" in done["found"]
+
+
+def test_a_child_runs_under_another_command(child, tmp_path):
+    child("open(answer, 'a').write(json.dumps({'event': 'done', 'under': os.environ.get('UNDER')}) + '\\n')\n")
+    under = ["/usr/bin/env", "UNDER=it"]
+    ended = _launch.run_child("some.module", "{}", {}, timeout=30, under=under)
+    assert ended.error is None
+    assert ended.events[0]["under"] == "it"
+
+
+def at(pid, ppid, moment):
+    made = journal.new("0")
+    made.pid, made.ppid, made.started = pid, ppid, moment.isoformat(timespec="milliseconds")
+    return made
+
+
+def test_a_command_between_does_not_hide_the_records(child, monkeypatch):
+    child("open(answer, 'a').write(json.dumps({'event': 'ready', 'pid': os.getpid()}) + '\\n')\n")
+    seen = []
+    monkeypatch.setattr(journals, "read_all", lambda: [at(seen[0]["pid"], 1, datetime.now(timezone.utc))])
+    ended = _launch.run_child(
+        "some.module", "{}", {}, timeout=30, on_event=seen.append, under=["/bin/sh", "-c", '"$@"; exit', "sh"]
+    )
+    assert [found["pid"] for found in ended.records] == [seen[0]["pid"]]
+
+
+def test_records_of_the_process_and_its_children_but_not_of_an_older_one(monkeypatch):
+    now = datetime.now(timezone.utc)
+
+    def after(pid, ppid, seconds):
+        return at(pid, ppid, now + timedelta(seconds=seconds))
+
+    everyone = [after(10, 1, -50), after(10, 1, 1), after(11, 10, 2), after(12, 11, 3), after(20, 1, 3)]
+    monkeypatch.setattr(journals, "read_all", lambda: everyone)
+    assert [r["pid"] for r in _launch.records_of({10}, now)] == [10, 11, 12]

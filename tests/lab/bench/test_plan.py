@@ -1,0 +1,267 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from vllm_hwplugin import gates
+from vllm_hwplugin.patching import load_catalog
+from vllm_hwplugin_lab.bench import find_checkpoints
+from vllm_hwplugin_lab.bench._plan import (
+    ALL_SIDES,
+    MRV2_SIDES,
+    PLUGIN_SIDES,
+    SIDES,
+    STOCK_OF,
+    Case,
+    NotOnThisHost,
+    cases,
+    check,
+    job_for,
+    possible_sides,
+    shapes_folder,
+    synthetic_length,
+    why_not_mrv2,
+)
+from vllm_hwplugin_lab.bench._shapes import SHAPES
+
+
+def test_the_two_sides_differ_in_the_master_gate_and_the_patched_environment_alone(settings, gpu_host, tmp_path):
+    stock, patched = (
+        job_for(Case("tiny", "eagle3", 3), side, settings, gpu_host, find_checkpoints(None), tmp_path)
+        for side in ("stock", "patched")
+    )
+    assert stock.options == patched.options
+    assert stock.workloads == patched.workloads
+    differing = {k for k in patched.environment if patched.environment[k] != stock.environment.get(k)}
+    assert differing == {"VLLM_HWPLUGIN", "ONE"}
+    assert stock.environment["VLLM_HWPLUGIN"] == "0"
+    assert stock.environment["BOTH"] == "1"
+    assert stock.environment["VLLM_USE_V2_MODEL_RUNNER"] == "0"
+
+
+def test_stock_on_musa_keeps_the_platform_class_and_no_feature(settings, gpu_host, tmp_path):
+    host = dataclasses.replace(gpu_host, device="musa")
+    switches = {feature.gate for feature in load_catalog().features} | {
+        "VLLM_HWPLUGIN_OPS",
+        "VLLM_HWPLUGIN_ATTENTION",
+    }
+    asked = {**dict.fromkeys(switches, "on"), "VLLM_HWPLUGIN_NWOR_MODE": "restore"}
+    settings = dataclasses.replace(settings, vllm_environment=asked)
+    stock, patched = (
+        job_for(Case("tiny", "eagle3", 3), side, settings, host, find_checkpoints(None), tmp_path).environment
+        for side in ("stock", "patched")
+    )
+    assert gates.read("VLLM_HWPLUGIN", stock).flag
+    assert gates.read("VLLM_HWPLUGIN_PLATFORM", stock).text == "auto"
+    assert {gates.read(name, stock).text for name in switches} == {"off"}
+    assert {name: gates.read(name, patched).text for name in switches} == asked
+
+
+def test_a_side_may_have_the_plugin_without_what_patched_ones_set(settings, gpu_host, tmp_path):
+    for plugin, patched in zip(PLUGIN_SIDES, STOCK_OF, strict=True):
+        one, other = (
+            job_for(Case("tiny", "eagle3", 3), side, settings, gpu_host, find_checkpoints(None), tmp_path)
+            for side in (plugin, patched)
+        )
+        assert (one.options, one.patched) == (other.options, True)
+        assert {**one.environment, "ONE": "2"} == other.environment
+
+
+def test_the_sides_of_the_other_runner_are_the_same_two(settings, gpu_host, tmp_path):
+    # A runner that is set for all sides must not turn these into a second measurement of V1.
+    settings = dataclasses.replace(settings, vllm_environment={"BOTH": "1", "VLLM_USE_V2_MODEL_RUNNER": "0"})
+    jobs = {
+        side: job_for(Case("tiny", "dflash", 7), side, settings, gpu_host, find_checkpoints(None), tmp_path)
+        for side in ALL_SIDES
+    }
+    for stock, other in zip(SIDES, MRV2_SIDES, strict=True):
+        v1, v2 = jobs[stock], jobs[other]
+        assert (v2.options, v2.workloads, v2.patched) == (v1.options, v1.workloads, v1.patched)
+        differing = {k for k in v2.environment if v2.environment[k] != v1.environment.get(k)}
+        assert differing == {"VLLM_USE_V2_MODEL_RUNNER"}
+        assert v2.environment["VLLM_USE_V2_MODEL_RUNNER"] == "1"
+    assert {side: job.environment.get("ONE") for side, job in jobs.items()} == {
+        "stock": None,
+        "patched": "2",
+        "mrv2": None,
+        "mrv2-patched": "2",
+    }
+    assert jobs["mrv2-patched"].label == "tiny dflash k=7 mrv2-patched"
+
+
+def test_engines_that_are_alive_together_share_the_gpu_and_do_not_measure_its_memory(settings, gpu_host, tmp_path):
+    settings = dataclasses.replace(settings, sides=ALL_SIDES, batches=(1, 32))
+    case = Case("8b", "eagle3", 3)
+    together = job_for(case, "patched", settings, gpu_host, None, tmp_path, own_process=True)
+    assert together.options["gpu_memory_utilization"] * len(ALL_SIDES) == pytest.approx(0.9)
+    # 37 layers of 8 heads of 128 keys and values in bfloat16, for 32 requests of the longest kind.
+    least = 37 * 8 * 128 * 2 * 2 * 32 * together.options["max_model_len"]
+    assert least <= together.options["kv_cache_memory_bytes"] <= 2 * least
+    assert together.environment["VLLM_ENABLE_V1_MULTIPROCESSING"] == "1"
+    looked_at = job_for(case, "patched", settings, gpu_host, None, tmp_path)
+    assert looked_at.options["kv_cache_memory_bytes"] == together.options["kv_cache_memory_bytes"]
+    assert looked_at.environment["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+    chosen = dataclasses.replace(settings, gpu_memory_utilization=0.1)
+    job = job_for(case, "patched", chosen, gpu_host, None, tmp_path, own_process=True)
+    assert job.options["gpu_memory_utilization"] == 0.1
+
+
+def test_tiny_runs_the_same_prompts_at_every_batch_size(settings, gpu_host, tmp_path):
+    job = job_for(Case("tiny", "dflash", 7), "stock", settings, gpu_host, find_checkpoints(None), tmp_path)
+    one, eight = job.workloads
+    assert (one.batch, eight.batch) == (1, 8)
+    assert len(one.prompts) == 4
+    assert len(eight.prompts) == 8
+    assert eight.prompts[:4] == one.prompts
+    speculation = job.options["speculative_config"]
+    assert speculation["num_speculative_tokens"] == 7
+    assert "rejection_sample_method" not in speculation
+
+
+@pytest.mark.parametrize("method", ["eagle3", "dflash"])
+def test_dummy_shapes_have_configs_and_synthetic_acceptance(settings, gpu_host, tmp_path, method):
+    job = job_for(Case("8b", method, 5), "patched", settings, gpu_host, None, tmp_path)
+    assert job.options["load_format"] == "dummy"
+    assert job.options["compilation_config"] == {"cudagraph_mode": "FULL"}
+    speculation = job.options["speculative_config"]
+    assert speculation["rejection_sample_method"] == "synthetic"
+    assert speculation["synthetic_acceptance_length"] == 3.5
+    folders = job.options["model"], speculation["model"]
+    target, drafter = (json.loads((Path(folder) / "config.json").read_text()) for folder in folders)
+    assert (target["num_hidden_layers"], target["hidden_size"], target["tie_word_embeddings"]) == (36, 4096, False)
+    assert drafter["hidden_size"] == 4096
+    assert drafter["eagle_aux_hidden_state_layer_ids"] == [2, 18, 33]
+    if method == "eagle3":
+        assert (drafter["num_hidden_layers"], drafter["draft_vocab_size"]) == (1, 32000)
+    else:
+        assert (drafter["num_hidden_layers"], drafter["block_size"]) == (5, 6)
+        assert drafter["dflash_config"]["target_layer_ids"] == [1, 17, 32]
+    assert [len(w.prompts) for w in job.workloads] == [1, 8]
+
+
+def test_a_later_run_finds_what_vllm_compiled_for_a_dummy_shape(settings, gpu_host, monkeypatch, tmp_path):
+    """The key to that has the model's path, and what it holds has to be what is asked for now."""
+    monkeypatch.setenv("VLLM_HWPLUGIN_CACHE_DIR", str(tmp_path))
+
+    def models(case, side="patched"):
+        options = job_for(case, side, settings, gpu_host, None, shapes_folder()).options
+        return options["model"], options["speculative_config"]["model"]
+
+    first, again = (models(Case("0.6b", "dflash", 7)) for _ in range(2))
+    assert first == again
+    assert Path(first[0]).is_relative_to(tmp_path)
+    others = [models(Case("0.6b", "dflash", 15)), models(Case("0.6b", "dflash", 7), "stock")]
+    assert len({first, *others}) == 3
+    (Path(first[1]) / "config.json").unlink()
+    monkeypatch.setitem(SHAPES, "0.6b", dataclasses.replace(SHAPES["0.6b"], hidden=2048))
+    wider = models(Case("0.6b", "dflash", 7))
+    assert wider != first
+    assert json.loads((Path(wider[1]) / "config.json").read_text())["hidden_size"] == 2048
+    # Nothing half-made is left.
+    assert len(list(shapes_folder().iterdir())) == 4
+
+
+@pytest.mark.parametrize("shape", ["tiny", "0.6b", "8b"])
+@pytest.mark.parametrize("k", [3, 7])
+def test_dflash_configs_fit_each_other(settings, gpu_host, tmp_path, shape, k):
+    job = job_for(Case(shape, "dflash", k), "patched", settings, gpu_host, find_checkpoints(None), tmp_path)
+    folders = job.options["model"], job.options["speculative_config"]["model"]
+    target, drafter = (json.loads((Path(folder) / "config.json").read_text()) for folder in folders)
+    assert job.options["speculative_config"]["num_speculative_tokens"] == k
+    assert 1 + k <= drafter["block_size"]
+    assert drafter["num_target_layers"] == target["num_hidden_layers"]
+    # Versions disagree whether the inner list counts from 0 or 1; all take the outer one first, as it stands.
+    outer, inner = drafter["eagle_aux_hidden_state_layer_ids"], drafter["dflash_config"]["target_layer_ids"]
+    assert [i + 1 for i in inner] == outer
+    assert 0 < min(outer) <= max(outer) < target["num_hidden_layers"]
+    assert len(drafter["layer_types"]) == drafter["num_hidden_layers"]
+    assert (drafter["hidden_size"], drafter["vocab_size"]) == (target["hidden_size"], target["vocab_size"])
+    assert job.options["max_num_seqs"] == max(w.batch for w in job.workloads)
+
+
+def test_a_cpu_is_eager_exact_and_not_profiled(settings, cpu_host, tmp_path):
+    job = job_for(Case("tiny", "eagle3", 3), "stock", settings, cpu_host, find_checkpoints(None), tmp_path)
+    assert job.options["dtype"] == "float32"
+    assert job.options["enforce_eager"] is True
+    assert "compilation_config" not in job.options
+    assert job.environment["VLLM_CPU_KVCACHE_SPACE"] == "1"
+    assert [w.profile_tokens for w in job.workloads] == [0, 0]
+
+
+def test_a_chosen_acceptance_length_wins_but_never_for_tiny(settings):
+    chosen = dataclasses.replace(settings, acceptance_length=2.25)
+    assert synthetic_length(Case("0.6b", "eagle3", 3), settings) == 2.5
+    assert synthetic_length(Case("0.6b", "eagle3", 3), chosen) == 2.25
+    assert synthetic_length(Case("tiny", "eagle3", 3), chosen) is None
+
+
+def test_dummy_shapes_are_refused_on_a_cpu(settings, cpu_host, gpu_host):
+    planned = cases(["tiny", "8b", "0.6b"], ["eagle3"], [2, 3])
+    assert len(planned) == 6
+    check(planned, gpu_host)
+    check(planned[:2], cpu_host)
+    with pytest.raises(NotOnThisHost, match=r"--shape 0.6b 8b needs a GPU.*use --shape tiny"):
+        check(planned, cpu_host)
+
+
+@pytest.mark.parametrize(
+    ("method", "version"), [("eagle3", "0.20.0"), ("dflash", "0.24.0"), ("dflash", "0.24.0rc1"), ("dflash", "0.33.0")]
+)
+def test_model_runner_v2_where_it_has_the_method(gpu_host, method, version):
+    host = dataclasses.replace(gpu_host, vllm=version)
+    check(cases(["8b"], [method], [7]), host, ALL_SIDES)
+    assert possible_sides([method], host) == ALL_SIDES
+
+
+@pytest.mark.parametrize("version", ["0.20.2", "0.23.0"])
+def test_model_runner_v2_without_dflash_is_refused_before_any_engine(gpu_host, version):
+    host = dataclasses.replace(gpu_host, vllm=version)
+    planned = cases(["8b"], ["eagle3", "dflash"], [7])
+    check(planned, host)
+    assert possible_sides(["eagle3", "dflash"], host) == SIDES
+    with pytest.raises(
+        NotOnThisHost, match=rf"--side mrv2 cannot .*vLLM {version}.* dflash, which it runs since 0.24.0"
+    ):
+        check(planned, host, ("stock", "patched", "mrv2"))
+
+
+def test_model_runner_v2_on_a_cpu_is_refused(cpu_host):
+    with pytest.raises(NotOnThisHost, match="--side mrv2-patched cannot be measured: Model Runner V2 needs a GPU"):
+        check(cases(["tiny"], ["eagle3"], [3]), cpu_host, ("stock", "mrv2-patched"))
+    assert possible_sides(["eagle3"], cpu_host) == SIDES
+    # On MUSA the platform class leaves it out.
+    assert possible_sides(["eagle3"], dataclasses.replace(cpu_host, device="musa")) == SIDES
+
+
+@pytest.mark.parametrize(
+    ("method", "since", "before"),
+    [
+        ("eagle", "0.20.0", None),
+        ("eagle3", "0.20.0", None),
+        ("mtp", "0.20.0", None),
+        ("dflash", "0.24.0", "0.23.0"),
+        ("draft_model", "0.31.0", "0.30.0"),
+    ],
+)
+def test_vllm_says_the_same_of_its_runner(vllm_tree, gpu_host, method, since, before):
+    def refuses(version):
+        text = vllm_tree(version).read("vllm/config/vllm.py")
+        check = re.search(r"def _(validate_v2_model_runner|get_v2_model_runner_unsupported_features)\(", text)
+        body = text[check.start() :].partition("\n    def ")[0]
+        until = body.partition("speculative method '")[0]
+        *_, (unless, named) = re.findall(r"\.method (not )?in \((.*?)\)", until, re.S)
+        return (f'"{method}"' in named) != bool(unless)
+
+    assert not refuses(since)
+    assert why_not_mrv2([method], dataclasses.replace(gpu_host, vllm=since)) is None
+    if before is not None:
+        assert refuses(before)
+        assert why_not_mrv2([method], dataclasses.replace(gpu_host, vllm=before)) is not None
+
+
+def test_p_eagle_runs_on_v1_alone(gpu_host):
+    assert possible_sides(["p-eagle"], dataclasses.replace(gpu_host, vllm="0.33.0")) == SIDES

@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import pytest
+
+from vllm_hwplugin_lab.bench import _profile
+from vllm_hwplugin_lab.bench._profile import DRAFT, OTHER_STEP, STEP, counts_per_step
+
+
+def span(name, category, start, length):
+    return {"ph": "X", "name": name, "cat": category, "ts": start, "dur": length}
+
+
+def step(start, *, graphs, kernels, draft_kernels, name=STEP):
+    """A step of 100 us: the target's launches first, the draft phase from 50 us to 90 us."""
+    yield span(name, "user_annotation", start, 95)
+    yield from (span("cudaGraphLaunch", "cuda_runtime", start + 1 + i, 1) for i in range(graphs))
+    yield from (span("cudaLaunchKernelExC_v11060", "cuda_runtime", start + 20 + i, 1) for i in range(kernels))
+    yield span(DRAFT, "user_annotation", start + 50, 40)
+    yield from (span("cuLaunchKernelEx", "cuda_driver", start + 51 + i, 1) for i in range(draft_kernels))
+    yield span("cudaMemcpyAsync", "cuda_runtime", start + 91, 1)
+    # Two kernels that overlap by 10 us: 40 us of work.
+    yield span("gemm", "kernel", start + 10, 30)
+    yield span("norm", "kernel", start + 30, 20)
+
+
+def test_medians_of_the_verify_steps_alone():
+    trace = [
+        *step(0, graphs=0, kernels=25, draft_kernels=30, name=OTHER_STEP),
+        *step(100, graphs=1, kernels=3, draft_kernels=5),
+        *step(200, graphs=1, kernels=3, draft_kernels=5),
+        *step(300, graphs=1, kernels=9, draft_kernels=7),
+        *step(400, graphs=0, kernels=25, draft_kernels=30, name=OTHER_STEP),
+        # Not work: the profiler's own picture of the annotations on the GPU, and an operator of torch.
+        span(STEP, "gpu_user_annotation", 100, 300),
+        span("aten::add", "cpu_op", 130, 2),
+        {"ph": "M", "name": "process_name"},
+    ]
+    counts = counts_per_step(trace)
+    assert counts == {
+        "steps": 3,
+        "step_ms_profiled": pytest.approx(0.1),
+        "gpu_busy_ms": pytest.approx(0.04),
+        "graph_launches": 1,
+        "kernel_launches": 8,
+        "copies": 1,
+        "draft_graph_launches": 0,
+        "draft_kernel_launches": 5,
+    }
+
+
+def test_work_is_cut_at_the_window():
+    trace = [*step(0, graphs=1, kernels=0, draft_kernels=0), span(OTHER_STEP, "user_annotation", 100, 1)]
+    trace.append(span("late", "kernel", 90, 50))
+    assert counts_per_step(trace)["gpu_busy_ms"] == pytest.approx(0.05)
+
+
+def test_the_last_step_has_no_end_and_is_left_out():
+    assert counts_per_step(list(step(0, graphs=1, kernels=1, draft_kernels=1))) == {"steps": 0}
+
+
+def test_without_a_drafter_there_are_no_draft_figures():
+    trace = [span(STEP, "user_annotation", t, 90) for t in (0, 100)]
+    counts = counts_per_step(trace)
+    assert counts["steps"] == 1
+    assert counts["draft_kernel_launches"] is None
+
+
+@pytest.mark.parametrize("name", ["drafter", "speculator"])
+def test_steps_are_marked_on_a_live_runner_and_unmarked_after(name):
+    torch = pytest.importorskip("torch")
+
+    class Output:
+        def __init__(self, drafts, new=()):
+            self.scheduled_spec_decode_tokens = drafts
+            self.num_scheduled_tokens = {"a": 4, "b": 4}
+            self.scheduled_new_reqs = list(new)
+
+    class Drafter:
+        def propose(self, tokens):
+            return torch.ones(2) + tokens
+
+    drafter = Drafter()
+
+    class Runner:
+        def execute_model(self, scheduler_output, tensors=None):
+            return drafter.propose(1)
+
+    runner = Runner()
+    setattr(Runner, name, drafter)
+    verify = {"a": [1], "b": [2]}
+    with _profile.profiled(runner) as profile:
+        for output in (Output({}), Output(verify), Output({"a": [1]}), Output(verify), Output(verify, ["c"])):
+            assert runner.execute_model(output).tolist() == [2.0, 2.0]
+    assert "execute_model" not in vars(runner)
+    assert "propose" not in vars(drafter)
+    marks = sorted((e["ts"], e["name"]) for e in profile.trace if e.get("cat") == "user_annotation")
+    steps = [name for _, name in marks if name != DRAFT]
+    assert steps == [OTHER_STEP, STEP, OTHER_STEP, STEP, OTHER_STEP]
+    assert [name for _, name in marks].count(DRAFT) == 5
+    assert profile.counts()["steps"] == 2

@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import json
+import subprocess
+
+from vllm_hwplugin_lab.bench import Job, Outcome, Workload, _results
+from vllm_hwplugin_lab.bench._plan import Case
+
+
+def outcome(label, error=None):
+    workload = Workload("batch 1", ((1,),), max_tokens=4, batch=1)
+    event = {"event": "measured", "workload": "batch 1", "seconds": 1.0, "tokens": 4}
+    event |= {"steps": 2, "drafts": 2, "accepted_per_position": [1, 1], "host_us": 500.0}
+    ready = {"event": "ready", "seconds": 7.0, "graph_modes": {"drafter": "FULL"}}
+    ready |= {"platform": "a.B", "model_runner": "V1", "entry_points": {"g": {"n": "m:f"}}}
+    job = Job(label, True, {}, {}, (workload,))
+    return Outcome(job, () if error else (ready, event), 9.0, error, "last words" if error else "")
+
+
+def test_results_survive_the_file_and_a_case_grows_side_by_side(gpu_host, settings):
+    results = _results.new_results(gpu_host, settings)
+    case = Case("0.6b", "eagle3", 3)
+    _results.add_case(results, case, settings, {"stock": outcome("s")})
+    _results.add_case(results, case, settings, {"stock": outcome("s"), "patched": outcome("p", "exit code 1")})
+    back = json.loads(json.dumps(results))
+    assert back == results
+    assert back["host"]["name"] == "NVIDIA H200"
+    assert back["settings"]["batches"] == [1, 8]
+    (entry,) = back["cases"]
+    assert entry["synthetic_acceptance_length"] == 2.5
+    assert entry["sides"]["stock"]["batches"]["1"]["acceptance_length"] == 2.0
+    assert entry["sides"]["stock"]["graph_modes"] == {"drafter": "FULL"}
+    assert entry["sides"]["stock"]["platform"] == "a.B"
+    assert entry["sides"]["stock"]["model_runner"] == "V1"
+    assert entry["sides"]["stock"]["entry_points"] == {"g": {"n": "m:f"}}
+    assert entry["sides"]["patched"]["error"] == "exit code 1"
+    assert entry["sides"]["patched"]["log_tail"] == "last words"
+    assert entry["sides"]["patched"]["batches"] == {"1": None}
+
+
+def test_the_commit_of_a_copy_without_git_comes_from_the_environment(monkeypatch, tmp_path):
+    monkeypatch.setattr(_results, "__file__", str(tmp_path / "p" / "bench" / "_results.py"))
+    monkeypatch.delenv("HWPLUGIN_BENCH_COMMIT", raising=False)
+    assert _results.commit() is None
+    monkeypatch.setenv("HWPLUGIN_BENCH_COMMIT", "abc")
+    assert _results.commit() == "abc"
+
+
+def test_a_tree_with_local_changes_is_told_from_its_commit(monkeypatch, tmp_path):
+    def git(*arguments):
+        command = ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x@y.z", *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    monkeypatch.setattr(_results, "__file__", str(tmp_path / "p" / "bench" / "_results.py"))
+    monkeypatch.delenv("HWPLUGIN_BENCH_COMMIT", raising=False)
+    git("init", "-q")
+    assert _results.commit() is None
+    (tmp_path / "measured").write_text("as it was")
+    git("add", ".")
+    git("commit", "-qm", "x")
+    (tmp_path / "left over").touch()
+    head = git("rev-parse", "--short=12", "HEAD")
+    assert _results.commit() == head
+    (tmp_path / "measured").write_text("changed")
+    assert _results.commit() == f"{head}+"
+    monkeypatch.setenv("HWPLUGIN_BENCH_COMMIT", "abc")
+    assert _results.commit() == "abc"

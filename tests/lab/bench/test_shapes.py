@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the shapes for dummy weights say, against vLLM's own reading of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.version import Version
+
+from vllm_hwplugin_lab.bench import Host
+from vllm_hwplugin_lab.bench._plan import ALL_SIDES, Case, NotOnThisHost, Settings, cases, check, job_for
+from vllm_hwplugin_lab.bench._shapes import METHODS, SHAPES, cache_bytes, write_configs
+
+DRAFTERS = [(name, method) for name, shape in SHAPES.items() for method in shape.methods]
+#: What vLLM makes of the drafter's config.
+DRAFT = {
+    "eagle3": ("LlamaForCausalLMEagle3", "llama"),
+    "dflash": ("DFlashDraftModel", "qwen3"),
+    ("qwen3_next", "mtp"): ("Qwen3NextMTP", "qwen3_next_mtp"),
+    ("deepseek_v3", "mtp"): ("DeepSeekMTPModel", "deepseek_mtp"),
+}
+
+
+def config_of(folder: Path) -> Any:
+    pytest.importorskip("vllm")
+    from vllm.transformers_utils.config import get_config
+
+    return get_config(folder, trust_remote_code=False)
+
+
+@pytest.mark.parametrize(("name", "method"), DRAFTERS)
+def test_vllm_knows_the_model_and_its_drafter(name: str, method: str, tmp_path: Path) -> None:
+    speculative = pytest.importorskip("vllm.config.speculative")
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    shape = SHAPES[name]
+    target, drafter = write_configs(shape, tmp_path, method, 4)
+    config = config_of(target)
+    assert (config.model_type, config.architectures[0]) == shape.model
+    of_draft = speculative.SpeculativeConfig.hf_config_override(config_of(drafter or target))
+    expected = DRAFT.get(method) or DRAFT[shape.model[0], method]
+    assert (of_draft.architectures[0], of_draft.model_type) == expected
+    known = ModelRegistry.get_supported_archs()
+    assert {config.architectures[0], of_draft.architectures[0]} <= set(known)
+    assert of_draft.hidden_size == config.hidden_size
+    if method == "mtp":
+        assert getattr(of_draft, "n_predict", None) in (None, 1)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_layers_are_of_the_kinds_that_the_model_has(name: str, tmp_path: Path) -> None:
+    shape = SHAPES[name]
+    method = next(iter(shape.methods))
+    config = config_of(write_configs(shape, tmp_path, method, 4)[0])
+    assert config.num_hidden_layers == shape.layers
+    assert config.rope_parameters["rope_theta"] == shape.rope["rope_theta"]
+    kinds = getattr(config, "layer_types", None) or []
+    if shape.recurrent is not None:
+        assert kinds == (["linear_attention"] * 3 + ["full_attention"]) * (shape.layers // 4)
+    elif name == "gpt-oss-20b":
+        assert kinds == ["sliding_attention", "full_attention"] * (shape.layers // 2)
+        assert config.sliding_window == 128
+        assert getattr(config, "use_sliding_window", True)
+
+
+@pytest.mark.parametrize("name", [name for name, shape in SHAPES.items() if shape.recurrent is not None])
+def test_a_hybrids_cache_holds_its_states(name: str) -> None:
+    utils = pytest.importorskip("vllm.model_executor.layers.mamba.mamba_utils")
+    shape, k = SHAPES[name], 3
+    states = shape.recurrent
+    assert states is not None
+    conv, carried = utils.MambaStateShapeCalculator.gated_delta_net_state_shape(
+        1, states.key_heads, states.value_heads, states.head_dim, states.head_dim, states.kernel, k
+    )
+    element = 4 if shape.more.get("mamba_ssm_dtype") == "float32" else 2
+    assert states.state_bytes(k) == math.prod(conv) * 2 + math.prod(carried) * element
+    # For each request, so many states in each layer, and at least a block for each layer with attention.
+    least = (shape.layers * 3 // 4 * (1 + k) + shape.layers // 4 + 1) * states.state_bytes(k)
+    assert cache_bytes(shape, next(iter(shape.methods)), k, 2, 512) >= 2 * least
+
+
+def test_a_latent_cache_is_small() -> None:
+    shape = SHAPES["deepseek-v3-4l"]
+    # MLA keeps a latent and a rotary key for each token, in five layers.
+    assert cache_bytes(shape, "mtp", 3, 2, 512) == 2 * 512 * 5 * (512 + 64) * 2
+
+
+@pytest.mark.parametrize(("name", "method"), DRAFTERS)
+def test_a_job_has_what_its_shape_needs(
+    settings: Settings, gpu_host: Host, tmp_path: Path, name: str, method: str
+) -> None:
+    host = dataclasses.replace(gpu_host, vllm="0.33.0", gpus=2)
+    check(cases([name], [method], [3]), host, ALL_SIDES)
+    job = job_for(Case(name, method, 3), "patched", settings, host, None, tmp_path, own_process=True)
+    assert job.options.get("tensor_parallel_size", 1) == (2 if name.endswith("-tp2") else 1)
+    assert job.options.get("gdn_prefill_backend") == (None if SHAPES[name].recurrent is None else "triton")
+    speculation = job.options["speculative_config"]
+    assert ("model" in speculation) == (method != "mtp")
+    target = json.loads((Path(job.options["model"]) / "config.json").read_text())
+    assert all(token < target["vocab_size"] for w in job.workloads for prompt in w.prompts for token in prompt)
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "vllm", "words"),
+    [
+        ("30b-a3b", "mtp", "0.26.0", "has no drafter for mtp; it has one for eagle3, dflash"),
+        ("tiny", "mtp", "0.26.0", "--shape tiny has no drafter for mtp"),
+        ("qwen3.5-4b", "dflash", "0.26.0", "needs vLLM 0.27.0 or newer with dflash, and this is 0.26.0"),
+        ("qwen3-next-4l", "mtp", "0.22.1", "is a hybrid, which Model Runner V2 runs since 0.23.0, and this is 0.22.1"),
+        ("8b-fp8-tp2", "eagle3", "0.26.0", "needs 2 GPUs, and this host has 1"),
+    ],
+)
+def test_what_cannot_run_is_refused_with_the_reason(
+    gpu_host: Host, name: str, method: str, vllm: str, words: str
+) -> None:
+    host = dataclasses.replace(gpu_host, vllm=vllm)
+    with pytest.raises(NotOnThisHost) as error:
+        check(cases([name], [method], [3]), host, ALL_SIDES)
+    assert words in str(error.value)
+
+
+def test_a_hybrid_runs_on_v1_of_every_vllm(gpu_host: Host) -> None:
+    check(cases(["qwen3-next-4l"], ["mtp"], [3]), dataclasses.replace(gpu_host, vllm="0.20.0"), ("stock", "patched"))
+
+
+def test_every_method_has_a_shape() -> None:
+    assert {method for _, method in DRAFTERS} == set(METHODS)
+
+
+@pytest.mark.parametrize(("name", "method"), DRAFTERS)
+def test_the_first_vllm_of_a_shape_has_its_model(vllm_tree: Callable[[str], Any], name: str, method: str) -> None:
+    since, architecture = SHAPES[name].methods[method], SHAPES[name].model[1]
+
+    def known(version: str) -> bool:
+        return f'"{architecture}": (' in vllm_tree(version).read("vllm/model_executor/models/registry.py")
+
+    assert known(str(since))
+    if since > Version("0.20.0"):
+        assert not known("0.26.0")
+
+
+def test_hybrids_on_model_runner_v2(vllm_tree: Callable[[str], Any]) -> None:
+    refusal = 'unsupported.append("hybrid/mamba models")'
+    assert refusal in vllm_tree("0.22.1").read("vllm/config/vllm.py")
+    assert refusal not in vllm_tree("0.23.0").read("vllm/config/vllm.py")

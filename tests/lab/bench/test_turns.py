@@ -1,0 +1,269 @@
+"""Engines in turn, with small scripts in the engines' places that follow the same commands."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import time
+from itertools import pairwise
+
+import pytest
+
+from vllm_hwplugin import journals
+from vllm_hwplugin_lab.bench import Job, TimeLimit, Workload, _launch, measure_in_turn, of_workloads
+from vllm_hwplugin_lab.bench._session import Session
+from vllm_hwplugin_lab.bench._turns import Turn, turns
+
+WORKLOADS = tuple(
+    Workload(f"batch {batch}", ((1,),), max_tokens=8, batch=batch, rounds=3, warmup_tokens=4, profile_tokens=tokens)
+    for batch, tokens in ((1, 4), (2, 0))
+)
+ANSWERS = """
+import json, os, sys, time
+job, answer = json.load(open(sys.argv[-2])), open(sys.argv[-1], "a")
+shared = os.environ["SHARED"]
+
+def say(**facts):
+    answer.write(json.dumps(facts) + "\\n"); answer.flush()
+
+def note(what):
+    with open(shared, "a") as file:
+        file.write(f"{job['label']} {what}\\n")
+
+note("starts")
+time.sleep(float(os.environ["START"]))
+note("ready")
+say(event="ready", seconds=1.0, pid=os.getpid(), side=job["label"])
+for line in sys.stdin:
+    command = json.loads(line)
+    note(" ".join([command["do"], command.get("workload", ""), str(command.get("round", ""))]).strip())
+    if command["do"] == os.environ["DIES_OF"] and command.get("round") == 1:
+        print("the reason", flush=True)
+        os._exit(7)
+    if os.environ["HANGS_AT"] in (command["do"], f"{command['do']} {command.get('round')}"):
+        time.sleep(300)
+    if command["do"] == "end":
+        time.sleep(float(os.environ["ENDS"]))
+        say(event="done")
+        break
+    if command["do"] == "profile":
+        say(event="collected", workload=command["workload"])
+        time.sleep(float(os.environ["LOOKS"]))
+    name = {"warm-up": "warm", "round": "measured", "profile": "profiled"}[command["do"]]
+    say(event=name, workload=command["workload"], round=command.get("round"))
+"""
+
+
+@pytest.fixture
+def engines(monkeypatch, tmp_path):
+    """`engines(sides)`: their jobs, and a function that reads what they did, in its order in time."""
+    script, wrapper, shared = tmp_path / "child.py", tmp_path / "python", tmp_path / "shared"
+    script.write_text(ANSWERS)
+    wrapper.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{script}" "$@"\n')
+    wrapper.chmod(0o755)
+    monkeypatch.setattr(_launch.sys, "executable", str(wrapper))
+    monkeypatch.setattr(journals, "read_all", list)
+
+    def make(*sides, dies_of="", hangs_at="", last_hangs_at="", start=0.0, looks=0.0, ends=0.0):
+        usual = {"SHARED": str(shared), "DIES_OF": "", "HANGS_AT": ""}
+        usual |= {"START": str(start), "LOOKS": str(looks), "ENDS": str(ends)}
+        jobs = {side: Job(side, False, {}, dict(usual), WORKLOADS) for side in sides}
+        jobs[sides[-1]].environment.update(HANGS_AT=last_hangs_at)
+        jobs[sides[0]].environment.update(DIES_OF=dies_of, HANGS_AT=hangs_at)
+        return jobs, lambda: shared.read_text().splitlines()
+
+    return make
+
+
+def test_every_side_has_its_turn_before_one_has_its_next():
+    assert list(turns(2, ["x", "y"], ["a", "b"])) == [
+        Turn(number, workload, side) for number in (0, 1) for workload in ("x", "y") for side in ("a", "b")
+    ]
+
+
+def test_engines_are_alive_together_and_take_turns(engines):
+    jobs, done = engines("a", "b")
+    kept = []
+    outcomes = measure_in_turn(
+        jobs, of_workloads(jobs), rounds=2, at_once=False, timeout=30, keep=lambda found: kept.append(found)
+    )
+    rounds = [f"{side} round batch {size} {n}" for n in (0, 1) for size in (1, 2) for side in "ab"]
+    warm = [f"{side} warm-up batch {size}" for size in (1, 2) for side in "ab"]
+    started = ["a starts", "a ready", "b starts", "b ready"]
+    assert done()[:4] == started
+    # Profiled last, because that slows a process for good.
+    ended = ["a profile batch 1", "b profile batch 1", "a end", "b end"]
+    # What is not measured may be done at the same time.
+    assert sorted(done()[:8]) == sorted([*started, *warm])
+    assert done()[8:-2] == [*rounds, *ended[:2]]
+    assert sorted(done()[-2:]) == ended[2:]
+    assert [outcomes[side].error for side in "ab"] == [None, None]
+    assert [event["event"] for event in outcomes["b"].of("measured", "batch 2")] == ["measured"] * 2
+    assert [len(found["a"].of("measured")) for found in kept] == [2, 4]
+    # What a file says that was left in the middle, and what it says at the end.
+    assert [found["a"].stopped for found in kept] == ["the run did not come to its end"] * 2
+    assert [outcomes[side].stopped for side in "ab"] == [None, None]
+
+
+def test_what_was_profiled_is_waited_for_longer_than_an_end(engines, monkeypatch):
+    monkeypatch.setattr(Session.wait_for_end, "__defaults__", (0.5,))
+    jobs, _ = engines("a", "b", looks=1.0)
+    outcomes = measure_in_turn(jobs, of_workloads(jobs), rounds=1, at_once=True, timeout=30)
+    assert [(outcomes[side].error, len(outcomes[side].of("profiled"))) for side in "ab"] == [(None, 1)] * 2
+
+
+def test_side_by_side_all_start_before_one_is_ready(engines):
+    jobs, done = engines("a", "b", "c", start=0.5)
+    measure_in_turn(jobs, of_workloads(jobs), rounds=1, at_once=True, timeout=30)
+    assert sorted(done()[:3]) == ["a starts", "b starts", "c starts"]
+
+
+def test_engines_rest_between_turns_where_there_are_several(engines):
+    for sides, rests in (("ab", 4), ("a", 0)):
+        jobs, _ = engines(*sides)
+        times = []
+
+        def on_event(event, times=times):
+            if event["event"] in ("warm", "measured"):
+                times.append((event["event"], time.monotonic()))
+
+        measure_in_turn(
+            jobs,
+            of_workloads(jobs),
+            rounds=1,
+            at_once=True,
+            timeout=30,
+            rest=0.3 if rests else 100.0,
+            on_event=on_event,
+        )
+        gaps = [after - before for (_, before), (event, after) in pairwise(times) if event == "measured"]
+        assert sum(gap >= 0.3 for gap in gaps) >= rests
+        assert max(gaps) < 100
+
+
+def test_a_side_that_dies_is_left_out_and_the_others_go_on(engines):
+    jobs, done = engines("a", "b", dies_of="round")
+    outcomes = measure_in_turn(jobs, of_workloads(jobs), rounds=3, at_once=True, timeout=30)
+    assert outcomes["a"].error == "exit code 7"
+    assert outcomes["a"].log_tail == "the reason"
+    # What it measured before is kept.
+    assert len(outcomes["a"].of("measured")) == 2
+    assert outcomes["b"].error is None
+    assert len(outcomes["b"].of("measured")) == 6
+    assert done().count("a round batch 1 1") == 1
+
+
+def test_a_side_that_hangs_is_ended_before_another_is_measured(engines):
+    jobs, _ = engines("a", "b", hangs_at="round")
+    pids, alive = {}, []
+
+    def on_event(event):
+        if event["event"] == "ready":
+            pids[event["side"]] = event["pid"]
+        elif event["event"] == "measured":
+            alive.append([side for side, pid in pids.items() if os.path.exists(f"/proc/{pid}")])
+
+    outcomes = measure_in_turn(jobs, of_workloads(jobs), rounds=2, at_once=True, timeout=2, on_event=on_event)
+    assert outcomes["a"].error == "no answer 'measured' after 2 s; killed"
+    assert outcomes["b"].error is None
+    assert alive == [["b"]] * 4
+
+
+def rounds_of(outcome):
+    return [(event["workload"], event["round"]) for event in outcome.of("measured")]
+
+
+def alive(events):
+    return [event["pid"] for event in events if event["event"] == "ready" and os.path.exists(f"/proc/{event['pid']}")]
+
+
+def test_when_the_time_is_up_what_both_sides_have_measured_is_there(engines):
+    jobs, done = engines("a", "b", last_hangs_at="round 1")
+    said, limit = [], TimeLimit(60)
+
+    def on_event(event):
+        said.append(event)
+        if (event["event"], event.get("round")) == ("measured", 1):
+            # The next one hangs. However long a busy host took until here, the rest of the time is short.
+            limit.__init__(1)
+
+    outcomes = measure_in_turn(
+        jobs, of_workloads(jobs), rounds=3, at_once=True, timeout=60, limit=limit, on_event=on_event
+    )
+    assert done()[-2:] == ["a round batch 1 1", "b round batch 1 1"]
+    for side in "ab":
+        # Not the round that only one of them has come through, and no side has failed.
+        assert rounds_of(outcomes[side]) == [("batch 1", 0), ("batch 2", 0)]
+        assert (outcomes[side].error, outcomes[side].stopped) == (None, "the time limit of 1 s")
+    assert len([event for event in said if event["event"] == "measured"]) == 5
+    assert alive(said) == []
+
+
+def test_a_start_beyond_the_limit_measures_nothing_is_no_failure_and_says_how_far_it_had_come(engines):
+    jobs, _ = engines("a", "b", start=30)
+    # However long a busy host takes until here.
+    jobs["a"].environment["START"] = "0"
+    limit = TimeLimit(60)
+
+    def on_event(event):
+        limit.__init__(1)
+
+    outcomes = measure_in_turn(
+        jobs, of_workloads(jobs), rounds=1, at_once=False, timeout=60, limit=limit, on_event=on_event
+    )
+    assert [one.of("measured") for one in outcomes.values()] == [[], []]
+    for one in outcomes.values():
+        assert one.error is None
+        assert re.fullmatch(r"the time limit of 1 s, \d+ s into the start of the engines \(b not ready\)", one.stopped)
+
+
+def test_a_limit_before_the_first_round_says_what_the_start_had_taken(engines):
+    jobs, _ = engines("a", "b", hangs_at="warm-up", start=1)
+    limit = TimeLimit(60)
+    outcomes = measure_in_turn(
+        jobs,
+        of_workloads(jobs),
+        rounds=1,
+        at_once=True,
+        timeout=60,
+        limit=limit,
+        on_event=lambda event: limit.__init__(1),
+    )
+    for one in outcomes.values():
+        said = re.fullmatch(r"the time limit of 1 s, before each side had a round; .* within (\d+) s", one.stopped)
+        assert int(said[1]) >= 1
+
+
+def test_a_limit_that_is_over_while_engines_end_leaves_nothing_out(engines):
+    jobs, _ = engines("a", "b", ends=1.0)
+    profiled, limit = [], TimeLimit(60)
+
+    def on_event(event):
+        profiled.extend([event] * (event["event"] == "profiled"))
+        if len(profiled) == 2:
+            limit.__init__(0.2)
+
+    outcomes = measure_in_turn(
+        jobs, of_workloads(jobs), rounds=1, at_once=True, timeout=60, limit=limit, on_event=on_event
+    )
+    assert [(one.error, one.stopped, len(one.of("measured"))) for one in outcomes.values()] == [(None, None, 2)] * 2
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_an_interrupt_leaves_what_both_sides_have_measured_and_the_failure_of_a_third(engines):
+    jobs, _ = engines("a", "b", "c", dies_of="round")
+    said = []
+
+    def on_event(event):
+        said.append(event)
+        if (event["event"], event.get("workload"), event.get("round")) == ("measured", "batch 2", 1):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    outcomes = measure_in_turn(jobs, of_workloads(jobs), rounds=3, at_once=True, timeout=60, on_event=on_event)
+    assert (outcomes["a"].error, outcomes["a"].stopped) == ("exit code 7", "an interrupt")
+    for side in "bc":
+        assert rounds_of(outcomes[side]) == [("batch 1", 0), ("batch 2", 0), ("batch 1", 1)]
+        assert (outcomes[side].error, outcomes[side].stopped) == (None, "an interrupt")
+    assert alive(said) == []

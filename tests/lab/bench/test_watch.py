@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+from types import SimpleNamespace as Bag
+
+import pytest
+
+from vllm_hwplugin_lab.bench._watch import watched
+
+
+class Graph:
+    def replay(self):
+        return "replayed"
+
+
+class Drafter:
+    def __init__(self, graph):
+        self.graph = graph
+
+    def propose(self, fail=False):
+        if fail:
+            raise RuntimeError("no drafts")
+        return self.graph and self.graph.replay()
+
+
+class Runner:
+    """The parts of vLLM's model runner that are counted at: a target graph a step, then the draft phase."""
+
+    def __init__(self, draft_graph):
+        self.drafter = Drafter(draft_graph)
+
+    def execute_model(self, scheduler_output, tensors=None, *, fail=False):
+        if scheduler_output.num_scheduled_tokens:
+            Graph().replay()
+            self.drafter.propose(fail)
+        return tensors
+
+
+def output(size, new=0):
+    return Bag(num_scheduled_tokens={str(i): 4 for i in range(size)}, scheduled_new_reqs=["n"] * new)
+
+
+def test_steps_are_counted_by_what_is_in_them():
+    runner = Runner(Graph())
+    with watched(runner, Graph) as counts:
+        for step in (output(1, 1), output(3, 2), output(3), output(0), output(2)):
+            assert runner.execute_model(step, "tensors") == "tensors"
+    assert counts.facts() == {
+        "steps": 4,
+        "batch_sizes": {"1": 1, "2": 1, "3": 2},
+        "mixed_steps": 1,
+        "draft_phases": 4,
+        "draft_phases_in_graphs": 4,
+        "graph_replays": {"inputs": 0, "target": 4, "sampling": 0, "draft": 4},
+    }
+
+
+def test_a_draft_phase_without_a_graph_shows():
+    runner = Runner(None)
+    with watched(runner, Graph) as counts:
+        runner.execute_model(output(2))
+    assert (counts.draft_phases, counts.draft_phases_in_graphs) == (1, 0)
+    assert counts.replays == {"target": 1}
+
+
+def test_everything_is_as_before_after_a_failure_too():
+    runner, replay = Runner(Graph()), Graph.replay
+    with pytest.raises(RuntimeError, match="no drafts"), watched(runner, Graph) as counts:
+        runner.execute_model(output(1), fail=True)
+    assert vars(runner).keys() == {"drafter"}
+    assert vars(runner.drafter).keys() == {"graph"}
+    assert Graph.replay is replay
+    # A graph that is replayed after a failed draft phase is not a draft's.
+    assert counts.replays == {"target": 1}
+
+
+class Whole:
+    """A feature of the plugin that serves a part of a step by a graph, or calls the runner's own method."""
+
+    def __init__(self, runner):
+        self.runner = runner
+
+    def prepare_inputs(self, serves):
+        return Graph().replay() if serves else None
+
+    def sample(self, serves):
+        return Graph().replay() if serves else None
+
+    def propose(self, serves):
+        return Graph().replay() if serves else self.runner.drafter.propose()
+
+
+class PatchedRunner(Runner):
+    """A step in the order of vLLM's V1 runner with the plugin's hunks."""
+
+    def __init__(self, draft_graph):
+        super().__init__(draft_graph)
+        self.step_inputs = self.draft_phase = Whole(self)
+
+    def execute_model(self, scheduler_output, serves):
+        self.step_inputs.prepare_inputs(serves)
+        Graph().replay()
+        self.draft_phase.sample(serves)
+        return self.draft_phase.propose(serves)
+
+
+def test_graphs_of_whole_parts_of_a_step_are_counted_as_what_they_are():
+    runner = PatchedRunner(Graph())
+    with watched(runner, Graph) as counts:
+        for serves in (False, True, True):
+            assert runner.execute_model(output(2), serves) == "replayed"
+    assert (counts.draft_phases, counts.draft_phases_in_graphs) == (3, 3)
+    assert counts.facts()["graph_replays"] == {"inputs": 2, "target": 3, "sampling": 2, "draft": 3}
+    assert vars(runner.draft_phase).keys() == {"runner"}
+
+
+def test_without_a_gpu_or_a_drafter_steps_are_counted():
+    runner = type("Plain", (), {"execute_model": lambda self, scheduler_output: "ran"})()
+    with watched(runner, None) as counts:
+        assert runner.execute_model(output(2)) == "ran"
+    assert counts.facts()["batch_sizes"] == {"2": 1}
+    assert counts.draft_phases == 0

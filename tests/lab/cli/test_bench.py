@@ -1,0 +1,299 @@
+"""The command ``bench`` with the engines replaced."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+
+import pytest
+from typer.testing import CliRunner
+
+from vllm_hwplugin.cli._app import app
+from vllm_hwplugin_lab.bench import Host, Outcome
+from vllm_hwplugin_lab.cli import _in_turn
+from vllm_hwplugin_lab.cli import bench as command
+
+GPU = Host("cuda", "NVIDIA H200", "580", "0.26.0", "2.11.0", "3.12.3", 16)
+CPU = Host("cpu", "Some CPU", None, "0.32.0", "2.13.0", "3.11.7", 2)
+ALL = ["stock", "patched", "mrv2", "mrv2-patched"]
+
+
+def answer(job, rounds):
+    events = [{"event": "ready", "seconds": 1.0, "graph_modes": {}}]
+    for workload in job.workloads:
+        for number in range(rounds):
+            events.append(
+                {
+                    "event": "measured",
+                    "workload": workload.name,
+                    "round": number,
+                    "host_us": 500.0,
+                    "seconds": 1.0 if job.patched else 1.5,
+                    "tokens": 250,
+                    "steps": 100,
+                    "drafts": 10,
+                    "accepted_per_position": [9, 6],
+                }
+            )
+    return Outcome(job, tuple(events), 2.0)
+
+
+def crash(job):
+    return Outcome(job, (), 1.0, "killed by SIGSEGV", "last words [of it]")
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path):
+    file = tmp_path / "r.json"
+
+    def call(arguments, outcome=answer, host=GPU, instead=None):
+        asked = []
+
+        def in_turn(jobs, measurements, *, rounds, at_once, timeout, limit, rest, module, on_event, keep):
+            asked.append((jobs, [one.name for one in measurements], rounds, at_once))
+            # Worker processes, which look for work on the cores of the next engine, are a CPU's.
+            assert (rest > 1) == (host is CPU)
+            found = {side: outcome(job, rounds) for side, job in jobs.items()}
+            for one in found.values():
+                for event in one.events:
+                    on_event(event)
+            keep(found)
+            return found
+
+        monkeypatch.setattr(_in_turn, "measure_in_turn", instead or in_turn)
+        monkeypatch.setattr(command, "detect_host", lambda: host)
+        monkeypatch.setenv("COLUMNS", "200")
+        result = CliRunner().invoke(app, ["bench", "--json", str(file), *arguments], catch_exceptions=False)
+        return result, json.loads(file.read_text()) if file.exists() else None, asked
+
+    call.file = file
+    return call
+
+
+def test_the_sides_of_a_case_are_measured_together_case_by_case(run):
+    result, found, asked = run(["--shape", "0.6b", "--shape", "tiny", "--k", "2", "--k", "3", "--batch", "4"])
+    assert result.exit_code == 0, result.output
+    assert [list(jobs) for jobs, *_ in asked] == [ALL] * 4
+    assert [jobs["mrv2"].label for jobs, *_ in asked] == [
+        f"{shape} eagle3 k={k} mrv2" for shape in ("0.6b", "tiny") for k in (2, 3)
+    ]
+    assert [(c["shape"], c["k"]) for c in found["cases"]] == [("0.6b", 2), ("0.6b", 3), ("tiny", 2), ("tiny", 3)]
+    assert found["format"] == 2
+    assert found["cases"][0]["sides"]["patched"]["batches"]["4"]["step_ms"]["best"] == 10.0
+    assert "1.50" in result.output
+
+
+@pytest.mark.parametrize(
+    ("method", "host", "sides"),
+    [
+        ("eagle3", GPU, ALL),
+        ("dflash", dataclasses.replace(GPU, vllm="0.20.2"), ALL[:2]),
+        ("eagle3", CPU, ALL[:2]),
+    ],
+)
+def test_all_sides_that_the_host_can_run(run, method, host, sides):
+    _, found, asked = run(["--method", method], host=host)
+    assert [list(jobs) for jobs, *_ in asked] == [sides]
+    # Engines on a CPU get a core each when they start.
+    assert [at_once for *_, at_once in asked] == [host is not CPU]
+    assert found["settings"]["sides"] == sides
+
+
+def test_a_variable_can_be_held_to_the_plugin_without_it(run):
+    result, found, _ = run(["--side", "plugin", "--side", "patched", "--patched-env", "ONE=2"])
+    assert result.exit_code == 0, result.output
+    assert found["settings"]["sides"] == ["plugin", "patched"]
+    assert "by plugin's" in result.output
+    # Nobody asked for it.
+    assert "stock" not in result.output
+
+
+def test_a_side_that_the_host_cannot_run_is_refused(run):
+    host = dataclasses.replace(GPU, vllm="0.20.2")
+    result, _, asked = run(["--shape", "8b", "--method", "dflash", "--side", "stock", "--side", "mrv2"], host=host)
+    assert result.exit_code == 2
+    assert "--side mrv2 cannot be measured: vLLM 0.20.2" in result.output
+    assert asked == []
+
+
+def test_one_engine_measures_all_batch_sizes(run):
+    _, found, asked = run(["--shape", "8b", "--rounds", "2", "--profile-tokens", "0", "--side", "stock"])
+    ((jobs, names, rounds, _),) = asked
+    assert (names, rounds) == (["batch 1", "batch 8", "batch 32"], 2)
+    assert [(w.batch, w.profile_tokens) for w in jobs["stock"].workloads] == [(1, 0), (8, 0), (32, 0)]
+    assert jobs["stock"].options["max_num_seqs"] == 32
+    assert list(found["cases"][0]["sides"]["stock"]["batches"]) == ["1", "8", "32"]
+
+
+def test_environments_for_all_sides_and_for_the_patched_ones(run):
+    options = ["--vllm-env", "A=1=2", "--patched-env", "B=", "--cudagraph-mode", "FULL"]
+    _, found, ((jobs, *_),) = run(["--shape", "0.6b", *options])
+    environments = [(jobs[side].environment.get("A"), jobs[side].environment.get("B")) for side in ALL]
+    assert environments == [("1=2", None), ("1=2", "")] * 2
+    assert jobs["stock"].options["compilation_config"] == {"cudagraph_mode": "FULL"}
+    assert found["settings"]["vllm_environment"] == {"A": "1=2"}
+
+
+def test_without_a_mode_the_graphs_are_vllms_default(run):
+    _, _, ((jobs, *_),) = run(["--shape", "0.6b"])
+    assert jobs["stock"].options["compilation_config"] == {"cudagraph_mode": "FULL_AND_PIECEWISE"}
+
+
+@pytest.mark.parametrize(
+    ("failed", "code"),
+    [
+        ({"patched"}, 1),
+        ({"mrv2-patched"}, 1),
+        ({"stock"}, 2),
+        ({"mrv2", "mrv2-patched"}, 2),
+        ({"stock", "mrv2-patched"}, 1),
+    ],
+)
+def test_a_crash_is_in_the_results_and_counts_by_its_own_runner(run, failed, code):
+    def outcome(job, rounds):
+        return crash(job) if job.label.rpartition(" ")[2] in failed else answer(job, rounds)
+
+    result, found, asked = run(["--shape", "0.6b", "--shape", "8b"], outcome)
+    assert result.exit_code == code
+    assert len(asked) == 2
+    assert "killed by SIGSEGV" in result.output
+    assert "last words [of it]" in result.output
+    errors = {side for side, entry in found["cases"][1]["sides"].items() if entry["error"]}
+    assert errors == failed
+
+
+def test_standard_output_can_be_the_results_alone(run):
+    result, found, _ = run(["--shape", "0.6b", "--json", "-"])
+    assert [case["shape"] for case in json.loads(result.stdout)["cases"]] == ["0.6b"]
+    assert "NVIDIA H200" in result.stderr
+    assert found is None
+
+
+def test_what_was_measured_is_in_the_file_before_the_next_case_starts(run):
+    def outcome(job, rounds):
+        if job.label.startswith("8b"):
+            raise KeyboardInterrupt
+        return answer(job, rounds)
+
+    result, found, _ = run(["--shape", "0.6b", "--shape", "8b"], outcome)
+    assert result.exit_code != 0
+    assert [case["shape"] for case in found["cases"]] == ["0.6b"]
+
+
+def phases(job, us, number):
+    rows = [{"path": ["step"], "calls": 1.0, "us": us}, {"path": ["step", "A.run"], "calls": 1.0, "us": us - 100}]
+    event = {"event": "phases", "round": number, "host_us": 500.0 + number, "seconds": 0.2, "steps": 100, "drafts": 10}
+    return [{**event, "workload": one.name, "accepted_per_position": [9, 6], "rows": rows} for one in job.workloads]
+
+
+def test_a_profile_looks_at_all_sides_in_turn_in_their_callers_processes(run, tmp_path):
+    asked = []
+
+    def in_turn(jobs, measurements, *, rounds, at_once, timeout, limit, rest, module, on_event, keep):
+        asked.append((jobs, measurements, rounds, at_once, module, limit.seconds))
+        found = {}
+        for side, job in jobs.items():
+            events = [event for number, us in enumerate((950.0, 900.0, 990.0)) for event in phases(job, us, number)]
+            events += [{"event": "profiled", "workload": one.name, "gpu_busy_ms": 0.5} for one in job.workloads]
+            record = {"uses": {"v2-tail-graph": {"used": True}, "nwor": {"used": False}}}
+            found[side] = Outcome(job, tuple(events), 2.0, records=(record,))
+        keep({side: dataclasses.replace(one, stopped="later") for side, one in found.items()})
+        return found
+
+    folder = tmp_path / "new" / "traces"
+    options = ["--shape", "0.6b", "--batch", "4", "--rounds", "3", "--time-limit", "240", "--profile", str(folder)]
+    result, found, _ = run(options, instead=in_turn)
+    assert result.exit_code == 0, result.output
+    ((jobs, (one,), rounds, at_once, module, seconds),) = asked
+    assert (list(jobs), rounds, at_once, seconds) == (ALL, 3, True, 240)
+    assert (one.answer, module) == ("phases", "vllm_hwplugin_lab.bench._phases_engine")
+    assert {job.environment["VLLM_ENABLE_V1_MULTIPROCESSING"] for job in jobs.values()} == {"0"}
+    assert [entry["side"] for entry in found["engines"]] == ALL
+    assert found["cases"][0]["stopped"] is None
+    entry = found["engines"][1]
+    assert entry["trace"] == str(folder / "0.6b-eagle3-k=3-patched-batch-4.json.gz")
+    assert folder.is_dir()
+    # Of the quickest round, and nothing of another.
+    assert [row["us"] for row in entry["phases"]] == [900.0, 800.0]
+    assert (entry["host_us"], entry["rounds"], entry["step_ms"]) == (501.0, 3, 2.0)
+    assert (entry["features"], entry["profile"]) == (["v2-tail-graph"], {"gpu_busy_ms": 0.5})
+
+
+def test_a_run_that_is_stopped_leaves_what_it_has_and_begins_no_other_case(run):
+    def outcome(job, rounds):
+        return dataclasses.replace(answer(job, 1), stopped="the time limit of 60 s")
+
+    result, found, asked = run(["--shape", "0.6b", "--shape", "8b", "--time-limit", "60"], outcome)
+    assert result.exit_code == 2
+    assert len(asked) == 1
+    (case,) = found["cases"]
+    assert case["stopped"] == "the time limit of 60 s"
+    assert case["sides"]["patched"]["batches"]["8"]["rounds"] == 1
+    assert "Not everything was measured: the time limit of 60 s." in result.output
+
+
+def test_a_file_that_cannot_be_written_costs_no_figure(run, tmp_path):
+    folder = tmp_path / "results"
+    folder.mkdir()
+
+    def outcome(job, rounds):
+        # After the option was looked at, and before the first figure.
+        shutil.rmtree(folder, ignore_errors=True)
+        return answer(job, rounds)
+
+    arguments = ["--shape", "0.6b", "--shape", "8b", "--batch", "1", "--json", str(folder / "r.json")]
+    result, _, asked = run(arguments, outcome)
+    assert len(asked) == 2
+    assert "1.50" in result.output
+    assert result.exit_code == 2
+    assert result.output.strip().endswith("r.json: cannot be written (No such file or directory); name another file")
+
+
+def test_a_folder_that_cannot_be_made_is_named(run, tmp_path):
+    (tmp_path / "file").touch()
+    result, _, asked = run(["--shape", "0.6b", "--profile", str(tmp_path / "file" / "traces")])
+    assert (result.exit_code, asked) == (2, [])
+    assert "traces: cannot be made (Not a directory); name another folder" in result.output
+
+
+@pytest.mark.parametrize("more", [[], ["--profile", "traces"]])
+def test_a_run_that_is_stopped_before_it_has_measured_says_that_alone(run, more, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result, _, _ = run(["--shape", "0.6b", *more], lambda job, rounds: Outcome(job, (), 0.0, stopped="an interrupt"))
+    assert result.exit_code == 2
+    assert result.output.strip().splitlines()[-1] == "Nothing was measured: an interrupt."
+    assert "batch" not in result.output
+
+
+def test_a_run_that_is_stopped_says_so_beside_a_failure(run):
+    def outcome(job, rounds):
+        return dataclasses.replace(crash(job) if job.patched else answer(job, rounds), stopped="an interrupt")
+
+    result, _, _ = run(["--shape", "0.6b"], outcome)
+    assert result.exit_code == 1
+    assert "Not everything was measured: an interrupt." in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--shape", "9b"], "choose from tiny, 0.6b, 8b"),
+        (["--method", "ngram"], "choose from eagle3, dflash"),
+        (["--vllm-env", "A"], "is not KEY=VAL"),
+        (["--side", "mrv3"], "choose from stock, patched, mrv2, mrv2-patched"),
+        (["--batch", "97"], "holds 96 prompts, 97 were asked for"),
+    ],
+)
+def test_bad_options_start_nothing(run, arguments, message):
+    result, found, asked = run(arguments)
+    assert result.exit_code == 2
+    assert message in result.output
+    assert (found, asked) == (None, [])
+
+
+def test_dummy_shapes_on_a_cpu_are_refused(run):
+    result, _, asked = run(["--shape", "0.6b"], host=CPU)
+    assert result.exit_code == 2
+    assert "needs a GPU" in result.output
+    assert asked == []

@@ -1,0 +1,180 @@
+"""`vllm-hwplugin bench attention` and `bench ops`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from typer.testing import CliRunner
+
+from vllm_hwplugin.cli._app import app
+from vllm_hwplugin_lab import bench
+from vllm_hwplugin_lab.bench import Host
+from vllm_hwplugin_lab.bench.micro import _cells, attention_cases, op_cases
+from vllm_hwplugin_lab.cli import _bench_kernels
+
+GPU = Host("cuda", "NVIDIA H200", "580.1", "0.26.0", "2.11.0", "3.12.3", 16)
+READY = {"error": None, "log_tail": "", "copy_bandwidth": 4e12, "packages": {"torch": "2.11.0"}}
+
+
+def measured(cell, **facts):
+    facts = {"seconds": 1e-4, "eager": None, "copy_seconds": 1e-5, "error_ratio": 1.0, "mismatch": None, **facts}
+    return {**_cells.outcome(cell, _cells.MEASURED, None, **facts), "process": 0}
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path):
+    def call(*arguments, outcome=measured, processes=(READY,), host=GPU):
+        asked = []
+
+        def supervise(job, todo, *, seconds, on_event, keep):
+            asked.append((job, list(todo), seconds))
+            outcomes = [outcome(cell) for cell in todo]
+            on_event({"event": "begin", "kernel": "[k]", "case": "c"})
+            on_event({"event": "cell", "outcome": {}})
+            keep(outcomes[:1], list(processes))
+            call.kept = json.loads(file.read_text()) if file.exists() else None
+            return outcomes, list(processes)
+
+        file = tmp_path / "kernels.json"
+        monkeypatch.setattr(_bench_kernels, "supervise", supervise)
+        monkeypatch.setattr(bench, "detect_host", lambda device=host.device: replace(host, device=device))
+        monkeypatch.setenv("COLUMNS", "200")
+        command, *options = arguments
+        result = CliRunner().invoke(app, ["bench", command, "--json", str(file), *options])
+        return result, json.loads(file.read_text()) if file.exists() else None, asked
+
+    return call
+
+
+def test_attention_measures_the_whole_plan(run):
+    result, found, ((job, todo, seconds),) = run("attention", "--seconds", "50", "--seed", "7")
+    assert result.exit_code == 0, result.output
+    assert todo == list(attention_cases.plan())
+    assert (job["kind"], job["seed"], seconds) == ("attention", 7, 50)
+    assert (found["kind"], len(found["cells"]), found["settings"]["seed"]) == ("attention", len(todo), 7)
+    assert found["host"]["vllm"] == "0.26.0"
+
+
+def test_standard_output_can_be_the_results_alone(run, monkeypatch):
+    monkeypatch.setattr(_bench_kernels, "_KEEP", -1.0)
+    result, found, _ = run("attention", "--json", "-")
+    assert json.loads(result.stdout)["kind"] == "attention"
+    assert "decode and verification" in result.stderr
+    assert found is None
+
+
+def test_attention_can_be_narrowed(run):
+    _, _, ((_, todo, _),) = run("attention", "--kernel", "hwplugin", "--kind", "prefill")
+    assert {(kernel, case.split()[0]) for kernel, case in todo} == {("hwplugin", "prefill")}
+    assert len(todo) == 4
+    result, _, asked = run("attention", "--kernel", "nobody")
+    assert (result.exit_code, asked) == (2, [])
+
+
+def test_the_settings_are_in_the_file(run):
+    _, found, _ = run("attention", "--kernel", "hwplugin", "--kind", "prefill", "--seed", "7")
+    assert found["settings"]["only"] == {"kernel": ["hwplugin"], "kind": ["prefill"]}
+    assert (found["settings"]["seconds"], found["settings"]["seed"]) == (75, 7)
+
+
+def test_ops_measures_both_sides_of_what_is_chosen(run):
+    result, found, ((job, todo, _),) = run("ops", "--op", "topk_softmax")
+    assert result.exit_code == 0, result.output
+    assert {(kernel, case.split()[0]) for kernel, case in todo} == {
+        ("hwplugin", "topk_softmax"),
+        ("vllm", "topk_softmax"),
+    }
+    assert len(found["cells"]) == len(todo)
+    _, _, ((job, todo, _),) = run("ops")
+    assert (job["kind"], todo) == ("ops", list(op_cases.plan()))
+
+
+def row_of(result, name):
+    """The cells of a row of the table at the end."""
+    (row,) = [line for line in result.output.splitlines() if line.strip("│ ").startswith(f"{name} ")]
+    return [cell.strip() for cell in row.strip("│").split("│")]
+
+
+def test_the_table_at_the_end_says_what_is_faster_and_what_is_wrong(run):
+    def outcome(cell):
+        kernel, case = cell
+        if kernel == "FLASHINFER":
+            return {**_cells.outcome(cell, _cells.MISSING, "no [flashinfer]"), "process": 0}
+        wrong = (kernel, case) == ("hwplugin", "topk_softmax 8 of 128 t8")
+        seconds = 1e-4 if kernel == "hwplugin" else 5e-5 if case.endswith((" t8", "h8/4 d512")) else 2e-4
+        return measured(cell, seconds=seconds, mismatch="weights" if wrong else None)
+
+    result, _, _ = run("ops", outcome=outcome)
+    small = (2 * 0.5 * 2) ** (1 / 3)
+    assert row_of(result, "merge_attn_states")[1:] == [
+        f"{small:.2f} (0.50 to 2.00), 6",
+        "2.00 (2.00 to 2.00), 4",
+        "yes",
+    ]
+    assert row_of(result, "topk_softmax")[-1] == "14 of 15"
+    assert "hwplugin topk_softmax 8 of 128 t8: weights" in result.output
+    result, _, _ = run("attention", outcome=outcome)
+    assert row_of(result, "TRITON_ATTN")[1] == "1.00 (0.50 to 2.00), 4"
+    assert "FLASHINFER: missing: no [flashinfer]" in result.output
+
+
+def test_operations_are_measured_on_the_device_that_is_named(run):
+    result, found, ((job, _, _),) = run("ops", "--device", "musa", "--op", "rotary_embedding")
+    assert result.exit_code == 0, result.output
+    assert (job["device"], found["host"]["device"]) == ("musa", "musa")
+    assert found["settings"]["only"] == {"op": ["rotary_embedding"], "device": ["musa"]}
+    _, _, ((job, _, _),) = run("ops")
+    assert job["device"] == "cuda"
+    for arguments, host in ((["ops", "--device", "xpu"], GPU), (["attention"], replace(GPU, device="musa"))):
+        result, _, asked = run(*arguments, host=host)
+        assert (result.exit_code, asked) == (2, []), result.output
+
+
+@pytest.mark.parametrize(
+    ("command", "kernel", "change", "code"),
+    [
+        ("attention", "hwplugin", {"error_ratio": 2.01}, 1),
+        ("attention", "SDPA", {"error_ratio": 9.0}, 0),
+        ("attention", "hwplugin", _cells.FAILED, 1),
+        ("attention", "hwplugin", _cells.CRASHED, 1),
+        ("attention", "hwplugin", _cells.NOT_RUN, 2),
+        ("attention", "FLASHINFER", _cells.FAILED, 0),
+        ("ops", "hwplugin", {"mismatch": "wrong"}, 1),
+        ("ops", "vllm", {"mismatch": "wrong"}, 0),
+        ("ops", "hwplugin", _cells.FAILED, 1),
+        ("ops", "hwplugin", _cells.MISSING, 2),
+        ("ops", "vllm", _cells.FAILED, 0),
+    ],
+)
+def test_the_exit_code_is_about_our_own_kernels(run, command, kernel, change, code):
+    def outcome(cell):
+        if cell[0] != kernel:
+            return measured(cell)
+        if isinstance(change, dict):
+            return measured(cell, **change)
+        return {**_cells.outcome(cell, change, "no"), "process": 0}
+
+    result, _, _ = run(command, outcome=outcome)
+    assert result.exit_code == code, result.output
+
+
+def test_a_process_that_died_shows_the_end_of_its_log(run):
+    result, found, _ = run("ops", processes=[{**READY, "error": "killed by SIGSEGV", "log_tail": "the [end] of it"}])
+    assert "a process ended: killed by SIGSEGV" in result.output
+    assert "the [end] of it" in result.output
+    assert found["processes"][0]["error"] == "killed by SIGSEGV"
+
+
+def test_an_interrupted_run_keeps_what_was_measured(run, monkeypatch):
+    monkeypatch.setattr(_bench_kernels, "_KEEP", -1.0)
+    run("ops")
+    assert len(run.kept["cells"]) == 1
+
+
+def test_a_host_without_a_gpu_is_told_so(run):
+    cpu = Host("cpu", "Some CPU", None, "0.32.0", "2.13.0", "3.11.7", 2)
+    result, found, asked = run("attention", host=cpu)
+    assert (result.exit_code, found, asked) == (2, None, [])
+    assert "`bench attention` measures kernels of a GPU; vLLM runs on Some CPU (cpu)" in result.output

@@ -1,0 +1,255 @@
+"""The command ``bench serve`` with the engines replaced: what they are asked for, and what is made of their answers."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from vllm_hwplugin.cli._app import app
+from vllm_hwplugin_lab.bench import Host, Outcome, find_checkpoints
+from vllm_hwplugin_lab.cli import _bench_serve, _in_turn
+
+pytest.importorskip("numpy")
+
+GPU = Host("cuda", "NVIDIA H200", "580", "0.26.0", "2.11.0", "3.12.3", 16)
+ALL = ["stock", "patched", "mrv2", "mrv2-patched"]
+#: Of each round, beside those with an answer.
+MORE = []
+CASE = ["--target", "T", "--draft", "D", "--method", "eagle3"]
+
+
+def answer(job, names, rounds):
+    request = {"prompt_tokens": 8, "tokens": 11, "ttft": 0.05, "e2e": 0.25, "gaps": [0.02] * 10}
+    loaded = {
+        "event": "loaded",
+        "host_us": 500.0,
+        "seconds": 1.0,
+        "requests": [request] * 4 + MORE,
+        "graphs": [{"model": "drafter", "unpadded": 3, "padded": 4, "mode": "FULL", "count": 7}],
+        "steps": 9,
+        "drafts": 10,
+        "accepted_per_position": [9, 6],
+    }
+    events = [{**loaded, "workload": name} for _ in range(rounds) for name in names]
+    return Outcome(job, ({"event": "ready", "seconds": 1.0}, *events), 2.0)
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path):
+    file = tmp_path / "r.json"
+
+    def call(arguments, host=GPU, stopped=None, measured=True):
+        asked = []
+
+        def in_turn(jobs, measurements, *, rounds, at_once, timeout, limit, rest, module, on_event, keep):
+            asked.append((jobs, measurements, rounds, at_once))
+            names = [one.name for one in measurements if measured]
+            found = {
+                side: dataclasses.replace(answer(job, names, rounds), stopped=stopped) for side, job in jobs.items()
+            }
+            keep(found)
+            return found
+
+        monkeypatch.setattr(_in_turn, "measure_in_turn", in_turn)
+        monkeypatch.setattr(_bench_serve, "detect_host", lambda: host)
+        monkeypatch.setenv("COLUMNS", "200")
+        command = ["bench", "serve", "--json", str(file), *arguments]
+        result = CliRunner().invoke(app, command, catch_exceptions=False)
+        return result, json.loads(file.read_text()) if file.exists() else None, asked
+
+    return call
+
+
+def test_every_load_on_the_same_engines_and_each_k_on_its_own(run):
+    loads = ["--concurrency", "1", "--concurrency", "16", "--temperature", "0", "--temperature", "1"]
+    result, found, asked = run([*CASE, "--k", "3", "--k", "15", *loads, "--num-prompts", "20"])
+    assert result.exit_code == 0, result.output
+    assert [list(jobs) for jobs, *_ in asked] == [[f"k={k} {side}" for side in ALL] for k in (3, 15)]
+    (jobs, measurements, rounds, at_once), _ = asked
+    assert jobs["k=3 stock"].options["max_num_seqs"] == 16
+    assert jobs["k=3 stock"].options["max_model_len"] == 1024 + 256 + 4
+    assert (rounds, at_once) == (2, False)
+    sent = [one.round["load"] for one in measurements]
+    assert [(load["concurrency"], load["temperature"]) for load in sent] == [(1, 0), (1, 1), (16, 0), (16, 1)]
+    assert sent[0]["requests"] == [{"prompt": 1024, "max_tokens": 256, "at": 0.0}] * 20
+    assert sent[0]["ignore_eos"] is True
+    assert [len(one.warm_up["load"]["requests"]) for one in measurements] == [1, 1, 16, 16]
+    entry = found["cases"][1]["sides"]["mrv2-patched"]["loads"]["16 at once, temperature 1"]
+    assert [case["k"] for case in found["cases"]] == [3, 15]
+    assert entry["ttft_ms"]["p99"] == pytest.approx(50)
+    assert entry["tpot_ms"]["p50"] == pytest.approx(20)
+    assert entry["acceptance_per_position"] == [0.9, 0.6]
+    assert entry["graphs"][0]["count"] == 14
+
+
+def test_requests_that_got_nothing_are_said(run, monkeypatch):
+    result, *_ = run([*CASE, "--side", "stock"])
+    assert "no token" not in result.output
+    request = {"prompt_tokens": 8, "tokens": 0, "ttft": None, "e2e": None, "gaps": []}
+    monkeypatch.setitem(globals(), "MORE", [request])
+    result, found, _ = run([*CASE, "--side", "stock"])
+    assert found["cases"][0]["sides"]["stock"]["loads"]["16 at once, temperature 0"]["unanswered"] == 2
+    assert "Requests that got no token, and have no latency: 2 on stock." in result.output
+
+
+def test_a_whole_table_in_one_run(run):
+    arguments = ["--shape", "0.6b", "--method", "dflash", "--k", "3", "--k", "7", "--k", "15", "--all-k-at-once"]
+    loads = ["--concurrency", "1", "--concurrency", "16", "--per-slot", "2", "--num-prompts", "20"]
+    result, found, asked = run([*arguments, *loads, "--side", "stock", "--side", "patched"])
+    assert result.exit_code == 0, result.output
+    ((jobs, measurements, _, at_once),) = asked
+    assert at_once
+    assert list(jobs) == [f"k={k} {side}" for k in (3, 7, 15) for side in ("stock", "patched")]
+    assert [job.options["speculative_config"]["num_speculative_tokens"] for job in jobs.values()] == [
+        3,
+        3,
+        7,
+        7,
+        15,
+        15,
+    ]
+    assert sum(job.options["gpu_memory_utilization"] for job in jobs.values()) == pytest.approx(0.9)
+    # Two for each that runs at once, of the prompts that there are.
+    assert [len(one.round["load"]["requests"]) for one in measurements] == [2, 20]
+    assert [(case["k"], list(case["sides"]), case["stopped"]) for case in found["cases"]] == [
+        (k, ["stock", "patched"], None) for k in (3, 7, 15)
+    ]
+
+
+def test_a_run_that_is_stopped_leaves_what_it_has_and_begins_no_other_k(run):
+    result, found, asked = run([*CASE, "--k", "3", "--k", "5", "--time-limit", "60"], stopped="an interrupt")
+    assert (result.exit_code, len(asked)) == (2, 1)
+    assert [(case["k"], case["stopped"]) for case in found["cases"]] == [(3, "an interrupt")]
+    assert "Not everything was measured: an interrupt." in result.output
+
+
+def test_a_run_that_is_stopped_before_it_has_measured_says_that_alone(run):
+    loads = ["--concurrency", "1", "--concurrency", "16", "--time-limit", "60"]
+    reason = "the time limit of 60 s, 55 s into the start of the engines (k=3 mrv2 not ready)"
+    result, found, _ = run([*CASE, *loads], stopped=reason, measured=False)
+    assert result.exit_code == 2
+    # After the line that says what runs where.
+    assert result.output.strip().splitlines()[-1] == f"Nothing was measured: {reason}."
+    assert "P50" not in result.output
+    assert found["cases"][0]["stopped"] == reason
+
+
+def test_a_file_of_prompts_comes_by_the_clock_and_ends_where_the_model_ends_it(run, tmp_path):
+    prompts = tmp_path / "gsm8k.jsonl"
+    prompts.write_text("".join(json.dumps({"question": f"{n} + 1?", "answer": "-"}) + "\n" for n in range(9)))
+    arguments = ["--prompts", str(prompts), "--num-prompts", "6", "--concurrency", "0", "--request-rate", "10"]
+    _, found, ((jobs, (one,), *_),) = run([*CASE, *arguments])
+    load = one.round["load"]
+    assert [request["prompt"] for request in load["requests"]] == [f"{n} + 1?" for n in range(6)]
+    times = [request["at"] for request in load["requests"]]
+    assert times == sorted(set(times))
+    assert (load["concurrency"], load["ignore_eos"], load["chat"]) == (0, False, True)
+    # Nobody has counted these tokens, nor bounded the requests: the model and vLLM say how many.
+    assert {"max_model_len", "max_num_seqs"} & set(jobs["k=3 stock"].options) == set()
+    assert found["settings"]["num_prompts"] == 6
+
+
+@pytest.mark.parametrize(
+    ("method", "draft", "config"),
+    [
+        ("mtp", [], {"method": "mtp", "num_speculative_tokens": 3}),
+        (
+            "p-eagle",
+            ["--draft", "D"],
+            {"method": "eagle3", "parallel_drafting": True, "num_speculative_tokens": 3, "model": "D"},
+        ),
+    ],
+)
+def test_methods_as_vllm_names_them(run, method, draft, config):
+    _, _, ((jobs, *_),) = run(["--target", "T", "--method", method, *draft, "--side", "patched"])
+    assert jobs["k=3 patched"].options["speculative_config"] == config
+
+
+def test_with_a_size_of_the_cache_engines_start_side_by_side(run):
+    _, _, ((jobs, *_, at_once),) = run([*CASE, "--kv-cache-gib", "2.5", "--tensor-parallel-size", "2"])
+    assert at_once
+    options = jobs["k=3 mrv2"].options
+    assert options["kv_cache_memory_bytes"] == 2684354560
+    assert (options["tensor_parallel_size"], options["dtype"]) == (2, "auto")
+
+
+def test_a_shape_needs_neither_a_model_nor_its_memory_measured(run):
+    arguments = ["--shape", "0.6b", "--method", "dflash", "--k", "15", "--concurrency", "1", "--concurrency", "64"]
+    _, found, ((jobs, measurements, _, at_once),) = run([*arguments, "--num-prompts", "64"])
+    assert at_once
+    options = jobs["k=15 mrv2"].options
+    assert options["load_format"] == "dummy"
+    assert options["speculative_config"]["synthetic_acceptance_length"] == 8.5
+    # 33 layers of 8 heads of 128 keys and values in bfloat16, for 64 of the longest requests.
+    assert options["kv_cache_memory_bytes"] >= 33 * 8 * 128 * 2 * 2 * 64 * options["max_model_len"]
+    assert measurements[0].round["load"]["detokenize"] is False
+    assert (found["settings"]["shape"], found["settings"]["target"]) == ("0.6b", None)
+
+
+def test_engines_start_alone_where_nobody_has_counted_the_tokens_of_a_files_prompts(run, tmp_path):
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text(json.dumps({"question": "1 + 1?"}) + "\n")
+    result, _, ((jobs, *_, at_once),) = run(["--shape", "tiny", "--method", "eagle3", "--prompts", str(prompts)])
+    assert not at_once
+    # 16 at once would be a wrong name for it, where nobody said so.
+    assert "holds 1 of 64 prompts" in result.output
+    assert "kv_cache_memory_bytes" not in jobs["k=3 stock"].options
+
+
+def test_a_shape_for_several_gpus_has_them(run):
+    arguments = ["--shape", "8b-fp8-tp2", "--method", "eagle3", "--side", "stock"]
+    _, _, ((jobs, *_),) = run(arguments, host=dataclasses.replace(GPU, gpus=2))
+    assert jobs["k=3 stock"].options["tensor_parallel_size"] == 2
+
+
+def test_the_tiny_shape_has_prompts_that_it_was_trained_on(run):
+    _, _, ((jobs, (one,), *_),) = run(["--shape", "tiny", "--method", "eagle3", "--num-prompts", "2"])
+    load = one.round["load"]
+    prompts = [request["prompt"] for request in load["requests"]]
+    assert [len(prompt) for prompt in prompts] == [96, 96]
+    assert load["detokenize"] is True
+    assert "synthetic_acceptance_length" not in jobs["k=3 stock"].options["speculative_config"]
+
+
+def test_the_tiny_shapes_checkpoints_may_lie_where_the_error_says_that_they_can_be_named(run, tmp_path):
+    """As of an installed package, which has none of its own."""
+    folder, arguments = tmp_path / "small", ["--shape", "tiny", "--method", "eagle3", "--num-prompts", "2"]
+    result, _, asked = run([*arguments, "--model", str(folder)])
+    assert (result.exit_code, asked) == (2, [])
+    assert f"no checkpoints in {folder}" in result.output
+    assert "give --model FOLDER" in result.output
+    folder.symlink_to(find_checkpoints(None).root)
+    _, _, ((jobs, *_),) = run([*arguments, "--model", str(folder)])
+    options = jobs["k=3 stock"].options
+    assert [options["model"], options["speculative_config"]["model"]] == [
+        str(folder / "target"),
+        str(folder / "eagle3"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([*CASE, "--shape", "tiny"], "leave it or them out"),
+        ([*CASE, "--model", "M"], "only --shape tiny has these"),
+        ([*CASE, "--acceptance-length", "2"], "real weights decide it"),
+        (["--target", "T", "--method", "eagle3"], "eagle3 needs a drafter"),
+        (["--method", "eagle3"], "name a target, or --shape"),
+        (["--shape", "8b", "--method", "mtp"], "--shape 8b has no drafter for mtp"),
+        (["--shape", "tiny", "--method", "eagle3", "--num-prompts", "97"], "holds 96 prompts, 97 were asked for"),
+        ([*CASE[:-1], "ngram"], "choose from eagle, eagle3, p-eagle"),
+        ([*CASE, "--side", "mrv3"], "choose from stock, patched, mrv2, mrv2-patched"),
+        ([*CASE[:-1], "p-eagle", "--side", "mrv2"], "Model Runner V2 runs p-eagle in no supported vLLM"),
+        ([*CASE, "--prompts", "/nowhere.jsonl"], "does not exist"),
+        (["--target", "/nowhere", "--method", "mtp"], "/nowhere: no such folder"),
+        ([*CASE, "--draft", "./nowhere"], "./nowhere: no such folder"),
+    ],
+)
+def test_bad_options_start_nothing(run, arguments, message):
+    result, found, asked = run(arguments)
+    assert result.exit_code == 2
+    assert message in result.output
+    assert (found, asked) == (None, [])

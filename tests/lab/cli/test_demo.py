@@ -1,0 +1,194 @@
+"""The command ``demo`` with the engines replaced: what it asks for, compares, shows and exits with."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from vllm_hwplugin.cli._app import app
+from vllm_hwplugin_lab import bench
+from vllm_hwplugin_lab.cli import demo as command
+
+CPU = bench.Host("cpu", "Some CPU", None, "0.32.0", "2.13.0", "3.11.7", 2)
+GPU = bench.Host("cuda", "NVIDIA H200", "580", "0.26.0", "2.11.0", "3.12.3", 16)
+RECORD = {
+    "pid": 77,
+    "role": "parent",
+    "features": {
+        "one": {"state": "live", "reason": ""},
+        "two": {"state": "refused", "reason": "drifted"},
+        "three": {"state": "not-needed", "reason": "the fault came later"},
+        "four": {"state": "live", "reason": ""},
+    },
+    "uses": {"one": {"used": True, "reason": ""}, "four": {"used": False, "reason": "other runner"}},
+    "decisions": {"one": "chose this"},
+}
+
+
+def answer(job, texts=((5, 6), (7, 8)), drafts=4):
+    accepted = [3, 1] if "speculative_config" in job.options else []
+    events = [
+        {
+            "event": "measured",
+            "workload": command.WORKLOAD,
+            "round": number,
+            "seconds": 2.0 / (1 + number),
+            "tokens": 4,
+            "steps": 4,
+            "drafts": drafts if accepted else 0,
+            "accepted_per_position": accepted,
+            **({"texts": [list(t) for t in texts]} if number == 0 else {}),
+        }
+        for number in range(2)
+    ]
+    ready = {"event": "ready", "seconds": 1.0, "graph_modes": {"drafter": "FULL"}, "platform": "a.Platform"}
+    return bench.Outcome(job, (ready, *events), 3.0, records=(RECORD,) if job.patched else ())
+
+
+def recording_launch(answer: Callable[[Any], Any], jobs: list[Any]) -> Callable[..., Any]:
+    """A stand-in for `bench.launch` that notes each job, answers with `answer(job)` and passes its events on."""
+
+    def launched(job: Any, *, timeout: float, on_event: Callable[[Any], None]) -> Any:
+        jobs.append(job)
+        outcome = answer(job)
+        for event in outcome.events:
+            on_event(event)
+        return outcome
+
+    return launched
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path):
+    """Run the demo on a host with a stand-in for `launch`; returns the result, the JSON and the jobs."""
+
+    def call(launch=answer, host=CPU, arguments=()):
+        jobs = []
+        monkeypatch.setattr(bench, "launch", recording_launch(launch, jobs))
+        monkeypatch.setattr(bench, "detect_host", lambda: host)
+        monkeypatch.setenv("COLUMNS", "200")
+        file = tmp_path / "demo.json"
+        result = CliRunner().invoke(
+            app, ["demo", "--prompts", "2", "--tokens", "2", "--json", str(file), *arguments], catch_exceptions=False
+        )
+        return result, json.loads(file.read_text()) if file.exists() else None, jobs
+
+    return call
+
+
+def test_five_fresh_engines_with_the_same_prompts(run):
+    result, found, jobs = run()
+    assert result.exit_code == 0, result.output
+    assert found["ok"] is True
+    assert [j.label for j in jobs] == [c.name for c in command.CONFIGURATIONS]
+    assert len({j.workloads for j in jobs}) == 1
+    assert [j.environment["VLLM_HWPLUGIN"] for j in jobs] == ["0", "0", "1", "0", "1"]
+    drafted = [j.options.get("speculative_config", {}).get("num_speculative_tokens") for j in jobs]
+    assert drafted == [None, 3, 3, 7, 7]
+
+
+def test_a_cpu_runs_exact_and_says_that_graphs_need_a_gpu(run):
+    result, _, jobs = run()
+    assert "CUDA graphs, and with them draft-full-graph and dflash-full-graph, need a GPU" in result.output
+    assert {(j.options["dtype"], j.options["enforce_eager"]) for j in jobs} == {("float32", True)}
+
+
+def test_a_gpu_runs_full_graphs_in_bfloat16(run):
+    result, _, jobs = run(host=GPU)
+    assert "need a GPU" not in result.output
+    assert {j.options["dtype"] for j in jobs} == {"bfloat16"}
+    assert all(j.options["compilation_config"] == {"cudagraph_mode": "FULL"} for j in jobs)
+
+
+def cells(result, name):
+    line = next(line for line in result.output.splitlines() if line.startswith(f"│ {name}"))
+    return [cell.strip() for cell in line.strip("│").split("│")]
+
+
+def test_a_gpu_is_timed_after_a_whole_round_and_the_best_of_some_counts(run):
+    result, found, jobs = run(host=GPU)
+    (workload,) = {j.workloads[0] for j in jobs}
+    assert (workload.rounds, workload.warmup_tokens) == (3, workload.max_tokens)
+    row = found["configurations"][2]
+    # Two rounds of four drafts: one round's are shown, of the speeds the best.
+    assert (row["drafts"], row["tokens_per_second"], row["acceptance_length"]) == (4, 4.0, 2.0)
+    assert row["texts_equal"] == row["texts"] == 2
+    assert cells(result, "Eagle3 patched")[1:3] == ["4", "drafter FULL"]
+    assert cells(result, "Eagle3 patched")[3:] == ["4", "2.000", "0.75 0.25", "2/2"]
+
+
+def test_a_cpu_runs_once_and_shows_no_speed(run):
+    result, found, jobs = run()
+    assert {(j.workloads[0].rounds, j.workloads[0].warmup_tokens) for j in jobs} == {(1, 0)}
+    assert {row["tokens_per_second"] for row in found["configurations"]} == {None}
+    assert cells(result, "Eagle3 patched") == ["Eagle3 patched", "4", "2.000", "0.75 0.25", "2/2"]
+
+
+def test_a_process_is_one_line_unless_more_is_asked_for(run):
+    """What is live, and what is out of the ordinary: a feature that vLLM does not need is neither."""
+    result, found, _ = run()
+    lines = [line for line in result.output.splitlines() if "process 77" in line]
+    assert [line.partition(":")[0] for line in lines] == ["Eagle3 patched", "DFlash patched"]
+    assert lines[0] == "Eagle3 patched: process 77 (parent): uses one; not four (other runner); two refused: drifted"
+    assert "chose this" not in result.output
+    assert "a.Platform" not in result.output
+    assert found["configurations"][2]["platform"] == "a.Platform"
+    result, _, _ = run(arguments=["-v"])
+    assert "uses one; not four (other runner); two refused: drifted; three not-needed" in result.output
+    assert "one: chose this" in result.output
+    assert "DFlash stock: platform class: a.Platform; CUDA graphs: drafter FULL" in result.output
+
+
+def test_standard_output_can_be_the_results_alone(run):
+    result, found, _ = run(arguments=["--json", "-"])
+    assert json.loads(result.stdout)["ok"] is True
+    assert "Eagle3 patched: process 77" in result.stderr
+    assert found is None
+
+
+@pytest.mark.parametrize(
+    ("failed", "code"), [({"DFlash patched"}, 1), ({"DFlash stock"}, 2), ({"DFlash stock", "DFlash patched"}, 2)]
+)
+def test_only_what_the_plugin_does_is_a_finding(run, failed, code):
+    def launch(job):
+        return bench.Outcome(job, (), 1.0, "exit code 1", "") if job.label in failed else answer(job)
+
+    result, found, _ = run(launch)
+    assert (result.exit_code, found["ok"]) == (code, False)
+
+
+def test_a_failed_engine_is_shown_with_the_end_of_its_log_and_the_rest_goes_on(run):
+    def launch(job):
+        if job.label == "DFlash stock":
+            return bench.Outcome(job, (), 1.0, "exit code 1", "Traceback\nRuntimeError: [boom]")
+        return answer(job)
+
+    result, found, jobs = run(launch)
+    assert result.exit_code == 2
+    assert len(jobs) == 5
+    assert "DFlash stock failed: exit code 1" in result.output
+    assert "RuntimeError: [boom]" in result.output
+    assert [r["error"] for r in found["configurations"]] == [None, None, None, "exit code 1", None]
+    assert found["configurations"][4]["texts_equal"] == 2
+
+
+@pytest.mark.parametrize(("host", "code"), [(CPU, 1), (GPU, 0)])
+def test_a_differing_text_fails_where_texts_must_be_equal(run, host, code):
+    def launch(job):
+        return answer(job, texts=((5, 6), (7, 9))) if job.label == "Eagle3 patched" else answer(job)
+
+    result, found, _ = run(launch, host)
+    assert found["configurations"][2]["texts_equal"] == 1
+    assert result.exit_code == code
+    assert "1/2" in result.output
+
+
+def test_without_checkpoints_one_line_says_what_to_give(run, tmp_path):
+    result, found, jobs = run(arguments=["--model", str(tmp_path)])
+    assert result.exit_code == 2
+    assert "--model FOLDER" in result.output
+    assert (found, jobs) == (None, [])

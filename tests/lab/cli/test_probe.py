@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command ``probe``: with its process replaced, and on the real CPU backend."""
+
+from __future__ import annotations
+
+import json
+import os
+from datetime import datetime
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from typer.testing import CliRunner
+
+from vllm_hwplugin import __version__
+from vllm_hwplugin.cli._app import app
+from vllm_hwplugin_lab.cli import probe as command
+from vllm_hwplugin_lab.probe import Job
+
+FAKES = Path(__file__).parents[1] / "probe"
+HOST = {"event": "host", "device": "cpu", "name": "x86_64", "torch": "2.13.0", "vllm": "0.32.0"}
+SINKS = {"backend": "B", "capability": "sinks", "value": "yes"}
+
+
+def answer(**changes):
+    return {
+        "event": "result",
+        **SINKS,
+        "declared": "yes",
+        "behaviour": "works",
+        "cases": 5,
+        "shape": "heads [2]",
+        "detail": "no",
+        "ratio": 0.5,
+        **changes,
+    }
+
+
+@pytest.fixture
+def replaced(monkeypatch):
+    """``replaced(result, ...)``: run the command on a process that says so; gives its result and its job."""
+
+    def run(arguments, *results, left_out=None, error=None):
+        jobs = []
+
+        def run_child(module, job, environment, *, timeout, on_event):
+            assert module == "vllm_hwplugin_lab.probe._child"
+            jobs.append(Job.from_json(job))
+            if error is None:
+                on_event(HOST)
+                on_event({"event": "backend", "name": "B", "path": "a.B", "own": False, "left_out": left_out})
+                for result in results:
+                    on_event({"event": "trial", **SINKS})
+                    on_event(result)
+            return SimpleNamespace(error=error, log_tail="the end of the log")
+
+        monkeypatch.setattr(command, "run_child", run_child)
+        return CliRunner().invoke(app, ["probe", *arguments]), jobs
+
+    return run
+
+
+def test_status_0_where_all_holds(replaced):
+    result, jobs = replaced(["--seed", "3", "--cases", "2", "--capability", "sinks", "--backend", "B"], answer())
+    assert result.exit_code == 0, result.output
+    assert "B sinks yes: holds (declared, 0.50 of SDPA's error)" in result.output
+    assert "seed 3, 2 batches each: 1 tried, 0 differ" in result.output
+    assert (jobs[0].seed, jobs[0].cases, jobs[0].capabilities, jobs[0].backends) == (3, 2, ("sinks",), ("B",))
+
+
+def test_status_1_and_the_shape_where_something_differs(replaced, tmp_path, monkeypatch):
+    monkeypatch.setenv("HWPLUGIN_BENCH_COMMIT", "0123abcd")
+    file = tmp_path / "r.json"
+    result, _ = replaced(["--json", str(file)], answer(behaviour="refuses", detail="ValueError: no [sinks]"))
+    assert result.exit_code == 1
+    assert "refused-though-declared" in result.output
+    assert "ValueError: no [sinks]" in result.output
+    assert "heads [2]" in result.output
+    written = json.loads(file.read_text())
+    assert written["ok"] is False
+    assert (written["commit"], written["plugin"]) == ("0123abcd", __version__)
+    assert datetime.fromisoformat(written["date"]).tzinfo is not None
+
+
+def test_standard_output_can_be_the_results_alone(replaced):
+    result, _ = replaced(["--json", "-"], answer())
+    assert [one["capability"] for one in json.loads(result.stdout)["results"]] == ["sinks"]
+    assert "B sinks yes: holds" in result.stderr
+
+
+def test_strict_turns_what_works_undeclared_into_a_failure(replaced):
+    assert replaced([], answer(declared="no"))[0].exit_code == 0
+    result, _ = replaced(["--strict"], answer(declared="no"))
+    assert result.exit_code == 1
+    assert "works-undeclared (not declared" in result.output
+
+
+def test_runs_differ_unless_a_seed_is_given(replaced):
+    seeds = {replaced([], answer())[1][0].seed for _ in range(3)}
+    assert len(seeds) == 3
+
+
+def test_a_process_that_dies_at_once_is_status_2_with_its_log(replaced):
+    result, _ = replaced([], error="exit code 1")
+    assert result.exit_code == 2
+    assert "exit code 1; it needs vLLM and torch" in result.output
+    assert result.output.endswith("\nthe end of the log\n")
+
+
+def test_nothing_to_try_is_no_answer(replaced):
+    result, _ = replaced([], left_out="X declares no plain decoder attention")
+    assert result.exit_code == 2
+    assert "left out: X declares no plain decoder attention" in result.output
+    assert "no backend of this host could be tried" in result.output
+
+
+def test_an_unknown_capability_lists_the_known_ones(replaced):
+    result, jobs = replaced(["--capability", "sinkz"])
+    assert result.exit_code == 2
+    assert "'sinkz'" in result.output
+    assert not jobs
+
+
+@pytest.fixture
+def real(monkeypatch, tmp_path):
+    """``real(arguments)``: the command as it is; gives its result and {(backend, capability, value): result}."""
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        pytest.skip("these tests expect vLLM's CPU backend")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(FAKES), os.environ.get("PYTHONPATH")])))
+
+    def run(*arguments):
+        file = tmp_path / "r.json"
+        result = CliRunner().invoke(app, ["probe", "--cases", "2", *arguments, "--json", str(file)])
+        assert file.exists(), result.output
+        data = json.loads(file.read_text())
+        return result, {(one["backend"], one["capability"], one["value"]): one for one in data["results"]}
+
+    return run
+
+
+@pytest.mark.engine
+def test_vllms_cpu_backend_does_what_it_declares(real):
+    """Without the float8 caches: those depend on the processor, and on vLLM's rounding."""
+    names = ("head_size", "dtype", "block_size", "non_causal", "sliding_window", "sinks", "softcap", "alibi", "group")
+    # In bfloat16 vLLM's kernels for processors without AVX-512 round to a little more than twice SDPA's error.
+    result, found = real("--factor", "4", *[word for name in names for word in ("--capability", name)])
+    assert result.exit_code == 0, result.output
+    assert {backend for backend, *_ in found} == {"CPU_ATTN"}
+    holds = {key[1:] for key, one in found.items() if one["verdict"] == "holds"}
+    assert {("plain", "causal"), ("non_causal", "yes"), ("sliding_window", "yes"), ("softcap", "yes")} <= holds
+    assert {("head_size", "256"), ("head_size", "512"), ("dtype", "float32"), ("block_size", "32")} <= holds
+    # Also outside of what is declared there are clear answers: kernels that refuse, and sinks that work.
+    assert found["CPU_ATTN", "head_size", "320"]["verdict"] == "refused"
+    assert found["CPU_ATTN", "sinks", "yes"]["verdict"] == "works-undeclared"
+    assert all(0 < one["ratio"] < 4 for one in found.values() if one["behaviour"] == "works")
+
+
+@pytest.mark.engine
+def test_false_declarations_fail_in_both_directions(real):
+    fakes = ("SaysNonCausal", "SaysNothing", "SaysMoreSizes", "Aborts", "Forgets", "AsksConfiguration")
+    backends = [word for name in fakes for word in ("--backend", f"probe_fakes.{name}")]
+    names = ("non_causal", "block_size", "alibi")
+    result, found = real("--strict", *backends, *[word for name in names for word in ("--capability", name)])
+    assert result.exit_code == 1
+
+    def told(fake, capability, value="yes"):
+        one = found[f"probe_fakes.{fake}", capability, value]
+        return one["verdict"], one["fails"]
+
+    assert told("SaysNonCausal", "non_causal") == ("wrong", True)
+    assert told("SaysNothing", "non_causal") == ("works-undeclared", True)
+    assert told("SaysMoreSizes", "block_size", "8") == ("refused-though-declared", True)
+    assert told("Forgets", "plain", "causal") == ("wrong", True)
+    # The process is gone, and the backends behind it were tried all the same.
+    assert told("Aborts", "alibi") == ("crashes", True)
+    assert "SIGABRT" in found["probe_fakes.Aborts", "alibi", "yes"]["detail"]
+    for fake in ("SaysNonCausal", "SaysNothing", "SaysMoreSizes", "Aborts", "AsksConfiguration"):
+        assert told(fake, "plain", "causal") == ("holds", False)
+    shape = found["probe_fakes.SaysNonCausal", "non_causal", "yes"]["shape"]
+    assert shape in result.output
+    assert "non-causal" in shape
+
+
+@pytest.mark.engine
+def test_a_kernel_that_does_not_end_has_crashed(real):
+    result, found = real("--backend", "probe_fakes.Hangs", "--capability", "sinks", "--timeout", "20")
+    assert result.exit_code == 1
+    one = found["probe_fakes.Hangs", "sinks", "yes"]
+    assert one["behaviour"] == "crashes"
+    assert one["shape"]

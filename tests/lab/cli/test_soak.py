@@ -1,0 +1,172 @@
+"""The command ``bench soak`` with the engines replaced."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+
+import pytest
+from typer.testing import CliRunner
+
+from vllm_hwplugin.cli._app import app
+from vllm_hwplugin_lab import bench
+from vllm_hwplugin_lab.bench._launch import Ended
+from vllm_hwplugin_lab.bench.soak import texts_of
+from vllm_hwplugin_lab.bench.soak_run import Soaked
+from vllm_hwplugin_lab.cli import _soak
+
+ALL = ["stock", "patched", "mrv2", "mrv2-patched"]
+GPU = bench.Host("cuda", "NVIDIA H200", "580", "0.26.0", "2.11.0", "3.12.3", 16)
+READY = {"event": "ready", "seconds": 1.0, "pid": 7, "platform": "a.B", "graph_modes": {"drafter": "FULL"}}
+
+
+def soaked(job, **changes):
+    return {
+        "event": "soaked",
+        "seconds": 2.0,
+        "requests": 2,
+        "tokens": 4,
+        "drafts": 20_000,
+        "accepted_per_position": [16_000, 8_000],
+        "steps": job.steps,
+        "batch_sizes": {"1": 30, "4": 30},
+        "mixed_steps": 3,
+        "draft_phases": 60,
+        "draft_phases_in_graphs": 59,
+        "graph_replays": {"target": 58, "draft": 57},
+        # The second text is each side's own.
+        "texts": [[0, [1], [2, 3]], [1, [4], [5, 6 if job.label == "stock" else 7]]],
+        **changes,
+    }
+
+
+def ended(*events, error=None):
+    record = {"uses": {"v1-draft-phase": {"used": True}, "nwor": {"used": False}}}
+    return Ended(events, 3.0, error, "the log [of it]" if error else "", (record,))
+
+
+def answer(job):
+    return ended(READY, {"event": "progress", "steps": 30}, soaked(job), {"event": "done"})
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path):
+    def call(*arguments, child=answer, gap=0.0, judge=None, host=GPU):
+        asked = []
+
+        def run_soak(jobs, judging, *, at_once, timeout, under, on_event):
+            asked.append((jobs, judging, at_once, under))
+            found = Soaked({side: child(job) for side, job in jobs.items()})
+            for side, one in found.ended.items():
+                for event in one.events:
+                    on_event(side, event)
+                if one.error is None:
+                    found.texts[side] = texts_of(one.events[-2])
+            found.judge = judge or ended(READY, {"event": "done"})
+            if found.judge.error is None:
+                found.gaps = {text: [0.0, gap] for several in found.texts.values() for text in several}
+            return found
+
+        monkeypatch.setattr(_soak, "run_soak", run_soak)
+        monkeypatch.setattr(bench, "detect_host", lambda: host)
+        monkeypatch.setenv("COLUMNS", "200")
+        file = tmp_path / "soak.json"
+        command = ["bench", "soak", "--steps", "60", "--max-num-seqs", "4", "--json", str(file), *arguments]
+        result = CliRunner().invoke(app, command, catch_exceptions=False)
+        return result, json.loads(file.read_text()) if file.exists() else None, asked
+
+    return call
+
+
+def test_all_sides_that_the_host_can_run_soak_at_the_same_time(run):
+    result, found, ((jobs, judge, at_once, _),) = run()
+    assert result.exit_code == 0, result.output
+    assert (list(jobs), judge.label, at_once) == (ALL, "judge", True)
+    runners = {side: job.environment["VLLM_USE_V2_MODEL_RUNNER"] for side, job in jobs.items()}
+    assert runners == {"stock": "0", "patched": "0", "mrv2": "1", "mrv2-patched": "1"}
+    assert sum(job.options["gpu_memory_utilization"] for job in (*jobs.values(), judge)) == pytest.approx(0.9)
+    assert (found["ok"], found["failures"]) == (True, [])
+    assert found["settings"]["k"] == 7
+    patched = found["sides"]["patched"]
+    assert patched["acceptance_per_position"] == [0.8, 0.4]
+    assert patched["texts"] == {"count": 2, "worst_gap": 0.0, "not_first_choice": 0.0}
+    assert (patched["platform"], patched["features"]) == ("a.B", ["v1-draft-phase"])
+    assert "MRV2 patched: 60 steps, 2 requests, 4 tokens" in result.output
+    assert "60 phases, 59 of them in graphs; graphs replayed: target 58, draft 57" in result.output
+
+
+def test_on_a_cpu_v1_one_engine_after_the_other(run):
+    _, _, ((jobs, _, at_once, _),) = run(host=dataclasses.replace(GPU, device="cpu", vllm="0.32.0"))
+    assert (list(jobs), at_once) == (["stock", "patched"], False)
+    assert not any("kv_cache_memory_bytes" in job.options for job in jobs.values())
+
+
+def test_standard_output_can_be_the_results_alone(run):
+    result, found, _ = run("--json", "-")
+    assert list(json.loads(result.stdout)["sides"]) == ALL
+    assert "60 phases, 59 of them in graphs" in result.stderr
+    assert found is None
+
+
+def test_a_memory_checker_and_a_time_limit(run):
+    before = time.time()
+    options = ["--under", "env --error-exitcode 99", "--method", "eagle3", "--time-limit", "200"]
+    _, found, ((jobs, _, _, under),) = run("--side", "patched", "--side", "mrv2-patched", *options)
+    assert under == ("env", "--error-exitcode", "99")
+    assert found["settings"]["under"] == ["env", "--error-exitcode", "99"]
+    assert jobs["patched"].options["speculative_config"]["num_speculative_tokens"] == 3
+    assert before + 200 <= jobs["patched"].until == jobs["mrv2-patched"].until <= time.time() + 200
+
+
+def test_a_crash_is_a_failure_with_its_log_and_the_other_sides_are_judged(run):
+    def child(job):
+        return ended(READY, error="exit code 99") if job.label == "mrv2-patched" else answer(job)
+
+    result, found, _ = run(child=child)
+    assert result.exit_code == 1
+    assert found["failures"] == ["mrv2-patched: exit code 99"]
+    assert "the log [of it]" in result.output
+    assert found["sides"]["mrv2"]["texts"]["worst_gap"] == 0.0
+
+
+def test_each_runner_is_held_to_its_own_stock(run):
+    def child(job):
+        worse = [16_000, 7_500] if job.label == "mrv2-patched" else [16_000, 8_000]
+        return ended(READY, soaked(job, accepted_per_position=worse), {"event": "done"})
+
+    result, found, _ = run(child=child)
+    assert result.exit_code == 1
+    assert found["failures"] == [
+        "mrv2-patched: acceptance at position 1: stock 0.4000, patched 0.3750; 0.01 less allowed"
+    ]
+
+
+def test_a_text_that_is_not_greedy_is_a_failure(run):
+    result, found, _ = run("--side", "patched", gap=3.5)
+    assert result.exit_code == 1
+    assert found["ok"] is False
+    assert "does not hold: patched: a token is 3.5000 nats below" in result.output
+
+
+def test_texts_that_nobody_read_are_a_failure(run):
+    result, found, _ = run(judge=ended(error="killed by SIGKILL"))
+    assert result.exit_code == 2
+    assert "judge: killed by SIGKILL" in found["failures"]
+    assert "patched: its texts were not judged" in found["failures"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--method", "ngram"], "choose from eagle3, dflash"),
+        (["--side", "mrv3"], "choose from stock, patched, mrv2, mrv2-patched"),
+        (["--patched-env", "A"], "is not KEY=VAL"),
+        (["--under", "no-such-checker --leak"], "no command 'no-such-checker' on PATH"),
+    ],
+)
+def test_bad_options_start_nothing(run, arguments, message):
+    result, found, jobs = run(*arguments)
+    assert result.exit_code == 2
+    assert message in result.output
+    assert (found, jobs) == (None, [])

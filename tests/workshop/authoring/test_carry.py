@@ -1,0 +1,245 @@
+"""A change on several versions: where it may be made, and the diffs that are made of it, as the engine reads them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+
+import pytest
+
+from vllm_hwplugin.patching import Catalog, Feature, Variant, make_plan, parse_diff
+from vllm_hwplugin.versions import Versions
+from vllm_hwplugin_workshop.authoring import Carried, Outcome, carry, carry_all, make_variants, read_change, render
+
+from .made import PATH, Memory, git_diff
+
+# The same function again and again, as in much of vLLM: a line of context, or three, do not tell one from another.
+BODY = "    def f(self):\n        a = 0\n        b = 0\n        x = 1\n        return x\n"
+BODY += "\n    def g(self):\n        c = 0\n        return c\n\n\n"
+TWINS = "".join(f"class {name}:\n{BODY}" for name in "ABC")
+CHANGED_A = TWINS.replace("return x\n", "return x + 1\n", 1)
+CHANGED_B = f"class A:\n{BODY}" + TWINS.partition(BODY)[2].replace("return x\n", "return x + 1\n", 1)
+
+
+def versions(**texts: str) -> list[Memory]:
+    return [Memory(name.removeprefix("v").replace("_", "."), {PATH: text}) for name, text in texts.items()]
+
+
+def outcomes(carried: Sequence[Carried]) -> dict[str, str]:
+    return {item.version: item.outcome.value for item in carried}
+
+
+def as_processes_do(carried: Sequence[Carried], sources: Sequence[Memory]) -> dict[str, Mapping[str, str]]:
+    """What a process of each version would run, of the diffs that are made: read from their text, and planned."""
+    variants, diffs = make_variants([item for item in carried if item.outcome is Outcome.APPLIES])
+    read = {name: parse_diff(render(diff), name) for name, diff in diffs.items()}
+    feature = Feature(
+        *("made", "made", "VLLM_HWPLUGIN_PATCH_MADE", "made", "made", "made"),
+        requires=(),
+        not_needed=(),
+        variants=tuple(
+            Variant(Versions(item.versions), tuple(diff for name in item.diffs for diff in read[name]))
+            for item in variants
+        ),
+    )
+    return {
+        source.version: {path: file.text for path, file in make_plan(Catalog((feature,)), source, {}).files.items()}
+        for source in sources
+        if any(item.version == source.version and item.outcome is Outcome.APPLIES for item in carried)
+    }
+
+
+def results(carried: Sequence[Carried]) -> dict[str, Mapping[str, str]]:
+    return {
+        item.version: {path: edited.result for path, edited in item.files.items()}
+        for item in carried
+        if item.outcome is Outcome.APPLIES
+    }
+
+
+@pytest.mark.parametrize("changed", [CHANGED_A, CHANGED_B])
+def test_of_two_places_the_base_says_which(changed: str) -> None:
+    """Without git's name of the text, the same diff could mean either function, and is refused."""
+    (source,) = versions(v0_30_0=TWINS)
+    named = read_change(git_diff(TWINS, changed, context=1), "it")
+    assert carry(named, source).files[PATH].result == changed
+    unnamed = carry(read_change(git_diff(TWINS, changed, context=1, named=False), "it"), source)
+    assert unnamed.outcome is Outcome.CONFLICT
+    assert [item.verdict.status for item in unnamed.rejected] == ["ambiguous"]
+
+
+def test_what_one_version_settles_serves_the_others() -> None:
+    """The diff that is made has the context that the original lacked, so that it means one place of each version."""
+    sources = versions(v0_29_0="# older\n" + TWINS, v0_30_0=TWINS, v0_31_0=TWINS.replace("class A", "class A2"))
+    carried = carry_all(read_change(git_diff(TWINS, CHANGED_B, context=1), "it"), sources)
+    assert outcomes(carried) == dict.fromkeys(("0.29.0", "0.30.0", "0.31.0"), "applies")
+    for item, source in zip(carried, sources, strict=True):
+        assert item.files[PATH].result == source.files[PATH].replace(
+            TWINS[len("class A") :], CHANGED_B[len("class A") :]
+        )
+    variants, diffs = make_variants(carried)
+    assert [item.versions for item in variants] == [">=0.29.0,<0.32.0"]
+    assert list(diffs) == ["alpha.diff"]
+    assert as_processes_do(carried, sources) == results(carried)
+
+
+def test_the_order_of_hunks_leaves_one_place() -> None:
+    """The middle hunk is there three times, and once between the two others."""
+    pad = "pad = 0\n" * 4
+    text = "".join(f"start = {number}\n{pad}same = 1\n{pad}" for number in range(3)) + "end = 0\n"
+    after = text.replace("start = 1\n", "start = 11\n").replace("start = 2\n", "start = 22\n")
+    first, middle, last = after.split("same = 1\n", 1)[0], "same = 2\n", after.split("same = 1\n", 2)[2]
+    after = first + "same = 1\n" + after.split("same = 1\n")[1] + middle + last
+    change = read_change(git_diff(text, after, context=1, named=False), "it")
+    assert len(change.steps[0].diff.hunks) == 3
+    assert carry(change, Memory("0.30.0", {PATH: "# moved\n" + text})).files[PATH].result == "# moved\n" + after
+    without = read_change(git_diff(text, after.replace("start = 22", "start = 2"), context=1, named=False), "it")
+    assert carry(without, Memory("0.30.0", {PATH: text})).outcome is Outcome.CONFLICT
+
+
+def test_where_the_order_leaves_the_place_that_has_the_change_nothing_is_made() -> None:
+    """Half of the change is there, and the twin of that half lies behind the other half."""
+    twin = "pad = 0\nsame = 1\npad = 0\n"
+    text = f"{twin}zero = 0\none = 1\ntwo = 2\nthree = 3\n{twin}"
+    half = text.replace("same = 1", "same = 2", 1)
+    change = read_change(git_diff(text, half.replace("two = 2", "two = 22"), context=1, named=False), "it")
+    carried = carry(change, Memory("0.30.0", {PATH: half}))
+    assert (carried.outcome, [item.hunk.number for item in carried.rejected]) == (Outcome.CONFLICT, [1])
+
+
+def test_lines_that_are_gone_are_known_by_gits_name() -> None:
+    """Of lines that a change takes away, its result shows nothing, least where the rest is there twice."""
+    part = "".join(f"a = {number}\n" for number in range(20))
+    change = read_change(git_diff(f"{part}b = 1\n{part}{part}", part * 3), "it")
+    assert carry(change, Memory("0.30.0", {PATH: part * 3})).outcome is Outcome.UPSTREAM
+
+
+def test_one_diff_for_two_versions_makes_what_each_of_them_was_given() -> None:
+    """The older version's only place is, with more context, the newer one's other place."""
+    pad = "pad = 0\n" * 4
+    part = f"{pad}same = 1\n{pad}"
+    newer = f"top = 1\n{part}top = 2\n{part}end = 1\n"
+    change = read_change(git_diff(newer, newer.replace("same = 1", "same = 2", 1)), "it")
+    sources = versions(v0_29_0=f"top = 2\n{part}end = 1\n", v0_30_0=newer)
+    carried = carry_all(change, sources)
+    assert carried[1].files[PATH].result == newer.replace("same = 1", "same = 2", 1)
+    assert len(make_variants(carried)[0]) == 2
+    assert as_processes_do(carried, sources) == results(carried)
+
+
+def test_versions_that_differ_in_the_context_get_diffs_of_their_own() -> None:
+    old = "".join(f"a = {n}\n" for n in range(20))
+    wide = old.replace("a = 7\n", "a = 7  # other\n")
+    sources = versions(v0_29_0=old, v0_30_0=old + "end = 1\n", v0_31_0=wide, v0_32_0="gone = True\n")
+    after = old.replace("a = 10\n", "a = 100\n")
+    # One line of context fits all three, which the diffs that are made, of three lines, do not.
+    carried = carry_all(read_change(git_diff(old, after, context=1), "it"), sources)
+    assert outcomes(carried) == {"0.29.0": "applies", "0.30.0": "applies", "0.31.0": "applies", "0.32.0": "conflict"}
+    variants, diffs = make_variants([item for item in carried if item.outcome is Outcome.APPLIES])
+    assert [(item.versions, item.diffs) for item in variants] == [
+        (">=0.29.0,<0.31.0", ("alpha-0.29.diff",)),
+        (">=0.31.0,<0.32.0", ("alpha-0.31.diff",)),
+    ]
+    assert set(diffs) == {"alpha-0.29.diff", "alpha-0.31.diff"}
+    assert as_processes_do(carried, sources) == results(carried)
+
+
+def test_only_what_each_file_needs_is_made_twice() -> None:
+    """And a version in the midst that the change does not fit is in no range."""
+    old = "".join(f"a = {n}\n" for n in range(20))
+    after = old.replace("a = 10\n", "a = 100\n")
+    other = "vllm/core/alpha.py"
+    change = read_change(git_diff(old, after) + git_diff(old, after, other), "it")
+    sources = [
+        Memory("0.27.0", {PATH: old, other: old}),
+        Memory("0.28.0", {PATH: old, other: after}),
+        Memory("0.29.0", {PATH: "gone = 1\n", other: old}),
+        Memory("0.30.0", {PATH: old + "b = 1\n", other: old}),
+    ]
+    carried = carry_all(change, sources)
+    assert outcomes(carried) == {
+        "0.27.0": "applies",
+        "0.28.0": "conflict",
+        "0.29.0": "conflict",
+        "0.30.0": "applies",
+    }
+    assert carried[1].reason == "1 of 2 hunks are in this vLLM already, and the others are not"
+    variants, diffs = make_variants([carried[0], carried[3]])
+    assert [item.versions for item in variants] == [">=0.27.0,<0.27.1", ">=0.30.0,<0.31.0"]
+    assert {item.diffs for item in variants} == {("core-alpha.diff", "v1-alpha.diff")}
+    assert set(diffs) == {"core-alpha.diff", "v1-alpha.diff"}
+
+
+def test_a_series_becomes_one_diff() -> None:
+    """A version that has all of it is told so, though no single commit's lines are there any more."""
+    first = "".join(f"a = {n}\n" for n in range(20))
+    second = first.replace("a = 10\n", "a = 100\nb = 1\n")
+    third = second.replace("b = 1\n", "b = 2\n").replace("a = 3\n", "a = 33\n")
+    mail = b"From %s Mon Sep 17 00:00:00 2001\nSubject: [PATCH] it\n\n---\n%s-- \n2.39\n\n"
+    commits = b"".join(mail % (b"1" * 40, git_diff(one, two)) for one, two in ((first, second), (second, third)))
+    sources = versions(v0_30_0="# older\n" + first, v0_31_0=first, v0_32_0=third, v0_33_0="# newer\n" + third)
+    carried = carry_all(read_change(commits, "it"), sources)
+    assert outcomes(carried) == {
+        "0.30.0": "applies",
+        "0.31.0": "applies",
+        "0.32.0": "upstream",
+        "0.33.0": "upstream",
+    }
+    assert carried[1].files[PATH].result == third
+    assert carried[1].verified == (PATH,)
+    _, diffs = make_variants(carried[:2])
+    assert len(diffs) == 1
+    assert as_processes_do(carried, sources) == results(carried)
+
+
+def test_a_version_after_one_that_has_the_change_is_left_to_people() -> None:
+    """vLLM has moved the new lines elsewhere, say: made once more, they would be there twice."""
+    old = "".join(f"a = {number}\n" for number in range(20))
+    new = old.replace("a = 10\n", "a = 10\nadded = 1\n")
+    sources = versions(v0_30_0="# older\n" + old, v0_31_0="# has it\n" + new, v0_32_0=old + "added = 1\n")
+    change = read_change(git_diff(old, new), "it")
+    carried = carry_all(change, sources)
+    assert outcomes(carried) == {"0.30.0": "applies", "0.31.0": "upstream", "0.32.0": "conflict"}
+    assert "vLLM 0.31.0 has the change already" in carried[2].reason
+    # The text that the diff was made from is meant, whatever others have.
+    assert outcomes(carry_all(change, versions(v0_31_0="# has it\n" + new, v0_32_0=old)))["0.32.0"] == "applies"
+
+
+def test_a_series_that_undoes_itself_is_no_change() -> None:
+    one, other = "a = 1\n", "a = 2\n"
+    mail = b"From %s Mon Sep 17 00:00:00 2001\nSubject: it\n\n---\n%s"
+    commits = b"".join(mail % (b"1" * 40, git_diff(*pair)) for pair in ((one, other), (other, one)))
+    (carried,) = carry_all(read_change(commits, "it"), [Memory("0.30.0", {PATH: "b = 0\n" + one})])
+    assert (carried.outcome, carried.reason[:27]) == (Outcome.CONFLICT, "its commits undo one anothe")
+
+
+def test_what_would_be_no_python_is_refused() -> None:
+    old = "def f():\n    return 1\n\n\na = 1\n"
+    change = read_change(git_diff(old, old.replace("    return 1\n", "    return (1\n")), "it")
+    carried = carry(change, Memory("0.30.0", {PATH: old}))
+    assert carried.outcome is Outcome.CONFLICT
+    assert "would be no Python" in carried.reason
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_random_changes_of_repetitive_texts(seed: int) -> None:
+    """Few different lines, so that nearly every context is there twice: what is made is right, or it is not made."""
+    rng = random.Random(seed)
+    lines = [f"a = {rng.randrange(2)}\n" for _ in range(rng.randrange(2, 60))]
+    new = list(lines)
+    for _ in range(rng.randrange(1, 6)):
+        at = rng.randrange(len(new) + 1)
+        new[at : at + rng.randrange(3)] = [f"a = {rng.randrange(3)}\n" for _ in range(rng.randrange(3))]
+    before, after = "".join(lines), "".join(new)
+    if rng.random() < 0.3:
+        after = after.removesuffix("\n")
+    if before == after:
+        return
+    sources = versions(v0_29_0="top = 1\n" + before, v0_30_0=before, v0_31_0=before + "end = 1\n")
+    carried = carry_all(read_change(git_diff(before, after), "it"), sources)
+    assert carried[1].outcome is Outcome.APPLIES
+    assert carried[1].files[PATH].result == after
+    for item, right in ((carried[0], "top = 1\n" + after), (carried[2], after + "end = 1\n")):
+        if item.outcome is Outcome.APPLIES and after.endswith("\n"):
+            assert item.files[PATH].result == right
+    assert as_processes_do(carried, sources) == results(carried)

@@ -1,0 +1,483 @@
+"""The drift check from the command line: every verdict, every way to fail, and the files it writes."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+import vllm_hwplugin
+from vllm_hwplugin.cli import _app
+from vllm_hwplugin.patching import SUPPORTED, Catalog, load_catalog
+from vllm_hwplugin_workshop.cli import _drift_table, drift
+from vllm_hwplugin_workshop.cli._drift_report import TargetReport, as_markdown, check, exit_status, in_order
+from vllm_hwplugin_workshop.sources import Index, PipConfig, TreeSource
+
+WriteWheel = Callable[..., Path]
+ADD = "vllm/v1/add.py"
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(_app.app, ["drift", *arguments])
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test reads or writes the user's cache, or asks the real package index."""
+    monkeypatch.setenv("VLLM_HWPLUGIN_CACHE_DIR", str(tmp_path / "cache"))
+    offline = PipConfig(index_url="http://127.0.0.1:9/simple")
+    monkeypatch.setattr(drift, "Index", lambda: Index(offline, retries=0))
+
+
+@pytest.fixture
+def catalog(small_catalog: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The command line reads the small catalogue."""
+    monkeypatch.setattr(drift, "load_catalog", lambda: load_catalog(small_catalog))
+    return small_catalog
+
+
+def judged(*arguments: str) -> tuple[int, dict[str, Any]]:
+    """The exit status, and of the one target each feature's verdict by its id."""
+    result = run(*arguments, "--json", "-")
+    (target,) = json.loads(result.stdout)["targets"]
+    return result.exit_code, {item["feature"]: item for item in target["features"]}
+
+
+DRIFT = ("    total = 0\n", "    total = 0.0\n")
+# What stands in the file of `graphs`, on which version, and the verdict on that feature with each hunk's.
+VERDICTS: dict[str, tuple[Callable[[str], str], str, int, str, list[tuple[str, int, list[int]]]]] = {
+    "exact": (lambda text: text, "0.33.0", 0, "applies", [("exact", 0, [])]),
+    "a local build": (lambda text: text, "0.33.0+cpu", 0, "applies", [("exact", 0, [])]),
+    "moved": (lambda text: "# 1\n# 2\n# 3\n" + text, "0.33.0", 0, "applies", [("moved", 3, [])]),
+    "upstream": (lambda text: text.replace("a + b", "b + a"), "0.33.0", 0, "upstream", [("upstream", 0, [])]),
+    "drifted": (lambda text: text.replace(*DRIFT), "0.33.0", 1, "drifted", [("drifted", 0, [])]),
+    "twice": (lambda text: "# moved\n" + text * 2, "0.33.0", 1, "drifted", [("ambiguous", 0, [6, 14])]),
+    "newer": (lambda text: text, "0.34.0", 1, "unlisted", [("exact", 0, [])]),
+    "a release candidate": (lambda text: text, "0.34.0rc1", 1, "unlisted", [("exact", 0, [])]),
+    "older": (lambda text: text, "0.19.1", 1, "unlisted", [("exact", 0, [])]),
+    "a commit": (lambda text: text, "0.34.1.dev3+gabc", 1, "unlisted", [("exact", 0, [])]),
+    "newer, drifted": (lambda text: text.replace(*DRIFT), "0.34.0", 1, "unlisted", [("drifted", 0, [])]),
+    # A vLLM may be written for a newer Python than the one that checks it.
+    "another Python": (lambda text: text + "\n\nof the future: ?\n", "0.33.0", 0, "applies", [("exact", 0, [])]),
+}
+
+
+@pytest.mark.usefixtures("catalog")
+@pytest.mark.parametrize("name", VERDICTS)
+def test_verdicts(small_tree: Callable[..., Path], name: str) -> None:
+    change, version, status, verdict, hunks = VERDICTS[name]
+    tree = small_tree()
+    (tree / ADD).write_text(change((tree / ADD).read_text()))
+    exit_code, found = judged(f"{tree}@{version}")
+    graphs = found["graphs"]
+    assert (exit_code, graphs["status"], graphs["expected"]) == (status, verdict, status == 0)
+    assert [(item["status"], item["offset"], item["found_at"]) for item in graphs["hunks"]] == hunks
+    assert graphs["exact"] == (verdict == "applies" and hunks[0][0] == "exact")
+
+
+@pytest.mark.usefixtures("catalog")
+def test_not_needed(small_tree: Callable[..., Path]) -> None:
+    exit_code, found = judged(f"{small_tree()}@0.25.0")
+    assert (exit_code, found["context"]["status"]) == (0, "not-needed")
+    assert found["context"]["reason"] == "the fault came with 0.26.0"
+
+
+@pytest.mark.usefixtures("catalog")
+def test_target_missing(small_tree: Callable[..., Path]) -> None:
+    tree = small_tree()
+    (tree / ADD).unlink()
+    exit_code, found = judged(f"{tree}@0.33.0")
+    assert (exit_code, found["graphs"]["status"], found["context"]["status"]) == (1, "target-missing", "applies")
+
+
+@pytest.mark.usefixtures("catalog")
+def test_a_reader_gets_what_was_expected_and_the_nearest_place(small_tree: Callable[..., Path]) -> None:
+    tree = small_tree()
+    (tree / ADD).write_text((tree / ADD).read_text().replace(*DRIFT))
+    result = run(f"{tree}@0.33.0")
+    assert result.exit_code == 1
+    lines = [line.strip() for line in result.output.splitlines()]
+    assert {"|     total = 0", "-    total = 0", "+    total = 0.0"} <= set(lines)
+
+
+@pytest.mark.parametrize(("version", "status"), [("0.33.0", "no-python"), ("0.34.0", "unlisted")])
+def test_what_would_be_no_python(
+    catalog: Path, small_tree: Callable[..., Path], add_feature: Callable[..., None], version: str, status: str
+) -> None:
+    """It fits, and no process could import what comes of it."""
+    add_feature(catalog, "broken", "VLLM_HWPLUGIN_DFLASH_FULL_GRAPH", "    total = 0\n", "        total = 0\n")
+    exit_code, found = judged(f"{small_tree()}@{version}")
+    assert (exit_code, found["broken"]["status"]) == (1, status)
+    assert ["no Python" in found[name]["reason"] for name in ("broken", "graphs")] == [True, False]
+
+
+def test_what_would_be_no_python_does_not_pass_ahead_of_its_range(
+    catalog: Path, small_tree: Callable[..., Path], add_feature: Callable[..., None]
+) -> None:
+    """Where a new release is checked before any variant lists it, one that fits is expected, and this is not."""
+    tree = TreeSource(small_tree(), "0.34.0")
+    assert exit_status([check(load_catalog(catalog), "0.34.0", tree, ahead=True)]) == 0
+    add_feature(catalog, "broken", "VLLM_HWPLUGIN_DFLASH_FULL_GRAPH", "    total = 0\n", "        total = 0\n")
+    assert exit_status([check(load_catalog(catalog), "0.34.0", tree, ahead=True)]) == 1
+
+
+def test_conflict(catalog: Path, small_tree: Callable[..., Path], add_feature: Callable[..., None]) -> None:
+    """Two features that fit alone, but not together: each names the other."""
+    add_feature(catalog, "rival", "VLLM_HWPLUGIN_DFLASH_FULL_GRAPH", "    return a + b\n", "    return sum((a, b))\n")
+    exit_code, found = judged(f"{small_tree()}@0.33.0")
+    assert exit_code == 1
+    assert {name: item["status"] for name, item in found.items()} == {
+        "context": "applies",
+        "graphs": "conflict",
+        "rival": "conflict",
+    }
+    assert ("rival" in found["graphs"]["reason"], "graphs" in found["rival"]["reason"]) == (True, True)
+
+
+def test_the_variant_that_fits_best_has_the_smallest_share_of_trouble(
+    small_tree: Callable[..., Path], catalog: Path
+) -> None:
+    """One hunk of one that does not fit is further off than two of three."""
+    tree = small_tree()
+    folder = catalog / "graphs"
+    toml = (folder / "patch.toml").read_text()
+    new = '[[variant]]\nversions = ">=0.33.0,<0.34.0"\ndiffs = ["new.diff"]\n'
+    (folder / "patch.toml").write_text(toml.replace("<0.34.0", "<0.33.0") + new)
+    (folder / "new.diff").write_text(
+        "--- a/vllm/v1/norm.py\n+++ b/vllm/v1/norm.py\n@@ -1,2 +1,2 @@\n def norm(weight):\n"
+        "-    return weight[0]\n+    return weight[1]\n"
+        "--- a/vllm/gone.py\n+++ b/vllm/gone.py\n@@ -1,2 +1,2 @@\n a\n-b\n+c\n@@ -9,2 +9,2 @@\n d\n-e\n+f\n"
+    )
+    (tree / ADD).write_text((tree / ADD).read_text().replace(*DRIFT))
+    _, found = judged(f"{tree}@0.35.0")
+    assert {item["diff"] for item in found["graphs"]["hunks"]} == {"graphs/new.diff"}
+
+
+@pytest.mark.usefixtures("catalog")
+def test_partly_upstream(small_tree: Callable[..., Path], catalog: Path) -> None:
+    """vLLM took one of two hunks: the feature is off."""
+    second = "--- a/vllm/v1/norm.py\n+++ b/vllm/v1/norm.py\n@@ -1,2 +1,2 @@\n def norm(weight):\n"
+    with (catalog / "graphs/graphs.diff").open("a") as diff:
+        diff.write(second + "-    return weight[0]\n+    return weight[1]\n")
+    tree = small_tree()
+    (tree / ADD).write_text((tree / ADD).read_text().replace("a + b", "b + a"))
+    exit_code, found = judged(f"{tree}@0.33.0")
+    assert (exit_code, found["graphs"]["status"]) == (1, "drifted")
+    assert [item["status"] for item in found["graphs"]["hunks"]] == ["upstream", "exact"]
+
+
+@pytest.mark.usefixtures("catalog")
+def test_wheel(small_tree: Callable[..., Path], tmp_path: Path, write_wheel: WriteWheel) -> None:
+    tree = small_tree()
+    files = {file.relative_to(tree).as_posix(): file.read_text() for file in tree.rglob("*.py")}
+    exit_code, found = judged(str(write_wheel(tmp_path, "0.32.0", files)))
+    assert (exit_code, found["graphs"]["exact"]) == (0, True)
+
+
+@pytest.mark.usefixtures("catalog")
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("", "a target is empty"),
+        ("latest", "latest: not a wheel file, an unpacked tree or a version"),
+        ("./absent.whl", "./absent.whl: no such file or folder"),
+        ("0.33.0", "no usable answer"),
+        ("torn.whl", "torn.whl: not a readable wheel"),
+        ("other", "no vllm/ package in this folder"),
+        ("~nobody-of-this-name/x", "cannot be looked at"),
+        ("x" * 5000, "(5000 characters): cannot be looked at (File name too long)"),
+    ],
+)
+def test_could_not_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str, message: str) -> None:
+    """One line on standard error, status 2, no traceback."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "torn.whl").write_bytes(b"PK\x03\x04")
+    (tmp_path / "other").mkdir()
+    result = run(target)
+    assert result.exit_code == 2
+    assert len(result.stderr.splitlines()) == 1
+    assert result.stderr.startswith("error: ")
+    assert message in result.stderr
+    assert result.stdout == ""
+
+
+@pytest.mark.usefixtures("catalog")
+def test_one_unreadable_target_does_not_hide_the_others(small_tree: Callable[..., Path]) -> None:
+    result = run("absent.whl", f"{small_tree()}@0.33.0")
+    assert result.exit_code == 2
+    assert "vllm 0.33.0: graphs: exact" in result.output
+    drifted = run("absent.whl", f"{small_tree()}@0.34.0")
+    assert drifted.exit_code == 1
+    assert "error: absent.whl" in drifted.stderr
+
+
+def test_unknown_version(
+    catalog: Path, server: Any, tmp_path: Path, write_wheel: WriteWheel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.add(write_wheel(tmp_path, "0.33.0", {"vllm/a.py": ""}))
+    monkeypatch.setattr(drift, "Index", lambda: Index(server.config, retries=0))
+    result = run("0.99.0")
+    assert result.exit_code == 2
+    assert "vllm 0.99.0: the package index has no wheel of this version; the nearest are 0.33.0" in result.stderr
+
+
+@pytest.mark.usefixtures("catalog")
+def test_a_word_is_said_while_a_server_is_silent(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.mood = "silent"
+    monkeypatch.setattr(drift, "Index", lambda: Index(server.config, retries=0))
+    monkeypatch.setattr(drift, "PATIENCE", 0.1)
+    monkeypatch.setattr("vllm_hwplugin_workshop.sources._remote.TIMEOUT", (1.0, 1.0))
+    result = run("0.31.0", "0.32.0")
+    assert result.exit_code == 2
+    note, failure = result.stderr.splitlines()
+    assert note == "note: still waiting for 0.31.0, 0.32.0; Ctrl-C ends it"
+    assert failure.startswith("error: http://127.0.0.1:")
+
+
+@pytest.mark.usefixtures("catalog")
+def test_an_index_setting_that_is_no_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drift, "Index", lambda: Index(PipConfig(index_url="http://[::1/"), retries=0))
+    result = run("0.33.0")
+    assert (result.exit_code, len(result.stderr.splitlines())) == (2, 1)
+    assert "pip's index setting" in result.stderr
+
+
+def test_empty_catalogue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "patches").mkdir()
+    monkeypatch.setattr(drift, "load_catalog", lambda: load_catalog(tmp_path / "patches"))
+    result = run("0.33.0")
+    assert result.exit_code == 2
+    assert len(result.stderr.splitlines()) == 1
+    assert result.stderr.startswith("error: ")
+
+
+def test_broken_catalogue(catalog: Path) -> None:
+    (catalog / "graphs" / "patch.toml").write_text("id = [")
+    result = run("0.33.0")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: ")
+    assert "patch.toml" in result.stderr
+
+
+@pytest.mark.usefixtures("catalog")
+@pytest.mark.parametrize("option", ["--json", "--markdown"])
+def test_report_that_cannot_be_written(option: str, small_tree: Callable[..., Path], tmp_path: Path) -> None:
+    """Said before anything is read, so that no long check is lost; and of a disk that fills up, in the end."""
+    for file in (tmp_path / "absent" / "report", tmp_path):
+        result = run(f"{small_tree()}@0.33.0", option, str(file))
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert option in result.stderr
+    result = run(f"{small_tree()}@0.33.0", option, "/dev/full")
+    assert result.exit_code == 2
+    assert result.stderr == "error: /dev/full: cannot be written (No space left on device); name another file\n"
+
+
+@pytest.mark.usefixtures("catalog")
+def test_standard_output_can_be_the_report_alone(
+    small_tree: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tree = small_tree()
+    result = run(f"{tree}@0.34.0", "absent.whl", "--json", "-")
+    assert result.exit_code == 1
+    assert [target["version"] for target in json.loads(result.stdout)["targets"]] == ["0.34.0", None]
+    assert result.stderr.startswith("error: absent.whl: ")
+    assert [file.name for file in tmp_path.iterdir() if file.is_file()] == []
+
+
+@pytest.mark.usefixtures("catalog")
+def test_all_reads_every_supported_version(
+    server: Any,
+    small_tree: Callable[..., Path],
+    tmp_path: Path,
+    write_wheel: WriteWheel,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """From the index, in the order of versions whatever the order of arrival; a named target comes on top, once."""
+    tree = small_tree()
+    files = {file.relative_to(tree).as_posix(): file.read_text() for file in tree.rglob("*.py")}
+    for version in ("0.31.0", "0.32.0", "0.33.0"):
+        server.add(write_wheel(tmp_path, version, files))
+    monkeypatch.setattr(drift, "Index", lambda: Index(server.config, retries=0))
+    monkeypatch.setattr(drift, "SUPPORTED", ("0.32.0", "0.33.0"))
+    result = run("0.33.0", "0.31.0", "--all")
+    assert result.exit_code == 0
+    assert [line.split(":")[0] for line in result.output.splitlines()[::2]] == [
+        "vllm 0.31.0",
+        "vllm 0.32.0",
+        "vllm 0.33.0",
+    ]
+
+
+@pytest.mark.usefixtures("catalog")
+def test_json(small_tree: Callable[..., Path], tmp_path: Path) -> None:
+    tree = small_tree()
+    (tree / ADD).write_text((tree / ADD).read_text().replace("    total = 0\n", "    total = 0.0\n"))
+    run(f"{tree}@0.33.0", "absent.whl", "--json", str(tmp_path / "report.json"))
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert (report["format"], report["exit_status"]) == (1, 1)
+    assert report["plugin_version"] == vllm_hwplugin.__version__
+    good, bad = report["targets"]
+    assert (good["version"], good["error"]) == ("0.33.0", None)
+    assert (bad["version"], bad["features"]) == (None, [])
+    assert bad["error"].startswith("absent.whl: ")
+    context, graphs = good["features"]
+    assert (context["status"], context["expected"], context["exact"]) == ("applies", True, True)
+    assert (graphs["status"], graphs["expected"]) == ("drifted", False)
+    (hunk,) = graphs["hunks"]
+    assert (hunk["path"], hunk["diff"], hunk["hunk"], hunk["status"]) == (ADD, "graphs/graphs.diff", 1, "drifted")
+    assert "    total = 0" in hunk["expected"]
+    assert hunk["nearest"]["line"] == 5
+    assert 0.5 < hunk["nearest"]["similarity"] < 1
+    assert "+    total = 0.0" in hunk["nearest"]["diff"]
+
+
+@pytest.mark.usefixtures("catalog")
+def test_markdown(small_tree: Callable[..., Path], tmp_path: Path) -> None:
+    tree = small_tree()
+    run(f"{tree}@0.33.0", f"{tree}@0.25.0", "--markdown", str(tmp_path / "page.md"))
+    page = (tmp_path / "page.md").read_text()
+    assert "| vLLM | `context` | `graphs` |" in page
+    assert page.index("| 0.25.0 | not needed | exact |") < page.index("| 0.33.0 | exact | exact |")
+    assert "- 0.25.0: not needed (the fault came with 0.26.0)" in page
+    assert str(tmp_path) not in page
+    run(f"{tree}@0.25.0", f"{tree}@0.33.0", "--markdown", str(tmp_path / "again.md"))
+    assert (tmp_path / "again.md").read_text() == page
+
+
+def test_markdown_tells_what_could_not_be_checked(small_catalog: Path) -> None:
+    page = as_markdown(load_catalog(small_catalog), [TargetReport("0.33.0", "0.33.0", None, error="no network")])
+    assert "| 0.33.0 | could not check | could not check |" in page
+    assert "- 0.33.0: no network" in page
+
+
+def test_many_features_have_a_row_each(small_catalog: Path, small_tree: Callable[..., Path]) -> None:
+    """No page is as wide as this project has features."""
+    few = load_catalog(small_catalog)
+    tree = small_tree()
+    (tree / ADD).write_text("import sys\n\n" + (tree / ADD).read_text())
+    checked = [check(few, version, TreeSource(tree, version)) for version in ("0.25.0", "0.33.0")]
+    many = Catalog(tuple(item._replace(id=f"{item.id}-{n}") for n in range(5) for item in few.features))
+    reports = [
+        replace(
+            one, verdicts=tuple(item._replace(feature=f"{item.feature}-{n}") for n in range(5) for item in one.verdicts)
+        )
+        for one in checked
+    ]
+    page = as_markdown(many, [*reports, TargetReport("0.34.0", "0.34.0", None, error="no network")])
+    assert "| feature | 0.25.0 | 0.33.0 | 0.34.0 |" in page
+    assert "| [`context-4`](#context-4) | - | exact | could not check |" in page
+    assert "| [`graphs-4`](#graphs-4) | 2 | 2 | could not check |" in page
+    assert "## `graphs-4`" in page
+
+
+def plain(text: str) -> str:
+    return re.sub(r"\x1b\[[0-9;]*m", "", text)
+
+
+def test_terminal_gets_a_table(small_catalog: Path, small_tree: Callable[..., Path]) -> None:
+    """On a terminal: one table, then the mismatches; nothing of the source's text is taken for markup."""
+    catalog = load_catalog(small_catalog)
+    tree = small_tree()
+    (tree / ADD).write_text((tree / ADD).read_text().replace("    total = 0\n", "    total = [bold]0\n"))
+    reports = [check(catalog, version, TreeSource(tree, version)) for version in ("0.25.0", "0.33.0")]
+    out, err = io.StringIO(), io.StringIO()
+    _drift_table.print_report(
+        catalog,
+        reports,
+        Console(file=out, force_terminal=True, no_color=True, width=60),
+        Console(file=err),
+    )
+    _drift_table.say_notes(["a note"], Console(file=err))
+    shown = out.getvalue()
+    rows = [line.split() for line in plain(shown).splitlines() if line.startswith("│")]
+    assert rows[0] == ["│", "0.25.0", "│", "not", "needed", "│", "drifted", "(1", "of", "1", "hunks)", "│"]
+    assert rows[1] == ["│", "0.33.0", "│", "exact", "│", "drifted", "(1", "of", "1", "hunks)", "│"]
+    assert "+    total = [bold]0" in shown
+    assert shown.count("vllm 0.33.0: graphs: drifted") == 1
+    assert err.getvalue() == "note: a note\n"
+
+
+def test_one_cause_is_told_once(small_catalog: Path) -> None:
+    """Without a network, every version of --all fails for the same reason."""
+    reports = [TargetReport(version, version, None, error="no network") for version in SUPPORTED]
+    err = io.StringIO()
+    _drift_table.print_report(load_catalog(small_catalog), reports, Console(file=io.StringIO()), Console(file=err))
+    assert err.getvalue() == f"error: no network ({len(SUPPORTED)} targets)\n"
+
+
+@pytest.mark.parametrize(("total", "terminal", "shown"), [(3, True, True), (1, True, False), (3, False, False)])
+def test_progress_bar(total: int, terminal: bool, shown: bool) -> None:
+    """For several targets, and only on a terminal."""
+    out = io.StringIO()
+    with _drift_table.progress(total, Console(file=out, force_terminal=terminal)) as advance:
+        advance()
+    assert ("1/3" in plain(out.getvalue())) == shown
+    assert bool(out.getvalue()) == shown
+
+
+def test_unreadable_targets_come_last() -> None:
+    reports = [TargetReport("a", "a", None, error="x"), TargetReport("b", "b", "0.33.0"), TargetReport("c", "c", "0.9")]
+    assert [report.target for report in in_order(reports)] == ["c", "b", "a"]
+    assert exit_status(reports) == 2
+
+
+def test_neither_vllm_nor_torch_is_imported(small_tree: Callable[..., Path]) -> None:
+    """The whole check, on the real catalogue, in a process where importing either of them is an error."""
+    code = (
+        "import sys\n"
+        "class Blocker:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.partition('.')[0] in ('vllm', 'torch'):\n"
+        "            raise AssertionError('imported ' + name)\n"
+        "sys.meta_path.insert(0, Blocker())\n"
+        "sys.argv = ['vllm-hwplugin', 'drift', sys.argv[1]]\n"
+        "from vllm_hwplugin.cli import main\n"
+        "main()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, f"{small_tree()}@0.33.0"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1, done.stderr
+    assert "vllm 0.33.0: draft-full-graph: target missing" in done.stdout
+
+
+@pytest.mark.parametrize("tool", ["remotezip", "pypi_simple", "requests"])
+def test_index_tools_are_optional(tool: str, small_tree: Callable[..., Path]) -> None:
+    """Without the extra, files and folders are checked, and a version says what to install."""
+    code = (
+        "import sys\n"
+        f"sys.modules[{tool!r}] = None\n"
+        "sys.argv[0] = 'vllm-hwplugin'\n"
+        "from vllm_hwplugin.cli import main\n"
+        "main()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "drift", "0.33.0", f"{small_tree()}@0.34.0"], capture_output=True, text=True
+    )
+    assert done.stderr.splitlines() == [
+        f"error: reading vLLM from a package index needs {tool}, which is not installed; "
+        "run: pip install 'vllm-hwplugin[workshop]'"
+    ]
+    assert "vllm 0.34.0: draft-full-graph: unlisted" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.network
+def test_compatibility_page_is_up_to_date(vllm_tree: Callable[[str], Any], pytestconfig: pytest.Config) -> None:
+    """docs/compatibility.md says what the drift check finds on all supported versions: every patch as expected."""
+    catalog = load_catalog()
+    reports = [check(catalog, version, vllm_tree(version)) for version in SUPPORTED]
+    page = pytestconfig.rootpath / "docs" / "compatibility.md"
+    assert exit_status(reports) == 0
+    assert page.read_text(encoding="utf-8") == as_markdown(catalog, reports), "run `make docs`"

@@ -1,0 +1,85 @@
+"""Reading the patches: list, show, diff."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from vllm_hwplugin.cli import _app, _patches, catalogues
+from vllm_hwplugin.patching import load_catalog
+
+ADD = "vllm/v1/add.py"
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(_app.app, ["patches", *arguments])
+
+
+@pytest.fixture(autouse=True)
+def catalog(small_catalog: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("VLLM_HWPLUGIN_CACHE_DIR", str(tmp_path / "cache"))
+    for module in (_patches, catalogues):
+        monkeypatch.setattr(module, "load_catalog", lambda: load_catalog(small_catalog))
+    return small_catalog
+
+
+def test_list() -> None:
+    result = run()
+    assert result.exit_code == 0
+    assert result.output.splitlines() == [
+        "context: Change context; gate VLLM_HWPLUGIN_DFLASH_CONTEXT_NORM; vLLM <0.34.0,>=0.26.0",
+        "graphs: Change graphs; gate VLLM_HWPLUGIN_DRAFT_FULL_GRAPH; vLLM <0.34.0,>=0.20.0",
+    ]
+
+
+def test_show() -> None:
+    result = run("show", "context")
+    assert result.exit_code == 0
+    assert result.output.startswith("context: Change context\n\nWhy context changes.\n\n")
+    assert "gate:     VLLM_HWPLUGIN_DFLASH_CONTEXT_NORM\n" in result.output
+    assert "not needed on vLLM <0.26.0: the fault came with 0.26.0\n" in result.output
+    assert "  vllm/v1/norm.py: 1 hunk (context/context.diff)\n" in result.output
+
+
+def test_diff(small_tree: Callable[..., Path]) -> None:
+    """Byte for byte the change to this vLLM, at the lines where it is made here."""
+    tree = small_tree()
+    (tree / ADD).write_text("# one more line\n" + (tree / ADD).read_text())
+    result = run("diff", "graphs", "--vllm", f"{tree}@0.33.0")
+    assert result.exit_code == 0
+    lines = result.output.splitlines()
+    assert lines[0].startswith(f"--- a/{ADD}")
+    assert lines[1].startswith(f"+++ b/{ADD}")
+    assert [line for line in lines[2:] if line.startswith(("-", "+"))] == ["-    return a + b", "+    return b + a"]
+    assert lines[2].startswith("@@ -6,")
+
+
+def test_diff_of_what_is_not_needed_is_empty(small_tree: Callable[..., Path]) -> None:
+    result = run("diff", "context", "--vllm", f"{small_tree()}@0.25.0")
+    assert (result.exit_code, result.stdout) == (0, "")
+    assert "context: not needed (the fault came with 0.26.0)" in result.stderr
+
+
+def test_diff_of_what_does_not_fit(small_tree: Callable[..., Path]) -> None:
+    tree = small_tree()
+    (tree / ADD).unlink()
+    result = run("diff", "graphs", "--vllm", f"{tree}@0.33.0")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "graphs: target missing" in result.stderr
+
+
+def test_unknown_feature() -> None:
+    for command in ("show", "diff"):
+        result = run(command, "grpahs")
+        assert result.exit_code == 2
+        assert result.stderr == "error: grpahs: no such feature; there are: context, graphs\n"
+
+
+def test_target_that_cannot_be_read() -> None:
+    result = run("diff", "graphs", "--vllm", "absent.whl")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: absent.whl: no such file or folder")

@@ -1,0 +1,390 @@
+"""From somebody's diff to a catalogue that the engine reads: import, edit, save and check, in that order."""
+
+from __future__ import annotations
+
+import json
+import re
+import resource
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from vllm_hwplugin.cli import _app
+from vllm_hwplugin.patching import Catalog, Plan, make_plan, outside
+from vllm_hwplugin_workshop.cli import patches_check, patches_edit, patches_import
+from vllm_hwplugin_workshop.sources import Index, PipConfig, TreeSource
+
+from ..authoring.made import git_diff
+
+PATH = "vllm/v1/add.py"
+OLD = "import os\n\n\ndef add(a, b):\n    # Both numbers.\n    total = a + b\n    return total\n"
+NEW = OLD.replace("    return total\n", "    return int(total)\n")
+# Later versions say it in another way, and the last one says it right.
+OTHER = OLD.replace("    total = a + b\n    return total\n", "    return sum((a, b))\n")
+RIGHT = OTHER.replace("sum((a, b))", "int(sum((a, b)))")
+TEXTS = {"0.30.0": OLD, "0.31.0": "# newer\n" + OLD, "0.32.0": OTHER, "0.33.0": NEW}
+
+
+def run(*arguments: str, **more: Any) -> Any:
+    return CliRunner().invoke(_app.app, ["patches", *arguments], **more)
+
+
+def checked(folder: str, *arguments: str) -> tuple[int, dict[str, Any]]:
+    """The exit status of `check`, and what it says of the one catalogue."""
+    result = run("check", folder, *arguments, "--json", "-")
+    (report,) = json.loads(result.stdout)["catalogues"]
+    assert report.pop("catalogue") == folder
+    return result.exit_code, report
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """No test reads the user's cache, asks a package index, or writes anywhere else."""
+    monkeypatch.setenv("VLLM_HWPLUGIN_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    for module in (patches_import, patches_edit, patches_check):
+        monkeypatch.setattr(module, "Index", lambda: Index(PipConfig(index_url="http://127.0.0.1:9/simple"), retries=0))
+    return tmp_path
+
+
+@pytest.fixture
+def trees(here: Path) -> list[str]:
+    """The options that name the made-up versions."""
+    for version, text in TEXTS.items():
+        (here / version / "vllm/v1").mkdir(parents=True)
+        (here / version / PATH).write_text(text)
+    return [word for version in TEXTS for word in ("--vllm", tree(version))]
+
+
+@pytest.fixture
+def change(here: Path) -> Path:
+    file = here / "change.patch"
+    diff = git_diff(OLD, NEW, PATH) + git_diff("a = 1\n", "a = 2\n", "tests/test_add.py")
+    subject = b"Subject: [PATCH] [Bugfix] Add whole numbers (#77)"
+    file.write_bytes(b"From %s Mon Sep 17 00:00:00 2001\n%s\n\nThey were not.\n---\n%s" % (b"1" * 40, subject, diff))
+    return file
+
+
+def tree(version: str) -> str:
+    return f"./{version}@{version}"
+
+
+def plan(version: str) -> Plan:
+    """What a process of that version would run."""
+    features = outside.load_outside(Path("mine"), version=version).features
+    return make_plan(Catalog(features), TreeSource(Path(version), version), {})
+
+
+def test_import_edit_save_check(trees: list[str], change: Path) -> None:
+    """The story of a change that fits two versions, is in a third, and has to be made by hand for the one between."""
+    result = run("import", str(change), "--into", "mine", *trees, "--json", "report.json")
+    assert result.exit_code == 1, result.output
+    report = json.loads(Path("report.json").read_text())
+    assert [(item["version"], item["outcome"]) for item in report["versions"]] == [
+        ("0.30.0", "applies"),
+        ("0.31.0", "applies"),
+        ("0.32.0", "conflict"),
+        ("0.33.0", "upstream"),
+    ]
+    assert report["left_out"] == [{"path": "tests/test_add.py", "what": "outside vllm/", "way_out": ""}]
+    assert report["variants"] == [{"versions": ">=0.30.0,<0.32.0", "diffs": ["add.diff"]}]
+    (rejected,) = report["versions"][2]["rejected"]
+    assert (rejected["path"], rejected["status"], rejected["nearest"]) == (PATH, "drifted", 4)
+
+    (feature,) = outside.load_outside(Path("mine")).features
+    assert (feature.id, feature.title) == ("mine/add-whole-numbers", "Add whole numbers")
+    assert (feature.what, feature.origin) == ("They were not.", "vLLM PR 77")
+    assert plan("0.30.0").files[PATH].text == NEW
+    assert plan("0.31.0").files[PATH].text == "# newer\n" + NEW
+    assert plan("0.33.0").features[feature.id].state == "not-needed"
+
+    result = run("edit", "mine/add-whole-numbers", "--vllm", tree("0.32.0"))
+    assert result.exit_code == 1, result.output
+    work = Path("add-whole-numbers-0.32.0")
+    assert (work / PATH).read_text() == OTHER
+    assert "+    return int(total)" in (work / "rejected.txt").read_text()
+    (work / PATH).write_text(RIGHT)
+    assert run("save", str(work)).exit_code == 2
+    assert outside.load_outside(Path("mine")).features == (feature,)
+    (work / "rejected.txt").unlink()
+    result = run("save", str(work))
+    assert result.exit_code == 0, result.output
+    assert plan("0.32.0").files[PATH].text == RIGHT
+    for version, text in (("0.30.0", NEW), ("0.31.0", "# newer\n" + NEW)):
+        assert plan(version).files[PATH].text == text
+    assert plan("0.33.0").features[feature.id].state == "not-needed"
+
+    assert checked("mine", *trees) == (0, {"features": [feature.id], "versions": list(TEXTS), "findings": []})
+    assert checked("mine", "--form") == (0, {"features": [feature.id], "versions": [], "findings": []})
+
+
+def test_a_change_is_not_made_to_the_twin_of_the_function_that_has_it(here: Path) -> None:
+    """0.31.0 has it in `one`, which leaves `two` as the only place; 0.30.0 would follow it there."""
+    body = "    a = 1\n    b = 2\n    c = 3\n    d = 4\n    return a\n\n\n"
+    base = f"def one():\n{body}def two():\n{body}"
+    fixed = base.replace("    c = 3\n", "    c = 3\n    mended = True\n", 1)
+    for version, text in (("0.30.0", "# older\n" + base), ("0.31.0", "# newer\n" + fixed)):
+        (here / version / "vllm/v1").mkdir(parents=True)
+        (here / version / PATH).write_text(text)
+    (here / "it.diff").write_bytes(git_diff(base, fixed, PATH, context=2))
+    arguments = ("--id", "it", "--into", "mine", "--vllm", tree("0.30.0"), "--vllm", tree("0.31.0"))
+    assert run("import", "it.diff", *arguments, "--json", "report.json").exit_code == 1
+    report = json.loads(Path("report.json").read_text())
+    assert [[one["status"] for one in item["rejected"]] for item in report["versions"]] == [["ambiguous"]] * 2
+    assert report["variants"] == []
+    assert not Path("mine").exists()
+
+
+def test_a_version_that_takes_a_diff_that_is_there_joins_its_range(trees: list[str], change: Path) -> None:
+    run("import", str(change), "--into", "mine", *trees[:2])
+    older = Path("0.29.0") / PATH
+    older.parent.mkdir(parents=True)
+    older.write_text(OLD)
+    assert run("edit", "mine/add-whole-numbers", "--vllm", tree("0.29.0")).exit_code == 0
+    assert run("save", "add-whole-numbers-0.29.0").exit_code == 0
+    (feature,) = outside.load_outside(Path("mine")).features
+    assert [variant.versions.supported() for variant in feature.variants] == [["0.29.0", "0.30.0"]]
+    assert [file.name for file in Path("mine/add-whole-numbers").glob("*.diff")] == ["add.diff"]
+
+
+def test_a_folder_that_is_no_catalogue_is_not_in_order(here: Path) -> None:
+    """A process would leave it out."""
+    (here / "empty").mkdir()
+    status, report = checked("empty")
+    assert (status, len(report["findings"])) == (1, 1)
+    # What is not there cannot be looked at.
+    assert run("check", "nowhere").exit_code == 2
+
+
+def test_without_a_catalogue_nothing_is_written(trees: list[str], change: Path, here: Path) -> None:
+    before = {path for path in here.rglob("*") if path.parts[len(here.parts)] != "cache"}
+    result = run("import", "-", *trees[:4], input=change.read_bytes())
+    assert result.exit_code == 0, result.output
+    assert {path for path in here.rglob("*") if path.parts[len(here.parts)] != "cache"} == before
+
+
+def test_a_change_that_fits_no_version_begins_in_a_work_tree(trees: list[str], change: Path) -> None:
+    """Such as an upstream pull request's, whose main branch has moved on."""
+    result = run("import", str(change), "--into", "mine", "--vllm", tree("0.32.0"))
+    assert result.exit_code == 1, result.output
+    assert not Path("mine").exists()
+    arguments = ("edit", "mine/add-whole-numbers", "--vllm", tree("0.32.0"), "--change", str(change), "--into", "work")
+    assert run(*arguments).exit_code == 1
+    (Path("work") / PATH).write_text(RIGHT)
+    (Path("work") / "rejected.txt").unlink()
+    result = run("save", "work")
+    assert result.exit_code == 0, result.output
+    (feature,) = outside.load_outside(Path("mine")).features
+    assert (feature.title, feature.origin) == ("Add whole numbers", "vLLM PR 77")
+    assert plan("0.32.0").files[PATH].text == RIGHT
+
+
+def test_a_version_is_taken_out_of_the_range_that_held_it(
+    trees: list[str], change: Path, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what stands above the tables stays as it was written. The feature is named as `patches` lists it."""
+    monkeypatch.setenv("VLLM_HWPLUGIN_PATCHES", str(here / "mine"))
+    run("import", str(change), "--into", "mine", *trees[:4])
+    file = Path("mine/add-whole-numbers/patch.toml")
+    head = '# Ours.\nid = "add-whole-numbers"\ntitle = "It"\nwhat = """\n[[variant]]\n"""\n'
+    head += 'origin = "us"\nremoval = "never"\n\n'
+    Path("mine/catalogue.toml").write_text('name = "ours"\n')
+    file.write_text(head + '[[variant]]\nversions = ">=0.28.0,<0.33.0"\ndiffs = ["add.diff"]\n')
+    result = run("edit", "ours/add-whole-numbers", "--vllm", tree("0.31.0"), "--into", "work")
+    assert result.exit_code == 0, result.output
+    (Path("work") / PATH).write_text("# newer\n" + NEW.replace("int(total)", "float(total)"))
+    assert run("save", "work").exit_code == 0
+    assert file.read_text().startswith(head)
+    (feature,) = outside.load_outside(Path("mine")).features
+    assert [(str(item.versions), item.files[0].origin) for item in feature.variants] == [
+        ("<0.31.0,>=0.28.0", "ours/add-whole-numbers/add.diff"),
+        ("<0.32.0,>=0.31.0", "ours/add-whole-numbers/add-0.31.diff"),
+        ("<0.33.0,>=0.32.0", "ours/add-whole-numbers/add.diff"),
+    ]
+    assert plan("0.30.0").files[PATH].text == NEW
+    assert "float(total)" in plan("0.31.0").files[PATH].text
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        (f"stock/{PATH}", "a = 1\n"),
+        (PATH, "def f(:\n"),
+        (PATH, None),
+        (PATH, OLD),
+        ("vllm/new.py", "a = 1\n"),
+        ("edit.json", "{}"),
+    ],
+    ids=["another stock text", "no Python", "gone", "nothing changed", "a new file", "no note"],
+)
+def test_what_cannot_be_saved(trees: list[str], change: Path, path: str, text: str | None) -> None:
+    run("import", str(change), "--into", "mine", *trees[:4])
+    before = {file: file.read_bytes() for file in Path("mine").rglob("*") if file.is_file()}
+    assert run("edit", "mine/add-whole-numbers", "--vllm", tree("0.30.0"), "--into", "work").exit_code == 0
+    file = Path("work", path)
+    if text is None:
+        file.unlink()
+    else:
+        file.write_text(text)
+    result = run("save", "work")
+    # The line names the place.
+    assert (result.exit_code, result.stderr.count("\n"), "work" in result.stderr) == (2, 1, True)
+    assert {file: file.read_bytes() for file in Path("mine").rglob("*") if file.is_file()} == before
+
+
+@pytest.mark.parametrize(
+    ("held", "left"),
+    [
+        (">=0.33,<0.36", ["0.34.0", "0.35.2"]),
+        (">=0.32.5,<0.33.9", ["0.32.5", "0.32.9"]),
+        ("==0.*", ["0.20.0", "0.34.0", "0.99.0"]),
+        ("!=0.31.0,<0.40", ["0.20.0", "0.34.0", "0.39.9"]),
+        (">=0.33.0,<0.33.5", []),
+    ],
+)
+def test_versions_that_were_not_edited_keep_what_they_had(
+    trees: list[str], change: Path, held: str, left: list[str]
+) -> None:
+    """Also those that this release of the plugin does not know. And none gets the diffs that no range had it in."""
+    run("import", str(change), "--into", "mine", *trees[:2])
+    file = Path("mine/add-whole-numbers/patch.toml")
+    file.write_text(re.sub(r"versions = .*", f'versions = "{held}"', file.read_text()))
+    before = outside.load_outside(Path("mine")).features[0]
+    Path("0.33.0", PATH).write_text(OLD)
+    assert run("edit", "mine/add-whole-numbers", "--vllm", tree("0.33.0"), "--into", "work").exit_code == 0
+    Path("work", PATH).write_text(RIGHT)
+    result = run("save", "work")
+    assert result.exit_code == 0, result.output
+    after = outside.load_outside(Path("mine")).features[0]
+    assert plan("0.33.0").files[PATH].text == RIGHT
+    tried = [f"0.{minor}.{patch}" for minor in range(45) for patch in range(10)]
+    assert {v for v in tried if after.variant_for(v)} == {v for v in tried if before.variant_for(v)}
+    for version in left:
+        assert after.variant_for(version).files == before.variant_for(version).files, version
+
+
+def test_what_others_saved_meanwhile_is_not_lost(trees: list[str], change: Path) -> None:
+    run("import", str(change), "--into", "mine", *trees[:4])
+    works = {"one": "0.30.0", "two": "0.30.0", "other": "0.31.0"}
+    for work, version in works.items():
+        run("edit", "mine/add-whole-numbers", "--vllm", tree(version), "--into", work)
+        file = Path(work, PATH)
+        file.write_text(file.read_text().replace("int(total)", f"int(total)  # {work}"))
+    assert run("save", "one").exit_code == 0
+    # Another version's work is no obstacle.
+    assert run("save", "other").exit_code == 0
+    assert run("save", "two").exit_code == 2
+    assert [plan(version).files[PATH].text.count(f"# {work}") for work, version in works.items()] == [1, 0, 1]
+
+
+@pytest.mark.parametrize("failure", [KeyboardInterrupt, OSError])
+@pytest.mark.parametrize("call", [1, 2])
+def test_an_import_that_ends_half_way_leaves_the_catalogue_as_it_was(
+    trees: list[str], change: Path, monkeypatch: pytest.MonkeyPatch, failure: type[BaseException], call: int
+) -> None:
+    """A folder without its `patch.toml` would put every feature beside it out of force."""
+    run("import", str(change), "--into", "mine", *trees[:2])
+    before = sorted(Path("mine").rglob("*"))
+    calls = iter(range(1, 9))
+    write = Path.write_bytes
+
+    def spoilt(file: Path, data: bytes) -> int:
+        # What another process would see of the catalogue at this moment.
+        assert len(outside.load_outside(Path("mine")).features) == 1
+        if next(calls) == call:
+            raise failure
+        return write(file, data)
+
+    monkeypatch.setattr(Path, "write_bytes", spoilt)
+    assert run("import", str(change), "--into", "mine", "--id", "second", *trees[:2]).exit_code != 0
+    assert sorted(Path("mine").rglob("*")) == before
+
+
+def test_a_title_that_is_no_text_is_written_as_far_as_it_is(trees: list[str], change: Path) -> None:
+    assert run("import", str(change), "--into", "mine", "--title", "a \udcff", *trees[:2]).exit_code == 0
+    assert outside.load_outside(Path("mine")).features[0].title == "a ?"
+
+
+def test_a_patch_toml_is_replaced_as_a_whole(trees: list[str], change: Path) -> None:
+    """A disk that is full before the new one is written leaves the one that was there."""
+    run("import", str(change), "--into", "mine", "--what", "why " * 1000, *trees[:2])
+    file = Path("mine/add-whole-numbers/patch.toml")
+    before = file.read_bytes()
+    run("edit", "mine/add-whole-numbers", "--vllm", tree("0.30.0"), "--into", "work")
+    Path("work", PATH).write_text(NEW + "# more\n")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2048, limits[1]))
+    try:
+        result = run("save", "work")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert result.exit_code == 2
+    assert file.read_bytes() == before
+
+
+def test_check_finds_what_a_process_would_meet(trees: list[str], change: Path, here: Path) -> None:
+    run("import", str(change), "--into", "mine", *trees[:4])
+    first = Path("mine/add-whole-numbers")
+    # Another feature of the same lines, for one version more, with a diff that nobody names.
+    second = Path("mine/twice")
+    second.mkdir()
+    text = (first / "add.diff").read_text()
+    (second / "it.diff").write_text(text.replace("+    return int(total)", "+    return (total"))
+    (second / "old.diff").write_text(text)
+    (second / "patch.toml").write_text(
+        'id = "twice"\ntitle = "It"\nwhat = "It"\norigin = "us"\nremoval = "never"\n'
+        '[[variant]]\nversions = ">=0.30.0,<0.33.0"\ndiffs = ["it.diff"]\n'
+    )
+    status, report = checked("mine", *trees[:6])
+    assert status == 1
+    found = [(item["feature"], item["version"], item["what"]) for item in report["findings"]]
+    assert any(name == "mine/twice" and "old.diff is used by no variant" in what for name, _, what in found)
+    for version in ("0.30.0", "0.31.0"):
+        assert any(v == version and "both change" in what for _, v, what in found), found
+        assert any(v == version and "would be no Python" in what for _, v, what in found), found
+    assert [name for name, v, what in found if v == "0.32.0" and "drifted" in what] == ["mine/twice"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("--id", "Bad Name"), "--id bad-name"),
+        (("--vllm", "./0.30.0@0.30.0", "--gate", "VLLM_PORT"), "VLLM_PORT"),
+        (("--versions", ">=1"), "'>=1'"),
+        (("--versions", "some"), "'some'"),
+        (("--vllm", "./0.30.0@0.30.0", "--vllm", "./0.31.0@0.30.0"), "0.30.0"),
+        (("--vllm", "./absent"), "./absent"),
+    ],
+)
+@pytest.mark.usefixtures("trees")
+def test_bad_arguments(change: Path, arguments: tuple[str, ...], named: str) -> None:
+    """The line names what is to be set otherwise."""
+    result = run("import", str(change), "--into", "mine", *arguments)
+    assert (result.exit_code, named in " ".join(result.stderr.replace("│", " ").split())) == (2, True)
+    assert not list(Path("mine").glob("*/*"))
+
+
+def test_check_says_what_cannot_be_read(trees: list[str], change: Path) -> None:
+    run("import", str(change), "--into", "mine", *trees[:2])
+    (diff,) = Path("mine").rglob("*.diff")
+    diff.write_text(re.sub(r",\d \+", ",9 +", diff.read_text()))
+    status, report = checked("mine", *trees[:2])
+    assert (status, report["features"], len(report["findings"])) == (1, [], 1)
+    assert "mine/add-whole-numbers/add.diff" in report["findings"][0]["what"]
+
+
+def test_only_vllms_versions_are_read(trees: list[str], change: Path) -> None:
+    """Of a catalogue for another package a diff of vLLM would be no part."""
+    Path("mine").mkdir()
+    Path("mine/catalogue.toml").write_text('name = "mine"\ndistribution = "transformers"\n')
+    assert run("import", str(change), "--into", "mine", *trees[:2]).exit_code == 2
+    assert [file.name for file in Path("mine").iterdir()] == ["catalogue.toml"]
+
+
+def test_a_name_that_is_taken(trees: list[str], change: Path) -> None:
+    run("import", str(change), "--into", "mine", *trees[:2])
+    before = plan("0.30.0")
+    assert run("import", str(change), "--into", "mine", "--title", "Another", *trees[:2]).exit_code == 2
+    assert plan("0.30.0") == before

@@ -1,0 +1,83 @@
+"""Where pip looks for packages."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from vllm_hwplugin_workshop.sources import IndexUnreachable, PipConfig
+from vllm_hwplugin_workshop.sources._pipconfig import environment_config, has_pip, parse_config, pip_config, shown
+
+
+def test_environment_outweighs_files_and_install_outweighs_global() -> None:
+    listing = "\n".join(
+        [
+            ":env:.cert='/env.pem'",
+            "WARNING: something unrelated = odd",
+            "global.cert='/global.pem'",
+            "global.index-url='http://global.test/simple'",
+            "install.index-url='http://install.test/simple'",
+            "global.extra-index-url='http://a.test/simple\\nhttp://b.test/simple'",
+            "download.proxy='http://not-used.test'",
+        ]
+    )
+    assert parse_config(listing) == PipConfig(
+        index_url="http://install.test/simple",
+        extra_index_urls=("http://a.test/simple", "http://b.test/simple"),
+        cert="/env.pem",
+    )
+
+
+def test_nothing_is_configured() -> None:
+    """Then pip's built-in default counts, which is not for this code to write down."""
+    assert parse_config("") == PipConfig()
+
+
+@pytest.mark.skipif(not has_pip(), reason="this environment has no pip")
+def test_pip_itself_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both a configuration file and PIP_* variables arrive."""
+    (tmp_path / "pip.conf").write_text("[global]\nindex-url = http://file.test/simple\nproxy = http://proxy.test:1\n")
+    monkeypatch.setenv("PIP_CONFIG_FILE", str(tmp_path / "pip.conf"))
+    monkeypatch.delenv("PIP_INDEX_URL", raising=False)
+    assert pip_config().index_url == "http://file.test/simple"
+    assert pip_config().proxy == "http://proxy.test:1"
+    monkeypatch.setenv("PIP_INDEX_URL", "http://env.test/simple")
+    assert pip_config().index_url == "http://env.test/simple"
+
+
+@pytest.mark.skipif(not has_pip(), reason="this environment has no pip")
+def test_configuration_that_pip_rejects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "pip.conf").write_text("no section\n")
+    monkeypatch.setenv("PIP_CONFIG_FILE", str(tmp_path / "pip.conf"))
+    with pytest.raises(IndexUnreachable, match=r"^pip config list failed: .*; repair pip's configuration$"):
+        pip_config()
+
+
+def test_without_pip_its_variables_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("PIP_INDEX_URL", "http://env.test/simple")
+    assert pip_config().index_url == "http://env.test/simple"
+
+
+def test_variables_alone() -> None:
+    config = environment_config({"PIP_EXTRA_INDEX_URL": "http://a.test http://b.test", "PIP_CERT": "/c.pem"})
+    assert config == PipConfig(extra_index_urls=("http://a.test", "http://b.test"), cert="/c.pem")
+
+
+def test_passwords_are_not_shown() -> None:
+    assert shown("https://user:secret@index.test:8080/simple") == "https://index.test:8080/simple"
+
+
+def test_asking_for_pip_leaves_setuptools_importable() -> None:
+    """setuptools' import hook takes `find_spec("pip")` for a start of pip and then can't be imported itself."""
+    code = (
+        "from vllm_hwplugin_workshop.sources._pipconfig import has_pip\n"
+        "has_pip()\n"
+        "import setuptools, distutils.core\n"
+        "assert '_distutils' in distutils.core.__file__\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

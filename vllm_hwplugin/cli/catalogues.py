@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which features a command is about: the plugin's own, those of catalogues from outside, or some of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.text import Text
+
+from ..errors import HwpluginError
+from ..patching import VLLM, Catalog, Feature, load_catalog
+from ..patching.outside import OWN, Outside, Trouble, find_outside, load_outside, refuse_taken
+
+
+class UnknownCatalogue(HwpluginError):
+    """No catalogue has this name, and no folder is one."""
+
+
+class UnknownFeature(HwpluginError):
+    """No feature has this id."""
+
+
+class Selection(NamedTuple):
+    """
+    Attributes:
+        catalog: every feature that a process of this environment has, the chosen ones included.
+        chosen: those that were asked for.
+        troubles: catalogues that a process would leave out.
+    """
+
+    catalog: Catalog
+    chosen: tuple[Feature, ...]
+    troubles: tuple[Trouble, ...] = ()
+
+    def by_distribution(self) -> dict[str, Catalog]:
+        """The chosen features by what they change, vLLM first."""
+        names = sorted({feature.distribution for feature in self.chosen}, key=lambda name: (name != VLLM, name))
+        return {name: only(self.chosen, name) for name in names}
+
+
+def only(features: Iterable[Feature], distribution: str) -> Catalog:
+    """The features that change a distribution."""
+    return Catalog(tuple(feature for feature in features if feature.distribution == distribution))
+
+
+def select(own: Catalog, named: Sequence[str] = ()) -> Selection:
+    """The features of the catalogues that are named; by default of all that a process of this environment has.
+
+    Args:
+        own: the plugin's features, which are called `vllm-hwplugin`.
+        named: names of catalogues, or folders of others. Those are read, not run, so they need not be trusted.
+
+    Raises:
+        UnknownCatalogue: a name is neither.
+        PatchingError: a folder that is named is not as a catalogue has to be.
+        GateError: ``VLLM_HWPLUGIN_PATCHES`` has a bad value.
+    """
+    found = find_outside(os.environ, own)
+    if not named:
+        catalog = found.behind(own)
+        return Selection(catalog, catalog.features, found.troubles)
+    catalogues = list(found.catalogues)
+    chosen: list[Feature] = []
+    for name in dict.fromkeys(named):
+        if name == OWN:
+            chosen += own.features
+            continue
+        known = next((each for each in catalogues if each.manifest.name == name), None)
+        chosen += (known or _from_folder(name, catalogues, own)).features
+    return Selection(found._replace(catalogues=tuple(catalogues)).behind(own), tuple(dict.fromkeys(chosen)))
+
+
+def _from_folder(name: str, catalogues: list[Outside], own: Catalog) -> Outside:
+    folder = Path(os.path.realpath(Path(name).expanduser()))
+    # An empty name, as of a variable that is not set, would be the working directory.
+    if not name or not folder.is_dir():
+        names = ", ".join([OWN, *(each.manifest.name for each in catalogues)])
+        raise UnknownCatalogue(f"{name!r}: no folder, and no catalogue of this name; there are: {names}")
+    for each in catalogues:
+        if each.manifest.folder == folder:
+            return each
+    loaded = load_outside(folder)
+    refuse_taken(loaded, catalogues, own)
+    catalogues.append(loaded)
+    return loaded
+
+
+def find_feature(catalog: Catalog, name: str) -> Feature:
+    """The feature of that id.
+
+    Raises:
+        UnknownFeature: there is none; the message lists those that there are.
+    """
+    for feature in catalog.features:
+        if feature.id == name:
+            return feature
+    known = ", ".join(feature.id for feature in catalog.features) or "none"
+    raise UnknownFeature(f"{name}: no such feature; there are: {known}")
+
+
+def say_troubles(selection: Selection, err: Console) -> None:
+    """The catalogues whose patches could not be looked at."""
+    for trouble in selection.troubles:
+        text = f"error: the patches of {trouble.where} are left out: {trouble.reason}"
+        err.print(Text(text), soft_wrap=True)
+
+
+def all_features() -> Catalog:
+    """The features of all catalogues; what is wrong with one of these may be why the wanted feature is not there."""
+    selection = select(load_catalog())
+    say_troubles(selection, Console(stderr=True, highlight=False))
+    return selection.catalog

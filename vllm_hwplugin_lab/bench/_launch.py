@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run a job in a fresh process; a crash becomes an outcome, never an exception that loses the other side."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+
+from vllm_hwplugin import journals
+
+from . import _entry_points
+from ._job import Event, Job, Outcome
+
+_TAIL_LINES = 30
+_POLL_SECONDS = 0.02
+
+
+def child_environment(extra: Mapping[str, str], metadata: Path | None = None) -> dict[str, str]:
+    """This process's environment, with the package importable from wherever this copy of it lies.
+
+    Args:
+        extra: variables on top.
+        metadata: a folder with this package's metadata and nothing else, see ``_entry_points``.
+    """
+    environment = {**os.environ, **extra}
+    home = str(Path(__file__).resolve().parents[2])
+    paths = [p for p in environment.get("PYTHONPATH", "").split(os.pathsep) if p]
+    if home not in paths:
+        # Behind the user's own entries: only this package shall come from here.
+        paths.append(home)
+    if metadata is not None:
+        # The first distribution of a name on the path is the one that counts.
+        paths.insert(0, str(metadata))
+    environment["PYTHONPATH"] = os.pathsep.join(paths)
+    return environment
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A child process that is over; ``error`` is None when it said that it was done."""
+
+    events: tuple[Event, ...]
+    seconds: float
+    error: str | None
+    log_tail: str
+    records: tuple[dict[str, Any], ...]
+
+
+def launch(job: Job, *, timeout: float, on_event: Callable[[Event], None] | None = None) -> Outcome:
+    """Run ``job`` and wait for it.
+
+    Args:
+        job: what to run.
+        timeout: seconds after which the process and its children are killed.
+        on_event: called for each line of the answer as it comes.
+    """
+    module = "vllm_hwplugin_lab.bench._engine"
+    ended = run_child(module, job.to_json(), job.environment, timeout=timeout, on_event=on_event)
+    return Outcome(job, ended.events, ended.seconds, ended.error, ended.log_tail, ended.records)
+
+
+def run_child(
+    module: str,
+    job: str,
+    environment: Mapping[str, str],
+    *,
+    timeout: float,
+    on_event: Callable[[Event], None] | None = None,
+    under: Sequence[str] = (),
+) -> Ended:
+    """Run ``python -m module JOB ANSWER`` in a fresh process and wait for it.
+
+    Args:
+        module: writes one JSON line an event into the file ANSWER, ``done`` as the last.
+        job: the text of the file JOB.
+        environment: on top of this process's own.
+        timeout: seconds after which the process and its children are killed.
+        on_event: called for each line of the answer as it comes.
+        under: a command that runs Python, such as compute-sanitizer with its options.
+
+    Raises:
+        NoEntryPoints: vLLM could not find the plugin in the child.
+    """
+    with ended_by_sigterm(), Child(module, job, environment, under=under) as child:
+        said_all = child.follow(timeout, until=lambda event: False, on_event=on_event)
+        return child.end(None if said_all else f"no end after {timeout:.0f} s; killed")
+
+
+class Child:
+    """A process that runs ``python -m module JOB ANSWER`` in a session of its own, with whatever it starts.
+
+    Args:
+        module: writes one JSON line an event into the file ANSWER, ``done`` as the last.
+        job: the text of the file JOB.
+        environment: on top of this process's own.
+        under: a command that runs Python, such as compute-sanitizer with its options.
+        commands: whether the process reads lines from its standard input, see :meth:`tell`.
+
+    Raises:
+        NoEntryPoints: vLLM could not find the plugin in the child.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        job: str,
+        environment: Mapping[str, str],
+        *,
+        under: Sequence[str] = (),
+        commands: bool = False,
+    ) -> None:
+        self.events: list[Event] = []
+        self._killed = False
+        self._home = tempfile.TemporaryDirectory(prefix="hwplugin-bench-")
+        folder = Path(self._home.name)
+        (folder / "job.json").write_text(job, encoding="utf-8")
+        answer, self._log = folder / "answer.jsonl", folder / "log"
+        answer.touch()
+        try:
+            variables = child_environment(environment, _entry_points.provide(folder / "metadata"))
+        except BaseException:
+            self._home.cleanup()
+            raise
+        # A record's time is cut to milliseconds.
+        self._started, self._since = time.monotonic(), datetime.now(timezone.utc) - timedelta(milliseconds=1)
+        self._answer, self._unfinished = answer.open(encoding="utf-8"), ""
+        with self._log.open("wb") as output:
+            # A session of its own: whatever the engine starts can be ended with it, and nothing else.
+            self._process = subprocess.Popen(
+                [*under, sys.executable, "-m", module, str(folder / "job.json"), str(answer)],
+                env=variables,
+                stdin=subprocess.PIPE if commands else subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._kill()
+        self._answer.close()
+        self._home.cleanup()
+
+    def tell(self, command: Mapping[str, Any]) -> None:
+        """Write a line of JSON to the process; one that is gone says so in what :meth:`end` returns."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps(command).encode() + b"\n")
+            self._process.stdin.flush()
+
+    def follow(
+        self,
+        timeout: float,
+        *,
+        until: Callable[[Event], bool],
+        on_event: Callable[[Event], None] | None = None,
+    ) -> bool:
+        """Collect ``events`` until one satisfies ``until``, or the process is over; False after ``timeout`` seconds."""
+        deadline = time.monotonic() + timeout
+        while True:
+            ended = self.is_over  # asked before the read, so that nothing is left behind it
+            *lines, self._unfinished = (self._unfinished + self._answer.read()).split("\n")
+            for number, line in enumerate(lines):
+                self.events.append(json.loads(line))
+                if on_event is not None:
+                    on_event(self.events[-1])
+                if until(self.events[-1]):
+                    self._unfinished = "\n".join([*lines[number + 1 :], self._unfinished])
+                    return True
+            if ended:
+                return True
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_POLL_SECONDS)
+
+    @property
+    def is_over(self) -> bool:
+        return self._process.poll() is not None
+
+    def end(self, error: str | None = None) -> Ended:
+        """Kill what is left of the process; ``error`` outweighs what its exit says."""
+        self._kill()
+        seconds = time.monotonic() - self._started
+        error = error or _error(self._process.returncode, self.events)
+        log = self._log.read_text(encoding="utf-8", errors="replace") if error else ""
+        tail = "\n".join(log.splitlines()[-_TAIL_LINES:])
+        # Under a command such as compute-sanitizer the engine is not this child, nor always a child of it.
+        said = {event["pid"] for event in self.events if "pid" in event}
+        return Ended(tuple(self.events), seconds, error, tail, records_of({self._process.pid, *said}, self._since))
+
+    def _kill(self) -> None:
+        if self._killed:
+            return  # its number may be another process's by now
+        self._killed = True
+        with contextlib.suppress(ProcessLookupError):  # the usual case: it ended by itself and left nothing behind
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        if self._process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.close()
+
+
+@contextlib.contextmanager
+def ended_by_sigterm() -> Iterator[None]:
+    """Unwind on SIGTERM as on Ctrl-C: an engine that outlives a time limit keeps the memory of the GPU."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may set handlers, and only it is interrupted
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _error(code: int, events: Sequence[Event]) -> str | None:
+    if code < 0:
+        return f"killed by {signal.Signals(-code).name}"
+    if code > 0:
+        return f"exit code {code}"
+    if not any(e["event"] == "done" for e in events):
+        return "exit code 0 before everything was measured"
+    return None
+
+
+def records_of(kin: set[int], since: datetime) -> tuple[dict[str, Any], ...]:
+    """The process journals of the processes ``kin`` and of those that they started, oldest first."""
+    kin = set(kin)
+    found = []
+    for one in journals.read_all():
+        # Process ids come round again, and records outlive their processes.
+        if datetime.fromisoformat(one.started) >= since and (one.pid in kin or one.ppid in kin):
+            kin.add(one.pid)
+            found.append(dataclasses.asdict(one))
+    return tuple(found)

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The child process of a benchmark that measures as users run.
+
+It is ``python -m vllm_hwplugin_lab.bench._serving JOB ANSWER``.
+
+It holds what ``vllm serve`` holds behind its HTTP: vLLM's asynchronous engine, whose core is a process of its own. It
+waits for commands on its standard input, one line of JSON each, so that several such processes can take turns:
+
+    {"do": "warm-up" | "round" | "profile", "workload": NAME}, {"do": "warm-up" | "load", "load": LOAD}, {"do": "end"}
+
+The plugin is not named here: vLLM finds it by its entry points (see ``_entry_points``), as it does for a user.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ._answer import Answer
+from ._engine import subtract
+from ._host_speed import host_us
+from ._inside import package_facts, totals
+from ._job import Job, Workload
+from ._serving_load import run_load
+from ._window import Moment, Window, added
+from ._worker import EXTENSION
+
+
+class Serving:
+    """One engine, and what can be asked of it."""
+
+    def __init__(self, engine: Any, job: Job, answer: Answer) -> None:
+        self._engine, self._job, self._answer = engine, job, answer
+        self._workloads = {workload.name: workload for workload in job.workloads}
+        self._asked = 0
+
+    async def warm_up(self, workload: Workload) -> None:
+        await self._batch(workload, workload.prompts[: workload.batch], workload.warmup_tokens)
+
+    async def measure(self, workload: Workload, number: int) -> dict[str, Any]:
+        """One round: each group of ``batch`` prompts until all its requests have ended."""
+        speed, before, windows = host_us(), _totals(), []
+        for first in range(0, len(workload.prompts), workload.batch):
+            prompts = workload.prompts[first : first + workload.batch]
+            windows.append(await self._batch(workload, prompts, workload.max_tokens))
+        after = _totals()
+        return {
+            "round": number,
+            "host_us": speed,
+            **added(windows),
+            "drafts": after["drafts"] - before["drafts"],
+            "accepted_per_position": subtract(after["accepted"], before["accepted"]),
+        }
+
+    async def profile(self, workload: Workload) -> None:
+        """What is launched a step, and how long the GPU works; slows the engine for good."""
+        await self._ask_worker("hwplugin_start_profile")
+        await self._batch(workload, workload.prompts[: workload.batch], workload.profile_tokens)
+        await self._ask_worker("hwplugin_stop_profile")
+        self._answer.say("collected", workload=workload.name)
+        counts = await self._ask_worker("hwplugin_profile_counts")
+        self._answer.say("profiled", workload=workload.name, **counts)
+
+    async def load(self, load: dict[str, Any]) -> dict[str, Any]:
+        """One round of a load, see :func:`run_load`."""
+        speed, before = host_us(), _totals()
+        await self._ask_worker("hwplugin_start_counting")
+        facts = await run_load(self._engine, load)
+        graphs = await self._ask_worker("hwplugin_stop_counting")
+        after = _totals()
+        return {
+            "host_us": speed,
+            **facts,
+            "graphs": graphs,
+            "steps": after["steps"] - before["steps"],
+            "drafts": after["drafts"] - before["drafts"],
+            "accepted_per_position": subtract(after["accepted"], before["accepted"]),
+        }
+
+    async def facts(self) -> dict[str, Any]:
+        return {**package_facts(), **await self._ask_worker("hwplugin_facts")}
+
+    async def do(self, command: dict[str, Any]) -> None:
+        """Do what a command says, and answer it."""
+        what, load = command["do"], command.get("load")
+        if load is not None:
+            if what == "warm-up":
+                await run_load(self._engine, load)
+                self._answer.say("warm", workload=load["name"])
+            else:
+                self._answer.say("loaded", workload=load["name"], **await self.load(load))
+            return
+        workload = self._workloads[command["workload"]]
+        if what == "warm-up":
+            await self.warm_up(workload)
+            self._answer.say("warm", workload=workload.name)
+        elif what == "round":
+            self._answer.say("measured", workload=workload.name, **await self.measure(workload, command["round"]))
+        elif what == "profile":
+            await self.profile(workload)
+        else:
+            raise ValueError(f"no such command: {command}")
+
+    async def _ask_worker(self, method: str, *arguments: Any) -> Any:
+        first, *_ = await self._engine.collective_rpc(method, args=arguments)
+        return first
+
+    async def _batch(self, workload: Workload, prompts: Sequence[Sequence[int]], tokens: int) -> dict[str, Any]:
+        window = Window(len(prompts), _now)
+        await asyncio.gather(*(self._request(prompt, tokens, window) for prompt in prompts))
+        return window.facts()
+
+    async def _request(self, prompt: Sequence[int], tokens: int, window: Window) -> None:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        sampling = SamplingParams(
+            temperature=0.0,
+            max_tokens=tokens,
+            ignore_eos=True,
+            detokenize=self._job.tokenize,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        self._asked += 1
+        begun = False
+        async for output in self._engine.generate({"prompt_token_ids": list(prompt)}, sampling, str(self._asked)):
+            if not begun and output.outputs[0].token_ids:
+                begun = True
+                window.begun()
+        window.finished()
+
+
+def _totals() -> dict[str, Any]:
+    from vllm.v1.metrics.reader import get_metrics_snapshot
+
+    return totals(get_metrics_snapshot())
+
+
+def _now() -> Moment:
+    at, found = time.perf_counter(), _totals()
+    return Moment(at, found["steps"], found["tokens"])
+
+
+async def serve(job: Job, answer: Answer) -> None:
+    """Start the job's engine, and follow commands until there are no more."""
+    started = time.perf_counter()
+
+    from vllm import AsyncEngineArgs, AsyncLLMEngine
+    from vllm.usage.usage_lib import UsageContext
+
+    arguments = AsyncEngineArgs(**job.options, worker_extension_cls=EXTENSION)
+    # What vLLM's server says of itself: it decides some defaults.
+    engine = AsyncLLMEngine.from_engine_args(arguments, usage_context=UsageContext.OPENAI_API_SERVER)
+    try:
+        serving = Serving(engine, job, answer)
+        facts = await serving.facts()
+        answer.say("ready", seconds=time.perf_counter() - started, pid=os.getpid(), **facts)
+        while (line := await asyncio.to_thread(sys.stdin.readline)) and (command := json.loads(line))["do"] != "end":
+            await serving.do(command)
+    finally:
+        # An engine core that is not told outlives this process.
+        engine.shutdown()
+    answer.say("done")
+
+
+def main(arguments: Sequence[str]) -> None:
+    job = Job.from_json(Path(arguments[0]).read_text(encoding="utf-8"))
+    asyncio.run(serve(job, Answer(Path(arguments[1]))))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

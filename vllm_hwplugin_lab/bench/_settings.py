@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engine settings that make two runs comparable, by host."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from vllm_hwplugin import gates
+
+_COMMON = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+_MULTIPROCESSING = "VLLM_ENABLE_V1_MULTIPROCESSING"
+# The runner is pinned because vLLM's choice depends on version and model.
+_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+
+
+def stock_environment(device: str) -> dict[str, str]:
+    """The plugin's variables for an engine that is vLLM as it would be without the plugin.
+
+    The master gate is off, so all sides run the same installation. On ``musa`` vLLM has no platform without the
+    plugin's class: there every feature is off (patches, operations, attention), and the class stays.
+    """
+    if device == "musa":
+        off = {gate.name: "off" for gate in gates.GATES if gate.switches}
+        return {"VLLM_HWPLUGIN": "1", "VLLM_HWPLUGIN_PATCHES": "", **off}
+    return {"VLLM_HWPLUGIN": "0"}
+
+
+def engine_environment(
+    device: str,
+    *,
+    patched: bool,
+    extra: Mapping[str, str] | None = None,
+    v2_runner: bool = False,
+    own_process: bool = False,
+) -> dict[str, str]:
+    """The variables to set for one engine process, above the user's own.
+
+    Args:
+        device: vLLM's device type.
+        patched: with the plugin.
+        extra: wins over both, except that it switches no feature on in stock (see :func:`stock_environment`).
+        v2_runner: on Model Runner V2.
+        own_process: the engine's core is another process than the caller, as users have it; else they share one, in
+            which the caller sees the engine's objects.
+    """
+    side = {"VLLM_HWPLUGIN": "1"} if patched else stock_environment(device)
+    runner, process = "1" if v2_runner else "0", "1" if own_process else "0"
+    environment = {**_COMMON, **side, _RUNNER: runner, _MULTIPROCESSING: process}
+    if device == "cpu":
+        environment["VLLM_CPU_KVCACHE_SPACE"] = "1"
+    features_off = {name: value for name, value in side.items() if value == "off"}
+    return {**environment, **(extra or {}), **features_off}
+
+
+def engine_options(device: str, *, max_model_len: int, cudagraph_mode: str, max_num_seqs: int) -> dict[str, Any]:
+    """``LLM`` arguments without the model and the drafter.
+
+    CPU: float32, because bfloat16 has near-ties whose argmax flips with the batch's shape, and eager. GPU: graphs.
+    """
+    options: dict[str, Any] = {
+        "max_model_len": max_model_len,
+        "max_num_seqs": max_num_seqs,
+        "enable_prefix_caching": False,
+        "disable_log_stats": False,
+        "seed": 0,
+    }
+    if device == "cpu":
+        return {**options, "dtype": "float32", "enforce_eager": True}
+    return {**options, "dtype": "bfloat16", "compilation_config": {"cudagraph_mode": cudagraph_mode}}

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sides of ``bench ops``: the plugin's operation with its kernel, and vLLM's own of the same name."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from vllm_hwplugin.ops.definitions import is_defined
+
+from . import _op_cases as cases
+from ._attention_kernels import unimportable
+from ._op_cases import OpCase, Operand
+
+#: vLLM's libraries define their operations in these namespaces, in every version.
+_NAMESPACES = ("_C", "_moe_C")
+
+
+def reference(op: str) -> Callable[..., Any]:
+    """The plugin's operation, which runs its reference on tensors of the CPU."""
+    importlib.import_module(f"vllm_hwplugin.ops.{op}")
+    found: Callable[..., Any] = getattr(torch.ops.hwplugin, op)
+    return found
+
+
+def missing(kernel: str, op: str) -> str | None:
+    """Why an operation has no kernel on this side, or None. The first call for one of the plugin's may build it."""
+    if kernel != cases.OURS:
+        if (reason := unimportable("vllm._custom_ops")) is not None:
+            return reason
+        if _of_vllm(op) is None or is_defined(op):
+            return f"this vLLM has no operation {op}"
+        return None
+    if (reason := unimportable(f"vllm_hwplugin.ops.{op}")) is not None:
+        return reason
+    from vllm_hwplugin.ops.build import jit, torch_build
+    from vllm_hwplugin.ops.build.errors import KernelUnavailable
+    from vllm_hwplugin.ops.build.spec import KERNELS
+
+    if op not in KERNELS:
+        return f"no kernel {op} in the table of kernels"
+    try:
+        jit.provide(KERNELS[op], torch_build.installed())
+    except KernelUnavailable as error:
+        return str(error)
+    return None if jit.ensure(KERNELS[op]) else "its library was built and cannot be loaded; the log says why"
+
+
+def implementation(kernel: str, op: str) -> Callable[..., Any]:
+    """The operation of one side, which ``missing`` found to be there."""
+    if kernel == cases.OURS:
+        return reference(op)
+    found = _of_vllm(op)
+    assert found is not None
+    return found
+
+
+def passed(kernel: str, case: OpCase, values: Sequence[Any]) -> list[Any]:
+    """What one side gets of the arguments: the same tensors, but for a table that has been converted beforehand."""
+    if kernel != cases.VLLM_FLOAT32:
+        return list(values)
+    return [
+        value.float() if isinstance(one, Operand) and one.name == cases.TABLE else value
+        for one, value in zip(case.arguments, values, strict=True)
+    ]
+
+
+def trailing(run: Any, given: int) -> list[None]:
+    """What has to be passed after the first ``given`` arguments: later versions of vLLM have more without a default.
+
+    Raises:
+        ValueError: one of them cannot be None.
+    """
+    more = [one for one in run.default._schema.arguments[given:] if not one.has_default_value()]
+    if odd := [one.name for one in more if not isinstance(one.type, torch.OptionalType)]:
+        raise ValueError(f"this vLLM's {run.default._schema} also needs {', '.join(odd)}")
+    return [None] * len(more)
+
+
+def _of_vllm(op: str) -> Callable[..., Any] | None:
+    for namespace in _NAMESPACES:
+        found: Callable[..., Any] | None = getattr(getattr(torch.ops, namespace), op, None)
+        if found is not None:
+            return found
+    return None

@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``vllm-hwplugin bench serve``: a user's own target, drafter and prompts, as clients of a server see them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from vllm_hwplugin.cli.output import STANDARD_OUTPUT, JsonFile, console_for, write_json
+
+from ..bench import (
+    METHODS,
+    NOT_MEASURED,
+    SHAPES,
+    SIDE_NAMES,
+    TINY,
+    Case,
+    Outcome,
+    TimeLimit,
+    check,
+    detect_host,
+    find_checkpoints,
+    load_prompts,
+    shapes_folder,
+)
+from ..bench import serve as serving
+from ._in_turn import InTurn
+from ._options import known, pairs
+from ._sides import (
+    MoreSidesOption,
+    PatchedEnvOption,
+    TimeLimitOption,
+    UtilizationOption,
+    VllmEnvOption,
+    asked_sides,
+    conclude,
+    progress,
+)
+
+#: Rows of the table of graphs, a side and model; the results file has all.
+_GRAPHS_SHOWN = 4
+
+
+def serve(
+    method: Annotated[str, typer.Option(help=", ".join(serving.METHODS))],
+    target: Annotated[
+        str | None, typer.Option(help="The target: a folder, or a name that vLLM finds on this host.")
+    ] = None,
+    draft: Annotated[str | None, typer.Option(help="The drafter; mtp has it in the target.")] = None,
+    shape: Annotated[
+        str | None, typer.Option(help=f"Instead of both, as `bench` has them: {', '.join((TINY, *SHAPES))}.")
+    ] = None,
+    model: Annotated[Path | None, typer.Option(help="Checkpoints of the tiny shape.")] = None,
+    acceptance_length: Annotated[
+        float | None, typer.Option(min=1, help="Synthetic acceptance of a dummy shape; default 1 + k / 2.")
+    ] = None,
+    k: Annotated[list[int] | None, typer.Option("--k", min=1, help="Drafted tokens a step; repeat. Default 3.")] = None,
+    side: MoreSidesOption = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            metavar="FILE",
+            help=f"JSONL with {', '.join(serving.KEYS)} (MT-Bench, HumanEval, GSM8K, Alpaca); default: random tokens.",
+        ),
+    ] = None,
+    num_prompts: Annotated[int, typer.Option(min=1, help="Requests of a load.")] = 64,
+    per_slot: Annotated[
+        int | None, typer.Option(min=1, help="Requests of a load for each that runs at once; default: all prompts.")
+    ] = None,
+    input_len: Annotated[int, typer.Option(min=1, help="Tokens of a random prompt.")] = 1024,
+    output_len: Annotated[int, typer.Option(min=2, help="New tokens of a request, at most.")] = 256,
+    temperature: Annotated[list[float] | None, typer.Option(min=0, help="Repeat for several. Default 0.")] = None,
+    concurrency: Annotated[
+        list[int] | None, typer.Option(min=0, help="Requests at once, at most; 0: no bound. Repeat. Default 16.")
+    ] = None,
+    request_rate: Annotated[
+        list[float] | None, typer.Option(min=0, help="Requests a second (Poisson); 0: all at the start. Repeat.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Of each load and side, in turn.")] = 2,
+    seed: Annotated[int, typer.Option(help="Same seed, same random prompts and times.")] = 0,
+    chat: Annotated[bool, typer.Option(help="Send a file's prompts through the target's chat template.")] = True,
+    ignore_eos: Annotated[
+        bool | None, typer.Option(help="Every answer as long as it may be; default: with random prompts.")
+    ] = None,
+    cudagraph_mode: Annotated[
+        str, typer.Option(help="vLLM's cudagraph_mode (GPU only); this is its own default.")
+    ] = "FULL_AND_PIECEWISE",
+    max_model_len: Annotated[int | None, typer.Option(min=16, help="Default: what is needed, or the model's.")] = None,
+    tensor_parallel_size: Annotated[int, typer.Option(min=1, help="GPUs of an engine.")] = 1,
+    gpu_memory_utilization: UtilizationOption = None,
+    kv_cache_gib: Annotated[
+        float | None, typer.Option(min=0.1, help="KV cache of each engine; with it they start side by side (GPU).")
+    ] = None,
+    all_k_at_once: Annotated[
+        bool, typer.Option("--all-k-at-once", help="The engines of every k are alive together, on the same GPU.")
+    ] = False,
+    vllm_env: VllmEnvOption = None,
+    patched_env: PatchedEnvOption = None,
+    json_file: JsonFile = None,
+    timeout: Annotated[float, typer.Option(help="Seconds for a start, and for each load.")] = 3600,
+    time_limit: TimeLimitOption = None,
+) -> None:
+    """Measure your own case on every side: TTFT, TPOT, ITL, end to end, tokens/s, acceptance, and the graphs used.
+
+    The engine is vLLM's asynchronous one, which `vllm serve` has behind its HTTP, its core in a process of its own.
+    The engines of all sides are alive together and take turns. Every concurrency is measured with every rate and every
+    temperature; each k has engines of its own. A shape has dummy weights and synthetic acceptance, or, tiny, trained
+    ones and prompts of its own. Prefix caching is off, because rounds repeat the prompts.
+
+    Latencies are those of all rounds together, in milliseconds, as `vllm bench serve` defines them; tokens/s are those
+    of the best round. Exit code 1 when a patched side failed where stock ran on that runner, 2 when another failed, or
+    when Ctrl-C or the time limit left something out: what all sides have measured is in the results then.
+    """
+    limit, console = TimeLimit(time_limit), console_for(json_file)
+    known([method], tuple(serving.METHODS), "--method")
+    if shape != TINY and model is not None:
+        raise typer.BadParameter("only --shape tiny has these; a target of your own is --target", param_hint="--model")
+    if shape in (None, TINY) and acceptance_length is not None:
+        raise typer.BadParameter("real weights decide it themselves; leave it out", param_hint="--acceptance-length")
+    if shape is not None and (target is not None or draft is not None):
+        raise typer.BadParameter("a shape says what target and drafter are; leave it or them out", param_hint="--shape")
+    if shape is not None:
+        known([shape], (TINY, *SHAPES), "--shape")
+        known([method], METHODS, "--method")
+    elif target is None:
+        raise typer.BadParameter("what to serve is missing: name a target, or --shape", param_hint="--target")
+    elif draft is None and method not in serving.BUILT_IN:
+        raise typer.BadParameter(f"{method} needs a drafter: a folder, or a name", param_hint="--draft")
+    for option, named in (("--target", target), ("--draft", draft)):
+        if named is not None and named.startswith(("/", ".")) and not Path(named).exists():
+            raise typer.BadParameter(f"{named}: no such folder; name one, or a model's name", param_hint=option)
+    wanted = asked_sides(side)
+    checkpoints = find_checkpoints(model) if shape == TINY else None
+    asked: list[serving.Prompt] = []
+    if prompts is not None:
+        asked += serving.read_prompts(prompts, num_prompts)
+    elif checkpoints is not None:
+        # Random tokens are not what its drafters were trained for.
+        asked += load_prompts(checkpoints, num_prompts)
+    else:
+        asked += [input_len] * num_prompts
+    host = detect_host()
+    sides = wanted or serving.possible_sides([method], host)
+    if shape is not None:
+        check([Case(shape, method, one) for one in k or [3]], host, sides)
+    serving.check_sides(sides, [method], host)
+    settings = serving.ServeSettings(
+        target=target if shape is None else None,
+        draft=draft if shape is None else None,
+        shape=shape,
+        acceptance_length=acceptance_length,
+        method=method,
+        ks=tuple(dict.fromkeys(k or [3])),
+        sides=sides,
+        prompts=None if prompts is None else str(prompts),
+        num_prompts=len(asked),
+        input_len=input_len,
+        output_len=output_len,
+        temperatures=tuple(dict.fromkeys(temperature or [0.0])),
+        concurrencies=tuple(dict.fromkeys(concurrency or [16])),
+        request_rates=tuple(dict.fromkeys(request_rate or [0.0])),
+        rounds=rounds,
+        seed=seed,
+        chat=chat,
+        ignore_eos=prompts is None if ignore_eos is None else ignore_eos,
+        cudagraph_mode=cudagraph_mode,
+        max_model_len=max_model_len,
+        tensor_parallel_size=tensor_parallel_size,
+        gpu_memory_utilization=gpu_memory_utilization,
+        kv_cache_gib=kv_cache_gib,
+        vllm_environment=pairs(vllm_env or (), "--vllm-env"),
+        patched_environment=pairs(patched_env or (), "--patched-env"),
+        per_slot=per_slot,
+        all_k_at_once=all_k_at_once,
+    )
+    console.print(f"vLLM {host.vllm} on {host.name} ({host.device}), torch {host.torch}", highlight=False)
+    if len(asked) < num_prompts:
+        console.print(
+            f"{prompts} holds {len(asked)} of {num_prompts} prompts: a load has no more requests.", style="yellow"
+        )
+    results = serving.new_serve_results(host, settings)
+    measurements = serving.serve_measurements(settings, asked)
+    folder = shapes_folder()
+    with progress(console) as bar:
+        turns = InTurn(bar, results, json_file, rounds, timeout, limit)
+        for ks in settings.together:
+            made = {
+                (one, s): serving.serve_job(one, s, settings, host, checkpoints, folder) for one in ks for s in sides
+            }
+            jobs = {f"k={one} {s}": job for (one, s), job in made.items()}
+
+            def add(outcomes: Mapping[str, Outcome], ks: tuple[int, ...] = ks) -> None:
+                for one in ks:
+                    serving.add_serve_case(results, one, settings, {s: outcomes[f"k={one} {s}"] for s in sides})
+
+            if not turns.measure(
+                jobs,
+                measurements,
+                label=f"{method} k={', '.join(map(str, ks))}",
+                total=len(jobs) * (1 + rounds * len(measurements)),
+                at_once=host.device != "cpu" and serving.kv_cache_size(ks[0], settings) is not None,
+                add=add,
+            ):
+                break
+    if json_file == STANDARD_OUTPUT:
+        write_json(results, json_file)
+    measured = _show(results, console)
+    turns.write()
+    conclude(results["cases"], console, measured=measured)
+
+
+def _show(results: Mapping[str, Any], console: Console) -> bool:
+    """The tables of what at least one side has measured; whether there are any."""
+    loads = [
+        (case, load)
+        for case in results["cases"]
+        for load in next(iter(case["sides"].values()))["loads"]
+        if any(entry["loads"][load] is not None for entry in case["sides"].values())
+    ]
+    for case, load in loads:
+        title = f"{results['settings']['method']} k={case['k']}, {load}: P50 / P99"
+        console.print(_latency_table(case, load, title))
+        console.print(_graph_table(case, load))
+    return bool(loads)
+
+
+def _graph_table(case: Mapping[str, Any], load: str) -> Table:
+    drawn = Table(title=f"{load}: the most frequent CUDA graphs, passes of all rounds")
+    for name in ("side", "model", "unpadded tokens", "padded tokens", "mode", "count"):
+        drawn.add_column(name, justify="left" if name in ("side", "model", "mode") else "right")
+    for side, entry in case["sides"].items():
+        for row in _frequent((entry["loads"][load] or {}).get("graphs", ())):
+            drawn.add_row(SIDE_NAMES[side], *map(str, row.values()))
+    return drawn
+
+
+def _latency_table(case: Mapping[str, Any], load: str, title: str) -> Table:
+    drawn = Table(title=title)
+    names = [f"{name.removesuffix('_ms').upper()} ms" for name in serving.LATENCIES]
+    for name in ("side", "tok/s", *names):
+        drawn.add_column(name, justify="left" if name == "side" else "right", no_wrap=True)
+    drawn.add_column("acceptance (per position)")
+    missing = {
+        SIDE_NAMES[side]: (entry["loads"][load] or {}).get("unanswered") for side, entry in case["sides"].items()
+    }
+    if any(missing.values()):
+        said = ", ".join(f"{count} on {side}" for side, count in missing.items() if count)
+        drawn.caption = f"Requests that got no token, and have no latency: {said}."
+    for side, entry in case["sides"].items():
+        found = entry["loads"][load]
+        if found is None:
+            drawn.add_row(SIDE_NAMES[side], NOT_MEASURED)
+            continue
+        drawn.add_row(
+            SIDE_NAMES[side],
+            f"{found['tokens_per_second']['best']:.0f}",
+            *(_percentiles(found[name]) for name in serving.LATENCIES),
+            _acceptance(found),
+        )
+    return drawn
+
+
+def _acceptance(found: Mapping[str, Any]) -> str:
+    if found["acceptance_length"] is None:
+        return NOT_MEASURED
+    shares = " ".join(f"{share:.2f}" for share in found["acceptance_per_position"])
+    return f"{found['acceptance_length']:.3f} ({shares})"
+
+
+def _percentiles(found: Mapping[str, float] | None) -> str:
+    return NOT_MEASURED if found is None else f"{_digits(found['p50'])} / {_digits(found['p99'])}"
+
+
+def _digits(milliseconds: float) -> str:
+    """Three of them, more before the point."""
+    return f"{milliseconds:.{2 if milliseconds < 10 else 1 if milliseconds < 100 else 0}f}"
+
+
+def _frequent(graphs: Any) -> list[Mapping[str, Any]]:
+    """The most frequent rows of each model."""
+    models = dict.fromkeys(row["model"] for row in graphs)
+    order = sorted(graphs, key=lambda row: -row["count"])
+    return [row for model in models for row in [one for one in order if one["model"] == model][:_GRAPHS_SHOWN]]

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``vllm-hwplugin bench``: stock and patched vLLM on both model runners, alive together and measured in turn.
+
+Each side's engine runs as users run it, its core in a process of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from vllm_hwplugin.cli.output import STANDARD_OUTPUT, JsonFile, console_for, write_json
+
+from ..bench import (
+    METHODS,
+    SHAPES,
+    TINY,
+    Settings,
+    TimeLimit,
+    add_case,
+    cases,
+    check,
+    detect_host,
+    find_checkpoints,
+    host_line,
+    job_for,
+    load_prompts,
+    new_results,
+    of_workloads,
+    possible_sides,
+    rows,
+    shapes_folder,
+    table,
+)
+from . import _bench_kernels, _bench_profile
+from ._bench_serve import serve
+from ._in_turn import InTurn
+from ._options import known, pairs
+from ._sides import (
+    MoreSidesOption,
+    PatchedEnvOption,
+    TimeLimitOption,
+    UtilizationOption,
+    VllmEnvOption,
+    asked_sides,
+    conclude,
+    progress,
+)
+from ._soak import soak
+
+bench = typer.Typer(add_completion=False)
+bench.command("serve")(serve)
+bench.command("soak")(soak)
+bench.command("attention")(_bench_kernels.attention)
+bench.command("ops")(_bench_kernels.ops)
+
+_SHAPES = (TINY, *SHAPES)
+
+
+@bench.callback(invoke_without_command=True)
+def measure(
+    context: typer.Context,
+    shape: Annotated[list[str] | None, typer.Option(help=f"{', '.join(_SHAPES)}; repeat for several.")] = None,
+    method: Annotated[list[str] | None, typer.Option(help=f"{', '.join(METHODS)}; repeat for several.")] = None,
+    k: Annotated[list[int] | None, typer.Option("--k", min=1, help="Drafted tokens a step; repeat.")] = None,
+    batch: Annotated[list[int] | None, typer.Option(min=1, help="Requests at once; repeat (same engine).")] = None,
+    side: MoreSidesOption = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Measured rounds of each batch size and side.")] = 5,
+    tokens: Annotated[int, typer.Option(min=8, max=380, help="New tokens a request, dummy shapes.")] = 256,
+    tiny_prompts: Annotated[int, typer.Option(min=1, max=96, help="Prompts of the tiny shape.")] = 32,
+    tiny_tokens: Annotated[int, typer.Option(min=8, max=380, help="New tokens a prompt, tiny shape.")] = 96,
+    acceptance_length: Annotated[
+        float | None, typer.Option(min=1, help="Synthetic acceptance of the dummy shapes; default 1 + k / 2.")
+    ] = None,
+    cudagraph_mode: Annotated[
+        str, typer.Option(help="vLLM's cudagraph_mode (GPU only); this is its own default.")
+    ] = "FULL_AND_PIECEWISE",
+    gpu_memory_utilization: UtilizationOption = None,
+    profile_tokens: Annotated[int, typer.Option(min=0, help="Tokens of the profiled run (CUDA); 0: none.")] = 48,
+    profile: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            file_okay=False,
+            help="Instead: where the host's time goes, function by function, and traces for Perfetto there.",
+        ),
+    ] = None,
+    vllm_env: VllmEnvOption = None,
+    patched_env: PatchedEnvOption = None,
+    model: Annotated[Path | None, typer.Option(help="Checkpoints of the tiny shape.")] = None,
+    json_file: JsonFile = None,
+    timeout: Annotated[float, typer.Option(help="Seconds for a start, and for each measurement.")] = 900,
+    time_limit: TimeLimitOption = None,
+) -> None:
+    """Measure stock and patched on both model runners: milliseconds a step, tokens/s, acceptance, the GPU's idle share.
+
+    The engines of a case are alive together and take turns in short rounds, of which the best counts; the time of a
+    fixed piece of Python beside each round says how fast the host was. A step is counted while every request of the
+    batch is drafting.
+
+    The tiny shape runs trained checkpoints (real acceptance). The others have the sizes of published models, dummy
+    weights and vLLM's synthetic acceptance; each has drafters for some methods. Needs no network. A side that failed
+    has its log's end in the results; exit code 1 when a patched one failed where stock ran on that runner, 2 when it is
+    another, or when Ctrl-C or the time limit left something out: what all sides have measured is in the results then.
+    """
+    if context.invoked_subcommand is not None:
+        return
+    limit, console = TimeLimit(time_limit), console_for(json_file)
+    planned = cases(
+        known(shape or [TINY], _SHAPES, "--shape"), known(method or ["eagle3"], METHODS, "--method"), k or [3]
+    )
+    wanted = asked_sides(side)
+    settings = Settings(
+        batches=tuple(batch or (1, 8, 32)),
+        rounds=rounds,
+        cudagraph_mode=cudagraph_mode,
+        tokens=tokens,
+        tiny_prompts=tiny_prompts,
+        tiny_tokens=tiny_tokens,
+        acceptance_length=acceptance_length,
+        profile_tokens=profile_tokens,
+        vllm_environment=pairs(vllm_env or (), "--vllm-env"),
+        patched_environment=pairs(patched_env or (), "--patched-env"),
+        gpu_memory_utilization=gpu_memory_utilization,
+    )
+    checkpoints = None
+    if any(c.shape == TINY for c in planned):
+        checkpoints = find_checkpoints(model)
+        load_prompts(checkpoints, max(settings.tiny_prompts, *settings.batches))
+    host = detect_host()
+    sides = wanted or possible_sides(method or ["eagle3"], host)
+    settings = dataclasses.replace(settings, sides=sides)
+    check(planned, host, sides)
+    console.print(f"vLLM {host.vllm} on {host.name} ({host.device}), torch {host.torch}", highlight=False)
+    if profile is not None:
+        _bench_profile.profile(planned, settings, host, checkpoints, profile, json_file, console, timeout, limit)
+        return
+    results = new_results(host, settings)
+    folder = shapes_folder()
+    with progress(console) as bar:
+        turns = InTurn(bar, results, json_file, settings.rounds, timeout, limit)
+        for case in planned:
+            jobs = {s: job_for(case, s, settings, host, checkpoints, folder, own_process=True) for s in sides}
+            if not turns.measure(
+                jobs,
+                of_workloads(jobs),
+                label=case.label,
+                total=sum(1 + job.measurements for job in jobs.values()),
+                at_once=host.device != "cpu",
+                add=partial(add_case, results, case, settings),
+            ):
+                break
+    if json_file == STANDARD_OUTPUT:
+        write_json(results, json_file)
+    measured = any(side is not None for row in rows(results) for side in row.sides.values())
+    if measured:
+        console.print(table(results))
+        console.print(host_line(results), highlight=False)
+    turns.write()
+    conclude(results["cases"], console, measured=measured)

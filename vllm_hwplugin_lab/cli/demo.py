@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``vllm-hwplugin demo``: the real vLLM on tiny trained checkpoints, stock and patched side by side."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from vllm_hwplugin.cli import FAILURE
+from vllm_hwplugin.cli.output import JsonFile, console_for, write_json
+from vllm_hwplugin.spec_decode.engine_report import sentence
+
+from .. import bench
+
+WORKLOAD = "demo"
+#: A run takes a second or less, so its best of some says more than one. On a CPU no speed is shown, because there one
+#: and the same engine differs more from run to run than stock from patched; one round is then enough.
+ROUNDS = 3
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """One engine of the demo; ``method`` None is the target alone."""
+
+    name: str
+    method: str | None
+    patched: bool
+
+
+CONFIGURATIONS = (
+    Configuration("no speculation", None, False),
+    Configuration("Eagle3 stock", "eagle3", False),
+    Configuration("Eagle3 patched", "eagle3", True),
+    Configuration("DFlash stock", "dflash", False),
+    Configuration("DFlash patched", "dflash", True),
+)
+
+
+def demo(
+    json_file: JsonFile = None,
+    model: Annotated[
+        Path | None, typer.Option("--model", help="Folder with target, eagle3, dflash and prompts.json.")
+    ] = None,
+    prompts: Annotated[int, typer.Option("--prompts", min=1, help="How many prompts.")] = 16,
+    tokens: Annotated[int, typer.Option("--tokens", min=1, help="New tokens a prompt.")] = 64,
+    timeout: Annotated[float, typer.Option("--timeout", help="Seconds for one engine, start included.")] = 900,
+    verbose: Annotated[
+        bool, typer.Option("-v", "--verbose", help="Show of each process all features and decisions.")
+    ] = False,
+) -> None:
+    """Run vLLM without speculation, and with Eagle3 and DFlash, stock and patched; compare texts and acceptance.
+
+    Stock is VLLM_HWPLUGIN=0; on MUSA, where vLLM has no platform then, it is the plugin's platform class alone.
+    On a GPU also tokens/s: the best of a few rounds after a whole one that does not count, stock and patched in turn.
+    Exit code 1 when texts differ that must not, or a patched engine failed where stock ran; 2 when another failed.
+    """
+    console = console_for(json_file)
+    checkpoints = bench.find_checkpoints(model)
+    bench.load_prompts(checkpoints, prompts)
+    host = bench.detect_host()
+    console.print(f"vLLM {host.vllm} on {host.name} ({host.device}), torch {host.torch}", highlight=False)
+    if host.device == "cpu":
+        console.print("A CPU host: float32, eager.")
+        console.print("CUDA graphs, and with them draft-full-graph and dflash-full-graph, need a GPU")
+    if host.device == "musa":
+        console.print("Stock is the plugin's platform class with every feature off: vLLM has none of its own for MUSA.")
+    jobs = [job_for(c, host, checkpoints, prompts, tokens) for c in CONFIGURATIONS]
+    outcomes = run_all(jobs, timeout, console)
+    result = compare(outcomes, host)
+    show(result, console, verbose=verbose)
+    if json_file is not None:
+        write_json(result, json_file)
+    raise typer.Exit(exit_status(result))
+
+
+def job_for(
+    configuration: Configuration, host: bench.Host, checkpoints: bench.Checkpoints, prompts: int, tokens: int
+) -> bench.Job:
+    options = bench.engine_options(host.device, max_model_len=512, cudagraph_mode="FULL", max_num_seqs=128)
+    options["model"] = str(checkpoints.target)
+    if configuration.method is not None:
+        options["speculative_config"] = {
+            "method": configuration.method,
+            "model": str(checkpoints.drafter(configuration.method)),
+            "num_speculative_tokens": bench.DRAFT_TOKENS[configuration.method],
+        }
+    timed = _is_timed(host.device)
+    workload = bench.Workload(
+        WORKLOAD,
+        bench.load_prompts(checkpoints, prompts),
+        tokens,
+        batch=prompts,
+        rounds=ROUNDS if timed else 1,
+        warmup_tokens=tokens if timed else 0,
+        keep_texts=True,
+    )
+    return bench.Job(
+        label=configuration.name,
+        patched=configuration.patched,
+        options=options,
+        environment=bench.engine_environment(host.device, patched=configuration.patched),
+        workloads=(workload,),
+    )
+
+
+def run_all(jobs: Sequence[bench.Job], timeout: float, console: Console) -> list[bench.Outcome]:
+    """One engine after the other, so that none disturbs another's figures."""
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    outcomes = []
+    with Progress(*columns, console=console, transient=True) as progress:
+        # Two parts an engine: its start, and its generation.
+        task = progress.add_task("", total=2 * len(jobs))
+        for done, job in enumerate(jobs):
+            progress.update(task, completed=2 * done, description=f"{job.label}: engine starts")
+            outcome = bench.launch(job, timeout=timeout, on_event=_ticker(progress, task, job.label))
+            outcomes.append(outcome)
+            word = "failed" if outcome.error else "done"
+            progress.console.print(f"{job.label}: {word} in {outcome.seconds:.0f} s", highlight=False)
+    return outcomes
+
+
+def _ticker(progress: Progress, task: Any, label: str) -> Callable[[bench.Event], None]:
+    def on_event(event: bench.Event) -> None:
+        if event["event"] == "ready":
+            progress.update(task, advance=1, description=f"{label}: generates")
+
+    return on_event
+
+
+def compare(outcomes: Sequence[bench.Outcome], host: bench.Host) -> dict[str, Any]:
+    """The demo's result as JSON: one row a configuration, texts compared with those of the run without speculation."""
+    reference = outcomes[0].texts(WORKLOAD)
+    rows = []
+    for outcome in outcomes:
+        texts = outcome.texts(WORKLOAD)
+        summary = outcome.summary(WORKLOAD)
+        speed = summary["tokens_per_second"]["best"] if summary and _is_timed(host.device) else None
+        rows.append(
+            {
+                "name": outcome.job.label,
+                "method": outcome.job.options.get("speculative_config", {}).get("method"),
+                "patched": outcome.job.patched,
+                "environment": outcome.job.environment,
+                "error": outcome.error,
+                "log_tail": outcome.log_tail,
+                "seconds": outcome.seconds,
+                "texts_equal": None if texts is None or reference is None else equal_texts(texts, reference),
+                "texts": None if texts is None else len(texts),
+                "tokens_per_second": speed,
+                "drafts": summary and summary["drafts"] // summary["rounds"],
+                "acceptance_length": summary and summary["acceptance_length"],
+                "acceptance_per_position": summary and summary["acceptance_per_position"],
+                "graph_modes": outcome.ready().get("graph_modes", {}),
+                "platform": outcome.ready().get("platform"),
+                "processes": [dict(r) for r in outcome.records],
+            }
+        )
+    result = {"host": dataclasses.asdict(host), "configurations": rows}
+    return {"ok": exit_status(result) == 0, **result}
+
+
+def exit_status(result: Mapping[str, Any]) -> int:
+    """0 as expected, 1 the plugin does something wrong, 2 an engine failed that says nothing of the plugin."""
+    rows = result["configurations"]
+    # bfloat16 on a GPU: the batch's shape moves near-ties, so a differing text is shown there but is no fault.
+    exact = result["host"]["device"] == "cpu"
+    if exact and any(row["texts_equal"] is not None and row["texts_equal"] != row["texts"] for row in rows):
+        return 1
+    ran = {row["method"] for row in rows if not row["patched"] and row["error"] is None}
+    if any(row["patched"] and row["error"] is not None and row["method"] in ran for row in rows):
+        return 1
+    return FAILURE if any(row["error"] is not None for row in rows) else 0
+
+
+def _is_timed(device: str) -> bool:
+    return device != "cpu"
+
+
+def equal_texts(texts: Sequence[Sequence[int]], reference: Sequence[Sequence[int]]) -> int:
+    return sum(list(a) == list(b) for a, b in zip(texts, reference, strict=True))
+
+
+def show(result: Mapping[str, Any], console: Console, *, verbose: bool = False) -> None:
+    """Print the table, then one line a process of what is live and of what is out of the ordinary.
+
+    Args:
+        verbose: also the features that this vLLM does not need, the decisions, and the platform class.
+    """
+    timed = _is_timed(result["host"]["device"])
+    table = Table(title="The same prompts, greedy: tokens a step, and how often each drafted position was accepted")
+    table.add_column("configuration", no_wrap=True)
+    if timed:
+        table.add_column("tokens/s", justify="right")
+        table.add_column("CUDA graphs")
+    for name in ("drafts", "tokens a step"):
+        table.add_column(name, justify="right")
+    table.add_column("accepted per position")
+    table.add_column("texts equal", justify="right")
+    for row in result["configurations"]:
+        if row["texts"] is None:
+            table.add_row(row["name"], "failed")
+            continue
+        drafted = bool(row["drafts"])
+        table.add_row(
+            row["name"],
+            *((f"{row['tokens_per_second']:.0f}", _graphs(row)) if timed else ()),
+            str(row["drafts"]) if drafted else "",
+            f"{row['acceptance_length']:.3f}" if drafted else "",
+            " ".join(f"{a:.2f}" for a in row["acceptance_per_position"]),
+            "" if row["texts_equal"] is None else f"{row['texts_equal']}/{row['texts']}",
+        )
+    console.print(table)
+    for row in result["configurations"]:
+        for process in row["processes"]:
+            console.print(_process_line(row["name"], process, verbose), highlight=False, markup=False, soft_wrap=True)
+        if verbose and (line := _engine_line(row)):
+            console.print(f"{row['name']}: {line}", highlight=False, markup=False, soft_wrap=True)
+    for row in result["configurations"]:
+        if row["error"] is not None:
+            console.print(f"\n{row['name']} failed: {row['error']}. End of its log:", style="red", highlight=False)
+            console.print(row["log_tail"], markup=False, highlight=False)
+
+
+def _graphs(row: Mapping[str, Any]) -> str:
+    return ", ".join(f"{who} {mode}" for who, mode in row["graph_modes"].items())
+
+
+def _engine_line(row: Mapping[str, Any]) -> str:
+    """What the engine itself said; empty for one that never stood."""
+    parts = (("platform class", row["platform"]), ("CUDA graphs", _graphs(row)))
+    return "; ".join(f"{name}: {value}" for name, value in parts if value)
+
+
+def _process_line(name: str, process: Mapping[str, Any], verbose: bool) -> str:
+    features = process["features"]
+    live = [f for f, state in features.items() if state["state"] == "live"]
+    # A process with no part of an engine in it, such as the caller of an engine core, only says what is in force.
+    uses = process.get("uses")
+    said = sentence(uses) if uses else f"in force: {', '.join(live) or 'nothing'}"
+    line = f"{name}: process {process['pid']} ({process['role']}): {said}"
+    odd = [f"{f} refused: {state['reason']}" for f, state in features.items() if state["state"] == "refused"]
+    if process.get("error"):
+        odd.append(f"error: {process['error']}")
+    if not verbose:
+        return "; ".join([line, *odd])
+    rest = [f"{f} {state['state']}" for f, state in features.items() if state["state"] not in ("live", "refused")]
+    decisions = [f"{key}: {text}" for key, text in process.get("decisions", {}).items()]
+    return "\n  ".join(["; ".join([line, *odd, *rest]), *decisions])

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``vllm-hwplugin probe``: run what the attention backends declare on this host's device."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from vllm_hwplugin.cli import FAILURE
+from vllm_hwplugin.cli.output import JsonFile, console_for, write_json
+
+from ..bench import Ended, provenance, run_child
+from ..probe import CAPABILITIES, MODULE, Declared, Job, Report, Result, Verdict
+from ..probe import probe as run_probe
+from ._options import known
+
+_DECLARED = {Declared.YES: "declared", Declared.NO: "not declared", Declared.UNASKED: "vLLM does not ask"}
+
+
+def probe(
+    backend: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="As vLLM names it, or module.Class; default: all that the host can use."),
+    ] = None,
+    capability: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help=f"One of {', '.join(CAPABILITIES)}; default: all.")
+    ] = None,
+    cases: Annotated[int, typer.Option(min=1, help="Random batches for each value of a capability.")] = 5,
+    seed: Annotated[int | None, typer.Option(help="Same seed, same batches; default: new ones in every run.")] = None,
+    factor: Annotated[float, typer.Option(min=1, help="Allowed error, in errors of PyTorch's SDPA.")] = 2.0,
+    strict: Annotated[bool, typer.Option("--strict", help="What works and is not declared is a failure.")] = False,
+    json_file: JsonFile = None,
+    timeout: Annotated[
+        float, typer.Option(help="Seconds for one batch, compilation included; the trial has then crashed.")
+    ] = 120,
+) -> None:
+    """Ask this host's attention backends whether they do what they say, and what they can beyond that.
+
+    Each value of each capability runs through vLLM's real backend on random batches, against attention in float64.
+    Exit status 1 where a declaration and the behaviour differ, each difference with its shape; 2 where no backend could
+    be tried.
+    """
+    console = console_for(json_file)
+    job = Job(
+        backends=tuple(backend or ()),
+        capabilities=tuple(known(capability or [], CAPABILITIES, "--capability")),
+        seed=secrets.randbits(31) if seed is None else seed,
+        cases=cases,
+        factor=factor,
+        patience=timeout,
+    )
+
+    def start(one: Job, on_event: Callable[[Mapping[str, Any]], None]) -> Ended:
+        return run_child(MODULE, one.to_json(), {}, timeout=math.inf, on_event=on_event)
+
+    report = run_probe(job, start, strict=strict, on_result=lambda result: _show(result, console))
+    if json_file is not None:
+        write_json({**provenance(), **report.to_dict()}, json_file)
+    _sum_up(report, console)
+    if report.failures:
+        raise typer.Exit(1)
+    if not report.results:
+        raise typer.Exit(FAILURE)
+
+
+def _show(result: Result, console: Console) -> None:
+    fails, verdict = result.judged.fails, result.judged.verdict
+    style = "red" if fails else "green" if verdict is Verdict.HOLDS else "yellow"
+    ratio = "" if result.ratio is None else f", {result.ratio:.2f} of SDPA's error"
+    console.print(
+        f"{escape(result.backend)} {result.capability} {result.value}: [{style}]{verdict.value}[/] "
+        f"({_DECLARED[result.declared]}{ratio})",
+        highlight=False,
+        soft_wrap=True,
+    )
+    if fails or verdict not in (Verdict.HOLDS, Verdict.REFUSED):
+        console.print(f"    {result.detail}\n    {result.shape}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _sum_up(report: Report, console: Console) -> None:
+    for one in report.backends:
+        if one["left_out"] is not None:
+            console.print(f"left out: {one['left_out']}", markup=False, highlight=False, soft_wrap=True)
+    host, failed = report.host, len(report.failures)
+    console.print(
+        f"vLLM {host['vllm']}, torch {host['torch']}, {host['device']} ({host['name']}); seed {report.job.seed}, "
+        f"{report.job.cases} batches each: {len(report.results)} tried, {failed} "
+        f"{'differs from its' if failed == 1 else 'differ from their'} declaration",
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )
+    if not report.results:
+        console.print("no backend of this host could be tried", style="red")

