@@ -45,7 +45,7 @@ def build_kernels(package):
         return ()
     sys.path.insert(0, str(ROOT))
     try:
-        from vllm_hwplugin.ops.build.ahead import PREBUILT, build_all
+        from vllm_hwplugin.ops.compile.ahead import PREBUILT, build_all
     except ImportError as error:
         say(f"no kernel is built ahead of time: {error}")
         return ()

@@ -25,8 +25,8 @@ OPERATIONS = """
 import torch
 from types import ModuleType, SimpleNamespace
 from vllm_hwplugin.ops import overrides
-from vllm_hwplugin.ops.build import jit
-from vllm_hwplugin.ops.build.errors import KernelUnavailable
+from vllm_hwplugin.ops.compile import jit
+from vllm_hwplugin.ops.compile.errors import KernelUnavailable
 
 torch.version.cuda = "13.0"
 overrides.KEY = "CPU"

@@ -17,7 +17,7 @@ from vllm_hwplugin.patching import load_catalog
 ROOT = Path(__file__).parents[1]
 PAGES = [
     path
-    for pattern in ("*.md", "docs/*.md", "csrc/*.md", "benchmarks/results/*.md", "tests/ops/build/recordings/*.md")
+    for pattern in ("*.md", "docs/*.md", "csrc/*.md", "benchmarks/results/*.md", "tests/ops/compile/recordings/*.md")
     for path in sorted(ROOT.glob(pattern))
 ]
 FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)

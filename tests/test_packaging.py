@@ -73,7 +73,7 @@ def elsewhere(built: tuple[Path, Path, Path], tmp_path_factory: pytest.TempPathF
 def _content(wheel: Path) -> dict[str, bytes]:
     with zipfile.ZipFile(wheel) as archive:
         # RECORD's lines follow the order of the files in the build folder; what they list is compared here anyway. With
-        # a GPU, torch and its compiler a wheel also has libraries, which tests/ops/build/test_ahead.py looks at.
+        # a GPU, torch and its compiler a wheel also has libraries, which tests/ops/compile/test_ahead.py looks at.
         names = [name for name in archive.namelist() if not name.endswith("/RECORD") and "/_prebuilt/" not in name]
         return {name: archive.read(name) for name in names}
 

@@ -16,7 +16,7 @@ import pytest
 
 import vllm_hwplugin
 from vllm_hwplugin.musa import versions as musa_versions
-from vllm_hwplugin.ops.build.plan import MIN_TORCH
+from vllm_hwplugin.ops.compile.plan import MIN_TORCH
 
 REPOSITORY = Path(vllm_hwplugin.__file__).parent.parent
 

@@ -12,8 +12,8 @@ from typing import NoReturn
 import pytest
 
 from vllm_hwplugin.cli import _host
-from vllm_hwplugin.ops.build import toolchain, tools
-from vllm_hwplugin.ops.build.ninja import find_ninja
+from vllm_hwplugin.ops.compile import toolchain, tools
+from vllm_hwplugin.ops.compile.ninja import find_ninja
 
 
 def _answering(**answers: str) -> _host.Run:

@@ -12,7 +12,7 @@ from vllm_hwplugin.cachedir import private_folder
 from vllm_hwplugin.cli import _diagnosis, _doctor
 from vllm_hwplugin.cli._host import Tool
 from vllm_hwplugin.cli._kernels import kernel_rows
-from vllm_hwplugin.ops.build.spec import KERNELS, ROTARY_EMBEDDING
+from vllm_hwplugin.ops.compile.spec import KERNELS, ROTARY_EMBEDDING
 
 TOOLS = (
     Tool("nvcc", "/opt/cuda/bin/nvcc", "13.0.88"),

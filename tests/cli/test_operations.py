@@ -12,7 +12,7 @@ from vllm_hwplugin import gates, journal
 from vllm_hwplugin.cli import _diagnosis, _doctor, _operations
 from vllm_hwplugin.cli._host import Tool
 from vllm_hwplugin.cli._operations import operation_problems, operation_rows
-from vllm_hwplugin.ops.build.built import Built
+from vllm_hwplugin.ops.compile.built import Built
 from vllm_hwplugin.ops.override_table import OPS, Gain
 
 TOOLS = (Tool("nvcc", None, None), Tool("mcc", None, None), Tool("ninja", "/usr/bin/ninja", "1.13"))

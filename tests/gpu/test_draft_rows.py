@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
 from vllm_hwplugin.nwor.rows import KernelRows, Rejected  # noqa: E402
-from vllm_hwplugin.ops.build.spec import LOG_DRAFT_ROWS, RESTORE_DRAFT_ROWS  # noqa: E402
+from vllm_hwplugin.ops.compile.spec import LOG_DRAFT_ROWS, RESTORE_DRAFT_ROWS  # noqa: E402
 
 from ..nwor.steps import (  # noqa: E402
     LAYOUTS,

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from vllm_hwplugin.ops.build import ahead, toolchain, torch_build
-from vllm_hwplugin.ops.build.errors import KernelUnavailable
-from vllm_hwplugin.ops.build.spec import COMMON, KERNELS, source_root
+from vllm_hwplugin.ops.compile import ahead, toolchain, torch_build
+from vllm_hwplugin.ops.compile.errors import KernelUnavailable
+from vllm_hwplugin.ops.compile.spec import COMMON, KERNELS, source_root
 
 pytest.importorskip("torch")
 

@@ -11,7 +11,7 @@ import pytest
 torch: Any = pytest.importorskip("torch")
 
 from vllm_hwplugin.ops import _define  # noqa: E402
-from vllm_hwplugin.ops.build.spec import KernelSpec  # noqa: E402
+from vllm_hwplugin.ops.compile.spec import KernelSpec  # noqa: E402
 
 from .operation_checks import compiled_result  # noqa: E402
 

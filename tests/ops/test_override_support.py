@@ -16,7 +16,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from vllm_hwplugin.ops import _override_support  # noqa: E402
-from vllm_hwplugin.ops.build.spec import KERNELS  # noqa: E402
+from vllm_hwplugin.ops.compile.spec import KERNELS  # noqa: E402
 from vllm_hwplugin.ops.override_table import OPS  # noqa: E402
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)

@@ -15,14 +15,14 @@ from pathlib import Path
 
 import pytest
 
-from vllm_hwplugin.ops.build import port, toolchain, torch_build
-from vllm_hwplugin.ops.build.errors import KernelUnavailable
-from vllm_hwplugin.ops.build.plan import make_plan
-from vllm_hwplugin.ops.build.port import Port, left_over
-from vllm_hwplugin.ops.build.spec import KERNELS, source_root
+from vllm_hwplugin.ops.compile import port, toolchain, torch_build
+from vllm_hwplugin.ops.compile.errors import KernelUnavailable
+from vllm_hwplugin.ops.compile.plan import make_plan
+from vllm_hwplugin.ops.compile.port import Port, left_over
+from vllm_hwplugin.ops.compile.spec import KERNELS, source_root
 
 from ..conftest import cannot_run
-from .build.vendor import GETTER, weak_declarations
+from .compile.vendor import GETTER, weak_declarations
 
 TORCHADA = "0.1.103"
 BACK = Path(__file__).parent / "build" / "musa_on_cuda"

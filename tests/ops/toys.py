@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from vllm_hwplugin.ops import _override_support, definitions, overrides
-from vllm_hwplugin.ops.build import spec
+from vllm_hwplugin.ops.compile import spec
 from vllm_hwplugin.ops.definition_table import Definition
 from vllm_hwplugin.ops.override_table import OverridableOp, Schema
 

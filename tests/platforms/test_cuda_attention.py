@@ -17,7 +17,7 @@ import pytest
 
 from vllm_hwplugin import journal
 from vllm_hwplugin.attention.backends import CUDA, Faster
-from vllm_hwplugin.ops.build.spec import KERNELS
+from vllm_hwplugin.ops.compile.spec import KERNELS
 from vllm_hwplugin.patching import SUPPORTED
 from vllm_hwplugin.platforms import _cuda_attention as attention
 from vllm_hwplugin.platforms._cuda_attention import Asked, Stock, decide

@@ -55,7 +55,7 @@ class LargeHeads:
         declared: the name that their declarations have.
         limits: of every kernel that may serve them. A test compares them with the CUDA kernel's source.
         largest_group: query heads that share a KV head: the rows of the CUDA kernel's tile.
-        kernel: the name of the CUDA kernel (``ops/build/spec.py``).
+        kernel: the name of the CUDA kernel (``ops/compile/spec.py``).
         faster: what benchmarks have shown; elsewhere vLLM's choice stays where it works.
     """
 

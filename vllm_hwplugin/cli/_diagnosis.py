@@ -22,8 +22,8 @@ from .. import cachedir, gates, journals, platforms
 from ..journal import Journal
 from ..musa import host as musa_host
 from ..musa import versions as musa_versions
-from ..ops.build import built
-from ..ops.build.plan import MIN_TORCH
+from ..ops.compile import built
+from ..ops.compile.plan import MIN_TORCH
 from ..ops.override_table import GATE as OPS
 from ..ops.override_table import SKIP, unknown_names
 from ..patching import (

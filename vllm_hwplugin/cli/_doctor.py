@@ -15,7 +15,7 @@ from typer.core import TyperCommand
 
 from ..journal import Journal
 from ..musa import versions as musa_versions
-from ..ops.build.plan import MIN_TORCH
+from ..ops.compile.plan import MIN_TORCH
 from ..ops.override_table import RECORD
 from ..platforms import KEY as PLATFORM
 from ..spec_decode.step_counts import SERVED, Reason

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Literal
 
 from ..musa import host as musa_host
-from ..ops.build import toolchain
-from ..ops.build.errors import KernelUnavailable
-from ..ops.build.tools import TOOLS, ToolName, find_tool
+from ..ops.compile import toolchain
+from ..ops.compile.errors import KernelUnavailable
+from ..ops.compile.tools import TOOLS, ToolName, find_tool
 
 Run = Callable[[Sequence[str]], "str | None"]
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ..ops.build.built import Built
-from ..ops.build.spec import KERNELS, KernelSpec, ToolchainName
-from ..ops.build.tools import HOMES
+from ..ops.compile.built import Built
+from ..ops.compile.spec import KERNELS, KernelSpec, ToolchainName
+from ..ops.compile.tools import HOMES
 from ._host import Tool
 
 _NEEDED: Mapping[str, ToolchainName] = {"cuda": "nvcc", "musa": "mcc"}

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from .. import gates
-from ..ops.build.built import Built
-from ..ops.build.jit import GPUS
-from ..ops.build.spec import KERNELS
+from ..ops.compile.built import Built
+from ..ops.compile.jit import GPUS
+from ..ops.compile.spec import KERNELS
 from ..ops.definition_table import DEFINITIONS
 from ..ops.override_table import GATE, NO_GPU, OPS, SKIP, OverridableOp, choose
 from ._host import Tool

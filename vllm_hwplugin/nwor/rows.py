@@ -11,8 +11,8 @@ import torch
 
 from vllm_hwplugin.nwor.layout import CacheRows
 from vllm_hwplugin.ops import log_draft_rows, restore_draft_rows  # noqa: F401  They define the operations.
-from vllm_hwplugin.ops.build.jit import GPUS, ensure
-from vllm_hwplugin.ops.build.spec import LOG_DRAFT_ROWS, RESTORE_DRAFT_ROWS
+from vllm_hwplugin.ops.compile.jit import GPUS, ensure
+from vllm_hwplugin.ops.compile.spec import LOG_DRAFT_ROWS, RESTORE_DRAFT_ROWS
 
 
 @dataclass(frozen=True)

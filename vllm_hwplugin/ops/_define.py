@@ -10,8 +10,8 @@ from typing import Any, Final, TypeVar
 
 import torch
 
-from .build.jit import GPUS, ensure
-from .build.spec import KernelSpec
+from .compile.jit import GPUS, ensure
+from .compile.spec import KernelSpec
 
 Reference = TypeVar("Reference", bound=Callable[..., None])
 

@@ -13,7 +13,7 @@ import torch
 
 from ._arguments import Checks
 from ._define import operation
-from .build.spec import FUSED_QK_NORM_ROPE
+from .compile.spec import FUSED_QK_NORM_ROPE
 
 # Of heads, and of elements of one: what keeps the kernel's indices within 32 bits.
 _MAX: Final = 1 << 16

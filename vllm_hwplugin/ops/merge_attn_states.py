@@ -19,7 +19,7 @@ import torch
 
 from ._arguments import FLOATS, Checks
 from ._define import operation
-from .build.spec import MERGE_ATTN_STATES
+from .compile.spec import MERGE_ATTN_STATES
 
 # What the kernel moves at once.
 _LOAD_BYTES: Final = 16

@@ -313,7 +313,7 @@ def _decide(override: Override, args: tuple[Any, ...]) -> None:
 
 def device_name(device: Any) -> str:
     """The name of a GPU as the table has it."""
-    from .build.jit import GPUS
+    from .compile.jit import GPUS
 
     torch: Any = importlib.import_module("torch")
     gpu = device.type in GPUS
@@ -321,7 +321,7 @@ def device_name(device: Any) -> str:
 
 
 def is_capturing(device: Any) -> bool:
-    from .build.jit import GPUS
+    from .compile.jit import GPUS
 
     torch: Any = importlib.import_module("torch")
     return device.type in GPUS and bool(torch.get_device_module(device).is_current_stream_capturing())
@@ -329,8 +329,8 @@ def is_capturing(device: Any) -> bool:
 
 def load_kernel(op: OverridableOp) -> bool:
     """Load the kernel into this process; False where it cannot be had, which the log then explains."""
-    from .build.jit import ensure
-    from .build.spec import KERNELS
+    from .compile.jit import ensure
+    from .compile.spec import KERNELS
 
     return ensure(KERNELS[op.name])
 
@@ -355,7 +355,7 @@ def _overload(torch: Any, namespace: str, name: str) -> Any:
 
 def _own_overload(torch: Any, op: OverridableOp, theirs: Any) -> Any:
     """The plugin's operation, whose arguments have to be vLLM's: as many as both have, the others with a default."""
-    from .build.spec import KERNELS
+    from .compile.spec import KERNELS
 
     if op.name not in KERNELS:
         raise _Refused("this release of vllm-hwplugin has no kernel of it")

@@ -27,7 +27,7 @@ import torch
 
 from ._arguments import Checks
 from ._define import operation
-from .build.spec import RMS_NORM_DYNAMIC_PER_TOKEN_QUANT
+from .compile.spec import RMS_NORM_DYNAMIC_PER_TOKEN_QUANT
 
 # Range and smallest scale.
 _QUANTISED: Final = {torch.float8_e4m3fn: (448.0, 1 / (448.0 * 512.0)), torch.int8: (127.0, 2.0**-23)}

@@ -11,7 +11,7 @@ import torch
 
 from ._arguments import Checks
 from ._define import operation
-from .build.spec import ROTARY_EMBEDDING
+from .compile.spec import ROTARY_EMBEDDING
 
 
 # As vLLM declares its own operation of this name, so that this one can stand in its place.

@@ -24,7 +24,7 @@ import torch
 
 from ._arguments import Checks
 from ._define import operation
-from .build.spec import SILU_AND_MUL_PER_BLOCK_QUANT
+from .compile.spec import SILU_AND_MUL_PER_BLOCK_QUANT
 
 _GROUP_SIZES: Final = (64, 128)
 

@@ -21,7 +21,7 @@ import torch
 
 from ._arguments import Checks
 from ._define import operation
-from .build.spec import TOPK_SOFTMAX
+from .compile.spec import TOPK_SOFTMAX
 
 _INDEX_DTYPES: Final = (torch.int32, torch.int64, torch.uint32)
 _INT32_MAX: Final = torch.iinfo(torch.int32).max

@@ -17,8 +17,8 @@ from typing import Any, Final
 
 from vllm_hwplugin import gates, journal
 from vllm_hwplugin.attention.backends import CUDA, Faster
-from vllm_hwplugin.ops.build import jit
-from vllm_hwplugin.ops.build.spec import KERNELS
+from vllm_hwplugin.ops.compile import jit
+from vllm_hwplugin.ops.compile.spec import KERNELS
 
 logger = logging.getLogger("vllm.hwplugin")
 

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 
 from vllm_hwplugin.cli import FAILURE
 from vllm_hwplugin.cli.output import STANDARD_OUTPUT, JsonFile, console_for, write_json
-from vllm_hwplugin.ops.build.jit import GPUS
+from vllm_hwplugin.ops.compile.jit import GPUS
 
 from .. import bench
 from ..bench.micro import (

@@ -14,7 +14,7 @@ def seed() -> Iterator[None]:
     """A failure shows the seed, which pytest captures; a fault of a kernel belongs to the test that launched it."""
     import torch
 
-    from vllm_hwplugin.ops.build.jit import GPUS
+    from vllm_hwplugin.ops.compile.jit import GPUS
 
     value = random.SystemRandom().getrandbits(32)
     print(f"torch.manual_seed({value})")

@@ -10,9 +10,9 @@ from typing import Any, Protocol
 import pytest
 import torch
 
-from vllm_hwplugin.ops.build import torch_build
-from vllm_hwplugin.ops.build.jit import ensure, provide
-from vllm_hwplugin.ops.build.spec import KernelSpec
+from vllm_hwplugin.ops.compile import torch_build
+from vllm_hwplugin.ops.compile.jit import ensure, provide
+from vllm_hwplugin.ops.compile.spec import KernelSpec
 
 from ...ops.operation_checks import replay_of
 

@@ -15,7 +15,7 @@ import pytest
 
 torch: Any = pytest.importorskip("torch")
 
-from vllm_hwplugin.ops.build.spec import FUSED_QK_NORM_ROPE  # noqa: E402
+from vllm_hwplugin.ops.compile.spec import FUSED_QK_NORM_ROPE  # noqa: E402
 from vllm_hwplugin.ops.fused_qk_norm_rope import fused_qk_norm_rope  # noqa: E402
 
 from .kernel_checks import captured, load_kernel, vllms  # noqa: E402

@@ -27,9 +27,9 @@ from vllm_hwplugin.ops import (  # noqa: E402
     silu_and_mul_per_block_quant,
     topk_softmax,
 )
-from vllm_hwplugin.ops.build import torch_build  # noqa: E402
-from vllm_hwplugin.ops.build.jit import provide  # noqa: E402
-from vllm_hwplugin.ops.build.spec import KERNELS  # noqa: E402
+from vllm_hwplugin.ops.compile import torch_build  # noqa: E402
+from vllm_hwplugin.ops.compile.jit import provide  # noqa: E402
+from vllm_hwplugin.ops.compile.spec import KERNELS  # noqa: E402
 
 from .kernel_checks import load_kernel  # noqa: E402
 

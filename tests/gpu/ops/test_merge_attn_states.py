@@ -14,7 +14,7 @@ import pytest
 
 torch: Any = pytest.importorskip("torch")
 
-from vllm_hwplugin.ops.build.spec import MERGE_ATTN_STATES  # noqa: E402
+from vllm_hwplugin.ops.compile.spec import MERGE_ATTN_STATES  # noqa: E402
 from vllm_hwplugin.ops.merge_attn_states import merge_attn_states  # noqa: E402
 
 from .kernel_checks import captured, load_kernel, vllms  # noqa: E402

@@ -19,8 +19,8 @@ import pytest
 torch: Any = pytest.importorskip("torch")
 
 from vllm_hwplugin.ops import overrides  # noqa: E402
-from vllm_hwplugin.ops.build.jit import ensure  # noqa: E402
-from vllm_hwplugin.ops.build.spec import KERNELS  # noqa: E402
+from vllm_hwplugin.ops.compile.jit import ensure  # noqa: E402
+from vllm_hwplugin.ops.compile.spec import KERNELS  # noqa: E402
 from vllm_hwplugin.ops.override_table import OPS, choose  # noqa: E402
 from vllm_hwplugin_lab.bench import engine_environment, find_checkpoints, load_prompts  # noqa: E402
 from vllm_hwplugin_lab.bench._entry_points import provide  # noqa: E402

@@ -15,7 +15,7 @@ import pytest
 
 torch: Any = pytest.importorskip("torch")
 
-from vllm_hwplugin.ops.build.spec import RMS_NORM_DYNAMIC_PER_TOKEN_QUANT  # noqa: E402
+from vllm_hwplugin.ops.compile.spec import RMS_NORM_DYNAMIC_PER_TOKEN_QUANT  # noqa: E402
 from vllm_hwplugin.ops.rms_norm_dynamic_per_token_quant import (  # noqa: E402
     rms_norm_dynamic_per_token_quant,
 )

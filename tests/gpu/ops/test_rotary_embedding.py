@@ -13,7 +13,7 @@ import pytest
 
 torch: Any = pytest.importorskip("torch")
 
-from vllm_hwplugin.ops.build.spec import ROTARY_EMBEDDING  # noqa: E402
+from vllm_hwplugin.ops.compile.spec import ROTARY_EMBEDDING  # noqa: E402
 from vllm_hwplugin.ops.rotary_embedding import rotary_embedding  # noqa: E402
 
 from ...ops.rotary_shapes import DTYPES, MAX_POSITION, cache, same  # noqa: E402

@@ -15,7 +15,7 @@ import pytest
 
 torch: Any = pytest.importorskip("torch")
 
-from vllm_hwplugin.ops.build.spec import SILU_AND_MUL_PER_BLOCK_QUANT  # noqa: E402
+from vllm_hwplugin.ops.compile.spec import SILU_AND_MUL_PER_BLOCK_QUANT  # noqa: E402
 from vllm_hwplugin.ops.silu_and_mul_per_block_quant import silu_and_mul_per_block_quant  # noqa: E402
 
 from .kernel_checks import captured, load_kernel, same_bits, steps, vllms  # noqa: E402

@@ -15,7 +15,7 @@ import pytest
 
 torch: Any = pytest.importorskip("torch")
 
-from vllm_hwplugin.ops.build.spec import TOPK_SOFTMAX  # noqa: E402
+from vllm_hwplugin.ops.compile.spec import TOPK_SOFTMAX  # noqa: E402
 from vllm_hwplugin.ops.topk_softmax import topk_softmax  # noqa: E402
 
 from .kernel_checks import captured, load_kernel, vllms  # noqa: E402

@@ -9,8 +9,8 @@ from typing import Any, ClassVar, Final
 import torch
 
 import vllm_hwplugin.ops.paged_attention  # noqa: F401  # defines the operation
-from vllm_hwplugin.ops.build.jit import ensure
-from vllm_hwplugin.ops.build.spec import PAGED_ATTENTION
+from vllm_hwplugin.ops.compile.jit import ensure
+from vllm_hwplugin.ops.compile.spec import PAGED_ATTENTION
 
 from ._arguments import Arguments, check_heads
 from ._balance import balance

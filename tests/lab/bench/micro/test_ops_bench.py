@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from vllm_hwplugin.ops.build import torch_build
+from vllm_hwplugin.ops.compile import torch_build
 from vllm_hwplugin_lab.bench.micro import _op_cases as cases
 from vllm_hwplugin_lab.bench.micro import _op_kernels
 from vllm_hwplugin_lab.bench.micro._copies import Copies

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_hwplugin.ops.build.arch import arch_flags
-from vllm_hwplugin.ops.build.errors import KernelUnavailable
+from vllm_hwplugin.ops.compile.arch import arch_flags
+from vllm_hwplugin.ops.compile.errors import KernelUnavailable
 
 SM90 = "-gencode=arch=compute_90,code=sm_90"
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from vllm_hwplugin.ops.build import toolchain, tools
-from vllm_hwplugin.ops.build.errors import KernelUnavailable
-from vllm_hwplugin.ops.build.spec import ToolchainName
+from vllm_hwplugin.ops.compile import toolchain, tools
+from vllm_hwplugin.ops.compile.errors import KernelUnavailable
+from vllm_hwplugin.ops.compile.spec import ToolchainName
 
 RECORDINGS = Path(__file__).parent / "recordings"
 

@@ -11,8 +11,8 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from vllm_hwplugin import gates
-from vllm_hwplugin.ops.build.flags import TABLE, flags_for, words
-from vllm_hwplugin.ops.build.spec import KernelSpec
+from vllm_hwplugin.ops.compile.flags import TABLE, flags_for, words
+from vllm_hwplugin.ops.compile.spec import KernelSpec
 
 PLAIN = KernelSpec("plain", ("plain.cu",), "it is slow")
 FAST = dataclasses.replace(PLAIN, fast_math=True)

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from vllm_hwplugin.ops.build import built, jit
-from vllm_hwplugin.ops.build.ninja import build
-from vllm_hwplugin.ops.build.plan import BuildPlan
-from vllm_hwplugin.ops.build.spec import KernelSpec
-from vllm_hwplugin.ops.build.torch_build import TorchBuild
+from vllm_hwplugin.ops.compile import built, jit
+from vllm_hwplugin.ops.compile.ninja import build
+from vllm_hwplugin.ops.compile.plan import BuildPlan
+from vllm_hwplugin.ops.compile.spec import KernelSpec
+from vllm_hwplugin.ops.compile.torch_build import TorchBuild
 
 MakePlan = Callable[..., BuildPlan]
 pytestmark = pytest.mark.usefixtures("ninja")

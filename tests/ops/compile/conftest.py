@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
-from vllm_hwplugin.ops.build import built, jit, toolchain
-from vllm_hwplugin.ops.build.plan import BuildPlan, make_plan
-from vllm_hwplugin.ops.build.spec import KernelSpec
-from vllm_hwplugin.ops.build.torch_build import TorchBuild
+from vllm_hwplugin.ops.compile import built, jit, toolchain
+from vllm_hwplugin.ops.compile.plan import BuildPlan, make_plan
+from vllm_hwplugin.ops.compile.spec import KernelSpec
+from vllm_hwplugin.ops.compile.torch_build import TorchBuild
 
 COMPILER = """#!/bin/sh
 here=$(dirname "$0")

@@ -13,11 +13,11 @@ from types import ModuleType
 
 import pytest
 
-from vllm_hwplugin.ops.build import ahead, built, jit, port, torch_build
-from vllm_hwplugin.ops.build.errors import KernelUnavailable
-from vllm_hwplugin.ops.build.port import Port
-from vllm_hwplugin.ops.build.spec import KERNELS, KernelSpec, source_root
-from vllm_hwplugin.ops.build.torch_build import TorchBuild
+from vllm_hwplugin.ops.compile import ahead, built, jit, port, torch_build
+from vllm_hwplugin.ops.compile.errors import KernelUnavailable
+from vllm_hwplugin.ops.compile.port import Port
+from vllm_hwplugin.ops.compile.spec import KERNELS, KernelSpec, source_root
+from vllm_hwplugin.ops.compile.torch_build import TorchBuild
 
 from ...conftest import cannot_run
 from .vendor import GETTER, make, weak_declarations

@@ -18,13 +18,13 @@ from typing import Any, NoReturn
 import pytest
 from packaging.version import Version
 
-from vllm_hwplugin.ops.build import built, jit, tools, torch_build
-from vllm_hwplugin.ops.build import ninja as ninja_module
-from vllm_hwplugin.ops.build.errors import KernelUnavailable
-from vllm_hwplugin.ops.build.ninja import build, script
-from vllm_hwplugin.ops.build.plan import BuildPlan
-from vllm_hwplugin.ops.build.spec import KernelSpec
-from vllm_hwplugin.ops.build.torch_build import TorchBuild
+from vllm_hwplugin.ops.compile import built, jit, tools, torch_build
+from vllm_hwplugin.ops.compile import ninja as ninja_module
+from vllm_hwplugin.ops.compile.errors import KernelUnavailable
+from vllm_hwplugin.ops.compile.ninja import build, script
+from vllm_hwplugin.ops.compile.plan import BuildPlan
+from vllm_hwplugin.ops.compile.spec import KernelSpec
+from vllm_hwplugin.ops.compile.torch_build import TorchBuild
 
 from ..forked import said_by_a_fork
 

@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 from packaging.version import Version
 
-from vllm_hwplugin.ops.build import ahead, jit, port, torch_build
-from vllm_hwplugin.ops.build.errors import KernelUnavailable
-from vllm_hwplugin.ops.build.plan import BuildPlan
-from vllm_hwplugin.ops.build.port import Port, left_over
-from vllm_hwplugin.ops.build.spec import KernelSpec
-from vllm_hwplugin.ops.build.torch_build import TorchBuild
+from vllm_hwplugin.ops.compile import ahead, jit, port, torch_build
+from vllm_hwplugin.ops.compile.errors import KernelUnavailable
+from vllm_hwplugin.ops.compile.plan import BuildPlan
+from vllm_hwplugin.ops.compile.port import Port, left_over
+from vllm_hwplugin.ops.compile.spec import KernelSpec
+from vllm_hwplugin.ops.compile.torch_build import TorchBuild
 
 MakePlan = Callable[..., BuildPlan]
 
@@ -223,7 +223,7 @@ def test_an_excluded_kernel_keeps_its_operation(
     """The definition stays, no implementation is registered for the device, and the reference serves."""
     torch = pytest.importorskip("torch")
     from vllm_hwplugin.ops import merge_attn_states
-    from vllm_hwplugin.ops.build.spec import MERGE_ATTN_STATES
+    from vllm_hwplugin.ops.compile.spec import MERGE_ATTN_STATES
 
     left_out = dataclasses.replace(MERGE_ATTN_STATES, excluded=MappingProxyType({"mcc": "a made-up reason"}))
     monkeypatch.setattr(torch_build, "installed", lambda: TorchBuild(Version("2.13.0"), Path("/"), musa="50100"))

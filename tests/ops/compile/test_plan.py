@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from packaging.version import Version
 
-from vllm_hwplugin.ops.build.errors import KernelUnavailable
-from vllm_hwplugin.ops.build.plan import BuildPlan
-from vllm_hwplugin.ops.build.spec import KERNELS, KernelSpec, source_root
-from vllm_hwplugin.ops.build.toolchain import Toolchain, parse_version
-from vllm_hwplugin.ops.build.torch_build import TorchBuild
+from vllm_hwplugin.ops.compile.errors import KernelUnavailable
+from vllm_hwplugin.ops.compile.plan import BuildPlan
+from vllm_hwplugin.ops.compile.spec import KERNELS, KernelSpec, source_root
+from vllm_hwplugin.ops.compile.toolchain import Toolchain, parse_version
+from vllm_hwplugin.ops.compile.torch_build import TorchBuild
 
 MakePlan = Callable[..., BuildPlan]
 RECORDINGS = Path(__file__).parent / "recordings"
