@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import dataclasses
-import json
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -96,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 results["cases"] = [
                     _case(case, {side: (first[case, side], alone[case, side]) for side in sides}) for case in cases
                 ]
-                asked.json.write_text(json.dumps(results, indent=1) + "\n")
+                asked.json.write_text(bench.results_text(results))
                 print(f"{job.label}: {_facts(alone[key][-1])}", flush=True)
     return 1 if any(one.error for outcomes in alone.values() for one in outcomes) else 0
 

@@ -28,10 +28,8 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import json
 import platform
 import sys
-import time
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
@@ -53,6 +51,7 @@ from vllm_hwplugin.patching import (
     split_lines,
 )
 from vllm_hwplugin.versions import Versions
+from vllm_hwplugin_lab.bench import provenance, results_text
 from vllm_hwplugin_workshop.authoring import (
     Carried,
     MadeVariant,
@@ -65,9 +64,10 @@ from vllm_hwplugin_workshop.authoring import (
 )
 from vllm_hwplugin_workshop.sources import Index, IndexSource, ReadSource, read_ahead
 
-from .start_cost import REPOSITORY, commit
-
+REPOSITORY = Path(__file__).resolve().parent.parent
 GENERATED = {"vllm/_version.py"}
+#: Of each change, in the file; the rest is in what they add up to.
+KEPT = ("file", "from", "to", "hunks", "lines", "applies")
 
 
 def main() -> int:
@@ -99,13 +99,15 @@ def main() -> int:
     result = {
         "benchmark": "import_share",
         "python": platform.python_version(),
-        "commit": commit(),
-        "when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        **provenance(),
         "versions": list(SUPPORTED),
-        "sets": {name: {**summary(changes), "changes": changes} for name, changes in sets.items()},
+        "sets": {
+            name: {**summary(changes), "changes": [{key: one[key] for key in KEPT} for one in changes]}
+            for name, changes in sets.items()
+        },
     }
     options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(result, indent=1) + "\n")
+    options.json.write_text(results_text(result))
     report(result, options.json)
     return 0
 

@@ -28,9 +28,10 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
+
+from vllm_hwplugin_lab.bench import provenance, results_text
 
 # In times of "compile".
 BUDGET = {"cold": 2.2, "warm": 0.8}
@@ -99,17 +100,21 @@ def main() -> int:
         "python": platform.python_version(),
         "vllm": first["vllm"],
         "features": first["live"],
-        "commit": commit(),
-        "when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        **provenance(),
         "budget": BUDGET,
         # In processes with a warm cache, which have compiled nothing before; by round.
         "compile_ms": compiling,
         "states": {state: summary(rounds, compiling) for state, rounds in samples.items()},
-        "samples": samples,
+        # [register, load, compile], by round.
+        "samples": {state: [[timed(one) for one in taken] for taken in rounds] for state, rounds in samples.items()},
     }
     options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(result, indent=1) + "\n")
+    options.json.write_text(results_text(result))
     return report(result, options.json)
+
+
+def timed(taken: dict[str, Any]) -> list[float]:
+    return [taken["register_ms"], taken["load_ms"], taken["compile_ms"]]
 
 
 def sample(cache: Path, **variables: str) -> dict[str, Any]:
@@ -147,12 +152,6 @@ def summary(rounds: list[list[dict[str, Any]]], compiling: list[float]) -> dict[
 
 def middle(taken: list[dict[str, Any]], *keys: str) -> float:
     return round(float(statistics.median(sum(item[key] for key in keys) for item in taken)), 1)
-
-
-def commit() -> str:
-    command = ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty", "--abbrev=12"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    return done.stdout.strip() or "unknown"
 
 
 def report(result: dict[str, Any], path: Path) -> int:

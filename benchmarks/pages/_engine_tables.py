@@ -117,9 +117,7 @@ def _features(results: Mapping[str, Any]) -> list[str]:
             feature
             for case in results["cases"]
             for entry in _patched(case)
-            for process in entry["processes"]
-            for feature, state in process["features"].items()
-            if state["state"] == "live"
+            for feature in entry["processes"].get("live", ())
         }
     )
     lines = [f"Live in the patched processes: {', '.join(live) or 'nothing'}.", ""]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from vllm_hwplugin_lab.bench import NOT_MEASURED, SIDE_NAMES, own_us
+from vllm_hwplugin_lab.bench import NOT_MEASURED, SIDE_NAMES, phases_of
 
 from ._phase_tables import case_name
 from ._read import Found
@@ -142,11 +142,11 @@ def page(files: Sequence[Found]) -> str:
     return "\n".join(lines)
 
 
-def parts_us(phases: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def parts_us(rows: Sequence[Sequence[Any]]) -> dict[str, float]:
     """Part -> microseconds a step of what ``bench --profile`` has found of one engine; they add up to the step."""
     found = {part.name: 0.0 for part in PARTS}
-    for phase, own in own_us(phases):
-        found[_part_of(phase["path"]).name] += own
+    for one in phases_of(rows):
+        found[_part_of(one.path).name] += one.own
     return found
 
 
@@ -199,10 +199,9 @@ def _busy(engine: Mapping[str, Any]) -> str:
     return f"{busy * 1e3:.0f}" if busy else NOT_MEASURED
 
 
-def _largest(phases: Sequence[Mapping[str, Any]]) -> list[tuple[str, float]]:
+def _largest(rows: Sequence[Sequence[Any]]) -> list[tuple[str, float]]:
     """Functions, wherever they were called from."""
     found: dict[str, float] = {}
-    for phase, own in own_us(phases):
-        name = phase["path"][-1]
-        found[name] = found.get(name, 0.0) + own
+    for one in phases_of(rows):
+        found[one.path[-1]] = found.get(one.path[-1], 0.0) + one.own
     return sorted(found.items(), key=lambda one: -one[1])[:_MOST]

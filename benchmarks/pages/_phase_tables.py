@@ -47,6 +47,6 @@ def _table(engine: Mapping[str, Any]) -> Iterator[str]:
     yield f"### {case}{gpu}"
     yield ""
     yield from head(["function", "calls a step", "us a step", "own"])
-    for phase, own in shown_phases(engine["phases"]):
-        name = "&nbsp;&nbsp;" * (len(phase["path"]) - 1) + f"`{phase['path'][-1]}`"
-        yield row([name, f"{phase['calls']:.2f}", f"{phase['us']:.0f}", f"{own:.0f}"])
+    for one in shown_phases(engine["phases"]):
+        name = "&nbsp;&nbsp;" * (len(one.path) - 1) + f"`{one.path[-1]}`"
+        yield row([name, f"{one.calls:.2f}", f"{one.us:.0f}", f"{one.own:.0f}"])

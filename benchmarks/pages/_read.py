@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,7 +84,7 @@ def read_all(folder: Path, kind: str) -> list[Found]:
 
 def _read(path: Path, kind: str) -> Found:
     try:
-        results = json.loads(path.read_text(encoding="utf-8"))
+        results = bench.read_results(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ResultsError(f"{path}: cannot be read ({error.strerror})") from error
     except ValueError as error:

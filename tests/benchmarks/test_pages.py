@@ -8,7 +8,7 @@ import re
 import pytest
 
 from benchmarks.pages import PARTS, RESULTS, ROOT, ResultsError, gains, outdated, pages, read_all
-from vllm_hwplugin_lab.bench import rows, serve, step_ms
+from vllm_hwplugin_lab.bench import read_results, rows, serve, step_ms
 
 ENGINES = "benchmarks/results/engines-h200-vllm-0.26.0-eagle3-0.6b.json"
 DFLASH = "benchmarks/results/engines-h200-vllm-0.26.0-dflash-0.6b.json"
@@ -18,7 +18,7 @@ ATTENTION = "benchmarks/results/kernels-attention-h200-vllm-0.26.0.json"
 
 def change(path, by):
     """Let `by` change the results in a file."""
-    results = json.loads(path.read_text())
+    results = read_results(path.read_text())
     by(results)
     path.write_text(json.dumps(results))
 
@@ -148,7 +148,7 @@ def test_the_newest_file_counts_and_one_that_failed_does_not(tree):
     key = ("0.26.0", "V1", "Qwen3-0.6B", "Eagle3 k=3")
     before = table_of(pages(tree)["README.md"])[key]
     again = tree / ENGINES.replace("eagle3", "eagle3-again")
-    results = json.loads((tree / ENGINES).read_text()) | {"date": "2027-01-01T00:00:00+00:00"}
+    results = read_results((tree / ENGINES).read_text()) | {"date": "2027-01-01T00:00:00+00:00"}
     for case in results["cases"]:
         fail(case)
     again.write_text(json.dumps(results))
@@ -192,7 +192,7 @@ def test_a_side_that_failed_half_way_is_said_and_is_no_gain(tree):
 
 
 def phases_of(*rows):
-    return [{"path": path.split(), "calls": 1.0, "us": us} for path, us in rows]
+    return [(len(path.split()) - 1, path.split()[-1], 1.0, us) for path, us in rows]
 
 
 def looked_at(tree, *engines, **case):
@@ -200,7 +200,7 @@ def looked_at(tree, *engines, **case):
     key = {"shape": "0.6b", "method": "eagle3", "k": 3}
     case = {**key, "stopped": None, "sides": {}, **case}
     engines = [{**key, "batch": 4, "step_ms": 2.5, "profile": {}, "features": [], **one} for one in engines]
-    results = json.loads((tree / ENGINES).read_text()) | {"format": "phases 1", "cases": [case], "engines": engines}
+    results = read_results((tree / ENGINES).read_text()) | {"format": "phases 2", "cases": [case], "engines": engines}
     (tree / "benchmarks" / "results" / "phases-x.json").write_text(json.dumps(results))
 
 
@@ -291,7 +291,7 @@ def test_what_clients_see_is_a_table_a_temperature_and_says_what_is_missing(tree
     case["sides"]["mrv2-patched"]["loads"]["16 at once, temperature 1.0"] = None
     case["sides"]["patched"]["error"] = "exit code 7"
     case["sides"]["mrv2-patched"]["loads"]["16 at once, temperature 0.0"]["rounds"] = 1
-    results = json.loads((tree / ENGINES).read_text()) | {"format": "serve 1", "settings": settings, "cases": [case]}
+    results = read_results((tree / ENGINES).read_text()) | {"format": "serve 2", "settings": settings, "cases": [case]}
     (tree / "benchmarks" / "results" / "serve-x.json").write_text(json.dumps(results))
     page = pages(tree)["benchmarks/results/serve.md"]
     greedy, sampled = page.split("### Temperature 1")
@@ -343,11 +343,11 @@ def test_a_wrong_answer_and_a_cell_without_a_figure_are_said(tree):
     ("name", "text", "said"),
     [
         ("engines-x.json", "not JSON", "not JSON"),
-        ("engines-x.json", "[]", "format 'list', expected 2"),
-        ("engines-x.json", '{"format": 0}', "format 0, expected 2"),
-        ("engines-x.json", '{"format": 2, "cases": []}', "no date, commit, plugin, host, settings"),
+        ("engines-x.json", "[]", "format 'list', expected 3"),
+        ("engines-x.json", '{"format": 0}', "format 0, expected 3"),
+        ("engines-x.json", '{"format": 3, "cases": []}', "no date, commit, plugin, host, settings"),
         ("kernels-ops-x.json", '{"format": 1}', "kernels_format None, expected 1"),
-        ("soak-x.json", '{"format": 1}', "format 1, expected 'soak 1'"),
+        ("soak-x.json", '{"format": 1}', "format 1, expected 'soak 2'"),
         ("h100.json", "{}", "of no known kind"),
     ],
 )

@@ -29,6 +29,8 @@ _OURS = ("vllm.v1.", "vllm_hwplugin.spec_decode")
 
 #: From the outermost function to the innermost.
 Path = tuple[str, ...]
+#: How many functions it stands below, its name, calls a step, and microseconds a step.
+PhaseRow = tuple[int, str, float, float]
 
 
 @dataclass
@@ -49,8 +51,8 @@ class Phases:
             self.seconds.setdefault(path, []).append(sum(times))
             self.calls[path] += len(times)
 
-    def rows(self) -> list[dict[str, Any]]:
-        """A row a path, each before what it contains: ``path``, ``calls`` a step, and ``us`` a step.
+    def rows(self) -> list[PhaseRow]:
+        """A row a path, each before what it contains.
 
         Of the steps the median counts: prompts, and what else is rare, leave it alone.
         """
@@ -61,11 +63,12 @@ class Phases:
             return [order[path[: length + 1]] for length in range(len(path))]
 
         return [
-            {
-                "path": list(path),
-                "calls": self.calls[path] / steps,
-                "us": statistics.median(self.seconds[path]) * len(self.seconds[path]) / steps * 1e6,
-            }
+            (
+                len(path) - 1,
+                path[-1],
+                self.calls[path] / steps,
+                statistics.median(self.seconds[path]) * len(self.seconds[path]) / steps * 1e6,
+            )
             for path in sorted(self.seconds, key=place)
         ]
 

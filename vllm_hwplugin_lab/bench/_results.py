@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The results file of a benchmark: JSON, written anew after every engine, so that an interrupted run keeps its part."""
+"""The results file of a benchmark: JSON, written anew after every round, so that an interrupted run keeps its part."""
 
 from __future__ import annotations
 
@@ -19,9 +19,13 @@ from ._job import Outcome
 from ._plan import Case, Settings, synthetic_length
 from ._rounds import phases_entry, rounds_entry
 
-FORMAT = 2
+FORMAT = 3
 #: Of the files of ``bench --profile``.
-PHASES_FORMAT = "phases 1"
+PHASES_FORMAT = "phases 2"
+_WIDTH = 120
+_DIGITS = 11
+#: So many objects make a table.
+_TABLE = 8
 
 
 def commit() -> str | None:
@@ -128,5 +132,96 @@ def _side(outcome: Outcome) -> dict[str, Any]:
         "environment": outcome.job.environment,
         "entry_points": ready.get("entry_points", {}),
         "batches": {str(w.batch): rounds_entry(outcome, w.name) for w in outcome.job.workloads},
-        "processes": [dict(r) for r in outcome.records],
+        "processes": processes_entry(outcome.records),
     }
+
+
+def processes_entry(records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """What the records of an engine's processes say, each thing once; what none of them says is left out.
+
+    Which modules were patched follows from the fingerprint, and why a feature is off from the settings and the commit.
+    """
+    found: dict[str, Any] = {
+        "roles": [],
+        "fingerprints": {},
+        "live": {},
+        "refused": {},
+        "used": {},
+        "decisions": {},
+        "notes": {},
+        "errors": {},
+    }
+    for one in records:
+        found["roles"].append(one["role"])
+        found["fingerprints"][one["fingerprint"]] = found["errors"][one["error"]] = None
+        found["notes"] |= dict.fromkeys(one["notes"])
+        found["decisions"] |= one["decisions"]
+        for feature, said in one["features"].items():
+            if said["state"] in ("live", "refused"):
+                found[said["state"]][feature] = said["reason"]
+        found["used"] |= {feature: said["reason"] for feature, said in one["uses"].items() if said["used"]}
+    found["live"] = sorted(found["live"])
+    for name in ("fingerprints", "notes", "errors"):
+        found[name] = [text for text in found[name] if text]
+    return {name: said for name, said in found.items() if said}
+
+
+def results_text(results: Mapping[str, Any]) -> str:
+    """JSON as results are kept in git: filled lines, `_DIGITS` significant digits, and long lists of like
+    objects as tables.
+
+    A table is an object of ``columns`` and ``rows``; what an object lacks that the others have is null there.
+    """
+    return _filled(_compact(results), "") + "\n"
+
+
+def read_results(text: str) -> Any:
+    """What :func:`results_text` was given.
+
+    Raises:
+        ValueError: it is no JSON.
+    """
+    return json.loads(text, object_hook=_objects)
+
+
+def _compact(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.{_DIGITS}g}")
+    if isinstance(value, dict):
+        return {key: _compact(one) for key, one in value.items()}
+    if not isinstance(value, (list, tuple)):
+        return value
+    if len(value) >= _TABLE and all(isinstance(one, dict) for one in value):
+        columns = max((list(one) for one in value), key=len)
+        plain = not any(isinstance(held, (dict, list, tuple)) for one in value for held in one.values())
+        if plain and all(set(one) <= set(columns) for one in value):
+            return {"columns": columns, "rows": [[_compact(one.get(key)) for key in columns] for one in value]}
+    return [_compact(one) for one in value]
+
+
+def _objects(found: dict[str, Any]) -> Any:
+    if found.keys() != {"columns", "rows"}:
+        return found
+    return [dict(zip(found["columns"], row, strict=True)) for row in found["rows"]]
+
+
+def _filled(value: Any, before: str) -> str:
+    """A value that begins behind ``before``, which is the indentation and perhaps a key."""
+    whole = before + json.dumps(value)
+    if not isinstance(value, (dict, list)) or not value or len(whole) < _WIDTH:
+        return whole
+    indented = " " * (len(before) - len(before.lstrip()) + 1)
+    keys = [f"{json.dumps(str(key))}: " for key in value] if isinstance(value, dict) else [""] * len(value)
+    items = list(value.values()) if isinstance(value, dict) else value
+    begin, end = "{}" if isinstance(value, dict) else "[]"
+    # Numbers and names need no lines for the brackets.
+    flat = isinstance(value, list) and not any(isinstance(one, (dict, list)) for one in value)
+    lines = [before + begin]
+    for number, (key, one) in enumerate(zip(keys, items, strict=True)):
+        text = _filled(one, indented + key) + ("," if number < len(items) - 1 else end if flat else "")
+        full = len(lines[-1]) + len(text) - len(indented) + 1 > _WIDTH
+        if "\n" in text or "\n" in lines[-1] or full or (len(lines) == 1 and not flat):
+            lines.append(text)
+        else:
+            lines[-1] += text.lstrip() if len(lines) == 1 and number == 0 else f" {text.lstrip()}"
+    return "\n".join([*lines, *([] if flat else [indented[1:] + end])])

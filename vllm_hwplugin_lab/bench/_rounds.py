@@ -52,7 +52,7 @@ def phases_entry(outcome: Outcome, workload: str) -> dict[str, Any] | None:
     rounds = outcome.of("phases", workload)
     if not rounds:
         return None
-    best = min(rounds, key=lambda one: float(one["rows"][0]["us"]))
+    best = min(rounds, key=lambda one: float(one["rows"][0][3]))
     profiles = outcome.of("profiled", workload)
     return {
         "rounds": len(rounds),

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.table import Table
@@ -125,19 +126,38 @@ def host_line(results: Mapping[str, Any]) -> str:
     )
 
 
-def own_us(phases: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], float]]:
-    """The rows of ``bench --profile``, each with what the rows below it do not account for: that adds up to a step."""
-    inside: dict[tuple[str, ...], float] = {}
-    for phase in phases:
-        above = tuple(phase["path"][:-1])
-        inside[above] = inside.get(above, 0.0) + phase["us"]
-    for phase in phases:
-        yield phase, phase["us"] - inside.get(tuple(phase["path"]), 0.0)
+@dataclass(frozen=True)
+class Phase:
+    """A function within a step, as ``bench --profile`` has found it.
+
+    Attributes:
+        path: from the outermost function to this one.
+        calls: a step.
+        us: microseconds a step.
+        own: of these, what no function below it accounts for; all together add up to a step.
+    """
+
+    path: tuple[str, ...]
+    calls: float
+    us: float
+    own: float
 
 
-def shown_phases(phases: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], float]]:
-    """As :func:`own_us`, of the rows that are worth a line."""
-    return ((phase, own) for phase, own in own_us(phases) if phase["us"] >= LEAST_US)
+def phases_of(rows: Iterable[Sequence[Any]]) -> list[Phase]:
+    """The rows of a results file, in their order (see ``_phases.PhaseRow``)."""
+    path: list[str] = []
+    found: list[Phase] = []
+    inside: Counter[tuple[str, ...]] = Counter()
+    for depth, name, calls, us in rows:
+        path[depth:] = [name]
+        inside[tuple(path[:-1])] += us
+        found.append(Phase(tuple(path), calls, us, us))
+    return [replace(one, own=one.us - inside[one.path]) for one in found]
+
+
+def shown_phases(rows: Iterable[Sequence[Any]]) -> list[Phase]:
+    """As :func:`phases_of`, those that are worth a line."""
+    return [one for one in phases_of(rows) if one.us >= LEAST_US]
 
 
 def speed(side: Mapping[str, Any] | None) -> str:

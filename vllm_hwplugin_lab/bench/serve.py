@@ -13,7 +13,7 @@ from ._job import Outcome
 from ._latency import LATENCIES, load_entry, spread
 from ._plan import check_sides, possible_sides
 from ._prompts import KEYS, Prompt, PromptsUnreadable, arrivals, read_prompts, requests_of
-from ._results import provenance, stopped
+from ._results import processes_entry, provenance, stopped
 from ._serve_plan import (
     BUILT_IN,
     METHODS,
@@ -25,7 +25,7 @@ from ._serve_plan import (
     serve_measurements,
 )
 
-FORMAT = "serve 1"
+FORMAT = "serve 2"
 
 __all__ = [
     "BUILT_IN",
@@ -88,5 +88,5 @@ def _side(outcome: Outcome, settings: ServeSettings) -> dict[str, Any]:
         "model_runner": ready.get("model_runner"),
         "environment": outcome.job.environment,
         "loads": loads,
-        "processes": [dict(record) for record in outcome.records],
+        "processes": processes_entry(outcome.records),
     }

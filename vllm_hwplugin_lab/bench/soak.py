@@ -20,7 +20,7 @@ from ._plan import STOCK_OF, TINY, Case, environment_of, is_patched, kv_cache_by
 from ._settings import engine_environment, engine_options
 
 MODULE = "vllm_hwplugin_lab.bench._soak_engine"
-FORMAT = "soak 1"
+FORMAT = "soak 2"
 MAX_MODEL_LEN = 512
 
 #: How far below the target's first choice, in nats, a greedy token may be: near-ties of bfloat16 go either way.

@@ -13,10 +13,11 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from vllm_hwplugin.cli import FAILURE
-from vllm_hwplugin.cli.output import STANDARD_OUTPUT, JsonFile, console_for, write_json
+from vllm_hwplugin.cli.output import STANDARD_OUTPUT, JsonFile, console_for, write_text
 from vllm_hwplugin.ops.compile.jit import GPUS
 
 from .. import bench
+from ..bench import results_text
 from ..bench.micro import (
     CRASHED,
     FAILED,
@@ -135,13 +136,13 @@ def _run(
         def keep(outcomes: list[dict[str, Any]], processes: list[dict[str, Any]]) -> None:
             nonlocal written
             if json_file not in (None, STANDARD_OUTPUT) and time.monotonic() - written > _KEEP:
-                write_json(make_results(kind, host, settings, outcomes, processes), json_file)
+                write_text(results_text(make_results(kind, host, settings, outcomes, processes)), json_file)
                 written = time.monotonic()
 
         outcomes, processes = supervise(job, todo, seconds=seconds, on_event=on_event, keep=keep)
     results = make_results(kind, host, settings, outcomes, processes)
     if json_file is not None:
-        write_json(results, json_file)
+        write_text(results_text(results), json_file)
     console.print(summary(results))
     for line in left_out(results):
         console.print(line, markup=False, highlight=False)

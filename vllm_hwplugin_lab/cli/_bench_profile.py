@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from vllm_hwplugin.cli.output import STANDARD_OUTPUT, JsonFile, OutputError, write_json
+from vllm_hwplugin.cli.output import STANDARD_OUTPUT, JsonFile, OutputError, write_text
 
 from ..bench import (
     PHASES,
@@ -31,6 +31,7 @@ from ..bench import (
     new_phases,
     of_workloads,
     profiled,
+    results_text,
     shapes_folder,
     shown_phases,
 )
@@ -88,7 +89,7 @@ def profile(
             ):
                 break
     if json_file == STANDARD_OUTPUT:
-        write_json(results, json_file)
+        write_text(results_text(results), json_file)
     for entry in results["engines"]:
         console.print(phase_table(entry))
     turns.write()
@@ -117,7 +118,7 @@ def phase_table(entry: Mapping[str, Any]) -> Table:
     drawn = Table(title=f"{title}: {entry['step_ms']:.2f} ms a step{gpu}", caption=caption)
     for name in ("phase", "calls", "us", "own us"):
         drawn.add_column(name, justify="left" if name == "phase" else "right")
-    for row, own in shown_phases(entry["phases"]):
-        indented = "  " * (len(row["path"]) - 1) + row["path"][-1]
-        drawn.add_row(indented, f"{row['calls']:.2f}", f"{row['us']:.0f}", f"{own:.0f}")
+    for one in shown_phases(entry["phases"]):
+        indented = "  " * (len(one.path) - 1) + one.path[-1]
+        drawn.add_row(indented, f"{one.calls:.2f}", f"{one.us:.0f}", f"{one.own:.0f}")
     return drawn

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from vllm_hwplugin.cli.output import STANDARD_OUTPUT, JsonFile, console_for, write_json
+from vllm_hwplugin.cli.output import STANDARD_OUTPUT, JsonFile, console_for, write_text
 
 from ..bench import (
     METHODS,
@@ -26,6 +26,7 @@ from ..bench import (
     detect_host,
     find_checkpoints,
     load_prompts,
+    results_text,
     shapes_folder,
 )
 from ..bench import serve as serving
@@ -210,7 +211,7 @@ def serve(
             ):
                 break
     if json_file == STANDARD_OUTPUT:
-        write_json(results, json_file)
+        write_text(results_text(results), json_file)
     measured = _show(results, console)
     turns.write()
     conclude(results["cases"], console, measured=measured)

@@ -9,9 +9,19 @@ from typing import Any
 
 from rich.progress import Progress
 
-from vllm_hwplugin.cli.output import STANDARD_OUTPUT, JsonFile, OutputError, write_json
+from vllm_hwplugin.cli.output import STANDARD_OUTPUT, JsonFile, OutputError, write_text
 
-from ..bench import SERVING, Job, Measurement, Outcome, TimeLimit, measure_in_turn, rest_between_turns, stopped
+from ..bench import (
+    SERVING,
+    Job,
+    Measurement,
+    Outcome,
+    TimeLimit,
+    measure_in_turn,
+    rest_between_turns,
+    results_text,
+    stopped,
+)
 from ._sides import advance, show_failure
 
 
@@ -44,7 +54,7 @@ class InTurn:
             OutputError: the file cannot be written; says why.
         """
         if self.json_file is not None and self.json_file != STANDARD_OUTPUT:
-            write_json(self.results, self.json_file)
+            write_text(results_text(self.results), self.json_file)
 
     def measure(
         self,

@@ -15,10 +15,10 @@ import typer
 from rich.console import Console
 
 from vllm_hwplugin.cli import FAILURE
-from vllm_hwplugin.cli.output import JsonFile, console_for, write_json
+from vllm_hwplugin.cli.output import JsonFile, console_for, write_text
 
 from .. import bench
-from ..bench import ALL_SIDES, SIDE_NAMES, Ended, provenance
+from ..bench import ALL_SIDES, SIDE_NAMES, Ended, processes_entry, provenance, results_text
 from ..bench import soak as soaking
 from ..bench.soak_run import run_soak
 from ._options import known, pairs
@@ -112,7 +112,7 @@ def soak(
         "sides": entries,
     }
     if json_file is not None:
-        write_json(result, json_file)
+        write_text(results_text(result), json_file)
     _show(result, console)
     everyone = {**found.ended, **({"judge": found.judge} if found.judge is not None else {})}
     for name, one in everyone.items():
@@ -133,9 +133,8 @@ def _entry(ended: Ended, texts: list[soaking.Text], gaps: Mapping[soaking.Text, 
             entry |= {key: value for key, value in event.items() if key not in ("event", "pid", "texts")}
     if ended.error is None:
         entry |= {"acceptance_per_position": soaking.acceptance(entry), "texts": soaking.judged(texts, gaps)}
-    records = [dict(record) for record in ended.records]
-    used = sorted({feature for one in records for feature, use in one["uses"].items() if use["used"]})
-    return {**entry, "features": used, "processes": records}
+    used = sorted({feature for one in ended.records for feature, use in one["uses"].items() if use["used"]})
+    return {**entry, "features": used, "processes": processes_entry(ended.records)}
 
 
 def _show(result: Mapping[str, Any], console: Console) -> None:

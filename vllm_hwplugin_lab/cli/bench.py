@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from vllm_hwplugin.cli.output import STANDARD_OUTPUT, JsonFile, console_for, write_json
+from vllm_hwplugin.cli.output import STANDARD_OUTPUT, JsonFile, console_for, write_text
 
 from ..bench import (
     METHODS,
@@ -32,6 +32,7 @@ from ..bench import (
     new_results,
     of_workloads,
     possible_sides,
+    results_text,
     rows,
     shapes_folder,
     table,
@@ -155,7 +156,7 @@ def measure(
             ):
                 break
     if json_file == STANDARD_OUTPUT:
-        write_json(results, json_file)
+        write_text(results_text(results), json_file)
     measured = any(side is not None for row in rows(results) for side in row.sides.values())
     if measured:
         console.print(table(results))

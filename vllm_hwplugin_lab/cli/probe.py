@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.markup import escape
 
 from vllm_hwplugin.cli import FAILURE
-from vllm_hwplugin.cli.output import JsonFile, console_for, write_json
+from vllm_hwplugin.cli.output import JsonFile, console_for, write_text
 
-from ..bench import Ended, provenance, run_child
+from ..bench import Ended, provenance, results_text, run_child
 from ..probe import CAPABILITIES, MODULE, Declared, Job, Report, Result, Verdict
 from ..probe import probe as run_probe
 from ._options import known
@@ -61,7 +61,7 @@ def probe(
 
     report = run_probe(job, start, strict=strict, on_result=lambda result: _show(result, console))
     if json_file is not None:
-        write_json({**provenance(), **report.to_dict()}, json_file)
+        write_text(results_text({**provenance(), **report.to_dict()}), json_file)
     _sum_up(report, console)
     if report.failures:
         raise typer.Exit(1)

@@ -9,6 +9,7 @@ from types import ModuleType
 import pytest
 
 from vllm_hwplugin_lab.bench._phases import Phases, timed
+from vllm_hwplugin_lab.bench._table import Phase, phases_of
 
 SOURCE = """
 import dataclasses, threading, time
@@ -108,7 +109,7 @@ def test_each_phase_stands_below_what_it_is_a_part_of(core):
         for _ in range(3):
             core.step_fn()
         core.runner.execute_model()  # between steps, so of none
-    rows = {tuple(row["path"]): row for row in phases.rows()}
+    rows = {one.path: one for one in phases_of(phases.rows())}
     runner = ("step", "Executor.execute_model", "Worker.execute_model", "Runner.execute_model")
     assert list(rows) == [
         ("step",),
@@ -120,13 +121,13 @@ def test_each_phase_stands_below_what_it_is_a_part_of(core):
         ("step", "Future.result"),
         ("step", "Future.result", "Future.result"),
     ]
-    assert rows["step", "Future.result"]["us"] >= 1000
+    assert rows["step", "Future.result"].us >= 1000
     gather = rows[(*runner, "Helper.gather")]
-    assert gather["calls"] == 2
-    assert gather["us"] >= 2000
-    inside = sum(row["us"] for path, row in rows.items() if path[:-1] == runner)
-    assert 5000 <= inside <= rows[runner]["us"] + 1000
-    assert rows["step",]["calls"] == 1
+    assert gather.calls == 2
+    assert gather.us >= 2000
+    inside = sum(row.us for path, row in rows.items() if path[:-1] == runner)
+    assert 5000 <= inside <= rows[runner].us + 1000
+    assert rows["step",].calls == 1
 
 
 def test_nothing_is_left_behind(core):
@@ -145,11 +146,12 @@ def test_a_rare_step_does_not_move_the_figures():
     for number in range(9):
         rare = {("step", "prompt"): [0.5]} if number == 0 else {}
         phases.add_step({("step",): [0.6 if rare else 0.002], ("step", "sample"): [0.0005, 0.0005], **rare})
-    rows = {row["path"][-1]: row for row in phases.rows()}
-    assert rows["step"]["us"] == pytest.approx(2000)
-    assert rows["sample"] == {"path": ["step", "sample"], "calls": 2.0, "us": pytest.approx(1000)}
+    rows = {one.path[-1]: one for one in phases_of(phases.rows())}
+    assert rows["step"].us == pytest.approx(2000)
+    assert rows["step"].own == pytest.approx(1000 - 0.5e6 / 9)
+    assert rows["sample"] == Phase(("step", "sample"), 2.0, pytest.approx(1000), pytest.approx(1000))
     # What is in one step of nine takes a ninth of its time in each.
-    assert (rows["prompt"]["calls"], rows["prompt"]["us"]) == pytest.approx((1 / 9, 0.5e6 / 9))
+    assert (rows["prompt"].calls, rows["prompt"].us) == pytest.approx((1 / 9, 0.5e6 / 9))
 
 
 @pytest.mark.parametrize("version", ["0.20.0", "0.26.0", "0.33.0"])

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
-import json
 import subprocess
+
+import pytest
 
 from vllm_hwplugin_lab.bench import Job, Outcome, Workload, _results
 from vllm_hwplugin_lab.bench._plan import Case
@@ -22,7 +23,7 @@ def test_results_survive_the_file_and_a_case_grows_side_by_side(gpu_host, settin
     case = Case("0.6b", "eagle3", 3)
     _results.add_case(results, case, settings, {"stock": outcome("s")})
     _results.add_case(results, case, settings, {"stock": outcome("s"), "patched": outcome("p", "exit code 1")})
-    back = json.loads(json.dumps(results))
+    back = _results.read_results(_results.results_text(results))
     assert back == results
     assert back["host"]["name"] == "NVIDIA H200"
     assert back["settings"]["batches"] == [1, 8]
@@ -36,6 +37,50 @@ def test_results_survive_the_file_and_a_case_grows_side_by_side(gpu_host, settin
     assert entry["sides"]["patched"]["error"] == "exit code 1"
     assert entry["sides"]["patched"]["log_tail"] == "last words"
     assert entry["sides"]["patched"]["batches"] == {"1": None}
+
+
+@pytest.mark.parametrize(
+    ("value", "lines"),
+    [
+        ({}, 1),
+        ({"a": [1.5, None, True, "text"], "b": {"c": []}}, 1),
+        ({"numbers": list(range(100)), "after": {"x": 1}}, 7),
+        ({"a long name": {f"key {number}": number for number in range(20)}}, 7),
+        ({"cells": [{"kernel": "x", "seconds": number / 8} for number in range(9)]}, 8),
+        ({"few": [{"kernel": "x"}] * 3, "nested": [{"a": [1]}] * 9}, 4),
+    ],
+)
+def test_lines_are_filled_and_say_the_same(value, lines):
+    text = _results.results_text(value)
+    assert _results.read_results(text) == value
+    assert max(map(len, text.splitlines())) <= 120
+    assert len(text.splitlines()) == lines
+
+
+def test_a_number_has_the_digits_that_were_measured_and_what_an_object_lacks_is_null():
+    assert _results.read_results(_results.results_text({"x": [1 / 3]})) == {"x": [0.33333333333]}
+    cells = [{"status": "measured", "seconds": 1.0}] * 8 + [{"status": "failed"}]
+    found = _results.read_results(_results.results_text({"cells": cells}))["cells"]
+    assert found == [*cells[:8], {"status": "failed", "seconds": None}]
+
+
+def test_what_several_processes_say_stands_there_once():
+    record = {"role": "parent", "fingerprint": "f00d", "error": None, "notes": ["n"], "decisions": {"a": "first"}}
+    states = {"one": "live", "two": "refused", "three": "not-needed", "four": "off"}
+    record["features"] = {name: {"state": state, "reason": state} for name, state in states.items()}
+    record["uses"] = {}
+    core = {**record, "role": "engine-core", "decisions": {"a": "then", "b": "too"}}
+    core["uses"] = {"one": {"used": True, "reason": "r"}, "two": {"used": False, "reason": "no"}}
+    assert _results.processes_entry([record, core]) == {
+        "roles": ["parent", "engine-core"],
+        "fingerprints": ["f00d"],
+        "live": ["one"],
+        "refused": {"two": "refused"},
+        "used": {"one": "r"},
+        "decisions": {"a": "then", "b": "too"},
+        "notes": ["n"],
+    }
+    assert _results.processes_entry([]) == {}
 
 
 def test_the_commit_of_a_copy_without_git_comes_from_the_environment(monkeypatch, tmp_path):

@@ -82,12 +82,11 @@ def test_the_best_step_counts_and_the_acceptance_of_all_rounds():
 
 def test_the_phases_are_those_of_the_round_whose_steps_were_the_quickest():
     def phases(number, us):
-        row = {"path": ["step"], "calls": 1.0, "us": us}
-        return {**measured(number, us / 1e6, 1, 2, [8, 4]), "event": "phases", "rows": [row]}
+        return {**measured(number, us / 1e6, 1, 2, [8, 4]), "event": "phases", "rows": [(0, "step", 1.0, us)]}
 
     events = (phases(0, 3000.0), phases(1, 2000.0), phases(2, 4000.0))
     entry = phases_entry(Outcome(JOB, events, 1.0), "w")
-    assert (entry["phases"][0]["us"], entry["host_us"], entry["step_ms"]) == (2000.0, 501.0, pytest.approx(2.0))
+    assert (entry["phases"][0][3], entry["host_us"], entry["step_ms"]) == (2000.0, 501.0, pytest.approx(2.0))
     assert (entry["rounds"], entry["drafts"]) == (3, 30)
     assert phases_entry(Outcome(JOB, (), 1.0), "w") is None
 

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from vllm_hwplugin.cli._app import app
-from vllm_hwplugin_lab.bench import Host, Outcome
+from vllm_hwplugin_lab.bench import Host, Outcome, read_results
 from vllm_hwplugin_lab.cli import _in_turn
 from vllm_hwplugin_lab.cli import bench as command
 
@@ -65,7 +65,7 @@ def run(monkeypatch, tmp_path):
         monkeypatch.setattr(command, "detect_host", lambda: host)
         monkeypatch.setenv("COLUMNS", "200")
         result = CliRunner().invoke(app, ["bench", "--json", str(file), *arguments], catch_exceptions=False)
-        return result, json.loads(file.read_text()) if file.exists() else None, asked
+        return result, read_results(file.read_text()) if file.exists() else None, asked
 
     call.file = file
     return call
@@ -79,7 +79,7 @@ def test_the_sides_of_a_case_are_measured_together_case_by_case(run):
         f"{shape} eagle3 k={k} mrv2" for shape in ("0.6b", "tiny") for k in (2, 3)
     ]
     assert [(c["shape"], c["k"]) for c in found["cases"]] == [("0.6b", 2), ("0.6b", 3), ("tiny", 2), ("tiny", 3)]
-    assert found["format"] == 2
+    assert found["format"] == 3
     assert found["cases"][0]["sides"]["patched"]["batches"]["4"]["step_ms"]["best"] == 10.0
     assert "1.50" in result.output
 
@@ -182,7 +182,7 @@ def test_what_was_measured_is_in_the_file_before_the_next_case_starts(run):
 
 
 def phases(job, us, number):
-    rows = [{"path": ["step"], "calls": 1.0, "us": us}, {"path": ["step", "A.run"], "calls": 1.0, "us": us - 100}]
+    rows = [(0, "step", 1.0, us), (1, "A.run", 1.0, us - 100)]
     event = {"event": "phases", "round": number, "host_us": 500.0 + number, "seconds": 0.2, "steps": 100, "drafts": 10}
     return [{**event, "workload": one.name, "accepted_per_position": [9, 6], "rows": rows} for one in job.workloads]
 
@@ -215,7 +215,7 @@ def test_a_profile_looks_at_all_sides_in_turn_in_their_callers_processes(run, tm
     assert entry["trace"] == str(folder / "0.6b-eagle3-k=3-patched-batch-4.json.gz")
     assert folder.is_dir()
     # Of the quickest round, and nothing of another.
-    assert [row["us"] for row in entry["phases"]] == [900.0, 800.0]
+    assert [us for _, _, _, us in entry["phases"]] == [900.0, 800.0]
     assert (entry["host_us"], entry["rounds"], entry["step_ms"]) == (501.0, 3, 2.0)
     assert (entry["features"], entry["profile"]) == (["v2-tail-graph"], {"gpu_busy_ms": 0.5})
 

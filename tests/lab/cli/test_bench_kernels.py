@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from vllm_hwplugin.cli._app import app
 from vllm_hwplugin_lab import bench
-from vllm_hwplugin_lab.bench import Host
+from vllm_hwplugin_lab.bench import Host, read_results
 from vllm_hwplugin_lab.bench.micro import _cells, attention_cases, op_cases
 from vllm_hwplugin_lab.cli import _bench_kernels
 
@@ -34,7 +34,7 @@ def run(monkeypatch, tmp_path):
             on_event({"event": "begin", "kernel": "[k]", "case": "c"})
             on_event({"event": "cell", "outcome": {}})
             keep(outcomes[:1], list(processes))
-            call.kept = json.loads(file.read_text()) if file.exists() else None
+            call.kept = read_results(file.read_text()) if file.exists() else None
             return outcomes, list(processes)
 
         file = tmp_path / "kernels.json"
@@ -43,7 +43,7 @@ def run(monkeypatch, tmp_path):
         monkeypatch.setenv("COLUMNS", "200")
         command, *options = arguments
         result = CliRunner().invoke(app, ["bench", command, "--json", str(file), *options])
-        return result, json.loads(file.read_text()) if file.exists() else None, asked
+        return result, read_results(file.read_text()) if file.exists() else None, asked
 
     return call
 

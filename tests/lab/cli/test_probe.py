@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from vllm_hwplugin import __version__
 from vllm_hwplugin.cli._app import app
+from vllm_hwplugin_lab.bench import read_results
 from vllm_hwplugin_lab.cli import probe as command
 from vllm_hwplugin_lab.probe import Job
 
@@ -76,7 +77,7 @@ def test_status_1_and_the_shape_where_something_differs(replaced, tmp_path, monk
     assert "refused-though-declared" in result.output
     assert "ValueError: no [sinks]" in result.output
     assert "heads [2]" in result.output
-    written = json.loads(file.read_text())
+    written = read_results(file.read_text())
     assert written["ok"] is False
     assert (written["commit"], written["plugin"]) == ("0123abcd", __version__)
     assert datetime.fromisoformat(written["date"]).tzinfo is not None
@@ -133,7 +134,7 @@ def real(monkeypatch, tmp_path):
         file = tmp_path / "r.json"
         result = CliRunner().invoke(app, ["probe", "--cases", "2", *arguments, "--json", str(file)])
         assert file.exists(), result.output
-        data = json.loads(file.read_text())
+        data = read_results(file.read_text())
         return result, {(one["backend"], one["capability"], one["value"]): one for one in data["results"]}
 
     return run

@@ -42,7 +42,15 @@ def soaked(job, **changes):
 
 
 def ended(*events, error=None):
-    record = {"uses": {"v1-draft-phase": {"used": True}, "nwor": {"used": False}}}
+    record = {
+        "role": "parent",
+        "fingerprint": "f00d",
+        "error": None,
+        "notes": [],
+        "decisions": {},
+        "features": {"nwor": {"state": "live", "reason": ""}, "other": {"state": "refused", "reason": "drifted"}},
+        "uses": {"v1-draft-phase": {"used": True, "reason": ""}, "nwor": {"used": False, "reason": "no drafts"}},
+    }
     return Ended(events, 3.0, error, "the log [of it]" if error else "", (record,))
 
 
