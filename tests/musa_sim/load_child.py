@@ -299,18 +299,21 @@ def one(job: dict, others_follow: bool) -> dict:
     }
 
 
+ROOT = Path(__file__).parents[2]
+
+
 def digest_of(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def own_modules() -> dict[str, str]:
-    """The files of the modules of this project that this process has imported, and their digests."""
-    root = Path(__file__).parents[2]
+    """The files of the modules of this project that this process has imported, from its root on, and their digests."""
     files = {Path(found).resolve() for one in list(sys.modules.values()) if (found := getattr(one, "__file__", None))}
     return {
-        str(file): digest_of(file)
+        str(file.relative_to(ROOT)): digest_of(file)
         for file in files
-        if any(file.is_relative_to(root / room) for room in ("tests", "vllm_hwplugin"))
+        # Of some modules of torch's there is no file.
+        if file.is_relative_to(ROOT) and not file.is_relative_to(ROOT / ".venv") and file.exists()
     }
 
 

@@ -29,7 +29,7 @@ from vllm_hwplugin import gates
 from vllm_hwplugin.cachedir import write_atomically
 
 from . import simulated
-from .load_child import digest_of
+from .load_child import ROOT, digest_of
 
 T = TypeVar("T")
 SMALL = simulated.HERE.parent / "assets" / "small"
@@ -167,7 +167,7 @@ class Process:
         """Write what it says and finds into a folder, which is made.
 
         What vLLM does without features is the same again until something changes that it comes of. So that is kept in
-        the user's cache, which `make clean` empties.
+        the user's cache, for all clones of this project; `make clean` empties it.
         """
         kept = self._kept(folder)
         if kept is None or (found := _still_right(kept)) is None:
@@ -193,6 +193,7 @@ class Process:
             and name != "VLLM_HWPLUGIN_CACHE_DIR"
         }
         packages = sorted((one.metadata["Name"], one.version) for one in importlib.metadata.distributions())
+        loads = loads.replace(str(ROOT), "")
         made = hashlib.sha256(repr((loads, sorted(variables.items()), packages, sys.version, _processor())).encode())
         for file in sorted(SMALL.rglob("*")):
             made.update(file.read_bytes() if file.is_file() else b"")
@@ -211,7 +212,7 @@ def _still_right(kept: Path) -> dict[str, Any] | None:
     if not kept.exists():
         return None
     found: dict[str, Any] = json.loads(kept.read_text())
-    digests = {path: digest_of(Path(path)) for path in found["modules"] if Path(path).exists()}
+    digests = {path: digest_of(ROOT / path) for path in found["modules"] if (ROOT / path).exists()}
     return found if digests == found["modules"] else None
 
 
