@@ -185,7 +185,7 @@ def test_false_declarations_fail_in_both_directions(real):
 
 @pytest.mark.engine
 def test_a_kernel_that_does_not_end_has_crashed(real):
-    result, found = real("--backend", "probe_fakes.Hangs", "--capability", "sinks", "--timeout", "20")
+    result, found = real("--backend", "probe_fakes.Hangs", "--capability", "sinks", "--timeout", "8")
     assert result.exit_code == 1
     one = found["probe_fakes.Hangs", "sinks", "yes"]
     assert one["behaviour"] == "crashes"
