@@ -13,7 +13,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import errno
-import fcntl
 import os
 import shutil
 import stat
@@ -31,10 +30,6 @@ _LINKS = 40
 
 # Bytes; many times more than any text, metadata, byte code or journal that a process of vLLM reads to its end.
 _LARGEST = 64 << 20
-
-# The file in a temporary folder that its process keeps locked. A process id would not do: containers share folders for
-# temporary files, not process ids.
-_HELD = "held"
 
 _WAY_OUT = "set VLLM_HWPLUGIN_CACHE_DIR to a folder below one of your own"
 _WAY_OUT_OF_CODE = "name another folder in VLLM_HWPLUGIN_PATCHES"
@@ -316,43 +311,16 @@ def write_atomically(path: Path, data: bytes, *, durable: bool = True, mode: int
 def temporary_folder() -> Path:
     """A new folder for this process alone, in the folder for temporary files; it goes when the process ends.
 
-    What a killed process left behind goes when the next one makes such a folder.
+    What a killed process leaves there is a temporary file like any other.
 
     Raises:
         UntrustedFolder: others could replace what lies in the folder for temporary files.
         OSError: it cannot be made.
     """
     above = _real(Path(tempfile.gettempdir()).absolute(), make=False, judge_last=None)
-    _remove_stale(above)
     folder = Path(tempfile.mkdtemp(prefix=f"{APPLICATION}-", dir=above))
     atexit.register(_remove_tree, folder, os.getpid())
-    # Never closed: held for as long as this process or a forked child lives. It gets its name only once it is held, so
-    # that nobody takes the folder for a dead process's in between.
-    held = os.open(folder / "making", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    fcntl.flock(held, fcntl.LOCK_EX)
-    os.rename(folder / "making", folder / _HELD)
     return folder
-
-
-def _remove_stale(above: Path) -> None:
-    try:
-        names = os.listdir(above)
-    except PermissionError:
-        return  # a folder in which everybody may make entries, and nobody may look
-    for folder in (above / name for name in names if name.startswith(f"{APPLICATION}-")):
-        try:
-            trusted_folder(folder)
-            descriptor = os.open(folder / _HELD, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-        except (OSError, UntrustedFolder):
-            # Another user's, the one that serves all processes of this user, or one that is just being made or removed.
-            continue
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder, ignore_errors=True)
-        except OSError:
-            continue  # in use, or where there are no locks
-        finally:
-            os.close(descriptor)
 
 
 def _remove_tree(folder: Path, owner: int) -> None:
