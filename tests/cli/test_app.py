@@ -6,20 +6,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-import typer
-from typer.testing import CliRunner
 
+from tests.program import program
 from vllm_hwplugin import __version__
-from vllm_hwplugin.cli import _app
+from vllm_hwplugin.cli import _app, _patches
 from vllm_hwplugin.gates import GateError
 from vllm_hwplugin_workshop.sources import SourceError
-
-
-def run(*arguments: str) -> Any:
-    return CliRunner().invoke(_app.app, arguments)
 
 
 def test_help_lists_every_command_and_imports_none() -> None:
@@ -29,8 +23,8 @@ def test_help_lists_every_command_and_imports_none() -> None:
         "sys.argv = ['vllm-hwplugin', '--help']\n"
         "from vllm_hwplugin.cli import main\n"
         "try:\n    main()\nfinally:\n"
-        "    found = {'_drift', '_patches', '_doctor', '_gates', '_demo', '_bench'}\n"
-        "    print('imported:', sorted(name for name in found if f'vllm_hwplugin.cli.{name}' in sys.modules))\n"
+        "    from vllm_hwplugin.cli._app import COMMANDS\n"
+        "    print('imported:', sorted(one.module for one in COMMANDS.values() if one.module in sys.modules))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     for name in _app.COMMANDS:
@@ -38,9 +32,40 @@ def test_help_lists_every_command_and_imports_none() -> None:
     assert "imported: []" in done.stdout
 
 
-@pytest.mark.parametrize("name", list(_app.COMMANDS))
-def test_every_command_can_be_loaded(name: str) -> None:
-    assert _app.load_command(name).name == name
+@pytest.mark.parametrize(
+    "arguments", [*((name,) for name in _app.COMMANDS), *(("patches", name) for name in _patches.COMMANDS)]
+)
+def test_help_is_whole_and_has_two_examples(arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """On 80 columns; `drift` and `patches` have it without any extra."""
+    monkeypatch.setenv("COLUMNS", "80")
+    result = program(*arguments, "--help")
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert max(map(len, result.stdout.splitlines())) <= 80
+    if arguments[0] not in ("bench", "demo", "probe"):
+        assert result.stdout.partition("examples:\n")[2].count("  vllm-hwplugin ") == 2
+
+
+@pytest.mark.parametrize(("arguments", "missing"), [(["bench"], "typer"), (["probe", "--help"], "rich")])
+def test_a_command_without_its_extra_says_what_to_install(arguments: list[str], missing: str) -> None:
+    code = f"import sys; sys.modules[{missing!r}] = None; from vllm_hwplugin.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1)
+    assert "pip install 'vllm-hwplugin[lab]'" in done.stderr
+
+
+def test_the_plugins_and_the_workshops_commands_need_no_extra(tmp_path: Path) -> None:
+    code = (
+        "import sys\n"
+        "for name in ('typer', 'rich', 'click', 'requests', 'pypi_simple', 'remotezip'):\n"
+        "    sys.modules[name] = None\n"
+        "from vllm_hwplugin.cli import run\n"
+        "print([run(command.split()) for command in sys.argv[1:]], file=sys.stderr)\n"
+    )
+    (tmp_path / "vllm").mkdir()
+    commands = ["doctor --json", "gates", "patches", "patches show nwor", "patches check --form"]
+    commands += [f"drift {tmp_path}@0.33.0", f"patches diff nwor --vllm {tmp_path}@0.33.0"]
+    done = subprocess.run([sys.executable, "-c", code, *commands], capture_output=True, text=True)
+    assert done.stderr.splitlines()[-1] == "[0, 0, 0, 0, 0, 1, 1]"
 
 
 @pytest.mark.parametrize("module", ["vllm_hwplugin", "vllm_hwplugin.cli"])
@@ -50,18 +75,19 @@ def test_module_runs_as_program(module: str) -> None:
 
 
 def test_unknown_command() -> None:
-    result = run("drfit")
+    result = program("drfit")
     assert result.exit_code == 2
-    assert "No such command 'drfit'" in result.output
+    assert "drfit" in result.stderr
+    assert "drift" in result.stderr
 
 
 @pytest.mark.parametrize("kind", [SourceError, GateError])
 def test_failure_is_one_line_and_status_2(monkeypatch: pytest.MonkeyPatch, kind: type[Exception]) -> None:
-    def fail() -> None:
+    def fail(arguments: object) -> int:
         raise kind("what, where; way out")
 
     monkeypatch.setattr("vllm_hwplugin.cli._gates.gates", fail)
-    result = run("gates")
+    result = program("gates")
     assert (result.exit_code, result.stderr) == (2, "error: what, where; way out\n")
 
 
@@ -69,14 +95,14 @@ def test_failure_is_one_line_and_status_2(monkeypatch: pytest.MonkeyPatch, kind:
 def test_an_unexpected_error_is_one_line_and_status_2(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     """1 would say that something was looked at and found wrong; a traceback is there for who asks."""
 
-    def fail() -> None:
+    def fail(arguments: object) -> int:
         raise error
 
     monkeypatch.setattr("vllm_hwplugin.cli._gates.gates", fail)
-    result = run("gates")
+    result = program("gates")
     assert (result.exit_code, result.stdout, len(result.stderr.splitlines())) == (2, "", 1)
     assert "\x1b" not in result.stderr
-    result = run("--traceback", "gates")
+    result = program("--traceback", "gates")
     assert result.exit_code == 2
     assert "in fail" in result.stderr
 
@@ -119,8 +145,12 @@ def test_a_stream_that_is_closed_changes_no_exit_status(
 
 
 def test_own_exit_status_stands(monkeypatch: pytest.MonkeyPatch) -> None:
-    def end() -> None:
-        raise typer.Exit(7)
+    monkeypatch.setattr("vllm_hwplugin.cli._gates.gates", lambda arguments: 7)
+    assert program("gates").exit_code == 7
 
-    monkeypatch.setattr("vllm_hwplugin.cli._gates.gates", end)
-    assert run("gates").exit_code == 7
+
+@pytest.mark.parametrize("arguments", [["gates", "--chekc"], ["gates", "x"], ["patches", "show"], ["bench", "--no"]])
+def test_what_cannot_be_read_is_status_2(arguments: list[str]) -> None:
+    result = program(*arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import io
@@ -15,12 +16,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from rich.console import Console
-from typer.testing import CliRunner
 
+from tests.program import Terminal, program
 from vllm_hwplugin import cachedir, gates, journal
 from vllm_hwplugin.cli import _diagnosis, _doctor, _host
-from vllm_hwplugin.cli._app import app
 from vllm_hwplugin.patching import load_catalog
 from vllm_hwplugin.patching._installed import Installed, InstalledSource, NotInstalled
 
@@ -337,9 +336,7 @@ def test_control_characters_of_a_record_do_not_reach_the_terminal(diagnose: Diag
     reason = "\x1b[2J\x1b]0;title\x07 \u202e\udc80 good"
     _write_record(folder, "1-1.json", features={"greeting": {"state": "live", "reason": reason}})
     for terminal in (True, False):
-        out = io.StringIO()
-        _doctor.show(diagnose(), Console(file=out, force_terminal=terminal, no_color=True, width=400))
-        shown = out.getvalue().encode()
+        shown = _shown(diagnose(), Terminal() if terminal else io.StringIO()).encode()
         assert b"\\x1b[2J\\x1b]0;title\\x07 \\u202e\\udc80 good" in shown
         assert b"\x1b[2J" not in shown
         assert b"\x1b]" not in shown
@@ -429,31 +426,36 @@ def test_json_has_a_stable_shape(diagnose: Diagnose) -> None:
     assert set(data["platform_class"]) == {"class", "reason"}
 
 
+def _shown(found: _diagnosis.Diagnosis, out: io.StringIO) -> str:
+    with contextlib.redirect_stdout(out):
+        _doctor.show(found)
+    return out.getvalue()
+
+
 def test_piped_output_is_plain_and_one_line_a_row(diagnose: Diagnose) -> None:
     found = diagnose(VLLM_HWPLUGIN_STRICT="perhaps")
-    piped = io.StringIO()
-    _doctor.show(found, Console(file=piped, width=40))
-    lines = piped.getvalue().splitlines()
-    assert piped.getvalue().isascii()
+    piped = _shown(found, io.StringIO())
+    lines = piped.splitlines()
+    assert piped.isascii()
     (row,) = [line for line in lines if line.split()[:1] == ["greeting"]]
     assert row.endswith(found.features[0].reason)
     assert any(line.startswith("problem: VLLM_HWPLUGIN_STRICT=") for line in lines)
 
 
-def test_a_terminal_gets_tables(diagnose: Diagnose) -> None:
-    screen = io.StringIO()
-    _doctor.show(diagnose(), Console(file=screen, width=160, force_terminal=True))
-    assert "━" in screen.getvalue()
-    assert "greeting" in screen.getvalue()
+def test_a_terminal_gets_tables(diagnose: Diagnose, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    lines = [line.split() for line in _shown(diagnose(), Terminal()).splitlines()]
+    assert ["feature", "gate", "state", "reason"] in lines
+    assert [line for line in lines if line[:1] == ["greeting"]]
 
 
 def test_the_command_exits_with_the_diagnosis_and_prints_json(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert CliRunner().invoke(app, ["doctor"]).exit_code == 0
+    assert program("doctor").exit_code == 0
     monkeypatch.setenv("VLLM_PLUGINS", "musa")
-    assert CliRunner().invoke(app, ["doctor"]).exit_code == 1
+    assert program("doctor").exit_code == 1
     monkeypatch.delenv("VLLM_PLUGINS")
     monkeypatch.setenv("VLLM_HWPLUGIN_DRAFT_FULL_GRAPH", "perhaps")
-    result = CliRunner().invoke(app, ["doctor", "--json"])
+    result = program("doctor", "--json")
     assert result.exit_code == 1
     assert "perhaps" in json.loads(result.stdout)["problems"][0]
 
@@ -463,7 +465,7 @@ def test_json_goes_where_every_commands_does_and_alone_to_standard_output(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    result = CliRunner().invoke(app, ["doctor", *arguments])
+    result = program("doctor", *arguments)
     assert result.exit_code == 0
     if arguments[-1] == "F":
         assert "== gates" in result.stdout
@@ -474,8 +476,8 @@ def test_json_goes_where_every_commands_does_and_alone_to_standard_output(
 
 
 def test_doctor_imports_neither_vllm_nor_torch() -> None:
-    program = (
+    code = (
         "import sys; from vllm_hwplugin.cli._diagnosis import diagnose; diagnose(); "
         "print(sorted({name.partition('.')[0] for name in sys.modules} & {'vllm', 'torch'}))"
     )
-    assert subprocess.check_output([sys.executable, "-c", program], text=True).strip() == "[]"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"

@@ -7,16 +7,15 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
+from tests.program import program
 from vllm_hwplugin import gates
-from vllm_hwplugin.cli._app import app
 
 
 def test_lists_every_variable_with_the_value_in_force(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_MUSA_DRAFT_FULL_WRAP", "0")
     monkeypatch.setenv("VLLM_HWPLUGIN_STRICT", "nonsense")
-    result = CliRunner().invoke(app, ["gates"])
+    result = program("gates")
     assert result.exit_code == 0
     rows = {line.split("\t")[0]: line.split("\t") for line in result.output.splitlines()}
     assert set(rows) == {gate.name for gate in gates.GATES}
@@ -29,14 +28,12 @@ def test_the_variable_that_decides_is_named_also_where_its_value_is_bad(monkeypa
     monkeypatch.setenv("VLLM_MUSA_DFLASH_FULL_WRAP", "nonsense")
     monkeypatch.setenv("VLLM_HWPLUGIN_DRAFT_FULL_GRAPH", "auto")
     monkeypatch.setenv("VLLM_MUSA_DRAFT_FULL_WRAP", "0")
-    rows = {
-        row[0]: row for line in CliRunner().invoke(app, ["gates"]).output.splitlines() for row in [line.split("\t")]
-    }
+    rows = {row[0]: row for line in program("gates").output.splitlines() for row in [line.split("\t")]}
     assert rows["VLLM_HWPLUGIN_DFLASH_FULL_GRAPH"][1:3] == ["(bad value)", "alias VLLM_MUSA_DFLASH_FULL_WRAP"]
     value, source = rows["VLLM_HWPLUGIN_DRAFT_FULL_GRAPH"][1:3]
     assert value == "auto"
     assert source.startswith("environment (VLLM_MUSA_DRAFT_FULL_WRAP=0 is not followed")
-    found = json.loads(CliRunner().invoke(app, ["doctor", "--json"]).stdout)
+    found = json.loads(program("doctor", "--json").stdout)
     sources = {row["name"]: row["source"] for row in found["gates"]}
     assert sources["VLLM_HWPLUGIN_DFLASH_FULL_GRAPH"] == "alias VLLM_MUSA_DFLASH_FULL_WRAP"
 
@@ -47,7 +44,7 @@ def test_no_value_floods_or_drives_the_terminal(command: str, name: str, monkeyp
     """Bad, good and passed-over values alike."""
     monkeypatch.setenv("VLLM_HWPLUGIN_DRAFT_FULL_GRAPH", "auto")
     monkeypatch.setenv(name, "\x1b[2Jforged: a line\n" + "x" * 100_000)
-    result = CliRunner().invoke(app, [command])
+    result = program(command)
     assert len(result.output) < 50_000
     assert "\x1b" not in result.output
     assert not [line for line in result.output.splitlines() if line.startswith("x")]
@@ -55,7 +52,7 @@ def test_no_value_floods_or_drives_the_terminal(command: str, name: str, monkeyp
 
 def test_a_variable_that_nothing_reads_is_told_beside_the_list(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "FLASH_ATTN")
-    result = CliRunner().invoke(app, ["gates"])
+    result = program("gates")
     assert result.exit_code == 0
     assert "VLLM_ATTENTION_BACKEND" not in result.stdout
     assert "--attention-backend" in result.stderr
@@ -63,7 +60,7 @@ def test_a_variable_that_nothing_reads_is_told_beside_the_list(monkeypatch: pyte
 
 def test_writes_the_page_and_finds_it_up_to_date(tmp_path: Path) -> None:
     page = tmp_path / "gates.md"
-    result = CliRunner().invoke(app, ["gates", "--markdown", str(page), "--check", str(page)])
+    result = program("gates", "--markdown", str(page), "--check", str(page))
     assert result.exit_code == 0
     assert page.read_text(encoding="utf-8") == gates.markdown()
 
@@ -71,7 +68,7 @@ def test_writes_the_page_and_finds_it_up_to_date(tmp_path: Path) -> None:
 def test_a_page_that_is_old_is_shown_as_a_diff(tmp_path: Path) -> None:
     page = tmp_path / "gates.md"
     page.write_text(gates.markdown().replace("Master switch.", "Main switch."), encoding="utf-8")
-    result = CliRunner().invoke(app, ["gates", "--check", str(page)])
+    result = program("gates", "--check", str(page))
     assert result.exit_code == 1
     assert "-| `VLLM_HWPLUGIN` |" in result.output
     assert f"vllm-hwplugin gates --markdown {page}" in result.output
@@ -80,7 +77,7 @@ def test_a_page_that_is_old_is_shown_as_a_diff(tmp_path: Path) -> None:
 @pytest.mark.parametrize("option", ["--markdown", "--check"])
 def test_a_page_that_cannot_be_reached_is_one_line(option: str, tmp_path: Path) -> None:
     page = tmp_path / "absent" / "gates.md"
-    result = CliRunner().invoke(app, ["gates", option, str(page)])
+    result = program("gates", option, str(page))
     assert result.exit_code == 2
     assert result.output.startswith(f"gates: {page} ")
     assert len(result.output.splitlines()) == 1

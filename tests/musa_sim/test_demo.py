@@ -20,7 +20,7 @@ import sys
 
 from vllm_hwplugin_lab import bench
 from vllm_hwplugin_lab.cli import demo as command
-from vllm_hwplugin.cli._app import app
+from vllm_hwplugin.cli import run
 
 whole = bench.engine_options
 
@@ -42,7 +42,7 @@ def small(device, **asked):
 bench.engine_options = small
 command.ROUNDS = 1
 command.CONFIGURATIONS = [one for one in command.CONFIGURATIONS if one.method == "eagle3"]
-app(["demo", "--prompts", "2", "--tokens", "6", "--json", sys.argv[1]])
+sys.exit(run(["demo", "--prompts", "2", "--tokens", "6", "--json", sys.argv[1]]))
 """
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line: `vllm-hwplugin`, also `python -m vllm_hwplugin`."""
 
-from ._app import FAILURE, main
+from ._app import main, run
 
-__all__ = ["FAILURE", "main"]
+__all__ = ["main", "run"]

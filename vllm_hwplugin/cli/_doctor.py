@@ -3,15 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+import sys
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
-from rich.console import Console
-from rich.text import Text
-from typer.core import TyperCommand
 
 from ..journal import Journal
 from ..musa import versions as musa_versions
@@ -19,22 +14,12 @@ from ..ops.compile.plan import MIN_TORCH
 from ..ops.override_table import RECORD
 from ..platforms import KEY as PLATFORM
 from ..spec_decode.step_counts import SERVED, Reason
-from ._app import FAILURE
 from ._diagnosis import Diagnosis, diagnose
-from .output import STANDARD_OUTPUT, JsonFile, write_json, write_text
-from .tables import print_rows
-from .text import printable, shortened
+from .output import STANDARD_OUTPUT, add_json, write_json, write_text
+from .parser import FAILURE, Parser
+from .text import coloured, printable, shortened, table
 
 _USED, _NOT_USED = "live, used", "live, not used"
-_COLOURS = {
-    _USED: "green",
-    _NOT_USED: "yellow",
-    "live": "green",
-    "upstream": "green",
-    "not-needed": "green",
-    "off": "yellow",
-    "refused": "red",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,71 +30,58 @@ class Section:
     empty: str = ""
 
 
-class _JsonStandsAlone(TyperCommand):
-    """``--json`` without a file is ``--json -``; nothing else could follow it, for doctor takes no arguments."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        name = "--json"
-        filled: list[str] = []
-        for position, arg in enumerate(args):
-            filled.append(arg)
-            following = args[position + 1] if position + 1 < len(args) else None
-            if arg == name and (following is None or (following.startswith("-") and following != "-")):
-                filled.append("-")
-        return super().parse_args(ctx, filled)
-
-
-app = typer.Typer(add_completion=False)
-
-
-@app.command(cls=_JsonStandsAlone)
-def doctor(
-    json_file: JsonFile = None,
-    page: Annotated[
-        Path | None,
-        typer.Option(
-            "--musa-versions", metavar="FILE", help="Only write the table of versions for MUSA into that page."
-        ),
-    ] = None,
-) -> None:
-    """Show host, vLLM, gates and features: here, and in the last engine's processes.
-
-    `--json` alone prints everything as JSON; see docs/architecture.md. Exit 1 if a process of vLLM would stop, or if
-    the plugin would do nothing in it though it is switched on.
-    """
-    if page is not None:
-        _write_versions(page)
-        return
+def doctor(arguments: Sequence[str]) -> int:
+    """Is the plugin live here, and if not, why not?"""
+    parser = Parser(
+        "doctor",
+        "Show host, vLLM, gates and features: here, and in the last engine's processes.\n\n"
+        "Exit 1 if a process of vLLM would stop, or if the plugin would do nothing in it "
+        "though it is switched on.",
+        ["doctor", "doctor --json report.json"],
+    )
+    results = parser.add_argument_group("results")
+    # Without a file: all there is, for another program; docs/architecture.md has the fields.
+    add_json(results, nargs="?", const=STANDARD_OUTPUT)
+    results.add_argument(
+        "--musa-versions", metavar="FILE", type=Path, help="Only write the table of versions for MUSA into that page."
+    )
+    options = parser.read(arguments)
+    if options.musa_versions is not None:
+        return _write_versions(options.musa_versions)
     found = diagnose()
-    if json_file is not None:
-        write_json(found.as_json(), json_file)
-    if json_file != STANDARD_OUTPUT:
-        show(found, Console())
-    raise typer.Exit(found.exit_code)
+    if options.json is not None:
+        write_json(found.as_json(), options.json)
+    if options.json != STANDARD_OUTPUT:
+        show(found)
+    return found.exit_code
 
 
-def _write_versions(page: Path) -> None:
+def _write_versions(page: Path) -> int:
     try:
         text = page.read_text(encoding="utf-8")
         write_text(musa_versions.written_into(text, MIN_TORCH), page)
     except (OSError, ValueError) as error:
-        Console(stderr=True).print(f"doctor: {page} is not written: {error}", style="red", markup=False, soft_wrap=True)
-        raise typer.Exit(FAILURE) from None
+        print(f"doctor: {page} is not written: {error}", file=sys.stderr)
+        return FAILURE
+    return 0
 
 
-def show(found: Diagnosis, console: Console) -> None:
+def show(found: Diagnosis) -> None:
     """Print the findings: tables on a terminal, aligned plain lines where the output goes to a file or a pipe."""
     for section in sections(found):
-        if console.is_terminal:
-            _show_table(section, console)
+        if not sys.stdout.isatty():
+            print(*plain(section), sep="\n")
+        elif section.rows:
+            rows = [[printable(" ".join(cell.split())) for cell in row] for row in section.rows]
+            print(section.title, table(section.columns, rows), "", sep="\n")
         else:
-            for line in plain(section):
-                console.print(line, markup=False, highlight=False, soft_wrap=True)
-    for kind, style, lines in (("problem", "red", found.problems), ("warning", "yellow", found.warnings)):
-        for line in lines:
-            console.print(f"{kind}: {printable(line)}", style=style, markup=False, highlight=False, soft_wrap=True)
+            print(f"{section.title}: {section.empty}\n")
+    for line in found.problems:
+        print(coloured(f"problem: {printable(line)}", "red"))
+    for line in found.warnings:
+        print(coloured(f"warning: {printable(line)}", "yellow"))
     if not found.problems and not found.warnings:
-        console.print("nothing to report", style="green", highlight=False)
+        print(coloured("nothing to report", "green"))
 
 
 def sections(found: Diagnosis) -> tuple[Section, ...]:
@@ -171,14 +143,6 @@ def plain(section: Section) -> Iterable[str]:
         # A reason may have several lines; a row is one.
         cells = [printable(" ".join(cell.split())).ljust(width) for cell, width in zip(row, widths, strict=True)]
         yield ("  " + "  ".join(cells)).rstrip()
-
-
-def _show_table(section: Section, console: Console) -> None:
-    if not section.rows:
-        console.print(Text(f"{section.title}: {section.empty}"))
-        return
-    rows = [[Text(printable(cell), style=_COLOURS.get(cell, "")) for cell in row] for row in section.rows]
-    print_rows(console, section.title, section.columns, rows)
 
 
 def _host_rows(found: Diagnosis) -> Iterable[tuple[str, str]]:

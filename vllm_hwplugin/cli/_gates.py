@@ -5,85 +5,71 @@ from __future__ import annotations
 
 import difflib
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
 
-import typer
-from rich.console import Console
-from rich.text import Text
-
-from .. import gates as table
+from .. import gates as table_of_gates
 from ..errors import HwpluginError
 from ..patching import load_catalog
 from ..patching.outside import find_outside
-from ._app import FAILURE
-from .tables import print_rows
-from .text import printable, shortened
+from .parser import FAILURE, Parser
+from .text import printable, shortened, table
 
 
-def gates(
-    markdown: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the documentation page there.")] = None,
-    check: Annotated[Path | None, typer.Option(metavar="FILE", help="Exit 1 if that page is not up to date.")] = None,
-) -> None:
+def gates(arguments: Sequence[str]) -> int:
     """List the environment variables with the values in force, or write or check their documentation page."""
-    if markdown is not None:
-        _write(markdown)
-    if check is not None:
-        _compare(check)
-    if markdown is None and check is None:
-        _list(Console())
+    parser = Parser(
+        "gates",
+        "List the environment variables with the values in force, or write or check their documentation page.",
+        ["gates", "gates --check docs/gates.md"],
+    )
+    page = parser.add_argument_group("the documentation page")
+    page.add_argument("--markdown", metavar="FILE", type=Path, help="Write it there.")
+    page.add_argument("--check", metavar="FILE", type=Path, help="Exit 1 if that file is not up to date.")
+    options = parser.read(arguments)
+    if options.markdown is None and options.check is None:
+        _list()
+        return 0
+    written = 0 if options.markdown is None else _write(options.markdown)
+    return written or (0 if options.check is None else _compare(options.check))
 
 
-def _write(page: Path) -> None:
+def _write(page: Path) -> int:
     try:
-        page.write_text(table.markdown(), encoding="utf-8")
+        page.write_text(table_of_gates.markdown(), encoding="utf-8")
     except OSError as error:
-        raise _stop(f"{page} was not written: {error.strerror}") from None
+        return _stop(f"{page} was not written: {error.strerror}")
+    return 0
 
 
-def _compare(page: Path) -> None:
+def _compare(page: Path) -> int:
     try:
         found = page.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise _stop(f"{page} cannot be read: {error}") from None
-    expected = table.markdown()
-    if found != expected:
-        Console().print(
-            "".join(
-                difflib.unified_diff(found.splitlines(True), expected.splitlines(True), str(page), "gates/table.py")
-            ),
-            markup=False,
-            highlight=False,
-            soft_wrap=True,
-        )
-        raise _stop(
-            f"{page} is not what gates/table.py says; write it again with `vllm-hwplugin gates --markdown {page}`", 1
-        )
-
-
-def _list(console: Console) -> None:
-    more = _of_catalogues()
-    rows = [(gate, *_now(gate), gate.good_values, gate.help) for gate in (*table.GATES, *more)]
-    _show_rows(rows, console)
-    for without_effect in table.unknown(None, more):
-        line = printable(str(without_effect), keep="")
-        Console(stderr=True).print(line, style="yellow", markup=False, highlight=False, soft_wrap=True)
-
-
-def _show_rows(rows: Sequence[tuple[table.Gate, str, str, str, str]], console: Console) -> None:
-    if not console.is_terminal:
-        for gate, *cells in rows:
-            # Not through rich, which turns tabs into blanks.
-            typer.echo("\t".join([gate.name, *cells]))
-        return
-    columns = ("variable", "value", "from", "values", "what it does")
-    print_rows(
-        console, "environment variables", columns, [[Text(gate.name), *map(Text, cells)] for gate, *cells in rows]
+        return _stop(f"{page} cannot be read: {error}")
+    expected = table_of_gates.markdown()
+    if found == expected:
+        return 0
+    print(*difflib.unified_diff(found.splitlines(True), expected.splitlines(True), str(page), "gates/table.py"), sep="")
+    return _stop(
+        f"{page} is not what gates/table.py says; write it again with `vllm-hwplugin gates --markdown {page}`", 1
     )
 
 
-def _of_catalogues() -> tuple[table.Gate, ...]:
+def _list() -> None:
+    more = _of_catalogues()
+    rows = [(gate.name, *_now(gate), gate.good_values, gate.help) for gate in (*table_of_gates.GATES, *more)]
+    if sys.stdout.isatty():
+        print(table(("variable", "value", "from", "values", "what it does"), rows))
+    else:
+        for row in rows:
+            print(*row, sep="\t")
+    for without_effect in table_of_gates.unknown(None, more):
+        print(printable(str(without_effect), keep=""), file=sys.stderr)
+
+
+def _of_catalogues() -> tuple[table_of_gates.Gate, ...]:
     """The gates of catalogues from outside; doctor is the one to say what is wrong with these."""
     try:
         return find_outside(os.environ, load_catalog()).gates
@@ -91,16 +77,16 @@ def _of_catalogues() -> tuple[table.Gate, ...]:
         return ()
 
 
-def _now(gate: table.Gate) -> tuple[str, str]:
+def _now(gate: table_of_gates.Gate) -> tuple[str, str]:
     try:
-        value = table.read(gate)
-    except table.GateError:
+        value = table_of_gates.read(gate)
+    except table_of_gates.GateError:
         # The list is where a reader looks for the good values; doctor is the one to judge.
-        return "(bad value)", table.source(gate)
-    shown = printable(shortened(table.show(value.value, gate.kind)), keep="") or "not set"
+        return "(bad value)", table_of_gates.source(gate)
+    shown = printable(shortened(table_of_gates.show(value.value, gate.kind)), keep="") or "not set"
     return shown, f"{value.source} ({value.conflict})" if value.conflict else value.source
 
 
-def _stop(message: str, status: int = FAILURE) -> typer.Exit:
-    Console(stderr=True).print(f"gates: {message}", style="red", markup=False, highlight=False, soft_wrap=True)
-    return typer.Exit(status)
+def _stop(message: str, status: int = FAILURE) -> int:
+    print(f"gates: {message}", file=sys.stderr)
+    return status

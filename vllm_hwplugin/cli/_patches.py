@@ -3,76 +3,75 @@
 
 from __future__ import annotations
 
-import importlib
+import sys
 import textwrap
-from typing import Annotated
-
-import typer
-from rich.console import Console
-from rich.text import Text
+from collections.abc import Sequence
 
 from ..patching import Feature, load_catalog
-from ._app import FAILURE
 from .catalogues import all_features, find_feature, say_troubles, select
-from .tables import print_rows
+from .parser import FAILURE, Command, Parser
+from .text import table
 
-app = typer.Typer(invoke_without_command=True, add_completion=False, pretty_exceptions_enable=False)
+_WORKSHOP = "vllm_hwplugin_workshop.cli"
+COMMANDS = {
+    "show": Command(__name__, "show", "What a feature changes and why, and when it can go."),
+    "diff": Command(f"{_WORKSHOP}.patches_diff", "diff", "The exact text change that a feature makes."),
+    "import": Command(f"{_WORKSHOP}.patches_import", "import_change", "Make a feature of a diff, for many versions."),
+    "edit": Command(f"{_WORKSHOP}.patches_edit", "edit", "Open a work tree of one vLLM with a feature applied."),
+    "save": Command(f"{_WORKSHOP}.patches_edit", "save", "Make the feature's variant of a work tree."),
+    "check": Command(f"{_WORKSHOP}.patches_check", "check", "Check catalogues of patches, on every version."),
+}
 
-_FEATURE = typer.Argument(metavar="FEATURE", help="The id of a feature, as `vllm-hwplugin patches` lists them.")
+
+def patches(arguments: Sequence[str]) -> int:
+    """List the features, or run one of the commands about them."""
+    parser = Parser(
+        "patches",
+        "List the patches and their exact text changes; import and check others.\n\n"
+        "Without a command: one line a feature with its gate and versions, the plugin's "
+        "own and those of catalogues from outside. Exit status 2 where one of these "
+        "cannot be used.",
+        ["patches", "patches show draft-full-graph"],
+        COMMANDS,
+    )
+    _, command = parser.choose(arguments)
+    return _list() if command is None else command()
 
 
-@app.callback()
-def patches(ctx: typer.Context) -> None:
-    """List the patches and their exact text changes; import and check others.
-
-    Without a subcommand: one line a feature with its gate and versions, the plugin's own and those of catalogues from
-    outside. Exit status 2 where one of these cannot be used.
-    """
-    if ctx.invoked_subcommand is not None:
-        return
-    out = Console(highlight=False)
+def _list() -> int:
     selection = select(load_catalog())
-    if not out.is_terminal:
-        for feature in selection.chosen:
-            typer.echo(f"{feature.id}: {feature.title}; gate {feature.gate}; {feature.target} {versions(feature)}")
+    if sys.stdout.isatty():
+        rows = [(one.id, one.title, one.gate, f"{one.target} {versions(one)}") for one in selection.chosen]
+        print(table(("feature", "what", "gate", "versions"), rows))
     else:
-        cells = [
-            (feature.id, feature.title, feature.gate, f"{feature.target} {versions(feature)}")
-            for feature in selection.chosen
-        ]
-        print_rows(out, "", ("feature", "what", "gate", "versions"), [list(map(Text, row)) for row in cells])
-    if selection.troubles:
-        say_troubles(selection, Console(stderr=True, highlight=False))
-        raise typer.Exit(FAILURE)
+        for one in selection.chosen:
+            print(f"{one.id}: {one.title}; gate {one.gate}; {one.target} {versions(one)}")
+    say_troubles(selection)
+    return FAILURE if selection.troubles else 0
 
 
-@app.command()
-def show(feature: Annotated[str, _FEATURE]) -> None:
-    """Show what a feature changes and why, where it comes from, and when it can go."""
-    found = find_feature(all_features(), feature)
-    typer.echo(f"{found.id}: {found.title}\n")
-    typer.echo(_paragraph(found.what) + "\n")
-    typer.echo(f"gate:     {found.gate}")
-    typer.echo(f"origin:   {found.origin}")
-    typer.echo(f"requires: {', '.join(found.requires) or 'nothing'}")
-    typer.echo(f"removal:  {' '.join(found.removal.split())}")
+def show(arguments: Sequence[str]) -> int:
+    """What a feature changes and why, where it comes from, and when it can go."""
+    parser = Parser(
+        "patches show",
+        "Show what a feature changes and why, where it comes from, and when it can go.",
+        ["patches show draft-full-graph", "patches show v2-tail-graph"],
+    )
+    parser.add_argument("feature", metavar="FEATURE", help="The id of a feature, as `patches` lists them.")
+    found = find_feature(all_features(), parser.read(arguments).feature)
+    print(f"{found.id}: {found.title}\n")
+    print(_paragraph(found.what) + "\n")
+    print(f"gate:     {found.gate}")
+    print(f"origin:   {found.origin}")
+    print(f"requires: {', '.join(found.requires) or 'nothing'}")
+    print(f"removal:  {' '.join(found.removal.split())}")
     for gap in found.not_needed:
-        typer.echo(f"not needed on {found.target} {gap.versions}: {' '.join(gap.reason.split())}")
+        print(f"not needed on {found.target} {gap.versions}: {' '.join(gap.reason.split())}")
     for variant in found.variants:
-        typer.echo(f"\non {found.target} {variant.versions}:")
+        print(f"\non {found.target} {variant.versions}:")
         for file in variant.files:
-            typer.echo(f"  {file.path}: {len(file.hunks)} hunk{'' if len(file.hunks) == 1 else 's'} ({file.origin})")
-
-
-# What the workshop has of this command: a name, the module and its function.
-for _name, (_module, _function) in {
-    "diff": ("patches_diff", "diff"),
-    "import": ("patches_import", "import_change"),
-    "edit": ("patches_edit", "edit"),
-    "save": ("patches_edit", "save"),
-    "check": ("patches_check", "check"),
-}.items():
-    app.command(_name)(getattr(importlib.import_module(f"vllm_hwplugin_workshop.cli.{_module}"), _function))
+            print(f"  {file.path}: {len(file.hunks)} hunk{'' if len(file.hunks) == 1 else 's'} ({file.origin})")
+    return 0
 
 
 def versions(feature: Feature) -> str:

@@ -4,16 +4,15 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from rich.console import Console
-from rich.text import Text
-
 from ..errors import HwpluginError
 from ..patching import VLLM, Catalog, Feature, load_catalog
 from ..patching.outside import OWN, Outside, Trouble, find_outside, load_outside, refuse_taken
+from .text import printable
 
 
 class UnknownCatalogue(HwpluginError):
@@ -102,15 +101,14 @@ def find_feature(catalog: Catalog, name: str) -> Feature:
     raise UnknownFeature(f"{name}: no such feature; there are: {known}")
 
 
-def say_troubles(selection: Selection, err: Console) -> None:
+def say_troubles(selection: Selection) -> None:
     """The catalogues whose patches could not be looked at."""
     for trouble in selection.troubles:
-        text = f"error: the patches of {trouble.where} are left out: {trouble.reason}"
-        err.print(Text(text), soft_wrap=True)
+        print(f"error: the patches of {trouble.where} are left out: {printable(trouble.reason)}", file=sys.stderr)
 
 
 def all_features() -> Catalog:
     """The features of all catalogues; what is wrong with one of these may be why the wanted feature is not there."""
     selection = select(load_catalog())
-    say_troubles(selection, Console(stderr=True, highlight=False))
+    say_troubles(selection)
     return selection.catalog

@@ -7,16 +7,14 @@ for a reader on standard error.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import stat
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
-from rich.console import Console
+from typing import Any, TextIO
 
 from ..cachedir import write_atomically
 from ..errors import HwpluginError
@@ -28,33 +26,34 @@ class OutputError(HwpluginError):
     """Results could not be written."""
 
 
-def writable(file: Path | None) -> Path | None:
+def writable(text: str) -> Path:
     """An option's file, looked at before the work begins: a benchmark should not lose its results at the end.
 
     Raises:
-        typer.BadParameter: it is a folder, or its own folder is missing or not writable.
+        argparse.ArgumentTypeError: it is a folder, or its own folder is missing or not writable.
     """
-    if file is None or file == STANDARD_OUTPUT or (file.exists() and not file.is_file() and not file.is_dir()):
+    file = Path(text)
+    if file == STANDARD_OUTPUT or (file.exists() and not file.is_file() and not file.is_dir()):
         return file
     if file.is_dir():
-        raise typer.BadParameter(f"{file} is a folder; name a file")
+        raise argparse.ArgumentTypeError(f"{file} is a folder; name a file")
     folder = file.parent
     if not folder.is_dir():
-        raise typer.BadParameter(f"{file}: there is no folder {folder}; make it, or name another file")
+        raise argparse.ArgumentTypeError(f"{file}: there is no folder {folder}; make it, or name another file")
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise typer.BadParameter(f"{file}: the folder {folder} cannot be written to; name another file")
+        raise argparse.ArgumentTypeError(f"{file}: the folder {folder} cannot be written to; name another file")
     return file
 
 
-JsonFile = Annotated[
-    Path | None,
-    typer.Option("--json", metavar="FILE", callback=writable, help="Write the results there; -: standard output."),
-]
+def add_json(options: argparse._ArgumentGroup, **more: Any) -> None:
+    """Give a command the option ``--json``."""
+    text = "Write the results there; -: standard output."
+    options.add_argument("--json", metavar="FILE", type=writable, help=text, **more)
 
 
-def console_for(json_file: Path | None) -> Console:
+def for_a_reader(json_file: Path | None) -> TextIO:
     """Where a command prints what is for a reader."""
-    return Console(stderr=json_file == STANDARD_OUTPUT)
+    return sys.stderr if json_file == STANDARD_OUTPUT else sys.stdout
 
 
 def write_json(results: Mapping[str, Any], json_file: Path) -> None:

@@ -1,10 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text of other origin (variables, journals, an index's answers) made fit for a terminal."""
+"""Text made fit for a terminal: what is of other origin (variables, journals, an index's answers), and tables."""
 
 from __future__ import annotations
 
+import os
+import shutil
+import sys
+import textwrap
+from collections.abc import Sequence
+from itertools import zip_longest
+from typing import Literal
+
 # Beyond this, what a variable holds is no longer read but scrolled past.
 _LONGEST = 300
+
+_COLOURS = {"red": 31, "green": 32, "yellow": 33}
 
 
 def printable(text: str, keep: str = "\n") -> str:
@@ -22,3 +32,40 @@ def printable(text: str, keep: str = "\n") -> str:
 def shortened(text: str) -> str:
     """The text, or its beginning and its length where it is long."""
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... ({len(text)} characters)"
+
+
+def coloured(text: str, colour: Literal["red", "green", "yellow", ""]) -> str:
+    """A line in a colour, where standard output is a terminal and nobody asked for none (``NO_COLOR``)."""
+    if not colour or not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
+        return text
+    return f"\x1b[{_COLOURS[colour]}m{text}\x1b[0m"
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """As wide as the terminal at most, and no word cut or split: words here are names and paths.
+
+    Where the longest words do not fit side by side, it is a paragraph a row, under the row's first cell.
+    """
+    if not rows:
+        return ""
+    cells = list(zip(columns, *rows, strict=True))
+    least = [max((len(word) for cell in column for word in cell.split()), default=1) for column in cells]
+    most = [max(map(len, column)) for column in cells]
+    room = shutil.get_terminal_size().columns - sum(least) - 2 * (len(columns) - 1)
+    if room < 0:
+        pairs = [[f"{name}: {cell}" for name, cell in zip(columns[1:], row[1:], strict=True) if cell] for row in rows]
+        return "\n".join(f"{row[0]}\n  {'; '.join(pair)}" for row, pair in zip(rows, pairs, strict=True))
+    widths = list(least)
+    for left, at in enumerate(sorted(range(len(columns)), key=lambda at: most[at] - least[at])):
+        more = min(most[at] - least[at], room // (len(columns) - left))
+        widths[at] += more
+        room -= more
+    lines = []
+    for row in (columns, ["-" * width for width in widths], *rows):
+        wrapped = [
+            textwrap.wrap(cell, width, break_long_words=False, break_on_hyphens=False)
+            for cell, width in zip(row, widths, strict=True)
+        ]
+        for parts in zip_longest(*wrapped, fillvalue=""):
+            lines.append("  ".join(part.ljust(width) for part, width in zip(parts, widths, strict=True)).rstrip())
+    return "\n".join(lines)

@@ -1,1 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
+"""The commands `bench`, `demo` and `probe`, on typer and rich (the extra ``lab``)."""

@@ -12,8 +12,8 @@ from typing import Annotated, Any
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from vllm_hwplugin.cli import FAILURE
-from vllm_hwplugin.cli.output import STANDARD_OUTPUT, JsonFile, console_for, write_text
+from vllm_hwplugin.cli.output import STANDARD_OUTPUT, write_text
+from vllm_hwplugin.cli.parser import FAILURE
 from vllm_hwplugin.ops.compile.jit import GPUS
 
 from .. import bench
@@ -31,7 +31,7 @@ from ..bench.micro import (
     summary,
     supervise,
 )
-from ._options import known
+from ._options import JsonFile, console_for, known
 
 #: Seconds for one cell. The first one of an operation may run the compiler.
 _LIMITS = {"attention": 45.0, "ops": 240.0}

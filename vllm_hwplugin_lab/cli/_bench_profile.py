@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from vllm_hwplugin.cli.output import STANDARD_OUTPUT, JsonFile, OutputError, write_text
+from vllm_hwplugin.cli.output import STANDARD_OUTPUT, OutputError, write_text
 
 from ..bench import (
     PHASES,
@@ -36,6 +36,7 @@ from ..bench import (
     shown_phases,
 )
 from ._in_turn import InTurn
+from ._options import JsonFile
 from ._sides import conclude, progress
 
 

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from vllm_hwplugin.cli.output import STANDARD_OUTPUT, JsonFile, console_for, write_text
+from vllm_hwplugin.cli.output import STANDARD_OUTPUT, write_text
 
 from ..bench import (
     METHODS,
@@ -31,7 +31,7 @@ from ..bench import (
 )
 from ..bench import serve as serving
 from ._in_turn import InTurn
-from ._options import known, pairs
+from ._options import JsonFile, console_for, known, pairs
 from ._sides import (
     MoreSidesOption,
     PatchedEnvOption,

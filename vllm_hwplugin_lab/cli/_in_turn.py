@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.progress import Progress
 
-from vllm_hwplugin.cli.output import STANDARD_OUTPUT, JsonFile, OutputError, write_text
+from vllm_hwplugin.cli.output import STANDARD_OUTPUT, OutputError, write_text
 
 from ..bench import (
     SERVING,
@@ -22,6 +22,7 @@ from ..bench import (
     results_text,
     stopped,
 )
+from ._options import JsonFile
 from ._sides import advance, show_failure
 
 

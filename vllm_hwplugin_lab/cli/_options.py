@@ -1,11 +1,61 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of option values that several commands share."""
+"""What the commands share: how they are run, the option ``--json``, and checks of options' values."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import argparse
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+
+from vllm_hwplugin.cli.output import STANDARD_OUTPUT, writable
+from vllm_hwplugin.cli.parser import FAILURE, Run
+
+# What typer raises for options that it cannot read; it does not export the class.
+_UsageError: Any = typer.BadParameter.__base__
+
+
+def runs(name: str, command: Callable[..., None] | typer.Typer) -> Run:
+    """What the table of commands calls: takes a command's arguments and returns its exit status."""
+    if not isinstance(command, typer.Typer):
+        app = typer.Typer(add_completion=False)
+        app.command(name)(command)
+        command = app
+    whole = typer.main.get_command(command)
+
+    def run(arguments: Sequence[str]) -> int:
+        try:
+            status = whole.main(list(arguments), prog_name=f"vllm-hwplugin {name}", standalone_mode=False)
+        except _UsageError as error:
+            error.show()
+            return FAILURE
+        except SystemExit:
+            # So the process would end where the reader of its output has gone.
+            return FAILURE
+        return status if isinstance(status, int) else 0
+
+    return run
+
+
+def _writable(file: Path | None) -> Path | None:
+    try:
+        return file and writable(str(file))
+    except argparse.ArgumentTypeError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+JsonFile = Annotated[
+    Path | None,
+    typer.Option("--json", metavar="FILE", callback=_writable, help="Write the results there; -: standard output."),
+]
+
+
+def console_for(json_file: Path | None) -> Console:
+    """Where a command prints what is for a reader."""
+    return Console(stderr=json_file == STANDARD_OUTPUT)
 
 
 def known(values: list[str], good: tuple[str, ...], option: str) -> list[str]:

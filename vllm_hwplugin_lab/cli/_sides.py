@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from vllm_hwplugin.cli import FAILURE
+from vllm_hwplugin.cli.parser import FAILURE
 
 from ..bench import ALL_SIDES, PLUGIN_SIDES, STOCK_OF, Event, Outcome
 from ._options import known

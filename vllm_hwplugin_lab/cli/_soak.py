@@ -14,14 +14,14 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from vllm_hwplugin.cli import FAILURE
-from vllm_hwplugin.cli.output import JsonFile, console_for, write_text
+from vllm_hwplugin.cli.output import write_text
+from vllm_hwplugin.cli.parser import FAILURE
 
 from .. import bench
 from ..bench import ALL_SIDES, SIDE_NAMES, Ended, processes_entry, provenance, results_text
 from ..bench import soak as soaking
 from ..bench.soak_run import run_soak
-from ._options import known, pairs
+from ._options import JsonFile, console_for, known, pairs
 from ._sides import PatchedEnvOption, SidesOption, VllmEnvOption, asked_sides, progress
 
 _PROMPTS = 96

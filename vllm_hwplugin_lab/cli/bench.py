@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from vllm_hwplugin.cli.output import STANDARD_OUTPUT, JsonFile, console_for, write_text
+from vllm_hwplugin.cli.output import STANDARD_OUTPUT, write_text
 
 from ..bench import (
     METHODS,
@@ -40,7 +40,7 @@ from ..bench import (
 from . import _bench_kernels, _bench_profile
 from ._bench_serve import serve
 from ._in_turn import InTurn
-from ._options import known, pairs
+from ._options import JsonFile, console_for, known, pairs, runs
 from ._sides import (
     MoreSidesOption,
     PatchedEnvOption,
@@ -163,3 +163,6 @@ def measure(
         console.print(host_line(results), highlight=False)
     turns.write()
     conclude(results["cases"], console, measured=measured)
+
+
+run = runs("bench", bench)

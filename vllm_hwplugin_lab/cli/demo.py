@@ -14,11 +14,12 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from vllm_hwplugin.cli import FAILURE
-from vllm_hwplugin.cli.output import JsonFile, console_for, write_json
+from vllm_hwplugin.cli.output import write_json
+from vllm_hwplugin.cli.parser import FAILURE
 from vllm_hwplugin.spec_decode.engine_report import sentence
 
 from .. import bench
+from ._options import JsonFile, console_for, runs
 
 WORKLOAD = "demo"
 #: A run takes a second or less, so its best of some says more than one. On a CPU no speed is shown, because there one
@@ -254,3 +255,6 @@ def _process_line(name: str, process: Mapping[str, Any], verbose: bool) -> str:
     rest = [f"{f} {state['state']}" for f, state in features.items() if state["state"] not in ("live", "refused")]
     decisions = [f"{key}: {text}" for key, text in process.get("decisions", {}).items()]
     return "\n  ".join(["; ".join([line, *odd, *rest]), *decisions])
+
+
+run = runs("demo", demo)

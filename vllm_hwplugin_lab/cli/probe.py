@@ -12,13 +12,13 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from vllm_hwplugin.cli import FAILURE
-from vllm_hwplugin.cli.output import JsonFile, console_for, write_text
+from vllm_hwplugin.cli.output import write_text
+from vllm_hwplugin.cli.parser import FAILURE
 
 from ..bench import Ended, provenance, results_text, run_child
 from ..probe import CAPABILITIES, MODULE, Declared, Job, Report, Result, Verdict
 from ..probe import probe as run_probe
-from ._options import known
+from ._options import JsonFile, console_for, known, runs
 
 _DECLARED = {Declared.YES: "declared", Declared.NO: "not declared", Declared.UNASKED: "vLLM does not ask"}
 
@@ -98,3 +98,6 @@ def _sum_up(report: Report, console: Console) -> None:
     )
     if not report.results:
         console.print("no backend of this host could be tried", style="red")
+
+
+run = runs("probe", probe)

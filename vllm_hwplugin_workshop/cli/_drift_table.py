@@ -1,38 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The drift report for people: a table on a terminal, one line a verdict elsewhere, then every mismatch."""
+"""The drift report for people: one line a verdict, then every mismatch; and what is said while they wait for it."""
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
-from rich.text import Text
-
-from vllm_hwplugin.cli.tables import table_for
-from vllm_hwplugin.patching import Catalog, FeatureVerdict, HunkVerdict, Status, target_name
+from vllm_hwplugin.patching import FeatureVerdict, HunkVerdict, Status
 
 from ._drift_report import TargetReport, row_names, summary, troubled_hunks
 
-_STYLES = {Status.APPLIES: "green", Status.UPSTREAM: "cyan", Status.NOT_NEEDED: "dim"}
-
 
 @contextmanager
-def progress(total: int, console: Console) -> Iterator[Callable[[], None]]:
-    """A progress bar on a terminal while several targets are read; gives a function that counts one."""
-    if total < 2 or not console.is_terminal:
+def progress(total: int) -> Iterator[Callable[[], None]]:
+    """A counter on a terminal while several targets are read; gives a function that counts one."""
+    if total < 2 or not sys.stderr.isatty():
         yield lambda: None
         return
-    columns = (TextColumn("reading vLLM"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda: bar.advance(task)
+    done = 0
+
+    def show() -> None:
+        print(f"\rreading vLLM {done}/{total}", end="", file=sys.stderr, flush=True)
+
+    def advance() -> None:
+        nonlocal done
+        done += 1
+        show()
+
+    show()
+    yield advance
+    print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
-def say_once(console: Console) -> Callable[[list[str]], None]:
+def say_once() -> Callable[[list[str]], None]:
     """A function that says, when it is first called, which targets are being waited for."""
     said = False
 
@@ -40,48 +42,32 @@ def say_once(console: Console) -> Callable[[list[str]], None]:
         nonlocal said
         if not said:
             more = f" and {len(targets) - 3} more" if len(targets) > 3 else ""
-            _line(console, f"note: still waiting for {', '.join(targets[:3])}{more}; Ctrl-C ends it")
+            print(f"note: still waiting for {', '.join(targets[:3])}{more}; Ctrl-C ends it", file=sys.stderr)
         said = True
 
     return say
 
 
-def say_notes(notes: Iterable[str], err: Console) -> None:
+def say_notes(notes: Iterable[str]) -> None:
     """What a user should know about how the answers came about."""
     for note in notes:
-        _line(err, f"note: {note}")
+        print(f"note: {note}", file=sys.stderr)
 
 
-def print_report(catalog: Catalog, reports: Sequence[TargetReport], out: Console, err: Console) -> None:
-    """Print the verdicts and mismatches to `out`; targets that could not be checked to `err`."""
+def verdict_lines(reports: Sequence[TargetReport]) -> Iterator[str]:
+    """A line a verdict, and under it what does not fit and the nearest place."""
     checked = [report for report in reports if report.error is None]
-    names = row_names(checked)
-    table = _table(catalog, names, checked, out) if checked and out.is_terminal else None
-    if table is not None:
-        out.print(table)
-    for name, report in zip(names, checked, strict=True):
+    for name, report in zip(row_names(checked), checked, strict=True):
         for verdict in report.verdicts:
-            if table is None:
-                _line(out, f"{report.distribution} {name}: {verdict.feature}: {summary(verdict)}{_because(verdict)}")
-            elif not report.expects(verdict):
-                _line(out, f"\n{report.distribution} {name}: {verdict.feature}: {summary(verdict)}{_because(verdict)}")
+            yield f"{report.distribution} {name}: {verdict.feature}: {summary(verdict)}{_because(verdict)}"
             for hunk in troubled_hunks(verdict):
-                _print_hunk(out, hunk)
-    failures = Counter(report.error for report in reports if report.error is not None)
-    for failure, count in failures.items():
-        _line(err, f"error: {failure}" + (f" ({count} targets)" if count > 1 else ""))
+                yield from _hunk_lines(hunk)
 
 
-def _table(catalog: Catalog, names: list[str], reports: Sequence[TargetReport], out: Console) -> Table | None:
-    """None where the console is too narrow, also with headings that are split at their hyphens."""
-    rows = [
-        [Text(name), *(Text(summary(each), style=_STYLES.get(each.status, "bold red")) for each in report.verdicts)]
-        for name, report in zip(names, reports, strict=True)
-    ]
-    ids = [feature.id for feature in catalog.features]
-    target = target_name(reports[0].distribution)
-    whole = table_for(out, "", [target, *ids], rows)
-    return whole or table_for(out, "", [target, *(name.replace("-", "-\n") for name in ids)], rows)
+def say_failures(reports: Sequence[TargetReport]) -> None:
+    """Why targets could not be checked: each cause once."""
+    for failure, count in Counter(report.error for report in reports if report.error is not None).items():
+        print(f"error: {failure}" + (f" ({count} targets)" if count > 1 else ""), file=sys.stderr)
 
 
 def _because(verdict: FeatureVerdict) -> str:
@@ -90,29 +76,22 @@ def _because(verdict: FeatureVerdict) -> str:
     return f" ({verdict.reason})" if verdict.reason and not told_below else ""
 
 
-def _print_hunk(out: Console, hunk: HunkVerdict) -> None:
+def _hunk_lines(hunk: HunkVerdict) -> Iterator[str]:
     where = f"  {hunk.path}: hunk {hunk.hunk_index} of {hunk.origin}"
     if hunk.status == "missing":
-        _line(out, f"{where}: this version has no such file")
+        yield f"{where}: this version has no such file"
         return
     if hunk.status == "ambiguous":
         places = ", ".join(map(str, hunk.found_at))
-        _line(out, f"{where}: ambiguous, fits, or is there already, at lines {places}; expected one place")
+        yield f"{where}: ambiguous, fits, or is there already, at lines {places}; expected one place"
         return
     if hunk.nearest is not None and not hunk.nearest.diff:
-        _line(out, f"{where}: found at line {hunk.nearest.line}, before the hunk that precedes it")
+        yield f"{where}: found at line {hunk.nearest.line}, before the hunk that precedes it"
         return
-    _line(out, f"{where}: drifted, expected:")
-    for line in hunk.expected:
-        _line(out, "      | " + line.rstrip("\r\n"))
+    yield f"{where}: drifted, expected:"
+    yield from ("      | " + line.rstrip("\r\n") for line in hunk.expected)
     if hunk.nearest is None:
-        _line(out, "    nothing in the file resembles it")
+        yield "    nothing in the file resembles it"
         return
-    _line(out, f"    nearest: line {hunk.nearest.line}, {hunk.nearest.similarity:.0%} alike:")
-    for line in hunk.nearest.diff.splitlines():
-        _line(out, f"      {line}", {"-": "red", "+": "green"}.get(line[:1], ""))
-
-
-def _line(console: Console, text: str, style: str = "") -> None:
-    # Source lines may be longer than the terminal and hold what looks like markup: neither may change them.
-    console.print(Text(text, style=style), soft_wrap=True)
+    yield f"    nearest: line {hunk.nearest.line}, {hunk.nearest.similarity:.0%} alike:"
+    yield from (f"      {line}" for line in hunk.nearest.diff.splitlines())

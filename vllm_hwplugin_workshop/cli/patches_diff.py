@@ -3,41 +3,41 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-import typer
-from rich.console import Console
-from rich.text import Text
+import sys
+from collections.abc import Sequence
+from typing import Literal
 
 from vllm_hwplugin.cli.catalogues import all_features, find_feature
+from vllm_hwplugin.cli.parser import Parser
+from vllm_hwplugin.cli.text import coloured
 from vllm_hwplugin.patching import FeatureVerdict, Source, Status, evaluate, render_diff
 
 from ..sources import Index, open_installed, open_target, run_all
 from ._drift_report import TargetReport, exit_status, summary
-from ._drift_table import say_once
+from ._drift_table import say_notes, say_once
 from .drift import PATIENCE
 
-_FEATURE = typer.Argument(metavar="FEATURE", help="The id of a feature, as `vllm-hwplugin patches` lists them.")
 
-
-def diff(
-    feature: Annotated[str, _FEATURE],
-    vllm: Annotated[
-        str | None,
-        typer.Option(
-            "--vllm",
-            "--target",
-            metavar="TARGET",
-            help="A wheel file, a folder or a version, as `drift` takes them. Default: what is installed.",
-            show_default=False,
-        ),
-    ] = None,
-) -> None:
-    """Print the exact text change that a feature makes to a vLLM, or to what else it changes, as a unified diff.
-
-    Exit status 1 where the feature does not fit, 2 where that cannot be told; the diff of what is not needed is empty.
-    """
-    found = find_feature(all_features(), feature)
+def diff(arguments: Sequence[str]) -> int:
+    """Print the exact text change that a feature makes."""
+    parser = Parser(
+        "patches diff",
+        "Print the exact text change that a feature makes to a vLLM, or to what else it changes, as a unified diff.\n\n"
+        "Exit status 1 where the feature does not fit, 2 where that cannot be told; the "
+        "diff of what is not needed is empty.",
+        ["patches diff draft-full-graph", "patches diff draft-full-graph --vllm 0.33.0"],
+    )
+    parser.add_argument("feature", metavar="FEATURE", help="The id of a feature, as `patches` lists them.")
+    versions = parser.add_argument_group("versions")
+    versions.add_argument(
+        "--vllm",
+        "--target",
+        metavar="TARGET",
+        help="A wheel file, a folder or a version, as `drift` takes them. Default: what is installed.",
+    )
+    options = parser.read(arguments)
+    found = find_feature(all_features(), options.feature)
+    vllm = options.vllm
     index = Index()
 
     def read(target: str) -> tuple[Source, FeatureVerdict]:
@@ -47,24 +47,19 @@ def diff(
             source = open_target(target, index, found.distribution)
         return source, evaluate(found, source)
 
-    wait = say_once(Console(stderr=True, highlight=False))
-    ((source, verdict),) = run_all(read, [vllm or f"the installed {found.target}"], 1, patience=PATIENCE, on_wait=wait)
+    waited_for = [vllm or f"the installed {found.target}"]
+    ((source, verdict),) = run_all(read, waited_for, 1, patience=PATIENCE, on_wait=say_once())
     if verdict.status is not Status.APPLIES:
         reason = f" ({verdict.reason})" if verdict.reason else ""
-        typer.echo(f"{source.label}: {found.id}: {summary(verdict)}{reason}", err=True)
-        raise typer.Exit(exit_status([TargetReport(source.label, source.label, source.version, (verdict,))]))
+        print(f"{source.label}: {found.id}: {summary(verdict)}{reason}", file=sys.stderr)
+        return exit_status([TargetReport(source.label, source.label, source.version, (verdict,))])
     text = render_diff(found, source)
-    for note in index.notes:
-        typer.echo(f"note: {note}", err=True)
-    out = Console(highlight=False)
-    if not out.is_terminal:
-        typer.echo(text, nl=False)
-        return
-    for line in text.splitlines():
-        out.print(Text(line, style=_style(line)), soft_wrap=True)
+    say_notes(index.notes)
+    if sys.stdout.isatty():
+        text = "".join(coloured(line, _colour(line)) + "\n" for line in text.splitlines())
+    print(text, end="")
+    return 0
 
 
-def _style(line: str) -> str:
-    if line.startswith(("---", "+++", "@@")):
-        return "bold"
-    return {"-": "red", "+": "green"}.get(line[:1], "")
+def _colour(line: str) -> Literal["red", "green", ""]:
+    return "" if line.startswith(("---", "+++")) else "red" if line[:1] == "-" else "green" if line[:1] == "+" else ""

@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
 
-import typer
 from packaging.version import Version
-from rich.console import Console
 
+from vllm_hwplugin.cli.parser import Parser
 from vllm_hwplugin.patching import default_folder, load_catalog, outside
 
 from ..authoring import (
@@ -34,46 +34,52 @@ from ..authoring import (
     refuse_overtaken,
 )
 from ..sources import Index, open_installed, open_target
+from ._drift_table import say_notes
 from .patches_import import about_of, line, read_versions, report_outcomes, report_variants, targets_of
 
-_FEATURE = typer.Argument(help="A feature's folder, or its id as `patches` lists it; a new folder with --change.")
 
-
-def edit(
-    feature: Annotated[str, _FEATURE],
-    vllm: Annotated[
-        str | None,
-        typer.Option(
-            "--vllm",
-            metavar="TARGET",
-            help="A wheel file, a folder or a version, as `drift` takes them. Default: the installed vLLM.",
-            show_default=False,
-        ),
-    ] = None,
-    into: Annotated[
-        Path | None,
-        typer.Option(metavar="FOLDER", help="The work tree. Default: the feature's name and the version, here."),
-    ] = None,
-    change_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--change", metavar="FILE", help="Begin with this diff instead of the feature's own.", show_default=False
-        ),
-    ] = None,
-    files: Annotated[
-        list[str] | None,
-        typer.Option("--file", metavar="PATH", help="Also this file of vLLM (vllm/...); can be given several times."),
-    ] = None,
-    gate: Annotated[str | None, typer.Option(help="A new feature's variable. Default: made of its names.")] = None,
-) -> None:
-    """Open a work tree: the files of one vLLM with the feature applied, as far as it fits, to be edited and saved.
-
-    Exit status: 0 all of it fits, 1 a part was rejected and is shown, 2 could not tell.
-    """
-    home = _folder_of(feature)
+def edit(arguments: Sequence[str]) -> int:
+    """Open a work tree: the files of one vLLM with the feature applied, as far as it fits, to be edited and saved."""
+    parser = Parser(
+        "patches edit",
+        "Open a work tree: the files of one vLLM with the feature applied, as far as it fits, to be edited and saved."
+        "\n\nExit status: 0 all of it fits, 1 a part was rejected and is shown, 2 could not tell.",
+        ["patches edit draft-full-graph --vllm 0.33.0", "patches edit patches/new --change fix.diff"],
+    )
+    parser.add_argument(
+        "feature",
+        metavar="FEATURE",
+        help="A feature's folder, or its id as `patches` lists it; a new folder with --change.",
+    )
+    tree = parser.add_argument_group("the work tree")
+    tree.add_argument(
+        "--vllm",
+        metavar="TARGET",
+        help="A wheel file, a folder or a version, as `drift` takes them. Default: the installed vLLM.",
+    )
+    tree.add_argument(
+        "--into", metavar="FOLDER", type=Path, help="Where. Default: the feature's name and the version, here."
+    )
+    tree.add_argument(
+        "--file",
+        metavar="PATH",
+        action="append",
+        default=[],
+        help="Also this file of vLLM (vllm/...); repeat for several.",
+    )
+    change_of_another = parser.add_argument_group("another change")
+    change_of_another.add_argument(
+        "--change", metavar="FILE", type=Path, help="Begin with this diff instead of the feature's own."
+    )
+    change_of_another.add_argument(
+        "--gate", metavar="NAME", help="A new feature's variable. Default: made of its names."
+    )
+    options = parser.read(arguments)
+    change_file, gate = options.change, options.gate
+    home = _folder_of(options.feature)
     about = None
     index = Index()
-    source = open_installed() if vllm is None else open_target(vllm, index)
+    source = open_installed() if options.vllm is None else open_target(options.vllm, index)
     if change_file is not None:
         change = read_change(_bytes(change_file), str(change_file))
         if not home.exists():
@@ -81,44 +87,43 @@ def edit(
             about = about_of(change, new_folder(home.parent, home.name).name, gate=gate)
     else:
         change = change_of(read_feature(home), source)
-    folder = into if into is not None else Path(f"{home.resolve().name}-{source.version}")
-    out = Console(highlight=False)
-    carried = open_tree(folder, home, source, change, files or [], about)
-    report_outcomes([carried], out)
-    for note in index.notes:
-        typer.echo(f"note: {note}", err=True)
+    folder = options.into or Path(f"{home.resolve().name}-{source.version}")
+    carried = open_tree(folder, home, source, change, options.file, about)
+    report_outcomes([carried], sys.stdout)
+    say_notes(index.notes)
     if carried.rejected:
-        line(out, f"the rejected hunks are in {folder / REJECTED}; remove it when each of them is made")
-    line(out, f"edit the files below {folder / 'vllm'}, then: vllm-hwplugin patches save {folder}")
-    raise typer.Exit(1 if carried.outcome is Outcome.CONFLICT else 0)
+        line(sys.stdout, f"the rejected hunks are in {folder / REJECTED}; remove it when each of them is made")
+    line(sys.stdout, f"edit the files below {folder / 'vllm'}, then: vllm-hwplugin patches save {folder}")
+    return 1 if carried.outcome is Outcome.CONFLICT else 0
 
 
-def save(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The work tree.", show_default=False)] = Path(),
-    versions: Annotated[
-        str | None,
-        typer.Option(
-            "--versions",
-            metavar="RANGE",
-            help="Also for these supported versions, where it fits exactly. Default: the work tree's alone.",
-            show_default=False,
-        ),
-    ] = None,
-) -> None:
-    """Make the feature's variant of what was edited in a work tree.
-
-    Exit status: 0 saved, 1 saved, but not for all the versions that were asked for, 2 not saved.
-    """
-    tree, made = read_tree(folder)
+def save(arguments: Sequence[str]) -> int:
+    """Make the feature's variant of what was edited in a work tree."""
+    parser = Parser(
+        "patches save",
+        "Make the feature's variant of what was edited in a work tree."
+        "\n\nExit status: 0 saved, 1 saved, but not for all the versions that were asked for, 2 not saved.",
+        ["patches save draft-full-graph-0.33.0", "patches save work --versions '>=0.32,<0.34'"],
+    )
+    parser.add_argument(
+        "folder", metavar="FOLDER", type=Path, nargs="?", default=Path(), help="The work tree. Default: this folder."
+    )
+    versions = parser.add_argument_group("versions")
+    versions.add_argument(
+        "--versions",
+        metavar="RANGE",
+        help="Also for these supported versions, where it fits exactly. Default: the work tree's alone.",
+    )
+    options = parser.read(arguments)
+    tree, made = read_tree(options.folder)
     if tree.about is None and not tree.feature.is_dir():
         raise WorkTreeError(f"{tree.feature}: the feature is gone; open the tree anew, with --change")
-    out = Console(highlight=False)
-    carried = [made, *_others(tree, made, versions)]
-    report_outcomes(carried[1:], out)
+    carried = [made, *_others(made, options.versions)]
+    report_outcomes(carried[1:], sys.stdout)
     good = [item for item in carried if item.outcome is Outcome.APPLIES]
     refuse_overtaken(tree, [item.version for item in good])
-    _write(tree, good, out)
-    raise typer.Exit(1 if any(item.outcome is Outcome.CONFLICT for item in carried) else 0)
+    _write(tree, good)
+    return 1 if any(item.outcome is Outcome.CONFLICT for item in carried) else 0
 
 
 def _folder_of(feature: str) -> Path:
@@ -135,19 +140,19 @@ def _folder_of(feature: str) -> Path:
     return path
 
 
-def _others(tree: WorkTree, made: Carried, versions: str | None) -> list[Carried]:
+def _others(made: Carried, versions: str | None) -> list[Carried]:
     if versions is None:
         return []
     own = Version(made.version).public
-    wanted = [version for version in targets_of(versions, None) if Version(version).public != own]
+    wanted = [version for version in targets_of(versions) if Version(version).public != own]
     return carry_again(made, read_versions(wanted, sorted(made.files), Index()))
 
 
-def _write(tree: WorkTree, good: list[Carried], out: Console) -> None:
+def _write(tree: WorkTree, good: list[Carried]) -> None:
     if tree.about is not None and not tree.feature.exists():
         variants, diffs = make_variants(good)
         create(tree.feature, About(*tree.about), variants, diffs)
-        report_variants(tree.feature, variants, diffs, out)
+        report_variants(tree.feature, variants, diffs, sys.stdout)
         return
     variants, diffs = make_variants(good, numbered=True)
     given, unused = add_variants(tree.feature, variants, diffs)
@@ -156,9 +161,9 @@ def _write(tree: WorkTree, good: list[Carried], out: Console) -> None:
         for one, other in zip(variants, given, strict=True)
         for old, name in zip(one.diffs, other.diffs, strict=True)
     }
-    report_variants(tree.feature, given, names, out)
+    report_variants(tree.feature, given, names, sys.stdout)
     for name in unused:
-        line(out, f"no variant uses {tree.feature / name} any more; remove it")
+        line(sys.stdout, f"no variant uses {tree.feature / name} any more; remove it")
 
 
 def _bytes(file: Path) -> bytes:

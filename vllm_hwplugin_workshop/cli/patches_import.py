@@ -3,18 +3,17 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any, TextIO
 
-import typer
 from packaging.version import Version
-from rich.console import Console
-from rich.text import Text
 
-from vllm_hwplugin.cli.output import STANDARD_OUTPUT, JsonFile, write_json
+from vllm_hwplugin.cli.output import STANDARD_OUTPUT, add_json, for_a_reader, write_json
+from vllm_hwplugin.cli.parser import Parser
 from vllm_hwplugin.cli.text import printable
 from vllm_hwplugin.patching import SUPPORTED, FileDiff
 from vllm_hwplugin.versions import Versions
@@ -37,103 +36,107 @@ from ..authoring import (
     told,
 )
 from ..sources import BadTarget, Index, ReadSource, open_target, read_ahead, run_all
-from ._drift_table import progress, say_once
+from ._drift_table import progress, say_notes, say_once
 
 # As for the drift check: few enough for small offices, and seconds without an answer after which that is said.
 _CONNECTIONS = 4
 _PATIENCE = 5.0
 
-VERSIONS = typer.Option(
-    "--versions",
-    metavar="RANGE",
-    help="The versions of vLLM, such as '>=0.24,<0.34', of those that are supported.",
-    show_default=False,
-)
-TARGETS = typer.Option(
-    "--vllm",
-    metavar="TARGET",
-    help="Also this wheel file, folder or version, as `drift` takes them; can be given several times.",
-    show_default=False,
-)
 
-
-def import_change(
-    file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="What `git diff` or `git format-patch` wrote; -: standard input.")
-    ],
-    into: Annotated[
-        Path | None,
-        typer.Option(
-            "--into",
-            metavar="CATALOGUE",
-            help="The folder of patches to write the feature to; a new one is made. Default: nothing is written.",
-            show_default=False,
-        ),
-    ] = None,
-    versions: Annotated[str | None, VERSIONS] = None,
-    vllm: Annotated[list[str] | None, TARGETS] = None,
-    name: Annotated[
-        str | None, typer.Option("--id", help="The feature's name. Default: made of the commit's subject.")
-    ] = None,
-    title: Annotated[str | None, typer.Option(help="One line. Default: the commit's subject.")] = None,
-    what: Annotated[str | None, typer.Option(help="What it changes and why. Default: the commit's message.")] = None,
-    removal: Annotated[str | None, typer.Option(help="When it can go.", show_default=False)] = None,
-    gate: Annotated[
-        str | None, typer.Option(help="The variable that switches it. Default: made of the names of both.")
-    ] = None,
-    json_file: JsonFile = None,
-) -> None:
-    """Make a feature of a diff, such as an upstream pull request's, for every version that it fits exactly.
-
-    Exit status: 0 each version gets the change or has it, 1 one does not or a part was left out, 2 could not tell.
-    """
+def import_change(arguments: Sequence[str]) -> int:
+    """Make a feature of a diff, such as an upstream pull request's, for every version that it fits exactly."""
+    parser = Parser(
+        "patches import",
+        "Make a feature of a diff, such as an upstream pull request's, for every version that it fits exactly."
+        "\n\nExit status: 0 each version gets the change or has it, 1 one does not or a part was left out, "
+        "2 could not tell.",
+        ["patches import fix.diff", "patches import fix.diff --into patches --versions '>=0.30,<0.34'"],
+    )
+    parser.add_argument(
+        "file", metavar="FILE", type=Path, help="What `git diff` or `git format-patch` wrote; -: standard input."
+    )
+    add_versions(parser)
+    feature = parser.add_argument_group("the feature")
+    feature.add_argument(
+        "--into",
+        metavar="CATALOGUE",
+        type=Path,
+        help="The folder of patches to write the feature to; a new one is made. Default: nothing is written.",
+    )
+    feature.add_argument("--id", metavar="ID", help="Its name. Default: made of the commit's subject.")
+    feature.add_argument("--title", metavar="TEXT", help="One line. Default: the commit's subject.")
+    feature.add_argument("--what", metavar="TEXT", help="What it changes and why. Default: the commit's message.")
+    feature.add_argument("--removal", metavar="TEXT", help="When it can go.")
+    feature.add_argument(
+        "--gate", metavar="NAME", help="The variable that switches it. Default: made of the names of both."
+    )
+    add_json(parser.add_argument_group("results"))
+    options = parser.read(arguments)
+    file, into, gate = options.file, options.into, options.gate
     shown = "standard input" if file == STANDARD_OUTPUT else str(file)
     change = read_change(_bytes(file, shown), shown)
     folder = None
     if into is not None:
         # Before anything is read from an index: a name that is taken costs nothing then.
         check_catalogue(into, gate=gate)
-        folder = new_folder(into, name or _name(change))
+        folder = new_folder(into, options.id or _name(change))
     index = Index()
-    sources = read_versions(targets_of(versions, vllm), change.paths, index)
+    sources = read_versions(targets_of(options.versions, options.vllm), change.paths, index)
     carried = carry_all(change, sources)
     good = [item for item in carried if item.outcome is Outcome.APPLIES]
     variants, diffs = make_variants(good)
-    out = Console(highlight=False, stderr=json_file == STANDARD_OUTPUT)
+    out = for_a_reader(options.json)
     _report(change, carried, out, index.notes)
     if folder is not None and good:
         upstream = [item.version for item in carried if item.outcome is Outcome.UPSTREAM]
-        about = about_of(change, folder.name, upstream, title=title, what=what, removal=removal, gate=gate)
+        about = about_of(
+            change, folder.name, upstream, title=options.title, what=options.what, removal=options.removal, gate=gate
+        )
         create(folder, about, variants, diffs, upstream)
     report_variants(folder, variants, diffs, out)
-    if json_file is not None:
-        write_json(_as_json(change, carried, variants, folder if good else None), json_file)
+    if options.json is not None:
+        write_json(_as_json(change, carried, variants, folder if good else None), options.json)
     refused = [item.version for item in carried if item.outcome is Outcome.CONFLICT]
     if refused and folder is not None:
         more = "" if good else f" --change {shown}"
         line(out, f"next: vllm-hwplugin patches edit {folder} --vllm {refused[-1]}{more}")
-    raise typer.Exit(1 if refused or any(item.way_out for item in change.left_out) else 0)
+    return 1 if refused or any(item.way_out for item in change.left_out) else 0
 
 
-def targets_of(versions: str | None, targets: Iterable[str] | None) -> list[str]:
+def add_versions(parser: Parser) -> argparse._ArgumentGroup:
+    """Give a command the options that `targets_of` takes."""
+    versions = parser.add_argument_group("versions")
+    versions.add_argument(
+        "--versions",
+        metavar="RANGE",
+        help="The versions of vLLM, such as '>=0.24,<0.34', of those that are supported.",
+    )
+    versions.add_argument(
+        "--vllm",
+        metavar="TARGET",
+        action="append",
+        default=[],
+        help="Also this wheel file, folder or version, as `drift` takes them; repeat for several.",
+    )
+    return versions
+
+
+def targets_of(versions: str | None, targets: Iterable[str] = ()) -> list[str]:
     """The vLLMs that a command is for; all supported ones where neither a range nor a target is given.
 
     Raises:
-        typer.BadParameter: the range is none, or holds no supported version.
+        BadTarget: the range is none, or holds no supported version.
     """
-    named = list(dict.fromkeys(targets or ()))
+    named = list(dict.fromkeys(targets))
     if versions is None:
         return named or list(SUPPORTED)
     try:
         chosen = Versions(versions).supported()
     except ValueError as error:
-        raise typer.BadParameter(
-            f"{versions!r} is no range of versions, such as '>=0.24,<0.34'", param_hint="--versions"
-        ) from error
+        raise BadTarget(f"--versions: {versions!r} is no range of versions, such as '>=0.24,<0.34'") from error
     if not chosen:
-        raise typer.BadParameter(
-            f"{versions!r} holds no supported version; those are {SUPPORTED[0]} to {SUPPORTED[-1]}",
-            param_hint="--versions",
+        raise BadTarget(
+            f"--versions: {versions!r} holds no supported version; those are {SUPPORTED[0]} to {SUPPORTED[-1]}"
         )
     return [*chosen, *(target for target in named if target not in chosen)]
 
@@ -147,15 +150,14 @@ def read_versions(targets: Sequence[str], paths: Sequence[str], index: Index) ->
     Raises:
         SourceError: one cannot be read, or two are the same version.
     """
-    err = Console(stderr=True, highlight=False)
-    with progress(len(targets), err) as advance:
+    with progress(len(targets)) as advance:
         sources = run_all(
             lambda target: read_ahead(open_target(target, index), paths),
             list(targets),
             _CONNECTIONS,
             on_done=advance,
             patience=_PATIENCE,
-            on_wait=say_once(err),
+            on_wait=say_once(),
         )
     sources.sort(key=lambda source: Version(source.version))
     for one, other in pairwise(sources):
@@ -186,7 +188,7 @@ def about_of(
     )
 
 
-def report_outcomes(carried: Iterable[Carried], out: Console) -> None:
+def report_outcomes(carried: Iterable[Carried], out: TextIO) -> None:
     """A line for each version, and the hunks that do not fit. What two versions have in common is shown once."""
     words = {Outcome.UPSTREAM: "upstream", Outcome.CONFLICT: "does not fit"}
     shown: dict[tuple[str, ...], str] = {}
@@ -204,7 +206,7 @@ def report_outcomes(carried: Iterable[Carried], out: Console) -> None:
 
 
 def report_variants(
-    folder: Path | None, variants: Sequence[MadeVariant], diffs: dict[str, FileDiff], out: Console
+    folder: Path | None, variants: Sequence[MadeVariant], diffs: dict[str, FileDiff], out: TextIO
 ) -> None:
     """What was written, or would be."""
     if not variants:
@@ -217,15 +219,14 @@ def report_variants(
         line(out, "nothing is written; --into CATALOGUE does that")
 
 
-def _report(change: Change, carried: Sequence[Carried], out: Console, notes: Iterable[str]) -> None:
+def _report(change: Change, carried: Sequence[Carried], out: TextIO, notes: Iterable[str]) -> None:
     line(out, f"{change.title or 'a change'} ({change.origin})")
     for path in change.paths:
         line(out, f"  {path}")
     for left in change.left_out:
         line(out, f"left out: {left.path}: {left.what}" + (f"; {left.way_out}" if left.way_out else ""))
     report_outcomes(carried, out)
-    for note in notes:
-        typer.echo(f"note: {note}", err=True)
+    say_notes(notes)
 
 
 def _as_json(
@@ -279,7 +280,6 @@ def _bytes(file: Path, shown: str) -> bytes:
         raise ChangeError(f"{shown}: can't be read ({error.strerror}); name a diff, or - for standard input") from error
 
 
-def line(out: Console, text: str) -> None:
-    """Print one line for a reader."""
-    # Of other origin: neither control characters nor what looks like markup may change the page.
-    out.print(Text(printable(text, keep="\t")), soft_wrap=True)
+def line(out: TextIO, text: str) -> None:
+    """Print one line for a reader, of other origin: no control character in it may change the page."""
+    print(printable(text, keep="\t"), file=out)

@@ -7,9 +7,8 @@ import json
 import shutil
 
 import pytest
-from typer.testing import CliRunner
 
-from vllm_hwplugin.cli._app import app
+from tests.program import program
 from vllm_hwplugin_lab.bench import Host, Outcome, read_results
 from vllm_hwplugin_lab.cli import _in_turn
 from vllm_hwplugin_lab.cli import bench as command
@@ -64,7 +63,7 @@ def run(monkeypatch, tmp_path):
         monkeypatch.setattr(_in_turn, "measure_in_turn", instead or in_turn)
         monkeypatch.setattr(command, "detect_host", lambda: host)
         monkeypatch.setenv("COLUMNS", "200")
-        result = CliRunner().invoke(app, ["bench", "--json", str(file), *arguments], catch_exceptions=False)
+        result = program("bench", "--json", str(file), *arguments)
         return result, read_results(file.read_text()) if file.exists() else None, asked
 
     call.file = file

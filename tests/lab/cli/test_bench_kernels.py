@@ -6,9 +6,8 @@ import json
 from dataclasses import replace
 
 import pytest
-from typer.testing import CliRunner
 
-from vllm_hwplugin.cli._app import app
+from tests.program import program
 from vllm_hwplugin_lab import bench
 from vllm_hwplugin_lab.bench import Host, read_results
 from vllm_hwplugin_lab.bench.micro import _cells, attention_cases, op_cases
@@ -42,7 +41,7 @@ def run(monkeypatch, tmp_path):
         monkeypatch.setattr(bench, "detect_host", lambda device=host.device: replace(host, device=device))
         monkeypatch.setenv("COLUMNS", "200")
         command, *options = arguments
-        result = CliRunner().invoke(app, ["bench", command, "--json", str(file), *options])
+        result = program("bench", command, "--json", str(file), *options)
         return result, read_results(file.read_text()) if file.exists() else None, asked
 
     return call

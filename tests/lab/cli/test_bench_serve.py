@@ -6,9 +6,8 @@ import dataclasses
 import json
 
 import pytest
-from typer.testing import CliRunner
 
-from vllm_hwplugin.cli._app import app
+from tests.program import program
 from vllm_hwplugin_lab.bench import Host, Outcome, find_checkpoints
 from vllm_hwplugin_lab.cli import _bench_serve, _in_turn
 
@@ -57,7 +56,7 @@ def run(monkeypatch, tmp_path):
         monkeypatch.setattr(_bench_serve, "detect_host", lambda: host)
         monkeypatch.setenv("COLUMNS", "200")
         command = ["bench", "serve", "--json", str(file), *arguments]
-        result = CliRunner().invoke(app, command, catch_exceptions=False)
+        result = program(*command)
         return result, json.loads(file.read_text()) if file.exists() else None, asked
 
     return call

@@ -7,9 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from vllm_hwplugin.cli._app import app
+from tests.program import program
 from vllm_hwplugin_lab import bench
 from vllm_hwplugin_lab.cli import demo as command
 
@@ -72,9 +71,7 @@ def run(monkeypatch, tmp_path):
         monkeypatch.setattr(bench, "detect_host", lambda: host)
         monkeypatch.setenv("COLUMNS", "200")
         file = tmp_path / "demo.json"
-        result = CliRunner().invoke(
-            app, ["demo", "--prompts", "2", "--tokens", "2", "--json", str(file), *arguments], catch_exceptions=False
-        )
+        result = program("demo", "--prompts", "2", "--tokens", "2", "--json", str(file), *arguments)
         return result, json.loads(file.read_text()) if file.exists() else None, jobs
 
     return call

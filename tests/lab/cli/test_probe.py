@@ -10,10 +10,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from typer.testing import CliRunner
 
+from tests.program import program
 from vllm_hwplugin import __version__
-from vllm_hwplugin.cli._app import app
 from vllm_hwplugin_lab.bench import read_results
 from vllm_hwplugin_lab.cli import probe as command
 from vllm_hwplugin_lab.probe import Job
@@ -56,7 +55,7 @@ def replaced(monkeypatch):
             return SimpleNamespace(error=error, log_tail="the end of the log")
 
         monkeypatch.setattr(command, "run_child", run_child)
-        return CliRunner().invoke(app, ["probe", *arguments]), jobs
+        return program("probe", *arguments), jobs
 
     return run
 
@@ -132,7 +131,7 @@ def real(monkeypatch, tmp_path):
 
     def run(*arguments):
         file = tmp_path / "r.json"
-        result = CliRunner().invoke(app, ["probe", "--cases", "2", *arguments, "--json", str(file)])
+        result = program("probe", "--cases", "2", *arguments, "--json", str(file))
         assert file.exists(), result.output
         data = read_results(file.read_text())
         return result, {(one["backend"], one["capability"], one["value"]): one for one in data["results"]}

@@ -7,9 +7,8 @@ import json
 import time
 
 import pytest
-from typer.testing import CliRunner
 
-from vllm_hwplugin.cli._app import app
+from tests.program import program
 from vllm_hwplugin_lab import bench
 from vllm_hwplugin_lab.bench._launch import Ended
 from vllm_hwplugin_lab.bench.soak import texts_of
@@ -81,7 +80,7 @@ def run(monkeypatch, tmp_path):
         monkeypatch.setenv("COLUMNS", "200")
         file = tmp_path / "soak.json"
         command = ["bench", "soak", "--steps", "60", "--max-num-seqs", "4", "--json", str(file), *arguments]
-        result = CliRunner().invoke(app, command, catch_exceptions=False)
+        result = program(*command)
         return result, json.loads(file.read_text()) if file.exists() else None, asked
 
     return call

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
-import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,11 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
-from typer.testing import CliRunner
 
 import vllm_hwplugin
-from vllm_hwplugin.cli import _app
+from tests.program import Terminal, program
 from vllm_hwplugin.patching import SUPPORTED, Catalog, load_catalog
 from vllm_hwplugin_workshop.cli import _drift_table, drift
 from vllm_hwplugin_workshop.cli._drift_report import TargetReport, as_markdown, check, exit_status, in_order
@@ -28,7 +26,7 @@ ADD = "vllm/v1/add.py"
 
 
 def run(*arguments: str) -> Any:
-    return CliRunner().invoke(_app.app, ["drift", *arguments])
+    return program("drift", *arguments)
 
 
 @pytest.fixture(autouse=True)
@@ -381,49 +379,30 @@ def test_many_features_have_a_row_each(small_catalog: Path, small_tree: Callable
     assert "## `graphs-4`" in page
 
 
-def plain(text: str) -> str:
-    return re.sub(r"\x1b\[[0-9;]*m", "", text)
-
-
-def test_terminal_gets_a_table(small_catalog: Path, small_tree: Callable[..., Path]) -> None:
-    """On a terminal: one table, then the mismatches; nothing of the source's text is taken for markup."""
-    catalog = load_catalog(small_catalog)
-    tree = small_tree()
-    (tree / ADD).write_text((tree / ADD).read_text().replace("    total = 0\n", "    total = [bold]0\n"))
-    reports = [check(catalog, version, TreeSource(tree, version)) for version in ("0.25.0", "0.33.0")]
-    out, err = io.StringIO(), io.StringIO()
-    _drift_table.print_report(
-        catalog,
-        reports,
-        Console(file=out, force_terminal=True, no_color=True, width=60),
-        Console(file=err),
-    )
-    _drift_table.say_notes(["a note"], Console(file=err))
-    shown = out.getvalue()
-    rows = [line.split() for line in plain(shown).splitlines() if line.startswith("│")]
-    assert rows[0] == ["│", "0.25.0", "│", "not", "needed", "│", "drifted", "(1", "of", "1", "hunks)", "│"]
-    assert rows[1] == ["│", "0.33.0", "│", "exact", "│", "drifted", "(1", "of", "1", "hunks)", "│"]
-    assert "+    total = [bold]0" in shown
-    assert shown.count("vllm 0.33.0: graphs: drifted") == 1
-    assert err.getvalue() == "note: a note\n"
-
-
-def test_one_cause_is_told_once(small_catalog: Path) -> None:
+def test_one_cause_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
     """Without a network, every version of --all fails for the same reason."""
-    reports = [TargetReport(version, version, None, error="no network") for version in SUPPORTED]
-    err = io.StringIO()
-    _drift_table.print_report(load_catalog(small_catalog), reports, Console(file=io.StringIO()), Console(file=err))
-    assert err.getvalue() == f"error: no network ({len(SUPPORTED)} targets)\n"
+    _drift_table.say_failures([TargetReport(version, version, None, error="no network") for version in SUPPORTED])
+    assert capsys.readouterr() == ("", f"error: no network ({len(SUPPORTED)} targets)\n")
 
 
 @pytest.mark.parametrize(("total", "terminal", "shown"), [(3, True, True), (1, True, False), (3, False, False)])
-def test_progress_bar(total: int, terminal: bool, shown: bool) -> None:
+def test_progress(total: int, terminal: bool, shown: bool) -> None:
     """For several targets, and only on a terminal."""
-    out = io.StringIO()
-    with _drift_table.progress(total, Console(file=out, force_terminal=terminal)) as advance:
+    err = Terminal() if terminal else io.StringIO()
+    with contextlib.redirect_stderr(err), _drift_table.progress(total) as advance:
         advance()
-    assert ("1/3" in plain(out.getvalue())) == shown
-    assert bool(out.getvalue()) == shown
+    assert ("1/3" in err.getvalue()) == shown
+    assert bool(err.getvalue()) == shown
+
+
+def test_options_and_arguments_come_in_any_order(small_tree: Callable[[], Path]) -> None:
+    tree = small_tree()
+    targets = f"{tree}@0.33.0", f"{tree}@0.32.0"
+    found = [
+        json.loads(run(*arguments).stdout)
+        for arguments in ((*targets, "--json", "-"), (targets[0], "--json", "-", targets[1]), ("--json", "-", *targets))
+    ]
+    assert [len(each["targets"]) for each in found] == [2, 2, 2]
 
 
 def test_unreadable_targets_come_last() -> None:

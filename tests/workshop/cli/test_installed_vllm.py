@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from vllm_hwplugin.cli import _app, _patches, catalogues
+from tests.program import program
+from vllm_hwplugin.cli import _patches, catalogues
 from vllm_hwplugin.patching import load_catalog
 from vllm_hwplugin_workshop.cli import drift
 
@@ -19,7 +19,7 @@ NOT_UTF8 = "# coding: latin-1\n# é\n".encode("latin-1")
 
 
 def run(*arguments: str) -> Any:
-    return CliRunner().invoke(_app.app, arguments)
+    return program(*arguments)
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from vllm_hwplugin.cli import _app, _diagnosis, _patches, catalogues
+from tests.program import program
+from vllm_hwplugin.cli import _diagnosis, _patches, catalogues
 from vllm_hwplugin.patching import load_catalog
 from vllm_hwplugin_workshop.cli import drift, patches_diff
 from vllm_hwplugin_workshop.sources import Index
@@ -69,7 +69,7 @@ def publish(tmp_path: Path, server: PackageServer, write_wheel: Write) -> Callab
 
 
 def run(*arguments: str) -> Any:
-    return CliRunner().invoke(_app.app, list(arguments))
+    return program(*arguments)
 
 
 def lines(result: Any) -> list[str]:

@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from vllm_hwplugin.cli import _app, _patches, catalogues
+from tests.program import program
+from vllm_hwplugin.cli import _patches, catalogues
 from vllm_hwplugin.patching import load_catalog
 
 ADD = "vllm/v1/add.py"
 
 
 def run(*arguments: str) -> Any:
-    return CliRunner().invoke(_app.app, ["patches", *arguments])
+    return program("patches", *arguments)
 
 
 @pytest.fixture(autouse=True)

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from vllm_hwplugin.cli import _app
+from tests.program import program
 from vllm_hwplugin.patching import Catalog, Plan, make_plan, outside
 from vllm_hwplugin_workshop.cli import patches_check, patches_edit, patches_import
 from vllm_hwplugin_workshop.sources import Index, PipConfig, TreeSource
@@ -28,7 +27,7 @@ TEXTS = {"0.30.0": OLD, "0.31.0": "# newer\n" + OLD, "0.32.0": OTHER, "0.33.0": 
 
 
 def run(*arguments: str, **more: Any) -> Any:
-    return CliRunner().invoke(_app.app, ["patches", *arguments], **more)
+    return program("patches", *arguments, **more)
 
 
 def checked(folder: str, *arguments: str) -> tuple[int, dict[str, Any]]:
@@ -160,7 +159,7 @@ def test_a_folder_that_is_no_catalogue_is_not_in_order(here: Path) -> None:
 
 def test_without_a_catalogue_nothing_is_written(trees: list[str], change: Path, here: Path) -> None:
     before = {path for path in here.rglob("*") if path.parts[len(here.parts)] != "cache"}
-    result = run("import", "-", *trees[:4], input=change.read_bytes())
+    result = run("import", "-", *trees[:4], stdin=change.read_bytes())
     assert result.exit_code == 0, result.output
     assert {path for path in here.rglob("*") if path.parts[len(here.parts)] != "cache"} == before
 
