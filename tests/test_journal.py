@@ -57,22 +57,6 @@ def test_saying_the_same_again_writes_nothing(tmp_path: Path) -> None:
     assert path.stat().st_ino != before
 
 
-def test_what_is_said_inside_is_written_at_the_end_and_by_a_fork_at_once(tmp_path: Path) -> None:
-    journal.begin(journal.new("1"), tmp_path)
-    with journal.written_once():
-        journal.note("one", "said")
-        with journal.written_once():
-            journal.note("two", "said")
-        assert written(tmp_path)["decisions"] == {}
-        child = os.fork()
-        if not child:
-            journal.note("three", "said")
-            os._exit(0)
-        os.waitpid(child, 0)
-    entries = {entry.pid: set(entry.decisions) for entry in journals.read_all(tmp_path)}
-    assert entries == {os.getpid(): {"one", "two"}, child: {"one", "two", "three"}}
-
-
 def test_without_a_folder_it_stays_in_memory(tmp_path: Path) -> None:
     journal.begin(journal.new("1"), None)
     journal.note("key", "text")

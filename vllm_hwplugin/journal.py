@@ -8,7 +8,6 @@ A journal is information for people: if it cannot be written, vLLM runs on witho
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import json
 import logging
@@ -18,7 +17,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypedDict
@@ -97,9 +96,6 @@ _lock = threading.RLock()
 _current: Journal | None = None
 _folder: Path | None = None
 _path: Path | None = None
-# How many callers of `written_once` are inside, and whether there is something to write when they leave.
-_holders = 0
-_unwritten = False
 # Looks whether what is live runs; what is patched in asks for it, and must not know who answers.
 _check: Callable[[], None] | None = None
 # Decisions that were noted before the plugin began its journal.
@@ -202,21 +198,6 @@ def save() -> None:
     with _lock:
         adopt()
         _write()
-
-
-@contextlib.contextmanager
-def written_once() -> Iterator[None]:
-    """What is noted inside is written at the end, once; a start has a dozen things to note."""
-    global _holders
-    with _lock:
-        _holders += 1
-    try:
-        yield
-    finally:
-        with _lock:
-            _holders -= 1
-            if _unwritten:
-                _write()
 
 
 def note(key: str, text: str) -> None:
@@ -328,9 +309,7 @@ def forget() -> None:
 
 
 def _write() -> None:
-    global _unwritten
-    _unwritten = _holders > 0
-    if _path is None or _current is None or _unwritten:
+    if _path is None or _current is None:
         return
     # `vars`, and on one line: copying it first, or laying it out, would take most of the time that a journal costs.
     data = json.dumps(vars(_current)).encode("utf-8")
@@ -361,8 +340,8 @@ def _prune() -> None:
 
 def _renew_lock() -> None:
     # Another thread of the parent may have held it, and that thread is not in the child.
-    global _lock, _holders
-    _lock, _holders = threading.RLock(), 0
+    global _lock
+    _lock = threading.RLock()
 
 
 os.register_at_fork(after_in_child=_renew_lock)

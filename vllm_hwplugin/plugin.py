@@ -52,11 +52,10 @@ def register() -> None:
         # The engine reports a bad value, or raises it: it knows what the other gates ask for.
         pass
 
-    from . import journal, patching, platforms
+    from . import patching, platforms
     from .ops import overrides
 
-    with journal.written_once():
-        patching.install()
-        overrides.install()
-        platforms.note_used()
-        platforms.must_hold()
+    patching.install()
+    overrides.install()
+    platforms.note_used()
+    platforms.must_hold()
