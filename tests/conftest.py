@@ -21,7 +21,7 @@ import pytest
 from tests.cpu_seconds import Budget, Clock
 from vllm_hwplugin.versions import SUPPORTED
 from vllm_hwplugin_lab.bench import Host, detect_host
-from vllm_hwplugin_workshop.sources import Index, IndexSource, IndexUnreachable, MissingTool, PipConfig, SourceError
+from vllm_hwplugin_workshop.sources import Index, IndexSource, IndexUnreachable, PipConfig, SourceError
 
 
 def cannot_run(reason: str) -> NoReturn:
@@ -160,7 +160,7 @@ class Tree:
     def __init__(self, version: str, index: Index) -> None:
         try:
             self._source = IndexSource(version, index)
-        except (IndexUnreachable, MissingTool) as error:
+        except IndexUnreachable as error:
             cannot_run(str(error))
         self.version = self._source.version
         self.label = self._source.label
@@ -168,7 +168,7 @@ class Tree:
     def read(self, path: str) -> str | None:
         try:
             return self._source.read(path)
-        except (IndexUnreachable, MissingTool) as error:
+        except IndexUnreachable as error:
             cannot_run(str(error))
 
 

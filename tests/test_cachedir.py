@@ -16,7 +16,7 @@ import pytest
 
 from vllm_hwplugin import cachedir
 from vllm_hwplugin.cachedir import UntrustedFolder, private_folder, temporary_folder, trusted_folder
-from vllm_hwplugin_workshop.sources._cache import sources_folder
+from vllm_hwplugin_workshop.sources._index import sources_folder
 
 SOMEONE = 4321
 

@@ -20,7 +20,6 @@ from vllm_hwplugin import cachedir, journal
 from vllm_hwplugin.cachedir import read_private, write_atomically
 from vllm_hwplugin.cli.output import OutputError, write_text
 from vllm_hwplugin.patching._sealed import keep_sealed, read_sealed
-from vllm_hwplugin_workshop.sources._cache import WheelCache
 
 WATCHED = ("write", "fsync", "close", "replace", "rename", "unlink")
 
@@ -95,11 +94,6 @@ WRITERS = {
     "file": Writer(write_atomically, read_private, durable=True),
     "sealed": Writer(keep_sealed, _unsealed),
     "results": Writer(lambda path, data: write_text(data.decode(), path), read_private),
-    "wheel": Writer(
-        lambda path, data: WheelCache(path.parent).keep("kept", data),
-        lambda path: read_private(path.parent / "files" / "kept"),
-        durable=True,
-    ),
     "record": Writer(_note, _noted),
 }
 

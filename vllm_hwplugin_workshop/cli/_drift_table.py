@@ -1,57 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The drift report for people: one line a verdict, then every mismatch; and what is said while they wait for it."""
+"""The drift report for people: one line a verdict, and under it every mismatch."""
 
 from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 
 from vllm_hwplugin.patching import FeatureVerdict, HunkVerdict, Status
 
 from ._drift_report import TargetReport, row_names, summary, troubled_hunks
-
-
-@contextmanager
-def progress(total: int) -> Iterator[Callable[[], None]]:
-    """A counter on a terminal while several targets are read; gives a function that counts one."""
-    if total < 2 or not sys.stderr.isatty():
-        yield lambda: None
-        return
-    done = 0
-
-    def show() -> None:
-        print(f"\rreading vLLM {done}/{total}", end="", file=sys.stderr, flush=True)
-
-    def advance() -> None:
-        nonlocal done
-        done += 1
-        show()
-
-    show()
-    yield advance
-    print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-
-
-def say_once() -> Callable[[list[str]], None]:
-    """A function that says, when it is first called, which targets are being waited for."""
-    said = False
-
-    def say(targets: list[str]) -> None:
-        nonlocal said
-        if not said:
-            more = f" and {len(targets) - 3} more" if len(targets) > 3 else ""
-            print(f"note: still waiting for {', '.join(targets[:3])}{more}; Ctrl-C ends it", file=sys.stderr)
-        said = True
-
-    return say
-
-
-def say_notes(notes: Iterable[str]) -> None:
-    """What a user should know about how the answers came about."""
-    for note in notes:
-        print(f"note: {note}", file=sys.stderr)
 
 
 def verdict_lines(reports: Sequence[TargetReport]) -> Iterator[str]:

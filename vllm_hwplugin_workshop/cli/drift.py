@@ -12,25 +12,10 @@ from vllm_hwplugin.cli.output import STANDARD_OUTPUT, add_json, writable, write_
 from vllm_hwplugin.cli.parser import FAILURE, Parser
 from vllm_hwplugin.patching import SUPPORTED, VLLM, Catalog, CatalogError, load_catalog, target_name
 
-from ..sources import (
-    BadTarget,
-    Index,
-    IndexSource,
-    SourceError,
-    WheelSource,
-    distribution_of,
-    open_installed,
-    open_target,
-    run_all,
-)
+from ..sources import Index, SourceError, distribution_of, open_installed, open_target
 from ._drift_report import TargetReport, as_json, as_markdown, check, exit_status, in_order
-from ._drift_table import progress, say_failures, say_notes, say_once, verdict_lines
-
-# Few enough that name servers and package indexes of small offices do not mind.
-_CONNECTIONS = 4
-
-# Seconds without an answer after which that is said.
-PATIENCE = 5.0
+from ._drift_table import say_failures, verdict_lines
+from ._waiting import read_all, say_notes
 
 
 class _Job(NamedTuple):
@@ -61,7 +46,8 @@ def drift(arguments: Sequence[str]) -> int:
     if not selection.chosen:
         raise CatalogError("there are no patches to check: the catalogue is empty; reinstall vllm-hwplugin")
     index = Index()
-    reports = check_all(_jobs(selection, options.targets, options.all, options.next, index), index)
+    jobs = {job.name: job for job in _jobs(selection, options.targets, options.all, options.next, index)}
+    reports = read_all(lambda name: check_target(jobs[name], index), list(jobs))
     pages = []
     for distribution, catalog in selection.by_distribution().items():
         some = in_order(report for report in reports if report.distribution == distribution)
@@ -132,12 +118,12 @@ def _jobs(selection: Selection, targets: list[str], every: bool, ahead: bool, in
     jobs = []
     for target in targets:
         if not target.strip():
-            raise BadTarget(
+            raise SourceError(
                 "a target is empty, as of a variable that is not set; name one, or none for what is installed"
             )
         distribution = distribution_of(target, chosen.keys() - {VLLM})
         if distribution not in chosen:
-            raise BadTarget(f"{target}: none of the patches that are checked changes {target_name(distribution)}")
+            raise SourceError(f"{target}: none of the patches that are checked changes {target_name(distribution)}")
         jobs.append(job(target, distribution))
     for distribution, catalog in chosen.items():
         prefix = "" if distribution == VLLM else f"{distribution}=="
@@ -156,25 +142,11 @@ def _covered(distribution: str, catalog: Catalog, index: Index) -> list[str]:
     ranges = [variant.versions for feature in catalog.features for variant in feature.variants]
     found = [version for version in index.released(distribution) if any(item.covers(version) for item in ranges)]
     if not found:
-        raise BadTarget(
+        raise SourceError(
             f"the package index has no release of {target_name(distribution)} that a variant is for; they are for "
             f"{', '.join(sorted({str(item) for item in ranges}))}"
         )
     return found
-
-
-def check_all(jobs: list[_Job], index: Index) -> list[TargetReport]:
-    """Check several targets, a few at a time, with a counter on a terminal."""
-    by_name = {job.name: job for job in jobs}
-    with progress(len(jobs)) as advance:
-        return run_all(
-            lambda name: check_target(by_name[name], index),
-            list(by_name),
-            _CONNECTIONS,
-            on_done=advance,
-            patience=PATIENCE,
-            on_wait=say_once(),
-        )
 
 
 def check_target(job: _Job, index: Index) -> TargetReport:
@@ -184,10 +156,6 @@ def check_target(job: _Job, index: Index) -> TargetReport:
             source = open_target(job.target, index, job.distribution)
         else:
             source = open_installed(job.distribution, job.chosen.features)
-        try:
-            return check(job.catalog, job.name, source, job.chosen, ahead=job.ahead)
-        finally:
-            if isinstance(source, (IndexSource, WheelSource)):
-                source.close()
+        return check(job.catalog, job.name, source, job.chosen, ahead=job.ahead)
     except SourceError as error:
         return TargetReport(job.name, job.name, None, error=str(error), distribution=job.distribution, ahead=job.ahead)

@@ -14,7 +14,7 @@ from vllm_hwplugin.patching import SUPPORTED, VLLM, Catalog, CatalogError, DiffE
 
 from ..authoring import Finding, check_form, check_on, paths_of, read_catalogue
 from ..sources import Index
-from ._drift_table import say_notes
+from ._waiting import say_notes
 from .patches_import import add_versions, line, read_versions, targets_of
 
 

@@ -12,10 +12,9 @@ from vllm_hwplugin.cli.parser import Parser
 from vllm_hwplugin.cli.text import coloured
 from vllm_hwplugin.patching import FeatureVerdict, Source, Status, evaluate, render_diff
 
-from ..sources import Index, open_installed, open_target, run_all
+from ..sources import Index, open_installed, open_target
 from ._drift_report import TargetReport, exit_status, summary
-from ._drift_table import say_notes, say_once
-from .drift import PATIENCE
+from ._waiting import read_all, say_notes
 
 
 def diff(arguments: Sequence[str]) -> int:
@@ -47,8 +46,7 @@ def diff(arguments: Sequence[str]) -> int:
             source = open_target(target, index, found.distribution)
         return source, evaluate(found, source)
 
-    waited_for = [vllm or f"the installed {found.target}"]
-    ((source, verdict),) = run_all(read, waited_for, 1, patience=PATIENCE, on_wait=say_once())
+    ((source, verdict),) = read_all(read, [vllm or f"the installed {found.target}"])
     if verdict.status is not Status.APPLIES:
         reason = f" ({verdict.reason})" if verdict.reason else ""
         print(f"{source.label}: {found.id}: {summary(verdict)}{reason}", file=sys.stderr)

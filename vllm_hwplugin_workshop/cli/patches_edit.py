@@ -34,7 +34,7 @@ from ..authoring import (
     refuse_overtaken,
 )
 from ..sources import Index, open_installed, open_target
-from ._drift_table import say_notes
+from ._waiting import say_notes
 from .patches_import import about_of, line, read_versions, report_outcomes, report_variants, targets_of
 
 

@@ -35,12 +35,8 @@ from ..authoring import (
     slug,
     told,
 )
-from ..sources import BadTarget, Index, ReadSource, open_target, read_ahead, run_all
-from ._drift_table import progress, say_notes, say_once
-
-# As for the drift check: few enough for small offices, and seconds without an answer after which that is said.
-_CONNECTIONS = 4
-_PATIENCE = 5.0
+from ..sources import Index, ReadSource, SourceError, open_target, read_ahead
+from ._waiting import read_all, say_notes
 
 
 def import_change(arguments: Sequence[str]) -> int:
@@ -125,7 +121,7 @@ def targets_of(versions: str | None, targets: Iterable[str] = ()) -> list[str]:
     """The vLLMs that a command is for; all supported ones where neither a range nor a target is given.
 
     Raises:
-        BadTarget: the range is none, or holds no supported version.
+        SourceError: the range is none, or holds no supported version.
     """
     named = list(dict.fromkeys(targets))
     if versions is None:
@@ -133,9 +129,9 @@ def targets_of(versions: str | None, targets: Iterable[str] = ()) -> list[str]:
     try:
         chosen = Versions(versions).supported()
     except ValueError as error:
-        raise BadTarget(f"--versions: {versions!r} is no range of versions, such as '>=0.24,<0.34'") from error
+        raise SourceError(f"--versions: {versions!r} is no range of versions, such as '>=0.24,<0.34'") from error
     if not chosen:
-        raise BadTarget(
+        raise SourceError(
             f"--versions: {versions!r} holds no supported version; those are {SUPPORTED[0]} to {SUPPORTED[-1]}"
         )
     return [*chosen, *(target for target in named if target not in chosen)]
@@ -150,19 +146,11 @@ def read_versions(targets: Sequence[str], paths: Sequence[str], index: Index) ->
     Raises:
         SourceError: one cannot be read, or two are the same version.
     """
-    with progress(len(targets)) as advance:
-        sources = run_all(
-            lambda target: read_ahead(open_target(target, index), paths),
-            list(targets),
-            _CONNECTIONS,
-            on_done=advance,
-            patience=_PATIENCE,
-            on_wait=say_once(),
-        )
+    sources = read_all(lambda target: read_ahead(open_target(target, index), paths), targets)
     sources.sort(key=lambda source: Version(source.version))
     for one, other in pairwise(sources):
         if Version(one.version).public == Version(other.version).public:
-            raise BadTarget(f"{one.label} and {other.label} are the same version of vLLM; name one of them")
+            raise SourceError(f"{one.label} and {other.label} are the same version of vLLM; name one of them")
     return sources
 
 

@@ -1,26 +1,105 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sources of vLLM, and of other distributions, read out of the wheels on the user's package index, not downloaded.
+"""Versions of vLLM, and of other distributions, read out of the wheels on the user's package index, not downloaded.
 
 A wheel is a zip archive: its directory at the end and the few members that patches touch are read by range requests,
-so that all versions together cost megabytes. What was read is kept (see `_cache`).
+so that all versions together cost megabytes. What was read is kept in the user's cache, one folder a wheel file name:
+`members.json` (what the wheel's directory says of each Python file: size and CRC-32) and the members that were read,
+under their own paths. A kept member counts only while it agrees with its CRC, so a torn or altered file is fetched
+again. These texts are compared with patches and never run.
 """
 
 from __future__ import annotations
 
+import json
+import re
 import threading
 import zipfile
-from contextlib import ExitStack
-from pathlib import Path
+import zlib
+from collections.abc import Iterable
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from packaging.utils import canonicalize_name
+from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
+from packaging.version import Version
 
-from ._cache import Member, WheelCache, safe_member, sources_folder
-from ._errors import BadWheel, IndexUnreachable, SourceError, UnknownVersion
-from ._pipconfig import UNSHOWN, PipConfig, pip_config, shown
-from ._releases import Release, choose, is_file_name, newest, parse_release, releases_of, versions_of
-from ._tree import find_version
-from ._wheel import decode, holds, metadata_members, no_modules
+from vllm_hwplugin.cachedir import UntrustedFolder, places, private_folder, temporary_folder, write_atomically
+
+from ._pip import UNSHOWN, PipConfig, pip_config, shown
+from ._text import IndexUnreachable, SourceError, decode, holds, text_of, version_of
+
+_FORMAT = 1
+
+
+class Release(NamedTuple):
+    """One wheel on an index, or one that was read before: `url` is None then."""
+
+    filename: str
+    project: str
+    version: Version
+    build: tuple[int, str]
+    is_x86: bool
+    url: str | None = None
+    sha256: str | None = None
+    yanked: bool = False
+
+
+def parse_release(filename: str, **more: Any) -> Release | None:
+    """What a file name states; None for anything but a wheel, as of an index that gives a path for a name."""
+    # It becomes the name of a folder in the cache, and `packaging` takes any text for a build tag.
+    if re.fullmatch(r"[\w.!+-]+", filename) is None:
+        return None
+    try:
+        project, version, build, tags = parse_wheel_filename(filename)
+    except InvalidWheelFilename:
+        return None
+    is_x86 = any(tag.platform == "any" or "x86_64" in tag.platform for tag in tags)
+    return Release(filename, project, version, build or (-1, ""), is_x86, **more)
+
+
+def choose(project: str, version: str, releases: Iterable[Release]) -> Release:
+    """The wheel that stands for a version.
+
+    As pip would: a version without local label also finds `+label` builds, and of several builds of one version
+    (`0.20.1-1`) the newest counts, because a newer build may hold other Python text. What pip decides by the host is
+    fixed here (x86_64, then the file name), so that the answer is the same everywhere: vLLM's Python files do not
+    differ between platforms.
+
+    Raises:
+        SourceError: no wheel has this version.
+    """
+    known, wanted = list(releases), Version(version)
+    matching = [
+        one for one in known if wanted in (one.version, *([] if wanted.local else [Version(one.version.public)]))
+    ]
+    if matching:
+        return max(matching, key=lambda one: (not one.yanked, one.version, one.build, one.is_x86, one.filename))
+    versions = sorted({one.version for one in known})
+    if not versions:
+        raise SourceError(
+            f"{project} {wanted}: the package index lists no wheel of {project}; see whether it is the right one (pip "
+            "config list), or name a wheel file or a folder"
+        )
+    near = [*[one for one in versions if one < wanted][-2:], *[one for one in versions if one > wanted][:2]]
+    raise SourceError(
+        f"{project} {wanted}: the package index has no wheel of this version; the nearest are "
+        f"{', '.join(map(str, near))}"
+    )
+
+
+def sources_folder() -> Path:
+    """Where read members are kept: the first place of the cache that is this user's own, else a temporary folder.
+
+    Raises:
+        GateError: the gate that names the cache folder has a bad value.
+        UntrustedFolder, OSError: not even a temporary folder can be had.
+    """
+    for place in places():
+        try:
+            return private_folder(place) / "sources"
+        except (UntrustedFolder, OSError):
+            continue
+    return temporary_folder() / "sources"
 
 
 class Index:
@@ -33,38 +112,24 @@ class Index:
         config: where to look; what pip says when None (asked on first use).
         cache: the folder to keep members in; the user's cache folder when None.
         retries: how often a request is tried again.
+
+    Attributes:
+        notes: what a user should know about how the answers came about, each once.
     """
 
     def __init__(self, config: PipConfig | None = None, cache: Path | None = None, *, retries: int = 4) -> None:
         self._config = config
-        self._cache = cache if cache is not None else sources_folder()
-        self._retries = retries
+        self.cache = cache if cache is not None else sources_folder()
+        self.retries = retries
+        self.notes: dict[str, None] = {}
         self._lock = threading.Lock()
         self._pages: dict[str, list[Release] | SourceError] = {}
-        self._notes: dict[str, None] = {}
-        self._served: dict[str, dict[str, None]] = {}
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What a user should know about how the answers came about, each once."""
-        served = []
-        for cause, names in self._served.items():
-            kept = next(iter(names)) if len(names) == 1 else f"{len(names)} wheels"
-            served.append(f"{cause}; answered from what was kept of {kept}")
-        return (*served, *self._notes)
-
-    def note(self, text: str) -> None:
-        self._notes[text] = None
 
     @property
     def config(self) -> PipConfig:
         if self._config is None:
             self._config = pip_config()
         return self._config
-
-    @property
-    def retries(self) -> int:
-        return self._retries
 
     def release(self, project: str, version: str, *, online: bool = False) -> Release:
         """The wheel of a version.
@@ -73,37 +138,46 @@ class Index:
             online: only what the index says now, not what was kept.
 
         Raises:
-            UnknownVersion: the index answers, and has no such wheel.
+            SourceError: the index answers, and has no such wheel.
             IndexUnreachable: no index answers, and no wheel of this version was read before.
         """
         try:
             return choose(project, version, self._releases(project))
         except IndexUnreachable as error:
-            if online:
-                raise
+            kept = map(parse_release, [folder.name for folder in self.cache.glob("*.whl")])
+            own = [one for one in kept if one is not None and one.project == canonicalize_name(project)]
             try:
-                kept = choose(project, version, self._kept(project))
-            except UnknownVersion:
+                if online:
+                    raise
+                found = choose(project, version, own)
+            except SourceError:
                 raise error from None
-            self._served.setdefault(str(error), {})[kept.filename] = None
-            return kept
+            self.notes[f"{error}; answered from what was kept of wheels that were read before"] = None
+            return found
 
-    def newest(self, project: str) -> tuple[str, ...]:
-        """The newest release of a project, and behind it the newest pre-release where that is newer.
+    def versions(self, project: str) -> list[Version]:
+        """Of all its wheels, oldest first. Yanked wheels do not count, and neither do nightly builds.
 
         Raises:
-            UnknownVersion: the index lists no wheel of it.
+            SourceError: there is none.
             IndexUnreachable: no index answers; what was kept says nothing of what is new.
         """
-        return newest(versions_of(project, self._releases(project)))
+        listed = self._releases(project)
+        found = {Version(one.version.public) for one in listed if not one.yanked and not one.version.is_devrelease}
+        if not found:
+            raise SourceError(
+                f"{project}: the package index lists no wheel of it; see whether it is the right one (pip config list)"
+            )
+        return sorted(found)
 
-    def released(self, project: str) -> tuple[str, ...]:
-        """All releases of a project, oldest first, without pre-releases; raises as `newest`."""
-        found = versions_of(project, self._releases(project))
-        return tuple(str(version) for version in found if not version.is_prerelease)
+    def released(self, project: str) -> list[str]:
+        """All releases, oldest first, without pre-releases; raises as `versions`."""
+        return [str(version) for version in self.versions(project) if not version.is_prerelease]
 
-    def kept_folder(self, release: Release) -> Path:
-        return self._cache / release.filename
+    def newest(self, project: str) -> list[str]:
+        """The newest release, and behind it the newest pre-release where that is newer; raises as `versions`."""
+        last = str(self.versions(project)[-1])
+        return list(dict.fromkeys([*self.released(project)[-1:], last]))
 
     def _releases(self, project: str) -> list[Release]:
         with self._lock:
@@ -129,33 +203,25 @@ class Index:
                 f"pip's index setting names no http(s) address ({', '.join(shown(url) for url in urls if url)}); "
                 "name a wheel file or a folder"
             )
-        found: list[Release] = []
-        failure: IndexUnreachable | None = None
+        found: list[Release | None] = []
+        failures = []
         for url in remote:
             try:
-                files = fetch_page(url, project, self.config, self._retries)
-                found += releases_of(project, files)
-                if strange := [file.filename for file in files if not is_file_name(file.filename)]:
-                    self.note(f"the package index lists {strange[0]!r}, which is no file name; not read")
+                for file in fetch_page(url, project, self.config, self.retries):
+                    digest = file.digests.get("sha256")
+                    found.append(parse_release(file.filename, url=file.url, sha256=digest, yanked=file.is_yanked))
             except IndexUnreachable as error:
-                failure = failure or error
+                failures.append(error)
         # Like pip, answer from the indexes that do; but "no such version" is only sure when all of them did.
-        if failure is not None and not found:
-            raise failure
-        return found
-
-    def _kept(self, project: str) -> list[Release]:
-        wanted = canonicalize_name(project)
-        if not self._cache.is_dir():
-            return []
-        parsed = [parse_release(folder.name) for folder in self._cache.iterdir()]
-        return [entry[1] for entry in parsed if entry is not None and entry[0] == wanted]
+        if failures and not found:
+            raise failures[0]
+        return [one for one in found if one is not None and one.project == canonicalize_name(project)]
 
 
 class IndexSource:
     """A vLLM version on the package index; nothing is fetched before it is asked for.
 
-    Use one object from one thread at a time, and close it.
+    Use one object from one thread at a time. Its connection is closed with it.
 
     Args:
         version: a PEP 440 version.
@@ -171,13 +237,11 @@ class IndexSource:
         self, version: str, index: Index | None = None, *, project: str = "vllm", package: str | None = "vllm"
     ) -> None:
         self._index = index if index is not None else Index()
-        self._project = project
         self._package = package
         self._release = self._index.release(project, version)
-        self._cache = WheelCache(self._index.kept_folder(self._release))
-        self._members = self._cache.members(self._release.sha256)
+        self._folder = self._index.cache / self._release.filename
+        self._members: dict[str, tuple[int, int]] | None = None
         self._zip: zipfile.ZipFile | None = None
-        self._open_things = ExitStack()
         self.label = self._release.filename
         self.version = str(self._release.version)
 
@@ -186,80 +250,87 @@ class IndexSource:
 
         Raises:
             IndexUnreachable: it is not kept, and the network does not give it.
-            BadWheel: the wheel is damaged or holds no vLLM.
+            SourceError: the wheel is damaged or holds no vLLM.
         """
         member = self._table().get(path)
-        return None if member is None else decode(self._bytes(path, member), f"{self.label}: {path}")
+        if member is None:
+            return None
+        if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts:
+            raise SourceError(f"{self.label}: the member name {path!r} leads out of the wheel; try another index")
+        try:
+            kept = (self._folder / "files" / path).read_bytes()
+            if (len(kept), zlib.crc32(kept)) == member:
+                return decode(kept, f"{self.label}: {path}")
+        except OSError:
+            pass
+        text = self._text(self._open(), path)
+        self._keep(f"files/{path}", text)
+        return text
 
     def checksums(self) -> dict[str, int]:
         """Each Python file's CRC-32, as the wheel's directory states it: which files differ, without reading them."""
-        return {path: member.crc for path, member in self._table().items()}
+        return {path: crc for path, (_, crc) in self._table().items()}
 
-    def close(self) -> None:
-        """Give the connection back; a later read opens it again."""
-        self._open_things.close()
-        self._zip = None
-
-    def _table(self) -> dict[str, Member]:
+    def _table(self) -> dict[str, tuple[int, int]]:
+        """The size and CRC-32 of each module, from the wheel's directory."""
         if self._members is None:
+            self._members = self._kept_table()
+        if self._members is None:
+            from ._remote import network
+
             archive = self._open()
-            members = {
-                info.filename: Member(info.file_size, info.CRC)
-                for info in archive.infolist()
-                if holds(self._package, info.filename)
-            }
-            self._check(archive, members)
-            self._cache.keep_members(members, self._release.sha256)
-            self._members = members
+            with network(self.label):
+                stated = version_of(archive, self.label, self._package)
+            if stated != self.version:
+                raise SourceError(
+                    f"{self.label}: states version {stated} inside, {self.version} outside; try another index"
+                )
+            modules = [info for info in archive.infolist() if holds(self._package, info.filename)]
+            self._members = {info.filename: (info.file_size, info.CRC) for info in modules}
+            record = {"format": _FORMAT, "sha256": self._release.sha256, "members": dict(sorted(self._members.items()))}
+            self._keep("members.json", json.dumps(record))
         return self._members
 
-    def _check(self, archive: zipfile.ZipFile, members: dict[str, Member]) -> None:
-        if not members:
-            raise BadWheel(no_modules(self.label, self._package))
-        metadata = [self._text(archive, name) for name in metadata_members(archive.namelist())]
-        stated = find_version(metadata, lambda path: self._text(archive, path) if path in members else None)
-        if stated is None:
-            raise BadWheel(f"{self.label}: states no version (no usable METADATA, no vllm/_version.py)")
-        if stated != self.version:
-            raise BadWheel(f"{self.label}: states version {stated} inside, {self.version} outside; try another index")
+    def _kept_table(self) -> dict[str, tuple[int, int]] | None:
+        """None where nothing usable is kept; a wheel of the same name with another digest is another wheel."""
+        try:
+            kept = json.loads((self._folder / "members.json").read_text(encoding="utf-8"))
+            if kept["format"] != _FORMAT or self._release.sha256 not in (None, kept["sha256"]):
+                return None
+            return {name: (size, crc) for name, (size, crc) in kept["members"].items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return None
 
-    def _bytes(self, name: str, member: Member) -> bytes:
-        if not safe_member(name):
-            raise BadWheel(f"{self.label}: the member name {name!r} leads out of the wheel; try another index")
-        kept = self._cache.get(name, member)
-        if kept is not None:
-            return kept
-        from ._remote import member_bytes
-
-        data = member_bytes(self._open(), name, self.label)
-        self._cache.keep(name, data)
-        if self._cache.trouble is not None:
-            self._index.note(self._cache.trouble)
-        return data
+    def _keep(self, name: str, text: str) -> None:
+        """A cache that cannot be written costs a second download, not the answer."""
+        file = self._folder / name
+        try:
+            file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            write_atomically(file, text.encode())
+        except OSError as error:
+            self._index.notes[f"{self._folder}: downloads are not kept ({error.strerror or error})"] = None
 
     def _text(self, archive: zipfile.ZipFile, name: str) -> str:
-        from ._remote import member_bytes
+        from ._remote import network
 
-        return decode(member_bytes(archive, name, self.label), f"{self.label}: {name}")
+        with network(self.label):
+            return text_of(archive, name, self.label)
 
     def _open(self) -> zipfile.ZipFile:
         if self._zip is None:
             from ._remote import new_session, open_remote
 
-            if self._release.url is None:
-                self._release = self._index.release(self._project, self.version, online=True)
-            session = self._open_things.enter_context(new_session(self._index.config, retries=self._index.retries))
-            self._zip, whole = open_remote(str(self._release.url), session, self._release.sha256)
-            self._open_things.enter_context(self._zip)
+            release = self._release
+            if release.url is None:
+                release = self._index.release(release.project, self.version, online=True)
+            session = new_session(self._index.config, self._index.retries)
+            self._zip, whole = open_remote(str(release.url), session, release.sha256)
             if whole:
-                self._keep_all(self._zip)
+                # It goes away with this object; a later question about another file must not cost it again.
+                self._index.notes[f"{self.label}: the server has no byte ranges, so the whole wheel was downloaded"] = (
+                    None
+                )
+                for name in self._zip.namelist():
+                    if holds(self._package, name) and ".." not in name and not name.startswith("/"):
+                        self._keep(f"files/{name}", self._text(self._zip, name))
         return self._zip
-
-    def _keep_all(self, archive: zipfile.ZipFile) -> None:
-        from ._remote import member_bytes
-
-        # The wheel itself goes away with this object; a later question about another file must not cost it again.
-        self._index.note(f"{self.label}: the server has no byte ranges, so the whole wheel was downloaded")
-        for info in archive.infolist():
-            if holds(self._package, info.filename) and safe_member(info.filename):
-                self._cache.keep(info.filename, member_bytes(archive, info.filename, self.label))

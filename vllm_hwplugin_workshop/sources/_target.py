@@ -11,13 +11,12 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
+from vllm_hwplugin.cli.text import shortened
 from vllm_hwplugin.patching import VLLM, Feature, NotInstalled, Source, find_installed
 from vllm_hwplugin.patching.outside import find_distribution
 
-from ._errors import BadTarget
 from ._index import Index, IndexSource
-from ._tree import TreeSource
-from ._wheel import WheelSource
+from ._text import SourceError, TreeSource, WheelSource
 
 
 def distribution_of(target: str, others: Collection[str]) -> str:
@@ -62,10 +61,10 @@ def open_target(target: str, index: Index, distribution: str = VLLM) -> Source:
     except (OSError, RuntimeError) as error:
         # No right to look, a name that is too long, or `~name` of a user that there is not.
         cause = getattr(error, "strerror", None) or str(error)
-        raise BadTarget(f"{_short(target)}: cannot be looked at ({cause}); name another file or folder") from error
+        raise SourceError(f"{shortened(target)}: cannot be looked at ({cause}); name another file or folder") from error
     if os.sep in target or target.endswith(".whl"):
-        raise BadTarget(f"{target}: no such file or folder; name a wheel file, an unpacked tree or a version")
-    raise BadTarget(f"{target}: not a wheel file, an unpacked tree or a version; examples: 0.33.0, ./vllm-src@0.33.0")
+        raise SourceError(f"{target}: no such file or folder; name a wheel file, an unpacked tree or a version")
+    raise SourceError(f"{target}: not a wheel file, an unpacked tree or a version; examples: 0.33.0, ./vllm-src@0.33.0")
 
 
 def open_installed(distribution: str = VLLM, features: Iterable[Feature] = ()) -> Source:
@@ -75,7 +74,7 @@ def open_installed(distribution: str = VLLM, features: Iterable[Feature] = ()) -
         features: those that change the distribution.
 
     Raises:
-        BadTarget: there is none, or it states no version.
+        SourceError: there is none, or it states no version.
     """
     try:
         if distribution != VLLM:
@@ -83,10 +82,10 @@ def open_installed(distribution: str = VLLM, features: Iterable[Feature] = ()) -
             return find_distribution(distribution, paths).source
         found = find_installed()
     except NotInstalled as error:
-        raise BadTarget(f"{error}; or name a TARGET: a version, a wheel file or a folder") from error
+        raise SourceError(f"{error}; or name a TARGET: a version, a wheel file or a folder") from error
     if not _is_version(found.version):
         # `dev` is what vLLM calls itself where its build did not learn a version.
-        raise BadTarget(
+        raise SourceError(
             f"the vLLM in {found.root} states the version {found.version!r}, which says nothing of its release; "
             f"name the one that it was made from: {found.root}@0.33.0"
         )
@@ -104,10 +103,6 @@ def _from_index(target: str) -> tuple[str, str] | None:
     if len(pins) == 1 and pins[0].operator == "==" and _is_version(pins[0].version):
         return requirement.name, str(Version(pins[0].version))
     return None
-
-
-def _short(target: str) -> str:
-    return target if len(target) <= 200 else f"{target[:200]}... ({len(target)} characters)"
 
 
 def _is_version(text: str) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -11,12 +10,13 @@ from typing import Any
 import pytest
 
 from vllm_hwplugin.patching import SUPPORTED, Catalog, Source, make_plan, outside
+from vllm_hwplugin_lab.bench import read_results
 from vllm_hwplugin_workshop.authoring import About, Outcome, carry_all, create, make_variants, read_change
 
 from .made import git_diff
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results" / "import_share.json"
-SETS: dict[str, Any] = json.loads(RESULTS.read_text())["sets"]
+SETS: dict[str, Any] = read_results(RESULTS.read_text())["sets"]
 # Those that several versions take, and a few of the others: the command that wrote the file looks at each one so.
 CHANGES = [
     item

@@ -16,7 +16,7 @@ import pytest
 import vllm_hwplugin
 from tests.program import Terminal, program
 from vllm_hwplugin.patching import SUPPORTED, load_catalog
-from vllm_hwplugin_workshop.cli import _drift_table, drift
+from vllm_hwplugin_workshop.cli import _drift_table, _waiting, drift
 from vllm_hwplugin_workshop.cli._drift_report import TargetReport, check, exit_status, in_order
 from vllm_hwplugin_workshop.sources import Index, PipConfig, TreeSource
 
@@ -222,7 +222,7 @@ def test_unknown_version(
 def test_a_word_is_said_while_a_server_is_silent(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     server.mood = "silent"
     monkeypatch.setattr(drift, "Index", lambda: Index(server.config, retries=0))
-    monkeypatch.setattr(drift, "PATIENCE", 0.1)
+    monkeypatch.setattr(_waiting, "PATIENCE", 0.1)
     monkeypatch.setattr("vllm_hwplugin_workshop.sources._remote.TIMEOUT", (1.0, 1.0))
     result = run("0.31.0", "0.32.0")
     assert result.exit_code == 2
@@ -352,8 +352,8 @@ def test_one_cause_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
 def test_progress(total: int, terminal: bool, shown: bool) -> None:
     """For several targets, and only on a terminal."""
     err = Terminal() if terminal else io.StringIO()
-    with contextlib.redirect_stderr(err), _drift_table.progress(total) as advance:
-        advance()
+    with contextlib.redirect_stderr(err):
+        _waiting.read_all(str, [str(number) for number in range(total)])
     assert ("1/3" in err.getvalue()) == shown
     assert bool(err.getvalue()) == shown
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_hwplugin_workshop.sources import UnknownVersion
-from vllm_hwplugin_workshop.sources._releases import Release, choose, parse_release
+from vllm_hwplugin_workshop.sources import SourceError
+from vllm_hwplugin_workshop.sources._index import Release, choose, parse_release
 
 
 def releases(*filenames: str, yanked: tuple[str, ...] = ()) -> list[Release]:
-    parsed = [parse_release(name, yanked=name in yanked) for name in filenames]
-    return [entry[1] for entry in parsed if entry is not None]
+    return [found for name in filenames if (found := parse_release(name, yanked=name in yanked)) is not None]
 
 
 def test_newest_build_counts() -> None:
@@ -47,7 +46,7 @@ def test_local_versions() -> None:
     files = releases("vllm-0.33.0+cu128-py3-none-any.whl", "vllm-0.33.0+cu129-py3-none-any.whl")
     assert str(choose("vllm", "0.33.0", files).version) == "0.33.0+cu129"
     assert str(choose("vllm", "0.33.0+cu128", files).version) == "0.33.0+cu128"
-    with pytest.raises(UnknownVersion):
+    with pytest.raises(SourceError):
         choose("vllm", "0.33.0+cpu", files)
 
 
@@ -57,7 +56,7 @@ def test_pre_releases_are_found_by_name_only() -> None:
     )
     assert str(choose("vllm", "0.34.0rc1", files).version) == "0.34.0rc1"
     assert str(choose("vllm", "0.34.0.dev5", files).version) == "0.34.0.dev5+g123"
-    with pytest.raises(UnknownVersion, match=r"the nearest are 0\.34\.0\.dev5\+g123, 0\.34\.0rc1$"):
+    with pytest.raises(SourceError, match=r"the nearest are 0\.34\.0\.dev5\+g123, 0\.34\.0rc1$"):
         choose("vllm", "0.34.0", files)
 
 
@@ -68,5 +67,5 @@ def test_yanked_only_when_there_is_nothing_else() -> None:
 
 
 def test_no_wheel_at_all() -> None:
-    with pytest.raises(UnknownVersion, match=r"lists no wheel of vllm; .*or name a wheel file or a folder"):
+    with pytest.raises(SourceError, match=r"lists no wheel of vllm; .*or name a wheel file or a folder"):
         choose("vllm", "0.33.0", releases("vllm-0.33.0.tar.gz"))

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from vllm_hwplugin_workshop.sources import (
-    BadTarget,
     Index,
     IndexSource,
+    SourceError,
     TreeSource,
     WheelSource,
     open_installed,
@@ -79,7 +79,7 @@ def test_version_is_not_taken_for_a_folder(
     ],
 )
 def test_meaningless(index: Index, target: str, message: str) -> None:
-    with pytest.raises(BadTarget, match=f"^{target}: {message}"):
+    with pytest.raises(SourceError, match=f"^{target}: {message}"):
         open_target(target, index)
 
 
@@ -87,6 +87,6 @@ def test_nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A Python without vLLM names the ways on."""
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(
-        BadTarget, match=r"^no vLLM can be imported .*; or name a TARGET: a version, a wheel file or a folder$"
+        SourceError, match=r"^no vLLM can be imported .*; or name a TARGET: a version, a wheel file or a folder$"
     ):
         open_installed()

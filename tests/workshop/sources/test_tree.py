@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_hwplugin_workshop.sources import BadTree, TreeSource
+from vllm_hwplugin_workshop.sources import SourceError, TreeSource
 
 
 def tree(folder: Path, files: dict[str, bytes]) -> Path:
@@ -53,16 +53,25 @@ def test_text_is_not_touched(tmp_path: Path) -> None:
 
 
 def test_folder_without_vllm(tmp_path: Path) -> None:
-    with pytest.raises(BadTree, match="no vllm/ package in this folder; name the folder that holds vllm/"):
+    with pytest.raises(SourceError, match="no vllm/ package in this folder; name the folder that holds vllm/"):
         TreeSource(tmp_path)
 
 
 def test_version_not_written_down(tmp_path: Path) -> None:
-    with pytest.raises(BadTree, match=r"its version is not written down .* name it: .*@0\.33\.0$"):
+    with pytest.raises(SourceError, match=r"its version is not written down .* name it: .*@0\.33\.0$"):
         TreeSource(tree(tmp_path, {"vllm/__init__.py": b""}))
 
 
 def test_file_that_is_not_text(tmp_path: Path) -> None:
     source = TreeSource(tree(tmp_path, {"vllm/a.py": b"\xff\xfe"}), "0.33.0")
-    with pytest.raises(BadTree, match=r"a\.py: cannot be read .*; check the tree"):
+    with pytest.raises(SourceError, match=r"a\.py: cannot be read"):
         source.read("vllm/a.py")
+
+
+def test_metadata_that_is_not_text_is_named(tmp_path: Path) -> None:
+    (tmp_path / "vllm").mkdir()
+    metadata = tmp_path / "vllm-0.33.0.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_bytes(b"Version: 0.33.0\nAuthor: \xe9\n")
+    with pytest.raises(SourceError, match=r"dist-info/METADATA: cannot be read"):
+        TreeSource(tmp_path)

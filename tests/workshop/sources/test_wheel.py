@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_hwplugin_workshop.sources import BadWheel, WheelSource
+from vllm_hwplugin_workshop.sources import SourceError, WheelSource
 
 WriteWheel = Callable[..., Path]
 
@@ -29,12 +29,12 @@ def test_version_without_metadata(tmp_path: Path, write_wheel: WriteWheel) -> No
 
 def test_no_version_anywhere(tmp_path: Path, write_wheel: WriteWheel) -> None:
     wheel = write_wheel(tmp_path, "0.33.0", {"vllm/__init__.py": ""}, metadata="Name: vllm\nVersion: local build\n")
-    with pytest.raises(BadWheel, match=r"states no version .*FOLDER@0\.33\.0$"):
+    with pytest.raises(SourceError, match=r"states no version .*FOLDER@0\.33\.0$"):
         WheelSource(wheel)
 
 
 def test_wheel_of_something_else(tmp_path: Path, write_wheel: WriteWheel) -> None:
-    with pytest.raises(BadWheel, match=r"no vllm/ package in this wheel; name a wheel of vLLM$"):
+    with pytest.raises(SourceError, match=r"no vllm/ package in this wheel; name a wheel of vLLM$"):
         WheelSource(write_wheel(tmp_path, "1.0", {"other/__init__.py": ""}, project="other"))
 
 
@@ -44,7 +44,7 @@ def test_truncated_wheel(tmp_path: Path, write_wheel: WriteWheel, kept: float) -
     data = wheel.read_bytes()
     wheel.write_bytes(data[: int(len(data) * kept)])
     with pytest.raises(
-        BadWheel, match=r"not a readable wheel \(.+\); name a complete \.whl file, or download it again$"
+        SourceError, match=r"not a readable wheel \(.+\); name a complete \.whl file, or download it again$"
     ):
         WheelSource(wheel)
 
@@ -56,10 +56,10 @@ def test_damaged_member(tmp_path: Path) -> None:
         archive.writestr("vllm/a.py", "original text\n")
         archive.writestr("vllm/_version.py", "__version__ = '0.33.0'\n")
     wheel.write_bytes(wheel.read_bytes().replace(b"original text", b"orIginal text"))
-    with pytest.raises(BadWheel, match=r"vllm/a\.py is damaged \(.*CRC.*\); download the wheel again$"):
+    with pytest.raises(SourceError, match=r"vllm/a\.py is damaged \(.*CRC.*\); download the wheel again$"):
         WheelSource(wheel).read("vllm/a.py")
 
 
 def test_file_that_cannot_be_opened(tmp_path: Path) -> None:
-    with pytest.raises(BadWheel, match="not a readable wheel"):
+    with pytest.raises(SourceError, match="not a readable wheel"):
         WheelSource(tmp_path / "absent.whl")

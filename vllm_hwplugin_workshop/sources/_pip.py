@@ -14,20 +14,16 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from importlib.machinery import PathFinder
+from typing import NamedTuple
 from urllib.parse import urlsplit, urlunsplit
 
-from ._errors import IndexUnreachable
+from ._text import IndexUnreachable
 
 UNSHOWN = "an address that is malformed (not shown, it may hold a password)"
 
-# Later sections win, as in pip: [global], then the section of the command, then PIP_* variables.
-_SECTIONS = ("global", "install", ":env:")
 
-
-@dataclass(frozen=True, slots=True)
-class PipConfig:
+class PipConfig(NamedTuple):
     """The part of pip's configuration that says where packages come from.
 
     `index_url` is None where pip has no setting and so uses its built-in default.
@@ -42,32 +38,27 @@ class PipConfig:
 def parse_config(listing: str) -> PipConfig:
     """Read what `pip config list` prints: lines `section.key='value'`."""
     values: dict[str, str] = {}
-    entries = [line.partition("=") for line in listing.splitlines()]
-    for section in _SECTIONS:
-        for name, equals, literal in entries:
+    # Later sections win, as in pip: [global], then the section of the command, then PIP_* variables.
+    for section in ("global", "install", ":env:"):
+        for line in listing.splitlines():
+            name, equals, literal = line.partition("=")
             if equals and name.startswith(section + "."):
                 try:
-                    value = ast.literal_eval(literal)
+                    values[name.removeprefix(section + ".")] = str(ast.literal_eval(literal))
                 except (ValueError, SyntaxError):
                     # pip prints warnings in between; a line that is no setting says nothing about one.
                     continue
-                values[name.removeprefix(section + ".")] = str(value)
-    return PipConfig(
-        index_url=values.get("index-url") or None,
-        extra_index_urls=tuple(values.get("extra-index-url", "").split()),
-        cert=values.get("cert") or None,
-        proxy=values.get("proxy") or None,
-    )
+    return _made_of(values, "index-url", "extra-index-url", "cert", "proxy")
 
 
 def environment_config(environ: Mapping[str, str]) -> PipConfig:
     """pip's settings as its environment variables alone give them."""
-    return PipConfig(
-        index_url=environ.get("PIP_INDEX_URL") or None,
-        extra_index_urls=tuple(environ.get("PIP_EXTRA_INDEX_URL", "").split()),
-        cert=environ.get("PIP_CERT") or None,
-        proxy=environ.get("PIP_PROXY") or None,
-    )
+    return _made_of(environ, "PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_CERT", "PIP_PROXY")
+
+
+def _made_of(values: Mapping[str, str], index: str, more: str, cert: str, proxy: str) -> PipConfig:
+    found = values.get
+    return PipConfig(found(index) or None, tuple(found(more, "").split()), found(cert) or None, found(proxy) or None)
 
 
 def has_pip() -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from vllm_hwplugin_workshop.sources import IndexUnreachable, PipConfig
-from vllm_hwplugin_workshop.sources._pipconfig import environment_config, has_pip, parse_config, pip_config, shown
+from vllm_hwplugin_workshop.sources._pip import environment_config, has_pip, parse_config, pip_config, shown
 
 
 def test_environment_outweighs_files_and_install_outweighs_global() -> None:
@@ -75,7 +75,7 @@ def test_passwords_are_not_shown() -> None:
 def test_asking_for_pip_leaves_setuptools_importable() -> None:
     """setuptools' import hook takes `find_spec("pip")` for a start of pip and then can't be imported itself."""
     code = (
-        "from vllm_hwplugin_workshop.sources._pipconfig import has_pip\n"
+        "from vllm_hwplugin_workshop.sources._pip import has_pip\n"
         "has_pip()\n"
         "import setuptools, distutils.core\n"
         "assert '_distutils' in distutils.core.__file__\n"
