@@ -58,6 +58,12 @@ class Command(NamedTuple):
         return found
 
 
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        # Names are not split at their hyphens.
+        return textwrap.wrap(text, width, break_on_hyphens=False)
+
+
 class Parser(argparse.ArgumentParser):
     """Of one command. What cannot be read ends the process with `FAILURE` and one line.
 
@@ -81,7 +87,7 @@ class Parser(argparse.ArgumentParser):
             usage=f"{prog} [options] COMMAND ..." if commands else None,
             description="\n\n".join(textwrap.fill(paragraph, 78) for paragraph in about.split("\n\n")),
             epilog="\n".join(below),
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            formatter_class=_Formatter,
             allow_abbrev=False,
         )
         self._commands = commands or {}

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the drift check found, as data: the exit status and the JSON and Markdown files are made from it."""
+"""What the drift check found, as data, and what is made of it: lines, JSON, a page, and the exit status."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,9 +24,6 @@ from vllm_hwplugin.patching import (
     target_name,
 )
 from vllm_hwplugin.versions import Versions
-
-#: Of more features no table has a column each: it has a row each then, and words short enough for many versions.
-_COLUMNS = 8
 
 EXPECTED = (Status.APPLIES, Status.UPSTREAM, Status.NOT_NEEDED)
 
@@ -148,6 +147,49 @@ def summary(verdict: FeatureVerdict) -> str:
     return _WORDS[verdict.status]
 
 
+def verdict_lines(reports: Sequence[TargetReport]) -> Iterator[str]:
+    """A line a verdict, and under it what does not fit and the nearest place."""
+    checked = [report for report in reports if report.error is None]
+    for name, report in zip(_names(checked), checked, strict=True):
+        for verdict in report.verdicts:
+            yield f"{report.distribution} {name}: {verdict.feature}: {summary(verdict)}{_because(verdict)}"
+            for hunk in troubled_hunks(verdict):
+                yield from _hunk_lines(hunk)
+
+
+def say_failures(reports: Sequence[TargetReport]) -> None:
+    """Why targets could not be checked: each cause once."""
+    for failure, count in Counter(report.error for report in reports if report.error is not None).items():
+        print(f"error: {failure}" + (f" ({count} targets)" if count > 1 else ""), file=sys.stderr)
+
+
+def _because(verdict: FeatureVerdict) -> str:
+    # Where hunks are shown one by one below, their list would only say it twice.
+    told_below = verdict.status is Status.DRIFTED and troubled_hunks(verdict)
+    return f" ({verdict.reason})" if verdict.reason and not told_below else ""
+
+
+def _hunk_lines(hunk: HunkVerdict) -> Iterator[str]:
+    where = f"  {hunk.path}: hunk {hunk.hunk_index} of {hunk.origin}"
+    if hunk.status == "missing":
+        yield f"{where}: this version has no such file"
+        return
+    if hunk.status == "ambiguous":
+        places = ", ".join(map(str, hunk.found_at))
+        yield f"{where}: ambiguous, fits, or is there already, at lines {places}; expected one place"
+        return
+    if hunk.nearest is not None and not hunk.nearest.diff:
+        yield f"{where}: found at line {hunk.nearest.line}, before the hunk that precedes it"
+        return
+    yield f"{where}: drifted, expected:"
+    yield from ("      | " + line.rstrip("\r\n") for line in hunk.expected)
+    if hunk.nearest is None:
+        yield "    nothing in the file resembles it"
+        return
+    yield f"    nearest: line {hunk.nearest.line}, {hunk.nearest.similarity:.0%} alike:"
+    yield from (f"      {line}" for line in hunk.nearest.diff.splitlines())
+
+
 def as_json(reports: Iterable[TargetReport], plugin_version: str) -> dict[str, Any]:
     """The report for other programs. `format` changes when a field changes its meaning or goes away."""
     seen = list(reports)
@@ -171,7 +213,7 @@ def as_json(reports: Iterable[TargetReport], plugin_version: str) -> dict[str, A
 
 
 def as_markdown(catalog: Catalog, reports: Iterable[TargetReport]) -> str:
-    """The report as a page: a table of versions and features, then what lies behind each cell that is not plain.
+    """The report as a page: a table of versions and features, then what lies behind each cell.
 
     The text depends on the patches and the vLLM sources alone, so that a test can compare it with the stored page.
     """
@@ -182,7 +224,7 @@ def as_markdown(catalog: Catalog, reports: Iterable[TargetReport]) -> str:
         "",
         "Made by `vllm-hwplugin drift --all --markdown docs/compatibility.md`; do not edit.",
         "",
-        *(_rows_of_versions if len(catalog.features) <= _COLUMNS else _rows_of_features)(catalog, seen, target),
+        *_table(catalog, seen, target),
     ]
     for feature in catalog.features:
         lines += ["", f"## `{feature.id}`", "", f"{feature.title}. Gate: `{feature.gate}`.", ""]
@@ -193,29 +235,14 @@ def as_markdown(catalog: Catalog, reports: Iterable[TargetReport]) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _rows_of_versions(catalog: Catalog, reports: list[TargetReport], target: str) -> list[str]:
-    lines = [
-        "*exact*: every hunk matches at its stated line. *moved by N lines*: every hunk matches at exactly one place, "
-        f"the furthest N lines from the stated one. *upstream*: {target} has the change. *not needed*: {target} does "
-        "not have the fault. Anything else means that the feature is off on that version.",
-        "",
-        f"| {target} | " + " | ".join(f"`{feature.id}`" for feature in catalog.features) + " |",
-        "|---" * (1 + len(catalog.features)) + "|",
-    ]
-    for name, report in zip(row_names(reports), reports, strict=True):
-        cells = [summary(verdict) for verdict in report.verdicts] or ["could not check"] * len(catalog.features)
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    return lines
-
-
-def _rows_of_features(catalog: Catalog, reports: list[TargetReport], target: str) -> list[str]:
+def _table(catalog: Catalog, reports: list[TargetReport], target: str) -> list[str]:
     lines = [
         "*exact*: every hunk matches at its stated line. A number: every hunk matches at exactly one place, the "
         f"furthest so many lines from the stated one. *upstream*: {target} has the change. A dash: {target} does not "
         "have the fault, and the feature is not needed. Anything else means that it is off on that version. What is "
         "applied where, and why not elsewhere, is said below for each feature.",
         "",
-        f"| feature | {' | '.join(row_names(reports))} |",
+        f"| feature | {' | '.join(_names(reports))} |",
         "|---" * (1 + len(reports)) + "|",
     ]
     for feature in catalog.features:
@@ -236,7 +263,7 @@ def _furthest(verdict: FeatureVerdict) -> int:
     return max((abs(hunk.offset) for hunk in verdict.hunks), default=0)
 
 
-def row_names(reports: list[TargetReport]) -> list[str]:
+def _names(reports: Sequence[TargetReport]) -> list[str]:
     """A name for each row: the version, or the label where that alone would not tell two rows apart."""
     versions = [report.version for report in reports]
     return [
@@ -248,7 +275,7 @@ def row_names(reports: list[TargetReport]) -> list[str]:
 def _reasons(feature: str, reports: list[TargetReport]) -> list[str]:
     # Rows of one outcome and reason are told once, in the order in which they first occur.
     told: dict[tuple[str, str], list[str]] = {}
-    for name, report in zip(row_names(reports), reports, strict=True):
+    for name, report in zip(_names(reports), reports, strict=True):
         for verdict in report.verdicts:
             if verdict.feature == feature:
                 outcome = "applies" if verdict.status is Status.APPLIES else summary(verdict)

@@ -13,8 +13,7 @@ from vllm_hwplugin.cli.parser import FAILURE, Parser
 from vllm_hwplugin.patching import SUPPORTED, VLLM, Catalog, CatalogError, load_catalog, target_name
 
 from ..sources import Index, SourceError, distribution_of, open_installed, open_target
-from ._drift_report import TargetReport, as_json, as_markdown, check, exit_status, in_order
-from ._drift_table import say_failures, verdict_lines
+from ._drift_report import TargetReport, as_json, as_markdown, check, exit_status, in_order, say_failures, verdict_lines
 from ._waiting import read_all, say_notes
 
 

@@ -13,7 +13,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
 from importlib.machinery import PathFinder
 from typing import NamedTuple
 from urllib.parse import urlsplit, urlunsplit
@@ -48,17 +47,12 @@ def parse_config(listing: str) -> PipConfig:
                 except (ValueError, SyntaxError):
                     # pip prints warnings in between; a line that is no setting says nothing about one.
                     continue
-    return _made_of(values, "index-url", "extra-index-url", "cert", "proxy")
-
-
-def environment_config(environ: Mapping[str, str]) -> PipConfig:
-    """pip's settings as its environment variables alone give them."""
-    return _made_of(environ, "PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_CERT", "PIP_PROXY")
-
-
-def _made_of(values: Mapping[str, str], index: str, more: str, cert: str, proxy: str) -> PipConfig:
-    found = values.get
-    return PipConfig(found(index) or None, tuple(found(more, "").split()), found(cert) or None, found(proxy) or None)
+    return PipConfig(
+        index_url=values.get("index-url") or None,
+        extra_index_urls=tuple(values.get("extra-index-url", "").split()),
+        cert=values.get("cert") or None,
+        proxy=values.get("proxy") or None,
+    )
 
 
 def has_pip() -> bool:
@@ -82,7 +76,10 @@ def pip_config() -> PipConfig:
     elif (pip := shutil.which("pip")) is not None:
         command = [pip]
     else:
-        return environment_config(os.environ)
+        settings = {
+            name[4:].lower().replace("_", "-"): value for name, value in os.environ.items() if name[:4] == "PIP_"
+        }
+        return parse_config("\n".join(f":env:.{name}={value!r}" for name, value in settings.items()))
     done = subprocess.run([*command, "config", "list"], capture_output=True, text=True, check=False)
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]

@@ -16,7 +16,7 @@ import pytest
 import vllm_hwplugin
 from tests.program import Terminal, program
 from vllm_hwplugin.patching import SUPPORTED, load_catalog
-from vllm_hwplugin_workshop.cli import _drift_table, _waiting, drift
+from vllm_hwplugin_workshop.cli import _drift_report, _waiting, drift
 from vllm_hwplugin_workshop.cli._drift_report import TargetReport, check, exit_status, in_order
 from vllm_hwplugin_workshop.sources import Index, PipConfig, TreeSource
 
@@ -334,8 +334,12 @@ def test_markdown(small_tree: Callable[..., Path], tmp_path: Path) -> None:
     tree = small_tree()
     run(f"{tree}@0.33.0", f"{tree}@0.25.0", "--markdown", str(tmp_path / "page.md"))
     page = (tmp_path / "page.md").read_text()
-    assert "| vLLM | `context` | `graphs` |" in page
-    assert page.index("| 0.25.0 | not needed | exact |") < page.index("| 0.33.0 | exact | exact |")
+    rows = [
+        "| feature | 0.25.0 | 0.33.0 |",
+        "| [`context`](#context) | - | exact |",
+        "| [`graphs`](#graphs) | exact | exact |",
+    ]
+    assert [line for line in page.splitlines() if line.startswith("| ")] == rows
     assert "- 0.25.0: not needed (the fault came with 0.26.0)" in page
     assert str(tmp_path) not in page
     run(f"{tree}@0.25.0", f"{tree}@0.33.0", "--markdown", str(tmp_path / "again.md"))
@@ -344,7 +348,7 @@ def test_markdown(small_tree: Callable[..., Path], tmp_path: Path) -> None:
 
 def test_one_cause_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
     """Without a network, every version of --all fails for the same reason."""
-    _drift_table.say_failures([TargetReport(version, version, None, error="no network") for version in SUPPORTED])
+    _drift_report.say_failures([TargetReport(version, version, None, error="no network") for version in SUPPORTED])
     assert capsys.readouterr() == ("", f"error: no network ({len(SUPPORTED)} targets)\n")
 
 
