@@ -106,8 +106,10 @@ def sides(musa_host: None, cpu_host: bench.Host, tmp_path_factory: pytest.TempPa
             ["dflash", "dflash, new weights", "eagle3, KV connector"],
             variables=WITH_GRAPHS,
         ),
-        "some": process(folder / "host of some", ["none", "dflash, new weights, eager", "eagle3, KV connector"]),
-        "others": process(folder / "host of others", ["eagle3, eager", "dflash"]),
+        "stock": process(
+            folder / "stock host",
+            ["none", "dflash, new weights, eager", "eagle3, KV connector", "eagle3, eager", "dflash"],
+        ),
         "cpu": Process({"cpu": Load(Engine(None).on_cpu(), LOAD)}, loads.cpu()),
     }
     return loads.side_by_side(processes, folder)
@@ -116,7 +118,7 @@ def sides(musa_host: None, cpu_host: bench.Host, tmp_path_factory: pytest.TempPa
 @pytest.fixture(scope="module")
 def runs(eagle3: dict[str, Run], sides: dict[str, dict[str, Run]]) -> dict[str, Run]:
     """Of stock vLLM."""
-    return {"eagle3": eagle3["stock"], **sides["some"], **sides["others"], **sides["cpu"]}
+    return {"eagle3": eagle3["stock"], **sides["stock"], **sides["cpu"]}
 
 
 @pytest.fixture(scope="module")
@@ -174,18 +176,18 @@ def test_more_graphs_change_nothing(eagle3: dict[str, Run]) -> None:
 
 
 def test_nor_with_dflash(sides: dict[str, dict[str, Run]]) -> None:
-    assert_graphs_serve(sides["others"]["dflash"], sides["graphs"]["dflash"])
+    assert_graphs_serve(sides["stock"]["dflash"], sides["graphs"]["dflash"])
 
 
 def test_graphs_draft_by_new_weights_of_the_draft(sides: dict[str, dict[str, Run]]) -> None:
     """This vLLM's own graphs go on with what the draft has fused of the old ones: the other engine has none."""
-    expected, found = sides["some"]["dflash, new weights, eager"], sides["graphs"]["dflash, new weights"]
+    expected, found = sides["stock"]["dflash, new weights, eager"], sides["graphs"]["dflash, new weights"]
     loads.assert_same(expected, found)
     assert found.counts["graph_replays"]["sampling"] > len(found.steps) // 2
 
 
 def test_a_kv_connector_is_shown_what_stock_shows_it(sides: dict[str, dict[str, Run]]) -> None:
-    expected, found = (sides[side]["eagle3, KV connector"] for side in ("some", "graphs"))
+    expected, found = (sides[side]["eagle3, KV connector"] for side in ("stock", "graphs"))
     loads.assert_same(expected, found)
     assert found.shown == expected.shown
     assert found.counts["graph_replays"]["inputs"] > sum(one is not None for one in expected.shown) // 2 > 0

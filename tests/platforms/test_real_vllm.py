@@ -107,17 +107,11 @@ def test_a_cpu_build_stays_on_vllms_cpu_platform(run: Run) -> None:
 
 
 @pytest.mark.usefixtures("cpu_build")
-@pytest.mark.parametrize(
-    ("setting", "words"),
-    [
-        ({"VLLM_HWPLUGIN_PLATFORM": "cuda"}, "does not choose CUDA on this host: it finds cpu"),
-        ({"VLLM_HWPLUGIN_PLATFORM": "maybe"}, "VLLM_HWPLUGIN_PLATFORM=maybe"),
-    ],
-)
-def test_a_class_that_cannot_be_offered_is_logged_and_vllm_runs(run: Run, setting: dict[str, str], words: str) -> None:
-    done = run("from vllm.platforms import current_platform as p; print(type(p).__qualname__)", **setting)
+def test_a_class_that_cannot_be_offered_is_logged_and_vllm_runs(run: Run) -> None:
+    show = "from vllm.platforms import current_platform as p; print(type(p).__qualname__)"
+    done = run(show, VLLM_HWPLUGIN_PLATFORM="cuda")
     assert done.stdout.strip().endswith("CpuPlatform")
-    assert words in (done.stdout + done.stderr).replace("'", "")
+    assert "does not choose CUDA on this host: it finds cpu" in done.stdout + done.stderr
 
 
 def test_the_cuda_class_is_made_on_the_real_vllm(run: Run) -> None:
@@ -266,33 +260,27 @@ def test_the_communicator_sums_over_the_group_and_keeps_its_input(run: Run) -> N
     run(TWO_RANKS, program, AT_THE_END)
 
 
-@pytest.mark.parametrize("extended", [False, True], ids=["plain", "extended"])
-def test_a_stateless_group_is_made_by_the_registered_backend(run: Run, extended: bool) -> None:
-    """Both ways in which a third party may register its maker; gloo works behind the name here."""
-    program = f"""
+def test_a_stateless_group_is_made_by_the_registered_backend(run: Run) -> None:
+    """Both ways in which a third party may register its maker; gloo works behind the names here."""
+    program = """
         def plain(store, rank, size, timeout):
             return dist.ProcessGroupGloo(store, rank, size, timeout)
         def extended(options, more):
             return dist.ProcessGroupGloo(options.store, options.group_rank, options.group_size, options.timeout)
-        dist.Backend.register_backend("mccl", {"extended" if extended else "plain"}, {extended}, devices=["cpu"])
-        store = dist.PrefixStore("here", dist.FileStore(f"{{folder}}/store", 2))
-        group = musa_communicator.stateless_process_group("mccl", "cpu", store, rank, 2, minute)
-        given = torch.full((3,), float(rank + 1))
-        group.allreduce([given]).wait()
-        same = given.tolist() == [3.0] * 3 and group.size() == 2 and not dist.is_initialized()
+        same = True
+        for name, maker in (("plain", plain), ("extended", extended)):
+            dist.Backend.register_backend(name, maker, name == "extended", devices=["cpu"])
+            store = dist.PrefixStore(name, dist.FileStore(f"{folder}/{name}", 2))
+            group = musa_communicator.stateless_process_group(name, "cpu", store, rank, 2, minute)
+            given = torch.full((3,), float(rank + 1))
+            group.allreduce([given]).wait()
+            same = same and given.tolist() == [3.0] * 3 and group.size() == 2 and not dist.is_initialized()
+        try:
+            musa_communicator.stateless_process_group("mccl", "cpu", None, 0, 1, None)
+        except RuntimeError as error:
+            same = same and "torch.distributed has no backend mccl" in str(error)
     """
     run(TWO_RANKS, program, AT_THE_END)
-
-
-def test_a_backend_that_nobody_registered_is_named(run: Run) -> None:
-    program = """
-        from vllm_hwplugin.musa.communicator import stateless_process_group
-        try:
-            stateless_process_group("mccl", "cpu", None, 0, 1, None)
-        except RuntimeError as error:
-            print(error)
-    """
-    assert "torch.distributed has no backend mccl" in run(program).stdout
 
 
 # vLLM's FlashAttention is not in a CPU build; a class with its name is all that the choice reads.
@@ -351,10 +339,3 @@ def test_vllms_selector_takes_the_plugins_flash_attn_for_large_heads_or_says_why
     ):
         assert line.startswith("refused: no attention backend for heads of")
         assert words in line
-
-
-@pytest.mark.usefixtures("cpu_build")
-def test_with_the_platform_off_nothing_is_chosen(run: Run) -> None:
-    done = run(WITHOUT_KERNELS, CUDA_HOST, LARGE_HEADS, "print(chosen(512))", VLLM_HWPLUGIN_PLATFORM="off")
-    line = done.stdout.splitlines()[-1]
-    assert line.startswith("refused: Selected backend AttentionBackendEnum.FLASH_ATTN is not valid")
