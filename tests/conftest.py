@@ -97,6 +97,13 @@ def pytest_xdist_auto_num_workers() -> int:
     return max(1, min(len(os.sched_getaffinity(0)), memory // MEMORY_OF_A_PROCESS))
 
 
+#: Files that take minutes, longest first: what begins last ends when all others are done.
+LONGEST = (
+    *("test_model_runner_v2.py", "test_model_runner_v1.py", "test_engines.py", "test_nwor.py", "test_cpu_engine.py"),
+    *("test_csrc.py", "test_starts.py", "test_port_csrc.py", "test_probe.py"),
+)
+
+
 # Before pytest chooses by markers.
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -104,12 +111,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "vllm_tree" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.network)
+        if item.path.name in LONGEST:
+            first.add(item.path)
         if item.get_closest_marker("engine") is not None or item.get_closest_marker("musa_sim") is not None:
             first.add(item.path)
             if item.get_closest_marker("smoke") is None:
                 item.add_marker(pytest.mark.slow)
     # The quick ones fill the end, when there are fewer engines left than cores.
-    items.sort(key=lambda item: item.path not in first)
+    places = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: (item.path not in first, places.get(item.path.name, len(LONGEST))))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -7,6 +7,7 @@ The interpreter's way with other devices is to copy each argument's whole storag
 import dataclasses
 import functools
 import inspect
+import math
 
 import numpy
 import torch
@@ -100,6 +101,14 @@ def _save_time():
     interpreter.interpreter_builder.options = dataclasses.replace(
         interpreter.interpreter_builder.options, sanitize_overflow=False
     )
+    # Each value has its shape as objects of the language, and they are the same for all values of the shape.
+    sized = functools.cache(lambda shape: (core.constexpr(math.prod(shape)), core.tuple(map(core.constexpr, shape))))
+
+    def init(self, handle, type):
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.numel, self.shape = sized(type.shape if type.is_block() else ())
+
+    core.tensor.__init__ = init
     # It makes a table of all types for each value. A block's type cannot be hashed.
     of_scalar = functools.cache(interpreter._get_np_dtype)
     interpreter._get_np_dtype = lambda type: _ADDRESS if type.scalar.is_ptr() else of_scalar(type.scalar)
