@@ -18,14 +18,13 @@ import zlib
 from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
 
 from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
 from packaging.version import Version
 
 from vllm_hwplugin.cachedir import UntrustedFolder, places, private_folder, temporary_folder, write_atomically
 
-from ._pip import UNSHOWN, PipConfig, pip_config, shown
+from ._pip import PipConfig, host_of, pip_config
 from ._text import IndexUnreachable, SourceError, decode, holds, text_of, version_of
 
 _FORMAT = 1
@@ -195,13 +194,11 @@ class Index:
         from ._remote import fetch_page
 
         urls = [self.config.index_url, *self.config.extra_index_urls]
-        if any(url is not None and shown(url) == UNSHOWN for url in urls):
-            raise IndexUnreachable(f"pip's index setting has {UNSHOWN}; repair it (pip config list)")
-        remote = [url for url in urls if url is None or urlsplit(url).scheme in ("http", "https")]
+        remote = [url for url in urls if url is None or host_of(url) is not None]
         if not remote:
             raise IndexUnreachable(
-                f"pip's index setting names no http(s) address ({', '.join(shown(url) for url in urls if url)}); "
-                "name a wheel file or a folder"
+                "pip's index setting names no http(s) address; see what it says (pip config list), "
+                "or name a wheel file or a folder"
             )
         found: list[Release | None] = []
         failures = []
@@ -324,7 +321,7 @@ class IndexSource:
             if release.url is None:
                 release = self._index.release(release.project, self.version, online=True)
             session = new_session(self._index.config, self._index.retries)
-            self._zip, whole = open_remote(str(release.url), session, release.sha256)
+            self._zip, whole = open_remote(str(release.url), self.label, session, release.sha256)
             if whole:
                 # It goes away with this object; a later question about another file must not cost it again.
                 self._index.notes[f"{self.label}: the server has no byte ranges, so the whole wheel was downloaded"] = (

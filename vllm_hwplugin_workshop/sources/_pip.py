@@ -15,11 +15,9 @@ import subprocess
 import sys
 from importlib.machinery import PathFinder
 from typing import NamedTuple
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import urlsplit
 
 from ._text import IndexUnreachable
-
-UNSHOWN = "an address that is malformed (not shown, it may hold a password)"
 
 
 class PipConfig(NamedTuple):
@@ -87,16 +85,10 @@ def pip_config() -> PipConfig:
     return parse_config(done.stdout)
 
 
-def shown(url: str) -> str:
-    """An address fit for a message: without user name, password and query.
-
-    Where they end cannot be told of an address that is malformed, and it is not shown at all.
-    """
+def host_of(url: str) -> str | None:
+    """The host of an http(s) address; None of any other. No more of it is fit for a message: it may hold a password."""
     try:
         parts = urlsplit(url)
     except ValueError:
-        return UNSHOWN
-    host = parts.netloc.rpartition("@")[2]
-    if not (host or parts.scheme == "file") or "@" in parts.path + parts.query + parts.fragment:
-        return UNSHOWN
-    return urlunsplit((parts.scheme, host, parts.path, "", ""))
+        return None
+    return parts.hostname if parts.scheme in ("http", "https") else None

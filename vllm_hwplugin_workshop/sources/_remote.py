@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 import hashlib
-import re
 import tempfile
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ._pip import PipConfig, shown
+from ._pip import PipConfig, host_of
 from ._text import DAMAGE, IndexUnreachable, SourceError, one_line
 
 try:
@@ -39,9 +38,6 @@ TIMEOUT = (5.0, 15.0)
 # The directory of a vLLM wheel takes 350 to 650 kB at the end of the file: one request reads it all.
 _TAIL = 768 * 1024
 
-# In what libraries say of an address: user name and password, and the query, which may be a token.
-_SECRETS = re.compile(r"(?<=//)[^/@\s]+@|\?[^\s'\")>]+")
-
 
 def new_session(config: PipConfig, retries: int) -> requests.Session:
     """A session with pip's certificate and proxy settings that tries again what a busy network drops."""
@@ -55,6 +51,7 @@ def new_session(config: PipConfig, retries: int) -> requests.Session:
         read=silence,
         backoff_factor=0.3,
         status_forcelist=(429, 500, 502, 503, 504),
+        raise_on_status=False,
         respect_retry_after_header=False,
     )
     for scheme in ("https://", "http://"):
@@ -68,11 +65,7 @@ def new_session(config: PipConfig, retries: int) -> requests.Session:
 
 @contextmanager
 def network(where: str) -> Iterator[None]:
-    """Turn what the libraries raise into one message.
-
-    Args:
-        where: an address fit to be shown, or the name of a file.
-    """
+    """Turn what the libraries raise into one message, without their own: those show whole addresses, with passwords."""
     try:
         yield
     except (
@@ -89,7 +82,7 @@ def network(where: str) -> Iterator[None]:
         if isinstance(cause, requests.HTTPError) and cause.response is not None:
             found = f"HTTP {cause.response.status_code} {cause.response.reason}"
         else:
-            found = _SECRETS.sub("", one_line(cause))
+            found = getattr(cause, "strerror", None) or type(cause).__name__
         raise IndexUnreachable(
             f"{where}: no usable answer ({found}); check the network and pip's index setting (pip config list), "
             "or name a wheel file or a folder"
@@ -106,7 +99,7 @@ def fetch_page(endpoint: str | None, project: str, config: PipConfig, retries: i
         IndexUnreachable: no answer, or not one of a package index.
     """
     address = endpoint or PYPI_SIMPLE_ENDPOINT
-    with new_session(config, retries) as session, network(shown(address)):
+    with new_session(config, retries) as session, network(str(host_of(address))):
         try:
             found: list[DistributionPackage] = (
                 PyPISimple(address, session=session).get_project_page(project, timeout=TIMEOUT).packages
@@ -116,10 +109,11 @@ def fetch_page(endpoint: str | None, project: str, config: PipConfig, retries: i
         return found
 
 
-def open_remote(url: str, session: requests.Session, digest: str | None) -> tuple[zipfile.ZipFile, bool]:
+def open_remote(url: str, label: str, session: requests.Session, digest: str | None) -> tuple[zipfile.ZipFile, bool]:
     """Open a remote wheel.
 
     Args:
+        label: what to call it.
         digest: SHA-256 of the whole file, if the index states one. It can be checked only where the file is read
             whole; members read by ranges have their CRC-32.
 
@@ -130,20 +124,19 @@ def open_remote(url: str, session: requests.Session, digest: str | None) -> tupl
         IndexUnreachable: no answer, or an answer that is not the file.
         SourceError: the file is no zip archive, or not the one that the index means.
     """
-    where = shown(url)
     try:
         for suffix_range in (True, False):
             try:
-                with network(where):
+                with network(label):
                     return RemoteZip(
                         url, _TAIL, session=session, support_suffix_range=suffix_range, timeout=TIMEOUT
                     ), False
             except IndexUnreachable as error:
                 if not _is_about_ranges(error.__cause__):
                     raise
-        return _download(url, session, digest), True
+        return _download(url, label, session, digest), True
     except DAMAGE as error:
-        raise SourceError(f"{where}: not a readable wheel ({one_line(error)}); try another index") from error
+        raise SourceError(f"{label}: not a readable wheel ({one_line(error)}); try another index") from error
 
 
 def _is_about_ranges(error: BaseException | None) -> bool:
@@ -155,17 +148,17 @@ def _is_about_ranges(error: BaseException | None) -> bool:
     return response is not None and response.status_code in (400, 405, 416, 501)
 
 
-def _download(url: str, session: requests.Session, digest: str | None) -> zipfile.ZipFile:
+def _download(url: str, label: str, session: requests.Session, digest: str | None) -> zipfile.ZipFile:
     # An anonymous file: it goes away with the archive object, also when the process is killed.
     whole = tempfile.TemporaryFile()  # noqa: SIM115
     seen = hashlib.sha256()
-    with network(shown(url)), session.get(url, stream=True, timeout=TIMEOUT) as answer:
+    with network(label), session.get(url, stream=True, timeout=TIMEOUT) as answer:
         answer.raise_for_status()
         for chunk in answer.iter_content(1 << 20):
             seen.update(chunk)
             whole.write(chunk)
     if digest is not None and seen.hexdigest() != digest:
         raise SourceError(
-            f"{shown(url)}: SHA-256 is {seen.hexdigest()}, the index states {digest}; try again or another index"
+            f"{label}: SHA-256 is {seen.hexdigest()}, the index states {digest}; try again or another index"
         )
     return zipfile.ZipFile(whole)

@@ -228,7 +228,7 @@ def test_a_word_is_said_while_a_server_is_silent(server: Any, monkeypatch: pytes
     assert result.exit_code == 2
     note, failure = result.stderr.splitlines()
     assert note == "note: still waiting for 0.31.0, 0.32.0; Ctrl-C ends it"
-    assert failure.startswith("error: http://127.0.0.1:")
+    assert failure.startswith("error: 127.0.0.1: ")
 
 
 @pytest.mark.usefixtures("catalog")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from vllm_hwplugin_workshop.sources import IndexUnreachable, PipConfig
-from vllm_hwplugin_workshop.sources._pip import has_pip, parse_config, pip_config, shown
+from vllm_hwplugin_workshop.sources._pip import has_pip, host_of, parse_config, pip_config
 
 
 def test_environment_outweighs_files_and_install_outweighs_global() -> None:
@@ -68,7 +68,7 @@ def test_without_pip_its_variables_count(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_passwords_are_not_shown() -> None:
-    assert shown("https://user:secret@index.test:8080/simple") == "https://index.test:8080/simple"
+    assert host_of("https://user:secret@index.test:8080/simple") == "index.test"
 
 
 def test_asking_for_pip_leaves_setuptools_importable() -> None:
