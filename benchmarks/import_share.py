@@ -42,9 +42,7 @@ from vllm_hwplugin.patching import (
     SUPPORTED,
     Catalog,
     Feature,
-    FileDiff,
     Source,
-    Variant,
     load_catalog,
     make_plan,
     parse_diff,
@@ -54,13 +52,13 @@ from vllm_hwplugin.versions import Versions
 from vllm_hwplugin_lab.bench import provenance, results_text
 from vllm_hwplugin_workshop.authoring import (
     Carried,
-    MadeVariant,
     Outcome,
+    Written,
     blob_name,
     carry_all,
-    make_variants,
     read_change,
     render,
+    written,
 )
 from vllm_hwplugin_workshop.sources import Index, IndexSource, ReadSource, read_ahead
 
@@ -76,7 +74,7 @@ def main() -> int:
     options = parser.parse_args()
     index = Index()
     opened = {version: IndexSource(version, index) for version in SUPPORTED}
-    patched = {file.path for feature in load_catalog().features for item in feature.variants for file in item.files}
+    patched = {file.path for feature in load_catalog().features for file in feature.files}
     fixed = {
         path for old, new in pairwise(opened.values()) if is_fix(new.version) for path in differing(old, new)
     } - GENERATED
@@ -152,8 +150,8 @@ def measured(path: str, old: Source, new: Source, sources: list[ReadSource]) -> 
         raise SystemExit(f"{name}: the import does not give the text of {new.version} ({base.reason})")
     if carried[new.version].outcome is not Outcome.UPSTREAM:
         raise SystemExit(f"{name}: {new.version} is not told to have the change")
-    variants, diffs = make_variants([item for item in carried.values() if item.outcome is Outcome.APPLIES])
-    feature = written(variants, diffs)
+    made = written([item for item in carried.values() if item.outcome is Outcome.APPLIES])
+    feature = read_back(made)
     for source in sources:
         item = carried[source.version]
         if item.outcome is Outcome.APPLIES and not gives(feature, source, item):
@@ -164,7 +162,6 @@ def measured(path: str, old: Source, new: Source, sources: list[ReadSource]) -> 
         "to": new.version,
         "hunks": sum(len(step.diff.hunks) for step in change.steps),
         "lines": sum(sign != " " for step in change.steps for hunk in step.diff.hunks for sign, _ in hunk.lines),
-        "variants": [item.versions for item in variants],
         **{
             outcome.value: " ".join(version for version, item in carried.items() if item.outcome is outcome)
             for outcome in (Outcome.APPLIES, Outcome.UPSTREAM)
@@ -174,17 +171,14 @@ def measured(path: str, old: Source, new: Source, sources: list[ReadSource]) -> 
     }
 
 
-def written(variants: Sequence[MadeVariant], diffs: dict[str, FileDiff]) -> Feature:
+def read_back(made: Written) -> Feature:
     """The feature that `patches import` would write, read back from the text of its diffs."""
-    read = {name: parse_diff(render(diff), name) for name, diff in diffs.items()}
     return Feature(
         *("imported", "imported", "VLLM_HWPLUGIN_PATCH_IMPORTED", "imported", "imported", "imported"),
         requires=(),
+        versions=Versions(made.versions),
         not_needed=(),
-        variants=tuple(
-            Variant(Versions(item.versions), tuple(diff for name in item.diffs for diff in read[name]))
-            for item in variants
-        ),
+        files=tuple(diff for name, diffs in made.diffs.items() for diff in parse_diff(render(diffs), name)),
     )
 
 

@@ -51,9 +51,19 @@ def test_what_is_no_range_is_an_error(text: str) -> None:
 
 def test_spelling_and_order_do_not_matter() -> None:
     assert Versions(" <0.22.0, >= 0.20.0") == Versions(">=0.20.0,<0.22.0")
-    assert str(Versions(">=0.20.0,<0.22.0")) == str(SpecifierSet(">=0.20.0,<0.22.0"))
+    assert str(Versions("<0.22.0,>=0.20.0")) == ">=0.20.0,<0.22.0"
     assert Versions("==0.33.0").names("0.33.0")
     assert not Versions(">=0.33.0").names("0.33.0")
+
+
+def test_several_ranges() -> None:
+    several = Versions("<0.22 || >=0.24,<0.26||==0.30.*")
+    held = [version for version in SUPPORTED if version < "0.22" or "0.24" <= version < "0.26" or version == "0.30.0"]
+    assert several.supported() == held
+    assert (several.has_end, Versions("<0.22 || >=0.24").has_end) == (True, False)
+    assert Versions(str(several)) == several
+    with pytest.raises(ValueError, match="without a clause"):
+        Versions("<0.22 ||")
 
 
 def test_releases_and_the_catalogue_need_no_specifiers_of_packaging() -> None:

@@ -55,6 +55,18 @@ def is_supported(version: str) -> bool:
     return any(Version(item) == public for item in SUPPORTED)
 
 
+def final(version: str) -> str:
+    """The release that a candidate, a development version or a build of one belongs to; what is no version stays."""
+    if _release(version) is not None:
+        return version
+    from packaging.version import InvalidVersion, Version
+
+    try:
+        return Version(version).base_version
+    except InvalidVersion:
+        return version
+
+
 def stated_version(text: str) -> str | None:
     """The version that the text of a `vllm/_version.py` states, without running it; None where it states none."""
     match = re.search(_STATEMENT, text, re.MULTILINE)
@@ -62,55 +74,41 @@ def stated_version(text: str) -> str | None:
 
 
 class Versions:
-    """A range such as ``>=0.20.0,<0.22.0``. Two are equal where they have the same clauses.
+    """A range such as ``>=0.20.0,<0.22.0``, or several, ``<0.22 || >=0.24``. Two with the same clauses are equal.
 
     Raises:
-        ValueError: the text is no PEP 440 specifier.
+        ValueError: the text is no PEP 440 specifier, nor several.
     """
 
-    __slots__ = ("_clauses", "_plain", "_specifier")
+    __slots__ = ("_ranges",)
 
     def __init__(self, text: str) -> None:
-        self._clauses = tuple(sorted(clause.replace(" ", "") for clause in text.split(",") if clause.strip()))
-        plain = [_plain(clause) for clause in self._clauses]
-        self._plain = None if None in plain else [item for item in plain if item is not None]
-        self._specifier: Any = None
-        if self._plain is None:
-            self._specifier = self._of_packaging()
-
-    def _of_packaging(self) -> Any:
-        from packaging.specifiers import SpecifierSet  # its InvalidSpecifier is a ValueError
-
-        return SpecifierSet(str(self))
+        self._ranges = tuple(
+            tuple(sorted((clause.replace(" ", "") for clause in one.split(",") if clause.strip()), key=_from_below))
+            for one in text.split("||")
+        )
+        if len(self._ranges) > 1 and () in self._ranges:
+            raise ValueError(f"{text!r} has a range without a clause beside '||'")
+        for clauses in self._ranges:
+            if None in map(_plain, clauses):
+                _specifier(clauses)
 
     def covers(self, version: str) -> bool:
         """Whether the range holds a version; what is no version at all (vLLM's fall-back is `dev`) is in none."""
-        release = _release(version)
-        if self._plain is not None and release is not None:
-            return all(compare(release, bound) for compare, bound in self._plain)
-        if self._specifier is None:
-            self._specifier = self._of_packaging()
-        from packaging.version import InvalidVersion, Version
-
-        try:
-            # Asked here: what packaging's specifiers do with a text that is no version differs between its releases.
-            Version(version)
-        except InvalidVersion:
-            return False
-        return bool(self._specifier.contains(version, prereleases=True))
+        return any(_holds(clauses, version) for clauses in self._ranges)
 
     def names(self, version: str) -> bool:
         """Whether a clause spells this version out."""
-        return any(clause in (f"=={version}", f"==={version}") for clause in self._clauses)
+        return any(clause in (f"=={version}", f"==={version}") for clauses in self._ranges for clause in clauses)
 
     @property
     def has_end(self) -> bool:
         """Whether a clause ends the range, so that it says nothing of releases that are still to come."""
-        return any(clause.startswith(("<", "==", "~=")) for clause in self._clauses)
+        return all(any(clause.startswith(("<", "==", "~=")) for clause in clauses) for clauses in self._ranges)
 
     def edges(self) -> list[str]:
         """The versions that its clauses name, and one just behind each: two ranges that overlap both hold one."""
-        named = [clause.lstrip("<>=!~").removesuffix(".*") for clause in self._clauses]
+        named = [clause.lstrip("<>=!~").removesuffix(".*") for clauses in self._ranges for clause in clauses]
         return [*named, *(f"{version}.0.0.1" for version in named)]
 
     def supported(self) -> list[str]:
@@ -118,16 +116,46 @@ class Versions:
         return [version for version in SUPPORTED if self.covers(version)]
 
     def __str__(self) -> str:
-        return ",".join(self._clauses)
+        return " || ".join(map(",".join, self._ranges))
 
     def __repr__(self) -> str:
         return f"Versions({str(self)!r})"
 
     def __eq__(self, other: object) -> bool:
-        return self._clauses == other._clauses if isinstance(other, Versions) else NotImplemented
+        return self._ranges == other._ranges if isinstance(other, Versions) else NotImplemented
 
     def __hash__(self) -> int:
-        return hash(self._clauses)
+        return hash(self._ranges)
+
+
+#: As `Versions`, whose ranges are mostly those of others: a start asks for each once.
+cached: Final = functools.lru_cache(maxsize=256)(Versions)
+
+
+def _from_below(clause: str) -> tuple[bool, str]:
+    return not clause.startswith(">"), clause
+
+
+@functools.lru_cache(maxsize=1024)
+def _holds(clauses: tuple[str, ...], version: str) -> bool:
+    release, plain = _release(version), [_plain(clause) for clause in clauses]
+    if release is not None and None not in plain:
+        return all(item is not None and item[0](release, item[1]) for item in plain)
+    from packaging.version import InvalidVersion, Version
+
+    try:
+        # Asked here: what packaging's specifiers do with a text that is no version differs between its releases.
+        Version(version)
+    except InvalidVersion:
+        return False
+    return bool(_specifier(clauses).contains(version, prereleases=True))
+
+
+@functools.lru_cache(maxsize=256)
+def _specifier(clauses: tuple[str, ...]) -> Any:
+    from packaging.specifiers import SpecifierSet  # its InvalidSpecifier is a ValueError
+
+    return SpecifierSet(",".join(clauses))
 
 
 # Most ranges begin or end where others do.

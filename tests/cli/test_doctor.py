@@ -32,9 +32,7 @@ what = "Says hello."
 origin = "none"
 removal = "never"
 requires = []
-[[variant]]
 versions = "==0.32.0"
-diffs = ["greeting.diff"]
 """
 DIFF = """--- a/vllm/greeting.py
 +++ b/vllm/greeting.py

@@ -165,8 +165,7 @@ class Project:
         (folder / "patch.toml").write_text(
             f'id = "{name}"\ntitle = "a made-up feature"\nwhat = "tests"\norigin = "tests"\n'
             + (f'gate = "{gate}"\n' if gate is not None else "")
-            + f'removal = "never"\nrequires = {list(requires)}\n{more}\n'
-            f'[[variant]]\nversions = "{versions}"\ndiffs = ["edit.diff"]\n'
+            + f'removal = "never"\nrequires = {list(requires)}\nversions = "{versions}"\n{more}\n'
         )
 
     def catalogue(self, name: str, folder: Path | None = None, **values: str) -> Path:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import subprocess
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ from vllm_hwplugin.patching import (
     Catalog,
     Source,
     Status,
-    default_folder,
     evaluate,
     evaluate_together,
     load_catalog,
@@ -44,13 +42,24 @@ def test_every_feature_has_a_good_verdict(vllm_tree: Callable[[str], Source], ca
 
 
 @pytest.mark.slow
-def test_every_variant_still_changes_something(vllm_tree: Callable[[str], Source], catalog: Catalog) -> None:
+def test_every_hunk_still_changes_something(vllm_tree: Callable[[str], Source], catalog: Catalog) -> None:
     """One that is upstream, or not needed, wherever it was written for has become dead text."""
-    for feature in catalog.features:
-        for variant in feature.variants:
-            sources = [vllm_tree(version) for version in variant.versions.supported()]
-            found = {evaluate(feature, source).status for source in sources}
-            assert Status.APPLIES in found, f"{feature.id}: {variant.versions}"
+    made: set[tuple[str, str, int]] = set()
+    for version in SUPPORTED:
+        verdicts, _ = evaluate_together(catalog, vllm_tree(version), hints=False)
+        made |= {
+            (item.feature, hunk.origin, hunk.hunk_index)
+            for item in verdicts
+            if item.status is Status.APPLIES
+            for hunk in item.hunks
+        }
+    every = {
+        (feature.id, file.origin, hunk.number)
+        for feature in catalog.features
+        for file in feature.files
+        for hunk in file.hunks
+    }
+    assert made == every
 
 
 @every_version
@@ -90,26 +99,8 @@ def test_git_makes_the_same_text(
             assert (folder / path).read_bytes().decode() == file.text, path
 
 
-def test_every_variant_covers_consecutive_supported_versions(catalog: Catalog) -> None:
-    """A range with a hole, or with nothing in it, is a slip in a `patch.toml`."""
+def test_a_feature_has_one_diff_for_each_file(catalog: Catalog) -> None:
+    """Two would be two places to look for what is done to one file."""
     for feature in catalog.features:
-        assert feature.variants, feature.id
-        for item in (*feature.variants, *feature.not_needed):
-            covered = [SUPPORTED.index(version) for version in item.versions.supported()]
-            assert covered, f"{feature.id}: {item.versions} covers no supported version"
-            assert all(other == one + 1 for one, other in pairwise(covered)), f"{feature.id}: {item.versions}"
-
-
-def test_neighbouring_variants_differ(catalog: Catalog) -> None:
-    """Two with the same diffs side by side are one."""
-    for feature in catalog.features:
-        in_order = sorted(feature.variants, key=lambda item: SUPPORTED.index(item.versions.supported()[0]))
-        for one, other in pairwise(in_order):
-            assert one.files != other.files, f"{feature.id}: '{one.versions}' and '{other.versions}' are the same diffs"
-
-
-def test_every_diff_is_used(catalog: Catalog) -> None:
-    for feature in catalog.features:
-        used = {diff.origin for variant in feature.variants for diff in variant.files}
-        found = {f"{feature.id}/{item.name}" for item in (default_folder() / feature.id).iterdir()}
-        assert used == found - {f"{feature.id}/patch.toml"}
+        paths = [file.path for file in feature.files]
+        assert len(paths) == len(set(paths)), feature.id

@@ -24,15 +24,10 @@ lines\"\"\"
 origin = "an upstream change"
 removal = "when it is upstream"
 requires = []
+versions = ">=0.24.0,<0.34.0"
 [[not_needed]]
 versions = "<0.24.0"
 reason = "no such fault"
-[[variant]]
-versions = ">=0.24.0,<0.30.0"
-diffs = ["old.diff"]
-[[variant]]
-versions = ">=0.30.0,<0.34.0"
-diffs = ["new.diff", "old.diff"]
 """
 
 Write = Callable[..., Path]
@@ -51,7 +46,8 @@ def write(tmp_path: Path) -> Write:
             text = text.replace(old, new)
         (folder / "patch.toml").write_text(text)
         (folder / "old.diff").write_text(make_diff(ALPHA, ALPHA + "old\n"))
-        (folder / "new.diff").write_text(make_diff(ALPHA, "new\n" + ALPHA))
+        new = make_diff(ALPHA, "new\n" + ALPHA)
+        (folder / "new.diff").write_text(new.replace(" @@\n", " @@ >=0.30\n"))
         return tmp_path
 
     return write
@@ -62,50 +58,44 @@ def test_fields(write: Write) -> None:
     assert (feature.id, feature.title, feature.gate, feature.what) == ("one", "a title", GATE, "several\nlines")
     assert (feature.origin, feature.removal, feature.requires) == ("an upstream change", "when it is upstream", ())
     assert [str(item.versions) for item in feature.not_needed] == ["<0.24.0"]
-    assert [[file.origin for file in variant.files] for variant in feature.variants] == [
-        ["one/old.diff"],
-        ["one/new.diff", "one/old.diff"],
-    ]
+    assert str(feature.versions) == ">=0.24.0,<0.34.0"
+    assert [file.origin for file in feature.files] == ["one/new.diff", "one/old.diff"]
 
 
 @pytest.mark.parametrize(
     ("version", "files"),
     [
-        ("0.23.0", None),
         ("0.24.0", 1),
         ("0.29.0", 1),
         ("0.30.0", 2),
         ("0.30.0+cpu", 2),
-        ("0.30.0rc1", None),
+        ("0.30.0rc1", 2),
         ("0.34.0", None),
         ("0.34.0rc1", None),
         ("no version", None),
     ],
 )
-def test_variant_of_a_version(write: Write, version: str, files: int | None) -> None:
-    """Local builds are their release, a release candidate is neither that nor the one before."""
+def test_hunks_of_a_version(write: Write, version: str, files: int | None) -> None:
+    """Candidates and local builds get the hunks of their release."""
     (feature,) = load_catalog(write()).features
-    variant = feature.variant_for(version)
-    assert (None if variant is None else len(variant.files)) == files
+    assert (len(feature.files_for(version)) if feature.versions.covers(version) else None) == files
 
 
 def test_one_version_only(write: Write) -> None:
-    """A process reads the diffs that it can use; another variant is absent, not empty."""
+    """A process keeps the hunks that it can use; where the version is not listed, nobody knows which."""
     folder = write()
-    (folder / "one" / "new.diff").write_text("malformed")
-    (feature,) = load_catalog(folder, version="0.24.0").features
-    assert [len(variant.files) for variant in feature.variants] == [1]
-    assert feature.variant_for("0.30.0") is None
-    with pytest.raises(DiffError, match=r"one/new\.diff"):
-        load_catalog(folder, version="0.99.0")
+    assert [
+        [file.origin for file in load_catalog(folder, version=version).features[0].files]
+        for version in ("0.24.0", "0.30.0", "0.99.0")
+    ] == [["one/old.diff"], ["one/new.diff", "one/old.diff"], ["one/new.diff", "one/old.diff"]]
 
 
 def test_ranges_that_overlap_elsewhere_are_no_matter_of_a_start(write: Write) -> None:
-    folder = write(("<0.30.0", "<=0.30.0"))
-    (feature,) = load_catalog(folder, version="0.24.0").features
-    assert len(feature.variants) == 1
-    with pytest.raises(CatalogError, match=r"both cover vLLM 0\.30\.0"):
-        load_catalog(folder, version="0.30.0")
+    folder = write(("<0.24.0", "<=0.24.0"))
+    (feature,) = load_catalog(folder, version="0.26.0").features
+    assert len(feature.files) == 1
+    with pytest.raises(CatalogError, match=r"both cover vLLM 0\.24\.0"):
+        load_catalog(folder, version="0.24.0")
 
 
 def test_none_where_it_is_not_needed(write: Write) -> None:
@@ -113,7 +103,7 @@ def test_none_where_it_is_not_needed(write: Write) -> None:
     for name in ("old", "new"):
         (folder / "one" / f"{name}.diff").write_text("malformed")
     (feature,) = load_catalog(folder, version="0.23.0").features
-    assert feature.variants == ()
+    assert feature.files == ()
     assert feature.not_needed_for("0.23.0") is not None
 
 
@@ -153,18 +143,15 @@ def test_empty_folder(tmp_path: Path) -> None:
         ("requires = []", "require = []", "unknown key 'require'; expected gate, id,"),
         ("requires = []", "requires = [", "not TOML"),
         (
-            'diffs = ["old.diff"]',
-            'diffs = ["old.diff"]\nrequires = []',
-            "[[variant]]: unknown key 'requires'; expected diffs,",
+            'reason = "no such fault"',
+            'reason = "no such fault"\nrequires = []',
+            "[[not_needed]]: unknown key 'requires'; expected reason,",
         ),
         ('"<0.24.0"', '"<<0.24.0"', "versions '<<0.24.0' is no PEP 440 specifier"),
         ('reason = "no such fault"', "", "reason is None, expected a text"),
-        ("<0.30.0", "<=0.30.0", "the ranges '<=0.30.0,>=0.24.0' and '<0.34.0,>=0.30.0' both cover vLLM 0.30.0"),
-        ('"<0.24.0"', '"<=0.24.0"', "both cover vLLM 0.24.0"),
-        ('diffs = ["old.diff"]', 'diffs = "old.diff"', "diffs is 'old.diff', expected a list of file names"),
-        ('diffs = ["old.diff"]', "diffs = []", "diffs is [], expected a list of file names"),
-        ('diffs = ["old.diff"]', 'diffs = ["gone.diff"]', "diff 'gone.diff' can't be read (No such file"),
-        ("[[variant]]", "[variant]", "not TOML"),
+        ('versions = ">=0.24.0,<0.34.0"', "", "versions is None, expected a text"),
+        ('"<0.24.0"', '"<=0.24.0"', "the ranges '>=0.24.0,<0.34.0' and '<=0.24.0' both cover vLLM 0.24.0"),
+        ('versions = ">=0.24.0,<0.34.0"', '[[variant]]\nversions = "<0.34.0"', "[[variant]] is not read any more: say"),
         ("[[not_needed]]", "[not_needed]", "expected [[not_needed]] tables"),
     ],
 )
@@ -191,6 +178,9 @@ def test_unreadable(tmp_path: Path, write: Write) -> None:
     with pytest.raises(DiffError, match=r"one/old\.diff: not UTF-8"):
         load_catalog(tmp_path)
     (tmp_path / "one" / "old.diff").unlink()
+    (tmp_path / "one" / "new.diff").unlink()
+    with pytest.raises(CatalogError, match=r"one: has no \.diff file, so it changes nothing"):
+        load_catalog(tmp_path)
     (tmp_path / "one" / "patch.toml").unlink()
     with pytest.raises(CatalogError, match=r"one.patch\.toml: can't be read \(No such file"):
         load_catalog(tmp_path)
@@ -201,16 +191,17 @@ def test_diff_keeps_its_line_ends(write: Write) -> None:
     text = ALPHA.replace("\n", "\r\n")
     (folder / "one" / "old.diff").write_text(make_diff(text, text + "old\r\n"), newline="")
     (feature,) = load_catalog(folder, version="0.24.0").features
-    assert feature.variants[0].files[0].hunks[0].before[-1] == "line 20\r\n"
+    assert feature.files[0].hunks[0].before[-1] == "line 20\r\n"
 
 
 def test_own_catalogue_has_a_word_on_every_version() -> None:
-    """Each supported version has a variant, or a reason why it needs none."""
+    """Each supported version has hunks, or a reason why it needs none."""
     catalog = load_catalog()
     assert catalog.features
     for feature in catalog.features:
         for version in SUPPORTED:
-            assert (feature.variant_for(version) is None) != (feature.not_needed_for(version) is None), version
+            assert feature.versions.covers(version) != (feature.not_needed_for(version) is not None), version
+            assert not feature.versions.covers(version) or feature.files_for(version), version
 
 
 def test_supported_versions_are_in_order() -> None:

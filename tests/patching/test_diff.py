@@ -30,6 +30,14 @@ def test_fields() -> None:
     assert (second.number, second.source_length, second.target_length) == (2, 1, 1)
 
 
+def test_versions_behind_a_header() -> None:
+    """And nowhere else: git writes the line of the function there."""
+    parts = [HUNK.replace(" class A:", text) for text in (" class A:", " >=0.24,<0.26", "<0.24 || >=0.26")]
+    (diff,) = parse_diff(HEAD + "".join(parts), "d.diff")
+    found = [[version for version in ("0.20.0", "0.25.0", "0.26.0") if hunk.covers(version)] for hunk in diff.hunks]
+    assert found == [["0.20.0", "0.25.0", "0.26.0"], ["0.25.0"], ["0.20.0", "0.26.0"]]
+
+
 def test_several_files_and_git_headers() -> None:
     """As `git diff` writes it, with timestamps as `diff -u` does."""
     git = "diff --git a/vllm/v1/pack/__init__.py b/vllm/v1/pack/__init__.py\nindex 1234567..89abcde 100644\n"
@@ -77,6 +85,7 @@ def test_blank_context_without_its_space() -> None:
         (HEAD + HUNK + "@@ -4 +5 @@\n-three\n+3\n", "hunk 2 of vllm/v1/alpha.py starts at line 4, inside or before"),
         (HEAD + HUNK.replace("-two\n+2\n+and a half\n", "*two\n"), "Hunk diff line expected: *two"),
         (HEAD + HUNK.removesuffix("\n"), "the last line has no newline"),
+        (HEAD + HUNK.replace("class A:", "0.24"), "hunk 1 of a/vllm/v1/alpha.py: '0.24' behind its '@@' is no range"),
         (HEAD + "@@ -5,0 +6 @@\n+x\n", "no context to match"),
         (HEAD + "@@ -1 +1 @@\n x\n", "changes nothing"),
         (HEAD + "@@ -1 +1 @@\n-x\n+x\n", "changes nothing"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_hwplugin.patching import Catalog, Conflict, Feature, NotNeeded, Status, Variant, evaluate, evaluate_together
+from vllm_hwplugin.patching import Catalog, Conflict, Feature, FileDiff, NotNeeded, Status, evaluate, evaluate_together
 from vllm_hwplugin.patching._evaluate import Texts, fit
 from vllm_hwplugin.versions import Versions
 
@@ -79,7 +79,7 @@ def test_upstream_is_all_or_nothing() -> None:
 
 
 def test_own_hunks_in_conflict() -> None:
-    """Two diffs of one variant that change one line."""
+    """Two diffs of one feature that change one line."""
     twice = feature(
         file_diff(ALPHA, ALPHA.replace("line 3\n", "x\n")), file_diff(ALPHA, ALPHA.replace("line 3\n", "y\n"))
     )
@@ -87,7 +87,7 @@ def test_own_hunks_in_conflict() -> None:
     assert (verdict.status, verdict.reason) == (Status.CONFLICT, f"two of its own hunks change {PATH} at lines 3 to 3")
 
 
-def test_diffs_of_one_variant_may_share_a_file() -> None:
+def test_diffs_of_one_feature_may_share_a_file() -> None:
     split = feature(
         file_diff(ALPHA, ALPHA.replace("line 3\n", "x\n")), file_diff(ALPHA, ALPHA.replace("line 5\n", "y\n"))
     )
@@ -95,9 +95,7 @@ def test_diffs_of_one_variant_may_share_a_file() -> None:
 
 
 def test_not_needed_reads_nothing() -> None:
-    two = feature(
-        *ONE.variants[0].files, versions=">=0.30.0", not_needed=[NotNeeded(Versions("<0.30.0"), "no such fault")]
-    )
+    two = feature(*ONE.files, versions=">=0.30.0", not_needed=[NotNeeded(Versions("<0.30.0"), "no such fault")])
     verdict = evaluate(two, Memory({}, version="0.29.0"))
     assert (verdict.status, verdict.reason) == (Status.NOT_NEEDED, "no such fault")
 
@@ -118,23 +116,59 @@ def test_listed(version: str) -> None:
 
 
 def test_a_version_that_is_spelt_out_is_listed() -> None:
-    own = feature(*ONE.variants[0].files, versions="===0.32.1.dev3+gabc")
+    own = feature(*ONE.files, versions="===0.32.1.dev3+gabc")
     assert evaluate(own, Memory({PATH: ALPHA, OTHER: BETA}, version="0.32.1.dev3+gabc")).status is Status.APPLIES
 
 
-def test_try_unlisted_takes_the_newest_variant_that_is_exact() -> None:
-    old = Variant(Versions("<0.24.0"), (file_diff(ALPHA, ALPHA.replace("line 3\n", "x\n")),))
-    mid = Variant(Versions("==0.24.0"), (file_diff(ALPHA, ALPHA.replace("line 3\n", "y\n")),))
-    new = (file_diff(ALPHA + "end\n", ALPHA.replace("line 20\n", "z\n") + "end\n"),)
-    two = feature(*new, versions=">=0.25.0,<0.34.0", variants=(old, mid))
-    result = fit(two, Texts(Memory(version="0.40.0")), try_unlisted=True)
-    assert result.verdict.exact
-    assert [edit.lines for edit in result.edits[PATH]] == [("y\n",)]
+def of(diff: FileDiff, versions: str) -> FileDiff:
+    return diff._replace(hunks=tuple(hunk._replace(versions=Versions(versions)) for hunk in diff.hunks))
 
 
-def test_try_unlisted_wants_every_hunk_at_its_line() -> None:
-    source = Memory({PATH: "new\n" + ALPHA, OTHER: BETA}, version="0.33.1")
-    result = fit(ONE, Texts(source), try_unlisted=True)
+RANGES = feature(
+    of(file_diff(ALPHA, ALPHA.replace("line 3\n", "x\n")), "<0.24 || >=0.30,<0.31"),
+    of(file_diff(ALPHA, ALPHA.replace("line 3\n", "y\n")), ">=0.24,<0.25"),
+    of(file_diff(ALPHA + "end\n", ALPHA.replace("line 20\n", "z\n") + "end\n"), ">=0.25,<0.30 || >=0.31"),
+    file_diff(BETA, BETA + "end\n", OTHER),
+)
+
+
+@pytest.mark.parametrize(("version", "line"), [("0.20.0", "x\n"), ("0.24.0", "y\n"), ("0.30.0", "x\n")])
+def test_a_version_gets_its_hunks_and_those_without_a_range(version: str, line: str) -> None:
+    result = fit(RANGES, Texts(Memory({PATH: ALPHA, OTHER: BETA}, version=version)))
+    assert {path: [edit.lines for edit in edits] for path, edits in result.edits.items()} == {
+        PATH: [(line,)],
+        OTHER: [("end\n",)],
+    }
+
+
+def test_a_version_for_which_there_is_no_hunk_is_unlisted() -> None:
+    half = feature(of(file_diff(ALPHA, ALPHA.replace("line 3\n", "x\n")), "<0.24"))
+    verdict = evaluate(half, Memory())
+    assert (verdict.status, verdict.reason) == (Status.UNLISTED, "none of its hunks is for it")
+
+
+@pytest.mark.parametrize(
+    ("version", "line"),
+    [
+        ("0.40.0", "z\n"),
+        ("0.34.0rc1", "z\n"),
+        ("0.24.0rc1", "y\n"),
+        ("0.24.1", "y\n"),
+        ("0.31.0+cpu", "z\n"),
+        ("dev", "z\n"),
+    ],
+)
+def test_try_unlisted_takes_the_hunks_for_the_nearest_version(version: str, line: str) -> None:
+    texts = Texts(Memory({PATH: "new\n" + ALPHA + "end\n", OTHER: BETA}, version=version))
+    result = fit(RANGES, texts, try_unlisted=True)
+    assert result.verdict.status is Status.APPLIES
+    assert [edit.lines for edit in result.edits[PATH]] == [(line,)]
+
+
+@pytest.mark.parametrize("version", ["0.33.1", "0.34.0"])
+def test_try_unlisted_takes_no_others(version: str) -> None:
+    """Older hunks would fit here."""
+    result = fit(RANGES, Texts(Memory({PATH: ALPHA, OTHER: BETA}, version=version)), try_unlisted=True)
     assert (result.verdict.status, result.edits) == (Status.UNLISTED, {})
 
 

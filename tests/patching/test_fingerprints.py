@@ -24,7 +24,7 @@ PINS = Path(__file__).with_name("fingerprints.json")
 def fingerprints(source: Source) -> dict[str, str]:
     """Of the plan at default gates (""), and where it is another one, with a feature off ("-") or on ("+")."""
     catalog = load_catalog()
-    paths = {file.path for feature in catalog.features for item in feature.variants for file in item.files}
+    paths = {file.path for feature in catalog.features for file in feature.files}
     read = Memory({path: text for path in paths if (text := source.read(path)) is not None}, source.version)
     default = {name: value.choice for name, value in gates.read_all({}).items() if value.gate.switches}
     asked = {"": default}

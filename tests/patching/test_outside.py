@@ -342,7 +342,7 @@ MALFORMED: dict[str, tuple[str, Callable[[str], str]]] = {
     "nested too deep": (TOML, lambda text: text + "x = " + "[" * 5000 + "]" * 5000),
     "a number too long": ("catalogue.toml", lambda text: text + "x = " + "9" * 5000),
     "a key too long": (TOML, lambda text: text + ".".join("a" * 100000) + " = 1\n"),
-    "a name with a zero byte": (TOML, lambda text: text.replace("edit.diff", "a\\u0000.diff")),
+    "a range that is none": (TOML, lambda text: text.replace('versions = "', 'versions = ">=|| \\u0000')),
     "the gate HOME": (TOML, lambda text: 'gate = "HOME"\n' + text),
 }
 
@@ -466,7 +466,7 @@ def test_what_a_catalogue_may_not_say(acme: Project, file: str, old: str, new: s
 
 def test_ranges_that_overlap_are_found_for_any_distribution(acme: Project) -> None:
     file = acme.folder / "acme" / "fix" / "patch.toml"
-    second = '[[variant]]\nversions = "{}"\ndiffs = ["edit.diff"]\n'
+    second = '[[not_needed]]\nversions = "{}"\nreason = "mended"\n'
     text = file.read_text()
     for ranges in (">=3,<4", "==1.9.*", "==3.0"):
         file.write_text(text + second.format(ranges))

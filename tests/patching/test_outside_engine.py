@@ -39,7 +39,7 @@ def write_feature(
     (catalogue / name / "a.diff").write_text("".join(difflib.unified_diff(before, after, f"a/{path}", f"b/{path}")))
     (catalogue / name / "patch.toml").write_text(
         f'id = "{name}"\ntitle = "t"\nwhat = "w"\norigin = "o"\nremoval = "r"\ndistribution = "{distribution}"\n'
-        f'[[variant]]\nversions = "=={version}"\ndiffs = ["a.diff"]\n'
+        f'versions = "=={version}"\n'
     )
 
 

@@ -90,7 +90,7 @@ def test_on_that_cannot_be_is_an_error() -> None:
 
 @pytest.mark.parametrize("choice", ["auto", "on"])
 def test_what_vllm_has_or_does_not_need_is_no_error(choice: str) -> None:
-    not_needed = ONE._replace(variants=(), not_needed=(NotNeeded(Versions(">=0.32.0"), "mended"),))
+    not_needed = ONE._replace(versions=Versions("<0.32.0"), not_needed=(NotNeeded(Versions(">=0.32.0"), "mended"),))
     plan = plan_of(not_needed, **{GATE: choice})
     assert (states(plan), plan.features["one"].reason, plan.errors) == ({"one": "not-needed"}, "mended", ())
     upstream = {PATH: ALPHA.replace("line 3\n", "line three\n"), OTHER: BETA.replace("row 9\n", "row nine\n")}
@@ -151,7 +151,7 @@ def test_a_file_that_cannot_be_read_loses_its_own_features_alone() -> None:
 def test_requirement_that_vllm_meets_itself() -> None:
     """What the one feature would bring is there, so the other has what it needs."""
     needs = TWO._replace(requires=("one",))
-    mended = ONE._replace(variants=(), not_needed=(NotNeeded(Versions(">=0.32.0"), "mended"),))
+    mended = ONE._replace(versions=Versions("<0.32.0"), not_needed=(NotNeeded(Versions(">=0.32.0"), "mended"),))
     assert states(plan_of(mended, needs)) == {"one": "not-needed", "two": "live"}
 
 
@@ -173,13 +173,13 @@ def test_unlisted_version_gets_nothing(version: str) -> None:
 
 
 def test_try_unlisted() -> None:
-    """Each feature by itself: live where every hunk stands at its line, refused where one moved."""
-    source = Memory({PATH: ALPHA, OTHER: "new\n" + BETA}, version="0.40.0")
+    """Each feature by itself: live where every hunk fits one place, refused where one does not."""
+    source = Memory({PATH: "new\n" + ALPHA, OTHER: BETA.replace("row 9\n", "9\n")}, version="0.40.0")
     plan = plan_of(ONE, TWO, source=source, try_unlisted=True)
     assert states(plan) == {"one": "refused", "two": "live"}
     # The gate is set already.
     assert "TRY_UNLISTED" not in plan.features["one"].reason
-    assert f"hunk 1 of {OTHER} (test.diff) stands +1 lines from where it says" in plan.features["one"].reason
+    assert f"hunk 1 of {OTHER} (test.diff) not found" in plan.features["one"].reason
 
 
 def test_fingerprint_names_what_is_in_force() -> None:

@@ -105,7 +105,7 @@ def test_what_is_live_fits_whole_and_meets_nothing_that_is_live(drawn: Drawn, st
     features = features_of(drawn)
     expected: list[str] = []
     for name, (item, runs) in features.items():
-        hunks = [hunk for diff in item.variants[0].files for hunk in diff.hunks]
+        hunks = [hunk for diff in item.files for hunk in diff.hunks]
         broken = any(
             hunk.source_start - 1 < at < hunk.source_start - 1 + hunk.source_length for hunk in hunks for at in strange
         )

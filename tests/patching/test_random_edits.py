@@ -72,10 +72,9 @@ class Edited:
 def spots_in(plan: Plan, path: str, lines: list[str]) -> list[Spot]:
     spots = []
     for name, item in plan.features.items():
-        variant = item.feature.variant_for(plan.version)
-        if item.state != "live" or variant is None or item.verdict is None:
+        if item.state != "live" or item.verdict is None:
             continue
-        hunks = [(diff.path, hunk) for diff in variant.files for hunk in diff.hunks]
+        hunks = [(diff.path, hunk) for diff in item.feature.files for hunk in diff.hunks]
         for (place, hunk), verdict in zip(hunks, item.verdict.hunks, strict=True):
             if place == path:
                 spot = Spot(name, hunk, hunk.source_start - 1 + verdict.offset)
@@ -104,9 +103,7 @@ def test_applied_with_the_edit_or_refused(vllm_tree: Callable[[str], Source], ve
     source, catalog = vllm_tree(version), load_catalog(version=version)
     stock = make_plan(catalog, source, {})
     all_live = frozenset(name for name, item in stock.features.items() if item.state == "live")
-    assert set(stock.files) == {
-        diff.path for name in all_live for item in stock.features[name].feature.variants for diff in item.files
-    }
+    assert set(stock.files) == {diff.path for name in all_live for diff in stock.features[name].feature.files}
     untouched = {all_live: texts(stock)}
     for path in stock.files:
         lines = split_lines(source.read(path) or "")

@@ -340,7 +340,7 @@ def test_on_an_unlisted_version_each_feature_says_why_it_is_not_live(project: Pr
     project.feature("made-up", EDITS)
     project.feature("other", {"vllm/v1/beta.py": [("double(double(value))", "double(value)")]}, gate=GATES[1])
     project.write("vllm/_version.py", "__version__ = version = '0.99.0'\n")
-    project.write("vllm/v1/beta.py", "\n# newer\n" + project.read("vllm/v1/beta.py"))
+    project.write("vllm/v1/beta.py", project.read("vllm/v1/beta.py").replace("value", "number"))
     done = project.start("print(install().live)", VLLM_HWPLUGIN_TRY_UNLISTED="1")
     assert done.stdout == "('made-up',)\n"
     _, line = done.stderr.splitlines()

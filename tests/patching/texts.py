@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from vllm_hwplugin.patching import Feature, FileDiff, NotNeeded, Variant
+from vllm_hwplugin.patching import Feature, FileDiff, NotNeeded
 from vllm_hwplugin.patching._apply import Text, apply_edits, edits_of, locate, split_lines
 from vllm_hwplugin.patching._diff import parse_diff
 from vllm_hwplugin.versions import Versions
@@ -50,7 +50,6 @@ def feature(
     versions: str = ">=0.20.0,<0.34.0",
     requires: Sequence[str] = (),
     not_needed: Sequence[NotNeeded] = (),
-    variants: Sequence[Variant] = (),
 ) -> Feature:
     return Feature(
         id=name,
@@ -60,8 +59,9 @@ def feature(
         origin="tests",
         removal="never",
         requires=tuple(requires),
+        versions=Versions(versions),
         not_needed=tuple(not_needed),
-        variants=(*variants, Variant(Versions(versions), files)) if files else tuple(variants),
+        files=files,
     )
 
 

@@ -234,8 +234,7 @@ def _add_feature(
     (catalog / name / f"{name}.diff").write_text("".join(lines))
     (catalog / name / "patch.toml").write_text(
         f'id = "{name}"\ntitle = "Change {name}"\ngate = "{gate}"\nwhat = "Why {name} changes."\n'
-        f'origin = "a test"\nremoval = "never"\nrequires = []\n{extra}\n'
-        f'[[variant]]\nversions = "{versions}"\ndiffs = ["{name}.diff"]\n'
+        f'origin = "a test"\nremoval = "never"\nrequires = []\nversions = "{versions}"\n{extra}\n'
     )
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import sys
 import textwrap
+from collections import Counter
 from collections.abc import Sequence
 
-from ..patching import Feature, load_catalog
+from ..patching import load_catalog
 from .catalogues import all_features, find_feature, say_troubles, select
 from .parser import FAILURE, Command, Parser
 from .text import table
@@ -18,7 +19,7 @@ COMMANDS = {
     "diff": Command(f"{_WORKSHOP}.patches_diff", "diff", "The exact text change that a feature makes."),
     "import": Command(f"{_WORKSHOP}.patches_import", "import_change", "Make a feature of a diff, for many versions."),
     "edit": Command(f"{_WORKSHOP}.patches_edit", "edit", "Open a work tree of one vLLM with a feature applied."),
-    "save": Command(f"{_WORKSHOP}.patches_edit", "save", "Make the feature's variant of a work tree."),
+    "save": Command(f"{_WORKSHOP}.patches_edit", "save", "Give the feature what was edited in a work tree."),
     "check": Command(f"{_WORKSHOP}.patches_check", "check", "Check catalogues of patches, on every version."),
 }
 
@@ -41,11 +42,11 @@ def patches(arguments: Sequence[str]) -> int:
 def _list() -> int:
     selection = select(load_catalog())
     if sys.stdout.isatty():
-        rows = [(one.id, one.title, one.gate, f"{one.target} {versions(one)}") for one in selection.chosen]
+        rows = [(one.id, one.title, one.gate, f"{one.target} {one.versions}") for one in selection.chosen]
         print(table(("feature", "what", "gate", "versions"), rows))
     else:
         for one in selection.chosen:
-            print(f"{one.id}: {one.title}; gate {one.gate}; {one.target} {versions(one)}")
+            print(f"{one.id}: {one.title}; gate {one.gate}; {one.target} {one.versions}")
     say_troubles(selection)
     return FAILURE if selection.troubles else 0
 
@@ -67,16 +68,12 @@ def show(arguments: Sequence[str]) -> int:
     print(f"removal:  {' '.join(found.removal.split())}")
     for gap in found.not_needed:
         print(f"not needed on {found.target} {gap.versions}: {' '.join(gap.reason.split())}")
-    for variant in found.variants:
-        print(f"\non {found.target} {variant.versions}:")
-        for file in variant.files:
-            print(f"  {file.path}: {len(file.hunks)} hunk{'' if len(file.hunks) == 1 else 's'} ({file.origin})")
+    print(f"\non {found.target} {found.versions}:")
+    for file in found.files:
+        print(f"  {file.path}: {len(file.hunks)} hunk{'' if len(file.hunks) == 1 else 's'} ({file.origin})")
+        for text, count in Counter(str(hunk.versions) for hunk in file.hunks if hunk.versions is not None).items():
+            print(f"    {count} of them on {text}")
     return 0
-
-
-def versions(feature: Feature) -> str:
-    """The version ranges that a feature has patches for."""
-    return " or ".join(str(variant.versions) for variant in feature.variants)
 
 
 def _paragraph(text: str) -> str:

@@ -163,7 +163,7 @@ GATES: Final[tuple[Gate, ...]] = (
         "VLLM_HWPLUGIN_TRY_UNLISTED",
         "bool",
         False,
-        "On a vLLM version that is not listed, apply a feature when every hunk of its nearest variant fits exactly.",
+        "On a vLLM version that is not listed, apply a feature when its hunks for the nearest one each fit one place.",
         affects=("patches", COMPILE_KEY),
     ),
     Gate(

@@ -10,7 +10,7 @@ from ._apply import Edit, Text, apply_edits, edits_of, is_open, locate, split_li
 from ._catalog import default_folder, load_catalog
 from ._diff import file_diff, parse_diff, read_sections
 from ._errors import CatalogError, DiffError, InstallError, PatchingError, UnreadableFile
-from ._evaluate import evaluate, evaluate_together, trouble_in
+from ._evaluate import evaluate, evaluate_as, evaluate_together, told_apart, trouble_in
 from ._installed import Installed, NotInstalled, VersionUnknown, find_installed
 from ._model import (
     VLLM,
@@ -30,7 +30,6 @@ from ._model import (
     Plan,
     Source,
     Status,
-    Variant,
     target_name,
 )
 from ._overlay import FOLDER
@@ -66,13 +65,13 @@ __all__ = [
     "Status",
     "Text",
     "UnreadableFile",
-    "Variant",
     "VersionUnknown",
     "apply_edits",
     "current_plan",
     "default_folder",
     "edits_of",
     "evaluate",
+    "evaluate_as",
     "evaluate_together",
     "file_diff",
     "find_installed",
@@ -88,6 +87,7 @@ __all__ = [
     "render_diff",
     "split_lines",
     "target_name",
+    "told_apart",
     "trouble_in",
     "verify",
 ]

@@ -13,10 +13,10 @@ from types import MappingProxyType
 from typing import Any
 
 from ..gates import GATES
-from ..versions import SUPPORTED, Versions
+from ..versions import SUPPORTED, Versions, cached, final
 from ._diff import parse_diff
 from ._errors import CatalogError, DiffError
-from ._model import VLLM, Catalog, Feature, FileDiff, NotNeeded, Variant, target_name
+from ._model import VLLM, Catalog, Feature, FileDiff, NotNeeded, target_name
 from ._toml import MISSING, read_patch_tomls, read_toml
 
 #: The file that makes a folder of a catalogue a feature.
@@ -24,8 +24,10 @@ PATCH = "patch.toml"
 
 _TEXTS = ("id", "title", "gate", "what", "origin", "removal")
 #: What a `patch.toml` of the project's own may hold.
-FEATURE_KEYS = frozenset({*_TEXTS, "requires", "not_needed", "variant"})
-_TABLE_KEYS = {"variant": frozenset({"versions", "diffs"}), "not_needed": frozenset({"versions", "reason"})}
+FEATURE_KEYS = frozenset({*_TEXTS, "requires", "versions", "not_needed"})
+_NOT_NEEDED_KEYS = frozenset({"versions", "reason"})
+#: What files of a feature's folder are its diffs.
+DIFFS = ".diff"
 
 
 def _own(raw: Mapping[str, Any], file: Path) -> Mapping[str, Any]:
@@ -77,10 +79,10 @@ def load_catalog(
 
     Args:
         folder: default: the project's own.
-        version: keep only the variants for this version. A process that patches itself has no use for the others. All
+        version: keep only the hunks for this version. A process that patches itself has no use for the others. All
             of them are kept of a feature that says nothing of the version. Ranges that overlap are then an error only
             where both hold this version.
-        off: gates that are off: no variant is kept of the features that they switch.
+        off: gates that are off: no hunk is kept of the features that they switch.
         base: a cache folder that can be trusted, for the values of each `patch.toml`; without one they are parsed.
 
     Raises:
@@ -112,6 +114,12 @@ def load_feature(folder: Path, version: str | None, terms: Terms) -> Feature:
     """One feature; see `load_catalog`."""
     file = folder / PATCH
     raw = terms.parsed[file] if file in terms.parsed else read_toml(file, terms.read, MISSING)
+    if "variant" in raw:
+        raise CatalogError(
+            f"{file}: [[variant]] is not read any more: say `versions` once for the feature, keep one diff for each "
+            "file that it changes, and write the versions of a hunk behind its '@@' where it is not for all of these; "
+            "see docs/how-to-add-a-patch.md"
+        )
     refuse_unknown(raw, terms.keys, "", file)
     if "id" in raw and raw["id"] != folder.name:
         raise CatalogError(f"{file}: id is {raw['id']!r}, expected the folder's name {folder.name!r}")
@@ -121,67 +129,56 @@ def load_feature(folder: Path, version: str | None, terms: Terms) -> Feature:
     requires = raw.get("requires", [])
     if not isinstance(requires, list) or not all(isinstance(item, str) for item in requires):
         raise CatalogError(f"{file}: requires is {requires!r}, expected a list of feature ids")
-    tables = _tables(raw, "variant", file)
-    ranges = [_versions(table, file) for table in tables]
-    not_needed = [
-        NotNeeded(_versions(table, file), text_of(table, "reason", file)) for table in _tables(raw, "not_needed", file)
-    ]
+    versions = _versions(raw, file)
+    not_needed = [NotNeeded(_versions(table, file), text_of(table, "reason", file)) for table in _not_needed(raw, file)]
     only = version if distribution == VLLM else None
-    stated = [*ranges, *(item.versions for item in not_needed)]
+    stated = [versions, *(item.versions for item in not_needed)]
     if terms.catalogue:
         # What others write may be for versions, and distributions, of which this release knows nothing.
         edges = [edge for item in stated for edge in item.edges()]
         _refuse_overlap(stated, (*SUPPORTED, *edges), file, distribution)
     else:
         _refuse_overlap(stated, SUPPORTED if version is None else (version,), file, distribution)
-    if terms.catalogue and not tables:
-        raise CatalogError(f"{file}: has no [[variant]], so it changes nothing; see docs/how-to-add-a-patch.md")
-    if terms.catalogue and (endless := next((item for item in ranges if not item.has_end), None)):
+    if terms.catalogue and not versions.has_end:
         raise CatalogError(
-            f"{file}: the range '{endless}' of a variant has no end, so it would hold releases that nobody has seen; "
-            "end it before the first one"
+            f"{file}: the range '{versions}' has no end, so it would hold releases that nobody has seen; end it before "
+            "the first one"
         )
-    wanted = [only is not None and item.covers(only) for item in ranges]
-    told = any(wanted) or any(only is not None and item.versions.covers(only) for item in not_needed)
-    cache: dict[str, tuple[FileDiff, ...]] = {}
-
-    def diffs(table: Mapping[str, Any]) -> tuple[FileDiff, ...]:
-        names = table.get("diffs")
-        if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
-            raise CatalogError(f"{file}: diffs is {names!r}, expected a list of file names")
-        for name in names:
-            if name not in cache:
-                cache[name] = _read_diff(folder, name, terms, distribution)
-        return tuple(item for name in names for item in cache[name])
-
-    variants = [
-        Variant(versions, diffs(table))
-        for table, versions, used in zip(tables, ranges, wanted, strict=True)
-        if (used or not told) and texts["gate"] not in terms.off
-    ]
-    return Feature(
+    wanted = only if only and versions.covers(only) else None
+    files: tuple[FileDiff, ...] = ()
+    if texts["gate"] not in terms.off and not (only and any(item.versions.covers(only) for item in not_needed)):
+        # Of a candidate the feature as a whole knows which hunks are meant.
+        files = _diffs(folder, wanted if wanted and final(wanted) == wanted else None, terms, distribution)
+    feature = Feature(
         **(texts | {"id": _joined(terms.catalogue, folder.name)}),
         requires=tuple(requires),
+        versions=versions,
         not_needed=tuple(not_needed),
-        variants=tuple(variants),
+        files=files,
         distribution=distribution,
         default=raw.get("default", "auto"),
     )
+    return feature._replace(files=feature.files_for(wanted)) if wanted else feature
+
+
+def _diffs(folder: Path, version: str | None, terms: Terms, distribution: str) -> tuple[FileDiff, ...]:
+    names = sorted(name for name in os.listdir(folder) if name.endswith(DIFFS) and not name.startswith("."))
+    if not names:
+        raise CatalogError(f"{folder}: has no {DIFFS} file, so it changes nothing; see docs/how-to-add-a-patch.md")
+    return tuple(item for name in names for item in _read_diff(folder, name, version, terms, distribution))
 
 
 def _joined(catalogue: str, name: str) -> str:
     return f"{catalogue}/{name}" if catalogue else name
 
 
-def _read_diff(folder: Path, name: str, terms: Terms, distribution: str) -> tuple[FileDiff, ...]:
+def _read_diff(folder: Path, name: str, version: str | None, terms: Terms, distribution: str) -> tuple[FileDiff, ...]:
     origin = _joined(terms.catalogue, f"{folder.name}/{name}")
     try:
         # As bytes: a diff of a file with CRLF lines has to keep them.
-        return parse_diff(terms.read(folder / name).decode("utf-8"), origin, distribution)
+        return parse_diff(terms.read(folder / name).decode("utf-8"), origin, distribution, version=version)
     except OSError as error:
-        raise CatalogError(
-            f"{folder / PATCH}: diff {name!r} can't be read ({error.strerror}); name a file beside it"
-        ) from error
+        raise CatalogError(f"{folder / name}: can't be read ({error.strerror}); mend or remove it") from error
     except UnicodeDecodeError as error:
         raise DiffError(f"{origin}: not UTF-8 ({error}); write the diff anew") from error
 
@@ -194,12 +191,12 @@ def text_of(table: Mapping[str, Any], key: str, file: Path) -> str:
     return value.strip()
 
 
-def _tables(raw: Mapping[str, Any], key: str, file: Path) -> list[dict[str, Any]]:
-    tables = raw.get(key, [])
+def _not_needed(raw: Mapping[str, Any], file: Path) -> list[dict[str, Any]]:
+    tables = raw.get("not_needed", [])
     if not isinstance(tables, list) or not all(isinstance(item, dict) for item in tables):
-        raise CatalogError(f"{file}: {key} is {tables!r}, expected [[{key}]] tables")
+        raise CatalogError(f"{file}: not_needed is {tables!r}, expected [[not_needed]] tables")
     for table in tables:
-        refuse_unknown(table, _TABLE_KEYS[key], f"[[{key}]]: ", file)
+        refuse_unknown(table, _NOT_NEEDED_KEYS, "[[not_needed]]: ", file)
     return tables
 
 
@@ -213,7 +210,7 @@ def refuse_unknown(table: Mapping[str, Any], known: frozenset[str], where: str, 
 def _versions(table: Mapping[str, Any], file: Path) -> Versions:
     text = text_of(table, "versions", file)
     try:
-        return Versions(text)
+        return cached(text)
     except ValueError as error:
         raise CatalogError(f"{file}: versions {text!r} is no PEP 440 specifier, such as '>=0.20.0,<0.22.0'") from error
 

@@ -13,27 +13,35 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Final
 
+from ..versions import Versions, cached
 from ._errors import DiffError
 from ._model import VLLM, FileDiff, Hunk, target_name
 
-_HEADER: Final = re.compile(r"@@ -(\d{1,9})(?:,(\d{1,9}))? \+(\d{1,9})(?:,(\d{1,9}))? @@")
+# Behind the second `@@` stands a hunk's range of versions, or what git takes for a heading: it begins with a letter.
+_HEADER: Final = re.compile(r"@@ -(\d{1,9})(?:,(\d{1,9}))? \+(\d{1,9})(?:,(\d{1,9}))? @@(?: *([<>=!~|\d].*))?")
 
 
-def parse_diff(text: str, origin: str, distribution: str = VLLM) -> tuple[FileDiff, ...]:
+def parse_diff(text: str, origin: str, distribution: str = VLLM, *, version: str | None = None) -> tuple[FileDiff, ...]:
     """Read the diff of one or more files.
 
     Args:
-        text: a unified diff with paths `a/vllm/...` and `b/vllm/...`.
+        text: a unified diff with paths `a/vllm/...` and `b/vllm/...`; behind the `@@` of a hunk may stand the versions
+            that it is for.
         origin: the diff's name in messages.
         distribution: whose files it changes; paths of others than `VLLM` are as they stand in site-packages.
+        version: pass over hunks that are not for this version, and over files without others.
 
     Raises:
         DiffError: malformed, or something else than changes inside existing files of that distribution.
     """
     files = []
-    for source, target, hunks in read_sections(text, origin):
-        files.append(file_diff(_path(source, target, origin, distribution), hunks, origin))
-    if not files:
+    found = False
+    for source, target, hunks in _read(text, origin, ranges=True, version=version):
+        found = True
+        path, kept = _path(source, target, origin, distribution), [hunk for hunk in hunks if hunk.lines]
+        if kept or not hunks:
+            files.append(file_diff(path, kept, origin))
+    if not found:
         raise DiffError(f"{origin}: no '--- a/... +++ b/...' header found; write it with `diff -u` or `git diff`")
     return tuple(files)
 
@@ -49,7 +57,9 @@ def file_diff(path: str, hunks: Sequence[Hunk], origin: str) -> FileDiff:
     for hunk in hunks:
         _refuse_unmatchable(hunk, f"{origin}: hunk {hunk.number} of {path}")
     for one, following in pairwise(hunks):
-        if following.source_start < one.source_start + one.source_length:
+        # Of other versions are other lines stated.
+        end = one.source_start + one.source_length
+        if one.versions == following.versions and following.source_start < end:
             raise DiffError(
                 f"{origin}: hunk {following.number} of {path} starts at line {following.source_start}, inside or "
                 f"before hunk {one.number}; write the diff anew"
@@ -66,12 +76,26 @@ def read_sections(text: str, origin: str) -> Iterator[tuple[str, str, list[Hunk]
     Raises:
         DiffError: malformed.
     """
+    return _read(text, origin)
+
+
+def _read(
+    text: str, origin: str, *, ranges: bool = False, version: str | None = None
+) -> Iterator[tuple[str, str, list[Hunk]]]:
+    """See `read_sections`.
+
+    Args:
+        ranges: what stands behind the `@@` of a hunk may be its versions.
+        version: hunks that are not for it are left without lines.
+    """
     if text and not text.endswith("\n"):
         raise DiffError(f"{origin}: the last line has no newline, so the file may be cut short; write the diff anew")
-    return _sections(text.split("\n")[:-1], origin)
+    return _sections(text.split("\n")[:-1], origin, ranges, version)
 
 
-def _sections(lines: list[str], origin: str) -> Iterator[tuple[str, str, list[Hunk]]]:
+def _sections(
+    lines: list[str], origin: str, ranges: bool, version: str | None
+) -> Iterator[tuple[str, str, list[Hunk]]]:
     source = target = ""
     hunks: list[Hunk] = []
     of_git = False
@@ -97,9 +121,14 @@ def _sections(lines: list[str], origin: str) -> Iterator[tuple[str, str, list[Hu
             if not source:
                 raise _not_a_diff(origin, f"Unexpected hunk found: {line}")
             of_git = False
-            body, number = _body(lines, number, header, f"{origin}: hunk {len(hunks) + 1} of {source}", origin)
-            start, length, target_start, target_length = _counts(header)
-            hunks.append(Hunk(len(hunks) + 1, start, length, target_start, target_length, tuple(body)))
+            where = f"{origin}: hunk {len(hunks) + 1} of {source}"
+            versions = _versions(header[5], where) if ranges and header[5] else None
+            if versions is not None and version is not None and not versions.covers(version):
+                hunks.append(Hunk(len(hunks) + 1, *_counts(header), (), versions))
+                number = _behind(lines, number, header)
+                continue
+            body, number = _body(lines, number, header, where, origin)
+            hunks.append(Hunk(len(hunks) + 1, *_counts(header), tuple(body), versions))
         elif line.startswith((" ", "+", "-")):
             raise DiffError(
                 f"{origin}: line {number} ({line[:40]!r}) belongs to no hunk: the '@@' header above it is malformed or "
@@ -109,9 +138,29 @@ def _sections(lines: list[str], origin: str) -> Iterator[tuple[str, str, list[Hu
         yield source, target, hunks
 
 
+def _versions(text: str, where: str) -> Versions:
+    try:
+        return cached(text)
+    except ValueError as error:
+        raise DiffError(
+            f"{where}: {text!r} behind its '@@' is no range of versions, such as '>=0.24,<0.26' or '<0.22 || >=0.24'"
+        ) from error
+
+
 def _counts(header: re.Match[str]) -> tuple[int, int, int, int]:
-    start, length, target_start, target_length = header.groups(default="1")
+    start, length, target_start, target_length, _ = header.groups(default="1")
     return int(start), int(length), int(target_start), int(target_length)
+
+
+def _behind(lines: list[str], number: int, header: re.Match[str]) -> int:
+    """The number of the line behind a hunk that nobody looks at."""
+    _, before, _, after = _counts(header)
+    while (before > 0 or after > 0) and number < len(lines):
+        sign = lines[number][:1]
+        before -= sign not in ("+", "\\")
+        after -= sign not in ("-", "\\")
+        number += 1
+    return number
 
 
 def _body(

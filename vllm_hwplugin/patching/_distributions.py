@@ -91,7 +91,7 @@ def find_targets(features: Iterable[Feature]) -> tuple[dict[str, Installed], dic
         if feature.distribution != VLLM:
             of.setdefault(feature.distribution, []).append(feature)
     for name, users in of.items():
-        paths = [file.path for user in users for variant in user.variants for file in variant.files]
+        paths = [file.path for user in users for file in user.files]
         try:
             found[name] = find_distribution(name, paths)
         except NotInstalled as error:

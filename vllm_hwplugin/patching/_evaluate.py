@@ -8,10 +8,10 @@ from itertools import combinations
 from types import MappingProxyType
 from typing import NamedTuple
 
-from ..versions import is_supported
+from ..versions import SUPPORTED, is_supported
 from ._apply import Edit, Text, apply_edits, edits_of, first_clash, locate
 from ._errors import NOT_COMPILED, UnreadableFile
-from ._model import VLLM, Catalog, Conflict, Feature, FeatureVerdict, HunkVerdict, Source, Status, Variant
+from ._model import VLLM, Catalog, Conflict, Feature, FeatureVerdict, FileDiff, HunkVerdict, Source, Status
 
 
 class Texts:
@@ -52,28 +52,64 @@ def fit(feature: Feature, texts: Texts, *, try_unlisted: bool = False, hints: bo
     """Like `evaluate`, with the edits.
 
     Args:
-        try_unlisted: on a version that is not listed, take the variant whose every hunk stands at its stated line.
+        try_unlisted: on a version that is not listed, take the hunks for the nearest that is, if each fits one place.
         hints: look for the nearest place of each hunk that is not found; takes milliseconds each.
     """
     version = texts.source.version
-    variant = feature.variant_for(version)
-    if variant is not None and _is_listed(version, feature, variant):
-        return _fit_variant(feature, variant, texts, hints)
+    covers = feature.versions.covers(version)
+    if covers and _is_listed(version, feature) and (files := feature.files_for(version)):
+        return _fit_files(feature, files, texts, hints)
     not_needed = feature.not_needed_for(version)
     if not_needed is not None:
         return Fit(FeatureVerdict(feature.id, version, Status.NOT_NEEDED, reason=not_needed.reason))
     if try_unlisted:
-        obstacle = ""
-        for candidate in (variant,) if variant is not None else reversed(feature.variants):
-            result = _fit_variant(feature, candidate, texts, hints)
-            if result.verdict.exact or result.verdict.status is Status.UPSTREAM:
-                return result
-            # The first is the nearest: the one whose range holds this version, or the newest.
-            obstacle = obstacle or f"; the one for {candidate.versions}: {_why_not_exact(result.verdict)}"
-        reason = f"no variant fits it exactly{obstacle}"
+        like = version if covers else _nearest(feature, version)
+        result = _fit_files(feature, feature.files_for(like), texts, hints)
+        if result.verdict.status in (Status.APPLIES, Status.UPSTREAM):
+            return result
+        reason = f"its hunks for {like} do not fit it: {result.verdict.reason}"
         return Fit(FeatureVerdict(feature.id, version, Status.UNLISTED, reason=reason))
-    reason = "no variant of the patch lists it" if variant is None else "it was not there to be checked"
+    if not covers:
+        reason = "the patch does not list it"
+    elif _is_listed(version, feature):
+        reason = "none of its hunks is for it"
+    else:
+        reason = "it was not there to be checked"
     return Fit(FeatureVerdict(feature.id, version, Status.UNLISTED, reason=reason))
+
+
+def _nearest(feature: Feature, version: str) -> str:
+    """Of the versions that a feature is for, the newest that is not newer than this one, or else the newest."""
+    from packaging.version import InvalidVersion, Version
+
+    known = _told(feature)
+    try:
+        return next((item for item in known if Version(item) <= Version(version)), known[0])
+    except InvalidVersion:
+        return known[0]
+
+
+def told_apart(feature: Feature) -> list[str]:
+    """Of versions that take the same hunks of a feature one, newest first."""
+    found: dict[tuple[FileDiff, ...], str] = {}
+    for version in _told(feature):
+        found.setdefault(feature.files_for(version), version)
+    return list(found.values())
+
+
+def _told(feature: Feature) -> list[str]:
+    """Versions that a feature is for, newest first: those that are known, and those at the edges of its ranges."""
+    from packaging.version import Version
+
+    ranges = [feature.versions, *(hunk.versions for file in feature.files for hunk in file.hunks if hunk.versions)]
+    known = {*(SUPPORTED if feature.distribution == VLLM else ()), *(edge for item in ranges for edge in item.edges())}
+    return sorted(filter(feature.versions.covers, known), key=Version, reverse=True)
+
+
+def evaluate_as(feature: Feature, source: Source, version: str) -> FeatureVerdict:
+    """The verdict that a source would have if the hunks for that version were meant for it."""
+    texts = Texts(source)
+    return _compiled(_fit_files(feature, feature.files_for(version), texts, True), texts)
 
 
 def _compiled(item: Fit, texts: Texts) -> FeatureVerdict:
@@ -96,24 +132,24 @@ def trouble_in(path: str, text: str) -> str:
     return ""
 
 
-def _is_listed(version: str, feature: Feature, variant: Variant) -> bool:
-    """Whether the author of a variant that covers a version can have meant it.
+def _is_listed(version: str, feature: Feature) -> bool:
+    """Whether the author of a feature that covers a version can have meant it.
 
     The project's own ranges say nothing of releases that were to come when they were written; a version that is spelt
     out is meant. What a catalogue from outside covers, it has to end by itself.
     """
-    return feature.is_outside or is_supported(version) or variant.versions.names(version)
+    return feature.is_outside or is_supported(version) or feature.versions.names(version)
 
 
-def _fit_variant(feature: Feature, variant: Variant, texts: Texts, hints: bool) -> Fit:
+def _fit_files(feature: Feature, files: tuple[FileDiff, ...], texts: Texts, hints: bool) -> Fit:
     hunks: list[HunkVerdict] = []
     edits: dict[str, list[Edit]] = {}
-    for diff in variant.files:
+    for diff in files:
         for hunk, (found, place) in zip(diff.hunks, locate(diff, texts.get(diff.path), hints=hints), strict=True):
             hunks.append(found)
             if place is not None:
                 edits.setdefault(diff.path, []).extend(edits_of(hunk, place, feature.id))
-    lost = sorted({diff.path for diff in variant.files} & texts.unreadable.keys())
+    lost = sorted({diff.path for diff in files} & texts.unreadable.keys())
     if lost:
         status, reason = Status.UNREADABLE, "; ".join(texts.unreadable[path] for path in lost)
     else:
@@ -142,13 +178,6 @@ def _judge(hunks: list[HunkVerdict], target: str) -> tuple[Status, str]:
         where = ", ".join(f"hunk {hunk.hunk_index} of {hunk.path}" for hunk in present)
         return Status.DRIFTED, f"{where}: in this {target} already, but the others are not"
     return Status.APPLIES, ""
-
-
-def _why_not_exact(verdict: FeatureVerdict) -> str:
-    if verdict.reason:
-        return verdict.reason
-    moved = next(hunk for hunk in verdict.hunks if hunk.status == "moved")
-    return f"hunk {moved.hunk_index} of {moved.path} ({moved.origin}) stands {moved.offset:+d} lines from where it says"
 
 
 def _why_lost(hunk: HunkVerdict) -> str:

@@ -8,7 +8,7 @@ annotations as texts, because a named tuple compiles each of them.
 from enum import Enum
 from typing import Final, Literal, NamedTuple, Protocol
 
-from ..versions import Versions
+from ..versions import Versions, final
 
 HunkStatus = Literal["exact", "moved", "upstream", "drifted", "ambiguous", "missing"]
 State = Literal["live", "off", "refused", "not-needed", "upstream"]
@@ -40,6 +40,7 @@ class Hunk(NamedTuple):
     Attributes:
         number: its place in the file's diff, from 1.
         source_start: the line that its header states, from 1 (0 in an empty file).
+        versions: what it is for, of the versions that its feature is for; None: all of them.
         lines: `(" " | "-" | "+", text)`, the text with its newline; a last line without one has none.
     """
 
@@ -49,6 +50,10 @@ class Hunk(NamedTuple):
     target_start: int
     target_length: int
     lines: tuple[tuple[str, str], ...]
+    versions: Versions | None = None
+
+    def covers(self, version: str) -> bool:
+        return self.versions is None or self.versions.covers(version)
 
     @property
     def before(self) -> tuple[str, ...]:
@@ -81,13 +86,6 @@ def target_name(distribution: str) -> str:
     return "vLLM" if distribution == VLLM else distribution
 
 
-class Variant(NamedTuple):
-    """The diffs of a feature for a range of versions."""
-
-    versions: Versions
-    files: tuple[FileDiff, ...]
-
-
 class NotNeeded(NamedTuple):
     """A range of versions that does not have the fault that a feature mends."""
 
@@ -101,6 +99,7 @@ class Feature(NamedTuple):
     Attributes:
         id: the folder's name; of a feature of another catalogue than the project's own, `catalogue/folder`, and the
             names in `requires` are such ids as well.
+        versions: what it is for. Each of its hunks is for these versions, or for some of them.
         distribution: whose files it changes; `VLLM` stands for each distribution of the package `vllm`.
         default: its gate's value where nothing is set; the gates of the project's own features have theirs in
             `vllm_hwplugin.gates`.
@@ -113,8 +112,9 @@ class Feature(NamedTuple):
     origin: str
     removal: str
     requires: tuple[str, ...]
+    versions: Versions
     not_needed: tuple[NotNeeded, ...]
-    variants: tuple[Variant, ...]
+    files: tuple[FileDiff, ...]
     distribution: str = VLLM
     default: str = "auto"
 
@@ -128,8 +128,13 @@ class Feature(NamedTuple):
         """What it changes, as a message names it."""
         return target_name(self.distribution)
 
-    def variant_for(self, version: str) -> Variant | None:
-        return next((item for item in self.variants if item.versions.covers(version)), None)
+    def files_for(self, version: str) -> tuple[FileDiff, ...]:
+        """Its diffs with the hunks for a version alone, also where the feature is for others than that."""
+        named = any(hunk.versions and hunk.versions.names(version) for file in self.files for hunk in file.hunks)
+        # A candidate of 0.24.0 is neither in `<0.24` nor in `>=0.24`, and would get neither of two hunks.
+        like = version if named else final(version)
+        kept = (file._replace(hunks=tuple(hunk for hunk in file.hunks if hunk.covers(like))) for file in self.files)
+        return tuple(file for file in kept if file.hunks)
 
     def not_needed_for(self, version: str) -> NotNeeded | None:
         return next((item for item in self.not_needed if item.versions.covers(version)), None)

@@ -48,7 +48,7 @@ def make_plan(
     Args:
         source: vLLM.
         choices: a feature's gate -> "auto", "on" or "off"; a gate that is not named is "auto".
-        try_unlisted: also take versions that are not listed, where every hunk of one variant stands at its stated line.
+        try_unlisted: also take versions that are not listed, whose text every hunk for the nearest listed one fits.
         strict: a feature that is refused is an error, whatever its gate says.
         refused: feature id -> why the process cannot have it, though its text may fit.
         others: the other distributions that features change.
@@ -120,7 +120,7 @@ def _refusal(feature: Feature, verdict: FeatureVerdict, tried: bool) -> str:
         way_out = (
             f"{lists} lists those"
             if tried
-            else "set VLLM_HWPLUGIN_TRY_UNLISTED=1 to apply it where every hunk stands exactly where its diff says"
+            else "set VLLM_HWPLUGIN_TRY_UNLISTED=1 to apply it where its hunks for the nearest one each fit one place"
         )
         return f"{feature.target} {verdict.version} is not a version it was made for ({verdict.reason}); {way_out}"
     hint = "; `vllm-hwplugin drift` shows the nearest places" if verdict.status is Status.DRIFTED else ""

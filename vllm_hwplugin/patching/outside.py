@@ -113,7 +113,7 @@ def load_outside(
 
     Args:
         folder: with a `catalogue.toml` at its top.
-        version: keep only the variants for this version of vLLM; see :func:`load_catalog`.
+        version: keep only the hunks for this version of vLLM; see :func:`load_catalog`.
         read: the bytes of a file.
 
     Raises:

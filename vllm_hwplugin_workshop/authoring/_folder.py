@@ -1,27 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The folder of a feature: written whole, or given variants that it did not have."""
+"""The folder of a feature: written whole, or given hunks that it did not have."""
 
 from __future__ import annotations
 
 import json
 import re
 import shutil
-import stat
 import sys
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from packaging.version import Version
+from vllm_hwplugin.patching import VLLM, Catalog, Feature, load_catalog, outside
+from vllm_hwplugin.versions import Versions
 
-from vllm_hwplugin.cachedir import write_atomically
-from vllm_hwplugin.errors import HwpluginError
-from vllm_hwplugin.patching import VLLM, Catalog, Feature, FileDiff, load_catalog, outside
-from vllm_hwplugin.versions import SUPPORTED, Versions
-
+from ._carry import Carried
 from ._errors import FeatureFolderError
-from ._variants import MadeVariant, ranges, render
+from ._hunks import Written, render, written
+from ._line import Line, ranges
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -30,6 +27,7 @@ else:
 
 FEATURE: Final = "patch.toml"
 _TABLE: Final = re.compile(r"^\[\[", re.MULTILINE)
+_LINE: Final = re.compile(r"^versions\b.*$", re.MULTILINE)
 _HAS_IT: Final = "this vLLM has the change already"
 
 
@@ -41,14 +39,6 @@ class About(NamedTuple):
     origin: str
     removal: str
     gate: str | None = None
-
-
-class _Table(NamedTuple):
-    """A `[[variant]]` of a `patch.toml`, or with a reason in place of diffs a `[[not_needed]]`."""
-
-    versions: str
-    diffs: tuple[str, ...] = ()
-    reason: str = ""
 
 
 def slug(text: str) -> str:
@@ -129,13 +119,7 @@ def new_folder(catalogue: Path, name: str) -> Path:
     return folder
 
 
-def create(
-    folder: Path,
-    about: About,
-    variants: Sequence[MadeVariant],
-    diffs: Mapping[str, FileDiff],
-    upstream: Iterable[str] = (),
-) -> None:
+def create(folder: Path, about: About, made: Written, upstream: Iterable[str] = ()) -> None:
     """Write a new feature, with its catalogue where there is none.
 
     Args:
@@ -149,9 +133,10 @@ def create(
     if about.gate is not None:
         lines.append(f"gate = {_basic(about.gate)}")
     lines.append(f"what = {_long(about.what)}")
-    lines += [f"origin = {_basic(about.origin)}", f"removal = {_basic(about.removal)}", "requires = []", ""]
-    tables = [_Table(text, reason=_HAS_IT) for text, _ in ranges(upstream)]
-    tables += [_Table(item.versions, item.diffs) for item in variants]
+    lines += [f"origin = {_basic(about.origin)}", f"removal = {_basic(about.removal)}", "requires = []"]
+    lines.append(f"versions = {_basic(made.versions)}")
+    if text := ranges(upstream):
+        lines.append("\n" + _rendered([{"versions": text, "reason": _HAS_IT}]))
     catalogue = folder.parent
     if not catalogue.exists() or not any(catalogue.iterdir()):
         _write(catalogue / outside.MANIFEST, f"name = {json.dumps(slug(catalogue.resolve().name))}\n")
@@ -159,9 +144,9 @@ def create(
     making = catalogue / f".{folder.name}.new"
     shutil.rmtree(making, ignore_errors=True)
     try:
-        for name, diff in diffs.items():
-            _write(making / name, render(diff))
-        _write(making / FEATURE, "\n".join(lines) + "\n" + _rendered(tables))
+        for name, diffs in made.diffs.items():
+            _write(making / name, render(diffs))
+        _write(making / FEATURE, "\n".join(lines).rstrip("\n") + "\n")
         making.rename(folder)
         read_feature(folder)
     except BaseException:
@@ -170,64 +155,78 @@ def create(
         raise
 
 
-def add_variants(
-    folder: Path, variants: Sequence[MadeVariant], diffs: Mapping[str, FileDiff]
-) -> tuple[tuple[MadeVariant, ...], list[str]]:
-    """Give a feature's versions other diffs.
+def extend(folder: Path, carried: Sequence[Carried]) -> Written:
+    """Give versions of a feature what was made on them; all the others keep what they have.
 
-    A version that a range of the feature holds leaves that range, together with the versions behind it of which this
-    release knows nothing, up to the next one that it knows. All the others keep what they had. What stands above the
-    first table of `patch.toml` stays as it is.
-
-    Returns:
-        The variants with the ranges and the diffs' names that they got, and the feature's diffs that no variant uses
-        any more, which are left where they are.
+    What stands above the first table of `patch.toml` stays as it is, besides `versions`.
 
     Raises:
-        FeatureFolderError: `patch.toml` is not as it has to be, or cannot be written; it is as before then.
-        CatalogError: it would not be read as it was written; it is as before then.
+        FeatureFolderError: `patch.toml` is not as it has to be, or something cannot be written; all is as before then.
+        CatalogError: it would not be read as it was written; all is as before then.
     """
-    file = folder / FEATURE
-    head, raw = _read(file)
-    kept = _tables_of(raw, file)
-    parts: list[list[str]] = []
-    for item in variants:
-        own: list[str] = []
-        for version in item.members:
-            ((cell, _),) = ranges([version])
-            holder = next((table for table in kept if Versions(table.versions).covers(version)), None)
-            if holder is not None:
-                below, cell, above = _cut(holder.versions, cell)
-                kept.remove(holder)
-                kept += [holder._replace(versions=text) for text in (below, above) if text]
-            own.append(cell)
-        parts.append(own)
-    used = {name for table in kept for name in table.diffs}
-    names = {name: _free(folder, name, used, render(diff)) for name, diff in diffs.items()}
-    new = [
-        [_Table(text, tuple(names[name] for name in item.diffs)) for text in own]
-        for item, own in zip(variants, parts, strict=True)
-    ]
-    tables = _joined([*kept, *(table for group in new for table in group)])
-    before = file.read_text(encoding="utf-8")
-    for name, diff in diffs.items():
-        _write(folder / names[name], render(diff))
-    _write(file, head + _rendered(tables))
+    feature = read_feature(folder)
+    made = written(carried, feature)
+    text = _changed(folder / FEATURE, made.versions, [item.version for item in carried])
+    folder = folder.resolve()
+    new, old = (folder.with_name(f".{folder.name}.{end}") for end in ("new", "old"))
+    # Between two files that are replaced one by one, another process would read half a feature.
+    shutil.rmtree(new, ignore_errors=True)
+    shutil.rmtree(old, ignore_errors=True)
     try:
+        shutil.copytree(folder, new)
+        for diff in feature.files:
+            (new / diff.origin.rpartition("/")[2]).unlink(missing_ok=True)
+        for name, diffs in made.diffs.items():
+            _write(new / name, render(diffs))
+        _write(new / FEATURE, text)
+        folder.rename(old)
+        new.rename(folder)
         read_feature(folder)
-    except HwpluginError:
-        _write(file, before)
+    except BaseException as error:
+        if old.exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            old.rename(folder)
+        if isinstance(error, OSError):
+            raise FeatureFolderError(f"{folder}: can't be written ({error}); see that there is room") from error
         raise
-    unused = {item.name for item in folder.glob("*.diff")} - {name for table in tables for name in table.diffs}
-    given = [
-        item._replace(versions=" or ".join(table.versions for table in _joined(group)), diffs=group[0].diffs)
-        for item, group in zip(variants, new, strict=True)
-    ]
-    return tuple(given), sorted(unused)
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
+    return made
 
 
-def _read(file: Path) -> tuple[str, dict[str, Any]]:
-    """The text above the tables, and all of it read."""
+def _changed(file: Path, versions: str, given: list[str]) -> str:
+    """The text of a `patch.toml` that says so."""
+    head, tables, raw = _read(file)
+    if Versions(versions) != Versions(raw["versions"]):
+        wanted = {key: value for key, value in raw.items() if key != "not_needed"} | {"versions": versions}
+        # Several lines of a text may begin so, too.
+        tried = (
+            head[: at.start()] + f"versions = {_basic(versions)}" + head[at.end() :] for at in _LINE.finditer(head)
+        )
+        head = next((text for text in tried if _is(text, wanted)), "")
+        if not head:
+            raise FeatureFolderError(f"{file}: has no line 'versions = ...' that could be changed; write it so")
+    gaps = raw.get("not_needed", [])
+    left = []
+    for gap in gaps:
+        line = Line([Versions(gap["versions"])], given)
+        held = line.of(Versions(gap["versions"]))
+        lost = {number for version in given for number in line.about(version)} & held
+        if not lost or held - lost:
+            left.append(gap | {"versions": line.text(held - lost)} if lost else gap)
+    return head + (tables if left == gaps else _rendered(left))
+
+
+def _is(text: str, wanted: Mapping[str, Any]) -> bool:
+    try:
+        return bool(tomllib.loads(text) == wanted)
+    except tomllib.TOMLDecodeError:
+        return False
+
+
+def _read(file: Path) -> tuple[str, str, dict[str, Any]]:
+    """The text above the tables, theirs, and all of it read."""
     try:
         text = file.read_text(encoding="utf-8")
         raw = tomllib.loads(text)
@@ -240,91 +239,14 @@ def _read(file: Path) -> tuple[str, dict[str, Any]]:
             tomllib.loads(head)
         except tomllib.TOMLDecodeError:
             continue
-        return head, raw
-    return text.rstrip("\n") + "\n\n", raw
+        return head, text[found.start() :], raw
+    return text.rstrip("\n") + "\n", "", raw
 
 
-def _tables_of(raw: Mapping[str, Any], file: Path) -> list[_Table]:
-    try:
-        tables = [_Table(table["versions"], reason=table["reason"]) for table in raw.get("not_needed", [])]
-        tables += [_Table(table["versions"], tuple(table["diffs"])) for table in raw.get("variant", [])]
-        for table in tables:
-            Versions(table.versions)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise FeatureFolderError(
-            f"{file}: a [[variant]] or [[not_needed]] is not as it has to be ({error!r}); mend it first"
-        ) from error
-    return tables
-
-
-def _cut(text: str, cell: str) -> tuple[str, str, str]:
-    """What a range holds below a part of it, in that part, and above it; empty where that is nothing.
-
-    Args:
-        cell: as `ranges` writes it of one version, which the range holds.
-    """
-    clauses = [clause.strip() for clause in text.split(",")]
-    if cell.startswith("=="):
-        rest = f"{text},!={cell.removeprefix('==')}"
-        return "", cell, rest if _first(rest) else ""
-    begin, end = cell.split(",")
-    lower, upper = ([clause for clause in clauses if clause.startswith(sign)] for sign in "><")
-    others = [clause for clause in clauses if not clause.startswith((">", "<"))]
-    below = ",".join([*lower, *others, begin.replace(">=", "<")])
-    above = ",".join([end.replace("<", ">="), *others, *upper])
-    below, above = (part if _first(part) else "" for part in (below, above))
-    return below, ",".join([*([begin] if below else lower), *others, *([end] if above else upper)]), above
-
-
-def _joined(tables: Iterable[_Table]) -> list[_Table]:
-    """In the order of their versions, and neighbours with the same diffs as one."""
-    found: list[_Table] = []
-    for table in sorted(tables, key=lambda item: _first(item.versions) or Version("0")):
-        last = found[-1] if found else table
-        one, other = _interval(last.versions), _interval(table.versions)
-        if one and other and Version(one[1]) == Version(other[0]) and last[1:] == table[1:]:
-            found[-1] = last._replace(versions=f">={one[0]},<{other[1]}")
-        else:
-            found.append(table)
-    return found
-
-
-def _interval(text: str) -> tuple[str, str] | None:
-    """Where `>=...,<...` begins and ends; None for a range that is written otherwise."""
-    match = re.fullmatch(r">=([^,=]+),<([^,=]+)", ",".join(sorted(text.replace(" ", "").split(","), reverse=True)))
-    return match and (match[1], match[2])
-
-
-def _first(text: str) -> Version | None:
-    """The oldest version that a range holds, of those that are known or that it names; None where it holds none."""
-    versions = Versions(text)
-    known = ("0", *SUPPORTED, *versions.edges())
-    return min((Version(item) for item in known if versions.covers(item)), default=None)
-
-
-def _free(folder: Path, name: str, used: set[str], text: str) -> str:
-    """The name of the feature's file that has this text, or else one that no other text of the feature has."""
-    texts = {one: (folder / one).read_bytes() for one in sorted(used)}
-    # Under two names it would keep apart ranges that belong together.
-    if same := [one for one, held in texts.items() if held == text.encode()]:
-        return same[0]
-    candidate, number = name, 1
-    while candidate in texts:
-        number += 1
-        candidate = f"{name.removesuffix('.diff')}-{number}.diff"
-    return candidate
-
-
-def _rendered(tables: Iterable[_Table]) -> str:
-    """The tables as text, those of versions that need nothing first."""
-    parts = []
-    for table in sorted(tables, key=lambda item: not item.reason):
-        if table.reason:
-            parts.append(f"[[not_needed]]\nversions = {_basic(table.versions)}\nreason = {_basic(table.reason)}\n")
-            continue
-        diffs = ", ".join(_basic(name) for name in table.diffs)
-        parts.append(f"[[variant]]\nversions = {_basic(table.versions)}\ndiffs = [{diffs}]\n")
-    return "\n".join(parts)
+def _rendered(gaps: Iterable[Mapping[str, Any]]) -> str:
+    return "\n".join(
+        f"[[not_needed]]\nversions = {_basic(gap['versions'])}\nreason = {_basic(gap['reason'])}\n" for gap in gaps
+    )
 
 
 def _basic(text: str) -> str:
@@ -342,12 +264,8 @@ def _long(text: str) -> str:
 
 
 def _write(file: Path, text: str) -> None:
-    """A file that is there already is the old one or the new one at every moment."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        if file.exists():
-            write_atomically(file.resolve(), text.encode("utf-8"), mode=stat.S_IMODE(file.stat().st_mode))
-        else:
-            file.write_bytes(text.encode("utf-8"))
+        file.write_bytes(text.encode("utf-8"))
     except OSError as error:
         raise FeatureFolderError(f"{file}: can't be written ({error.strerror}); name another folder") from error

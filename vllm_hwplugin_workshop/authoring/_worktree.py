@@ -14,13 +14,13 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from vllm_hwplugin.patching import SUPPORTED, Edit, Feature, Source, Text, trouble_in
+from vllm_hwplugin.patching import SUPPORTED, Edit, Feature, Source, Text, told_apart, trouble_in
 
 from ._carry import Carried, Edited, Outcome, Rejected, carry, trimmed
 from ._change import PACKAGE, Change, Step
 from ._errors import WorkTreeError
 from ._folder import About, read_feature
-from ._variants import public, render
+from ._line import public
 
 NOTE: Final = "edit.json"
 REJECTED: Final = "rejected.txt"
@@ -52,12 +52,11 @@ class WorkTree(NamedTuple):
 
 
 def change_of(feature: Feature, source: Source) -> Change:
-    """A feature as a change: its variant for that version, or else the one of which most hunks fit."""
-    variant = feature.variant_for(source.version)
-    candidates = [variant] if variant is not None else list(reversed(feature.variants))
+    """A feature as a change: its hunks for that version, or else those for the one on which most of them fit."""
+    candidates = [source.version] if feature.versions.covers(source.version) else told_apart(feature)
     changes = [
-        Change(feature.title, feature.origin, feature.what, tuple(Step(file) for file in item.files))
-        for item in candidates
+        Change(feature.title, feature.origin, feature.what, tuple(Step(file) for file in feature.files_for(version)))
+        for version in candidates
     ]
     return max(changes, key=lambda change: _share(carry(change, source, hints=False), change))
 
@@ -174,8 +173,10 @@ def _held(feature: Path, versions: Collection[str]) -> dict[str, str]:
     found = read_feature(feature)
     held = {}
     for version in map(public, versions):
-        if (variant := found.variant_for(version)) is not None:
-            held[version] = _digest("".join(map(render, variant.files)))
+        if found.versions.covers(version):
+            # Of the hunks alone: their ranges change with what is saved for others.
+            files = found.files_for(version)
+            held[version] = _digest(repr([(file.path, [hunk.lines for hunk in file.hunks]) for file in files]))
         elif (gap := found.not_needed_for(version)) is not None:
             held[version] = _digest(gap.reason)
     return held

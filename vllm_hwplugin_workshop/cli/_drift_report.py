@@ -19,11 +19,11 @@ from vllm_hwplugin.patching import (
     HunkVerdict,
     Source,
     Status,
-    evaluate,
+    evaluate_as,
     evaluate_together,
     target_name,
+    told_apart,
 )
-from vllm_hwplugin.versions import Versions
 
 EXPECTED = (Status.APPLIES, Status.UPSTREAM, Status.NOT_NEEDED)
 
@@ -43,8 +43,8 @@ class TargetReport:
     """One vLLM, or another distribution: the verdict on each feature, or why it could not be checked.
 
     Attributes:
-        ahead: the version was asked for because it is new. That no variant lists it is expected then, where one fits.
-        fitting: features that no variant lists it for, and that one would fit.
+        ahead: the version was asked for because it is new. That a patch does not list it is expected then, if it fits.
+        fitting: features that do not list it, and that would fit.
     """
 
     target: str
@@ -103,18 +103,15 @@ def check(
 
 
 def _tried(feature: Feature, source: Source, unlisted: FeatureVerdict) -> tuple[FeatureVerdict, bool]:
-    """What the variant that fits best would do to a version that none lists: the work that a new vLLM makes."""
-    trials = []
-    for variant in reversed(feature.variants):
-        forced = variant._replace(versions=Versions(f"==={source.version}"))
-        trials.append((variant, evaluate(feature._replace(variants=(forced,)), source)))
-    # By share: a variant of one hunk that does not fit at all has less trouble than one of ten that fits in eight.
-    variant, best = min(trials, key=lambda trial: len(troubled_hunks(trial[1])) / max(1, len(trial[1].hunks)))
+    """What the hunks that fit best would do to a version that is not listed: the work that a new vLLM makes."""
+    trials = [(version, evaluate_as(feature, source, version)) for version in told_apart(feature)]
+    # By share: one hunk that does not fit at all is less trouble than two of ten.
+    version, best = min(trials, key=lambda trial: len(troubled_hunks(trial[1])) / max(1, len(trial[1].hunks)))
     if best.status is Status.UPSTREAM:
         outcome = f"is in this {feature.target} already"
     else:
         outcome = f"would {'apply' if best.status is Status.APPLIES else 'not apply'}: {summary(best)}"
-    reason = f"{unlisted.reason}; the one for {variant.versions} {outcome}"
+    reason = f"{unlisted.reason}; what is for {version} {outcome}"
     return unlisted._replace(hunks=best.hunks, reason=reason), best.status in EXPECTED
 
 

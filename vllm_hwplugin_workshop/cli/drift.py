@@ -85,13 +85,13 @@ def _parser() -> Parser:
         "--all",
         action="store_true",
         help=f"Also all {len(SUPPORTED)} supported versions, from the package index; without the plugin's own patches, "
-        "all releases that a variant of the others is for.",
+        "all releases that one of the others is for.",
     )
     targets.add_argument(
         "--next",
         action="store_true",
         help="Also the newest release on the package index, and the newest pre-release where that is newer. A patch "
-        "that fits passes there, though no variant lists the version yet.",
+        "that fits passes there, though none lists the version yet.",
     )
     patches = parser.add_argument_group("patches")
     patches.add_argument(
@@ -138,11 +138,11 @@ def _jobs(selection: Selection, targets: list[str], every: bool, ahead: bool, in
 def _covered(distribution: str, catalog: Catalog, index: Index) -> list[str]:
     if not all(feature.is_outside for feature in catalog.features):
         return list(SUPPORTED)
-    ranges = [variant.versions for feature in catalog.features for variant in feature.variants]
+    ranges = [feature.versions for feature in catalog.features]
     found = [version for version in index.released(distribution) if any(item.covers(version) for item in ranges)]
     if not found:
         raise SourceError(
-            f"the package index has no release of {target_name(distribution)} that a variant is for; they are for "
+            f"the package index has no release of {target_name(distribution)} that a patch is for; they are for "
             f"{', '.join(sorted({str(item) for item in ranges}))}"
         )
     return found

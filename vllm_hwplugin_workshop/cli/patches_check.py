@@ -23,7 +23,7 @@ def check(arguments: Sequence[str]) -> int:
     parser = Parser(
         "patches check",
         "Check catalogues of patches: their form, and on each version whether every patch fits one place and compiles."
-        "\n\nWithout --versions and --vllm: on each supported version that a feature has a variant for. Exit status: "
+        "\n\nWithout --versions and --vllm: on each supported version that a feature is for. Exit status: "
         "0 nothing to mend, 1 something is, 2 could not tell.",
         ["patches check --form", "patches check ../patches --versions '>=0.30,<0.34'"],
     )
@@ -79,7 +79,7 @@ def _targets(catalog: Catalog, versions: str | None, targets: Sequence[str]) -> 
     return [
         version
         for version in SUPPORTED
-        if any(item.distribution == VLLM and item.variant_for(version) is not None for item in catalog.features)
+        if any(item.distribution == VLLM and item.versions.covers(version) for item in catalog.features)
     ]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-hwplugin patches edit` and `save`: a feature's variant made by hand, for a version that no diff of it fits."""
+"""`vllm-hwplugin patches edit` and `save`: a feature made by hand, for a version that its hunks do not fit."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from ..authoring import (
     Outcome,
     WorkTree,
     WorkTreeError,
-    add_variants,
     carry_again,
     change_of,
     check_catalogue,
     create,
-    make_variants,
+    extend,
     new_folder,
     open_tree,
     read_change,
     read_feature,
     read_tree,
     refuse_overtaken,
+    written,
 )
 from ..sources import Index, open_installed, open_target
 from ._waiting import say_notes
-from .patches_import import about_of, line, read_versions, report_outcomes, report_variants, targets_of
+from .patches_import import about_of, line, read_versions, report_outcomes, report_written, targets_of
 
 
 def edit(arguments: Sequence[str]) -> int:
@@ -98,10 +98,10 @@ def edit(arguments: Sequence[str]) -> int:
 
 
 def save(arguments: Sequence[str]) -> int:
-    """Make the feature's variant of what was edited in a work tree."""
+    """Give the feature what was edited in a work tree."""
     parser = Parser(
         "patches save",
-        "Make the feature's variant of what was edited in a work tree."
+        "Give the feature what was edited in a work tree."
         "\n\nExit status: 0 saved, 1 saved, but not for all the versions that were asked for, 2 not saved.",
         ["patches save draft-full-graph-0.33.0", "patches save work --versions '>=0.32,<0.34'"],
     )
@@ -150,20 +150,11 @@ def _others(made: Carried, versions: str | None) -> list[Carried]:
 
 def _write(tree: WorkTree, good: list[Carried]) -> None:
     if tree.about is not None and not tree.feature.exists():
-        variants, diffs = make_variants(good)
-        create(tree.feature, About(*tree.about), variants, diffs)
-        report_variants(tree.feature, variants, diffs, sys.stdout)
-        return
-    variants, diffs = make_variants(good, numbered=True)
-    given, unused = add_variants(tree.feature, variants, diffs)
-    names = {
-        name: diffs[old]
-        for one, other in zip(variants, given, strict=True)
-        for old, name in zip(one.diffs, other.diffs, strict=True)
-    }
-    report_variants(tree.feature, given, names, sys.stdout)
-    for name in unused:
-        line(sys.stdout, f"no variant uses {tree.feature / name} any more; remove it")
+        made = written(good)
+        create(tree.feature, About(*tree.about), made)
+    else:
+        made = extend(tree.feature, good)
+    report_written(tree.feature, made, sys.stdout)
 
 
 def _bytes(file: Path) -> bytes:

@@ -15,7 +15,7 @@ from packaging.version import Version
 from vllm_hwplugin.cli.output import STANDARD_OUTPUT, add_json, for_a_reader, write_json
 from vllm_hwplugin.cli.parser import Parser
 from vllm_hwplugin.cli.text import printable
-from vllm_hwplugin.patching import SUPPORTED, FileDiff
+from vllm_hwplugin.patching import SUPPORTED
 from vllm_hwplugin.versions import Versions
 
 from ..authoring import (
@@ -23,17 +23,17 @@ from ..authoring import (
     Carried,
     Change,
     ChangeError,
-    MadeVariant,
     Outcome,
+    Written,
     carry_all,
     check_catalogue,
     create,
-    make_variants,
     new_folder,
     ranges,
     read_change,
     slug,
     told,
+    written,
 )
 from ..sources import Index, ReadSource, SourceError, open_target, read_ahead
 from ._waiting import read_all, say_notes
@@ -80,7 +80,7 @@ def import_change(arguments: Sequence[str]) -> int:
     sources = read_versions(targets_of(options.versions, options.vllm), change.paths, index)
     carried = carry_all(change, sources)
     good = [item for item in carried if item.outcome is Outcome.APPLIES]
-    variants, diffs = make_variants(good)
+    made = written(good)
     out = for_a_reader(options.json)
     _report(change, carried, out, index.notes)
     if folder is not None and good:
@@ -88,10 +88,10 @@ def import_change(arguments: Sequence[str]) -> int:
         about = about_of(
             change, folder.name, upstream, title=options.title, what=options.what, removal=options.removal, gate=gate
         )
-        create(folder, about, variants, diffs, upstream)
-    report_variants(folder, variants, diffs, out)
+        create(folder, about, made, upstream)
+    report_written(folder, made, out)
     if options.json is not None:
-        write_json(_as_json(change, carried, variants, folder if good else None), options.json)
+        write_json(_as_json(change, carried, made, folder if good else None), options.json)
     refused = [item.version for item in carried if item.outcome is Outcome.CONFLICT]
     if refused and folder is not None:
         more = "" if good else f" --change {shown}"
@@ -166,7 +166,7 @@ def about_of(
 ) -> About:
     """The texts of a feature, as far as a change tells them."""
     heading = title or change.title or name
-    since = next((f" (those of {text} do)" for text, _ in reversed(ranges(upstream))), "")
+    since = f" (those of {text} do)" if (text := ranges(upstream)) else ""
     return About(
         title=heading,
         what=what or change.message or heading,
@@ -193,16 +193,17 @@ def report_outcomes(carried: Iterable[Carried], out: TextIO) -> None:
                 line(out, f"  {text}")
 
 
-def report_variants(
-    folder: Path | None, variants: Sequence[MadeVariant], diffs: dict[str, FileDiff], out: TextIO
-) -> None:
+def report_written(folder: Path | None, made: Written, out: TextIO) -> None:
     """What was written, or would be."""
-    if not variants:
+    if not made.diffs:
         line(out, "it fits no version, so there is nothing to write")
         return
-    line(out, f"{'would be' if folder is None else folder}: {len(variants)} variant{'s' * (len(variants) > 1)}")
-    for item in variants:
-        line(out, f"  {item.versions}: " + ", ".join(f"{name} ({diffs[name].path})" for name in item.diffs))
+    line(out, f"{'would be' if folder is None else folder}: for {made.versions}")
+    for name, diffs in made.diffs.items():
+        for diff in diffs:
+            line(out, f"  {name} ({diff.path}):")
+            for hunk in diff.hunks:
+                line(out, f"    line {hunk.source_start}" + (f", on {hunk.versions}" if hunk.versions else ""))
     if folder is None:
         line(out, "nothing is written; --into CATALOGUE does that")
 
@@ -217,9 +218,7 @@ def _report(change: Change, carried: Sequence[Carried], out: TextIO, notes: Iter
     say_notes(notes)
 
 
-def _as_json(
-    change: Change, carried: Sequence[Carried], variants: Sequence[MadeVariant], folder: Path | None
-) -> dict[str, Any]:
+def _as_json(change: Change, carried: Sequence[Carried], made: Written, folder: Path | None) -> dict[str, Any]:
     return {
         "format": 1,
         "title": change.title,
@@ -247,7 +246,16 @@ def _as_json(
             }
             for item in carried
         ],
-        "variants": [{"versions": item.versions, "diffs": list(item.diffs)} for item in variants],
+        "range": made.versions,
+        "diffs": [
+            {
+                "name": name,
+                "path": diff.path,
+                "hunks": [None if hunk.versions is None else str(hunk.versions) for hunk in diff.hunks],
+            }
+            for name, diffs in made.diffs.items()
+            for diff in diffs
+        ],
     }
 
 

@@ -78,7 +78,7 @@ def open_installed(distribution: str = VLLM, features: Iterable[Feature] = ()) -
     """
     try:
         if distribution != VLLM:
-            paths = [file.path for each in features for variant in each.variants for file in variant.files]
+            paths = [file.path for each in features for file in each.files]
             return find_distribution(distribution, paths).source
         found = find_installed()
     except NotInstalled as error:

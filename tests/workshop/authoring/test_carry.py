@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from vllm_hwplugin.patching import Catalog, Feature, Variant, make_plan, parse_diff
+from vllm_hwplugin.patching import Catalog, Feature, make_plan, parse_diff
 from vllm_hwplugin.versions import Versions
-from vllm_hwplugin_workshop.authoring import Carried, Outcome, carry, carry_all, make_variants, read_change, render
+from vllm_hwplugin_workshop.authoring import Carried, Outcome, carry, carry_all, read_change, render, written
 
 from .made import PATH, Memory, git_diff
 
@@ -31,21 +31,27 @@ def outcomes(carried: Sequence[Carried]) -> dict[str, str]:
 
 def as_processes_do(carried: Sequence[Carried], sources: Sequence[Memory]) -> dict[str, Mapping[str, str]]:
     """What a process of each version would run, of the diffs that are made: read from their text, and planned."""
-    variants, diffs = make_variants([item for item in carried if item.outcome is Outcome.APPLIES])
-    read = {name: parse_diff(render(diff), name) for name, diff in diffs.items()}
+    made = written([item for item in carried if item.outcome is Outcome.APPLIES])
     feature = Feature(
         *("made", "made", "VLLM_HWPLUGIN_PATCH_MADE", "made", "made", "made"),
         requires=(),
+        versions=Versions(made.versions),
         not_needed=(),
-        variants=tuple(
-            Variant(Versions(item.versions), tuple(diff for name in item.diffs for diff in read[name]))
-            for item in variants
-        ),
+        files=tuple(diff for name, diffs in made.diffs.items() for diff in parse_diff(render(diffs), name)),
     )
     return {
         source.version: {path: file.text for path, file in make_plan(Catalog((feature,)), source, {}).files.items()}
         for source in sources
         if any(item.version == source.version and item.outcome is Outcome.APPLIES for item in carried)
+    }
+
+
+def ranges(carried: Sequence[Carried]) -> tuple[str, dict[str, list[str | None]]]:
+    """What the feature would be for, and each hunk of its files."""
+    made = written([item for item in carried if item.outcome is Outcome.APPLIES])
+    return made.versions, {
+        name: [hunk.versions and str(hunk.versions) for diff in diffs for hunk in diff.hunks]
+        for name, diffs in made.diffs.items()
     }
 
 
@@ -77,9 +83,7 @@ def test_what_one_version_settles_serves_the_others() -> None:
         assert item.files[PATH].result == source.files[PATH].replace(
             TWINS[len("class A") :], CHANGED_B[len("class A") :]
         )
-    variants, diffs = make_variants(carried)
-    assert [item.versions for item in variants] == [">=0.29.0,<0.32.0"]
-    assert list(diffs) == ["alpha.diff"]
+    assert ranges(carried) == (">=0.29,<0.32", {"alpha.diff": [None]})
     assert as_processes_do(carried, sources) == results(carried)
 
 
@@ -114,7 +118,7 @@ def test_lines_that_are_gone_are_known_by_gits_name() -> None:
     assert carry(change, Memory("0.30.0", {PATH: part * 3})).outcome is Outcome.UPSTREAM
 
 
-def test_one_diff_for_two_versions_makes_what_each_of_them_was_given() -> None:
+def test_a_hunk_for_two_versions_makes_what_each_of_them_was_given() -> None:
     """The older version's only place is, with more context, the newer one's other place."""
     pad = "pad = 0\n" * 4
     part = f"{pad}same = 1\n{pad}"
@@ -123,24 +127,19 @@ def test_one_diff_for_two_versions_makes_what_each_of_them_was_given() -> None:
     sources = versions(v0_29_0=f"top = 2\n{part}end = 1\n", v0_30_0=newer)
     carried = carry_all(change, sources)
     assert carried[1].files[PATH].result == newer.replace("same = 1", "same = 2", 1)
-    assert len(make_variants(carried)[0]) == 2
+    assert ranges(carried)[1] == {"alpha.diff": ["<0.30", ">=0.30"]}
     assert as_processes_do(carried, sources) == results(carried)
 
 
-def test_versions_that_differ_in_the_context_get_diffs_of_their_own() -> None:
+def test_versions_that_differ_in_the_context_get_hunks_of_their_own() -> None:
     old = "".join(f"a = {n}\n" for n in range(20))
     wide = old.replace("a = 7\n", "a = 7  # other\n")
     sources = versions(v0_29_0=old, v0_30_0=old + "end = 1\n", v0_31_0=wide, v0_32_0="gone = True\n")
-    after = old.replace("a = 10\n", "a = 100\n")
-    # One line of context fits all three, which the diffs that are made, of three lines, do not.
+    after = old.replace("a = 10\n", "a = 100\n").replace("a = 18\n", "a = 180\n")
+    # One line of context fits all three, which the hunks that are made, of three lines, do not.
     carried = carry_all(read_change(git_diff(old, after, context=1), "it"), sources)
     assert outcomes(carried) == {"0.29.0": "applies", "0.30.0": "applies", "0.31.0": "applies", "0.32.0": "conflict"}
-    variants, diffs = make_variants([item for item in carried if item.outcome is Outcome.APPLIES])
-    assert [(item.versions, item.diffs) for item in variants] == [
-        (">=0.29.0,<0.31.0", ("alpha-0.29.diff",)),
-        (">=0.31.0,<0.32.0", ("alpha-0.31.diff",)),
-    ]
-    assert set(diffs) == {"alpha-0.29.diff", "alpha-0.31.diff"}
+    assert ranges(carried) == (">=0.29,<0.32", {"alpha.diff": ["<0.31", ">=0.31", None]})
     assert as_processes_do(carried, sources) == results(carried)
 
 
@@ -164,10 +163,8 @@ def test_only_what_each_file_needs_is_made_twice() -> None:
         "0.30.0": "applies",
     }
     assert carried[1].reason == "1 of 2 hunks are in this vLLM already, and the others are not"
-    variants, diffs = make_variants([carried[0], carried[3]])
-    assert [item.versions for item in variants] == [">=0.27.0,<0.27.1", ">=0.30.0,<0.31.0"]
-    assert {item.diffs for item in variants} == {("core-alpha.diff", "v1-alpha.diff")}
-    assert set(diffs) == {"core-alpha.diff", "v1-alpha.diff"}
+    expected = {"core-alpha.diff": [None], "v1-alpha.diff": [None]}
+    assert ranges(carried) == (">=0.27,<0.27.1 || >=0.30,<0.31", expected)
 
 
 def test_a_series_becomes_one_diff() -> None:
@@ -187,8 +184,7 @@ def test_a_series_becomes_one_diff() -> None:
     }
     assert carried[1].files[PATH].result == third
     assert carried[1].verified == (PATH,)
-    _, diffs = make_variants(carried[:2])
-    assert len(diffs) == 1
+    assert len(written(carried[:2]).diffs) == 1
     assert as_processes_do(carried, sources) == results(carried)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from vllm_hwplugin.patching import SUPPORTED, Catalog, Source, make_plan, outside
 from vllm_hwplugin_lab.bench import read_results
-from vllm_hwplugin_workshop.authoring import About, Outcome, carry_all, create, make_variants, read_change
+from vllm_hwplugin_workshop.authoring import About, Outcome, carry_all, create, read_change, written
 
 from .made import git_diff
 
@@ -41,10 +41,9 @@ def test_import_gives_upstreams_text(vllm_tree: Callable[[str], Source], tmp_pat
     carried = carry_all(change, [vllm_tree(version) for version in SUPPORTED], hints=False)
     good = [each for each in carried if each.outcome is Outcome.APPLIES]
     assert [each.version for each in good] == item["applies"].split()
-    variants, diffs = make_variants(good)
     (tmp_path / "catalogue.toml").write_text('name = "mine"\n')
     upstream = [each.version for each in carried if each.outcome is Outcome.UPSTREAM]
-    create(tmp_path / "it", About("it", "it", "vLLM", "never"), variants, diffs, upstream)
+    create(tmp_path / "it", About("it", "it", "vLLM", "never"), written(good), upstream)
 
     for each in carried:
         # As a process of that version reads and plans it.

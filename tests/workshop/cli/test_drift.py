@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -111,7 +112,7 @@ def test_what_would_be_no_python(
 def test_what_would_be_no_python_does_not_pass_ahead_of_its_range(
     catalog: Path, small_tree: Callable[..., Path], add_feature: Callable[..., None]
 ) -> None:
-    """Where a new release is checked before any variant lists it, one that fits is expected, and this is not."""
+    """Where a new release is checked before a patch lists it, one that fits is expected, and this is not."""
     tree = TreeSource(small_tree(), "0.34.0")
     assert exit_status([check(load_catalog(catalog), "0.34.0", tree, ahead=True)]) == 0
     add_feature(catalog, "broken", "VLLM_HWPLUGIN_DFLASH_FULL_GRAPH", "    total = 0\n", "        total = 0\n")
@@ -131,19 +132,19 @@ def test_conflict(catalog: Path, small_tree: Callable[..., Path], add_feature: C
     assert ("rival" in found["graphs"]["reason"], "graphs" in found["rival"]["reason"]) == (True, True)
 
 
-def test_the_variant_that_fits_best_has_the_smallest_share_of_trouble(
+def test_the_hunks_that_fit_best_have_the_smallest_share_of_trouble(
     small_tree: Callable[..., Path], catalog: Path
 ) -> None:
     """One hunk of one that does not fit is further off than two of three."""
     tree = small_tree()
     folder = catalog / "graphs"
-    toml = (folder / "patch.toml").read_text()
-    new = '[[variant]]\nversions = ">=0.33.0,<0.34.0"\ndiffs = ["new.diff"]\n'
-    (folder / "patch.toml").write_text(toml.replace("<0.34.0", "<0.33.0") + new)
+    old = (folder / "graphs.diff").read_text()
+    (folder / "graphs.diff").write_text(re.sub("^(@@.*@@)$", r"\1 <0.33", old, flags=re.MULTILINE))
     (folder / "new.diff").write_text(
-        "--- a/vllm/v1/norm.py\n+++ b/vllm/v1/norm.py\n@@ -1,2 +1,2 @@\n def norm(weight):\n"
+        "--- a/vllm/v1/norm.py\n+++ b/vllm/v1/norm.py\n@@ -1,2 +1,2 @@ >=0.33\n def norm(weight):\n"
         "-    return weight[0]\n+    return weight[1]\n"
-        "--- a/vllm/gone.py\n+++ b/vllm/gone.py\n@@ -1,2 +1,2 @@\n a\n-b\n+c\n@@ -9,2 +9,2 @@\n d\n-e\n+f\n"
+        "--- a/vllm/gone.py\n+++ b/vllm/gone.py\n@@ -1,2 +1,2 @@ >=0.33\n a\n-b\n+c\n"
+        "@@ -9,2 +9,2 @@ >=0.33\n d\n-e\n+f\n"
     )
     (tree / ADD).write_text((tree / ADD).read_text().replace(*DRIFT))
     _, found = judged(f"{tree}@0.35.0")

@@ -140,7 +140,7 @@ def test_the_newest_release_and_pre_release_are_found_without_a_name(
     publish("0.35.0.dev3")
     publish("2.1", library=LIBRARY)
     assert seen() == (0, {"vllm-0.33.0": ["applies"], "acme_lib-2.1": ["applies"]})
-    # No variant lists it, but what there is would fit: there is nothing to mend.
+    # The patch does not list it, but what there is would fit: there is nothing to mend.
     publish("0.34.0rc1", add="# moved\n" + ADD)
     assert seen() == (0, {"vllm-0.33.0": ["applies"], "vllm-0.34.0rc1": ["unlisted"], "acme_lib-2.1": ["applies"]})
     assert run("drift", "--catalogue", str(acme), "0.34.0rc1").exit_code == 1, "asked for by name, it must be listed"
@@ -158,7 +158,7 @@ def test_the_newest_release_and_pre_release_are_found_without_a_name(
     assert run("drift", "--catalogue", str(acme), "--next").exit_code == 2
 
 
-def test_all_are_the_releases_that_variants_are_for(acme: Path, publish: Callable[..., Path]) -> None:
+def test_all_are_the_releases_that_patches_are_for(acme: Path, publish: Callable[..., Path]) -> None:
     for version in ("0.31.0", "0.32.0", "0.33.0", "0.33.1", "0.33.2rc1", "0.34.0"):
         publish(version)
     for version in ("1.9", "2.0", "2.5"):
@@ -175,7 +175,7 @@ def test_all_are_the_releases_that_variants_are_for(acme: Path, publish: Callabl
     (acme / "answer" / "patch.toml").write_text((acme / "answer" / "patch.toml").read_text().replace(">=2", ">2.6"))
     result = run("drift", "--catalogue", str(acme), "--all")
     assert result.exit_code == 2
-    assert "no release of acme-lib that a variant is for; they are for <3,>2.6" in result.output
+    assert "no release of acme-lib that a patch is for; they are for >2.6,<3" in result.output
 
 
 def test_patches_of_all_catalogues(acme: Path, publish: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,11 +183,11 @@ def test_patches_of_all_catalogues(acme: Path, publish: Callable[..., Path], mon
     result = run("patches")
     assert result.exit_code == 0
     assert lines(result)[2:] == [
-        "acme/answer: Change answer; gate ACME_ANSWER; acme-lib <3,>=2",
-        "acme/total: Change total; gate ACME_TOTAL; vLLM <0.34,>=0.32",
+        "acme/answer: Change answer; gate ACME_ANSWER; acme-lib >=2,<3",
+        "acme/total: Change total; gate ACME_TOTAL; vLLM >=0.32,<0.34",
     ]
     assert (
-        "on acme-lib <3,>=2:\n  acme_lib/core.py: 1 hunk (acme/answer/answer.diff)"
+        "on acme-lib >=2,<3:\n  acme_lib/core.py: 1 hunk (acme/answer/answer.diff)"
         in run("patches", "show", "acme/answer").output
     )
     publish("2.4", library=LIBRARY)

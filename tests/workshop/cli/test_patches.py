@@ -31,8 +31,8 @@ def test_list() -> None:
     result = run()
     assert result.exit_code == 0
     assert result.output.splitlines() == [
-        "context: Change context; gate VLLM_HWPLUGIN_DFLASH_CONTEXT_NORM; vLLM <0.34.0,>=0.26.0",
-        "graphs: Change graphs; gate VLLM_HWPLUGIN_DRAFT_FULL_GRAPH; vLLM <0.34.0,>=0.20.0",
+        "context: Change context; gate VLLM_HWPLUGIN_DFLASH_CONTEXT_NORM; vLLM >=0.26.0,<0.34.0",
+        "graphs: Change graphs; gate VLLM_HWPLUGIN_DRAFT_FULL_GRAPH; vLLM >=0.20.0,<0.34.0",
     ]
 
 

@@ -88,7 +88,8 @@ def test_import_edit_save_check(trees: list[str], change: Path) -> None:
         ("0.33.0", "upstream"),
     ]
     assert report["left_out"] == [{"path": "tests/test_add.py", "what": "outside vllm/", "way_out": ""}]
-    assert report["variants"] == [{"versions": ">=0.30.0,<0.32.0", "diffs": ["add.diff"]}]
+    assert report["range"] == ">=0.30,<0.32"
+    assert report["diffs"] == [{"name": "add.diff", "path": PATH, "hunks": [None]}]
     (rejected,) = report["versions"][2]["rejected"]
     assert (rejected["path"], rejected["status"], rejected["nearest"]) == (PATH, "drifted", 4)
 
@@ -132,11 +133,11 @@ def test_a_change_is_not_made_to_the_twin_of_the_function_that_has_it(here: Path
     assert run("import", "it.diff", *arguments, "--json", "report.json").exit_code == 1
     report = json.loads(Path("report.json").read_text())
     assert [[one["status"] for one in item["rejected"]] for item in report["versions"]] == [["ambiguous"]] * 2
-    assert report["variants"] == []
+    assert report["diffs"] == []
     assert not Path("mine").exists()
 
 
-def test_a_version_that_takes_a_diff_that_is_there_joins_its_range(trees: list[str], change: Path) -> None:
+def test_a_version_that_takes_the_hunks_that_are_there_joins_their_range(trees: list[str], change: Path) -> None:
     run("import", str(change), "--into", "mine", *trees[:2])
     older = Path("0.29.0") / PATH
     older.parent.mkdir(parents=True)
@@ -144,8 +145,8 @@ def test_a_version_that_takes_a_diff_that_is_there_joins_its_range(trees: list[s
     assert run("edit", "mine/add-whole-numbers", "--vllm", tree("0.29.0")).exit_code == 0
     assert run("save", "add-whole-numbers-0.29.0").exit_code == 0
     (feature,) = outside.load_outside(Path("mine")).features
-    assert [variant.versions.supported() for variant in feature.variants] == [["0.29.0", "0.30.0"]]
-    assert [file.name for file in Path("mine/add-whole-numbers").glob("*.diff")] == ["add.diff"]
+    assert feature.versions.supported() == ["0.29.0", "0.30.0"]
+    assert [[hunk.versions for hunk in file.hunks] for file in feature.files] == [[None]]
 
 
 def test_a_folder_that_is_no_catalogue_is_not_in_order(here: Path) -> None:
@@ -183,25 +184,22 @@ def test_a_change_that_fits_no_version_begins_in_a_work_tree(trees: list[str], c
 def test_a_version_is_taken_out_of_the_range_that_held_it(
     trees: list[str], change: Path, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And what stands above the tables stays as it was written. The feature is named as `patches` lists it."""
+    """And `patch.toml` stays as it was written. The feature is named as `patches` lists it."""
     monkeypatch.setenv("VLLM_HWPLUGIN_PATCHES", str(here / "mine"))
     run("import", str(change), "--into", "mine", *trees[:4])
     file = Path("mine/add-whole-numbers/patch.toml")
-    head = '# Ours.\nid = "add-whole-numbers"\ntitle = "It"\nwhat = """\n[[variant]]\n"""\n'
-    head += 'origin = "us"\nremoval = "never"\n\n'
+    text = '# Ours.\nid = "add-whole-numbers"\ntitle = "It"\nwhat = """\n[[variant]]\nversions = 1\n"""\n'
+    text += 'origin = "us"\nremoval = "never"\nversions = ">=0.28.0,<0.33.0"  # Ours, too.\n'
     Path("mine/catalogue.toml").write_text('name = "ours"\n')
-    file.write_text(head + '[[variant]]\nversions = ">=0.28.0,<0.33.0"\ndiffs = ["add.diff"]\n')
+    file.write_text(text)
     result = run("edit", "ours/add-whole-numbers", "--vllm", tree("0.31.0"), "--into", "work")
     assert result.exit_code == 0, result.output
     (Path("work") / PATH).write_text("# newer\n" + NEW.replace("int(total)", "float(total)"))
     assert run("save", "work").exit_code == 0
-    assert file.read_text().startswith(head)
+    assert file.read_text() == text
     (feature,) = outside.load_outside(Path("mine")).features
-    assert [(str(item.versions), item.files[0].origin) for item in feature.variants] == [
-        ("<0.31.0,>=0.28.0", "ours/add-whole-numbers/add.diff"),
-        ("<0.32.0,>=0.31.0", "ours/add-whole-numbers/add-0.31.diff"),
-        ("<0.33.0,>=0.32.0", "ours/add-whole-numbers/add.diff"),
-    ]
+    (diff,) = feature.files
+    assert {str(hunk.versions) for hunk in diff.hunks} == {"<0.31 || >=0.32", ">=0.31,<0.32"}
     assert plan("0.30.0").files[PATH].text == NEW
     assert "float(total)" in plan("0.31.0").files[PATH].text
 
@@ -259,9 +257,13 @@ def test_versions_that_were_not_edited_keep_what_they_had(
     after = outside.load_outside(Path("mine")).features[0]
     assert plan("0.33.0").files[PATH].text == RIGHT
     tried = [f"0.{minor}.{patch}" for minor in range(45) for patch in range(10)]
-    assert {v for v in tried if after.variant_for(v)} == {v for v in tried if before.variant_for(v)}
+    assert {v for v in tried if after.versions.covers(v)} == {v for v in tried if before.versions.covers(v)}
     for version in left:
-        assert after.variant_for(version).files == before.variant_for(version).files, version
+        one, other = (
+            [(file.path, [hunk.lines for hunk in file.hunks]) for file in item.files_for(version)]
+            for item in (after, before)
+        )
+        assert one == other, version
 
 
 def test_what_others_saved_meanwhile_is_not_lost(trees: list[str], change: Path) -> None:
@@ -306,11 +308,10 @@ def test_a_title_that_is_no_text_is_written_as_far_as_it_is(trees: list[str], ch
     assert outside.load_outside(Path("mine")).features[0].title == "a ?"
 
 
-def test_a_patch_toml_is_replaced_as_a_whole(trees: list[str], change: Path) -> None:
+def test_a_feature_is_replaced_as_a_whole(trees: list[str], change: Path) -> None:
     """A disk that is full before the new one is written leaves the one that was there."""
     run("import", str(change), "--into", "mine", "--what", "why " * 1000, *trees[:2])
-    file = Path("mine/add-whole-numbers/patch.toml")
-    before = file.read_bytes()
+    before = {file: file.read_bytes() for file in Path("mine").rglob("*") if file.is_file()}
     run("edit", "mine/add-whole-numbers", "--vllm", tree("0.30.0"), "--into", "work")
     Path("work", PATH).write_text(NEW + "# more\n")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -320,26 +321,25 @@ def test_a_patch_toml_is_replaced_as_a_whole(trees: list[str], change: Path) -> 
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert result.exit_code == 2
-    assert file.read_bytes() == before
+    assert {file: file.read_bytes() for file in Path("mine").rglob("*") if file.is_file()} == before
 
 
 def test_check_finds_what_a_process_would_meet(trees: list[str], change: Path, here: Path) -> None:
     run("import", str(change), "--into", "mine", *trees[:4])
     first = Path("mine/add-whole-numbers")
-    # Another feature of the same lines, for one version more, with a diff that nobody names.
+    # Another feature of the same lines, for one version more, with a file that nobody reads.
     second = Path("mine/twice")
     second.mkdir()
     text = (first / "add.diff").read_text()
     (second / "it.diff").write_text(text.replace("+    return int(total)", "+    return (total"))
-    (second / "old.diff").write_text(text)
+    (second / "old.patch").write_text(text)
     (second / "patch.toml").write_text(
-        'id = "twice"\ntitle = "It"\nwhat = "It"\norigin = "us"\nremoval = "never"\n'
-        '[[variant]]\nversions = ">=0.30.0,<0.33.0"\ndiffs = ["it.diff"]\n'
+        'id = "twice"\ntitle = "It"\nwhat = "It"\norigin = "us"\nremoval = "never"\nversions = ">=0.30.0,<0.33.0"\n'
     )
     status, report = checked("mine", *trees[:6])
     assert status == 1
     found = [(item["feature"], item["version"], item["what"]) for item in report["findings"]]
-    assert any(name == "mine/twice" and "old.diff is used by no variant" in what for name, _, what in found)
+    assert any(name == "mine/twice" and "old.patch is not read" in what for name, _, what in found)
     for version in ("0.30.0", "0.31.0"):
         assert any(v == version and "both change" in what for _, v, what in found), found
         assert any(v == version and "would be no Python" in what for _, v, what in found), found
