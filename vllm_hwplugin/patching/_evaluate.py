@@ -103,7 +103,9 @@ def _told(feature: Feature) -> list[str]:
 
     ranges = [feature.versions, *(hunk.versions for file in feature.files for hunk in file.hunks if hunk.versions)]
     known = {*(SUPPORTED if feature.distribution == VLLM else ()), *(edge for item in ranges for edge in item.edges())}
-    return sorted(filter(feature.versions.covers, known), key=Version, reverse=True)
+    found = sorted(filter(feature.versions.covers, known), key=Version, reverse=True)
+    # What lies just behind an edge is the last to name, because there is no such release.
+    return sorted(found, key=lambda version: version.endswith(".0.0.1"))
 
 
 def evaluate_as(feature: Feature, source: Source, version: str) -> FeatureVerdict:
