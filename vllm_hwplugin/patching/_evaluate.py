@@ -102,8 +102,10 @@ def _told(feature: Feature) -> list[str]:
     from packaging.version import Version
 
     ranges = [feature.versions, *(hunk.versions for file in feature.files for hunk in file.hunks if hunk.versions)]
-    known = {*(SUPPORTED if feature.distribution == VLLM else ()), *(edge for item in ranges for edge in item.edges())}
-    found = sorted(filter(feature.versions.covers, known), key=Version, reverse=True)
+    known = [*(edge for item in ranges for edge in item.edges()), *(SUPPORTED if feature.distribution == VLLM else ())]
+    # By version, because 0.33 and 0.33.0 are one.
+    versions = {Version(text): text for text in known if feature.versions.covers(text)}
+    found = [versions[version] for version in sorted(versions, reverse=True)]
     # What lies just behind an edge is the last to name, because there is no such release.
     return sorted(found, key=lambda version: version.endswith(".0.0.1"))
 
