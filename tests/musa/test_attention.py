@@ -18,7 +18,7 @@ from vllm_hwplugin.patching import SUPPORTED
 
 torch = pytest.importorskip("torch")
 
-from vllm_hwplugin.spec_decode.draft_builders import allowance  # noqa: E402
+from vllm_hwplugin.spec_decode.builders import allowance  # noqa: E402
 
 from ..attention.layer import BATCH, Layer, close, config  # noqa: E402
 from ..attention.released import released  # noqa: E402

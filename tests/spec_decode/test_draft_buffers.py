@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from vllm_hwplugin.spec_decode.draft_buffers import PassBuffers, full_block_table, rows_held, unmanaged_field  # noqa: E402
+from vllm_hwplugin.spec_decode.v1.draft_buffers import PassBuffers, full_block_table, rows_held, unmanaged_field  # noqa: E402
 from vllm_hwplugin.spec_decode.draft_keys import DraftShape, pad_up, uniform_shape  # noqa: E402
 
 from .drafters import FIELDS, MAX_LEN, MAX_REQS, MAX_TOKENS, Runner, clone_metadata  # noqa: E402

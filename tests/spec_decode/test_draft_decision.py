@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_hwplugin.spec_decode.draft_decision import (
+from vllm_hwplugin.spec_decode.v1.draft_decision import (
     BatchFacts,
     CaptureFacts,
     ChainFacts,
@@ -31,7 +31,7 @@ KEYS = DraftKeys(uniform={1: (1, 2, 4), 4: (1, 2, 4)}, mixed=(), max_num_seqs=4)
 
 def test_it_needs_neither_torch_nor_vllm() -> None:
     code = (
-        "import sys, vllm_hwplugin.spec_decode.draft_decision\n"
+        "import sys, vllm_hwplugin.spec_decode.v1.draft_decision\n"
         "heavy = {'torch', 'vllm'} & set(sys.modules); assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])

@@ -27,7 +27,7 @@ from vllm_hwplugin.spec_decode import draft_phase, phase_graphs  # noqa: E402
 from vllm_hwplugin.spec_decode.decode_batch import Rung  # noqa: E402
 from vllm_hwplugin.spec_decode.draft_graphs import capture_draft_graphs  # noqa: E402
 from vllm_hwplugin.spec_decode.draft_phase import DraftPhase  # noqa: E402
-from vllm_hwplugin.spec_decode.phase_graphs import PhaseGraphs, PhaseRecorder  # noqa: E402
+from vllm_hwplugin.spec_decode.v1.draft_phase_graphs import PhaseGraphs, PhaseRecorder  # noqa: E402
 
 from . import recorded_graph  # noqa: E402
 from .dflash_drafter import DFlashModel, let_models_fuse  # noqa: E402

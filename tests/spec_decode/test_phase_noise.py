@@ -14,7 +14,7 @@ import torch
 from vllm.v1.sample.ops.topk_topp_sampler import random_sample
 from vllm.v1.sample.rejection_sampler import generate_uniform_probs
 
-from vllm_hwplugin.spec_decode.phase_noise import Noise
+from vllm_hwplugin.spec_decode.v1.noise import Noise
 
 VOCABULARY = 50
 DRAFTS = 3

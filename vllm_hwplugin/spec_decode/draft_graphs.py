@@ -25,13 +25,13 @@ from vllm.forward_context import BatchDescriptor
 from vllm_hwplugin import journal
 from vllm_hwplugin.fallback import stays_stock
 from vllm_hwplugin.features import DFLASH_FULL_GRAPH, DRAFT_FULL_GRAPH
-from vllm_hwplugin.spec_decode.draft_buffers import DraftBuffers, unmanaged_field
-from vllm_hwplugin.spec_decode.draft_decision import decide
-from vllm_hwplugin.spec_decode.draft_facts import batch_facts, capture_facts, drafter_facts
+from vllm_hwplugin.spec_decode.v1.draft_buffers import DraftBuffers, unmanaged_field
+from vllm_hwplugin.spec_decode.v1.draft_decision import decide
+from vllm_hwplugin.spec_decode.v1.draft_facts import batch_facts, capture_facts, drafter_facts
 from vllm_hwplugin.spec_decode.draft_keys import STEP_QUERY_LEN, DraftKeys, DraftShape
 from vllm_hwplugin.spec_decode.first_pass import FirstPass
 from vllm_hwplugin.spec_decode.graph_recording import attempt
-from vllm_hwplugin.spec_decode.pass_graphs import PassGraphs, descriptor_of
+from vllm_hwplugin.spec_decode.v1.pass_graphs import PassGraphs, descriptor_of
 from vllm_hwplugin.spec_decode.step_counts import Reason, StepCounts
 
 logger = logging.getLogger("vllm.hwplugin")

@@ -29,9 +29,9 @@ from vllm_hwplugin.spec_decode.decode_batch import MAX_NUM_REQS, Rung, asks_for_
 from vllm_hwplugin.spec_decode.draft_graphs import Companion
 from vllm_hwplugin.spec_decode.draft_keys import DraftKeys
 from vllm_hwplugin.spec_decode.graph_recording import attempt, reserved_memory
-from vllm_hwplugin.spec_decode.pass_graphs import PassGraphs
+from vllm_hwplugin.spec_decode.v1.pass_graphs import PassGraphs
 from vllm_hwplugin.spec_decode.phase_buffers import PhaseBuffers
-from vllm_hwplugin.spec_decode.phase_graphs import (
+from vllm_hwplugin.spec_decode.v1.draft_phase_graphs import (
     Drafting,
     PhaseGraphs,
     PhaseRecorder,

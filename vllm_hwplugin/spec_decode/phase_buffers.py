@@ -15,7 +15,7 @@ import torch
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from vllm_hwplugin.spec_decode.decode_batch import Rung
-from vllm_hwplugin.spec_decode.phase_noise import Noise
+from vllm_hwplugin.spec_decode.v1.noise import Noise
 
 
 class PhaseBuffers:

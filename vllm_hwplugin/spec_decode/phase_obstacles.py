@@ -9,8 +9,8 @@ from vllm import envs
 from vllm.model_executor.offloader.base import NoopOffloader, get_offloader
 from vllm.v1.sample import logits_processor
 
-from vllm_hwplugin.spec_decode.draft_builders import refusing
-from vllm_hwplugin.spec_decode.draft_facts import builder_classes, chain_facts
+from vllm_hwplugin.spec_decode.builders import refusing
+from vllm_hwplugin.spec_decode.v1.draft_facts import builder_classes, chain_facts
 
 _METHODS: Final = ("eagle", "eagle3", "mtp", "dflash")
 

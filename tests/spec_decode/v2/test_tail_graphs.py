@@ -20,7 +20,7 @@ from vllm.v1.worker.gpu.spec_decode import utils
 
 from vllm_hwplugin import journal
 from vllm_hwplugin.spec_decode.decode_batch import Rung
-from vllm_hwplugin.spec_decode.fused_weights import FusedWeights, Parameters
+from vllm_hwplugin.spec_decode.weights import FusedWeights, Parameters
 from vllm_hwplugin.spec_decode.v2 import tail_graphs
 from vllm_hwplugin.spec_decode.v2.tail_batch import Sampling
 from vllm_hwplugin.spec_decode.v2.tail_graphs import TailGraphs, _Graphs

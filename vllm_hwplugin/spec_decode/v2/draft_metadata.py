@@ -24,7 +24,7 @@ import torch
 
 from vllm_hwplugin import journal
 from vllm_hwplugin.features import V2_DRAFT_METADATA
-from vllm_hwplugin.spec_decode.draft_builders import makes_metadata
+from vllm_hwplugin.spec_decode.builders import makes_metadata
 
 _BACKENDS: Final = "vllm.v1.attention.backends"
 _IN_GRAPH: Final = ""

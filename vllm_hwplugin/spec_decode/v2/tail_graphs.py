@@ -31,7 +31,7 @@ from vllm_hwplugin.fallback import stays_stock
 from vllm_hwplugin.features import V2_TAIL_GRAPH
 from vllm_hwplugin.nwor import runner as nwor
 from vllm_hwplugin.spec_decode.decode_batch import Rung, asks_for_nothing_else
-from vllm_hwplugin.spec_decode.fused_weights import FusedWeights, Parameters
+from vllm_hwplugin.spec_decode.weights import FusedWeights, Parameters
 from vllm_hwplugin.spec_decode.graph_recording import attempt, known_arguments, record_graph, reserved_memory
 from vllm_hwplugin.spec_decode.step_counts import Reason, StepCounts
 from vllm_hwplugin.spec_decode.v2.recording import (

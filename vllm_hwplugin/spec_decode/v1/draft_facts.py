@@ -7,9 +7,9 @@ from typing import Any
 
 from vllm.config import CUDAGraphMode
 
-from vllm_hwplugin.spec_decode.draft_buffers import rows_held
-from vllm_hwplugin.spec_decode.draft_builders import refusing
-from vllm_hwplugin.spec_decode.draft_decision import BatchFacts, CaptureFacts, ChainFacts, DrafterFacts
+from vllm_hwplugin.spec_decode.v1.draft_buffers import rows_held
+from vllm_hwplugin.spec_decode.builders import refusing
+from vllm_hwplugin.spec_decode.v1.draft_decision import BatchFacts, CaptureFacts, ChainFacts, DrafterFacts
 from vllm_hwplugin.spec_decode.first_pass import FirstPass, first_pass_of
 from vllm_hwplugin.spec_decode.layer_connector import working_by_layer
 

@@ -23,9 +23,9 @@ from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
 from vllm_hwplugin.spec_decode.decode_batch import Rung
 from vllm_hwplugin.spec_decode.draft_keys import uniform_shape
 from vllm_hwplugin.spec_decode.graph_recording import record_graph
-from vllm_hwplugin.spec_decode.pass_graphs import PassGraphs
+from vllm_hwplugin.spec_decode.v1.pass_graphs import PassGraphs
 from vllm_hwplugin.spec_decode.phase_buffers import PhaseBuffers
-from vllm_hwplugin.spec_decode.phase_noise import Noise
+from vllm_hwplugin.spec_decode.v1.noise import Noise
 
 #: Methods whose drafter reads hidden states of several of the target's layers, which its model combines.
 _COMBINING = ("eagle3", "dflash")

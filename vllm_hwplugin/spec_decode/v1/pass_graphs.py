@@ -18,7 +18,7 @@ from vllm.config import CUDAGraphMode
 from vllm.forward_context import BatchDescriptor, set_forward_context
 from vllm.platforms import current_platform
 
-from vllm_hwplugin.spec_decode.draft_buffers import DraftBuffers
+from vllm_hwplugin.spec_decode.v1.draft_buffers import DraftBuffers
 from vllm_hwplugin.spec_decode.draft_keys import STEP_QUERY_LEN, DraftShape
 from vllm_hwplugin.spec_decode.first_pass import FirstPass
 
