@@ -60,7 +60,7 @@ STARTS: dict[str, tuple[str, dict[str, Any], list[str], list[str], list[str]]] =
     "no passes": (
         "V1",
         options("eagle3", "FULL_AND_PIECEWISE"),
-        [f"{_V1}.pass_graphs:PassGraphs._call_model"],
+        [f"{_V1}.v1.pass_graphs:PassGraphs._call_model"],
         ["draft-full-graph", "v1-draft-phase"],
         ["v1-step-inputs"],
     ),
@@ -83,7 +83,7 @@ STARTS: dict[str, tuple[str, dict[str, Any], list[str], list[str], list[str]]] =
     "no sampling": (
         "V1",
         options("eagle3", "FULL_AND_PIECEWISE"),
-        [f"{_V1}.phase_graphs:PhaseRecorder._sample"],
+        [f"{_V1}.v1.draft_phase_graphs:PhaseRecorder._sample"],
         ["v1-draft-phase"],
         ["draft-full-graph", "v1-step-inputs"],
     ),

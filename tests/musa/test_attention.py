@@ -18,7 +18,7 @@ from vllm_hwplugin.patching import SUPPORTED
 
 torch = pytest.importorskip("torch")
 
-from vllm_hwplugin.spec_decode.builders import allowance  # noqa: E402
+from vllm_hwplugin.spec_decode.builders import known  # noqa: E402
 
 from ..attention.layer import BATCH, Layer, close, config  # noqa: E402
 from ..attention.released import released  # noqa: E402
@@ -51,7 +51,7 @@ def test_the_right_answer(version: str, causal: bool, head_size: int, layout: st
 @every_version
 def test_a_drafters_graphs_may_hold_its_metadata(version: str, vllm_tree: Tree) -> None:
     with released(version, vllm_tree(version), mate=mate()) as load:
-        allowed = allowance(load(OWN).MusaFlashAttentionMetadataBuilder)
+        allowed = known(load(OWN).MusaFlashAttentionMetadataBuilder)
     assert (allowed.passes, allowed.chain, allowed.non_causal) == (True, True, True)
 
 

@@ -24,9 +24,9 @@ def _load(*waits: str, graphs_of: Sequence[int] = (1, 2, 4, 6)) -> Load:
 #: By model runner. What each is for is said where it is looked at.
 ENGINES = {
     "V1": {
-        "no passes": _load("pass_graphs:PassGraphs._call_model"),
+        "no passes": _load("v1.pass_graphs:PassGraphs._call_model"),
         "no chain": _load("draft_loop:eagle_step_update_slot_mapping_and_metadata"),
-        "no phase": _load("phase_graphs:PhaseRecorder._count"),
+        "no phase": _load("v1.draft_phase_graphs:PhaseRecorder._count"),
         "no inputs": _load("steady_steps:StepInputs._advance"),
     },
     "V2": {

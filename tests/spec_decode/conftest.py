@@ -108,7 +108,8 @@ def make(patched_module, notes, monkeypatch: pytest.MonkeyPatch):
     """`make(which, kind, k, sizes=...)`: a proposer that is "stock", "passes" (a graph a pass) or "loop"."""
     import vllm.v1.spec_decode.llm_base_proposer as stock_proposer
 
-    from vllm_hwplugin.spec_decode import draft_loop, pass_graphs
+    from vllm_hwplugin.spec_decode import draft_loop
+    from vllm_hwplugin.spec_decode.v1 import pass_graphs
 
     from .drafters import BLOCK, LAYER, build_views, make_config, make_proposer, plain_eagle_step
     from .host_runner import make_host
@@ -144,7 +145,7 @@ def make_dflash(patched_module, notes, monkeypatch: pytest.MonkeyPatch):
     import vllm.v1.spec_decode.dflash as stock_dflash
     import vllm.v1.spec_decode.llm_base_proposer as stock_proposer
 
-    from vllm_hwplugin.spec_decode import pass_graphs
+    from vllm_hwplugin.spec_decode.v1 import pass_graphs
 
     from . import dflash_drafter
     from .drafters import BLOCK, LAYER, make_config

@@ -16,7 +16,8 @@ from vllm.forward_context import BatchDescriptor  # noqa: E402
 from vllm_hwplugin.fallback import FeatureRequired  # noqa: E402
 from vllm_hwplugin.spec_decode.dflash_context import ContextGraphs, lengthen_query_buffers  # noqa: E402
 from vllm_hwplugin.spec_decode.draft_graphs import DraftGraphs, capture_draft_graphs  # noqa: E402
-from vllm_hwplugin.spec_decode.first_pass import FirstPass, first_pass_of  # noqa: E402
+from vllm_hwplugin.spec_decode.v1.draft_decision import FirstPass  # noqa: E402
+from vllm_hwplugin.spec_decode.v1.draft_facts import first_pass_of  # noqa: E402
 
 from ..conftest import versions  # noqa: E402
 from .dflash_drafter import DFlashModel, let_models_fuse  # noqa: E402

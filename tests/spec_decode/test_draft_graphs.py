@@ -14,8 +14,8 @@ from vllm.config import CUDAGraphMode  # noqa: E402
 from vllm.forward_context import BatchDescriptor, get_forward_context  # noqa: E402
 
 from vllm_hwplugin.fallback import FeatureRequired  # noqa: E402
+from vllm_hwplugin.spec_decode.decode_batch import uniform_shape  # noqa: E402
 from vllm_hwplugin.spec_decode.draft_graphs import capture_draft_graphs  # noqa: E402
-from vllm_hwplugin.spec_decode.draft_keys import uniform_shape  # noqa: E402
 from vllm_hwplugin.spec_decode.v1.pass_graphs import descriptor_of  # noqa: E402
 
 from . import drafters  # noqa: E402

@@ -13,9 +13,9 @@ from vllm.config import CUDAGraphMode  # noqa: E402
 
 from vllm_hwplugin.fallback import FeatureRequired  # noqa: E402
 from vllm_hwplugin.spec_decode import draft_loop  # noqa: E402
-from vllm_hwplugin.spec_decode.v1.draft_facts import chain_facts  # noqa: E402
+from vllm_hwplugin.spec_decode.decode_batch import uniform_shape  # noqa: E402
 from vllm_hwplugin.spec_decode.draft_graphs import capture_draft_graphs  # noqa: E402
-from vllm_hwplugin.spec_decode.draft_keys import uniform_shape  # noqa: E402
+from vllm_hwplugin.spec_decode.v1.draft_facts import chain_facts  # noqa: E402
 from vllm_hwplugin.spec_decode.v1.pass_graphs import descriptor_of  # noqa: E402
 
 from .drafters import EAGLE, MAX_REQS, P_EAGLE, Runner, boot, clone_metadata, propose  # noqa: E402

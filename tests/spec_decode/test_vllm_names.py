@@ -27,9 +27,9 @@ GRAPHS = "vllm/compilation/cuda_graph.py"
 KV_TRANSFER = "vllm/distributed/kv_transfer/kv_connector"
 
 # Bodies that take any proposer; those of DFlash see a subclass with members of its own.
-FOR_ANY = ("draft_facts.py", "draft_graphs.py", "draft_loop.py", "first_pass.py", "pass_graphs.py")
-FOR_DFLASH = ("dflash_context.py", "phase_graphs.py", "phase_obstacles.py")
-FOR_RUNNERS = ("draft_phase.py", "phase_graphs.py", "phase_obstacles.py")
+FOR_ANY = ("v1/draft_facts.py", "draft_graphs.py", "draft_loop.py", "v1/pass_graphs.py")
+FOR_DFLASH = ("dflash_context.py", "v1/draft_phase_graphs.py", "phase_obstacles.py")
+FOR_RUNNERS = ("draft_phase.py", "v1/draft_phase_graphs.py", "phase_obstacles.py")
 
 # Read with a default where the version may not have them.
 OPTIONAL = {
@@ -112,7 +112,7 @@ def read_of(owner: str, modules: Sequence[str]) -> set[str]:
 READ = {
     (PROPOSER, "SpecDecodeBaseProposer"): read_of("proposer", FOR_ANY) - OURS,
     (RUNNER, "GPUModelRunner"): read_of("runner", FOR_RUNNERS) - FOR_DRAWN_DRAFTS,
-    (METADATA, "CommonAttentionMetadata"): read_of("metadata", ("draft_buffers.py", "draft_graphs.py"))
+    (METADATA, "CommonAttentionMetadata"): read_of("metadata", ("v1/draft_buffers.py", "draft_graphs.py"))
     | {"query_start_loc_cpu", "num_actual_tokens", "max_seq_len"},
     # `capture` is of `DraftGraphs`, in a variable of the same name.
     (GRAPHS, "CUDAGraphWrapper"): read_of("graphs", (*FOR_ANY, *FOR_DFLASH)) - {"capture"},
@@ -130,7 +130,7 @@ READ = {
 SOMEWHERE = {
     (PROPOSER, "SpecDecodeBaseProposer"): OPTIONAL,
     (RUNNER, "GPUModelRunner"): {"_draft_probs", "enable_prompt_embeds"},
-    (METADATA, "CommonAttentionMetadata"): tuples_of("draft_buffers.py", "_HOST_ROWS", "_DROPPED", "_UNMANAGED"),
+    (METADATA, "CommonAttentionMetadata"): tuples_of("v1/draft_buffers.py", "_HOST_ROWS", "_DROPPED", "_UNMANAGED"),
 }
 
 
@@ -197,7 +197,7 @@ def test_the_context_is_stored_by_a_function_of_tokens_alone(vllm_tree: Trees, m
 
 def test_every_tensor_field_of_the_metadata_is_dealt_with(vllm_tree: Trees) -> None:
     """A new tensor of a new version would keep its changing address in a captured graph."""
-    handled = tuples_of("draft_buffers.py", "_HOST_ROWS", "_DROPPED", "_UNMANAGED")
+    handled = tuples_of("v1/draft_buffers.py", "_HOST_ROWS", "_DROPPED", "_UNMANAGED")
     handled |= {"query_start_loc", "query_start_loc_cpu", "seq_lens", "block_table_tensor", "slot_mapping", "causal"}
     # Host copies of fields that turn the graphs off, and one that only Mamba2 layers read.
     handled |= {"dcp_local_seq_lens_cpu", "dcp_local_seq_lens_cpu_upper_bound", "replayssm_decode_base_cpu"}

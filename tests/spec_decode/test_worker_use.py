@@ -23,8 +23,8 @@ from vllm_hwplugin.fallback import FeatureRequired, stays_stock
 from vllm_hwplugin.journal import Use
 from vllm_hwplugin.patching import Catalog, load_catalog, make_plan
 from vllm_hwplugin.spec_decode import context_norm, worker_use
-from vllm_hwplugin.spec_decode.v1.draft_decision import DrafterFacts
 from vllm_hwplugin.spec_decode.step_counts import StepCounts
+from vllm_hwplugin.spec_decode.v1.draft_decision import DrafterFacts
 from vllm_hwplugin.spec_decode.worker_use import V1, V2, WorkerFacts
 
 from ..conftest import versions

@@ -10,7 +10,7 @@ that are not there on every host.
 from __future__ import annotations
 
 import copy
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import vllm.envs as envs
@@ -37,9 +37,6 @@ _IMAGES = (
 
 class CudaFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):  # type: ignore[misc]  # as below
     """vLLM's; for layers with large heads without what only its own kernels have: their schedules and cascades."""
-
-    # `build` only refuses; a drafter's graphs (`spec_decode.draft_builders`) may hold what vLLM's makes.
-    same_metadata_as_base: ClassVar[bool] = True
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:

@@ -73,10 +73,6 @@ class MusaFlashAttentionMetadata(FlashAttentionMetadata):  # type: ignore[misc] 
 class MusaFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):  # type: ignore[misc]  # as below
     """vLLM's, without what only its own kernels have (their schedules, and cascade attention), and with mate's."""
 
-    # A drafter's batches (`build_for_drafting`) have neither a schedule nor keys beside the cache, so a drafter's
-    # graphs (`spec_decode.draft_builders`) may hold what vLLM's makes.
-    same_metadata_as_base: ClassVar[bool] = True
-
     # As for FlashAttention 2: a graph holds batches whose requests have equally many tokens.
     _cudagraph_support: ClassVar[Any] = AttentionCGSupport.UNIFORM_BATCH
 

@@ -1,100 +1,149 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which attention metadata builders a captured drafter may have, and for how much of the drafter.
+"""Which attention metadata builders a CUDA graph of a draft, or of a step's inputs, may have.
 
-A captured kernel reads the tensors that its metadata named at capture. Before each launch of a pass's graph the drafter
-calls its builders' `build_for_drafting` again, on a batch padded to the graph's shape, so what a builder keeps in
-buffers of its own may change from launch to launch. Between the steps of a chain in one graph nothing is built, so
-there the metadata may name nothing but the batch's tensors, which the chain itself advances.
+A captured kernel reads the tensors that its metadata named at capture, and what a build does on the host is done once.
 
-Capture takes `build_for_drafting` as well, never `build_for_cudagraph_capture`: a graph needs the metadata of the call
-that will refresh it. FLASH_ATTN's capture call plans a schedule into a buffer (`fast_build` is False there) that no
-later `build_for_drafting` would write; the others' overrides only choose lengths for a quick capture.
+- *A pass* of a V1 drafter. Before each launch of its graph the drafter calls `build_for_drafting` again, on a batch
+  padded to the graph's shape, so what a builder keeps in buffers of its own may change from launch to launch. Capture
+  takes `build_for_drafting` as well, never `build_for_cudagraph_capture`: a graph needs the metadata of the call that
+  will refresh it. FLASH_ATTN's capture call plans a schedule into a buffer (`fast_build` is False there) that no later
+  `build_for_drafting` would write; the others' overrides only choose lengths for a quick capture.
+- *A chain* of a V1 drafter's passes in one graph. Nothing is built between them, so the metadata may name nothing but
+  the batch's tensors, which the chain itself advances.
+- *One token* a request, in a graph that makes the metadata of each step itself, by vLLM's own `build`. All that the
+  build takes from the host is the graph's shape, or the model's longest sequence in place of the batch's. It copies
+  nothing from the host to the device, because a replay would read memory that was freed long ago, and it never waits
+  for the device.
+- *A decode batch*, the same for several tokens a request: only lengths, slots and block tables change from step to
+  step.
 
-Each class below was read in vLLM 0.20.2, 0.26.0 and 0.32.0. One that is not listed gets no FULL graph.
+For passes and chains each class was read in vLLM 0.20.2, 0.26.0 and 0.32.0, for the others in the last release of each
+minor version from 0.20 to 0.33. A class that is not listed, or that overrides what was read, gets no graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Final
 
-#: What a builder class says of itself where it overrides methods that make metadata, but lets its base class make it.
-SAME_AS_BASE = "same_metadata_as_base"
+#: What a builder class says of itself where a drafter's passes may take it for its base class: it overrides methods
+#: that make metadata, but lets its base class make it.
+SAME_AS_BASE: Final = "same_metadata_as_base"
 
 
-@dataclass(frozen=True, slots=True)
-class Allowance:
-    """What one builder class allows.
+@dataclass(frozen=True)
+class Builder:
+    """What graphs may have of one builder class.
 
     Attributes:
-        passes: a FULL graph for one pass, with a build before each launch.
-        chain: a graph of several passes, with no build between them.
-        non_causal: either of them where queries see later ones.
-        why: why no more than that; empty where all is allowed.
+        passes: one pass of a V1 drafter, with a build before each launch.
+        chain: several of them, with no build in between.
+        non_causal: either of these where queries see later ones.
+        one_token: the build itself, of a batch with one token a request.
+        decode: the same with several.
+        planned_by_kernel: the metadata is empty until the first kernel that reads it puts a plan into it.
+        why: why no more than that.
     """
 
-    passes: bool
-    chain: bool
-    non_causal: bool
+    passes: bool = False
+    chain: bool = False
+    non_causal: bool = False
+    one_token: bool = False
+    decode: bool = False
+    planned_by_kernel: bool = False
     why: str = ""
 
 
-_VIEWS = Allowance(passes=True, chain=True, non_causal=True)
-_UNKNOWN = Allowance(False, False, False, "it is not among the builders whose metadata is known to suit a graph")
+_BACKENDS: Final = "vllm.v1.attention.backends"
+# The batch's tensors; FlashAttention 3 puts a kernel's schedule into one tensor of the builder's, which is long enough
+# for every graph. `fast_build`, which drafting asks for, leaves it out.
+_VIEWS: Final = Builder(passes=True, chain=True, non_causal=True, one_token=True, decode=True)
+_UNKNOWN: Final = Builder(why="it is not among the builders whose metadata is known to suit a graph")
 
-
-def _passes(why: str) -> Allowance:
-    return Allowance(passes=True, chain=False, non_causal=False, why=why)
-
-
-_BACKENDS = "vllm.v1.attention.backends"
-#: Class -> what it allows. A class without an entry takes that of the nearest base whose metadata it leaves alone.
-BUILDERS = {
-    # `fast_build`, which drafting asks for, leaves out the schedule; the rest names the batch's tensors.
+BUILDERS: Final[Mapping[str, Builder]] = {
     f"{_BACKENDS}.flash_attn.FlashAttentionMetadataBuilder": _VIEWS,
+    # Only refuses what it has no kernel for.
+    "vllm_hwplugin.attention.cuda.CudaFlashAttentionMetadataBuilder": _VIEWS,
+    # A drafter's batches (`build_for_drafting`) have neither a schedule nor keys beside the cache; where others have
+    # schedules of its own it says so (`makes_schedules`).
+    "vllm_hwplugin.musa.attention.MusaFlashAttentionMetadataBuilder": _VIEWS,
     f"{_BACKENDS}.triton_attn.TritonAttentionMetadataBuilder": _VIEWS,
-    f"{_BACKENDS}.mla.flashattn_mla.FlashAttnMLAMetadataBuilder": _passes(
-        "each build plans a schedule into one buffer of the builder's"
+    f"{_BACKENDS}.mla.flashattn_mla.FlashAttnMLAMetadataBuilder": Builder(
+        passes=True, one_token=True, why="each build plans a schedule into one buffer of the builder's"
     ),
-    f"{_BACKENDS}.mla.flashmla.FlashMLAMetadataBuilder": _passes(
-        "each build makes a plan, which its first kernel or a buffer of the builder's holds"
+    f"{_BACKENDS}.mla.flashmla.FlashMLAMetadataBuilder": Builder(
+        passes=True,
+        one_token=True,
+        planned_by_kernel=True,
+        why="each build makes a plan, which its first kernel or a buffer of the builder's holds",
     ),
-    f"{_BACKENDS}.mla.flashinfer_mla.FlashInferMLAMetadataBuilder": _passes("a chain over it was never run"),
-    # TRITON_MLA in all versions, CUTLASS_MLA and TOKENSPEED_MLA add nothing to it.
-    "vllm.model_executor.layers.attention.mla_attention.MLACommonMetadataBuilder": _passes(
-        "a chain over it was never run"
+    # All requests of a step are decodes, of which these name the batch's tensors (FLASHINFER_MLA itself from 0.31 on).
+    # TRITON_MLA in all versions, CUTLASS_MLA and TOKENSPEED_MLA add nothing to the common builder.
+    f"{_BACKENDS}.mla.flashinfer_mla.FlashInferMLAMetadataBuilder": Builder(
+        passes=True, one_token=True, why="a chain over it was never run"
     ),
-    f"{_BACKENDS}.flashinfer.FlashInferMetadataBuilder": _passes("each build plans on the host"),
-    f"{_BACKENDS}.flex_attention.FlexAttentionMetadataBuilder": Allowance(
-        False, False, False, "each build makes its block mask anew, in part from host values and temporary tensors"
+    "vllm.model_executor.layers.attention.mla_attention.MLACommonMetadataBuilder": Builder(
+        passes=True, one_token=True, why="a chain over it was never run"
     ),
-    f"{_BACKENDS}.tree_attn.TreeAttentionMetadataBuilder": Allowance(
-        False, False, False, "tree attention drafts several tokens a request and step"
+    f"{_BACKENDS}.flashinfer.FlashInferMetadataBuilder": Builder(passes=True, why="each build plans on the host"),
+    f"{_BACKENDS}.flex_attention.FlexAttentionMetadataBuilder": Builder(
+        why="each build makes its block mask anew, in part from host values and temporary tensors"
+    ),
+    f"{_BACKENDS}.tree_attn.TreeAttentionMetadataBuilder": Builder(
+        why="tree attention drafts several tokens a request and step"
     ),
 }
 
 
-def allowance(builder_class: type) -> Allowance:
-    """What a builder class allows, by its own entry or by that of the base class that makes its metadata."""
+def known(builder_class: type, *, by_its_word: bool = False) -> Builder:
+    """What graphs may have of a builder class, by its own entry or by that of the base class that makes its metadata.
+
+    Args:
+        by_its_word: whether a class that declares `SAME_AS_BASE` is taken for its base class.
+    """
     for cls in builder_class.__mro__:
-        known = BUILDERS.get(f"{cls.__module__}.{cls.__qualname__}")
-        if known is not None:
-            return known
-        if makes_metadata(cls) and not vars(cls).get(SAME_AS_BASE, False):
-            return _UNKNOWN
+        found = BUILDERS.get(f"{cls.__module__}.{cls.__qualname__}")
+        if found is not None:
+            return found
+        makes_metadata = any(name.lstrip("_").startswith("build") for name in vars(cls))
+        if makes_metadata and not (by_its_word and vars(cls).get(SAME_AS_BASE, False)):
+            break
     return _UNKNOWN
 
 
-def makes_metadata(cls: type) -> bool:
-    """Whether a class itself, leaving out its bases, has a method that makes metadata."""
-    return any(name.lstrip("_").startswith("build") for name in vars(cls))
-
-
 def refusing(builder_classes: Iterable[type], what: str) -> str | None:
-    """The builders that do not allow `what` (a field of `Allowance`), each with its reason, or None."""
+    """The builders of a V1 drafter that do not allow `what` (a field of `Builder`), each with its reason, or None."""
+    found = {cls.__name__: known(cls, by_its_word=True) for cls in builder_classes}
+    return _joined({name: builder.why for name, builder in found.items() if not getattr(builder, what)})
+
+
+def why_not_in_graph(attn_groups: Sequence[Sequence[Any]]) -> str | None:
+    """Why the metadata of a draft's one-token steps cannot be made inside a CUDA graph, or None where it can.
+
+    Context parallelism is left out: lengths that it splits over ranks are not advanced between draft steps.
+
+    Args:
+        attn_groups: a speculator's, for each KV cache group its `AttentionGroup`s, whose builders exist.
+    """
     refused: dict[str, str] = {}
-    for cls in builder_classes:
-        allows = allowance(cls)
-        if not getattr(allows, what):
-            refused[cls.__name__] = allows.why
+    for builder in (group.get_metadata_builder(0) for groups in attn_groups for group in groups):
+        found = known(type(builder))
+        if not found.one_token:
+            refused[type(builder).__name__] = found.why
+        elif getattr(builder, "dcp_world_size", 1) > 1:
+            refused[type(builder).__name__] = "decode context parallelism"
+        elif getattr(builder, "makes_schedules", False):
+            refused[type(builder).__name__] = "its schedules are made for the batches that Model Runner V1 shows it"
+    return _joined(refused)
+
+
+def host_work(builder: Any) -> str | None:
+    """Why a graph cannot make the metadata of a decode batch in place of this builder; None where it can."""
+    if not known(type(builder)).decode or getattr(builder, "makes_schedules", False):
+        return f"{type(builder).__name__} may make metadata on the host"
+    return None
+
+
+def _joined(refused: Mapping[str, str]) -> str | None:
     return "; ".join(f"{name}: {refused[name]}" for name in sorted(refused)) or None

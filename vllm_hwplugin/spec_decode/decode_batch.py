@@ -28,16 +28,17 @@ _NOT_THE_SAMPLERS: Final = frozenset(
 _OF_THE_SCHEDULER: Final = frozenset(("kv_transfer_params", "ec_transfer_params", "kv_cache_report_mode"))
 
 
-@dataclass(frozen=True)
-class Rung:
-    """The shape of a graph: `num_reqs` requests of `query_len` tokens each."""
+@dataclass(frozen=True, slots=True)
+class GraphShape:
+    """The shape of a graph: `num_tokens` tokens in `num_reqs` requests of `query_len` tokens (None: of any length)."""
 
+    num_tokens: int
     num_reqs: int
-    query_len: int
+    query_len: int | None
 
-    @property
-    def num_tokens(self) -> int:
-        return self.num_reqs * self.query_len
+
+def uniform_shape(query_len: int, num_reqs: int) -> GraphShape:
+    return GraphShape(num_tokens=query_len * num_reqs, num_reqs=num_reqs, query_len=query_len)
 
 
 def asks_for_nothing_else(params: Any) -> bool:

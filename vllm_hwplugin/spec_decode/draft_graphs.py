@@ -25,14 +25,13 @@ from vllm.forward_context import BatchDescriptor
 from vllm_hwplugin import journal
 from vllm_hwplugin.fallback import stays_stock
 from vllm_hwplugin.features import DFLASH_FULL_GRAPH, DRAFT_FULL_GRAPH
-from vllm_hwplugin.spec_decode.v1.draft_buffers import DraftBuffers, unmanaged_field
-from vllm_hwplugin.spec_decode.v1.draft_decision import decide
-from vllm_hwplugin.spec_decode.v1.draft_facts import batch_facts, capture_facts, drafter_facts
-from vllm_hwplugin.spec_decode.draft_keys import STEP_QUERY_LEN, DraftKeys, DraftShape
-from vllm_hwplugin.spec_decode.first_pass import FirstPass
+from vllm_hwplugin.spec_decode.decode_batch import GraphShape
 from vllm_hwplugin.spec_decode.graph_recording import attempt
-from vllm_hwplugin.spec_decode.v1.pass_graphs import PassGraphs, descriptor_of
 from vllm_hwplugin.spec_decode.step_counts import Reason, StepCounts
+from vllm_hwplugin.spec_decode.v1.draft_buffers import DraftBuffers, unmanaged_field
+from vllm_hwplugin.spec_decode.v1.draft_decision import STEP_QUERY_LEN, DraftKeys, FirstPass, decide
+from vllm_hwplugin.spec_decode.v1.draft_facts import batch_facts, capture_facts, drafter_facts
+from vllm_hwplugin.spec_decode.v1.pass_graphs import PassGraphs, descriptor_of
 
 logger = logging.getLogger("vllm.hwplugin")
 
@@ -123,7 +122,7 @@ class DraftGraphs:
         # None where no graph may be replayed; `_passes` may still have some then.
         self._keys: DraftKeys | None = None
         self._first_query_len = 0
-        self._shape: DraftShape | None = None
+        self._shape: GraphShape | None = None
         self._passed_over: set[str] = set()
         for companion in self._companions:
             companion.forget()
@@ -189,7 +188,7 @@ class DraftGraphs:
         self._keys, self._first_query_len = keys, first.query_len
         return True
 
-    def _record(self, shape: DraftShape, template: Any) -> None:
+    def _record(self, shape: GraphShape, template: Any) -> None:
         assert self._passes is not None
         self._passes.capture(shape, template)
 
@@ -264,7 +263,7 @@ class DraftGraphs:
         assert self._passes is not None
         return self._passes.buffers
 
-    def _find(self, num_tokens: int, query_len: int | None, metadata: Any) -> DraftShape | None:
+    def _find(self, num_tokens: int, query_len: int | None, metadata: Any) -> GraphShape | None:
         if self._keys is None or not self.may_replay(metadata):
             return None
         return self._keys.find(num_tokens, query_len)

@@ -24,14 +24,14 @@ from vllm.v1.spec_decode.utils import PADDING_SLOT_ID, eagle_step_update_slot_ma
 from vllm_hwplugin import journal
 from vllm_hwplugin.fallback import stays_stock
 from vllm_hwplugin.features import DRAFT_LOOP_GRAPH
-from vllm_hwplugin.spec_decode.v1.draft_buffers import PassBuffers
-from vllm_hwplugin.spec_decode.v1.draft_decision import chain_obstacle
-from vllm_hwplugin.spec_decode.v1.draft_facts import chain_facts
+from vllm_hwplugin.spec_decode.decode_batch import GraphShape, uniform_shape
 from vllm_hwplugin.spec_decode.draft_graphs import Companion, DraftGraphs
-from vllm_hwplugin.spec_decode.draft_keys import STEP_QUERY_LEN, DraftKeys, DraftShape, pad_up, uniform_shape
 from vllm_hwplugin.spec_decode.graph_recording import attempt
-from vllm_hwplugin.spec_decode.v1.pass_graphs import PassGraphs, full_graphs
 from vllm_hwplugin.spec_decode.step_counts import Reason, StepCounts
+from vllm_hwplugin.spec_decode.v1.draft_buffers import PassBuffers
+from vllm_hwplugin.spec_decode.v1.draft_decision import STEP_QUERY_LEN, DraftKeys, chain_obstacle, pad_up
+from vllm_hwplugin.spec_decode.v1.draft_facts import chain_facts
+from vllm_hwplugin.spec_decode.v1.pass_graphs import PassGraphs, full_graphs
 
 _STOCK = "steps are launched one by one"
 
@@ -265,5 +265,5 @@ class DraftLoop(Companion):
         return self._drafts[:num_reqs]
 
 
-def _shape(num_reqs: int) -> DraftShape:
+def _shape(num_reqs: int) -> GraphShape:
     return uniform_shape(STEP_QUERY_LEN, num_reqs)

@@ -25,22 +25,28 @@ from vllm_hwplugin import journal
 from vllm_hwplugin.fallback import stays_stock
 from vllm_hwplugin.features import V1_DRAFT_PHASE
 from vllm_hwplugin.nwor import runner as nwor
-from vllm_hwplugin.spec_decode.decode_batch import MAX_NUM_REQS, Rung, asks_for_nothing_else, has_prompt
+from vllm_hwplugin.spec_decode.decode_batch import (
+    MAX_NUM_REQS,
+    GraphShape,
+    asks_for_nothing_else,
+    has_prompt,
+    uniform_shape,
+)
 from vllm_hwplugin.spec_decode.draft_graphs import Companion
-from vllm_hwplugin.spec_decode.draft_keys import DraftKeys
 from vllm_hwplugin.spec_decode.graph_recording import attempt, reserved_memory
-from vllm_hwplugin.spec_decode.v1.pass_graphs import PassGraphs
-from vllm_hwplugin.spec_decode.phase_buffers import PhaseBuffers
+from vllm_hwplugin.spec_decode.phase_obstacles import obstacle, sampling_obstacle
+from vllm_hwplugin.spec_decode.step_counts import Reason, StepCounts
+from vllm_hwplugin.spec_decode.v1.draft_decision import DraftKeys
 from vllm_hwplugin.spec_decode.v1.draft_phase_graphs import (
     Drafting,
+    PhaseBuffers,
     PhaseGraphs,
     PhaseRecorder,
     Sampling,
     TargetStates,
     input_addresses,
 )
-from vllm_hwplugin.spec_decode.phase_obstacles import obstacle, sampling_obstacle
-from vllm_hwplugin.spec_decode.step_counts import Reason, StepCounts
+from vllm_hwplugin.spec_decode.v1.pass_graphs import PassGraphs
 
 #: In place of a draft, from 0.25 on of a new request whose prompt is computed but for its last token.
 _PLACEHOLDER: Final = -1
@@ -71,7 +77,7 @@ class DraftPhase(Companion):
         self._recorder: PhaseRecorder | None = None
         self._buffers: PhaseBuffers | None = None
         # Both by number of the target's tokens.
-        self._rungs: dict[int, Rung] = {}
+        self._shapes: dict[int, GraphShape] = {}
         self._graphs: dict[int, PhaseGraphs] = {}
         self._step: PhaseGraphs | Reason = Reason.NOT_CAPTURED
         self._kind: Sampling | None = None
@@ -102,12 +108,12 @@ class DraftPhase(Companion):
         counts = keys.requests(self.query_len)
         if self.query_len > 2 and not runner.drafter.parallel_drafting:
             counts = tuple(count for count in counts if runner.drafter.draft_loop.serves(count))
-        rungs = [Rung(count, self.query_len) for count in counts if count <= MAX_NUM_REQS]
-        if not rungs:
+        shapes = [uniform_shape(self.query_len, count) for count in counts if count <= MAX_NUM_REQS]
+        if not shapes:
             self.stay_stock("the drafter's passes have no graphs of decode batches that could be joined")
             return
-        self._rungs = {rung.num_tokens: rung for rung in rungs}
-        self._buffers = PhaseBuffers(rungs[-1].num_reqs, self.query_len, runner.device)
+        self._shapes = {shape.num_tokens: shape for shape in shapes}
+        self._buffers = PhaseBuffers(shapes[-1].num_reqs, self.query_len, runner.device)
         drawn = getattr(runner.drafter, "_enable_probabilistic_draft_probs", False)
         sampling = () if sampling_obstacle(runner) else tuple(Sampling)[: 3 if drawn else 2]
         drafting = tuple(Drafting)[: 2 if drawn else 1]
@@ -133,12 +139,12 @@ class DraftPhase(Companion):
         states = TargetStates.of(outputs)
         num_tokens = states.hidden.shape[0]
         if profiling:
-            num_tokens = max((size for size in self._rungs if size <= num_tokens), default=0)
-        rung = self._rungs.get(num_tokens)
-        if rung is None:
+            num_tokens = max((size for size in self._shapes if size <= num_tokens), default=0)
+        shape = self._shapes.get(num_tokens)
+        if shape is None:
             return
         started, reserved = time.perf_counter(), reserved_memory()
-        if not attempt(V1_DRAFT_PHASE, _STOCK, partial(self._record, rung, states, template), self.forget):
+        if not attempt(V1_DRAFT_PHASE, _STOCK, partial(self._record, shape, states, template), self.forget):
             self.failed = True
             return
         seconds, used = self._spent
@@ -146,7 +152,7 @@ class DraftPhase(Companion):
         if profiling:
             self._graphs.clear()
             return
-        largest = max(one.rung.num_reqs for one in self._graphs.values())
+        largest = max(one.shape.num_reqs for one in self._graphs.values())
         journal.note(
             V1_DRAFT_PHASE,
             f"{len(self._graphs)} shapes of at most {largest} requests, captured in {self._spent[0]:.1f} s, "
@@ -154,9 +160,9 @@ class DraftPhase(Companion):
         )
         journal.use(V1_DRAFT_PHASE, True)
 
-    def _record(self, rung: Rung, states: TargetStates, template: Any) -> None:
+    def _record(self, shape: GraphShape, states: TargetStates, template: Any) -> None:
         assert self._recorder is not None
-        self._graphs[rung.num_tokens] = self._recorder.record(rung, states, template)
+        self._graphs[shape.num_tokens] = self._recorder.record(shape, states, template)
 
     def stay_stock(self, reason: str) -> None:
         """Have no graphs, and put in the journal why.
@@ -187,7 +193,7 @@ class DraftPhase(Companion):
             kind = step
         else:
             assert self._recorder is not None
-            self._recorder.hold(self._runner.input_batch.num_reqs, step.rung)
+            self._recorder.hold(self._runner.input_batch.num_reqs, step.shape)
             kind = self._kind_of_batch(step, scheduler_output)
         self._step, self._kind = step, None if isinstance(kind, Reason) else kind
         if not isinstance(kind, Reason):
@@ -307,7 +313,7 @@ class DraftPhase(Companion):
         if count * query_len > max(self._graphs):
             return Reason.LARGER_BATCH
         step = self._graphs.get(hidden_states.shape[0])
-        if step is None or count > step.rung.num_reqs or step.states[0] != hidden_states.data_ptr():
+        if step is None or count > step.shape.num_reqs or step.states[0] != hidden_states.data_ptr():
             return Reason.NO_FULL_GRAPH
         return step
 
@@ -347,7 +353,7 @@ class DraftPhase(Companion):
         """Why the drafting graph of `step` would not do what vLLM does; None where it does."""
         proposer = self._runner.drafter
         wanted = getattr(scheduler_output, "num_spec_tokens_to_schedule", None)
-        if wanted not in (None, step.rung.query_len - 1):
+        if wanted not in (None, self.query_len - 1):
             return Reason.FEWER_DRAFTS
         assert self._draft_graphs is not None
         if (

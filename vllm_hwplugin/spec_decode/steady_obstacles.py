@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_hwplugin.spec_decode.decode_builders import host_work
+from vllm_hwplugin.spec_decode.builders import host_work
 
 
 def obstacle(runner: Any) -> str | None:

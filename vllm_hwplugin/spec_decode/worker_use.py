@@ -16,10 +16,11 @@ from vllm.platforms import current_platform
 
 from vllm_hwplugin import features
 from vllm_hwplugin.journal import Journal, Use
-from vllm_hwplugin.spec_decode import context_norm, draft_decision, step_counts
+from vllm_hwplugin.spec_decode import context_norm, step_counts
+from vllm_hwplugin.spec_decode.engine_report import Findings, report, use_of
+from vllm_hwplugin.spec_decode.v1 import draft_decision
 from vllm_hwplugin.spec_decode.v1.draft_decision import DrafterFacts
 from vllm_hwplugin.spec_decode.v1.draft_facts import drafter_facts
-from vllm_hwplugin.spec_decode.engine_report import Findings, report, use_of
 
 V1: Final = "V1"
 V2: Final = "V2"

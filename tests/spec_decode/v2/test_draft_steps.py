@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vllm_hwplugin.spec_decode.v2 import draft_metadata
+from vllm_hwplugin.spec_decode import builders
 
 from .released_modules import Graph
 from .speculators import DevicePlan, HostPlan, LazyPlan, Runner, Views
@@ -18,8 +18,11 @@ BATCHES = [([2], [20], [0]), ([2, 0, 5], [21, 30, 41], [0, 1, 3]), ([5, 3, 0, 1]
 def known(monkeypatch: pytest.MonkeyPatch) -> None:
     """The builders here, beside vLLM's."""
     kinds = {Views: "", DevicePlan: "", LazyPlan: "", HostPlan: "each build plans on the host"}
-    known = {f"{cls.__module__}.{cls.__qualname__}": reason for cls, reason in kinds.items()}
-    monkeypatch.setattr(draft_metadata, "BUILDERS", known)
+    known = {
+        f"{cls.__module__}.{cls.__qualname__}": builders.Builder(one_token=not why, why=why)
+        for cls, why in kinds.items()
+    }
+    monkeypatch.setattr(builders, "BUILDERS", known)
 
 
 def drafts_of(modules, builder: type[Views], k: int, captured: bool = True, **choices: str) -> list[torch.Tensor]:

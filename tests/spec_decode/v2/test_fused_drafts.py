@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from vllm_hwplugin.fallback import FeatureRequired
-from vllm_hwplugin.spec_decode.v2 import draft_metadata, fused_drafts
+from vllm_hwplugin.spec_decode import builders
+from vllm_hwplugin.spec_decode.v2 import fused_drafts
 from vllm_hwplugin.spec_decode.v2.fused_drafts import SpeculatorFacts, obstacle
 
 from .released_modules import Graph
@@ -34,8 +35,11 @@ BATCHES = [
 def known(monkeypatch: pytest.MonkeyPatch) -> None:
     """The builders here, beside vLLM's."""
     kinds = {Views: "", DevicePlan: "", LazyPlan: "", HostPlan: "each build plans on the host"}
-    known = {f"{cls.__module__}.{cls.__qualname__}": reason for cls, reason in kinds.items()}
-    monkeypatch.setattr(draft_metadata, "BUILDERS", known)
+    known = {
+        f"{cls.__module__}.{cls.__qualname__}": builders.Builder(one_token=not why, why=why)
+        for cls, why in kinds.items()
+    }
+    monkeypatch.setattr(builders, "BUILDERS", known)
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from vllm_hwplugin.patching import SUPPORTED
-from vllm_hwplugin.spec_decode.decode_batch import Rung
+from vllm_hwplugin.spec_decode.decode_batch import uniform_shape
 from vllm_hwplugin.spec_decode.step_counts import Reason
 from vllm_hwplugin.spec_decode.v2.tail_batch import Sampling, no_decode, rungs
 
@@ -128,7 +128,7 @@ def test_a_graph_holds_what_vllm_launches_for_the_batch(
 def test_shapes_are_those_in_which_the_target_decodes_in_one_graph() -> None:
     # One request less a token, a mixed batch, and one that is too large.
     graphs = [(1, 4), (2, 4), (2, 3), (8, None), (None, None), (64, 4), (72, 4)]
-    assert rungs(graphs, query_len=4, most=64) == [Rung(64, 4), Rung(2, 4), Rung(1, 4)]
+    assert rungs(graphs, query_len=4, most=64) == [uniform_shape(4, 64), uniform_shape(4, 2), uniform_shape(4, 1)]
 
 
 def batch(**changed: Any) -> SimpleNamespace:

@@ -19,11 +19,11 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.spec_decode import utils
 
 from vllm_hwplugin import journal
-from vllm_hwplugin.spec_decode.decode_batch import Rung
-from vllm_hwplugin.spec_decode.weights import FusedWeights, Parameters
+from vllm_hwplugin.spec_decode.decode_batch import uniform_shape
 from vllm_hwplugin.spec_decode.v2 import tail_graphs
 from vllm_hwplugin.spec_decode.v2.tail_batch import Sampling
 from vllm_hwplugin.spec_decode.v2.tail_graphs import TailGraphs, _Graphs
+from vllm_hwplugin.spec_decode.weights import FusedWeights, Parameters
 from vllm_hwplugin.versions import SUPPORTED
 
 from ..released import Modules, texts
@@ -197,7 +197,7 @@ def test_each_step_is_counted_and_what_was_in_its_way() -> None:
     graphs = TailGraphs(runner)
     graphs._plain[:] = True
     graph: Any = SimpleNamespace(replay=lambda: None)
-    one, three = (_Graphs(Rung(size, width), {Sampling.PLAIN: graph}, graph) for size in (1, 3))
+    one, three = (_Graphs(uniform_shape(width, size), {Sampling.PLAIN: graph}, graph) for size in (1, 3))
     graphs._served = {1: one, 2: three, 3: three}
     kept = SimpleNamespace(sampled_token_ids=torch.zeros(4, width), num_sampled=rows, num_rejected=rows)
     graphs._buffers = SimpleNamespace(write=lambda *_: None, outputs=kept)  # type: ignore[assignment]

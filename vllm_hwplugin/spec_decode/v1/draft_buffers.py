@@ -17,7 +17,8 @@ import torch
 from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
 
 from vllm_hwplugin.features import DRAFT_FULL_GRAPH, gate_of
-from vllm_hwplugin.spec_decode.draft_keys import STEP_QUERY_LEN, DraftKeys, DraftShape
+from vllm_hwplugin.spec_decode.decode_batch import GraphShape
+from vllm_hwplugin.spec_decode.v1.draft_decision import STEP_QUERY_LEN, DraftKeys
 
 # Per-request tensors on the host that a metadata builder may read. They follow the padding of the device tensors.
 _HOST_ROWS = ("_seq_lens_cpu", "_num_computed_tokens_cpu", "seq_lens_cpu_upper_bound", "is_prefilling")
@@ -93,7 +94,7 @@ class PassBuffers:
         self._steps = steps.to(device)
         self._written: tuple[int, int] | None = None
 
-    def write(self, metadata: Any, shape: DraftShape) -> None:
+    def write(self, metadata: Any, shape: GraphShape) -> None:
         """Copy the real rows of `metadata` in and make the rows up to `shape.num_reqs` inert."""
         self.write_seq_lens(metadata.seq_lens, shape.num_reqs)
         batch = metadata.num_reqs
@@ -105,7 +106,7 @@ class PassBuffers:
             self.query_start_loc[batch + 1 : shape.num_reqs + 1].fill_(metadata.num_actual_tokens)
         self._written = None
 
-    def write_steps(self, metadata: Any, shape: DraftShape) -> None:
+    def write_steps(self, metadata: Any, shape: GraphShape) -> None:
         """Like `write`, for a pass of one token a request; the row starts of `metadata` are not read."""
         self.write_seq_lens(metadata.seq_lens, shape.num_reqs)
         self.write_even_starts(metadata.num_reqs, shape.num_reqs, STEP_QUERY_LEN)
@@ -125,7 +126,7 @@ class PassBuffers:
         torch.clamp(self._steps[: num_reqs + 1], max=batch * query_len, out=starts)
         self._written = (batch, num_reqs)
 
-    def view(self, metadata: Any, shape: DraftShape, slot_mapping: torch.Tensor) -> Any:
+    def view(self, metadata: Any, shape: GraphShape, slot_mapping: torch.Tensor) -> Any:
         """A copy of `metadata` that names these buffers, padded to `shape`.
 
         Args:
@@ -160,7 +161,7 @@ class PassBuffers:
                 changes[name] = None
         return dataclasses.replace(metadata, **changes)
 
-    def batch_for_capture(self, template: Any, shape: DraftShape, max_seq_len: int, *, causal: bool = True) -> Any:
+    def batch_for_capture(self, template: Any, shape: GraphShape, max_seq_len: int, *, causal: bool = True) -> Any:
         """A dummy batch that fills `shape`, in `template`'s type, for `write` and `view` to take like a real one.
 
         `template` gives what only the runner knows (the block table); its rows may be of any number.
@@ -204,11 +205,11 @@ class DraftBuffers:
         lengths = dict.fromkeys(shape.query_len for shape in keys.all())
         self._passes = {length: PassBuffers(keys.max_num_seqs, length, device) for length in lengths}
 
-    def of(self, shape: DraftShape) -> PassBuffers:
+    def of(self, shape: GraphShape) -> PassBuffers:
         """What the graph of `shape` was captured with."""
         return self._passes[shape.query_len]
 
-    def view(self, metadata: Any, shape: DraftShape) -> Any:
+    def view(self, metadata: Any, shape: GraphShape) -> Any:
         """A copy of `metadata` that names the buffers of `shape` and is padded to it."""
         return self.of(shape).view(metadata, shape, self._slot_mapping)
 
@@ -221,7 +222,7 @@ class DraftBuffers:
         """int32 [num_reqs, blocks]: the captured block table's leading rows."""
         return full_block_table(self._table, num_reqs)
 
-    def dummy(self, template: Any, shape: DraftShape, max_seq_len: int, *, causal: bool) -> Any:
+    def dummy(self, template: Any, shape: GraphShape, max_seq_len: int, *, causal: bool) -> Any:
         """A view of a dummy batch that fills `shape`; its slots are all padding.
 
         Args:

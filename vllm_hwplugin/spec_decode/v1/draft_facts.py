@@ -3,15 +3,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+import dis
+from typing import Any, Final
 
-from vllm.config import CUDAGraphMode
+from vllm.config import CUDAGraphMode, KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
-from vllm_hwplugin.spec_decode.v1.draft_buffers import rows_held
 from vllm_hwplugin.spec_decode.builders import refusing
-from vllm_hwplugin.spec_decode.v1.draft_decision import BatchFacts, CaptureFacts, ChainFacts, DrafterFacts
-from vllm_hwplugin.spec_decode.first_pass import FirstPass, first_pass_of
-from vllm_hwplugin.spec_decode.layer_connector import working_by_layer
+from vllm_hwplugin.spec_decode.v1.draft_buffers import rows_held
+from vllm_hwplugin.spec_decode.v1.draft_decision import BatchFacts, CaptureFacts, ChainFacts, DrafterFacts, FirstPass
 
 # The proposers whose `propose` is the patched one. A subclass that overrides a part of it has to be looked at first.
 _KNOWN_PROPOSERS = frozenset({"EagleProposer", "DraftModelProposer"})
@@ -26,6 +27,11 @@ _HOST_WORK = (
     "allowed_attn_types",
     "eplb_state",
 )
+
+_HOOKS: Final = ("wait_for_layer_load", "save_kv_layer")
+_ANSWER: Final = "requires_piecewise_for_cudagraph"
+#: What Python makes of a method without statements. A decorated one has its decorator's, which call it.
+_NOTHING: Final = frozenset(("RESUME", "NOP", "LOAD_CONST", "RETURN_VALUE", "RETURN_CONST"))
 
 
 def drafter_facts(proposer: Any, target_mode: CUDAGraphMode) -> DrafterFacts:
@@ -106,3 +112,48 @@ def _attention_obstacle(builders: frozenset[type], first: FirstPass) -> str | No
         return f"no graph may hold the draft layers' attention ({refused})"
     refused = None if first.causal else refusing(builders, "non_causal")
     return None if refused is None else f"no graph may hold the draft layers' non-causal attention ({refused})"
+
+
+def first_pass_of(proposer: Any) -> FirstPass:
+    """The first pass of a `SpecDecodeBaseProposer`."""
+    num_speculative_tokens = proposer.speculative_config.num_speculative_tokens
+    if proposer.speculative_config.use_dflash():
+        return FirstPass(
+            query_len=1 + num_speculative_tokens,
+            max_tokens=proposer.max_query_tokens,
+            always_uniform=True,
+            # Before 0.23.0 vLLM knows non-causal drafts alone.
+            causal=getattr(proposer, "dflash_causal", False),
+            tokens_only=True,
+        )
+    return FirstPass(
+        query_len=1 + num_speculative_tokens + proposer.net_num_new_slots_per_request,
+        max_tokens=min(proposer.max_num_tokens, proposer.max_positions),
+    )
+
+
+def working_by_layer(transfer: KVTransferConfig | None) -> str | None:
+    """The name of the KV connector's class that may load or save keys at each layer, or None.
+
+    vLLM asks a connector before and after each attention layer, on the host. A captured pass does not come by there. A
+    connector that needs it can say so, and vLLM then has no FULL graphs; not all do.
+
+    Args:
+        transfer: vLLM's `kv_transfer_config`, of an engine with FULL graphs.
+    """
+    if transfer is None:
+        return None
+    cls: Any = KVConnectorFactory.get_connector_class(transfer)
+    name: str = cls.__name__
+    if name == "MultiConnector":
+        parts = transfer.kv_connector_extra_config.get("connectors", ())
+        return next((found for part in parts if (found := working_by_layer(KVTransferConfig(**part)))), None)
+    if any(_ANSWER in vars(base) for base in cls.__mro__ if base is not KVConnectorBase_V1):
+        # It was asked, and works in another way with these options.
+        return None
+    return None if all(_does_nothing(getattr(cls, hook)) for hook in _HOOKS) else name
+
+
+def _does_nothing(method: Any) -> bool:
+    code = getattr(method, "__code__", None)
+    return code is not None and all(one.opname in _NOTHING for one in dis.get_instructions(code))

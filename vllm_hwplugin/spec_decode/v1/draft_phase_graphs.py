@@ -16,16 +16,16 @@ from enum import Enum
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.config import CUDAGraphMode
+from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
 
-from vllm_hwplugin.spec_decode.decode_batch import Rung
-from vllm_hwplugin.spec_decode.draft_keys import uniform_shape
+from vllm_hwplugin.spec_decode.decode_batch import GraphShape
 from vllm_hwplugin.spec_decode.graph_recording import record_graph
-from vllm_hwplugin.spec_decode.v1.pass_graphs import PassGraphs
-from vllm_hwplugin.spec_decode.phase_buffers import PhaseBuffers
 from vllm_hwplugin.spec_decode.v1.noise import Noise
+from vllm_hwplugin.spec_decode.v1.pass_graphs import PassGraphs
 
 #: Methods whose drafter reads hidden states of several of the target's layers, which its model combines.
 _COMBINING = ("eagle3", "dflash")
@@ -72,12 +72,118 @@ class TargetStates:
         return tuple(one.data_ptr() for one in (self.hidden, *self.aux))
 
 
+class PhaseBuffers:
+    """The buffers of one runner's draft phase.
+
+    Args:
+        max_num_reqs: of the largest graph.
+        query_len: tokens of a request in a decode batch, 1 + num_speculative_tokens.
+        device: where the captured kernels run.
+
+    Attributes:
+        sampled_token_ids: int32 [max_num_reqs, query_len], -1 behind the last token that was accepted or sampled.
+        next_token_ids: int32 [max_num_reqs], the last of them.
+        num_valid: int32 [max_num_reqs], how many they are.
+        sample_indices: int32 [max_num_reqs], the token of the batch that the first draft follows.
+        num_rejected: int32 [max_num_reqs].
+        drafts: int64 [max_num_reqs, query_len - 1].
+        start_loc: int32 [max_num_reqs + 1], `query_start_loc` of a batch without padding.
+        temperature: float32 [max_num_reqs].
+        greedy_noise: what verifying drafts draws at random where all requests are greedy: something where a synthetic
+            acceptance is asked for, else nothing.
+        noise: what it draws where some are not.
+        draft_noise: what drafting draws.
+        none_discarded: bool [max_num_reqs], all False.
+    """
+
+    def __init__(self, max_num_reqs: int, query_len: int, device: torch.device):
+        def rows(*width: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros(max_num_reqs, *width, dtype=dtype, device=device)
+
+        self.query_len = query_len
+        self.sampled_token_ids = rows(query_len)
+        self.next_token_ids = rows()
+        self.num_valid = rows()
+        self.sample_indices = rows()
+        self.num_rejected = rows()
+        self.drafts = rows(query_len - 1, dtype=torch.int64)
+        self.temperature = rows(dtype=torch.float32).fill_(1.0)
+        self.greedy_noise = Noise(max_num_reqs)
+        self.noise = Noise(max_num_reqs)
+        self.draft_noise = Noise(max_num_reqs)
+        self._draft_probs: torch.Tensor | None = None
+        self.none_discarded = rows(dtype=torch.bool)
+        self.start_loc = torch.arange(max_num_reqs + 1, dtype=torch.int32, device=device) * query_len
+        self._dead = torch.ones(max_num_reqs, dtype=torch.bool, device=device)
+        self._alive = (0, max_num_reqs)
+        self._indices: dict[int, tuple[torch.Tensor, ...]] = {}
+
+    def draft_probs(self, num_reqs: int, like: torch.Tensor | None = None) -> torch.Tensor:
+        """float32 [num_reqs, query_len - 1, vocabulary]: what drafts were drawn from.
+
+        Args:
+            like: [..., vocabulary], of which they are made at first.
+        """
+        if self._draft_probs is None:
+            assert like is not None
+            self._draft_probs = like.new_zeros(*self.drafts.shape, like.shape[-1])
+        return self._draft_probs[:num_reqs]
+
+    def hold(self, count: int, num_reqs: int) -> None:
+        """Have the first `count` requests of a graph of `num_reqs` be real, and the others padding."""
+        if self._alive != (count, num_reqs):
+            self._dead[:count].fill_(False)
+            self._dead[count:num_reqs].fill_(True)
+            self._alive = (count, num_reqs)
+
+    def dead(self, num_reqs: int) -> torch.Tensor:
+        """bool [num_reqs]: which requests of a graph are padding."""
+        return self._dead[:num_reqs]
+
+    def dead_tokens(self, num_reqs: int) -> torch.Tensor:
+        """bool [num_reqs * query_len]: which tokens of a graph are those of padding; a tensor of its own."""
+        return self._dead[:num_reqs, None].expand(-1, self.query_len).reshape(-1).clone()
+
+    def spec_decode_metadata(self, shape: GraphShape, token_ids: torch.Tensor) -> SpecDecodeMetadata:
+        """vLLM's metadata of a batch that fills `shape`, with tensors that live as long as these buffers.
+
+        Args:
+            token_ids: int32 [num_tokens], what the target was given.
+        """
+        if shape.num_reqs not in self._indices:
+            self._indices[shape.num_reqs] = self._indices_of(shape)
+        cu_draft, cu_sampled, target, bonus, every = self._indices[shape.num_reqs]
+        drafts = token_ids.view(shape.num_reqs, self.query_len)[:, 1:].reshape(-1).contiguous()
+        return SpecDecodeMetadata(
+            draft_token_ids=drafts,
+            num_draft_tokens=[self.query_len - 1] * shape.num_reqs,
+            cu_num_draft_tokens=cu_draft,
+            cu_num_sampled_tokens=cu_sampled,
+            target_logits_indices=target,
+            bonus_logits_indices=bonus,
+            logits_indices=every,
+        )
+
+    def _indices_of(self, shape: GraphShape) -> tuple[torch.Tensor, ...]:
+        every: Any = np.arange(shape.num_tokens, dtype=np.int32)
+        requests: Any = np.arange(1, shape.num_reqs + 1, dtype=np.int32)
+        by_request = every.reshape(shape.num_reqs, self.query_len)
+        host = (
+            requests * (self.query_len - 1),
+            requests * self.query_len,
+            by_request[:, :-1].reshape(-1),
+            by_request[:, -1],
+            every,
+        )
+        return tuple(torch.from_numpy(np.ascontiguousarray(one)).to(self._dead.device) for one in host)
+
+
 @dataclass(frozen=True)
 class PhaseGraphs:
     """Those of one shape.
 
     Attributes:
-        rung: the shape.
+        shape: the shape.
         states: addresses of what the target leaves, which they read.
         inputs: addresses of sequence lengths and slots, which they read.
         sampling: for each kind of it.
@@ -85,7 +191,7 @@ class PhaseGraphs:
         kept: what was made for them and has to live as long.
     """
 
-    rung: Rung
+    shape: GraphShape
     states: tuple[int, ...]
     inputs: tuple[int, ...]
     sampling: Mapping[Sampling, torch.cuda.CUDAGraph]
@@ -124,16 +230,16 @@ class PhaseRecorder:
         self._passes = passes
         self._buffers = buffers
 
-    def hold(self, count: int, rung: Rung) -> None:
-        """Have the first `count` requests of the graphs of `rung` be real, and the others padding."""
-        num_reqs, query_len = rung.num_reqs, rung.query_len
+    def hold(self, count: int, shape: GraphShape) -> None:
+        """Have the first `count` requests of the graphs of `shape` be real, and the others padding."""
+        num_reqs, query_len = shape.num_reqs, self._buffers.query_len
         self._buffers.hold(count, num_reqs)
-        self._passes.buffers.of(uniform_shape(query_len, num_reqs)).write_even_starts(count, num_reqs, query_len)
-        if self._chains(rung):
+        self._passes.buffers.of(shape).write_even_starts(count, num_reqs, query_len)
+        if self._chains():
             self._proposer.draft_loop.prepare(count, num_reqs)
 
-    def record(self, rung: Rung, states: TargetStates, template: Any) -> PhaseGraphs:
-        """Record the graphs of `rung`, in a stream of vLLM's `graph_capture`.
+    def record(self, shape: GraphShape, states: TargetStates, template: Any) -> PhaseGraphs:
+        """Record the graphs of `shape`, in a stream of vLLM's `graph_capture`.
 
         All requests are padding meanwhile, so nothing is written to the KV cache.
 
@@ -141,33 +247,32 @@ class PhaseRecorder:
             states: what the target left of a batch of this shape.
             template: the `CommonAttentionMetadata` that the runner built for it, of the drafter's KV-cache group.
         """
-        buffers, num_reqs = self._buffers, rung.num_reqs
-        batch = self._batch(rung, template)
-        metadata = self._passes.dummy_metadata(uniform_shape(rung.query_len, num_reqs), template)
-        self.hold(0, rung)
+        buffers, num_reqs = self._buffers, shape.num_reqs
+        batch = self._batch(shape, template)
+        metadata = self._passes.dummy_metadata(shape, template)
+        self.hold(0, shape)
 
         def sample(kind: Sampling) -> None:
-            self._sample(rung, states, batch, kind)
+            self._sample(shape, states, batch, kind)
 
         def draft(kind: Drafting) -> None:
-            buffers.drafts[:num_reqs].copy_(self._draft(rung, states, batch, metadata, kind))
+            buffers.drafts[:num_reqs].copy_(self._draft(shape, states, batch, metadata, kind))
 
         pool = self._passes.graph_pool
         return PhaseGraphs(
-            rung=rung,
+            shape=shape,
             states=states.addresses(),
             inputs=input_addresses(template),
             # Drafting first: sampling may need what it is drawn from.
             drafting={kind: record_graph(partial(draft, kind), pool) for kind in self.drafting},
             sampling={kind: record_graph(partial(sample, kind), pool) for kind in self.sampling},
-            counting=record_graph(lambda: self._count(rung, batch), pool),
+            counting=record_graph(lambda: self._count(shape, batch), pool),
             kept=(metadata, batch),
         )
 
-    def _batch(self, rung: Rung, template: Any) -> Any:
-        """A `CommonAttentionMetadata` of a decode batch that fills `rung`, over the runner's own tensors."""
-        num_reqs, starts = rung.num_reqs, self._buffers.start_loc[: rung.num_reqs + 1]
-        shape = uniform_shape(rung.query_len, num_reqs)
+    def _batch(self, shape: GraphShape, template: Any) -> Any:
+        """A `CommonAttentionMetadata` of a decode batch that fills `shape`, over the runner's own tensors."""
+        num_reqs, starts = shape.num_reqs, self._buffers.start_loc[: shape.num_reqs + 1]
         like = self._passes.buffers.of(shape)
         return dataclasses.replace(
             # Host code that asks for the longest sequence has to get what holds for any.
@@ -175,7 +280,7 @@ class PhaseRecorder:
             query_start_loc=starts,
             query_start_loc_cpu=starts.cpu(),
             seq_lens=template.seq_lens[:num_reqs],
-            slot_mapping=template.slot_mapping[: rung.num_tokens],
+            slot_mapping=template.slot_mapping[: shape.num_tokens],
             block_table_tensor=self._passes.buffers.block_table(num_reqs),
         )
 
@@ -183,9 +288,9 @@ class PhaseRecorder:
         """What the sampling graphs of this kind read."""
         return self._buffers.greedy_noise if kind is Sampling.GREEDY else self._buffers.noise
 
-    def _chains(self, rung: Rung) -> bool:
+    def _chains(self) -> bool:
         """Whether one-token steps follow the drafter's first pass."""
-        return rung.query_len > 2 and not self._proposer.parallel_drafting
+        return self._buffers.query_len > 2 and not self._proposer.parallel_drafting
 
     # -- what is recorded ---------------------------------------------------------------------------------------------
 
@@ -193,9 +298,9 @@ class PhaseRecorder:
         """vLLM's `SamplingMetadata` of a batch without requests, which asks for nothing, with some changes."""
         return dataclasses.replace(self._runner.input_batch.sampling_metadata, all_random=False, **changes)
 
-    def _sample(self, rung: Rung, states: TargetStates, batch: Any, kind: Sampling) -> None:
+    def _sample(self, shape: GraphShape, states: TargetStates, batch: Any, kind: Sampling) -> None:
         """From the target's hidden states to what was sampled."""
-        runner, buffers, num_reqs = self._runner, self._buffers, rung.num_reqs
+        runner, buffers, num_reqs = self._runner, self._buffers, shape.num_reqs
         greedy = kind is Sampling.GREEDY
         metadata = self._sampling_metadata(
             all_greedy=greedy, temperature=None if greedy else buffers.temperature[:num_reqs]
@@ -203,17 +308,17 @@ class PhaseRecorder:
         drawn_from = None
         if kind is Sampling.RANDOM_OF_DRAWN:
             drawn_from = buffers.draft_probs(num_reqs).flatten(0, 1)
-        logits = runner.model.compute_logits(states.hidden[: rung.num_tokens])
+        logits = runner.model.compute_logits(states.hidden[: shape.num_tokens])
         noise = self.noise_of(kind)
         noise.begin(num_reqs)
         with noise.read():
-            output = runner.rejection_sampler(self._spec_decode_metadata(rung), drawn_from, logits, metadata)
+            output = runner.rejection_sampler(self._spec_decode_metadata(shape), drawn_from, logits, metadata)
         buffers.sampled_token_ids[:num_reqs].copy_(output.sampled_token_ids)
-        self._count(rung, batch)
+        self._count(shape, batch)
 
-    def _count(self, rung: Rung, batch: Any) -> None:
+    def _count(self, shape: GraphShape, batch: Any) -> None:
         """From what was sampled to what the drafter has to know of it."""
-        runner, proposer, buffers, num_reqs = self._runner, self._proposer, self._buffers, rung.num_reqs
+        runner, proposer, buffers, num_reqs = self._runner, self._proposer, self._buffers, shape.num_reqs
         next_token_ids, num_valid = proposer.prepare_next_token_ids_padded(
             buffers.sampled_token_ids[:num_reqs],
             runner.requests,
@@ -223,7 +328,7 @@ class PhaseRecorder:
         # Without a token it would have its draft follow the last token of the request before it.
         num_valid.masked_fill_(buffers.dead(num_reqs), 1)
         _, sample_indices, num_rejected = proposer.prepare_inputs_padded(
-            batch, self._spec_decode_metadata(rung), num_valid
+            batch, self._spec_decode_metadata(shape), num_valid
         )
         for found, kept in (
             (next_token_ids, buffers.next_token_ids),
@@ -233,19 +338,19 @@ class PhaseRecorder:
         ):
             kept[:num_reqs].copy_(found)
 
-    def _spec_decode_metadata(self, rung: Rung) -> Any:
-        return self._buffers.spec_decode_metadata(rung, self._runner.input_ids.gpu[: rung.num_tokens])
+    def _spec_decode_metadata(self, shape: GraphShape) -> Any:
+        return self._buffers.spec_decode_metadata(shape, self._runner.input_ids.gpu[: shape.num_tokens])
 
     def _draft(
-        self, rung: Rung, states: TargetStates, batch: Any, metadata: dict[str, Any], kind: Drafting
+        self, shape: GraphShape, states: TargetStates, batch: Any, metadata: dict[str, Any], kind: Drafting
     ) -> torch.Tensor:
         """From what was sampled to the drafts, int64 [num_reqs, num_speculative_tokens]."""
-        proposer, num_reqs = self._proposer, rung.num_reqs
-        sample = proposer._greedy_sample if kind is Drafting.BEST else self._drawing(rung)
-        indices, last_hidden, hidden = self._first_pass(rung, states, batch, metadata)
-        if not self._chains(rung):
+        proposer, num_reqs = self._proposer, shape.num_reqs
+        sample = proposer._greedy_sample if kind is Drafting.BEST else self._drawing(shape)
+        indices, last_hidden, hidden = self._first_pass(shape, states, batch, metadata)
+        if not self._chains():
             drafts: torch.Tensor = sample(last_hidden[indices])
-            return drafts.view(num_reqs, rung.query_len - 1)
+            return drafts.view(num_reqs, self._buffers.query_len - 1)
         return proposer.draft_loop.draft(
             num_reqs,
             last_hidden[indices],
@@ -255,9 +360,9 @@ class PhaseRecorder:
             sample,
         )
 
-    def _drawing(self, rung: Rung) -> Callable[[torch.Tensor], torch.Tensor]:
+    def _drawing(self, shape: GraphShape) -> Callable[[torch.Tensor], torch.Tensor]:
         """A function that makes of hidden states drafts, and puts down what it drew them from."""
-        buffers, num_reqs = self._buffers, rung.num_reqs
+        buffers, num_reqs = self._buffers, shape.num_reqs
         buffers.draft_noise.begin(num_reqs)
         drafted = 0
 
@@ -277,7 +382,7 @@ class PhaseRecorder:
         return sample
 
     def _first_pass(
-        self, rung: Rung, states: TargetStates, batch: Any, metadata: dict[str, Any]
+        self, shape: GraphShape, states: TargetStates, batch: Any, metadata: dict[str, Any]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The drafter's first pass, in vLLM's order of operations.
 
@@ -285,9 +390,8 @@ class PhaseRecorder:
             Which of its tokens to draft from, the states to sample from, and those that a next pass reads.
         """
         proposer, runner, buffers = self._proposer, self._runner, self._buffers
-        num_reqs, num_tokens = rung.num_reqs, rung.num_tokens
-        indices, batch = self._inputs(rung, states, batch)
-        shape = uniform_shape(rung.query_len, num_reqs)
+        num_reqs, num_tokens = shape.num_reqs, shape.num_tokens
+        indices, batch = self._inputs(shape, states, batch)
         dead, dead_tokens = buffers.dead(num_reqs), buffers.dead_tokens(num_reqs)
         seq_lens = self._passes.buffers.of(shape).seq_lens[:num_reqs]
         seq_lens.copy_(batch.seq_lens)
@@ -303,14 +407,14 @@ class PhaseRecorder:
         last_hidden, hidden = output if proposer.model_returns_tuple() else (output, output)
         return indices, last_hidden, hidden
 
-    def _inputs(self, rung: Rung, states: TargetStates, batch: Any) -> tuple[torch.Tensor, Any]:
+    def _inputs(self, shape: GraphShape, states: TargetStates, batch: Any) -> tuple[torch.Tensor, Any]:
         """Put what the target was given and found into the drafter's buffers.
 
         Returns:
             Which tokens of the pass to draft from, and its `CommonAttentionMetadata`.
         """
         proposer, runner, buffers = self._proposer, self._runner, self._buffers
-        num_reqs, num_tokens = rung.num_reqs, rung.num_tokens
+        num_reqs, num_tokens = shape.num_reqs, shape.num_tokens
         found = _side_by_side(states, num_tokens)
         if proposer.method in _COMBINING:
             found = proposer.model.combine_hidden_states(found)

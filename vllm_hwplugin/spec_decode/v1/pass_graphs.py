@@ -18,9 +18,9 @@ from vllm.config import CUDAGraphMode
 from vllm.forward_context import BatchDescriptor, set_forward_context
 from vllm.platforms import current_platform
 
+from vllm_hwplugin.spec_decode.decode_batch import GraphShape
 from vllm_hwplugin.spec_decode.v1.draft_buffers import DraftBuffers
-from vllm_hwplugin.spec_decode.draft_keys import STEP_QUERY_LEN, DraftShape
-from vllm_hwplugin.spec_decode.first_pass import FirstPass
+from vllm_hwplugin.spec_decode.v1.draft_decision import STEP_QUERY_LEN, FirstPass
 
 
 class PassGraphs:
@@ -52,7 +52,7 @@ class PassGraphs:
         """How many graphs there are; none once vLLM cleared those that it captured to measure memory."""
         return len(self._graphs.concrete_cudagraph_entries)
 
-    def capture(self, shape: DraftShape, template: Any) -> None:
+    def capture(self, shape: GraphShape, template: Any) -> None:
         """Capture the pass over a batch of `shape`.
 
         It runs once without a graph first: kernels that compile or tune themselves at their first call may not do so
@@ -79,7 +79,7 @@ class PassGraphs:
             inputs["hidden_states"] = proposer.hidden_states[:count]
         return inputs
 
-    def dummy_metadata(self, shape: DraftShape, template: Any) -> dict[str, Any]:
+    def dummy_metadata(self, shape: GraphShape, template: Any) -> dict[str, Any]:
         """Per-layer metadata of a dummy batch that fills `shape`; its slots are all padding."""
         proposer = self._proposer
         _, per_layer = proposer.build_per_group_and_layer_attn_metadata(
@@ -89,7 +89,7 @@ class PassGraphs:
         return per_layer  # type: ignore[no-any-return]
 
     def forward_context(
-        self, per_layer_metadata: dict[str, Any], shape: DraftShape, mode: CUDAGraphMode
+        self, per_layer_metadata: dict[str, Any], shape: GraphShape, mode: CUDAGraphMode
     ) -> AbstractContextManager[None]:
         """vLLM's forward context for a pass over the drafter's own buffers, under the key of `shape`."""
         return set_forward_context(  # type: ignore[no-any-return]
@@ -117,6 +117,6 @@ def full_graphs(call: Callable[..., Any], config: Any, graph_pool: Any) -> CUDAG
     return graphs
 
 
-def descriptor_of(shape: DraftShape) -> BatchDescriptor:
+def descriptor_of(shape: GraphShape) -> BatchDescriptor:
     """The key under which vLLM's `CUDAGraphWrapper` keeps the graph of `shape`."""
     return BatchDescriptor(num_tokens=shape.num_tokens, num_reqs=shape.num_reqs, uniform=shape.query_len is not None)

@@ -3,8 +3,8 @@
 
 From 0.21.0 to 0.27.1 the host goes round for each step: slot mappings, the attention backend's metadata, the number of
 the step, a graph. Here the decode graphs hold all of that for all steps, and a batch's drafts are one launch. vLLM has
-the like from 0.28.0 on, for backends that can change their metadata in place; here `draft_metadata` records what they
-build.
+the like from 0.28.0 on, for backends that can change their metadata in place; here `builders` says whose build may
+be recorded.
 
 A graph's shape may have more rows than the batch. What is recorded has the shape's number of rows in its launches, and
 reads on the device what is real:
@@ -31,8 +31,8 @@ from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
 from vllm_hwplugin import journal
 from vllm_hwplugin.fallback import stays_stock
 from vllm_hwplugin.features import V2_FUSED_DRAFTS
+from vllm_hwplugin.spec_decode.builders import why_not_in_graph
 from vllm_hwplugin.spec_decode.step_counts import Reason, StepCounts
-from vllm_hwplugin.spec_decode.v2.draft_metadata import why_not_in_graph
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm_hwplugin import journal
 from vllm_hwplugin.fallback import stays_stock
 from vllm_hwplugin.features import V2_STEP_INPUTS
-from vllm_hwplugin.spec_decode.decode_builders import host_work
+from vllm_hwplugin.spec_decode.builders import host_work
 from vllm_hwplugin.spec_decode.graph_recording import attempt, record_graph
 from vllm_hwplugin.spec_decode.step_counts import Reason, StepCounts
 from vllm_hwplugin.spec_decode.v2.tail_buffers import StandIn, TailBuffers

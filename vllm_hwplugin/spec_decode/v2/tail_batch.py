@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_hwplugin.spec_decode.decode_batch import MAX_NUM_REQS, Rung
+from vllm_hwplugin.spec_decode.decode_batch import MAX_NUM_REQS, GraphShape, uniform_shape
 from vllm_hwplugin.spec_decode.step_counts import Reason
 
 
@@ -54,7 +54,7 @@ class Sampling(Enum):
         )
 
 
-def rungs(full_graphs: Iterable[tuple[int, int | None]], query_len: int, most: int = MAX_NUM_REQS) -> list[Rung]:
+def rungs(full_graphs: Iterable[tuple[int, int | None]], query_len: int, most: int = MAX_NUM_REQS) -> list[GraphShape]:
     """The shapes to capture, largest first: those in which the target decodes in a FULL graph.
 
     Args:
@@ -63,7 +63,7 @@ def rungs(full_graphs: Iterable[tuple[int, int | None]], query_len: int, most: i
         most: requests in the largest.
     """
     found = {count for count, uniform in full_graphs if uniform == query_len and count <= most}
-    return [Rung(count, query_len) for count in sorted(found, reverse=True)]
+    return [uniform_shape(query_len, count) for count in sorted(found, reverse=True)]
 
 
 def no_decode(batch: Any, query_len: int) -> Reason | None:

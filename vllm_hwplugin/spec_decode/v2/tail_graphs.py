@@ -30,8 +30,7 @@ from vllm_hwplugin import journal
 from vllm_hwplugin.fallback import stays_stock
 from vllm_hwplugin.features import V2_TAIL_GRAPH
 from vllm_hwplugin.nwor import runner as nwor
-from vllm_hwplugin.spec_decode.decode_batch import Rung, asks_for_nothing_else
-from vllm_hwplugin.spec_decode.weights import FusedWeights, Parameters
+from vllm_hwplugin.spec_decode.decode_batch import GraphShape, asks_for_nothing_else
 from vllm_hwplugin.spec_decode.graph_recording import attempt, known_arguments, record_graph, reserved_memory
 from vllm_hwplugin.spec_decode.step_counts import Reason, StepCounts
 from vllm_hwplugin.spec_decode.v2.recording import (
@@ -45,6 +44,7 @@ from vllm_hwplugin.spec_decode.v2.recording import (
 from vllm_hwplugin.spec_decode.v2.tail_batch import Sampling, no_decode, rungs
 from vllm_hwplugin.spec_decode.v2.tail_buffers import TailBuffers
 from vllm_hwplugin.spec_decode.v2.tail_obstacles import obstacle
+from vllm_hwplugin.spec_decode.weights import FusedWeights, Parameters
 
 logger = logging.getLogger("vllm.hwplugin")
 
@@ -55,7 +55,7 @@ _STOCK: Final = "vLLM's own kernels after the target"
 class _Graphs:
     """Those of one shape."""
 
-    rung: Rung
+    shape: GraphShape
     sampling: dict[Sampling, torch.cuda.CUDAGraph]
     drafting: torch.cuda.CUDAGraph
 
@@ -196,19 +196,19 @@ class TailGraphs:
         for companion in self._companions:
             companion.stay_stock("there are no tail graphs")
 
-    def _shapes(self) -> list[Rung]:
+    def _shapes(self) -> list[GraphShape]:
         """Those in which the target decodes in a FULL graph, largest first, also where it has few of them so far."""
         manager = self._runner.cudagraph_manager
         planned = manager._capture_descs.get(CUDAGraphMode.FULL, ())
         return rungs(((desc.num_reqs, desc.uniform_token_count) for desc in planned), self.query_len)
 
-    def _record(self, shapes: Sequence[Rung]) -> None:
+    def _record(self, shapes: Sequence[GraphShape]) -> None:
         runner = self._runner
         self._buffers = TailBuffers(runner, shapes[0].num_reqs, self.query_len, idx_dtype(runner))
         self._buffers.write(np.empty(0, dtype=np.int64), free_row=0)
         self._pool = torch.cuda.graph_pool_handle()
-        for rung in shapes:
-            self._graphs[rung.num_reqs] = self._capture_rung(rung, self._pool)
+        for shape in shapes:
+            self._graphs[shape.num_reqs] = self._capture_shape(shape, self._pool)
         self._scratch = shared_scratch()
         draft = runner.speculator.model
         # What comes before and behind the graphs that vLLM has of its own.
@@ -217,32 +217,32 @@ class TailGraphs:
         if runner.speculator.speculative_config.method == "dflash":
             self._fused = FusedWeights(draft)
 
-    def _capture_rung(self, rung: Rung, pool: Any) -> _Graphs:
+    def _capture_shape(self, shape: GraphShape, pool: Any) -> _Graphs:
         runner, buffers = self._runner, self._buffers
         assert buffers is not None
         metadata, slots = prepare_inputs_to_capture(
-            rung.num_reqs,
-            rung.num_tokens,
+            shape.num_reqs,
+            shape.num_tokens,
             runner.model_state,
             runner.input_buffers,
             runner.block_tables,
             runner.attn_groups,
             runner.kv_cache_config,
-            **known_arguments(prepare_inputs_to_capture, full_cudagraph=True, max_query_len=rung.query_len),
+            **known_arguments(prepare_inputs_to_capture, full_cudagraph=True, max_query_len=self.query_len),
         )
-        batch = self._batches[rung.num_reqs] = self._recorded_batch(rung)
+        batch = self._batches[shape.num_reqs] = self._recorded_batch(shape)
         sampling = {}
         for needed in Sampling:
             with sampling_as(runner.sampler, needed), buffers.stand_in():
                 sampling[needed] = record_graph(lambda: self._sample(batch), pool)
         drafting = record_graph(lambda: self._draft(batch, metadata, slots), pool)
-        return _Graphs(rung, sampling, drafting)
+        return _Graphs(shape, sampling, drafting)
 
-    def _recorded_batch(self, rung: Rung) -> Any:
-        """A decode batch of vLLM's `InputBatch` that fills `rung`, of tensors that stay where they are."""
+    def _recorded_batch(self, shape: GraphShape) -> Any:
+        """A decode batch of vLLM's `InputBatch` that fills `shape`, of tensors that stay where they are."""
         runner, buffers = self._runner, self._buffers
         assert buffers is not None
-        num_reqs, num_tokens, query_len = rung.num_reqs, rung.num_tokens, rung.query_len
+        num_reqs, num_tokens, query_len = shape.num_reqs, shape.num_tokens, self.query_len
         idx_mapping = buffers.idx_mapping(num_reqs)
         start_loc = buffers.start_loc[: num_reqs + 1]
         start_loc_np: Any = np.arange(num_reqs + 1, dtype=np.int32) * query_len
@@ -408,7 +408,7 @@ class TailGraphs:
         if found is None:
             return Reason.LARGER_BATCH
         if (
-            batch.num_tokens_after_padding != found.rung.num_tokens
+            batch.num_tokens_after_padding != found.shape.num_tokens
             or hidden_states.data_ptr() != self._target()[0].data_ptr()
         ):
             return Reason.NO_FULL_GRAPH
@@ -419,7 +419,7 @@ class TailGraphs:
         if not self._plain[rows].all():
             return Reason.SAMPLING_PARAMETERS
         free = self._runner.req_states.free_indices
-        if not free and batch.num_reqs < found.rung.num_reqs:
+        if not free and batch.num_reqs < found.shape.num_reqs:
             return Reason.NO_FREE_ROW
         sampling = Sampling.of(self._runner.sampler.sampling_states, rows, self._splits_top_p)
         if sampling is None:
@@ -437,26 +437,26 @@ class TailGraphs:
         held, buffers, runner = self.held, self._buffers, self._runner
         assert held is not None
         assert buffers is not None
-        rung, query_len = held.graphs.rung, self.query_len
+        shape, query_len = held.graphs.shape, self.query_len
         num_reqs, num_tokens = len(held.req_ids), len(held.req_ids) * query_len
-        recorded, states = self._batches[rung.num_reqs], runner.req_states
-        start_loc: Any = np.minimum(np.arange(rung.num_reqs + 1), num_reqs).astype(np.int32) * np.int32(query_len)
+        recorded, states = self._batches[shape.num_reqs], runner.req_states
+        start_loc: Any = np.minimum(np.arange(shape.num_reqs + 1), num_reqs).astype(np.int32) * np.int32(query_len)
         idx_mapping = buffers.idx_mapping(num_reqs)
         return dataclasses.replace(
             recorded,
             req_ids=held.req_ids,
             num_reqs=num_reqs,
-            num_reqs_after_padding=rung.num_reqs,
+            num_reqs_after_padding=shape.num_reqs,
             idx_mapping=idx_mapping,
             idx_mapping_np=held.rows,
             expanded_idx_mapping=expanded_rows(idx_mapping, query_len),
             expanded_local_pos=recorded.expanded_local_pos[:num_tokens],
             num_scheduled_tokens=np.full(num_reqs, query_len, dtype=np.int32),
             num_tokens=num_tokens,
-            num_tokens_after_padding=rung.num_tokens,
+            num_tokens_after_padding=shape.num_tokens,
             num_draft_tokens=num_tokens - num_reqs,
             num_draft_tokens_per_req=recorded.num_draft_tokens_per_req[:num_reqs],
-            query_start_loc=runner.input_buffers.query_start_loc[: rung.num_reqs + 1],
+            query_start_loc=runner.input_buffers.query_start_loc[: shape.num_reqs + 1],
             query_start_loc_np=start_loc,
             prefill_len_np=states.prefill_len.np[held.rows],
             num_computed_prefill_tokens_np=states.num_computed_prefill_tokens[held.rows],

@@ -8,7 +8,7 @@ from typing import Any, Final
 from vllm.model_executor.offloader.base import NoopOffloader, get_offloader
 from vllm.v1.worker.gpu.model_states.interface import ModelState
 
-from vllm_hwplugin.spec_decode.v2.draft_metadata import decides, why_not_in_graph
+from vllm_hwplugin.spec_decode.builders import known, why_not_in_graph
 
 #: The methods whose `propose` the feature's hunks are in.
 _METHODS: Final = ("eagle", "eagle3", "mtp", "dflash")
@@ -16,8 +16,6 @@ _METHODS: Final = ("eagle", "eagle3", "mtp", "dflash")
 _SPECULATORS: Final = ("EagleSpeculator", "MTPSpeculator", "DFlashSpeculator")
 #: Those of vLLM's sampler: they do nothing for a request that asks for nothing of theirs.
 _LOGITS_PROCESSORS: Final = ("LogitBiasState", "PenaltiesState", "BadWordsState")
-#: Its metadata is empty until the first kernel that reads it puts a plan into it.
-_PLANNED_BY_A_KERNEL: Final = "vllm.v1.attention.backends.mla.flashmla.FlashMLAMetadataBuilder"
 
 
 def obstacle(runner: Any) -> str | None:
@@ -53,7 +51,7 @@ def _first_pass(runner: Any) -> str | None:
         for group in groups
         if not drafting.isdisjoint(group.layer_names)
     ):
-        if decides(type(builder)) == _PLANNED_BY_A_KERNEL:
+        if known(type(builder)).planned_by_kernel:
             return f"{type(builder).__name__}: the first pass's plan is made by its first kernel, once"
     return None
 

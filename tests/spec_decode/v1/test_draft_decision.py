@@ -15,13 +15,13 @@ from vllm_hwplugin.spec_decode.v1.draft_decision import (
     ChainFacts,
     Decision,
     DrafterFacts,
+    DraftKeys,
+    FirstPass,
     chain_obstacle,
     decide,
     obstacle,
     plan_keys,
 )
-from vllm_hwplugin.spec_decode.draft_keys import DraftKeys
-from vllm_hwplugin.spec_decode.first_pass import FirstPass
 
 DRAFTER = DrafterFacts("EagleProposer", "FULL_AND_PIECEWISE")
 BATCHES = BatchFacts((4, 8, 16), mixed=False, num_speculative_tokens=3, first=FirstPass(4, 1000), max_num_seqs=4)
@@ -34,7 +34,7 @@ def test_it_needs_neither_torch_nor_vllm() -> None:
         "import sys, vllm_hwplugin.spec_decode.v1.draft_decision\n"
         "heavy = {'torch', 'vllm'} & set(sys.modules); assert not heavy, heavy"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[3])
 
 
 @pytest.mark.parametrize("at_capture", [None, AT_CAPTURE], ids=["before capture", "at capture"])

@@ -12,10 +12,10 @@ pytest.importorskip("vllm")
 from vllm.config import CUDAGraphMode, KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
-from vllm_hwplugin.spec_decode.layer_connector import working_by_layer
+from vllm_hwplugin.spec_decode.v1.draft_facts import working_by_layer
 
-from .drafters import EAGLE, Runner, boot
-from .recorded_graph import RecordedGraphs
+from ..drafters import EAGLE, Runner, boot
+from ..recorded_graph import RecordedGraphs
 
 BOTH = CUDAGraphMode.FULL_AND_PIECEWISE
 

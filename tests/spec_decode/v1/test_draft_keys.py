@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_hwplugin.spec_decode.draft_keys import DraftKeys, DraftShape, pad_up, request_ladder, uniform_shape
+from vllm_hwplugin.spec_decode.decode_batch import GraphShape, uniform_shape
+from vllm_hwplugin.spec_decode.v1.draft_decision import DraftKeys, pad_up, request_ladder
 
 
 @pytest.mark.parametrize("k", range(1, 9))
@@ -64,13 +65,13 @@ K3 = DraftKeys(uniform={1: (1, 2, 4), 4: (1, 2, 4)}, mixed=(4, 8, 16, 32), max_n
     ],
 )
 def test_find(num_tokens: int, query_len: int | None, shape: tuple[int, int, int | None] | None) -> None:
-    assert K3.find(num_tokens, query_len) == (None if shape is None else DraftShape(*shape))
+    assert K3.find(num_tokens, query_len) == (None if shape is None else GraphShape(*shape))
 
 
 def test_find_without_mixed_graphs() -> None:
     keys = DraftKeys(uniform={1: (1, 2), 4: (1, 2)}, mixed=(), max_num_seqs=6)
     assert keys.find(2, 1) == uniform_shape(1, 2)
-    assert keys.find(8, 4) == DraftShape(num_tokens=8, num_reqs=2, query_len=4)
+    assert keys.find(8, 4) == GraphShape(num_tokens=8, num_reqs=2, query_len=4)
     for num_tokens, query_len in [(3, 1), (12, 4), (8, None), (6, 3)]:
         assert keys.find(num_tokens, query_len) is None
 

@@ -9,10 +9,11 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
+from vllm_hwplugin.spec_decode.decode_batch import GraphShape, uniform_shape  # noqa: E402
 from vllm_hwplugin.spec_decode.v1.draft_buffers import PassBuffers, full_block_table, rows_held, unmanaged_field  # noqa: E402
-from vllm_hwplugin.spec_decode.draft_keys import DraftShape, pad_up, uniform_shape  # noqa: E402
+from vllm_hwplugin.spec_decode.v1.draft_decision import pad_up  # noqa: E402
 
-from .drafters import FIELDS, MAX_LEN, MAX_REQS, MAX_TOKENS, Runner, clone_metadata  # noqa: E402
+from ..drafters import FIELDS, MAX_LEN, MAX_REQS, MAX_TOKENS, Runner, clone_metadata  # noqa: E402
 
 CPU = torch.device("cpu")
 K = 3
@@ -43,7 +44,7 @@ def snapshot(metadata):
 
 def shape_for(metadata, query_len):
     if query_len is None:
-        return DraftShape(metadata.num_actual_tokens + 5, MAX_REQS, query_len=None)
+        return GraphShape(metadata.num_actual_tokens + 5, MAX_REQS, query_len=None)
     return uniform_shape(query_len, pad_up(LADDER, metadata.num_reqs))
 
 
@@ -150,8 +151,8 @@ def test_seq_lens_are_written_in_place():
     [
         (uniform_shape(4, 3), [4, 4, 4]),
         (uniform_shape(1, 4), [1, 1, 1, 1]),
-        (DraftShape(11, 3, query_len=None), [3, 3, 5]),
-        (DraftShape(2, 2, query_len=None), [1, 1]),
+        (GraphShape(11, 3, query_len=None), [3, 3, 5]),
+        (GraphShape(2, 2, query_len=None), [1, 1]),
     ],
 )
 def test_a_batch_for_capture_fills_the_shape(runner, shape, lengths):

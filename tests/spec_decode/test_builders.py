@@ -16,11 +16,11 @@ from vllm.v1.attention.backends.flex_attention import FlexAttentionMetadataBuild
 from vllm.v1.attention.backends.triton_attn import TritonAttentionMetadataBuilder
 
 import vllm_hwplugin
-from vllm_hwplugin.spec_decode.v2.draft_metadata import BUILDERS, why_not_in_graph
+from vllm_hwplugin.spec_decode.builders import BUILDERS, refusing, why_not_in_graph
 from vllm_hwplugin.versions import Versions
 
-from ...conftest import versions
-from ..released import take
+from ..conftest import versions
+from .released import take
 
 VERSIONS = Versions("").supported()
 FILES = ("vllm/v1/attention/", "vllm/model_executor/layers/attention/")
@@ -153,7 +153,7 @@ def step(longest: int = LONGEST) -> Any:
     )  # fmt: skip
 
 
-OWN = [path for path, reason in BUILDERS.items() if not reason and path.startswith("vllm.")]
+OWN = [path for path, builder in BUILDERS.items() if builder.one_token and path.startswith("vllm.")]
 
 
 @pytest.mark.parametrize("path", OWN)
@@ -223,6 +223,15 @@ def test_others_are_refused_with_a_reason() -> None:
     assert why_not_in_graph(groups(type("Declared", (OwnBuild,), {"same_metadata_as_base": True}))) is not None
 
 
+def test_a_drafters_passes_take_a_class_at_its_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert refusing([CPUAttentionMetadataBuilder], "passes") is not None
+    assert refusing([OwnBuild], "passes") is not None
+    # What it derives from makes metadata, too, and declares nothing.
+    assert refusing([type("Declared", (OwnBuild,), {"same_metadata_as_base": True})], "passes") is not None
+    monkeypatch.setattr(OwnBuild, "same_metadata_as_base", True, raising=False)
+    assert refusing([OwnBuild], "chain") is None
+
+
 def test_context_parallelism_is_refused() -> None:
     refused = why_not_in_graph(groups(FlashAttentionMetadataBuilder, dcp=2))
     assert refused == "FlashAttentionMetadataBuilder: decode context parallelism"
@@ -233,8 +242,10 @@ def test_every_class_of_the_table_is_there(vllm_tree) -> None:
         module, _, name = path.rpartition(".")
         file = f"{module.replace('.', '/')}.py"
         ours = [(ROOT / file).read_text()] if module.startswith("vllm_hwplugin.") else []
-        texts = ours or [vllm_tree(version).read(file) for version in (VERSIONS[0], VERSIONS[-1])]
-        assert all(text is not None and f"class {name}(" in text for text in texts), path
+        found = ours or [vllm_tree(version).read(file) for version in (VERSIONS[0], "0.26.0", VERSIONS[-1])]
+        texts = [text for text in found if text is not None]
+        assert texts, path
+        assert all(f"class {name}(" in text for text in texts), path
 
 
 @pytest.mark.parametrize("version", versions(*FILES, among=VERSIONS))

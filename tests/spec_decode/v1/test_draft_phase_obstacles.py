@@ -21,8 +21,8 @@ from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_hwplugin.spec_decode.phase_obstacles import obstacle, sampling_obstacle
 
-from .drafters import BLOCK, EAGLE, MAX_LEN, P_EAGLE, Runner, boot
-from .host_runner import FLASHINFER, builder
+from ..drafters import BLOCK, EAGLE, MAX_LEN, P_EAGLE, Runner, boot
+from ..host_runner import FLASHINFER, builder
 
 
 def runner_of(drafter: Any, method: str = "eagle", **changed: Any) -> SimpleNamespace:

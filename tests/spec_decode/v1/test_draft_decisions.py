@@ -11,16 +11,14 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
 from vllm.config import CUDAGraphMode  # noqa: E402
-from vllm.v1.attention.backend import AttentionMetadataBuilder  # noqa: E402
 from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder  # noqa: E402
 
 from vllm_hwplugin.attention.cuda import CudaFlashAttentionMetadataBuilder  # noqa: E402
 from vllm_hwplugin.fallback import FeatureRequired  # noqa: E402
-from vllm_hwplugin.spec_decode.builders import BUILDERS, allowance  # noqa: E402
 
-from .drafters import EAGLE, MAX_REQS, Runner, boot, compare, propose  # noqa: E402
-from .host_runner import BACKENDS, FLASH_MLA, FLASHINFER, FLEX, Pool, builder  # noqa: E402
-from .recorded_graph import RecordedGraphs  # noqa: E402
+from ..drafters import EAGLE, MAX_REQS, Runner, boot, compare, propose  # noqa: E402
+from ..host_runner import BACKENDS, FLASH_MLA, FLASHINFER, FLEX, Pool, builder  # noqa: E402
+from ..recorded_graph import RecordedGraphs  # noqa: E402
 
 FULL, NONE, DECODE_ONLY = CUDAGraphMode.FULL, CUDAGraphMode.NONE, CUDAGraphMode.FULL_DECODE_ONLY
 STARTS = pytest.mark.parametrize("profile", [False, True], ids=["one start", "profiled"])
@@ -274,22 +272,3 @@ def test_a_batch_with_an_image_is_left_alone_and_the_next_is_not(make, notes):
         compare(stock, graphed, with_ranges(runner.batch(2, size=3), *ranged))
         assert (len(passes.replayed), len(loop.replayed)) == (replays, replays)
     assert "'mm_req_doc_ranges'" in notes["draft-full-graph"]
-
-
-# -- the table --------------------------------------------------------------------------------------------------------
-
-
-def test_an_unknown_builder_is_told_from_known_ones():
-    assert not allowance(AttentionMetadataBuilder).passes
-    assert not allowance(OwnBuild).passes
-    assert allowance(type("Plain", (OwnBuild,), {"same_metadata_as_base": True})).passes is False
-    assert allowance(type("Plain", (FlashAttentionMetadataBuilder,), {})).chain
-
-
-@pytest.mark.parametrize("path", BUILDERS)
-def test_every_class_of_the_table_is_vllms(vllm_tree, path):
-    module, _, name = path.rpartition(".")
-    texts = [vllm_tree(version).read(f"{module.replace('.', '/')}.py") for version in ("0.20.2", "0.26.0", "0.32.0")]
-    present = [text for text in texts if text is not None]
-    assert present
-    assert all(f"class {name}(" in text for text in present)

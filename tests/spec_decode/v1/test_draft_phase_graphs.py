@@ -23,16 +23,17 @@ from vllm.v1.outputs import SamplerOutput  # noqa: E402
 from vllm.v1.sample.metadata import SamplingMetadata  # noqa: E402
 
 from vllm_hwplugin.fallback import FeatureRequired  # noqa: E402
-from vllm_hwplugin.spec_decode import draft_phase, phase_graphs  # noqa: E402
-from vllm_hwplugin.spec_decode.decode_batch import Rung  # noqa: E402
+from vllm_hwplugin.spec_decode import draft_phase  # noqa: E402
+from vllm_hwplugin.spec_decode.decode_batch import GraphShape  # noqa: E402
 from vllm_hwplugin.spec_decode.draft_graphs import capture_draft_graphs  # noqa: E402
 from vllm_hwplugin.spec_decode.draft_phase import DraftPhase  # noqa: E402
+from vllm_hwplugin.spec_decode.v1 import draft_phase_graphs  # noqa: E402
 from vllm_hwplugin.spec_decode.v1.draft_phase_graphs import PhaseGraphs, PhaseRecorder  # noqa: E402
 
-from . import recorded_graph  # noqa: E402
-from .dflash_drafter import DFlashModel, let_models_fuse  # noqa: E402
-from .drafters import HIDDEN, MAX_REQS, MAX_TOKENS, VOCAB, Runner, boot, propose  # noqa: E402
-from .recorded_graph import Graph, RecordedGraphs  # noqa: E402
+from .. import recorded_graph  # noqa: E402
+from ..dflash_drafter import DFlashModel, let_models_fuse  # noqa: E402
+from ..drafters import HIDDEN, MAX_REQS, MAX_TOKENS, VOCAB, Runner, boot, propose  # noqa: E402
+from ..recorded_graph import Graph, RecordedGraphs  # noqa: E402
 
 DRAFTS = 3
 WIDTH = 1 + DRAFTS
@@ -180,7 +181,7 @@ def prepared(make_dflash: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Ta
     let_models_fuse(monkeypatch)
     runner = Runner(1)
     stock, graphed = make_dflash("stock", DRAFTS), make_dflash("graphs", DRAFTS)
-    monkeypatch.setattr(phase_graphs, "record_graph", recorded)
+    monkeypatch.setattr(draft_phase_graphs, "record_graph", recorded)
     # Of row starts that it has on the host, vLLM reads the last one. Here they look like the device's.
     monkeypatch.setattr(recorded_graph, "_HOST_READS", ())
     monkeypatch.setattr(draft_phase, "reserved_memory", lambda: 0)
@@ -320,7 +321,7 @@ def test_the_memory_profile_needs_what_the_largest_shape_needs(
     boot(target.host.drafter, CUDAGraphMode.FULL_DECODE_ONLY, target.runner)
     record, shapes, made = PhaseRecorder.record, [], []
 
-    def watched(self: PhaseRecorder, rung: Rung, *args: Any) -> PhaseGraphs:
+    def watched(self: PhaseRecorder, rung: GraphShape, *args: Any) -> PhaseGraphs:
         graphs = record(self, rung, *args)
         shapes.append(rung.num_reqs)
         made.append(weakref.ref(graphs))
