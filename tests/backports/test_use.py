@@ -80,7 +80,7 @@ def uses(
     worker = SimpleNamespace(vllm_config=config, model_runner=runner, use_v2_model_runner=v2, rank=0)
     entry = journal.new("1")
     entry.vllm_version = "0.26.0"
-    return worker_use.uses_of(worker_use.facts_of(worker, entry), BACKPORTS)
+    return worker_use.uses_of(worker_use.worker_facts(worker, entry), BACKPORTS)
 
 
 def used(found: dict[str, Use]) -> set[str]:

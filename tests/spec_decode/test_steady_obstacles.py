@@ -14,7 +14,7 @@ from vllm.v1.attention.backends.flex_attention import FlexAttentionMetadataBuild
 from vllm.v1.attention.backends.triton_attn import TritonAttentionMetadataBuilder
 
 from vllm_hwplugin.fallback import FeatureRequired
-from vllm_hwplugin.spec_decode.steady_obstacles import metadata_obstacle, obstacle
+from vllm_hwplugin.spec_decode.steady_obstacles import metadata_obstacle, step_inputs_obstacle
 from vllm_hwplugin.spec_decode.steady_steps import StepInputs
 
 
@@ -72,7 +72,7 @@ def runner(*builders: Any, **changed: Any) -> Any:
 )
 def test_an_engine_that_is_not_served(changed: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made = runner(**changed)
-    assert words in (obstacle(made) or "")
+    assert words in (step_inputs_obstacle(made) or "")
     monkeypatch.setenv("VLLM_HWPLUGIN_V1_STEP_INPUTS", "on")
     with pytest.raises(FeatureRequired, match=words):
         StepInputs(made).capture()
@@ -80,7 +80,7 @@ def test_an_engine_that_is_not_served(changed: dict[str, Any], words: str, monke
 
 @pytest.mark.parametrize("changed", [{}, {"model_config__is_hybrid": True}])
 def test_an_engine_that_is_served(changed: dict[str, Any]) -> None:
-    assert obstacle(runner(**changed)) is None
+    assert step_inputs_obstacle(runner(**changed)) is None
 
 
 @pytest.mark.parametrize(

@@ -167,7 +167,7 @@ def scheduled(**changed: Any) -> SimpleNamespace:
 
 @pytest.fixture(autouse=True)
 def host_without_a_gpu(monkeypatch: pytest.MonkeyPatch, notes: Any) -> None:
-    monkeypatch.setattr(steady_steps, "obstacle", lambda _: None)
+    monkeypatch.setattr(steady_steps, "step_inputs_obstacle", lambda _: None)
     monkeypatch.setattr(steady_steps, "metadata_obstacle", lambda _: None)
     monkeypatch.setattr(steady_steps, "graph_capture", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)

@@ -244,11 +244,11 @@ def test_an_operation_that_honours_weight_rows_leaves_the_norm_to_vllm(monkeypat
     def first_row_alone(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
         right(out, x, weight if weight.dim() == 1 else weight[0], eps)
 
-    assert context_norm.obstacle() is None
+    assert context_norm.context_norm_obstacle() is None
     context_norm.norm_rows(right, torch.empty_like(x), x, weights, 1e-6)
-    assert context_norm.obstacle() is not None
+    assert context_norm.context_norm_obstacle() is not None
     context_norm.norm_rows(first_row_alone, torch.empty_like(x), x, weights, 1e-6)
-    assert context_norm.obstacle() is None
+    assert context_norm.context_norm_obstacle() is None
 
 
 # -- every released worker --------------------------------------------------------------------------------------------

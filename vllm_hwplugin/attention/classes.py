@@ -28,10 +28,10 @@ from .capabilities import (
 
 logger = logging.getLogger("vllm.hwplugin")
 
-Backend = TypeVar("Backend", bound=type)
+_B = TypeVar("_B", bound=type)
 
 
-def declares(backend: str, version: str, above: tuple[int, str] | None = None) -> Callable[[Backend], Backend]:
+def declares(backend: str, version: str, above: tuple[int, str] | None = None) -> Callable[[_B], _B]:
     """Decorate a subclass of one of vLLM's backends: its capabilities are those that are declared under a name.
 
     A declared value becomes the class's answer, in place of what it inherits; where vLLM's own answer is declared, the
@@ -53,7 +53,7 @@ def declares(backend: str, version: str, above: tuple[int, str] | None = None) -
     declarations = _complete(backend, version)
     larger = None if above is None else (above[0], _complete(above[1], version))
 
-    def make(cls: Backend) -> Backend:
+    def make(cls: _B) -> _B:
         for item in declarations.values():
             if item.value != VLLM:
                 _give(cls, item, item.value)

@@ -64,11 +64,11 @@ def _honours_rows(op: NormOp, x: torch.Tensor, weights: torch.Tensor) -> bool:
     with _lock:
         if question not in _answers:
             _answers[question] = _ask(op, x, weights)
-            journal.use(DFLASH_CONTEXT_NORM, not all(_answers.values()), obstacle() or "")
+            journal.use(DFLASH_CONTEXT_NORM, not all(_answers.values()), context_norm_obstacle() or "")
         return _answers[question]
 
 
-def obstacle() -> str | None:
+def context_norm_obstacle() -> str | None:
     """Why vLLM's own call serves in this process, None where it does not or has not been asked yet."""
     return _OP_IS_RIGHT if _answers and all(_answers.values()) else None
 

@@ -34,7 +34,7 @@ from vllm_hwplugin.spec_decode.decode_batch import (
 )
 from vllm_hwplugin.spec_decode.draft_graphs import Companion
 from vllm_hwplugin.spec_decode.graph_recording import attempt, reserved_memory
-from vllm_hwplugin.spec_decode.phase_obstacles import obstacle, sampling_obstacle
+from vllm_hwplugin.spec_decode.phase_obstacles import draft_phase_obstacle, sampling_obstacle
 from vllm_hwplugin.spec_decode.step_counts import Reason, StepCounts
 from vllm_hwplugin.spec_decode.v1.draft_decision import DraftKeys
 from vllm_hwplugin.spec_decode.v1.draft_phase_graphs import (
@@ -101,7 +101,7 @@ class DraftPhase(Companion):
         """
         self.forget()
         runner = self._runner
-        reason = obstacle(runner)
+        reason = draft_phase_obstacle(runner)
         if reason is not None:
             self.stay_stock(reason)
             return

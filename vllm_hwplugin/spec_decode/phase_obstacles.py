@@ -15,7 +15,7 @@ from vllm_hwplugin.spec_decode.v1.draft_facts import builder_classes, chain_fact
 _METHODS: Final = ("eagle", "eagle3", "mtp", "dflash")
 
 
-def obstacle(runner: Any) -> str | None:
+def draft_phase_obstacle(runner: Any) -> str | None:
     """Why drafting cannot be recorded for this runner, whose drafter has graphs of its passes; None where it can.
 
     Args:

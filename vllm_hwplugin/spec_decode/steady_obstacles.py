@@ -8,7 +8,7 @@ from typing import Any
 from vllm_hwplugin.spec_decode.builders import host_work
 
 
-def obstacle(runner: Any) -> str | None:
+def step_inputs_obstacle(runner: Any) -> str | None:
     """Why the inputs of this runner's steps cannot come from the step before; None where they can.
 
     Args:

@@ -27,7 +27,7 @@ from vllm_hwplugin.fallback import stays_stock
 from vllm_hwplugin.features import V1_STEP_INPUTS
 from vllm_hwplugin.spec_decode.decode_batch import MAX_NUM_REQS, has_prompt
 from vllm_hwplugin.spec_decode.graph_recording import attempt, record_graph
-from vllm_hwplugin.spec_decode.steady_obstacles import metadata_obstacle, obstacle
+from vllm_hwplugin.spec_decode.steady_obstacles import metadata_obstacle, step_inputs_obstacle
 from vllm_hwplugin.spec_decode.step_counts import Reason, StepCounts
 
 _STOCK: Final = "vLLM prepares every step"
@@ -130,7 +130,7 @@ class StepInputs:
             FeatureRequired: nothing can be recorded, and the feature's gate says `on`.
         """
         self._forget()
-        if (reason := obstacle(self._runner)) is not None:
+        if (reason := step_inputs_obstacle(self._runner)) is not None:
             stays_stock(V1_STEP_INPUTS, _STOCK, reason)
             return
         started = time.perf_counter()

@@ -50,7 +50,7 @@ class SchedulerFacts:
     window: bool
 
 
-def obstacle(facts: SchedulerFacts) -> str | None:
+def window_blocks_obstacle(facts: SchedulerFacts) -> str | None:
     """Why blocks are freed as in stock vLLM, or None."""
     if not facts.speculates:
         return "there is no speculative decoding"
@@ -79,4 +79,6 @@ def _examine(scheduler: Any, entry: Journal) -> Findings:
             for manager in scheduler.kv_cache_manager.coordinator.single_type_managers
         ),
     )
-    return Findings("scheduler", {WINDOW_BLOCKS: use_of(obstacle(facts))} if WINDOW_BLOCKS in entry.live else {})
+    return Findings(
+        "scheduler", {WINDOW_BLOCKS: use_of(window_blocks_obstacle(facts))} if WINDOW_BLOCKS in entry.live else {}
+    )

@@ -113,7 +113,7 @@ def _draft_full_graph(facts: WorkerFacts) -> str | None:
         return "Model Runner V2 drafts with code and CUDA graphs of its own"
     if facts.proposer is None:
         return f"{facts.drafter or facts.method} runs no draft model that the feature covers"
-    return draft_decision.obstacle(facts.proposer)
+    return draft_decision.drafter_obstacle(facts.proposer)
 
 
 def _v1_draft_phase(facts: WorkerFacts) -> str | None:
@@ -332,7 +332,7 @@ def report_worker(worker: Any) -> None:
 
 
 def _examine(worker: Any, entry: Journal) -> Findings:
-    facts = facts_of(worker, entry)
+    facts = worker_facts(worker, entry)
     return Findings(
         described=_describe(worker, facts),
         uses=uses_of(facts, entry.live),
@@ -345,7 +345,7 @@ def _examine(worker: Any, entry: Journal) -> Findings:
     )
 
 
-def facts_of(worker: Any, entry: Journal) -> WorkerFacts:
+def worker_facts(worker: Any, entry: Journal) -> WorkerFacts:
     """The facts of a worker whose model is loaded and whose KV cache is set up."""
     config, runner = worker.vllm_config, worker.model_runner
     spec = config.speculative_config
@@ -367,7 +367,7 @@ def facts_of(worker: Any, entry: Journal) -> WorkerFacts:
         or getattr(spec, "attention_backend", None) is not None,
         decode_graphs=mode.decode_mode().name == "FULL",
         mixed_graphs=mode.mixed_mode().name == "FULL",
-        context_norm=context_norm.obstacle(),
+        context_norm=context_norm.context_norm_obstacle(),
         fuses=v2 and hasattr(drafter, "fused_drafts"),
         sleeps=config.model_config.enable_sleep_mode,
         stages=config.parallel_config.pipeline_parallel_size,

@@ -12,14 +12,14 @@ import pytest
 from vllm_hwplugin.spec_decode.v1.draft_decision import (
     BatchFacts,
     CaptureFacts,
+    CapturePlan,
     ChainFacts,
-    Decision,
     DrafterFacts,
     DraftKeys,
     FirstPass,
     chain_obstacle,
     decide,
-    obstacle,
+    drafter_obstacle,
     plan_keys,
 )
 
@@ -39,7 +39,7 @@ def test_it_needs_neither_torch_nor_vllm() -> None:
 
 @pytest.mark.parametrize("at_capture", [None, AT_CAPTURE], ids=["before capture", "at capture"])
 def test_without_an_obstacle_the_drafter_follows_the_target(at_capture: CaptureFacts | None) -> None:
-    assert decide(DRAFTER, BATCHES, at_capture) == Decision(KEYS)
+    assert decide(DRAFTER, BATCHES, at_capture) == CapturePlan(KEYS)
 
 
 OBSTACLES = [
@@ -59,12 +59,12 @@ OBSTACLES = [
 @pytest.mark.parametrize(("change", "reason"), OBSTACLES)
 def test_an_obstacle_of_the_drafter_decides_whatever_else_there_is(change: dict, reason: str) -> None:
     drafter = dataclasses.replace(DRAFTER, **change)
-    found = obstacle(drafter)
+    found = drafter_obstacle(drafter)
     assert found is not None
     assert reason in found
     others = CaptureFacts(attention="no graph may hold it", table_rows=None)
     for at_capture in (None, AT_CAPTURE, others):
-        assert decide(drafter, BATCHES, at_capture) == Decision(None, found)
+        assert decide(drafter, BATCHES, at_capture) == CapturePlan(None, found)
 
 
 @pytest.mark.parametrize(

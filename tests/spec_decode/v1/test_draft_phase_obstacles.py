@@ -19,7 +19,7 @@ from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
 from vllm.v1.sample.logits_processor import LogitBiasLogitsProcessor, LogitsProcessors, MinTokensLogitsProcessor
 from vllm.v1.worker.utils import AttentionGroup
 
-from vllm_hwplugin.spec_decode.phase_obstacles import obstacle, sampling_obstacle
+from vllm_hwplugin.spec_decode.phase_obstacles import draft_phase_obstacle, sampling_obstacle
 
 from ..drafters import BLOCK, EAGLE, MAX_LEN, P_EAGLE, Runner, boot
 from ..host_runner import FLASHINFER, builder
@@ -52,7 +52,7 @@ def drafter(make: Any) -> Any:
 
 
 def test_an_engine_without_any_is_served(drafter: Any) -> None:
-    assert obstacle(runner_of(drafter)) is None
+    assert draft_phase_obstacle(runner_of(drafter)) is None
 
 
 @pytest.mark.parametrize(
@@ -69,21 +69,21 @@ def test_an_engine_without_any_is_served(drafter: Any) -> None:
     ids=str,
 )
 def test_an_engine_that_does_more_in_a_step_is_not(drafter: Any, changed: dict[str, Any]) -> None:
-    assert obstacle(runner_of(drafter, **changed))
+    assert draft_phase_obstacle(runner_of(drafter, **changed))
 
 
 def test_nor_is_one_whose_weights_are_on_the_host(drafter: Any) -> None:
     before = offloading.get_offloader()
     offloading.set_offloader(UVAOffloader(1 << 30))
     try:
-        assert "loaded from the host" in (obstacle(runner_of(drafter)) or "")
+        assert "loaded from the host" in (draft_phase_obstacle(runner_of(drafter)) or "")
     finally:
         offloading.set_offloader(before)
 
 
 def test_nor_is_a_drafter_that_does_more_on_the_host(drafter: Any) -> None:
     drafter.uses_mrope = True
-    assert "uses_mrope" in (obstacle(runner_of(drafter)) or "")
+    assert "uses_mrope" in (draft_phase_obstacle(runner_of(drafter)) or "")
 
 
 def test_nor_one_that_plans_its_attention(make: Any) -> None:
@@ -91,7 +91,7 @@ def test_nor_one_that_plans_its_attention(make: Any) -> None:
     cls = builder(FLASHINFER)
     proposer.host.use(type(cls.__name__, (cls,), {"reorder_batch_threshold": 512}))
     boot(proposer, CUDAGraphMode.FULL_DECODE_ONLY, Runner(0))
-    assert cls.__name__ in (obstacle(runner_of(proposer)) or "")
+    assert cls.__name__ in (draft_phase_obstacle(runner_of(proposer)) or "")
 
 
 def test_nor_one_whose_kernels_need_smaller_blocks_than_the_cache_has(make: Any) -> None:
@@ -102,13 +102,13 @@ def test_nor_one_whose_kernels_need_smaller_blocks_than_the_cache_has(make: Any)
     proposer.vllm_config.model_config.max_model_len = MAX_LEN
     proposer.host.use(FlashAttentionMetadataBuilder, BLOCK // 2)
     boot(proposer, CUDAGraphMode.FULL_DECODE_ONLY, Runner(0))
-    assert "block tables of the draft layers" in (obstacle(runner_of(proposer)) or "")
+    assert "block tables of the draft layers" in (draft_phase_obstacle(runner_of(proposer)) or "")
 
 
 def test_nor_one_with_tokens_of_its_own(make: Any) -> None:
     proposer = make("loop", P_EAGLE, 3)
     boot(proposer, CUDAGraphMode.FULL_DECODE_ONLY, Runner(0))
-    assert "tokens of its own" in (obstacle(runner_of(proposer)) or "")
+    assert "tokens of its own" in (draft_phase_obstacle(runner_of(proposer)) or "")
 
 
 def test_logits_processors_of_others_leave_sampling_to_vllm() -> None:

@@ -11,7 +11,7 @@ import torch
 from vllm_hwplugin.fallback import FeatureRequired
 from vllm_hwplugin.spec_decode import builders
 from vllm_hwplugin.spec_decode.v2 import fused_drafts
-from vllm_hwplugin.spec_decode.v2.fused_drafts import SpeculatorFacts, obstacle
+from vllm_hwplugin.spec_decode.v2.fused_drafts import SpeculatorFacts, fused_drafts_obstacle
 
 from .released_modules import Graph
 from .speculators import BLOCK, MAX_LEN, DevicePlan, HostPlan, LazyPlan, Runner, Views
@@ -217,5 +217,5 @@ FITTING = SpeculatorFacts(
     ],
 )
 def test_decision(changed: dict[str, Any], reason: str | None) -> None:
-    found = obstacle(replace(FITTING, **changed))
+    found = fused_drafts_obstacle(replace(FITTING, **changed))
     assert (found is None) if reason is None else (found is not None and reason in found)

@@ -11,7 +11,7 @@ pytest.importorskip("vllm.v1.worker.gpu.model_runner", exc_type=ImportError)
 from vllm.sampling_params import SamplingParams
 
 from vllm_hwplugin.spec_decode.v2.recording import sampling_as
-from vllm_hwplugin.spec_decode.v2.tail_batch import Sampling
+from vllm_hwplugin.spec_decode.v2.tail_batch import SamplerParts
 
 from .samplers import sampler
 
@@ -22,9 +22,9 @@ def test_requests_without_a_seed_are_given_those_of_vllm(monkeypatch: pytest.Mon
     def first(record: bool) -> int:
         np.random.seed(0)
         made = sampler(monkeypatch)
-        for needed in Sampling if record else ():
+        for needed in SamplerParts if record else ():
             with sampling_as(made, needed):
-                assert Sampling.of(made.sampling_states, np.array([0])) is needed
+                assert SamplerParts.of(made.sampling_states, np.array([0])) is needed
         made.add_request(1, SamplingParams(temperature=1.0))
         return int(made.sampling_states.seeds.np[1])
 

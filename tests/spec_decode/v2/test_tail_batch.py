@@ -16,7 +16,7 @@ import torch
 from vllm_hwplugin.patching import SUPPORTED
 from vllm_hwplugin.spec_decode.decode_batch import uniform_shape
 from vllm_hwplugin.spec_decode.step_counts import Reason
-from vllm_hwplugin.spec_decode.v2.tail_batch import Sampling, no_decode, rungs
+from vllm_hwplugin.spec_decode.v2.tail_batch import SamplerParts, no_decode, rungs
 
 from ...conftest import versions
 
@@ -36,25 +36,27 @@ def states(**rows: list[float]) -> SimpleNamespace:
 @pytest.mark.parametrize(
     ("rows", "needed"),
     [
-        ({}, Sampling.PLAIN),
-        ({"temperature": [0.0, 1.0, 0.3]}, Sampling.PLAIN),
-        ({"temperature": [0.6, 1.0, 0.0]}, Sampling.TEMPERATURE),
-        ({"top_k": [100, 20, 5]}, Sampling.TOP_K),
-        ({"top_p": [0.9, 1.0, 1.0]}, Sampling.TOP_P),
-        ({"top_k": [20, 100, 100], "top_p": [1.0, 0.5, 1.0]}, Sampling.TOP_K_TOP_P),
-        ({"top_k": [100, 100, 5], "top_p": [1.0, 1.0, 0.5]}, Sampling.PLAIN),
+        ({}, SamplerParts.PLAIN),
+        ({"temperature": [0.0, 1.0, 0.3]}, SamplerParts.PLAIN),
+        ({"temperature": [0.6, 1.0, 0.0]}, SamplerParts.TEMPERATURE),
+        ({"top_k": [100, 20, 5]}, SamplerParts.TOP_K),
+        ({"top_p": [0.9, 1.0, 1.0]}, SamplerParts.TOP_P),
+        ({"top_k": [20, 100, 100], "top_p": [1.0, 0.5, 1.0]}, SamplerParts.TOP_K_TOP_P),
+        ({"top_k": [100, 100, 5], "top_p": [1.0, 1.0, 0.5]}, SamplerParts.PLAIN),
     ],
 )
-def test_what_a_batch_needs_is_what_one_of_its_requests_needs(rows: dict[str, list[float]], needed: Sampling) -> None:
-    assert Sampling.of(states(**rows), np.array([0, 1])) is needed
+def test_what_a_batch_needs_is_what_one_of_its_requests_needs(
+    rows: dict[str, list[float]], needed: SamplerParts
+) -> None:
+    assert SamplerParts.of(states(**rows), np.array([0, 1])) is needed
 
 
-@pytest.mark.parametrize("needed", Sampling)
-def test_the_request_that_a_graph_is_recorded_with_needs_just_that(needed: Sampling) -> None:
+@pytest.mark.parametrize("needed", SamplerParts)
+def test_the_request_that_a_graph_is_recorded_with_needs_just_that(needed: SamplerParts) -> None:
     params = SamplingParams(**needed.example())
     row = states(temperature=[params.temperature], top_k=[params.top_k if params.top_k > 0 else 100])
     row.top_p.np = np.array([params.top_p])
-    assert Sampling.of(row, np.array([0])) is needed
+    assert SamplerParts.of(row, np.array([0])) is needed
 
 
 #: Of requests that graphs sample for.
@@ -92,7 +94,7 @@ class Decisions:
         scaled = bool(self._temperature) or top_k is not None or top_p is not None
         return top_k is not None, top_p is not None, *more, processed, scaled
 
-    def recorded(self, needed: Sampling) -> tuple[Any, ...]:
+    def recorded(self, needed: SamplerParts) -> tuple[Any, ...]:
         """By the row that a graph is recorded with."""
         row = len(PARAMS)
         self._processed[row] = self.states.add_request(row, SamplingParams(**needed.example()))
@@ -115,7 +117,7 @@ def test_a_graph_holds_what_vllm_launches_for_the_batch(
     left = []
     for pair in itertools.combinations_with_replacement(range(len(PARAMS)), 2):
         rows = np.array(pair)
-        needed = Sampling.of(decisions.states, rows, top_p_apart=apart)
+        needed = SamplerParts.of(decisions.states, rows, top_p_apart=apart)
         if needed is None:
             left.append(pair)
         else:

@@ -21,7 +21,7 @@ from vllm.v1.worker.gpu.spec_decode import utils
 from vllm_hwplugin import journal
 from vllm_hwplugin.spec_decode.decode_batch import uniform_shape
 from vllm_hwplugin.spec_decode.v2 import tail_graphs
-from vllm_hwplugin.spec_decode.v2.tail_batch import Sampling
+from vllm_hwplugin.spec_decode.v2.tail_batch import SamplerParts
 from vllm_hwplugin.spec_decode.v2.tail_graphs import TailGraphs, _Graphs
 from vllm_hwplugin.spec_decode.weights import FusedWeights, Parameters
 from vllm_hwplugin.versions import SUPPORTED
@@ -153,7 +153,7 @@ def test_graphs_are_of_shapes_whose_states_the_target_keeps(
             req_states=SimpleNamespace(draft_tokens=torch.zeros(1)),
         )
     )
-    monkeypatch.setattr(tail_graphs, "obstacle", lambda _: None)
+    monkeypatch.setattr(tail_graphs, "tail_obstacle", lambda _: None)
     monkeypatch.setattr(tail_graphs, "graph_capture", lambda **_: contextlib.nullcontext())
     monkeypatch.setattr(tail_graphs, "TailBuffers", lambda *_: SimpleNamespace(write=lambda *_, **__: None))
     monkeypatch.setattr(tail_graphs, "idx_dtype", lambda _: torch.int32)
@@ -173,7 +173,7 @@ class Output:
 
 
 def test_each_step_is_counted_and_what_was_in_its_way() -> None:
-    """Sampling and drafting, in graphs of one request and of three."""
+    """SamplerParts and drafting, in graphs of one request and of three."""
     width, rows = 4, np.zeros(3)
     states = SimpleNamespace(free_indices=[3])
     parameters = {"temperature": rows, "top_k": rows + 9, "top_p": rows + 1}
@@ -197,7 +197,7 @@ def test_each_step_is_counted_and_what_was_in_its_way() -> None:
     graphs = TailGraphs(runner)
     graphs._plain[:] = True
     graph: Any = SimpleNamespace(replay=lambda: None)
-    one, three = (_Graphs(uniform_shape(width, size), {Sampling.PLAIN: graph}, graph) for size in (1, 3))
+    one, three = (_Graphs(uniform_shape(width, size), {SamplerParts.PLAIN: graph}, graph) for size in (1, 3))
     graphs._served = {1: one, 2: three, 3: three}
     kept = SimpleNamespace(sampled_token_ids=torch.zeros(4, width), num_sampled=rows, num_rejected=rows)
     graphs._buffers = SimpleNamespace(write=lambda *_: None, outputs=kept)  # type: ignore[assignment]

@@ -25,7 +25,7 @@ from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 from vllm.v1.worker.gpu.spec_decode.mtp.speculator import MTPSpeculator
 from vllm.v1.worker.utils import AttentionGroup
 
-from vllm_hwplugin.spec_decode.v2.tail_obstacles import obstacle
+from vllm_hwplugin.spec_decode.v2.tail_obstacles import tail_obstacle
 
 from ..host_runner import BACKENDS, FLASH_MLA, builder
 from .samplers import sampler
@@ -83,7 +83,7 @@ def sampling(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Any:
 
 
 def test_vllms_own_sampler_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert obstacle(sampling(monkeypatch)) is None
+    assert tail_obstacle(sampling(monkeypatch)) is None
 
 
 def test_logits_processors_of_an_installed_package_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,12 +92,12 @@ def test_logits_processors_of_an_installed_package_are_not(monkeypatch: pytest.M
     monkeypatch.setattr(loader, "entry_points", lambda group: [found])
     made = sampling(monkeypatch)
     assert made.model_config.logits_processors is None
-    assert obstacle(made) == "there are custom logits processors: Installed"
+    assert tail_obstacle(made) == "there are custom logits processors: Installed"
 
 
 def test_sampling_masks_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """They come from each step's sampler; those of the recording would be given out for ever."""
-    assert "sampling masks" in (obstacle(sampling(monkeypatch, return_sampling_mask=True)) or "")
+    assert "sampling masks" in (tail_obstacle(sampling(monkeypatch, return_sampling_mask=True)) or "")
 
 
 def changed(path: str, value: Any) -> Any:
@@ -132,40 +132,40 @@ def changed(path: str, value: Any) -> Any:
     ],
 )
 def test_an_engine_that_is_not_served(path: str, value: Any, words: str) -> None:
-    assert words in (obstacle(changed(path, value)) or "")
+    assert words in (tail_obstacle(changed(path, value)) or "")
 
 
 def test_nor_one_that_watermarks() -> None:
     watermarking = pytest.importorskip("vllm.v1.watermarking.gpu_sampler", exc_type=ImportError)
     sampler = object.__new__(watermarking.GPUWatermarkSampler)
     sampler.compute_nans = False
-    assert "watermarked" in (obstacle(changed("sampler", sampler)) or "")
+    assert "watermarked" in (tail_obstacle(changed("sampler", sampler)) or "")
 
 
 def test_nor_one_whose_weights_are_on_the_host() -> None:
     before = offloading.get_offloader()
     offloading.set_offloader(UVAOffloader(1 << 30))
     try:
-        assert "loaded from the host" in (obstacle(changed("lora_config", None)) or "")
+        assert "loaded from the host" in (tail_obstacle(changed("lora_config", None)) or "")
     finally:
         offloading.set_offloader(before)
 
 
 @pytest.mark.parametrize("path", [FLASH_MLA, MLA])
 def test_an_mtp_layer_is_served_where_metadata_stays_in_place(path: str) -> None:
-    assert obstacle(runner(builder(path), builder(path))) is None
+    assert tail_obstacle(runner(builder(path), builder(path))) is None
 
 
 def test_not_where_a_kernel_plans_its_first_pass() -> None:
     """The plan of the run before a graph is recorded would be read for ever."""
     cls = builder(PLANNING)
-    assert "FlashMLAMetadataBuilder: the first pass's plan" in (obstacle(runner(cls, cls)) or "")
+    assert "FlashMLAMetadataBuilder: the first pass's plan" in (tail_obstacle(runner(cls, cls)) or "")
 
 
 def test_it_is_where_the_target_alone_has_such_layers() -> None:
     planned = group(builder(PLANNING), "layers.1")
     made = runner(FlashAttentionMetadataBuilder, FlashAttentionMetadataBuilder, planned)
-    assert obstacle(made) is None
+    assert tail_obstacle(made) is None
 
 
 def test_hybrids_are_not_served() -> None:
@@ -173,13 +173,13 @@ def test_hybrids_are_not_served() -> None:
     made = runner(
         FlashAttentionMetadataBuilder, FlashAttentionMetadataBuilder, states, model_state=MambaHybridModelState
     )
-    assert "MambaHybridModelState has work of its own" in (obstacle(made) or "")
+    assert "MambaHybridModelState has work of its own" in (tail_obstacle(made) or "")
 
 
 @pytest.mark.parametrize(("speculator", "method"), [(EagleSpeculator, "eagle3"), (DFlashSpeculator, "dflash")])
 def test_other_drafters_are_served(speculator: type, method: str) -> None:
     builders = (FlashAttentionMetadataBuilder, FlashAttentionMetadataBuilder)
-    assert obstacle(runner(*builders, speculator=speculator, method=method)) is None
+    assert tail_obstacle(runner(*builders, speculator=speculator, method=method)) is None
 
 
 @pytest.mark.parametrize(
@@ -197,4 +197,4 @@ def test_drafters_that_share_their_methods_are_not(folder: str, name: str, metho
     module = pytest.importorskip(f"vllm.v1.worker.gpu.spec_decode.{folder}.speculator", exc_type=ImportError)
     builders = (FlashAttentionMetadataBuilder, FlashAttentionMetadataBuilder)
     made = runner(*builders, speculator=getattr(module, name), method=method)
-    assert f"{name} drafts in a way of its own" in (obstacle(made) or "")
+    assert f"{name} drafts in a way of its own" in (tail_obstacle(made) or "")

@@ -176,39 +176,39 @@ class CaptureFacts:
 
 
 @dataclass(frozen=True)
-class Decision:
+class CapturePlan:
     """The shapes to capture; None where nothing is captured, for `reason`."""
 
     keys: DraftKeys | None
     reason: str = ""
 
 
-def decide(drafter: DrafterFacts, batches: BatchFacts, at_capture: CaptureFacts | None = None) -> Decision:
+def decide(drafter: DrafterFacts, batches: BatchFacts, at_capture: CaptureFacts | None = None) -> CapturePlan:
     """What to capture for a drafter.
 
     Args:
         at_capture: None before the target's graphs are captured. The answer is then what could be captured at most.
     """
-    reason = obstacle(drafter)
+    reason = drafter_obstacle(drafter)
     if reason is None and at_capture is not None:
         reason = at_capture.attention
     if reason is not None:
-        return Decision(None, reason)
+        return CapturePlan(None, reason)
     keys = plan_keys(batches, None if at_capture is None else at_capture.decode_threshold)
     shapes = keys.all()
     if not shapes:
-        return Decision(None, "no capture size holds a whole batch of the drafter")
+        return CapturePlan(None, "no capture size holds a whole batch of the drafter")
     if at_capture is not None:
         rows, held = max(shape.num_reqs for shape in shapes), at_capture.table_rows
         if held is None:
             missing = "the runner built no attention metadata for the drafter's KV-cache group while capturing"
-            return Decision(None, missing)
+            return CapturePlan(None, missing)
         if rows > held:
-            return Decision(None, f"the largest graph has {rows} rows, and the drafter's block table holds {held}")
-    return Decision(keys)
+            return CapturePlan(None, f"the largest graph has {rows} rows, and the drafter's block table holds {held}")
+    return CapturePlan(keys)
 
 
-def obstacle(drafter: DrafterFacts) -> str | None:
+def drafter_obstacle(drafter: DrafterFacts) -> str | None:
     """Why this drafter runs as in stock vLLM whatever its batches and its attention are, or None."""
     if not drafter.covered:
         return f"{drafter.proposer} has drafting code of its own that no live feature covers"

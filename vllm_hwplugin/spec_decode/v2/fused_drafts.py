@@ -54,7 +54,7 @@ class SpeculatorFacts:
     has_graphs: bool
 
 
-def obstacle(facts: SpeculatorFacts) -> str | None:
+def fused_drafts_obstacle(facts: SpeculatorFacts) -> str | None:
     """Why the steps stay graphs of their own, or None."""
     if facts.num_speculative_steps < 3:
         return f"{facts.num_speculative_steps} draft tokens have no two steps after the first"
@@ -71,7 +71,7 @@ def obstacle(facts: SpeculatorFacts) -> str | None:
     return None
 
 
-def facts_of(speculator: Any) -> SpeculatorFacts:
+def speculator_facts(speculator: Any) -> SpeculatorFacts:
     """The facts of a speculator that has its attention groups and its graph managers."""
     return SpeculatorFacts(
         num_speculative_steps=speculator.num_speculative_steps,
@@ -107,7 +107,7 @@ class FusedDrafts:
             FeatureRequired: they cannot, and the gate says `on`.
         """
         self._generate_draft = None
-        reason = obstacle(facts_of(self._speculator))
+        reason = fused_drafts_obstacle(speculator_facts(self._speculator))
         if reason is not None:
             stays_stock(V2_FUSED_DRAFTS, "a graph is launched for each draft step", reason)
             return generate_draft

@@ -14,7 +14,7 @@ from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from vllm_hwplugin.spec_decode.graph_recording import known_arguments
-from vllm_hwplugin.spec_decode.v2.tail_batch import Sampling
+from vllm_hwplugin.spec_decode.v2.tail_batch import SamplerParts
 from vllm_hwplugin.spec_decode.v2.tail_buffers import Padding
 
 # vLLM's PAD_SLOT_ID: what is to be written there is not written.
@@ -96,7 +96,7 @@ def splits_top_p() -> bool:
 
 
 @contextmanager
-def sampling_as(sampler: Any, needed: Sampling) -> Iterator[None]:
+def sampling_as(sampler: Any, needed: SamplerParts) -> Iterator[None]:
     """While it lasts, the first row of vLLM's sampler is that of a request that needs `needed`.
 
     There is no request yet, and whoever gets the row later overwrites it.

@@ -35,7 +35,7 @@ from vllm_hwplugin.spec_decode.v2.tail_graphs import TailGraphs
 _STOCK: Final = "vLLM prepares every step"
 
 
-def obstacle(runner: Any) -> str | None:
+def recorded_inputs_obstacle(runner: Any) -> str | None:
     """Why the inputs of this runner's steps cannot be recorded; None where they can.
 
     Args:
@@ -115,7 +115,7 @@ class StepInputs:
             FeatureRequired: nothing can be recorded, and the feature's gate says `on`.
         """
         self.forget()
-        if (reason := obstacle(self._runner)) is not None:
+        if (reason := recorded_inputs_obstacle(self._runner)) is not None:
             self.stay_stock(reason)
             return
         moving = self._runner.block_tables.num_blocks

@@ -13,7 +13,7 @@ from vllm_hwplugin.spec_decode.decode_batch import MAX_NUM_REQS, GraphShape, uni
 from vllm_hwplugin.spec_decode.step_counts import Reason
 
 
-class Sampling(Enum):
+class SamplerParts(Enum):
     """The parts of vLLM's sampler that a batch needs. vLLM leaves a part out that no request of the batch needs."""
 
     #: Every temperature is 0 or 1.
@@ -24,7 +24,7 @@ class Sampling(Enum):
     TOP_K_TOP_P = (True, True, True)
 
     @classmethod
-    def of(cls, states: Any, rows: np.ndarray, top_p_apart: bool = False) -> Sampling | None:
+    def of(cls, states: Any, rows: np.ndarray, top_p_apart: bool = False) -> SamplerParts | None:
         """What the requests at `rows` of vLLM's `SamplingStates` need; None where no one request needs all of it.
 
         With top-k or top-p the temperature is always applied, which changes nothing where it is 0 or 1.

@@ -16,8 +16,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, Final, Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
@@ -41,10 +41,13 @@ from vllm_hwplugin.spec_decode.v2.recording import (
     shared_scratch,
     splits_top_p,
 )
-from vllm_hwplugin.spec_decode.v2.tail_batch import Sampling, no_decode, rungs
+from vllm_hwplugin.spec_decode.v2.tail_batch import SamplerParts, no_decode, rungs
 from vllm_hwplugin.spec_decode.v2.tail_buffers import TailBuffers
-from vllm_hwplugin.spec_decode.v2.tail_obstacles import obstacle
+from vllm_hwplugin.spec_decode.v2.tail_obstacles import tail_obstacle
 from vllm_hwplugin.spec_decode.weights import FusedWeights, Parameters
+
+if TYPE_CHECKING:
+    from vllm_hwplugin.spec_decode.v2.step_inputs import StepInputs
 
 logger = logging.getLogger("vllm.hwplugin")
 
@@ -56,7 +59,7 @@ class _Graphs:
     """Those of one shape."""
 
     shape: GraphShape
-    sampling: dict[Sampling, torch.cuda.CUDAGraph]
+    sampling: dict[SamplerParts, torch.cuda.CUDAGraph]
     drafting: torch.cuda.CUDAGraph
 
 
@@ -73,31 +76,8 @@ class Held:
 
     req_ids: list[str]
     rows: np.ndarray
-    sampling: Sampling
+    sampling: SamplerParts
     graphs: _Graphs
-
-
-class Companion(Protocol):
-    """Further graphs of the steps that tail graphs serve, which another feature has."""
-
-    def forget(self) -> None:
-        """Have no graphs, and nothing that was made for them."""
-
-    def stay_stock(self, reason: str) -> None:
-        """Have no graphs, and put in the journal why.
-
-        Raises:
-            FeatureRequired: the gate of the companion's feature says `on`.
-        """
-
-    def capture(self, batches: Mapping[int, Any], buffers: TailBuffers, pool: Any) -> None:
-        """Record anew.
-
-        Args:
-            batches: by number of requests, the `InputBatch` that the tail's graphs were recorded with.
-            buffers: what they read of it.
-            pool: their memory.
-        """
 
 
 class TailGraphs:
@@ -111,12 +91,12 @@ class TailGraphs:
         self._runner = runner
         self._plain = np.zeros(runner.max_num_reqs, dtype=bool)
         self._splits_top_p = splits_top_p()
-        self._companions: list[Companion] = []
+        self._companions: list[StepInputs] = []
         self._failed = False
         self._sampling, self._drafting = StepCounts(V2_TAIL_GRAPH, "sampling"), StepCounts(V2_TAIL_GRAPH, "drafting")
         self._forget()
 
-    def add(self, companion: Companion) -> None:
+    def add(self, companion: StepInputs) -> None:
         """Capture `companion` with these graphs from now on."""
         self._companions.append(companion)
 
@@ -159,7 +139,7 @@ class TailGraphs:
             return
         runner = self._runner
         profile_only = getattr(runner.cudagraph_manager, "_max_full_descs_to_capture", None) is not None
-        reason = obstacle(runner)
+        reason = tail_obstacle(runner)
         shapes = [] if reason else self._shapes()[: 1 if profile_only else None]
         if not shapes:
             if not profile_only:
@@ -232,7 +212,7 @@ class TailGraphs:
         )
         batch = self._batches[shape.num_reqs] = self._recorded_batch(shape)
         sampling = {}
-        for needed in Sampling:
+        for needed in SamplerParts:
             with sampling_as(runner.sampler, needed), buffers.stand_in():
                 sampling[needed] = record_graph(lambda: self._sample(batch), pool)
         drafting = record_graph(lambda: self._draft(batch, metadata, slots), pool)
@@ -421,7 +401,7 @@ class TailGraphs:
         free = self._runner.req_states.free_indices
         if not free and batch.num_reqs < found.shape.num_reqs:
             return Reason.NO_FREE_ROW
-        sampling = Sampling.of(self._runner.sampler.sampling_states, rows, self._splits_top_p)
+        sampling = SamplerParts.of(self._runner.sampler.sampling_states, rows, self._splits_top_p)
         if sampling is None:
             return Reason.SAMPLING_PARAMETERS
         assert self._buffers is not None

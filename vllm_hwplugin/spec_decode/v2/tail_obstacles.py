@@ -18,7 +18,7 @@ _SPECULATORS: Final = ("EagleSpeculator", "MTPSpeculator", "DFlashSpeculator")
 _LOGITS_PROCESSORS: Final = ("LogitBiasState", "PenaltiesState", "BadWordsState")
 
 
-def obstacle(runner: Any) -> str | None:
+def tail_obstacle(runner: Any) -> str | None:
     """Why the tail of this runner's steps cannot be recorded; None where it can.
 
     Args:
