@@ -26,7 +26,7 @@ import torch
 from types import ModuleType, SimpleNamespace
 from vllm_hwplugin.ops import overrides
 from vllm_hwplugin.ops.compile import jit
-from vllm_hwplugin.ops.compile.errors import KernelUnavailable
+from vllm_hwplugin.ops.compile.spec import KernelUnavailable
 
 torch.version.cuda = "13.0"
 overrides.KEY = "CPU"

@@ -25,7 +25,7 @@ REAL = {
 }
 # Made anew with each version, because they bind that version's classes.
 OWN = (
-    *(f"vllm_hwplugin.attention.{name}" for name in ("flash", "_model_runner", "_scratch", "cuda")),
+    *(f"vllm_hwplugin.attention.{name}" for name in ("flash", "cuda")),
     *(f"vllm_hwplugin.musa.{name}" for name in ("_mate_warmup", "attention")),
 )
 PAGED = "vllm_hwplugin.attention.paged"

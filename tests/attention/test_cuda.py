@@ -215,7 +215,7 @@ def test_all_layers_share_one_scratch_that_goes_with_them(version: str, vllm_tre
         first, second = (call["scratch"] for call in calls)
         assert first is second
         assert first.device == torch.device("cpu")
-        taken = load("vllm_hwplugin.attention._scratch")._taken
+        taken = load("vllm_hwplugin.attention.cuda")._taken
         assert len(taken) == 1
         calls.clear()
         del first, second, layers, layer
@@ -227,7 +227,7 @@ def test_all_layers_share_one_scratch_that_goes_with_them(version: str, vllm_tre
 def test_halves_of_a_batch_have_a_scratch_each(version: str, vllm_tree: Tree) -> None:
     calls: list[dict[str, Any]] = []
     with released(version, vllm_tree(version), paged=paged(calls), flash=(3,)) as load:
-        scratch = load("vllm_hwplugin.attention._scratch")
+        scratch = load("vllm_hwplugin.attention.cuda")
         parallel = SimpleNamespace(use_ubatching=True, num_ubatches=2)
         scratch.get_current_vllm_config_or_none = lambda: SimpleNamespace(parallel_config=parallel)
         layer = layer_of(load)

@@ -132,7 +132,7 @@ def test_importing_vllms_kernels_defines_what_it_has_none_of(platform: Any, monk
     import torch
 
     from vllm_hwplugin.ops import definitions
-    from vllm_hwplugin.ops.definition_table import DEFINITIONS
+    from vllm_hwplugin.ops.definitions import DEFINITIONS
 
     monkeypatch.setitem(platform.import_kernels.__func__.__globals__, "__version__", "0.23.0")
     norm = DEFINITIONS["rms_norm"]._replace(namespace="_C_without_extension")

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from vllm_hwplugin.ops.compile import toolchain, torch_build
-from vllm_hwplugin.ops.compile.errors import KernelUnavailable
-from vllm_hwplugin.ops.compile.spec import COMMON, KERNELS, source_root
+from vllm_hwplugin.ops.compile.spec import COMMON, KERNELS, KernelUnavailable, source_root
 
 from ..conftest import cannot_run
 

@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 
 from vllm_hwplugin import journal  # noqa: E402
 from vllm_hwplugin.ops import _definition_bodies, definitions  # noqa: E402
-from vllm_hwplugin.ops.definition_table import DEFINITIONS, Definition  # noqa: E402
+from vllm_hwplugin.ops.definitions import DEFINITIONS, Definition  # noqa: E402
 from vllm_hwplugin.ops.override_table import OPS, Schema  # noqa: E402
 
 from ..conftest import versions  # noqa: E402
@@ -34,7 +34,7 @@ import vllm._custom_ops as ops
 from vllm.utils.torch_utils import weak_ref_tensors
 from vllm.version import __version__
 from vllm_hwplugin.ops import definitions
-from vllm_hwplugin.ops.definition_table import DEFINITIONS
+from vllm_hwplugin.ops.definitions import DEFINITIONS
 
 def own(name):
     __import__(f"vllm_hwplugin.ops.{name}")

@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from vllm_hwplugin.ops.definition_table import DEFINITIONS
+from vllm_hwplugin.ops.definitions import DEFINITIONS
 from vllm_hwplugin.ops.override_table import OPS
 
 from ..musa_sim import simulated

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from vllm_hwplugin.ops import _override_host
-from vllm_hwplugin.ops._override_host import gpu_names
+from vllm_hwplugin.ops import overrides
+from vllm_hwplugin.ops.overrides import gpu_names
 
 from ..conftest import versions
 
@@ -26,7 +26,7 @@ class Nvml(ModuleType):
         pass
 
     def __init__(self, *names: str, broken: str = "") -> None:
-        super().__init__(_override_host._BINDING)
+        super().__init__(overrides._BINDING)
         self.names, self.broken, self.open = names, broken, 0
 
     def _step(self, name: str) -> None:
@@ -56,7 +56,7 @@ class Nvml(ModuleType):
 
 @pytest.fixture
 def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
-    return lambda module: monkeypatch.setitem(sys.modules, _override_host._BINDING, module)
+    return lambda module: monkeypatch.setitem(sys.modules, overrides._BINDING, module)
 
 
 def test_every_gpu_of_the_host_is_named_whatever_this_process_may_see(
@@ -86,7 +86,7 @@ def test_so_does_a_driver_that_counts_none_and_a_vllm_without_the_binding(use: C
 
 @pytest.mark.parametrize("version", versions("vllm/third_party/pynvml.py"))
 def test_every_version_brings_what_is_called(version: str, vllm_tree: Callable[[str], Any]) -> None:
-    text = vllm_tree(version).read(_override_host._BINDING.replace(".", "/") + ".py")
+    text = vllm_tree(version).read(overrides._BINDING.replace(".", "/") + ".py")
     has = {node.name for node in ast.parse(text).body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
     assert set(re.findall(r"nvml\.(\w+)", inspect.getsource(gpu_names))) <= has
 

@@ -119,7 +119,7 @@ HOST = """
 import torch
 from types import ModuleType
 from vllm_hwplugin.ops import overrides
-from vllm_hwplugin.ops._override_host import is_musa_host
+from vllm_hwplugin.ops.overrides import is_musa_host
 assert not is_musa_host()
 torch.utils.rename_privateuse1_backend("musa")
 musa = ModuleType("torch.musa")

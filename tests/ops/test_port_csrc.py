@@ -16,10 +16,9 @@ from pathlib import Path
 import pytest
 
 from vllm_hwplugin.ops.compile import port, toolchain, torch_build
-from vllm_hwplugin.ops.compile.errors import KernelUnavailable
 from vllm_hwplugin.ops.compile.plan import make_plan
 from vllm_hwplugin.ops.compile.port import Port, left_over
-from vllm_hwplugin.ops.compile.spec import KERNELS, source_root
+from vllm_hwplugin.ops.compile.spec import KERNELS, KernelUnavailable, source_root
 
 from ..conftest import cannot_run
 from .compile.vendor import GETTER, weak_declarations

@@ -17,11 +17,9 @@ import pytest
 
 from vllm_hwplugin.attention.backends import CUDA
 from vllm_hwplugin.attention.paged import HopperKernel
-from vllm_hwplugin.attention.paged._balance import balance
-from vllm_hwplugin.attention.paged._plan import MAX_SPLITS, plan_launch
+from vllm_hwplugin.attention.paged._plan import MAX_SPLITS, balance, plan_launch
 from vllm_hwplugin.ops.compile import toolchain
-from vllm_hwplugin.ops.compile.errors import KernelUnavailable
-from vllm_hwplugin.ops.compile.spec import source_root
+from vllm_hwplugin.ops.compile.spec import KernelUnavailable, source_root
 
 TILE = 64
 

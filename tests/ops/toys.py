@@ -14,7 +14,7 @@ import torch
 
 from vllm_hwplugin.ops import _override_support, definitions, overrides
 from vllm_hwplugin.ops.compile import spec
-from vllm_hwplugin.ops.definition_table import Definition
+from vllm_hwplugin.ops.definitions import Definition
 from vllm_hwplugin.ops.override_table import OverridableOp, Schema
 
 _numbers = itertools.count()

@@ -10,29 +10,68 @@ that are not there on every host.
 from __future__ import annotations
 
 import copy
+import weakref
 from typing import Any
 
 import torch
 import vllm.envs as envs
+from vllm.config import get_current_vllm_config_or_none
+from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionBackend,
     FlashAttentionImpl,
     FlashAttentionMetadataBuilder,
 )
+from vllm.v1.worker.ubatching import dbo_current_ubatch_id
 from vllm.version import __version__
 
-from . import _scratch
 from .backends import CUDA
 from .capabilities import LARGEST_OF_VLLM, declared, explain
 from .classes import declares
-from .flash import has_images, split, symmetric
-from .model_runner import captures_short_queries
+from .flash import captures_short_queries, has_images, split, symmetric
 
 _IMAGES = (
     "FLASH_ATTN with heads above 256 has no mask for images whose tokens see each other in both directions; start with "
     "--language-model-only so that images are refused at the request, or use TRITON_ATTN"
 )
+
+
+def this_device() -> torch.device:
+    """The device of this process."""
+    device = torch.device(current_platform.device_type)
+    if device.type == "cpu":
+        return device
+    return torch.device(device.type, torch.accelerator.current_device_index())
+
+
+def reserve(device: torch.device) -> tuple[Any, ...]:
+    """The scratch of a device, one for each batch that runs at a time."""
+    config = get_current_vllm_config_or_none()
+    count = config.parallel_config.num_ubatches if config is not None and config.parallel_config.use_ubatching else 1
+    return tuple(_scratch(device, number) for number in range(count))
+
+
+def of_this_batch(scratch: tuple[Any, ...]) -> Any:
+    """The piece that the calling thread may write to."""
+    return scratch[0] if len(scratch) == 1 else scratch[dbo_current_ubatch_id()]
+
+
+# Memory in which the large-head kernel leaves the results of its splits: one piece for all layers of a process, which
+# run one after the other. With dual-batch overlap (`--enable-dbo`) two halves of a batch run at the same time, and each
+# has its own. It is taken while the model is built, so that vLLM's memory profiling counts it and captured graphs keep
+# its address. The layers alone hold it: what an engine took goes with it. In sleep mode it may lie in a pool that is
+# unmapped while the engine sleeps, and the next engine of the process must not find it.
+_taken: weakref.WeakValueDictionary[tuple[torch.device, int], Any] = weakref.WeakValueDictionary()
+
+
+def _scratch(device: torch.device, number: int) -> Any:
+    found = _taken.get((device, number))
+    if found is None:
+        from .paged import Scratch
+
+        found = _taken[device, number] = Scratch.allocate(device)
+    return found
 
 
 class CudaFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):  # type: ignore[misc]  # as below
@@ -132,9 +171,9 @@ class LargeHeadAttentionImpl(FlashAttentionImpl):  # type: ignore[misc]  # as be
         self.vllm_flash_attn_version = None
         self.supports_quant_query_input = False
         self.batch_invariant_enabled = bool(envs.VLLM_BATCH_INVARIANT)
-        device = _scratch.this_device()
+        device = this_device()
         self._kernel = kernel_for(device)
-        self._scratch = _scratch.reserve(device)
+        self._scratch = reserve(device)
 
     def forward(
         self,
@@ -187,7 +226,7 @@ class LargeHeadAttentionImpl(FlashAttentionImpl):  # type: ignore[misc]  # as be
             softcap=self.logits_soft_cap,
             sinks=sinks,
             kernel=self._kernel,
-            scratch=_scratch.of_this_batch(self._scratch),
+            scratch=of_this_batch(self._scratch),
             batch_invariant=self.batch_invariant_enabled,
         )
         return output

@@ -20,8 +20,8 @@ from typing import Literal
 
 from ..musa import host as musa_host
 from ..ops.compile import toolchain
-from ..ops.compile.errors import KernelUnavailable
-from ..ops.compile.tools import TOOLS, ToolName, find_tool
+from ..ops.compile.spec import KernelUnavailable
+from ..ops.compile.toolchain import TOOLS, ToolName, find_tool
 
 Run = Callable[[Sequence[str]], "str | None"]
 

@@ -9,7 +9,7 @@ from typing import Literal
 
 from ..ops.compile.built import Built
 from ..ops.compile.spec import KERNELS, KernelSpec, ToolchainName
-from ..ops.compile.tools import HOMES
+from ..ops.compile.toolchain import HOMES
 from ._host import Tool
 
 _NEEDED: Mapping[str, ToolchainName] = {"cuda": "nvcc", "musa": "mcc"}

@@ -11,7 +11,7 @@ from .. import gates
 from ..ops.compile.built import Built
 from ..ops.compile.jit import GPUS
 from ..ops.compile.spec import KERNELS
-from ..ops.definition_table import DEFINITIONS
+from ..ops.definitions import DEFINITIONS
 from ..ops.override_table import GATE, NO_GPU, OPS, SKIP, OverridableOp, choose
 from ._host import Tool
 from ._kernels import missing

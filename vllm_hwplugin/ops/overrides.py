@@ -26,13 +26,11 @@ import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from .. import gates, journal
 from ..errors import HwpluginError
-from ._override_host import gpu_names, is_cuda_host, is_musa_host, vllm_version
-from .definition_table import MUSA_KEY
-from .definitions import is_defined
+from .definitions import MUSA_KEY, is_defined
 from .override_table import GATE, KEY, NO_GPU, OPS, RECORD, SKIP, OverridableOp, choose, describe, unknown_names
 
 logger = logging.getLogger("vllm.hwplugin")
@@ -377,3 +375,54 @@ def _renew_locks() -> None:
 
 
 os.register_at_fork(after_in_child=_renew_locks)
+
+
+# Part of every supported vLLM. A `pynvml` outside it may be another distribution's, with other functions.
+_BINDING: Final = "vllm.third_party.pynvml"
+
+
+def is_cuda_host() -> bool:
+    """Whether this PyTorch is a CUDA build, which asks nothing of a device."""
+    return importlib.import_module("torch").version.cuda is not None
+
+
+def is_musa_host() -> bool:
+    """Whether torch's one backend from outside is torch_musa's, which also asks nothing of a device."""
+    torch: Any = importlib.import_module("torch")
+    return bool(torch._C._get_privateuse1_backend_name() == "musa")
+
+
+def vllm_version() -> str | None:
+    """Of the vLLM of this process, which is imported already where it has loaded the plugin; None without one."""
+    try:
+        return getattr(importlib.import_module("vllm"), "__version__", None)
+    except ImportError:
+        return None
+
+
+def gpu_names() -> frozenset[str] | None:
+    """The names of all GPUs that the driver shows, as PyTorch has them.
+
+    CUDA_VISIBLE_DEVICES is not applied: vLLM and Ray set it for a process, or narrow it, after its parent has loaded
+    plugins, and a forked child keeps what its parent registered. So there may be names here of GPUs that this process
+    never uses, and one that it uses is missing only where PyTorch has another name for it than NVML: that of a MIG
+    slice ends with its profile.
+
+    Returns:
+        None where NVML does not answer, as on Jetson and parts of WSL, or counts no GPU.
+    """
+    try:
+        nvml: Any = importlib.import_module(_BINDING)
+    except ImportError as error:
+        logger.debug("the GPUs have no names before the first call: %s", error)
+        return None
+    try:
+        nvml.nvmlInit()
+        try:
+            handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+            return frozenset(str(nvml.nvmlDeviceGetName(handle)) for handle in handles) or None
+        finally:
+            nvml.nvmlShutdown()
+    except nvml.NVMLError as error:
+        logger.debug("the GPUs have no names before the first call, because NVML says: %s", error)
+        return None

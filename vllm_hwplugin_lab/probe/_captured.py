@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from vllm_hwplugin.attention.model_runner import captures_short_queries
+from vllm_hwplugin.attention.flash import captures_short_queries
 
 from ._cases import Case, Request
 from ._inputs import Inputs, make_inputs, poison

@@ -7,8 +7,7 @@ import dataclasses
 
 import pytest
 
-from vllm_hwplugin.attention.paged._balance import Balance, balance
-from vllm_hwplugin.attention.paged._plan import MAX_SPLITS, SCRATCH_ROWS, LaunchPlan, plan_launch
+from vllm_hwplugin.attention.paged._plan import MAX_SPLITS, SCRATCH_ROWS, Balance, LaunchPlan, balance, plan_launch
 
 MULTIPROCESSORS = 132
 HEADS = 8

@@ -121,7 +121,7 @@ def test_the_driver_has_pytorchs_names_and_asking_it_does_not_start_cuda() -> No
     """CUDA that was started before a fork cannot be used after it."""
     program = """
 import os, sys, torch
-from vllm_hwplugin.ops._override_host import gpu_names
+from vllm_hwplugin.ops.overrides import gpu_names
 names = gpu_names()
 child = os.fork()
 if child == 0:

@@ -11,7 +11,7 @@ import pytest
 torch: Any = pytest.importorskip("torch")
 
 from vllm_hwplugin.ops.compile.spec import ROTARY_EMBEDDING  # noqa: E402
-from vllm_hwplugin.ops.definition_table import MUSA_KEY  # noqa: E402
+from vllm_hwplugin.ops.definitions import MUSA_KEY  # noqa: E402
 from vllm_hwplugin.ops.rotary_embedding import rotary_embedding  # noqa: E402
 
 from ...ops.rotary_shapes import DTYPES, MODES, SHAPES, Call  # noqa: E402

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from vllm_hwplugin.ops.compile.arch import arch_flags
-from vllm_hwplugin.ops.compile.errors import KernelUnavailable
+from vllm_hwplugin.ops.compile.spec import KernelUnavailable
 
 SM90 = "-gencode=arch=compute_90,code=sm_90"
 

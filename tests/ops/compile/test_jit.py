@@ -18,12 +18,11 @@ from typing import Any, NoReturn
 import pytest
 from packaging.version import Version
 
-from vllm_hwplugin.ops.compile import built, jit, tools, torch_build
+from vllm_hwplugin.ops.compile import built, jit, toolchain, torch_build
 from vllm_hwplugin.ops.compile import ninja as ninja_module
-from vllm_hwplugin.ops.compile.errors import KernelUnavailable
 from vllm_hwplugin.ops.compile.ninja import build, script
 from vllm_hwplugin.ops.compile.plan import BuildPlan
-from vllm_hwplugin.ops.compile.spec import KernelSpec
+from vllm_hwplugin.ops.compile.spec import KernelSpec, KernelUnavailable
 from vllm_hwplugin.ops.compile.torch_build import TorchBuild
 
 from ..forked import said_by_a_fork
@@ -394,7 +393,7 @@ def test_without_a_compiler_only_a_library_of_the_wheel_is_no_obstacle(
     folder = built.prebuilt_folder() / kernel.name
     folder.mkdir(parents=True)
     build(plan(), folder, os.environ)
-    monkeypatch.setattr(tools, "HOMES", {"nvcc": (("CUDA_HOME",), str(tmp_path / "nowhere"))})
+    monkeypatch.setattr(toolchain, "HOMES", {"nvcc": (("CUDA_HOME",), str(tmp_path / "nowhere"))})
     monkeypatch.delenv("CUDA_HOME")
     monkeypatch.setenv("PATH", str(tmp_path))
     assert jit.obstacle(kernel, (9, 0)) == ""

@@ -14,9 +14,8 @@ from types import ModuleType
 import pytest
 
 from vllm_hwplugin.ops.compile import ahead, built, jit, port, torch_build
-from vllm_hwplugin.ops.compile.errors import KernelUnavailable
 from vllm_hwplugin.ops.compile.port import Port
-from vllm_hwplugin.ops.compile.spec import KERNELS, KernelSpec, source_root
+from vllm_hwplugin.ops.compile.spec import KERNELS, KernelSpec, KernelUnavailable, source_root
 from vllm_hwplugin.ops.compile.torch_build import TorchBuild
 
 from ...conftest import cannot_run

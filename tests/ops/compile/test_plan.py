@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 from packaging.version import Version
 
-from vllm_hwplugin.ops.compile.errors import KernelUnavailable
 from vllm_hwplugin.ops.compile.plan import BuildPlan
-from vllm_hwplugin.ops.compile.spec import KERNELS, KernelSpec, source_root
+from vllm_hwplugin.ops.compile.spec import KERNELS, KernelSpec, KernelUnavailable, source_root
 from vllm_hwplugin.ops.compile.toolchain import Toolchain, parse_version
 from vllm_hwplugin.ops.compile.torch_build import TorchBuild
 

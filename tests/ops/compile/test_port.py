@@ -17,10 +17,9 @@ import pytest
 from packaging.version import Version
 
 from vllm_hwplugin.ops.compile import ahead, jit, port, torch_build
-from vllm_hwplugin.ops.compile.errors import KernelUnavailable
 from vllm_hwplugin.ops.compile.plan import BuildPlan
 from vllm_hwplugin.ops.compile.port import Port, left_over
-from vllm_hwplugin.ops.compile.spec import KernelSpec
+from vllm_hwplugin.ops.compile.spec import KernelSpec, KernelUnavailable
 from vllm_hwplugin.ops.compile.torch_build import TorchBuild
 
 MakePlan = Callable[..., BuildPlan]

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from vllm_hwplugin.ops.compile import toolchain, tools
-from vllm_hwplugin.ops.compile.errors import KernelUnavailable
-from vllm_hwplugin.ops.compile.spec import ToolchainName
+from vllm_hwplugin.ops.compile import toolchain
+from vllm_hwplugin.ops.compile.spec import KernelUnavailable, ToolchainName
 
 RECORDINGS = Path(__file__).parent / "recordings"
 
@@ -124,7 +123,7 @@ def test_an_mcc_of_no_known_version_is_an_error_with_all_that_was_tried(
 def test_a_compiler_that_is_missing_is_an_error_with_the_way_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tools, "HOMES", {"nvcc": (("CUDA_HOME",), str(tmp_path / "usual"))})
+    monkeypatch.setattr(toolchain, "HOMES", {"nvcc": (("CUDA_HOME",), str(tmp_path / "usual"))})
     with pytest.raises(KernelUnavailable, match=r"no nvcc in CUDA_HOME, .*install it, or set CUDA_HOME"):
         toolchain.find("nvcc", {"PATH": str(tmp_path)}, _recorded)
     usual = _compiler(tmp_path / "usual", "nvcc")

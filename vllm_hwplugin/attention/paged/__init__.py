@@ -4,8 +4,7 @@
 from ._arguments import MAX_HEAD_SIZE, refuse, refuse_heads
 from ._call import kernel_for, paged_attention
 from ._hopper import HopperKernel
-from ._kernel import Kernel
-from ._scratch import Scratch
+from ._kernel import Kernel, Scratch
 from ._triton import TritonKernel
 
 __all__ = [

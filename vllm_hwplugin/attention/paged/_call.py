@@ -7,9 +7,8 @@ import torch
 
 from ._arguments import Arguments
 from ._hopper import HopperKernel
-from ._kernel import Kernel
+from ._kernel import Kernel, Scratch
 from ._plan import plan_launch
-from ._scratch import Scratch
 from ._triton import TritonKernel
 
 

@@ -13,9 +13,8 @@ from vllm_hwplugin.ops.compile.jit import ensure
 from vllm_hwplugin.ops.compile.spec import PAGED_ATTENTION
 
 from ._arguments import Arguments, check_heads
-from ._balance import balance
-from ._plan import Heights, LaunchPlan
-from ._scratch import Scratch
+from ._kernel import Scratch
+from ._plan import Heights, LaunchPlan, balance
 
 _CAPABILITY: Final = (9, 0)
 

@@ -11,8 +11,8 @@ import torch
 
 from . import _kernels
 from ._arguments import Arguments, check
+from ._kernel import Scratch
 from ._plan import MAX_SPLITS, Heights, LaunchPlan
-from ._scratch import Scratch
 
 _LOG2E: Final = 1.4426950408889634
 _MIN_TILES: Final = 4

@@ -10,12 +10,11 @@ from pathlib import Path
 
 from ...gates import GateError
 from . import toolchain, torch_build
-from .errors import KernelUnavailable
 from .ninja import build
 from .plan import make_plan
 from .port import port_for
-from .spec import KERNELS, KernelSpec, ToolchainName
-from .tools import find_tool
+from .spec import KERNELS, KernelSpec, KernelUnavailable, ToolchainName
+from .toolchain import find_tool
 
 #: Where the wheel carries the libraries, below the package.
 PREBUILT = "ops/_prebuilt"

@@ -12,8 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from .errors import KernelUnavailable
-from .spec import ToolchainName
+from .spec import KernelUnavailable, ToolchainName
 
 CUDA_LIST: Final = "TORCH_CUDA_ARCH_LIST"
 MUSA_LIST: Final = "TORCH_MUSA_ARCH_LIST"

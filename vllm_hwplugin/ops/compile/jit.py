@@ -20,12 +20,11 @@ from packaging.version import Version
 
 from ...cachedir import UntrustedFolder, places, private_folder, writable
 from . import built, toolchain, torch_build
-from .errors import KernelUnavailable
 from .ninja import build, find_ninja
 from .plan import BuildPlan, make_plan, source_digest
 from .port import port_for
-from .spec import KernelSpec, source_root
-from .tools import find_tool
+from .spec import KernelSpec, KernelUnavailable, source_root
+from .toolchain import find_tool
 from .torch_build import TorchBuild
 
 logger = logging.getLogger("vllm.hwplugin")

@@ -16,9 +16,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ...cachedir import write_atomically
-from .errors import KernelUnavailable
 from .plan import BuildPlan
-from .tools import find_tool
+from .spec import KernelUnavailable
+from .toolchain import find_tool
 
 #: The file beside a library that says what it was built with.
 RECORD = "built.json"

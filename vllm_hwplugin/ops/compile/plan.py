@@ -20,10 +20,9 @@ from typing import Any, Final
 from packaging.version import Version
 
 from .arch import arch_flags
-from .errors import KernelUnavailable
 from .flags import Chosen, flags_for, words
 from .port import Port, renamed
-from .spec import KernelSpec, ToolchainName
+from .spec import KernelSpec, KernelUnavailable, ToolchainName
 from .toolchain import Toolchain
 from .torch_build import TorchBuild
 

@@ -23,8 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from .errors import KernelUnavailable
-from .spec import ToolchainName
+from .spec import KernelUnavailable, ToolchainName
 
 #: The suffix of sources that mcc takes for device code; headers keep their names.
 SUFFIXES: Final[Mapping[str, str]] = {".cu": ".mu"}

@@ -11,6 +11,8 @@ from typing import Final, Literal
 
 import vllm_hwplugin
 
+from ...errors import HwpluginError
+
 ToolchainName = Literal["nvcc", "mcc"]
 
 #: The folder of ``csrc`` with what several kernels include.
@@ -145,3 +147,7 @@ def source_root() -> Path:
         if folder.is_dir():
             return folder
     raise FileNotFoundError(f"no folder csrc in {package} or beside it; install vllm-hwplugin again")
+
+
+class KernelUnavailable(HwpluginError):
+    """A kernel is not here and cannot be built here. The message says what is missing and how to get it."""

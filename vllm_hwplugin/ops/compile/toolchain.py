@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import shutil
@@ -10,13 +11,43 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, Literal, get_args
 
 from packaging.version import Version
 
-from . import tools
-from .errors import KernelUnavailable
-from .spec import ToolchainName
+from .spec import KernelUnavailable, ToolchainName
+
+ToolName = Literal[ToolchainName, "ninja", "ccache"]
+
+TOOLS: Final[tuple[ToolName, ...]] = get_args(ToolName)
+
+#: The variables that name a compiler's home, best first, and the place where it is installed by default.
+HOMES: Final[Mapping[ToolchainName, tuple[tuple[str, ...], str]]] = {
+    "nvcc": (("CUDA_HOME", "CUDA_PATH"), "/usr/local/cuda"),
+    "mcc": (("MUSA_HOME", "MUSA_PATH"), "/usr/local/musa"),
+}
+
+
+def find_tool(name: ToolName, environ: Mapping[str, str]) -> str | None:
+    """The program's path, None where it is not there.
+
+    A compiler is looked for in the home that a variable names, then on PATH, then in its usual place; ninja on PATH,
+    then in the distribution `ninja`, which installs it beside Python; ccache on PATH.
+    """
+    places = [environ.get("PATH", os.defpath)]
+    if name == "nvcc" or name == "mcc":
+        variables, usual = HOMES[name]
+        named = (environ.get(variable) for variable in variables)
+        places = [*(f"{home}/bin" for home in named if home), *places, f"{usual}/bin"]
+    found = shutil.which(name, path=os.pathsep.join(places))
+    if found is None and name == "ninja":
+        try:
+            package: Any = importlib.import_module("ninja")
+        except ImportError:
+            return None
+        found = str(Path(package.BIN_DIR) / "ninja")
+    return found
+
 
 Ask = Callable[[Sequence[str]], str]
 
@@ -78,15 +109,15 @@ def ask(argv: Sequence[str]) -> str:
 
 
 def find(name: ToolchainName, environ: Mapping[str, str] | None = None, ask: Ask = ask) -> Toolchain:
-    """The compiler of that name, found as :func:`.tools.find_tool` finds it.
+    """The compiler of that name, found as :func:`find_tool` finds it.
 
     Raises:
         KernelUnavailable: it is not there, does not run, or its version cannot be read.
     """
     environ = os.environ if environ is None else environ
-    path = tools.find_tool(name, environ)
+    path = find_tool(name, environ)
     if path is None:
-        variables, usual = tools.HOMES[name]
+        variables, usual = HOMES[name]
         raise KernelUnavailable(
             f"no {name} in {' or '.join(variables)}, on PATH or in {usual}; install it, or set {variables[0]}"
         )

@@ -10,8 +10,7 @@ from typing import Any
 
 from packaging.version import Version
 
-from .errors import KernelUnavailable
-from .spec import ToolchainName
+from .spec import KernelUnavailable, ToolchainName
 
 
 @dataclass(frozen=True, slots=True)

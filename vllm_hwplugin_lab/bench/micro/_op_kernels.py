@@ -37,8 +37,7 @@ def missing(kernel: str, op: str) -> str | None:
     if (reason := unimportable(f"vllm_hwplugin.ops.{op}")) is not None:
         return reason
     from vllm_hwplugin.ops.compile import jit, torch_build
-    from vllm_hwplugin.ops.compile.errors import KernelUnavailable
-    from vllm_hwplugin.ops.compile.spec import KERNELS
+    from vllm_hwplugin.ops.compile.spec import KERNELS, KernelUnavailable
 
     if op not in KERNELS:
         return f"no kernel {op} in the table of kernels"
