@@ -143,7 +143,7 @@ def test_importing_vllms_kernels_defines_what_it_has_none_of(platform: Any, monk
         has = torch._C._dispatch_has_kernel_for_dispatch_key
         assert [has(norm.qualname, key) for key in ("PrivateUse1", "CUDA", "CPU")] == [True, False, False]
     finally:
-        definitions.remove()
+        definitions.undefine()
 
 
 def test_vllms_allocator_for_sleep_mode_is_not_there_whatever_the_build_has(platform: Any) -> None:

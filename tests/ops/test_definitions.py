@@ -88,7 +88,7 @@ def one(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Definition]]:
         return item
 
     yield make
-    definitions.remove()
+    definitions.undefine()
     journal.forget()
 
 
@@ -123,7 +123,7 @@ def test_an_operation_with_kernels_for_other_devices_alone_gets_one(one: Callabl
     assert definitions.define_missing("CPU", "0.32.0") == (item.name,)
     assert _called(item) == 2
     assert definitions.is_defined(item.name)
-    definitions.remove()
+    definitions.undefine()
     with pytest.raises(NotImplementedError):
         _called(item)
     del library

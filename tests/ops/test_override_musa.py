@@ -30,7 +30,7 @@ def entry(monkeypatch: pytest.MonkeyPatch) -> Iterator[journal.Journal]:
     journal.begin(entry, None)
     yield entry
     overrides.remove()
-    definitions.remove()
+    definitions.undefine()
     journal.forget()
 
 

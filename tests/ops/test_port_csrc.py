@@ -35,7 +35,7 @@ torch = pytest.importorskip("torch")
 def rules(tmp_path_factory: pytest.TempPathFactory) -> Port:
     """From the wheel, as pip gives it: installed beside the other tests it would change what they see of the host."""
     try:
-        return port.installed()
+        return port.installed_rules()
     except KernelUnavailable:
         folder = tmp_path_factory.mktemp("torchada")
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "-q", "-d", str(folder), f"torchada=={TORCHADA}"]
@@ -44,7 +44,7 @@ def rules(tmp_path_factory: pytest.TempPathFactory) -> Port:
     (wheel,) = folder.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder)
-    return port.read(folder / "torchada", f"torchada {TORCHADA}")
+    return port.read_rules(folder / "torchada", f"torchada {TORCHADA}")
 
 
 def test_most_kernels_are_for_musa_too() -> None:

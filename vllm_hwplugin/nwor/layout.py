@@ -77,7 +77,7 @@ class CacheRows:
 
 
 @dataclass(frozen=True)
-class Found:
+class ModelCaches:
     """What a model has of KV caches.
 
     Attributes:
@@ -93,7 +93,7 @@ class Found:
 
 def rows_of(
     kv_cache_config: Any, layers: Mapping[str, Any], cache_dtype: str, wanted: Iterable[torch.nn.Module]
-) -> Found:
+) -> ModelCaches:
     """Where the wanted layers keep the bytes of a token.
 
     Args:
@@ -128,7 +128,7 @@ def rows_of(
                 _check_slots(name, part, kv_cache_config.num_blocks, spec.block_size)
                 key = (group, part.data_ptr(), part.shape, part.stride())
                 rows.setdefault(key, CacheRows(name, group, part))
-    return Found(tuple(rows.values()), tuple(left_out), tuple(groups))
+    return ModelCaches(tuple(rows.values()), tuple(left_out), tuple(groups))
 
 
 def _check_slots(name: str, rows: torch.Tensor, num_blocks: int, block_size: int) -> None:

@@ -20,7 +20,7 @@ from vllm_hwplugin.errors import HwpluginError
 from vllm_hwplugin.fallback import stays_stock
 from vllm_hwplugin.features import NWOR, gate_of
 from vllm_hwplugin.nwor import obstacles
-from vllm_hwplugin.nwor.layout import Found, UnknownLayout, rows_of
+from vllm_hwplugin.nwor.layout import ModelCaches, UnknownLayout, rows_of
 from vllm_hwplugin.nwor.reference import ReferenceRows
 from vllm_hwplugin.nwor.rows import Batch, DraftRows, KernelRows, Rejected, as_int32, kernels_for
 
@@ -107,7 +107,7 @@ class RejectedDrafts:
         self._mode = "scrub" if gates.read(MODE).text == "scrub" else "restore"
         self._checks = gates.read(DEBUG_SYNC).flag
         self._hook: Any = None
-        self._found: Found | None = None
+        self._found: ModelCaches | None = None
         self._rows: DraftRows | None = None
         # Keeps the same rows apart from what is checked.
         self._witness: ReferenceRows | None = None
@@ -146,7 +146,7 @@ class RejectedDrafts:
         if found.left_out:
             logger.warning("%s: %d layers are left out, which have no row for each token", NWOR, len(found.left_out))
 
-    def _make(self, found: Found) -> None:
+    def _make(self, found: ModelCaches) -> None:
         batch, caches = _batch_of(self._runner, found.groups), found.rows
         assert all(slots.dtype == torch.int64 for slots in batch.slot_mappings.values())
         keep, kernels = self._mode == "restore", kernels_for(batch.query_start_loc.device)

@@ -164,7 +164,7 @@ def is_defined(name: str) -> bool:
     return name in _libraries
 
 
-def remove() -> None:
+def undefine() -> None:
     """Take all definitions back. For tests: not while one of them runs."""
     with _lock:
         for library in _libraries.values():

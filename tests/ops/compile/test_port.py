@@ -41,12 +41,12 @@ def torchada(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def rules(torchada: Path) -> Port:
-    return port.read(torchada, "torchada 9")
+    return port.read_rules(torchada, "torchada 9")
 
 
 def test_the_table_is_read_without_importing_torchada(torchada: Path) -> None:
     before = set(sys.modules)
-    found = port.read(torchada, "torchada 9")
+    found = port.read_rules(torchada, "torchada 9")
     assert set(sys.modules) == before
     assert found.origin == "torchada 9"
     # The longest first; a rule that changes nothing, and the one that compiles instructions away, are left out.
@@ -57,7 +57,7 @@ def test_the_table_is_read_without_importing_torchada(torchada: Path) -> None:
 def test_a_table_that_is_not_known_is_said(torchada: Path, text: str) -> None:
     (torchada / "_mappings" / "__init__.py").write_text(text)
     with pytest.raises(KernelUnavailable, match=r"torchada 9 has no table of names at .*; expected MAPPING_RULE"):
-        port.read(torchada, "torchada 9")
+        port.read_rules(torchada, "torchada 9")
 
 
 def test_the_installed_torchada_is_found(torchada: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,9 +66,9 @@ def test_the_installed_torchada_is_found(torchada: Path, monkeypatch: pytest.Mon
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torchada\nVersion: 9.9\n")
     monkeypatch.delitem(sys.modules, "torchada", raising=False)
     monkeypatch.syspath_prepend(torchada.parent)
-    assert port.installed().origin == "torchada 9.9"
+    assert port.installed_rules().origin == "torchada 9.9"
     assert port.port_for("nvcc") is None
-    assert port.port_for("mcc") == port.installed()
+    assert port.port_for("mcc") == port.installed_rules()
 
 
 def test_without_torchada_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

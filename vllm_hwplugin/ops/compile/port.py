@@ -122,10 +122,10 @@ def port_for(toolchain: ToolchainName) -> Port | None:
     Raises:
         KernelUnavailable: torchada is not there, or its table is not where it used to be.
     """
-    return installed() if toolchain == "mcc" else None
+    return installed_rules() if toolchain == "mcc" else None
 
 
-def installed() -> Port:
+def installed_rules() -> Port:
     """The rules of the installed torchada, which is not imported.
 
     Raises:
@@ -140,10 +140,10 @@ def installed() -> Port:
         ) from error
     if spec is None or spec.origin is None:
         raise KernelUnavailable("torchada cannot be found, though it is installed; install it again")
-    return read(Path(spec.origin).parent, f"torchada {version}")
+    return read_rules(Path(spec.origin).parent, f"torchada {version}")
 
 
-def read(package: Path, origin: str) -> Port:
+def read_rules(package: Path, origin: str) -> Port:
     """The rules in a folder ``torchada``.
 
     Raises:
