@@ -19,6 +19,7 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.platforms import current_platform
 
 from vllm_hwplugin import spec_decode
+from vllm_hwplugin.spec_decode import v1
 
 from .engines import BLOCK, DEVICE, Engine
 from .released import Modules, NotThere, texts
@@ -75,8 +76,9 @@ def modules_of(tree: Any, monkeypatch: pytest.MonkeyPatch, **choices: str) -> Mo
 
 def read_by_the_plugin(modules: Modules, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the plugin's modules use what `modules` have of vLLM, not the installed one's."""
-    for found in pkgutil.iter_modules(spec_decode.__path__):
-        module = importlib.import_module(f"{spec_decode.__name__}.{found.name}")
+    for found in pkgutil.iter_modules([*spec_decode.__path__, *v1.__path__]):
+        package = v1 if found.module_finder.path in v1.__path__ else spec_decode  # type: ignore[union-attr]
+        module = importlib.import_module(f"{package.__name__}.{found.name}")
         for name, value in list(vars(module).items()):
             if (origin := getattr(value, "__module__", None)) in OWN:
                 monkeypatch.setattr(module, name, getattr(modules.load(origin), name))

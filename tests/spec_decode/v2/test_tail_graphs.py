@@ -139,7 +139,7 @@ def test_graphs_are_of_shapes_whose_states_the_target_keeps(
 
     recorded: list[int] = []
 
-    def record_rung(rung: Any, _: Any) -> None:
+    def record_shape(rung: Any, _: Any) -> None:
         assert graphs._target()[0][: rung.num_tokens].shape[0] == rung.num_tokens
         recorded.append(rung.num_reqs)
 
@@ -158,7 +158,7 @@ def test_graphs_are_of_shapes_whose_states_the_target_keeps(
     monkeypatch.setattr(tail_graphs, "TailBuffers", lambda *_: SimpleNamespace(write=lambda *_, **__: None))
     monkeypatch.setattr(tail_graphs, "idx_dtype", lambda _: torch.int32)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    monkeypatch.setattr(graphs, "_capture_rung", record_rung)
+    monkeypatch.setattr(graphs, "_capture_shape", record_shape)
     graphs.capture()
     assert recorded == ([most] if most else [])
 
