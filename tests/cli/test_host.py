@@ -77,7 +77,7 @@ def test_tools_are_found_in_the_home_that_is_named(tmp_path: Path) -> None:
         tool = tmp_path / "bin" / name
         tool.parent.mkdir(exist_ok=True)
         tool.touch(mode=0o755)
-    ask = _answering(nvcc="nvcc: NVIDIA (R)\nCuda compilation toolchain, release 13.0, V13.0.88\n", ninja="1.13.2\n")
+    ask = _answering(nvcc="nvcc: NVIDIA (R)\nCuda compilation tools, release 13.0, V13.0.88\n", ninja="1.13.2\n")
     tools = {tool.name: tool for tool in _host.find_tools(ask, {"CUDA_HOME": str(tmp_path), "PATH": ""})}
     assert tools["nvcc"] == _host.Tool("nvcc", str(tmp_path / "bin/nvcc"), "13.0.88")
     assert (tools["ccache"].path, tools["ccache"].version) == (None, None)
@@ -90,7 +90,7 @@ def test_the_tools_are_those_that_a_build_would_use(tmp_path: Path, monkeypatch:
     for folder in ("usual", "path"):
         compiler = tmp_path / folder / "bin" / "nvcc"
         compiler.parent.mkdir(parents=True)
-        compiler.write_text("#!/bin/sh\necho Cuda compilation toolchain, release 13.0, V13.0.88\n")
+        compiler.write_text("#!/bin/sh\necho Cuda compilation tools, release 13.0, V13.0.88\n")
         compiler.chmod(0o755)
     monkeypatch.setattr(
         toolchain, "HOMES", {"nvcc": (("CUDA_HOME",), str(tmp_path / "usual")), "mcc": ((), "/nowhere")}

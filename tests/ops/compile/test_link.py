@@ -70,7 +70,7 @@ def test_no_weak_symbol_of_the_sources_stays_null(
     libraries = make(host)
     monkeypatch.setenv("MUSA_HOME", str(host / "musa"))
     rules = Port("a table", tuple((name, name.replace("cuda", "musa")) for name in declarations))
-    monkeypatch.setattr(port, "installed", lambda: rules)
+    monkeypatch.setattr(port, "installed_rules", lambda: rules)
     getter = GETTER.replace("musa", "cuda")
     (csrc / "common").mkdir()
     (csrc / "common" / "symbols.h").write_text(
@@ -98,7 +98,7 @@ def test_a_library_that_was_built_ahead_is_taken_on_a_host_with_its_devices(
     monkeypatch.setenv("MUSA_HOME", str(host / "musa"))
     monkeypatch.delenv("MTGPU_TARGET", raising=False)
     monkeypatch.setenv("TORCH_MUSA_ARCH_LIST", "31;32")
-    monkeypatch.setattr(port, "installed", lambda: Port("a table", ()))
+    monkeypatch.setattr(port, "installed_rules", lambda: Port("a table", ()))
     monkeypatch.setattr(torch_build, "installed", lambda: torch)
     monkeypatch.setattr(ahead, "KERNELS", {kernel.name: kernel})
     said: list[str] = []

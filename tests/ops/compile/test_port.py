@@ -168,7 +168,7 @@ def musa(nvcc: Any, torch_musa: TorchBuild, monkeypatch: pytest.MonkeyPatch, rul
     mcc.write_text(nvcc.path.read_text().replace("Cuda compilation tools, release 13.0, V13.0.88", "mcc version 5.1.0"))
     mcc.chmod(0o755)
     monkeypatch.setenv("MUSA_HOME", str(nvcc.home))
-    monkeypatch.setattr(port, "installed", lambda: rules)
+    monkeypatch.setattr(port, "installed_rules", lambda: rules)
     return torch_musa
 
 
