@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run vLLM engines in processes of their own and measure them: what ``demo``, ``bench`` and ``probe`` share.
 
-A side (stock or patched) is a :class:`Job`; :func:`launch` runs it in a fresh process and returns an :class:`Outcome`,
-also when the engine crashed. Nothing here imports torch or vLLM except the child process (``_engine``).
+A side (stock or patched) is a :class:`Job`; :func:`measure_in_turn` runs those of a case in fresh processes and returns
+an :class:`Outcome` each, also when an engine crashed. Nothing here imports torch or vLLM except the child processes
+(``_engine``, ``_serving``, ``_server``).
 
 ``soak`` and ``micro`` below it are other kinds of runs: a load that keeps changing, and single kernels.
 """
@@ -10,7 +11,7 @@ also when the engine crashed. Nothing here imports torch or vLLM except the chil
 from ._checkpoints import DRAFT_TOKENS, Checkpoints, CheckpointsMissing, find_checkpoints, load_prompts
 from ._host import Host, HostUnknown, detect_host
 from ._job import Event, Job, Outcome, Workload, acceptance_length
-from ._launch import Ended, launch, run_child
+from ._launch import Ended, run_child
 from ._plan import (
     ALL_SIDES,
     MRV2_SIDES,
@@ -23,6 +24,7 @@ from ._plan import (
     Settings,
     cases,
     check,
+    check_sides,
     job_for,
     possible_sides,
     shapes_folder,
@@ -63,17 +65,17 @@ from ._table import (
     steps,
     table,
 )
-from ._turns import PHASES, SERVING, Measurement, measure_in_turn, of_workloads, rest_between_turns
+from ._turns import ENGINE, SERVING, Measurement, launch, measure_in_turn, of_workloads, rest_between_turns
 
 __all__ = [
     "ALL_SIDES",
     "DRAFT_TOKENS",
+    "ENGINE",
     "FORMAT",
     "LEAST_US",
     "METHODS",
     "MRV2_SIDES",
     "NOT_MEASURED",
-    "PHASES",
     "PHASES_FORMAT",
     "PLUGIN_SIDES",
     "SERVING",
@@ -102,6 +104,7 @@ __all__ = [
     "add_phases",
     "cases",
     "check",
+    "check_sides",
     "comparisons",
     "detect_host",
     "engine_environment",

@@ -141,7 +141,8 @@ def package_facts() -> dict[str, Any]:
 
     return {
         "vllm": vllm.__version__,
-        "torch": torch.__version__,
+        # No class of torch's own: it goes from process to process.
+        "torch": str(torch.__version__),
         "platform": platform_class(),
         "entry_points": installed(),
     }

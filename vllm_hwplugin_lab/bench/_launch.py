@@ -22,7 +22,7 @@ from typing import Any
 from vllm_hwplugin import journals
 
 from . import _entry_points
-from ._job import Event, Job, Outcome
+from ._job import Event
 
 _TAIL_LINES = 30
 _POLL_SECONDS = 0.02
@@ -57,19 +57,6 @@ class Ended:
     error: str | None
     log_tail: str
     records: tuple[dict[str, Any], ...]
-
-
-def launch(job: Job, *, timeout: float, on_event: Callable[[Event], None] | None = None) -> Outcome:
-    """Run ``job`` and wait for it.
-
-    Args:
-        job: what to run.
-        timeout: seconds after which the process and its children are killed.
-        on_event: called for each line of the answer as it comes.
-    """
-    module = "vllm_hwplugin_lab.bench._engine"
-    ended = run_child(module, job.to_json(), job.environment, timeout=timeout, on_event=on_event)
-    return Outcome(job, ended.events, ended.seconds, ended.error, ended.log_tail, ended.records)
 
 
 def run_child(

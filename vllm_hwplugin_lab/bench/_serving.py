@@ -6,7 +6,7 @@ It is ``python -m vllm_hwplugin_lab.bench._serving JOB ANSWER``.
 It holds what ``vllm serve`` holds behind its HTTP: vLLM's asynchronous engine, whose core is a process of its own. It
 waits for commands on its standard input, one line of JSON each, so that several such processes can take turns:
 
-    {"do": "warm-up" | "round" | "profile", "workload": NAME}, {"do": "warm-up" | "load", "load": LOAD}, {"do": "end"}
+    {"do": "warm-up" | "round" | "profile", "workload": NAME}, {"do": "end"}
 
 The plugin is not named here: vLLM finds it by its entry points (see ``_entry_points``), as it does for a user.
 """
@@ -22,12 +22,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ._answer import Answer
-from ._engine import subtract
-from ._host_speed import host_us
-from ._inside import package_facts, totals
+from ._child import Answer, host_us, subtract
+from ._inside import totals
 from ._job import Job, Workload
-from ._serving_load import run_load
 from ._window import Moment, Window, added
 from ._worker import EXTENSION
 
@@ -67,35 +64,13 @@ class Serving:
         counts = await self._ask_worker("hwplugin_profile_counts")
         self._answer.say("profiled", workload=workload.name, **counts)
 
-    async def load(self, load: dict[str, Any]) -> dict[str, Any]:
-        """One round of a load, see :func:`run_load`."""
-        speed, before = host_us(), _totals()
-        await self._ask_worker("hwplugin_start_counting")
-        facts = await run_load(self._engine, load)
-        graphs = await self._ask_worker("hwplugin_stop_counting")
-        after = _totals()
-        return {
-            "host_us": speed,
-            **facts,
-            "graphs": graphs,
-            "steps": after["steps"] - before["steps"],
-            "drafts": after["drafts"] - before["drafts"],
-            "accepted_per_position": subtract(after["accepted"], before["accepted"]),
-        }
-
     async def facts(self) -> dict[str, Any]:
-        return {**package_facts(), **await self._ask_worker("hwplugin_facts")}
+        facts: dict[str, Any] = await self._ask_worker("hwplugin_facts")
+        return facts
 
     async def do(self, command: dict[str, Any]) -> None:
         """Do what a command says, and answer it."""
-        what, load = command["do"], command.get("load")
-        if load is not None:
-            if what == "warm-up":
-                await run_load(self._engine, load)
-                self._answer.say("warm", workload=load["name"])
-            else:
-                self._answer.say("loaded", workload=load["name"], **await self.load(load))
-            return
+        what = command["do"]
         workload = self._workloads[command["workload"]]
         if what == "warm-up":
             await self.warm_up(workload)

@@ -338,6 +338,23 @@ def write_configs(shape: Shape, folder: Path, method: str, block: int) -> tuple[
     return target, drafter
 
 
+def write_tokenizer(folder: Path, vocabulary: int) -> None:
+    """Give a shape's target a tokenizer, unless it has one: a word a token, so that a text has its tokens again."""
+    if (folder / "tokenizer_config.json").exists():
+        return
+    words = {f"t{number}": number for number in range(vocabulary)}
+    whole = {
+        "version": "1.0",
+        "added_tokens": [],
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "model": {"type": "WordLevel", "vocab": words, "unk_token": "t0"},
+    }
+    kinds = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    (folder / "tokenizer.json").write_text(json.dumps(whole), encoding="utf-8")
+    # Last: where it is, the other is whole.
+    (folder / "tokenizer_config.json").write_text(json.dumps(kinds), encoding="utf-8")
+
+
 def cache_bytes(shape: Shape, method: str, k: int, requests: int, length: int) -> int:
     """Of what so many requests of so many tokens keep in bfloat16, the drafter's layers included.
 

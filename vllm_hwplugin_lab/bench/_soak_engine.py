@@ -16,8 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ._answer import Answer
-from ._child import engine
+from ._child import Answer, engine
 from ._inside import counters, model_runner
 from ._load import Request, requests, wanted
 from ._watch import watched

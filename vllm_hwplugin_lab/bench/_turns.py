@@ -22,7 +22,7 @@ from ._session import Session, TimeIsUp, TimeLimit
 
 #: Modules of engines' processes: the core in a process of its own, as users have it, or in the engine's.
 SERVING = "vllm_hwplugin_lab.bench._serving"
-PHASES = "vllm_hwplugin_lab.bench._phases_engine"
+ENGINE = "vllm_hwplugin_lab.bench._engine"
 #: Seconds that a worker process looks for work.
 _SPIN = 1.0
 #: What a run that still goes on says of itself, for the file that it may leave.
@@ -83,7 +83,7 @@ def of_workloads(jobs: Mapping[str, Job], answer: str = "measured") -> list[Meas
     return [
         Measurement(
             name=workload.name,
-            round={"do": "round", "workload": workload.name},
+            round={"do": "round" if answer == "measured" else answer, "workload": workload.name},
             answer=answer,
             warm_up={"do": "warm-up", "workload": workload.name} if workload.warmup_tokens else None,
             profile={"do": "profile", "workload": workload.name} if workload.profile_tokens else None,
@@ -235,6 +235,28 @@ def measure_in_turn(
             return run.so_far(run.stopped_by("an interrupt"))
         except TimeIsUp as reason:
             return run.so_far(run.stopped_by(str(reason)))
+
+
+def launch(job: Job, *, timeout: float, on_event: Callable[[dict[str, Any]], None] = lambda event: None) -> Outcome:
+    """One ``LLM`` alone: every round of all workloads of a job.
+
+    Args:
+        job: what to run.
+        timeout: seconds for its start, and for each round.
+        on_event: called with what it says.
+    """
+    outcome = measure_in_turn(
+        {"": job},
+        of_workloads({"": job}),
+        rounds=max((one.rounds for one in job.workloads), default=0),
+        at_once=False,
+        timeout=timeout,
+        module=ENGINE,
+        on_event=on_event,
+    )[""]
+    if outcome.stopped is not None:
+        raise KeyboardInterrupt
+    return outcome
 
 
 def _profile(commands: Sequence[Mapping[str, Any]], sessions: Mapping[str, Session], timeout: float) -> None:

@@ -10,8 +10,10 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import Any
 
-from ._graphs import GraphCounts, counted
-from ._inside import runner_facts
+from vllm_hwplugin import journal
+from vllm_hwplugin.spec_decode import step_counts
+
+from ._inside import package_facts, runner_facts
 from ._profile import Profile, profiled
 
 #: For ``worker_extension_cls``.
@@ -24,12 +26,18 @@ class BenchWorker:
     model_runner: Any
 
     def hwplugin_facts(self) -> dict[str, Any]:
-        """What the model runner turned out to be.
+        """What this process runs, and what the model runner turned out to be.
 
         Raises:
             WrongRunner: it is not the one that was asked for.
         """
-        return runner_facts(self.model_runner)
+        return {**package_facts(), **runner_facts(self.model_runner)}
+
+    def hwplugin_steps(self) -> dict[str, dict[str, int]]:
+        """Steps so far of each fast path of the plugin, by outcome; empty where it is off."""
+        step_counts.save()
+        entry = journal.current()
+        return {} if entry is None else {path: dict(outcomes) for path, outcomes in entry.steps.items()}
 
     def hwplugin_start_profile(self) -> None:
         """Profile until :meth:`hwplugin_stop_profile`."""
@@ -45,14 +53,3 @@ class BenchWorker:
         """What was launched a step, and how long the GPU worked."""
         _, profile = self._hwplugin_profile
         return profile.counts()
-
-    def hwplugin_start_counting(self) -> None:
-        """Count CUDA graphs until :meth:`hwplugin_stop_counting`."""
-        stack = ExitStack()
-        self._hwplugin_counts: tuple[ExitStack, GraphCounts] = (stack, stack.enter_context(counted(self.model_runner)))
-
-    def hwplugin_stop_counting(self) -> list[dict[str, Any]]:
-        """The rows of :meth:`GraphCounts.rows`."""
-        stack, counts = self._hwplugin_counts
-        stack.close()
-        return counts.rows()

@@ -1,56 +1,318 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``bench serve`` measures with: a user's own target, drafter and prompts, under a load as clients make it."""
+"""What ``bench serve`` measures: a user's own target, drafter and prompts, as clients of ``vllm serve`` see them.
+
+vLLM's own client makes the requests and times them (``vllm bench serve``, see ``_server``). Here are the servers and
+the loads of a case, and what is made of the times of a load's requests.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
+from vllm_hwplugin.errors import HwpluginError
+
+from ._checkpoints import Checkpoints
 from ._host import Host
-from ._job import Outcome
-from ._latency import LATENCIES, load_entry, spread
-from ._plan import check_sides, possible_sides
-from ._prompts import KEYS, Prompt, PromptsUnreadable, arrivals, read_prompts, requests_of
-from ._results import processes_entry, provenance, stopped
-from ._serve_plan import (
-    BUILT_IN,
-    METHODS,
-    LoadCase,
-    ServeSettings,
-    kv_cache_size,
-    load_cases,
-    serve_job,
-    serve_measurements,
+from ._job import Event, Job, Outcome
+from ._plan import (
+    Case,
+    environment_of,
+    is_patched,
+    kv_cache_bytes,
+    model_of,
+    share_of_gpu,
+    synthetic_length,
 )
+from ._results import processes_entry, provenance, stopped
+from ._rounds import acceptance
+from ._settings import engine_options
+from ._shapes import SHAPES, write_tokenizer
+from ._turns import Measurement
 
 FORMAT = "serve 2"
+#: Of the servers' processes.
+MODULE = "vllm_hwplugin_lab.bench._server"
+#: The name in the command -> vLLM's speculative config. P-EAGLE is Eagle3 that drafts every token in one pass.
+METHODS: Mapping[str, Mapping[str, Any]] = {
+    "eagle": {"method": "eagle"},
+    "eagle3": {"method": "eagle3"},
+    "p-eagle": {"method": "eagle3", "parallel_drafting": True},
+    "mtp": {"method": "mtp"},
+    "dflash": {"method": "dflash"},
+    "draft_model": {"method": "draft_model"},
+}
+#: Whose drafter is in the target's own checkpoint.
+BUILT_IN = frozenset({"mtp"})
+#: What the files of known sets hold: MT-Bench (its first turn), HumanEval, GSM8K, Alpaca.
+KEYS = ("turns", "prompt", "question", "instruction")
+#: Name -> what it is.
+LATENCIES = {
+    "ttft_ms": "time to the first token",
+    "tpot_ms": "time per output token after the first",
+    "itl_ms": "time between two parts of the stream",
+    "e2e_ms": "time to the last token",
+}
+#: Share of a round's requests that only warm it up.
+WARM = 1 / 3
+#: Tokens that an engine is warmed up with.
+_WARM_UP = 16
+#: Seconds of arrivals in a round.
+_ARRIVALS = 10
+#: A random prompt may come out longer than asked for, because it is text on its way.
+_ROOM = 64
+#: Requests sent within less than this share of a round say nothing of a steady load.
+_STEADY = 0.1
 
-__all__ = [
-    "BUILT_IN",
-    "FORMAT",
-    "KEYS",
-    "LATENCIES",
-    "METHODS",
-    "LoadCase",
-    "Prompt",
-    "PromptsUnreadable",
-    "ServeSettings",
-    "add_serve_case",
-    "arrivals",
-    "check_sides",
-    "kv_cache_size",
-    "load_cases",
-    "load_entry",
-    "new_serve_results",
-    "possible_sides",
-    "read_prompts",
-    "requests_of",
-    "serve_job",
-    "serve_measurements",
-    "spread",
-]
+#: A text, or token ids.
+Prompt = str | tuple[int, ...]
+
+
+class PromptsUnreadable(HwpluginError):
+    """A prompts file is not there, or holds something else."""
+
+
+@dataclass(frozen=True)
+class ServeSettings:
+    """What all servers and loads of a case share; goes into the results file.
+
+    Attributes:
+        target: a folder or a name; None where ``shape`` says what the target and the drafter are.
+        shape: as ``bench --shape`` names them; None where they are the user's own.
+        acceptance_length: synthetic, of a dummy shape; None: 1 + k / 2.
+        prompts: the file; None: the tiny shape's own, or random tokens, ``input_len`` of them.
+        num_prompts: requests of a load; None: ``per_slot`` for each that runs at once, or those of some seconds.
+        range_ratio: lengths of random prompts and their answers are drawn from within this share of them.
+        concurrencies: requests at once; 0: no bound.
+        request_rates: requests a second; 0: all at the start.
+        client: more arguments of ``vllm bench serve``, which outweigh these.
+        kv_cache_gib: of each engine; None: vLLM measures free memory, so engines start one after the other.
+        all_k_at_once: the engines of all ``ks`` are alive together, too.
+    """
+
+    target: str | None
+    draft: str | None
+    shape: str | None
+    acceptance_length: float | None
+    method: str
+    ks: tuple[int, ...]
+    sides: tuple[str, ...]
+    prompts: str | None
+    num_prompts: int | None
+    per_slot: int
+    input_len: int
+    output_len: int
+    range_ratio: float
+    temperatures: tuple[float, ...]
+    concurrencies: tuple[int, ...]
+    request_rates: tuple[float, ...]
+    rounds: int
+    seed: int
+    chat: bool
+    ignore_eos: bool
+    cudagraph_mode: str
+    max_model_len: int | None
+    tensor_parallel_size: int
+    gpu_memory_utilization: float | None
+    kv_cache_gib: float | None
+    vllm_environment: Mapping[str, str]
+    patched_environment: Mapping[str, str]
+    all_k_at_once: bool = False
+    client: tuple[str, ...] = ()
+
+    @property
+    def together(self) -> list[tuple[int, ...]]:
+        """The numbers of drafted tokens whose engines are alive at the same time."""
+        return [self.ks] if self.all_k_at_once else [(one,) for one in self.ks]
+
+    def length(self, k: int) -> int:
+        """Tokens of the longest request, with its drafts."""
+        longest = math.ceil((self.input_len + self.output_len) * (1 + self.range_ratio))
+        return self.max_model_len or longest + k + 1 + _ROOM
+
+
+@dataclass(frozen=True)
+class LoadCase:
+    """One way to send the prompts."""
+
+    concurrency: int
+    request_rate: float
+    temperature: float
+
+    @property
+    def name(self) -> str:
+        bound = f"{self.concurrency} at once" if self.concurrency else "unbounded"
+        rate = f", {self.request_rate:g} a second" if self.request_rate else ""
+        return f"{bound}{rate}, temperature {self.temperature:g}"
+
+    def requests(self, settings: ServeSettings) -> int:
+        """How many a round has."""
+        closed = self.concurrency * settings.per_slot
+        return settings.num_prompts or max(closed, math.ceil(self.request_rate * _ARRIVALS)) or settings.per_slot
+
+
+def load_cases(settings: ServeSettings) -> list[LoadCase]:
+    """Every concurrency with every rate and every temperature."""
+    return [
+        LoadCase(concurrency, rate, temperature)
+        for concurrency in settings.concurrencies
+        for rate in settings.request_rates
+        for temperature in settings.temperatures
+    ]
+
+
+def serve_job(
+    k: int, side: str, settings: ServeSettings, host: Host, checkpoints: Checkpoints | None, folder: Path
+) -> Job:
+    """The server of one side.
+
+    Args:
+        k: drafted tokens a step.
+        side: one of `ALL_SIDES` or `PLUGIN_SIDES`.
+        settings: of the case.
+        host: decides type and graphs.
+        checkpoints: of the tiny shape.
+        folder: an existing one for the config files of a dummy shape.
+    """
+    options = engine_options(
+        host.device,
+        max_model_len=settings.length(k),
+        cudagraph_mode=settings.cudagraph_mode,
+        max_num_seqs=max(settings.concurrencies),
+    )
+    del options["disable_log_stats"]  # a server has no such option for what it does by default
+    if 0 in settings.concurrencies:
+        del options["max_num_seqs"]  # as many as vLLM takes by default
+    if settings.max_model_len is None and settings.prompts is not None:
+        del options["max_model_len"]  # the model's own: nobody has counted the prompts' tokens
+    options |= _models(k, side, settings, checkpoints, folder)
+    if host.device != "cpu":
+        # The checkpoint's own type; on a CPU float32 is what can be compared.
+        options |= {
+            "dtype": "auto",
+            # A shape may be one for several GPUs.
+            "tensor_parallel_size": max(settings.tensor_parallel_size, options.get("tensor_parallel_size", 1)),
+            "gpu_memory_utilization": share_of_gpu(
+                settings.gpu_memory_utilization, settings.sides * len(settings.together[0])
+            ),
+        }
+        if (size := kv_cache_size(k, settings)) is not None:
+            options["kv_cache_memory_bytes"] = size
+    environment = environment_of(side, host, settings, own_process=True)
+    return Job(f"{settings.method} k={k} {side}", is_patched(side), options, environment, workloads=())
+
+
+def kv_cache_size(k: int, settings: ServeSettings) -> int | None:
+    """Bytes of each engine's KV cache; None where vLLM is to measure free memory, for which it has to be alone."""
+    if settings.kv_cache_gib is not None:
+        return int(settings.kv_cache_gib * (1 << 30))
+    if settings.shape is None or 0 in settings.concurrencies or settings.prompts is not None:
+        return None
+    case = Case(settings.shape, settings.method, k)
+    return kv_cache_bytes(case, max(settings.concurrencies), settings.length(k))
+
+
+def _models(
+    k: int, side: str, settings: ServeSettings, checkpoints: Checkpoints | None, folder: Path
+) -> dict[str, Any]:
+    if settings.shape is None:
+        speculation = {**METHODS[settings.method], "num_speculative_tokens": k}
+        if settings.draft is not None:
+            speculation["model"] = settings.draft
+        return {"model": settings.target, "speculative_config": speculation}
+    case = Case(settings.shape, settings.method, k)
+    home = folder / f"{settings.shape}-{settings.method}-{k}-{side}"
+    options = model_of(case, synthetic_length(case, settings), checkpoints, home)
+    if options.pop("skip_tokenizer_init", False):
+        write_tokenizer(Path(options["model"]), SHAPES[settings.shape].vocabulary)
+    return options
+
+
+def serve_measurements(settings: ServeSettings, prompts: Sequence[Prompt] | None) -> list[Measurement]:
+    """What every side is asked for.
+
+    Args:
+        settings: of the case.
+        prompts: of the requests; None: those that vLLM's client makes.
+    """
+    found = []
+    for case in load_cases(settings):
+        count = case.requests(settings)
+        load = {"name": case.name, "prompts": prompts, "chat": settings.chat}
+        whole, few = (
+            {**load, "output_len": tokens, "client": client_arguments(settings, case, requests, tokens, prompts)}
+            for requests, tokens in ((count, settings.output_len), (min(case.concurrency or count, count), _WARM_UP))
+        )
+        found.append(
+            Measurement(case.name, {"do": "load", "load": whole}, "loaded", {"do": "warm-up", "load": few}, None)
+        )
+    return found
+
+
+def client_arguments(
+    settings: ServeSettings, case: LoadCase, requests: int, output_len: int, prompts: Sequence[Prompt] | None
+) -> list[str]:
+    """Of ``vllm bench serve``, without the server's."""
+    options = {
+        "backend": "openai",
+        "endpoint": "/v1/completions",
+        "num-prompts": requests,
+        "request-rate": case.request_rate or "inf",
+        "temperature": case.temperature,
+        "seed": settings.seed,
+    }
+    if case.concurrency:
+        options["max-concurrency"] = case.concurrency
+    if prompts is None:
+        random = {"input-len": settings.input_len, "output-len": output_len, "range-ratio": settings.range_ratio}
+        options |= {"dataset-name": "random", **{f"random-{name}": value for name, value in random.items()}}
+    else:
+        options["dataset-name"] = "custom"  # which is not asked: the prompts come with the load
+    arguments = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    return [*arguments, *(["--ignore-eos"] if settings.ignore_eos else []), "--disable-tqdm", *settings.client]
+
+
+def read_prompts(file: Path) -> list[str]:
+    """The prompts of a file.
+
+    Args:
+        file: one JSON object a line, or one array of objects; a name that ends with ``.gz`` is unpacked.
+
+    Raises:
+        PromptsUnreadable: the file cannot be read, is no JSON, or an object has none of `KEYS`; says where.
+    """
+    opened = gzip.open if file.suffix == ".gz" else open
+    try:
+        with opened(file, "rt", encoding="utf-8") as stream:
+            text = stream.read().strip()
+        records = json.loads(text) if text.startswith("[") else [json.loads(line) for line in text.splitlines() if line]
+    except json.JSONDecodeError as error:
+        raise PromptsUnreadable(f"{file}: no JSON ({error}); expected one object a line, or one array") from error
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise PromptsUnreadable(f"{file}: cannot be read as text ({error}); name a JSONL file") from error
+    if not records:
+        raise PromptsUnreadable(f"{file}: holds no prompt; expected an object a line with one of {', '.join(KEYS)}")
+    return [_prompt(f"{file}, record {number}", record) for number, record in enumerate(records, 1)]
+
+
+def _prompt(where: str, record: Any) -> str:
+    held = record if isinstance(record, Mapping) else {}
+    key = next((name for name in KEYS if name in held), None)
+    value = held[key] if key is not None else None
+    if key == "turns" and isinstance(value, list) and value:
+        value = value[0]
+    if not isinstance(value, str):
+        keys = ", ".join(map(str, held)) if held else type(record).__name__
+        raise PromptsUnreadable(f"{where}: no text under {', '.join(KEYS)}; found {keys}")
+    more = held.get("input") if key == "instruction" else None
+    return f"{value}\n\n{more}" if more else value
 
 
 def new_serve_results(host: Host, settings: ServeSettings) -> dict[str, Any]:
@@ -90,3 +352,90 @@ def _side(outcome: Outcome, settings: ServeSettings) -> dict[str, Any]:
         "loads": loads,
         "processes": processes_entry(outcome.records),
     }
+
+
+def load_entry(rounds: Sequence[Event]) -> dict[str, Any] | None:
+    """Some rounds of one load as one entry of a results file; None without a round.
+
+    Latencies are those of all requests together that were sent in the steady part of a round (:func:`steady`).
+
+    Args:
+        rounds: events ``loaded`` of one side.
+    """
+    if not rounds:
+        return None
+    everyone = [request for one in rounds for request in one["requests"]]
+    counted = [request for one in rounds for request in _counted(one)]
+    # One that was given up has waited for nothing, which is not the quickest answer.
+    answered = [request for request in counted if request["tokens"]]
+    # One token has no time per token after the first.
+    several = [request for request in answered if request["tokens"] > 1]
+    speeds = [speed(one) for one in rounds]
+    paths: dict[str, dict[str, int]] = {}
+    for path, outcomes in (pair for one in rounds for pair in one["paths"].items()):
+        kept = paths.setdefault(path, {})
+        for outcome, count in outcomes.items():
+            kept[outcome] = kept.get(outcome, 0) + count
+    return {
+        "rounds": len(rounds),
+        "requests": len(everyone),
+        "counted": len(counted),
+        "unanswered": sum(not request["tokens"] for request in everyone),
+        "seconds": [one["seconds"] for one in rounds],
+        "host_us": [one["host_us"] for one in rounds],
+        "prompt_tokens": sum(request["prompt_tokens"] for request in everyone),
+        "tokens": sum(request["tokens"] for request in everyone),
+        "steps": sum(one["steps"] for one in rounds),
+        "tokens_per_second": {"best": max(speeds), "all": speeds},
+        "ttft_ms": spread([request["ttft"] for request in answered]),
+        "tpot_ms": spread([sum(one["gaps"]) / (one["tokens"] - 1) for one in several]),
+        "itl_ms": spread([gap for request in answered for gap in request["gaps"]]),
+        "e2e_ms": spread([request["ttft"] + sum(request["gaps"]) for request in answered]),
+        **acceptance(rounds),
+        "paths": paths,
+    }
+
+
+def steady(requests: Sequence[Mapping[str, Any]]) -> tuple[float, float] | None:
+    """From when the first `WARM` of a round's requests were sent until the last one was; None if that is no part of it.
+
+    Before that the engine fills, after that it empties.
+    """
+    starts = sorted(request["start"] for request in requests)
+    begin, end = starts[int(len(starts) * WARM)], starts[-1]
+    whole = max((time for request in requests for time in _times(request)), default=0.0)
+    return (begin, end) if end - begin > _STEADY * whole else None
+
+
+def speed(one: Event) -> float:
+    """Tokens a second of the steady part of a round, or of all of it where it has none."""
+    part = steady(one["requests"])
+    if part is None:
+        return float(sum(request["tokens"] for request in one["requests"]) / one["seconds"])
+    begin, end = part
+    tokens = 0.0
+    for request in one["requests"]:
+        times = _times(request)
+        # A part of the stream is a step's tokens, of which the client sees the sum alone.
+        tokens += sum(begin < time <= end for time in times) * request["tokens"] / max(len(times), 1)
+    return tokens / (end - begin)
+
+
+def _counted(one: Event) -> list[Mapping[str, Any]]:
+    part = steady(one["requests"])
+    return [request for request in one["requests"] if part is None or request["start"] >= part[0]]
+
+
+def _times(request: Mapping[str, Any]) -> list[float]:
+    """When each part of the stream came."""
+    return [] if request["ttft"] is None else list(accumulate((request["start"] + request["ttft"], *request["gaps"])))
+
+
+def spread(seconds: Sequence[float]) -> dict[str, float] | None:
+    """Mean and percentiles in milliseconds; None of nothing."""
+    if not seconds:
+        return None
+    import numpy
+
+    shares = {f"p{percent}": float(numpy.percentile(seconds, percent)) * 1e3 for percent in (50, 99)}
+    return {"mean": float(numpy.mean(seconds)) * 1e3, **shares}

@@ -19,7 +19,7 @@ from rich.table import Table
 from vllm_hwplugin.cli.output import STANDARD_OUTPUT, OutputError, write_text
 
 from ..bench import (
-    PHASES,
+    ENGINE,
     Case,
     Checkpoints,
     Host,
@@ -74,7 +74,7 @@ def profile(
     results = new_phases(host, settings)
     shapes = shapes_folder()
     with progress(console) as bar:
-        turns = InTurn(bar, results, json_file, settings.rounds, timeout, limit, PHASES)
+        turns = InTurn(bar, results, json_file, settings.rounds, timeout, limit, ENGINE)
         for case in planned:
             jobs = {
                 side: _with_traces(job_for(case, side, settings, host, checkpoints, shapes), folder)

@@ -23,9 +23,11 @@ from ..bench import (
     Outcome,
     TimeLimit,
     check,
+    check_sides,
     detect_host,
     find_checkpoints,
     load_prompts,
+    possible_sides,
     results_text,
     shapes_folder,
 )
@@ -43,11 +45,12 @@ from ._sides import (
     progress,
 )
 
-#: Rows of the table of graphs, a side and model; the results file has all.
-_GRAPHS_SHOWN = 4
+#: Prompts of the tiny shape.
+_TINY_PROMPTS = 64
 
 
 def serve(
+    context: typer.Context,
     method: Annotated[str, typer.Option(help=", ".join(serving.METHODS))],
     target: Annotated[
         str | None, typer.Option(help="The target: a folder, or a name that vLLM finds on this host.")
@@ -71,11 +74,14 @@ def serve(
             help=f"JSONL with {', '.join(serving.KEYS)} (MT-Bench, HumanEval, GSM8K, Alpaca); default: random tokens.",
         ),
     ] = None,
-    num_prompts: Annotated[int, typer.Option(min=1, help="Requests of a load.")] = 64,
-    per_slot: Annotated[
-        int | None, typer.Option(min=1, help="Requests of a load for each that runs at once; default: all prompts.")
+    num_prompts: Annotated[
+        int | None, typer.Option(min=1, help="Requests of a round; default: see --per-slot, or 10 s of --request-rate.")
     ] = None,
+    per_slot: Annotated[int, typer.Option(min=1, help="Requests of a round for each that runs at once.")] = 8,
     input_len: Annotated[int, typer.Option(min=1, help="Tokens of a random prompt.")] = 1024,
+    range_ratio: Annotated[
+        float, typer.Option(min=0, max=0.99, help="Draw lengths from within this share of --input-len, --output-len.")
+    ] = 0.0,
     output_len: Annotated[int, typer.Option(min=2, help="New tokens of a request, at most.")] = 256,
     temperature: Annotated[list[float] | None, typer.Option(min=0, help="Repeat for several. Default 0.")] = None,
     concurrency: Annotated[
@@ -108,15 +114,17 @@ def serve(
     timeout: Annotated[float, typer.Option(help="Seconds for a start, and for each load.")] = 3600,
     time_limit: TimeLimitOption = None,
 ) -> None:
-    """Measure your own case on every side: TTFT, TPOT, ITL, end to end, tokens/s, acceptance, and the graphs used.
+    """Measure your own case on every side: TTFT, TPOT, ITL, end to end, tokens/s, acceptance, and what steps ran how.
 
-    The engine is vLLM's asynchronous one, which `vllm serve` has behind its HTTP, its core in a process of its own.
-    The engines of all sides are alive together and take turns. Every concurrency is measured with every rate and every
-    temperature; each k has engines of its own. A shape has dummy weights and synthetic acceptance, or, tiny, trained
+    Each side is a `vllm serve`, and vLLM's own client, that of `vllm bench serve`, sends the requests; what you write
+    behind `--` is that client's (`-- --dataset-name sharegpt --dataset-path FILE`, `-- --burstiness 0.5`). The servers
+    of all sides are alive together and take turns. Every concurrency is measured with every rate and every
+    temperature; each k has servers of its own. A shape has dummy weights and synthetic acceptance, or, tiny, trained
     ones and prompts of its own. Prefix caching is off, because rounds repeat the prompts.
 
-    Latencies are those of all rounds together, in milliseconds, as `vllm bench serve` defines them; tokens/s are those
-    of the best round. Exit code 1 when a patched side failed where stock ran on that runner, 2 when another failed, or
+    The first third of a round's requests only warms it up, and what comes after the last one was sent does not count.
+    Latencies are those of all rounds together, in milliseconds; tokens/s are those of the best round. Exit code 1 when
+    a patched side failed where stock ran on that runner, 2 when another failed, or
     when Ctrl-C or the time limit left something out: what all sides have measured is in the results then.
     """
     limit, console = TimeLimit(time_limit), console_for(json_file)
@@ -141,17 +149,15 @@ def serve(
     checkpoints = find_checkpoints(model) if shape == TINY else None
     asked: list[serving.Prompt] = []
     if prompts is not None:
-        asked += serving.read_prompts(prompts, num_prompts)
+        asked += serving.read_prompts(prompts)
     elif checkpoints is not None:
         # Random tokens are not what its drafters were trained for.
-        asked += load_prompts(checkpoints, num_prompts)
-    else:
-        asked += [input_len] * num_prompts
+        asked += load_prompts(checkpoints, _TINY_PROMPTS)
     host = detect_host()
-    sides = wanted or serving.possible_sides([method], host)
+    sides = wanted or possible_sides([method], host)
     if shape is not None:
         check([Case(shape, method, one) for one in k or [3]], host, sides)
-    serving.check_sides(sides, [method], host)
+    check_sides(sides, [method], host)
     settings = serving.ServeSettings(
         target=target if shape is None else None,
         draft=draft if shape is None else None,
@@ -161,9 +167,10 @@ def serve(
         ks=tuple(dict.fromkeys(k or [3])),
         sides=sides,
         prompts=None if prompts is None else str(prompts),
-        num_prompts=len(asked),
+        num_prompts=num_prompts,
         input_len=input_len,
         output_len=output_len,
+        range_ratio=range_ratio,
         temperatures=tuple(dict.fromkeys(temperature or [0.0])),
         concurrencies=tuple(dict.fromkeys(concurrency or [16])),
         request_rates=tuple(dict.fromkeys(request_rate or [0.0])),
@@ -180,17 +187,14 @@ def serve(
         patched_environment=pairs(patched_env or (), "--patched-env"),
         per_slot=per_slot,
         all_k_at_once=all_k_at_once,
+        client=tuple(context.args),
     )
     console.print(f"vLLM {host.vllm} on {host.name} ({host.device}), torch {host.torch}", highlight=False)
-    if len(asked) < num_prompts:
-        console.print(
-            f"{prompts} holds {len(asked)} of {num_prompts} prompts: a load has no more requests.", style="yellow"
-        )
     results = serving.new_serve_results(host, settings)
-    measurements = serving.serve_measurements(settings, asked)
+    measurements = serving.serve_measurements(settings, asked or None)
     folder = shapes_folder()
     with progress(console) as bar:
-        turns = InTurn(bar, results, json_file, rounds, timeout, limit)
+        turns = InTurn(bar, results, json_file, rounds, timeout, limit, serving.MODULE)
         for ks in settings.together:
             made = {
                 (one, s): serving.serve_job(one, s, settings, host, checkpoints, folder) for one in ks for s in sides
@@ -228,17 +232,20 @@ def _show(results: Mapping[str, Any], console: Console) -> bool:
     for case, load in loads:
         title = f"{results['settings']['method']} k={case['k']}, {load}: P50 / P99"
         console.print(_latency_table(case, load, title))
-        console.print(_graph_table(case, load))
+        console.print(_paths_table(case, load))
     return bool(loads)
 
 
-def _graph_table(case: Mapping[str, Any], load: str) -> Table:
-    drawn = Table(title=f"{load}: the most frequent CUDA graphs, passes of all rounds")
-    for name in ("side", "model", "unpadded tokens", "padded tokens", "mode", "count"):
-        drawn.add_column(name, justify="left" if name in ("side", "model", "mode") else "right")
+def _paths_table(case: Mapping[str, Any], load: str) -> Table:
+    drawn = Table(title=f"{load}: the plugin's fast paths, share of the steps of all rounds")
+    for name in ("side", "path", "steps", "served", "left to vLLM, because"):
+        drawn.add_column(name, justify="right" if name in ("steps", "served") else "left")
     for side, entry in case["sides"].items():
-        for row in _frequent((entry["loads"][load] or {}).get("graphs", ())):
-            drawn.add_row(SIDE_NAMES[side], *map(str, row.values()))
+        for path, outcomes in (entry["loads"][load] or {}).get("paths", {}).items():
+            steps = sum(outcomes.values())
+            reasons = sorted(((count, name) for name, count in outcomes.items() if name != "served"), reverse=True)
+            told = ", ".join(f"{name} {count / steps:.0%}" for count, name in reasons if count)
+            drawn.add_row(SIDE_NAMES[side], path, str(steps), f"{outcomes.get('served', 0) / max(steps, 1):.0%}", told)
     return drawn
 
 
@@ -282,10 +289,3 @@ def _percentiles(found: Mapping[str, float] | None) -> str:
 def _digits(milliseconds: float) -> str:
     """Three of them, more before the point."""
     return f"{milliseconds:.{2 if milliseconds < 10 else 1 if milliseconds < 100 else 0}f}"
-
-
-def _frequent(graphs: Any) -> list[Mapping[str, Any]]:
-    """The most frequent rows of each model."""
-    models = dict.fromkeys(row["model"] for row in graphs)
-    order = sorted(graphs, key=lambda row: -row["count"])
-    return [row for model in models for row in [one for one in order if one["model"] == model][:_GRAPHS_SHOWN]]

@@ -54,7 +54,7 @@ from ._sides import (
 from ._soak import soak
 
 bench = typer.Typer(add_completion=False)
-bench.command("serve")(serve)
+bench.command("serve", context_settings={"allow_extra_args": True})(serve)
 bench.command("soak")(soak)
 bench.command("attention")(_bench_kernels.attention)
 bench.command("ops")(_bench_kernels.ops)

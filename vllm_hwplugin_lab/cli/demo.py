@@ -52,7 +52,7 @@ def demo(
     ] = None,
     prompts: Annotated[int, typer.Option("--prompts", min=1, help="How many prompts.")] = 16,
     tokens: Annotated[int, typer.Option("--tokens", min=1, help="New tokens a prompt.")] = 64,
-    timeout: Annotated[float, typer.Option("--timeout", help="Seconds for one engine, start included.")] = 900,
+    timeout: Annotated[float, typer.Option("--timeout", help="Seconds for an engine's start, and each round.")] = 900,
     verbose: Annotated[
         bool, typer.Option("-v", "--verbose", help="Show of each process all features and decisions.")
     ] = False,

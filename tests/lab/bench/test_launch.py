@@ -12,9 +12,9 @@ from datetime import datetime, timedelta, timezone
 import pytest
 
 from vllm_hwplugin import journal, journals
-from vllm_hwplugin_lab.bench import Job, _entry_points, _launch
+from vllm_hwplugin_lab.bench import _entry_points, _launch
 
-JOB = Job("tiny", True, {}, {"SAID": "yes"}, ())
+JOB = ("module", '{"label": "tiny"}', {"SAID": "yes"})
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def test_events_come_as_they_are_written(child):
         'f.write(\'{"event": "rea\'); f.flush(); time.sleep(0.4); f.write(\'dy"}\\n{"event": "done"}\\n\')\n'
     )
     seen = []
-    outcome = _launch.launch(JOB, timeout=30, on_event=seen.append)
+    outcome = _launch.run_child(*JOB, timeout=30, on_event=seen.append)
     assert outcome.error is None
     assert outcome.log_tail == ""
     assert [e["event"] for e in outcome.events] == ["ready", "done"]
@@ -54,7 +54,7 @@ def test_a_crash_keeps_what_was_measured_and_the_end_of_the_log(child):
         "for i in range(100): print('line', i, flush=True)\n"
         "sys.stderr.write('the reason\\n'); sys.exit(3)\n"
     )
-    outcome = _launch.launch(JOB, timeout=30)
+    outcome = _launch.run_child(*JOB, timeout=30)
     assert outcome.error == "exit code 3"
     assert [e["event"] for e in outcome.events] == ["ready"]
     lines = outcome.log_tail.splitlines()
@@ -65,12 +65,12 @@ def test_a_crash_keeps_what_was_measured_and_the_end_of_the_log(child):
 
 def test_a_kill_is_named(child):
     child("import signal; os.kill(os.getpid(), signal.SIGKILL)")
-    assert _launch.launch(JOB, timeout=30).error == "killed by SIGKILL"
+    assert _launch.run_child(*JOB, timeout=30).error == "killed by SIGKILL"
 
 
 def test_an_end_before_the_work_was_done_is_an_error(child):
     child("")
-    assert _launch.launch(JOB, timeout=30).error == "exit code 0 before everything was measured"
+    assert _launch.run_child(*JOB, timeout=30).error == "exit code 0 before everything was measured"
 
 
 def test_a_hang_is_ended_with_its_children(child, tmp_path):
@@ -80,7 +80,7 @@ def test_a_hang_is_ended_with_its_children(child, tmp_path):
         f"open({str(tmp_path / 'pid')!r}, 'w').write(str(p.pid))\n"
         "time.sleep(300)\n"
     )
-    outcome = _launch.launch(JOB, timeout=2)
+    outcome = _launch.run_child(*JOB, timeout=2)
     assert outcome.error == "no end after 2 s; killed"
     grandchild = int((tmp_path / "pid").read_text())
     assert _gone(grandchild)
@@ -98,7 +98,7 @@ def test_a_terminated_benchmark_takes_its_engine_along(child, tmp_path):
     threading.Thread(target=end_this_process, daemon=True).start()
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(SystemExit) as ended:
-        _launch.launch(JOB, timeout=60)
+        _launch.run_child(*JOB, timeout=60)
     assert ended.value.code == 128 + signal.SIGTERM
     assert signal.getsignal(signal.SIGTERM) is before
     assert _gone(int(pid.read_text()))
@@ -135,7 +135,7 @@ def test_a_child_without_entry_points_gets_them(child, monkeypatch):
         "found = [p.value for p in entry_points(group='vllm.general_plugins')]\n"
         "open(answer, 'a').write(json.dumps({'event': 'done', 'found': found}) + '\\n')\n"
     )
-    (done,) = _launch.launch(JOB, timeout=30).events
+    (done,) = _launch.run_child(*JOB, timeout=30).events
     assert "vllm_hwplugin.plugin:register" in done["found"]
 
 

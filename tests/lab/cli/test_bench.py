@@ -206,7 +206,7 @@ def test_a_profile_looks_at_all_sides_in_turn_in_their_callers_processes(run, tm
     assert result.exit_code == 0, result.output
     ((jobs, (one,), rounds, at_once, module, seconds),) = asked
     assert (list(jobs), rounds, at_once, seconds) == (ALL, 3, True, 240)
-    assert (one.answer, module) == ("phases", "vllm_hwplugin_lab.bench._phases_engine")
+    assert (one.answer, module) == ("phases", "vllm_hwplugin_lab.bench._engine")
     assert {job.environment["VLLM_ENABLE_V1_MULTIPROCESSING"] for job in jobs.values()} == {"0"}
     assert [entry["side"] for entry in found["engines"]] == ALL
     assert found["cases"][0]["stopped"] is None

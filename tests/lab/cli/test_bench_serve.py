@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from itertools import pairwise
 
 import pytest
 
@@ -20,14 +21,23 @@ MORE = []
 CASE = ["--target", "T", "--draft", "D", "--method", "eagle3"]
 
 
+def options_of(load):
+    """Of the client, by name."""
+    words = [*load["client"], "--"]
+    pairs = pairwise(words)
+    return {
+        word[2:]: True if value.startswith("--") else value for word, value in pairs if word[2:] and word[:2] == "--"
+    }
+
+
 def answer(job, names, rounds):
-    request = {"prompt_tokens": 8, "tokens": 11, "ttft": 0.05, "e2e": 0.25, "gaps": [0.02] * 10}
+    request = {"prompt_tokens": 8, "tokens": 11, "start": 0.0, "ttft": 0.05, "gaps": [0.02] * 10}
     loaded = {
         "event": "loaded",
         "host_us": 500.0,
         "seconds": 1.0,
         "requests": [request] * 4 + MORE,
-        "graphs": [{"model": "drafter", "unpadded": 3, "padded": 4, "mode": "FULL", "count": 7}],
+        "paths": {"v2-tail-graph drafting": {"served": 6, "prompt": 3, "moved": 0}} if job.patched else {},
         "steps": 9,
         "drafts": 10,
         "accepted_per_position": [9, 6],
@@ -69,25 +79,33 @@ def test_every_load_on_the_same_engines_and_each_k_on_its_own(run):
     assert [list(jobs) for jobs, *_ in asked] == [[f"k={k} {side}" for side in ALL] for k in (3, 15)]
     (jobs, measurements, rounds, at_once), _ = asked
     assert jobs["k=3 stock"].options["max_num_seqs"] == 16
-    assert jobs["k=3 stock"].options["max_model_len"] == 1024 + 256 + 4
+    assert jobs["k=3 stock"].options["max_model_len"] == 1024 + 256 + 4 + 64
     assert (rounds, at_once) == (2, False)
     sent = [one.round["load"] for one in measurements]
-    assert [(load["concurrency"], load["temperature"]) for load in sent] == [(1, 0), (1, 1), (16, 0), (16, 1)]
-    assert sent[0]["requests"] == [{"prompt": 1024, "max_tokens": 256, "at": 0.0}] * 20
-    assert sent[0]["ignore_eos"] is True
-    assert [len(one.warm_up["load"]["requests"]) for one in measurements] == [1, 1, 16, 16]
+    client = [options_of(load) for load in sent]
+    assert [(one["max-concurrency"], one["temperature"]) for one in client] == [
+        (size, temperature) for size in ("1", "16") for temperature in ("0.0", "1.0")
+    ]
+    random = {"dataset-name": "random", "random-input-len": "1024", "random-output-len": "256", "num-prompts": "20"}
+    assert {**client[0], **random} == client[0]
+    assert client[0]["ignore-eos"] is True
+    warm = [options_of(one.warm_up["load"]) for one in measurements]
+    assert [one["num-prompts"] for one in warm] == ["1", "1", "16", "16"]
+    assert {one["random-output-len"] for one in warm} == {"16"}
     entry = found["cases"][1]["sides"]["mrv2-patched"]["loads"]["16 at once, temperature 1"]
     assert [case["k"] for case in found["cases"]] == [3, 15]
     assert entry["ttft_ms"]["p99"] == pytest.approx(50)
     assert entry["tpot_ms"]["p50"] == pytest.approx(20)
     assert entry["acceptance_per_position"] == [0.9, 0.6]
-    assert entry["graphs"][0]["count"] == 14
+    assert entry["paths"] == {"v2-tail-graph drafting": {"served": 12, "prompt": 6, "moved": 0}}
+    (line, *_) = [line for line in result.output.splitlines() if "v2-tail-graph drafting" in line]
+    assert ("67%" in line, "prompt 33%" in line, "moved" in line) == (True, True, False)
 
 
 def test_requests_that_got_nothing_are_said(run, monkeypatch):
     result, *_ = run([*CASE, "--side", "stock"])
     assert "no token" not in result.output
-    request = {"prompt_tokens": 8, "tokens": 0, "ttft": None, "e2e": None, "gaps": []}
+    request = {"prompt_tokens": 8, "tokens": 0, "start": 0.0, "ttft": None, "gaps": []}
     monkeypatch.setitem(globals(), "MORE", [request])
     result, found, _ = run([*CASE, "--side", "stock"])
     assert found["cases"][0]["sides"]["stock"]["loads"]["16 at once, temperature 0"]["unanswered"] == 2
@@ -96,7 +114,7 @@ def test_requests_that_got_nothing_are_said(run, monkeypatch):
 
 def test_a_whole_table_in_one_run(run):
     arguments = ["--shape", "0.6b", "--method", "dflash", "--k", "3", "--k", "7", "--k", "15", "--all-k-at-once"]
-    loads = ["--concurrency", "1", "--concurrency", "16", "--per-slot", "2", "--num-prompts", "20"]
+    loads = ["--concurrency", "1", "--concurrency", "16", "--per-slot", "2", "--range-ratio", "0.5"]
     result, found, asked = run([*arguments, *loads, "--side", "stock", "--side", "patched"])
     assert result.exit_code == 0, result.output
     ((jobs, measurements, _, at_once),) = asked
@@ -111,8 +129,11 @@ def test_a_whole_table_in_one_run(run):
         15,
     ]
     assert sum(job.options["gpu_memory_utilization"] for job in jobs.values()) == pytest.approx(0.9)
-    # Two for each that runs at once, of the prompts that there are.
-    assert [len(one.round["load"]["requests"]) for one in measurements] == [2, 20]
+    # Two for each that runs at once.
+    client = [options_of(one.round["load"]) for one in measurements]
+    assert [one["num-prompts"] for one in client] == ["2", "32"]
+    assert {one["random-range-ratio"] for one in client} == {"0.5"}
+    assert jobs["k=15 stock"].options["max_model_len"] == 1280 * 1.5 + 16 + 64
     assert [(case["k"], list(case["sides"]), case["stopped"]) for case in found["cases"]] == [
         (k, ["stock", "patched"], None) for k in (3, 7, 15)
     ]
@@ -139,16 +160,21 @@ def test_a_run_that_is_stopped_before_it_has_measured_says_that_alone(run):
 def test_a_file_of_prompts_comes_by_the_clock_and_ends_where_the_model_ends_it(run, tmp_path):
     prompts = tmp_path / "gsm8k.jsonl"
     prompts.write_text("".join(json.dumps({"question": f"{n} + 1?", "answer": "-"}) + "\n" for n in range(9)))
-    arguments = ["--prompts", str(prompts), "--num-prompts", "6", "--concurrency", "0", "--request-rate", "10"]
-    _, found, ((jobs, (one,), *_),) = run([*CASE, *arguments])
+    arguments = ["--prompts", str(prompts), "--concurrency", "0", "--request-rate", "12"]
+    _, _, ((jobs, (one,), *_),) = run([*CASE, *arguments])
     load = one.round["load"]
-    assert [request["prompt"] for request in load["requests"]] == [f"{n} + 1?" for n in range(6)]
-    times = [request["at"] for request in load["requests"]]
-    assert times == sorted(set(times))
-    assert (load["concurrency"], load["ignore_eos"], load["chat"]) == (0, False, True)
+    assert (load["prompts"], load["chat"]) == ([f"{n} + 1?" for n in range(9)], True)
+    client = options_of(load)
+    # Ten seconds of them.
+    assert (client["request-rate"], client["num-prompts"]) == ("12.0", "120")
+    assert {"max-concurrency", "ignore-eos"} & set(client) == set()
     # Nobody has counted these tokens, nor bounded the requests: the model and vLLM say how many.
     assert {"max_model_len", "max_num_seqs"} & set(jobs["k=3 stock"].options) == set()
-    assert found["settings"]["num_prompts"] == 6
+
+
+def test_what_stands_behind_two_dashes_is_the_clients(run):
+    _, found, ((_, (one,), *_),) = run([*CASE, "--", "--burstiness", "0.5"])
+    assert one.round["load"]["client"][-2:] == found["settings"]["client"] == ["--burstiness", "0.5"]
 
 
 @pytest.mark.parametrize(
@@ -177,24 +203,22 @@ def test_with_a_size_of_the_cache_engines_start_side_by_side(run):
 
 def test_a_shape_needs_neither_a_model_nor_its_memory_measured(run):
     arguments = ["--shape", "0.6b", "--method", "dflash", "--k", "15", "--concurrency", "1", "--concurrency", "64"]
-    _, found, ((jobs, measurements, _, at_once),) = run([*arguments, "--num-prompts", "64"])
+    _, found, ((jobs, _, _, at_once),) = run([*arguments, "--num-prompts", "64"])
     assert at_once
     options = jobs["k=15 mrv2"].options
     assert options["load_format"] == "dummy"
     assert options["speculative_config"]["synthetic_acceptance_length"] == 8.5
     # 33 layers of 8 heads of 128 keys and values in bfloat16, for 64 of the longest requests.
     assert options["kv_cache_memory_bytes"] >= 33 * 8 * 128 * 2 * 2 * 64 * options["max_model_len"]
-    assert measurements[0].round["load"]["detokenize"] is False
+    assert "skip_tokenizer_init" not in options  # its tokenizer is one that was made for it
     assert (found["settings"]["shape"], found["settings"]["target"]) == ("0.6b", None)
 
 
 def test_engines_start_alone_where_nobody_has_counted_the_tokens_of_a_files_prompts(run, tmp_path):
     prompts = tmp_path / "p.jsonl"
     prompts.write_text(json.dumps({"question": "1 + 1?"}) + "\n")
-    result, _, ((jobs, *_, at_once),) = run(["--shape", "tiny", "--method", "eagle3", "--prompts", str(prompts)])
+    _, _, ((jobs, *_, at_once),) = run(["--shape", "tiny", "--method", "eagle3", "--prompts", str(prompts)])
     assert not at_once
-    # 16 at once would be a wrong name for it, where nobody said so.
-    assert "holds 1 of 64 prompts" in result.output
     assert "kv_cache_memory_bytes" not in jobs["k=3 stock"].options
 
 
@@ -207,9 +231,7 @@ def test_a_shape_for_several_gpus_has_them(run):
 def test_the_tiny_shape_has_prompts_that_it_was_trained_on(run):
     _, _, ((jobs, (one,), *_),) = run(["--shape", "tiny", "--method", "eagle3", "--num-prompts", "2"])
     load = one.round["load"]
-    prompts = [request["prompt"] for request in load["requests"]]
-    assert [len(prompt) for prompt in prompts] == [96, 96]
-    assert load["detokenize"] is True
+    assert {len(prompt) for prompt in load["prompts"]} == {96}
     assert "synthetic_acceptance_length" not in jobs["k=3 stock"].options["speculative_config"]
 
 
@@ -238,7 +260,6 @@ def test_the_tiny_shapes_checkpoints_may_lie_where_the_error_says_that_they_can_
         (["--target", "T", "--method", "eagle3"], "eagle3 needs a drafter"),
         (["--method", "eagle3"], "name a target, or --shape"),
         (["--shape", "8b", "--method", "mtp"], "--shape 8b has no drafter for mtp"),
-        (["--shape", "tiny", "--method", "eagle3", "--num-prompts", "97"], "holds 96 prompts, 97 were asked for"),
         ([*CASE[:-1], "ngram"], "choose from eagle, eagle3, p-eagle"),
         ([*CASE, "--side", "mrv3"], "choose from stock, patched, mrv2, mrv2-patched"),
         ([*CASE[:-1], "p-eagle", "--side", "mrv2"], "Model Runner V2 runs p-eagle in no supported vLLM"),

@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from .._answer import Answer
+from .._child import Answer
 from . import _attention_cases
 from ._cells import Cell
 from ._repeat import Effort

@@ -1,0 +1,228 @@
+"""What `bench serve` asks of vLLM's client and server, and what is made of the times that come back."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+pytest.importorskip("numpy")
+
+from vllm_hwplugin_lab.bench import _server, _shapes
+from vllm_hwplugin_lab.bench.serve import PromptsUnreadable, load_entry, read_prompts, speed, steady
+
+METRICS = """# TYPE vllm:spec_decode_num_drafts counter
+vllm:spec_decode_num_drafts_total{engine="0"} 7.0
+# TYPE vllm:spec_decode_num_accepted_tokens_per_pos counter
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="1"} 2.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="0"} 5.0
+# TYPE vllm:iteration_tokens_total histogram
+vllm:iteration_tokens_total_bucket{engine="0",le="+Inf"} 9.0
+vllm:iteration_tokens_total_count{engine="0"} 9.0
+vllm:iteration_tokens_total_sum{engine="0"} 30.0
+"""
+
+
+def request(start=0.0, ttft=0.25, gaps=(0.25,), tokens=2):
+    return {"prompt_tokens": 2, "tokens": tokens, "start": start, "ttft": ttft, "gaps": list(gaps)}
+
+
+def round_of(requests, seconds, **more):
+    facts = {"host_us": 1.0, "seconds": seconds, "steps": 4, "drafts": 5, "accepted_per_position": [4, 1], "paths": {}}
+    return {**facts, "requests": requests, **more}
+
+
+def test_all_requests_of_all_rounds_make_the_percentiles():
+    # 100 requests of 1 ms to 100 ms to the first token, 11 tokens each, one more after every 2 ms.
+    requests = [request(0.0, n / 1e3, [0.002] * 10, 11) for n in range(1, 101)]
+    alone = [request(0.0, 0.0505, [], 1)]
+    entry = load_entry([round_of(requests[:50], 2.0), round_of([*requests[50:], *alone], 1.0)])
+    assert entry["ttft_ms"]["p50"] == pytest.approx(50.5)
+    assert entry["ttft_ms"]["p99"] == pytest.approx(99.0, abs=0.1)
+    # One token has no time per token after the first.
+    assert entry["tpot_ms"] == pytest.approx({"mean": 2.0, "p50": 2.0, "p99": 2.0})
+    assert entry["itl_ms"]["p99"] == pytest.approx(2.0)
+    assert entry["e2e_ms"]["mean"] == pytest.approx((sum(range(1, 101)) + 20 * 100 + 50.5) / 101)
+    # All were sent at once, so no part of the round is steady.
+    assert entry["tokens_per_second"]["all"] == [275.0, 551.0]
+    assert (entry["requests"], entry["counted"], entry["tokens"], entry["steps"]) == (101, 101, 1101, 8)
+    assert entry["acceptance_per_position"] == [0.8, 0.2]
+    assert load_entry([]) is None
+
+
+def test_the_first_third_and_the_end_of_a_round_do_not_count():
+    # One after the other, a second each with 4 tokens; the first three take three times as long to begin.
+    requests = [request(float(n), 0.6 if n < 3 else 0.2, [0.1] * 3, 4) for n in range(9)]
+    assert steady(requests) == (3.0, 8.0)
+    entry = load_entry([round_of(requests, 20.0)])
+    assert (entry["requests"], entry["counted"]) == (9, 6)
+    assert entry["ttft_ms"]["p99"] == pytest.approx(200.0)
+    # Five requests have their four tokens within these five seconds, and what comes later is no part of it.
+    assert speed(round_of(requests, 20.0)) == pytest.approx(4.0)
+
+
+def test_a_request_that_got_nothing_is_not_the_quickest():
+    entry = load_entry([round_of([request(), request(ttft=None, gaps=(), tokens=0)], 1.0)])
+    assert [entry[name]["p50"] for name in ("ttft_ms", "e2e_ms", "itl_ms")] == [250.0, 500.0, 250.0]
+    assert (entry["requests"], entry["unanswered"]) == (2, 1)
+
+
+def test_the_outcomes_of_all_rounds_are_added():
+    rounds = [{"path": {"served": 3}}, {"path": {"served": 4, "prompt": 1}}]
+    entry = load_entry([round_of([request()], 1.0, paths=one) for one in rounds])
+    assert entry["paths"] == {"path": {"served": 7, "prompt": 1}}
+
+
+@pytest.mark.parametrize(
+    ("text", "prompts"),
+    [
+        ('{"turns": ["one", "two"]}\n\n{"prompt": "p"}\n', ["one", "p"]),
+        ('[{"question": "q"}, {"instruction": "do", "input": "it"}]', ["q", "do\n\nit"]),
+    ],
+)
+def test_files_of_known_sets_are_read(tmp_path, text, prompts):
+    file, packed = tmp_path / "p.jsonl", tmp_path / "p.jsonl.gz"
+    file.write_text(text)
+    packed.write_bytes(gzip.compress(text.encode()))
+    assert read_prompts(file) == read_prompts(packed) == prompts
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"\n", "holds no prompt"),
+        (b"{", "no JSON"),
+        (
+            b'{"prompt": "p"}\n{"answer": 3}',
+            "record 2: no text under turns, prompt, question, instruction; found answer",
+        ),
+        (b'{"turns": []}', "record 1: no text"),
+        (b"\xff\xfe", "cannot be read as text"),
+    ],
+)
+def test_a_file_without_prompts_says_where(tmp_path, content, said):
+    (file := tmp_path / "p.jsonl").write_bytes(content)
+    with pytest.raises(PromptsUnreadable, match=said):
+        read_prompts(file)
+
+
+def test_engine_options_as_the_servers_command_line_has_them():
+    options = {"model": "M", "enforce_eager": True, "enable_prefix_caching": False, "seed": 0}
+    found = _server.arguments_of(options | {"speculative_config": {"method": "mtp"}})
+    assert found == [
+        *("--model", "M", "--enforce-eager", "--no-enable-prefix-caching", "--seed", "0"),
+        *("--speculative-config", '{"method": "mtp"}'),
+    ]
+
+
+def test_what_an_engine_has_counted_is_read_from_its_metrics(monkeypatch):
+    pytest.importorskip("prometheus_client")
+    server = object.__new__(_server.Server)
+    server.url = "http://server"
+    monkeypatch.setattr(server, "ask", lambda method: {"a b": {"served": 3}} if method == "hwplugin_steps" else None)
+    monkeypatch.setattr(_server.urllib.request, "urlopen", lambda url: io.BytesIO(METRICS.encode()))
+    found = server.totals()
+    assert found == {"steps": 9, "drafts": 7, "accepted": {0: 5, 1: 2}, "paths": {"a b": {"served": 3}}}
+
+
+class Parser:
+    def parse_args(self, words):
+        return SimpleNamespace(words=words, num_prompts=3)
+
+
+@pytest.fixture
+def client(monkeypatch):
+    """A stand-in of vLLM's client: what it was asked for, with two of three requests answered."""
+    found = ModuleType("vllm.benchmarks.serve")
+    found.add_cli_args = lambda parser: None
+    found.get_samples = own = lambda args, tokenizer: "its own"
+    found.SampleRequest = lambda prompt, length, tokens, request_id: (prompt, length, tokens, request_id)
+    found.asked = []
+    template = {"chat_template": "yes", "apply_chat_template": lambda messages, **_: f"<{messages[0]['content']}>"}
+
+    class Tokenizer(SimpleNamespace):
+        def __call__(self, text, **_):
+            return SimpleNamespace(input_ids=list(map(ord, text)))
+
+    async def main_async(args):
+        found.asked.append((args.words, found.get_samples(args, Tokenizer(**template))))
+        return {
+            "duration": 2.0,
+            "input_lens": [3, 3, 3],
+            "output_lens": [4, 2, 9],
+            "start_times": [100.5, 100.0, 101.0],
+            "ttfts": [0.1, 0.2, 0.0],
+            "itls": [[0.3, 0.3], [0.1], []],
+            "errors": ["", "", "no answer"],
+        }
+
+    found.main_async, found.own = main_async, own
+    parsers = ModuleType("vllm.utils.argparse_utils")
+    parsers.FlexibleArgumentParser = Parser
+    benchmarks = ModuleType("vllm.benchmarks")
+    benchmarks.serve = found
+    for module in (ModuleType("vllm"), ModuleType("vllm.utils"), parsers, benchmarks, found):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    return found
+
+
+def test_a_load_goes_through_vllms_own_client(client):
+    load = {"client": ["--seed", "1"], "prompts": None, "chat": True, "output_len": 5}
+    found = _server.run_load(SimpleNamespace(url="http://server"), "M", load)
+    ((words, samples),) = client.asked
+    assert words == ["--base-url", "http://server", "--model", "M", "--save-detailed", "--seed", "1"]
+    assert samples == "its own"
+    assert found["seconds"] == 2.0
+    assert [(one["start"], one["ttft"], one["tokens"]) for one in found["requests"]] == [
+        (0.5, 0.1, 4),
+        (0.0, 0.2, 2),
+        (1.0, None, 0),
+    ]
+
+
+@pytest.mark.parametrize(("chat", "text"), [(True, "<ab>"), (False, "ab")])
+def test_prompts_of_a_file_take_the_place_of_the_clients(client, chat, text):
+    load = {"client": [], "prompts": ["ab", [7, 8, 9]], "chat": chat, "output_len": 5}
+    _server.run_load(SimpleNamespace(url="http://server"), "M", load)
+    ((_, samples),) = client.asked
+    ids = list(map(ord, text))
+    # There are fewer than requests, so the first one comes again.
+    assert samples == [(ids, len(ids), 5, "0"), ([7, 8, 9], 3, 5, "1"), (ids, len(ids), 5, "2")]
+    assert client.get_samples is client.own
+
+
+def test_a_round_has_what_was_counted_meanwhile(monkeypatch):
+    counted = iter(
+        [
+            {"steps": 5, "drafts": 4, "accepted": {0: 2}, "paths": {"a b": {"served": 1}}},
+            {"steps": 9, "drafts": 7, "accepted": {0: 5, 1: 2}, "paths": {"a b": {"served": 3, "prompt": 1}}},
+        ]
+    )
+    monkeypatch.setattr(_server, "run_load", lambda *_: {"seconds": 1.0, "requests": []})
+    found = _server.measure(SimpleNamespace(totals=lambda: next(counted)), "M", {})
+    assert (found["steps"], found["drafts"], found["accepted_per_position"]) == (4, 3, [3, 2])
+    assert found["paths"] == {"a b": {"served": 2, "prompt": 1}}
+
+
+def test_a_server_that_ends_is_not_waited_for():
+    server = object.__new__(_server.Server)
+    server.process = SimpleNamespace(poll=lambda: 3)
+    with pytest.raises(SystemExit, match="vllm serve ended with 3"):
+        server.wait()
+
+
+def test_a_shapes_text_has_its_tokens_again(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    _shapes.write_tokenizer(tmp_path, 50)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    ids = [3, 49, 0, 12, 12]
+    assert tokenizer(tokenizer.decode(ids)).input_ids == ids
+    assert tokenizer.vocab_size == 50
+    before = (tmp_path / "tokenizer.json").stat().st_mtime_ns
+    _shapes.write_tokenizer(tmp_path, 50)
+    assert (tmp_path / "tokenizer.json").stat().st_mtime_ns == before
+    assert json.loads((tmp_path / "tokenizer_config.json").read_text())["tokenizer_class"] == "PreTrainedTokenizerFast"

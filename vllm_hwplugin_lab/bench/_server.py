@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The child process of ``bench serve``: ``python -m vllm_hwplugin_lab.bench._server JOB ANSWER``.
+
+It starts ``vllm serve`` with the job's options, and sends it loads by vLLM's own client, that of ``vllm bench serve``.
+It waits for commands on its standard input, one line of JSON each, so that several such servers can take turns:
+
+    {"do": "warm-up" | "load", "load": {"name": NAME, "client": [ARGUMENT, ...], ...}}, {"do": "end"}
+
+Where a load has ``prompts``, its requests are these instead of the client's own: texts or token ids, with
+``output_len`` new tokens each, and ``chat`` for texts that go through the target's template.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any
+
+from ._child import Answer, commands, host_us
+from ._job import Job
+from ._worker import EXTENSION
+
+_POLL = 0.2
+_END = 30.0
+#: Seconds for what a worker is asked.
+_ANSWER = 60.0
+
+
+class Server:
+    """``vllm serve`` on a free port of this host, with what `BenchWorker` answers."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        # What `vllm serve` runs, which itself asks for a distribution of the name `vllm`.
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments_of(options)]
+        self.process = subprocess.Popen(
+            [*command, "--worker-extension-cls", EXTENSION, "--host", "127.0.0.1", "--port", str(port)],
+            # For /collective_rpc.
+            env={**os.environ, "VLLM_SERVER_DEV_MODE": "1"},
+        )
+
+    def wait(self) -> None:
+        """Until it answers.
+
+        Raises:
+            SystemExit: it has ended instead.
+        """
+        while True:
+            if (code := self.process.poll()) is not None:
+                raise SystemExit(f"vllm serve ended with {code}")
+            try:
+                urllib.request.urlopen(f"{self.url}/health", timeout=5).close()
+                return
+            except (urllib.error.URLError, OSError):
+                time.sleep(_POLL)
+
+    def ask(self, method: str) -> Any:
+        """What the first worker answers to a method of `BenchWorker`."""
+        asked = urllib.request.Request(
+            f"{self.url}/collective_rpc", json.dumps({"method": method}).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(asked, timeout=_ANSWER) as answer:
+            first, *_ = json.load(answer)["results"]
+        return first
+
+    def totals(self) -> dict[str, Any]:
+        """Counts so far: ``steps`` of the scheduler, ``drafts``, ``accepted`` by position, ``paths`` by outcome."""
+        from prometheus_client.parser import text_string_to_metric_families
+
+        found: dict[str, Any] = {"steps": 0, "drafts": 0, "accepted": {}, "paths": self.ask("hwplugin_steps")}
+        with urllib.request.urlopen(f"{self.url}/metrics") as answer:
+            text = answer.read().decode()
+        for sample in (one for family in text_string_to_metric_families(text) for one in family.samples):
+            if sample.name == "vllm:iteration_tokens_total_count":
+                found["steps"] += int(sample.value)
+            elif sample.name == "vllm:spec_decode_num_drafts_total":
+                found["drafts"] += int(sample.value)
+            elif sample.name == "vllm:spec_decode_num_accepted_tokens_per_pos_total":
+                position = int(sample.labels["position"])
+                found["accepted"][position] = found["accepted"].get(position, 0) + int(sample.value)
+        return found
+
+    def end(self) -> None:
+        self.process.terminate()
+        try:
+            self.process.wait(_END)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+
+
+def arguments_of(options: Mapping[str, Any]) -> list[str]:
+    """vLLM's ``LLM`` options as the command line of ``vllm serve`` has them."""
+    found = []
+    for name, value in options.items():
+        option = name.replace("_", "-")
+        if isinstance(value, bool):
+            found.append(f"--{'' if value else 'no-'}{option}")
+        else:
+            found += [f"--{option}", json.dumps(value) if isinstance(value, dict) else str(value)]
+    return found
+
+
+def run_load(server: Server, model: str, load: Mapping[str, Any]) -> dict[str, Any]:
+    """Send every request of a load, and wait for all of them.
+
+    Returns:
+        ``seconds`` of the whole, and ``requests``: each ``prompt_tokens``, ``tokens``, ``start`` (seconds since the
+        first was sent), ``ttft`` (seconds until the first part of the answer; None where none came), and ``gaps``
+        (seconds between parts).
+    """
+    from vllm.benchmarks import serve as client
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = FlexibleArgumentParser()
+    client.add_cli_args(parser)
+    arguments = parser.parse_args(["--base-url", server.url, "--model", model, "--save-detailed", *load["client"]])
+    own = client.get_samples
+    if load["prompts"] is not None:
+        client.get_samples = lambda args, tokenizer: _samples(client.SampleRequest, tokenizer, load, args.num_prompts)
+    try:
+        found = asyncio.run(client.main_async(arguments))
+    finally:
+        client.get_samples = own
+    names = ("input_lens", "output_lens", "start_times", "ttfts", "itls", "errors")
+    requests = list(zip(*(found[name] for name in names), strict=True))
+    first = min(start for _, _, start, *_ in requests)
+    return {
+        "seconds": found["duration"],
+        "requests": [
+            {
+                "prompt_tokens": prompt,
+                "tokens": 0 if error else tokens,
+                "start": start - first,
+                "ttft": None if error else ttft,
+                "gaps": list(gaps),
+            }
+            for prompt, tokens, start, ttft, gaps, error in requests
+        ],
+    }
+
+
+def _samples(kind: Any, tokenizer: Any, load: Mapping[str, Any], count: int) -> list[Any]:
+    """The prompts of a load as requests of the client, again from the first where there are fewer."""
+    ids = [one if isinstance(one, list) else _tokens(one, tokenizer, chat=load["chat"]) for one in load["prompts"]]
+    asked = enumerate(islice(cycle(ids), count))
+    return [kind(one, len(one), load["output_len"], request_id=str(number)) for number, one in asked]
+
+
+def _tokens(text: str, tokenizer: Any, *, chat: bool) -> list[int]:
+    if chat and tokenizer.chat_template:
+        messages = [{"role": "user", "content": text}]
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return list(tokenizer(text, add_special_tokens=False).input_ids)  # the template has them
+    return list(tokenizer(text).input_ids)
+
+
+def measure(server: Server, model: str, load: Mapping[str, Any]) -> dict[str, Any]:
+    """One round of a load: :func:`run_load`, and what the engine counted meanwhile."""
+    speed, before = host_us(), server.totals()
+    facts = run_load(server, model, load)
+    after = server.totals()
+    return {
+        "host_us": speed,
+        **facts,
+        "steps": after["steps"] - before["steps"],
+        "drafts": after["drafts"] - before["drafts"],
+        "accepted_per_position": [
+            count - before["accepted"].get(position, 0) for position, count in sorted(after["accepted"].items())
+        ],
+        "paths": {
+            path: {outcome: count - before["paths"].get(path, {}).get(outcome, 0) for outcome, count in counts.items()}
+            for path, counts in after["paths"].items()
+        },
+    }
+
+
+def main(arguments: Sequence[str]) -> None:
+    job, answer = Job.from_json(Path(arguments[0]).read_text(encoding="utf-8")), Answer(Path(arguments[1]))
+    started, model = time.perf_counter(), str(job.options["model"])
+    server = Server(job.options)
+    try:
+        server.wait()
+        facts = server.ask("hwplugin_facts")
+        answer.say("ready", seconds=time.perf_counter() - started, pid=server.process.pid, **facts)
+        for command in commands():
+            load = command["load"]
+            if command["do"] == "warm-up":
+                run_load(server, model, load)
+                answer.say("warm", workload=load["name"])
+            else:
+                answer.say("loaded", workload=load["name"], **measure(server, model, load))
+    finally:
+        server.end()
+    answer.say("done")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
