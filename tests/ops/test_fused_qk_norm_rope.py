@@ -164,7 +164,3 @@ MISTAKES: list[dict[str, Any]] = [
     {"cos_sin_cache": CACHE[:, :7].contiguous()},
     {"cos_sin_cache": CACHE.repeat(1, 2)},
 ]
-
-
-def test_the_operation_is_what_torch_compile_expects() -> None:
-    torch.library.opcheck(torch.ops.hwplugin.fused_qk_norm_rope.default, tuple(call_with().values()))

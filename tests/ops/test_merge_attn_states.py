@@ -268,9 +268,3 @@ def test_nothing_to_merge_is_no_error(tokens: int, heads: int, size: int) -> Non
     found = torch.full((heads, tokens), 7.0)
     merge_attn_states(torch.empty_like(part), found, part, lse, part, lse)
     torch.testing.assert_close(found, torch.full_like(found, 2.0).log())
-
-
-def test_the_operation_is_what_torch_compile_expects() -> None:
-    operation = torch.ops.hwplugin.merge_attn_states.default
-    torch.library.opcheck(operation, tuple(call_with().values()))
-    torch.library.opcheck(operation, tuple(call_with(output_lse=None, prefill_tokens_with_context=2).values()))

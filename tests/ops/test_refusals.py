@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every operation refuses on the CPU, as its kernel does: its mistakes, and tensors of two devices.
+"""What torch asks of every operation, and what it refuses on the CPU, as its kernel does.
 
 The dispatcher and compiled graphs reach a kernel past Python, so a call that is not refused reads or writes beyond a
 tensor, or is another result on a GPU than here.
@@ -65,3 +65,18 @@ def test_a_tensor_of_another_device_is_refused(name: str) -> None:
         if isinstance(value, torch.Tensor):
             with pytest.raises(RuntimeError, match=f"^{name}: .*meta"):
                 reference(**TESTS[name].call_with(**{argument: value.to("meta")}))
+
+
+@pytest.mark.parametrize("name", TESTS)
+def test_the_operation_is_what_torch_compile_expects(name: str) -> None:
+    operation = getattr(torch.ops.hwplugin, name).default
+    # PyTorch's check computes with what was written, which it cannot in float8. int8 has no bound of scales.
+    changes = {
+        argument: value.to(torch.int8)
+        for argument, value in TESTS[name].call_with().items()
+        if isinstance(value, torch.Tensor) and value.dtype == torch.float8_e4m3fn
+    }
+    good = TESTS[name].call_with(**changes, **({"scale_ub": None} if changes else {}))
+    torch.library.opcheck(operation, tuple(good.values()))
+    left_out = {one.name: None for one in operation._schema.arguments if str(one.type).startswith("Optional")}
+    torch.library.opcheck(operation, tuple(left_out.get(one, value) for one, value in good.items()))

@@ -11,7 +11,6 @@ torch: Any = pytest.importorskip("torch")
 
 from vllm_hwplugin.ops.rotary_embedding import rotary_embedding  # noqa: E402
 
-from .operation_checks import compiled_result  # noqa: E402
 from .vllm_child import printed_beside_vllm  # noqa: E402
 
 # Against vLLM itself, in a process of its own that no patch and no test touches. Prints the cases and how many elements
@@ -185,21 +184,3 @@ MISTAKES: list[dict[str, Any]] = [
     {"cos_sin_cache": CACHE[0]},
     {"cos_sin_cache": CACHE.t().contiguous().t()},
 ]
-
-
-def test_the_operation_is_what_torch_compile_expects() -> None:
-    operation = torch.ops.hwplugin.rotary_embedding.default
-    torch.library.opcheck(operation, tuple(call_with().values()))
-    torch.library.opcheck(operation, tuple(call_with(key=None).values()))
-
-
-def test_a_compiled_caller_keeps_the_operation_and_its_effect() -> None:
-    def caller(query: Any) -> Any:
-        rotary_embedding(torch.arange(5), query, None, HEAD, CACHE, True)
-        return query + 1
-
-    query = torch.randn(5, 2 * HEAD)
-    eager = query.clone()
-    found, called = compiled_result(caller, query)
-    assert torch.equal(found, caller(eager))
-    assert any("hwplugin.rotary_embedding" in name for name in called)

@@ -188,9 +188,3 @@ MISTAKES: list[dict[str, Any]] = [
     {"is_padding": torch.zeros(5)},
     {"is_padding": torch.zeros(4, dtype=torch.bool)},
 ]
-
-
-def test_the_operation_is_what_torch_compile_expects() -> None:
-    operation = torch.ops.hwplugin.topk_softmax.default
-    torch.library.opcheck(operation, tuple(call_with().values()))
-    torch.library.opcheck(operation, tuple(call_with(bias=None, is_padding=None).values()))
