@@ -25,7 +25,6 @@ from vllm_hwplugin.attention.capabilities import (
     VLLM,
     Declaration,
     Multiples,
-    Value,
     Vllm,
     allows,
     asked_in,
@@ -54,30 +53,6 @@ def test_nothing_is_declared_without_a_reason_and_how_it_is_known() -> None:
     assert [item for item in DECLARATIONS if not (item.reason and item.verified)] == []
     # Only what holds can hold in part.
     assert [item for item in DECLARATIONS if item.limit and item.value is not True] == []
-
-
-@pytest.mark.parametrize(
-    ("capability", "value"),
-    [
-        ("non_causal", True),
-        ("sink", True),
-        ("batch_invariance", True),
-        ("mm_prefix", True),
-        ("sliding_window", True),
-        ("per_head_quant_scales", False),
-        ("head_sizes", Multiples(8, 512)),
-        ("dtypes", ("float16", "bfloat16")),
-        ("kv_cache_dtypes", ("auto", "float16", "bfloat16")),
-    ],
-)
-def test_what_is_known_of_mate(capability: str, value: Value) -> None:
-    versions = [version for version in SUPPORTED if capability in asked_in(version)]
-    assert SUPPORTED[-1] in versions
-    for version in versions:
-        found = declared(FLASH_ATTN_MUSA, version)[capability]
-        assert found.value == value
-        assert "vllm-musa" in found.verified
-        assert "not repeated here" in found.verified
 
 
 def test_the_one_claim_that_goes_too_far_says_how_far_it_holds() -> None:
@@ -158,33 +133,6 @@ def test_of_a_backend_of_vllms_own_nothing_is_declared() -> None:
 )
 def test_allows(value: bool | Multiples | tuple[str, ...], asked: Any, fit: bool) -> None:
     assert allows(value, asked) is fit
-
-
-def test_types_are_asked_for_as_torch_names_them() -> None:
-    torch = pytest.importorskip("torch")
-    assert allows(("bfloat16",), torch.bfloat16)
-    assert not allows(("bfloat16",), torch.float32)
-
-
-def test_an_explanation_has_what_was_asked_and_what_is_fit() -> None:
-    declarations = declared(FLASH_ATTN_MUSA, "0.26.0")
-    asked = {
-        "head_size": 520,
-        "dtype": "torch.bfloat16",
-        "kv_cache_dtype": "fp8",
-        "block_size": 24,
-        "use_per_head_quant_scales": True,
-        "use_non_causal": True,
-    }
-    told = explain(declarations, asked)
-    assert [line.partition(": ")[2].partition(":")[0] for line in told] == [
-        "head_size is 520, expected a multiple of 8 up to 512",
-        "kv_cache_dtype is fp8, expected auto or float16 or bfloat16",
-        "block_size is 24, expected a multiple of 16",
-        "they scale fp8 queries and keys, which mate refuses",
-    ]
-    assert told[-1].startswith("FLASH_ATTN@musa does not declare per_head_quant_scales: ")
-    assert explain(declared(FLASH_ATTN, "0.26.0"), {"kv_cache_dtype": "fp8_e5m2"}) == []
 
 
 @pytest.mark.parametrize("version", ["0.20.2", "0.21.0"])

@@ -174,16 +174,6 @@ def test_on_musa_every_answer_is_the_declared_one(version: str, vllm_tree: Tree)
 
 
 @every_version
-def test_block_sizes_are_declared_in_both_ways_that_vllm_asks(version: str, vllm_tree: Tree) -> None:
-    with released(version, vllm_tree(version)) as load:
-        base = load("vllm.v1.attention.backend").AttentionBackend
-        made = classes.declares(FLASH_ATTN_MUSA, version)(type("Made", (base,), {}))
-        assert [block.base for block in base.get_supported_kernel_block_sizes()] == [1]
-        assert [block.base for block in made.get_supported_kernel_block_sizes()] == [16]
-        assert not made.supports_block_size(24)
-
-
-@every_version
 def test_musa_takes_what_it_declares_and_explains_what_it_refuses(version: str, vllm_tree: Tree) -> None:
     with released(version, vllm_tree(version), mate=mate()) as load:
         made = load("vllm_hwplugin.musa.attention").MusaFlashAttentionBackend

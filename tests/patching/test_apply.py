@@ -18,26 +18,6 @@ MIDDLE = file_diff(ALPHA, ALPHA.replace("line 10\n", "line ten\n"))
 TWICE = file_diff(ALPHA, ALPHA.replace("line 3\n", "line three\n").replace("line 15\n", "line fifteen\n"))
 
 
-def test_exact() -> None:
-    assert statuses(MIDDLE, ALPHA) == ["exact"]
-    assert apply(MIDDLE, ALPHA) == ALPHA.replace("line 10\n", "line ten\n")
-
-
-@pytest.mark.parametrize(("added", "removed"), [(5, 0), (0, 4)])
-def test_moved(added: int, removed: int) -> None:
-    """Found at one other place: applied there, and the offset told."""
-    text = "new\n" * added + "".join(split_lines(ALPHA)[removed:])
-    ((verdict, _),) = locate(MIDDLE, Text(text))
-    assert (verdict.status, verdict.offset) == ("moved", added - removed)
-    assert apply(MIDDLE, text) == text.replace("line 10\n", "line ten\n")
-
-
-def test_each_hunk_moves_by_itself() -> None:
-    text = ALPHA.replace("line 8\n", "line 8\nnew\nnew\n")
-    found = locate(TWICE, Text(text))
-    assert [(verdict.status, verdict.offset) for verdict, _ in found] == [("exact", 0), ("moved", 2)]
-
-
 @pytest.mark.parametrize(
     ("old", "new"),
     [("line 9\n", "line  9\n"), ("line 9\n", "line 9\r\n"), ("line 10\n", "line 010\n"), ("line 12\n", "")],
@@ -52,31 +32,10 @@ def test_any_other_context_or_removed_line_is_drift(old: str, new: str) -> None:
     assert verdict.nearest.line == 7
 
 
-def test_lines_beyond_the_context_are_free() -> None:
-    text = ALPHA.replace("line 6\n", "line six\n").replace("line 14\n", "")
-    assert statuses(MIDDLE, text) == ["exact"]
-
-
 def test_ambiguous_names_every_place() -> None:
     text = "new\n" + ALPHA + ALPHA
     ((verdict, place),) = locate(MIDDLE, Text(text))
     assert (verdict.status, verdict.found_at, place) == ("ambiguous", (8, 28), None)
-
-
-def test_the_stated_line_decides_nothing_between_equal_places() -> None:
-    """As `diff` wrote it, the second of two equal blocks: which of them Python keeps in the end, no line says."""
-    text = ALPHA + ALPHA
-    diff = file_diff(text, ALPHA + ALPHA.replace("line 10\n", "line ten\n"))
-    ((verdict, place),) = locate(diff, Text(text))
-    assert (verdict.status, verdict.found_at, place) == ("ambiguous", (7, 27), None)
-
-
-def test_a_block_is_found_as_whole_lines_alone() -> None:
-    text = "ab\nb\nb\n\nb"
-    assert [Text(text).places(block) for block in (("b\n",), ("b\n", "b\n"), ("\n", "b"), ("b",))] == [
-        [1, 2], [1], [3], [4],
-    ]  # fmt: skip
-    assert Text("b\nb\nb\n").places(("b\n", "b\n")) == [0, 1]
 
 
 def test_order_of_a_files_hunks_is_kept() -> None:
@@ -162,46 +121,6 @@ def test_a_place_whose_twin_has_the_change_is_not_the_one(line: str) -> None:
         assert (verdict.status, verdict.found_at, place) == ("ambiguous", found_at, None)
 
 
-def test_one_of_two_equal_lines_is_removed() -> None:
-    """The lines that stay are what comes out of it, and stand in its own place."""
-    diff = file_diff("a\nb\nb\nc\n", "a\nb\nc\n", context=1)
-    assert apply(diff, "x\na\nb\nb\nc\n") == "x\na\nb\nc\n"
-
-
-def test_empty_file() -> None:
-    """Lines can be put into an empty file, such as a package's `__init__.py`, and into no other without context."""
-    diff = file_diff("", "import os\n")
-    assert apply(diff, "") == "import os\n"
-    assert statuses(diff, "import os\n") == ["upstream"]
-    assert statuses(diff, "import sys\n") == ["drifted"]
-    assert apply(file_diff("import os\n", ""), "import os\n") == ""
-
-
-@pytest.mark.parametrize("end", ["", "\n"])
-@pytest.mark.parametrize("new_end", ["", "\n"])
-def test_end_of_file(end: str, new_end: str) -> None:
-    """With and without a final newline, before and after."""
-    old, new = f"a\nb\nc{end}", f"a\nb\nC{new_end}"
-    diff = file_diff(old, new)
-    assert apply(diff, old) == new
-    assert apply(diff, "a\nb\nc" if end else "a\nb\nc\n") is None
-
-
-def test_final_newline_is_only_taken_from_the_end() -> None:
-    """Elsewhere two lines would become one."""
-    diff = file_diff("a\nb\n", "a\nb")
-    assert apply(diff, "x\na\nb\n") == "x\na\nb"
-    assert statuses(diff, "a\nb\nc\n") == ["drifted"]
-
-
-def test_line_ends_are_kept() -> None:
-    """CRLF, form feeds and Unicode line separators are part of their lines."""
-    text = "a\r\nb\x0cb\r\nc\u2028c\r\nd\r\n"
-    diff = file_diff(text, text.replace("b\x0cb", "B"))
-    assert apply(diff, text) == text.replace("b\x0cb", "B")
-    assert apply(diff, text.replace("\r\n", "\n")) is None
-
-
 def test_edits_hold_changed_lines_only() -> None:
     """Neither context, nor what a clumsy diff takes away and puts back above and below the change."""
     (diff,) = parse_diff(
@@ -211,13 +130,6 @@ def test_edits_hold_changed_lines_only() -> None:
     )
     assert edits_of(diff.hunks[0], 0, "x") == [Edit(2, 3, ("line three\n", "and more\n"), "x")]
     assert apply(diff, ALPHA) == ALPHA.replace("line 3\n", "line three\nand more\n")
-
-
-def test_a_line_put_back_is_no_edit() -> None:
-    (diff,) = parse_diff(
-        f"--- a/{PATH}\n+++ b/{PATH}\n@@ -1,3 +1,4 @@\n-line 1\n+line 1\n line 2\n+new\n line 3\n", "d.diff"
-    )
-    assert edits_of(diff.hunks[0], 0, "x") == [Edit(2, 2, ("new\n",), "x")]
 
 
 @pytest.mark.parametrize(
