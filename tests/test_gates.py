@@ -29,12 +29,6 @@ def test_defaults_are_good_values_of_their_own_gate() -> None:
             assert gates.read(gate.name, {gate.name: shown}).value == gate.default, gate.name
 
 
-def test_nothing_set_gives_defaults() -> None:
-    values = gates.read_all({})
-    assert {name: value.value for name, value in values.items()} == {gate.name: gate.default for gate in gates.GATES}
-    assert {value.source for value in values.values()} == {"default"}
-
-
 WORDED = [gate for gate in gates.GATES if gate.kind in ("switch", "bool", "choice")]
 OUTSIDE = [gates.catalogue_gate(f"{gates.CATALOGUE_PREFIX}ACME_{name}", "acme", "a fix", "auto") for name in "AB"]
 UNKNOWN = [f"{gates.CATALOGUE_PREFIX}ACNE_{name}" for name in "AB"]
@@ -91,12 +85,6 @@ def test_a_mode_of_a_feature_lets_it_be_live(raw: str, choice: str) -> None:
     found = gates.read("VLLM_HWPLUGIN_NWOR_MODE", {"VLLM_NWOR_MODE": raw})
     assert (found.gate.switches, found.choice) == (True, choice)
     assert not gates.find("VLLM_HWPLUGIN_PLATFORM").switches
-
-
-@pytest.mark.parametrize("raw", ["", "  "])
-def test_a_variable_that_is_set_but_empty_counts_as_not_set(raw: str) -> None:
-    assert gates.read(GRAPH, {GRAPH: raw, "VLLM_MUSA_DRAFT_FULL_WRAP": "0"}).source == "alias VLLM_MUSA_DRAFT_FULL_WRAP"
-    assert not gates.read(GRAPH, {GRAPH: raw}).is_set
 
 
 @pytest.mark.parametrize(
@@ -299,12 +287,3 @@ def test_since_is_the_release_that_the_changelog_lists_a_feature_under() -> None
     since = {match[1]: gates.find(name).since for name, match in told.items() if match and match[1] in named}
     assert since.keys() >= {"draft-full-graph", "engine-report", "nwor"}
     assert since == {name: named[name] for name in since}
-
-
-def test_the_page_names_every_variable_and_alias() -> None:
-    page = gates.markdown()
-    for gate in gates.GATES:
-        assert f"`{gate.name}`" in page
-        assert gate.help in page
-    for _, alias in ALIASES:
-        assert f"| `{alias.name}` |" in page

@@ -430,23 +430,6 @@ def _shown(found: _diagnosis.Diagnosis, out: io.StringIO) -> str:
     return out.getvalue()
 
 
-def test_piped_output_is_plain_and_one_line_a_row(diagnose: Diagnose) -> None:
-    found = diagnose(VLLM_HWPLUGIN_STRICT="perhaps")
-    piped = _shown(found, io.StringIO())
-    lines = piped.splitlines()
-    assert piped.isascii()
-    (row,) = [line for line in lines if line.split()[:1] == ["greeting"]]
-    assert row.endswith(found.features[0].reason)
-    assert any(line.startswith("problem: VLLM_HWPLUGIN_STRICT=") for line in lines)
-
-
-def test_a_terminal_gets_tables(diagnose: Diagnose, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "160")
-    lines = [line.split() for line in _shown(diagnose(), Terminal()).splitlines()]
-    assert ["feature", "gate", "state", "reason"] in lines
-    assert [line for line in lines if line[:1] == ["greeting"]]
-
-
 def test_the_command_exits_with_the_diagnosis_and_prints_json(monkeypatch: pytest.MonkeyPatch) -> None:
     assert program("doctor").exit_code == 0
     monkeypatch.setenv("VLLM_PLUGINS", "musa")

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ast
 import logging
-import pickle
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -109,24 +108,6 @@ def decision(entry: journal.Journal) -> str:
 # -- capture sizes ----------------------------------------------------------------------------------------------------
 
 
-def test_vllms_own_sizes_become_whole_blocks_up_to_every_request(entry: journal.Journal) -> None:
-    found = sizes(made_by_vllm(seqs=200, k=3))
-    assert found[:17] == [4 * count for count in (*range(1, 17), 18)]
-    assert found[-1] == 800
-    assert all(size % 4 == 0 for size in found)
-    assert "up to 800 tokens (200 of 200 requests)" in decision(entry)
-
-
-def test_vllms_own_sizes_above_the_fullest_batch_stay(entry: journal.Journal) -> None:
-    found = sizes(made_by_vllm(seqs=2, default=[1, 2, 4, 8, 16, 24, 32]))
-    assert found == [8, 16, 24, 32]
-
-
-def test_the_cudagraph_mode_is_not_touched(entry: journal.Journal) -> None:
-    vllm_config = made_by_vllm(mode="FULL_AND_PIECEWISE")
-    assert vllm_config.compilation_config.cudagraph_mode.name == "FULL_AND_PIECEWISE"
-
-
 def test_sizes_of_the_user_are_kept_or_explained(entry: journal.Journal, caplog: pytest.LogCaptureFixture) -> None:
     assert sizes(made_by_vllm([64, 1, 8, 20])) == [8, 64]
     (line,) = [item.getMessage() for item in caplog.records]
@@ -140,10 +121,6 @@ def test_whole_blocks_of_the_user_are_taken_as_they_are(
 ) -> None:
     assert sizes(made_by_vllm([8, 64])) == [8, 64]
     assert not [item for item in caplog.records if item.levelno >= logging.WARNING]
-
-
-def test_the_largest_size_of_the_user_is_a_bound(entry: journal.Journal) -> None:
-    assert sizes(made_by_vllm(largest=50)) == [8, 16, 24, 32, 40, 48]
 
 
 def test_where_no_block_fits_vllm_decides(entry: journal.Journal) -> None:
@@ -182,17 +159,6 @@ def test_sizes_to_compile_for_follow(entry: journal.Journal) -> None:
 def test_nothing_is_left_on_the_configuration(entry: journal.Journal) -> None:
     for changes in ({}, {"dflash": False}, {"full": False}):
         assert not [name for name in vars(made_by_vllm(**changes)) if name.startswith("_")]
-
-
-def test_what_was_noted_survives_a_pickle() -> None:
-    """It is only there between the two hooks, but nothing may forbid a pickle then."""
-    vllm_config = SimpleNamespace(
-        compilation_config=SimpleNamespace(
-            cudagraph_capture_sizes=[8], max_cudagraph_capture_size=None, compile_sizes=None
-        )
-    )
-    dflash.note_user_sizes(vllm_config)
-    assert pickle.loads(pickle.dumps(vllm_config)) == vllm_config
 
 
 @pytest.mark.parametrize(
