@@ -12,12 +12,12 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from packaging.specifiers import SpecifierSet
 
 from vllm_hwplugin import dflash, journal, journals, patching
-from vllm_hwplugin.patching import Feature, FeatureState, PatchedFile, PatchingError, Plan, Variant, _runtime
+from vllm_hwplugin.patching import Feature, FeatureState, PatchedFile, PatchingError, Plan, _runtime
 from vllm_hwplugin.spec_decode.dflash_config import DFlashConfigError
 from vllm_hwplugin.spec_decode.dflash_sizes import capture_sizes
+from vllm_hwplugin.versions import Versions
 
 from ..conftest import versions
 
@@ -233,8 +233,9 @@ def plan_of(features: dict[str, tuple[str, ...]], requires: dict[str, tuple[str,
             origin="",
             removal="",
             requires=(requires or {}).get(name, ()),
+            versions=Versions(">=0"),
             not_needed=(),
-            variants=(Variant(SpecifierSet(">=0"), ()),),
+            files=(),
         )
         states[name] = FeatureState(feature, "live", "")
     for module in {module for modules in features.values() for module in modules}:
