@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import hashlib
 import threading
@@ -51,12 +50,12 @@ class PackageServer:
 
     `ranges` is what it does with a range request: serves it, serves all but ranges counted from the end, or sends the
     whole file. `status` answers every request with that status, `cut` closes the connection after that many bytes.
-    `mood` spoils the project page: it never comes, comes a byte at a time, or has no end.
+    Where it is `silent`, the project page never comes.
     """
 
     def __init__(self) -> None:
         self.ranges: Literal["all", "from-start", "none"] = "all"
-        self.mood: Literal["well", "silent", "drips", "endless"] = "well"
+        self.silent = False
         self.status: int | None = None
         self.retry_after: str | None = None
         self.cut: int | None = None
@@ -106,24 +105,12 @@ class PackageServer:
             self._send(handler, self.status, b"")
         elif handler.path.startswith("/files/") and (name := handler.path.rpartition("/")[2]) in self.wheels:
             self._send_file(handler, self.wheels[name])
-        elif self.mood != "well":
-            self._misbehave(handler)
+        elif self.silent:
+            self._closing.wait()
         elif (listing := self._listing(handler.path)) is not None:
             self._send(handler, 200, self.page if self.page is not None else listing, self.page_type)
         else:
             self._send(handler, 404, b"")
-
-    def _misbehave(self, handler: BaseHTTPRequestHandler) -> None:
-        if self.mood != "silent":
-            handler.send_response(200)
-            handler.send_header("Content-Type", "text/html")
-            handler.end_headers()
-        pause, piece = {"silent": (None, b""), "drips": (0.05, b" "), "endless": (0.0, b" " * 65536)}[self.mood]
-        # The reader goes away in the middle.
-        with contextlib.suppress(OSError):
-            while not self._closing.wait(pause):
-                handler.wfile.write(piece)
-                self.bytes_sent += len(piece)
 
     def _listing(self, path: str) -> bytes | None:
         links = []

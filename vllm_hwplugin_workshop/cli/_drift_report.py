@@ -25,7 +25,7 @@ from vllm_hwplugin.patching import (
     told_apart,
 )
 
-EXPECTED = (Status.APPLIES, Status.UPSTREAM, Status.NOT_NEEDED)
+_EXPECTED = (Status.APPLIES, Status.UPSTREAM, Status.NOT_NEEDED)
 
 _WORDS = {
     Status.UPSTREAM: "upstream",
@@ -57,8 +57,8 @@ class TargetReport:
     fitting: frozenset[str] = frozenset()
 
     def expects(self, verdict: FeatureVerdict) -> bool:
-        """Whether there is nothing to mend: see :func:`is_expected`, and `ahead`."""
-        return is_expected(verdict) or (self.ahead and verdict.feature in self.fitting)
+        """Whether there is nothing to mend: a user gets the feature or does not need it; see also `ahead`."""
+        return verdict.status in _EXPECTED or (self.ahead and verdict.feature in self.fitting)
 
 
 def check(
@@ -112,12 +112,7 @@ def _tried(feature: Feature, source: Source, unlisted: FeatureVerdict) -> tuple[
     else:
         outcome = f"would {'apply' if best.status is Status.APPLIES else 'not apply'}: {summary(best)}"
     reason = f"{unlisted.reason}; what is for {version} {outcome}"
-    return unlisted._replace(hunks=best.hunks, reason=reason), best.status in EXPECTED
-
-
-def is_expected(verdict: FeatureVerdict) -> bool:
-    """Whether a user of this vLLM gets the feature, or does not need it."""
-    return verdict.status in EXPECTED
+    return unlisted._replace(hunks=best.hunks, reason=reason), best.status in _EXPECTED
 
 
 def exit_status(reports: Iterable[TargetReport]) -> int:

@@ -221,7 +221,7 @@ def test_unknown_version(
 
 @pytest.mark.usefixtures("catalog")
 def test_a_word_is_said_while_a_server_is_silent(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    server.mood = "silent"
+    server.silent = True
     monkeypatch.setattr(drift, "Index", lambda: Index(server.config, retries=0))
     monkeypatch.setattr(_waiting, "PATIENCE", 0.1)
     monkeypatch.setattr("vllm_hwplugin_workshop.sources._remote.TIMEOUT", (1.0, 1.0))

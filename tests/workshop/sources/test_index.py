@@ -287,7 +287,7 @@ def test_a_file_name_that_is_a_path_is_not_read(server: Any, index: Index, tmp_p
 
 def test_a_silent_server_is_asked_twice(server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_remote, "TIMEOUT", (1.0, 0.2))
-    server.mood = "silent"
+    server.silent = True
     with pytest.raises(IndexUnreachable, match="no usable answer"):
         IndexSource("0.33.0", Index(server.config, tmp_path / "cache"))
     assert len(server.requests) == 2
@@ -305,7 +305,7 @@ def test_a_server_does_not_say_how_long_it_is_waited_for(server: Any, tmp_path: 
 @pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_ends_the_check_at_once(server: Any, tmp_path: Path) -> None:
     """Also while all connections wait for an answer."""
-    server.mood = "silent"
+    server.silent = True
     environment = {**os.environ, "PIP_INDEX_URL": server.url, "VLLM_HWPLUGIN_CACHE_DIR": str(tmp_path / "cache")}
     command = [sys.executable, "-m", "vllm_hwplugin", "drift", "--all"]
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
