@@ -5,32 +5,9 @@ What a user asks is answered in README.md, docs/benchmarks.md and docs/kernel-be
 long tables beside the results files.
 """
 
-from ._decode_misses import misses
-from ._gains import Gain, gains
-from ._goals import OPS_BYTES, Goal, goals
-from ._host_time import PARTS, parts_us
+from ._host_time import parts_us
+from ._judged import verdicts
 from ._pages import RESULTS, ROOT, outdated, pages, write
-from ._read import Found, ResultsError, read_all
-from ._verdict import MARGIN, Verdict, verdicts
+from ._read import ResultsError, read_all
 
-__all__ = [
-    "MARGIN",
-    "OPS_BYTES",
-    "PARTS",
-    "RESULTS",
-    "ROOT",
-    "Found",
-    "Gain",
-    "Goal",
-    "ResultsError",
-    "Verdict",
-    "gains",
-    "goals",
-    "misses",
-    "outdated",
-    "pages",
-    "parts_us",
-    "read_all",
-    "verdicts",
-    "write",
-]
+__all__ = ["RESULTS", "ROOT", "ResultsError", "outdated", "pages", "parts_us", "read_all", "verdicts", "write"]

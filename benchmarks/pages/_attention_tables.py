@@ -9,8 +9,7 @@ from typing import Any
 from vllm_hwplugin_lab.bench.micro import MEASURED, find
 from vllm_hwplugin_lab.bench.micro import attention_cases as attention
 
-from ._decode_misses import MANY_ROWS, SMALL_BYTES, Miss, misses
-from ._goals import DECODE_SHARE
+from ._judged import DECODE_SHARE, MANY_ROWS, SMALL_BYTES, Miss, misses
 from ._text import NONE, between, flops, head, memory, row, us
 
 _FIGURES = ("us", "GB/s", "% of copy", "% of same size", "TFLOP/s", "error")

@@ -9,10 +9,9 @@ from typing import Any
 from vllm_hwplugin_lab.bench.micro import left_out
 
 from . import _attention_tables, _op_tables
-from ._goals import OPS_BYTES, goals
+from ._judged import MARGIN, OPS_BYTES, goal_table
 from ._read import Found
-from ._text import NONE, escaped, head, row
-from ._verdict import MARGIN
+from ._text import escaped
 
 HEAD = f"""# Single kernels: every figure
 
@@ -62,7 +61,7 @@ def _chapter(results: Mapping[str, Any]) -> list[str]:
         f"`{_command(results)}`, {results['date'][:10]}, commit `{results['commit']}`, driver {host['driver']}; "
         f"{packages}. Copy: {', '.join(copies) or 'not measured'}{_cache(first)}.",
         "",
-        *_goals(results),
+        *goal_table(results),
         "",
         *body,
         *_faults(results),
@@ -84,14 +83,6 @@ def _command(results: Mapping[str, Any]) -> str:
             f"--seconds {settings['seconds']:g} --seed {settings['seed']}",
         ]
     )
-
-
-def _goals(results: Mapping[str, Any]) -> Iterator[str]:
-    yield from head(["goal", "met", "figures that meet it", "furthest from it"])
-    for goal in goals(results):
-        met = NONE if goal.met is None else "yes" if goal.met else "**no**"
-        count = f"{goal.count} of {goal.total}" if goal.total else NONE
-        yield row([goal.text, met, count, goal.worst])
 
 
 def _faults(results: Mapping[str, Any]) -> Iterator[str]:

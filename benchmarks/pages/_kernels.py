@@ -12,10 +12,9 @@ from vllm_hwplugin_lab.bench.micro import attention_cases as attention
 from vllm_hwplugin_lab.bench.micro import op_cases as ops
 
 from ._attention_tables import present, slower
-from ._goals import goals
+from ._judged import MARGIN, goal_table, verdicts
 from ._read import Found
 from ._text import NONE, between, escaped, item, paragraph, table
-from ._verdict import MARGIN, verdicts
 
 _HEAD = """# Benchmarks of single kernels
 
@@ -43,7 +42,16 @@ def page(files: Sequence[Found]) -> str:
     lines = [_HEAD]
     for file in files:
         chapter = _attention if file.results["kind"] == "attention" else _ops
-        lines += [*chapter(file), "", *_held_to(file), "", *_sure(file), ""]
+        lines += [
+            *chapter(file),
+            "",
+            "What these kernels are held to:",
+            "",
+            *goal_table(file.results),
+            "",
+            *_sure(file),
+            "",
+        ]
     return "\n".join([*lines, _AGAIN])
 
 
@@ -149,16 +157,6 @@ def _ops(file: Found) -> Iterator[str]:
         least = NONE if found.least is None else f"{found.least:.2f}"
         rows.append([f"`{found.op}`", found.verdict, *means, least, escaped(found.why.partition(";")[0]) or NONE])
     yield from table(names, rows)
-
-
-def _held_to(file: Found) -> Iterator[str]:
-    yield "What these kernels are held to:"
-    yield ""
-    rows = []
-    for goal in goals(file.results):
-        met = NONE if goal.met is None else "yes" if goal.met else "**no**"
-        rows.append([goal.text, met, f"{goal.count} of {goal.total}" if goal.total else NONE, goal.worst])
-    yield from table(["goal", "met", "figures that meet it", "furthest from it"], rows)
 
 
 def _sure(file: Found) -> Iterator[str]:

@@ -6,17 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import (
-    _costs,
-    _engine_tables,
-    _engines,
-    _host_time,
-    _kernel_tables,
-    _kernels,
-    _phase_tables,
-    _serve_tables,
-    _starts,
-)
+from . import _engine_tables, _engines, _host_time, _kernel_tables, _kernels, _readme_tables, _serve_tables
 from ._gains import gains
 from ._read import Found, ResultsError, read_all
 
@@ -41,9 +31,9 @@ def pages(root: Path = ROOT) -> dict[str, str]:
             root,
             "README.md",
             gains=_engines.first_screen(engines, kernels),
-            starts=_starts.markdown(read_all(results, "starts-")),
+            starts=_readme_tables.starts(read_all(results, "starts-")),
         ),
-        "docs/nwor.md": _within(root, "docs/nwor.md", costs=_costs.markdown(read_all(results, "cost-nwor-"))),
+        "docs/nwor.md": _within(root, "docs/nwor.md", costs=_readme_tables.costs(read_all(results, "cost-nwor-"))),
         "docs/benchmarks.md": _engines.page(engines, soaks, Path(CHART).name),
         "docs/kernel-benchmarks.md": _kernels.page(kernels),
         "benchmarks/results/engines.md": _engine_tables.markdown(engines),
@@ -58,7 +48,7 @@ def _of_phases(phases: Sequence[Found]) -> dict[str, str]:
         return {}
     return {
         "docs/host-time.md": _host_time.page(phases),
-        "benchmarks/results/phases.md": _phase_tables.markdown(phases),
+        "benchmarks/results/phases.md": _host_time.every_function(phases),
     }
 
 

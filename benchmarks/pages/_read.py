@@ -11,31 +11,22 @@ from typing import Any
 from vllm_hwplugin_lab import bench
 from vllm_hwplugin_lab.bench import micro, serve, soak
 
-#: Beginning of a file's name -> the entry that says which format it is, and those that are read. None: the files of
-#: `probe`, `start_cost.py` and `import_share.py`, of which no page is made.
-_FORMATS: Mapping[str, tuple[str, tuple[Any, ...]] | None] = {
-    "engines-": ("format", (bench.FORMAT,)),
-    "cost-nwor-": ("format", (bench.FORMAT,)),
-    "kernels-attention-": ("kernels_format", (micro.FORMAT,)),
-    "kernels-ops-": ("kernels_format", (micro.FORMAT,)),
-    "soak-": ("format", (soak.FORMAT,)),
-    "phases-": ("format", (bench.PHASES_FORMAT,)),
-    "serve-": ("format", (serve.FORMAT,)),
+_OF_ENGINES = ("date", "commit", "plugin", "host", "settings", "cases")
+_OF_KERNELS = ("date", "commit", "plugin", "host", "settings", "processes", "cells")
+#: Beginning of a file's name -> the entry that says its format, the one that is read, and what such a file has to have.
+#: None: the files of `probe`, `start_cost.py` and `import_share.py`, of which no page is made.
+_FORMATS: Mapping[str, tuple[str, Any, tuple[str, ...]] | None] = {
+    "engines-": ("format", bench.FORMAT, _OF_ENGINES),
+    "cost-nwor-": ("format", bench.FORMAT, _OF_ENGINES),
+    "kernels-attention-": ("kernels_format", micro.FORMAT, _OF_KERNELS),
+    "kernels-ops-": ("kernels_format", micro.FORMAT, _OF_KERNELS),
+    "soak-": ("format", soak.FORMAT, ("date", "commit", "plugin", "host", "settings", "sides", "failures")),
+    "phases-": ("format", bench.PHASES_FORMAT, (*_OF_ENGINES, "engines")),
+    "serve-": ("format", serve.FORMAT, _OF_ENGINES),
     "probe-": None,
-    "starts-": ("format", ("starts 1",)),
+    "starts-": ("format", "starts 1", _OF_ENGINES),
     "start_cost": None,
     "import_share": None,
-}
-#: What a file of that kind has to have.
-_NEEDED = {
-    "engines-": ("date", "commit", "plugin", "host", "settings", "cases"),
-    "cost-nwor-": ("date", "commit", "plugin", "host", "settings", "cases"),
-    "kernels-attention-": ("date", "commit", "plugin", "host", "settings", "processes", "cells"),
-    "kernels-ops-": ("date", "commit", "plugin", "host", "settings", "processes", "cells"),
-    "soak-": ("date", "commit", "plugin", "host", "settings", "sides", "failures"),
-    "phases-": ("date", "commit", "plugin", "host", "settings", "cases", "engines"),
-    "serve-": ("date", "commit", "plugin", "host", "settings", "cases"),
-    "starts-": ("date", "commit", "plugin", "host", "settings", "cases"),
 }
 
 
@@ -91,12 +82,11 @@ def _read(path: Path, kind: str) -> Found:
         raise ResultsError(f"{path}: not JSON, so no results file ({error}); run the benchmark again") from error
     form = _FORMATS[kind]
     assert form is not None
-    entry, wanted = form
+    entry, wanted, needed = form
     found = results.get(entry) if isinstance(results, dict) else type(results).__name__
-    if found not in wanted:
-        expected = " or ".join(map(repr, wanted))
-        raise ResultsError(f"{path}: {entry} {found!r}, expected {expected}; run the benchmark again")
-    if missing := [name for name in _NEEDED[kind] if results.get(name) is None]:
+    if found != wanted:
+        raise ResultsError(f"{path}: {entry} {found!r}, expected {wanted!r}; run the benchmark again")
+    if missing := [name for name in needed if results.get(name) is None]:
         raise ResultsError(f"{path}: no {', '.join(missing)}; run the benchmark again")
     if kind.startswith("kernels-") and not kind.endswith(f"-{results.get('kind')}-"):
         raise ResultsError(f"{path}: holds results of `bench {results.get('kind')}`; name it so")

@@ -13,7 +13,7 @@ from benchmarks.pages import parts_us
 from vllm_hwplugin_lab import bench
 from vllm_hwplugin_lab.bench import serve
 from vllm_hwplugin_lab.bench._plan import Case
-from vllm_hwplugin_lab.bench._rounds import rounds_entry
+from vllm_hwplugin_lab.bench._results import rounds_entry
 
 pytestmark = pytest.mark.engine
 

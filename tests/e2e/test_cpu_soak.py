@@ -7,7 +7,7 @@ import pytest
 from vllm_hwplugin_lab import bench
 from vllm_hwplugin_lab.bench import soak
 from vllm_hwplugin_lab.bench._launch import run_child
-from vllm_hwplugin_lab.bench._load import requests
+from vllm_hwplugin_lab.bench._soak_engine import requests
 
 pytestmark = pytest.mark.engine
 

@@ -31,8 +31,7 @@ from ._plan import (
     share_of_gpu,
     synthetic_length,
 )
-from ._results import processes_entry, provenance, stopped
-from ._rounds import acceptance
+from ._results import acceptance, processes_entry, provenance, stopped
 from ._settings import engine_options
 from ._shapes import SHAPES, write_tokenizer
 from ._turns import Measurement

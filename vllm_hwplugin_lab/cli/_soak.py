@@ -20,7 +20,7 @@ from vllm_hwplugin.cli.parser import FAILURE
 from .. import bench
 from ..bench import ALL_SIDES, SIDE_NAMES, Ended, processes_entry, provenance, results_text
 from ..bench import soak as soaking
-from ..bench.soak_run import run_soak
+from ..bench.soak import run_soak
 from ._options import JsonFile, console_for, known, pairs
 from ._sides import PatchedEnvOption, SidesOption, VllmEnvOption, asked_sides, progress
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from itertools import islice, pairwise
 
-from vllm_hwplugin_lab.bench._load import requests, wanted
+from vllm_hwplugin_lab.bench._soak_engine import requests, wanted
 
 POOL = [tuple(range(start, start + 96)) for start in (0, 1000, 2000)]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from vllm_hwplugin_lab.bench import Job, Outcome, Row, Workload
-from vllm_hwplugin_lab.bench._rounds import phases_entry, rounds_entry
-from vllm_hwplugin_lab.bench._window import Moment, Window, added
+from vllm_hwplugin_lab.bench._results import phases_entry, rounds_entry
+from vllm_hwplugin_lab.bench._serving import Moment, Window, added
 
 JOB = Job("x", True, {}, {}, (Workload("w", ((1,),), max_tokens=8, batch=1),))
 

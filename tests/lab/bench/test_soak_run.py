@@ -9,8 +9,7 @@ import pytest
 
 from vllm_hwplugin import journals
 from vllm_hwplugin_lab.bench import _launch
-from vllm_hwplugin_lab.bench.soak import SoakJob, Text
-from vllm_hwplugin_lab.bench.soak_run import run_soak
+from vllm_hwplugin_lab.bench.soak import SoakJob, Text, run_soak
 
 ENGINE = """
 import json, os, sys, time

@@ -11,8 +11,7 @@ import pytest
 from tests.program import program
 from vllm_hwplugin_lab import bench
 from vllm_hwplugin_lab.bench._launch import Ended
-from vllm_hwplugin_lab.bench.soak import texts_of
-from vllm_hwplugin_lab.bench.soak_run import Soaked
+from vllm_hwplugin_lab.bench.soak import Soaked, texts_of
 from vllm_hwplugin_lab.cli import _soak
 
 ALL = ["stock", "patched", "mrv2", "mrv2-patched"]

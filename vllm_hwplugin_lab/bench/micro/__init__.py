@@ -8,11 +8,9 @@ and what it imports needs a GPU.
 from . import _attention_cases as attention_cases
 from . import _op_cases as op_cases
 from ._cells import CRASHED, FAILED, MEASURED, Cell
-from ._figures import bandwidth, find, left_out, op_ratio
-from ._repeat import Effort
-from ._results import FORMAT, make_results
-from ._summary import summary
+from ._figures import FORMAT, bandwidth, find, left_out, make_results, op_ratio, summary
 from ._supervise import supervise
+from ._timer import Effort
 
 __all__ = [
     "CRASHED",

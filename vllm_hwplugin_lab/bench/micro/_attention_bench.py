@@ -9,14 +9,13 @@ from typing import Any
 
 import torch
 
-from . import _accuracy, _repeat
+from . import _accuracy, _timer
 from . import _attention_cases as cases
 from ._attention_inputs import Pool
 from ._attention_kernels import AttentionKernel, FlashAttention, FlashInfer, Ours, Triton
 from ._cells import Cell
 from ._copies import Copies
-from ._repeat import Effort
-from ._timer import Timer, measure
+from ._timer import Effort, Timer, measure
 from ._torch_kernels import prefill_kernels
 
 
@@ -95,7 +94,7 @@ class AttentionBench:
         if self._batches is None or self._batches[0] != case.key:
             self._batches = None
             room = self._pool.sets(case) * case.bytes_each
-            count = _repeat.sets(case.bytes_each, self._l2, room, self._effort)
+            count = _timer.sets(case.bytes_each, self._l2, room, self._effort)
             batches = self._pool.batches(case, count)
             self._batches = (case.key, batches, _accuracy.right(batches[-1]))
         return self._batches[1:]

@@ -14,8 +14,8 @@ from typing import Any
 from .._child import Answer
 from . import _attention_cases
 from ._cells import Cell
-from ._repeat import Effort
 from ._run_cells import Bench, run_cells
+from ._timer import Effort
 
 ATTENTION = "attention"
 OPS = "ops"

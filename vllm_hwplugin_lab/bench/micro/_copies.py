@@ -5,9 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import _repeat
-from ._repeat import Effort
-from ._timer import Timer, measure
+from . import _timer
+from ._timer import Effort, Timer, measure
 
 #: Bytes of the large copy's source. It moves twice as many: each is read and written.
 LARGE = 2 << 30
@@ -52,7 +51,7 @@ class Copies:
 
         half = max(moved // 2 // 4, 1)
         step = -(-half * 4 // _ALIGNMENT) * _ALIGNMENT // 4
-        count = min(_repeat.sets(moved, self._l2, 2 * self._large, self._effort), max(1, self._large // 4 // step))
+        count = min(_timer.sets(moved, self._l2, 2 * self._large, self._effort), max(1, self._large // 4 // step))
         parts = [
             (self._source[at : at + half], self._target[at : at + half])
             for at in range(0, count * step, step)

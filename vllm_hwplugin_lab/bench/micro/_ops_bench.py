@@ -10,11 +10,10 @@ from typing import Any
 import torch
 
 from . import _op_cases as cases
-from . import _op_inputs, _op_kernels, _repeat
+from . import _op_inputs, _op_kernels, _timer
 from ._cells import Cell
 from ._copies import Copies
-from ._repeat import Effort
-from ._timer import Timer, measure
+from ._timer import Effort, Timer, measure
 
 #: Bytes that all sets of inputs of a cell may take.
 _ROOM = 24 << 30
@@ -42,7 +41,7 @@ class OpsBench:
     def measure(self, cell: Cell) -> dict[str, Any]:
         case = cases.CASES[cell[1]]
         run = _op_kernels.implementation(cell[0], case.op)
-        count = _repeat.sets(case.bytes_moved, self._l2, _ROOM, self._effort)
+        count = _timer.sets(case.bytes_moved, self._l2, _ROOM, self._effort)
         more = _op_kernels.trailing(run, len(case.arguments))
         sets = [_op_inputs.arguments(case, self._device, self._random) for _ in range(count)]
         wrong = self._mismatch(cell[0], case, run, sets[0], more)

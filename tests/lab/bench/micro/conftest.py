@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from vllm_hwplugin_lab.bench.micro._repeat import Effort
-from vllm_hwplugin_lab.bench.micro._timer import NotCapturable
+from vllm_hwplugin_lab.bench.micro._timer import Effort, NotCapturable
 
 
 class FakeTimer:

@@ -10,9 +10,8 @@ import torch
 from vllm_hwplugin_lab.bench.micro import _attention_cases as attention
 from vllm_hwplugin_lab.bench.micro import _cells, _child
 from vllm_hwplugin_lab.bench.micro import _op_cases as ops
-from vllm_hwplugin_lab.bench.micro._repeat import Effort
 from vllm_hwplugin_lab.bench.micro._supervise import supervise
-from vllm_hwplugin_lab.bench.micro._timer import GraphTimer, NotCapturable, measure
+from vllm_hwplugin_lab.bench.micro._timer import Effort, GraphTimer, NotCapturable, measure
 
 EFFORT = Effort(cell=5e-3, most_sets=8)
 

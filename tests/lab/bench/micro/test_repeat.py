@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_hwplugin_lab.bench.micro import _repeat
-from vllm_hwplugin_lab.bench.micro._repeat import Effort
+from vllm_hwplugin_lab.bench.micro import _timer
+from vllm_hwplugin_lab.bench.micro._timer import Effort
 
 MIB = 1 << 20
 
@@ -22,7 +22,7 @@ MIB = 1 << 20
     ],
 )
 def test_sets_are_together_larger_than_four_times_the_cache_where_that_fits(each, room, count):
-    assert _repeat.sets(each, 60 * MIB, room, Effort()) == count
+    assert _timer.sets(each, 60 * MIB, room, Effort()) == count
 
 
 @pytest.mark.parametrize(
@@ -36,14 +36,14 @@ def test_sets_are_together_larger_than_four_times_the_cache_where_that_fits(each
     ],
 )
 def test_launches_are_whole_rounds_over_the_sets(seconds, sets, count):
-    assert _repeat.launches(seconds, sets, Effort()) == count
+    assert _timer.launches(seconds, sets, Effort()) == count
 
 
 @pytest.mark.parametrize(("seconds", "count"), [(1e-6, 50), (2e-3, 20), (1.0, 5), (0.0, 50)])
 def test_repeats_fill_the_time_of_a_cell(seconds, count):
-    assert _repeat.repeats(seconds, Effort()) == count
+    assert _timer.repeats(seconds, Effort()) == count
 
 
 def test_the_summary_is_of_one_launch():
-    found = _repeat.summary([4.0, 2.0, 9.0], 2)
-    assert found == _repeat.Timing(seconds=2.0, fastest=1.0, slowest=4.5, launches=2, repeats=3)
+    found = _timer.summary([4.0, 2.0, 9.0], 2)
+    assert found == _timer.Timing(seconds=2.0, fastest=1.0, slowest=4.5, launches=2, repeats=3)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_hwplugin_lab.bench.micro._repeat import Effort
-from vllm_hwplugin_lab.bench.micro._timer import measure
+from vllm_hwplugin_lab.bench.micro._timer import Effort, measure
 
 EFFORT = Effort(replay=6e-3, cell=3.05e-2, least=3, most=50)
 

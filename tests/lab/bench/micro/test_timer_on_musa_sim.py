@@ -15,7 +15,7 @@ from tests.musa_sim import simulated
 
 PROGRAM = """
 import torch
-from vllm_hwplugin_lab.bench.micro._repeat import Effort
+from vllm_hwplugin_lab.bench.micro._timer import Effort
 from vllm_hwplugin_lab.bench.micro._timer import GraphTimer, NotCapturable, measure
 
 sources = [torch.full((64,), float(value), device="musa") for value in (1, 2)]

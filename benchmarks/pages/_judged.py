@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What figures of single kernels mean: verdicts, goals, and why decode shapes miss theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import geometric_mean
+from typing import Any, Literal
+
+from vllm_hwplugin_lab.bench.micro import attention_cases as attention
+from vllm_hwplugin_lab.bench.micro import bandwidth, find, op_ratio
+from vllm_hwplugin_lab.bench.micro import op_cases as ops
+
+from ._text import NONE, table
+
+#: Less is within what two runs differ by.
+MARGIN = 0.03
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Of one operation on one device and vLLM version.
+
+    Attributes:
+        verdict: ``gain`` where the operation is faster by more than `MARGIN` in every size class, right everywhere, and
+            slower by more than that on no shape; else ``loss``.
+        ratios: size class -> vLLM's time by ours, the geometric mean over the shapes.
+        least: the lowest of all shapes; None where nothing was measured.
+        why: what a loss follows from; empty for a gain.
+    """
+
+    op: str
+    device: str
+    vllm: str
+    verdict: Literal["gain", "loss"]
+    ratios: Mapping[str, float]
+    least: float | None
+    why: str
+
+
+def verdicts(results: Mapping[str, Any]) -> dict[str, Verdict]:
+    """The verdict on each operation, from one file of ``bench ops``."""
+    host = results["host"]
+    return {op: _verdict(results, op, host["name"], host["vllm"]) for op in ops.OPS}
+
+
+def _verdict(results: Mapping[str, Any], op: str, device: str, vllm: str) -> Verdict:
+    ratios: dict[str, list[float]] = {}
+    faults: list[str] = []
+    for case in ops.CASES.values():
+        if case.op != op:
+            continue
+        ours, ratio = find(results, ops.OURS, case.key), op_ratio(results, case)
+        if ours is None or ratio is None:
+            faults.append(f"{case.shape} with {case.tokens} tokens was not measured on both sides")
+            continue
+        if ours["mismatch"] is not None:
+            faults.append(f"{case.shape} with {case.tokens} tokens is wrong: {ours['mismatch']}")
+        ratios.setdefault(case.size, []).append(ratio)
+        if ratio < 1 - MARGIN:
+            faults.append(f"{case.shape} with {case.tokens} tokens runs at {ratio:.2f} of vLLM's speed")
+    means = {size: geometric_mean(found) for size, found in ratios.items()}
+    faults += [
+        f"{size} sizes run at {mean:.2f} of vLLM's speed, which is no gain"
+        for size, mean in means.items()
+        if mean <= 1 + MARGIN
+    ]
+    least = min((ratio for found in ratios.values() for ratio in found), default=None)
+    return Verdict(op, device, vllm, "loss" if faults else "gain", means, least, "; ".join(faults))
+
+
+#: Error over SDPA's, share of the copy bandwidth (decode, operations), and FLOP/s of FlashAttention 3 by ours.
+ERROR = 2.0
+DECODE_SHARE = 0.6
+OPS_SHARE = 0.8
+#: Bytes that a launch has to move to be held to the bandwidth of memory: more than twice the 60 MiB of an H200's L2.
+OPS_BYTES = 128 << 20
+FA3_FACTOR = 3.0
+
+
+@dataclass(frozen=True)
+class Goal:
+    """One sentence, how many of the figures behind it meet it, and the one that is furthest from it.
+
+    ``met`` is None where nothing was measured that could say, or where there is no such goal and ``worst`` says why.
+    """
+
+    text: str
+    met: bool | None
+    count: int
+    total: int
+    worst: str
+
+
+def goal_table(results: Mapping[str, Any]) -> list[str]:
+    """The goals as a table."""
+    rows = []
+    for goal in goals(results):
+        met = NONE if goal.met is None else "yes" if goal.met else "**no**"
+        rows.append([goal.text, met, f"{goal.count} of {goal.total}" if goal.total else NONE, goal.worst])
+    return table(["goal", "met", "figures that meet it", "furthest from it"], rows)
+
+
+def goals(results: Mapping[str, Any]) -> list[Goal]:
+    return list(_attention(results) if results["kind"] == "attention" else _ops(results))
+
+
+def _goal(text: str, figures: Sequence[tuple[float, float, str]], missing: int = 0) -> Goal:
+    """A goal from (figure, least figure that meets it, what it is of); higher figures are better.
+
+    Args:
+        missing: cases without a figure: the goal is then not met, but for one that no case speaks of.
+    """
+    if not figures:
+        return Goal(text, None, 0, missing, "not measured")
+    count = sum(figure >= least for figure, least, _ in figures)
+    figure, _, what = min(figures, key=lambda one: one[0] / one[1])
+    total = len(figures) + missing
+    return Goal(text, count == total, count, total, f"{what}: {figure:.2f}")
+
+
+def _attention(results: Mapping[str, Any]) -> Iterator[Goal]:
+    wanted = (*attention.PREFILL, *attention.DECODE)
+    measured = [(case, cell) for case in wanted if (cell := find(results, attention.OURS, case.key)) is not None]
+    yield _goal(
+        f"error within {ERROR:g} times SDPA's (figure: SDPA's by ours)",
+        [(1 / max(cell["error_ratio"], 1e-9), 1 / ERROR, case.key) for case, cell in measured],
+        len(wanted) - len(measured),
+    )
+    decode = [(case, cell) for case, cell in measured if case.kind == "decode"]
+    yield _goal(
+        f"decode and verification at {DECODE_SHARE:.0%} of the copy bandwidth or more",
+        [(case.kv_bytes / cell["seconds"] / bandwidth(results, cell), DECODE_SHARE, case.key) for case, cell in decode],
+        len(attention.DECODE) - len(decode),
+    )
+    for rival in (attention.FLEX, attention.SDPA, attention.SDPA_REPEATED):
+        yield _goal(
+            f"prefill not slower than {rival} (figure: its time by ours)",
+            [
+                (theirs["seconds"] / cell["seconds"], 1.0, case.key)
+                for case, cell in measured
+                if case.kind == "prefill" and (theirs := find(results, rival, case.key)) is not None
+            ],
+        )
+    for rival in (attention.FA3, attention.FA3_CONTIGUOUS):
+        figures = []
+        for case, narrow in zip(attention.PREFILL, attention.PREFILL_256, strict=True):
+            ours, theirs = find(results, attention.OURS, case.key), find(results, rival, narrow.key)
+            if ours is not None and theirs is not None:
+                speeds = (case.flops / ours["seconds"], narrow.flops / theirs["seconds"])
+                figures.append((speeds[0] / speeds[1], 1 / FA3_FACTOR, case.key))
+        yield _goal(f"prefill FLOP/s within {FA3_FACTOR:g} times those of {rival} at head size 256", figures)
+
+
+def _ops(results: Mapping[str, Any]) -> Iterator[Goal]:
+    for op in ops.OPS:
+        text = f"{op} at {OPS_SHARE:.0%} of the copy bandwidth"
+        if op in ops.NOT_BY_MEMORY:
+            yield Goal(text, None, 0, 0, f"no goal: {ops.NOT_BY_MEMORY[op]}")
+        else:
+            large = [case for case in ops.CASES.values() if case.op == op and case.bytes_moved >= OPS_BYTES]
+            figures = [
+                (case.bytes_moved / cell["seconds"] / bandwidth(results, cell), OPS_SHARE, case.key)
+                for case in large
+                if (cell := find(results, ops.OURS, case.key)) is not None
+            ]
+            yield _goal(f"{text}, from {OPS_BYTES >> 20} MiB on", figures, len(large) - len(figures))
+        right = [
+            (float(cell["mismatch"] is None), 1.0, case.key)
+            for case in ops.CASES.values()
+            if case.op == op and (cell := find(results, ops.OURS, case.key)) is not None
+        ]
+        yield _goal(f"{op} agrees with its reference", right)
+
+
+#: Bytes of keys and values below which a plain copy too is far from the bandwidth of a large one.
+SMALL_BYTES = 32 << 20
+#: Rows that share a key: from here on the products of a key cost more than its way from memory.
+MANY_ROWS = 128
+
+
+@dataclass(frozen=True)
+class Miss:
+    """One shape below `DECODE_SHARE`.
+
+    Attributes:
+        share: of the large copy's bandwidth.
+        copy_share: the same of a copy that moves as many bytes; None where it was not measured.
+        speed: FLOP/s.
+        needed: FLOP/s at `DECODE_SHARE` of the bandwidth.
+    """
+
+    case: attention.AttentionCase
+    share: float
+    copy_share: float | None
+    speed: float
+    needed: float
+
+
+@dataclass(frozen=True)
+class Misses:
+    """Every shape that misses, in one of three groups: the first that fits.
+
+    Attributes:
+        small: keys and values are fewer than `SMALL_BYTES`.
+        arithmetic: `MANY_ROWS` rows or more share a key.
+        rest: neither.
+        prefill: the most FLOP/s of the same kernel in a prefill: what its arithmetic can do. None if not measured.
+    """
+
+    small: tuple[Miss, ...]
+    arithmetic: tuple[Miss, ...]
+    rest: tuple[Miss, ...]
+    prefill: float | None
+
+
+def rows(case: attention.AttentionCase) -> int:
+    """Rows of the score matrix that share a key."""
+    return case.query * case.heads // case.kv_heads
+
+
+def misses(results: Mapping[str, Any]) -> Misses:
+    found = [miss for case in attention.DECODE if (miss := _miss(results, case)) is not None]
+    small = tuple(one for one in found if one.case.kv_bytes < SMALL_BYTES)
+    arithmetic = tuple(one for one in found if one not in small and rows(one.case) >= MANY_ROWS)
+    rest = tuple(one for one in found if one not in small and one not in arithmetic)
+    speeds = [
+        case.flops / cell["seconds"]
+        for case in attention.PREFILL
+        if (cell := find(results, attention.OURS, case.key)) is not None
+    ]
+    return Misses(small, arithmetic, rest, max(speeds, default=None))
+
+
+def _miss(results: Mapping[str, Any], case: attention.AttentionCase) -> Miss | None:
+    cell = find(results, attention.OURS, case.key)
+    if cell is None:
+        return None
+    copy = bandwidth(results, cell)
+    share = case.kv_bytes / cell["seconds"] / copy
+    if share >= DECODE_SHARE:
+        return None
+    same = None if cell["copy_seconds"] is None else case.kv_bytes / cell["copy_seconds"] / copy
+    needed = case.flops / (case.kv_bytes / (DECODE_SHARE * copy))
+    return Miss(case, share, same, case.flops / cell["seconds"], needed)

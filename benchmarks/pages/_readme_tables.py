@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables within pages that are written by hand: what a feature costs (docs/nwor.md), what a start takes (README.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from vllm_hwplugin_lab.bench import SHAPES, STOCK_OF, host_line, rows
+
+from ._read import Found
+from ._text import paragraph, table
+
+#: Side with the feature -> the plugin without it, and their runner.
+_COST_SIDES = {"patched": ("plugin", "V1"), "mrv2-patched": ("mrv2-plugin", "V2")}
+_COST_NAMES = ["vLLM", "target", "drafts", "model runner", "batch", "ms a step without", "with", "longer by"]
+_COST_HOW = (
+    "Times are those of the best round, the median one in brackets; sides took turns, each engine's core in a process "
+    "of its own. Both have the plugin as it is by default, but for this feature."
+)
+_START_RUNNERS = {"stock": "V1", "mrv2": "V2"}
+_START_NAMES = ["vLLM", "target", "drafts", "model runner", "KV blocks", "first start, s", "later start, s"]
+_START_HOW = (
+    "Stock → with the plugin, at vLLM's own memory share, requests at once and capture sizes. A later start is alone "
+    "on the device, with filled caches. The first ones were made at one time, and say what it takes beside others."
+)
+
+
+def costs(files: Sequence[Found]) -> str:
+    """A feature that is no speed feature: a table of all files, and what they are of."""
+    measured = (paragraph(f"`{file.name}`: {file.source}. {host_line(file.results)}") for file in files)
+    return "\n\n".join(["\n".join(table(_COST_NAMES, _costs(files))), paragraph(_COST_HOW), *measured])
+
+
+def starts(files: Sequence[Found]) -> str:
+    """What the plugin adds to the start of an engine, and takes of its KV cache."""
+    if not files:
+        return "What a start with the plugin takes longer was not measured."
+    measured = (
+        paragraph(f"`{file.name}`: {file.source}. Later starts of each side: {file.results['settings']['rounds']}.")
+        for file in files
+    )
+    return "\n\n".join(["\n".join(table(_START_NAMES, _starts(files))), paragraph(_START_HOW), *measured])
+
+
+def _case(file: Found, case: Mapping[str, Any], runner: str) -> list[str]:
+    return [file.vllm, SHAPES[case["shape"]].title, f"{case['method']} k={case['k']}", runner]
+
+
+def _costs(files: Sequence[Found]) -> Iterator[list[str]]:
+    for file, row in ((one, row) for one in files for row in rows(one.results)):
+        for side, (other, runner) in _COST_SIDES.items():
+            found, without = row.sides.get(side), row.sides.get(other)
+            if found is None or without is None or row.ratio(side, other) is None:
+                continue
+            ends = [(without["step_ms"][end], found["step_ms"][end]) for end in ("best", "median")]
+            before, after = (f"{best:.2f} ({median:.2f})" for best, median in zip(*ends, strict=True))
+            longer = [f"{with_it / less - 1:+.1%}" for less, with_it in ends]
+            yield [*_case(file, row.case, runner), str(row.batch), before, after, f"{longer[0]} ({longer[1]})"]
+
+
+def _starts(files: Sequence[Found]) -> Iterator[list[str]]:
+    for file, case in ((one, case) for one in files for case in one.results["cases"]):
+        for patched, stock in STOCK_OF.items():
+            before, after = (_best(case["sides"].get(side)) for side in (stock, patched))
+            if before is None or after is None:
+                continue
+            blocks = [one["num_gpu_blocks"] for one in (before, after)]
+            yield [
+                *_case(file, case, _START_RUNNERS[stock]),
+                f"{blocks[0]} → {blocks[1]} ({blocks[1] / blocks[0] - 1:+.1%})",
+                f"{before['first']:.0f} → {after['first']:.0f}",
+                f"{before['seconds']:.1f} → {after['seconds']:.1f}",
+            ]
+
+
+def _best(side: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """The shortest start alone, with the seconds of the first one; None where an engine did not start."""
+    if side is None or not side["alone"] or any(one["error"] for one in (side["first_together"], *side["alone"])):
+        return None
+    best: Mapping[str, Any] = min(side["alone"], key=lambda one: one["seconds"])
+    return {**best, "first": side["first_together"]["seconds"]}
