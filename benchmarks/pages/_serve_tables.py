@@ -50,6 +50,9 @@ def _chapter(file: Found) -> Iterator[str]:
         columns = ["k", "at once", "a second", "side", "tok/s", "by stock", *names, "acceptance"]
         yield from table(columns, _rows(file.results, temperature))
         yield ""
+        if steps := list(_steps(file.results, temperature)):
+            yield from table(["k", "at once", "a second", "side", "fast path", "steps", "served", "others"], steps)
+            yield ""
 
 
 def _missing(results: Mapping[str, Any]) -> Iterator[str]:
@@ -96,22 +99,34 @@ def _spread(results: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _rows(results: Mapping[str, Any], temperature: float) -> Iterator[list[str]]:
+    for key, found in _loads(results, temperature):
+        for side in SIDE_NAMES:
+            if side in found:
+                yield [*key, SIDE_NAMES[side], *_figures(found[side], found.get(STOCK_OF.get(side, "")))]
+
+
+def _steps(results: Mapping[str, Any], temperature: float) -> Iterator[list[str]]:
+    """How many steps each fast path of the plugin served, and why vLLM's own way was taken in the others."""
+    for key, found in _loads(results, temperature):
+        for side in SIDE_NAMES:
+            for path, outcomes in ((found.get(side) or {}).get("paths") or {}).items():
+                steps = sum(outcomes.values())
+                shares = {outcome: f"{count / steps:.0%}" for outcome, count in outcomes.items() if count}
+                served = shares.pop("served", "0%")
+                others = ", ".join(f"{outcome} {share}" for outcome, share in shares.items())
+                yield [*key, SIDE_NAMES[side], path, str(steps), served, others]
+
+
+def _loads(results: Mapping[str, Any], temperature: float) -> Iterator[tuple[list[str], Mapping[str, Any]]]:
+    """Each load that some side has measured: what it is, as the first cells of a row, and it by side."""
     for case in results["cases"]:
         first, *_ = case["sides"].values()
-        for name, load in first["loads"].items():
+        for name in first["loads"]:
             found = {side: entry["loads"][name] for side, entry in case["sides"].items()}
-            known = [one for one in (load, *found.values()) if one is not None]
-            if not known or known[0]["temperature"] != temperature:
-                continue
-            for side in SIDE_NAMES:
-                if side in found:
-                    yield [
-                        str(case["k"]),
-                        str(known[0]["concurrency"] or "all"),
-                        f"{known[0]['request_rate']:g}" if known[0]["request_rate"] else NOT_MEASURED,
-                        SIDE_NAMES[side],
-                        *_figures(found[side], found.get(STOCK_OF.get(side, ""))),
-                    ]
+            known = next((one for one in found.values() if one is not None), None)
+            if known is not None and known["temperature"] == temperature:
+                rate = f"{known['request_rate']:g}" if known["request_rate"] else NOT_MEASURED
+                yield [str(case["k"]), str(known["concurrency"] or "all"), rate], found
 
 
 def _figures(load: Mapping[str, Any] | None, stock: Mapping[str, Any] | None) -> list[str]:

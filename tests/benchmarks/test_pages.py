@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from benchmarks.pages import ResultsError, outdated, pages
+from benchmarks.pages import RESULTS, ResultsError, outdated, pages
 from vllm_hwplugin_lab.bench import read_results, rows
 
 ENGINES = "benchmarks/results/engines-h200-vllm-0.26.0-eagle3-0.6b.json"
@@ -122,6 +122,18 @@ def test_a_side_that_failed_half_way_is_said_and_is_no_gain(tree):
     assert key not in table_of(made["README.md"])
     # The other runner's sides have all their rounds.
     assert ("0.26.0", "V2", *key[2:]) in table_of(made["README.md"])
+
+
+def test_the_steps_of_a_load_are_shown_where_the_file_has_them(tree):
+    name = "serve-h200-vllm-0.26.0-eagle3-tiny.json"
+    results = read_results((RESULTS / name).read_text())
+    sides = results["cases"][0]["sides"]
+    load = next(iter(sides["patched"]["loads"]))
+    sides["patched"]["loads"][load]["paths"] = {"v1-draft-phase drafting": {"prompt": 20, "served": 60, "moved": 0}}
+    (tree / "benchmarks" / "results" / name).write_text(json.dumps(results))
+    lines = pages(tree)["benchmarks/results/serve.md"].splitlines()
+    (line,) = [line for line in lines if "v1-draft-phase" in line]
+    assert line.endswith("| patched | v1-draft-phase drafting | 80 | 75% | prompt 25% |")
 
 
 def test_a_wrong_answer_and_a_cell_without_a_figure_are_said(tree):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import re
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -226,3 +227,20 @@ def test_a_shapes_text_has_its_tokens_again(tmp_path):
     _shapes.write_tokenizer(tmp_path, 50)
     assert (tmp_path / "tokenizer.json").stat().st_mtime_ns == before
     assert json.loads((tmp_path / "tokenizer_config.json").read_text())["tokenizer_class"] == "PreTrainedTokenizerFast"
+
+
+@pytest.mark.parametrize("version", ["0.20.0", "0.26.0", "0.33.0"])
+def test_vllm_has_what_is_asked_of_its_client_and_server(vllm_tree, version):
+    tree = vllm_tree(version)
+    client = tree.read("vllm/benchmarks/serve.py")
+    assert "async def main_async(args: argparse.Namespace)" in client
+    assert "input_requests = get_samples(args, tokenizer)" in client
+    for name in ("duration", "input_lens", "output_lens", "start_times", "ttfts", "itls", "errors"):
+        assert f'"{name}"' in client
+    data = tree.read("vllm/benchmarks/datasets/datasets.py") or tree.read("vllm/benchmarks/datasets.py")
+    assert re.search(r"prompt: .*\n    prompt_len: int\n    expected_output_len: ", data)
+    settings = ["backend", "endpoint", "num-prompts", "request-rate", "max-concurrency", "temperature", "ignore-eos"]
+    settings += ["dataset-name", "random-input-len", "random-output-len", "random-range-ratio", "seed", "disable-tqdm"]
+    assert [one for one in [*settings, "save-detailed"] if f'"--{one}"' not in client + data] == []
+    routers = [tree.read(f"vllm/entrypoints/serve/{at}rpc/api_router.py") for at in ("", "dev/")]
+    assert any('@router.post("/collective_rpc")' in text for text in routers if text)
