@@ -19,7 +19,7 @@ import pytest
 _CPUINFO = Path("/proc/cpuinfo")
 # Without AVX-512, vLLM has slower kernels for the CPU.
 _FAST = _CPUINFO.exists() and "avx512f" in _CPUINFO.read_text()
-BUDGETS = {"make test": 2 * 60 * (8 if _FAST else 10), "all": 4500 if _FAST else 8000}
+BUDGETS = {"make test": 2 * 60 * (8 if _FAST else 10), "all": 3200 if _FAST else 5700}
 #: Of the loop in `slowness`, on the processor that the budgets were set on.
 _LOOP = 0.05
 #: Of a test that is neither marked `smoke` nor `slow`.
