@@ -25,59 +25,6 @@ def conflicts_of(catalog: Catalog, source: Memory) -> list[Conflict]:
     return conflicts
 
 
-def test_applies() -> None:
-    verdict = evaluate(ONE, Memory({PATH: ALPHA, OTHER: BETA}))
-    assert (verdict.feature, verdict.version, verdict.status) == ("one", "0.32.0", Status.APPLIES)
-    assert [(hunk.path, hunk.hunk_index, hunk.status) for hunk in verdict.hunks] == [
-        (PATH, 1, "exact"),
-        (PATH, 2, "exact"),
-        (OTHER, 1, "exact"),
-    ]
-    assert verdict.exact
-
-
-def test_moved_is_not_exact() -> None:
-    verdict = evaluate(ONE, Memory({PATH: ALPHA, OTHER: "new\n" + BETA}))
-    assert verdict.status is Status.APPLIES
-    assert not verdict.exact
-    assert [hunk.offset for hunk in verdict.hunks] == [0, 0, 1]
-
-
-def test_drifted() -> None:
-    """One line of context is enough; the reason names the hunk, its diff and the nearest place."""
-    verdict = evaluate(ONE, Memory({PATH: ALPHA.replace("line 13\n", "LINE 13\n"), OTHER: BETA}))
-    assert verdict.status is Status.DRIFTED
-    assert verdict.reason == f"hunk 2 of {PATH} (test.diff) not found; nearest at line 12, 86% alike"
-    assert not verdict.exact
-
-
-def test_ambiguous_is_drift() -> None:
-    two = changes("line 10\n", "line ten\n")
-    verdict = evaluate(two, Memory({PATH: "new\n" + ALPHA + ALPHA}))
-    assert verdict.status is Status.DRIFTED
-    assert [hunk.found_at for hunk in verdict.hunks] == [(8, 28)]
-
-
-def test_out_of_order_is_drift() -> None:
-    swapped = ALPHA[ALPHA.index("line 11\n") :] + ALPHA[: ALPHA.index("line 11\n")]
-    verdict = evaluate(feature(file_diff(ALPHA, CHANGED)), Memory({PATH: swapped}))
-    assert verdict.status is Status.DRIFTED
-    assert verdict.reason == f"hunk 2 of {PATH} (test.diff) found at line 2, before the hunk that precedes it"
-
-
-def test_target_missing() -> None:
-    verdict = evaluate(ONE, Memory({PATH: ALPHA}))
-    assert (verdict.status, verdict.reason) == (Status.TARGET_MISSING, f"vLLM has no {OTHER}")
-
-
-def test_upstream_is_all_or_nothing() -> None:
-    after = {PATH: CHANGED, OTHER: BETA.replace("row 9\n", "row nine\n")}
-    assert evaluate(ONE, Memory(after)).status is Status.UPSTREAM
-    partly = evaluate(ONE, Memory(after | {OTHER: BETA}))
-    assert partly.status is Status.DRIFTED
-    assert partly.reason == f"hunk 1 of {PATH}, hunk 2 of {PATH}: in this vLLM already, but the others are not"
-
-
 def test_own_hunks_in_conflict() -> None:
     """Two diffs of one feature that change one line."""
     twice = feature(
@@ -85,13 +32,6 @@ def test_own_hunks_in_conflict() -> None:
     )
     verdict = evaluate(twice, Memory())
     assert (verdict.status, verdict.reason) == (Status.CONFLICT, f"two of its own hunks change {PATH} at lines 3 to 3")
-
-
-def test_diffs_of_one_feature_may_share_a_file() -> None:
-    split = feature(
-        file_diff(ALPHA, ALPHA.replace("line 3\n", "x\n")), file_diff(ALPHA, ALPHA.replace("line 5\n", "y\n"))
-    )
-    assert evaluate(split, Memory()).status is Status.APPLIES
 
 
 def test_not_needed_reads_nothing() -> None:
@@ -108,11 +48,6 @@ def test_unlisted(version: str) -> None:
     source = Memory({PATH: ALPHA, OTHER: BETA}, version=version)
     assert evaluate(ONE, source).status is Status.UNLISTED
     assert fit(ONE, Texts(source)).edits == {}
-
-
-@pytest.mark.parametrize("version", ["0.33.0", "0.20.0+cu129", "0.33", "0.33.00", "v0.33.0", "0.33.0+CU130"])
-def test_listed(version: str) -> None:
-    assert evaluate(ONE, Memory({PATH: ALPHA, OTHER: BETA}, version=version)).status is Status.APPLIES
 
 
 def test_a_version_that_is_spelt_out_is_listed() -> None:
@@ -182,11 +117,6 @@ def test_conflict_names_both_the_file_and_the_lines() -> None:
 def test_insertions_at_one_point_are_in_conflict() -> None:
     catalog = Catalog((changes("line 10\n", "line 10\nx\n", "a"), changes("line 11\n", "y\nline 11\n", "b")))
     assert [conflict.lines for conflict in conflicts_of(catalog, Memory())] == [(11, 11)]
-
-
-def test_shared_context_is_no_conflict() -> None:
-    catalog = Catalog((changes("line 10\n", "ten\n", "a"), changes("line 11\n", "eleven\n", "b")))
-    assert conflicts_of(catalog, Memory()) == []
 
 
 def test_only_what_applies_can_be_in_conflict() -> None:
