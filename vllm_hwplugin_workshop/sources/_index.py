@@ -143,11 +143,9 @@ class Index:
         try:
             return choose(project, version, self._releases(project))
         except IndexUnreachable as error:
-            kept = map(parse_release, [folder.name for folder in self.cache.glob("*.whl")])
+            kept = [] if online else map(parse_release, [folder.name for folder in self.cache.glob("*.whl")])
             own = [one for one in kept if one is not None and one.project == canonicalize_name(project)]
             try:
-                if online:
-                    raise
                 found = choose(project, version, own)
             except SourceError:
                 raise error from None
