@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import pytest
 
+from vllm_hwplugin_lab.bench import rounds_entry
 from vllm_hwplugin_lab.cli.demo import CONFIGURATIONS, WORKLOAD
 
 pytestmark = pytest.mark.engine
@@ -87,7 +88,7 @@ def test_doctor_shows_the_norm_live_and_no_platform_class_in_the_dflash_engine(d
 def test_engine_core_and_worker_in_processes_of_their_own_are_patched_but_for_what_is_off(engine):
     off = ("VLLM_HWPLUGIN_DFLASH_FULL_GRAPH", "off")
     outcome = engine("DFlash patched", 8, 48, (("VLLM_ENABLE_V1_MULTIPROCESSING", "1"), off))
-    assert outcome.summary(WORKLOAD)["drafts"] == pytest.approx(PLAIN_TORCH, abs=NEAR_TIES)
+    assert rounds_entry(outcome, WORKLOAD)["drafts"] == pytest.approx(PLAIN_TORCH, abs=NEAR_TIES)
     assert {"parent", "engine-core", "worker"} <= {r["role"] for r in outcome.records}
     assert {r["features"]["dflash-context-norm"]["state"] for r in outcome.records} == {"live"}
     assert {r["features"]["dflash-full-graph"]["state"] for r in outcome.records} == {"off"}

@@ -40,6 +40,7 @@ from ._results import (
     provenance,
     read_results,
     results_text,
+    rounds_entry,
     stopped,
 )
 from ._session import TimeLimit
@@ -128,6 +129,7 @@ __all__ = [
     "read_results",
     "rest_between_turns",
     "results_text",
+    "rounds_entry",
     "rows",
     "run_child",
     "shapes_folder",

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -84,28 +83,6 @@ class Outcome:
         """What the engine said when it stood: seconds, device, versions; empty when it never did."""
         found = self.of("ready")
         return found[0] if found else {}
-
-    def summary(self, workload: str) -> dict[str, Any] | None:
-        """The rounds of one workload as one row; None when none was measured."""
-        rounds = self.of("measured", workload)
-        if not rounds:
-            return None
-        speeds = [r["tokens"] / r["seconds"] for r in rounds]
-        steps = sum(r["steps"] for r in rounds)
-        drafts = sum(r["drafts"] for r in rounds)
-        accepted = [sum(column) for column in zip(*(r["accepted_per_position"] for r in rounds), strict=True)]
-        row: dict[str, Any] = {
-            "rounds": len(rounds),
-            "tokens_per_second": {"best": max(speeds), "median": statistics.median(speeds), "all": speeds},
-            "step_ms": 1e3 * sum(r["seconds"] for r in rounds) / steps if steps else None,
-            "steps": steps,
-            "drafts": drafts,
-            "acceptance_per_position": [a / drafts for a in accepted] if drafts else [],
-            "acceptance_length": acceptance_length(drafts, accepted),
-        }
-        for profile in self.of("profiled", workload):
-            row["profile"] = {k: v for k, v in profile.items() if k not in ("event", "workload")}
-        return row
 
     def texts(self, workload: str) -> list[list[int]] | None:
         for r in self.of("measured", workload):

@@ -11,8 +11,6 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from vllm_hwplugin.cli.output import STANDARD_OUTPUT, write_text
-
 from ..bench import (
     METHODS,
     NOT_MEASURED,
@@ -28,7 +26,6 @@ from ..bench import (
     find_checkpoints,
     load_prompts,
     possible_sides,
-    results_text,
     shapes_folder,
 )
 from ..bench import serve as serving
@@ -41,7 +38,6 @@ from ._sides import (
     UtilizationOption,
     VllmEnvOption,
     asked_sides,
-    conclude,
     progress,
 )
 
@@ -214,11 +210,7 @@ def serve(
                 add=add,
             ):
                 break
-    if json_file == STANDARD_OUTPUT:
-        write_text(results_text(results), json_file)
-    measured = _show(results, console)
-    turns.write()
-    conclude(results["cases"], console, measured=measured)
+    turns.end(console, _show)
 
 
 def _show(results: Mapping[str, Any], console: Console) -> bool:

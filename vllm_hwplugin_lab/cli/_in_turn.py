@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rich.console import Console
 from rich.progress import Progress
 
 from vllm_hwplugin.cli.output import STANDARD_OUTPUT, OutputError, write_text
@@ -23,7 +24,7 @@ from ..bench import (
     stopped,
 )
 from ._options import JsonFile
-from ._sides import advance, show_failure
+from ._sides import advance, conclude, show_failure
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,19 @@ class InTurn:
         """
         if self.json_file is not None and self.json_file != STANDARD_OUTPUT:
             write_text(results_text(self.results), self.json_file)
+
+    def end(self, console: Console, show: Callable[[Mapping[str, Any], Console], bool]) -> None:
+        """Write and show the results, and end the command by what failed.
+
+        Args:
+            console: for a reader.
+            show: prints the results; whether they hold a figure.
+        """
+        if self.json_file == STANDARD_OUTPUT:
+            write_text(results_text(self.results), self.json_file)
+        measured = show(self.results, console)
+        self.write()
+        conclude(self.results["cases"], console, measured=measured)
 
     def measure(
         self,

@@ -1,27 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
 """``vllm-hwplugin bench``: stock and patched vLLM on both model runners, alive together and measured in turn.
 
-Each side's engine runs as users run it, its core in a process of its own.
+Each side's engine runs as users run it, its core in a process of its own. With ``--profile FOLDER`` it is in its
+caller's, where its objects can be looked at: looking costs time, so these are no figures to compare sides by.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.table import Table
 
-from vllm_hwplugin.cli.output import STANDARD_OUTPUT, write_text
+from vllm_hwplugin.cli.output import OutputError
 
 from ..bench import (
+    ENGINE,
     METHODS,
+    SERVING,
     SHAPES,
     TINY,
+    Job,
     Settings,
     TimeLimit,
     add_case,
+    add_phases,
     cases,
     check,
     detect_host,
@@ -29,15 +37,17 @@ from ..bench import (
     host_line,
     job_for,
     load_prompts,
+    new_phases,
     new_results,
     of_workloads,
     possible_sides,
-    results_text,
+    profiled,
     rows,
     shapes_folder,
+    shown_phases,
     table,
 )
-from . import _bench_kernels, _bench_profile
+from . import _bench_kernels
 from ._bench_serve import serve
 from ._in_turn import InTurn
 from ._options import JsonFile, console_for, known, pairs, runs
@@ -48,7 +58,6 @@ from ._sides import (
     UtilizationOption,
     VllmEnvOption,
     asked_sides,
-    conclude,
     progress,
 )
 from ._soak import soak
@@ -138,31 +147,80 @@ def measure(
     check(planned, host, sides)
     console.print(f"vLLM {host.vllm} on {host.name} ({host.device}), torch {host.torch}", highlight=False)
     if profile is not None:
-        _bench_profile.profile(planned, settings, host, checkpoints, profile, json_file, console, timeout, limit)
-        return
-    results = new_results(host, settings)
-    folder = shapes_folder()
+        _make(profile)
+    results = new_results(host, settings) if profile is None else new_phases(host, settings)
+    shapes = shapes_folder()
     with progress(console) as bar:
-        turns = InTurn(bar, results, json_file, settings.rounds, timeout, limit)
+        module, answer = (SERVING, "measured") if profile is None else (ENGINE, "phases")
+        turns = InTurn(bar, results, json_file, settings.rounds, timeout, limit, module)
         for case in planned:
-            jobs = {s: job_for(case, s, settings, host, checkpoints, folder, own_process=True) for s in sides}
+            jobs = {
+                one: job_for(case, one, settings, host, checkpoints, shapes, own_process=profile is None)
+                for one in sides
+            }
+            add = partial(add_case, results, case, settings)
+            if profile is not None:
+                jobs = {one: _with_traces(job, profile) for one, job in jobs.items()}
+                add = partial(add_phases, results, case)
             if not turns.measure(
                 jobs,
-                of_workloads(jobs),
+                of_workloads(jobs, answer),
                 label=case.label,
                 total=sum(1 + job.measurements for job in jobs.values()),
                 at_once=host.device != "cpu",
-                add=partial(add_case, results, case, settings),
+                add=add,
             ):
                 break
-    if json_file == STANDARD_OUTPUT:
-        write_text(results_text(results), json_file)
+    turns.end(console, _show if profile is None else _show_phases)
+
+
+def _show(results: Mapping[str, Any], console: Console) -> bool:
     measured = any(side is not None for row in rows(results) for side in row.sides.values())
     if measured:
         console.print(table(results))
         console.print(host_line(results), highlight=False)
-    turns.write()
-    conclude(results["cases"], console, measured=measured)
+    return measured
+
+
+def _show_phases(results: Mapping[str, Any], console: Console) -> bool:
+    for entry in results["engines"]:
+        console.print(_phase_table(entry))
+    return bool(results["engines"])
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputError(f"{folder}: cannot be made ({error.strerror}); name another folder") from error
+
+
+def _with_traces(job: Job, folder: Path) -> Job:
+    name = job.label.replace(" ", "-")
+    workloads = tuple(
+        dataclasses.replace(one, trace=str(folder.resolve() / f"{name}-batch-{one.batch}.json.gz"))
+        for one in job.workloads
+    )
+    return dataclasses.replace(job, workloads=workloads)
+
+
+def _phase_table(entry: Mapping[str, Any]) -> Table:
+    """Host microseconds of a step by phase; the parts of a phase stand below it."""
+    busy = entry["profile"].get("gpu_busy_ms")
+    gpu = f", GPU busy {busy:.2f} ms" if busy else ""
+    title = f"{entry['shape']} {entry['method']} k={entry['k']}, {entry['side']}, batch {entry['batch']}"
+    launches = ", ".join(
+        f"{profiled(entry, name)} {name.replace('_', ' ')} ({profiled(entry, f'draft_{name}')} to draft)"
+        for name in ("graph_launches", "kernel_launches")
+    )
+    caption = f"Of a step; own: what no row below says. {launches}, {profiled(entry, 'copies')} copies."
+    drawn = Table(title=f"{title}: {entry['step_ms']:.2f} ms a step{gpu}", caption=caption)
+    for name in ("phase", "calls", "us", "own us"):
+        drawn.add_column(name, justify="left" if name == "phase" else "right")
+    for one in shown_phases(entry["phases"]):
+        indented = "  " * (len(one.path) - 1) + one.path[-1]
+        drawn.add_row(indented, f"{one.calls:.2f}", f"{one.us:.0f}", f"{one.own:.0f}")
+    return drawn
 
 
 run = runs("bench", bench)

@@ -142,7 +142,7 @@ def compare(outcomes: Sequence[bench.Outcome], host: bench.Host) -> dict[str, An
     rows = []
     for outcome in outcomes:
         texts = outcome.texts(WORKLOAD)
-        summary = outcome.summary(WORKLOAD)
+        summary = bench.rounds_entry(outcome, WORKLOAD)
         speed = summary["tokens_per_second"]["best"] if summary and _is_timed(host.device) else None
         rows.append(
             {

@@ -38,6 +38,7 @@ def answer(job, texts=((5, 6), (7, 8)), drafts=4):
             "seconds": 2.0 / (1 + number),
             "tokens": 4,
             "steps": 4,
+            "host_us": 500.0,
             "drafts": drafts if accepted else 0,
             "accepted_per_position": accepted,
             **({"texts": [list(t) for t in texts]} if number == 0 else {}),
