@@ -29,9 +29,9 @@ from ..bench import (
     shapes_folder,
 )
 from ..bench import serve as serving
-from ._in_turn import InTurn
 from ._options import JsonFile, console_for, known, pairs
 from ._sides import (
+    InTurn,
     MoreSidesOption,
     PatchedEnvOption,
     TimeLimitOption,

@@ -49,9 +49,9 @@ from ..bench import (
 )
 from . import _bench_kernels
 from ._bench_serve import serve
-from ._in_turn import InTurn
 from ._options import JsonFile, console_for, known, pairs, runs
 from ._sides import (
+    InTurn,
     MoreSidesOption,
     PatchedEnvOption,
     TimeLimitOption,

@@ -23,7 +23,9 @@ def note(what):
         file.write(f"{job['label']} {what}\\n")
 
 note("starts")
-time.sleep(float(os.environ["START"]))
+until = time.monotonic() + 10
+while open(os.environ["SHARED"]).read().count("starts") < int(os.environ["BESIDE"]) and time.monotonic() < until:
+    time.sleep(0.02)
 say(event="ready", seconds=1.0)
 if job["steps"]:
     note("soaks")
@@ -49,8 +51,8 @@ def soaked(monkeypatch, tmp_path):
     monkeypatch.setattr(_launch.sys, "executable", str(wrapper))
     monkeypatch.setattr(journals, "read_all", list)
 
-    def run(*sides, at_once=True, dies="", start=0.0, **settings):
-        variables = {"SHARED": str(shared), "DIES": dies, "START": str(start)}
+    def run(*sides, at_once=True, dies="", beside=1, **settings):
+        variables = {"SHARED": str(shared), "DIES": dies, "BESIDE": str(beside)}
         jobs = {side: SoakJob(side, {}, variables, 4, steps=60) for side in sides}
         judge = SoakJob("judge", {}, variables, 4)
         return run_soak(jobs, judge, at_once=at_once, timeout=30, **settings), shared.read_text().splitlines()
@@ -63,7 +65,7 @@ TEXTS = [[[1], [2, 3]], [[4], [5, 6]], [[4], [5, 7]]]
 
 def test_all_engines_start_at_the_same_time_and_each_different_text_is_read_once(soaked):
     said = []
-    found, done = soaked("stock", "patched", "mrv2", start=0.5, on_event=lambda name, event: said.append(name))
+    found, done = soaked("stock", "patched", "mrv2", beside=4, on_event=lambda name, event: said.append(name))
     assert sorted(done[:4]) == ["judge starts", "mrv2 starts", "patched starts", "stock starts"]
     assert done[-1] == f"judge reads {json.dumps(TEXTS)}"
     assert {side: one.error for side, one in found.ended.items()} == dict.fromkeys(("stock", "patched", "mrv2"))

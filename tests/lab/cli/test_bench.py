@@ -10,7 +10,7 @@ import pytest
 
 from tests.program import program
 from vllm_hwplugin_lab.bench import Host, Outcome, read_results
-from vllm_hwplugin_lab.cli import _in_turn
+from vllm_hwplugin_lab.cli import _sides
 from vllm_hwplugin_lab.cli import bench as command
 
 GPU = Host("cuda", "NVIDIA H200", "580", "0.26.0", "2.11.0", "3.12.3", 16)
@@ -60,7 +60,7 @@ def run(monkeypatch, tmp_path):
             keep(found)
             return found
 
-        monkeypatch.setattr(_in_turn, "measure_in_turn", instead or in_turn)
+        monkeypatch.setattr(_sides, "measure_in_turn", instead or in_turn)
         monkeypatch.setattr(command, "detect_host", lambda: host)
         monkeypatch.setenv("COLUMNS", "200")
         result = program("bench", "--json", str(file), *arguments)

@@ -10,7 +10,7 @@ import pytest
 
 from tests.program import program
 from vllm_hwplugin_lab.bench import Host, Outcome, find_checkpoints
-from vllm_hwplugin_lab.cli import _bench_serve, _in_turn
+from vllm_hwplugin_lab.cli import _bench_serve, _sides
 
 pytest.importorskip("numpy")
 
@@ -62,7 +62,7 @@ def run(monkeypatch, tmp_path):
             keep(found)
             return found
 
-        monkeypatch.setattr(_in_turn, "measure_in_turn", in_turn)
+        monkeypatch.setattr(_sides, "measure_in_turn", in_turn)
         monkeypatch.setattr(_bench_serve, "detect_host", lambda: host)
         monkeypatch.setenv("COLUMNS", "200")
         command = ["bench", "serve", "--json", str(file), *arguments]
