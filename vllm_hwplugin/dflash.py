@@ -12,7 +12,7 @@ belongs to that one object, is in no field (vLLM's hash, a copy and a pickle do 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +20,6 @@ from typing import Any
 from vllm_hwplugin import gates, journal, patching
 from vllm_hwplugin.features import DFLASH_FULL_GRAPH, gate_of
 from vllm_hwplugin.journal import Journal
-from vllm_hwplugin.patching import Plan
 from vllm_hwplugin.spec_decode import dflash_config
 from vllm_hwplugin.spec_decode.dflash_config import DFlashConfigError
 from vllm_hwplugin.spec_decode.dflash_sizes import capture_sizes, describe, explain
@@ -76,9 +75,8 @@ def check_and_update_config(vllm_config: Any) -> None:
     entry = patching.install()
     with _faults_are_no_end(_CHECK):
         dflash_config.check(vllm_config)
-    plan = patching.current_plan()
-    if plan is not None:
-        _put_in_force(plan, entry)
+    # Normally all of them run patched: vLLM loads the plugin before it imports what the patches touch.
+    patching.force([name for name in entry.live if name.startswith(_FAMILIES)])
     with _faults_are_no_end(_DECISION):
         reason = _why_left(vllm_config, entry)
         if reason is None:
@@ -115,77 +113,6 @@ def _must_hold() -> bool:
     except gates.GateError:
         # Reported when the patches were to be put in force, and an error then if strictness was asked for.
         return False
-
-
-# -- patches ----------------------------------------------------------------------------------------------------------
-
-
-def separable(plan: Plan, features: Collection[str]) -> dict[str, tuple[str, ...]]:
-    """Modules that may stay stock while everything else is patched, and the features that are then off.
-
-    That is so where each feature of a module lives in it alone, and none of `features` requires one of them.
-
-    Args:
-        plan: what is in force.
-        features: the ids that are live.
-    """
-    modules: dict[str, set[str]] = {}
-    for file in plan.files.values():
-        for name in file.features:
-            modules.setdefault(name, set()).add(file.module)
-    needed = {name for live in features for name in plan.features[live].feature.requires}
-    return {
-        file.module: file.features
-        for file in plan.files.values()
-        if all(modules[name] == {file.module} and name not in needed for name in file.features)
-    }
-
-
-def _put_in_force(plan: Plan, entry: Journal) -> None:
-    """Swap modules that were imported stock, or say which feature cannot be had.
-
-    Normally there are none: vLLM loads the plugin before it imports what the patches touch.
-    """
-    live = [name for name in entry.live if name.startswith(_FAMILIES)]
-    modules = {file.module for file in plan.files.values() if not set(live).isdisjoint(file.features)}
-    alone = {module: features for module, features in separable(plan, entry.live).items() if module in modules}
-    together = sorted(modules - alone.keys())
-    try:
-        patching.verify(together, force=True)
-    except Exception as error:
-        stock = {found.module for found in patching.verify(together, force=False) if found.state == "stock"}
-        names = sorted({name for file in plan.files.values() if file.module in stock for name in file.features})
-        raise patching.InstallError(
-            f"DFlash cannot run with half of its patches ({', '.join(names)}): {error}; or run without them: "
-            f"{_gates_off(plan, names)}"
-        ) from error
-    for module, features in sorted(alone.items()):
-        try:
-            patching.verify([module], force=True)
-        except Exception as error:
-            _give_up(plan, entry, module, features, error)
-
-
-def _give_up(plan: Plan, entry: Journal, module: str, features: Collection[str], error: Exception) -> None:
-    """Count the features of a module that stays stock as off, unless one of them was asked for."""
-    strict = gates.read(gates.STRICT).flag
-    for name in features:
-        gate = plan.features[name].feature.gate
-        if strict or gates.read(gate).text == "on":
-            cause = f"{gates.STRICT}=1" if strict else f"{gate}=on"
-            raise patching.InstallError(
-                f"{cause}, but {name} cannot be live: {error}; or run without it: {_gates_off(plan, [name])}"
-            ) from error
-    # From here on the journal does not count them as live, so this is said once in a process.
-    entry.modules[module] = "stock"
-    for name in features:
-        entry.features[name] = {"state": "refused", "reason": str(error)}
-    journal.save()
-    logger.warning("%s: not live, vLLM runs stock there: %s", ", ".join(features), error)
-
-
-def _gates_off(plan: Plan, features: Collection[str]) -> str:
-    return " ".join(f"{plan.features[name].feature.gate}=off" for name in features)
 
 
 # -- capture sizes ----------------------------------------------------------------------------------------------------

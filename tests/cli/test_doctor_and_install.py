@@ -80,7 +80,7 @@ def _forget_version(project: Project) -> None:
 
 def _spoil(project: Project) -> None:
     diff = project.patches / BASE / "edit.diff"
-    diff.write_text(diff.read_text().replace("+    return triple(", "+    return triple(("))
+    diff.write_text(diff.read_text().replace("+    return mul(", "+    return mul(("))
 
 
 @pytest.mark.parametrize("change", [None, _drift, _tear, _age, _forget_version, _spoil])

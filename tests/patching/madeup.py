@@ -69,13 +69,13 @@ FILES = {
     "vllm/v1/pack/inner.py": "VALUE = 'inner'\n",
 }
 
-# What most tests patch: a function, a raising function, a method, a new function and a package.
+# What most tests patch: a function, a raising function, a method, a new import and a package.
 EDITS = {
     "vllm/v1/alpha.py": [
-        ("return value * 2", "return triple(value)"),
+        ("return value * 2", "return mul(value, 3)"),
         ('raise ValueError("stock")', 'raise ValueError("patched")'),
         ("return value + 1", "return value + 10"),
-        ("class Runner:", "def triple(value):\n    return value * 3\n\n\nclass Runner:"),
+        ("import os", "import os\nfrom operator import mul"),
     ],
     "vllm/v1/pack/__init__.py": [('"stock pack"', '"patched pack"')],
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from vllm_hwplugin.patching import (
     make_plan,
     render_diff,
 )
+from vllm_hwplugin.patching._swap import changed_bodies
 
 from ..conftest import versions
 
@@ -74,6 +76,26 @@ def test_the_plan_is_whole_and_compiles(vllm_tree: Callable[[str], Source], cata
         compile(file.text, path, "exec", dont_inherit=True)
     # A process reads the diffs of its own version only, which must settle the same.
     assert make_plan(load_catalog(version=version), source, {}).files == plan.files
+
+
+# Imported before the plugin wherever vLLM starts, and with `LLM()`.
+EARLY = {"vllm.v1.structured_output", "vllm.v1.metrics.loggers"}
+
+
+@every_version
+def test_what_is_imported_early_and_what_dflash_forces_needs_new_bodies_alone(
+    vllm_tree: Callable[[str], Source], catalog: Catalog, version: str
+) -> None:
+    source = vllm_tree(version)
+    plan = make_plan(catalog, source, {feature.gate: "on" for feature in catalog.features})
+    asked = [
+        file
+        for file in plan.files.values()
+        if file.module in EARLY or any(name.startswith(("dflash-", "draft-")) for name in file.features)
+    ]
+    assert {file.module for file in asked} > {"vllm.v1.spec_decode.dflash", "vllm.v1.metrics.loggers"}
+    for file in asked:
+        assert changed_bodies(ast.parse(source.read(file.path) or ""), ast.parse(file.text)), file.path
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")

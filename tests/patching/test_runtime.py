@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import subprocess
 import sys
@@ -97,7 +98,7 @@ def test_source_equals_the_running_code(patched: Project) -> None:
         import inspect, linecache, vllm.v1.alpha as alpha
         for _ in range(2):
             text = inspect.getsource(alpha)
-            assert "triple(value)" in inspect.getsource(alpha.double)
+            assert "mul(value, 3)" in inspect.getsource(alpha.double)
             assert "value + 10" in inspect.getsource(alpha.Runner.step)
             assert inspect.getsource(alpha.Runner) in text and "value + 10" in inspect.getsource(alpha.Runner)
             assert text == open(alpha.double.__code__.co_filename).read() == open(alpha.__file__).read()
@@ -142,7 +143,7 @@ def test_an_imported_module_is_patched_in_place(patched: Project, imported: str)
         assert record.modules["vllm.v1.alpha"] == "re-applied", record.modules
         assert (double(2), runner.step(1)) == (6, 11)
         import inspect, vllm.v1.alpha as alpha
-        assert "triple(value)" in inspect.getsource(double) and double is alpha.double
+        assert "mul(value, 3)" in inspect.getsource(double) and double is alpha.double
         """
     assert patched.run(code, CHECK).strip() == PATCHED
 
@@ -168,46 +169,88 @@ def test_a_feature_whose_module_cannot_be_swapped_is_refused_whole(project: Proj
     assert project.run(f"states = {states}", code) == "True\n"
 
 
-def test_verify_finds_and_repairs_a_module_that_another_finder_served(patched: Project) -> None:
+PAST = """
+    from importlib.machinery import PathFinder
+    record = install()
+    sys.meta_path.insert(0, PathFinder)
+    import vllm.v1.alpha as alpha
+    assert alpha.double(2) == 4
+    def state(name):
+        return record.features[name]["state"]
+    """
+
+
+def test_what_another_finder_served_is_found_and_patched_in_place(patched: Project) -> None:
     code = """
-        from importlib.machinery import PathFinder
-        install()
         verify = _runtime.verify
-        print([c.state for c in verify(force=False)])
-        sys.meta_path.insert(0, PathFinder)
-        import vllm.v1.alpha as alpha
-        assert alpha.double(2) == 4
-        print([c.state for c in verify(["vllm.v1.alpha"], force=False)])
-        print([c.state for c in verify(["made-up"])], alpha.double(2))
+        print([c.state for c in verify()], [c.state for c in verify(["vllm.v1.alpha"])])
+        _runtime.force(["made-up"])
+        print([c.state for c in verify(["made-up"])], alpha.double(2), record.modules["vllm.v1.alpha"])
         import vllm.v1.pack
         print([c.state for c in verify()], vllm.v1.pack.name())
+        _runtime.force(["made-up"])
         try:
             verify(["nonsense"])
         except KeyError:
             print("no such name")
         """
-    assert patched.run(code).splitlines() == [
-        "['pending', 'pending']",
-        "['stock']",
-        "['re-applied', 'pending'] 6",
+    assert patched.run(PAST, code).splitlines() == [
+        "['stock', 'pending'] ['stock']",
+        "['re-applied', 'pending'] 6 re-applied",
         "['re-applied', 'served'] patched pack",
         "no such name",
     ]
 
 
-def test_verify_with_force_refuses_what_cannot_be_repaired(project: Project) -> None:
-    project.feature("state", {"vllm/v1/alpha.py": [("LIMIT = 3", "LIMIT = 4")]})
+STATE = {"vllm/v1/alpha.py": [("LIMIT = 3", "LIMIT = 4")]}
+BODY = {"vllm/v1/beta.py": [("double(double(value))", "double(value)")]}
+
+
+def test_a_whole_feature_that_cannot_be_patched_in_place_is_given_up_alone(project: Project) -> None:
+    project.feature("state", STATE)
+    project.feature("other", BODY, gate=GATES[1])
+    project.feature(
+        "needs", {"vllm/v1/pack/__init__.py": EDITS["vllm/v1/pack/__init__.py"]}, gate=GATES[2], requires=["state"]
+    )
     code = """
-        from importlib.machinery import PathFinder
-        install()
-        sys.meta_path.insert(0, PathFinder)
-        import vllm.v1.alpha
-        try:
-            _runtime.verify(["state"])
-        except Exception as error:
-            print(type(error).__name__)
+        import vllm.v1.beta as beta, vllm.v1.pack as pack
+        for _ in range(2):
+            _runtime.force(["state", "other", "needs"])
+        print(state("state"), state("other"), state("needs"), alpha.LIMIT, beta.quadruple(1), pack.name())
+        print(list(record.modules.values()), record.features["state"]["reason"][:26])
+        _runtime._check_live()
         """
-    assert project.run(code) == "ReapplyRefused\n"
+    done = project.start(PAST, code)
+    assert done.stdout.splitlines() == [
+        "refused live refused 3 2 stock pack",
+        "['stock', 're-applied', 'stock'] vllm.v1.alpha was imported",
+    ]
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("state, needs: not live, vLLM runs stock there: vllm.v1.alpha was imported")
+    (written,) = (json.loads(path.read_text()) for path in project.cache.glob("records/*.json"))
+    assert written["features"]["state"]["state"] == "refused"
+
+
+@pytest.mark.parametrize("also", ["import vllm.v1.beta", "import vllm.v1.alpha"])
+def test_half_a_feature_is_always_an_error(project: Project, also: str) -> None:
+    """Its other module runs patched, or will: it is not imported yet."""
+    project.feature("state", {**STATE, **BODY})
+    code = f"sys.meta_path.remove(PathFinder); {also}; _runtime.force(['state'])"
+    last = project.start(PAST, code).stderr.splitlines()[-1]
+    for part in (
+        "state: only a part of it runs patched",
+        "vllm.v1.alpha was imported",
+        f"{GATES[0]}=off",
+    ):
+        assert part in last
+
+
+@pytest.mark.parametrize("variables", [{GATES[0]: "on"}, {"VLLM_HWPLUGIN_STRICT": "1"}])
+def test_a_feature_that_must_be_live_is_not_given_up(project: Project, variables: dict[str, str]) -> None:
+    project.feature("state", STATE)
+    last = project.start(PAST, "_runtime.force(['state'])", **variables).stderr.splitlines()[-1]
+    for part in ("InstallError: state: ", *variables, "vllm.v1.alpha was imported", f"{GATES[0]}=off"):
+        assert part in last
 
 
 def test_taking_it_back(patched: Project) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import textwrap
 
 from .madeup import EDITS, GATES, Project
 from .test_runtime import CHECK, STOCK
@@ -71,25 +70,13 @@ def test_an_error_after_code_was_swapped_takes_it_back_and_the_record_says_so(pa
 
 
 def test_where_the_second_of_two_imported_modules_takes_nothing_the_first_is_as_it_was(project: Project) -> None:
-    closed = """
-
-        class Closed(type):
-            def __setattr__(cls, name, value):
-                raise AttributeError("closed")
-
-
-        class Kept(metaclass=Closed):
-            def known(self):
-                return 1
-        """
-    project.write("vllm/v1/beta.py", project.read("vllm/v1/beta.py") + textwrap.dedent(closed))
-    method = "return 1\n\n    def added(self):\n        return 2"
-    project.feature("made-up", {**EDITS, "vllm/v1/beta.py": [("return 1", method)]})
+    fails = [("from vllm.v1.alpha import double", "from vllm.v1.alpha import double\nimport there_is_none")]
+    project.feature("made-up", {**EDITS, "vllm/v1/beta.py": fails})
     code = f"""
         import vllm.v1.beta
         record = install()
         assert (record.live, record.modules) == ((), {{}}), record
-        assert "AttributeError: closed" in record.error
+        assert "there_is_none" in record.features["made-up"]["reason"]
         assert not {FINDERS}
         """
     assert project.run(code, CHECK).strip() == STOCK

@@ -7,17 +7,14 @@ import ast
 import logging
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
-from vllm_hwplugin import dflash, journal, journals, patching
-from vllm_hwplugin.patching import Feature, FeatureState, PatchedFile, PatchingError, Plan, _runtime
+from vllm_hwplugin import dflash, journal, patching
 from vllm_hwplugin.spec_decode.dflash_config import DFlashConfigError
 from vllm_hwplugin.spec_decode.dflash_sizes import capture_sizes
-from vllm_hwplugin.versions import Versions
 
 from ..conftest import versions
 
@@ -91,7 +88,7 @@ def entry(monkeypatch: pytest.MonkeyPatch) -> journal.Journal:
     made.features = {"dflash-full-graph": {"state": "live", "reason": ""}}
     journal.begin(made, None)
     monkeypatch.setattr(patching, "install", lambda: made)
-    monkeypatch.setattr(patching, "current_plan", lambda: None)
+    monkeypatch.setattr(patching, "force", lambda features: None)
     return made
 
 
@@ -221,136 +218,17 @@ def test_bad_input_is_an_error_where_the_feature_is_required(
 # -- patches in force -------------------------------------------------------------------------------------------------
 
 
-def plan_of(features: dict[str, tuple[str, ...]], requires: dict[str, tuple[str, ...]] | None = None) -> Plan:
-    """Feature -> the modules that it patches."""
-    states, files = {}, {}
-    for name in features:
-        feature = Feature(
-            id=name,
-            title="",
-            gate="VLLM_HWPLUGIN_DFLASH_FULL_GRAPH" if name == "dflash-full-graph" else "VLLM_HWPLUGIN_DRAFT_FULL_GRAPH",
-            what="",
-            origin="",
-            removal="",
-            requires=(requires or {}).get(name, ()),
-            versions=Versions(">=0"),
-            not_needed=(),
-            files=(),
-        )
-        states[name] = FeatureState(feature, "live", "")
-    for module in {module for modules in features.values() for module in modules}:
-        inside = tuple(name for name, modules in features.items() if module in modules)
-        path = module.replace(".", "/") + ".py"
-        files[path] = PatchedFile(path, module, b"", "", inside)
-    return Plan("0.32.0", states, files, "abc")
-
-
-DRAFTER, RUNNER, SELECTOR = "vllm.drafter", "vllm.runner", "vllm.selector"
-BOTH = {"draft-full-graph": (RUNNER, SELECTOR), "dflash-full-graph": (DRAFTER,)}
-
-
-def test_a_module_with_whole_features_may_stay_stock() -> None:
-    needs = {"dflash-full-graph": ("draft-full-graph",)}
-    assert dflash.separable(plan_of(BOTH, needs), list(BOTH)) == {DRAFTER: ("dflash-full-graph",)}
-
-
-def test_a_module_that_a_feature_shares_with_another_may_not() -> None:
-    features = {**BOTH, "dflash-draft-backend": (DRAFTER, SELECTOR)}
-    assert dflash.separable(plan_of(features), list(features)) == {}
-
-
-def test_a_module_whose_feature_another_one_needs_may_not() -> None:
-    needs = {"draft-full-graph": ("dflash-full-graph",)}
-    assert dflash.separable(plan_of(BOTH, needs), list(BOTH)) == {}
-    # That other one is off.
-    assert dflash.separable(plan_of(BOTH, needs), ["dflash-full-graph"]) == {DRAFTER: ("dflash-full-graph",)}
-
-
-class Verified:
-    """Stands in for `_runtime.verify`: modules in `spoilt` cannot be swapped."""
-
-    def __init__(self, spoilt: tuple[str, ...]) -> None:
-        self.spoilt = spoilt
-        self.swapped: list[str] = []
-
-    def __call__(self, names: list[str], *, force: bool) -> tuple[_runtime.ModuleCheck, ...]:
-        if force:
-            for name in names:
-                if name in self.spoilt:
-                    raise PatchingError(f"{name} was imported by someone")
-            self.swapped += names
-        return tuple(_runtime.ModuleCheck(name, "stock" if name in self.spoilt else "served") for name in names)
-
-
-@pytest.fixture
-def verified(entry: journal.Journal, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """`verified(features, *spoilt)`: features are live, and modules of them cannot be swapped."""
-
-    def start(features: dict[str, tuple[str, ...]], *spoilt: str) -> Verified:
-        made = Verified(spoilt)
-        plan = plan_of(features, {"dflash-full-graph": ("draft-full-graph",)})
-        entry.features = {name: {"state": "live", "reason": ""} for name in features}
-        monkeypatch.setattr(patching, "current_plan", lambda: plan)
-        monkeypatch.setattr(patching, "verify", made)
-        return made
-
-    return start
-
-
-def test_every_module_of_the_drafters_features_is_verified_with_force(verified: Any) -> None:
-    found = verified({**BOTH, "unrelated": ("vllm.other",)})
+def test_the_drafters_features_that_are_live_are_forced(
+    entry: journal.Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states = {"draft-full-graph": "live", "dflash-full-graph": "live", "dflash-context-norm": "off", "nwor": "live"}
+    entry.features = {name: {"state": state, "reason": ""} for name, state in states.items()}
+    forced: list[str] = []
+    monkeypatch.setattr(patching, "force", forced.extend)
+    made_by_vllm(dflash=False)
+    assert not forced
     made_by_vllm()
-    assert sorted(found.swapped) == [DRAFTER, RUNNER, SELECTOR]
-
-
-def test_a_whole_feature_that_is_lost_is_off_with_the_reason(
-    verified: Any, entry: journal.Journal, caplog: pytest.LogCaptureFixture
-) -> None:
-    found = verified(BOTH, DRAFTER)
-    for _ in range(3):
-        assert sizes(made_by_vllm()) == VLLMS_OWN
-    assert entry.features["dflash-full-graph"] == {"state": "refused", "reason": f"{DRAFTER} was imported by someone"}
-    assert entry.live == ("draft-full-graph",)
-    assert entry.modules[DRAFTER] == "stock"
-    assert "was imported by someone" in decision(entry)
-    assert {RUNNER, SELECTOR} == set(found.swapped)
-    (line,) = [item.getMessage() for item in caplog.records if item.levelno >= logging.WARNING]
-    assert line == f"dflash-full-graph: not live, vLLM runs stock there: {DRAFTER} was imported by someone"
-
-
-def test_a_loss_is_in_the_records_file(verified: Any, entry: journal.Journal, tmp_path: Path) -> None:
-    journal.begin(entry, tmp_path)
-    made_by_vllm(v2=True)
-    verified(BOTH, DRAFTER)
-    # The decision about the sizes is the same as before, so it writes nothing.
-    made_by_vllm(v2=True)
-    (written,) = journals.read_all(tmp_path)
-    assert written.features["dflash-full-graph"]["state"] == "refused"
-    assert written.modules[DRAFTER] == "stock"
-
-
-@pytest.mark.parametrize(
-    ("variable", "value"), [("VLLM_HWPLUGIN_STRICT", "1"), ("VLLM_HWPLUGIN_DFLASH_FULL_GRAPH", "on")]
-)
-def test_a_feature_that_must_be_live_is_an_error(
-    verified: Any, entry: journal.Journal, monkeypatch: pytest.MonkeyPatch, variable: str, value: str
-) -> None:
-    monkeypatch.setenv(variable, value)
-    verified(BOTH, DRAFTER)
-    with pytest.raises(_runtime.InstallError) as error:
-        made_by_vllm()
-    for part in (f"{variable}={value}", "dflash-full-graph", "by someone", "VLLM_HWPLUGIN_DFLASH_FULL_GRAPH=off"):
-        assert part in str(error.value)
-
-
-def test_half_a_feature_is_always_an_error(verified: Any, entry: journal.Journal) -> None:
-    # Of the other feature's modules none is stock, so it is not among what can be switched off to get on.
-    found = verified({**BOTH, "draft-loop-graph": ("vllm.loop", "vllm.step")}, RUNNER)
-    with pytest.raises(_runtime.InstallError) as error:
-        made_by_vllm()
-    for part in ("half of its patches (draft-full-graph)", "by someone", "VLLM_HWPLUGIN_DRAFT_FULL_GRAPH=off"):
-        assert part in str(error.value)
-    assert not found.swapped
+    assert sorted(forced) == ["dflash-full-graph", "draft-full-graph"]
 
 
 # -- every supported version -------------------------------------------------------------------------------------------

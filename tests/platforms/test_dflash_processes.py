@@ -141,12 +141,15 @@ def test_a_drafter_that_cannot_be_swapped_runs_stock_with_the_reason(processes: 
     [("drafter, strict", "VLLM_HWPLUGIN_STRICT=1"), ("drafter, on", "VLLM_HWPLUGIN_DFLASH_FULL_GRAPH=on")],
 )
 def test_a_drafter_that_must_be_patched_is_an_error(processes: dict[str, Any], case: str, cause: str) -> None:
-    assert processes[case]["error"].startswith(f"InstallError: {cause}, but dflash-")
+    error = processes[case]["error"]
+    assert error.startswith("InstallError: dflash-")
+    assert cause in error
 
 
 def test_a_runner_that_cannot_be_swapped_is_an_error(processes: dict[str, Any]) -> None:
     found = processes["runner"]
-    assert found["error"].startswith("InstallError: DFlash cannot run with half of its patches (")
+    assert found["error"].startswith("InstallError: ")
+    assert "only a part of it runs patched" in found["error"]
     assert "vllm.v1.worker.gpu_model_runner was imported" in found["error"]
     assert "VLLM_HWPLUGIN_DRAFT_FULL_GRAPH=off" in found["error"]
     assert not found["patched"]

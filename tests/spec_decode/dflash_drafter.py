@@ -168,9 +168,6 @@ def make_dflash(modules: Modules, k: int, config: Any):
                 module.lengthen_query_buffers(self)
                 self.draft_context = self.draft_graphs.add(module.ContextGraphs)
 
-    # The stand-in takes the class's place, so it carries the class's own mark.
-    for name in {"supports_sd_full_graph"} & vars(module.DFlashProposer).keys():
-        setattr(DFlashProposer, name, vars(module.DFlashProposer)[name])
     return DFlashProposer()
 
 

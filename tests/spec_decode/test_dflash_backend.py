@@ -99,7 +99,7 @@ def released(vllm_tree: Callable, notes, monkeypatch: pytest.MonkeyPatch):
 def proposer(tree: Any, choices: dict[str, str], load: Callable[..., Any]) -> type:
     """A version's `DFlashProposer`, as far as it makes the draft's configuration and loads the model."""
     base = take(
-        tree.read(BASE),
+        text_of(tree, BASE, **choices),
         "SpecDecodeBaseProposer",
         {"_create_draft_vllm_config", "_get_model"},
         given={"replace": dataclasses.replace, "get_model": load},
@@ -112,7 +112,6 @@ def proposer(tree: Any, choices: dict[str, str], load: Callable[..., Any]) -> ty
             "SpecDecodeBaseProposer": base,
             "override": lambda method: method,
             "replace": dataclasses.replace,
-            "draft_config": dflash_backend.draft_config,
             "without_mm_prefix": dflash_backend.without_mm_prefix,
         },
     )
@@ -129,6 +128,7 @@ class Selection:
     def load(self, config: Config) -> tuple[str, Config]:
         made = self.proposer_class()
         made.vllm_config, made.speculative_config, made.dflash_causal = config, config.speculative_config, False
+        made.method = "dflash"
         return made._get_model()
 
     def draft(self, config: Config) -> str:
@@ -242,6 +242,7 @@ def test_later_drafts_never_have_the_targets_backend(vllm_tree: Callable, versio
     for named in (None, Backend.FLEX_ATTENTION):
         config = new(Backend.TRITON_ATTN, speculative_config=Speculative(attention_backend=named))
         made.vllm_config, made.speculative_config, made.dflash_causal = config, config.speculative_config, False
+        made.method = "dflash"
         draft = made._create_draft_vllm_config()
         assert (draft.attention_config.backend, draft.attention_config.use_non_causal) == (named, True)
         assert (config.attention_config.backend, config.attention_config.use_non_causal) == (Backend.TRITON_ATTN, False)
@@ -291,6 +292,7 @@ def test_the_targets_images_stay_seen_in_both_directions(vllm_tree: Callable, ve
         config = new(Backend.TRITON_ATTN, model_config=seen_both_ways())
         made = proposer(vllm_tree(version), choices, lambda **_: None)()
         made.vllm_config, made.speculative_config, made.dflash_causal = config, config.speculative_config, False
+        made.method = "dflash"
         draft = made._create_draft_vllm_config()
         return tuple(one.model_config.model_arch_config.is_mm_prefix_lm for one in (config, draft))
 
@@ -315,7 +317,7 @@ def test_the_hunks_import_what_they_call(vllm_tree: Callable, version: str) -> N
         module = ast.parse(file.text)
         imported = {
             (node.module, name.name)
-            for node in module.body
+            for node in ast.walk(module)
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vllm_hwplugin.")
             for name in node.names
         }

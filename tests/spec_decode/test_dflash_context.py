@@ -342,7 +342,7 @@ def test_the_constructor_checks_first_and_then_makes_room(vllm_tree, version):
         "_copy_and_expand_dflash_inputs": types.SimpleNamespace(register_warmup=lambda **_: None),
     }
     text = text_of(vllm_tree(version), "vllm/v1/spec_decode/dflash.py")
-    kept = {"__init__", "supports_sd_full_graph", "dflash_config"}
+    kept = {"__init__", "dflash_config"}
     patched = take(text, "DFlashProposer", kept, given=given)
     config = types.SimpleNamespace(
         speculative_config=types.SimpleNamespace(method="dflash"),
@@ -350,8 +350,6 @@ def test_the_constructor_checks_first_and_then_makes_room(vllm_tree, version):
     )
     proposer = patched(config, torch.device("cpu"))
     assert calls == ["checked", "weights may be loaded from here on"]
-    assert "supports_sd_full_graph" in vars(patched)
-    assert proposer.supports_sd_full_graph
     assert isinstance(proposer.draft_context, ContextGraphs)
     # 4 requests of 1 + 3 queries, padded to the largest captured size.
     assert [len(proposer.input_ids), len(proposer.positions), len(proposer._slot_mapping_buffer)] == [24, 24, 24]

@@ -2,7 +2,7 @@
 """Exact, versioned source patches, applied when a module is imported.
 
 Text in, text out: nothing here imports torch or vLLM. `_diff`, `_apply`, `_catalog`, `_evaluate` and `_plan` are pure;
-`_installed`, `_overlay`, `_finder`, `_reapply` and `_runtime` act on this process. docs/architecture.md says how.
+`_installed`, `_overlay`, `_finder`, `_swap` and `_runtime` act on this process. docs/architecture.md says how.
 """
 
 from ..versions import SUPPORTED, is_supported
@@ -34,7 +34,7 @@ from ._model import (
 )
 from ._overlay import FOLDER
 from ._plan import make_plan, not_python, render_diff
-from ._runtime import current_plan, install, verify
+from ._runtime import current_plan, force, install, verify
 
 __all__ = [
     "FOLDER",
@@ -75,6 +75,7 @@ __all__ = [
     "evaluate_together",
     "file_diff",
     "find_installed",
+    "force",
     "install",
     "is_open",
     "is_supported",

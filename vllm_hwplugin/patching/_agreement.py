@@ -7,55 +7,70 @@ import hashlib
 import logging
 import os
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 
 from .. import gates
 from ..journal import Journal
 from ._errors import InstallError
-from ._model import ModuleCheck, Plan
+from ._model import Plan
 
 logger = logging.getLogger("vllm.hwplugin")
 
 
-def give_up_stock(
-    entry: Journal, plan: Plan, checks: Sequence[ModuleCheck], choices: Mapping[str, str], *, strict: bool
+def features_in(plan: Plan, modules: Collection[str]) -> set[str]:
+    """The features that change one of these modules."""
+    return {name for file in plan.files.values() if file.module in modules for name in file.features}
+
+
+def lost_with(plan: Plan, stock: Collection[str]) -> set[str]:
+    """The features that cannot be live where these modules run stock: those in them, and those that require these."""
+    lost = features_in(plan, stock)
+    # Requirements come first.
+    for name, item in plan.features.items():
+        if not lost.isdisjoint(item.feature.requires):
+            lost.add(name)
+    return lost
+
+
+def give_up(
+    entry: Journal,
+    plan: Plan,
+    stock: Mapping[str, str],
+    patched: Collection[str],
+    choices: Mapping[str, str],
+    *,
+    strict: bool,
 ) -> None:
-    """Count features as refused whose modules were imported past the plugin, by another import hook.
+    """Count features as refused whose modules were imported past the plugin, and stay stock.
 
     Args:
         entry: the process's journal; it is corrected.
-        checks: of every patched module.
+        stock: the modules, and why they are stock.
+        patched: those that run from their copies, or will.
         choices: gate -> ``auto``, ``on`` or ``off``.
 
     Raises:
         InstallError: a part of such a feature runs patched, or strict mode or its gate demands it.
     """
-    stock = {check.module: check.detail for check in checks if check.state == "stock"}
-    lost = _features(plan, stock)
-    # Requirements come first.
-    for name, item in plan.features.items():
-        if item.state == "live" and not lost.isdisjoint(item.feature.requires):
-            lost.add(name)
+    lost = lost_with(plan, stock)
     named = [name for name in entry.live if name in lost]
     if not named:
         return
-    half = _features(plan, [check.module for check in checks if check.state in ("served", "re-applied")])
-    reason = "; ".join(f"{module} was {detail}, past the plugin" for module, detail in stock.items())
+    half = features_in(plan, patched)
+    reason = "; ".join(stock.values())
     for name in named:
         gate = plan.features[name].feature.gate
         if name in half or strict or choices[gate] == "on":
             what = "only a part of it runs patched" if name in half else f"{gate}=on or {gates.STRICT}=1 demands it"
+            gates_off = " ".join(dict.fromkeys(f"{plan.features[one].feature.gate}=off" for one in named))
             raise InstallError(
                 f"{name}: {what}: {reason}; put the import hook that did it (sys.meta_path begins with "
-                f"{sys.meta_path[:1]}) in place before vLLM loads its plugins, or set {gate}=off"
+                f"{sys.meta_path[:1]}) in place before vLLM loads its plugins, or set {gates_off}"
             )
+    # From here on the journal does not count them as live, so this is said once in a process.
     entry.modules |= dict.fromkeys(stock, "stock")
     entry.features |= {name: {"state": "refused", "reason": reason} for name in named}
     logger.warning("%s: not live, vLLM runs stock there: %s", ", ".join(named), reason)
-
-
-def _features(plan: Plan, modules: Collection[str]) -> set[str]:
-    return {name for file in plan.files.values() if file.module in modules for name in file.features}
 
 
 def compare_with_first(entry: Journal, asked: object, environ: Mapping[str, str], *, stop: bool) -> None:

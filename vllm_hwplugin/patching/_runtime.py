@@ -8,13 +8,13 @@ import multiprocessing.util
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
 from .. import __version__, gates, journal
 from ..journal import Journal
-from ._agreement import compare_with_first, give_up_stock
+from ._agreement import compare_with_first, features_in, give_up, lost_with
 from ._catalog import load_catalog
 from ._errors import InstallError, NotPython, PatchingError
 from ._finder import CopyFinder, serves
@@ -26,7 +26,8 @@ from ._plan import make_plan, not_python
 from ._report import report
 
 if TYPE_CHECKING:
-    from . import _reapply, outside
+    from . import outside
+    from ._swap import Swap
 
 logger = logging.getLogger("vllm.hwplugin")
 
@@ -90,7 +91,7 @@ class _Settled(NamedTuple):
 
     plan: Plan
     copies: Mapping[str, Copy]
-    swaps: tuple[_reapply.ModulePlan, ...]
+    swaps: tuple[Swap, ...]
 
 
 _lock = threading.RLock()
@@ -129,39 +130,57 @@ def current_plan() -> Plan | None:
     return _state.plan if _state is not None else None
 
 
-def verify(names: Iterable[str] | None = None, *, force: bool = True) -> tuple[ModuleCheck, ...]:
-    """Check that patched modules run from their copies, and with ``force`` bring about that they do.
-
-    For callers that know better than the import order, such as a platform that has just read that the speculative
-    method is DFlash. Features that are not live have no modules to check.
+def verify(names: Iterable[str] | None = None) -> tuple[ModuleCheck, ...]:
+    """What patched modules run from in this process.
 
     Args:
-        names: feature ids, or modules; by default every patched module.
-        force: re-apply to modules that another finder served from the installed file.
+        names: feature ids, or modules; by default every patched module. Features that are not live have none.
 
     Raises:
-        ReapplyRefused: with ``force``, a module runs stock and cannot be patched in place any more. Its features are
-            then half in force, so the caller must not go on.
         KeyError: a name is neither a feature nor a patched module.
     """
     with _lock:
         if _state is None or _state.plan is None:
             return ()
-        finder = _state.finder
-        copies = finder.copies if finder is not None else {}
-        modules = _modules_of(names, _state.plan, copies)
-        if finder is None or not modules:
-            return ()
-        if force:
-            finder.put_first()
-        stock = [name for name in modules if _is_stock(name, copies)]
-        if stock and force:
-            assert _state.wanted is not None
-            plans = [_plan_swap(_state.wanted.installed, _state.plan, copies[name]) for name in stock]
-            _commit([plan.stage() for plan in plans], _state.undo)
-            _state.journal.modules.update(dict.fromkeys(stock, "re-applied"))
+        copies = _state.finder.copies if _state.finder is not None else {}
+        return tuple(_check(name, copies, _state.journal) for name in _modules_of(names, _state.plan, copies))
+
+
+def force(features: Collection[str]) -> None:
+    """See that modules run patched which another finder has served from the installed files, or give features up.
+
+    For callers that know better than the import order, such as a platform that has just read that the speculative
+    method is DFlash, before anything of the engine is there. A module that cannot be patched in place any more stays
+    stock where all features in it are given up with it.
+
+    Args:
+        features: ids.
+
+    Raises:
+        InstallError: only a part of a feature would run patched, or a feature is demanded that cannot be had.
+    """
+    with _lock:
+        checks = verify(features)
+        if _state is None or _state.finder is None or _state.wanted is None or _state.plan is None:
+            return
+        _state.finder.put_first()
+        swaps: dict[str, Swap] = {}
+        stock: dict[str, str] = {}
+        for name in [check.module for check in checks if check.state == "stock"]:
+            try:
+                swaps[name] = _plan_swap(_state.wanted.installed, _state.plan, _state.finder.copies[name])
+            except PatchingError as error:
+                stock[name] = str(error)
+        lost = lost_with(_state.plan, stock)
+        left = {name for name in swaps if features_in(_state.plan, {name}) <= lost}
+        patched = {*_state.finder.copies} - {*stock} - left
+        give_up(_state.journal, _state.plan, stock, patched, _state.wanted.choices, strict=_state.wanted.strict)
+        for name, swap in swaps.items():
+            if name not in left:
+                _state.undo.append(swap.apply())
+            _state.journal.modules[name] = "stock" if name in left else "re-applied"
+        if swaps or stock:
             journal.save()
-        return tuple(_check(name, copies, _state.journal) for name in modules)
 
 
 def deactivate() -> None:
@@ -297,7 +316,8 @@ def _put_in_force(state: _State, wanted: _Wanted) -> _Settled:
             state.withdraw()
             continue
         try:
-            _commit([swap.stage() for swap in settled.swaps], state.undo)
+            for swap in settled.swaps:
+                state.undo.append(swap.apply())
         except PatchingError as error:
             state.withdraw()
             # What the new text imports may have brought patched modules in, which the next round refuses then.
@@ -308,7 +328,7 @@ def _put_in_force(state: _State, wanted: _Wanted) -> _Settled:
 
 def _settle(wanted: _Wanted, refused: dict[str, str]) -> _Settled:
     """Plan, and take out the features whose modules are imported and cannot be patched in place, until it fits."""
-    planned: dict[Copy, _reapply.ModulePlan] = {}
+    planned: dict[Copy, Swap] = {}
     while True:
         plan = make_plan(
             wanted.catalog,
@@ -320,7 +340,7 @@ def _settle(wanted: _Wanted, refused: dict[str, str]) -> _Settled:
             others={name: item.source for name, item in wanted.installed.items() if name != VLLM},
         )
         copies: dict[str, Copy] = {}
-        swaps: list[_reapply.ModulePlan] = []
+        swaps: list[Swap] = []
         before = len(refused)
         for file in plan.files.values():
             try:
@@ -338,28 +358,16 @@ def _settle(wanted: _Wanted, refused: dict[str, str]) -> _Settled:
             return _Settled(plan, copies, tuple(swaps))
 
 
-def _plan_swap(targets: Mapping[str, Installed], plan: Plan, copy: Copy) -> _reapply.ModulePlan:
+def _plan_swap(targets: Mapping[str, Installed], plan: Plan, copy: Copy) -> Swap:
     # Rarely needed, and a tenth of what the plugin adds to a process's start.
-    from . import _reapply
+    from ._swap import plan_swap
 
     file = next(file for file in plan.files.values() if file.module == copy.module)
     installed = targets[file.distribution]
     text = installed.source.read(file.path)
     # The plan was made from this text a moment ago; without it nothing of the module would have been patched.
     assert text is not None
-    return _reapply.plan_module(sys.modules[copy.module], copy, str(installed.root / file.path), text)
-
-
-def _commit(staged: list[_reapply.Staged], undo: list[Callable[[], None]]) -> None:
-    done: list[Callable[[], None]] = []
-    try:
-        for item in staged:
-            done.append(item.commit())
-    except BaseException:
-        for take_back in reversed(done):
-            take_back()
-        raise
-    undo += done
+    return plan_swap(sys.modules[copy.module], copy, str(installed.root / file.path), text)
 
 
 def _report_catalogues(entry: Journal, found: outside.Found, *, strict: bool) -> None:
@@ -386,11 +394,14 @@ def _must_hold(environ: Mapping[str, str], more: tuple[gates.Gate, ...]) -> bool
 
 def _check_live() -> None:
     with _lock:
-        checks = verify(force=False)
-        if _state is not None and any(check.state == "stock" for check in checks):
+        checks = verify()
+        stock = {check.module: check.detail for check in checks if check.state == "stock"}
+        if _state is not None and stock:
             assert _state.plan is not None
             assert _state.wanted is not None
-            give_up_stock(_state.journal, _state.plan, checks, _state.wanted.choices, strict=_state.wanted.strict)
+            # The engine stands: a module that was not imported by now is of no model that it runs.
+            patched = {check.module for check in checks if check.state in ("served", "re-applied")}
+            give_up(_state.journal, _state.plan, stock, patched, _state.wanted.choices, strict=_state.wanted.strict)
             journal.save()
 
 
@@ -440,7 +451,7 @@ def _check(name: str, copies: Mapping[str, Copy], entry: Journal) -> ModuleCheck
         return ModuleCheck(name, "pending")
     if _is_stock(name, copies):
         origin = getattr(sys.modules[name], "__file__", None)
-        return ModuleCheck(name, "stock", f"imported from {origin}")
+        return ModuleCheck(name, "stock", f"{name} was imported from {origin}, past the plugin")
     return ModuleCheck(
         name, "re-applied" if entry.modules.get(name) == "re-applied" else "served", str(copies[name].path)
     )

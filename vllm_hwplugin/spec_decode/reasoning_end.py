@@ -12,6 +12,35 @@ from collections.abc import Sequence
 from typing import Any
 
 
+def in_step(request: Any, new_token_ids: list[int]) -> Any:
+    """Keep where a step begins, for `start_of_step`.
+
+    Args:
+        request: vLLM's ``Request``, whose ``all_token_ids`` end with the step's.
+        new_token_ids: of the step.
+
+    Returns:
+        The request.
+    """
+    if request.structured_output_request is not None:
+        end = len(request.all_token_ids)
+        request.structured_output_request.hwplugin_step = end - len(new_token_ids), end
+    return request
+
+
+def start_of_step(request: Any) -> int:
+    """The index in ``all_token_ids`` where the step begins that is looked at.
+
+    Where `in_step` was not told of it, it is vLLM's guess. That is behind the step where drafts were rejected.
+    """
+    count = len(request.all_token_ids)
+    start, end = getattr(request.structured_output_request, "hwplugin_step", (0, -1))
+    if end == count:
+        return int(start)
+    computed = request.num_computed_tokens - request.num_output_placeholders
+    return int(computed if computed >= 0 else max(count + computed, 0))
+
+
 def note_end(request: Any, reasoner: Any, start: int) -> None:
     """Keep where the reasoning ended, for `after_end`.
 

@@ -43,8 +43,9 @@ def drafter_facts(proposer: Any, target_mode: CUDAGraphMode) -> DrafterFacts:
         proposer=cls.__name__,
         target_mode=target_mode.name,
         target_has_graphs=target_mode.has_full_cudagraphs(),
-        # A class whose own drafting code a feature has patched carries the mark itself; a subclass does not inherit it.
-        covered=cls.__name__ in _KNOWN_PROPOSERS or "supports_sd_full_graph" in vars(cls),
+        # DFlash's is the patched one where a hunk has given it graphs of the context.
+        covered=cls.__name__ in _KNOWN_PROPOSERS
+        or (cls.__name__ == "DFlashProposer" and hasattr(proposer, "draft_context")),
         enforce_eager=proposer.speculative_config.enforce_eager,
         padded_batch=not proposer.speculative_config.disable_padded_drafter_batch,
         data_parallel_size=parallel.data_parallel_size,

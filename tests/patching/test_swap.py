@@ -9,7 +9,6 @@ import importlib
 import inspect
 import linecache
 import sys
-import textwrap
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,12 +18,13 @@ import pytest
 
 from vllm_hwplugin.patching._overlay import Copy, Overlay, open_overlay
 from vllm_hwplugin.patching._plan import patched_file
-from vllm_hwplugin.patching._reapply import ReapplyRefused, importers_of, plan_module
+from vllm_hwplugin.patching._swap import ReapplyRefused, importers_of, plan_swap
 
 NAME = "reapplied_module"
 
 TEXT = '''\
 """A module."""
+import asyncio
 import functools
 from contextlib import contextmanager
 
@@ -107,15 +107,22 @@ class Live:
     def __init__(self, module: ModuleType, path: Path, overlay: Overlay) -> None:
         self.module, self.path, self.overlay = module, path, overlay
 
-    def copy(self, *replacements: tuple[str, str]) -> Copy:
-        text = TEXT
+    def copy(self, *replacements: tuple[str, str], text: str = TEXT) -> Copy:
         for old, new in replacements:
             assert text.count(old) == 1, old
             text = text.replace(old, new)
         return self.overlay.place(patched_file(f"{NAME}.py", NAME, text))
 
     def apply(self, *replacements: tuple[str, str]) -> Callable[[], None]:
-        return plan_module(self.module, self.copy(*replacements), str(self.path), TEXT).stage().commit()
+        return self.apply_to(TEXT, *replacements)
+
+    def apply_to(self, text: str, *replacements: tuple[str, str]) -> Callable[[], None]:
+        """Where the installed file says `text`."""
+        return plan_swap(self.module, self.copy(*replacements, text=text), str(self.path), text).apply()
+
+    def says(self, text: str) -> None:
+        self.path.write_text(text)
+        self.module = importlib.reload(self.module)
 
     def refused(self, *replacements: tuple[str, str]) -> None:
         before = {name: value for name, value in vars(self.module).items() if name != "__builtins__"}
@@ -150,25 +157,27 @@ def test_a_function_keeps_its_identity_and_gets_new_code(live: Live) -> None:
     assert bound_before(1) == 101
 
 
-def test_defaults_annotations_and_documentation_follow(live: Live) -> None:
-    module = live.module
-    held = module.REGISTRY
-    # A default that is written as before keeps its object; a new one is made of what there is now.
-    module.REGISTRY = ["one", "two"]
+def test_documentation_follows_and_what_was_made_with_the_function_stays(live: Live) -> None:
+    plain = live.module.plain
+    live.module.REGISTRY.append("held")
+    live.apply(('    """Stock."""\n    return value', '    """Patched."""\n    return value, extra, key'))
+    assert plain(1) == (1, ["held"], "k")
+    assert plain.__doc__ == "Patched."
+    assert plain.__annotations__ == {"return": int}
+
+
+def test_what_others_hold_runs_the_new_body(live: Live) -> None:
+    class Derived(live.module.Runner):  # type: ignore[name-defined,misc]
+        def plainly(self) -> str:
+            return "derived " + super().plainly()
+
+    runner, derived, table = live.module.Runner(), Derived(), {"plain": live.module.plain}
+    bound, partial = runner.plainly, functools.partial(live.module.plain, 1)
     live.apply(
-        (
-            'def plain(value, extra=REGISTRY, *, key="k") -> int:\n    """Stock."""\n    return value',
-            'def plain(value: str, more=len(REGISTRY), extra=REGISTRY, *, key="k", flag=functools.reduce) '
-            "-> list[int]:\n"
-            '    """Patched."""\n    return value, more, extra, key, flag',
-        )
+        ('def plainly(self):\n        return "stock"', 'def plainly(self):\n        return "patched"'),
+        ("    return value", "    return value + 100"),
     )
-    value, more, extra, key, flag = module.plain("v")
-    assert (value, more, key, flag) == ("v", 2, "k", functools.reduce)
-    assert extra is held
-    assert module.plain.__annotations__ == {"value": str, "return": list[int]}
-    assert module.plain.__doc__ == "Patched."
-    assert "more=2" in str(inspect.signature(module.plain))
+    assert (bound(), derived.plainly(), table["plain"](1), partial()) == ("patched", "derived patched", 101, 101)
 
 
 def test_methods_of_every_kind_are_swapped(live: Live) -> None:
@@ -194,35 +203,10 @@ def test_a_wrapped_function_is_swapped_inside_its_wrapper(live: Live) -> None:
         assert value == "patched"
 
 
-def test_new_names_are_added(live: Live) -> None:
-    live.apply(
-        ("import functools\n", "import functools\nimport colorsys\nfrom os import path as elsewhere\n"),
-        ("    return value", "    return fresh(value), Fresh().answer, elsewhere.sep"),
-        (
-            "class Parent:",
-            "def fresh(x, y=[colorsys]):\n    return x\n\n\nclass Fresh:\n    answer = 42\n\n\nclass Parent:",
-        ),
-        (
-            "    def __private(self):",
-            "    def __secret(self):\n        return 'secret'\n\n"
-            "    @property\n    def added(self) -> str:\n"
-            "        return super().greet() + self.__private() + self.__secret()\n\n"
-            "    @classmethod\n    def another(cls, x=REGISTRY):\n        return cls, x\n\n    def __private(self):",
-        ),
-    )
-    module = live.module
-    assert module.plain(5) == (5, 42, "/")
-    assert module.fresh.__globals__ is vars(module)
-    assert module.Fresh.__module__ == NAME
-    assert module.Runner().added == "parent" + "mangled stock" + "secret"
-    assert module.Runner.another() == (module.Runner, module.REGISTRY)
-    assert module.Runner.another.__qualname__ == "Runner.another"
-
-
 def test_source_and_tracebacks_come_from_the_copy(live: Live) -> None:
     module = live.module
     copy = live.copy(("import functools", "import functools\n\n# a longer text"), ('"stock")', '"patched")'))
-    plan_module(module, copy, str(live.path), TEXT).stage().commit()
+    plan_swap(module, copy, str(live.path), TEXT).apply()
     for _ in range(2):
         assert inspect.getsource(module) == copy.text.decode()
         assert inspect.getsource(module.fail) == 'def fail():\n    raise ValueError("patched")\n'
@@ -252,44 +236,87 @@ def test_taking_it_back_leaves_the_module_as_it_was(live: Live) -> None:
     assert live.module.plain.__code__ is code
 
 
-def test_an_error_while_committing_leaves_nothing_changed(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    import dataclasses
+def test_new_imports_are_carried_out(live: Live) -> None:
+    edits = (
+        ("import functools\n", "import functools, colorsys\nfrom os import path as elsewhere, sep\n"),
+        ("    return value", "    return colorsys.__name__, elsewhere.sep, sep"),
+    )
+    undo = live.apply(*edits)
+    assert live.module.plain(5) == ("colorsys", "/", "/")
+    undo()
+    assert not {"colorsys", "elsewhere", "sep"} & vars(live.module).keys()
+    live.module.sep = "another"  # type: ignore[attr-defined]
+    live.refused(*edits)
 
-    staged = plan_module(
-        live.module, live.copy(("    return value", "    return -value")), str(live.path), TEXT
-    ).stage()
-    broken = dataclasses.replace(staged.setters[-1], target=object())
-    with pytest.raises(AttributeError):
-        dataclasses.replace(staged, setters=(*staged.setters, broken)).commit()
-    assert live.module.plain(1) == 1
-    assert live.module.__file__ == str(live.path)
+
+FAIL = 'def fail():\n    raise ValueError("stock")\n'
+# Each of these ran once, while the module was imported.
+REFUSED = {
+    "state": ("REGISTRY = []", "REGISTRY = [1]"),
+    "more state": ("REGISTRY = []", "REGISTRY = []\nMORE = 1"),
+    "less state": ("REGISTRY = []\n", ""),
+    "a signature": ("def plain(value, extra", "def plain(value, more=1, extra"),
+    "a default": ('key="k"', 'key="l"'),
+    "an annotation": ("-> int", "-> str"),
+    "a coroutine": ("def fail():", "async def fail():"),
+    "a decorator more": ("def fail():", "@functools.cache\ndef fail():"),
+    "a decorator less": ("@contextmanager\n", ""),
+    "a function more": ("def fail():", "def more(): ...\n\n\ndef fail():"),
+    "a function less": (FAIL, ""),
+    "a class of that name": (FAIL, "class fail: ...\n"),
+    "a method more": ("    @staticmethod", "    def more(self): ...\n\n    @staticmethod"),
+    "an attribute of a class": ('    """Runs."""', '    """Runs."""\n    limit = 1'),
+    "other bases": ("class Runner(Parent):", "class Runner(Parent, dict):"),
+    "a metaclass": ("class Runner(Parent):", "class Runner(Parent, metaclass=type):"),
+    "a decorated class": ("class Runner(Parent):", "@functools.total_ordering\nclass Runner(Parent):"),
+    "a future": ("import functools\n", "from __future__ import annotations\nimport functools\n"),
+    "a variable more is closed over": (
+        'def plainly(self):\n        return "stock"',
+        "def plainly(self):\n        return super().greet()",
+    ),
+    "an import that fails": ("import functools", "import functools\nimport there_is_no_such_module"),
+}
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ('def plainly(self):\n        return "stock"', "def plainly(self):\n        return super().greet()"),
-        ("REGISTRY = []", "REGISTRY = [1]"),
-        ("import functools", "import functools\nimport there_is_no_such_module"),
-    ],
-    ids=["a variable more is closed over", "state", "an import that fails"],
-)
-def test_a_change_that_cannot_be_made_in_place_is_refused(live: Live, old: str, new: str) -> None:
-    live.refused((old, new))
+@pytest.mark.parametrize("name", REFUSED)
+def test_more_than_a_body_is_refused(live: Live, name: str) -> None:
+    live.refused(REFUSED[name])
+
+
+# A text whose 1 others may hold.
+HELD = {
+    "a cached function": "@functools.cache\ndef f():\n    return 1",
+    "a kernel": "@jit\ndef f():\n    return 1",
+    "an unknown class decorator": "@known\nclass C:\n    def f(self):\n        return 1",
+    "around a class": "@known\nclass D:\n    class C:\n        def f(self):\n            return 1",
+    "what compiling holds": "@support_torch_compile\nclass C:\n    def forward(self):\n        return 1",
+    "a hook of classes": "class C:\n    def __init_subclass__(cls):\n        cls.x = 1",
+}
+
+
+@pytest.fixture
+def decorators(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("decorators")
+    for name in ("jit", "known", "support_torch_compile"):
+        setattr(module, name, lambda decorated: decorated)
+    monkeypatch.setitem(sys.modules, "decorators", module)
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_a_body_that_others_may_hold_is_refused(live: Live, name: str, decorators: None) -> None:
+    text = f"import functools\nfrom decorators import *\n{HELD[name]}\n"
+    live.says(text)
+    with pytest.raises(ReapplyRefused):
+        live.apply_to(text, ("1", "2"))
 
 
 PLAIN = ("    return value", "    return -value")
 OBSTACLES: dict[str, tuple[Callable[[ModuleType], object], tuple[str, str]]] = {
     "another function": (lambda module: setattr(module, "plain", lambda value: value), PLAIN),
     "a cached function": (lambda module: setattr(module, "plain", functools.lru_cache(vars(module)["plain"])), PLAIN),
-    "other defaults": (lambda module: setattr(vars(module)["plain"], "__defaults__", ("bound", "too")), PLAIN),
     "another class": (
         lambda module: setattr(module, "Runner", type("Other", (), {"greet": vars(module)["Runner"].greet})),
         ('"stock " + super()', '"x" + super()'),
-    ),
-    "a name that is taken": (
-        lambda module: setattr(module, "fresh", 1),
-        ("class Parent:", "def fresh(): ...\n\n\nclass Parent:"),
     ),
     "an import under way": (lambda module: setattr(module.__spec__, "_initializing", True), PLAIN),
 }
@@ -323,41 +350,6 @@ def test_a_living_closure_is_refused(live: Live) -> None:
     assert live.module.make()() == "patched"
 
 
-def test_a_suspended_generator_is_refused(live: Live) -> None:
-    running = live.module.count()
-    next(running)
-    live.refused(("yield 2", "yield 3"))
-    del running
-    live.apply(("yield 2", "yield 3"))
-    assert list(live.module.count()) == [1, 3]
-
-
-def test_a_suspended_coroutine_is_refused(live: Live) -> None:
-    waiting = live.module.later()
-    edit = ('async def later():\n    return "stock"', 'async def later():\n    return "patched"')
-    live.refused(edit)
-    assert asyncio.run(waiting) == "stock"
-    live.apply(edit)
-    assert asyncio.run(live.module.later()) == "patched"
-
-
-def test_a_running_function_is_refused(live: Live) -> None:
-    seen: list[str] = []
-    text = TEXT.replace("    return value", "    return value() if callable(value) else value")
-    live.path.write_text(text)
-    module = importlib.reload(live.module)
-    copy = live.overlay.place(patched_file(f"{NAME}.py", NAME, text.replace("Stock.", "Patched.")))
-
-    def probe() -> None:
-        with pytest.raises(ReapplyRefused):
-            plan_module(module, copy, str(live.path), text)
-        seen.append("asked")
-
-    module.plain(probe)
-    assert seen == ["asked"]
-    plan_module(module, copy, str(live.path), text)
-
-
 def test_an_object_that_the_old_text_set_up_is_refused(live: Live) -> None:
     class Derived(live.module.Runner):  # type: ignore[name-defined,misc]
         pass
@@ -370,23 +362,38 @@ def test_an_object_that_the_old_text_set_up_is_refused(live: Live) -> None:
     assert Derived().more == 1
 
 
-def test_an_object_of_a_compiled_class_is_refused(live: Live) -> None:
-    text = TEXT.replace(
-        "class Runner(Parent):",
-        "def support_torch_compile(cls):\n    return cls\n\n\n@support_torch_compile\nclass Runner(Parent):",
-    )
-    live.path.write_text(text)
-    module = importlib.reload(live.module)
-    copy = live.overlay.place(
-        patched_file(f"{NAME}.py", NAME, text.replace('"stock " + super()', '"patched " + super()'))
-    )
-    runner = module.Runner()
+def test_an_object_of_a_compiled_class_is_refused(live: Live, decorators: None) -> None:
+    text = TEXT.replace("import functools\n", "import functools\nfrom decorators import support_torch_compile\n")
+    text = text.replace("class Runner(Parent):", "@support_torch_compile\nclass Runner(Parent):")
+    live.says(text)
+    edit = ('"stock " + super()', '"patched " + super()')
+    runner = live.module.Runner()
     with pytest.raises(ReapplyRefused):
-        plan_module(module, copy, str(live.path), text)
+        live.apply_to(text, edit)
     del runner
     gc.collect()
-    plan_module(module, copy, str(live.path), text).stage().commit()
-    assert module.Runner().greet() == "patched parent"
+    live.apply_to(text, edit)
+    assert live.module.Runner().greet() == "patched parent"
+
+
+def test_what_goes_on_keeps_its_body_until_it_ends(live: Live) -> None:
+    text = TEXT.replace("    return value", "    return value(), 'stock'")
+    live.says(text)
+    running, waiting = live.module.count(), live.module.later()
+    next(running)
+
+    def swap() -> None:
+        edits = (
+            ("'stock'", "'patched'"),
+            ("yield 2", "yield 3"),
+            ('later():\n    return "stock"', 'later():\n    return "new"'),
+        )
+        live.apply_to(text, *edits)
+
+    assert live.module.plain(swap) == (None, "stock")
+    assert live.module.plain(int) == (0, "patched")
+    assert (list(running), list(live.module.count())) == ([2], [1, 3])
+    assert (asyncio.run(waiting), asyncio.run(live.module.later())) == ("stock", "new")
 
 
 def test_asking_who_imported_it_runs_no_code_of_others(live: Live) -> None:
@@ -402,27 +409,3 @@ def test_asking_who_imported_it_runs_no_code_of_others(live: Live) -> None:
         assert importers_of(live.module) == ()
     finally:
         del sys.modules["a_holder"]
-
-
-def test_postponed_annotations_stay_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_HWPLUGIN_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.syspath_prepend(str(tmp_path))
-    text = textwrap.dedent("""
-        from __future__ import annotations
-
-        def f(x: Missing) -> None:
-            return 1
-        """)
-    path = tmp_path / "postponed_module.py"
-    path.write_text(text)
-    module = importlib.import_module("postponed_module")
-    try:
-        new = text.replace("x: Missing", "x: Missing, y: Gone[int]=2").replace("return 1", "return g()")
-        new += "\ndef g(x: Absent = 1) -> Nothing:\n    return 3\n"
-        copy = open_overlay().place(patched_file("postponed_module.py", "postponed_module", new))
-        plan_module(module, copy, str(path), text).stage().commit()
-        assert module.f(0) == 3
-        assert module.f.__annotations__ == {"x": "Missing", "y": "Gone[int]", "return": "None"}
-        assert module.g.__annotations__ == {"x": "Absent", "return": "Nothing"}
-    finally:
-        del sys.modules["postponed_module"]
