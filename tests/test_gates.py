@@ -17,20 +17,23 @@ from hypothesis import strategies as st
 
 from vllm_hwplugin import gates
 from vllm_hwplugin.gates.table import WORDS_FALSE, WORDS_TRUE
+from vllm_hwplugin.patching import load_catalog
 
-GRAPH = "VLLM_HWPLUGIN_DRAFT_FULL_GRAPH"
-ALIASES = [(gate, alias) for gate in gates.GATES for alias in gate.aliases]
+OF_FEATURES = load_catalog().gates
+BY_NAME = {gate.name: gate for gate in (*gates.GATES, *OF_FEATURES)}
+GRAPH = BY_NAME["VLLM_HWPLUGIN_DRAFT_FULL_GRAPH"]
+ALIASES = [(gate, alias) for gate in BY_NAME.values() for alias in gate.aliases]
 
 
 def test_defaults_are_good_values_of_their_own_gate() -> None:
-    for gate in gates.GATES:
+    for gate in BY_NAME.values():
         shown = gates.show(gate.default)
         if shown:
-            assert gates.read(gate.name, {gate.name: shown}).value == gate.default, gate.name
+            assert gates.read(gate, {gate.name: shown}).value == gate.default, gate.name
 
 
-WORDED = [gate for gate in gates.GATES if gate.kind in ("switch", "bool", "choice")]
-OUTSIDE = [gates.catalogue_gate(f"{gates.CATALOGUE_PREFIX}ACME_{name}", "acme", "a fix", "auto") for name in "AB"]
+WORDED = [gate for gate in BY_NAME.values() if gate.kind in ("switch", "bool", "choice")]
+OUTSIDE = [gates.feature_gate(f"{gates.CATALOGUE_PREFIX}ACME_{name}", "a fix", catalogue="acme") for name in "AB"]
 UNKNOWN = [f"{gates.CATALOGUE_PREFIX}ACNE_{name}" for name in "AB"]
 NAMES = [name for gate in WORDED for name in (gate.name, *(alias.name for alias in gate.aliases))]
 WORDS = ["1", "0", "true", "No", "ON", "off", "auto", "musa", "stage", "scrub", "perhaps", "", "  "]
@@ -76,7 +79,7 @@ def test_every_environment_is_read_as_the_page_says(own: dict[str, str], outside
     ],
 )
 def test_values_are_read(name: str, raw: str, value: gates.Value) -> None:
-    found = gates.read(name, {name: raw})
+    found = gates.read(BY_NAME[name], {name: raw})
     assert (found.value, found.source, found.raw) == (value, "environment", raw)
 
 
@@ -90,7 +93,7 @@ def test_a_mode_of_a_feature_lets_it_be_live(raw: str, choice: str) -> None:
 @pytest.mark.parametrize(
     ("name", "raw", "good"),
     [
-        (GRAPH, "yes", "auto, on, off"),
+        (GRAPH.name, "yes", "auto, on, off"),
         ("VLLM_HWPLUGIN", "maybe", "1, 0"),
         ("VLLM_HWPLUGIN_PLATFORM", "rocm", "auto, cuda, musa, off"),
         ("VLLM_HWPLUGIN_CACHE_DIR", "relative/folder", "an absolute path"),
@@ -100,7 +103,7 @@ def test_a_mode_of_a_feature_lets_it_be_live(raw: str, choice: str) -> None:
 )
 def test_a_bad_value_names_the_variable_and_lists_the_good_ones(name: str, raw: str, good: str) -> None:
     with pytest.raises(gates.GateError) as error:
-        gates.read(name, {name: raw})
+        gates.read(BY_NAME[name], {name: raw})
     message = str(error.value)
     assert name in message
     assert repr(raw) in message
@@ -111,8 +114,8 @@ def test_a_bad_value_names_the_variable_and_lists_the_good_ones(name: str, raw: 
 @pytest.mark.parametrize(
     ("alias", "raw", "name", "value"),
     [
-        ("VLLM_MUSA_DRAFT_FULL_WRAP", "1", GRAPH, "auto"),
-        ("VLLM_MUSA_DRAFT_FULL_WRAP", "0", GRAPH, "off"),
+        ("VLLM_MUSA_DRAFT_FULL_WRAP", "1", GRAPH.name, "auto"),
+        ("VLLM_MUSA_DRAFT_FULL_WRAP", "0", GRAPH.name, "off"),
         ("VLLM_MUSA_DFLASH_FULL_WRAP", "0", "VLLM_HWPLUGIN_DFLASH_FULL_GRAPH", "off"),
         ("VLLM_MUSA_OP_PERF_OVERRIDES", "1", "VLLM_HWPLUGIN_OPS", "on"),
         ("VLLM_MUSA_DISABLE_SLP", "1", "VLLM_HWPLUGIN_SLP", False),
@@ -124,41 +127,41 @@ def test_a_bad_value_names_the_variable_and_lists_the_good_ones(name: str, raw: 
     ],
 )
 def test_the_older_variables_keep_working(alias: str, raw: str, name: str, value: gates.Value) -> None:
-    found = gates.read(name, {alias: raw})
+    found = gates.read(BY_NAME[name], {alias: raw})
     assert (found.value, found.source, found.raw, found.conflict) == (value, f"alias {alias}", raw, None)
 
 
 @pytest.mark.parametrize(("gate", "alias"), ALIASES, ids=[alias.name for _, alias in ALIASES])
 def test_every_spelling_of_an_alias_is_a_value_of_its_gate(gate: gates.Gate, alias: gates.Alias) -> None:
     for raw in alias.mapping:
-        gates.read(gate.name, {alias.name: raw})
+        gates.read(gate, {alias.name: raw})
     with pytest.raises(gates.GateError, match=rf"{alias.name} \(alias of {gate.name}\)='neither'"):
-        gates.read(gate.name, {alias.name: "neither"})
+        gates.read(gate, {alias.name: "neither"})
 
 
 def test_own_name_wins_over_its_alias_and_says_so() -> None:
-    found = gates.read(GRAPH, {GRAPH: "on", "VLLM_MUSA_DRAFT_FULL_WRAP": "0"})
+    found = gates.read(GRAPH, {GRAPH.name: "on", "VLLM_MUSA_DRAFT_FULL_WRAP": "0"})
     assert (found.value, found.source) == ("on", "environment")
     assert found.conflict is not None
     assert "VLLM_MUSA_DRAFT_FULL_WRAP" in found.conflict
 
 
 def test_an_alias_that_agrees_is_no_conflict() -> None:
-    assert gates.read(GRAPH, {GRAPH: "on", "VLLM_MUSA_DRAFT_FULL_WRAP": "1"}).conflict is None
-    assert gates.read(GRAPH, {GRAPH: "off", "VLLM_MUSA_DRAFT_FULL_WRAP": "0"}).conflict is None
+    assert gates.read(GRAPH, {GRAPH.name: "on", "VLLM_MUSA_DRAFT_FULL_WRAP": "1"}).conflict is None
+    assert gates.read(GRAPH, {GRAPH.name: "off", "VLLM_MUSA_DRAFT_FULL_WRAP": "0"}).conflict is None
 
 
 def test_a_bad_alias_beside_the_own_name_is_a_conflict_and_no_error() -> None:
-    found = gates.read(GRAPH, {GRAPH: "off", "VLLM_MUSA_DRAFT_FULL_WRAP": "perhaps\n"})
+    found = gates.read(GRAPH, {GRAPH.name: "off", "VLLM_MUSA_DRAFT_FULL_WRAP": "perhaps\n"})
     assert found.value == "off"
     assert found.conflict is not None
     assert found.conflict.isprintable(), "one line, whatever it holds"
 
 
 def test_a_misspelt_gate_is_found_with_the_name_that_was_meant() -> None:
-    environ = {"VLLM_HWPLUGIN_DRAFT_FUL_GRAPH": "off", GRAPH: "on", gates.FINGERPRINT: "abc", "VLLM_USE_V1": "1"}
-    (found,) = gates.unknown(environ)
-    assert (found.name, found.nearest) == ("VLLM_HWPLUGIN_DRAFT_FUL_GRAPH", GRAPH)
+    environ = {"VLLM_HWPLUGIN_DRAFT_FUL_GRAPH": "off", GRAPH.name: "on", gates.FINGERPRINT: "abc", "VLLM_USE_V1": "1"}
+    (found,) = gates.unknown(environ, OF_FEATURES)
+    assert (found.name, found.nearest) == ("VLLM_HWPLUGIN_DRAFT_FUL_GRAPH", GRAPH.name)
 
 
 @pytest.mark.parametrize(
@@ -196,18 +199,18 @@ def test_a_user_folder_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _key_with(monkeypatch: pytest.MonkeyPatch, **environ: str) -> dict[str, object]:
     """The part of vLLM's compile key that is the plugin's, as ``compile_factors()`` computes it."""
-    for name in [gates.FINGERPRINT] + [gate.name for gate in gates.GATES] + [alias.name for _, alias in ALIASES]:
+    for name in [gates.FINGERPRINT] + [gate.name for gate in BY_NAME.values()] + [alias.name for _, alias in ALIASES]:
         monkeypatch.delenv(name, raising=False)
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     envs = SimpleNamespace(environment_variables={})
-    gates.register_with_vllm(envs)
+    gates.register_with_vllm(envs, OF_FEATURES)
     return {name: getter() for name, getter in envs.environment_variables.items()}
 
 
 def test_vllm_knows_every_name(monkeypatch: pytest.MonkeyPatch) -> None:
     table = _key_with(monkeypatch)
-    assert set(table) == {gate.name for gate in gates.GATES} | {alias.name for _, alias in ALIASES}
+    assert set(table) == BY_NAME.keys() | {alias.name for _, alias in ALIASES}
 
 
 def test_gates_that_change_patches_change_the_compile_key(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,7 +236,7 @@ def test_gates_of_catalogues_are_known_to_vllm_read_or_not(monkeypatch: pytest.M
     assert _key_with(monkeypatch, **{gates.FINGERPRINT: "of another engine"}) == plain | {gates.FINGERPRINT: None}
     monkeypatch.setenv(name, "off")
     envs = SimpleNamespace(environment_variables={})
-    gates.register_with_vllm(envs, [gates.catalogue_gate(name, "acme", "a fix", "auto")])
+    gates.register_with_vllm(envs, [gates.feature_gate(name, "a fix", catalogue="acme")])
     assert envs.environment_variables[name]() == "off"
     monkeypatch.delenv(name)
     assert envs.environment_variables[name]() == "auto"
@@ -275,7 +278,7 @@ def test_importing_gates_is_quick_and_needs_the_standard_library_only(tmp_path: 
 
 def test_the_documentation_page_is_what_the_table_says() -> None:
     page = Path(__file__).parents[1] / "docs" / "gates.md"
-    assert page.read_text(encoding="utf-8") == gates.markdown(), "run `make docs`"
+    assert page.read_text(encoding="utf-8") == gates.markdown(OF_FEATURES), "run `make docs`"
 
 
 def test_since_is_the_release_that_the_changelog_lists_a_feature_under() -> None:
@@ -283,7 +286,7 @@ def test_since_is_the_release_that_the_changelog_lists_a_feature_under() -> None
     # The newest release first, so that the oldest that names a feature is kept.
     _, *releases = re.split(r"^## \[(?=\d)", text, flags=re.MULTILINE)
     named = {name: one.partition("]")[0] for one in releases for name in re.findall(r"`([a-z][a-z0-9-]+)`", one)}
-    told = {gate.name: re.match(r"Feature ([a-z0-9-]+):", gate.help) for gate in gates.GATES}
-    since = {match[1]: gates.find(name).since for name, match in told.items() if match and match[1] in named}
+    told = {gate.name: re.match(r"Feature ([a-z0-9-]+):", gate.help) for gate in BY_NAME.values()}
+    since = {match[1]: BY_NAME[name].since for name, match in told.items() if match and match[1] in named}
     assert since.keys() >= {"draft-full-graph", "engine-report", "nwor"}
     assert since == {name: named[name] for name in since}

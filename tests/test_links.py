@@ -21,9 +21,10 @@ PAGES = [
     for path in sorted(ROOT.glob(pattern))
 ]
 FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+GATES = (*gates.GATES, *load_catalog().gates)
 VARIABLES = (
-    {gate.name for gate in gates.GATES}
-    | {alias.name for gate in gates.GATES for alias in gate.aliases}
+    {gate.name for gate in GATES}
+    | {alias.name for gate in GATES for alias in gate.aliases}
     | {old.name for old in REPLACED}
 )
 #: Of the examples of a gate to be added, and of a catalogue.

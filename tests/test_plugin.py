@@ -76,7 +76,7 @@ def test_the_compile_key_of_every_version_holds_the_fingerprint(
     _runtime._register_with_vllm()
     factors = envs.compile_factors()
     assert factors[gates.FINGERPRINT] == "none"
-    assert factors["VLLM_HWPLUGIN_DRAFT_FULL_GRAPH"] == "auto"
+    assert factors["VLLM_HWPLUGIN"] == "1"
 
 
 def environ(cache: Path, **variables: str) -> dict[str, str]:

@@ -109,7 +109,7 @@ def _faults_are_no_end(decision: str) -> Iterator[None]:
 
 def _must_hold() -> bool:
     try:
-        return gates.read(gates.STRICT).flag or gates.read(_GATE).text == "on"
+        return gates.read(gates.STRICT).flag or gates.demands(_GATE)
     except gates.GateError:
         # Reported when the patches were to be put in force, and an error then if strictness was asked for.
         return False

@@ -23,7 +23,7 @@ def refuse_if_required(feature: str, reason: str) -> None:
         FeatureRequired: the gate says ``on``.
     """
     gate = gate_of(feature)
-    if gates.read(gate).text == "on":
+    if gates.demands(gate):
         raise FeatureRequired(
             f"{gate}=on, but {feature} has no effect here: {reason}; set {gate}=auto to run without it"
         )

@@ -28,6 +28,7 @@ PATCH = """
 id = "greeting"
 title = "A kinder greeting"
 gate = "VLLM_HWPLUGIN_DFLASH_CONTEXT_NORM"
+aliases = ["VLLM_MUSA_DRAFT_FULL_WRAP"]
 what = "Says hello."
 origin = "none"
 removal = "never"
@@ -45,7 +46,7 @@ DIFF = """--- a/vllm/greeting.py
 
 @pytest.fixture(autouse=True)
 def _own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for gate in gates.GATES:
+    for gate in (*gates.GATES, *load_catalog().gates):
         for name in (gate.name, *(alias.name for alias in gate.aliases)):
             monkeypatch.delenv(name, raising=False)
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
@@ -136,7 +137,7 @@ def test_where_each_value_came_from(diagnose: Diagnose) -> None:
     found = diagnose(VLLM_MUSA_DRAFT_FULL_WRAP="0", VLLM_HWPLUGIN_STRICT="1")
     rows = {row.name: row for row in found.gates}
     assert (rows["VLLM_HWPLUGIN_STRICT"].value, rows["VLLM_HWPLUGIN_STRICT"].source) == ("1", "environment")
-    graph = rows["VLLM_HWPLUGIN_DRAFT_FULL_GRAPH"]
+    graph = rows[GATE]
     assert (graph.value, graph.source) == ("off", "alias VLLM_MUSA_DRAFT_FULL_WRAP")
     assert rows["VLLM_HWPLUGIN"].source == "default"
 
@@ -144,7 +145,7 @@ def test_where_each_value_came_from(diagnose: Diagnose) -> None:
 @pytest.mark.parametrize(
     ("environ", "name"),
     [
-        ({"VLLM_HWPLUGIN_DRAFT_FULL_GRAPH": "on", "VLLM_MUSA_DRAFT_FULL_WRAP": "0"}, "VLLM_MUSA_DRAFT_FULL_WRAP"),
+        ({GATE: "on", "VLLM_MUSA_DRAFT_FULL_WRAP": "0"}, "VLLM_MUSA_DRAFT_FULL_WRAP"),
         ({"VLLM_HWPLUGIN_PLATFORM": "cuda"}, "VLLM_HWPLUGIN_PLATFORM"),
         ({"VLLM_HWPLUGIN_STRIKT": "1"}, "VLLM_HWPLUGIN_STRIKT"),
     ],
@@ -435,7 +436,7 @@ def test_the_command_exits_with_the_diagnosis_and_prints_json(monkeypatch: pytes
     monkeypatch.setenv("VLLM_PLUGINS", "musa")
     assert program("doctor").exit_code == 1
     monkeypatch.delenv("VLLM_PLUGINS")
-    monkeypatch.setenv("VLLM_HWPLUGIN_DRAFT_FULL_GRAPH", "perhaps")
+    monkeypatch.setenv(GATE, "perhaps")
     result = program("doctor", "--json")
     assert result.exit_code == 1
     assert "perhaps" in json.loads(result.stdout)["problems"][0]

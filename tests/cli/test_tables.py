@@ -19,7 +19,7 @@ WIDTHS = (40, 60, 80, 100, 160)
 def test_no_name_is_cut_or_split(command: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
     lines = program(command, terminal=True).stdout.splitlines()
-    names = {gate.name for gate in gates.GATES}
+    names = {gate.name for gate in (*gates.GATES, *load_catalog().gates)}
     features = {feature.id for feature in load_catalog().features}
     if command == "patches":
         names = features

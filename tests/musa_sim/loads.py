@@ -25,8 +25,8 @@ from typing import Any, TypeVar
 import platformdirs
 
 import vllm_hwplugin
-from vllm_hwplugin import gates
 from vllm_hwplugin.cachedir import write_atomically
+from vllm_hwplugin.patching import load_catalog
 
 from . import simulated
 from .load_child import ROOT, digest_of
@@ -43,7 +43,7 @@ VARIABLES = {
     "VLLM_USE_AOT_COMPILE": "0",
 }
 #: Leaves vLLM's own code as it is.
-UNPATCHED = {gate.name: "off" for gate in gates.GATES if gate.switches and "patches" in gate.affects}
+UNPATCHED = {feature.gate: "off" for feature in load_catalog().features}
 #: Model Runner V2 on the simulated device.
 V2 = {
     **VARIABLES,

@@ -33,6 +33,25 @@ reason = "no such fault"
 Write = Callable[..., Path]
 
 
+def test_a_feature_declares_its_gate(write: Write) -> None:
+    more = 'help = "what"\ndefault = "off"\ncompile_key = false\naliases = ["VLLM_MUSA_IT"]\nsince = "0.9.0"'
+    (gate,) = load_catalog(write(("requires = []", more))).gates
+    assert (gate.name, gate.kind, gate.default, gate.help) == (GATE, "switch", "off", "Feature one: what")
+    assert (gate.affects, gate.since, [alias.name for alias in gate.aliases]) == (
+        ("patches",),
+        "0.9.0",
+        ["VLLM_MUSA_IT"],
+    )
+    write(name="two")
+    assert [gate.help for gate in load_catalog(write(name="three")).gates] == ["Feature one, three, two: what"]
+
+
+@pytest.mark.parametrize(("value", "kept"), [("off", 0), ("on", 2), ("no value", 2)])
+def test_of_a_feature_that_is_off_no_diff_is_read(write: Write, value: str, kept: int) -> None:
+    (feature,) = load_catalog(write(), environ={GATE: value}).features
+    assert len(feature.files) == kept
+
+
 @pytest.fixture
 def write(tmp_path: Path) -> Write:
     """Write one more feature into a catalogue, with pairs of texts to replace in its `patch.toml`."""
@@ -135,12 +154,15 @@ def test_empty_folder(tmp_path: Path) -> None:
         ('title = " a title "', "", "title is None, expected a text"),
         ('title = " a title "', 'title = " "', "title is ' ', expected a text"),
         ('origin = "an upstream change"', "origin = 1", "origin is 1, expected a text"),
-        (GATE, "VLLM_HWPLUGIN_NO_SUCH", "gate 'VLLM_HWPLUGIN_NO_SUCH' is not a switch in vllm_hwplugin/gates/table.py"),
-        (GATE, "VLLM_HWPLUGIN_STRICT", "gate 'VLLM_HWPLUGIN_STRICT' is not a switch"),
+        (GATE, "VLLM_PORT", "'VLLM_PORT' is no name for a gate of a feature of the plugin"),
+        (GATE, "VLLM_HWPLUGIN_STRICT", "'VLLM_HWPLUGIN_STRICT' is no name for a gate"),
+        ("requires = []", "compile_key = 1", "compile_key is 1, expected true or false"),
+        ("requires = []", 'aliases = "VLLM_X"', "aliases is 'VLLM_X', expected a list"),
+        ("requires = []", 'default = "yes"', "default is 'yes', expected auto, on, off"),
         ("requires = []", 'requires = "two"', "requires is 'two', expected a list"),
         ("requires = []", 'requires = ["two"]', "requires 'two', which is no feature here"),
         ("requires = []", 'requires = ["one"]', "in a circle: one -> one"),
-        ("requires = []", "require = []", "unknown key 'require'; expected gate, id,"),
+        ("requires = []", "require = []", "unknown key 'require'; expected aliases, compile_key,"),
         ("requires = []", "requires = [", "not TOML"),
         (
             'reason = "no such fault"',

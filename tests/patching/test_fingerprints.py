@@ -26,7 +26,8 @@ def fingerprints(source: Source) -> dict[str, str]:
     catalog = load_catalog()
     paths = {file.path for feature in catalog.features for file in feature.files}
     read = Memory({path: text for path in paths if (text := source.read(path)) is not None}, source.version)
-    default = {name: value.choice for name, value in gates.read_all({}).items() if value.gate.switches}
+    every = gates.read_all({}, (*gates.GATES, *catalog.gates))
+    default = {name: value.choice for name, value in every.items() if value.gate.switches}
     asked = {"": default}
     for feature in catalog.features:
         sign, other = ("+", "on") if default[feature.gate] == "off" else ("-", "off")

@@ -418,6 +418,7 @@ def test_a_required_feature_whose_module_cannot_be_swapped_is_an_error(project: 
     ],
 )
 def test_a_bad_gate_value_is_one_clear_line(patched: Project, variables: dict[str, str], raises: bool) -> None:
+    patched.feature("other", {"vllm/v1/beta.py": [("double(double(value))", "double(value)")]}, gate=GATES[1])
     done = patched.start("print(install().error)", CHECK, **variables)
     assert (done.returncode != 0) == raises
     assert "GateError" in done.stderr if raises else next(iter(variables)) in done.stderr

@@ -143,6 +143,8 @@ def diagnose(environ: Mapping[str, str] | None = None, *, catalog: Catalog | Non
     installed = _find_vllm(values, found)
     _check_entry_point(environ, values, found)
     own = _own_catalogue(catalog, found)
+    of_features = own.gates if own is not None else ()
+    _read_into(values, of_features, environ, found)
     outside = _find_outside(environ, own, values, found)
     features, fingerprint = _decide(values, installed, own, outside, environ, found)
     written = _journals(environ, found)
@@ -176,7 +178,8 @@ def diagnose(environ: Mapping[str, str] | None = None, *, catalog: Catalog | Non
         },
         cache=_cache(environ, found),
         gates=tuple(
-            _row(gate, values[gate.name], gates.source(gate, environ)) for gate in (*gates.GATES, *outside.gates)
+            _row(gate, values[gate.name], gates.source(gate, environ))
+            for gate in (*gates.GATES, *of_features, *outside.gates)
         ),
         # As the journals of processes have them.
         features=(*(_left_out(item) for item in outside.troubles), *features),
@@ -254,7 +257,9 @@ def _find_outside(
         outside = find_outside(environ, own)
         # One that is bad costs its own features alone, which is said of these.
         _read_into(values, outside.gates, environ, _Findings())
-    found.warnings += [str(item) for item in gates.unknown(environ, outside.gates)]
+    found.warnings += [
+        str(item) for item in gates.unknown(environ, (*own.gates, *outside.gates) if own is not None else ())
+    ]
     said = found.problems if _is_strict(values) and not switched_off else found.warnings
     said += [f"{item.where} is not live, vLLM runs stock there: {item.reason}" for item in outside.troubles]
     said = found.warnings if switched_off else found.problems
@@ -347,7 +352,7 @@ def _decide(
                 said.append(f"{item.gate}=on, but {item.id} cannot be live: {reason}")
         return tuple(rows), "none"
 
-    if any(gate.name not in good for gate in gates.GATES):
+    if any(gate.name not in good for gate in (*gates.GATES, *own.gates)):
         reason = "a variable has a bad value, and the plugin does nothing until it is right"
         return all_of("refused", reason, found.problems)
     if not good["VLLM_HWPLUGIN"].flag:

@@ -37,7 +37,7 @@ def gates(arguments: Sequence[str]) -> int:
 
 def _write(page: Path) -> int:
     try:
-        page.write_text(table_of_gates.markdown(), encoding="utf-8")
+        page.write_text(table_of_gates.markdown(load_catalog().gates), encoding="utf-8")
     except OSError as error:
         return _stop(f"{page} was not written: {error.strerror}")
     return 0
@@ -48,7 +48,7 @@ def _compare(page: Path) -> int:
         found = page.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         return _stop(f"{page} cannot be read: {error}")
-    expected = table_of_gates.markdown()
+    expected = table_of_gates.markdown(load_catalog().gates)
     if found == expected:
         return 0
     print(*difflib.unified_diff(found.splitlines(True), expected.splitlines(True), str(page), "gates/table.py"), sep="")
@@ -70,9 +70,10 @@ def _list() -> None:
 
 
 def _of_catalogues() -> tuple[table_of_gates.Gate, ...]:
-    """The gates of catalogues from outside; doctor is the one to say what is wrong with these."""
+    """The gates of features; doctor is the one to say what is wrong with a catalogue."""
     try:
-        return find_outside(os.environ, load_catalog()).gates
+        own = load_catalog()
+        return (*own.gates, *find_outside(os.environ, own).gates)
     except HwpluginError:
         return ()
 

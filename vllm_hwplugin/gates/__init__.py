@@ -5,8 +5,11 @@
 Only the standard library is imported, because every vLLM process reads the gates before anything else of the plugin.
 """
 
-from ._reader import Unknown, read, read_all, register_with_vllm, show, source, unclaimed, unknown
+from collections.abc import Iterable
+
+from ._reader import Unknown, demands, read, read_all, register_with_vllm, show, source, unclaimed, unknown
 from .table import (
+    BY_NAME,
     CATALOGUE_PREFIX,
     COMPILE_KEY,
     FINGERPRINT,
@@ -18,11 +21,12 @@ from .table import (
     GateError,
     GateValue,
     Value,
-    catalogue_gate,
+    feature_gate,
     find,
 )
 
 __all__ = [
+    "BY_NAME",
     "CATALOGUE_PREFIX",
     "COMPILE_KEY",
     "FINGERPRINT",
@@ -35,7 +39,8 @@ __all__ = [
     "GateValue",
     "Unknown",
     "Value",
-    "catalogue_gate",
+    "demands",
+    "feature_gate",
     "find",
     "markdown",
     "read",
@@ -48,8 +53,12 @@ __all__ = [
 ]
 
 
-def markdown() -> str:
-    """The text of ``docs/gates.md``."""
+def markdown(of_features: Iterable[Gate]) -> str:
+    """The text of ``docs/gates.md``.
+
+    Args:
+        of_features: the gates that the project's features declare.
+    """
     from . import _page  # for who writes it or compares it, and no process of vLLM
 
-    return _page.markdown()
+    return _page.markdown(of_features)

@@ -10,21 +10,22 @@ from .replaced import REPLACED
 from .table import CATALOGUE_PREFIX, GATES, Alias, Gate
 
 
-def markdown() -> str:
+def markdown(of_features: Iterable[Gate]) -> str:
     """The text of ``docs/gates.md``."""
+    every = (*GATES, *of_features)
     lines = [
         "# Environment variables",
         "",
-        "Written by `vllm-hwplugin gates --markdown docs/gates.md` from `vllm_hwplugin/gates/table.py`; a test",
-        "compares the two. A variable that is set but empty counts as not set. `vllm-hwplugin doctor` shows the values",
-        "in force and where each came from.",
+        "Written by `vllm-hwplugin gates --markdown docs/gates.md` from `vllm_hwplugin/gates/table.py` and from each",
+        "feature's `patch.toml`; a test compares them. A variable that is set but empty counts as not set.",
+        "`vllm-hwplugin doctor` shows the values in force and where each came from.",
         "",
         "A *switch* takes `auto` (live where it applies), `on` (an error where it cannot be live), `off` (stock vLLM);",
         "[failures.md](failures.md) says what each failure does.",
         "",
         "## In force",
         "",
-        *_table(GATES),
+        *_table(every),
         "",
         "## Of your own patches",
         "",
@@ -39,7 +40,7 @@ def markdown() -> str:
         "",
         "| alias | sets | values |",
         "|---|---|---|",
-        *[f"| `{alias.name}` | `{gate.name}` | {_alias_values(alias)} |" for gate in GATES for alias in gate.aliases],
+        *[f"| `{alias.name}` | `{gate.name}` | {_alias_values(alias)} |" for gate in every for alias in gate.aliases],
         "",
         "## No longer read",
         "",

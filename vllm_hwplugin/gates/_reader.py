@@ -38,7 +38,7 @@ def read(name: str | Gate, environ: Mapping[str, str] | None = None) -> GateValu
     container files have no better way to take one back. Values are compared without case and outer blanks.
 
     Args:
-        name: the gate's own name; or a gate that is not in the table, because a catalogue from outside brought it.
+        name: the gate's own name; or a gate that is not in the table, because a feature declares it.
         environ: where to look; ``os.environ`` by default.
 
     Raises:
@@ -66,6 +66,11 @@ def read(name: str | Gate, environ: Mapping[str, str] | None = None) -> GateValu
     winner = gate.name if chosen.source == "environment" else chosen.source.removeprefix("alias ")
     conflict = f"{' and '.join(passed_over)} is not followed, because {winner}={_shown(chosen.raw or '')} is set"
     return GateValue(gate, chosen.value, chosen.source, chosen.raw, conflict)
+
+
+def demands(name: str, environ: Mapping[str, str] | None = None) -> bool:
+    """Whether a feature's gate says ``on``: an engine that cannot have the feature does not start then."""
+    return (_present(name, os.environ if environ is None else environ) or "").strip().lower() == "on"
 
 
 def source(name: str | Gate, environ: Mapping[str, str] | None = None) -> str:
@@ -111,7 +116,7 @@ def unknown(environ: Mapping[str, str] | None = None, more: Iterable[Gate] = ())
     """Variables that are set and change nothing: those that look like gates and are none, and older ones.
 
     Args:
-        more: gates of catalogues from outside.
+        more: gates that features declare.
     """
     import difflib  # a third of this module's import time, and only a mistaken user needs it
 
@@ -147,7 +152,7 @@ def register_with_vllm(envs_module: Any, more: Iterable[Gate] = ()) -> None:
 
     Args:
         envs_module: the module ``vllm.envs`` (all supported versions have the same table).
-        more: gates of catalogues from outside.
+        more: gates that features declare.
     """
     table = envs_module.environment_variables
     for gate in (*GATES, *more):
@@ -155,10 +160,11 @@ def register_with_vllm(envs_module: Any, more: Iterable[Gate] = ()) -> None:
         table.setdefault(gate.name, _key_getter(gate) if in_key else _no_factor)
         for alias in gate.aliases:
             table.setdefault(alias.name, _no_factor)
-    # Of catalogues that this process has not read, because the plugin is switched off or they cannot be; and what the
+    # Of features that this process has not read, because the plugin is switched off or they cannot be; and what the
     # first process of an engine left, where this one is another engine's and has the plugin switched off.
     for name in os.environ:
-        if name.startswith(CATALOGUE_PREFIX) or name == FINGERPRINT:
+        # The latter are older names of features' gates.
+        if name.startswith((f"{PREFIX}_", "VLLM_MUSA_")):
             table.setdefault(name, _no_factor)
 
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of the gates: the single place where a variable is named, typed, defaulted and explained.
+"""The table of the gates, but for those of features, which their `patch.toml` declares.
 
 The records are named tuples, which take a fifth of the time of a frozen dataclass to define, and no annotation is a
 text, because a named tuple compiles each of them: every vLLM process reads this before anything else of the plugin.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final, Literal, NamedTuple
@@ -140,10 +140,6 @@ _INVERTED: Final = _words("0", "1")
 _SWITCH: Final = ("auto", "on", "off")
 
 
-def _backport(name: str, help: str, default: str = "auto") -> Gate:
-    return Gate(name, "switch", default, help, affects=("patches",), choices=_SWITCH, since="0.2.0")
-
-
 GATES: Final[tuple[Gate, ...]] = (
     Gate(
         "VLLM_HWPLUGIN",
@@ -196,190 +192,6 @@ GATES: Final[tuple[Gate, ...]] = (
         "The plugin's FLASH_ATTN for heads above 256 on CUDA: where it is faster or alone, wherever it fits, or never.",
         affects=("attention backend",),
         choices=_SWITCH,
-    ),
-    Gate(
-        "VLLM_HWPLUGIN_DRAFT_FULL_GRAPH",
-        "switch",
-        "auto",
-        "Feature draft-full-graph: Eagle, Eagle3, MTP, P-EAGLE and draft_model drafters in FULL graphs (V1 runner).",
-        aliases=(Alias("VLLM_MUSA_DRAFT_FULL_WRAP", _AUTO_OR_OFF),),
-        affects=("patches", COMPILE_KEY),
-        choices=_SWITCH,
-    ),
-    Gate(
-        "VLLM_HWPLUGIN_DRAFT_LOOP_GRAPH",
-        "switch",
-        "auto",
-        "Feature draft-loop-graph: all one-token steps of a drafter in one graph launch.",
-        affects=("patches", COMPILE_KEY),
-        choices=_SWITCH,
-    ),
-    Gate(
-        "VLLM_HWPLUGIN_DFLASH_FULL_GRAPH",
-        "switch",
-        "auto",
-        "Feature dflash-full-graph: the DFlash drafter in FULL graphs (V1 runner); needs draft-full-graph.",
-        aliases=(Alias("VLLM_MUSA_DFLASH_FULL_WRAP", _AUTO_OR_OFF),),
-        affects=("patches", COMPILE_KEY),
-        choices=_SWITCH,
-    ),
-    Gate(
-        "VLLM_HWPLUGIN_V1_DRAFT_PHASE",
-        "switch",
-        "auto",
-        "Feature v1-draft-phase: sampling and drafting of a decode step in two CUDA graphs (V1 runner).",
-        affects=("patches", COMPILE_KEY),
-        choices=_SWITCH,
-        since="0.2.0",
-    ),
-    Gate(
-        "VLLM_HWPLUGIN_V2_STEP_INPUTS",
-        "switch",
-        "auto",
-        "Feature v2-step-inputs: the inputs of a decode step in one CUDA graph (Model Runner V2); needs v2-tail-graph.",
-        affects=("patches", COMPILE_KEY),
-        choices=_SWITCH,
-        since="0.2.0",
-    ),
-    Gate(
-        "VLLM_HWPLUGIN_V2_TAIL_GRAPH",
-        "switch",
-        "auto",
-        "Feature v2-tail-graph: sampling and drafting of a decode step in two CUDA graphs (Model Runner V2).",
-        affects=("patches", COMPILE_KEY),
-        choices=_SWITCH,
-        since="0.2.0",
-    ),
-    Gate(
-        "VLLM_HWPLUGIN_DFLASH_CONTEXT_NORM",
-        "switch",
-        "auto",
-        "Feature dflash-context-norm: each DFlash draft layer's context keys get that layer's own norm.",
-        affects=("patches", COMPILE_KEY),
-        choices=_SWITCH,
-    ),
-    Gate(
-        "VLLM_HWPLUGIN_DFLASH_DRAFT_BACKEND",
-        "switch",
-        "auto",
-        "Feature dflash-draft-backend: a DFlash draft and its target each have an attention backend of their own.",
-        affects=("patches", COMPILE_KEY),
-        choices=_SWITCH,
-    ),
-    Gate(
-        "VLLM_HWPLUGIN_WINDOW_BLOCKS",
-        "switch",
-        "auto",
-        "Feature window-blocks: a sliding window keeps the KV cache blocks that rejected drafts bring back into it.",
-        affects=("patches",),
-        choices=_SWITCH,
-    ),
-    Gate(
-        "VLLM_HWPLUGIN_V2_DRAFT_METADATA",
-        "switch",
-        "auto",
-        "Feature v2-draft-metadata: each draft step has attention metadata of its own (Model Runner V2 of vLLM 0.20).",
-        affects=("patches",),
-        choices=_SWITCH,
-        since="0.2.0",
-    ),
-    Gate(
-        "VLLM_HWPLUGIN_V2_FUSED_DRAFTS",
-        "switch",
-        "auto",
-        "Feature v2-fused-drafts: all draft steps after the first in one graph launch (Model Runner V2).",
-        affects=("patches",),
-        choices=_SWITCH,
-        since="0.2.0",
-    ),
-    Gate(
-        "VLLM_HWPLUGIN_V2_CAPTURE_METADATA",
-        "switch",
-        "auto",
-        "Feature v2-capture-metadata: the draft's first pass is captured with metadata of its shape (Model Runner V2).",
-        affects=("patches",),
-        choices=_SWITCH,
-        since="0.2.0",
-    ),
-    Gate(
-        "VLLM_HWPLUGIN_V2_GRAPH_ADDRESSES",
-        "switch",
-        "auto",
-        "Feature v2-graph-addresses: block tables stay where CUDA graphs read them after a sleep (Model Runner V2).",
-        affects=("patches",),
-        choices=_SWITCH,
-        since="0.2.0",
-    ),
-    Gate(
-        "VLLM_HWPLUGIN_V1_STEP_INPUTS",
-        "switch",
-        "auto",
-        "Feature v1-step-inputs: the inputs of a decode step from those of the step before, in one CUDA graph (V1).",
-        affects=("patches", COMPILE_KEY),
-        choices=_SWITCH,
-        since="0.2.0",
-    ),
-    Gate(
-        "VLLM_HWPLUGIN_ENGINE_REPORT",
-        "switch",
-        "auto",
-        "Feature engine-report: each worker says which live features its engine uses, and counts the steps they serve.",
-        affects=("patches",),
-        choices=_SWITCH,
-        since="0.2.0",
-    ),
-    _backport(
-        "VLLM_HWPLUGIN_BACKPORT_MTP_EMBEDDINGS",
-        "Feature backport-mtp-embeddings: MTP drafts always share the target's embeddings (vLLM 0.25 and 0.26).",
-    ),
-    _backport(
-        "VLLM_HWPLUGIN_BACKPORT_DRAFT_LOOKAHEAD",
-        "Feature backport-draft-lookahead: a new request has KV cache blocks for its first drafts (vLLM up to 0.22).",
-    ),
-    _backport(
-        "VLLM_HWPLUGIN_BACKPORT_PADDED_REQUEST",
-        "Feature backport-padded-request: no padding of a request near max_model_len (vLLM 0.25 to 0.28).",
-    ),
-    _backport(
-        "VLLM_HWPLUGIN_BACKPORT_RECOVERED_TOKEN",
-        "Feature backport-recovered-token: a recovered token is one of the vocabulary (vLLM up to 0.23).",
-    ),
-    _backport(
-        "VLLM_HWPLUGIN_BACKPORT_DP_DRAFTER",
-        "Feature backport-dp-drafter: all data parallel ranks run the drafter, or none (vLLM up to 0.24).",
-    ),
-    _backport(
-        "VLLM_HWPLUGIN_BACKPORT_EAGLE_BIAS",
-        "Feature backport-eagle-bias: EAGLE checkpoints with a bias that the model lacks are loaded (vLLM up to 0.24).",
-    ),
-    _backport(
-        "VLLM_HWPLUGIN_BACKPORT_VACATED_ROW",
-        "Feature backport-vacated-row: a row of the block table that a request left is empty (vLLM up to 0.26).",
-    ),
-    _backport(
-        "VLLM_HWPLUGIN_BACKPORT_NAN_LOGITS",
-        "Feature backport-nan-logits: NaN logits sample a token of the vocabulary (Model Runner V2 up to vLLM 0.27).",
-    ),
-    _backport(
-        "VLLM_HWPLUGIN_BACKPORT_DRAFT_SCHEDULE",
-        "Feature backport-draft-schedule: no schedule ahead for a windowed DFlash draft (Model Runner V2 of vLLM 0.25 "
-        "to 0.29, FlashAttention 3).",
-    ),
-    _backport(
-        "VLLM_HWPLUGIN_BACKPORT_MIXED_GRAPHS",
-        "Feature backport-mixed-graphs: FULL graphs of mixed batches are captured for the longest request (Model "
-        "Runner V2 up to vLLM 0.30).",
-    ),
-    _backport(
-        "VLLM_HWPLUGIN_BACKPORT_PIPELINE_DRAFTS",
-        "Feature backport-pipeline-drafts: an error at the start where pipeline parallelism and a drafter do not go "
-        "together (vLLM up to 0.29, the V1 runner up to 0.30).",
-    ),
-    _backport(
-        "VLLM_HWPLUGIN_BACKPORT_REASONING_END",
-        "Feature backport-reasoning-end: a grammar begins where the reasoning ends (vLLM up to 0.26).",
-        # Its lines are not upstream's, though they do the same.
-        "off",
     ),
     Gate(
         "VLLM_HWPLUGIN_OPS",
@@ -453,8 +265,22 @@ GATES: Final[tuple[Gate, ...]] = (
 BY_NAME: Final[Mapping[str, Gate]] = MappingProxyType({gate.name: gate for gate in GATES})
 
 
-def catalogue_gate(name: str, catalogue: str, help_: str, default: str) -> Gate:
-    """The switch of features that a catalogue from outside brings.
+def feature_gate(
+    name: str,
+    help_: str,
+    default: str = "auto",
+    *,
+    catalogue: str = "",
+    compile_key: bool = True,
+    aliases: Iterable[str] = (),
+    since: str = "0.1.0",
+) -> Gate:
+    """The switch of a feature, as its `patch.toml` declares it.
+
+    Args:
+        catalogue: the one from outside that brings it; empty for the project's own.
+        compile_key: whether what vLLM compiles may differ with it.
+        aliases: older variables that turn the feature on or off.
 
     Raises:
         GateError: the name is no name of a variable, or one that is not the catalogue's to give; or the default is no
@@ -465,14 +291,21 @@ def catalogue_gate(name: str, catalogue: str, help_: str, default: str) -> Gate:
     well_formed = name[:1].isalpha() and letters.isascii() and letters.isalnum() and letters.isupper()
     # Others may have a meaning: HOME, LD_PRELOAD, and the variables of vLLM and of the plugin.
     named = name.startswith(CATALOGUE_PREFIX) or (name.startswith(own) and not name.startswith("VLLM"))
+    if not catalogue:
+        own = f"{PREFIX}_"
+        named = name.startswith(own) and name not in BY_NAME and not name.startswith(CATALOGUE_PREFIX)
     if not well_formed or not named:
+        whose = f"the catalogue {catalogue}" if catalogue else "a feature of the plugin"
+        beginnings = f"{CATALOGUE_PREFIX} or {own}" if catalogue else own
         raise GateError(
-            f"{name!r} is no name for a gate of the catalogue {catalogue}; expected capitals, digits and `_`, and at "
-            f"its beginning {CATALOGUE_PREFIX} or {own}"
+            f"{name!r} is no name for a gate of {whose}; expected capitals, digits and `_`, and at its beginning "
+            f"{beginnings}"
         )
     if default not in _SWITCH:
         raise GateError(f"default is {default!r}, expected {', '.join(_SWITCH)}")
-    return Gate(name, "switch", default, help_, affects=("patches", COMPILE_KEY), choices=_SWITCH)
+    older = tuple(Alias(alias, _AUTO_OR_OFF) for alias in aliases)
+    affects = ("patches", COMPILE_KEY) if compile_key else ("patches",)
+    return Gate(name, "switch", default, help_, older, affects, _SWITCH, since)
 
 
 def find(name: str) -> Gate:

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from ..gates import GATES
+from ..gates import BY_NAME, Gate, GateError, feature_gate, read
 from ..versions import SUPPORTED, Versions, cached, final
 from ._diff import parse_diff
 from ._errors import CatalogError, DiffError
@@ -23,18 +23,15 @@ from ._toml import MISSING, read_patch_tomls, read_toml
 PATCH = "patch.toml"
 
 _TEXTS = ("id", "title", "gate", "what", "origin", "removal")
-#: What a `patch.toml` of the project's own may hold.
-FEATURE_KEYS = frozenset({*_TEXTS, "requires", "versions", "not_needed"})
+#: What a `patch.toml` of any catalogue may hold.
+FEATURE_KEYS = frozenset({*_TEXTS, "requires", "versions", "not_needed", "default", "help", "compile_key"})
+_OWN_KEYS = FEATURE_KEYS | {"since", "aliases"}
 _NOT_NEEDED_KEYS = frozenset({"versions", "reason"})
 #: What files of a feature's folder are its diffs.
 DIFFS = ".diff"
 
 
 def _own(raw: Mapping[str, Any], file: Path) -> Mapping[str, Any]:
-    if not any(gate.name == raw.get("gate") and gate.switches for gate in GATES):
-        raise CatalogError(
-            f"{file}: gate {raw.get('gate')!r} is not a switch in vllm_hwplugin/gates/table.py; add it there"
-        )
     return raw
 
 
@@ -48,21 +45,21 @@ class Terms:
             out. CatalogError where one is not as it has to be.
         read: the bytes of a file. OSError where it is not there.
         parsed: `patch.toml` -> its values, of those that were read before.
-        off: gates that are off; the diffs of features that they switch are not read.
+        environ: the diffs of features whose gate is off there are not read.
     """
 
     # An ordinary class: each process of vLLM would pay for making a named tuple or a dataclass of it.
     def __init__(
         self,
         catalogue: str = "",
-        keys: frozenset[str] = FEATURE_KEYS,
+        keys: frozenset[str] = _OWN_KEYS,
         complete: Callable[[Mapping[str, Any], Path], Mapping[str, Any]] = _own,
         read: Callable[[Path], bytes] = Path.read_bytes,
         parsed: Mapping[Path, Mapping[str, Any]] = MappingProxyType({}),
-        off: Collection[str] = (),
+        environ: Mapping[str, str] | None = None,
     ) -> None:
         self.catalogue, self.keys, self.complete, self.read = catalogue, keys, complete, read
-        self.parsed, self.off = parsed, off
+        self.parsed, self.environ = parsed, environ
 
 
 def default_folder() -> Path:
@@ -73,7 +70,11 @@ def default_folder() -> Path:
 
 
 def load_catalog(
-    folder: Path | None = None, *, version: str | None = None, off: Collection[str] = (), base: Path | None = None
+    folder: Path | None = None,
+    *,
+    version: str | None = None,
+    environ: Mapping[str, str] | None = None,
+    base: Path | None = None,
 ) -> Catalog:
     """Read every feature of `folder`.
 
@@ -82,7 +83,7 @@ def load_catalog(
         version: keep only the hunks for this version. A process that patches itself has no use for the others. All
             of them are kept of a feature that says nothing of the version. Ranges that overlap are then an error only
             where both hold this version.
-        off: gates that are off: no hunk is kept of the features that they switch.
+        environ: no hunk is kept of features whose gate is off there.
         base: a cache folder that can be trusted, for the values of each `patch.toml`; without one they are parsed.
 
     Raises:
@@ -92,7 +93,7 @@ def load_catalog(
     folder = default_folder() if folder is None else folder
     folders = feature_folders(folder)
     parsed = {} if base is None else read_patch_tomls([item / PATCH for item in folders], base)
-    terms = Terms(parsed=parsed, off=off)
+    terms = Terms(parsed=parsed, environ=environ)
     return Catalog(in_order([load_feature(item, version, terms) for item in folders], folder))
 
 
@@ -146,7 +147,8 @@ def load_feature(folder: Path, version: str | None, terms: Terms) -> Feature:
         )
     wanted = only if only and versions.covers(only) else None
     files: tuple[FileDiff, ...] = ()
-    if texts["gate"] not in terms.off and not (only and any(item.versions.covers(only) for item in not_needed)):
+    switch = _switch(raw, texts, terms, file)
+    if not _is_off(switch, terms.environ) and not (only and any(item.versions.covers(only) for item in not_needed)):
         # Of a candidate the feature as a whole knows which hunks are meant.
         files = _diffs(folder, wanted if wanted and final(wanted) == wanted else None, terms, distribution)
     feature = Feature(
@@ -156,9 +158,39 @@ def load_feature(folder: Path, version: str | None, terms: Terms) -> Feature:
         not_needed=tuple(not_needed),
         files=files,
         distribution=distribution,
-        default=raw.get("default", "auto"),
+        switch=switch,
     )
     return feature._replace(files=feature.files_for(wanted)) if wanted else feature
+
+
+def _switch(raw: Mapping[str, Any], texts: Mapping[str, str], terms: Terms, file: Path) -> Gate:
+    name = texts["gate"]
+    if not terms.catalogue and name in BY_NAME and BY_NAME[name].switches:
+        return BY_NAME[name]
+    compile_key, aliases = raw.get("compile_key", True), raw.get("aliases", [])
+    if not isinstance(compile_key, bool):
+        raise CatalogError(f"{file}: compile_key is {compile_key!r}, expected true or false")
+    if not isinstance(aliases, list) or not all(isinstance(item, str) for item in aliases):
+        raise CatalogError(f"{file}: aliases is {aliases!r}, expected a list of variables")
+    try:
+        return feature_gate(
+            name,
+            text_of(raw, "help", file) if "help" in raw else texts["title"],
+            text_of(raw, "default", file) if "default" in raw else "auto",
+            catalogue=terms.catalogue,
+            compile_key=compile_key,
+            aliases=aliases,
+            since=text_of(raw, "since", file) if "since" in raw else "0.1.0",
+        )
+    except GateError as error:
+        raise CatalogError(f"{file}: {error}") from error
+
+
+def _is_off(gate: Gate, environ: Mapping[str, str] | None) -> bool:
+    try:
+        return environ is not None and read(gate, environ).choice == "off"
+    except GateError:
+        return False  # for who reads all of them to say
 
 
 def _diffs(folder: Path, version: str | None, terms: Terms, distribution: str) -> tuple[FileDiff, ...]:

@@ -8,6 +8,7 @@ annotations as texts, because a named tuple compiles each of them.
 from enum import Enum
 from typing import Final, Literal, NamedTuple, Protocol
 
+from ..gates import BY_NAME, Gate
 from ..versions import Versions, final
 
 HunkStatus = Literal["exact", "moved", "upstream", "drifted", "ambiguous", "missing"]
@@ -101,8 +102,7 @@ class Feature(NamedTuple):
             names in `requires` are such ids as well.
         versions: what it is for. Each of its hunks is for these versions, or for some of them.
         distribution: whose files it changes; `VLLM` stands for each distribution of the package `vllm`.
-        default: its gate's value where nothing is set; the gates of the project's own features have theirs in
-            `vllm_hwplugin.gates`.
+        switch: its gate, as `patch.toml` declares it, or the table has it.
     """
 
     id: str
@@ -116,7 +116,7 @@ class Feature(NamedTuple):
     not_needed: tuple[NotNeeded, ...]
     files: tuple[FileDiff, ...]
     distribution: str = VLLM
-    default: str = "auto"
+    switch: Gate | None = None
 
     @property
     def is_outside(self) -> bool:
@@ -144,6 +144,19 @@ class Catalog(NamedTuple):
     """Every feature, requirements before those that require them."""
 
     features: tuple[Feature, ...]
+
+    @property
+    def gates(self) -> tuple[Gate, ...]:
+        """Those that its features declare; the help of each names them."""
+        users: dict[str, list[Feature]] = {}
+        for feature in self.features:
+            if feature.switch is not None and feature.gate not in BY_NAME:
+                users.setdefault(feature.gate, []).append(feature)
+        return tuple(
+            switch._replace(help=f"Feature {', '.join(item.id for item in of)}: {switch.help}")
+            for of in users.values()
+            if (switch := of[0].switch) is not None
+        )
 
     def feature(self, feature_id: str) -> Feature | None:
         return next((item for item in self.features if item.id == feature_id), None)

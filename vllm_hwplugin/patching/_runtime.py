@@ -256,8 +256,10 @@ def _activate(
     overlay = open_overlay(environ)
     choices = {name: value.choice for name, value in values.items() if value.gate.switches}
     if catalog is None:
-        off = {name for name, choice in choices.items() if choice == "off"}
-        catalog = load_catalog(version=installed.version, off=off, base=overlay.base)
+        catalog = load_catalog(version=installed.version, environ=environ, base=overlay.base)
+    state.gates = catalog.gates
+    declared = gates.read_all(environ, state.gates)
+    choices |= {name: value.choice for name, value in declared.items()}
     targets, missing = {VLLM: installed}, dict[str, str]()
     packages = catalogue_packages()
     if packages or values["VLLM_HWPLUGIN_PATCHES"].names:
@@ -265,7 +267,7 @@ def _activate(
         from . import outside
 
         found = outside.find_outside(environ, catalog, packages=packages, version=installed.version)
-        state.gates = found.gates
+        state.gates = (*state.gates, *found.gates)
         _report_catalogues(entry, found, strict=values[gates.STRICT].flag)
         catalog = found.behind(catalog)
         more, mistaken = found.choices(environ)
@@ -296,7 +298,9 @@ def _activate(
         name: "served" for name in entry.modules if entry.modules[name] == "served"
     }
     report(entry, plan, installed, try_unlisted)
-    asked = (sorted(choices.items()), try_unlisted, environ.get("VLLM_HWPLUGIN_PATCHES"))
+    # Less the defaults, which are a part of the catalogue: where that was changed in between, it is to be noticed.
+    meant = sorted((name, choice) for name, choice in choices.items() if name not in declared or declared[name].is_set)
+    asked = (meant, try_unlisted, environ.get("VLLM_HWPLUGIN_PATCHES"))
     compare_with_first(entry, asked, environ, stop=_must_hold(environ, state.gates))
     journal.begin(entry, overlay.base)
 
@@ -389,7 +393,10 @@ def _must_hold(environ: Mapping[str, str], more: tuple[gates.Gate, ...]) -> bool
                 value = gate.name == gates.STRICT
             if value is True or value == "on":
                 return True
-    return bool(gates.unclaimed(environ, more))
+    # Where the project's own catalogue could not be read, it is not known which gates there are.
+    prefix = gates.CATALOGUE_PREFIX if more else f"{gates.PREFIX}_"
+    known = {gate.name for gate in (*gates.GATES, *more)}
+    return any(name.startswith(prefix) and name not in known and gates.demands(name, environ) for name in environ)
 
 
 def _check_live() -> None:

@@ -121,7 +121,7 @@ def load_outside(
         DiffError: a diff is malformed.
     """
     manifest = read_manifest(folder, read=read)
-    terms = Terms(manifest.name, FEATURE_KEYS | {"distribution", "default"}, _completing(manifest), read)
+    terms = Terms(manifest.name, FEATURE_KEYS | {"distribution"}, _completing(manifest), read)
     features = [load_feature(item, version, terms) for item in feature_folders(folder, _WAY_OUT)]
     if not features:
         raise CatalogError(
@@ -136,10 +136,9 @@ def load_outside(
 def _completing(manifest: Manifest) -> Callable[[Mapping[str, Any], Path], Mapping[str, Any]]:
     def complete(raw: Mapping[str, Any], file: Path) -> Mapping[str, Any]:
         gate = gate_name(manifest.name, _named(file.parent.name, file))
-        made: dict[str, Any] = {"gate": gate, "distribution": manifest.distribution, "default": "auto"}
+        made: dict[str, Any] = {"gate": gate, "distribution": manifest.distribution}
         made |= raw
         made["distribution"] = _distribution(made, file)
-        made["default"] = text_of(made, "default", file)
         if isinstance(requires := raw.get("requires"), list):
             made["requires"] = [_full(manifest.name, item) for item in requires]
         return made
@@ -172,19 +171,13 @@ def _gates(features: list[Feature], manifest: Manifest) -> tuple[gates.Gate, ...
     users: dict[str, list[Feature]] = {}
     for feature in features:
         users.setdefault(feature.gate, []).append(feature)
-    made = []
     for name, of in users.items():
-        if len({feature.default for feature in of}) > 1:
+        if len({feature.switch.default for feature in of if feature.switch is not None}) > 1:
             raise CatalogError(
                 f"{manifest.folder}: {' and '.join(feature.id for feature in of)} have one gate, {name}, and different "
                 "defaults; give them the same"
             )
-        try:
-            text = f"Feature {', '.join(feature.id for feature in of)}: {of[0].title}"
-            made.append(gates.catalogue_gate(name, manifest.name, text, of[0].default))
-        except gates.GateError as error:
-            raise CatalogError(f"{manifest.folder / of[0].id.rpartition('/')[2] / 'patch.toml'}: {error}") from error
-    return tuple(made)
+    return Catalog(tuple(features)).gates
 
 
 class Trouble(NamedTuple):

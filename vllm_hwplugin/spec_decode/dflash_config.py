@@ -112,7 +112,7 @@ def check(vllm_config: Any) -> None:
         _backend_problem(draft, vllm_config),
     )
     found = [problem for problem in problems if problem is not None]
-    required = gates.read(gate_of(DFLASH_FULL_GRAPH)).text == "on"
+    required = gates.demands(gate_of(DFLASH_FULL_GRAPH))
     for problem in found:
         if required or not problem.served:
             raise DFlashConfigError(problem.text)

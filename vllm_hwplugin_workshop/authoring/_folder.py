@@ -99,8 +99,7 @@ def check_catalogue(folder: Path, *, gate: str | None) -> None:
         )
     elif gate is None:
         raise FeatureFolderError(
-            f"{folder}: without {outside.MANIFEST} each feature names a gate of vllm_hwplugin/gates/table.py: add one "
-            "there and name it with --gate"
+            f"{folder}: without {outside.MANIFEST} each feature names its gate, VLLM_HWPLUGIN_...: give it with --gate"
         )
 
 
