@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from vllm_hwplugin import journals
 
@@ -26,6 +26,7 @@ from ._job import Event
 
 _TAIL_LINES = 30
 _POLL_SECONDS = 0.02
+_Self = TypeVar("_Self", bound="Child")
 
 
 def child_environment(extra: Mapping[str, str], metadata: Path | None = None) -> dict[str, str]:
@@ -135,7 +136,7 @@ class Child:
                 start_new_session=True,
             )
 
-    def __enter__(self) -> Child:
+    def __enter__(self: _Self) -> _Self:
         return self
 
     def __exit__(self, *_: object) -> None:

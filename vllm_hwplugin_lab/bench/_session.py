@@ -55,8 +55,8 @@ class ChildJob(Protocol):
     def to_json(self) -> str: ...
 
 
-class Session:
-    """An engine's process, from its start to its end; what it is asked after it failed is not done.
+class Session(Child):
+    """A child that follows commands, from its start to its end; what it is asked after it failed is not done.
 
     Args:
         module: of the process.
@@ -75,21 +75,10 @@ class Session:
         limit: TimeLimit | None = None,
         under: tuple[str, ...] = (),
     ) -> None:
+        super().__init__(module, job.to_json(), job.environment, under=under, commands=True)
         self._on_event, self._limit = on_event, limit or TimeLimit()
         self.error: str | None = None
         self._ended: Ended | None = None
-        self._child = Child(module, job.to_json(), job.environment, under=under, commands=True)
-
-    def __enter__(self) -> Session:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._child.__exit__()
-
-    @property
-    def events(self) -> tuple[Event, ...]:
-        """What the process has said until now."""
-        return tuple(self._child.events)
 
     def wait_for(self, event: str, timeout: float) -> bool:
         """Whether the process says ``event`` within ``timeout`` seconds; if not, it has failed.
@@ -99,24 +88,22 @@ class Session:
         """
         if self.error is not None:
             return False
-        left, before = self._limit.left(), len(self._child.events)
-        in_time = self._child.follow(
-            min(timeout, left), until=lambda one: one["event"] == event, on_event=self._on_event
-        )
+        left, before = self._limit.left(), len(self.events)
+        in_time = self.follow(min(timeout, left), until=lambda one: one["event"] == event, on_event=self._on_event)
         if not in_time:
             if left < timeout:
                 self._limit.check()
             self.error = f"no answer {event!r} after {timeout:.0f} s; killed"
             # At once: it would go on beside the sides that are still measured.
-            self._ended = self._child.end(self.error)
-        elif [one["event"] for one in self._child.events[before:][-1:]] != [event]:
+            self._ended = self.end(self.error)
+        elif [one["event"] for one in self.events[before:][-1:]] != [event]:
             self.error = ""  # the process is over, and its exit says why
         return self.error is None
 
     def tell(self, command: Mapping[str, Any]) -> None:
         """Give a command whose answer is waited for later."""
         if self.error is None:
-            self._child.tell(command)
+            super().tell(command)
 
     def ask(self, command: Mapping[str, Any], answer: str, timeout: float) -> bool:
         """Give a command and wait for its answer, as :meth:`wait_for`."""
@@ -130,8 +117,8 @@ class Session:
         """
         self._limit = TimeLimit()
         if self.wait_for("done", timeout):
-            self._child.follow(timeout, until=lambda one: False)
+            self.follow(timeout, until=lambda one: False)
 
     def ended(self) -> Ended:
         """What came of it; the process is over then."""
-        return self._ended or self._child.end(self.error)
+        return self._ended or self.end(self.error)

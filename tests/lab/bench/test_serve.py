@@ -242,5 +242,8 @@ def test_vllm_has_what_is_asked_of_its_client_and_server(vllm_tree, version):
     settings = ["backend", "endpoint", "num-prompts", "request-rate", "max-concurrency", "temperature", "ignore-eos"]
     settings += ["dataset-name", "random-input-len", "random-output-len", "random-range-ratio", "seed", "disable-tqdm"]
     assert [one for one in [*settings, "save-detailed"] if f'"--{one}"' not in client + data] == []
+    engine = ["kv-cache-memory-bytes", "worker-extension-cls", "enable-prefix-caching", "gdn-prefill-backend"]
+    engine += ["speculative-config", "compilation-config", "load-format", "gpu-memory-utilization", "max-num-seqs"]
+    assert [one for one in engine if f'"--{one}"' not in tree.read("vllm/engine/arg_utils.py")] == []
     routers = [tree.read(f"vllm/entrypoints/serve/{at}rpc/api_router.py") for at in ("", "dev/")]
     assert any('@router.post("/collective_rpc")' in text for text in routers if text)
