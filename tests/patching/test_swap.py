@@ -12,7 +12,8 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
 
 import pytest
 
@@ -166,6 +167,16 @@ def test_documentation_follows_and_what_was_made_with_the_function_stays(live: L
     assert plain.__annotations__ == {"return": int}
 
 
+def test_a_function_of_another_module_is_not_taken_for_its_own(live: Live) -> None:
+    # Of the same name and at the same line.
+    line = live.module.plain.__code__.co_firstlineno
+    elsewhere: dict[str, Any] = {}
+    exec("\n" * (line - 1) + "def plain(value):\n    return 'elsewhere'", elsewhere)
+    live.module.functools = elsewhere["plain"]  # type: ignore[attr-defined]
+    live.apply(("    return value", "    return value + 100"))
+    assert (live.module.plain(1), elsewhere["plain"](1)) == (101, "elsewhere")
+
+
 def test_what_others_hold_runs_the_new_body(live: Live) -> None:
     class Derived(live.module.Runner):  # type: ignore[name-defined,misc]
         def plainly(self) -> str:
@@ -311,8 +322,17 @@ def test_a_body_that_others_may_hold_is_refused(live: Live, name: str, decorator
 
 
 PLAIN = ("    return value", "    return -value")
+
+
+def other_code(module: ModuleType) -> CodeType:
+    """Of the same name and line."""
+    code: CodeType = module.plain.__code__
+    return code.replace(co_consts=(*code.co_consts, "another"))
+
+
 OBSTACLES: dict[str, tuple[Callable[[ModuleType], object], tuple[str, str]]] = {
     "another function": (lambda module: setattr(module, "plain", lambda value: value), PLAIN),
+    "other code": (lambda module: setattr(vars(module)["plain"], "__code__", other_code(module)), PLAIN),
     "a cached function": (lambda module: setattr(module, "plain", functools.lru_cache(vars(module)["plain"])), PLAIN),
     "another class": (
         lambda module: setattr(module, "Runner", type("Other", (), {"greet": vars(module)["Runner"].greet})),
