@@ -153,7 +153,7 @@ def test_a_wrong_answer_and_a_cell_without_a_figure_are_said(tree):
         ("engines-x.json", "[]", "format 'list', expected 3"),
         ("engines-x.json", '{"format": 0}', "format 0, expected 3"),
         ("engines-x.json", '{"format": 3, "cases": []}', "no date, commit, plugin, host, settings"),
-        ("kernels-ops-x.json", '{"format": 1}', "kernels_format None, expected 1"),
+        ("kernels-ops-x.json", '{"format": 1}', "kernels_format None, expected 2"),
         ("soak-x.json", '{"format": 1}', "format 1, expected 'soak 2'"),
         ("h100.json", "{}", "of no known kind"),
     ],

@@ -166,13 +166,15 @@ def processes_entry(records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     return {name: said for name, said in found.items() if said}
 
 
-def results_text(results: Mapping[str, Any]) -> str:
-    """JSON as results are kept in git: filled lines, `_DIGITS` significant digits, and long lists of like
-    objects as tables.
+def results_text(results: Mapping[str, Any], *, tables: bool = True) -> str:
+    """JSON as results are kept in git: filled lines, and `_DIGITS` significant digits.
 
-    A table is an object of ``columns`` and ``rows``; what an object lacks that the others have is null there.
+    Args:
+        results: of a benchmark.
+        tables: write a long list of like objects as one object of ``columns`` and ``rows``; what an object lacks that
+            the others have is null there. Else a reader needs not know of it.
     """
-    return _filled(_compact(results), "") + "\n"
+    return _filled(_compact(results, tables=tables), "") + "\n"
 
 
 def read_results(text: str) -> Any:
@@ -184,19 +186,20 @@ def read_results(text: str) -> Any:
     return json.loads(text, object_hook=_objects)
 
 
-def _compact(value: Any) -> Any:
+def _compact(value: Any, *, tables: bool) -> Any:
     if isinstance(value, float):
         return float(f"{value:.{_DIGITS}g}")
     if isinstance(value, dict):
-        return {key: _compact(one) for key, one in value.items()}
+        return {key: _compact(one, tables=tables) for key, one in value.items()}
     if not isinstance(value, (list, tuple)):
         return value
-    if len(value) >= _TABLE and all(isinstance(one, dict) for one in value):
-        columns = max((list(one) for one in value), key=len)
-        plain = not any(isinstance(held, (dict, list, tuple)) for one in value for held in one.values())
-        if plain and all(set(one) <= set(columns) for one in value):
-            return {"columns": columns, "rows": [[_compact(one.get(key)) for key in columns] for one in value]}
-    return [_compact(one) for one in value]
+    found = [_compact(one, tables=tables) for one in value]
+    if tables and len(found) >= _TABLE and all(isinstance(one, dict) for one in found):
+        columns = max((list(one) for one in found), key=len)
+        plain = not any(isinstance(held, (dict, list)) for one in found for held in one.values())
+        if plain and all(set(one) <= set(columns) for one in found):
+            return {"columns": columns, "rows": [[one.get(key) for key in columns] for one in found]}
+    return found
 
 
 def _objects(found: dict[str, Any]) -> Any:

@@ -61,7 +61,7 @@ def probe(
 
     report = run_probe(job, start, strict=strict, on_result=lambda result: _show(result, console))
     if json_file is not None:
-        write_text(results_text({**provenance(), **report.to_dict()}), json_file)
+        write_text(results_text({**provenance(), **report.to_dict()}, tables=False), json_file)
     _sum_up(report, console)
     if report.failures:
         raise typer.Exit(1)

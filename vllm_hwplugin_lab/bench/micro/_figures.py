@@ -64,7 +64,7 @@ def left_out(results: Mapping[str, Any]) -> list[str]:
     return lines + [f"{cell['kernel']} {cell['case']}: {cell['mismatch']}" for cell in wrong]
 
 
-FORMAT = 1
+FORMAT = 2
 
 
 def make_results(
