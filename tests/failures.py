@@ -16,7 +16,7 @@ MEANING: Final[dict[Outcome, str]] = {
     "off": "that feature (operation, layer) is off and vLLM runs stock there; a warning says why; the others are live",
     "all off": "no patch is in force, or no operation has the plugin's kernel, and vLLM runs stock; the log says why",
     "said": "a line in the log and an entry in the process's journal; nothing else changes",
-    "nothing": "not even a line in the log, as nothing is wrong",
+    "nothing": "not even a line in the log, because nothing is wrong",
 }
 
 
@@ -41,7 +41,7 @@ class Failure(NamedTuple):
 PATCHES: Final = (
     Failure(
         "misfit",
-        "a diff does not fit vLLM's text: lines changed or are found twice, a file is missing, it would be no Python",
+        "a diff does not fit vLLM's text: lines changed or are found twice, a file is missing, the result is no Python",
         "off",
         "stops",
         "stops",
@@ -263,12 +263,11 @@ def markdown() -> str:
         "Written by `python -m tests.failures`; a test brings about every row under every column.",
         "",
         "`auto`, the default: the plugin ends no process that vLLM could serve without it, unless a mixture of",
-        "patched and stock code would run. `on` demands that one feature: whatever keeps it from taking part ends the",
-        "process, a fault as well as an engine that it is not for; but not that vLLM has the change already, or no",
-        "need of it. `VLLM_HWPLUGIN_STRICT=1` demands that nothing is wrong with the plugin: whatever it should do",
-        "and cannot ends the process, for every feature that is not switched off. That an engine is not one for a",
-        "feature is nothing wrong. `off` is no error by itself. `vllm-hwplugin doctor` exits with 1 where a process",
-        "would end at its start, as far as that can be told without one.",
+        "patched and stock code would run. `on` demands that one feature: the process ends unless the feature takes",
+        "part, or vLLM has the change already, or does not need it. `VLLM_HWPLUGIN_STRICT=1` demands that nothing is",
+        "wrong with the plugin: the process ends where a feature that is not switched off should work and cannot. An",
+        "engine that a feature is not for is nothing wrong. `off` is no error by itself. `vllm-hwplugin doctor` exits",
+        "with 1 where a process would end at its start, as far as that can be told without one.",
         "",
         *(f"- **{outcome}**: {meaning}." for outcome, meaning in MEANING.items()),
         "",
@@ -276,8 +275,8 @@ def markdown() -> str:
         "",
         *_table("failure of something else", OTHERS),
         "",
-        "*on* is the gate of the feature, the operations or the attention that is concerned (of any feature, where all",
-        "patches are); a dash where there is none, or where it is what is wrong.",
+        "*on* is the gate of the feature, the operations or the attention in the row (of any feature, where all",
+        "patches are). A dash: there is no such gate, or it is itself what is wrong.",
     ]
     return "\n".join(lines) + "\n"
 
