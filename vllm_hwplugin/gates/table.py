@@ -152,7 +152,7 @@ GATES: Final[tuple[Gate, ...]] = (
         STRICT,
         "bool",
         False,
-        "Whatever the plugin should do and cannot stops the process with an error, where it would go on as stock vLLM.",
+        "Stop the process with an error where the plugin would otherwise fall back to stock vLLM.",
         affects=("errors",),
     ),
     Gate(
@@ -181,7 +181,7 @@ GATES: Final[tuple[Gate, ...]] = (
         "VLLM_HWPLUGIN_PLATFORM",
         "choice",
         "auto",
-        "Which platform class to offer to vLLM: the one that fits the host, this one alone, or none.",
+        "Which platform class to offer to vLLM: the one that fits the host, only the named one, or none.",
         affects=("platform",),
         choices=("auto", "cuda", "musa", "off"),
     ),
@@ -197,8 +197,8 @@ GATES: Final[tuple[Gate, ...]] = (
         "VLLM_HWPLUGIN_OPS",
         "switch",
         "auto",
-        "The plugin's kernels under the names of vLLM's operations: auto takes those that were measured to gain on "
-        "this device over this vLLM's, and on MUSA those that vLLM has no kernel of; on takes all, off takes none.",
+        "The plugin's kernels under the names of vLLM's operations: auto takes those measured to gain on this "
+        "device over this vLLM's, and on MUSA those that vLLM has no kernel for; on takes all, off takes none.",
         aliases=(Alias("VLLM_MUSA_OP_PERF_OVERRIDES", _words("on", "off")),),
         affects=("operations",),
         choices=_SWITCH,
