@@ -40,10 +40,10 @@ from packaging.version import Version
 
 from vllm_hwplugin.patching import (
     SUPPORTED,
-    Catalog,
+    Catalogue,
     Feature,
     Source,
-    load_catalog,
+    load_catalogue,
     make_plan,
     parse_diff,
     split_lines,
@@ -74,7 +74,7 @@ def main() -> int:
     options = parser.parse_args()
     index = Index()
     opened = {version: IndexSource(version, index) for version in SUPPORTED}
-    patched = {file.path for feature in load_catalog().features for file in feature.files}
+    patched = {file.path for feature in load_catalogue().features for file in feature.files}
     fixed = {
         path for old, new in pairwise(opened.values()) if is_fix(new.version) for path in differing(old, new)
     } - GENERATED
@@ -183,7 +183,7 @@ def read_back(made: Written) -> Feature:
 
 
 def gives(feature: Feature, source: Source, carried: Carried) -> bool:
-    plan = make_plan(Catalog((feature,)), source, {})
+    plan = make_plan(Catalogue((feature,)), source, {})
     found = {path: file.text for path, file in plan.files.items()}
     return found == {path: edited.result for path, edited in carried.files.items()}
 

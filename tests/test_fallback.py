@@ -4,7 +4,7 @@ import pytest
 
 from vllm_hwplugin import features
 from vllm_hwplugin.fallback import FeatureRequired, stays_stock
-from vllm_hwplugin.patching import load_catalog
+from vllm_hwplugin.patching import load_catalogue
 
 GATE = "VLLM_HWPLUGIN_DRAFT_FULL_GRAPH"
 
@@ -26,7 +26,7 @@ def test_a_required_feature_is_an_error_with_the_way_out(notes, monkeypatch):
 
 
 def test_features_and_gates_are_the_catalogues():
-    catalogue = {feature.id: feature.gate for feature in load_catalog().features}
+    catalogue = {feature.id: feature.gate for feature in load_catalogue().features}
     named = {value for name, value in vars(features).items() if name.isupper() and name != "PREFIX"}
     assert named <= catalogue.keys()
     assert {name: features.gate_of(name) for name in catalogue} == catalogue

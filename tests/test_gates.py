@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from vllm_hwplugin import gates
 from vllm_hwplugin.gates.table import WORDS_FALSE, WORDS_TRUE
-from vllm_hwplugin.patching import load_catalog
+from vllm_hwplugin.patching import load_catalogue
 
-OF_FEATURES = load_catalog().gates
+OF_FEATURES = load_catalogue().gates
 BY_NAME = {gate.name: gate for gate in (*gates.GATES, *OF_FEATURES)}
 GRAPH = BY_NAME["VLLM_HWPLUGIN_DRAFT_FULL_GRAPH"]
 ALIASES = [(gate, alias) for gate in BY_NAME.values() for alias in gate.aliases]

@@ -12,7 +12,7 @@ import pytest
 from vllm_hwplugin import gates
 from vllm_hwplugin.gates.replaced import REPLACED
 from vllm_hwplugin.gates.table import CATALOGUE_PREFIX
-from vllm_hwplugin.patching import load_catalog
+from vllm_hwplugin.patching import load_catalogue
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
@@ -21,7 +21,7 @@ PAGES = [
     for path in sorted(ROOT.glob(pattern))
 ]
 FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
-GATES = (*gates.GATES, *load_catalog().gates)
+GATES = (*gates.GATES, *load_catalogue().gates)
 VARIABLES = (
     {gate.name for gate in GATES}
     | {alias.name for gate in GATES for alias in gate.aliases}
@@ -60,7 +60,7 @@ def test_every_name_is_known(page: Path) -> None:
     # `VLLM_MUSA_*` and the like stand for all that begin so.
     beginnings = {name for name in named if name.endswith("_") and any(known.startswith(name) for known in VARIABLES)}
     assert named - VARIABLES - beginnings == set()
-    features = {feature.id for feature in load_catalog().features}
+    features = {feature.id for feature in load_catalogue().features}
     kinds = "|".join(sorted({feature.partition("-")[0] for feature in features}))
     written = set(re.findall(rf"`((?:{kinds})-[a-z0-9-]+)`", prose(page)))
     assert written - features == set()

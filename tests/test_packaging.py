@@ -21,7 +21,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from vllm_hwplugin import __version__, gates
-from vllm_hwplugin.patching import load_catalog
+from vllm_hwplugin.patching import load_catalogue
 
 pytestmark = pytest.mark.slow
 
@@ -189,7 +189,7 @@ def test_the_installed_wheel_lists_its_patches(elsewhere: Path) -> None:
 
 def test_the_installed_wheel_lists_its_gates(elsewhere: Path) -> None:
     listed = _run([elsewhere / "vllm-hwplugin", "gates"], elsewhere)
-    assert [gate.name for gate in (*gates.GATES, *load_catalog().gates) if gate.name not in listed] == []
+    assert [gate.name for gate in (*gates.GATES, *load_catalogue().gates) if gate.name not in listed] == []
 
 
 def test_the_installed_wheel_diagnoses_its_host(elsewhere: Path) -> None:

@@ -70,8 +70,8 @@ def test_releases_and_the_catalogue_need_no_specifiers_of_packaging() -> None:
     """They cost each process of vLLM a tenth of what the plugin adds to its start."""
     code = """
 import sys
-from vllm_hwplugin.patching import SUPPORTED, is_supported, load_catalog
-load_catalog(version=SUPPORTED[-1])
+from vllm_hwplugin.patching import SUPPORTED, is_supported, load_catalogue
+load_catalogue(version=SUPPORTED[-1])
 assert is_supported(SUPPORTED[0])
 sys.exit("packaging.specifiers" in sys.modules)
 """

@@ -25,12 +25,12 @@ from vllm.config import (
 
 from vllm_hwplugin import journal
 from vllm_hwplugin.journal import Use
-from vllm_hwplugin.patching import load_catalog
+from vllm_hwplugin.patching import load_catalogue
 from vllm_hwplugin.spec_decode import worker_use
 
 SMALL = Path(__file__).parents[1] / "assets" / "small"
 
-BACKPORTS = {feature.id for feature in load_catalog().features if feature.id.startswith("backport-")}
+BACKPORTS = {feature.id for feature in load_catalogue().features if feature.id.startswith("backport-")}
 # By the configuration of the tests' engines alone; what a worker finds in its drafter is added to it.
 ALWAYS = {"backport-padded-request"}
 WITH_MODEL = ALWAYS | {"backport-draft-lookahead"}

@@ -20,7 +20,7 @@ import pytest
 from tests.program import Terminal, program
 from vllm_hwplugin import cachedir, gates, journal
 from vllm_hwplugin.cli import _diagnosis, _doctor, _host
-from vllm_hwplugin.patching import load_catalog
+from vllm_hwplugin.patching import load_catalogue
 from vllm_hwplugin.patching._installed import Installed, InstalledSource, NotInstalled
 
 GATE = "VLLM_HWPLUGIN_DFLASH_CONTEXT_NORM"
@@ -46,7 +46,7 @@ DIFF = """--- a/vllm/greeting.py
 
 @pytest.fixture(autouse=True)
 def _own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for gate in (*gates.GATES, *load_catalog().gates):
+    for gate in (*gates.GATES, *load_catalogue().gates):
         for name in (gate.name, *(alias.name for alias in gate.aliases)):
             monkeypatch.delenv(name, raising=False)
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
@@ -62,7 +62,7 @@ def diagnose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., _
     (patches / "greeting").mkdir(parents=True)
     (patches / "greeting" / "patch.toml").write_text(PATCH, encoding="utf-8")
     (patches / "greeting" / "greeting.diff").write_text(DIFF, encoding="utf-8")
-    catalog = load_catalog(patches)
+    catalogue = load_catalogue(patches)
     cache = tmp_path / "cache"
     # The second place of the cache is there: what real processes of this host left must not be seen.
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -75,7 +75,7 @@ def diagnose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., _
 
         monkeypatch.setattr(_diagnosis, "find_installed", find)
         monkeypatch.setenv("VLLM_HWPLUGIN_CACHE_DIR", str(cache))
-        return _diagnosis.diagnose({"VLLM_HWPLUGIN_CACHE_DIR": str(cache), **environ}, catalog=catalog)
+        return _diagnosis.diagnose({"VLLM_HWPLUGIN_CACHE_DIR": str(cache), **environ}, catalogue=catalogue)
 
     return call
 

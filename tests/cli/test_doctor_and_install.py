@@ -47,7 +47,7 @@ BOTH = """
     from vllm_hwplugin.cli import _diagnosis
 
     def outcome():
-        found = _diagnosis.diagnose(catalog=_catalog.load_catalog(Path(PATCHES)))
+        found = _diagnosis.diagnose(catalogue=_catalogue.load_catalogue(Path(PATCHES)))
         doctor = {
             "exit": found.exit_code, "problems": found.problems, "warnings": found.warnings,
             "states": {row.id: row.state for row in found.features},

@@ -10,7 +10,7 @@ import pytest
 
 from tests.program import program
 from vllm_hwplugin import gates
-from vllm_hwplugin.patching import load_catalog
+from vllm_hwplugin.patching import load_catalogue
 
 
 def test_lists_every_variable_with_the_value_in_force(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -19,7 +19,7 @@ def test_lists_every_variable_with_the_value_in_force(monkeypatch: pytest.Monkey
     result = program("gates")
     assert result.exit_code == 0
     rows = {line.split("\t")[0]: line.split("\t") for line in result.output.splitlines()}
-    assert set(rows) == {gate.name for gate in (*gates.GATES, *load_catalog().gates)}
+    assert set(rows) == {gate.name for gate in (*gates.GATES, *load_catalogue().gates)}
     assert rows["VLLM_HWPLUGIN_DRAFT_FULL_GRAPH"][1:3] == ["off", "alias VLLM_MUSA_DRAFT_FULL_WRAP"]
     assert rows["VLLM_HWPLUGIN_STRICT"][1] == "(bad value)"
     assert rows["VLLM_HWPLUGIN_NWOR_MODE"][1:3] == ["off", "default"]
@@ -63,12 +63,12 @@ def test_writes_the_page_and_finds_it_up_to_date(tmp_path: Path) -> None:
     page = tmp_path / "gates.md"
     result = program("gates", "--markdown", str(page), "--check", str(page))
     assert result.exit_code == 0
-    assert page.read_text(encoding="utf-8") == gates.markdown(load_catalog().gates)
+    assert page.read_text(encoding="utf-8") == gates.markdown(load_catalogue().gates)
 
 
 def test_a_page_that_is_old_is_shown_as_a_diff(tmp_path: Path) -> None:
     page = tmp_path / "gates.md"
-    page.write_text(gates.markdown(load_catalog().gates).replace("Master switch.", "Main switch."), encoding="utf-8")
+    page.write_text(gates.markdown(load_catalogue().gates).replace("Master switch.", "Main switch."), encoding="utf-8")
     result = program("gates", "--check", str(page))
     assert result.exit_code == 1
     assert "-| `VLLM_HWPLUGIN` |" in result.output

@@ -9,7 +9,7 @@ import pytest
 from tests.program import program
 from vllm_hwplugin import gates
 from vllm_hwplugin.cli.text import table
-from vllm_hwplugin.patching import load_catalog
+from vllm_hwplugin.patching import load_catalogue
 
 WIDTHS = (40, 60, 80, 100, 160)
 
@@ -19,8 +19,8 @@ WIDTHS = (40, 60, 80, 100, 160)
 def test_no_name_is_cut_or_split(command: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
     lines = program(command, terminal=True).stdout.splitlines()
-    names = {gate.name for gate in (*gates.GATES, *load_catalog().gates)}
-    features = {feature.id for feature in load_catalog().features}
+    names = {gate.name for gate in (*gates.GATES, *load_catalogue().gates)}
+    features = {feature.id for feature in load_catalogue().features}
     if command == "patches":
         names = features
     elif command == "doctor":

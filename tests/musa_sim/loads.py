@@ -26,7 +26,7 @@ import platformdirs
 
 import vllm_hwplugin
 from vllm_hwplugin.cachedir import write_atomically
-from vllm_hwplugin.patching import load_catalog
+from vllm_hwplugin.patching import load_catalogue
 
 from . import simulated
 from .load_child import ROOT, digest_of
@@ -43,7 +43,7 @@ VARIABLES = {
     "VLLM_USE_AOT_COMPILE": "0",
 }
 #: Leaves vLLM's own code as it is.
-UNPATCHED = {feature.gate: "off" for feature in load_catalog().features}
+UNPATCHED = {feature.gate: "off" for feature in load_catalogue().features}
 #: Model Runner V2 on the simulated device.
 V2 = {
     **VARIABLES,

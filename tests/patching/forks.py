@@ -18,7 +18,7 @@ from pathlib import Path
 _SERVER = """
 import atexit, io, json, os, sys, threading, traceback
 from pathlib import Path
-from vllm_hwplugin.patching import _catalog, _runtime
+from vllm_hwplugin.patching import _catalogue, _runtime
 
 OWN = os.environ["PYTHONPATH"].split(os.pathsep)
 answers = os.dup(1)

@@ -194,8 +194,8 @@ class Project:
     def command(self, *code: str, flags: Sequence[str] = ()) -> list[str]:
         """A Python that can put the features of this project in force with ``install()`` and runs ``code``."""
         prelude = (
-            "import sys\nfrom pathlib import Path\nfrom vllm_hwplugin.patching import _catalog, _runtime\n"
-            f"_catalog.default_folder = lambda: Path({str(self.patches)!r})\ninstall = _runtime.install\n"
+            "import sys\nfrom pathlib import Path\nfrom vllm_hwplugin.patching import _catalogue, _runtime\n"
+            f"_catalogue.default_folder = lambda: Path({str(self.patches)!r})\ninstall = _runtime.install\n"
         )
         return [sys.executable, *flags, "-c", "\n".join([prelude, *(textwrap.dedent(part) for part in code)])]
 

@@ -12,12 +12,12 @@ import pytest
 
 from vllm_hwplugin.patching import (
     SUPPORTED,
-    Catalog,
+    Catalogue,
     Source,
     Status,
     evaluate,
     evaluate_together,
-    load_catalog,
+    load_catalogue,
     make_plan,
     render_diff,
 )
@@ -29,16 +29,16 @@ every_version = pytest.mark.parametrize("version", versions("vllm/"))
 
 
 @pytest.fixture(scope="module")
-def catalog() -> Catalog:
-    return load_catalog()
+def catalogue() -> Catalogue:
+    return load_catalogue()
 
 
 @pytest.mark.slow
-def test_every_hunk_still_changes_something(vllm_tree: Callable[[str], Source], catalog: Catalog) -> None:
+def test_every_hunk_still_changes_something(vllm_tree: Callable[[str], Source], catalogue: Catalogue) -> None:
     """One that is upstream, or not needed, wherever it was written for has become dead text."""
     made: set[tuple[str, str, int]] = set()
     for version in SUPPORTED:
-        verdicts, _ = evaluate_together(catalog, vllm_tree(version), hints=False)
+        verdicts, _ = evaluate_together(catalogue, vllm_tree(version), hints=False)
         made |= {
             (item.feature, hunk.origin, hunk.hunk_index)
             for item in verdicts
@@ -47,7 +47,7 @@ def test_every_hunk_still_changes_something(vllm_tree: Callable[[str], Source], 
         }
     every = {
         (feature.id, file.origin, hunk.number)
-        for feature in catalog.features
+        for feature in catalogue.features
         for file in feature.files
         for hunk in file.hunks
     }
@@ -55,9 +55,9 @@ def test_every_hunk_still_changes_something(vllm_tree: Callable[[str], Source], 
 
 
 @every_version
-def test_the_plan_is_whole_and_compiles(vllm_tree: Callable[[str], Source], catalog: Catalog, version: str) -> None:
+def test_the_plan_is_whole_and_compiles(vllm_tree: Callable[[str], Source], catalogue: Catalogue, version: str) -> None:
     source = vllm_tree(version)
-    plan = make_plan(catalog, source, {feature.gate: "on" for feature in catalog.features})
+    plan = make_plan(catalogue, source, {feature.gate: "on" for feature in catalogue.features})
     assert plan.errors == ()
     live = {name for name, item in plan.features.items() if item.state == "live"}
     assert live == {name for file in plan.files.values() for name in file.features}
@@ -65,7 +65,7 @@ def test_the_plan_is_whole_and_compiles(vllm_tree: Callable[[str], Source], cata
         assert file.text != source.read(path)
         compile(file.text, path, "exec", dont_inherit=True)
     # A process reads the diffs of its own version only, which must settle the same.
-    assert make_plan(load_catalog(version=version), source, {}).files == plan.files
+    assert make_plan(load_catalogue(version=version), source, {}).files == plan.files
 
 
 # Imported before the plugin wherever vLLM starts, and with `LLM()`.
@@ -74,10 +74,10 @@ EARLY = {"vllm.v1.structured_output", "vllm.v1.metrics.loggers"}
 
 @every_version
 def test_what_is_imported_early_and_what_dflash_forces_needs_new_bodies_alone(
-    vllm_tree: Callable[[str], Source], catalog: Catalog, version: str
+    vllm_tree: Callable[[str], Source], catalogue: Catalogue, version: str
 ) -> None:
     source = vllm_tree(version)
-    plan = make_plan(catalog, source, {feature.gate: "on" for feature in catalog.features})
+    plan = make_plan(catalogue, source, {feature.gate: "on" for feature in catalogue.features})
     asked = [
         file
         for file in plan.files.values()
@@ -91,16 +91,16 @@ def test_what_is_imported_early_and_what_dflash_forces_needs_new_bodies_alone(
 @pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
 @every_version
 def test_git_makes_the_same_text(
-    vllm_tree: Callable[[str], Source], catalog: Catalog, version: str, tmp_path: Path
+    vllm_tree: Callable[[str], Source], catalogue: Catalogue, version: str, tmp_path: Path
 ) -> None:
     """What `patches diff` prints for review leads, by another program, to what a process runs."""
     source = vllm_tree(version)
-    for feature in catalog.features:
+    for feature in catalogue.features:
         if evaluate(feature, source).status is not Status.APPLIES:
             continue
         folder = tmp_path / feature.id
         # On its own, so that no other feature's lines are in the text.
-        files = make_plan(Catalog((feature._replace(requires=()),)), source, {}).files
+        files = make_plan(Catalogue((feature._replace(requires=()),)), source, {}).files
         for path in files:
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             (folder / path).write_bytes((source.read(path) or "").encode())
@@ -111,8 +111,8 @@ def test_git_makes_the_same_text(
             assert (folder / path).read_bytes().decode() == file.text, path
 
 
-def test_a_feature_has_one_diff_for_each_file(catalog: Catalog) -> None:
+def test_a_feature_has_one_diff_for_each_file(catalogue: Catalogue) -> None:
     """Two would be two places to look for what is done to one file."""
-    for feature in catalog.features:
+    for feature in catalogue.features:
         paths = [file.path for file in feature.files]
         assert len(paths) == len(set(paths)), feature.id

@@ -99,8 +99,8 @@ import sys
 from pathlib import Path
 
 def install():
-    from vllm_hwplugin.patching import _catalog, _runtime
-    return _runtime.install(catalog=_catalog.load_catalog(Path(sys.argv[1])))
+    from vllm_hwplugin.patching import _catalogue, _runtime
+    return _runtime.install(catalogue=_catalogue.load_catalogue(Path(sys.argv[1])))
 
 def work(queue, plugin):
     # vLLM loads its plugins in a spawned worker; a forked one inherits them.

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_hwplugin.patching import Catalog, Conflict, Feature, FileDiff, NotNeeded, Status, evaluate, evaluate_together
+from vllm_hwplugin.patching import (
+    Catalogue,
+    Conflict,
+    Feature,
+    FileDiff,
+    NotNeeded,
+    Status,
+    evaluate,
+    evaluate_together,
+)
 from vllm_hwplugin.patching._evaluate import Texts, fit
 from vllm_hwplugin.versions import Versions
 
@@ -19,9 +28,9 @@ def changes(old: str, new: str, name: str = "two", text: str = ALPHA) -> Feature
     return feature(file_diff(text, text.replace(old, new)), name=name, gate=GATE_2)
 
 
-def conflicts_of(catalog: Catalog, source: Memory) -> list[Conflict]:
-    verdicts, conflicts = evaluate_together(catalog, source)
-    assert verdicts == [evaluate(feature, source) for feature in catalog.features]
+def conflicts_of(catalogue: Catalogue, source: Memory) -> list[Conflict]:
+    verdicts, conflicts = evaluate_together(catalogue, source)
+    assert verdicts == [evaluate(feature, source) for feature in catalogue.features]
     return conflicts
 
 
@@ -108,15 +117,15 @@ def test_try_unlisted_takes_no_others(version: str) -> None:
 
 
 def test_conflict_names_both_the_file_and_the_lines() -> None:
-    catalog = Catalog((changes("line 10\n", "ten\n", "a"), changes("line 9\nline 10\n", "nine\n", "b")))
-    (conflict,) = conflicts_of(catalog, Memory())
+    catalogue = Catalogue((changes("line 10\n", "ten\n", "a"), changes("line 9\nline 10\n", "nine\n", "b")))
+    (conflict,) = conflicts_of(catalogue, Memory())
     assert conflict == Conflict(PATH, ("a", "b"), (9, 10))
     assert str(conflict) == f"a and b both change {PATH} at lines 9 to 10"
 
 
 def test_insertions_at_one_point_are_in_conflict() -> None:
-    catalog = Catalog((changes("line 10\n", "line 10\nx\n", "a"), changes("line 11\n", "y\nline 11\n", "b")))
-    assert [conflict.lines for conflict in conflicts_of(catalog, Memory())] == [(11, 11)]
+    catalogue = Catalogue((changes("line 10\n", "line 10\nx\n", "a"), changes("line 11\n", "y\nline 11\n", "b")))
+    assert [conflict.lines for conflict in conflicts_of(catalogue, Memory())] == [(11, 11)]
 
 
 def test_only_what_applies_can_be_in_conflict() -> None:
@@ -126,6 +135,6 @@ def test_only_what_applies_can_be_in_conflict() -> None:
         name="b",
         gate=GATE_2,
     )
-    catalog = Catalog((changes("line 10\n", "ten\n", "a"), half))
-    assert len(conflicts_of(catalog, Memory({PATH: ALPHA, OTHER: BETA}))) == 1
-    assert conflicts_of(catalog, Memory()) == []
+    catalogue = Catalogue((changes("line 10\n", "ten\n", "a"), half))
+    assert len(conflicts_of(catalogue, Memory({PATH: ALPHA, OTHER: BETA}))) == 1
+    assert conflicts_of(catalogue, Memory()) == []

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from vllm_hwplugin import gates
-from vllm_hwplugin.patching import SUPPORTED, Source, load_catalog, make_plan
+from vllm_hwplugin.patching import SUPPORTED, Source, load_catalogue, make_plan
 from vllm_hwplugin_workshop.sources import Index, IndexSource
 
 from ..conftest import versions
@@ -23,16 +23,16 @@ PINS = Path(__file__).with_name("fingerprints.json")
 
 def fingerprints(source: Source) -> dict[str, str]:
     """Of the plan at default gates (""), and where it is another one, with a feature off ("-") or on ("+")."""
-    catalog = load_catalog()
-    paths = {file.path for feature in catalog.features for file in feature.files}
+    catalogue = load_catalogue()
+    paths = {file.path for feature in catalogue.features for file in feature.files}
     read = Memory({path: text for path in paths if (text := source.read(path)) is not None}, source.version)
-    every = gates.read_all({}, (*gates.GATES, *catalog.gates))
+    every = gates.read_all({}, (*gates.GATES, *catalogue.gates))
     default = {name: value.choice for name, value in every.items() if value.gate.switches}
     asked = {"": default}
-    for feature in catalog.features:
+    for feature in catalogue.features:
         sign, other = ("+", "on") if default[feature.gate] == "off" else ("-", "off")
         asked[sign + feature.id] = default | {feature.gate: other}
-    found = {name: make_plan(catalog, read, choices).fingerprint for name, choices in asked.items()}
+    found = {name: make_plan(catalogue, read, choices).fingerprint for name, choices in asked.items()}
     return {name: value for name, value in found.items() if not name or value != found[""]}
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from vllm_hwplugin import journals
-from vllm_hwplugin.patching import CatalogError, PatchingError, load_catalog
+from vllm_hwplugin.patching import CatalogueError, PatchingError, load_catalogue
 from vllm_hwplugin.patching.outside import Found, find_outside, load_outside
 
 from .madeup import EDITS, GATES, Project
@@ -50,7 +50,7 @@ def folders(project: Project, *names: str) -> dict[str, str]:
 
 
 def found(project: Project, *names: str) -> Found:
-    return find_outside(folders(project, *names), load_catalog(project.patches), packages=())
+    return find_outside(folders(project, *names), load_catalogue(project.patches), packages=())
 
 
 STATE = """
@@ -385,7 +385,7 @@ def test_a_package_with_damaged_entry_points_is_left_out_alone(
     else:
         file.write_bytes(text)
     monkeypatch.setattr(sys, "path", [str(acme.site)])
-    result = find_outside(folders(acme, "acme"), load_catalog(acme.patches))
+    result = find_outside(folders(acme, "acme"), load_catalogue(acme.patches))
     assert [each.manifest.name for each in result.catalogues] == ["acme"]
     assert [trouble.where for trouble in result.troubles] == ["package bad"] * (text is not None)
 
@@ -473,7 +473,7 @@ def test_ranges_that_overlap_are_found_for_any_distribution(acme: Project) -> No
         load_outside(acme.folder / "acme")
     for ranges in (">=1,<2.0.1", ">2.5,<2.5.5", "==2.5.*", "==2.7.1", "~=2.9.3", ">=2.9,<4"):
         file.write_text(text + second.format(ranges))
-        with pytest.raises(CatalogError, match="both cover acme-lib"):
+        with pytest.raises(CatalogueError, match="both cover acme-lib"):
             load_outside(acme.folder / "acme")
 
 

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from vllm_hwplugin.patching import (
-    Catalog,
+    Catalogue,
     Feature,
     NotNeeded,
     PatchingError,
@@ -36,7 +36,7 @@ def states(plan: Plan) -> dict[str, str]:
 
 
 def plan_of(*features: Feature, source: Source = BOTH, try_unlisted: bool = False, **choices: str) -> Plan:
-    return make_plan(Catalog(features), source, choices, try_unlisted=try_unlisted)
+    return make_plan(Catalogue(features), source, choices, try_unlisted=try_unlisted)
 
 
 def test_live() -> None:
@@ -71,7 +71,7 @@ def test_off_reads_nothing() -> None:
     assert plan.features["one"].reason == f"{GATE}=off"
     assert (plan.files, plan.fingerprint) == ({}, "none")
     # Nor is it missed where its library is not installed.
-    plan = make_plan(Catalog((ONE,)), Closed(), {GATE: "off"}, strict=True, refused={"one": "no such library"})
+    plan = make_plan(Catalogue((ONE,)), Closed(), {GATE: "off"}, strict=True, refused={"one": "no such library"})
     assert (states(plan), plan.errors) == ({"one": "off"}, ())
 
 
@@ -112,21 +112,21 @@ def test_what_requires_a_feature_that_was_switched_off_is_off_too(drifted: bool)
     """Strict mode has nothing to say against it, also where its own text would not fit."""
     needs = TWO._replace(requires=("one",))
     source = Memory({PATH: ALPHA.replace("line 15\n", "LINE 15\n") if drifted else ALPHA, OTHER: BETA})
-    plan = make_plan(Catalog((ONE, needs)), source, {GATE: "off"}, strict=True)
+    plan = make_plan(Catalogue((ONE, needs)), source, {GATE: "off"}, strict=True)
     assert (states(plan), plan.errors) == ({"one": "off", "two": "off"}, ())
     # What cannot be had is another matter than what was not wanted.
-    lost = make_plan(Catalog((ONE, needs)), source, {}, refused={"one": "imported too early"})
+    lost = make_plan(Catalogue((ONE, needs)), source, {}, refused={"one": "imported too early"})
     assert states(lost) == {"one": "refused", "two": "refused"}
     if not drifted:
         assert "imported too early" in lost.features["two"].reason
     both = feature(file_diff(BETA, BETA + "z\n", OTHER), name="three")._replace(requires=("two", "one"), gate=GATE_2)
-    unwanted = make_plan(Catalog((ONE, TWO, both)), source, {GATE: "off"}, refused={"two": "imported too early"})
+    unwanted = make_plan(Catalogue((ONE, TWO, both)), source, {GATE: "off"}, refused={"two": "imported too early"})
     assert states(unwanted) == {"one": "off", "two": "refused", "three": "off"}
 
 
 def test_strict_names_every_feature_that_is_refused_and_its_way_out() -> None:
     source = Memory({PATH: ALPHA.replace("line 15\n", "LINE 15\n")})
-    plan = make_plan(Catalog((ONE, TWO)), source, {GATE_2: "on"}, strict=True)
+    plan = make_plan(Catalogue((ONE, TWO)), source, {GATE_2: "on"}, strict=True)
     (one, two) = plan.errors
     assert one.startswith("VLLM_HWPLUGIN_STRICT=1, but one can't be live on vLLM 0.32.0: target-missing: ")
     assert one.endswith(f"set {GATE}=off to run without it")

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_hwplugin.patching import Catalog, Feature, Plan, make_plan
+from vllm_hwplugin.patching import Catalogue, Feature, Plan, make_plan
 
 from .texts import OTHER, PATH, Memory, feature, file_diff
 
@@ -97,7 +97,7 @@ def live(plan: Plan) -> list[str]:
 
 def plan_of(features: Iterable[Feature], strange: Iterable[int] = (), **choices: str) -> Plan:
     source = Memory({path: made(path, (), strange) for path in PRISTINE})
-    return make_plan(Catalog(tuple(features)), source, choices)
+    return make_plan(Catalogue(tuple(features)), source, choices)
 
 
 @given(FEATURES, st.lists(st.integers(1, LENGTH - 1), max_size=2, unique=True))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from vllm_hwplugin.patching import Catalog, Hunk, Plan, Source, load_catalog, make_plan
+from vllm_hwplugin.patching import Catalogue, Hunk, Plan, Source, load_catalogue, make_plan
 from vllm_hwplugin.patching._apply import split_lines
 
 EDITS_PER_MODULE = 40
@@ -100,8 +100,8 @@ def texts(plan: Plan) -> dict[str, str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("version", ["0.20.2", "0.26.0", "0.33.0"])
 def test_applied_with_the_edit_or_refused(vllm_tree: Callable[[str], Source], version: str) -> None:
-    source, catalog = vllm_tree(version), load_catalog(version=version)
-    stock = make_plan(catalog, source, {})
+    source, catalogue = vllm_tree(version), load_catalogue(version=version)
+    stock = make_plan(catalogue, source, {})
     all_live = frozenset(name for name, item in stock.features.items() if item.state == "live")
     assert set(stock.files) == {diff.path for name in all_live for diff in stock.features[name].feature.files}
     untouched = {all_live: texts(stock)}
@@ -112,13 +112,13 @@ def test_applied_with_the_edit_or_refused(vllm_tree: Callable[[str], Source], ve
         refused = 0
         for _ in range(EDITS_PER_MODULE):
             edit = random_edit(rng, lines, spots)
-            plan = make_plan(catalog, Edited(source, path, edit.of(lines)), {})
+            plan = make_plan(catalogue, Edited(source, path, edit.of(lines)), {})
             broken = [spot for spot in spots if spot.broken_by(edit)]
-            live = all_live - with_dependents(catalog, {spot.feature for spot in broken})
+            live = all_live - with_dependents(catalogue, {spot.feature for spot in broken})
             if live not in untouched:
                 # What this version does not need is not switched off: it satisfies those that require it.
-                off = {item.gate: "off" for item in catalog.features if item.id in all_live - live}
-                untouched[live] = texts(make_plan(catalog, source, off))
+                off = {item.gate: "off" for item in catalogue.features if item.id in all_live - live}
+                untouched[live] = texts(make_plan(catalogue, source, off))
             check_states(plan, stock, broken, live, f"{path}: {edit}")
             expected = dict(untouched[live])
             if path in expected:
@@ -131,10 +131,10 @@ def test_applied_with_the_edit_or_refused(vllm_tree: Callable[[str], Source], ve
         assert EDITS_PER_MODULE * 0.2 < refused < EDITS_PER_MODULE * 0.8, (path, refused)
 
 
-def with_dependents(catalog: Catalog, names: set[str]) -> frozenset[str]:
+def with_dependents(catalogue: Catalogue, names: set[str]) -> frozenset[str]:
     """The catalogue has requirements first, so that one pass finds them all."""
     lost = set(names)
-    for feature in catalog.features:
+    for feature in catalogue.features:
         if lost & set(feature.requires):
             lost.add(feature.id)
     return frozenset(lost)

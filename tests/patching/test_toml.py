@@ -172,7 +172,7 @@ def test_what_was_kept_in_another_place_is_not_taken(warm: Project) -> None:
     other = Project(warm.folder / "other")
     other.patches.parent.mkdir()
     warm.patches.rename(other.patches)
-    code = f"_catalog.default_folder = lambda: Path({str(other.patches)!r})"
+    code = f"_catalogue.default_folder = lambda: Path({str(other.patches)!r})"
     assert start(warm, code)[0] == 2
     (theirs,) = set(warm.cache.glob("catalogue/*")) - {file}
     theirs.write_bytes(good)

@@ -12,7 +12,7 @@ import pytest
 
 import vllm_hwplugin
 from vllm_hwplugin import gates, journal, musa
-from vllm_hwplugin.patching import load_catalog
+from vllm_hwplugin.patching import load_catalogue
 from vllm_hwplugin.platforms import _offer
 
 from . import standins
@@ -22,7 +22,7 @@ from .realvllm import Load, RealVllm, own
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No gate is set, no process journal is written, and nothing has been decided yet."""
-    for gate in (*gates.GATES, *load_catalog().gates):
+    for gate in (*gates.GATES, *load_catalogue().gates):
         monkeypatch.delenv(gate.name, raising=False)
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
     journal.forget()

@@ -15,7 +15,7 @@ pytest.register_assert_rewrite(f"{__package__}.walks")
 @pytest.fixture(scope="session")
 def patched_module() -> Callable[..., types.ModuleType]:
     """`patched_module(path, gate="off", ...)`: a module of vLLM with the project's patches, beside vLLM's own."""
-    from vllm_hwplugin.patching import load_catalog, make_plan
+    from vllm_hwplugin.patching import load_catalogue, make_plan
     from vllm_hwplugin.patching._installed import find_installed
 
     from .released import WITHOUT_MODES
@@ -25,7 +25,7 @@ def patched_module() -> Callable[..., types.ModuleType]:
     def module(path: str, **choices: str) -> types.ModuleType:
         key = (path, *sorted(choices.items()))
         if key not in made:
-            plan = make_plan(load_catalog(), find_installed().source, {**WITHOUT_MODES, **choices})
+            plan = make_plan(load_catalogue(), find_installed().source, {**WITHOUT_MODES, **choices})
             assert plan.features["draft-full-graph"].state == "live", plan.features["draft-full-graph"].reason
             made[key] = types.ModuleType(f"patched.{path}")
             made[key].__package__ = path.rpartition("/")[0].replace("/", ".")

@@ -20,7 +20,7 @@ import types
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final
 
-from vllm_hwplugin.patching import load_catalog, make_plan
+from vllm_hwplugin.patching import load_catalogue, make_plan
 
 #: A feature with modes is off where none is asked for, and here are no caches that it could look at.
 WITHOUT_MODES: Final = {"VLLM_HWPLUGIN_NWOR_MODE": "off"}
@@ -38,7 +38,7 @@ def text_of(tree: Any, path: str, **choices: str) -> str:
 
 @functools.cache
 def _plan_of(tree: Any, **choices: str) -> Any:
-    plan = make_plan(load_catalog(version=tree.version), tree, {**WITHOUT_MODES, **choices})
+    plan = make_plan(load_catalogue(version=tree.version), tree, {**WITHOUT_MODES, **choices})
     assert plan.errors == ()
     return plan
 

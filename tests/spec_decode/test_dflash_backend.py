@@ -20,7 +20,7 @@ import pytest
 # Read by the released `_get_model`; imported before the tests change the platform.
 pytest.importorskip("vllm.compilation.backends")
 
-from vllm_hwplugin.patching import SUPPORTED, Catalog, load_catalog, make_plan
+from vllm_hwplugin.patching import SUPPORTED, Catalogue, load_catalogue, make_plan
 from vllm_hwplugin.spec_decode import dflash_backend
 
 from ..conftest import versions
@@ -310,9 +310,9 @@ def test_a_configuration_without_the_flag_leaves_the_given_one_alone() -> None:
 @pytest.mark.parametrize("version", versions(*FILES))
 def test_the_hunks_import_what_they_call(vllm_tree: Callable, version: str) -> None:
     """The tests give the executed parts these names, so the import lines are looked at here."""
-    catalog = load_catalog(version=version)
-    (feature,) = (one for one in catalog.features if one.id == "dflash-draft-backend")
-    plan = make_plan(Catalog((feature,)), vllm_tree(version), {})
+    catalogue = load_catalogue(version=version)
+    (feature,) = (one for one in catalogue.features if one.id == "dflash-draft-backend")
+    plan = make_plan(Catalogue((feature,)), vllm_tree(version), {})
     for path, file in plan.files.items():
         module = ast.parse(file.text)
         imported = {

@@ -21,7 +21,7 @@ from vllm.config import CUDAGraphMode
 from vllm_hwplugin import journal, journals
 from vllm_hwplugin.fallback import FeatureRequired, stays_stock
 from vllm_hwplugin.journal import Use
-from vllm_hwplugin.patching import Catalog, load_catalog, make_plan
+from vllm_hwplugin.patching import Catalogue, load_catalogue, make_plan
 from vllm_hwplugin.spec_decode import context_norm, worker_use
 from vllm_hwplugin.spec_decode.step_counts import StepCounts
 from vllm_hwplugin.spec_decode.v1.draft_decision import DrafterFacts
@@ -255,14 +255,14 @@ def test_an_operation_that_honours_weight_rows_leaves_the_norm_to_vllm(monkeypat
 
 
 @pytest.fixture(scope="module")
-def report_alone() -> Catalog:
-    catalog = load_catalog()
-    return catalog._replace(features=tuple(f for f in catalog.features if f.id == "engine-report"))
+def report_alone() -> Catalogue:
+    catalogue = load_catalogue()
+    return catalogue._replace(features=tuple(f for f in catalogue.features if f.id == "engine-report"))
 
 
 @pytest.mark.parametrize("version", versions("vllm/v1/worker/", "vllm/config/"))
 def test_the_report_is_the_last_thing_before_a_worker_is_ready(
-    vllm_tree: Callable[[str], Any], report_alone: Catalog, version: str
+    vllm_tree: Callable[[str], Any], report_alone: Catalogue, version: str
 ) -> None:
     """After the capture of graphs, which is where features decide at the latest, and in every path that returns."""
     plan = make_plan(report_alone, vllm_tree(version), {})

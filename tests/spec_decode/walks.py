@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 from vllm.sampling_params import StructuredOutputsParams
 
-from vllm_hwplugin.patching import load_catalog
+from vllm_hwplugin.patching import load_catalogue
 
 from . import recorded_graph, streams
 from .engines import BLOCK, DRAFTS, MAX_REQS, VOCAB
 from .v2.released_modules import Graph, capture
 
 #: Leaves vLLM's own text as it is.
-UNPATCHED = {feature.gate: "off" for feature in load_catalog().features}
+UNPATCHED = {feature.gate: "off" for feature in load_catalogue().features}
 #: What requests ask of the sampler: nothing that all graphs do not know, top-k and top-p, and what none knows.
 PLAIN: list[dict[str, Any]] = [
     {"temperature": 0.0},

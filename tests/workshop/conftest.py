@@ -202,7 +202,7 @@ def small_tree(tmp_path: Path) -> Callable[[], Path]:
 
 
 def _add_feature(
-    catalog: Path,
+    catalogue: Path,
     name: str,
     gate: str,
     before: str,
@@ -217,9 +217,9 @@ def _add_feature(
     lines = difflib.unified_diff(
         pristine.splitlines(keepends=True), patched.splitlines(keepends=True), f"a/{path}", f"b/{path}"
     )
-    (catalog / name).mkdir(parents=True)
-    (catalog / name / f"{name}.diff").write_text("".join(lines))
-    (catalog / name / "patch.toml").write_text(
+    (catalogue / name).mkdir(parents=True)
+    (catalogue / name / f"{name}.diff").write_text("".join(lines))
+    (catalogue / name / "patch.toml").write_text(
         f'id = "{name}"\ntitle = "Change {name}"\ngate = "{gate}"\nwhat = "Why {name} changes."\n'
         f'origin = "a test"\nremoval = "never"\nrequires = []\nversions = "{versions}"\n{extra}\n'
     )
@@ -227,17 +227,17 @@ def _add_feature(
 
 @pytest.fixture
 def add_feature() -> Callable[..., None]:
-    """`add_feature(catalog, id, gate, before, after)` adds a feature that makes that change to the small vLLM."""
+    """`add_feature(catalogue, id, gate, before, after)` adds a feature that makes that change to the small vLLM."""
     return _add_feature
 
 
 @pytest.fixture
-def small_catalog(tmp_path: Path) -> Path:
+def small_catalogue(tmp_path: Path) -> Path:
     """A folder of patches for the small vLLM."""
-    catalog = tmp_path / "patches"
-    _add_feature(catalog, "graphs", "VLLM_HWPLUGIN_DRAFT_FULL_GRAPH", "    return a + b\n", "    return b + a\n")
+    catalogue = tmp_path / "patches"
+    _add_feature(catalogue, "graphs", "VLLM_HWPLUGIN_DRAFT_FULL_GRAPH", "    return a + b\n", "    return b + a\n")
     _add_feature(
-        catalog,
+        catalogue,
         "context",
         "VLLM_HWPLUGIN_DFLASH_CONTEXT_NORM",
         "weight[0]",
@@ -247,4 +247,4 @@ def small_catalog(tmp_path: Path) -> Path:
         versions=">=0.26.0,<0.34.0",
         extra='[[not_needed]]\nversions = "<0.26.0"\nreason = "the fault came with 0.26.0"\n',
     )
-    return catalog
+    return catalogue

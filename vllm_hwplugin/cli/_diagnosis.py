@@ -29,14 +29,14 @@ from ..ops.override_table import SKIP, unknown_names
 from ..patching import (
     FOLDER,
     VLLM,
-    Catalog,
+    Catalogue,
     Installed,
     NotInstalled,
     PatchingError,
     VersionUnknown,
     find_installed,
     is_supported,
-    load_catalog,
+    load_catalogue,
     make_plan,
     not_python,
 )
@@ -130,19 +130,19 @@ class _Findings:
     warnings: list[str] = dataclasses.field(default_factory=list)
 
 
-def diagnose(environ: Mapping[str, str] | None = None, *, catalog: Catalog | None = None) -> Diagnosis:
+def diagnose(environ: Mapping[str, str] | None = None, *, catalogue: Catalogue | None = None) -> Diagnosis:
     """Collect everything.
 
     Args:
         environ: where the gates are read; ``os.environ`` by default.
-        catalog: the features to decide about; the project's own by default.
+        catalogue: the features to decide about; the project's own by default.
     """
     environ = os.environ if environ is None else environ
     found = _Findings()
     values = _read_gates(environ, found)
     installed = _find_vllm(values, found)
     _check_entry_point(environ, values, found)
-    own = _own_catalogue(catalog, found)
+    own = _own_catalogue(catalogue, found)
     of_features = own.gates if own is not None else ()
     _read_into(values, of_features, environ, found)
     outside = _find_outside(environ, own, values, found)
@@ -236,9 +236,9 @@ def _left_out(trouble: Trouble) -> FeatureRow:
     return FeatureRow(trouble.where, "a catalogue", "", "", "refused", trouble.reason)
 
 
-def _own_catalogue(catalog: Catalog | None, found: _Findings) -> Catalog | None:
+def _own_catalogue(catalogue: Catalogue | None, found: _Findings) -> Catalogue | None:
     try:
-        return load_catalog() if catalog is None else catalog
+        return load_catalogue() if catalogue is None else catalogue
     except PatchingError as error:
         found.problems.append(str(error))
         return None
@@ -246,7 +246,7 @@ def _own_catalogue(catalog: Catalog | None, found: _Findings) -> Catalog | None:
 
 def _find_outside(
     environ: Mapping[str, str],
-    own: Catalog | None,
+    own: Catalogue | None,
     values: dict[str, gates.GateValue | gates.GateError],
     found: _Findings,
 ) -> Found:
@@ -326,7 +326,7 @@ def _check_entry_point(
 def _decide(
     values: Mapping[str, gates.GateValue | gates.GateError],
     installed: Installed | None,
-    own: Catalog | None,
+    own: Catalogue | None,
     outside: Found,
     environ: Mapping[str, str],
     found: _Findings,
@@ -337,7 +337,7 @@ def _decide(
     """
     if own is None:
         return (), "none"
-    catalog = outside.behind(own)
+    catalogue = outside.behind(own)
     good = {name: value for name, value in values.items() if isinstance(value, gates.GateValue)}
     more, mistaken = outside.choices(environ)
     choices = {name: value.choice for name, value in good.items() if value.gate.switches} | more
@@ -345,7 +345,7 @@ def _decide(
 
     def all_of(state: str, reason: str, said: list[str]) -> tuple[tuple[FeatureRow, ...], str]:
         rows = []
-        for item in catalog.features:
+        for item in catalogue.features:
             choice = choices.get(item.gate, "")
             rows.append(FeatureRow(item.id, item.title, item.gate, choice, state, reason))
             if choice == "on":
@@ -362,12 +362,12 @@ def _decide(
         if strict:
             found.problems.append(f"{gates.STRICT}=1, but there is no vLLM whose patches could be chosen")
         return all_of("refused", "no vLLM is installed, or none that states its version", found.problems)
-    others, missing = find_targets(catalog.features)
+    others, missing = find_targets(catalogue.features)
     sources = {name: item.source for name, item in others.items()}
     refused: dict[str, str] = {}
     while True:
         plan = make_plan(
-            catalog,
+            catalogue,
             installed.source,
             choices,
             try_unlisted=good["VLLM_HWPLUGIN_TRY_UNLISTED"].flag,
@@ -386,7 +386,7 @@ def _decide(
     ]
     rows = tuple(
         FeatureRow(item.id, item.title, item.gate, choices[item.gate], state.state, state.reason)
-        for item in catalog.features
+        for item in catalogue.features
         for state in (plan.features[item.id],)
     )
     return rows, plan.fingerprint

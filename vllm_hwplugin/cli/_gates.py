@@ -11,7 +11,7 @@ from pathlib import Path
 
 from .. import gates as table_of_gates
 from ..errors import HwpluginError
-from ..patching import load_catalog
+from ..patching import load_catalogue
 from ..patching.outside import find_outside
 from .parser import FAILURE, Parser
 from .text import printable, shortened, table
@@ -37,7 +37,7 @@ def gates(arguments: Sequence[str]) -> int:
 
 def _write(page: Path) -> int:
     try:
-        page.write_text(table_of_gates.markdown(load_catalog().gates), encoding="utf-8")
+        page.write_text(table_of_gates.markdown(load_catalogue().gates), encoding="utf-8")
     except OSError as error:
         return _stop(f"{page} was not written: {error.strerror}")
     return 0
@@ -48,7 +48,7 @@ def _compare(page: Path) -> int:
         found = page.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         return _stop(f"{page} cannot be read: {error}")
-    expected = table_of_gates.markdown(load_catalog().gates)
+    expected = table_of_gates.markdown(load_catalogue().gates)
     if found == expected:
         return 0
     print(*difflib.unified_diff(found.splitlines(True), expected.splitlines(True), str(page), "gates/table.py"), sep="")
@@ -72,7 +72,7 @@ def _list() -> None:
 def _of_catalogues() -> tuple[table_of_gates.Gate, ...]:
     """The gates of features; doctor is the one to say what is wrong with a catalogue."""
     try:
-        own = load_catalog()
+        own = load_catalogue()
         return (*own.gates, *find_outside(os.environ, own).gates)
     except HwpluginError:
         return ()

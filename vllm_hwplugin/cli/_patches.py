@@ -8,7 +8,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Sequence
 
-from ..patching import load_catalog
+from ..patching import load_catalogue
 from .catalogues import all_features, find_feature, say_troubles, select
 from .parser import FAILURE, Command, Parser
 from .text import table
@@ -40,7 +40,7 @@ def patches(arguments: Sequence[str]) -> int:
 
 
 def _list() -> int:
-    selection = select(load_catalog())
+    selection = select(load_catalogue())
     if sys.stdout.isatty():
         rows = [(one.id, one.title, one.gate, f"{one.target} {one.versions}") for one in selection.chosen]
         print(table(("feature", "what", "gate", "versions"), rows))

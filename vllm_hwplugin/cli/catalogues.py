@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import HwpluginError
-from ..patching import VLLM, Catalog, Feature, load_catalog
+from ..patching import VLLM, Catalogue, Feature, load_catalogue
 from ..patching.outside import OWN, Outside, Trouble, find_outside, load_outside, refuse_taken
 from .text import printable
 
@@ -26,27 +26,27 @@ class UnknownFeature(HwpluginError):
 class Selection(NamedTuple):
     """
     Attributes:
-        catalog: every feature that a process of this environment has, the chosen ones included.
+        catalogue: every feature that a process of this environment has, the chosen ones included.
         chosen: those that were asked for.
         troubles: catalogues that a process would leave out.
     """
 
-    catalog: Catalog
+    catalogue: Catalogue
     chosen: tuple[Feature, ...]
     troubles: tuple[Trouble, ...] = ()
 
-    def by_distribution(self) -> dict[str, Catalog]:
+    def by_distribution(self) -> dict[str, Catalogue]:
         """The chosen features by what they change, vLLM first."""
         names = sorted({feature.distribution for feature in self.chosen}, key=lambda name: (name != VLLM, name))
         return {name: only(self.chosen, name) for name in names}
 
 
-def only(features: Iterable[Feature], distribution: str) -> Catalog:
+def only(features: Iterable[Feature], distribution: str) -> Catalogue:
     """The features that change a distribution."""
-    return Catalog(tuple(feature for feature in features if feature.distribution == distribution))
+    return Catalogue(tuple(feature for feature in features if feature.distribution == distribution))
 
 
-def select(own: Catalog, named: Sequence[str] = ()) -> Selection:
+def select(own: Catalogue, named: Sequence[str] = ()) -> Selection:
     """The features of the catalogues that are named; by default of all that a process of this environment has.
 
     Args:
@@ -60,8 +60,8 @@ def select(own: Catalog, named: Sequence[str] = ()) -> Selection:
     """
     found = find_outside(os.environ, own)
     if not named:
-        catalog = found.behind(own)
-        return Selection(catalog, catalog.features, found.troubles)
+        catalogue = found.behind(own)
+        return Selection(catalogue, catalogue.features, found.troubles)
     catalogues = list(found.catalogues)
     chosen: list[Feature] = []
     for name in dict.fromkeys(named):
@@ -73,7 +73,7 @@ def select(own: Catalog, named: Sequence[str] = ()) -> Selection:
     return Selection(found._replace(catalogues=tuple(catalogues)).behind(own), tuple(dict.fromkeys(chosen)))
 
 
-def _from_folder(name: str, catalogues: list[Outside], own: Catalog) -> Outside:
+def _from_folder(name: str, catalogues: list[Outside], own: Catalogue) -> Outside:
     folder = Path(os.path.realpath(Path(name).expanduser()))
     # An empty name, as of a variable that is not set, would be the working directory.
     if not name or not folder.is_dir():
@@ -88,16 +88,16 @@ def _from_folder(name: str, catalogues: list[Outside], own: Catalog) -> Outside:
     return loaded
 
 
-def find_feature(catalog: Catalog, name: str) -> Feature:
+def find_feature(catalogue: Catalogue, name: str) -> Feature:
     """The feature of that id.
 
     Raises:
         UnknownFeature: there is none; the message lists those that there are.
     """
-    for feature in catalog.features:
+    for feature in catalogue.features:
         if feature.id == name:
             return feature
-    known = ", ".join(feature.id for feature in catalog.features) or "none"
+    known = ", ".join(feature.id for feature in catalogue.features) or "none"
     raise UnknownFeature(f"{name}: no such feature; there are: {known}")
 
 
@@ -107,8 +107,8 @@ def say_troubles(selection: Selection) -> None:
         print(f"error: the patches of {trouble.where} are left out: {printable(trouble.reason)}", file=sys.stderr)
 
 
-def all_features() -> Catalog:
+def all_features() -> Catalogue:
     """The features of all catalogues; what is wrong with one of these may be why the wanted feature is not there."""
-    selection = select(load_catalog())
+    selection = select(load_catalogue())
     say_troubles(selection)
-    return selection.catalog
+    return selection.catalogue

@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exact, versioned source patches, applied when a module is imported.
 
-Text in, text out: nothing here imports torch or vLLM. `_diff`, `_apply`, `_catalog`, `_evaluate` and `_plan` are pure;
-`_installed`, `_overlay`, `_finder`, `_swap` and `_runtime` act on this process. docs/architecture.md says how.
+Text in, text out: nothing here imports torch or vLLM. `_diff`, `_apply`, `_catalogue`, `_evaluate` and `_plan` are
+pure; `_installed`, `_overlay`, `_finder`, `_swap` and `_runtime` act on this process. docs/architecture.md says how.
 """
 
 from ..versions import SUPPORTED, is_supported
 from ._apply import Edit, Text, apply_edits, edits_of, is_open, locate, split_lines
-from ._catalog import default_folder, load_catalog
+from ._catalogue import default_folder, load_catalogue
 from ._diff import file_diff, parse_diff, read_sections
-from ._errors import CatalogError, DiffError, InstallError, PatchingError, UnreadableFile
+from ._errors import CatalogueError, DiffError, InstallError, PatchingError, UnreadableFile
 from ._evaluate import evaluate, evaluate_as, evaluate_together, told_apart, trouble_in
 from ._installed import Installed, NotInstalled, VersionUnknown, find_installed
 from ._model import (
     VLLM,
-    Catalog,
+    Catalogue,
     Conflict,
     Feature,
     FeatureState,
@@ -40,8 +40,8 @@ __all__ = [
     "FOLDER",
     "SUPPORTED",
     "VLLM",
-    "Catalog",
-    "CatalogError",
+    "Catalogue",
+    "CatalogueError",
     "Conflict",
     "DiffError",
     "Edit",
@@ -79,7 +79,7 @@ __all__ = [
     "install",
     "is_open",
     "is_supported",
-    "load_catalog",
+    "load_catalogue",
     "locate",
     "make_plan",
     "not_python",

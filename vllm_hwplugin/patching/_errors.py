@@ -15,7 +15,7 @@ class PatchingError(HwpluginError):
     """Base of the engine's errors."""
 
 
-class CatalogError(PatchingError):
+class CatalogueError(PatchingError):
     """The folder of patches, or one `patch.toml` in it, is not what it has to be."""
 
 

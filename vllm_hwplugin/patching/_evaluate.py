@@ -11,7 +11,7 @@ from typing import NamedTuple
 from ..versions import SUPPORTED, is_supported
 from ._apply import Edit, Text, apply_edits, edits_of, first_clash, locate
 from ._errors import NOT_COMPILED, UnreadableFile
-from ._model import VLLM, Catalog, Conflict, Feature, FeatureVerdict, FileDiff, HunkVerdict, Source, Status
+from ._model import VLLM, Catalogue, Conflict, Feature, FeatureVerdict, FileDiff, HunkVerdict, Source, Status
 
 
 class Texts:
@@ -196,16 +196,16 @@ def _why_lost(hunk: HunkVerdict) -> str:
 
 
 def evaluate_together(
-    catalog: Catalog, source: Source, *, hints: bool = True
+    catalogue: Catalogue, source: Source, *, hints: bool = True
 ) -> tuple[list[FeatureVerdict], list[Conflict]]:
     """The verdict on each feature by itself, as `evaluate` gives it, and every pair that changes the same lines.
 
     Args:
-        catalog: features of one distribution, which is the source's.
+        catalogue: features of one distribution, which is the source's.
         hints: look for the nearest place of each hunk that is not found.
     """
     texts = Texts(source)
-    fits = [fit(feature, texts, hints=hints) for feature in catalog.features]
+    fits = [fit(feature, texts, hints=hints) for feature in catalogue.features]
     return [_compiled(item, texts) for item in fits], list(conflicts_between(fits))
 
 

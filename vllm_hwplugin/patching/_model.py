@@ -140,7 +140,7 @@ class Feature(NamedTuple):
         return next((item for item in self.not_needed if item.versions.covers(version)), None)
 
 
-class Catalog(NamedTuple):
+class Catalogue(NamedTuple):
     """Every feature, requirements before those that require them."""
 
     features: tuple[Feature, ...]

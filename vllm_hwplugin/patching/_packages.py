@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Final
 
 from ..cachedir import read_ordinary
-from ._errors import CatalogError
+from ._errors import CatalogueError
 
 #: `[project.entry-points."vllm_hwplugin.patches"]`: any name, and the package that has the `catalogue.toml`.
 GROUP: Final = "vllm_hwplugin.patches"
 
 
-def catalogue_packages() -> tuple[tuple[str, EntryPoint | CatalogError], ...]:
+def catalogue_packages() -> tuple[tuple[str, EntryPoint | CatalogueError], ...]:
     """Each distribution and entry point of the group, by the distribution's name; an error for what cannot be parsed.
 
     Only metadata in folders is looked at, as installers leave it; not what lies in archives.
@@ -29,13 +29,15 @@ def catalogue_packages() -> tuple[tuple[str, EntryPoint | CatalogError], ...]:
     return tuple((name, point) for name, each in sorted(found.items()) for point in _points(each))
 
 
-def _points(distribution: Distribution) -> list[EntryPoint | CatalogError]:
+def _points(distribution: Distribution) -> list[EntryPoint | CatalogueError]:
     try:
         return [point for point in distribution.entry_points if point.group == GROUP]
     except Exception as error:
         # Whatever the parser of this Python meets in it.
         where = distribution.locate_file("")
-        return [CatalogError(f"entry_points.txt of a package in {where} cannot be parsed ({error}); install it again")]
+        return [
+            CatalogueError(f"entry_points.txt of a package in {where} cannot be parsed ({error}); install it again")
+        ]
 
 
 def _folders() -> Iterator[Path]:

@@ -14,7 +14,7 @@ from ._errors import PatchingError
 from ._evaluate import Fit, Texts, conflicts_between, evaluate, fit, trouble_in
 from ._model import (
     VLLM,
-    Catalog,
+    Catalogue,
     Feature,
     FeatureState,
     FeatureVerdict,
@@ -31,7 +31,7 @@ _SATISFIED = ("live", "not-needed", "upstream")
 
 
 def make_plan(
-    catalog: Catalog,
+    catalogue: Catalogue,
     source: Source,
     choices: Mapping[str, str],
     *,
@@ -56,7 +56,7 @@ def make_plan(
     texts = {name: Texts(item) for name, item in {VLLM: source, **others}.items()}
     states: dict[str, FeatureState] = {}
     live: list[Fit] = []
-    for feature in catalog.features:
+    for feature in catalogue.features:
         choice = choices.get(feature.gate, "auto")
         if choice != "off" and feature.id in refused:
             states[feature.id] = FeatureState(feature, "refused", refused[feature.id])

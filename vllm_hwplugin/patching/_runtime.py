@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, NamedTuple
 from .. import __version__, gates, journal
 from ..journal import Journal
 from ._agreement import compare_with_first, features_in, give_up, lost_with
-from ._catalog import load_catalog
+from ._catalogue import load_catalogue
 from ._errors import InstallError, NotPython, PatchingError
 from ._finder import CopyFinder, serves
 from ._installed import Installed, find_installed
-from ._model import VLLM, Catalog, ModuleCheck, Plan
+from ._model import VLLM, Catalogue, ModuleCheck, Plan
 from ._overlay import Copy, Overlay, open_overlay
 from ._packages import catalogue_packages
 from ._plan import make_plan, not_python
@@ -42,7 +42,7 @@ class _Wanted(NamedTuple):
 
     installed: Mapping[str, Installed]
     missing: Mapping[str, str]
-    catalog: Catalog
+    catalogue: Catalogue
     choices: Mapping[str, str]
     try_unlisted: bool
     strict: bool
@@ -98,7 +98,7 @@ _lock = threading.RLock()
 _state: _State | None = None
 
 
-def install(environ: Mapping[str, str] | None = None, *, catalog: Catalog | None = None) -> Journal:
+def install(environ: Mapping[str, str] | None = None, *, catalogue: Catalogue | None = None) -> Journal:
     """Put the patches of this process into force. Calling it again changes nothing.
 
     Whatever goes wrong, a feature is live completely or not at all, and vLLM runs stock where nothing is live. What was
@@ -106,7 +106,7 @@ def install(environ: Mapping[str, str] | None = None, *, catalog: Catalog | None
 
     Args:
         environ: where the gates are read; ``os.environ`` by default.
-        catalog: features in place of the project's own. Those of catalogues from outside come behind them.
+        catalogue: features in place of the project's own. Those of catalogues from outside come behind them.
 
     Raises:
         InstallError: a gate says ``on`` and the feature cannot be live, or strict mode is on and one should be; or a
@@ -117,7 +117,7 @@ def install(environ: Mapping[str, str] | None = None, *, catalog: Catalog | None
     global _state
     with _lock:
         if _state is None:
-            _state = _install(os.environ if environ is None else environ, catalog)
+            _state = _install(os.environ if environ is None else environ, catalogue)
             multiprocessing.util.register_after_fork(_state, _after_fork)
         elif _state.finder is not None:
             _state.finder.put_first()
@@ -197,7 +197,7 @@ def deactivate() -> None:
         journal.forget()
 
 
-def _install(environ: Mapping[str, str], catalog: Catalog | None) -> _State:
+def _install(environ: Mapping[str, str], catalogue: Catalogue | None) -> _State:
     state = _State(journal.new(__version__))
     try:
         values = gates.read_all(environ)
@@ -205,7 +205,7 @@ def _install(environ: Mapping[str, str], catalog: Catalog | None) -> _State:
             logger.info("vllm-hwplugin %s is switched off (VLLM_HWPLUGIN); vLLM runs stock", __version__)
             journal.begin(state.journal, None)
             return state
-        _activate(state, environ, values, catalog)
+        _activate(state, environ, values, catalogue)
     except BaseException as error:
         state.withdraw()
         # Only an error of the plugin itself deserves a traceback; the others say all there is in one line.
@@ -248,16 +248,16 @@ def _of_stock(entry: Journal, error: str) -> Journal:
 
 
 def _activate(
-    state: _State, environ: Mapping[str, str], values: Mapping[str, gates.GateValue], catalog: Catalog | None
+    state: _State, environ: Mapping[str, str], values: Mapping[str, gates.GateValue], catalogue: Catalogue | None
 ) -> None:
     installed = find_installed()
     entry = state.journal
     entry.vllm_dist, entry.vllm_version, entry.vllm_root = installed.dist, installed.version, str(installed.root)
     overlay = open_overlay(environ)
     choices = {name: value.choice for name, value in values.items() if value.gate.switches}
-    if catalog is None:
-        catalog = load_catalog(version=installed.version, environ=environ, base=overlay.base)
-    state.gates = catalog.gates
+    if catalogue is None:
+        catalogue = load_catalogue(version=installed.version, environ=environ, base=overlay.base)
+    state.gates = catalogue.gates
     declared = gates.read_all(environ, state.gates)
     choices |= {name: value.choice for name, value in declared.items()}
     targets, missing = {VLLM: installed}, dict[str, str]()
@@ -266,12 +266,12 @@ def _activate(
         # Rarely needed, like what it imports.
         from . import outside
 
-        found = outside.find_outside(environ, catalog, packages=packages, version=installed.version)
+        found = outside.find_outside(environ, catalogue, packages=packages, version=installed.version)
         state.gates = (*state.gates, *found.gates)
         _report_catalogues(entry, found, strict=values[gates.STRICT].flag)
-        catalog = found.behind(catalog)
+        catalogue = found.behind(catalogue)
         more, mistaken = found.choices(environ)
-        others, missing = outside.find_targets(catalog.features)
+        others, missing = outside.find_targets(catalogue.features)
         choices, targets, missing = choices | more, targets | others, missing | mistaken
     for unknown in gates.unknown(environ, state.gates):
         logger.warning("%s", unknown)
@@ -284,7 +284,7 @@ def _activate(
     state.overlay = overlay
     try_unlisted = values["VLLM_HWPLUGIN_TRY_UNLISTED"].flag
     strict = values[gates.STRICT].flag
-    wanted = state.wanted = _Wanted(targets, missing, catalog, choices, try_unlisted, strict, overlay)
+    wanted = state.wanted = _Wanted(targets, missing, catalogue, choices, try_unlisted, strict, overlay)
     settled = _put_in_force(state, wanted)
     for note in overlay.notes:
         logger.warning("patched copies go to %s instead: %s", overlay.base, note)
@@ -335,7 +335,7 @@ def _settle(wanted: _Wanted, refused: dict[str, str]) -> _Settled:
     planned: dict[Copy, Swap] = {}
     while True:
         plan = make_plan(
-            wanted.catalog,
+            wanted.catalogue,
             wanted.installed[VLLM].source,
             wanted.choices,
             try_unlisted=wanted.try_unlisted,

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from .. import __version__
 from ..cachedir import UntrustedFolder, trusted_folder
-from ._errors import CatalogError
+from ._errors import CatalogueError
 from ._sealed import keep_sealed, read_sealed
 
 logger = logging.getLogger("vllm.hwplugin")
@@ -37,7 +37,7 @@ def read_toml(file: Path, read: Callable[[Path], bytes], missing: str) -> dict[s
     """The values of a TOML file.
 
     Raises:
-        CatalogError: it cannot be read (`missing` says what it is for), or is no TOML.
+        CatalogueError: it cannot be read (`missing` says what it is for), or is no TOML.
     """
     return _parse(file, _read(file, read, missing))
 
@@ -50,7 +50,7 @@ def read_patch_tomls(files: Sequence[Path], base: Path) -> dict[Path, dict[str, 
         base: a cache folder that can be trusted. Whatever is wrong with what is kept there, the files are parsed.
 
     Raises:
-        CatalogError: one cannot be read, or is no TOML.
+        CatalogueError: one cannot be read, or is no TOML.
     """
     texts = {file: _read(file, Path.read_bytes, MISSING) for file in files}
     key, kept = _key(texts), base / FOLDER / _name(files)
@@ -99,7 +99,7 @@ def _read(file: Path, read: Callable[[Path], bytes], missing: str) -> bytes:
     try:
         return read(file)
     except OSError as error:
-        raise CatalogError(f"{file}: can't be read ({error.strerror}); {missing}") from error
+        raise CatalogueError(f"{file}: can't be read ({error.strerror}); {missing}") from error
 
 
 def _parse(file: Path, text: bytes) -> dict[str, Any]:
@@ -108,10 +108,10 @@ def _parse(file: Path, text: bytes) -> dict[str, Any]:
     else:
         import tomli as tomllib
     if any(line.count(b".") > _MOST_PARTS for line in text.splitlines()):
-        raise CatalogError(f"{file}: has a line with more than {_MOST_PARTS} dots; shorten its dotted key")
+        raise CatalogueError(f"{file}: has a line with more than {_MOST_PARTS} dots; shorten its dotted key")
     try:
         values: dict[str, Any] = tomllib.loads(text.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         # Of values nested too deep, or of numbers too long for Python, as well.
-        raise CatalogError(f"{file}: not TOML ({error}); see docs/how-to-add-a-patch.md") from error
+        raise CatalogueError(f"{file}: not TOML ({error}); see docs/how-to-add-a-patch.md") from error
     return values

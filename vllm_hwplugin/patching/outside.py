@@ -17,10 +17,10 @@ from typing import Any, Final, NamedTuple
 
 from .. import cachedir, gates
 from ..errors import HwpluginError
-from ._catalog import FEATURE_KEYS, Terms, feature_folders, in_order, load_feature, refuse_unknown, text_of
+from ._catalogue import FEATURE_KEYS, Terms, feature_folders, in_order, load_feature, refuse_unknown, text_of
 from ._distributions import find_distribution, find_targets, importable
-from ._errors import CatalogError
-from ._model import VLLM, Catalog, Feature
+from ._errors import CatalogueError
+from ._model import VLLM, Catalogue, Feature
 from ._packages import catalogue_packages
 from ._toml import read_toml
 
@@ -88,14 +88,14 @@ def read_manifest(folder: Path, *, read: Callable[[Path], bytes] = Path.read_byt
     """The `catalogue.toml` of a folder.
 
     Raises:
-        CatalogError: there is none, or it is not as it has to be.
+        CatalogueError: there is none, or it is not as it has to be.
     """
     file = folder / MANIFEST
     raw = read_toml(file, read, "a folder of patches has one with its `name`")
     refuse_unknown(raw, _KEYS, "", file)
     name = _named(text_of(raw, "name", file), file)
     if name == OWN:
-        raise CatalogError(f"{file}: name is {name!r}, which is the plugin's own; choose another")
+        raise CatalogueError(f"{file}: name is {name!r}, which is the plugin's own; choose another")
     return Manifest(folder, name, _distribution({"distribution": VLLM} | raw, file))
 
 
@@ -113,18 +113,18 @@ def load_outside(
 
     Args:
         folder: with a `catalogue.toml` at its top.
-        version: keep only the hunks for this version of vLLM; see :func:`load_catalog`.
+        version: keep only the hunks for this version of vLLM; see :func:`load_catalogue`.
         read: the bytes of a file.
 
     Raises:
-        CatalogError: the folder, `catalogue.toml` or a `patch.toml` is not as it has to be.
+        CatalogueError: the folder, `catalogue.toml` or a `patch.toml` is not as it has to be.
         DiffError: a diff is malformed.
     """
     manifest = read_manifest(folder, read=read)
     terms = Terms(manifest.name, FEATURE_KEYS | {"distribution"}, _completing(manifest), read)
     features = [load_feature(item, version, terms) for item in feature_folders(folder, _WAY_OUT)]
     if not features:
-        raise CatalogError(
+        raise CatalogueError(
             f"{folder}: has no feature, which is a folder with a patch.toml; a package names them in its package-data "
             "(docs/your-own-patches.md)"
         )
@@ -157,13 +157,13 @@ def _distribution(raw: Mapping[str, Any], file: Path) -> str:
     # As PEP 503 has it: the index, the metadata and the people who write names differ in case and dashes.
     name = re.sub(r"[-_.]+", "-", text_of(raw, "distribution", file)).lower()
     if name == OWN or not _NAME.fullmatch(name):
-        raise CatalogError(f"{file}: distribution is {name!r}, expected that of a package other than the plugin")
+        raise CatalogueError(f"{file}: distribution is {name!r}, expected that of a package other than the plugin")
     return name
 
 
 def _named(name: str, file: Path) -> str:
     if not _NAME.fullmatch(name):
-        raise CatalogError(f"{file}: the name {name!r} has more than lower case, digits and single dashes; rename it")
+        raise CatalogueError(f"{file}: the name {name!r} has more than lower case, digits and single dashes; rename it")
     return name
 
 
@@ -173,11 +173,11 @@ def _gates(features: list[Feature], manifest: Manifest) -> tuple[gates.Gate, ...
         users.setdefault(feature.gate, []).append(feature)
     for name, of in users.items():
         if len({feature.switch.default for feature in of if feature.switch is not None}) > 1:
-            raise CatalogError(
+            raise CatalogueError(
                 f"{manifest.folder}: {' and '.join(feature.id for feature in of)} have one gate, {name}, and different "
                 "defaults; give them the same"
             )
-    return Catalog(tuple(features)).gates
+    return Catalogue(tuple(features)).gates
 
 
 class Trouble(NamedTuple):
@@ -212,16 +212,16 @@ class Found(NamedTuple):
         features = (feature for each in self.catalogues for feature in each.features)
         return values, {feature.id: bad[feature.gate] for feature in features if feature.gate in bad}
 
-    def behind(self, own: Catalog) -> Catalog:
+    def behind(self, own: Catalogue) -> Catalogue:
         """One catalogue of the project's own features and these: of two that conflict, the earlier one is live."""
-        return Catalog((*own.features, *(feature for each in self.catalogues for feature in each.features)))
+        return Catalogue((*own.features, *(feature for each in self.catalogues for feature in each.features)))
 
 
 def find_outside(
     environ: Mapping[str, str],
-    own: Catalog,
+    own: Catalogue,
     *,
-    packages: Sequence[tuple[str, EntryPoint | CatalogError]] | None = None,
+    packages: Sequence[tuple[str, EntryPoint | CatalogueError]] | None = None,
     version: str | None = None,
 ) -> Found:
     """The catalogues in ``VLLM_HWPLUGIN_PATCHES``, in its order, then those of installed packages, by name.
@@ -266,8 +266,8 @@ def find_outside(
     return Found(tuple(catalogues), tuple(troubles))
 
 
-def refuse_taken(new: Outside, catalogues: Sequence[Outside], own: Catalog) -> None:
-    """CatalogError where a catalogue has the name or a gate of one before it, or requires a feature that there is not.
+def refuse_taken(new: Outside, catalogues: Sequence[Outside], own: Catalogue) -> None:
+    """CatalogueError where a catalogue has the name or a gate of one before it, or requires what is no feature.
 
     Args:
         catalogues: those before it.
@@ -276,11 +276,11 @@ def refuse_taken(new: Outside, catalogues: Sequence[Outside], own: Catalog) -> N
     manifest = new.manifest
     for each in catalogues:
         if each.manifest.name == manifest.name:
-            raise CatalogError(
+            raise CatalogueError(
                 f"{manifest.folder}: its name, {manifest.name}, is that of {each.manifest.folder} too; rename one"
             )
         if both := {gate.name for gate in each.gates} & {gate.name for gate in new.gates}:
-            raise CatalogError(
+            raise CatalogueError(
                 f"{manifest.folder}: the gate {min(both)} is one of {each.manifest.folder} too; name another `gate` in "
                 "patch.toml"
             )
@@ -288,15 +288,15 @@ def refuse_taken(new: Outside, catalogues: Sequence[Outside], own: Catalog) -> N
         *({item.id for item in each.features} for each in catalogues)
     )
     if missing := new.required - known:
-        raise CatalogError(
+        raise CatalogueError(
             f"{manifest.folder}: requires {min(missing)!r}, which neither the plugin ({OWN}/...) nor a catalogue "
             "before this one has"
         )
 
 
-def _package_folder(point: EntryPoint | CatalogError) -> Path:
+def _package_folder(point: EntryPoint | CatalogueError) -> Path:
     """The folder of the package that an entry point names, found without importing it."""
-    if isinstance(point, CatalogError):
+    if isinstance(point, CatalogueError):
         raise point
     top, *rest = point.value.split(".")
     tried = [place.joinpath(*rest) for place in importable(top)]
@@ -304,4 +304,4 @@ def _package_folder(point: EntryPoint | CatalogError) -> Path:
         if (folder / MANIFEST).is_file():
             return Path(os.path.realpath(folder))
     where = ", ".join(map(str, tried)) or f"no package {top} that can be imported"
-    raise CatalogError(f"the entry point {point.name} = {point.value!r} leads to no {MANIFEST} (looked in: {where})")
+    raise CatalogueError(f"the entry point {point.name} = {point.value!r} leads to no {MANIFEST} (looked in: {where})")

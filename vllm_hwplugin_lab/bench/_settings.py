@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vllm_hwplugin import gates
-from vllm_hwplugin.patching import load_catalog
+from vllm_hwplugin.patching import load_catalogue
 
 _COMMON = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 _MULTIPROCESSING = "VLLM_ENABLE_V1_MULTIPROCESSING"
@@ -22,7 +22,7 @@ def stock_environment(device: str) -> dict[str, str]:
     plugin's class: there every feature is off (patches, operations, attention), and the class stays.
     """
     if device == "musa":
-        off = {gate.name: "off" for gate in (*gates.GATES, *load_catalog().gates) if gate.switches}
+        off = {gate.name: "off" for gate in (*gates.GATES, *load_catalogue().gates) if gate.switches}
         return {"VLLM_HWPLUGIN": "1", "VLLM_HWPLUGIN_PATCHES": "", **off}
     return {"VLLM_HWPLUGIN": "0"}
 

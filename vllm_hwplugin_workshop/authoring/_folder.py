@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from vllm_hwplugin.patching import VLLM, Catalog, Feature, load_catalog, outside
+from vllm_hwplugin.patching import VLLM, Catalogue, Feature, load_catalogue, outside
 from vllm_hwplugin.versions import Versions
 
 from ._carry import Carried
@@ -46,15 +46,15 @@ def slug(text: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
-def read_catalogue(folder: Path) -> Catalog:
+def read_catalogue(folder: Path) -> Catalogue:
     """The features of a folder of patches: the project's own, or one with a `catalogue.toml`.
 
     Raises:
-        CatalogError, DiffError: it is not as it has to be.
+        CatalogueError, DiffError: it is not as it has to be.
     """
     if (folder / outside.MANIFEST).is_file() or not any(folder.glob(f"*/{FEATURE}")):
-        return Catalog(outside.load_outside(folder).features)
-    return load_catalog(folder)
+        return Catalogue(outside.load_outside(folder).features)
+    return load_catalogue(folder)
 
 
 def read_feature(folder: Path) -> Feature:
@@ -62,7 +62,7 @@ def read_feature(folder: Path) -> Feature:
 
     Raises:
         FeatureFolderError: it is none.
-        CatalogError, DiffError: the catalogue around it is not as it has to be.
+        CatalogueError, DiffError: the catalogue around it is not as it has to be.
     """
     if not (folder / FEATURE).is_file():
         raise FeatureFolderError(f"{folder}: no feature (there is no {FEATURE} in it); name the folder of one")
@@ -86,7 +86,7 @@ def check_catalogue(folder: Path, *, gate: str | None) -> None:
 
     Raises:
         FeatureFolderError: a folder is there that is no catalogue, or one whose features need a gate that is not given.
-        CatalogError: its `catalogue.toml` is not as it has to be.
+        CatalogueError: its `catalogue.toml` is not as it has to be.
     """
     if (folder / outside.MANIFEST).is_file():
         refuse_others(outside.read_manifest(folder).distribution, folder)
@@ -126,7 +126,7 @@ def create(folder: Path, about: About, made: Written, upstream: Iterable[str] = 
 
     Raises:
         FeatureFolderError: it cannot be written; nothing is left of it.
-        CatalogError: it would not be read as it was written (a gate that is none); nothing is left of it.
+        CatalogueError: it would not be read as it was written (a gate that is none); nothing is left of it.
     """
     lines = [f"id = {_basic(folder.name)}", f"title = {_basic(about.title)}"]
     if about.gate is not None:
@@ -161,7 +161,7 @@ def extend(folder: Path, carried: Sequence[Carried]) -> Written:
 
     Raises:
         FeatureFolderError: `patch.toml` is not as it has to be, or something cannot be written; all is as before then.
-        CatalogError: it would not be read as it was written; all is as before then.
+        CatalogueError: it would not be read as it was written; all is as before then.
     """
     feature = read_feature(folder)
     made = written(carried, feature)

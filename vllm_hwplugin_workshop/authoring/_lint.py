@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from vllm_hwplugin.patching import VLLM, Catalog, Feature, Source, Status, evaluate_together, load_catalog
+from vllm_hwplugin.patching import VLLM, Catalogue, Feature, Source, Status, evaluate_together, load_catalogue
 
 _GOOD = (Status.APPLIES, Status.UPSTREAM, Status.NOT_NEEDED)
 
@@ -25,14 +25,14 @@ class Finding(NamedTuple):
     version: str = ""
 
 
-def check_form(folder: Path, catalog: Catalog) -> list[Finding]:
+def check_form(folder: Path, catalogue: Catalogue) -> list[Finding]:
     """What can be told without any version's text.
 
     Args:
-        catalog: as it was read from the folder.
+        catalogue: as it was read from the folder.
     """
     found: list[Finding] = []
-    for feature in catalog.features:
+    for feature in catalogue.features:
         found += (Finding(feature.id, what) for what in _form(folder / feature.id.rpartition("/")[2], feature))
     return found
 
@@ -56,23 +56,23 @@ def _form(folder: Path, feature: Feature) -> Iterator[str]:
                 yield f"no hunk is for {version}, which '{feature.versions}' holds; say why under [[not_needed]]"
 
 
-def paths_of(catalog: Catalog) -> list[str]:
+def paths_of(catalogue: Catalogue) -> list[str]:
     """The files of vLLM that have to be read to check a catalogue: its own and those of the project's features."""
-    features = (*catalog.features, *load_catalog().features)
+    features = (*catalogue.features, *load_catalogue().features)
     return sorted({diff.path for feature in features if feature.distribution == VLLM for diff in feature.files})
 
 
-def check_on(catalog: Catalog, sources: Iterable[Source]) -> list[Finding]:
+def check_on(catalogue: Catalogue, sources: Iterable[Source]) -> list[Finding]:
     """Whether each feature for vLLM fits each version that it is for, compiles there, and is alone with its lines.
 
     Raises:
         HwpluginError: a source cannot be read.
     """
-    features = tuple(item for item in catalog.features if item.distribution == VLLM)
+    features = tuple(item for item in catalogue.features if item.distribution == VLLM)
     ours = {feature.id for feature in features}
     # Those of the project are live beside any catalogue.
-    together = Catalog(
-        features if any(not item.is_outside for item in features) else (*load_catalog().features, *features)
+    together = Catalogue(
+        features if any(not item.is_outside for item in features) else (*load_catalogue().features, *features)
     )
     found: list[Finding] = []
     # Of each hunk that was looked at, whether some version needs it.

@@ -13,7 +13,7 @@ from packaging.version import Version
 
 from vllm_hwplugin.patching import (
     VLLM,
-    Catalog,
+    Catalogue,
     Feature,
     FeatureVerdict,
     HunkVerdict,
@@ -62,19 +62,19 @@ class TargetReport:
 
 
 def check(
-    catalog: Catalog, target: str, source: Source, chosen: Catalog | None = None, *, ahead: bool = False
+    catalogue: Catalogue, target: str, source: Source, chosen: Catalogue | None = None, *, ahead: bool = False
 ) -> TargetReport:
     """Judge every feature of the catalogue on one vLLM.
 
     Features that fit alone but change the same lines are in conflict: neither verdict would hold in a process.
 
     Args:
-        catalog: features of one distribution, which is the source's.
+        catalogue: features of one distribution, which is the source's.
         chosen: those of them to judge; the others only count where they are in conflict with one of these.
         ahead: see :class:`TargetReport`.
     """
-    chosen = catalog if chosen is None else chosen
-    judged, conflicts = evaluate_together(catalog, source)
+    chosen = catalogue if chosen is None else chosen
+    judged, conflicts = evaluate_together(catalogue, source)
     clashes: dict[str, list[str]] = {}
     for conflict in conflicts:
         for one, other in (conflict.features, conflict.features[::-1]):
@@ -204,21 +204,21 @@ def as_json(reports: Iterable[TargetReport], plugin_version: str) -> dict[str, A
     }
 
 
-def as_markdown(catalog: Catalog, reports: Iterable[TargetReport]) -> str:
+def as_markdown(catalogue: Catalogue, reports: Iterable[TargetReport]) -> str:
     """The report as a page: a table of versions and features, then what lies behind each cell.
 
     The text depends on the patches and the vLLM sources alone, so that a test can compare it with the stored page.
     """
     seen = list(reports)
-    target = catalog.features[0].target if catalog.features else target_name(VLLM)
+    target = catalogue.features[0].target if catalogue.features else target_name(VLLM)
     lines = [
         f"# Which patches fit which {target} versions",
         "",
         "Made by `vllm-hwplugin drift --all --markdown docs/compatibility.md`; do not edit.",
         "",
-        *_table(catalog, seen, target),
+        *_table(catalogue, seen, target),
     ]
-    for feature in catalog.features:
+    for feature in catalogue.features:
         lines += ["", f"## `{feature.id}`", "", f"{feature.title}. Gate: `{feature.gate}`.", ""]
         lines += _reasons(feature.id, seen)
     failures = [f"- {report.target}: {report.error}" for report in seen if report.error is not None]
@@ -227,7 +227,7 @@ def as_markdown(catalog: Catalog, reports: Iterable[TargetReport]) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _table(catalog: Catalog, reports: list[TargetReport], target: str) -> list[str]:
+def _table(catalogue: Catalogue, reports: list[TargetReport], target: str) -> list[str]:
     lines = [
         "*exact*: every hunk matches at its stated line. A number: every hunk matches at exactly one place, the "
         f"furthest so many lines from the stated one. *upstream*: {target} has the change. A dash: {target} does not "
@@ -237,7 +237,7 @@ def _table(catalog: Catalog, reports: list[TargetReport], target: str) -> list[s
         f"| feature | {' | '.join(_names(reports))} |",
         "|---" * (1 + len(reports)) + "|",
     ]
-    for feature in catalog.features:
+    for feature in catalogue.features:
         found = [next((one for one in report.verdicts if one.feature == feature.id), None) for report in reports]
         cells = ["could not check" if verdict is None else _in_short(verdict) for verdict in found]
         lines.append(f"| [`{feature.id}`](#{feature.id.replace('/', '')}) | {' | '.join(cells)} |")

@@ -10,7 +10,7 @@ from vllm_hwplugin import __version__
 from vllm_hwplugin.cli.catalogues import Selection, only, say_troubles, select
 from vllm_hwplugin.cli.output import STANDARD_OUTPUT, add_json, writable, write_json, write_text
 from vllm_hwplugin.cli.parser import FAILURE, Parser
-from vllm_hwplugin.patching import SUPPORTED, VLLM, Catalog, CatalogError, load_catalog, target_name
+from vllm_hwplugin.patching import SUPPORTED, VLLM, Catalogue, CatalogueError, load_catalogue, target_name
 
 from ..sources import Index, SourceError, distribution_of, open_installed, open_target
 from ._drift_report import TargetReport, as_json, as_markdown, check, exit_status, in_order, say_failures, verdict_lines
@@ -22,15 +22,15 @@ class _Job(NamedTuple):
 
     Attributes:
         target: as `open_target` takes it; empty for the installed one.
-        catalog: every feature of the distribution.
+        catalogue: every feature of the distribution.
         chosen: those that were asked for.
         ahead: see `TargetReport`.
     """
 
     target: str
     distribution: str
-    catalog: Catalog
-    chosen: Catalog
+    catalogue: Catalogue
+    chosen: Catalogue
     ahead: bool = False
 
     @property
@@ -41,14 +41,14 @@ class _Job(NamedTuple):
 def drift(arguments: Sequence[str]) -> int:
     """Check which patches fit which versions of vLLM, or of what else they change."""
     options = _parser().read(arguments)
-    selection = select(load_catalog(), options.catalogue)
+    selection = select(load_catalogue(), options.catalogue)
     if not selection.chosen:
-        raise CatalogError("there are no patches to check: the catalogue is empty; reinstall vllm-hwplugin")
+        raise CatalogueError("there are no patches to check: the catalogue is empty; reinstall vllm-hwplugin")
     index = Index()
     jobs = {job.name: job for job in _jobs(selection, options.targets, options.all, options.next, index)}
     reports = read_all(lambda name: check_target(jobs[name], index), list(jobs))
     pages = []
-    for distribution, catalog in selection.by_distribution().items():
+    for distribution, catalogue in selection.by_distribution().items():
         some = in_order(report for report in reports if report.distribution == distribution)
         if some:
             # What standard output is to hold as JSON is not printed once more.
@@ -56,7 +56,7 @@ def drift(arguments: Sequence[str]) -> int:
                 for line in verdict_lines(some):
                     print(line)
             say_failures(some)
-            pages.append(as_markdown(catalog, some))
+            pages.append(as_markdown(catalogue, some))
     say_troubles(selection)
     say_notes(index.notes)
     if options.json is not None:
@@ -112,7 +112,7 @@ def _jobs(selection: Selection, targets: list[str], every: bool, ahead: bool, in
     chosen = selection.by_distribution()
 
     def job(target: str, distribution: str, new: bool = False) -> _Job:
-        return _Job(target, distribution, only(selection.catalog.features, distribution), chosen[distribution], new)
+        return _Job(target, distribution, only(selection.catalogue.features, distribution), chosen[distribution], new)
 
     jobs = []
     for target in targets:
@@ -124,10 +124,10 @@ def _jobs(selection: Selection, targets: list[str], every: bool, ahead: bool, in
         if distribution not in chosen:
             raise SourceError(f"{target}: none of the patches that are checked changes {target_name(distribution)}")
         jobs.append(job(target, distribution))
-    for distribution, catalog in chosen.items():
+    for distribution, catalogue in chosen.items():
         prefix = "" if distribution == VLLM else f"{distribution}=="
         if every:
-            jobs += [job(f"{prefix}{version}", distribution) for version in _covered(distribution, catalog, index)]
+            jobs += [job(f"{prefix}{version}", distribution) for version in _covered(distribution, catalogue, index)]
         if ahead:
             jobs += [job(f"{prefix}{version}", distribution, True) for version in index.newest(distribution)]
     jobs = jobs or [job("", distribution) for distribution in chosen]
@@ -135,10 +135,10 @@ def _jobs(selection: Selection, targets: list[str], every: bool, ahead: bool, in
     return list({each.name: each for each in reversed(jobs)}.values())[::-1]
 
 
-def _covered(distribution: str, catalog: Catalog, index: Index) -> list[str]:
-    if not all(feature.is_outside for feature in catalog.features):
+def _covered(distribution: str, catalogue: Catalogue, index: Index) -> list[str]:
+    if not all(feature.is_outside for feature in catalogue.features):
         return list(SUPPORTED)
-    ranges = [feature.versions for feature in catalog.features]
+    ranges = [feature.versions for feature in catalogue.features]
     found = [version for version in index.released(distribution) if any(item.covers(version) for item in ranges)]
     if not found:
         raise SourceError(
@@ -155,6 +155,6 @@ def check_target(job: _Job, index: Index) -> TargetReport:
             source = open_target(job.target, index, job.distribution)
         else:
             source = open_installed(job.distribution, job.chosen.features)
-        return check(job.catalog, job.name, source, job.chosen, ahead=job.ahead)
+        return check(job.catalogue, job.name, source, job.chosen, ahead=job.ahead)
     except SourceError as error:
         return TargetReport(job.name, job.name, None, error=str(error), distribution=job.distribution, ahead=job.ahead)

@@ -10,7 +10,7 @@ from typing import TextIO
 
 from vllm_hwplugin.cli.output import add_json, for_a_reader, write_json
 from vllm_hwplugin.cli.parser import Parser
-from vllm_hwplugin.patching import SUPPORTED, VLLM, Catalog, CatalogError, DiffError, default_folder
+from vllm_hwplugin.patching import SUPPORTED, VLLM, Catalogue, CatalogueError, DiffError, default_folder
 
 from ..authoring import Finding, check_form, check_on, paths_of, read_catalogue
 from ..sources import Index
@@ -44,19 +44,19 @@ def check(arguments: Sequence[str]) -> int:
     reports = []
     for folder in options.catalogues or [default_folder()]:
         try:
-            catalog = read_catalogue(folder)
-            targets = [] if options.form else _targets(catalog, options.versions, options.vllm)
-            sources = read_versions(targets, paths_of(catalog), index)
-            findings = [*check_form(folder, catalog), *check_on(catalog, sources)]
-        except (CatalogError, DiffError) as error:
+            catalogue = read_catalogue(folder)
+            targets = [] if options.form else _targets(catalogue, options.versions, options.vllm)
+            sources = read_versions(targets, paths_of(catalogue), index)
+            findings = [*check_form(folder, catalogue), *check_on(catalogue, sources)]
+        except (CatalogueError, DiffError) as error:
             # What a process would leave out as a whole, and no feature of it can be looked at.
-            catalog, sources, findings = Catalog(()), [], [Finding("", str(error))]
+            catalogue, sources, findings = Catalogue(()), [], [Finding("", str(error))]
         read = [source.version for source in sources]
-        _report(folder, catalog, read, findings, out)
+        _report(folder, catalogue, read, findings, out)
         reports.append(
             {
                 "catalogue": str(folder),
-                "features": [feature.id for feature in catalog.features],
+                "features": [feature.id for feature in catalogue.features],
                 "versions": read,
                 "findings": [item._asdict() for item in findings],
             }
@@ -73,23 +73,25 @@ def _folder(text: str) -> Path:
     return Path(text)
 
 
-def _targets(catalog: Catalog, versions: str | None, targets: Sequence[str]) -> list[str]:
+def _targets(catalogue: Catalogue, versions: str | None, targets: Sequence[str]) -> list[str]:
     if versions is not None or targets:
         return targets_of(versions, targets)
     return [
         version
         for version in SUPPORTED
-        if any(item.distribution == VLLM and item.versions.covers(version) for item in catalog.features)
+        if any(item.distribution == VLLM and item.versions.covers(version) for item in catalogue.features)
     ]
 
 
-def _report(folder: Path, catalog: Catalog, versions: Sequence[str], findings: Sequence[Finding], out: TextIO) -> None:
+def _report(
+    folder: Path, catalogue: Catalogue, versions: Sequence[str], findings: Sequence[Finding], out: TextIO
+) -> None:
     for item in findings:
         where = f"{item.feature} on vLLM {item.version}" if item.version else item.feature
         line(out, f"{where}: {item.what}" if where else item.what)
-    others = [feature.id for feature in catalog.features if feature.distribution != VLLM]
+    others = [feature.id for feature in catalogue.features if feature.distribution != VLLM]
     for name in others:
         line(out, f"{name}: changes another distribution than vLLM; its diffs were read, and nothing more")
-    many = f"{len(catalog.features)} feature{'' if len(catalog.features) == 1 else 's'}"
+    many = f"{len(catalogue.features)} feature{'' if len(catalogue.features) == 1 else 's'}"
     span = f" on {len(versions)} version{'' if len(versions) == 1 else 's'} of vLLM" if versions else ""
     line(out, f"{folder}: {many}{span}: {f'{len(findings)} to mend' if findings else 'in order'}")

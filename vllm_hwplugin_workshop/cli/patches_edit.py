@@ -11,7 +11,7 @@ from pathlib import Path
 from packaging.version import Version
 
 from vllm_hwplugin.cli.parser import Parser
-from vllm_hwplugin.patching import default_folder, load_catalog, outside
+from vllm_hwplugin.patching import default_folder, load_catalogue, outside
 
 from ..authoring import (
     REJECTED,
@@ -131,7 +131,7 @@ def _folder_of(feature: str) -> Path:
     path = Path(feature)
     if path.exists():
         return path
-    own = load_catalog()
+    own = load_catalogue()
     if own.feature(feature) is not None:
         return default_folder() / feature
     for each in outside.find_outside(os.environ, own).catalogues:

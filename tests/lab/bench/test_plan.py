@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from vllm_hwplugin import gates
-from vllm_hwplugin.patching import load_catalog
+from vllm_hwplugin.patching import load_catalogue
 from vllm_hwplugin_lab.bench import find_checkpoints
 from vllm_hwplugin_lab.bench._plan import (
     ALL_SIDES,
@@ -45,7 +45,7 @@ def test_the_two_sides_differ_in_the_master_gate_and_the_patched_environment_alo
 
 def test_stock_on_musa_keeps_the_platform_class_and_no_feature(settings, gpu_host, tmp_path):
     host = dataclasses.replace(gpu_host, device="musa")
-    switches = {feature.gate for feature in load_catalog().features} | {
+    switches = {feature.gate for feature in load_catalogue().features} | {
         "VLLM_HWPLUGIN_OPS",
         "VLLM_HWPLUGIN_ATTENTION",
     }

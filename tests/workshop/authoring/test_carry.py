@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from vllm_hwplugin.patching import Catalog, Feature, make_plan, parse_diff
+from vllm_hwplugin.patching import Catalogue, Feature, make_plan, parse_diff
 from vllm_hwplugin.versions import Versions
 from vllm_hwplugin_workshop.authoring import Carried, Outcome, carry, carry_all, read_change, render, written
 
@@ -40,7 +40,7 @@ def as_processes_do(carried: Sequence[Carried], sources: Sequence[Memory]) -> di
         files=tuple(diff for name, diffs in made.diffs.items() for diff in parse_diff(render(diffs), name)),
     )
     return {
-        source.version: {path: file.text for path, file in make_plan(Catalog((feature,)), source, {}).files.items()}
+        source.version: {path: file.text for path, file in make_plan(Catalogue((feature,)), source, {}).files.items()}
         for source in sources
         if any(item.version == source.version and item.outcome is Outcome.APPLIES for item in carried)
     }

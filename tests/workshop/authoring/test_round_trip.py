@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from vllm_hwplugin.patching import SUPPORTED, Catalog, Source, make_plan, outside
+from vllm_hwplugin.patching import SUPPORTED, Catalogue, Source, make_plan, outside
 from vllm_hwplugin_lab.bench import read_results
 from vllm_hwplugin_workshop.authoring import About, Outcome, carry_all, create, read_change, written
 
@@ -48,7 +48,7 @@ def test_import_gives_upstreams_text(vllm_tree: Callable[[str], Source], tmp_pat
     for each in carried:
         # As a process of that version reads and plans it.
         features = outside.load_outside(tmp_path, version=each.version).features
-        plan = make_plan(Catalog(features), vllm_tree(each.version), {})
+        plan = make_plan(Catalogue(features), vllm_tree(each.version), {})
         state = plan.features["mine/it"].state
         if each.outcome is Outcome.APPLIES:
             assert state == "live", plan.features["mine/it"].reason

@@ -16,7 +16,7 @@ import pytest
 
 import vllm_hwplugin
 from tests.program import Terminal, program
-from vllm_hwplugin.patching import SUPPORTED, load_catalog
+from vllm_hwplugin.patching import SUPPORTED, load_catalogue
 from vllm_hwplugin_workshop.cli import _drift_report, _waiting, drift
 from vllm_hwplugin_workshop.cli._drift_report import TargetReport, check, exit_status, in_order
 from vllm_hwplugin_workshop.sources import Index, PipConfig, TreeSource
@@ -38,10 +38,10 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def catalog(small_catalog: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def catalogue(small_catalogue: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The command line reads the small catalogue."""
-    monkeypatch.setattr(drift, "load_catalog", lambda: load_catalog(small_catalog))
-    return small_catalog
+    monkeypatch.setattr(drift, "load_catalogue", lambda: load_catalogue(small_catalogue))
+    return small_catalogue
 
 
 def judged(*arguments: str) -> tuple[int, dict[str, Any]]:
@@ -70,7 +70,7 @@ VERDICTS: dict[str, tuple[Callable[[str], str], str, int, str, list[tuple[str, i
 }
 
 
-@pytest.mark.usefixtures("catalog")
+@pytest.mark.usefixtures("catalogue")
 @pytest.mark.parametrize("name", VERDICTS)
 def test_verdicts(small_tree: Callable[..., Path], name: str) -> None:
     change, version, status, verdict, hunks = VERDICTS[name]
@@ -83,14 +83,14 @@ def test_verdicts(small_tree: Callable[..., Path], name: str) -> None:
     assert graphs["exact"] == (verdict == "applies" and hunks[0][0] == "exact")
 
 
-@pytest.mark.usefixtures("catalog")
+@pytest.mark.usefixtures("catalogue")
 def test_not_needed(small_tree: Callable[..., Path]) -> None:
     exit_code, found = judged(f"{small_tree()}@0.25.0")
     assert (exit_code, found["context"]["status"]) == (0, "not-needed")
     assert found["context"]["reason"] == "the fault came with 0.26.0"
 
 
-@pytest.mark.usefixtures("catalog")
+@pytest.mark.usefixtures("catalogue")
 def test_target_missing(small_tree: Callable[..., Path]) -> None:
     tree = small_tree()
     (tree / ADD).unlink()
@@ -100,28 +100,28 @@ def test_target_missing(small_tree: Callable[..., Path]) -> None:
 
 @pytest.mark.parametrize(("version", "status"), [("0.33.0", "no-python"), ("0.34.0", "unlisted")])
 def test_what_would_be_no_python(
-    catalog: Path, small_tree: Callable[..., Path], add_feature: Callable[..., None], version: str, status: str
+    catalogue: Path, small_tree: Callable[..., Path], add_feature: Callable[..., None], version: str, status: str
 ) -> None:
     """It fits, and no process could import what comes of it."""
-    add_feature(catalog, "broken", "VLLM_HWPLUGIN_DFLASH_FULL_GRAPH", "    total = 0\n", "        total = 0\n")
+    add_feature(catalogue, "broken", "VLLM_HWPLUGIN_DFLASH_FULL_GRAPH", "    total = 0\n", "        total = 0\n")
     exit_code, found = judged(f"{small_tree()}@{version}")
     assert (exit_code, found["broken"]["status"]) == (1, status)
     assert ["no Python" in found[name]["reason"] for name in ("broken", "graphs")] == [True, False]
 
 
 def test_what_would_be_no_python_does_not_pass_ahead_of_its_range(
-    catalog: Path, small_tree: Callable[..., Path], add_feature: Callable[..., None]
+    catalogue: Path, small_tree: Callable[..., Path], add_feature: Callable[..., None]
 ) -> None:
     """Where a new release is checked before a patch lists it, one that fits is expected, and this is not."""
     tree = TreeSource(small_tree(), "0.34.0")
-    assert exit_status([check(load_catalog(catalog), "0.34.0", tree, ahead=True)]) == 0
-    add_feature(catalog, "broken", "VLLM_HWPLUGIN_DFLASH_FULL_GRAPH", "    total = 0\n", "        total = 0\n")
-    assert exit_status([check(load_catalog(catalog), "0.34.0", tree, ahead=True)]) == 1
+    assert exit_status([check(load_catalogue(catalogue), "0.34.0", tree, ahead=True)]) == 0
+    add_feature(catalogue, "broken", "VLLM_HWPLUGIN_DFLASH_FULL_GRAPH", "    total = 0\n", "        total = 0\n")
+    assert exit_status([check(load_catalogue(catalogue), "0.34.0", tree, ahead=True)]) == 1
 
 
-def test_conflict(catalog: Path, small_tree: Callable[..., Path], add_feature: Callable[..., None]) -> None:
+def test_conflict(catalogue: Path, small_tree: Callable[..., Path], add_feature: Callable[..., None]) -> None:
     """Two features that fit alone, but not together: each names the other."""
-    add_feature(catalog, "rival", "VLLM_HWPLUGIN_DFLASH_FULL_GRAPH", "    return a + b\n", "    return sum((a, b))\n")
+    add_feature(catalogue, "rival", "VLLM_HWPLUGIN_DFLASH_FULL_GRAPH", "    return a + b\n", "    return sum((a, b))\n")
     exit_code, found = judged(f"{small_tree()}@0.33.0")
     assert exit_code == 1
     assert {name: item["status"] for name, item in found.items()} == {
@@ -133,11 +133,11 @@ def test_conflict(catalog: Path, small_tree: Callable[..., Path], add_feature: C
 
 
 def test_the_hunks_that_fit_best_have_the_smallest_share_of_trouble(
-    small_tree: Callable[..., Path], catalog: Path
+    small_tree: Callable[..., Path], catalogue: Path
 ) -> None:
     """One hunk of one that does not fit is further off than two of three."""
     tree = small_tree()
-    folder = catalog / "graphs"
+    folder = catalogue / "graphs"
     old = (folder / "graphs.diff").read_text()
     (folder / "graphs.diff").write_text(re.sub("^(@@.*@@)$", r"\1 <0.33", old, flags=re.MULTILINE))
     (folder / "new.diff").write_text(
@@ -151,11 +151,11 @@ def test_the_hunks_that_fit_best_have_the_smallest_share_of_trouble(
     assert {item["diff"] for item in found["graphs"]["hunks"]} == {"graphs/new.diff"}
 
 
-@pytest.mark.usefixtures("catalog")
-def test_partly_upstream(small_tree: Callable[..., Path], catalog: Path) -> None:
+@pytest.mark.usefixtures("catalogue")
+def test_partly_upstream(small_tree: Callable[..., Path], catalogue: Path) -> None:
     """vLLM took one of two hunks: the feature is off."""
     second = "--- a/vllm/v1/norm.py\n+++ b/vllm/v1/norm.py\n@@ -1,2 +1,2 @@\n def norm(weight):\n"
-    with (catalog / "graphs/graphs.diff").open("a") as diff:
+    with (catalogue / "graphs/graphs.diff").open("a") as diff:
         diff.write(second + "-    return weight[0]\n+    return weight[1]\n")
     tree = small_tree()
     (tree / ADD).write_text((tree / ADD).read_text().replace("a + b", "b + a"))
@@ -164,7 +164,7 @@ def test_partly_upstream(small_tree: Callable[..., Path], catalog: Path) -> None
     assert [item["status"] for item in found["graphs"]["hunks"]] == ["upstream", "exact"]
 
 
-@pytest.mark.usefixtures("catalog")
+@pytest.mark.usefixtures("catalogue")
 def test_wheel(small_tree: Callable[..., Path], tmp_path: Path, write_wheel: WriteWheel) -> None:
     tree = small_tree()
     files = {file.relative_to(tree).as_posix(): file.read_text() for file in tree.rglob("*.py")}
@@ -172,7 +172,7 @@ def test_wheel(small_tree: Callable[..., Path], tmp_path: Path, write_wheel: Wri
     assert (exit_code, found["graphs"]["exact"]) == (0, True)
 
 
-@pytest.mark.usefixtures("catalog")
+@pytest.mark.usefixtures("catalogue")
 @pytest.mark.parametrize(
     ("target", "message"),
     [
@@ -199,7 +199,7 @@ def test_could_not_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target
     assert result.stdout == ""
 
 
-@pytest.mark.usefixtures("catalog")
+@pytest.mark.usefixtures("catalogue")
 def test_one_unreadable_target_does_not_hide_the_others(small_tree: Callable[..., Path]) -> None:
     result = run("absent.whl", f"{small_tree()}@0.33.0")
     assert result.exit_code == 2
@@ -210,7 +210,7 @@ def test_one_unreadable_target_does_not_hide_the_others(small_tree: Callable[...
 
 
 def test_unknown_version(
-    catalog: Path, server: Any, tmp_path: Path, write_wheel: WriteWheel, monkeypatch: pytest.MonkeyPatch
+    catalogue: Path, server: Any, tmp_path: Path, write_wheel: WriteWheel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server.add(write_wheel(tmp_path, "0.33.0", {"vllm/a.py": ""}))
     monkeypatch.setattr(drift, "Index", lambda: Index(server.config, retries=0))
@@ -219,7 +219,7 @@ def test_unknown_version(
     assert "vllm 0.99.0: the package index has no wheel of this version; the nearest are 0.33.0" in result.stderr
 
 
-@pytest.mark.usefixtures("catalog")
+@pytest.mark.usefixtures("catalogue")
 def test_a_word_is_said_while_a_server_is_silent(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     server.silent = True
     monkeypatch.setattr(drift, "Index", lambda: Index(server.config, retries=0))
@@ -232,7 +232,7 @@ def test_a_word_is_said_while_a_server_is_silent(server: Any, monkeypatch: pytes
     assert failure.startswith("error: 127.0.0.1: ")
 
 
-@pytest.mark.usefixtures("catalog")
+@pytest.mark.usefixtures("catalogue")
 def test_an_index_setting_that_is_no_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drift, "Index", lambda: Index(PipConfig(index_url="http://[::1/"), retries=0))
     result = run("0.33.0")
@@ -242,22 +242,22 @@ def test_an_index_setting_that_is_no_address(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_empty_catalogue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "patches").mkdir()
-    monkeypatch.setattr(drift, "load_catalog", lambda: load_catalog(tmp_path / "patches"))
+    monkeypatch.setattr(drift, "load_catalogue", lambda: load_catalogue(tmp_path / "patches"))
     result = run("0.33.0")
     assert result.exit_code == 2
     assert len(result.stderr.splitlines()) == 1
     assert result.stderr.startswith("error: ")
 
 
-def test_broken_catalogue(catalog: Path) -> None:
-    (catalog / "graphs" / "patch.toml").write_text("id = [")
+def test_broken_catalogue(catalogue: Path) -> None:
+    (catalogue / "graphs" / "patch.toml").write_text("id = [")
     result = run("0.33.0")
     assert result.exit_code == 2
     assert result.stderr.startswith("error: ")
     assert "patch.toml" in result.stderr
 
 
-@pytest.mark.usefixtures("catalog")
+@pytest.mark.usefixtures("catalogue")
 @pytest.mark.parametrize("option", ["--json", "--markdown"])
 def test_report_that_cannot_be_written(option: str, small_tree: Callable[..., Path], tmp_path: Path) -> None:
     """Said before anything is read, so that no long check is lost; and of a disk that fills up, in the end."""
@@ -270,7 +270,7 @@ def test_report_that_cannot_be_written(option: str, small_tree: Callable[..., Pa
     assert result.stderr == "error: /dev/full: cannot be written (No space left on device); name another file\n"
 
 
-@pytest.mark.usefixtures("catalog")
+@pytest.mark.usefixtures("catalogue")
 def test_standard_output_can_be_the_report_alone(
     small_tree: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -283,7 +283,7 @@ def test_standard_output_can_be_the_report_alone(
     assert [file.name for file in tmp_path.iterdir() if file.is_file()] == []
 
 
-@pytest.mark.usefixtures("catalog")
+@pytest.mark.usefixtures("catalogue")
 def test_all_reads_every_supported_version(
     server: Any,
     small_tree: Callable[..., Path],
@@ -307,7 +307,7 @@ def test_all_reads_every_supported_version(
     ]
 
 
-@pytest.mark.usefixtures("catalog")
+@pytest.mark.usefixtures("catalogue")
 def test_json(small_tree: Callable[..., Path], tmp_path: Path) -> None:
     tree = small_tree()
     (tree / ADD).write_text((tree / ADD).read_text().replace("    total = 0\n", "    total = 0.0\n"))
@@ -330,7 +330,7 @@ def test_json(small_tree: Callable[..., Path], tmp_path: Path) -> None:
     assert "+    total = 0.0" in hunk["nearest"]["diff"]
 
 
-@pytest.mark.usefixtures("catalog")
+@pytest.mark.usefixtures("catalogue")
 def test_markdown(small_tree: Callable[..., Path], tmp_path: Path) -> None:
     tree = small_tree()
     run(f"{tree}@0.33.0", f"{tree}@0.25.0", "--markdown", str(tmp_path / "page.md"))

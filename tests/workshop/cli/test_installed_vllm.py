@@ -12,7 +12,7 @@ import pytest
 
 from tests.program import program
 from vllm_hwplugin.cli import _patches, catalogues
-from vllm_hwplugin.patching import load_catalog
+from vllm_hwplugin.patching import load_catalogue
 from vllm_hwplugin_workshop.cli import drift
 
 NOT_UTF8 = "# coding: latin-1\n# é\n".encode("latin-1")
@@ -23,12 +23,14 @@ def run(*arguments: str) -> Any:
 
 
 @pytest.fixture
-def site(small_tree: Callable[[], Path], small_catalog: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def site(
+    small_tree: Callable[[], Path], small_catalogue: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Path:
     """The small vLLM, installed; its two features change a file each."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
         monkeypatch.delitem(sys.modules, name)
     for module in (drift, _patches, catalogues):
-        monkeypatch.setattr(module, "load_catalog", lambda: load_catalog(small_catalog))
+        monkeypatch.setattr(module, "load_catalogue", lambda: load_catalogue(small_catalogue))
     monkeypatch.setenv("VLLM_HWPLUGIN_CACHE_DIR", str(tmp_path / "cache"))
     folder = small_tree()
     (folder / "vllm/_version.py").write_text("__version__ = version = '0.33.0'\n")

@@ -10,7 +10,7 @@ import pytest
 
 from tests.program import program
 from vllm_hwplugin.cli import _patches, catalogues
-from vllm_hwplugin.patching import load_catalog
+from vllm_hwplugin.patching import load_catalogue
 
 ADD = "vllm/v1/add.py"
 
@@ -20,11 +20,11 @@ def run(*arguments: str) -> Any:
 
 
 @pytest.fixture(autouse=True)
-def catalog(small_catalog: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def catalogue(small_catalogue: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("VLLM_HWPLUGIN_CACHE_DIR", str(tmp_path / "cache"))
     for module in (_patches, catalogues):
-        monkeypatch.setattr(module, "load_catalog", lambda: load_catalog(small_catalog))
-    return small_catalog
+        monkeypatch.setattr(module, "load_catalogue", lambda: load_catalogue(small_catalogue))
+    return small_catalogue
 
 
 def test_list() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.program import program
-from vllm_hwplugin.patching import Catalog, Plan, make_plan, outside
+from vllm_hwplugin.patching import Catalogue, Plan, make_plan, outside
 from vllm_hwplugin_workshop.cli import patches_check, patches_edit, patches_import
 from vllm_hwplugin_workshop.sources import Index, PipConfig, TreeSource
 
@@ -73,7 +73,7 @@ def tree(version: str) -> str:
 def plan(version: str) -> Plan:
     """What a process of that version would run."""
     features = outside.load_outside(Path("mine"), version=version).features
-    return make_plan(Catalog(features), TreeSource(Path(version), version), {})
+    return make_plan(Catalogue(features), TreeSource(Path(version), version), {})
 
 
 def test_import_edit_save_check(trees: list[str], change: Path) -> None:

@@ -15,8 +15,8 @@ from typing import Any
 from ..gates import BY_NAME, Gate, GateError, feature_gate, read
 from ..versions import SUPPORTED, Versions, cached, final
 from ._diff import parse_diff
-from ._errors import CatalogError, DiffError
-from ._model import VLLM, Catalog, Feature, FileDiff, NotNeeded, target_name
+from ._errors import CatalogueError, DiffError
+from ._model import VLLM, Catalogue, Feature, FileDiff, NotNeeded, target_name
 from ._toml import MISSING, read_patch_tomls, read_toml
 
 #: The file that makes a folder of a catalogue a feature.
@@ -42,7 +42,7 @@ class Terms:
         catalogue: the name that its id begins with; empty for the project's own catalogue.
         keys: which keys its `patch.toml` may have.
         complete: takes the values of a `patch.toml` and its path, and gives back the values with those that may be left
-            out. CatalogError where one is not as it has to be.
+            out. CatalogueError where one is not as it has to be.
         read: the bytes of a file. OSError where it is not there.
         parsed: `patch.toml` -> its values, of those that were read before.
         environ: the diffs of features whose gate is off there are not read.
@@ -69,13 +69,13 @@ def default_folder() -> Path:
     return inside if inside.is_dir() else package.parent / "patches"
 
 
-def load_catalog(
+def load_catalogue(
     folder: Path | None = None,
     *,
     version: str | None = None,
     environ: Mapping[str, str] | None = None,
     base: Path | None = None,
-) -> Catalog:
+) -> Catalogue:
     """Read every feature of `folder`.
 
     Args:
@@ -87,49 +87,49 @@ def load_catalog(
         base: a cache folder that can be trusted, for the values of each `patch.toml`; without one they are parsed.
 
     Raises:
-        CatalogError: a folder or `patch.toml` is not as it has to be.
+        CatalogueError: a folder or `patch.toml` is not as it has to be.
         DiffError: a diff is malformed.
     """
     folder = default_folder() if folder is None else folder
     folders = feature_folders(folder)
     parsed = {} if base is None else read_patch_tomls([item / PATCH for item in folders], base)
     terms = Terms(parsed=parsed, environ=environ)
-    return Catalog(in_order([load_feature(item, version, terms) for item in folders], folder))
+    return Catalogue(in_order([load_feature(item, version, terms) for item in folders], folder))
 
 
 def feature_folders(folder: Path, way_out: str = "reinstall vllm-hwplugin") -> tuple[Path, ...]:
     """The folders of a catalogue's features, by name. Those that begin with `_` or `.` are none.
 
     Raises:
-        CatalogError: the catalogue's folder cannot be read.
+        CatalogueError: the catalogue's folder cannot be read.
     """
     try:
         with os.scandir(folder) as entries:
             names = sorted(item.name for item in entries if item.name[0] not in "_." and item.is_dir())
     except OSError as error:
-        raise CatalogError(f"{folder}: the folder of patches can't be read ({error}); {way_out}") from error
+        raise CatalogueError(f"{folder}: the folder of patches can't be read ({error}); {way_out}") from error
     return tuple(folder / name for name in names)
 
 
 def load_feature(folder: Path, version: str | None, terms: Terms) -> Feature:
-    """One feature; see `load_catalog`."""
+    """One feature; see `load_catalogue`."""
     file = folder / PATCH
     raw = terms.parsed[file] if file in terms.parsed else read_toml(file, terms.read, MISSING)
     if "variant" in raw:
-        raise CatalogError(
+        raise CatalogueError(
             f"{file}: [[variant]] is not read any more: say `versions` once for the feature, keep one diff for each "
             "file that it changes, and write the versions of a hunk behind its '@@' where it is not for all of these; "
             "see docs/how-to-add-a-patch.md"
         )
     refuse_unknown(raw, terms.keys, "", file)
     if "id" in raw and raw["id"] != folder.name:
-        raise CatalogError(f"{file}: id is {raw['id']!r}, expected the folder's name {folder.name!r}")
+        raise CatalogueError(f"{file}: id is {raw['id']!r}, expected the folder's name {folder.name!r}")
     raw = dict(terms.complete(raw, file))
     texts = {key: text_of(raw, key, file) for key in _TEXTS}
     distribution = text_of({"distribution": VLLM} | raw, "distribution", file)
     requires = raw.get("requires", [])
     if not isinstance(requires, list) or not all(isinstance(item, str) for item in requires):
-        raise CatalogError(f"{file}: requires is {requires!r}, expected a list of feature ids")
+        raise CatalogueError(f"{file}: requires is {requires!r}, expected a list of feature ids")
     versions = _versions(raw, file)
     not_needed = [NotNeeded(_versions(table, file), text_of(table, "reason", file)) for table in _not_needed(raw, file)]
     only = version if distribution == VLLM else None
@@ -141,7 +141,7 @@ def load_feature(folder: Path, version: str | None, terms: Terms) -> Feature:
     else:
         _refuse_overlap(stated, SUPPORTED if version is None else (version,), file, distribution)
     if terms.catalogue and not versions.has_end:
-        raise CatalogError(
+        raise CatalogueError(
             f"{file}: the range '{versions}' has no end, so it would hold releases that nobody has seen; end it before "
             "the first one"
         )
@@ -169,9 +169,9 @@ def _switch(raw: Mapping[str, Any], texts: Mapping[str, str], terms: Terms, file
         return BY_NAME[name]
     compile_key, aliases = raw.get("compile_key", True), raw.get("aliases", [])
     if not isinstance(compile_key, bool):
-        raise CatalogError(f"{file}: compile_key is {compile_key!r}, expected true or false")
+        raise CatalogueError(f"{file}: compile_key is {compile_key!r}, expected true or false")
     if not isinstance(aliases, list) or not all(isinstance(item, str) for item in aliases):
-        raise CatalogError(f"{file}: aliases is {aliases!r}, expected a list of variables")
+        raise CatalogueError(f"{file}: aliases is {aliases!r}, expected a list of variables")
     try:
         return feature_gate(
             name,
@@ -183,7 +183,7 @@ def _switch(raw: Mapping[str, Any], texts: Mapping[str, str], terms: Terms, file
             since=text_of(raw, "since", file) if "since" in raw else "0.1.0",
         )
     except GateError as error:
-        raise CatalogError(f"{file}: {error}") from error
+        raise CatalogueError(f"{file}: {error}") from error
 
 
 def _is_off(gate: Gate, environ: Mapping[str, str] | None) -> bool:
@@ -196,7 +196,7 @@ def _is_off(gate: Gate, environ: Mapping[str, str] | None) -> bool:
 def _diffs(folder: Path, version: str | None, terms: Terms, distribution: str) -> tuple[FileDiff, ...]:
     names = sorted(name for name in os.listdir(folder) if name.endswith(DIFFS) and not name.startswith("."))
     if not names:
-        raise CatalogError(f"{folder}: has no {DIFFS} file, so it changes nothing; see docs/how-to-add-a-patch.md")
+        raise CatalogueError(f"{folder}: has no {DIFFS} file, so it changes nothing; see docs/how-to-add-a-patch.md")
     return tuple(item for name in names for item in _read_diff(folder, name, version, terms, distribution))
 
 
@@ -210,33 +210,33 @@ def _read_diff(folder: Path, name: str, version: str | None, terms: Terms, distr
         # As bytes: a diff of a file with CRLF lines has to keep them.
         return parse_diff(terms.read(folder / name).decode("utf-8"), origin, distribution, version=version)
     except OSError as error:
-        raise CatalogError(f"{folder / name}: can't be read ({error.strerror}); mend or remove it") from error
+        raise CatalogueError(f"{folder / name}: can't be read ({error.strerror}); mend or remove it") from error
     except UnicodeDecodeError as error:
         raise DiffError(f"{origin}: not UTF-8 ({error}); write the diff anew") from error
 
 
 def text_of(table: Mapping[str, Any], key: str, file: Path) -> str:
-    """The text under `key`, without blanks around it; CatalogError where there is none."""
+    """The text under `key`, without blanks around it; CatalogueError where there is none."""
     value = table.get(key)
     if not isinstance(value, str) or not value.strip():
-        raise CatalogError(f"{file}: {key} is {value!r}, expected a text; see docs/how-to-add-a-patch.md")
+        raise CatalogueError(f"{file}: {key} is {value!r}, expected a text; see docs/how-to-add-a-patch.md")
     return value.strip()
 
 
 def _not_needed(raw: Mapping[str, Any], file: Path) -> list[dict[str, Any]]:
     tables = raw.get("not_needed", [])
     if not isinstance(tables, list) or not all(isinstance(item, dict) for item in tables):
-        raise CatalogError(f"{file}: not_needed is {tables!r}, expected [[not_needed]] tables")
+        raise CatalogueError(f"{file}: not_needed is {tables!r}, expected [[not_needed]] tables")
     for table in tables:
         refuse_unknown(table, _NOT_NEEDED_KEYS, "[[not_needed]]: ", file)
     return tables
 
 
 def refuse_unknown(table: Mapping[str, Any], known: frozenset[str], where: str, file: Path) -> None:
-    """CatalogError where the table has a key that is not known."""
+    """CatalogueError where the table has a key that is not known."""
     unknown = sorted(table.keys() - known)
     if unknown:
-        raise CatalogError(f"{file}: {where}unknown key {unknown[0]!r}; expected {', '.join(sorted(known))}")
+        raise CatalogueError(f"{file}: {where}unknown key {unknown[0]!r}; expected {', '.join(sorted(known))}")
 
 
 def _versions(table: Mapping[str, Any], file: Path) -> Versions:
@@ -244,14 +244,16 @@ def _versions(table: Mapping[str, Any], file: Path) -> Versions:
     try:
         return cached(text)
     except ValueError as error:
-        raise CatalogError(f"{file}: versions {text!r} is no PEP 440 specifier, such as '>=0.20.0,<0.22.0'") from error
+        raise CatalogueError(
+            f"{file}: versions {text!r} is no PEP 440 specifier, such as '>=0.20.0,<0.22.0'"
+        ) from error
 
 
 def _refuse_overlap(ranges: list[Versions], versions: Iterable[str], file: Path, distribution: str) -> None:
     for version in versions:
         covering = [item for item in ranges if item.covers(version)]
         if len(covering) > 1:
-            raise CatalogError(
+            raise CatalogueError(
                 f"{file}: the ranges '{covering[0]}' and '{covering[1]}' both cover {target_name(distribution)} "
                 f"{version}; make one of them narrower"
             )
@@ -264,14 +266,14 @@ def in_order(features: list[Feature], folder: Path, known: Collection[str] = ())
         known: features of the catalogues before it, which may be required.
 
     Raises:
-        CatalogError: a requirement is no feature, or they go in a circle.
+        CatalogueError: a requirement is no feature, or they go in a circle.
     """
     by_id = {feature.id: feature for feature in features}
     ordered: dict[str, Feature] = {}
 
     def visit(feature: Feature, path: tuple[str, ...]) -> None:
         if feature.id in path:
-            raise CatalogError(
+            raise CatalogueError(
                 f"{folder}: features require one another in a circle: {' -> '.join([*path, feature.id])}"
             )
         for name in feature.requires:
@@ -279,7 +281,7 @@ def in_order(features: list[Feature], folder: Path, known: Collection[str] = ())
                 continue
             if name not in by_id:
                 file = folder / feature.id.rpartition("/")[2] / PATCH
-                raise CatalogError(f"{file}: requires {name!r}, which is no feature here")
+                raise CatalogueError(f"{file}: requires {name!r}, which is no feature here")
             visit(by_id[name], (*path, feature.id))
         ordered.setdefault(feature.id, feature)
 

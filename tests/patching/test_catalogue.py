@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_hwplugin.patching import SUPPORTED, CatalogError, DiffError, load_catalog
+from vllm_hwplugin.patching import SUPPORTED, CatalogueError, DiffError, load_catalogue
 
 from .texts import ALPHA, GATE, make_diff
 
@@ -35,7 +35,7 @@ Write = Callable[..., Path]
 
 def test_a_feature_declares_its_gate(write: Write) -> None:
     more = 'help = "what"\ndefault = "off"\ncompile_key = false\naliases = ["VLLM_MUSA_IT"]\nsince = "0.9.0"'
-    (gate,) = load_catalog(write(("requires = []", more))).gates
+    (gate,) = load_catalogue(write(("requires = []", more))).gates
     assert (gate.name, gate.kind, gate.default, gate.help) == (GATE, "switch", "off", "Feature one: what")
     assert (gate.affects, gate.since, [alias.name for alias in gate.aliases]) == (
         ("patches",),
@@ -43,12 +43,12 @@ def test_a_feature_declares_its_gate(write: Write) -> None:
         ["VLLM_MUSA_IT"],
     )
     write(name="two")
-    assert [gate.help for gate in load_catalog(write(name="three")).gates] == ["Feature one, three, two: what"]
+    assert [gate.help for gate in load_catalogue(write(name="three")).gates] == ["Feature one, three, two: what"]
 
 
 @pytest.mark.parametrize(("value", "kept"), [("off", 0), ("on", 2), ("no value", 2)])
 def test_of_a_feature_that_is_off_no_diff_is_read(write: Write, value: str, kept: int) -> None:
-    (feature,) = load_catalog(write(), environ={GATE: value}).features
+    (feature,) = load_catalogue(write(), environ={GATE: value}).features
     assert len(feature.files) == kept
 
 
@@ -73,7 +73,7 @@ def write(tmp_path: Path) -> Write:
 
 
 def test_fields(write: Write) -> None:
-    (feature,) = load_catalog(write()).features
+    (feature,) = load_catalogue(write()).features
     assert (feature.id, feature.title, feature.gate, feature.what) == ("one", "a title", GATE, "several\nlines")
     assert (feature.origin, feature.removal, feature.requires) == ("an upstream change", "when it is upstream", ())
     assert [str(item.versions) for item in feature.not_needed] == ["<0.24.0"]
@@ -96,7 +96,7 @@ def test_fields(write: Write) -> None:
 )
 def test_hunks_of_a_version(write: Write, version: str, files: int | None) -> None:
     """Candidates and local builds get the hunks of their release."""
-    (feature,) = load_catalog(write()).features
+    (feature,) = load_catalogue(write()).features
     assert (len(feature.files_for(version)) if feature.versions.covers(version) else None) == files
 
 
@@ -104,24 +104,24 @@ def test_one_version_only(write: Write) -> None:
     """A process keeps the hunks that it can use; where the version is not listed, nobody knows which."""
     folder = write()
     assert [
-        [file.origin for file in load_catalog(folder, version=version).features[0].files]
+        [file.origin for file in load_catalogue(folder, version=version).features[0].files]
         for version in ("0.24.0", "0.30.0", "0.99.0")
     ] == [["one/old.diff"], ["one/new.diff", "one/old.diff"], ["one/new.diff", "one/old.diff"]]
 
 
 def test_ranges_that_overlap_elsewhere_are_no_matter_of_a_start(write: Write) -> None:
     folder = write(("<0.24.0", "<=0.24.0"))
-    (feature,) = load_catalog(folder, version="0.26.0").features
+    (feature,) = load_catalogue(folder, version="0.26.0").features
     assert len(feature.files) == 1
-    with pytest.raises(CatalogError, match=r"both cover vLLM 0\.24\.0"):
-        load_catalog(folder, version="0.24.0")
+    with pytest.raises(CatalogueError, match=r"both cover vLLM 0\.24\.0"):
+        load_catalogue(folder, version="0.24.0")
 
 
 def test_none_where_it_is_not_needed(write: Write) -> None:
     folder = write()
     for name in ("old", "new"):
         (folder / "one" / f"{name}.diff").write_text("malformed")
-    (feature,) = load_catalog(folder, version="0.23.0").features
+    (feature,) = load_catalogue(folder, version="0.23.0").features
     assert feature.files == ()
     assert feature.not_needed_for("0.23.0") is not None
 
@@ -129,10 +129,10 @@ def test_none_where_it_is_not_needed(write: Write) -> None:
 def test_requirements_come_first(write: Write) -> None:
     write(("requires = []", 'requires = ["two"]'), name="one")
     write(name="two")
-    catalog = load_catalog(write(("requires = []", 'requires = ["one"]'), name="a"))
-    assert [feature.id for feature in catalog.features] == ["two", "one", "a"]
-    assert catalog.feature("two") is catalog.features[0]
-    assert catalog.feature("three") is None
+    catalogue = load_catalogue(write(("requires = []", 'requires = ["one"]'), name="a"))
+    assert [feature.id for feature in catalogue.features] == ["two", "one", "a"]
+    assert catalogue.feature("two") is catalogue.features[0]
+    assert catalogue.feature("three") is None
 
 
 def test_other_things_in_the_folder(write: Write) -> None:
@@ -140,11 +140,11 @@ def test_other_things_in_the_folder(write: Write) -> None:
     (folder / "README.md").write_text("how")
     (folder / "__pycache__").mkdir()
     (folder / ".git").mkdir()
-    assert len(load_catalog(folder).features) == 1
+    assert len(load_catalogue(folder).features) == 1
 
 
 def test_empty_folder(tmp_path: Path) -> None:
-    assert load_catalog(tmp_path).features == ()
+    assert load_catalogue(tmp_path).features == ()
 
 
 @pytest.mark.parametrize(
@@ -180,8 +180,8 @@ def test_empty_folder(tmp_path: Path) -> None:
 def test_refused(write: Write, old: str, new: str, message: str) -> None:
     """One line that names the file."""
     folder = write((old, new))
-    with pytest.raises(CatalogError, match=re.escape(message)) as caught:
-        load_catalog(folder)
+    with pytest.raises(CatalogueError, match=re.escape(message)) as caught:
+        load_catalogue(folder)
     assert str(folder) in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -189,38 +189,38 @@ def test_refused(write: Write, old: str, new: str, message: str) -> None:
 def test_long_circle(write: Write) -> None:
     write(("requires = []", 'requires = ["two"]'), name="one")
     folder = write(("requires = []", 'requires = ["one"]'), name="two")
-    with pytest.raises(CatalogError, match="in a circle: one -> two -> one"):
-        load_catalog(folder)
+    with pytest.raises(CatalogueError, match="in a circle: one -> two -> one"):
+        load_catalogue(folder)
 
 
 def test_unreadable(tmp_path: Path, write: Write) -> None:
-    with pytest.raises(CatalogError, match=r"absent: the folder of patches can't be read .*; reinstall vllm-hwplugin"):
-        load_catalog(tmp_path / "absent")
+    with pytest.raises(CatalogueError, match=r"absent: the folder of patches can't be read .*; reinstall"):
+        load_catalogue(tmp_path / "absent")
     (write() / "one" / "old.diff").write_bytes(b"\xff\xfe")
     with pytest.raises(DiffError, match=r"one/old\.diff: not UTF-8"):
-        load_catalog(tmp_path)
+        load_catalogue(tmp_path)
     (tmp_path / "one" / "old.diff").unlink()
     (tmp_path / "one" / "new.diff").unlink()
-    with pytest.raises(CatalogError, match=r"one: has no \.diff file, so it changes nothing"):
-        load_catalog(tmp_path)
+    with pytest.raises(CatalogueError, match=r"one: has no \.diff file, so it changes nothing"):
+        load_catalogue(tmp_path)
     (tmp_path / "one" / "patch.toml").unlink()
-    with pytest.raises(CatalogError, match=r"one.patch\.toml: can't be read \(No such file"):
-        load_catalog(tmp_path)
+    with pytest.raises(CatalogueError, match=r"one.patch\.toml: can't be read \(No such file"):
+        load_catalogue(tmp_path)
 
 
 def test_diff_keeps_its_line_ends(write: Write) -> None:
     folder = write()
     text = ALPHA.replace("\n", "\r\n")
     (folder / "one" / "old.diff").write_text(make_diff(text, text + "old\r\n"), newline="")
-    (feature,) = load_catalog(folder, version="0.24.0").features
+    (feature,) = load_catalogue(folder, version="0.24.0").features
     assert feature.files[0].hunks[0].before[-1] == "line 20\r\n"
 
 
 def test_own_catalogue_has_a_word_on_every_version() -> None:
     """Each supported version has hunks, or a reason why it needs none."""
-    catalog = load_catalog()
-    assert catalog.features
-    for feature in catalog.features:
+    catalogue = load_catalogue()
+    assert catalogue.features
+    for feature in catalogue.features:
         for version in SUPPORTED:
             assert feature.versions.covers(version) != (feature.not_needed_for(version) is not None), version
             assert not feature.versions.covers(version) or feature.files_for(version), version
@@ -233,7 +233,7 @@ def test_supported_versions_are_in_order() -> None:
 def test_imports_neither_torch_nor_vllm() -> None:
     """The pure part reads text: a start of vLLM pays for nothing else."""
     code = (
-        "import sys, vllm_hwplugin.patching as p; p.load_catalog()\n"
+        "import sys, vllm_hwplugin.patching as p; p.load_catalogue()\n"
         "heavy = {'torch', 'vllm', 'rich', 'typer', 'requests', 'numpy'} & set(sys.modules); assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
