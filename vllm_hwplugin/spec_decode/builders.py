@@ -39,7 +39,7 @@ class Builder:
     Attributes:
         passes: one pass of a V1 drafter, with a build before each launch.
         chain: several of them, with no build in between.
-        non_causal: either of these where queries see later ones.
+        non_causal: either of these with queries that see later ones.
         one_token: the build itself, of a batch with one token a request.
         decode: the same with several.
         planned_by_kernel: the metadata is empty until the first kernel that reads it puts a plan into it.
@@ -121,7 +121,7 @@ def refusing(builder_classes: Iterable[type], what: str) -> str | None:
 def why_not_in_graph(attn_groups: Sequence[Sequence[Any]]) -> str | None:
     """Why the metadata of a draft's one-token steps cannot be made inside a CUDA graph, or None where it can.
 
-    Context parallelism is left out: lengths that it splits over ranks are not advanced between draft steps.
+    Context parallelism is left out: it splits lengths over ranks, and nothing advances these between draft steps.
 
     Args:
         attn_groups: a speculator's, for each KV cache group its `AttentionGroup`s, whose builders exist.

@@ -3,8 +3,8 @@
 
 A draft's mask tokens see each other, so its layers need a backend with non-causal attention; the target's layers do
 not. Which layers are being built shows in the configuration they are built under, so the draft gets one of its own.
-Those here are shallow copies and not ``replace()``, which would run ``VllmConfig.__post_init__`` again, with its
-effects on objects that target and draft share (capture sizes, the platform's hooks).
+They are shallow copies: ``replace()`` would run ``VllmConfig.__post_init__`` again, with its effects on objects that
+target and draft share (capture sizes, the platform's hooks).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 def draft_config(target: VllmConfig) -> VllmConfig:
     """The configuration under which vLLM before 0.21.0 builds a DFlash draft.
 
-    Those versions have no setting for the draft's backend, so a backend that was named for the target is also the only
-    word on the draft's: it stays where it declares non-causal attention, as it did before. Any other name (the user's,
-    or one that the target's model class or the platform filled in) is the target's alone, and the draft's is selected.
+    Those versions have no setting for the draft's backend, only one for the target's. The draft takes that backend,
+    too, if it declares non-causal attention, as before. Otherwise vLLM selects the draft's; the name, given by the
+    user, the target's model class or the platform, counts only for the target.
 
     Args:
         target: the engine's configuration; it is not changed.
@@ -58,9 +58,9 @@ def needs_non_causal(config: VllmConfig) -> bool:
 def without_mm_prefix(config: VllmConfig) -> VllmConfig:
     """``config`` for a draft that reads text only, beside a target whose images are seen in both directions.
 
-    The flag excludes backends that the draft could use. vLLM clears it in the ``ModelConfig`` that it shares with the
-    target, whose metadata builders read it there later: since 0.28.0 FlashAttention's then drops the ranges of the
-    images, and the target's own output changes.
+    The flag excludes backends that the draft could use. vLLM clears it in the ``ModelConfig`` that draft and target
+    share. The target's metadata builders read it there later: since 0.28.0 FlashAttention's then drops the ranges of
+    the images, and the target's own output changes.
 
     Args:
         config: a configuration whose ``model_config`` is the target's; neither is changed.

@@ -3,8 +3,8 @@
 
 Stock vLLM finds these faults late and says little: layers that the target does not have end as a shape error inside the
 draft's first matrix product, and a backend without non-causal attention is refused once the target's weights are on the
-device. Such a config is an error here, as no version serves it. What some version serves (a block that is too long only
-costs acceptance; one of several lists of layers may never be read) is a warning, and an error only where
+device. No version serves such a config, so it is an error here. A config that some version serves is a warning (a block
+that is too long only costs acceptance; one of several lists of layers may never be read), and an error only where
 `VLLM_HWPLUGIN_DFLASH_FULL_GRAPH` is `on`.
 """
 
@@ -33,7 +33,7 @@ class DFlashConfigError(HwpluginError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What is wrong with a config, in words, and whether some version of vLLM serves it all the same."""
+    """What is wrong with a config, in words, and whether some version of vLLM still serves it."""
 
     text: str
     served: bool = False
@@ -278,7 +278,7 @@ def _non_causal(config: Any) -> bool:
     """Whether a layer is non-causal whichever version reads the config.
 
     `causal` counts since 0.23, `is_causal` since 0.28, and since 0.25 a draft without either is causal in its sliding
-    layers. The first versions take every draft for non-causal, so for a causal one they are left to say so themselves.
+    layers. The first versions take every draft for non-causal; for a causal one they report that themselves.
     """
     stated = [getattr(config, "is_causal", None), _mapping(config, "dflash_config").get("causal")]
     stated = [causal for causal in stated if causal is not None]

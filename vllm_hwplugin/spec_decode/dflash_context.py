@@ -2,9 +2,9 @@
 """The context half of a DFlash draft phase, in CUDA graphs of its own.
 
 Before its one pass over the block, a DFlash drafter projects the target's hidden states to the keys and values of all
-its layers and writes them into its cache: a norm, a GEMM, a copy, a norm, a rotation and one cache write a layer. None
-of them looks at requests, only at tokens, so one graph for a number of tokens serves every batch of so many or fewer,
-decode or prefill: the tokens that pad it have slots of `PADDING_SLOT_ID`, which cache writes skip.
+its layers and writes them into its cache: a norm, a GEMM, a copy, a norm, a rotation and one cache write a layer. All
+of them look at tokens, not at requests. So one graph for a number of tokens serves every batch of so many or fewer,
+decode or prefill: padding has slots of `PADDING_SLOT_ID`, which cache writes skip.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class ContextGraphs(Companion):
         Args:
             passes: the graphs of the drafter's pass, whose memory pool the context shares.
             keys: their shapes.
-            template: not needed, as the context has no attention.
+            template: not needed, because the context has no attention.
 
         Raises:
             FeatureRequired: it cannot be captured, and the gate says `on`.
@@ -124,9 +124,9 @@ class ContextGraphs(Companion):
         self._launch(padded, CUDAGraphMode.FULL)
 
     def keep_fused_in_place(self) -> bool:
-        """Put weights that the model fused anew where the graphs read them; False where they do not fit there.
+        """Put weights that the model fused anew where the graphs read them; False if they do not fit there.
 
-        Once they did not fit, the answer stays False: graphs of other features hold the context, too.
+        After one False the answer stays False: graphs of other features hold the context, too.
         """
         if self._fused is None:
             return False

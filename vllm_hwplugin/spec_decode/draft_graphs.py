@@ -2,13 +2,12 @@
 """FULL CUDA graphs for the drafters of vLLM's V1 model runner.
 
 No released vLLM captures a V1 drafter's whole forward: `SpecDecodeBaseProposer` dispatches PIECEWISE at best, and under
-`cudagraph_mode=FULL` its graphs do not exist at all. The idea of what follows is that of vLLM PR 34880. There are three
-parts: what to capture (`draft_decision`), the tensors that graphs read (`draft_buffers`) and the graphs
-(`pass_graphs`). What is here ties them to a proposer, whose `propose` asks `DraftGraphs` before it asks vLLM's own
-dispatcher.
+`cudagraph_mode=FULL` its graphs do not exist at all. The idea is from vLLM PR 34880. There are three parts: what to
+capture (`draft_decision`), the tensors that graphs read (`draft_buffers`) and the graphs (`pass_graphs`). This module
+ties them to a proposer: its `propose` asks `DraftGraphs` before vLLM's own dispatcher.
 
-Padding ends at the graph's edge. The PR pads the batch in the runner, the input batch and two kernels; here the host
-code keeps the real batch and only the captured forward sees padded rows.
+Padding ends at the graph's edge. The PR pads the batch in the runner, the input batch and two kernels. Here the host
+code keeps the real batch, and only the captured forward sees padded rows.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _STOCK = "the drafter runs as in stock vLLM"
 
 
 class Companion(Protocol):
-    """Further graphs of a drafter, which another feature has beside those of its passes.
+    """Further graphs of a drafter: another feature adds them to those of its passes.
 
     They are captured after the passes, into the same memory pool, and are given up with them.
 
@@ -90,10 +89,10 @@ def capture_draft_graphs(drafter: Any, template: Any) -> None:
 class DraftGraphs:
     """The FULL graphs of one `SpecDecodeBaseProposer`, which holds it as `draft_graphs` and calls it as its model.
 
-    vLLM names the target's mode first, makes the drafter's attention groups after that, and then captures. It goes
-    through all three once or, where it profiles graph memory, twice. What depends on the attention groups is therefore
-    decided at capture, each time anew. The buffers are made there, too: all that a runner allocates with its KV cache
-    loses its contents when vLLM sleeps.
+    vLLM names the target's mode first, makes the drafter's attention groups after that, and then captures. It does all
+    three once or, where it profiles graph memory, twice. So what depends on the attention groups is decided at each
+    capture. The buffers are made there, too: whatever a runner allocates with its KV cache loses its contents when vLLM
+    sleeps.
     """
 
     def __init__(self, proposer: Any):
@@ -217,7 +216,7 @@ class DraftGraphs:
     def may_replay(self, metadata: Any) -> bool:
         """Whether this batch is where the captured kernels look for it.
 
-        A batch that is not is left alone; a block table that moved stays where it is, so that turns the graphs off.
+        A batch that lies elsewhere is left alone. A block table that moved stays there, so it turns the graphs off.
         """
         if not self.ready:
             return False
@@ -249,8 +248,9 @@ class DraftGraphs:
     def begin_steps(self, metadata: Any) -> None:
         """Choose the graph of the one-token steps, if any, and let them count sequence lengths in its buffers.
 
-        `metadata.seq_lens` becomes a view of them, so what takes rejected tokens off and advances the batch writes what
-        the graph reads. A batch above the one-token ladder may get a mixed graph, which reads those of mixed batches.
+        `metadata.seq_lens` becomes a view of them. So the code that takes rejected tokens off and advances the batch
+        writes what the graph reads. A batch above the one-token ladder may get a mixed graph, which reads the buffers
+        of mixed batches.
         """
         self._shape = self._find(metadata.num_reqs, STEP_QUERY_LEN, metadata)
         if self._shape is not None:
@@ -285,7 +285,7 @@ class DraftGraphs:
     def determine_batch_execution_and_padding(self, num_tokens: int) -> tuple[CUDAGraphMode, int, torch.Tensor | None]:
         """What vLLM's method of that name says of the pass: its runtime mode, its padded tokens, those of other ranks.
 
-        Where the pass has no graph here, that method is asked.
+        A pass without a graph here asks that method.
         """
         if self._shape is None:
             return self._proposer._determine_batch_execution_and_padding(num_tokens)  # type: ignore[no-any-return]

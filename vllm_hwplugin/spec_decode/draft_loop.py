@@ -2,9 +2,9 @@
 """The drafter's whole chain of one-token steps in one CUDA graph.
 
 `draft_graphs` makes each pass one launch, but between passes the host still samples, advances positions and sequence
-lengths, builds metadata and copies inputs: some ten launches a step. Where the draft attention backend's metadata is
-nothing but views of buffers that the chain itself advances, all of that can be captured too: one launch then takes the
-first pass's hidden states to all k draft tokens.
+lengths, builds metadata and copies inputs: some ten launches a step. All of that can be captured if the draft attention
+backend's metadata holds only views of buffers that the chain itself advances. One launch then takes the first pass's
+hidden states to all k draft tokens.
 
 It applies to greedy drafting, which is vLLM's default. Batches that it does not cover (sampled drafts, another number
 of draft tokens than the configured one) take the path of `draft_graphs`.

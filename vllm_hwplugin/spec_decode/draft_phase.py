@@ -7,9 +7,9 @@ inputs of the first pass, metadata, inputs of the chain. Here all of that is rec
 for each shape in which the target decodes in a FULL graph. A step then replays *sampling* and *drafting*
 (`phase_graphs`).
 
-The first is for requests that ask for nothing of the sampler but a temperature and a seed. Where vLLM samples, the
-second is replayed alone, with a third one before it, *counting*. A batch that is not covered takes vLLM's own way, step
-by step; nothing is kept between steps but which requests the buffers hold.
+The first is for requests that ask the sampler only for a temperature and a seed. If vLLM samples, only the second is
+replayed, with a third one before it, *counting*. A batch that is not covered takes vLLM's own way, step by step. One
+thing is kept between steps: which requests the buffers hold.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ _STOCK: Final = "vLLM's own kernels between the target and the drafter's graphs"
 class DraftPhase(Companion):
     """The graphs of one `GPUModelRunner`, which holds this as `draft_phase` and calls it as its own methods.
 
-    Each step calls `logits`, `sample` and `propose`, in this order; which graphs serve the step is decided by the first
-    and the last.
+    Each step calls `logits`, `sample` and `propose`, in this order. The first and the last decide which graphs serve
+    the step.
 
     Args:
         runner: a `GPUModelRunner` of V1, which has its drafter.
@@ -185,7 +185,7 @@ class DraftPhase(Companion):
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """What `execute_model` keeps for sampling: hidden states of the tokens at `indices`, and their logits.
 
-        Both are None where a graph samples, which makes logits by itself.
+        Both are None where a graph samples: it makes logits itself.
         """
         step = self._step_for(scheduler_output, spec_decode_metadata, hidden_states)
         kind: Sampling | Reason
@@ -288,7 +288,7 @@ class DraftPhase(Companion):
             self._temperature_of = sampling_metadata
 
     def _take_draft_probs(self, count: int) -> None:
-        """Have what drafts were drawn from where the graphs read it, also if vLLM has drawn them."""
+        """Put what drafts were drawn from where the graphs read it, also if vLLM has drawn them."""
         assert self._buffers is not None
         given, kept = self._runner._draft_probs, self._buffers.draft_probs(count)
         if given.data_ptr() != kept.data_ptr():
@@ -380,6 +380,6 @@ def _are_drafts(runner: Any, scheduler_output: Any) -> bool:
 
 
 def _wait_for(stream: Any) -> None:
-    """Let what is launched next wait for a stream that may copy what it overwrites."""
+    """Let the next launch wait for a stream that may still copy what it overwrites."""
     if stream is not None:
         torch.cuda.current_stream().wait_stream(stream)

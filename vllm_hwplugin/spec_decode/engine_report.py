@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What this process's part of an engine does with the live features: one log line, and the process journal.
 
-That a feature is live says that its patches are in force. Whether the engine ever calls the patched code depends on its
-configuration, which is only final when the engine stands.
+A feature is live when its patches are in force. Whether the engine ever calls the patched code depends on its
+configuration, which is final only when the engine stands.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Findings:
     Attributes:
         described: the part and what decides about it, for the log.
         uses: whether it uses each live feature that works in it, as far as its configuration says.
-        demanded: the features that this part has to use where their gate says `on`. Those that mend a fault are not
-            among them: where they are not used, the fault is not there.
+        demanded: the features that this part has to use where their gate says `on`. Features that mend a fault are not
+            among them: an engine that does not use them does not have the fault.
         engine: index of the engine whose steps this part counts; None where another part of it does.
     """
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How vLLM's own methods are recorded into CUDA graphs, and what happens where that fails.
 
-A list of what cannot be recorded is never whole: a model may wait for the device in its `compute_logits`, and memory
-may end. So each feature records inside `attempt`, and a start goes on without the graphs that it could not have.
+No list of what cannot be recorded is complete: a model may wait for the device in its `compute_logits`, and memory may
+run out. So each feature records inside `attempt`, and a start goes on without the graphs that failed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def known_arguments(function: Callable[..., Any], **arguments: Any) -> dict[str,
 def reserved_memory() -> int:
     """Bytes of the device that this process's allocator holds, without those that it would give back.
 
-    Other processes, and what CUDA itself needs for a graph, are not in it.
+    It leaves out other processes, and what CUDA itself needs for a graph.
     """
     torch.accelerator.synchronize()
     torch.accelerator.empty_cache()
@@ -48,7 +48,7 @@ def reserved_memory() -> int:
 def attempt(
     feature: str, effect: str, record: Callable[[], None], forget: Callable[[], None], pool: Any = None
 ) -> bool:
-    """Have a feature record its graphs; where that fails, have it forget them, and let the start go on.
+    """Have a feature record its graphs; if that fails, have it forget them, and let the start go on.
 
     With tensor parallelism it fails on all ranks where it fails on one, so all ranks have to call this in one order. A
     rank that fails between kernels that talk to others leaves these waiting on the device: nothing can help them.
@@ -131,8 +131,8 @@ def _capture(graph: torch.cuda.CUDAGraph, run: Callable[[], None], pool: Any) ->
 def _leave_capture(pool: Any, *, broken: bool | None) -> None:
     """Have torch leave a capture that CUDA has ended because of a failure.
 
-    `capture_end` raises then before it has told the allocator, which goes on taking memory of `pool`, and the random
-    generators, which go on refusing to draw. No graph can have this pool any more: torch has no way to tell the
+    `capture_end` then raises before it has told the allocator and the random generators. The one goes on taking memory
+    of `pool`, the others go on refusing to draw. No graph can have this pool any more: torch has no way to tell the
     allocator of pinned memory.
     """
     device = torch.accelerator.current_device_index()

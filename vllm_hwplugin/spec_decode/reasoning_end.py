@@ -29,9 +29,9 @@ def in_step(request: Any, new_token_ids: list[int]) -> Any:
 
 
 def start_of_step(request: Any) -> int:
-    """The index in ``all_token_ids`` where the step begins that is looked at.
+    """The index in ``all_token_ids`` where the current step begins.
 
-    Where `in_step` was not told of it, it is vLLM's guess. That is behind the step where drafts were rejected.
+    If `in_step` was not told of the step, it is vLLM's guess. After rejected drafts the guess lies behind the step.
     """
     count = len(request.all_token_ids)
     start, end = getattr(request.structured_output_request, "hwplugin_step", (0, -1))

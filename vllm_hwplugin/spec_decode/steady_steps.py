@@ -3,11 +3,10 @@
 
 V1 makes each batch anew: two dozen copies to the device, as many kernels, index arrays by the token, attention
 metadata. While the same requests are decoded, each with all its drafts, nearly all of that comes out as in the step
-before. What changes follows on the device from what was sampled and drafted there: how many tokens are computed, token
-ids, positions, lengths and slots. A graph makes these; block tables are copied when a request has new blocks.
+before. The rest follows on the device from what was sampled and drafted there: how many tokens are computed, token ids,
+positions, lengths and slots. A graph makes these; block tables are copied when a request has new blocks.
 
-The first step with other requests takes vLLM's own way, and what it leaves on the host and on the device is what later
-ones build on.
+The first step with other requests takes vLLM's own way. Later steps build on what it leaves on the host and the device.
 """
 
 from __future__ import annotations
@@ -49,8 +48,8 @@ class _Metadata:
         asked: what for.
         layers: by the layer's name.
         distinct: that of all layers, each once.
-        common: vLLM's `CommonAttentionMetadata` for the drafter, of a batch without prompts; as it was before the
-            drafter has changed it.
+        common: vLLM's `CommonAttentionMetadata` for the drafter, of a batch without prompts, before the drafter changes
+            it.
     """
 
     asked: Mapping[str, Any]
@@ -79,7 +78,7 @@ class _Metadata:
 
 @dataclasses.dataclass
 class _Kept:
-    """What vLLM has made for a decode batch, and what a step with the same requests is given again.
+    """What vLLM has made for a decode batch; a step with the same requests gets it again.
 
     Attributes:
         req_ids: in the order of the batch.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many steps each fast path has served while the engine runs, and why vLLM's own way was taken in the others.
+"""How many steps each fast path has served while the engine runs, and why the others took vLLM's own way.
 
-A step adds 1 to an integer, here and nowhere else. A thread looks every few seconds: it puts the sums into the process
-record, from where `doctor` and vLLM's metrics have them, and says once in the log what hardly ever serves.
+A step adds 1 to an integer, here and nowhere else. Every few seconds a thread puts the sums into the process journal,
+where `doctor` and vLLM's metrics read them. It says once in the log which path hardly ever serves.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Reason(IntEnum):
 
 
 class StepCounts:
-    """Of one part of a feature. What is made anew for a feature takes the place of what was there.
+    """The counts of one part of a feature. New ones for the same part take the place of the old.
 
     Args:
         feature: its id.
@@ -90,7 +90,7 @@ class StepCounts:
         return {outcome: count for outcome, count in counts.items() if count}
 
     def judge(self) -> None:
-        """Say, once, that of a thousand decode steps less than a tenth were served."""
+        """Say, once, that less than a tenth of a thousand decode steps were served."""
         counts = list(self._counts)
         counts[Reason.PROMPT] = 0
         steps, served = sum(counts), counts[0]

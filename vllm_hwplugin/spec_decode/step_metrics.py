@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The steps that fast paths served, among vLLM's own metrics.
 
-A worker counts them, and the process that answers for `/metrics` is another. What they send each other has no place for
-them: vLLM's classes of it are imported before any plugin, and a field cannot be added then. So a thread here reads the
-workers' process journals, which are never older than a few seconds.
+A worker counts them, and another process answers for `/metrics`. Their messages have no room for counts: vLLM imports
+the classes of these before any plugin, and a field cannot be added then. So a thread here reads the workers' process
+journals, which are never older than a few seconds.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def follow(
 ) -> None:
     """Have the steps of engines of `config` counted from now on: called by the patched `PrometheusStatLogger`.
 
-    Of several API servers the first one counts; what they answer for `/metrics` is the sum of all.
+    Only the first of several API servers counts; they answer `/metrics` with the sum of all.
     """
     global _stop
     _stop.set()

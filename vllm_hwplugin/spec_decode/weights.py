@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights where recorded graphs read them, also when vLLM or a user has put others in their place.
+"""Keep weights where recorded graphs read them, also when vLLM or a user puts others in their place.
 
-Loaders write parameters in place. What a DFlash draft has fused of them is neither a parameter nor a buffer: vLLM fuses
-anew when the draft's weights are updated, and in some versions when it wakes up, into tensors at other addresses.
+Loaders write parameters in place. A DFlash draft also fuses some of them into tensors that are neither parameters nor
+buffers. When the draft's weights are updated, and in some versions when it wakes up, vLLM fuses anew, at other
+addresses.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Free the KV cache blocks outside a sliding window by the tokens that are certain to be computed.
 
-With asynchronous scheduling a step is scheduled while the last one still runs, and ``Request.num_computed_tokens`` is
-ahead by that step's drafts until they are verified. vLLM up to 0.25 frees by it, and a rejection then moves the window
-back over blocks that others may have been given.
+With asynchronous scheduling vLLM schedules a step while the last one still runs, and ``Request.num_computed_tokens`` is
+ahead by that step's drafts until they are verified. vLLM up to 0.25 frees by it. A rejection then moves the window back
+over blocks that other requests may have by now.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which live features a worker of vLLM uses, and why not the others.
+"""Which live features a worker of vLLM uses, and why it does not use the others.
 
-It depends on the model runner, the speculative method, the CUDA graph mode and the model. The rules take that as plain
-values, so they need no device; what a feature found out by itself outweighs them (`vllm_hwplugin.journal.use`).
+It depends on the model runner, the speculative method, the CUDA graph mode and the model. The rules take plain values,
+so they need no device. What a feature found out by itself outweighs them (`vllm_hwplugin.journal.use`).
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ class WorkerFacts:
         decode_graphs: whether the target decodes in FULL CUDA graphs.
         mixed_graphs: whether it has these for batches with prompts as well.
         context_norm: why vLLM's own norm of context keys serves, where that is known.
-        fuses: whether Model Runner V2's drafter is one whose steps may be one graph.
+        fuses: whether the steps of Model Runner V2's drafter may be one graph.
         sleeps: whether the engine may sleep.
         stages: of the pipeline.
         data_parallel_ranks: how many replicas keep step with each other.
-        mamba: whether the model has states that are not keys and values.
+        mamba: whether the model has states other than keys and values.
         kv_connector: whether there is one.
         reasons: whether structured output may follow reasoning.
         draft_module: the file name of the draft model's class, without its end.

@@ -4,8 +4,8 @@
 A captured kernel reads the addresses that it was captured with. vLLM's eager drafter gives each pass new or re-sliced
 tensors (`query_start_loc`, `seq_lens`, a slot mapping made from the new positions), and shares some of them with the
 target. So a drafter in FULL graphs gets buffers of its own: one set for each kind of pass, written in place before each
-replay. Rows past the real batch are inert: no query tokens, sequence length 0, and slots of `PADDING_SLOT_ID`, which is
-how vLLM pads the target's own FULL graphs. Host code before and after the graph therefore works on the real batch only.
+replay. Rows past the real batch are inert: no query tokens, sequence length 0, and slots of `PADDING_SLOT_ID`. So vLLM
+pads the target's own FULL graphs, too. Host code before and after the graph therefore sees only the real batch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def unmanaged_field(metadata: Any) -> str | None:
     """The first field of a `CommonAttentionMetadata` that has no fixed address here, or None.
 
     A causal flag per request (a tensor, from vLLM 0.24 on) counts as one. So do ranges of image tokens that see each
-    other, where there are any: for targets that can have them vLLM lists those of each request, also if it has none.
+    other, if there are any: for targets that can have them vLLM lists each request, also one without.
     """
     if isinstance(metadata.causal, torch.Tensor):
         return "causal"

@@ -2,12 +2,12 @@
 """What is captured for a drafter, or why nothing: plain facts in, shapes and reasons out.
 
 A drafter runs two kinds of pass. The first reads every scheduled token of every request: 1 + k of them in a decode
-batch, more where the drafter appends slots of its own. The later ones read one token a request. vLLM pads both with one
-table, made of the target's capture sizes, so that a single request's one-token pass is padded to 1 + k. Here each query
+batch, more if the drafter appends slots of its own. The later ones read one token a request. vLLM pads both with one
+table, made of the target's capture sizes, so a single request's one-token pass is padded to 1 + k. Here each query
 length has its own table, counted in requests.
 
-A DFlash drafter reads no given token but the last: what it gets of the others is their keys and values, put into its
-cache beforehand. Its queries are that token and k masks, in every batch, and each sees the whole block.
+A DFlash drafter reads only the last given token. Keys and values of the others are put into its cache beforehand. Its
+queries are that token and k masks, in every batch, and each sees the whole block.
 
 Neither torch nor vLLM is imported, so the rules need no device; `draft_facts` reads the facts off a proposer.
 """
@@ -27,8 +27,8 @@ STEP_QUERY_LEN = 1
 def request_ladder(capture_sizes: Iterable[int], target_query_len: int, max_num_seqs: int) -> tuple[int, ...]:
     """Request counts, ascending, at which a uniform batch of the target has a graph.
 
-    The drafter then has one wherever the target has. `max_num_seqs` itself is added, so that the fullest batch does not
-    fall off the ladder when it lies between two capture sizes.
+    The drafter then has a graph wherever the target has one. `max_num_seqs` itself is added, so that the fullest batch
+    does not fall off the ladder when it lies between two capture sizes.
 
     Args:
         capture_sizes: `cudagraph_capture_sizes`, in tokens.
@@ -122,8 +122,8 @@ class DrafterFacts:
         padded_batch: whether rejected tokens stay in its batches.
         breakable_any_mode: whether its model runs in breakable CUDA graphs that capture in every mode.
         shares_mtp_indices: whether its model is told on the host to share top-k indices between steps.
-        prompts_by_layer: the KV connector that is asked at each layer of a pass, if the drafter's passes over prompts
-            would have graphs where the target's have none; else None.
+        prompts_by_layer: the KV connector that vLLM asks at each layer of a pass, if the drafter's passes over prompts
+            would have graphs and the target's have none; else None.
     """
 
     proposer: str

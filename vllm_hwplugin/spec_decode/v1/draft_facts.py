@@ -136,8 +136,8 @@ def first_pass_of(proposer: Any) -> FirstPass:
 def working_by_layer(transfer: KVTransferConfig | None) -> str | None:
     """The name of the KV connector's class that may load or save keys at each layer, or None.
 
-    vLLM asks a connector before and after each attention layer, on the host. A captured pass does not come by there. A
-    connector that needs it can say so, and vLLM then has no FULL graphs; not all do.
+    vLLM asks a connector before and after each attention layer, on the host. A captured pass skips that. A connector
+    that needs it can say so, and vLLM then has no FULL graphs; not all connectors say so.
 
     Args:
         transfer: vLLM's `kv_transfer_config`, of an engine with FULL graphs.

@@ -2,9 +2,9 @@
 """The graphs of a draft phase on the V1 runner, recorded from vLLM's own functions for one shape of a batch.
 
 There are three. *Sampling* goes from the target's hidden states through logits and rejection to what the runner and
-the drafter want to know of it. *Counting* is the second half of that, for tokens that were sampled without a graph.
+the drafter need to know. *Counting* is the second half of that, for tokens that were sampled without a graph.
 *Drafting* goes from there to the last draft token. They are apart because vLLM starts to copy counts to the host
-between them, which drafting should not delay.
+between them, and drafting should not delay that.
 """
 
 from __future__ import annotations
@@ -89,9 +89,9 @@ class PhaseBuffers:
         drafts: int64 [max_num_reqs, query_len - 1].
         start_loc: int32 [max_num_reqs + 1], `query_start_loc` of a batch without padding.
         temperature: float32 [max_num_reqs].
-        greedy_noise: what verifying drafts draws at random where all requests are greedy: something where a synthetic
-            acceptance is asked for, else nothing.
-        noise: what it draws where some are not.
+        greedy_noise: what verifying drafts draws at random if all requests are greedy: something with a synthetic
+            acceptance, else nothing.
+        noise: what it draws if some are not.
         draft_noise: what drafting draws.
         none_discarded: bool [max_num_reqs], all False.
     """
@@ -122,7 +122,7 @@ class PhaseBuffers:
         """float32 [num_reqs, query_len - 1, vocabulary]: what drafts were drawn from.
 
         Args:
-            like: [..., vocabulary], of which they are made at first.
+            like: [..., vocabulary]; the first call makes them like it.
         """
         if self._draft_probs is None:
             assert like is not None
@@ -361,7 +361,7 @@ class PhaseRecorder:
         )
 
     def _drawing(self, shape: GraphShape) -> Callable[[torch.Tensor], torch.Tensor]:
-        """A function that makes of hidden states drafts, and puts down what it drew them from."""
+        """A function that makes drafts of hidden states, and keeps what it drew them from."""
         buffers, num_reqs = self._buffers, shape.num_reqs
         buffers.draft_noise.begin(num_reqs)
         drafted = 0

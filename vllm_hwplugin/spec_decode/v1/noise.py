@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random numbers for graphs: drawn before a replay, as vLLM would draw them, into tensors that the graph reads.
 
-A graph that draws by itself draws for its padding, too, and it knows no request's own generator. So what it drew, and
-all that is drawn after it, would differ from stock vLLM. Here the draws are a launch each in front of the graph.
+A graph that draws by itself draws for its padding, too, and knows no request's own generator. So its numbers, and all
+that are drawn later, would differ from stock vLLM's. Here each draw is a launch in front of the graph.
 """
 
 from __future__ import annotations

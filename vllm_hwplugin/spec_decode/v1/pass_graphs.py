@@ -3,8 +3,8 @@
 
 A graph goes around the *call* of the draft model, not around `proposer.model`: class tests on the model need no
 unwrapping, and a wrapper that the runner adds later nests inside. Graphs are captured into a memory pool of the
-drafter's own: in the shared pool its replays may overwrite the target's output, which the runner reads once more, after
-drafting, for prompt logprobs.
+drafter's own: in the shared pool its replays may overwrite the target's output. After drafting, the runner reads that
+once more, for prompt logprobs.
 """
 
 from __future__ import annotations

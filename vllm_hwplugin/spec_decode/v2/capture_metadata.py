@@ -3,9 +3,9 @@
 
 Up to 0.25 vLLM's Model Runner V2 captures the draft's first pass with the metadata objects that the target's capture
 left behind. They are views into buffers that each further capture has overwritten: lengths, positions and the schedule
-of FlashAttention 3 are those of whichever shape came last. A replay does not mind, as a step writes the buffers before
-it; but the kernels also run once before they are captured, and with another shape's schedule they may read out of
-bounds, which ends the engine's start. From 0.26.0 vLLM builds metadata anew for each capture, as is done here.
+of FlashAttention 3 are those of the last shape. A step writes the buffers before a replay, so that does not mind. But
+the kernels also run once before they are captured. With another shape's schedule they may read out of bounds, and the
+engine's start ends. Here metadata is built anew for each capture, as in vLLM from 0.26.0 on.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """All draft steps after the first in one CUDA graph, where Model Runner V2 launches a graph for each.
 
-From 0.21.0 to 0.27.1 the host goes round for each step: slot mappings, the attention backend's metadata, the number of
-the step, a graph. Here the decode graphs hold all of that for all steps, and a batch's drafts are one launch. vLLM has
-the like from 0.28.0 on, for backends that can change their metadata in place; here `builders` says whose build may
+From 0.21.0 to 0.27.1 the host makes for each step slot mappings, the attention backend's metadata, the number of the
+step, and launches a graph. Here the decode graphs hold all of that for all steps, and a batch's drafts are one launch.
+vLLM does so from 0.28.0 on, for backends that can change their metadata in place; here `builders` says whose build may
 be recorded.
 
 A graph's shape may have more rows than the batch. What is recorded has the shape's number of rows in its launches, and
@@ -98,7 +98,7 @@ class FusedDrafts:
         self._step_counts = StepCounts(V2_FUSED_DRAFTS, "steps")
 
     def routine(self, generate_draft: Callable[..., None]) -> Callable[..., None]:
-        """What the decode graphs are to hold: all steps, or vLLM's one step where they cannot be one graph.
+        """What the decode graphs are to hold: all steps, or vLLM's one step if they cannot be one graph.
 
         Args:
             generate_draft: the speculator's method for one step.
@@ -145,7 +145,7 @@ class FusedDrafts:
         Args:
             num_reqs: rows of the graph.
             num_tokens_padded: tokens of the graph, one of each row.
-            attn_metadata: made for the capture, and not used: also the first step's is to be made by the graph.
+            attn_metadata: made for the capture, and not used: the graph makes the first step's, too.
             slot_mappings: as before.
             num_tokens_across_dp: None; there is no data parallelism.
         """

@@ -3,8 +3,8 @@
 
 vLLM's `BlockTables` keeps addresses, strides and block sizes in small tensors, and up to 0.28 makes them anew when the
 KV cache wakes up: sleeping discards their contents with the cache's. The memory itself comes back at its old
-address. Launched eagerly, `compute_slot_mappings` is handed the new tensors; in a graph it reads the old ones, which
-hold nothing any more, and the draft's keys go wherever that points to.
+address. An eager launch of `compute_slot_mappings` gets the new tensors. In a graph it reads the old ones, which hold
+nothing any more, and the draft's keys go wherever that points to.
 """
 
 from __future__ import annotations

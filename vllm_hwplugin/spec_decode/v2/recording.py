@@ -81,8 +81,8 @@ def idx_dtype(runner: Any) -> torch.dtype:
 def shared_scratch() -> list[torch.Tensor]:
     """Memory in which vLLM's kernels for top-k and top-p work, whatever the batch.
 
-    vLLM lets it go when a larger batch comes, and takes more. A graph that holds these kernels goes on with what it was
-    recorded with, so whoever has the graph has to have that, too.
+    vLLM lets it go when a larger batch comes, and takes more. A graph of these kernels goes on with the memory that it
+    was recorded with, so the owner of the graph has to keep that, too.
     """
     return list(topk_topp_triton._TRITON_BUFFER_CACHE.values())
 

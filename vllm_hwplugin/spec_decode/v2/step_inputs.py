@@ -2,9 +2,9 @@
 """The inputs of a decode step of Model Runner V2 in one CUDA graph, while the same requests are decoded.
 
 Before the target's graph vLLM makes the batch anew in each step: copies to the device, five kernels, and attention
-metadata. Where `TailGraphs` served the step before and the same requests come again, each with all its drafts, the host
-has nothing new to say but lengths that no kernel reads: one graph makes positions, lengths, token ids, block tables,
-slots and the metadata's device half from the requests' state.
+metadata. If `TailGraphs` served the step before and the same requests come again, each with all its drafts, the host
+adds only lengths that no kernel reads. One graph makes positions, lengths, token ids, block tables, slots and the
+metadata's device half from the requests' state.
 
 vLLM's own functions are recorded. The first step with other requests takes vLLM's own way.
 """
@@ -57,9 +57,9 @@ def recorded_inputs_obstacle(runner: Any) -> str | None:
 
 
 def shows_metadata(runner: Any) -> bool:
-    """Whether a KV connector is shown the attention metadata of each step, of which a graph leaves the host nothing.
+    """Whether vLLM shows a KV connector the attention metadata of each step; a graph leaves the host none.
 
-    From 0.30 on it is, with more of a step beside the scheduler's output.
+    From 0.30 on it does, with more of a step beside the scheduler's output.
 
     Args:
         runner: a `GPUModelRunner` that has its KV cache.

@@ -6,8 +6,8 @@ host buffers. A decode batch of requests with equally many tokens needs none of 
 runner's state follow from their number. So the rows are kept here, and written when other requests are decoded than in
 the step before.
 
-A batch may have fewer requests than the graph. The surplus requests, *padding*, take a row that no request has, so what
-is computed for them is written where nobody reads, and `Padding` says what keeps them out of the KV cache.
+A batch may have fewer requests than the graph. The surplus requests, *padding*, take a row that no request has: their
+results go where nobody reads. `Padding` says what keeps them out of the KV cache.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def _copy(values: np.ndarray, out: torch.Tensor) -> None:
 class StandIn:
     """While it lasts, vLLM's `UvaBackedTensor`s give out other tensors as `gpu`.
 
-    Such a tensor gives out another of its host buffers after each change, which a graph would not follow.
+    Such a tensor gives out another of its host buffers after each change; a graph would not follow.
     """
 
     def __init__(self, moving: tuple[Any, ...], fixed: tuple[torch.Tensor, ...]):

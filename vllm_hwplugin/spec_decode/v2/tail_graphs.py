@@ -4,10 +4,10 @@
 After the target's graph vLLM launches dozens of kernels, copies and graphs one by one: logits, rejection, the
 requests' new state, and each part of the draft. For a small model the host needs longer for that than the GPU. Here
 vLLM's own methods run once for each shape while a graph records them; a step replays the two graphs instead of calling
-the methods. There are two, because between them vLLM starts to copy the sampled tokens to the host, which drafting
-should not delay, and because sampling has variants, which drafting has not.
+the methods. There are two because vLLM starts to copy the sampled tokens to the host between them, and drafting should
+not delay that. Also, only sampling has variants.
 
-A batch that is not covered takes vLLM's own way, step by step. Nothing is kept between steps but which requests the
+A batch that is not covered takes vLLM's own way, step by step. One thing is kept between steps: which requests the
 buffers hold.
 """
 
@@ -83,8 +83,8 @@ class Held:
 class TailGraphs:
     """The tail graphs of one `GPUModelRunner`, which holds them as `tail_graphs` and calls them as its own methods.
 
-    Each step calls `sample`, `postprocess_sampled`, `propose`, `keep_drafts` and `drafts_of`, in this order; whether
-    graphs serve the step is decided by the first.
+    Each step calls `sample`, `postprocess_sampled`, `propose`, `keep_drafts` and `drafts_of`, in this order. The first
+    decides whether graphs serve the step.
     """
 
     def __init__(self, runner: Any):
@@ -128,8 +128,8 @@ class TailGraphs:
     def capture(self) -> None:
         """Record all graphs: the last thing that `capture_model` captures.
 
-        From 0.29 on vLLM measures what graphs need before there is a KV cache, and captures its largest for that. So is
-        the largest recorded here, whose memory the smaller ones use too; the real capture lets it go.
+        From 0.29 on vLLM measures what graphs need before there is a KV cache, and captures its largest for that. The
+        largest here is recorded then, too, and the smaller ones use its memory; the real capture lets it go.
 
         Raises:
             FeatureRequired: nothing can be recorded, and the feature's gate says `on`.
@@ -369,7 +369,7 @@ class TailGraphs:
         return self._runner.speculator.draft_tokens[: idx_mapping.shape[0]]
 
     def _follow_weights(self) -> None:
-        """Have graphs read new weights; without graphs where these do not fit or lie elsewhere."""
+        """Have graphs read new weights; give the graphs up if these do not fit or lie elsewhere."""
         reason = None if self._parameters is None else self._parameters.moved()
         if reason is None and self._fused is not None:
             reason = self._fused.keep_in_place()
@@ -412,7 +412,7 @@ class TailGraphs:
     def held_batch(self) -> Any:
         """A decode batch of the requests that are held, as vLLM's `prepare_inputs` makes it.
 
-        Its tensors are those that graphs read and write. How many tokens each request has on the host is left out.
+        Its tensors are those that graphs read and write. It leaves out how many tokens each request has on the host.
         """
         held, buffers, runner = self.held, self._buffers, self._runner
         assert held is not None
