@@ -18,8 +18,8 @@ class Limits:
 
     Args:
         largest_head: elements of a head.
-        head_multiple: of which a head has a multiple: 16 bytes, one access.
-        page_multiple: tokens, of which a page has a multiple: what one copy of keys takes.
+        head_multiple: elements; a head is a multiple of it: 16 bytes, one access.
+        page_multiple: tokens; a page is a multiple of it: what one copy of keys takes.
         dtypes: of queries, keys and result, as torch names them.
     """
 
@@ -33,7 +33,7 @@ class Limits:
 class Faster:
     """On devices of a generation the plugin's CUDA kernel is faster than one of vLLM's backends at large heads.
 
-    Its Triton kernels, which serve where that one cannot be had, are not.
+    Its Triton kernels, which serve without it, are not.
 
     Args:
         major: of the compute capability.
@@ -105,7 +105,7 @@ class MusaBackend(Backend):
     """On MUSA.
 
     Args:
-        needs: what the class cannot be imported without, for a message.
+        needs: what importing the class needs, for a message.
         limits: of mate's kernels.
         page: tokens of the pages that mate copies by the copy engine. It takes others, by slower loads.
         largest_prebuilt_head: of mate's kernels that come compiled, which take no page table.

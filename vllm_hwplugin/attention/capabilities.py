@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the plugin's attention backends can do, as data.
 
-vLLM asks a backend class by classmethods (``supports_non_causal``, ``is_mla``, ...), each of which the base class
-answers, mostly with False. A backend that leaves one out is refused where it would work, or accepted where it would
-not, and nothing says so; what is asked also differs from version to version. So each of those questions has a name
-here, and each backend of the plugin an answer to all of them, with a reason and with how it is known. The classes are
-made from that (:mod:`.classes`); docs/attention.md has the table in words.
+vLLM asks a backend class by classmethods (``supports_non_causal``, ``is_mla``, ...). The base class answers all of
+them, mostly with False. A backend that leaves one out is refused where it would work, or accepted where it would not,
+and nothing says so. Versions also ask different questions. So each question has a name here, and each backend of the
+plugin an answer to it, with a reason and with how it is known. The classes are made from that (:mod:`.classes`);
+docs/attention.md has the table in words.
 """
 
 from __future__ import annotations
@@ -351,9 +351,9 @@ def declared(backend: str, version: str) -> Mapping[str, Declaration]:
     """What the plugin declares of a backend, by capability.
 
     Args:
-        backend: one of :data:`BACKENDS`; of any other the plugin declares nothing, and vLLM's class is the word on it.
-        version: of vLLM, such as ``0.26.0``; a local part (``+cu129``) does not matter. A version that no declaration
-            was checked with has none.
+        backend: one of :data:`BACKENDS`; the plugin declares nothing of any other, and vLLM's class decides.
+        version: of vLLM, such as ``0.26.0``; a local part (``+cu129``) does not matter. An unchecked version has no
+            declarations.
     """
     return {item.capability: item for item in DECLARATIONS if item.backend == backend and item.versions.covers(version)}
 
@@ -364,7 +364,7 @@ def asked_in(version: str) -> frozenset[str]:
 
 
 def allows(value: Value, asked: Any) -> bool:
-    """Whether a declared value covers what is asked; where the answer is vLLM's, whether it is not excepted.
+    """Whether a declared value covers what is asked; if the answer is vLLM's, whether it is not excepted.
 
     Args:
         value: of a :class:`Declaration`.
@@ -382,7 +382,7 @@ def allows(value: Value, asked: Any) -> bool:
 
 
 def reserves(declarations: Mapping[str, Declaration], asked: Mapping[str, Any]) -> list[str]:
-    """What is declared with a reserve, and asked for: in sentences.
+    """The reserves of what is declared and asked for, in sentences.
 
     Args:
         declarations: of one backend, as :func:`declared` gives them.

@@ -34,16 +34,16 @@ _B = TypeVar("_B", bound=type)
 def declares(backend: str, version: str, above: tuple[int, str] | None = None) -> Callable[[_B], _B]:
     """Decorate a subclass of one of vLLM's backends: its capabilities are those that are declared under a name.
 
-    A declared value becomes the class's answer, in place of what it inherits; where vLLM's own answer is declared, the
-    inherited one stays, but for what is excepted. ``validate_configuration`` is vLLM's, and says beside vLLM's reasons
-    what was expected.
+    A declared value becomes the class's answer, in place of what it inherits. If vLLM's own answer is declared, the
+    inherited one stays, except for what is excepted. ``validate_configuration`` is vLLM's; beside vLLM's reasons it
+    says what was expected.
 
     ``declarations`` of the class are what it was made from.
 
     Args:
         backend: a name with declarations.
         version: of the vLLM whose class is the base.
-        above: a head size, and the name whose declarations alone judge a layer with larger heads, together with the
+        above: a head size and a name. The name's declarations judge a layer with larger heads, together with the
             class's ``refuse_above``, which takes the arguments of ``validate_configuration`` by name and gives reasons.
 
     Raises:

@@ -2,9 +2,9 @@
 """FLASH_ATTN on CUDA: vLLM's own FlashAttention for heads of up to 256, and the plugin's kernel for larger ones.
 
 One backend, chosen layer by layer: a model of the gemma-4 kind has sliding layers of 256 and full ones of 512. Metadata
-and KV cache are those of vLLM's FlashAttention in both cases, and vLLM's kernel writes the cache, which takes any head
-size. Of FlashAttention's versions nothing is asked for a large head: FlashAttention 3 ends at 256, and 4 needs packages
-that are not there on every host.
+and KV cache are those of vLLM's FlashAttention in both cases. vLLM's kernel writes the cache; it takes any head size. A
+large head needs no version of FlashAttention: FlashAttention 3 ends at 256, and 4 needs packages that not every host
+has.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class LargeHeadAttentionImpl(FlashAttentionImpl):  # type: ignore[misc]  # as be
     """Decoder attention with heads above 256.
 
     A subclass of vLLM's for its ``do_kv_cache_update``, and because vLLM's metadata builders plan their schedules by
-    the windows of all layers that are one. Its ``__init__`` is not run: that settles on a version of FlashAttention.
+    the windows of all layers of that class. Its ``__init__`` is not run: that settles on a version of FlashAttention.
 
     Raises:
         ValueError: the layer needs what is not declared for such heads.
@@ -263,7 +263,7 @@ class CudaFlashAttentionBackend(FlashAttentionBackend):  # type: ignore[misc]  #
         device_capability: Any,
         **_: Any,
     ) -> list[str]:
-        """What stands against a layer with a large head beside the declarations; arguments as vLLM asks."""
+        """What rules out a layer with a large head beside the declarations; arguments as vLLM asks."""
         if not cls.supports_compute_capability(device_capability):
             return [f"compute capability is {device_capability}, expected 8.0 or later"]
         kv_dtype = dtype if kv_cache_dtype in (None, "auto") else getattr(torch, str(kv_cache_dtype))

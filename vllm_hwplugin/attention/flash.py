@@ -59,8 +59,8 @@ def captures_short_queries(vllm_config: Any) -> bool:
     """Whether vLLM captures FULL graphs of mixed batches with a shorter longest query than it replays them with.
 
     Up to 0.30 the second model runner does: it spreads the tokens of such a graph evenly over the requests, and says
-    that the longest of those is the longest. A kernel whose launch that bound decides leaves out the tokens behind it,
-    and FlashAttention 3 masks nothing where it says one token, at heads of up to 64 and of more than 128.
+    that none is longer. A kernel that launches by this bound leaves out the tokens behind it. At a bound of one token
+    FlashAttention 3 masks nothing, with heads of up to 64 and of more than 128.
     """
     if Version(__version__) >= Version("0.31.0"):
         return False

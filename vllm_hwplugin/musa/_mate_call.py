@@ -2,9 +2,9 @@
 """Calls of mate whose arguments are all known to be there. Not run on MUSA hardware.
 
 mate is Moore Threads' library of kernels. Its function follows FlashAttention's of that name, whose published versions
-name some arguments differently, and mate's own changed from release to release. An argument that is left out because a
-name does not fit would be a wrong answer (a model without its sinks, a mask that is causal); so the names are looked up
-in the function's signature once, and a function that lacks one is not used at all.
+name some arguments differently, and mate's own changed from release to release. An argument left out because its name
+does not fit would be a wrong answer (a model without its sinks, a mask that is causal). So the names are looked up in
+the function's signature once, and a function that lacks one is not used at all.
 """
 
 from __future__ import annotations

@@ -72,8 +72,8 @@ class Schedules:
     def splits(self, num_reqs: int) -> int:
         """Parts that fill the device; 1 where the requests' KV heads do that already.
 
-        It depends on what a graph's shape fixes and on nothing else, so that a graph is replayed with as many parts as
-        it was captured with.
+        It depends only on what a graph's shape fixes, so that a graph is replayed with as many parts as it was captured
+        with.
         """
         return max(1, min(self._most, -(-self._units // (num_reqs * self._kv_heads)))) if self._heads else 1
 

@@ -3,8 +3,8 @@
 
 mate compiles a module of kernels at its first use, for seconds to minutes, by what it is called with: rows in a tile
 (from the longest query), mask, layout of the keys, schedule. Which call needs which module is mate's own affair and
-changes with its version; so the warm-up does not name modules (as ``mate.jit.prewarm_modules`` wants them named), it
-makes calls that are dense enough to fall into every class: a call is cheap when its module is there.
+changes with its version. So the warm-up names no modules, as ``mate.jit.prewarm_modules`` wants. It makes calls, dense
+enough to fall into every class: a call is cheap when its module is there.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 def query_lengths(longest: int) -> list[int]:
     """Lengths that lie in every class of rows, where a class ends at a multiple of 32 rows up to 256.
 
-    Rows are queries, or queries times the query heads of a KV head; the latter end between lengths that are apart by
-    less than 16 only up to 64, so up to there it is each length.
+    Rows are queries, or queries times the query heads of a KV head. The latter have ends less than 16 lengths apart
+    only up to 64, so up to there it is each length.
 
     Args:
         longest: query that serving can have.

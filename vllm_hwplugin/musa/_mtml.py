@@ -4,9 +4,9 @@
 The calls are those of ``pymtml`` (distribution mthreads-ml-py, read at 2.4.3). Like NVML it knows nothing of
 ``MUSA_VISIBLE_DEVICES``: an index is the physical one, and mapping is the caller's business. Not run on MUSA hardware.
 
-The library is started at the first question of a process and stays until its end; questions of several threads wait for
-each other. Up to 2.2 ``pymtml`` has one handle for all callers, which whoever shuts down first takes from the others,
-and a library that was shut down does not start again.
+The first question of a process starts the library, which stays until the process ends; questions of several threads
+wait for each other. Up to 2.2 ``pymtml`` has one handle for all callers: whoever shuts down first takes it from the
+others, and a library that was shut down does not start again.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which of vLLM's attention backends the MUSA platform uses.
 
-vLLM's compiled kernels (``vllm._C``, FlashAttention, FlashInfer, FlashMLA, CUTLASS) are built for other devices. What
-is left is the plugin's FLASH_ATTN, where mate is installed, and what compiles on the host: Triton kernels, where Triton
-is new enough for them, and FlexAttention through ``torch.compile``. Each backend's own declarations then decide, by
-vLLM's own ``validate_configuration``. Not run on MUSA hardware.
+vLLM's compiled kernels (``vllm._C``, FlashAttention, FlashInfer, FlashMLA, CUTLASS) are built for other devices. The
+plugin's FLASH_ATTN is left, if mate is installed, and what compiles on the host: Triton kernels, if Triton is new
+enough for them, and FlexAttention through ``torch.compile``. Then each backend's own declarations decide, by vLLM's own
+``validate_configuration``. Not run on MUSA hardware.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def _is_own(member: Any) -> bool:
 
 
 def _unavailable(member: Any, error: Exception) -> str:
-    """Why a backend cannot be imported; in the log as well where more is wrong than that something is not installed."""
+    """Why a backend cannot be imported; in the log as well if more is wrong than a missing package."""
     reason = f"{type(error).__name__}: {error}"
     if _is_own(member):
         reason += f"; it needs {MUSA.needs}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM 0.20 to 0.33 do differently where the MUSA platform meets them: in one place, each with its versions."""
+"""How vLLM 0.20 to 0.33 differ for the MUSA platform: in one place, each difference with its versions."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def switch_off_jit_warmup(vllm_config: Any) -> bool:
 
 
 def switch_off_jit_monitor() -> None:
-    """Let vLLM's worker start without telling of kernels that are compiled late, in this process.
+    """Let vLLM's worker start without its monitor of kernels that are compiled late, in this process.
 
     Up to 0.29 the worker starts the monitor whatever is configured.
     """
@@ -93,8 +93,8 @@ def sample_without_triton() -> None:
 def estimate_graph_memory(worker: Any) -> int:
     """Take the memory of CUDA graphs off that of the KV cache where vLLM has not, and return its bytes.
 
-    From 0.21 on vLLM's worker estimates it, by the same method of its model runner, on the devices that it knows
-    alone. As there, nothing is taken off where the user names the size of the KV cache, or wants no estimate.
+    From 0.21 on vLLM's worker estimates it, by the same method of its model runner, but only on the devices that it
+    knows. As there, nothing is taken off if the user names the size of the KV cache, or wants no estimate.
 
     Args:
         worker: vLLM's ``Worker``, after its own ``determine_available_memory``.

@@ -226,8 +226,8 @@ class MusaFlashAttentionImpl(AttentionImpl):  # type: ignore[misc]  # as below
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Make of the layer's sinks what mate takes: bfloat16, whatever the type of the queries is.
 
-        Here and not in ``forward``, which would cast in every step and in every graph. vLLM calls it again when it has
-        loaded other weights; graphs keep the address of the first copy, so that is written to.
+        ``forward`` would cast in every step and in every graph. vLLM calls this again when it has loaded other weights;
+        graphs keep the address of the first copy, so the new sinks go there.
         """
         super().process_weights_after_loading(act_dtype)
         loaded = self._loaded_sinks
@@ -374,8 +374,8 @@ def _refuse_images(ranges: Mapping[int, list[Any]] | None) -> None:
 def _without_context(common: Any) -> bool:
     """Whether no request of a ``CommonAttentionMetadata`` has keys from before; False where the host cannot tell.
 
-    vLLM's bound of the lengths is never below them, and a request is never shorter than its queries: so where the
-    bounds add up to the queries, each length is that of its queries.
+    vLLM's bound of the lengths is never below them, and a request is never shorter than its queries. So if the bounds
+    add up to the queries, each length is that of its queries.
     """
     bound = getattr(common, "seq_lens_cpu_upper_bound", None)
     return bound is not None and int(bound[: common.num_reqs].sum()) == int(common.query_start_loc_cpu[common.num_reqs])

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Collectives between Moore Threads GPUs, by ``torch.distributed`` over MCCL. Not run on MUSA hardware.
 
-What vLLM's communicator for CUDA does is no choice here: it loads NCCL by itself and has peer-to-peer kernels of
-``vllm._C``. Expert parallelism with data parallelism needs an all-to-all manager, which this communicator does not
-have.
+vLLM's communicator for CUDA is no choice here: it loads NCCL by itself and has peer-to-peer kernels of ``vllm._C``.
+Expert parallelism with data parallelism needs an all-to-all manager; this communicator has none.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ _ByTorch: Any = type(
 class MusaCommunicator(_ByTorch, CudaCommunicator):  # type: ignore[misc]  # vLLM is not there where types are checked
     """vLLM's communicator for any device of ``torch.distributed``, with an all-reduce that keeps its input.
 
-    It is a ``CudaCommunicator`` by name alone: around the capture of graphs ``GroupCoordinator.graph_capture`` accepts
-    no other class in all versions. It is made as ``DeviceCommunicatorBase`` is, and has none of the other's parts.
+    It is a ``CudaCommunicator`` only by name: around the capture of graphs ``GroupCoordinator.graph_capture`` accepts
+    no other class in all versions. It is made as ``DeviceCommunicatorBase`` is, and has none of its namesake's parts.
     """
 
     # What CudaCommunicator.__init__ sets, in any version.

@@ -27,8 +27,8 @@ MUSA_MODULES: Final[Mapping[str, str]] = {
 class Musa(NamedTuple):
     """What speaks for a Moore Threads host.
 
-    ``missing`` names the distributions that the platform class needs and that are not installed; ``devices`` is 0 where
-    they are, or where the driver does not answer, and ``trouble`` then says why.
+    ``missing`` names the distributions that the platform class needs and that are not installed. ``devices`` is 0 if
+    there are any, or if the driver does not answer; ``trouble`` then says why.
     """
 
     missing: tuple[str, ...] = ()

@@ -17,7 +17,7 @@ logger = logging.getLogger("vllm.hwplugin")
 
 
 class MusaWorker(Worker):  # type: ignore[misc]  # vLLM is not there where the types are checked
-    """vLLM's own worker, but for what it asks of a device or of Triton.
+    """vLLM's own worker, except for what it asks of a device or of Triton.
 
     Its test for the device's name is met (see :func:`._vllm_api.taken_for_cuda`), weights and KV cache come from
     torch's allocator, the memory of graphs is estimated, and what a Triton is too old for is left out.

@@ -64,7 +64,7 @@ def counters_for(
 ) -> RowCounters | None:
     """Counters for engines of `config`; None where none are asked for, or where rejected drafts stay in the KV cache.
 
-    What the engine's own process finds against it, such as the layout of its KV cache, is not known here.
+    It does not know what the engine's own process finds against it, such as the layout of its KV cache.
     """
     if not gates.read(EMIT_METRICS).flag:
         return None

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where KV caches keep the bytes of a token: one strided view of bytes for each part of each layer.
 
-It is read off the tensors that the layers were given, so a layout is what their strides say: keys before values or
-block by block, heads outside or inside, packed, quantised with scales in the page. Nothing is read as a number.
+The layers' own tensors say it, by their strides: keys before values or block by block, heads outside or inside, packed,
+quantised with scales in the page. Nothing is read as a number.
 """
 
 from __future__ import annotations

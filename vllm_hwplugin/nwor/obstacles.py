@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where rejected drafts are left in the KV cache although it was asked to take them out, and why."""
+"""Where rejected drafts stay in the KV cache although the mode asks to take them out, and why."""
 
 from __future__ import annotations
 

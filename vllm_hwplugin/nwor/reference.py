@@ -14,8 +14,8 @@ from vllm_hwplugin.nwor.rows import Batch, Rejected
 class ReferenceRows:
     """See :class:`vllm_hwplugin.nwor.rows.DraftRows`.
 
-    Rows that are not to be written get what they hold, at slot 0: it is in vLLM's null block, which no request reads,
-    and an index that depends on the data would be a wait for the device.
+    Rows that must not be written get what they hold, at slot 0. It is in vLLM's null block, which no request reads. An
+    index that depends on the data would be a wait for the device.
 
     Args:
         caches: of the layers.

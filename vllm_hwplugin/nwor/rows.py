@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draft rows of all layers, kept before a step writes them and taken out of the KV caches where they are rejected."""
+"""Draft rows of all layers: kept before a step writes them, and taken out of the KV caches if they are rejected."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class DraftRows(Protocol):
         """Keep what the caches hold where the drafts of so many requests will be written, and where that is."""
 
     def restore(self, rejected: Rejected) -> None:
-        """Put back what was kept of rejected drafts; where nothing is kept, write zeros. What was kept is used up.
+        """Put back what was kept of rejected drafts; if nothing is kept, write zeros. What was kept is used up.
 
         Their slots become -1, so that a drafter whose first pass reads them does not write these tokens either.
         """

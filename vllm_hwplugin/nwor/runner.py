@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the patched model runners call: `attach` when their KV cache is there, `restore` when a step has been sampled.
 
-What draft tokens overwrite is kept by a hook before the target's forward pass, so it is the first node of a FULL graph
-where that is captured, and one launch where there is none. Rejected drafts are taken out as soon as the sampler has
-counted them: before the drafter runs, which writes into the same blocks, and before a step's work is handed on.
+A hook before the target's forward pass keeps what draft tokens overwrite. So it is the first node of a captured FULL
+graph, and one launch without a graph. Rejected drafts are taken out as soon as the sampler has counted them: before the
+drafter writes into the same blocks, and before a step's work is handed on.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the references of the operations ask of their tensors, as ``csrc/common/arguments.h`` does for the kernels.
 
-Both sides ask. A kernel is reached past Python, too, under vLLM's names and from compiled graphs, and would read or
-write beyond a tensor. A reference would cast and broadcast in silence what its kernel refuses, so that a mistake would
-show on a GPU alone; and where there is none, what `_override_support` lets through could not be held against it.
+Both sides ask. Calls under vLLM's names and from compiled graphs reach a kernel past Python, and it would read or write
+beyond a tensor. A reference would cast and broadcast in silence what its kernel refuses. A mistake would then show only
+on a GPU, and without one no test could compare it with what `_override_support` lets through.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ HALVES = (torch.float16, torch.bfloat16)
 
 
 class Checks:
-    """The checks of one call. The others of its tensors have to go with one of them, the leading one.
+    """The checks of one call. Its other tensors have to go with one, the leading one.
 
     Every method raises RuntimeError where something is not as it asks.
     """

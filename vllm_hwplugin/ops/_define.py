@@ -24,8 +24,8 @@ def operation(kernel: KernelSpec, writes: tuple[str, ...]) -> Callable[[Referenc
 
     The reference is the operation's one description in Python: its name, arguments, types and defaults become the
     schema, it serves every device that no kernel is loaded for, and its docstring says what callers have to know. The
-    decorated function calls the operation, so it is served by the kernel where there is one. The first call for a GPU's
-    tensor loads that, which may run a compiler.
+    decorated function calls the operation, so the kernel serves it if there is one. The first call for a GPU's tensor
+    loads the kernel, which may run a compiler.
 
     ``__wrapped__`` of the result is the reference itself.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the operations compute that the plugin has no kernel of, in torch.
+"""The operations that the plugin has no kernel for, in torch.
 
 All of it can be captured: no size and no branch depends on what a tensor holds.
 """

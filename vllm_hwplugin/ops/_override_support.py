@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which calls of vLLM's operations the plugin's kernels can serve; the others go to vLLM's own kernels.
 
-One function for each operation, of those of its arguments that it looks at. They run at every call that is not replayed
-from a graph, so they look at types, strides and sizes only, and at as few as tell the difference. Yes means that the
-kernel's own checks hold for every call that vLLM's kernel would take; what is wrong for both is left for the kernel to
-report.
+Each operation has one function, of the arguments that it looks at. It runs at every call that is not replayed from a
+graph. So it looks only at types, strides and sizes, and at as few as tell the difference. Yes means that the kernel's
+own checks hold for every call that vLLM's kernel would take; the kernel reports what is wrong for both.
 """
 
 from __future__ import annotations

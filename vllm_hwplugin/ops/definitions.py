@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Define vLLM's operations where a build of vLLM has none of them for the device that it runs on.
 
-On CUDA nothing of this happens: vLLM's C extension has them all. A vLLM for no device, on which MUSA hosts can run, has
-no extension, and calls some of its operations by name all the same. What is there already stays. Without these vLLM
-does not serve there, so they have no gate; the kernels that may stand in front of some of them have one
+On CUDA nothing of this happens: vLLM's C extension has them all. A vLLM for no device, which MUSA hosts can run, has no
+extension, but still calls some of its operations by name. What is there already stays. Without these vLLM does not
+serve there, so they have no gate; the kernels that may stand in front of some of them have one
 (:mod:`.override_table`). torch is imported only when something is defined.
 """
 

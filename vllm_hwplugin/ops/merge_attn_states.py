@@ -40,8 +40,8 @@ def merge_attn_states(
     """Merge two attention states into ``output``, and into ``output_lse`` where it is given.
 
     A part whose LSE is infinite had no keys; whatever its output holds is not used. Where both had none the output is 0
-    and its LSE -inf, as vLLM's Triton kernel and its CPU have it in its newer releases. vLLM's CUDA kernel writes the
-    prefix's output there, which it expects to be 0.
+    and its LSE -inf, as on vLLM's CPU and in its Triton kernel of newer releases. vLLM's CUDA kernel writes the
+    prefix's output there, and expects it to be 0.
 
     The first call for a CUDA tensor loads the kernel, which may run a compiler: make it before graphs are captured.
 

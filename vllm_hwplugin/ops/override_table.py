@@ -188,7 +188,7 @@ def choose(
     Args:
         choice: what the gate says: ``auto``, ``on`` or ``off``.
         skip: names that keep vLLM's kernel.
-        device: the name of the GPU; None while a process does not know it, which then is no reason against.
+        device: the name of the GPU; None while a process does not know it, and that is no reason against.
         version: vLLM's; None likewise.
         defined: vLLM has no kernel of it, and the plugin's definition in torch serves (:mod:`.definitions`).
     """

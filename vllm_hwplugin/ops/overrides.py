@@ -5,11 +5,11 @@
 in an FX graph, the schema and the shape function stay vLLM's; code that was generated before calls by that name and so
 needs no other key in a compile cache. The first kernel is kept, and gets every call that the plugin's cannot serve.
 
-A process of vLLM may be one that must not start the CUDA runtime (the one that forks the others), so putting a kernel
-in front asks nothing of the device. By default it is done only where the driver names a GPU on which the kernel gains
-over this vLLM's; elsewhere nothing stands in front. The first call's tensor names the device itself: the kernel is then
-built or loaded, once. vLLM's profiling run calls the operations of a model before any graph is captured; a call while a
-graph is captured never builds, and is served by vLLM's kernel if it comes first.
+One process of vLLM (the one that forks the others) must not start the CUDA runtime, so putting a kernel in front asks
+nothing of the device. By default this happens only if the driver names a GPU on which the kernel gains over this
+vLLM's. The first call's tensor names the device itself: the kernel is then built or loaded, once. vLLM's profiling run
+calls the operations of a model before any graph is captured. A call while a graph is captured never builds; if it comes
+first, vLLM's kernel serves it.
 
 On MUSA the same is done for the key of its device. Where vLLM has no kernel to keep, the plugin's definition in torch
 (:mod:`.definitions`) has its place.
@@ -189,9 +189,9 @@ def _stock(op: OverridableOp) -> Literal["vllm", "torch"]:
 
 
 def _gaining_here(ops: Sequence[OverridableOp]) -> list[OverridableOp]:
-    """Those that gain on a GPU of this host over the kernel of this vLLM, which the others keep with nothing in front.
+    """Those that gain on a GPU of this host over the kernel of this vLLM; the others keep that, with nothing in front.
 
-    The defaults say nothing of a host without CUDA, so nothing was demanded there that could be missing.
+    The defaults say nothing of a host without CUDA, so nothing can be missing there.
     """
     cuda = is_cuda_host()
     names = gpu_names() if cuda else None
@@ -404,9 +404,9 @@ def gpu_names() -> frozenset[str] | None:
     """The names of all GPUs that the driver shows, as PyTorch has them.
 
     CUDA_VISIBLE_DEVICES is not applied: vLLM and Ray set it for a process, or narrow it, after its parent has loaded
-    plugins, and a forked child keeps what its parent registered. So there may be names here of GPUs that this process
-    never uses, and one that it uses is missing only where PyTorch has another name for it than NVML: that of a MIG
-    slice ends with its profile.
+    plugins, and a forked child keeps what its parent registered. So some GPUs here are never used by this process. One
+    that it uses is missing only if PyTorch has another name for it than NVML: that of a MIG slice ends with its
+    profile.
 
     Returns:
         None where NVML does not answer, as on Jetson and parts of WSL, or counts no GPU.

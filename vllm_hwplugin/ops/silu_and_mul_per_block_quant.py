@@ -8,9 +8,9 @@ In float32 from the load to the store, as vLLM has it (csrc/quantization/fused_k
     out = value / scale, cut off at the range and rounded to nearest even
 
 float8 e4m3 has the range 448 and the smallest scale 1 / (448 * 512), int8 has 127 and 2**-23. ``value`` is not rounded
-to the input's type, which vLLM's separate operations do. Other than in ``rms_norm_dynamic_per_token_quant``,
-``scale_ub`` bounds the scale and not the largest value. What is not a number takes no part in a scale and becomes 448
-or 0; where a group has no number at all, its scale is ``scale_ub`` or the smallest.
+to the input's type; vLLM's separate operations round it. Unlike in ``rms_norm_dynamic_per_token_quant``, ``scale_ub``
+bounds the scale and not the largest value. What is not a number takes no part in a scale and becomes 448 or 0. If a
+group has no number at all, its scale is ``scale_ub`` or the smallest.
 
 The reference below serves every device, until the kernel of ``csrc/silu_and_mul_per_block_quant`` is loaded and takes
 over CUDA. Importing this module defines the operation and builds nothing.

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """``torch.ops.hwplugin.topk_softmax``: softmax over the experts of each token, and the ``topk`` largest of them.
 
-What vLLM routes mixtures of experts with, and its rules (vLLM csrc/moe/topk_softmax_kernels.cu): of equal experts the
+vLLM routes mixtures of experts with it, by these rules (vLLM csrc/moe/topk_softmax_kernels.cu): of equal experts the
 lower one comes first. A row whose softmax is no number, as padding can leave it, counts as all 0 and so gets the first
 experts, each once, with weights of 0.
 
-In one thing it differs. Without a bias, logits of 16 bits are compared themselves, vLLM compares their probabilities in
-float32. Those of two unequal logits may round to the same number, most of all to 0: vLLM then takes the lower expert,
+One thing differs. Without a bias, this compares logits of 16 bits themselves; vLLM compares their probabilities in
+float32. Those of two unequal logits may round to the same number, most of all to 0. vLLM then takes the lower expert,
 and this the one of the larger logit. Their weights are the same.
 
 The reference below serves every device, until the kernel of ``csrc/topk_softmax`` is loaded and takes over CUDA.

@@ -2,8 +2,8 @@
 """Which platform class vLLM is offered, and the classes: :mod:`.cuda` for NVIDIA, :mod:`..musa.platform` for Moore
 Threads.
 
-vLLM asks for the class while it is being imported itself. So what decides, which is what is imported here, imports
-neither vLLM nor torch nor the patch engine. The classes do; vLLM imports one by name once it has chosen it.
+vLLM asks for the class while it is being imported itself. So what decides is imported here, and imports neither vLLM
+nor torch nor the patch engine. The classes do; vLLM imports one by name once it has chosen it.
 """
 
 from ._detect import CLASSES, GATE, Decision

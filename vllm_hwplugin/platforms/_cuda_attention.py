@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which layers run on the plugin's FLASH_ATTN on CUDA: those with heads above 256, where it is faster or alone.
 
-vLLM is asked first, layer by layer, and what it has chosen or refused is one of the facts that :func:`decide` goes by.
-Heads of up to 256 are vLLM's own business.
+vLLM answers first, layer by layer. Its choice or refusal is one of the facts that :func:`decide` goes by. Heads of up
+to 256 are vLLM's own business.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Asked:
         foreign: another plugin has registered a FLASH_ATTN of its own.
         obstacle: why the plugin's CUDA kernel cannot be had, so that its Triton kernels would serve; empty where it
             probably can.
-        strict: what the plugin should serve and cannot, through a fault of its own or of its kernel, ends the start.
+        strict: end the start if the plugin should serve and cannot, through a fault of its own or of its kernel.
     """
 
     major: int
@@ -228,8 +228,8 @@ def _foreign(selected: Any | None) -> bool:
 def missing_for_fa4() -> str:
     """What FlashAttention 4 needs and this host lacks; empty where all is there.
 
-    vLLM takes it for there when one of its files is. It is compiled at its first call, by packages that vLLM does not
-    look for. They are only looked for here too: one that is there and cannot be imported is not noticed.
+    vLLM counts it as installed if one of its files is. It is compiled at its first call, by packages that vLLM does not
+    look for. This function only looks for them: it does not notice one that cannot be imported.
     """
     missing = [name for name in ("cutlass", "quack") if importlib.util.find_spec(name) is None]
     if not missing:
@@ -241,7 +241,7 @@ def missing_for_fa4() -> str:
 
 
 def _without_images(config: Any) -> Any:
-    """The same without the demand for a mask for images, where the engine takes none and so no batch will need it."""
+    """The same without the demand for a mask for images, if the engine takes none and so no batch will need it."""
     if not config.use_mm_prefix:
         return config
     settings = getattr(_model_config(), "multimodal_config", None)

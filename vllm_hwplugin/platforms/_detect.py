@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which platform class fits this host: small probes that gather evidence, and pure rules that decide from it.
 
-The rule for NVIDIA is that vLLM's own detection decides. A class that is offered by a plugin wins over vLLM's own, so
-offering the CUDA class where vLLM would have chosen another platform (a CPU build on a GPU host, for one) would break a
-working set-up.
+For NVIDIA vLLM's own detection decides. A plugin's class wins over vLLM's own. So offering the CUDA class where vLLM
+would have chosen another platform (a CPU build on a GPU host, for one) would break a working set-up.
 """
 
 from __future__ import annotations
@@ -115,8 +114,8 @@ def settle(choice: str, decision: Decision, rivals: tuple[str, ...]) -> Decision
 def ask_vllm(platforms: Any) -> tuple[str, ...] | None:
     """The names of vLLM's own platforms that are present on this host.
 
-    vLLM's probes are called once more, as vLLM has called them just before it asks a plugin. They use NVML and the
-    installed version, and start no device.
+    It calls vLLM's probes once more; vLLM has called them just before it asks a plugin. They use NVML and the installed
+    version, and start no device.
 
     Args:
         platforms: the module ``vllm.platforms``, or None where it is not imported.

@@ -28,8 +28,8 @@ KEY: Final = "attention, FlashAttention version"
 def check_and_update_config(vllm_config: Any, device_capability: Callable[[], Any | None]) -> None:
     """Leave the version to vLLM's default for the device where 4 is set and cannot run.
 
-    That is None rather than 3: vLLM then takes 3 on Hopper where its wheel has it, and 2 where not, and a configuration
-    that is verified again comes here again.
+    That is None rather than 3: vLLM then takes 3 on Hopper if its wheel has it, else 2. A configuration that is
+    verified again comes here again.
 
     Args:
         device_capability: gives the device's ``DeviceCapability``, if there is one.

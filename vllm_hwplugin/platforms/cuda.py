@@ -2,7 +2,7 @@
 """vLLM's CUDA platform with two more steps in the making of a configuration, and one in the choice of attention.
 
 It stays CUDA for every test that vLLM makes: ``_enum`` is inherited, so ``is_cuda()`` holds and ``is_out_of_tree()``
-does not. Where vLLM reads the class itself a subclass is as good: the global graph pool is kept on the class of the
+does not. A subclass also serves where vLLM reads the class itself: the global graph pool is kept on the class of the
 current platform, and two messages name it.
 """
 

@@ -51,7 +51,7 @@ class Kernel(Protocol):
     def multiprocessors(self) -> int: ...
 
     def check(self, given: Arguments) -> None:
-        """Refuse what a plan or a launch would take wrongly, but for what the launch itself refuses.
+        """Refuse what a plan or a launch would take wrongly, except what the launch itself refuses.
 
         Raises:
             ValueError: what, found, expected.

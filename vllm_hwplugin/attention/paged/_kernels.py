@@ -3,8 +3,8 @@
 """The Triton kernels: attention over a paged KV cache, split over its length, and the merge of the splits.
 
 The online softmax and the split over the keys are those of FlashAttention 2 and Flash-Decoding; the code is for large
-heads, where one tile of the output fills half of a multiprocessor's registers. All logits are in units of log2(e), so
-that ``exp2`` serves, which the hardware has.
+heads, where one tile of the output fills half of a multiprocessor's registers. All logits are in units of log2(e),
+because the hardware has ``exp2``.
 
 A block of queries is ``BLOCK_Q`` tokens of one request with the ``GROUP`` query heads that share a KV head, so that
 keys and values are read once for all of them. Which tokens a program has is worked out on the device from

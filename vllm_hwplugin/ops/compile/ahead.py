@@ -59,7 +59,7 @@ def build_all(
 
 
 def _toolchain_name(torch: torch_build.TorchBuild, environ: Mapping[str, str]) -> ToolchainName:
-    """A CPU build of PyTorch has no devices to build for; who names architectures builds for other hosts."""
+    """A CPU build of PyTorch has no devices to build for; naming architectures builds for other hosts."""
     if torch.toolchain is not None:
         return torch.toolchain
     if environ.get("TORCH_CUDA_ARCH_LIST"):

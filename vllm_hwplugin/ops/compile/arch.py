@@ -38,8 +38,8 @@ def arch_flags(
         environ: where its variables are read; set but empty counts as not set. Without any of them the devices decide,
             as they have to for a library that this host is to load.
         capabilities: (major, minor) of each device of this host.
-        cuda_only: the architectures that the kernel is for, with their suffixes; empty for all. Of these it is compiled
-            for the ones whose numbers are asked for.
+        cuda_only: the architectures that the kernel is for, with their suffixes; empty for all. It is compiled for
+            those whose numbers are asked for.
 
     Raises:
         KernelUnavailable: a variable cannot be read, or none is set and there is no device, or the kernel is for other

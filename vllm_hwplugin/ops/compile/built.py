@@ -46,8 +46,8 @@ class Built:
         """Whether it holds code for such a device of its toolchain's vendor.
 
         For CUDA that is binary code of the device's generation, or PTX not newer than it. Code for one exact
-        architecture (``a``) runs there alone, code for a family (``f``) is taken for its first member alone. Code for
-        MUSA is taken for its own architecture alone: the vendor promises no other.
+        architecture (``a``) runs only there, and code for a family (``f``) counts only for its first member. Code for
+        MUSA counts only for its own architecture: the vendor promises no other.
         """
         for flag in self.arch:
             if musa := _MUSA_CODE.fullmatch(flag):

@@ -2,8 +2,8 @@
 """Load a kernel's library: the wheel's, the cache's, or one that is built now.
 
 A kernel that cannot be had is no error: its operation has a torch reference, one warning says what is missing and what
-that costs, and nothing is tried again in this process. A failure is not kept on disk, because what was missing may be
-there the next time; each worker of an engine therefore tries for itself, one after the other.
+that costs, and this process does not try again. A failure is not kept on disk, because what was missing may be there
+the next time. So each worker of an engine tries for itself, one after the other.
 """
 
 from __future__ import annotations
@@ -159,8 +159,8 @@ def find_prebuilt(kernel: KernelSpec, torch: TorchBuild, folder: Path, root: Pat
 def build_once(plan: BuildPlan, environ: Mapping[str, str]) -> Path:
     """The library in the cache; the first process of all that ask builds it, the others wait.
 
-    The lock is the operating system's, so that one whose holder died is free. On network file systems that do not keep
-    locks across hosts, two hosts may build the same library; each then puts a whole file in place.
+    The lock is the operating system's, so a dead holder's lock is free. On network file systems that do not keep locks
+    across hosts, two hosts may build the same library; each then puts a whole file in place.
 
     Raises:
         KernelUnavailable: no folder can be used, the build failed, its result runs on other devices, or another process

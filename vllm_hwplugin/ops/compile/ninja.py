@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run a plan's commands by ninja.
 
-Not by ``torch.utils.cpp_extension``: it adds flags of its own to those of the table, wants Python's headers, which a
-library on the stable ABI does not, and its lock outlives a process that is killed.
+``torch.utils.cpp_extension`` does not serve: it adds flags of its own to those of the table, wants Python's headers
+although a library on the stable ABI needs none, and its lock outlives a process that is killed.
 """
 
 from __future__ import annotations

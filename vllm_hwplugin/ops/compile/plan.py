@@ -159,7 +159,7 @@ def make_plan(
         environ: where gates and, ahead of time, architectures are read.
         root: the folder ``csrc``.
         port: what the compiler needs of `port.port_for`.
-        ahead: the library is for whatever hosts a variable names, if one does; else for this host's devices alone.
+        ahead: the library is for the hosts that a variable names, if one does; else only for this host's devices.
 
     Raises:
         KernelUnavailable: this compiler does not build the kernel, does not go with this PyTorch, or there is no

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Turn CUDA C++ into what mcc compiles, in a copy of a kernel's folders. Not run on MUSA hardware.
 
-The names come from torchada's table, because torchada is what tells a MUSA host's PyTorch and its extensions apart from
-CUDA's anyway. Only the table is read: importing torchada changes functions of torch, and its own porting of sources
-works in place and wants torch_musa. What the table cannot say of the stable ABI stands below.
+The names come from torchada's table, because torchada already tells a MUSA host's PyTorch and its extensions apart from
+CUDA's. Only the table is read: importing torchada changes functions of torch, and its own porting of sources works in
+place and wants torch_musa. What the table cannot say of the stable ABI stands below.
 
-Text is replaced, so a name without a rule would stay as it is; mcc might then compile something else than was meant.
-A copy in which a CUDA name is left is refused for that reason.
+Text is replaced, so a name without a rule would stay, and mcc might compile something else than was meant. So a copy
+with a CUDA name left in it is refused.
 """
 
 from __future__ import annotations

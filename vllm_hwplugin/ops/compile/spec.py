@@ -30,8 +30,8 @@ class KernelSpec:
         fast_math: the compiler may use its approximate mathematics; only where parity with the reference holds.
         flags: flags of this kernel alone, by toolchain.
         cuda_arch: the only architectures that it is for, as ``TORCH_CUDA_ARCH_LIST`` writes them; empty for all.
-        excluded: toolchains that do not build it, with the reason. Its operation is defined there all the same, and the
-            torch reference serves it.
+        excluded: toolchains that do not build it, with the reason. Its operation is still defined there, and the torch
+            reference serves it.
     """
 
     name: str
