@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -121,6 +122,19 @@ def test_errors_have_one_root() -> None:
             if bases & roots and "HwpluginError" not in bases:
                 wrong.append(f"{module}.{node.name}")
     assert wrong == []
+
+
+def test_a_feature_is_looked_for_under_its_name() -> None:
+    """Where a feature's hunks call the plugin, a module or a package has its name; V1's and V2's have rooms for it."""
+    nameless = []
+    for folder in sorted((ROOT / "patches").iterdir()):
+        added = "".join(line for diff in folder.glob("*.diff") for line in diff.open() if line.startswith("+"))
+        called = set(re.findall(rf"from {NAME}\.([\w.]+) import", added))
+        name = folder.name.replace("-", "_").removeprefix("backport_")
+        path = re.sub(r"^(v[12])_", r"spec_decode.\1.", name)
+        if called and not any(f".{path}." in f"{module}." for module in MODULES):
+            nameless.append(f"{folder.name} has no module {path}; its hunks import {', '.join(sorted(called))}")
+    assert nameless == []
 
 
 #: What Model Runner V1 has in one way and V2 in another.

@@ -46,7 +46,7 @@ STARTS: dict[str, tuple[str, dict[str, Any], list[str], list[str], list[str]]] =
     "no drafting": (
         "V2",
         options("eagle3", "FULL_AND_PIECEWISE"),
-        [f"{_V2}.tail_graphs:TailGraphs._draft"],
+        [f"{_V2}.tail_graph:TailGraphs._draft"],
         ["v2-tail-graph", "v2-step-inputs"],
         [],
     ),
@@ -69,14 +69,14 @@ STARTS: dict[str, tuple[str, dict[str, Any], list[str], list[str], list[str]]] =
     "no chain": (
         "V1",
         options("eagle3", "FULL_AND_PIECEWISE"),
-        [f"{_V1}.draft_loop:eagle_step_update_slot_mapping_and_metadata"],
+        [f"{_V1}.v1.draft_loop_graph:eagle_step_update_slot_mapping_and_metadata"],
         ["draft-loop-graph", "v1-draft-phase"],
         ["draft-full-graph", "v1-step-inputs"],
     ),
     "no context": (
         "V1",
         options("dflash", "FULL_AND_PIECEWISE"),
-        [f"{_V1}.dflash_context:ContextGraphs.precompute"],
+        [f"{_V1}.v1.dflash_full_graph:ContextGraphs.precompute"],
         ["dflash-full-graph", "v1-draft-phase"],
         ["draft-full-graph", "v1-step-inputs"],
     ),

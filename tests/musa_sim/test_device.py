@@ -474,7 +474,7 @@ def test_names_and_types_are_torch_musas() -> None:
 @on_the_device
 def test_nothing_is_asked_of_a_norm_while_a_graph_is_captured() -> None:
     """The answer is read on the host, which breaks a capture; so one call a layer is captured, until somebody asks."""
-    from vllm_hwplugin.spec_decode import context_norm
+    from vllm_hwplugin.spec_decode import dflash_context_norm
 
     shapes: list[tuple[int, ...]] = []
 
@@ -485,11 +485,11 @@ def test_nothing_is_asked_of_a_norm_while_a_graph_is_captured() -> None:
     x = torch.arange(1.0, 13.0, device="musa").reshape(2, 2, 3)
     weights = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]], device="musa")
     out = torch.empty_like(x)
-    graph, _ = captured(lambda: context_norm.norm_rows(op, out, x, weights, 1e-6))
+    graph, _ = captured(lambda: dflash_context_norm.norm_rows(op, out, x, weights, 1e-6))
     assert shapes == [(3,)] * 2
     graph.replay()
     # Outside of a capture it is asked, and the whole call is kept.
     asked = torch.empty_like(x)
-    context_norm.norm_rows(op, asked, x, weights, 1e-6)
+    dflash_context_norm.norm_rows(op, asked, x, weights, 1e-6)
     assert shapes[2:] == [(2, 3)] * 2
     torch.testing.assert_close(out.cpu(), asked.cpu())

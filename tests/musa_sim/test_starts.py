@@ -25,13 +25,13 @@ def _load(*waits: str, graphs_of: Sequence[int] = (1, 2, 4, 6)) -> Load:
 ENGINES = {
     "V1": {
         "no passes": _load("v1.pass_graphs:PassGraphs._call_model"),
-        "no chain": _load("draft_loop:eagle_step_update_slot_mapping_and_metadata"),
+        "no chain": _load("v1.draft_loop_graph:eagle_step_update_slot_mapping_and_metadata"),
         "no phase": _load("v1.draft_phase_graphs:PhaseRecorder._count"),
-        "no inputs": _load("steady_steps:StepInputs._advance"),
+        "no inputs": _load("v1.step_inputs:StepInputs._advance"),
     },
     "V2": {
         "short sizes": _load(graphs_of=(1, 2)),
-        "no drafting": _load("v2.tail_graphs:TailGraphs._draft"),
+        "no drafting": _load("v2.tail_graph:TailGraphs._draft"),
         "no inputs": _load("v2.step_inputs:prepare_pos_seq_lens"),
     },
 }

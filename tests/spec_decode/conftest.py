@@ -108,8 +108,7 @@ def make(patched_module, notes, monkeypatch: pytest.MonkeyPatch):
     """`make(which, kind, k, sizes=...)`: a proposer that is "stock", "passes" (a graph a pass) or "loop"."""
     import vllm.v1.spec_decode.llm_base_proposer as stock_proposer
 
-    from vllm_hwplugin.spec_decode import draft_loop
-    from vllm_hwplugin.spec_decode.v1 import pass_graphs
+    from vllm_hwplugin.spec_decode.v1 import draft_loop_graph, pass_graphs
 
     from .drafters import BLOCK, LAYER, build_views, make_config, make_proposer, plain_eagle_step
     from .host_runner import make_host
@@ -122,7 +121,7 @@ def make(patched_module, notes, monkeypatch: pytest.MonkeyPatch):
         "loop": patched_module(path),
     }
     runners = runner_modules(patched_module, monkeypatch)
-    for module in (draft_loop, *modules.values()):
+    for module in (draft_loop_graph, *modules.values()):
         monkeypatch.setattr(module, "eagle_step_update_slot_mapping_and_metadata", plain_eagle_step)
     monkeypatch.setattr(pass_graphs, "CUDAGraphWrapper", RecordedGraphs)
     monkeypatch.setattr(pass_graphs, "current_platform", types.SimpleNamespace(graph_pool_handle=object))

@@ -128,7 +128,7 @@ def make_host(module: types.ModuleType, proposer: Any, layer: str, **sizes: Any)
             kv_pool: AbstractContextManager | None = None,
         ) -> None:
             """Initialise the KV cache inside `kv_pool` and capture; with `profile` on a small cache before that."""
-            from vllm_hwplugin.spec_decode.draft_graphs import capture_draft_graphs
+            from vllm_hwplugin.spec_decode.v1.draft_full_graph import capture_draft_graphs
 
             from .recorded_graph import RecordedGraphs
 

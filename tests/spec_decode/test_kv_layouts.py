@@ -19,7 +19,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
 from vllm_hwplugin.patching import SUPPORTED  # noqa: E402
-from vllm_hwplugin.spec_decode import kv_layouts  # noqa: E402
+from vllm_hwplugin.spec_decode import dflash_draft_backend  # noqa: E402
 
 from ..conftest import versions  # noqa: E402
 from .attention_host import BACKEND_CLASSES  # noqa: E402
@@ -58,7 +58,7 @@ class MambaSpec:
 @pytest.fixture
 def runner(vllm_tree: Callable, notes, monkeypatch: pytest.MonkeyPatch):
     """`runner(version, groups, shared, ...)`: the cache of each layer; a group maps layers to their backends."""
-    monkeypatch.setattr(kv_layouts, "AttentionSpec", Spec)
+    monkeypatch.setattr("vllm.v1.kv_cache_interface.AttentionSpec", Spec)
 
     def caches(
         version: str,
@@ -84,7 +84,7 @@ def runner(vllm_tree: Callable, notes, monkeypatch: pytest.MonkeyPatch):
                 "AttentionSpec": Spec,
                 "MambaSpec": MambaSpec,
                 "get_dtype_size": lambda dtype: dtype.itemsize,
-                "layouts_clash": kv_layouts.layouts_clash,
+                "layouts_clash": dflash_draft_backend.layouts_clash,
                 **{name: type(name, (), {}) for name in mixins(tree)},
             },
         )
@@ -217,17 +217,17 @@ def test_later_backends_have_one_layout(vllm_tree: Callable) -> None:
     ("spec", "gid"), [(Spec(), 1), (MambaSpec(), 0)], ids=["attention without a cache", "another kind of cache"]
 )
 def test_groups_without_keys_and_values_are_passed_over(monkeypatch: pytest.MonkeyPatch, spec: Any, gid: int) -> None:
-    monkeypatch.setattr(kv_layouts, "AttentionSpec", Spec)
+    monkeypatch.setattr("vllm.v1.kv_cache_interface.AttentionSpec", Spec)
     # A backend that cannot be asked for the shape of a cache.
     group = types.SimpleNamespace(kv_cache_spec=spec, kv_cache_group_id=gid, layer_names=["layer"], backend=None)
     other = types.SimpleNamespace(kv_cache_spec=Spec(), kv_cache_group_id=0, layer_names=["other"], backend=int)
     config = types.SimpleNamespace(kv_cache_tensors=[types.SimpleNamespace(shared_by=["layer", "other"])])
-    assert kv_layouts.layouts_clash(config, [[group, other]], [BLOCK_SIZE], "auto") is False
+    assert dflash_draft_backend.layouts_clash(config, [[group, other]], [BLOCK_SIZE], "auto") is False
 
 
 def test_an_engine_of_one_backend_is_not_asked_for_its_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stock asks only beside Mamba layers, and not every backend can tell which dimension counts its blocks."""
-    monkeypatch.setattr(kv_layouts, "AttentionSpec", Spec)
+    monkeypatch.setattr("vllm.v1.kv_cache_interface.AttentionSpec", Spec)
 
     class Backend:
         @classmethod
@@ -239,4 +239,4 @@ def test_an_engine_of_one_backend_is_not_asked_for_its_layout(monkeypatch: pytes
         for index, name in enumerate(("full", "sliding"))
     ]
     config = types.SimpleNamespace(kv_cache_tensors=[types.SimpleNamespace(shared_by=["full", "sliding"])])
-    assert not kv_layouts.layouts_clash(config, groups, [BLOCK_SIZE] * 2, "auto")
+    assert not dflash_draft_backend.layouts_clash(config, groups, [BLOCK_SIZE] * 2, "auto")

@@ -18,8 +18,8 @@ import vllm.v1.spec_decode.llm_base_proposer as proposers  # noqa: E402
 from typing_extensions import deprecated  # noqa: E402
 from vllm.config import CUDAGraphMode  # noqa: E402
 
-from vllm_hwplugin.spec_decode.draft_graphs import DraftGraphs  # noqa: E402
-from vllm_hwplugin.spec_decode.draft_loop import DraftLoop  # noqa: E402
+from vllm_hwplugin.spec_decode.v1.draft_full_graph import DraftGraphs  # noqa: E402
+from vllm_hwplugin.spec_decode.v1.draft_loop_graph import DraftLoop  # noqa: E402
 
 from ..conftest import versions  # noqa: E402
 from . import drafters  # noqa: E402

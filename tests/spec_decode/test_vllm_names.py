@@ -27,9 +27,9 @@ GRAPHS = "vllm/compilation/cuda_graph.py"
 KV_TRANSFER = "vllm/distributed/kv_transfer/kv_connector"
 
 # Bodies that take any proposer; those of DFlash see a subclass with members of its own.
-FOR_ANY = ("v1/draft_facts.py", "draft_graphs.py", "draft_loop.py", "v1/pass_graphs.py")
-FOR_DFLASH = ("dflash_context.py", "v1/draft_phase_graphs.py", "phase_obstacles.py")
-FOR_RUNNERS = ("draft_phase.py", "v1/draft_phase_graphs.py", "phase_obstacles.py")
+FOR_ANY = ("v1/draft_facts.py", "v1/draft_full_graph.py", "v1/draft_loop_graph.py", "v1/pass_graphs.py")
+FOR_DFLASH = ("v1/dflash_full_graph.py", "v1/draft_phase_graphs.py")
+FOR_RUNNERS = ("v1/draft_phase.py", "v1/draft_phase_graphs.py")
 
 # Read with a default where the version may not have them.
 OPTIONAL = {
@@ -112,7 +112,7 @@ def read_of(owner: str, modules: Sequence[str]) -> set[str]:
 READ = {
     (PROPOSER, "SpecDecodeBaseProposer"): read_of("proposer", FOR_ANY) - OURS,
     (RUNNER, "GPUModelRunner"): read_of("runner", FOR_RUNNERS) - FOR_DRAWN_DRAFTS,
-    (METADATA, "CommonAttentionMetadata"): read_of("metadata", ("v1/draft_buffers.py", "draft_graphs.py"))
+    (METADATA, "CommonAttentionMetadata"): read_of("metadata", ("v1/draft_buffers.py", "v1/draft_full_graph.py"))
     | {"query_start_loc_cpu", "num_actual_tokens", "max_seq_len"},
     # `capture` is of `DraftGraphs`, in a variable of the same name.
     (GRAPHS, "CUDAGraphWrapper"): read_of("graphs", (*FOR_ANY, *FOR_DFLASH)) - {"capture"},
@@ -150,7 +150,7 @@ def test_what_is_read_exists(vllm_tree: Trees) -> None:
 
 
 def test_what_is_read_of_a_dflash_proposer_exists(vllm_tree: Trees) -> None:
-    read = read_of("proposer", FOR_DFLASH) | tuples_in("dflash_context.py", "lengthen_query_buffers")
+    read = read_of("proposer", FOR_DFLASH) | tuples_in("v1/dflash_full_graph.py", "lengthen_query_buffers")
     assert {"_context_positions_buffer", "max_query_tokens", "positions"} <= read
     for version in SUPPORTED:
         known = classes_of(vllm_tree, version, PROPOSER)["SpecDecodeBaseProposer"]
@@ -165,7 +165,7 @@ def test_the_connectors_of_one_that_has_several_are_where_they_are_looked_for(vl
 
 
 def test_a_block_of_queries_is_causal_only_where_the_version_says_so(vllm_tree: Trees) -> None:
-    """`first_pass` takes drafts for non-causal where a version has no `dflash_causal`."""
+    """`draft_facts` takes drafts for non-causal where a version has no `dflash_causal`."""
     for version in SUPPORTED:
         tree = tree_of(vllm_tree, version, DFLASH)
         (causal,) = (
@@ -218,7 +218,7 @@ def test_every_tensor_field_of_the_metadata_is_dealt_with(vllm_tree: Trees) -> N
 def test_the_step_function_takes_what_the_chain_gives(vllm_tree: Trees) -> None:
     (call,) = (
         node
-        for node in ast.walk(ast.parse((BODIES / "draft_loop.py").read_text()))
+        for node in ast.walk(ast.parse((BODIES / "v1/draft_loop_graph.py").read_text()))
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Name)
         and node.func.id == "eagle_step_update_slot_mapping_and_metadata"

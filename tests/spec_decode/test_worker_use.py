@@ -22,7 +22,7 @@ from vllm_hwplugin import journal, journals
 from vllm_hwplugin.fallback import FeatureRequired, stays_stock
 from vllm_hwplugin.journal import Use
 from vllm_hwplugin.patching import Catalogue, load_catalogue, make_plan
-from vllm_hwplugin.spec_decode import context_norm, worker_use
+from vllm_hwplugin.spec_decode import dflash_context_norm, worker_use
 from vllm_hwplugin.spec_decode.step_counts import StepCounts
 from vllm_hwplugin.spec_decode.v1.draft_decision import DrafterFacts
 from vllm_hwplugin.spec_decode.worker_use import V1, V2, WorkerFacts
@@ -234,7 +234,7 @@ def test_a_vllm_that_keeps_its_facts_elsewhere_costs_the_report_and_not_the_star
 def test_an_operation_that_honours_weight_rows_leaves_the_norm_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    monkeypatch.setattr(context_norm, "_answers", {})
+    monkeypatch.setattr(dflash_context_norm, "_answers", {})
     x, weights = torch.ones(2, 3, 8), torch.ones(2, 8)
 
     def right(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
@@ -244,11 +244,11 @@ def test_an_operation_that_honours_weight_rows_leaves_the_norm_to_vllm(monkeypat
     def first_row_alone(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
         right(out, x, weight if weight.dim() == 1 else weight[0], eps)
 
-    assert context_norm.context_norm_obstacle() is None
-    context_norm.norm_rows(right, torch.empty_like(x), x, weights, 1e-6)
-    assert context_norm.context_norm_obstacle() is not None
-    context_norm.norm_rows(first_row_alone, torch.empty_like(x), x, weights, 1e-6)
-    assert context_norm.context_norm_obstacle() is None
+    assert dflash_context_norm.context_norm_obstacle() is None
+    dflash_context_norm.norm_rows(right, torch.empty_like(x), x, weights, 1e-6)
+    assert dflash_context_norm.context_norm_obstacle() is not None
+    dflash_context_norm.norm_rows(first_row_alone, torch.empty_like(x), x, weights, 1e-6)
+    assert dflash_context_norm.context_norm_obstacle() is None
 
 
 # -- every released worker --------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from vllm.platforms import current_platform
 
 from vllm_hwplugin import features
 from vllm_hwplugin.journal import Journal, Use
-from vllm_hwplugin.spec_decode import context_norm, step_counts
+from vllm_hwplugin.spec_decode import dflash_context_norm, step_counts
 from vllm_hwplugin.spec_decode.engine_report import Findings, report, use_of
 from vllm_hwplugin.spec_decode.v1 import draft_decision
 from vllm_hwplugin.spec_decode.v1.draft_decision import DrafterFacts
@@ -367,7 +367,7 @@ def worker_facts(worker: Any, entry: Journal) -> WorkerFacts:
         or getattr(spec, "attention_backend", None) is not None,
         decode_graphs=mode.decode_mode().name == "FULL",
         mixed_graphs=mode.mixed_mode().name == "FULL",
-        context_norm=context_norm.context_norm_obstacle(),
+        context_norm=dflash_context_norm.context_norm_obstacle(),
         fuses=v2 and hasattr(drafter, "fused_drafts"),
         sleeps=config.model_config.enable_sleep_mode,
         stages=config.parallel_config.pipeline_parallel_size,

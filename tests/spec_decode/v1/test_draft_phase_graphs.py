@@ -23,11 +23,10 @@ from vllm.v1.outputs import SamplerOutput  # noqa: E402
 from vllm.v1.sample.metadata import SamplingMetadata  # noqa: E402
 
 from vllm_hwplugin.fallback import FeatureRequired  # noqa: E402
-from vllm_hwplugin.spec_decode import draft_phase  # noqa: E402
 from vllm_hwplugin.spec_decode.decode_batch import GraphShape  # noqa: E402
-from vllm_hwplugin.spec_decode.draft_graphs import capture_draft_graphs  # noqa: E402
-from vllm_hwplugin.spec_decode.draft_phase import DraftPhase  # noqa: E402
-from vllm_hwplugin.spec_decode.v1 import draft_phase_graphs  # noqa: E402
+from vllm_hwplugin.spec_decode.v1 import draft_phase, draft_phase_graphs  # noqa: E402
+from vllm_hwplugin.spec_decode.v1.draft_full_graph import capture_draft_graphs  # noqa: E402
+from vllm_hwplugin.spec_decode.v1.draft_phase import DraftPhase  # noqa: E402
 from vllm_hwplugin.spec_decode.v1.draft_phase_graphs import PhaseGraphs, PhaseRecorder  # noqa: E402
 
 from .. import recorded_graph  # noqa: E402

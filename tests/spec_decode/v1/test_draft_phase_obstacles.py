@@ -19,7 +19,7 @@ from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
 from vllm.v1.sample.logits_processor import LogitBiasLogitsProcessor, LogitsProcessors, MinTokensLogitsProcessor
 from vllm.v1.worker.utils import AttentionGroup
 
-from vllm_hwplugin.spec_decode.phase_obstacles import draft_phase_obstacle, sampling_obstacle
+from vllm_hwplugin.spec_decode.v1.draft_phase import draft_phase_obstacle, sampling_obstacle
 
 from ..drafters import BLOCK, EAGLE, MAX_LEN, P_EAGLE, Runner, boot
 from ..host_runner import FLASHINFER, builder

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_hwplugin.spec_decode.v2 import recording, step_inputs, tail_graphs, tail_obstacles
+from vllm_hwplugin.spec_decode.v2 import recording, step_inputs, tail_graph
 
 from .. import streams
 from ..engines import BLOCK, DEVICE, Engine
@@ -89,12 +89,12 @@ STAND_INS: dict[str, Any] = {
 
 def read_by_the_plugin(modules: ReleasedModules, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the plugin's modules use what `modules` have of Model Runner V2, not the installed vLLM's."""
-    for module in (recording, step_inputs, tail_graphs, tail_obstacles):
+    for module in (recording, step_inputs, tail_graph):
         for name, value in list(vars(module).items()):
             origin = getattr(value, "__module__", None) or ""
             if origin.startswith(f"{RUNNER}."):
                 monkeypatch.setattr(module, name, getattr(modules.load(origin), name))
-    monkeypatch.setattr(tail_graphs, "graph_capture", STAND_INS["graph_capture"])
+    monkeypatch.setattr(tail_graph, "graph_capture", STAND_INS["graph_capture"])
 
 
 class Side(Engine):

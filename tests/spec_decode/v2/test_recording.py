@@ -10,8 +10,7 @@ pytest.importorskip("vllm.v1.worker.gpu.model_runner", exc_type=ImportError)
 
 from vllm.sampling_params import SamplingParams
 
-from vllm_hwplugin.spec_decode.v2.recording import sampling_as
-from vllm_hwplugin.spec_decode.v2.tail_batch import SamplerParts
+from vllm_hwplugin.spec_decode.v2.recording import SamplerParts, sampling_as
 
 from .samplers import sampler
 

@@ -16,7 +16,7 @@ import torch
 from vllm_hwplugin.patching import SUPPORTED
 from vllm_hwplugin.spec_decode.decode_batch import uniform_shape
 from vllm_hwplugin.spec_decode.step_counts import Reason
-from vllm_hwplugin.spec_decode.v2.tail_batch import SamplerParts, no_decode, rungs
+from vllm_hwplugin.spec_decode.v2.recording import SamplerParts, no_decode, rungs
 
 from ...conftest import versions
 

@@ -25,7 +25,7 @@ from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 from vllm.v1.worker.gpu.spec_decode.mtp.speculator import MTPSpeculator
 from vllm.v1.worker.utils import AttentionGroup
 
-from vllm_hwplugin.spec_decode.v2.tail_obstacles import tail_obstacle
+from vllm_hwplugin.spec_decode.v2.tail_graph import tail_obstacle
 
 from ..host_runner import BACKENDS, FLASH_MLA, builder
 from .samplers import sampler

@@ -30,7 +30,7 @@ from vllm_hwplugin.spec_decode.builders import host_work
 from vllm_hwplugin.spec_decode.graph_recording import attempt, record_graph
 from vllm_hwplugin.spec_decode.step_counts import Reason, StepCounts
 from vllm_hwplugin.spec_decode.v2.tail_buffers import StandIn, TailBuffers
-from vllm_hwplugin.spec_decode.v2.tail_graphs import TailGraphs
+from vllm_hwplugin.spec_decode.v2.tail_graph import TailGraphs
 
 _STOCK: Final = "vLLM prepares every step"
 

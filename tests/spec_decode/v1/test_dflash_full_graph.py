@@ -14,17 +14,17 @@ from vllm.config import CUDAGraphMode  # noqa: E402
 from vllm.forward_context import BatchDescriptor  # noqa: E402
 
 from vllm_hwplugin.fallback import FeatureRequired  # noqa: E402
-from vllm_hwplugin.spec_decode.dflash_context import ContextGraphs, lengthen_query_buffers  # noqa: E402
-from vllm_hwplugin.spec_decode.draft_graphs import DraftGraphs, capture_draft_graphs  # noqa: E402
+from vllm_hwplugin.spec_decode.v1.dflash_full_graph import ContextGraphs, lengthen_query_buffers  # noqa: E402
 from vllm_hwplugin.spec_decode.v1.draft_decision import FirstPass  # noqa: E402
 from vllm_hwplugin.spec_decode.v1.draft_facts import first_pass_of  # noqa: E402
+from vllm_hwplugin.spec_decode.v1.draft_full_graph import DraftGraphs, capture_draft_graphs  # noqa: E402
 
-from ..conftest import versions  # noqa: E402
-from .dflash_drafter import DFlashModel, let_models_fuse  # noqa: E402
-from .drafters import MAX_REQS, MAX_TOKENS, Runner, boot, compare, compare_over_many  # noqa: E402
-from .host_runner import FLASHINFER, Pool, builder  # noqa: E402
-from .recorded_graph import RecordedGraphs  # noqa: E402
-from .released import take, text_of  # noqa: E402
+from ...conftest import versions  # noqa: E402
+from ..dflash_drafter import DFlashModel, let_models_fuse  # noqa: E402
+from ..drafters import MAX_REQS, MAX_TOKENS, Runner, boot, compare, compare_over_many  # noqa: E402
+from ..host_runner import FLASHINFER, Pool, builder  # noqa: E402
+from ..recorded_graph import RecordedGraphs  # noqa: E402
+from ..released import take, text_of  # noqa: E402
 
 FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
 BOTH, DECODE_ONLY = CUDAGraphMode.FULL_AND_PIECEWISE, CUDAGraphMode.FULL_DECODE_ONLY

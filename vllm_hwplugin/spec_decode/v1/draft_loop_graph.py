@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The drafter's whole chain of one-token steps in one CUDA graph.
 
-`draft_graphs` makes each pass one launch, but between passes the host still samples, advances positions and sequence
-lengths, builds metadata and copies inputs: some ten launches a step. All of that can be captured if the draft attention
-backend's metadata holds only views of buffers that the chain itself advances. One launch then takes the first pass's
-hidden states to all k draft tokens.
+`draft_full_graph` makes each pass one launch, but between passes the host still samples, advances positions and
+sequence lengths, builds metadata and copies inputs: some ten launches a step. All of that can be captured if the draft
+attention backend's metadata holds only views of buffers that the chain itself advances. One launch then takes the first
+pass's hidden states to all k draft tokens.
 
 It applies to greedy drafting, which is vLLM's default. Batches that it does not cover (sampled drafts, another number
-of draft tokens than the configured one) take the path of `draft_graphs`.
+of draft tokens than the configured one) take the path of `draft_full_graph`.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from vllm_hwplugin import journal
 from vllm_hwplugin.fallback import stays_stock
 from vllm_hwplugin.features import DRAFT_LOOP_GRAPH
 from vllm_hwplugin.spec_decode.decode_batch import GraphShape, uniform_shape
-from vllm_hwplugin.spec_decode.draft_graphs import Companion, DraftGraphs
 from vllm_hwplugin.spec_decode.graph_recording import attempt
 from vllm_hwplugin.spec_decode.step_counts import Reason, StepCounts
 from vllm_hwplugin.spec_decode.v1.draft_buffers import PassBuffers
 from vllm_hwplugin.spec_decode.v1.draft_decision import STEP_QUERY_LEN, DraftKeys, chain_obstacle, pad_up
 from vllm_hwplugin.spec_decode.v1.draft_facts import chain_facts
+from vllm_hwplugin.spec_decode.v1.draft_full_graph import Companion, DraftGraphs
 from vllm_hwplugin.spec_decode.v1.pass_graphs import PassGraphs, full_graphs
 
 _STOCK = "steps are launched one by one"

@@ -20,9 +20,9 @@ from vllm.v1.worker.gpu.spec_decode import utils
 
 from vllm_hwplugin import journal
 from vllm_hwplugin.spec_decode.decode_batch import uniform_shape
-from vllm_hwplugin.spec_decode.v2 import tail_graphs
-from vllm_hwplugin.spec_decode.v2.tail_batch import SamplerParts
-from vllm_hwplugin.spec_decode.v2.tail_graphs import TailGraphs, _Graphs
+from vllm_hwplugin.spec_decode.v2 import tail_graph
+from vllm_hwplugin.spec_decode.v2.recording import SamplerParts
+from vllm_hwplugin.spec_decode.v2.tail_graph import TailGraphs, _Graphs
 from vllm_hwplugin.spec_decode.weights import FusedWeights, Parameters
 from vllm_hwplugin.versions import SUPPORTED
 
@@ -153,10 +153,10 @@ def test_graphs_are_of_shapes_whose_states_the_target_keeps(
             req_states=SimpleNamespace(draft_tokens=torch.zeros(1)),
         )
     )
-    monkeypatch.setattr(tail_graphs, "tail_obstacle", lambda _: None)
-    monkeypatch.setattr(tail_graphs, "graph_capture", lambda **_: contextlib.nullcontext())
-    monkeypatch.setattr(tail_graphs, "TailBuffers", lambda *_: SimpleNamespace(write=lambda *_, **__: None))
-    monkeypatch.setattr(tail_graphs, "idx_dtype", lambda _: torch.int32)
+    monkeypatch.setattr(tail_graph, "tail_obstacle", lambda _: None)
+    monkeypatch.setattr(tail_graph, "graph_capture", lambda **_: contextlib.nullcontext())
+    monkeypatch.setattr(tail_graph, "TailBuffers", lambda *_: SimpleNamespace(write=lambda *_, **__: None))
+    monkeypatch.setattr(tail_graph, "idx_dtype", lambda _: torch.int32)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(graphs, "_capture_shape", record_shape)
     graphs.capture()

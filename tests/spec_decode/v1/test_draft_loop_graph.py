@@ -12,14 +12,14 @@ pytest.importorskip("vllm")
 from vllm.config import CUDAGraphMode  # noqa: E402
 
 from vllm_hwplugin.fallback import FeatureRequired  # noqa: E402
-from vllm_hwplugin.spec_decode import draft_loop  # noqa: E402
 from vllm_hwplugin.spec_decode.decode_batch import uniform_shape  # noqa: E402
-from vllm_hwplugin.spec_decode.draft_graphs import capture_draft_graphs  # noqa: E402
+from vllm_hwplugin.spec_decode.v1 import draft_loop_graph  # noqa: E402
 from vllm_hwplugin.spec_decode.v1.draft_facts import chain_facts  # noqa: E402
+from vllm_hwplugin.spec_decode.v1.draft_full_graph import capture_draft_graphs  # noqa: E402
 from vllm_hwplugin.spec_decode.v1.pass_graphs import descriptor_of  # noqa: E402
 
-from .drafters import EAGLE, MAX_REQS, P_EAGLE, Runner, boot, clone_metadata, propose  # noqa: E402
-from .recorded_graph import RecordedGraphs  # noqa: E402
+from ..drafters import EAGLE, MAX_REQS, P_EAGLE, Runner, boot, clone_metadata, propose  # noqa: E402
+from ..recorded_graph import RecordedGraphs  # noqa: E402
 
 DECODE_ONLY = CUDAGraphMode.FULL_DECODE_ONLY
 
@@ -239,7 +239,7 @@ def test_a_chain_that_cannot_be_recorded_is_left_to_the_passes(make, fail, uses,
     runner = Runner(1)
     stock, graphed = make("stock", EAGLE, 3), make("loop", EAGLE, 3)
     boot(stock, CUDAGraphMode.NONE, runner)
-    tried = fail(draft_loop, "eagle_step_update_slot_mapping_and_metadata", calls=2)
+    tried = fail(draft_loop_graph, "eagle_step_update_slot_mapping_and_metadata", calls=2)
     boot(graphed, DECODE_ONLY, runner, profile=profile)
     RecordedGraphs.sealed = True
     assert len(tried) in (5, 7)
@@ -254,7 +254,7 @@ def test_a_chain_that_cannot_be_recorded_is_left_to_the_passes(make, fail, uses,
 
 def test_a_required_chain_that_cannot_be_recorded_ends_the_start(make, fail, uses, monkeypatch):
     monkeypatch.setenv("VLLM_HWPLUGIN_DRAFT_LOOP_GRAPH", "on")
-    fail(draft_loop, "eagle_step_update_slot_mapping_and_metadata", calls=2)
+    fail(draft_loop_graph, "eagle_step_update_slot_mapping_and_metadata", calls=2)
     with pytest.raises(FeatureRequired, match="OutOfMemoryError"):
         boot(make("loop", EAGLE, 3), DECODE_ONLY, Runner(0))
 

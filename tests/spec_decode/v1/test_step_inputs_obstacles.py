@@ -14,8 +14,7 @@ from vllm.v1.attention.backends.flex_attention import FlexAttentionMetadataBuild
 from vllm.v1.attention.backends.triton_attn import TritonAttentionMetadataBuilder
 
 from vllm_hwplugin.fallback import FeatureRequired
-from vllm_hwplugin.spec_decode.steady_obstacles import metadata_obstacle, step_inputs_obstacle
-from vllm_hwplugin.spec_decode.steady_steps import StepInputs
+from vllm_hwplugin.spec_decode.v1.step_inputs import StepInputs, metadata_obstacle, step_inputs_obstacle
 
 
 def builder(cls: type, **attributes: Any) -> Any:

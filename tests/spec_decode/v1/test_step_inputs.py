@@ -24,9 +24,9 @@ from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm.v1.utils import CpuGpuBuffer
 
 from vllm_hwplugin.fallback import FeatureRequired
-from vllm_hwplugin.spec_decode import steady_steps
 from vllm_hwplugin.spec_decode.graph_recording import RecordingFailed
-from vllm_hwplugin.spec_decode.steady_steps import StepInputs
+from vllm_hwplugin.spec_decode.v1 import step_inputs
+from vllm_hwplugin.spec_decode.v1.step_inputs import StepInputs
 
 FIELDS = {field.name for field in dataclasses.fields(CommonAttentionMetadata)}
 DRAFTS = 3
@@ -133,7 +133,7 @@ class Served:
     def __init__(self, asynchronous: bool, derives: bool = False) -> None:
         self.runner = Runner(asynchronous, derives)
         self.inputs = StepInputs(self.runner)
-        with mock.patch.object(steady_steps, "record_graph", lambda run, _: Graph(run, self.runner)):
+        with mock.patch.object(step_inputs, "record_graph", lambda run, _: Graph(run, self.runner)):
             self.inputs.capture()
         self.graph: Any = self.inputs._graphs[2].graph if self.inputs._graphs else None
         self.runner.built = 0
@@ -167,9 +167,9 @@ def scheduled(**changed: Any) -> SimpleNamespace:
 
 @pytest.fixture(autouse=True)
 def host_without_a_gpu(monkeypatch: pytest.MonkeyPatch, notes: Any) -> None:
-    monkeypatch.setattr(steady_steps, "step_inputs_obstacle", lambda _: None)
-    monkeypatch.setattr(steady_steps, "metadata_obstacle", lambda _: None)
-    monkeypatch.setattr(steady_steps, "graph_capture", lambda device: nullcontext())
+    monkeypatch.setattr(step_inputs, "step_inputs_obstacle", lambda _: None)
+    monkeypatch.setattr(step_inputs, "metadata_obstacle", lambda _: None)
+    monkeypatch.setattr(step_inputs, "graph_capture", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
 
@@ -398,7 +398,7 @@ def test_recording_leaves_requests_that_are_under_way_as_they_were() -> None:
     """vLLM captures anew where ranks of data parallelism come or go; how far their requests are is on the device."""
     served = Served(asynchronous=True)
     served.runner.num_computed_tokens.copy_(torch.tensor([50, 20]))
-    with mock.patch.object(steady_steps, "record_graph", lambda run, _: Graph(run, served.runner)):
+    with mock.patch.object(step_inputs, "record_graph", lambda run, _: Graph(run, served.runner)):
         served.inputs.capture()
     assert set(served.inputs._graphs) == {1, 2}
     assert served.runner.num_computed_tokens.tolist() == [50, 20]

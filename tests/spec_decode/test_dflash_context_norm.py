@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from vllm_hwplugin import journal  # noqa: E402
-from vllm_hwplugin.spec_decode import context_norm  # noqa: E402
+from vllm_hwplugin.spec_decode import dflash_context_norm  # noqa: E402
 
 EPS = 1e-6
 LAYERS, TOKENS, HEADS, WIDTH = 3, 5, 2, 16
@@ -46,7 +46,7 @@ class Op:
 @pytest.fixture(autouse=True)
 def notes(monkeypatch):
     said = {}
-    monkeypatch.setattr(context_norm, "_answers", {})
+    monkeypatch.setattr(dflash_context_norm, "_answers", {})
     monkeypatch.setattr(journal, "note", said.__setitem__)
     return said
 
@@ -67,7 +67,7 @@ def real_calls(op):
 def test_a_right_op_keeps_its_single_call(tensors, notes):
     out, x, weights = tensors
     op = Op()
-    context_norm.norm_rows(op, out, x, weights, EPS)
+    dflash_context_norm.norm_rows(op, out, x, weights, EPS)
     assert real_calls(op) == [(LAYERS, WIDTH)]
     torch.testing.assert_close(out, plain(x, weights))
     assert notes == {
@@ -80,7 +80,7 @@ def test_a_right_op_keeps_its_single_call(tensors, notes):
 def test_a_wrong_op_is_called_once_a_layer(tensors, fault, notes):
     out, x, weights = tensors
     op = Op(fault)
-    context_norm.norm_rows(op, out, x, weights, EPS)
+    dflash_context_norm.norm_rows(op, out, x, weights, EPS)
     assert real_calls(op) == [(WIDTH,)] * LAYERS
     torch.testing.assert_close(out, plain(x, weights))
     (decision,) = notes.values()
@@ -93,7 +93,7 @@ def test_a_wrong_op_is_called_once_a_layer(tensors, fault, notes):
 def test_low_precision_is_told_from_a_fault(tensors, dtype, fault):
     out, x, weights = (t.to(dtype) for t in tensors)
     op = Op(fault)
-    context_norm.norm_rows(op, out, x, weights, EPS)
+    dflash_context_norm.norm_rows(op, out, x, weights, EPS)
     assert real_calls(op) == ([(LAYERS, WIDTH)] if fault is None else [(WIDTH,)] * LAYERS)
 
 
@@ -101,7 +101,7 @@ def test_a_fault_of_many_layers_in_bfloat16_shows(tensors):
     layers = 40
     x = torch.ones(layers, TOKENS, WIDTH, dtype=torch.bfloat16)
     op = Op("row 0")
-    context_norm.norm_rows(op, torch.empty_like(x), x, torch.ones(layers, WIDTH, dtype=torch.bfloat16), EPS)
+    dflash_context_norm.norm_rows(op, torch.empty_like(x), x, torch.ones(layers, WIDTH, dtype=torch.bfloat16), EPS)
     assert real_calls(op) == [(WIDTH,)] * layers
 
 
@@ -109,21 +109,21 @@ def test_the_op_is_asked_once_for_each_type_and_shape(tensors):
     out, x, weights = tensors
     op = Op()
     for _ in range(3):
-        context_norm.norm_rows(op, out, x, weights, EPS)
+        dflash_context_norm.norm_rows(op, out, x, weights, EPS)
     assert len(op.shapes) == 1 + 3
     half = [t.half() for t in tensors]
-    context_norm.norm_rows(op, *half, EPS)
-    context_norm.norm_rows(op, *half, EPS)
+    dflash_context_norm.norm_rows(op, *half, EPS)
+    dflash_context_norm.norm_rows(op, *half, EPS)
     assert len(op.shapes) == 1 + 3 + 1 + 2
-    context_norm.norm_rows(op, out[:2], x[:2], weights[:2], EPS)
+    dflash_context_norm.norm_rows(op, out[:2], x[:2], weights[:2], EPS)
     assert len(op.shapes) == 7 + 1 + 1
 
 
 def test_another_op_is_asked_for_itself(tensors):
     out, x, weights = tensors
-    context_norm.norm_rows(Op(), out, x, weights, EPS)
+    dflash_context_norm.norm_rows(Op(), out, x, weights, EPS)
     wrong = Op("row 0")
-    context_norm.norm_rows(wrong, out, x, weights, EPS)
+    dflash_context_norm.norm_rows(wrong, out, x, weights, EPS)
     torch.testing.assert_close(out, plain(x, weights))
 
 
@@ -133,7 +133,7 @@ def test_an_input_that_all_layers_share(tensors, fault):
     shared = x[:1, :, 0, :].expand(LAYERS, -1, -1)
     out = torch.empty(LAYERS, TOKENS, WIDTH)
     op = Op(fault)
-    context_norm.norm_rows(op, out, shared, weights, EPS)
+    dflash_context_norm.norm_rows(op, out, shared, weights, EPS)
     torch.testing.assert_close(out, plain(shared, weights))
     # A wrong op is not handed the broadcast probe at all.
     probes = 1 if fault == "row 0" else 2
@@ -143,7 +143,7 @@ def test_an_input_that_all_layers_share(tensors, fault):
 def test_the_probe_draws_no_random_numbers(tensors):
     out, x, weights = tensors
     before = torch.get_rng_state()
-    context_norm.norm_rows(Op("row 0"), out, x, weights, EPS)
+    dflash_context_norm.norm_rows(Op("row 0"), out, x, weights, EPS)
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -153,7 +153,9 @@ def test_in_a_trace_nothing_is_asked_and_the_result_is_right(tensors, notes):
     def row_0(out, x, weights, eps):
         out.copy_(plain(x, weights if weights.dim() == 1 else weights[0]))
 
-    traced = torch.compile(lambda: context_norm.norm_rows(row_0, out, x, weights, EPS), backend="eager", fullgraph=True)
+    traced = torch.compile(
+        lambda: dflash_context_norm.norm_rows(row_0, out, x, weights, EPS), backend="eager", fullgraph=True
+    )
     traced()
     torch.testing.assert_close(out, plain(x, weights))
     assert notes == {}
@@ -167,7 +169,7 @@ def test_in_a_capture_nothing_is_asked(tensors, notes, monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     op = Op("row 0")
-    context_norm.norm_rows(op, out, x.as_subclass(OnGpu), weights, EPS)
+    dflash_context_norm.norm_rows(op, out, x.as_subclass(OnGpu), weights, EPS)
     assert op.shapes == [(WIDTH,)] * LAYERS
     torch.testing.assert_close(out, plain(x, weights))
     assert notes == {}
@@ -184,5 +186,5 @@ def test_the_cpu_op_of_the_installed_vllm():
     x = torch.randn(LAYERS, TOKENS, HEADS, WIDTH)
     weights = torch.randn(LAYERS, WIDTH)
     out = torch.empty_like(x)
-    context_norm.norm_rows(ops.rms_norm, out, x, weights, EPS)
+    dflash_context_norm.norm_rows(ops.rms_norm, out, x, weights, EPS)
     torch.testing.assert_close(out, plain(x, weights), rtol=1e-4, atol=1e-4)

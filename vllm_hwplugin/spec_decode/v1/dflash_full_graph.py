@@ -22,9 +22,9 @@ from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
 from vllm_hwplugin import journal
 from vllm_hwplugin.fallback import stays_stock
 from vllm_hwplugin.features import DFLASH_FULL_GRAPH
-from vllm_hwplugin.spec_decode.draft_graphs import Companion, DraftGraphs
 from vllm_hwplugin.spec_decode.graph_recording import attempt
 from vllm_hwplugin.spec_decode.v1.draft_decision import DraftKeys, pad_up
+from vllm_hwplugin.spec_decode.v1.draft_full_graph import Companion, DraftGraphs
 from vllm_hwplugin.spec_decode.v1.pass_graphs import PassGraphs, full_graphs
 from vllm_hwplugin.spec_decode.weights import FusedWeights
 

@@ -21,7 +21,7 @@ import pytest
 pytest.importorskip("vllm.compilation.backends")
 
 from vllm_hwplugin.patching import SUPPORTED, Catalogue, load_catalogue, make_plan
-from vllm_hwplugin.spec_decode import dflash_backend
+from vllm_hwplugin.spec_decode import dflash_draft_backend
 
 from ..conftest import versions
 from .attention_host import (
@@ -76,7 +76,7 @@ def released(vllm_tree: Callable, notes, monkeypatch: pytest.MonkeyPatch):
             "envs": types.SimpleNamespace(VLLM_BATCH_INVARIANT=False),
             "logger": Silent(),
             "resolve_obj_by_qualname": DECLARED.__getitem__,
-            "needs_non_causal": dflash_backend.needs_non_causal,
+            "needs_non_causal": dflash_draft_backend.needs_non_causal,
         }
         text = text_of(tree, SELECTOR, **choices)
         for name in ("AttentionSelectorConfig", "_cached_get_attn_backend", "get_attn_backend"):
@@ -112,7 +112,7 @@ def proposer(tree: Any, choices: dict[str, str], load: Callable[..., Any]) -> ty
             "SpecDecodeBaseProposer": base,
             "override": lambda method: method,
             "replace": dataclasses.replace,
-            "without_mm_prefix": dflash_backend.without_mm_prefix,
+            "without_mm_prefix": dflash_draft_backend.without_mm_prefix,
         },
     )
 
@@ -203,8 +203,8 @@ def test_the_draft_has_a_configuration_of_its_own_and_shares_the_rest(released, 
     before = dataclasses.asdict(config)
     _, draft = released(version).load(config)
     assert dataclasses.asdict(config) == before
-    assert not dflash_backend.needs_non_causal(config)
-    assert dflash_backend.needs_non_causal(draft)
+    assert not dflash_draft_backend.needs_non_causal(config)
+    assert dflash_draft_backend.needs_non_causal(draft)
     assert draft.attention_config.flash_attn_version == config.attention_config.flash_attn_version
     assert draft.kernel_config.moe_backend == "triton"
     # The draft's layers enter the table that the runner reads.
@@ -303,7 +303,7 @@ def test_the_targets_images_stay_seen_in_both_directions(vllm_tree: Callable, ve
 def test_a_configuration_without_the_flag_leaves_the_given_one_alone() -> None:
     config = new(model_config=seen_both_ways())
     before = dataclasses.asdict(config)
-    assert not dflash_backend.without_mm_prefix(config).model_config.model_arch_config.is_mm_prefix_lm
+    assert not dflash_draft_backend.without_mm_prefix(config).model_config.model_arch_config.is_mm_prefix_lm
     assert dataclasses.asdict(config) == before
 
 
@@ -371,9 +371,12 @@ def test_the_drafts_configuration_is_one_of_vllms_own(notes, monkeypatch: pytest
     monkeypatch.setattr(CPUAttentionBackend, "supports_non_causal", classmethod(lambda cls: False))
     target = VllmConfig()
     target.attention_config.backend = AttentionBackendEnum.CPU_ATTN
-    draft = dflash_backend.draft_config(target)
+    draft = dflash_draft_backend.draft_config(target)
     assert isinstance(draft, VllmConfig)
     assert draft.attention_config.backend is None
     assert target.attention_config.backend is AttentionBackendEnum.CPU_ATTN
-    assert (dflash_backend.needs_non_causal(target), dflash_backend.needs_non_causal(draft)) == (False, True)
+    assert (dflash_draft_backend.needs_non_causal(target), dflash_draft_backend.needs_non_causal(draft)) == (
+        False,
+        True,
+    )
     assert draft.compilation_config.static_forward_context is target.compilation_config.static_forward_context

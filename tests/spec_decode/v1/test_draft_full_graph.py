@@ -15,11 +15,11 @@ from vllm.forward_context import BatchDescriptor, get_forward_context  # noqa: E
 
 from vllm_hwplugin.fallback import FeatureRequired  # noqa: E402
 from vllm_hwplugin.spec_decode.decode_batch import uniform_shape  # noqa: E402
-from vllm_hwplugin.spec_decode.draft_graphs import capture_draft_graphs  # noqa: E402
+from vllm_hwplugin.spec_decode.v1.draft_full_graph import capture_draft_graphs  # noqa: E402
 from vllm_hwplugin.spec_decode.v1.pass_graphs import descriptor_of  # noqa: E402
 
-from . import drafters  # noqa: E402
-from .drafters import (  # noqa: E402
+from .. import drafters  # noqa: E402
+from ..drafters import (  # noqa: E402
     DRAFT_MODEL,
     EAGLE,
     FIELDS,
@@ -33,7 +33,7 @@ from .drafters import (  # noqa: E402
     compare_over_many,
     propose,
 )
-from .recorded_graph import RecordedGraphs  # noqa: E402
+from ..recorded_graph import RecordedGraphs  # noqa: E402
 
 FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
 BOTH, DECODE_ONLY = CUDAGraphMode.FULL_AND_PIECEWISE, CUDAGraphMode.FULL_DECODE_ONLY

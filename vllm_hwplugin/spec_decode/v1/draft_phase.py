@@ -5,7 +5,7 @@ With `draft-full-graph` and `draft-loop-graph` the drafter's passes are graphs, 
 kernels and copies one by one between the target and the last draft token: logits, rejection, next tokens, counts,
 inputs of the first pass, metadata, inputs of the chain. Here all of that is recorded, too, from vLLM's own functions,
 for each shape in which the target decodes in a FULL graph. A step then replays *sampling* and *drafting*
-(`phase_graphs`).
+(`draft_phase_graphs`).
 
 The first is for requests that ask the sampler only for a temperature and a seed. If vLLM samples, only the second is
 replayed, with a third one before it, *counting*. A batch that is not covered takes vLLM's own way, step by step. One
@@ -19,12 +19,16 @@ from functools import partial
 from typing import Any, Final
 
 import torch
+from vllm import envs
+from vllm.model_executor.offloader.base import NoopOffloader, get_offloader
 from vllm.v1.outputs import SamplerOutput
+from vllm.v1.sample import logits_processor
 
 from vllm_hwplugin import journal
 from vllm_hwplugin.fallback import stays_stock
 from vllm_hwplugin.features import V1_DRAFT_PHASE
 from vllm_hwplugin.nwor import runner as nwor
+from vllm_hwplugin.spec_decode.builders import refusing
 from vllm_hwplugin.spec_decode.decode_batch import (
     MAX_NUM_REQS,
     GraphShape,
@@ -32,11 +36,11 @@ from vllm_hwplugin.spec_decode.decode_batch import (
     has_prompt,
     uniform_shape,
 )
-from vllm_hwplugin.spec_decode.draft_graphs import Companion
 from vllm_hwplugin.spec_decode.graph_recording import attempt, reserved_memory
-from vllm_hwplugin.spec_decode.phase_obstacles import draft_phase_obstacle, sampling_obstacle
 from vllm_hwplugin.spec_decode.step_counts import Reason, StepCounts
 from vllm_hwplugin.spec_decode.v1.draft_decision import DraftKeys
+from vllm_hwplugin.spec_decode.v1.draft_facts import builder_classes, chain_facts
+from vllm_hwplugin.spec_decode.v1.draft_full_graph import Companion
 from vllm_hwplugin.spec_decode.v1.draft_phase_graphs import (
     Drafting,
     PhaseBuffers,
@@ -52,6 +56,75 @@ from vllm_hwplugin.spec_decode.v1.pass_graphs import PassGraphs
 _PLACEHOLDER: Final = -1
 
 _STOCK: Final = "vLLM's own kernels between the target and the drafter's graphs"
+
+
+_METHODS: Final = ("eagle", "eagle3", "mtp", "dflash")
+
+
+def draft_phase_obstacle(runner: Any) -> str | None:
+    """Why drafting cannot be recorded for this runner, whose drafter has graphs of its passes; None where it can.
+
+    Args:
+        runner: a `GPUModelRunner` of V1.
+    """
+    spec = runner.speculative_config
+    if spec.method not in _METHODS:
+        return f"the speculative method is {spec.method}"
+    return _engine(runner) or _drafter(runner.drafter, spec)
+
+
+def _engine(runner: Any) -> str | None:
+    parallel = runner.vllm_config.parallel_config
+    if parallel.pipeline_parallel_size > 1:
+        return "stages of a pipeline exchange tokens on the host's order"
+    if parallel.enable_eplb:
+        return "experts are counted on the host in each step"
+    if parallel.use_ubatching:
+        return "batches are split in two"
+    if runner.model_config.is_encoder_decoder:
+        return "the model has an encoder"
+    if runner.enable_prompt_embeds:
+        return "prompts may be embeddings"
+    if not isinstance(get_offloader(), NoopOffloader):
+        return "weights are loaded from the host in each step"
+    if hasattr(runner.get_model(), "get_mtp_target_hidden_states"):
+        return "the target has other states for its drafter"
+    return None
+
+
+def _drafter(proposer: Any, spec: Any) -> str | None:
+    needed = getattr(proposer, "draft_context" if spec.use_dflash() else "draft_loop", None)
+    if needed is not None and needed.failed:
+        return "recording the graphs that it is built on failed"
+    facts = chain_facts(proposer)
+    if facts.host_side:
+        return f"the drafter does host work between steps: {', '.join(facts.host_side)}"
+    refused = refusing(builder_classes(proposer), "chain")
+    if refused is not None:
+        return f"metadata has to be built in each step ({refused})"
+    # From 0.32 on, where a backend needs smaller blocks than the KV cache's, as it may in hybrids.
+    if any(getattr(group, "kernel_block_size", None) is not None for group in proposer.draft_attn_groups):
+        return "block tables of the draft layers are made anew in each step"
+    if spec.use_dflash():
+        return None
+    if proposer.needs_extra_input_slots:
+        return "the drafter has tokens of its own in its first pass"
+    if spec.num_speculative_tokens > 1 and not hasattr(proposer, "draft_loop"):
+        return "it needs draft-loop-graph's graphs"
+    return None
+
+
+def sampling_obstacle(runner: Any) -> str | None:
+    """Why vLLM has to sample, although drafting can be recorded; None where that can be recorded as well."""
+    if envs.VLLM_COMPUTE_NANS_IN_LOGITS:
+        return "VLLM_COMPUTE_NANS_IN_LOGITS is set"
+    own = logits_processor.__name__
+    foreign = [type(one).__name__ for one in runner.input_batch.logitsprocs.all if not _is_within(type(one), own)]
+    return f"there are custom logits processors: {', '.join(foreign)}" if foreign else None
+
+
+def _is_within(cls: type, package: str) -> bool:
+    return cls.__module__ == package or cls.__module__.startswith(f"{package}.")
 
 
 class DraftPhase(Companion):

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from typing import TYPE_CHECKING
+import itertools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from vllm_hwplugin import journal
 from vllm_hwplugin.features import DFLASH_DRAFT_BACKEND
@@ -71,3 +73,43 @@ def without_mm_prefix(config: VllmConfig) -> VllmConfig:
         config.model_config.model_arch_config, is_mm_prefix_lm=False
     )
     return text_only
+
+
+def layouts_clash(
+    kv_cache_config: Any, attn_groups: Sequence[Sequence[Any]], kernel_block_sizes: Sequence[int], cache_dtype: str
+) -> bool:
+    """Whether one KV cache tensor holds layers whose backends index blocks by different dimensions.
+
+    Args:
+        kv_cache_config: vLLM's ``KVCacheConfig``; its tensors say which layers share memory.
+        attn_groups: the runner's ``AttentionGroup`` objects, by KV cache group.
+        kernel_block_sizes: tokens a block, by KV cache group. A last group of layers without a cache has none.
+        cache_dtype: ``CacheConfig.cache_dtype``, which decides the shape for some backends.
+    """
+    # Not above: vLLM's selector of backends imports this module, and the other imports much.
+    from vllm.v1.kv_cache_interface import AttentionSpec
+
+    groups: dict[str, Any] = {}
+    for group in itertools.chain.from_iterable(attn_groups):
+        if isinstance(group.kv_cache_spec, AttentionSpec) and group.kv_cache_group_id < len(kernel_block_sizes):
+            groups.update(dict.fromkeys(group.layer_names, group))
+    for tensor in kv_cache_config.kv_cache_tensors:
+        sharing = [groups[name] for name in tensor.shared_by if name in groups]
+        # One backend agrees with itself, and an engine without a second one is asked nothing that stock does not ask.
+        if len({group.backend for group in sharing}) < 2:
+            continue
+        if len({_block_dim(group, kernel_block_sizes[group.kv_cache_group_id], cache_dtype) for group in sharing}) > 1:
+            journal.note(
+                f"{DFLASH_DRAFT_BACKEND} KV cache",
+                f"keys and values lie block by block, because {' and '.join(tensor.shared_by)} share memory",
+            )
+            journal.use(DFLASH_DRAFT_BACKEND, True)
+            return True
+    return False
+
+
+def _block_dim(group: Any, block_size: int, cache_dtype: str) -> int:
+    spec = group.kv_cache_spec
+    return int(
+        group.backend.get_kv_cache_block_dim(block_size, spec.num_kv_heads, spec.head_size, cache_dtype_str=cache_dtype)
+    )
