@@ -65,7 +65,6 @@ unit: $(STAMP)
 docs: $(STAMP)
 	$(BIN)/vllm-hwplugin gates --markdown docs/gates.md
 	$(BIN)/python -m tests.failures
-	$(BIN)/vllm-hwplugin doctor --musa-versions docs/platforms.md
 	$(BIN)/vllm-hwplugin drift --all --markdown docs/compatibility.md
 	$(BIN)/python -m benchmarks.pages
 	$(BIN)/python -m tests.patching.test_fingerprints

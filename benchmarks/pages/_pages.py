@@ -6,7 +6,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import _engine_tables, _engines, _host_time, _kernel_tables, _kernels, _readme_tables, _serve_tables
+from . import (
+    _engine_tables,
+    _engines,
+    _host_time,
+    _kernel_tables,
+    _kernels,
+    _musa_versions,
+    _readme_tables,
+    _serve_tables,
+)
 from ._gains import gains
 from ._read import Found, ResultsError, read_all
 
@@ -34,6 +43,7 @@ def pages(root: Path = ROOT) -> dict[str, str]:
             starts=_readme_tables.starts(read_all(results, "starts-")),
         ),
         "docs/nwor.md": _within(root, "docs/nwor.md", costs=_readme_tables.costs(read_all(results, "cost-nwor-"))),
+        "docs/platforms.md": _within(root, "docs/platforms.md", versions=_musa_versions.markdown()),
         "docs/benchmarks.md": _engines.page(engines, soaks, Path(CHART).name),
         "docs/kernel-benchmarks.md": _kernels.page(kernels),
         "benchmarks/results/engines.md": _engine_tables.markdown(engines),

@@ -46,6 +46,6 @@ def tree(tmp_path: Path) -> Path:
     left_out = shutil.ignore_patterns("phases*", "serve*")
     shutil.copytree(RESULTS, tmp_path / "benchmarks" / "results", ignore=left_out)
     (tmp_path / "docs").mkdir()
-    for name in ("README.md", "docs/benchmarks.md", "docs/kernel-benchmarks.md", "docs/nwor.md"):
+    for name in ("README.md", "docs/benchmarks.md", "docs/kernel-benchmarks.md", "docs/nwor.md", "docs/platforms.md"):
         shutil.copy(ROOT / name, tmp_path / name)
     return tmp_path

@@ -6,17 +6,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from ..journal import Journal
-from ..musa import versions as musa_versions
-from ..ops.compile.plan import MIN_TORCH
 from ..ops.override_table import RECORD
 from ..platforms import KEY as PLATFORM
 from ..spec_decode.step_counts import SERVED, Reason
 from ._diagnosis import Diagnosis, diagnose
-from .output import STANDARD_OUTPUT, add_json, write_json, write_text
-from .parser import FAILURE, Parser
+from .output import STANDARD_OUTPUT, add_json, write_json
+from .parser import Parser
 from .text import coloured, printable, shortened, table
 
 _USED, _NOT_USED = "live, used", "live, not used"
@@ -42,28 +39,13 @@ def doctor(arguments: Sequence[str]) -> int:
     results = parser.add_argument_group("results")
     # Without a file: all there is, for another program; docs/architecture.md has the fields.
     add_json(results, nargs="?", const=STANDARD_OUTPUT)
-    results.add_argument(
-        "--musa-versions", metavar="FILE", type=Path, help="Only write the table of versions for MUSA into that page."
-    )
     options = parser.read(arguments)
-    if options.musa_versions is not None:
-        return _write_versions(options.musa_versions)
     found = diagnose()
     if options.json is not None:
         write_json(found.as_json(), options.json)
     if options.json != STANDARD_OUTPUT:
         show(found)
     return found.exit_code
-
-
-def _write_versions(page: Path) -> int:
-    try:
-        text = page.read_text(encoding="utf-8")
-        write_text(musa_versions.written_into(text, MIN_TORCH), page)
-    except (OSError, ValueError) as error:
-        print(f"doctor: {page} is not written: {error}", file=sys.stderr)
-        return FAILURE
-    return 0
 
 
 def show(found: Diagnosis) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which versions of a Moore Threads host's packages go together: for docs/platforms.md, ``doctor``, and the platform.
+"""Which versions of a Moore Threads host's packages go together: for ``doctor``, the platform, and docs/platforms.md.
 
 All of it is read in what Moore Threads publish (sources, requirements, guides) and in vLLM's own requirements; nothing
 was run on MUSA hardware. Nothing here imports torch or vLLM.
@@ -8,7 +8,7 @@ was run on MUSA hardware. Nothing here imports torch or vLLM.
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -44,38 +44,6 @@ _INDEX: Final = "from Moore Threads' own index"
 
 
 @dataclass(frozen=True, slots=True)
-class Stack:
-    """Versions that one publisher names together; empty where it names none."""
-
-    source: str
-    torch: str
-    vllm: str = ""
-    triton: str = ""
-    mate: str = ""
-    torchada: str = ""
-    mtml: str = ""
-    python: str = ""
-
-
-STACKS: Final = (
-    Stack(
-        "vllm-musa, branch 0.28.0-dev, requirements",
-        torch="2.11.0.post2+musa5.2.0",
-        vllm="0.28.0, changed by patches",
-        triton="3.2.0",
-        mate="0.2.7",
-        torchada="0.1.95",
-        mtml="2.4.1 or later",
-        python="3.10",
-    ),
-    Stack(
-        "MUSA SDK 5.2.0, installation guide", torch="2.9.1", triton="3.2.0 or 3.6.0", mate="0.2.3", python="3.10, 3.12"
-    ),
-    Stack("torch_musa 2.7.1, source", torch="2.7.1", triton="3.1 or 3.2", mate="0.1.0 or later"),
-)
-
-
-@dataclass(frozen=True, slots=True)
 class Pin:
     """The torch that versions of vLLM require, by its minor version, and the torch_musa that is known for it.
 
@@ -92,6 +60,9 @@ class Pin:
     @property
     def vllm(self) -> Versions:
         return Versions(f">={self.since},<{self.before}")
+
+    def __str__(self) -> str:
+        return f"{self.since} and later, before {self.before}"
 
 
 PINS: Final = (
@@ -205,7 +176,7 @@ def _torch(host: MusaHost) -> Finding:
             trouble += f"install torch and torch_musa {pin.torch_musa} {_INDEX}"
         else:
             newest = next(item for item in reversed(PINS) if item.torch_musa)
-            trouble += f"no torch_musa is known for it: take a vLLM of {_words(newest)}, for torch {newest.torch}"
+            trouble += f"no torch_musa is known for it: take a vLLM of {newest}, for torch {newest.torch}"
     return Finding("torch", found or "", f"{pin.torch}, for vLLM {host.vllm}", trouble)
 
 
@@ -304,75 +275,3 @@ def _number(version: str | None) -> Version | None:
 def _minor(version: str) -> str:
     number = _number(version)
     return version if number is None else f"{number.major}.{number.minor}"
-
-
-def markdown(min_torch: Version) -> str:
-    """The tables for docs/platforms.md.
-
-    Args:
-        min_torch: the first PyTorch that the plugin's kernels are built for.
-    """
-    pins = [(_words(pin), pin.torch, pin.torch_musa or "none") for pin in PINS]
-    stacks = [(s.source, s.torch, s.vllm, s.triton, s.mate, s.torchada, s.mtml, s.python) for s in STACKS]
-    own = (
-        "what `doctor` expects",
-        f"as vLLM's; {min_torch} or later for the kernels",
-        "as above",
-        f"{MIN_TRITON} or later",
-        f"{MIN_MATE} or later",
-        "any (read at 0.1.103)",
-        f"{MIN_MTML} or later",
-        "",
-    )
-    lines = [
-        *_table(("vLLM", "torch that it requires", "torch_musa known for it"), pins),
-        "",
-        *_table(
-            (
-                "who names them",
-                "torch and torch_musa",
-                "vLLM",
-                "Triton",
-                "mate",
-                "torchada",
-                "mthreads-ml-py",
-                "Python",
-            ),
-            [*stacks, own],
-        ),
-    ]
-    return "\n".join(lines)
-
-
-#: What stands around the tables in docs/platforms.md.
-MARKS: Final = (
-    "<!-- written by `vllm-hwplugin doctor --musa-versions docs/platforms.md`, from musa/versions.py -->",
-    "<!-- end of what is written -->",
-)
-
-
-def written_into(page: str, min_torch: Version) -> str:
-    """The page with today's tables between its `MARKS`.
-
-    Raises:
-        ValueError: the page does not have the two, once each and in order.
-    """
-    head, start, rest = page.partition(MARKS[0])
-    _, end, tail = rest.partition(MARKS[1])
-    if not start or not end or MARKS[0] in tail or MARKS[1] in tail:
-        raise ValueError(f"expected the line {MARKS[0]!r} once, and {MARKS[1]!r} once after it")
-    return f"{head}{start}\n\n{markdown(min_torch)}\n\n{end}{tail}"
-
-
-def _words(pin: Pin) -> str:
-    return f"{pin.since} and later, before {pin.before}"
-
-
-def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Iterator[str]:
-    yield _row(head)
-    yield f"|{'---|' * len(head)}"
-    yield from map(_row, rows)
-
-
-def _row(cells: Iterable[str]) -> str:
-    return f"| {' | '.join(cells)} |"
