@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 
@@ -14,14 +14,6 @@ from vllm_hwplugin import gates, journal
 logger = logging.getLogger("vllm.hwplugin")
 
 _NOTE = "attention-warm-up"
-
-
-@runtime_checkable
-class CompilesAtFirstUse(Protocol):
-    """A metadata builder whose layers' kernels are compiled when they are first called."""
-
-    def warm_up(self, *, drafts: bool = False, causal: bool = True) -> int:
-        """Call each of them once; how many calls that were."""
 
 
 def warm_up(runner: Any) -> None:
@@ -36,7 +28,7 @@ def warm_up(runner: Any) -> None:
         RuntimeError: it failed, and ``VLLM_HWPLUGIN_STRICT=1``.
     """
     target = _builders(group for groups in runner.attn_groups for group in groups)
-    builders: list[tuple[CompilesAtFirstUse, dict[str, bool]]] = [(builder, {}) for builder in target]
+    builders: list[tuple[Any, dict[str, bool]]] = [(builder, {}) for builder in target]
     drafter = getattr(runner, "drafter", None)
     # DFlash's queries see later ones, unless the checkpoint says otherwise; vLLM asks that only in later versions.
     causal = runner.speculative_config is None or runner.speculative_config.method != "dflash"
@@ -64,7 +56,10 @@ def warm_up(runner: Any) -> None:
     logger.info("%s", done)
 
 
-def _builders(groups: Any) -> list[CompilesAtFirstUse]:
-    """Of each group the first: others are its copies, for batches that are split in two."""
+def _builders(groups: Any) -> list[Any]:
+    """Metadata builders that can call each of their layers' kernels once (`warm_up`).
+
+    Of each group the first: others are its copies, for batches that are split in two.
+    """
     found = [group.get_metadata_builder(0) for group in groups]
-    return [builder for builder in found if isinstance(builder, CompilesAtFirstUse)]
+    return [builder for builder in found if hasattr(builder, "warm_up")]

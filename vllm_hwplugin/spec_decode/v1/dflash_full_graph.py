@@ -20,7 +20,6 @@ from vllm.forward_context import BatchDescriptor, set_forward_context
 from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
 
 from vllm_hwplugin import journal
-from vllm_hwplugin.fallback import stays_stock
 from vllm_hwplugin.features import DFLASH_FULL_GRAPH
 from vllm_hwplugin.spec_decode.graph_recording import attempt
 from vllm_hwplugin.spec_decode.v1.draft_decision import DraftKeys, pad_up
@@ -55,30 +54,20 @@ class ContextGraphs(Companion):
         draft_graphs: those of its pass, which this is a companion of.
     """
 
+    feature, effect = DFLASH_FULL_GRAPH, "the DFlash drafter runs as in stock vLLM"
+
     def __init__(self, proposer: Any, draft_graphs: DraftGraphs):
         self._proposer = proposer
         self._draft_graphs = draft_graphs
         self.forget()
 
     def forget(self) -> None:
-        """Have no graphs."""
         self._sizes: tuple[int, ...] = ()
         self._graphs: CUDAGraphWrapper | None = None
         self._fused: FusedWeights | None = None
 
     def capture(self, passes: PassGraphs, keys: DraftKeys, template: Any) -> None:
-        """Capture the context of each decode batch that has a graph, largest first.
-
-        The slots are such that nothing is written to.
-
-        Args:
-            passes: the graphs of the drafter's pass, whose memory pool the context shares.
-            keys: their shapes.
-            template: not needed, because the context has no attention.
-
-        Raises:
-            FeatureRequired: it cannot be captured, and the gate says `on`.
-        """
+        """The context of each decode batch that has a graph, with slots such that nothing is written to."""
         self.forget()
         proposer = self._proposer
         block = 1 + proposer.speculative_config.num_speculative_tokens
@@ -95,15 +84,6 @@ class ContextGraphs(Companion):
         self._proposer._context_slot_mapping_buffer[:size].fill_(PADDING_SLOT_ID)
         for mode in (CUDAGraphMode.NONE, CUDAGraphMode.FULL):
             self._launch(size, mode)
-
-    def stay_stock(self, reason: str) -> None:
-        """Have no graphs, and put in the journal why.
-
-        Raises:
-            FeatureRequired: the gate says `on`.
-        """
-        self.forget()
-        stays_stock(DFLASH_FULL_GRAPH, "the DFlash drafter runs as in stock vLLM", reason)
 
     def store(self, states: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
         """Write the context of a batch into the drafter's cache, in one launch where there is a graph.

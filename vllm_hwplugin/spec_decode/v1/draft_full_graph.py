@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from vllm.config import CUDAGraphMode
@@ -38,35 +38,46 @@ logger = logging.getLogger("vllm.hwplugin")
 _STOCK = "the drafter runs as in stock vLLM"
 
 
-class Companion(Protocol):
+class Companion:
     """Further graphs of a drafter: another feature adds them to those of its passes.
 
     They are captured after the passes, into the same memory pool, and are given up with them.
 
     Attributes:
+        feature: its id.
+        effect: what happens without the graphs, as `stays_stock` says it.
         failed: whether recording them failed once, so that it is not tried again.
     """
 
+    feature: ClassVar[str]
+    effect: ClassVar[str]
     failed: bool = False
 
     def forget(self) -> None:
         """Have no graphs, and nothing that was made for them."""
+        raise NotImplementedError
 
     def capture(self, passes: PassGraphs, keys: DraftKeys, template: Any) -> None:
-        """Capture anew, where that has not failed.
+        """Capture anew.
 
         Args:
             passes: the graphs of the drafter's passes, all captured.
             keys: their shapes.
             template: the `CommonAttentionMetadata` that the runner built for the drafter's KV-cache group.
+
+        Raises:
+            FeatureRequired: nothing can be captured, and the gate says `on`.
         """
+        raise NotImplementedError
 
     def stay_stock(self, reason: str) -> None:
         """Have no graphs, and put in the journal why.
 
         Raises:
-            FeatureRequired: the gate of the companion's feature says `on`.
+            FeatureRequired: the gate says `on`.
         """
+        self.forget()
+        stays_stock(self.feature, self.effect, reason)
 
 
 _C = TypeVar("_C", bound=Companion)

@@ -22,7 +22,6 @@ from vllm.config import CUDAGraphMode
 from vllm.v1.spec_decode.utils import PADDING_SLOT_ID, eagle_step_update_slot_mapping_and_metadata
 
 from vllm_hwplugin import journal
-from vllm_hwplugin.fallback import stays_stock
 from vllm_hwplugin.features import DRAFT_LOOP_GRAPH
 from vllm_hwplugin.spec_decode.decode_batch import GraphShape, uniform_shape
 from vllm_hwplugin.spec_decode.graph_recording import attempt
@@ -33,8 +32,6 @@ from vllm_hwplugin.spec_decode.v1.draft_facts import chain_facts
 from vllm_hwplugin.spec_decode.v1.draft_full_graph import Companion, DraftGraphs
 from vllm_hwplugin.spec_decode.v1.pass_graphs import PassGraphs, full_graphs
 
-_STOCK = "steps are launched one by one"
-
 
 class DraftLoop(Companion):
     """The chain graphs of one `SpecDecodeBaseProposer`, which holds it as `draft_loop`.
@@ -44,6 +41,8 @@ class DraftLoop(Companion):
         draft_graphs: those of its passes, which this is a companion of.
     """
 
+    feature, effect = DRAFT_LOOP_GRAPH, "steps are launched one by one"
+
     def __init__(self, proposer: Any, draft_graphs: DraftGraphs):
         self._proposer = proposer
         self._draft_graphs = draft_graphs
@@ -52,7 +51,6 @@ class DraftLoop(Companion):
         self.forget()
 
     def forget(self) -> None:
-        """Have no chain graphs, and nothing that was made for them."""
         self._passes: PassGraphs | None = None
         self._graphs: CUDAGraphWrapper | None = None
         self._metadata: dict[int, dict[str, Any]] = {}
@@ -60,18 +58,7 @@ class DraftLoop(Companion):
         self._inert_from: tuple[int, int] | None = None
 
     def capture(self, passes: PassGraphs, keys: DraftKeys, template: Any) -> None:
-        """Capture a graph for each request count of the one-token steps, largest first.
-
-        The rows are inert, so nothing is written to the KV cache.
-
-        Args:
-            passes: the graphs of the drafter's passes, whose memory pool and buffers the chain shares.
-            keys: their shapes.
-            template: the `CommonAttentionMetadata` that the runner built for the drafter's KV-cache group.
-
-        Raises:
-            FeatureRequired: the steps make no chain, or it cannot be captured, and the gate says `on`.
-        """
+        """A graph for each request count of the one-token steps, with inert rows: the KV cache is not written to."""
         self.forget()
         proposer = self._proposer
         reason = chain_obstacle(chain_facts(proposer))
@@ -87,7 +74,7 @@ class DraftLoop(Companion):
         self._graphs = full_graphs(self._draft, proposer.vllm_config, passes.graph_pool)
         for num_reqs in reversed(self._ladder):
             recording = partial(self._record, num_reqs, template)
-            if not attempt(DRAFT_LOOP_GRAPH, _STOCK, recording, self.forget, passes.graph_pool):
+            if not attempt(self.feature, self.effect, recording, self.forget, passes.graph_pool):
                 self.failed = True
                 return
         steps = self._num_tokens - 1
@@ -98,15 +85,6 @@ class DraftLoop(Companion):
         self._mark_inert(0, num_reqs)
         for mode in (CUDAGraphMode.NONE, CUDAGraphMode.FULL):
             self._launch(num_reqs, mode)
-
-    def stay_stock(self, reason: str) -> None:
-        """Have no chain graphs, and put in the journal why.
-
-        Raises:
-            FeatureRequired: the gate says `on`.
-        """
-        self.forget()
-        stays_stock(DRAFT_LOOP_GRAPH, _STOCK, reason)
 
     @property
     def _captured(self) -> PassGraphs:

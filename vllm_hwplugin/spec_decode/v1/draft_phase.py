@@ -25,7 +25,6 @@ from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample import logits_processor
 
 from vllm_hwplugin import journal
-from vllm_hwplugin.fallback import stays_stock
 from vllm_hwplugin.features import V1_DRAFT_PHASE
 from vllm_hwplugin.nwor import runner as nwor
 from vllm_hwplugin.spec_decode.builders import refusing
@@ -54,9 +53,6 @@ from vllm_hwplugin.spec_decode.v1.pass_graphs import PassGraphs
 
 #: In place of a draft, from 0.25 on of a new request whose prompt is computed but for its last token.
 _PLACEHOLDER: Final = -1
-
-_STOCK: Final = "vLLM's own kernels between the target and the drafter's graphs"
-
 
 _METHODS: Final = ("eagle", "eagle3", "mtp", "dflash")
 
@@ -137,6 +133,8 @@ class DraftPhase(Companion):
         runner: a `GPUModelRunner` of V1, which has its drafter.
     """
 
+    feature, effect = V1_DRAFT_PHASE, "vLLM's own kernels between the target and the drafter's graphs"
+
     def __init__(self, runner: Any):
         self._runner = runner
         self._draft_graphs = getattr(getattr(runner, "drafter", None), "draft_graphs", None)
@@ -146,7 +144,6 @@ class DraftPhase(Companion):
             self._draft_graphs.add(lambda *_: self)
 
     def forget(self) -> None:
-        """Have no graphs, and nothing that was made for them."""
         self._recorder: PhaseRecorder | None = None
         self._buffers: PhaseBuffers | None = None
         # Both by number of the target's tokens.
@@ -162,16 +159,7 @@ class DraftPhase(Companion):
     # -- a start ------------------------------------------------------------------------------------------------------
 
     def capture(self, passes: PassGraphs, keys: DraftKeys, template: Any) -> None:
-        """Get ready to record: the drafter's own graphs are captured, and the target's are about to be.
-
-        Args:
-            passes: the graphs of the drafter's passes.
-            keys: their shapes.
-            template: not needed: each shape comes with its own.
-
-        Raises:
-            FeatureRequired: nothing can be recorded, and the gate says `on`.
-        """
+        """Get ready to record: the drafter's own graphs are captured, and the target's are about to be."""
         self.forget()
         runner = self._runner
         reason = draft_phase_obstacle(runner)
@@ -217,7 +205,7 @@ class DraftPhase(Companion):
         if shape is None:
             return
         started, reserved = time.perf_counter(), reserved_memory()
-        if not attempt(V1_DRAFT_PHASE, _STOCK, partial(self._record, shape, states, template), self.forget):
+        if not attempt(self.feature, self.effect, partial(self._record, shape, states, template), self.forget):
             self.failed = True
             return
         seconds, used = self._spent
@@ -236,15 +224,6 @@ class DraftPhase(Companion):
     def _record(self, shape: GraphShape, states: TargetStates, template: Any) -> None:
         assert self._recorder is not None
         self._graphs[shape.num_tokens] = self._recorder.record(shape, states, template)
-
-    def stay_stock(self, reason: str) -> None:
-        """Have no graphs, and put in the journal why.
-
-        Raises:
-            FeatureRequired: the gate says `on`.
-        """
-        self.forget()
-        stays_stock(V1_DRAFT_PHASE, _STOCK, reason)
 
     @property
     def query_len(self) -> int:
