@@ -11,6 +11,7 @@ docs/attention.md has the table in words.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -170,26 +171,27 @@ _TRIED = "compared with float64 by the kernel's tests"
 _LIMITS = CUDA.large.limits
 
 
-def _cuda(
-    capability: str, value: Value, reason: str, verified: str = "", *, since: str = "", before: str = UNKNOWN_FROM
+def _declare(
+    backend: str,
+    capability: str,
+    value: Value,
+    reason: str,
+    verified: str = "",
+    *,
+    since: str = "",
+    before: str = UNKNOWN_FROM,
+    limit: str = "",
 ) -> Declaration:
-    known = "vLLM's class is asked" if isinstance(value, Vllm) else _COMPARED
+    if not verified:
+        verified = _UNTRIED if backend != FLASH_ATTN else "vLLM's class is asked" if value == VLLM else _COMPARED
     return Declaration(
-        FLASH_ATTN, capability, value, since or CAPABILITIES[capability].since, before, reason, verified or known
+        backend, capability, value, since or CAPABILITIES[capability].since, before, reason, verified, limit
     )
 
 
-def _large(capability: str, value: Value, reason: str, verified: str = _UNTRIED) -> Declaration:
-    return Declaration(
-        FLASH_ATTN_LARGE, capability, value, CAPABILITIES[capability].since, UNKNOWN_FROM, reason, verified
-    )
-
-
-def _musa(capability: str, value: Value, reason: str, verified: str = _UNTRIED, *, limit: str = "") -> Declaration:
-    return Declaration(
-        FLASH_ATTN_MUSA, capability, value, CAPABILITIES[capability].since, UNKNOWN_FROM, reason, verified, limit
-    )
-
+_cuda = functools.partial(_declare, FLASH_ATTN)
+_large = functools.partial(_declare, FLASH_ATTN_LARGE)
+_musa = functools.partial(_declare, FLASH_ATTN_MUSA)
 
 DECLARATIONS: Final[tuple[Declaration, ...]] = (
     # -- FLASH_ATTN on CUDA. Up to 256 it is vLLM's own kernels, so what vLLM decides by the device stays vLLM's.
