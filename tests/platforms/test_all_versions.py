@@ -16,7 +16,7 @@ import pytest
 
 from vllm_hwplugin import plugin
 from vllm_hwplugin.patching import SUPPORTED
-from vllm_hwplugin.platforms import _offer, _rivals
+from vllm_hwplugin.platforms import _offer
 from vllm_hwplugin.platforms._detect import CLASSES
 
 from ..conftest import versions
@@ -176,7 +176,7 @@ def resolver(real_vllm: Load, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
             calls.append(plugin.platform())
             return calls[-1]
 
-        mine = SimpleNamespace(name="hwplugin", value=_rivals.OWN, group=_rivals.GROUP, load=lambda: asked)
+        mine = SimpleNamespace(name="hwplugin", value=_offer.OWN, group=_offer.GROUP, load=lambda: asked)
         monkeypatch.setattr(importlib.metadata, "entry_points", entry_points([mine, *rivals]))
         platforms = importlib.import_module("vllm.platforms")
         classes = {"cuda": "vllm.platforms.cuda.CudaPlatform", "cpu": "vllm.platforms.interface.UnspecifiedPlatform"}

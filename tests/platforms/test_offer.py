@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from vllm_hwplugin import journal, plugin
-from vllm_hwplugin.platforms import _offer, _rivals
+from vllm_hwplugin.platforms import _offer
 from vllm_hwplugin.platforms._detect import CLASSES
 
 from .realvllm import entry_points
@@ -29,7 +29,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Any:
             name: (lambda name=name: name if name in builtins else None) for name in ("tpu", "cuda", "cpu")
         }
         monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
-        own = point("hwplugin", None, _rivals.OWN)
+        own = point("hwplugin", None, _offer.OWN)
         monkeypatch.setattr(importlib.metadata, "entry_points", entry_points([own, *(rivals or [])]))
         return platforms
 
@@ -92,7 +92,7 @@ def test_whatever_fails_is_logged_and_not_raised(
     host: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     host("cuda")
-    monkeypatch.setattr(_rivals, "others", lambda environ: 1 / 0)
+    monkeypatch.setattr(_offer, "others", lambda environ: 1 / 0)
     assert plugin.platform() is None
     assert "its choice failed" in caplog.text
     assert "ZeroDivisionError" in caplog.text

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from vllm_hwplugin.platforms import _rivals
+from vllm_hwplugin.platforms import _offer
 
 from .realvllm import entry_points
 
 
-def point(name: str, answer: Any, value: str = "vendor:platform", group: str = _rivals.GROUP) -> Any:
+def point(name: str, answer: Any, value: str = "vendor:platform", group: str = _offer.GROUP) -> Any:
     def function() -> Any:
         if isinstance(answer, Exception):
             raise answer
@@ -31,8 +31,8 @@ def point(name: str, answer: Any, value: str = "vendor:platform", group: str = _
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     points = [
-        point("hwplugin", "own", _rivals.OWN),
-        point("hwplugin", "own", _rivals.OWN),
+        point("hwplugin", "own", _offer.OWN),
+        point("hwplugin", "own", _offer.OWN),
         point("vendor", "vendor.Platform"),
         point("elsewhere", None),
         point("broken", ImportError("no driver")),
@@ -44,7 +44,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("installed")
 def test_the_own_entry_point_is_no_rival_and_other_groups_are_not_looked_at() -> None:
-    assert [item.name for item in _rivals.others({})] == ["vendor", "elsewhere", "broken", "failing"]
+    assert [item.name for item in _offer.others({})] == ["vendor", "elsewhere", "broken", "failing"]
 
 
 @pytest.mark.usefixtures("installed")
@@ -52,9 +52,9 @@ def test_the_own_entry_point_is_no_rival_and_other_groups_are_not_looked_at() ->
     ("value", "names"), [("hwplugin", []), ("hwplugin,vendor", ["vendor"]), ("", []), ("hwplugin, vendor", [])]
 )
 def test_vllm_plugins_filters_by_name_as_vllm_reads_it(value: str, names: list[str]) -> None:
-    assert [item.name for item in _rivals.others({"VLLM_PLUGINS": value})] == names
+    assert [item.name for item in _offer.others({"VLLM_PLUGINS": value})] == names
 
 
 @pytest.mark.usefixtures("installed")
 def test_only_a_plugin_that_offers_a_class_is_active() -> None:
-    assert _rivals.active(_rivals.others({})) == ("vendor",)
+    assert _offer.active(_offer.others({})) == ("vendor",)

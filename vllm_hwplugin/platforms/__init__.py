@@ -7,8 +7,7 @@ nor torch nor the patch engine. The classes do; vLLM imports one by name once it
 """
 
 from ._detect import CLASSES, GATE, Decision
-from ._offer import KEY, PlatformError, foresee, must_hold, note_used, offer
-from ._rivals import GROUP
+from ._offer import GROUP, KEY, PlatformError, foresee, must_hold, note_used, offer
 
 __all__ = [
     "CLASSES",

@@ -4,17 +4,19 @@
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import logging
 import os
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import EntryPoint
+from typing import Final
 
 from .. import gates, journal
 from ..errors import HwpluginError
-from . import _detect, _rivals
+from . import _detect
 from ._detect import GATE, Decision
 
 logger = logging.getLogger("vllm.hwplugin")
@@ -65,8 +67,8 @@ def _decide() -> Decision:
     if found.kind is None:
         return found
     with _asking_rivals():
-        active = _rivals.active(rivals)
-    return _detect.settle(choice, found, active)
+        offering = active(rivals)
+    return _detect.settle(choice, found, offering)
 
 
 def foresee(
@@ -83,7 +85,7 @@ def foresee(
         The decision, and the other plugins that a process would ask; none where no class is offered anyway.
     """
     found = _detect.decide(choice, builtins, _detect.probe_musa)
-    return found, tuple(_rivals.others(environ)) if found.kind is not None else ()
+    return found, tuple(others(environ)) if found.kind is not None else ()
 
 
 def must_hold() -> None:
@@ -123,3 +125,35 @@ def _asking_rivals() -> Iterator[None]:
         yield
     finally:
         _asking.rivals = False
+
+
+GROUP: Final = "vllm.platform_plugins"
+OWN: Final = "vllm_hwplugin.plugin:platform"
+
+
+def others(environ: Mapping[str, str]) -> tuple[importlib.metadata.EntryPoint, ...]:
+    """The entry points of the group that vLLM would load beside this plugin's: ``VLLM_PLUGINS`` filters by name."""
+    allowed = environ.get("VLLM_PLUGINS")
+    names = None if allowed is None else allowed.split(",")
+    return tuple(
+        point
+        for point in importlib.metadata.entry_points(group=GROUP)
+        # By value: an editable and an ordinary installation list the same entry point twice.
+        if point.value != OWN and (names is None or point.name in names)
+    )
+
+
+def active(points: Iterable[importlib.metadata.EntryPoint]) -> tuple[str, ...]:
+    """The names of those whose function offers a platform class on this host.
+
+    This calls the function, as vLLM does as well. One that fails offers nothing: vLLM ignores it.
+    """
+    return tuple(dict.fromkeys(point.name for point in points if _offers(point)))
+
+
+def _offers(point: importlib.metadata.EntryPoint) -> bool:
+    try:
+        return point.load()() is not None
+    except Exception:
+        logger.debug("the platform plugin %s (%s) failed", point.name, point.value, exc_info=True)
+        return False
