@@ -20,13 +20,13 @@ from typing import Any, Final
 
 import torch
 from vllm import envs
-from vllm.model_executor.offloader.base import NoopOffloader, get_offloader
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample import logits_processor
 
 from vllm_hwplugin import journal
 from vllm_hwplugin.features import V1_DRAFT_PHASE
 from vllm_hwplugin.nwor import runner as nwor
+from vllm_hwplugin.spec_decode import obstacles
 from vllm_hwplugin.spec_decode.builders import refusing
 from vllm_hwplugin.spec_decode.decode_batch import (
     MAX_NUM_REQS,
@@ -71,21 +71,17 @@ def draft_phase_obstacle(runner: Any) -> str | None:
 
 def _engine(runner: Any) -> str | None:
     parallel = runner.vllm_config.parallel_config
-    if parallel.pipeline_parallel_size > 1:
-        return "stages of a pipeline exchange tokens on the host's order"
-    if parallel.enable_eplb:
-        return "experts are counted on the host in each step"
-    if parallel.use_ubatching:
-        return "batches are split in two"
-    if runner.model_config.is_encoder_decoder:
-        return "the model has an encoder"
-    if runner.enable_prompt_embeds:
-        return "prompts may be embeddings"
-    if not isinstance(get_offloader(), NoopOffloader):
-        return "weights are loaded from the host in each step"
-    if hasattr(runner.get_model(), "get_mtp_target_hidden_states"):
-        return "the target has other states for its drafter"
-    return None
+    return obstacles.first(
+        {
+            obstacles.STAGES: parallel.pipeline_parallel_size > 1,
+            obstacles.EXPERTS: parallel.enable_eplb,
+            "batches are split in two": parallel.use_ubatching,
+            obstacles.ENCODER: runner.model_config.is_encoder_decoder,
+            obstacles.EMBEDDINGS: runner.enable_prompt_embeds,
+            obstacles.OFFLOADED: obstacles.offloads(),
+            "the target has other states for its drafter": hasattr(runner.get_model(), "get_mtp_target_hidden_states"),
+        }
+    )
 
 
 def _drafter(proposer: Any, spec: Any) -> str | None:
@@ -113,7 +109,7 @@ def _drafter(proposer: Any, spec: Any) -> str | None:
 def sampling_obstacle(runner: Any) -> str | None:
     """Why vLLM has to sample, although drafting can be recorded; None where that can be recorded as well."""
     if envs.VLLM_COMPUTE_NANS_IN_LOGITS:
-        return "VLLM_COMPUTE_NANS_IN_LOGITS is set"
+        return obstacles.NAN_LOGITS
     own = logits_processor.__name__
     foreign = [type(one).__name__ for one in runner.input_batch.logitsprocs.all if not _is_within(type(one), own)]
     return f"there are custom logits processors: {', '.join(foreign)}" if foreign else None

@@ -24,6 +24,7 @@ from vllm.distributed.parallel_state import graph_capture
 from vllm_hwplugin import journal
 from vllm_hwplugin.fallback import stays_stock
 from vllm_hwplugin.features import V1_STEP_INPUTS
+from vllm_hwplugin.spec_decode import obstacles
 from vllm_hwplugin.spec_decode.builders import host_work
 from vllm_hwplugin.spec_decode.decode_batch import MAX_NUM_REQS, has_prompt
 from vllm_hwplugin.spec_decode.graph_recording import attempt, record_graph
@@ -40,25 +41,21 @@ def step_inputs_obstacle(runner: Any) -> str | None:
     """
     speculative = runner.speculative_config
     if speculative is None or not hasattr(runner, "drafter"):
-        return "this worker does not draft"
-    if speculative.method == "ngram_gpu":
-        return "how many drafts are verified changes from step to step"
-    config = runner.vllm_config
-    if config.parallel_config.pipeline_parallel_size > 1:
-        return "stages of a pipeline exchange tokens on the host's order"
-    if runner.dcp_world_size > 1 or getattr(config.parallel_config, "prefill_context_parallel_size", 1) > 1:
-        return "the context is split among ranks"
-    if runner.lora_config is not None:
-        return "adapters (LoRA) change from batch to batch"
-    if runner.model_config.is_encoder_decoder:
-        return "the model has an encoder"
-    if runner.uses_mrope or getattr(runner, "uses_xdrope_dim", 0):
-        return "positions have several dimensions"
-    if runner.enable_prompt_embeds:
-        return "prompts may be embeddings"
-    if runner.model_config.is_hybrid and runner.cache_config.mamba_cache_mode != "none":
-        return f"mamba_cache_mode is {runner.cache_config.mamba_cache_mode}, whose states are moved on the host"
-    return None
+        return obstacles.NO_DRAFTS
+    parallel, model = runner.vllm_config.parallel_config, runner.model_config
+    mamba = runner.cache_config.mamba_cache_mode
+    return obstacles.first(
+        {
+            obstacles.VERIFIED: speculative.method == "ngram_gpu",
+            obstacles.STAGES: parallel.pipeline_parallel_size > 1,
+            obstacles.CONTEXT: (runner.dcp_world_size > 1 or getattr(parallel, "prefill_context_parallel_size", 1) > 1),
+            obstacles.ADAPTERS: runner.lora_config is not None,
+            obstacles.ENCODER: model.is_encoder_decoder,
+            obstacles.POSITIONS: runner.uses_mrope or getattr(runner, "uses_xdrope_dim", 0),
+            obstacles.EMBEDDINGS: runner.enable_prompt_embeds,
+            f"mamba_cache_mode is {mamba}, whose states are moved on the host": model.is_hybrid and mamba != "none",
+        }
+    )
 
 
 def metadata_obstacle(runner: Any) -> str | None:

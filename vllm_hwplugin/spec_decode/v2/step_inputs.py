@@ -26,6 +26,7 @@ from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm_hwplugin import journal
 from vllm_hwplugin.fallback import stays_stock
 from vllm_hwplugin.features import V2_STEP_INPUTS
+from vllm_hwplugin.spec_decode import obstacles
 from vllm_hwplugin.spec_decode.builders import host_work
 from vllm_hwplugin.spec_decode.graph_recording import attempt, record_graph
 from vllm_hwplugin.spec_decode.step_counts import Reason, StepCounts
@@ -50,7 +51,7 @@ def recorded_inputs_obstacle(runner: Any) -> str | None:
         return f"{type(runner.model_state).__name__} has work of its own before each step"
     config = runner.model_config
     if config.uses_mrope or getattr(config, "uses_xdrope_dim", 0):
-        return "positions have several dimensions"
+        return obstacles.POSITIONS
     if getattr(config, "rswa_window", None) is not None:
         return "attention windows depend on the length of prompts"
     return None

@@ -23,7 +23,6 @@ import numpy as np
 import torch
 from vllm.config.compilation import CUDAGraphMode
 from vllm.distributed.parallel_state import graph_capture
-from vllm.model_executor.offloader.base import NoopOffloader, get_offloader
 from vllm.v1.worker.gpu.cudagraph_utils import prepare_inputs_to_capture
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_states.interface import ModelState
@@ -32,6 +31,7 @@ from vllm_hwplugin import journal
 from vllm_hwplugin.fallback import stays_stock
 from vllm_hwplugin.features import V2_TAIL_GRAPH
 from vllm_hwplugin.nwor import runner as nwor
+from vllm_hwplugin.spec_decode import obstacles
 from vllm_hwplugin.spec_decode.builders import known, why_not_in_graph
 from vllm_hwplugin.spec_decode.decode_batch import GraphShape, asks_for_nothing_else
 from vllm_hwplugin.spec_decode.graph_recording import attempt, known_arguments, record_graph, reserved_memory
@@ -74,15 +74,14 @@ def tail_obstacle(runner: Any) -> str | None:
     """
     speculator = runner.speculator
     if speculator is None or runner.rejection_sampler is None:
-        return "this worker does not draft"
+        return obstacles.NO_DRAFTS
     method = speculator.speculative_config.method
     if method not in _METHODS:
         return f"the speculative method is {method}"
     if type(speculator).__name__ not in _SPECULATORS:
         return f"{type(speculator).__name__} drafts in a way of its own"
     return (
-        _parallel(runner)
-        or _model(runner)
+        _engine(runner)
         or _sampling(runner)
         or _drafting(speculator)
         or _first_pass(runner)
@@ -104,36 +103,29 @@ def _first_pass(runner: Any) -> str | None:
     return None
 
 
-def _parallel(runner: Any) -> str | None:
-    parallel = runner.vllm_config.parallel_config
-    if parallel.data_parallel_size > 1:
-        return "ranks of data parallelism agree on each step on the host"
-    if runner.use_pp:
-        return "stages of a pipeline exchange tokens on the host's order"
-    if runner.use_dcp or getattr(runner, "pcp_manager", None) is not None:
-        return "the context is split among ranks"
-    if parallel.enable_eplb:
-        return "experts are counted on the host in each step"
-    return None
-
-
-def _model(runner: Any) -> str | None:
-    if runner.lora_config is not None:
-        return "adapters (LoRA) change from batch to batch"
-    if runner.is_encoder_decoder:
-        return "the model has an encoder"
-    if type(runner.model_state).postprocess_state is not ModelState.postprocess_state:
-        return f"{type(runner.model_state).__name__} has work of its own after each step"
-    if not isinstance(get_offloader(), NoopOffloader):
-        return "weights are loaded from the host in each step"
-    return None
+def _engine(runner: Any) -> str | None:
+    parallel, state = runner.vllm_config.parallel_config, type(runner.model_state)
+    return obstacles.first(
+        {
+            "ranks of data parallelism agree on each step on the host": parallel.data_parallel_size > 1,
+            obstacles.STAGES: runner.use_pp,
+            obstacles.CONTEXT: runner.use_dcp or getattr(runner, "pcp_manager", None) is not None,
+            obstacles.EXPERTS: parallel.enable_eplb,
+            obstacles.ADAPTERS: runner.lora_config is not None,
+            obstacles.ENCODER: runner.is_encoder_decoder,
+            f"{state.__name__} has work of its own after each step": (
+                state.postprocess_state is not ModelState.postprocess_state
+            ),
+            obstacles.OFFLOADED: obstacles.offloads(),
+        }
+    )
 
 
 def _sampling(runner: Any) -> str | None:
     if runner.sampler.compute_nans:
-        return "VLLM_COMPUTE_NANS_IN_LOGITS is set"
+        return obstacles.NAN_LOGITS
     for name, words in (
-        ("adaptive_verification", "how many drafts are verified changes from step to step"),
+        ("adaptive_verification", obstacles.VERIFIED),
         ("batch_sharder", "ranks sample a part of the batch each"),
         ("aux_output_connector", "hidden states leave the engine in each step"),
     ):
