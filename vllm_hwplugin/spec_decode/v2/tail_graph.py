@@ -90,7 +90,7 @@ def tail_obstacle(runner: Any) -> str | None:
 
 
 def _first_pass(runner: Any) -> str | None:
-    """The drafter's first pass reads metadata that the target's builders make, which is not made again in the graph."""
+    """The drafter's first pass reads metadata of the target's builders, and the graph does not make that again."""
     drafting = {name for groups in runner.speculator.attn_groups for group in groups for name in group.layer_names}
     for builder in (
         group.get_metadata_builder(0)
