@@ -25,7 +25,7 @@ from vllm import LLM, SamplingParams
 import transformers.utils.versions as versions
 llm = LLM(model=MODEL, dtype="float32", enforce_eager=True, max_model_len=64, max_num_seqs=1, seed=0)
 (output,) = llm.generate([{"prompt_token_ids": [1, 2, 3]}], SamplingParams(max_tokens=8, ignore_eos=True))
-print("ANSWER", len(output.outputs[0].token_ids), versions.added.__code__.co_filename)
+print("ANSWER", len(output.outputs[0].token_ids), versions.require_version_core.__code__.co_filename)
 llm.llm_engine.engine_core.shutdown()
 """
 
@@ -46,10 +46,11 @@ def write_feature(
 def test_both_processes_of_an_engine_run_features_from_outside(tmp_path: Path) -> None:
     catalogue, cache, metadata = tmp_path / "acme", tmp_path / "cache", tmp_path / "metadata/vllm_hwplugin-0.dist-info"
     vllm, library = find_installed(), find_distribution("transformers", [LIBRARY])
-    core = "def require_version_core("
+    # The body of a function: the library was imported before the plugin.
+    core = "    return require_version(requirement, hint)\n"
     for name, distribution, installed, path, old, new in (
         ("half", "vllm", vllm, SCHEDULER, "num_output_tokens >= request.max_tokens", "num_output_tokens >= 4"),
-        ("hint", "transformers", library, LIBRARY, core, f"def added():\n    pass\n\n\n{core}"),
+        ("hint", "transformers", library, LIBRARY, core, f"    hint += '.'\n{core}"),
     ):
         text = installed.source.read(path)
         assert text is not None
