@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A live feature that finds, once the engine is built, that it has nothing to do here."""
+"""Log and journal that a live feature turns out not to apply to this engine; refuse the start if its gate is `on`."""
 
 from __future__ import annotations
 

@@ -204,7 +204,7 @@ def note(key: str, text: str) -> None:
     """Note a decision that was made at run time, such as which call a feature chose and why.
 
     Callable from any code of the plugin at any time, also before the journal has begun; saying the same again costs
-    nothing. A feature that decides anew, under its own id, takes back what it said with :func:`use` until then.
+    nothing. ``note(feature, ...)``, under a feature's own id, also takes back its earlier ``use(feature, ...)``.
     """
     with _lock:
         adopt()

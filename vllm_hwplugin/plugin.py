@@ -33,7 +33,7 @@ def register() -> None:
     Raises:
         PatchingError, GateError, OverrideError, PlatformError: only in strict mode (``VLLM_HWPLUGIN_STRICT=1``), for a
             feature whose gate says ``on``, or where half a feature would run; otherwise an error is logged and vLLM
-            runs stock. docs/gates.md has the table.
+            runs stock. docs/failures.md has the table.
     """
     import logging
     import sys

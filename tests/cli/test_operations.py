@@ -35,7 +35,7 @@ def rows(kind: str = "cuda", libraries: tuple[Built, ...] = (LIBRARY,), **enviro
         ("cuda", {"VLLM_HWPLUGIN_OPS": "on"}, "plugin", "VLLM_HWPLUGIN_OPS=on"),
         ("cuda", {"VLLM_HWPLUGIN_OPS": "on", "VLLM_HWPLUGIN_OPS_SKIP": "rotary_embedding"}, "vllm", "named in"),
         ("cuda", {"VLLM_HWPLUGIN_OPS": "on", "VLLM_HWPLUGIN": "0"}, "vllm", "VLLM_HWPLUGIN=0"),
-        ("cpu", {"VLLM_HWPLUGIN_OPS": "on"}, "vllm", "on CUDA and MUSA alone"),
+        ("cpu", {"VLLM_HWPLUGIN_OPS": "on"}, "vllm", "only on CUDA and MUSA"),
         ("musa", {"VLLM_HWPLUGIN_OPS": "on"}, "plugin", "VLLM_HWPLUGIN_OPS=on"),
         ("musa", {}, "vllm", "rounds once"),
     ],

@@ -20,7 +20,7 @@ SKIP: Final = "VLLM_HWPLUGIN_OPS_SKIP"
 KEY: Final = "CUDA"
 
 #: Why the table says nothing of other hosts.
-NO_GPU: Final = "the plugin's kernels stand under vLLM's names on CUDA and MUSA alone"
+NO_GPU: Final = "the plugin's kernels stand under vLLM's names only on CUDA and MUSA"
 
 #: Before the name of an operation, among a process's decisions (:func:`vllm_hwplugin.journal.note`).
 RECORD: Final = "operation "

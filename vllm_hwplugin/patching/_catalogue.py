@@ -80,10 +80,10 @@ def load_catalogue(
 
     Args:
         folder: default: the project's own.
-        version: keep only the hunks for this version. A process that patches itself has no use for the others. All
-            of them are kept of a feature that says nothing of the version. Ranges that overlap are then an error only
-            where both hold this version.
-        environ: no hunk is kept of features whose gate is off there.
+        version: keep only the hunks for this version. A process that patches itself needs no others. A feature that
+            says nothing of the version keeps all of its hunks. Ranges that overlap are then an error only where both
+            hold this version.
+        environ: a feature whose gate is off there keeps no hunk.
         base: a cache folder that can be trusted, for the values of each `patch.toml`; without one they are parsed.
 
     Raises:

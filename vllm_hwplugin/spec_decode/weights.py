@@ -62,7 +62,7 @@ class FusedWeights:
                 continue
             if getattr(current, "shape", None) != recorded.shape or current.dtype != recorded.dtype:
                 return f"the draft model's {name} has another shape or type than at capture"
-            # A name for a parameter's memory is written where it was; a tensor of its own is not.
+            # A view of a parameter was updated in place already; only a tensor with memory of its own has to be copied.
             if current.data_ptr() != recorded.data_ptr():
                 recorded.copy_(current)
             setattr(self._model, name, recorded)

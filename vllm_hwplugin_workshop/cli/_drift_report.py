@@ -229,10 +229,10 @@ def as_markdown(catalogue: Catalogue, reports: Iterable[TargetReport]) -> str:
 
 def _table(catalogue: Catalogue, reports: list[TargetReport], target: str) -> list[str]:
     lines = [
-        "*exact*: every hunk matches at its stated line. A number: every hunk matches at exactly one place, the "
-        f"furthest so many lines from the stated one. *upstream*: {target} has the change. A dash: {target} does not "
-        "have the fault, and the feature is not needed. Anything else means that it is off on that version. What is "
-        "applied where, and why not elsewhere, is said below for each feature.",
+        "*exact*: every hunk matches at its stated line. A number N: every hunk matches at exactly one place, up to N "
+        f"lines from the stated one. *upstream*: {target} has the change. A dash: {target} does not have the fault, so "
+        "the feature is not needed. Anything else: the feature is off on that version. Each feature's section says "
+        "what is applied where, and why not elsewhere.",
         "",
         f"| feature | {' | '.join(_names(reports))} |",
         "|---" * (1 + len(reports)) + "|",

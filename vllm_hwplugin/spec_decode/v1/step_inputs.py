@@ -224,7 +224,7 @@ class StepInputs:
 
     def _record(self, num_reqs: int, with_metadata: bool, pool: Any) -> _Recorded:
         runner, query_len = self._runner, self._query_len
-        # As vLLM leaves them for such a batch: kernels that are recorded run, too.
+        # Fill the buffers as vLLM would for such a batch: recording also runs the kernels once.
         starts = runner.query_start_loc
         starts.np[:] = np.minimum(np.arange(starts.np.size), num_reqs) * query_len
         runner.num_computed_tokens.zero_()
