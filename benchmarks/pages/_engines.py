@@ -29,19 +29,19 @@ Made from the results files of `vllm-hwplugin bench` by `make docs`; do not edit
 """
 
 _SIDES = (
-    "Stock is vLLM with `VLLM_HWPLUGIN=0`, patched is the same vLLM with the plugin as it is by default, each on both "
-    "model runners. The engines of all sides run as in a server, each engine's core in a process of its own; they are "
-    "alive together on one GPU and are measured in turn, in short rounds. A step counts while every request of the "
-    "batch is drafting. The targets have the sizes of Qwen3's models and dummy weights, and vLLM's synthetic "
-    "acceptance decides which drafts are taken, so their tokens/s are compared by the time of a step."
+    "Stock is vLLM with `VLLM_HWPLUGIN=0`; patched is the same vLLM with the plugin's defaults. Both run on both model "
+    "runners. Each engine's core has its own process, as in a server. All engines live on one GPU and are measured in "
+    "turn, in short rounds. A step counts while every request of the batch is drafting. The targets have the sizes of "
+    "Qwen3's models and dummy weights. vLLM's synthetic acceptance decides which drafts are taken, so tokens/s differ "
+    "by the time of a step alone."
 )
 _TRAINED = " `tiny` has trained checkpoints, so its acceptance is real."
 
 _WHY = (
-    "A drafter without graphs is launched kernel by kernel, and the GPU waits for the host meanwhile. The plugin's "
-    "graphs take most of these launches away. Where the GPU is busy nearly all of a step, there is nothing to win. "
-    "With the smallest batch, stock → patched; GPU busy and launches come from torch's profiler, in a run apart, and "
-    "the idle share is of the step as it is without the profiler:"
+    "vLLM launches a drafter without graphs kernel by kernel; meanwhile the GPU waits. The plugin's graphs take most "
+    "of these launches away. Where the GPU is busy nearly all of a step, there is nothing to win. The table has the "
+    "smallest batch, stock → patched. GPU busy and launches come from torch's profiler, in a separate run; the idle "
+    "share is of a step without the profiler:"
 )
 
 _AGAIN = """## Measure it on your host
@@ -93,8 +93,8 @@ def first_screen(files: Sequence[Found], kernels: Sequence[Found]) -> str:
     """README.md's table: targets of real sizes alone."""
     found = [one for one in gains(files) if one.shape != TINY]
     weights = paragraph(
-        "The targets have the sizes of Qwen3's models and dummy weights; how many drafts are accepted is set, by "
-        "vLLM's synthetic acceptance, to the same on all sides."
+        "The targets have the sizes of Qwen3's models and dummy weights. vLLM's synthetic acceptance makes all sides "
+        "accept equally many drafts."
     )
     return "\n".join([*_gain_table(found), "", _measured(found), "", weights, "", paragraph(in_short(kernels))])
 
@@ -146,10 +146,9 @@ def _measured(found: Sequence[Gain]) -> str:
         )
     times = [us for one in found for row in one.rows for side in row.sides.values() if side for us in side["host_us"]]
     text += (
-        " Where the GPU waits for the host, a step is as slow as the host: on a quicker one stock vLLM is faster, and "
-        "the plugin gains less. A fixed piece of Python, by which hosts can be compared, took these "
-        f"{min(times):.0f} to {max(times):.0f} us (median {statistics.median(times):.0f}); `vllm-hwplugin bench` times "
-        "it on yours."
+        " Where the GPU waits for the host, the host sets the time of a step: on a quicker host stock vLLM is faster, "
+        "and the plugin gains less. To compare hosts, `vllm-hwplugin bench` times a fixed piece of Python: "
+        f"{min(times):.0f} to {max(times):.0f} us here (median {statistics.median(times):.0f})."
     )
     return paragraph(text)
 
@@ -236,8 +235,8 @@ def _spread(found: Sequence[Gain]) -> list[str]:
     # Of a run that was stopped there are fewer than were asked for.
     rounds = sorted({side["rounds"] for one in found for row in one.rows for side in row.sides.values() if side})
     text = (
-        f"Each figure is the best of {' or '.join(map(str, rounds))} rounds in one engine, and no engine was started "
-        "twice. The best round by the median one, at most, over all sides and cases:"
+        f"Each figure is the best of {' or '.join(map(str, rounds))} rounds in one engine, started once. The largest "
+        "ratio of best to median round, over all sides and cases:"
     )
     few = f"A gain of {_NOTHING - 1:.0%} or less counts as nothing here."
     if wide := [batch for batch in batches if spreads[batch] > 1 + 2 * (_NOTHING - 1)]:

@@ -33,7 +33,7 @@ class Part:
 _WAITING = Part(
     "waiting for the GPU, and its tokens for the host",
     ("Future.result", "*._get_valid_sampled_token_count", "*.get_output"),
-    "nothing; the less the host has to do, the more of a step is this",
+    "nothing; the less the host has to do, the larger this part of a step",
 )
 _PARTS = (
     Part("scheduling", ("*Scheduler.*",), "nothing"),
@@ -110,11 +110,11 @@ Made from the files `phases-*.json` of [benchmarks/results](../benchmarks/result
 edit. Every function is in [phases.md](../benchmarks/results/phases.md), speed is in [benchmarks.md](benchmarks.md).
 """
 _HOW = (
-    "Microseconds of the host in a decode step, the median one of the quickest round. Each of them is in one row "
-    "alone, so the rows add up to the step. They were taken without a profiler, by timing each function of vLLM and "
-    "of the plugin that a step goes through, which costs about a microsecond a call; the engine was in its caller's "
-    "process. All sides were looked at in turn in one run: the V1 model runner, and Model Runner V2 as MRV2; patched "
-    "is with the features that are named. GPU busy comes from torch's profiler, in a part of the run apart."
+    "Host time in a decode step, in microseconds: the median step of the quickest round. Each microsecond is in "
+    "exactly one row, so the rows add up to the step. There was no profiler: each function of vLLM and of the "
+    "plugin that a step goes through was timed, at about a microsecond a call. The engine ran in its caller's "
+    "process. One run looked at all sides in turn: V1, and Model Runner V2 as MRV2; patched has the features named. "
+    "GPU busy comes from torch's profiler, in a separate part of the run."
 )
 #: Functions of a side that are named.
 _MOST = 8

@@ -58,8 +58,8 @@ def page(files: Sequence[Found]) -> str:
 def in_short(files: Sequence[Found]) -> str:
     """What a reader of README.md has to know of all this."""
     return (
-        f"The plugin's kernels serve both runners. By themselves, {'; '.join(map(_shortest, files))}. A kernel is a "
-        "part of a step, and what engines gain by these was not measured."
+        f"The plugin's kernels serve both runners. Alone, {'; '.join(map(_shortest, files))}. A kernel is only a part "
+        "of a step; nobody measured what engines gain by these."
     )
 
 
@@ -67,11 +67,11 @@ def _shortest(file: Found) -> str:
     where = f"on one {file.device} beside vLLM {file.vllm}"
     if file.results["kind"] == "ops":
         ratios = [ratio for case in ops.CASES.values() if (ratio := op_ratio(file.results, case)) is not None]
-        return f"vLLM's operations take {between(ratios, '.2f')} times the time of the plugin's ({where})"
+        return f"vLLM's operations take {between(ratios, '.2f')} times as long as the plugin's ({where})"
     prompt, decode = (_by_ours(file.results, attention.TRITON, cases) for cases in _KINDS)
     return (
-        f"for heads of 512 {attention.TRITON} takes {prompt} times the time of the plugin's attention for prompts, and "
-        f"{decode} times in decode and verification ({where})"
+        f"at heads of 512, {attention.TRITON} takes {prompt} times as long as the plugin's attention for prompts, and "
+        f"{decode} times as long in decode and verification ({where})"
     )
 
 

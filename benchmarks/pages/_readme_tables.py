@@ -15,14 +15,15 @@ from ._text import paragraph, table
 _COST_SIDES = {"patched": ("plugin", "V1"), "mrv2-patched": ("mrv2-plugin", "V2")}
 _COST_NAMES = ["vLLM", "target", "drafts", "model runner", "batch", "ms a step without", "with", "longer by"]
 _COST_HOW = (
-    "Times are those of the best round, the median one in brackets; sides took turns, each engine's core in a process "
-    "of its own. Both have the plugin as it is by default, but for this feature."
+    "Times are of the best round, with the median in brackets. Sides took turns, each engine's core in its own "
+    "process. Both have the plugin's defaults except for this feature."
 )
 _START_RUNNERS = {"stock": "V1", "mrv2": "V2"}
 _START_NAMES = ["vLLM", "target", "drafts", "model runner", "KV blocks", "first start, s", "later start, s"]
 _START_HOW = (
     "Stock → with the plugin, at vLLM's own memory share, requests at once and capture sizes. A later start is alone "
-    "on the device, with filled caches. The first ones were made at one time, and say what it takes beside others."
+    "on the device, with filled caches. The first starts ran side by side, so they say how long one takes beside "
+    "others."
 )
 
 

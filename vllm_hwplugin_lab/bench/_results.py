@@ -233,8 +233,8 @@ def _filled(value: Any, before: str) -> str:
 def rounds_entry(outcome: Outcome, workload: str) -> dict[str, Any] | None:
     """What was measured of a workload; None when no step of it was.
 
-    A round's speed has two parts: what a step takes, of which the best round counts, because a shared host only makes
-    it slower, and what a step yields, of which all rounds together count, because that is chance in each.
+    Time per step: the best round, because a shared host only adds time. Tokens per step: all rounds together, because
+    they are random.
     """
     rounds = [one for one in outcome.of("measured", workload) if one["steps"]]
     if not rounds:
