@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +19,8 @@ MODULE = "vllm_hwplugin_lab.bench.micro._child"
 ENVIRONMENT = {"VLLM_HWPLUGIN": "0"}
 #: Seconds beyond the run's own that a child may take: its start, and the cell that is on its way at the end.
 _START = 180.0
+#: A kernel whose cells ended so many processes is not tried again.
+_MOST_CRASHES = 2
 
 
 def supervise(
@@ -41,54 +44,67 @@ def supervise(
         run: starts a child, as ``run_child``.
         clock: seconds.
     """
-    outcomes: list[dict[str, Any]] = []
-    processes: list[dict[str, Any]] = []
-    crashes: list[str] = []
-    start, left = clock(), tuple(todo)
-    while left:
-        rest = seconds - (clock() - start)
-        if processes and rest <= 0:
-            reason = "the time for the whole run was used up"
-            outcomes += [{**_cells.outcome(cell, _cells.NOT_RUN, reason), "process": None} for cell in left]
-            break
-        text = json.dumps({**job, "todo": left, "seconds": rest})
-        listen = _listener(on_event, keep, tuple(outcomes), tuple(processes))
-        ended = run(MODULE, text, ENVIRONMENT, timeout=max(rest, 0) + _START, on_event=listen)
-        progress = _cells.after(left, ended.events, ended.error, crashes)
-        outcomes += _in_process(progress.outcomes, len(processes))
-        crashes += [found["kernel"] for found in progress.outcomes if found["status"] == _cells.CRASHED]
-        processes.append(_process(ended.events, error=ended.error, log_tail=ended.log_tail))
-        left = progress.todo
-    return outcomes, processes
-
-
-def _listener(
-    on_event: Callable[[Event], None],
-    keep: Callable[[list[dict[str, Any]], list[dict[str, Any]]], None],
-    outcomes: Sequence[dict[str, Any]],
-    processes: Sequence[dict[str, Any]],
-) -> Callable[[Event], None]:
-    """Follows one child; ``outcomes`` and ``processes`` are those of the earlier ones."""
-    said: list[Event] = []
+    end, so_far = clock() + seconds, _SoFar(todo)
 
     def listen(event: Event) -> None:
-        said.append(event)
         on_event(event)
+        so_far.hear(event)
         if event["event"] == "cell":
-            so_far = [one["outcome"] for one in said if one["event"] == "cell"]
-            facts = _process(said, error="it was still running", log_tail="")
-            keep([*outcomes, *_in_process(so_far, len(processes))], [*processes, facts])
+            keep(so_far.outcomes, so_far.processes)
 
-    return listen
+    while so_far.todo:
+        rest = end - clock()
+        if so_far.processes and rest <= 0:
+            so_far.not_run(so_far.todo, "the time for the whole run was used up")
+            break
+        text = json.dumps({**job, "todo": so_far.todo, "seconds": rest})
+        so_far.processes.append({"error": "it was still running", "log_tail": ""})
+        ended = run(MODULE, text, ENVIRONMENT, timeout=max(rest, 0) + _START, on_event=listen)
+        so_far.processes[-1] |= {"error": ended.error, "log_tail": ended.log_tail}
+        if so_far.begun is not None:
+            so_far.crashed(so_far.begun, ended.error)
+        elif ended.error is not None or clock() < end:
+            # Nothing was on its way: another process would end the same way.
+            so_far.not_run(so_far.todo, f"the process ended before it: {ended.error or 'it said that it was done'}")
+    return so_far.outcomes, so_far.processes
 
 
-def _in_process(outcomes: Sequence[dict[str, Any]], index: int) -> list[dict[str, Any]]:
-    return [{**one, "process": index} for one in outcomes]
+class _SoFar:
+    """What is known of a run, and the cells that no process has said anything of."""
 
+    def __init__(self, todo: Sequence[Cell]) -> None:
+        self.outcomes: list[dict[str, Any]] = []
+        self.processes: list[dict[str, Any]] = []
+        self.todo = list(todo)
+        #: The cell that a process is at, or died of.
+        self.begun: Cell | None = None
+        self._broken: str | None = None
+        self._crashes: Counter[str] = Counter()
 
-def _process(events: Sequence[Event], *, error: str | None, log_tail: str) -> dict[str, Any]:
-    facts: dict[str, Any] = {"error": error, "log_tail": log_tail}
-    for event in events:
+    def hear(self, event: Event) -> None:
         if event["event"] in ("ready", "copies"):
-            facts |= {key: value for key, value in event.items() if key != "event"}
-    return facts
+            self.processes[-1] |= {key: value for key, value in event.items() if key != "event"}
+        elif event["event"] == "begin":
+            self.begun = (event["kernel"], event["case"])
+        elif event["event"] == "broken":
+            self._broken = f"the device was not usable after it: {event['reason']}"
+        elif event["event"] == "cell":
+            self._over(event["outcome"], len(self.processes) - 1)
+
+    def crashed(self, cell: Cell, error: str | None) -> None:
+        reason = self._broken or error or "the process ended in it"
+        self._over(_cells.outcome(cell, _cells.CRASHED, reason), len(self.processes) - 1)
+        kernel = cell[0]
+        self._crashes[kernel] += 1
+        if self._crashes[kernel] == _MOST_CRASHES:
+            again = f"not tried again: {kernel} ended {_MOST_CRASHES} processes"
+            self.not_run([one for one in self.todo if one[0] == kernel], again)
+
+    def not_run(self, cells: Sequence[Cell], reason: str) -> None:
+        for cell in tuple(cells):
+            self._over(_cells.outcome(cell, _cells.NOT_RUN, reason), None)
+
+    def _over(self, outcome: dict[str, Any], process: int | None) -> None:
+        self.outcomes.append({**outcome, "process": process})
+        self.todo.remove((outcome["kernel"], outcome["case"]))
+        self.begun = self._broken = None
