@@ -7,13 +7,15 @@ import re
 
 import pytest
 
-from benchmarks.pages import RESULTS, ResultsError, outdated, pages
+from benchmarks.pages import RESULTS, ROOT, ResultsError, outdated, pages
 from vllm_hwplugin_lab.bench import read_results, rows
+from vllm_hwplugin_lab.bench.micro import attention_cases, op_cases
 
 ENGINES = "benchmarks/results/engines-h200-vllm-0.26.0-eagle3-0.6b.json"
 DFLASH = "benchmarks/results/engines-h200-vllm-0.26.0-dflash-0.6b.json"
 COSTS = "benchmarks/results/cost-nwor-h200-vllm-0.26.0-eagle3.json"
 ATTENTION = "benchmarks/results/kernels-attention-h200-vllm-0.26.0.json"
+OPS = "benchmarks/results/kernels-ops-h200-vllm-0.20.2.json"
 
 
 def change(path, by):
@@ -37,6 +39,14 @@ def table_of(page):
 
 def test_the_pages_in_the_tree_are_made_of_its_results_files():
     assert outdated() == [], "'make docs' writes them again"
+
+
+@pytest.mark.parametrize(("file", "plan"), [(ATTENTION, attention_cases.plan()), (OPS, op_cases.plan())])
+def test_what_was_measured_of_kernels_is_measured_again_in_that_order(file, plan):
+    """Kernels of a case stand side by side, and the plugin's own before what a run loses whose time is over."""
+    measured = [(cell["kernel"], cell["case"]) for cell in read_results((ROOT / file).read_text())["cells"]]
+    assert len(plan) == len(set(plan))
+    assert [cell for cell in plan if cell in measured] == measured
 
 
 def test_a_page_that_is_old_is_named(tree):

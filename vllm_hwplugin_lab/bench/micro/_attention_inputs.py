@@ -68,15 +68,9 @@ class Pool:
         return self.elements // case.cache_elements
 
     def batches(self, case: AttentionCase, count: int) -> list[Batch]:
-        """``count`` sets of inputs over different blocks.
-
-        Raises:
-            ValueError: the cache is too small.
-        """
+        """``count`` sets of inputs over different blocks, no more than ``sets`` says."""
         block = case.page * case.kv_heads * case.head_size
         blocks, needed = self.elements // block, sum(case.pages)
-        if count > self.sets(case):
-            raise ValueError(f"{case.key} needs {count * needed} blocks of the cache, which has {blocks}")
         shape = (blocks, case.page, case.kv_heads, case.head_size)
         keys, values = (cache[: blocks * block].view(shape) for cache in (self._keys, self._values))
         order = self._order(case, blocks)

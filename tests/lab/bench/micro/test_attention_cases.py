@@ -4,34 +4,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from itertools import product
 
 import pytest
 
-from vllm_hwplugin_lab.bench.micro import _attention_cases as cases
 from vllm_hwplugin_lab.bench.micro._attention_cases import AttentionCase
 
 DRAWN = AttentionCase("decode", 4, 95, 4, 2, head_size=32, spread=1.0)
-
-
-def test_every_shape_of_the_decode_table_is_there():
-    found = {(c.batch, c.context, c.query, c.kv_heads, c.heads, c.head_size, c.page) for c in cases.DECODE}
-    assert found == {
-        (*shape, 8, 512, 16) for shape in product((1, 8, 64), (1024, 8192, 32768), (1, 4, 8, 16, 32), (1, 4))
-    }
-    assert len(cases.DECODE) == 90
-
-
-def test_unequal_requests_and_batches_that_are_no_power_of_two_are_there():
-    shapes = [
-        {(c.batch, c.context, c.query, c.kv_heads, c.spread) for c in one}
-        for one in (cases.UNEVEN, cases.NO_POWER_OF_TWO)
-    ]
-    assert shapes[0] == set(product((8, 24, 64), (1024, 8192), (1, 8), (1, 4), (1.0,)))
-    assert shapes[1] == set(product((24, 100), (1024, 8192), (1, 8), (1,), (0.0,)))
-    assert {(c.kind, c.heads, c.head_size, c.page) for c in cases.AS_SERVED} == {("decode", 8, 512, 16)}
-    assert len(cases.AS_SERVED) == 32
-    assert all(cases.CASES[c.key] is c for c in cases.AS_SERVED)
 
 
 def test_old_results_are_found_by_their_keys():
@@ -64,13 +42,6 @@ def test_drawn_lengths_have_room_for_the_query_and_an_end():
     assert min(lengths.count(4), lengths.count(128)) > 1
 
 
-def test_prefills_are_of_8k_tokens_at_both_head_sizes():
-    for narrow, wide in zip(cases.PREFILL_256, cases.PREFILL, strict=True):
-        assert wide.tokens == narrow.tokens == 8192
-        assert (wide.query, wide.head_size, narrow.head_size) == (wide.context, 512, 256)
-        assert (wide.batch, wide.kv_heads) == (narrow.batch, narrow.kv_heads)
-
-
 @pytest.mark.parametrize("shape", [(1, 1), (5, 5), (9, 4), (7, 1)])
 def test_the_operations_are_those_of_the_pairs_that_the_mask_leaves(shape):
     context, query = shape
@@ -92,31 +63,3 @@ def test_bytes_are_of_keys_and_values_and_for_the_rotation_of_queries_and_output
     case = AttentionCase("decode", 64, 32768, 1, 4)
     assert case.kv_bytes == 64 * 32768 * 4 * 512 * 2 * 2
     assert case.bytes_each - case.kv_bytes == 2 * 64 * 8 * 512 * 2
-
-
-def test_the_plan_has_every_kernel_side_by_side_and_ours_before_what_may_be_cut_off():
-    plan = cases.plan()
-    assert len(plan) == len(set(plan))
-    for case in (*cases.DECODE, *cases.PREFILL):
-        assert (cases.OURS, case.key) in plan
-        assert (cases.OURS_TRITON, case.key) in plan
-        assert (cases.TRITON, case.key) in plan
-        assert (cases.FA4, case.key) in plan
-        assert (cases.FLASHINFER, case.key) in plan
-    for case in cases.PREFILL:
-        for kernel in (cases.FLEX, cases.SDPA, cases.SDPA_REPEATED):
-            assert (kernel, case.key) in plan
-    for case in cases.PREFILL_256:
-        assert (cases.FA3, case.key) in plan
-    ours = max(i for i, (kernel, _) in enumerate(plan) if kernel == cases.OURS)
-    assert {kernel for kernel, _ in plan[ours + 2 :]} == {cases.OURS_TRITON, cases.FA4, cases.FLASHINFER}
-    first = plan.index((cases.OURS, cases.DECODE[0].key))
-    assert plan[first + 1] == (cases.TRITON, cases.DECODE[0].key)
-    served = [(kernel, case.key) for case in cases.AS_SERVED for kernel in (cases.OURS, cases.TRITON)]
-    start = plan.index(served[0])
-    assert plan[start : start + len(served)] == tuple(served)
-    assert plan[start - 1] == (cases.TRITON, cases.DECODE[-1].key)
-    assert plan[start + len(served)] == (cases.OURS_TRITON, cases.DECODE[0].key)
-    assert {kernel for kernel, key in plan if cases.CASES[key] in cases.AS_SERVED} == {cases.OURS, cases.TRITON}
-    prefill = plan.index((cases.OURS, cases.PREFILL[0].key))
-    assert plan[prefill + 1] == (cases.OURS_TRITON, cases.PREFILL[0].key)

@@ -14,7 +14,7 @@ from vllm_hwplugin_lab.bench.micro import _attention_cases as cases
 from vllm_hwplugin_lab.bench.micro._attention_bench import kernels
 from vllm_hwplugin_lab.bench.micro._attention_cases import AttentionCase
 from vllm_hwplugin_lab.bench.micro._attention_inputs import Pool
-from vllm_hwplugin_lab.bench.micro._attention_kernels import FlashInfer, Ours, Triton, contiguous
+from vllm_hwplugin_lab.bench.micro._attention_kernels import FlashInfer, Triton
 from vllm_hwplugin_lab.bench.micro._torch_kernels import prefill_kernels
 
 DECODE = AttentionCase("decode", 3, 70, 4, 2, head_size=256)
@@ -69,24 +69,11 @@ def test_a_kernel_of_the_cpu_attends_its_batches(kernel):
     assert attends(kernel, "cpu") == 2
 
 
-@pytest.mark.gpu
-def test_ours_is_the_packages_own():
-    assert Ours().missing() is None
-    assert Ours().refuses(cases.DECODE[0]) is None
-
-
 def test_kernels_without_lengths_refuse_requests_of_unequal_length():
     uneven = dataclasses.replace(PROMPT, batch=8, spread=1.0)
     for kernel in prefill_kernels():
         assert kernel.refuses(PROMPT) is None
         assert kernel.refuses(uneven) is not None, kernel.name
-
-
-def test_gathered_keys_are_those_of_the_table():
-    batch = batch_of(DECODE)
-    keys, _ = contiguous(batch)
-    block, slot = int(batch.block_table[1, 2]), 5
-    assert torch.equal(keys[70 + 2 * 16 + slot], batch.keys[block, slot])
 
 
 def test_what_cannot_be_imported_says_why(monkeypatch):
