@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import signal
 import subprocess
@@ -66,6 +67,7 @@ def run_child(
     environment: Mapping[str, str],
     *,
     timeout: float,
+    patience: float = math.inf,
     on_event: Callable[[Event], None] | None = None,
     under: Sequence[str] = (),
 ) -> Ended:
@@ -76,6 +78,7 @@ def run_child(
         job: the text of the file JOB.
         environment: on top of this process's own.
         timeout: seconds after which the process and its children are killed.
+        patience: seconds after an event in which the next has to come; the start and the end take what they take.
         on_event: called for each line of the answer as it comes.
         under: a command that runs Python, such as compute-sanitizer with its options.
 
@@ -83,8 +86,14 @@ def run_child(
         NoEntryPoints: vLLM could not find the plugin in the child.
     """
     with ended_by_sigterm(), Child(module, job, environment, under=under) as child:
-        said_all = child.follow(timeout, until=lambda event: False, on_event=on_event)
-        return child.end(None if said_all else f"no end after {timeout:.0f} s; killed")
+        deadline, heard = time.monotonic() + timeout, -1
+        while heard < len(child.events):
+            heard, left = len(child.events), deadline - time.monotonic()
+            awaited = heard and child.events[-1]["event"] != "done"
+            if not child.follow(min(left, patience) if awaited else left, until=lambda event: True, on_event=on_event):
+                why = f"no word for {patience:g} s" if time.monotonic() < deadline else f"no end after {timeout:.0f} s"
+                return child.end(f"{why}; killed")
+        return child.end()
 
 
 class Child:

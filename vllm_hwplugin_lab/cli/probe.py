@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
-import math
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
@@ -15,12 +14,12 @@ from rich.markup import escape
 from vllm_hwplugin.cli.output import write_text
 from vllm_hwplugin.cli.parser import FAILURE
 
-from ..bench import Ended, provenance, results_text, run_child
-from ..probe import CAPABILITIES, MODULE, Declared, Job, Report, Result, Verdict
+from ..bench import provenance, results_text
+from ..probe import CAPABILITIES, Job, Report
 from ..probe import probe as run_probe
 from ._options import JsonFile, console_for, known, runs
 
-_DECLARED = {Declared.YES: "declared", Declared.NO: "not declared", Declared.UNASKED: "vLLM does not ask"}
+_DECLARED = {"yes": "declared", "no": "not declared", "unasked": "vLLM does not ask"}
 
 
 def probe(
@@ -55,11 +54,7 @@ def probe(
         factor=factor,
         patience=timeout,
     )
-
-    def start(one: Job, on_event: Callable[[Mapping[str, Any]], None]) -> Ended:
-        return run_child(MODULE, one.to_json(), {}, timeout=math.inf, on_event=on_event)
-
-    report = run_probe(job, start, strict=strict, on_result=lambda result: _show(result, console))
+    report = run_probe(job, strict=strict, on_result=lambda result: _show(result, console))
     if json_file is not None:
         write_text(results_text({**provenance(), **report.to_dict()}, tables=False), json_file)
     _sum_up(report, console)
@@ -69,18 +64,18 @@ def probe(
         raise typer.Exit(FAILURE)
 
 
-def _show(result: Result, console: Console) -> None:
-    fails, verdict = result.judged.fails, result.judged.verdict
-    style = "red" if fails else "green" if verdict is Verdict.HOLDS else "yellow"
-    ratio = "" if result.ratio is None else f", {result.ratio:.2f} of SDPA's error"
+def _show(result: Mapping[str, Any], console: Console) -> None:
+    fails, verdict = result["fails"], result["verdict"]
+    style = "red" if fails else "green" if verdict == "holds" else "yellow"
+    ratio = "" if result["ratio"] is None else f", {result['ratio']:.2f} of SDPA's error"
     console.print(
-        f"{escape(result.backend)} {result.capability} {result.value}: [{style}]{verdict.value}[/] "
-        f"({_DECLARED[result.declared]}{ratio})",
+        f"{escape(result['backend'])} {result['capability']} {result['value']}: [{style}]{verdict}[/] "
+        f"({_DECLARED[result['declared']]}{ratio})",
         highlight=False,
         soft_wrap=True,
     )
-    if fails or verdict not in (Verdict.HOLDS, Verdict.REFUSED):
-        console.print(f"    {result.detail}\n    {result.shape}", markup=False, highlight=False, soft_wrap=True)
+    if fails or verdict not in ("holds", "refused"):
+        console.print(f"    {result['detail']}\n    {result['shape']}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _sum_up(report: Report, console: Console) -> None:

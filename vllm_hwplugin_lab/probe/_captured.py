@@ -20,7 +20,7 @@ from vllm_hwplugin.attention.flash import captures_short_queries
 from ._cases import Case, Request
 from ._inputs import Inputs, make_inputs, poison
 from ._reference import Measure
-from ._refusal import refusals
+from ._trial import refusals
 from ._vllm import MAX_MODEL_LEN, Batch, Layer, Maker, common_metadata, last, measured
 
 

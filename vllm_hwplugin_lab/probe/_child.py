@@ -1,19 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m vllm_hwplugin_lab.probe._child JOB ANSWER``: the trials of a job, one JSON line an event."""
+"""``python -m vllm_hwplugin_lab.probe._child JOB ANSWER``: the trials of a job, one JSON line an event.
+
+They run on the backend classes that this host's vLLM would use, or on those that are named.
+"""
 
 from __future__ import annotations
 
-import faulthandler
+import importlib
 import importlib.metadata
 import json
 import platform
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from ._cases import Trial, select
+import torch
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.attention.selector import AttentionSelectorConfig
+
+from . import _host, _vllm
+from ._cases import select
 from ._session import Job
-from ._trial import try_out
+from ._trial import one_line, try_out
+
+# A platform may answer with a class of its own for some of them, as this plugin's does for large heads.
+_HEAD_SIZES = (128, 320, 512)
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def main(job: Job, answer: TextIO) -> None:
@@ -22,17 +36,12 @@ def main(job: Job, answer: TextIO) -> None:
     Raises:
         Exception: a backend was named that is none, or a case left the device unusable.
     """
-    import torch
-
-    from . import _backends, _host, _vllm
 
     def say(event: str, **body: Any) -> None:
         # Infinity has no JSON.
         body = {key: None if value in (float("inf"), float("-inf")) else value for key, value in body.items()}
         answer.write(json.dumps({"event": event, **body}) + "\n")
         answer.flush()
-        # Its own thread does not need Python's lock, which a process that waits for a device may hold.
-        faulthandler.dump_traceback_later(job.patience, exit=True)
 
     # Linux kills a process at its first AMX instruction unless it has asked for AMX. In a worker of vLLM oneDNN has
     # done that, in its first matrix product, before attention runs; here attention may be the first to use it.
@@ -40,47 +49,102 @@ def main(job: Job, answer: TextIO) -> None:
         print("Linux does not let this process use AMX: backends that use it will die of SIGILL", file=sys.stderr)
     device = _vllm.device()
     name = platform.processor() or platform.machine() if device.type == "cpu" else torch.cuda.get_device_name(device)
-    say(
-        "host", device=device.type, name=name, torch=torch.__version__, vllm=importlib.metadata.version(_distribution())
-    )
-    chosen = _backends.chosen(job.backends)
-    for name, reason in chosen.broken.items():
+    version = importlib.metadata.version(importlib.metadata.packages_distributions()["vllm"][0])
+    say("host", device=device.type, name=name, torch=torch.__version__, vllm=version)
+    classes, broken = chosen(job.backends)
+    for name, reason in broken.items():
         say("backend", name=name, path="", own=False, left_out=reason)
-    for name, backend in chosen.classes.items():
-        own = any(base.__module__.split(".")[0] == "vllm_hwplugin" for base in backend.__mro__)
-        path = f"{backend.__module__}.{backend.__qualname__}"
+    for name, backend in classes.items():
+        facts = {
+            "name": name,
+            "path": f"{backend.__module__}.{backend.__qualname__}",
+            "own": any(base.__module__.split(".")[0] == "vllm_hwplugin" for base in backend.__mro__),
+        }
         try:
             host = _host.LayerHost(backend)
         except _host.NoPlainBatch as error:
-            say("backend", name=name, path=path, own=own, left_out=str(error))
+            say("backend", **facts, left_out=str(error))
             continue
-        say("backend", name=name, path=path, own=own, left_out=None)
+        say("backend", **facts, left_out=None)
         for trial in select(job.capabilities):
-            if (name, *trial.key) not in job.done and host.can_try(trial):
-                with torch.inference_mode():
-                    _one(say, name, host, trial, job)
+            if [name, *trial.key] in job.done or not host.can_try(trial):
+                continue
+            labels = {"backend": name, "capability": trial.capability, "value": trial.value}
+            say("trial", **labels)
+            with torch.inference_mode():
+                found = try_out(
+                    host,
+                    trial,
+                    seed=job.seed,
+                    count=job.cases,
+                    factor=job.factor,
+                    on_case=lambda case, declared: say("case", shape=str(case), declared=declared),
+                )
+            say("result", **labels, **found)
     say("done")
-    faulthandler.cancel_dump_traceback_later()
 
 
-def _one(say: Any, name: str, host: Any, trial: Trial, job: Job) -> None:
-    labels = {"backend": name, "capability": trial.capability, "value": trial.value}
-    say("trial", **labels)
-    found = try_out(
-        host,
-        trial,
-        seed=job.seed,
-        count=job.cases,
-        factor=job.factor,
-        on_case=lambda case, declared: say("case", shape=str(case), declared=declared.value),
-    )
-    say("result", **labels, **found)
+def chosen(names: Sequence[str]) -> tuple[dict[str, type[Any]], dict[str, str]]:
+    """The classes that names stand for, and why others cannot be asked; both by name.
+
+    Args:
+        names: vLLM's name of a backend, which may be several classes, or ``module.Class``; none for all that the
+            platform would choose for a decoder's attention.
+
+    Raises:
+        SystemExit: a name is of no backend of this host.
+    """
+    here, broken = ({}, {}) if names and all("." in name for name in names) else _usable()
+    if not names:
+        return here, broken
+    found: dict[str, type[Any]] = {}
+    for name in names:
+        if "." in name:
+            found[name] = _load(name)
+        elif meant := {key: one for key, one in here.items() if name in (key, one.get_name())}:
+            found.update(meant)
+        else:
+            why = broken.get(name, f"expected {', '.join(here) or 'none'}, or module.Class")
+            raise SystemExit(f"no backend {name!r} on this host: {why}")
+    return found, {}
 
 
-def _distribution() -> str:
-    return next(iter(importlib.metadata.packages_distributions()["vllm"]))
+def _usable() -> tuple[dict[str, type[Any]], dict[str, str]]:
+    """By vLLM's name of a backend; a class that the platform puts in a registered one's place, by ``module.Class``."""
+    found: dict[str, type[Any]] = {}
+    broken: dict[str, str] = {}
+    for member in AttentionBackendEnum:
+        try:
+            for path, backend in _answers(member):
+                # A platform may also answer with its only backend, whatever was named.
+                if backend.get_name() == member.name:
+                    found.setdefault(member.name if path == member.get_path() else path, backend)
+        except Exception as error:
+            # Some of vLLM's classes for one maker's devices look for that device when they are asked on another.
+            broken[member.name] = f"{member.name} cannot be asked on this host: {one_line(error)}"
+    return found, broken
+
+
+def _answers(member: Any) -> Iterator[tuple[str, type[Any]]]:
+    for head_size in _HEAD_SIZES:
+        for dtype in _DTYPES:
+            asked = AttentionSelectorConfig(head_size=head_size, dtype=dtype, kv_cache_dtype="auto", block_size=None)
+            try:
+                path = current_platform.get_attn_backend_cls(member, asked)
+                yield path, _load(path)
+            except (ImportError, ValueError, NotImplementedError):
+                # Not registered, a package is missing, or the platform says no: not a backend of this host.
+                continue
+            break
+
+
+def _load(path: str) -> type[Any]:
+    """The class of a ``module.Class``."""
+    module, _, attribute = path.rpartition(".")
+    found: type[Any] = getattr(importlib.import_module(module), attribute)
+    return found
 
 
 if __name__ == "__main__":
     with Path(sys.argv[2]).open("a", encoding="utf-8") as stream:
-        main(Job.from_json(Path(sys.argv[1]).read_text(encoding="utf-8")), stream)
+        main(Job(**json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))), stream)

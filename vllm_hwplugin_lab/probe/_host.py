@@ -19,8 +19,8 @@ from . import _captured
 from ._cases import BLOCK_SIZES, DTYPES, Case, Plain, Request, Trial
 from ._inputs import Inputs, make_inputs
 from ._reference import Measure
-from ._refusal import refusals
-from ._verdict import Declared
+from ._session import Declared
+from ._trial import refusals
 from ._vllm import Layer, Maker, batch_of, device, last, measured, metadata_of
 
 _LONGEST_ON_GPU = 2000
@@ -68,14 +68,11 @@ class LayerHost:
         """What the class says about a trial; ``case`` is one of the trial's."""
         with self.maker.config(case):
             if not self._kernel_takes(case.block_size) or self._reasons(case):
-                return Declared.NO
+                return "no"
         if trial.capability in ("captured", "padded_batch"):
-            return _yes(self._graphs(case) in _GRAPHS[trial.settings.get("graph", "decode")])
-        if trial.capability in ("group", "softcap", "alibi"):
-            return Declared.UNASKED
-        if case.sliding_window is not None and "has_sliding_window" not in _QUESTIONS:
-            return Declared.UNASKED
-        return Declared.YES
+            return "yes" if self._graphs(case) in _GRAPHS[trial.settings.get("graph", "decode")] else "no"
+        unasked = case.sliding_window is not None and "has_sliding_window" not in _QUESTIONS
+        return "unasked" if unasked or trial.capability in ("group", "softcap", "alibi") else "yes"
 
     def run(self, case: Case) -> Measure:
         """Run a case and measure its answer.
@@ -178,7 +175,3 @@ def _each(case: Case, inputs: Inputs) -> Iterator[tuple[Case, Inputs]]:
                 block_table=inputs.block_table[one],
             ),
         )
-
-
-def _yes(answer: bool) -> Declared:
-    return Declared.YES if answer else Declared.NO

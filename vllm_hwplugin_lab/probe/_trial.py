@@ -1,38 +1,61 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One trial on one backend: its cases in turn, and what they come to."""
+"""One trial on one backend: its cases in turn, which exceptions are the backend's no, and what all come to."""
 
 from __future__ import annotations
 
+import contextlib
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
-from ._cases import Case, Plain, Trial, draw
-from ._reference import Measure
-from ._refusal import Refused, one_line
-from ._verdict import Behaviour, Declared, combine
+import torch
+
+from vllm_hwplugin.errors import HwpluginError
+
+from ._cases import Case, Trial, draw
+from ._session import VERDICTS, Behaviour, Declared
+
+if TYPE_CHECKING:
+    from ._host import LayerHost
 
 #: On top of the factor, by dtype: a backend's exp is often a polynomial that is right to some ulps of float32, which
 #: 16-bit dtypes do not show.
 SLACK: Final = {"float32": 2.0}
+#: What vLLM's backends, torch and the kernels say no with. A TypeError, a KeyError or an AttributeError is none of
+#: them: it is what a wrong call of this vLLM looks like.
+_REFUSALS = (NotImplementedError, ValueError, AssertionError, RuntimeError)
 
 
-class BackendHost(Protocol):
-    """A backend on a device; `_vllm.LayerHost` is the real one."""
+class Refused(HwpluginError):
+    """A backend does not take a batch; says why, in its own words on one line."""
 
-    @property
-    def plain(self) -> Plain: ...
 
-    def declared(self, trial: Trial, case: Case) -> Declared: ...
+@contextlib.contextmanager
+def refusals() -> Iterator[None]:
+    """Around calls of a backend and of nothing else: what it says no with becomes `Refused`.
 
-    def run(self, case: Case) -> Measure: ...
+    Raises:
+        Refused: see there.
+    """
+    try:
+        yield
+    except Exception as error:
+        # Triton's own derive from none of those: a shape that does not compile or does not fit the device.
+        refused = isinstance(error, _REFUSALS) or type(error).__module__.partition(".")[0] == "triton"
+        # Memory that ran out says nothing about the backend.
+        if not refused or isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise Refused(one_line(error)) from error
 
-    def check(self) -> None: ...
+
+def one_line(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
 
 
 def try_out(
-    host: BackendHost, trial: Trial, *, seed: int, count: int, factor: float, on_case: Callable[[Case, Declared], None]
+    host: LayerHost, trial: Trial, *, seed: int, count: int, factor: float, on_case: Callable[[Case, Declared], None]
 ) -> dict[str, Any]:
     """Run a trial's cases.
 
@@ -45,47 +68,37 @@ def try_out(
         on_case: called before each case, which may end the process.
 
     Returns:
-        A result without its verdict: declared, behaviour, cases, shape, detail, ratio.
+        A result without its verdict: declared, behaviour, cases, shape and detail of the worst case, the worst ratio.
 
     Raises:
         Exception: the device is unusable after a case, or the class does not say what it declares.
     """
-    behaviours: list[Behaviour] = []
-    told: dict[Behaviour, tuple[Case, str]] = {}
-    worst: float | None = None
+    found: list[tuple[Behaviour, float, Case, str]] = []
     cases = draw(trial, host.plain, seed, count)
     declared = host.declared(trial, cases[0])
     for case in cases:
         on_case(case, declared)
         try:
-            found = host.run(case)
+            measure = host.run(case)
         except Exception as error:
-            refused = isinstance(error, Refused)
-            behaviour = Behaviour.REFUSES if refused else Behaviour.ERROR
-            detail = str(error) if refused else f"{one_line(error)} {_origin(error)}"
             # An exception leaves the device as it was; a fault of a kernel shows again here, and ends this process.
             host.check()
+            if isinstance(error, Refused):
+                found.append(("refuses", 0.0, case, str(error)))
+            else:
+                at = traceback.extract_tb(error.__traceback__)[-1]
+                where = f"({Path(at.filename).name}:{at.lineno} in {at.name})"
+                found.append(("error", 0.0, case, f"{one_line(error)} {where}"))
         else:
-            behaviour = Behaviour.WORKS if found.ratio <= factor * SLACK.get(case.dtype, 1.0) else Behaviour.WRONG
-            detail = str(found)
-            if worst is None or found.ratio > worst:
-                worst = found.ratio
-                told[behaviour] = (case, detail)
-        behaviours.append(behaviour)
-        told.setdefault(behaviour, (case, detail))
-    behaviour = combine(behaviours)
-    case, detail = told[behaviour]
+            works = measure.ratio <= factor * SLACK.get(case.dtype, 1.0)
+            found.append(("works" if works else "wrong", measure.ratio, case, str(measure)))
+    # What is refused in part is not supported.
+    behaviour, _, case, detail = max(found, key=lambda one: (list(VERDICTS).index(one[0]), one[1]))
     return {
-        "declared": declared.value,
-        "behaviour": behaviour.value,
-        "cases": len(behaviours),
+        "declared": declared,
+        "behaviour": behaviour,
+        "cases": len(found),
         "shape": str(case),
         "detail": detail,
-        "ratio": worst,
+        "ratio": max((ratio for one, ratio, *_ in found if one in ("works", "wrong")), default=None),
     }
-
-
-def _origin(error: Exception) -> str:
-    """Where an exception came from: one line of its trace."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"({Path(frame.filename).name}:{frame.lineno} in {frame.name})"

@@ -32,7 +32,7 @@ from vllm.version import __version__
 from ._cases import Case, Request
 from ._inputs import Inputs, poison
 from ._reference import Measure, measure
-from ._refusal import Refused, refusals
+from ._trial import Refused, refusals
 
 PREFIX = "model.layers.0.self_attn.attn"
 MAX_MODEL_LEN = 16384

@@ -86,6 +86,21 @@ def test_a_hang_is_ended_with_its_children(child, tmp_path):
     assert _gone(grandchild)
 
 
+def test_a_child_may_be_silent_before_its_first_event_and_behind_its_last_and_no_longer_between_two(child):
+    child(
+        "for wait, event in ((1.5, 'ready'), (float(os.environ['BETWEEN']), 'done')):\n"
+        "    time.sleep(wait)\n"
+        "    print(json.dumps({'event': event}), file=open(answer, 'a'), flush=True)\n"
+        "time.sleep(1.5)\n"
+    )
+
+    def error(between):
+        return _launch.run_child("module", "{}", {"BETWEEN": between}, timeout=60, patience=1).error
+
+    assert error("0") is None
+    assert error("300") == "no word for 1 s; killed"
+
+
 def test_a_terminated_benchmark_takes_its_engine_along(child, tmp_path):
     pid = tmp_path / "pid"
     child(f"open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(300)\n")

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +16,7 @@ from tests.program import program
 from vllm_hwplugin import __version__
 from vllm_hwplugin_lab.bench import read_results
 from vllm_hwplugin_lab.cli import probe as command
-from vllm_hwplugin_lab.probe import Job
+from vllm_hwplugin_lab.probe import probe as run_probe
 
 FAKES = Path(__file__).parents[1] / "probe"
 HOST = {"event": "host", "device": "cpu", "name": "x86_64", "torch": "2.13.0", "vllm": "0.32.0"}
@@ -43,9 +44,9 @@ def replaced(monkeypatch):
     def run(arguments, *results, left_out=None, error=None):
         jobs = []
 
-        def run_child(module, job, environment, *, timeout, on_event):
-            assert module == "vllm_hwplugin_lab.probe._child"
-            jobs.append(Job.from_json(job))
+        def run_child(module, job, environment, *, timeout, patience, on_event):
+            assert (module, patience) == ("vllm_hwplugin_lab.probe._child", 120)
+            jobs.append(json.loads(job))
             if error is None:
                 on_event(HOST)
                 on_event({"event": "backend", "name": "B", "path": "a.B", "own": False, "left_out": left_out})
@@ -54,7 +55,7 @@ def replaced(monkeypatch):
                     on_event(result)
             return SimpleNamespace(error=error, log_tail="the end of the log")
 
-        monkeypatch.setattr(command, "run_child", run_child)
+        monkeypatch.setattr(command, "run_probe", partial(run_probe, run=run_child))
         return program("probe", *arguments), jobs
 
     return run
@@ -65,7 +66,7 @@ def test_status_0_where_all_holds(replaced):
     assert result.exit_code == 0, result.output
     assert "B sinks yes: holds (declared, 0.50 of SDPA's error)" in result.output
     assert "seed 3, 2 batches each: 1 tried, 0 differ" in result.output
-    assert (jobs[0].seed, jobs[0].cases, jobs[0].capabilities, jobs[0].backends) == (3, 2, ("sinks",), ("B",))
+    assert [jobs[0][name] for name in ("seed", "cases", "capabilities", "backends")] == [3, 2, ["sinks"], ["B"]]
 
 
 def test_status_1_and_the_shape_where_something_differs(replaced, tmp_path, monkeypatch):
@@ -96,7 +97,7 @@ def test_strict_turns_what_works_undeclared_into_a_failure(replaced):
 
 
 def test_runs_differ_unless_a_seed_is_given(replaced):
-    seeds = {replaced([], answer())[1][0].seed for _ in range(3)}
+    seeds = {replaced([], answer())[1][0]["seed"] for _ in range(3)}
     assert len(seeds) == 3
 
 

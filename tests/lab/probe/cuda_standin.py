@@ -8,6 +8,7 @@ the metadata that it was captured with.
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -115,8 +116,7 @@ def _pretend() -> None:
 
 def main(files: Sequence[str]) -> None:
     _pretend()
-    from vllm_hwplugin_lab.probe import _captured, _child, _host
-    from vllm_hwplugin_lab.probe._session import Job
+    from vllm_hwplugin_lab.probe import Job, _captured, _child, _host
 
     def capture(build: Any, step: Any) -> Any:
         step(build())
@@ -129,7 +129,7 @@ def main(files: Sequence[str]) -> None:
     _host.LayerHost.can_try = lambda self, trial: trial.needs == "graphs" or can_try(self, trial)
     for job, answer in zip(files[::2], files[1::2], strict=True):
         with Path(answer).open("a", encoding="utf-8") as stream:
-            _child.main(Job.from_json(Path(job).read_text(encoding="utf-8")), stream)
+            _child.main(Job(**json.loads(Path(job).read_text(encoding="utf-8"))), stream)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from vllm_hwplugin_lab.probe import Behaviour, Declared, Job, judge
+from vllm_hwplugin_lab.probe import Job, judge
 
 torch = pytest.importorskip("torch")
 
@@ -73,7 +73,7 @@ def python(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str
 
 
 def fails(one: dict[str, Any]) -> bool:
-    return judge(Declared(one["declared"]), Behaviour(one["behaviour"]), strict=True).fails
+    return judge(one["declared"], one["behaviour"], strict=True)[1]
 
 
 def test_every_trial_of_the_plugins_backend_runs_and_holds(probed: dict[str, Probed]) -> None:

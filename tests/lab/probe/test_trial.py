@@ -10,10 +10,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from vllm_hwplugin_lab.probe import Declared, Plain, trials  # noqa: E402
+from vllm_hwplugin_lab.probe import Plain, trials  # noqa: E402
 from vllm_hwplugin_lab.probe._reference import Measure  # noqa: E402
-from vllm_hwplugin_lab.probe._refusal import Refused, refusals  # noqa: E402
-from vllm_hwplugin_lab.probe._trial import try_out  # noqa: E402
+from vllm_hwplugin_lab.probe._trial import Refused, refusals, try_out  # noqa: E402
 
 TRIAL = next(one for one in trials() if one.capability == "sinks")
 
@@ -26,7 +25,7 @@ class Host:
 
     def declared(self, trial, case):
         assert case.sinks
-        return Declared.NO
+        return "no"
 
     def run(self, case):
         answer = self.answers.pop(0)
@@ -71,7 +70,7 @@ def test_one_beyond_the_factor_is_wrong_and_its_shape_is_told():
 def test_float32_gets_twice_the_factor():
     float32 = next(one for one in trials() if one.key == ("dtype", "float32"))
     host = Host(3.9)
-    host.declared = lambda trial, case: Declared.YES
+    host.declared = lambda trial, case: "yes"
     found = try_out(host, float32, seed=1, count=1, factor=2.0, on_case=lambda case, declared: None)
     assert found["behaviour"] == "works"
     assert tried(3.9)[0]["behaviour"] == "wrong"
@@ -86,8 +85,10 @@ def test_a_refusal_is_told_in_the_backends_words_on_one_line():
     assert found["shape"] == shapes[1]
 
 
-def test_a_wrong_answer_counts_more_than_a_refusal():
+def test_the_worst_case_counts():
     assert tried(Refused("no"), 9.0)[0]["behaviour"] == "wrong"
+    assert tried(TypeError("no"), 9.0, Refused("no"))[0]["behaviour"] == "error"
+    assert tried(1.0, Refused("no"), 1.0)[0]["behaviour"] == "refuses"
 
 
 @pytest.mark.parametrize("error", [Refused("no"), RuntimeError("something failed")])
