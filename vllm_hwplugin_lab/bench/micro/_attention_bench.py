@@ -3,19 +3,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from . import _accuracy, _timer
+from . import _accuracy
 from . import _attention_cases as cases
 from ._attention_inputs import Pool
 from ._attention_kernels import AttentionKernel, FlashAttention, FlashInfer, Ours, Triton
 from ._cells import Cell
 from ._copies import Copies
-from ._timer import Effort, Timer, measure
 from ._torch_kernels import prefill_kernels
 
 
@@ -42,17 +40,13 @@ class AttentionBench:
 
     def __init__(
         self,
-        timer: Timer,
         copies: Copies,
-        effort: Effort,
-        l2_bytes: int,
-        device: Any,
         seed: int,
         pool_elements: int,
         rivals: Mapping[str, AttentionKernel] | None = None,
     ) -> None:
-        self._timer, self._copies, self._effort, self._l2 = timer, copies, effort, l2_bytes
-        self._pool = Pool(pool_elements, device, seed)
+        self._copies = copies
+        self._pool = Pool(pool_elements, copies.device, seed)
         self._kernels = dict(rivals) if rivals is not None else kernels()
         self._missing: dict[str, str | None] = {}
         self._batches: tuple[str, Any, Any] | None = None
@@ -71,8 +65,6 @@ class AttentionBench:
     def measure(self, cell: Cell) -> dict[str, Any]:
         case = cases.CASES[cell[1]]
         batches, answers = self._inputs(case)
-        for batch in batches:
-            batch.output.fill_(torch.nan)
         kernel = self._kernels[cell[0]]
         calls = [kernel.prepare(batch) for batch in batches]
 
@@ -80,21 +72,14 @@ class AttentionBench:
             for batch in batches:
                 batch.output.fill_(torch.nan)
 
-        done = measure(self._timer, calls, self._effort, spoil)
-        return {
-            **dataclasses.asdict(done.timing),
-            "sets": len(batches),
-            "eager": done.eager,
-            "error_ratio": _accuracy.ratio(answers, batches[-1], done.output),
-            "copy_seconds": self._copies.seconds(case.kv_bytes),
-        }
+        facts, output = self._copies.compared(calls, case.kv_bytes, spoil)
+        return {**facts, "error_ratio": _accuracy.ratio(answers, batches[-1], output)}
 
     def _inputs(self, case: cases.AttentionCase) -> tuple[Any, Any]:
         """The kernels of a case come one after the other: its inputs and its right answer are made once."""
         if self._batches is None or self._batches[0] != case.key:
             self._batches = None
             room = self._pool.sets(case) * case.bytes_each
-            count = _timer.sets(case.bytes_each, self._l2, room, self._effort)
-            batches = self._pool.batches(case, count)
+            batches = self._pool.batches(case, self._copies.sets(case.bytes_each, room))
             self._batches = (case.key, batches, _accuracy.right(batches[-1]))
         return self._batches[1:]

@@ -38,8 +38,7 @@ def main(arguments: Sequence[str]) -> int:
     facts = devices.get_device_properties(device)
     # torch_musa does not say it.
     l2_bytes: int | None = getattr(facts, "L2_cache_size", None)
-    effort, timer = Effort(**job["effort"]), GraphTimer(job["device"])
-    copies = Copies(timer, device, l2_bytes, effort)
+    copies = Copies(GraphTimer(job["device"]), device, l2_bytes, Effort(**job["effort"]))
     answer.say(
         "ready",
         pid=os.getpid(),
@@ -51,9 +50,8 @@ def main(arguments: Sequence[str]) -> int:
         l2_bytes=l2_bytes,
         copy_bandwidth=copies.bandwidth(),
     )
-    bench = _bench(job, todo, timer, copies, effort, l2_bytes, device)
-    check = devices.synchronize
-    usable = run_cells(todo, bench, answer.say, seconds=job["seconds"], limit=job["limit"], check_device=check)
+    limits = {"seconds": job["seconds"], "limit": job["limit"]}
+    usable = run_cells(todo, _bench(job, todo, copies), answer.say, check_device=devices.synchronize, **limits)
     if not usable:
         return 1
     answer.say("copies", copies=copies.known())
@@ -61,24 +59,22 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _bench(
-    job: dict[str, Any], todo: list[Cell], timer: Any, copies: Any, effort: Effort, l2_bytes: int | None, device: Any
-) -> Bench:
+def _bench(job: dict[str, Any], todo: list[Cell], copies: Any) -> Bench:
     if job["kind"] == OPS:
         from ._ops_bench import OpsBench
 
-        return OpsBench(timer, copies, effort, l2_bytes, device, job["seed"])
+        return OpsBench(copies, job["seed"])
     import torch
 
     from ._attention_bench import AttentionBench
 
-    assert l2_bytes is not None  # the attention kernels are for CUDA alone
+    assert copies.l2_bytes is not None  # the attention kernels are for CUDA alone
     wanted = max(_attention_cases.CASES[case].cache_elements for _, case in todo)
     # Two sets at least of the smaller cases, and room for what the kernels and the right answer need.
-    small = 4 * l2_bytes
-    free, _ = torch.cuda.mem_get_info(device)
+    small = 4 * copies.l2_bytes
+    free, _ = torch.cuda.mem_get_info(copies.device)
     elements = min(max(wanted, small), int(free * 0.6) // 4)
-    return AttentionBench(timer, copies, effort, l2_bytes, device, job["seed"], elements)
+    return AttentionBench(copies, job["seed"], elements)
 
 
 def _versions() -> dict[str, str | None]:

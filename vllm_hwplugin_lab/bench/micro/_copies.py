@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a plain copy takes on this device: the bandwidth of a large one, and the floor for small ones."""
+"""A launch and a plain copy on this device: the bandwidth of a large copy, and the floor for small ones."""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from . import _timer
-from ._timer import Effort, Timer, measure
+from ._timer import Call, Effort, Timer, measure
 
 #: Bytes of the large copy's source. It moves twice as many: each is read and written.
 LARGE = 2 << 30
@@ -23,10 +25,27 @@ class Copies:
     def __init__(self, timer: Timer, device: Any, l2_bytes: int | None, effort: Effort, large: int = LARGE) -> None:
         import torch
 
-        self._timer, self._l2, self._effort, self._large = timer, l2_bytes, effort, large
+        self.device, self.l2_bytes = device, l2_bytes
+        self._timer, self._effort, self._large = timer, effort, large
         self._source = torch.randn(large // 4, dtype=torch.float32, device=device)
         self._target = torch.randn(large // 4, dtype=torch.float32, device=device)
         self._known: dict[int, float] = {}
+
+    def sets(self, bytes_each: int, room: int) -> int:
+        """How many sets of inputs to rotate, as ``_timer.sets``."""
+        return _timer.sets(bytes_each, self.l2_bytes, room, self._effort)
+
+    def compared(
+        self, calls: Sequence[Call], moved: int, poison: Callable[[], object] = lambda: None
+    ) -> tuple[dict[str, Any], Any]:
+        """What the results file says of the time of a launch that moves so many bytes, and what the last one wrote.
+
+        Args:
+            calls, poison: as of ``_timer.measure``.
+        """
+        done = measure(self._timer, calls, self._effort, poison)
+        facts = {"sets": len(calls), "eager": done.eager, "copy_seconds": self.seconds(moved)}
+        return dataclasses.asdict(done.timing) | facts, done.output
 
     def bandwidth(self) -> float:
         """Bytes read and written a second, by the large copy."""
@@ -51,7 +70,7 @@ class Copies:
 
         half = max(moved // 2 // 4, 1)
         step = -(-half * 4 // _ALIGNMENT) * _ALIGNMENT // 4
-        count = min(_timer.sets(moved, self._l2, 2 * self._large, self._effort), max(1, self._large // 4 // step))
+        count = min(self.sets(moved, 2 * self._large), max(1, self._large // 4 // step))
         parts = [
             (self._source[at : at + half], self._target[at : at + half])
             for at in range(0, count * step, step)

@@ -76,11 +76,8 @@ def bench(monkeypatch, fake_timer, quick):
     monkeypatch.setattr(cases, "CASES", {case.key: case for case in (VERIFY, PREFILL, UNEVEN, HUGE)})
 
     def make(*rivals):
-        timer = fake_timer()
-        copies = Copies(timer, "cpu", 1 << 12, quick, large=1 << 16)
-        return AttentionBench(
-            timer, copies, quick, 1 << 12, "cpu", 0, 1 << 15, rivals={one.name: one for one in rivals}
-        )
+        copies = Copies(fake_timer(), "cpu", 1 << 12, quick, large=1 << 16)
+        return AttentionBench(copies, 0, 1 << 15, rivals={one.name: one for one in rivals})
 
     return make
 

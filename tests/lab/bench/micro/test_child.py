@@ -10,6 +10,7 @@ import torch
 from vllm_hwplugin_lab.bench.micro import _attention_cases as attention
 from vllm_hwplugin_lab.bench.micro import _cells, _child
 from vllm_hwplugin_lab.bench.micro import _op_cases as ops
+from vllm_hwplugin_lab.bench.micro._copies import Copies
 from vllm_hwplugin_lab.bench.micro._supervise import supervise
 from vllm_hwplugin_lab.bench.micro._timer import Effort, GraphTimer, NotCapturable, measure
 
@@ -34,7 +35,8 @@ def test_the_cache_has_room_for_a_batch_whose_last_pages_are_not_full(monkeypatc
     monkeypatch.setattr(attention, "CASES", {case.key: case})
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 30, 1 << 30))
     cell = (attention.TRITON, case.key)
-    bench = _child._bench(job("attention"), [cell], None, None, EFFORT, 1, torch.device("cpu"))
+    copies = Copies(None, torch.device("cpu"), 1, EFFORT, large=8)
+    bench = _child._bench(job("attention"), [cell], copies)
     assert bench.refuses(cell) is None
 
 

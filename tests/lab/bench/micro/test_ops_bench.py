@@ -18,8 +18,7 @@ CASE = "rotary_embedding 4/1 heads of 128 t8"
 
 @pytest.fixture
 def bench(fake_timer, quick):
-    timer = fake_timer()
-    return OpsBench(timer, Copies(timer, "cpu", 1 << 10, quick, large=1 << 20), quick, 1 << 10, "cpu", 0)
+    return OpsBench(Copies(fake_timer(), "cpu", 1 << 10, quick, large=1 << 20), 0)
 
 
 def test_a_right_operation_has_no_mismatch(bench):
