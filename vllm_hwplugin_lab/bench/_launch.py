@@ -69,7 +69,6 @@ def run_child(
     timeout: float,
     patience: float = math.inf,
     on_event: Callable[[Event], None] | None = None,
-    under: Sequence[str] = (),
 ) -> Ended:
     """Run ``python -m module JOB ANSWER`` in a fresh process and wait for it.
 
@@ -80,12 +79,11 @@ def run_child(
         timeout: seconds after which the process and its children are killed.
         patience: seconds after an event in which the next has to come; the start and the end take what they take.
         on_event: called for each line of the answer as it comes.
-        under: a command that runs Python, such as compute-sanitizer with its options.
 
     Raises:
         NoEntryPoints: vLLM could not find the plugin in the child.
     """
-    with ended_by_sigterm(), Child(module, job, environment, under=under) as child:
+    with ended_by_sigterm(), Child(module, job, environment) as child:
         deadline, heard = time.monotonic() + timeout, -1
         while heard < len(child.events):
             heard, left = len(child.events), deadline - time.monotonic()

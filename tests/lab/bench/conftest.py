@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import sys
+
 import pytest
 
-from vllm_hwplugin_lab.bench import Host
+from vllm_hwplugin import journals
+from vllm_hwplugin_lab.bench import Host, _launch
 from vllm_hwplugin_lab.bench._plan import Settings
 
 
@@ -14,6 +17,21 @@ def gpu_host():
 @pytest.fixture
 def cpu_host():
     return Host("cpu", "Some CPU", None, "0.32.0", "2.13.0", "3.11.7", 2)
+
+
+@pytest.fixture
+def instead_of_engines(monkeypatch, tmp_path):
+    """`instead_of_engines(script)`: children run it whatever their module is, and have left no journals."""
+
+    def use(script):
+        path, wrapper = tmp_path / "child.py", tmp_path / "python"
+        path.write_text(script)
+        wrapper.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{path}" "$@"\n')
+        wrapper.chmod(0o755)
+        monkeypatch.setattr(_launch.sys, "executable", str(wrapper))
+
+    monkeypatch.setattr(journals, "read_all", list)
+    return use
 
 
 @pytest.fixture

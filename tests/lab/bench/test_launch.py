@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 import time
 from datetime import datetime, timedelta, timezone
@@ -18,19 +17,9 @@ JOB = ("module", '{"label": "tiny"}', {"SAID": "yes"})
 
 
 @pytest.fixture
-def child(monkeypatch, tmp_path):
+def child(instead_of_engines):
     """Run a script in place of the engine; it gets the paths of the job and of the answer."""
-
-    def use(script):
-        path = tmp_path / "child.py"
-        path.write_text("import os, sys, time, json\njob, answer = sys.argv[-2:]\n" + script)
-        wrapper = tmp_path / "python"
-        wrapper.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{path}" "$@"\n')
-        wrapper.chmod(0o755)
-        monkeypatch.setattr(_launch.sys, "executable", str(wrapper))
-
-    monkeypatch.setattr(journals, "read_all", list)
-    return use
+    return lambda script: instead_of_engines("import os, sys, time, json\njob, answer = sys.argv[-2:]\n" + script)
 
 
 def test_events_come_as_they_are_written(child):
@@ -138,11 +127,6 @@ def test_the_package_is_importable_in_the_child_behind_the_users_paths(monkeypat
     assert os.path.isdir(os.path.join(paths[2], "vllm_hwplugin"))
 
 
-def test_metadata_come_before_everything_else_on_the_path(monkeypatch, tmp_path):
-    monkeypatch.setenv("PYTHONPATH", "/first")
-    assert _launch.child_environment({}, tmp_path)["PYTHONPATH"].split(os.pathsep)[:2] == [str(tmp_path), "/first"]
-
-
 def test_a_child_without_entry_points_gets_them(child, monkeypatch):
     monkeypatch.setattr(_entry_points, "installed", dict)
     child(
@@ -154,14 +138,6 @@ def test_a_child_without_entry_points_gets_them(child, monkeypatch):
     assert "vllm_hwplugin.plugin:register" in done["found"]
 
 
-def test_a_child_runs_under_another_command(child, tmp_path):
-    child("open(answer, 'a').write(json.dumps({'event': 'done', 'under': os.environ.get('UNDER')}) + '\\n')\n")
-    under = ["/usr/bin/env", "UNDER=it"]
-    ended = _launch.run_child("some.module", "{}", {}, timeout=30, under=under)
-    assert ended.error is None
-    assert ended.events[0]["under"] == "it"
-
-
 def at(pid, ppid, moment):
     made = journal.new("0")
     made.pid, made.ppid, made.started = pid, ppid, moment.isoformat(timespec="milliseconds")
@@ -170,12 +146,11 @@ def at(pid, ppid, moment):
 
 def test_a_command_between_does_not_hide_the_records(child, monkeypatch):
     child("open(answer, 'a').write(json.dumps({'event': 'ready', 'pid': os.getpid()}) + '\\n')\n")
-    seen = []
-    monkeypatch.setattr(journals, "read_all", lambda: [at(seen[0]["pid"], 1, datetime.now(timezone.utc))])
-    ended = _launch.run_child(
-        "some.module", "{}", {}, timeout=30, on_event=seen.append, under=["/bin/sh", "-c", '"$@"; exit', "sh"]
-    )
-    assert [found["pid"] for found in ended.records] == [seen[0]["pid"]]
+    with _launch.Child(*JOB, under=["/bin/sh", "-c", '"$@"; exit', "sh"]) as between:
+        assert between.follow(30, until=lambda event: event["event"] == "ready")
+        pid = between.events[0]["pid"]
+        monkeypatch.setattr(journals, "read_all", lambda: [at(pid, 1, datetime.now(timezone.utc))])
+        assert [found["pid"] for found in between.end().records] == [pid]
 
 
 def test_records_of_the_process_and_its_children_but_not_of_an_older_one(monkeypatch):

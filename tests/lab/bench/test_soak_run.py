@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import sys
 
 import pytest
 
-from vllm_hwplugin import journals
-from vllm_hwplugin_lab.bench import _launch
 from vllm_hwplugin_lab.bench.soak import SoakJob, Text, run_soak
 
 ENGINE = """
@@ -42,14 +39,10 @@ say(event="done")
 
 
 @pytest.fixture
-def soaked(monkeypatch, tmp_path):
+def soaked(instead_of_engines, tmp_path):
     """`soaked(sides, ...)`: what came of it, and what the engines did, in its order in time."""
-    script, wrapper, shared = tmp_path / "child.py", tmp_path / "python", tmp_path / "shared"
-    script.write_text(ENGINE)
-    wrapper.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{script}" "$@"\n')
-    wrapper.chmod(0o755)
-    monkeypatch.setattr(_launch.sys, "executable", str(wrapper))
-    monkeypatch.setattr(journals, "read_all", list)
+    instead_of_engines(ENGINE)
+    shared = tmp_path / "shared"
 
     def run(*sides, at_once=True, dies="", beside=1, **settings):
         variables = {"SHARED": str(shared), "DIES": dies, "BESIDE": str(beside)}

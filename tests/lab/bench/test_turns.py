@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 import re
 import signal
-import sys
 import time
 from itertools import pairwise
 
 import pytest
 
-from vllm_hwplugin import journals
-from vllm_hwplugin_lab.bench import Job, TimeLimit, Workload, _launch, measure_in_turn, of_workloads
+from vllm_hwplugin_lab.bench import Job, TimeLimit, Workload, measure_in_turn, of_workloads
 from vllm_hwplugin_lab.bench._session import Session
 from vllm_hwplugin_lab.bench._turns import Turn, turns
 
@@ -57,14 +55,10 @@ for line in sys.stdin:
 
 
 @pytest.fixture
-def engines(monkeypatch, tmp_path):
+def engines(instead_of_engines, tmp_path):
     """`engines(sides)`: their jobs, and a function that reads what they did, in its order in time."""
-    script, wrapper, shared = tmp_path / "child.py", tmp_path / "python", tmp_path / "shared"
-    script.write_text(ANSWERS)
-    wrapper.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{script}" "$@"\n')
-    wrapper.chmod(0o755)
-    monkeypatch.setattr(_launch.sys, "executable", str(wrapper))
-    monkeypatch.setattr(journals, "read_all", list)
+    instead_of_engines(ANSWERS)
+    shared = tmp_path / "shared"
 
     def make(*sides, dies_of="", hangs_at="", last_hangs_at="", start=0.0, looks=0.0, ends=0.0):
         usual = {"SHARED": str(shared), "DIES_OF": "", "HANGS_AT": ""}
