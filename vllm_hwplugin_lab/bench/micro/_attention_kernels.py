@@ -7,7 +7,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -15,21 +15,6 @@ from . import _attention_cases as names
 from ._attention_cases import AttentionCase
 from ._attention_inputs import DTYPE, Batch
 from ._timer import Call
-
-
-class AttentionKernel(Protocol):
-    """One column of the table."""
-
-    name: str
-
-    def missing(self) -> str | None:
-        """Why it cannot be used on this host, or None."""
-
-    def refuses(self, case: AttentionCase) -> str | None:
-        """Why it does not claim to run ``case``, or None."""
-
-    def prepare(self, batch: Batch) -> Call:
-        """Do what a step does once for all layers; the call launches, and returns ``[tokens, heads, head_size]``."""
 
 
 def unimportable(*modules: str) -> str | None:
@@ -41,16 +26,38 @@ def unimportable(*modules: str) -> str | None:
     return None
 
 
-class Ours:
+class AttentionKernel:
+    """One column of the table.
+
+    Attributes:
+        modules: what has to be importable.
+    """
+
+    name: str
+    modules: tuple[str, ...] = ()
+
+    def missing(self) -> str | None:
+        """Why it cannot be used on this host, or None."""
+        return unimportable(*self.modules)
+
+    def refuses(self, case: AttentionCase) -> str | None:
+        """Why it does not claim to run ``case``, or None."""
+        return None
+
+    def prepare(self, batch: Batch) -> Call:
+        """Do what a step does once for all layers; the call launches, and returns ``[tokens, heads, head_size]``."""
+        raise NotImplementedError
+
+
+class Ours(AttentionKernel):
     """``vllm_hwplugin.attention.paged``, by the kernel that it takes on this device, or by its Triton kernels."""
+
+    modules = ("vllm_hwplugin.attention.paged",)
 
     def __init__(self, *, triton: bool = False) -> None:
         self.name = names.OURS_TRITON if triton else names.OURS
         self._triton = triton
         self._on: tuple[Any, Any] | None = None
-
-    def missing(self) -> str | None:
-        return unimportable("vllm_hwplugin.attention.paged")
 
     def refuses(self, case: AttentionCase) -> str | None:
         from vllm_hwplugin.attention import paged
@@ -86,7 +93,7 @@ class Ours:
         return call
 
 
-class Triton:
+class Triton(AttentionKernel):
     """vLLM's unified attention, split over the context as the TRITON_ATTN backend asks for it.
 
     The backend moves its threshold to the nearest capture size of the engine; here it is the backend's own.
@@ -95,12 +102,7 @@ class Triton:
     name = names.TRITON
     _BACKEND = "vllm.v1.attention.backends.triton_attn"
     _KERNEL = "vllm.v1.attention.ops.triton_unified_attention"
-
-    def missing(self) -> str | None:
-        return unimportable(self._BACKEND, self._KERNEL)
-
-    def refuses(self, case: AttentionCase) -> str | None:
-        return None
+    modules = (_BACKEND, _KERNEL)
 
     def prepare(self, batch: Batch) -> Call:
         backend = importlib.import_module(self._BACKEND)
@@ -146,7 +148,7 @@ class Triton:
         return call
 
 
-class FlashAttention:
+class FlashAttention(AttentionKernel):
     """vLLM's FlashAttention of one version, on the paged cache or on contiguous keys and values."""
 
     def __init__(self, name: str, version: int, largest: int, *, paged: bool = True) -> None:
@@ -200,20 +202,15 @@ class FlashAttention:
         return call
 
 
-class FlashInfer:
+class FlashInfer(AttentionKernel):
     """FlashInfer's paged prefill wrapper, which also takes a few query tokens; one plan for each set of inputs."""
 
     name = names.FLASHINFER
+    modules = ("flashinfer",)
     _WORKSPACE = 256 << 20
 
     def __init__(self) -> None:
         self._workspace: Any = None
-
-    def missing(self) -> str | None:
-        return unimportable("flashinfer")
-
-    def refuses(self, case: AttentionCase) -> str | None:
-        return None
 
     def prepare(self, batch: Batch) -> Call:
         flashinfer: Any = importlib.import_module("flashinfer")

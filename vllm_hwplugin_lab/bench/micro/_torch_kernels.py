@@ -12,11 +12,11 @@ import torch
 from . import _attention_cases as names
 from ._attention_cases import AttentionCase
 from ._attention_inputs import Batch
-from ._attention_kernels import contiguous, unimportable
+from ._attention_kernels import AttentionKernel, contiguous
 from ._timer import Call
 
 
-class Sdpa:
+class Sdpa(AttentionKernel):
     """``scaled_dot_product_attention``: PyTorch chooses the kernel.
 
     With ``repeated`` the heads of keys and values are repeated before the clock starts, which opens kernels that cannot
@@ -25,9 +25,6 @@ class Sdpa:
 
     def __init__(self, name: str, *, repeated: bool) -> None:
         self.name, self._repeated = name, repeated
-
-    def missing(self) -> str | None:
-        return None
 
     def refuses(self, case: AttentionCase) -> str | None:
         # Its causal mask begins at the first key.
@@ -52,7 +49,7 @@ class Sdpa:
         return call
 
 
-class Flex:
+class Flex(AttentionKernel):
     """FlexAttention, compiled, with the block sizes and kernel options of vLLM's FLEX_ATTENTION backend.
 
     The backend masks the whole paged cache; here the same tokens lie side by side, which spares the kernel the way
@@ -61,9 +58,7 @@ class Flex:
 
     name = names.FLEX
     _BACKEND = "vllm.v1.attention.backends.flex_attention"
-
-    def missing(self) -> str | None:
-        return unimportable(self._BACKEND)
+    modules = (_BACKEND,)
 
     def refuses(self, case: AttentionCase) -> str | None:
         return None if set(case.lengths) == {case.query} else "measured for prefill only"
