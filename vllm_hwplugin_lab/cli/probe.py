@@ -75,21 +75,19 @@ def _show(result: Mapping[str, Any], console: Console) -> None:
         soft_wrap=True,
     )
     if fails or verdict not in ("holds", "refused"):
-        console.print(f"    {result['detail']}\n    {result['shape']}", markup=False, highlight=False, soft_wrap=True)
+        console.out(f"    {result['detail']}\n    {result['shape']}", highlight=False)
 
 
 def _sum_up(report: Report, console: Console) -> None:
     for one in report.backends:
         if one["left_out"] is not None:
-            console.print(f"left out: {one['left_out']}", markup=False, highlight=False, soft_wrap=True)
+            console.out(f"left out: {one['left_out']}", highlight=False)
     host, failed = report.host, len(report.failures)
-    console.print(
+    console.out(
         f"vLLM {host['vllm']}, torch {host['torch']}, {host['device']} ({host['name']}); seed {report.job.seed}, "
         f"{report.job.cases} batches each: {len(report.results)} tried, {failed} "
         f"{'differs from its' if failed == 1 else 'differ from their'} declaration",
-        markup=False,
         highlight=False,
-        soft_wrap=True,
     )
     if not report.results:
         console.print("no backend of this host could be tried", style="red")

@@ -21,7 +21,7 @@ from ._cases import Case, Request
 from ._inputs import Inputs, make_inputs, poison
 from ._reference import Measure
 from ._trial import refusals
-from ._vllm import MAX_MODEL_LEN, Batch, Layer, Maker, common_metadata, last, measured
+from ._vllm import MAX_MODEL_LEN, Batch, Layer, Maker, batch_of, ends, last, lengths, measured, metadata_of
 
 
 def run(maker: Maker, case: Case) -> list[Measure]:
@@ -104,11 +104,15 @@ class _Static:
 
     def build(self, layer: Layer) -> Any:
         """Metadata of a dummy batch without context, whose tokens go nowhere; its bounds are those of any batch."""
-        rows = [Request(query, 0) for query in self.case.graph]
-        self._set(rows)
+        dummy = dataclasses.replace(
+            self.case, requests=tuple(Request(query, 0) for query in self.case.graph), padding=0
+        )
+        self.batch.query_start_loc.copy_(ends(dummy))
+        self.batch.seq_lens.copy_(lengths(dummy))
         self.batch.slots.fill_(-1)
-        common = self._common(rows, self._announced(layer), MAX_MODEL_LEN)
-        return layer.builder.build_for_cudagraph_capture(common)
+        return layer.builder.build_for_cudagraph_capture(
+            metadata_of(dummy, self.batch, max_query_len=self._announced(layer), max_seq_len=MAX_MODEL_LEN)
+        )
 
     def _announced(self, layer: Layer) -> int:
         """The longest query of a captured batch, as the model runner of the layer's configuration announces it."""
@@ -123,31 +127,18 @@ class _Static:
 
     def fill(self, layer: Layer, turn: Case, inputs: Inputs) -> None:
         """Put another batch in place."""
-        rows = [*turn.requests, *[Request(0, 0)] * turn.padding]
-        tokens = turn.num_tokens
-        self._set(rows)
+        new, tokens = batch_of(turn, inputs, self.output.device), turn.num_tokens
+        self.batch.query_start_loc.copy_(new.query_start_loc)
+        self.batch.seq_lens.copy_(new.seq_lens)
         # What is left in the further columns belongs to the batch before.
-        self.batch.block_table[:, : inputs.block_table.shape[1]] = inputs.block_table
-        self.batch.slots.fill_(-1)[:tokens] = last(inputs.slots, turn.requests)
-        self.batch.positions.zero_()[:tokens] = torch.cat(
-            [torch.arange(request.context, request.total) for request in turn.requests]
-        ).to(self.batch.positions.device)
+        self.batch.block_table[:, : new.block_table.shape[1]] = new.block_table
+        self.batch.slots.fill_(-1)[:tokens] = new.slots
+        self.batch.positions.zero_()[:tokens] = new.positions
         self.query.zero_()[:tokens] = inputs.query
         self.keys.zero_()[:tokens] = last(inputs.keys, turn.requests)
         self.values.zero_()[:tokens] = last(inputs.values, turn.requests)
         self.output.fill_(math.nan)
-        longest = max(request.query for request in turn.requests)
-        layer.builder.build(0, self._common(rows, longest, max(request.total for request in turn.requests)))
-
-    def _set(self, rows: list[Request]) -> None:
-        ends = torch.tensor([0, *(request.query for request in rows)]).cumsum(0)
-        self.batch.query_start_loc.copy_(ends)
-        self.batch.seq_lens.copy_(torch.tensor([request.total for request in rows]))
-
-    def _common(self, rows: list[Request], max_query_len: int, max_seq_len: int) -> Any:
-        return common_metadata(
-            rows, self.batch, causal=self.case.causal, max_query_len=max_query_len, max_seq_len=max_seq_len
-        )
+        layer.builder.build(0, metadata_of(turn, self.batch))
 
 
 def _contexts(turn: Case, inputs: Inputs) -> tuple[tuple[Any, ...], ...]:

@@ -73,6 +73,11 @@ class Case:
     seed: int = 0
 
     @property
+    def rows(self) -> tuple[Request, ...]:
+        """The requests, and the padding rows as requests of no tokens."""
+        return (*self.requests, *[Request(0, 0)] * self.padding)
+
+    @property
     def num_tokens(self) -> int:
         return sum(request.query for request in self.requests)
 
@@ -147,24 +152,20 @@ def trials() -> tuple[Trial, ...]:
     found += [
         _of_head_size("non_causal_head_size", str(size), size, {"causal": False}) for size in NON_CAUSAL_HEAD_SIZES
     ]
-    for capability, settings in (
-        ("sliding_window", {"sliding_window": True}),
-        ("non_causal_window", {"sliding_window": True, "causal": False}),
-        ("sinks", {"sinks": True}),
-        ("softcap", {"softcap": True}),
-        ("alibi", {"alibi": True}),
-    ):
-        found += [Trial(capability, "yes", settings), _large(capability, "yes", settings)]
     found += [_large("dtype", "float16", {"dtype": "float16"}), _large("block_size", "64", {"block_size": 64})]
     found += [Trial("group", str(size), {"group": size}) for size in GROUPS]
     found += [_large("group", str(size), {"group": size}) for size in (1, 16)]
-    found += [Trial("padded_batch", "yes", {"padding": True}), _large("padded_batch", "yes", {"padding": True})]
-    for batch in ("decode", "verify", "mixed"):
-        found.append(Trial("captured", batch, {"graph": batch}, needs="graphs"))
-        found.append(_large("captured", batch, {"graph": batch}, needs="graphs"))
-    found.append(_large("captured", "non-causal verify", {"graph": "verify", "causal": False}, needs="graphs"))
-    found.append(Trial("batch_invariance", "yes", {"alone": True}, needs="batch_invariant"))
-    found.append(_large("batch_invariance", "yes", {"alone": True}, needs="batch_invariant"))
+    both: tuple[tuple[str, str, dict[str, Any], str], ...] = (
+        ("sliding_window", "yes", {"sliding_window": True}, ""),
+        ("non_causal_window", "yes", {"sliding_window": True, "causal": False}, ""),
+        *[(name, "yes", {name: True}, "") for name in ("sinks", "softcap", "alibi")],
+        ("padded_batch", "yes", {"padding": True}, ""),
+        *[("captured", batch, {"graph": batch}, "graphs") for batch in ("decode", "verify", "mixed")],
+        ("batch_invariance", "yes", {"alone": True}, "batch_invariant"),
+    )
+    for capability, value, settings, needs in both:
+        found += [Trial(capability, value, settings, needs=needs), _large(capability, value, settings, needs)]
+    found.append(_large("captured", "non-causal verify", {"graph": "verify", "causal": False}, "graphs"))
     return tuple(found)
 
 

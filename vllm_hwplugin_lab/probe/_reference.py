@@ -73,18 +73,18 @@ def measure(case: Case, inputs: Inputs, output: Any, *, quantized_query: bool = 
 
 def reference(case: Case, inputs: Inputs) -> Any:
     """The right answer: float64 ``[num_tokens, num_heads, head_size]``."""
-    rows = zip(
-        case.requests, inputs.query.split([r.query for r in case.requests]), inputs.keys, inputs.values, strict=True
-    )
-    return torch.cat([_attend(case, inputs, *row, softcap=case.softcap) for row in rows])
+    return torch.cat([_attend(case, inputs, *row, softcap=case.softcap) for row in _by_request(case, inputs)])
+
+
+def _by_request(case: Case, inputs: Inputs) -> Iterator[tuple[Request, Any, Any, Any]]:
+    """Each request with its query, keys and values."""
+    queries = inputs.query.split([request.query for request in case.requests])
+    return zip(case.requests, queries, inputs.keys, inputs.values, strict=True)
 
 
 def _answers(case: Case, inputs: Inputs, quantized_query: bool) -> Iterator[tuple[Any, Any]]:
     """For each request the right answer, and what SDPA is off by."""
-    rows = zip(
-        case.requests, inputs.query.split([r.query for r in case.requests]), inputs.keys, inputs.values, strict=True
-    )
-    for request, query, key, value in rows:
+    for request, query, key, value in _by_request(case, inputs):
         right = _attend(case, inputs, request, query, key, value, softcap=case.softcap)
         # SDPA has no softcap: its error is taken without one, which leaves it what it is within the same batch.
         target = right if case.softcap is None else _attend(case, inputs, request, query, key, value, softcap=None)

@@ -15,7 +15,7 @@ import inspect
 import json
 import math
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,67 +79,52 @@ class Batch:
 
 def batch_of(case: Case, inputs: Inputs, place: Any) -> Batch:
     """The tensors of a case's batch."""
-    rows = [*case.requests, *[Request(0, 0)] * case.padding]
     return Batch(
-        query_start_loc=_ends(rows).to(place),
-        seq_lens=_lengths(rows).to(place),
+        query_start_loc=ends(case).to(place),
+        seq_lens=lengths(case).to(place),
         block_table=inputs.block_table,
         slots=last(inputs.slots, case.requests),
         positions=torch.cat([torch.arange(request.context, request.total) for request in case.requests]).to(place),
     )
 
 
-def common_metadata(
-    rows: Sequence[Request], batch: Batch, *, causal: bool, max_query_len: int, max_seq_len: int
-) -> Any:
+def metadata_of(case: Case, batch: Batch, *, max_query_len: int | None = None, max_seq_len: int | None = None) -> Any:
     """What the model runner hands to metadata builders.
 
     Args:
-        rows: of the batch, those without tokens among them.
-        batch: its tensors.
-        causal: of the layer.
-        max_query_len: the longest query, or a bound of it.
-        max_seq_len: the longest request, or a bound of it.
+        case: whose rows and layer they are.
+        batch: the tensors.
+        max_query_len: what is announced as the longest query; None: its length.
+        max_seq_len: what is announced as the longest request; None: its length.
     """
-    lengths = _lengths(rows)
     given = {
         "query_start_loc": batch.query_start_loc,
-        "query_start_loc_cpu": _ends(rows),
+        "query_start_loc_cpu": ends(case),
         "seq_lens": batch.seq_lens,
-        "num_reqs": len(rows),
+        "num_reqs": len(case.rows),
         "num_actual_tokens": batch.slots.shape[0],
-        "max_query_len": max_query_len,
-        "max_seq_len": max_seq_len,
+        "max_query_len": max_query_len or max(request.query for request in case.rows),
+        "max_seq_len": max_seq_len or max(request.total for request in case.rows),
         "block_table_tensor": batch.block_table,
         "slot_mapping": batch.slots,
-        "causal": causal,
+        "causal": case.causal,
         "positions": batch.positions,
-        "seq_lens_cpu_upper_bound": lengths,
-        "_seq_lens_cpu": lengths,
-        "_num_computed_tokens_cpu": torch.tensor([request.context for request in rows], dtype=torch.int32),
+        "seq_lens_cpu_upper_bound": lengths(case),
+        "_seq_lens_cpu": lengths(case),
+        "_num_computed_tokens_cpu": torch.tensor([request.context for request in case.rows], dtype=torch.int32),
     }
     known = {one.name for one in dataclasses.fields(CommonAttentionMetadata)}
     return CommonAttentionMetadata(**{name: value for name, value in given.items() if name in known})
 
 
-def metadata_of(case: Case, batch: Batch) -> Any:
-    """`common_metadata` of a batch that is run as it is."""
-    rows = [*case.requests, *[Request(0, 0)] * case.padding]
-    return common_metadata(
-        rows,
-        batch,
-        causal=case.causal,
-        max_query_len=max(request.query for request in rows),
-        max_seq_len=max(request.total for request in rows),
-    )
+def ends(case: Case) -> Any:
+    """Where each row's tokens begin, and the last one's end: int32 ``[rows + 1]``."""
+    return torch.tensor([0, *(row.query for row in case.rows)], dtype=torch.int32).cumsum(0, dtype=torch.int32)
 
 
-def _ends(rows: Sequence[Request]) -> Any:
-    return torch.tensor([0, *(request.query for request in rows)], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-
-
-def _lengths(rows: Sequence[Request]) -> Any:
-    return torch.tensor([request.total for request in rows], dtype=torch.int32)
+def lengths(case: Case) -> Any:
+    """Tokens of each row with its context: int32 ``[rows]``."""
+    return torch.tensor([row.total for row in case.rows], dtype=torch.int32)
 
 
 def last(tensors: tuple[Any, ...], requests: tuple[Request, ...]) -> Any:

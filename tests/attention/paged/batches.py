@@ -47,14 +47,13 @@ def caches(case: Case, inputs: Inputs, layout: str, device: Any, *, fill: str = 
 
 def metadata(case: Case, device: Any) -> dict[str, Any]:
     """The arguments that say which tokens are whose, padding rows included."""
-    rows = [*case.requests, *[Request(0, 0)] * case.padding]
     ends = [0]
-    for row in rows:
+    for row in case.rows:
         ends.append(ends[-1] + row.query)
     return {
         "query_start_loc": torch.tensor(ends, dtype=torch.int32, device=device),
-        "seq_lens": torch.tensor([row.total for row in rows], dtype=torch.int32, device=device),
-        "max_query_len": max(row.query for row in rows),
+        "seq_lens": torch.tensor([row.total for row in case.rows], dtype=torch.int32, device=device),
+        "max_query_len": max(row.query for row in case.rows),
     }
 
 
