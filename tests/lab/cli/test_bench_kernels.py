@@ -65,17 +65,13 @@ def test_standard_output_can_be_the_results_alone(run, monkeypatch):
 
 
 def test_attention_can_be_narrowed(run):
-    _, _, ((_, todo, _),) = run("attention", "--kernel", "hwplugin", "--kind", "prefill")
+    _, found, ((_, todo, _),) = run("attention", "--kernel", "hwplugin", "--kind", "prefill")
     assert {(kernel, case.split()[0]) for kernel, case in todo} == {("hwplugin", "prefill")}
     assert len(todo) == 4
+    assert found["settings"]["only"] == {"kernel": ["hwplugin"], "kind": ["prefill"]}
+    assert found["settings"]["seconds"] == 75
     result, _, asked = run("attention", "--kernel", "nobody")
     assert (result.exit_code, asked) == (2, [])
-
-
-def test_the_settings_are_in_the_file(run):
-    _, found, _ = run("attention", "--kernel", "hwplugin", "--kind", "prefill", "--seed", "7")
-    assert found["settings"]["only"] == {"kernel": ["hwplugin"], "kind": ["prefill"]}
-    assert (found["settings"]["seconds"], found["settings"]["seed"]) == (75, 7)
 
 
 def test_ops_measures_both_sides_of_what_is_chosen(run):
