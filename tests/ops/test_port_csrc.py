@@ -24,7 +24,7 @@ from ..conftest import cannot_run
 from .compile.vendor import GETTER, weak_declarations
 
 TORCHADA = "0.1.103"
-BACK = Path(__file__).parent / "build" / "musa_on_cuda"
+BACK = Path(__file__).parent / "compile" / "musa_on_cuda"
 PORTED = {name: spec for name, spec in KERNELS.items() if "mcc" not in spec.excluded}
 
 pytestmark = pytest.mark.network
