@@ -15,7 +15,7 @@ from .engines import ATTEMPTS, DISTURBED, PROFILED_ENGINE
 from .mixed_load import SMALL, environment, options
 
 _FEW = [dataclasses.replace(one, at=0, params={**one.params, "max_tokens": 14}) for one in loads.two_alone()]
-_V1, _V2 = "vllm_hwplugin.spec_decode", "vllm_hwplugin.spec_decode.v2"
+_V1, _V2 = "vllm_hwplugin.spec_decode.v1", "vllm_hwplugin.spec_decode.v2"
 
 
 def _profiled(method: str, k: int, **compilation: Any) -> dict[str, Any]:
@@ -60,7 +60,7 @@ STARTS: dict[str, tuple[str, dict[str, Any], list[str], list[str], list[str]]] =
     "no passes": (
         "V1",
         options("eagle3", "FULL_AND_PIECEWISE"),
-        [f"{_V1}.v1.pass_graphs:PassGraphs._call_model"],
+        [f"{_V1}.pass_graphs:PassGraphs._call_model"],
         ["draft-full-graph", "v1-draft-phase"],
         ["v1-step-inputs"],
     ),
@@ -69,21 +69,21 @@ STARTS: dict[str, tuple[str, dict[str, Any], list[str], list[str], list[str]]] =
     "no chain": (
         "V1",
         options("eagle3", "FULL_AND_PIECEWISE"),
-        [f"{_V1}.v1.draft_loop_graph:eagle_step_update_slot_mapping_and_metadata"],
+        [f"{_V1}.draft_loop_graph:eagle_step_update_slot_mapping_and_metadata"],
         ["draft-loop-graph", "v1-draft-phase"],
         ["draft-full-graph", "v1-step-inputs"],
     ),
     "no context": (
         "V1",
         options("dflash", "FULL_AND_PIECEWISE"),
-        [f"{_V1}.v1.dflash_full_graph:ContextGraphs.precompute"],
+        [f"{_V1}.dflash_full_graph:ContextGraphs.precompute"],
         ["dflash-full-graph", "v1-draft-phase"],
         ["draft-full-graph", "v1-step-inputs"],
     ),
     "no sampling": (
         "V1",
         options("eagle3", "FULL_AND_PIECEWISE"),
-        [f"{_V1}.v1.draft_phase_graphs:PhaseRecorder._sample"],
+        [f"{_V1}.draft_phase_graphs:PhaseRecorder._sample"],
         ["v1-draft-phase"],
         ["draft-full-graph", "v1-step-inputs"],
     ),
