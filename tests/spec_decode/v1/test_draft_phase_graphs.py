@@ -332,6 +332,35 @@ def test_the_memory_profile_needs_what_the_largest_shape_needs(
     assert made[0]() is None
 
 
+@pytest.mark.parametrize("at_once", [1, 3, 8])
+def test_requests_that_are_verified_one_part_after_another_get_their_own_tokens(
+    make_dflash: Any, monkeypatch: pytest.MonkeyPatch, at_once: int
+) -> None:
+    monkeypatch.setattr(draft_phase_graphs, "TOKENS_AT_ONCE", at_once * WIDTH)
+    _, target = start(make_dflash, monkeypatch)
+    host, count = target.host, 7
+    host.input_batch.num_reqs, host.input_batch.req_ids = count, list("abcdefg")
+    host.requests = dict.fromkeys("abcdefg", types.SimpleNamespace(sampling_params=SamplingParams(temperature=0)))
+    target.hidden.random_(1000)
+    best = target.hidden[: count * WIDTH].argmax(-1).view(count, WIDTH)
+    given = host.input_ids.gpu[: count * WIDTH].view(count, WIDTH)
+    # As many of a request's drafts are right as its row says.
+    given[:, 1:] = torch.where(torch.arange(DRAFTS) < torch.arange(count)[:, None] % WIDTH, best[:, :-1], HIDDEN)
+    drafts = given[:, 1:].reshape(-1)
+    scheduled = types.SimpleNamespace(
+        total_num_scheduled_tokens=count * WIDTH,
+        scheduled_spec_decode_tokens=dict.fromkeys("abcdefg", [0] * DRAFTS),
+        has_structured_output_requests=False,
+    )
+    verified = types.SimpleNamespace(num_draft_tokens=[DRAFTS] * count)
+    hidden, indices = target.hidden[: 8 * WIDTH], torch.arange(count * WIDTH)
+    _, logits = host.draft_phase.logits(scheduled, verified, hidden_states=hidden, indices=indices)
+    expected = plain_rejection(types.SimpleNamespace(draft_token_ids=drafts), None, hidden[: count * WIDTH], None)
+    found = host.draft_phase.sample(logits, verified).sampled_token_ids
+    assert found.tolist() == expected.sampled_token_ids.tolist()
+    assert host.draft_phase._sampling.outcomes() == {"served": 1}
+
+
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
 def test_placeholders_for_drafts_are_left_to_vllms_sampler(
     make_dflash: Any, monkeypatch: pytest.MonkeyPatch, asynchronous: bool

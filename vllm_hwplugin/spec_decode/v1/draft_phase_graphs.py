@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -22,13 +22,17 @@ from vllm.config import CUDAGraphMode
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
 
-from vllm_hwplugin.spec_decode.decode_batch import GraphShape
+from vllm_hwplugin.spec_decode.decode_batch import GraphShape, uniform_shape
 from vllm_hwplugin.spec_decode.graph_recording import record_graph
 from vllm_hwplugin.spec_decode.v1.noise import Noise
 from vllm_hwplugin.spec_decode.v1.pass_graphs import PassGraphs
 
 #: Methods whose drafter reads hidden states of several of the target's layers, which its model combines.
 _COMBINING = ("eagle3", "dflash")
+
+#: Tokens that are verified at once, at most, unless one request has more. vLLM makes three float32 copies of their
+#: logits, and what the largest graph needs is taken from the KV cache: 78 MB each at a vocabulary of 152,000.
+TOKENS_AT_ONCE: Final = 128
 
 
 class Sampling(Enum):
@@ -300,21 +304,30 @@ class PhaseRecorder:
 
     def _sample(self, shape: GraphShape, states: TargetStates, batch: Any, kind: Sampling) -> None:
         """From the target's hidden states to what was sampled."""
-        runner, buffers, num_reqs = self._runner, self._buffers, shape.num_reqs
+        logits = self._runner.model.compute_logits(states.hidden[: shape.num_tokens])
+        at_once = max(1, TOKENS_AT_ONCE // self._buffers.query_len)
+        for first in range(0, shape.num_reqs, at_once):
+            self._verify(slice(first, min(first + at_once, shape.num_reqs)), logits, kind)
+        self._count(shape, batch)
+
+    def _verify(self, requests: slice, logits: torch.Tensor, kind: Sampling) -> None:
+        """Sample for some requests of a batch, [batch * query_len, vocabulary] of which are `logits`."""
+        runner, buffers, query_len = self._runner, self._buffers, self._buffers.query_len
+        shape = uniform_shape(query_len, requests.stop - requests.start)
+        tokens = slice(requests.start * query_len, requests.stop * query_len)
         greedy = kind is Sampling.GREEDY
         metadata = self._sampling_metadata(
-            all_greedy=greedy, temperature=None if greedy else buffers.temperature[:num_reqs]
+            all_greedy=greedy, temperature=None if greedy else buffers.temperature[requests]
         )
         drawn_from = None
         if kind is Sampling.RANDOM_OF_DRAWN:
-            drawn_from = buffers.draft_probs(num_reqs).flatten(0, 1)
-        logits = runner.model.compute_logits(states.hidden[: shape.num_tokens])
+            drawn_from = buffers.draft_probs(requests.stop)[requests].flatten(0, 1)
+        verified = buffers.spec_decode_metadata(shape, runner.input_ids.gpu[tokens])
         noise = self.noise_of(kind)
-        noise.begin(num_reqs)
+        noise.begin(shape.num_reqs, requests.start)
         with noise.read():
-            output = runner.rejection_sampler(self._spec_decode_metadata(shape), drawn_from, logits, metadata)
-        buffers.sampled_token_ids[:num_reqs].copy_(output.sampled_token_ids)
-        self._count(shape, batch)
+            output = runner.rejection_sampler(verified, drawn_from, logits[tokens], metadata)
+        buffers.sampled_token_ids[requests].copy_(output.sampled_token_ids)
 
     def _count(self, shape: GraphShape, batch: Any) -> None:
         """From what was sampled to what the drafter has to know of it."""

@@ -49,12 +49,12 @@ class Noise:
     def __init__(self, max_num_reqs: int):
         self._max_num_reqs = max_num_reqs
         self._draws: list[_Draw] = []
-        self._num_reqs = 0
+        self._num_reqs = self._first = 0
         self._next = 0
 
-    def begin(self, num_reqs: int) -> None:
-        """A graph of so many requests goes through the part from its beginning."""
-        self._num_reqs, self._next = num_reqs, 0
+    def begin(self, num_reqs: int, first: int = 0) -> None:
+        """A graph goes through the part from its beginning, with so many requests from the `first` one on."""
+        self._num_reqs, self._first, self._next = num_reqs, first, 0
 
     @contextmanager
     def read(self) -> Iterator[None]:
@@ -64,13 +64,13 @@ class Noise:
 
     def numbers(self, like: torch.Tensor, *, exponential: bool) -> torch.Tensor:
         """Those of the next draw, in the shape and type of `like`."""
+        rows = like.shape[0] // self._num_reqs
         if self._next == len(self._draws):
-            rows = like.shape[0] // self._num_reqs
             numbers = like.new_ones((self._max_num_reqs * rows, *like.shape[1:]))
             self._draws.append(_Draw(numbers, rows, exponential))
         draw = self._draws[self._next]
         self._next += 1
-        return draw.numbers[: like.shape[0]]
+        return draw.numbers[self._first * rows :][: like.shape[0]]
 
     def draw(self, count: int, generators: Mapping[int, torch.Generator]) -> None:
         """Draw for the first `count` requests.
