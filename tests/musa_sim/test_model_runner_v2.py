@@ -155,10 +155,9 @@ def versions(musa_host: None, tmp_path_factory: pytest.TempPathFactory) -> dict[
 def assert_graphs_serve(expected: Run, found: Run) -> None:
     loads.assert_same(expected, found)
     assert set(GRAPHS) <= set(found.used)
-    # Sampling is in a graph in most steps whose target is one, and inputs in some; drafting is in none more.
+    # Most steps whose target is a graph have graphs of all the rest, too, whatever became of other requests.
     before, after = expected.counts["graph_replays"], found.counts["graph_replays"]
-    assert after["target"] == before["target"] > after["sampling"] > after["inputs"] > 0
-    assert after["sampling"] > before["target"] // 2
+    assert after["target"] == before["target"] > after["sampling"] == after["inputs"] > before["target"] // 2
     assert 0 < after["draft"] <= before["draft"]
     assert found.counts["draft_phases"] == expected.counts["draft_phases"]
     sampling, drafting, inputs = (

@@ -16,6 +16,7 @@ import torch
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
+from vllm_hwplugin.spec_decode.step_counts import Reason
 from vllm_hwplugin.spec_decode.v2.step_inputs import StepInputs
 
 DRAFTS = 3
@@ -32,15 +33,22 @@ class Batch:
 
 
 class Tail:
-    """`TailGraphs` after a step of two requests, in graphs of four."""
+    """`TailGraphs` with graphs of four requests, which serve whatever they are asked to hold unless `refuses` says."""
 
     query_len = WIDTH
 
     def __init__(self) -> None:
-        self.held: Any = SimpleNamespace(req_ids=["b", "a"], rows=np.array([5, 2]))
+        self.held: Any = None
+        self.refuses: Reason | None = None
 
     def add(self, companion: Any) -> None:
         """Captures nothing."""
+
+    def hold(self, req_ids: list[str], rows: np.ndarray, num_tokens: int) -> Any:
+        assert num_tokens == 4 * WIDTH
+        if self.held is None or self.held.req_ids != req_ids:
+            self.held = self.refuses or SimpleNamespace(req_ids=req_ids, rows=rows)
+        return self.held
 
     def held_batch(self) -> Batch:
         return Batch()
@@ -68,20 +76,29 @@ def scheduled(**changed: Any) -> SimpleNamespace:
     return SimpleNamespace(**usual | changed)
 
 
+def decoding(names: str) -> dict[str, Any]:
+    """What `scheduled` is told for these requests, which decode one token and all their drafts."""
+    return {
+        "num_scheduled_tokens": dict.fromkeys(names, WIDTH),
+        "total_num_scheduled_tokens": len(names) * WIDTH,
+        "scheduled_spec_decode_tokens": {name: [-1] * DRAFTS for name in names},
+    }
+
+
 FULL = BatchExecutionDescriptor(CUDAGraphMode.FULL, num_tokens=4 * WIDTH, num_reqs=4, uniform_token_count=WIDTH)
 
 
 @pytest.fixture
 def served() -> tuple[StepInputs, Tail, Graph]:
-    """Step inputs after a step that vLLM prepared, and tail graphs served."""
+    """Step inputs after a step that graphs served."""
     blocks = SimpleNamespace(gpu=torch.tensor([[3, 4]]))
     runner = SimpleNamespace(
         block_tables=SimpleNamespace(num_blocks=blocks),
         req_states=SimpleNamespace(
-            num_computed_tokens_np=np.array([0, 0, 20, 0, 0, 50]),
-            req_id_to_index={"a": 2, "b": 5},
-            prefill_len=SimpleNamespace(np=np.array([0, 0, 8, 0, 0, 9])),
-            num_computed_prefill_tokens=np.array([0, 0, 8, 0, 0, 9]),
+            num_computed_tokens_np=np.array([0, 30, 20, 0, 0, 50]),
+            req_id_to_index={"a": 2, "b": 5, "c": 1},
+            prefill_len=SimpleNamespace(np=np.array([0, 7, 8, 0, 0, 9])),
+            num_computed_prefill_tokens=np.array([0, 7, 8, 0, 0, 9]),
         ),
     )
     tail, graph = Tail(), Graph()
@@ -90,6 +107,7 @@ def served() -> tuple[StepInputs, Tail, Graph]:
     inputs._num_blocks = torch.zeros(1, 2, dtype=torch.int64)
     step(inputs, scheduled())
     inputs._step_counts.reset()
+    graph.replays = 0
     return inputs, tail, graph
 
 
@@ -105,31 +123,63 @@ def test_the_same_requests_are_served_with_their_lengths(served: tuple[StepInput
     batch = step(inputs, scheduled())
     assert graph.replays == 1
     assert inputs._step_counts.outcomes() == {"served": 1}
-    # In the order of the batch, which is not that of the schedule; padding has no length.
-    assert batch.num_computed_tokens_np.tolist() == [50, 20]
-    assert batch.seq_lens_cpu_upper_bound.tolist() == [50 + WIDTH, 20 + WIDTH, 0, 0]
+    # Padding has no length.
+    assert batch.num_computed_tokens_np.tolist() == [20, 50]
+    assert batch.seq_lens_cpu_upper_bound.tolist() == [20 + WIDTH, 50 + WIDTH, 0, 0]
     assert inputs.prepared(batch)
+
+
+@pytest.mark.parametrize(
+    ("names", "computed"), [("ba", [50, 20]), ("ac", [20, 30]), ("b", [50]), ("abc", [20, 50, 30])]
+)
+def test_other_requests_are_served_when_the_tail_holds_them(
+    served: tuple[StepInputs, Tail, Graph], names: str, computed: list[int]
+) -> None:
+    """One ended, or one that was prefilled in another step came in, or the order is another."""
+    inputs, tail, graph = served
+    batch = step(inputs, scheduled(**decoding(names)))
+    assert tail.held.req_ids == list(names)
+    assert batch.num_computed_tokens_np.tolist() == computed
+    assert graph.replays == 1
+    # Also when vLLM has served another step in between.
+    tail.held = None
+    assert step(inputs, scheduled(**decoding(names))).num_computed_tokens_np.tolist() == computed
+    assert inputs._step_counts.outcomes() == {"served": 2}
+
+
+def test_what_the_tail_cannot_hold_is_left_to_vllm(served: tuple[StepInputs, Tail, Graph]) -> None:
+    inputs, tail, graph = served
+    tail.refuses = Reason.NO_FREE_ROW
+    assert step(inputs, scheduled(**decoding("c"))) is None
+    assert graph.replays == 0
+    assert inputs._step_counts.outcomes() == {"no_free_row": 1}
+
+
+def test_the_first_step_of_a_request_is_left_to_vllm(served: tuple[StepInputs, Tail, Graph]) -> None:
+    """A scheduler may give it as many tokens as a decode has, and the others are then the same as before."""
+    inputs, _, graph = served
+    inputs._runner.req_states.num_computed_prefill_tokens[5] = 8
+    assert step(inputs, scheduled(scheduled_new_reqs=["b"])) is None
+    assert graph.replays == 0
+    assert inputs._step_counts.outcomes() == {"prompt": 1}
 
 
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [
-        ({"num_scheduled_tokens": {"b": WIDTH, "a": WIDTH}}, "requests_changed"),
-        ({"num_scheduled_tokens": {"a": WIDTH, "c": WIDTH}}, "requests_changed"),
         ({"scheduled_spec_decode_tokens": {"a": [-1] * DRAFTS}}, "fewer_drafts"),
         (
             {"scheduled_spec_decode_tokens": {"a": [-1] * DRAFTS, "b": [-1]}, "total_num_scheduled_tokens": 6},
             "fewer_drafts",
         ),
         ({"scheduled_spec_decode_tokens": {"a": [-1] * DRAFTS, "b": [-1]}}, "fewer_drafts"),
-        ({"scheduled_new_reqs": ["a"]}, "requests_changed"),
         ({"has_structured_output_requests": True}, "structured_output"),
         ({"num_spec_tokens_to_schedule": 1}, "fewer_drafts"),
         # All of them end with this step. vLLM then drafts nothing, by the attention metadata that it has made.
         ({"skip_drafts": True}, "fewer_drafts"),
     ],
 )
-def test_what_is_not_as_before_is_left_to_vllm(
+def test_what_is_no_decode_with_all_drafts_is_left_to_vllm(
     served: tuple[StepInputs, Tail, Graph], changed: dict[str, Any], reason: str
 ) -> None:
     inputs, _, graph = served
@@ -156,16 +206,6 @@ def test_a_target_without_its_graph_is_left_to_vllm(served: tuple[StepInputs, Ta
     assert inputs._step_counts.outcomes() == {"no_full_graph": 3}
 
 
-def test_a_step_that_tail_graphs_did_not_serve_ends_it(served: tuple[StepInputs, Tail, Graph]) -> None:
-    inputs, tail, graph = served
-    held, tail.held = tail.held, None
-    assert step(inputs, scheduled()) is None
-    assert inputs._step_counts.outcomes() == {"step_before": 1}
-    tail.held = held
-    assert step(inputs, scheduled()) is not None
-    assert graph.replays == 1
-
-
 def test_blocks_are_taken_over_when_a_request_has_new_ones(served: tuple[StepInputs, Tail, Graph]) -> None:
     inputs, _, _ = served
     step(inputs, scheduled())
@@ -178,6 +218,14 @@ def test_blocks_are_taken_over_when_a_request_has_new_ones(served: tuple[StepInp
     assert inputs.changes_blocks(grown)
     step(inputs, grown)
     assert inputs._num_blocks.tolist() == [[9, 9]]
+    # In a step that vLLM prepares, too: the next one that graphs serve has them.
+    inputs._runner.block_tables.num_blocks.gpu = torch.tensor([[11, 9]])
+    inputs._runner.req_states.num_computed_prefill_tokens[2] = 7
+    fewer = {**vars(grown), "scheduled_spec_decode_tokens": {"a": [-1] * DRAFTS}}
+    assert step(inputs, SimpleNamespace(**fewer)) is None
+    inputs._runner.req_states.num_computed_prefill_tokens[2] = 8
+    step(inputs, scheduled())
+    assert inputs._num_blocks.tolist() == [[11, 9]]
 
 
 def test_vllm_takes_everything_over_in_each_step_where_there_are_no_graphs() -> None:

@@ -135,12 +135,6 @@ def mask_block(speculator: Any, context_slots: torch.Tensor) -> None:
     speculator.block_tables.slot_mappings[:, :num_tokens].masked_fill_(padding.dead_tokens, _NO_SLOT)
 
 
-def expanded_rows(idx_mapping: torch.Tensor, query_len: int) -> torch.Tensor:
-    """Each request's row, once for each of its tokens."""
-    # Of one request, the reshape is a view of one element, which kernels would read beyond.
-    return idx_mapping[:, None].expand(-1, query_len).reshape(-1).contiguous()
-
-
 def idx_dtype(runner: Any) -> torch.dtype:
     """Of vLLM's `InputBatch.idx_mapping`, which differs from version to version."""
     dtype: torch.dtype = InputBatch.make_dummy(1, 1, runner.input_buffers).idx_mapping.dtype

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The inputs of a decode step of Model Runner V2 in one CUDA graph, while the same requests are decoded.
+"""The inputs of a decode step of Model Runner V2 in one CUDA graph.
 
 Before the target's graph vLLM makes the batch anew in each step: copies to the device, five kernels, and attention
-metadata. If `TailGraphs` served the step before and the same requests come again, each with all its drafts, the host
-adds only lengths that no kernel reads. One graph makes positions, lengths, token ids, block tables, slots and the
-metadata's device half from the requests' state.
+metadata. Where `TailGraphs` serves a step, each of its requests has all its drafts. Then the requests' state has all
+that the inputs are made of: one graph makes positions, lengths, token ids, block tables, slots and the metadata's
+device half. The host adds only lengths that no kernel reads. With other requests than in the step before,
+`TailGraphs` has their rows copied first.
 
-vLLM's own functions are recorded. The first step with other requests takes vLLM's own way.
+vLLM's own functions are recorded.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from vllm_hwplugin.spec_decode.builders import host_work
 from vllm_hwplugin.spec_decode.graph_recording import attempt, record_graph
 from vllm_hwplugin.spec_decode.step_counts import Reason, StepCounts
 from vllm_hwplugin.spec_decode.v2.tail_buffers import StandIn, TailBuffers
-from vllm_hwplugin.spec_decode.v2.tail_graph import TailGraphs
+from vllm_hwplugin.spec_decode.v2.tail_graph import Held, TailGraphs
 
 _STOCK: Final = "vLLM prepares every step"
 
@@ -88,9 +89,10 @@ class StepInputs:
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._num_blocks: torch.Tensor | None = None
         self._shows_metadata = False
-        # The requests of the last step in the order in which they were scheduled, and its batch.
-        self._order: list[str] = []
+        # The requests that were served last, and their batch.
+        self._held: Held | None = None
         self._template: Any = None
+        # Since the graphs' copy of the number of blocks.
         self._blocks_changed = True
         self._batch: Any = None
 
@@ -184,7 +186,7 @@ class StepInputs:
         changed = bool(scheduled.scheduled_new_reqs) or any(
             blocks is not None for blocks in scheduled.scheduled_cached_reqs.new_block_ids
         )
-        self._blocks_changed = changed
+        self._blocks_changed |= changed
         return changed or not self._graphs
 
     def steady(self, scheduled: Any, desc: Any) -> Any:
@@ -195,25 +197,22 @@ class StepInputs:
             desc: the target's `BatchExecutionDescriptor`.
         """
         self._batch = None
-        order = list(scheduled.num_scheduled_tokens)
-        before, self._order = self._order, order
-        reason = self._against(scheduled, desc, before)
-        if reason is not None:
-            self._step_counts.missed(reason)
-            self._template = None
+        held = self._hold(scheduled, desc)
+        if isinstance(held, Reason):
+            self._step_counts.missed(held)
             return None
         self._step_counts.served()
-        assert self._tail.held is not None
-        runner, rows = self._runner, self._tail.held.rows
-        if self._template is None or self._blocks_changed:
+        runner = self._runner
+        if self._blocks_changed:
             assert self._num_blocks is not None
             self._num_blocks.copy_(runner.block_tables.num_blocks.gpu, non_blocking=True)
-        if self._template is None:
-            self._template = self._tail.held_batch()
+            self._blocks_changed = False
+        if held is not self._held:
+            self._held, self._template = held, self._tail.held_batch()
         self._graphs[desc.num_reqs].replay()
-        computed = runner.req_states.num_computed_tokens_np[rows]
+        computed = runner.req_states.num_computed_tokens_np[held.rows]
         upper = np.zeros(self._template.num_reqs_after_padding, dtype=np.int32)
-        np.add(computed, self._tail.query_len, out=upper[: len(order)])
+        np.add(computed, self._tail.query_len, out=upper[: len(computed)])
         self._batch = dataclasses.replace(
             self._template,
             num_computed_tokens_np=computed,
@@ -221,20 +220,21 @@ class StepInputs:
         )
         return self._batch
 
-    def _against(self, scheduled: Any, desc: Any, before: list[str]) -> Reason | None:
-        """Why this is not the step `before` once more: the same requests, each with all its drafts, in a FULL graph."""
+    def _hold(self, scheduled: Any, desc: Any) -> Held | Reason:
+        """The requests of this step, which the tail's buffers then hold; or why vLLM has to prepare its inputs."""
         if not self._graphs:
             return Reason.NOT_CAPTURED
         if scheduled.has_structured_output_requests:
             return Reason.STRUCTURED_OUTPUT
-        width, order, held = self._tail.query_len, self._order, self._tail.held
+        # vLLM sorts a batch by what its requests have, and these all have the same.
+        width, order = self._tail.query_len, list(scheduled.num_scheduled_tokens)
         drafts = scheduled.scheduled_spec_decode_tokens
         if (
             scheduled.total_num_scheduled_tokens != len(order) * width
             or len(drafts) != len(order)
             or sum(map(len, drafts.values())) != len(order) * (width - 1)
         ):
-            return Reason.PROMPT if self._has_prompt(order) else Reason.FEWER_DRAFTS
+            return Reason.PROMPT if self._has_prompt(self._rows(order)) else Reason.FEWER_DRAFTS
         # From 0.33 on, drafts are skipped for requests that are sure to end. vLLM's own drafter then takes the step's
         # attention metadata, of which a graph leaves nothing on the host.
         if scheduled.num_spec_tokens_to_schedule != width - 1 or getattr(scheduled, "skip_drafts", False):
@@ -243,13 +243,23 @@ class StepInputs:
             return Reason.LARGER_BATCH
         if desc.cg_mode != CUDAGraphMode.FULL or desc.uniform_token_count != width or desc.num_reqs not in self._graphs:
             return Reason.NO_FULL_GRAPH
-        if order != before or scheduled.scheduled_new_reqs:
-            return Reason.REQUESTS_CHANGED
-        return Reason.STEP_BEFORE if held is None or len(order) != len(held.rows) else None
+        held = self._tail.held
+        if held is not None and order == held.req_ids and not scheduled.scheduled_new_reqs:
+            rows = held.rows
+        else:
+            rows = self._rows(order)
+            if self._has_prompt(rows):
+                return Reason.PROMPT
+        return self._tail.hold(order, rows, desc.num_tokens)
 
-    def _has_prompt(self, req_ids: list[str]) -> bool:
+    def _rows(self, req_ids: list[str]) -> np.ndarray:
+        """[number of requests]: each one's row in the runner's state, as vLLM's own batches have it."""
+        index = self._runner.req_states.req_id_to_index
+        rows: np.ndarray = np.array([index[one] for one in req_ids], dtype=np.intp)
+        return rows
+
+    def _has_prompt(self, rows: np.ndarray) -> bool:
         states = self._runner.req_states
-        rows = [states.req_id_to_index[one] for one in req_ids]
         return bool((states.num_computed_prefill_tokens[rows] < states.prefill_len.np[rows]).any())
 
     def prepared(self, batch: Any) -> bool:

@@ -12,6 +12,8 @@ results go where nobody reads. `Padding` says what keeps them out of the KV cach
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +53,37 @@ class Outputs:
     num_rejected: torch.Tensor
 
 
+class _Packed:
+    """Tensors of several types in one piece of memory, which one copy fills from the host.
+
+    Args:
+        parts: name -> shape and type.
+        device: of the tensors.
+
+    Attributes:
+        host: name -> what the next copy takes, as an array.
+        device: name -> the tensor.
+    """
+
+    def __init__(self, parts: Mapping[str, tuple[tuple[int, ...], torch.dtype]], device: torch.device):
+        places, size = {}, 0
+        for name, (shape, dtype) in parts.items():
+            places[name] = size, size + math.prod(shape) * dtype.itemsize
+            # Triton makes kernels for addresses that are multiples of 16.
+            size = -(-places[name][1] // 16) * 16
+        self._host = torch.zeros(size, dtype=torch.uint8)
+        self._device = torch.zeros(size, dtype=torch.uint8, device=device)
+        on_host, self.device = (
+            {name: whole[slice(*places[name])].view(dtype).view(shape) for name, (shape, dtype) in parts.items()}
+            for whole in (self._host, self._device)
+        )
+        self.host = {name: tensor.numpy() for name, tensor in on_host.items()}
+
+    def copy(self) -> None:
+        # A copy that does not wait needs pinned memory, which torch keeps until the copy is done.
+        self._device.copy_(self._host.pin_memory(), non_blocking=True)
+
+
 class TailBuffers:
     """The buffers of one runner's tail graphs.
 
@@ -62,15 +95,35 @@ class TailBuffers:
     """
 
     def __init__(self, runner: Any, max_num_reqs: int, query_len: int, idx_dtype: torch.dtype):
-        self._runner = runner
         self.query_len = query_len
-        device = runner.device
-        self._rows = torch.zeros(2, max_num_reqs, dtype=idx_dtype, device=device)
-        # Of `_Layout`, which is written to the device in one copy.
-        self._layout = torch.zeros(3 * (max_num_reqs + 1), dtype=torch.int32, device=device)
-        self._dead_tokens = torch.ones(max_num_reqs, query_len, dtype=torch.bool, device=device)
+        device, num_tokens = runner.device, max_num_reqs * query_len
+        states = runner.sampler.sampling_states
+        # As they are named here.
+        self._moving = {
+            "temperature": states.temperature,
+            "top_k": states.top_k,
+            "top_p": states.top_p,
+            "seeds": states.seeds,
+            "prefill_len": runner.req_states.prefill_len,
+        }
+        self._packed = _Packed(
+            {
+                "rows": ((max_num_reqs,), idx_dtype),
+                "rows_alive": ((max_num_reqs,), idx_dtype),
+                "expanded_rows": ((num_tokens,), idx_dtype),
+                "alive": ((max_num_reqs,), torch.int32),
+                "query_start_loc": ((max_num_reqs + 1,), torch.int32),
+                "block_start_loc": ((max_num_reqs + 1,), torch.int32),
+                "dead_tokens": ((num_tokens,), torch.bool),
+                **{name: (one.np.shape, one.gpu.dtype) for name, one in self._moving.items()},
+            },
+            device,
+        )
+        written = self._packed.device
+        self._fixed = tuple(written[name] for name in self._moving)
+        self.temperature, self.seeds = written["temperature"], written["seeds"]
         self.start_loc = torch.arange(max_num_reqs + 1, dtype=torch.int32, device=device) * query_len
-        tokens = torch.arange(max_num_reqs * query_len, device=device)
+        tokens = torch.arange(num_tokens, device=device)
         self.logits_indices = tokens
         self.local_pos = (tokens % query_len).to(torch.int32)
         self.outputs = Outputs(
@@ -78,65 +131,51 @@ class TailBuffers:
             torch.zeros(max_num_reqs, dtype=torch.int32, device=device),
             torch.zeros(max_num_reqs, dtype=torch.int32, device=device),
         )
-        states = runner.sampler.sampling_states
-        self._moving = (states.temperature, states.top_k, states.top_p, states.seeds, runner.req_states.prefill_len)
-        self._fixed = tuple(torch.empty_like(one.gpu, device=device) for one in self._moving)
-        self.temperature, _, _, self.seeds, _ = self._fixed
-        self._max_num_reqs = max_num_reqs
 
     def idx_mapping(self, num_reqs: int) -> torch.Tensor:
         """[num_reqs]: each request's row in the runner's state; padding has one that no request has."""
-        return self._rows[0, :num_reqs]
+        return self._packed.device["rows"][:num_reqs]
 
     def idx_mapping_alive(self, num_reqs: int) -> torch.Tensor:
         """[num_reqs]: the same with -1 for padding, which `post_update` passes over."""
-        return self._rows[1, :num_reqs]
+        return self._packed.device["rows_alive"][:num_reqs]
+
+    def expanded_idx_mapping(self, num_tokens: int) -> torch.Tensor:
+        """[num_tokens]: each request's row, once for each of its tokens."""
+        return self._packed.device["expanded_rows"][:num_tokens]
 
     def padding(self, num_reqs: int) -> Padding:
         """Of a graph of `num_reqs` requests."""
-        stride = self._max_num_reqs + 1
-        alive, query, block = (self._layout[i * stride : (i + 1) * stride] for i in range(3))
+        written = self._packed.device
         return Padding(
-            alive[:num_reqs],
-            query[: num_reqs + 1],
-            block[: num_reqs + 1],
-            self._dead_tokens.view(-1)[: num_reqs * self.query_len],
+            written["alive"][:num_reqs],
+            written["query_start_loc"][: num_reqs + 1],
+            written["block_start_loc"][: num_reqs + 1],
+            written["dead_tokens"][: num_reqs * self.query_len],
         )
 
     def write(self, rows: np.ndarray, free_row: int) -> None:
-        """Have these requests in the graphs, each at the row given.
+        """Have these requests in the graphs, each at the row given, with its parameters and its prompt's length.
 
         Args:
             rows: [number of requests], integers.
             free_row: of padding.
         """
-        count, most = len(rows), self._max_num_reqs
-        dtype = np.int64 if self._rows.dtype == torch.int64 else np.int32
-        both: Any = np.full((2, most), -1, dtype=dtype)
-        both[0] = free_row
-        both[:, :count] = rows
-        _copy(both, self._rows)
-        layout: Any = np.empty((3, most + 1), dtype=np.int32)
-        layout[0] = np.arange(most + 1) < count
-        layout[1] = np.minimum(np.arange(most + 1), count)
-        layout[2] = layout[1] * self.query_len
-        _copy(layout.reshape(-1), self._layout)
-        self._dead_tokens.copy_((self.padding(most).alive == 0)[:, None])
-        self.write_parameters()
-
-    def write_parameters(self) -> None:
-        """Take over the sampling parameters of all requests, and the lengths of their prompts."""
-        for fixed, moving in zip(self._fixed, self._moving, strict=True):
-            fixed.copy_(moving.gpu, non_blocking=True)
+        host, count = self._packed.host, len(rows)
+        host["rows"][:count], host["rows"][count:] = rows, free_row
+        host["rows_alive"][:count], host["rows_alive"][count:] = rows, -1
+        host["expanded_rows"][:] = np.repeat(host["rows"], self.query_len)
+        host["alive"][:count], host["alive"][count:] = 1, 0
+        np.minimum(np.arange(len(host["query_start_loc"])), count, out=host["query_start_loc"])
+        np.multiply(host["query_start_loc"], self.query_len, out=host["block_start_loc"])
+        host["dead_tokens"][:] = np.arange(len(host["dead_tokens"])) >= count * self.query_len
+        for name, moving in self._moving.items():
+            host[name][:] = moving.np
+        self._packed.copy()
 
     def stand_in(self) -> StandIn:
         """A context in which vLLM's sampler reads the fixed parameters."""
-        return StandIn(self._moving, self._fixed)
-
-
-def _copy(values: np.ndarray, out: torch.Tensor) -> None:
-    # A copy that does not wait needs pinned memory, which torch keeps until the copy is done.
-    out.copy_(torch.from_numpy(values).pin_memory(), non_blocking=True)
+        return StandIn(tuple(self._moving.values()), self._fixed)
 
 
 class StandIn:

@@ -38,7 +38,6 @@ from vllm_hwplugin.spec_decode.graph_recording import attempt, known_arguments, 
 from vllm_hwplugin.spec_decode.step_counts import Reason, StepCounts
 from vllm_hwplugin.spec_decode.v2.recording import (
     SamplerParts,
-    expanded_rows,
     idx_dtype,
     no_decode,
     recorded_with,
@@ -213,7 +212,7 @@ class TailGraphs:
         self._output: Any = None
         self._step: _Graphs | Reason = Reason.NOT_CAPTURED
         self._drafted = False
-        # Of the last step that graphs served; None where another came after it.
+        # Of this step or of the last, as long as graphs serve them; None where another step came after it.
         self.held: Held | None = None
         self._served: dict[int, _Graphs] = {}
         self._batches: dict[int, Any] = {}
@@ -329,7 +328,7 @@ class TailGraphs:
             idx_mapping=idx_mapping,
             # The row that `sampling_as` has prepared.
             idx_mapping_np=np.zeros(num_reqs, dtype=np.intp),
-            expanded_idx_mapping=idx_mapping,
+            expanded_idx_mapping=buffers.expanded_idx_mapping(num_tokens),
             expanded_local_pos=buffers.local_pos[:num_tokens],
             num_draft_tokens=int(full.sum()),
             num_draft_tokens_per_req=full,
@@ -347,12 +346,7 @@ class TailGraphs:
         runner, buffers = self._runner, self._buffers
         assert buffers is not None
         num_reqs = batch.num_reqs
-        expanded = expanded_rows(batch.idx_mapping, self.query_len)
-        output, num_sampled, num_rejected = runner.sample(
-            self._target()[0][: batch.num_tokens],
-            dataclasses.replace(batch, expanded_idx_mapping=expanded),
-            None,
-        )
+        output, num_sampled, num_rejected = runner.sample(self._target()[0][: batch.num_tokens], batch, None)
         kept = buffers.outputs
         kept.sampled_token_ids[:num_reqs].copy_(output.sampled_token_ids)
         kept.num_sampled[:num_reqs].copy_(num_sampled)
@@ -481,30 +475,41 @@ class TailGraphs:
             return Reason.NOT_CAPTURED
         if (reason := no_decode(batch, self.query_len)) is not None:
             return reason
-        found = self._served.get(batch.num_reqs)
+        if hidden_states.data_ptr() != self._target()[0].data_ptr():
+            return Reason.NO_FULL_GRAPH
+        held = self.hold(batch.req_ids, batch.idx_mapping_np, batch.num_tokens_after_padding)
+        return held if isinstance(held, Reason) else held.graphs
+
+    def hold(self, req_ids: list[str], rows: np.ndarray, num_tokens: int) -> Held | Reason:
+        """Have the buffers hold these requests, or say why graphs do not serve them.
+
+        Args:
+            req_ids: each past its prompt and with all its drafts, in the order of the batch.
+            rows: [number of requests], integers: each one's row in the runner's state.
+            num_tokens: of the batch, with padding.
+        """
+        if not self._served:
+            return Reason.NOT_CAPTURED
+        found = self._served.get(len(req_ids))
         if found is None:
             return Reason.LARGER_BATCH
-        if (
-            batch.num_tokens_after_padding != found.shape.num_tokens
-            or hidden_states.data_ptr() != self._target()[0].data_ptr()
-        ):
+        if num_tokens != found.shape.num_tokens:
             return Reason.NO_FULL_GRAPH
-        rows, held = batch.idx_mapping_np, self.held
         # A request that gets another row is prefilled in its next step, which ends what is held.
-        if held is not None and batch.req_ids == held.req_ids:
-            return found
+        if self.held is not None and req_ids == self.held.req_ids:
+            return self.held
         if not self._plain[rows].all():
             return Reason.SAMPLING_PARAMETERS
         free = self._runner.req_states.free_indices
-        if not free and batch.num_reqs < found.shape.num_reqs:
+        if not free and len(req_ids) < found.shape.num_reqs:
             return Reason.NO_FREE_ROW
         sampling = SamplerParts.of(self._runner.sampler.sampling_states, rows, self._splits_top_p)
         if sampling is None:
             return Reason.SAMPLING_PARAMETERS
         assert self._buffers is not None
         self._buffers.write(rows, free[-1] if free else int(rows[0]))
-        self.held = Held(batch.req_ids, rows, sampling, found)
-        return found
+        self.held = Held(req_ids, rows, sampling, found)
+        return self.held
 
     def held_batch(self) -> Any:
         """A decode batch of the requests that are held, as vLLM's `prepare_inputs` makes it.
@@ -518,15 +523,14 @@ class TailGraphs:
         num_reqs, num_tokens = len(held.req_ids), len(held.req_ids) * query_len
         recorded, states = self._batches[shape.num_reqs], runner.req_states
         start_loc: Any = np.minimum(np.arange(shape.num_reqs + 1), num_reqs).astype(np.int32) * np.int32(query_len)
-        idx_mapping = buffers.idx_mapping(num_reqs)
         return dataclasses.replace(
             recorded,
             req_ids=held.req_ids,
             num_reqs=num_reqs,
             num_reqs_after_padding=shape.num_reqs,
-            idx_mapping=idx_mapping,
+            idx_mapping=buffers.idx_mapping(num_reqs),
             idx_mapping_np=held.rows,
-            expanded_idx_mapping=expanded_rows(idx_mapping, query_len),
+            expanded_idx_mapping=recorded.expanded_idx_mapping[:num_tokens],
             expanded_local_pos=recorded.expanded_local_pos[:num_tokens],
             num_scheduled_tokens=np.full(num_reqs, query_len, dtype=np.int32),
             num_tokens=num_tokens,
