@@ -127,13 +127,14 @@ class Context:
         return (metadata[layer], slots[layer]) if layer in metadata else None
 
 
-def config_of(layers: dict[str, Any], *, asynchronous: bool, drawn: bool) -> Any:
+def config_of(layers: dict[str, Any], *, asynchronous: bool, drawn: bool, mode: CUDAGraphMode) -> Any:
     """What scheduler and runner ask of vLLM's `VllmConfig`.
 
     Args:
         layers: by name.
         asynchronous: whether the scheduler runs ahead of the device.
         drawn: whether drafts are drawn by temperature.
+        mode: of CUDA graphs.
     """
 
     def no(*_: Any) -> bool:
@@ -176,10 +177,10 @@ def config_of(layers: dict[str, Any], *, asynchronous: bool, drawn: bool) -> Any
     )
     compilation = types.SimpleNamespace(
         static_forward_context=layers,
-        cudagraph_mode=CUDAGraphMode.FULL_DECODE_ONLY,
+        cudagraph_mode=mode,
         cudagraph_capture_sizes=[(1 + DRAFTS) * count for count in (1, 2, MAX_REQS)],
         max_cudagraph_capture_size=(1 + DRAFTS) * MAX_REQS,
-        resolve_cudagraph_mode_and_sizes=lambda *_, **__: CUDAGraphMode.FULL_DECODE_ONLY,
+        resolve_cudagraph_mode_and_sizes=lambda *_, **__: mode,
         mode=0,
         cudagraph_num_of_warmups=1,
         pass_config=types.SimpleNamespace(enable_sp=False),
@@ -323,6 +324,7 @@ class Engine:
     Args:
         asynchronous: whether the scheduler runs ahead of the device.
         drawn: whether drafts are drawn by temperature.
+        mode: of CUDA graphs.
 
     Attributes:
         runner: a `GPUModelRunner` that has its KV cache.
@@ -335,11 +337,17 @@ class Engine:
 
     runner: Any
 
-    def __init__(self, *, asynchronous: bool = True, drawn: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        asynchronous: bool = True,
+        drawn: bool = False,
+        mode: CUDAGraphMode = CUDAGraphMode.FULL_DECODE_ONLY,
+    ) -> None:
         layers = {name: Layer() for name in ("target", "draft")}
         self.context = Context()
         self.models = [Model(name, self.context) for name in layers]
-        self.config = config_of(layers, asynchronous=asynchronous, drawn=drawn)
+        self.config = config_of(layers, asynchronous=asynchronous, drawn=drawn, mode=mode)
         groups = [KVCacheGroupSpec(list(layers), layers["target"].get_kv_cache_spec(None))]
         self.kv_cache_config = KVCacheConfig(num_blocks=NUM_BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups)
         self._asynchronous, self._grammars = asynchronous, Grammars(VOCAB // 2)

@@ -100,8 +100,8 @@ def read_by_the_plugin(modules: ReleasedModules, monkeypatch: pytest.MonkeyPatch
 class Side(Engine):
     """vLLM of `modules` with its models, its KV cache and its graphs."""
 
-    def __init__(self, modules: ReleasedModules) -> None:
-        super().__init__()
+    def __init__(self, modules: ReleasedModules, **how: Any) -> None:
+        super().__init__(**how)
         for name in ("model_runner", "cudagraph_utils", "spec_decode.target_dependent_ar.speculator"):
             vars(modules(name))["set_forward_context"] = self.context
         target, draft = self.models
