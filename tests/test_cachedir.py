@@ -37,6 +37,7 @@ def own_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / name).mkdir(mode=0o755)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    monkeypatch.setattr(cachedir, "SHARED_MEMORY", tmp_path / "shm")
 
 
 # -- the way to a folder -----------------------------------------------------------------------------------------------
@@ -208,6 +209,31 @@ def test_a_user_without_a_home_has_the_second_place(
     notes: list[str] = []
     assert cachedir.places(notes=notes) == (tmp_path / "tmp" / f"vllm-hwplugin-{os.geteuid()}",)
     assert len(notes) == 1
+
+
+def test_where_anybody_can_change_temporary_files_the_shared_memory_is_left(tmp_path: Path) -> None:
+    """As in a container with a read-only root whose /tmp is a volume of its own."""
+    give_away(tmp_path / "home")
+    (tmp_path / "tmp").chmod(0o777)
+    (tmp_path / "shm").mkdir(mode=0o755)
+    answers = []
+    for place in cachedir.places():
+        try:
+            answers.append(cachedir.check_place(place))
+        except UntrustedFolder:
+            answers.append(None)
+    assert answers == [None, None, False]
+    private_folder(place)
+    assert cachedir.check_place(place)
+    assert os.listdir(tmp_path / "home") == os.listdir(tmp_path / "tmp") == []
+
+
+def test_a_place_below_a_folder_that_is_read_only_is_none(tmp_path: Path) -> None:
+    if os.geteuid() == 0:
+        pytest.skip("root can write everywhere")
+    (tmp_path / "home").chmod(0o555)
+    with pytest.raises(PermissionError):
+        cachedir.check_place(tmp_path / "home" / "more" / "cache")
 
 
 def test_whether_a_folder_is_writable_is_asked_for_the_effective_user(tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -241,13 +243,25 @@ def test_a_process_is_found_with_its_ancestors_children() -> None:
     older = [process(10, 1), process(11, 10)]
     newer = [process(20, 1), process(21, 20), process(22, 21), process(23, 20)]
     for pid in (20, 21, 22, 23):
-        assert journals.family([*older, *newer], pid) == tuple(newer)
-    assert journals.family(older, 11) == tuple(older)
-    assert journals.family(older, 20) == journals.family([], 10) == ()
+        assert journals.families([*older, *newer])[pid] == newer
+    assert journals.families([*older, *newer])[11] == older
 
 
 def test_a_process_id_that_was_used_before_is_no_ancestor() -> None:
     # The newest process has the id of its own parent's earlier child.
-    assert [item.pid for item in journals.family([process(10, 7), process(7, 1), process(8, 7)], 8)] == [7, 8]
+    assert [item.pid for item in journals.families([process(10, 7), process(7, 1), process(8, 7)])[8]] == [7, 8]
     # The one that started the engine has gone, and a child of the engine has its id.
-    assert [item.pid for item in journals.family([process(20, 7), process(7, 20)], 7)] == [20, 7]
+    assert [item.pid for item in journals.families([process(20, 7), process(7, 20)])[7]] == [20, 7]
+
+
+def test_a_process_runs_that_has_not_ended_nor_left_its_id_to_a_later_one() -> None:
+    own = journal.new("1")
+    assert journals.is_running(own)
+    assert not journals.is_running(dataclasses.replace(own, started="2020-01-01T00:00:00.000+00:00"))
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    left = dataclasses.replace(journal.new("1"), pid=ended.pid)
+    # Until somebody asks for its status it is still in the list of processes.
+    os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
+    assert not journals.is_running(left)
+    ended.wait()
+    assert not journals.is_running(left)

@@ -25,6 +25,9 @@ from .errors import HwpluginError
 
 APPLICATION = "vllm-hwplugin"
 
+#: Can be written to in most containers whose root is read only; vLLM needs it anyway.
+SHARED_MEMORY = Path("/dev/shm")
+
 # As many as Linux follows in one path.
 _LINKS = 40
 
@@ -42,9 +45,10 @@ class UntrustedFolder(HwpluginError):
 def places(environ: Mapping[str, str] | None = None, notes: list[str] | None = None) -> tuple[Path, ...]:
     """The folders where a cache may lie, best first.
 
-    The first is ``VLLM_HWPLUGIN_CACHE_DIR`` or the platform's user cache folder. The second serves hosts where the
-    first is not writable: it is one folder for each user, not one for each process, so that a restart finds its copies
-    again and the paths of compiled code (which vLLM's compile cache keys contain) stay the same.
+    The first is ``VLLM_HWPLUGIN_CACHE_DIR`` or the platform's user cache folder. The others serve hosts where the
+    first is not writable, and containers where anybody may replace what lies in the folder for temporary files. Each
+    is one folder for each user, not one for each process, so that a restart finds its copies again and the paths of
+    compiled code (which vLLM's compile cache keys contain) stay the same.
 
     Args:
         notes: gets a line for each that this user or host does not have.
@@ -66,11 +70,12 @@ def places(environ: Mapping[str, str] | None = None, notes: list[str] | None = N
                 f"user {os.geteuid()} has no home with an absolute path, so no cache folder; set HOME or "
                 "VLLM_HWPLUGIN_CACHE_DIR"
             )
+    shared = [SHARED_MEMORY] if SHARED_MEMORY.is_dir() else []
     try:
-        found.append(Path(tempfile.gettempdir()).absolute() / f"{APPLICATION}-{os.geteuid()}")
+        shared.insert(0, Path(tempfile.gettempdir()).absolute())
     except FileNotFoundError as error:
         notes.append(str(error))
-    return tuple(found)
+    return (*found, *(folder / f"{APPLICATION}-{os.geteuid()}" for folder in shared))
 
 
 def _user_cache_folder() -> Path | None:
@@ -114,6 +119,26 @@ def trusted_folder(folder: Path) -> Path:
         OSError: the folder is missing or cannot be reached.
     """
     return _real(folder, make=False, judge_last=_judge_private)
+
+
+def check_place(folder: Path) -> bool:
+    """Look whether :func:`private_folder` would give out ``folder``, so that files can be made there; nothing is made.
+
+    Returns:
+        Whether it is there.
+
+    Raises:
+        UntrustedFolder: see there.
+        OSError: it cannot be reached, made or written to.
+    """
+    try:
+        there, exists = trusted_folder(folder), True
+    except FileNotFoundError:
+        above = next(one for one in folder.parents if os.path.lexists(one))
+        there, exists = _real(above, make=False, judge_last=None), False
+    if not writable(there):
+        raise PermissionError(errno.EACCES, "cannot be written to", str(there))
+    return exists
 
 
 def code_folder(folder: Path) -> Path:

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import reprlib
+import time
 import types
 import typing
 from collections.abc import Sequence
@@ -73,31 +74,34 @@ def read_latest(pid: int) -> Journal | None:
     return max(found, key=lambda item: item[0])[1] if found else None
 
 
-def family(journals: Sequence[Journal], pid: int) -> tuple[Journal, ...]:
-    """The processes that belong together with the newest one of this id: its ancestors' children.
+def families(journals: Sequence[Journal]) -> dict[int, list[Journal]]:
+    """The processes that belong together, oldest first: with its ancestors' children, each process by its id.
 
-    A process id may have been used before, so a parent is looked for only among journals that are older than the child.
+    An id may have been used before: it is the newest process that counts, and a parent is looked for only among
+    journals that are older than the child.
 
     Args:
         journals: oldest first, as :func:`read_all` gives them.
-        pid: a process; of one without a journal there is no family.
     """
-    first = _latest(journals, pid)
-    if first is None:
-        return ()
-    while (parent := _latest(journals[:first], journals[first].ppid)) is not None:
-        first = parent
-    members = {journals[first].pid}
-    found = [journals[first]]
-    for item in journals[first + 1 :]:
-        if item.ppid in members:
-            members.add(item.pid)
-            found.append(item)
-    return tuple(found)
+    found: dict[int, list[Journal]] = {}
+    for item in journals:
+        members = found.get(item.ppid, [])
+        members.append(item)
+        found[item.pid] = members
+    return found
 
 
-def _latest(journals: Sequence[Journal], pid: int) -> int | None:
-    return next((index for index in reversed(range(len(journals))) if journals[index].pid == pid), None)
+def is_running(journal: Journal) -> bool:
+    """Whether the process that left it runs, as far as this host, or this container, has it."""
+    try:
+        state, *fields = Path(f"/proc/{journal.pid}/stat").read_text().rpartition(")")[2].split()
+        since_boot = int(fields[18]) / os.sysconf("SC_CLK_TCK")
+        uptime = float(Path("/proc/uptime").read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return False
+    # A later process may have the same id; a journal is begun after its process.
+    began = time.time() - uptime + since_boot
+    return state not in "ZX" and began < _started(journal).timestamp() + 1
 
 
 class _Unread(Exception):

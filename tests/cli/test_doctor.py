@@ -14,12 +14,14 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.program import Terminal, program
 from vllm_hwplugin import cachedir, gates, journal
-from vllm_hwplugin.cli import _diagnosis, _doctor, _host
+from vllm_hwplugin.cli import _diagnosis, _doctor, _host, _summary
+from vllm_hwplugin.errors import HwpluginError
 from vllm_hwplugin.patching import load_catalogue
 from vllm_hwplugin.patching._installed import Installed, InstalledSource, NotInstalled
 
@@ -64,10 +66,11 @@ def diagnose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., _
     (patches / "greeting" / "greeting.diff").write_text(DIFF, encoding="utf-8")
     catalogue = load_catalogue(patches)
     cache = tmp_path / "cache"
-    # The second place of the cache is there: what real processes of this host left must not be seen.
+    # The other places of the cache are there: what real processes of this host left must not be seen.
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(cachedir, "SHARED_MEMORY", tmp_path / "none")
 
-    def call(*, version: str | None = "0.32.0", **environ: str) -> _diagnosis.Diagnosis:
+    def call(*, version: str | None = "0.32.0", engine: int | None = None, **environ: str) -> _diagnosis.Diagnosis:
         def find() -> Installed:
             if version is None:
                 raise NotInstalled("no vLLM can be imported")
@@ -75,7 +78,8 @@ def diagnose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., _
 
         monkeypatch.setattr(_diagnosis, "find_installed", find)
         monkeypatch.setenv("VLLM_HWPLUGIN_CACHE_DIR", str(cache))
-        return _diagnosis.diagnose({"VLLM_HWPLUGIN_CACHE_DIR": str(cache), **environ}, catalogue=catalogue)
+        environ = {"VLLM_HWPLUGIN_CACHE_DIR": str(cache), **environ}
+        return _diagnosis.diagnose(environ, catalogue=catalogue, engine=engine)
 
     return call
 
@@ -101,16 +105,45 @@ def test_off_is_off_and_no_problem(diagnose: Diagnose) -> None:
 
 def test_on_that_cannot_hold_is_a_problem(diagnose: Diagnose, tmp_path: Path) -> None:
     (tmp_path / "site" / "vllm" / "greeting.py").write_text('def greet():\n    return "goodbye"\n', encoding="utf-8")
-    assert diagnose().exit_code == 0
     found = diagnose(**{GATE: "on"})
     assert [row.state for row in found.features] == ["refused"]
     assert found.exit_code == 1
     assert len(found.problems) == 1
 
 
+def _drift(site: Path) -> None:
+    (site / "vllm" / "greeting.py").write_text('def greet():\n    return "goodbye"\n', encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "environ", [{"version": "0.99.0"}, {"version": None}, {"change": _drift}], ids=["unlisted", "no vLLM", "drifted"]
+)
+def test_a_plugin_that_is_switched_on_and_would_do_nothing_is_a_problem(
+    diagnose: Diagnose, tmp_path: Path, environ: dict[str, Any]
+) -> None:
+    environ.pop("change", lambda site: None)(tmp_path / "site")
+    assert diagnose(**environ).exit_code == 1
+    assert diagnose(**environ, VLLM_HWPLUGIN="0").exit_code == 0
+
+
+@pytest.mark.parametrize("spoilt", [1, 2])
+def test_without_a_place_for_copies_nothing_is_live(
+    diagnose: Diagnose, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoilt: int
+) -> None:
+    """A container with a read-only root, whose folder for temporary files anybody can change."""
+    monkeypatch.setattr(cachedir, "SHARED_MEMORY", tmp_path / "shm")
+    (tmp_path / "shm").mkdir(mode=0o700)
+    for name in ("cache", f"vllm-hwplugin-{os.geteuid()}", f"shm/vllm-hwplugin-{os.geteuid()}")[: 1 + spoilt]:
+        (tmp_path / name).mkdir()
+        (tmp_path / name).chmod(0o777)
+    found = diagnose()
+    assert [row.state for row in found.features] == ["live" if spoilt == 1 else "refused"]
+    assert found.exit_code == spoilt - 1
+    assert diagnose(VLLM_HWPLUGIN="0").exit_code == 0
+
+
 @pytest.mark.parametrize(("environ", "exit_code"), [({"VLLM_HWPLUGIN": "0"}, 0), ({"version": None}, 1)])
 def test_on_is_said_too_where_nothing_can_be_live(diagnose: Diagnose, environ: dict[str, str], exit_code: int) -> None:
-    assert diagnose(**environ).exit_code == 0
     found = diagnose(**environ, **{GATE: "on"})
     assert found.exit_code == exit_code
     assert [row.state for row in found.features if row.state == "live"] == []
@@ -196,7 +229,7 @@ def _write_record(folder: Path, name: str, **changes: object) -> None:
 
 
 def _last_engine_rows(found: _diagnosis.Diagnosis) -> list[tuple[str, ...]]:
-    (section,) = [item for item in _doctor.sections(found) if "last engine" in item.title]
+    (section,) = [item for item in _doctor.sections(found) if item.title == "the engine's processes"]
     return list(section.rows)
 
 
@@ -250,6 +283,57 @@ def test_the_last_engines_states_uses_and_decisions_are_shown(diagnose: Diagnose
     assert (process["uses"], process["steps"]) == (uses, steps)
 
 
+#: No process has such a high id.
+FREE = 1 << 23
+
+
+def _engines(folder: Path, own: int) -> None:
+    """An engine that is over, one that runs, one later that is over, and a script that looked at a configuration."""
+    uses = {"used": {"used": True, "reason": ""}, "not": {"used": False, "reason": "no graphs"}}
+    states = {name: {"state": "live", "reason": ""} for name in uses}
+    now = journal.new("1").started
+    _write_record(folder, "1-20.json", pid=FREE + 20, uses=uses, features=states)
+    _write_record(folder, f"2-{own}.json", pid=own, started=now, vllm_root="/elsewhere")
+    steps = {"used drafting": {"served": 1, "prompt": 3}}
+    worker = {"ppid": own, "role": "worker", "steps": steps}
+    _write_record(folder, "3-30.json", pid=FREE + 30, started=now, uses=uses, features=states, **worker)
+    _write_record(folder, "4-40.json", pid=FREE + 40, started=now, uses=uses, features=states)
+    _write_record(folder, "5-50.json", pid=FREE + 50, started=now)
+
+
+def test_the_engine_that_runs_is_shown_before_later_ones_and_scripts(diagnose: Diagnose, tmp_path: Path) -> None:
+    own = os.getpid()
+    folder = cachedir.private_folder(tmp_path / "cache" / "records")
+    _engines(folder, own)
+    found = diagnose()
+    assert [item.pid for item in found.last_engine] == [own, FREE + 30]
+    assert [(one.pid, one.running, one.stands) for one in found.engines] == [
+        (FREE + 50, False, False), (FREE + 40, False, True), (own, True, True), (FREE + 20, False, True),
+    ]  # fmt: skip
+    (folder / f"2-{own}.json").unlink()
+    (folder / "3-30.json").unlink()
+    assert [item.pid for item in diagnose().last_engine] == [FREE + 40]
+
+
+def test_another_engine_can_be_asked_for(diagnose: Diagnose, tmp_path: Path) -> None:
+    _engines(cachedir.private_folder(tmp_path / "cache" / "records"), os.getpid())
+    for pid, shown in ((FREE + 20, [FREE + 20]), (FREE + 30, [os.getpid(), FREE + 30]), (FREE + 50, [FREE + 50])):
+        assert [item.pid for item in diagnose(engine=pid).last_engine] == shown
+    with pytest.raises(HwpluginError, match="60"):
+        diagnose(engine=60)
+
+
+def test_the_summary_is_short_and_has_what_an_operator_asks(diagnose: Diagnose, tmp_path: Path) -> None:
+    own = os.getpid()
+    _engines(cachedir.private_folder(tmp_path / "cache" / "records"), own)
+    lines = list(_summary.summary(diagnose(VLLM_HWPLUGIN_STRICT="1")))
+    assert len(lines) <= 8
+    text = "\n".join(lines)
+    for wanted in (f"pid {own}", "/elsewhere", "25%", "prompt 75%", "no graphs", "VLLM_HWPLUGIN_STRICT=1", "1 live"):
+        assert wanted in text
+    assert "VLLM_HWPLUGIN_OPS" not in text
+
+
 def test_processes_of_one_engine_with_different_patches_are_said(diagnose: Diagnose, tmp_path: Path) -> None:
     folder = cachedir.private_folder(tmp_path / "cache" / "records")
     _write_record(folder, "1-20.json", fingerprint="aaa")
@@ -295,7 +379,7 @@ def _doctor_process(tmp_path: Path, **environ: str) -> subprocess.CompletedProce
     places = {"VLLM_HWPLUGIN_CACHE_DIR": str(tmp_path / "cache"), "TMPDIR": str(tmp_path / "tmp")}
     (tmp_path / "tmp").mkdir(exist_ok=True)
     return subprocess.run(
-        [sys.executable, "-m", "vllm_hwplugin.cli", "doctor"],
+        [sys.executable, "-m", "vllm_hwplugin.cli", "doctor", "-v"],
         env=kept | places | environ,
         capture_output=True,
         text=True,
@@ -414,7 +498,7 @@ def test_json_has_a_stable_shape(diagnose: Diagnose) -> None:
     assert data["format"] == 1
     assert list(data) == [
         "format", "plugin", "host", "platform", "platform_class", "musa", "vllm", "packages", "toolchains", "kernels",
-        "operations", "cache", "gates", "features", "fingerprint", "last_engine", "problems", "warnings",
+        "operations", "cache", "gates", "features", "fingerprint", "engines", "last_engine", "problems", "warnings",
     ]  # fmt: skip
     assert set(data["gates"][0]) == {"name", "kind", "value", "source", "raw", "conflict", "error"}
     assert set(data["features"][0]) == {"id", "title", "gate", "choice", "state", "reason"}
@@ -427,7 +511,7 @@ def test_json_has_a_stable_shape(diagnose: Diagnose) -> None:
 
 def _shown(found: _diagnosis.Diagnosis, out: io.StringIO) -> str:
     with contextlib.redirect_stdout(out):
-        _doctor.show(found)
+        _doctor.show(found, all_tables=True)
     return out.getvalue()
 
 
@@ -450,7 +534,7 @@ def test_json_goes_where_every_commands_does_and_alone_to_standard_output(
     result = program("doctor", *arguments)
     assert result.exit_code == 0
     if arguments[-1] == "F":
-        assert "== gates" in result.stdout
+        assert "OK" in result.stdout
         assert json.loads((tmp_path / "F").read_text())["format"] == 1
     else:
         assert json.loads(result.stdout)["format"] == 1

@@ -96,6 +96,8 @@ def doctor(tmp_path: Path, others: Path) -> Doctor:
         assert done.returncode in (0, 1), done.stderr
         found: dict[str, Any] = json.loads(done.stdout)
         assert done.returncode == bool(found["problems"])
+        # Its vLLM is empty, so that no patch fits.
+        found["problems"] = [line for line in found["problems"] if "no feature is live" not in line]
         return found
 
     return call

@@ -42,6 +42,7 @@ from ..patching import (
 )
 from ..patching.outside import FOLDERS, Found, Trouble, find_outside, find_targets
 from . import _host
+from ._engines import Engine, find_engines, fingerprints_differ
 from ._kernels import KernelRow, kernel_rows
 from ._operations import OperationRow, operation_problems, operation_rows
 from .text import printable, shortened
@@ -92,6 +93,7 @@ class Diagnosis:
     gates: tuple[GateRow, ...]
     features: tuple[FeatureRow, ...]
     fingerprint: str
+    engines: tuple[Engine, ...]
     last_engine: tuple[Journal, ...]
     problems: tuple[str, ...]
     warnings: tuple[str, ...]
@@ -118,6 +120,7 @@ class Diagnosis:
             "gates": [dataclasses.asdict(row) for row in self.gates],
             "features": [dataclasses.asdict(row) for row in self.features],
             "fingerprint": self.fingerprint,
+            "engines": [dataclasses.asdict(item) for item in self.engines],
             "last_engine": [dataclasses.asdict(item) for item in self.last_engine],
             "problems": list(self.problems),
             "warnings": list(self.warnings),
@@ -130,12 +133,18 @@ class _Findings:
     warnings: list[str] = dataclasses.field(default_factory=list)
 
 
-def diagnose(environ: Mapping[str, str] | None = None, *, catalogue: Catalogue | None = None) -> Diagnosis:
+def diagnose(
+    environ: Mapping[str, str] | None = None, *, catalogue: Catalogue | None = None, engine: int | None = None
+) -> Diagnosis:
     """Collect everything.
 
     Args:
         environ: where the gates are read; ``os.environ`` by default.
         catalogue: the features to decide about; the project's own by default.
+        engine: id of a process whose engine is to be shown; by default the newest engine that runs, else the newest.
+
+    Raises:
+        NoSuchEngine: no journal of that process can be read.
     """
     environ = os.environ if environ is None else environ
     found = _Findings()
@@ -146,10 +155,15 @@ def diagnose(environ: Mapping[str, str] | None = None, *, catalogue: Catalogue |
     of_features = own.gates if own is not None else ()
     _read_into(values, of_features, environ, found)
     outside = _find_outside(environ, own, values, found)
-    features, fingerprint = _decide(values, installed, own, outside, environ, found)
-    written = _journals(environ, found)
-    processes = journals.family(written, written[-1].pid) if written else ()
-    _compare_fingerprints(processes, found)
+    cache, no_place = _cache(environ, found)
+    features, fingerprint = _decide(values, installed, own, outside, environ, found, no_place)
+    # As the journals of processes have them.
+    features = (*(_left_out(item) for item in outside.troubles), *features)
+    states = {row.state for row in features}
+    if not found.problems and not _is_switched_off(values) and "refused" in states and "live" not in states:
+        found.problems.append("the plugin would do nothing: no feature is live")
+    engines, processes = find_engines(_journals(environ, found), engine)
+    found.warnings += fingerprints_differ(processes)
     platform = _host.find_platform()
     tools = _host.find_tools(environ=environ)
     libraries = _libraries(environ, found)
@@ -176,31 +190,18 @@ def diagnose(environ: Mapping[str, str] | None = None, *, catalogue: Catalogue |
         packages={
             name: musa_versions.installed(name) for name in ("torch", "triton", "torch_musa", "torchada", "mate")
         },
-        cache=_cache(environ, found),
+        cache=cache,
         gates=tuple(
             _row(gate, values[gate.name], gates.source(gate, environ))
             for gate in (*gates.GATES, *of_features, *outside.gates)
         ),
-        # As the journals of processes have them.
-        features=(*(_left_out(item) for item in outside.troubles), *features),
+        features=features,
         fingerprint=fingerprint,
+        engines=engines,
         last_engine=processes,
         problems=tuple(found.problems),
         warnings=tuple(found.warnings),
     )
-
-
-def _compare_fingerprints(processes: Sequence[Journal], found: _Findings) -> None:
-    """Of one engine all have to be the same: its processes compute one model together."""
-    of: dict[str, list[str]] = {}
-    for item in processes:
-        of.setdefault(item.fingerprint, []).append(f"{item.pid} {item.role}")
-    if len(of) > 1:
-        parts = "; ".join(f"{fingerprint} in {', '.join(names)}" for fingerprint, names in of.items())
-        found.warnings.append(
-            f"the last engine's processes do not have the same patches in force (fingerprint {parts}): start it again, "
-            "and change no patch or variable meanwhile"
-        )
 
 
 def _read_gates(environ: Mapping[str, str], found: _Findings) -> dict[str, gates.GateValue | gates.GateError]:
@@ -330,10 +331,12 @@ def _decide(
     outside: Found,
     environ: Mapping[str, str],
     found: _Findings,
+    no_place: str | None,
 ) -> tuple[tuple[FeatureRow, ...], str]:
     """The states that a process of vLLM would come to with these gates.
 
-    What would stop that process is a problem, what it would warn of a warning.
+    What would stop that process is a problem, and so is what leaves it without any patch; what it would warn of is a
+    warning.
     """
     if own is None:
         return (), "none"
@@ -359,9 +362,10 @@ def _decide(
         # Stock vLLM is what was asked for, whatever else is set.
         return all_of("off", "VLLM_HWPLUGIN=0 switches the plugin off", found.warnings)
     if installed is None:
-        if strict:
-            found.problems.append(f"{gates.STRICT}=1, but there is no vLLM whose patches could be chosen")
         return all_of("refused", "no vLLM is installed, or none that states its version", found.problems)
+    if no_place is not None:
+        found.problems.append(no_place)
+        return all_of("refused", no_place, found.problems)
     others, missing = find_targets(catalogue.features)
     sources = {name: item.source for name, item in others.items()}
     refused: dict[str, str] = {}
@@ -379,10 +383,13 @@ def _decide(
             break
         refused |= broken
     found.problems += plan.errors
+    refusals: dict[str, list[str]] = {}
+    for name, item in plan.features.items():
+        if item.state == "refused" and not strict and choices[item.feature.gate] != "on":
+            refusals.setdefault(item.reason, []).append(name)
     found.warnings += [
-        f"{name} is not live, vLLM runs stock there: {item.reason}"
-        for name, item in plan.features.items()
-        if item.state == "refused" and not strict and choices[item.feature.gate] != "on"
+        f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} not live, vLLM runs stock there: {reason}"
+        for reason, names in refusals.items()
     ]
     rows = tuple(
         FeatureRow(item.id, item.title, item.gate, choices[item.gate], state.state, state.reason)
@@ -442,25 +449,25 @@ def _musa(
     return findings
 
 
-def _cache(environ: Mapping[str, str], found: _Findings) -> dict[str, str]:
-    """Each place where copies may lie, best first, and whether it can be trusted."""
+def _cache(environ: Mapping[str, str], found: _Findings) -> tuple[dict[str, str], str | None]:
+    """Each place where copies may lie, best first, and its state; and why there is none, where there is none."""
+    notes: list[str] = []
     try:
-        places = cachedir.places(environ, found.warnings)
+        places = cachedir.places(environ, notes)
     except gates.GateError:
-        return {}
+        return {}, None
+    found.warnings += notes
     states: dict[str, str] = {}
     for place in places:
         try:
-            copies = cachedir.trusted_folder(place / FOLDER)
-        except FileNotFoundError:
-            # Looking must not create it: that is for the first process of vLLM.
-            states[str(place)] = "no patched copy yet"
+            states[str(place)] = "ready" if cachedir.check_place(place / FOLDER) else "no patched copy yet"
         except (OSError, cachedir.UntrustedFolder) as error:
             states[str(place)] = str(error)
+            notes.append(str(error))
             found.warnings.append(f"the cache is not used: {error}")
-        else:
-            states[str(place)] = "ready" if cachedir.writable(copies) else "read only"
-    return states
+    if any(state in ("ready", "no patched copy yet") for state in states.values()):
+        return states, None
+    return states, f"no folder for patched copies: {'; '.join(notes)}: set VLLM_HWPLUGIN_CACHE_DIR to one of your own"
 
 
 def _libraries(environ: Mapping[str, str], found: _Findings) -> Sequence[built.Built]:

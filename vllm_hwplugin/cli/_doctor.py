@@ -12,6 +12,7 @@ from ..ops.override_table import RECORD
 from ..platforms import KEY as PLATFORM
 from ..spec_decode.step_counts import SERVED, Reason
 from ._diagnosis import Diagnosis, diagnose
+from ._summary import summary, verdict
 from .output import STANDARD_OUTPUT, add_json, write_json
 from .parser import Parser
 from .text import coloured, printable, shortened, table
@@ -31,26 +32,31 @@ def doctor(arguments: Sequence[str]) -> int:
     """Is the plugin live here, and if not, why not?"""
     parser = Parser(
         "doctor",
-        "Show host, vLLM, gates and features: here, and in the last engine's processes.\n\n"
+        "Say what is live here, and what the engine that runs, or was the last, makes of it.\n\n"
         "Exit 1 if a process of vLLM would stop, or if the plugin would do nothing in it "
         "though it is switched on.",
-        ["doctor", "doctor --json report.json"],
+        ["doctor", "doctor -v --engine 4711"],
     )
+    parser.add_argument("--engine", type=int, metavar="PID", help="a process of the engine to show")
     results = parser.add_argument_group("results")
+    results.add_argument("-v", "--verbose", action="store_true", help="show all tables")
     # Without a file: all there is, for another program; docs/architecture.md has the fields.
     add_json(results, nargs="?", const=STANDARD_OUTPUT)
     options = parser.read(arguments)
-    found = diagnose()
+    found = diagnose(engine=options.engine)
     if options.json is not None:
         write_json(found.as_json(), options.json)
     if options.json != STANDARD_OUTPUT:
-        show(found)
+        show(found, all_tables=options.verbose)
     return found.exit_code
 
 
-def show(found: Diagnosis) -> None:
-    """Print the findings: tables on a terminal, aligned plain lines where the output goes to a file or a pipe."""
-    for section in sections(found):
+def show(found: Diagnosis, *, all_tables: bool) -> None:
+    """Print a summary and a verdict, and the findings before them if they are asked for.
+
+    These are tables on a terminal, and aligned plain lines where the output goes to a file or a pipe.
+    """
+    for section in sections(found) if all_tables else ():
         if not sys.stdout.isatty():
             print(*plain(section), sep="\n")
         elif section.rows:
@@ -58,12 +64,13 @@ def show(found: Diagnosis) -> None:
             print(section.title, table(section.columns, rows), "", sep="\n")
         else:
             print(f"{section.title}: {section.empty}\n")
-    for line in found.problems:
-        print(coloured(f"problem: {printable(line)}", "red"))
+    for line in summary(found):
+        print(printable(line, keep=""))
     for line in found.warnings:
         print(coloured(f"warning: {printable(line)}", "yellow"))
-    if not found.problems and not found.warnings:
-        print(coloured("nothing to report", "green"))
+    for line in found.problems:
+        print(coloured(f"problem: {printable(line)}", "red"))
+    print(coloured(verdict(found), "red" if found.problems else "green"))
 
 
 def sections(found: Diagnosis) -> tuple[Section, ...]:
@@ -98,7 +105,7 @@ def sections(found: Diagnosis) -> tuple[Section, ...]:
             "the catalogue has no feature",
         ),
         Section(
-            "the last engine's processes",
+            "the engine's processes",
             ("process", "started", "vLLM", "feature", "state", "reason"),
             tuple(_process_rows(found)),
             "no process of vLLM has left a journal yet",

@@ -18,7 +18,7 @@ def markdown(of_features: Iterable[Gate]) -> str:
         "",
         "Written by `vllm-hwplugin gates --markdown docs/gates.md` from `vllm_hwplugin/gates/table.py` and from each",
         "feature's `patch.toml`; a test compares them. A variable that is set but empty counts as not set.",
-        "`vllm-hwplugin doctor` shows the values in force and where each came from.",
+        "`vllm-hwplugin doctor -v` shows the values in force and where each came from.",
         "",
         "A *switch* takes `auto` (live where it applies), `on` (an error where it cannot be live), `off` (stock vLLM);",
         "[failures.md](failures.md) says what each failure does.",

@@ -45,7 +45,7 @@ class StepCounters:
         """Count what the workers have put in the journal since the last call."""
         if self._workers is None:
             # The engines stand when a front end makes its metrics, so all that will ever be here is in the journal.
-            family = journals.family(journals.read_all(), os.getpid())
+            family = journals.families(journals.read_all()).get(os.getpid(), [])
             engines = self._labelvalues
             self._workers = {engine: one.pid for one in family for engine in engines if one.engine == engine}
         for engine, pid in self._workers.items():
