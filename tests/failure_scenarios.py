@@ -276,18 +276,14 @@ def attempt():
     "undecided": [
         Scenario(INSTALL, made_up_with(_forget_version)),
         Scenario(INSTALL + "_runtime.make_plan = None", made_up),
-        Scenario(
-            INSTALL + "import tempfile; tempfile.tempdir = '/proc/nowhere'\n"
-            "from vllm_hwplugin import cachedir; cachedir.SHARED_MEMORY = Path('/proc/nowhere')",
-            made_up_with(block_cache),
-        ),
+        Scenario(INSTALL + "import tempfile; tempfile.tempdir = '/proc/nowhere'", made_up_with(block_cache)),
     ],
     "bad value": [Scenario(INSTALL, made_up, variables={"VLLM_HWPLUGIN_SLP": "perhaps"})],
     "own bad value": [
         Scenario(
             INSTALL + 'attempt = lambda: states(install(), "acme/fix")',
             made_up_with(_own_catalogue),
-            variables={FOLDERS: "acme", ACME: "1"},
+            variables={FOLDERS: "acme", ACME: "perhaps"},
         )
     ],
     "mixture": [

@@ -48,6 +48,8 @@ def model(gate: gates.Gate, environ: Mapping[str, str]) -> gates.Value:
             word = said[name] if mapping is None else mapping.get(said[name], "bad")
             if gate.kind == "bool":
                 return {**dict.fromkeys(WORDS_TRUE, True), **dict.fromkeys(WORDS_FALSE, False)}.get(word)
+            if gate.kind == "switch":
+                word = {**dict.fromkeys(WORDS_TRUE, "on"), **dict.fromkeys(WORDS_FALSE, "off")}.get(word, word)
             return word if word in gate.choices else None
     return gate.default
 
@@ -67,7 +69,7 @@ def test_every_environment_is_read_as_the_page_says(own: dict[str, str], outside
         with pytest.raises(gates.GateError) as error:
             gates.read_all(environ, [*WORDED, *OUTSIDE])
         assert len(str(error.value).splitlines()) == len(bad)
-    demanded = [name for name in sorted(UNKNOWN) if environ.get(name, "").strip().lower() == "on"]
+    demanded = [name for name in sorted(UNKNOWN) if environ.get(name, "").strip().lower() in WORDS_TRUE]
     assert list(gates.unclaimed(environ, OUTSIDE)) == demanded
 
 
@@ -93,7 +95,7 @@ def test_a_mode_of_a_feature_lets_it_be_live(raw: str, choice: str) -> None:
 @pytest.mark.parametrize(
     ("name", "raw", "good"),
     [
-        (GRAPH.name, "yes", "auto, on, off"),
+        (GRAPH.name, "perhaps", "auto, on, off"),
         ("VLLM_HWPLUGIN", "maybe", "1, 0"),
         ("VLLM_HWPLUGIN_PLATFORM", "rocm", "auto, cuda, musa, off"),
         ("VLLM_HWPLUGIN_CACHE_DIR", "relative/folder", "an absolute path"),

@@ -37,7 +37,7 @@ OUTSIDE: dict[str, dict[str, str]] = {
     "outside on": {FIX: "on"},
     "outside off": {FIX: "off"},
     "outside off, strict": {FIX: "off", "VLLM_HWPLUGIN_STRICT": "1"},
-    "outside bad value": {FIX: "yes"},
+    "outside bad value": {FIX: "perhaps"},
     "outside misspelt": {f"{FIX}ED": "on"},
     "outside on, switched off": {FIX: "on", "VLLM_HWPLUGIN": "0"},
 }

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from vllm_hwplugin import cachedir
 from vllm_hwplugin.patching._finder import CopyFinder
 from vllm_hwplugin.patching._overlay import Copy, Overlay, OverlayError, open_overlay
 from vllm_hwplugin.patching._plan import patched_file
@@ -27,6 +28,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("VLLM_HWPLUGIN_CACHE_DIR", str(folder))
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    monkeypatch.setattr(cachedir, "SHARED_MEMORY", tmp_path / "shm")
     return folder
 
 

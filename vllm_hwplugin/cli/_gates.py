@@ -16,6 +16,8 @@ from ..patching.outside import find_outside
 from .parser import FAILURE, Parser
 from .text import printable, shortened, table
 
+_BAD = "bad value"
+
 
 def gates(arguments: Sequence[str]) -> int:
     """List the environment variables with the values in force, or write or check their documentation page."""
@@ -29,8 +31,7 @@ def gates(arguments: Sequence[str]) -> int:
     page.add_argument("--check", metavar="FILE", type=Path, help="Exit 1 if that file is not up to date.")
     options = parser.read(arguments)
     if options.markdown is None and options.check is None:
-        _list()
-        return 0
+        return _list()
     written = 0 if options.markdown is None else _write(options.markdown)
     return written or (0 if options.check is None else _compare(options.check))
 
@@ -57,7 +58,8 @@ def _compare(page: Path) -> int:
     )
 
 
-def _list() -> None:
+def _list() -> int:
+    """1 where a value is bad."""
     more = _of_catalogues()
     rows = [(gate.name, *_now(gate), gate.good_values, gate.help) for gate in (*table_of_gates.GATES, *more)]
     if sys.stdout.isatty():
@@ -67,6 +69,7 @@ def _list() -> None:
             print(*row, sep="\t")
     for without_effect in table_of_gates.unknown(None, more):
         print(printable(str(without_effect), keep=""), file=sys.stderr)
+    return int(any(value.startswith(_BAD) for _, value, *_ in rows))
 
 
 def _of_catalogues() -> tuple[table_of_gates.Gate, ...]:
@@ -82,8 +85,10 @@ def _now(gate: table_of_gates.Gate) -> tuple[str, str]:
     try:
         value = table_of_gates.read(gate)
     except table_of_gates.GateError:
-        # The list is where a reader looks for the good values; doctor is the one to judge.
-        return "(bad value)", table_of_gates.source(gate)
+        # The list is where a reader looks for the good values.
+        names = (gate.name, *(alias.name for alias in gate.aliases))
+        raw = next(os.environ[name] for name in names if os.environ.get(name, "").strip())
+        return f"{_BAD}: {printable(shortened(raw), keep='')}", table_of_gates.source(gate)
     shown = printable(shortened(table_of_gates.show(value.value, gate.kind)), keep="") or "not set"
     return shown, f"{value.source} ({value.conflict})" if value.conflict else value.source
 

@@ -70,7 +70,7 @@ def read(name: str | Gate, environ: Mapping[str, str] | None = None) -> GateValu
 
 def demands(name: str, environ: Mapping[str, str] | None = None) -> bool:
     """Whether a feature's gate says ``on``: an engine that cannot have the feature does not start then."""
-    return (_present(name, os.environ if environ is None else environ) or "").strip().lower() == "on"
+    return (_present(name, os.environ if environ is None else environ) or "").strip().lower() in WORDS_TRUE
 
 
 def source(name: str | Gate, environ: Mapping[str, str] | None = None) -> str:
@@ -129,7 +129,7 @@ def unknown(environ: Mapping[str, str] | None = None, more: Iterable[Gate] = ())
 
 
 def unclaimed(environ: Mapping[str, str], known: Iterable[Gate]) -> tuple[str, ...]:
-    """Variables that ask for a feature of a catalogue from outside, by their prefix, with ``on``, and are no gate here.
+    """Variables that demand a feature of a catalogue from outside, by their prefix, and are no gate here.
 
     Args:
         known: the gates of the catalogues that there are.
@@ -138,7 +138,7 @@ def unclaimed(environ: Mapping[str, str], known: Iterable[Gate]) -> tuple[str, .
     return tuple(
         name
         for name in sorted(environ)
-        if name.startswith(CATALOGUE_PREFIX) and name not in names and environ[name].strip().lower() == "on"
+        if name.startswith(CATALOGUE_PREFIX) and name not in names and environ[name].strip().lower() in WORDS_TRUE
     )
 
 
@@ -210,6 +210,9 @@ def _parse(gate: Gate, raw: str) -> Value:
         if text not in WORDS_TRUE + WORDS_FALSE:
             raise _bad(gate.name, raw, gate.good_values, gate.help)
         return text in WORDS_TRUE
+    if gate.kind == "switch":
+        # As vLLM's own switches are written.
+        text = "on" if text in WORDS_TRUE else "off" if text in WORDS_FALSE else text
     if text not in gate.choices:
         raise _bad(gate.name, raw, gate.good_values, gate.help)
     return text
