@@ -38,6 +38,9 @@ _WORDS = {
 }
 
 
+_MADE_BY = "Made by `vllm-hwplugin drift --all --markdown docs/compatibility.md`; do not edit."
+
+
 @dataclass(frozen=True, slots=True)
 class TargetReport:
     """One vLLM, or another distribution: the verdict on each feature, or why it could not be checked.
@@ -214,8 +217,8 @@ def as_markdown(catalogue: Catalogue, reports: Iterable[TargetReport]) -> str:
     lines = [
         f"# Which patches fit which {target} versions",
         "",
-        "Made by `vllm-hwplugin drift --all --markdown docs/compatibility.md`; do not edit.",
-        "",
+        # A catalogue from outside has its own name before each of its features.
+        *(() if any("/" in feature.id for feature in catalogue.features) else (_MADE_BY, "")),
         *_table(catalogue, seen, target),
     ]
     for feature in catalogue.features:
@@ -231,22 +234,26 @@ def _table(catalogue: Catalogue, reports: list[TargetReport], target: str) -> li
     lines = [
         "*exact*: every hunk matches at its stated line. A number N: every hunk matches at exactly one place, up to N "
         f"lines from the stated one. *upstream*: {target} has the change. A dash: {target} does not have the fault, so "
-        "the feature is not needed. Anything else: the feature is off on that version. Each feature's section says "
-        "what is applied where, and why not elsewhere.",
+        "the feature is not needed. *would fit*: the patch does not list the version, and fits it. Anything else: the "
+        "feature is off on that version. Each feature's section says what is applied where, and why not elsewhere.",
         "",
         f"| feature | {' | '.join(_names(reports))} |",
         "|---" * (1 + len(reports)) + "|",
     ]
     for feature in catalogue.features:
-        found = [next((one for one in report.verdicts if one.feature == feature.id), None) for report in reports]
-        cells = ["could not check" if verdict is None else _in_short(verdict) for verdict in found]
+        cells = [_in_short(report, feature.id) for report in reports]
         lines.append(f"| [`{feature.id}`](#{feature.id.replace('/', '')}) | {' | '.join(cells)} |")
     return lines
 
 
-def _in_short(verdict: FeatureVerdict) -> str:
+def _in_short(report: TargetReport, feature: str) -> str:
+    verdict = next((one for one in report.verdicts if one.feature == feature), None)
+    if verdict is None:
+        return "could not check"
     if verdict.status is Status.NOT_NEEDED:
         return "-"
+    if verdict.status is Status.UNLISTED:
+        return "would fit" if feature in report.fitting else "drifted"
     return str(_furthest(verdict) or "exact") if verdict.status is Status.APPLIES else summary(verdict)
 
 
@@ -266,16 +273,20 @@ def _names(reports: Sequence[TargetReport]) -> list[str]:
 
 def _reasons(feature: str, reports: list[TargetReport]) -> list[str]:
     # Rows of one outcome and reason are told once, in the order in which they first occur.
-    told: dict[tuple[str, str], list[str]] = {}
+    told: dict[tuple[str, str, tuple[str, ...]], list[str]] = {}
     for name, report in zip(_names(reports), reports, strict=True):
         for verdict in report.verdicts:
             if verdict.feature == feature:
                 outcome = "applies" if verdict.status is Status.APPLIES else summary(verdict)
-                told.setdefault((outcome, verdict.reason), []).append(name)
-    return [
-        f"- {', '.join(_spans(names))}: {outcome}" + (f" ({reason})" if reason else "")
-        for (outcome, reason), names in told.items()
-    ]
+                hunks = tuple(line for hunk in troubled_hunks(verdict) for line in _hunk_lines(hunk))
+                told.setdefault((outcome, verdict.reason, hunks), []).append(name)
+    lines = []
+    for (outcome, reason, hunks), names in told.items():
+        lines.append(f"- {', '.join(_spans(names))}: {outcome}" + (f" ({reason})" if reason else ""))
+        if hunks:
+            shown = [f"    {line}" for line in hunks]
+            lines += ["", "<details><summary>what does not fit</summary>", "", *shown, "", "</details>", ""]
+    return lines
 
 
 def _spans(names: list[str]) -> list[str]:

@@ -347,6 +347,25 @@ def test_markdown(small_tree: Callable[..., Path], tmp_path: Path) -> None:
     assert (tmp_path / "again.md").read_text() == page
 
 
+@pytest.mark.usefixtures("catalogue")
+def test_the_page_tells_what_a_new_version_breaks_from_what_it_does_not(
+    small_tree: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Of a version that no patch lists; with the hunk, what it expected, and the nearest place."""
+    tree = small_tree()
+    (tree / ADD).write_text((tree / ADD).read_text().replace("    total = 0\n", "    total = 0.0\n"))
+    run(f"{tree}@0.34.0", "--markdown", str(tmp_path / "page.md"))
+    page = (tmp_path / "page.md").read_text()
+    assert [line.split("|")[2].strip() for line in page.splitlines() if line.startswith("| [")] == [
+        "would fit",
+        "drifted",
+    ]
+    details = page.partition("<details>")[2].partition("</details>")[0]
+    for wanted in (ADD, "|     total = 0", "nearest: line 5", "+    total = 0.0"):
+        assert wanted in details
+    assert page.count("<details>") == 1
+
+
 def test_one_cause_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
     """Without a network, every version of --all fails for the same reason."""
     _drift_report.say_failures([TargetReport(version, version, None, error="no network") for version in SUPPORTED])
