@@ -348,6 +348,21 @@ def test_what_is_wrong_is_one_line_and_vllm_is_patched_whole_or_stock(patched: P
         assert list(patched.folder.glob(f"tmp/vllm-hwplugin-{os.geteuid()}/overlay/*/alpha.py"))
 
 
+CHILD = "import multiprocessing; multiprocessing.current_process().name = 'EngineCore_0'"
+
+
+def test_a_child_says_only_what_is_otherwise_than_in_the_first_process(patched: Project) -> None:
+    first = patched.run("import os; install(); print(os.environ['VLLM_HWPLUGIN_FINGERPRINT'])").strip()
+    cases = {first: "", first[1:]: "WARNING INFO ", "": "INFO "}
+    for left, levels in cases.items():
+        assert patched.run(CHILD, SAID, VLLM_HWPLUGIN_FINGERPRINT=left) == f"{levels}live\n"
+    # Another engine's may have left it.
+    assert patched.run(SAID, VLLM_HWPLUGIN_FINGERPRINT=first) == "INFO live\n"
+    strict = {"VLLM_HWPLUGIN_STRICT": "1"}
+    assert patched.start(CHILD, "install()", VLLM_HWPLUGIN_FINGERPRINT=first, **strict).returncode == 0
+    assert patched.start(CHILD, "install()", VLLM_HWPLUGIN_FINGERPRINT=first[1:], **strict).returncode != 0
+
+
 @pytest.mark.parametrize("variables", [{GATES[0]: "on"}, {"VLLM_HWPLUGIN_STRICT": "1"}])
 def test_a_required_feature_that_cannot_be_live_is_an_error(patched: Project, variables: dict[str, str]) -> None:
     _drift(patched)

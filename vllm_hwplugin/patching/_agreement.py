@@ -73,7 +73,7 @@ def give_up(
     logger.warning("%s: not live, vLLM runs stock there: %s", ", ".join(named), reason)
 
 
-def compare_with_first(entry: Journal, asked: object, environ: Mapping[str, str], *, stop: bool) -> None:
+def compare_with_first(entry: Journal, asked: object, environ: Mapping[str, str], *, stop: bool) -> bool:
     """Say, or refuse, that the processes of an engine have different patches in force: they compute one model together.
 
     The first process leaves its fingerprint in the environment for its children.
@@ -83,6 +83,9 @@ def compare_with_first(entry: Journal, asked: object, environ: Mapping[str, str]
         asked: what it decided by. Where the first process had something else, they are meant to differ.
         stop: refuse it.
 
+    Returns:
+        Whether the first process has the same in force, so that it has said all there is to say.
+
     Raises:
         InstallError: with `stop`.
     """
@@ -91,7 +94,8 @@ def compare_with_first(entry: Journal, asked: object, environ: Mapping[str, str]
     if entry.role == "parent" or first_asked != digest:
         if environ is os.environ:
             os.environ[gates.FINGERPRINT] = f"{entry.fingerprint} {digest}"
-    elif first != entry.fingerprint:
+        return False
+    if first != entry.fingerprint:
         text = (
             f"this process ({entry.role}) has other patches in force (fingerprint {entry.fingerprint}) than the first "
             f"one of its engine ({first}): a catalogue, vLLM or the plugin was changed in between, or is another one "
@@ -101,3 +105,4 @@ def compare_with_first(entry: Journal, asked: object, environ: Mapping[str, str]
             raise InstallError(text)
         entry.notes.append(text)
         logger.warning("%s", text)
+    return first == entry.fingerprint

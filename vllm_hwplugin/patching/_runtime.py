@@ -297,11 +297,11 @@ def _activate(
     entry.modules = {name: "re-applied" if name in swapped else "pending" for name in settled.copies} | {
         name: "served" for name in entry.modules if entry.modules[name] == "served"
     }
-    report(entry, plan, installed, try_unlisted)
     # Less the defaults, which are a part of the catalogue: where that was changed in between, it is to be noticed.
     meant = sorted((name, choice) for name, choice in choices.items() if name not in declared or declared[name].is_set)
     asked = (meant, try_unlisted, environ.get("VLLM_HWPLUGIN_PATCHES"))
-    compare_with_first(entry, asked, environ, stop=_must_hold(environ, state.gates))
+    if not compare_with_first(entry, asked, environ, stop=_must_hold(environ, state.gates)):
+        report(entry, plan, installed, try_unlisted)
     journal.begin(entry, overlay.base)
 
 
