@@ -110,6 +110,8 @@ _FP8: Final = {
 
 SHAPES: Final[Mapping[str, Shape]] = {
     "0.6b": Shape("Qwen3-0.6B", layers=28, hidden=1024, heads=16, kv_heads=8, intermediate=3072, tied=True),
+    "1.7b": Shape("Qwen3-1.7B", layers=28, hidden=2048, heads=16, kv_heads=8, intermediate=6144, tied=True),
+    "4b": Shape("Qwen3-4B", layers=36, hidden=2560, heads=32, kv_heads=8, intermediate=9728, tied=True),
     "8b": Shape("Qwen3-8B", layers=36, hidden=4096, heads=32, kv_heads=8, intermediate=12288),
     "8b-fp8-tp2": Shape(
         "Qwen3-8B-FP8 on two GPUs",
