@@ -57,8 +57,8 @@ The table at the end is the answer. `--profile FOLDER` shows instead where the h
 function, and leaves traces for Perfetto. `--time-limit SECONDS`, or Ctrl-C, ends a run with what all sides have
 measured. `--side plugin --side patched --patched-env GATE=VALUE` measures one variable against the plugin without it.
 
-Your own target, drafter and prompts, as clients see them (TTFT, TPOT, ITL, end to end, acceptance by position, steps by
-what served them); what stands behind `--` is for vLLM's own client, `vllm bench serve`:
+Your own target, drafter and prompts, as clients see them (TTFT, TPOT, ITL, end to end, acceptance by position), and the
+kinds of steps that the time goes to; what stands behind `--` is for vLLM's own client, `vllm bench serve`:
 
 ```
 vllm-hwplugin bench serve --target MODEL --draft DRAFTER --method eagle3 --prompts mt_bench.jsonl --concurrency 16

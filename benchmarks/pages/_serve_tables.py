@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from vllm_hwplugin_lab.bench import NOT_MEASURED, SHAPES, SIDE_NAMES, STOCK_OF, TINY
-from vllm_hwplugin_lab.bench.serve import LATENCIES
+from vllm_hwplugin_lab.bench.serve import LATENCIES, TABLES
 
 from ._read import Found
 from ._text import item, paragraph, table
@@ -18,12 +18,21 @@ _HEAD = """# As clients see it
 Made from the files `serve-*.json` by `make docs`; do not edit.
 """
 _HOW = (
-    "The engine is vLLM's asynchronous one, its core in a process of its own; the engines of a file's sides were alive "
-    "together on one GPU and had their rounds in turn. tok/s is the best round's, the slowest one's in brackets, and "
-    "`by stock` compares the best with stock vLLM's on the same model runner (MRV2 is Model Runner V2): within what a "
-    "side's own rounds differ by, it says nothing. Latencies are P50 / P99 of all requests of all "
-    f"rounds, in milliseconds: {', '.join(f'{name[:-3].upper()} is the {what}' for name, what in LATENCIES.items())}. "
-    "Acceptance is tokens a step, the target's own included."
+    "What is measured of a file's sides was alive together on one GPU and had its rounds in turn. tok/s is the best "
+    "round's, the slowest one's in brackets, and `by stock` compares the best with stock vLLM's on the same model "
+    "runner (MRV2 is Model Runner V2): within what a side's own rounds differ by, it says nothing. `round s` is how "
+    "many seconds the shortest round took: below 5 it is mostly its start and its end. `GPU busy` is the share of the "
+    "rounds' time in which the GPU ran a kernel, as its driver says. Latencies are those of all rounds together: "
+    f"{', '.join(f'{name[:-3].upper()} is the {what}' for name, what in LATENCIES.items())}. Acceptance is tokens a "
+    "step, the target's own included; behind it stand the shares of drafts that were accepted, by position."
+)
+_BY_CLIENT = (
+    "`vllm serve`, asked by vLLM's own client, of whose requests the first third of a round warms it up and does not "
+    "count."
+)
+_BY_ENGINE = (
+    "Not over HTTP: vLLM's asynchronous engine, its core in a process of its own, was asked directly, and all requests "
+    "of a round count."
 )
 
 
@@ -37,7 +46,7 @@ def markdown(files: Sequence[Found]) -> str:
 
 def _chapter(file: Found) -> Iterator[str]:
     settings = file.results["settings"]
-    yield paragraph(f"{file.source}. {_asked(settings)}")
+    yield paragraph(f"{file.source}. {_asked(settings)} {_BY_CLIENT if 'client' in settings else _BY_ENGINE}")
     yield ""
     if missing := list(_missing(file.results)):
         yield from missing
@@ -46,13 +55,12 @@ def _chapter(file: Found) -> Iterator[str]:
     for temperature in settings["temperatures"]:
         yield f"### Temperature {temperature:g}"
         yield ""
-        names = [f"{name.removesuffix('_ms').upper()} ms" for name in LATENCIES]
-        columns = ["k", "at once", "a second", "side", "tok/s", "by stock", *names, "acceptance"]
-        yield from table(columns, _rows(file.results, temperature))
-        yield ""
-        if steps := list(_steps(file.results, temperature)):
-            yield from table(["k", "at once", "a second", "side", "fast path", "steps", "served", "others"], steps)
-            yield ""
+        for told, columns, rows in TABLES:
+            if found := list(_rows(file.results, temperature, rows)):
+                yield paragraph(told)
+                yield ""
+                yield from table(["k", "at once", "a second", "side", *columns], found)
+                yield ""
 
 
 def _missing(results: Mapping[str, Any]) -> Iterator[str]:
@@ -69,12 +77,15 @@ def _asked(settings: Mapping[str, Any]) -> str:
     models = f"{settings['target']} with {settings['draft'] or 'its own drafter'}"
     if shape is not None:
         models = "the tiny trained checkpoints" if shape == TINY else f"{SHAPES[shape].title}'s shape, dummy weights"
+    lengths = [settings["input_len"], settings["output_len"]]
+    if ratio := settings.get("range_ratio", 0):
+        lengths = [f"{one * (1 - ratio):.0f} to {one * (1 + ratio):.0f}" for one in lengths]
     prompts = settings["prompts"] or (
-        "prompts of its own" if shape == TINY else f"random prompts of {settings['input_len']} tokens"
+        "prompts of its own" if shape == TINY else f"random prompts of {lengths[0]} tokens"
     )
     with_extra = " ".join(f"`{name}={value}`" for name, value in settings["patched_environment"].items())
     return (
-        f"{settings['method']}, {models}; {prompts}, answers of at most {settings['output_len']} tokens, "
+        f"{settings['method']}, {models}; {prompts}, answers of at most {lengths[1]} tokens, "
         f"{settings['rounds']} rounds{f'; patched with {with_extra}' if with_extra else ''}."
     )
 
@@ -98,48 +109,14 @@ def _spread(results: Mapping[str, Any]) -> Iterator[str]:
         yield ""
 
 
-def _rows(results: Mapping[str, Any], temperature: float) -> Iterator[list[str]]:
-    for key, found in _loads(results, temperature):
-        for side in SIDE_NAMES:
-            if side in found:
-                yield [*key, SIDE_NAMES[side], *_figures(found[side], found.get(STOCK_OF.get(side, "")))]
-
-
-def _steps(results: Mapping[str, Any], temperature: float) -> Iterator[list[str]]:
-    """How many steps each fast path of the plugin served, and why vLLM's own way was taken in the others."""
-    for key, found in _loads(results, temperature):
-        for side in SIDE_NAMES:
-            for path, outcomes in ((found.get(side) or {}).get("paths") or {}).items():
-                steps = sum(outcomes.values())
-                shares = {outcome: f"{count / steps:.0%}" for outcome, count in outcomes.items() if count}
-                served = shares.pop("served", "0%")
-                others = ", ".join(f"{outcome} {share}" for outcome, share in shares.items())
-                yield [*key, SIDE_NAMES[side], path, str(steps), served, others]
-
-
-def _loads(results: Mapping[str, Any], temperature: float) -> Iterator[tuple[list[str], Mapping[str, Any]]]:
-    """Each load that some side has measured: what it is, as the first cells of a row, and it by side."""
+def _rows(results: Mapping[str, Any], temperature: float, rows: Callable[..., Any]) -> Iterator[list[str]]:
+    """Of each load and side that has been measured."""
     for case in results["cases"]:
         first, *_ = case["sides"].values()
         for name in first["loads"]:
-            found = {side: entry["loads"][name] for side, entry in case["sides"].items()}
-            known = next((one for one in found.values() if one is not None), None)
-            if known is not None and known["temperature"] == temperature:
-                rate = f"{known['request_rate']:g}" if known["request_rate"] else NOT_MEASURED
-                yield [str(case["k"]), str(known["concurrency"] or "all"), rate], found
-
-
-def _figures(load: Mapping[str, Any] | None, stock: Mapping[str, Any] | None) -> list[str]:
-    if load is None:
-        return [NOT_MEASURED] * (3 + len(LATENCIES))
-    speed, slowest = load["tokens_per_second"]["best"], min(load["tokens_per_second"]["all"])
-    ratio = NOT_MEASURED
-    if stock is not None and stock["rounds"] == load["rounds"]:  # the best of more is better by chance alone
-        ratio = f"{speed / stock['tokens_per_second']['best']:.2f}"
-    length = load["acceptance_length"]
-    latencies = [_percentiles(load[name]) for name in LATENCIES]
-    return [f"{speed:.0f} ({slowest:.0f})", ratio, *latencies, NOT_MEASURED if length is None else f"{length:.3f}"]
-
-
-def _percentiles(spread: Mapping[str, float] | None) -> str:
-    return NOT_MEASURED if spread is None else f"{spread['p50']:.2f} / {spread['p99']:.2f}"
+            found = {side: load for side, entry in case["sides"].items() if (load := entry["loads"][name]) is not None}
+            for side, load in found.items():
+                if load["temperature"] == temperature:
+                    rate = f"{load['request_rate']:g}" if load["request_rate"] else NOT_MEASURED
+                    key = [str(case["k"]), str(load["concurrency"] or "all"), rate, SIDE_NAMES[side]]
+                    yield from ([*key, *row] for row in rows(load, found.get(STOCK_OF.get(side, ""))))

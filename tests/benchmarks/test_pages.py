@@ -139,11 +139,21 @@ def test_the_steps_of_a_load_are_shown_where_the_file_has_them(tree):
     results = read_results((RESULTS / name).read_text())
     sides = results["cases"][0]["sides"]
     load = next(iter(sides["patched"]["loads"]))
-    sides["patched"]["loads"][load]["paths"] = {"v1-draft-phase drafting": {"prompt": 20, "served": 60, "moved": 0}}
+    times = ({"steps": 60, "seconds": 1.0, "host_seconds": 0.5}, {"steps": 20, "seconds": 3.0, "host_seconds": 2.0})
+    sides["patched"]["loads"][load]["kinds"] = [
+        {"kind": kind, "graph": graph, "paths": {"v1-draft-phase drafting": made}, **time}
+        for kind, graph, made, time in zip(
+            ("fewer_drafts", "prompt"), ("FULL", "PIECEWISE"), ("served", "prompt"), times, strict=True
+        )
+    ]
     (tree / "benchmarks" / "results" / name).write_text(json.dumps(results))
     lines = pages(tree)["benchmarks/results/serve.md"].splitlines()
     (line,) = [line for line in lines if "v1-draft-phase" in line]
-    assert line.endswith("| patched | v1-draft-phase drafting | 80 | 75% | prompt 25% |")
+    assert line.endswith("| patched | v1-draft-phase drafting | 75% / 25% | prompt 25% / 75% |")
+    (line,) = [line for line in lines if "75% / 25%, 16.67 (8.33)" in line]
+    assert line.endswith(
+        "| patched |  |  | 75% / 25%, 16.67 (8.33) | 25% / 75%, 150.00 (100.00) | 75% / 25% | 25% / 75% |  |"
+    )
 
 
 def test_a_wrong_answer_and_a_cell_without_a_figure_are_said(tree):

@@ -133,7 +133,13 @@ def test_a_load_is_seen_as_clients_see_it(cpu_host, tmp_path):
     assert entry["ttft_ms"]["p50"] < entry["e2e_ms"]["p50"]
     assert entry["drafts"] > 0
     assert len(entry["acceptance_per_position"]) == 3
-    assert entry["steps"] > 0
+    assert entry["steps"] == sum(row["steps"] for row in entry["kinds"]) > 0
+    assert {row["kind"] for row in entry["kinds"]} >= {"prompt", "same_requests"}
+    assert {row["graph"] for row in entry["kinds"]} == {"NONE"}
+    assert all(0 < row["host_seconds"] <= row["seconds"] for row in entry["kinds"])
+    # Time without requests, and what the client takes, is no step's.
+    assert 0.2 < sum(row["seconds"] for row in entry["kinds"]) / sum(entry["seconds"]) < 1
+    assert entry["gpu_busy"] is None
 
 
 def test_the_hosts_time_by_phase_and_the_trace(cpu_host, tmp_path):

@@ -4,7 +4,8 @@
 It starts ``vllm serve`` with the job's options, and sends it loads by vLLM's own client, that of ``vllm bench serve``.
 It waits for commands on its standard input, one line of JSON each, so that several such servers can take turns:
 
-    {"do": "warm-up" | "load", "load": {"name": NAME, "client": [ARGUMENT, ...], ...}}, {"do": "end"}
+    {"do": "warm-up" | "trial" | "load", "load": {"name": NAME, "client": [ARGUMENT, ...], ...}, "requests": NUMBER},
+    {"do": "end"}
 
 Where a load has ``prompts``, its requests are these instead of the client's own: texts or token ids, with
 ``output_len`` new tokens each, and ``chat`` for texts that go through the target's template.
@@ -67,26 +68,23 @@ class Server:
             except (urllib.error.URLError, OSError):
                 time.sleep(_POLL)
 
-    def ask(self, method: str) -> Any:
+    def ask(self, method: str, *arguments: float) -> Any:
         """What the first worker answers to a method of `BenchWorker`."""
-        asked = urllib.request.Request(
-            f"{self.url}/collective_rpc", json.dumps({"method": method}).encode(), {"Content-Type": "application/json"}
-        )
+        body = json.dumps({"method": method, "args": arguments}).encode()
+        asked = urllib.request.Request(f"{self.url}/collective_rpc", body, {"Content-Type": "application/json"})
         with urllib.request.urlopen(asked, timeout=_ANSWER) as answer:
             first, *_ = json.load(answer)["results"]
         return first
 
     def totals(self) -> dict[str, Any]:
-        """Counts so far: ``steps`` of the scheduler, ``drafts``, ``accepted`` by position, ``paths`` by outcome."""
+        """Counts so far: ``drafts``, and ``accepted`` by position."""
         from prometheus_client.parser import text_string_to_metric_families
 
-        found: dict[str, Any] = {"steps": 0, "drafts": 0, "accepted": {}, "paths": self.ask("hwplugin_steps")}
+        found: dict[str, Any] = {"drafts": 0, "accepted": {}}
         with urllib.request.urlopen(f"{self.url}/metrics") as answer:
             text = answer.read().decode()
         for sample in (one for family in text_string_to_metric_families(text) for one in family.samples):
-            if sample.name == "vllm:iteration_tokens_total_count":
-                found["steps"] += int(sample.value)
-            elif sample.name == "vllm:spec_decode_num_drafts_total":
+            if sample.name == "vllm:spec_decode_num_drafts_total":
                 found["drafts"] += int(sample.value)
             elif sample.name == "vllm:spec_decode_num_accepted_tokens_per_pos_total":
                 position = int(sample.labels["position"])
@@ -117,16 +115,17 @@ def run_load(server: Server, model: str, load: Mapping[str, Any]) -> dict[str, A
     """Send every request of a load, and wait for all of them.
 
     Returns:
-        ``seconds`` of the whole, and ``requests``: each ``prompt_tokens``, ``tokens``, ``start`` (seconds since the
-        first was sent), ``ttft`` (seconds until the first part of the answer; None where none came), and ``gaps``
-        (seconds between parts).
+        ``began``, when the first was sent by ``time.time``; ``seconds`` of the whole; and ``requests``: each
+        ``prompt_tokens``, ``tokens``, ``start`` (seconds since the first was sent), ``ttft`` (seconds until the first
+        part of the answer; None where none came), and ``gaps`` (seconds between parts).
     """
     from vllm.benchmarks import serve as client
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     parser = FlexibleArgumentParser()
     client.add_cli_args(parser)
-    arguments = parser.parse_args(["--base-url", server.url, "--model", model, "--save-detailed", *load["client"]])
+    words = ["--base-url", server.url, "--model", model, "--save-detailed", "--num-prompts", str(load["requests"])]
+    arguments = parser.parse_args([*words, *load["client"]])
     own = client.get_samples
     if load["prompts"] is not None:
         client.get_samples = lambda args, tokenizer: _samples(client.SampleRequest, tokenizer, load, args.num_prompts)
@@ -138,6 +137,7 @@ def run_load(server: Server, model: str, load: Mapping[str, Any]) -> dict[str, A
     requests = list(zip(*(found[name] for name in names), strict=True))
     first = min(start for _, _, start, *_ in requests)
     return {
+        "began": time.time() - time.perf_counter() + first,  # which is the client's clock
         "seconds": found["duration"],
         "requests": [
             {
@@ -170,20 +170,19 @@ def _tokens(text: str, tokenizer: Any, *, chat: bool) -> list[int]:
 def measure(server: Server, model: str, load: Mapping[str, Any]) -> dict[str, Any]:
     """One round of a load: :func:`run_load`, and what the engine counted meanwhile."""
     speed, before = host_us(), server.totals()
+    server.ask("hwplugin_steps")  # those of a warm-up
     facts = run_load(server, model, load)
-    after = server.totals()
+    after, kinds, began = server.totals(), server.ask("hwplugin_steps"), facts.pop("began")
     return {
         "host_us": speed,
         **facts,
-        "steps": after["steps"] - before["steps"],
+        "steps": sum(one["steps"] for one in kinds),
         "drafts": after["drafts"] - before["drafts"],
         "accepted_per_position": [
             count - before["accepted"].get(position, 0) for position, count in sorted(after["accepted"].items())
         ],
-        "paths": {
-            path: {outcome: count - before["paths"].get(path, {}).get(outcome, 0) for outcome, count in counts.items()}
-            for path, counts in after["paths"].items()
-        },
+        "kinds": kinds,
+        "gpu_busy": server.ask("hwplugin_gpu_busy", began, began + facts["seconds"]),
     }
 
 
@@ -196,12 +195,12 @@ def main(arguments: Sequence[str]) -> None:
         facts = server.ask("hwplugin_facts")
         answer.say("ready", seconds=time.perf_counter() - started, pid=server.process.pid, **facts)
         for command in commands():
-            load = command["load"]
-            if command["do"] == "warm-up":
-                run_load(server, model, load)
-                answer.say("warm", workload=load["name"])
-            else:
+            load = {**command["load"], "requests": command["requests"]}
+            if command["do"] == "load":
                 answer.say("loaded", workload=load["name"], **measure(server, model, load))
+            else:
+                seconds = run_load(server, model, load)["seconds"]
+                answer.say("warm" if command["do"] == "warm-up" else "tried", workload=load["name"], seconds=seconds)
     finally:
         server.end()
     answer.say("done")

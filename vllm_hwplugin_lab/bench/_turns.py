@@ -9,6 +9,7 @@ of it.
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -57,13 +58,17 @@ class Measurement:
         warm_up: the command before the first round, or None.
         profile: the command after the last round, or None. It is answered by ``collected``, when the engine does
             nothing more, and by ``profiled``, with what was found.
+        trial: the command that is answered by ``tried``, before the first round and in turn, or None.
+        sized: the seconds that the quickest side's trial took -> what is added to the command of each round.
     """
 
     name: str
     round: Mapping[str, Any]
     answer: str
     warm_up: Mapping[str, Any] | None
-    profile: Mapping[str, Any] | None
+    profile: Mapping[str, Any] | None = None
+    trial: Mapping[str, Any] | None = None
+    sized: Callable[[float], Mapping[str, Any]] = lambda seconds: {}
 
 
 def rest_between_turns(device: str) -> float:
@@ -222,11 +227,23 @@ def measure_in_turn(
                         session.tell(one.warm_up)
                     for session in sessions.values():
                         session.wait_for("warm", timeout)
-            for turn in turns(rounds, list(by_name), list(jobs)):
-                one = by_name[turn.workload]
+
+            def in_turn(side: str, command: Mapping[str, Any], answer: str) -> None:
                 if len(run.alive()) > 1:
                     time.sleep(min(rest, limit.left()))
-                sessions[turn.side].ask({**one.round, "round": turn.round}, one.answer, timeout)
+                sessions[side].ask(command, answer, timeout)
+
+            sizes = {}
+            for one in measurements:
+                if one.trial is not None:
+                    for side in jobs:
+                        in_turn(side, one.trial, "tried")
+                    took = [sessions[side].events[-1]["seconds"] for side in run.alive()]
+                    sizes[one.name] = one.sized(min(took, default=math.inf))
+            for turn in turns(rounds, list(by_name), list(jobs)):
+                one = by_name[turn.workload]
+                command = {**one.round, **sizes.get(one.name, {}), "round": turn.round}
+                in_turn(turn.side, command, one.answer)
                 if one is measurements[-1] and turn.side == list(jobs)[-1]:
                     keep(run.so_far(_GOES_ON))
             _profile([one.profile for one in measurements if one.profile is not None], sessions, timeout)

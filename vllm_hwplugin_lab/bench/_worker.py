@@ -2,7 +2,8 @@
 """What a benchmark asks of the process that an engine runs in, where the caller is another one.
 
 vLLM mixes the class that its option ``worker_extension_cls`` names into its worker, in every supported version and on
-every platform, and ``collective_rpc`` calls the methods by name. Nothing here is on the path of a step.
+every platform, and ``collective_rpc`` calls the methods by name. Only what `StepKinds` looks at is on the path of a
+step, and only of ``bench serve``.
 """
 
 from __future__ import annotations
@@ -10,11 +11,9 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import Any
 
-from vllm_hwplugin import journal
-from vllm_hwplugin.spec_decode import step_counts
-
 from ._inside import package_facts, runner_facts
 from ._profile import Profile, profiled
+from ._step_kinds import StepKinds
 
 #: For ``worker_extension_cls``.
 EXTENSION = f"{__name__}.BenchWorker"
@@ -33,11 +32,28 @@ class BenchWorker:
         """
         return {**package_facts(), **runner_facts(self.model_runner)}
 
-    def hwplugin_steps(self) -> dict[str, dict[str, int]]:
-        """Steps so far of each fast path of the plugin, by outcome; empty where it is off."""
-        step_counts.save()
-        entry = journal.current()
-        return {} if entry is None else {path: dict(outcomes) for path, outcomes in entry.steps.items()}
+    def hwplugin_steps(self) -> list[dict[str, Any]]:
+        """The kinds of steps since the last call (see `StepKinds.taken`); of the first, from which they are seen on."""
+        if not hasattr(self, "_hwplugin_kinds"):
+            self._hwplugin_kinds = StepKinds(self.model_runner)
+        return self._hwplugin_kinds.taken()
+
+    def hwplugin_gpu_busy(self, since: float, until: float) -> list[float]:
+        """Shares of time in which this worker's GPU ran a kernel, between two of ``time.time``; none if unknown.
+
+        NVML has one for every sixth of a second to every second, at no cost, so some seconds have a mean.
+        """
+        import torch
+        from vllm.third_party import pynvml
+
+        try:
+            pynvml.nvmlInit()
+            uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
+            gpu, kind = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}"), pynvml.NVML_GPU_UTILIZATION_SAMPLES
+            _, samples = pynvml.nvmlDeviceGetSamples(gpu, kind, int(since * 1e6))
+        except (pynvml.NVMLError, RuntimeError, AssertionError):  # no GPU, or a container that may not ask
+            return []
+        return [one.sampleValue.uiVal / 100 for one in samples if one.timeStamp <= until * 1e6]
 
     def hwplugin_start_profile(self) -> None:
         """Profile until :meth:`hwplugin_stop_profile`."""

@@ -11,13 +11,14 @@ import dataclasses
 import gzip
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from vllm_hwplugin.errors import HwpluginError
+from vllm_hwplugin.spec_decode.step_counts import SERVED
 
 from ._checkpoints import Checkpoints
 from ._host import Host
@@ -34,6 +35,8 @@ from ._plan import (
 from ._results import acceptance, processes_entry, provenance, stopped
 from ._settings import engine_options
 from ._shapes import SHAPES, write_tokenizer
+from ._step_kinds import GRAPHS, KINDS
+from ._table import NOT_MEASURED
 from ._turns import Measurement
 
 FORMAT = "serve 2"
@@ -61,10 +64,14 @@ LATENCIES = {
 }
 #: Share of a round's requests that only warm it up.
 WARM = 1 / 3
-#: Tokens that an engine is warmed up with.
-_WARM_UP = 16
+#: Of a row of kinds of steps, what is added up.
+_SUMS = ("steps", "seconds", "host_seconds")
 #: Seconds of arrivals in a round.
 _ARRIVALS = 10
+#: Seconds that a round is to take at least.
+LEAST_SECONDS = 5.0
+#: Requests of a round are so many more than a trial says that it takes: the trial fills and empties the engine, too.
+_MORE = 1.2
 #: A random prompt may come out longer than asked for, because it is text on its way.
 _ROOM = 64
 #: Requests sent within less than this share of a round say nothing of a steady load.
@@ -72,6 +79,8 @@ _STEADY = 0.1
 
 #: A text, or token ids.
 Prompt = str | tuple[int, ...]
+#: Of a results file.
+_Load = Mapping[str, Any]
 
 
 class PromptsUnreadable(HwpluginError):
@@ -87,7 +96,8 @@ class ServeSettings:
         shape: as ``bench --shape`` names them; None where they are the user's own.
         acceptance_length: synthetic, of a dummy shape; None: 1 + k / 2.
         prompts: the file; None: the tiny shape's own, or random tokens, ``input_len`` of them.
-        num_prompts: requests of a load; None: ``per_slot`` for each that runs at once, or those of some seconds.
+        num_prompts: requests of a load; None: at least ``per_slot`` for each that runs at once, or those of some
+            seconds.
         range_ratio: lengths of random prompts and their answers are drawn from within this share of them.
         concurrencies: requests at once; 0: no bound.
         request_rates: requests a second; 0: all at the start.
@@ -132,9 +142,12 @@ class ServeSettings:
         return [self.ks] if self.all_k_at_once else [(one,) for one in self.ks]
 
     def length(self, k: int) -> int:
-        """Tokens of the longest request, with its drafts."""
+        """A model length at whose end no request comes.
+
+        There vLLM schedules fewer drafts, and steps under way count as if all of theirs were accepted.
+        """
         longest = math.ceil((self.input_len + self.output_len) * (1 + self.range_ratio))
-        return self.max_model_len or longest + k + 1 + _ROOM
+        return self.max_model_len or longest + 4 * (k + 1) + _ROOM
 
 
 @dataclass(frozen=True)
@@ -152,7 +165,7 @@ class LoadCase:
         return f"{bound}{rate}, temperature {self.temperature:g}"
 
     def requests(self, settings: ServeSettings) -> int:
-        """How many a round has."""
+        """How many a round has, at least."""
         closed = self.concurrency * settings.per_slot
         return settings.num_prompts or max(closed, math.ceil(self.request_rate * _ARRIVALS)) or settings.per_slot
 
@@ -241,28 +254,31 @@ def serve_measurements(settings: ServeSettings, prompts: Sequence[Prompt] | None
         settings: of the case.
         prompts: of the requests; None: those that vLLM's client makes.
     """
-    found = []
-    for case in load_cases(settings):
-        count = case.requests(settings)
-        load = {"name": case.name, "prompts": prompts, "chat": settings.chat}
-        whole, few = (
-            {**load, "output_len": tokens, "client": client_arguments(settings, case, requests, tokens, prompts)}
-            for requests, tokens in ((count, settings.output_len), (min(case.concurrency or count, count), _WARM_UP))
-        )
-        found.append(
-            Measurement(case.name, {"do": "load", "load": whole}, "loaded", {"do": "warm-up", "load": few}, None)
-        )
-    return found
+    return [_measurement(case, settings, prompts) for case in load_cases(settings)]
 
 
-def client_arguments(
-    settings: ServeSettings, case: LoadCase, requests: int, output_len: int, prompts: Sequence[Prompt] | None
-) -> list[str]:
-    """Of ``vllm bench serve``, without the server's."""
+def _measurement(case: LoadCase, settings: ServeSettings, prompts: Sequence[Prompt] | None) -> Measurement:
+    count = case.requests(settings)
+    load: dict[str, Any] = {"name": case.name, "prompts": prompts, "chat": settings.chat}
+    load |= {"output_len": settings.output_len, "client": client_arguments(settings, case, prompts)}
+
+    def asked(do: str, requests: int) -> dict[str, Any]:
+        return {"do": do, "load": load, "requests": requests}
+
+    def sized(seconds: float) -> dict[str, Any]:
+        return {"requests": max(count, math.ceil(_MORE * LEAST_SECONDS * half / seconds))}
+
+    # Arrivals at a rate take their time in any case.
+    half, fixed = math.ceil(count / 2), settings.num_prompts is not None or case.request_rate
+    warm_up, trial = asked("warm-up", min(case.concurrency or count, count)), None if fixed else asked("trial", half)
+    return Measurement(case.name, asked("load", count), "loaded", warm_up, trial=trial, sized=sized)
+
+
+def client_arguments(settings: ServeSettings, case: LoadCase, prompts: Sequence[Prompt] | None) -> list[str]:
+    """Of ``vllm bench serve``, without the server's and the number of requests."""
     options = {
         "backend": "openai",
         "endpoint": "/v1/completions",
-        "num-prompts": requests,
         "request-rate": case.request_rate or "inf",
         "temperature": case.temperature,
         "seed": settings.seed,
@@ -270,7 +286,9 @@ def client_arguments(
     if case.concurrency:
         options["max-concurrency"] = case.concurrency
     if prompts is None:
-        random = {"input-len": settings.input_len, "output-len": output_len, "range-ratio": settings.range_ratio}
+        random = {
+            name: getattr(settings, name.replace("-", "_")) for name in ("input-len", "output-len", "range-ratio")
+        }
         options |= {"dataset-name": "random", **{f"random-{name}": value for name, value in random.items()}}
     else:
         options["dataset-name"] = "custom"  # which is not asked: the prompts come with the load
@@ -370,11 +388,12 @@ def load_entry(rounds: Sequence[Event]) -> dict[str, Any] | None:
     # One token has no time per token after the first.
     several = [request for request in answered if request["tokens"] > 1]
     speeds = [speed(one) for one in rounds]
-    paths: dict[str, dict[str, int]] = {}
-    for path, outcomes in (pair for one in rounds for pair in one["paths"].items()):
-        kept = paths.setdefault(path, {})
-        for outcome, count in outcomes.items():
-            kept[outcome] = kept.get(outcome, 0) + count
+    busy = [share for one in rounds for share in one["gpu_busy"]]
+    kinds: dict[str, dict[str, Any]] = {}
+    for row in (row for one in rounds for row in one["kinds"]):
+        names = {name: value for name, value in row.items() if name not in _SUMS}
+        kept = kinds.setdefault(json.dumps(names), {**names, **dict.fromkeys(_SUMS, 0)})
+        kept.update({name: kept[name] + row[name] for name in _SUMS})
     return {
         "rounds": len(rounds),
         "requests": len(everyone),
@@ -391,8 +410,84 @@ def load_entry(rounds: Sequence[Event]) -> dict[str, Any] | None:
         "itl_ms": spread([gap for request in answered for gap in request["gaps"]]),
         "e2e_ms": spread([request["ttft"] + sum(request["gaps"]) for request in answered]),
         **acceptance(rounds),
-        "paths": paths,
+        "kinds": list(kinds.values()),
+        "gpu_busy": sum(busy) / len(busy) if busy else None,
     }
+
+
+def _shares(load: _Load, name: str) -> dict[str, tuple[str, str]]:
+    """What steps have under ``name``, or made of them by that path -> their shares of all, and milliseconds of one."""
+    rows = load.get("kinds", ())
+    found: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        found.setdefault(row.get(name, row["paths"].get(name)), []).append(row)
+
+    def sums(some: Iterable[Mapping[str, Any]]) -> Iterator[float]:
+        return (sum(row[part] for row in some) for part in _SUMS)
+
+    (all_steps, all_seconds, _), told = sums(rows), {}
+    for value, some in found.items():
+        steps, seconds, host = sums(some)
+        ms = f"{1e3 * seconds / steps:.2f} ({1e3 * host / steps:.2f})"
+        told[value] = f"{steps / all_steps:.0%} / {seconds / all_seconds:.0%}", ms
+    return told
+
+
+def _load_row(load: _Load, stock: _Load | None) -> Iterator[list[str]]:
+    speeds, busy, length = load["tokens_per_second"], load.get("gpu_busy"), load["acceptance_length"]
+    # The best of more is better by chance alone.
+    ratio = stock and stock["rounds"] == load["rounds"] and speeds["best"] / stock["tokens_per_second"]["best"]
+    positions = " ".join(f"{share:.2f}" for share in load["acceptance_per_position"])
+    yield [
+        f"{speeds['best']:.0f} ({min(speeds['all']):.0f})",
+        f"{ratio:.2f}" if ratio else NOT_MEASURED,
+        f"{min(load['seconds']):.1f}",
+        NOT_MEASURED if busy is None else f"{busy:.0%}",
+        *(
+            f"{_digits(one['p50'])} / {_digits(one['p99'])}" if (one := load[name]) else NOT_MEASURED
+            for name in LATENCIES
+        ),
+        f"{length:.3f} ({positions})" if length else NOT_MEASURED,
+    ]
+
+
+def _digits(milliseconds: float) -> str:
+    """Three of them, more before the point."""
+    return f"{milliseconds:.{2 if milliseconds < 10 else 1 if milliseconds < 100 else 0}f}"
+
+
+def _kind_row(load: _Load, _: _Load | None) -> Iterator[list[str]]:
+    if load.get("kinds"):
+        kinds, graphs = _shares(load, "kind"), _shares(load, "graph")
+        yield [*(", ".join(kinds.get(one, ())) for one in KINDS), *(graphs.get(one, ("",))[0] for one in GRAPHS)]
+
+
+def _path_rows(load: _Load, _: _Load | None) -> Iterator[list[str]]:
+    for path in dict.fromkeys(path for row in load.get("kinds", ()) for path in row["paths"]):
+        found = {outcome: shares for outcome, (shares, _) in _shares(load, path).items() if outcome is not None}
+        served = found.pop(SERVED, "0% / 0%")
+        yield [path, served, ", ".join(f"{reason} {shares}" for reason, shares in found.items())]
+
+
+#: What a table of a load says, its columns behind that of the side, and its rows of a side and the one it is held to.
+TABLES: tuple[tuple[str, tuple[str, ...], Callable[[_Load, _Load | None], Iterator[list[str]]]], ...] = (
+    (
+        "Latencies are P50 / P99 in milliseconds.",
+        ("tok/s", "by stock", "round s", "GPU busy", *(name[:-3].upper() for name in LATENCIES), "acceptance"),
+        _load_row,
+    ),
+    (
+        "Shares of the steps / of the time that they took, until the next one began. By what is in a step, with the "
+        "milliseconds of one (of these the host's in the model runner), and by the CUDA graphs that the target ran in.",
+        (*KINDS.values(), *GRAPHS),
+        _kind_row,
+    ),
+    (
+        "Steps by what the plugin's fast paths made of them, shares as above.",
+        ("fast path", "served", "left to vLLM, because"),
+        _path_rows,
+    ),
+)
 
 
 def steady(requests: Sequence[Mapping[str, Any]]) -> tuple[float, float] | None:

@@ -13,9 +13,9 @@ from rich.table import Table
 
 from ..bench import (
     METHODS,
-    NOT_MEASURED,
     SHAPES,
     SIDE_NAMES,
+    STOCK_OF,
     TINY,
     Case,
     Outcome,
@@ -71,9 +71,9 @@ def serve(
         ),
     ] = None,
     num_prompts: Annotated[
-        int | None, typer.Option(min=1, help="Requests of a round; default: see --per-slot, or 10 s of --request-rate.")
+        int | None, typer.Option(min=1, help="Requests of a round; default: those of 5 s, or 10 s of --request-rate.")
     ] = None,
-    per_slot: Annotated[int, typer.Option(min=1, help="Requests of a round for each that runs at once.")] = 8,
+    per_slot: Annotated[int, typer.Option(min=1, help="Requests of a round for each that runs at once, at least.")] = 8,
     input_len: Annotated[int, typer.Option(min=1, help="Tokens of a random prompt.")] = 1024,
     range_ratio: Annotated[
         float, typer.Option(min=0, max=0.99, help="Draw lengths from within this share of --input-len, --output-len.")
@@ -110,7 +110,7 @@ def serve(
     timeout: Annotated[float, typer.Option(help="Seconds for a start, and for each load.")] = 3600,
     time_limit: TimeLimitOption = None,
 ) -> None:
-    """Measure your own case on every side: TTFT, TPOT, ITL, end to end, tokens/s, acceptance, and what steps ran how.
+    """Measure your own case on every side: TTFT, TPOT, ITL, end to end, tokens/s, acceptance, and where the time goes.
 
     Each side is a `vllm serve`, and vLLM's own client, that of `vllm bench serve`, sends the requests; what you write
     behind `--` is that client's (`-- --dataset-name sharegpt --dataset-path FILE`, `-- --burstiness 0.5`). The servers
@@ -118,10 +118,12 @@ def serve(
     temperature; each k has servers of its own. A shape has dummy weights and synthetic acceptance, or, tiny, trained
     ones and prompts of its own. Prefix caching is off, because rounds repeat the prompts.
 
-    The first third of a round's requests only warms it up, and what comes after the last one was sent does not count.
-    Latencies are those of all rounds together, in milliseconds; tokens/s are those of the best round. Exit code 1 when
-    a patched side failed where stock ran on that runner, 2 when another failed, or
-    when Ctrl-C or the time limit left something out: what all sides have measured is in the results then.
+    A round has as many requests as take the quickest side 5 seconds, or more: a trial says how many. The first third of
+    them only warms it up, and what comes after the last one was sent does not count. Latencies are those of all rounds
+    together, in milliseconds; tokens/s are those of the best round (of the slowest). Steps are parted by what is in
+    them, by how the target ran, and by what the plugin's fast paths made of them, all of all rounds. Exit code 1 when a
+    patched side failed where stock ran on that runner, 2 when another failed, or when Ctrl-C or the time limit left
+    something out: what all sides have measured is in the results then.
     """
     limit, console = TimeLimit(time_limit), console_for(json_file)
     known([method], tuple(serving.METHODS), "--method")
@@ -222,62 +224,17 @@ def _show(results: Mapping[str, Any], console: Console) -> bool:
         if any(entry["loads"][load] is not None for entry in case["sides"].values())
     ]
     for case, load in loads:
-        title = f"{results['settings']['method']} k={case['k']}, {load}: P50 / P99"
-        console.print(_latency_table(case, load, title))
-        console.print(_paths_table(case, load))
+        measured = {side: found for side, entry in case["sides"].items() if (found := entry["loads"][load]) is not None}
+        console.print(f"{results['settings']['method']} k={case['k']}, {load}", style="bold")
+        for told, columns, rows in serving.TABLES:
+            drawn = Table("side", *columns, title=told)
+            for side, found in measured.items():
+                for row in rows(found, measured.get(STOCK_OF.get(side, ""))):
+                    drawn.add_row(SIDE_NAMES[side], *row)
+            if drawn.row_count:
+                console.print(drawn)
+        missing = {SIDE_NAMES[side]: found["unanswered"] for side, found in measured.items()}
+        if any(missing.values()):
+            said = ", ".join(f"{count} on {side}" for side, count in missing.items() if count)
+            console.print(f"Requests that got no token, and have no latency: {said}.")
     return bool(loads)
-
-
-def _paths_table(case: Mapping[str, Any], load: str) -> Table:
-    drawn = Table(title=f"{load}: the plugin's fast paths, share of the steps of all rounds")
-    for name in ("side", "path", "steps", "served", "left to vLLM, because"):
-        drawn.add_column(name, justify="right" if name in ("steps", "served") else "left")
-    for side, entry in case["sides"].items():
-        for path, outcomes in (entry["loads"][load] or {}).get("paths", {}).items():
-            steps = sum(outcomes.values())
-            reasons = sorted(((count, name) for name, count in outcomes.items() if name != "served"), reverse=True)
-            told = ", ".join(f"{name} {count / steps:.0%}" for count, name in reasons if count)
-            drawn.add_row(SIDE_NAMES[side], path, str(steps), f"{outcomes.get('served', 0) / max(steps, 1):.0%}", told)
-    return drawn
-
-
-def _latency_table(case: Mapping[str, Any], load: str, title: str) -> Table:
-    drawn = Table(title=title)
-    names = [f"{name.removesuffix('_ms').upper()} ms" for name in serving.LATENCIES]
-    for name in ("side", "tok/s", *names):
-        drawn.add_column(name, justify="left" if name == "side" else "right", no_wrap=True)
-    drawn.add_column("acceptance (per position)")
-    missing = {
-        SIDE_NAMES[side]: (entry["loads"][load] or {}).get("unanswered") for side, entry in case["sides"].items()
-    }
-    if any(missing.values()):
-        said = ", ".join(f"{count} on {side}" for side, count in missing.items() if count)
-        drawn.caption = f"Requests that got no token, and have no latency: {said}."
-    for side, entry in case["sides"].items():
-        found = entry["loads"][load]
-        if found is None:
-            drawn.add_row(SIDE_NAMES[side], NOT_MEASURED)
-            continue
-        drawn.add_row(
-            SIDE_NAMES[side],
-            f"{found['tokens_per_second']['best']:.0f}",
-            *(_percentiles(found[name]) for name in serving.LATENCIES),
-            _acceptance(found),
-        )
-    return drawn
-
-
-def _acceptance(found: Mapping[str, Any]) -> str:
-    if found["acceptance_length"] is None:
-        return NOT_MEASURED
-    shares = " ".join(f"{share:.2f}" for share in found["acceptance_per_position"])
-    return f"{found['acceptance_length']:.3f} ({shares})"
-
-
-def _percentiles(found: Mapping[str, float] | None) -> str:
-    return NOT_MEASURED if found is None else f"{_digits(found['p50'])} / {_digits(found['p99'])}"
-
-
-def _digits(milliseconds: float) -> str:
-    """Three of them, more before the point."""
-    return f"{milliseconds:.{2 if milliseconds < 10 else 1 if milliseconds < 100 else 0}f}"

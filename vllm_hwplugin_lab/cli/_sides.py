@@ -76,10 +76,10 @@ def progress(console: Console) -> Progress:
 
 
 def advance(bar: Progress, task: Any, label: str) -> Callable[[Event], None]:
-    """Move a bar on with each thing that an engine says, its warm-up and its end apart."""
+    """Move a bar on with each thing that an engine says, its warm-up, its trial and its end apart."""
 
     def on_event(event: Event) -> None:
-        if event["event"] not in ("warm", "collected", "done"):
+        if event["event"] not in ("warm", "tried", "collected", "done"):
             bar.update(task, advance=1, description=f"{label}: {event.get('workload', 'engines start')}")
 
     return on_event

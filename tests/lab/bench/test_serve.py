@@ -7,6 +7,7 @@ import io
 import json
 import re
 import sys
+import time
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -14,17 +15,13 @@ import pytest
 pytest.importorskip("numpy")
 
 from vllm_hwplugin_lab.bench import _server, _shapes
-from vllm_hwplugin_lab.bench.serve import PromptsUnreadable, load_entry, read_prompts, speed, steady
+from vllm_hwplugin_lab.bench.serve import TABLES, PromptsUnreadable, load_entry, read_prompts, speed, steady
 
 METRICS = """# TYPE vllm:spec_decode_num_drafts counter
 vllm:spec_decode_num_drafts_total{engine="0"} 7.0
 # TYPE vllm:spec_decode_num_accepted_tokens_per_pos counter
 vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="1"} 2.0
 vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="0"} 5.0
-# TYPE vllm:iteration_tokens_total histogram
-vllm:iteration_tokens_total_bucket{engine="0",le="+Inf"} 9.0
-vllm:iteration_tokens_total_count{engine="0"} 9.0
-vllm:iteration_tokens_total_sum{engine="0"} 30.0
 """
 
 
@@ -33,7 +30,8 @@ def request(start=0.0, ttft=0.25, gaps=(0.25,), tokens=2):
 
 
 def round_of(requests, seconds, **more):
-    facts = {"host_us": 1.0, "seconds": seconds, "steps": 4, "drafts": 5, "accepted_per_position": [4, 1], "paths": {}}
+    facts = {"host_us": 1.0, "seconds": seconds, "steps": 4, "drafts": 5, "accepted_per_position": [4, 1]}
+    facts |= {"kinds": [], "gpu_busy": []}
     return {**facts, "requests": requests, **more}
 
 
@@ -72,10 +70,50 @@ def test_a_request_that_got_nothing_is_not_the_quickest():
     assert (entry["requests"], entry["unanswered"]) == (2, 1)
 
 
-def test_the_outcomes_of_all_rounds_are_added():
-    rounds = [{"path": {"served": 3}}, {"path": {"served": 4, "prompt": 1}}]
-    entry = load_entry([round_of([request()], 1.0, paths=one) for one in rounds])
-    assert entry["paths"] == {"path": {"served": 7, "prompt": 1}}
+def kinds(kind, graph, outcome, steps, seconds, host):
+    paths = {"a drafting": outcome} if outcome else {}
+    return {"kind": kind, "graph": graph, "paths": paths, "steps": steps, "seconds": seconds, "host_seconds": host}
+
+
+def rows_of(load, stock=None):
+    return [list(rows(load, stock)) for _, _, rows in TABLES]
+
+
+def test_steps_share_in_all_steps_and_in_all_of_their_time():
+    quick, slow = (
+        kinds("same_requests", "FULL", "served", 30, 0.06, 0.03),
+        kinds("prompt", "NONE", "prompt", 5, 0.1, 0.08),
+    )
+    rounds = [round_of([request()], 1.0, kinds=one) for one in ([quick, slow], [slow, quick])]
+    alike = kinds("requests_changed", "FULL", "served", 30, 0.08, 0.03)
+    entry = load_entry([*rounds, round_of([request()], 1.0, kinds=[alike])])
+    assert entry["kinds"] == [
+        kinds("same_requests", "FULL", "served", 60, 0.12, 0.06),
+        kinds("prompt", "NONE", "prompt", 10, 0.2, 0.16),
+        alike,
+    ]
+    _, steps, paths = rows_of(entry)
+    assert steps == [
+        [
+            *("60% / 30%, 2.00 (1.00)", "30% / 20%, 2.67 (1.00)", "", "10% / 50%, 20.00 (16.00)"),
+            *("90% / 50%", "", "10% / 50%"),
+        ]
+    ]
+    assert paths == [["a drafting", "90% / 50%", "prompt 10% / 50%"]]
+
+
+def test_a_side_without_the_plugin_has_kinds_and_no_paths():
+    entry = load_entry([round_of([request()], 1.0, kinds=[kinds("same_requests", "FULL", None, 3, 0.3, 0.1)])])
+    assert [len(rows) for rows in rows_of(entry)] == [1, 1, 0]
+
+
+def test_a_load_is_held_to_stocks_and_says_how_long_its_shortest_round_took():
+    entry = load_entry([round_of([request()], seconds, gpu_busy=[0.5, 0.75]) for seconds in (2.0, 4.0)])
+    stock = load_entry([round_of([request()], seconds) for seconds in (4.0, 8.0)])
+    assert rows_of(entry, stock)[0][0][:4] == ["1 (0)", "2.00", "2.0", "62%"]
+    assert rows_of(stock)[0][0][:4] == ["0 (0)", "-", "4.0", "-"]
+    # The best of more rounds is better by chance alone.
+    assert rows_of(entry, load_entry([round_of([request()], 4.0)]))[0][0][1] == "-"
 
 
 @pytest.mark.parametrize(
@@ -124,10 +162,8 @@ def test_what_an_engine_has_counted_is_read_from_its_metrics(monkeypatch):
     pytest.importorskip("prometheus_client")
     server = object.__new__(_server.Server)
     server.url = "http://server"
-    monkeypatch.setattr(server, "ask", lambda method: {"a b": {"served": 3}} if method == "hwplugin_steps" else None)
     monkeypatch.setattr(_server.urllib.request, "urlopen", lambda url: io.BytesIO(METRICS.encode()))
-    found = server.totals()
-    assert found == {"steps": 9, "drafts": 7, "accepted": {0: 5, 1: 2}, "paths": {"a b": {"served": 3}}}
+    assert server.totals() == {"drafts": 7, "accepted": {0: 5, 1: 2}}
 
 
 class Parser:
@@ -155,7 +191,7 @@ def client(monkeypatch):
             "duration": 2.0,
             "input_lens": [3, 3, 3],
             "output_lens": [4, 2, 9],
-            "start_times": [100.5, 100.0, 101.0],
+            "start_times": [time.perf_counter() + seconds for seconds in (0.5, 0.0, 1.0)],
             "ttfts": [0.1, 0.2, 0.0],
             "itls": [[0.3, 0.3], [0.1], []],
             "errors": ["", "", "no answer"],
@@ -172,22 +208,21 @@ def client(monkeypatch):
 
 
 def test_a_load_goes_through_vllms_own_client(client):
-    load = {"client": ["--seed", "1"], "prompts": None, "chat": True, "output_len": 5}
+    load = {"client": ["--seed", "1"], "prompts": None, "chat": True, "output_len": 5, "requests": 3}
     found = _server.run_load(SimpleNamespace(url="http://server"), "M", load)
     ((words, samples),) = client.asked
-    assert words == ["--base-url", "http://server", "--model", "M", "--save-detailed", "--seed", "1"]
+    detailed = ["--save-detailed", "--num-prompts", "3", "--seed", "1"]
+    assert words == ["--base-url", "http://server", "--model", "M", *detailed]
     assert samples == "its own"
     assert found["seconds"] == 2.0
-    assert [(one["start"], one["ttft"], one["tokens"]) for one in found["requests"]] == [
-        (0.5, 0.1, 4),
-        (0.0, 0.2, 2),
-        (1.0, None, 0),
-    ]
+    assert found["began"] == pytest.approx(time.time(), abs=1.0)
+    assert [(one["ttft"], one["tokens"]) for one in found["requests"]] == [(0.1, 4), (0.2, 2), (None, 0)]
+    assert [one["start"] for one in found["requests"]] == pytest.approx([0.5, 0.0, 1.0], abs=0.1)
 
 
 @pytest.mark.parametrize(("chat", "text"), [(True, "<ab>"), (False, "ab")])
 def test_prompts_of_a_file_take_the_place_of_the_clients(client, chat, text):
-    load = {"client": [], "prompts": ["ab", [7, 8, 9]], "chat": chat, "output_len": 5}
+    load = {"client": [], "prompts": ["ab", [7, 8, 9]], "chat": chat, "output_len": 5, "requests": 3}
     _server.run_load(SimpleNamespace(url="http://server"), "M", load)
     ((_, samples),) = client.asked
     ids = list(map(ord, text))
@@ -197,16 +232,17 @@ def test_prompts_of_a_file_take_the_place_of_the_clients(client, chat, text):
 
 
 def test_a_round_has_what_was_counted_meanwhile(monkeypatch):
-    counted = iter(
-        [
-            {"steps": 5, "drafts": 4, "accepted": {0: 2}, "paths": {"a b": {"served": 1}}},
-            {"steps": 9, "drafts": 7, "accepted": {0: 5, 1: 2}, "paths": {"a b": {"served": 3, "prompt": 1}}},
-        ]
-    )
-    monkeypatch.setattr(_server, "run_load", lambda *_: {"seconds": 1.0, "requests": []})
-    found = _server.measure(SimpleNamespace(totals=lambda: next(counted)), "M", {})
+    counted = iter([{"drafts": 4, "accepted": {0: 2}}, {"drafts": 7, "accepted": {0: 5, 1: 2}}])
+    row = kinds("prompt", "NONE", None, 4, 0.5, 0.25)
+    steps = iter([[kinds("prompt", "NONE", None, 9, 0.5, 0.25)], [row]])
+
+    def ask(method, *arguments):
+        return next(steps) if method == "hwplugin_steps" else [method, *arguments]
+
+    monkeypatch.setattr(_server, "run_load", lambda *_: {"began": 50.0, "seconds": 1.5, "requests": []})
+    found = _server.measure(SimpleNamespace(totals=lambda: next(counted), ask=ask), "M", {})
     assert (found["steps"], found["drafts"], found["accepted_per_position"]) == (4, 3, [3, 2])
-    assert found["paths"] == {"a b": {"served": 2, "prompt": 1}}
+    assert (found["kinds"], found["gpu_busy"]) == ([row], ["hwplugin_gpu_busy", 50.0, 51.5])
 
 
 def test_a_server_that_ends_is_not_waited_for():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import signal
@@ -49,8 +50,9 @@ for line in sys.stdin:
     if command["do"] == "profile":
         say(event="collected", workload=command["workload"])
         time.sleep(float(os.environ["LOOKS"]))
-    name = {"warm-up": "warm", "round": "measured", "profile": "profiled"}[command["do"]]
-    say(event=name, workload=command["workload"], round=command.get("round"))
+    name = {"warm-up": "warm", "trial": "tried", "round": "measured", "profile": "profiled"}[command["do"]]
+    more = {"round": command.get("round"), "requests": command.get("requests"), "seconds": float(os.environ["TAKES"])}
+    say(event=name, workload=command["workload"], **more)
 """
 
 
@@ -61,7 +63,7 @@ def engines(instead_of_engines, tmp_path):
     shared = tmp_path / "shared"
 
     def make(*sides, dies_of="", hangs_at="", last_hangs_at="", start=0.0, looks=0.0, ends=0.0):
-        usual = {"SHARED": str(shared), "DIES_OF": "", "HANGS_AT": ""}
+        usual = {"SHARED": str(shared), "DIES_OF": "", "HANGS_AT": "", "TAKES": "0.0"}
         usual |= {"START": str(start), "LOOKS": str(looks), "ENDS": str(ends)}
         jobs = {side: Job(side, False, {}, dict(usual), WORKLOADS) for side in sides}
         jobs[sides[-1]].environment.update(HANGS_AT=last_hangs_at)
@@ -99,6 +101,30 @@ def test_engines_are_alive_together_and_take_turns(engines):
     # What a file says that was left in the middle, and what it says at the end.
     assert [found["a"].stopped for found in kept] == ["the run did not come to its end"] * 2
     assert [outcomes[side].stopped for side in "ab"] == [None, None]
+
+
+def test_a_round_is_as_large_as_the_quickest_sides_trial_says(engines):
+    jobs, done = engines("a", "b", "c")
+    for side, seconds in (("b", 2.0), ("c", 3.0)):
+        jobs[side].environment["TAKES"] = str(seconds)
+    jobs["a"].environment["DIES_OF"] = "trial"
+    trial = {"do": "trial", "workload": "batch 1", "round": 1}
+    asked = [
+        dataclasses.replace(
+            one, trial=trial if one.name == "batch 1" else None, sized=lambda took: {"requests": 10 / took}
+        )
+        for one in of_workloads(jobs)
+    ]
+    outcomes = measure_in_turn(jobs, asked, rounds=1, at_once=True, timeout=30)
+    tried = [line for line in done() if "trial" in line or "round" in line]
+    assert tried[:4] == ["a trial batch 1 1", "b trial batch 1 1", "c trial batch 1 1", "b round batch 1 0"]
+    # The side that is no more took no time at all.
+    assert [(outcomes[side].error is None) for side in "abc"] == [False, True, True]
+    for side in "bc":
+        assert [(one["workload"], one["requests"]) for one in outcomes[side].of("measured")] == [
+            ("batch 1", 5.0),
+            ("batch 2", None),
+        ]
 
 
 def test_what_was_profiled_is_waited_for_longer_than_an_end(engines, monkeypatch):

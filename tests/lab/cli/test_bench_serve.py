@@ -21,9 +21,9 @@ MORE = []
 CASE = ["--target", "T", "--draft", "D", "--method", "eagle3"]
 
 
-def options_of(load):
+def options_of(command):
     """Of the client, by name."""
-    words = [*load["client"], "--"]
+    words = ["--num-prompts", str(command["requests"]), *command["load"]["client"], "--"]
     pairs = pairwise(words)
     return {
         word[2:]: True if value.startswith("--") else value for word, value in pairs if word[2:] and word[:2] == "--"
@@ -37,7 +37,14 @@ def answer(job, names, rounds):
         "host_us": 500.0,
         "seconds": 1.0,
         "requests": [request] * 4 + MORE,
-        "paths": {"v2-tail-graph drafting": {"served": 6, "prompt": 3, "moved": 0}} if job.patched else {},
+        "kinds": [
+            {"kind": kind, "graph": graph, "paths": {"v2-tail-graph drafting": made} if job.patched else {}, **times}
+            for kind, graph, made, times in (
+                ("same_requests", "FULL", "served", {"steps": 6, "seconds": 0.3, "host_seconds": 0.1}),
+                ("prompt", "NONE", "prompt", {"steps": 3, "seconds": 0.7, "host_seconds": 0.4}),
+            )
+        ],
+        "gpu_busy": [0.5],
         "steps": 9,
         "drafts": 10,
         "accepted_per_position": [9, 6],
@@ -79,27 +86,25 @@ def test_every_load_on_the_same_engines_and_each_k_on_its_own(run):
     assert [list(jobs) for jobs, *_ in asked] == [[f"k={k} {side}" for side in ALL] for k in (3, 15)]
     (jobs, measurements, rounds, at_once), _ = asked
     assert jobs["k=3 stock"].options["max_num_seqs"] == 16
-    assert jobs["k=3 stock"].options["max_model_len"] == 1024 + 256 + 4 + 64
+    assert jobs["k=3 stock"].options["max_model_len"] == 1024 + 256 + 4 * 4 + 64
     assert (rounds, at_once) == (2, False)
-    sent = [one.round["load"] for one in measurements]
-    client = [options_of(load) for load in sent]
+    assert {one.trial for one in measurements} == {None}  # the number of requests is said
+    client = [options_of(one.round) for one in measurements]
     assert [(one["max-concurrency"], one["temperature"]) for one in client] == [
         (size, temperature) for size in ("1", "16") for temperature in ("0.0", "1.0")
     ]
     random = {"dataset-name": "random", "random-input-len": "1024", "random-output-len": "256", "num-prompts": "20"}
     assert {**client[0], **random} == client[0]
     assert client[0]["ignore-eos"] is True
-    warm = [options_of(one.warm_up["load"]) for one in measurements]
-    assert [one["num-prompts"] for one in warm] == ["1", "1", "16", "16"]
-    assert {one["random-output-len"] for one in warm} == {"16"}
+    assert [one.warm_up["requests"] for one in measurements] == [1, 1, 16, 16]
     entry = found["cases"][1]["sides"]["mrv2-patched"]["loads"]["16 at once, temperature 1"]
     assert [case["k"] for case in found["cases"]] == [3, 15]
     assert entry["ttft_ms"]["p99"] == pytest.approx(50)
     assert entry["tpot_ms"]["p50"] == pytest.approx(20)
     assert entry["acceptance_per_position"] == [0.9, 0.6]
-    assert entry["paths"] == {"v2-tail-graph drafting": {"served": 12, "prompt": 6, "moved": 0}}
+    assert [(one["kind"], one["steps"]) for one in entry["kinds"]] == [("same_requests", 12), ("prompt", 6)]
     (line, *_) = [line for line in result.output.splitlines() if "v2-tail-graph drafting" in line]
-    assert ("67%" in line, "prompt 33%" in line, "moved" in line) == (True, True, False)
+    assert ("67% / 30%" in line, "prompt 33% / 70%" in line) == (True, True)
 
 
 def test_requests_that_got_nothing_are_said(run, monkeypatch):
@@ -130,13 +135,26 @@ def test_a_whole_table_in_one_run(run):
     ]
     assert sum(job.options["gpu_memory_utilization"] for job in jobs.values()) == pytest.approx(0.9)
     # Two for each that runs at once.
-    client = [options_of(one.round["load"]) for one in measurements]
+    client = [options_of(one.round) for one in measurements]
     assert [one["num-prompts"] for one in client] == ["2", "32"]
     assert {one["random-range-ratio"] for one in client} == {"0.5"}
-    assert jobs["k=15 stock"].options["max_model_len"] == 1280 * 1.5 + 16 + 64
+    assert jobs["k=15 stock"].options["max_model_len"] == 1280 * 1.5 + 4 * 16 + 64
     assert [(case["k"], list(case["sides"]), case["stopped"]) for case in found["cases"]] == [
         (k, ["stock", "patched"], None) for k in (3, 7, 15)
     ]
+
+
+def test_a_round_has_as_many_requests_as_take_the_quickest_side_five_seconds(run):
+    _, _, ((_, (closed, clocked), *_),) = run([*CASE, "--request-rate", "0", "--request-rate", "12"])
+    half = closed.trial["requests"]
+    assert (closed.round["requests"], half) == (128, 64)
+    assert closed.trial["load"] == closed.round["load"]
+    # Some more, because a trial fills and empties the engine as well as a round does, which is longer.
+    assert 5 / 0.5 * half <= closed.sized(0.5)["requests"] <= 1.5 * 5 / 0.5 * half
+    # Never fewer than were asked for.
+    assert closed.sized(60.0) == {"requests": 128}
+    # These come within ten seconds.
+    assert (clocked.trial, clocked.round["requests"]) == (None, 128)
 
 
 def test_a_run_that_is_stopped_leaves_what_it_has_and_begins_no_other_k(run):
@@ -164,7 +182,7 @@ def test_a_file_of_prompts_comes_by_the_clock_and_ends_where_the_model_ends_it(r
     _, _, ((jobs, (one,), *_),) = run([*CASE, *arguments])
     load = one.round["load"]
     assert (load["prompts"], load["chat"]) == ([f"{n} + 1?" for n in range(9)], True)
-    client = options_of(load)
+    client = options_of(one.round)
     # Ten seconds of them.
     assert (client["request-rate"], client["num-prompts"]) == ("12.0", "120")
     assert {"max-concurrency", "ignore-eos"} & set(client) == set()

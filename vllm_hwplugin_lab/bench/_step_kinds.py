@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a model runner's steps are while it serves a live load, and how long each kind of them takes.
+
+vLLM's own runners say it, V1 and V2, so sides without the plugin are looked at alike. It costs a step 2 us.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from vllm_hwplugin.spec_decode.step_counts import SERVED, Reason, StepCounts
+
+#: Kind -> what it is called. The first three only verify and draft; the third lacks drafts that it might have.
+KINDS = {
+    "same_requests": "same requests",
+    "requests_changed": "changed",
+    "fewer_drafts": "fewer drafts",
+    "prompt": "with a prompt",
+}
+#: How the target ran, as vLLM names it.
+GRAPHS = ("FULL", "PIECEWISE", "NONE")
+
+
+class StepKinds:
+    """Looks at a runner's steps from now on.
+
+    A step has two times. ``host`` is from the start of ``execute_model`` to the end of ``sample_tokens``, with what
+    these wait for. ``seconds`` has, beside it, what passes until the next step starts: scheduling, and waiting for the
+    GPU. With asynchronous scheduling vLLM then waits for the step before, so that time is counted to it. Time in which
+    there are no requests is counted to none.
+
+    Args:
+        runner: vLLM's model runner.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        config = runner.vllm_config.speculative_config
+        self._width = 1 + config.num_speculative_tokens
+        self._runs_ahead = bool(runner.vllm_config.scheduler_config.async_scheduling)
+        # By kind, graph, and what the plugin's paths made of a step: steps, seconds, and seconds of the host.
+        self._sums: dict[tuple[Any, ...], list[float]] = {}
+        self._before: list[float] | None = None
+        self._decoded: list[str] = []
+        # Of the step that is under way.
+        self._kind: str | None = None
+        self._graph: str | None = None
+        self._paths: list[tuple[StepCounts, Reason | None]] = []
+        self._began = self._ended = 0.0
+        self._look(runner)
+
+    def taken(self) -> list[dict[str, Any]]:
+        """What was seen since the last call, an entry for what steps had in common.
+
+        Returns:
+            ``kind`` (of `KINDS`), ``graph`` (of `GRAPHS`), ``paths`` (what each path of the plugin made of them:
+            ``served``, or the label of its reason), how many ``steps``, and all their ``seconds`` and ``host_seconds``.
+        """
+        found, self._sums = self._sums, {}
+        return [
+            {
+                "kind": kind,
+                "graph": graph,
+                "paths": {f"{one.feature} {one.part}": reason.label if reason else SERVED for one, reason in paths},
+                "steps": int(steps),
+                "seconds": seconds,
+                "host_seconds": host,
+            }
+            for (kind, graph, paths), (steps, seconds, host) in found.items()
+        ]
+
+    def _look(self, runner: Any) -> None:
+        # V1's, or V2's.
+        graphs = getattr(runner, "cudagraph_dispatcher", None) or getattr(runner, "cudagraph_manager", None)
+        run, sample = runner.execute_model, runner.sample_tokens
+        dispatch: Any = getattr(graphs, "dispatch", None)
+        served, missed = StepCounts.served, StepCounts.missed
+
+        def execute_model(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+            self._begin(time.perf_counter(), scheduled)
+            output = run(scheduled, *args, **kwargs)
+            self._ended = time.perf_counter()
+            return output
+
+        def sample_tokens(*args: Any, **kwargs: Any) -> Any:
+            output = sample(*args, **kwargs)
+            self._ended = time.perf_counter()
+            return output
+
+        def noting_mode(*args: Any, **kwargs: Any) -> Any:
+            found = dispatch(*args, **kwargs)
+            # The first of a step is the target's; V1 returns the mode beside a description, V2 within it.
+            self._graph = self._graph or (found[0] if isinstance(found, tuple) else found.cg_mode).name
+            return found
+
+        def noting_served(path: StepCounts) -> None:
+            self._paths.append((path, None))
+            served(path)
+
+        def noting_missed(path: StepCounts, reason: Reason) -> None:
+            self._paths.append((path, reason))
+            missed(path, reason)
+
+        # On the instances, above the classes' own methods; the plugin's paths are all of one class.
+        runner.execute_model, runner.sample_tokens = execute_model, sample_tokens
+        if graphs is not None:
+            graphs.dispatch = noting_mode
+        for name, noting in (("served", noting_served), ("missed", noting_missed)):
+            setattr(StepCounts, name, noting)
+
+    def _begin(self, now: float, scheduled: Any) -> None:
+        """A step begins, and the one before is over."""
+        if self._kind is not None:
+            sums = self._sums.setdefault((self._kind, self._graph or "NONE", tuple(self._paths)), [0, 0.0, 0.0])
+            host = self._ended - self._began
+            sums[:] = sums[0] + 1, sums[1] + host, sums[2] + host
+            (self._before or sums)[1] += now - self._ended
+            self._before = sums if self._runs_ahead else None
+        self._graph, self._paths, self._began = None, [], now
+        requests, drafts = list(scheduled.num_scheduled_tokens), scheduled.scheduled_spec_decode_tokens
+        before, self._decoded = self._decoded, requests
+        tokens = scheduled.total_num_scheduled_tokens
+        if not tokens:  # vLLM only tells the runner which requests have ended
+            self._kind = self._before = None
+        elif not scheduled.scheduled_new_reqs and tokens == self._width * len(drafts) == self._width * len(requests):
+            self._kind = "same_requests" if requests == before else "requests_changed"
+        elif not scheduled.scheduled_new_reqs and tokens == len(requests) + sum(map(len, drafts.values())):
+            self._kind = "fewer_drafts"
+        else:
+            self._kind, self._decoded = "prompt", []
