@@ -76,7 +76,8 @@ _PARTS = (
             "*._determine_batch_execution_and_padding",
             "dispatch_cg_and_sync_dp",
         ),
-        "`v1-step-inputs` and `v2-step-inputs`: one graph while the same requests are decoded",
+        "`v1-step-inputs` while the same requests are decoded, `v2-step-inputs` in each step that decodes only: "
+        "one graph",
     ),
     Part("launching the target", ("*._model_forward", "*CudaGraphManager.run_fullgraph"), "nothing"),
     Part(
