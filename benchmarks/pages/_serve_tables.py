@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -51,7 +50,6 @@ def _chapter(file: Found) -> Iterator[str]:
     if missing := list(_missing(file.results)):
         yield from missing
         yield ""
-    yield from _spread(file.results)
     for temperature in settings["temperatures"]:
         yield f"### Temperature {temperature:g}"
         yield ""
@@ -88,25 +86,6 @@ def _asked(settings: Mapping[str, Any]) -> str:
         f"{settings['method']}, {models}; {prompts}, answers of at most {lengths[1]} tokens, "
         f"{settings['rounds']} rounds{f'; patched with {with_extra}' if with_extra else ''}."
     )
-
-
-def _spread(results: Mapping[str, Any]) -> Iterator[str]:
-    """How long the rounds took, and how much those of one side and load differ."""
-    loads = [
-        load
-        for case in results["cases"]
-        for entry in case["sides"].values()
-        for load in entry["loads"].values()
-        if load is not None
-    ]
-    if loads:
-        seconds = [one for load in loads for one in load["seconds"]]
-        apart = [max(load["tokens_per_second"]["all"]) / min(load["tokens_per_second"]["all"]) for load in loads]
-        yield paragraph(
-            f"A round took {min(seconds):.2f} to {max(seconds):.2f} s. The fastest of a side's rounds of one load had "
-            f"{statistics.median(apart):.2f} times the tokens/s of its slowest (median), and at most {max(apart):.2f}."
-        )
-        yield ""
 
 
 def _rows(results: Mapping[str, Any], temperature: float, rows: Callable[..., Any]) -> Iterator[list[str]]:
