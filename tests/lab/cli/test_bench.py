@@ -277,7 +277,7 @@ def test_a_run_that_is_stopped_says_so_beside_a_failure(run):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--shape", "9b"], "choose from tiny, 0.6b, 8b"),
+        (["--shape", "9b"], "choose from tiny, 0.6b, 1.7b"),
         (["--method", "ngram"], "choose from eagle3, dflash"),
         (["--vllm-env", "A"], "is not KEY=VAL"),
         (["--side", "mrv3"], "choose from stock, patched, mrv2, mrv2-patched"),
