@@ -155,9 +155,11 @@ def versions(musa_host: None, tmp_path_factory: pytest.TempPathFactory) -> dict[
 def assert_graphs_serve(expected: Run, found: Run) -> None:
     loads.assert_same(expected, found)
     assert set(GRAPHS) <= set(found.used)
-    # Most steps whose target is a graph have graphs of all the rest, too, whatever became of other requests.
+    # Most steps whose target is a graph have graphs of all the rest, too, whatever became of other requests. Others in
+    # which there are drafts, beside a prompt or fewer than all, have that of sampling.
     before, after = expected.counts["graph_replays"], found.counts["graph_replays"]
-    assert after["target"] == before["target"] > after["sampling"] == after["inputs"] > before["target"] // 2
+    assert after["target"] == before["target"] > after["inputs"] > before["target"] // 2
+    assert after["sampling"] > after["inputs"]
     assert 0 < after["draft"] <= before["draft"]
     assert found.counts["draft_phases"] == expected.counts["draft_phases"]
     sampling, drafting, inputs = (
@@ -165,7 +167,7 @@ def assert_graphs_serve(expected: Run, found: Run) -> None:
     )
     assert (sampling["served"], inputs["served"]) == (after["sampling"], after["inputs"])
     assert sum(sampling.values()) == sum(inputs.values()) == found.counts["steps"]
-    assert (sum(drafting.values()), drafting["served"]) == (found.counts["draft_phases"], sampling["served"])
+    assert (sum(drafting.values()), drafting["served"]) == (found.counts["draft_phases"], inputs["served"])
     assert "prompt" in sampling.keys() & inputs.keys()
 
 

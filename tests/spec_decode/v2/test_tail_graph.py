@@ -16,10 +16,11 @@ pytest.importorskip("vllm.v1.worker.gpu.model_runner", exc_type=ImportError)
 
 import torch
 from vllm.config.compilation import CUDAGraphMode
-from vllm.v1.worker.gpu.spec_decode import utils
+from vllm.v1.worker.gpu.spec_decode import rejection_sampler, utils
 
 from vllm_hwplugin import journal
 from vllm_hwplugin.spec_decode.decode_batch import uniform_shape
+from vllm_hwplugin.spec_decode.step_counts import Reason
 from vllm_hwplugin.spec_decode.v2 import tail_graph
 from vllm_hwplugin.spec_decode.v2.recording import SamplerParts
 from vllm_hwplugin.spec_decode.v2.tail_graph import TailGraphs, _Graphs
@@ -200,19 +201,37 @@ def test_each_step_is_counted_and_what_was_in_its_way() -> None:
     one, three = (_Graphs(uniform_shape(width, size), {SamplerParts.PLAIN: graph}, graph) for size in (1, 3))
     graphs._served = {1: one, 2: three, 3: three}
     kept = SimpleNamespace(sampled_token_ids=torch.zeros(4, width), num_sampled=rows, num_rejected=rows)
-    graphs._buffers = SimpleNamespace(write=lambda *_: None, outputs=kept)  # type: ignore[assignment]
+    written: list[Any] = []
+    buffers: Any = SimpleNamespace(write=lambda *given: written.append(given), outputs=kept)
+    graphs._buffers = buffers
     graphs._output = Output()
 
-    def step(count: int, *, grammar: Any = None, hidden: Any = HIDDEN, wanted: int = width - 1, **changed: Any) -> None:
+    def step(
+        count: int,
+        *,
+        prompts: int = 0,
+        short: int = 0,
+        grammar: Any = None,
+        hidden: Any = HIDDEN,
+        wanted: int = width - 1,
+        **changed: Any,
+    ) -> None:
+        """Of `count` requests. The last `prompts` have six tokens of one each, and the first `short` a draft less."""
+        drafts = np.array([width - 1] * (count - prompts) + [0] * prompts)
+        drafts[:short] -= 1
+        tokens = np.array([6 if not some else 1 + some for some in drafts])
         usual = {
             "num_reqs": count,
-            "num_tokens": count * width,
+            "num_tokens": tokens.sum(),
             "num_tokens_after_padding": width if count == 1 else 3 * width,
-            "num_draft_tokens": count * (width - 1),
+            "num_draft_tokens": drafts.sum(),
             "has_structured_output_reqs": False,
-            "is_prefilling_np": np.zeros(count, dtype=bool),
+            "is_prefilling_np": np.arange(count) >= count - prompts,
             "idx_mapping_np": np.arange(count),
             "req_ids": [str(row) for row in range(count)],
+            "query_start_loc_np": np.concatenate(([0], tokens.cumsum())),
+            "cu_num_logits_np": np.concatenate(([0], (1 + drafts).cumsum())),
+            "logits_indices": torch.arange((1 + drafts).sum()),
         }
         batch = SimpleNamespace(**usual | changed)
         graphs.sample(hidden, batch, grammar)
@@ -221,18 +240,54 @@ def test_each_step_is_counted_and_what_was_in_its_way() -> None:
     step(2)
     step(2)
     step(1, wanted=1)
-    step(2, is_prefilling_np=np.array([False, True]), num_draft_tokens=3)
-    step(2, num_tokens=7, num_draft_tokens=5)
+    assert [len(one[0]) for one in written] == [2, 1]
+    # Sampled by a graph, which reads the rows where they are, or copies of them.
+    elsewhere = torch.ones(20, 2)
+    step(2, prompts=1, hidden=elsewhere)
+    step(2, short=1, hidden=elsewhere)
+    step(2, short=1)
+    step(2, hidden=elsewhere)
+    assert [one[2].gathered for one in written[2:]] == [True, True, False, True]
+    assert graphs.held is None
+    # Without drafts vLLM has another sampler.
+    step(2, prompts=2, hidden=elsewhere)
     step(4)
-    step(2, num_tokens_after_padding=8)
-    step(2, hidden=OTHER)
     step(2, grammar=object())
     step(2, has_structured_output_reqs=True)
+    graphs._scores_prompt[1] = True
+    step(2, prompts=1, hidden=elsewhere)
+    graphs._scores_prompt[1] = False
     states.free_indices = []
     step(2)
+    step(2, prompts=1, hidden=elsewhere)
     graphs._plain[1] = False
     step(2)
-    missed = {"prompt": 1, "larger_batch": 1, "no_full_graph": 2, "structured_output": 2, "no_free_row": 1}
-    missed |= {"sampling_parameters": 1}
-    assert graphs._sampling.outcomes() == {"served": 3, "fewer_drafts": 1, **missed}
-    assert graphs._drafting.outcomes() == {"served": 2, "fewer_drafts": 2, **missed}
+    step(2, prompts=1, hidden=elsewhere)
+    missed = {"larger_batch": 1, "structured_output": 2, "sampling_parameters": 3, "no_free_row": 2}
+    assert graphs._sampling.outcomes() == {"served": 7, "prompt": 1, **missed}
+    assert graphs._drafting.outcomes() == {"served": 2, "prompt": 2, "fewer_drafts": 3, "no_full_graph": 1, **missed}
+
+
+def test_a_graph_with_far_more_logits_than_a_batch_has_is_not_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor one whose logits vLLM verifies in chunks: it divides them where the decode batch of the capture has them."""
+    runner: Any = SimpleNamespace(
+        max_num_reqs=8, sampler=SimpleNamespace(sampling_states=SimpleNamespace(vocab_size=1 << 20))
+    )
+    graphs = TailGraphs(runner)
+    graphs._served = {2: _Graphs(uniform_shape(4, 2), {}, None)}  # type: ignore[arg-type]
+    needed: Any = Reason.NO_FREE_ROW
+    monkeypatch.setattr(graphs, "_needed", lambda *_: needed)
+    batch = SimpleNamespace(
+        num_reqs=2,
+        num_draft_tokens=3,
+        idx_mapping_np=np.array([0, 1]),
+        cu_num_logits_np=np.array([0, 4, 5]),
+        has_structured_output_reqs=False,
+    )
+    assert graphs._sampling_alone(HIDDEN, batch, Reason.PROMPT) is needed
+    monkeypatch.setattr(tail_graph, "_SURPLUS", 2)
+    assert graphs._sampling_alone(HIDDEN, batch, Reason.PROMPT) is Reason.PROMPT
+    monkeypatch.setattr(tail_graph, "_SURPLUS", 3)
+    assert graphs._sampling_alone(HIDDEN, batch, Reason.PROMPT) is needed
+    monkeypatch.setattr(rejection_sampler, "MAX_CHUNK_BYTES", 8 * 4 << 20, raising=False)
+    assert graphs._sampling_alone(HIDDEN, batch, Reason.PROMPT) is Reason.PROMPT

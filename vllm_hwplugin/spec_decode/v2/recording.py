@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from enum import Enum
@@ -14,6 +15,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.sample.ops import topk_topp_triton
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 
 from vllm_hwplugin.spec_decode.decode_batch import MAX_NUM_REQS, GraphShape, uniform_shape
 from vllm_hwplugin.spec_decode.graph_recording import known_arguments
@@ -133,6 +135,30 @@ def mask_block(speculator: Any, context_slots: torch.Tensor) -> None:
     buffers.seq_lens[:num_reqs].mul_(padding.alive)
     context_slots[..., :num_tokens].masked_fill_(padding.dead_tokens, _NO_SLOT)
     speculator.block_tables.slot_mappings[:, :num_tokens].masked_fill_(padding.dead_tokens, _NO_SLOT)
+
+
+class HiddenRows:
+    """Stands for a batch's hidden states where logits are made, which are asked for those of the batch's tokens.
+
+    Args:
+        states: [number of tokens, hidden size]: what there is.
+        rows: [rows of logits], int64: which of them are asked for, whatever tokens these are in the batch.
+    """
+
+    def __init__(self, states: torch.Tensor, rows: torch.Tensor):
+        self._states, self._rows = states, rows
+
+    def __getitem__(self, logits_indices: torch.Tensor) -> torch.Tensor:
+        return self._states[self._rows]
+
+
+def verified_in_chunks(num_logits: int, vocab_size: int) -> bool:
+    """Whether vLLM verifies so many rows of fp32 logits in chunks, which it divides on the host.
+
+    From 0.27 on it does.
+    """
+    most: float = getattr(rejection_sampler, "MAX_CHUNK_BYTES", math.inf)
+    return num_logits * vocab_size * 4 >= most
 
 
 def idx_dtype(runner: Any) -> torch.dtype:

@@ -4,7 +4,7 @@
 Model Runner V2 makes most of a batch's small tensors anew in each step, and its sampling parameters move between two
 host buffers. A decode batch of requests with equally many tokens needs none of that: all but the requests' rows in the
 runner's state follow from their number. So the rows are kept here, and written when other requests are decoded than in
-the step before.
+the step before. For any other batch where its logits are is written, too, in each step.
 
 A batch may have fewer requests than the graph. The surplus requests, *padding*, take a row that no request has: their
 results go where nobody reads. `Padding` says what keeps them out of the KV cache.
@@ -53,6 +53,21 @@ class Outputs:
     num_rejected: torch.Tensor
 
 
+@dataclass(frozen=True)
+class LogitsRows:
+    """Where the requests of a batch have the rows of which logits are made.
+
+    Attributes:
+        num_logits: [number of requests]: how many rows each has, which are its last tokens in the batch.
+        query_ends: [number of requests]: where its tokens end.
+        gathered: whether the hidden states that a graph reads are these rows, and not those of all tokens.
+    """
+
+    num_logits: np.ndarray
+    query_ends: np.ndarray
+    gathered: bool
+
+
 class _Packed:
     """Tensors of several types in one piece of memory, which one copy fills from the host.
 
@@ -92,6 +107,15 @@ class TailBuffers:
         max_num_reqs: of the largest graph.
         query_len: tokens of a request in a decode batch, 1 + num_speculative_tokens.
         idx_dtype: what the runner's `idx_mapping` is made of.
+
+    Attributes:
+        start_loc: [max_num_reqs + 1], int32: `query_start_loc` of a decode batch.
+        cu_num_logits: [max_num_reqs + 1], int32: where each request's logits begin.
+        expanded_idx_mapping, local_pos, logits_indices: [max_num_reqs * query_len]: of each row of logits its request's
+            row in the runner's state, which of the request's it is, and its token in the batch.
+        hidden_rows: [max_num_reqs * query_len], int64: its token in the hidden states that a graph reads.
+        temperature, seeds: [max_num_reqs of the runner].
+        outputs: see `Outputs`.
     """
 
     def __init__(self, runner: Any, max_num_reqs: int, query_len: int, idx_dtype: torch.dtype):
@@ -110,7 +134,11 @@ class TailBuffers:
             {
                 "rows": ((max_num_reqs,), idx_dtype),
                 "rows_alive": ((max_num_reqs,), idx_dtype),
+                "cu_num_logits": ((max_num_reqs + 1,), torch.int32),
                 "expanded_rows": ((num_tokens,), idx_dtype),
+                "local_pos": ((num_tokens,), torch.int32),
+                "logits_indices": ((num_tokens,), torch.int64),
+                "hidden_rows": ((num_tokens,), torch.int64),
                 "alive": ((max_num_reqs,), torch.int32),
                 "query_start_loc": ((max_num_reqs + 1,), torch.int32),
                 "block_start_loc": ((max_num_reqs + 1,), torch.int32),
@@ -121,11 +149,12 @@ class TailBuffers:
         )
         written = self._packed.device
         self._fixed = tuple(written[name] for name in self._moving)
+        self._tokens = np.arange(num_tokens)
         self.temperature, self.seeds = written["temperature"], written["seeds"]
         self.start_loc = torch.arange(max_num_reqs + 1, dtype=torch.int32, device=device) * query_len
-        tokens = torch.arange(num_tokens, device=device)
-        self.logits_indices = tokens
-        self.local_pos = (tokens % query_len).to(torch.int32)
+        self.cu_num_logits, self.expanded_idx_mapping = written["cu_num_logits"], written["expanded_rows"]
+        self.local_pos, self.logits_indices = written["local_pos"], written["logits_indices"]
+        self.hidden_rows = written["hidden_rows"]
         self.outputs = Outputs(
             torch.zeros(max_num_reqs, query_len, dtype=torch.int64, device=device),
             torch.zeros(max_num_reqs, dtype=torch.int32, device=device),
@@ -140,10 +169,6 @@ class TailBuffers:
         """[num_reqs]: the same with -1 for padding, which `post_update` passes over."""
         return self._packed.device["rows_alive"][:num_reqs]
 
-    def expanded_idx_mapping(self, num_tokens: int) -> torch.Tensor:
-        """[num_tokens]: each request's row, once for each of its tokens."""
-        return self._packed.device["expanded_rows"][:num_tokens]
-
     def padding(self, num_reqs: int) -> Padding:
         """Of a graph of `num_reqs` requests."""
         written = self._packed.device
@@ -154,21 +179,41 @@ class TailBuffers:
             written["dead_tokens"][: num_reqs * self.query_len],
         )
 
-    def write(self, rows: np.ndarray, free_row: int) -> None:
+    def write(self, rows: np.ndarray, free_row: int, logits: LogitsRows | None = None) -> None:
         """Have these requests in the graphs, each at the row given, with its parameters and its prompt's length.
 
         Args:
             rows: [number of requests], integers.
             free_row: of padding.
+            logits: where the requests have theirs. By default each decodes one token and all its drafts.
         """
         host, count = self._packed.host, len(rows)
+        most, tokens = len(host["rows"]), self._tokens
         host["rows"][:count], host["rows"][count:] = rows, free_row
         host["rows_alive"][:count], host["rows_alive"][count:] = rows, -1
-        host["expanded_rows"][:] = np.repeat(host["rows"], self.query_len)
         host["alive"][:count], host["alive"][count:] = 1, 0
-        np.minimum(np.arange(len(host["query_start_loc"])), count, out=host["query_start_loc"])
+        np.minimum(np.arange(most + 1), count, out=host["query_start_loc"])
         np.multiply(host["query_start_loc"], self.query_len, out=host["block_start_loc"])
-        host["dead_tokens"][:] = np.arange(len(host["dead_tokens"])) >= count * self.query_len
+        host["dead_tokens"][:] = tokens >= count * self.query_len
+
+        num_logits: Any = np.full(most, self.query_len if logits is None else 1)
+        if logits is not None:
+            num_logits[:count] = logits.num_logits
+        ends = host["cu_num_logits"][1:]
+        np.cumsum(num_logits, out=ends)
+        # Of each row of logits; those behind the last request's are nobody's.
+        request: Any = np.repeat(np.arange(most), num_logits)
+        used = len(request)
+        host["expanded_rows"][:used], host["expanded_rows"][used:] = host["rows"][request], free_row
+        for name in ("local_pos", "logits_indices"):
+            host[name][:], host[name][used:] = tokens, 0
+        host["local_pos"][:used] -= host["cu_num_logits"][request]
+        if logits is not None:
+            last: Any = np.ones(most, dtype=np.int64)
+            last[:count] = logits.query_ends
+            host["logits_indices"][:used] += (last - ends)[request]
+        host["hidden_rows"][:] = tokens if logits is None or logits.gathered else host["logits_indices"]
+
         for name, moving in self._moving.items():
             host[name][:] = moving.np
         self._packed.copy()

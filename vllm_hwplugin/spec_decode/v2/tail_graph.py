@@ -7,6 +7,10 @@ vLLM's own methods run once for each shape while a graph records them; a step re
 the methods. There are two because vLLM starts to copy the sampled tokens to the host between them, and drafting should
 not delay that. Also, only sampling has variants.
 
+Sampling begins with rows of hidden states, and does not ask whose they are. So the same graphs sample for a batch in
+which a prompt is computed, or in which a request has fewer drafts: its rows are put where a decode batch has them.
+Drafting goes over all tokens, and is vLLM's own then.
+
 A batch that is not covered takes vLLM's own way, step by step. One thing is kept between steps: which requests the
 buffers hold.
 """
@@ -37,6 +41,7 @@ from vllm_hwplugin.spec_decode.decode_batch import GraphShape, asks_for_nothing_
 from vllm_hwplugin.spec_decode.graph_recording import attempt, known_arguments, record_graph, reserved_memory
 from vllm_hwplugin.spec_decode.step_counts import Reason, StepCounts
 from vllm_hwplugin.spec_decode.v2.recording import (
+    HiddenRows,
     SamplerParts,
     idx_dtype,
     no_decode,
@@ -45,8 +50,9 @@ from vllm_hwplugin.spec_decode.v2.recording import (
     sampling_as,
     shared_scratch,
     splits_top_p,
+    verified_in_chunks,
 )
-from vllm_hwplugin.spec_decode.v2.tail_buffers import TailBuffers
+from vllm_hwplugin.spec_decode.v2.tail_buffers import LogitsRows, TailBuffers
 from vllm_hwplugin.spec_decode.weights import FusedWeights, Parameters
 
 if TYPE_CHECKING:
@@ -56,6 +62,9 @@ logger = logging.getLogger("vllm.hwplugin")
 
 _STOCK: Final = "vLLM's own kernels after the target"
 
+#: Rows of logits that a graph may have more than a batch needs which it does not draft for. A GPU should make them in
+#: less time than the host takes for the launches that the graph saves.
+_SURPLUS: Final = 64
 
 #: The methods whose `propose` the feature's hunks are in.
 _METHODS: Final = ("eagle", "eagle3", "mtp", "dflash")
@@ -186,6 +195,7 @@ class TailGraphs:
     def __init__(self, runner: Any):
         self._runner = runner
         self._plain = np.zeros(runner.max_num_reqs, dtype=bool)
+        self._scores_prompt = np.zeros(runner.max_num_reqs, dtype=bool)
         self._splits_top_p = splits_top_p()
         self._companions: list[StepInputs] = []
         self._failed = False
@@ -210,8 +220,9 @@ class TailGraphs:
         self._fused: FusedWeights | None = None
         self._parameters: Parameters | None = None
         self._output: Any = None
-        self._step: _Graphs | Reason = Reason.NOT_CAPTURED
-        self._drafted = False
+        self._sampled = self._drafted = False
+        # That of this step, or why vLLM drafts.
+        self._drafting_graph: torch.cuda.CUDAGraph | Reason = Reason.NOT_CAPTURED
         # Of this step or of the last, as long as graphs serve them; None where another step came after it.
         self.held: Held | None = None
         self._served: dict[int, _Graphs] = {}
@@ -328,13 +339,13 @@ class TailGraphs:
             idx_mapping=idx_mapping,
             # The row that `sampling_as` has prepared.
             idx_mapping_np=np.zeros(num_reqs, dtype=np.intp),
-            expanded_idx_mapping=buffers.expanded_idx_mapping(num_tokens),
+            expanded_idx_mapping=buffers.expanded_idx_mapping[:num_tokens],
             expanded_local_pos=buffers.local_pos[:num_tokens],
             num_draft_tokens=int(full.sum()),
             num_draft_tokens_per_req=full,
             query_start_loc=start_loc,
             query_start_loc_np=start_loc_np,
-            cu_num_logits=start_loc,
+            cu_num_logits=buffers.cu_num_logits[: num_reqs + 1],
             cu_num_logits_np=start_loc_np,
             logits_indices=buffers.logits_indices[:num_tokens],
             # What depends on the length of sequences on the host has to hold for the longest.
@@ -345,9 +356,16 @@ class TailGraphs:
         """From the target's hidden states to the requests' new state."""
         runner, buffers = self._runner, self._buffers
         assert buffers is not None
-        num_reqs = batch.num_reqs
-        output, num_sampled, num_rejected = runner.sample(self._target()[0][: batch.num_tokens], batch, None)
-        kept = buffers.outputs
+        num_reqs, inputs, kept = batch.num_reqs, runner.input_buffers, buffers.outputs
+        # A batch with a prompt has more tokens than one that decodes.
+        batch = dataclasses.replace(
+            batch,
+            input_ids=inputs.input_ids,
+            positions=inputs.positions,
+            query_start_loc=inputs.query_start_loc[: num_reqs + 1],
+        )
+        hidden_states: Any = HiddenRows(self._target()[0], buffers.hidden_rows[: batch.num_tokens])
+        output, num_sampled, num_rejected = runner.sample(hidden_states, batch, None)
         kept.sampled_token_ids[:num_reqs].copy_(output.sampled_token_ids)
         kept.num_sampled[:num_reqs].copy_(num_sampled)
         kept.num_rejected[:num_reqs].copy_(num_rejected)
@@ -401,24 +419,27 @@ class TailGraphs:
     def add_request(self, row: int, params: Any) -> None:
         """Note whether graphs can sample for a request of these `SamplingParams`."""
         self._plain[row] = asks_for_nothing_else(params)
+        self._scores_prompt[row] = params.prompt_logprobs is not None
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def sample(self, hidden_states: torch.Tensor, batch: Any, grammar_output: Any) -> Any:
         """`GPUModelRunner.sample`, and `postprocess_sampled` with it where a graph serves."""
-        self._drafted = False
+        self._sampled = self._drafted = False
         self._follow_weights()
-        self._step = Reason.STRUCTURED_OUTPUT if grammar_output is not None else self._graphs_for(hidden_states, batch)
-        if isinstance(self._step, Reason):
-            self._sampling.missed(self._step)
+        graphs = Reason.STRUCTURED_OUTPUT if grammar_output is not None else self._graphs_for(hidden_states, batch)
+        if isinstance(graphs, Reason):
+            self._drafting_graph = graphs
+            self._sampling.missed(graphs)
             self.held = None
             return self._runner.sample(hidden_states, batch, grammar_output)
-        assert self.held is not None
+        sampling, self._drafting_graph = graphs
         assert self._buffers is not None
         # What the step before left is copied to the host on another stream.
         self._runner.main_stream.wait_stream(self._runner.output_copy_stream)
+        self._sampled = True
         self._sampling.served()
-        self._step.sampling[self.held.sampling].replay()
+        sampling.replay()
         count, kept = batch.num_reqs, self._buffers.outputs
         num_sampled, num_rejected = kept.num_sampled[:count], kept.num_rejected[:count]
         nwor.replayed(self._runner, num_rejected)
@@ -432,20 +453,20 @@ class TailGraphs:
 
     def postprocess_sampled(self, *arguments: Any, **settings: Any) -> None:
         """`GPUModelRunner.postprocess_sampled`, where that has not been done."""
-        if isinstance(self._step, Reason):
+        if not self._sampled:
             self._runner.postprocess_sampled(*arguments, **settings)
 
     def propose(self, batch: Any, *arguments: Any, **settings: Any) -> torch.Tensor:
         """`propose` of the speculator."""
-        speculator, step = self._runner.speculator, self._step
+        speculator, graph = self._runner.speculator, self._drafting_graph
         if settings.get("num_speculative_tokens") not in (None, speculator.num_speculative_steps):
-            step = Reason.FEWER_DRAFTS
-        self._drafted = not isinstance(step, Reason)
-        if isinstance(step, Reason):
-            self._drafting.missed(step)
+            graph = Reason.FEWER_DRAFTS
+        self._drafted = not isinstance(graph, Reason)
+        if isinstance(graph, Reason):
+            self._drafting.missed(graph)
             return speculator.propose(batch, *arguments, **settings)
         self._drafting.served()
-        step.drafting.replay()
+        graph.replay()
         return speculator.draft_tokens[: batch.num_reqs]
 
     def keep_drafts(self, *, idx_mapping: torch.Tensor, draft_tokens: torch.Tensor) -> None:
@@ -469,16 +490,28 @@ class TailGraphs:
             journal.use(V2_TAIL_GRAPH, False, reason)
             logger.warning("%s: from now on %s: %s", V2_TAIL_GRAPH, _STOCK, reason)
 
-    def _graphs_for(self, hidden_states: torch.Tensor, batch: Any) -> _Graphs | Reason:
-        """The graphs for this batch, which the buffers then hold; or why vLLM's own way is taken."""
+    def _graphs_for(
+        self, hidden_states: torch.Tensor, batch: Any
+    ) -> tuple[torch.cuda.CUDAGraph, torch.cuda.CUDAGraph | Reason] | Reason:
+        """The graphs for this batch, of which the buffers then hold the requests; or why vLLM's own way is taken.
+
+        Without the second vLLM drafts, for the reason given.
+        """
         if not self._served:
             return Reason.NOT_CAPTURED
-        if (reason := no_decode(batch, self.query_len)) is not None:
-            return reason
-        if hidden_states.data_ptr() != self._target()[0].data_ptr():
-            return Reason.NO_FULL_GRAPH
-        held = self.hold(batch.req_ids, batch.idx_mapping_np, batch.num_tokens_after_padding)
-        return held if isinstance(held, Reason) else held.graphs
+        reason = no_decode(batch, self.query_len)
+        if reason is None and hidden_states.data_ptr() != self._target()[0].data_ptr():
+            reason = Reason.NO_FULL_GRAPH
+        if reason is None:
+            held = self.hold(batch.req_ids, batch.idx_mapping_np, batch.num_tokens_after_padding)
+            if isinstance(held, Held):
+                return held.graphs.sampling[held.sampling], held.graphs.drafting
+            if held is not Reason.NO_FULL_GRAPH:
+                return held
+            reason = held
+        self.held = None
+        graph = self._sampling_alone(hidden_states, batch, reason)
+        return graph if isinstance(graph, Reason) else (graph, reason)
 
     def hold(self, req_ids: list[str], rows: np.ndarray, num_tokens: int) -> Held | Reason:
         """Have the buffers hold these requests, or say why graphs do not serve them.
@@ -488,28 +521,70 @@ class TailGraphs:
             rows: [number of requests], integers: each one's row in the runner's state.
             num_tokens: of the batch, with padding.
         """
-        if not self._served:
-            return Reason.NOT_CAPTURED
         found = self._served.get(len(req_ids))
         if found is None:
-            return Reason.LARGER_BATCH
+            return Reason.LARGER_BATCH if self._served else Reason.NOT_CAPTURED
         if num_tokens != found.shape.num_tokens:
             return Reason.NO_FULL_GRAPH
         # A request that gets another row is prefilled in its next step, which ends what is held.
         if self.held is not None and req_ids == self.held.req_ids:
             return self.held
-        if not self._plain[rows].all():
-            return Reason.SAMPLING_PARAMETERS
-        free = self._runner.req_states.free_indices
-        if not free and len(req_ids) < found.shape.num_reqs:
-            return Reason.NO_FREE_ROW
-        sampling = SamplerParts.of(self._runner.sampler.sampling_states, rows, self._splits_top_p)
-        if sampling is None:
-            return Reason.SAMPLING_PARAMETERS
-        assert self._buffers is not None
-        self._buffers.write(rows, free[-1] if free else int(rows[0]))
+        sampling = self._needed(rows, found)
+        if isinstance(sampling, Reason):
+            return sampling
+        self._write(rows)
         self.held = Held(req_ids, rows, sampling, found)
         return self.held
+
+    def _needed(self, rows: np.ndarray, graphs: _Graphs) -> SamplerParts | Reason:
+        """What the requests at `rows` need of the sampler; or why these graphs do not sample for them."""
+        if not self._plain[rows].all():
+            return Reason.SAMPLING_PARAMETERS
+        if not self._runner.req_states.free_indices and len(rows) < graphs.shape.num_reqs:
+            return Reason.NO_FREE_ROW
+        needed = SamplerParts.of(self._runner.sampler.sampling_states, rows, self._splits_top_p)
+        return Reason.SAMPLING_PARAMETERS if needed is None else needed
+
+    def _write(self, rows: np.ndarray, logits: LogitsRows | None = None) -> None:
+        assert self._buffers is not None
+        free = self._runner.req_states.free_indices
+        # Without padding nothing is written to the row.
+        self._buffers.write(rows, free[-1] if free else int(rows[0]), logits)
+
+    def _sampling_alone(self, hidden_states: torch.Tensor, batch: Any, reason: Reason) -> torch.cuda.CUDAGraph | Reason:
+        """The graph that samples for a batch which graphs do not draft for; or why vLLM samples.
+
+        Args:
+            reason: why graphs do not draft.
+        """
+        rows, num_logits = batch.idx_mapping_np, np.diff(batch.cu_num_logits_np)
+        found = self._served.get(batch.num_reqs)
+        if found is None:
+            return Reason.LARGER_BATCH
+        if batch.has_structured_output_reqs:
+            return Reason.STRUCTURED_OUTPUT
+        graph_logits, vocab_size = found.shape.num_tokens, self._runner.sampler.sampling_states.vocab_size
+        # A batch without drafts has another sampler of vLLM's.
+        if (
+            not batch.num_draft_tokens
+            or graph_logits - int(num_logits.sum()) > _SURPLUS
+            or verified_in_chunks(graph_logits, vocab_size)
+        ):
+            return reason
+        # vLLM scores a prompt after it has sampled, by how much of it was computed before.
+        if self._scores_prompt[rows].any():
+            return Reason.SAMPLING_PARAMETERS
+        needed = self._needed(rows, found)
+        if isinstance(needed, Reason):
+            return needed
+        states = self._target()[0]
+        gathered = hidden_states.data_ptr() != states.data_ptr()
+        if gathered:
+            # The target's own graphs alone write there, and nobody reads what they left.
+            torch.index_select(hidden_states, 0, batch.logits_indices, out=states[: len(batch.logits_indices)])
+        ends = batch.query_start_loc_np[1 : 1 + batch.num_reqs]
+        self._write(rows, LogitsRows(num_logits, ends, gathered))
+        return found.sampling[needed]
 
     def held_batch(self) -> Any:
         """A decode batch of the requests that are held, as vLLM's `prepare_inputs` makes it.
