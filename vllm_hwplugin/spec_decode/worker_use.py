@@ -33,6 +33,7 @@ _GRAPHS: Final = (
     features.V1_DRAFT_PHASE,
     features.V2_STEP_INPUTS,
     features.V2_TAIL_GRAPH,
+    features.V2_MIXED_GRAPHS,
     features.V2_FUSED_DRAFTS,
     features.V1_STEP_INPUTS,
 )
@@ -130,6 +131,11 @@ def _v2_tail_graph(facts: WorkerFacts) -> str | None:
     if facts.runner == V1:
         return "the engine runs on Model Runner V1"
     return None if facts.decode_graphs else "the target does not decode in FULL CUDA graphs"
+
+
+def _v2_mixed_graphs(facts: WorkerFacts) -> str | None:
+    """What else is against them, they find when the managers of graphs exist."""
+    return "the engine runs on Model Runner V1" if facts.runner == V1 else None
 
 
 def _dflash_full_graph(facts: WorkerFacts) -> str | None:
@@ -297,6 +303,7 @@ _RULES: Final[Mapping[str, Callable[[WorkerFacts], str | None]]] = {
     features.V1_DRAFT_PHASE: _v1_draft_phase,
     features.V2_STEP_INPUTS: _v2_tail_graph,
     features.V2_TAIL_GRAPH: _v2_tail_graph,
+    features.V2_MIXED_GRAPHS: _v2_mixed_graphs,
     features.DFLASH_DRAFT_BACKEND: _dflash_draft_backend,
     features.DFLASH_CONTEXT_NORM: _dflash_context_norm,
     features.V2_DRAFT_METADATA: _v2_draft_metadata,

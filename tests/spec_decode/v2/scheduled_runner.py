@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_hwplugin.spec_decode.v2 import recording, step_inputs, tail_graph
+from vllm_hwplugin.spec_decode.v2 import mixed_graphs, recording, step_inputs, tail_graph
 
 from .. import streams
 from ..engines import BLOCK, DEVICE, Engine
@@ -89,7 +89,7 @@ STAND_INS: dict[str, Any] = {
 
 def read_by_the_plugin(modules: ReleasedModules, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the plugin's modules use what `modules` have of Model Runner V2, not the installed vLLM's."""
-    for module in (recording, step_inputs, tail_graph):
+    for module in (mixed_graphs, recording, step_inputs, tail_graph):
         for name, value in list(vars(module).items()):
             origin = getattr(value, "__module__", None) or ""
             if origin.startswith(f"{RUNNER}."):

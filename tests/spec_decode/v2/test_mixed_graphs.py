@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a request attention is told of, while a FULL graph is captured and before it is replayed."""
+"""FULL graphs of mixed batches: how long a request attention is told of, and vLLM with them beside those of decode."""
 
 from __future__ import annotations
 
 import contextlib
 import types
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -16,22 +17,28 @@ from vllm.v1.attention.backends.triton_attn import TritonAttentionMetadataBuilde
 
 from vllm_hwplugin.patching import SUPPORTED
 from vllm_hwplugin.spec_decode.graph_recording import known_arguments
-from vllm_hwplugin.spec_decode.v2 import capture_metadata
+from vllm_hwplugin.spec_decode.v2 import capture_metadata, mixed_graphs
 
+from ...backports.draft_schedule import DRAFT, Engine
 from ...conftest import versions
-from ..engines import DRAFTS
-from ..walks import UNPATCHED, host_of_graphs
+from ..engines import BLOCK, DRAFTS
+from ..engines import MAX_LEN as MAX_LENGTH
+from ..engines import VOCAB as WORDS
+from ..walks import BEST, MORE, PLAIN, UNPATCHED, Sides, host_of_graphs, walk
 from . import plain_triton
 from .released_modules import ReleasedModules, jit
-from .scheduled_runner import STAND_INS, Side
+from .scheduled_runner import STAND_INS, Side, read_by_the_plugin
 from .speculators import DEVICE, HIDDEN, MAX_LEN, MAX_REQS, RUNGS, Runner, Views
 
 K = 3
 FAULTY = SUPPORTED[: SUPPORTED.index("0.31.0")]
 OFF = {"VLLM_HWPLUGIN_BACKPORT_MIXED_GRAPHS": "off"}
 ALONE = UNPATCHED | dict.fromkeys(OFF, "on")
+KERNELS: dict[str, Any] = {"language": plain_triton.LANGUAGE, "jit": partial(jit, make=plain_triton.Kernel)}
 #: The first pass is captured with what was made for the target, or what `v2-capture-metadata` makes in its place.
 BORROWED = SUPPORTED[: SUPPORTED.index("0.26.0")]
+#: Releases of the feature whose builders run here.
+SPLIT = SUPPORTED[SUPPORTED.index("0.26.0") : SUPPORTED.index("0.30.0")]
 #: Graphs of these many tokens: with a token for each request, and with two for some.
 SIZES = (*RUNGS, 12)
 
@@ -125,8 +132,7 @@ def longest_in_steps(tree: Any, mode: CUDAGraphMode, **choices: str) -> tuple[se
 
     with host_of_graphs() as monkeypatch:
         monkeypatch.setattr(TritonAttentionMetadataBuilder, "build", asked)
-        kernels = {"language": plain_triton.LANGUAGE, "jit": partial(jit, make=plain_triton.Kernel)}
-        side = Side(ReleasedModules(tree, STAND_INS, **kernels, **choices), mode=mode)
+        side = Side(ReleasedModules(tree, STAND_INS, **KERNELS, **choices), mode=mode)
         graphs, steps = set(found), set()
         prepare = side.runner.model_state.prepare_attn
 
@@ -140,10 +146,10 @@ def longest_in_steps(tree: Any, mode: CUDAGraphMode, **choices: str) -> tuple[se
         side.runner.model_state.prepare_attn = prepared
         # Prompts of one token and of several, alone and beside requests that decode.
         for name, prompt in enumerate(([6], [1, 2, 3, 4, 5], [7])):
-            side.add(str(name), prompt, max_tokens=9)
+            side.add(str(name), prompt, max_tokens=9, temperature=0.0)
             side.step()
         side.abort("0")
-        side.add("3", [8], max_tokens=1)
+        side.add("3", [8], max_tokens=1, temperature=0.0)
         for _ in range(9):
             side.step()
     return graphs, steps
@@ -164,3 +170,141 @@ def test_that_of_a_decode_batch_is_left_to_vllm(vllm_tree) -> None:
     patched, stock = (longest_in_steps(tree, mode, **one) for one in (ALONE, UNPATCHED))
     assert patched == stock
     assert {longest for _, longest in stock[1]} == {1 + DRAFTS}
+
+
+class Whole(Side):
+    """Sees what a step writes into the KV cache, and leaves padding out, which others have more of or less."""
+
+    def step(self) -> None:
+        before = [model.kv.clone() for model in self.models]
+        super().step()
+        for model, kept in zip(self.models, before, strict=True):
+            # The last row takes what has no slot.
+            assert self._own_slots().issuperset((model.kv != kept)[:-1].any(1).nonzero().flatten().tolist())
+
+    def _own_slots(self) -> set[int]:
+        """Of the tokens of this step, and of the drafts behind them."""
+        if self.executed is None:
+            return set()
+        batch, table = self.executed.input_batch, self.runner.block_tables.block_tables[0].gpu
+        found: set[int] = set()
+        for row, end, count in zip(batch.idx_mapping_np, batch.seq_lens, batch.num_scheduled_tokens, strict=False):
+            places = torch.arange(int(end) - int(count), min(int(end) + DRAFTS, MAX_LENGTH))
+            found.update((table[row, places // BLOCK] * BLOCK + places % BLOCK).tolist())
+        return found
+
+    def inputs(self) -> dict[str, Any]:
+        found, batch = super().inputs(), self.executed.input_batch
+        padding = {
+            "lengths": (found["lengths"][batch.num_reqs :], 0),
+            "starts": (found["starts"][batch.num_reqs + 1 :], batch.num_tokens),
+            "slots": (found["slots"][0][batch.num_tokens :], -1),
+        }
+        assert all(set(values) <= {value} for values, value in padding.values())
+        cut = {name: found[name][: len(found[name]) - len(padding[name][0])] for name in ("lengths", "starts")}
+        return found | cut | {"slots": found["slots"][0][: batch.num_tokens]}
+
+
+def graphs_of(side: Side) -> dict[str, set[int]]:
+    """Of the target and of the draft's first pass: tokens of the graphs of any batch."""
+    managers = {"target": side.runner.cudagraph_manager, "first pass": side.runner.speculator.prefill_cudagraph_manager}
+    return {
+        name: {desc.num_tokens for desc in manager.graphs if desc.uniform_token_count is None}
+        for name, manager in managers.items()
+    }
+
+
+def live_load(sides: Sides) -> None:
+    """Requests come while others decode, with a prompt in chunks; one is aborted, and all are preempted once."""
+    for number, length in enumerate((5, 1, 30, 8, 2, 11)):
+        prompt = [(3 * number + place) % WORDS for place in range(length)]
+        sides.add(prompt=prompt, max_tokens=9, **(PLAIN + BEST)[number % 5])
+        for _ in range(2):
+            sides.step()
+    sides.abort(1)
+    sides.preempt(0)
+    while sides.both[0].scheduler.has_requests():
+        sides.step()
+
+
+SIZES_HERE = (2, 5, 9, 16, 24)
+
+
+@contextlib.contextmanager
+def with_them(tree: Any, mode: CUDAGraphMode) -> Iterator[Sides]:
+    """Stock vLLM, and vLLM with graphs of any batch, and with all others of the plugin."""
+    with host_of_graphs() as monkeypatch:
+        monkeypatch.setattr(mixed_graphs, "SIZES", (*SIZES_HERE, 40))
+        on = {"VLLM_HWPLUGIN_V2_MIXED_GRAPHS": "on"}
+        stock, patched = (ReleasedModules(tree, STAND_INS, **KERNELS, **one) for one in (UNPATCHED, on))
+        read_by_the_plugin(patched, monkeypatch)
+        for modules in (stock, patched):
+            # As if the models here were compiled in pieces.
+            vars(modules("cudagraph_utils"))["has_compiled_submodule"] = lambda model: True
+        yield Sides(Whole(stock, mode=mode), Whole(patched, mode=mode))
+
+
+@pytest.mark.parametrize("mode", [CUDAGraphMode.FULL_DECODE_ONLY, CUDAGraphMode.FULL_AND_PIECEWISE])
+def test_each_step_of_a_live_load_is_a_replay_and_nothing_differs(vllm_tree, mode: CUDAGraphMode) -> None:
+    with with_them(vllm_tree("0.32.0"), mode) as sides:
+        stock, patched = map(graphs_of, sides.both)
+        assert stock == {"target": set(), "first pass": set()}
+        assert patched == {"target": {*SIZES_HERE}, "first pass": {*SIZES_HERE}}
+        live_load(sides)
+    assert all(graphs for _, graphs in sides.replays)
+    assert not all(graphs for graphs, _ in sides.replays)
+    # Decode batches have graphs of their own as before, and the tail's with them.
+    tail = sides.both[1].runner.tail_graphs
+    assert tail._sampling.outcomes()["served"] == tail._drafting.outcomes()["served"] > 5
+
+
+def test_nor_does_it_whatever_happens_to_requests(vllm_tree) -> None:
+    with with_them(vllm_tree("0.32.0"), CUDAGraphMode.FULL_DECODE_ONLY) as sides:
+        walk(sides, 3 * (PLAIN + BEST) + MORE, examples=15)
+
+
+@pytest.mark.parametrize(
+    "version", versions("vllm/v1/attention/", among=SUPPORTED[SUPPORTED.index("0.26.0") : SUPPORTED.index("0.30.0")])
+)
+def test_flash_attention_splits_keys_into_few_parts_there(vllm_tree, version: str) -> None:
+    engine = Engine(vllm_tree(version), window=None, **ALONE | {"VLLM_HWPLUGIN_V2_MIXED_GRAPHS": "on"})
+
+    def splits(num_reqs: int, num_tokens: int, longest: int) -> int:
+        starts = torch.linspace(0, num_tokens, num_reqs + 1).int()
+        made = engine._build(
+            attn_groups=engine._groups,
+            num_reqs=num_reqs,
+            num_tokens=num_tokens,
+            query_start_loc_gpu=starts,
+            query_start_loc_cpu=starts,
+            max_query_len=longest,
+            seq_lens=starts.diff(),
+            max_seq_len=num_tokens,
+            block_tables=[torch.zeros(num_reqs, 8, dtype=torch.int32)],
+            slot_mappings=torch.zeros(1, num_tokens, dtype=torch.int64),
+            kv_cache_config=engine._kv,
+        )[DRAFT]
+        assert made.max_num_splits == engine.asked[-1]["num_splits"]
+        return made.max_num_splits
+
+    # In the first the graph has more tokens than vLLM captures, and the schedule has to be the graph's all the same.
+    assert splits(8, 128, 128) == splits(8, 32, 32) == mixed_graphs.MOST_SPLITS
+    # A decode batch, a prompt, and both of them above vLLM's largest size.
+    assert splits(8, 64, 8) == splits(1, 64, 64) == 32
+    assert splits(8, 128, 16) == splits(1, 128, 128) == 0
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"supports_mm_inputs": True}, "the model has an encoder"),
+        ({"max_num_reqs": 1}, "there is one request at a time"),
+        ({"lora_config": object()}, "adapters (LoRA) change from batch to batch"),
+    ],
+)
+def test_an_engine_that_cannot_have_them_has_none(vllm_tree, notes, changed: dict[str, Any], reason: str) -> None:
+    with with_them(vllm_tree("0.32.0"), CUDAGraphMode.FULL_DECODE_ONLY) as sides:
+        runner = sides.both[1].runner
+        assert mixed_graphs.mixed_graphs_obstacle(runner) is None
+        vars(runner).update(changed)
+        assert mixed_graphs.mixed_graphs_obstacle(runner) == reason

@@ -17,6 +17,8 @@ from .released_modules import ReleasedModules, jit
 from .scheduled_runner import STAND_INS, Side, read_by_the_plugin
 
 VERSION = "0.32.0"
+#: All features but one that pads what stock vLLM does not (`test_mixed_graphs`).
+ALIKE = {"VLLM_HWPLUGIN_V2_MIXED_GRAPHS": "off"}
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +26,7 @@ def sides(vllm_tree: Callable[[str], Any]) -> Iterator[Sides]:
     with host_of_graphs() as monkeypatch:
         kernels = {"language": plain_triton.LANGUAGE, "jit": partial(jit, make=plain_triton.Kernel)}
         stock, patched = (
-            ReleasedModules(vllm_tree(VERSION), STAND_INS, **kernels, **choices) for choices in (UNPATCHED, {})
+            ReleasedModules(vllm_tree(VERSION), STAND_INS, **kernels, **choices) for choices in (UNPATCHED, ALIKE)
         )
         read_by_the_plugin(patched, monkeypatch)
         yield Sides(Side(stock), Side(patched))

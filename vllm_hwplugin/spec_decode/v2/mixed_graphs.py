@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FULL CUDA graphs of batches of any shape, beside those of decode batches (Model Runner V2).
+
+The host launches a step that holds a prompt, or fewer drafts of a request than of others: piece by piece, and kernel
+by kernel above the largest PIECEWISE graph. For a small model that takes longer than the GPU's work. With
+`cudagraph_mode` FULL vLLM captures such batches as a whole, but then it has no graphs of decode batches, which all that
+follows the target builds on. Here its managers of graphs get both. Capture, padding and replay are vLLM's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+from vllm.config.compilation import CUDAGraphMode
+from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
+
+from vllm_hwplugin import journal
+from vllm_hwplugin.fallback import stays_stock
+from vllm_hwplugin.features import BACKPORT_MIXED_GRAPHS, V2_MIXED_GRAPHS
+from vllm_hwplugin.spec_decode import obstacles
+from vllm_hwplugin.spec_decode.builders import host_work
+from vllm_hwplugin.spec_decode.decode_batch import MAX_NUM_REQS
+
+_STOCK: Final = "only decode batches have FULL graphs"
+
+#: Tokens of the graphs. A batch is padded to the next, by an eighth where it is large.
+SIZES: Final = (*range(16, 256, 16), *range(256, 512, 32), *range(512, 1024, 64), *range(1024, 2049, 128))
+#: FlashAttention 3 keeps float32 outputs for each token and each part that a request's keys are split into.
+MOST_SPLITS: Final = 4
+
+#: Drafters whose first pass runs on the target's batch and metadata, in graphs of a manager of its own.
+_FIRST_PASS: Final = ("EagleSpeculator", "MTPSpeculator")
+#: Drafters that do not use the target's metadata.
+_APART: Final = ("DFlashSpeculator",)
+
+
+def mixed_graphs_obstacle(runner: Any) -> str | None:
+    """Why this runner's engine cannot have such graphs; None where it can.
+
+    Args:
+        runner: a `GPUModelRunner` of Model Runner V2 whose managers of graphs exist, before anything is captured.
+    """
+    manager, parallel = runner.cudagraph_manager, runner.vllm_config.parallel_config
+    mode, speculator = manager.cudagraph_mode, runner.speculator
+    decode_apart = mode.separate_routine() and mode.decode_mode() == CUDAGraphMode.FULL
+    kind = type(speculator).__name__
+    return obstacles.first(
+        {
+            f"cudagraph_mode is {mode.name}": not decode_apart,
+            "ranks of data parallelism agree on each step on the host": parallel.data_parallel_size > 1,
+            obstacles.STAGES: runner.use_pp,
+            obstacles.CONTEXT: runner.use_dcp or getattr(runner, "pcp_manager", None) is not None,
+            obstacles.ADAPTERS: runner.lora_config is not None,
+            obstacles.ENCODER: runner.is_encoder_decoder or runner.supports_mm_inputs,
+            obstacles.VERIFIED: getattr(runner, "adaptive_verification", None) is not None,
+            "a KV connector may load a prompt layer by layer": runner.vllm_config.kv_transfer_config is not None,
+            "prompts skip layers": getattr(runner, "fast_prefill", None) is not None,
+            "graphs are broken at attention": manager.use_breakable_cg,
+            "there is one request at a time": runner.max_num_reqs == 1,
+            f"{kind} drafts in a way of its own": speculator is not None and kind not in (*_FIRST_PASS, *_APART),
+        }
+    ) or _attention(runner)
+
+
+def _attention(runner: Any) -> str | None:
+    for group in (group for groups in runner.attn_groups for group in groups):
+        builder = group.get_metadata_builder(0)
+        support = builder.get_cudagraph_support(runner.vllm_config, group.kv_cache_spec)
+        if support != AttentionCGSupport.ALWAYS:
+            return f"{type(builder).__name__} supports graphs of {support.name} batches"
+        if (reason := host_work(builder)) is not None:
+            return reason
+    return None
+
+
+def add_mixed_graphs(runner: Any) -> None:
+    """Have target and drafter capture FULL graphs of any batch as well, and prefer them to PIECEWISE graphs or none.
+
+    Raises:
+        FeatureRequired: the engine cannot have them, and the feature's gate says `on`.
+    """
+    sizes = [size for size in SIZES if size <= runner.max_num_tokens]
+    reason = mixed_graphs_obstacle(runner)
+    if reason is not None or not sizes:
+        stays_stock(V2_MIXED_GRAPHS, _STOCK, reason or f"a step has {runner.max_num_tokens} tokens at most")
+        return
+    most = min(runner.max_num_reqs, MAX_NUM_REQS)
+    graphs = [
+        BatchExecutionDescriptor(cg_mode=CUDAGraphMode.FULL, num_tokens=size, num_reqs=min(size, most))
+        for size in sizes
+    ]
+    _offer(runner.cudagraph_manager, graphs)
+    if type(runner.speculator).__name__ in _FIRST_PASS:
+        _offer(runner.speculator.prefill_cudagraph_manager, graphs)
+    journal.note(V2_MIXED_GRAPHS, f"{len(graphs)} shapes of at most {sizes[-1]} tokens and {most} requests")
+    for feature in (V2_MIXED_GRAPHS, BACKPORT_MIXED_GRAPHS):
+        journal.use(feature, True)
+
+
+def _offer(manager: Any, graphs: Sequence[Any]) -> None:
+    """Have a `CudaGraphManager` capture these, in ascending order of tokens, and find the smallest that takes a batch.
+
+    It looks behind its own FULL graphs, which are of one shape and pad less, and before PIECEWISE ones.
+    """
+    planned = manager._capture_descs.setdefault(CUDAGraphMode.FULL, [])
+    planned.extend(graphs)
+    planned.sort(key=lambda desc: desc.num_tokens, reverse=True)
+    start = 1
+    for graph in graphs:
+        for num_tokens in range(start, graph.num_tokens + 1):
+            own = manager._candidates.get((num_tokens, 0), [])
+            manager._candidates[num_tokens, 0] = [*_of(own, True), graph, *_of(own, False)]
+        start = graph.num_tokens + 1
+
+
+def _of(descs: Iterable[Any], full: bool) -> list[Any]:
+    return [desc for desc in descs if (desc.cg_mode == CUDAGraphMode.FULL) == full]
