@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("vllm.v1.worker.gpu.model_runner", exc_type=ImportError)
 
@@ -21,15 +22,28 @@ VERSION = "0.32.0"
 ALIKE = {"VLLM_HWPLUGIN_V2_MIXED_GRAPHS": "off"}
 
 
-@pytest.fixture(scope="module")
-def sides(vllm_tree: Callable[[str], Any]) -> Iterator[Sides]:
+class InOnePlace(Side):
+    """With all hidden states where the target's FULL graphs leave theirs, as if each batch had such a graph."""
+
+    @torch.inference_mode()
+    def inputs(self) -> dict[str, Any]:
+        kept, found = self.runner.cudagraph_manager.hidden_states, self.executed.hidden_states
+        if found.data_ptr() != kept.data_ptr() and len(found) <= len(kept):
+            kept[: len(found)] = found
+            self.executed = self.executed._replace(hidden_states=kept[: len(found)])
+            self.runner.execute_model_state = self.executed
+        return super().inputs()
+
+
+@pytest.fixture(scope="module", params=[Side, InOnePlace])
+def sides(vllm_tree: Callable[[str], Any], request: pytest.FixtureRequest) -> Iterator[Sides]:
     with host_of_graphs() as monkeypatch:
         kernels = {"language": plain_triton.LANGUAGE, "jit": partial(jit, make=plain_triton.Kernel)}
         stock, patched = (
             ReleasedModules(vllm_tree(VERSION), STAND_INS, **kernels, **choices) for choices in (UNPATCHED, ALIKE)
         )
         read_by_the_plugin(patched, monkeypatch)
-        yield Sides(Side(stock), Side(patched))
+        yield Sides(request.param(stock), request.param(patched))
 
 
 def test_nothing_differs_whatever_happens_to_requests(sides: Sides) -> None:
@@ -39,5 +53,4 @@ def test_nothing_differs_whatever_happens_to_requests(sides: Sides) -> None:
     assert sum(graphs > stock for stock, graphs in sides.replays) > 100
     tail, inputs = sides.both[1].runner.tail_graphs, sides.both[1].runner.step_inputs._step_counts.outcomes()
     sampling, drafting = tail._sampling.outcomes(), tail._drafting.outcomes()
-    assert drafting["served"] == inputs["served"]
-    assert sampling["served"] > inputs["served"]
+    assert sampling["served"] > drafting["served"] >= inputs["served"]
