@@ -253,9 +253,9 @@ def test_each_step_of_a_live_load_is_a_replay_and_nothing_differs(vllm_tree, mod
         live_load(sides)
     assert all(graphs for _, graphs in sides.replays)
     assert not all(graphs for graphs, _ in sides.replays)
-    # Decode batches have graphs of their own as before, and the tail's with them.
+    # Decode batches have graphs of their own as before, and the tail's with them; some others are sampled by these.
     tail = sides.both[1].runner.tail_graphs
-    assert tail._sampling.outcomes()["served"] == tail._drafting.outcomes()["served"] > 5
+    assert tail._sampling.outcomes()["served"] > tail._drafting.outcomes()["served"] > 5
 
 
 def test_nor_does_it_whatever_happens_to_requests(vllm_tree) -> None:
