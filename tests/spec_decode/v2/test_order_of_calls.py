@@ -47,10 +47,11 @@ def sides(vllm_tree: Callable[[str], Any], request: pytest.FixtureRequest) -> It
 
 
 def test_nothing_differs_whatever_happens_to_requests(sides: Sides) -> None:
-    walk(sides, 3 * (PLAIN + BEST) + MORE)
+    where = type(sides.both[0])
+    walk(sides, 3 * (PLAIN + BEST) + MORE, examples=40 if where is Side else 15)
     # The walks lead there: a step of this has three graphs more than vLLM's, whatever became of other requests. One
     # with a prompt, or with fewer drafts, has the graph that samples.
-    assert sum(graphs > stock for stock, graphs in sides.replays) > 100
+    assert sum(graphs > stock for stock, graphs in sides.replays) > (100 if where is Side else 30)
     tail, inputs = sides.both[1].runner.tail_graphs, sides.both[1].runner.step_inputs._step_counts.outcomes()
     sampling, drafting = tail._sampling.outcomes(), tail._drafting.outcomes()
     assert sampling["served"] > drafting["served"] >= inputs["served"]
