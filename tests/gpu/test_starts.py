@@ -42,7 +42,7 @@ STARTS: dict[str, tuple[str, dict[str, Any], list[str], list[str], list[str]]] =
         [],
         ["v2-tail-graph", "v2-step-inputs"],
     ),
-    "many drafts": ("V2", _profiled("dflash", 15), [], [], ["v2-tail-graph"]),
+    "many drafts": ("V2", _profiled("dflash", 15), [], [], ["v2-tail-graph", "capture-sizes"]),
     "no drafting": (
         "V2",
         options("eagle3", "FULL_AND_PIECEWISE"),
@@ -65,7 +65,7 @@ STARTS: dict[str, tuple[str, dict[str, Any], list[str], list[str], list[str]]] =
         ["v1-step-inputs"],
     ),
     # The largest shapes, which vLLM measures, have no phase.
-    "large batches": ("V1", _profiled("eagle3", 3), [], [], ["v1-draft-phase", "v1-step-inputs"]),
+    "large batches": ("V1", _profiled("eagle3", 3), [], [], ["v1-draft-phase", "v1-step-inputs", "capture-sizes"]),
     "no chain": (
         "V1",
         options("eagle3", "FULL_AND_PIECEWISE"),

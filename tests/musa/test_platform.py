@@ -187,7 +187,7 @@ def test_a_configuration_gets_worker_and_passes_and_dflash_comes_last(platform: 
     platform.apply_config_platform_defaults(made)
     assert dflash == ["note_user_sizes"]
     platform.check_and_update_config(made)
-    assert dflash == ["note_user_sizes", "check_and_update_config"]
+    assert dflash == ["note_user_sizes", "check_and_update_config", "set sizes"]
     assert made.parallel_config.worker_cls == "vllm_hwplugin.musa.worker.MusaWorker"
     assert vars(made.compilation_config.pass_config) == {"fuse_norm_quant": False, "eliminate_noops": True}
     assert made.scheduler_config.disable_chunked_mm_input is False
@@ -272,7 +272,7 @@ def test_a_configuration_without_a_model_is_possible(platform: Any, dflash: list
     made = config()
     made.model_config = None
     platform.check_and_update_config(made)
-    assert dflash == ["check_and_update_config"]
+    assert dflash == ["check_and_update_config", "set sizes"]
 
 
 def test_the_environment_is_prepared_and_the_users_values_stay(

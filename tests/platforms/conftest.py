@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import vllm_hwplugin
-from vllm_hwplugin import gates, journal, musa
+from vllm_hwplugin import gates, journal, musa, spec_decode
 from vllm_hwplugin.patching import load_catalogue
 from vllm_hwplugin.platforms import _offer
 
@@ -51,13 +51,15 @@ def real_vllm(monkeypatch: pytest.MonkeyPatch, vllm_tree: Callable[[str], Any]) 
 
 @pytest.fixture
 def dflash(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What the platform classes call for DFlash, noted."""
+    """What the platform classes call for DFlash, and for the capture sizes of any drafter, noted."""
     calls: list[str] = []
-    hooks = SimpleNamespace(
+    hooks = SimpleNamespace(check_and_update_config=lambda config: calls.append("check_and_update_config"))
+    sizes = SimpleNamespace(
         note_user_sizes=lambda config: calls.append("note_user_sizes"),
-        check_and_update_config=lambda config: calls.append("check_and_update_config"),
+        check_and_update_config=lambda config: calls.append("set sizes"),
     )
     monkeypatch.setattr(vllm_hwplugin, "dflash", hooks, raising=False)
+    monkeypatch.setattr(spec_decode, "capture_sizes", sizes, raising=False)
     return calls
 
 

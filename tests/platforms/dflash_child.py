@@ -34,6 +34,7 @@ def use_platform() -> None:
     from vllm.platforms.cpu import CpuPlatform
 
     from vllm_hwplugin import dflash
+    from vllm_hwplugin.spec_decode import capture_sizes
 
     class Platform(CpuPlatform):
         @classmethod
@@ -43,7 +44,7 @@ def use_platform() -> None:
         @classmethod
         def apply_config_platform_defaults(cls, vllm_config: Any) -> None:
             super().apply_config_platform_defaults(vllm_config)
-            dflash.note_user_sizes(vllm_config)
+            capture_sizes.note_user_sizes(vllm_config)
 
         @classmethod
         def check_and_update_config(cls, vllm_config: Any) -> None:
@@ -52,6 +53,7 @@ def use_platform() -> None:
             super().check_and_update_config(vllm_config)
             compilation.cudagraph_capture_sizes, compilation.cudagraph_mode = decided
             dflash.check_and_update_config(vllm_config)
+            capture_sizes.check_and_update_config(vllm_config)
 
     vllm.platforms.current_platform = Platform()
 
@@ -73,6 +75,7 @@ def make(folder: str, compilation: dict | None = None, k: int = 7, **arguments: 
 
 def outcome(vllm_config: Any) -> dict:
     from vllm_hwplugin import journal
+    from vllm_hwplugin.spec_decode import capture_sizes
 
     compilation = vllm_config.compilation_config
     entry = journal.current()
@@ -82,7 +85,8 @@ def outcome(vllm_config: Any) -> dict:
         "compile": sorted(compilation.compile_sizes),
         "mode": compilation.cudagraph_mode.name,
         "extra": sorted(vars(vllm_config).keys() - {field.name for field in dataclasses.fields(vllm_config)}),
-        "note": entry.decisions.get("dflash-capture-sizes") if entry is not None else None,
+        "own": capture_sizes.largest_own(compilation),
+        "note": entry.decisions.get("capture-sizes") if entry is not None else None,
     }
 
 
@@ -101,23 +105,17 @@ def configurations(folder: str) -> dict[str, Any]:
         made[name] = outcome(vllm_config)
         return vllm_config
 
-    plain = add("plain")
-    key = plain.compute_hash()
-    made["replaced"] = outcome(dataclasses.replace(plain))
-    made["pickled"] = outcome(dataclasses.replace(pickle.loads(pickle.dumps(plain))))
-    made["same key"] = key == plain.compute_hash() == dataclasses.replace(plain).compute_hash()
+    add("plain")
+    many = add("many requests", max_num_seqs=256)
+    key = many.compute_hash()
+    made["replaced"] = outcome(dataclasses.replace(many))
+    made["pickled"] = outcome(dataclasses.replace(pickle.loads(pickle.dumps(many))))
+    made["same key"] = key == many.compute_hash() == dataclasses.replace(many).compute_hash()
     # What the V1 runner does once the attention backends are known.
-    plain.compilation_config.adjust_cudagraph_sizes_for_spec_decode(8)
-    made["adjusted"] = outcome(plain)
-    given = add(
-        "given",
-        compilation={"cudagraph_capture_sizes": [64, 1, 8, 20], "compile_sizes": ["cudagraph_capture_sizes", 3]},
-    )
-    made["given, replaced"] = outcome(dataclasses.replace(given))
-    add("none left", compilation={"cudagraph_capture_sizes": [20, 30]})
+    many.compilation_config.adjust_cudagraph_sizes_for_spec_decode(8)
+    made["adjusted"] = outcome(many)
+    add("given", compilation={"cudagraph_capture_sizes": [64, 1, 8, 20]})
     add("bounded", compilation={"max_cudagraph_capture_size": 50})
-    add("too small", compilation={"max_cudagraph_capture_size": 7})
-    add("many requests", max_num_seqs=256)
     add("piecewise", compilation={"mode": 3, "cudagraph_mode": "PIECEWISE"})
     add("eager", enforce_eager=True)
     add("no speculation", speculative_config=None)
@@ -185,7 +183,6 @@ def scenario(config: bytes, early: bool, sabotage: str | None, variables: dict[s
             if inspect.getsource(sys.modules[name]) == texts.get(name) and function.__code__ is not stock[name]
         ),
         "warnings": logged.lines,
-        "note": entry.decisions.get("dflash-capture-sizes"),
         "role": entry.role,
     }
     answers.put(answer)

@@ -100,6 +100,22 @@ def test_a_drafts_own_backend_matters_where_the_version_has_the_fault(
     assert worker_use.uses_of(facts, LIVE)["dflash-draft-backend"]["used"] is used
 
 
+@pytest.mark.parametrize(
+    ("changes", "used"),
+    [
+        ({"sizes_set": True}, True),
+        ({"sizes_set": True, "runner": V2, "drafts_here": False, "proposer": None}, True),
+        ({}, False),
+        # What the attention backend decided later.
+        ({"sizes_set": True, "decode_graphs": False}, False),
+        ({"sizes_set": True, "method": None}, False),
+    ],
+)
+def test_capture_sizes_are_used_where_they_are_set_and_captured(changes: dict[str, Any], used: bool) -> None:
+    uses = worker_use.uses_of(dataclasses.replace(EAGLE, **changes), ["capture-sizes"])
+    assert uses["capture-sizes"]["used"] is used
+
+
 V2_LIVE = ("v2-draft-metadata", "v2-fused-drafts", "v2-capture-metadata", "v2-graph-addresses")
 STEPS = WorkerFacts(Version("0.26.0"), V2, "eagle3", 3, drafter="EagleSpeculator", fuses=True, decode_graphs=True)
 

@@ -227,6 +227,16 @@ GATES: Final[tuple[Gate, ...]] = (
         affects=("kernels",),
     ),
     Gate(
+        "VLLM_HWPLUGIN_CAPTURE_SIZES",
+        "choice",
+        "decode",
+        "Feature capture-sizes: decode batches of up to 2048 tokens have CUDA graphs where the user names no size "
+        "(decode); batches with prompts, too, where a measurement at the start says that they gain (mixed).",
+        affects=("patches",),
+        choices=("off", "decode", "mixed"),
+        since="0.2.0",
+    ),
+    Gate(
         "VLLM_HWPLUGIN_NWOR_MODE",
         "choice",
         "off",

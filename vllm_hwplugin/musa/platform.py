@@ -84,9 +84,9 @@ class MusaPlatform(Platform):  # type: ignore[misc]  # vLLM is not there where t
     @classmethod
     def apply_config_platform_defaults(cls, vllm_config: VllmConfig) -> None:
         super().apply_config_platform_defaults(vllm_config)
-        from .. import dflash
+        from ..spec_decode import capture_sizes
 
-        dflash.note_user_sizes(vllm_config)
+        capture_sizes.note_user_sizes(vllm_config)
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
@@ -110,8 +110,10 @@ class MusaPlatform(Platform):  # type: ignore[misc]  # vLLM is not there where t
         if not _vllm_api.triton_has_knobs() and _vllm_api.switch_off_jit_warmup(vllm_config):
             logger.warning("kernels are compiled when they are first used, not in advance: Triton has no triton.knobs")
         from .. import dflash
+        from ..spec_decode import capture_sizes
 
         dflash.check_and_update_config(vllm_config)
+        capture_sizes.check_and_update_config(vllm_config)
 
     # -- facts about the devices
 

@@ -19,23 +19,25 @@ if TYPE_CHECKING:
 
 
 class CudaPlatform(_CudaPlatform):  # type: ignore[misc]  # vLLM is not there where the types are checked
-    """vLLM's CUDA platform (with NVML, or without it on Jetson) that also looks after DFlash and large heads."""
+    """vLLM's CUDA platform (with NVML, or without it on Jetson) that also looks after drafters and large heads."""
 
     @classmethod
     def apply_config_platform_defaults(cls, vllm_config: VllmConfig) -> None:
         super().apply_config_platform_defaults(vllm_config)
-        from .. import dflash
+        from ..spec_decode import capture_sizes
 
-        dflash.note_user_sizes(vllm_config)
+        capture_sizes.note_user_sizes(vllm_config)
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
         super().check_and_update_config(vllm_config)
         from .. import dflash
+        from ..spec_decode import capture_sizes
         from . import _flash_attn_version
 
         _flash_attn_version.check_and_update_config(vllm_config, cls.get_device_capability)
         dflash.check_and_update_config(vllm_config)
+        capture_sizes.check_and_update_config(vllm_config)
 
     @classmethod
     def get_attn_backend_cls(

@@ -68,7 +68,7 @@ def attempt(
     """
     try:
         record()
-        if _all_ranks(True):
+        if all_ranks(True):
             return True
         reason = "it failed on another rank"
     except FeatureRequired:
@@ -76,7 +76,7 @@ def attempt(
     except RecordingFailed as failure:
         reason = str(failure)
     except Exception as failure:
-        _all_ranks(False)
+        all_ranks(False)
         reason = _in_a_line(failure)
         logger.debug("%s: recording failed", feature, exc_info=True)
         if pool is not None:
@@ -157,11 +157,11 @@ def _together(work: Callable[[], None]) -> None:
     try:
         work()
     except Exception as failure:
-        _all_ranks(False)
+        all_ranks(False)
         logger.debug("recording failed", exc_info=True)
         said = _in_a_line(failure)
     else:
-        if _all_ranks(True):
+        if all_ranks(True):
             return
         said = "it failed on another rank"
     # Not from the failure: its frames hold the memory that is to be given back. No context manager either, whose frame
@@ -169,11 +169,11 @@ def _together(work: Callable[[], None]) -> None:
     raise RecordingFailed(said)
 
 
-def _all_ranks(succeeded: bool) -> bool:
-    """Whether this step succeeded on all ranks of tensor parallelism, which wait for each other."""
+def all_ranks(agreed: bool) -> bool:
+    """Whether all ranks of tensor parallelism say so, which wait for each other."""
     if not model_parallel_is_initialized() or get_tp_group().world_size == 1:
-        return succeeded
-    flag = torch.tensor([succeeded], dtype=torch.int32)
+        return agreed
+    flag = torch.tensor([agreed], dtype=torch.int32)
     torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MIN, group=get_tp_group().cpu_group)
     return bool(flag.item())
 

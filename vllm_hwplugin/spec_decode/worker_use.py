@@ -16,7 +16,7 @@ from vllm.platforms import current_platform
 
 from vllm_hwplugin import features
 from vllm_hwplugin.journal import Journal, Use
-from vllm_hwplugin.spec_decode import dflash_context_norm, step_counts
+from vllm_hwplugin.spec_decode import capture_sizes, dflash_context_norm, step_counts
 from vllm_hwplugin.spec_decode.engine_report import Findings, report, use_of
 from vllm_hwplugin.spec_decode.v1 import draft_decision
 from vllm_hwplugin.spec_decode.v1.draft_decision import DrafterFacts
@@ -60,6 +60,7 @@ class WorkerFacts:
         mm_prefix: whether the target sees its images in both directions.
         named_backend: whether an attention backend is named, for the target or for the draft.
         decode_graphs: whether the target decodes in FULL CUDA graphs.
+        sizes_set: whether the plugin has set the capture sizes.
         mixed_graphs: whether it has these for batches with prompts as well.
         context_norm: why vLLM's own norm of context keys serves, where that is known.
         fuses: whether the steps of Model Runner V2's drafter may be one graph.
@@ -83,6 +84,7 @@ class WorkerFacts:
     mm_prefix: bool = False
     named_backend: bool = False
     decode_graphs: bool = True
+    sizes_set: bool = False
     mixed_graphs: bool = False
     context_norm: str | None = None
     fuses: bool = False
@@ -105,6 +107,15 @@ def _drafting(facts: WorkerFacts) -> str | None:
     if facts.method is None:
         return _NO_SPECULATION
     return None if facts.drafts_here else "another stage of the pipeline drafts"
+
+
+def _capture_sizes(facts: WorkerFacts) -> str | None:
+    """Why the sizes are vLLM's or the user's is in the journal of the process that made the configuration."""
+    if facts.method is None:
+        return _NO_SPECULATION
+    if not facts.sizes_set:
+        return "the capture sizes are not the plugin's"
+    return None if facts.decode_graphs else "the target does not decode in FULL CUDA graphs"
 
 
 def _draft_full_graph(facts: WorkerFacts) -> str | None:
@@ -296,6 +307,7 @@ def _other_method(facts: WorkerFacts, methods: Collection[str]) -> str | None:
 
 
 _RULES: Final[Mapping[str, Callable[[WorkerFacts], str | None]]] = {
+    features.CAPTURE_SIZES: _capture_sizes,
     features.DRAFT_FULL_GRAPH: _draft_full_graph,
     # Whether the steps make a chain it decides by itself, wherever there are graphs.
     features.DRAFT_LOOP_GRAPH: _draft_full_graph,
@@ -373,6 +385,7 @@ def worker_facts(worker: Any, entry: Journal) -> WorkerFacts:
         named_backend=config.attention_config.backend is not None
         or getattr(spec, "attention_backend", None) is not None,
         decode_graphs=mode.decode_mode().name == "FULL",
+        sizes_set=capture_sizes.largest_own(config.compilation_config) is not None,
         mixed_graphs=mode.mixed_mode().name == "FULL",
         context_norm=dflash_context_norm.context_norm_obstacle(),
         fuses=v2 and hasattr(drafter, "fused_drafts"),

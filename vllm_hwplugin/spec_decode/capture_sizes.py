@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which batch sizes of an engine with a drafter are captured, where the user names none.
+
+A decode batch has a FULL graph if its tokens are a whole multiple of 1 + k, and no more than the largest size. vLLM's
+own list counts tokens and ends at 512 of them, which are 128 requests with three drafts and 32 with fifteen; larger
+decode batches run without any graph. To these sizes come whole blocks of 1 + k tokens, up to `LARGEST`. Batches with
+prompts keep to vLLM's sizes, because a padded graph loses where the device is busy anyway.
+
+vLLM calls a platform twice in `VllmConfig.__post_init__`: before it fills in defaults, and when everything is decided.
+The first call leaves on the configuration object itself that the user named no size, and the second takes it away. What
+workers have to know is on the `CompilationConfig`, in no field: a pickle has it, vLLM's hash has not. No torch is
+imported here.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Final
+
+from vllm_hwplugin import gates, journal
+from vllm_hwplugin.errors import HwpluginError
+from vllm_hwplugin.features import CAPTURE_SIZES, gate_of
+
+logger = logging.getLogger("vllm.hwplugin")
+
+#: Tokens of the largest decode batch that is captured without being asked for: 512 requests of four, 128 of sixteen.
+LARGEST: Final = 2048
+# Sizes in one octave of request counts. A batch is padded by less than the inverse of it.
+_RUNGS_PER_OCTAVE: Final = 8
+# Whose drafts fill a decode batch of the same length for each request.
+_METHODS: Final = ("eagle", "eagle3", "mtp", "dflash")
+_UNNAMED: Final = "_hwplugin_unnamed_sizes"
+_OWN: Final = "_hwplugin_own_capture_size"
+
+
+class CaptureSizesError(HwpluginError, RuntimeError):
+    """Strict mode does not let a fault in the choice of sizes pass."""
+
+
+def capture_sizes(
+    block: int, max_num_seqs: int, max_num_batched_tokens: int, own_sizes: Iterable[int], *, mixed: bool = False
+) -> tuple[int, ...]:
+    """The sizes of an engine with a drafter, in tokens, ascending.
+
+    Those of vLLM from a block on become whole blocks, as the V1 runner makes them anyway: Model Runner V2 of 0.25 to
+    0.28 looks for a decode batch's FULL graph at the next size only, and a size that is no whole block has none. The
+    fullest decode batch has a size of its own, up to `LARGEST`. Between vLLM's largest and that there are eight an
+    octave, or up to `LARGEST` for batches with prompts.
+
+    Args:
+        block: tokens of a request in a decode batch, 1 + num_speculative_tokens.
+        max_num_seqs: requests in a batch, at most.
+        max_num_batched_tokens: tokens in a batch, at most.
+        own_sizes: what vLLM captures by itself, in tokens.
+        mixed: whether batches with prompts are to have larger graphs, too.
+    """
+    own = {size if size < block else min(_whole_blocks(size, block), max_num_batched_tokens) for size in own_sizes}
+    largest = max(own)
+    bound = min(max_num_batched_tokens, max(LARGEST, largest)) // block
+    top = min(max_num_seqs, bound)
+    ladder = {count * block for count in _request_counts(bound if mixed else top) if count * block > largest}
+    return tuple(sorted(own | ladder | ({top * block} if top else set())))
+
+
+def _whole_blocks(size: int, block: int) -> int:
+    return -(-size // block) * block
+
+
+def _request_counts(top: int) -> Iterator[int]:
+    """Ascending from 1 to `top`: all up to 16, then eight an octave."""
+    count = 1
+    while count < top:
+        yield count
+        octave = 1 << (count.bit_length() - 1)
+        count += max(1, octave // _RUNGS_PER_OCTAVE)
+    if top > 0:
+        yield top
+
+
+# -- while vLLM makes a configuration ---------------------------------------------------------------------------------
+
+
+def note_user_sizes(vllm_config: Any) -> None:
+    """Remember whether the user named sizes; for `apply_config_platform_defaults`, before vLLM fills in its own.
+
+    Args:
+        vllm_config: the `VllmConfig` that is being made.
+    """
+    compilation = vllm_config.compilation_config
+    vars(vllm_config)[_UNNAMED] = (
+        compilation.cudagraph_capture_sizes is None and compilation.max_cudagraph_capture_size is None
+    )
+
+
+def check_and_update_config(vllm_config: Any) -> None:
+    """Set the sizes of an engine with a drafter, unless the user named some.
+
+    For `check_and_update_config` of a platform, after its base class has decided the cudagraph mode.
+
+    Args:
+        vllm_config: the `VllmConfig` that is being made.
+
+    Raises:
+        CaptureSizesError: the plugin failed, in strict mode.
+    """
+    # A configuration that is made from another one has that one's sizes.
+    unnamed = vars(vllm_config).pop(_UNNAMED, False)
+    spec = vllm_config.speculative_config
+    if not unnamed or spec is None or spec.method not in _METHODS:
+        return
+    try:
+        reason = _why_left(vllm_config)
+        said = _set(vllm_config) if reason is None else f"left to vLLM: {reason}"
+    except Exception as error:
+        said = f"left to vLLM: {type(error).__name__}: {error}"
+        if gates.read(gates.STRICT).flag:
+            raise CaptureSizesError(
+                f"{CAPTURE_SIZES}: {said}, a fault in vllm-hwplugin; set {gate_of(CAPTURE_SIZES)}=off, and report it"
+            ) from error
+        logger.exception("%s: the sizes are left to vLLM, because the plugin failed", CAPTURE_SIZES)
+    journal.note(CAPTURE_SIZES, said)
+
+
+def _why_left(vllm_config: Any) -> str | None:
+    """Why the sizes stay as vLLM has them, None where they are to be set."""
+    compilation, parallel, entry = vllm_config.compilation_config, vllm_config.parallel_config, journal.current()
+    if entry is None or CAPTURE_SIZES not in entry.live:
+        reason = "" if entry is None else entry.features.get(CAPTURE_SIZES, {}).get("reason") or entry.error
+        return f"{CAPTURE_SIZES} is not live{f' ({reason})' if reason else ''}"
+    mode = compilation.cudagraph_mode
+    if not (mode.separate_routine() and mode.decode_mode().name == "FULL"):
+        return f"cudagraph_mode is {mode.name}"
+    if not compilation.cudagraph_capture_sizes:
+        return "nothing is captured"
+    if compilation.compile_sizes:
+        # vLLM ends the start where one of them is padded.
+        return "compile_sizes are given"
+    if parallel.data_parallel_size > 1:
+        return "a rank of data parallelism pads its batches to those of others"
+    if parallel.tensor_parallel_size > 1 and compilation.pass_config.enable_sp:
+        return "with sequence parallelism they also have to be multiples of the tensor parallel size"
+    if vllm_config.lora_config is not None:
+        return "with LoRA each of them is captured several times"
+    if getattr(vllm_config.speculative_config, "num_speculative_tokens_per_batch_size", None):
+        return "the number of drafts changes from step to step"
+    return None
+
+
+def _set(vllm_config: Any) -> str:
+    compilation, scheduler = vllm_config.compilation_config, vllm_config.scheduler_config
+    block = 1 + vllm_config.speculative_config.num_speculative_tokens
+    own = list(compilation.cudagraph_capture_sizes)
+    seqs, batched = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
+    sizes = list(capture_sizes(block, seqs, batched, own, mixed=wants_mixed()))
+    if sizes == own:
+        return f"left to vLLM: its {len(own)} sizes hold every decode batch"
+    compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size = sizes, sizes[-1]
+    vars(compilation)[_OWN] = min(_whole_blocks(own[-1], block), batched)
+    return (
+        f"{len(sizes)} sizes up to {sizes[-1]} tokens, {len(set(sizes) - set(own))} of them not vLLM's, for decode "
+        f"batches of up to {min(sizes[-1] // block, seqs)} requests (max_num_seqs is {seqs})"
+    )
+
+
+# -- in a worker ------------------------------------------------------------------------------------------------------
+
+
+def largest_own(compilation_config: Any) -> int | None:
+    """Tokens of the largest size that vLLM would have captured; None where the sizes are vLLM's or the user's."""
+    own: int | None = vars(compilation_config).get(_OWN)
+    return own
+
+
+def wants_mixed() -> bool:
+    """Whether batches with prompts may have larger PIECEWISE graphs than vLLM's, too."""
+    return gates.read(gate_of(CAPTURE_SIZES)).text == "mixed"
+
+
+def mixed_sizes(compilation_config: Any) -> Sequence[int]:
+    """The sizes of PIECEWISE graphs on the V1 runner; called by its patched `CudagraphDispatcher`."""
+    sizes: Sequence[int] = compilation_config.cudagraph_capture_sizes
+    own = largest_own(compilation_config)
+    return sizes if own is None or wants_mixed() else [size for size in sizes if size <= own]
+
+
+def max_num_splits(builder: Any, num_tokens: int, max_query_len: int = 1) -> int:
+    """FlashAttention 3's bound on the parts of a sequence; called by its patched metadata builders.
+
+    vLLM allows 32 for each batch up to the largest size, captured or not, and the kernel takes float32 buffers of
+    [parts, heads, tokens, head size] for them: at 32 heads of 128, 256 MiB for 512 tokens, and a GiB for 2048. Above
+    vLLM's own sizes the bound is so low that they need no more than at vLLM's largest; it leaves some for a long
+    sequence among short ones. A replay has the bound of its capture, because no graph serves batches on both sides.
+
+    Args:
+        builder: of FlashAttention's metadata.
+        num_tokens: of the batch.
+        max_query_len: of its requests. A batch with a longer one than a decode batch has none of these FULL graphs.
+    """
+    splits: int = builder.max_num_splits
+    own = largest_own(builder.vllm_config.compilation_config)
+    if own is None or num_tokens <= own:
+        return splits
+    if max_query_len > 1 + builder.vllm_config.speculative_config.num_speculative_tokens:
+        # As without the larger sizes: the kernel decides by itself.
+        return 0
+    largest: int = builder.max_cudagraph_size
+    return min(splits, max(1, splits * own // largest))
