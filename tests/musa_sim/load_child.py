@@ -221,6 +221,20 @@ def initialise_as_usual() -> None:
     DummyModelLoader.load_weights = load_weights
 
 
+def end_own_sizes_at(ceiling: int) -> None:
+    """Have vLLM's own capture sizes end there."""
+    from vllm.config import VllmConfig
+
+    fill = VllmConfig._set_cudagraph_sizes
+
+    def _set_cudagraph_sizes(self) -> None:
+        if self.compilation_config.max_cudagraph_capture_size is None:
+            self.compilation_config.max_cudagraph_capture_size = ceiling
+        fill(self)
+
+    VllmConfig._set_cudagraph_sizes = _set_cudagraph_sizes
+
+
 @contextlib.contextmanager
 def waiting(names: Sequence[str]) -> Iterator[None]:
     """While it lasts, these functions wait for the device when they have done their work."""
@@ -251,6 +265,8 @@ def one(job: dict, others_follow: bool) -> dict:
         initialise_as_usual()
     if job["experts"]:
         experts.register()
+    if job["ceiling"] is not None:
+        end_own_sizes_at(job["ceiling"])
     import torch
     from vllm import LLM
 
@@ -295,6 +311,7 @@ def one(job: dict, others_follow: bool) -> dict:
         "unused": {name: use["reason"] for name, use in uses.items() if not use["used"]},
         "counts": counts.facts(),
         "counted": entry.steps if entry is not None else {},
+        "noted": entry.decisions if entry is not None else {},
         "shown": list(kv_connector.SHOWN),
     }
 

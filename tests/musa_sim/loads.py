@@ -90,6 +90,7 @@ class Load:
         initialised: whether dummy weights are what training begins with. vLLM's own are so small that what a token
             attends to does not count.
         calls: methods of the worker, or of `load_child.CALLS`, by the engine's step before which they are called.
+        ceiling: tokens of the largest size that vLLM captures by itself, in place of 512.
         waits: functions, as ``module:name``, that wait for the device while the engine starts: no graph can hold them.
     """
 
@@ -100,6 +101,7 @@ class Load:
     autotuned: bool = True
     initialised: bool = False
     calls: Sequence[tuple[int, str]] = ()
+    ceiling: int | None = None
     waits: Sequence[str] = ()
 
 
@@ -118,6 +120,7 @@ class Run:
         unused: those that did not, and why.
         counts: of :class:`vllm_hwplugin_lab.bench._watch.Counts`, with graphs that were replayed.
         counted: of each fast path, how many steps had which outcome, as the process journal has it.
+        noted: what features decided, as the process journal has it.
         shown: what `kv_connector` was shown of each step, where the engine has it.
     """
 
@@ -129,6 +132,7 @@ class Run:
     unused: Mapping[str, str]
     counts: Mapping[str, Any]
     counted: Mapping[str, Mapping[str, int]]
+    noted: Mapping[str, str]
     shown: Sequence[Mapping[str, Any] | None] = ()
 
     def texts(self, names: Iterable[str]) -> dict[str, list[int]]:
