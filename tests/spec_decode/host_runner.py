@@ -135,6 +135,8 @@ def make_host(module: types.ModuleType, proposer: Any, layer: str, **sizes: Any)
             self.compilation_config.cudagraph_mode = mode
             if profile:
                 self.initialize_kv_cache(self.kv_cache_config_of(1), is_profiling=True)
+                capture_draft_graphs(proposer, template, profiling=True)
+                # Of the second graph that is measured, whose requests have no given lengths.
                 capture_draft_graphs(proposer, template)
                 # What `profile_cudagraph_memory` leaves: no graphs of the target or the drafter, no attention groups.
                 for graphs in RecordedGraphs.instances:

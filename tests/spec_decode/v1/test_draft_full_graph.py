@@ -16,7 +16,7 @@ from vllm.forward_context import BatchDescriptor, get_forward_context  # noqa: E
 from vllm_hwplugin.fallback import FeatureRequired  # noqa: E402
 from vllm_hwplugin.spec_decode.decode_batch import uniform_shape  # noqa: E402
 from vllm_hwplugin.spec_decode.v1.draft_full_graph import capture_draft_graphs  # noqa: E402
-from vllm_hwplugin.spec_decode.v1.pass_graphs import descriptor_of  # noqa: E402
+from vllm_hwplugin.spec_decode.v1.pass_graphs import PassGraphs, descriptor_of  # noqa: E402
 
 from .. import drafters  # noqa: E402
 from ..drafters import (  # noqa: E402
@@ -103,6 +103,22 @@ def test_a_pass_that_cannot_be_recorded_leaves_the_drafter_to_vllm(make, fail, u
     assert uses["draft-loop-graph"] == (False, "it needs draft-full-graph's graphs, and recording these failed")
     compare_over_many(runner, 3, functools.partial(compare, stock, graphed))
     assert not any(graphs.replayed for graphs in RecordedGraphs.instances)
+
+
+def test_the_memory_profile_captures_the_largest_passes_alone(make, monkeypatch):
+    capture, shapes = PassGraphs.capture, []
+
+    def watched(self, shape, template):
+        shapes.append(shape)
+        capture(self, shape, template)
+
+    monkeypatch.setattr(PassGraphs, "capture", watched)
+    proposer = make("loop", EAGLE, 3)
+    boot(proposer, FULL, Runner(1), profile=True)
+    profiled, started = shapes[: (again := shapes.index(shapes[0], 1))], shapes[again:]
+    assert started == list(proposer.draft_graphs._keys.all())
+    assert len(profiled) < len(started)
+    assert {shape.query_len for shape in profiled} == {shape.query_len for shape in started}
 
 
 def test_a_required_pass_that_cannot_be_recorded_ends_the_start(make, fail, uses, monkeypatch):

@@ -93,6 +93,11 @@ def test_all_names_every_shape_once_largest_first() -> None:
     assert len(set(shapes)) == len(shapes)
 
 
+def test_the_largest_are_one_of_each_kind_and_one_of_few_requests() -> None:
+    keys = DraftKeys(uniform={1: (1, 2, 48, 128), 2: (), 4: (1, 4)}, mixed=(8, 64), max_num_seqs=128)
+    assert keys.largest(64) == DraftKeys(uniform={1: (48, 128), 4: (4,)}, mixed=(64,), max_num_seqs=128)
+
+
 def test_what_is_found_is_captured() -> None:
     captured = set(K3.all())
     found = {K3.find(count, length) for count in range(40) for length in (None, 1, 2, 4)} - {None}

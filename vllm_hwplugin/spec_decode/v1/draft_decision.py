@@ -87,6 +87,18 @@ class DraftKeys:
         shapes += [self._mixed_shape(size) for size in self.mixed]
         return tuple(sorted(shapes, key=lambda shape: (shape.num_tokens, shape.num_reqs), reverse=True))
 
+    def largest(self, num_reqs: int) -> DraftKeys:
+        """Of each kind the largest shape, and of uniform ones the largest of at most `num_reqs` requests, too.
+
+        The smaller ones use the memory of these.
+        """
+        tops = {
+            query_len: tuple(sorted({ladder[-1], *[rung for rung in ladder if rung <= num_reqs][-1:]}))
+            for query_len, ladder in self.uniform.items()
+            if ladder
+        }
+        return DraftKeys(tops, self.mixed[-1:], self.max_num_seqs)
+
     def _mixed_shape(self, num_tokens: int) -> GraphShape:
         return GraphShape(num_tokens=num_tokens, num_reqs=min(num_tokens, self.max_num_seqs), query_len=None)
 

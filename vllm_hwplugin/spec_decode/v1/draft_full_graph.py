@@ -24,7 +24,7 @@ from vllm.forward_context import BatchDescriptor
 from vllm_hwplugin import journal
 from vllm_hwplugin.fallback import stays_stock
 from vllm_hwplugin.features import DFLASH_FULL_GRAPH, DRAFT_FULL_GRAPH
-from vllm_hwplugin.spec_decode.decode_batch import GraphShape
+from vllm_hwplugin.spec_decode.decode_batch import MAX_NUM_REQS, GraphShape
 from vllm_hwplugin.spec_decode.graph_recording import attempt
 from vllm_hwplugin.spec_decode.step_counts import Reason, StepCounts
 from vllm_hwplugin.spec_decode.v1.draft_buffers import DraftBuffers, unmanaged_field
@@ -83,18 +83,19 @@ class Companion:
 _C = TypeVar("_C", bound=Companion)
 
 
-def capture_draft_graphs(drafter: Any, template: Any) -> None:
-    """Capture every graph of `drafter` while the runner captures the target's FULL graphs.
+def capture_draft_graphs(drafter: Any, template: Any, *, profiling: bool = False) -> None:
+    """Capture the graphs of `drafter` while the runner captures the target's FULL graphs.
 
     Called by the patched `GPUModelRunner._dummy_run`. Proposers without graphs (n-gram, medusa, ...) pass through.
 
     Args:
         drafter: any proposer of vLLM.
         template: the `CommonAttentionMetadata` that the runner built for the drafter's KV-cache group.
+        profiling: whether vLLM measures what graphs need, and gives them up again. Only the largest are captured then.
     """
     graphs = getattr(drafter, "draft_graphs", None)
     if graphs is not None:
-        graphs.capture(template)
+        graphs.capture(template, profiling=profiling)
 
 
 class DraftGraphs:
@@ -156,10 +157,14 @@ class DraftGraphs:
         self._target_mode = target_mode
         self._note("no drafter graph before the target's are captured")
 
-    def capture(self, template: Any) -> None:
+    def capture(self, template: Any, *, profiling: bool = False) -> None:
         """Decide, then capture every planned shape, largest first; later calls return at once.
 
         Where the capture fails, the drafter runs as in stock vLLM.
+
+        Args:
+            template: the `CommonAttentionMetadata` that the runner built for the drafter's KV-cache group.
+            profiling: capture only the largest shapes, for vLLM to measure and to give up.
 
         Raises:
             FeatureRequired: nothing can be captured, and a gate says `on`.
@@ -175,7 +180,8 @@ class DraftGraphs:
             self._stay_stock(decision.reason)
             return
         self._target_mode = target_mode
-        if not self._capture(decision.keys, batches.first, template):
+        keys = decision.keys.largest(MAX_NUM_REQS) if profiling else decision.keys
+        if not self._capture(keys, batches.first, template) or profiling:
             return
         found = _describe(decision.keys)
         self._note(f"FULL drafter graphs for {type(proposer).__name__}: {found}")
