@@ -294,7 +294,7 @@ def _engines(folder: Path, own: int) -> None:
     now = journal.new("1").started
     _write_record(folder, "1-20.json", pid=FREE + 20, uses=uses, features=states)
     _write_record(folder, f"2-{own}.json", pid=own, started=now, vllm_root="/elsewhere")
-    steps = {"used drafting": {"served": 1, "prompt": 3}}
+    steps = {"used drafting": {"served": 1, "prompt": 3}, "used sampling": {}}
     worker = {"ppid": own, "role": "worker", "steps": steps}
     _write_record(folder, "3-30.json", pid=FREE + 30, started=now, uses=uses, features=states, **worker)
     _write_record(folder, "4-40.json", pid=FREE + 40, started=now, uses=uses, features=states)

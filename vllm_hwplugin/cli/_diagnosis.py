@@ -458,14 +458,16 @@ def _cache(environ: Mapping[str, str], found: _Findings) -> tuple[dict[str, str]
         return {}, None
     found.warnings += notes
     states: dict[str, str] = {}
+    usable = False
     for place in places:
         try:
             states[str(place)] = "ready" if cachedir.check_place(place / FOLDER) else "no patched copy yet"
+            usable = True
         except (OSError, cachedir.UntrustedFolder) as error:
             states[str(place)] = str(error)
             notes.append(str(error))
             found.warnings.append(f"the cache is not used: {error}")
-    if any(state in ("ready", "no patched copy yet") for state in states.values()):
+    if usable:
         return states, None
     return states, f"no folder for patched copies: {'; '.join(notes)}: set VLLM_HWPLUGIN_CACHE_DIR to one of your own"
 

@@ -16,8 +16,6 @@ from ..patching.outside import find_outside
 from .parser import FAILURE, Parser
 from .text import printable, shortened, table
 
-_BAD = "bad value"
-
 
 def gates(arguments: Sequence[str]) -> int:
     """List the environment variables with the values in force, or write or check their documentation page."""
@@ -61,7 +59,9 @@ def _compare(page: Path) -> int:
 def _list() -> int:
     """1 where a value is bad."""
     more = _of_catalogues()
-    rows = [(gate.name, *_now(gate), gate.good_values, gate.help) for gate in (*table_of_gates.GATES, *more)]
+    every = (*table_of_gates.GATES, *more)
+    now = [_now(gate) for gate in every]
+    rows = [(gate.name, *shown, gate.good_values, gate.help) for gate, (_, *shown) in zip(every, now, strict=True)]
     if sys.stdout.isatty():
         print(table(("variable", "value", "from", "values", "what it does"), rows))
     else:
@@ -69,7 +69,7 @@ def _list() -> int:
             print(*row, sep="\t")
     for without_effect in table_of_gates.unknown(None, more):
         print(printable(str(without_effect), keep=""), file=sys.stderr)
-    return int(any(value.startswith(_BAD) for _, value, *_ in rows))
+    return int(any(bad for bad, *_ in now))
 
 
 def _of_catalogues() -> tuple[table_of_gates.Gate, ...]:
@@ -81,16 +81,17 @@ def _of_catalogues() -> tuple[table_of_gates.Gate, ...]:
         return ()
 
 
-def _now(gate: table_of_gates.Gate) -> tuple[str, str]:
+def _now(gate: table_of_gates.Gate) -> tuple[bool, str, str]:
+    """Whether its value is bad, the value, and where it comes from."""
     try:
         value = table_of_gates.read(gate)
     except table_of_gates.GateError:
         # The list is where a reader looks for the good values.
-        names = (gate.name, *(alias.name for alias in gate.aliases))
-        raw = next(os.environ[name] for name in names if os.environ.get(name, "").strip())
-        return f"{_BAD}: {printable(shortened(raw), keep='')}", table_of_gates.source(gate)
+        source = table_of_gates.source(gate)
+        raw = os.environ[gate.name if source == "environment" else source.removeprefix("alias ")]
+        return True, f"bad value: {printable(shortened(raw), keep='')}", source
     shown = printable(shortened(table_of_gates.show(value.value, gate.kind)), keep="") or "not set"
-    return shown, f"{value.source} ({value.conflict})" if value.conflict else value.source
+    return False, shown, f"{value.source} ({value.conflict})" if value.conflict else value.source
 
 
 def _stop(message: str, status: int = FAILURE) -> int:

@@ -48,9 +48,10 @@ def _engine(found: Diagnosis) -> Iterator[str]:
     shown = next(one for one in found.engines if one.pid == first.pid and one.started == first.started)
     here = found.vllm is not None and Path(found.vllm["path"]).parent == Path(first.vllm_root or "")
     other = "" if here or first.vllm_root is None else f" in {first.vllm_root}, not the one above"
+    count = len(found.last_engine)
     yield _line(
         "engine",
-        f"pid {first.pid}, {'running' if shown.running else 'over'}, {len(found.last_engine)} processes, started "
+        f"pid {first.pid}, {'running' if shown.running else 'over'}, {count} process{'es' * (count > 1)}, started "
         f"{first.started}, vLLM {first.vllm_version}{other}" + ("" if shown.stands else "; no engine was built"),
     )
     used: dict[str, str] = {}
@@ -62,7 +63,7 @@ def _engine(found: Diagnosis) -> Iterator[str]:
             unused.setdefault(use["reason"], []).append(name)
     for path, outcomes in sorted(_steps(found).items()):
         name, _, part = path.partition(" ")
-        if name in used:
+        if name in used and outcomes.total():
             used[name] += f"; {part} {_share(outcomes)}"
     for name, served in used.items():
         yield _line("  in use", name + served)
