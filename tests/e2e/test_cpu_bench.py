@@ -140,6 +140,8 @@ def test_a_load_is_seen_as_clients_see_it(cpu_host, tmp_path):
     # Time without requests, and what the client takes, is no step's.
     assert 0.2 < sum(row["seconds"] for row in entry["kinds"]) / sum(entry["seconds"]) < 1
     assert entry["gpu_busy"] is None
+    assert 0 < entry["engine_ttft_ms"] < entry["ttft_ms"]["mean"] * entry["requests"] / entry["counted"]
+    assert all(share > 0 for share in entry["cpu"].values())
 
 
 def test_the_hosts_time_by_phase_and_the_trace(cpu_host, tmp_path):

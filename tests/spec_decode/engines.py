@@ -127,7 +127,7 @@ class Context:
         return (metadata[layer], slots[layer]) if layer in metadata else None
 
 
-def config_of(layers: dict[str, Any], *, asynchronous: bool, drawn: bool, mode: CUDAGraphMode) -> Any:
+def config_of(layers: dict[str, Any], *, asynchronous: bool, drawn: bool, mode: CUDAGraphMode, largest: int) -> Any:
     """What scheduler and runner ask of vLLM's `VllmConfig`.
 
     Args:
@@ -135,6 +135,7 @@ def config_of(layers: dict[str, Any], *, asynchronous: bool, drawn: bool, mode: 
         asynchronous: whether the scheduler runs ahead of the device.
         drawn: whether drafts are drawn by temperature.
         mode: of CUDA graphs.
+        largest: tokens of the largest graph.
     """
 
     def no(*_: Any) -> bool:
@@ -179,7 +180,7 @@ def config_of(layers: dict[str, Any], *, asynchronous: bool, drawn: bool, mode: 
         static_forward_context=layers,
         cudagraph_mode=mode,
         cudagraph_capture_sizes=[(1 + DRAFTS) * count for count in (1, 2, MAX_REQS)],
-        max_cudagraph_capture_size=(1 + DRAFTS) * MAX_REQS,
+        max_cudagraph_capture_size=largest,
         resolve_cudagraph_mode_and_sizes=lambda *_, **__: mode,
         mode=0,
         cudagraph_num_of_warmups=1,
@@ -325,6 +326,7 @@ class Engine:
         asynchronous: whether the scheduler runs ahead of the device.
         drawn: whether drafts are drawn by temperature.
         mode: of CUDA graphs.
+        largest: tokens of the largest graph; vLLM's own sizes end at the fullest decode batch.
 
     Attributes:
         runner: a `GPUModelRunner` that has its KV cache.
@@ -343,11 +345,12 @@ class Engine:
         asynchronous: bool = True,
         drawn: bool = False,
         mode: CUDAGraphMode = CUDAGraphMode.FULL_DECODE_ONLY,
+        largest: int = (1 + DRAFTS) * MAX_REQS,
     ) -> None:
         layers = {name: Layer() for name in ("target", "draft")}
         self.context = Context()
         self.models = [Model(name, self.context) for name in layers]
-        self.config = config_of(layers, asynchronous=asynchronous, drawn=drawn, mode=mode)
+        self.config = config_of(layers, asynchronous=asynchronous, drawn=drawn, mode=mode, largest=largest)
         groups = [KVCacheGroupSpec(list(layers), layers["target"].get_kv_cache_spec(None))]
         self.kv_cache_config = KVCacheConfig(num_blocks=NUM_BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups)
         self._asynchronous, self._grammars = asynchronous, Grammars(VOCAB // 2)

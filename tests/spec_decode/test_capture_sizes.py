@@ -6,7 +6,8 @@ from __future__ import annotations
 import ast
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +21,7 @@ from vllm_hwplugin import journal
 from vllm_hwplugin.spec_decode import capture_sizes as feature
 from vllm_hwplugin.spec_decode.capture_sizes import LARGEST, capture_sizes, largest_own, max_num_splits
 from vllm_hwplugin.spec_decode.graph_recording import known_arguments
-from vllm_hwplugin.spec_decode.v2 import piecewise_sizes
+from vllm_hwplugin.spec_decode.v2 import mixed_graphs, piecewise_sizes
 
 from ..conftest import versions
 from .released import Modules, texts
@@ -142,6 +143,7 @@ def config_of(k: int = 3, seqs: int = 1024, batched: int = 8192, method: str = "
         model_config=SimpleNamespace(enforce_eager=False),
         cache_config=SimpleNamespace(use_kda_recoverssm=False),
         lora_config=more.get("lora"),
+        use_v2_model_runner=more.get("v2", False),
         performance_mode="balanced",
         uniform_decode_query_len=1 + k,
         num_speculative_tokens=k,
@@ -288,7 +290,10 @@ V1 = ("vllm/config/vllm.py", "vllm/v1/cudagraph_dispatcher.py")
 class Manager:
     """The target's graphs on a released Model Runner V2, captured."""
 
-    def __init__(self, tree: Any, config: Any, monkeypatch: pytest.MonkeyPatch, **choices: str) -> None:
+    def __init__(
+        self, tree: Any, config: Any, monkeypatch: pytest.MonkeyPatch, full: Sequence[int] = (), **choices: str
+    ) -> None:
+        """Args: full: tokens of FULL graphs of mixed batches."""
         name = "vllm.v1.worker.gpu.cudagraph_utils"
         self.passes: list[tuple[int, str]] = []
         context = {"set_forward_context": self._context}
@@ -299,6 +304,9 @@ class Manager:
         spec = config.speculative_config
         self.block = 1 + spec.num_speculative_tokens
         self.made = module.ModelCudaGraphManager(config, torch.device("cpu"), MODE, self.block)
+        if full:
+            shape = partial(module.BatchExecutionDescriptor, cg_mode=CUDAGraphMode.FULL, num_reqs=16)
+            mixed_graphs._offer(self.made, [shape(num_tokens=size) for size in full])
         batched = config.scheduler_config.max_num_batched_tokens
         names = ("input_ids", "positions", "is_padding")
         inputs = {
@@ -315,7 +323,9 @@ class Manager:
         yield
 
     def captured(self, mode: str) -> list[int]:
-        return [desc.num_tokens for desc in self.made._capture_descs[CUDAGraphMode[mode]]]
+        """Tokens of the graphs of decode batches where these are FULL."""
+        descs = self.made._capture_descs[CUDAGraphMode[mode]]
+        return [desc.num_tokens for desc in descs if mode == "PIECEWISE" or desc.uniform_token_count]
 
     def serves(self, requests: int, tokens: int) -> str:
         """Mode and tokens of the graph for a batch: of decodes, if its tokens are those of decodes."""
@@ -330,8 +340,9 @@ class Manager:
 def test_released_v2_runners_decode_in_full_graphs(
     entry: journal.Journal, version: str, k: int, vllm_tree: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("VLLM_HWPLUGIN_CAPTURE_SIZES", "decode")
     tree = vllm_tree(version)
-    config = made(config_of(k), fill_of(tree))
+    config = made(config_of(k, v2=True), fill_of(tree))
     manager, own = Manager(tree, config, monkeypatch), largest_own(config.compilation_config)
     assert own is not None
     for requests in range(1, LARGEST // (1 + k) + 1):
@@ -378,16 +389,12 @@ def test_released_v1_runners_decode_in_full_graphs(
     large = [size for size in compilation.cudagraph_capture_sizes if size > k]
     rounding(compilation, 1 + k, *([1] if rounding.__code__.co_argcount == 3 else []))
     assert compilation.cudagraph_capture_sizes == sorted({1 + k, *large})
-    found = {}
-    for gate in ("decode", "mixed"):
-        monkeypatch.setenv("VLLM_HWPLUGIN_CAPTURE_SIZES", gate)
-        dispatcher = Modules(texts(tree), [name])(name).CudagraphDispatcher(config)
-        dispatcher.initialize_cudagraph_keys(MODE, 1 + k)
-        for requests in range(1, LARGEST // (1 + k) + 1):
-            assert dispatcher.dispatch(requests * (1 + k), uniform_decode=True)[0] == CUDAGraphMode.FULL, requests
-        assert dispatcher.dispatch(own)[0] == CUDAGraphMode.PIECEWISE
-        found[gate] = dispatcher.dispatch(own + 1)[0].name
-    assert found == {"decode": "NONE", "mixed": "PIECEWISE"}
+    dispatcher = Modules(texts(tree), [name])(name).CudagraphDispatcher(config)
+    dispatcher.initialize_cudagraph_keys(MODE, 1 + k)
+    for requests in range(1, LARGEST // (1 + k) + 1):
+        assert dispatcher.dispatch(requests * (1 + k), uniform_decode=True)[0] == CUDAGraphMode.FULL, requests
+    assert dispatcher.dispatch(own)[0] == CUDAGraphMode.PIECEWISE
+    assert dispatcher.dispatch(own + 1)[0] == CUDAGraphMode.NONE
 
 
 # -- FlashAttention's buffers -----------------------------------------------------------------------------------------
@@ -442,7 +449,7 @@ def test_released_builders_ask_for_the_bound(name: str, version: str, vllm_tree:
     assert calls == [["self", FLASH[name], "max_query_len"]]
 
 
-# -- larger PIECEWISE graphs where they win ---------------------------------------------------------------------------
+# -- larger graphs of mixed batches where they win -----------------------------------------------------------------
 
 
 class Clock:
@@ -466,7 +473,7 @@ class Clock:
 )
 @pytest.mark.parametrize("seqs", [64, 1024])
 @pytest.mark.parametrize("version", versions(*V2, among=("0.24.0", "0.26.0", "0.33.0")))
-def test_larger_piecewise_graphs_are_kept_where_they_win(
+def test_larger_graphs_of_mixed_batches_are_kept_where_they_win(
     entry: journal.Journal,
     version: str,
     seqs: int,
@@ -475,9 +482,8 @@ def test_larger_piecewise_graphs_are_kept_where_they_win(
     vllm_tree: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("VLLM_HWPLUGIN_CAPTURE_SIZES", "mixed")
     tree, clock, passes = vllm_tree(version), Clock(per_token), []
-    config = made(config_of(seqs=seqs), fill_of(tree))
+    config = made(config_of(seqs=seqs, v2=True), fill_of(tree))
     monkeypatch.setattr(piecewise_sizes, "reserved_memory", lambda: 0)
     monkeypatch.setattr(piecewise_sizes, "time", SimpleNamespace(perf_counter=lambda: clock.read(passes)))
 
@@ -486,14 +492,18 @@ def test_larger_piecewise_graphs_are_kept_where_they_win(
             # The clock reads what this one takes down.
             super().__setattr__(name, passes if name == "passes" else value)
 
-    manager = Timed(tree, config, monkeypatch)
+    # A FULL one goes where the PIECEWISE one goes, and is taken back with it.
+    full = mixed_graphs.SIZES if version != "0.24.0" else ()
+    manager = Timed(tree, config, monkeypatch, full)
     assert max(manager.captured("PIECEWISE")) == largest
     assert max(manager.captured("FULL")) == min(LARGEST, 4 * seqs)
-    assert manager.serves(9, largest).startswith("PIECEWISE")
+    assert manager.serves(9, largest) == f"{'FULL' if full else 'PIECEWISE'} {largest}"
+    if largest < LARGEST:
+        assert manager.serves(9, largest + 1) == f"NONE {largest + 1}"
     assert f"up to {largest} tokens" in entry.decisions["capture-sizes of mixed batches"]
     # As after vLLM's profile of memory: what was found holds, and nothing is timed again.
     passes.clear()
-    again = Timed(tree, config, monkeypatch)
+    again = Timed(tree, config, monkeypatch, full)
     assert again.captured("PIECEWISE") == manager.captured("PIECEWISE")
-    assert passes.count((LARGEST, "NONE")) + passes.count((LARGEST, "PIECEWISE")) <= 4
+    assert passes.count((LARGEST, "PIECEWISE")) <= 1
     assert again.made.hidden_states.shape[0] == max(*again.captured("FULL"), *again.captured("PIECEWISE"))

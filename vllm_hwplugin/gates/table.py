@@ -229,9 +229,10 @@ GATES: Final[tuple[Gate, ...]] = (
     Gate(
         "VLLM_HWPLUGIN_CAPTURE_SIZES",
         "choice",
-        "decode",
+        "mixed",
         "Feature capture-sizes: decode batches of up to 2048 tokens have CUDA graphs where the user names no size "
-        "(decode); batches with prompts, too, where a measurement at the start says that they gain (mixed).",
+        "(decode); on Model Runner V2 batches with prompts, too, where a measurement at the start says that they gain "
+        "(mixed).",
         affects=("patches",),
         choices=("off", "decode", "mixed"),
         since="0.2.0",

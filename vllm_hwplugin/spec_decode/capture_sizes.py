@@ -4,7 +4,8 @@
 A decode batch has a FULL graph if its tokens are a whole multiple of 1 + k, and no more than the largest size. vLLM's
 own list counts tokens and ends at 512 of them, which are 128 requests with three drafts and 32 with fifteen; larger
 decode batches run without any graph. To these sizes come whole blocks of 1 + k tokens, up to `LARGEST`. Batches with
-prompts keep to vLLM's sizes, because a padded graph loses where the device is busy anyway.
+prompts keep to vLLM's sizes on the V1 runner, because a padded graph loses where the device is busy anyway. Model
+Runner V2 times the larger ones before it captures them (`v2.piecewise_sizes`).
 
 vLLM calls a platform twice in `VllmConfig.__post_init__`: before it fills in defaults, and when everything is decided.
 The first call leaves on the configuration object itself that the user named no size, and the second takes it away. What
@@ -148,11 +149,15 @@ def _why_left(vllm_config: Any) -> str | None:
 
 
 def _set(vllm_config: Any) -> str:
+    from vllm import envs
+
     compilation, scheduler = vllm_config.compilation_config, vllm_config.scheduler_config
     block = 1 + vllm_config.speculative_config.num_speculative_tokens
     own = list(compilation.cudagraph_capture_sizes)
     seqs, batched = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
-    sizes = list(capture_sizes(block, seqs, batched, own, mixed=wants_mixed()))
+    # 0.20 and 0.21 have the variable alone.
+    v2 = getattr(vllm_config, "use_v2_model_runner", envs.VLLM_USE_V2_MODEL_RUNNER)
+    sizes = list(capture_sizes(block, seqs, batched, own, mixed=v2 and wants_mixed()))
     if sizes == own:
         return f"left to vLLM: its {len(own)} sizes hold every decode batch"
     compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size = sizes, sizes[-1]
@@ -173,15 +178,15 @@ def largest_own(compilation_config: Any) -> int | None:
 
 
 def wants_mixed() -> bool:
-    """Whether batches with prompts may have larger PIECEWISE graphs than vLLM's, too."""
+    """Whether batches with prompts may have larger graphs than vLLM's, too, where these gain."""
     return gates.read(gate_of(CAPTURE_SIZES)).text == "mixed"
 
 
-def mixed_sizes(compilation_config: Any) -> Sequence[int]:
+def piecewise_sizes(compilation_config: Any) -> Sequence[int]:
     """The sizes of PIECEWISE graphs on the V1 runner; called by its patched `CudagraphDispatcher`."""
     sizes: Sequence[int] = compilation_config.cudagraph_capture_sizes
     own = largest_own(compilation_config)
-    return sizes if own is None or wants_mixed() else [size for size in sizes if size <= own]
+    return sizes if own is None else [size for size in sizes if size <= own]
 
 
 def max_num_splits(builder: Any, num_tokens: int, max_query_len: int = 1) -> int:

@@ -44,6 +44,8 @@ _MRV2_SINCE = {
     "draft_model": Version("0.31.0"),
 }
 
+#: vLLM's ``worker_extension_cls`` for dummy shapes.
+_DUMMY_EXTENSION = "vllm_hwplugin_lab.bench._dummy_worker.BenchWorker"
 _PROMPT_TOKENS = 128
 _MAX_MODEL_LEN = 512
 
@@ -176,7 +178,7 @@ def model_of(case: Case, length: float | None, checkpoints: Checkpoints | None, 
             target, drafter = write_configs(shape, made, case.method, case.k + 1)
             kept = _kept(made, home)
         target, drafter = kept / target.name, None if drafter is None else kept / drafter.name
-        options |= {"load_format": "dummy", "skip_tokenizer_init": True}
+        options |= {"load_format": "dummy", "skip_tokenizer_init": True, "worker_extension_cls": _DUMMY_EXTENSION}
         if shape.tensor_parallel_size > 1:
             options["tensor_parallel_size"] = shape.tensor_parallel_size
         if shape.recurrent is not None:

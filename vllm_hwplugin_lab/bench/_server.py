@@ -35,6 +35,8 @@ _POLL = 0.2
 _END = 30.0
 #: Seconds for what a worker is asked.
 _ANSWER = 60.0
+#: Of vLLM's metrics: what the engine's core says of a request until its first token, by its own clock.
+_UNTIL_FIRST = ("vllm:request_queue_time_seconds", "vllm:request_prefill_time_seconds")
 
 
 class Server:
@@ -46,9 +48,9 @@ class Server:
             port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         # What `vllm serve` runs, which itself asks for a distribution of the name `vllm`.
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments_of(options)]
+        options = {"worker_extension_cls": EXTENSION, **options, "host": "127.0.0.1", "port": port}
         self.process = subprocess.Popen(
-            [*command, "--worker-extension-cls", EXTENSION, "--host", "127.0.0.1", "--port", str(port)],
+            [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments_of(options)],
             # For /collective_rpc.
             env={**os.environ, "VLLM_SERVER_DEV_MODE": "1"},
         )
@@ -77,10 +79,19 @@ class Server:
         return first
 
     def totals(self) -> dict[str, Any]:
-        """Counts so far: ``drafts``, and ``accepted`` by position."""
+        """Counts so far.
+
+        Returns:
+            ``drafts``; ``accepted`` of them by position; ``ended``, requests; ``until_first``, the seconds in the
+            engine until the first token of all of these; and ``cpu``, the seconds of the server's own process, which
+            reads requests and writes answers.
+        """
+        import psutil
         from prometheus_client.parser import text_string_to_metric_families
 
-        found: dict[str, Any] = {"drafts": 0, "accepted": {}}
+        times = psutil.Process(self.process.pid).cpu_times()
+        found: dict[str, Any] = {"drafts": 0, "accepted": {}, "ended": 0, "until_first": 0.0}
+        found["cpu"] = times.user + times.system
         with urllib.request.urlopen(f"{self.url}/metrics") as answer:
             text = answer.read().decode()
         for sample in (one for family in text_string_to_metric_families(text) for one in family.samples):
@@ -89,6 +100,10 @@ class Server:
             elif sample.name == "vllm:spec_decode_num_accepted_tokens_per_pos_total":
                 position = int(sample.labels["position"])
                 found["accepted"][position] = found["accepted"].get(position, 0) + int(sample.value)
+            elif sample.name == f"{_UNTIL_FIRST[0]}_count":
+                found["ended"] += int(sample.value)
+            elif sample.name.removesuffix("_sum") in _UNTIL_FIRST:
+                found["until_first"] += sample.value
         return found
 
     def end(self) -> None:
@@ -171,13 +186,16 @@ def measure(server: Server, model: str, load: Mapping[str, Any]) -> dict[str, An
     """One round of a load: :func:`run_load`, and what the engine counted meanwhile."""
     speed, before = host_us(), server.totals()
     server.ask("hwplugin_steps")  # those of a warm-up
+    own = time.process_time()
     facts = run_load(server, model, load)
+    own = time.process_time() - own
     after, kinds, began = server.totals(), server.ask("hwplugin_steps"), facts.pop("began")
     return {
         "host_us": speed,
         **facts,
         "steps": sum(one["steps"] for one in kinds),
-        "drafts": after["drafts"] - before["drafts"],
+        **{name: after[name] - before[name] for name in ("drafts", "ended", "until_first")},
+        "cpu": {"client": own, "server": after["cpu"] - before["cpu"]},
         "accepted_per_position": [
             count - before["accepted"].get(position, 0) for position, count in sorted(after["accepted"].items())
         ],

@@ -181,7 +181,7 @@ async def serve(job: Job, answer: Answer) -> None:
     from vllm import AsyncEngineArgs, AsyncLLMEngine
     from vllm.usage.usage_lib import UsageContext
 
-    arguments = AsyncEngineArgs(**job.options, worker_extension_cls=EXTENSION)
+    arguments = AsyncEngineArgs(**{"worker_extension_cls": EXTENSION, **job.options})
     # What vLLM's server says of itself: it decides some defaults.
     engine = AsyncLLMEngine.from_engine_args(arguments, usage_context=UsageContext.OPENAI_API_SERVER)
     try:

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 
@@ -27,6 +28,7 @@ from vllm_hwplugin_lab.bench._plan import (
     why_not_mrv2,
 )
 from vllm_hwplugin_lab.bench._shapes import SHAPES
+from vllm_hwplugin_lab.bench._worker import BenchWorker
 
 
 def test_the_two_sides_differ_in_the_master_gate_and_the_patched_environment_alone(settings, gpu_host, tmp_path):
@@ -120,6 +122,15 @@ def test_tiny_runs_the_same_prompts_at_every_batch_size(settings, gpu_host, tmp_
     speculation = job.options["speculative_config"]
     assert speculation["num_speculative_tokens"] == 7
     assert "rejection_sample_method" not in speculation
+
+
+def test_a_dummy_eagle3_drafter_keeps_its_own_head(settings, gpu_host, tmp_path, monkeypatch):
+    drafter = pytest.importorskip("vllm.model_executor.models.llama_eagle3").Eagle3LlamaForCausalLM
+    # What vLLM's loader finds where it loads nothing.
+    monkeypatch.setattr(drafter, "has_own_lm_head", False)
+    job = job_for(Case("8b", "eagle3", 5), "stock", settings, gpu_host, None, tmp_path)
+    assert issubclass(resolve_name(job.options["worker_extension_cls"]), BenchWorker)
+    assert drafter.has_own_lm_head
 
 
 @pytest.mark.parametrize("method", ["eagle3", "dflash"])

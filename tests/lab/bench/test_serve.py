@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import os
 import re
 import sys
 import time
@@ -22,6 +23,10 @@ vllm:spec_decode_num_drafts_total{engine="0"} 7.0
 # TYPE vllm:spec_decode_num_accepted_tokens_per_pos counter
 vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="1"} 2.0
 vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="0"} 5.0
+vllm:request_queue_time_seconds_count{engine="0"} 4.0
+vllm:request_queue_time_seconds_sum{engine="0"} 0.5
+vllm:request_prefill_time_seconds_count{engine="0"} 4.0
+vllm:request_prefill_time_seconds_sum{engine="0"} 0.25
 """
 
 
@@ -31,7 +36,8 @@ def request(start=0.0, ttft=0.25, gaps=(0.25,), tokens=2):
 
 def round_of(requests, seconds, **more):
     facts = {"host_us": 1.0, "seconds": seconds, "steps": 4, "drafts": 5, "accepted_per_position": [4, 1]}
-    facts |= {"kinds": [], "gpu_busy": []}
+    facts |= {"kinds": [], "gpu_busy": [], "ended": len(requests), "until_first": 0.125 * len(requests)}
+    facts |= {"cpu": {"client": seconds / 4, "server": seconds / 2}}
     return {**facts, "requests": requests, **more}
 
 
@@ -110,7 +116,7 @@ def test_a_side_without_the_plugin_has_kinds_and_no_paths():
 def test_a_load_is_held_to_stocks_and_says_how_long_its_shortest_round_took():
     entry = load_entry([round_of([request()], seconds, gpu_busy=[0.5, 0.75]) for seconds in (2.0, 4.0)])
     stock = load_entry([round_of([request()], seconds) for seconds in (4.0, 8.0)])
-    assert rows_of(entry, stock)[0][0][:4] == ["1 (0)", "2.00", "2.0", "62%"]
+    assert rows_of(entry, stock)[0][0][:6] == ["1 (0)", "2.00", "2.0", "62%", "25% / 50%", "125"]
     assert rows_of(stock)[0][0][:4] == ["0 (0)", "-", "4.0", "-"]
     # The best of more rounds is better by chance alone.
     assert rows_of(entry, load_entry([round_of([request()], 4.0)]))[0][0][1] == "-"
@@ -160,10 +166,13 @@ def test_engine_options_as_the_servers_command_line_has_them():
 
 def test_what_an_engine_has_counted_is_read_from_its_metrics(monkeypatch):
     pytest.importorskip("prometheus_client")
+    pytest.importorskip("psutil")
     server = object.__new__(_server.Server)
-    server.url = "http://server"
+    server.url, server.process = "http://server", SimpleNamespace(pid=os.getpid())
     monkeypatch.setattr(_server.urllib.request, "urlopen", lambda url: io.BytesIO(METRICS.encode()))
-    assert server.totals() == {"drafts": 7, "accepted": {0: 5, 1: 2}}
+    found = server.totals()
+    assert found.pop("cpu") == pytest.approx(sum(os.times()[:2]), abs=0.5)
+    assert found == {"drafts": 7, "accepted": {0: 5, 1: 2}, "ended": 4, "until_first": 0.75}
 
 
 class Parser:
@@ -232,7 +241,10 @@ def test_prompts_of_a_file_take_the_place_of_the_clients(client, chat, text):
 
 
 def test_a_round_has_what_was_counted_meanwhile(monkeypatch):
-    counted = iter([{"drafts": 4, "accepted": {0: 2}}, {"drafts": 7, "accepted": {0: 5, 1: 2}}])
+    own = {"ended": 5, "until_first": 0.5, "cpu": 1.0}
+    counted = iter(
+        [{**own, "drafts": 4, "accepted": {0: 2}}, {**own, "drafts": 7, "accepted": {0: 5, 1: 2}, "cpu": 3.0}]
+    )
     row = kinds("prompt", "NONE", None, 4, 0.5, 0.25)
     steps = iter([[kinds("prompt", "NONE", None, 9, 0.5, 0.25)], [row]])
 
@@ -242,6 +254,7 @@ def test_a_round_has_what_was_counted_meanwhile(monkeypatch):
     monkeypatch.setattr(_server, "run_load", lambda *_: {"began": 50.0, "seconds": 1.5, "requests": []})
     found = _server.measure(SimpleNamespace(totals=lambda: next(counted), ask=ask), "M", {})
     assert (found["steps"], found["drafts"], found["accepted_per_position"]) == (4, 3, [3, 2])
+    assert (found["ended"], found["until_first"], found["cpu"]["server"]) == (0, 0.0, 2.0)
     assert (found["kinds"], found["gpu_busy"]) == ([row], ["hwplugin_gpu_busy", 50.0, 51.5])
 
 

@@ -45,6 +45,9 @@ def answer(job, names, rounds):
             )
         ],
         "gpu_busy": [0.5],
+        "ended": 4,
+        "until_first": 0.1,
+        "cpu": {"client": 0.5, "server": 0.25},
         "steps": 9,
         "drafts": 10,
         "accepted_per_position": [9, 6],

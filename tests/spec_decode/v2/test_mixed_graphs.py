@@ -241,7 +241,7 @@ def with_them(tree: Any, mode: CUDAGraphMode) -> Iterator[Sides]:
         for modules in (stock, patched):
             # As if the models here were compiled in pieces.
             vars(modules("cudagraph_utils"))["has_compiled_submodule"] = lambda model: True
-        yield Sides(Whole(stock, mode=mode), Whole(patched, mode=mode))
+        yield Sides(*(Whole(modules, mode=mode, largest=max(SIZES_HERE)) for modules in (stock, patched)))
 
 
 @pytest.mark.parametrize("mode", [CUDAGraphMode.FULL_DECODE_ONLY, CUDAGraphMode.FULL_AND_PIECEWISE])

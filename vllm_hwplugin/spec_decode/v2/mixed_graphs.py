@@ -25,8 +25,9 @@ from vllm_hwplugin.spec_decode.decode_batch import MAX_NUM_REQS
 
 _STOCK: Final = "only decode batches have FULL graphs"
 
-#: Tokens of the graphs. A batch is padded to the next, by an eighth where it is large.
-SIZES: Final = (*range(16, 256, 16), *range(256, 512, 32), *range(512, 1024, 64), *range(1024, 2049, 128))
+#: Tokens of the graphs. A batch is padded to the next: up to 512 tokens hardly further than for a PIECEWISE graph of
+#: vLLM's sizes, and by an eighth where it is large.
+SIZES: Final = (*range(16, 512, 16), *range(512, 1024, 64), *range(1024, 2049, 128))
 #: FlashAttention 3 keeps float32 outputs for each token and each part that a request's keys are split into.
 MOST_SPLITS: Final = 4
 
@@ -78,13 +79,17 @@ def _attention(runner: Any) -> str | None:
 def add_mixed_graphs(runner: Any) -> None:
     """Have target and drafter capture FULL graphs of any batch as well, and prefer them to PIECEWISE graphs or none.
 
+    They are no larger than the largest capture size, which the user may have named. `piecewise_sizes` later takes those
+    back that lose.
+
     Raises:
         FeatureRequired: the engine cannot have them, and the feature's gate says `on`.
     """
-    sizes = [size for size in SIZES if size <= runner.max_num_tokens]
+    most_tokens = min(runner.max_num_tokens, runner.compilation_config.max_cudagraph_capture_size or 0)
+    sizes = [size for size in SIZES if size <= most_tokens]
     reason = mixed_graphs_obstacle(runner)
     if reason is not None or not sizes:
-        stays_stock(V2_MIXED_GRAPHS, _STOCK, reason or f"a step has {runner.max_num_tokens} tokens at most")
+        stays_stock(V2_MIXED_GRAPHS, _STOCK, reason or f"graphs have {most_tokens} tokens at most")
         return
     most = min(runner.max_num_reqs, MAX_NUM_REQS)
     graphs = [

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which PIECEWISE graphs of Model Runner V2 are larger than vLLM's own: none, or those that were measured to win.
+"""Which graphs of mixed batches are larger than vLLM's own on Model Runner V2: those that were measured to win.
 
 The larger sizes are there for FULL graphs of decode batches. vLLM would capture PIECEWISE graphs of them as well, for
-batches with prompts. These save the host's launches, and cost the device the padding: a small target gains, a large one
-loses. Where the user wants them, the target's passes are timed before the rest is captured.
+batches with prompts, and `mixed_graphs` has FULL ones. These save the host's launches, and cost the device the padding:
+a small target gains, a large one loses. So the target's passes are timed before the rest is captured, in PIECEWISE
+graphs: a FULL one takes no longer.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from vllm_hwplugin.spec_decode.graph_recording import all_ranks, known_arguments
 _DECISION: Final = "capture-sizes of mixed batches"
 _LAUNCHES: Final = 3
 _TARGET: Final = "ModelCudaGraphManager"
-# On the `CompilationConfig`: tokens of the largest PIECEWISE graph that was found to win.
-_LARGEST: Final = "_hwplugin_largest_piecewise"
+# On the `CompilationConfig`: tokens of the largest graph that was found to win.
+_LARGEST: Final = "_hwplugin_largest_mixed"
 
 
 def settle(manager: Any, create_forward_fn: Callable[..., Any]) -> None:
-    """Take back the PIECEWISE graphs that are not to be captured; the first thing in vLLM's patched `capture`.
+    """Take back the graphs of mixed batches that are not to be captured; the first thing in vLLM's patched `capture`.
 
     The target's manager comes first, and the drafter's follow it. From 0.29 on vLLM captures once more before, to
     measure memory: what is found then holds.
@@ -40,16 +41,23 @@ def settle(manager: Any, create_forward_fn: Callable[..., Any]) -> None:
     """
     compilation = manager.compilation_config
     own = largest_own(compilation)
-    descs = manager._capture_descs.get(CUDAGraphMode.PIECEWISE, [])
-    larger = [desc for desc in descs if own is not None and desc.num_tokens > own]
+    planned = manager._capture_descs
+    larger = [
+        desc
+        for descs in planned.values()
+        for desc in descs
+        if own is not None and desc.num_tokens > own and desc.uniform_token_count is None
+    ]
     if not larger:
         return
     assert own is not None
     if _LARGEST not in vars(compilation):
-        vars(compilation)[_LARGEST] = _compare(larger, own, create_forward_fn) if _compares(manager) else own
+        pieces = [desc for desc in larger if desc.cg_mode == CUDAGraphMode.PIECEWISE and _compares(manager)]
+        vars(compilation)[_LARGEST] = _compare(pieces, own, create_forward_fn) if pieces else own
     largest = vars(compilation)[_LARGEST]
     dropped = {desc for desc in larger if desc.num_tokens > largest}
-    descs[:] = [desc for desc in descs if desc not in dropped]
+    for descs in planned.values():
+        descs[:] = [desc for desc in descs if desc not in dropped]
     candidates = manager._candidates
     # In 0.20 by position; many of the lists are one.
     for found in candidates.values() if isinstance(candidates, dict) else candidates:
@@ -57,7 +65,7 @@ def settle(manager: Any, create_forward_fn: Callable[..., Any]) -> None:
     if dropped and type(manager).__name__ == _TARGET:
         # vLLM keeps what the target returns in tensors for the first batch that it captures, which need no longer be
         # the largest: so let that one come first.
-        kept = [desc for mode in manager._capture_descs.values() for desc in mode]
+        kept = [desc for descs in planned.values() for desc in descs]
         _forward_of(create_forward_fn, max(kept, key=lambda desc: desc.num_tokens))(CUDAGraphMode.NONE)
 
 
@@ -78,7 +86,7 @@ def _compare(larger: Sequence[Any], own: int, create_forward_fn: Callable[..., A
     grows with it.
 
     Args:
-        larger: vLLM's descriptors, largest first.
+        larger: vLLM's descriptors of PIECEWISE graphs, largest first.
     """
     started, reserved, said = time.perf_counter(), reserved_memory(), []
     while larger:
