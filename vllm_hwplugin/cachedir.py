@@ -276,9 +276,12 @@ def _judge_hop(path: str, found: os.stat_result, folder: Path, way_out: str) -> 
         )
     # A sticky folder (/tmp) lets others add entries but not replace ours; the mode of a link itself means nothing.
     if found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX and not stat.S_ISLNK(found.st_mode):
+        if found.st_uid == os.geteuid() or path == str(folder):
+            mend = f"run `chmod go-w {path}`"
+        else:
+            mend = f"let user {found.st_uid} run `chmod +t {path}`"
         raise UntrustedFolder(
-            f"{where} has mode {stat.S_IMODE(found.st_mode):04o} and can be written to by "
-            f"others; run `chmod go-w {path}` or {way_out}"
+            f"{where} has mode {stat.S_IMODE(found.st_mode):04o} and can be written to by others; {mend} or {way_out}"
         )
 
 

@@ -10,12 +10,13 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from vllm_hwplugin import cachedir
 from vllm_hwplugin.patching._finder import CopyFinder
-from vllm_hwplugin.patching._overlay import Copy, Overlay, OverlayError, open_overlay
+from vllm_hwplugin.patching._overlay import Copy, Overlay, OverlayError, has_copy, open_overlay
 from vllm_hwplugin.patching._plan import patched_file
 from vllm_hwplugin.patching._sealed import keep_sealed
 
@@ -178,14 +179,51 @@ def test_an_unwritable_host_gets_one_folder_a_user_then_one_a_process(
         open_overlay()
 
 
-def test_a_read_only_cache_is_passed_over(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    access = os.access
-    monkeypatch.setattr(
-        os, "access", lambda path, mode, **how: not Path(path).is_relative_to(cache) and access(path, mode, **how)
-    )
+@pytest.fixture
+def read_only(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """From the call on, nothing below the cache folder can be made, as in an image that is mounted read only."""
+
+    def begin() -> None:
+        for name in ("mkdir", "open"):
+            monkeypatch.setattr(os, name, refuse(getattr(os, name)))
+        access = os.access
+        monkeypatch.setattr(
+            os, "access", lambda path, mode, **how: not Path(path).is_relative_to(cache) and access(path, mode, **how)
+        )
+
+    def refuse(call: Callable[..., Any]) -> Callable[..., Any]:
+        def refused(path: Any, flags: int = os.O_CREAT, *more: Any, **how: Any) -> Any:
+            if flags & os.O_CREAT and Path(path).is_relative_to(cache):
+                raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+            return call(path, flags, *more, **how)
+
+        return refused
+
+    return begin
+
+
+def test_a_read_only_cache_serves_the_copies_that_it_has(cache: Path, read_only: Callable[[], None]) -> None:
+    kept, other = (patched_file("m.py", "m", text) for text in (TEXT, TEXT.replace("42", "43")))
+    open_overlay().place(kept)
+    assert [has_copy(file, cache) for file in (kept, other)] == [True, False]
+    read_only()
+    opened = open_overlay()
+    assert load(opened.place(kept)) == 42
+    assert (opened.base, opened.notes) == (cache, [])
+    # Journals are new in each process.
+    assert opened.writable_base() == cache.with_name("tmp") / f"vllm-hwplugin-{os.geteuid()}"
+    opened = open_overlay()
+    assert load(opened.place(other)) == 43
+    assert opened.base == cache.with_name("tmp") / f"vllm-hwplugin-{os.geteuid()}"
+    assert len(opened.notes) == 1
+
+
+def test_a_read_only_cache_without_copies_is_passed_over(cache: Path, read_only: Callable[[], None]) -> None:
+    cache.mkdir(mode=0o700)
+    read_only()
     opened = open_overlay()
     assert opened.base != cache
-    assert "not writable" in opened.notes[0]
+    assert len(opened.notes) == 1
 
 
 def test_the_loader_takes_the_byte_code(copy: Copy, monkeypatch: pytest.MonkeyPatch) -> None:

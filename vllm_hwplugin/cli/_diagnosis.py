@@ -7,11 +7,12 @@ as a process of vLLM would decide it, and what really happened in the last engin
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from ..patching import (
     PatchingError,
     VersionUnknown,
     find_installed,
+    has_copy,
     is_supported,
     load_catalogue,
     make_plan,
@@ -155,18 +157,18 @@ def diagnose(
     of_features = own.gates if own is not None else ()
     _read_into(values, of_features, environ, found)
     outside = _find_outside(environ, own, values, found)
-    cache, no_place = _cache(environ, found)
-    features, fingerprint = _decide(values, installed, own, outside, environ, found, no_place)
+    cache = _cache(environ, found)
+    features, fingerprint = _decide(values, installed, own, outside, environ, found, cache)
     # As the journals of processes have them.
     features = (*(_left_out(item) for item in outside.troubles), *features)
     states = {row.state for row in features}
     if not found.problems and not _is_switched_off(values) and "refused" in states and "live" not in states:
         found.problems.append("the plugin would do nothing: no feature is live")
-    engines, processes = find_engines(_journals(environ, found), engine)
+    engines, processes = find_engines(_journals(cache, found), engine)
     found.warnings += fingerprints_differ(processes)
     platform = _host.find_platform()
     tools = _host.find_tools(environ=environ)
-    libraries = _libraries(environ, found)
+    libraries = built.read_all(cache.trusted, found.warnings)
     found.problems += operation_problems(platform.kind, values)
     platform_class = _platform_class(values, installed, platform, environ, found)
     return Diagnosis(
@@ -190,7 +192,7 @@ def diagnose(
         packages={
             name: musa_versions.installed(name) for name in ("torch", "triton", "torch_musa", "torchada", "mate")
         },
-        cache=cache,
+        cache={str(place): state for place, state in cache.states.items()},
         gates=tuple(
             _row(gate, values[gate.name], gates.source(gate, environ))
             for gate in (*gates.GATES, *of_features, *outside.gates)
@@ -331,7 +333,7 @@ def _decide(
     outside: Found,
     environ: Mapping[str, str],
     found: _Findings,
-    no_place: str | None,
+    cache: _Cache,
 ) -> tuple[tuple[FeatureRow, ...], str]:
     """The states that a process of vLLM would come to with these gates.
 
@@ -363,9 +365,9 @@ def _decide(
         return all_of("off", "VLLM_HWPLUGIN=0 switches the plugin off", found.warnings)
     if installed is None:
         return all_of("refused", "no vLLM is installed, or none that states its version", found.problems)
-    if no_place is not None:
-        found.problems.append(no_place)
-        return all_of("refused", no_place, found.problems)
+    if cache.trouble is not None and not cache.read_only:
+        found.problems.append(cache.trouble)
+        return all_of("refused", cache.trouble, found.problems)
     others, missing = find_targets(catalogue.features)
     sources = {name: item.source for name, item in others.items()}
     refused: dict[str, str] = {}
@@ -379,7 +381,12 @@ def _decide(
             refused={**missing, **mistaken, **refused},
             others=sources,
         )
-        if not (broken := not_python(plan, {VLLM: installed.source, **sources})):
+        broken = not_python(plan, {VLLM: installed.source, **sources})
+        if (trouble := cache.trouble) is not None:
+            for file in plan.files.values():
+                if not any(has_copy(file, place) for place in cache.read_only):
+                    broken |= dict[str, str].fromkeys(file.features, trouble)
+        if not broken:
             break
         refused |= broken
     found.problems += plan.errors
@@ -449,40 +456,51 @@ def _musa(
     return findings
 
 
-def _cache(environ: Mapping[str, str], found: _Findings) -> tuple[dict[str, str], str | None]:
-    """Each place where copies may lie, best first, and its state; and why there is none, where there is none."""
+@dataclass(frozen=True, slots=True)
+class _Cache:
+    """Where copies may lie.
+
+    Attributes:
+        states: place -> its state, best place first.
+        read_only: those that can only be read, and serve the copies that they have.
+        trusted: those that journals and kernels are read from.
+        trouble: why no copy can be written anywhere; None where one can.
+    """
+
+    states: Mapping[Path, str]
+    read_only: tuple[Path, ...] = ()
+    trusted: tuple[Path, ...] = ()
+    trouble: str | None = None
+
+
+def _cache(environ: Mapping[str, str], found: _Findings) -> _Cache:
     notes: list[str] = []
     try:
         places = cachedir.places(environ, notes)
     except gates.GateError:
-        return {}, None
+        return _Cache({})
     found.warnings += notes
-    states: dict[str, str] = {}
+    states: dict[Path, str] = {}
+    read_only, trusted = [], []
     usable = False
     for place in places:
+        with contextlib.suppress(OSError, cachedir.UntrustedFolder):
+            trusted.append(cachedir.code_folder(place))
         try:
-            states[str(place)] = "ready" if cachedir.check_place(place / FOLDER) else "no patched copy yet"
+            states[place] = "ready" if cachedir.check_place(place / FOLDER) else "no patched copy yet"
             usable = True
         except (OSError, cachedir.UntrustedFolder) as error:
-            states[str(place)] = str(error)
+            states[place] = str(error)
             notes.append(str(error))
+            with contextlib.suppress(OSError, cachedir.UntrustedFolder):
+                read_only.append(cachedir.trusted_folder(place / FOLDER).parent)
+                states[place] = "read only"
+                continue
             found.warnings.append(f"the cache is not used: {error}")
-    if usable:
-        return states, None
-    return states, f"no folder for patched copies: {'; '.join(notes)}: set VLLM_HWPLUGIN_CACHE_DIR to one of your own"
+    trouble = f"no folder for patched copies: {'; '.join(notes)}: set VLLM_HWPLUGIN_CACHE_DIR to one of your own"
+    return _Cache(states, tuple(read_only), tuple(trusted), None if usable else trouble)
 
 
-def _libraries(environ: Mapping[str, str], found: _Findings) -> Sequence[built.Built]:
-    try:
-        return built.read_all(environ, found.warnings)
-    except gates.GateError:
-        return ()
-
-
-def _journals(environ: Mapping[str, str], found: _Findings) -> list[Journal]:
-    try:
-        places = cachedir.places(environ)
-    except gates.GateError:
-        return []
-    written = [item for place in places for item in journals.read_all(place, found.warnings)]
+def _journals(cache: _Cache, found: _Findings) -> list[Journal]:
+    written = [item for place in cache.trusted for item in journals.read_all(place, found.warnings)]
     return sorted(written, key=lambda item: item.started)

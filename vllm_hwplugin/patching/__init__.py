@@ -32,7 +32,7 @@ from ._model import (
     Status,
     target_name,
 )
-from ._overlay import FOLDER
+from ._overlay import FOLDER, has_copy
 from ._plan import make_plan, not_python, render_diff
 from ._runtime import current_plan, force, install, verify
 
@@ -76,6 +76,7 @@ __all__ = [
     "file_diff",
     "find_installed",
     "force",
+    "has_copy",
     "install",
     "is_open",
     "is_supported",

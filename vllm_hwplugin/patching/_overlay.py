@@ -15,6 +15,7 @@ same user.
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import logging
 import marshal
 import os
@@ -131,7 +132,7 @@ class Overlay:
     """The folder for copies.
 
     Args:
-        bases: cache folders that can be trusted and written to, best first; they are looked for when they are needed.
+        bases: cache folders that can be trusted, best first; they are looked for when they are needed.
         notes: gets a line for each better place that was passed over, and why.
 
     Attributes:
@@ -155,9 +156,8 @@ class Overlay:
         Raises:
             OverlayError: it is neither there nor can it be written anywhere.
         """
-        folder, name = f"{file.module}-{file.digest[:20]}", file.path.rpartition("/")[2]
         while True:
-            copy = Copy(file.module, self.base / FOLDER / folder / name, file.data)
+            copy = _copy(file, self.base)
             try:
                 copy.verify()
             except OverlayError as error:
@@ -165,6 +165,10 @@ class Overlay:
                 self._take_next()
             else:
                 return copy
+
+    def writable_base(self) -> Path | None:
+        """Where a process can keep what is new: the one in use, or the next one where that is read only."""
+        return next((base for base in itertools.chain([self.base], self._bases) if writable(base)), None)
 
     def _take_next(self) -> None:
         base = next(self._bases, None)
@@ -176,8 +180,18 @@ class Overlay:
         self.base = base
 
 
+def _copy(file: PatchedFile, base: Path) -> Copy:
+    folder, name = f"{file.module}-{file.digest[:20]}", file.path.rpartition("/")[2]
+    return Copy(file.module, base / FOLDER / folder / name, file.data)
+
+
+def has_copy(file: PatchedFile, base: Path) -> bool:
+    """Whether a cache folder that can be trusted holds the whole copy of a patched file."""
+    return read_private(_copy(file, base).path) == file.data
+
+
 def open_overlay(environ: Mapping[str, str] | None = None) -> Overlay:
-    """The best place for copies that can be trusted and written to.
+    """The best place for copies that can be trusted: one that can be written to, or has been and may hold them.
 
     Raises:
         OverlayError: there is none, not even a private temporary folder.
@@ -192,11 +206,9 @@ def _usable(environ: Mapping[str, str] | None, notes: list[str]) -> Iterator[Pat
             folder = private_folder(place / FOLDER)
         except (OSError, UntrustedFolder) as error:
             notes.append(str(error))
-            continue
-        if writable(folder):
-            yield folder.parent
         else:
-            notes.append(f"{folder} is not writable; set VLLM_HWPLUGIN_CACHE_DIR to a folder that is")
+            # Not writable either: a container's image can have copies, and one that is missing leads to the next place.
+            yield folder.parent
     try:
         yield private_folder(temporary_folder() / FOLDER).parent
     except (OSError, UntrustedFolder) as error:

@@ -226,7 +226,7 @@ def _install(environ: Mapping[str, str], catalogue: Catalogue | None) -> _State:
             exc_info=None if expected else error,
         )
         # Placing the copies may have found that the first place has no room.
-        base = state.overlay.base if state.overlay is not None else None
+        base = state.overlay.writable_base() if state.overlay is not None else None
         state = _State(_of_stock(state.journal, text))
         journal.begin(state.journal, base)
     return state
@@ -302,7 +302,7 @@ def _activate(
     asked = (meant, try_unlisted, environ.get("VLLM_HWPLUGIN_PATCHES"))
     if not compare_with_first(entry, asked, environ, stop=_must_hold(environ, state.gates)):
         report(entry, plan, installed, try_unlisted)
-    journal.begin(entry, overlay.base)
+    journal.begin(entry, overlay.writable_base())
 
 
 def _put_in_force(state: _State, wanted: _Wanted) -> _Settled:

@@ -44,7 +44,7 @@ def test_the_record_says_what_the_library_was_built_with(
     own_cache: Path, kernel: KernelSpec, torch_cuda: TorchBuild
 ) -> None:
     library = jit.provide(dataclasses.replace(kernel, fast_math=True), torch_cuda)
-    (found,) = built.read_all()
+    (found,) = built.read_all([own_cache], [])
     assert found.library == library
     assert (found.kernel, found.toolchain, found.version, found.torch) == (
         "sample", "nvcc", "13.0.88", "2.13.0+cu130",
@@ -66,7 +66,7 @@ def test_a_record_that_cannot_be_read_counts_as_none(
         record.write_text(json.dumps({**json.loads(record.read_text()), "format": 2}))
     else:
         record.write_text(damage)
-    assert built.read_all() == []
+    assert built.read_all([own_cache], []) == []
     shutil.rmtree(own_cache)
 
 
@@ -89,4 +89,4 @@ def test_a_record_that_says_what_it_cannot_counts_as_none(
     (record.parent.parent / "library.so").touch()
     whole = json.loads(record.read_text())
     record.write_text(change if isinstance(change, str) else json.dumps(whole | change))
-    assert built.read_all() == []
+    assert built.read_all([own_cache], []) == []

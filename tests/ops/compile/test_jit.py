@@ -12,12 +12,13 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
 from packaging.version import Version
 
+from vllm_hwplugin import cachedir
 from vllm_hwplugin.ops.compile import built, jit, toolchain, torch_build
 from vllm_hwplugin.ops.compile import ninja as ninja_module
 from vllm_hwplugin.ops.compile.ninja import build, script
@@ -182,6 +183,21 @@ def test_a_read_only_cache_serves_what_it_has_and_the_other_place_builds(
     (own_cache / "kernels").chmod(0o700)
 
 
+def test_a_place_that_no_library_can_be_loaded_from_is_passed_over(
+    own_cache: Path, kernel: KernelSpec, torch_cuda: TorchBuild, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cachedir, "SHARED_MEMORY", tmp_path / "none")
+    noexec = [own_cache]
+    monkeypatch.setattr(
+        os, "statvfs", lambda path: SimpleNamespace(f_flag=os.ST_NOEXEC * any(one in path.parents for one in noexec))
+    )
+    assert jit.provide(kernel, torch_cuda).is_relative_to(tmp_path / "temporary")
+    shutil.rmtree(tmp_path / "temporary")
+    noexec.append(tmp_path / "temporary")
+    with pytest.raises(KernelUnavailable, match="mounted noexec"):
+        jit.provide(kernel, torch_cuda)
+
+
 def test_no_place_at_all_is_said_with_every_reason(
     own_cache: Path, plan: MakePlan, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -342,7 +358,7 @@ def test_a_pipe_in_the_cache_is_not_waited_for(
     signal.alarm(10)
     notes: list[str] = []
     try:
-        assert built.read_all(notes=notes) == []
+        assert built.read_all([own_cache], notes) == []
         assert jit.obstacle(kernel, (9, 0)) == ""
     finally:
         signal.alarm(0)

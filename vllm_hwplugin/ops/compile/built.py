@@ -9,14 +9,14 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
 import vllm_hwplugin
 
-from ...cachedir import UntrustedFolder, places, read_private, trusted_folder
+from ...cachedir import UntrustedFolder, read_private, trusted_folder
 from .ahead import PREBUILT
 from .ninja import RECORD
 from .plan import FORMAT
@@ -121,18 +121,15 @@ def prebuilt_folder() -> Path:
     return Path(vllm_hwplugin.__file__).parent / PREBUILT
 
 
-def read_all(environ: Mapping[str, str] | None = None, notes: list[str] | None = None) -> Sequence[Built]:
+def read_all(places: Iterable[Path], notes: list[str]) -> Sequence[Built]:
     """Every library: the wheel's, then those in the cache.
 
     Args:
+        places: cache folders.
         notes: gets a line for each folder of the cache that was left out, and why.
-
-    Raises:
-        GateError: the variable of the cache folder has a bad value.
     """
-    notes = [] if notes is None else notes
     libraries = [read(folder) for folder in sorted(prebuilt_folder().glob("*"))]
-    for place in places(environ):
+    for place in places:
         try:
             folder = trusted_folder(place / FOLDER)
             names = sorted(os.listdir(folder))

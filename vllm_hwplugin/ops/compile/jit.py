@@ -181,6 +181,10 @@ def build_once(plan: BuildPlan, environ: Mapping[str, str]) -> Path:
         if not writable(folder):
             notes.append(f"{folder} is not writable")
             continue
+        if os.statvfs(folder).f_flag & os.ST_NOEXEC:
+            # As containers have /dev/shm, and temporary files that Docker's --tmpfs makes: no library is loaded there.
+            notes.append(f"{folder} is on a file system that is mounted noexec")
+            continue
         try:
             with FileLock(folder / "lock", timeout=WAIT):
                 # Whoever held the lock before may have built it.
