@@ -439,6 +439,21 @@ def rows_again() -> list[Request]:
     ]
 
 
+def asking_for_more() -> list[Request]:
+    """When the others are done, requests that ask the sampler for what no graph has, beside one that does not."""
+    texts = json.loads((SMALL / "prompts.json").read_text())["prompt_ids"]
+    asked: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 0.8, "repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.3},
+        {"temperature": 0.9, "top_p": 0.8, "logprobs": 2},
+        {"temperature": 0.7, "min_tokens": 6, "stop_token_ids": [7], "allowed_token_ids": list(range(3, 200))},
+    ]
+    return [
+        Request("vwxy"[index], texts[index][: 16 + index], 200 + index, {"max_tokens": 18, "seed": index, **params})
+        for index, params in enumerate(asked)
+    ]
+
+
 def by_temperature() -> list[Request]:
     """Requests with temperatures and seeds, a greedy one, and one that needs more of the sampler."""
     texts = json.loads((SMALL / "prompts.json").read_text())["prompt_ids"]

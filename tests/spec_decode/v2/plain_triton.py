@@ -97,6 +97,14 @@ def store(pointer: Pointer, value: Any, mask: Any = None, **_: Any) -> None:
         memory[places] = np.broadcast_to(np.asarray(value), taken.shape)[taken].astype(pointer.of)
 
 
+def _atomic(change: Any) -> Any:
+    def at(pointer: Pointer, value: Any, mask: Any = None, **_: Any) -> None:
+        memory, places, taken = pointer.memory(mask)
+        change.at(memory, places, np.broadcast_to(np.asarray(value), taken.shape)[taken].astype(pointer.of))
+
+    return at
+
+
 class Kernel:
     """A function that is launched on a grid, or called from another kernel."""
 
@@ -151,7 +159,11 @@ LANGUAGE = types.SimpleNamespace(
     full=lambda shape, value, dtype: np.full(shape, value, dtype).view(Value),
     load=load,
     store=store,
+    atomic_add=_atomic(np.add),
+    atomic_or=_atomic(np.bitwise_or),
+    debug_barrier=lambda: None,
     cast=_cast,
+    cdiv=lambda one, other: -(-one // other),
     pointer_type=_PointerType,
     multiple_of=lambda value, _: value,
     where=lambda condition, one, other: np.where(condition, one, other).view(Value),
@@ -162,6 +174,7 @@ LANGUAGE = types.SimpleNamespace(
     sum=lambda values, axis=None: _value(np.sum(values, axis)),
     exp=np.exp,
     log=np.log,
+    int1=np.bool_,
     int32=np.int32,
     int64=np.int64,
     uint32=np.uint32,

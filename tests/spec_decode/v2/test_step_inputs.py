@@ -28,6 +28,7 @@ class Batch:
     """The fields of vLLM's `InputBatch` that differ from step to step."""
 
     num_reqs_after_padding: int = 4
+    has_structured_output_reqs: bool = False
     num_computed_tokens_np: Any = None
     seq_lens_cpu_upper_bound: Any = None
 
@@ -173,7 +174,6 @@ def test_the_first_step_of_a_request_is_left_to_vllm(served: tuple[StepInputs, T
             "fewer_drafts",
         ),
         ({"scheduled_spec_decode_tokens": {"a": [-1] * DRAFTS, "b": [-1]}}, "fewer_drafts"),
-        ({"has_structured_output_requests": True}, "structured_output"),
         ({"num_spec_tokens_to_schedule": 1}, "fewer_drafts"),
         # All of them end with this step. vLLM then drafts nothing, by the attention metadata that it has made.
         ({"skip_drafts": True}, "fewer_drafts"),
@@ -186,6 +186,14 @@ def test_what_is_no_decode_with_all_drafts_is_left_to_vllm(
     assert step(inputs, scheduled(**changed)) is None
     assert graph.replays == 0
     assert inputs._step_counts.outcomes() == {reason: 1}
+
+
+def test_vllm_is_told_of_a_grammar(served: tuple[StepInputs, Tail, Graph]) -> None:
+    """It copies the drafts of such a batch to the host."""
+    inputs, _, graph = served
+    asked = [step(inputs, scheduled(has_structured_output_requests=one)) for one in (True, False)]
+    assert graph.replays == 2
+    assert [batch.has_structured_output_reqs for batch in asked] == [True, False]
 
 
 def test_a_prompt_is_told_from_fewer_drafts(served: tuple[StepInputs, Tail, Graph]) -> None:

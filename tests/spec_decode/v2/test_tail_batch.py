@@ -139,7 +139,6 @@ def batch(**changed: Any) -> SimpleNamespace:
         "num_reqs": 2,
         "num_tokens": 8,
         "num_draft_tokens": 6,
-        "has_structured_output_reqs": False,
         "is_prefilling_np": np.array([False, False]),
     }
     return SimpleNamespace(**usual | changed)
@@ -154,4 +153,3 @@ def test_only_batches_of_decodes_with_all_their_drafts_are_served() -> None:
     assert no_decode(batch(**prompt), 4) is no_decode(batch(**prompt, num_tokens=13), 4) is Reason.PROMPT
     assert no_decode(batch(num_draft_tokens=3), 4) is Reason.FEWER_DRAFTS
     assert no_decode(batch(is_prefilling_np=np.array([True, False])), 4) is Reason.PROMPT
-    assert no_decode(batch(has_structured_output_reqs=True), 4) is Reason.STRUCTURED_OUTPUT

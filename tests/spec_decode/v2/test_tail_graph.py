@@ -58,7 +58,7 @@ def test_fused_weights_that_do_not_fit_leave_the_step_to_vllm(monkeypatch: pytes
     graphs.add(SimpleNamespace(forget=lambda: forgotten.append("inputs")))  # type: ignore[arg-type]
     graphs.held = object()  # type: ignore[assignment]
     draft.model.fused = torch.ones(2, 4)
-    assert graphs.sample(HIDDEN, SimpleNamespace(num_reqs=1), None) == "vLLM's"
+    assert graphs.sample(HIDDEN, SimpleNamespace(num_reqs=1, has_structured_output_reqs=False), None) == "vLLM's"
     assert graphs.held is None
     assert forgotten == ["inputs"]
     assert graphs._sampling.outcomes() == {"not_captured": 1}
@@ -78,7 +78,7 @@ def test_a_head_that_is_put_in_the_place_of_another_leaves_the_step_to_vllm(monk
     graphs = TailGraphs(SimpleNamespace(max_num_reqs=2, sample=lambda *_: "vLLM's"))
     graphs._parameters = parameters
     graphs.held = object()  # type: ignore[assignment]
-    assert graphs.sample(HIDDEN, SimpleNamespace(num_reqs=1), None) == "vLLM's"
+    assert graphs.sample(HIDDEN, SimpleNamespace(num_reqs=1, has_structured_output_reqs=False), None) == "vLLM's"
     assert graphs.held is None
 
 
@@ -181,7 +181,7 @@ def test_each_step_is_counted_and_what_was_in_its_way() -> None:
     runner = SimpleNamespace(
         max_num_reqs=4,
         decode_query_len=width,
-        sample=lambda *_: None,
+        sample=lambda *_: (None, torch.ones(2), torch.ones(2)),
         cudagraph_manager=SimpleNamespace(hidden_states=HIDDEN, use_aux_hidden_state_outputs=False),
         sampler=SimpleNamespace(
             sampling_states=SimpleNamespace(
@@ -200,7 +200,7 @@ def test_each_step_is_counted_and_what_was_in_its_way() -> None:
     graph: Any = SimpleNamespace(replay=lambda: None)
     one, three = (_Graphs(uniform_shape(width, size), {SamplerParts.PLAIN: graph}, graph) for size in (1, 3))
     graphs._served = {1: one, 2: three, 3: three}
-    kept = SimpleNamespace(sampled_token_ids=torch.zeros(4, width), num_sampled=rows, num_rejected=rows)
+    kept = SimpleNamespace(**dict.fromkeys(("sampled_token_ids", "num_sampled", "num_rejected"), torch.zeros(4)))
     written: list[Any] = []
     buffers: Any = SimpleNamespace(write=lambda *given: written.append(given), outputs=kept)
     graphs._buffers = buffers
@@ -263,9 +263,16 @@ def test_each_step_is_counted_and_what_was_in_its_way() -> None:
     graphs._plain[1] = False
     step(2)
     step(2, prompts=1, hidden=elsewhere)
-    missed = {"larger_batch": 1, "structured_output": 2, "sampling_parameters": 3, "no_free_row": 2}
-    assert graphs._sampling.outcomes() == {"served": 7, "prompt": 1, **missed}
-    assert graphs._drafting.outcomes() == {"served": 2, "prompt": 2, "fewer_drafts": 3, "no_full_graph": 1, **missed}
+    states.free_indices = [3]
+    # vLLM samples, and the graph drafts. It copies drafts of a grammar's requests to the host beside the next step.
+    step(2)
+    assert graphs.drafts_of(torch.arange(2)).data_ptr() == runner.speculator.draft_tokens.data_ptr()
+    step(2, has_structured_output_reqs=True)
+    assert graphs.drafts_of(torch.arange(2)).data_ptr() != runner.speculator.draft_tokens.data_ptr()
+    sampling = {"served": 7, "prompt": 1, "structured_output": 3, "sampling_parameters": 2}
+    assert graphs._sampling.outcomes() == sampling | {"larger_batch": 1, "no_free_row": 4}
+    drafting = {"served": 6, "prompt": 5, "fewer_drafts": 3, "no_full_graph": 1}
+    assert graphs._drafting.outcomes() == drafting | {"larger_batch": 1, "no_free_row": 2}
 
 
 def test_a_graph_with_far_more_logits_than_a_batch_has_is_not_replayed(monkeypatch: pytest.MonkeyPatch) -> None:

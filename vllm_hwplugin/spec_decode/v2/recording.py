@@ -80,8 +80,6 @@ def no_decode(batch: Any, query_len: int) -> Reason | None:
     """Why not each request of vLLM's `InputBatch` decodes one token and all the drafts that it can have; or None."""
     if batch.is_prefilling_np.any():
         return Reason.PROMPT
-    if batch.has_structured_output_reqs:
-        return Reason.STRUCTURED_OUTPUT
     full = batch.num_reqs * query_len
     if batch.num_tokens != full or batch.num_draft_tokens != full - batch.num_reqs:
         return Reason.FEWER_DRAFTS

@@ -215,6 +215,7 @@ class StepInputs:
         np.add(computed, self._tail.query_len, out=upper[: len(computed)])
         self._batch = dataclasses.replace(
             self._template,
+            has_structured_output_reqs=scheduled.has_structured_output_requests,
             num_computed_tokens_np=computed,
             seq_lens_cpu_upper_bound=torch.from_numpy(upper),
         )
@@ -224,8 +225,6 @@ class StepInputs:
         """The requests of this step, which the tail's buffers then hold; or why vLLM has to prepare its inputs."""
         if not self._graphs:
             return Reason.NOT_CAPTURED
-        if scheduled.has_structured_output_requests:
-            return Reason.STRUCTURED_OUTPUT
         # vLLM sorts a batch by what its requests have, and these all have the same.
         width, order = self._tail.query_len, list(scheduled.num_scheduled_tokens)
         drafts = scheduled.scheduled_spec_decode_tokens

@@ -11,6 +11,9 @@ Sampling begins with rows of hidden states, and does not ask whose they are. So 
 which a prompt is computed, or in which a request has fewer drafts: its rows are put where a decode batch has them.
 Drafting goes over all tokens, and is vLLM's own then.
 
+Drafting begins with what was sampled, and does not ask how. So where a request needs more of the sampler than a graph
+has, vLLM samples, and the graph drafts.
+
 A batch that is not covered takes vLLM's own way, step by step. One thing is kept between steps: which requests the
 buffers hold.
 """
@@ -175,13 +178,13 @@ class Held:
     Attributes:
         req_ids: in the order of the batch.
         rows: [number of requests], integers: each one's row in the runner's state.
-        sampling: what they need of the sampler.
+        sampling: what they need of the sampler; or why vLLM samples for them.
         graphs: those that serve them.
     """
 
     req_ids: list[str]
     rows: np.ndarray
-    sampling: SamplerParts
+    sampling: SamplerParts | Reason
     graphs: _Graphs
 
 
@@ -189,7 +192,7 @@ class TailGraphs:
     """The tail graphs of one `GPUModelRunner`, which holds them as `tail_graphs` and calls them as its own methods.
 
     Each step calls `sample`, `postprocess_sampled`, `propose`, `keep_drafts` and `drafts_of`, in this order. The first
-    decides whether graphs serve the step.
+    decides which graphs serve the step.
     """
 
     def __init__(self, runner: Any):
@@ -220,10 +223,12 @@ class TailGraphs:
         self._fused: FusedWeights | None = None
         self._parameters: Parameters | None = None
         self._output: Any = None
-        self._sampled = self._drafted = False
+        self._sampled = False
+        # Of this step, where a graph made them.
+        self._drafts: torch.Tensor | None = None
         # That of this step, or why vLLM drafts.
         self._drafting_graph: torch.cuda.CUDAGraph | Reason = Reason.NOT_CAPTURED
-        # Of this step or of the last, as long as graphs serve them; None where another step came after it.
+        # Of this step or of the last, as long as graphs draft for them; None where another step came after it.
         self.held: Held | None = None
         self._served: dict[int, _Graphs] = {}
         self._batches: dict[int, Any] = {}
@@ -425,15 +430,16 @@ class TailGraphs:
 
     def sample(self, hidden_states: torch.Tensor, batch: Any, grammar_output: Any) -> Any:
         """`GPUModelRunner.sample`, and `postprocess_sampled` with it where a graph serves."""
-        self._sampled = self._drafted = False
+        self._sampled, self._drafts = False, None
         self._follow_weights()
-        graphs = Reason.STRUCTURED_OUTPUT if grammar_output is not None else self._graphs_for(hidden_states, batch)
-        if isinstance(graphs, Reason):
-            self._drafting_graph = graphs
-            self._sampling.missed(graphs)
-            self.held = None
-            return self._runner.sample(hidden_states, batch, grammar_output)
-        sampling, self._drafting_graph = graphs
+        grammar = grammar_output is not None or batch.has_structured_output_reqs
+        sampling, self._drafting_graph = self._graphs_for(hidden_states, batch, grammar)
+        if isinstance(sampling, Reason):
+            self._sampling.missed(sampling)
+            sampled = self._runner.sample(hidden_states, batch, grammar_output)
+            if not isinstance(self._drafting_graph, Reason):
+                self._hand_over(*sampled[1:])
+            return sampled
         assert self._buffers is not None
         # What the step before left is copied to the host on another stream.
         self._runner.main_stream.wait_stream(self._runner.output_copy_stream)
@@ -451,6 +457,15 @@ class TailGraphs:
         )
         return output, num_sampled, num_rejected
 
+    def _hand_over(self, num_sampled: torch.Tensor, num_rejected: torch.Tensor) -> None:
+        """Have drafting read what vLLM has sampled: for each request of the batch, how many tokens of either kind."""
+        assert self._buffers is not None
+        kept, count = self._buffers.outputs, len(num_sampled)
+        # As in a step that a graph samples for, which may have been the one before.
+        self._runner.main_stream.wait_stream(self._runner.output_copy_stream)
+        kept.num_sampled[:count].copy_(num_sampled)
+        kept.num_rejected[:count].copy_(num_rejected)
+
     def postprocess_sampled(self, *arguments: Any, **settings: Any) -> None:
         """`GPUModelRunner.postprocess_sampled`, where that has not been done."""
         if not self._sampled:
@@ -461,24 +476,24 @@ class TailGraphs:
         speculator, graph = self._runner.speculator, self._drafting_graph
         if settings.get("num_speculative_tokens") not in (None, speculator.num_speculative_steps):
             graph = Reason.FEWER_DRAFTS
-        self._drafted = not isinstance(graph, Reason)
         if isinstance(graph, Reason):
             self._drafting.missed(graph)
             return speculator.propose(batch, *arguments, **settings)
         self._drafting.served()
         graph.replay()
-        return speculator.draft_tokens[: batch.num_reqs]
+        drafts: torch.Tensor = speculator.draft_tokens[: batch.num_reqs]
+        # Those of a batch with a grammar are copied to the host on another stream.
+        self._drafts = drafts.clone() if batch.has_structured_output_reqs else drafts
+        return drafts
 
     def keep_drafts(self, *, idx_mapping: torch.Tensor, draft_tokens: torch.Tensor) -> None:
         """Put the drafts into the requests' state, where that has not been done."""
-        if not self._drafted:
+        if self._drafts is None:
             self._runner.req_states.draft_tokens[idx_mapping] = draft_tokens
 
     def drafts_of(self, idx_mapping: torch.Tensor) -> torch.Tensor:
         """The drafts in the requests' state, in the order of the batch."""
-        if not self._drafted:
-            return self._runner.req_states.draft_tokens[idx_mapping]
-        return self._runner.speculator.draft_tokens[: idx_mapping.shape[0]]
+        return self._runner.req_states.draft_tokens[idx_mapping] if self._drafts is None else self._drafts
 
     def _follow_weights(self) -> None:
         """Have graphs read new weights; give the graphs up if these do not fit or lie elsewhere."""
@@ -491,27 +506,26 @@ class TailGraphs:
             logger.warning("%s: from now on %s: %s", V2_TAIL_GRAPH, _STOCK, reason)
 
     def _graphs_for(
-        self, hidden_states: torch.Tensor, batch: Any
-    ) -> tuple[torch.cuda.CUDAGraph, torch.cuda.CUDAGraph | Reason] | Reason:
-        """The graphs for this batch, of which the buffers then hold the requests; or why vLLM's own way is taken.
+        self, hidden_states: torch.Tensor, batch: Any, grammar: bool
+    ) -> tuple[torch.cuda.CUDAGraph | Reason, torch.cuda.CUDAGraph | Reason]:
+        """The graphs that sample and draft for this batch, of which the buffers then hold the requests.
 
-        Without the second vLLM drafts, for the reason given.
+        Each may be the reason why vLLM does it.
         """
         if not self._served:
-            return Reason.NOT_CAPTURED
+            return Reason.NOT_CAPTURED, Reason.NOT_CAPTURED
         reason = no_decode(batch, self.query_len)
         if reason is None and hidden_states.data_ptr() != self._target()[0].data_ptr():
             reason = Reason.NO_FULL_GRAPH
         if reason is None:
             held = self.hold(batch.req_ids, batch.idx_mapping_np, batch.num_tokens_after_padding)
             if isinstance(held, Held):
-                return held.graphs.sampling[held.sampling], held.graphs.drafting
-            if held is not Reason.NO_FULL_GRAPH:
-                return held
+                sampling = Reason.STRUCTURED_OUTPUT if grammar else held.sampling
+                graphs = held.graphs
+                return sampling if isinstance(sampling, Reason) else graphs.sampling[sampling], graphs.drafting
             reason = held
         self.held = None
-        graph = self._sampling_alone(hidden_states, batch, reason)
-        return graph if isinstance(graph, Reason) else (graph, reason)
+        return Reason.STRUCTURED_OUTPUT if grammar else self._sampling_alone(hidden_states, batch, reason), reason
 
     def hold(self, req_ids: list[str], rows: np.ndarray, num_tokens: int) -> Held | Reason:
         """Have the buffers hold these requests, or say why graphs do not serve them.
@@ -529,19 +543,20 @@ class TailGraphs:
         # A request that gets another row is prefilled in its next step, which ends what is held.
         if self.held is not None and req_ids == self.held.req_ids:
             return self.held
-        sampling = self._needed(rows, found)
-        if isinstance(sampling, Reason):
-            return sampling
+        if self._lacks_row(len(rows), found):
+            return Reason.NO_FREE_ROW
         self._write(rows)
-        self.held = Held(req_ids, rows, sampling, found)
+        self.held = Held(req_ids, rows, self._needed(rows), found)
         return self.held
 
-    def _needed(self, rows: np.ndarray, graphs: _Graphs) -> SamplerParts | Reason:
-        """What the requests at `rows` need of the sampler; or why these graphs do not sample for them."""
+    def _lacks_row(self, count: int, graphs: _Graphs) -> bool:
+        """Whether no row of the requests' state is free for the padding of a batch of `count` requests."""
+        return count < graphs.shape.num_reqs and not self._runner.req_states.free_indices
+
+    def _needed(self, rows: np.ndarray) -> SamplerParts | Reason:
+        """What the requests at `rows` need of the sampler; or why no graph samples for them."""
         if not self._plain[rows].all():
             return Reason.SAMPLING_PARAMETERS
-        if not self._runner.req_states.free_indices and len(rows) < graphs.shape.num_reqs:
-            return Reason.NO_FREE_ROW
         needed = SamplerParts.of(self._runner.sampler.sampling_states, rows, self._splits_top_p)
         return Reason.SAMPLING_PARAMETERS if needed is None else needed
 
@@ -561,8 +576,6 @@ class TailGraphs:
         found = self._served.get(batch.num_reqs)
         if found is None:
             return Reason.LARGER_BATCH
-        if batch.has_structured_output_reqs:
-            return Reason.STRUCTURED_OUTPUT
         graph_logits, vocab_size = found.shape.num_tokens, self._runner.sampler.sampling_states.vocab_size
         # A batch without drafts has another sampler of vLLM's.
         if (
@@ -574,7 +587,9 @@ class TailGraphs:
         # vLLM scores a prompt after it has sampled, by how much of it was computed before.
         if self._scores_prompt[rows].any():
             return Reason.SAMPLING_PARAMETERS
-        needed = self._needed(rows, found)
+        if self._lacks_row(len(rows), found):
+            return Reason.NO_FREE_ROW
+        needed = self._needed(rows)
         if isinstance(needed, Reason):
             return needed
         states = self._target()[0]
