@@ -177,7 +177,7 @@ def test_the_wheel_carries_what_a_user_runs_and_not_what_the_pages_are_made_with
     # Its table is all that `bench` shows, so no library for drawing is asked for.
     metadata = _content(built[2])[f"vllm_hwplugin-{__version__}.dist-info/METADATA"].decode()
     drawing = [line for line in metadata.splitlines() if line.startswith("Requires-Dist: matplotlib")]
-    assert all('extra == "test"' in line for line in drawing)
+    assert all('extra == "lab"' in line for line in drawing)
 
 
 def test_the_installed_wheel_lists_its_patches(elsewhere: Path) -> None:

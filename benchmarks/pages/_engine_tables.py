@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,6 +18,7 @@ from vllm_hwplugin_lab.bench import (
     sides_of,
     speed,
     steps,
+    telling_line,
 )
 
 from ._read import Found
@@ -141,13 +141,7 @@ def _failures(results: Mapping[str, Any]) -> list[str]:
             lines += [f"**{label}: {case['stopped']} ended it before everything was measured.**", ""]
         for name, side in case["sides"].items():
             if side["error"]:
-                last = _telling_line(side["log_tail"])
+                last = telling_line(side["log_tail"])
                 label = f"{case['shape']} {case['method']} k={case['k']}"
                 lines += [f"**{label}, {SIDE_NAMES[name]}: failed** ({side['error']}): `{last}`", ""]
     return lines
-
-
-def _telling_line(log_tail: str) -> str:
-    """The last line that names an exception, else the last line: libraries go on talking while a process ends."""
-    lines = log_tail.strip().splitlines() or ["no log"]
-    return next((line for line in reversed(lines) if re.search(r"\b\w+(Error|Exception): ", line)), lines[-1])

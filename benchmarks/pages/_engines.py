@@ -4,18 +4,16 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from vllm_hwplugin_lab.bench import SIDE_NAMES, TINY, idle, profiled, step
+from vllm_hwplugin_lab.bench import NOTHING, SIDE_NAMES, TINY, between, idle, profiled, step, worth
 
 from ._gains import Gain, failures, gains
 from ._kernels import in_short
 from ._read import Found
-from ._text import between, escaped, item, paragraph, table
+from ._text import escaped, item, paragraph, table
 
-#: Less is within what two runs differ by.
-_NOTHING = 1.03
 _BOTH = ("stock", "patched")
 #: Model runner -> its sides, stock first.
 _RUNNERS = {"V1": _BOTH, "V2": ("mrv2", "mrv2-patched")}
@@ -53,17 +51,21 @@ vllm-hwplugin bench --shape tiny --method eagle3 --k 3 --model FOLDER --json eng
 ```
 
 It needs no network and no model: the shapes have dummy weights, and FOLDER is `tests/assets/small` of the source tree.
-The table at the end is the answer. `--profile FOLDER` shows instead where the host's time of a step goes, function by
-function, and leaves traces for Perfetto. `--time-limit SECONDS`, or Ctrl-C, ends a run with what all sides have
-measured. `--side plugin --side patched --patched-env GATE=VALUE` measures one variable against the plugin without it.
+The table at the end is the answer, and the verdict below it says why. `--profile FOLDER` shows instead where the host's
+time of a step goes, function by function, and leaves traces for Perfetto. `--time-limit SECONDS`, or Ctrl-C, ends a run
+with what all sides have measured. `--side plugin --side patched --patched-env GATE=VALUE` measures one variable against
+the plugin without it.
 
-Your own target, drafter and prompts, as clients see them (TTFT, TPOT, ITL, end to end, acceptance by position), and the
-kinds of steps that the time goes to; what stands behind `--` is for vLLM's own client, `vllm bench serve`:
+Your own target, drafter and prompts, as clients see them (TTFT, TPOT, ITL, end to end, acceptance by position), and
+the kinds of steps that the time goes to; what stands behind `--` is for vLLM's own client, `vllm bench serve`. `--html
+FILE` writes a page with drawings that opens from disk. `--url` measures a server that runs already, alone and without
+kinds of steps: once as it is, and once after you started it with `VLLM_HWPLUGIN=0`.
 
 ```
 vllm-hwplugin bench serve --target MODEL --draft DRAFTER --method eagle3 --prompts mt_bench.jsonl --concurrency 16
 vllm-hwplugin bench serve --target MODEL --draft DRAFTER --method dflash --k 7 --input-len 4096 --output-len 1024
 vllm-hwplugin bench serve --shape 0.6b --method dflash --k 7 --range-ratio 0.5 --request-rate 40
+vllm-hwplugin bench serve --url http://127.0.0.1:8000 --concurrency 1 --concurrency 16 --html report.html
 ```
 """
 
@@ -108,22 +110,13 @@ def _gain_rows(found: Sequence[Gain]) -> Iterator[list[str]]:
         for one in found:
             said = []
             if own := one.ratios(patched, stock):
-                said.append(_worth(own.values()))
+                said.append(worth(own.values()).replace("a loss", "**a loss**"))
             if runner == "V2" and (over := one.ratios(stock, "patched")):
                 said += [] if own else ["not measured"]
                 said.append(f"stock V2 gives {between(over.values(), '.2f')} times V1's with the plugin")
             if said:
                 yield [one.vllm, runner, one.target, one.drafter, "; ".join(said)]
     yield ["any other", "either", "any", "any", "not measured"]
-
-
-def _worth(ratios: Collection[float]) -> str:
-    text = f"{between(ratios, '.2f')} times stock's"
-    if max(ratios) < 1 / _NOTHING:
-        return f"**a loss**: {text}"
-    if min(ratios) < 1 / _NOTHING:
-        return f"{text}: **a loss** at some batch size"
-    return f"next to nothing: {text}" if max(ratios) <= _NOTHING else text
 
 
 def _measured(found: Sequence[Gain]) -> str:
@@ -238,8 +231,8 @@ def _spread(found: Sequence[Gain]) -> list[str]:
         f"Each figure is the best of {' or '.join(map(str, rounds))} rounds in one engine, started once. The largest "
         "ratio of best to median round, over all sides and cases:"
     )
-    few = f"A gain of {_NOTHING - 1:.0%} or less counts as nothing here."
-    if wide := [batch for batch in batches if spreads[batch] > 1 + 2 * (_NOTHING - 1)]:
+    few = f"A gain of {NOTHING - 1:.0%} or less counts as nothing here."
+    if wide := [batch for batch in batches if spreads[batch] > 1 + 2 * (NOTHING - 1)]:
         where = "any batch size" if wide == batches else f"batch {', '.join(map(str, wide))}"
         few += f" A single figure says little at {where}: look at several of a row."
     names: dict[str, set[str]] = {}

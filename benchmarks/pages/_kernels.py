@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import median, quantiles
 from typing import Any
 
+from vllm_hwplugin_lab.bench import between
 from vllm_hwplugin_lab.bench.micro import MEASURED, find, left_out, op_ratio
 from vllm_hwplugin_lab.bench.micro import attention_cases as attention
 from vllm_hwplugin_lab.bench.micro import op_cases as ops
@@ -14,7 +15,7 @@ from vllm_hwplugin_lab.bench.micro import op_cases as ops
 from ._attention_tables import present, slower
 from ._judged import MARGIN, goal_table, verdicts
 from ._read import Found
-from ._text import NONE, between, escaped, item, paragraph, table
+from ._text import NONE, escaped, item, paragraph, table
 
 _HEAD = """# Benchmarks of single kernels
 

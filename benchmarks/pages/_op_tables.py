@@ -8,11 +8,12 @@ from typing import Any
 
 from packaging.version import Version
 
+from vllm_hwplugin_lab.bench import between
 from vllm_hwplugin_lab.bench.micro import find, op_ratio
 from vllm_hwplugin_lab.bench.micro import op_cases as ops
 
 from ._judged import MARGIN, verdicts
-from ._text import NONE, between, head, memory, row, us
+from ._text import NONE, head, memory, row, us
 
 #: From here on vLLM's csrc/pos_encoding_kernels.cu has no conversion.
 _READS_AS_IT_IS = Version("0.21.0")

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from vllm_hwplugin_lab.bench import NOT_MEASURED, SHAPES, SIDE_NAMES, STOCK_OF, TINY
-from vllm_hwplugin_lab.bench.serve import LATENCIES, TABLES
+from vllm_hwplugin_lab.bench import NOT_MEASURED, SHAPES, SIDE_NAMES, TINY
+from vllm_hwplugin_lab.bench.serve import LATENCIES, TABLES, held_to
 
 from ._read import Found
 from ._text import item, paragraph, table
@@ -98,4 +98,4 @@ def _rows(results: Mapping[str, Any], temperature: float, rows: Callable[..., An
                 if load["temperature"] == temperature:
                     rate = f"{load['request_rate']:g}" if load["request_rate"] else NOT_MEASURED
                     key = [str(case["k"]), str(load["concurrency"] or "all"), rate, SIDE_NAMES[side]]
-                    yield from ([*key, *row] for row in rows(load, found.get(STOCK_OF.get(side, ""))))
+                    yield from ([*key, *row] for row in rows(load, held_to(found, side)))

@@ -49,13 +49,6 @@ def flops(cell: Mapping[str, Any] | None, case: attention_cases.AttentionCase) -
     return f"{cell['seconds'] * 1e3:.3f}{_eager(cell)} ({speed:.0f}), {cell['error_ratio']:.2f}"
 
 
-def between(figures: Iterable[float], form: str) -> str:
-    """The range of the figures, as one number where both ends read the same."""
-    known = sorted(figures)
-    ends = [format(known[0], form), format(known[-1], form)]
-    return ends[0] if ends[0] == ends[1] else " to ".join(ends)
-
-
 def escaped(reason: str) -> str:
     return reason.replace("|", "\\|").replace("<", "&lt;")
 

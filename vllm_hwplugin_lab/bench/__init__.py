@@ -42,6 +42,7 @@ from ._results import (
     results_text,
     rounds_entry,
     stopped,
+    telling_line,
 )
 from ._session import TimeLimit
 from ._settings import engine_environment, engine_options
@@ -67,6 +68,7 @@ from ._table import (
     table,
 )
 from ._turns import ENGINE, SERVING, Measurement, launch, measure_in_turn, of_workloads, rest_between_turns
+from ._verdict import NOTHING, Compared, between, of_engines, of_loads, verdict, worth
 
 __all__ = [
     "ALL_SIDES",
@@ -76,6 +78,7 @@ __all__ = [
     "LEAST_US",
     "METHODS",
     "MRV2_SIDES",
+    "NOTHING",
     "NOT_MEASURED",
     "PHASES_FORMAT",
     "PLUGIN_SIDES",
@@ -88,6 +91,7 @@ __all__ = [
     "Case",
     "Checkpoints",
     "CheckpointsMissing",
+    "Compared",
     "Ended",
     "Event",
     "Host",
@@ -103,6 +107,7 @@ __all__ = [
     "acceptance_length",
     "add_case",
     "add_phases",
+    "between",
     "cases",
     "check",
     "check_sides",
@@ -119,6 +124,8 @@ __all__ = [
     "measure_in_turn",
     "new_phases",
     "new_results",
+    "of_engines",
+    "of_loads",
     "of_workloads",
     "phases_of",
     "possible_sides",
@@ -141,4 +148,7 @@ __all__ = [
     "steps",
     "stopped",
     "table",
+    "telling_line",
+    "verdict",
+    "worth",
 ]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import statistics
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
@@ -282,6 +283,12 @@ def phases_entry(outcome: Outcome, workload: str) -> dict[str, Any] | None:
         "phases": best["rows"],
         "profile": {key: value for one in profiles for key, value in one.items() if key not in ("event", "workload")},
     }
+
+
+def telling_line(log_tail: str) -> str:
+    """The last line that names an exception, else the last line: libraries go on talking while a process ends."""
+    lines = log_tail.strip().splitlines() or ["no log"]
+    return next((line for line in reversed(lines) if re.search(r"\b\w+(Error|Exception): ", line)), lines[-1])
 
 
 def acceptance(events: Sequence[Event]) -> dict[str, Any]:

@@ -40,9 +40,18 @@ _UNTIL_FIRST = ("vllm:request_queue_time_seconds", "vllm:request_prefill_time_se
 
 
 class Server:
-    """``vllm serve`` on a free port of this host, with what `BenchWorker` answers."""
+    """``vllm serve`` on a free port of this host, with what `BenchWorker` answers.
+
+    Args:
+        options: vLLM's; or ``url`` of a server that runs already, of which no worker can be asked.
+    """
+
+    process: subprocess.Popen[bytes] | None = None
 
     def __init__(self, options: Mapping[str, Any]) -> None:
+        if "url" in options:
+            self.url = options["url"]
+            return
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -62,7 +71,7 @@ class Server:
             SystemExit: it has ended instead.
         """
         while True:
-            if (code := self.process.poll()) is not None:
+            if self.process is not None and (code := self.process.poll()) is not None:
                 raise SystemExit(f"vllm serve ended with {code}")
             try:
                 urllib.request.urlopen(f"{self.url}/health", timeout=5).close()
@@ -72,6 +81,8 @@ class Server:
 
     def ask(self, method: str, *arguments: float) -> Any:
         """What the first worker answers to a method of `BenchWorker`."""
+        if self.process is None:
+            return {} if method == "hwplugin_facts" else []
         body = json.dumps({"method": method, "args": arguments}).encode()
         asked = urllib.request.Request(f"{self.url}/collective_rpc", body, {"Content-Type": "application/json"})
         with urllib.request.urlopen(asked, timeout=_ANSWER) as answer:
@@ -79,21 +90,25 @@ class Server:
         return first
 
     def totals(self) -> dict[str, Any]:
-        """Counts so far.
+        """Counts so far, as far as the server says them.
 
         Returns:
             ``drafts``; ``accepted`` of them by position; ``ended``, requests; ``until_first``, the seconds in the
             engine until the first token of all of these; and ``cpu``, the seconds of the server's own process, which
-            reads requests and writes answers.
+            reads requests and writes answers, if this one started it.
         """
         import psutil
         from prometheus_client.parser import text_string_to_metric_families
 
-        times = psutil.Process(self.process.pid).cpu_times()
         found: dict[str, Any] = {"drafts": 0, "accepted": {}, "ended": 0, "until_first": 0.0}
-        found["cpu"] = times.user + times.system
-        with urllib.request.urlopen(f"{self.url}/metrics") as answer:
-            text = answer.read().decode()
+        if self.process is not None:
+            times = psutil.Process(self.process.pid).cpu_times()
+            found["cpu"] = times.user + times.system
+        try:
+            with urllib.request.urlopen(f"{self.url}/metrics", timeout=_ANSWER) as answer:
+                text = answer.read().decode()
+        except urllib.error.HTTPError:
+            return found
         for sample in (one for family in text_string_to_metric_families(text) for one in family.samples):
             if sample.name == "vllm:spec_decode_num_drafts_total":
                 found["drafts"] += int(sample.value)
@@ -107,6 +122,8 @@ class Server:
         return found
 
     def end(self) -> None:
+        if self.process is None:
+            return
         self.process.terminate()
         try:
             self.process.wait(_END)
@@ -195,7 +212,7 @@ def measure(server: Server, model: str, load: Mapping[str, Any]) -> dict[str, An
         **facts,
         "steps": sum(one["steps"] for one in kinds),
         **{name: after[name] - before[name] for name in ("drafts", "ended", "until_first")},
-        "cpu": {"client": own, "server": after["cpu"] - before["cpu"]},
+        "cpu": {"client": own} | ({"server": after["cpu"] - before["cpu"]} if "cpu" in after else {}),
         "accepted_per_position": [
             count - before["accepted"].get(position, 0) for position, count in sorted(after["accepted"].items())
         ],
@@ -211,7 +228,7 @@ def main(arguments: Sequence[str]) -> None:
     try:
         server.wait()
         facts = server.ask("hwplugin_facts")
-        answer.say("ready", seconds=time.perf_counter() - started, pid=server.process.pid, **facts)
+        answer.say("ready", seconds=time.perf_counter() - started, pid=server.process and server.process.pid, **facts)
         for command in commands():
             load = {**command["load"], "requests": command["requests"]}
             if command["do"] == "load":

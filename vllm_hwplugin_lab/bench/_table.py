@@ -23,6 +23,7 @@ SIDE_NAMES = {
     "mrv2": "MRV2",
     "mrv2-plugin": "MRV2 plugin",
     "mrv2-patched": "MRV2 patched",
+    "server": "server",
 }
 #: What is compared with what: the same runner, and the one that vLLM takes by default.
 COMPARED = (

@@ -11,6 +11,8 @@ import dataclasses
 import gzip
 import json
 import math
+import os
+import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -24,6 +26,7 @@ from ._checkpoints import Checkpoints
 from ._host import Host
 from ._job import Event, Job, Outcome
 from ._plan import (
+    STOCK_OF,
     Case,
     environment_of,
     is_patched,
@@ -67,6 +70,8 @@ _LATENCY_NAMES = tuple(name[:-3].upper() for name in LATENCIES)
 WARM = 1 / 3
 #: Of a row of kinds of steps, what is added up.
 _SUMS = ("steps", "seconds", "host_seconds")
+#: Seconds for a server's answer.
+_ANSWER = 10
 #: Seconds of arrivals in a round.
 _ARRIVALS = 10
 #: Seconds that a round is to take at least.
@@ -88,11 +93,16 @@ class PromptsUnreadable(HwpluginError):
     """A prompts file is not there, or holds something else."""
 
 
+class ServerSilent(HwpluginError):
+    """The server that is to be measured does not answer as one."""
+
+
 @dataclass(frozen=True)
 class ServeSettings:
     """What all servers and loads of a case share; goes into the results file.
 
     Attributes:
+        url: of a server that runs already, which is the one side then; ``target`` is what it serves.
         target: a folder or a name; None where ``shape`` says what the target and the drafter are.
         shape: as ``bench --shape`` names them; None where they are the user's own.
         acceptance_length: synthetic, of a dummy shape; None: 1 + k / 2.
@@ -107,11 +117,12 @@ class ServeSettings:
         all_k_at_once: the engines of all ``ks`` are alive together, too.
     """
 
+    url: str | None
     target: str | None
     draft: str | None
     shape: str | None
     acceptance_length: float | None
-    method: str
+    method: str | None
     ks: tuple[int, ...]
     sides: tuple[str, ...]
     prompts: str | None
@@ -187,13 +198,15 @@ def serve_job(
     """The server of one side.
 
     Args:
-        k: drafted tokens a step.
+        k: drafted tokens a step; 0 where the server runs already.
         side: one of `ALL_SIDES` or `PLUGIN_SIDES`.
         settings: of the case.
         host: decides type and graphs.
         checkpoints: of the tiny shape.
         folder: an existing one for the config files of a dummy shape.
     """
+    if settings.url is not None:
+        return Job(settings.url, False, {"url": settings.url, "model": settings.target}, {}, workloads=())
     options = engine_options(
         host.device,
         max_model_len=settings.length(k),
@@ -228,6 +241,7 @@ def kv_cache_size(k: int, settings: ServeSettings) -> int | None:
         return int(settings.kv_cache_gib * (1 << 30))
     if settings.shape is None or 0 in settings.concurrencies or settings.prompts is not None:
         return None
+    assert settings.method is not None
     case = Case(settings.shape, settings.method, k)
     return kv_cache_bytes(case, max(settings.concurrencies), settings.length(k))
 
@@ -235,6 +249,7 @@ def kv_cache_size(k: int, settings: ServeSettings) -> int | None:
 def _models(
     k: int, side: str, settings: ServeSettings, checkpoints: Checkpoints | None, folder: Path
 ) -> dict[str, Any]:
+    assert settings.method is not None
     if settings.shape is None:
         speculation = {**METHODS[settings.method], "num_speculative_tokens": k}
         if settings.draft is not None:
@@ -333,6 +348,35 @@ def _prompt(where: str, record: Any) -> str:
     return f"{value}\n\n{more}" if more else value
 
 
+def served_by(url: str) -> tuple[str, str]:
+    """Name and checkpoint of the model that a server offers.
+
+    Raises:
+        ServerSilent: nobody answers there as vLLM's server does.
+    """
+    key = os.environ.get("OPENAI_API_KEY")
+    asked = urllib.request.Request(f"{url}/v1/models", headers={"Authorization": f"Bearer {key}"} if key else {})
+    try:
+        with urllib.request.urlopen(asked, timeout=_ANSWER) as answer:
+            model = json.load(answer)["data"][0]
+        return str(model["id"]), str(model.get("root") or model["id"])
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ServerSilent(
+            f"{asked.full_url}: expected the models of a running `vllm serve`, found {error!r}; start it, or mend --url"
+        ) from error
+
+
+def case_name(results: Mapping[str, Any], case: Mapping[str, Any]) -> str:
+    """What is served in a case of a results file."""
+    settings = results["settings"]
+    return str(settings.get("url") or f"{settings['method']} k={case['k']}")
+
+
+def held_to(measured: Mapping[str, _Load], side: str) -> _Load | None:
+    """Of what sides have measured of a load, that which a side is compared with."""
+    return measured.get(STOCK_OF.get(side, ""))
+
+
 def new_serve_results(host: Host, settings: ServeSettings) -> dict[str, Any]:
     """An empty results file."""
     return {
@@ -414,7 +458,7 @@ def load_entry(rounds: Sequence[Event]) -> dict[str, Any] | None:
         # Of all requests, as the engine's core says. The rest of `ttft_ms` is of the server's process and the client.
         "engine_ttft_ms": 1e3 * sum(one["until_first"] for one in rounds) / ended if ended else None,
         # Of one core. Both are single threads for the most part.
-        "cpu": {name: sum(one["cpu"][name] for one in rounds) / whole for name in ("client", "server")},
+        "cpu": {name: sum(one["cpu"][name] for one in rounds) / whole for name in rounds[0]["cpu"]},
         **acceptance(rounds),
         "kinds": list(kinds.values()),
         "gpu_busy": sum(busy) / len(busy) if busy else None,

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,11 +13,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from vllm_hwplugin.cli.output import write_text
+
 from ..bench import (
     METHODS,
     SHAPES,
     SIDE_NAMES,
-    STOCK_OF,
     TINY,
     Case,
     Outcome,
@@ -25,11 +28,12 @@ from ..bench import (
     detect_host,
     find_checkpoints,
     load_prompts,
+    of_loads,
     possible_sides,
     shapes_folder,
 )
 from ..bench import serve as serving
-from ._options import JsonFile, console_for, known, pairs
+from ._options import JsonFile, console_for, grouped, known, pairs, writable_file
 from ._sides import (
     InTurn,
     MoreSidesOption,
@@ -39,15 +43,35 @@ from ._sides import (
     VllmEnvOption,
     asked_sides,
     progress,
+    show_verdicts,
 )
 
 #: Prompts of the tiny shape.
 _TINY_PROMPTS = 64
+_SERVED = ("url", "method", "target", "draft", "shape", "model", "acceptance_length", "k")
+_ENGINES = (
+    *("side", "vllm_env", "patched_env", "cudagraph_mode", "max_model_len", "tensor_parallel_size"),
+    *("gpu_memory_utilization", "kv_cache_gib", "all_k_at_once"),
+)
+_LOAD = (
+    *("concurrency", "request_rate", "temperature", "prompts", "chat", "input_len", "output_len", "range_ratio"),
+    *("ignore_eos", "num_prompts", "per_slot", "rounds", "seed"),
+)
+#: The class of the command.
+SERVE = grouped(
+    {"What to serve": _SERVED, "Engines": _ENGINES, "Load": _LOAD},
+    "vllm-hwplugin bench serve --method eagle3 --target MODEL --draft DRAFTER \\",
+    "    --concurrency 1 --concurrency 16 --html report.html",
+    "vllm-hwplugin bench serve --url http://127.0.0.1:8000 --prompts mt_bench.jsonl",
+)
 
 
 def serve(
     context: typer.Context,
-    method: Annotated[str, typer.Option(help=", ".join(serving.METHODS))],
+    url: Annotated[
+        str | None, typer.Option(help="Measure the server that runs there, without kinds of steps; start none.")
+    ] = None,
+    method: Annotated[str | None, typer.Option(help=", ".join(serving.METHODS))] = None,
     target: Annotated[
         str | None, typer.Option(help="The target: a folder, or a name that vLLM finds on this host.")
     ] = None,
@@ -107,16 +131,19 @@ def serve(
     vllm_env: VllmEnvOption = None,
     patched_env: PatchedEnvOption = None,
     json_file: JsonFile = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", callback=writable_file, help="Write tables and drawings there.")
+    ] = None,
     timeout: Annotated[float, typer.Option(help="Seconds for a start, and for each load.")] = 3600,
     time_limit: TimeLimitOption = None,
 ) -> None:
     """Measure your own case on every side: TTFT, TPOT, ITL, end to end, tokens/s, acceptance, and where the time goes.
 
-    Each side is a `vllm serve`, and vLLM's own client, that of `vllm bench serve`, sends the requests; what you write
-    behind `--` is that client's (`-- --dataset-name sharegpt --dataset-path FILE`, `-- --burstiness 0.5`). The servers
-    of all sides are alive together and take turns. Every concurrency is measured with every rate and every
-    temperature; each k has servers of its own. A shape has dummy weights and synthetic acceptance, or, tiny, trained
-    ones and prompts of its own. Prefix caching is off, because rounds repeat the prompts.
+    Each side is a `vllm serve` of its own, or --url names the only one. vLLM's own client, that of `vllm bench serve`,
+    sends the requests; what you write behind `--` is that client's (`-- --dataset-name sharegpt --dataset-path FILE`,
+    `-- --burstiness 0.5`). The servers of all sides are alive together and take turns. Every concurrency is measured
+    with every rate and every temperature; each k has servers of its own. A shape has dummy weights and synthetic
+    acceptance, or, tiny, trained ones and prompts of its own. Prefix caching is off, because rounds repeat the prompts.
 
     A round has as many requests as take the quickest side 5 seconds, or more: a trial says how many. The first third of
     them only warms it up, and what comes after the last one was sent does not count. Latencies are those of all rounds
@@ -126,23 +153,19 @@ def serve(
     something out: what all sides have measured is in the results then.
     """
     limit, console = TimeLimit(time_limit), console_for(json_file)
-    known([method], tuple(serving.METHODS), "--method")
-    if shape != TINY and model is not None:
-        raise typer.BadParameter("only --shape tiny has these; a target of your own is --target", param_hint="--model")
-    if shape in (None, TINY) and acceptance_length is not None:
-        raise typer.BadParameter("real weights decide it themselves; leave it out", param_hint="--acceptance-length")
-    if shape is not None and (target is not None or draft is not None):
-        raise typer.BadParameter("a shape says what target and drafter are; leave it or them out", param_hint="--shape")
-    if shape is not None:
-        known([shape], (TINY, *SHAPES), "--shape")
-        known([method], METHODS, "--method")
-    elif target is None:
-        raise typer.BadParameter("what to serve is missing: name a target, or --shape", param_hint="--target")
-    elif draft is None and method not in serving.BUILT_IN:
-        raise typer.BadParameter(f"{method} needs a drafter: a folder, or a name", param_hint="--draft")
-    for option, named in (("--target", target), ("--draft", draft)):
-        if named is not None and named.startswith(("/", ".")) and not Path(named).exists():
-            raise typer.BadParameter(f"{named}: no such folder; name one, or a model's name", param_hint=option)
+    if html is not None and find_spec("matplotlib") is None:
+        raise typer.BadParameter("needs matplotlib: pip install 'vllm-hwplugin[lab]'", param_hint="--html")
+    client = context.args
+    if url is None:
+        _check_served(method, target, draft, shape, model, acceptance_length)
+    else:
+        for name in (*_SERVED[1:], *_ENGINES):
+            if (given := context.get_parameter_source(name)) is not None and given.name == "COMMANDLINE":
+                option = f"--{name.replace('_', '-')}"
+                raise typer.BadParameter("the server at --url has settled that; leave it out", param_hint=option)
+        url = url.rstrip("/").removesuffix("/v1")
+        target, checkpoint = serving.served_by(url)
+        client = ["--tokenizer", checkpoint, *client]
     wanted = asked_sides(side)
     checkpoints = find_checkpoints(model) if shape == TINY else None
     asked: list[serving.Prompt] = []
@@ -152,17 +175,20 @@ def serve(
         # Random tokens are not what its drafters were trained for.
         asked += load_prompts(checkpoints, _TINY_PROMPTS)
     host = detect_host()
-    sides = wanted or possible_sides([method], host)
-    if shape is not None:
-        check([Case(shape, method, one) for one in k or [3]], host, sides)
-    check_sides(sides, [method], host)
+    sides: tuple[str, ...] = ("server",)
+    if method is not None:
+        sides = wanted or possible_sides([method], host)
+        if shape is not None:
+            check([Case(shape, method, one) for one in k or [3]], host, sides)
+        check_sides(sides, [method], host)
     settings = serving.ServeSettings(
+        url=url,
         target=target if shape is None else None,
         draft=draft if shape is None else None,
         shape=shape,
         acceptance_length=acceptance_length,
         method=method,
-        ks=tuple(dict.fromkeys(k or [3])),
+        ks=tuple(dict.fromkeys(k or [3])) if url is None else (0,),
         sides=sides,
         prompts=None if prompts is None else str(prompts),
         num_prompts=num_prompts,
@@ -185,7 +211,7 @@ def serve(
         patched_environment=pairs(patched_env or (), "--patched-env"),
         per_slot=per_slot,
         all_k_at_once=all_k_at_once,
-        client=tuple(context.args),
+        client=tuple(client),
     )
     console.print(f"vLLM {host.vllm} on {host.name} ({host.device}), torch {host.torch}", highlight=False)
     results = serving.new_serve_results(host, settings)
@@ -206,17 +232,51 @@ def serve(
             if not turns.measure(
                 jobs,
                 measurements,
-                label=f"{method} k={', '.join(map(str, ks))}",
+                label=url or f"{method} k={', '.join(map(str, ks))}",
                 total=len(jobs) * (1 + rounds * len(measurements)),
                 at_once=host.device != "cpu" and serving.kv_cache_size(ks[0], settings) is not None,
                 add=add,
             ):
                 break
-    turns.end(console, _show)
+    turns.end(console, partial(_show, html=html))
 
 
-def _show(results: Mapping[str, Any], console: Console) -> bool:
-    """The tables of what at least one side has measured; whether there are any."""
+def _check_served(
+    method: str | None,
+    target: str | None,
+    draft: str | None,
+    shape: str | None,
+    model: Path | None,
+    acceptance_length: float | None,
+) -> None:
+    """Whether the options say what the servers are to serve.
+
+    Raises:
+        typer.BadParameter: they do not.
+    """
+    if method is None:
+        raise typer.BadParameter("how to draft is missing: name a method, or a server's --url", param_hint="--method")
+    known([method], tuple(serving.METHODS), "--method")
+    if shape != TINY and model is not None:
+        raise typer.BadParameter("only --shape tiny has these; a target of your own is --target", param_hint="--model")
+    if shape in (None, TINY) and acceptance_length is not None:
+        raise typer.BadParameter("real weights decide it themselves; leave it out", param_hint="--acceptance-length")
+    if shape is not None and (target is not None or draft is not None):
+        raise typer.BadParameter("a shape says what target and drafter are; leave it or them out", param_hint="--shape")
+    if shape is not None:
+        known([shape], (TINY, *SHAPES), "--shape")
+        known([method], METHODS, "--method")
+    elif target is None:
+        raise typer.BadParameter("what to serve is missing: name a target, or --shape", param_hint="--target")
+    elif draft is None and method not in serving.BUILT_IN:
+        raise typer.BadParameter(f"{method} needs a drafter: a folder, or a name", param_hint="--draft")
+    for option, named in (("--target", target), ("--draft", draft)):
+        if named is not None and named.startswith(("/", ".")) and not Path(named).exists():
+            raise typer.BadParameter(f"{named}: no such folder; name one, or a model's name", param_hint=option)
+
+
+def _show(results: Mapping[str, Any], console: Console, html: Path | None) -> bool:
+    """The tables of what at least one side has measured, and the verdict, also as a page; whether there are any."""
     loads = [
         (case, load)
         for case in results["cases"]
@@ -225,11 +285,11 @@ def _show(results: Mapping[str, Any], console: Console) -> bool:
     ]
     for case, load in loads:
         measured = {side: found for side, entry in case["sides"].items() if (found := entry["loads"][load]) is not None}
-        console.print(f"{results['settings']['method']} k={case['k']}, {load}", style="bold")
+        console.print(f"{serving.case_name(results, case)}, {load}", style="bold")
         for told, columns, rows in serving.TABLES:
             drawn = Table("side", *columns, title=told)
             for side, found in measured.items():
-                for row in rows(found, measured.get(STOCK_OF.get(side, ""))):
+                for row in rows(found, serving.held_to(measured, side)):
                     drawn.add_row(SIDE_NAMES[side], *row)
             if drawn.row_count:
                 console.print(drawn)
@@ -237,4 +297,10 @@ def _show(results: Mapping[str, Any], console: Console) -> bool:
         if any(missing.values()):
             said = ", ".join(f"{count} on {side}" for side, count in missing.items() if count)
             console.print(f"Requests that got no token, and have no latency: {said}.")
+    if loads:
+        if html is not None:
+            from ..bench.report import page
+
+            write_text(page(results), html)
+        show_verdicts((one for case in results["cases"] for one in of_loads(case)), results["host"]["device"], console)
     return bool(loads)

@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from typer.core import TyperCommand, TyperGroup
 
 from vllm_hwplugin.cli.output import STANDARD_OUTPUT, writable
 from vllm_hwplugin.cli.parser import FAILURE, Run
@@ -18,11 +19,42 @@ from vllm_hwplugin.cli.parser import FAILURE, Run
 _UsageError: Any = typer.BadParameter.__base__
 
 
-def runs(name: str, command: Callable[..., None] | typer.Typer) -> Run:
+def grouped(groups: Mapping[str, Sequence[str]], *examples: str, base: type[Any] = TyperCommand) -> type[Any]:
+    """A class of command whose help has options in groups, with whole names at any width, and ends with examples.
+
+    Its `typer.Typer` has ``rich_markup_mode=None``: rich's help cuts long names.
+
+    Args:
+        groups: heading -> names of the parameters below it; all others are "Options".
+        examples: command lines.
+        base: typer's class.
+    """
+    headings = {name: heading for heading, names in groups.items() for name in names}
+
+    class Grouped(base):  # type: ignore[misc]
+        def format_options(self, ctx: Any, formatter: Any) -> None:
+            shown: dict[str, list[tuple[str, str]]] = {heading: [] for heading in (*groups, "Options")}
+            for parameter in self.get_params(ctx):
+                if record := parameter.get_help_record(ctx):
+                    shown[headings.get(parameter.name, "Options")].append(record)
+            for heading, records in shown.items():
+                if records:
+                    with formatter.section(heading):
+                        formatter.write_dl(records)
+            if isinstance(self, TyperGroup):
+                self.format_commands(ctx, formatter)
+            with formatter.section("Examples"):
+                for example in examples:
+                    formatter.write(f"  {example}\n")
+
+    return Grouped
+
+
+def runs(name: str, command: Callable[..., None] | typer.Typer, *examples: str) -> Run:
     """What the table of commands calls: takes a command's arguments and returns its exit status."""
     if not isinstance(command, typer.Typer):
-        app = typer.Typer(add_completion=False)
-        app.command(name)(command)
+        app = typer.Typer(add_completion=False, rich_markup_mode=None)
+        app.command(name, cls=grouped({}, *examples))(command)
         command = app
     whole = typer.main.get_command(command)
 
@@ -40,7 +72,12 @@ def runs(name: str, command: Callable[..., None] | typer.Typer) -> Run:
     return run
 
 
-def _writable(file: Path | None) -> Path | None:
+def writable_file(file: Path | None) -> Path | None:
+    """The file that an option names, where it can be written.
+
+    Raises:
+        typer.BadParameter: it cannot.
+    """
     try:
         return file and writable(str(file))
     except argparse.ArgumentTypeError as error:
@@ -49,7 +86,7 @@ def _writable(file: Path | None) -> Path | None:
 
 JsonFile = Annotated[
     Path | None,
-    typer.Option("--json", metavar="FILE", callback=_writable, help="Write the results there; -: standard output."),
+    typer.Option("--json", metavar="FILE", callback=writable_file, help="Write the results there; -: standard output."),
 ]
 
 

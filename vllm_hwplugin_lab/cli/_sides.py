@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -19,6 +19,7 @@ from ..bench import (
     PLUGIN_SIDES,
     SERVING,
     STOCK_OF,
+    Compared,
     Event,
     Job,
     Measurement,
@@ -28,6 +29,7 @@ from ..bench import (
     rest_between_turns,
     results_text,
     stopped,
+    verdict,
 )
 from ._options import JsonFile, known
 
@@ -114,6 +116,13 @@ def conclude(cases: Sequence[Mapping[str, Any]], console: Console, *, measured: 
             raise typer.Exit(1)
     if early or any(error for failed in errors for error in failed.values()):
         raise typer.Exit(FAILURE)
+
+
+def show_verdicts(found: Iterable[Compared], device: str, console: Console) -> None:
+    """Say what the plugin gained, case by case, and why no more."""
+    lines = [verdict(one, device) for one in found]
+    for line in lines or ["none, because no side with the plugin was measured beside the one that it is held to."]:
+        console.print(f"Verdict: {line}", style="bold", highlight=False, soft_wrap=True)
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,7 @@ from ..bench import (
     load_prompts,
     new_phases,
     new_results,
+    of_engines,
     of_workloads,
     possible_sides,
     profiled,
@@ -48,8 +49,8 @@ from ..bench import (
     table,
 )
 from . import _bench_kernels
-from ._bench_serve import serve
-from ._options import JsonFile, console_for, known, pairs, runs
+from ._bench_serve import SERVE, serve
+from ._options import JsonFile, console_for, grouped, known, pairs, runs
 from ._sides import (
     InTurn,
     MoreSidesOption,
@@ -59,16 +60,32 @@ from ._sides import (
     VllmEnvOption,
     asked_sides,
     progress,
+    show_verdicts,
 )
 from ._soak import soak
 
-bench = typer.Typer(add_completion=False)
-bench.command("serve", context_settings={"allow_extra_args": True})(serve)
-bench.command("soak")(soak)
-bench.command("attention")(_bench_kernels.attention)
-bench.command("ops")(_bench_kernels.ops)
-
 _SHAPES = (TINY, *SHAPES)
+_GROUPS = {
+    "What to measure": ("shape", "method", "k", "batch", "model", "acceptance_length", "cudagraph_mode"),
+    "Sides": ("side", "vllm_env", "patched_env", "gpu_memory_utilization"),
+    "Rounds": ("rounds", "tokens", "tiny_prompts", "tiny_tokens", "profile_tokens"),
+    "Results": ("json_file", "profile", "timeout", "time_limit"),
+}
+_EXAMPLES = (
+    "vllm-hwplugin bench --shape 0.6b --method eagle3 --k 3 --json results.json",
+    "vllm-hwplugin bench --shape 0.6b --side stock --side patched --profile traces",
+)
+
+bench = typer.Typer(
+    add_completion=False, rich_markup_mode=None, cls=grouped(_GROUPS, *_EXAMPLES, base=typer.core.TyperGroup)
+)
+bench.command("serve", cls=SERVE, context_settings={"allow_extra_args": True})(serve)
+for _name, _command, *_examples in (
+    ("soak", soak, "bench soak", "bench soak --method dflash --json soak.json"),
+    ("attention", _bench_kernels.attention, "bench attention", "bench attention --kind decode --json attention.json"),
+    ("ops", _bench_kernels.ops, "bench ops", "bench ops --json ops.json"),
+):
+    bench.command(_name, cls=grouped({}, *(f"vllm-hwplugin {one}" for one in _examples)))(_command)
 
 
 @bench.callback(invoke_without_command=True)
@@ -179,6 +196,7 @@ def _show(results: Mapping[str, Any], console: Console) -> bool:
     if measured:
         console.print(table(results))
         console.print(host_line(results), highlight=False)
+        show_verdicts(of_engines(results), results["host"]["device"], console)
     return measured
 
 

@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from vllm_hwplugin.cli.output import write_json
@@ -20,11 +20,14 @@ from vllm_hwplugin.spec_decode.engine_report import sentence
 
 from .. import bench
 from ._options import JsonFile, console_for, runs
+from ._sides import advance, progress
 
 WORKLOAD = "demo"
 #: A run takes a second or less, so its best of some says more than one. On a CPU no speed is shown, because there one
 #: and the same engine differs more from run to run than stock from patched; one round is then enough.
 ROUNDS = 3
+#: Numbers of tokens a step that differ by less are shown alike.
+_SAME = 0.01
 
 
 @dataclass(frozen=True)
@@ -68,15 +71,13 @@ def demo(
     bench.load_prompts(checkpoints, prompts)
     host = bench.detect_host()
     console.print(f"vLLM {host.vllm} on {host.name} ({host.device}), torch {host.torch}", highlight=False)
-    if host.device == "cpu":
-        console.print("A CPU host: float32, eager.")
-        console.print("CUDA graphs, and with them draft-full-graph and dflash-full-graph, need a GPU")
     if host.device == "musa":
         console.print("Stock is the plugin's platform class with every feature off: vLLM has none of its own for MUSA.")
     jobs = [job_for(c, host, checkpoints, prompts, tokens) for c in CONFIGURATIONS]
     outcomes = run_all(jobs, timeout, console)
     result = compare(outcomes, host)
     show(result, console, verbose=verbose)
+    console.print(f"Verdict: {verdict(result)}", style="bold", highlight=False, soft_wrap=True)
     if json_file is not None:
         write_json(result, json_file)
     raise typer.Exit(exit_status(result))
@@ -114,26 +115,14 @@ def job_for(
 
 def run_all(jobs: Sequence[bench.Job], timeout: float, console: Console) -> list[bench.Outcome]:
     """One engine after the other, so that none disturbs another's figures."""
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     outcomes = []
-    with Progress(*columns, console=console, transient=True) as progress:
-        # Two parts an engine: its start, and its generation.
-        task = progress.add_task("", total=2 * len(jobs))
-        for done, job in enumerate(jobs):
-            progress.update(task, completed=2 * done, description=f"{job.label}: engine starts")
-            outcome = bench.launch(job, timeout=timeout, on_event=_ticker(progress, task, job.label))
-            outcomes.append(outcome)
-            word = "failed" if outcome.error else "done"
-            progress.console.print(f"{job.label}: {word} in {outcome.seconds:.0f} s", highlight=False)
+    with progress(console) as bar:
+        for job in jobs:
+            # Its start, and its rounds.
+            task = bar.add_task(f"{job.label}: engine starts", total=1 + job.measurements)
+            outcomes.append(bench.launch(job, timeout=timeout, on_event=advance(bar, task, job.label)))
+            bar.update(task, description=f"{job.label}: {'failed' if outcomes[-1].error else 'done'}")
     return outcomes
-
-
-def _ticker(progress: Progress, task: Any, label: str) -> Callable[[bench.Event], None]:
-    def on_event(event: bench.Event) -> None:
-        if event["event"] == "ready":
-            progress.update(task, advance=1, description=f"{label}: generates")
-
-    return on_event
 
 
 def compare(outcomes: Sequence[bench.Outcome], host: bench.Host) -> dict[str, Any]:
@@ -224,10 +213,48 @@ def show(result: Mapping[str, Any], console: Console, *, verbose: bool = False) 
             console.print(_process_line(row["name"], process, verbose), highlight=False, markup=False, soft_wrap=True)
         if verbose and (line := _engine_line(row)):
             console.print(f"{row['name']}: {line}", highlight=False, markup=False, soft_wrap=True)
-    for row in result["configurations"]:
-        if row["error"] is not None:
-            console.print(f"\n{row['name']} failed: {row['error']}. End of its log:", style="red", highlight=False)
-            console.print(row["log_tail"], markup=False, highlight=False)
+    stocks: dict[str | None, str] = {}
+    for row in (one for one in result["configurations"] if one["error"] is not None):
+        last = bench.telling_line(row["log_tail"])
+        same = row["patched"] and stocks.get(row["method"]) == last
+        stocks.setdefault(row["method"], last)
+        console.print(f"\n{row['name']} failed: {row['error']}. End of its log:", style="red", highlight=False)
+        shown = f"as of stock vLLM: {last}" if same else row["log_tail"]
+        console.print(shown, markup=False, highlight=False, soft_wrap=True)
+
+
+def verdict(result: Mapping[str, Any]) -> str:
+    """What the demo shows of the plugin, in one line, with the cause."""
+    return " ".join(_verdict(result))
+
+
+def _verdict(result: Mapping[str, Any]) -> Iterator[str]:
+    rows = result["configurations"]
+    failed = [row["name"] for row in rows if row["error"] is not None]
+    differing = [row["name"] for row in rows if row["texts_equal"] is not None and row["texts_equal"] != row["texts"]]
+    status = exit_status(result)
+    yield {0: "OK.", 1: "NOT OK.", FAILURE: "not known, because stock vLLM itself fails on this host."}[status]
+    if failed:
+        yield f"Failed: {', '.join(failed)}."
+    if differing:
+        yield f"Texts differ from those without speculation: {', '.join(differing)}."
+    elif not failed:
+        yield "Every engine wrote the same texts."
+    for stock, patched in pairwise(rows):
+        if not patched["patched"] or failed:
+            continue
+        if patched["tokens_per_second"]:
+            ratio = patched["tokens_per_second"] / stock["tokens_per_second"]
+            yield f"{patched['name']}: {bench.worth([ratio])} tokens/s."
+        lengths = [row["acceptance_length"] or 0.0 for row in (stock, patched)]
+        if abs(lengths[1] - lengths[0]) > _SAME:
+            used = {name for one in patched["processes"] for name, use in one.get("uses", {}).items() if use["used"]}
+            yield (
+                f"{patched['name']} yields {lengths[0]:.2f} → {lengths[1]:.2f} tokens a step, with "
+                f"{', '.join(sorted(used)) or 'no feature'}."
+            )
+    if not _is_timed(result["host"]["device"]):
+        yield "No speed: CUDA graphs need a GPU."
 
 
 def _graphs(row: Mapping[str, Any]) -> str:
@@ -257,4 +284,4 @@ def _process_line(name: str, process: Mapping[str, Any], verbose: bool) -> str:
     return "\n  ".join(["; ".join([line, *odd, *rest]), *decisions])
 
 
-run = runs("demo", demo)
+run = runs("demo", demo, "vllm-hwplugin demo", "vllm-hwplugin demo --model tests/assets/small --json demo.json")

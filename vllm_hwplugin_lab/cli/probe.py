@@ -93,4 +93,4 @@ def _sum_up(report: Report, console: Console) -> None:
         console.print("no backend of this host could be tried", style="red")
 
 
-run = runs("probe", probe)
+run = runs("probe", probe, "vllm-hwplugin probe", "vllm-hwplugin probe --json probe.json")

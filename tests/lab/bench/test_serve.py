@@ -9,6 +9,7 @@ import os
 import re
 import sys
 import time
+import urllib.error
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -169,10 +170,26 @@ def test_what_an_engine_has_counted_is_read_from_its_metrics(monkeypatch):
     pytest.importorskip("psutil")
     server = object.__new__(_server.Server)
     server.url, server.process = "http://server", SimpleNamespace(pid=os.getpid())
-    monkeypatch.setattr(_server.urllib.request, "urlopen", lambda url: io.BytesIO(METRICS.encode()))
+    monkeypatch.setattr(_server.urllib.request, "urlopen", lambda url, timeout: io.BytesIO(METRICS.encode()))
     found = server.totals()
     assert found.pop("cpu") == pytest.approx(sum(os.times()[:2]), abs=0.5)
     assert found == {"drafts": 7, "accepted": {0: 5, 1: 2}, "ended": 4, "until_first": 0.75}
+
+
+def test_a_server_that_runs_already_says_what_it_likes_and_goes_on(monkeypatch):
+    def refused(url, timeout):
+        raise urllib.error.HTTPError(url, 404, "none", {}, None)
+
+    pytest.importorskip("prometheus_client")
+    server = _server.Server({"url": "http://server", "model": "M"})
+    monkeypatch.setattr(_server.urllib.request, "urlopen", refused)
+    assert server.totals() == {"drafts": 0, "accepted": {}, "ended": 0, "until_first": 0.0}
+    assert [server.ask("hwplugin_facts"), server.ask("hwplugin_steps"), server.ask("hwplugin_gpu_busy", 0.0, 1.0)] == [
+        {},
+        [],
+        [],
+    ]
+    server.end()
 
 
 class Parser:

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
+import threading
+from contextlib import contextmanager
+from html import escape
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from itertools import pairwise
 
 import pytest
@@ -19,6 +24,25 @@ ALL = ["stock", "patched", "mrv2", "mrv2-patched"]
 #: Of each round, beside those with an answer.
 MORE = []
 CASE = ["--target", "T", "--draft", "D", "--method", "eagle3"]
+
+
+@contextmanager
+def answering(pages):
+    """A server on this host, and its URL."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200 if self.path in pages else 404)
+            self.end_headers()
+            self.wfile.write(pages.get(self.path, b""))
+
+        def log_message(self, *words):
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
 
 
 def options_of(command):
@@ -214,6 +238,34 @@ def test_methods_as_vllm_names_them(run, method, draft, config):
     assert jobs["k=3 patched"].options["speculative_config"] == config
 
 
+def test_a_server_that_runs_is_the_one_side_and_is_asked_what_it_serves(run, tmp_path):
+    models = b'{"data": [{"id": "chat", "root": "/models/llama"}]}'
+    page = tmp_path / "report.html"
+    with answering({"/v1/models": models}) as url:
+        result, found, ((jobs, (one,), *_),) = run(["--url", f"{url}/v1/", "--html", str(page)])
+    assert result.exit_code == 0, result.output
+    (job,) = jobs.values()
+    assert job.options == {"url": url, "model": "chat"}
+    client = options_of(one.round)
+    assert (client["tokenizer"], client["max-concurrency"]) == ("/models/llama", "16")
+    assert list(found["cases"][0]["sides"]) == ["server"]
+    assert (found["settings"]["url"], found["settings"]["method"]) == (url, None)
+    assert page.read_text().count("<svg") == 3  # this fake has kinds of steps, too
+
+
+def test_the_page_is_written_beside_the_tables_and_needs_nothing_else(run, tmp_path):
+    page = tmp_path / "report.html"
+    result, *_ = run([*CASE, "--concurrency", "1", "--concurrency", "16", "--html", str(page)])
+    assert result.exit_code == 0, result.output
+    text = page.read_text()
+    assert not re.search(r'(src|href)="(?!#)', text)
+    assert text.count("<svg") == 3
+    assert "67% / 30%" in text
+    verdicts = [line.removeprefix("Verdict: ") for line in result.output.splitlines() if line.startswith("Verdict: ")]
+    assert len(verdicts) == 2
+    assert all(escape(line) in text for line in verdicts)
+
+
 def test_with_a_size_of_the_cache_engines_start_side_by_side(run):
     _, _, ((jobs, *_, at_once),) = run([*CASE, "--kv-cache-gib", "2.5", "--tensor-parallel-size", "2"])
     assert at_once
@@ -281,6 +333,10 @@ def test_the_tiny_shapes_checkpoints_may_lie_where_the_error_says_that_they_can_
         (["--target", "T", "--method", "eagle3"], "eagle3 needs a drafter"),
         (["--method", "eagle3"], "name a target, or --shape"),
         (["--shape", "8b", "--method", "mtp"], "--shape 8b has no drafter for mtp"),
+        ([], "name a method"),
+        (["--url", "http://127.0.0.1:9", *CASE], "settled that"),
+        (["--url", "http://127.0.0.1:9", "--side", "stock"], "settled that"),
+        (["--url", "http://127.0.0.1:9"], "http://127.0.0.1:9/v1/models: expected"),
         ([*CASE[:-1], "ngram"], "choose from eagle, eagle3, p-eagle"),
         ([*CASE, "--side", "mrv3"], "choose from stock, patched, mrv2, mrv2-patched"),
         ([*CASE[:-1], "p-eagle", "--side", "mrv2"], "Model Runner V2 runs p-eagle in no supported vLLM"),

@@ -1,0 +1,37 @@
+"""The help of the lab's commands, on a narrow terminal."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import typer
+
+from tests.program import program
+from vllm_hwplugin_lab.cli import _bench_serve, bench
+
+
+@pytest.mark.parametrize("words", [["bench"], *(["bench", name] for name in ("serve", "soak", "attention", "ops"))])
+def test_every_options_name_is_whole_and_stands_once(words, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    result = program(*words, "--help")
+    assert max(map(len, result.output.splitlines())) <= 80
+    command = typer.main.get_command(bench.bench)
+    command = command if len(words) == 1 else command.commands[words[1]]
+    wanted = [name for one in command.params for name in (*one.opts, *one.secondary_opts)]
+    named = re.findall(r"^  (-\S+)(?: / (--\S+))?", result.output, re.MULTILINE)
+    assert sorted(filter(None, sum(named, ()))) == sorted([*wanted, "--help"])
+    assert (
+        result.output.count(f"  vllm-hwplugin {' '.join(words)} ")
+        + result.output.count(f"  vllm-hwplugin {' '.join(words)}\n")
+        == 2
+    )
+
+
+def test_groups_name_parameters_that_there_are():
+    command = typer.main.get_command(bench.bench)
+    assert {name for names in bench._GROUPS.values() for name in names} <= {one.name for one in command.params}
+    serve = {one.name for one in command.commands["serve"].params}
+    assert serve - {*_bench_serve._SERVED, *_bench_serve._ENGINES, *_bench_serve._LOAD} == {
+        *("json_file", "html", "timeout", "time_limit")
+    }
