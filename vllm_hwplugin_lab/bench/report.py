@@ -31,14 +31,14 @@ COLOURS = {
     "server": "#0072b2",
 }
 #: The same results give the same file: no random ids, no date, and text as text, which can be searched too.
-_SETTINGS = {"svg.hashsalt": "vllm-hwplugin", "svg.fonttype": "none", "font.size": 8}
+matplotlib.rcParams.update({"svg.hashsalt": "vllm-hwplugin", "svg.fonttype": "none", "font.size": 8})
 _KIND_COLOURS = dict(zip(KINDS, ("#009e73", "#56b4e9", "#f0e442", "#d55e00"), strict=True))
 #: 900 pixels of 96 to the inch.
 WIDTH = 9.375
 _STYLE = (
     "body{font:14px/1.5 sans-serif;max-width:75em;margin:2em auto;padding:0 1em}table{border-collapse:collapse;"
-    "margin:1em 0}td,th{border:1px solid #ccc;padding:.2em .6em;text-align:left}svg{max-width:100%;height:auto}"
-    ".verdict{font-size:1.2em}"
+    "margin:1em 0}td,th{border:1px solid #ccc;padding:.2em .6em;text-align:left}"
+    "svg{display:block;max-width:100%;height:auto}.verdict{font-size:1.2em}"
 )
 
 _Load = Mapping[str, Any]
@@ -47,17 +47,15 @@ _Load = Mapping[str, Any]
 def svg(figure: Figure, title: str) -> str:
     """A drawing as text that begins with the element ``svg``; ``title`` says what it shows to who cannot see it."""
     text = StringIO()
-    with matplotlib.rc_context(_SETTINGS):
-        figure.savefig(text, format="svg", metadata={"Date": None, "Title": title})
+    figure.savefig(text, format="svg", metadata={"Date": None, "Title": title})
     lines = (line.rstrip() for line in text.getvalue().splitlines())
     return "\n".join(lines).partition("<svg")[2].join(("<svg", "\n"))
 
 
 def panels(rows: int, columns: int, height: float) -> tuple[Figure, Any]:
     """A drawing as wide as a page, and its axes as a matrix; ``height`` of a row in inches."""
-    with matplotlib.rc_context(_SETTINGS):
-        figure = Figure(figsize=(WIDTH, 0.5 + height * rows), layout="constrained")
-        axes = figure.subplots(rows, columns, squeeze=False)
+    figure = Figure(figsize=(WIDTH, 0.5 + height * rows), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False)
     for panel in axes.flat:
         panel.spines[["top", "right"]].set_visible(False)
     return figure, axes
@@ -90,7 +88,8 @@ def latencies(results: Mapping[str, Any]) -> str:
                     known = [(at, load[latency][percentile]) for at, load in points if load[latency]]
                     label = f"{SIDE_NAMES[side]}, {percentile.upper()}"
                     panel.plot(*zip(*known, strict=True), line, color=COLOURS[side], marker=".", label=label)
-            _finish(panel, f"{name}: {latency[:-3].upper()}", "ms")
+            _finish(panel, latency[:-3].upper(), "ms")
+        row[0].set_ylabel(f"{name}\nms")
     figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
     return svg(figure, "Latencies by requests at once")
 
@@ -111,7 +110,7 @@ def kinds(results: Mapping[str, Any]) -> str | None:
                 panel.barh(labels, shares, left=before, color=_KIND_COLOURS[kind], label=called)
                 before = [one + more for one, more in zip(before, shares, strict=True)]
             panel.set_title(f"{name}: shares {said}", fontsize=8)
-            panel.xaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1))
+            panel.xaxis.set_major_formatter("{x:.0%}")
     figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=len(KINDS), frameon=False)
     return svg(figure, "Shares of the steps and of their time by kind")
 
@@ -120,7 +119,7 @@ def page(results: Mapping[str, Any]) -> str:
     """The HTML file."""
     host, settings = results["host"], results["settings"]
     facts = {
-        "device": f"{host['name']}, driver {host['driver']}",
+        "device": host["name"] + (f", driver {host['driver']}" if host["driver"] else ""),
         "software": f"vLLM {host['vllm']}, torch {host['torch']}, vllm-hwplugin {results['plugin']}",
         "commit, date": f"{results['commit']}, {results['date']}",
         **{name.replace("_", " "): value for name, value in settings.items() if value not in (None, [], {}, "")},

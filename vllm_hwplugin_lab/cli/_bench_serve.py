@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from vllm_hwplugin.cli.output import write_text
 
@@ -69,7 +69,11 @@ SERVE = grouped(
 def serve(
     context: typer.Context,
     url: Annotated[
-        str | None, typer.Option(help="Measure the server that runs there, without kinds of steps; start none.")
+        str | None,
+        typer.Option(
+            help="Measure the server that runs there, without kinds of steps. Start that one without prefix caching: "
+            "rounds repeat the prompts."
+        ),
     ] = None,
     method: Annotated[str | None, typer.Option(help=", ".join(serving.METHODS))] = None,
     target: Annotated[
@@ -287,7 +291,7 @@ def _show(results: Mapping[str, Any], console: Console, html: Path | None) -> bo
         measured = {side: found for side, entry in case["sides"].items() if (found := entry["loads"][load]) is not None}
         console.print(f"{serving.case_name(results, case)}, {load}", style="bold")
         for told, columns, rows in serving.TABLES:
-            drawn = Table("side", *columns, title=told)
+            drawn = Table("side", *(Column(name, overflow="fold") for name in columns), title=told)
             for side, found in measured.items():
                 for row in rows(found, serving.held_to(measured, side)):
                     drawn.add_row(SIDE_NAMES[side], *row)
