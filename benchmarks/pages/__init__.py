@@ -7,7 +7,18 @@ long tables beside the results files.
 
 from ._host_time import parts_us
 from ._judged import verdicts
-from ._pages import RESULTS, ROOT, outdated, pages, write
+from ._pages import RESULTS, ROOT, drawings, outdated, pages, write
 from ._read import ResultsError, read_all
 
-__all__ = ["RESULTS", "ROOT", "ResultsError", "outdated", "pages", "parts_us", "read_all", "verdicts", "write"]
+__all__ = [
+    "RESULTS",
+    "ROOT",
+    "ResultsError",
+    "drawings",
+    "outdated",
+    "pages",
+    "parts_us",
+    "read_all",
+    "verdicts",
+    "write",
+]

@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from vllm_hwplugin_lab.bench import NOTHING, SIDE_NAMES, TINY, between, idle, profiled, step, worth
 
 from ._gains import Gain, failures, gains
-from ._kernels import in_short
 from ._read import Found
+from ._readme_tables import starts
 from ._text import escaped, item, paragraph, table
 
 _BOTH = ("stock", "patched")
@@ -70,35 +70,46 @@ vllm-hwplugin bench serve --url http://127.0.0.1:8000 --concurrency 1 --concurre
 """
 
 
-def page(files: Sequence[Found], soaks: Sequence[Found], chart: str) -> str:
+def page(files: Sequence[Found], soaks: Sequence[Found], started: Sequence[Found]) -> str:
     """docs/benchmarks.md.
 
     Args:
         files: of ``bench``.
         soaks: of ``bench soak``.
-        chart: the file name of the drawing beside the page.
+        started: of benchmarks/engine_starts.py.
     """
     found = gains(files)
     sides = _SIDES + (_TRAINED if any(one.shape == TINY for one in found) else "")
     parts = [
-        [_HEAD, "## What do I gain?", "", paragraph(sides), "", *_by_batch(found), "", _measured(found), ""],
-        [f"![milliseconds a step, by batch size and side]({chart})", ""],
+        [_HEAD, "## What do I gain?", "", paragraph(sides), "", *_gain_table(found), "", _measured(found), ""],
+        [*_by_batch(found), "", "![milliseconds a step, by batch size and side](benchmarks.svg)", ""],
         ["## Why, and why not", "", *_reasons(found), ""],
         ["## Does it change what is accepted?", "", *_acceptance(found), "", *_soaks(soaks), ""],
+        ["## What does a start cost?", "", starts(started), ""],
         ["## How sure is that?", "", *_spread(found), *_failed(files), ""],
         [_AGAIN],
     ]
     return "\n".join(line for part in parts for line in part)
 
 
-def first_screen(files: Sequence[Found], kernels: Sequence[Found]) -> str:
-    """README.md's table: targets of real sizes alone."""
+def first_screen(files: Sequence[Found]) -> str:
+    """README.md's table: a row for each target of a real size, all versions, drafters and batch sizes together."""
     found = [one for one in gains(files) if one.shape != TINY]
-    weights = paragraph(
-        "The targets have the sizes of Qwen3's models and dummy weights. vLLM's synthetic acceptance makes all sides "
-        "accept equally many drafts."
+    lines = []
+    for target in dict.fromkeys(one.target for one in found):
+        cells = []
+        for stock, patched in _RUNNERS.values():
+            ratios = [ratio for one in found if one.target == target for ratio in one.ratios(patched, stock).values()]
+            cells.append(_worth(ratios) if ratios else "not measured")
+        lines.append([target, *cells])
+    devices, versions = (sorted({getattr(one.file, of) for one in found}) for of in ("device", "vllm"))
+    drafters = sorted({one.drafter for one in found})
+    batches = sorted({int(row.batch) for one in found for row in one.rows})
+    text = (
+        f"One {' or '.join(devices)}; {' and '.join(drafters)}; vLLM {', '.join(versions)}; every request decodes, in "
+        f"batches of {batches[0]} to {batches[-1]}; dummy weights, and as many drafts accepted on all sides."
     )
-    return "\n".join([*_gain_table(found), "", _measured(found), "", weights, "", paragraph(in_short(kernels))])
+    return "\n".join([*table(["target", *(f"{runner}, tokens/s" for runner in _RUNNERS)], lines), "", paragraph(text)])
 
 
 def _gain_table(found: Sequence[Gain]) -> list[str]:
@@ -110,13 +121,17 @@ def _gain_rows(found: Sequence[Gain]) -> Iterator[list[str]]:
         for one in found:
             said = []
             if own := one.ratios(patched, stock):
-                said.append(worth(own.values()).replace("a loss", "**a loss**"))
+                said.append(_worth(own.values()))
             if runner == "V2" and (over := one.ratios(stock, "patched")):
                 said += [] if own else ["not measured"]
                 said.append(f"stock V2 gives {between(over.values(), '.2f')} times V1's with the plugin")
             if said:
                 yield [one.vllm, runner, one.target, one.drafter, "; ".join(said)]
     yield ["any other", "either", "any", "any", "not measured"]
+
+
+def _worth(ratios: Collection[float]) -> str:
+    return worth(ratios).replace("a loss", "**a loss**")
 
 
 def _measured(found: Sequence[Gain]) -> str:

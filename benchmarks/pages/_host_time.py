@@ -127,7 +127,8 @@ def page(files: Sequence[Found]) -> str:
     Args:
         files: of ``bench --profile``.
     """
-    lines = [_HEAD, paragraph(_HOW), "", "## The parts of a step, and what the plugin does about them", ""]
+    drawn = "![a step on the host, part by part, and on the GPU; stock and patched, V1 and V2](step.svg)"
+    lines = [_HEAD, drawn, "", paragraph(_HOW), "", "## The parts of a step, and what the plugin does about them", ""]
     lines += [*table(["part", "what the plugin does"], ([part.name, part.plugin] for part in PARTS)), ""]
     for file in files:
         lines += [f"## vLLM {file.vllm}, {file.device}: `{file.name}`", "", paragraph(f"{file.source}."), ""]

@@ -8,7 +8,7 @@ from statistics import median, quantiles
 from typing import Any
 
 from vllm_hwplugin_lab.bench import between
-from vllm_hwplugin_lab.bench.micro import MEASURED, find, left_out, op_ratio
+from vllm_hwplugin_lab.bench.micro import MEASURED, find, left_out
 from vllm_hwplugin_lab.bench.micro import attention_cases as attention
 from vllm_hwplugin_lab.bench.micro import op_cases as ops
 
@@ -54,26 +54,6 @@ def page(files: Sequence[Found]) -> str:
             "",
         ]
     return "\n".join([*lines, _AGAIN])
-
-
-def in_short(files: Sequence[Found]) -> str:
-    """What a reader of README.md has to know of all this."""
-    return (
-        f"The plugin's kernels serve both runners. Alone, {'; '.join(map(_shortest, files))}. A kernel is only a part "
-        "of a step; nobody measured what engines gain by these."
-    )
-
-
-def _shortest(file: Found) -> str:
-    where = f"on one {file.device} beside vLLM {file.vllm}"
-    if file.results["kind"] == "ops":
-        ratios = [ratio for case in ops.CASES.values() if (ratio := op_ratio(file.results, case)) is not None]
-        return f"vLLM's operations take {between(ratios, '.2f')} times as long as the plugin's ({where})"
-    prompt, decode = (_by_ours(file.results, attention.TRITON, cases) for cases in _KINDS)
-    return (
-        f"at heads of 512, {attention.TRITON} takes {prompt} times as long as the plugin's attention for prompts, and "
-        f"{decode} times as long in decode and verification ({where})"
-    )
 
 
 def _attention(file: Found) -> Iterator[str]:

@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from vllm_hwplugin_lab.bench import TINY
+
 from . import (
     _engine_tables,
     _engines,
@@ -22,11 +24,10 @@ from ._read import Found, ResultsError, read_all
 ROOT = Path(__file__).resolve().parents[2]
 _FOLDER = "benchmarks/results"
 RESULTS = ROOT / _FOLDER
-CHART = "docs/benchmarks.svg"
 
 
 def pages(root: Path = ROOT) -> dict[str, str]:
-    """Path below ``root``, the source tree, -> text, of every page but the chart.
+    """Path below ``root``, the source tree, -> text, of every page but the drawings.
 
     Raises:
         ResultsError: a results file cannot be used, or a page has no place for its table.
@@ -39,12 +40,13 @@ def pages(root: Path = ROOT) -> dict[str, str]:
         "README.md": _within(
             root,
             "README.md",
-            gains=_engines.first_screen(engines, kernels),
-            starts=_readme_tables.starts(read_all(results, "starts-")),
+            live=_serve_tables.live(served),
+            gains=_engines.first_screen(engines),
+            costs=_readme_tables.starts_in_short(read_all(results, "starts-")),
         ),
         "docs/nwor.md": _within(root, "docs/nwor.md", costs=_readme_tables.costs(read_all(results, "cost-nwor-"))),
         "docs/platforms.md": _within(root, "docs/platforms.md", versions=_musa_versions.markdown()),
-        "docs/benchmarks.md": _engines.page(engines, soaks, Path(CHART).name),
+        "docs/benchmarks.md": _engines.page(engines, soaks, read_all(results, "starts-")),
         "docs/kernel-benchmarks.md": _kernels.page(kernels),
         "benchmarks/results/engines.md": _engine_tables.markdown(engines),
         "benchmarks/results/kernels.md": _kernel_tables.markdown(kernels),
@@ -67,12 +69,23 @@ def outdated(root: Path = ROOT) -> list[str]:
     return [path for path, text in pages(root).items() if _text(root / path) != text]
 
 
-def write(root: Path = ROOT) -> None:
-    """Write every page, and the chart."""
-    from ._chart import drawing
+def drawings(root: Path = ROOT) -> dict[str, str]:
+    """As :func:`pages`, of the drawings, whose text depends on matplotlib's version as well."""
+    from . import _chart
 
-    texts = pages(root) | {CHART: drawing(gains(read_all(root / _FOLDER, "engines-")))}
-    for path, text in texts.items():
+    results = root / _FOLDER
+    found, page = gains(read_all(results, "engines-")), root / "docs" / "compatibility.md"
+    return {
+        "docs/benchmarks.svg": _chart.steps(found),
+        "docs/gain.svg": _chart.idle_and_gain([one for one in found if one.shape != TINY]),
+        "docs/step.svg": _chart.step_in_time(read_all(results, "phases-")),
+        "docs/compatibility.svg": _chart.compatibility(page.read_text(encoding="utf-8")),
+    }
+
+
+def write(root: Path = ROOT) -> None:
+    """Write every page, and the drawings."""
+    for path, text in (pages(root) | drawings(root)).items():
         (root / path).write_text(text, encoding="utf-8")
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from vllm_hwplugin_lab.bench import SHAPES, STOCK_OF, host_line, rows
+from vllm_hwplugin_lab.bench import SHAPES, STOCK_OF, between, host_line, rows
 
 from ._read import Found
 from ._text import paragraph, table
@@ -44,6 +44,20 @@ def starts(files: Sequence[Found]) -> str:
     return "\n\n".join(["\n".join(table(_START_NAMES, _starts(files))), paragraph(_START_HOW), *measured])
 
 
+def starts_in_short(files: Sequence[Found]) -> str:
+    """A sentence of README.md."""
+    both = [two for file in files for case in file.results["cases"] for two in _pairs(case)]
+    if not both:
+        return "What a start with the plugin takes longer was not measured."
+    seconds = between((after["seconds"] - before["seconds"] for before, after in both), "+.0f")
+    blocks = between((after["num_gpu_blocks"] / before["num_gpu_blocks"] - 1 for before, after in both), "+.1%")
+    return paragraph(
+        f"It changes the time of a start with filled caches by {seconds} s, and the number of KV cache blocks by "
+        f"{blocks}, on {len(both)} engines of one {' or '.join(sorted({file.device for file in files}))} "
+        "([docs/benchmarks.md](docs/benchmarks.md#what-does-a-start-cost))."
+    )
+
+
 def _case(file: Found, case: Mapping[str, Any], runner: str) -> list[str]:
     return [file.vllm, SHAPES[case["shape"]].title, f"{case['method']} k={case['k']}", runner]
 
@@ -62,17 +76,22 @@ def _costs(files: Sequence[Found]) -> Iterator[list[str]]:
 
 def _starts(files: Sequence[Found]) -> Iterator[list[str]]:
     for file, case in ((one, case) for one in files for case in one.results["cases"]):
-        for patched, stock in STOCK_OF.items():
-            before, after = (_best(case["sides"].get(side)) for side in (stock, patched))
-            if before is None or after is None:
-                continue
+        for before, after in _pairs(case):
             blocks = [one["num_gpu_blocks"] for one in (before, after)]
             yield [
-                *_case(file, case, _START_RUNNERS[stock]),
+                *_case(file, case, before["runner"]),
                 f"{blocks[0]} → {blocks[1]} ({blocks[1] / blocks[0] - 1:+.1%})",
                 f"{before['first']:.0f} → {after['first']:.0f}",
                 f"{before['seconds']:.1f} → {after['seconds']:.1f}",
             ]
+
+
+def _pairs(case: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+    """The starts without the plugin and with it, of each runner whose engines started."""
+    for patched, stock in STOCK_OF.items():
+        before, after = (_best(case["sides"].get(side)) for side in (stock, patched))
+        if before is not None and after is not None:
+            yield {**before, "runner": _START_RUNNERS[stock]}, after
 
 
 def _best(side: Mapping[str, Any] | None) -> Mapping[str, Any] | None:

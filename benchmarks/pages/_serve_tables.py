@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from vllm_hwplugin_lab.bench import NOT_MEASURED, SHAPES, SIDE_NAMES, TINY
+from vllm_hwplugin_lab.bench import NOT_MEASURED, SHAPES, SIDE_NAMES, STOCK_OF, TINY
 from vllm_hwplugin_lab.bench.serve import LATENCIES, TABLES, held_to
 
 from ._read import Found
@@ -33,6 +33,42 @@ _BY_ENGINE = (
     "Not over HTTP: vLLM's asynchronous engine, its core in a process of its own, was asked directly, and all requests "
     "of a round count."
 )
+
+
+def live(files: Sequence[Found]) -> str:
+    """README.md's table: what clients of a server see, of files whose requests came over HTTP."""
+    lines, said = [], []
+    for file in (one for one in files if "client" in one.results["settings"]):
+        settings = file.results["settings"]
+        for case in file.results["cases"]:
+            for patched, stock in STOCK_OF.items():
+                if {stock, patched} <= case["sides"].keys():
+                    sides = (case["sides"][side]["loads"].values() for side in (stock, patched))
+                    both = (loads for loads in zip(*sides, strict=True) if None not in loads)
+                    lines += [_live_row(file, stock, loads) for loads in both]
+        said.append(paragraph(f"{file.source}. {_asked(settings)}"))
+    if not lines:
+        return "What clients of a server see was not measured."
+    names = ["vLLM", "model runner", "drafts", "requests at once", "tokens/s", "times"]
+    names += ["TTFT P50, ms", "TPOT P50, ms", "GPU busy"]
+    return "\n\n".join(["\n".join(table(names, lines)), *said])
+
+
+def _live_row(file: Found, stock: str, loads: Sequence[Mapping[str, Any]]) -> list[str]:
+    settings, (before, after) = file.results["settings"], loads
+    speeds = [one["tokens_per_second"]["best"] for one in loads]
+    busy = [one.get("gpu_busy") for one in loads]
+    rate = f", {before['request_rate']:g} a second" if before["request_rate"] else ""
+    return [
+        file.vllm,
+        "V2" if stock == "mrv2" else "V1",
+        str(settings["method"]),
+        f"{before['concurrency'] or 'any'}{rate}",
+        f"{speeds[0]:.0f} → {speeds[1]:.0f}",
+        f"{speeds[1] / speeds[0]:.2f}" if before["rounds"] == after["rounds"] else NOT_MEASURED,
+        *(" → ".join(f"{one[name]['p50']:.1f}" for one in loads) for name in ("ttft_ms", "tpot_ms")),
+        " → ".join(NOT_MEASURED if one is None else f"{one:.0%}" for one in busy),
+    ]
 
 
 def markdown(files: Sequence[Found]) -> str:

@@ -42,8 +42,8 @@ def kernels() -> Callable[..., dict[str, Any]]:
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """A copy of the results files and the pages made of them, but for those of the host's time and of clients."""
-    left_out = shutil.ignore_patterns("phases*", "serve*")
+    """A copy of the results files and the pages made of them, but for those of the host's time."""
+    left_out = shutil.ignore_patterns("phases*")
     shutil.copytree(RESULTS, tmp_path / "benchmarks" / "results", ignore=left_out)
     (tmp_path / "docs").mkdir()
     for name in ("README.md", "docs/benchmarks.md", "docs/kernel-benchmarks.md", "docs/nwor.md", "docs/platforms.md"):

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from benchmarks.pages import RESULTS, ROOT, ResultsError, outdated, pages
+from benchmarks.pages import RESULTS, ROOT, ResultsError, drawings, outdated, pages
 from vllm_hwplugin_lab.bench import read_results, rows
 from vllm_hwplugin_lab.bench.micro import attention_cases, op_cases
 
@@ -33,6 +33,7 @@ def fail(case):
 
 def table_of(page):
     """Of each row of the first table: vLLM, runner, target, drafter -> what it says."""
+    page = page.partition("Tokens/s of patched by stock's")[0]
     found = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("| ")]
     return {tuple(row[:4]): row[4] for row in found if len(row) == 5}
 
@@ -60,14 +61,66 @@ def test_a_loss_is_called_a_loss(tree):
         for row in rows(results):
             row.sides["patched"]["step_ms"]["best"] = 2 * row.sides["stock"]["step_ms"]["best"]
 
-    before = table_of(pages(tree)["README.md"])
+    before = table_of(pages(tree)["docs/benchmarks.md"])
     change(tree / ENGINES, halve)
-    after = table_of(pages(tree)["README.md"])
+    after = table_of(pages(tree)["docs/benchmarks.md"])
     key = ("0.26.0", "V1", "Qwen3-0.6B", "Eagle3 k=3")
     assert "loss" not in before[key]
     assert after[key] == "**a loss**: 0.50 times stock's"
     # Every other row says what it said, but for the one that compares with this side.
     assert {k for k in before if before[k] != after[k]} == {key, ("0.26.0", "V2", "Qwen3-0.6B", "Eagle3 k=3")}
+
+
+def test_the_first_screen_has_a_row_for_each_target(tree):
+    def rows_of(name):
+        part = pages(tree)["README.md"].partition(f"<!-- {name}: made")[2].partition(f"<!-- {name}: end")[0]
+        return [[cell.strip() for cell in line.split("|")[1:-1]] for line in part.splitlines() if line[:2] == "| "][2:]
+
+    before = {target: cells for target, *cells in rows_of("gains")}
+    assert before["Qwen3-30B-A3B"][1] == "not measured"
+    assert before["Qwen3-8B"][0].startswith("next to nothing: ")
+
+    def halve(results):
+        for row in rows(results):
+            row.sides["patched"]["step_ms"]["best"] = 2 * row.sides["stock"]["step_ms"]["best"]
+
+    change(tree / ENGINES, halve)
+    after = {target: cells for target, *cells in rows_of("gains")}
+    assert after["Qwen3-0.6B"][0].startswith("0.50 to ")
+    assert after["Qwen3-0.6B"][0].endswith("**a loss** at some size")
+    assert [before[name] == after[name] for name in before] == [False, True, True]
+
+
+def test_the_first_screen_has_what_clients_over_http_saw(tree):
+    def live():
+        part = pages(tree)["README.md"].partition("<!-- live: made")[2].partition("<!-- live: end")[0]
+        return [[cell.strip() for cell in line.split("|")[1:-1]] for line in part.splitlines() if line[:2] == "| "]
+
+    before = live()
+    name = "serve-h200-vllm-0.26.0-eagle3-0.6b.json"
+    results = read_results((RESULTS / name).read_text())
+    assert "client" not in results["settings"]
+    results["settings"] |= {"client": []}
+    sides = results["cases"][0]["sides"]
+    load = next(iter(sides["patched"]["loads"]))
+    for side, speed, busy in (("stock", 100.0, None), ("patched", 250.0, 0.96)):
+        sides[side]["loads"][load] |= {"tokens_per_second": {"best": speed, "all": [speed]}, "gpu_busy": busy}
+    sides["mrv2"]["loads"][load]["rounds"] = 1
+    (tree / "benchmarks" / "results" / name).write_text(json.dumps(results))
+    found = [row for row in live() if row not in before]
+    assert len(found) == 2 * len(sides["patched"]["loads"]) + 2 * (not before)
+    assert [row[4:6] + row[8:] for row in found if "100 → 250" in row] == [["100 → 250", "2.50", "- → 96%"]]
+    # The best of fewer rounds is held to none.
+    assert [row[5] for row in found if row[1] == "V2" and row[5] == "-"] == ["-"]
+
+
+def test_the_drawings_are_made_of_the_tree(tree):
+    pytest.importorskip("matplotlib")
+    drawn = drawings()
+    assert set(drawn) == {f"docs/{path.name}" for path in (ROOT / "docs").glob("*.svg")}
+    assert all(text.startswith("<svg") and "<title>" in text for text in drawn.values())
+    # Words are words, so a reader and a search find them.
+    assert ">v2-tail-graph<" in drawn["docs/compatibility.svg"]
 
 
 def test_what_a_feature_costs_is_held_to_the_plugin_without_it(tree):
@@ -89,13 +142,13 @@ def test_what_a_feature_costs_is_held_to_the_plugin_without_it(tree):
 
 def test_the_newest_file_counts_and_one_that_failed_does_not(tree):
     key = ("0.26.0", "V1", "Qwen3-0.6B", "Eagle3 k=3")
-    before = table_of(pages(tree)["README.md"])[key]
+    before = table_of(pages(tree)["docs/benchmarks.md"])[key]
     again = tree / ENGINES.replace("eagle3", "eagle3-again")
     results = read_results((tree / ENGINES).read_text()) | {"date": "2027-01-01T00:00:00+00:00"}
     for case in results["cases"]:
         fail(case)
     again.write_text(json.dumps(results))
-    assert table_of(pages(tree)["README.md"])[key] == before
+    assert table_of(pages(tree)["docs/benchmarks.md"])[key] == before
 
     def twice(results):
         for row in rows(results):
@@ -105,7 +158,7 @@ def test_the_newest_file_counts_and_one_that_failed_does_not(tree):
         again.write_text((tree / ENGINES).read_text())
         change(again, twice)
         change(again, lambda results, date=date: results.update(date=f"{date}-01-01T00:00:00+00:00"))
-        assert table_of(pages(tree)["README.md"])[key] == said
+        assert table_of(pages(tree)["docs/benchmarks.md"])[key] == said
 
 
 def test_what_failed_and_was_not_measured_since_is_said(tree):
@@ -113,12 +166,12 @@ def test_what_failed_and_was_not_measured_since_is_said(tree):
     change(tree / DFLASH, lambda results: fail(results["cases"][0]))
     made = pages(tree)
     assert "engines-h200-vllm-0.26.0-dflash-0.6b.json: 0.6b dflash k=7, patched" in made["docs/benchmarks.md"]
-    assert ("0.26.0", "V1", "Qwen3-0.6B", "DFlash k=7") not in table_of(made["README.md"])
+    assert ("0.26.0", "V1", "Qwen3-0.6B", "DFlash k=7") not in table_of(made["docs/benchmarks.md"])
 
 
 def test_a_side_that_failed_half_way_is_said_and_is_no_gain(tree):
     key = ("0.26.0", "V1", "Qwen3-0.6B", "DFlash k=7")
-    assert key in table_of(pages(tree)["README.md"])
+    assert key in table_of(pages(tree)["docs/benchmarks.md"])
 
     def fails(results):
         side = results["cases"][0]["sides"]["stock"]
@@ -129,9 +182,9 @@ def test_a_side_that_failed_half_way_is_said_and_is_no_gain(tree):
     change(tree / DFLASH, fails)
     made = pages(tree)
     assert "engines-h200-vllm-0.26.0-dflash-0.6b.json: 0.6b dflash k=7, stock" in made["docs/benchmarks.md"]
-    assert key not in table_of(made["README.md"])
+    assert key not in table_of(made["docs/benchmarks.md"])
     # The other runner's sides have all their rounds.
-    assert ("0.26.0", "V2", *key[2:]) in table_of(made["README.md"])
+    assert ("0.26.0", "V2", *key[2:]) in table_of(made["docs/benchmarks.md"])
 
 
 def test_the_steps_of_a_load_are_shown_where_the_file_has_them(tree):
