@@ -36,39 +36,58 @@ _BY_ENGINE = (
 
 
 def live(files: Sequence[Found]) -> str:
-    """README.md's table: what clients of a server see, of files whose requests came over HTTP."""
-    lines, said = [], []
-    for file in (one for one in files if "client" in one.results["settings"]):
-        settings = file.results["settings"]
-        for case in file.results["cases"]:
-            for patched, stock in STOCK_OF.items():
-                if {stock, patched} <= case["sides"].keys():
-                    sides = (case["sides"][side]["loads"].values() for side in (stock, patched))
-                    both = (loads for loads in zip(*sides, strict=True) if None not in loads)
-                    lines += [_live_row(file, stock, loads) for loads in both]
-        said.append(paragraph(f"{file.source}. {_asked(settings)}"))
-    if not lines:
+    """README.md's table: what clients of a server see, a row for each case and model runner of files over HTTP."""
+    over_http = [file for file in files if "client" in file.results["settings"]]
+    found = [row for file in over_http for case in file.results["cases"] for row in _live_rows(file, case)]
+    if not found:
         return "What clients of a server see was not measured."
-    names = ["vLLM", "model runner", "drafts", "requests at once", "tokens/s", "times"]
-    names += ["TTFT P50, ms", "TPOT P50, ms", "GPU busy"]
-    return "\n\n".join(["\n".join(table(names, lines)), *said])
-
-
-def _live_row(file: Found, stock: str, loads: Sequence[Mapping[str, Any]]) -> list[str]:
-    settings, (before, after) = file.results["settings"], loads
-    speeds = [one["tokens_per_second"]["best"] for one in loads]
-    busy = [one.get("gpu_busy") for one in loads]
-    rate = f", {before['request_rate']:g} a second" if before["request_rate"] else ""
-    return [
-        file.vllm,
-        "V2" if stock == "mrv2" else "V1",
-        str(settings["method"]),
-        f"{before['concurrency'] or 'any'}{rate}",
-        f"{speeds[0]:.0f} → {speeds[1]:.0f}",
-        f"{speeds[1] / speeds[0]:.2f}" if before["rounds"] == after["rounds"] else NOT_MEASURED,
-        *(" → ".join(f"{one[name]['p50']:.1f}" for one in loads) for name in ("ttft_ms", "tpot_ms")),
-        " → ".join(NOT_MEASURED if one is None else f"{one:.0%}" for one in busy),
+    names = [
+        "vLLM",
+        "model runner",
+        "target and drafts",
+        "requests",
+        "tokens/s",
+        "TTFT P50",
+        "TPOT P50",
+        "GPU busy, stock",
     ]
+    devices = " or ".join(sorted({file.device for file in over_http}))
+    loads = "; ".join(dict.fromkeys(_prompts(file.results["settings"]) for file in over_http))
+    said = (
+        f"With the plugin by stock, for so many requests at once, on one {devices}; {loads}. Every figure and its "
+        "conditions: [serve.md](benchmarks/results/serve.md)."
+    )
+    return "\n".join([*table(names, found), "", paragraph(said)])
+
+
+def _live_rows(file: Found, case: Mapping[str, Any]) -> Iterator[list[str]]:
+    settings = file.results["settings"]
+    for patched, stock in STOCK_OF.items():
+        sides = [case["sides"].get(side, {"loads": {}})["loads"] for side in (stock, patched)]
+        pairs = [(before, after) for name, before in sides[0].items() if before and (after := sides[1].get(name))]
+        # The best of more rounds is better by chance alone.
+        pairs = [(before, after) for before, after in pairs if before["rounds"] == after["rounds"]]
+        pairs.sort(key=lambda pair: (pair[0]["concurrency"] or float("inf"), pair[0]["request_rate"]))
+        if pairs:
+            ratios = [
+                [after["tokens_per_second"]["best"] / before["tokens_per_second"]["best"] for before, after in pairs],
+                *(
+                    [after[name]["p50"] / before[name]["p50"] for before, after in pairs]
+                    for name in ("ttft_ms", "tpot_ms")
+                ),
+            ]
+            asked = [
+                f"{one['request_rate']:g}/s" if one["request_rate"] else str(one["concurrency"]) for one, _ in pairs
+            ]
+            busy = [NOT_MEASURED if (share := one.get("gpu_busy")) is None else f"{share:.0%}" for one, _ in pairs]
+            yield [
+                file.vllm,
+                "V2" if stock == "mrv2" else "V1",
+                f"{_target(settings)}, {settings['method']} k={case['k']}{_extra(settings)}",
+                " / ".join(asked),
+                *(" / ".join(f"{ratio:.2f}" for ratio in some) for some in ratios),
+                " / ".join(busy),
+            ]
 
 
 def markdown(files: Sequence[Found]) -> str:
@@ -106,22 +125,31 @@ def _missing(results: Mapping[str, Any]) -> Iterator[str]:
                 yield item(f"k={case['k']}, {SIDE_NAMES[side]}: failed ({entry['error']}).")
 
 
-def _asked(settings: Mapping[str, Any]) -> str:
+def _target(settings: Mapping[str, Any]) -> str:
     shape = settings["shape"]
-    models = f"{settings['target']} with {settings['draft'] or 'its own drafter'}"
-    if shape is not None:
-        models = "the tiny trained checkpoints" if shape == TINY else f"{SHAPES[shape].title}'s shape, dummy weights"
+    return str(settings["target"]) if shape is None else "tiny" if shape == TINY else SHAPES[shape].title
+
+
+def _extra(settings: Mapping[str, Any]) -> str:
+    set_for = " ".join(f"`{name}={value}`" for name, value in settings["patched_environment"].items())
+    return f"; patched with {set_for}" if set_for else ""
+
+
+def _prompts(settings: Mapping[str, Any]) -> str:
     lengths = [settings["input_len"], settings["output_len"]]
     if ratio := settings.get("range_ratio", 0):
         lengths = [f"{one * (1 - ratio):.0f} to {one * (1 + ratio):.0f}" for one in lengths]
     prompts = settings["prompts"] or (
-        "prompts of its own" if shape == TINY else f"random prompts of {lengths[0]} tokens"
+        "prompts of its own" if settings["shape"] == TINY else f"random prompts of {lengths[0]} tokens"
     )
-    with_extra = " ".join(f"`{name}={value}`" for name, value in settings["patched_environment"].items())
-    return (
-        f"{settings['method']}, {models}; {prompts}, answers of at most {lengths[1]} tokens, "
-        f"{settings['rounds']} rounds{f'; patched with {with_extra}' if with_extra else ''}."
-    )
+    return f"{prompts}, answers of at most {lengths[1]} tokens"
+
+
+def _asked(settings: Mapping[str, Any]) -> str:
+    models = f"{settings['target']} with {settings['draft'] or 'its own drafter'}"
+    if (shape := settings["shape"]) is not None:
+        models = "the tiny trained checkpoints" if shape == TINY else f"{_target(settings)}'s shape, dummy weights"
+    return f"{settings['method']}, {models}; {_prompts(settings)}, {settings['rounds']} rounds{_extra(settings)}."
 
 
 def _rows(results: Mapping[str, Any], temperature: float, rows: Callable[..., Any]) -> Iterator[list[str]]:
