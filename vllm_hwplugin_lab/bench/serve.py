@@ -434,6 +434,8 @@ def load_entry(rounds: Sequence[Event]) -> dict[str, Any] | None:
     several = [request for request in answered if request["tokens"] > 1]
     speeds = [speed(one) for one in rounds]
     busy = [share for one in rounds for share in one["gpu_busy"]]
+    waited = [request["ttft"] for request in everyone if request["tokens"]]
+    until_first = sum(one["until_first"] for one in rounds)
     ended, whole = sum(one["ended"] for one in rounds), sum(one["seconds"] for one in rounds)
     kinds: dict[str, dict[str, Any]] = {}
     for row in (row for one in rounds for row in one["kinds"]):
@@ -455,8 +457,8 @@ def load_entry(rounds: Sequence[Event]) -> dict[str, Any] | None:
         "tpot_ms": spread([sum(one["gaps"]) / (one["tokens"] - 1) for one in several]),
         "itl_ms": spread([gap for request in answered for gap in request["gaps"]]),
         "e2e_ms": spread([request["ttft"] + sum(request["gaps"]) for request in answered]),
-        # Of all requests, as the engine's core says. The rest of `ttft_ms` is of the server's process and the client.
-        "engine_ttft_ms": 1e3 * sum(one["until_first"] for one in rounds) / ended if ended else None,
+        # What the client waits for a first token beyond what the engine's core takes, of all requests.
+        "outside_ms": 1e3 * (sum(waited) / len(waited) - until_first / ended) if waited and ended else None,
         # Of one core. Both are single threads for the most part.
         "cpu": {name: sum(one["cpu"][name] for one in rounds) / whole for name in rounds[0]["cpu"]},
         **acceptance(rounds),
@@ -494,7 +496,7 @@ def _load_row(load: _Load, stock: _Load | None) -> Iterator[list[str]]:
         f"{min(load['seconds']):.1f}",
         NOT_MEASURED if busy is None else f"{busy:.0%}",
         " / ".join(f"{share:.0%}" for share in cpu.values()) if (cpu := load.get("cpu")) else NOT_MEASURED,
-        _digits(first) if (first := load.get("engine_ttft_ms")) else NOT_MEASURED,
+        _digits(first) if (first := load.get("outside_ms")) else NOT_MEASURED,
         *(
             f"{_digits(one['p50'])} / {_digits(one['p99'])}" if (one := load[name]) else NOT_MEASURED
             for name in LATENCIES
@@ -524,9 +526,9 @@ def _path_rows(load: _Load, _: _Load | None) -> Iterator[list[str]]:
 #: What a table of a load says, its columns behind that of the side, and its rows of a side and the one it is held to.
 TABLES: tuple[tuple[str, tuple[str, ...], Callable[[_Load, _Load | None], Iterator[list[str]]]], ...] = (
     (
-        "Latencies are P50 / P99 in milliseconds; the engine TTFT is a mean, without the server's own process and the "
-        "client. CPU is what these two take, client first, each of one core.",
-        ("tok/s", "by stock", "round s", "GPU busy", "CPU", "engine TTFT", *_LATENCY_NAMES, "acceptance"),
+        "Latencies are P50 / P99 in milliseconds. CPU is what the client and the server's own process take, each of one "
+        "core. Of the mean TTFT of all requests, `outside` is what passes in these two, and not in the engine's core.",
+        ("tok/s", "by stock", "round s", "GPU busy", "CPU", "outside", *_LATENCY_NAMES, "acceptance"),
         _load_row,
     ),
     (
