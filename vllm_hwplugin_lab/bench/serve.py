@@ -526,8 +526,8 @@ def _path_rows(load: _Load, _: _Load | None) -> Iterator[list[str]]:
 #: What a table of a load says, its columns behind that of the side, and its rows of a side and the one it is held to.
 TABLES: tuple[tuple[str, tuple[str, ...], Callable[[_Load, _Load | None], Iterator[list[str]]]], ...] = (
     (
-        "Latencies are P50 / P99 in milliseconds. CPU is what the client and the server's own process take, each of one "
-        "core. Of the mean TTFT of all requests, `outside` is what passes in these two, and not in the engine's core.",
+        "Latencies are P50 / P99 in milliseconds. CPU is what the client and the server's own process take, of a core "
+        "each. Of the mean TTFT of all requests, `outside` is what passes in these two, and not in the engine's core.",
         ("tok/s", "by stock", "round s", "GPU busy", "CPU", "outside", *_LATENCY_NAMES, "acceptance"),
         _load_row,
     ),
