@@ -19,10 +19,23 @@ from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
 from vllm.v1.sample.logits_processor import LogitBiasLogitsProcessor, LogitsProcessors, MinTokensLogitsProcessor
 from vllm.v1.worker.utils import AttentionGroup
 
-from vllm_hwplugin.spec_decode.v1.draft_phase import draft_phase_obstacle, sampling_obstacle
+from vllm_hwplugin.spec_decode.obstacles import Part, why_not
 
+from .. import former_obstacles
 from ..drafters import BLOCK, EAGLE, MAX_LEN, P_EAGLE, Runner, boot
 from ..host_runner import FLASHINFER, builder
+
+
+def draft_phase_obstacle(runner: Any) -> str | None:
+    found = why_not(runner, Part.V1_DRAFTING)
+    assert (found is None) == (former_obstacles.draft_phase_obstacle(runner) is None)
+    return found
+
+
+def sampling_obstacle(runner: Any) -> str | None:
+    found = why_not(runner, Part.V1_SAMPLING)
+    assert (found is None) == (former_obstacles.sampling_obstacle(runner) is None)
+    return found
 
 
 def runner_of(drafter: Any, method: str = "eagle", **changed: Any) -> SimpleNamespace:
@@ -39,8 +52,9 @@ def runner_of(drafter: Any, method: str = "eagle", **changed: Any) -> SimpleName
         speculative_config=spec,
         vllm_config=SimpleNamespace(parallel_config=SimpleNamespace(**parallel)),
         model_config=SimpleNamespace(is_encoder_decoder=changed.pop("is_encoder_decoder", False)),
+        input_batch=changed.get("input_batch", SimpleNamespace(logitsprocs=LogitsProcessors())),
         enable_prompt_embeds=changed.pop("enable_prompt_embeds", False),
-        get_model=lambda: changed.pop("model", object()),
+        get_model=lambda: changed.get("model"),
     )
 
 
@@ -111,20 +125,20 @@ def test_nor_one_with_tokens_of_its_own(make: Any) -> None:
     assert "tokens of its own" in (draft_phase_obstacle(runner_of(proposer)) or "")
 
 
-def test_logits_processors_of_others_leave_sampling_to_vllm() -> None:
+def test_logits_processors_of_others_leave_sampling_to_vllm(drafter: Any) -> None:
     class Foreign(MinTokensLogitsProcessor):
         def __init__(self) -> None:
             pass
 
     def processed_by(*classes: type) -> SimpleNamespace:
         made = LogitsProcessors([cls.__new__(cls) for cls in classes])
-        return SimpleNamespace(input_batch=SimpleNamespace(logitsprocs=made))
+        return runner_of(drafter, input_batch=SimpleNamespace(logitsprocs=made))
 
     assert sampling_obstacle(processed_by(MinTokensLogitsProcessor, LogitBiasLogitsProcessor)) is None
     assert "Foreign" in (sampling_obstacle(processed_by(MinTokensLogitsProcessor, Foreign)) or "")
 
 
-def test_so_does_a_count_of_nans(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_so_does_a_count_of_nans(drafter: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_COMPUTE_NANS_IN_LOGITS", "1")
-    found = sampling_obstacle(SimpleNamespace(input_batch=SimpleNamespace(logitsprocs=LogitsProcessors())))
+    found = sampling_obstacle(runner_of(drafter))
     assert "VLLM_COMPUTE_NANS_IN_LOGITS" in (found or "")

@@ -167,8 +167,7 @@ def scheduled(**changed: Any) -> SimpleNamespace:
 
 @pytest.fixture(autouse=True)
 def host_without_a_gpu(monkeypatch: pytest.MonkeyPatch, notes: Any) -> None:
-    monkeypatch.setattr(step_inputs, "step_inputs_obstacle", lambda _: None)
-    monkeypatch.setattr(step_inputs, "metadata_obstacle", lambda _: None)
+    monkeypatch.setattr(step_inputs, "why_not", lambda *_: None)
     monkeypatch.setattr(step_inputs, "graph_capture", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)

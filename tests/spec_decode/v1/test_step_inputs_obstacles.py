@@ -14,7 +14,25 @@ from vllm.v1.attention.backends.flex_attention import FlexAttentionMetadataBuild
 from vllm.v1.attention.backends.triton_attn import TritonAttentionMetadataBuilder
 
 from vllm_hwplugin.fallback import FeatureRequired
-from vllm_hwplugin.spec_decode.v1.step_inputs import StepInputs, metadata_obstacle, step_inputs_obstacle
+from vllm_hwplugin.spec_decode.obstacles import Part, why_not
+from vllm_hwplugin.spec_decode.v1.step_inputs import StepInputs
+
+from .. import former_obstacles
+
+
+def step_inputs_obstacle(runner: Any) -> str | None:
+    found = why_not(runner, Part.V1_INPUTS)
+    runner.dcp_world_size = runner.vllm_config.parallel_config.decode_context_parallel_size
+    runner.uses_mrope = runner.model_config.uses_mrope
+    runner.uses_xdrope_dim = runner.model_config.uses_xdrope_dim
+    assert (found is None) == (former_obstacles.step_inputs_obstacle(runner) is None)
+    return found
+
+
+def metadata_obstacle(runner: Any) -> str | None:
+    found = why_not(runner, Part.V1_METADATA)
+    assert (found is None) == (former_obstacles.metadata_obstacle(runner) is None)
+    return found
 
 
 def builder(cls: type, **attributes: Any) -> Any:
@@ -32,14 +50,17 @@ def runner(*builders: Any, **changed: Any) -> Any:
         drafter=SimpleNamespace(),
         vllm_config=SimpleNamespace(
             parallel_config=SimpleNamespace(
-                pipeline_parallel_size=1, prefill_context_parallel_size=1, data_parallel_size=1
+                pipeline_parallel_size=1,
+                decode_context_parallel_size=1,
+                prefill_context_parallel_size=1,
+                data_parallel_size=1,
             )
         ),
-        dcp_world_size=1,
         lora_config=None,
-        model_config=SimpleNamespace(is_encoder_decoder=False, is_hybrid=False, rswa_window=None),
+        model_config=SimpleNamespace(
+            is_encoder_decoder=False, is_hybrid=False, rswa_window=None, uses_mrope=False, uses_xdrope_dim=0
+        ),
         cache_config=SimpleNamespace(mamba_cache_mode="none", kv_sharing_fast_prefill=False),
-        uses_mrope=False,
         enable_prompt_embeds=False,
         is_mm_prefix_lm=False,
         attn_groups=[group],
@@ -60,11 +81,11 @@ def runner(*builders: Any, **changed: Any) -> Any:
         ({"speculative_config__method": "ngram_gpu"}, "changes from step to step"),
         ({"vllm_config__parallel_config__pipeline_parallel_size": 2}, "pipeline"),
         ({"vllm_config__parallel_config__prefill_context_parallel_size": 2}, "context is split"),
-        ({"dcp_world_size": 2}, "context is split"),
+        ({"vllm_config__parallel_config__decode_context_parallel_size": 2}, "context is split"),
         ({"lora_config": object()}, "LoRA"),
         ({"model_config__is_encoder_decoder": True}, "encoder"),
-        ({"uses_mrope": True}, "several dimensions"),
-        ({"uses_xdrope_dim": 4}, "several dimensions"),
+        ({"model_config__uses_mrope": True}, "several dimensions"),
+        ({"model_config__uses_xdrope_dim": 4}, "several dimensions"),
         ({"enable_prompt_embeds": True}, "embeddings"),
         ({"model_config__is_hybrid": True, "cache_config__mamba_cache_mode": "align"}, "mamba_cache_mode is align"),
     ],
@@ -88,7 +109,7 @@ def test_an_engine_that_is_served(changed: dict[str, Any]) -> None:
         ({"vllm_config__parallel_config__data_parallel_size": 2}, "data parallelism"),
         ({"is_mm_prefix_lm": True}, "prompts"),
         ({"model_config__rswa_window": 64}, "prompts"),
-        ({"cache_config__kv_sharing_fast_prefill": True}, "share a KV cache"),
+        ({"cache_config__kv_sharing_fast_prefill": True}, "share keys"),
         ({"routed_experts_initialized": True}, "slots"),
         ({"drafter__set_per_group_block_table": object()}, "each KV cache group"),
     ],

@@ -154,7 +154,7 @@ def test_graphs_are_of_shapes_whose_states_the_target_keeps(
             req_states=SimpleNamespace(draft_tokens=torch.zeros(1)),
         )
     )
-    monkeypatch.setattr(tail_graph, "tail_obstacle", lambda _: None)
+    monkeypatch.setattr(tail_graph, "why_not", lambda *_: None)
     monkeypatch.setattr(tail_graph, "graph_capture", lambda **_: contextlib.nullcontext())
     monkeypatch.setattr(tail_graph, "TailBuffers", lambda *_: SimpleNamespace(write=lambda *_, **__: None))
     monkeypatch.setattr(tail_graph, "idx_dtype", lambda _: torch.int32)
@@ -281,7 +281,8 @@ def test_a_graph_with_far_more_logits_than_a_batch_has_is_not_replayed(monkeypat
         max_num_reqs=8, sampler=SimpleNamespace(sampling_states=SimpleNamespace(vocab_size=1 << 20))
     )
     graphs = TailGraphs(runner)
-    graphs._served = {2: _Graphs(uniform_shape(4, 2), {}, None)}  # type: ignore[arg-type]
+    graph: Any = object()
+    graphs._served = {2: _Graphs(uniform_shape(4, 2), {SamplerParts.PLAIN: graph}, graph)}
     needed: Any = Reason.NO_FREE_ROW
     monkeypatch.setattr(graphs, "_needed", lambda *_: needed)
     batch = SimpleNamespace(

@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("vllm.v1.worker.gpu.model_runner", exc_type=ImportError)
 
 import torch
+from vllm import envs
 from vllm.model_executor.offloader import base as offloading
 from vllm.model_executor.offloader.uva import UVAOffloader
 from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
@@ -25,13 +26,27 @@ from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 from vllm.v1.worker.gpu.spec_decode.mtp.speculator import MTPSpeculator
 from vllm.v1.worker.utils import AttentionGroup
 
-from vllm_hwplugin.spec_decode.v2.tail_graph import tail_obstacle
+from vllm_hwplugin.spec_decode.obstacles import Part, why_not
 
+from .. import former_obstacles
 from ..host_runner import BACKENDS, FLASH_MLA, builder
 from .samplers import sampler
 
 MLA = "vllm.model_executor.layers.attention.mla_attention.MLACommonMetadataBuilder"
 PLANNING = f"{BACKENDS}.mla.flashmla.FlashMLAMetadataBuilder"
+
+
+def tail_obstacle(runner: Any) -> str | None:
+    """What hinders both halves, or one."""
+    found = why_not(runner, Part.V2_SAMPLING | Part.V2_DRAFTING)
+    parallel = runner.vllm_config.parallel_config
+    runner.use_pp, runner.use_dcp = parallel.pipeline_parallel_size > 1, parallel.decode_context_parallel_size > 1
+    runner.pcp_manager = getattr(parallel, "prefill_context_parallel_size", 1) > 1 or None
+    runner.is_encoder_decoder = runner.model_config.is_encoder_decoder
+    runner.sampler.compute_nans = envs.VLLM_COMPUTE_NANS_IN_LOGITS
+    former = former_obstacles.tail_obstacle(runner)
+    assert (found is None) == (former is None), (found, former)
+    return found
 
 
 def group(builder_class: type, *layers: str) -> AttentionGroup:
@@ -49,22 +64,22 @@ def runner(
     method: str = "mtp",
 ) -> Any:
     """What is read of a V2 runner; the target's builders make metadata for the drafter's layer `mtp`, too."""
-    parallel = SimpleNamespace(data_parallel_size=1, enable_eplb=False)
+    parallel = SimpleNamespace(
+        data_parallel_size=1, pipeline_parallel_size=1, decode_context_parallel_size=1, enable_eplb=False
+    )
     drafter = object.__new__(speculator)
     drafter.speculative_config = SimpleNamespace(method=method, uses_dynamic_speculative_decoding=lambda: False)
     drafter.attn_groups = [[group(draft, "mtp")]]
     return SimpleNamespace(
         vllm_config=SimpleNamespace(parallel_config=parallel),
+        speculative_config=drafter.speculative_config,
         speculator=drafter,
         rejection_sampler=object(),
         attn_groups=[[group(target, "layers.0", "mtp"), *more]],
-        use_pp=False,
-        use_dcp=False,
         lora_config=None,
-        is_encoder_decoder=False,
         model_state=object.__new__(model_state),
-        model_config=SimpleNamespace(logits_processors=None),
-        sampler=SimpleNamespace(compute_nans=False),
+        model_config=SimpleNamespace(logits_processors=None, is_encoder_decoder=False),
+        sampler=SimpleNamespace(),
     )
 
 
@@ -114,16 +129,15 @@ def changed(path: str, value: Any) -> Any:
     ("path", "value", "words"),
     [
         ("speculator", None, "does not draft"),
-        ("rejection_sampler", None, "does not draft"),
+        ("rejection_sampler", None, "not verified"),
         ("speculator.speculative_config.method", "ngram", "method is ngram"),
         ("vllm_config.parallel_config.data_parallel_size", 2, "data parallelism"),
         ("vllm_config.parallel_config.enable_eplb", True, "experts"),
-        ("use_pp", True, "pipeline"),
-        ("use_dcp", True, "context is split"),
-        ("pcp_manager", object(), "context is split"),
+        ("vllm_config.parallel_config.pipeline_parallel_size", 2, "pipeline"),
+        ("vllm_config.parallel_config.decode_context_parallel_size", 2, "context is split"),
+        ("vllm_config.parallel_config.prefill_context_parallel_size", 2, "context is split"),
         ("lora_config", object(), "LoRA"),
-        ("is_encoder_decoder", True, "encoder"),
-        ("sampler.compute_nans", True, "VLLM_COMPUTE_NANS_IN_LOGITS"),
+        ("model_config.is_encoder_decoder", True, "encoder"),
         ("adaptive_verification", object(), "changes from step to step"),
         ("batch_sharder", object(), "part of the batch"),
         ("aux_output_connector", object(), "hidden states leave"),
@@ -135,10 +149,14 @@ def test_an_engine_that_is_not_served(path: str, value: Any, words: str) -> None
     assert words in (tail_obstacle(changed(path, value)) or "")
 
 
+def test_nor_one_that_counts_nans(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_COMPUTE_NANS_IN_LOGITS", "1")
+    assert "VLLM_COMPUTE_NANS_IN_LOGITS" in (tail_obstacle(changed("lora_config", None)) or "")
+
+
 def test_nor_one_that_watermarks() -> None:
     watermarking = pytest.importorskip("vllm.v1.watermarking.gpu_sampler", exc_type=ImportError)
     sampler = object.__new__(watermarking.GPUWatermarkSampler)
-    sampler.compute_nans = False
     assert "watermarked" in (tail_obstacle(changed("sampler", sampler)) or "")
 
 

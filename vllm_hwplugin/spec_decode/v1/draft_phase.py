@@ -19,15 +19,11 @@ from functools import partial
 from typing import Any, Final
 
 import torch
-from vllm import envs
 from vllm.v1.outputs import SamplerOutput
-from vllm.v1.sample import logits_processor
 
 from vllm_hwplugin import journal
 from vllm_hwplugin.features import V1_DRAFT_PHASE
 from vllm_hwplugin.nwor import runner as nwor
-from vllm_hwplugin.spec_decode import obstacles
-from vllm_hwplugin.spec_decode.builders import refusing
 from vllm_hwplugin.spec_decode.decode_batch import (
     MAX_NUM_REQS,
     GraphShape,
@@ -36,9 +32,9 @@ from vllm_hwplugin.spec_decode.decode_batch import (
     uniform_shape,
 )
 from vllm_hwplugin.spec_decode.graph_recording import attempt, reserved_memory
+from vllm_hwplugin.spec_decode.obstacles import Part, why_not
 from vllm_hwplugin.spec_decode.step_counts import Reason, StepCounts
 from vllm_hwplugin.spec_decode.v1.draft_decision import DraftKeys
-from vllm_hwplugin.spec_decode.v1.draft_facts import builder_classes, chain_facts
 from vllm_hwplugin.spec_decode.v1.draft_full_graph import Companion
 from vllm_hwplugin.spec_decode.v1.draft_phase_graphs import (
     Drafting,
@@ -53,70 +49,6 @@ from vllm_hwplugin.spec_decode.v1.pass_graphs import PassGraphs
 
 #: In place of a draft, from 0.25 on of a new request whose prompt is computed but for its last token.
 _PLACEHOLDER: Final = -1
-
-_METHODS: Final = ("eagle", "eagle3", "mtp", "dflash")
-
-
-def draft_phase_obstacle(runner: Any) -> str | None:
-    """Why drafting cannot be recorded for this runner, whose drafter has graphs of its passes; None where it can.
-
-    Args:
-        runner: a `GPUModelRunner` of V1.
-    """
-    spec = runner.speculative_config
-    if spec.method not in _METHODS:
-        return f"the speculative method is {spec.method}"
-    return _engine(runner) or _drafter(runner.drafter, spec)
-
-
-def _engine(runner: Any) -> str | None:
-    parallel = runner.vllm_config.parallel_config
-    return obstacles.first(
-        {
-            obstacles.STAGES: parallel.pipeline_parallel_size > 1,
-            obstacles.EXPERTS: parallel.enable_eplb,
-            "batches are split in two": parallel.use_ubatching,
-            obstacles.ENCODER: runner.model_config.is_encoder_decoder,
-            obstacles.EMBEDDINGS: runner.enable_prompt_embeds,
-            obstacles.OFFLOADED: obstacles.offloads(),
-            "the target has other states for its drafter": hasattr(runner.get_model(), "get_mtp_target_hidden_states"),
-        }
-    )
-
-
-def _drafter(proposer: Any, spec: Any) -> str | None:
-    needed = getattr(proposer, "draft_context" if spec.use_dflash() else "draft_loop", None)
-    if needed is not None and needed.failed:
-        return "recording the graphs that it is built on failed"
-    facts = chain_facts(proposer)
-    if facts.host_side:
-        return f"the drafter does host work between steps: {', '.join(facts.host_side)}"
-    refused = refusing(builder_classes(proposer), "chain")
-    if refused is not None:
-        return f"metadata has to be built in each step ({refused})"
-    # From 0.32 on, where a backend needs smaller blocks than the KV cache's, as it may in hybrids.
-    if any(getattr(group, "kernel_block_size", None) is not None for group in proposer.draft_attn_groups):
-        return "block tables of the draft layers are made anew in each step"
-    if spec.use_dflash():
-        return None
-    if proposer.needs_extra_input_slots:
-        return "the drafter has tokens of its own in its first pass"
-    if spec.num_speculative_tokens > 1 and not hasattr(proposer, "draft_loop"):
-        return "it needs draft-loop-graph's graphs"
-    return None
-
-
-def sampling_obstacle(runner: Any) -> str | None:
-    """Why vLLM has to sample, although drafting can be recorded; None where that can be recorded as well."""
-    if envs.VLLM_COMPUTE_NANS_IN_LOGITS:
-        return obstacles.NAN_LOGITS
-    own = logits_processor.__name__
-    foreign = [type(one).__name__ for one in runner.input_batch.logitsprocs.all if not _is_within(type(one), own)]
-    return f"there are custom logits processors: {', '.join(foreign)}" if foreign else None
-
-
-def _is_within(cls: type, package: str) -> bool:
-    return cls.__module__ == package or cls.__module__.startswith(f"{package}.")
 
 
 class DraftPhase(Companion):
@@ -158,7 +90,7 @@ class DraftPhase(Companion):
         """Get ready to record: the drafter's own graphs are captured, and the target's are about to be."""
         self.forget()
         runner = self._runner
-        reason = draft_phase_obstacle(runner)
+        reason = why_not(runner, Part.V1_DRAFTING)
         if reason is not None:
             self.stay_stock(reason)
             return
@@ -172,7 +104,7 @@ class DraftPhase(Companion):
         self._shapes = {shape.num_tokens: shape for shape in shapes}
         self._buffers = PhaseBuffers(shapes[-1].num_reqs, self.query_len, runner.device)
         drawn = getattr(runner.drafter, "_enable_probabilistic_draft_probs", False)
-        sampling = () if sampling_obstacle(runner) else tuple(Sampling)[: 3 if drawn else 2]
+        sampling = () if why_not(runner, Part.V1_SAMPLING) else tuple(Sampling)[: 3 if drawn else 2]
         drafting = tuple(Drafting)[: 2 if drawn else 1]
         self._recorder = PhaseRecorder(runner, passes, self._buffers, sampling, drafting)
         journal.use(V1_DRAFT_PHASE, False, "the target has no FULL graph of a decode batch")

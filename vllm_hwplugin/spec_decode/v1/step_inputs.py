@@ -24,62 +24,12 @@ from vllm.distributed.parallel_state import graph_capture
 from vllm_hwplugin import journal
 from vllm_hwplugin.fallback import stays_stock
 from vllm_hwplugin.features import V1_STEP_INPUTS
-from vllm_hwplugin.spec_decode import obstacles
-from vllm_hwplugin.spec_decode.builders import host_work
 from vllm_hwplugin.spec_decode.decode_batch import MAX_NUM_REQS, has_prompt
 from vllm_hwplugin.spec_decode.graph_recording import attempt, record_graph
+from vllm_hwplugin.spec_decode.obstacles import Part, why_not
 from vllm_hwplugin.spec_decode.step_counts import Reason, StepCounts
 
 _STOCK: Final = "vLLM prepares every step"
-
-
-def step_inputs_obstacle(runner: Any) -> str | None:
-    """Why the inputs of this runner's steps cannot come from the step before; None where they can.
-
-    Args:
-        runner: a V1 `GPUModelRunner` that has its KV cache.
-    """
-    speculative = runner.speculative_config
-    if speculative is None or not hasattr(runner, "drafter"):
-        return obstacles.NO_DRAFTS
-    parallel, model = runner.vllm_config.parallel_config, runner.model_config
-    mamba = runner.cache_config.mamba_cache_mode
-    return obstacles.first(
-        {
-            obstacles.VERIFIED: speculative.method == "ngram_gpu",
-            obstacles.STAGES: parallel.pipeline_parallel_size > 1,
-            obstacles.CONTEXT: (runner.dcp_world_size > 1 or getattr(parallel, "prefill_context_parallel_size", 1) > 1),
-            obstacles.ADAPTERS: runner.lora_config is not None,
-            obstacles.ENCODER: model.is_encoder_decoder,
-            obstacles.POSITIONS: runner.uses_mrope or getattr(runner, "uses_xdrope_dim", 0),
-            obstacles.EMBEDDINGS: runner.enable_prompt_embeds,
-            f"mamba_cache_mode is {mamba}, whose states are moved on the host": model.is_hybrid and mamba != "none",
-        }
-    )
-
-
-def metadata_obstacle(runner: Any) -> str | None:
-    """Why each step of such an engine needs attention metadata from vLLM; None where it may have the last step's.
-
-    Args:
-        runner: as above.
-    """
-    for builder in (group.get_metadata_builder(0) for groups in runner.attn_groups for group in groups):
-        if (reason := host_work(builder)) is not None:
-            return reason
-        if getattr(builder, "aot_schedule", False) and builder.aot_sliding_window not in (None, (-1, -1)):
-            return "a schedule for windows depends on the longest sequence"
-    if runner.vllm_config.parallel_config.data_parallel_size > 1:
-        return "ranks of data parallelism agree on the size of each step"
-    if runner.is_mm_prefix_lm or getattr(runner.model_config, "rswa_window", None) is not None:
-        return "which keys are seen depends on prompts"
-    if runner.cache_config.kv_sharing_fast_prefill:
-        return "layers that share a KV cache have metadata of their own"
-    if getattr(runner, "routed_experts_initialized", False):
-        return "slots are copied to the host in each step"
-    if any(hasattr(runner.drafter, f"set_per_group_{one}") for one in ("attn_metadata", "block_table")):
-        return "the drafter has metadata of each KV cache group"
-    return None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,11 +129,11 @@ class StepInputs:
             FeatureRequired: nothing can be recorded, and the feature's gate says `on`.
         """
         self._forget()
-        if (reason := step_inputs_obstacle(self._runner)) is not None:
+        if (reason := why_not(self._runner, Part.V1_INPUTS)) is not None:
             stays_stock(V1_STEP_INPUTS, _STOCK, reason)
             return
         started = time.perf_counter()
-        reason = metadata_obstacle(self._runner)
+        reason = why_not(self._runner, Part.V1_METADATA)
 
         def record_all() -> None:
             most, pool = self._make_buffers(), torch.cuda.graph_pool_handle()

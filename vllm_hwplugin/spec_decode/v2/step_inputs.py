@@ -22,40 +22,17 @@ import torch
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.input_batch import combine_sampled_and_draft_tokens, prepare_pos_seq_lens
 from vllm.v1.worker.gpu.kv_connector import NO_OP_KV_CONNECTOR
-from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
 from vllm_hwplugin import journal
 from vllm_hwplugin.fallback import stays_stock
 from vllm_hwplugin.features import V2_STEP_INPUTS
-from vllm_hwplugin.spec_decode import obstacles
-from vllm_hwplugin.spec_decode.builders import host_work
 from vllm_hwplugin.spec_decode.graph_recording import attempt, record_graph
+from vllm_hwplugin.spec_decode.obstacles import Part, why_not
 from vllm_hwplugin.spec_decode.step_counts import Reason, StepCounts
 from vllm_hwplugin.spec_decode.v2.tail_buffers import StandIn, TailBuffers
 from vllm_hwplugin.spec_decode.v2.tail_graph import Held, TailGraphs
 
 _STOCK: Final = "vLLM prepares every step"
-
-
-def recorded_inputs_obstacle(runner: Any) -> str | None:
-    """Why the inputs of this runner's steps cannot be recorded; None where they can.
-
-    Args:
-        runner: a `GPUModelRunner` whose tail graphs exist.
-    """
-    for builder in (group.get_metadata_builder(0) for groups in runner.attn_groups for group in groups):
-        if (reason := host_work(builder)) is not None:
-            return reason
-    if runner.supports_mm_inputs:
-        return "the model takes images or the like"
-    if type(runner.model_state) is not DefaultModelState:
-        return f"{type(runner.model_state).__name__} has work of its own before each step"
-    config = runner.model_config
-    if config.uses_mrope or getattr(config, "uses_xdrope_dim", 0):
-        return obstacles.POSITIONS
-    if getattr(config, "rswa_window", None) is not None:
-        return "attention windows depend on the length of prompts"
-    return None
 
 
 def shows_metadata(runner: Any) -> bool:
@@ -118,7 +95,7 @@ class StepInputs:
             FeatureRequired: nothing can be recorded, and the feature's gate says `on`.
         """
         self.forget()
-        if (reason := recorded_inputs_obstacle(self._runner)) is not None:
+        if (reason := why_not(self._runner, Part.V2_INPUTS)) is not None:
             self.stay_stock(reason)
             return
         moving = self._runner.block_tables.num_blocks

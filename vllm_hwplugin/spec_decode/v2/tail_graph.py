@@ -32,16 +32,14 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.distributed.parallel_state import graph_capture
 from vllm.v1.worker.gpu.cudagraph_utils import prepare_inputs_to_capture
 from vllm.v1.worker.gpu.input_batch import InputBatch
-from vllm.v1.worker.gpu.model_states.interface import ModelState
 
 from vllm_hwplugin import journal
 from vllm_hwplugin.fallback import stays_stock
 from vllm_hwplugin.features import V2_TAIL_GRAPH
 from vllm_hwplugin.nwor import runner as nwor
-from vllm_hwplugin.spec_decode import obstacles
-from vllm_hwplugin.spec_decode.builders import known, why_not_in_graph
 from vllm_hwplugin.spec_decode.decode_batch import GraphShape, asks_for_nothing_else
 from vllm_hwplugin.spec_decode.graph_recording import attempt, known_arguments, record_graph, reserved_memory
+from vllm_hwplugin.spec_decode.obstacles import Part, why_not
 from vllm_hwplugin.spec_decode.step_counts import Reason, StepCounts
 from vllm_hwplugin.spec_decode.v2.recording import (
     HiddenRows,
@@ -69,106 +67,20 @@ _STOCK: Final = "vLLM's own kernels after the target"
 #: less time than the host takes for the launches that the graph saves.
 _SURPLUS: Final = 64
 
-#: The methods whose `propose` the feature's hunks are in.
-_METHODS: Final = ("eagle", "eagle3", "mtp", "dflash")
-#: The speculators of these methods that draft by that `propose` and nothing else: later versions have more.
-_SPECULATORS: Final = ("EagleSpeculator", "MTPSpeculator", "DFlashSpeculator")
-#: Those of vLLM's sampler: they do nothing for a request that asks for nothing of theirs.
-_LOGITS_PROCESSORS: Final = ("LogitBiasState", "PenaltiesState", "BadWordsState")
-
-
-def tail_obstacle(runner: Any) -> str | None:
-    """Why the tail of this runner's steps cannot be recorded; None where it can.
-
-    Args:
-        runner: a `GPUModelRunner` of Model Runner V2 that has its KV cache.
-    """
-    speculator = runner.speculator
-    if speculator is None or runner.rejection_sampler is None:
-        return obstacles.NO_DRAFTS
-    method = speculator.speculative_config.method
-    if method not in _METHODS:
-        return f"the speculative method is {method}"
-    if type(speculator).__name__ not in _SPECULATORS:
-        return f"{type(speculator).__name__} drafts in a way of its own"
-    return (
-        _engine(runner)
-        or _sampling(runner)
-        or _drafting(speculator)
-        or _first_pass(runner)
-        or why_not_in_graph(speculator.attn_groups)
-    )
-
-
-def _first_pass(runner: Any) -> str | None:
-    """The drafter's first pass reads metadata of the target's builders, and the graph does not make that again."""
-    drafting = {name for groups in runner.speculator.attn_groups for group in groups for name in group.layer_names}
-    for builder in (
-        group.get_metadata_builder(0)
-        for groups in runner.attn_groups
-        for group in groups
-        if not drafting.isdisjoint(group.layer_names)
-    ):
-        if known(type(builder)).planned_by_kernel:
-            return f"{type(builder).__name__}: the first pass's plan is made by its first kernel, once"
-    return None
-
-
-def _engine(runner: Any) -> str | None:
-    parallel, state = runner.vllm_config.parallel_config, type(runner.model_state)
-    return obstacles.first(
-        {
-            "ranks of data parallelism agree on each step on the host": parallel.data_parallel_size > 1,
-            obstacles.STAGES: runner.use_pp,
-            obstacles.CONTEXT: runner.use_dcp or getattr(runner, "pcp_manager", None) is not None,
-            obstacles.EXPERTS: parallel.enable_eplb,
-            obstacles.ADAPTERS: runner.lora_config is not None,
-            obstacles.ENCODER: runner.is_encoder_decoder,
-            f"{state.__name__} has work of its own after each step": (
-                state.postprocess_state is not ModelState.postprocess_state
-            ),
-            obstacles.OFFLOADED: obstacles.offloads(),
-        }
-    )
-
-
-def _sampling(runner: Any) -> str | None:
-    if runner.sampler.compute_nans:
-        return obstacles.NAN_LOGITS
-    for name, words in (
-        ("adaptive_verification", obstacles.VERIFIED),
-        ("batch_sharder", "ranks sample a part of the batch each"),
-        ("aux_output_connector", "hidden states leave the engine in each step"),
-    ):
-        if getattr(runner, name, None) is not None:
-            return words
-    if "Watermark" in type(runner.sampler).__name__:
-        return "samples are watermarked"
-    # From 0.31 on; an installed package brings some without being asked.
-    processors = (type(one).__name__ for one in getattr(runner.sampler, "logits_processors", ()))
-    custom = sorted({name for name in processors if name not in _LOGITS_PROCESSORS})
-    if custom:
-        return f"there are custom logits processors: {', '.join(custom)}"
-    if getattr(runner.sampler, "return_sampling_mask", False):
-        return "each step's sampling masks leave the engine, as large as the batch's top-k needs them"
-    return None
-
-
-def _drafting(speculator: Any) -> str | None:
-    if speculator.speculative_config.uses_dynamic_speculative_decoding():
-        return "the number of drafts changes from step to step"
-    if getattr(speculator, "acceptance_estimator", None) is not None:
-        return "acceptance is estimated in each step"
-    return None
+#: Who does what no graph does.
+_HALVES: Final = {Part.V2_SAMPLING: "vLLM samples", Part.V2_DRAFTING: "vLLM drafts"}
 
 
 @dataclasses.dataclass(frozen=True)
 class _Graphs:
-    """Those of one shape."""
+    """Those of one shape: of sampling by what a batch needs, and of drafting; or what there is of them."""
 
     shape: GraphShape
     sampling: dict[SamplerParts, torch.cuda.CUDAGraph]
-    drafting: torch.cuda.CUDAGraph
+    drafting: torch.cuda.CUDAGraph | Reason
+
+    def sample(self, needed: SamplerParts | Reason) -> torch.cuda.CUDAGraph | Reason:
+        return needed if isinstance(needed, Reason) else self.sampling.get(needed, Reason.NOT_CAPTURED)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,6 +113,8 @@ class TailGraphs:
         self._scores_prompt = np.zeros(runner.max_num_reqs, dtype=bool)
         self._splits_top_p = splits_top_p()
         self._companions: list[StepInputs] = []
+        # The halves that no graph can have, and why.
+        self._vllms: dict[Part, str] = {}
         self._failed = False
         self._sampling, self._drafting = StepCounts(V2_TAIL_GRAPH, "sampling"), StepCounts(V2_TAIL_GRAPH, "drafting")
         self._forget()
@@ -251,24 +165,26 @@ class TailGraphs:
             return
         runner = self._runner
         profile_only = getattr(runner.cudagraph_manager, "_max_full_descs_to_capture", None) is not None
-        reason = tail_obstacle(runner)
+        self._vllms = {part: reason for part in _HALVES if (reason := why_not(runner, part)) is not None}
+        reason = why_not(runner, Part.V2_SAMPLING | Part.V2_DRAFTING) if len(self._vllms) == len(_HALVES) else None
         shapes = [] if reason else self._shapes()[: 1 if profile_only else None]
         if not shapes:
             if not profile_only:
                 stays_stock(V2_TAIL_GRAPH, _STOCK, reason or "the target has no FULL graph of a decode batch")
-                self._leave_companions()
+                self._leave_companions("there are no tail graphs")
             return
         started, reserved = time.perf_counter(), reserved_memory()
         with graph_capture(device=runner.device):
             # Within: where it fails, the ranks leave the context together.
             self._failed = not attempt(V2_TAIL_GRAPH, _STOCK, lambda: self._record(shapes), self._forget)
-            for companion in () if self._failed or profile_only else self._companions:
+            companions = () if Part.V2_DRAFTING in self._vllms else self._companions
+            for companion in () if self._failed or profile_only else companions:
                 assert self._buffers is not None
                 companion.capture(self._batches, self._buffers, self._pool)
         runner.req_states.draft_tokens.zero_()
         torch.accelerator.synchronize()
         if self._failed:
-            self._leave_companions()
+            self._leave_companions("there are no tail graphs")
             return
         if profile_only:
             return
@@ -280,13 +196,17 @@ class TailGraphs:
         journal.note(
             V2_TAIL_GRAPH,
             f"{len(shapes)} shapes of at most {shapes[0].num_reqs} requests, captured in "
-            f"{time.perf_counter() - started:.1f} s, {(reserved_memory() - reserved) / 2**20:.0f} MiB",
+            f"{time.perf_counter() - started:.1f} s, {(reserved_memory() - reserved) / 2**20:.0f} MiB"
+            + "".join(f"; {_HALVES[part]}: {reason}" for part, reason in self._vllms.items()),
         )
         journal.use(V2_TAIL_GRAPH, True)
+        if Part.V2_DRAFTING in self._vllms:
+            # A graph of inputs leaves none on the host.
+            self._leave_companions("vLLM drafts, which may take attention metadata")
 
-    def _leave_companions(self) -> None:
+    def _leave_companions(self, reason: str) -> None:
         for companion in self._companions:
-            companion.stay_stock("there are no tail graphs")
+            companion.stay_stock(reason)
 
     def _shapes(self) -> list[GraphShape]:
         """Those in which the target decodes in a FULL graph, largest first, also where it has few of them so far."""
@@ -302,11 +222,11 @@ class TailGraphs:
         for shape in shapes:
             self._graphs[shape.num_reqs] = self._capture_shape(shape, self._pool)
         self._scratch = shared_scratch()
-        draft = runner.speculator.model
+        draft = getattr(runner.speculator, "model", None)
         # What comes before and behind the graphs that vLLM has of its own.
         outer = [getattr(one, "lm_head", None) for one in (runner.model, draft)]
         self._parameters = Parameters(*outer, getattr(getattr(draft, "model", None), "fc", None))
-        if runner.speculator.speculative_config.method == "dflash":
+        if Part.V2_DRAFTING not in self._vllms and runner.speculative_config.method == "dflash":
             self._fused = FusedWeights(draft)
 
     def _capture_shape(self, shape: GraphShape, pool: Any) -> _Graphs:
@@ -324,11 +244,12 @@ class TailGraphs:
         )
         batch = self._batches[shape.num_reqs] = self._recorded_batch(shape)
         sampling = {}
-        for needed in SamplerParts:
+        for needed in () if Part.V2_SAMPLING in self._vllms else SamplerParts:
             with sampling_as(runner.sampler, needed), buffers.stand_in():
                 sampling[needed] = record_graph(lambda: self._sample(batch), pool)
-        drafting = record_graph(lambda: self._draft(batch, metadata, slots), pool)
-        return _Graphs(shape, sampling, drafting)
+        if Part.V2_DRAFTING in self._vllms:
+            return _Graphs(shape, sampling, Reason.NOT_CAPTURED)
+        return _Graphs(shape, sampling, record_graph(lambda: self._draft(batch, metadata, slots), pool))
 
     def _recorded_batch(self, shape: GraphShape) -> Any:
         """A decode batch of vLLM's `InputBatch` that fills `shape`, of tensors that stay where they are."""
@@ -521,8 +442,7 @@ class TailGraphs:
             held = self.hold(batch.req_ids, batch.idx_mapping_np, batch.num_tokens_after_padding)
             if isinstance(held, Held):
                 sampling = Reason.STRUCTURED_OUTPUT if grammar else held.sampling
-                graphs = held.graphs
-                return sampling if isinstance(sampling, Reason) else graphs.sampling[sampling], graphs.drafting
+                return held.graphs.sample(sampling), held.graphs.drafting
             reason = held
         self.held = None
         return Reason.STRUCTURED_OUTPUT if grammar else self._sampling_alone(hidden_states, batch, reason), reason
@@ -576,6 +496,8 @@ class TailGraphs:
         found = self._served.get(batch.num_reqs)
         if found is None:
             return Reason.LARGER_BATCH
+        if not found.sampling:
+            return Reason.NOT_CAPTURED
         graph_logits, vocab_size = found.shape.num_tokens, self._runner.sampler.sampling_states.vocab_size
         # A batch without drafts has another sampler of vLLM's.
         if (
@@ -599,7 +521,7 @@ class TailGraphs:
             torch.index_select(hidden_states, 0, batch.logits_indices, out=states[: len(batch.logits_indices)])
         ends = batch.query_start_loc_np[1 : 1 + batch.num_reqs]
         self._write(rows, LogitsRows(num_logits, ends, gathered))
-        return found.sampling[needed]
+        return found.sample(needed)
 
     def held_batch(self) -> Any:
         """A decode batch of the requests that are held, as vLLM's `prepare_inputs` makes it.
