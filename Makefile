@@ -65,6 +65,7 @@ unit: $(STAMP)
 docs: $(STAMP)
 	$(BIN)/vllm-hwplugin gates --markdown docs/gates.md
 	$(BIN)/python -m tests.failures
+	$(BIN)/python -m tests.spec_decode.test_obstacles
 	$(BIN)/vllm-hwplugin drift --all --markdown docs/compatibility.md
 	$(BIN)/python -m benchmarks.pages
 	$(BIN)/python -m tests.patching.test_fingerprints

@@ -46,6 +46,11 @@ SHORT = {
         "eagle3, KV connector": Engine("eagle3", more={"kv_transfer_config": CONNECTOR}),
     }.items()
 }
+#: vLLM drafts for them, in no graph.
+OTHERS: dict[str, dict[str, Any]] = {
+    "ngram": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3},
+    "draft_model": {"method": "draft_model", "num_speculative_tokens": 3, "model": str(loads.SMALL / "target")},
+}
 #: Larger batches, among them those of vLLM's warm-up, take more of the memory that kernels share.
 SMALL_GRAPHS = {"eagle3, small graphs": Engine("eagle3", graphs_of=(1, 2))}
 #: Two requests that are there alone for long.
@@ -183,6 +188,19 @@ def test_more_graphs_change_nothing(eagle3: dict[str, Run]) -> None:
 
 def test_nor_with_dflash(sides: dict[str, dict[str, Run]]) -> None:
     assert_graphs_serve(sides["stock"]["dflash"], sides["graphs"]["dflash"])
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_graphs_sample_where_no_graph_can_draft(musa_host: None, name: str, tmp_path: Path) -> None:
+    engine = Engine(name, more={"speculative_config": OTHERS[name]})
+    wanted = WITH_GRAPHS | {gate_of("v2-step-inputs"): "auto"}
+    expected, found = loads.compare_runs(Load(engine.on_musa(), [*MIXED, *ALONE]), loads.UNPATCHED, wanted, tmp_path)
+    assert expected.accepted()[0] > 0
+    sampling, drafting = (found.counted[f"v2-tail-graph {half}"] for half in ("sampling", "drafting"))
+    assert sampling["served"] == found.counts["graph_replays"]["sampling"] > len(found.steps) // 4
+    assert "served" not in drafting
+    assert f"vLLM drafts: the speculative method is {name}" in found.noted["v2-tail-graph"]
+    assert "v2-step-inputs" in found.unused
 
 
 def test_graphs_draft_by_new_weights_of_the_draft(sides: dict[str, dict[str, Run]]) -> None:

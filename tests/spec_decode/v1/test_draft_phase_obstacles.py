@@ -21,21 +21,16 @@ from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_hwplugin.spec_decode.obstacles import Part, why_not
 
-from .. import former_obstacles
 from ..drafters import BLOCK, EAGLE, MAX_LEN, P_EAGLE, Runner, boot
 from ..host_runner import FLASHINFER, builder
 
 
 def draft_phase_obstacle(runner: Any) -> str | None:
-    found = why_not(runner, Part.V1_DRAFTING)
-    assert (found is None) == (former_obstacles.draft_phase_obstacle(runner) is None)
-    return found
+    return why_not(runner, Part.V1_DRAFTING)
 
 
 def sampling_obstacle(runner: Any) -> str | None:
-    found = why_not(runner, Part.V1_SAMPLING)
-    assert (found is None) == (former_obstacles.sampling_obstacle(runner) is None)
-    return found
+    return why_not(runner, Part.V1_SAMPLING)
 
 
 def runner_of(drafter: Any, method: str = "eagle", **changed: Any) -> SimpleNamespace:

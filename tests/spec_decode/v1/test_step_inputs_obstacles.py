@@ -17,22 +17,9 @@ from vllm_hwplugin.fallback import FeatureRequired
 from vllm_hwplugin.spec_decode.obstacles import Part, why_not
 from vllm_hwplugin.spec_decode.v1.step_inputs import StepInputs
 
-from .. import former_obstacles
 
-
-def step_inputs_obstacle(runner: Any) -> str | None:
-    found = why_not(runner, Part.V1_INPUTS)
-    runner.dcp_world_size = runner.vllm_config.parallel_config.decode_context_parallel_size
-    runner.uses_mrope = runner.model_config.uses_mrope
-    runner.uses_xdrope_dim = runner.model_config.uses_xdrope_dim
-    assert (found is None) == (former_obstacles.step_inputs_obstacle(runner) is None)
-    return found
-
-
-def metadata_obstacle(runner: Any) -> str | None:
-    found = why_not(runner, Part.V1_METADATA)
-    assert (found is None) == (former_obstacles.metadata_obstacle(runner) is None)
-    return found
+def metadata_of(runner: Any) -> str | None:
+    return why_not(runner, Part.V1_METADATA)
 
 
 def builder(cls: type, **attributes: Any) -> Any:
@@ -92,7 +79,7 @@ def runner(*builders: Any, **changed: Any) -> Any:
 )
 def test_an_engine_that_is_not_served(changed: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made = runner(**changed)
-    assert words in (step_inputs_obstacle(made) or "")
+    assert words in (why_not(made, Part.V1_INPUTS) or "")
     monkeypatch.setenv("VLLM_HWPLUGIN_V1_STEP_INPUTS", "on")
     with pytest.raises(FeatureRequired, match=words):
         StepInputs(made).capture()
@@ -100,7 +87,7 @@ def test_an_engine_that_is_not_served(changed: dict[str, Any], words: str, monke
 
 @pytest.mark.parametrize("changed", [{}, {"model_config__is_hybrid": True}])
 def test_an_engine_that_is_served(changed: dict[str, Any]) -> None:
-    assert step_inputs_obstacle(runner(**changed)) is None
+    assert why_not(runner(**changed), Part.V1_INPUTS) is None
 
 
 @pytest.mark.parametrize(
@@ -115,14 +102,12 @@ def test_an_engine_that_is_served(changed: dict[str, Any]) -> None:
     ],
 )
 def test_metadata_that_is_made_anew(changed: dict[str, Any], words: str) -> None:
-    assert words in (metadata_obstacle(runner(builder(TritonAttentionMetadataBuilder), **changed)) or "")
+    assert words in (metadata_of(runner(builder(TritonAttentionMetadataBuilder), **changed)) or "")
 
 
 def test_builders() -> None:
     windows = builder(TritonAttentionMetadataBuilder, aot_schedule=True, aot_sliding_window=(127, 0))
     whole = builder(TritonAttentionMetadataBuilder, aot_schedule=True, aot_sliding_window=(-1, -1))
-    assert metadata_obstacle(runner(builder(TritonAttentionMetadataBuilder), whole)) is None
-    assert "FlexAttentionMetadataBuilder" in (
-        metadata_obstacle(runner(whole, builder(FlexAttentionMetadataBuilder))) or ""
-    )
-    assert "windows" in (metadata_obstacle(runner(windows)) or "")
+    assert metadata_of(runner(builder(TritonAttentionMetadataBuilder), whole)) is None
+    assert "FlexAttentionMetadataBuilder" in (metadata_of(runner(whole, builder(FlexAttentionMetadataBuilder))) or "")
+    assert "windows" in (metadata_of(runner(windows)) or "")

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,8 @@ import pytest
 import torch
 
 pytest.importorskip("vllm.v1.worker.gpu.model_runner", exc_type=ImportError)
+
+from vllm_hwplugin.spec_decode import obstacles
 
 from ..walks import BEST, MORE, PLAIN, UNPATCHED, Sides, host_of_graphs, walk
 from . import plain_triton
@@ -41,15 +44,19 @@ class InOnePlace(Side):
         return super().inputs()
 
 
-@pytest.fixture(scope="module", params=[Side, InOnePlace])
-def sides(vllm_tree: Callable[[str], Any], request: pytest.FixtureRequest) -> Iterator[Sides]:
+@contextmanager
+def both(tree: Any, kind: type[Side] = Side) -> Iterator[Sides]:
     with host_of_graphs() as monkeypatch:
         kernels = {"language": plain_triton.LANGUAGE, "jit": partial(jit, make=plain_triton.Kernel)}
-        stock, patched = (
-            ReleasedModules(vllm_tree(VERSION), STAND_INS, **kernels, **choices) for choices in (UNPATCHED, ALIKE)
-        )
+        stock, patched = (ReleasedModules(tree, STAND_INS, **kernels, **choices) for choices in (UNPATCHED, ALIKE))
         read_by_the_plugin(patched, monkeypatch)
-        yield Sides(request.param(stock), request.param(patched))
+        yield Sides(kind(stock), kind(patched))
+
+
+@pytest.fixture(scope="module", params=[Side, InOnePlace])
+def sides(vllm_tree: Callable[[str], Any], request: pytest.FixtureRequest) -> Iterator[Sides]:
+    with both(vllm_tree(VERSION), request.param) as sides:
+        yield sides
 
 
 def test_nothing_differs_whatever_happens_to_requests(sides: Sides) -> None:
@@ -66,3 +73,22 @@ def test_nothing_differs_whatever_happens_to_requests(sides: Sides) -> None:
     assert sampling.keys() >= asked
     assert not (drafting.keys() | inputs.keys()) & asked
     assert drafting["served"] >= inputs["served"]
+
+
+@pytest.mark.parametrize("half", ["sampling", "drafting"])
+def test_one_half_is_in_graphs_without_the_other(
+    vllm_tree: Callable[[str], Any], half: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As if vLLM's own speculator, or logits processors, were another's.
+    monkeypatch.setattr(obstacles, {"sampling": "_SPECULATORS", "drafting": "_LOGITS_PROCESSORS"}[half], ())
+    with both(vllm_tree(VERSION)) as sides:
+        walk(sides, PLAIN + BEST + MORE, examples=10)
+        runner = sides.both[1].runner
+    tail, inputs = runner.tail_graphs, runner.step_inputs._step_counts.outcomes()
+    counts = {"sampling": tail._sampling.outcomes(), "drafting": tail._drafting.outcomes()}
+    assert counts.pop(half)["served"] > 30
+    (other,) = counts.values()
+    assert "not_captured" in other
+    assert "served" not in other
+    # Where vLLM drafts it may take attention metadata, of which a graph leaves none on the host.
+    assert ("served" in inputs) == (half == "drafting")

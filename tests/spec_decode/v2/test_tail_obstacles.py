@@ -12,7 +12,6 @@ import pytest
 pytest.importorskip("vllm.v1.worker.gpu.model_runner", exc_type=ImportError)
 
 import torch
-from vllm import envs
 from vllm.model_executor.offloader import base as offloading
 from vllm.model_executor.offloader.uva import UVAOffloader
 from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
@@ -28,25 +27,17 @@ from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_hwplugin.spec_decode.obstacles import Part, why_not
 
-from .. import former_obstacles
 from ..host_runner import BACKENDS, FLASH_MLA, builder
 from .samplers import sampler
 
 MLA = "vllm.model_executor.layers.attention.mla_attention.MLACommonMetadataBuilder"
+HALVES = Part.V2_SAMPLING | Part.V2_DRAFTING
 PLANNING = f"{BACKENDS}.mla.flashmla.FlashMLAMetadataBuilder"
 
 
 def tail_obstacle(runner: Any) -> str | None:
     """What hinders both halves, or one."""
-    found = why_not(runner, Part.V2_SAMPLING | Part.V2_DRAFTING)
-    parallel = runner.vllm_config.parallel_config
-    runner.use_pp, runner.use_dcp = parallel.pipeline_parallel_size > 1, parallel.decode_context_parallel_size > 1
-    runner.pcp_manager = getattr(parallel, "prefill_context_parallel_size", 1) > 1 or None
-    runner.is_encoder_decoder = runner.model_config.is_encoder_decoder
-    runner.sampler.compute_nans = envs.VLLM_COMPUTE_NANS_IN_LOGITS
-    former = former_obstacles.tail_obstacle(runner)
-    assert (found is None) == (former is None), (found, former)
-    return found
+    return why_not(runner, HALVES)
 
 
 def group(builder_class: type, *layers: str) -> AttentionGroup:
@@ -216,3 +207,26 @@ def test_drafters_that_share_their_methods_are_not(folder: str, name: str, metho
     builders = (FlashAttentionMetadataBuilder, FlashAttentionMetadataBuilder)
     made = runner(*builders, speculator=getattr(module, name), method=method)
     assert f"{name} drafts in a way of its own" in (tail_obstacle(made) or "")
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "left"),
+    [
+        ("speculative_config.method", "draft_model", Part.V2_SAMPLING),
+        ("speculator.acceptance_estimator", object(), Part.V2_SAMPLING),
+        ("sampler.return_sampling_mask", True, Part.V2_DRAFTING),
+        ("batch_sharder", object(), Part.V2_DRAFTING),
+        ("lora_config", object(), Part(0)),
+    ],
+)
+def test_one_half_is_left_where_the_other_is_refused(path: str, value: Any, left: Part) -> None:
+    made = changed(path, value)
+    assert left == Part(sum(part.value for part in HALVES if why_not(made, part) is None))
+
+
+def test_all_reasons_are_said() -> None:
+    made = changed("lora_config", object())
+    made.speculative_config.method = "ngram"
+    assert why_not(made, Part.V2_SAMPLING) == "adapters (LoRA) change from batch to batch"
+    words = "the speculative method is ngram; adapters (LoRA) change from batch to batch"
+    assert why_not(made, HALVES) == why_not(made, Part.V2_DRAFTING) == words
