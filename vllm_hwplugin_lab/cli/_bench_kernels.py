@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from vllm_hwplugin.cli.output import STANDARD_OUTPUT, write_text
 from vllm_hwplugin.cli.parser import FAILURE
@@ -32,6 +31,7 @@ from ..bench.micro import (
     supervise,
 )
 from ._options import JsonFile, console_for, known
+from ._sides import progress
 
 #: Seconds for one cell. The first one of an operation may run the compiler.
 _LIMITS = {"attention": 45.0, "ops": 240.0}
@@ -120,9 +120,7 @@ def _run(
     limits = {"seed": seed, "limit": _LIMITS[kind], "effort": dataclasses.asdict(effort)}
     settings = {"seconds": seconds, "only": only, **limits}
     job = {"kind": kind, "device": host.device, **limits}
-    text = TextColumn("{task.description}", markup=False)
-    columns = (SpinnerColumn(), text, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
+    with progress(console) as bar:
         task = bar.add_task("starts", total=len(todo))
 
         def on_event(event: bench.Event) -> None:

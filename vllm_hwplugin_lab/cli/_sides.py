@@ -73,7 +73,7 @@ def asked_sides(side: Sequence[str] | None, good: tuple[str, ...] = _MORE) -> tu
 
 def progress(console: Console) -> Progress:
     """A bar for measurements."""
-    text = TextColumn("{task.description}")
+    text = TextColumn("{task.description}", markup=False)
     return Progress(SpinnerColumn(), text, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console)
 
 
