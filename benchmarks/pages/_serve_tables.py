@@ -54,8 +54,8 @@ def live(files: Sequence[Found]) -> str:
     devices = " or ".join(sorted({file.device for file in over_http}))
     loads = "; ".join(dict.fromkeys(_prompts(file.results["settings"]) for file in over_http))
     said = (
-        f"With the plugin by stock, for so many requests at once, on one {devices}; {loads}. Every figure and its "
-        "conditions: [serve.md](benchmarks/results/serve.md)."
+        f"With the plugin by stock: more tokens/s, and less time to the first token and per token, are better. On one "
+        f"{devices}; {loads}. Every figure and its conditions: [serve.md](benchmarks/results/serve.md)."
     )
     return "\n".join([*table(names, found), "", paragraph(said)])
 
