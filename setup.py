@@ -9,10 +9,13 @@ Kernels are built ahead of time where torch and its compiler are at hand, that i
 pure Python and the kernels are built at first use. No failure of a compiler fails the installation.
 """
 
+import gzip
 import importlib.util
+import os
 import shutil
 import sys
 import sysconfig
+import tarfile
 from pathlib import Path
 
 import setuptools
@@ -28,6 +31,7 @@ if int(setuptools.__version__.partition(".")[0]) < 77:
 from setuptools import find_packages, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
+from setuptools.command.sdist import sdist
 
 ROOT = Path(__file__).parent
 PACKAGES = ("vllm_hwplugin", "vllm_hwplugin_workshop", "vllm_hwplugin_lab")
@@ -93,9 +97,34 @@ class PlatformWheel(bdist_wheel):
         super().write_wheelfile(*args, **more)
 
 
+class SourceArchive(sdist):
+    """Of a release that anybody can make again: nothing of the user, the clock or the file system is in it."""
+
+    def make_archive(self, base_name, format, root_dir=None, base_dir=None, **more):
+        epoch = os.environ.get("SOURCE_DATE_EPOCH")
+        if epoch is None or format != "gztar":
+            return super().make_archive(base_name, format, root_dir, base_dir, **more)
+
+        def plain(member):
+            member.uid = member.gid = 0
+            member.uname = member.gname = ""
+            member.mtime = int(epoch)
+            member.mode = 0o755 if member.mode & 0o100 else 0o644
+            return member
+
+        path = f"{base_name}.tar.gz"
+        with (
+            open(path, "wb") as file,
+            gzip.GzipFile("", "wb", fileobj=file, mtime=int(epoch)) as packed,
+            tarfile.open(mode="w", fileobj=packed) as archive,
+        ):
+            archive.add(base_dir, filter=plain)
+        return path
+
+
 setup(
     packages=[*find_packages(include=["vllm_hwplugin*"]), *DATA_FOLDERS],
     package_dir=DATA_FOLDERS,
     package_data={**{name: ["py.typed"] for name in PACKAGES}, **{name: ["**/*"] for name in DATA_FOLDERS}},
-    cmdclass={"build_py": BuildWithKernels, "bdist_wheel": PlatformWheel},
+    cmdclass={"build_py": BuildWithKernels, "bdist_wheel": PlatformWheel, "sdist": SourceArchive},
 )

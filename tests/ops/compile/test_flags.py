@@ -18,7 +18,8 @@ PLAIN = KernelSpec("plain", ("plain.cu",), "it is slow")
 FAST = dataclasses.replace(PLAIN, fast_math=True)
 ABI = "-DTORCH_TARGET_VERSION=0x020a000000000000"
 
-NVCC = ("-O3", "-std=c++17", "-Xcompiler=-fPIC", ABI, "-lineinfo")
+NVCC_12 = ("-O3", "-std=c++17", "-Xcompiler=-fPIC", ABI, "-lineinfo")
+NVCC = (*NVCC_12, "-frandom-seed=hwplugin")
 MCC = ("-mtgpu", "-O3", "-Od3", "-std=c++17", "-fPIC", ABI, "-DNDEBUG", "-fno-strict-aliasing", "-DUSE_MUSA")
 MCC += ("-fno-signed-zeros", "-ffast-math", "-fmusa-flush-denormals-to-zero", "-fno-finite-math-only")
 NO_SLP = ("-mllvm", "-vectorize-slp=false")
@@ -29,10 +30,10 @@ def _mcc(version: str, **environ: str) -> tuple[str, ...]:
     return words(flags_for("mcc", Version(version), environ, PLAIN))
 
 
-@pytest.mark.parametrize("version", ["11.8.89", "12.8.93", "13.0.88"])
-def test_nvcc_gets_fast_math_for_kernels_that_hold_parity_with_it(version: str) -> None:
-    assert words(flags_for("nvcc", Version(version), {}, PLAIN)) == NVCC
-    assert words(flags_for("nvcc", Version(version), {}, FAST)) == (*NVCC, "--use_fast_math")
+@pytest.mark.parametrize(("version", "flags"), [("11.8.89", NVCC_12), ("12.8.93", NVCC_12), ("13.0.88", NVCC)])
+def test_nvcc_gets_fast_math_for_kernels_that_hold_parity_with_it(version: str, flags: tuple[str, ...]) -> None:
+    assert words(flags_for("nvcc", Version(version), {}, PLAIN)) == flags
+    assert words(flags_for("nvcc", Version(version), {}, FAST)) == (*flags, "--use_fast_math")
 
 
 @pytest.mark.parametrize(

@@ -34,13 +34,14 @@ def test_the_commands_of_nvcc(plan: MakePlan, csrc: Path, torch_cuda: TorchBuild
     made = plan(toolchain=compiler, torch=torch, environ={"TORCH_CUDA_ARCH_LIST": "8.0;9.0+PTX"}, ahead=True)
     assert made.compile_command("first.cu", "first.o") == (
         "/opt/cuda/bin/nvcc", "-O3", "-std=c++17", "-Xcompiler=-fPIC", "-DTORCH_TARGET_VERSION=0x020a000000000000",
-        "-lineinfo", "-gencode=arch=compute_80,code=sm_80", "-gencode=arch=compute_90,code=sm_90",
+        "-lineinfo", *(("-frandom-seed=hwplugin",) if compiler.version.major >= 13 else ()),
+        "-gencode=arch=compute_80,code=sm_80", "-gencode=arch=compute_90,code=sm_90",
         "-gencode=arch=compute_90,code=compute_90", f"-I{csrc}", f"-I{torch.root}/include",
         "-c", f"{csrc}/sample/first.cu", "-o", "first.o",
     )  # fmt: skip
     assert made.link_command(["first.o", "second.o"], "sample.so") == (
         "/opt/cuda/bin/nvcc", "-shared", "first.o", "second.o", "-o", "sample.so", f"-L{torch.root}/lib",
-        "-Xlinker=--no-as-needed", "-ltorch", "-ltorch_cpu", "-lc10",
+        "-Xlinker=--no-as-needed", "-Xlinker=--strip-all", "-ltorch", "-ltorch_cpu", "-lc10",
     )  # fmt: skip
 
 

@@ -78,6 +78,13 @@ TABLE: Final[tuple[FlagRow, ...]] = (
     ),
     FlagRow(
         "nvcc",
+        ">=13.0",
+        ("-frandom-seed=hwplugin",),
+        "names what has no name of its own by the source in place of the process, so that builds can be compared",
+        _NVCC,
+    ),
+    FlagRow(
+        "nvcc",
         "",
         ("--use_fast_math",),
         "approximate division and transcendental functions, denormals flushed",

@@ -32,8 +32,12 @@ FORMAT: Final = 1
 #: The first release with every call of the stable ABI that the kernels make.
 MIN_TORCH: Final = Version("2.10")
 
-# libtorch.so leads to the CUDA or MUSA part where PyTorch has one; some linkers would leave it out as not needed.
-_AS_NEEDED_OFF: Final[Mapping[ToolchainName, str]] = {"nvcc": "-Xlinker=--no-as-needed", "mcc": "-Wl,--no-as-needed"}
+# libtorch.so leads to the CUDA or MUSA part where PyTorch has one; some linkers would leave it out as not needed. The
+# names of nvcc's temporary files, which have the process in them, are among the symbols that nothing needs.
+_LINKER: Final[Mapping[ToolchainName, tuple[str, ...]]] = {
+    "nvcc": ("-Xlinker=--no-as-needed", "-Xlinker=--strip-all"),
+    "mcc": ("-Wl,--no-as-needed",),
+}
 # What a MUSA build adds to the stable ABI, the current stream among it, is in a library of torch_musa's own, which
 # Python loads for torch_musa alone: a kernel's library that does not name it finds its weak symbols null.
 _LIBRARIES: Final[Mapping[ToolchainName, tuple[str, ...]]] = {
@@ -185,7 +189,7 @@ def make_plan(
 
 
 def _libraries(toolchain: ToolchainName) -> tuple[str, ...]:
-    return _AS_NEEDED_OFF[toolchain], *_LIBRARIES[toolchain]
+    return *_LINKER[toolchain], *_LIBRARIES[toolchain]
 
 
 def source_digest(root: Path, folders: Sequence[str]) -> str:
