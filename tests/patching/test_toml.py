@@ -13,7 +13,11 @@ from .madeup import GATES, Project
 
 # What a start made of the catalogue, and how many TOML files it had the real parser read.
 START = """
-    import json, tomllib
+    import json, sys
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
     parsed = []
     loads = tomllib.loads
     tomllib.loads = lambda text: (parsed.append(text), loads(text))[1]
