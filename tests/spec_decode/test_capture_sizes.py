@@ -19,7 +19,13 @@ from vllm.config.compilation import CUDAGraphMode
 
 from vllm_hwplugin import journal
 from vllm_hwplugin.spec_decode import capture_sizes as feature
-from vllm_hwplugin.spec_decode.capture_sizes import LARGEST, capture_sizes, largest_own, max_num_splits
+from vllm_hwplugin.spec_decode.capture_sizes import (
+    LARGEST,
+    LARGEST_MIXED,
+    capture_sizes,
+    largest_own,
+    max_num_splits,
+)
 from vllm_hwplugin.spec_decode.graph_recording import known_arguments
 from vllm_hwplugin.spec_decode.v2 import mixed_graphs, piecewise_sizes
 
@@ -91,7 +97,7 @@ def test_batches_with_prompts_have_sizes_up_to_the_bound_for_any_number_of_reque
     own = own_of(*engine)
     sizes, mixed = (capture_sizes(*engine[:3], own, mixed=mixed) for mixed in (False, True))
     assert set(sizes) <= set(mixed)
-    bound = min(batched, LARGEST)
+    bound = min(batched, LARGEST_MIXED)
     assert bound - block < max(mixed) <= max(bound, *own, block)
     assert [size for size in mixed if size <= max(own)] == [size for size in sizes if size <= max(own)]
 
@@ -468,8 +474,8 @@ class Clock:
 
 @pytest.mark.parametrize(
     ("per_token", "largest"),
-    # 0.6B: the host's launches take longer than 2048 tokens. 8B: they do not, from 500 tokens on; between them, 1024.
-    [(2.2e-6, LARGEST), (26e-6, 512), (12e-6, 1024)],
+    # 0.6B: the host's launches take longer than 4096 tokens. 8B: they do not, from 500 tokens on; between them, 1024.
+    [(2.2e-6, LARGEST_MIXED), (26e-6, 512), (12e-6, 1024)],
 )
 @pytest.mark.parametrize("seqs", [64, 1024])
 @pytest.mark.parametrize("version", versions(*V2, among=("0.24.0", "0.26.0", "0.33.0")))
@@ -496,14 +502,14 @@ def test_larger_graphs_of_mixed_batches_are_kept_where_they_win(
     full = mixed_graphs.SIZES if version != "0.24.0" else ()
     manager = Timed(tree, config, monkeypatch, full)
     assert max(manager.captured("PIECEWISE")) == largest
-    assert max(manager.captured("FULL")) == min(LARGEST, 4 * seqs)
+    assert max(manager.captured("FULL")) == min(max(largest, LARGEST), 4 * seqs)
     assert manager.serves(9, largest) == f"{'FULL' if full else 'PIECEWISE'} {largest}"
-    if largest < LARGEST:
+    if largest < LARGEST_MIXED:
         assert manager.serves(9, largest + 1) == f"NONE {largest + 1}"
     assert f"up to {largest} tokens" in entry.decisions["capture-sizes of mixed batches"]
     # As after vLLM's profile of memory: what was found holds, and nothing is timed again.
     passes.clear()
     again = Timed(tree, config, monkeypatch, full)
     assert again.captured("PIECEWISE") == manager.captured("PIECEWISE")
-    assert passes.count((LARGEST, "PIECEWISE")) <= 1
+    assert passes.count((LARGEST_MIXED, "PIECEWISE")) <= 1
     assert again.made.hidden_states.shape[0] == max(*again.captured("FULL"), *again.captured("PIECEWISE"))

@@ -27,6 +27,8 @@ logger = logging.getLogger("vllm.hwplugin")
 
 #: Tokens of the largest decode batch that is captured without being asked for: 512 requests of four, 128 of sixteen.
 LARGEST: Final = 2048
+#: And of the largest batch with prompts. One in which several requests begin has more than two thousand.
+LARGEST_MIXED: Final = 4096
 # Sizes in one octave of request counts. A batch is padded by less than the inverse of it.
 _RUNGS_PER_OCTAVE: Final = 8
 # Whose drafts fill a decode batch of the same length for each request.
@@ -47,7 +49,7 @@ def capture_sizes(
     Those of vLLM from a block on become whole blocks, as the V1 runner makes them anyway: Model Runner V2 of 0.25 to
     0.28 looks for a decode batch's FULL graph at the next size only, and a size that is no whole block has none. The
     fullest decode batch has a size of its own, up to `LARGEST`. Between vLLM's largest and that there are eight an
-    octave, or up to `LARGEST` for batches with prompts.
+    octave, or up to `LARGEST_MIXED` for batches with prompts.
 
     Args:
         block: tokens of a request in a decode batch, 1 + num_speculative_tokens.
@@ -58,9 +60,9 @@ def capture_sizes(
     """
     own = {size if size < block else min(_whole_blocks(size, block), max_num_batched_tokens) for size in own_sizes}
     largest = max(own)
-    bound = min(max_num_batched_tokens, max(LARGEST, largest)) // block
+    bound, most = (min(max_num_batched_tokens, max(one, largest)) // block for one in (LARGEST, LARGEST_MIXED))
     top = min(max_num_seqs, bound)
-    ladder = {count * block for count in _request_counts(bound if mixed else top) if count * block > largest}
+    ladder = {count * block for count in _request_counts(most if mixed else top) if count * block > largest}
     return tuple(sorted(own | ladder | ({top * block} if top else set())))
 
 

@@ -27,14 +27,23 @@ _STOCK: Final = "only decode batches have FULL graphs"
 
 #: Tokens of the graphs. A batch is padded to the next: up to 512 tokens hardly further than for a PIECEWISE graph of
 #: vLLM's sizes, and by an eighth where it is large.
-SIZES: Final = (*range(16, 512, 16), *range(512, 1024, 64), *range(1024, 2049, 128))
-#: FlashAttention 3 keeps float32 outputs for each token and each part that a request's keys are split into.
-MOST_SPLITS: Final = 4
+SIZES: Final = (*range(16, 512, 16), *range(512, 1024, 64), *range(1024, 2048, 128), *range(2048, 4097, 256))
+
+#: Tokens times parts.
+_SPLIT_TOKENS: Final = 4096
 
 #: Drafters whose first pass runs on the target's batch and metadata, in graphs of a manager of its own.
 _FIRST_PASS: Final = ("EagleSpeculator", "MTPSpeculator")
 #: Drafters that do not use the target's metadata.
 _APART: Final = ("DFlashSpeculator",)
+
+
+def most_splits(num_tokens: int) -> int:
+    """Parts that FlashAttention 3 may split a request's keys into, in a graph of any batch of so many tokens.
+
+    It keeps float32 outputs for each token and each part. Many tokens keep the GPU busy without parts.
+    """
+    return max(1, min(4, _SPLIT_TOKENS // num_tokens))
 
 
 def mixed_graphs_obstacle(runner: Any) -> str | None:

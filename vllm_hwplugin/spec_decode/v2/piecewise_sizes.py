@@ -10,6 +10,7 @@ graphs: a FULL one takes no longer.
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -19,7 +20,7 @@ from vllm.compilation.cuda_graph import CUDAGraphWrapper
 from vllm.config.compilation import CUDAGraphMode
 
 from vllm_hwplugin import journal
-from vllm_hwplugin.spec_decode.capture_sizes import largest_own, wants_mixed
+from vllm_hwplugin.spec_decode.capture_sizes import LARGEST, largest_own, wants_mixed
 from vllm_hwplugin.spec_decode.graph_recording import all_ranks, known_arguments, reserved_memory
 
 _DECISION: Final = "capture-sizes of mixed batches"
@@ -42,12 +43,7 @@ def settle(manager: Any, create_forward_fn: Callable[..., Any]) -> None:
     compilation = manager.compilation_config
     own = largest_own(compilation)
     planned = manager._capture_descs
-    larger = [
-        desc
-        for descs in planned.values()
-        for desc in descs
-        if own is not None and desc.num_tokens > own and desc.uniform_token_count is None
-    ]
+    larger = [desc for descs in planned.values() for desc in descs if own is not None and desc.num_tokens > own]
     if not larger:
         return
     assert own is not None
@@ -55,7 +51,9 @@ def settle(manager: Any, create_forward_fn: Callable[..., Any]) -> None:
         pieces = [desc for desc in larger if desc.cg_mode == CUDAGraphMode.PIECEWISE and _compares(manager)]
         vars(compilation)[_LARGEST] = _compare(pieces, own, create_forward_fn) if pieces else own
     largest = vars(compilation)[_LARGEST]
-    dropped = {desc for desc in larger if desc.num_tokens > largest}
+    # The sizes for batches with prompts are decode batches' as well.
+    of_decodes = max(largest, LARGEST)
+    dropped = {one for one in larger if one.num_tokens > (of_decodes if one.uniform_token_count else largest)}
     for descs in planned.values():
         descs[:] = [desc for desc in descs if desc not in dropped]
     candidates = manager._candidates
@@ -91,7 +89,10 @@ def _compare(larger: Sequence[Any], own: int, create_forward_fn: Callable[..., A
     started, reserved, said = time.perf_counter(), reserved_memory(), []
     while larger:
         desc, below = larger[0], larger[1].num_tokens if len(larger) > 1 else own
-        graph = _seconds(create_forward_fn, desc, CUDAGraphMode.PIECEWISE)
+        try:
+            graph = _seconds(create_forward_fn, desc, CUDAGraphMode.PIECEWISE)
+        except torch.OutOfMemoryError:
+            graph = math.inf
         # The smallest batch that the graph would serve.
         eager = _seconds(create_forward_fn, dataclasses.replace(desc, num_tokens=below + 1), CUDAGraphMode.NONE)
         said.append(
