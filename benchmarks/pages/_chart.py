@@ -8,8 +8,10 @@ from typing import Any
 
 from matplotlib import colormaps
 
+from vllm_hwplugin.spec_decode.step_counts import SERVED
 from vllm_hwplugin_lab.bench import SIDE_NAMES, STOCK_OF, step_ms
 from vllm_hwplugin_lab.bench.report import COLOURS, panels, svg
+from vllm_hwplugin_lab.bench.serve import groups
 
 from ._gains import Gain
 from ._host_time import parts_us
@@ -26,6 +28,8 @@ _VERDICTS = {
     "exact": ("applies", "#009e73"),
 }
 _ELSE = ("off", "#d55e00")
+#: Of a step that a fast path was not asked for.
+_ABSENT = "another path"
 
 
 def steps(found: Sequence[Gain]) -> str:
@@ -115,6 +119,36 @@ def step_in_time(files: Sequence[Found]) -> str:
     panel.margins(x=0.25)
     figure.legend(loc="outside upper center", ncols=3, frameon=False)
     return svg(figure, "A step on the host, part by part, and on the GPU")
+
+
+def served(files: Sequence[Found]) -> str:
+    """How much of a live load's steps each fast path served, a bar a load and path; why not the others."""
+    bars = [
+        (f"{at} at once, {path}", load["kinds"], path)
+        for file in files
+        for _, loads in groups(file.results)
+        for at, side, load in loads
+        if side in STOCK_OF
+        for path in dict.fromkeys(path for row in load.get("kinds", ()) for path in row["paths"])
+    ]
+    figure, axes = panels(1, 1, 0.5 + 0.17 * len(bars))
+    panel = axes[0][0]
+    colours: dict[str, Any] = {SERVED: COLOURS["mrv2-patched"], _ABSENT: "#f0f0f0"}
+    for y, (_, rows_of, path) in enumerate(bars):
+        total, at = sum(row["steps"] for row in rows_of), 0.0
+        for outcome in dict.fromkeys((SERVED, *(row["paths"].get(path, _ABSENT) for row in rows_of))):
+            share = sum(row["steps"] for row in rows_of if row["paths"].get(path, _ABSENT) == outcome) / total
+            colour = colours.setdefault(outcome, colormaps["tab10"](len(colours)))
+            panel.barh(y, share, left=at, color=colour)
+            at += share
+    for outcome, colour in colours.items():
+        panel.barh(0, 0, color=colour, label=outcome.replace("_", " "))
+    panel.set_yticks(range(len(bars)), [name for name, *_ in bars])
+    panel.set_ylim(len(bars) - 0.4, -0.6)
+    panel.xaxis.set_major_formatter("{x:.0%}")
+    panel.set_xlabel("of the steps")
+    figure.legend(loc="outside upper center", ncols=4, frameon=False)
+    return svg(figure, "Which steps of a live load the plugin's fast paths served")
 
 
 _FLOOR = "GPU busy"

@@ -79,6 +79,7 @@ def drawings(root: Path = ROOT) -> dict[str, str]:
         "docs/benchmarks.svg": _chart.steps(found),
         "docs/gain.svg": _chart.idle_and_gain([one for one in found if one.shape != TINY]),
         "docs/step.svg": _chart.step_in_time(read_all(results, "phases-")),
+        "docs/served.svg": _chart.served(_serve_tables.over_http(read_all(results, "serve-"))[:1]),
         "docs/compatibility.svg": _chart.compatibility(page.read_text(encoding="utf-8")),
     }
 

@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from vllm_hwplugin_lab.bench import NOT_MEASURED, SHAPES, SIDE_NAMES, STOCK_OF, TINY
-from vllm_hwplugin_lab.bench.serve import LATENCIES, TABLES, held_to
+from vllm_hwplugin_lab.bench.serve import LATENCIES, groups, tables
 
 from ._read import Found
 from ._text import item, paragraph, table
@@ -35,10 +35,15 @@ _BY_ENGINE = (
 )
 
 
+def over_http(files: Sequence[Found]) -> list[Found]:
+    """Those whose requests a client sent to a server."""
+    return [file for file in files if "client" in file.results["settings"]]
+
+
 def live(files: Sequence[Found]) -> str:
     """README.md's table: what clients of a server see, a row for each case and model runner of files over HTTP."""
-    over_http = [file for file in files if "client" in file.results["settings"]]
-    found = [row for file in over_http for case in file.results["cases"] for row in _live_rows(file, case)]
+    files = over_http(files)
+    found = [row for file in files for case in file.results["cases"] for row in _live_rows(file, case)]
     if not found:
         return "What clients of a server see was not measured."
     names = [
@@ -51,8 +56,8 @@ def live(files: Sequence[Found]) -> str:
         "TPOT P50",
         "GPU busy, stock",
     ]
-    devices = " or ".join(sorted({file.device for file in over_http}))
-    loads = "; ".join(dict.fromkeys(_prompts(file.results["settings"]) for file in over_http))
+    devices = " or ".join(sorted({file.device for file in files}))
+    loads = "; ".join(dict.fromkeys(_prompts(file.results["settings"]) for file in files))
     said = (
         f"With the plugin by stock: more tokens/s, and less time to the first token and per token, are better. On one "
         f"{devices}; {loads}. Every figure and its conditions: [serve.md](benchmarks/results/serve.md)."
@@ -105,15 +110,14 @@ def _chapter(file: Found) -> Iterator[str]:
     if missing := list(_missing(file.results)):
         yield from missing
         yield ""
-    for temperature in settings["temperatures"]:
-        yield f"### Temperature {temperature:g}"
+    for name, loads in groups(file.results):
+        yield f"### {name}"
         yield ""
-        for told, columns, rows in TABLES:
-            if found := list(_rows(file.results, temperature, rows)):
-                yield paragraph(told)
-                yield ""
-                yield from table(["k", "at once", "a second", "side", *columns], found)
-                yield ""
+        for told, columns, lines in tables(loads):
+            yield paragraph(told)
+            yield ""
+            yield from table(columns, lines)
+            yield ""
 
 
 def _missing(results: Mapping[str, Any]) -> Iterator[str]:
@@ -150,16 +154,3 @@ def _asked(settings: Mapping[str, Any]) -> str:
     if (shape := settings["shape"]) is not None:
         models = "the tiny trained checkpoints" if shape == TINY else f"{_target(settings)}'s shape, dummy weights"
     return f"{settings['method']}, {models}; {_prompts(settings)}, {settings['rounds']} rounds{_extra(settings)}."
-
-
-def _rows(results: Mapping[str, Any], temperature: float, rows: Callable[..., Any]) -> Iterator[list[str]]:
-    """Of each load and side that has been measured."""
-    for case in results["cases"]:
-        first, *_ = case["sides"].values()
-        for name in first["loads"]:
-            found = {side: load for side, entry in case["sides"].items() if (load := entry["loads"][name]) is not None}
-            for side, load in found.items():
-                if load["temperature"] == temperature:
-                    rate = f"{load['request_rate']:g}" if load["request_rate"] else NOT_MEASURED
-                    key = [str(case["k"]), str(load["concurrency"] or "all"), rate, SIDE_NAMES[side]]
-                    yield from ([*key, *row] for row in rows(load, held_to(found, side)))

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from io import StringIO
-from itertools import groupby
 from typing import Any
 
 import matplotlib
@@ -18,7 +17,7 @@ from matplotlib.figure import Figure
 from ._step_kinds import KINDS
 from ._table import SIDE_NAMES
 from ._verdict import of_loads, verdict
-from .serve import LATENCIES, TABLES, case_name, held_to
+from .serve import LATENCIES, Measured, groups, tables
 
 #: Told apart by those who do not see red and green, too.
 COLOURS = {
@@ -63,7 +62,7 @@ def panels(rows: int, columns: int, height: float) -> tuple[Figure, Any]:
 
 def throughput(results: Mapping[str, Any]) -> str:
     """Tokens/s by requests at once, a panel for each k and temperature."""
-    found = list(_groups(results))
+    found = list(groups(results))
     figure, axes = panels(-(-len(found) // 2), min(len(found), 2), 2.6)
     for panel, (name, loads) in zip(axes.flat, found, strict=False):
         for side, points in _sides(loads):
@@ -79,7 +78,7 @@ def throughput(results: Mapping[str, Any]) -> str:
 
 def latencies(results: Mapping[str, Any]) -> str:
     """P50 and P99 of each latency, a row of panels for each k and temperature."""
-    found = list(_groups(results))
+    found = list(groups(results))
     figure, axes = panels(len(found), len(LATENCIES), 2.4)
     for row, (name, loads) in zip(axes, found, strict=True):
         for panel, latency in zip(row, LATENCIES, strict=True):
@@ -96,7 +95,7 @@ def latencies(results: Mapping[str, Any]) -> str:
 
 def kinds(results: Mapping[str, Any]) -> str | None:
     """Shares of the steps and of their time by kind, a bar a load and side; None where nobody looked at steps."""
-    found = [(name, loads) for name, loads in _groups(results) if any(load["kinds"] for *_, load in loads)]
+    found = [(name, loads) for name, loads in groups(results) if any(load["kinds"] for *_, load in loads)]
     if not found:
         return None
     bars = max(len(loads) for _, loads in found)
@@ -133,30 +132,14 @@ def page(results: Mapping[str, Any]) -> str:
         *(f"<p class=verdict>{escape(line)}</p>" for line in said),
         *drawn,
         f"<p>{'; '.join(names)}.</p>",
-        *(part for one in _groups(results) for part in _tables(*one)),
+        *(part for one in groups(results) for part in _chapter(*one)),
         "<h2>How it was measured</h2>",
         _table((), ((name, str(value)) for name, value in facts.items())),
     ]
     return "\n".join(parts) + "\n"
 
 
-def _groups(results: Mapping[str, Any]) -> Iterator[tuple[str, list[tuple[str, str, _Load]]]]:
-    """Name of each k and temperature -> what was measured: the load's own name, side, and its entry."""
-    for case in results["cases"]:
-        entries = [(side, load) for side, entry in case["sides"].items() for load in entry["loads"].values() if load]
-        for temperature in sorted({load["temperature"] for _, load in entries}):
-            some = [(side, load) for side, load in entries if load["temperature"] == temperature]
-            some.sort(key=lambda one: (one[1]["concurrency"] or float("inf"), one[1]["request_rate"]))
-            name = f"{case_name(results, case)}, temperature {temperature:g}"
-            yield name, [(_where(load), side, load) for side, load in some]
-
-
-def _where(load: _Load) -> str:
-    rate = f", {load['request_rate']:g}/s" if load["request_rate"] else ""
-    return f"{load['concurrency'] or 'any'}{rate}"
-
-
-def _sides(loads: Iterable[tuple[str, str, _Load]]) -> Iterator[tuple[str, list[tuple[str, _Load]]]]:
+def _sides(loads: Iterable[Measured]) -> Iterator[tuple[str, list[tuple[str, _Load]]]]:
     """Side -> its loads and their names."""
     for side in SIDE_NAMES:
         if points := [(at, load) for at, one, load in loads if one == side]:
@@ -175,19 +158,11 @@ def _share(load: _Load, kind: str, part: str) -> float:
     return sum(row[part] for row in load["kinds"] if row["kind"] == kind) / total if total else 0.0
 
 
-def _tables(name: str, loads: Sequence[tuple[str, str, _Load]]) -> Iterator[str]:
-    """What the command shows, too."""
+def _chapter(name: str, loads: Sequence[Measured]) -> Iterator[str]:
+    """The tables that the command shows, too."""
     yield f"<h2>{escape(name)}</h2>"
-    for told, columns, rows in TABLES:
-        lines = [
-            (at, SIDE_NAMES[side], *row)
-            for at, some in groupby(loads, lambda one: one[0])
-            for measured in [{side: load for _, side, load in some}]
-            for side, load in measured.items()
-            for row in rows(load, held_to(measured, side))
-        ]
-        if lines:
-            yield f"<p>{escape(told)}</p>" + _table(("at once", "side", *columns), lines)
+    for told, columns, lines in tables(loads):
+        yield f"<p>{escape(told)}</p>{_table(columns, lines)}"
 
 
 def _table(names: Sequence[str], lines: Iterable[Sequence[str]]) -> str:

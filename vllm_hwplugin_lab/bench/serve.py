@@ -39,7 +39,7 @@ from ._results import acceptance, processes_entry, provenance, stopped
 from ._settings import engine_options
 from ._shapes import SHAPES, write_tokenizer
 from ._step_kinds import GRAPHS, KINDS
-from ._table import NOT_MEASURED
+from ._table import NOT_MEASURED, SIDE_NAMES
 from ._turns import Measurement
 
 FORMAT = "serve 2"
@@ -87,6 +87,8 @@ _STEADY = 0.1
 Prompt = str | tuple[int, ...]
 #: Of a results file.
 _Load = Mapping[str, Any]
+#: Requests at once in words, a side, and its entry in a results file.
+Measured = tuple[str, str, _Load]
 
 
 class PromptsUnreadable(HwpluginError):
@@ -366,17 +368,6 @@ def served_by(url: str) -> tuple[str, str]:
         ) from error
 
 
-def case_name(results: Mapping[str, Any], case: Mapping[str, Any]) -> str:
-    """What is served in a case of a results file."""
-    settings = results["settings"]
-    return str(settings.get("url") or f"{settings['method']} k={case['k']}")
-
-
-def held_to(measured: Mapping[str, _Load], side: str) -> _Load | None:
-    """Of what sides have measured of a load, that which a side is compared with."""
-    return measured.get(STOCK_OF.get(side, ""))
-
-
 def new_serve_results(host: Host, settings: ServeSettings) -> dict[str, Any]:
     """An empty results file."""
     return {
@@ -543,6 +534,35 @@ TABLES: tuple[tuple[str, tuple[str, ...], Callable[[_Load, _Load | None], Iterat
         _path_rows,
     ),
 )
+
+
+def groups(results: Mapping[str, Any]) -> Iterator[tuple[str, list[Measured]]]:
+    """Name of each k, or server, and temperature -> what was measured; the sides of a load stand beside each other."""
+    url, method = (results["settings"].get(name) for name in ("url", "method"))
+    for case in results["cases"]:
+        entries = [(side, load) for side, entry in case["sides"].items() for load in entry["loads"].values() if load]
+        for temperature in sorted({load["temperature"] for _, load in entries}):
+            some = [(side, load) for side, load in entries if load["temperature"] == temperature]
+            some.sort(key=lambda one: (one[1]["concurrency"] or math.inf, one[1]["request_rate"]))
+            name = url or f"{method} k={case['k']}"
+            yield f"{name}, temperature {temperature:g}", [(_where(load), side, load) for side, load in some]
+
+
+def _where(load: _Load) -> str:
+    rate = f", {load['request_rate']:g}/s" if load["request_rate"] else ""
+    return f"{load['concurrency'] or 'any'}{rate}"
+
+
+def tables(loads: Sequence[Measured]) -> Iterator[tuple[str, list[str], list[list[str]]]]:
+    """Of one of :func:`groups`: what each table says, its columns, and its lines."""
+    of_load = {at: {side: load for other, side, load in loads if other == at} for at, *_ in loads}
+    for told, columns, rows in TABLES:
+        if lines := [
+            [at, SIDE_NAMES[side], *row]
+            for at, side, load in loads
+            for row in rows(load, of_load[at].get(STOCK_OF.get(side, "")))
+        ]:
+            yield told, ["at once", "side", *columns], lines
 
 
 def steady(requests: Sequence[Mapping[str, Any]]) -> tuple[float, float] | None:

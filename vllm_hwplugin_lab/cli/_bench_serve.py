@@ -281,30 +281,21 @@ def _check_served(
 
 def _show(results: Mapping[str, Any], console: Console, html: Path | None) -> bool:
     """The tables of what at least one side has measured, and the verdict, also as a page; whether there are any."""
-    loads = [
-        (case, load)
-        for case in results["cases"]
-        for load in next(iter(case["sides"].values()))["loads"]
-        if any(entry["loads"][load] is not None for entry in case["sides"].values())
-    ]
-    for case, load in loads:
-        measured = {side: found for side, entry in case["sides"].items() if (found := entry["loads"][load]) is not None}
-        console.print(f"{serving.case_name(results, case)}, {load}", style="bold")
-        for told, columns, rows in serving.TABLES:
-            drawn = Table("side", *(Column(name, overflow="fold") for name in columns), title=told)
-            for side, found in measured.items():
-                for row in rows(found, serving.held_to(measured, side)):
-                    drawn.add_row(SIDE_NAMES[side], *row)
-            if drawn.row_count:
-                console.print(drawn)
-        missing = {SIDE_NAMES[side]: found["unanswered"] for side, found in measured.items()}
-        if any(missing.values()):
-            said = ", ".join(f"{count} on {side}" for side, count in missing.items() if count)
-            console.print(f"Requests that got no token, and have no latency: {said}.")
-    if loads:
+    groups = list(serving.groups(results))
+    for name, loads in groups:
+        console.print(name, style="bold", highlight=False)
+        for told, columns, lines in serving.tables(loads):
+            drawn = Table(*(Column(column, overflow="fold") for column in columns), title=told)
+            for line in lines:
+                drawn.add_row(*line)
+            console.print(drawn)
+        missing = [f"{n} on {SIDE_NAMES[side]} ({at} at once)" for at, side, one in loads if (n := one["unanswered"])]
+        if missing:
+            console.print(f"Requests that got no token, and have no latency: {', '.join(missing)}.")
+    if groups:
         if html is not None:
             from ..bench.report import page
 
             write_text(page(results), html)
         show_verdicts((one for case in results["cases"] for one in of_loads(case)), results["host"]["device"], console)
-    return bool(loads)
+    return bool(groups)
