@@ -28,6 +28,7 @@ _VERDICTS = {
     "exact": ("applies", "#009e73"),
 }
 _ELSE = ("off", "#d55e00")
+_REASONS = ("#0072b2", "#56b4e9", "#d55e00", "#e69f00", "#cc79a7", "#f0e442")
 #: Of a step that a fast path was not asked for.
 _ABSENT = "another path"
 
@@ -138,7 +139,7 @@ def served(files: Sequence[Found]) -> str:
         total, at = sum(row["steps"] for row in rows_of), 0.0
         for outcome in dict.fromkeys((SERVED, *(row["paths"].get(path, _ABSENT) for row in rows_of))):
             share = sum(row["steps"] for row in rows_of if row["paths"].get(path, _ABSENT) == outcome) / total
-            colour = colours.setdefault(outcome, colormaps["tab10"](len(colours)))
+            colour = colours.setdefault(outcome, _REASONS[len(colours) % len(_REASONS)])
             panel.barh(y, share, left=at, color=colour)
             at += share
     for outcome, colour in colours.items():

@@ -179,10 +179,11 @@ def equal_texts(texts: Sequence[Sequence[int]], reference: Sequence[Sequence[int
 
 
 def show(result: Mapping[str, Any], console: Console, *, verbose: bool = False) -> None:
-    """Print the table, then one line a process of what is live and of what is out of the ordinary.
+    """Print the table, then one line a process of what it uses and of what is out of the ordinary.
 
     Args:
-        verbose: also the features that this vLLM does not need, the decisions, and the platform class.
+        verbose: also why it does not use the others, features that this vLLM does not need, decisions, and the platform
+            class.
     """
     timed = _is_timed(result["host"]["device"])
     table = Table(title="The same prompts, greedy: tokens a step, and how often each drafted position was accepted")
@@ -237,7 +238,8 @@ def _verdict(result: Mapping[str, Any]) -> Iterator[str]:
     if failed:
         yield f"Failed: {', '.join(failed)}."
     if differing:
-        yield f"Texts differ from those without speculation: {', '.join(differing)}."
+        why = " (in bfloat16 nearly equal tokens may change places)" if status == 0 else ""
+        yield f"Texts differ from those without speculation{why}: {', '.join(differing)}."
     elif not failed:
         yield "Every engine wrote the same texts."
     for stock, patched in pairwise(rows):
@@ -273,6 +275,7 @@ def _process_line(name: str, process: Mapping[str, Any], verbose: bool) -> str:
     # A process with no part of an engine in it, such as the caller of an engine core, only says what is in force.
     uses = process.get("uses")
     said = sentence(uses) if uses else f"in force: {', '.join(live) or 'nothing'}"
+    said = said if verbose else said.partition("; not ")[0]
     line = f"{name}: process {process['pid']} ({process['role']}): {said}"
     odd = [f"{f} refused: {state['reason']}" for f, state in features.items() if state["state"] == "refused"]
     if process.get("error"):

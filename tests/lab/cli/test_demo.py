@@ -129,7 +129,7 @@ def test_a_process_is_one_line_unless_more_is_asked_for(run):
     result, found, _ = run()
     lines = [line for line in result.output.splitlines() if "process 77" in line]
     assert [line.partition(":")[0] for line in lines] == ["Eagle3 patched", "DFlash patched"]
-    assert lines[0] == "Eagle3 patched: process 77 (parent): uses one; not four (other runner); two refused: drifted"
+    assert lines[0] == "Eagle3 patched: process 77 (parent): uses one; two refused: drifted"
     assert "chose this" not in result.output
     assert "a.Platform" not in result.output
     assert found["configurations"][2]["platform"] == "a.Platform"
