@@ -14,7 +14,7 @@ export HF_HUB_OFFLINE ?= 1
 export VLLM_NO_USAGE_STATS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint types drift unit docs clean
+.PHONY: help demo test test-all lint types drift unit docs site clean
 
 help:
 	@echo "make demo      the real vLLM on tiny checkpoints, stock and patched side by side"
@@ -23,22 +23,26 @@ help:
 	@echo "  make types     mypy, strict"
 	@echo "  make drift     every patch against every supported vLLM, and docs/compatibility.md up to date"
 	@echo "  make unit      the quick tests, and some with the real engine"
+	@echo "  make site      the pages as one site in build/site; each link leads somewhere"
 	@echo "make test-all  the same with all tests, all engines and all versions of vLLM: what CI runs"
-	@echo "make docs      write the generated pages again, and the fingerprints of the patched texts"
+	@echo "make docs      write the generated pages again, the fingerprints of the patched texts, and the site"
 	@echo "make clean     remove .venv and caches"
 
 demo: $(STAMP)
 	$(BIN)/vllm-hwplugin demo
+
+# The pages, and the files that they link to.
+PAGES := '*.md' 'docs/*.svg' LICENSE 'vllm_hwplugin/nwor/layout.py' ':!tests'
 
 # What is not marked `slow` (pyproject.toml); else an option, a path or an expression of pytest's.
 TESTS ?= -m 'not slow'
 
 # Beside each other, because the tests leave a core idle when they start; a step says something where it fails, or one line.
 test: $(STAMP)
-	@$(MAKE) --no-print-directory --jobs 2 lint drift unit types
+	@$(MAKE) --no-print-directory --jobs 2 lint drift unit types site
 
 test-all: $(STAMP)
-	@$(MAKE) --no-print-directory --jobs 2 lint drift unit types TESTS='--all-versions --durations 10'
+	@$(MAKE) --no-print-directory --jobs 2 lint drift unit types site TESTS='--all-versions --durations 10'
 
 lint: $(STAMP)
 	@$(BIN)/ruff check --quiet && $(BIN)/ruff format --check --quiet
@@ -69,6 +73,14 @@ docs: $(STAMP)
 	$(BIN)/vllm-hwplugin drift --all --markdown docs/compatibility.md
 	$(BIN)/python -m benchmarks.pages
 	$(BIN)/python -m tests.patching.test_fingerprints
+	@$(MAKE) --no-print-directory site
+
+# mkdocs reads one folder, and the pages of this repository also lie beside what they tell of.
+site: $(STAMP)
+	@rm -rf build/pages && mkdir -p build/pages && \
+	git ls-files --cached --others --exclude-standard -- $(PAGES) | xargs cp --parents --target-directory build/pages && \
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "site: build/site/index.html"
 
 clean:
 	rm -rf "$${XDG_CACHE_HOME:-$$HOME/.cache}/vllm-hwplugin-tests/runs"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A catalogue: one folder a feature, with a `patch.toml` and its diffs. docs/how-to-add-a-patch.md shows one.
+"""A catalogue: one folder a feature, with a `patch.toml` and its diffs. docs/your-own-patches.md shows one.
 
 This reads the project's own; `outside` reads those of others, by the same rules but for what `Terms` says.
 """
@@ -119,7 +119,7 @@ def load_feature(folder: Path, version: str | None, terms: Terms) -> Feature:
         raise CatalogueError(
             f"{file}: [[variant]] is not read any more: say `versions` once for the feature, keep one diff for each "
             "file that it changes, and write the versions of a hunk behind its '@@' where it is not for all of these; "
-            "see docs/how-to-add-a-patch.md"
+            "see docs/your-own-patches.md"
         )
     refuse_unknown(raw, terms.keys, "", file)
     if "id" in raw and raw["id"] != folder.name:
@@ -196,7 +196,7 @@ def _is_off(gate: Gate, environ: Mapping[str, str] | None) -> bool:
 def _diffs(folder: Path, version: str | None, terms: Terms, distribution: str) -> tuple[FileDiff, ...]:
     names = sorted(name for name in os.listdir(folder) if name.endswith(DIFFS) and not name.startswith("."))
     if not names:
-        raise CatalogueError(f"{folder}: has no {DIFFS} file, so it changes nothing; see docs/how-to-add-a-patch.md")
+        raise CatalogueError(f"{folder}: has no {DIFFS} file, so it changes nothing; see docs/your-own-patches.md")
     return tuple(item for name in names for item in _read_diff(folder, name, version, terms, distribution))
 
 
@@ -219,7 +219,7 @@ def text_of(table: Mapping[str, Any], key: str, file: Path) -> str:
     """The text under `key`, without blanks around it; CatalogueError where there is none."""
     value = table.get(key)
     if not isinstance(value, str) or not value.strip():
-        raise CatalogueError(f"{file}: {key} is {value!r}, expected a text; see docs/how-to-add-a-patch.md")
+        raise CatalogueError(f"{file}: {key} is {value!r}, expected a text; see docs/your-own-patches.md")
     return value.strip()
 
 

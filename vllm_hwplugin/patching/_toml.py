@@ -113,5 +113,5 @@ def _parse(file: Path, text: bytes) -> dict[str, Any]:
         values: dict[str, Any] = tomllib.loads(text.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         # Of values nested too deep, or of numbers too long for Python, as well.
-        raise CatalogueError(f"{file}: not TOML ({error}); see docs/how-to-add-a-patch.md") from error
+        raise CatalogueError(f"{file}: not TOML ({error}); see docs/your-own-patches.md") from error
     return values

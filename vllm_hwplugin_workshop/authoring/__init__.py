@@ -3,7 +3,7 @@
 
 Text in, text out, besides the folders that are named: `_change` reads a diff, `_carry` makes it to a version's text and
 `_several` to those of many, `_hunks` finds which hunks serve which versions, `_folder` writes a feature, `_worktree`
-lets people make the change where the diff does not fit, and `_lint` looks a catalogue over. docs/patches-import.md
+lets people make the change where the diff does not fit, and `_lint` looks a catalogue over. docs/your-own-patches.md
 shows the commands.
 """
 

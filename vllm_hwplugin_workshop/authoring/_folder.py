@@ -77,7 +77,7 @@ def refuse_others(distribution: str, folder: Path) -> None:
     if distribution != VLLM:
         raise FeatureFolderError(
             f"{folder}: changes {distribution}, and only vLLM's versions are read here; make its diffs by hand "
-            "(docs/how-to-add-a-patch.md)"
+            "(docs/your-own-patches.md)"
         )
 
 
