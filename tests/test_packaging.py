@@ -39,16 +39,20 @@ def _run(command: Sequence[object], cwd: Path) -> str:
     return done.stdout
 
 
+def _copy_tree(tree: Path) -> None:
+    tree.mkdir(parents=True)
+    for name in INPUTS:
+        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in FILES:
+        shutil.copy(ROOT / name, tree / name)
+
+
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
     """The sdist, the wheel that is made of the sdist, and the wheel that is made of the tree."""
     work = tmp_path_factory.mktemp("build")
     tree = work / "tree"
-    tree.mkdir()
-    for name in INPUTS:
-        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in FILES:
-        shutil.copy(ROOT / name, tree / name)
+    _copy_tree(tree)
     build = [sys.executable, "-m", "build", "--no-isolation"]
     _run([*build, "--outdir", work / "a", tree], work)
     _run([*build, "--wheel", "--outdir", work / "b", tree], work)
@@ -69,6 +73,23 @@ def elsewhere(built: tuple[Path, Path, Path], tmp_path_factory: pytest.TempPathF
     # Behind the environment's own packages, so that the wheel wins over the tree that is installed here.
     (site / "borrowed.pth").write_text(f"{Path(pytest.__file__).parents[1]}\n")
     return folder / "bin"
+
+
+def test_a_release_can_be_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From another checkout, by a user whose files others may write to: the same bytes."""
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
+    made = []
+    for umask in (0o022, 0o002):
+        before = os.umask(umask)
+        try:
+            tree = tmp_path / f"{umask}" / "tree"
+            _copy_tree(tree)
+            _run([sys.executable, "-m", "build", "--no-isolation", "--sdist", "--outdir", tree.parent, tree], tmp_path)
+        finally:
+            os.umask(before)
+        made += tree.parent.glob("*.tar.gz")
+    first, second = made
+    assert first.read_bytes() == second.read_bytes()
 
 
 def _content(wheel: Path) -> dict[str, bytes]:

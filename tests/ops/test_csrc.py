@@ -70,6 +70,19 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.slow
+def test_another_process_builds_the_same_bytes(libraries: dict[str, Path], tmp_path: Path) -> None:
+    (name, *_) = KERNELS
+    program = (
+        "import pathlib, sys; from vllm_hwplugin.ops.compile import ahead, spec; "
+        f"ahead.KERNELS = {{name: spec for name, spec in ahead.KERNELS.items() if name == {name!r}}}; "
+        "ahead.build_all(pathlib.Path(sys.argv[1]), spec.source_root(), print)"
+    )
+    environ = {**os.environ, "TORCH_CUDA_ARCH_LIST": "9.0"}
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], env=environ, check=True)
+    assert (tmp_path / name / f"{name}.so").read_bytes() == libraries[name].read_bytes()
+
+
+@pytest.mark.slow
 def test_every_kernel_takes_over_cuda_and_leaves_the_cpu(libraries: dict[str, Path]) -> None:
     """In a process of its own: a library cannot be unloaded."""
     program = """
