@@ -104,7 +104,6 @@ class ServeSettings:
     """What all servers and loads of a case share; goes into the results file.
 
     Attributes:
-        url: of a server that runs already, which is the one side then; ``target`` is what it serves.
         target: a folder or a name; None where ``shape`` says what the target and the drafter are.
         shape: as ``bench --shape`` names them; None where they are the user's own.
         acceptance_length: synthetic, of a dummy shape; None: 1 + k / 2.
@@ -117,9 +116,9 @@ class ServeSettings:
         client: more arguments of ``vllm bench serve``, which outweigh these.
         kv_cache_gib: of each engine; None: vLLM measures free memory, so engines start one after the other.
         all_k_at_once: the engines of all ``ks`` are alive together, too.
+        url: of a server that runs already, which is the one side then; ``target`` is what it serves.
     """
 
-    url: str | None
     target: str | None
     draft: str | None
     shape: str | None
@@ -149,6 +148,7 @@ class ServeSettings:
     patched_environment: Mapping[str, str]
     all_k_at_once: bool = False
     client: tuple[str, ...] = ()
+    url: str | None = None
 
     @property
     def together(self) -> list[tuple[int, ...]]:
