@@ -17,8 +17,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from unittest import mock
 
-from . import experts
-
 
 def leave_out_of_collections() -> None:
     """Have collections of garbage look at what comes from here on alone. An engine's start has a dozen, which take most
@@ -263,8 +261,6 @@ def one(job: dict, others_follow: bool) -> dict:
         leave_untuned()
     if job["initialised"]:
         initialise_as_usual()
-    if job["experts"]:
-        experts.register()
     if job["ceiling"] is not None:
         end_own_sizes_at(job["ceiling"])
     import torch

@@ -84,7 +84,6 @@ class Load:
         options: of ``LLM``.
         requests: see :func:`mixed`.
         sleeps: whether the engine sleeps after them and then gets them once more, with a 2 at the end of their names.
-        experts: whether the model has experts, for which the simulated device has no kernels.
         autotuned: whether Triton chooses configurations of kernels by time. Two processes may choose others, which may
             round otherwise.
         initialised: whether dummy weights are what training begins with. vLLM's own are so small that what a token
@@ -97,7 +96,6 @@ class Load:
     options: Mapping[str, Any]
     requests: Sequence[Request]
     sleeps: bool = False
-    experts: bool = False
     autotuned: bool = True
     initialised: bool = False
     calls: Sequence[tuple[int, str]] = ()

@@ -29,7 +29,7 @@ PROMPTS, TOKENS = 4, 12
 # Drafts of a step for each method, and the sizes of graphs that PROMPTS requests need with them.
 DRAFTS = {"eagle3": 3, "dflash": 7}
 
-_COMMON: dict[str, Any] = {
+COMMON: dict[str, Any] = {
     "model": str(SMALL / "target"),
     # mate takes no float32.
     "dtype": "float16",
@@ -41,7 +41,7 @@ _COMMON: dict[str, Any] = {
     "seed": 0,
 }
 _MUSA: dict[str, Any] = {
-    **_COMMON,
+    **COMMON,
     # A capture saves what it writes to, and Triton's interpreter is slow in large tensors.
     "num_gpu_blocks_override": 64,
     # It looks into compiled kernels, which the interpreter has not.
@@ -77,7 +77,7 @@ def options(
 ENGINES = {
     "eager": options(),
     "FULL_DECODE_ONLY": options(graphs="FULL_DECODE_ONLY"),
-    "FULL_AND_PIECEWISE": options(graphs="FULL_AND_PIECEWISE", mode=3, sizes=(_COMMON["max_num_batched_tokens"],)),
+    "FULL_AND_PIECEWISE": options(graphs="FULL_AND_PIECEWISE", mode=3, sizes=(COMMON["max_num_batched_tokens"],)),
     "Eagle3": options(method="eagle3", graphs="FULL"),
     "DFlash": options(method="dflash", graphs="FULL"),
     "two GPUs": options(graphs="FULL_DECODE_ONLY", tensor_parallel_size=2),
@@ -132,7 +132,7 @@ def errors_of(log: str) -> str:
 @pytest.fixture(scope="module")
 def on_cpu(cpu_host: bench.Host, tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
     """The texts of vLLM on the CPU, without speculation and without the plugin."""
-    engines = {"cpu": {**_COMMON, "enforce_eager": True}}
+    engines = {"cpu": {**COMMON, "enforce_eager": True}}
     return run(engines, loads.cpu(), tmp_path_factory.mktemp("cpu"))["cpu"]["texts"]
 
 

@@ -47,7 +47,7 @@ def options(folder: Path) -> dict[str, Any]:
 
 
 def test_graphs_change_nothing(musa_host: None, tmp_path: Path) -> None:
-    load = Load(options(tmp_path / "model"), loads.by_temperature(), experts=True)
+    load = Load(options(tmp_path / "model"), loads.by_temperature())
     stock = loads.UNPATCHED | {"VLLM_USE_V2_MODEL_RUNNER": "0"}
     gates = {gate_of(feature): "on" for feature in GRAPHS["V1"]} | {gate_of("engine-report"): "auto"}
     runs = loads.side_by_side(

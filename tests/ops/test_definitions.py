@@ -161,11 +161,18 @@ def test_the_schema_is_that_of_the_version(version: str, has: bool) -> None:
     assert ("Tensor? weight" in DEFINITIONS["rms_norm"].schema(version)) is has
 
 
-@pytest.mark.parametrize("version", versions("vllm/_custom_ops.py", "vllm/utils/torch_utils.py", "vllm/v1/attention/"))
+@pytest.mark.parametrize(
+    "version",
+    versions("vllm/_custom_ops.py", "vllm/utils/torch_utils.py", "vllm/v1/attention/", "vllm/model_executor/layers/"),
+)
 def test_vllm_passes_what_the_schema_of_its_version_takes(version: str, vllm_tree: Callable[[str], Any]) -> None:
     torch_utils, custom_ops = "vllm/utils/torch_utils.py", "vllm/_custom_ops.py"
     flex = "vllm/v1/attention/backends/flex_attention.py"
+    experts = "vllm/model_executor/layers/fused_moe/activation.py"
     callers = {"weak_ref_tensor": [torch_utils], "reshape_and_cache_flash": [custom_ops, flex]}
+    callers |= {name: [experts] for name in ("silu_and_mul", "gelu_and_mul")}
+    # Experts of 0.20 have no such activation.
+    callers["gelu_tanh_and_mul"] = [] if version.startswith("0.20.") else [experts]
     for item in DEFINITIONS.values():
         assert len([one for one in item.schemas if SpecifierSet(one.versions).contains(version)]) == 1, item.name
         schema = torch._C.parse_schema(f"{item.namespace}::{item.schema(version)}")

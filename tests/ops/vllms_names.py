@@ -186,7 +186,122 @@ def cases(ops: Any, own: Callable[[str], Callable[..., None]]) -> dict[str, Case
         t["out"].copy_(out)
         t["scales"].copy_(scales)
 
+    def align_inputs(generator: torch.Generator) -> Tensors:
+        # Eleven tokens, three experts each of seven; the second and the fifth are another rank's, and no token's is -1.
+        ids = torch.rand(11, 7, generator=generator).topk(3).indices.int()
+        return {
+            "ids": torch.where(torch.rand(11, 1, generator=generator) > 0.2, ids, -1),
+            "map": torch.tensor([0, -1, 1, 2, -1, 3, 4], dtype=torch.int32),
+            "sorted": torch.zeros(33 + 7 * 3, dtype=torch.int32),
+            "experts": torch.zeros(14, dtype=torch.int32),
+            "rows": torch.zeros(1, dtype=torch.int32),
+        }
+
+    def plain_align(t: Tensors) -> None:
+        rows: list[int] = []
+        experts: list[int] = []
+        for expert, local in enumerate(t["map"].tolist()):
+            own_rows = [] if local < 0 else [i for i, one in enumerate(t["ids"].flatten().tolist()) if one == expert]
+            own_rows += [33] * (-len(own_rows) % 4)
+            rows += own_rows
+            experts += [local] * (len(own_rows) // 4)
+        t["rows"].fill_(len(rows))
+        t["sorted"].copy_(torch.tensor(rows + [33] * (len(t["sorted"]) - len(rows))))
+        t["experts"].copy_(torch.tensor(experts + [0] * (14 - len(experts))))
+
+    def act_inputs(generator: torch.Generator) -> Tensors:
+        x = normal(generator, TOKENS, 2 * HIDDEN, dtype=torch.float32)
+        return {"x": x, "out": torch.zeros(TOKENS, HIDDEN)}
+
+    def act(name: str, gate: Callable[[torch.Tensor], torch.Tensor]) -> Case:
+        return Case(
+            act_inputs,
+            # As vLLM's experts call it.
+            lambda t: getattr(torch.ops._C, name)(t["out"], t["x"]),
+            lambda t: t["out"].copy_(gate(t["x"][:, :HIDDEN].double()) * t["x"][:, HIDDEN:]),
+        )
+
+    def sum_inputs(generator: torch.Generator) -> Tensors:
+        return {"x": normal(generator, TOKENS, 3, HIDDEN), "out": normal(generator, TOKENS, HIDDEN)}
+
+    def small_inputs(scales: int) -> Callable[[torch.Generator], Tensors]:
+        def make(generator: torch.Generator) -> Tensors:
+            x = normal(generator, TOKENS, HIDDEN)
+            # As padding leaves it.
+            x[-1] = 0
+            return {
+                "x": x,
+                "out": torch.zeros(TOKENS, HIDDEN),
+                "scale": torch.rand(scales, 1, generator=generator) + 0.01,
+                "azp": torch.randint(-9, 9, (scales, 1), generator=generator, dtype=torch.int32),
+            }
+
+        return make
+
+    def put(t: Tensors, made: Sequence[torch.Tensor | None]) -> None:
+        """What a tensor and its scales stand for."""
+        numbers, scale, azp = (*made, None)[:3]
+        assert numbers is not None
+        assert scale is not None
+        t["out"].copy_((numbers.float() - (0 if azp is None else azp)) * scale)
+        t["scale"].copy_(scale)
+        if azp is not None:
+            t["azp"].copy_(azp)
+
+    def plain_small(most: float, *, symmetric: bool = True, static: bool = False) -> Callable[[Tensors], None]:
+        def write(t: Tensors) -> None:
+            rows = t["x"].float().view(len(t["scale"]), -1)
+            low, high = rows.amin(-1, keepdim=True), rows.amax(-1, keepdim=True)
+            scale = t["scale"]
+            if not static:
+                scale = rows.abs().amax(-1, keepdim=True) / most if symmetric else (high - low) / 255
+                # Of zeros.
+                scale = scale.clamp(min=1 / (448 * 512) if most == 448 else 0)
+            azp = (-128 - torch.nan_to_num(low / scale)).round() if not (symmetric or static) else t["azp"].float()
+            at = rows / scale + (0 if symmetric else azp)
+            at = at.clamp(-448, 448) if most == 448 else at.round().clamp(-128, 127)
+            numbers = torch.nan_to_num(at, -128).to(e4m3 if most == 448 else int8).float() - (0 if symmetric else azp)
+            t["out"].copy_((numbers * scale).view(t["out"].shape))
+            t["scale"].copy_(scale)
+            if not symmetric:
+                t["azp"].copy_(azp)
+
+        return write
+
+    e4m3, int8 = torch.float8_e4m3fn, torch.int8
     return {
+        "static_scaled_fp8_quant": Case(
+            small_inputs(1),
+            lambda t: put(t, ops.scaled_fp8_quant(t["x"], t["scale"])),
+            plain_small(448, static=True),
+        ),
+        "dynamic_scaled_fp8_quant": Case(
+            small_inputs(1), lambda t: put(t, ops.scaled_fp8_quant(t["x"])), plain_small(448)
+        ),
+        "dynamic_per_token_scaled_fp8_quant": Case(
+            small_inputs(TOKENS),
+            lambda t: put(t, ops.scaled_fp8_quant(t["x"], use_per_token_if_dynamic=True)),
+            plain_small(448),
+        ),
+        "static_scaled_int8_quant": Case(
+            small_inputs(1),
+            lambda t: put(t, ops.scaled_int8_quant(t["x"], t["scale"], t["azp"], symmetric=False)),
+            plain_small(127, symmetric=False, static=True),
+        ),
+        "dynamic_scaled_int8_quant": Case(
+            small_inputs(TOKENS), lambda t: put(t, ops.scaled_int8_quant(t["x"])), plain_small(127)
+        ),
+        "moe_align_block_size": Case(
+            align_inputs,
+            lambda t: ops.moe_align_block_size(t["ids"], 7, 4, t["sorted"], t["experts"], t["rows"], t["map"]),
+            plain_align,
+        ),
+        "moe_sum": Case(
+            sum_inputs, lambda t: ops.moe_sum(t["x"], t["out"]), lambda t: t["out"].copy_(t["x"].double().sum(1))
+        ),
+        "silu_and_mul": act("silu_and_mul", torch.nn.functional.silu),
+        "gelu_and_mul": act("gelu_and_mul", torch.nn.functional.gelu),
+        "gelu_tanh_and_mul": act("gelu_tanh_and_mul", lambda x: torch.nn.functional.gelu(x, approximate="tanh")),
         "rms_norm": Case(norm_inputs, lambda t: ops.rms_norm(t["out"], t["x"], t["weight"], 1e-6), plain_norm),
         "apply_repetition_penalties_": Case(penalty_inputs, penalties, plain_penalties),
         "reshape_and_cache_flash": Case(cache_inputs, cache_call, plain_cache),

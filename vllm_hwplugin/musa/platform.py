@@ -154,6 +154,11 @@ class MusaPlatform(Platform):  # type: ignore[misc]  # vLLM is not there where t
         return None
 
     @classmethod
+    def supports_fp8(cls) -> bool:
+        """Yes: GPUs from MUSA 3.1 on do, and there is no kernel of the platform for others."""
+        return True
+
+    @classmethod
     def num_compute_units(cls, device_id: int = 0) -> int:
         # vLLM asks by the index of a torch.device, which is torch.musa's own.
         return int(torch.musa.get_device_properties(device_id).multi_processor_count)

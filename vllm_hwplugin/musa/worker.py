@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -30,6 +31,11 @@ class MusaWorker(Worker):  # type: ignore[misc]  # vLLM is not there where the t
             _vllm_api.sample_without_triton()
         with _vllm_api.taken_for_cuda(self.device_config, torch.cuda, torch.musa):
             super().init_device()
+
+    def load_model(self, *args: Any, **options: Any) -> None:
+        # Not before: it imports most of vLLM.
+        importlib.import_module("vllm_hwplugin.musa.layers")
+        super().load_model(*args, **options)
 
     def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[None]:
         # From 0.23 on vLLM takes its allocator for sleep mode on every device that it does not know. Nobody asks for

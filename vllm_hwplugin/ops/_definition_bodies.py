@@ -6,7 +6,11 @@ All of it can be captured: no size and no branch depends on what a tensor holds.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Final
+
 import torch
+from torch.nn.functional import gelu, silu
 
 
 def weak_ref_tensor(input: torch.Tensor) -> torch.Tensor:
@@ -95,3 +99,185 @@ def reshape_and_cache_flash(
     for new, cache in ((key[:tokens], key_cache), (value[:tokens], value_cache)):
         rest = torch.where(written[first], new[first].to(cache.dtype), cache[places[0][first], places[1][first]])
         cache.index_put_(places, torch.where(written, new.to(cache.dtype), rest))
+
+
+def moe_align_block_size(
+    topk_ids: torch.Tensor,
+    num_experts: int,
+    block_size: int,
+    sorted_token_ids: torch.Tensor,
+    experts_ids: torch.Tensor,
+    num_tokens_post_pad: torch.Tensor,
+    maybe_expert_map: torch.Tensor | None = None,
+    scatter_idx: torch.Tensor | None = None,
+) -> None:
+    """Order the rows of a mixture of experts by expert, each expert's in whole blocks.
+
+    Args:
+        topk_ids: [tokens, topk], integers: the experts of each token. Others than 0 to num_experts - 1 are nobody's.
+        num_experts: of all ranks.
+        block_size: rows of a block.
+        sorted_token_ids: [rows], int32. Written: places in topk_ids, by expert and then as they come, and its number of
+            elements where a block has no more.
+        experts_ids: [blocks], int32. Written: the expert of each block; 0 for those that no expert needs.
+        num_tokens_post_pad: [1], int32. Written: the rows of the blocks that experts need.
+        maybe_expert_map: [num_experts], int32: each expert's number on this rank, -1 for those of other ranks, whose
+            rows are nobody's; None where this rank has all.
+        scatter_idx: [elements of topk_ids, 1], int32. Written: each row's place, -1 for nobody's.
+    """
+    device, rows = topk_ids.device, topk_ids.numel()
+    ids = topk_ids.reshape(-1).long()
+    served = (ids >= 0) & (ids < num_experts)
+    if maybe_expert_map is not None:
+        served &= maybe_expert_map[ids.clamp(0, num_experts - 1)] >= 0
+    # Behind all experts comes what is nobody's.
+    by_expert, order = torch.sort(torch.where(served, ids, num_experts), stable=True)
+    experts = torch.arange(num_experts, device=device)
+    ends = torch.searchsorted(by_expert, experts, right=True)
+    counts = torch.cat([ends[:1], ends[1:] - ends[:-1]])
+    block_ends = torch.cumsum((counts + block_size - 1) // block_size, 0)
+    # From an expert's last row to the last place of its own.
+    shifts = (block_ends - (counts + block_size - 1) // block_size) * block_size - (ends - counts)
+    places = torch.arange(rows, device=device) + shifts[by_expert.clamp(max=num_experts - 1)]
+    beyond = sorted_token_ids.shape[0]
+    places = torch.where(by_expert < num_experts, places, beyond)
+    filled = torch.full((beyond + 1,), rows, dtype=torch.int32, device=device)
+    sorted_token_ids.copy_(filled.index_put_((places,), order.int())[:beyond])
+    blocks = torch.searchsorted(block_ends, torch.arange(experts_ids.shape[0], device=device), right=True)
+    known = blocks.clamp(max=num_experts - 1)
+    numbers = known if maybe_expert_map is None else maybe_expert_map[known]
+    experts_ids.copy_(torch.where(blocks < num_experts, numbers, 0))
+    num_tokens_post_pad.copy_(block_ends[-1:] * block_size)
+    if scatter_idx is not None:
+        scatter_idx.copy_(torch.where(served, torch.arange(rows, device=device), -1).view(-1, 1))
+
+
+def moe_sum(
+    input: torch.Tensor,
+    output: torch.Tensor,
+    topk_ids: torch.Tensor | None = None,
+    expert_map: torch.Tensor | None = None,
+) -> None:
+    """Add up what a token's experts have made of it.
+
+    Args:
+        input: [tokens, topk, width].
+        output: [tokens, width]. Written.
+        topk_ids: [tokens, topk], integers; None where all experts count.
+        expert_map: [experts], int32: -1 for experts of other ranks, which do not count; None where all do.
+    """
+    if topk_ids is not None:
+        served = topk_ids >= 0
+        if expert_map is not None:
+            served &= expert_map[topk_ids.clamp(min=0).long()] >= 0
+        # What nobody has written may be no number.
+        input = torch.where(served.unsqueeze(-1), input, 0)
+    output.copy_(input.sum(1))
+
+
+def silu_and_mul(result: torch.Tensor, input: torch.Tensor) -> None:
+    """``silu`` of input's first half times the second. result: [..., width], written; input: [..., 2 * width]."""
+    gate, up = input.chunk(2, -1)
+    torch.mul(silu(gate), up, out=result)
+
+
+def gelu_and_mul(result: torch.Tensor, input: torch.Tensor) -> None:
+    """As ``silu_and_mul``, by ``gelu``."""
+    gate, up = input.chunk(2, -1)
+    torch.mul(gelu(gate), up, out=result)
+
+
+def gelu_tanh_and_mul(result: torch.Tensor, input: torch.Tensor) -> None:
+    """As ``silu_and_mul``, by ``gelu`` with its approximation by tanh."""
+    gate, up = input.chunk(2, -1)
+    torch.mul(gelu(gate, approximate="tanh"), up, out=result)
+
+
+# A row of zeros has no scale of its own: as small as vLLM lets one get.
+_LEAST_FP8_SCALE: Final = 1 / (torch.finfo(torch.float8_e4m3fn).max * 512)
+
+
+def static_scaled_fp8_quant(
+    result: torch.Tensor, input: torch.Tensor, scale: torch.Tensor, group_shape: Sequence[int] | None = None
+) -> None:
+    """``input / scale``, rounded to FP8.
+
+    Args:
+        result: [rows or more, width], float8_e4m3fn. Its first rows are written.
+        input: [rows, width].
+        scale: one element, float32.
+        group_shape: what a scale is for; only all of input.
+
+    Raises:
+        NotImplementedError: there are several scales.
+    """
+    if scale.numel() != 1:
+        raise NotImplementedError(
+            f"static_scaled_fp8_quant in torch has no scale of shape {tuple(scale.shape)} for groups of {group_shape}; "
+            "expected one scale: use a checkpoint with one for a layer's activations, or with none"
+        )
+    _to_fp8(result, input, scale)
+
+
+def dynamic_scaled_fp8_quant(result: torch.Tensor, input: torch.Tensor, scale: torch.Tensor) -> None:
+    """As ``static_scaled_fp8_quant``, with the scale that its largest element needs. scale: [1], float32, written."""
+    scale.copy_((input.abs().amax().float() / torch.finfo(result.dtype).max).clamp(min=_LEAST_FP8_SCALE))
+    _to_fp8(result, input, scale)
+
+
+def dynamic_per_token_scaled_fp8_quant(
+    result: torch.Tensor, input: torch.Tensor, scale: torch.Tensor, scale_ub: torch.Tensor | None
+) -> None:
+    """As ``dynamic_scaled_fp8_quant``, with a scale for each row.
+
+    Args:
+        scale: [rows or more, 1], float32. Its first rows are written.
+        scale_ub: one element, float32: no row counts as larger than this; None for no bound.
+    """
+    largest = input.abs().amax(-1, keepdim=True).float()
+    if scale_ub is not None:
+        largest = torch.minimum(largest, scale_ub)
+    scales = (largest / torch.finfo(result.dtype).max).clamp(min=_LEAST_FP8_SCALE)
+    scale[: input.shape[0]].copy_(scales)
+    _to_fp8(result, input, scales)
+
+
+def _to_fp8(result: torch.Tensor, input: torch.Tensor, scale: torch.Tensor) -> None:
+    most = torch.finfo(result.dtype).max
+    result[: input.shape[0]].copy_((input.float() / scale).clamp(-most, most))
+
+
+def static_scaled_int8_quant(
+    result: torch.Tensor, input: torch.Tensor, scale: torch.Tensor, azp: torch.Tensor | None
+) -> None:
+    """``input / scale``, rounded to INT8.
+
+    Args:
+        result: input's shape, int8. Written.
+        input: [..., width].
+        scale: one element, or one for each row, float32.
+        azp: as scale, int32: what stands for 0; None for 0 itself.
+    """
+    numbers = torch.round(input.float() / scale)
+    result.copy_((numbers if azp is None else numbers + azp).clamp(-128, 127))
+
+
+def dynamic_scaled_int8_quant(
+    result: torch.Tensor, input: torch.Tensor, scale: torch.Tensor, azp: torch.Tensor | None
+) -> None:
+    """As ``static_scaled_int8_quant``, with the scale and the zero that each row needs.
+
+    Args:
+        scale: [rows, 1], float32. Written.
+        azp: [rows, 1], int32, written; None where 0 stands for 0.
+    """
+    rows = input.reshape(-1, input.shape[-1]).float()
+    # A row of equal numbers has no scale of its own.
+    least = torch.finfo(torch.float32).tiny
+    if azp is None:
+        scale.copy_((rows.abs().amax(-1, keepdim=True) / 127).clamp(min=least))
+    else:
+        low = rows.amin(-1, keepdim=True)
+        scale.copy_(((rows.amax(-1, keepdim=True) - low) / 255).clamp(min=least))
+        azp.copy_(torch.round(-128 - low / scale))
+    static_scaled_int8_quant(result.view(rows.shape), rows, scale, azp)

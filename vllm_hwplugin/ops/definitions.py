@@ -61,7 +61,13 @@ class Definition(NamedTuple):
 _CALLERS: Final = {
     "rotary_embedding": "DFlash drafters, for the keys of the context",
     "topk_softmax": "routers of mixtures of experts",
+    "silu_and_mul_per_block_quant": "experts in FP8 blocks",
 }
+
+_ALIGN: Final = (
+    "moe_align_block_size(Tensor topk_ids, int num_experts, int block_size, Tensor! sorted_token_ids, "
+    "Tensor! experts_ids, Tensor! num_tokens_post_pad, Tensor? maybe_expert_map"
+)
 
 _OWN: Final = (
     Definition(
@@ -110,6 +116,65 @@ _OWN: Final = (
         _BODIES,
         "reshape_and_cache_flash",
         "FLEX_ATTENTION",
+    ),
+    Definition(
+        "moe_align_block_size",
+        "_moe_C",
+        (
+            Schema(">=0.20.0,<0.31.0", f"{_ALIGN}) -> ()"),
+            Schema(">=0.31.0", f"{_ALIGN}, Tensor!? scatter_idx=None) -> ()"),
+        ),
+        _BODIES,
+        "moe_align_block_size",
+        "experts, for which rows go to which",
+    ),
+    Definition(
+        "moe_sum",
+        "_moe_C",
+        (
+            Schema(">=0.20.0,<0.26.0", "moe_sum(Tensor input, Tensor! output) -> ()"),
+            Schema(">=0.26.0", "moe_sum(Tensor input, Tensor! output, Tensor? topk_ids, Tensor? expert_map) -> ()"),
+        ),
+        _BODIES,
+        "moe_sum",
+        "experts, for what those of a token add up to",
+    ),
+    *(
+        Definition(
+            name,
+            "_C",
+            (Schema(ALL_VERSIONS, f"{name}(Tensor! result, Tensor input) -> ()"),),
+            _BODIES,
+            name,
+            "experts, between their two layers",
+        )
+        for name in ("silu_and_mul", "gelu_and_mul", "gelu_tanh_and_mul")
+    ),
+    *(
+        Definition(name, "_C", (Schema(ALL_VERSIONS, f"{name}({arguments}) -> ()"),), _BODIES, name, caller)
+        for name, arguments, caller in (
+            (
+                "static_scaled_fp8_quant",
+                "Tensor! result, Tensor input, Tensor scale, (int, int)? group_shape=None",
+                "FP8 experts with a scale in the checkpoint",
+            ),
+            ("dynamic_scaled_fp8_quant", "Tensor! result, Tensor input, Tensor! scale", "FP8 experts"),
+            (
+                "dynamic_per_token_scaled_fp8_quant",
+                "Tensor! result, Tensor input, Tensor! scale, Tensor? scale_ub",
+                "FP8 experts with a scale for each token",
+            ),
+            (
+                "static_scaled_int8_quant",
+                "Tensor! result, Tensor input, Tensor scale, Tensor? azp",
+                "INT8 linear layers with a scale in the checkpoint",
+            ),
+            (
+                "dynamic_scaled_int8_quant",
+                "Tensor! result, Tensor input, Tensor! scale, Tensor!? azp",
+                "INT8 linear layers",
+            ),
+        )
     ),
 )
 

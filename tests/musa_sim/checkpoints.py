@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints of other kinds, made of the small trained target, so that a wrong weight is seen in the texts.
+
+Each has a twin that a CPU serves without any kernel for its kind: the same numbers, in bfloat16.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from . import simulated
+
+TARGET = simulated.HERE.parent / "assets" / "small" / "target"
+EXPERTS, CHOSEN, BLOCK, GROUP = 8, 2, 128, 128
+
+Weights = dict[str, torch.Tensor]
+
+
+def write(folder: Path, weights: Weights, **config: Any) -> Path:
+    folder.mkdir(parents=True)
+    save_file({name: one.contiguous() for name, one in weights.items()}, folder / "model.safetensors")
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        (folder / name).write_text((TARGET / name).read_text())
+    (folder / "config.json").write_text(json.dumps({**json.loads((TARGET / "config.json").read_text()), **config}))
+    return folder
+
+
+def dense() -> Weights:
+    return load_file(TARGET / "model.safetensors")
+
+
+#: Of a model with the weights of `mixture`.
+MIXTURE: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": EXPERTS,
+    "num_experts_per_tok": CHOSEN,
+    "moe_intermediate_size": 512,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "norm_topk_prob": True,
+}
+
+
+def mixture() -> Weights:
+    """Each expert is the dense layer without a quarter of its units, not the same for all; its router is chance."""
+    generator = torch.Generator().manual_seed(0)
+    made: Weights = {}
+    for name, weight in dense().items():
+        layer, is_mlp, kind = name.partition(".mlp.")
+        if not is_mlp:
+            made[name] = weight
+            continue
+        made[f"{layer}.mlp.gate.weight"] = torch.randn(EXPERTS, 256, generator=generator).bfloat16()
+        for expert in range(EXPERTS):
+            units = torch.rand(512, generator=torch.Generator().manual_seed(expert)) > 0.25
+            kept = units.bfloat16() * (4 / 3 if kind.startswith("down") else 1)
+            made[f"{layer}.mlp.experts.{expert}.{kind}"] = weight * (kept if kind.startswith("down") else kept[:, None])
+    return made
+
+
+def _is_linear(name: str) -> bool:
+    return name.endswith("_proj.weight")
+
+
+FP8_BLOCKS: dict[str, Any] = {
+    "quantization_config": {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [BLOCK, BLOCK],
+        "modules_to_not_convert": [f"model.layers.{layer}.mlp.gate" for layer in range(4)],
+    }
+}
+
+
+def in_fp8_blocks(weights: Weights) -> tuple[Weights, Weights]:
+    """Linear layers in float8_e4m3fn, with a scale for each block; and their twin."""
+    made, twin = dict(weights), dict(weights)
+    for name, weight in weights.items():
+        if not _is_linear(name):
+            continue
+        rows, columns = (size // BLOCK for size in weight.shape)
+        blocks = weight.float().view(rows, BLOCK, columns, BLOCK)
+        scale = blocks.abs().amax((1, 3), keepdim=True) / torch.finfo(torch.float8_e4m3fn).max
+        small = (blocks / scale).to(torch.float8_e4m3fn)
+        made[name] = small.view(weight.shape)
+        made[f"{name}_scale_inv"] = scale.view(rows, columns)
+        twin[name] = (small.float() * scale).view(weight.shape).bfloat16()
+    return made, twin
+
+
+W4A16: dict[str, Any] = {
+    "quantization_config": {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "ignore": ["lm_head"],
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {
+                    "num_bits": 4,
+                    "type": "int",
+                    "symmetric": True,
+                    "strategy": "group",
+                    "group_size": GROUP,
+                },
+            }
+        },
+    }
+}
+
+
+def in_four_bits(weights: Weights) -> tuple[Weights, Weights]:
+    """Linear layers in integers of -8 to 7, eight of a row in an int32, with a scale for each group; and their twin."""
+    made, twin = dict(weights), dict(weights)
+    for name, weight in weights.items():
+        if not _is_linear(name):
+            continue
+        rows, columns = weight.shape
+        groups = weight.float().view(rows, columns // GROUP, GROUP)
+        scale = (groups.abs().amax(-1, keepdim=True) / 7).bfloat16().float()
+        numbers = (groups / scale).round().clamp(-8, 7)
+        of_eight = (numbers.view(rows, columns // 8, 8).long() + 8) << (torch.arange(8) * 4)
+        made.pop(name)
+        stem = name.removesuffix("weight")
+        packed = of_eight.sum(-1)
+        made[f"{stem}weight_packed"] = torch.where(packed >= 1 << 31, packed - (1 << 32), packed).int()
+        made[f"{stem}weight_scale"] = scale.view(rows, -1).bfloat16()
+        made[f"{stem}weight_shape"] = torch.tensor([rows, columns])
+        twin[name] = (numbers * scale).view(rows, columns).bfloat16()
+    return made, twin
