@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import tomllib
+import yaml
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
@@ -86,5 +87,13 @@ def test_the_range_is_the_same_wherever_it_is_said() -> None:
         assert f"{UNKNOWN_FROM}.0" not in requirement.specifier
     (requirement,) = map(Requirement, extras["vllm"])
     assert all(version in requirement.specifier for version in SUPPORTED)
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert set(re.findall(r"vLLM (0\.\d+\.\d) to (0\.\d+\.\d)", readme)) == {(SUPPORTED[0], SUPPORTED[-1])}
+    for name in ("README.md", "docs/support.md"):
+        page = (ROOT / name).read_text(encoding="utf-8")
+        assert set(re.findall(r"vLLM (0\.\d+\.\d) to (0\.\d+\.\d)", page)) == {(SUPPORTED[0], SUPPORTED[-1])}
+
+
+def test_every_python_that_is_promised_is_tested() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    promised = [minor for minor in range(20) if f"3.{minor}.0" in SpecifierSet(project["requires-python"])]
+    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
+    assert workflow["jobs"]["python"]["strategy"]["matrix"]["version"] == [f"3.{minor}" for minor in promised]
