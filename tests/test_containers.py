@@ -23,6 +23,8 @@ EMPTY_DIR = "mount -t tmpfs -o mode=0777 tmpfs"
 
 pytestmark = pytest.mark.slow
 
+NEEDED = sorted({sys.base_prefix, sys.prefix, str(ROOT)})
+
 #: What a process of vLLM would come to, then what `doctor` says of it.
 LOOK = """
 import json, logging, sys
@@ -44,17 +46,19 @@ print(json.dumps({
 def _namespace() -> Iterator[str]:
     """What makes a read-only root, with the shared memory that Docker gives, out of this host's."""
     yield "set -e; mount --make-rprivate /; mount -t tmpfs tmpfs /mnt"
-    needed = sorted({sys.base_prefix, sys.prefix, str(ROOT)})
-    closed = {str(one) for path in needed for one in Path(path).parents if not one.stat().st_mode & 0o001}
-    hidden = [path for path in needed if any(Path(path).is_relative_to(one) for one in closed)]
-    for number, path in enumerate(hidden):
+    for number, path in enumerate(NEEDED):
         yield f"mkdir /mnt/{number}; mount --bind {shlex.quote(path)} /mnt/{number}"
-    for one in sorted(closed):
+    for one in sorted({str(one) for path in NEEDED for one in Path(path).parents if not one.stat().st_mode & 0o001}):
         yield f"mount -t tmpfs -o mode=755 tmpfs {shlex.quote(one)}"
-    for number, path in enumerate(hidden):
-        yield f"mkdir -p {shlex.quote(path)}; mount --bind /mnt/{number} {shlex.quote(path)}"
+    yield from _needed()
     yield "mount -t tmpfs -o mode=1777,nosuid,nodev,noexec,size=64m tmpfs /dev/shm"
     yield f"install --directory --mode 700 --owner {NOBODY} --group {NOBODY} {IMAGE}"
+
+
+def _needed() -> Iterator[str]:
+    """Puts back what a mount has hidden, such as a checkout in /tmp."""
+    for number, path in enumerate(map(shlex.quote, NEEDED)):
+        yield f"[ -e {path} ] || {{ mkdir -p {path}; mount --bind /mnt/{number} {path}; }}"
 
 
 def _python(program: str, environ: dict[str, str]) -> str:
@@ -70,6 +74,7 @@ def pod(setup: str, environ: dict[str, str], *before: str) -> dict[str, object]:
         *before,
         "mount -o remount,bind,ro /; mount -o remount,ro /mnt",
         setup,
+        *_needed(),
         f"cd /; exec {_python(LOOK, environ)}",
     ]
     done = subprocess.run(["unshare", "--mount", "sh", "-c", "\n".join(steps)], capture_output=True, text=True)
