@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Column, Table
+from rich.table import Table
 
 from vllm_hwplugin.cli.output import write_text
 
@@ -48,6 +48,10 @@ from ._sides import (
 
 #: Prompts of the tiny shape.
 _TINY_PROMPTS = 64
+#: Characters of a table's labels, and of a column of figures.
+_LABELS, _CELLS = 18, 15
+#: So many columns fit on a narrow terminal.
+_FEW = 5
 _SERVED = ("url", "method", "target", "draft", "shape", "model", "acceptance_length", "k")
 _ENGINES = (
     *("side", "vllm_env", "patched_env", "cudagraph_mode", "max_model_len", "tensor_parallel_size"),
@@ -285,10 +289,17 @@ def _show(results: Mapping[str, Any], console: Console, html: Path | None) -> bo
     for name, loads in groups:
         console.print(name, style="bold", highlight=False)
         for told, columns, lines in serving.tables(loads):
-            drawn = Table(*(Column(column, overflow="fold") for column in columns), title=told)
-            for line in lines:
-                drawn.add_row(*line)
-            console.print(drawn)
+            console.print(f"\n{told}", highlight=False)
+            fit = max((console.width - _LABELS) // _CELLS, 1)
+            # A row of many figures would be cut: then a load and side is a column, and so many stand side by side.
+            whole = len(columns) <= _FEW
+            parts = [lines] if whole else [lines[first : first + fit] for first in range(0, len(lines), fit)]
+            for part in parts:
+                heads, *rows = [columns, *part] if whole else zip(columns, *part, strict=True)
+                drawn = Table(*heads)
+                for row in rows:
+                    drawn.add_row(*row)
+                console.print(drawn)
         missing = [f"{n} on {SIDE_NAMES[side]} ({at} at once)" for at, side, one in loads if (n := one["unanswered"])]
         if missing:
             console.print(f"Requests that got no token, and have no latency: {', '.join(missing)}.")
