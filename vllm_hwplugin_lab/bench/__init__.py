@@ -65,7 +65,7 @@ from ._table import (
     step,
     step_ms,
     steps,
-    table,
+    tables,
 )
 from ._turns import ENGINE, SERVING, Measurement, launch, measure_in_turn, of_workloads, rest_between_turns
 from ._verdict import NOTHING, Compared, between, of_engines, of_loads, verdict, worth
@@ -147,7 +147,7 @@ __all__ = [
     "step_ms",
     "steps",
     "stopped",
-    "table",
+    "tables",
     "telling_line",
     "verdict",
     "worth",

@@ -7,6 +7,7 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
 from rich.table import Table
@@ -86,21 +87,26 @@ def ratio_name(side: str, over: str) -> str:
     return f"{SIDE_NAMES[side]} / {SIDE_NAMES[over]}"
 
 
-def table(results: Mapping[str, Any]) -> Table:
-    """For the terminal: a row a case, batch size and side."""
+def tables(results: Mapping[str, Any]) -> Iterator[Table]:
+    """For the terminal: a table a case, with a row a batch size and side."""
     sides = sides_of(results)
     pairs = comparisons(sides)
-    drawn = Table(title="A step's time is that of the best round (of the median one)")
-    for name in ("case", "batch", "side", "ms a step", "GPU idle", "tokens/s", "acceptance"):
-        drawn.add_column(name, justify="left" if name in ("case", "side") else "right", no_wrap=name == "case")
-    for over in dict.fromkeys(over for _, over in pairs):
-        drawn.add_column(f"by {SIDE_NAMES[over]}'s", justify="right")
-    for row in rows(results):
+    for label, some in groupby(rows(results), lambda row: row.label):
+        drawn = Table(title=f"{label}: ms are of the best round (of the median one)")
+        for name in ("batch", "side", "ms a step", "GPU idle", "tokens/s", "acceptance"):
+            drawn.add_column(name, justify="left" if name == "side" else "right")
+        for over in dict.fromkeys(over for _, over in pairs):
+            drawn.add_column(f"by {SIDE_NAMES[over]}'s", justify="right")
+        _fill(drawn, some, sides, pairs)
+        yield drawn
+
+
+def _fill(drawn: Table, some: Iterable[Row], sides: Sequence[str], pairs: Sequence[tuple[str, str]]) -> None:
+    for row in some:
         for number, side in enumerate(sides):
             found = row.sides[side]
             ratios = {over: row.ratio(side, over) for one, over in pairs if one == side}
             drawn.add_row(
-                row.label if number == 0 else "",
                 row.batch if number == 0 else "",
                 SIDE_NAMES[side],
                 steps(found),
@@ -113,7 +119,6 @@ def table(results: Mapping[str, Any]) -> Table:
                 ),
                 end_section=side == sides[-1],
             )
-    return drawn
 
 
 def host_line(results: Mapping[str, Any]) -> str:

@@ -46,7 +46,7 @@ from ..bench import (
     rows,
     shapes_folder,
     shown_phases,
-    table,
+    tables,
 )
 from . import _bench_kernels
 from ._bench_serve import SERVE, serve
@@ -194,7 +194,8 @@ def measure(
 def _show(results: Mapping[str, Any], console: Console) -> bool:
     measured = any(side is not None for row in rows(results) for side in row.sides.values())
     if measured:
-        console.print(table(results))
+        for one in tables(results):
+            console.print(one)
         console.print(host_line(results), highlight=False)
         show_verdicts(of_engines(results), results["host"]["device"], console)
     return measured
