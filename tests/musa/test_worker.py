@@ -247,7 +247,30 @@ def test_the_communicator_has_nothing_of_cudas(
     assert "ca_comm" in parts
     assert {name: getattr(class_, name) for name in parts if getattr(class_, name)} == {}
     methods = {name for name, member in vars(base).items() if callable(member)}
-    assert {name for name in methods if getattr(class_, name) is not getattr(base, name)} == {"all_reduce"}
+    assert {name for name in methods if getattr(class_, name) is not getattr(base, name)} == {
+        "all_reduce",
+        "all_gather",
+        "gather",
+    }
+
+
+@every_version
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_gathering_is_a_sum(version: str, dim: int, musa_vllm: Callable[..., Any], monkeypatch: Any) -> None:
+    import torch
+
+    musa_vllm(version, *(f"{COMMUNICATORS}/{name}.py" for name in ("base_device_communicator", "cuda_communicator")))
+    module = own("vllm_hwplugin.musa.communicator")
+    parts = torch.randn(3, 2, 4, 5).half()
+    total = torch.zeros_like(torch.cat(parts.unbind(), dim))
+    monkeypatch.setattr(module.dist, "all_reduce", lambda tensor, group: tensor.copy_(total.add_(tensor)))
+    members = []
+    for rank in range(3):
+        member = module.MusaCommunicator.__new__(module.MusaCommunicator)
+        member.world_size, member.rank_in_group, member.device_group = 3, rank, None
+        members.append(member.gather(parts[rank], 2, dim))
+    assert members[:2] == [None, None]
+    assert torch.equal(members[2], torch.cat(parts.unbind(), dim))
 
 
 def _set_by_init(text: str, name: str) -> set[str]:

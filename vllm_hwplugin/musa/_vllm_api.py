@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
 from collections.abc import Iterator
@@ -112,6 +113,27 @@ def estimate_graph_memory(worker: Any) -> int:
     worker.cudagraph_memory_estimate = estimate
     worker.available_kv_cache_memory_bytes -= estimate
     return estimate
+
+
+def capture_by_thread(musa: Any) -> None:
+    """Let the capture of a graph forbid unsafe calls in its own thread alone, in this process.
+
+    By default, as vLLM captures, it forbids them in all threads. MCCL's watchdog asks for events in one of its own, and
+    torch_musa 2.7.1 does not exempt it, as torch does NCCL's: its question would break the capture.
+
+    Args:
+        musa: ``torch.musa``.
+    """
+    begin = musa.MUSAGraph.capture_begin
+    if hasattr(begin, "__wrapped__"):
+        return
+
+    @functools.wraps(begin)
+    def capture_begin(graph: Any, pool: Any = None, capture_error_mode: str = "global") -> None:
+        mode = "thread_local" if capture_error_mode == "global" else capture_error_mode
+        begin(graph, pool=pool, capture_error_mode=mode)
+
+    musa.MUSAGraph.capture_begin = capture_begin
 
 
 @contextmanager

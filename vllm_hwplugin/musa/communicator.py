@@ -26,7 +26,8 @@ _ByTorch: Any = type(
 
 
 class MusaCommunicator(_ByTorch, CudaCommunicator):  # type: ignore[misc]  # vLLM is not there where types are checked
-    """vLLM's communicator for any device of ``torch.distributed``, with an all-reduce that keeps its input.
+    """vLLM's communicator for any device of ``torch.distributed``, with an all-reduce that keeps its input, and that
+    gathers, too.
 
     It is a ``CudaCommunicator`` only by name: around the capture of graphs ``GroupCoordinator.graph_capture`` accepts
     no other class in all versions. It is made as ``DeviceCommunicatorBase`` is, and has none of its namesake's parts.
@@ -46,6 +47,28 @@ class MusaCommunicator(_ByTorch, CudaCommunicator):  # type: ignore[misc]  # vLL
         output = input_.clone()
         dist.all_reduce(output, group=self.device_group)
         return output
+
+    def all_gather(self, input_: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        """Concatenate over the group, by a sum in which each member has zeros for the others.
+
+        vllm-musa reports that MCCL's own gathering is not reliable. The sum is exact, but for the sign of a zero.
+
+        Args:
+            input_: of one shape on all members, and of a type that can be added.
+            dim: the dimension to concatenate; the result has world_size times its size.
+        """
+        shape = list(input_.shape)
+        size = shape[dim]
+        shape[dim] *= self.world_size
+        whole = torch.zeros(shape, dtype=input_.dtype, device=input_.device)
+        whole.narrow(dim, self.rank_in_group * size, size).copy_(input_)
+        dist.all_reduce(whole, group=self.device_group)
+        return whole
+
+    def gather(self, input_: torch.Tensor, dst: int = 0, dim: int = -1) -> torch.Tensor | None:
+        """As ``all_gather``, for the member of rank ``dst`` in the group; None for the others."""
+        whole = self.all_gather(input_, dim)
+        return whole if self.rank_in_group == dst else None
 
 
 def stateless_process_group(

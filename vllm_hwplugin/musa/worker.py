@@ -33,6 +33,7 @@ class MusaWorker(Worker):  # type: ignore[misc]  # vLLM is not there where the t
             super().init_device()
 
     def load_model(self, *args: Any, **options: Any) -> None:
+        _vllm_api.capture_by_thread(torch.musa)
         # Not before: it imports most of vLLM.
         importlib.import_module("vllm_hwplugin.musa.layers")
         super().load_model(*args, **options)

@@ -102,6 +102,8 @@ void Graph::capture_begin(std::pair<uint64_t, uint64_t> pool, const std::string&
   mode_ = mode;
   pool_ = pool.first || pool.second ? pool : std::pair<uint64_t, uint64_t>{id_, 0};
   g_captures.emplace(this, std::this_thread::get_id());
+  // At some time in it, in a thread of its own.
+  if (mode == "global" && g_watchdogs > 0) broken_ = "the query of an event, by MCCL's watchdog";
 }
 
 void Graph::end() {

@@ -7,6 +7,9 @@
 #include <torch/extension.h>
 
 namespace musa_sim {
+
+std::atomic<int> g_watchdogs{0};
+
 namespace {
 
 using Tensors = std::vector<at::Tensor>;
@@ -15,7 +18,12 @@ using Done = c10::intrusive_ptr<c10d::Work>;
 
 class Mccl final : public c10d::Backend {
  public:
-  Mccl(c10::intrusive_ptr<c10d::Backend> gloo, int rank, int size) : Backend(rank, size), gloo_(std::move(gloo)) {}
+  Mccl(c10::intrusive_ptr<c10d::Backend> gloo, int rank, int size) : Backend(rank, size), gloo_(std::move(gloo)) {
+    if (size > 1) ++g_watchdogs;
+  }
+  ~Mccl() override {
+    if (getSize() > 1) --g_watchdogs;
+  }
 
   const std::string getBackendName() const override { return "mccl"; }
   void setSequenceNumberForGroup() override { gloo_->setSequenceNumberForGroup(); }
@@ -30,24 +38,10 @@ class Mccl final : public c10d::Backend {
   Done reduce(Tensors& tensors, const c10d::ReduceOptions& opts) override {
     return perform({tensors}, [=](auto& gloo, Lists lists) { return gloo.reduce(lists[0], opts); });
   }
-  Done allgather(Lists& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) override {
-    return perform({outputs.at(0), inputs}, [=](auto& gloo, Lists lists) {
-      Lists to{lists[0]};
-      return gloo.allgather(to, lists[1], opts);
-    });
-  }
-  Done _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& opts) override {
-    return perform({{output, input}},
-                   [=](auto& gloo, Lists lists) { return gloo._allgather_base(lists[0][0], lists[0][1], opts); });
-  }
-  Done gather(Lists& outputs, Tensors& inputs, const c10d::GatherOptions& opts) override {
-    const bool root = !outputs.empty();
-    return perform({root ? outputs[0] : Tensors(), inputs}, [=](auto& gloo, Lists lists) {
-      Lists to;
-      if (root) to.push_back(lists[0]);
-      return gloo.gather(to, lists[1], opts);
-    });
-  }
+  // Its users report that MCCL's are not reliable.
+  Done allgather(Lists&, Tensors&, const c10d::AllgatherOptions&) override { return unreliable(); }
+  Done _allgather_base(at::Tensor&, at::Tensor&, const c10d::AllgatherOptions&) override { return unreliable(); }
+  Done gather(Lists&, Tensors&, const c10d::GatherOptions&) override { return unreliable(); }
   Done scatter(Tensors& outputs, Lists& inputs, const c10d::ScatterOptions& opts) override {
     const bool root = !inputs.empty();
     return perform({outputs, root ? inputs[0] : Tensors()}, [=](auto& gloo, Lists lists) {
@@ -84,6 +78,8 @@ class Mccl final : public c10d::Backend {
   }
 
  private:
+  static Done unreliable() { TORCH_CHECK(false, "MCCL's gathering may give wrong numbers, or hang"); }
+
   template <typename F>
   Done perform(const Lists& lists, F collective) {
     HostViews views;

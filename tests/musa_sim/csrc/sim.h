@@ -2,6 +2,7 @@
 // A device that is host memory, under PyTorch's key PrivateUse1: what its parts know of each other.
 #pragma once
 
+#include <atomic>
 #include <ATen/ATen.h>
 #include <c10/core/DeviceGuard.h>
 
@@ -116,6 +117,9 @@ class Graph {
 
 // The graph that work on the current stream goes to, or null.
 Graph* capturing();
+
+// Groups of several members, each of which has a watchdog.
+extern std::atomic<int> g_watchdogs;
 
 // -- the CPU's kernels
 
