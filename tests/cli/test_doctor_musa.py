@@ -143,7 +143,6 @@ def test_a_host_whose_packages_go_together_has_nothing_to_say(doctor: Doctor) ->
         ("torch", {"vllm": "0.32.0"}, "no torch_musa is known for it: take a vLLM of 0.20 and later, before 0.27"),
         ("torch", {"torch": "2.9.1", "torch_musa": "2.9.1"}, "install torch and torch_musa 2.11.0.post2"),
         ("mthreads-ml-py", {"mthreads_ml-py": "2.2.11"}, "mthreads-ml-py 2.2.11 has one handle"),
-        ("GPUs", {"gpus": ("MTT S5000", "MTT S80")}, "without MCCL for the MTT S80: an engine can use one GPU alone"),
     ],
 )
 def test_what_does_not_go_together_is_a_warning(
@@ -154,6 +153,11 @@ def test_what_does_not_go_together_is_a_warning(
     assert words in row["trouble"]
     assert row["trouble"] in found["warnings"]
     assert found["problems"] == []
+
+
+def test_an_earlier_gpu_stops_an_engine(doctor: Doctor) -> None:
+    (line,) = doctor(gpus=("MTT S5000", "MTT S4000"))["problems"]
+    assert line.startswith("an engine does not start on the MTT S4000: ")
 
 
 def test_a_missing_torchvision_stops_an_engine_from_0_24_on(doctor: Doctor, tmp_path: Path) -> None:

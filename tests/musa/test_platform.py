@@ -210,7 +210,7 @@ def test_several_gpus_without_mccl_are_refused_and_one_is_told(
     two.parallel_config.world_size_across_dp = 2
     for _ in range(2):
         platform.check_and_update_config(one)
-        with pytest.raises(ValueError, match=r"^2 GPUs .* no backend mccl .*gloo.*MTT S80 and MTT S3000\. Use one GPU"):
+        with pytest.raises(ValueError, match=r"^2 GPUs .* no backend mccl .*gloo.*without MCCL\. Use one GPU"):
             platform.check_and_update_config(two)
     (line,) = caplog.messages
     assert "no backend mccl" in line
@@ -328,6 +328,9 @@ def test_the_worker_is_vllms_own_with_the_device_it_looks_for(
     worker.init_device()
     assert (seen, worker.device_config.device_type) == (["cuda"], "musa")
     assert torch.cuda.is_available is is_available
+    monkeypatch.setattr(torch.musa, "get_device_capability", lambda: (2, 2))  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match=r"this GPU has MUSA 2\.2, expected 3\.1"):
+        worker.init_device()
 
 
 def test_a_host_that_torchada_takes_for_another_is_an_error_with_the_way_out(

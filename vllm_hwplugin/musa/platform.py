@@ -279,7 +279,7 @@ def _check_collectives(gpus: int, backend: str) -> None:
         return
     found = (
         f"torch.distributed has no backend {backend} (it has {', '.join(torch.distributed.Backend.backend_list)}): "
-        f"torch_musa is built without MCCL, as for the {' and '.join(versions.WITHOUT_MCCL)}"
+        "torch_musa is built without MCCL"
     )
     if gpus > 1:
         raise ValueError(f"{gpus} GPUs are asked for, and {found}. Use one GPU, or a torch_musa with MCCL")

@@ -31,9 +31,14 @@ MIN_MTML: Final = Version("2.4")
 #: The versions of vLLM that import torchvision while an engine warms up, whatever its model is.
 TORCHVISION_IN_WARM_UP: Final = Versions(">=0.24")
 
-#: GPUs for which torch_musa is built without MCCL, so that ``torch.distributed`` has no ``mccl``; as the driver names
-#: them.
-WITHOUT_MCCL: Final = ("MTT S80", "MTT S3000")
+#: The first MUSA architecture that the platform class runs on, that of the MTT S5000; and earlier GPUs, as the driver
+#: names them.
+MIN_CAPABILITY: Final = (3, 1)
+EARLIER_GPUS: Final = ("MTT S80", "MTT S3000", "MTT S4000")
+WIDE_WARPS: Final = (
+    "before MUSA 3.1 a warp has 128 threads, and Triton's kernels are reported to add up wrongly there; use an MTT "
+    "S5000"
+)
 
 #: What gives kernels PyTorch's current stream, and the library of torch_musa's package that has it.
 STREAM_SYMBOL: Final = "aoti_torch_get_current_musa_stream"
@@ -151,17 +156,10 @@ def _findings(host: MusaHost, min_torch: Version) -> Iterator[Finding]:
     yield Finding("torchada", version("torchada") or "", "any")
     yield _mtml(version("mthreads-ml-py"))
     yield _torchvision(host)
-    without = [name for name in dict.fromkeys(host.gpus) if name in WITHOUT_MCCL]
+    earlier = [name for name in dict.fromkeys(host.gpus) if name in EARLIER_GPUS]
     if host.gpus:
-        yield Finding(
-            "GPUs",
-            ", ".join(host.gpus),
-            f"none of {', '.join(WITHOUT_MCCL)}",
-            f"torch_musa is built without MCCL for the {' and '.join(without)}: an engine can use one GPU alone, and "
-            "vLLM says that it falls back to gloo; more GPUs are refused when the configuration is made"
-            if without
-            else "",
-        )
+        trouble = f"an engine does not start on the {' and '.join(earlier)}: {WIDE_WARPS}" if earlier else ""
+        yield Finding("GPUs", ", ".join(host.gpus), "MTT S5000 or later", trouble, bool(earlier))
 
 
 def _torch(host: MusaHost) -> Finding:

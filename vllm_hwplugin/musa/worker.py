@@ -31,6 +31,10 @@ class MusaWorker(Worker):  # type: ignore[misc]  # vLLM is not there where the t
             _vllm_api.sample_without_triton()
         with _vllm_api.taken_for_cuda(self.device_config, torch.cuda, torch.musa):
             super().init_device()
+        capability = torch.musa.get_device_capability()
+        if capability < versions.MIN_CAPABILITY:
+            number = ".".join(map(str, capability))
+            raise ValueError(f"this GPU has MUSA {number}, expected 3.1 or later: {versions.WIDE_WARPS}")
 
     def load_model(self, *args: Any, **options: Any) -> None:
         _vllm_api.capture_by_thread(torch.musa)
