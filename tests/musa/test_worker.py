@@ -43,9 +43,20 @@ def musa_vllm(real_vllm: Load, musa_host: list[Any], monkeypatch: pytest.MonkeyP
 
 @every_version
 def test_weights_and_cache_come_from_torchs_allocator(
-    version: str, musa_vllm: Callable[..., Any], vllm_tree: Callable[[str], Any]
+    version: str, musa_vllm: Callable[..., Any], vllm_tree: Callable[[str], Any], monkeypatch: Any
 ) -> None:
-    """vLLM's ``load_model``, and what its later methods allocate in."""
+    """vLLM's ``load_model``, and what its later methods allocate in. Captures after it are each thread's own."""
+    import torch
+
+    modes: list[str] = []
+
+    class Graph:
+        def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
+            modes.append(capture_error_mode)
+
+    monkeypatch.setattr(torch, "musa", SimpleNamespace(MUSAGraph=Graph), raising=False)
+    # It needs more of vLLM than is here.
+    monkeypatch.setitem(sys.modules, "vllm_hwplugin.musa.layers", MagicMock())
     allocator = "vllm/device_allocator/__init__.py"
     known = [allocator] if vllm_tree(version).read(allocator) else []
     platform = musa_vllm(version, "vllm/v1/worker/gpu_worker.py", *known)
@@ -63,6 +74,9 @@ def test_weights_and_cache_come_from_torchs_allocator(
     worker.vllm_config.weight_transfer_config = None
     worker.load_model()
     worker.model_runner.load_model.assert_called_once()
+    Graph().capture_begin()
+    Graph().capture_begin(capture_error_mode="relaxed")
+    assert modes == ["thread_local", "relaxed"]
     for tag in ("workspace", "kv_cache", "runtime"):
         with worker._maybe_get_memory_pool_context(tag) as pool:
             assert pool is None
