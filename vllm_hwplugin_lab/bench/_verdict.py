@@ -87,7 +87,11 @@ def of_loads(case: Mapping[str, Any]) -> Iterator[Compared]:
 def verdict(found: Compared, device: str) -> str:
     """One line of what was compared on a device of this type."""
     named, other = (SIDE_NAMES[side] for side in found.sides)
-    said = [f"{found.case}, {named}: {worth(found.ratios, other)} tokens/s."]
+    within = [max(ratio, 1 / ratio) < found.apart for ratio in found.ratios if found.apart > NOTHING]
+    text = worth(found.ratios, other)
+    if within and all(within):
+        text = f"not known: {between(found.ratios, '.2f')} times {other}'s"
+    said = [f"{found.case}, {named}: {text} tokens/s."]
     after, before = found.busy
     if before and after:
         shares = [between(one, ".0%") for one in (before, after)]
@@ -96,7 +100,7 @@ def verdict(found: Compared, device: str) -> str:
             said.append(_why_not(found))
     elif device == "cpu":
         said.append("A CPU runs no CUDA graphs, from which most of the gain comes.")
-    if found.apart > NOTHING and any(max(ratio, 1 / ratio) < found.apart for ratio in found.ratios):
+    if any(within):
         said.append(f"Rounds of one side are up to {found.apart:.2f} times apart: a smaller ratio says little.")
     return " ".join(said)
 

@@ -50,7 +50,8 @@ def test_the_cause_is_the_gpu_or_the_steps_that_were_left_to_vllm():
     assert "leaves nothing to win" in cause(0.95, steps)
     assert "left 81% of the steps to vLLM, most of them for `prompt`" in cause(0.6, steps)
     assert "bench --profile" in cause(0.6)
-    assert ["1.35 times apart" in cause(0.6, slowest=slowest) for slowest in (None, 75)] == [False, True]
+    for words in ("1.35 times apart", "not known"):
+        assert [words in cause(0.6, slowest=slowest) for slowest in (None, 75)] == [False, True]
     (gain,) = compared(patched=[load(200, busy=0.9)], stock=[load(100, busy=0.5)])
     assert "50% of the time with stock, 90% with patched" in verdict(gain, "cuda")
     (unknown,) = compared(patched=[load(200)], stock=[load(100)])
