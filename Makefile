@@ -75,11 +75,12 @@ docs: $(STAMP)
 	$(BIN)/python -m tests.patching.test_fingerprints
 	@$(MAKE) --no-print-directory site
 
-# mkdocs reads one folder, and the pages of this repository also lie beside what they tell of.
+# mkdocs reads one folder, and the pages of this repository also lie beside what they tell of. Told to be quiet, it would count
+# no warning either.
 site: $(STAMP)
 	@rm -rf build/pages && mkdir -p build/pages && \
 	git ls-files --cached --others --exclude-standard -- $(PAGES) | xargs cp --parents --target-directory build/pages && \
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	{ found=$$(NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict 2>&1) || { echo "$$found"; false; }; }
 	@echo "site: build/site/index.html"
 
 clean:
