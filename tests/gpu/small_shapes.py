@@ -159,7 +159,8 @@ CASES: Final[Mapping[str, Case]] = {
             "v1-draft-phase": "metadata has to be built in each step",
             "v1-step-inputs": "",
         },
-        {"v2-tail-graph": "FlashMLAMetadataBuilder: the first pass's plan", "v2-step-inputs": _NO_TAIL},
+        # A graph samples.
+        {"v2-tail-graph": "", "v2-step-inputs": "vLLM drafts"},
         options={"attention_config": {"backend": "FLASHMLA"}},
     ),
 }

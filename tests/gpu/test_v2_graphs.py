@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import importlib.metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.version import Version
 
 from ..musa_sim import loads
 from ..musa_sim.loads import Load
-from .mixed_load import CASES, compare, options
+from .mixed_load import CASES, METHODS, SMALL, compare, options
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine]
 
@@ -26,7 +27,7 @@ def graphs(method: str) -> list[str]:
 def test_more_graphs_change_nothing(method: str, mode: str, sleeps: bool, tmp_path: Path) -> None:
     """Some versions make anew, after a sleep, what graphs read of block tables."""
     made = {**options(method, mode), "enable_sleep_mode": sleeps}
-    load = [*loads.mixed(), *loads.two_alone()]
+    load = [*loads.mixed(), *loads.two_alone(), *loads.asking_for_more()]
     assert compare(Load(made, load, sleeps), tmp_path, "V2", graphs(method)).preempted
 
 
@@ -43,3 +44,13 @@ def test_nor_do_full_graphs_of_mixed_batches(method: str, tmp_path: Path) -> Non
     made = options(method, "FULL_AND_PIECEWISE")
     made["compilation_config"]["cudagraph_capture_sizes"] = [16, 32, 48, 96]
     compare(Load(made, [*loads.mixed(), *loads.two_alone()]), tmp_path, "V2", ["v2-mixed-graphs"])
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+def test_graphs_sample_where_no_graph_can_draft(method: str, tmp_path: Path) -> None:
+    if Version(importlib.metadata.version("vllm")) < Version("0.32.0"):
+        pytest.skip("this vLLM has not both methods on Model Runner V2")
+    asked: dict[str, Any] = {"method": method, "num_speculative_tokens": METHODS["eagle3"]}
+    asked |= {"prompt_lookup_max": 3} if method == "ngram" else {"model": str(SMALL.target)}
+    made = {**options("eagle3", "FULL_AND_PIECEWISE"), "speculative_config": asked}
+    compare(Load(made, [*loads.mixed(), *loads.two_alone()]), tmp_path, "V2", ["v2-tail-graph"])

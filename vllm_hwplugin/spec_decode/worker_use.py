@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 from packaging.version import Version
@@ -135,12 +136,12 @@ def _v1_draft_phase(facts: WorkerFacts) -> str | None:
     return None if facts.decode_graphs else "the target does not decode in FULL CUDA graphs"
 
 
-def _v2_tail_graph(facts: WorkerFacts) -> str | None:
-    """What the graphs need beside these it finds out by itself, when they are captured."""
+def _recorded(facts: WorkerFacts, runner: str) -> str | None:
+    """What else stands against graphs of a step's parts is found when they are captured (`obstacles`)."""
     if (reason := _drafting(facts)) is not None:
         return reason
-    if facts.runner == V1:
-        return "the engine runs on Model Runner V1"
+    if facts.runner != runner:
+        return f"the engine runs on Model Runner {facts.runner}"
     return None if facts.decode_graphs else "the target does not decode in FULL CUDA graphs"
 
 
@@ -212,15 +213,6 @@ def _v2_graph_addresses(facts: WorkerFacts) -> str | None:
 def _nwor(facts: WorkerFacts) -> str | None:
     """What else is against it, it finds when the KV cache is made."""
     return _NO_SPECULATION if facts.method is None else None
-
-
-def _v1_step_inputs(facts: WorkerFacts) -> str | None:
-    """Where `capture_model` captures anything, the feature finds out by itself whether it can be used."""
-    if (reason := _drafting(facts)) is not None:
-        return reason
-    if facts.runner == V2:
-        return "the engine runs on Model Runner V2"
-    return None if facts.decode_graphs else "the target does not decode in FULL CUDA graphs"
 
 
 def _v1_alone(facts: WorkerFacts, has: str) -> str | None:
@@ -313,8 +305,8 @@ _RULES: Final[Mapping[str, Callable[[WorkerFacts], str | None]]] = {
     features.DRAFT_LOOP_GRAPH: _draft_full_graph,
     features.DFLASH_FULL_GRAPH: _dflash_full_graph,
     features.V1_DRAFT_PHASE: _v1_draft_phase,
-    features.V2_STEP_INPUTS: _v2_tail_graph,
-    features.V2_TAIL_GRAPH: _v2_tail_graph,
+    features.V2_STEP_INPUTS: partial(_recorded, runner=V2),
+    features.V2_TAIL_GRAPH: partial(_recorded, runner=V2),
     features.V2_MIXED_GRAPHS: _v2_mixed_graphs,
     features.DFLASH_DRAFT_BACKEND: _dflash_draft_backend,
     features.DFLASH_CONTEXT_NORM: _dflash_context_norm,
@@ -323,7 +315,7 @@ _RULES: Final[Mapping[str, Callable[[WorkerFacts], str | None]]] = {
     features.V2_CAPTURE_METADATA: _v2_capture_metadata,
     features.V2_GRAPH_ADDRESSES: _v2_graph_addresses,
     features.NWOR: _nwor,
-    features.V1_STEP_INPUTS: _v1_step_inputs,
+    features.V1_STEP_INPUTS: partial(_recorded, runner=V1),
     # Some of them work in the scheduler; that they are used follows from the configuration that a worker has as well.
     features.BACKPORT_DP_DRAFTER: _dp_drafter,
     features.BACKPORT_DRAFT_LOOKAHEAD: _draft_lookahead,
