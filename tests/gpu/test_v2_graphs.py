@@ -42,7 +42,7 @@ def test_nor_where_vllm_has_warmed_up_with_larger_batches(tmp_path: Path) -> Non
 def test_nor_do_full_graphs_of_mixed_batches(method: str, tmp_path: Path) -> None:
     """With PIECEWISE graphs of the same sizes, so that both sides round alike."""
     made = options(method, "FULL_AND_PIECEWISE")
-    made["compilation_config"]["cudagraph_capture_sizes"] = [16, 32, 48, 96]
+    made["compilation_config"]["cudagraph_capture_sizes"] = [16, 32, 48, 64, 80, 96]
     compare(Load(made, [*loads.mixed(), *loads.two_alone()]), tmp_path, "V2", ["v2-mixed-graphs"])
 
 

@@ -17,6 +17,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from unittest import mock
 
+from . import delta_rule
+
 
 def leave_out_of_collections() -> None:
     """Have collections of garbage look at what comes from here on alone. An engine's start has a dozen, which take most
@@ -261,6 +263,8 @@ def one(job: dict, others_follow: bool) -> dict:
         leave_untuned()
     if job["initialised"]:
         initialise_as_usual()
+    if job["delta_rule"]:
+        delta_rule.register()
     if job["ceiling"] is not None:
         end_own_sizes_at(job["ceiling"])
     import torch

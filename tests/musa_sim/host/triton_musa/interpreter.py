@@ -86,6 +86,15 @@ INSTEAD = {
 }
 
 
+def _bound(function, args, kwargs):
+    """By name, without what Triton takes for itself."""
+    signature = inspect.signature(function)
+    known = {name: value for name, value in kwargs.items() if name in signature.parameters}
+    bound = signature.bind(*args, **known)
+    bound.apply_defaults()
+    return bound.arguments
+
+
 def _log1p(arg0, _semantic=None):
     """The compiler's, where the interpreter has a function that does nothing."""
     return tensor(TensorHandle(numpy.log1p(arg0.handle.data), arg0.handle.dtype), arg0.type)
@@ -138,6 +147,9 @@ def install():
             if argument.device.type != "musa" and not argument.is_pinned():
                 raise ValueError(f"Pointer argument (at {position}) cannot be accessed from Triton (cpu tensor?)")
 
+        if callable(self.grid):
+            # It may look at tensors, where the interpreter would show it values of the language.
+            self.grid = self.grid(_bound(self.fn, args, kwargs))
         positional, named = _addresses(args), {name: _addresses(value) for name, value in kwargs.items()}
 
         def on_host(views):
@@ -145,9 +157,7 @@ def install():
             there = _replaced(positional, tensors), {name: _replaced(value, tensors) for name, value in named.items()}
             if self.fn.__name__ in INSTEAD:
                 instead, serves = INSTEAD[self.fn.__name__]
-                signature = inspect.signature(self.fn)
-                known = {name: value for name, value in there[1].items() if name in signature.parameters}
-                arguments = signature.bind(*there[0], **known).arguments
+                arguments = _bound(self.fn, *there)
                 if serves(arguments):
                     instead(arguments)
                     return

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A hybrid of attention and a delta rule on Model Runner V2, with graphs and without, on the simulated device."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_hwplugin.features import gate_of
+from vllm_hwplugin_lab.bench._shapes import SHAPES, Recurrent, write_configs
+
+from . import loads
+from .loads import Load, Process, Request
+
+pytestmark = [pytest.mark.musa_sim, pytest.mark.engine]
+
+DRAFTS = 3
+#: Qwen3-Next in small.
+SMALL = dataclasses.replace(
+    SHAPES["qwen3-next-4l"],
+    layers=4,
+    hidden=64,
+    heads=2,
+    kv_heads=1,
+    head_dim=64,
+    intermediate=128,
+    vocabulary=4096,
+    more={
+        **SHAPES["qwen3-next-4l"].more,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 64,
+    },
+    recurrent=Recurrent(key_heads=2, value_heads=4, head_dim=32),
+)
+
+
+def options(folder: Path) -> dict[str, Any]:
+    target, _ = write_configs(SMALL, folder, "mtp", DRAFTS + 1)
+    speculation = {
+        "method": "mtp",
+        "num_speculative_tokens": DRAFTS,
+        "rejection_sample_method": "synthetic",
+        "synthetic_acceptance_rates": [0.8, 0.6, 0.4],
+    }
+    return {
+        **loads.Engine("eagle3", drafts=DRAFTS).on_musa(),
+        "model": str(target),
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "speculative_config": speculation,
+        "enable_prefix_caching": True,
+        "gdn_prefill_backend": "triton",
+    }
+
+
+def test_graphs_change_nothing(musa_host: None, tmp_path: Path) -> None:
+    """With prefix caching, so that states move between blocks: prompts end before the first block does."""
+    asked = [
+        Request(name, list(range(3 + number, 27 + number)), number, {"max_tokens": 12, "temperature": temperature})
+        for number, (name, temperature) in enumerate((("a", 0.0), ("b", 0.8), ("c", 0.0)))
+    ]
+    # With vLLM's own dummy weights a state that is not moved would not show.
+    load = Load(options(tmp_path / "model"), asked, delta_rule=True, autotuned=False, initialised=True)
+    stock = loads.UNPATCHED | {"VLLM_USE_V2_MODEL_RUNNER": "1"}
+    gates = {gate_of("v2-tail-graph"): "on", gate_of("v2-graph-addresses"): "on", gate_of("engine-report"): "auto"}
+    runs = loads.side_by_side(
+        {
+            side: Process({side: load}, loads.musa(tmp_path / f"host, {side}", **variables))
+            for side, variables in {"stock": stock, "graphs": stock | gates}.items()
+        },
+        tmp_path,
+    )
+    expected, found = runs["stock"]["stock"], runs["graphs"]["graphs"]
+    loads.assert_same(expected, found)
+    assert (expected.runner, found.runner) == ("V2", "V2")
+    assert "v2-tail-graph" in found.used
+    assert 0 < expected.accepted()[-1] < expected.accepted()[0]
+    assert found.counted["v2-tail-graph drafting"]["served"] > 3
