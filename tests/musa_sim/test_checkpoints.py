@@ -90,7 +90,6 @@ LAYERS = {
     "FP8, channel": ("MusaFp8ChannelKernel", 0.06),
     "FP8, block": ("MusaFp8BlockKernel", 0.06),
     "INT8": ("MusaInt8Kernel", 0.015),
-    "INT8, zero points": ("MusaInt8Kernel", 0.015),
     "W4A16": ("MusaW4A16Kernel", 0.001),
 }
 

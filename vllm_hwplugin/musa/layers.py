@@ -81,6 +81,11 @@ class MusaFp8BlockKernel(_OnMusa, TritonFp8BlockScaledMMKernel):  # type: ignore
 class MusaInt8Kernel(_OnMusa, TritonInt8ScaledMMLinearKernel):  # type: ignore[misc]
     """INT8 weights and activations, in Triton."""
 
+    @classmethod
+    def can_implement(cls, c: Any) -> tuple[bool, str | None]:
+        # What it takes off for zero points is rounded to the type of the activations: infinite in float16.
+        return c.input_symmetric, None if c.input_symmetric else "has no zero points of activations"
+
 
 class MusaW4A16Kernel(TritonW4A16LinearKernel):  # type: ignore[misc]
     """Weights of 4 bits by groups and activations of 16, in Triton."""
