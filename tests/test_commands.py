@@ -43,7 +43,8 @@ def _commands(text: str) -> Iterator[tuple[str, ...]]:
     """Each command in words, without variables that are set for it."""
     for line in _code(text):
         with contextlib.suppress(ValueError):  # an apostrophe, in what is no command
-            words = shlex.split(line, comments=True)
+            # The first of several.
+            words = shlex.split(line.partition("&&")[0], comments=True)
             while words and re.fullmatch(r"[A-Z_]+=\S*", words[0]):
                 del words[0]
             if len(words) > 1 and words[0] in COMMANDS:
