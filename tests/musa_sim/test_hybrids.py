@@ -59,9 +59,9 @@ def options(folder: Path) -> dict[str, Any]:
 
 
 def test_graphs_change_nothing(musa_host: None, tmp_path: Path) -> None:
-    """With prefix caching, so that states move between blocks: prompts end before the first block does."""
+    """With prefix caching, so that states move between blocks: each request ends in its second, of 48 tokens."""
     asked = [
-        Request(name, list(range(3 + number, 27 + number)), number, {"max_tokens": 12, "temperature": temperature})
+        Request(name, list(range(3 + number, 43 + number)), number, {"max_tokens": 16, "temperature": temperature})
         for number, (name, temperature) in enumerate((("a", 0.0), ("b", 0.8), ("c", 0.0)))
     ]
     # With vLLM's own dummy weights a state that is not moved would not show.
