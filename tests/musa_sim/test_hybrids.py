@@ -59,7 +59,10 @@ def options(folder: Path) -> dict[str, Any]:
 
 
 def test_graphs_change_nothing(musa_host: None, tmp_path: Path) -> None:
-    """With prefix caching, so that states move between blocks: each request ends in its second, of 48 tokens."""
+    """With prefix caching, so that states move between blocks: each request ends in its second, of 48 tokens.
+
+    No request comes that would find the state kept at the end of a block.
+    """
     asked = [
         Request(name, list(range(3 + number, 43 + number)), number, {"max_tokens": 16, "temperature": temperature})
         for number, (name, temperature) in enumerate((("a", 0.0), ("b", 0.8), ("c", 0.0)))
