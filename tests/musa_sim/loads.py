@@ -274,6 +274,18 @@ def cpu(**variables: str) -> dict[str, str]:
     return {**os.environ, **VARIABLES, **caches, **own, **variables}
 
 
+def dummies(target: Path, speculation: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of `LLM` for dummy weights. They draft nothing that the target would say, so acceptance is by coin.
+
+    Args:
+        target: the folder of its config file.
+        speculation: method, drafter and number of drafts.
+    """
+    by_coin = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.8, 0.6, 0.4]}
+    options = {"model": str(target), "load_format": "dummy", "skip_tokenizer_init": True}
+    return {**options, "speculative_config": {**speculation, **by_coin}}
+
+
 def compare_runs(load: Load, off: Mapping[str, str], on: Mapping[str, str], folder: Path) -> tuple[Run, Run]:
     """Run a load on the simulated device with two sets of variables, which may not make a difference to any token.
 

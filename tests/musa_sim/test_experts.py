@@ -14,12 +14,12 @@ from vllm_hwplugin_lab.bench._shapes import SHAPES, write_configs
 
 from ..nwor.runs import GRAPHS
 from . import loads
-from .loads import Load, Process
+from .loads import Load
 
 pytestmark = [pytest.mark.musa_sim, pytest.mark.engine]
 
 DRAFTS = 3
-#: Qwen3-MoE in small. Its dummy weights draft nothing that the target would say, so acceptance is by coin.
+#: Qwen3-MoE in small.
 SMALL = dataclasses.replace(
     SHAPES["30b-a3b"],
     layers=4,
@@ -36,29 +36,14 @@ SMALL = dataclasses.replace(
 def options(folder: Path) -> dict[str, Any]:
     target, drafter = write_configs(SMALL, folder, "eagle3", DRAFTS + 1)
     made = loads.Engine("eagle3", drafts=DRAFTS).on_musa()
-    speculation = {
-        **made["speculative_config"],
-        "model": str(drafter),
-        "rejection_sample_method": "synthetic",
-        "synthetic_acceptance_rates": [0.8, 0.6, 0.4],
-    }
-    dummy = {"model": str(target), "load_format": "dummy", "skip_tokenizer_init": True}
-    return {**made, **dummy, "speculative_config": speculation}
+    return {**made, **loads.dummies(target, {**made["speculative_config"], "model": str(drafter)})}
 
 
 def test_graphs_change_nothing(musa_host: None, tmp_path: Path) -> None:
     load = Load(options(tmp_path / "model"), loads.by_temperature())
     stock = loads.UNPATCHED | {"VLLM_USE_V2_MODEL_RUNNER": "0"}
     gates = {gate_of(feature): "on" for feature in GRAPHS["V1"]} | {gate_of("engine-report"): "auto"}
-    runs = loads.side_by_side(
-        {
-            side: Process({side: load}, loads.musa(tmp_path / f"host, {side}", **variables))
-            for side, variables in {"stock": stock, "graphs": stock | gates}.items()
-        },
-        tmp_path,
-    )
-    expected, found = runs["stock"]["stock"], runs["graphs"]["graphs"]
-    loads.assert_same(expected, found)
+    expected, found = loads.compare_runs(load, stock, stock | gates, tmp_path)
     assert (expected.runner, found.runner) == ("V1", "V1")
     assert set(GRAPHS["V1"]) <= set(found.used)
     assert 0 < expected.accepted()[-1] < expected.accepted()[0]

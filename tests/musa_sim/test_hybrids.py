@@ -13,7 +13,7 @@ from vllm_hwplugin.features import gate_of
 from vllm_hwplugin_lab.bench._shapes import SHAPES, Recurrent, write_configs
 
 from . import loads
-from .loads import Load, Process, Request
+from .loads import Load, Request
 
 pytestmark = [pytest.mark.musa_sim, pytest.mark.engine]
 
@@ -41,18 +41,9 @@ SMALL = dataclasses.replace(
 
 def options(folder: Path) -> dict[str, Any]:
     target, _ = write_configs(SMALL, folder, "mtp", DRAFTS + 1)
-    speculation = {
-        "method": "mtp",
-        "num_speculative_tokens": DRAFTS,
-        "rejection_sample_method": "synthetic",
-        "synthetic_acceptance_rates": [0.8, 0.6, 0.4],
-    }
     return {
         **loads.Engine("eagle3", drafts=DRAFTS).on_musa(),
-        "model": str(target),
-        "load_format": "dummy",
-        "skip_tokenizer_init": True,
-        "speculative_config": speculation,
+        **loads.dummies(target, {"method": "mtp", "num_speculative_tokens": DRAFTS}),
         "enable_prefix_caching": True,
         "gdn_prefill_backend": "triton",
     }
@@ -71,15 +62,7 @@ def test_graphs_change_nothing(musa_host: None, tmp_path: Path) -> None:
     load = Load(options(tmp_path / "model"), asked, delta_rule=True, autotuned=False, initialised=True)
     stock = loads.UNPATCHED | {"VLLM_USE_V2_MODEL_RUNNER": "1"}
     gates = {gate_of("v2-tail-graph"): "on", gate_of("v2-graph-addresses"): "on", gate_of("engine-report"): "auto"}
-    runs = loads.side_by_side(
-        {
-            side: Process({side: load}, loads.musa(tmp_path / f"host, {side}", **variables))
-            for side, variables in {"stock": stock, "graphs": stock | gates}.items()
-        },
-        tmp_path,
-    )
-    expected, found = runs["stock"]["stock"], runs["graphs"]["graphs"]
-    loads.assert_same(expected, found)
+    expected, found = loads.compare_runs(load, stock, stock | gates, tmp_path)
     assert (expected.runner, found.runner) == ("V2", "V2")
     assert "v2-tail-graph" in found.used
     assert 0 < expected.accepted()[-1] < expected.accepted()[0]
