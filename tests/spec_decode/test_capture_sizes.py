@@ -27,7 +27,7 @@ from vllm_hwplugin.spec_decode.capture_sizes import (
     max_num_splits,
 )
 from vllm_hwplugin.spec_decode.graph_recording import known_arguments
-from vllm_hwplugin.spec_decode.v2 import mixed_graphs, piecewise_sizes
+from vllm_hwplugin.spec_decode.v2 import mixed_graphs, mixed_sizes
 
 from ..conftest import versions
 from .released import Modules, texts
@@ -490,8 +490,8 @@ def test_larger_graphs_of_mixed_batches_are_kept_where_they_win(
 ) -> None:
     tree, clock, passes = vllm_tree(version), Clock(per_token), []
     config = made(config_of(seqs=seqs, v2=True), fill_of(tree))
-    monkeypatch.setattr(piecewise_sizes, "reserved_memory", lambda: 0)
-    monkeypatch.setattr(piecewise_sizes, "time", SimpleNamespace(perf_counter=lambda: clock.read(passes)))
+    monkeypatch.setattr(mixed_sizes, "reserved_memory", lambda: 0)
+    monkeypatch.setattr(mixed_sizes, "time", SimpleNamespace(perf_counter=lambda: clock.read(passes)))
 
     class Timed(Manager):
         def __setattr__(self, name: str, value: Any) -> None:

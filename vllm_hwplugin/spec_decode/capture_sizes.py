@@ -5,7 +5,7 @@ A decode batch has a FULL graph if its tokens are a whole multiple of 1 + k, and
 own list counts tokens and ends at 512 of them, which are 128 requests with three drafts and 32 with fifteen; larger
 decode batches run without any graph. To these sizes come whole blocks of 1 + k tokens, up to `LARGEST`. Batches with
 prompts keep to vLLM's sizes on the V1 runner, because a padded graph loses where the device is busy anyway. Model
-Runner V2 times the larger ones before it captures them (`v2.piecewise_sizes`).
+Runner V2 times the larger ones before it captures them (`v2.mixed_sizes`).
 
 vLLM calls a platform twice in `VllmConfig.__post_init__`: before it fills in defaults, and when everything is decided.
 The first call leaves on the configuration object itself that the user named no size, and the second takes it away. What
@@ -164,9 +164,11 @@ def _set(vllm_config: Any) -> str:
         return f"left to vLLM: its {len(own)} sizes hold every decode batch"
     compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size = sizes, sizes[-1]
     vars(compilation)[_OWN] = min(_whole_blocks(own[-1], block), batched)
+    # Larger ones are kept where batches with prompts gain by them.
+    decodes = min(sizes[-1], max(LARGEST, own[-1]))
     return (
         f"{len(sizes)} sizes up to {sizes[-1]} tokens, {len(set(sizes) - set(own))} of them not vLLM's, for decode "
-        f"batches of up to {min(sizes[-1] // block, seqs)} requests (max_num_seqs is {seqs})"
+        f"batches of up to {min(decodes // block, seqs)} requests (max_num_seqs is {seqs})"
     )
 
 

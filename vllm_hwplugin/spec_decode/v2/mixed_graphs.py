@@ -88,7 +88,7 @@ def _attention(runner: Any) -> str | None:
 def add_mixed_graphs(runner: Any) -> None:
     """Have target and drafter capture FULL graphs of any batch as well, and prefer them to PIECEWISE graphs or none.
 
-    They are no larger than the largest capture size, which the user may have named. `piecewise_sizes` later takes those
+    They are no larger than the largest capture size, which the user may have named. `mixed_sizes` later takes those
     back that lose.
 
     Raises:
