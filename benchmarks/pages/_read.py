@@ -14,7 +14,7 @@ from vllm_hwplugin_lab.bench import micro, serve, soak
 _OF_ENGINES = ("date", "commit", "plugin", "host", "settings", "cases")
 _OF_KERNELS = ("date", "commit", "plugin", "host", "settings", "processes", "cells")
 #: Beginning of a file's name -> the entry that says its format, the one that is read, and what such a file has to have.
-#: None: the files of `probe`, `start_cost.py` and `import_share.py`, of which no page is made.
+#: None: the files of `probe` and `start_cost.py`, of which no page is made.
 _FORMATS: Mapping[str, tuple[str, Any, tuple[str, ...]] | None] = {
     "engines-": ("format", bench.FORMAT, _OF_ENGINES),
     "cost-nwor-": ("format", bench.FORMAT, _OF_ENGINES),
@@ -26,7 +26,6 @@ _FORMATS: Mapping[str, tuple[str, Any, tuple[str, ...]] | None] = {
     "probe-": None,
     "starts-": ("format", "starts 1", _OF_ENGINES),
     "start_cost": None,
-    "import_share": None,
 }
 
 

@@ -1,46 +1,45 @@
-"""Real changes of vLLM: what is imported, written and read again gives upstream's own text, where the results say."""
+"""Real changes of vLLM: what is imported, written and read again gives upstream's own text."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from vllm_hwplugin.patching import SUPPORTED, Catalogue, Source, make_plan, outside
-from vllm_hwplugin_lab.bench import read_results
 from vllm_hwplugin_workshop.authoring import About, Outcome, carry_all, create, read_change, written
 
 from .made import git_diff
 
-RESULTS = Path(__file__).parents[3] / "benchmarks" / "results" / "import_share.json"
-SETS: dict[str, Any] = read_results(RESULTS.read_text())["sets"]
-# Those that several versions take, and a few of the others: the command that wrote the file looks at each one so.
+#: A file of vLLM, what changed it, from which release to the next, and the first release that takes the change.
 CHANGES = [
-    item
-    for changes in (SETS["fixes"]["changes"], SETS["releases"]["changes"])
-    for number, item in enumerate(changes)
-    if item["hunks"] <= 4 and (number % 16 == 0 or len(item["applies"].split()) >= 5)
+    ("vllm/config/vllm.py", "0.20.0", "0.20.1", "0.20.0"),
+    ("vllm/model_executor/kernels/linear/mixed_precision/__init__.py", "0.22.0", "0.22.1", "0.20.0"),
+    ("vllm/model_executor/models/registry.py", "0.22.0", "0.22.1", "0.20.0"),
+    ("vllm/compilation/passes/fusion/allreduce_rms_fusion.py", "0.25.0", "0.25.1", "0.20.0"),
+    ("vllm/v1/worker/cpu_worker.py", "0.22.1", "0.23.0", "0.20.0"),
+    ("vllm/v1/spec_decode/llm_base_proposer.py", "0.25.1", "0.26.0", "0.21.0"),
+    ("vllm/v1/spec_decode/dflash.py", "0.26.0", "0.27.0", "0.20.0"),
+    ("vllm/v1/spec_decode/llm_base_proposer.py", "0.27.1", "0.28.0", "0.25.0"),
+    ("vllm/v1/worker/cpu_worker.py", "0.29.0", "0.30.0", "0.22.0"),
+    ("vllm/v1/attention/selector.py", "0.30.0", "0.31.0", "0.26.0"),
+    ("vllm/v1/worker/gpu/spec_decode/eagle/speculator.py", "0.31.0", "0.32.0", "0.23.0"),
 ]
 
 
-def test_enough_is_imported() -> None:
-    assert len(CHANGES) >= 10
-    assert {item["to"] for item in CHANGES} >= {"0.20.1", "0.25.1", "0.32.0"}
-
-
-@pytest.mark.parametrize("item", CHANGES, ids=lambda item: f"{item['to']}-{Path(item['file']).stem}")
-def test_import_gives_upstreams_text(vllm_tree: Callable[[str], Source], tmp_path: Path, item: dict[str, Any]) -> None:
-    path = item["file"]
-    before, after = vllm_tree(item["from"]).read(path), vllm_tree(item["to"]).read(path)
+@pytest.mark.parametrize(("path", "old", "new", "first"), CHANGES)
+def test_import_gives_upstreams_text(
+    vllm_tree: Callable[[str], Source], tmp_path: Path, path: str, old: str, new: str, first: str
+) -> None:
+    before, after = vllm_tree(old).read(path), vllm_tree(new).read(path)
     assert before is not None
     assert after is not None
     change = read_change(git_diff(before, after, path), "upstream.diff")
     carried = carry_all(change, [vllm_tree(version) for version in SUPPORTED], hints=False)
     good = [each for each in carried if each.outcome is Outcome.APPLIES]
-    assert [each.version for each in good] == item["applies"].split()
+    assert [each.version for each in good] == list(SUPPORTED[SUPPORTED.index(first) : SUPPORTED.index(old) + 1])
     (tmp_path / "catalogue.toml").write_text('name = "mine"\n')
     upstream = [each.version for each in carried if each.outcome is Outcome.UPSTREAM]
     create(tmp_path / "it", About("it", "it", "vLLM", "never"), written(good), upstream)
@@ -55,7 +54,7 @@ def test_import_gives_upstreams_text(vllm_tree: Callable[[str], Source], tmp_pat
             assert plan.files[path].text == each.files[path].result
         else:
             assert state == ("not-needed" if each.outcome is Outcome.UPSTREAM else "refused")
-        if each.version == item["from"]:
+        if each.version == old:
             assert plan.files[path].text == after
         elif each.outcome is Outcome.APPLIES:
             # What the version has of its own is still there: the lines that differ are the change's and no others.
