@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from vllm_hwplugin import cachedir, journal
 from vllm_hwplugin.cachedir import read_private, write_atomically
 from vllm_hwplugin.cli.output import OutputError, write_text
-from vllm_hwplugin.patching._sealed import keep_sealed, read_sealed
+from vllm_hwplugin.patching._overlay import keep_sealed, read_sealed
 
 WATCHED = ("write", "fsync", "close", "replace", "rename", "unlink")
 

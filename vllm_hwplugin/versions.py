@@ -1,18 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The supported versions of vLLM, ranges of versions, and the version that a tree states.
-
-Ranges are PEP 440's and `packaging` knows what they mean. But importing its specifiers is a tenth of what a process of
-vLLM pays for the plugin, and nearly every question is whether a released version (``0.32.0``) lies between two others.
-Those are answered by comparing numbers; anything else is `packaging`'s to answer.
-"""
+"""The supported versions of vLLM, ranges of versions, and the version that a tree states."""
 
 from __future__ import annotations
 
 import functools
-import operator
 import re
-from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
 
 SUPPORTED: Final = (
     "0.20.0", "0.20.1", "0.20.2", "0.21.0", "0.22.0", "0.22.1", "0.23.0", "0.24.0", "0.25.0", "0.25.1",
@@ -27,27 +23,12 @@ UNKNOWN_FROM: Final = f"{_MAJOR}.{int(_MINOR) + 1}"
 # As setuptools-scm and its successors write it: `__version__ = version = '0.32.0'`, or the first name alone.
 _STATEMENT: Final = r"""^__version__\s*(?::\s*str\s*)?=\s*(?:version\s*=\s*)?['"]([^'"]+)['"]"""
 
-_Release = tuple[int, ...]
-# The longer signs first: each clause is compared by the first one that it begins with.
-_PLAIN: Final[dict[str, Callable[[Any, Any], bool]]] = {
-    ">=": operator.ge,
-    "<=": operator.le,
-    "==": operator.eq,
-    "!=": operator.ne,
-    "<": operator.lt,
-    ">": operator.gt,
-}
-
 
 def is_supported(version: str) -> bool:
     """Whether a version is one of `SUPPORTED`, however it is spelt (`0.33`, `v0.33.0`) and whoever built it (`+cu130`).
 
     Pre-releases, post-releases and what is no PEP 440 version are not.
     """
-    if version in SUPPORTED:
-        return True
-    from packaging.version import InvalidVersion, Version
-
     try:
         public = Version(Version(version).public)
     except InvalidVersion:
@@ -57,10 +38,6 @@ def is_supported(version: str) -> bool:
 
 def final(version: str) -> str:
     """The release that a candidate, a development version or a build of one belongs to; what is no version stays."""
-    if _release(version) is not None:
-        return version
-    from packaging.version import InvalidVersion, Version
-
     try:
         return Version(version).base_version
     except InvalidVersion:
@@ -90,8 +67,7 @@ class Versions:
         if len(self._ranges) > 1 and () in self._ranges:
             raise ValueError(f"{text!r} has a range without a clause beside '||'")
         for clauses in self._ranges:
-            if None in map(_plain, clauses):
-                _specifier(clauses)
+            _specifier(clauses)
 
     def covers(self, version: str) -> bool:
         """Whether the range holds a version; what is no version at all (vLLM's fall-back is `dev`) is in none."""
@@ -128,54 +104,21 @@ class Versions:
         return hash(self._ranges)
 
 
-#: As `Versions`, whose ranges are mostly those of others: a start asks for each once.
-cached: Final = functools.lru_cache(maxsize=256)(Versions)
-
-
 def _from_below(clause: str) -> tuple[bool, str]:
     return not clause.startswith(">"), clause
 
 
+# Most ranges are those of other hunks and features, too, and are asked for the same version.
 @functools.lru_cache(maxsize=1024)
 def _holds(clauses: tuple[str, ...], version: str) -> bool:
-    release, plain = _release(version), [_plain(clause) for clause in clauses]
-    if release is not None and None not in plain:
-        return all(item is not None and item[0](release, item[1]) for item in plain)
-    from packaging.version import InvalidVersion, Version
-
     try:
         # Asked here: what packaging's specifiers do with a text that is no version differs between its releases.
         Version(version)
     except InvalidVersion:
         return False
-    return bool(_specifier(clauses).contains(version, prereleases=True))
+    return _specifier(clauses).contains(version, prereleases=True)
 
 
 @functools.lru_cache(maxsize=256)
-def _specifier(clauses: tuple[str, ...]) -> Any:
-    from packaging.specifiers import SpecifierSet  # its InvalidSpecifier is a ValueError
-
-    return SpecifierSet(",".join(clauses))
-
-
-# Most ranges begin or end where others do.
-@functools.lru_cache(maxsize=256)
-def _plain(clause: str) -> tuple[Callable[[Any, Any], bool], _Release] | None:
-    """The clause as a comparison of numbers; None where it is not as simple as that."""
-    for sign, compare in _PLAIN.items():
-        if clause.startswith(sign):
-            bound = _release(clause.removeprefix(sign))
-            return None if bound is None else (compare, bound)
-    return None
-
-
-# The same dozen versions are asked for again and again, for each range of each feature.
-@functools.lru_cache(maxsize=256)
-def _release(version: str) -> _Release | None:
-    """``0.32.0`` as numbers, less zeros at the end; None for a version that is more than those."""
-    parts = version.split(".")
-    if not all(part.isascii() and part.isdigit() for part in parts):
-        return None
-    while len(parts) > 1 and not int(parts[-1]):
-        parts.pop()
-    return tuple(int(part) for part in parts)
+def _specifier(clauses: tuple[str, ...]) -> SpecifierSet:
+    return SpecifierSet(",".join(clauses))  # its InvalidSpecifier is a ValueError

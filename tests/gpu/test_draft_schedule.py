@@ -35,7 +35,7 @@ def _has_the_fault() -> None:
 
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("FlashAttention 3 is for compute capability 9.0")
-    version = Version(find_installed().source.version)
+    version = Version(find_installed().version)
     if not Version("0.25.0") <= version < Version("0.30.0"):
         pytest.skip(f"vLLM {version} has no such drafts, or makes no schedule for them")
 

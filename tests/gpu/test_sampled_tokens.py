@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    sides = texts_of(find_installed().source)
+    sides = texts_of(find_installed())
     if sides["stock"] == sides["patched"]:
         pytest.skip("this vLLM needs neither backport")
     return sample(sides, Path(tmp_path_factory.mktemp("samplers")), "cuda")

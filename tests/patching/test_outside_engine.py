@@ -52,7 +52,7 @@ def test_both_processes_of_an_engine_run_features_from_outside(tmp_path: Path) -
         ("half", "vllm", vllm, SCHEDULER, "num_output_tokens >= request.max_tokens", "num_output_tokens >= 4"),
         ("hint", "transformers", library, LIBRARY, core, f"    hint += '.'\n{core}"),
     ):
-        text = installed.source.read(path)
+        text = installed.read(path)
         assert text is not None
         write_feature(catalogue, name, distribution, installed.version, text, path, old, new)
     (catalogue / "catalogue.toml").write_text('name = "acme"\n')

@@ -16,9 +16,8 @@ import pytest
 
 from vllm_hwplugin import cachedir
 from vllm_hwplugin.patching._finder import CopyFinder
-from vllm_hwplugin.patching._overlay import Copy, Overlay, OverlayError, has_copy, open_overlay
+from vllm_hwplugin.patching._overlay import Copy, Overlay, OverlayError, has_copy, keep_sealed, open_overlay
 from vllm_hwplugin.patching._plan import patched_file
-from vllm_hwplugin.patching._sealed import keep_sealed
 
 TEXT = "def answer():\n    return 42\n"
 

@@ -100,7 +100,7 @@ def texts(plan: Plan) -> dict[str, str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("version", ["0.20.2", "0.26.0", "0.33.0"])
 def test_applied_with_the_edit_or_refused(vllm_tree: Callable[[str], Source], version: str) -> None:
-    source, catalogue = vllm_tree(version), load_catalogue(version=version)
+    source, catalogue = vllm_tree(version), load_catalogue()
     stock = make_plan(catalogue, source, {})
     all_live = frozenset(name for name, item in stock.features.items() if item.state == "live")
     assert set(stock.files) == {diff.path for name in all_live for diff in stock.features[name].feature.files}

@@ -42,8 +42,6 @@ def test_installing_imports_no_vllm(patched: Project) -> None:
 
 @pytest.mark.parametrize("variables", [{GATES[0]: "off"}, {"VLLM_HWPLUGIN": "0"}])
 def test_a_gate_that_is_off_gives_stock_code(patched: Project, variables: dict[str, str]) -> None:
-    # Its diff is not read: each start would pay for that.
-    (patched.patches / "made-up" / "edit.diff").write_text("no diff")
     code = """
         assert install().error is None
         import marshal, importlib.util, vllm.v1.alpha as alpha

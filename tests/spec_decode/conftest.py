@@ -25,7 +25,7 @@ def patched_module() -> Callable[..., types.ModuleType]:
     def module(path: str, **choices: str) -> types.ModuleType:
         key = (path, *sorted(choices.items()))
         if key not in made:
-            plan = make_plan(load_catalogue(), find_installed().source, {**WITHOUT_MODES, **choices})
+            plan = make_plan(load_catalogue(), find_installed(), {**WITHOUT_MODES, **choices})
             assert plan.features["draft-full-graph"].state == "live", plan.features["draft-full-graph"].reason
             made[key] = types.ModuleType(f"patched.{path}")
             made[key].__package__ = path.rpartition("/")[0].replace("/", ".")

@@ -38,7 +38,7 @@ def text_of(tree: Any, path: str, **choices: str) -> str:
 
 @functools.cache
 def _plan_of(tree: Any, **choices: str) -> Any:
-    plan = make_plan(load_catalogue(version=tree.version), tree, {**WITHOUT_MODES, **choices})
+    plan = make_plan(load_catalogue(), tree, {**WITHOUT_MODES, **choices})
     assert plan.errors == ()
     return plan
 

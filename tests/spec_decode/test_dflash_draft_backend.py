@@ -310,7 +310,7 @@ def test_a_configuration_without_the_flag_leaves_the_given_one_alone() -> None:
 @pytest.mark.parametrize("version", versions(*FILES))
 def test_the_hunks_import_what_they_call(vllm_tree: Callable, version: str) -> None:
     """The tests give the executed parts these names, so the import lines are looked at here."""
-    catalogue = load_catalogue(version=version)
+    catalogue = load_catalogue()
     (feature,) = (one for one in catalogue.features if one.id == "dflash-draft-backend")
     plan = make_plan(Catalogue((feature,)), vllm_tree(version), {})
     for path, file in plan.files.items():

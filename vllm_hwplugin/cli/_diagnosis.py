@@ -29,10 +29,11 @@ from ..ops.override_table import GATE as OPS
 from ..ops.override_table import SKIP, unknown_names
 from ..patching import (
     FOLDER,
-    VLLM,
     Catalogue,
     Installed,
     NotInstalled,
+    NotPython,
+    PatchedFile,
     PatchingError,
     VersionUnknown,
     find_installed,
@@ -40,7 +41,7 @@ from ..patching import (
     is_supported,
     load_catalogue,
     make_plan,
-    not_python,
+    trouble_in,
 )
 from ..patching.outside import FOLDERS, Found, Trouble, find_outside, find_targets
 from . import _host
@@ -369,26 +370,23 @@ def _decide(
         found.problems.append(cache.trouble)
         return all_of("refused", cache.trouble, found.problems)
     others, missing = find_targets(catalogue.features)
-    sources = {name: item.source for name, item in others.items()}
-    refused: dict[str, str] = {}
-    while True:
-        plan = make_plan(
-            catalogue,
-            installed.source,
-            choices,
-            try_unlisted=good["VLLM_HWPLUGIN_TRY_UNLISTED"].flag,
-            strict=strict,
-            refused={**missing, **mistaken, **refused},
-            others=sources,
-        )
-        broken = not_python(plan, {VLLM: installed.source, **sources})
-        if (trouble := cache.trouble) is not None:
-            for file in plan.files.values():
-                if not any(has_copy(file, place) for place in cache.read_only):
-                    broken |= dict[str, str].fromkeys(file.features, trouble)
-        if not broken:
-            break
-        refused |= broken
+
+    def check(file: PatchedFile) -> None:
+        if trouble := trouble_in(file.path, file.text):
+            raise NotPython(trouble)
+        if cache.trouble is not None and not any(has_copy(file, place) for place in cache.read_only):
+            raise PatchingError(cache.trouble)
+
+    plan = make_plan(
+        catalogue,
+        installed,
+        choices,
+        try_unlisted=good["VLLM_HWPLUGIN_TRY_UNLISTED"].flag,
+        strict=strict,
+        refused=missing | mistaken,
+        others=others,
+        check=check,
+    )
     found.problems += plan.errors
     refusals: dict[str, list[str]] = {}
     for name, item in plan.features.items():

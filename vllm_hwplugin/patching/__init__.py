@@ -9,7 +9,7 @@ from ..versions import SUPPORTED, is_supported
 from ._apply import Edit, Text, apply_edits, edits_of, is_open, locate, split_lines
 from ._catalogue import default_folder, load_catalogue
 from ._diff import file_diff, parse_diff, read_sections
-from ._errors import CatalogueError, DiffError, InstallError, PatchingError, UnreadableFile
+from ._errors import CatalogueError, DiffError, InstallError, NotPython, PatchingError, UnreadableFile
 from ._evaluate import evaluate, evaluate_as, evaluate_together, told_apart, trouble_in
 from ._installed import Installed, NotInstalled, VersionUnknown, find_installed
 from ._model import (
@@ -33,7 +33,7 @@ from ._model import (
     target_name,
 )
 from ._overlay import FOLDER, has_copy
-from ._plan import make_plan, not_python, render_diff
+from ._plan import make_plan, render_diff
 from ._runtime import current_plan, force, install, verify
 
 __all__ = [
@@ -58,6 +58,7 @@ __all__ = [
     "Nearest",
     "NotInstalled",
     "NotNeeded",
+    "NotPython",
     "PatchedFile",
     "PatchingError",
     "Plan",
@@ -83,7 +84,6 @@ __all__ = [
     "load_catalogue",
     "locate",
     "make_plan",
-    "not_python",
     "parse_diff",
     "read_sections",
     "render_diff",

@@ -7,11 +7,10 @@ edits are found on the pristine text and put together at the end, so that their 
 
 from __future__ import annotations
 
-import functools
 import io
-from bisect import bisect_right
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from itertools import groupby, takewhile
+from itertools import accumulate, groupby, takewhile
 from typing import NamedTuple
 
 from ._model import FileDiff, Hunk, HunkStatus, HunkVerdict, Nearest
@@ -34,41 +33,17 @@ class Edit(NamedTuple):
 
 
 class Text:
-    """A pristine text. A start of vLLM, where every hunk fits, looks at few of its lines and never asks for `lines`."""
+    """A pristine text."""
 
     def __init__(self, text: str):
         self.text = text
-        # Line numbers (from 0) and where those lines begin, as far as somebody has looked; both in order.
-        self._numbers, self._begins = [0], [0]
-
-    @functools.cached_property
-    def lines(self) -> list[str]:
-        return split_lines(self.text)
+        self.lines = split_lines(text)
+        # Where each line begins, and behind them the end of the text.
+        self._begins = [*accumulate(map(len, self.lines), initial=0)]
 
     def begin(self, line: int) -> int:
         """Where line `line` (from 0) begins; of a line that there is not, the end of the text."""
-        index = bisect_right(self._numbers, line) - 1
-        behind = self._numbers[index + 1] if index + 1 < len(self._numbers) else None
-        if behind is not None and behind - line < line - self._numbers[index]:
-            known, at = behind, self._begins[index + 1]
-        else:
-            known, at = self._numbers[index], self._begins[index]
-        for _ in range(known, line):
-            at = self.text.find("\n", at) + 1
-            if not at:
-                return len(self.text)
-        for _ in range(line, known):
-            at = self.text.rfind("\n", 0, at - 1) + 1
-        return at
-
-    def _number(self, at: int) -> int:
-        """The line (from 0) that begins at `at`. Counting from the top of a file takes as long as finding it."""
-        index = bisect_right(self._begins, at) - 1
-        number = self._numbers[index] + self.text.count("\n", self._begins[index], at)
-        if number != self._numbers[index]:
-            self._numbers.insert(index + 1, number)
-            self._begins.insert(index + 1, at)
-        return number
+        return self._begins[min(line, len(self.lines))]
 
     def has(self, block: Sequence[str], place: int) -> bool:
         """Whether `block` stands at line `place` (from 0)."""
@@ -89,7 +64,7 @@ class Text:
         at = self.text.find(wanted)
         while at >= 0:
             if (at == 0 or self.text[at - 1] == "\n") and self._stands(wanted, at):
-                found.append(self._number(at))
+                found.append(bisect_left(self._begins, at))
             at = self.text.find(wanted, at + 1)
         return found
 

@@ -7,17 +7,21 @@ This reads the project's own; `outside` reads those of others, by the same rules
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping
+import sys
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
-from ..gates import BY_NAME, Gate, GateError, feature_gate, read
-from ..versions import SUPPORTED, Versions, cached, final
+from ..gates import BY_NAME, Gate, GateError, feature_gate
+from ..versions import SUPPORTED, Versions
 from ._diff import parse_diff
 from ._errors import CatalogueError, DiffError
 from ._model import VLLM, Catalogue, Feature, FileDiff, NotNeeded, target_name
-from ._toml import MISSING, read_patch_tomls, read_toml
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 #: The file that makes a folder of a catalogue a feature.
 PATCH = "patch.toml"
@@ -35,7 +39,7 @@ def _own(raw: Mapping[str, Any], file: Path) -> Mapping[str, Any]:
     return raw
 
 
-class Terms:
+class Terms(NamedTuple):
     """What a feature is read by.
 
     Attributes:
@@ -44,22 +48,12 @@ class Terms:
         complete: takes the values of a `patch.toml` and its path, and gives back the values with those that may be left
             out. CatalogueError where one is not as it has to be.
         read: the bytes of a file. OSError where it is not there.
-        parsed: `patch.toml` -> its values, of those that were read before.
-        environ: the diffs of features whose gate is off there are not read.
     """
 
-    # An ordinary class: each process of vLLM would pay for making a named tuple or a dataclass of it.
-    def __init__(
-        self,
-        catalogue: str = "",
-        keys: frozenset[str] = _OWN_KEYS,
-        complete: Callable[[Mapping[str, Any], Path], Mapping[str, Any]] = _own,
-        read: Callable[[Path], bytes] = Path.read_bytes,
-        parsed: Mapping[Path, Mapping[str, Any]] = MappingProxyType({}),
-        environ: Mapping[str, str] | None = None,
-    ) -> None:
-        self.catalogue, self.keys, self.complete, self.read = catalogue, keys, complete, read
-        self.parsed, self.environ = parsed, environ
+    catalogue: str = ""
+    keys: frozenset[str] = _OWN_KEYS
+    complete: Callable[[Mapping[str, Any], Path], Mapping[str, Any]] = _own
+    read: Callable[[Path], bytes] = Path.read_bytes
 
 
 def default_folder() -> Path:
@@ -69,32 +63,15 @@ def default_folder() -> Path:
     return inside if inside.is_dir() else package.parent / "patches"
 
 
-def load_catalogue(
-    folder: Path | None = None,
-    *,
-    version: str | None = None,
-    environ: Mapping[str, str] | None = None,
-    base: Path | None = None,
-) -> Catalogue:
-    """Read every feature of `folder`.
-
-    Args:
-        folder: default: the project's own.
-        version: keep only the hunks for this version. A process that patches itself needs no others. A feature that
-            says nothing of the version keeps all of its hunks. Ranges that overlap are then an error only where both
-            hold this version.
-        environ: a feature whose gate is off there keeps no hunk.
-        base: a cache folder that can be trusted, for the values of each `patch.toml`; without one they are parsed.
+def load_catalogue(folder: Path | None = None) -> Catalogue:
+    """Read every feature of `folder`, by default the project's own.
 
     Raises:
         CatalogueError: a folder or `patch.toml` is not as it has to be.
         DiffError: a diff is malformed.
     """
     folder = default_folder() if folder is None else folder
-    folders = feature_folders(folder)
-    parsed = {} if base is None else read_patch_tomls([item / PATCH for item in folders], base)
-    terms = Terms(parsed=parsed, environ=environ)
-    return Catalogue(in_order([load_feature(item, version, terms) for item in folders], folder))
+    return Catalogue(in_order([load_feature(item, Terms()) for item in feature_folders(folder)], folder))
 
 
 def feature_folders(folder: Path, way_out: str = "reinstall vllm-hwplugin") -> tuple[Path, ...]:
@@ -111,10 +88,25 @@ def feature_folders(folder: Path, way_out: str = "reinstall vllm-hwplugin") -> t
     return tuple(folder / name for name in names)
 
 
-def load_feature(folder: Path, version: str | None, terms: Terms) -> Feature:
+def read_toml(file: Path, read: Callable[[Path], bytes], missing: str) -> dict[str, Any]:
+    """The values of a TOML file.
+
+    Raises:
+        CatalogueError: it cannot be read (`missing` says what it is for), or is no TOML.
+    """
+    try:
+        values: dict[str, Any] = tomllib.loads(read(file).decode("utf-8"))
+    except OSError as error:
+        raise CatalogueError(f"{file}: can't be read ({error.strerror}); {missing}") from error
+    except ValueError as error:
+        raise CatalogueError(f"{file}: not TOML ({error}); see docs/your-own-patches.md") from error
+    return values
+
+
+def load_feature(folder: Path, terms: Terms) -> Feature:
     """One feature; see `load_catalogue`."""
     file = folder / PATCH
-    raw = terms.parsed[file] if file in terms.parsed else read_toml(file, terms.read, MISSING)
+    raw = read_toml(file, terms.read, "each folder of patches needs one")
     if "variant" in raw:
         raise CatalogueError(
             f"{file}: [[variant]] is not read any more: say `versions` once for the feature, keep one diff for each "
@@ -132,35 +124,21 @@ def load_feature(folder: Path, version: str | None, terms: Terms) -> Feature:
         raise CatalogueError(f"{file}: requires is {requires!r}, expected a list of feature ids")
     versions = _versions(raw, file)
     not_needed = [NotNeeded(_versions(table, file), text_of(table, "reason", file)) for table in _not_needed(raw, file)]
-    only = version if distribution == VLLM else None
-    stated = [versions, *(item.versions for item in not_needed)]
-    if terms.catalogue:
-        # What others write may be for versions, and distributions, of which this release knows nothing.
-        edges = [edge for item in stated for edge in item.edges()]
-        _refuse_overlap(stated, (*SUPPORTED, *edges), file, distribution)
-    else:
-        _refuse_overlap(stated, SUPPORTED if version is None else (version,), file, distribution)
+    _refuse_overlap([versions, *(item.versions for item in not_needed)], file, distribution)
     if terms.catalogue and not versions.has_end:
         raise CatalogueError(
             f"{file}: the range '{versions}' has no end, so it would hold releases that nobody has seen; end it before "
             "the first one"
         )
-    wanted = only if only and versions.covers(only) else None
-    files: tuple[FileDiff, ...] = ()
-    switch = _switch(raw, texts, terms, file)
-    if not _is_off(switch, terms.environ) and not (only and any(item.versions.covers(only) for item in not_needed)):
-        # Of a candidate the feature as a whole knows which hunks are meant.
-        files = _diffs(folder, wanted if wanted and final(wanted) == wanted else None, terms, distribution)
-    feature = Feature(
+    return Feature(
         **(texts | {"id": _joined(terms.catalogue, folder.name)}),
         requires=tuple(requires),
         versions=versions,
         not_needed=tuple(not_needed),
-        files=files,
+        files=_diffs(folder, terms, distribution),
         distribution=distribution,
-        switch=switch,
+        switch=_switch(raw, texts, terms, file),
     )
-    return feature._replace(files=feature.files_for(wanted)) if wanted else feature
 
 
 def _switch(raw: Mapping[str, Any], texts: Mapping[str, str], terms: Terms, file: Path) -> Gate:
@@ -186,29 +164,22 @@ def _switch(raw: Mapping[str, Any], texts: Mapping[str, str], terms: Terms, file
         raise CatalogueError(f"{file}: {error}") from error
 
 
-def _is_off(gate: Gate, environ: Mapping[str, str] | None) -> bool:
-    try:
-        return environ is not None and read(gate, environ).choice == "off"
-    except GateError:
-        return False  # for who reads all of them to say
-
-
-def _diffs(folder: Path, version: str | None, terms: Terms, distribution: str) -> tuple[FileDiff, ...]:
+def _diffs(folder: Path, terms: Terms, distribution: str) -> tuple[FileDiff, ...]:
     names = sorted(name for name in os.listdir(folder) if name.endswith(DIFFS) and not name.startswith("."))
     if not names:
         raise CatalogueError(f"{folder}: has no {DIFFS} file, so it changes nothing; see docs/your-own-patches.md")
-    return tuple(item for name in names for item in _read_diff(folder, name, version, terms, distribution))
+    return tuple(item for name in names for item in _read_diff(folder, name, terms, distribution))
 
 
 def _joined(catalogue: str, name: str) -> str:
     return f"{catalogue}/{name}" if catalogue else name
 
 
-def _read_diff(folder: Path, name: str, version: str | None, terms: Terms, distribution: str) -> tuple[FileDiff, ...]:
+def _read_diff(folder: Path, name: str, terms: Terms, distribution: str) -> tuple[FileDiff, ...]:
     origin = _joined(terms.catalogue, f"{folder.name}/{name}")
     try:
         # As bytes: a diff of a file with CRLF lines has to keep them.
-        return parse_diff(terms.read(folder / name).decode("utf-8"), origin, distribution, version=version)
+        return parse_diff(terms.read(folder / name).decode("utf-8"), origin, distribution)
     except OSError as error:
         raise CatalogueError(f"{folder / name}: can't be read ({error.strerror}); mend or remove it") from error
     except UnicodeDecodeError as error:
@@ -242,15 +213,16 @@ def refuse_unknown(table: Mapping[str, Any], known: frozenset[str], where: str, 
 def _versions(table: Mapping[str, Any], file: Path) -> Versions:
     text = text_of(table, "versions", file)
     try:
-        return cached(text)
+        return Versions(text)
     except ValueError as error:
         raise CatalogueError(
             f"{file}: versions {text!r} is no PEP 440 specifier, such as '>=0.20.0,<0.22.0'"
         ) from error
 
 
-def _refuse_overlap(ranges: list[Versions], versions: Iterable[str], file: Path, distribution: str) -> None:
-    for version in versions:
+def _refuse_overlap(ranges: list[Versions], file: Path, distribution: str) -> None:
+    # Of other distributions only the ranges themselves say which versions there are.
+    for version in (*SUPPORTED, *(edge for item in ranges for edge in item.edges())) if len(ranges) > 1 else ():
         covering = [item for item in ranges if item.covers(version)]
         if len(covering) > 1:
             raise CatalogueError(

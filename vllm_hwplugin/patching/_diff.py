@@ -2,8 +2,7 @@
 """Unified diffs, read strictly.
 
 The general parsers pass over what would make a later match less than exact: lines that a hunk's header does not count,
-hunks out of order or with nothing to match, renamed, new and deleted files. Here each of these is an error. It is read
-in every process of vLLM that starts, so it is one walk over the lines.
+hunks out of order or with nothing to match, renamed, new and deleted files. Here each of these is an error.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Final
 
-from ..versions import Versions, cached
+from ..versions import Versions
 from ._errors import DiffError
 from ._model import VLLM, FileDiff, Hunk, target_name
 
@@ -21,7 +20,7 @@ from ._model import VLLM, FileDiff, Hunk, target_name
 _HEADER: Final = re.compile(r"@@ -(\d{1,9})(?:,(\d{1,9}))? \+(\d{1,9})(?:,(\d{1,9}))? @@(?: *([<>=!~|\d].*))?")
 
 
-def parse_diff(text: str, origin: str, distribution: str = VLLM, *, version: str | None = None) -> tuple[FileDiff, ...]:
+def parse_diff(text: str, origin: str, distribution: str = VLLM) -> tuple[FileDiff, ...]:
     """Read the diff of one or more files.
 
     Args:
@@ -29,21 +28,17 @@ def parse_diff(text: str, origin: str, distribution: str = VLLM, *, version: str
             that it is for.
         origin: the diff's name in messages.
         distribution: whose files it changes; paths of others than `VLLM` are as they stand in site-packages.
-        version: pass over hunks that are not for this version, and over files without others.
 
     Raises:
         DiffError: malformed, or something else than changes inside existing files of that distribution.
     """
-    files = []
-    found = False
-    for source, target, hunks in _read(text, origin, ranges=True, version=version):
-        found = True
-        path, kept = _path(source, target, origin, distribution), [hunk for hunk in hunks if hunk.lines]
-        if kept or not hunks:
-            files.append(file_diff(path, kept, origin))
-    if not found:
+    files = tuple(
+        file_diff(_path(source, target, origin, distribution), hunks, origin)
+        for source, target, hunks in read_sections(text, origin, ranges=True)
+    )
+    if not files:
         raise DiffError(f"{origin}: no '--- a/... +++ b/...' header found; write it with `diff -u` or `git diff`")
-    return tuple(files)
+    return files
 
 
 def file_diff(path: str, hunks: Sequence[Hunk], origin: str) -> FileDiff:
@@ -67,35 +62,21 @@ def file_diff(path: str, hunks: Sequence[Hunk], origin: str) -> FileDiff:
     return FileDiff(path, tuple(hunks), origin)
 
 
-def read_sections(text: str, origin: str) -> Iterator[tuple[str, str, list[Hunk]]]:
+def read_sections(text: str, origin: str, *, ranges: bool = False) -> Iterator[tuple[str, str, list[Hunk]]]:
     """Whatever files a diff speaks of: the two paths as they stand there, and the hunks.
 
     A new file's first path and a deleted one's second is `/dev/null`. Without hunks: a file that is only renamed or has
     a new mode, or one that is not text.
 
+    Args:
+        ranges: what stands behind the `@@` of a hunk may be its versions.
+
     Raises:
         DiffError: malformed.
     """
-    return _read(text, origin)
-
-
-def _read(
-    text: str, origin: str, *, ranges: bool = False, version: str | None = None
-) -> Iterator[tuple[str, str, list[Hunk]]]:
-    """See `read_sections`.
-
-    Args:
-        ranges: what stands behind the `@@` of a hunk may be its versions.
-        version: hunks that are not for it are left without lines.
-    """
     if text and not text.endswith("\n"):
         raise DiffError(f"{origin}: the last line has no newline, so the file may be cut short; write the diff anew")
-    return _sections(text.split("\n")[:-1], origin, ranges, version)
-
-
-def _sections(
-    lines: list[str], origin: str, ranges: bool, version: str | None
-) -> Iterator[tuple[str, str, list[Hunk]]]:
+    lines = text.split("\n")[:-1]
     source = target = ""
     hunks: list[Hunk] = []
     of_git = False
@@ -123,10 +104,6 @@ def _sections(
             of_git = False
             where = f"{origin}: hunk {len(hunks) + 1} of {source}"
             versions = _versions(header[5], where) if ranges and header[5] else None
-            if versions is not None and version is not None and not versions.covers(version):
-                hunks.append(Hunk(len(hunks) + 1, *_counts(header), (), versions))
-                number = _behind(lines, number, header)
-                continue
             body, number = _body(lines, number, header, where, origin)
             hunks.append(Hunk(len(hunks) + 1, *_counts(header), tuple(body), versions))
         elif line.startswith((" ", "+", "-")):
@@ -140,7 +117,7 @@ def _sections(
 
 def _versions(text: str, where: str) -> Versions:
     try:
-        return cached(text)
+        return Versions(text)
     except ValueError as error:
         raise DiffError(
             f"{where}: {text!r} behind its '@@' is no range of versions, such as '>=0.24,<0.26' or '<0.22 || >=0.24'"
@@ -150,17 +127,6 @@ def _versions(text: str, where: str) -> Versions:
 def _counts(header: re.Match[str]) -> tuple[int, int, int, int]:
     start, length, target_start, target_length, _ = header.groups(default="1")
     return int(start), int(length), int(target_start), int(target_length)
-
-
-def _behind(lines: list[str], number: int, header: re.Match[str]) -> int:
-    """The number of the line behind a hunk that nobody looks at."""
-    _, before, _, after = _counts(header)
-    while (before > 0 or after > 0) and number < len(lines):
-        sign = lines[number][:1]
-        before -= sign not in ("+", "\\")
-        after -= sign not in ("-", "\\")
-        number += 1
-    return number
 
 
 def _body(

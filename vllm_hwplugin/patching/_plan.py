@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 
 from ..gates import STRICT
 from ._apply import apply_edits, split_lines
-from ._errors import PatchingError
-from ._evaluate import Fit, Texts, conflicts_between, evaluate, fit, trouble_in
+from ._errors import NotPython, PatchingError
+from ._evaluate import Fit, Texts, conflicts_between, evaluate, fit
 from ._model import (
     VLLM,
     Catalogue,
@@ -39,6 +39,7 @@ def make_plan(
     strict: bool = False,
     refused: Mapping[str, str] = MappingProxyType({}),
     others: Mapping[str, Source] = MappingProxyType({}),
+    check: Callable[[PatchedFile], object] = lambda file: None,
 ) -> Plan:
     """Settle which features are live on `source` and make the patched texts.
 
@@ -52,8 +53,37 @@ def make_plan(
         strict: a feature that is refused is an error, whatever its gate says.
         refused: feature id -> why the process cannot have it, though its text may fit.
         others: the other distributions that features change.
+        check: raises a PatchingError where the process cannot have a patched file. Its features are refused then; where
+            it is a NotPython, only those whose own change is none, or else the last one of the file.
     """
-    texts = {name: Texts(item) for name, item in {VLLM: source, **others}.items()}
+    refused = dict(refused)
+    sources = {VLLM: source, **others}
+    while True:
+        plan = _plan(catalogue, sources, choices, try_unlisted, strict, refused)
+        wrong: dict[str, str] = {}
+        for file in plan.files.values():
+            try:
+                check(file)
+            except NotPython as error:
+                verdicts = [evaluate(plan.features[name].feature, sources[file.distribution]) for name in file.features]
+                alone = {item.feature: item.reason for item in verdicts if item.status is Status.NO_PYTHON}
+                wrong |= alone or {file.features[-1]: str(error)}
+            except PatchingError as error:
+                wrong |= dict.fromkeys(file.features, str(error))
+        if not wrong:
+            return plan
+        refused |= wrong
+
+
+def _plan(
+    catalogue: Catalogue,
+    sources: Mapping[str, Source],
+    choices: Mapping[str, str],
+    try_unlisted: bool,
+    strict: bool,
+    refused: Mapping[str, str],
+) -> Plan:
+    texts = {name: Texts(item) for name, item in sources.items()}
     states: dict[str, FeatureState] = {}
     live: list[Fit] = []
     for feature in catalogue.features:
@@ -64,7 +94,7 @@ def make_plan(
             states[feature.id] = _settle(feature, texts.get(feature.distribution), choice, try_unlisted, states, live)
     files = _patched(texts, live)
     errors = tuple(_errors(states, choices, texts, strict))
-    return Plan(source.version, states, files, _fingerprint(files), errors)
+    return Plan(sources[VLLM].version, states, files, _fingerprint(files), errors)
 
 
 def _errors(
@@ -156,25 +186,6 @@ def _fingerprint(files: Mapping[str, PatchedFile]) -> str:
     for path, file in files.items():
         digest.update(f"{path}\0{file.digest}\0".encode())
     return digest.hexdigest()[:16]
-
-
-def not_python(plan: Plan, sources: Mapping[str, Source]) -> dict[str, str]:
-    """Feature -> why it has to be refused, where the text that comes of a file cannot be compiled.
-
-    Those that make it so by themselves, or else the last one of the file.
-
-    Args:
-        sources: by distribution, what the plan was made from.
-    """
-    found: dict[str, str] = {}
-    for path, file in plan.files.items():
-        if trouble := trouble_in(path, file.text):
-            verdicts = {
-                name: evaluate(plan.features[name].feature, sources[file.distribution]) for name in file.features
-            }
-            alone = {name: item.reason for name, item in verdicts.items() if item.status is Status.NO_PYTHON}
-            found |= alone or {file.features[-1]: trouble}
-    return found
 
 
 def render_diff(feature: Feature, source: Source) -> str:

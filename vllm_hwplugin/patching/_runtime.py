@@ -14,19 +14,18 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from .. import __version__, gates, journal
 from ..journal import Journal
+from ..versions import SUPPORTED, is_supported
+from . import outside
 from ._agreement import compare_with_first, features_in, give_up, lost_with
 from ._catalogue import load_catalogue
-from ._errors import InstallError, NotPython, PatchingError
+from ._errors import InstallError, PatchingError
 from ._finder import CopyFinder, serves
 from ._installed import Installed, find_installed
-from ._model import VLLM, Catalogue, ModuleCheck, Plan
+from ._model import VLLM, Catalogue, ModuleCheck, PatchedFile, Plan
 from ._overlay import Copy, Overlay, open_overlay
-from ._packages import catalogue_packages
-from ._plan import make_plan, not_python
-from ._report import report
+from ._plan import make_plan
 
 if TYPE_CHECKING:
-    from . import outside
     from ._swap import Swap
 
 logger = logging.getLogger("vllm.hwplugin")
@@ -164,11 +163,12 @@ def force(features: Collection[str]) -> None:
         if _state is None or _state.finder is None or _state.wanted is None or _state.plan is None:
             return
         _state.finder.put_first()
+        files = {file.module: file for file in _state.plan.files.values()}
         swaps: dict[str, Swap] = {}
         stock: dict[str, str] = {}
         for name in [check.module for check in checks if check.state == "stock"]:
             try:
-                swaps[name] = _plan_swap(_state.wanted.installed, _state.plan, _state.finder.copies[name])
+                swaps[name] = _plan_swap(_state.wanted.installed, files[name], _state.finder.copies[name])
             except PatchingError as error:
                 stock[name] = str(error)
         lost = lost_with(_state.plan, stock)
@@ -254,25 +254,24 @@ def _activate(
     entry = state.journal
     entry.vllm_dist, entry.vllm_version, entry.vllm_root = installed.dist, installed.version, str(installed.root)
     overlay = open_overlay(environ)
+    try_unlisted, strict = values["VLLM_HWPLUGIN_TRY_UNLISTED"].flag, values[gates.STRICT].flag
     choices = {name: value.choice for name, value in values.items() if value.gate.switches}
     if catalogue is None:
-        catalogue = load_catalogue(version=installed.version, environ=environ, base=overlay.base)
+        catalogue = load_catalogue()
     state.gates = catalogue.gates
     declared = gates.read_all(environ, state.gates)
     choices |= {name: value.choice for name, value in declared.items()}
-    targets, missing = {VLLM: installed}, dict[str, str]()
-    packages = catalogue_packages()
-    if packages or values["VLLM_HWPLUGIN_PATCHES"].names:
-        # Rarely needed, like what it imports.
-        from . import outside
-
-        found = outside.find_outside(environ, catalogue, packages=packages, version=installed.version)
-        state.gates = (*state.gates, *found.gates)
-        _report_catalogues(entry, found, strict=values[gates.STRICT].flag)
-        catalogue = found.behind(catalogue)
-        more, mistaken = found.choices(environ)
-        others, missing = outside.find_targets(catalogue.features)
-        choices, targets, missing = choices | more, targets | others, missing | mistaken
+    found = outside.find_outside(environ, catalogue)
+    state.gates = (*state.gates, *found.gates)
+    for trouble in found.troubles:
+        if strict:
+            raise InstallError(f"{gates.STRICT}=1, but the patches of {trouble.where} are off: {trouble.reason}")
+        # Among the features, because it may have had some.
+        entry.features[trouble.where] = {"state": "refused", "reason": trouble.reason}
+    catalogue = found.behind(catalogue)
+    more, mistaken = found.choices(environ)
+    others, missing = outside.find_targets(catalogue.features)
+    choices |= more
     for unknown in gates.unknown(environ, state.gates):
         logger.warning("%s", unknown)
     if demanded := gates.unclaimed(environ, state.gates):
@@ -282,9 +281,8 @@ def _activate(
             "catalogue's folder in VLLM_HWPLUGIN_PATCHES, or take the variable back"
         )
     state.overlay = overlay
-    try_unlisted = values["VLLM_HWPLUGIN_TRY_UNLISTED"].flag
-    strict = values[gates.STRICT].flag
-    wanted = state.wanted = _Wanted(targets, missing, catalogue, choices, try_unlisted, strict, overlay)
+    targets = {VLLM: installed, **others}
+    wanted = state.wanted = _Wanted(targets, missing | mistaken, catalogue, choices, try_unlisted, strict, overlay)
     settled = _put_in_force(state, wanted)
     for note in overlay.notes:
         logger.warning("patched copies go to %s instead: %s", overlay.base, note)
@@ -301,8 +299,37 @@ def _activate(
     meant = sorted((name, choice) for name, choice in choices.items() if name not in declared or declared[name].is_set)
     asked = (meant, try_unlisted, environ.get("VLLM_HWPLUGIN_PATCHES"))
     if not compare_with_first(entry, asked, environ, stop=_must_hold(environ, state.gates)):
-        report(entry, plan, installed, try_unlisted)
+        _report(entry, plan, installed, try_unlisted)
     journal.begin(entry, overlay.writable_base())
+
+
+def _report(entry: Journal, plan: Plan, installed: Installed, try_unlisted: bool) -> None:
+    """One line that says what is live, and one for each feature that should be and is not."""
+    listed = is_supported(installed.version)
+    if not listed:
+        logger.warning(
+            "vLLM %s is not a version that vllm-hwplugin %s knows (%s to %s); %s",
+            installed.version,
+            __version__,
+            SUPPORTED[0],
+            SUPPORTED[-1],
+            "features whose every hunk fits exactly are live"
+            if try_unlisted
+            else "its features are off: set VLLM_HWPLUGIN_TRY_UNLISTED=1 to use those whose every hunk fits exactly",
+        )
+    for name, item in entry.features.items():
+        # Where nothing is tried, the line above is the reason for all of the project's own.
+        told = name in plan.features and not plan.features[name].feature.is_outside and not listed and not try_unlisted
+        if item["state"] == "refused" and not told:
+            logger.warning("%s is not live, vLLM runs stock there: %s", name, item["reason"])
+    logger.info(
+        "vllm-hwplugin %s on %s %s (%s): in force: %s",
+        __version__,
+        installed.dist,
+        installed.version,
+        entry.role,
+        ", ".join(entry.live) or "nothing",
+    )
 
 
 def _put_in_force(state: _State, wanted: _Wanted) -> _Settled:
@@ -316,7 +343,7 @@ def _put_in_force(state: _State, wanted: _Wanted) -> _Settled:
         state.put_first(CopyFinder(wanted.installed[VLLM].root, settled.copies, _on_load(state), roots))
         swapped = {swap.module.__name__ for swap in settled.swaps}
         # Another thread may have imported a target since it was looked for; from here on the finder serves them.
-        if any(_is_stock(name, settled.copies) for name in settled.copies if name not in swapped):
+        if any(_is_stock(name, copy) for name, copy in settled.copies.items() if name not in swapped):
             state.withdraw()
             continue
         try:
@@ -330,73 +357,53 @@ def _put_in_force(state: _State, wanted: _Wanted) -> _Settled:
         return settled
 
 
-def _settle(wanted: _Wanted, refused: dict[str, str]) -> _Settled:
-    """Plan, and take out the features whose modules are imported and cannot be patched in place, until it fits."""
-    planned: dict[Copy, Swap] = {}
-    while True:
-        plan = make_plan(
-            wanted.catalogue,
-            wanted.installed[VLLM].source,
-            wanted.choices,
-            try_unlisted=wanted.try_unlisted,
-            strict=wanted.strict,
-            refused={**wanted.missing, **refused},
-            others={name: item.source for name, item in wanted.installed.items() if name != VLLM},
-        )
-        copies: dict[str, Copy] = {}
-        swaps: list[Swap] = []
-        before = len(refused)
-        for file in plan.files.values():
-            try:
-                copy = copies[file.module] = wanted.overlay.place(file)
-                copy.check()
-                if _is_stock(file.module, copies):
-                    if copy not in planned:
-                        planned[copy] = _plan_swap(wanted.installed, plan, copy)
-                    swaps.append(planned[copy])
-            except NotPython:
-                refused |= not_python(plan, {name: item.source for name, item in wanted.installed.items()})
-            except PatchingError as error:
-                refused |= dict.fromkeys(file.features, str(error))
-        if len(refused) == before:
-            return _Settled(plan, copies, tuple(swaps))
+def _settle(wanted: _Wanted, refused: Mapping[str, str]) -> _Settled:
+    """Plan what can be placed and compiled, and patched in place where a module is imported already."""
+    placed: dict[str, Copy] = {}
+    swaps: dict[Copy, Swap] = {}
+
+    def check(file: PatchedFile) -> None:
+        copy = placed[file.path] = wanted.overlay.place(file)
+        copy.check()
+        if _is_stock(file.module, copy) and copy not in swaps:
+            swaps[copy] = _plan_swap(wanted.installed, file, copy)
+
+    plan = make_plan(
+        wanted.catalogue,
+        wanted.installed[VLLM],
+        wanted.choices,
+        try_unlisted=wanted.try_unlisted,
+        strict=wanted.strict,
+        refused={**wanted.missing, **refused},
+        others=wanted.installed,
+        check=check,
+    )
+    copies = {file.module: placed[path] for path, file in plan.files.items()}
+    return _Settled(plan, copies, tuple(swaps[copy] for copy in copies.values() if copy in swaps))
 
 
-def _plan_swap(targets: Mapping[str, Installed], plan: Plan, copy: Copy) -> Swap:
+def _plan_swap(targets: Mapping[str, Installed], file: PatchedFile, copy: Copy) -> Swap:
     # Rarely needed, and a tenth of what the plugin adds to a process's start.
     from ._swap import plan_swap
 
-    file = next(file for file in plan.files.values() if file.module == copy.module)
     installed = targets[file.distribution]
-    text = installed.source.read(file.path)
+    text = installed.read(file.path)
     # The plan was made from this text a moment ago; without it nothing of the module would have been patched.
     assert text is not None
     return plan_swap(sys.modules[copy.module], copy, str(installed.root / file.path), text)
 
 
-def _report_catalogues(entry: Journal, found: outside.Found, *, strict: bool) -> None:
-    """A catalogue that cannot be used stands among the features in the journal, because it may have had some."""
-    for trouble in found.troubles:
-        if strict:
-            raise InstallError(f"{gates.STRICT}=1, but the patches of {trouble.where} are off: {trouble.reason}")
-        entry.features[trouble.where] = {"state": "refused", "reason": trouble.reason}
-
-
 def _must_hold(environ: Mapping[str, str], more: tuple[gates.Gate, ...]) -> bool:
     """Whether running without any patch is not acceptable: strict mode, or a feature of this engine is required."""
-    for gate in (*gates.GATES, *more):
-        if gate.name == gates.STRICT or (gate.kind == "switch" and "patches" in gate.affects):
-            try:
-                value = gates.read(gate, environ).value
-            except gates.GateError:
-                # A bad value of a switch is the error being handled; a bad value of this one asked for strictness.
-                value = gate.name == gates.STRICT
-            if value is True or value == "on":
-                return True
+    try:
+        strict = gates.read(gates.STRICT, environ).flag
+    except gates.GateError:
+        strict = True  # it asked for strictness, in a wrong word
+    every = (*gates.GATES, *more)
+    known = {gate.name: gate.kind == "switch" and "patches" in gate.affects for gate in every}
     # Where the project's own catalogue could not be read, it is not known which gates there are.
     prefix = gates.CATALOGUE_PREFIX if more else f"{gates.PREFIX}_"
-    known = {gate.name for gate in (*gates.GATES, *more)}
-    return any(name.startswith(prefix) and name not in known and gates.demands(name, environ) for name in environ)
+    return strict or any(known.get(name, name.startswith(prefix)) and gates.demands(name, environ) for name in environ)
 
 
 def _check_live() -> None:
@@ -444,8 +451,8 @@ def _fingerprint() -> str:
     return _state.journal.fingerprint if _state is not None else "none"
 
 
-def _is_stock(name: str, copies: Mapping[str, Copy]) -> bool:
-    return name in sys.modules and not _served(name, copies[name])
+def _is_stock(name: str, copy: Copy) -> bool:
+    return name in sys.modules and not _served(name, copy)
 
 
 def _served(name: str, copy: Copy) -> bool:
@@ -456,7 +463,7 @@ def _served(name: str, copy: Copy) -> bool:
 def _check(name: str, copies: Mapping[str, Copy], entry: Journal) -> ModuleCheck:
     if name not in sys.modules:
         return ModuleCheck(name, "pending")
-    if _is_stock(name, copies):
+    if _is_stock(name, copies[name]):
         origin = getattr(sys.modules[name], "__file__", None)
         return ModuleCheck(name, "stock", f"{name} was imported from {origin}, past the plugin")
     return ModuleCheck(

@@ -11,18 +11,16 @@ import functools
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import EntryPoint
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from .. import cachedir, gates
 from ..errors import HwpluginError
-from ._catalogue import FEATURE_KEYS, Terms, feature_folders, in_order, load_feature, refuse_unknown, text_of
-from ._distributions import find_distribution, find_targets, importable
+from ._catalogue import FEATURE_KEYS, Terms, feature_folders, in_order, load_feature, read_toml, refuse_unknown, text_of
 from ._errors import CatalogueError
+from ._installed import find_distribution, find_targets, importable
 from ._model import VLLM, Catalogue, Feature
-from ._packages import catalogue_packages
-from ._toml import read_toml
 
 __all__ = [
     "FOLDERS",
@@ -32,7 +30,6 @@ __all__ = [
     "Manifest",
     "Outside",
     "Trouble",
-    "catalogue_packages",
     "feature_folders",
     "find_distribution",
     "find_outside",
@@ -45,6 +42,9 @@ __all__ = [
 
 #: The file that makes a folder a catalogue.
 MANIFEST: Final = "catalogue.toml"
+
+#: `[project.entry-points."vllm_hwplugin.patches"]`: any name, and the package that has the `catalogue.toml`.
+GROUP: Final = "vllm_hwplugin.patches"
 
 #: The gate that names folders of catalogues.
 FOLDERS: Final = "VLLM_HWPLUGIN_PATCHES"
@@ -104,16 +104,13 @@ def gate_name(catalogue: str, feature: str) -> str:
     return gates.CATALOGUE_PREFIX + f"{catalogue}_{feature}".replace("-", "_").upper()
 
 
-def load_outside(
-    folder: Path, *, version: str | None = None, read: Callable[[Path], bytes] = Path.read_bytes
-) -> Outside:
+def load_outside(folder: Path, *, read: Callable[[Path], bytes] = Path.read_bytes) -> Outside:
     """Read every feature of a catalogue from outside.
 
     Nothing is imported or run, so the folder need not be trusted.
 
     Args:
         folder: with a `catalogue.toml` at its top.
-        version: keep only the hunks for this version of vLLM; see :func:`load_catalogue`.
         read: the bytes of a file.
 
     Raises:
@@ -122,7 +119,7 @@ def load_outside(
     """
     manifest = read_manifest(folder, read=read)
     terms = Terms(manifest.name, FEATURE_KEYS | {"distribution"}, _completing(manifest), read)
-    features = [load_feature(item, version, terms) for item in feature_folders(folder, _WAY_OUT)]
+    features = [load_feature(item, terms) for item in feature_folders(folder, _WAY_OUT)]
     if not features:
         raise CatalogueError(
             f"{folder}: has no feature, which is a folder with a patch.toml; a package names them in its package-data "
@@ -217,13 +214,7 @@ class Found(NamedTuple):
         return Catalogue((*own.features, *(feature for each in self.catalogues for feature in each.features)))
 
 
-def find_outside(
-    environ: Mapping[str, str],
-    own: Catalogue,
-    *,
-    packages: Sequence[tuple[str, EntryPoint | CatalogueError]] | None = None,
-    version: str | None = None,
-) -> Found:
+def find_outside(environ: Mapping[str, str], own: Catalogue) -> Found:
     """The catalogues in ``VLLM_HWPLUGIN_PATCHES``, in its order, then those of installed packages, by name.
 
     A catalogue is taken as a whole, or left out with a reason. Its features may require those of the project and of the
@@ -231,8 +222,6 @@ def find_outside(
 
     Args:
         own: the project's own features.
-        packages: see :func:`catalogue_packages`, which is asked by default.
-        version: see :func:`load_outside`.
 
     Raises:
         GateError: ``VLLM_HWPLUGIN_PATCHES`` is no list of absolute paths.
@@ -246,14 +235,14 @@ def find_outside(
     # A package is not judged by its owner: Python imports the code of whoever can write to it without asking.
     places += [
         (f"package {name}", functools.partial(_package_folder, point), Path.read_bytes)
-        for name, point in (catalogue_packages() if packages is None else packages)
+        for name, point in sorted((point.dist.name if point.dist else "", point) for point in entry_points(group=GROUP))
     ]
     for where, place, read in places:
         try:
             folder = place()
             if any(folder == each.manifest.folder for each in catalogues):
                 continue
-            loaded = load_outside(folder, version=version, read=read)
+            loaded = load_outside(folder, read=read)
             refuse_taken(loaded, catalogues, own)
         except (HwpluginError, OSError) as error:
             troubles.append(Trouble(where, str(error)))
@@ -294,10 +283,8 @@ def refuse_taken(new: Outside, catalogues: Sequence[Outside], own: Catalogue) ->
         )
 
 
-def _package_folder(point: EntryPoint | CatalogueError) -> Path:
+def _package_folder(point: EntryPoint) -> Path:
     """The folder of the package that an entry point names, found without importing it."""
-    if isinstance(point, CatalogueError):
-        raise point
     top, *rest = point.value.split(".")
     tried = [place.joinpath(*rest) for place in importable(top)]
     for folder in tried:

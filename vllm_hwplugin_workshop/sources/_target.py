@@ -79,7 +79,7 @@ def open_installed(distribution: str = VLLM, features: Iterable[Feature] = ()) -
     try:
         if distribution != VLLM:
             paths = [file.path for each in features for file in each.files]
-            return find_distribution(distribution, paths).source
+            return find_distribution(distribution, paths)
         found = find_installed()
     except NotInstalled as error:
         raise SourceError(f"{error}; or name a TARGET: a version, a wheel file or a folder") from error
@@ -89,7 +89,7 @@ def open_installed(distribution: str = VLLM, features: Iterable[Feature] = ()) -
             f"the vLLM in {found.root} states the version {found.version!r}, which says nothing of its release; "
             f"name the one that it was made from: {found.root}@0.33.0"
         )
-    return found.source
+    return found
 
 
 def _from_index(target: str) -> tuple[str, str] | None:

@@ -46,7 +46,7 @@ def test_import_gives_upstreams_text(
 
     for each in carried:
         # As a process of that version reads and plans it.
-        features = outside.load_outside(tmp_path, version=each.version).features
+        features = outside.load_outside(tmp_path).features
         plan = make_plan(Catalogue(features), vllm_tree(each.version), {})
         state = plan.features["mine/it"].state
         if each.outcome is Outcome.APPLIES:

@@ -72,7 +72,7 @@ def tree(version: str) -> str:
 
 def plan(version: str) -> Plan:
     """What a process of that version would run."""
-    features = outside.load_outside(Path("mine"), version=version).features
+    features = outside.load_outside(Path("mine")).features
     return make_plan(Catalogue(features), TreeSource(Path(version), version), {})
 
 
