@@ -23,6 +23,11 @@ def test_what_is_no_version_is_in_no_range() -> None:
     assert not is_supported("dev")
 
 
+def test_a_supported_version_is_one_however_it_is_spelt_and_whoever_built_it() -> None:
+    assert all(map(is_supported, (*SUPPORTED, "0.33", "v0.33.0", "0.33.0+cu130")))
+    assert not any(map(is_supported, ("0.9.2", "0.34.0", "0.33.0rc1", "0.33.0.post1", "0.34.0.dev5")))
+
+
 @pytest.mark.parametrize("text", ["0.20.0", ">=0.20.0,latest", ">=", "=>0.20.0"])
 def test_what_is_no_range_is_an_error(text: str) -> None:
     with pytest.raises(ValueError, match=r"(?i)invalid specifier"):
