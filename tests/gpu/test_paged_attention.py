@@ -17,9 +17,9 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from vllm_hwplugin.attention import paged  # noqa: E402
-from vllm_hwplugin_lab.probe._cases import Case, Request  # noqa: E402
-from vllm_hwplugin_lab.probe._inputs import make_inputs  # noqa: E402
-from vllm_hwplugin_lab.probe._reference import measure  # noqa: E402
+from vllm_hwplugin_lab.probe import Case, Request  # noqa: E402
+from vllm_hwplugin_lab.probe.inputs import make_inputs  # noqa: E402
+from vllm_hwplugin_lab.probe.reference import measure  # noqa: E402
 
 from .findings import keep  # noqa: E402
 

@@ -2,11 +2,11 @@
 """Do vLLM's attention backends do, on this host's device, what their classes say?
 
 ``vllm-hwplugin probe`` starts `_child` in a process of its own, which runs each backend through `_vllm`, and holds the
-answers to `_reference`. What is imported here imports neither torch nor vLLM.
+answers to `reference`. What is imported here imports neither torch nor vLLM.
 """
 
 from ._cases import CAPABILITIES, Case, Plain, Request, Trial, draw, trials
-from ._session import Job, ProbeError, Report, judge, probe
+from ._session import Job, ProbeError, Report, judge, one_line, probe
 
 __all__ = [
     "CAPABILITIES",
@@ -19,6 +19,7 @@ __all__ = [
     "Trial",
     "draw",
     "judge",
+    "one_line",
     "probe",
     "trials",
 ]

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -83,29 +83,19 @@ class Case:
 
     def __str__(self) -> str:
         """The shape on one line, for a report."""
+        batches = (" ".join(f"{one.query}+{one.context}" for one in rows) for rows in (self.requests, *self.replays))
         words = [
-            f"requests (query+context) {_rows(self.requests)}",
+            f"requests (query+context) {', then '.join(batches)}",
             f"heads {self.num_heads}/{self.num_kv_heads} of {self.head_size}",
             f"{self.dtype}, KV {self.kv_cache_dtype}, blocks of {self.block_size}",
             "causal" if self.causal else "non-causal",
         ]
-        if self.sliding_window is not None:
-            words.append(f"window {self.sliding_window}")
-        if self.softcap is not None:
-            words.append(f"softcap {self.softcap}")
-        words += [name for name in ("sinks", "alibi") if getattr(self, name)]
-        if self.padding:
-            words.append(f"{self.padding} padding rows")
         if self.graph:
             words.append(f"captured with rows of {' '.join(map(str, self.graph))} tokens")
-            words += [f"then {_rows(replay)}" for replay in self.replays]
-        if self.alone:
-            words.append("and each request alone")
+        for name in ("sliding_window", "softcap", "sinks", "alibi", "padding", "alone"):
+            if getattr(self, name):
+                words.append(f"{name} {getattr(self, name)}")
         return "; ".join([*words, f"seed {self.seed}"])
-
-
-def _rows(requests: tuple[Request, ...]) -> str:
-    return " ".join(f"{request.query}+{request.context}" for request in requests)
 
 
 @dataclass(frozen=True)
@@ -121,67 +111,59 @@ class Plain:
 
 @dataclass(frozen=True)
 class Trial:
-    """One value of one capability, and what a `Case` needs for it.
-
-    ``kinds`` are those of its batches. ``needs`` names what the process has to have: "graphs", a device whose work can
-    be captured; "batch_invariant", vLLM's mode of that name; "" nothing.
-    """
+    """One value of one capability, and what a `Case` needs for it."""
 
     capability: str
     value: str
     settings: Mapping[str, Any] = field(default_factory=dict)
-    kinds: tuple[str, ...] = KINDS
-    needs: str = ""
 
     @property
     def key(self) -> tuple[str, str]:
         return self.capability, self.value
 
+    @property
+    def is_large(self) -> bool:
+        return bool(self.settings.get("head_size", 0) > USUAL_HEAD_SIZE)
 
-def trials() -> tuple[Trial, ...]:
-    """All that is tried on each backend, the plain batch first."""
-    found = [Trial("plain", "causal")]
-    found += [_of_head_size("head_size", str(size), size) for size in HEAD_SIZES]
-    found += [Trial("dtype", name, {"dtype": name}) for name in DTYPES]
-    for name in KV_CACHE_DTYPES:
-        # A cache of another 16-bit type than the model's is not something that vLLM's layers convert to.
-        same = {"dtype": name} if name in DTYPES else {}
-        found.append(Trial("kv_cache_dtype", name, {"kv_cache_dtype": name, **same}))
-    found += [Trial("block_size", str(size), {"block_size": size}) for size in BLOCK_SIZES]
-    found.append(Trial("non_causal", "yes", {"causal": False}))
-    found += [
-        _of_head_size("non_causal_head_size", str(size), size, {"causal": False}) for size in NON_CAUSAL_HEAD_SIZES
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Of its batches."""
+        return LARGE_KINDS if self.is_large else KINDS
+
+
+def trials(capabilities: Sequence[str] = ()) -> tuple[Trial, ...]:
+    """What is tried on each backend: some capabilities, or all. The plain batch is always the first."""
+    usual: list[tuple[str, str, dict[str, Any]]] = [
+        ("plain", "causal", {}),
+        *(("head_size", str(size), {"head_size": size}) for size in HEAD_SIZES),
+        *(("dtype", name, {"dtype": name}) for name in DTYPES),
+        *(("kv_cache_dtype", name, {"kv_cache_dtype": name}) for name in KV_CACHE_DTYPES),
+        *(("block_size", str(size), {"block_size": size}) for size in BLOCK_SIZES),
+        ("non_causal", "yes", {"causal": False}),
+        *(("non_causal_head_size", str(size), {"head_size": size, "causal": False}) for size in NON_CAUSAL_HEAD_SIZES),
+        *(("group", str(size), {"group": size}) for size in GROUPS),
     ]
-    found += [_large("dtype", "float16", {"dtype": "float16"}), _large("block_size", "64", {"block_size": 64})]
-    found += [Trial("group", str(size), {"group": size}) for size in GROUPS]
-    found += [_large("group", str(size), {"group": size}) for size in (1, 16)]
-    both: tuple[tuple[str, str, dict[str, Any], str], ...] = (
-        ("sliding_window", "yes", {"sliding_window": True}, ""),
-        ("non_causal_window", "yes", {"sliding_window": True, "causal": False}, ""),
-        *[(name, "yes", {name: True}, "") for name in ("sinks", "softcap", "alibi")],
-        ("padded_batch", "yes", {"padding": True}, ""),
-        *[("captured", batch, {"graph": batch}, "graphs") for batch in ("decode", "verify", "mixed")],
-        ("batch_invariance", "yes", {"alone": True}, "batch_invariant"),
-    )
-    for capability, value, settings, needs in both:
-        found += [Trial(capability, value, settings, needs=needs), _large(capability, value, settings, needs)]
-    found.append(_large("captured", "non-causal verify", {"graph": "verify", "causal": False}, "graphs"))
-    return tuple(found)
-
-
-def _of_head_size(
-    capability: str, value: str, size: int, settings: Mapping[str, Any] | None = None, needs: str = ""
-) -> Trial:
-    settings = {"head_size": size, **(settings or {})}
-    if size <= USUAL_HEAD_SIZE:
-        return Trial(capability, value, settings, needs=needs)
-    return Trial(capability, value, {"group": LARGE_GROUP, **settings}, LARGE_KINDS, needs)
-
-
-def _large(capability: str, value: str, settings: Mapping[str, Any], needs: str = "") -> Trial:
-    """A capability at the largest head size that models have."""
-    name = f"head size {LARGE_HEAD_SIZE}" if value == "yes" else f"{value}, head size {LARGE_HEAD_SIZE}"
-    return _of_head_size(capability, name, LARGE_HEAD_SIZE, settings, needs)
+    both: list[tuple[str, str, dict[str, Any]]] = [
+        ("sliding_window", "yes", {"sliding_window": True}),
+        ("non_causal_window", "yes", {"sliding_window": True, "causal": False}),
+        *((name, "yes", {name: True}) for name in ("sinks", "softcap", "alibi")),
+        ("padded_batch", "yes", {"padding": True}),
+        *(("captured", batch, {"graph": batch}) for batch in ("decode", "verify", "mixed")),
+        ("batch_invariance", "yes", {"alone": True}),
+    ]
+    large: list[tuple[str, str, dict[str, Any]]] = [
+        ("dtype", "float16", {"dtype": "float16"}),
+        ("block_size", "64", {"block_size": 64}),
+        *(("group", str(size), {"group": size}) for size in (1, 16)),
+        *both,
+        ("captured", "non-causal verify", {"graph": "verify", "causal": False}),
+    ]
+    at = f"head size {LARGE_HEAD_SIZE}"
+    found = [Trial(*one) for one in (*usual, *both)]
+    for capability, value, settings in large:
+        name = at if value == "yes" else f"{value}, {at}"
+        found.append(Trial(capability, name, settings | {"head_size": LARGE_HEAD_SIZE}))
+    return tuple(one for one in found if not capabilities or one.capability in ("plain", *capabilities))
 
 
 CAPABILITIES: Final = tuple(dict.fromkeys(trial.capability for trial in trials()))
@@ -191,7 +173,7 @@ def draw(trial: Trial, plain: Plain, seed: int, count: int) -> tuple[Case, ...]:
     """Make the random batches of a trial.
 
     Args:
-        trial: what every case asks for.
+        trial: what they are for.
         plain: the rest.
         seed: same seed, same cases; each case carries one of its own for its tensors.
         count: how many.
@@ -203,61 +185,59 @@ def draw(trial: Trial, plain: Plain, seed: int, count: int) -> tuple[Case, ...]:
 
 def _case(trial: Trial, plain: Plain, rng: random.Random, kind: str) -> Case:
     settings = dict(trial.settings)
+    if settings.get("kv_cache_dtype") in DTYPES:
+        # A cache of another 16-bit type than the model's is not something that vLLM's layers convert to.
+        settings["dtype"] = settings["kv_cache_dtype"]
     block_size: int = settings.pop("block_size", plain.block_size)
-    group: int = settings.pop("group", rng.choice((1, 2, 4)))
+    group: int = settings.pop("group", LARGE_GROUP if trial.is_large else rng.choice((1, 2, 4)))
     kv_heads = rng.choice((1, 2, 3)) if group < 8 else rng.choice((1, 2))
-    padded = bool(settings.pop("padding", False))
-    graph: str | None = settings.pop("graph", None)
-    if graph is not None:
-        settings["graph"], (requests, *replays) = _captured(graph, rng, plain)
+    if "graph" in settings:
+        settings["graph"], (requests, *replays) = _captured(settings["graph"], rng, plain)
         settings["replays"] = tuple(replays)
     else:
         # Rows of one length each: the batches that vLLM pads, whichever of its graph modes is on.
-        requests = _requests("uniform" if padded else kind, rng, block_size, plain)
-    if settings.get("sliding_window"):
+        requests = _requests("uniform" if "padding" in settings else kind, rng, block_size, plain)
+    if "padding" in settings:
+        settings["padding"] = rng.choice((1, 3))
+    if "sliding_window" in settings:
         window = settings["sliding_window"] = rng.choice((5, block_size, block_size + 3))
         # With attention that is not causal, tokens in reach and out of it to the other side as well.
         tokens = rng.choice((1, 4)) if settings.get("causal", True) else 2 * window
         requests = (*requests, Request(tokens, 2 * window + rng.randrange(block_size)))
-    if settings.get("softcap"):
+    if "softcap" in settings:
         # Scores of the inputs have a deviation of 1: a cap far above would change nothing.
         settings["softcap"] = rng.choice((0.5, 1.0, 2.0))
-    if not settings.get("causal", True) and graph is None and all(request.query == 1 for request in requests):
+    if "causal" in settings and "graph" not in settings and all(request.query == 1 for request in requests):
         requests = (*requests, Request(7, rng.randrange(block_size)))
+    rest = {"dtype": plain.dtype, "kv_cache_dtype": "auto", "head_size": plain.head_size, **settings}
     return Case(
-        requests=requests,
-        dtype=settings.pop("dtype", plain.dtype),
-        kv_cache_dtype=settings.pop("kv_cache_dtype", "auto"),
-        head_size=settings.pop("head_size", plain.head_size),
+        requests,
         num_heads=group * kv_heads,
         num_kv_heads=kv_heads,
         block_size=block_size,
-        padding=rng.choice((1, 3)) if padded else 0,
         seed=rng.getrandbits(31),
-        **settings,
+        **rest,
     )
 
 
 def _requests(kind: str, rng: random.Random, block: int, plain: Plain) -> tuple[Request, ...]:
-    rows = rng.choice((1, 2, 3, 5))
     longest, deepest = plain.longest, plain.deepest
-    if kind == "decode":
-        return tuple(Request(1, rng.randrange(deepest)) for _ in range(rows))
-    if kind == "verify":
-        return tuple(Request(_verified(rng), rng.randrange(deepest)) for _ in range(rows))
-    if kind == "prefill":
-        return tuple(Request(rng.randint(1, longest), 0) for _ in range(rows))
-    if kind == "uniform":
-        query = rng.randint(1, 8)
-        return tuple(Request(query, rng.randrange(longest)) for _ in range(rows))
-    if kind == "borders":
-        return tuple(_at_border(rng, block) for _ in range(rows))
-    return (
-        Request(1, rng.randrange(1, longest)),
-        Request(_verified(rng), rng.randrange(1, longest)),
-        Request(rng.randint(block, 3 * block), rng.randrange(longest)),
-        Request(rng.randint(1, longest), 0),
-    )
+    if kind == "mixed":
+        return (
+            Request(1, rng.randrange(1, longest)),
+            Request(_verified(rng), rng.randrange(1, longest)),
+            Request(rng.randint(block, 3 * block), rng.randrange(longest)),
+            Request(rng.randint(1, longest), 0),
+        )
+    same = rng.randint(1, 8)
+    row: dict[str, Callable[[], Request]] = {
+        "decode": lambda: Request(1, rng.randrange(deepest)),
+        "verify": lambda: Request(_verified(rng), rng.randrange(deepest)),
+        "prefill": lambda: Request(rng.randint(1, longest), 0),
+        "uniform": lambda: Request(same, rng.randrange(longest)),
+        "borders": lambda: _at_border(rng, block),
+    }
+    return tuple(row[kind]() for _ in range(rng.choice((1, 2, 3, 5))))
 
 
 def _verified(rng: random.Random) -> int:
@@ -265,36 +245,26 @@ def _verified(rng: random.Random) -> int:
     return rng.randint(VERIFY[0], rng.choice((9, VERIFY[1])))
 
 
-def _captured(
-    kind: str, rng: random.Random, plain: Plain, replays: int = 3
-) -> tuple[tuple[int, ...], list[tuple[Request, ...]]]:
-    """The rows of a graph as vLLM's model runner captures it, and batches that it would run with it."""
+def _captured(kind: str, rng: random.Random, plain: Plain) -> tuple[tuple[int, ...], list[tuple[Request, ...]]]:
+    """The rows of a graph as vLLM's model runner captures it, and three batches that it would run with it."""
+
+    def batch(*queries: int) -> tuple[Request, ...]:
+        return tuple(Request(query, rng.randrange(plain.deepest)) for query in queries)
+
     if kind == "mixed":
         # One token a row, as the runner does it; the longest query is then announced to be all tokens.
         tokens = rng.choice((16, 24))
-        batches = []
-        for _ in range(replays):
-            parts, left = [1, rng.randint(2, 9)], tokens
-            parts.append(rng.randint(1, left - sum(parts)))
-            batches.append(tuple(Request(part, rng.randrange(plain.deepest)) for part in parts))
-        return (1,) * tokens, batches
+        drafts = [rng.randint(2, 9) for _ in range(3)]
+        return (1,) * tokens, [batch(1, few, rng.randint(1, tokens - 1 - few)) for few in drafts]
     query = 1 if kind == "decode" else _verified(rng)
     rows = rng.choice((2, 4, 8))
-    batches = [
-        tuple(Request(query, rng.randrange(plain.deepest)) for _ in range(rng.randint(1, rows)))
-        for _ in range(replays - 1)
-    ]
-    # One without padding rows.
-    return (query,) * rows, [*batches, tuple(Request(query, rng.randrange(plain.deepest)) for _ in range(rows))]
+    # The last one without padding rows.
+    counts = (rng.randint(1, rows), rng.randint(1, rows), rows)
+    return (query,) * rows, [batch(*[query] * count) for count in counts]
 
 
 def _at_border(rng: random.Random, block: int) -> Request:
     """A row whose end, or start, lies at a block's border or one token beside it."""
     total = max(1, rng.randint(1, 4) * block + rng.choice((-1, 0, 1)))
-    query = min(total, rng.choice((1, 2, block - 1, block, block + 1)))
-    return Request(max(1, query), total - max(1, query))
-
-
-def select(capabilities: Sequence[str]) -> tuple[Trial, ...]:
-    """The trials of some capabilities, or all; the plain batch is always among them."""
-    return tuple(t for t in trials() if not capabilities or t.capability == "plain" or t.capability in capabilities)
+    query = max(1, min(total, rng.choice((1, 2, block - 1, block, block + 1))))
+    return Request(query, total - query)

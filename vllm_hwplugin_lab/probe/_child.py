@@ -6,13 +6,14 @@ They run on the backend classes that this host's vLLM would use, or on those tha
 
 from __future__ import annotations
 
-import importlib
 import importlib.metadata
 import json
 import platform
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, TextIO
 
 import torch
@@ -21,9 +22,9 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.selector import AttentionSelectorConfig
 
 from . import _host, _vllm
-from ._cases import select
-from ._session import Job
-from ._trial import one_line, try_out
+from ._cases import trials
+from ._session import Job, one_line
+from ._trial import try_out
 
 # A platform may answer with a class of its own for some of them, as this plugin's does for large heads.
 _HEAD_SIZES = (128, 320, 512)
@@ -38,10 +39,7 @@ def main(job: Job, answer: TextIO) -> None:
     """
 
     def say(event: str, **body: Any) -> None:
-        # Infinity has no JSON.
-        body = {key: None if value in (float("inf"), float("-inf")) else value for key, value in body.items()}
-        answer.write(json.dumps({"event": event, **body}) + "\n")
-        answer.flush()
+        print(json.dumps({"event": event, **body}), file=answer, flush=True)
 
     # Linux kills a process at its first AMX instruction unless it has asked for AMX. In a worker of vLLM oneDNN has
     # done that, in its first matrix product, before attention runs; here attention may be the first to use it.
@@ -66,7 +64,7 @@ def main(job: Job, answer: TextIO) -> None:
             say("backend", **facts, left_out=str(error))
             continue
         say("backend", **facts, left_out=None)
-        for trial in select(job.capabilities):
+        for trial in trials(job.capabilities):
             if [name, *trial.key] in job.done or not host.can_try(trial):
                 continue
             labels = {"backend": name, "capability": trial.capability, "value": trial.value}
@@ -100,7 +98,7 @@ def chosen(names: Sequence[str]) -> tuple[dict[str, type[Any]], dict[str, str]]:
     found: dict[str, type[Any]] = {}
     for name in names:
         if "." in name:
-            found[name] = _load(name)
+            found[name] = resolve_name(name)
         elif meant := {key: one for key, one in here.items() if name in (key, one.get_name())}:
             found.update(meant)
         else:
@@ -113,36 +111,20 @@ def _usable() -> tuple[dict[str, type[Any]], dict[str, str]]:
     """By vLLM's name of a backend; a class that the platform puts in a registered one's place, by ``module.Class``."""
     found: dict[str, type[Any]] = {}
     broken: dict[str, str] = {}
-    for member in AttentionBackendEnum:
+    for member, head_size, dtype in product(AttentionBackendEnum, _HEAD_SIZES, _DTYPES):
+        asked = AttentionSelectorConfig(head_size=head_size, dtype=dtype, kv_cache_dtype="auto", block_size=None)
         try:
-            for path, backend in _answers(member):
-                # A platform may also answer with its only backend, whatever was named.
-                if backend.get_name() == member.name:
-                    found.setdefault(member.name if path == member.get_path() else path, backend)
+            path = current_platform.get_attn_backend_cls(member, asked)
+            backend = resolve_name(path)
+            # A platform may also answer with its only backend, whatever was named.
+            if backend.get_name() == member.name:
+                found.setdefault(member.name if path == member.get_path() else path, backend)
+        except (ImportError, ValueError, NotImplementedError):
+            continue  # not registered, a package is missing, or the platform says no: not a backend of this host
         except Exception as error:
             # Some of vLLM's classes for one maker's devices look for that device when they are asked on another.
             broken[member.name] = f"{member.name} cannot be asked on this host: {one_line(error)}"
     return found, broken
-
-
-def _answers(member: Any) -> Iterator[tuple[str, type[Any]]]:
-    for head_size in _HEAD_SIZES:
-        for dtype in _DTYPES:
-            asked = AttentionSelectorConfig(head_size=head_size, dtype=dtype, kv_cache_dtype="auto", block_size=None)
-            try:
-                path = current_platform.get_attn_backend_cls(member, asked)
-                yield path, _load(path)
-            except (ImportError, ValueError, NotImplementedError):
-                # Not registered, a package is missing, or the platform says no: not a backend of this host.
-                continue
-            break
-
-
-def _load(path: str) -> type[Any]:
-    """The class of a ``module.Class``."""
-    module, _, attribute = path.rpartition(".")
-    found: type[Any] = getattr(importlib.import_module(module), attribute)
-    return found
 
 
 if __name__ == "__main__":

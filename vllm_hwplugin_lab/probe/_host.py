@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,13 +14,13 @@ from vllm.v1.attention.selector import AttentionSelectorConfig
 
 from vllm_hwplugin.errors import HwpluginError
 
-from . import _captured
 from ._cases import BLOCK_SIZES, DTYPES, Case, Plain, Request, Trial
-from ._inputs import Inputs, make_inputs
-from ._reference import Measure
 from ._session import Declared
+from ._step import Step
 from ._trial import refusals
-from ._vllm import Layer, Maker, batch_of, device, last, measured, metadata_of
+from ._vllm import Layer, configuration, device, layer_of, measured
+from .inputs import Inputs, make_inputs, poison
+from .reference import Measure
 
 _LONGEST_ON_GPU = 2000
 #: Enough that kernels split the keys of a decode among multiprocessors.
@@ -55,66 +54,73 @@ class LayerHost:
     def __init__(self, backend: type[Any]) -> None:
         self.backend = backend
         self.device = device()
-        self.maker = Maker(backend, self.device)
         self.plain = self._plain()
 
     def can_try(self, trial: Trial) -> bool:
-        """Whether this process has what a trial needs; see `Trial.needs`."""
-        if trial.needs == "graphs":
+        """Whether this process has what a trial needs: a device that captures work, or vLLM's mode of invariance."""
+        if "graph" in trial.settings:
             return bool(self.device.type == "cuda")
-        return trial.needs == "" or bool(envs.VLLM_BATCH_INVARIANT)
+        return "alone" not in trial.settings or bool(envs.VLLM_BATCH_INVARIANT)
 
     def declared(self, trial: Trial, case: Case) -> Declared:
         """What the class says about a trial; ``case`` is one of the trial's."""
-        with self.maker.config(case):
+        with configuration(self.backend, case):
             if not self._kernel_takes(case.block_size) or self._reasons(case):
                 return "no"
         if trial.capability in ("captured", "padded_batch"):
-            return "yes" if self._graphs(case) in _GRAPHS[trial.settings.get("graph", "decode")] else "no"
+            with layer_of(self.backend, case, self.device) as layer:
+                support = self.backend.get_builder_cls().get_cudagraph_support(layer.config, layer.spec)
+            return "yes" if support.name in _GRAPHS[trial.settings.get("graph", "decode")] else "no"
         unasked = case.sliding_window is not None and "has_sliding_window" not in _QUESTIONS
         return "unasked" if unasked or trial.capability in ("group", "softcap", "alibi") else "yes"
 
     def run(self, case: Case) -> Measure:
-        """Run a case and measure its answer.
+        """Run a case and measure its worst answer.
 
         Raises:
             Refused: the backend does not take it.
             Exception: a fault of the backend or of the probe.
         """
+        turns = [case]
         if case.graph:
-            return max(_captured.run(self.maker, case), key=lambda found: found.ratio)
-        inputs = make_inputs(case, self.device)
-        with self.maker.layer(case, inputs, inputs.num_blocks) as layer, refusals():
-            layer.write(*(torch.cat(tensors) for tensors in (inputs.keys, inputs.values, inputs.slots)))
-            output = self._forward(layer, case, inputs)
-            alone = [self._forward(layer, *one) for one in _each(case, inputs)] if case.alone else []
-            self.check()
-        if case.alone:
-            together = output.split([request.query for request in case.requests])
-            for index, (found, other) in enumerate(zip(together, alone, strict=True)):
-                if not torch.equal(found, other):
-                    return Measure(
-                        math.inf, float((found - other).abs().max()), 0.0, index, "not the bits of the request alone"
-                    )
-        return measured(case, inputs, output, layer.rounds_query)
+            turns = [
+                dataclasses.replace(case, requests=rows, padding=len(case.graph) - len(rows), seed=case.seed + turn)
+                for turn, rows in enumerate((case.requests, *case.replays))
+            ]
+        contents = [make_inputs(turn, self.device) for turn in turns]
+        columns = max(one.block_table.shape[1] for one in contents)
+        num_blocks = max(one.num_blocks for one in contents)
+        found = []
+        with layer_of(self.backend, case, self.device, contents[0], num_blocks) as layer:
+            with refusals():
+                step = Step(layer, case, columns, self.device)
+            for turn, inputs in zip(turns, contents, strict=True):
+                with refusals():
+                    poison(layer.cache, turn.seed)
+                    output = step.run(turn, inputs)
+                    changed = self._changed(layer, case, inputs, output) if case.alone else None
+                    self.check()
+                found.append(changed or measured(turn, inputs, output, layer.rounds_query))
+        return max(found, key=lambda one: one.ratio)
 
     def check(self) -> None:
         """Wait for the device; a fault of a kernel that ran before is raised here, and not in some later case."""
         if self.device.type != "cpu":
             torch.zeros(1, device=self.device).add_(1).item()
 
-    def _forward(self, layer: Layer, case: Case, inputs: Inputs) -> Any:
-        metadata = layer.builder.build(0, metadata_of(case, batch_of(case, inputs, self.device)))
-        output = torch.full_like(inputs.query, math.nan)
-        keys, values = (last(tensors, case.requests) for tensors in (inputs.keys, inputs.values))
-        layer.forward(inputs.query, keys, values, metadata, output)
-        return output
-
-    def _graphs(self, case: Case) -> str:
-        """Which batches the metadata builder can have replayed."""
-        with self.maker.layer(case) as layer:
-            support = self.backend.get_builder_cls().get_cudagraph_support(layer.config, layer.spec)
-        return str(support.name)
+    def _changed(self, layer: Layer, case: Case, inputs: Inputs, output: Any) -> Measure | None:
+        """The first request that gets other bits in a batch of its own; None where each gets the same."""
+        lengths = [request.query for request in case.requests]
+        for index, (query, found) in enumerate(zip(inputs.query.split(lengths), output.split(lengths), strict=True)):
+            one = slice(index, index + 1)
+            alone = dataclasses.replace(case, requests=case.requests[one])
+            per_request = {name: getattr(inputs, name)[one] for name in ("keys", "values", "slots", "block_table")}
+            own = dataclasses.replace(inputs, query=query, **per_request)
+            other = Step(layer, alone, inputs.block_table.shape[1], self.device).run(alone, own)
+            if not torch.equal(found, other):
+                error = float((found - other).abs().max())
+                return Measure(math.inf, error, 0.0, index, "not the bits of the request alone")
+        return None
 
     def _reasons(self, case: Case) -> list[str]:
         asked = {
@@ -138,40 +144,19 @@ class LayerHost:
 
     def _kernel_takes(self, block_size: int) -> bool:
         sizes = self.backend.get_supported_kernel_block_sizes()
-        bases = [(getattr(size, "base", size), hasattr(size, "base")) for size in sizes]
-        return any(block_size % base == 0 if multiple else block_size == base for base, multiple in bases)
+        return any(block_size % one.base == 0 if hasattr(one, "base") else block_size == one for one in sizes)
 
     def _plain(self) -> Plain:
-        longest, deepest = (
-            (Plain.longest, Plain.deepest) if self.device.type == "cpu" else (_LONGEST_ON_GPU, _DEEPEST_ON_GPU)
-        )
-        one = (Request(1, 1),)
+        on_gpu = {} if self.device.type == "cpu" else {"longest": _LONGEST_ON_GPU, "deepest": _DEEPEST_ON_GPU}
         for dtype in ("bfloat16", *DTYPES):
             for head_size in _PLAIN_HEAD_SIZES:
+                case = Case((Request(1, 1),), dtype, "auto", head_size, 1, 1, 16)
                 # Some of a class's answers depend on the current configuration.
-                with self.maker.config(Case(one, dtype, "auto", head_size, 1, 1, 16)):
-                    for block_size in [size for size in BLOCK_SIZES if size >= 16 and self._kernel_takes(size)][:1]:
-                        if not self._reasons(Case(one, dtype, "auto", head_size, 1, 1, block_size)):
-                            return Plain(dtype, head_size, block_size, longest, deepest)
+                with configuration(self.backend, case):
+                    block_size = next((size for size in BLOCK_SIZES if size >= 16 and self._kernel_takes(size)), None)
+                    if block_size and not self._reasons(dataclasses.replace(case, block_size=block_size)):
+                        return Plain(dtype, head_size, block_size, **on_gpu)
         raise NoPlainBatch(
             f"{self.backend.__qualname__} declares no plain decoder attention: head size one of {_PLAIN_HEAD_SIZES}, "
             f"dtype one of {DTYPES}, blocks of one of {BLOCK_SIZES[1:]} tokens"
-        )
-
-
-def _each(case: Case, inputs: Inputs) -> Iterator[tuple[Case, Inputs]]:
-    """The requests of a case, each as a batch of its own."""
-    queries = inputs.query.split([request.query for request in case.requests])
-    for index, request in enumerate(case.requests):
-        one = slice(index, index + 1)
-        yield (
-            dataclasses.replace(case, requests=(request,)),
-            dataclasses.replace(
-                inputs,
-                query=queries[index],
-                keys=inputs.keys[one],
-                values=inputs.values[one],
-                slots=inputs.slots[one],
-                block_table=inputs.block_table[one],
-            ),
         )

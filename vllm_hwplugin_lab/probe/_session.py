@@ -24,21 +24,14 @@ FORMAT: Final = 1
 
 #: What a backend's class says; "unasked" where vLLM has no question for it and hands the layer over anyway.
 Declared = Literal["yes", "no", "unasked"]
-#: What a backend did on all cases of a trial. "error" is an exception that says neither yes nor no: a fault of the
-#: backend, or of the probe itself.
+#: What a backend did on all cases of a trial, the worst last. "error" is an exception that says neither yes nor no: a
+#: fault of the backend, or of the probe itself.
 Behaviour = Literal["works", "refuses", "wrong", "crashes", "error"]
 
-#: The verdict on each behaviour, by what was declared; the worst behaviour last.
-VERDICTS: Final[Mapping[Behaviour, Mapping[Declared, str]]] = {
-    "works": {"yes": "holds", "no": "works-undeclared", "unasked": "holds"},
-    "refuses": {"yes": "refused-though-declared", "no": "refused", "unasked": "refused"},
-    # Undeclared: vLLM keeps such a layer away; whoever bypasses its checks should know what would happen.
-    "wrong": {"yes": "wrong", "no": "undeclared, and wrong", "unasked": "wrong"},
-    "crashes": {"yes": "crashes", "no": "undeclared, and crashes", "unasked": "crashes"},
-    # Nobody knows what this backend does, and a probe that fails must not look like a no.
-    "error": {"yes": "error", "no": "error", "unasked": "error"},
-}
-_FAILURES = ("refused-though-declared", "wrong", "crashes", "error")
+
+def one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
 
 
 def judge(declared: Declared, behaviour: Behaviour, *, strict: bool) -> tuple[str, bool]:
@@ -49,8 +42,15 @@ def judge(declared: Declared, behaviour: Behaviour, *, strict: bool) -> tuple[st
         behaviour: what it did.
         strict: something that works and is not declared is a failure: the declaration is ours to correct.
     """
-    verdict = VERDICTS[behaviour][declared]
-    return verdict, verdict in _FAILURES or (strict and verdict == "works-undeclared")
+    if behaviour == "works":
+        return ("works-undeclared", strict) if declared == "no" else ("holds", False)
+    if behaviour == "refuses":
+        return ("refused-though-declared", True) if declared == "yes" else ("refused", False)
+    # Nobody knows what a backend does that ends in an error, and a probe that fails must not look like a no.
+    if declared == "no" and behaviour != "error":
+        # vLLM keeps such a layer away; whoever bypasses its checks should know what would happen.
+        return f"undeclared, and {behaviour}", False
+    return behaviour, True
 
 
 class ProbeError(HwpluginError):
@@ -134,9 +134,8 @@ def probe(
         facts = {key: value for key, value in event.items() if key != "event"}
         if event["event"] == "host":
             report.host = facts
-        elif event["event"] == "backend":
-            if facts["name"] not in [one["name"] for one in report.backends]:
-                report.backends.append(facts)
+        elif event["event"] == "backend" and facts not in report.backends:
+            report.backends.append(facts)
         elif event["event"] in ("trial", "case"):
             trial.update(facts)
         elif event["event"] == "result":

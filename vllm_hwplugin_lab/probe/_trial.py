@@ -4,17 +4,18 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, get_args
 
 import torch
 
 from vllm_hwplugin.errors import HwpluginError
 
 from ._cases import Case, Trial, draw
-from ._session import VERDICTS, Behaviour, Declared
+from ._session import Behaviour, Declared, one_line
 
 if TYPE_CHECKING:
     from ._host import LayerHost
@@ -47,11 +48,6 @@ def refusals() -> Iterator[None]:
         if not refused or isinstance(error, torch.OutOfMemoryError):
             raise
         raise Refused(one_line(error)) from error
-
-
-def one_line(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
 
 
 def try_out(
@@ -93,12 +89,13 @@ def try_out(
             works = measure.ratio <= factor * SLACK.get(case.dtype, 1.0)
             found.append(("works" if works else "wrong", measure.ratio, case, str(measure)))
     # What is refused in part is not supported.
-    behaviour, _, case, detail = max(found, key=lambda one: (list(VERDICTS).index(one[0]), one[1]))
+    behaviour, _, case, detail = max(found, key=lambda one: (get_args(Behaviour).index(one[0]), one[1]))
+    ratio = max((ratio for one, ratio, *_ in found if one in ("works", "wrong")), default=math.inf)
     return {
         "declared": declared,
         "behaviour": behaviour,
         "cases": len(found),
         "shape": str(case),
         "detail": detail,
-        "ratio": max((ratio for one, ratio, *_ in found if one in ("works", "wrong")), default=None),
+        "ratio": ratio if math.isfinite(ratio) else None,  # infinity has no JSON
     }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One attention layer of the installed vLLM, run as a model runner runs it. What differs between versions is here.
+"""One attention layer of the installed vLLM, made as an engine makes it. What differs between versions is here.
 
 The layer is vLLM's own ``Attention`` in a ``VllmConfig`` of its own, so that impl, cache spec and metadata builder get
 what they get in an engine; the cache has the shape and the strides that the backend asks for. Written for 0.20.0 to
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import json
 import math
@@ -25,14 +26,13 @@ from packaging.version import Version
 from vllm.config import CacheConfig, ModelConfig, VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.platforms import current_platform
-from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends import utils as backend_utils
 from vllm.version import __version__
 
-from ._cases import Case, Request
-from ._inputs import Inputs, poison
-from ._reference import Measure, measure
+from ._cases import Case
 from ._trial import Refused, refusals
+from .inputs import Inputs
+from .reference import Measure, measure
 
 PREFIX = "model.layers.0.self_attn.attn"
 MAX_MODEL_LEN = 16384
@@ -45,91 +45,21 @@ def device() -> Any:
     return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
 
 
-def meanings(case: Case) -> tuple[Case, ...]:
-    """What a case may mean in this version of vLLM, the usual first.
+def measured(case: Case, inputs: Inputs, output: Any, quantized_query: bool) -> Measure:
+    """`measure` against what the case means in this version of vLLM; where that is open, the meaning that fits.
 
     A sliding window in attention that is not causal reaches to both sides. In vLLM's FlashAttention before 0.24.0 it
     looks back only.
     """
     if case.sliding_window is None or case.causal:
-        return (case,)
-    both = dataclasses.replace(case, window_ahead=case.sliding_window - 1)
-    if Version(__version__).release >= (0, 24):
-        return (both,)
-    return (both, dataclasses.replace(case, window_ahead=0))
-
-
-def measured(case: Case, inputs: Inputs, output: Any, quantized_query: bool) -> Measure:
-    """`measure` against what the case means; where that is open, against the meaning that fits."""
-    usual, *others = (measure(one, inputs, output, quantized_query=quantized_query) for one in meanings(case))
-    noted = [dataclasses.replace(found, note="the window looks back only") for found in others]
-    return min((usual, *noted), key=lambda found: found.ratio)
-
-
-@dataclass(frozen=True)
-class Batch:
-    """The tensors of one batch's metadata, on the device; a captured graph reads them again at every replay."""
-
-    query_start_loc: Any  # int32 [rows + 1]
-    seq_lens: Any  # int32 [rows]
-    block_table: Any  # int32 [rows, columns]
-    slots: Any  # int64 [tokens], of the new tokens
-    positions: Any  # int64 [tokens]
-
-
-def batch_of(case: Case, inputs: Inputs, place: Any) -> Batch:
-    """The tensors of a case's batch."""
-    return Batch(
-        query_start_loc=ends(case).to(place),
-        seq_lens=lengths(case).to(place),
-        block_table=inputs.block_table,
-        slots=last(inputs.slots, case.requests),
-        positions=torch.cat([torch.arange(request.context, request.total) for request in case.requests]).to(place),
+        return measure(case, inputs, output, quantized_query=quantized_query)
+    both, back = (
+        measure(dataclasses.replace(case, window_ahead=ahead), inputs, output, quantized_query=quantized_query)
+        for ahead in (case.sliding_window - 1, 0)
     )
-
-
-def metadata_of(case: Case, batch: Batch, *, max_query_len: int | None = None, max_seq_len: int | None = None) -> Any:
-    """What the model runner hands to metadata builders.
-
-    Args:
-        case: whose rows and layer they are.
-        batch: the tensors.
-        max_query_len: what is announced as the longest query; None: its length.
-        max_seq_len: what is announced as the longest request; None: its length.
-    """
-    given = {
-        "query_start_loc": batch.query_start_loc,
-        "query_start_loc_cpu": ends(case),
-        "seq_lens": batch.seq_lens,
-        "num_reqs": len(case.rows),
-        "num_actual_tokens": batch.slots.shape[0],
-        "max_query_len": max_query_len or max(request.query for request in case.rows),
-        "max_seq_len": max_seq_len or max(request.total for request in case.rows),
-        "block_table_tensor": batch.block_table,
-        "slot_mapping": batch.slots,
-        "causal": case.causal,
-        "positions": batch.positions,
-        "seq_lens_cpu_upper_bound": lengths(case),
-        "_seq_lens_cpu": lengths(case),
-        "_num_computed_tokens_cpu": torch.tensor([request.context for request in case.rows], dtype=torch.int32),
-    }
-    known = {one.name for one in dataclasses.fields(CommonAttentionMetadata)}
-    return CommonAttentionMetadata(**{name: value for name, value in given.items() if name in known})
-
-
-def ends(case: Case) -> Any:
-    """Where each row's tokens begin, and the last one's end: int32 ``[rows + 1]``."""
-    return torch.tensor([0, *(row.query for row in case.rows)], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-
-
-def lengths(case: Case) -> Any:
-    """Tokens of each row with its context: int32 ``[rows]``."""
-    return torch.tensor([row.total for row in case.rows], dtype=torch.int32)
-
-
-def last(tensors: tuple[Any, ...], requests: tuple[Request, ...]) -> Any:
-    """Of each request its new tokens."""
-    return torch.cat([tensor[request.context :] for tensor, request in zip(tensors, requests, strict=True)])
+    if Version(__version__).release >= (0, 24):
+        return both
+    return min(both, dataclasses.replace(back, note="the window looks back only"), key=lambda found: found.ratio)
 
 
 @dataclass(frozen=True)
@@ -165,120 +95,101 @@ class Layer:
         self.layer.impl.forward(self.layer, query, keys, values, self.cache, metadata, output=output)
 
 
-class Maker:
-    """Makes layers of one backend.
+@contextlib.contextmanager
+def configuration(backend: type[Any], case: Case) -> Iterator[Any]:
+    """A configuration whose model has one layer of the case's shape; the current one meanwhile."""
+    shape = (case.num_heads, case.num_kv_heads, case.head_size)
+    config = _config(backend.__qualname__, case.dtype, case.kv_cache_dtype, *shape)
+    # Not by the constructor: vLLM would take only the sizes that users may choose, and the platform another one.
+    config.cache_config.block_size = case.block_size
+    if hasattr(config.attention_config, "use_non_causal"):
+        config.attention_config.use_non_causal = not case.causal
+    config.compilation_config.static_forward_context.clear()
+    with set_current_vllm_config(config):
+        yield config
+
+
+@contextlib.contextmanager
+def layer_of(
+    backend: type[Any], case: Case, place: Any, inputs: Inputs | None = None, num_blocks: int = 1
+) -> Iterator[Layer]:
+    """A layer of a backend on a device, in its configuration.
 
     Args:
         backend: a subclass of vLLM's ``AttentionBackend``.
-        place: the device that they are on.
+        case: of the shape, and of what the layer has.
+        place: the device.
+        inputs: where it has sinks or ALiBi.
+        num_blocks: of its KV cache, whose content is undefined.
+
+    Raises:
+        Refused: the backend does not take the layer.
     """
+    with configuration(backend, case) as config:
+        with refusals():
+            layer = _attention(backend, case, place, inputs, config)
+            spec = dataclasses.replace(layer.get_kv_cache_spec(config), block_size=case.block_size)
+            cache = _cache(backend, case, place, num_blocks, spec, config)
+            builder = backend.get_builder_cls()(spec, [PREFIX], config, place)
+        yield Layer(backend, config, layer, spec, builder, cache)
 
-    def __init__(self, backend: type[Any], place: Any) -> None:
-        self.backend = backend
-        self.device = place
-        self._configs: dict[tuple[Any, ...], Any] = {}
 
-    @contextlib.contextmanager
-    def config(self, case: Case) -> Iterator[Any]:
-        """A configuration whose model has one layer of the case's shape; the current one meanwhile."""
-        shape = (case.dtype, case.kv_cache_dtype, case.num_heads, case.num_kv_heads, case.head_size)
-        if shape not in self._configs:
-            self._configs[shape] = _config(*shape)
-        config = self._configs[shape]
-        # Not by the constructor: vLLM would take only the sizes that users may choose, and the platform another one.
-        config.cache_config.block_size = case.block_size
-        if hasattr(config.attention_config, "use_non_causal"):
-            config.attention_config.use_non_causal = not case.causal
-        config.compilation_config.static_forward_context.clear()
-        with set_current_vllm_config(config):
-            yield config
-
-    @contextlib.contextmanager
-    def layer(self, case: Case, inputs: Inputs | None = None, num_blocks: int = 1) -> Iterator[Layer]:
-        """A layer, in its configuration.
-
-        Args:
-            case: of the shape, and of what the layer has.
-            inputs: where it has sinks or ALiBi.
-            num_blocks: of its KV cache, which is poisoned.
-
-        Raises:
-            Refused: the backend does not take the layer.
-        """
-        with self.config(case) as config:
-            with refusals():
-                layer = self._attention(case, inputs, config)
-                spec = dataclasses.replace(layer.get_kv_cache_spec(config), block_size=case.block_size)
-                cache = self._cache(case, num_blocks, spec, config)
-                builder = self.backend.get_builder_cls()(spec, [PREFIX], config, self.device)
-            yield Layer(self.backend, config, layer, spec, builder, cache)
-
-    def _attention(self, case: Case, inputs: Inputs | None, config: Any) -> Any:
-        extra = {}
-        if inputs is not None and inputs.sinks is not None:
-            # Of __init__: a class may be made by a __new__ that hands everything on.
-            if not _takes(self.backend.get_impl_cls().__init__, "sinks"):
-                raise Refused(f"{self.backend.get_impl_cls().__name__} takes no sinks")
-            extra["sinks"] = inputs.sinks
-        dtype, before = getattr(torch, case.dtype), torch.get_default_dtype()
-        torch.set_default_dtype(dtype)
-        try:
-            # As vLLM loads models: what layers keep is on the device. What the runner makes per batch is not made here.
-            with self.device:
-                layer = Attention(
-                    case.num_heads,
-                    case.head_size,
-                    1 / math.sqrt(case.head_size),
-                    case.num_kv_heads,
-                    alibi_slopes=list(inputs.alibi_slopes) if inputs is not None and inputs.alibi_slopes else None,
-                    cache_config=config.cache_config,
-                    logits_soft_cap=case.softcap,
-                    per_layer_sliding_window=case.sliding_window,
-                    prefix=PREFIX,
-                    attn_backend=self.backend,
-                    **extra,
-                )
-                layer.process_weights_after_loading(dtype)
-        finally:
-            torch.set_default_dtype(before)
-        return layer
-
-    def _cache(self, case: Case, num_blocks: int, spec: Any, config: Any) -> Any:
-        if hasattr(backend_utils, "get_supported_kv_cache_layouts"):
-            layout = next(
-                one for one in backend_utils.get_supported_kv_cache_layouts([self.backend]) if one.is_layer_compact
-            )
-            backend_utils.record_kv_cache_layout(config.cache_config, layout.name)
-            size = torch.empty((), dtype=spec.dtype).element_size()
-            shape = (num_blocks, spec.num_heads, case.block_size, spec.state_content_size_bytes // size)
-            order = layout.layer_view_order
-        else:
-            # Also where none is required: the process may have run a backend that required one.
-            required = getattr(self.backend, "get_required_kv_cache_layout", lambda: None)()
-            backend_utils.set_kv_cache_layout(required)
-            shape = self.backend.get_kv_cache_shape(
-                num_blocks,
-                case.block_size,
-                case.num_kv_heads,
+def _attention(backend: type[Any], case: Case, place: Any, inputs: Inputs | None, config: Any) -> Any:
+    extra = {}
+    if inputs is not None and inputs.sinks is not None:
+        # Of __init__: a class may be made by a __new__ that hands everything on.
+        parameters = inspect.signature(backend.get_impl_cls().__init__).parameters.values()
+        if not any(one.name == "sinks" or one.kind is one.VAR_KEYWORD for one in parameters):
+            raise Refused(f"{backend.get_impl_cls().__name__} takes no sinks")
+        extra["sinks"] = inputs.sinks
+    dtype, before = getattr(torch, case.dtype), torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        # As vLLM loads models: what layers keep is on the device. What the runner makes per batch is not made here.
+        with place:
+            layer = Attention(
+                case.num_heads,
                 case.head_size,
-                cache_dtype_str=case.kv_cache_dtype,
+                1 / math.sqrt(case.head_size),
+                case.num_kv_heads,
+                alibi_slopes=list(inputs.alibi_slopes) if inputs is not None and inputs.alibi_slopes else None,
+                cache_config=config.cache_config,
+                logits_soft_cap=case.softcap,
+                per_layer_sliding_window=case.sliding_window,
+                prefix=PREFIX,
+                attn_backend=backend,
+                **extra,
             )
-            try:
-                order = self.backend.get_kv_cache_stride_order()
-            except (AttributeError, NotImplementedError):
-                order = tuple(range(len(shape)))
-        memory = torch.empty([shape[axis] for axis in order], dtype=spec.dtype, device=self.device)
-        cache = memory.permute([order.index(axis) for axis in range(len(shape))])
-        poison(cache, case.seed)
-        return cache
+            layer.process_weights_after_loading(dtype)
+    finally:
+        torch.set_default_dtype(before)
+    return layer
 
 
-def _takes(function: Any, name: str) -> bool:
-    parameters = inspect.signature(function).parameters.values()
-    return any(one.name == name or one.kind is one.VAR_KEYWORD for one in parameters)
+def _cache(backend: type[Any], case: Case, place: Any, num_blocks: int, spec: Any, config: Any) -> Any:
+    if hasattr(backend_utils, "get_supported_kv_cache_layouts"):
+        layout = next(one for one in backend_utils.get_supported_kv_cache_layouts([backend]) if one.is_layer_compact)
+        backend_utils.record_kv_cache_layout(config.cache_config, layout.name)
+        size = torch.empty((), dtype=spec.dtype).element_size()
+        shape = (num_blocks, spec.num_heads, case.block_size, spec.state_content_size_bytes // size)
+        order = layout.layer_view_order
+    else:
+        # Also where none is required: the process may have run a backend that required one.
+        required = getattr(backend, "get_required_kv_cache_layout", lambda: None)()
+        backend_utils.set_kv_cache_layout(required)
+        sizes = (num_blocks, case.block_size, case.num_kv_heads, case.head_size)
+        shape = backend.get_kv_cache_shape(*sizes, cache_dtype_str=case.kv_cache_dtype)
+        try:
+            order = backend.get_kv_cache_stride_order()
+        except (AttributeError, NotImplementedError):
+            order = tuple(range(len(shape)))
+    memory = torch.empty([shape[axis] for axis in order], dtype=spec.dtype, device=place)
+    return memory.permute([order.index(axis) for axis in range(len(shape))])
 
 
-def _config(dtype: str, kv_cache_dtype: str, num_heads: int, num_kv_heads: int, head_size: int) -> Any:
+@functools.cache
+def _config(backend: str, dtype: str, kv_cache_dtype: str, num_heads: int, num_kv_heads: int, head_size: int) -> Any:
+    # Of each backend, because some write into it.
     described = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from vllm_hwplugin.attention import paged
-from vllm_hwplugin_lab.probe._cases import Case, Request
-from vllm_hwplugin_lab.probe._inputs import Inputs, make_inputs, poison
-from vllm_hwplugin_lab.probe._reference import Measure, measure
+from vllm_hwplugin_lab.probe import Case, Request
+from vllm_hwplugin_lab.probe.inputs import Inputs, make_inputs, poison
+from vllm_hwplugin_lab.probe.reference import Measure, measure
 
 #: By vLLM version: keys and values apart (to 0.22), side by side in a block (to 0.25), side by side in a head (later).
 LAYOUTS = ("apart", "in a block", "in a head")

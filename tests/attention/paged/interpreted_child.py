@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from vllm_hwplugin_lab.probe._inputs import make_inputs
+from vllm_hwplugin_lab.probe.inputs import make_inputs
 
 spec = importlib.util.spec_from_file_location("batches", Path(__file__).with_name("batches.py"))
 batches = importlib.util.module_from_spec(spec)

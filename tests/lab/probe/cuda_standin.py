@@ -116,7 +116,7 @@ def _pretend() -> None:
 
 def main(files: Sequence[str]) -> None:
     _pretend()
-    from vllm_hwplugin_lab.probe import Job, _captured, _child, _host
+    from vllm_hwplugin_lab.probe import Job, _child, _host, _step
 
     def capture(build: Any, step: Any) -> Any:
         step(build())
@@ -125,8 +125,8 @@ def main(files: Sequence[str]) -> None:
         return lambda: step(metadata)
 
     can_try = _host.LayerHost.can_try
-    _captured.capture = capture
-    _host.LayerHost.can_try = lambda self, trial: trial.needs == "graphs" or can_try(self, trial)
+    _step.capture = capture
+    _host.LayerHost.can_try = lambda self, trial: "graph" in trial.settings or can_try(self, trial)
     for job, answer in zip(files[::2], files[1::2], strict=True):
         with Path(answer).open("a", encoding="utf-8") as stream:
             _child.main(Job(**json.loads(Path(job).read_text(encoding="utf-8"))), stream)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import pytest
 
 from vllm_hwplugin_lab.probe import CAPABILITIES, Plain, draw, trials
-from vllm_hwplugin_lab.probe._cases import select
 
 PLAIN = Plain("bfloat16", 64, 16)
 ALL = trials()
@@ -127,9 +126,9 @@ def test_five_cases_hold_decodes_prefills_a_mix_and_block_borders():
 
 
 def test_a_selection_keeps_the_plain_batch():
-    chosen = [one.key for one in select(["sinks"])]
+    chosen = [one.key for one in trials(["sinks"])]
     assert chosen == [("plain", "causal"), ("sinks", "yes"), ("sinks", "head size 512")]
-    assert select([]) == ALL
+    assert trials([]) == ALL
 
 
 def test_a_case_tells_its_shape_on_one_line():

@@ -169,24 +169,22 @@ print(json.dumps(said))
 
 
 _ANNOUNCED = """
-from types import SimpleNamespace
-from vllm_hwplugin_lab.probe import Case, Request, _captured
+from vllm_hwplugin_lab.probe import Case, Request, _step
 requests = (Request(1, 5), Request(6, 9), Request(9, 3))
 mixed = Case(requests, "bfloat16", "auto", 64, 4, 2, 16, graph=(1,) * 16)
 verify = Case((Request(4, 5),), "bfloat16", "auto", 64, 4, 2, 16, graph=(4,) * 8)
 decode = Case((Request(1, 5),), "bfloat16", "auto", 64, 4, 2, 16, graph=(1,) * 8)
 for short, longest in ((False, 16), (True, 1)):
-    _captured.captures_short_queries = lambda config: config == "a configuration" and short
-    layer = SimpleNamespace(config="a configuration")
-    found = [_captured._Static(case, "cpu", 4)._announced(layer) for case in (mixed, verify, decode)]
+    _step.captures_short_queries = lambda config: config == "a configuration" and short
+    found = [_step.announced(case, "a configuration") for case in (mixed, verify, decode)]
     assert found == [longest, 4, 1], found
 """
 
 
 _WINDOWS = """
 from vllm_hwplugin_lab.probe import Case, Request, _vllm
-from vllm_hwplugin_lab.probe._inputs import make_inputs
-from vllm_hwplugin_lab.probe._reference import reference
+from vllm_hwplugin_lab.probe.inputs import make_inputs
+from vllm_hwplugin_lab.probe.reference import reference
 import dataclasses, torch
 case = Case((Request(9, 20),), "float32", "auto", 16, 4, 2, 16, causal=False, sliding_window=4, seed=3)
 inputs = make_inputs(case, "cpu")
@@ -197,22 +195,19 @@ for version, works in (("0.23.0", {0, 3}), ("0.24.0", {3}), ("0.26.0", {3})):
         found = _vllm.measured(case, inputs, answer.float(), False)
         assert (found.ratio < 2) is (ahead in works), (version, ahead, found)
         assert ("looks back only" in str(found)) is (version == "0.23.0" and ahead == 0), (version, ahead, found)
-causal = dataclasses.replace(case, causal=True)
-assert _vllm.meanings(causal) == (causal,)
 """
 
 
 _ON_META = """
 import torch
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-from vllm_hwplugin_lab.probe import Case, Request, _vllm
-_vllm.poison = lambda cache, seed: None
+from vllm_hwplugin_lab.probe import Case, Request, _step, _vllm
 case = Case((Request(3, 20),), "bfloat16", "auto", 64, 4, 2, 32)
-with _vllm.Maker(CPUAttentionBackend, torch.device("meta")).layer(case, num_blocks=4) as layer:
+with _vllm.layer_of(CPUAttentionBackend, case, torch.device("meta"), num_blocks=4) as layer:
     assert layer.layer._k_scale.device.type == "meta"
     assert layer.cache.device.type == "meta"
     assert torch.empty(()).device.type == "cpu"
-    batch = _vllm.Batch(*[torch.zeros(3, dtype=torch.int64, device="meta")] * 5)
-    common = _vllm.metadata_of(case, batch)
+    common = _step.Step(layer, case, 4, "meta")._metadata(case)
+    assert common.block_table_tensor.device.type == "meta"
     assert common.query_start_loc_cpu.device.type == common.seq_lens_cpu_upper_bound.device.type == "cpu"
 """

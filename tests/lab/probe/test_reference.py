@@ -11,8 +11,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from vllm_hwplugin_lab.probe import Case, Plain, Request, draw, trials  # noqa: E402
-from vllm_hwplugin_lab.probe._inputs import SPARE_BLOCKS, make_inputs, poison  # noqa: E402
-from vllm_hwplugin_lab.probe._reference import measure, reference  # noqa: E402
+from vllm_hwplugin_lab.probe.inputs import SPARE_BLOCKS, make_inputs, poison  # noqa: E402
+from vllm_hwplugin_lab.probe.reference import measure, reference  # noqa: E402
 
 REQUESTS = (Request(3, 4), Request(1, 9), Request(5, 0))
 CASE = Case(REQUESTS, "float32", "auto", 8, 4, 2, 4, seed=5)

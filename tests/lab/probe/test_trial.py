@@ -11,8 +11,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from vllm_hwplugin_lab.probe import Plain, trials  # noqa: E402
-from vllm_hwplugin_lab.probe._reference import Measure  # noqa: E402
 from vllm_hwplugin_lab.probe._trial import Refused, refusals, try_out  # noqa: E402
+from vllm_hwplugin_lab.probe.reference import Measure  # noqa: E402
 
 TRIAL = next(one for one in trials() if one.capability == "sinks")
 

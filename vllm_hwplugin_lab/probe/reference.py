@@ -9,14 +9,14 @@ them: in the model's dtype, with keys and values as the cache's dtype holds them
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 
 from ._cases import Case, Request
-from ._inputs import Inputs
+from .inputs import Inputs
 
 #: vLLM's cache dtypes that round more than the model's dtype. `fp8` is e4m3, as in vLLM.
 FLOAT8: Final = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
@@ -43,6 +43,14 @@ class Measure:
         return f"{found}; {self.note}" if self.note else found
 
 
+@dataclass(frozen=True)
+class Answer:
+    """Of one request, float64 ``[query, num_heads, head_size]`` each: the right one, and what SDPA is off by."""
+
+    right: Any
+    sdpa_error: Any
+
+
 def measure(case: Case, inputs: Inputs, output: Any, *, quantized_query: bool = False) -> Measure:
     """Compare a backend's output with the reference, request by request.
 
@@ -52,23 +60,26 @@ def measure(case: Case, inputs: Inputs, output: Any, *, quantized_query: bool = 
         output: ``[num_tokens, num_heads, head_size]``.
         quantized_query: the layer rounds the query to the cache's dtype as well.
     """
-    worst: Measure | None = None
-    rows = zip(
-        output.split([request.query for request in case.requests]), _answers(case, inputs, quantized_query), strict=True
-    )
-    for index, (found, (right, sdpa_error)) in enumerate(rows):
-        error = (found.to(torch.float64) - right).abs()
-        # No implementation can be closer than the output's dtype: where SDPA is by luck, rounding sets the measure.
-        eps = torch.finfo(getattr(torch, case.dtype)).eps
-        scale_rms = max(_rms(sdpa_error), eps / 4 * _rms(right))
-        scale_max = max(float(sdpa_error.max()), eps / 2 * float(right.abs().max()))
-        ratio = max(_rms(error) / scale_rms, float(error.max()) / scale_max / 2)
-        if not math.isfinite(ratio):
-            return Measure(math.inf, float(error.max()), scale_max, index)
-        if worst is None or ratio > worst.ratio:
-            worst = Measure(ratio, float(error.max()), scale_max, index)
-    assert worst is not None, "a batch has a request"
-    return worst
+    return compare(answers(case, inputs, quantized_query=quantized_query), output)
+
+
+def compare(right: Sequence[Answer], output: Any) -> Measure:
+    """The error of the worst request of an output.
+
+    Args:
+        right: of each request in the output.
+        output: ``[num_tokens, num_heads, head_size]``, in the model's dtype.
+    """
+    # No implementation can be closer than the output's dtype: where SDPA is by luck, rounding sets the measure.
+    eps = torch.finfo(output.dtype).eps
+    found = []
+    for index, (one, rows) in enumerate(zip(right, output.split([len(one.right) for one in right]), strict=True)):
+        error = (rows.double() - one.right).abs()
+        rms = max(_rms(one.sdpa_error), eps / 4 * _rms(one.right))
+        largest = max(float(one.sdpa_error.max()), eps / 2 * float(one.right.abs().max()))
+        ratio = max(_rms(error) / rms, float(error.max()) / largest / 2)
+        found.append(Measure(ratio if math.isfinite(ratio) else math.inf, float(error.max()), largest, index))
+    return max(found, key=lambda one: one.ratio)
 
 
 def reference(case: Case, inputs: Inputs) -> Any:
@@ -76,39 +87,44 @@ def reference(case: Case, inputs: Inputs) -> Any:
     return torch.cat([_attend(case, inputs, *row, softcap=case.softcap) for row in _by_request(case, inputs)])
 
 
-def _by_request(case: Case, inputs: Inputs) -> Iterator[tuple[Request, Any, Any, Any]]:
-    """Each request with its query, keys and values."""
-    queries = inputs.query.split([request.query for request in case.requests])
-    return zip(case.requests, queries, inputs.keys, inputs.values, strict=True)
-
-
-def _answers(case: Case, inputs: Inputs, quantized_query: bool) -> Iterator[tuple[Any, Any]]:
-    """For each request the right answer, and what SDPA is off by."""
+def answers(case: Case, inputs: Inputs, *, quantized_query: bool = False) -> list[Answer]:
+    """Of each request; arguments as of `measure`."""
+    found = []
     for request, query, key, value in _by_request(case, inputs):
         right = _attend(case, inputs, request, query, key, value, softcap=case.softcap)
         # SDPA has no softcap: its error is taken without one, which leaves it what it is within the same batch.
         target = right if case.softcap is None else _attend(case, inputs, request, query, key, value, softcap=None)
         rounded_query = _as_cached(query, case) if quantized_query else query
         other = _sdpa(case, inputs, request, rounded_query, _as_cached(key, case), _as_cached(value, case))
-        yield right, (other.to(torch.float64) - target).abs()
+        found.append(Answer(right, (other.double() - target).abs()))
+    return found
+
+
+def _by_request(case: Case, inputs: Inputs) -> Any:
+    """Each request with its query, keys and values."""
+    queries = inputs.query.split([request.query for request in case.requests])
+    return zip(case.requests, queries, inputs.keys, inputs.values, strict=True)
 
 
 def _attend(case: Case, inputs: Inputs, request: Request, query: Any, key: Any, value: Any, *, softcap: Any) -> Any:
-    key, value = (_each_head(case, one.to(torch.float64)) for one in (key, value))
-    scores = torch.einsum("qhd,khd->hqk", query.to(torch.float64), key) / math.sqrt(case.head_size)
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    scores = scores + _bias(case, inputs, request, torch.float64, scores.device)
-    if inputs.sinks is not None:
-        sinks = inputs.sinks.to(torch.float64)[:, None, None].expand(-1, scores.shape[1], 1)
-        weights = torch.cat([scores, sinks], dim=-1).softmax(dim=-1)[..., :-1]
-    else:
-        weights = scores.softmax(dim=-1)
-    return torch.einsum("hqk,khd->qhd", weights, value)
+    bias = _bias(case, inputs, request, torch.float64, query.device)
+    found = torch.empty_like(query, dtype=torch.float64)
+    # One head after the other: all scores of a long prompt in float64 would take gigabytes.
+    for head in range(case.num_heads):
+        keys, values = (one[:, head * case.num_kv_heads // case.num_heads].double() for one in (key, value))
+        scores = query[:, head].double() @ keys.T / math.sqrt(case.head_size)
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        scores = scores + bias[head % len(bias)]
+        if inputs.sinks is not None:
+            # A key whose value is zero.
+            scores = torch.cat([scores, inputs.sinks[head].double().expand(len(scores), 1)], dim=-1)
+        found[:, head] = scores.softmax(dim=-1)[:, : request.total] @ values
+    return found
 
 
 def _sdpa(case: Case, inputs: Inputs, request: Request, query: Any, key: Any, value: Any) -> Any:
-    key, value = _each_head(case, key), _each_head(case, value)
+    key, value = (one.repeat_interleave(case.num_heads // case.num_kv_heads, dim=1) for one in (key, value))
     bias = _bias(case, inputs, request, query.dtype, query.device)
     if inputs.sinks is not None:
         # A sink is a key of score zero, plus a bias, whose value is zero.
@@ -138,14 +154,10 @@ def _bias(case: Case, inputs: Inputs, request: Request, dtype: Any, device: Any)
     return bias.masked_fill(hidden, -math.inf).to(dtype)
 
 
-def _each_head(case: Case, tensor: Any) -> Any:
-    return tensor.repeat_interleave(case.num_heads // case.num_kv_heads, dim=1)
-
-
 def _as_cached(tensor: Any, case: Case) -> Any:
     name = FLOAT8.get(case.kv_cache_dtype)
     return tensor if name is None else tensor.to(getattr(torch, name)).to(tensor.dtype)
 
 
 def _rms(tensor: Any) -> float:
-    return float(tensor.to(torch.float64).square().mean().sqrt())
+    return float(tensor.double().square().mean().sqrt())

@@ -63,21 +63,17 @@ def make_inputs(case: Case, device: Any) -> Inputs:
         (blocks[:, None] * case.block_size + offsets).flatten()[: request.total]
         for blocks, request in zip(owned, case.requests, strict=True)
     ]
-    shape = (case.num_kv_heads, case.head_size)
+    heads, shape = case.num_heads, (case.num_kv_heads, case.head_size)
     return Inputs(
-        query=normal(case.num_tokens, case.num_heads, case.head_size),
+        query=normal(case.num_tokens, heads, case.head_size),
         keys=tuple(normal(request.total, *shape) for request in case.requests),
         values=tuple(normal(request.total, *shape) for request in case.requests),
         slots=tuple(one.to(device) for one in slots),
         block_table=table.to(device),
         num_blocks=num_blocks,
-        sinks=normal(case.num_heads) + 2 if case.sinks else None,
-        alibi_slopes=_alibi_slopes(case.num_heads) if case.alibi else None,
+        sinks=normal(heads) + 2 if case.sinks else None,
+        alibi_slopes=tuple(2 ** (-8 * (head + 1) / heads) for head in range(heads)) if case.alibi else None,
     )
-
-
-def _alibi_slopes(num_heads: int) -> tuple[float, ...]:
-    return tuple(2 ** (-8 * (head + 1) / num_heads) for head in range(num_heads))
 
 
 def poison(cache: Any, seed: int) -> None:
