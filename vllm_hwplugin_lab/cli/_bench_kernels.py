@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -22,7 +21,6 @@ from ..bench.micro import (
     FAILED,
     MEASURED,
     Cell,
-    Effort,
     attention_cases,
     left_out,
     make_results,
@@ -116,10 +114,8 @@ def _run(
     if host.device not in devices:
         raise bench.HostUnknown(f"`bench {kind}` measures kernels of a GPU; vLLM runs on {host.name} ({host.device})")
     console.print(f"vLLM {host.vllm} on {host.name}, torch {host.torch}", highlight=False)
-    effort = Effort()
-    limits = {"seed": seed, "limit": _LIMITS[kind], "effort": dataclasses.asdict(effort)}
-    settings = {"seconds": seconds, "only": only, **limits}
-    job = {"kind": kind, "device": host.device, **limits}
+    settings = {"seconds": seconds, "only": only, "seed": seed, "limit": _LIMITS[kind]}
+    job = {"kind": kind, "device": host.device, "seed": seed}
     with progress(console) as bar:
         task = bar.add_task("starts", total=len(todo))
 
@@ -137,7 +133,7 @@ def _run(
                 write_text(results_text(make_results(kind, host, settings, outcomes, processes)), json_file)
                 written = time.monotonic()
 
-        outcomes, processes = supervise(job, todo, seconds=seconds, on_event=on_event, keep=keep)
+        outcomes, processes = supervise(job, todo, seconds=seconds, limit=_LIMITS[kind], on_event=on_event, keep=keep)
     results = make_results(kind, host, settings, outcomes, processes)
     if json_file is not None:
         write_text(results_text(results), json_file)

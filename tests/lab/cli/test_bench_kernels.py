@@ -10,7 +10,8 @@ import pytest
 from tests.program import program
 from vllm_hwplugin_lab import bench
 from vllm_hwplugin_lab.bench import Host, read_results
-from vllm_hwplugin_lab.bench.micro import _cells, attention_cases, op_cases
+from vllm_hwplugin_lab.bench.micro import _supervise as cells
+from vllm_hwplugin_lab.bench.micro import attention_cases, op_cases
 from vllm_hwplugin_lab.cli import _bench_kernels
 
 GPU = Host("cuda", "NVIDIA H200", "580.1", "0.26.0", "2.11.0", "3.12.3", 16)
@@ -19,7 +20,7 @@ READY = {"error": None, "log_tail": "", "copy_bandwidth": 4e12, "packages": {"to
 
 def measured(cell, **facts):
     facts = {"seconds": 1e-4, "eager": None, "copy_seconds": 1e-5, "error_ratio": 1.0, "mismatch": None, **facts}
-    return {**_cells.outcome(cell, _cells.MEASURED, None, **facts), "process": 0}
+    return {**cells.outcome(cell, cells.MEASURED, None, **facts), "process": 0}
 
 
 @pytest.fixture
@@ -27,7 +28,7 @@ def run(monkeypatch, tmp_path):
     def call(*arguments, outcome=measured, processes=(READY,), host=GPU):
         asked = []
 
-        def supervise(job, todo, *, seconds, on_event, keep):
+        def supervise(job, todo, *, seconds, limit, on_event, keep):
             asked.append((job, list(todo), seconds))
             outcomes = [outcome(cell) for cell in todo]
             on_event({"event": "begin", "kernel": "[k]", "case": "c"})
@@ -95,8 +96,8 @@ def row_of(result, name):
 def test_the_table_at_the_end_says_what_is_faster_and_what_is_wrong(run):
     def outcome(cell):
         kernel, case = cell
-        if kernel == "FLASHINFER":
-            return {**_cells.outcome(cell, _cells.MISSING, "no [flashinfer]"), "process": 0}
+        if kernel == "FLASH_ATTN 4":
+            return {**cells.outcome(cell, cells.MISSING, "no [cutlass]"), "process": 0}
         wrong = (kernel, case) == ("hwplugin", "topk_softmax 8 of 128 t8")
         seconds = 1e-4 if kernel == "hwplugin" else 5e-5 if case.endswith((" t8", "h8/4 d512")) else 2e-4
         return measured(cell, seconds=seconds, mismatch="weights" if wrong else None)
@@ -112,7 +113,7 @@ def test_the_table_at_the_end_says_what_is_faster_and_what_is_wrong(run):
     assert "hwplugin topk_softmax 8 of 128 t8: weights" in result.output
     result, _, _ = run("attention", outcome=outcome)
     assert row_of(result, "TRITON_ATTN")[1] == "1.00 (0.50 to 2.00), 4"
-    assert "FLASHINFER: missing: no [flashinfer]" in result.output
+    assert "FLASH_ATTN 4: missing: no [cutlass]" in result.output
 
 
 def test_operations_are_measured_on_the_device_that_is_named(run):
@@ -132,15 +133,15 @@ def test_operations_are_measured_on_the_device_that_is_named(run):
     [
         ("attention", "hwplugin", {"error_ratio": 2.01}, 1),
         ("attention", "SDPA", {"error_ratio": 9.0}, 0),
-        ("attention", "hwplugin", _cells.FAILED, 1),
-        ("attention", "hwplugin", _cells.CRASHED, 1),
-        ("attention", "hwplugin", _cells.NOT_RUN, 2),
-        ("attention", "FLASHINFER", _cells.FAILED, 0),
+        ("attention", "hwplugin", cells.FAILED, 1),
+        ("attention", "hwplugin", cells.CRASHED, 1),
+        ("attention", "hwplugin", cells.NOT_RUN, 2),
+        ("attention", "FLASH_ATTN 4", cells.FAILED, 0),
         ("ops", "hwplugin", {"mismatch": "wrong"}, 1),
         ("ops", "vllm", {"mismatch": "wrong"}, 0),
-        ("ops", "hwplugin", _cells.FAILED, 1),
-        ("ops", "hwplugin", _cells.MISSING, 2),
-        ("ops", "vllm", _cells.FAILED, 0),
+        ("ops", "hwplugin", cells.FAILED, 1),
+        ("ops", "hwplugin", cells.MISSING, 2),
+        ("ops", "vllm", cells.FAILED, 0),
     ],
 )
 def test_the_exit_code_is_about_our_own_kernels(run, command, kernel, change, code):
@@ -149,7 +150,7 @@ def test_the_exit_code_is_about_our_own_kernels(run, command, kernel, change, co
             return measured(cell)
         if isinstance(change, dict):
             return measured(cell, **change)
-        return {**_cells.outcome(cell, change, "no"), "process": 0}
+        return {**cells.outcome(cell, change, "no"), "process": 0}
 
     result, _, _ = run(command, outcome=outcome)
     assert result.exit_code == code, result.output

@@ -7,10 +7,8 @@ and what it imports needs a GPU.
 
 from . import _attention_cases as attention_cases
 from . import _op_cases as op_cases
-from ._cells import CRASHED, FAILED, MEASURED, Cell
 from ._figures import FORMAT, bandwidth, find, left_out, make_results, op_ratio, summary
-from ._supervise import supervise
-from ._timer import Effort
+from ._supervise import CRASHED, FAILED, MEASURED, Cell, outcome, supervise
 
 __all__ = [
     "CRASHED",
@@ -18,7 +16,6 @@ __all__ = [
     "FORMAT",
     "MEASURED",
     "Cell",
-    "Effort",
     "attention_cases",
     "bandwidth",
     "find",
@@ -26,6 +23,7 @@ __all__ = [
     "make_results",
     "op_cases",
     "op_ratio",
+    "outcome",
     "summary",
     "supervise",
 ]

@@ -1,34 +1,110 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``bench attention`` on the device: the time and the error of one kernel on one shape."""
+"""``bench attention`` on the device: the time and the error of one kernel on one shape of a paged cache."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from . import _accuracy
+from ...probe import Case, Request
+from ...probe.inputs import Inputs
+from ...probe.reference import Answer, answers, compare
 from . import _attention_cases as cases
-from ._attention_inputs import Pool
-from ._attention_kernels import AttentionKernel, FlashAttention, FlashInfer, Ours, Triton
-from ._cells import Cell
-from ._copies import Copies
-from ._torch_kernels import prefill_kernels
+from ._attention_cases import AttentionCase
+from ._timer import Call, Copies, Refused, Timer
+
+DTYPE = torch.bfloat16
+#: Elements that are drawn at once: the generator works in float32.
+_CHUNK = 1 << 28
 
 
-def kernels() -> dict[str, AttentionKernel]:
-    every: tuple[AttentionKernel, ...] = (
-        Ours(),
-        Ours(triton=True),
-        *prefill_kernels(),
-        Triton(),
-        FlashAttention(cases.FA3, 3, 256),
-        FlashAttention(cases.FA3_CONTIGUOUS, 3, 256, paged=False),
-        FlashAttention(cases.FA4, 4, 512),
-        FlashInfer(),
-    )
-    return {kernel.name: kernel for kernel in every}
+@dataclass(frozen=True)
+class Batch:
+    """One set of inputs, with the kernel's output.
+
+    Attributes:
+        query, output: ``[tokens, heads, head_size]``; the output is NaN before the launch.
+        keys, values: ``[blocks, page, kv_heads, head_size]``, the whole cache.
+        block_table: ``[batch, blocks of the longest request]`` int32, in no order; no block is in two sets. Behind
+            those of a shorter request it is 0.
+        query_start_loc: ``[batch + 1]`` int32.
+        seq_lens: ``[batch]`` int32.
+    """
+
+    case: AttentionCase
+    query: Any
+    output: Any
+    keys: Any
+    values: Any
+    block_table: Any
+    query_start_loc: Any
+    seq_lens: Any
+
+    @property
+    def scale(self) -> float:
+        return float(self.case.head_size**-0.5)
+
+    def gathered(self, request: int) -> tuple[Any, Any]:
+        """The keys and the values of a request, ``[its length, kv_heads, head_size]`` each, contiguous."""
+        length, pages = self.case.lengths[request], self.case.pages[request]
+        rows = self.block_table[request, :pages].long()
+        keys, values = (cache[rows].flatten(0, 1)[:length] for cache in (self.keys, self.values))
+        return keys, values
+
+    def contiguous(self) -> tuple[Any, Any]:
+        """The keys and values of all requests one after the other, ``[sum of lengths, kv_heads, head_size]``."""
+        parts = [self.gathered(request) for request in range(self.case.batch)]
+        return torch.cat([keys for keys, _ in parts]), torch.cat([values for _, values in parts])
+
+
+class Pool:
+    """Keys and values for all cases: every batch reads blocks of the same two buffers.
+
+    Args:
+        elements: of the keys alone.
+    """
+
+    def __init__(self, elements: int, device: Any, seed: int) -> None:
+        self.elements = elements
+        self._device = device
+        self._random = torch.Generator(device=device).manual_seed(seed)
+        self._keys, self._values = self._normal(elements), self._normal(elements)
+
+    def batches(self, case: AttentionCase, count: int) -> list[Batch]:
+        """``count`` sets of inputs over different blocks, for which there has to be room."""
+        shape = (-1, case.page, case.kv_heads, case.head_size)
+        block = case.page * case.kv_heads * case.head_size
+        keys, values = (cache[: self.elements // block * block].view(shape) for cache in (self._keys, self._values))
+        order = torch.randperm(len(keys), generator=self._random, device=self._device).to(torch.int32)
+        starts = torch.arange(case.batch + 1, dtype=torch.int32, device=self._device) * case.query
+        lengths = torch.tensor(case.lengths, dtype=torch.int32, device=self._device)
+        pages = torch.tensor(case.pages, device=self._device)
+        used = torch.arange(max(case.pages), device=self._device) < pages[:, None]
+        found = []
+        for own in order.split(sum(case.pages))[:count]:
+            query = self._normal(case.tokens * case.heads * case.head_size).view(-1, case.heads, case.head_size)
+            table = torch.zeros_like(used, dtype=torch.int32).masked_scatter_(used, own)
+            output = torch.full_like(query, torch.nan)
+            found.append(Batch(case, query, output, keys, values, table, starts, lengths))
+        return found
+
+    def _normal(self, elements: int) -> Any:
+        found = torch.empty(elements, dtype=DTYPE, device=self._device)
+        for part in found.split(_CHUNK):
+            part.normal_(generator=self._random)
+        return found
+
+
+def pool_elements(timer: Timer, keys: Sequence[str]) -> int:
+    """Of a pool that has room for some cases, or for as much as this GPU has."""
+    assert timer.l2_bytes is not None  # the attention kernels are for CUDA alone
+    wanted = max(cases.CASES[key].cache_elements for key in keys)
+    # Two sets at least of the smaller cases, and room for what the kernels and the right answer need.
+    free, _ = torch.cuda.mem_get_info(timer.device)
+    return min(max(wanted, 4 * timer.l2_bytes), int(free * 0.6) // 4)
 
 
 class AttentionBench:
@@ -39,47 +115,58 @@ class AttentionBench:
     """
 
     def __init__(
-        self,
-        copies: Copies,
-        seed: int,
-        pool_elements: int,
-        rivals: Mapping[str, AttentionKernel] | None = None,
+        self, timer: Timer, copies: Copies, seed: int, pool_elements: int, kernels: Mapping[str, Any] | None = None
     ) -> None:
-        self._copies = copies
-        self._pool = Pool(pool_elements, copies.device, seed)
-        self._kernels = dict(rivals) if rivals is not None else kernels()
-        self._missing: dict[str, str | None] = {}
-        self._batches: tuple[str, Any, Any] | None = None
+        from ._attention_kernels import KERNELS
 
-    def missing(self, cell: Cell) -> str | None:
-        if cell[0] not in self._missing:
-            self._missing[cell[0]] = self._kernels[cell[0]].missing()
-        return self._missing[cell[0]]
+        self._timer, self._copies = timer, copies
+        self._pool = Pool(pool_elements, timer.device, seed)
+        self._kernels = KERNELS if kernels is None else kernels
+        self._inputs: tuple[str, list[Batch], list[Answer]] = ("", [], [])
 
-    def refuses(self, cell: Cell) -> str | None:
-        case = cases.CASES[cell[1]]
-        if not self._pool.sets(case):
-            return f"the cache of {self._pool.elements} elements that fits this device has no room for it"
-        return self._kernels[cell[0]].refuses(case)
+    def measure(self, kernel: str, key: str) -> dict[str, Any]:
+        """The time and the error of a cell.
 
-    def measure(self, cell: Cell) -> dict[str, Any]:
-        case = cases.CASES[cell[1]]
-        batches, answers = self._inputs(case)
-        kernel = self._kernels[cell[0]]
-        calls = [kernel.prepare(batch) for batch in batches]
+        Raises:
+            Missing: the kernel is not on this host.
+            Refused: it does not claim to run the case, or the pool has no room for it.
+        """
+        case = cases.CASES[key]
+        if self._inputs[0] != key:
+            # The kernels of a case come one after the other: its inputs and its right answer are made once.
+            self._inputs = ("", [], [])
+            room = self._pool.elements // case.cache_elements
+            if not room:
+                raise Refused(f"the cache of {self._pool.elements} elements that fits this device has no room for it")
+            batches = self._pool.batches(case, self._timer.sets(case.bytes_each, room * case.bytes_each))
+            self._inputs = (key, batches, right(batches[-1]))
+        _, batches, answers = self._inputs
+        calls: list[Call] = [self._kernels[kernel](batch) for batch in batches]
 
         def spoil() -> None:
             for batch in batches:
                 batch.output.fill_(torch.nan)
 
-        facts, output = self._copies.compared(calls, case.kv_bytes, spoil)
-        return {**facts, "error_ratio": _accuracy.ratio(answers, batches[-1], output)}
+        facts, output = self._timer.measure(calls, spoil)
+        ratio = compare(answers, _rows(output, case)).ratio
+        return {**facts, "copy_seconds": self._copies.seconds(case.kv_bytes), "error_ratio": ratio}
 
-    def _inputs(self, case: cases.AttentionCase) -> tuple[Any, Any]:
-        """The kernels of a case come one after the other: its inputs and its right answer are made once."""
-        if self._batches is None or self._batches[0] != case.key:
-            self._batches = None
-            room = self._pool.sets(case) * case.bytes_each
-            batches = self._pool.batches(case, self._copies.sets(case.bytes_each, room))
-            self._batches = (case.key, batches, _accuracy.right(batches[-1]))
-        return self._batches[1:]
+
+def right(batch: Batch) -> list[Answer]:
+    """Of the first, the last, the longest and the shortest request of a batch."""
+    case = batch.case
+    requests = tuple(Request(case.query, case.lengths[one] - case.query) for one in _looked_at(case))
+    keys, values = zip(*(batch.gathered(one) for one in _looked_at(case)), strict=True)
+    shape = (case.head_size, case.heads, case.kv_heads, case.page)
+    inputs = Inputs(_rows(batch.query, case), keys, values, (), None, 0, None, None)
+    return answers(Case(requests, "bfloat16", "auto", *shape), inputs)
+
+
+def _looked_at(case: AttentionCase) -> list[int]:
+    lengths = case.lengths
+    return sorted({0, case.batch - 1, lengths.index(max(lengths)), lengths.index(min(lengths))})
+
+
+def _rows(tensor: Any, case: AttentionCase) -> Any:
+    """Of the requests that are looked at."""
+    return tensor.unflatten(0, (case.batch, case.query))[_looked_at(case)].flatten(0, 1)

@@ -8,13 +8,12 @@ import random
 from dataclasses import dataclass
 from itertools import product
 
-from ._cells import Cell
+from ._supervise import Cell
 
 OURS = "hwplugin"
 #: The kernels that serve where the one for Hopper cannot be had.
 OURS_TRITON = "hwplugin, Triton"
 TRITON = "TRITON_ATTN"
-FLASHINFER = "FLASHINFER"
 FLEX = "FLEX_ATTENTION"
 SDPA = "SDPA"
 SDPA_REPEATED = "SDPA, heads repeated"
@@ -124,7 +123,7 @@ PREFILL = tuple(
 PREFILL_256 = tuple(AttentionCase("prefill", c.batch, c.context, c.query, c.kv_heads, head_size=256) for c in PREFILL)
 CASES = {case.key: case for case in (*PREFILL, *PREFILL_256, *DECODE, *AS_SERVED)}
 
-_PREFILL_KERNELS = (OURS, OURS_TRITON, SDPA, SDPA_REPEATED, TRITON, FA4, FLEX, FLASHINFER)
+_PREFILL_KERNELS = (OURS, OURS_TRITON, SDPA, SDPA_REPEATED, TRITON, FA4, FLEX)
 
 
 def plan() -> tuple[Cell, ...]:
@@ -136,6 +135,6 @@ def plan() -> tuple[Cell, ...]:
     prefill_256 = product(PREFILL_256, (FA3, FA3_CONTIGUOUS))
     decode = product(DECODE, (OURS, TRITON))
     served = product(AS_SERVED, (OURS, TRITON))
-    more = product(DECODE, (OURS_TRITON, FA4, FLASHINFER))
+    more = product(DECODE, (OURS_TRITON, FA4))
     groups = (prefill_256, prefill, decode, served, more)
     return tuple((kernel, case.key) for group in groups for case, kernel in group)

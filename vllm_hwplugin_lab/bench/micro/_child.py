@@ -4,88 +4,104 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from ...probe import one_line
 from .._child import Answer
-from . import _attention_cases
-from ._cells import Cell
-from ._run_cells import Bench, run_cells
-from ._timer import Effort
+from ._supervise import FAILED, MEASURED, MISSING, REFUSED, Cell, outcome
+from ._timer import Copies, Missing, Refused, Timer
 
-ATTENTION = "attention"
-OPS = "ops"
-
-_PACKAGES = ("torch", "triton", "vllm", "flashinfer-python", "nvidia-cutlass-dsl")
+_PACKAGES = ("torch", "triton", "vllm", "nvidia-cutlass-dsl")
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str]) -> None:
     job = json.loads(Path(arguments[0]).read_text(encoding="utf-8"))
     answer = Answer(Path(arguments[1]))
     todo = [(kernel, case) for kernel, case in job["todo"]]
-
-    import torch
-
-    from ._copies import Copies
-    from ._timer import GraphTimer
-
+    end = time.monotonic() + job["seconds"]
     devices = torch.get_device_module(job["device"])
-    device = torch.device(job["device"], devices.current_device())
-    facts = devices.get_device_properties(device)
-    # torch_musa does not say it.
-    l2_bytes: int | None = getattr(facts, "L2_cache_size", None)
-    copies = Copies(GraphTimer(job["device"]), device, l2_bytes, Effort(**job["effort"]))
+    timer = Timer(torch.device(job["device"], devices.current_device()))
+    copies = Copies(timer)
     answer.say(
         "ready",
-        pid=os.getpid(),
-        packages=_versions(),
-        cuda=torch.version.cuda,
-        musa=getattr(torch.version, "musa", None),
-        device=facts.name,
-        multiprocessors=facts.multi_processor_count,
-        l2_bytes=l2_bytes,
+        packages={name: _version(name) for name in _PACKAGES},
+        device=devices.get_device_name(timer.device),
+        l2_bytes=timer.l2_bytes,
         copy_bandwidth=copies.bandwidth(),
     )
-    limits = {"seconds": job["seconds"], "limit": job["limit"]}
-    usable = run_cells(todo, _bench(job, todo, copies), answer.say, check_device=devices.synchronize, **limits)
-    if not usable:
-        return 1
-    answer.say("copies", copies=copies.known())
-    answer.say("done")
-    return 0
-
-
-def _bench(job: dict[str, Any], todo: list[Cell], copies: Any) -> Bench:
-    if job["kind"] == OPS:
+    if job["kind"] == "ops":
         from ._ops_bench import OpsBench
 
-        return OpsBench(copies, job["seed"])
-    import torch
+        measure = OpsBench(timer, copies, job["seed"]).measure
+    else:
+        from ._attention_bench import AttentionBench, pool_elements
 
-    from ._attention_bench import AttentionBench
-
-    assert copies.l2_bytes is not None  # the attention kernels are for CUDA alone
-    wanted = max(_attention_cases.CASES[case].cache_elements for _, case in todo)
-    # Two sets at least of the smaller cases, and room for what the kernels and the right answer need.
-    small = 4 * copies.l2_bytes
-    free, _ = torch.cuda.mem_get_info(copies.device)
-    elements = min(max(wanted, small), int(free * 0.6) // 4)
-    return AttentionBench(copies, job["seed"], elements)
+        elements = pool_elements(timer, [case for _, case in todo])
+        measure = AttentionBench(timer, copies, job["seed"], elements).measure
+    run_cells(todo, measure, answer.say, end=end, check_device=devices.synchronize)
+    answer.say("done")
 
 
-def _versions() -> dict[str, str | None]:
-    found: dict[str, str | None] = {}
-    for name in _PACKAGES:
+def run_cells(
+    todo: Sequence[Cell],
+    measure: Callable[[str, str], dict[str, Any]],
+    say: Callable[..., None],
+    *,
+    end: float,
+    check_device: Callable[[], None],
+    clock: Callable[[], float] = time.monotonic,
+) -> None:
+    """Run ``todo`` in its order.
+
+    Args:
+        measure: what the results file says of a kernel and a case.
+        say: passes on an event: ``begin`` or ``cell``.
+        end: cells that would begin after that time are left, and nothing is said of them.
+        check_device: raises where the device is not usable.
+        clock: seconds.
+
+    Raises:
+        SystemExit: the device is not usable after a cell, which has begun and no end.
+    """
+    # Of the kernels of a kind of attention, or of an operation: some take a compiler's time to say it.
+    absent: dict[tuple[str, str], str] = {}
+    for cell in todo:
+        if clock() > end:
+            break
+        kernel, case = cell
+        of = kernel, case.split()[0]
+        say("begin", kernel=kernel, case=case)
         try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = None
-    return found
+            if of in absent:
+                raise Missing(absent[of])
+            found = outcome(cell, MEASURED, None, **measure(kernel, case))
+        except Missing as error:
+            absent[of] = str(error)
+            found = outcome(cell, MISSING, str(error))
+        except Refused as error:
+            found = outcome(cell, REFUSED, str(error))
+        except Exception as error:  # of a rival's as of ours: the table says which
+            found = outcome(cell, FAILED, one_line(error))
+            try:
+                check_device()
+            except Exception:  # what it raises says only that an earlier launch failed
+                raise SystemExit(f"the device was not usable after it: {found['reason']}") from None
+        say("cell", outcome=found)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1:])

@@ -14,7 +14,7 @@ from .._host import Host
 from .._results import provenance
 from . import _attention_cases as attention
 from . import _op_cases as ops
-from ._cells import MEASURED, MISSING, REFUSED
+from ._supervise import MEASURED, MISSING, REFUSED
 
 
 def find(results: Mapping[str, Any], kernel: str, case: str) -> Mapping[str, Any] | None:

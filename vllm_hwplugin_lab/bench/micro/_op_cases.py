@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ._cells import Cell
+from ._supervise import Cell
 
 OURS = "hwplugin"
 VLLM = "vllm"

@@ -12,8 +12,8 @@ import torch
 from vllm_hwplugin.ops.definitions import is_defined
 
 from . import _op_cases as cases
-from ._attention_kernels import unimportable
 from ._op_cases import OpCase, Operand
+from ._timer import Missing, needed
 
 #: vLLM's libraries define their operations in these namespaces, in every version.
 _NAMESPACES = ("_C", "_moe_C")
@@ -26,35 +26,29 @@ def reference(op: str) -> Callable[..., Any]:
     return found
 
 
-def missing(kernel: str, op: str) -> str | None:
-    """Why an operation has no kernel on this side, or None. The first call for one of the plugin's may build it."""
+def implementation(kernel: str, op: str) -> Callable[..., Any]:
+    """The operation of one side. The first call for one of the plugin's may build its kernel.
+
+    Raises:
+        Missing: it has no kernel on this side.
+    """
     if kernel != cases.OURS:
-        if (reason := unimportable("vllm._custom_ops")) is not None:
-            return reason
-        if _of_vllm(op) is None or is_defined(op):
-            return f"this vLLM has no operation {op}"
-        return None
-    if (reason := unimportable(f"vllm_hwplugin.ops.{op}")) is not None:
-        return reason
+        needed("vllm._custom_ops")
+        for namespace in _NAMESPACES:
+            found: Callable[..., Any] | None = getattr(getattr(torch.ops, namespace), op, None)
+            if found is not None and not is_defined(op):
+                return found
+        raise Missing(f"this vLLM has no operation {op}")
     from vllm_hwplugin.ops.compile import jit, torch_build
     from vllm_hwplugin.ops.compile.spec import KERNELS, KernelUnavailable
 
-    if op not in KERNELS:
-        return f"no kernel {op} in the table of kernels"
     try:
         jit.provide(KERNELS[op], torch_build.installed())
     except KernelUnavailable as error:
-        return str(error)
-    return None if jit.ensure(KERNELS[op]) else "its library was built and cannot be loaded; the log says why"
-
-
-def implementation(kernel: str, op: str) -> Callable[..., Any]:
-    """The operation of one side, which ``missing`` found to be there."""
-    if kernel == cases.OURS:
-        return reference(op)
-    found = _of_vllm(op)
-    assert found is not None
-    return found
+        raise Missing(str(error)) from error
+    if not jit.ensure(KERNELS[op]):
+        raise Missing("its library was built and cannot be loaded; the log says why")
+    return reference(op)
 
 
 def passed(kernel: str, case: OpCase, values: Sequence[Any]) -> list[Any]:
@@ -77,11 +71,3 @@ def trailing(run: Any, given: int) -> list[None]:
     if odd := [one.name for one in more if not isinstance(one.type, torch.OptionalType)]:
         raise ValueError(f"this vLLM's {run.default._schema} also needs {', '.join(odd)}")
     return [None] * len(more)
-
-
-def _of_vllm(op: str) -> Callable[..., Any] | None:
-    for namespace in _NAMESPACES:
-        found: Callable[..., Any] | None = getattr(getattr(torch.ops, namespace), op, None)
-        if found is not None:
-            return found
-    return None

@@ -10,39 +10,33 @@ import torch
 
 from . import _op_cases as cases
 from . import _op_inputs, _op_kernels
-from ._cells import Cell
-from ._copies import Copies
+from ._timer import Copies, Timer
 
 #: Bytes that all sets of inputs of a cell may take.
 _ROOM = 24 << 30
 
 
 class OpsBench:
-    def __init__(self, copies: Copies, seed: int) -> None:
-        self._copies = copies
-        self._random = torch.Generator(device=copies.device).manual_seed(seed)
+    def __init__(self, timer: Timer, copies: Copies, seed: int) -> None:
+        self._timer, self._copies = timer, copies
+        self._random = torch.Generator(device=timer.device).manual_seed(seed)
         self._choice = torch.Generator().manual_seed(seed)
-        self._missing: dict[tuple[str, str], str | None] = {}
 
-    def missing(self, cell: Cell) -> str | None:
-        key = (cell[0], cases.CASES[cell[1]].op)
-        if key not in self._missing:
-            self._missing[key] = _op_kernels.missing(*key)
-        return self._missing[key]
+    def measure(self, kernel: str, key: str) -> dict[str, Any]:
+        """The time and the parity of a cell.
 
-    def refuses(self, cell: Cell) -> str | None:
-        return None
-
-    def measure(self, cell: Cell) -> dict[str, Any]:
-        case = cases.CASES[cell[1]]
-        run = _op_kernels.implementation(cell[0], case.op)
-        count = self._copies.sets(case.bytes_moved, _ROOM)
+        Raises:
+            Missing: the operation has no kernel on this side.
+        """
+        case = cases.CASES[key]
+        run = _op_kernels.implementation(kernel, case.op)
+        count = self._timer.sets(case.bytes_moved, _ROOM)
         more = _op_kernels.trailing(run, len(case.arguments))
-        sets = [_op_inputs.arguments(case, self._copies.device, self._random) for _ in range(count)]
-        wrong = self._mismatch(cell[0], case, run, sets[0], more)
-        calls = [_bound(run, [*_op_kernels.passed(cell[0], case, values), *more]) for values in sets]
-        facts, _ = self._copies.compared(calls, case.bytes_moved)
-        return {**facts, "mismatch": wrong}
+        sets = [_op_inputs.arguments(case, self._timer.device, self._random) for _ in range(count)]
+        wrong = self._mismatch(kernel, case, run, sets[0], more)
+        calls = [_bound(run, [*_op_kernels.passed(kernel, case, values), *more]) for values in sets]
+        facts, _ = self._timer.measure(calls)
+        return {**facts, "copy_seconds": self._copies.seconds(case.bytes_moved), "mismatch": wrong}
 
     def _mismatch(
         self, kernel: str, case: cases.OpCase, run: Callable[..., Any], values: list[Any], more: list[None]

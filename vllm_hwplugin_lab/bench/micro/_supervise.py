@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure in child processes: where one dies of a cell, another goes on behind it."""
+"""Measure cells in child processes: where one dies or hangs in a cell, another goes on behind it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,20 @@ from typing import Any
 
 from .._job import Event
 from .._launch import Ended, run_child
-from . import _cells
-from ._cells import Cell
+
+#: One kernel on one case: its name, and the case's key.
+Cell = tuple[str, str]
+
+MEASURED = "measured"
+#: The kernel is not on this host.
+MISSING = "missing"
+#: It does not claim to run the case.
+REFUSED = "refused"
+#: It raised an exception.
+FAILED = "failed"
+#: Its process died, or was killed because it took too long.
+CRASHED = "crashed"
+NOT_RUN = "not run"
 
 MODULE = "vllm_hwplugin_lab.bench.micro._child"
 #: The rivals are stock vLLM's: the platform class and the operations that the plugin would put in their place are off.
@@ -23,11 +35,17 @@ _START = 180.0
 _MOST_CRASHES = 2
 
 
+def outcome(cell: Cell, status: str, reason: str | None = None, **facts: Any) -> dict[str, Any]:
+    kernel, case = cell
+    return {"kernel": kernel, "case": case, "status": status, "reason": reason, **facts}
+
+
 def supervise(
     job: dict[str, Any],
     todo: Sequence[Cell],
     *,
     seconds: float,
+    limit: float,
     on_event: Callable[[Event], None] = lambda event: None,
     keep: Callable[[list[dict[str, Any]], list[dict[str, Any]]], None] = lambda outcomes, processes: None,
     run: Callable[..., Ended] = run_child,
@@ -37,74 +55,54 @@ def supervise(
 
     Args:
         job: what every child gets besides its cells and its time.
-        todo: kernel and case of each cell, in order.
+        todo: in order.
         seconds: for the whole run; cells that would begin later are not run.
+        limit: seconds for one cell, compilation included.
         on_event: called with each event of a child.
         keep: called after each cell with what would be returned if the run ended there.
         run: starts a child, as ``run_child``.
         clock: seconds.
     """
-    end, so_far = clock() + seconds, _SoFar(todo)
+    end, left, crashes = clock() + seconds, list(todo), Counter[str]()
+    outcomes: list[dict[str, Any]] = []
+    processes: list[dict[str, Any]] = []
+    begun: list[Cell] = []  # what a process is at, or died of
 
-    def listen(event: Event) -> None:
+    def over(cells: Sequence[Cell], status: str, reason: str | None, process: int | None = None) -> None:
+        outcomes.extend({**outcome(cell, status, reason), "process": process} for cell in cells)
+        left[:] = [cell for cell in left if cell not in cells]
+
+    def hear(event: Event) -> None:
         on_event(event)
-        so_far.hear(event)
-        if event["event"] == "cell":
-            keep(so_far.outcomes, so_far.processes)
+        facts = {key: value for key, value in event.items() if key != "event"}
+        if event["event"] == "ready":
+            processes[-1] |= facts
+        elif event["event"] == "begin":
+            begun[:] = [(event["kernel"], event["case"])]
+        elif event["event"] == "cell":
+            outcomes.append({**facts["outcome"], "process": len(processes) - 1})
+            left.remove((facts["outcome"]["kernel"], facts["outcome"]["case"]))
+            begun.clear()
+            keep(outcomes, processes)
 
-    while so_far.todo:
+    while left:
         rest = end - clock()
-        if so_far.processes and rest <= 0:
-            so_far.not_run(so_far.todo, "the time for the whole run was used up")
+        if processes and rest <= 0:
+            over(left, NOT_RUN, "the time for the whole run was used up")
             break
-        text = json.dumps({**job, "todo": so_far.todo, "seconds": rest})
-        so_far.processes.append({"error": "it was still running", "log_tail": ""})
-        ended = run(MODULE, text, ENVIRONMENT, timeout=max(rest, 0) + _START, on_event=listen)
-        so_far.processes[-1] |= {"error": ended.error, "log_tail": ended.log_tail}
-        if so_far.begun is not None:
-            so_far.crashed(so_far.begun, ended.error)
+        text = json.dumps({**job, "todo": left, "seconds": rest})
+        processes.append({"error": "it was still running", "log_tail": ""})
+        ended = run(MODULE, text, ENVIRONMENT, timeout=max(rest, 0) + _START, patience=limit, on_event=hear)
+        processes[-1] |= {"error": ended.error, "log_tail": ended.log_tail}
+        if begun:
+            last_words = [ended.error or "the process ended in it", *ended.log_tail.strip().splitlines()[-1:]]
+            over(begun, CRASHED, ": ".join(last_words), len(processes) - 1)
+            kernel = begun.pop()[0]
+            crashes[kernel] += 1
+            if crashes[kernel] == _MOST_CRASHES:
+                again = f"not tried again: {kernel} ended {_MOST_CRASHES} processes"
+                over([cell for cell in left if cell[0] == kernel], NOT_RUN, again)
         elif ended.error is not None or clock() < end:
             # Nothing was on its way: another process would end the same way.
-            so_far.not_run(so_far.todo, f"the process ended before it: {ended.error or 'it said that it was done'}")
-    return so_far.outcomes, so_far.processes
-
-
-class _SoFar:
-    """What is known of a run, and the cells that no process has said anything of."""
-
-    def __init__(self, todo: Sequence[Cell]) -> None:
-        self.outcomes: list[dict[str, Any]] = []
-        self.processes: list[dict[str, Any]] = []
-        self.todo = list(todo)
-        #: The cell that a process is at, or died of.
-        self.begun: Cell | None = None
-        self._broken: str | None = None
-        self._crashes: Counter[str] = Counter()
-
-    def hear(self, event: Event) -> None:
-        if event["event"] in ("ready", "copies"):
-            self.processes[-1] |= {key: value for key, value in event.items() if key != "event"}
-        elif event["event"] == "begin":
-            self.begun = (event["kernel"], event["case"])
-        elif event["event"] == "broken":
-            self._broken = f"the device was not usable after it: {event['reason']}"
-        elif event["event"] == "cell":
-            self._over(event["outcome"], len(self.processes) - 1)
-
-    def crashed(self, cell: Cell, error: str | None) -> None:
-        reason = self._broken or error or "the process ended in it"
-        self._over(_cells.outcome(cell, _cells.CRASHED, reason), len(self.processes) - 1)
-        kernel = cell[0]
-        self._crashes[kernel] += 1
-        if self._crashes[kernel] == _MOST_CRASHES:
-            again = f"not tried again: {kernel} ended {_MOST_CRASHES} processes"
-            self.not_run([one for one in self.todo if one[0] == kernel], again)
-
-    def not_run(self, cells: Sequence[Cell], reason: str) -> None:
-        for cell in tuple(cells):
-            self._over(_cells.outcome(cell, _cells.NOT_RUN, reason), None)
-
-    def _over(self, outcome: dict[str, Any], process: int | None) -> None:
-        self.outcomes.append({**outcome, "process": process})
-        self.todo.remove((outcome["kernel"], outcome["case"]))
-        self.begun = self._broken = None
+            over(left, NOT_RUN, f"the process ended before it: {ended.error or 'it said that it was done'}")
+    return outcomes, processes

@@ -1,185 +1,176 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time on the device: launches are captured into a graph, which is replayed between two events."""
+"""Time on the device: launches are captured into a graph, which is replayed between two events.
+
+`triton.testing.do_bench_cudagraph` does the like, but for CUDA alone. It gives no chance to spoil what warm launches
+wrote, and has nothing for a rival that cannot be captured.
+"""
 
 from __future__ import annotations
 
+import importlib
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
+
+import torch
 
 from vllm_hwplugin.errors import HwpluginError
 
-
-@dataclass(frozen=True)
-class Effort:
-    """How much a figure may cost; times in seconds.
-
-    Attributes:
-        replay: one timed replay lasts at least that long: events resolve half a microsecond.
-        cell: all timed replays of one figure last about that long.
-        least: replays at least, however long one is.
-        most: replays at most, however short one is.
-        l2_factor: the rotated sets are together larger than the L2 cache so many times.
-        most_sets: sets at most; small problems whose sets are smaller in sum are served by L2 in part.
-        most_launches: launches in one graph at most.
-    """
-
-    replay: float = 2e-3
-    cell: float = 0.04
-    least: int = 5
-    most: int = 50
-    l2_factor: int = 4
-    most_sets: int = 128
-    most_launches: int = 512
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Seconds of one launch: the median over the replays, the fastest and the slowest replay."""
-
-    seconds: float
-    fastest: float
-    slowest: float
-    launches: int
-    repeats: int
-
-
-def sets(bytes_each: int, l2_bytes: int | None, room: int, effort: Effort) -> int:
-    """How many sets of inputs to rotate: more than ``l2_factor`` times L2 in sum, two at least if they fit.
-
-    Args:
-        bytes_each: what one launch reads and writes.
-        l2_bytes: size of the L2 cache; None where the device does not say it, and as many sets are taken as may be.
-        room: bytes that all sets together may take; one set is taken even where it is larger.
-    """
-    wanted = effort.most_sets if l2_bytes is None else effort.l2_factor * l2_bytes // max(bytes_each, 1) + 1
-    fitting = room // max(bytes_each, 1)
-    return max(1, min(max(2, wanted), effort.most_sets, fitting))
-
-
-def launches(seconds: float, count: int, effort: Effort) -> int:
-    """Launches in one replay: whole rounds over ``count`` sets, so that every set is launched equally often."""
-    rounds = math.ceil(effort.replay / max(seconds * count, 1e-9))
-    return count * max(1, min(rounds, effort.most_launches // count))
-
-
-def repeats(replay_seconds: float, effort: Effort) -> int:
-    return max(effort.least, min(effort.most, int(effort.cell / max(replay_seconds, 1e-9))))
-
-
-def summary(times: Sequence[float], count: int) -> Timing:
-    """The seconds of one launch, from those of replays of ``count`` launches each."""
-    each = [time / count for time in times]
-    return Timing(statistics.median(each), min(each), max(each), count, len(each))
-
+from ...probe import one_line
 
 #: One launch on one set of inputs; returns what it wrote.
 Call = Callable[[], Any]
 
 
-class NotCapturable(HwpluginError):
-    """A launch that cannot be part of a graph."""
+class Missing(HwpluginError):
+    """The kernel is not on this host; says why."""
 
 
-class Timer(Protocol):
-    """What ``measure`` asks of a device."""
-
-    def capture(self, calls: Sequence[Call]) -> tuple[Callable[[], object], Any]:
-        """Make one replay of all ``calls``, and what the last of them returned.
-
-        Raises:
-            NotCapturable: one of them cannot be captured.
-        """
-
-    def seconds(self, replay: Callable[[], object], repeats: int) -> list[float]:
-        """Run ``replay`` so often and return the device's time of each, when all are done."""
+class Refused(HwpluginError):
+    """The kernel does not claim to run a case; says why."""
 
 
-@dataclass(frozen=True)
-class Measured:
-    """A timing, and what the last timed launch on the last set of inputs wrote.
+def needed(module: str) -> Any:
+    """A module of a rival.
 
-    Attributes:
-        eager: None where a graph was replayed; else why not. Times then include what the host needs for a launch.
+    Raises:
+        Missing: it cannot be imported.
     """
-
-    timing: Timing
-    output: Any
-    eager: str | None
-
-
-def measure(
-    timer: Timer, calls: Sequence[Call], effort: Effort, poison: Callable[[], object] = lambda: None
-) -> Measured:
-    """Time one launch, in rotation over ``calls``.
-
-    Args:
-        timer: the device.
-        calls: the launch on each set of inputs. Each is run twice before anything is timed: the first run may compile.
-        effort: how much time to spend.
-        poison: called before the timed launches, to spoil what the earlier ones have written.
-    """
-
-    def once() -> Any:
-        output = None
-        for call in calls:
-            output = call()
-        return output
-
-    timer.seconds(once, 1)
-    rough = timer.seconds(once, 1)[0] / len(calls)
-    count = launches(rough, len(calls), effort)
-    rotation = [*calls] * (count // len(calls))
-    last: list[Any] = [None]
-
-    def one_by_one() -> None:
-        for call in rotation:
-            last[0] = call()
-
-    replay: Callable[[], object] = one_by_one
-    eager = None
     try:
-        replay, last[0] = timer.capture(rotation)
-    except NotCapturable as error:
-        eager = str(error)
-    poison()
-    first = timer.seconds(replay, 1)[0]
-    times = timer.seconds(replay, repeats(first, effort))
-    return Measured(summary(times, count), last[0], eager)
+        return importlib.import_module(module)
+    except Exception as error:  # an extension that does not fit raises all kinds of errors
+        raise Missing(f"{module} is not importable: {one_line(error)}") from error
 
 
-class GraphTimer:
-    """Graphs and events of the current device.
+#: Seconds that one timed replay lasts at least (events resolve half a microsecond), and all of a figure's about.
+REPLAY, FIGURE = 2e-3, 0.04
+#: Timed replays, however long or short one is.
+REPEATS = (5, 50)
+#: Launches in one graph at most.
+MOST_LAUNCHES = 512
+#: The rotated sets of inputs are together larger than the L2 cache so many times...
+L2_FACTOR = 4
+#: ...but no more than so many: small problems whose sets are smaller in sum are served by L2 in part.
+MOST_SETS = 128
+#: Bytes of the large copy's source. It moves twice as many: each is read and written.
+LARGE = 2 << 30
+
+
+class Timer:
+    """Graphs and events of a device.
 
     Args:
-        device_type: ``cuda`` or ``musa``.
+        device: of type ``cuda`` or ``musa``.
     """
 
-    def __init__(self, device_type: str) -> None:
-        import torch
+    def __init__(self, device: Any) -> None:
+        self.device = device
+        self._module: Any = torch.get_device_module(device)
+        #: None where the device does not say it, as torch_musa's.
+        self.l2_bytes: int | None = getattr(self._module.get_device_properties(device), "L2_cache_size", None)
 
-        self._device: Any = torch.get_device_module(device_type)
-        # CUDAGraph, or torch_musa's MUSAGraph.
-        self._graph = getattr(self._device, f"{device_type.upper()}Graph")
+    def sets(self, bytes_each: int, room: int) -> int:
+        """How many sets of inputs to rotate: more than `L2_FACTOR` times L2 in sum, two at least if they fit.
 
-    def capture(self, calls: Sequence[Call]) -> tuple[Callable[[], object], Any]:
-        graph, output = self._graph(), None
+        Args:
+            bytes_each: what one launch reads and writes.
+            room: bytes that all sets together may take; one set is taken even where it is larger.
+        """
+        wanted = MOST_SETS if self.l2_bytes is None else L2_FACTOR * self.l2_bytes // max(bytes_each, 1) + 1
+        return max(1, min(max(2, wanted), MOST_SETS, room // max(bytes_each, 1)))
+
+    def measure(self, calls: Sequence[Call], poison: Callable[[], object] = lambda: None) -> tuple[dict[str, Any], Any]:
+        """Time one launch, in rotation over ``calls``, each of which is launched equally often.
+
+        Args:
+            calls: the launch on each set of inputs. Each is run twice before anything is timed: the first run may
+                compile.
+            poison: called before the timed launches, to spoil what the earlier ones have written.
+
+        Returns:
+            What the results file says: seconds of one launch (the median over the replays, the fastest and the slowest
+            replay), ``launches`` in a replay, ``repeats``, ``sets``, and why no graph was replayed (``eager``, or
+            None): times then include what the host needs for a launch. Beside it what the last timed launch wrote.
+        """
+        rotation, written = list(calls), None
+
+        def launch() -> None:
+            nonlocal written
+            for call in rotation:
+                written = call()
+
+        self._seconds(launch, 1)
+        rough = self._seconds(launch, 1)[0]
+        rounds = min(math.ceil(REPLAY / max(rough, 1e-9)), MOST_LAUNCHES // len(calls))
+        rotation *= max(rounds, 1)
+        replay: Callable[[], object] = launch
+        eager = None
         try:
-            with self._device.graph(graph):
-                for call in calls:
-                    output = call()
+            replay = self._capture(launch)
         except Exception as error:  # whatever a rival raises: it is then timed without a graph, and the cell says why
-            self._device.synchronize()
-            raise NotCapturable(f"{type(error).__name__}: {error}".splitlines()[0]) from error
-        return graph.replay, output
+            self._module.synchronize()
+            eager = one_line(error)
+        poison()
+        first = self._seconds(replay, 1)[0]
+        repeats = max(REPEATS[0], min(REPEATS[1], int(FIGURE / max(first, 1e-9))))
+        times = [one / len(rotation) for one in self._seconds(replay, repeats)]
+        facts = {"seconds": statistics.median(times), "fastest": min(times), "slowest": max(times)}
+        counts = {"launches": len(rotation), "repeats": repeats, "sets": len(calls)}
+        return {**facts, **counts, "eager": eager}, written
 
-    def seconds(self, replay: Callable[[], object], repeats: int) -> list[float]:
-        pairs = [[self._device.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
+    def _capture(self, launch: Callable[[], object]) -> Callable[[], object]:
+        # CUDAGraph, or torch_musa's MUSAGraph.
+        graph: Any = getattr(self._module, f"{self.device.type.upper()}Graph")()
+        with self._module.graph(graph):
+            launch()
+        replay: Callable[[], object] = graph.replay
+        return replay
+
+    def _seconds(self, replay: Callable[[], object], repeats: int) -> list[float]:
+        """Run ``replay`` so often and return the device's time of each, when all are done."""
+        pairs = [[self._module.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
         for start, end in pairs:
             start.record()
             replay()
             end.record()
-        self._device.synchronize()
+        self._module.synchronize()
         return [start.elapsed_time(end) / 1e3 for start, end in pairs]
+
+
+class Copies:
+    """Times of device-to-device copies within two buffers of random numbers, each size measured once.
+
+    The faster of PyTorch's ``copy_`` and of an elementwise kernel (``neg``) counts, so that neither the copy engine's
+    latency nor a slow kernel makes the yardstick short.
+    """
+
+    def __init__(self, timer: Timer) -> None:
+        self._timer = timer
+        self._source, self._target = (torch.randn(LARGE // 4, device=timer.device) for _ in range(2))
+        self._known: dict[int, float] = {}
+
+    def bandwidth(self) -> float:
+        """Bytes read and written a second, by the large copy."""
+        seconds = self.seconds(2 * LARGE)
+        assert seconds is not None  # the buffers are of that size
+        return 2 * LARGE / seconds
+
+    def seconds(self, moved: int) -> float | None:
+        """Of a copy that reads ``moved / 2`` bytes and writes as many; None where the buffers are too small."""
+        if moved > 2 * LARGE:
+            return None
+        if moved not in self._known:
+            elements = max(moved // 8, 1)
+            # Each copy begins at a multiple of 256 bytes.
+            step = -(-elements // 64) * 64
+            count = max(1, min(self._timer.sets(moved, 2 * LARGE), len(self._source) // step))
+            parts = [
+                (self._source[at : at + elements], self._target[at : at + elements])
+                for at in range(0, count * step, step)
+            ]
+            ways = (lambda source, target: target.copy_(source)), (lambda source, target: torch.neg(source, out=target))
+            figures = [self._timer.measure([partial(way, *part) for part in parts])[0] for way in ways]
+            self._known[moved] = min(one["seconds"] for one in figures)
+        return self._known[moved]

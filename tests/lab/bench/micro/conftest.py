@@ -3,48 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from vllm_hwplugin_lab.bench.micro._timer import Effort, NotCapturable
+from vllm_hwplugin_lab.bench.micro import _timer
 
 
-class FakeTimer:
-    """Runs the calls for real and moves its clock by `cost` for each; the first run of a call costs `compile` more."""
+class FakeTimer(_timer.Timer):
+    """Runs launches for real and moves its clock by `cost` for each; the first run of a call costs `compile` more."""
 
-    def __init__(self, cost: float = 1e-3, compile_cost: float = 0.0, refuse: str | None = None) -> None:
+    def __init__(
+        self, cost: float = 1e-3, compile_cost: float = 0.0, refuse: str = "", l2_bytes: int | None = 1 << 10
+    ) -> None:
+        self.device, self.l2_bytes, self._module = torch.device("cpu"), l2_bytes, SimpleNamespace(synchronize=list)
         self.cost, self.compile_cost, self.refuse = cost, compile_cost, refuse
         self.now = 0.0
         self.launched: list[Any] = []
-        self.captured = 0
-
-    def launch(self, call: Callable[[], Any]) -> Any:
-        self.now += self.cost + (self.compile_cost if call not in self.launched else 0.0)
-        self.launched.append(call)
-        return call()
 
     def wrapped(self, calls: Sequence[Callable[[], Any]]) -> list[Callable[[], Any]]:
         """The calls as this device sees them launched."""
-        return [lambda call=call: self.launch(call) for call in calls]
 
-    def capture(self, calls: Sequence[Callable[[], Any]]) -> tuple[Callable[[], object], Any]:
-        if self.refuse is not None:
-            raise NotCapturable(self.refuse)
-        self.captured = len(calls)
+        def launch(call: Callable[[], Any]) -> Any:
+            self.now += self.cost + (self.compile_cost if call not in self.launched else 0.0)
+            self.launched.append(call)
+            return call()
 
-        def replay() -> None:
-            for call in calls:
-                call()
+        return [lambda call=call: launch(call) for call in calls]
 
+    def _capture(self, launch: Callable[[], object]) -> Callable[[], object]:
+        if self.refuse:
+            raise RuntimeError(self.refuse)
         before = self.now
-        output = None
-        for call in calls:
-            output = call()
+        launch()
         self.now = before  # a capture runs nothing
-        return replay, output
+        return launch
 
-    def seconds(self, replay: Callable[[], object], repeats: int) -> list[float]:
+    def _seconds(self, replay: Callable[[], object], repeats: int) -> list[float]:
         found = []
         for _ in range(repeats):
             start = self.now
@@ -59,6 +56,13 @@ def fake_timer() -> type[FakeTimer]:
 
 
 @pytest.fixture
-def quick() -> Effort:
-    """Few launches of everything."""
-    return Effort(replay=1e-9, cell=1e-9, least=2, most=2, most_sets=3, most_launches=6)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few launches of everything, and small copies."""
+    for name, value in {
+        "REPLAY": 1e-9,
+        "REPEATS": (2, 2),
+        "MOST_SETS": 3,
+        "MOST_LAUNCHES": 6,
+        "LARGE": 1 << 16,
+    }.items():
+        monkeypatch.setattr(_timer, name, value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import sys
 import types
@@ -11,11 +12,10 @@ import pytest
 import torch
 
 from vllm_hwplugin_lab.bench.micro import _attention_cases as cases
-from vllm_hwplugin_lab.bench.micro._attention_bench import kernels
+from vllm_hwplugin_lab.bench.micro._attention_bench import Pool
 from vllm_hwplugin_lab.bench.micro._attention_cases import AttentionCase
-from vllm_hwplugin_lab.bench.micro._attention_inputs import Pool
-from vllm_hwplugin_lab.bench.micro._attention_kernels import FlashInfer, Triton
-from vllm_hwplugin_lab.bench.micro._torch_kernels import prefill_kernels
+from vllm_hwplugin_lab.bench.micro._attention_kernels import KERNELS, unified
+from vllm_hwplugin_lab.bench.micro._timer import Missing, Refused
 
 DECODE = AttentionCase("decode", 3, 70, 4, 2, head_size=256)
 #: Its requests have 47, 164, 34 and 40 keys.
@@ -23,7 +23,6 @@ UNEVEN = dataclasses.replace(DECODE, batch=4, context=95, spread=1.0)
 PROMPT = AttentionCase("prefill", 2, 64, 64, 2, head_size=256)
 #: With heads as the plugin's kernel is made for, too.
 SMALL = [dataclasses.replace(one, head_size=size) for one in (DECODE, UNEVEN, PROMPT) for size in (256, 512)]
-EVERY = tuple(dict.fromkeys(kernel for kernel, _ in cases.plan()))
 
 
 def batch_of(case, device="cpu"):
@@ -46,42 +45,42 @@ def right(batch):
     return torch.cat(found)
 
 
-def attends(kernel, device):
+def attends(name, device):
     """Hold a kernel to the right answer on each small batch that it does not refuse; returns how many these are."""
-    taken = [case for case in SMALL if kernel.refuses(case) is None]
-    for case in taken:
+    taken = 0
+    for case in SMALL:
         batch = batch_of(case, device)
-        torch.testing.assert_close(kernel.prepare(batch)().double(), right(batch), rtol=1e-2, atol=1e-2)
-    return len(taken)
+        with contextlib.suppress(Refused):
+            torch.testing.assert_close(KERNELS[name](batch)().double(), right(batch), rtol=1e-2, atol=1e-2)
+            taken += 1
+    return taken
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", KERNELS)
 def test_a_kernel_of_this_gpu_attends_its_batches(name):
-    kernel = kernels()[name]
-    if (reason := kernel.missing()) is not None:
-        pytest.skip(reason)
-    assert attends(kernel, "cuda")
+    try:
+        assert attends(name, "cuda")
+    except Missing as error:
+        pytest.skip(str(error))
 
 
-@pytest.mark.parametrize("kernel", prefill_kernels()[:2], ids=lambda kernel: kernel.name)
-def test_a_kernel_of_the_cpu_attends_its_batches(kernel):
-    assert attends(kernel, "cpu") == 2
+@pytest.mark.parametrize("name", [cases.SDPA, cases.SDPA_REPEATED])
+def test_a_kernel_of_the_cpu_attends_its_batches_and_refuses_requests_of_other_lengths(name):
+    assert attends(name, "cpu") == 2
 
 
-def test_kernels_without_lengths_refuse_requests_of_unequal_length():
-    uneven = dataclasses.replace(PROMPT, batch=8, spread=1.0)
-    for kernel in prefill_kernels():
-        assert kernel.refuses(PROMPT) is None
-        assert kernel.refuses(uneven) is not None, kernel.name
+def test_every_kernel_of_the_plan_is_there():
+    assert set(KERNELS) == {kernel for kernel, _ in cases.plan()}
 
 
-def test_what_cannot_be_imported_says_why(monkeypatch):
-    monkeypatch.setitem(sys.modules, "flashinfer", None)
-    assert FlashInfer().missing().startswith("flashinfer is not importable: ModuleNotFoundError")
+def test_what_cannot_be_imported_is_missing_and_says_why(monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm.v1.attention.backends.triton_attn", None)
+    with pytest.raises(Missing, match=r"triton_attn is not importable: ModuleNotFoundError"):
+        unified(batch_of(DECODE))
 
 
-@pytest.mark.parametrize("version", ["0.20.2", "0.24.0", "0.26.0", "0.33.0"])
+@pytest.mark.parametrize("version", ["0.20.2", "0.33.0"])
 def test_vllms_triton_kernel_gets_all_that_it_needs(vllm_tree, monkeypatch, version):
     """Called with the parameters of that version's function, which a host without a GPU cannot run."""
     tree = vllm_tree(version)
@@ -101,9 +100,9 @@ def test_vllms_triton_kernel_gets_all_that_it_needs(vllm_tree, monkeypatch, vers
     for node in ast.parse(tree.read("vllm/v1/attention/backends/triton_attn.py")).body:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
             backend[ast.unparse(node.targets[0])] = node.value.value
-    for name, module in ((Triton._KERNEL, kernel), (Triton._BACKEND, types.SimpleNamespace(**backend))):
-        monkeypatch.setitem(sys.modules, name, module)
-    Triton().prepare(batch_of(DECODE))()
+    monkeypatch.setitem(sys.modules, "vllm.v1.attention.ops.triton_unified_attention", kernel)
+    monkeypatch.setitem(sys.modules, "vllm.v1.attention.backends.triton_attn", types.SimpleNamespace(**backend))
+    unified(batch_of(DECODE))()
     # Descales of queries are of quantized ones.
     needed = {one.arg for one in function.args.args[: len(function.args.args) - len(function.args.defaults)]}
     needed |= {"seq_threshold_3D", "softmax_segm_output", "softmax_segm_max", "softmax_segm_expsum"}
