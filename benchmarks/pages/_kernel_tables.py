@@ -29,8 +29,7 @@ it, then all figures.
 - **error** (attention): that of the timed launches' output against float64, by the error of PyTorch's SDPA on the same
   requests; the first and the last of a batch. Attention is causal, bfloat16, with pages of 16. `b8 c1024 q4 h8/1 d512`
   is a batch of 8, context 1024, 4 query tokens each, 8 query heads on 1 KV head, head size 512.
-- **agrees** (operations): up to 64 rows are what the plugin's reference says, within a few roundings; for
-  `rotary_embedding` bit for bit.
+- **agrees** (operations): up to 64 rows are what the plugin's reference says, within a few roundings.
 - **ratio** (operations): vLLM's time by the plugin's. The verdict is a gain where its geometric mean is above
   {1 + MARGIN:.2f} for the small sizes (1, 8, 64 tokens) and for the large ones (8192, 65536), and no shape is below
   {1 - MARGIN:.2f}. Operations are held to the copy bandwidth where a launch moves {OPS_BYTES >> 20} MiB or more:

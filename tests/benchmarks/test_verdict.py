@@ -55,24 +55,6 @@ def test_what_was_not_measured_is_no_gain(kernels, side):
     assert (found.verdict, found.why) == ("loss", "8 of 128 with 1 tokens was not measured on both sides")
 
 
-@pytest.mark.parametrize("faster", [cases.VLLM, cases.VLLM_FLOAT32])
-def test_the_faster_way_of_calling_vllms_operation_counts(kernels, faster):
-    def seconds(kernel, case):
-        return {cases.OURS: 1e-3, faster: 1.5e-3}.get(kernel, 9e-3)
-
-    found = verdicts(kernels("ops", seconds))["rotary_embedding"]
-    assert found.ratios == {"small": pytest.approx(1.5), "large": pytest.approx(1.5)}
-
-
-def test_both_ways_have_to_be_measured(kernels):
-    def seconds(kernel, case):
-        return None if kernel == cases.VLLM_FLOAT32 else 1e-3 if kernel == cases.OURS else 2e-3
-
-    found = verdicts(kernels("ops", seconds))
-    assert (found["rotary_embedding"].verdict, found[OP].verdict) == ("loss", "gain")
-    assert "was not measured on both sides" in found["rotary_embedding"].why
-
-
 def test_a_wrong_answer_is_no_gain(kernels):
     def change(made):
         for cell in made["cells"]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from statistics import geometric_mean
 from typing import Any
 
@@ -25,25 +26,19 @@ def find(results: Mapping[str, Any], kernel: str, case: str) -> Mapping[str, Any
     return None
 
 
-def fastest(results: Mapping[str, Any], kernels: Sequence[str], case: str) -> Mapping[str, Any] | None:
-    """The cell of the kernel that takes the least time, or None where one of them was not measured."""
-    cells = [find(results, kernel, case) for kernel in kernels]
-    known = [cell for cell in cells if cell is not None]
-    return min(known, key=lambda cell: float(cell["seconds"])) if len(known) == len(cells) else None
-
-
 def bandwidth(results: Mapping[str, Any], cell: Mapping[str, Any]) -> float:
     """The copy bandwidth of the process that measured the cell, bytes a second."""
     return float(results["processes"][cell["process"]]["copy_bandwidth"])
 
 
 def op_ratio(results: Mapping[str, Any], case: ops.OpCase) -> float | None:
-    """vLLM's time by the plugin's; None where a side was not measured.
+    """vLLM's time by the plugin's; None where a side was not measured."""
+    return _ratio(results, ops.VLLM, ops.OURS, case.key)
 
-    vLLM's is the least over the ways of calling its operation (``OpCase.rivals``), all of which have to be measured.
-    """
-    ours, theirs = find(results, ops.OURS, case.key), fastest(results, case.rivals, case.key)
-    return None if ours is None or theirs is None else float(theirs["seconds"] / ours["seconds"])
+
+def _ratio(results: Mapping[str, Any], kernel: str, by: str, case: str) -> float | None:
+    one, other = find(results, kernel, case), find(results, by, case)
+    return None if one is None or other is None else float(one["seconds"] / other["seconds"])
 
 
 def left_out(results: Mapping[str, Any]) -> list[str]:
@@ -86,53 +81,40 @@ def make_results(
     }
 
 
-_NONE = "-"
-
-
 def summary(results: Mapping[str, Any]) -> Table:
     """Other kernels' times by the plugin's, so that more than 1 is a gain: geometric mean, least and most."""
-    return _attention(results) if results["kind"] == "attention" else _ops(results)
-
-
-def _attention(results: Mapping[str, Any]) -> Table:
-    drawn = Table(title="time by the plugin's kernel: mean (least to most), shapes")
-    for name in ("kernel", "prefill", "decode and verification", "worst error by SDPA's"):
-        drawn.add_column(name, justify="left" if name == "kernel" else "right")
-    groups = (attention.PREFILL, (*attention.DECODE, *attention.AS_SERVED))
-    for name in dict.fromkeys(kernel for kernel, _ in attention.plan()):
-        ratios = [
-            [
-                theirs["seconds"] / ours["seconds"]
-                for case in group
-                if (ours := find(results, attention.OURS, case.key)) is not None
-                and (theirs := find(results, name, case.key)) is not None
-            ]
-            for group in groups
-        ]
-        errors = [cell["error_ratio"] for group in groups for c in group if (cell := find(results, name, c.key))]
-        # Those at head size 256 have no figure on these shapes.
-        if errors:
-            drawn.add_row(name, *map(_spread, ratios), f"{max(errors):.2f}")
-    return drawn
-
-
-def _ops(results: Mapping[str, Any]) -> Table:
-    drawn = Table(title="vLLM's time by the plugin's: mean (least to most), shapes")
-    sizes = {size: [str(n) for n, one in ops.TOKENS.items() if one == size] for size in (ops.SMALL, ops.LARGE)}
-    for name in ("operation", *(f"{', '.join(tokens)} tokens" for tokens in sizes.values()), "agrees"):
-        drawn.add_column(name, justify="left" if name == "operation" else "right")
+    if results["kind"] == "attention":
+        names = {"prefill": attention.PREFILL, "decode and verification": (*attention.DECODE, *attention.AS_SERVED)}
+        drawn = _table("time by the plugin's kernel", "kernel", *names, "worst error by SDPA's")
+        for name in dict.fromkeys(kernel for kernel, _ in attention.plan()):
+            keys = [[case.key for case in group] for group in names.values()]
+            found = [cell for key in chain(*keys) if (cell := find(results, name, key)) is not None]
+            # Those at head size 256 have no figure on these shapes.
+            if found:
+                spreads = [_spread([_ratio(results, name, attention.OURS, key) for key in group]) for group in keys]
+                drawn.add_row(name, *spreads, f"{max(cell['error_ratio'] for cell in found):.2f}")
+        return drawn
+    sizes = {size: ", ".join(str(n) for n, one in ops.TOKENS.items() if one == size) for size in (ops.SMALL, ops.LARGE)}
+    tokens = [f"{text} tokens" for text in sizes.values()]
+    drawn = _table("vLLM's time by the plugin's", "operation", *tokens, "agrees")
     for op in ops.OPS:
         cases = [case for case in ops.CASES.values() if case.op == op]
-        cells = [cell for case in cases if (cell := find(results, ops.OURS, case.key)) is not None]
-        if cells:
-            known = [(case.size, ratio) for case in cases if (ratio := op_ratio(results, case)) is not None]
-            spreads = (_spread([ratio for one, ratio in known if one == size]) for size in sizes)
-            right = sum(cell["mismatch"] is None for cell in cells)
-            drawn.add_row(op, *spreads, "yes" if right == len(cells) else f"{right} of {len(cells)}")
+        found = [cell for case in cases if (cell := find(results, ops.OURS, case.key)) is not None]
+        if found:
+            spreads = [_spread([op_ratio(results, case) for case in cases if case.size == size]) for size in sizes]
+            right = sum(cell["mismatch"] is None for cell in found)
+            drawn.add_row(op, *spreads, "yes" if right == len(found) else f"{right} of {len(found)}")
     return drawn
 
 
-def _spread(ratios: Sequence[float]) -> str:
-    if not ratios:
-        return _NONE
-    return f"{geometric_mean(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}), {len(ratios)}"
+def _table(title: str, first: str, *others: str) -> Table:
+    drawn = Table(title=f"{title}: mean (least to most), shapes")
+    drawn.add_column(first)
+    for name in others:
+        drawn.add_column(name, justify="right")
+    return drawn
+
+
+def _spread(ratios: Sequence[float | None]) -> str:
+    known = [ratio for ratio in ratios if ratio is not None]
+    return f"{geometric_mean(known):.2f} ({min(known):.2f} to {max(known):.2f}), {len(known)}" if known else "-"

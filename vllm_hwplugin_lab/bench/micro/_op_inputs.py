@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ._op_cases import OpCase, Operand
+from ._op_cases import POSITIONS, OpCase, Operand
 
 #: Rows that are compared: the first, the last, and others at random.
 _ROWS = 64
@@ -35,24 +35,15 @@ def on_cpu(case: OpCase, values: Sequence[Any], chosen: Any) -> list[Any]:
     ]
 
 
-def mismatch(
-    case: OpCase, values: Sequence[Any], reference: Sequence[Any], chosen: Any, *, ours: bool = False
-) -> str | None:
-    """Where the kernel's outputs differ from the reference's by more than their tolerance; None if nowhere.
-
-    Args:
-        ours: the kernel is the plugin's, which some operands hold to equality.
-    """
+def mismatch(case: OpCase, values: Sequence[Any], reference: Sequence[Any], chosen: Any) -> str | None:
+    """Where the kernel's outputs differ from the reference's by more than their tolerance; None if nowhere."""
     for one, value, right in zip(case.arguments, values, reference, strict=True):
-        if not isinstance(one, Operand) or one.role == "in":
-            continue
-        if one.by_position and len(chosen) < case.tokens:
+        if not isinstance(one, Operand) or one.role == "in" or one.tolerance is None:
             continue
         found, wanted = _pick(one, value, chosen).double(), right.double()
-        error = (found - wanted).abs()
-        tolerance = 0.0 if ours and one.exact else one.tolerance
+        scale = wanted.abs().clamp(min=float(wanted.square().mean().sqrt()) / 4)
         # So that a NaN, which compares as false, is wrong.
-        wrong = ~(error <= tolerance * _scale(one, wanted))
+        wrong = ~((found - wanted).abs() <= one.tolerance * scale)
         if bool(wrong.any()):
             at = tuple(int(index) for index in wrong.nonzero()[0])
             return (
@@ -62,51 +53,31 @@ def mismatch(
     return None
 
 
-def _scale(one: Operand, wanted: Any) -> Any:
-    """What the tolerance is relative to. The length of a pair can be read off the result: a rotation keeps it."""
-    if one.pairs is None:
-        return wanted.abs().clamp(min=float(wanted.square().mean().sqrt()) / 4)
-    heads = wanted.unflatten(-1, (-1, one.pairs.head))
-    if one.pairs.neox:
-        return torch.hypot(*heads.chunk(2, dim=-1)).repeat(1, 1, 2).flatten(-2)
-    return torch.hypot(heads[..., ::2], heads[..., 1::2]).repeat_interleave(2, dim=-1).flatten(-2)
-
-
 def _pick(one: Operand, value: Any, chosen: Any) -> Any:
     if one.token_dim is None:
         return value.detach().to("cpu", copy=True)
     # By bytes where needed: not every PyTorch selects rows of float8.
     plain = value.view(torch.uint8) if value.dtype == torch.float8_e4m3fn else value
-    picked = plain.index_select(one.token_dim, chosen.to(value.device)).cpu()
-    picked = picked.view(value.dtype) if plain is not value else picked
+    picked = plain.index_select(one.token_dim, chosen.to(value.device)).cpu().view(value.dtype)
     return picked.T.contiguous().T if one.transposed else picked
 
 
 def _tensor(one: Operand, device: Any, random: Any) -> Any:
     dtype = getattr(torch, one.dtype)
-    if one.fill == "positions":
-        return _positions(one, device, random)
-    if one.fill == "spoiled":
-        if dtype == torch.float8_e4m3fn:
-            found = torch.full(one.shape, 0x7F, dtype=torch.uint8, device=device).view(dtype)  # e4m3's NaN
-        else:
-            found = torch.full(one.shape, -1 if dtype == torch.int32 else torch.nan, dtype=dtype, device=device)
+    if one.role == "out":
+        # Not a number in each float type (0xFF in e4m3), and -1 where there is none.
+        found = torch.empty(one.shape, dtype=dtype, device=device)
+        found.view(torch.uint8).fill_(0xFF)
         return found.T.contiguous().T if one.transposed else found
-    shape = one.shape if one.row_stride is None else (one.shape[0], one.row_stride)
-    found = torch.empty(shape, dtype=dtype, device=device).normal_(generator=random)
+    if one.fill == "positions":
+        # Those of decodes lie anywhere, those of prefills one after the other.
+        few = one.shape[0] <= _ROWS
+        start = torch.randint(POSITIONS, one.shape if few else (1,), generator=random, device=device)
+        return start if few else (start + torch.arange(one.shape[0], device=device)) % POSITIONS
+    drawn = torch.empty(one.shape, dtype=dtype, device=device).normal_(generator=random)
     if one.fill == "near one":
-        found = 1 + found / 8
-    elif one.fill == "cos sin":
-        half = shape[1] // 2
-        angles = found[:, :half].float() * 100
-        found = torch.cat([angles.cos(), angles.sin()], dim=1).to(dtype)
-    return found[:, : one.shape[1]] if one.row_stride is not None else found
-
-
-def _positions(one: Operand, device: Any, random: Any) -> Any:
-    """Those of decodes lie anywhere, those of prefills one after the other."""
-    (tokens,) = one.shape
-    if tokens <= _ROWS:
-        return torch.randint(one.limit, (tokens,), generator=random, device=device)
-    start = torch.randint(one.limit, (1,), generator=random, device=device)
-    return (start + torch.arange(tokens, device=device)) % one.limit
+        return 1 + drawn / 8
+    if one.fill == "cos sin":
+        angles = drawn[:, : one.shape[1] // 2].float() * 100
+        return torch.cat([angles.cos(), angles.sin()], dim=1).to(dtype)
+    return drawn

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 
 import pytest
-import torch
 
 from vllm_hwplugin.ops.override_table import OPS as OVERRIDABLE
 from vllm_hwplugin_lab.bench.micro import _op_cases as cases
@@ -18,24 +17,8 @@ def case(start, tokens):
 
 
 def test_every_operation_that_can_stand_under_vllms_name_is_measured():
-    assert set(cases.OPS) == set(OVERRIDABLE)
-
-
-@pytest.mark.parametrize("one", [c for c in cases.CASES.values() if c.tokens == 8], ids=lambda c: c.key)
-def test_the_arguments_fit_every_schema_of_vllm(one):
-    for known in OVERRIDABLE[one.op].schemas:
-        schema = torch._C.parse_schema(known.text)
-        for argument, expected in zip(one.arguments, schema.arguments, strict=False):
-            written = expected.alias_info is not None and expected.alias_info.is_write
-            if isinstance(argument, Operand):
-                assert "Tensor" in str(expected.type), (expected.name, known.versions)
-                assert (argument.role != "in") == written, (expected.name, known.versions)
-            elif argument is not None:
-                assert str(expected.type) == type(argument).__name__, (expected.name, known.versions)
-        assert len(one.arguments) <= len(schema.arguments)
-        # What later versions added is left out, or None.
-        more = schema.arguments[len(one.arguments) :]
-        assert all(a.has_default_value() or isinstance(a.type, torch.OptionalType) for a in more)
+    # rotary_embedding stands nowhere by default.
+    assert set(cases.OPS) == set(OVERRIDABLE) - {"rotary_embedding"}
 
 
 def _calls(text):
@@ -67,11 +50,8 @@ def test_vllm_passes_as_many_arguments_in_that_order(vllm_tree, version):
 @pytest.mark.parametrize(
     ("op", "tokens", "moved"),
     [
-        # position, query and key read and written, one row of the table
-        ("rotary_embedding", 1, 8 + 2 * (32 + 8) * 128 * 2 + 128 * 2),
-        # more tokens than rows: the table is read once
-        ("rotary_embedding", 65536, 65536 * (8 + 2 * 40 * 128 * 2) + 40960 * 128 * 2),
-        # the values are not touched
+        # the values are not touched, and there are more tokens than rows of the table
+        ("fused_qk_norm_rope", 65536, 65536 * (8 + 2 * 40 * 128 * 2) + 40960 * 128 * 2 + 2 * 128 * 2),
         ("fused_qk_norm_rope", 8, 8 * (8 + 2 * 40 * 128 * 2 + 128 * 2) + 2 * 128 * 2),
         ("silu_and_mul_per_block_quant", 8, 8 * (2 * 12288 * 2 + 12288 + 96 * 4)),
         ("rms_norm_dynamic_per_token_quant", 8, 8 * (4096 * 2 + 4096 + 4) + 4096 * 2),
@@ -83,15 +63,3 @@ def test_vllm_passes_as_many_arguments_in_that_order(vllm_tree, version):
 )
 def test_bytes(op, tokens, moved):
     assert case(op, tokens).bytes_moved == moved
-
-
-@pytest.mark.parametrize("version", ["0.20.2", "0.26.0", "0.33.0"])
-def test_vllms_layer_passes_the_table_in_the_querys_type(vllm_tree, version):
-    """So that a conversion to float32 is the operation's own."""
-    text = vllm_tree(version).read("vllm/model_executor/layers/rotary_embedding/base.py")
-    functions = {
-        node.name: ast.unparse(node) for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)
-    }
-    assert "cos_sin_cache = self._match_cos_sin_cache_dtype(query)" in functions["forward_cuda"]
-    assert "cos_sin_cache.to(query.device, dtype=query.dtype)" in functions["_match_cos_sin_cache_dtype"]
-    assert "float32" not in functions["forward_cuda"] + functions["_match_cos_sin_cache_dtype"]
