@@ -170,14 +170,7 @@ CAPABILITIES: Final = tuple(dict.fromkeys(trial.capability for trial in trials()
 
 
 def draw(trial: Trial, plain: Plain, seed: int, count: int) -> tuple[Case, ...]:
-    """Make the random batches of a trial.
-
-    Args:
-        trial: what they are for.
-        plain: the rest.
-        seed: same seed, same cases; each case carries one of its own for its tensors.
-        count: how many.
-    """
+    """Make the random batches of a trial: same seed, same cases. Each carries a seed of its own for its tensors."""
     rng = random.Random(f"{seed} {trial.capability} {trial.value}")
     first = rng.randrange(len(trial.kinds))
     return tuple(_case(trial, plain, rng, trial.kinds[(first + index) % len(trial.kinds)]) for index in range(count))
@@ -221,23 +214,17 @@ def _case(trial: Trial, plain: Plain, rng: random.Random, kind: str) -> Case:
 
 
 def _requests(kind: str, rng: random.Random, block: int, plain: Plain) -> tuple[Request, ...]:
-    longest, deepest = plain.longest, plain.deepest
-    if kind == "mixed":
-        return (
-            Request(1, rng.randrange(1, longest)),
-            Request(_verified(rng), rng.randrange(1, longest)),
-            Request(rng.randint(block, 3 * block), rng.randrange(longest)),
-            Request(rng.randint(1, longest), 0),
-        )
-    same = rng.randint(1, 8)
-    row: dict[str, Callable[[], Request]] = {
+    longest, deepest, same = plain.longest, plain.deepest, rng.randint(1, 8)
+    rows: dict[str, Callable[[], Request]] = {
         "decode": lambda: Request(1, rng.randrange(deepest)),
         "verify": lambda: Request(_verified(rng), rng.randrange(deepest)),
+        "chunk": lambda: Request(rng.randint(block, 3 * block), rng.randrange(1, longest)),
         "prefill": lambda: Request(rng.randint(1, longest), 0),
         "uniform": lambda: Request(same, rng.randrange(longest)),
         "borders": lambda: _at_border(rng, block),
     }
-    return tuple(row[kind]() for _ in range(rng.choice((1, 2, 3, 5))))
+    mixed = ("decode", "verify", "chunk", "prefill")
+    return tuple(rows[one]() for one in (mixed if kind == "mixed" else (kind,) * rng.choice((1, 2, 3, 5))))
 
 
 def _verified(rng: random.Random) -> int:

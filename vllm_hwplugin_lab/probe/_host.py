@@ -42,10 +42,7 @@ class NoPlainBatch(HwpluginError, RuntimeError):
 
 
 class LayerHost:
-    """Runs cases through one backend class on this process's device.
-
-    Args:
-        backend: a subclass of vLLM's ``AttentionBackend``.
+    """Runs cases through one class of vLLM's ``AttentionBackend`` on this process's device.
 
     Raises:
         NoPlainBatch: see there.

@@ -38,8 +38,6 @@ def judge(declared: Declared, behaviour: Behaviour, *, strict: bool) -> tuple[st
     """The verdict, and whether it is a failure.
 
     Args:
-        declared: what the class says.
-        behaviour: what it did.
         strict: something that works and is not declared is a failure: the declaration is ours to correct.
     """
     if behaviour == "works":
@@ -112,10 +110,7 @@ def probe(
     """Run a job to its end.
 
     Args:
-        job: what to try.
         strict: what works undeclared fails, whosever backend it is; always so for the plugin's own.
-        on_result: called for each trial's answer.
-        run: starts a child, as ``run_child``.
 
     Raises:
         ProbeError: a child ended outside of any trial.

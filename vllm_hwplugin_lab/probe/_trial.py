@@ -53,13 +53,9 @@ def refusals() -> Iterator[None]:
 def try_out(
     host: LayerHost, trial: Trial, *, seed: int, count: int, factor: float, on_case: Callable[[Case, Declared], None]
 ) -> dict[str, Any]:
-    """Run a trial's cases.
+    """Run a trial's cases on a backend.
 
     Args:
-        host: the backend.
-        trial: what to try.
-        seed: of the cases.
-        count: how many cases.
         factor: how many times SDPA's error an answer may be off by; `SLACK` comes on top.
         on_case: called before each case, which may end the process.
 

@@ -113,14 +113,10 @@ def configuration(backend: type[Any], case: Case) -> Iterator[Any]:
 def layer_of(
     backend: type[Any], case: Case, place: Any, inputs: Inputs | None = None, num_blocks: int = 1
 ) -> Iterator[Layer]:
-    """A layer of a backend on a device, in its configuration.
+    """A layer of a backend on a device, in its configuration; what is in its KV cache is undefined.
 
     Args:
-        backend: a subclass of vLLM's ``AttentionBackend``.
-        case: of the shape, and of what the layer has.
-        place: the device.
         inputs: where it has sinks or ALiBi.
-        num_blocks: of its KV cache, whose content is undefined.
 
     Raises:
         Refused: the backend does not take the layer.

@@ -25,7 +25,7 @@ from vllm_hwplugin.ops.override_table import OPS, choose  # noqa: E402
 from vllm_hwplugin_lab.bench import engine_environment, find_checkpoints, load_prompts  # noqa: E402
 from vllm_hwplugin_lab.bench._entry_points import provide  # noqa: E402
 from vllm_hwplugin_lab.bench._launch import child_environment  # noqa: E402
-from vllm_hwplugin_lab.bench.micro import _op_cases, _op_inputs, _ops_bench  # noqa: E402
+from vllm_hwplugin_lab.bench.micro import _op_cases, _ops_bench  # noqa: E402
 
 from ..engines import SMALL_ENGINE  # noqa: E402
 
@@ -64,7 +64,7 @@ def case(name: str) -> list[Any]:
     """Arguments as vLLM makes them, the same ones at every call."""
     (found,) = [one for one in _op_cases.CASES.values() if one.op == name and one.tokens == 64][:1]
     random = torch.Generator("cuda").manual_seed(7)
-    values = _op_inputs.arguments(found, "cuda", random)
+    values = _ops_bench.arguments(found, "cuda", random)
     return values + _ops_bench.trailing(theirs(name), len(values))
 
 

@@ -79,13 +79,8 @@ class AttentionCase:
         return sum(self.pages) * self.page * self.kv_heads * self.head_size
 
     @property
-    def kv_elements(self) -> int:
-        """Of the keys alone, or of the values alone."""
-        return sum(self.lengths) * self.kv_heads * self.head_size
-
-    @property
     def kv_bytes(self) -> int:
-        return 2 * self.kv_elements * _ELEMENT
+        return 2 * sum(self.lengths) * self.kv_heads * self.head_size * _ELEMENT
 
     @property
     def bytes_each(self) -> int:

@@ -58,14 +58,12 @@ def run_cells(
     check_device: Callable[[], None],
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
-    """Run ``todo`` in its order.
+    """Run ``todo`` in its order and say of each cell that it begins, and what became of it.
 
     Args:
         measure: what the results file says of a kernel and a case.
-        say: passes on an event: ``begin`` or ``cell``.
         end: cells that would begin after that time are left, and nothing is said of them.
         check_device: raises where the device is not usable.
-        clock: seconds.
 
     Raises:
         SystemExit: the device is not usable after a cell, which has begun and no end.

@@ -55,13 +55,9 @@ def supervise(
 
     Args:
         job: what every child gets besides its cells and its time.
-        todo: in order.
         seconds: for the whole run; cells that would begin later are not run.
         limit: seconds for one cell, compilation included.
-        on_event: called with each event of a child.
         keep: called after each cell with what would be returned if the run ended there.
-        run: starts a child, as ``run_child``.
-        clock: seconds.
     """
     end, left, crashes = clock() + seconds, list(todo), Counter[str]()
     outcomes: list[dict[str, Any]] = []
