@@ -59,7 +59,6 @@ class PackageServer:
         self.status: int | None = None
         self.retry_after: str | None = None
         self.cut: int | None = None
-        self.lie_about_digest = False
         self.page: bytes | None = None
         self.page_type = "text/html"
         self.wheels: dict[str, bytes] = {}
@@ -117,7 +116,7 @@ class PackageServer:
         for name, data in self.wheels.items():
             if path != f"/simple/{canonicalize_name(name.partition('-')[0])}/":
                 continue
-            digest = "0" * 64 if self.lie_about_digest else hashlib.sha256(data).hexdigest()
+            digest = hashlib.sha256(data).hexdigest()
             links.append(f'<a href="/files/{name}#sha256={digest}">{name}</a>')
         if not links and path != "/simple/vllm/":
             return None

@@ -3,26 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from enum import Enum
 from typing import NamedTuple
 
-from vllm_hwplugin.patching import (
-    Edit,
-    FileDiff,
-    Hunk,
-    HunkStatus,
-    HunkVerdict,
-    Source,
-    Text,
-    apply_edits,
-    edits_of,
-    is_open,
-    locate,
-    trouble_in,
-)
+from packaging.version import Version
 
-from ._change import Change, Step, blob_name
+from vllm_hwplugin.patching import Edit, Hunk, HunkVerdict, Source, Text, apply_edits, edits_of, locate, trouble_in
+
+from ._change import Change, blob_name
 
 
 class Outcome(Enum):
@@ -57,8 +46,8 @@ class Carried(NamedTuple):
     Attributes:
         files: by path, with the hunks that could be made: all of them where the change applies.
         offset: of its hunks the furthest from its stated line, in lines.
-        verified: the files whose text that came out is, by git's name of it, the one that the diff was made to.
         reason: one line where it does not simply apply.
+        is_base: whether the diff was made from this very text, as git's names of its files say.
     """
 
     version: str
@@ -67,61 +56,15 @@ class Carried(NamedTuple):
     files: dict[str, Edited]
     rejected: tuple[Rejected, ...] = ()
     offset: int = 0
-    verified: tuple[str, ...] = ()
     reason: str = ""
-
-    @property
-    def is_verified(self) -> bool:
-        """Whether that is so of all its files."""
-        return bool(self.verified) and len(self.verified) == len(self.files)
-
-
-class _File:
-    """A file on its way through the steps. Each line knows which one of the pristine text it is."""
-
-    def __init__(self, text: str) -> None:
-        self.pristine = Text(text)
-        self._lines: list[tuple[str, int | None]] = [(line, at) for at, line in enumerate(self.pristine.lines)]
-        self.text = self.pristine
-
-    def make(self, edits: Sequence[Edit]) -> None:
-        for edit in sorted(edits, key=lambda item: (item.start, item.end), reverse=True):
-            self._lines[edit.start : edit.end] = [(line, None) for line in edit.lines]
-        self.text = Text("".join(line for line, _ in self._lines))
-
-    def edits(self) -> tuple[Edit, ...]:
-        """All that was made, as edits of the pristine text."""
-        found: list[Edit] = []
-        added: list[str] = []
-        done = 0
-        pristine = self.pristine.lines
-        for line, origin in [*self._lines, ("", len(pristine))]:
-            if origin is None:
-                added.append(line)
-                continue
-            edit = trimmed(Edit(done, origin, tuple(added), ""), pristine)
-            if edit is not None:
-                found.append(edit)
-            added, done = [], origin + 1
-        return tuple(found)
-
-
-def trimmed(edit: Edit, lines: Sequence[str]) -> Edit | None:
-    """The edit without lines at its ends that stay as they are; None where nothing is left of it."""
-    start, end, added = edit.start, edit.end, edit.lines
-    while start < end and added and lines[start] == added[0]:
-        start, added = start + 1, added[1:]
-    while start < end and added and lines[end - 1] == added[-1]:
-        end, added = end - 1, added[:-1]
-    return edit._replace(start=start, end=end, lines=added) if start < end or added else None
+    is_base: bool = False
 
 
 def carry(change: Change, source: Source, *, hints: bool = True) -> Carried:
     """Make the change to a version's text.
 
-    A hunk is made where its context and removed lines stand: at one place of the file alone, at the one of several
-    that the order of the file's other hunks leaves, or at its stated line where git's name says that this is the very
-    text that the diff was made from. Nothing else is tried.
+    A hunk is made where its context and removed lines stand: at one place of the file alone, or at its stated line
+    where git's name says that this is the very text that the diff was made from. Nothing else is tried.
 
     Args:
         hints: look for the nearest place of each hunk that is not found.
@@ -129,47 +72,43 @@ def carry(change: Change, source: Source, *, hints: bool = True) -> Carried:
     Raises:
         HwpluginError: the source cannot be read.
     """
-    files: dict[str, _File] = {}
+    files: dict[str, Edited] = {}
     rejected: list[Rejected] = []
+    absent: list[str] = []
     made = present = offset = 0
-    verified: dict[str, bool] = {}
-    absent: dict[str, None] = {}
+    is_base = True
     for step in change.steps:
-        path = step.diff.path
-        if path not in files:
-            text = source.read(path)
-            if text is None:
-                absent[path] = None
-                verdicts = locate(step.diff, None)
-                rejected += [Rejected(hunk, item) for hunk, (item, _) in zip(step.diff.hunks, verdicts, strict=True)]
-                continue
-            files[path] = _File(text)
-        file = files[path]
-        name = blob_name(file.text.text)
-        if _is(name, step.after):
-            present += len(step.diff.hunks)
+        path, hunks = step.diff.path, step.diff.hunks
+        text = source.read(path)
+        if text is None:
+            absent.append(path)
+            rejected += [Rejected(hunk, item) for hunk, (item, _) in zip(hunks, locate(step.diff, None), strict=True)]
             continue
+        pristine, name = Text(text), blob_name(text)
+        is_base = is_base and _is(name, step.before)
         edits: list[Edit] = []
-        for hunk, (verdict, place) in zip(step.diff.hunks, _places(step, file.text, name, hints), strict=True):
-            if place is not None:
-                edits += edits_of(hunk, place, "")
-                made += 1
-                offset = max(offset, abs(verdict.offset))
-            elif verdict.status == "upstream":
-                present += 1
-            else:
-                rejected.append(Rejected(hunk, verdict))
-        file.make(edits)
-        verified[path] = _is(blob_name(file.text.text), step.after)
-    outcome, reason = _judge(made, present, rejected, list(absent))
-    done = {path: Edited(file.pristine, file.edits()) for path, file in files.items()}
+        if _is(name, step.after):
+            present += len(hunks)
+        else:
+            for hunk, (verdict, place) in zip(hunks, locate(step.diff, pristine, hints=hints), strict=True):
+                stated = max(hunk.source_start - 1, 0)
+                if place is None and _is(name, step.before) and pristine.has(hunk.before, stated):
+                    edits += edits_of(hunk, stated, "")
+                    made += 1
+                elif place is not None:
+                    edits += edits_of(hunk, place, "")
+                    made += 1
+                    offset = max(offset, abs(verdict.offset))
+                elif verdict.status == "upstream":
+                    present += 1
+                else:
+                    rejected.append(Rejected(hunk, verdict))
+        files[path] = Edited(pristine, tuple(edits))
+    outcome, reason = _judge(made, present, rejected, absent)
     if outcome is Outcome.APPLIES:
-        reason = next(filter(None, (trouble_in(path, item.result) for path, item in done.items())), "")
-        if not any(item.edits for item in done.values()):
-            reason = "its commits undo one another, and leave every line as it is"
+        reason = next(filter(None, (trouble_in(path, item.result) for path, item in files.items())), "")
         outcome = Outcome.CONFLICT if reason else outcome
-    same = tuple(path for path, whole in verified.items() if whole)
-    return Carried(source.version, source.label, outcome, done, tuple(rejected), offset, same, reason)
+    return Carried(source.version, source.label, outcome, files, tuple(rejected), offset, reason, is_base)
 
 
 def _judge(made: int, present: int, rejected: list[Rejected], absent: list[str]) -> tuple[Outcome, str]:
@@ -190,34 +129,26 @@ def _is(name: str, beginning: str) -> bool:
     return len(beginning) >= 7 and name.startswith(beginning)
 
 
-def _places(step: Step, text: Text, name: str, hints: bool) -> list[tuple[HunkVerdict, int | None]]:
-    """As `locate`, with what is known besides of hunks that fit in several places."""
-    found = locate(step.diff, text, hints=hints)
-    base = _is(name, step.before)
-    for index, (hunk, (verdict, place)) in enumerate(zip(step.diff.hunks, found, strict=True)):
-        if place is not None:
-            continue
-        stated = max(hunk.source_start - 1, 0)
-        if base and text.has(hunk.before, stated):
-            found[index] = verdict._replace(status="exact", offset=0, nearest=None, found_at=()), stated
-        elif verdict.status == "ambiguous" and len(left := _between(step.diff, index, found)) == 1:
-            (only,) = left
-            if text.has(hunk.before, only) and is_open(hunk, text, only):
-                status: HunkStatus = "exact" if only == stated else "moved"
-                found[index] = verdict._replace(status=status, offset=only - stated, found_at=()), only
+def carry_all(change: Change, sources: Iterable[Source], *, hints: bool = True) -> list[Carried]:
+    """The change on each version, in the order of `sources`.
+
+    A version that comes after one that has the change has most likely got it in another form, or was rid of it: where
+    it would fit there, it is refused for a person to look, unless the diff was made from that very text.
+
+    Args:
+        hints: as for `carry`.
+
+    Raises:
+        HwpluginError: a source cannot be read.
+    """
+    found = [carry(change, source, hints=hints) for source in sources]
+    since = min((Version(item.version) for item in found if item.outcome is Outcome.UPSTREAM), default=None)
+    for number, item in enumerate(found):
+        is_after = since is not None and Version(item.version) > since
+        if is_after and item.outcome is Outcome.APPLIES and not item.is_base:
+            reason = (
+                f"it would fit, but vLLM {since} has the change already: look what became of it since; if it is still "
+                "needed, `patches edit` and `save` make it"
+            )
+            found[number] = item._replace(outcome=Outcome.CONFLICT, reason=reason)
     return found
-
-
-def _between(diff: FileDiff, index: int, found: Sequence[tuple[HunkVerdict, int | None]]) -> list[int]:
-    """The places (from 0) of a hunk that lie behind those before it and before those behind it."""
-    before = [
-        place + hunk.source_length
-        for hunk, (_, place) in zip(diff.hunks[:index], found[:index], strict=True)
-        if place is not None
-    ]
-    behind = [place for _, place in found[index + 1 :] if place is not None]
-    low, high = max(before, default=0), min(behind, default=None)
-    length = diff.hunks[index].source_length
-    return [
-        line - 1 for line in found[index][0].found_at if line - 1 >= low and (high is None or line - 1 + length <= high)
-    ]

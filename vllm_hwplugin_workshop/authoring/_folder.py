@@ -16,9 +16,9 @@ from vllm_hwplugin.patching import VLLM, Catalogue, Feature, load_catalogue, out
 from vllm_hwplugin.versions import Versions
 
 from ._carry import Carried
-from ._errors import FeatureFolderError
+from ._change import ChangeError
 from ._hunks import Written, render, written
-from ._line import Line, ranges
+from ._line import ranges
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -26,7 +26,6 @@ else:
     import tomli as tomllib
 
 FEATURE: Final = "patch.toml"
-_TABLE: Final = re.compile(r"^\[\[", re.MULTILINE)
 _LINE: Final = re.compile(r"^versions\b.*$", re.MULTILINE)
 _HAS_IT: Final = "this vLLM has the change already"
 
@@ -61,11 +60,11 @@ def read_feature(folder: Path) -> Feature:
     """The feature of a folder.
 
     Raises:
-        FeatureFolderError: it is none.
+        ChangeError: it is none.
         CatalogueError, DiffError: the catalogue around it is not as it has to be.
     """
     if not (folder / FEATURE).is_file():
-        raise FeatureFolderError(f"{folder}: no feature (there is no {FEATURE} in it); name the folder of one")
+        raise ChangeError(f"{folder}: no feature (there is no {FEATURE} in it); name the folder of one")
     name = folder.resolve().name
     found = next(item for item in read_catalogue(folder.resolve().parent).features if item.id.split("/")[-1] == name)
     refuse_others(found.distribution, folder)
@@ -73,9 +72,9 @@ def read_feature(folder: Path) -> Feature:
 
 
 def refuse_others(distribution: str, folder: Path) -> None:
-    """Raise FeatureFolderError for what changes another distribution, whose versions are not at hand."""
+    """Raise ChangeError for what changes another distribution, whose versions are not at hand."""
     if distribution != VLLM:
-        raise FeatureFolderError(
+        raise ChangeError(
             f"{folder}: changes {distribution}, and only vLLM's versions are read here; make its diffs by hand "
             "(docs/your-own-patches.md)"
         )
@@ -85,36 +84,33 @@ def check_catalogue(folder: Path, *, gate: str | None) -> None:
     """Whether a new feature can go there. A folder that is not there, or empty, becomes a catalogue with its first one.
 
     Raises:
-        FeatureFolderError: a folder is there that is no catalogue, or one whose features need a gate that is not given.
+        ChangeError: a folder is there that is no catalogue, or one whose features need a gate that is not given.
         CatalogueError: its `catalogue.toml` is not as it has to be.
     """
     if (folder / outside.MANIFEST).is_file():
         refuse_others(outside.read_manifest(folder).distribution, folder)
-    elif not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
-        if not slug(folder.resolve().name):
-            raise FeatureFolderError(f"{folder}: its name has no letter or digit; name another folder")
-    elif not folder.is_dir() or not any(folder.glob(f"*/{FEATURE}")):
-        raise FeatureFolderError(
-            f"{folder}: no catalogue (there is no {outside.MANIFEST} in it); name one, or a new folder"
-        )
-    elif gate is None:
-        raise FeatureFolderError(
-            f"{folder}: without {outside.MANIFEST} each feature names its gate, VLLM_HWPLUGIN_...: give it with --gate"
-        )
+    elif any(folder.glob(f"*/{FEATURE}")):
+        if gate is None:
+            raise ChangeError(
+                f"{folder}: without {outside.MANIFEST} each feature names its gate, VLLM_HWPLUGIN_...: give it with "
+                "--gate"
+            )
+    elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ChangeError(f"{folder}: no catalogue (there is no {outside.MANIFEST} in it); name one, or a new folder")
 
 
 def new_folder(catalogue: Path, name: str) -> Path:
     """Where a new feature goes.
 
     Raises:
-        FeatureFolderError: the name is no good, or taken.
+        ChangeError: the name is no good, or taken.
     """
     if not name or slug(name) != name:
         better = slug(name) or "NAME"
-        raise FeatureFolderError(f"{name!r}: a feature's name has small letters, digits and hyphens; use --id {better}")
+        raise ChangeError(f"{name!r}: a feature's name has small letters, digits and hyphens; use --id {better}")
     folder = catalogue / name
     if folder.exists():
-        raise FeatureFolderError(f"{folder}: is there already; remove it, or use another name (--id)")
+        raise ChangeError(f"{folder}: is there already; remove it, or use another name (--id)")
     return folder
 
 
@@ -125,7 +121,7 @@ def create(folder: Path, about: About, made: Written, upstream: Iterable[str] = 
         upstream: the versions that have the change already.
 
     Raises:
-        FeatureFolderError: it cannot be written; nothing is left of it.
+        ChangeError: it cannot be written; nothing is left of it.
         CatalogueError: it would not be read as it was written (a gate that is none); nothing is left of it.
     """
     lines = [f"id = {_basic(folder.name)}", f"title = {_basic(about.title)}"]
@@ -135,86 +131,68 @@ def create(folder: Path, about: About, made: Written, upstream: Iterable[str] = 
     lines += [f"origin = {_basic(about.origin)}", f"removal = {_basic(about.removal)}", "requires = []"]
     lines.append(f"versions = {_basic(made.versions)}")
     if text := ranges(upstream):
-        lines.append("\n" + _rendered([{"versions": text, "reason": _HAS_IT}]))
+        lines += ["", "[[not_needed]]", f"versions = {_basic(text)}", f"reason = {_basic(_HAS_IT)}"]
     catalogue = folder.parent
     if not catalogue.exists() or not any(catalogue.iterdir()):
-        _write(catalogue / outside.MANIFEST, f"name = {json.dumps(slug(catalogue.resolve().name))}\n")
-    # A folder without its `patch.toml` would put the whole catalogue out of force; with a dot before it, it is none.
-    making = catalogue / f".{folder.name}.new"
-    shutil.rmtree(making, ignore_errors=True)
-    try:
-        for name, diffs in made.diffs.items():
-            _write(making / name, render(diffs))
-        _write(making / FEATURE, "\n".join(lines).rstrip("\n") + "\n")
-        making.rename(folder)
-        read_feature(folder)
-    except BaseException:
-        shutil.rmtree(making, ignore_errors=True)
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
+        write(catalogue / outside.MANIFEST, f"name = {json.dumps(slug(catalogue.resolve().name))}\n")
+    _put(folder, made, "\n".join(lines) + "\n")
 
 
 def extend(folder: Path, carried: Sequence[Carried]) -> Written:
     """Give versions of a feature what was made on them; all the others keep what they have.
 
-    What stands above the first table of `patch.toml` stays as it is, besides `versions`.
+    `patch.toml` stays as it is, besides `versions`.
 
     Raises:
-        FeatureFolderError: `patch.toml` is not as it has to be, or something cannot be written; all is as before then.
+        ChangeError: `patch.toml` is not as it has to be, or something cannot be written; all is as before then.
         CatalogueError: it would not be read as it was written; all is as before then.
     """
     feature = read_feature(folder)
     made = written(carried, feature)
-    text = _changed(folder / FEATURE, made.versions, [item.version for item in carried])
+    file = folder / FEATURE
+    text = file.read_text(encoding="utf-8")
+    if Versions(made.versions) != feature.versions:
+        wanted = tomllib.loads(text) | {"versions": made.versions}
+        # Several lines of a text may begin so, too.
+        tried = (
+            text[: at.start()] + f"versions = {_basic(made.versions)}" + text[at.end() :] for at in _LINE.finditer(text)
+        )
+        text = next((one for one in tried if _is(one, wanted)), "")
+        if not text:
+            raise ChangeError(f"{file}: has no line 'versions = ...' that could be changed; write it so")
+    _put(folder, made, text)
+    return made
+
+
+def _put(folder: Path, made: Written, text: str) -> None:
+    """Write a feature's diffs and its `patch.toml`; where it could not be read then, all is as before."""
+    # A folder without its `patch.toml` would put the whole catalogue out of force; with a dot before it, it is none.
     folder = folder.resolve()
     new, old = (folder.with_name(f".{folder.name}.{end}") for end in ("new", "old"))
-    # Between two files that are replaced one by one, another process would read half a feature.
     shutil.rmtree(new, ignore_errors=True)
     shutil.rmtree(old, ignore_errors=True)
+    is_new = not folder.exists()
     try:
-        shutil.copytree(folder, new)
-        for diff in feature.files:
-            (new / diff.origin.rpartition("/")[2]).unlink(missing_ok=True)
+        if not is_new:
+            shutil.copytree(folder, new, ignore=shutil.ignore_patterns("*.diff"))
         for name, diffs in made.diffs.items():
-            _write(new / name, render(diffs))
-        _write(new / FEATURE, text)
-        folder.rename(old)
+            write(new / name, render(diffs))
+        write(new / FEATURE, text)
+        if not is_new:
+            folder.rename(old)
         new.rename(folder)
         read_feature(folder)
     except BaseException as error:
-        if old.exists():
+        if is_new or old.exists():
             shutil.rmtree(folder, ignore_errors=True)
+        if old.exists():
             old.rename(folder)
         if isinstance(error, OSError):
-            raise FeatureFolderError(f"{folder}: can't be written ({error}); see that there is room") from error
+            raise ChangeError(f"{folder}: can't be written ({error}); see that there is room") from error
         raise
     finally:
         shutil.rmtree(new, ignore_errors=True)
         shutil.rmtree(old, ignore_errors=True)
-    return made
-
-
-def _changed(file: Path, versions: str, given: list[str]) -> str:
-    """The text of a `patch.toml` that says so."""
-    head, tables, raw = _read(file)
-    if Versions(versions) != Versions(raw["versions"]):
-        wanted = {key: value for key, value in raw.items() if key != "not_needed"} | {"versions": versions}
-        # Several lines of a text may begin so, too.
-        tried = (
-            head[: at.start()] + f"versions = {_basic(versions)}" + head[at.end() :] for at in _LINE.finditer(head)
-        )
-        head = next((text for text in tried if _is(text, wanted)), "")
-        if not head:
-            raise FeatureFolderError(f"{file}: has no line 'versions = ...' that could be changed; write it so")
-    gaps = raw.get("not_needed", [])
-    left = []
-    for gap in gaps:
-        line = Line([Versions(gap["versions"])], given)
-        held = line.of(Versions(gap["versions"]))
-        lost = {number for version in given for number in line.about(version)} & held
-        if not lost or held - lost:
-            left.append(gap | {"versions": line.text(held - lost)} if lost else gap)
-    return head + (tables if left == gaps else _rendered(left))
 
 
 def _is(text: str, wanted: Mapping[str, Any]) -> bool:
@@ -222,30 +200,6 @@ def _is(text: str, wanted: Mapping[str, Any]) -> bool:
         return bool(tomllib.loads(text) == wanted)
     except tomllib.TOMLDecodeError:
         return False
-
-
-def _read(file: Path) -> tuple[str, str, dict[str, Any]]:
-    """The text above the tables, theirs, and all of it read."""
-    try:
-        text = file.read_text(encoding="utf-8")
-        raw = tomllib.loads(text)
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise FeatureFolderError(f"{file}: can't be read ({error}); mend it first") from error
-    for found in _TABLE.finditer(text):
-        # In the middle of a text of several lines, a line may begin so, too.
-        head = text[: found.start()]
-        try:
-            tomllib.loads(head)
-        except tomllib.TOMLDecodeError:
-            continue
-        return head, text[found.start() :], raw
-    return text.rstrip("\n") + "\n", "", raw
-
-
-def _rendered(gaps: Iterable[Mapping[str, Any]]) -> str:
-    return "\n".join(
-        f"[[not_needed]]\nversions = {_basic(gap['versions'])}\nreason = {_basic(gap['reason'])}\n" for gap in gaps
-    )
 
 
 def _basic(text: str) -> str:
@@ -262,9 +216,10 @@ def _long(text: str) -> str:
     return '"""\n' + "\n".join(wrapped).strip() + '\n"""'
 
 
-def _write(file: Path, text: str) -> None:
+def write(file: Path, text: str) -> None:
+    """Write a text with the folders that lead to it; raises ChangeError where that fails."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(text.encode("utf-8"))
     except OSError as error:
-        raise FeatureFolderError(f"{file}: can't be written ({error.strerror}); name another folder") from error
+        raise ChangeError(f"{file}: can't be written ({error.strerror}); name another folder") from error

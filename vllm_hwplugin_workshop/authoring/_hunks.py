@@ -13,10 +13,11 @@ from typing import Final, NamedTuple
 
 from packaging.version import Version
 
-from vllm_hwplugin.patching import Edit, Feature, FileDiff, Hunk, Text, apply_edits, edits_of, locate
+from vllm_hwplugin.patching import Edit, Feature, FileDiff, Hunk, Source, apply_edits, edits_of, locate
 from vllm_hwplugin.versions import Versions
 
-from ._carry import Carried, Edited
+from ._carry import Carried, Edited, carry_all
+from ._change import Change, Step
 from ._line import Line
 
 _CONTEXT: Final = 3
@@ -61,11 +62,10 @@ def written(carried: Sequence[Carried], feature: Feature | None = None) -> Writt
         for file in files
     }
     at = {path: name for name, path in reversed(held)}
-    at |= _new_names({path for item in in_order for path in item.files} - at.keys(), [name for name, _ in held])
     for item in in_order:
         for path, edited in item.files.items():
             if edited.edits:
-                _add(held.setdefault((at[path], path), []), path, edited, taken[item.version])
+                _add(held.setdefault((at.get(path, _name(path)), path), []), path, edited, taken[item.version])
     among = had | given
     diffs: dict[str, tuple[FileDiff, ...]] = {}
     for (name, path), hunks in held.items():
@@ -124,24 +124,28 @@ def _makes(diff: FileDiff, item: Edited) -> bool:
     return apply_edits(item.pristine, edits) == item.result
 
 
-def make_diff(path: str, edited: Edited, also: Sequence[Text] = ()) -> FileDiff:
-    """The diff that makes a version's edits, and could mean no other place of its text.
+def carry_again(made: Carried, sources: Iterable[Source]) -> list[Carried]:
+    """What was made on one version, on each of others.
 
-    Args:
-        also: texts in which it is to mean no more than one place either, as far as context can tell.
+    Raises:
+        HwpluginError: a source cannot be read.
     """
+    steps = tuple(Step(make_diff(path, edited)) for path, edited in made.files.items() if edited.edits)
+    return carry_all(Change("", made.label, "", steps), sources)
+
+
+def make_diff(path: str, edited: Edited) -> FileDiff:
+    """The diff that makes a version's edits, and could mean no other place of its text."""
     lines = edited.pristine.lines
     around = [_CONTEXT] * len(edited.edits)
     while True:
         spans = _together(edited.edits, around, len(lines))
         diff = FileDiff(path, _hunks(edited, spans), path)
-        narrow: set[int] = set()
-        for text in (edited.pristine, *also):
-            for index, (verdict, place) in enumerate(locate(diff, text, hints=False)):
-                # What a hunk adds may stand beside its place already; a wider one is told from that.
-                if verdict.status in ("ambiguous", "upstream") or (place is None and text is edited.pristine):
-                    narrow.add(index)
-        narrow = {index for index in narrow if diff.hunks[index].source_length < len(lines)}
+        narrow = [
+            index
+            for index, (_, place) in enumerate(locate(diff, edited.pristine, hints=False))
+            if place is None and diff.hunks[index].source_length < len(lines)
+        ]
         if not narrow:
             return diff
         for index in narrow:
@@ -203,23 +207,11 @@ def render(diffs: Iterable[FileDiff]) -> str:
     return "".join(parts)
 
 
+def _name(path: str) -> str:
+    """The file name of a diff: `worker-utils.diff`; a package is not called `init`."""
+    parts = path.removesuffix(".py").removesuffix("/__init__").split("/")
+    return "-".join(parts[-2:]).replace("_", "-") + ".diff"
+
+
 def _side(start: int, length: int) -> str:
     return f"{start}" if length == 1 else f"{start},{length}"
-
-
-def _new_names(paths: Iterable[str], taken: Sequence[str]) -> dict[str, str]:
-    """A file name for each path: as much of its end as tells it from the others, `worker-utils.diff`."""
-    parts = {path: [part.strip("_") for part in path.removesuffix(".py").split("/")] for path in sorted(paths)}
-    names: dict[str, str] = {}
-    for path, own in parts.items():
-        # A package is not called `init`.
-        count = 2 if path.endswith("/__init__.py") else 1
-        others = {_joined(other, n) for item, other in parts.items() if item != path for n in range(1, len(own) + 1)}
-        while count < len(own) and (_joined(own, count) in others or f"{_joined(own, count)}.diff" in taken):
-            count += 1
-        names[path] = f"{_joined(own, count)}.diff"
-    return names
-
-
-def _joined(parts: Sequence[str], count: int) -> str:
-    return "-".join(parts[-count:]).replace("_", "-")

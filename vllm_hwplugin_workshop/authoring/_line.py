@@ -70,12 +70,6 @@ def ranges(versions: Iterable[str]) -> str:
     return line.text({number for version in named for number in line.about(version)})
 
 
-def public(version: str) -> str:
-    """The name that `SUPPORTED` has for a version, however it is spelt and whoever built it."""
-    wanted = Version(Version(version).public)
-    return next((item for item in SUPPORTED if Version(item) == wanted), version)
-
-
 def _version(text: str) -> Version | None:
     try:
         return Version(text)

@@ -8,24 +8,20 @@ fits (`vllm/`), the hunks that were rejected, and a note of what it is for. Only
 from __future__ import annotations
 
 import difflib
-import hashlib
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from vllm_hwplugin.patching import SUPPORTED, Edit, Feature, Source, Text, told_apart, trouble_in
+from vllm_hwplugin.patching import Edit, Feature, Hunk, HunkVerdict, Source, Text, edits_of, told_apart, trouble_in
 
-from ._carry import Carried, Edited, Outcome, Rejected, carry, trimmed
-from ._change import PACKAGE, Change, Step
-from ._errors import WorkTreeError
-from ._folder import About, read_feature
-from ._line import public
+from ._carry import Carried, Edited, Outcome, Rejected, carry
+from ._change import PACKAGE, Change, ChangeError, Step
+from ._folder import About, write
 
 NOTE: Final = "edit.json"
 REJECTED: Final = "rejected.txt"
 _STOCK: Final = "stock"
-_FORMAT: Final = 2
 _TO_DO: Final = (
     "These hunks did not fit. Make each of them below vllm/, then remove this file: nothing is saved while it is\n"
     "there. Lines are counted in the files below stock/."
@@ -33,22 +29,10 @@ _TO_DO: Final = (
 
 
 class WorkTree(NamedTuple):
-    """What a work tree is for.
+    """What a work tree is for: the folder of a feature, and the texts of one that is not there yet; else None."""
 
-    Attributes:
-        feature: its folder.
-        about: the texts of a feature that is not there yet; None where it is.
-        stock: path -> the SHA-256 of the version's own text.
-        held: version -> the SHA-256 of what the feature had for it when the tree was opened.
-    """
-
-    folder: Path
     feature: Path
-    version: str
-    label: str
     about: About | None
-    stock: Mapping[str, str]
-    held: Mapping[str, str]
 
 
 def change_of(feature: Feature, source: Source) -> Change:
@@ -58,12 +42,12 @@ def change_of(feature: Feature, source: Source) -> Change:
         Change(feature.title, feature.origin, feature.what, tuple(Step(file) for file in feature.files_for(version)))
         for version in candidates
     ]
-    return max(changes, key=lambda change: _share(carry(change, source, hints=False), change))
 
+    def rejected(change: Change) -> float:
+        total = sum(len(step.diff.hunks) for step in change.steps)
+        return len(carry(change, source, hints=False).rejected) / max(total, 1)
 
-def _share(carried: Carried, change: Change) -> float:
-    total = sum(len(step.diff.hunks) for step in change.steps)
-    return (total - len(carried.rejected)) / max(total, 1)
+    return min(changes, key=rejected)
 
 
 def open_tree(
@@ -77,177 +61,129 @@ def open_tree(
         about: the texts of a feature that is not there yet.
 
     Raises:
-        WorkTreeError: the folder is not empty, or the version has none of the files.
+        ChangeError: the folder is not empty, or the version has none of the files.
         HwpluginError: the source cannot be read.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise WorkTreeError(f"{folder}: is there already, and not empty; name a new folder with --into")
+        raise ChangeError(f"{folder}: is there already, and not empty; name a new folder with --into")
     carried = carry(change, source)
     texts = {path: (edited.pristine.text, edited.result) for path, edited in carried.files.items()}
     for path in more:
         refuse_path(path)
         text = source.read(path)
         if text is None:
-            raise WorkTreeError(f"{path}: {source.label} has no such file; paths begin with vllm/")
+            raise ChangeError(f"{path}: {source.label} has no such file; paths begin with vllm/")
         texts.setdefault(path, (text, text))
     if not texts:
-        raise WorkTreeError(
+        raise ChangeError(
             f"{source.label} has no {', '.join(change.paths)}; name the files that took their place with --file"
         )
     for path, (stock, edited) in texts.items():
-        _write(folder / _STOCK / path, stock)
-        _write(folder / path, edited)
+        write(folder / _STOCK / path, stock)
+        write(folder / path, edited)
     if carried.rejected:
         parts = [_TO_DO, *("\n".join(told(item)) for item in carried.rejected)]
-        _write(folder / REJECTED, "\n\n".join(parts) + "\n")
+        write(folder / REJECTED, "\n\n".join(parts) + "\n")
     note = {
-        "format": _FORMAT,
         "feature": str(feature.resolve()),
         "version": carried.version,
         "label": carried.label,
         "about": None if about is None else about._asdict(),
-        "stock": {path: _digest(stock) for path, (stock, _) in texts.items()},
-        "held": _held(feature, {*SUPPORTED, carried.version}),
     }
-    _write(folder / NOTE, json.dumps(note, indent=1) + "\n")
+    write(folder / NOTE, json.dumps(note, indent=1) + "\n")
     return carried
 
 
 def refuse_path(path: str) -> None:
-    """Raise WorkTreeError for what is no Python file of vLLM by its name."""
+    """Raise ChangeError for what is no Python file of vLLM by its name."""
     if not path.startswith(PACKAGE) or not path.endswith(".py") or ".." in path.split("/"):
-        raise WorkTreeError(f"{path!r}: expected a file of vLLM, as vllm/v1/utils.py")
+        raise ChangeError(f"{path!r}: expected a file of vLLM, as vllm/v1/utils.py")
 
 
 def read_tree(folder: Path) -> tuple[WorkTree, Carried]:
     """A work tree, and the change that was made in it.
 
     Raises:
-        WorkTreeError: it is not as it has to be, nothing was changed, what was made is no Python, or there are hunks
+        ChangeError: it is not as it has to be, nothing was changed, what was made is no Python, or there are hunks
             that nobody has said to be done with.
     """
-    tree = _note(folder)
     if (folder / REJECTED).exists():
         # Whatever else was made would be a part of the change, and be taken for all of it.
-        raise WorkTreeError(
+        raise ChangeError(
             f"{folder / REJECTED}: names hunks that did not fit; make each of them by hand below {folder / 'vllm'}, or "
             "find that it is not needed, then remove this file"
         )
+    try:
+        note: dict[str, Any] = json.loads((folder / NOTE).read_text(encoding="utf-8"))
+        about = None if note["about"] is None else About(**note["about"])
+        version, label = str(note["version"]), str(note["label"])
+        tree = WorkTree(Path(note["feature"]), about)
+        stock, edited = ({path: _read(top / path) for path in _modules(top)} for top in (folder / _STOCK, folder))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ChangeError(f"{folder}: not what `patches edit` wrote ({error}); open the tree anew") from error
+    if strange := stock.keys() ^ edited.keys():
+        raise ChangeError(
+            f"{folder / min(strange)}: a patch can only edit files that vLLM has, those that are below {_STOCK}/ too; "
+            f"put new code into a package of your own, or open the tree with --file if {label} has it"
+        )
     files: dict[str, Edited] = {}
-    for path, digest in tree.stock.items():
-        stock, edited = _read(folder / _STOCK / path), _read(folder / path)
-        if _digest(stock) != digest:
-            raise WorkTreeError(f"{folder / _STOCK / path}: is not {tree.label}'s text any more; open the tree anew")
-        trouble = trouble_in(path, edited)
-        if trouble:
-            raise WorkTreeError(f"{folder}: {trouble}")
-        pristine = Text(stock)
-        edits = edits_between(pristine.lines, Text(edited).lines)
-        if edits:
+    for path, text in edited.items():
+        if trouble := trouble_in(path, text):
+            raise ChangeError(f"{folder}: {trouble}")
+        pristine = Text(stock[path])
+        if edits := _edits_between(pristine.lines, Text(text).lines):
             files[path] = Edited(pristine, edits)
-    known = {str(Path(path)) for path in tree.stock}
-    found = {str(file.relative_to(folder)) for file in (folder / "vllm").rglob("*.py")}
-    if strange := sorted(found - known):
-        raise WorkTreeError(
-            f"{folder / strange[0]}: a patch can only edit files that vLLM has; put new code into a package of your "
-            f"own, or open the tree with --file if {tree.label} has it"
-        )
     if not files:
-        raise WorkTreeError(f"{folder}: nothing is changed; edit the files below vllm/, then save")
-    return tree, Carried(tree.version, tree.label, Outcome.APPLIES, files)
+        raise ChangeError(f"{folder}: nothing is changed; edit the files below vllm/, then save")
+    return tree, Carried(version, label, Outcome.APPLIES, files)
 
 
-def refuse_overtaken(tree: WorkTree, versions: Collection[str]) -> None:
-    """Raise WorkTreeError where the feature has got something else for one of these versions since `open_tree`."""
-    now = _held(tree.feature, versions)
-    if lost := [name for name in map(public, versions) if now.get(name) != tree.held.get(name)]:
-        raise WorkTreeError(
-            f"{tree.feature}: what it has for vLLM {', '.join(lost)} was changed since {tree.folder} was opened, and "
-            "would be lost; open a tree anew, and make the change there"
-        )
+def _modules(folder: Path) -> list[str]:
+    return sorted(file.relative_to(folder).as_posix() for file in (folder / PACKAGE).rglob("*.py"))
 
 
-def _held(feature: Path, versions: Collection[str]) -> dict[str, str]:
-    if not feature.exists():
-        return {}
-    found = read_feature(feature)
-    held = {}
-    for version in map(public, versions):
-        if found.versions.covers(version):
-            # Of the hunks alone: their ranges change with what is saved for others.
-            files = found.files_for(version)
-            held[version] = _digest(repr([(file.path, [hunk.lines for hunk in file.hunks]) for file in files]))
-        elif (gap := found.not_needed_for(version)) is not None:
-            held[version] = _digest(gap.reason)
-    return held
+def _read(file: Path) -> str:
+    # Not `read_text`, which would make one of all kinds of line ends.
+    return file.read_bytes().decode("utf-8")
 
 
-def edits_between(before: Sequence[str], after: Sequence[str]) -> tuple[Edit, ...]:
+def _edits_between(before: list[str], after: list[str]) -> tuple[Edit, ...]:
     """What turns one text's lines into the other's."""
-    whole = trimmed(Edit(0, len(before), tuple(after), ""), before)
-    if whole is None:
-        return ()
+    lines = (*(("-", line) for line in before), *(("+", line) for line in after))
     # Between the first and the last line that differ only: the rest of a large file takes seconds to compare.
-    matcher = difflib.SequenceMatcher(None, before[whole.start : whole.end], whole.lines, autojunk=False)
     return tuple(
         Edit(whole.start + start, whole.start + end, whole.lines[first:last], "")
-        for tag, start, end, first, last in matcher.get_opcodes()
+        for whole in edits_of(Hunk(1, 1, len(before), 1, len(after), lines), 0, "")
+        for tag, start, end, first, last in difflib.SequenceMatcher(
+            None, before[whole.start : whole.end], whole.lines, autojunk=False
+        ).get_opcodes()
         if tag != "equal"
     )
 
 
 def told(item: Rejected) -> list[str]:
     """A hunk that was not made, in lines: which and why, what it is, and what stands at the nearest place."""
-    verdict = item.verdict
+    hunk = [f"    {sign}{text.rstrip()}" for sign, text in item.hunk.lines]
+    heading, *rest = where_it_stands(item.verdict)
+    return [heading, *hunk, *rest]
+
+
+def where_it_stands(verdict: HunkVerdict) -> list[str]:
+    """Of a hunk without a place: which one and why, and below that what the nearest place has instead."""
+    nearest = verdict.nearest
     if verdict.status == "missing":
         why = "this version has no such file"
     elif verdict.status == "ambiguous":
         why = f"fits, or is there already, at lines {', '.join(map(str, verdict.found_at))}; expected one place"
-    elif verdict.nearest is None:
+    elif nearest is None:
         why = "nothing in the file resembles what it expects"
-    elif not verdict.nearest.diff:
-        why = f"found at line {verdict.nearest.line}, before the hunk that precedes it"
+    elif not nearest.diff:
+        why = f"found at line {nearest.line}, before the hunk that precedes it"
     else:
-        why = f"nearest: line {verdict.nearest.line}, {verdict.nearest.similarity:.0%} alike"
+        why = f"drifted; nearest: line {nearest.line}, {nearest.similarity:.0%} alike"
     lines = [f"{verdict.path}: hunk {verdict.hunk_index} of {verdict.origin}: {why}"]
-    lines += [f"    {sign}{text.rstrip()}" for sign, text in item.hunk.lines]
-    if verdict.nearest is not None and verdict.nearest.diff:
+    if nearest is not None and nearest.diff:
         # Without the names of the two sides, which the heading says.
         lines += ["  what it expects (-) and what is there (+):"]
-        lines += [f"    {line}" for line in verdict.nearest.diff.splitlines()[2:]]
+        lines += [f"    {line}" for line in nearest.diff.splitlines()[2:]]
     return lines
-
-
-def _note(folder: Path) -> WorkTree:
-    file = folder / NOTE
-    try:
-        raw: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        if raw["format"] != _FORMAT:
-            raise ValueError(f"format {raw['format']!r}")
-        about = None if raw["about"] is None else About(**raw["about"])
-        stock = {str(path): str(digest) for path, digest in raw["stock"].items()}
-        held = {str(version): str(digest) for version, digest in raw["held"].items()}
-        return WorkTree(folder, Path(raw["feature"]), str(raw["version"]), str(raw["label"]), about, stock, held)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise WorkTreeError(
-            f"{file}: not what `patches edit` writes ({error}); name the folder that it wrote"
-        ) from error
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode("utf-8")).hexdigest()
-
-
-def _read(file: Path) -> str:
-    try:
-        return file.read_bytes().decode("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise WorkTreeError(f"{file}: can't be read ({error}); open the tree anew") from error
-
-
-def _write(file: Path, text: str) -> None:
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(text.encode("utf-8"))
-    except OSError as error:
-        raise WorkTreeError(f"{file}: can't be written ({error.strerror}); name another folder with --into") from error

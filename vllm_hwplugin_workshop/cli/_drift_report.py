@@ -25,7 +25,9 @@ from vllm_hwplugin.patching import (
     told_apart,
 )
 
-_EXPECTED = (Status.APPLIES, Status.UPSTREAM, Status.NOT_NEEDED)
+from ..authoring import where_it_stands
+
+EXPECTED = (Status.APPLIES, Status.UPSTREAM, Status.NOT_NEEDED)
 
 _WORDS = {
     Status.UPSTREAM: "upstream",
@@ -36,7 +38,6 @@ _WORDS = {
     Status.UNLISTED: "unlisted",
     Status.NO_PYTHON: "no Python",
 }
-
 
 _MADE_BY = "Made by `vllm-hwplugin drift --all --markdown docs/compatibility.md`; do not edit."
 
@@ -61,7 +62,7 @@ class TargetReport:
 
     def expects(self, verdict: FeatureVerdict) -> bool:
         """Whether there is nothing to mend: a user gets the feature or does not need it; see also `ahead`."""
-        return verdict.status in _EXPECTED or (self.ahead and verdict.feature in self.fitting)
+        return verdict.status in EXPECTED or (self.ahead and verdict.feature in self.fitting)
 
 
 def check(
@@ -115,7 +116,7 @@ def _tried(feature: Feature, source: Source, unlisted: FeatureVerdict) -> tuple[
     else:
         outcome = f"would {'apply' if best.status is Status.APPLIES else 'not apply'}: {summary(best)}"
     reason = f"{unlisted.reason}; what is for {version} {outcome}"
-    return unlisted._replace(hunks=best.hunks, reason=reason), best.status in _EXPECTED
+    return unlisted._replace(hunks=best.hunks, reason=reason), best.status in EXPECTED
 
 
 def exit_status(reports: Iterable[TargetReport]) -> int:
@@ -149,7 +150,7 @@ def verdict_lines(reports: Sequence[TargetReport]) -> Iterator[str]:
         for verdict in report.verdicts:
             yield f"{report.distribution} {name}: {verdict.feature}: {summary(verdict)}{_because(verdict)}"
             for hunk in troubled_hunks(verdict):
-                yield from _hunk_lines(hunk)
+                yield from (f"  {line}" for line in where_it_stands(hunk))
 
 
 def say_failures(reports: Sequence[TargetReport]) -> None:
@@ -164,45 +165,42 @@ def _because(verdict: FeatureVerdict) -> str:
     return f" ({verdict.reason})" if verdict.reason and not told_below else ""
 
 
-def _hunk_lines(hunk: HunkVerdict) -> Iterator[str]:
-    where = f"  {hunk.path}: hunk {hunk.hunk_index} of {hunk.origin}"
-    if hunk.status == "missing":
-        yield f"{where}: this version has no such file"
-        return
-    if hunk.status == "ambiguous":
-        places = ", ".join(map(str, hunk.found_at))
-        yield f"{where}: ambiguous, fits, or is there already, at lines {places}; expected one place"
-        return
-    if hunk.nearest is not None and not hunk.nearest.diff:
-        yield f"{where}: found at line {hunk.nearest.line}, before the hunk that precedes it"
-        return
-    yield f"{where}: drifted, expected:"
-    yield from ("      | " + line.rstrip("\r\n") for line in hunk.expected)
-    if hunk.nearest is None:
-        yield "    nothing in the file resembles it"
-        return
-    yield f"    nearest: line {hunk.nearest.line}, {hunk.nearest.similarity:.0%} alike:"
-    yield from (f"      {line}" for line in hunk.nearest.diff.splitlines())
-
-
 def as_json(reports: Iterable[TargetReport], plugin_version: str) -> dict[str, Any]:
     """The report for other programs. `format` changes when a field changes its meaning or goes away."""
     seen = list(reports)
+    named = ("target", "label", "version", "error", "distribution", "ahead")
     return {
         "format": 1,
         "plugin_version": plugin_version,
         "exit_status": exit_status(seen),
         "targets": [
-            {
-                "target": report.target,
-                "label": report.label,
-                "version": report.version,
-                "error": report.error,
-                "distribution": report.distribution,
-                "ahead": report.ahead,
-                "features": [_verdict_json(verdict, report.expects(verdict)) for verdict in report.verdicts],
-            }
+            {name: getattr(report, name) for name in named}
+            | {"features": [_verdict_json(verdict, report.expects(verdict)) for verdict in report.verdicts]}
             for report in seen
+        ],
+    }
+
+
+def _verdict_json(verdict: FeatureVerdict, expected: bool) -> dict[str, Any]:
+    return {
+        "feature": verdict.feature,
+        "status": verdict.status.value,
+        "expected": expected,
+        "exact": verdict.exact,
+        "summary": summary(verdict),
+        "reason": verdict.reason,
+        "hunks": [
+            {
+                "path": hunk.path,
+                "diff": hunk.origin,
+                "hunk": hunk.hunk_index,
+                "status": hunk.status,
+                "offset": hunk.offset,
+                "expected": [line.rstrip("\n") for line in hunk.expected],
+                "found_at": hunk.found_at,
+                "nearest": hunk.nearest and hunk.nearest._asdict(),
+            }
+            for hunk in verdict.hunks
         ],
     }
 
@@ -278,49 +276,16 @@ def _reasons(feature: str, reports: list[TargetReport]) -> list[str]:
         for verdict in report.verdicts:
             if verdict.feature == feature:
                 outcome = "applies" if verdict.status is Status.APPLIES else summary(verdict)
-                hunks = tuple(line for hunk in troubled_hunks(verdict) for line in _hunk_lines(hunk))
+                hunks = tuple(line for hunk in troubled_hunks(verdict) for line in where_it_stands(hunk))
                 told.setdefault((outcome, verdict.reason, hunks), []).append(name)
     lines = []
     for (outcome, reason, hunks), names in told.items():
-        lines.append(f"- {', '.join(_spans(names))}: {outcome}" + (f" ({reason})" if reason else ""))
+        span = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]} ({len(names)} versions)"
+        lines.append(f"- {span}: {outcome}" + (f" ({reason})" if reason else ""))
         if hunks:
             shown = [f"    {line}" for line in hunks]
             lines += ["", "<details><summary>what does not fit</summary>", "", *shown, "", "</details>", ""]
     return lines
-
-
-def _spans(names: list[str]) -> list[str]:
-    return [names[0]] if len(names) == 1 else [f"{names[0]} to {names[-1]} ({len(names)} versions)"]
-
-
-def _verdict_json(verdict: FeatureVerdict, expected: bool) -> dict[str, Any]:
-    return {
-        "feature": verdict.feature,
-        "status": verdict.status.value,
-        "expected": expected,
-        "exact": verdict.exact,
-        "summary": summary(verdict),
-        "reason": verdict.reason,
-        "hunks": [
-            {
-                "path": hunk.path,
-                "diff": hunk.origin,
-                "hunk": hunk.hunk_index,
-                "status": hunk.status,
-                "offset": hunk.offset,
-                "expected": [line.rstrip("\n") for line in hunk.expected],
-                "found_at": list(hunk.found_at),
-                "nearest": None
-                if hunk.nearest is None
-                else {
-                    "line": hunk.nearest.line,
-                    "similarity": round(hunk.nearest.similarity, 4),
-                    "diff": hunk.nearest.diff,
-                },
-            }
-            for hunk in verdict.hunks
-        ],
-    }
 
 
 def in_order(reports: Iterable[TargetReport]) -> list[TargetReport]:

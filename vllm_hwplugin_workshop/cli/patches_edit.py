@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,11 +14,8 @@ from vllm_hwplugin.patching import default_folder, load_catalogue, outside
 
 from ..authoring import (
     REJECTED,
-    About,
-    Carried,
+    ChangeError,
     Outcome,
-    WorkTree,
-    WorkTreeError,
     carry_again,
     change_of,
     check_catalogue,
@@ -27,15 +23,13 @@ from ..authoring import (
     extend,
     new_folder,
     open_tree,
-    read_change,
     read_feature,
     read_tree,
-    refuse_overtaken,
     written,
 )
 from ..sources import Index, open_installed, open_target
 from ._waiting import say_notes
-from .patches_import import about_of, line, read_versions, report_outcomes, report_written, targets_of
+from .patches_import import about_of, change_in, line, read_versions, report_outcomes, report_written, targets_of
 
 
 def edit(arguments: Sequence[str]) -> int:
@@ -75,25 +69,24 @@ def edit(arguments: Sequence[str]) -> int:
         "--gate", metavar="NAME", help="A new feature's variable. Default: made of its names."
     )
     options = parser.read(arguments)
-    change_file, gate = options.change, options.gate
     home = _folder_of(options.feature)
     about = None
     index = Index()
     source = open_installed() if options.vllm is None else open_target(options.vllm, index)
-    if change_file is not None:
-        change = read_change(_bytes(change_file), str(change_file))
+    if options.change is not None:
+        change = change_in(options.change)
         if not home.exists():
-            check_catalogue(home.parent, gate=gate)
-            about = about_of(change, new_folder(home.parent, home.name).name, gate=gate)
+            check_catalogue(home.parent, gate=options.gate)
+            about = about_of(change, new_folder(home.parent, home.name).name, options.gate)
     else:
         change = change_of(read_feature(home), source)
     folder = options.into or Path(f"{home.resolve().name}-{source.version}")
     carried = open_tree(folder, home, source, change, options.file, about)
-    report_outcomes([carried], sys.stdout)
+    report_outcomes([carried])
     say_notes(index.notes)
     if carried.rejected:
-        line(sys.stdout, f"the rejected hunks are in {folder / REJECTED}; remove it when each of them is made")
-    line(sys.stdout, f"edit the files below {folder / 'vllm'}, then: vllm-hwplugin patches save {folder}")
+        line(f"the rejected hunks are in {folder / REJECTED}; remove it when each of them is made")
+    line(f"edit the files below {folder / 'vllm'}, then: vllm-hwplugin patches save {folder}")
     return 1 if carried.outcome is Outcome.CONFLICT else 0
 
 
@@ -115,14 +108,22 @@ def save(arguments: Sequence[str]) -> int:
         help="Also for these supported versions, where it fits exactly. Default: the work tree's alone.",
     )
     options = parser.read(arguments)
-    tree, made = read_tree(options.folder)
+    tree, first = read_tree(options.folder)
     if tree.about is None and not tree.feature.is_dir():
-        raise WorkTreeError(f"{tree.feature}: the feature is gone; open the tree anew, with --change")
-    carried = [made, *_others(made, options.versions)]
-    report_outcomes(carried[1:], sys.stdout)
+        raise ChangeError(f"{tree.feature}: the feature is gone; open the tree anew, with --change")
+    carried = [first]
+    if options.versions is not None:
+        own = Version(first.version).public
+        wanted = [version for version in targets_of(options.versions) if Version(version).public != own]
+        carried += carry_again(first, read_versions(wanted, sorted(first.files), Index()))
+    report_outcomes(carried[1:])
     good = [item for item in carried if item.outcome is Outcome.APPLIES]
-    refuse_overtaken(tree, [item.version for item in good])
-    _write(tree, good)
+    if tree.about is not None and not tree.feature.exists():
+        made = written(good)
+        create(tree.feature, tree.about, made)
+    else:
+        made = extend(tree.feature, good)
+    report_written(tree.feature, made)
     return 1 if any(item.outcome is Outcome.CONFLICT for item in carried) else 0
 
 
@@ -138,27 +139,3 @@ def _folder_of(feature: str) -> Path:
         if any(item.id == feature for item in each.features):
             return each.manifest.folder / feature.rpartition("/")[2]
     return path
-
-
-def _others(made: Carried, versions: str | None) -> list[Carried]:
-    if versions is None:
-        return []
-    own = Version(made.version).public
-    wanted = [version for version in targets_of(versions) if Version(version).public != own]
-    return carry_again(made, read_versions(wanted, sorted(made.files), Index()))
-
-
-def _write(tree: WorkTree, good: list[Carried]) -> None:
-    if tree.about is not None and not tree.feature.exists():
-        made = written(good)
-        create(tree.feature, About(*tree.about), made)
-    else:
-        made = extend(tree.feature, good)
-    report_written(tree.feature, made, sys.stdout)
-
-
-def _bytes(file: Path) -> bytes:
-    try:
-        return file.read_bytes()
-    except OSError as error:
-        raise WorkTreeError(f"{file}: can't be read ({error.strerror}); name a diff") from error

@@ -8,14 +8,13 @@ import sys
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TextIO
 
 from packaging.version import Version
 
-from vllm_hwplugin.cli.output import STANDARD_OUTPUT, add_json, for_a_reader, write_json
+from vllm_hwplugin.cli.output import STANDARD_OUTPUT
 from vllm_hwplugin.cli.parser import Parser
 from vllm_hwplugin.cli.text import printable
-from vllm_hwplugin.patching import SUPPORTED
+from vllm_hwplugin.patching import SUPPORTED, Source
 from vllm_hwplugin.versions import Versions
 
 from ..authoring import (
@@ -35,7 +34,7 @@ from ..authoring import (
     told,
     written,
 )
-from ..sources import Index, ReadSource, SourceError, open_target, read_ahead
+from ..sources import Index, SourceError, open_target
 from ._waiting import read_all, say_notes
 
 
@@ -60,42 +59,36 @@ def import_change(arguments: Sequence[str]) -> int:
         help="The folder of patches to write the feature to; a new one is made. Default: nothing is written.",
     )
     feature.add_argument("--id", metavar="ID", help="Its name. Default: made of the commit's subject.")
-    feature.add_argument("--title", metavar="TEXT", help="One line. Default: the commit's subject.")
-    feature.add_argument("--what", metavar="TEXT", help="What it changes and why. Default: the commit's message.")
-    feature.add_argument("--removal", metavar="TEXT", help="When it can go.")
     feature.add_argument(
         "--gate", metavar="NAME", help="The variable that switches it. Default: made of the names of both."
     )
-    add_json(parser.add_argument_group("results"))
     options = parser.read(arguments)
-    file, into, gate = options.file, options.into, options.gate
-    shown = "standard input" if file == STANDARD_OUTPUT else str(file)
-    change = read_change(_bytes(file, shown), shown)
+    change = change_in(options.file)
     folder = None
-    if into is not None:
+    if options.into is not None:
         # Before anything is read from an index: a name that is taken costs nothing then.
-        check_catalogue(into, gate=gate)
-        folder = new_folder(into, options.id or _name(change))
+        check_catalogue(options.into, gate=options.gate)
+        folder = new_folder(options.into, options.id or _name(change))
     index = Index()
     sources = read_versions(targets_of(options.versions, options.vllm), change.paths, index)
     carried = carry_all(change, sources)
     good = [item for item in carried if item.outcome is Outcome.APPLIES]
     made = written(good)
-    out = for_a_reader(options.json)
-    _report(change, carried, out, index.notes)
+    line(f"{change.title or 'a change'} ({change.origin})")
+    for path in change.paths:
+        line(f"  {path}")
+    for left in change.left_out:
+        line(f"left out: {left.path}: {left.what}" + (f"; {left.way_out}" if left.way_out else ""))
+    report_outcomes(carried)
+    say_notes(index.notes)
     if folder is not None and good:
         upstream = [item.version for item in carried if item.outcome is Outcome.UPSTREAM]
-        about = about_of(
-            change, folder.name, upstream, title=options.title, what=options.what, removal=options.removal, gate=gate
-        )
-        create(folder, about, made, upstream)
-    report_written(folder, made, out)
-    if options.json is not None:
-        write_json(_as_json(change, carried, made, folder if good else None), options.json)
+        create(folder, about_of(change, folder.name, options.gate, upstream), made, upstream)
+    report_written(folder, made)
     refused = [item.version for item in carried if item.outcome is Outcome.CONFLICT]
     if refused and folder is not None:
-        more = "" if good else f" --change {shown}"
-        line(out, f"next: vllm-hwplugin patches edit {folder} --vllm {refused[-1]}{more}")
+        more = "" if good else f" --change {options.file}"
+        line(f"next: vllm-hwplugin patches edit {folder} --vllm {refused[-1]}{more}")
     return 1 if refused or any(item.way_out for item in change.left_out) else 0
 
 
@@ -137,16 +130,21 @@ def targets_of(versions: str | None, targets: Iterable[str] = ()) -> list[str]:
     return [*chosen, *(target for target in named if target not in chosen)]
 
 
-def read_versions(targets: Sequence[str], paths: Sequence[str], index: Index) -> list[ReadSource]:
-    """These files of each vLLM, several at a time.
-
-    Returns:
-        Them by their versions, oldest first.
+def read_versions(targets: Sequence[str], paths: Sequence[str], index: Index) -> list[Source]:
+    """The vLLMs by their versions, oldest first, these files of each read already, several at a time.
 
     Raises:
         SourceError: one cannot be read, or two are the same version.
     """
-    sources = read_all(lambda target: read_ahead(open_target(target, index), paths), targets)
+
+    def read(target: str) -> Source:
+        source = open_target(target, index)
+        # So that not one wheel after the other is asked for them.
+        for path in paths:
+            source.read(path)
+        return source
+
+    sources = read_all(read, targets)
     sources.sort(key=lambda source: Version(source.version))
     for one, other in pairwise(sources):
         if Version(one.version).public == Version(other.version).public:
@@ -154,109 +152,43 @@ def read_versions(targets: Sequence[str], paths: Sequence[str], index: Index) ->
     return sources
 
 
-def about_of(
-    change: Change,
-    name: str,
-    upstream: Iterable[str] = (),
-    *,
-    title: str | None = None,
-    what: str | None = None,
-    removal: str | None = None,
-    gate: str | None = None,
-) -> About:
+def about_of(change: Change, name: str, gate: str | None, upstream: Iterable[str] = ()) -> About:
     """The texts of a feature, as far as a change tells them."""
-    heading = title or change.title or name
+    title = change.title or name
     since = f" (those of {text} do)" if (text := ranges(upstream)) else ""
-    return About(
-        title=heading,
-        what=what or change.message or heading,
-        origin=change.origin,
-        removal=removal or f"When every vLLM in use has the change{since}.",
-        gate=gate,
-    )
+    removal = f"When every vLLM in use has the change{since}."
+    return About(title, change.message or title, change.origin, removal, gate)
 
 
-def report_outcomes(carried: Iterable[Carried], out: TextIO) -> None:
+def report_outcomes(carried: Iterable[Carried]) -> None:
     """A line for each version, and the hunks that do not fit. What two versions have in common is shown once."""
     words = {Outcome.UPSTREAM: "upstream", Outcome.CONFLICT: "does not fit"}
     shown: dict[tuple[str, ...], str] = {}
     for item in carried:
         fits = f"moved by {item.offset} line{'' if item.offset == 1 else 's'}" if item.offset else "exact"
-        same = " (the very text that the diff states)" if item.is_verified else ""
         because = f": {item.reason}" if item.outcome is Outcome.CONFLICT else ""
-        line(out, f"vllm {item.version}: {words.get(item.outcome, fits + same)}{because}")
+        line(f"vllm {item.version}: {words.get(item.outcome, fits)}{because}")
         for rejected in item.rejected:
             heading, *rest = told(rejected)
             before = shown.setdefault((heading.partition(": ")[0], *rest), item.version)
-            line(out, f"  {heading}" + (f" (shown under {before})" if before != item.version else ""))
+            line(f"  {heading}" + (f" (shown under {before})" if before != item.version else ""))
             for text in rest if before == item.version else ():
-                line(out, f"  {text}")
+                line(f"  {text}")
 
 
-def report_written(folder: Path | None, made: Written, out: TextIO) -> None:
+def report_written(folder: Path | None, made: Written) -> None:
     """What was written, or would be."""
     if not made.diffs:
-        line(out, "it fits no version, so there is nothing to write")
+        line("it fits no version, so there is nothing to write")
         return
-    line(out, f"{'would be' if folder is None else folder}: for {made.versions}")
+    line(f"{'would be' if folder is None else folder}: for {made.versions}")
     for name, diffs in made.diffs.items():
         for diff in diffs:
-            line(out, f"  {name} ({diff.path}):")
+            line(f"  {name} ({diff.path}):")
             for hunk in diff.hunks:
-                line(out, f"    line {hunk.source_start}" + (f", on {hunk.versions}" if hunk.versions else ""))
+                line(f"    line {hunk.source_start}" + (f", on {hunk.versions}" if hunk.versions else ""))
     if folder is None:
-        line(out, "nothing is written; --into CATALOGUE does that")
-
-
-def _report(change: Change, carried: Sequence[Carried], out: TextIO, notes: Iterable[str]) -> None:
-    line(out, f"{change.title or 'a change'} ({change.origin})")
-    for path in change.paths:
-        line(out, f"  {path}")
-    for left in change.left_out:
-        line(out, f"left out: {left.path}: {left.what}" + (f"; {left.way_out}" if left.way_out else ""))
-    report_outcomes(carried, out)
-    say_notes(notes)
-
-
-def _as_json(change: Change, carried: Sequence[Carried], made: Written, folder: Path | None) -> dict[str, Any]:
-    return {
-        "format": 1,
-        "title": change.title,
-        "origin": change.origin,
-        "feature": None if folder is None else str(folder),
-        "left_out": [{"path": item.path, "what": item.what, "way_out": item.way_out} for item in change.left_out],
-        "versions": [
-            {
-                "version": item.version,
-                "label": item.label,
-                "outcome": item.outcome.value,
-                "reason": item.reason,
-                "offset": item.offset,
-                "verified": list(item.verified),
-                "rejected": [
-                    {
-                        "path": one.verdict.path,
-                        "hunk": one.verdict.hunk_index,
-                        "status": one.verdict.status,
-                        "found_at": list(one.verdict.found_at),
-                        "nearest": None if one.verdict.nearest is None else one.verdict.nearest.line,
-                    }
-                    for one in item.rejected
-                ],
-            }
-            for item in carried
-        ],
-        "range": made.versions,
-        "diffs": [
-            {
-                "name": name,
-                "path": diff.path,
-                "hunks": [None if hunk.versions is None else str(hunk.versions) for hunk in diff.hunks],
-            }
-            for name, diffs in made.diffs.items()
-            for diff in diffs
-        ],
-    }
+        line("nothing is written; --into CATALOGUE does that")
 
 
 def _name(change: Change) -> str:
@@ -269,13 +201,20 @@ def _name(change: Change) -> str:
     return "-".join(words)
 
 
-def _bytes(file: Path, shown: str) -> bytes:
+def change_in(file: Path) -> Change:
+    """The change that a file holds; `-` is standard input.
+
+    Raises:
+        ChangeError: it cannot be read, or holds none.
+    """
     try:
-        return sys.stdin.buffer.read() if file == STANDARD_OUTPUT else file.read_bytes()
+        if file == STANDARD_OUTPUT:
+            return read_change(sys.stdin.buffer.read(), "standard input")
+        return read_change(file.read_bytes(), str(file))
     except OSError as error:
-        raise ChangeError(f"{shown}: can't be read ({error.strerror}); name a diff, or - for standard input") from error
+        raise ChangeError(f"{file}: can't be read ({error.strerror}); name a diff, or - for standard input") from error
 
 
-def line(out: TextIO, text: str) -> None:
+def line(text: str) -> None:
     """Print one line for a reader, of other origin: no control character in it may change the page."""
-    print(printable(text, keep="\t"), file=out)
+    print(printable(text, keep="\t"))

