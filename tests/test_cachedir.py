@@ -1,12 +1,10 @@
-"""Which folders are trusted, what is made before they are judged, and what is left of a temporary one."""
+"""Which folders are trusted, and what is made before they are judged."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import pwd
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +13,7 @@ from typing import NoReturn
 import pytest
 
 from vllm_hwplugin import cachedir
-from vllm_hwplugin.cachedir import UntrustedFolder, private_folder, temporary_folder, trusted_folder
-from vllm_hwplugin_workshop.sources._index import sources_folder
+from vllm_hwplugin.cachedir import UntrustedFolder, own_folder, private_folder, trusted_folder
 
 SOMEONE = 4321
 
@@ -138,10 +135,10 @@ def test_nothing_is_made_in_a_foreign_home(tmp_path: Path) -> None:
     own, second = cachedir.places()
     with pytest.raises(UntrustedFolder, match=f"owned by user {SOMEONE}"):
         private_folder(own)
-    assert sources_folder() == second / "sources"
+    assert own_folder() == second
     (tmp_path / "tmp").chmod(0o777)
     with pytest.raises(UntrustedFolder):
-        sources_folder()
+        own_folder()
     assert not os.listdir(tmp_path / "home")
 
 
@@ -246,40 +243,3 @@ def test_whether_a_folder_is_writable_is_asked_for_the_effective_user(tmp_path: 
         os.setresuid(SOMEONE, 0, 0)
         os._exit(0 if cachedir.writable(folder) else 1)
     assert os.waitpid(child, 0)[1] == 0
-
-
-# -- temporary folders -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("below", ["", "deep"])
-def test_no_temporary_folder_is_made_where_others_can_replace_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, below: str
-) -> None:
-    scratch = tmp_path / "tmp" / below
-    scratch.mkdir(exist_ok=True)
-    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
-    (tmp_path / "tmp").chmod(0o777)
-    with pytest.raises(UntrustedFolder, match="can be written to by others"):
-        temporary_folder()
-    assert not os.listdir(scratch) or below == ""
-    assert sorted(os.listdir(tmp_path / "tmp")) == ([below] if below else [])
-
-
-TEMPORARY = """
-import os
-from vllm_hwplugin.cachedir import temporary_folder
-folder = temporary_folder()
-child = os.fork()
-if child:
-    os.waitpid(child, 0)
-    assert folder.is_dir(), "the child removed its parent's folder"
-    print(folder)
-"""
-
-
-def test_a_temporary_folder_goes_with_the_process_that_made_it(tmp_path: Path) -> None:
-    (tmp_path / "tmp").mkdir(exist_ok=True)
-    environ = os.environ | {"TMPDIR": str(tmp_path / "tmp")}
-    folder = Path(subprocess.check_output([sys.executable, "-c", TEMPORARY], env=environ, text=True).strip())
-    assert folder.parent == tmp_path / "tmp"
-    assert not folder.exists()

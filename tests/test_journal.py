@@ -108,37 +108,26 @@ def test_the_first_word_of_a_plain_fork_leaves_its_parents_journal_alone(tmp_pat
     assert entries == {os.getpid(): {"other": "from the parent"}, child: {"key": "from the child"}}
 
 
-@pytest.mark.parametrize(
-    ("argv", "names"),
-    [
-        (["python", "-u", "b.py", "serve", "--api-key", "sk-1", "a prompt"], ["python", "b.py", "--api-key"]),
-        (
-            ["python", "/x/vllm", "serve", "m", "--api-key=sk-1", "-tp", "2"],
-            ["python", "/x/vllm", "serve", "--api-key"],
-        ),
-        (["python", "/x/vllm", "sk-1"], ["python", "/x/vllm"]),
-        (
-            ["python", "-Im", "vllm.entry", "--hf-overrides.token=sk-1"],
-            ["python", "-m", "vllm.entry", "--hf-overrides"],
-        ),
-        (["python", "-X", "dev", "-W", "error", "b.py", "sk-1"], ["python", "b.py"]),
-        (["python", "-c", "key = 'sk-1'", "--key", "sk-1"], ["python", "-c"]),
-        (["python", "-Sckey='sk-1'"], ["python", "-c"]),
-        (["python"], ["python"]),
-        ([], []),
-    ],
-)
 def test_a_journal_keeps_names_of_the_command_line_and_no_values(
-    tmp_path: Path, argv: list[str], names: list[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    argv = [
+        "python",
+        "/x/vllm",
+        "serve",
+        "m",
+        "--api-key",
+        "sk-1",
+        "--key=sk-2",
+        "-tp",
+        "2",
+        "--o.token=sk-3",
+        "--",
+        "x",
+    ]
     monkeypatch.setattr("sys.orig_argv", argv)
     journal.begin(journal.new("1"), tmp_path)
-    assert written(tmp_path)["argv"] == names
-    # As an earlier release wrote it.
-    (path,) = (tmp_path / "records").glob("*.json")
-    path.write_text(json.dumps({**json.loads(path.read_text()), "argv": argv}))
-    (found,) = journals.read_all(tmp_path)
-    assert found.argv == names
+    assert written(tmp_path)["argv"] == ["python", "--api-key", "--key", "--o"]
 
 
 def test_old_journals_are_pruned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,9 +136,6 @@ def test_old_journals_are_pruned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     folder.mkdir(mode=0o700)
     for number in range(5):
         (folder / f"000000000000{number}-1.json").write_text("{}")
-    # Of a time when the clock was wrong, and what is no journal at all.
-    (folder / "9999999999999-1.json").write_text("{}")
-    (folder / "0.json").mkdir()
     (folder / "notes.txt").touch()
     journal.begin(journal.new("1"), tmp_path)
     names = sorted(path.name for path in folder.glob("*.json") if path.is_file())

@@ -10,11 +10,9 @@ processes of the same user are not kept out: they could as well change the proce
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import errno
 import os
-import shutil
 import stat
 import tempfile
 from collections.abc import Callable, Mapping
@@ -78,9 +76,23 @@ def places(environ: Mapping[str, str] | None = None, notes: list[str] | None = N
     return (*found, *(folder / f"{APPLICATION}-{os.geteuid()}" for folder in shared))
 
 
+def own_folder() -> Path:
+    """The first place of the cache that is this user's own.
+
+    Raises:
+        UntrustedFolder: no place is.
+        GateError: see :func:`places`.
+    """
+    notes: list[str] = []
+    for place in places(notes=notes):
+        try:
+            return private_folder(place)
+        except (UntrustedFolder, OSError) as error:
+            notes.append(str(error))
+    raise UntrustedFolder(f"no cache folder: {'; '.join(notes)}: {_WAY_OUT}")
+
+
 def _user_cache_folder() -> Path | None:
-    # The XDG Base Directory Specification in three lines: importing a package that knows it, and other systems, would
-    # be a tenth of what the plugin adds to a process's start.
     named = os.environ.get("XDG_CACHE_HOME", "")
     if os.path.isabs(named):
         return Path(named) / APPLICATION
@@ -334,24 +346,3 @@ def write_atomically(path: Path, data: bytes, *, durable: bool = True, mode: int
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-
-
-def temporary_folder() -> Path:
-    """A new folder for this process alone, in the folder for temporary files; it goes when the process ends.
-
-    What a killed process leaves there is a temporary file like any other.
-
-    Raises:
-        UntrustedFolder: others could replace what lies in the folder for temporary files.
-        OSError: it cannot be made.
-    """
-    above = _real(Path(tempfile.gettempdir()).absolute(), make=False, judge_last=None)
-    folder = Path(tempfile.mkdtemp(prefix=f"{APPLICATION}-", dir=above))
-    atexit.register(_remove_tree, folder, os.getpid())
-    return folder
-
-
-def _remove_tree(folder: Path, owner: int) -> None:
-    # Forked children inherit the exit handler; the folder is still their parent's.
-    if os.getpid() == owner:
-        shutil.rmtree(folder, ignore_errors=True)

@@ -30,8 +30,7 @@ FORMAT = 1
 KEPT = 256
 FOLDER = "records"
 
-# Hosts that share a home folder need not agree to the second.
-SKEW = datetime.timedelta(minutes=10)
+_LONG_OPTION = re.compile("--[A-Za-z][A-Za-z0-9_-]*")
 
 
 class Use(TypedDict):
@@ -47,7 +46,7 @@ class Journal:
 
     Attributes:
         role: see :func:`role`.
-        argv: the names on the command line, without any value; see :func:`names_of`.
+        argv: the interpreter and the names of long options, without any value: journals go into bug reports.
         features: feature id -> ``{"state": ..., "reason": ...}`` with the states of the plan.
         modules: patched module -> ``pending`` (not imported yet), ``served`` (from its copy), ``re-applied`` (was
             imported before the plugin and got new code in place).
@@ -80,12 +79,6 @@ class Journal:
     notes: list[str] = field(default_factory=list)
     error: str | None = None
     format: int = FORMAT
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.argv, list) or not all(isinstance(item, str) for item in self.argv):
-            raise TypeError(f"argv is {self.argv!r}, expected a list of texts")
-        # Here and not in `new`: journals of earlier releases have the whole command line.
-        self.argv = names_of(self.argv)
 
     @property
     def live(self) -> tuple[str, ...]:
@@ -133,36 +126,6 @@ def role(name: str | None = None, argv: Sequence[str] | None = None) -> str:
     return "parent"
 
 
-def names_of(argv: Sequence[str]) -> list[str]:
-    """What a command line says of its process, without what it may hold of its user: journals go into bug reports.
-
-    Kept are the interpreter, the script or the module, vLLM's subcommand, and the names of long options. Values (keys,
-    tokens, addresses, prompts) are not, whether they follow their option or are joined to it; nor is code.
-
-    >>> names_of(["python", "/usr/bin/vllm", "serve", "a/model", "--api-key", "abc", "--port=80"])
-    ['python', '/usr/bin/vllm', 'serve', '--api-key', '--port']
-    """
-    if not argv:
-        return []
-    kept, rest = [argv[0]], list(argv[1:])
-    while rest and rest[0].startswith("-"):
-        option = rest.pop(0)
-        if found := re.fullmatch(r"-[A-Za-z]*?([cmWX])(.*)", option, re.DOTALL):
-            letter, value = found[1], found[2] or (rest.pop(0) if rest else "")
-            if letter == "c":
-                return [*kept, "-c"]
-            if letter == "m":
-                kept += ["-m", value]
-                break
-    else:
-        kept += rest[:1]
-        if Path(rest[0] if rest else "").name == "vllm" and re.fullmatch("[a-z][a-z-]*", "".join(rest[1:2])):
-            kept.append(rest[1])
-        rest = rest[1:]
-    names = (re.match(r"--[A-Za-z][A-Za-z0-9_-]*", argument) for argument in rest)
-    return [*kept, *(found[0] for found in names if found)]
-
-
 def new(plugin_version: str) -> Journal:
     """A journal of this process that says nothing yet about vLLM."""
     return Journal(
@@ -170,7 +133,7 @@ def new(plugin_version: str) -> Journal:
         ppid=os.getppid(),
         role=role(),
         started=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="milliseconds"),
-        argv=list(sys.orig_argv),
+        argv=[*sys.orig_argv[:1], *(found[0] for found in map(_LONG_OPTION.match, sys.orig_argv) if found)],
         python=sys.version.split()[0],
         plugin_version=plugin_version,
     )
@@ -325,13 +288,7 @@ def _prune() -> None:
     if _folder is None:
         return
     try:
-        latest = f"{time.time_ns() // 1_000_000 + int(1000 * SKEW.total_seconds()):013d}"
-        with os.scandir(_folder) as entries:
-            names = [
-                entry.name for entry in entries if entry.name.endswith(".json") and entry.is_file(follow_symlinks=False)
-            ]
-        # A journal from the future is of a time when the clock was wrong, and would never become the oldest.
-        names.sort(key=lambda name: (name[: len(latest)] <= latest, name))
+        names = sorted(name for name in os.listdir(_folder) if name.endswith(".json"))
         for name in names[:-KEPT]:
             (_folder / name).unlink(missing_ok=True)
     except OSError as error:

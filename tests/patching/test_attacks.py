@@ -202,26 +202,6 @@ def open_up(folder: Path, mode: int = 0o755) -> Path:
     return folder
 
 
-def test_a_temporary_folder_that_others_can_swap_is_not_used(patched: Project) -> None:
-    needs_root()
-    scratch = open_up(patched.folder / "scratch", 0o777)
-    evil_cache(patched, scratch / "evil")
-    patched.cache.write_text("in the way")
-    (scratch / "other").mkdir()
-
-    def private() -> Path:
-        """The folder that the victim made for itself, if it made one."""
-        found = [path for path in scratch.glob("vllm-hwplugin-*") if path.name != f"vllm-hwplugin-{os.geteuid()}"]
-        return found[0] if found else scratch / "other"
-
-    found = under_attack(patched, private, scratch / "evil", TMPDIR=str(scratch))
-    imports, evil, overlay, error, live = found
-    assert imports > 0
-    assert (evil, overlay, live) == (0, None, [])
-    assert f"{scratch}, on the way to {scratch}" in error
-    assert not list(scratch.glob("vllm-hwplugin-*"))
-
-
 def test_a_chain_of_links_that_others_can_bend_is_not_used(patched: Project) -> None:
     needs_root()
     shared = open_up(patched.folder / "shared", 0o777)

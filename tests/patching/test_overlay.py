@@ -159,21 +159,13 @@ def test_a_linked_folder_is_refused(copy: Copy, tmp_path: Path) -> None:
         load(copy)
 
 
-def test_an_unwritable_host_gets_one_folder_a_user_then_one_a_process(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unwritable_host_gets_one_folder_a_user_elsewhere(cache: Path, tmp_path: Path) -> None:
     cache.write_text("in the way")
     opened = open_overlay()
     assert opened.base == tmp_path / "tmp" / f"vllm-hwplugin-{os.geteuid()}"
     assert open_overlay().base == opened.base
+    assert load(opened.place(patched_file("m.py", "m", TEXT))) == 42
     (opened.base / "overlay").chmod(0o777)
-    private = open_overlay()
-    assert private.base.parent == tmp_path / "tmp"
-    assert private.base.name.startswith("vllm-hwplugin-")
-    assert len(private.notes) == 2
-    assert load(private.place(patched_file("m.py", "m", TEXT))) == 42
-    (tmp_path / "tmp" / "file").touch()
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp" / "file"))
     with pytest.raises(OverlayError, match="set VLLM_HWPLUGIN_CACHE_DIR"):
         open_overlay()
 

@@ -32,7 +32,6 @@ from ..cachedir import (
     places,
     private_folder,
     read_private,
-    temporary_folder,
     writable,
     write_atomically,
 )
@@ -225,7 +224,7 @@ def open_overlay(environ: Mapping[str, str] | None = None) -> Overlay:
     """The best place for copies that can be trusted: one that can be written to, or has been and may hold them.
 
     Raises:
-        OverlayError: there is none, not even a private temporary folder.
+        OverlayError: there is none.
     """
     notes: list[str] = []
     return Overlay(_usable(environ, notes), notes)
@@ -240,7 +239,3 @@ def _usable(environ: Mapping[str, str] | None, notes: list[str]) -> Iterator[Pat
         else:
             # Not writable either: a container's image can have copies, and one that is missing leads to the next place.
             yield folder.parent
-    try:
-        yield private_folder(temporary_folder() / FOLDER).parent
-    except (OSError, UntrustedFolder) as error:
-        notes.append(str(error))

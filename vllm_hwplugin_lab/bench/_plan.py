@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from packaging.version import Version
 
-from vllm_hwplugin.cachedir import UntrustedFolder, places, private_folder, temporary_folder
+from vllm_hwplugin.cachedir import own_folder, private_folder
 from vllm_hwplugin.errors import HwpluginError
 
 from ._checkpoints import DRAFT_TOKENS, Checkpoints, load_prompts
@@ -145,14 +145,9 @@ def shapes_folder() -> Path:
 
     Raises:
         GateError: the gate that names the cache folder has a bad value.
-        UntrustedFolder, OSError: not even a temporary folder can be had.
+        UntrustedFolder, OSError: there is no place.
     """
-    for place in places():
-        try:
-            return private_folder(private_folder(place) / "shapes")
-        except (UntrustedFolder, OSError):
-            continue
-    return temporary_folder()
+    return private_folder(own_folder() / "shapes")
 
 
 def model_of(case: Case, length: float | None, checkpoints: Checkpoints | None, home: Path) -> dict[str, Any]:

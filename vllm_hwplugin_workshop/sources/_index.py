@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
 from packaging.version import Version
 
-from vllm_hwplugin.cachedir import UntrustedFolder, places, private_folder, temporary_folder, write_atomically
+from vllm_hwplugin.cachedir import own_folder, write_atomically
 
 from ._pip import PipConfig, host_of, pip_config
 from ._text import IndexUnreachable, SourceError, decode, text_of
@@ -91,21 +91,6 @@ def _no_wheel(project: str) -> SourceError:
     )
 
 
-def sources_folder() -> Path:
-    """Where read members are kept: the first place of the cache that is this user's own, else a temporary folder.
-
-    Raises:
-        GateError: the gate that names the cache folder has a bad value.
-        UntrustedFolder, OSError: not even a temporary folder can be had.
-    """
-    for place in places():
-        try:
-            return private_folder(place) / "sources"
-        except (UntrustedFolder, OSError):
-            continue
-    return temporary_folder() / "sources"
-
-
 class Index:
     """The package indexes that pip is set up for.
 
@@ -123,7 +108,7 @@ class Index:
 
     def __init__(self, config: PipConfig | None = None, cache: Path | None = None, *, retries: int = 4) -> None:
         self._config = config
-        self.cache = cache if cache is not None else sources_folder()
+        self.cache = cache if cache is not None else own_folder() / "sources"
         self.retries = retries
         self.notes: dict[str, None] = {}
         self._lock = threading.Lock()
