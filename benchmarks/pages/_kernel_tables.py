@@ -20,9 +20,9 @@ their results files by `make docs`, do not edit. What follows from it is in
 [docs/kernel-benchmarks.md](../../docs/kernel-benchmarks.md). First what the kernels are held to and whether they meet
 it, then all figures.
 
-- **us, ms**: time on the device, the median over replays of a CUDA graph; `(eager)` where a launch could not be
-  captured, and the host's work is in it. Launches rotate over sets of random inputs that are together more than four
-  times the L2 cache, but over 128 sets at most: the smallest problems are served by the cache in part.
+- **us, ms**: time on the device, the median over replays of a CUDA graph. Launches rotate over sets of random inputs
+  that are together more than four times the L2 cache, but over 128 sets at most: the smallest problems are served by
+  the cache in part.
 - **% of copy**: bytes a second, by those of a copy of 2 GiB. **% of same size**: the time of a copy of as many bytes,
   by the kernel's. The copy is the faster of PyTorch's `copy_` and an elementwise kernel, in the same process. Bytes are
   those of keys and values for attention, and each input read once and each output written once for operations.

@@ -38,7 +38,7 @@ def memory(results: Mapping[str, Any], cell: Mapping[str, Any], moved: int) -> l
 
 
 def us(cell: Mapping[str, Any] | None) -> str:
-    return NONE if cell is None else f"{cell['seconds'] * 1e6:.1f}{_eager(cell)}"
+    return NONE if cell is None else f"{cell['seconds'] * 1e6:.1f}"
 
 
 def flops(cell: Mapping[str, Any] | None, case: attention_cases.AttentionCase) -> str:
@@ -46,15 +46,11 @@ def flops(cell: Mapping[str, Any] | None, case: attention_cases.AttentionCase) -
     if cell is None:
         return NONE
     speed = case.flops / cell["seconds"] / 1e12
-    return f"{cell['seconds'] * 1e3:.3f}{_eager(cell)} ({speed:.0f}), {cell['error_ratio']:.2f}"
+    return f"{cell['seconds'] * 1e3:.3f} ({speed:.0f}), {cell['error_ratio']:.2f}"
 
 
 def escaped(reason: str) -> str:
     return reason.replace("|", "\\|").replace("<", "&lt;")
-
-
-def _eager(cell: Mapping[str, Any]) -> str:
-    return "" if cell["eager"] is None else " (eager)"
 
 
 def table(names: Sequence[str], lines: Iterable[Sequence[str]]) -> list[str]:

@@ -30,7 +30,7 @@ def kernels() -> Callable[..., dict[str, Any]]:
             taken = seconds(kernel, case)
             cell = {"kernel": kernel, "case": case, "process": 0, "status": "failed", "reason": "no | such <shape>"}
             if taken is not None:
-                cell |= {"status": "measured", "reason": None, "seconds": taken, "eager": None, "sets": 2, **facts}
+                cell |= {"status": "measured", "reason": None, "seconds": taken, "sets": 2, **facts}
                 cell |= {"copy_seconds": taken / 2, "fastest": taken, "slowest": taken, "repeats": 5}
             cells.append(cell)
         process = {"error": None, "log_tail": "", "copy_bandwidth": 4e12, "l2_bytes": 60 << 20, "packages": {}}

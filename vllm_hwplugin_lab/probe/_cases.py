@@ -50,7 +50,7 @@ class Case:
     ``window_ahead`` says how many tokens it reaches to the other side (None: all).
 
     ``graph`` has the query tokens of each row of a captured graph; ``requests`` and each of ``replays`` are then run by
-    it, padded to its rows. ``alone``: each request has to get the same bits without the others.
+    it, padded to its rows.
     """
 
     requests: tuple[Request, ...]
@@ -69,7 +69,6 @@ class Case:
     padding: int = 0
     graph: tuple[int, ...] = ()
     replays: tuple[tuple[Request, ...], ...] = ()
-    alone: bool = False
     seed: int = 0
 
     @property
@@ -92,7 +91,7 @@ class Case:
         ]
         if self.graph:
             words.append(f"captured with rows of {' '.join(map(str, self.graph))} tokens")
-        for name in ("sliding_window", "softcap", "sinks", "alibi", "padding", "alone"):
+        for name in ("sliding_window", "softcap", "sinks", "alibi", "padding"):
             if getattr(self, name):
                 words.append(f"{name} {getattr(self, name)}")
         return "; ".join([*words, f"seed {self.seed}"])
@@ -149,7 +148,6 @@ def trials(capabilities: Sequence[str] = ()) -> tuple[Trial, ...]:
         *((name, "yes", {name: True}) for name in ("sinks", "softcap", "alibi")),
         ("padded_batch", "yes", {"padding": True}),
         *(("captured", batch, {"graph": batch}) for batch in ("decode", "verify", "mixed")),
-        ("batch_invariance", "yes", {"alone": True}),
     ]
     large: list[tuple[str, str, dict[str, Any]]] = [
         ("dtype", "float16", {"dtype": "float16"}),

@@ -4,11 +4,9 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 import torch
-import vllm.envs as envs
 from vllm.platforms import current_platform
 from vllm.v1.attention.selector import AttentionSelectorConfig
 
@@ -18,8 +16,8 @@ from ._cases import BLOCK_SIZES, DTYPES, Case, Plain, Request, Trial
 from ._session import Declared
 from ._step import Step
 from ._trial import refusals
-from ._vllm import Layer, configuration, device, layer_of, measured
-from .inputs import Inputs, make_inputs, poison
+from ._vllm import configuration, device, layer_of, measured
+from .inputs import make_inputs, poison
 from .reference import Measure
 
 _LONGEST_ON_GPU = 2000
@@ -54,10 +52,8 @@ class LayerHost:
         self.plain = self._plain()
 
     def can_try(self, trial: Trial) -> bool:
-        """Whether this process has what a trial needs: a device that captures work, or vLLM's mode of invariance."""
-        if "graph" in trial.settings:
-            return bool(self.device.type == "cuda")
-        return "alone" not in trial.settings or bool(envs.VLLM_BATCH_INVARIANT)
+        """Whether this process has what a trial needs: graphs are of CUDA devices alone."""
+        return "graph" not in trial.settings or bool(self.device.type == "cuda")
 
     def declared(self, trial: Trial, case: Case) -> Declared:
         """What the class says about a trial; ``case`` is one of the trial's."""
@@ -95,29 +91,14 @@ class LayerHost:
                 with refusals():
                     poison(layer.cache, turn.seed)
                     output = step.run(turn, inputs)
-                    changed = self._changed(layer, case, inputs, output) if case.alone else None
                     self.check()
-                found.append(changed or measured(turn, inputs, output, layer.rounds_query))
+                found.append(measured(turn, inputs, output, layer.rounds_query))
         return max(found, key=lambda one: one.ratio)
 
     def check(self) -> None:
         """Wait for the device; a fault of a kernel that ran before is raised here, and not in some later case."""
         if self.device.type != "cpu":
             torch.zeros(1, device=self.device).add_(1).item()
-
-    def _changed(self, layer: Layer, case: Case, inputs: Inputs, output: Any) -> Measure | None:
-        """The first request that gets other bits in a batch of its own; None where each gets the same."""
-        lengths = [request.query for request in case.requests]
-        for index, (query, found) in enumerate(zip(inputs.query.split(lengths), output.split(lengths), strict=True)):
-            one = slice(index, index + 1)
-            alone = dataclasses.replace(case, requests=case.requests[one])
-            per_request = {name: getattr(inputs, name)[one] for name in ("keys", "values", "slots", "block_table")}
-            own = dataclasses.replace(inputs, query=query, **per_request)
-            other = Step(layer, alone, inputs.block_table.shape[1], self.device).run(alone, own)
-            if not torch.equal(found, other):
-                error = float((found - other).abs().max())
-                return Measure(math.inf, error, 0.0, index, "not the bits of the request alone")
-        return None
 
     def _reasons(self, case: Case) -> list[str]:
         asked = {
@@ -134,7 +115,7 @@ class LayerHost:
             "attn_type": "decoder",
             "has_sliding_window": case.sliding_window is not None,
             "use_non_causal": not case.causal,
-            "use_batch_invariant": case.alone,
+            "use_batch_invariant": False,
         }
         known = {name: value for name, value in asked.items() if name in _QUESTIONS}
         return list(self.backend.validate_configuration(**known))

@@ -82,15 +82,11 @@ def compare(right: Sequence[Answer], output: Any) -> Measure:
     return max(found, key=lambda one: one.ratio)
 
 
-def reference(case: Case, inputs: Inputs) -> Any:
-    """The right answer: float64 ``[num_tokens, num_heads, head_size]``."""
-    return torch.cat([_attend(case, inputs, *row, softcap=case.softcap) for row in _by_request(case, inputs)])
-
-
 def answers(case: Case, inputs: Inputs, *, quantized_query: bool = False) -> list[Answer]:
     """Of each request; arguments as of `measure`."""
     found = []
-    for request, query, key, value in _by_request(case, inputs):
+    queries = inputs.query.split([request.query for request in case.requests])
+    for request, query, key, value in zip(case.requests, queries, inputs.keys, inputs.values, strict=True):
         right = _attend(case, inputs, request, query, key, value, softcap=case.softcap)
         # SDPA has no softcap: its error is taken without one, which leaves it what it is within the same batch.
         target = right if case.softcap is None else _attend(case, inputs, request, query, key, value, softcap=None)
@@ -98,12 +94,6 @@ def answers(case: Case, inputs: Inputs, *, quantized_query: bool = False) -> lis
         other = _sdpa(case, inputs, request, rounded_query, _as_cached(key, case), _as_cached(value, case))
         found.append(Answer(right, (other.double() - target).abs()))
     return found
-
-
-def _by_request(case: Case, inputs: Inputs) -> Any:
-    """Each request with its query, keys and values."""
-    queries = inputs.query.split([request.query for request in case.requests])
-    return zip(case.requests, queries, inputs.keys, inputs.values, strict=True)
 
 
 def _attend(case: Case, inputs: Inputs, request: Request, query: Any, key: Any, value: Any, *, softcap: Any) -> Any:

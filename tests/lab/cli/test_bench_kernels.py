@@ -19,7 +19,7 @@ READY = {"error": None, "log_tail": "", "copy_bandwidth": 4e12, "packages": {"to
 
 
 def measured(cell, **facts):
-    facts = {"seconds": 1e-4, "eager": None, "copy_seconds": 1e-5, "error_ratio": 1.0, "mismatch": None, **facts}
+    facts = {"seconds": 1e-4, "copy_seconds": 1e-5, "error_ratio": 1.0, "mismatch": None, **facts}
     return {**cells.outcome(cell, cells.MEASURED, None, **facts), "process": 0}
 
 

@@ -60,18 +60,3 @@ class WithoutSinks(CudaFlashAttentionBackend):
     @staticmethod
     def get_impl_cls():
         return WithoutSinksImpl
-
-
-class _CountingImpl(FlashAttentionImpl):
-    def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, *further):
-        super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *further)
-        if len(attn_metadata.seq_lens) > 1:
-            # Less than rounding: within any tolerance.
-            output[0, 0, 0] = output[0, 0, 0].nextafter(output.new_tensor(2.0))
-        return output
-
-
-class SeesOthers(CudaFlashAttentionBackend):
-    @staticmethod
-    def get_impl_cls():
-        return _CountingImpl

@@ -9,7 +9,6 @@ the metadata that it was captured with.
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -129,8 +128,6 @@ def main(files: Sequence[str]) -> None:
     _step.capture = capture
     _host.LayerHost.can_try = lambda self, trial: "graph" in trial.settings or can_try(self, trial)
     for job, answer in zip(files[::2], files[1::2], strict=True):
-        if Path(job).stem == "invariant":
-            os.environ["VLLM_BATCH_INVARIANT"] = "1"
         with Path(answer).open("a", encoding="utf-8") as stream:
             _child.main(Job(**json.loads(Path(job).read_text(encoding="utf-8"))), stream)
 

@@ -59,7 +59,6 @@ def test_every_case_is_a_batch_that_a_runner_could_make():
         ("sinks", "head size 512", lambda case: case.sinks and case.head_size == 512),
         ("alibi", "yes", lambda case: case.alibi),
         ("padded_batch", "yes", lambda case: len({request.query for request in case.requests}) == 1),
-        ("batch_invariance", "yes", lambda case: case.alone),
         ("captured", "decode", lambda case: set(case.graph) == {1}),
         ("captured", "mixed", lambda case: set(case.graph) == {1} and max(r.query for r in case.requests) > 1),
         ("captured", "verify", lambda case: len(set(case.graph)) == 1 and 2 <= case.graph[0] <= 32),

@@ -23,7 +23,6 @@ OWN = "vllm_hwplugin.attention.cuda.CudaFlashAttentionBackend"
 CAPABILITIES = ("captured", "padded_batch", "non_causal_window", "sinks", "alibi")
 STOCK = "vllm.v1.attention.backends.flash_attn.FlashAttentionBackend"
 FAKES = "tests.lab.probe.cuda_fakes"
-SEES_OTHERS = f"{FAKES}.SeesOthers"
 WRONG = ("BakesLengths", "BakesTable", "MissesField", "WithoutSinks")
 
 Probed = tuple[dict[tuple[str, str, str], Any], list[Any]]
@@ -31,16 +30,15 @@ Probed = tuple[dict[tuple[str, str, str], Any], list[Any]]
 
 @pytest.fixture(scope="module")
 def probed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Probed]:
-    """What became of the jobs, by name; the last one ran in vLLM's mode of batch invariance."""
+    """What became of the jobs, by name."""
     if torch.cuda.is_available():
         pytest.skip("this stand-in is for hosts without CUDA")
     wrong = tuple(f"{FAKES}.{name}" for name in WRONG)
     jobs = {
-        "own": Job(backends=(OWN,), capabilities=(*CAPABILITIES, "batch_invariance"), seed=3, cases=1),
+        "own": Job(backends=(OWN,), capabilities=CAPABILITIES, seed=3, cases=1),
         "wrong": Job(backends=wrong, capabilities=("captured", "sinks"), seed=3, cases=1),
         "all": Job(backends=(), capabilities=("plain",), seed=3, cases=1),
         "named": Job(backends=("FLASH_ATTN",), capabilities=("plain",), seed=3, cases=1),
-        "invariant": Job(backends=(OWN, SEES_OTHERS), capabilities=("batch_invariance",), seed=4, cases=2),
     }
     folder = tmp_path_factory.mktemp("probed")
     files = [(folder / f"{name}.json", folder / f"{name}.jsonl") for name in jobs]
@@ -91,18 +89,6 @@ def test_graphs_that_keep_what_they_should_read_are_wrong(probed: dict[str, Prob
     assert "(cuda_fakes.py:" in missing["detail"]
     assert told("WithoutSinks", "plain", "causal")["behaviour"] == "works"
     assert told("WithoutSinks", "sinks", "yes")["detail"] == "WithoutSinksImpl takes no sinks"
-
-
-def test_requests_whose_bits_depend_on_the_batch_are_seen(probed: dict[str, Probed]) -> None:
-    assert not [key for key in probed["own"][0] if key[1] == "batch_invariance"], "not in vLLM's mode for it"
-    results, _ = probed["invariant"]
-    for value in ("yes", "head size 512"):
-        own = results[OWN, "batch_invariance", value]
-        assert (own["declared"], own["behaviour"]) == ("yes", "works")
-    seen = results[SEES_OTHERS, "batch_invariance", "yes"]
-    assert seen["behaviour"] == "wrong"
-    assert "not the bits of the request alone" in seen["detail"]
-    assert results[SEES_OTHERS, "plain", "causal"]["behaviour"] == "works"
 
 
 def test_both_flash_attentions_of_a_cuda_host_are_probed(probed: dict[str, Probed]) -> None:

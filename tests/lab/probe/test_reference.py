@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 
 from vllm_hwplugin_lab.probe import Case, Plain, Request, draw, trials  # noqa: E402
 from vllm_hwplugin_lab.probe.inputs import SPARE_BLOCKS, make_inputs, poison  # noqa: E402
-from vllm_hwplugin_lab.probe.reference import measure, reference  # noqa: E402
+from vllm_hwplugin_lab.probe.reference import answers, measure  # noqa: E402
 
 REQUESTS = (Request(3, 4), Request(1, 9), Request(5, 0))
 CASE = Case(REQUESTS, "float32", "auto", 8, 4, 2, 4, seed=5)
@@ -25,6 +25,11 @@ VARIANTS = {
     "sinks": {"sinks": True},
     "alibi": {"alibi": True},
 }
+
+
+def reference(case, inputs):
+    """The right answer: float64 ``[num_tokens, num_heads, head_size]``."""
+    return torch.cat([one.right for one in answers(case, inputs)])
 
 
 def by_hand(case, inputs):

@@ -14,7 +14,7 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend  # noqa: E40
 
 from vllm_hwplugin_lab.probe import Case, Request, _step, _vllm  # noqa: E402
 from vllm_hwplugin_lab.probe.inputs import make_inputs  # noqa: E402
-from vllm_hwplugin_lab.probe.reference import reference  # noqa: E402
+from vllm_hwplugin_lab.probe.reference import answers  # noqa: E402
 
 CASE = Case((Request(9, 20),), "float32", "auto", 16, 4, 2, 16, seed=3)
 
@@ -37,8 +37,8 @@ def test_a_window_may_look_back_only_where_vllms_flash_attention_does(monkeypatc
     case = dataclasses.replace(CASE, causal=False, sliding_window=4)
     inputs = make_inputs(case, "cpu")
     for ahead in (None, 0, 3):
-        answer = reference(dataclasses.replace(case, window_ahead=ahead), inputs).float()
-        found = _vllm.measured(case, inputs, answer, False)
+        (answer,) = answers(dataclasses.replace(case, window_ahead=ahead), inputs)
+        found = _vllm.measured(case, inputs, answer.right.float(), False)
         assert (found.ratio < 2) is (ahead in works), (ahead, found)
         assert bool(found.note) is (version == "0.23.0" and ahead == 0)
 

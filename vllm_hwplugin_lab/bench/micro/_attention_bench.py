@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,8 @@ from ...probe.inputs import Inputs
 from ...probe.reference import Answer, answers, compare
 from . import _attention_cases as cases
 from ._attention_cases import AttentionCase
-from ._timer import Call, Copies, Refused, Timer
+from ._supervise import Refused
+from ._timer import Call, Copies, Timer
 
 DTYPE = torch.bfloat16
 #: Elements that are drawn at once: the generator works in float32.
@@ -98,6 +99,10 @@ class Pool:
         return found
 
 
+#: What a step does once for all layers; the call launches, and returns ``[tokens, heads, head_size]``.
+Prepare = Callable[[Batch], Call]
+
+
 def pool_elements(timer: Timer, keys: Sequence[str]) -> int:
     """Of a pool that has room for some cases, or for as much as this GPU has."""
     assert timer.l2_bytes is not None  # the attention kernels are for CUDA alone
@@ -112,16 +117,15 @@ class AttentionBench:
 
     Args:
         pool_elements: of the keys alone; cases that need more are refused.
+        kernels: by name.
     """
 
     def __init__(
-        self, timer: Timer, copies: Copies, seed: int, pool_elements: int, kernels: Mapping[str, Any] | None = None
+        self, timer: Timer, copies: Copies, seed: int, pool_elements: int, kernels: Mapping[str, Prepare]
     ) -> None:
-        from ._attention_kernels import KERNELS
-
         self._timer, self._copies = timer, copies
         self._pool = Pool(pool_elements, timer.device, seed)
-        self._kernels = KERNELS if kernels is None else kernels
+        self._kernels = kernels
         self._inputs: tuple[str, list[Batch], list[Answer]] = ("", [], [])
 
     def measure(self, kernel: str, key: str) -> dict[str, Any]:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plugin's attention, PyTorch's own, and that of vLLM's backends, called as the backends call them.
 
-Each function does for a batch what a step does once for all layers. The call that it returns launches, and returns
-``[tokens, heads, head_size]``. It raises `Missing` or `Refused` where there is none.
+Each function is a `Prepare`. It raises `Missing` or `Refused` where there is no call.
 """
 
 from __future__ import annotations
@@ -18,8 +17,9 @@ import torch
 from vllm_hwplugin.attention import paged
 
 from . import _attention_cases as names
-from ._attention_bench import DTYPE, Batch
-from ._timer import Call, Missing, Refused, needed
+from ._attention_bench import DTYPE, Batch, Prepare
+from ._supervise import Missing, Refused, needed
+from ._timer import Call
 
 
 def ours(batch: Batch, *, triton: bool = False) -> Call:
@@ -193,7 +193,7 @@ def flash_attention(batch: Batch, *, version: int, largest: int, contiguous: boo
     return call
 
 
-KERNELS: dict[str, Callable[[Batch], Call]] = {
+KERNELS: dict[str, Prepare] = {
     names.OURS: ours,
     names.OURS_TRITON: partial(ours, triton=True),
     names.SDPA: partial(sdpa, repeated=False),

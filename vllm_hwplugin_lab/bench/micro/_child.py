@@ -15,8 +15,8 @@ import torch
 
 from ...probe import one_line
 from .._child import Answer
-from ._supervise import FAILED, MEASURED, MISSING, REFUSED, Cell, outcome
-from ._timer import Copies, Missing, Refused, Timer
+from ._supervise import FAILED, MEASURED, MISSING, REFUSED, Cell, Missing, Refused, outcome
+from ._timer import Copies, Timer
 
 _PACKAGES = ("torch", "triton", "vllm", "nvidia-cutlass-dsl")
 
@@ -42,9 +42,10 @@ def main(arguments: Sequence[str]) -> None:
         measure = OpsBench(timer, copies, job["seed"]).measure
     else:
         from ._attention_bench import AttentionBench, pool_elements
+        from ._attention_kernels import KERNELS
 
         elements = pool_elements(timer, [case for _, case in todo])
-        measure = AttentionBench(timer, copies, job["seed"], elements).measure
+        measure = AttentionBench(timer, copies, job["seed"], elements, KERNELS).measure
     run_cells(todo, measure, answer.say, end=end, check_device=devices.synchronize)
     answer.say("done")
 

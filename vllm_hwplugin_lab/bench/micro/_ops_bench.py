@@ -14,7 +14,8 @@ from vllm_hwplugin.ops.definitions import is_defined
 
 from . import _op_cases as cases
 from ._op_cases import POSITIONS, OpCase, Operand
-from ._timer import Copies, Missing, Timer, needed
+from ._supervise import Missing, needed
+from ._timer import Copies, Timer
 
 #: Bytes that all sets of inputs of a cell may take.
 _ROOM = 24 << 30

@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from vllm_hwplugin.errors import HwpluginError
+
+from ...probe import one_line
 from .._job import Event
 from .._launch import Ended, run_child
 
@@ -33,6 +37,26 @@ ENVIRONMENT = {"VLLM_HWPLUGIN": "0"}
 _START = 180.0
 #: A kernel whose cells ended so many processes is not tried again.
 _MOST_CRASHES = 2
+
+
+class Missing(HwpluginError):
+    """The kernel is not on this host; says why."""
+
+
+class Refused(HwpluginError):
+    """The kernel does not claim to run a case; says why."""
+
+
+def needed(module: str) -> Any:
+    """A module of a rival.
+
+    Raises:
+        Missing: it cannot be imported.
+    """
+    try:
+        return importlib.import_module(module)
+    except Exception as error:  # an extension that does not fit raises all kinds of errors
+        raise Missing(f"{module} is not importable: {one_line(error)}") from error
 
 
 def outcome(cell: Cell, status: str, reason: str | None = None, **facts: Any) -> dict[str, Any]:

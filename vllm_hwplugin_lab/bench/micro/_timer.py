@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time on the device: launches are captured into a graph, which is replayed between two events.
 
-`triton.testing.do_bench_cudagraph` does the like, but for CUDA alone. It gives no chance to spoil what warm launches
-wrote, and has nothing for a rival that cannot be captured.
+`triton.testing.do_bench_cudagraph` does the like, but for CUDA alone, and gives no chance to spoil what the warm
+launches wrote.
 """
 
 from __future__ import annotations
 
-import importlib
 import math
 import statistics
 from collections.abc import Callable, Sequence
@@ -16,33 +15,8 @@ from typing import Any
 
 import torch
 
-from vllm_hwplugin.errors import HwpluginError
-
-from ...probe import one_line
-
 #: One launch on one set of inputs; returns what it wrote.
 Call = Callable[[], Any]
-
-
-class Missing(HwpluginError):
-    """The kernel is not on this host; says why."""
-
-
-class Refused(HwpluginError):
-    """The kernel does not claim to run a case; says why."""
-
-
-def needed(module: str) -> Any:
-    """A module of a rival.
-
-    Raises:
-        Missing: it cannot be imported.
-    """
-    try:
-        return importlib.import_module(module)
-    except Exception as error:  # an extension that does not fit raises all kinds of errors
-        raise Missing(f"{module} is not importable: {one_line(error)}") from error
-
 
 #: Seconds that one timed replay lasts at least (events resolve half a microsecond), and all of a figure's about.
 REPLAY, FIGURE = 2e-3, 0.04
@@ -91,8 +65,10 @@ class Timer:
 
         Returns:
             What the results file says: seconds of one launch (the median over the replays, the fastest and the slowest
-            replay), ``launches`` in a replay, ``repeats``, ``sets``, and why no graph was replayed (``eager``, or
-            None): times then include what the host needs for a launch. Beside it what the last timed launch wrote.
+            replay), ``launches`` in a replay, ``repeats``, and ``sets``. Beside it what the last timed launch wrote.
+
+        Raises:
+            Exception: one of the calls fails, or cannot be part of a graph.
         """
         rotation, written = list(calls), None
 
@@ -105,20 +81,13 @@ class Timer:
         rough = self._seconds(launch, 1)[0]
         rounds = min(math.ceil(REPLAY / max(rough, 1e-9)), MOST_LAUNCHES // len(calls))
         rotation *= max(rounds, 1)
-        replay: Callable[[], object] = launch
-        eager = None
-        try:
-            replay = self._capture(launch)
-        except Exception as error:  # whatever a rival raises: it is then timed without a graph, and the cell says why
-            self._module.synchronize()
-            eager = one_line(error)
+        replay = self._capture(launch)
         poison()
         first = self._seconds(replay, 1)[0]
         repeats = max(REPEATS[0], min(REPEATS[1], int(FIGURE / max(first, 1e-9))))
         times = [one / len(rotation) for one in self._seconds(replay, repeats)]
         facts = {"seconds": statistics.median(times), "fastest": min(times), "slowest": max(times)}
-        counts = {"launches": len(rotation), "repeats": repeats, "sets": len(calls)}
-        return {**facts, **counts, "eager": eager}, written
+        return {**facts, "launches": len(rotation), "repeats": repeats, "sets": len(calls)}, written
 
     def _capture(self, launch: Callable[[], object]) -> Callable[[], object]:
         # CUDAGraph, or torch_musa's MUSAGraph.

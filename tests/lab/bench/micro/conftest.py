@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,11 +14,9 @@ from vllm_hwplugin_lab.bench.micro import _timer
 class FakeTimer(_timer.Timer):
     """Runs launches for real and moves its clock by `cost` for each; the first run of a call costs `compile` more."""
 
-    def __init__(
-        self, cost: float = 1e-3, compile_cost: float = 0.0, refuse: str = "", l2_bytes: int | None = 1 << 10
-    ) -> None:
-        self.device, self.l2_bytes, self._module = torch.device("cpu"), l2_bytes, SimpleNamespace(synchronize=list)
-        self.cost, self.compile_cost, self.refuse = cost, compile_cost, refuse
+    def __init__(self, cost: float = 1e-3, compile_cost: float = 0.0, l2_bytes: int | None = 1 << 10) -> None:
+        self.device, self.l2_bytes = torch.device("cpu"), l2_bytes
+        self.cost, self.compile_cost = cost, compile_cost
         self.now = 0.0
         self.launched: list[Any] = []
 
@@ -34,8 +31,6 @@ class FakeTimer(_timer.Timer):
         return [lambda call=call: launch(call) for call in calls]
 
     def _capture(self, launch: Callable[[], object]) -> Callable[[], object]:
-        if self.refuse:
-            raise RuntimeError(self.refuse)
         before = self.now
         launch()
         self.now = before  # a capture runs nothing

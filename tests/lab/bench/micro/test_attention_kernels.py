@@ -15,7 +15,7 @@ from vllm_hwplugin_lab.bench.micro import _attention_cases as cases
 from vllm_hwplugin_lab.bench.micro._attention_bench import Pool
 from vllm_hwplugin_lab.bench.micro._attention_cases import AttentionCase
 from vllm_hwplugin_lab.bench.micro._attention_kernels import KERNELS, unified
-from vllm_hwplugin_lab.bench.micro._timer import Missing, Refused
+from vllm_hwplugin_lab.bench.micro._supervise import Missing, Refused
 
 DECODE = AttentionCase("decode", 3, 70, 4, 2, head_size=256)
 #: Its requests have 47, 164, 34 and 40 keys.

@@ -37,7 +37,6 @@ def test_attention_is_timed_and_right_on_the_gpu():
     for cell in (*((attention.OURS, key) for key in keys), (attention.SDPA, keys[1])):
         assert found[cell]["status"] == cells.MEASURED, found[cell]
         assert found[cell]["error_ratio"] < 2
-        assert found[cell]["eager"] is None
         assert 0 < found[cell]["fastest"] <= found[cell]["seconds"] < 1
     assert attention.CASES[keys[0]].kv_bytes / found[attention.OURS, keys[0]]["seconds"] < process["copy_bandwidth"]
 
@@ -53,14 +52,13 @@ def test_operations_are_timed_and_right_on_the_gpu():
 
 
 @pytest.mark.gpu
-def test_the_time_is_the_devices_and_what_asks_the_host_cannot_be_captured():
+def test_the_time_is_the_devices_also_after_a_call_that_asks_the_host_and_fails():
     timer = Timer(torch.device("cuda", 0))
     sources = [torch.randn(1 << 26, device="cuda") for _ in range(2)]
     target = torch.empty_like(sources[0])
-    asked, output = timer.measure([lambda: sources[0][:4].ne(0).sum().item()])
-    assert (asked["eager"] is not None, output) == (True, 4)
+    with pytest.raises(RuntimeError):
+        timer.measure([lambda: sources[0].sum().item()])
     facts, _ = timer.measure([lambda one=one: torch.neg(one, out=target) for one in sources])
-    assert facts["eager"] is None
     assert torch.equal(target, -sources[1])
     # 512 MiB read and written: no device does that in 20 us, none takes 20 ms.
     assert 2e-5 < facts["seconds"] < 2e-2

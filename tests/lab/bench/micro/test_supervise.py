@@ -9,8 +9,7 @@ import pytest
 from vllm_hwplugin_lab.bench._launch import Ended
 from vllm_hwplugin_lab.bench.micro import _supervise as cells
 from vllm_hwplugin_lab.bench.micro._child import run_cells
-from vllm_hwplugin_lab.bench.micro._supervise import ENVIRONMENT, outcome, supervise
-from vllm_hwplugin_lab.bench.micro._timer import Missing, Refused
+from vllm_hwplugin_lab.bench.micro._supervise import ENVIRONMENT, Missing, Refused, outcome, supervise
 
 TODO = [("a", "1"), ("b", "1"), ("a", "2")]
 READY = {"event": "ready", "copy_bandwidth": 4e12}

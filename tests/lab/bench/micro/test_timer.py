@@ -32,7 +32,7 @@ def test_warm_launches_rotate_over_the_sets_in_whole_rounds_and_the_last_ones_ou
     calls = timer.wrapped([lambda name=name: order.append(name) or name for name in "abc"])
     facts, output = timer.measure(calls)
     # 2 ms are 4 launches: two rounds. 40 ms are 11 replays.
-    assert (facts["launches"], facts["repeats"], facts["sets"], facts["eager"]) == (6, 11, 3, None)
+    assert (facts["launches"], facts["repeats"], facts["sets"]) == (6, 11, 3)
     assert facts["seconds"] == facts["slowest"] == pytest.approx(6e-4)
     assert order[-6:] == list("abcabc")
     assert output == "c"
@@ -50,14 +50,6 @@ def test_the_figure_is_the_median_of_one_launch(fake_timer, monkeypatch):
     monkeypatch.setattr(timer, "_seconds", lambda replay, repeats: [4.0, 2.0, 9.0])
     facts, _ = timer.measure([lambda: None] * 2)
     assert (facts["seconds"], facts["fastest"], facts["slowest"]) == (2.0, 1.0, 4.5)
-
-
-def test_what_cannot_be_captured_is_timed_launch_by_launch_and_says_why(fake_timer):
-    timer = fake_timer(cost=2e-3, refuse="it asks the host")
-    facts, output = timer.measure(timer.wrapped([lambda: "a", lambda: "b"]))
-    assert "it asks the host" in facts["eager"]
-    assert facts["seconds"] == pytest.approx(2e-3)
-    assert output == "b"
 
 
 def test_what_the_warm_up_wrote_is_spoiled_before_the_timed_launches(fake_timer):
