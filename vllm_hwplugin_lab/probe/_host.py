@@ -31,8 +31,6 @@ _GRAPHS = {
     "verify": ("UNIFORM_BATCH", "ALWAYS"),
     "mixed": ("ALWAYS",),
 }
-#: The arguments of `validate_configuration` in this version, as platforms pass them; a class may take any.
-_QUESTIONS = frozenset((*AttentionSelectorConfig._fields, "device_capability"))
 
 
 class NoPlainBatch(HwpluginError, RuntimeError):
@@ -64,7 +62,7 @@ class LayerHost:
             with layer_of(self.backend, case, self.device) as layer:
                 support = self.backend.get_builder_cls().get_cudagraph_support(layer.config, layer.spec)
             return "yes" if support.name in _GRAPHS[trial.settings.get("graph", "decode")] else "no"
-        unasked = case.sliding_window is not None and "has_sliding_window" not in _QUESTIONS
+        unasked = case.sliding_window is not None and "has_sliding_window" not in AttentionSelectorConfig._fields
         return "unasked" if unasked or trial.capability in ("group", "softcap", "alibi") else "yes"
 
     def run(self, case: Case) -> Measure:
@@ -101,24 +99,14 @@ class LayerHost:
             torch.zeros(1, device=self.device).add_(1).item()
 
     def _reasons(self, case: Case) -> list[str]:
-        asked = {
-            "head_size": case.head_size,
-            "dtype": getattr(torch, case.dtype),
-            "kv_cache_dtype": case.kv_cache_dtype,
-            "block_size": None,
-            "use_mla": False,
-            "has_sink": case.sinks,
-            "use_sparse": False,
-            "use_mm_prefix": False,
-            "use_per_head_quant_scales": False,
-            "device_capability": current_platform.get_device_capability(),
-            "attn_type": "decoder",
-            "has_sliding_window": case.sliding_window is not None,
-            "use_non_causal": not case.causal,
-            "use_batch_invariant": False,
-        }
-        known = {name: value for name, value in asked.items() if name in _QUESTIONS}
-        return list(self.backend.validate_configuration(**known))
+        """Why the class says no, asked as platforms ask it."""
+        window = case.sliding_window is not None
+        asked = {"has_sink": case.sinks, "use_non_causal": not case.causal, "has_sliding_window": window}
+        known = {name: value for name, value in asked.items() if name in AttentionSelectorConfig._fields}
+        dtype = getattr(torch, case.dtype)
+        question = AttentionSelectorConfig(case.head_size, dtype, case.kv_cache_dtype, block_size=None, **known)
+        capability = current_platform.get_device_capability()
+        return list(self.backend.validate_configuration(device_capability=capability, **question._asdict()))
 
     def _kernel_takes(self, block_size: int) -> bool:
         sizes = self.backend.get_supported_kernel_block_sizes()

@@ -152,25 +152,25 @@ class AttentionBench:
                 batch.output.fill_(torch.nan)
 
         facts, output = self._timer.measure(calls, spoil)
-        ratio = compare(answers, _rows(output, case)).ratio
+        ratio = compare(answers, looked_at(output, case)).ratio
         return {**facts, "copy_seconds": self._copies.seconds(case.kv_bytes), "error_ratio": ratio}
 
 
 def right(batch: Batch) -> list[Answer]:
-    """Of the first, the last, the longest and the shortest request of a batch."""
+    """Of the requests that are `looked_at`."""
     case = batch.case
-    requests = tuple(Request(case.query, case.lengths[one] - case.query) for one in _looked_at(case))
-    keys, values = zip(*(batch.gathered(one) for one in _looked_at(case)), strict=True)
+    requests = tuple(Request(case.query, case.lengths[one] - case.query) for one in _chosen(case))
+    keys, values = zip(*(batch.gathered(one) for one in _chosen(case)), strict=True)
     shape = (case.head_size, case.heads, case.kv_heads, case.page)
-    inputs = Inputs(_rows(batch.query, case), keys, values, (), None, 0, None, None)
+    inputs = Inputs(looked_at(batch.query, case), keys, values, (), None, 0, None, None)
     return answers(Case(requests, "bfloat16", "auto", *shape), inputs)
 
 
-def _looked_at(case: AttentionCase) -> list[int]:
+def looked_at(tensor: Any, case: AttentionCase) -> Any:
+    """Of ``[tokens, ...]`` the rows of the first, the last, the longest and the shortest request."""
+    return tensor.unflatten(0, (case.batch, case.query))[_chosen(case)].flatten(0, 1)
+
+
+def _chosen(case: AttentionCase) -> list[int]:
     lengths = case.lengths
     return sorted({0, case.batch - 1, lengths.index(max(lengths)), lengths.index(min(lengths))})
-
-
-def _rows(tensor: Any, case: AttentionCase) -> Any:
-    """Of the requests that are looked at."""
-    return tensor.unflatten(0, (case.batch, case.query))[_looked_at(case)].flatten(0, 1)

@@ -31,19 +31,18 @@ def plain(fault=None, launches=None):
             if left[0] == 0:
                 return batch.output
             left[0] = None if launches is None else left[0] - 1
-            for request in range(case.batch):
-                keys, values = (one.float() for one in batch.gathered(request))
+            for request, length in enumerate(case.lengths):
+                pair = (
+                    one.float().repeat_interleave(case.heads // case.kv_heads, 1) for one in batch.gathered(request)
+                )
+                keys, values = (one.transpose(0, 1) for one in pair)
                 if fault == "first block twice":
-                    keys[16:32] = keys[:16]
+                    keys[:, 16:32] = keys[:, :16]
                 rows = slice(request * case.query, (request + 1) * case.query)
-                length = case.lengths[request]
-                ends = torch.arange(case.query) + length - case.query - int(fault == "mask")
-                hidden = torch.arange(length)[None] > ends[:, None]
-                for head in range(case.heads):
-                    of = head * case.kv_heads // case.heads
-                    scores = batch.query[rows, head].float() @ keys[:, of].T * batch.scale
-                    weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
-                    batch.output[rows, head] = (weights @ values[:, of]).to(torch.bfloat16)
+                seen = torch.ones(case.query, length, dtype=torch.bool).tril(length - case.query - (fault == "mask"))
+                query = batch.query[rows].float().transpose(0, 1)
+                answer = torch.nn.functional.scaled_dot_product_attention(query, keys, values, seen, scale=batch.scale)
+                batch.output[rows] = answer.transpose(0, 1).to(torch.bfloat16)
             if isinstance(fault, int):
                 batch.output.unflatten(0, (case.batch, case.query))[fault] += 0.5
             return batch.output
