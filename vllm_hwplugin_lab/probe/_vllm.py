@@ -3,8 +3,7 @@
 
 The layer is vLLM's own ``Attention`` in a ``VllmConfig`` of its own, so that impl, cache spec and metadata builder get
 what they get in an engine; the cache has the shape and the strides that the backend asks for. Written for 0.20.0 to
-0.33.0 from their sources; executed on a GPU with 0.20.2 and 0.26.0, and on a CPU with 0.32.0 and, with stand-ins for
-the kernels, 0.24.0.
+0.33.0 from their sources; executed on a GPU with 0.20.2, 0.24.0 and 0.26.0, and on a CPU with 0.32.0.
 """
 
 from __future__ import annotations
