@@ -15,67 +15,53 @@ TODO = [("a", "1"), ("b", "1"), ("a", "2")]
 READY = {"event": "ready", "copy_bandwidth": 4e12}
 
 
-def told(measure, todo, **options):
-    said = []
+RAISED = {"bad": ValueError("first\n  second"), "narrow": Refused("too wide"), "absent": Missing("no library")}
+
+
+def told(kernels, **options):
+    """What is said of kernel:case, and which were asked; the kernels do as they are called."""
+    said, asked = [], []
+
+    def measure(kernel, case):
+        asked.append((kernel, case))
+        if kernel in RAISED:
+            raise RAISED[kernel]
+        return {"seconds": 1.0}
+
+    def say(event, **facts):
+        said.append((event, facts))
+
     options = {"end": 1e9, "check_device": lambda: None, "clock": lambda: 0.0, **options}
-    try:
-        run_cells(todo, measure, lambda event, **facts: said.append({"event": event, **facts}), **options)
-    except SystemExit as ended:
-        said.append(str(ended))
-    return said
+    run_cells([tuple(one.split(":")) for one in kernels], measure, say, **options)
+    return said, asked
 
 
-def measure(kernel, case):
-    if kernel == "bad":
-        raise ValueError("first\n  second")
-    if kernel == "narrow":
-        raise Refused("too wide")
-    return {"seconds": 1.0}
-
-
-def test_each_cell_says_what_became_of_it():
-    todo = [("good", "1"), ("bad", "1"), ("narrow", "1"), ("good", "2")]
-    said = told(measure, todo)
-    assert said[:2] == [
-        {"event": "begin", "kernel": "good", "case": "1"},
-        {"event": "cell", "outcome": outcome(todo[0], cells.MEASURED, None, seconds=1.0)},
-    ]
-    assert [(one["outcome"]["status"], one["outcome"]["reason"]) for one in said[1::2]] == [
+def test_each_cell_says_what_became_of_it_and_a_missing_kernel_is_looked_for_once_for_each_operation():
+    todo = ["good:1", "bad:1", "narrow:1", "absent:op t1", "absent:op t8", "absent:other t1"]
+    said, asked = told(todo)
+    assert said[0] == ("begin", {"kernel": "good", "case": "1"})
+    assert said[1] == ("cell", {"outcome": outcome(("good", "1"), cells.MEASURED, None, seconds=1.0)})
+    assert [(facts["outcome"]["status"], facts["outcome"]["reason"]) for _, facts in said[1::2]] == [
         (cells.MEASURED, None),
         (cells.FAILED, "ValueError: first second"),
         (cells.REFUSED, "too wide"),
-        (cells.MEASURED, None),
+        *[(cells.MISSING, "no library")] * 3,
     ]
-
-
-def test_a_kernel_that_is_missing_is_looked_for_once_for_each_operation():
-    asked = []
-
-    def absent(kernel, case):
-        asked.append(case)
-        raise Missing("no such library")
-
-    said = told(absent, [("k", "op t1"), ("k", "op t8"), ("k", "other t1")])
-    assert {(one["outcome"]["status"], one["outcome"]["reason"]) for one in said[1::2]} == {
-        (cells.MISSING, "no such library")
-    }
-    assert asked == ["op t1", "other t1"]
+    assert [case for kernel, case in asked if kernel == "absent"] == ["op t1", "other t1"]
 
 
 def test_a_device_that_is_not_usable_ends_the_process_in_the_cell():
     def check():
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    assert told(measure, [("bad", "1"), ("good", "1")], check_device=check) == [
-        {"event": "begin", "kernel": "bad", "case": "1"},
-        "the device was not usable after it: ValueError: first second",
-    ]
+    with pytest.raises(SystemExit, match="the device was not usable after it: ValueError: first second"):
+        told(["bad:1", "good:1"], check_device=check)
 
 
 def test_cells_after_the_time_are_left():
     ticks = iter([1.0, 11.0, 12.0])
-    said = told(measure, [("good", str(i)) for i in range(3)], end=10, clock=lambda: next(ticks))
-    assert [one["event"] for one in said] == ["begin", "cell"]
+    said, _ = told(["good:1", "good:2", "good:3"], end=10, clock=lambda: next(ticks))
+    assert [one for one, _ in said] == ["begin", "cell"]
 
 
 class Children:
