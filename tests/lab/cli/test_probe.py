@@ -158,12 +158,11 @@ def test_vllms_cpu_backend_does_what_it_declares(real):
 
 
 @pytest.mark.engine
-def test_a_process_that_dies_or_does_not_end_has_crashed_and_the_others_are_tried_all_the_same(real):
-    result, found = real("--backend", "probe_fakes.Dies", "--capability", "alibi", "--timeout", "20")
+def test_a_trial_in_which_the_process_dies_has_crashed_and_the_others_are_tried_all_the_same(real):
+    result, found = real("--backend", "probe_fakes.Dies", "--capability", "alibi")
     assert result.exit_code == 1
     told = {key[1:]: one["verdict"] for key, one in found.items()}
-    assert told == {("plain", "causal"): "holds", ("alibi", "yes"): "crashes", ("alibi", "head size 512"): "crashes"}
-    aborted, hung = (found["probe_fakes.Dies", "alibi", value] for value in ("yes", "head size 512"))
+    assert told == {("plain", "causal"): "holds", ("alibi", "yes"): "crashes", ("alibi", "head size 512"): "holds"}
+    aborted = found["probe_fakes.Dies", "alibi", "yes"]
     assert "SIGABRT" in aborted["detail"]
-    assert "no word for 20 s" in hung["detail"]
     assert aborted["shape"] in result.output
