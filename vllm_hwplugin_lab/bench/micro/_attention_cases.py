@@ -18,7 +18,6 @@ FLEX = "FLEX_ATTENTION"
 SDPA = "SDPA"
 SDPA_REPEATED = "SDPA, heads repeated"
 FA3 = "FLASH_ATTN 3"
-FA3_CONTIGUOUS = "FLASH_ATTN 3, contiguous"
 FA4 = "FLASH_ATTN 4"
 
 #: Bytes of a bfloat16.
@@ -127,7 +126,7 @@ def plan() -> tuple[Cell, ...]:
     The kernels of a case stand side by side, so that a clock that changes in the course of the run treats them alike.
     """
     prefill = product(PREFILL, _PREFILL_KERNELS)
-    prefill_256 = product(PREFILL_256, (FA3, FA3_CONTIGUOUS))
+    prefill_256 = product(PREFILL_256, (FA3,))
     decode = product(DECODE, (OURS, TRITON))
     served = product(AS_SERVED, (OURS, TRITON))
     more = product(DECODE, (OURS_TRITON, FA4))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import cache, partial
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -157,8 +156,8 @@ def unified(batch: Batch) -> Call:
     return call
 
 
-def flash_attention(batch: Batch, *, version: int, largest: int, contiguous: bool = False) -> Call:
-    """vLLM's FlashAttention of one version, on the paged cache or on contiguous keys and values."""
+def flash_attention(batch: Batch, *, version: int, largest: int) -> Call:
+    """vLLM's FlashAttention of one version."""
     case = batch.case
     interface = needed("vllm.vllm_flash_attn.flash_attn_interface")
     if version == 4:
@@ -168,17 +167,13 @@ def flash_attention(batch: Batch, *, version: int, largest: int, contiguous: boo
         raise Missing(str(interface.fa_version_unsupported_reason(version)))
     if case.head_size > largest:
         raise Refused(f"FlashAttention {version} has head sizes up to {largest}")
-    where = {"k": batch.keys, "v": batch.values, "seqused_k": batch.seq_lens, "block_table": batch.block_table}
-    if contiguous:
-        keys, values = batch.contiguous()
-        starts = torch.tensor([*accumulate(case.lengths, initial=0)], dtype=torch.int32, device=keys.device)
-        where = {"k": keys, "v": values, "cu_seqlens_k": starts}
-
     longest = max(case.lengths)
 
     def call() -> Any:
         interface.flash_attn_varlen_func(
             q=batch.query,
+            k=batch.keys,
+            v=batch.values,
             out=batch.output,
             cu_seqlens_q=batch.query_start_loc,
             max_seqlen_q=case.query,
@@ -186,7 +181,8 @@ def flash_attention(batch: Batch, *, version: int, largest: int, contiguous: boo
             softmax_scale=batch.scale,
             causal=True,
             fa_version=version,
-            **where,
+            seqused_k=batch.seq_lens,
+            block_table=batch.block_table,
         )
         return batch.output
 
@@ -200,7 +196,6 @@ KERNELS: dict[str, Prepare] = {
     names.SDPA_REPEATED: partial(sdpa, repeated=True),
     names.TRITON: unified,
     names.FA3: partial(flash_attention, version=3, largest=256),
-    names.FA3_CONTIGUOUS: partial(flash_attention, version=3, largest=256, contiguous=True),
     names.FA4: partial(flash_attention, version=4, largest=512),
     names.FLEX: flex,
 }
