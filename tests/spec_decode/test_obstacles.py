@@ -1,12 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/obstacles.md is made from the table: `python -m tests.spec_decode.test_obstacles` writes it."""
+"""What stands against graphs of a step, each row of the table by itself, and the page that is made from it.
+
+`python -m tests.spec_decode.test_obstacles` writes docs/obstacles.md.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from importlib.metadata import EntryPoint
 from pathlib import Path
-from typing import Final
+from types import SimpleNamespace
+from typing import Any, Final
 
-from vllm_hwplugin.spec_decode.obstacles import OBSTACLES, Part
+import pytest
+
+pytest.importorskip("vllm.v1.worker.gpu.model_runner", exc_type=ImportError)
+
+import torch
+from vllm.config import CUDAGraphMode
+from vllm.model_executor.offloader import base as offloading
+from vllm.model_executor.offloader.uva import UVAOffloader
+from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
+from vllm.v1.attention.backends.flex_attention import FlexAttentionMetadataBuilder
+from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
+from vllm.v1.attention.backends.triton_attn import TritonAttentionMetadataBuilder
+from vllm.v1.sample.logits_processor import LogitBiasLogitsProcessor, LogitsProcessors, MinTokensLogitsProcessor
+from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
+from vllm.v1.worker.gpu.sample.logits_processor import loader
+from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
+from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
+from vllm.v1.worker.gpu.spec_decode.mtp.speculator import MTPSpeculator
+
+from vllm_hwplugin.spec_decode.obstacles import OBSTACLES, Part, why_not
+
+from .host_runner import BACKENDS, FLASH_MLA, FLASHINFER, FLEX, builder
+from .v2.samplers import sampler
 
 PAGE: Final = Path(__file__).parents[2] / "docs" / "obstacles.md"
 TEXT: Final = """# What stands against graphs
@@ -15,14 +44,17 @@ An engine has graphs of each part of a step by itself. Where something in this t
 that part as without the plugin, and the log and `vllm-hwplugin doctor` say all that was found. `…` is a name.
 This page is made from `vllm_hwplugin/spec_decode/obstacles.py` (`make docs`).
 
-On V1 `v1-draft-phase` samples in graphs only where it drafts in them. On Model Runner V2 `v2-step-inputs` needs
-drafting of `v2-tail-graph`: a graph of inputs leaves no attention metadata on the host, which vLLM's drafter may take.
+On V1 `v1-draft-phase` samples in graphs only where it drafts in them, and it and `draft-loop-graph` need the graphs of
+`draft-full-graph`. On Model Runner V2 `v2-step-inputs` needs drafting of `v2-tail-graph`: a graph of inputs leaves no
+attention metadata on the host, which vLLM's drafter may take.
 
 | | {columns} |
 |---|{lines}
 {rows}
 """
 COLUMNS: Final = {
+    Part.V1_PASSES: "`draft-full-graph`",
+    Part.V1_CHAIN: "`draft-loop-graph`",
     Part.V1_SAMPLING: "`v1-draft-phase` sampling",
     Part.V1_DRAFTING: "`v1-draft-phase` drafting",
     Part.V1_INPUTS: "`v1-step-inputs`",
@@ -30,6 +62,8 @@ COLUMNS: Final = {
     Part.V2_SAMPLING: "`v2-tail-graph` sampling",
     Part.V2_DRAFTING: "`v2-tail-graph` drafting",
     Part.V2_INPUTS: "`v2-step-inputs`",
+    Part.V2_STEPS: "`v2-fused-drafts`",
+    Part.V2_MIXED: "`v2-mixed-graphs`",
 }
 
 
@@ -46,12 +80,352 @@ def markdown() -> str:
     return TEXT.format(columns=" | ".join(COLUMNS.values()), lines="---|" * len(COLUMNS), rows="\n".join(rows))
 
 
-def test_the_page_is_up_to_date() -> None:
+def test_the_page_is_up_to_date_and_has_each_part() -> None:
     assert PAGE.read_text(encoding="utf-8") == markdown(), "run `make docs`"
-
-
-def test_each_part_has_a_column() -> None:
     assert list(COLUMNS) == list(Part)
+
+
+# -- who has graphs, as far as the table reads it ---------------------------------------------------------------------
+
+
+def group(cls: type, *layers: str, **attributes: Any) -> Any:
+    """An attention group with a builder that has not been set up: what it is decides."""
+    made = type(cls.__name__, (cls,), {"__init__": lambda self: None, "__module__": cls.__module__})()
+    vars(made).update(attributes)
+    return SimpleNamespace(
+        layer_names=list(layers), kv_cache_spec=None, get_metadata_builder=lambda ubatch=0: made, kernel_block_size=None
+    )
+
+
+def parallel() -> SimpleNamespace:
+    sizes = ("pipeline", "decode_context", "prefill_context", "data")
+    return SimpleNamespace(**{f"{one}_parallel_size": 1 for one in sizes}, enable_eplb=False, use_ubatching=False)
+
+
+def config() -> SimpleNamespace:
+    return SimpleNamespace(parallel_config=parallel(), lora_config=None, kv_transfer_config=None)
+
+
+def runner_v1() -> Any:
+    """A `GPUModelRunner` of V1 that drafts with Eagle3."""
+    return SimpleNamespace(
+        speculative_config=SimpleNamespace(method="eagle3", num_speculative_tokens=3, use_dflash=lambda: False),
+        drafter=SimpleNamespace(
+            draft_loop=SimpleNamespace(failed=False),
+            draft_attn_groups=[group(TritonAttentionMetadataBuilder, "draft")],
+            needs_extra_input_slots=False,
+        ),
+        vllm_config=config(),
+        lora_config=None,
+        model_config=SimpleNamespace(
+            is_encoder_decoder=False, is_hybrid=False, rswa_window=None, uses_mrope=False, uses_xdrope_dim=0
+        ),
+        cache_config=SimpleNamespace(mamba_cache_mode="none", kv_sharing_fast_prefill=False),
+        enable_prompt_embeds=False,
+        is_mm_prefix_lm=False,
+        attn_groups=[[group(TritonAttentionMetadataBuilder, "target")]],
+        input_batch=SimpleNamespace(logitsprocs=LogitsProcessors()),
+        get_model=lambda: None,
+    )
+
+
+def runner_v2(target: type = TritonAttentionMetadataBuilder, draft: type = FlashAttentionMetadataBuilder) -> Any:
+    """A `GPUModelRunner` of V2; the target's builders make metadata for the drafter's layer `mtp`, too."""
+    speculator = object.__new__(MTPSpeculator)
+    speculator.speculative_config = SimpleNamespace(method="mtp", uses_dynamic_speculative_decoding=lambda: False)
+    speculator.attn_groups = [[group(draft, "mtp")]]
+    return SimpleNamespace(
+        vllm_config=config(),
+        speculative_config=speculator.speculative_config,
+        speculator=speculator,
+        rejection_sampler=object(),
+        attn_groups=[[group(target, "layers.0", "mtp")]],
+        lora_config=None,
+        model_state=object.__new__(DefaultModelState),
+        model_config=SimpleNamespace(
+            logits_processors=None, is_encoder_decoder=False, uses_mrope=False, rswa_window=None
+        ),
+        sampler=SimpleNamespace(),
+        supports_mm_inputs=False,
+        cudagraph_manager=SimpleNamespace(cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE, use_breakable_cg=False),
+        max_num_reqs=8,
+    )
+
+
+def proposer() -> Any:
+    """V1's drafter of Eagle3."""
+    return type("EagleProposer", (SimpleNamespace,), {})(
+        speculative_config=SimpleNamespace(
+            num_speculative_tokens=3, enforce_eager=False, disable_padded_drafter_batch=False, use_dflash=lambda: False
+        ),
+        vllm_config=config(),
+        model=None,
+        parallel_drafting=False,
+        hidden_size=8,
+        draft_model_config=SimpleNamespace(get_hidden_size=lambda: 8),
+        draft_attn_groups=[group(TritonAttentionMetadataBuilder, "draft")],
+    )
+
+
+def speculator() -> Any:
+    """V2's drafter of Eagle3, from 0.21 to 0.27."""
+    return SimpleNamespace(
+        speculative_config=object(),
+        num_speculative_steps=3,
+        dp_size=1,
+        attn_groups=[[group(TritonAttentionMetadataBuilder, "draft")]],
+        decode_cudagraph_manager=SimpleNamespace(needs_capture=lambda: True),
+    )
+
+
+PARTS: Final = {
+    runner_v1: Part.V1_SAMPLING | Part.V1_DRAFTING | Part.V1_INPUTS | Part.V1_METADATA,
+    runner_v2: Part.V2_SAMPLING | Part.V2_DRAFTING | Part.V2_INPUTS | Part.V2_MIXED,
+    proposer: Part.V1_PASSES | Part.V1_CHAIN,
+    speculator: Part.V2_STEPS,
+}
+PHASE, TAIL, MIXED = Part.V1_SAMPLING | Part.V1_DRAFTING, Part.V2_SAMPLING | Part.V2_DRAFTING, Part.V2_MIXED
+
+
+def refused(owner: Any, make: Callable[..., Any], words: str = "") -> Part:
+    """Which parts cannot be recorded, for a reason with these words."""
+    found = [part for part in PARTS[make] if words in (why_not(owner, part) or "") and why_not(owner, part)]
+    return Part(sum(part.value for part in found))
+
+
+def change(owner: Any, path: str, value: Any) -> Any:
+    at, names = owner, path.split(".")
+    for one in names[:-1]:
+        at = getattr(at, one)
+    setattr(at, names[-1], value)
+    return owner
+
+
+@pytest.mark.parametrize("make", PARTS)
+def test_nothing_stands_against_graphs_of_these(make: Callable[..., Any]) -> None:
+    assert refused(make(), make) == Part(0)
+
+
+class Breakable:
+    """vLLM's wrapper of a model in breakable CUDA graphs."""
+
+    runtime_mode = None
+
+
+@pytest.mark.parametrize(
+    ("make", "path", "value", "words", "parts"),
+    [
+        (proposer, "__class__", type("Gemma4Proposer", (SimpleNamespace,), {}), "Gemma4Proposer", Part.V1_PASSES),
+        (proposer, "__class__", type("DFlashProposer", (SimpleNamespace,), {}), "DFlashProposer", Part.V1_PASSES),
+        (proposer, "speculative_config.enforce_eager", True, "enforce_eager", Part.V1_PASSES),
+        (proposer, "speculative_config.disable_padded_drafter_batch", True, "disable_padded", Part.V1_PASSES),
+        (proposer, "vllm_config.parallel_config.data_parallel_size", 2, "data parallelism", Part.V1_PASSES),
+        (proposer, "vllm_config.parallel_config.decode_context_parallel_size", 2, "per-rank", Part.V1_PASSES),
+        (proposer, "vllm_config.lora_config", object(), "LoRA", Part.V1_PASSES),
+        (proposer, "model", Breakable(), "breakable", Part.V1_PASSES),
+        (proposer, "_share_mtp_indices", True, "top-k indices", Part.V1_PASSES),
+        (proposer, "speculative_config.num_speculative_tokens", 1, "no chain", Part.V1_CHAIN),
+        (proposer, "parallel_drafting", True, "no chain", Part.V1_CHAIN),
+        (proposer, "hidden_size", 16, "wider", Part.V1_CHAIN),
+        (proposer, "uses_mrope", True, "between steps: uses_mrope", Part.V1_CHAIN),
+        (proposer, "draft_attn_groups", [group(builder(FLASHINFER), "draft")], "between steps (Fl", Part.V1_CHAIN),
+        (speculator, "num_speculative_steps", 2, "2 draft tokens", Part.V2_STEPS),
+        (speculator, "advance_draft_positions", False, "positions stay", Part.V2_STEPS),
+        (speculator, "attn_groups", [[group(builder(FLEX), "draft")]], "(FlexAttention", Part.V2_STEPS),
+        (speculator, "dp_size", 2, "data-parallel", Part.V2_STEPS),
+        (speculator, "eplb_state", object(), "experts are balanced", Part.V2_STEPS),
+        (speculator, "decode_cudagraph_manager.needs_capture", lambda: False, "no FULL graphs", Part.V2_STEPS),
+        (runner_v1, "speculative_config", None, "does not draft", PARTS[runner_v1]),
+        (runner_v1, "drafter", None, "does not draft", PARTS[runner_v1]),
+        (runner_v1, "speculative_config.method", "draft_model", "method is draft_model", PHASE),
+        (runner_v1, "speculative_config.method", "ngram_gpu", "changes from step to step", Part.V1_INPUTS),
+        (runner_v1, "drafter.draft_loop", None, "needs draft-loop-graph", PHASE),
+        (runner_v1, "drafter.draft_loop.failed", True, "recording the graphs", PHASE),
+        (runner_v1, "drafter.uses_mrope", True, "between steps: uses_mrope", PHASE),
+        (runner_v1, "drafter.needs_extra_input_slots", True, "tokens of its own", PHASE),
+        (runner_v1, "drafter.set_per_group_block_table", object(), "each KV cache group", Part.V1_METADATA),
+        (runner_v1, "vllm_config.parallel_config.data_parallel_size", 2, "data parallelism", Part.V1_METADATA),
+        (runner_v1, "vllm_config.parallel_config.pipeline_parallel_size", 2, "pipeline", PHASE | Part.V1_INPUTS),
+        (runner_v1, "vllm_config.parallel_config.prefill_context_parallel_size", 2, "split among", Part.V1_INPUTS),
+        (runner_v1, "vllm_config.parallel_config.decode_context_parallel_size", 2, "split among", Part.V1_INPUTS),
+        (runner_v1, "vllm_config.parallel_config.enable_eplb", True, "experts", PHASE),
+        (runner_v1, "vllm_config.parallel_config.use_ubatching", True, "split in two", PHASE),
+        (runner_v1, "lora_config", object(), "LoRA", Part.V1_INPUTS),
+        (runner_v1, "model_config.is_encoder_decoder", True, "encoder", PHASE | Part.V1_INPUTS),
+        (runner_v1, "enable_prompt_embeds", True, "embeddings", PHASE | Part.V1_INPUTS),
+        (runner_v1, "model_config.uses_mrope", True, "several dimensions", Part.V1_INPUTS),
+        (runner_v1, "model_config.uses_xdrope_dim", 4, "several dimensions", Part.V1_INPUTS),
+        (runner_v1, "get_model", lambda: SimpleNamespace(get_mtp_target_hidden_states=None), "other states", PHASE),
+        (runner_v1, "drafter.draft_attn_groups", [group(builder(FLASHINFER), "draft")], "in each step (Fl", PHASE),
+        (runner_v1, "attn_groups", [[group(FlexAttentionMetadataBuilder)]], "on the host", Part.V1_METADATA),
+        (runner_v1, "is_mm_prefix_lm", True, "prompts", Part.V1_METADATA),
+        (runner_v1, "model_config.rswa_window", 64, "prompts", Part.V1_METADATA),
+        (runner_v1, "cache_config.kv_sharing_fast_prefill", True, "share keys", Part.V1_METADATA),
+        (runner_v1, "routed_experts_initialized", True, "slots are copied", Part.V1_METADATA),
+        # Mixed batches have graphs without drafts, too.
+        (runner_v2, "speculator", None, "does not draft", TAIL | Part.V2_INPUTS),
+        (runner_v2, "rejection_sampler", None, "not verified", TAIL),
+        (runner_v2, "speculative_config.method", "ngram", "method is ngram", Part.V2_DRAFTING),
+        (runner_v2, "speculative_config.uses_dynamic_speculative_decoding", lambda: True, "number", Part.V2_DRAFTING),
+        (runner_v2, "speculator.acceptance_estimator", object(), "acceptance", Part.V2_DRAFTING),
+        (runner_v2, "adaptive_verification", object(), "verified changes", TAIL | MIXED),
+        (runner_v2, "vllm_config.parallel_config.data_parallel_size", 2, "data parallelism", TAIL | MIXED),
+        (runner_v2, "vllm_config.parallel_config.pipeline_parallel_size", 2, "pipeline", TAIL | MIXED),
+        (runner_v2, "vllm_config.parallel_config.decode_context_parallel_size", 2, "split among", TAIL | MIXED),
+        (runner_v2, "vllm_config.parallel_config.prefill_context_parallel_size", 2, "split among", TAIL | MIXED),
+        (runner_v2, "vllm_config.parallel_config.enable_eplb", True, "experts", TAIL),
+        (runner_v2, "lora_config", object(), "LoRA", TAIL | MIXED),
+        (runner_v2, "model_config.is_encoder_decoder", True, "encoder", TAIL | MIXED),
+        (runner_v2, "supports_mm_inputs", True, "images", Part.V2_INPUTS | MIXED),
+        (runner_v2, "model_config.uses_mrope", True, "several dimensions", Part.V2_INPUTS),
+        (runner_v2, "aux_output_connector", object(), "hidden states leave", TAIL),
+        (runner_v2, "batch_sharder", object(), "part of the batch", Part.V2_SAMPLING),
+        (runner_v2, "sampler.return_sampling_mask", True, "sampling masks", Part.V2_SAMPLING),
+        (runner_v2, "attn_groups", [[group(FlexAttentionMetadataBuilder)]], "on the host", Part.V2_INPUTS | MIXED),
+        (runner_v2, "is_mm_prefix_lm", True, "prompts", Part.V2_INPUTS),
+        (runner_v2, "cudagraph_manager.cudagraph_mode", CUDAGraphMode.FULL, "mode is FULL", MIXED),
+        (runner_v2, "cudagraph_manager.cudagraph_mode", CUDAGraphMode.PIECEWISE, "mode is PIECEWISE", MIXED),
+        (runner_v2, "cudagraph_manager.use_breakable_cg", True, "broken", MIXED),
+        (runner_v2, "vllm_config.kv_transfer_config", object(), "layer by layer", MIXED),
+        (runner_v2, "fast_prefill", object(), "skip layers", MIXED),
+        (runner_v2, "max_num_reqs", 1, "one request", MIXED),
+    ],
+)
+def test_each_row_hinders_its_parts(make: Callable[..., Any], path: str, value: Any, words: str, parts: Part) -> None:
+    assert refused(change(make(), path, value), make, words) == parts
+
+
+def test_weights_on_the_host_and_a_count_of_nans(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offloading, "_instance", UVAOffloader(1 << 30))
+    monkeypatch.setenv("VLLM_COMPUTE_NANS_IN_LOGITS", "1")
+    for make, recorded, sampling in ((runner_v1, PHASE, Part.V1_SAMPLING), (runner_v2, TAIL, Part.V2_SAMPLING)):
+        assert refused(make(), make, "loaded from the host") == recorded
+        assert refused(make(), make, "VLLM_COMPUTE_NANS_IN_LOGITS") == sampling
+
+
+def test_all_reasons_are_said_in_order() -> None:
+    made = change(change(runner_v2(), "lora_config", object()), "speculative_config.method", "ngram")
+    assert why_not(made, Part.V2_SAMPLING) == "adapters (LoRA) change from batch to batch"
+    words = "the speculative method is ngram; adapters (LoRA) change from batch to batch"
+    assert why_not(made, TAIL) == why_not(made, Part.V2_DRAFTING) == words
+
+
+# -- V1 ---------------------------------------------------------------------------------------------------------------
+
+
+def test_kernels_that_need_smaller_blocks_have_their_tables_made_in_each_step() -> None:
+    made = runner_v1()
+    made.drafter.draft_attn_groups[0].kernel_block_size = 16
+    assert refused(made, runner_v1, "block tables") == PHASE
+
+
+def test_schedules_for_windows_are_made_in_each_step() -> None:
+    for window, hindered in ((None, False), ((-1, -1), False), ((127, 0), True)):
+        made = runner_v1()
+        made.attn_groups[0].append(group(TritonAttentionMetadataBuilder, aot_schedule=True, aot_sliding_window=window))
+        assert refused(made, runner_v1, "windows") == (Part.V1_METADATA if hindered else Part(0))
+
+
+@pytest.mark.parametrize(
+    ("hybrid", "mode", "hindered"), [(True, "align", True), (True, "none", False), (False, "all", False)]
+)
+def test_states_of_hybrids_are_moved_where_prefixes_are_cached(hybrid: bool, mode: str, hindered: bool) -> None:
+    made = change(runner_v1(), "model_config.is_hybrid", hybrid)
+    made.cache_config.mamba_cache_mode = mode
+    assert refused(made, runner_v1, "mamba_cache_mode is") == (Part.V1_INPUTS if hindered else Part(0))
+
+
+def test_logits_processors_of_others_leave_v1s_sampling_to_vllm() -> None:
+    class Foreign(MinTokensLogitsProcessor):
+        pass
+
+    own = (MinTokensLogitsProcessor, LogitBiasLogitsProcessor)
+    for classes, hindered in ((own, Part(0)), ((*own, Foreign), Part.V1_SAMPLING)):
+        processors = LogitsProcessors([cls.__new__(cls) for cls in classes])
+        made = change(runner_v1(), "input_batch.logitsprocs", processors)
+        assert refused(made, runner_v1, "Foreign") == refused(made, runner_v1) == hindered
+
+
+# -- Model Runner V2 --------------------------------------------------------------------------------------------------
+
+
+class Installed(LogitsProcessor):
+    """What a package brings that is installed beside vLLM."""
+
+    def apply(self, logits: torch.Tensor, ctx: Any) -> torch.Tensor:
+        return logits + 1
+
+
+def test_vllms_own_sampler_is_served_but_not_with_processors_of_an_installed_package(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM finds them by an entry point; the configuration does not name them."""
+    assert refused(change(runner_v2(), "sampler", sampler(monkeypatch)), runner_v2) == Part(0)
+    found = EntryPoint("installed", f"{__name__}:{Installed.__name__}", loader.LOGITSPROCS_GROUP)
+    monkeypatch.setattr(loader, "entry_points", lambda group: [found])
+    made = change(runner_v2(), "sampler", sampler(monkeypatch))
+    assert refused(made, runner_v2, "custom logits processors: Installed") == Part.V2_SAMPLING
+
+
+def test_watermarks_are_not_served() -> None:
+    watermarking = pytest.importorskip("vllm.v1.watermarking.gpu_sampler", exc_type=ImportError)
+    made = change(runner_v2(), "sampler", object.__new__(watermarking.GPUWatermarkSampler))
+    assert refused(made, runner_v2, "watermarked") == TAIL
+
+
+MLA = "vllm.model_executor.layers.attention.mla_attention.MLACommonMetadataBuilder"
+PLANNING = f"{BACKENDS}.mla.flashmla.FlashMLAMetadataBuilder"
+
+
+def test_an_mtp_layer_is_served_where_no_kernel_plans_its_first_pass() -> None:
+    """The plan of the run before a graph is recorded would be read for ever."""
+    for path, hindered in ((FLASH_MLA, Part(0)), (MLA, Part(0)), (PLANNING, Part.V2_DRAFTING)):
+        made = runner_v2(builder(path), builder(path))
+        assert refused(made, runner_v2) & TAIL == hindered, path
+    # The target alone may have such layers.
+    made = runner_v2()
+    made.attn_groups[0].append(group(builder(PLANNING), "layers.1"))
+    assert refused(made, runner_v2) & TAIL == Part(0)
+
+
+@pytest.mark.parametrize(
+    ("state", "served"),
+    [
+        ({"_align_mode": False}, True),
+        ({"_align_mode": True, "_mamba_ctx": SimpleNamespace(is_initialized=True)}, True),
+        # Up to 0.31 the first step makes it, or fills it.
+        ({"_align_mode": True, "_mamba_ctx": None}, False),
+        ({"_align_mode": True, "_mamba_ctx": SimpleNamespace(is_initialized=False)}, False),
+        # It keeps a step's states on the host.
+        ({"_align_mode": False, "recoverssm": object()}, False),
+    ],
+)
+def test_hybrids_are_served_where_a_graph_holds_what_moves_their_states(state: dict[str, Any], served: bool) -> None:
+    made = runner_v2()
+    made.attn_groups[0].append(group(GDNAttentionMetadataBuilder, "layers.1"))
+    made.model_state = object.__new__(MambaHybridModelState)
+    vars(made.model_state).update(state)
+    assert refused(made, runner_v2, "after each step") == (Part(0) if served else TAIL)
+    assert refused(made, runner_v2, "before each step") == Part.V2_INPUTS
+
+
+@pytest.mark.parametrize(
+    ("folder", "name", "method"),
+    [
+        # Several MTP layers, one for each draft: it never asks for padding to be masked.
+        ("multi_module_mtp", "MultiModuleMTPSpeculator", "mtp"),
+        # Its positions do not advance.
+        ("gemma4", "Gemma4Speculator", "mtp"),
+        ("dflash2", "DFlash2Speculator", "dflash"),
+        ("lilicorr", "LiLiCorrSpeculator", "dflash"),
+    ],
+)
+def test_drafters_that_share_the_methods_of_others_are_not_served(folder: str, name: str, method: str) -> None:
+    module = pytest.importorskip(f"vllm.v1.worker.gpu.spec_decode.{folder}.speculator", exc_type=ImportError)
+    for cls, hindered in ((DFlashSpeculator, Part(0)), (getattr(module, name), Part.V2_DRAFTING | MIXED)):
+        made = change(runner_v2(), "speculative_config.method", method)
+        made.speculator.__class__ = cls
+        assert refused(made, runner_v2, "drafts in a way of its own") == hindered
 
 
 if __name__ == "__main__":

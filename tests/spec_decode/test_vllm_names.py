@@ -27,7 +27,7 @@ GRAPHS = "vllm/compilation/cuda_graph.py"
 KV_TRANSFER = "vllm/distributed/kv_transfer/kv_connector"
 
 # Bodies that take any proposer; those of DFlash see a subclass with members of its own.
-FOR_ANY = ("v1/draft_facts.py", "v1/draft_full_graph.py", "v1/draft_loop_graph.py", "v1/pass_graphs.py")
+FOR_ANY = ("v1/draft_decision.py", "v1/draft_full_graph.py", "v1/draft_loop_graph.py", "v1/pass_graphs.py")
 FOR_DFLASH = ("v1/dflash_full_graph.py", "v1/draft_phase_graphs.py")
 FOR_RUNNERS = ("v1/draft_phase.py", "v1/draft_phase_graphs.py")
 
@@ -165,7 +165,7 @@ def test_the_connectors_of_one_that_has_several_are_where_they_are_looked_for(vl
 
 
 def test_a_block_of_queries_is_causal_only_where_the_version_says_so(vllm_tree: Trees) -> None:
-    """`draft_facts` takes drafts for non-causal where a version has no `dflash_causal`."""
+    """`draft_decision` takes drafts for non-causal where a version has no `dflash_causal`."""
     for version in SUPPORTED:
         tree = tree_of(vllm_tree, version, DFLASH)
         (causal,) = (

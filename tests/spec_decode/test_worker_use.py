@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which live features a worker uses: the rules, what outweighs them, and where vLLM's released workers ask for them."""
+"""Which live features a worker uses: by its configuration, what outweighs that, and where released workers ask."""
 
 from __future__ import annotations
 
 import ast
-import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,148 +14,79 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from packaging.version import Version
 from vllm.config import CUDAGraphMode
 
 from vllm_hwplugin import journal, journals
 from vllm_hwplugin.fallback import FeatureRequired, stays_stock
 from vllm_hwplugin.journal import Use
 from vllm_hwplugin.patching import Catalogue, load_catalogue, make_plan
-from vllm_hwplugin.spec_decode import dflash_context_norm, worker_use
+from vllm_hwplugin.spec_decode import capture_sizes, dflash_context_norm, worker_use
 from vllm_hwplugin.spec_decode.step_counts import StepCounts
-from vllm_hwplugin.spec_decode.v1.draft_decision import DrafterFacts
-from vllm_hwplugin.spec_decode.worker_use import V1, V2, WorkerFacts
 
 from ..conftest import versions
 from . import drafters
 
-LIVE = (
-    *("draft-full-graph", "draft-loop-graph", "dflash-full-graph", "v1-draft-phase"),
-    *("dflash-draft-backend", "dflash-context-norm"),
-)
-
-FULL = DrafterFacts("EagleProposer", "FULL")
-NONE = DrafterFacts("EagleProposer", "NONE", target_has_graphs=False)
-NEWEST = Version("0.33.0")
-EAGLE = WorkerFacts(NEWEST, V1, "eagle3", 3, drafter="EagleProposer", proposer=FULL)
-DFLASH = WorkerFacts(NEWEST, V1, "dflash", 7, drafter="DFlashProposer", proposer=FULL)
+ALL = {feature.id for feature in load_catalogue().features} - {"engine-report", "window-blocks"}
+SCHEDULED = {"backport-draft-lookahead", "backport-padded-request"}
+PASSES = {"draft-full-graph", "draft-loop-graph", "v1-draft-phase"}
+#: Eagle3 on either runner, as the scheduler and the worker have it.
+ON_V1 = PASSES | SCHEDULED | {"nwor", "v1-step-inputs", "backport-recovered-token"}
+TAIL = {"v2-step-inputs", "v2-tail-graph", "v2-fused-drafts", "v2-capture-metadata"}
+ON_V2 = TAIL | SCHEDULED | {"nwor", "v2-mixed-graphs", "v2-draft-metadata", "backport-nan-logits"}
+DFLASH_V1 = ON_V1 | {"dflash-full-graph", "dflash-context-norm"}
+#: It makes the metadata that it captures with, and drafts in one pass.
+DFLASH_V2 = ON_V2 - {"v2-fused-drafts", "v2-capture-metadata"} | {"dflash-context-norm"}
 
 
 @pytest.fixture(autouse=True)
-def own_record(tmp_path: Path) -> Iterator[None]:
-    """A process in which all features are live."""
+def entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[journal.Journal]:
+    """A process in which all features are live, and vLLM's norm was not asked."""
+    monkeypatch.setattr(dflash_context_norm, "_answers", {})
     journal.forget()
-    entry = journal.new("1")
-    entry.vllm_version = "0.32.0+cpu"
-    entry.features = {name: {"state": "live", "reason": ""} for name in LIVE}
-    journal.begin(entry, tmp_path)
-    yield
+    made = journal.new("1")
+    made.vllm_version = "0.33.0+cpu"
+    made.features = {name: {"state": "live", "reason": ""} for name in ALL}
+    journal.begin(made, tmp_path)
+    yield made
     journal.forget()
 
 
-@pytest.mark.parametrize(
-    ("facts", "used"),
-    [
-        (EAGLE, {"draft-full-graph", "draft-loop-graph", "v1-draft-phase"}),
-        (dataclasses.replace(EAGLE, decode_graphs=False), {"draft-full-graph", "draft-loop-graph"}),
-        (dataclasses.replace(EAGLE, runner=V2, proposer=None), set()),
-        (dataclasses.replace(EAGLE, proposer=NONE), set()),
-        (dataclasses.replace(EAGLE, proposer=dataclasses.replace(FULL, lora=True)), set()),
-        (dataclasses.replace(EAGLE, drafts_here=False, proposer=None), set()),
-        (WorkerFacts(NEWEST, V1), set()),
-        (WorkerFacts(NEWEST, V1, "ngram", 3, drafter="NgramProposer"), set()),
-        # That one pass has no chain of steps, draft-loop-graph says by itself.
-        (DFLASH, {*LIVE} - {"dflash-draft-backend"}),
-        (dataclasses.replace(DFLASH, runner=V2, proposer=None), {"dflash-context-norm"}),
-        (dataclasses.replace(DFLASH, proposer=NONE, context_norm="the op is right"), set()),
-        (dataclasses.replace(DFLASH, proposer=NONE, mm_prefix=True), {"dflash-draft-backend", "dflash-context-norm"}),
-    ],
-)
-def test_what_takes_part_follows_from_runner_method_and_mode(facts: WorkerFacts, used: set[str]) -> None:
-    uses = worker_use.uses_of(facts, LIVE)
-    assert {name for name, use in uses.items() if use["used"]} == used
-    # Every other one says why, and a feature that is not live is not spoken of.
-    assert all(bool(use["reason"]) is not use["used"] for use in uses.values())
-    assert worker_use.uses_of(facts, LIVE[:1]).keys() == {LIVE[0]}
+def worker(v2: bool = False, drafter: Any = ..., **changes: Any) -> SimpleNamespace:
+    """What is read of vLLM's worker, and nothing more; it drafts with Eagle3.
 
-
-@pytest.mark.parametrize(
-    ("version", "runner", "changes", "used"),
-    [
-        ("0.20.2", V1, {}, True),
-        ("0.22.1", V1, {}, False),
-        ("0.23.0", V1, {"mm_prefix": True}, True),
-        ("0.24.0", V1, {"named_backend": True}, False),
-        ("0.24.0", V2, {"named_backend": True}, True),
-        ("0.24.0", V2, {}, False),
-        ("0.28.0", V2, {"mm_prefix": True}, False),
-        ("0.28.0", V1, {"mm_prefix": True}, True),
-    ],
-)
-def test_a_drafts_own_backend_matters_where_the_version_has_the_fault(
-    version: str, runner: str, changes: dict[str, bool], used: bool
-) -> None:
-    facts = dataclasses.replace(DFLASH, vllm=Version(version), runner=runner, proposer=None, **changes)
-    assert worker_use.uses_of(facts, LIVE)["dflash-draft-backend"]["used"] is used
-
-
-@pytest.mark.parametrize(
-    ("changes", "used"),
-    [
-        ({"sizes_set": True}, True),
-        ({"sizes_set": True, "runner": V2, "drafts_here": False, "proposer": None}, True),
-        ({}, False),
-        # What the attention backend decided later.
-        ({"sizes_set": True, "decode_graphs": False}, False),
-        ({"sizes_set": True, "method": None}, False),
-    ],
-)
-def test_capture_sizes_are_used_where_they_are_set_and_captured(changes: dict[str, Any], used: bool) -> None:
-    uses = worker_use.uses_of(dataclasses.replace(EAGLE, **changes), ["capture-sizes"])
-    assert uses["capture-sizes"]["used"] is used
-
-
-V2_LIVE = ("v2-draft-metadata", "v2-fused-drafts", "v2-capture-metadata", "v2-graph-addresses")
-STEPS = WorkerFacts(Version("0.26.0"), V2, "eagle3", 3, drafter="EagleSpeculator", fuses=True, decode_graphs=True)
-
-
-@pytest.mark.parametrize(
-    ("changes", "used"),
-    [
-        ({}, {"v2-draft-metadata", "v2-fused-drafts", "v2-capture-metadata"}),
-        ({"sleeps": True}, set(V2_LIVE)),
-        ({"decode_graphs": False}, {"v2-draft-metadata"}),
-        ({"fuses": False}, {"v2-draft-metadata", "v2-capture-metadata"}),
-        # That two draft tokens have no steps to put together, v2-fused-drafts says by itself.
-        ({"num_speculative_tokens": 2}, {"v2-fused-drafts", "v2-capture-metadata"}),
-        # It builds the metadata that it captures with.
-        ({"method": "dflash", "num_speculative_tokens": 2, "fuses": False}, set()),
-        ({"runner": V1, "sleeps": True}, set()),
-        ({"method": None, "sleeps": True}, {"v2-graph-addresses"}),
-        ({"drafts_here": False}, set()),
-    ],
-)
-def test_what_takes_part_on_model_runner_v2(changes: dict[str, Any], used: set[str]) -> None:
-    uses = worker_use.uses_of(dataclasses.replace(STEPS, **changes), V2_LIVE)
-    assert {name for name, use in uses.items() if use["used"]} == used
-    assert all(bool(use["reason"]) is not use["used"] for use in uses.values())
-
-
-# -- a worker ---------------------------------------------------------------------------------------------------------
-
-
-def worker_on(runner: SimpleNamespace, *, v2: bool, method: str, mode: CUDAGraphMode) -> SimpleNamespace:
-    """What is read of vLLM's worker, and nothing more."""
-    spec = SimpleNamespace(method=method, num_speculative_tokens=3, attention_backend=None)
+    Args:
+        changes: by the path of an attribute, its parts joined by two underscores.
+    """
+    spec = SimpleNamespace(
+        method="eagle3",
+        num_speculative_tokens=3,
+        attention_backend=None,
+        enforce_eager=False,
+        disable_padded_drafter_batch=False,
+        use_dflash=lambda: False,
+    )
     config = SimpleNamespace(
         speculative_config=spec,
-        compilation_config=SimpleNamespace(cudagraph_mode=mode),
+        compilation_config=SimpleNamespace(cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE),
         attention_config=SimpleNamespace(backend=None),
         model_config=SimpleNamespace(is_mm_prefix_lm=False, enable_sleep_mode=False, has_inner_state=False),
-        parallel_config=SimpleNamespace(pipeline_parallel_size=1, data_parallel_size=1, data_parallel_index=0),
+        parallel_config=SimpleNamespace(
+            pipeline_parallel_size=1, data_parallel_size=1, data_parallel_index=0, decode_context_parallel_size=1
+        ),
         structured_outputs_config=SimpleNamespace(reasoning_parser=""),
         kv_transfer_config=None,
+        lora_config=None,
     )
+    if drafter is ...:
+        has = {"fused_drafts": None} if v2 else {"draft_graphs": None, "draft_context": None}
+        drafter = type("EagleProposer", (SimpleNamespace,), {})(speculative_config=spec, vllm_config=config, **has)
+    for path, value in changes.items():
+        *owners, name = path.split("__")
+        owner: Any = config
+        for one in owners:
+            owner = getattr(owner, one)
+        setattr(owner, name, value)
+    runner = SimpleNamespace(**{"speculator" if v2 else "drafter": drafter})
     return SimpleNamespace(
         vllm_config=config, model_runner=runner, use_v2_model_runner=v2, rank=0, is_driver_worker=True
     )
@@ -168,74 +98,167 @@ def uses() -> dict[str, Use]:
     return entry.uses
 
 
-def test_a_worker_on_model_runner_v2_says_that_its_drafter_is_not_the_patched_one(
-    caplog: pytest.LogCaptureFixture,
+def used(one: SimpleNamespace) -> set[str]:
+    worker_use.report_worker(one)
+    found = uses()
+    # Each is spoken of, and each that is not used says why.
+    assert found.keys() == ALL
+    assert all(bool(use["reason"]) is not use["used"] for use in found.values())
+    return {name for name, use in found.items() if use["used"]}
+
+
+METHOD = "speculative_config__method"
+MODE = "compilation_config__cudagraph_mode"
+DP, PP = "parallel_config__data_parallel_size", "parallel_config__pipeline_parallel_size"
+
+
+class Loaded:
+    """A draft model of vLLM's `llama_eagle3`."""
+
+    __module__ = "vllm.model_executor.models.llama_eagle3"
+
+
+#: A speculator of Model Runner V2 whose layers have a window.
+WINDOWED = SimpleNamespace(attn_groups=[[], [SimpleNamespace(kv_cache_spec=SimpleNamespace(sliding_window=64))]])
+MTP_V1 = ON_V1 | {"backport-mtp-embeddings"}
+
+
+@pytest.mark.parametrize(
+    ("v2", "changes", "expected"),
+    [
+        (False, {}, ON_V1),
+        (True, {}, ON_V2),
+        (False, {"speculative_config": None, "drafter": None}, set()),
+        (True, {"speculative_config": None, "drafter": None}, {"v2-mixed-graphs"}),
+        # Another stage drafts; that the pipeline has stages follows from the sizes.
+        (False, {"drafter": None, PP: 2}, SCHEDULED | {"nwor", "backport-pipeline-drafts"}),
+        (False, {METHOD: "ngram", "drafter": object()}, ON_V1 - PASSES - {"backport-draft-lookahead"}),
+        (False, {MODE: CUDAGraphMode.NONE}, ON_V1 - PASSES - {"v1-step-inputs"}),
+        (False, {MODE: CUDAGraphMode.FULL}, ON_V1),
+        (True, {MODE: CUDAGraphMode.PIECEWISE}, ON_V2 - TAIL),
+        (True, {MODE: CUDAGraphMode.FULL}, ON_V2 | {"backport-mixed-graphs"}),
+        (False, {"lora_config": object()}, ON_V1 - PASSES),
+        (False, {METHOD: "dflash"}, DFLASH_V1),
+        (True, {METHOD: "dflash", "drafter": object()}, DFLASH_V2),
+        (False, {METHOD: "dflash", "model_config__is_mm_prefix_lm": True}, DFLASH_V1 | {"dflash-draft-backend"}),
+        (True, {"speculative_config__num_speculative_tokens": 2}, ON_V2 - {"v2-draft-metadata"}),
+        (True, {"model_config__enable_sleep_mode": True}, ON_V2 | {"v2-graph-addresses"}),
+        (False, {"structured_outputs_config__reasoning_parser": "qwen3"}, ON_V1 | {"backport-reasoning-end"}),
+        (False, {DP: 2}, ON_V1 - PASSES | {"backport-dp-drafter"}),
+        (True, {DP: 2}, ON_V2),
+        (False, {"kv_transfer_config": object()}, ON_V1 - {"backport-draft-lookahead"}),
+        (False, {METHOD: "mtp"}, MTP_V1),
+        (True, {METHOD: "mtp"}, ON_V2),
+        (False, {METHOD: "mtp", "model_config__has_inner_state": True}, MTP_V1),
+        (False, {METHOD: "dflash", "drafter": WINDOWED}, DFLASH_V1 - PASSES - {"dflash-full-graph"}),
+    ],
+)  # fmt: skip
+def test_what_an_engine_uses_follows_from_runner_method_and_mode(
+    v2: bool, changes: dict[str, Any], expected: set[str]
 ) -> None:
-    runner = SimpleNamespace(speculator=object(), drafter=None)
+    assert used(worker(v2, **changes)) == expected
+
+
+@pytest.mark.parametrize(
+    ("v2", "changes", "added"),
+    [
+        (False, {"model_config__has_inner_state": True, DP: 2}, "backport-vacated-row"),
+        (False, {"drafter": SimpleNamespace(model=Loaded())}, "backport-eagle-bias"),
+        (True, {METHOD: "dflash", "drafter": WINDOWED}, "backport-draft-schedule"),
+    ],
+)
+def test_a_backport_is_used_where_its_fault_would_be(v2: bool, changes: dict[str, Any], added: str) -> None:
+    assert added in used(worker(v2, **changes))
+
+
+@pytest.mark.parametrize(
+    ("version", "v2", "changes", "expected"),
+    [
+        ("0.20.2", False, {}, True),
+        ("0.22.1", False, {}, False),
+        ("0.23.0", False, {"model_config__is_mm_prefix_lm": True}, True),
+        ("0.24.0", False, {"attention_config__backend": object()}, False),
+        ("0.24.0", True, {"attention_config__backend": object()}, True),
+        ("0.24.0", True, {"speculative_config__attention_backend": object()}, True),
+        ("0.24.0", True, {}, False),
+        ("0.28.0", True, {"model_config__is_mm_prefix_lm": True}, False),
+    ],
+)
+def test_a_drafts_own_backend_matters_where_the_version_has_the_fault(
+    entry: journal.Journal, version: str, v2: bool, changes: dict[str, Any], expected: bool
+) -> None:
+    entry.vllm_version = version
+    assert ("dflash-draft-backend" in used(worker(v2, **{METHOD: "dflash", **changes}))) is expected
+
+
+def test_capture_sizes_are_used_where_they_are_set_and_captured() -> None:
+    for v2, changes, expected in (
+        (False, {}, True),
+        (True, {"drafter": None}, True),
+        # What the attention backend decided later.
+        (False, {MODE: CUDAGraphMode.PIECEWISE}, False),
+        (False, {"speculative_config": None}, False),
+    ):
+        one = worker(v2, **changes)
+        vars(one.vllm_config.compilation_config)[capture_sizes._OWN] = 512
+        assert ("capture-sizes" in used(one)) is expected
+
+
+def test_an_operation_that_honours_weight_rows_leaves_the_norm_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    for honours, expected in ((True, False), (False, True)):
+        monkeypatch.setattr(dflash_context_norm, "_answers", {"a question": True, "another": honours})
+        assert ("dflash-context-norm" in used(worker(**{METHOD: "dflash"}))) is expected
+
+
+def test_one_line_says_all_of_what_is_live_and_nothing_else(
+    entry: journal.Journal, caplog: pytest.LogCaptureFixture
+) -> None:
+    entry.features = {name: {"state": "live", "reason": ""} for name in PASSES}
     with caplog.at_level("INFO", "vllm.hwplugin"):
-        worker_use.report_worker(worker_on(runner, v2=True, method="eagle3", mode=CUDAGraphMode.FULL))
-    assert not any(use["used"] for use in uses().values())
-    assert "Model Runner V2" in uses()["draft-full-graph"]["reason"]
+        worker_use.report_worker(worker(v2=True))
+    assert uses().keys() == PASSES
     (line,) = caplog.messages
-    assert all(name in line for name in LIVE)
+    assert all(name in line for name in PASSES)
 
 
 def test_a_feature_that_is_on_ends_the_start_of_an_engine_that_does_not_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_HWPLUGIN_DRAFT_FULL_GRAPH", "on")
-    runner = SimpleNamespace(speculator=object(), drafter=None)
-    worker = worker_on(runner, v2=True, method="eagle3", mode=CUDAGraphMode.FULL)
     with pytest.raises(FeatureRequired, match=r"VLLM_HWPLUGIN_DRAFT_FULL_GRAPH=on.*Model Runner V2"):
-        worker_use.report_worker(worker)
+        worker_use.report_worker(worker(v2=True))
     # Another stage of the pipeline drafts.
-    runner.speculator = None
-    worker_use.report_worker(worker)
+    worker_use.report_worker(worker(v2=True, drafter=None))
     # What mends a fault is not missed where the fault is not.
     monkeypatch.setenv("VLLM_HWPLUGIN_DRAFT_FULL_GRAPH", "auto")
     monkeypatch.setenv("VLLM_HWPLUGIN_DFLASH_CONTEXT_NORM", "on")
-    runner.speculator = object()
-    worker_use.report_worker(worker)
-    assert not uses()["dflash-context-norm"]["used"]
+    assert "dflash-context-norm" not in used(worker(v2=True))
 
 
-def test_a_real_proposer_without_graphs_is_not_counted_as_using_them(make: Callable[..., Any]) -> None:
-    proposer = make("loop", drafters.EAGLE, 3)
-    worker = worker_on(SimpleNamespace(drafter=proposer), v2=False, method="eagle3", mode=CUDAGraphMode.NONE)
-    worker_use.report_worker(worker)
-    assert not uses()["draft-full-graph"]["used"]
+def test_a_real_drafter_is_read_where_it_has_what_decides(make: Callable[..., Any]) -> None:
+    """And what a feature found out outweighs that, before the report and after it."""
+    one = worker(drafter=make("loop", drafters.EAGLE, 3), **{MODE: CUDAGraphMode.NONE})
+    assert "draft-full-graph" not in used(one)
     assert "NONE" in uses()["draft-full-graph"]["reason"]
-    worker.vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL
-    worker_use.report_worker(worker)
-    assert uses()["draft-full-graph"] == uses()["draft-loop-graph"] == {"used": True, "reason": ""}
-
-
-def test_steps_count_from_the_report_on_and_one_rank_speaks_for_the_engine(make: Callable[..., Any]) -> None:
-    counts = StepCounts("a-feature", "part")
-    counts.served()
-    runner = SimpleNamespace(drafter=make("loop", drafters.EAGLE, 3))
-    worker = worker_on(runner, v2=False, method="eagle3", mode=CUDAGraphMode.FULL)
-    worker.vllm_config.parallel_config.data_parallel_index = 3
-    entry, engines = journal.current(), []
-    assert entry is not None
-    for driver, drafter in ((False, runner.drafter), (True, None), (True, runner.drafter)):
-        worker.is_driver_worker, runner.drafter = driver, drafter
-        worker_use.report_worker(worker)
-        engines.append(entry.engine)
-    assert engines == [None, None, 3]
-    assert counts.outcomes() == {}
-
-
-def test_what_a_feature_found_out_outweighs_the_configuration_before_and_after(make: Callable[..., Any]) -> None:
-    worker = worker_on(
-        SimpleNamespace(drafter=make("loop", drafters.EAGLE, 3)), v2=False, method="eagle3", mode=CUDAGraphMode.FULL
-    )
+    one.vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL
     stays_stock("draft-loop-graph", "step by step", "found while building")
-    worker_use.report_worker(worker)
+    assert "draft-full-graph" in used(one)
     assert uses()["draft-loop-graph"] == {"used": False, "reason": "found while building"}
-    assert uses()["draft-full-graph"]["used"]
     stays_stock("draft-full-graph", "as in stock", "found while serving")
     assert uses()["draft-full-graph"] == {"used": False, "reason": "found while serving"}
     (kept,) = (item for item in journals.read_all(journal._folder.parent))  # type: ignore[union-attr]
     assert kept.uses == uses()
+
+
+def test_steps_count_from_the_report_on_and_one_rank_speaks_for_the_engine(entry: journal.Journal) -> None:
+    counts = StepCounts("a-feature", "part")
+    counts.served()
+    one, engines = worker(parallel_config__data_parallel_index=3), []
+    drafter = one.model_runner.drafter
+    for driver, found in ((False, drafter), (True, None), (True, drafter)):
+        one.is_driver_worker, one.model_runner.drafter = driver, found
+        worker_use.report_worker(one)
+        engines.append(entry.engine)
+    assert engines == [None, None, 3]
+    assert counts.outcomes() == {}
 
 
 def test_a_vllm_that_keeps_its_facts_elsewhere_costs_the_report_and_not_the_start(
@@ -245,26 +268,6 @@ def test_a_vllm_that_keeps_its_facts_elsewhere_costs_the_report_and_not_the_star
     assert uses() == {}
     (line,) = caplog.records
     assert (line.levelname, line.exc_info is not None) == ("WARNING", True)
-
-
-def test_an_operation_that_honours_weight_rows_leaves_the_norm_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
-    monkeypatch.setattr(dflash_context_norm, "_answers", {})
-    x, weights = torch.ones(2, 3, 8), torch.ones(2, 8)
-
-    def right(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
-        scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
-        out.copy_(x * scale * weight.reshape(-1, 1, x.shape[-1]) if weight.dim() == 2 else x * scale * weight)
-
-    def first_row_alone(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
-        right(out, x, weight if weight.dim() == 1 else weight[0], eps)
-
-    assert dflash_context_norm.context_norm_obstacle() is None
-    dflash_context_norm.norm_rows(right, torch.empty_like(x), x, weights, 1e-6)
-    assert dflash_context_norm.context_norm_obstacle() is not None
-    dflash_context_norm.norm_rows(first_row_alone, torch.empty_like(x), x, weights, 1e-6)
-    assert dflash_context_norm.context_norm_obstacle() is None
 
 
 # -- every released worker --------------------------------------------------------------------------------------------
@@ -284,8 +287,8 @@ def test_the_report_is_the_last_thing_before_a_worker_is_ready(
     plan = make_plan(report_alone, vllm_tree(version), {})
     for path, name in (("gpu_worker", "Worker"), ("cpu_worker", "CPUWorker")):
         tree = ast.parse(plan.files[f"vllm/v1/worker/{path}.py"].text)
-        (worker,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
-        methods = {node.name: node for node in worker.body if isinstance(node, ast.FunctionDef)}
+        (found,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
+        methods = {node.name: node for node in found.body if isinstance(node, ast.FunctionDef)}
         body = methods.get("_compile_or_warm_up_model", methods["compile_or_warm_up_model"]).body
         assert [node for node in ast.walk(ast.Module(body, [])) if isinstance(node, ast.Return)] == [body[-1]]
         assert ast.unparse(body[-2]) == "report_worker(self)"
@@ -293,19 +296,20 @@ def test_the_report_is_the_last_thing_before_a_worker_is_ready(
 
 @pytest.mark.parametrize("version", versions("vllm/v1/worker/", "vllm/config/"))
 def test_what_is_read_of_a_worker_exists(vllm_tree: Callable[[str], Any], version: str) -> None:
-    def text(path: str) -> str:
-        found: str = vllm_tree(version).read(f"vllm/{path}.py")
-        return found
-
-    assert "self.use_v2_model_runner = " in text("v1/worker/gpu_worker")
-    assert all(f"self.{name} = {name}" in text("v1/worker/worker_base") for name in ("rank", "is_driver_worker"))
-    assert "self.speculator" in text("v1/worker/gpu/model_runner")
-    assert "self.drafter" in text("v1/worker/gpu_model_runner")
-    model = text("config/model")
-    assert all(f"    def {name}(self)" in model for name in ("is_mm_prefix_lm", "has_inner_state"))
-    assert "    backend: AttentionBackendEnum" in text("config/attention")
-    assert "    reasoning_parser: str" in text("config/structured_outputs")
-    assert "    structured_outputs_config: " in text("config/vllm")
-    sizes = ("pipeline_parallel_size", "data_parallel_size", "data_parallel_index", "_api_process_rank")
-    assert all(f"    {name}: int" in text("config/parallel") for name in sizes)
-    assert "    cudagraph_mode: CUDAGraphMode" in text("config/compilation")
+    for path, names in {
+        "v1/worker/gpu_worker": ("self.use_v2_model_runner = ",),
+        "v1/worker/worker_base": ("self.rank = rank", "self.is_driver_worker = is_driver_worker"),
+        "v1/worker/gpu/model_runner": ("self.speculator",),
+        "v1/worker/gpu_model_runner": ("self.drafter",),
+        "config/model": ("    def is_mm_prefix_lm(self)", "    def has_inner_state(self)"),
+        "config/attention": ("    backend: AttentionBackendEnum",),
+        "config/structured_outputs": ("    reasoning_parser: str",),
+        "config/vllm": ("    structured_outputs_config: ", "    kv_transfer_config: "),
+        "config/parallel": tuple(
+            f"    {name}: int"
+            for name in ("pipeline_parallel_size", "data_parallel_size", "data_parallel_index", "_api_process_rank")
+        ),
+        "config/compilation": ("    cudagraph_mode: CUDAGraphMode",),
+    }.items():
+        text = vllm_tree(version).read(f"vllm/{path}.py")
+        assert [name for name in names if name not in text] == [], path

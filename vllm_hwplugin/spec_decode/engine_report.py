@@ -65,9 +65,10 @@ def report(part: Any, examine: Callable[[Any, Journal], Findings]) -> None:
             refuse_if_required(feature, settled[feature]["reason"])
 
 
-def use_of(obstacle: str | None) -> Use:
-    """A feature is used unless there is an obstacle."""
-    return Use(used=obstacle is None, reason=obstacle or "")
+def use_of(reasons: Mapping[str, object]) -> Use:
+    """A feature is used unless one of these reasons holds, the first of which is said."""
+    reason = next((reason for reason, holds in reasons.items() if holds), None)
+    return Use(used=reason is None, reason=reason or "")
 
 
 def sentence(uses: Mapping[str, Use]) -> str:

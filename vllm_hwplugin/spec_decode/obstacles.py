@@ -6,27 +6,46 @@ A log line has reasons in the table's order. docs/obstacles.md is made from it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import dis
+from collections.abc import Callable, Iterable, Iterator
 from enum import Flag, auto
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
 from vllm import envs
+from vllm.config import KVTransferConfig
+from vllm.config.compilation import CUDAGraphMode
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.model_executor.offloader.base import NoopOffloader, get_offloader
+from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.sample import logits_processor
 
 from vllm_hwplugin.spec_decode.builders import host_work, known, refusing, why_not_in_graph
-from vllm_hwplugin.spec_decode.v1.draft_facts import builder_classes, chain_facts
 
-STAGES: Final = "stages of a pipeline exchange tokens in the host's order"
-CONTEXT: Final = "the context is split among ranks"
-ADAPTERS: Final = "adapters (LoRA) change from batch to batch"
-ENCODER: Final = "the model has an encoder"
-VERIFIED: Final = "how many drafts are verified changes from step to step"
+_VERIFIED: Final = "how many drafts are verified changes from step to step"
 
 #: The methods whose `propose` is recorded, and V2's classes that draft by nothing else: later versions have more.
 _METHODS: Final = ("eagle", "eagle3", "mtp", "dflash")
 _SPECULATORS: Final = ("EagleSpeculator", "MTPSpeculator", "DFlashSpeculator")
+#: V1's proposers whose `propose` is the patched one. A subclass that overrides a part of it is another's.
+_PROPOSERS: Final = ("EagleProposer", "DraftModelProposer")
+#: Where one of these is set, a proposer does something on the host between its one-token steps.
+_HOST_SIDE: Final = (
+    "supports_mm_inputs",
+    "uses_mrope",
+    "draft_uses_xdrope_dim",
+    "constant_draft_positions",
+    "use_heterogeneous_vocab",
+    "use_local_argmax_reduction",
+    "allowed_attn_types",
+    "eplb_state",
+)
+#: What vLLM calls of a KV connector at each layer, and what it asks one beforehand.
+_AT_LAYERS: Final = ("wait_for_layer_load", "save_kv_layer")
+_ANSWER: Final = "requires_piecewise_for_cudagraph"
+#: What Python makes of a method without statements. A decorated one has its decorator's, which call it.
+_NOTHING: Final = frozenset(("RESUME", "NOP", "LOAD_CONST", "RETURN_VALUE", "RETURN_CONST"))
 #: Those of V2's sampler: they do nothing for a request that asks for nothing of theirs.
 _LOGITS_PROCESSORS: Final = ("LogitBiasState", "PenaltiesState", "BadWordsState")
 
@@ -34,6 +53,9 @@ _LOGITS_PROCESSORS: Final = ("LogitBiasState", "PenaltiesState", "BadWordsState"
 class Part(Flag):
     """What is recorded of a step, each by itself: of V1 by `v1-draft-phase` and `v1-step-inputs`, of V2 likewise."""
 
+    #: Of a drafter, by `draft-full-graph` and `draft-loop-graph`.
+    V1_PASSES = auto()
+    V1_CHAIN = auto()
     V1_SAMPLING = auto()
     V1_DRAFTING = auto()
     V1_INPUTS = auto()
@@ -42,6 +64,10 @@ class Part(Flag):
     V2_SAMPLING = auto()
     V2_DRAFTING = auto()
     V2_INPUTS = auto()
+    #: Of a drafter, by `v2-fused-drafts`.
+    V2_STEPS = auto()
+    #: Whole batches of any shape, also without speculation, by `v2-mixed-graphs`.
+    V2_MIXED = auto()
 
 
 class Obstacle(NamedTuple):
@@ -50,7 +76,7 @@ class Obstacle(NamedTuple):
     Attributes:
         reason: with `{}` for what `found` returns.
         hinders: what cannot be recorded then.
-        found: of a runner, whether the obstacle is there, or which it is.
+        found: of a runner, or of a drafter where that has the graphs, whether the obstacle is there, or which it is.
     """
 
     reason: str
@@ -58,21 +84,51 @@ class Obstacle(NamedTuple):
     found: Callable[[Any], object]
 
 
-def why_not(runner: Any, parts: Part) -> str | None:
+def why_not(owner: Any, parts: Part) -> str | None:
     """All that stands against recording one of `parts`; None where nothing does.
 
     Args:
-        runner: a `GPUModelRunner` of V1 or of Model Runner V2 that has its KV cache.
+        owner: a `GPUModelRunner` of V1 or of Model Runner V2 that has its KV cache, or at least its managers of graphs
+            for `V2_MIXED`. For `V1_PASSES` and `V1_CHAIN` a V1 drafter, for `V2_STEPS` a speculator, each with its
+            attention groups; what `V1_PASSES` needs is there before them.
     """
-    if runner.speculative_config is None or getattr(runner, "drafter", getattr(runner, "speculator", None)) is None:
+    drafter = getattr(owner, "drafter", getattr(owner, "speculator", owner))
+    if not parts & Part.V2_MIXED and (owner.speculative_config is None or drafter is None):
         return "this worker does not draft"
-    found = [(row.reason, row.found(runner)) for row in OBSTACLES if row.hinders & parts]
+    found = [(row.reason, row.found(owner)) for row in OBSTACLES if row.hinders & parts]
     return "; ".join(reason.format(what) for reason, what in found if what) or None
 
 
-def first(obstacles: Mapping[str, object]) -> str | None:
-    """The first of these reasons that holds, or None."""
-    return next((reason for reason, holds in obstacles.items() if holds), None)
+def builder_classes(proposer: Any) -> frozenset[type]:
+    """The classes of a V1 drafter's metadata builders; empty until its `initialize_attn_backend` made them."""
+    return frozenset(type(group.get_metadata_builder()) for group in proposer.draft_attn_groups)
+
+
+def working_by_layer(transfer: KVTransferConfig | None) -> str:
+    """The name of the KV connector's class that may load or save keys at each layer; empty where none does.
+
+    vLLM asks a connector before and after each attention layer, on the host. A captured pass skips that. A connector
+    that needs it can say so, and vLLM then has no FULL graphs; not all connectors say so.
+
+    Args:
+        transfer: vLLM's `kv_transfer_config`, of an engine with FULL graphs.
+    """
+    if transfer is None:
+        return ""
+    cls: Any = KVConnectorFactory.get_connector_class(transfer)
+    name: str = cls.__name__
+    if name == "MultiConnector":
+        parts = transfer.kv_connector_extra_config.get("connectors", ())
+        return next((found for part in parts if (found := working_by_layer(KVTransferConfig(**part)))), "")
+    if any(_ANSWER in vars(base) for base in cls.__mro__ if base is not KVConnectorBase_V1):
+        # It was asked, and works in another way with these options.
+        return ""
+    return "" if all(_does_nothing(getattr(cls, hook)) for hook in _AT_LAYERS) else name
+
+
+def _does_nothing(method: Any) -> bool:
+    code = getattr(method, "__code__", None)
+    return code is not None and all(one.opname in _NOTHING for one in dis.get_instructions(code))
 
 
 def _has(*names: str) -> Callable[[Any], bool]:
@@ -121,13 +177,40 @@ def _plans_by_window(runner: Any) -> bool:
     return any(one.aot_sliding_window not in (None, (-1, -1)) for one in planned)
 
 
+def _other_proposer(proposer: Any) -> str:
+    """DFlash's is the patched one where a hunk has given it graphs of the context."""
+    name = type(proposer).__name__
+    return "" if name in _PROPOSERS or (name == "DFlashProposer" and hasattr(proposer, "draft_context")) else name
+
+
+def _breakable_in_any_mode(proposer: Any) -> bool:
+    model = getattr(proposer, "model", None)
+    return "Breakable" in type(model).__name__ and getattr(model, "runtime_mode", None) is None
+
+
+def _host_side(proposer: Any) -> str:
+    return ", ".join(name for name in _HOST_SIDE if getattr(proposer, name, None))
+
+
 def _other_method(runner: Any) -> str:
     method: str = runner.speculative_config.method
     return "" if method in _METHODS else method
 
 
 def _other_speculator(runner: Any) -> str:
-    return "" if type(runner.speculator).__name__ in _SPECULATORS else _names([runner.speculator])
+    speculator = runner.speculator
+    return "" if speculator is None or type(speculator).__name__ in _SPECULATORS else _names([speculator])
+
+
+def _no_decode_apart(runner: Any) -> str:
+    mode = runner.cudagraph_manager.cudagraph_mode
+    return "" if mode.separate_routine() and mode.decode_mode() == CUDAGraphMode.FULL else mode.name
+
+
+def _some_batches_only(runner: Any) -> str:
+    found = ((one.get_metadata_builder(0), one.kv_cache_spec) for groups in runner.attn_groups for one in groups)
+    supported = ((type(one).__name__, one.get_cudagraph_support(runner.vllm_config, spec)) for one, spec in found)
+    return ", ".join(f"{name} supports {what.name}" for name, what in supported if what != AttentionCGSupport.ALWAYS)
 
 
 def _state_before(runner: Any) -> str:
@@ -175,14 +258,86 @@ def _lacks_graphs(runner: Any) -> str:
 _PHASE: Final = Part.V1_SAMPLING | Part.V1_DRAFTING
 _TAIL: Final = Part.V2_SAMPLING | Part.V2_DRAFTING
 _SAMPLES: Final = Part.V1_SAMPLING | Part.V2_SAMPLING
+_PASSES, _CHAIN, _STEPS, _MIXED = Part.V1_PASSES, Part.V1_CHAIN, Part.V2_STEPS, Part.V2_MIXED
 _V1, _V2, _METADATA, _DRAFTS = Part.V1_INPUTS, Part.V2_INPUTS, Part.V1_METADATA, Part.V2_DRAFTING
 
 OBSTACLES: Final = (
+    Obstacle("{} has drafting code of its own that no live feature covers", _PASSES, _other_proposer),
+    Obstacle("the speculative config asks for enforce_eager", _PASSES, attrgetter("speculative_config.enforce_eager")),
+    Obstacle(
+        "disable_padded_drafter_batch gives the drafter batches of varying query length",
+        _PASSES,
+        attrgetter("speculative_config.disable_padded_drafter_batch"),
+    ),
+    Obstacle("with data parallelism the ranks agree on a graph mode by token count alone", _PASSES, _ranks("data")),
+    Obstacle(
+        "decode context parallelism keeps per-rank lengths at changing addresses", _PASSES, _ranks("decode_context")
+    ),
+    Obstacle(
+        "layers that the drafter shares with the target map tokens to LoRA adapters by the target's batch",
+        _PASSES,
+        attrgetter("vllm_config.lora_config"),
+    ),
+    Obstacle(
+        "the draft model already runs in breakable CUDA graphs, which capture in every mode",
+        _PASSES,
+        _breakable_in_any_mode,
+    ),
+    Obstacle(
+        "the draft model shares top-k indices between steps by a host-side switch", _PASSES, _has("_share_mtp_indices")
+    ),
+    Obstacle(
+        "{} may load and save keys layer by layer, also those of the draft of a prompt",
+        _PASSES,
+        lambda p: p.speculative_config.use_dflash() and working_by_layer(p.vllm_config.kv_transfer_config),
+    ),
+    Obstacle(
+        "one pass drafts every token, so there is no chain",
+        _CHAIN,
+        lambda p: p.speculative_config.num_speculative_tokens < 2 or p.parallel_drafting,
+    ),
+    Obstacle("metadata has to be built between steps ({})", _CHAIN, lambda p: refusing(builder_classes(p), "chain")),
+    Obstacle(
+        # DeepSeek V4's MTP passes several residual streams on, side by side.
+        "the states that the draft model passes on are wider than those it samples from",
+        _CHAIN,
+        lambda p: p.hidden_size != p.draft_model_config.get_hidden_size(),
+    ),
+    Obstacle("the drafter does host work between steps: {}", _CHAIN, _host_side),
+    Obstacle(
+        "{} draft tokens have no two steps after the first",
+        _STEPS,
+        lambda s: s.num_speculative_steps < 3 and str(s.num_speculative_steps),
+    ),
+    Obstacle(
+        "the target has no FULL graphs for decode batches, and the drafter follows it",
+        _STEPS,
+        lambda s: not s.decode_cudagraph_manager.needs_capture(),
+    ),
+    Obstacle(
+        # Before 0.23.0 every speculator's go up.
+        "the draft's positions stay the same, so vLLM makes the metadata once as it is",
+        _STEPS,
+        lambda s: not getattr(s, "advance_draft_positions", True),
+    ),
+    Obstacle("ranks of a data-parallel engine agree on each step; this was never run", _STEPS, lambda s: s.dp_size > 1),
+    Obstacle("the draft's experts are balanced by the host, before each step", _STEPS, _has("eplb_state")),
+    Obstacle(
+        "no graph may hold the building of the draft layers' metadata ({})",
+        _STEPS,
+        lambda s: why_not_in_graph(s.attn_groups),
+    ),
+    Obstacle("cudagraph_mode is {}", _MIXED, _no_decode_apart),
+    Obstacle("a KV connector may load a prompt layer by layer", _MIXED, attrgetter("vllm_config.kv_transfer_config")),
+    Obstacle("prompts skip layers", _MIXED, _has("fast_prefill")),
+    Obstacle("graphs are broken at attention", _MIXED, attrgetter("cudagraph_manager.use_breakable_cg")),
+    Obstacle("there is one request at a time", _MIXED, lambda r: r.max_num_reqs == 1),
+    Obstacle("only some batches can have graphs: {}", _MIXED, _some_batches_only),
     Obstacle("the speculative method is {}", _PHASE | _DRAFTS, _other_method),
-    Obstacle("{} drafts in a way of its own", _DRAFTS, _other_speculator),
+    Obstacle("{} drafts in a way of its own", _DRAFTS | _MIXED, _other_speculator),
     Obstacle("drafts are not verified by rejection", _TAIL, lambda r: r.rejection_sampler is None),
-    Obstacle(VERIFIED, _V1, lambda r: r.speculative_config.method == "ngram_gpu"),
-    Obstacle(VERIFIED, _TAIL, _has("adaptive_verification")),
+    Obstacle(_VERIFIED, _V1, lambda r: r.speculative_config.method == "ngram_gpu"),
+    Obstacle(_VERIFIED, _TAIL | _MIXED, _has("adaptive_verification")),
     Obstacle(
         "the number of drafts changes from step to step",
         _DRAFTS,
@@ -190,9 +345,7 @@ OBSTACLES: Final = (
     ),
     Obstacle("acceptance is estimated in each step", _DRAFTS, _has("speculator.acceptance_estimator")),
     Obstacle("{}", _PHASE, _lacks_graphs),
-    Obstacle(
-        "the drafter works on the host between steps: {}", _PHASE, lambda r: ", ".join(chain_facts(r.drafter).host_side)
-    ),
+    Obstacle("the drafter works on the host between steps: {}", _PHASE, lambda r: _host_side(r.drafter)),
     Obstacle(
         "the drafter has tokens of its own in its first pass",
         _PHASE,
@@ -203,9 +356,11 @@ OBSTACLES: Final = (
         _METADATA,
         _has("drafter.set_per_group_attn_metadata", "drafter.set_per_group_block_table"),
     ),
-    Obstacle("ranks of data parallelism agree on each step on the host", _METADATA | _TAIL, _ranks("data")),
-    Obstacle(STAGES, _PHASE | _V1 | _TAIL, _ranks("pipeline")),
-    Obstacle(CONTEXT, _V1 | _TAIL, _ranks("decode_context", "prefill_context")),
+    Obstacle("ranks of data parallelism agree on each step on the host", _METADATA | _TAIL | _MIXED, _ranks("data")),
+    Obstacle(
+        "stages of a pipeline exchange tokens in the host's order", _PHASE | _V1 | _TAIL | _MIXED, _ranks("pipeline")
+    ),
+    Obstacle("the context is split among ranks", _V1 | _TAIL | _MIXED, _ranks("decode_context", "prefill_context")),
     Obstacle(
         "experts are counted on the host in each step",
         _PHASE | _TAIL,
@@ -217,10 +372,10 @@ OBSTACLES: Final = (
         _PHASE | _TAIL,
         lambda _: not isinstance(get_offloader(), NoopOffloader),
     ),
-    Obstacle(ADAPTERS, _V1 | _TAIL, attrgetter("lora_config")),
-    Obstacle(ENCODER, _PHASE | _V1 | _TAIL, attrgetter("model_config.is_encoder_decoder")),
+    Obstacle("adapters (LoRA) change from batch to batch", _V1 | _TAIL | _MIXED, attrgetter("lora_config")),
+    Obstacle("the model has an encoder", _PHASE | _V1 | _TAIL | _MIXED, attrgetter("model_config.is_encoder_decoder")),
     Obstacle("prompts may be embeddings", _PHASE | _V1, attrgetter("enable_prompt_embeds")),
-    Obstacle("the model takes images or the like", _V2, attrgetter("supports_mm_inputs")),
+    Obstacle("the model takes images or the like", _V2 | _MIXED, attrgetter("supports_mm_inputs")),
     Obstacle(
         "positions have several dimensions", _V1 | _V2, _has("model_config.uses_mrope", "model_config.uses_xdrope_dim")
     ),
@@ -245,7 +400,7 @@ OBSTACLES: Final = (
     Obstacle("block tables of the draft layers are made anew in each step", _PHASE, _other_blocks),
     Obstacle("metadata has to be built in each step ({})", _DRAFTS, lambda r: why_not_in_graph(_draft_groups(r))),
     Obstacle("{}: the first pass's plan is made by its first kernel, once", _DRAFTS, _planned_first_pass),
-    Obstacle("{} may make metadata on the host", _METADATA | _V2, _host_builders),
+    Obstacle("{} may make metadata on the host", _METADATA | _V2 | _MIXED, _host_builders),
     Obstacle("a schedule for windows depends on the longest sequence", _METADATA, _plans_by_window),
     Obstacle(
         "which keys are seen depends on prompts", _METADATA | _V2, _has("is_mm_prefix_lm", "model_config.rswa_window")

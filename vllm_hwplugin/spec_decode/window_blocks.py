@@ -8,7 +8,6 @@ over blocks that other requests may have by now.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from vllm.v1.core.single_type_kv_cache_manager import MambaManager, SingleTypeKVCacheManager
@@ -35,30 +34,6 @@ def remove_skipped_blocks(coordinator: Any, request: Any, total_computed_tokens:
         manager.remove_skipped_blocks(request.request_id, computed, **more)
 
 
-@dataclass(frozen=True)
-class SchedulerFacts:
-    """What decides whether an engine uses this; plain values, so that the decision needs no engine.
-
-    Attributes:
-        speculates: whether there is speculative decoding.
-        async_scheduling: whether a step is scheduled while the last one still runs.
-        window: whether some layers' blocks are freed once a window has passed them.
-    """
-
-    speculates: bool
-    async_scheduling: bool
-    window: bool
-
-
-def window_blocks_obstacle(facts: SchedulerFacts) -> str | None:
-    """Why blocks are freed as in stock vLLM, or None."""
-    if not facts.speculates:
-        return "there is no speculative decoding"
-    if not facts.async_scheduling:
-        return "without asynchronous scheduling a step is scheduled when the last one's drafts are verified"
-    return None if facts.window else "no layer frees blocks behind a window"
-
-
 def report_scheduler(scheduler: Any) -> None:
     """Say whether an engine uses this: called by the patched `Scheduler.__init__`, once the KV cache manager stands.
 
@@ -71,14 +46,16 @@ def report_scheduler(scheduler: Any) -> None:
 def _examine(scheduler: Any, entry: Journal) -> Findings:
     config = scheduler.vllm_config
     keeps_all = SingleTypeKVCacheManager.get_num_skipped_tokens
-    facts = SchedulerFacts(
-        speculates=config.speculative_config is not None,
-        async_scheduling=bool(config.scheduler_config.async_scheduling),
-        window=any(
-            type(manager).get_num_skipped_tokens is not keeps_all and not isinstance(manager, MambaManager)
-            for manager in scheduler.kv_cache_manager.coordinator.single_type_managers
-        ),
+    use = use_of(
+        {
+            "there is no speculative decoding": config.speculative_config is None,
+            "without asynchronous scheduling a step is scheduled when the last one's drafts are verified": (
+                not config.scheduler_config.async_scheduling
+            ),
+            "no layer frees blocks behind a window": not any(
+                type(manager).get_num_skipped_tokens is not keeps_all and not isinstance(manager, MambaManager)
+                for manager in scheduler.kv_cache_manager.coordinator.single_type_managers
+            ),
+        }
     )
-    return Findings(
-        "scheduler", {WINDOW_BLOCKS: use_of(window_blocks_obstacle(facts))} if WINDOW_BLOCKS in entry.live else {}
-    )
+    return Findings("scheduler", {WINDOW_BLOCKS: use} if WINDOW_BLOCKS in entry.live else {})

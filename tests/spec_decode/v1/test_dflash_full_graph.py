@@ -15,8 +15,7 @@ from vllm.forward_context import BatchDescriptor  # noqa: E402
 
 from vllm_hwplugin.fallback import FeatureRequired  # noqa: E402
 from vllm_hwplugin.spec_decode.v1.dflash_full_graph import ContextGraphs, lengthen_query_buffers  # noqa: E402
-from vllm_hwplugin.spec_decode.v1.draft_decision import FirstPass  # noqa: E402
-from vllm_hwplugin.spec_decode.v1.draft_facts import first_pass_of  # noqa: E402
+from vllm_hwplugin.spec_decode.v1.draft_decision import FirstPass, first_pass_of  # noqa: E402
 from vllm_hwplugin.spec_decode.v1.draft_full_graph import DraftGraphs, capture_draft_graphs  # noqa: E402
 
 from ...conftest import versions  # noqa: E402

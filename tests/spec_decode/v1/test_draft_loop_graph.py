@@ -14,7 +14,6 @@ from vllm.config import CUDAGraphMode  # noqa: E402
 from vllm_hwplugin.fallback import FeatureRequired  # noqa: E402
 from vllm_hwplugin.spec_decode.decode_batch import uniform_shape  # noqa: E402
 from vllm_hwplugin.spec_decode.v1 import draft_loop_graph  # noqa: E402
-from vllm_hwplugin.spec_decode.v1.draft_facts import chain_facts  # noqa: E402
 from vllm_hwplugin.spec_decode.v1.draft_full_graph import capture_draft_graphs  # noqa: E402
 from vllm_hwplugin.spec_decode.v1.pass_graphs import descriptor_of  # noqa: E402
 
@@ -25,26 +24,6 @@ DECODE_ONLY = CUDAGraphMode.FULL_DECODE_ONLY
 
 
 # -- decisions --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "supports_mm_inputs",
-        "uses_mrope",
-        "draft_uses_xdrope_dim",
-        "constant_draft_positions",
-        "use_heterogeneous_vocab",
-        "use_local_argmax_reduction",
-        "allowed_attn_types",
-        "eplb_state",
-    ],
-)
-def test_host_work_between_steps_is_seen(make, name):
-    proposer = make("loop", EAGLE, 3)
-    assert chain_facts(proposer).host_side == ()
-    setattr(proposer, name, (int,))
-    assert chain_facts(proposer).host_side == (name,)
 
 
 @pytest.mark.parametrize("k", [2, 3])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ import torch
 from vllm_hwplugin.fallback import FeatureRequired
 from vllm_hwplugin.spec_decode import builders
 from vllm_hwplugin.spec_decode.v2 import fused_drafts
-from vllm_hwplugin.spec_decode.v2.fused_drafts import SpeculatorFacts, fused_drafts_obstacle
 
 from .released_modules import Graph
 from .speculators import BLOCK, MAX_LEN, DevicePlan, HostPlan, LazyPlan, Runner, Views
@@ -190,32 +188,3 @@ def test_block_tables_keep_their_addresses(modules, version: str) -> None:
     assert {name: value.data_ptr() for name, value in after.items()} == addresses
     assert contents
     assert all(torch.equal(after[name], value) for name, value in contents.items())
-
-
-# -- the decision -----------------------------------------------------------------------------------------------------
-
-FITTING = SpeculatorFacts(
-    num_speculative_steps=3,
-    advances=True,
-    attention=None,
-    data_parallel_size=1,
-    expert_balancing=False,
-    has_graphs=True,
-)
-
-
-@pytest.mark.parametrize(
-    ("changed", "reason"),
-    [
-        ({}, None),
-        ({"num_speculative_steps": 2}, "2 draft tokens have no two steps"),
-        ({"advances": False}, "positions stay the same"),
-        ({"attention": "X: each build plans on the host"}, "(X: each build plans on the host)"),
-        ({"data_parallel_size": 2}, "data-parallel"),
-        ({"expert_balancing": True}, "experts are balanced"),
-        ({"has_graphs": False}, "no FULL graphs"),
-    ],
-)
-def test_decision(changed: dict[str, Any], reason: str | None) -> None:
-    found = fused_drafts_obstacle(replace(FITTING, **changed))
-    assert (found is None) if reason is None else (found is not None and reason in found)

@@ -294,19 +294,3 @@ def test_flash_attention_splits_keys_into_few_parts_there(vllm_tree, version: st
     # A decode batch, a prompt, and both of them above vLLM's largest size.
     assert splits(8, 64, 8) == splits(1, 64, 64) == 32
     assert splits(8, 128, 16) == splits(1, 128, 128) == 0
-
-
-@pytest.mark.parametrize(
-    ("changed", "reason"),
-    [
-        ({"supports_mm_inputs": True}, "the model has an encoder"),
-        ({"max_num_reqs": 1}, "there is one request at a time"),
-        ({"lora_config": object()}, "adapters (LoRA) change from batch to batch"),
-    ],
-)
-def test_an_engine_that_cannot_have_them_has_none(vllm_tree, notes, changed: dict[str, Any], reason: str) -> None:
-    with with_them(vllm_tree("0.32.0"), CUDAGraphMode.FULL_DECODE_ONLY) as sides:
-        runner = sides.both[1].runner
-        assert mixed_graphs.mixed_graphs_obstacle(runner) is None
-        vars(runner).update(changed)
-        assert mixed_graphs.mixed_graphs_obstacle(runner) == reason

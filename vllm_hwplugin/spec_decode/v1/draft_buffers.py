@@ -18,7 +18,7 @@ from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
 
 from vllm_hwplugin.features import DRAFT_FULL_GRAPH, gate_of
 from vllm_hwplugin.spec_decode.decode_batch import GraphShape
-from vllm_hwplugin.spec_decode.v1.draft_decision import STEP_QUERY_LEN, DraftKeys
+from vllm_hwplugin.spec_decode.v1.draft_decision import STEP_QUERY_LEN, DraftKeys, rows_held
 
 # Per-request tensors on the host that a metadata builder may read. They follow the padding of the device tensors.
 _HOST_ROWS = ("_seq_lens_cpu", "_num_computed_tokens_cpu", "seq_lens_cpu_upper_bound", "is_prefilling")
@@ -41,14 +41,6 @@ def unmanaged_field(metadata: Any) -> str | None:
     if ranges is not None and any(ranges.values()):
         return "mm_req_doc_ranges"
     return next((name for name in _UNMANAGED if getattr(metadata, name, None) is not None), None)
-
-
-def rows_held(table: torch.Tensor) -> int:
-    """Rows that the storage behind `table`, int32 [batch, blocks], holds from its first row on."""
-    available = table.untyped_storage().nbytes() // table.element_size() - table.storage_offset()
-    width = (table.shape[1] - 1) * table.stride(1) + 1
-    rows: int = (available - width) // table.stride(0) + 1
-    return rows
 
 
 def full_block_table(table: torch.Tensor, num_reqs: int) -> torch.Tensor:

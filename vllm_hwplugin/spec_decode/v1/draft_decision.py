@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is captured for a drafter, or why nothing: plain facts in, shapes and reasons out.
+"""What is captured for a drafter of the V1 runner, or why nothing.
 
 A drafter runs two kinds of pass. The first reads every scheduled token of every request: 1 + k of them in a decode
 batch, more if the drafter appends slots of its own. The later ones read one token a request. vLLM pads both with one
@@ -8,8 +8,6 @@ length has its own table, counted in requests.
 
 A DFlash drafter reads only the last given token. Keys and values of the others are put into its cache beforehand. Its
 queries are that token and k masks, in every batch, and each sees the whole block.
-
-Neither torch nor vLLM is imported, so the rules need no device; `draft_facts` reads the facts off a proposer.
 """
 
 from __future__ import annotations
@@ -17,8 +15,14 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import torch
+from vllm.config import CUDAGraphMode
+
+from vllm_hwplugin.spec_decode.builders import refusing
 from vllm_hwplugin.spec_decode.decode_batch import GraphShape, uniform_shape
+from vllm_hwplugin.spec_decode.obstacles import Part, builder_classes, why_not
 
 #: Tokens of a request in every pass of an autoregressive drafter but the first.
 STEP_QUERY_LEN = 1
@@ -122,69 +126,12 @@ class FirstPass:
     tokens_only: bool = False
 
 
-@dataclass(frozen=True)
-class DrafterFacts:
-    """What is known of a drafter once the target's graph mode is settled.
-
-    Attributes:
-        proposer: name of its class.
-        target_mode: name of the target's `CUDAGraphMode`.
-        target_has_graphs: whether that mode has FULL graphs.
-        covered: whether its drafting code is the patched one.
-        padded_batch: whether rejected tokens stay in its batches.
-        breakable_any_mode: whether its model runs in breakable CUDA graphs that capture in every mode.
-        shares_mtp_indices: whether its model is told on the host to share top-k indices between steps.
-        prompts_by_layer: the KV connector that vLLM asks at each layer of a pass, if the drafter's passes over prompts
-            would have graphs and the target's have none; else None.
-    """
-
-    proposer: str
-    target_mode: str
-    target_has_graphs: bool = True
-    covered: bool = True
-    enforce_eager: bool = False
-    padded_batch: bool = True
-    data_parallel_size: int = 1
-    context_parallel_size: int = 1
-    lora: bool = False
-    breakable_any_mode: bool = False
-    shares_mtp_indices: bool = False
-    prompts_by_layer: str | None = None
-
-
-@dataclass(frozen=True)
-class BatchFacts:
-    """What decides which batches of a drafter can have graphs.
-
-    Attributes:
-        capture_sizes: the target's `cudagraph_capture_sizes`, in tokens.
-        mixed: whether the target has FULL graphs for batches that mix prefill and decode.
-        first: the drafter's first pass.
-        max_num_seqs: requests in a batch, at most.
-        parallel_drafting: the first pass drafts every token, so there are no one-token steps.
-    """
-
-    capture_sizes: tuple[int, ...]
-    mixed: bool
-    num_speculative_tokens: int
-    first: FirstPass
-    max_num_seqs: int
-    parallel_drafting: bool = False
-
-
-@dataclass(frozen=True)
-class CaptureFacts:
-    """What is known once the runner captures the target's graphs.
-
-    Attributes:
-        attention: why the draft layers' attention backends allow no graph, or None.
-        decode_threshold: the longest query that every one of them treats as decode; None for no limit.
-        table_rows: rows that the drafter's block table holds; None where the runner built no metadata for it.
-    """
-
-    attention: str | None = None
-    decode_threshold: int | None = None
-    table_rows: int | None = None
+def rows_held(table: torch.Tensor) -> int:
+    """Rows that the storage behind `table`, int32 [batch, blocks], holds from its first row on."""
+    available = table.untyped_storage().nbytes() // table.element_size() - table.storage_offset()
+    width = (table.shape[1] - 1) * table.stride(1) + 1
+    rows: int = (available - width) // table.stride(0) + 1
+    return rows
 
 
 @dataclass(frozen=True)
@@ -195,96 +142,110 @@ class CapturePlan:
     reason: str = ""
 
 
-def decide(drafter: DrafterFacts, batches: BatchFacts, at_capture: CaptureFacts | None = None) -> CapturePlan:
-    """What to capture for a drafter.
+def drafter_obstacle(proposer: Any, target_mode: CUDAGraphMode) -> str | None:
+    """Why this drafter runs as in stock vLLM whatever its batches and its attention are, or None."""
+    if not target_mode.has_full_cudagraphs():
+        return f"the target's cudagraph_mode is {target_mode.name}, and the drafter follows it"
+    return why_not(proposer, Part.V1_PASSES)
+
+
+def plan_before_capture(proposer: Any, target_mode: CUDAGraphMode) -> CapturePlan:
+    """What could be captured at most for a `SpecDecodeBaseProposer` whose target resolved to `target_mode`."""
+    reason = drafter_obstacle(proposer, target_mode)
+    return _planned(proposer, target_mode, None) if reason is None else CapturePlan(None, reason)
+
+
+def plan_at_capture(proposer: Any, target_mode: CUDAGraphMode, template: Any) -> CapturePlan:
+    """What to capture, once the drafter has its attention groups.
 
     Args:
-        at_capture: None before the target's graphs are captured. The answer is then what could be captured at most.
+        template: the `CommonAttentionMetadata` that the runner built for the drafter's KV-cache group, or None.
     """
-    reason = drafter_obstacle(drafter)
-    if reason is None and at_capture is not None:
-        reason = at_capture.attention
+    reason = drafter_obstacle(proposer, target_mode) or _attention_obstacle(proposer)
     if reason is not None:
         return CapturePlan(None, reason)
-    keys = plan_keys(batches, None if at_capture is None else at_capture.decode_threshold)
-    shapes = keys.all()
-    if not shapes:
+    thresholds = [group.get_metadata_builder().reorder_batch_threshold for group in proposer.draft_attn_groups]
+    plan = _planned(proposer, target_mode, min((one for one in thresholds if one is not None), default=None))
+    if plan.keys is None:
+        return plan
+    if template is None:
+        missing = "the runner built no attention metadata for the drafter's KV-cache group while capturing"
+        return CapturePlan(None, missing)
+    rows, held = max(shape.num_reqs for shape in plan.keys.all()), rows_held(template.block_table_tensor)
+    if rows > held:
+        return CapturePlan(None, f"the largest graph has {rows} rows, and the drafter's block table holds {held}")
+    return plan
+
+
+def _planned(proposer: Any, target_mode: CUDAGraphMode, decode_threshold: int | None) -> CapturePlan:
+    config, spec = proposer.vllm_config, proposer.speculative_config
+    keys = plan_keys(
+        first_pass_of(proposer),
+        tuple(config.compilation_config.cudagraph_capture_sizes or ()),
+        spec.num_speculative_tokens,
+        config.scheduler_config.max_num_seqs,
+        mixed=target_mode.mixed_mode() == CUDAGraphMode.FULL,
+        steps=spec.num_speculative_tokens > 1 and not proposer.parallel_drafting,
+        decode_threshold=decode_threshold,
+    )
+    if not keys.all():
         return CapturePlan(None, "no capture size holds a whole batch of the drafter")
-    if at_capture is not None:
-        rows, held = max(shape.num_reqs for shape in shapes), at_capture.table_rows
-        if held is None:
-            missing = "the runner built no attention metadata for the drafter's KV-cache group while capturing"
-            return CapturePlan(None, missing)
-        if rows > held:
-            return CapturePlan(None, f"the largest graph has {rows} rows, and the drafter's block table holds {held}")
     return CapturePlan(keys)
 
 
-def drafter_obstacle(drafter: DrafterFacts) -> str | None:
-    """Why this drafter runs as in stock vLLM whatever its batches and its attention are, or None."""
-    if not drafter.covered:
-        return f"{drafter.proposer} has drafting code of its own that no live feature covers"
-    if drafter.enforce_eager:
-        return "the speculative config asks for enforce_eager"
-    if not drafter.target_has_graphs:
-        return f"the target's cudagraph_mode is {drafter.target_mode}, and the drafter follows it"
-    if not drafter.padded_batch:
-        return "disable_padded_drafter_batch gives the drafter batches of varying query length"
-    if drafter.data_parallel_size > 1:
-        return "with data parallelism the ranks agree on a graph mode by token count alone"
-    if drafter.context_parallel_size > 1:
-        return "decode context parallelism keeps per-rank lengths at changing addresses"
-    if drafter.lora:
-        return "layers that the drafter shares with the target map tokens to LoRA adapters by the target's batch"
-    if drafter.breakable_any_mode:
-        return "the draft model already runs in breakable CUDA graphs, which capture in every mode"
-    if drafter.shares_mtp_indices:
-        return "the draft model shares top-k indices between steps by a host-side switch"
-    if drafter.prompts_by_layer is not None:
-        return f"{drafter.prompts_by_layer} may load and save keys layer by layer, also those of the draft of a prompt"
-    return None
+def _attention_obstacle(proposer: Any) -> str | None:
+    builders = builder_classes(proposer)
+    if not builders:
+        return "the drafter has no attention groups"
+    refused = refusing(builders, "passes")
+    if refused is not None:
+        return f"no graph may hold the draft layers' attention ({refused})"
+    refused = None if first_pass_of(proposer).causal else refusing(builders, "non_causal")
+    return None if refused is None else f"no graph may hold the draft layers' non-causal attention ({refused})"
 
 
-def plan_keys(batches: BatchFacts, decode_threshold: int | None) -> DraftKeys:
-    """The shapes that follow the target's, wherever the drafter's attention and buffers can have them."""
-    first = batches.first
-    ladder = request_ladder(batches.capture_sizes, 1 + batches.num_speculative_tokens, batches.max_num_seqs)
-    uniform: dict[int, tuple[int, ...]] = {}
-    if batches.num_speculative_tokens > 1 and not batches.parallel_drafting:
-        uniform[STEP_QUERY_LEN] = ladder
+def first_pass_of(proposer: Any) -> FirstPass:
+    """The first pass of a `SpecDecodeBaseProposer`."""
+    num_speculative_tokens = proposer.speculative_config.num_speculative_tokens
+    if proposer.speculative_config.use_dflash():
+        return FirstPass(
+            query_len=1 + num_speculative_tokens,
+            max_tokens=proposer.max_query_tokens,
+            always_uniform=True,
+            # Before 0.23.0 vLLM knows non-causal drafts alone.
+            causal=getattr(proposer, "dflash_causal", False),
+            tokens_only=True,
+        )
+    return FirstPass(
+        query_len=1 + num_speculative_tokens + proposer.net_num_new_slots_per_request,
+        max_tokens=min(proposer.max_num_tokens, proposer.max_positions),
+    )
+
+
+def plan_keys(
+    first: FirstPass,
+    capture_sizes: Sequence[int],
+    num_speculative_tokens: int,
+    max_num_seqs: int,
+    *,
+    mixed: bool,
+    steps: bool,
+    decode_threshold: int | None,
+) -> DraftKeys:
+    """The shapes that follow the target's, wherever the drafter's attention and buffers can have them.
+
+    Args:
+        first: the drafter's first pass.
+        capture_sizes: the target's `cudagraph_capture_sizes`, in tokens.
+        num_speculative_tokens: drafts of a request.
+        max_num_seqs: requests in a batch, at most.
+        mixed: whether the target has FULL graphs for batches that mix prefill and decode.
+        steps: whether one-token steps follow the first pass.
+        decode_threshold: the longest query that every attention backend treats as decode; None for no limit.
+    """
+    ladder = request_ladder(capture_sizes, 1 + num_speculative_tokens, max_num_seqs)
+    uniform: dict[int, tuple[int, ...]] = {STEP_QUERY_LEN: ladder} if steps else {}
     if decode_threshold is None or first.query_len <= decode_threshold:
         uniform[first.query_len] = tuple(rung for rung in ladder if rung * first.query_len <= first.max_tokens)
-    mixed: tuple[int, ...] = ()
-    if batches.mixed and not first.always_uniform:
-        mixed = tuple(sorted(size for size in batches.capture_sizes if size <= first.max_tokens))
-    return DraftKeys(uniform=uniform, mixed=mixed, max_num_seqs=batches.max_num_seqs)
-
-
-@dataclass(frozen=True)
-class ChainFacts:
-    """What decides whether a drafter's one-token steps may be one graph.
-
-    Attributes:
-        attention: why the draft layers' attention backends do not allow it, or None.
-        expanded_hidden_states: whether the states that the draft model passes on are wider than those it samples from.
-        host_side: what the drafter does on the host between steps.
-    """
-
-    num_speculative_tokens: int
-    attention: str | None = None
-    parallel_drafting: bool = False
-    expanded_hidden_states: bool = False
-    host_side: tuple[str, ...] = ()
-
-
-def chain_obstacle(facts: ChainFacts) -> str | None:
-    """Why this drafter's steps are launched one by one, or None."""
-    if facts.num_speculative_tokens < 2 or facts.parallel_drafting:
-        return "one pass drafts every token, so there is no chain"
-    if facts.attention is not None:
-        return f"metadata has to be built between steps ({facts.attention})"
-    if facts.expanded_hidden_states:
-        return "the states that the draft model passes on are wider than those it samples from"
-    if facts.host_side:
-        return f"the drafter does host work between steps: {', '.join(facts.host_side)}"
-    return None
+    sizes = sorted(size for size in capture_sizes if size <= first.max_tokens)
+    return DraftKeys(uniform, tuple(sizes) if mixed and not first.always_uniform else (), max_num_seqs)

@@ -28,8 +28,13 @@ from vllm_hwplugin.spec_decode.decode_batch import MAX_NUM_REQS, GraphShape
 from vllm_hwplugin.spec_decode.graph_recording import attempt
 from vllm_hwplugin.spec_decode.step_counts import Reason, StepCounts
 from vllm_hwplugin.spec_decode.v1.draft_buffers import DraftBuffers, unmanaged_field
-from vllm_hwplugin.spec_decode.v1.draft_decision import STEP_QUERY_LEN, DraftKeys, FirstPass, decide
-from vllm_hwplugin.spec_decode.v1.draft_facts import batch_facts, capture_facts, drafter_facts
+from vllm_hwplugin.spec_decode.v1.draft_decision import (
+    STEP_QUERY_LEN,
+    DraftKeys,
+    first_pass_of,
+    plan_at_capture,
+    plan_before_capture,
+)
 from vllm_hwplugin.spec_decode.v1.pass_graphs import PassGraphs, descriptor_of
 
 logger = logging.getLogger("vllm.hwplugin")
@@ -149,10 +154,9 @@ class DraftGraphs:
         self._forget()
         if self._failed:
             return
-        proposer = self._proposer
-        decision = decide(drafter_facts(proposer, target_mode), batch_facts(proposer, target_mode))
-        if decision.keys is None:
-            self._stay_stock(decision.reason)
+        plan = plan_before_capture(self._proposer, target_mode)
+        if plan.keys is None:
+            self._stay_stock(plan.reason)
             return
         self._target_mode = target_mode
         self._note("no drafter graph before the target's are captured")
@@ -169,26 +173,23 @@ class DraftGraphs:
         Raises:
             FeatureRequired: nothing can be captured, and a gate says `on`.
         """
-        target_mode, proposer = self._target_mode, self._proposer
+        target_mode = self._target_mode
         if target_mode is None or (self._passes is not None and self._passes.num_captured):
             return
         self._forget()
-        batches = batch_facts(proposer, target_mode)
-        at_capture = capture_facts(proposer, batches.first, template)
-        decision = decide(drafter_facts(proposer, target_mode), batches, at_capture)
-        if decision.keys is None:
-            self._stay_stock(decision.reason)
+        plan = plan_at_capture(self._proposer, target_mode, template)
+        if plan.keys is None:
+            self._stay_stock(plan.reason)
             return
         self._target_mode = target_mode
-        keys = decision.keys.largest(MAX_NUM_REQS) if profiling else decision.keys
-        if not self._capture(keys, batches.first, template) or profiling:
+        if not self._capture(plan.keys.largest(MAX_NUM_REQS) if profiling else plan.keys, template) or profiling:
             return
-        found = _describe(decision.keys)
-        self._note(f"FULL drafter graphs for {type(proposer).__name__}: {found}")
+        found = _describe(plan.keys)
+        self._note(f"FULL drafter graphs for {type(self._proposer).__name__}: {found}")
         logger.info("%s: FULL drafter graphs for %s", DRAFT_FULL_GRAPH, found)
 
-    def _capture(self, keys: DraftKeys, first: FirstPass, template: Any) -> bool:
-        proposer = self._proposer
+    def _capture(self, keys: DraftKeys, template: Any) -> bool:
+        proposer, first = self._proposer, first_pass_of(self._proposer)
         table, slots = template.block_table_tensor, proposer._slot_mapping_buffer
         self._passes = PassGraphs(proposer, first, DraftBuffers(keys, table, slots, proposer.device))
         pool = self._passes.graph_pool

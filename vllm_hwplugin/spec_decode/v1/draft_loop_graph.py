@@ -25,10 +25,10 @@ from vllm_hwplugin import journal
 from vllm_hwplugin.features import DRAFT_LOOP_GRAPH
 from vllm_hwplugin.spec_decode.decode_batch import GraphShape, uniform_shape
 from vllm_hwplugin.spec_decode.graph_recording import attempt
+from vllm_hwplugin.spec_decode.obstacles import Part, why_not
 from vllm_hwplugin.spec_decode.step_counts import Reason, StepCounts
 from vllm_hwplugin.spec_decode.v1.draft_buffers import PassBuffers
-from vllm_hwplugin.spec_decode.v1.draft_decision import STEP_QUERY_LEN, DraftKeys, chain_obstacle, pad_up
-from vllm_hwplugin.spec_decode.v1.draft_facts import chain_facts
+from vllm_hwplugin.spec_decode.v1.draft_decision import STEP_QUERY_LEN, DraftKeys, pad_up
 from vllm_hwplugin.spec_decode.v1.draft_full_graph import Companion, DraftGraphs
 from vllm_hwplugin.spec_decode.v1.pass_graphs import PassGraphs, full_graphs
 
@@ -61,8 +61,7 @@ class DraftLoop(Companion):
         """A graph for each request count of the one-token steps, with inert rows: the KV cache is not written to."""
         self.forget()
         proposer = self._proposer
-        reason = chain_obstacle(chain_facts(proposer))
-        if reason is not None:
+        if (reason := why_not(proposer, Part.V1_CHAIN)) is not None:
             self.stay_stock(reason)
             return
         max_reqs, device = proposer.vllm_config.scheduler_config.max_num_seqs, proposer.device

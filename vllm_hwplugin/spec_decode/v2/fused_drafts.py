@@ -21,7 +21,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,58 +30,8 @@ from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
 from vllm_hwplugin import journal
 from vllm_hwplugin.fallback import stays_stock
 from vllm_hwplugin.features import V2_FUSED_DRAFTS
-from vllm_hwplugin.spec_decode.builders import why_not_in_graph
+from vllm_hwplugin.spec_decode.obstacles import Part, why_not
 from vllm_hwplugin.spec_decode.step_counts import Reason, StepCounts
-
-
-@dataclass(frozen=True, slots=True)
-class SpeculatorFacts:
-    """What decides whether the steps of an autoregressive speculator may be one graph.
-
-    Attributes:
-        advances: positions and sequence lengths go up from step to step.
-        attention: why the draft layers' metadata cannot be made in a graph, or None.
-        expert_balancing: the draft's experts are moved between ranks by the host.
-        has_graphs: there is a ladder of decode graphs to capture.
-    """
-
-    num_speculative_steps: int
-    advances: bool
-    attention: str | None
-    data_parallel_size: int
-    expert_balancing: bool
-    has_graphs: bool
-
-
-def fused_drafts_obstacle(facts: SpeculatorFacts) -> str | None:
-    """Why the steps stay graphs of their own, or None."""
-    if facts.num_speculative_steps < 3:
-        return f"{facts.num_speculative_steps} draft tokens have no two steps after the first"
-    if not facts.has_graphs:
-        return "the target has no FULL graphs for decode batches, and the drafter follows it"
-    if not facts.advances:
-        return "the draft's positions stay the same, so vLLM makes the metadata once as it is"
-    if facts.data_parallel_size > 1:
-        return "ranks of a data-parallel engine agree on each step; this was never run"
-    if facts.expert_balancing:
-        return "the draft's experts are balanced by the host, before each step"
-    if facts.attention is not None:
-        return f"no graph may hold the building of the draft layers' metadata ({facts.attention})"
-    return None
-
-
-def speculator_facts(speculator: Any) -> SpeculatorFacts:
-    """The facts of a speculator that has its attention groups and its graph managers."""
-    return SpeculatorFacts(
-        num_speculative_steps=speculator.num_speculative_steps,
-        # Before 0.23.0 every speculator's do.
-        advances=getattr(speculator, "advance_draft_positions", True),
-        attention=why_not_in_graph(speculator.attn_groups),
-        data_parallel_size=speculator.dp_size,
-        # From 0.25.0 on.
-        expert_balancing=getattr(speculator, "eplb_state", None) is not None,
-        has_graphs=speculator.decode_cudagraph_manager.needs_capture(),
-    )
 
 
 class FusedDrafts:
@@ -107,8 +56,7 @@ class FusedDrafts:
             FeatureRequired: they cannot, and the gate says `on`.
         """
         self._generate_draft = None
-        reason = fused_drafts_obstacle(speculator_facts(self._speculator))
-        if reason is not None:
+        if (reason := why_not(self._speculator, Part.V2_STEPS)) is not None:
             stays_stock(V2_FUSED_DRAFTS, "a graph is launched for each draft step", reason)
             return generate_draft
         self._generate_draft = generate_draft

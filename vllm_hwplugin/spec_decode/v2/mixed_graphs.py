@@ -13,15 +13,13 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 from vllm.config.compilation import CUDAGraphMode
-from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
 from vllm_hwplugin import journal
 from vllm_hwplugin.fallback import stays_stock
 from vllm_hwplugin.features import BACKPORT_MIXED_GRAPHS, V2_MIXED_GRAPHS
-from vllm_hwplugin.spec_decode import obstacles
-from vllm_hwplugin.spec_decode.builders import host_work
 from vllm_hwplugin.spec_decode.decode_batch import MAX_NUM_REQS
+from vllm_hwplugin.spec_decode.obstacles import Part, why_not
 
 _STOCK: Final = "only decode batches have FULL graphs"
 
@@ -34,8 +32,6 @@ _SPLIT_TOKENS: Final = 4096
 
 #: Drafters whose first pass runs on the target's batch and metadata, in graphs of a manager of its own.
 _FIRST_PASS: Final = ("EagleSpeculator", "MTPSpeculator")
-#: Drafters that do not use the target's metadata.
-_APART: Final = ("DFlashSpeculator",)
 
 
 def most_splits(num_tokens: int) -> int:
@@ -44,45 +40,6 @@ def most_splits(num_tokens: int) -> int:
     It keeps float32 outputs for each token and each part. Many tokens keep the GPU busy without parts.
     """
     return max(1, min(4, _SPLIT_TOKENS // num_tokens))
-
-
-def mixed_graphs_obstacle(runner: Any) -> str | None:
-    """Why this runner's engine cannot have such graphs; None where it can.
-
-    Args:
-        runner: a `GPUModelRunner` of Model Runner V2 whose managers of graphs exist, before anything is captured.
-    """
-    manager, parallel = runner.cudagraph_manager, runner.vllm_config.parallel_config
-    mode, speculator = manager.cudagraph_mode, runner.speculator
-    decode_apart = mode.separate_routine() and mode.decode_mode() == CUDAGraphMode.FULL
-    kind = type(speculator).__name__
-    return obstacles.first(
-        {
-            f"cudagraph_mode is {mode.name}": not decode_apart,
-            "ranks of data parallelism agree on each step on the host": parallel.data_parallel_size > 1,
-            obstacles.STAGES: runner.use_pp,
-            obstacles.CONTEXT: runner.use_dcp or getattr(runner, "pcp_manager", None) is not None,
-            obstacles.ADAPTERS: runner.lora_config is not None,
-            obstacles.ENCODER: runner.is_encoder_decoder or runner.supports_mm_inputs,
-            obstacles.VERIFIED: getattr(runner, "adaptive_verification", None) is not None,
-            "a KV connector may load a prompt layer by layer": runner.vllm_config.kv_transfer_config is not None,
-            "prompts skip layers": getattr(runner, "fast_prefill", None) is not None,
-            "graphs are broken at attention": manager.use_breakable_cg,
-            "there is one request at a time": runner.max_num_reqs == 1,
-            f"{kind} drafts in a way of its own": speculator is not None and kind not in (*_FIRST_PASS, *_APART),
-        }
-    ) or _attention(runner)
-
-
-def _attention(runner: Any) -> str | None:
-    for group in (group for groups in runner.attn_groups for group in groups):
-        builder = group.get_metadata_builder(0)
-        support = builder.get_cudagraph_support(runner.vllm_config, group.kv_cache_spec)
-        if support != AttentionCGSupport.ALWAYS:
-            return f"{type(builder).__name__} supports graphs of {support.name} batches"
-        if (reason := host_work(builder)) is not None:
-            return reason
-    return None
 
 
 def add_mixed_graphs(runner: Any) -> None:
@@ -96,7 +53,7 @@ def add_mixed_graphs(runner: Any) -> None:
     """
     most_tokens = min(runner.max_num_tokens, runner.compilation_config.max_cudagraph_capture_size or 0)
     sizes = [size for size in SIZES if size <= most_tokens]
-    reason = mixed_graphs_obstacle(runner)
+    reason = why_not(runner, Part.V2_MIXED)
     if reason is not None or not sizes:
         stays_stock(V2_MIXED_GRAPHS, _STOCK, reason or f"graphs have {most_tokens} tokens at most")
         return
