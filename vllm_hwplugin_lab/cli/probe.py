@@ -15,7 +15,7 @@ from vllm_hwplugin.cli.output import write_text
 from vllm_hwplugin.cli.parser import FAILURE
 
 from ..bench import provenance, results_text
-from ..probe import CAPABILITIES, Job, Report
+from ..probe import CAPABILITIES, Job
 from ..probe import probe as run_probe
 from ._options import JsonFile, console_for, known, runs
 
@@ -56,11 +56,11 @@ def probe(
     )
     report = run_probe(job, strict=strict, on_result=lambda result: _show(result, console))
     if json_file is not None:
-        write_text(results_text({**provenance(), **report.to_dict()}, tables=False), json_file)
+        write_text(results_text({**provenance(), **report}, tables=False), json_file)
     _sum_up(report, console)
-    if report.failures:
+    if not report["ok"]:
         raise typer.Exit(1)
-    if not report.results:
+    if not report["results"]:
         raise typer.Exit(FAILURE)
 
 
@@ -78,18 +78,19 @@ def _show(result: Mapping[str, Any], console: Console) -> None:
         console.out(f"    {result['detail']}\n    {result['shape']}", highlight=False)
 
 
-def _sum_up(report: Report, console: Console) -> None:
-    for one in report.backends:
+def _sum_up(report: Mapping[str, Any], console: Console) -> None:
+    for one in report["backends"]:
         if one["left_out"] is not None:
             console.out(f"left out: {one['left_out']}", highlight=False)
-    host, failed = report.host, len(report.failures)
+    host, settings, results = report["host"], report["settings"], report["results"]
+    failed = sum(one["fails"] for one in results)
     console.out(
-        f"vLLM {host['vllm']}, torch {host['torch']}, {host['device']} ({host['name']}); seed {report.job.seed}, "
-        f"{report.job.cases} batches each: {len(report.results)} tried, {failed} "
+        f"vLLM {host['vllm']}, torch {host['torch']}, {host['device']} ({host['name']}); seed {settings['seed']}, "
+        f"{settings['cases']} batches each: {len(results)} tried, {failed} "
         f"{'differs from its' if failed == 1 else 'differ from their'} declaration",
         highlight=False,
     )
-    if not report.results:
+    if not results:
         console.print("no backend of this host could be tried", style="red")
 
 

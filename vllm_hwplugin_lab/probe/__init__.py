@@ -6,7 +6,7 @@ answers to `reference`. What is imported here imports neither torch nor vLLM.
 """
 
 from ._cases import CAPABILITIES, Case, Plain, Request, Trial, draw, trials
-from ._session import Job, ProbeError, Report, judge, one_line, probe
+from ._session import Job, ProbeError, judge, one_line, probe
 
 __all__ = [
     "CAPABILITIES",
@@ -14,7 +14,6 @@ __all__ = [
     "Job",
     "Plain",
     "ProbeError",
-    "Report",
     "Request",
     "Trial",
     "draw",

@@ -11,7 +11,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from vllm_hwplugin.errors import HwpluginError
@@ -76,72 +76,57 @@ class Job:
         return json.dumps(dataclasses.asdict(self))
 
 
-@dataclass
-class Report:
-    """Everything a probe found.
-
-    A result holds what `_trial.try_out` returns, with backend, capability, value, verdict, and whether that ``fails``.
-    """
-
-    job: Job
-    host: Mapping[str, Any] = field(default_factory=dict)
-    backends: list[Mapping[str, Any]] = field(default_factory=list)
-    results: list[Mapping[str, Any]] = field(default_factory=list)
-
-    @property
-    def failures(self) -> list[Mapping[str, Any]]:
-        return [result for result in self.results if result["fails"]]
-
-    def to_dict(self) -> dict[str, Any]:
-        """For a results file."""
-        data = dataclasses.asdict(self)
-        settings = data.pop("job")
-        del settings["done"]
-        return {"format": FORMAT, "ok": not self.failures, "settings": settings, **data}
-
-
 def probe(
     job: Job,
     *,
     strict: bool = False,
     on_result: Callable[[Mapping[str, Any]], None] = lambda result: None,
     run: Callable[..., Ended] = run_child,
-) -> Report:
+) -> dict[str, Any]:
     """Run a job to its end.
 
     Args:
         strict: what works undeclared fails, whosever backend it is; always so for the plugin's own.
 
+    Returns:
+        What the results file says. A result holds what `_trial.try_out` returns, with backend, capability, value,
+        verdict, and whether that ``fails``.
+
     Raises:
         ProbeError: a child ended outside of any trial.
     """
-    report = Report(job)
+    settings = dataclasses.asdict(job)
+    del settings["done"]
+    host: dict[str, Any] = {}
+    backends: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
     trial: dict[str, Any] = {}  # that a child is at
 
     def add(answer: dict[str, Any]) -> None:
-        own = any(one["name"] == answer["backend"] and one["own"] for one in report.backends)
+        own = any(one["name"] == answer["backend"] and one["own"] for one in backends)
         verdict, fails = judge(answer["declared"], answer["behaviour"], strict=strict or own)
-        report.results.append({**answer, "verdict": verdict, "fails": fails})
+        results.append({**answer, "verdict": verdict, "fails": fails})
         trial.clear()
-        on_result(report.results[-1])
+        on_result(results[-1])
 
     def on_event(event: Mapping[str, Any]) -> None:
         facts = {key: value for key, value in event.items() if key != "event"}
         if event["event"] == "host":
-            report.host = facts
-        elif event["event"] == "backend" and facts not in report.backends:
-            report.backends.append(facts)
+            host.update(facts)
+        elif event["event"] == "backend" and facts not in backends:
+            backends.append(facts)
         elif event["event"] in ("trial", "case"):
             trial.update(facts)
         elif event["event"] == "result":
             add(facts)
 
     while True:
-        done = [[one["backend"], one["capability"], one["value"]] for one in report.results]
+        done = [[one["backend"], one["capability"], one["value"]] for one in results]
         asked = dataclasses.replace(job, done=done).to_json()
         ended = run(MODULE, asked, {}, timeout=math.inf, patience=job.patience, on_event=on_event)
         if ended.error is None:
-            return report
+            found = {"settings": settings, "host": host, "backends": backends, "results": results}
+            return {"format": FORMAT, "ok": not any(one["fails"] for one in results), **found}
         if not trial:
             raise ProbeError(
                 f"the probe's process ended outside of any trial: {ended.error}; it needs vLLM and torch, and "
