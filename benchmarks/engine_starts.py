@@ -24,6 +24,7 @@ from typing import Any, Final
 
 from vllm_hwplugin_lab import bench
 from vllm_hwplugin_lab.bench import Case, Job, Outcome
+from vllm_hwplugin_lab.bench.plan import check, shapes_folder
 
 FORMAT: Final = "starts 1"
 #: What `bench` sets for engines that are alive together, or to have few surprises; here vLLM's own values count.
@@ -66,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sides=sides,
     )
     cases = [Case(asked.shape, method, int(k)) for method, _, k in (one.partition(":") for one in asked.case or _CASES)]
-    bench.check(cases, host, sides)
+    check(cases, host, sides)
     results: dict[str, Any] = {
         "format": FORMAT,
         **bench.provenance(),
@@ -77,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="engine-starts-") as folder:
         jobs = {
             (case, side): _as_users_start(
-                bench.job_for(case, side, settings, host, None, bench.shapes_folder(), own_process=True),
+                bench.job_for(case, side, settings, host, None, shapes_folder(), own_process=True),
                 Path(folder) / f"{case.method}-{case.k}-{side}",
             )
             for case in cases

@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from vllm_hwplugin_lab.bench import between
 from vllm_hwplugin_lab.bench.micro import MEASURED, find
 from vllm_hwplugin_lab.bench.micro import attention_cases as attention
+from vllm_hwplugin_lab.bench.table import between
 
 from ._judged import DECODE_SHARE, MANY_ROWS, SMALL_BYTES, Miss, misses
 from ._text import NONE, flops, head, memory, row, us

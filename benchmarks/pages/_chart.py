@@ -9,9 +9,10 @@ from typing import Any
 from matplotlib import colormaps
 
 from vllm_hwplugin.spec_decode.step_counts import SERVED
-from vllm_hwplugin_lab.bench import SIDE_NAMES, STOCK_OF, step_ms
+from vllm_hwplugin_lab.bench.plan import STOCK_OF
 from vllm_hwplugin_lab.bench.report import COLOURS, panels, svg
 from vllm_hwplugin_lab.bench.serve import groups
+from vllm_hwplugin_lab.bench.table import SIDE_NAMES, step_ms
 
 from ._gains import Gain
 from ._host_time import parts_us

@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vllm_hwplugin_lab.bench import (
+from vllm_hwplugin_lab.bench.results import telling_line
+from vllm_hwplugin_lab.bench.table import (
     NOT_MEASURED,
     SIDE_NAMES,
     comparisons,
@@ -18,7 +19,6 @@ from vllm_hwplugin_lab.bench import (
     sides_of,
     speed,
     steps,
-    telling_line,
 )
 
 from ._read import Found

@@ -7,7 +7,8 @@ import statistics
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from vllm_hwplugin_lab.bench import NOTHING, SIDE_NAMES, TINY, between, idle, profiled, step, worth
+from vllm_hwplugin_lab.bench.plan import TINY
+from vllm_hwplugin_lab.bench.table import NOTHING, SIDE_NAMES, between, idle, profiled, step, worth
 
 from ._gains import Gain, failures, gains
 from ._read import Found

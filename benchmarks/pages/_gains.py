@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 from packaging.version import Version
 
-from vllm_hwplugin_lab.bench import SHAPES, TINY, Row, comparisons, rows, sides_of
+from vllm_hwplugin_lab.bench import SHAPES
+from vllm_hwplugin_lab.bench.plan import TINY
+from vllm_hwplugin_lab.bench.table import Row, comparisons, rows, sides_of
 
 from ._read import Found
 

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from vllm_hwplugin_lab.bench import LEAST_US, NOT_MEASURED, SHAPES, SIDE_NAMES, TINY, phases_of, shown_phases
+from vllm_hwplugin_lab.bench import SHAPES
+from vllm_hwplugin_lab.bench.plan import TINY
+from vllm_hwplugin_lab.bench.table import LEAST_US, NOT_MEASURED, SIDE_NAMES, phases_of, shown_phases
 
 from ._read import Found
 from ._text import head, item, paragraph, row, table

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import median, quantiles
 from typing import Any
 
-from vllm_hwplugin_lab.bench import between
 from vllm_hwplugin_lab.bench.micro import MEASURED, find, left_out
 from vllm_hwplugin_lab.bench.micro import attention_cases as attention
 from vllm_hwplugin_lab.bench.micro import op_cases as ops
+from vllm_hwplugin_lab.bench.table import between
 
 from ._attention_tables import present, slower
 from ._judged import MARGIN, goal_table, verdicts

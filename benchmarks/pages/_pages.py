@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from vllm_hwplugin_lab.bench import TINY
+from vllm_hwplugin_lab.bench.plan import TINY
 
 from . import (
     _engine_tables,

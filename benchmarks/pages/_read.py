@@ -8,20 +8,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_hwplugin_lab import bench
-from vllm_hwplugin_lab.bench import micro, serve, soak
+from vllm_hwplugin_lab.bench import micro, results, serve, soak
 
 _OF_ENGINES = ("date", "commit", "plugin", "host", "settings", "cases")
 _OF_KERNELS = ("date", "commit", "plugin", "host", "settings", "processes", "cells")
 #: Beginning of a file's name -> the entry that says its format, the one that is read, and what such a file has to have.
 #: None: the files of `probe` and `start_cost.py`, of which no page is made.
 _FORMATS: Mapping[str, tuple[str, Any, tuple[str, ...]] | None] = {
-    "engines-": ("format", bench.FORMAT, _OF_ENGINES),
-    "cost-nwor-": ("format", bench.FORMAT, _OF_ENGINES),
+    "engines-": ("format", results.FORMAT, _OF_ENGINES),
+    "cost-nwor-": ("format", results.FORMAT, _OF_ENGINES),
     "kernels-attention-": ("kernels_format", micro.FORMAT, _OF_KERNELS),
     "kernels-ops-": ("kernels_format", micro.FORMAT, _OF_KERNELS),
     "soak-": ("format", soak.FORMAT, ("date", "commit", "plugin", "host", "settings", "sides", "failures")),
-    "phases-": ("format", bench.PHASES_FORMAT, (*_OF_ENGINES, "engines")),
+    "phases-": ("format", results.PHASES_FORMAT, (*_OF_ENGINES, "engines")),
     "serve-": ("format", serve.FORMAT, _OF_ENGINES),
     "probe-": None,
     "starts-": ("format", "starts 1", _OF_ENGINES),
@@ -74,7 +73,7 @@ def read_all(folder: Path, kind: str) -> list[Found]:
 
 def _read(path: Path, kind: str) -> Found:
     try:
-        results = bench.read_results(path.read_text(encoding="utf-8"))
+        found = results.read_results(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ResultsError(f"{path}: cannot be read ({error.strerror})") from error
     except ValueError as error:
@@ -82,11 +81,11 @@ def _read(path: Path, kind: str) -> Found:
     form = _FORMATS[kind]
     assert form is not None
     entry, wanted, needed = form
-    found = results.get(entry) if isinstance(results, dict) else type(results).__name__
-    if found != wanted:
-        raise ResultsError(f"{path}: {entry} {found!r}, expected {wanted!r}; run the benchmark again")
-    if missing := [name for name in needed if results.get(name) is None]:
+    said = found.get(entry) if isinstance(found, dict) else type(found).__name__
+    if said != wanted:
+        raise ResultsError(f"{path}: {entry} {said!r}, expected {wanted!r}; run the benchmark again")
+    if missing := [name for name in needed if found.get(name) is None]:
         raise ResultsError(f"{path}: no {', '.join(missing)}; run the benchmark again")
-    if kind.startswith("kernels-") and not kind.endswith(f"-{results.get('kind')}-"):
-        raise ResultsError(f"{path}: holds results of `bench {results.get('kind')}`; name it so")
-    return Found(path.name, results)
+    if kind.startswith("kernels-") and not kind.endswith(f"-{found.get('kind')}-"):
+        raise ResultsError(f"{path}: holds results of `bench {found.get('kind')}`; name it so")
+    return Found(path.name, found)

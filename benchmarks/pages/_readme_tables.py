@@ -6,7 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from vllm_hwplugin_lab.bench import SHAPES, STOCK_OF, between, host_line, rows
+from vllm_hwplugin_lab.bench import SHAPES
+from vllm_hwplugin_lab.bench.plan import STOCK_OF
+from vllm_hwplugin_lab.bench.table import between, host_line, rows
 
 from ._read import Found
 from ._text import paragraph, table

@@ -6,8 +6,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from vllm_hwplugin_lab.bench import NOT_MEASURED, SHAPES, SIDE_NAMES, STOCK_OF, TINY
+from vllm_hwplugin_lab.bench import SHAPES
+from vllm_hwplugin_lab.bench.plan import STOCK_OF, TINY
 from vllm_hwplugin_lab.bench.serve import LATENCIES, groups, tables
+from vllm_hwplugin_lab.bench.table import NOT_MEASURED, SIDE_NAMES
 
 from ._read import Found
 from ._text import item, paragraph, table

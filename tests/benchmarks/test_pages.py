@@ -8,8 +8,9 @@ import re
 import pytest
 
 from benchmarks.pages import RESULTS, ROOT, ResultsError, drawings, outdated, pages
-from vllm_hwplugin_lab.bench import read_results, rows
+from vllm_hwplugin_lab.bench import read_results
 from vllm_hwplugin_lab.bench.micro import attention_cases, op_cases
+from vllm_hwplugin_lab.bench.table import rows
 
 ENGINES = "benchmarks/results/engines-h200-vllm-0.26.0-eagle3-0.6b.json"
 DFLASH = "benchmarks/results/engines-h200-vllm-0.26.0-dflash-0.6b.json"

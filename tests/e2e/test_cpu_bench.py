@@ -12,8 +12,9 @@ import pytest
 from benchmarks.pages import parts_us
 from vllm_hwplugin_lab import bench
 from vllm_hwplugin_lab.bench import serve
-from vllm_hwplugin_lab.bench._plan import Case
-from vllm_hwplugin_lab.bench._results import rounds_entry
+from vllm_hwplugin_lab.bench.plan import Case
+from vllm_hwplugin_lab.bench.results import PHASES_FORMAT, add_phases, new_results, rounds_entry
+from vllm_hwplugin_lab.bench.turns import ENGINE
 
 pytestmark = pytest.mark.engine
 
@@ -37,7 +38,7 @@ SERVED = serve.ServeSettings(
     shape="tiny",
     acceptance_length=None,
     method="eagle3",
-    ks=(3,),
+    k=(3,),
     sides=("patched",),
     prompts=None,
     num_prompts=3,
@@ -45,9 +46,9 @@ SERVED = serve.ServeSettings(
     input_len=20,
     output_len=9,
     range_ratio=0.0,
-    temperatures=(1.0,),
-    concurrencies=(2,),
-    request_rates=(50.0,),
+    temperature=(1.0,),
+    concurrency=(2,),
+    request_rate=(50.0,),
     rounds=2,
     seed=0,
     chat=True,
@@ -150,11 +151,11 @@ def test_the_hosts_time_by_phase_and_the_trace(cpu_host, tmp_path):
     workloads = tuple(dataclasses.replace(w, profile_tokens=8, trace=str(trace)) for w in job.workloads)
     jobs = {"patched": dataclasses.replace(job, workloads=workloads)}
     asked = bench.of_workloads(jobs, "phases")
-    outcome = bench.measure_in_turn(jobs, asked, rounds=2, at_once=False, timeout=800, module=bench.ENGINE)["patched"]
+    outcome = bench.measure_in_turn(jobs, asked, rounds=2, at_once=False, timeout=800, module=ENGINE)["patched"]
     assert outcome.error is None, outcome.log_tail
     assert [event["round"] for event in outcome.of("phases")] == [0, 1]
-    results = bench.new_phases(cpu_host, SETTINGS)
-    bench.add_phases(results, CASE, {"patched": outcome})
+    results = new_results(PHASES_FORMAT, cpu_host, SETTINGS)
+    add_phases(results, CASE, {"patched": outcome})
     (entry,) = results["engines"]
     whole, *_ = entry["phases"]
     assert whole[:2] == [0, "step"]

@@ -1,154 +1,55 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run vLLM engines in processes of their own and measure them: what ``demo``, ``bench`` and ``probe`` share.
 
-A side (stock or patched) is a :class:`Job`; :func:`measure_in_turn` runs those of a case in fresh processes and returns
-an :class:`Outcome` each, also when an engine crashed. Nothing here imports torch or vLLM except the child processes
-(``_engine``, ``_serving``, ``_server``).
+A side (stock or patched) is a :class:`Job`; ``turns`` runs those of a case in fresh processes and gives an
+:class:`Outcome` each, also when an engine crashed. ``plan`` says which engines, ``results`` what their file holds, and
+``table`` what a reader sees. Nothing here imports torch or vLLM except the child processes (``_engine``, ``_serving``,
+``_server``).
 
-``soak`` and ``micro`` below it are other kinds of runs: a load that keeps changing, and single kernels.
+``serve``, ``soak`` and ``micro`` below it are other kinds of runs: a live load, one that keeps changing, and single
+kernels.
 """
 
 from ._checkpoints import DRAFT_TOKENS, Checkpoints, CheckpointsMissing, find_checkpoints, load_prompts
 from ._host import Host, HostUnknown, detect_host
 from ._job import Event, Job, Outcome, Workload, acceptance_length
-from ._launch import Ended, run_child
-from ._plan import (
-    ALL_SIDES,
-    MRV2_SIDES,
-    PLUGIN_SIDES,
-    SIDES,
-    STOCK_OF,
-    TINY,
-    Case,
-    NotOnThisHost,
-    Settings,
-    cases,
-    check,
-    check_sides,
-    job_for,
-    possible_sides,
-    shapes_folder,
-)
-from ._results import (
-    FORMAT,
-    PHASES_FORMAT,
-    add_case,
-    add_phases,
-    new_phases,
-    new_results,
-    processes_entry,
-    provenance,
-    read_results,
-    results_text,
-    rounds_entry,
-    stopped,
-    telling_line,
-)
-from ._session import TimeLimit
+from ._launch import Ended, TimeLimit, run_child
 from ._settings import engine_environment, engine_options
 from ._shapes import METHODS, SHAPES
-from ._table import (
-    LEAST_US,
-    NOT_MEASURED,
-    SIDE_NAMES,
-    Row,
-    comparisons,
-    host_line,
-    idle,
-    phases_of,
-    profiled,
-    ratio_name,
-    rows,
-    shown_phases,
-    sides_of,
-    speed,
-    step,
-    step_ms,
-    steps,
-    tables,
-)
-from ._turns import ENGINE, SERVING, Measurement, launch, measure_in_turn, of_workloads, rest_between_turns
-from ._verdict import NOTHING, Compared, between, of_engines, of_loads, verdict, worth
+from .plan import ALL_SIDES, Case, Settings, job_for
+from .results import provenance, read_results, results_text, rounds_entry
+from .turns import launch, measure_in_turn, of_workloads
 
 __all__ = [
     "ALL_SIDES",
     "DRAFT_TOKENS",
-    "ENGINE",
-    "FORMAT",
-    "LEAST_US",
     "METHODS",
-    "MRV2_SIDES",
-    "NOTHING",
-    "NOT_MEASURED",
-    "PHASES_FORMAT",
-    "PLUGIN_SIDES",
-    "SERVING",
     "SHAPES",
-    "SIDES",
-    "SIDE_NAMES",
-    "STOCK_OF",
-    "TINY",
     "Case",
     "Checkpoints",
     "CheckpointsMissing",
-    "Compared",
     "Ended",
     "Event",
     "Host",
     "HostUnknown",
     "Job",
-    "Measurement",
-    "NotOnThisHost",
     "Outcome",
-    "Row",
     "Settings",
     "TimeLimit",
     "Workload",
     "acceptance_length",
-    "add_case",
-    "add_phases",
-    "between",
-    "cases",
-    "check",
-    "check_sides",
-    "comparisons",
     "detect_host",
     "engine_environment",
     "engine_options",
     "find_checkpoints",
-    "host_line",
-    "idle",
     "job_for",
     "launch",
     "load_prompts",
     "measure_in_turn",
-    "new_phases",
-    "new_results",
-    "of_engines",
-    "of_loads",
     "of_workloads",
-    "phases_of",
-    "possible_sides",
-    "processes_entry",
-    "profiled",
     "provenance",
-    "ratio_name",
     "read_results",
-    "rest_between_turns",
     "results_text",
     "rounds_entry",
-    "rows",
     "run_child",
-    "shapes_folder",
-    "shown_phases",
-    "sides_of",
-    "speed",
-    "step",
-    "step_ms",
-    "steps",
-    "stopped",
-    "tables",
-    "telling_line",
-    "verdict",
-    "worth",
 ]

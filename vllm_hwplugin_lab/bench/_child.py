@@ -11,12 +11,13 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from ._inside import ready_facts
+from ._job import Job, Workload
 
 _ITEMS = 2_000
 _TRIES = 5
@@ -31,6 +32,13 @@ class Answer:
     def say(self, event: str, **facts: Any) -> None:
         self._file.write(json.dumps({"event": event, **facts}) + "\n")
         self._file.flush()
+
+
+def read_job(arguments: Sequence[str]) -> tuple[Job, Answer]:
+    """The job in the file that the first argument names, and the answer that goes into that of the second."""
+    raw = json.loads(Path(arguments[0]).read_text(encoding="utf-8"))
+    raw["workloads"] = tuple(Workload(**one) for one in raw["workloads"])
+    return Job(**raw), Answer(Path(arguments[1]))
 
 
 def commands() -> Iterator[dict[str, Any]]:

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The child process with an ``LLM``: ``python -m vllm_hwplugin_lab.bench._engine JOB ANSWER``.
 
-For ``demo``, which compares texts, and for ``bench --profile``: with the engine's core in this process, its objects can
-be looked at. It follows these commands:
+For ``demo``, which compares texts, for ``bench --profile``, and for ``bench soak``: with the engine's core in this
+process, its objects can be looked at. It follows these commands:
 
-    {"do": "warm-up" | "round" | "phases" | "profile", "workload": NAME, "round": NUMBER}, {"do": "end"}
+    {"do": "warm-up" | "round" | "phases" | "profile", "workload": NAME, "round": NUMBER}
+    {"do": "soak", "workload": NAME, "steps": NUMBER, "seed": NUMBER, "until": SECONDS | null}
+    {"do": "judge", "texts": [[PROMPT, TOKENS], ...]}
+    {"do": "end"}
 
 The plugin is not named here: vLLM finds it by its entry points (see ``_entry_points``), as it does for a user.
 """
@@ -17,11 +20,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ._child import Answer, commands, engine, host_us, subtract
+from ._child import Answer, commands, engine, host_us, read_job, subtract
 from ._inside import counters, engine_core, model_runner
 from ._job import Job, Workload
 from ._phases import timed
 from ._profile import profiled
+from ._soak_engine import judge, soak
 
 
 class Engine:
@@ -33,12 +37,18 @@ class Engine:
 
     def do(self, command: dict[str, Any]) -> None:
         """Do what a command says, and answer it."""
-        what, workload = command["do"], self._workloads[command["workload"]]
+        what = command["do"]
+        if what == "judge":
+            self._answer.say("judged", gaps=judge(self._llm, command["texts"]))
+            return
+        workload = self._workloads[command["workload"]]
         if what == "warm-up":
             self._run(workload, workload.warmup_tokens)
             self._answer.say("warm", workload=workload.name)
         elif what == "profile":
             self._profile(workload)
+        elif what == "soak":
+            self._answer.say("soaked", **soak(self._llm, command, workload, self._answer))
         elif what in ("round", "phases"):
             facts = {"round": command["round"], "host_us": host_us(), **self._measure(workload, command["round"])}
             if what == "phases":
@@ -90,8 +100,7 @@ class Engine:
 
 
 def main(arguments: Sequence[str]) -> None:
-    job = Job.from_json(Path(arguments[0]).read_text(encoding="utf-8"))
-    answer = Answer(Path(arguments[1]))
+    job, answer = read_job(arguments)
     with engine(job.options, answer) as llm:
         asked = Engine(llm, job, answer)
         for command in commands():

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,17 +41,6 @@ class Job:
     environment: dict[str, str]
     workloads: tuple[Workload, ...]
     tokenize: bool = True
-
-    def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Job:
-        raw = json.loads(text)
-        raw["workloads"] = tuple(
-            Workload(**{**w, "prompts": tuple(tuple(p) for p in w["prompts"])}) for w in raw["workloads"]
-        )
-        return cls(**raw)
 
     @property
     def measurements(self) -> int:

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run a job in a fresh process; a crash becomes an outcome, never an exception that loses the other side."""
+"""Run a job in a fresh process, as this process sees it; what the child does is in ``_child``.
+
+A crash becomes an outcome, never an exception that loses the other side.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +24,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from vllm_hwplugin import journals
+from vllm_hwplugin.errors import HwpluginError
 
 from . import _entry_points
-from ._job import Event
+from ._job import Event, Job
 
 _TAIL_LINES = 30
 _POLL_SECONDS = 0.02
+#: Seconds that an engine may take to end.
+_END = 60.0
 _Self = TypeVar("_Self", bound="Child")
 
 
@@ -102,21 +108,12 @@ class Child:
         job: the text of the file JOB.
         environment: on top of this process's own.
         under: a command that runs Python, such as compute-sanitizer with its options.
-        commands: whether the process reads lines from its standard input, see :meth:`tell`.
 
     Raises:
         NoEntryPoints: vLLM could not find the plugin in the child.
     """
 
-    def __init__(
-        self,
-        module: str,
-        job: str,
-        environment: Mapping[str, str],
-        *,
-        under: Sequence[str] = (),
-        commands: bool = False,
-    ) -> None:
+    def __init__(self, module: str, job: str, environment: Mapping[str, str], *, under: Sequence[str] = ()) -> None:
         self.events: list[Event] = []
         self._killed = False
         self._home = tempfile.TemporaryDirectory(prefix="hwplugin-bench-")
@@ -137,7 +134,7 @@ class Child:
             self._process = subprocess.Popen(
                 [*under, sys.executable, "-m", module, str(folder / "job.json"), str(answer)],
                 env=variables,
-                stdin=subprocess.PIPE if commands else subprocess.DEVNULL,
+                stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -205,9 +202,98 @@ class Child:
         with contextlib.suppress(ProcessLookupError):  # the usual case: it ended by itself and left nothing behind
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-        if self._process.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):
-                self._process.stdin.close()
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+
+
+class TimeIsUp(HwpluginError):
+    """The whole has taken as long as it may; what was measured before stays."""
+
+
+class TimeLimit:
+    """When a run of several engines is to end, whatever is left to do.
+
+    Args:
+        seconds: from now on; None: no limit.
+    """
+
+    def __init__(self, seconds: float | None = None) -> None:
+        self.seconds = seconds
+        self._end = math.inf if seconds is None else time.monotonic() + seconds
+
+    def left(self) -> float:
+        """Seconds, not below 0; infinite without a limit."""
+        return max(0.0, self._end - time.monotonic())
+
+
+class Session(Child):
+    """A child that follows commands, from its start to its end; what it is asked after it failed is not done.
+
+    Args:
+        module: of the process.
+        job: what it is given.
+        on_event: called with what it says.
+        limit: of all waiting.
+        under: a command that runs Python, such as compute-sanitizer with its options.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        job: Job,
+        on_event: Callable[[Event], None] = lambda event: None,
+        *,
+        limit: TimeLimit | None = None,
+        under: Sequence[str] = (),
+    ) -> None:
+        super().__init__(module, json.dumps(dataclasses.asdict(job)), job.environment, under=under)
+        self._on_event, self._limit = on_event, limit or TimeLimit()
+        self.error: str | None = None
+        self._ended: Ended | None = None
+
+    def wait_for(self, event: str, timeout: float) -> bool:
+        """Whether the process says ``event`` within ``timeout`` seconds; if not, it has failed.
+
+        Raises:
+            TimeIsUp: all together have taken as long as they may; this one has not failed.
+        """
+        if self.error is not None:
+            return False
+        left, before = self._limit.left(), len(self.events)
+        in_time = self.follow(min(timeout, left), until=lambda one: one["event"] == event, on_event=self._on_event)
+        if not in_time:
+            if left < timeout and not self._limit.left():
+                raise TimeIsUp(f"the time limit of {self._limit.seconds:g} s")
+            self.error = f"no answer {event!r} after {timeout:.0f} s; killed"
+            # At once: it would go on beside the sides that are still measured.
+            self._ended = self.end(self.error)
+        elif [one["event"] for one in self.events[before:][-1:]] != [event]:
+            self.error = ""  # the process is over, and its exit says why
+        return self.error is None
+
+    def tell(self, command: Mapping[str, Any]) -> None:
+        """Give a command whose answer is waited for later."""
+        if self.error is None:
+            super().tell(command)
+
+    def ask(self, command: Mapping[str, Any], answer: str, timeout: float) -> bool:
+        """Give a command and wait for its answer, as :meth:`wait_for`."""
+        self.tell(command)
+        return self.wait_for(answer, timeout)
+
+    def wait_for_end(self, timeout: float = _END) -> None:
+        """See the process go that was told to end, or that ends by itself.
+
+        The limit does not count here: all is done, and an engine that is ended meanwhile would be taken for a failure.
+        """
+        self._limit = TimeLimit()
+        if self.wait_for("done", timeout):
+            self.follow(timeout, until=lambda one: False)
+
+    def ended(self) -> Ended:
+        """What came of it; the process is over then."""
+        return self._ended or self.end(self.error)
 
 
 @contextlib.contextmanager

@@ -24,11 +24,9 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from itertools import cycle, islice
-from pathlib import Path
 from typing import Any
 
-from ._child import Answer, commands, host_us
-from ._job import Job
+from ._child import commands, host_us, read_job
 from ._worker import EXTENSION
 
 _POLL = 0.2
@@ -222,7 +220,7 @@ def measure(server: Server, model: str, load: Mapping[str, Any]) -> dict[str, An
 
 
 def main(arguments: Sequence[str]) -> None:
-    job, answer = Job.from_json(Path(arguments[0]).read_text(encoding="utf-8")), Answer(Path(arguments[1]))
+    job, answer = read_job(arguments)
     started, model = time.perf_counter(), str(job.options["model"])
     server = Server(job.options)
     try:

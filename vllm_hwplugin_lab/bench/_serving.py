@@ -20,10 +20,9 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from ._child import Answer, host_us, subtract
+from ._child import Answer, host_us, read_job, subtract
 from ._inside import totals
 from ._job import Job, Workload
 from ._worker import EXTENSION
@@ -197,8 +196,7 @@ async def serve(job: Job, answer: Answer) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    job = Job.from_json(Path(arguments[0]).read_text(encoding="utf-8"))
-    asyncio.run(serve(job, Answer(Path(arguments[1]))))
+    asyncio.run(serve(*read_job(arguments)))
 
 
 if __name__ == "__main__":

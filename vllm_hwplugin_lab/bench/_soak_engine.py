@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The child process of a soak: ``python -m vllm_hwplugin_lab.bench._soak_engine JOB ANSWER``.
+"""What an engine does in a soak: it runs the load, or it judges texts.
 
-Either it runs the load (steps > 0), or it judges texts, which it waits for on its standard input: {"texts": [[PROMPT,
-TOKENS], ...]}. An engine without speculation reads each text once and says how far below its own first choice every
-token was. A greedy text has no such token; in bfloat16 a near-tie may go either way with the shape of the batch, and
-its gap is small.
+The judge, an engine without speculation, reads each text once and says how far below its own first choice every token
+was. A greedy text has no such token; in bfloat16 a near-tie may go either way with the shape of the batch, and its gap
+is small.
 
 Which requests a load has, and how many are wanted at once, is drawn from a seed, and neither depends on the engine. So
 every engine gets the same requests, and two engines that draft alike get them at the same steps.
@@ -12,19 +11,16 @@ every engine gets the same requests, and two engines that draft alike get them a
 
 from __future__ import annotations
 
-import json
 import random
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from ._child import Answer, engine
+from ._child import Answer
 from ._inside import counters, model_runner
+from ._job import Workload
 from ._watch import watched
-from .soak import SoakJob, Text
 
 #: New tokens of a request, at most, unless it is one of those that run into the model's limit.
 _MAX_TOKENS = 160
@@ -33,6 +29,7 @@ _TO_THE_LIMIT = 16
 #: For how many steps the number of wanted requests stays as it is.
 _HOLD = (4, 48)
 _FIRST_HOLD = 24
+_PROGRESS_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -69,29 +66,19 @@ def wanted(seed: int, max_num_seqs: int) -> Iterator[int]:
         yield from [dice.randint(1, max_num_seqs)] * dice.randint(*_HOLD)
 
 
-_PROGRESS_SECONDS = 1.0
-
-
-def main(arguments: Sequence[str]) -> None:
-    job = SoakJob.from_json(Path(arguments[0]).read_text(encoding="utf-8"))
-    answer = Answer(Path(arguments[1]))
-    with engine(job.options, answer) as llm:
-        if job.steps:
-            answer.say("soaked", **soak(llm, job, answer))
-        elif line := sys.stdin.readline():
-            texts = [Text(tuple(prompt), tuple(tokens)) for prompt, tokens in json.loads(line).get("texts", ())]
-            answer.say("judged", gaps=judge(llm, texts))
-
-
-def soak(llm: Any, job: SoakJob, answer: Answer) -> dict[str, Any]:
-    """Keep the engine under the job's load for its steps, then let the requests that are in it end."""
+def soak(llm: Any, command: Mapping[str, Any], workload: Workload, answer: Answer) -> dict[str, Any]:
+    """Keep the engine under a load of ``workload``'s prompts and at most ``batch`` requests, until it has made the
+    command's ``steps`` or the time is past ``until``; then let the requests that are in it end.
+    """
     import torch
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
+    steps, until, length = command["steps"], command["until"], llm.llm_engine.vllm_config.model_config.max_model_len
     engine, running = llm.llm_engine, 0
     texts: list[tuple[int, list[int], list[int]]] = []
-    coming, sizes = requests(job.pool, job.seed, job.options["max_model_len"]), wanted(job.seed, job.max_num_seqs)
+    coming = requests(workload.prompts, command["seed"], length)
+    sizes = wanted(command["seed"], workload.batch)
     asked: list[Request] = []
     started = said = time.perf_counter()
     runner = model_runner(llm)
@@ -99,7 +86,7 @@ def soak(llm: Any, job: SoakJob, answer: Answer) -> dict[str, Any]:
     with watched(runner, graphs) as counts:
 
         def goes_on() -> bool:
-            return counts.steps < job.steps and (job.until is None or time.time() < job.until)
+            return counts.steps < steps and (until is None or time.time() < until)
 
         while running or goes_on():
             size = next(sizes) if goes_on() else 0
@@ -135,14 +122,14 @@ def soak(llm: Any, job: SoakJob, answer: Answer) -> dict[str, Any]:
     }
 
 
-def judge(llm: Any, texts: Sequence[Text]) -> list[list[float]]:
-    """For each text, how far each of its tokens is below the first choice, in nats."""
+def judge(llm: Any, texts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[float]]:
+    """For each prompt and its answer, how far each of the answer's tokens is below the first choice, in nats."""
     from vllm import SamplingParams
 
     sampling = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1, detokenize=False)
-    whole = [[*text.prompt, *text.tokens] for text in texts]
+    whole = [[*prompt, *tokens] for prompt, tokens in texts]
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in whole], sampling_params=sampling, use_tqdm=False)
-    return [gaps(output.prompt_logprobs, text.tokens) for output, text in zip(outputs, texts, strict=True)]
+    return [gaps(output.prompt_logprobs, tokens) for output, (_, tokens) in zip(outputs, texts, strict=True)]
 
 
 def gaps(positions: Sequence[Mapping[int, Any] | None], tokens: Sequence[int]) -> list[float]:
@@ -158,7 +145,3 @@ def gaps(positions: Sequence[Mapping[int, Any] | None], tokens: Sequence[int]) -
         assert choices is not None  # only of a text without a prompt, and vLLM takes none
         found.append(float(max(choice.logprob for choice in choices.values()) - choices[token].logprob))
     return found
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

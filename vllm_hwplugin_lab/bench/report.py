@@ -6,18 +6,16 @@ The extra ``lab`` has matplotlib, which draws them. Nothing else here imports it
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from html import escape
+from collections.abc import Iterable, Iterator, Mapping
 from io import StringIO
 from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure
+from rich.console import Console
 
-from ._step_kinds import KINDS
-from ._table import SIDE_NAMES
-from ._verdict import of_loads, verdict
-from .serve import LATENCIES, Measured, groups, tables
+from .serve import LATENCIES, Measured, groups
+from .table import SIDE_NAMES
 
 #: Told apart by those who do not see red and green, too.
 COLOURS = {
@@ -31,15 +29,8 @@ COLOURS = {
 }
 #: The same results give the same file: no random ids, no date, and text as text, which can be searched too.
 matplotlib.rcParams.update({"svg.hashsalt": "vllm-hwplugin", "svg.fonttype": "none", "font.size": 8})
-_KIND_COLOURS = dict(zip(KINDS, ("#009e73", "#56b4e9", "#f0e442", "#d55e00"), strict=True))
 #: 900 pixels of 96 to the inch.
 WIDTH = 9.375
-_STYLE = (
-    "body{font:14px/1.5 sans-serif;max-width:75em;margin:2em auto;padding:0 1em}table{border-collapse:collapse;"
-    "margin:1em 0}td,th{border:1px solid #ccc;padding:.2em .6em;text-align:left}"
-    "svg{display:block;max-width:100%;height:auto}.verdict{font-size:1.2em}"
-)
-
 _Load = Mapping[str, Any]
 
 
@@ -93,29 +84,13 @@ def latencies(results: Mapping[str, Any]) -> str:
     return svg(figure, "Latencies by requests at once")
 
 
-def kinds(results: Mapping[str, Any]) -> str | None:
-    """Shares of the steps and of their time by kind, a bar a load and side; None where nobody looked at steps."""
-    found = [(name, loads) for name, loads in groups(results) if any(load["kinds"] for *_, load in loads)]
-    if not found:
-        return None
-    bars = max(len(loads) for _, loads in found)
-    figure, axes = panels(len(found), 2, 0.8 + 0.22 * bars)
-    for row, (name, loads) in zip(axes, found, strict=True):
-        labels = [f"{at}, {SIDE_NAMES[side]}" for at, side, _ in loads][::-1]
-        for panel, (part, said) in zip(row, (("steps", "of the steps"), ("seconds", "of their time")), strict=True):
-            before = [0.0] * len(loads)
-            for kind, called in KINDS.items():
-                shares = [_share(load, kind, part) for *_, load in loads][::-1]
-                panel.barh(labels, shares, left=before, color=_KIND_COLOURS[kind], label=called)
-                before = [one + more for one, more in zip(before, shares, strict=True)]
-            panel.set_title(f"{name}: shares {said}", fontsize=8)
-            panel.xaxis.set_major_formatter("{x:.0%}")
-    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=len(KINDS), frameon=False)
-    return svg(figure, "Shares of the steps and of their time by kind")
+def page(results: Mapping[str, Any], shown: Console) -> str:
+    """The HTML file.
 
-
-def page(results: Mapping[str, Any]) -> str:
-    """The HTML file."""
+    Args:
+        results: of ``bench serve``.
+        shown: a console that has recorded what the command shows: tables and verdicts.
+    """
     host, settings = results["host"], results["settings"]
     facts = {
         "device": host["name"] + (f", driver {host['driver']}" if host["driver"] else ""),
@@ -123,20 +98,13 @@ def page(results: Mapping[str, Any]) -> str:
         "commit, date": f"{results['commit']}, {results['date']}",
         **{name.replace("_", " "): value for name, value in settings.items() if value not in (None, [], {}, "")},
     }
-    drawn = filter(None, (throughput(results), latencies(results), kinds(results)))
-    names = (f"{name[:-3].upper()} is the {what}" for name, what in LATENCIES.items())
-    said = [verdict(one, host["device"]) for case in results["cases"] for one in of_loads(case)]
-    parts = [
-        "<!doctype html><html lang=en><meta charset=utf-8><title>vllm-hwplugin bench serve</title>",
-        f"<style>{_STYLE}</style><h1>vllm-hwplugin bench serve</h1>",
-        *(f"<p class=verdict>{escape(line)}</p>" for line in said),
-        *drawn,
-        f"<p>{'; '.join(names)}.</p>",
-        *(part for one in groups(results) for part in _chapter(*one)),
-        "<h2>How it was measured</h2>",
-        _table((), ((name, str(value)) for name, value in facts.items())),
-    ]
-    return "\n".join(parts) + "\n"
+    for name, what in LATENCIES.items():
+        shown.print(f"{name[:-3].upper()} is the {what}.", highlight=False)
+    for name, value in facts.items():
+        shown.print(f"{name}: {value}", markup=False, highlight=False)
+    title = "<title>vllm-hwplugin bench serve</title>"
+    text = shown.export_html(inline_styles=True).replace("<head>", f"<head>{title}", 1)
+    return text.replace("<body>", f"<body>{throughput(results)}{latencies(results)}", 1)
 
 
 def _sides(loads: Iterable[Measured]) -> Iterator[tuple[str, list[tuple[str, _Load]]]]:
@@ -151,21 +119,3 @@ def _finish(panel: Any, title: str, measure: str) -> None:
     panel.set_xlabel("requests at once")
     panel.set_ylabel(measure)
     panel.set_ylim(0)
-
-
-def _share(load: _Load, kind: str, part: str) -> float:
-    total = sum(row[part] for row in load["kinds"])
-    return sum(row[part] for row in load["kinds"] if row["kind"] == kind) / total if total else 0.0
-
-
-def _chapter(name: str, loads: Sequence[Measured]) -> Iterator[str]:
-    """The tables that the command shows, too."""
-    yield f"<h2>{escape(name)}</h2>"
-    for told, columns, lines in tables(loads):
-        yield f"<p>{escape(told)}</p>{_table(columns, lines)}"
-
-
-def _table(names: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    head = "".join(f"<th>{escape(name)}" for name in names)
-    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}' for cell in line)}" for line in lines)
-    return f"<table><tr>{head}{body}</table>"

@@ -8,7 +8,6 @@ the loads of a case, and what is made of the times of a load's requests.
 from __future__ import annotations
 
 import dataclasses
-import gzip
 import json
 import math
 import os
@@ -25,8 +24,12 @@ from vllm_hwplugin.spec_decode.step_counts import SERVED
 from ._checkpoints import Checkpoints
 from ._host import Host
 from ._job import Event, Job, Outcome
-from ._plan import (
+from ._settings import engine_options
+from ._shapes import SHAPES, write_tokenizer
+from ._step_kinds import GRAPHS, KINDS
+from .plan import (
     STOCK_OF,
+    Asked,
     Case,
     environment_of,
     is_patched,
@@ -35,12 +38,9 @@ from ._plan import (
     share_of_gpu,
     synthetic_length,
 )
-from ._results import acceptance, processes_entry, provenance, stopped
-from ._settings import engine_options
-from ._shapes import SHAPES, write_tokenizer
-from ._step_kinds import GRAPHS, KINDS
-from ._table import NOT_MEASURED, SIDE_NAMES
-from ._turns import Measurement
+from .results import acceptance, processes_entry
+from .table import NOT_MEASURED, SIDE_NAMES
+from .turns import Measurement
 
 FORMAT = "serve 2"
 #: Of the servers' processes.
@@ -99,61 +99,48 @@ class ServerSilent(HwpluginError):
     """The server that is to be measured does not answer as one."""
 
 
-@dataclass(frozen=True)
-class ServeSettings:
-    """What all servers and loads of a case share; goes into the results file.
+@dataclass(frozen=True, kw_only=True)
+class ServeSettings(Asked):
+    """Of ``bench serve``: what all servers and loads share.
 
     Attributes:
         target: a folder or a name; None where ``shape`` says what the target and the drafter are.
         shape: as ``bench --shape`` names them; None where they are the user's own.
-        acceptance_length: synthetic, of a dummy shape; None: 1 + k / 2.
+        k: drafted tokens a step, one after the other.
         prompts: the file; None: the tiny shape's own, or random tokens, ``input_len`` of them.
         num_prompts: requests of a load; None: at least ``per_slot`` for each that runs at once, or those of some
             seconds.
         range_ratio: lengths of random prompts and their answers are drawn from within this share of them.
-        concurrencies: requests at once; 0: no bound.
-        request_rates: requests a second; 0: all at the start.
+        concurrency: requests at once; 0: no bound.
+        request_rate: requests a second; 0: all at the start.
         client: more arguments of ``vllm bench serve``, which outweigh these.
         kv_cache_gib: of each engine; None: vLLM measures free memory, so engines start one after the other.
-        all_k_at_once: the engines of all ``ks`` are alive together, too.
         url: of a server that runs already, which is the one side then; ``target`` is what it serves.
     """
 
     target: str | None
     draft: str | None
     shape: str | None
-    acceptance_length: float | None
     method: str | None
-    ks: tuple[int, ...]
-    sides: tuple[str, ...]
+    k: tuple[int, ...]
     prompts: str | None
     num_prompts: int | None
     per_slot: int
     input_len: int
     output_len: int
     range_ratio: float
-    temperatures: tuple[float, ...]
-    concurrencies: tuple[int, ...]
-    request_rates: tuple[float, ...]
+    temperature: tuple[float, ...]
+    concurrency: tuple[int, ...]
+    request_rate: tuple[float, ...]
     rounds: int
     seed: int
     chat: bool
     ignore_eos: bool
-    cudagraph_mode: str
     max_model_len: int | None
     tensor_parallel_size: int
-    gpu_memory_utilization: float | None
     kv_cache_gib: float | None
-    vllm_environment: Mapping[str, str]
-    patched_environment: Mapping[str, str]
-    all_k_at_once: bool = False
     client: tuple[str, ...] = ()
     url: str | None = None
-
-    @property
-    def together(self) -> list[tuple[int, ...]]:
-        """The numbers of drafted tokens whose engines are alive at the same time."""
-        return [self.ks] if self.all_k_at_once else [(one,) for one in self.ks]
 
     def length(self, k: int) -> int:
         """A model length at whose end no request comes.
@@ -188,9 +175,9 @@ def load_cases(settings: ServeSettings) -> list[LoadCase]:
     """Every concurrency with every rate and every temperature."""
     return [
         LoadCase(concurrency, rate, temperature)
-        for concurrency in settings.concurrencies
-        for rate in settings.request_rates
-        for temperature in settings.temperatures
+        for concurrency in settings.concurrency
+        for rate in settings.request_rate
+        for temperature in settings.temperature
     ]
 
 
@@ -213,10 +200,10 @@ def serve_job(
         host.device,
         max_model_len=settings.length(k),
         cudagraph_mode=settings.cudagraph_mode,
-        max_num_seqs=max(settings.concurrencies),
+        max_num_seqs=max(settings.concurrency),
     )
     del options["disable_log_stats"]  # a server has no such option for what it does by default
-    if 0 in settings.concurrencies:
+    if 0 in settings.concurrency:
         del options["max_num_seqs"]  # as many as vLLM takes by default
     if settings.max_model_len is None and settings.prompts is not None:
         del options["max_model_len"]  # the model's own: nobody has counted the prompts' tokens
@@ -227,9 +214,7 @@ def serve_job(
             "dtype": "auto",
             # A shape may be one for several GPUs.
             "tensor_parallel_size": max(settings.tensor_parallel_size, options.get("tensor_parallel_size", 1)),
-            "gpu_memory_utilization": share_of_gpu(
-                settings.gpu_memory_utilization, settings.sides * len(settings.together[0])
-            ),
+            "gpu_memory_utilization": share_of_gpu(settings.gpu_memory_utilization, settings.sides),
         }
         if (size := kv_cache_size(k, settings)) is not None:
             options["kv_cache_memory_bytes"] = size
@@ -241,11 +226,11 @@ def kv_cache_size(k: int, settings: ServeSettings) -> int | None:
     """Bytes of each engine's KV cache; None where vLLM is to measure free memory, for which it has to be alone."""
     if settings.kv_cache_gib is not None:
         return int(settings.kv_cache_gib * (1 << 30))
-    if settings.shape is None or 0 in settings.concurrencies or settings.prompts is not None:
+    if settings.shape is None or 0 in settings.concurrency or settings.prompts is not None:
         return None
     assert settings.method is not None
     case = Case(settings.shape, settings.method, k)
-    return kv_cache_bytes(case, max(settings.concurrencies), settings.length(k))
+    return kv_cache_bytes(case, max(settings.concurrency), settings.length(k))
 
 
 def _models(
@@ -259,7 +244,7 @@ def _models(
         return {"model": settings.target, "speculative_config": speculation}
     case = Case(settings.shape, settings.method, k)
     home = folder / f"{settings.shape}-{settings.method}-{k}-{side}"
-    options = model_of(case, synthetic_length(case, settings), checkpoints, home)
+    options = model_of(case, synthetic_length(case, settings.acceptance_length), checkpoints, home)
     if options.pop("skip_tokenizer_init", False):
         write_tokenizer(Path(options["model"]), SHAPES[settings.shape].vocabulary)
     return options
@@ -315,39 +300,28 @@ def client_arguments(settings: ServeSettings, case: LoadCase, prompts: Sequence[
 
 
 def read_prompts(file: Path) -> list[str]:
-    """The prompts of a file.
-
-    Args:
-        file: one JSON object a line, or one array of objects; a name that ends with ``.gz`` is unpacked.
+    """The prompts of a file: of each line, a JSON object, what stands under one of `KEYS`; the first of several turns.
 
     Raises:
         PromptsUnreadable: the file cannot be read, is no JSON, or an object has none of `KEYS`; says where.
     """
-    opened = gzip.open if file.suffix == ".gz" else open
+    found = []
     try:
-        with opened(file, "rt", encoding="utf-8") as stream:
-            text = stream.read().strip()
-        records = json.loads(text) if text.startswith("[") else [json.loads(line) for line in text.splitlines() if line]
-    except json.JSONDecodeError as error:
-        raise PromptsUnreadable(f"{file}: no JSON ({error}); expected one object a line, or one array") from error
-    except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise PromptsUnreadable(f"{file}: cannot be read as text ({error}); name a JSONL file") from error
-    if not records:
+        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+            if line.strip():
+                record = json.loads(line)
+                texts = [record[key] for key in KEYS if key in record] if isinstance(record, dict) else []
+                text = texts[0][0] if texts and isinstance(texts[0], list) and texts[0] else next(iter(texts), None)
+                if not isinstance(text, str):
+                    raise PromptsUnreadable(f"{file}, line {number}: no text under {', '.join(KEYS)}; found {line:.80}")
+                found.append(text)
+    except ValueError as error:
+        raise PromptsUnreadable(f"{file}: no JSON ({error}); expected one object a line") from error
+    except OSError as error:
+        raise PromptsUnreadable(f"{file}: cannot be read ({error}); name a JSONL file") from error
+    if not found:
         raise PromptsUnreadable(f"{file}: holds no prompt; expected an object a line with one of {', '.join(KEYS)}")
-    return [_prompt(f"{file}, record {number}", record) for number, record in enumerate(records, 1)]
-
-
-def _prompt(where: str, record: Any) -> str:
-    held = record if isinstance(record, Mapping) else {}
-    key = next((name for name in KEYS if name in held), None)
-    value = held[key] if key is not None else None
-    if key == "turns" and isinstance(value, list) and value:
-        value = value[0]
-    if not isinstance(value, str):
-        keys = ", ".join(map(str, held)) if held else type(record).__name__
-        raise PromptsUnreadable(f"{where}: no text under {', '.join(KEYS)}; found {keys}")
-    more = held.get("input") if key == "instruction" else None
-    return f"{value}\n\n{more}" if more else value
+    return found
 
 
 def served_by(url: str) -> tuple[str, str]:
@@ -368,30 +342,9 @@ def served_by(url: str) -> tuple[str, str]:
         ) from error
 
 
-def new_serve_results(host: Host, settings: ServeSettings) -> dict[str, Any]:
-    """An empty results file."""
-    return {
-        "format": FORMAT,
-        **provenance(),
-        "host": dataclasses.asdict(host),
-        "settings": json.loads(json.dumps(dataclasses.asdict(settings))),
-        "cases": [],
-    }
-
-
-def add_serve_case(results: dict[str, Any], k: int, settings: ServeSettings, sides: Mapping[str, Outcome]) -> None:
-    """Put what is measured so far with ``k`` drafted tokens into ``results``, in place of what stood there of it."""
-    entry = {
-        "k": k,
-        "sides": {side: _side(outcome, settings) for side, outcome in sides.items()},
-        "stopped": stopped(sides.values()),
-    }
-    results["cases"] = [*(case for case in results["cases"] if case["k"] != k), entry]
-
-
-def _side(outcome: Outcome, settings: ServeSettings) -> dict[str, Any]:
-    ready = outcome.ready()
-    loads = {}
+def side_entry(outcome: Outcome, settings: ServeSettings) -> dict[str, Any]:
+    """What a results file has of one side of a case."""
+    ready, loads = outcome.ready(), {}
     for case in load_cases(settings):
         found = load_entry(outcome.of("loaded", case.name))
         loads[case.name] = None if found is None else {**dataclasses.asdict(case), **found}

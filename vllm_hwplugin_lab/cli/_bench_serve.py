@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
+from io import StringIO
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,26 +16,15 @@ from rich.table import Table
 
 from vllm_hwplugin.cli.output import write_text
 
-from ..bench import (
-    METHODS,
-    SHAPES,
-    SIDE_NAMES,
-    TINY,
-    Case,
-    Outcome,
-    TimeLimit,
-    check,
-    check_sides,
-    detect_host,
-    find_checkpoints,
-    load_prompts,
-    of_loads,
-    possible_sides,
-    shapes_folder,
-)
+from ..bench import METHODS, SHAPES, Case, Outcome, TimeLimit, detect_host, find_checkpoints, load_prompts
 from ..bench import serve as serving
-from ._options import JsonFile, console_for, grouped, known, pairs, writable_file
+from ..bench.plan import TINY, check, check_sides, possible_sides, shapes_folder
+from ..bench.results import new_results, put_case
+from ..bench.table import SIDE_NAMES, of_loads
+from ._options import JsonFile, console_for, grouped, known, pairs, settings_of, writable_file
 from ._sides import (
+    GRAPHS,
+    GraphsOption,
     InTurn,
     MoreSidesOption,
     PatchedEnvOption,
@@ -43,6 +33,7 @@ from ._sides import (
     VllmEnvOption,
     asked_sides,
     progress,
+    show_host,
     show_verdicts,
 )
 
@@ -55,7 +46,7 @@ _FEW = 5
 _SERVED = ("url", "method", "target", "draft", "shape", "model", "acceptance_length", "k")
 _ENGINES = (
     *("side", "vllm_env", "patched_env", "cudagraph_mode", "max_model_len", "tensor_parallel_size"),
-    *("gpu_memory_utilization", "kv_cache_gib", "all_k_at_once"),
+    *("gpu_memory_utilization", "kv_cache_gib"),
 )
 _LOAD = (
     *("concurrency", "request_rate", "temperature", "prompts", "chat", "input_len", "output_len", "range_ratio"),
@@ -124,18 +115,13 @@ def serve(
     ignore_eos: Annotated[
         bool | None, typer.Option(help="Every answer as long as it may be; default: with random prompts.")
     ] = None,
-    cudagraph_mode: Annotated[
-        str, typer.Option(help="vLLM's cudagraph_mode (GPU only); this is its own default.")
-    ] = "FULL_AND_PIECEWISE",
+    cudagraph_mode: GraphsOption = GRAPHS,
     max_model_len: Annotated[int | None, typer.Option(min=16, help="Default: what is needed, or the model's.")] = None,
     tensor_parallel_size: Annotated[int, typer.Option(min=1, help="GPUs of an engine.")] = 1,
     gpu_memory_utilization: UtilizationOption = None,
     kv_cache_gib: Annotated[
         float | None, typer.Option(min=0.1, help="KV cache of each engine; with it they start side by side (GPU).")
     ] = None,
-    all_k_at_once: Annotated[
-        bool, typer.Option("--all-k-at-once", help="The engines of every k are alive together, on the same GPU.")
-    ] = False,
     vllm_env: VllmEnvOption = None,
     patched_env: PatchedEnvOption = None,
     json_file: JsonFile = None,
@@ -189,60 +175,39 @@ def serve(
         if shape is not None:
             check([Case(shape, method, one) for one in k or [3]], host, sides)
         check_sides(sides, [method], host)
-    settings = serving.ServeSettings(
+    settings = settings_of(
+        serving.ServeSettings,
+        context,
         url=url,
         target=target if shape is None else None,
-        draft=draft if shape is None else None,
-        shape=shape,
-        acceptance_length=acceptance_length,
-        method=method,
-        ks=tuple(dict.fromkeys(k or [3])) if url is None else (0,),
-        sides=sides,
         prompts=None if prompts is None else str(prompts),
-        num_prompts=num_prompts,
-        input_len=input_len,
-        output_len=output_len,
-        range_ratio=range_ratio,
-        temperatures=tuple(dict.fromkeys(temperature or [0.0])),
-        concurrencies=tuple(dict.fromkeys(concurrency or [16])),
-        request_rates=tuple(dict.fromkeys(request_rate or [0.0])),
-        rounds=rounds,
-        seed=seed,
-        chat=chat,
+        k=tuple(dict.fromkeys(k or [3])) if url is None else (0,),
+        sides=sides,
+        temperature=tuple(dict.fromkeys(temperature or [0.0])),
+        concurrency=tuple(dict.fromkeys(concurrency or [16])),
+        request_rate=tuple(dict.fromkeys(request_rate or [0.0])),
         ignore_eos=prompts is None if ignore_eos is None else ignore_eos,
-        cudagraph_mode=cudagraph_mode,
-        max_model_len=max_model_len,
-        tensor_parallel_size=tensor_parallel_size,
-        gpu_memory_utilization=gpu_memory_utilization,
-        kv_cache_gib=kv_cache_gib,
         vllm_environment=pairs(vllm_env or (), "--vllm-env"),
         patched_environment=pairs(patched_env or (), "--patched-env"),
-        per_slot=per_slot,
-        all_k_at_once=all_k_at_once,
         client=tuple(client),
     )
-    console.print(f"vLLM {host.vllm} on {host.name} ({host.device}), torch {host.torch}", highlight=False)
-    results = serving.new_serve_results(host, settings)
+    show_host(host, console)
+    results = new_results(serving.FORMAT, host, settings)
     measurements = serving.serve_measurements(settings, asked or None)
     folder = shapes_folder()
     with progress(console) as bar:
         turns = InTurn(bar, results, json_file, rounds, timeout, limit, serving.MODULE)
-        for ks in settings.together:
-            made = {
-                (one, s): serving.serve_job(one, s, settings, host, checkpoints, folder) for one in ks for s in sides
-            }
-            jobs = {f"k={one} {s}": job for (one, s), job in made.items()}
+        for one in settings.k:
 
-            def add(outcomes: Mapping[str, Outcome], ks: tuple[int, ...] = ks) -> None:
-                for one in ks:
-                    serving.add_serve_case(results, one, settings, {s: outcomes[f"k={one} {s}"] for s in sides})
+            def add(outcomes: Mapping[str, Outcome], one: int = one) -> None:
+                put_case(results, {"k": one}, outcomes, lambda outcome: serving.side_entry(outcome, settings))
 
             if not turns.measure(
-                jobs,
+                {s: serving.serve_job(one, s, settings, host, checkpoints, folder) for s in sides},
                 measurements,
-                label=url or f"{method} k={', '.join(map(str, ks))}",
-                total=len(jobs) * (1 + rounds * len(measurements)),
-                at_once=host.device != "cpu" and serving.kv_cache_size(ks[0], settings) is not None,
+                label=url or f"{method} k={one}",
+                total=len(sides) * (1 + rounds * len(measurements)),
+                at_once=host.device != "cpu" and serving.kv_cache_size(one, settings) is not None,
                 add=add,
             ):
                 break
@@ -290,23 +255,28 @@ def _show(results: Mapping[str, Any], console: Console, html: Path | None) -> bo
         console.print(name, style="bold", highlight=False)
         for told, columns, lines in serving.tables(loads):
             console.print(f"\n{told}", highlight=False)
-            fit = max((console.width - _LABELS) // _CELLS, 1)
-            # A row of many figures would be cut: then a load and side is a column, and so many stand side by side.
-            whole = len(columns) <= _FEW
-            parts = [lines] if whole else [lines[first : first + fit] for first in range(0, len(lines), fit)]
-            for part in parts:
-                heads, *rows = [columns, *part] if whole else zip(columns, *part, strict=True)
-                drawn = Table(*heads)
-                for row in rows:
-                    drawn.add_row(*row)
+            for drawn in _fitting(columns, lines, console.width):
                 console.print(drawn)
         missing = [f"{n} on {SIDE_NAMES[side]} ({at} at once)" for at, side, one in loads if (n := one["unanswered"])]
         if missing:
             console.print(f"Requests that got no token, and have no latency: {', '.join(missing)}.")
     if groups:
-        if html is not None:
-            from ..bench.report import page
-
-            write_text(page(results), html)
         show_verdicts((one for case in results["cases"] for one in of_loads(case)), results["host"]["device"], console)
+    if groups and html is not None:
+        from ..bench.report import page
+
+        shown = Console(record=True, file=StringIO(), width=160)
+        _show(results, shown, None)
+        write_text(page(results, shown), html)
     return bool(groups)
+
+
+def _fitting(columns: Sequence[str], lines: Sequence[Sequence[str]], width: int) -> Iterator[Table]:
+    """A row of many figures would be cut: then a load and side is a column, and as many stand side by side as fit."""
+    whole, fit = len(columns) <= _FEW, max((width - _LABELS) // _CELLS, 1)
+    for part in [lines] if whole else [lines[first : first + fit] for first in range(0, len(lines), fit)]:
+        heads, *rows = [columns, *part] if whole else zip(columns, *part, strict=True)
+        drawn = Table(*heads)
+        for row in rows:
+            drawn.add_row(*row)
+        yield drawn

@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
@@ -14,6 +15,8 @@ from typer.core import TyperCommand, TyperGroup
 
 from vllm_hwplugin.cli.output import STANDARD_OUTPUT, writable
 from vllm_hwplugin.cli.parser import FAILURE, Run
+
+_Settings = TypeVar("_Settings")
 
 # What typer raises for options that it cannot read; it does not export the class.
 _UsageError: Any = typer.BadParameter.__base__
@@ -120,3 +123,16 @@ def pairs(values: Iterable[str], option: str) -> dict[str, str]:
             raise typer.BadParameter(f"{value!r} is not KEY=VAL", param_hint=option)
         found[name] = setting
     return found
+
+
+def settings_of(kind: type[_Settings], context: typer.Context, **more: Any) -> _Settings:
+    """A dataclass of what a command was asked for: its parameters of the fields' names, each value of a list once.
+
+    Args:
+        kind: the dataclass.
+        context: of the command.
+        more: outweighs the parameters.
+    """
+    once = {name: tuple(dict.fromkeys(one)) if isinstance(one, tuple) else one for name, one in context.params.items()}
+    fields = {one.name for one in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    return kind(**{name: value for name, value in {**once, **more}.items() if name in fields})

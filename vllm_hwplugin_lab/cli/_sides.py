@@ -14,23 +14,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from vllm_hwplugin.cli.output import STANDARD_OUTPUT, OutputError, write_text
 from vllm_hwplugin.cli.parser import FAILURE
 
-from ..bench import (
-    ALL_SIDES,
-    PLUGIN_SIDES,
-    SERVING,
-    STOCK_OF,
-    Compared,
-    Event,
-    Job,
-    Measurement,
-    Outcome,
-    TimeLimit,
-    measure_in_turn,
-    rest_between_turns,
-    results_text,
-    stopped,
-    verdict,
-)
+from ..bench import ALL_SIDES, Event, Host, Job, Outcome, TimeLimit, measure_in_turn, results_text
+from ..bench.plan import PLUGIN_SIDES, STOCK_OF
+from ..bench.results import stopped
+from ..bench.table import Compared, verdict
+from ..bench.turns import SERVING, Measurement, rest_between_turns
 from ._options import JsonFile, known
 
 #: What `MoreSidesOption` takes.
@@ -56,6 +44,9 @@ PatchedEnvOption = Annotated[
     list[str] | None, typer.Option("--patched-env", metavar="KEY=VAL", help="Set for patched sides only.")
 ]
 
+GraphsOption = Annotated[str, typer.Option(help="vLLM's cudagraph_mode (GPU only); this is its own default.")]
+#: Of `GraphsOption`.
+GRAPHS = "FULL_AND_PIECEWISE"
 TimeLimitOption = Annotated[
     float | None,
     typer.Option(min=1, help="Seconds of the whole command, then what has been measured is written; default: none."),
@@ -69,6 +60,10 @@ def asked_sides(side: Sequence[str] | None, good: tuple[str, ...] = _MORE) -> tu
         typer.BadParameter: one is not among ``good``.
     """
     return tuple(known(list(dict.fromkeys(side or ())), good, "--side"))
+
+
+def show_host(host: Host, console: Console) -> None:
+    console.print(f"vLLM {host.vllm} on {host.name} ({host.device}), torch {host.torch}", highlight=False)
 
 
 def progress(console: Console) -> Progress:
@@ -87,11 +82,11 @@ def advance(bar: Progress, task: Any, label: str) -> Callable[[Event], None]:
     return on_event
 
 
-def show_failure(outcome: Outcome, console: Console) -> None:
+def show_failure(name: str, error: str | None, log_tail: str, console: Console) -> None:
     """Print why an engine failed, if it did."""
-    if outcome.error is not None:
-        console.print(f"{outcome.job.label} failed: {outcome.error}. End of its log:", style="red")
-        console.print(outcome.log_tail, markup=False, highlight=False)
+    if error is not None:
+        console.print(f"{name} failed: {error}. End of its log:", style="red", highlight=False)
+        console.print(log_tail, markup=False, highlight=False, soft_wrap=True)
 
 
 def conclude(cases: Sequence[Mapping[str, Any]], console: Console, *, measured: bool) -> None:
@@ -216,5 +211,5 @@ class InTurn:
         )
         keep(outcomes)
         for outcome in outcomes.values():
-            show_failure(outcome, self.bar.console)
+            show_failure(outcome.job.label, outcome.error, outcome.log_tail, self.bar.console)
         return stopped(outcomes.values()) is None

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shlex
 import shutil
 import time
@@ -18,16 +17,30 @@ from vllm_hwplugin.cli.output import write_text
 from vllm_hwplugin.cli.parser import FAILURE
 
 from .. import bench
-from ..bench import ALL_SIDES, SIDE_NAMES, Ended, processes_entry, provenance, results_text
+from ..bench import ALL_SIDES, results_text
 from ..bench import soak as soaking
+from ..bench.plan import STOCK_OF, TINY, check, possible_sides
+from ..bench.results import new_results
 from ..bench.soak import run_soak
-from ._options import JsonFile, console_for, known, pairs
-from ._sides import PatchedEnvOption, SidesOption, VllmEnvOption, asked_sides, progress
+from ..bench.table import SIDE_NAMES
+from ._options import JsonFile, console_for, known, pairs, settings_of
+from ._sides import (
+    GRAPHS,
+    GraphsOption,
+    PatchedEnvOption,
+    SidesOption,
+    VllmEnvOption,
+    asked_sides,
+    progress,
+    show_failure,
+    show_host,
+)
 
 _PROMPTS = 96
 
 
 def soak(
+    context: typer.Context,
     method: Annotated[str, typer.Option(help="dflash or eagle3.")] = "dflash",
     k: Annotated[int | None, typer.Option("--k", min=1, help="Drafted tokens a step; default 7 or 3.")] = None,
     steps: Annotated[int, typer.Option(min=60, help="Steps of each engine under load.")] = 10_000,
@@ -35,9 +48,7 @@ def soak(
     seed: Annotated[int, typer.Option(help="Same seed, same requests.")] = 0,
     side: SidesOption = None,
     under: Annotated[str, typer.Option(metavar="COMMAND", help="Run the engines under it; see below.")] = "",
-    cudagraph_mode: Annotated[
-        str, typer.Option(help="vLLM's cudagraph_mode (GPU only); this is its own default.")
-    ] = "FULL_AND_PIECEWISE",
+    cudagraph_mode: GraphsOption = GRAPHS,
     vllm_env: VllmEnvOption = None,
     patched_env: PatchedEnvOption = None,
     model: Annotated[Path | None, typer.Option(help="Checkpoints, a folder as tests/assets/small.")] = None,
@@ -68,73 +79,44 @@ def soak(
     checkpoints = bench.find_checkpoints(model)
     pool = bench.load_prompts(checkpoints, _PROMPTS)
     host = bench.detect_host()
-    sides = wanted or bench.possible_sides([method], host)
-    settings = soaking.SoakSettings(
-        method=method,
+    settings = settings_of(
+        soaking.SoakSettings,
+        context,
         k=k or bench.DRAFT_TOKENS[method],
-        steps=steps,
-        max_num_seqs=max_num_seqs,
-        seed=seed,
-        cudagraph_mode=cudagraph_mode,
         under=checker,
         vllm_environment=pairs(vllm_env or (), "--vllm-env"),
         patched_environment=pairs(patched_env or (), "--patched-env"),
-        sides=sides,
-        time_limit=time_limit,
+        sides=(sides := wanted or possible_sides([method], host)),
     )
-    bench.check([bench.Case(bench.TINY, method, settings.k)], host, sides)
-    console.print(f"vLLM {host.vllm} on {host.name} ({host.device}), torch {host.torch}", highlight=False)
-
-    until = None if time_limit is None else asked_at + time_limit
-    jobs = {one: soaking.load_job(one, settings, host, checkpoints, pool, until) for one in sides}
+    check([bench.Case(TINY, method, settings.k)], host, sides)
+    show_host(host, console)
+    load = settings.load(None if time_limit is None else asked_at + time_limit)
+    jobs = {one: soaking.load_job(one, settings, host, checkpoints, pool) for one in sides}
     judge = soaking.judging_job(settings, host, checkpoints)
     with progress(console) as bar:
-        tasks = {job.label: bar.add_task(f"{job.label}: engine starts", total=job.steps or 1) for job in jobs.values()}
+        tasks = {job.label: bar.add_task(f"{job.label}: engine starts", total=steps) for job in jobs.values()}
 
         def on_event(name: str, event: bench.Event) -> None:
             if name in tasks and event["event"] in ("ready", "progress"):
                 bar.update(tasks[name], description=f"{name}: steps", completed=event.get("steps", 0))
 
         found = run_soak(
-            jobs, judge, at_once=host.device != "cpu", timeout=timeout, under=settings.under, on_event=on_event
+            jobs, judge, load, at_once=host.device != "cpu", timeout=timeout, under=checker, on_event=on_event
         )
-    entries = {name: _entry(one, found.texts.get(name, []), found.gaps) for name, one in found.ended.items()}
+    entries = {side: soaking.side_entry(side, found) for side in jobs}
     faults = soaking.failures(entries, settings, host.device)
-    if found.judge is not None and found.judge.error is not None:
-        faults.append(f"judge: {found.judge.error}")
-    result = {
-        "format": soaking.FORMAT,
-        **provenance(),
-        "host": dataclasses.asdict(host),
-        "settings": dataclasses.asdict(settings),
-        "ok": not faults,
-        "failures": faults,
-        "sides": entries,
-    }
+    failed = {name: one for name, one in found.ended.items() if one.error is not None}
+    faults += [f"{name}: {one.error}" for name, one in failed.items() if name not in jobs]
+    result = new_results(soaking.FORMAT, host, settings) | {"ok": not faults, "failures": faults, "sides": entries}
     if json_file is not None:
         write_text(results_text(result), json_file)
     _show(result, console)
-    everyone = {**found.ended, **({"judge": found.judge} if found.judge is not None else {})}
-    for name, one in everyone.items():
-        if one.error is not None:
-            console.print(f"{name} failed: {one.error}. End of its log:", style="red")
-            console.print(one.log_tail, markup=False, highlight=False)
-    if any(one.error is not None for name, one in everyone.items() if name not in bench.STOCK_OF):
+    for name, one in failed.items():
+        show_failure(name, one.error, one.log_tail, console)
+    if any(name not in STOCK_OF for name in failed):
         raise typer.Exit(FAILURE)
     if faults:
         raise typer.Exit(1)
-
-
-def _entry(ended: Ended, texts: list[soaking.Text], gaps: Mapping[soaking.Text, list[float]]) -> dict[str, Any]:
-    """One side for the results file: the texts themselves stay out of it."""
-    entry: dict[str, Any] = {"error": ended.error, "log_tail": ended.log_tail}
-    for event in ended.events:
-        if event["event"] in ("ready", "soaked"):
-            entry |= {key: value for key, value in event.items() if key not in ("event", "pid", "texts")}
-    if ended.error is None:
-        entry |= {"acceptance_per_position": soaking.acceptance(entry), "texts": soaking.judged(texts, gaps)}
-    used = sorted({feature for one in ended.records for feature, use in one["uses"].items() if use["used"]})
-    return {**entry, "features": used, "processes": processes_entry(ended.records)}
 
 
 def _show(result: Mapping[str, Any], console: Console) -> None:

@@ -20,38 +20,28 @@ from rich.table import Table
 from vllm_hwplugin.cli.output import OutputError
 
 from ..bench import (
-    ENGINE,
     METHODS,
-    SERVING,
     SHAPES,
-    TINY,
+    Case,
     Job,
     Settings,
     TimeLimit,
-    add_case,
-    add_phases,
-    cases,
-    check,
     detect_host,
     find_checkpoints,
-    host_line,
     job_for,
     load_prompts,
-    new_phases,
-    new_results,
-    of_engines,
     of_workloads,
-    possible_sides,
-    profiled,
-    rows,
-    shapes_folder,
-    shown_phases,
-    tables,
 )
+from ..bench.plan import TINY, check, possible_sides, shapes_folder
+from ..bench.results import FORMAT, PHASES_FORMAT, add_case, add_phases, new_results
+from ..bench.table import host_line, of_engines, profiled, rows, shown_phases, tables
+from ..bench.turns import ENGINE, SERVING
 from . import _bench_kernels
 from ._bench_serve import SERVE, serve
-from ._options import JsonFile, console_for, grouped, known, pairs, runs
+from ._options import JsonFile, console_for, grouped, known, pairs, runs, settings_of
 from ._sides import (
+    GRAPHS,
+    GraphsOption,
     InTurn,
     MoreSidesOption,
     PatchedEnvOption,
@@ -60,6 +50,7 @@ from ._sides import (
     VllmEnvOption,
     asked_sides,
     progress,
+    show_host,
     show_verdicts,
 )
 from ._soak import soak
@@ -103,9 +94,7 @@ def measure(
     acceptance_length: Annotated[
         float | None, typer.Option(min=1, help="Synthetic acceptance of the dummy shapes; default 1 + k / 2.")
     ] = None,
-    cudagraph_mode: Annotated[
-        str, typer.Option(help="vLLM's cudagraph_mode (GPU only); this is its own default.")
-    ] = "FULL_AND_PIECEWISE",
+    cudagraph_mode: GraphsOption = GRAPHS,
     gpu_memory_utilization: UtilizationOption = None,
     profile_tokens: Annotated[int, typer.Option(min=0, help="Tokens of the profiled run (CUDA); 0: none.")] = 48,
     profile: Annotated[
@@ -137,42 +126,32 @@ def measure(
     if context.invoked_subcommand is not None:
         return
     limit, console = TimeLimit(time_limit), console_for(json_file)
-    planned = cases(
-        known(shape or [TINY], _SHAPES, "--shape"), known(method or ["eagle3"], METHODS, "--method"), k or [3]
-    )
+    methods = known(method or ["eagle3"], METHODS, "--method")
+    shapes = known(shape or [TINY], _SHAPES, "--shape")
+    planned = [Case(one, by, count) for one in shapes for by in methods for count in k or [3]]
     wanted = asked_sides(side)
-    settings = Settings(
-        batches=tuple(batch or (1, 8, 32)),
-        rounds=rounds,
-        cudagraph_mode=cudagraph_mode,
-        tokens=tokens,
-        tiny_prompts=tiny_prompts,
-        tiny_tokens=tiny_tokens,
-        acceptance_length=acceptance_length,
-        profile_tokens=profile_tokens,
-        vllm_environment=pairs(vllm_env or (), "--vllm-env"),
-        patched_environment=pairs(patched_env or (), "--patched-env"),
-        gpu_memory_utilization=gpu_memory_utilization,
-    )
+    environments = {"vllm_environment": pairs(vllm_env or (), "--vllm-env")}
+    environments["patched_environment"] = pairs(patched_env or (), "--patched-env")
+    batches = tuple(batch or (1, 8, 32))
     checkpoints = None
-    if any(c.shape == TINY for c in planned):
+    if TINY in shapes:
         checkpoints = find_checkpoints(model)
-        load_prompts(checkpoints, max(settings.tiny_prompts, *settings.batches))
+        load_prompts(checkpoints, max(tiny_prompts, *batches))
     host = detect_host()
-    sides = wanted or possible_sides(method or ["eagle3"], host)
-    settings = dataclasses.replace(settings, sides=sides)
+    sides = wanted or possible_sides(methods, host)
+    settings = settings_of(Settings, context, batches=batches, sides=sides, **environments)
     check(planned, host, sides)
-    console.print(f"vLLM {host.vllm} on {host.name} ({host.device}), torch {host.torch}", highlight=False)
+    show_host(host, console)
     if profile is not None:
         _make(profile)
-    results = new_results(host, settings) if profile is None else new_phases(host, settings)
-    shapes = shapes_folder()
+    results = new_results(FORMAT if profile is None else PHASES_FORMAT, host, settings)
+    folder = shapes_folder()
     with progress(console) as bar:
         module, answer = (SERVING, "measured") if profile is None else (ENGINE, "phases")
         turns = InTurn(bar, results, json_file, settings.rounds, timeout, limit, module)
         for case in planned:
             jobs = {
-                one: job_for(case, one, settings, host, checkpoints, shapes, own_process=profile is None)
+                one: job_for(case, one, settings, host, checkpoints, folder, own_process=profile is None)
                 for one in sides
             }
             add = partial(add_case, results, case, settings)
@@ -202,9 +181,10 @@ def _show(results: Mapping[str, Any], console: Console) -> bool:
 
 
 def _show_phases(results: Mapping[str, Any], console: Console) -> bool:
-    for entry in results["engines"]:
+    engines = results.get("engines", ())
+    for entry in engines:
         console.print(_phase_table(entry))
-    return bool(results["engines"])
+    return bool(engines)
 
 
 def _make(folder: Path) -> None:

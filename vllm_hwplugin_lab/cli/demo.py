@@ -19,8 +19,10 @@ from vllm_hwplugin.cli.parser import FAILURE
 from vllm_hwplugin.spec_decode.engine_report import sentence
 
 from .. import bench
+from ..bench.results import telling_line
+from ..bench.table import worth
 from ._options import JsonFile, console_for, runs
-from ._sides import advance, progress
+from ._sides import advance, progress, show_host
 
 WORKLOAD = "demo"
 #: A run takes a second or less, so its best of some says more than one. On a CPU no speed is shown, because there one
@@ -70,7 +72,7 @@ def demo(
     checkpoints = bench.find_checkpoints(model)
     bench.load_prompts(checkpoints, prompts)
     host = bench.detect_host()
-    console.print(f"vLLM {host.vllm} on {host.name} ({host.device}), torch {host.torch}", highlight=False)
+    show_host(host, console)
     if host.device == "musa":
         console.print("Stock is the plugin's platform class with every feature off: vLLM has none of its own for MUSA.")
     jobs = [job_for(c, host, checkpoints, prompts, tokens) for c in CONFIGURATIONS]
@@ -216,7 +218,7 @@ def show(result: Mapping[str, Any], console: Console, *, verbose: bool = False) 
             console.print(f"{row['name']}: {line}", highlight=False, markup=False, soft_wrap=True)
     stocks: dict[str | None, str] = {}
     for row in (one for one in result["configurations"] if one["error"] is not None):
-        last = bench.telling_line(row["log_tail"])
+        last = telling_line(row["log_tail"])
         same = row["patched"] and stocks.get(row["method"]) == last
         stocks.setdefault(row["method"], last)
         console.print(f"\n{row['name']} failed: {row['error']}. End of its log:", style="red", highlight=False)
@@ -247,7 +249,7 @@ def _verdict(result: Mapping[str, Any]) -> Iterator[str]:
             continue
         if patched["tokens_per_second"]:
             ratio = patched["tokens_per_second"] / stock["tokens_per_second"]
-            yield f"{patched['name']}: {bench.worth([ratio])} tokens/s."
+            yield f"{patched['name']}: {worth([ratio])} tokens/s."
         lengths = [row["acceptance_length"] or 0.0 for row in (stock, patched)]
         if abs(lengths[1] - lengths[0]) > _SAME:
             used = {name for one in patched["processes"] for name, use in one.get("uses", {}).items() if use["used"]}

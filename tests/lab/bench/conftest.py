@@ -6,7 +6,7 @@ import pytest
 
 from vllm_hwplugin import journals
 from vllm_hwplugin_lab.bench import Host, _launch
-from vllm_hwplugin_lab.bench._plan import Settings
+from vllm_hwplugin_lab.bench.plan import Settings
 
 
 @pytest.fixture

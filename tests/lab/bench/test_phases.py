@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 
 from vllm_hwplugin_lab.bench._phases import Phases, timed
-from vllm_hwplugin_lab.bench._table import Phase, phases_of
+from vllm_hwplugin_lab.bench.table import Phase, phases_of
 
 SOURCE = """
 import dataclasses, threading, time

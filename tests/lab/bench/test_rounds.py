@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_hwplugin_lab.bench import Job, Outcome, Row, Workload
-from vllm_hwplugin_lab.bench._results import phases_entry, rounds_entry
+from vllm_hwplugin_lab.bench import Job, Outcome, Workload
 from vllm_hwplugin_lab.bench._serving import Moment, Window, added
+from vllm_hwplugin_lab.bench.results import phases_entry, rounds_entry
+from vllm_hwplugin_lab.bench.table import Row
 
 JOB = Job("x", True, {}, {}, (Workload("w", ((1,),), max_tokens=8, batch=1),))
 

@@ -14,8 +14,8 @@ import pytest
 from packaging.version import Version
 
 from vllm_hwplugin_lab.bench import Host
-from vllm_hwplugin_lab.bench._plan import ALL_SIDES, Case, NotOnThisHost, Settings, cases, check, job_for
 from vllm_hwplugin_lab.bench._shapes import METHODS, SHAPES, cache_bytes, write_configs
+from vllm_hwplugin_lab.bench.plan import ALL_SIDES, Case, NotOnThisHost, Settings, check, job_for
 
 DRAFTERS = [(name, method) for name, shape in SHAPES.items() for method in shape.methods]
 #: What vLLM makes of the drafter's config.
@@ -96,7 +96,7 @@ def test_a_job_has_what_its_shape_needs(
     settings: Settings, gpu_host: Host, tmp_path: Path, name: str, method: str
 ) -> None:
     host = dataclasses.replace(gpu_host, vllm="0.33.0", gpus=2)
-    check(cases([name], [method], [3]), host, ALL_SIDES)
+    check([Case(name, method, 3)], host, ALL_SIDES)
     job = job_for(Case(name, method, 3), "patched", settings, host, None, tmp_path, own_process=True)
     assert job.options.get("tensor_parallel_size", 1) == (2 if name.endswith("-tp2") else 1)
     assert job.options.get("gdn_prefill_backend") == (None if SHAPES[name].recurrent is None else "triton")
@@ -121,12 +121,12 @@ def test_what_cannot_run_is_refused_with_the_reason(
 ) -> None:
     host = dataclasses.replace(gpu_host, vllm=vllm)
     with pytest.raises(NotOnThisHost) as error:
-        check(cases([name], [method], [3]), host, ALL_SIDES)
+        check([Case(name, method, 3)], host, ALL_SIDES)
     assert words in str(error.value)
 
 
 def test_a_hybrid_runs_on_v1_of_every_vllm(gpu_host: Host) -> None:
-    check(cases(["qwen3-next-4l"], ["mtp"], [3]), dataclasses.replace(gpu_host, vllm="0.20.0"), ("stock", "patched"))
+    check([Case("qwen3-next-4l", "mtp", 3)], dataclasses.replace(gpu_host, vllm="0.20.0"), ("stock", "patched"))
 
 
 def test_every_method_has_a_shape() -> None:

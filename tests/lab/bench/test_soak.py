@@ -1,32 +1,127 @@
+"""What a soak asks of engines, with small scripts in their places, and what it is held to."""
+
 from __future__ import annotations
 
-import copy
-import dataclasses
+import json
 import re
+from itertools import islice, pairwise
+from types import SimpleNamespace as Bag
 
 import pytest
 
-from vllm_hwplugin_lab.bench import find_checkpoints, soak
-from vllm_hwplugin_lab.bench._soak_engine import gaps
-from vllm_hwplugin_lab.bench.soak import SoakJob, SoakSettings, Text, failures, judged, judging_job, load_job
+from vllm_hwplugin_lab.bench import Job, find_checkpoints
+from vllm_hwplugin_lab.bench._soak_engine import gaps, requests, wanted
+from vllm_hwplugin_lab.bench.soak import SoakSettings, Text, failures, judged, judging_job, load_job, run_soak
 
-POOL = ((1, 2, 3), (4, 5, 6))
+ENGINE = """
+import json, os, sys, time
+job, answer = json.load(open(sys.argv[-2])), open(sys.argv[-1], "a")
+
+def say(**facts):
+    answer.write(json.dumps(facts) + "\\n"); answer.flush()
+
+def note(what):
+    with open(os.environ["SHARED"], "a") as file:
+        file.write(f"{job['label']} {what}\\n")
+
+note("starts")
+until = time.monotonic() + 10
+while open(os.environ["SHARED"]).read().count("starts") < int(os.environ["BESIDE"]) and time.monotonic() < until:
+    time.sleep(0.02)
+say(event="ready", seconds=1.0)
+for line in sys.stdin:
+    command = json.loads(line)
+    if command["do"] == "soak":
+        note(f"soaks {command['steps']}")
+        if job["label"] == os.environ["DIES"]:
+            sys.exit("the reason")
+        own = {"stock": 6, "patched": 6, "mrv2": 7}[job["label"]]
+        say(event="soaked", texts=[[0, [1], [2, 3]], [1, [4], [5, own]]])
+    elif command["do"] == "judge":
+        note(f"reads {json.dumps(command['texts'])}")
+        say(event="judged", gaps=[[0.0] * len(tokens) for _, tokens in command["texts"]])
+    else:
+        say(event="done")
+        break
+"""
+TEXTS = [[[1], [2, 3]], [[4], [5, 6]], [[4], [5, 7]]]
+POOL = tuple(tuple(range(start, start + 96)) for start in (0, 1000, 2000))
+SETTINGS = SoakSettings(
+    method="dflash",
+    k=7,
+    steps=10_000,
+    max_num_seqs=32,
+    seed=0,
+    cudagraph_mode="FULL",
+    vllm_environment={"ALL": "1"},
+    patched_environment={"ONE": "2"},
+)
 
 
 @pytest.fixture
-def asked():
-    return SoakSettings(
-        method="dflash",
-        k=7,
-        steps=10_000,
-        max_num_seqs=32,
-        seed=0,
-        cudagraph_mode="FULL",
-        under=(),
-        vllm_environment={"ALL": "1"},
-        patched_environment={"ONE": "2"},
-        sides=("stock", "patched"),
+def soaked(instead_of_engines, tmp_path):
+    """`soaked(sides, ...)`: what came of it, and what the engines did, in its order in time."""
+    instead_of_engines(ENGINE)
+    shared = tmp_path / "shared"
+
+    def run(*sides, at_once=True, dies="", beside=1, **more):
+        shared.unlink(missing_ok=True)
+        variables = {"SHARED": str(shared), "DIES": dies, "BESIDE": str(beside)}
+        jobs = {side: Job(side, False, {}, variables, ()) for side in sides}
+        judge = Job("judge", False, {}, variables, ())
+        found = run_soak(jobs, judge, SETTINGS.load(), at_once=at_once, timeout=30, **more)
+        return found, shared.read_text().splitlines()
+
+    return run
+
+
+def test_all_engines_start_at_the_same_time_and_each_different_text_is_read_once(soaked):
+    said = []
+    found, done = soaked("stock", "patched", "mrv2", beside=4, on_event=lambda name, event: said.append(name))
+    assert sorted(done[:4]) == ["judge starts", "mrv2 starts", "patched starts", "stock starts"]
+    assert done[-1] == f"judge reads {json.dumps(TEXTS)}"
+    assert {side: one.error for side, one in found.ended.items()} == dict.fromkeys(
+        ["stock", "patched", "mrv2", "judge"]
     )
+    assert found.texts["mrv2"] == [Text((1,), (2, 3)), Text((4,), (5, 7))]
+    assert found.gaps == {Text(tuple(one), tuple(other)): [0.0, 0.0] for one, other in TEXTS}
+    assert set(said) == {"stock", "patched", "mrv2", "judge"}
+
+
+def test_a_memory_checker_runs_one_load_after_the_other_and_not_the_judge(soaked, tmp_path):
+    checker = tmp_path / "checker"
+    checker.write_text(f'#!/bin/sh\necho "$1 checks" >> "{tmp_path / "shared"}"\nshift\nexec "$@"\n')
+    checker.chmod(0o755)
+    _, done = soaked("stock", "patched", at_once=False, under=(str(checker), "memory"))
+    loads = [
+        line for side in ("stock", "patched") for line in ("memory checks", f"{side} starts", f"{side} soaks 10000")
+    ]
+    assert done[:-1] == [*loads, "judge starts"]
+
+
+def test_a_side_that_dies_has_its_log_and_the_other_is_judged(soaked):
+    found, done = soaked("stock", "patched", dies="patched")
+    assert (found.ended["patched"].error, found.ended["patched"].log_tail) == ("exit code 1", "the reason")
+    assert (list(found.texts), found.ended["judge"].error) == (["stock"], None)
+    found, done = soaked("patched", dies="patched")
+    assert ("judge" in found.ended, found.gaps) == (False, {})
+    assert "judge reads" not in done[-1]
+
+
+def test_the_load_is_the_same_for_both_sides_and_is_read_by_stock_vllm_without_speculation(gpu_host):
+    checkpoints = find_checkpoints(None)
+    stock, patched = (load_job(side, SETTINGS, gpu_host, checkpoints, POOL) for side in ("stock", "patched"))
+    assert (stock.options, stock.workloads) == (patched.options, patched.workloads)
+    differing = {k for k in patched.environment if patched.environment[k] != stock.environment.get(k)}
+    assert differing == {"VLLM_HWPLUGIN", "ONE"}
+    # One process, which a memory checker can follow. Room for 32 x 8 drafts twice over, as vLLM keeps the draft's slots
+    # out of the budget, and little enough that a few prompts at once are prefilled in pieces.
+    assert patched.environment["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+    assert 2 * 32 * 8 < patched.options["max_num_batched_tokens"] < 4 * 192
+    judge = judging_job(SETTINGS, gpu_host, checkpoints)
+    assert "speculative_config" not in judge.options
+    assert judge.environment["VLLM_HWPLUGIN"] == "0"
+    assert judge.options["max_model_len"] == 1 + stock.options["max_model_len"]
 
 
 def entry(**changes):
@@ -43,81 +138,36 @@ def entry(**changes):
     }
 
 
-def test_the_load_is_the_same_for_both_sides(asked, gpu_host):
-    stock, patched = (load_job(side, asked, gpu_host, find_checkpoints(None), POOL) for side in ("stock", "patched"))
-    assert stock.options == patched.options
-    assert (stock.steps, stock.seed, stock.pool) == (patched.steps, patched.seed, patched.pool) == (10_000, 0, POOL)
-    differing = {k for k in patched.environment if patched.environment[k] != stock.environment.get(k)}
-    assert differing == {"VLLM_HWPLUGIN", "ONE"}
-    # One process, which a memory checker can follow. Room for 32 x 8 drafts twice over, as vLLM keeps the draft's slots
-    # out of the budget, and little enough that a few prompts at once are prefilled in pieces.
-    assert patched.environment["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
-    assert 2 * 32 * 8 < patched.options["max_num_batched_tokens"] < 4 * 192
-    assert patched.options["compilation_config"] == {"cudagraph_mode": "FULL"}
-    assert patched.options["speculative_config"]["num_speculative_tokens"] == 7
-
-
-def test_texts_are_read_by_stock_vllm_without_speculation(asked, gpu_host):
-    job = judging_job(asked, gpu_host, find_checkpoints(None))
-    assert "speculative_config" not in job.options
-    assert job.environment["VLLM_HWPLUGIN"] == "0"
-    assert job.options["max_model_len"] == 1 + soak.MAX_MODEL_LEN
-    assert job.steps == 0
-
-
-def test_a_job_survives_its_json(asked, gpu_host):
-    for job in (
-        load_job("mrv2-patched", asked, gpu_host, find_checkpoints(None), POOL, until=5.0),
-        judging_job(asked, gpu_host, find_checkpoints(None)),
-    ):
-        assert SoakJob.from_json(job.to_json()) == job
-
-
-def test_what_holds_has_no_failures(asked):
-    assert failures({"stock": entry(draft_phases_in_graphs=0), "patched": entry()}, asked, "cuda") == []
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"error": "exit code 99"}, "patched: exit code 99"),
-        ({"steps": 9_999}, "patched: 9999 steps of 10000"),
-        ({"batch_sizes": {"1": 9, "31": 1}}, r"patched: no step had 32 requests; seen: \[1, 31\]"),
-        ({"batch_sizes": {"7": 9}}, r"patched: no step had 1 or 32 requests"),
-        ({"drafts": 0, "accepted_per_position": []}, "patched: nothing was drafted"),
-        ({"draft_phases_in_graphs": 0}, "patched: no draft phase replayed a CUDA graph"),
-        ({"requests": 6}, "patched: 5 texts of 6 requests"),
-        ({"texts": {"count": 5, "worst_gap": 0.51}}, "patched: a token is 0.5100 nats below .* 0.5 allowed"),
-        ({"texts": {"count": 5, "worst_gap": None}}, "patched: its texts were not judged"),
-        (
-            {"accepted_per_position": [128_000, 78_000]},
-            "patched: acceptance at position 1: stock 0.5000, patched 0.4875; 0.01 less allowed",
-        ),
+        ({}, None),
+        # The target accepts nothing that it would not have said.
+        ({"accepted_per_position": [140_000, 90_000]}, None),
+        ({"accepted_per_position": [128_000, 78_000]}, "acceptance at position 1: stock 0.5000, patched 0.4875"),
+        # Chance alone.
+        ({"drafts": 9_999, "accepted_per_position": [6_000, 4_000]}, None),
+        ({"error": "exit code 99"}, "exit code 99"),
+        ({"steps": 9_999}, "9999 steps of 10000"),
+        ({"batch_sizes": {"7": 9}}, "no step had 1 or 32 requests"),
+        ({"drafts": 0, "accepted_per_position": []}, "nothing was drafted"),
+        ({"draft_phases_in_graphs": 0}, "no draft phase replayed a CUDA graph"),
+        ({"requests": 6}, "5 texts of 6 requests"),
+        ({"texts": {"count": 5, "worst_gap": 0.51}}, "a token is 0.5100 nats below .* 0.5 allowed"),
+        ({"texts": {"count": 5, "worst_gap": None}}, "its texts were not judged"),
     ],
 )
-def test_each_fault_is_named(asked, changes, message):
-    (found,) = failures({"stock": entry(), "patched": entry(**changes)}, asked, "cuda")
-    assert re.match(message, found), found
+def test_each_fault_is_named(changes, message):
+    found = failures({"stock": entry(draft_phases_in_graphs=0), "patched": entry(**changes)}, SETTINGS, "cuda")
+    assert len(found) == (message is not None)
+    assert not found or re.match(f"patched: {message}", found[0]), found
 
 
-def test_a_cpu_has_no_graphs_and_no_near_ties(asked):
+def test_a_cpu_has_no_graphs_and_no_near_ties():
     fine = entry(draft_phases_in_graphs=0, texts={"count": 5, "worst_gap": 0.0})
-    assert failures({"patched": fine}, asked, "cpu") == []
+    assert failures({"patched": fine}, SETTINGS, "cpu") == []
     near = {**fine, "texts": {"count": 5, "worst_gap": 0.01}}
-    assert "0.0100 nats" in failures({"patched": near}, asked, "cpu")[0]
-
-
-def test_acceptance_may_rise_and_is_not_judged_on_few_drafts(asked):
-    stock, better = entry(), entry(accepted_per_position=[140_000, 90_000])
-    assert failures({"stock": stock, "patched": better}, asked, "cuda") == []
-    few = [entry(drafts=9_999, accepted_per_position=[n, n]) for n in (5_000, 4_000)]
-    assert failures(dict(zip(("stock", "patched"), few, strict=True)), asked, "cuda") == []
-    enough = [entry(drafts=10_000, accepted_per_position=[n, n]) for n in (5_000, 4_000)]
-    assert len(failures(dict(zip(("stock", "patched"), enough, strict=True)), asked, "cuda")) == 2
-
-
-def test_one_side_alone_is_held_to_its_texts(asked):
-    assert failures({"patched": entry()}, dataclasses.replace(asked, steps=60), "cuda") == []
+    assert "0.0100 nats" in failures({"patched": near}, SETTINGS, "cpu")[0]
 
 
 def test_the_judgement_of_a_sides_texts():
@@ -125,20 +175,35 @@ def test_the_judgement_of_a_sides_texts():
     found = judged([one, two, one], {one: [0.0, 0.0], two: [0.25, 0.0]})
     assert found == {"count": 3, "worst_gap": 0.25, "not_first_choice": 1 / 6}
     assert judged([one, two], {one: [0.0, 0.0]})["worst_gap"] is None
-    assert judged([], {})["worst_gap"] == 0.0
 
 
 def test_the_gap_of_a_token_is_to_the_likeliest_at_its_position():
-    class Logprob:
-        def __init__(self, logprob):
-            self.logprob = logprob
-
-    positions = [None, {7: Logprob(-9.0)}, {8: Logprob(-0.5)}, {9: Logprob(-3.0), 4: Logprob(-0.25)}]
+    positions = [None, {7: -9.0}, {8: -0.5}, {9: -3.0, 4: -0.25}]
+    positions = [one and {token: Bag(logprob=value) for token, value in one.items()} for one in positions]
     assert gaps(positions, [8, 9]) == [0.0, 2.75]
     # An answer of the prompt's whole length would need the choice for its first token, which there is none of.
     assert gaps(positions, [7, 8, 9]) == [0.0, 0.0, 2.75]
 
 
-def test_texts_come_out_of_the_event_as_they_went_in():
-    event = {"texts": [[0, [1, 2], [3]], [1, [4], [5, 6]]]}
-    assert soak.texts_of(copy.deepcopy(event)) == [Text((1, 2), (3,)), Text((4,), (5, 6))]
+def test_requests_differ_fit_the_model_and_are_the_seeds_alone():
+    asked = list(islice(requests(POOL, 0, 512), 2000))
+    assert asked == list(islice(requests(POOL, 0, 512), 2000)) != list(islice(requests(POOL, 1, 512), 2000))
+    assert all(1 <= len(r.prompt) <= 192 and r.max_tokens >= 1 for r in asked)
+    # All places within a block of 16 and the border itself, and prompts of less than a block.
+    assert {len(r.prompt) % 16 for r in asked} == set(range(16))
+    assert min(len(r.prompt) for r in asked) < 16
+    assert {r.max_tokens for r in asked} > set(range(1, 161))
+    whole = [len(r.prompt) + r.max_tokens for r in asked]
+    assert max(whole) == 512
+    assert 60 < whole.count(512) < 250
+    for r in asked:
+        assert r.prompt[0] in (0, 1000, 2000)
+        assert list(r.prompt[:96]) == list(range(r.prompt[0], r.prompt[0] + min(96, len(r.prompt))))
+
+
+def test_one_request_then_the_most_then_everything_between():
+    sizes = list(islice(wanted(3, 32), 10_000))
+    assert sizes[0] == 1
+    assert 32 in sizes[:60]
+    assert set(sizes) == set(range(1, 33))
+    assert sum(a != b for a, b in pairwise(sizes)) > 200

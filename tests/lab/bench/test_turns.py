@@ -12,8 +12,7 @@ from itertools import pairwise
 import pytest
 
 from vllm_hwplugin_lab.bench import Job, TimeLimit, Workload, measure_in_turn, of_workloads
-from vllm_hwplugin_lab.bench._session import Session
-from vllm_hwplugin_lab.bench._turns import Turn, turns
+from vllm_hwplugin_lab.bench._launch import Session
 
 WORKLOADS = tuple(
     Workload(f"batch {batch}", ((1,),), max_tokens=8, batch=batch, rounds=3, warmup_tokens=4, profile_tokens=tokens)
@@ -71,12 +70,6 @@ def engines(instead_of_engines, tmp_path):
         return jobs, lambda: shared.read_text().splitlines()
 
     return make
-
-
-def test_every_side_has_its_turn_before_one_has_its_next():
-    assert list(turns(2, ["x", "y"], ["a", "b"])) == [
-        Turn(number, workload, side) for number in (0, 1) for workload in ("x", "y") for side in ("a", "b")
-    ]
 
 
 def test_engines_are_alive_together_and_take_turns(engines):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_hwplugin_lab.bench import of_engines, of_loads, read_results, verdict, worth
+from vllm_hwplugin_lab.bench import read_results
+from vllm_hwplugin_lab.bench.table import of_engines, of_loads, verdict, worth
 
 pytest.importorskip("numpy")
 

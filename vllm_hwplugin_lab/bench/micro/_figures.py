@@ -12,7 +12,7 @@ from typing import Any
 from rich.table import Table
 
 from .._host import Host
-from .._results import provenance
+from ..results import provenance
 from . import _attention_cases as attention
 from . import _op_cases as ops
 from ._supervise import MEASURED, MISSING, REFUSED

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Protocol
+from typing import Any
 
 from packaging.version import Version
 
@@ -73,23 +73,33 @@ class Case:
         return f"{self.shape} {self.method} k={self.k}"
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What all engines of a benchmark share; goes into the results file."""
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What all engines of a command share; goes into the results file.
+
+    Attributes:
+        acceptance_length: synthetic, of a dummy shape; None: 1 + k / 2.
+        gpu_memory_utilization: of each engine; None: an equal part.
+    """
+
+    sides: tuple[str, ...] = SIDES
+    cudagraph_mode: str
+    vllm_environment: Mapping[str, str]
+    patched_environment: Mapping[str, str]
+    acceptance_length: float | None = None
+    gpu_memory_utilization: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(Asked):
+    """Of ``bench``."""
 
     batches: tuple[int, ...]
     rounds: int
-    cudagraph_mode: str
     tokens: int
     tiny_prompts: int
     tiny_tokens: int
-    acceptance_length: float | None
     profile_tokens: int
-    vllm_environment: Mapping[str, str]
-    patched_environment: Mapping[str, str]
-    sides: tuple[str, ...] = SIDES
-    #: Of each engine; None: an equal part.
-    gpu_memory_utilization: float | None = None
 
 
 def job_for(
@@ -120,7 +130,7 @@ def job_for(
         max_num_seqs=max(settings.batches),
     )
     home = folder / f"{case.shape}-{case.method}-{case.k}-{side}"
-    options |= model_of(case, synthetic_length(case, settings), checkpoints, home)
+    options |= model_of(case, synthetic_length(case, settings.acceptance_length), checkpoints, home)
     if host.device != "cpu":
         # The engines of all sides are alive together.
         options |= {
@@ -214,15 +224,7 @@ def share_of_gpu(wanted: float | None, engines: Sequence[str]) -> float:
     return wanted if wanted is not None else round(_GPU_SHARE / len(engines), 3)
 
 
-class _Environments(Protocol):
-    @property
-    def vllm_environment(self) -> Mapping[str, str]: ...
-
-    @property
-    def patched_environment(self) -> Mapping[str, str]: ...
-
-
-def environment_of(side: str, host: Host, settings: _Environments, *, own_process: bool) -> dict[str, str]:
+def environment_of(side: str, host: Host, settings: Asked, *, own_process: bool) -> dict[str, str]:
     """The variables of one side's engine."""
     extra = dict(settings.vllm_environment)
     if side in STOCK_OF:
@@ -249,12 +251,6 @@ def check(planned: Sequence[Case], host: Host, sides: Sequence[str] = SIDES) -> 
         NotOnThisHost: dummy weights or Model Runner V2 on a CPU, a shape that this vLLM does not know with its drafter,
             more GPUs than there are, or what this vLLM's Model Runner V2 refuses.
     """
-    dummy = sorted({c.shape for c in planned if c.shape != TINY})
-    if host.device == "cpu" and dummy:
-        raise NotOnThisHost(
-            f"--shape {' '.join(dummy)} needs a GPU: vLLM's CPU sampler has no synthetic acceptance; use --shape tiny"
-        )
-    vllm = Version(host.vllm)
     for case in planned:
         if case.shape == TINY:
             if case.method not in DRAFT_TOKENS:
@@ -262,7 +258,11 @@ def check(planned: Sequence[Case], host: Host, sides: Sequence[str] = SIDES) -> 
                     f"--shape {TINY} has no drafter for {case.method}, only for {', '.join(DRAFT_TOKENS)}"
                 )
             continue
-        if (reason := why_not(case.shape, case.method, vllm, on_v2=any(map(on_v2, sides)))) is not None:
+        if host.device == "cpu":
+            raise NotOnThisHost(
+                f"--shape {case.shape} needs a GPU: vLLM's CPU sampler has no synthetic acceptance; use --shape tiny"
+            )
+        if (reason := why_not(case.shape, case.method, Version(host.vllm), on_v2=any(map(on_v2, sides)))) is not None:
             raise NotOnThisHost(reason)
         needed = SHAPES[case.shape].tensor_parallel_size
         if needed > host.gpus:
@@ -299,18 +299,11 @@ def possible_sides(methods: Iterable[str], host: Host) -> tuple[str, ...]:
     return ALL_SIDES if host.device == "cuda" and why_not_mrv2(methods, host) is None else SIDES
 
 
-def synthetic_length(case: Case, settings: HasAcceptanceLength) -> float | None:
+def synthetic_length(case: Case, asked: float | None) -> float | None:
     """Tokens a step that vLLM is told to accept on average; None for the tiny shape, whose acceptance is real."""
     if case.shape == TINY:
         return None
-    return settings.acceptance_length if settings.acceptance_length is not None else 1 + case.k / 2
-
-
-class HasAcceptanceLength(Protocol):
-    """Settings of either command."""
-
-    @property
-    def acceptance_length(self) -> float | None: ...
+    return asked if asked is not None else 1 + case.k / 2
 
 
 def _workload(case: Case, batch: int, settings: Settings, host: Host, checkpoints: Checkpoints | None) -> Workload:

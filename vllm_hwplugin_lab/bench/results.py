@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The results file of a benchmark: JSON, written anew after every round, so that an interrupted run keeps its part."""
+"""Results files: JSON, written anew after every round, so that an interrupted run keeps its part."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import os
 import re
 import statistics
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,13 @@ from vllm_hwplugin import __version__
 
 from ._host import Host
 from ._job import Event, Outcome, acceptance_length
-from ._plan import Case, Settings, synthetic_length
+from .plan import Asked, Case, synthetic_length
 
 FORMAT = 3
 #: Of the files of ``bench --profile``.
 PHASES_FORMAT = "phases 2"
-_WIDTH = 120
+#: Of a line, less what closes what is open at its end.
+_WIDTH = 110
 _DIGITS = 11
 #: So many objects make a table.
 _TABLE = 8
@@ -39,16 +40,12 @@ def commit() -> str | None:
     home = Path(__file__).resolve().parents[2]
     if not (home / ".git").exists():
         return None
+    # Twelve digits of what HEAD is, whatever tags there are.
+    command = ["git", "-C", str(home), "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"]
     try:
-        head = _git(home, "rev-parse", "--short=12", "HEAD")
-        return head + ("+" if _git(home, "status", "--porcelain", "--untracked-files=no") else "")
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None  # no git on this machine, or an unborn branch: the figures stand without it
-
-
-def _git(home: Path, *arguments: str) -> str:
-    command = ["git", "-C", str(home), *arguments]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
 def provenance() -> dict[str, str | None]:
@@ -60,9 +57,10 @@ def provenance() -> dict[str, str | None]:
     }
 
 
-def new_results(host: Host, settings: Settings) -> dict[str, Any]:
+def new_results(form: Any, host: Host, settings: Asked) -> dict[str, Any]:
+    """An empty results file of a format."""
     return {
-        "format": FORMAT,
+        "format": form,
         **provenance(),
         "host": dataclasses.asdict(host),
         "settings": json.loads(json.dumps(dataclasses.asdict(settings))),
@@ -70,49 +68,59 @@ def new_results(host: Host, settings: Settings) -> dict[str, Any]:
     }
 
 
-def new_phases(host: Host, settings: Settings) -> dict[str, Any]:
-    """An empty results file of ``bench --profile``."""
-    return {**new_results(host, settings), "format": PHASES_FORMAT, "engines": []}
+def put_case(
+    results: dict[str, Any],
+    key: Mapping[str, Any],
+    sides: Mapping[str, Outcome],
+    entry: Callable[[Outcome], Any],
+    **more: Any,
+) -> None:
+    """Put what was measured so far of a case into ``results``, in place of what stood there of it.
+
+    Args:
+        results: the file's.
+        key: what tells the case from others.
+        sides: side -> what came of it.
+        entry: what the file has of a side.
+        more: what stands beside.
+    """
+    kept = [one for one in results["cases"] if any(one[name] != value for name, value in key.items())]
+    entries = {side: entry(outcome) for side, outcome in sides.items()}
+    results["cases"] = [*kept, {**key, **more, "sides": entries, "stopped": stopped(sides.values())}]
+
+
+def add_case(results: dict[str, Any], case: Case, settings: Asked, sides: Mapping[str, Outcome]) -> None:
+    """As :func:`put_case`, of ``bench``."""
+    length = synthetic_length(case, settings.acceptance_length)
+    put_case(results, dataclasses.asdict(case), sides, _side, synthetic_acceptance_length=length)
 
 
 def add_phases(results: dict[str, Any], case: Case, sides: Mapping[str, Outcome]) -> None:
-    """As :func:`add_case`, of ``bench --profile``: an entry an engine and batch size, and in ``cases`` what failed."""
+    """As :func:`put_case`, of ``bench --profile``: in ``cases`` what failed, in ``engines`` an entry a batch size."""
     key = dataclasses.asdict(case)
-    for part in ("cases", "engines"):
-        results[part] = [one for one in results[part] if {name: one[name] for name in key} != key]
-    errors = {side: {"error": outcome.error, "log_tail": outcome.log_tail} for side, outcome in sides.items()}
-    results["cases"].append({**key, "sides": errors, "stopped": stopped(sides.values())})
-    results["engines"] += [
-        {
-            **key,
-            "side": side,
-            "batch": workload.batch,
-            "trace": workload.trace if workload.profile_tokens else None,
-            "features": _used(outcome),
-            **entry,
-        }
-        for side, outcome in sides.items()
-        for workload in outcome.job.workloads
-        if (entry := phases_entry(outcome, workload.name)) is not None
+    put_case(results, key, sides, lambda outcome: {"error": outcome.error, "log_tail": outcome.log_tail})
+    kept = [one for one in results.get("engines", ()) if {name: one[name] for name in key} != key]
+    results["engines"] = [
+        *kept,
+        *(
+            {
+                **key,
+                "side": side,
+                "batch": workload.batch,
+                "trace": workload.trace if workload.profile_tokens else None,
+                "features": used_features(outcome.records),
+                **entry,
+            }
+            for side, outcome in sides.items()
+            for workload in outcome.job.workloads
+            if (entry := phases_entry(outcome, workload.name)) is not None
+        ),
     ]
 
 
-def _used(outcome: Outcome) -> list[str]:
-    """The features that the engine's workers use."""
-    return sorted({name for one in outcome.records for name, use in one["uses"].items() if use["used"]})
-
-
-def add_case(results: dict[str, Any], case: Case, settings: Settings, sides: Mapping[str, Outcome]) -> None:
-    """Put the sides of a case that are measured so far into ``results``, in place of what stood there of the case."""
-    entry = {
-        **dataclasses.asdict(case),
-        "synthetic_acceptance_length": synthetic_length(case, settings),
-        "sides": {side: _side(outcome) for side, outcome in sides.items()},
-        "stopped": stopped(sides.values()),
-    }
-    key = dataclasses.asdict(case)
-    kept = [c for c in results["cases"] if {k: c[k] for k in key} != key]
-    results["cases"] = [*kept, entry]
+def used_features(records: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The features that an engine's processes use, by their records."""
+    return sorted({name for one in records for name, use in one["uses"].items() if use["used"]})
 
 
 def stopped(outcomes: Iterable[Outcome]) -> str | None:
@@ -142,29 +150,24 @@ def processes_entry(records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
     Which modules were patched follows from the fingerprint, and why a feature is off from the settings and the commit.
     """
-    found: dict[str, Any] = {
-        "roles": [],
-        "fingerprints": {},
-        "live": {},
-        "refused": {},
-        "used": {},
-        "decisions": {},
-        "notes": {},
-        "errors": {},
-    }
+    records = list(records)
+    said: dict[str, dict[str, str]] = {"live": {}, "refused": {}, "used": {}}
     for one in records:
-        found["roles"].append(one["role"])
-        found["fingerprints"][one["fingerprint"]] = found["errors"][one["error"]] = None
-        found["notes"] |= dict.fromkeys(one["notes"])
-        found["decisions"] |= one["decisions"]
-        for feature, said in one["features"].items():
-            if said["state"] in ("live", "refused"):
-                found[said["state"]][feature] = said["reason"]
-        found["used"] |= {feature: said["reason"] for feature, said in one["uses"].items() if said["used"]}
-    found["live"] = sorted(found["live"])
-    for name in ("fingerprints", "notes", "errors"):
-        found[name] = [text for text in found[name] if text]
-    return {name: said for name, said in found.items() if said}
+        for feature, told in one["features"].items():
+            if told["state"] in said:
+                said[told["state"]][feature] = told["reason"]
+        said["used"] |= {feature: told["reason"] for feature, told in one["uses"].items() if told["used"]}
+    found = {
+        "roles": [one["role"] for one in records],
+        "fingerprints": list(dict.fromkeys(one["fingerprint"] for one in records if one["fingerprint"])),
+        "live": sorted(said["live"]),
+        "refused": said["refused"],
+        "used": said["used"],
+        "decisions": {name: text for one in records for name, text in one["decisions"].items()},
+        "notes": list(dict.fromkeys(note for one in records for note in one["notes"])),
+        "errors": list(dict.fromkeys(one["error"] for one in records if one["error"])),
+    }
+    return {name: told for name, told in found.items() if told}
 
 
 def results_text(results: Mapping[str, Any], *, tables: bool = True) -> str:
@@ -175,7 +178,7 @@ def results_text(results: Mapping[str, Any], *, tables: bool = True) -> str:
         tables: write a long list of like objects as one object of ``columns`` and ``rows``; what an object lacks that
             the others have is null there. Else a reader needs not know of it.
     """
-    return _filled(_compact(results, tables=tables), "") + "\n"
+    return _filled(_compact(results, tables=tables)) + "\n"
 
 
 def read_results(text: str) -> Any:
@@ -209,26 +212,24 @@ def _objects(found: dict[str, Any]) -> Any:
     return [dict(zip(found["columns"], row, strict=True)) for row in found["rows"]]
 
 
-def _filled(value: Any, before: str) -> str:
-    """A value that begins behind ``before``, which is the indentation and perhaps a key."""
-    whole = before + json.dumps(value)
-    if not isinstance(value, (dict, list)) or not value or len(whole) < _WIDTH:
+def _filled(value: Any, depth: int = 0, before: int = 0) -> str:
+    """A value in lines, behind so many columns ``before`` it in its first one."""
+    whole = json.dumps(value)
+    if not isinstance(value, (dict, list)) or not value or depth + before + len(whole) < _WIDTH:
         return whole
-    indented = " " * (len(before) - len(before.lstrip()) + 1)
-    keys = [f"{json.dumps(str(key))}: " for key in value] if isinstance(value, dict) else [""] * len(value)
-    items = list(value.values()) if isinstance(value, dict) else value
+    if isinstance(value, dict):
+        keys = {key: f"{json.dumps(str(key))}: " for key in value}
+        items = [f"{keys[key]}{_filled(one, depth + 1, len(keys[key]))}" for key, one in value.items()]
+    else:
+        items = [_filled(one, depth + 1) for one in value]
     begin, end = "{}" if isinstance(value, dict) else "[]"
-    # Numbers and names need no lines for the brackets.
-    flat = isinstance(value, list) and not any(isinstance(one, (dict, list)) for one in value)
-    lines = [before + begin]
-    for number, (key, one) in enumerate(zip(keys, items, strict=True)):
-        text = _filled(one, indented + key) + ("," if number < len(items) - 1 else end if flat else "")
-        full = len(lines[-1]) + len(text) - len(indented) + 1 > _WIDTH
-        if "\n" in text or "\n" in lines[-1] or full or (len(lines) == 1 and not flat):
-            lines.append(text)
-        else:
-            lines[-1] += text.lstrip() if len(lines) == 1 and number == 0 else f" {text.lstrip()}"
-    return "\n".join([*lines, *([] if flat else [indented[1:] + end])])
+    lines = [""]
+    for item in items:
+        full = depth + (before if len(lines) == 1 else 0) + len(lines[-1]) + len(item) > _WIDTH
+        if lines[-1] and (full or "\n" in item or "\n" in lines[-1]):
+            lines.append("")
+        lines[-1] += f"{' ' if lines[-1] else ''}{item},"
+    return begin + ("\n" + " " * (depth + 1)).join(lines)[:-1] + end
 
 
 def rounds_entry(outcome: Outcome, workload: str) -> dict[str, Any] | None:
