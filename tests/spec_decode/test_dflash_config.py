@@ -101,10 +101,6 @@ def test_other_configs_are_not_looked_at() -> None:
     check(SimpleNamespace(speculative_config=SimpleNamespace(use_dflash=lambda: False)))
 
 
-def test_the_error_is_a_value_error() -> None:
-    assert issubclass(DFlashConfigError, ValueError)
-
-
 # -- the block --------------------------------------------------------------------------------------------------------
 
 
@@ -168,21 +164,6 @@ def test_a_wrong_list_beside_the_one_that_is_read(key: str, warned: Callable[[Si
 def test_wrong_lists_throughout() -> None:
     wrong = {"eagle_aux_hidden_state_layer_ids": [1, 50]}
     assert "no layer 40" in problem(config(dflash_config={"target_layer_ids": [1, 40]}, eagle_config=wrong))
-
-
-def test_a_layer_that_is_named_twice() -> None:
-    said = problem(config(dflash_config={"target_layer_ids": [1, 9, 9, 17]}))
-    assert "layer 9 more than once" in said
-    assert "3 inputs instead of 4" in said
-
-
-def test_an_order_of_its_own_is_allowed() -> None:
-    check(config(dflash_config={"target_layer_ids": [9, 1, 33]}))
-
-
-def test_two_lists_of_different_lengths(warned: Callable[[SimpleNamespace], str]) -> None:
-    said = warned(config(CONVERTED, eagle_aux_hidden_state_layer_ids=[2, 18]))
-    assert "eagle_aux_hidden_state_layer_ids [2, 18] and dflash_config.target_layer_ids [1, 17, 35]" in said
 
 
 def test_a_draft_without_aux_layers_has_none_to_check() -> None:

@@ -95,7 +95,7 @@ def check(vllm_config: Any) -> None:
     Raises:
         DFlashConfigError: the draft's layers or width do not fit the target, or the user named an attention backend for
             the draft that has no non-causal attention. Where the gate says `on`, also if `num_speculative_tokens` does
-            not fit the draft's block, or if the draft's config contradicts itself.
+            not fit the draft's block.
     """
     spec = vllm_config.speculative_config
     if spec is None or not spec.use_dflash() or spec.draft_model_config is None:
@@ -168,41 +168,25 @@ def layer_problem(draft: Draft, target: Target) -> Problem | None:
     """
     if not draft.uses_aux:
         return None
-    wrong = {aux.where: text for aux in draft.aux if (text := _list_problem(aux, draft, target)) is not None}
-    if wrong:
-        read = [aux.where for aux in draft.aux]
-        read = [_OWN_KEY] if _OWN_KEY in read else read
-        return Problem(next(iter(wrong.values())), served=not all(where in wrong for where in read))
-    if len({len(aux.ids) for aux in draft.aux}) > 1:
-        lists = " and ".join(f"{aux.where} {list(aux.ids)}" for aux in draft.aux)
-        return Problem(
-            f"the DFlash draft {draft.name} contradicts itself: {lists} name different numbers of target layers, and "
-            "the draft's fc has the inputs of one of them; correct the draft's config.json",
-            served=True,
-        )
-    return None
+    wrong = {aux.where: text for aux in draft.aux if (text := _list_problem(aux, draft, target))}
+    if not wrong:
+        return None
+    read = [aux.where for aux in draft.aux]
+    read = [_OWN_KEY] if _OWN_KEY in read else read
+    return Problem(next(iter(wrong.values())), served=not all(where in wrong for where in read))
 
 
-def _list_problem(aux: AuxLayers, draft: Draft, target: Target) -> str | None:
+def _list_problem(aux: AuxLayers, draft: Draft, target: Target) -> str:
+    if target.num_layers is None:
+        return ""
+    last = target.num_layers + aux.last
+    outside = ", ".join(str(layer) for layer in aux.ids if not 0 <= layer <= last)
     made_for = f" (it was made for one of {draft.num_target_layers} layers)" if draft.num_target_layers else ""
-    where = f"{aux.where} {list(aux.ids)} of the DFlash draft {draft.name}"
-    if target.num_layers is not None:
-        last = target.num_layers + aux.last
-        outside = [layer for layer in aux.ids if not 0 <= layer <= last]
-        if outside:
-            return (
-                f"{where} does not fit the target {target.name}: it has no layer "
-                f"{', '.join(map(str, outside))}; the target has {target.num_layers} layers, expected ids from 0 "
-                f"to {last}{made_for}; use the draft that was trained for this target"
-            )
-    repeated = sorted({layer for layer in aux.ids if aux.ids.count(layer) > 1})
-    if repeated:
-        return (
-            f"{where} names layer {', '.join(map(str, repeated))} more than once: the target gives each layer's "
-            f"states once, so the draft's fc would get {len(set(aux.ids))} inputs instead of {len(aux.ids)}; "
-            "correct the draft's config.json"
-        )
-    return None
+    return outside and (
+        f"{aux.where} {list(aux.ids)} of the DFlash draft {draft.name} does not fit the target {target.name}: it has "
+        f"no layer {outside}; the target has {target.num_layers} layers, expected ids from 0 to {last}{made_for}; use "
+        "the draft that was trained for this target"
+    )
 
 
 def width_problem(draft: Draft, target: Target) -> Problem | None:
