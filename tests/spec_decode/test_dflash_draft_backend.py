@@ -211,21 +211,6 @@ def test_the_draft_has_a_configuration_of_its_own_and_shares_the_rest(released, 
     assert draft.compilation_config is config.compilation_config
 
 
-def test_only_later_versions_let_a_user_name_the_drafts_backend(vllm_tree: Callable) -> None:
-    """So in 0.20 there is no name to honour but the target's."""
-    have = {
-        version
-        for version in SUPPORTED
-        if "attention_backend" in fields(vllm_tree(version).read("vllm/config/speculative.py"), "SpeculativeConfig")
-    }
-    assert have == set(SUPPORTED) - set(OLD)
-
-
-def fields(text: str, name: str) -> set[str]:
-    (node,) = (node for node in ast.parse(text).body if isinstance(node, ast.ClassDef) and node.name == name)
-    return {one.target.id for one in node.body if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)}
-
-
 @pytest.mark.parametrize("version", versions(*FILES, among=TEXT_ONLY))
 def test_a_text_only_draft_is_not_left_with_flex_attention(released, version: str) -> None:
     config = new(Backend.TRITON_ATTN, model_config=seen_both_ways())
@@ -298,13 +283,6 @@ def test_the_targets_images_stay_seen_in_both_directions(vllm_tree: Callable, ve
 
     assert flags(**{GATE: "off"}) == (False, False)
     assert flags() == (True, False)
-
-
-def test_a_configuration_without_the_flag_leaves_the_given_one_alone() -> None:
-    config = new(model_config=seen_both_ways())
-    before = dataclasses.asdict(config)
-    assert not dflash_draft_backend.without_mm_prefix(config).model_config.model_arch_config.is_mm_prefix_lm
-    assert dataclasses.asdict(config) == before
 
 
 @pytest.mark.parametrize("version", versions(*FILES))

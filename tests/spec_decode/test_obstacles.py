@@ -20,6 +20,7 @@ import torch
 from vllm.config import CUDAGraphMode
 from vllm.model_executor.offloader import base as offloading
 from vllm.model_executor.offloader.uva import UVAOffloader
+from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
 from vllm.v1.attention.backends.flex_attention import FlexAttentionMetadataBuilder
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
@@ -206,6 +207,12 @@ def test_nothing_stands_against_graphs_of_these(make: Callable[..., Any]) -> Non
     assert refused(make(), make) == Part(0)
 
 
+class Uniform(TritonAttentionMetadataBuilder):
+    """Its graphs are of batches whose requests have equally many tokens."""
+
+    _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+
+
 class Breakable:
     """vLLM's wrapper of a model in breakable CUDA graphs."""
 
@@ -282,6 +289,7 @@ class Breakable:
         (runner_v2, "batch_sharder", object(), "part of the batch", Part.V2_SAMPLING),
         (runner_v2, "sampler.return_sampling_mask", True, "sampling masks", Part.V2_SAMPLING),
         (runner_v2, "attn_groups", [[group(FlexAttentionMetadataBuilder)]], "on the host", Part.V2_INPUTS | MIXED),
+        (runner_v2, "attn_groups", [[group(Uniform)]], "Uniform supports UNIFORM_BATCH", MIXED),
         (runner_v2, "is_mm_prefix_lm", True, "prompts", Part.V2_INPUTS),
         (runner_v2, "cudagraph_manager.cudagraph_mode", CUDAGraphMode.FULL, "mode is FULL", MIXED),
         (runner_v2, "cudagraph_manager.cudagraph_mode", CUDAGraphMode.PIECEWISE, "mode is PIECEWISE", MIXED),

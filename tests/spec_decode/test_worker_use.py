@@ -181,6 +181,7 @@ def test_a_backport_is_used_where_its_fault_would_be(v2: bool, changes: dict[str
         ("0.24.0", True, {"attention_config__backend": object()}, True),
         ("0.24.0", True, {"speculative_config__attention_backend": object()}, True),
         ("0.24.0", True, {}, False),
+        ("0.25.1", True, {"attention_config__backend": object()}, False),
         ("0.28.0", True, {"model_config__is_mm_prefix_lm": True}, False),
     ],
 )

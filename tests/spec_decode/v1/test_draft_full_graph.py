@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import types
 
 import pytest
 
@@ -37,8 +36,6 @@ from ..recorded_graph import RecordedGraphs  # noqa: E402
 
 FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
 BOTH, DECODE_ONLY = CUDAGraphMode.FULL_AND_PIECEWISE, CUDAGraphMode.FULL_DECODE_ONLY
-MODES = pytest.mark.parametrize("mode", [FULL, BOTH, DECODE_ONLY], ids=lambda mode: mode.name)
-KINDS = pytest.mark.parametrize("kind", [EAGLE, DRAFT_MODEL, P_EAGLE], ids=["eagle", "draft_model", "p-eagle"])
 
 
 # -- decisions --------------------------------------------------------------------------------------------------------
@@ -115,14 +112,6 @@ def test_a_required_pass_that_cannot_be_recorded_ends_the_start(make, fail, uses
         boot(proposer, FULL, Runner(1))
 
 
-def test_a_drafter_without_graphs_has_no_chain_either(make, notes):
-    proposer = make("loop", EAGLE, 3)
-    proposer.draft_graphs.initialize_keys(PIECEWISE)
-    assert (
-        "it needs draft-full-graph's graphs, and the target's cudagraph_mode is PIECEWISE" in notes["draft-loop-graph"]
-    )
-
-
 def test_a_breakable_wrapper_of_one_mode_is_no_obstacle(make):
     proposer = make("passes", EAGLE, 2)
     inner = proposer.model
@@ -169,17 +158,6 @@ def test_graphs_have_a_pool_of_their_own(make):
     assert pools[0] is not pools[2]
 
 
-def test_a_drafter_without_graphs_passes_through():
-    capture_draft_graphs(types.SimpleNamespace(), None)
-
-
-def test_without_keys_the_model_is_called_as_it_is(make):
-    proposer = make("passes", EAGLE, 2)
-    proposer.model = lambda **inputs: inputs
-    assert proposer.draft_graphs(input_ids=1) == {"input_ids": 1}
-    assert RecordedGraphs.instances == []
-
-
 def test_multimodal_inputs_are_captured_as_embeddings(make):
     proposer = make("passes", EAGLE, 1)
     proposer.supports_mm_inputs = True
@@ -210,10 +188,26 @@ def pair(make):
     return made
 
 
-@MODES
-@KINDS
-@pytest.mark.parametrize("k", [1, 2, 3, 5])
-@pytest.mark.parametrize("which", ["passes", "loop"])
+# Each kind with each mode, and with each k.
+@pytest.mark.parametrize(
+    ("which", "kind", "k", "mode"),
+    [
+        ("passes", EAGLE, 1, FULL),
+        ("passes", EAGLE, 2, BOTH),
+        ("passes", EAGLE, 5, DECODE_ONLY),
+        ("loop", EAGLE, 2, DECODE_ONLY),
+        ("loop", EAGLE, 3, FULL),
+        ("loop", EAGLE, 5, BOTH),
+        ("passes", DRAFT_MODEL, 3, FULL),
+        ("passes", DRAFT_MODEL, 1, BOTH),
+        ("loop", DRAFT_MODEL, 2, DECODE_ONLY),
+        ("loop", DRAFT_MODEL, 5, FULL),
+        ("passes", P_EAGLE, 2, FULL),
+        ("passes", P_EAGLE, 5, BOTH),
+        ("loop", P_EAGLE, 3, DECODE_ONLY),
+        ("loop", P_EAGLE, 1, FULL),
+    ],
+)
 def test_drafts_are_those_of_stock(pair, which, kind, k, mode):
     stock, graphed, runner = pair(which, kind, k, mode)
     drafters.compare_over_many(runner, k, functools.partial(compare, stock, graphed))
@@ -410,8 +404,3 @@ def test_a_reassigned_metadata_buffer_is_seen(pair):
         buffers.seq_lens = buffers.seq_lens.clone()
     with pytest.raises(AssertionError):
         compare(stock, graphed, runner.batch(2))
-
-
-def test_class_tests_on_the_model_see_the_model(pair):
-    _, graphed, _ = pair("loop", EAGLE, 2, FULL)
-    assert type(graphed.model) is DraftModel
