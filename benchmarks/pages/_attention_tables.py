@@ -10,7 +10,6 @@ from vllm_hwplugin_lab.bench.micro import MEASURED, find
 from vllm_hwplugin_lab.bench.micro import attention_cases as attention
 from vllm_hwplugin_lab.bench.table import between
 
-from ._judged import DECODE_SHARE, MANY_ROWS, SMALL_BYTES, Miss, misses
 from ._text import NONE, flops, head, memory, row, us
 
 _FIGURES = ("us", "GB/s", "% of copy", "% of same size", "TFLOP/s", "error")
@@ -23,7 +22,6 @@ def tables(results: Mapping[str, Any]) -> Iterator[str]:
         yield ""
         yield from _decode(results, kv_heads, others)
     yield from slower(results, others)
-    yield from _below(results)
     if present(results, attention.AS_SERVED):
         yield ""
         yield from _served(results)
@@ -95,57 +93,6 @@ def slower(results: Mapping[str, Any], others: Sequence[str]) -> Iterator[str]:
                 f"{name} is faster on {len(slower)} of {len(ratios)} shapes of these tables: it takes "
                 f"{between(slower, '.2f')} of the plugin's time there."
             )
-
-
-def _below(results: Mapping[str, Any]) -> Iterator[str]:
-    """What can be said of the shapes that miss their share of the bandwidth."""
-    found = misses(results)
-    count = len(found.small) + len(found.arithmetic) + len(found.rest)
-    if not count:
-        return
-    goal = f"{DECODE_SHARE:.0%}"
-    yield ""
-    yield f"### Decode and verification below {goal} of the copy bandwidth"
-    yield ""
-    yield f"{count} shapes, each in the first group that fits:"
-    yield ""
-    if found.small:
-        few = f"keys and values of less than {SMALL_BYTES >> 20} MiB"
-        yield f"- **Few bytes**, {few}: {len(found.small)}. {_copies(found.small)}"
-    if found.arithmetic:
-        yield (
-            f"- **Arithmetic**, {MANY_ROWS} rows or more (query tokens x heads of a KV head): {len(found.arithmetic)}. "
-            f"{_speeds(found.arithmetic, found.prefill)}"
-        )
-    if found.rest:
-        yield f"- **The rest**: {len(found.rest)}. Share of the large copy's bandwidth, and of a copy's of their size:"
-        for one in found.rest:
-            same = "not measured" if one.copy_share is None else f"{one.share / one.copy_share:.0%}"
-            yield f"  - {one.case.key}: {one.share:.0%}, {same}"
-
-
-def _copies(small: Sequence[Miss]) -> str:
-    shares = [(one.share, one.copy_share) for one in small if one.copy_share is not None]
-    if not shares:
-        return "Copies of their sizes were not measured."
-    below = sum(copy < DECODE_SHARE for _, copy in shares)
-    return (
-        f"A copy of as many bytes reaches {between((copy for _, copy in shares), '.0%')} of the large one's bandwidth, "
-        f"less than {DECODE_SHARE:.0%} for {below} of these shapes. Of such a copy's bandwidth the kernel reaches "
-        f"{between((ours / copy for ours, copy in shares), '.0%')}."
-    )
-
-
-def _speeds(found: Sequence[Miss], prefill: float | None) -> str:
-    needed = between((one.needed / 1e12 for one in found), ".0f")
-    text = (
-        f"At {DECODE_SHARE:.0%} of the bandwidth they would run at {needed} TFLOP/s; they reach "
-        f"{between((one.speed / 1e12 for one in found), '.0f')}."
-    )
-    if prefill is None:
-        return text
-    more = sum(one.needed > prefill for one in found)
-    return f"{text} {more} of them would need more than the {prefill / 1e12:.0f} of the kernel's fastest prefill."
 
 
 def present(results: Mapping[str, Any], cases: Sequence[attention.AttentionCase]) -> list[str]:

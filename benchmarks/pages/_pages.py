@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from vllm_hwplugin_lab.bench.plan import TINY
@@ -19,7 +18,7 @@ from . import (
     _serve_tables,
 )
 from ._gains import gains
-from ._read import Found, ResultsError, read_all
+from ._read import ResultsError, read_all
 
 ROOT = Path(__file__).resolve().parents[2]
 _FOLDER = "benchmarks/results"
@@ -51,16 +50,7 @@ def pages(root: Path = ROOT) -> dict[str, str]:
         "benchmarks/results/engines.md": _engine_tables.markdown(engines),
         "benchmarks/results/kernels.md": _kernel_tables.markdown(kernels),
         **({"benchmarks/results/serve.md": _serve_tables.markdown(served)} if served else {}),
-        **_of_phases(phases),
-    }
-
-
-def _of_phases(phases: Sequence[Found]) -> dict[str, str]:
-    if not phases:
-        return {}
-    return {
-        "docs/host-time.md": _host_time.page(phases),
-        "benchmarks/results/phases.md": _host_time.every_function(phases),
+        **({"docs/host-time.md": _host_time.page(phases)} if phases else {}),
     }
 
 

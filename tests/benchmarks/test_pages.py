@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from benchmarks.pages import RESULTS, ROOT, ResultsError, drawings, outdated, pages
+from benchmarks.pages import ROOT, ResultsError, drawings, outdated, pages
 from vllm_hwplugin_lab.bench import read_results
 from vllm_hwplugin_lab.bench.micro import attention_cases, op_cases
 from vllm_hwplugin_lab.bench.table import rows
@@ -51,12 +51,6 @@ def test_what_was_measured_of_kernels_is_measured_again_in_that_order(file, plan
     assert [cell for cell in plan if cell in measured] == measured
 
 
-def test_a_page_that_is_old_is_named(tree):
-    assert outdated(tree) == []
-    (tree / "docs" / "benchmarks.md").write_text("old")
-    assert outdated(tree) == ["docs/benchmarks.md"]
-
-
 def test_a_loss_is_called_a_loss(tree):
     def halve(results):
         for row in rows(results):
@@ -70,50 +64,6 @@ def test_a_loss_is_called_a_loss(tree):
     assert after[key] == "**a loss**: 0.50 times stock's"
     # Every other row says what it said, but for the one that compares with this side.
     assert {k for k in before if before[k] != after[k]} == {key, ("0.26.0", "V2", "Qwen3-0.6B", "Eagle3 k=3")}
-
-
-def test_the_first_screen_has_a_row_for_each_target(tree):
-    def rows_of(name):
-        part = pages(tree)["README.md"].partition(f"<!-- {name}: made")[2].partition(f"<!-- {name}: end")[0]
-        return [[cell.strip() for cell in line.split("|")[1:-1]] for line in part.splitlines() if line[:2] == "| "][2:]
-
-    before = {target: cells for target, *cells in rows_of("gains")}
-    assert before["Qwen3-30B-A3B"][1] == "not measured"
-    assert before["Qwen3-8B"][0].startswith("next to nothing: ")
-
-    def halve(results):
-        for row in rows(results):
-            row.sides["patched"]["step_ms"]["best"] = 2 * row.sides["stock"]["step_ms"]["best"]
-
-    change(tree / ENGINES, halve)
-    after = {target: cells for target, *cells in rows_of("gains")}
-    assert after["Qwen3-0.6B"][0].startswith("0.50 to ")
-    assert after["Qwen3-0.6B"][0].endswith("**a loss** at some size")
-    assert [before[name] == after[name] for name in before] == [False, True, True]
-
-
-def test_the_first_screen_has_what_clients_over_http_saw(tree):
-    def live():
-        part = pages(tree)["README.md"].partition("<!-- live: made")[2].partition("<!-- live: end")[0]
-        return [[cell.strip() for cell in line.split("|")[1:-1]] for line in part.splitlines() if line[:2] == "| "]
-
-    before = live()
-    name = "serve-h200-vllm-0.26.0-eagle3-0.6b.json"
-    results = read_results((RESULTS / name).read_text())
-    results["settings"] |= {"client": []}
-    sides = results["cases"][0]["sides"]
-    load = next(iter(sides["patched"]["loads"]))
-    for side, speed, busy in (("stock", 100.0, None), ("patched", 250.0, 0.96)):
-        sides[side]["loads"][load] |= {"tokens_per_second": {"best": speed, "all": [speed]}, "gpu_busy": busy}
-    sides["mrv2"]["loads"][load]["rounds"] = 1
-    (tree / "benchmarks" / "results" / name).write_text(json.dumps(results))
-    found = [row for row in live() if row not in before and row[0] == "0.26.0"]
-    v1, v2 = ([row for row in found if row[1] == runner] for runner in ("V1", "V2"))
-    assert (len(v1), len(v2)) == (1, 1)
-    assert v1[0][3].split(" / ")[0] == load.partition(" ")[0]
-    assert (v1[0][4].split(" / ")[0], v1[0][7].split(" / ")[0]) == ("2.50", "-")
-    # The best of fewer rounds is held to none.
-    assert len(v2[0][4].split(" / ")) == len(v1[0][4].split(" / ")) - 1
 
 
 def test_the_drawings_are_made_of_the_tree(tree):
@@ -189,28 +139,6 @@ def test_a_side_that_failed_half_way_is_said_and_is_no_gain(tree):
     assert ("0.26.0", "V2", *key[2:]) in table_of(made["docs/benchmarks.md"])
 
 
-def test_the_steps_of_a_load_are_shown_where_the_file_has_them(tree):
-    name = "serve-h200-vllm-0.26.0-eagle3-tiny.json"
-    results = read_results((RESULTS / name).read_text())
-    sides = results["cases"][0]["sides"]
-    load = next(iter(sides["patched"]["loads"]))
-    times = ({"steps": 60, "seconds": 1.0, "host_seconds": 0.5}, {"steps": 20, "seconds": 3.0, "host_seconds": 2.0})
-    sides["patched"]["loads"][load]["kinds"] = [
-        {"kind": kind, "graph": graph, "paths": {"v1-draft-phase drafting": made}, **time}
-        for kind, graph, made, time in zip(
-            ("fewer_drafts", "prompt"), ("FULL", "PIECEWISE"), ("served", "prompt"), times, strict=True
-        )
-    ]
-    (tree / "benchmarks" / "results" / name).write_text(json.dumps(results))
-    lines = pages(tree)["benchmarks/results/serve.md"].splitlines()
-    (line,) = [line for line in lines if "v1-draft-phase" in line]
-    assert line.endswith("| patched | v1-draft-phase drafting | 75% / 25% | prompt 25% / 75% |")
-    (line,) = [line for line in lines if "75% / 25%, 16.67 (8.33)" in line]
-    assert line.endswith(
-        "| patched |  |  | 75% / 25%, 16.67 (8.33) | 25% / 75%, 150.00 (100.00) | 75% / 25% | 25% / 75% |  |"
-    )
-
-
 def test_a_wrong_answer_and_a_cell_without_a_figure_are_said(tree):
     def spoil(results):
         results["cells"][2] |= {"status": "failed", "reason": "no | such <shape>"}
@@ -239,16 +167,3 @@ def test_a_file_that_is_broken_or_of_something_else_is_named(tree, name, text, s
     with pytest.raises(ResultsError, match=re.escape(f"{path}: ")) as error:
         pages(tree)
     assert said in str(error.value)
-
-
-def test_results_of_the_other_kind_of_kernels_are_named(tree):
-    path = tree / ATTENTION
-    path.rename(path.with_name("kernels-ops-x.json"))
-    with pytest.raises(ResultsError, match=r"kernels-ops-x\.json: holds results of `bench attention`"):
-        pages(tree)
-
-
-def test_a_readme_without_the_tables_place_is_an_error(tree):
-    (tree / "README.md").write_text("# vllm-hwplugin\n")
-    with pytest.raises(ResultsError, match=r"README\.md: the lines"):
-        pages(tree)

@@ -312,7 +312,8 @@ def _workload(case: Case, batch: int, settings: Settings, host: Host, checkpoint
         # The same prompts at every batch size, so that acceptance can be compared between them.
         prompts, tokens = load_prompts(checkpoints, max(settings.tiny_prompts, batch)), settings.tiny_tokens
     else:
-        prompts, tokens = _random_prompts(batch, SHAPES[case.shape].vocabulary), settings.tokens
+        dice, vocabulary, tokens = random.Random(0), SHAPES[case.shape].vocabulary, settings.tokens
+        prompts = tuple(tuple(dice.randrange(1, vocabulary) for _ in range(_PROMPT_TOKENS)) for _ in range(batch))
     return Workload(
         name=f"batch {batch}",
         prompts=prompts,
@@ -322,12 +323,3 @@ def _workload(case: Case, batch: int, settings: Settings, host: Host, checkpoint
         warmup_tokens=min(32, tokens),
         profile_tokens=settings.profile_tokens if host.device == "cuda" else 0,
     )
-
-
-def _random_prompts(count: int, vocabulary: int) -> tuple[tuple[int, ...], ...]:
-    dice = random.Random(0)
-    return tuple(tuple(dice.randrange(1, vocabulary) for _ in range(_PROMPT_TOKENS)) for _ in range(count))
-
-
-def cases(shapes: Sequence[str], methods: Sequence[str], ks: Sequence[int]) -> list[Case]:
-    return [Case(shape, method, k) for shape in shapes for method in methods for k in ks]

@@ -32,10 +32,6 @@ def seen_by_a_child(metadata: Path | None, elsewhere: Path) -> dict[str, dict[st
     return {group: points for group, points in json.loads(done.stdout).items() if points}
 
 
-def test_the_tree_declares_the_function_that_vllm_calls():
-    assert _entry_points.declared()["vllm.general_plugins"] == {"hwplugin": "vllm_hwplugin.plugin:register"}
-
-
 @pytest.mark.parametrize("found", [{}, {"vllm.general_plugins": {"hwplugin": "vllm_hwplugin.old:register"}}])
 def test_a_tree_without_its_own_metadata_gets_them(monkeypatch, tmp_path, found):
     monkeypatch.setattr(_entry_points, "installed", lambda: found)
@@ -60,12 +56,6 @@ def test_an_installation_that_says_the_same_is_left_alone(monkeypatch, tmp_path)
     monkeypatch.setattr(_entry_points, "installed", _entry_points.declared)
     assert _entry_points.provide(tmp_path / "metadata") is None
     assert not (tmp_path / "metadata").exists()
-
-
-def test_a_wheel_has_its_own_metadata(monkeypatch, tmp_path):
-    monkeypatch.setattr(_entry_points, "declared", lambda: None)
-    monkeypatch.setattr(_entry_points, "installed", lambda: {"vllm.general_plugins": {"a": "b:c"}})
-    assert _entry_points.provide(tmp_path / "metadata") is None
 
 
 def test_neither_wheel_nor_tree_is_an_error_that_names_the_way_out(monkeypatch, tmp_path):

@@ -42,11 +42,6 @@ def test_graph_modes_of_v2(manager):
     assert found == {"target": "FULL", "drafter": "FULL_DECODE_ONLY"}
 
 
-def test_without_a_drafter_only_the_target_has_a_mode():
-    assert _inside.graph_modes(runner(V1, cudagraph_dispatcher=mode("FULL"))) == {"target": "FULL"}
-    assert _inside.graph_modes(runner(V2, cudagraph_manager=None, speculator=None)) == {}
-
-
 @pytest.mark.parametrize(("asked", "module"), [("0", V1), ("1", V2), (None, V1), (None, V2)])
 def test_the_runner_that_was_asked_for(monkeypatch, asked, module):
     monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
@@ -60,10 +55,6 @@ def test_another_runner_is_not_measured_under_a_wrong_name(monkeypatch, asked, m
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", asked)
     with pytest.raises(_inside.WrongRunner, match=f"MODEL_RUNNER={asked}, but vLLM runs {module}"):
         _inside.check_runner(runner(module))
-
-
-def test_an_engine_core_in_another_process_shows_no_runner():
-    assert _inside.model_runner(Bag(llm_engine=Bag(engine_core=Bag()))) is None
 
 
 @pytest.fixture

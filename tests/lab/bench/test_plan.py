@@ -105,18 +105,6 @@ def test_engines_that_are_alive_together_share_the_gpu_and_do_not_measure_its_me
     assert job.options["gpu_memory_utilization"] == 0.1
 
 
-def test_tiny_runs_the_same_prompts_at_every_batch_size(settings, gpu_host, tmp_path):
-    job = job_for(Case("tiny", "dflash", 7), "stock", settings, gpu_host, find_checkpoints(None), tmp_path)
-    one, eight = job.workloads
-    assert (one.batch, eight.batch) == (1, 8)
-    assert len(one.prompts) == 4
-    assert len(eight.prompts) == 8
-    assert eight.prompts[:4] == one.prompts
-    speculation = job.options["speculative_config"]
-    assert speculation["num_speculative_tokens"] == 7
-    assert "rejection_sample_method" not in speculation
-
-
 def test_a_dummy_eagle3_drafter_keeps_its_own_head(settings, gpu_host, tmp_path, monkeypatch):
     drafter = pytest.importorskip("vllm.model_executor.models.llama_eagle3").Eagle3LlamaForCausalLM
     # What vLLM's loader finds where it loads nothing.
@@ -124,27 +112,6 @@ def test_a_dummy_eagle3_drafter_keeps_its_own_head(settings, gpu_host, tmp_path,
     job = job_for(Case("8b", "eagle3", 5), "stock", settings, gpu_host, None, tmp_path)
     assert issubclass(resolve_name(job.options["worker_extension_cls"]), BenchWorker)
     assert drafter.has_own_lm_head
-
-
-@pytest.mark.parametrize("method", ["eagle3", "dflash"])
-def test_dummy_shapes_have_configs_and_synthetic_acceptance(settings, gpu_host, tmp_path, method):
-    job = job_for(Case("8b", method, 5), "patched", settings, gpu_host, None, tmp_path)
-    assert job.options["load_format"] == "dummy"
-    assert job.options["compilation_config"] == {"cudagraph_mode": "FULL"}
-    speculation = job.options["speculative_config"]
-    assert speculation["rejection_sample_method"] == "synthetic"
-    assert speculation["synthetic_acceptance_length"] == 3.5
-    folders = job.options["model"], speculation["model"]
-    target, drafter = (json.loads((Path(folder) / "config.json").read_text()) for folder in folders)
-    assert (target["num_hidden_layers"], target["hidden_size"], target["tie_word_embeddings"]) == (36, 4096, False)
-    assert drafter["hidden_size"] == 4096
-    assert drafter["eagle_aux_hidden_state_layer_ids"] == [2, 18, 33]
-    if method == "eagle3":
-        assert (drafter["num_hidden_layers"], drafter["draft_vocab_size"]) == (1, 32000)
-    else:
-        assert (drafter["num_hidden_layers"], drafter["block_size"]) == (5, 6)
-        assert drafter["dflash_config"]["target_layer_ids"] == [1, 17, 32]
-    assert [len(w.prompts) for w in job.workloads] == [1, 8]
 
 
 def test_a_later_run_finds_what_vllm_compiled_for_a_dummy_shape(settings, gpu_host, monkeypatch, tmp_path):

@@ -92,10 +92,6 @@ def test_the_phases_are_those_of_the_round_whose_steps_were_the_quickest():
     assert phases_entry(Outcome(JOB, (), 1.0), "w") is None
 
 
-def test_rounds_without_a_whole_step_are_no_measurement():
-    assert rounds_entry(Outcome(JOB, (measured(0, 0.0, 0, 0, [0, 0]),), 1.0), "w") is None
-
-
 @pytest.mark.parametrize(("synthetic", "ratio"), [(2.5, 2.0), (None, 1.5)])
 def test_a_coin_that_fell_better_on_one_side_is_no_gain(synthetic, ratio):
     sides = {

@@ -12,7 +12,6 @@ from itertools import pairwise
 import pytest
 
 from vllm_hwplugin_lab.bench import Job, TimeLimit, Workload, measure_in_turn, of_workloads
-from vllm_hwplugin_lab.bench._launch import Session
 
 WORKLOADS = tuple(
     Workload(f"batch {batch}", ((1,),), max_tokens=8, batch=batch, rounds=3, warmup_tokens=4, profile_tokens=tokens)
@@ -120,13 +119,6 @@ def test_a_round_is_as_large_as_the_quickest_sides_trial_says(engines):
         ]
 
 
-def test_what_was_profiled_is_waited_for_longer_than_an_end(engines, monkeypatch):
-    monkeypatch.setattr(Session.wait_for_end, "__defaults__", (0.5,))
-    jobs, _ = engines("a", "b", looks=1.0)
-    outcomes = measure_in_turn(jobs, of_workloads(jobs), rounds=1, at_once=True, timeout=30)
-    assert [(outcomes[side].error, len(outcomes[side].of("profiled"))) for side in "ab"] == [(None, 1)] * 2
-
-
 def test_side_by_side_all_start_before_one_is_ready(engines):
     jobs, done = engines("a", "b", "c", start=0.5)
     measure_in_turn(jobs, of_workloads(jobs), rounds=1, at_once=True, timeout=30)
@@ -230,23 +222,6 @@ def test_a_start_beyond_the_limit_measures_nothing_is_no_failure_and_says_how_fa
     for one in outcomes.values():
         assert one.error is None
         assert re.fullmatch(r"the time limit of 1 s, \d+ s into the start of the engines \(b not ready\)", one.stopped)
-
-
-def test_a_limit_before_the_first_round_says_what_the_start_had_taken(engines):
-    jobs, _ = engines("a", "b", hangs_at="warm-up", start=1)
-    limit = TimeLimit(60)
-    outcomes = measure_in_turn(
-        jobs,
-        of_workloads(jobs),
-        rounds=1,
-        at_once=True,
-        timeout=60,
-        limit=limit,
-        on_event=lambda event: limit.__init__(1),
-    )
-    for one in outcomes.values():
-        said = re.fullmatch(r"the time limit of 1 s, before each side had a round; .* within (\d+) s", one.stopped)
-        assert int(said[1]) >= 1
 
 
 def test_a_limit_that_is_over_while_engines_end_leaves_nothing_out(engines):

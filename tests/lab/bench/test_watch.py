@@ -111,11 +111,3 @@ def test_graphs_of_whole_parts_of_a_step_are_counted_as_what_they_are():
     assert (counts.draft_phases, counts.draft_phases_in_graphs) == (3, 3)
     assert counts.facts()["graph_replays"] == {"inputs": 2, "target": 3, "sampling": 2, "draft": 3}
     assert vars(runner.draft_phase).keys() == {"runner"}
-
-
-def test_without_a_gpu_or_a_drafter_steps_are_counted():
-    runner = type("Plain", (), {"execute_model": lambda self, scheduler_output: "ran"})()
-    with watched(runner, None) as counts:
-        assert runner.execute_model(output(2)) == "ran"
-    assert counts.facts()["batch_sizes"] == {"2": 1}
-    assert counts.draft_phases == 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import shutil
 
 import pytest
@@ -99,30 +98,12 @@ def test_all_sides_that_the_host_can_run(run, method, host, sides):
     assert found["settings"]["sides"] == sides
 
 
-def test_a_variable_can_be_held_to_the_plugin_without_it(run):
-    result, found, _ = run(["--side", "plugin", "--side", "patched", "--patched-env", "ONE=2"])
-    assert result.exit_code == 0, result.output
-    assert found["settings"]["sides"] == ["plugin", "patched"]
-    assert "by plugin's" in result.output
-    # Nobody asked for it.
-    assert "stock" not in result.output
-
-
 def test_a_side_that_the_host_cannot_run_is_refused(run):
     host = dataclasses.replace(GPU, vllm="0.20.2")
     result, _, asked = run(["--shape", "8b", "--method", "dflash", "--side", "stock", "--side", "mrv2"], host=host)
     assert result.exit_code == 2
     assert "--side mrv2 cannot be measured: vLLM 0.20.2" in result.output
     assert asked == []
-
-
-def test_one_engine_measures_all_batch_sizes(run):
-    _, found, asked = run(["--shape", "8b", "--rounds", "2", "--profile-tokens", "0", "--side", "stock"])
-    ((jobs, names, rounds, _),) = asked
-    assert (names, rounds) == (["batch 1", "batch 8", "batch 32"], 2)
-    assert [(w.batch, w.profile_tokens) for w in jobs["stock"].workloads] == [(1, 0), (8, 0), (32, 0)]
-    assert jobs["stock"].options["max_num_seqs"] == 32
-    assert list(found["cases"][0]["sides"]["stock"]["batches"]) == ["1", "8", "32"]
 
 
 def test_environments_for_all_sides_and_for_the_patched_ones(run):
@@ -132,11 +113,6 @@ def test_environments_for_all_sides_and_for_the_patched_ones(run):
     assert environments == [("1=2", None), ("1=2", "")] * 2
     assert jobs["stock"].options["compilation_config"] == {"cudagraph_mode": "FULL"}
     assert found["settings"]["vllm_environment"] == {"A": "1=2"}
-
-
-def test_without_a_mode_the_graphs_are_vllms_default(run):
-    _, _, ((jobs, *_),) = run(["--shape", "0.6b"])
-    assert jobs["stock"].options["compilation_config"] == {"cudagraph_mode": "FULL_AND_PIECEWISE"}
 
 
 @pytest.mark.parametrize(
@@ -160,24 +136,6 @@ def test_a_crash_is_in_the_results_and_counts_by_its_own_runner(run, failed, cod
     assert "last words [of it]" in result.output
     errors = {side for side, entry in found["cases"][1]["sides"].items() if entry["error"]}
     assert errors == failed
-
-
-def test_standard_output_can_be_the_results_alone(run):
-    result, found, _ = run(["--shape", "0.6b", "--json", "-"])
-    assert [case["shape"] for case in json.loads(result.stdout)["cases"]] == ["0.6b"]
-    assert "NVIDIA H200" in result.stderr
-    assert found is None
-
-
-def test_what_was_measured_is_in_the_file_before_the_next_case_starts(run):
-    def outcome(job, rounds):
-        if job.label.startswith("8b"):
-            raise KeyboardInterrupt
-        return answer(job, rounds)
-
-    result, found, _ = run(["--shape", "0.6b", "--shape", "8b"], outcome)
-    assert result.exit_code != 0
-    assert [case["shape"] for case in found["cases"]] == ["0.6b"]
 
 
 def phases(job, us, number):
@@ -249,13 +207,6 @@ def test_a_file_that_cannot_be_written_costs_no_figure(run, tmp_path):
     assert result.output.strip().endswith("r.json: cannot be written (No such file or directory); name another file")
 
 
-def test_a_folder_that_cannot_be_made_is_named(run, tmp_path):
-    (tmp_path / "file").touch()
-    result, _, asked = run(["--shape", "0.6b", "--profile", str(tmp_path / "file" / "traces")])
-    assert (result.exit_code, asked) == (2, [])
-    assert "traces: cannot be made (Not a directory); name another folder" in result.output
-
-
 @pytest.mark.parametrize("more", [[], ["--profile", "traces"]])
 def test_a_run_that_is_stopped_before_it_has_measured_says_that_alone(run, more, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -263,15 +214,6 @@ def test_a_run_that_is_stopped_before_it_has_measured_says_that_alone(run, more,
     assert result.exit_code == 2
     assert result.output.strip().splitlines()[-1] == "Nothing was measured: an interrupt."
     assert "batch" not in result.output
-
-
-def test_a_run_that_is_stopped_says_so_beside_a_failure(run):
-    def outcome(job, rounds):
-        return dataclasses.replace(crash(job) if job.patched else answer(job, rounds), stopped="an interrupt")
-
-    result, _, _ = run(["--shape", "0.6b"], outcome)
-    assert result.exit_code == 1
-    assert "Not everything was measured: an interrupt." in result.output
 
 
 @pytest.mark.parametrize(
@@ -289,10 +231,3 @@ def test_bad_options_start_nothing(run, arguments, message):
     assert result.exit_code == 2
     assert message in result.output
     assert (found, asked) == (None, [])
-
-
-def test_dummy_shapes_on_a_cpu_are_refused(run):
-    result, _, asked = run(["--shape", "0.6b"], host=CPU)
-    assert result.exit_code == 2
-    assert "needs a GPU" in result.output
-    assert asked == []

@@ -89,17 +89,6 @@ def test_five_fresh_engines_with_the_same_prompts(run):
     assert drafted == [None, 3, 3, 7, 7]
 
 
-def test_a_cpu_runs_exact(run):
-    _, _, jobs = run()
-    assert {(j.options["dtype"], j.options["enforce_eager"]) for j in jobs} == {("float32", True)}
-
-
-def test_a_gpu_runs_full_graphs_in_bfloat16(run):
-    _, _, jobs = run(host=GPU)
-    assert {j.options["dtype"] for j in jobs} == {"bfloat16"}
-    assert all(j.options["compilation_config"] == {"cudagraph_mode": "FULL"} for j in jobs)
-
-
 def cells(result, name):
     line = next(line for line in result.output.splitlines() if line.startswith(f"│ {name}"))
     return [cell.strip() for cell in line.strip("│").split("│")]
@@ -117,13 +106,6 @@ def test_a_gpu_is_timed_after_a_whole_round_and_the_best_of_some_counts(run):
     assert cells(result, "Eagle3 patched")[3:] == ["4", "2.000", "0.75 0.25", "2/2"]
 
 
-def test_a_cpu_runs_once_and_shows_no_speed(run):
-    result, found, jobs = run()
-    assert {(j.workloads[0].rounds, j.workloads[0].warmup_tokens) for j in jobs} == {(1, 0)}
-    assert {row["tokens_per_second"] for row in found["configurations"]} == {None}
-    assert cells(result, "Eagle3 patched") == ["Eagle3 patched", "4", "2.000", "0.75 0.25", "2/2"]
-
-
 def test_a_process_is_one_line_unless_more_is_asked_for(run):
     """What is live, and what is out of the ordinary: a feature that vLLM does not need is neither."""
     result, found, _ = run()
@@ -137,13 +119,6 @@ def test_a_process_is_one_line_unless_more_is_asked_for(run):
     assert "uses one; not four (other runner); two refused: drifted; three not-needed" in result.output
     assert "one: chose this" in result.output
     assert "DFlash stock: platform class: a.Platform; CUDA graphs: drafter FULL" in result.output
-
-
-def test_standard_output_can_be_the_results_alone(run):
-    result, found, _ = run(arguments=["--json", "-"])
-    assert json.loads(result.stdout)["ok"] is True
-    assert "Eagle3 patched: process 77" in result.stderr
-    assert found is None
 
 
 @pytest.mark.parametrize(
@@ -187,19 +162,6 @@ def test_a_verdict_says_what_changed_and_what_was_used(run):
     assert ["times stock's" in said for said in verdicts.values()] == [False, True]
 
 
-def test_what_fails_without_the_plugin_as_with_it_is_told_once(run):
-    def launch(job):
-        if job.label.startswith("DFlash"):
-            where = "overlay" if job.patched else "vllm"
-            log = f"File '{where}/worker.py'\nTypeError: no such kernel\n[W] process ends"
-            return bench.Outcome(job, (), 1.0, "exit code 1", log)
-        return answer(job)
-
-    result, found, _ = run(launch)
-    assert ("vllm/worker.py" in result.output, "overlay/worker.py" in result.output) == (True, False)
-    assert "DFlash stock, DFlash patched" in command.verdict(found)
-
-
 @pytest.mark.parametrize(("host", "code"), [(CPU, 1), (GPU, 0)])
 def test_a_differing_text_fails_where_texts_must_be_equal(run, host, code):
     def launch(job):
@@ -209,10 +171,3 @@ def test_a_differing_text_fails_where_texts_must_be_equal(run, host, code):
     assert found["configurations"][2]["texts_equal"] == 1
     assert result.exit_code == code
     assert "1/2" in result.output
-
-
-def test_without_checkpoints_one_line_says_what_to_give(run, tmp_path):
-    result, found, jobs = run(arguments=["--model", str(tmp_path)])
-    assert result.exit_code == 2
-    assert "--model FOLDER" in result.output
-    assert (found, jobs) == (None, [])
