@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import sys
 from pathlib import Path
 from pkgutil import resolve_name
 
@@ -109,6 +110,8 @@ def test_a_dummy_eagle3_drafter_keeps_its_own_head(settings, gpu_host, tmp_path,
     drafter = pytest.importorskip("vllm.model_executor.models.llama_eagle3").Eagle3LlamaForCausalLM
     # What vLLM's loader finds where it loads nothing.
     monkeypatch.setattr(drafter, "has_own_lm_head", False)
+    # Whatever has imported it before.
+    monkeypatch.delitem(sys.modules, "vllm_hwplugin_lab.bench._dummy_worker", raising=False)
     job = job_for(Case("8b", "eagle3", 5), "stock", settings, gpu_host, None, tmp_path)
     assert issubclass(resolve_name(job.options["worker_extension_cls"]), BenchWorker)
     assert drafter.has_own_lm_head
