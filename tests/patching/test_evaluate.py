@@ -34,6 +34,12 @@ def conflicts_of(catalogue: Catalogue, source: Memory) -> list[Conflict]:
     return conflicts
 
 
+def test_half_a_change_that_is_there_already_does_not_apply() -> None:
+    half = Memory({PATH: ALPHA.replace("line 3\n", "line three\n"), OTHER: BETA})
+    assert evaluate(ONE, half).status is Status.DRIFTED
+    assert fit(ONE, Texts(half)).edits == {}
+
+
 def test_own_hunks_in_conflict() -> None:
     """Two diffs of one feature that change one line."""
     twice = feature(
