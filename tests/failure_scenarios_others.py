@@ -19,42 +19,23 @@ OFF = dict.fromkeys(
     "off",
 )
 
-# A host with an H200, as far as a process that does not start CUDA can tell, and vLLM's extension with its operations.
-# The dispatch key CPU stands in for CUDA.
+# A Moore Threads host whose vLLM has no compiled operations, so that the plugin defines them and puts its kernels in
+# front. The dispatch key CPU stands in for MUSA's.
 OPERATIONS = """
 import torch
-from types import ModuleType, SimpleNamespace
-from vllm_hwplugin.ops import overrides
+from types import ModuleType
+from vllm_hwplugin.ops import definitions, overrides
 from vllm_hwplugin.ops.compile import jit
 from vllm_hwplugin.ops.compile.spec import KernelUnavailable
 
-torch.version.cuda = "13.0"
-overrides.KEY = "CPU"
-overrides.device_name = lambda device: "NVIDIA H200"
-overrides.vllm_version = lambda: "0.20.2"
-nvml = sys.modules["vllm.third_party.pynvml"] = ModuleType("pynvml")
-nvml.NVMLError = type("NVMLError", (Exception,), {})
-nvml.nvmlInit = nvml.nvmlShutdown = lambda: None
-nvml.nvmlDeviceGetCount = lambda: 1
-nvml.nvmlDeviceGetHandleByIndex = int
-nvml.nvmlDeviceGetName = lambda handle: "NVIDIA H200"
+overrides.is_musa_host, overrides.MUSA_KEY = lambda: True, "CPU"
 sys.modules["vllm._custom_ops"] = ModuleType("vllm._custom_ops")
 CONCERNED = "silu_and_mul_per_block_quant"
-libraries = []
-
-def define(missing=()):
-    for op in overrides.OPS.values():
-        if op.name not in missing:
-            library = torch.library.Library(op.namespace, "FRAGMENT")
-            library.define(op.schemas[0].text)
-            library.impl(op.name, lambda *args: None, "CPU")
-            libraries.append(library)
 
 def served():
-    # Not decided yet is in front of vLLM's.
-    states = {name: "live" if not text.startswith("vLLM's") else "vllm" for name, text in overrides.states().items()}
-    gaining = [op.name for op in overrides.OPS.values() if op.default_on]
-    states = {name: states.get(name, "vllm") for name in gaining}
+    # Not decided yet is in front, too.
+    live = {name for name, said in overrides.states().items() if said.startswith(("the plugin's kernel", "not"))}
+    states = {name: "live" if name in live else "vllm" for name in overrides.OPS}
     return {CONCERNED: states.pop(CONCERNED)}, states
 """
 
@@ -122,7 +103,9 @@ OTHERS: dict[str, list[Scenario]] = {
             OPERATIONS
             + """
 def attempt():
-    define(missing=[CONCERNED])
+    other = torch.library.Library("_C", "FRAGMENT")
+    other.define(CONCERNED + "(Tensor! out) -> ()")
+    definitions.define_missing("CPU")
     overrides.install()
     return served()
 """,
@@ -134,7 +117,7 @@ def attempt():
             OPERATIONS
             + f"""
 def attempt():
-    define()
+    definitions.define_missing("CPU")
     {spoil}
     overrides.install()
     return served()
@@ -151,10 +134,10 @@ def no_compiler(kernel, torch):
     raise KernelUnavailable("no compiler")
 
 def attempt():
-    define()
+    definitions.define_missing("CPU")
     jit.provide = no_compiler
     overrides.install()
-    out, x, scales = torch.empty(2, 128), torch.empty(2, 256), torch.empty(2, 1)
+    out, x, scales = torch.empty(2, 128).to(torch.int8), torch.ones(2, 256).half(), torch.empty(2, 1)
     torch.ops._C.silu_and_mul_per_block_quant(out, x, scales, 128, None, False)
     return served()
 """,
@@ -166,7 +149,7 @@ def attempt():
             OPERATIONS
             + """
 def attempt():
-    define()
+    definitions.define_missing("CPU")
     overrides.install()
     return served()
 """,

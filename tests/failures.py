@@ -192,10 +192,10 @@ OTHERS: Final = (
     Failure("second place", "a folder of the cache cannot be used, and the next one can", "said", None, "said"),
     Failure(
         "operation",
-        "one of vLLM's operations is missing, or has other arguments than are known",
+        "one of vLLM's operations has other arguments than are known",
         "off",
         "stops",
-        "stops",
+        "off",
     ),
     Failure(
         "operations",
@@ -203,11 +203,9 @@ OTHERS: Final = (
         "PyTorch lacks a call",
         "all off",
         "stops",
-        "stops",
+        "all off",
     ),
-    Failure(
-        "kernel", "the kernel of an operation cannot be built or loaded at its first call", "off", "stops", "stops"
-    ),
+    Failure("kernel", "the kernel of an operation cannot be built or loaded at its first call", "off", "stops", "off"),
     Failure("skip list", "`VLLM_HWPLUGIN_OPS_SKIP` names an operation that no kernel is for", "said", "stops", "stops"),
     Failure(
         "attention misfit",

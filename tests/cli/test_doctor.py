@@ -355,7 +355,7 @@ def _poison(place: Path) -> list[str]:
     (records / "zero-1.json").symlink_to("/dev/zero")
     os.mkfifo(records / "fifo-1.json")
     names = sorted(path.name for path in records.iterdir())
-    kernel = cachedir.private_folder(place / "kernels" / "rotary_embedding-0123")
+    kernel = cachedir.private_folder(place / "kernels" / "topk_softmax-0123")
     os.mkfifo(kernel / "built.json")
     return names
 

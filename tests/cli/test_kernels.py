@@ -12,7 +12,7 @@ from vllm_hwplugin.cachedir import private_folder
 from vllm_hwplugin.cli import _diagnosis, _doctor
 from vllm_hwplugin.cli._host import Tool
 from vllm_hwplugin.cli._kernels import kernel_rows
-from vllm_hwplugin.ops.compile.spec import KERNELS, ROTARY_EMBEDDING
+from vllm_hwplugin.ops.compile.spec import KERNELS, TOPK_SOFTMAX
 
 TOOLS = (
     Tool("nvcc", "/opt/cuda/bin/nvcc", "13.0.88"),
@@ -38,16 +38,16 @@ def test_a_kernel_without_a_library_says_what_is_missing_and_what_it_costs(
 ) -> None:
     rows = {row.kernel: row for row in kernel_rows(kind, (), tools)}
     assert set(rows) == set(KERNELS)
-    row = rows["rotary_embedding"]
-    assert (row.state, row.detail) == ("not built", f"{words} {ROTARY_EMBEDDING.fallback_cost}")
+    row = rows["topk_softmax"]
+    assert (row.state, row.detail) == ("not built", f"{words} {TOPK_SOFTMAX.fallback_cost}")
     assert row.library is None
 
 
 def test_a_library_is_shown_with_what_it_was_built_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = private_folder(tmp_path / "kernels" / "rotary_embedding-0123")
-    (folder / "rotary_embedding.so").touch()
+    folder = private_folder(tmp_path / "kernels" / "topk_softmax-0123")
+    (folder / "topk_softmax.so").touch()
     built = {
-        "format": 1, "kernel": "rotary_embedding", "library": "rotary_embedding.so", "key": "0123", "sources": "4567",
+        "format": 1, "kernel": "topk_softmax", "library": "topk_softmax.so", "key": "0123", "sources": "4567",
         "toolchain": "nvcc", "version": "13.0.88", "torch": "2.13.0+cu130", "arch": ["-gencode=arch=x"],
         "flags": [{"flags": ["-O3"], "reason": "speed"}, {"flags": ["--use_fast_math"], "reason": "more of it"}],
         "changes_numerics": ["--use_fast_math"],
@@ -55,10 +55,10 @@ def test_a_library_is_shown_with_what_it_was_built_with(tmp_path: Path, monkeypa
     (folder / "built.json").write_text(json.dumps(built))
     found = _diagnosis.diagnose({"VLLM_HWPLUGIN_CACHE_DIR": str(tmp_path)})
     (section,) = [item for item in _doctor.sections(found) if item.title == "kernels"]
-    library = str(folder / "rotary_embedding.so")
+    library = str(folder / "topk_softmax.so")
     assert [row for row in section.rows if row[3] == library] == [
         (
-            "rotary_embedding",
+            "topk_softmax",
             "built",
             "nvcc 13.0.88, torch 2.13.0+cu130, -O3 --use_fast_math -gencode=arch=x; "
             "flags that change numerics: --use_fast_math",

@@ -9,21 +9,19 @@ from pathlib import Path
 import pytest
 
 from vllm_hwplugin import gates, journal
-from vllm_hwplugin.cli import _diagnosis, _doctor, _operations
+from vllm_hwplugin.cli import _diagnosis, _doctor
 from vllm_hwplugin.cli._host import Tool
 from vllm_hwplugin.cli._operations import operation_problems, operation_rows
 from vllm_hwplugin.ops.compile.built import Built
-from vllm_hwplugin.ops.override_table import OPS, Gain
+from vllm_hwplugin.ops.operations import OPS
 
 TOOLS = (Tool("nvcc", None, None), Tool("mcc", None, None), Tool("ninja", "/usr/bin/ninja", "1.13"))
-LIBRARY = Built(Path("rotary_embedding.so"), "rotary_embedding", "nvcc", "13.0", "2.11", "0", (), (), ())
-ROPE = "_C::rotary_embedding"
+LIBRARY = Built(Path("topk_softmax.so"), "topk_softmax", "nvcc", "13.0", "2.11", "0", (), (), ())
+TOPK = "_moe_C::topk_softmax"
 
 
 def rows(kind: str = "cuda", libraries: tuple[Built, ...] = (LIBRARY,), **environ: str) -> dict[str, tuple[str, str]]:
-    found = operation_rows(
-        kind, ["NVIDIA H200"], gates.read_all(environ), TOOLS, libraries, vllm="0.20.2", extension=True
-    )
+    found = operation_rows(kind, gates.read_all(environ), TOOLS, libraries, extension=True)
     assert [row.operation for row in found] == [op.qualname for op in OPS.values()]
     return {row.operation: (row.serves, row.reason) for row in found}
 
@@ -33,30 +31,19 @@ def rows(kind: str = "cuda", libraries: tuple[Built, ...] = (LIBRARY,), **enviro
     [
         ("cuda", {"VLLM_HWPLUGIN_OPS": "off"}, "vllm", "VLLM_HWPLUGIN_OPS=off"),
         ("cuda", {"VLLM_HWPLUGIN_OPS": "on"}, "plugin", "VLLM_HWPLUGIN_OPS=on"),
-        ("cuda", {"VLLM_HWPLUGIN_OPS": "on", "VLLM_HWPLUGIN_OPS_SKIP": "rotary_embedding"}, "vllm", "named in"),
+        ("cuda", {"VLLM_HWPLUGIN_OPS": "on", "VLLM_HWPLUGIN_OPS_SKIP": "topk_softmax"}, "vllm", "named in"),
         ("cuda", {"VLLM_HWPLUGIN_OPS": "on", "VLLM_HWPLUGIN": "0"}, "vllm", "VLLM_HWPLUGIN=0"),
         ("cpu", {"VLLM_HWPLUGIN_OPS": "on"}, "vllm", "only on CUDA and MUSA"),
         ("musa", {"VLLM_HWPLUGIN_OPS": "on"}, "plugin", "VLLM_HWPLUGIN_OPS=on"),
-        ("musa", {}, "vllm", "rounds once"),
+        ("musa", {}, "vllm", "a kernel of its own"),
+        ("cuda", {}, "vllm", "a kernel of its own"),
     ],
 )
 def test_whose_kernel_serves(kind: str, environ: dict[str, str], serves: str, words: str) -> None:
-    found = rows(kind, **environ)[ROPE]
+    found = rows(kind, **environ)[TOPK]
     assert found[0] == serves
     assert words in found[1]
     assert "not built" not in found[1]
-
-
-def test_a_device_on_which_it_gains(monkeypatch: pytest.MonkeyPatch) -> None:
-    gain = Gain("NVIDIA H200", "==0.20.2")
-    monkeypatch.setattr(_operations, "OPS", {"x": OPS["rotary_embedding"]._replace(default_on=(gain,))})
-
-    def serves(device: str, vllm: str | None) -> str:
-        (row,) = operation_rows("cuda", [device], gates.read_all({}), TOOLS, (LIBRARY,), vllm=vllm, extension=True)
-        return row.serves
-
-    assert serves("NVIDIA H200", "0.20.2") == "plugin"
-    assert serves("NVIDIA A10", "0.20.2") == serves("NVIDIA H200", "0.33.0") == "vllm"
 
 
 @pytest.mark.parametrize(
@@ -64,33 +51,30 @@ def test_a_device_on_which_it_gains(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({}, "plugin"),
         ({"VLLM_HWPLUGIN_OPS": "off"}, "torch"),
-        ({"VLLM_HWPLUGIN_OPS_SKIP": "rotary_embedding"}, "torch"),
+        ({"VLLM_HWPLUGIN_OPS_SKIP": "topk_softmax"}, "torch"),
         ({"VLLM_HWPLUGIN": "0"}, "vllm"),
     ],
 )
 def test_what_a_vllm_without_kernels_lacks_on_musa_is_the_plugins(environ: dict[str, str], serves: str) -> None:
     values = gates.read_all(environ)
-    found = {
-        row.operation: row
-        for row in operation_rows("musa", ["MTT S5000"], values, TOOLS, (LIBRARY,), vllm="0.33.0", extension=False)
-    }
-    assert found[ROPE].serves == serves
+    found = {row.operation: row for row in operation_rows("musa", values, TOOLS, (LIBRARY,), extension=False)}
+    assert found[TOPK].serves == serves
     assert ("_C::weak_ref_tensor" in found) is (serves != "vllm")
     assert serves == "vllm" or found["_C::weak_ref_tensor"].serves == "torch"
     # It has a kernel that nobody has built.
-    assert ("mcc is not found" in found["_moe_C::topk_softmax"].reason) is (
+    assert ("mcc is not found" in found["_C::merge_attn_states"].reason) is (
         serves != "vllm" and environ.get("VLLM_HWPLUGIN_OPS") != "off"
     )
 
 
 def test_a_kernel_that_is_not_built_says_what_is_missing() -> None:
-    found = rows(libraries=(), VLLM_HWPLUGIN_OPS="on")[ROPE]
+    found = rows(libraries=(), VLLM_HWPLUGIN_OPS="on")[TOPK]
     assert found[1].endswith("nvcc is not found (install it, or set CUDA_HOME), and without it vLLM's kernel serves")
 
 
 def test_bad_values_decide_nothing() -> None:
     values = {**gates.read_all({"VLLM_HWPLUGIN_OPS": "on"}), "VLLM_HWPLUGIN_STRICT": gates.GateError("bad")}
-    assert {row.serves for row in operation_rows("cuda", [], values, TOOLS, (), vllm=None, extension=True)} == {"vllm"}
+    assert {row.serves for row in operation_rows("cuda", values, TOOLS, (), extension=True)} == {"vllm"}
     assert operation_problems("cpu", values) == ()
 
 
@@ -122,6 +106,6 @@ def test_a_wrong_name_in_the_skip_list_is_said_as_a_process_takes_it(tmp_path: P
 def test_what_a_process_decided_is_among_its_rows(tmp_path: Path) -> None:
     found = _diagnosis.diagnose({"VLLM_HWPLUGIN_CACHE_DIR": str(tmp_path)})
     entry = journal.new("0")
-    entry.decisions["operation rotary_embedding"] = "vLLM's kernel: VLLM_HWPLUGIN_OPS=off"
+    entry.decisions["operation topk_softmax"] = "vLLM's kernel: VLLM_HWPLUGIN_OPS=off"
     *_, section = _doctor.sections(replace(found, last_engine=(entry,)))
-    assert ("rotary_embedding", "", "vLLM's kernel: VLLM_HWPLUGIN_OPS=off") in [row[3:] for row in section.rows]
+    assert ("topk_softmax", "", "vLLM's kernel: VLLM_HWPLUGIN_OPS=off") in [row[3:] for row in section.rows]

@@ -10,7 +10,7 @@ import pytest
 
 torch: Any = pytest.importorskip("torch")
 
-from vllm_hwplugin.ops import _define  # noqa: E402
+from vllm_hwplugin.ops import define  # noqa: E402
 from vllm_hwplugin.ops.compile.spec import KernelSpec  # noqa: E402
 
 from .operation_checks import compiled_result  # noqa: E402
@@ -29,7 +29,7 @@ def toy(
 
 @pytest.fixture(scope="module")
 def operation() -> Any:
-    return _define.operation(TOY, writes=("out", "more"))(toy)
+    return define.operation(TOY, writes=("out", "more"))(toy)
 
 
 def test_the_functions_signature_is_the_schema(operation: Any) -> None:
@@ -60,7 +60,7 @@ def test_a_call_by_name_or_place_is_served_and_seen_by_a_compiler(operation: Any
 
 def test_a_compiler_keeps_a_call_that_writes_through_addresses_alone() -> None:
     """Where drafts are zeroed, not logged, no tensor of the call holds what is written."""
-    importlib.import_module("vllm_hwplugin.ops.restore_draft_rows")
+    importlib.import_module("vllm_hwplugin.nwor.rows")
 
     def zero(table: Any, query_start_loc: Any, num_rejected: Any) -> Any:
         torch.ops.hwplugin.restore_draft_rows(table, None, None, query_start_loc, num_rejected, None, None, 1, 3, 16)
@@ -76,12 +76,12 @@ def test_a_gpus_tensor_has_the_kernel_loaded_however_it_is_passed(
     operation: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[KernelSpec] = []
-    monkeypatch.setattr(_define, "ensure", asked.append)
+    monkeypatch.setattr(define, "ensure", asked.append)
     x, out = torch.ones(2), torch.zeros(2)
     operation(out, None, x)
     assert asked == []
     # As if this host's processor were a GPU.
-    monkeypatch.setattr(_define, "GPUS", ("cpu",))
+    monkeypatch.setattr(define, "GPUS", ("cpu",))
     operation(out, None, x)
     operation(out=out, more=None, x=x)
     assert asked == [TOY, TOY]

@@ -11,14 +11,12 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
-from packaging.specifiers import SpecifierSet
 
 torch = pytest.importorskip("torch")
 
 from vllm_hwplugin import journal  # noqa: E402
-from vllm_hwplugin.ops import _definition_bodies, definitions  # noqa: E402
-from vllm_hwplugin.ops.definitions import DEFINITIONS, Definition  # noqa: E402
-from vllm_hwplugin.ops.override_table import OPS, Schema  # noqa: E402
+from vllm_hwplugin.ops import definitions  # noqa: E402
+from vllm_hwplugin.ops.operations import DEFINED, Operation  # noqa: E402
 
 from ..conftest import versions  # noqa: E402
 from .vllm_child import printed_beside_vllm  # noqa: E402
@@ -32,18 +30,17 @@ from tests.ops.vllms_names import Check, WithoutExtension, cases, check_weak_ref
 WithoutExtension.install()
 import vllm._custom_ops as ops
 from vllm.utils.torch_utils import weak_ref_tensors
-from vllm.version import __version__
 from vllm_hwplugin.ops import definitions
-from vllm_hwplugin.ops.definitions import DEFINITIONS
+from vllm_hwplugin.ops.operations import DEFINED
 
 def own(name):
     __import__(f"vllm_hwplugin.ops.{name}")
     return getattr(torch.ops.hwplugin, name)
 
 device = torch.device("cpu")
-there = [item.qualname for item in DEFINITIONS.values() if hasattr(getattr(torch.ops, item.namespace), item.name)]
-defined = definitions.define_missing("CPU", __version__)
-assert definitions.define_missing("CPU", __version__) == defined
+there = [item.qualname for item in DEFINED.values() if hasattr(getattr(torch.ops, item.namespace), item.name)]
+defined = definitions.define_missing("CPU")
+assert definitions.define_missing("CPU") == defined
 checked = ["weak_ref_tensor"]
 check_weak_references(weak_ref_tensors, device)
 for name, case in cases(ops, own).items():
@@ -59,7 +56,7 @@ print(json.dumps([there, defined, checked]))
 def test_a_vllm_without_an_extension_serves_each_operation_under_its_own_name() -> None:
     there, defined, checked = printed_beside_vllm(WITHOUT_EXTENSION)
     assert there == []
-    assert set(defined) == set(checked) == set(DEFINITIONS)
+    assert set(defined) == set(checked) == set(DEFINED)
 
 
 def _fill(value: float) -> Callable[[Any], None]:
@@ -70,21 +67,14 @@ def _fill(value: float) -> Callable[[Any], None]:
 
 
 @pytest.fixture
-def one(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Definition]]:
+def one(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Operation]]:
     """`one(text)` makes an operation of this schema the only one of the table; its body writes 2."""
 
-    def make(text: str = "(Tensor! out) -> ()") -> Definition:
+    def make(text: str = "(Tensor! out) -> ()") -> Operation:
         name = f"defined{next(_numbers)}"
-        item = Definition(
-            name,
-            "_Cdefined",
-            (Schema(">=0.20", name + text),),
-            "_definition_bodies",
-            "toy",
-            "nothing",  # type: ignore[arg-type]
-        )
-        monkeypatch.setattr(definitions, "DEFINITIONS", MappingProxyType({name: item}))
-        monkeypatch.setattr(_definition_bodies, "toy", _fill(2), raising=False)
+        item = Operation(name, "_Cdefined", "nothing", ("out",))  # type: ignore[arg-type]
+        monkeypatch.setattr(definitions, "DEFINED", MappingProxyType({name: item}))
+        monkeypatch.setattr(definitions, "described", lambda item: (text, _fill(2)))
         return item
 
     yield make
@@ -92,35 +82,35 @@ def one(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Definition]]:
     journal.forget()
 
 
-def _vllms(item: Definition, key: str, text: str = "(Tensor! out) -> ()") -> Any:
+def _vllms(item: Operation, key: str, text: str = "(Tensor! out) -> ()") -> Any:
     library = torch.library.Library("_Cdefined", "FRAGMENT")
     library.define(item.name + text)
     library.impl(item.name, _fill(1), key)
     return library
 
 
-def _called(item: Definition) -> float:
+def _called(item: Operation) -> float:
     out = torch.zeros(2)
     getattr(torch.ops._Cdefined, item.name)(out)
     return float(out[0])
 
 
 @pytest.mark.parametrize("key", ["CPU", "CompositeExplicitAutograd"])
-def test_what_vllm_has_stays(key: str, one: Callable[..., Definition]) -> None:
+def test_what_vllm_has_stays(key: str, one: Callable[..., Operation]) -> None:
     item = one()
     library = _vllms(item, key)
     before = torch._C._dispatch_dump(item.qualname)
-    assert definitions.define_missing("CPU", "0.32.0") == ()
+    assert definitions.define_missing("CPU") == ()
     assert torch._C._dispatch_dump(item.qualname) == before
     assert _called(item) == 1
     del library
 
 
-def test_an_operation_with_kernels_for_other_devices_alone_gets_one(one: Callable[..., Definition]) -> None:
+def test_an_operation_with_kernels_for_other_devices_alone_gets_one(one: Callable[..., Operation]) -> None:
     """Whatever that build calls the arguments."""
     item = one()
     library = _vllms(item, "CUDA", "(Tensor! result) -> ()")
-    assert definitions.define_missing("CPU", "0.32.0") == (item.name,)
+    assert definitions.define_missing("CPU") == (item.name,)
     assert _called(item) == 2
     assert definitions.is_defined(item.name)
     definitions.undefine()
@@ -130,35 +120,27 @@ def test_an_operation_with_kernels_for_other_devices_alone_gets_one(one: Callabl
 
 
 def test_an_operation_with_other_arguments_is_left_alone_with_a_word(
-    one: Callable[..., Definition], caplog: pytest.LogCaptureFixture
+    one: Callable[..., Operation], caplog: pytest.LogCaptureFixture
 ) -> None:
     item = one()
     library = _vllms(item, "CUDA", "(Tensor out) -> ()")
     with caplog.at_level(logging.WARNING, "vllm.hwplugin"):
-        assert definitions.define_missing("CPU", "0.32.0") == ()
+        assert definitions.define_missing("CPU") == ()
     assert item.qualname in caplog.text
     del library
 
 
 def test_a_definition_is_in_the_processs_record_and_in_the_log(
-    one: Callable[..., Definition], caplog: pytest.LogCaptureFixture
+    one: Callable[..., Operation], caplog: pytest.LogCaptureFixture
 ) -> None:
     item = one()
     entry = journal.new("0")
     journal.begin(entry, None)
     with caplog.at_level(logging.INFO, "vllm.hwplugin"):
-        definitions.define_missing("CPU", "0.32.0")
-        definitions.define_missing("CPU", "0.32.0")
+        definitions.define_missing("CPU")
+        definitions.define_missing("CPU")
     assert entry.decisions[f"operation {item.name}"].startswith("the plugin's definition in torch: ")
     assert [item.qualname in line for line in caplog.messages] == [True]
-
-
-@pytest.mark.parametrize(
-    ("version", "has"),
-    [("0.23.0", False), ("0.24.0", True), ("0.32.0+empty", True), ("0.23.1.dev7+musa", False), ("dev", True)],
-)
-def test_the_schema_is_that_of_the_version(version: str, has: bool) -> None:
-    assert ("Tensor? weight" in DEFINITIONS["rms_norm"].schema(version)) is has
 
 
 @pytest.mark.parametrize(
@@ -173,9 +155,9 @@ def test_vllm_passes_what_the_schema_of_its_version_takes(version: str, vllm_tre
     callers |= {name: [experts] for name in ("silu_and_mul", "gelu_and_mul")}
     # Experts of 0.20 have no such activation.
     callers["gelu_tanh_and_mul"] = [] if version.startswith("0.20.") else [experts]
-    for item in DEFINITIONS.values():
-        assert len([one for one in item.schemas if SpecifierSet(one.versions).contains(version)]) == 1, item.name
-        schema = torch._C.parse_schema(f"{item.namespace}::{item.schema(version)}")
+    for item in DEFINED.values():
+        arguments, _ = definitions.described(item)
+        schema = torch._C.parse_schema(item.qualname + arguments)
         needed = len([one for one in schema.arguments if not one.has_default_value()])
         for path in callers.get(item.name, [custom_ops]):
             target = f"torch.ops.{item.namespace}.{item.name}"
@@ -183,19 +165,12 @@ def test_vllm_passes_what_the_schema_of_its_version_takes(version: str, vllm_tre
             calls = [node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func) == target]
             assert calls, f"{target} is not called in {path}"
             assert all(needed <= len(call.args) <= len(schema.arguments) for call in calls), target
-    (norm,) = [
-        node
-        for node in ast.parse(vllm_tree(version).read(custom_ops)).body
-        if isinstance(node, ast.FunctionDef) and node.name == "rms_norm"
-    ]
-    optional = "None" in ast.unparse(norm.args.args[2].annotation)
-    assert ("Tensor? weight" in DEFINITIONS["rms_norm"].schema(version)) is optional
 
 
 AGAINST_VLLM = """
 import itertools, json, torch
 import vllm._custom_ops as ops
-from vllm_hwplugin.ops._definition_bodies import rms_norm
+from vllm_hwplugin.ops.definitions import rms_norm
 found = []
 for dtype, width in itertools.product([torch.float32, torch.float16, torch.bfloat16], [64, 1536]):
     torch.manual_seed(width)
@@ -228,16 +203,11 @@ def test_what_has_no_slot_is_written_nowhere(slots: list[int], heads_first: bool
         if slot >= 0:
             expected[:, slot // 4, slot % 4] = new[:, token]
     one = torch.ones(())
-    _definition_bodies.reshape_and_cache_flash(*new, *caches, torch.tensor(slots), "auto", one, one)
+    definitions.reshape_and_cache_flash(*new, *caches, torch.tensor(slots), "auto", one, one)
     assert torch.equal(caches, expected)
 
 
 def test_a_quantized_cache_is_an_error() -> None:
     one = torch.ones(1, 1, 8)
     with pytest.raises(NotImplementedError, match="kv_cache_dtype=fp8"):
-        _definition_bodies.reshape_and_cache_flash(one, one, one, one, torch.tensor([0]), "fp8", one, one)
-
-
-def test_every_operation_with_a_kernel_has_a_definition_with_its_schemas() -> None:
-    assert {name: DEFINITIONS[name].schemas for name in OPS} == {name: op.schemas for name, op in OPS.items()}
-    assert DEFINITIONS["rms_norm"]._replace(namespace="_moe_C").qualname == "_moe_C::rms_norm"
+        definitions.reshape_and_cache_flash(one, one, one, one, torch.tensor([0]), "fp8", one, one)

@@ -132,19 +132,18 @@ FOLDED = """
 import json, torch
 from types import SimpleNamespace
 from vllm.model_executor.layers.attention import mla_attention
-from vllm_hwplugin.ops._override_support import predicate
 from vllm_hwplugin.ops.merge_attn_states import merge_attn_states
 
 accumulate = getattr(mla_attention, "accumulate_mla_context_chunk", None)
 if accumulate is None:
     print("null")
     raise SystemExit
-names = [argument.name for argument in torch.ops.hwplugin.merge_attn_states.default._schema.arguments]
-served = []
+served = 0
 
 def merge(**given):
-    served.append(predicate("merge_attn_states", names)(tuple(given.get(name) for name in names)))
+    global served
     merge_attn_states(**given)
+    served += 1
 
 mla_attention.merge_attn_states = merge
 torch.manual_seed(1)
@@ -169,7 +168,7 @@ def test_vllms_mla_may_fold_chunk_after_chunk_into_one_running_state() -> None:
     if found is None:
         pytest.skip("this vLLM merges into a second buffer")
     served, output, lse = found
-    assert served == [True, True]
+    assert served == 2
     assert max(output, lse) < 4e-6
 
 

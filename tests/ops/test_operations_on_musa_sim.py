@@ -13,8 +13,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from vllm_hwplugin.ops.definitions import DEFINITIONS
-from vllm_hwplugin.ops.override_table import OPS
+from vllm_hwplugin.ops.operations import DEFINED, OPS
 
 from ..musa_sim import simulated
 
@@ -67,10 +66,10 @@ def check_all():
             check.compare(seed, replay)
 
 def calls_of_own():
-    check = Check(cases(ops, own)["rotary_embedding"], musa)
+    check = Check(cases(ops, own)["topk_softmax"], musa)
     with torch.profiler.profile() as profile:
         check.call()
-    return "hwplugin::rotary_embedding" in {event.key for event in profile.key_averages()}
+    return "hwplugin::topk_softmax" in {event.key for event in profile.key_averages()}
 
 check_all()
 found = [[served(), calls_of_own()]]
@@ -81,24 +80,6 @@ overrides.install({})
 check_all()
 found.append([served(), calls_of_own()])
 print(json.dumps(found))
-"""
-)
-
-ROTARY = (
-    HOST
-    + """
-import itertools
-import vllm.model_executor.layers.rotary_embedding
-from tests.ops.rotary_shapes import DTYPES, MODES, SHAPES, Call
-"""
-    + FREEZE
-    + """
-checked = 0
-for shape, mode, dtype in itertools.product(SHAPES.values(), MODES, DTYPES):
-    # Prefills of many tokens are for a device that is one.
-    Call((*shape[:4], min(shape[4], 64)), dtype, True, "musa", ops.rotary_embedding).check(mode, 3)
-    checked += 1
-print(json.dumps(checked))
 """
 )
 
@@ -115,11 +96,7 @@ def _printed(program: str, folder: Path) -> Any:
 
 def test_every_operation_is_served_under_vllms_name_in_graphs_and_out_of_them(tmp_path: Path) -> None:
     (without, by_own), (in_front, by_own_then) = _printed(NAMES, tmp_path)
-    assert without == dict.fromkeys(DEFINITIONS, "the plugin's definition in torch")
+    assert without == dict.fromkeys(DEFINED, "the plugin's definition in torch")
     assert not by_own
     assert {name for name, said in in_front.items() if said == "the plugin's kernel"} == set(OPS)
     assert by_own_then
-
-
-def test_rotary_embedding_is_bit_for_bit_vllms_in_nine_shapes_and_three_modes(tmp_path: Path) -> None:
-    assert _printed(ROTARY, tmp_path) == 9 * 3 * 3

@@ -14,7 +14,7 @@ import pytest
 
 torch: Any = pytest.importorskip("torch")
 
-from vllm_hwplugin.ops.override_table import OPS  # noqa: E402
+from vllm_hwplugin.ops.operations import OPS  # noqa: E402
 
 from .operation_checks import assert_refused  # noqa: E402
 

@@ -5,26 +5,24 @@ from __future__ import annotations
 
 import itertools
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType, ModuleType
 from typing import Any
 
 import pytest
 import torch
 
-from vllm_hwplugin.ops import _override_support, definitions, overrides
-from vllm_hwplugin.ops.compile import spec
-from vllm_hwplugin.ops.definitions import Definition
-from vllm_hwplugin.ops.override_table import OverridableOp, Schema
+from vllm_hwplugin.ops import definitions, overrides
+from vllm_hwplugin.ops.operations import Operation
 
 _numbers = itertools.count()
 
 
 @dataclass
 class Toy:
-    """vLLM's operation writes 1, or 1 + more; the plugin's writes 2."""
+    """vLLM's operation writes 1, or 1 + more; the plugin's writes 2, and refuses float64."""
 
-    op: OverridableOp
+    op: Operation
     calls: list[str]
 
     @property
@@ -36,10 +34,8 @@ class Toy:
         self.theirs(out, *args)
         return float(out[0])
 
-    def in_front(self, choice: str = "on", *, required: bool = False) -> overrides.Override:
-        override = overrides.put_in_front(self.op, "CPU", choice, required=required)
-        overrides._overrides[self.op.name] = override
-        return override
+    def in_front(self, *, required: bool = False) -> overrides.Override:
+        return overrides.put_in_front(self.op, "CPU", "on", required=required)
 
 
 def make_toy(
@@ -49,7 +45,7 @@ def make_toy(
     *,
     defined: bool = False,
 ) -> Toy:
-    """An operation; vLLM's extension has it, or with ``defined`` the plugin's table of definitions alone."""
+    """An operation; vLLM's extension has it, or with ``defined`` the plugin's definitions alone."""
     number = next(_numbers)
     name, namespace = f"toy{number}", f"_Ctoy{number}"
     calls: list[str] = []
@@ -68,6 +64,10 @@ def make_toy(
 
     def kernel(out: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         calls.append("plugin")
+        if out.dtype == torch.float64:
+            raise RuntimeError(f"{name}: out is float64; expected float32")
+        if bias is not None and bias.numel() == 0:
+            raise RuntimeError("a fault of the device")
         out.fill_(2)
 
     ours = torch.library.Library("hwplugin", "FRAGMENT")
@@ -75,15 +75,10 @@ def make_toy(
     ours.impl(name, kernel, "CPU")
     module = ModuleType(f"vllm_hwplugin.ops.{name}")
     module.libraries = (*libraries, ours)  # type: ignore[attr-defined]
-    module._reference = stock  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    kernels = {**spec.KERNELS, name: replace(spec.ROTARY_EMBEDDING, name=name)}
-    monkeypatch.setattr(spec, "KERNELS", MappingProxyType(kernels))
-    monkeypatch.setattr(_override_support, name, lambda out, bias=None: out.dtype is torch.float32, raising=False)
     monkeypatch.setattr(overrides, "load_kernel", lambda op: calls.append("load") is None)
-    op = OverridableOp(name, namespace, (Schema(">=0.20", name + text),))  # type: ignore[arg-type]
+    op = Operation(name, namespace, "the tests", ("out",))  # type: ignore[arg-type]
     if defined:
-        item = Definition(name, namespace, op.schemas, name, "_reference", "")  # type: ignore[arg-type]
-        table = MappingProxyType({**definitions.DEFINITIONS, name: item})
-        monkeypatch.setattr(definitions, "DEFINITIONS", table)
+        monkeypatch.setattr(definitions, "DEFINED", MappingProxyType({name: op}))
+        monkeypatch.setattr(definitions, "described", lambda item: (own, stock))
     return Toy(op, calls)

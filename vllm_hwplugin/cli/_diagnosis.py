@@ -25,8 +25,8 @@ from ..musa import host as musa_host
 from ..musa import versions as musa_versions
 from ..ops.compile import built
 from ..ops.compile.plan import MIN_TORCH
-from ..ops.override_table import GATE as OPS
-from ..ops.override_table import SKIP, unknown_names
+from ..ops.operations import GATE as OPS
+from ..ops.operations import SKIP, unknown_names
 from ..patching import (
     FOLDER,
     Catalogue,
@@ -181,11 +181,9 @@ def diagnose(
         kernels=kernel_rows(platform.kind, libraries, tools),
         operations=operation_rows(
             platform.kind,
-            [device.name for device in platform.devices],
             values,
             tools,
             libraries,
-            vllm=None if installed is None else installed.version,
             extension=installed is not None and any((installed.root / "vllm").glob("_C*.so")),
         ),
         plugin={"version": vllm_hwplugin.__version__, "path": str(Path(vllm_hwplugin.__file__).parent)},

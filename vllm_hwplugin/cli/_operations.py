@@ -11,8 +11,7 @@ from .. import gates
 from ..ops.compile.built import Built
 from ..ops.compile.jit import GPUS
 from ..ops.compile.spec import KERNELS
-from ..ops.definitions import DEFINITIONS
-from ..ops.override_table import GATE, NO_GPU, OPS, SKIP, OverridableOp, choose
+from ..ops.operations import DEFINED, GATE, NO_GPU, OPS, SKIP, choose
 from ._host import Tool
 from ._kernels import missing
 
@@ -31,12 +30,10 @@ class OperationRow:
 
 def operation_rows(
     kind: str,
-    devices: Sequence[str],
     values: Mapping[str, gates.GateValue | gates.GateError],
     tools: Sequence[Tool],
     libraries: Sequence[Built],
     *,
-    vllm: str | None,
     extension: bool,
 ) -> tuple[OperationRow, ...]:
     """One row for each operation with a kernel; where vLLM has no kernels, one for each that the plugin defines.
@@ -46,12 +43,10 @@ def operation_rows(
 
     Args:
         kind: of the platform: ``cuda``, ``musa`` or ``cpu``.
-        devices: their names.
         values: of the gates.
         tools: the compilers and build tools of this host.
         libraries: what lies in the wheel and in the cache.
-        vllm: the version of the installed vLLM; None where there is none.
-        extension: it has compiled kernels.
+        extension: the installed vLLM has compiled kernels.
     """
     defined = kind == "musa" and not extension
     stock: Literal["torch", "vllm"] = "torch" if defined else "vllm"
@@ -62,11 +57,10 @@ def operation_rows(
             row = OperationRow(op.qualname, "vllm", "a variable has a bad value")
         elif not good["VLLM_HWPLUGIN"].flag:
             row = OperationRow(op.qualname, "vllm", "VLLM_HWPLUGIN=0")
-        elif (reason := _impossible(op, kind)) is not None:
-            row = OperationRow(op.qualname, "vllm", reason)
+        elif kind not in GPUS:
+            row = OperationRow(op.qualname, "vllm", NO_GPU)
         else:
-            device = devices[0] if devices else None
-            choice = choose(op, good[GATE].text, good[SKIP].names, device, vllm, defined=defined)
+            choice = choose(op, good[GATE].text, good[SKIP].names, defined=defined)
             reason = choice.reason
             if choice.wanted and not any(item.kernel == op.name for item in libraries):
                 other = "its definition in torch serves" if defined else "vLLM's kernel serves"
@@ -76,7 +70,7 @@ def operation_rows(
     if defined and len(good) == len(values) and good["VLLM_HWPLUGIN"].flag:
         rows += [
             OperationRow(item.qualname, "torch", f"this vLLM has no kernel of it, for {item.caller}")
-            for item in DEFINITIONS.values()
+            for item in DEFINED.values()
             if item.name not in OPS
         ]
     return tuple(rows)
@@ -87,17 +81,6 @@ def operation_problems(kind: str, values: Mapping[str, gates.GateValue | gates.G
     good = {name: value for name, value in values.items() if isinstance(value, gates.GateValue)}
     if len(good) < len(values) or not good["VLLM_HWPLUGIN"].flag or good[GATE].text != "on":
         return ()
-    impossible: dict[str, list[str]] = {}
-    for op in OPS.values():
-        if op.name not in good[SKIP].names and (reason := _impossible(op, kind)) is not None:
-            impossible.setdefault(reason, []).append(op.name)
-    return tuple(
-        f"{GATE}=on, but {reason}, so vLLM would not start; {SKIP}={','.join(names)} lets it"
-        for reason, names in impossible.items()
-    )
-
-
-def _impossible(op: OverridableOp, kind: str) -> str | None:
-    if kind not in GPUS:
-        return NO_GPU
-    return None if op.name in KERNELS else "this release has no kernel of it"
+    if kind in GPUS or not (names := [name for name in OPS if name not in good[SKIP].names]):
+        return ()
+    return (f"{GATE}=on, but {NO_GPU}, so vLLM would not start; {SKIP}={','.join(names)} lets it",)

@@ -197,8 +197,8 @@ GATES: Final[tuple[Gate, ...]] = (
         "VLLM_HWPLUGIN_OPS",
         "switch",
         "auto",
-        "The plugin's kernels under the names of vLLM's operations: auto takes those measured to gain on this "
-        "device over this vLLM's, and on MUSA those that vLLM has no kernel for; on takes all, off takes none.",
+        "The plugin's kernels under the names of vLLM's operations: auto takes, on MUSA, those that vLLM has no "
+        "kernel for; on takes all, off takes none.",
         aliases=(Alias("VLLM_MUSA_OP_PERF_OVERRIDES", _words("on", "off")),),
         affects=("operations",),
         choices=_SWITCH,
@@ -207,7 +207,7 @@ GATES: Final[tuple[Gate, ...]] = (
         "VLLM_HWPLUGIN_OPS_SKIP",
         "list",
         (),
-        "Operations that keep vLLM's own kernel whatever VLLM_HWPLUGIN_OPS says, such as rotary_embedding.",
+        "Operations that keep vLLM's own kernel whatever VLLM_HWPLUGIN_OPS says, such as topk_softmax.",
         affects=("operations",),
     ),
     Gate(

@@ -21,7 +21,6 @@ import torch
 import torchada
 from vllm.platforms.interface import DeviceCapability, Platform, PlatformEnum
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
-from vllm.version import __version__
 
 from ..ops.definitions import define_missing
 from . import _mtml, _selector, _vllm_api, versions
@@ -197,7 +196,7 @@ class MusaPlatform(Platform):  # type: ignore[misc]  # vLLM is not there where t
     def import_kernels(cls) -> None:
         _vllm_api.import_kernels()
         # Before vLLM's modules look which operations there are, and in every process that may capture a graph.
-        define_missing(cls.dispatch_key, __version__)
+        define_missing(cls.dispatch_key)
 
     def is_cumem_allocator_available(self) -> bool:
         """No: vLLM's allocator for sleep mode is CUDA's, whatever this build of vLLM has. Asked from 0.23 on."""

@@ -10,9 +10,23 @@ from typing import Protocol
 import torch
 
 from vllm_hwplugin.nwor.layout import CacheRows
-from vllm_hwplugin.ops import log_draft_rows, restore_draft_rows  # noqa: F401  They define the operations.
 from vllm_hwplugin.ops.compile.jit import GPUS, ensure
 from vllm_hwplugin.ops.compile.spec import LOG_DRAFT_ROWS, RESTORE_DRAFT_ROWS
+from vllm_hwplugin.ops.define import define
+
+# They have no torch reference: their table holds addresses, and where the kernels cannot be loaded :mod:`.reference`
+# does the same with tensors.
+define(
+    "log_draft_rows(Tensor table, Tensor(a!) log, Tensor(b!) slots, Tensor query_start_loc, int num_reqs, int drafts, "
+    "int word) -> ()"
+)
+# What is written is in no argument but by its address in the table, so the table stands for it: a compiler drops calls
+# that write nothing.
+define(
+    "restore_draft_rows(Tensor(a!) table, Tensor? log, Tensor(b!)? slots, Tensor query_start_loc, "
+    "Tensor? num_rejected, Tensor? sampled_token_ids, Tensor? cu_num_draft_tokens, int num_reqs, int drafts, "
+    "int word) -> ()"
+)
 
 
 @dataclass(frozen=True)

@@ -3,15 +3,20 @@
 
 Both sides ask. Calls under vLLM's names and from compiled graphs reach a kernel past Python, and it would read or write
 beyond a tensor. A reference would cast and broadcast in silence what its kernel refuses. A mistake would then show only
-on a GPU, and without one no test could compare it with what `_override_support` lets through.
+on a GPU.
 """
 
 from __future__ import annotations
 
+from typing import Final
+
 import torch
 
-FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-HALVES = (torch.float16, torch.bfloat16)
+FLOATS: Final = (torch.float32, torch.float16, torch.bfloat16)
+HALVES: Final = (torch.float16, torch.bfloat16)
+
+#: Types that a number with a scale may have: the largest number, and the smallest scale.
+QUANTISED: Final = {torch.float8_e4m3fn: (448.0, 1 / (448.0 * 512.0)), torch.int8: (127.0, 2.0**-23)}
 
 
 class Checks:
@@ -29,28 +34,32 @@ class Checks:
         if not good:
             raise RuntimeError(f"{self.op}: {text}")
 
-    def device(self, name: str, tensor: torch.Tensor | None) -> None:
-        expected = self.leading.device
+    def tensor(
+        self,
+        name: str,
+        tensor: torch.Tensor | None,
+        *dtypes: torch.dtype,
+        shape: tuple[int, ...] | None = None,
+        contiguous: bool = True,
+    ) -> None:
+        """On the leading one's device, of one of these types and of that shape; None has no faults."""
+        if tensor is None:
+            return
+        device = self.leading.device
         self.that(
-            tensor is None or tensor.device == expected,
-            f"{name} is on {None if tensor is None else tensor.device}; expected {self.leading_name}'s device, "
-            f"{expected}",
+            tensor.device == device, f"{name} is on {tensor.device}; expected {self.leading_name}'s device, {device}"
         )
+        self.that(tensor.dtype in dtypes, f"{name} is {tensor.dtype}; expected {' or '.join(map(str, dtypes))}")
+        if shape is not None:
+            self.that(tensor.shape == shape, f"{name} has shape {tuple(tensor.shape)}; expected {shape}")
+        self.that(not contiguous or tensor.is_contiguous(), f"{name} is not contiguous; expected that it is")
 
-    def dtype(self, name: str, tensor: torch.Tensor, *expected: torch.dtype, words: str = "") -> None:
-        """``words``: what is expected, where it is more than the types' names."""
-        self.that(
-            tensor.dtype in expected, f"{name} is {tensor.dtype}; expected {words or ' or '.join(map(str, expected))}"
-        )
-
-    def floats(self) -> None:
-        self.dtype(self.leading_name, self.leading, *FLOATS, words="float32, float16 or bfloat16")
-
-    def halves(self) -> None:
-        self.dtype(self.leading_name, self.leading, *HALVES, words="float16 or bfloat16")
-
-    def contiguous(self, name: str, tensor: torch.Tensor) -> None:
-        self.that(tensor.is_contiguous(), f"{name} is not contiguous; expected that it is")
+    def bound(self, tensor: torch.Tensor | None, quantised: torch.Tensor) -> None:
+        """An upper bound of scales: one number, and only for float8."""
+        self.tensor("scale_ub", tensor, torch.float32)
+        if tensor is not None:
+            self.that(quantised.dtype != torch.int8, "scale_ub is given; expected it for float8_e4m3fn alone")
+            self.that(tensor.numel() == 1, f"scale_ub has {tensor.numel()} elements; expected 1")
 
     def last_stride(self, name: str, tensor: torch.Tensor) -> None:
         self.that(
@@ -58,9 +67,19 @@ class Checks:
             f"{name} has stride {tensor.stride(-1)} in its last dimension; expected 1: call contiguous() first",
         )
 
-    def written(self, name: str, tensor: torch.Tensor, how: str = "") -> None:
+    def written(self, name: str, tensor: torch.Tensor) -> None:
         """No two elements share memory by a stride of 0."""
         self.that(
             all(stride > 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1),
-            f"{name} has a stride of 0, so its elements overlap; expected a tensor that can be written{how}",
+            f"{name} has a stride of 0, so its elements overlap; expected a tensor that can be written",
         )
+
+
+def quantise(result: torch.Tensor, quotient: torch.Tensor) -> None:
+    """Round to the result's type. What is no number becomes its largest number, or 0 in int8."""
+    most, _ = QUANTISED[result.dtype]
+    if result.dtype == torch.int8:
+        result.copy_(quotient.nan_to_num(nan=0.0).round().clamp(-128, 127))
+    else:
+        # A number on the tensors' device: of NaN and it fmin takes the number.
+        result.copy_(torch.fmin(quotient, quotient.new_full((), most)).clamp(min=-most))

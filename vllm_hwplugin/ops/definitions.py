@@ -3,216 +3,47 @@
 
 On CUDA nothing of this happens: vLLM's C extension has them all. A vLLM for no device, which MUSA hosts can run, has no
 extension, but still calls some of its operations by name. What is there already stays. Without these vLLM does not
-serve there, so they have no gate; the kernels that may stand in front of some of them have one
-(:mod:`.override_table`). torch is imported only when something is defined.
+serve there, so they have no gate; the kernels that may stand in front of some of them have one (:mod:`.overrides`).
+
+A function's signature is the schema: it takes what every supported version passes, and so may have more arguments with
+defaults than a version's own operation. All of them can be captured: no size and no branch depends on what a tensor
+holds.
 """
 
 from __future__ import annotations
 
 import importlib
 import logging
-import operator
 import threading
-from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Any, Final, Literal, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+from torch.nn.functional import gelu, silu
 
 from .. import journal
-from ..versions import Versions
-from .override_table import ALL_VERSIONS, OPS, RECORD, Schema, describe
+from .define import SCHEMAS
+from .operations import DEFINED, OPS, RECORD, Operation, describe
 
 logger = logging.getLogger("vllm.hwplugin")
 
-#: The dispatch key of torch's one backend from outside, which is MUSA's where torch_musa is.
-MUSA_KEY: Final = "PrivateUse1"
-
-_BODIES: Final = "_definition_bodies"
-
-
-class Definition(NamedTuple):
-    """An operation of vLLM that the plugin defines where vLLM does not.
-
-    Attributes:
-        name: of the operation.
-        namespace: in ``torch.ops``.
-        schemas: vLLM's own, by version.
-        module: of this package. ``body``, a dotted name in it, computes the operation in torch.
-        caller: what of vLLM reaches it on MUSA; empty where nothing does today.
-    """
-
-    name: str
-    namespace: Literal["_C", "_moe_C", "_C_cache_ops"]
-    schemas: tuple[Schema, ...]
-    module: str
-    body: str
-    caller: str
-
-    @property
-    def qualname(self) -> str:
-        return f"{self.namespace}::{self.name}"
-
-    def schema(self, version: str) -> str:
-        """The text for a version of vLLM; for one that is no version, as of a source tree without tags, the newest."""
-        known = (item.text for item in self.schemas if Versions(item.versions).covers(version))
-        return next(known, self.schemas[-1].text)
-
-
-# What reaches the operations that have a kernel of the plugin.
-_CALLERS: Final = {
-    "rotary_embedding": "DFlash drafters, for the keys of the context",
-    "topk_softmax": "routers of mixtures of experts",
-    "silu_and_mul_per_block_quant": "experts in FP8 blocks",
-}
-
-_ALIGN: Final = (
-    "moe_align_block_size(Tensor topk_ids, int num_experts, int block_size, Tensor! sorted_token_ids, "
-    "Tensor! experts_ids, Tensor! num_tokens_post_pad, Tensor? maybe_expert_map"
-)
-
-_OWN: Final = (
-    Definition(
-        "weak_ref_tensor",
-        "_C",
-        (Schema(ALL_VERSIONS, "weak_ref_tensor(Tensor input) -> Tensor"),),
-        _BODIES,
-        "weak_ref_tensor",
-        "every capture of a graph",
-    ),
-    Definition(
-        "rms_norm",
-        "_C",
-        (
-            Schema(">=0.20.0,<0.24.0", "rms_norm(Tensor! result, Tensor input, Tensor weight, float epsilon) -> ()"),
-            Schema(">=0.24.0", "rms_norm(Tensor! result, Tensor input, Tensor? weight, float epsilon) -> ()"),
-        ),
-        _BODIES,
-        "rms_norm",
-        "DFlash and DSpark drafters, for the states and the keys of the context",
-    ),
-    Definition(
-        "apply_repetition_penalties_",
-        "_C",
-        (
-            Schema(
-                ALL_VERSIONS,
-                "apply_repetition_penalties_(Tensor! logits, Tensor prompt_mask, Tensor output_mask, "
-                "Tensor repetition_penalties) -> ()",
-            ),
-        ),
-        _BODIES,
-        "apply_repetition_penalties",
-        "requests with a repetition penalty: vLLM asks tensors for is_cuda, which torchada answers with yes",
-    ),
-    Definition(
-        "reshape_and_cache_flash",
-        "_C_cache_ops",
-        (
-            Schema(
-                ALL_VERSIONS,
-                "reshape_and_cache_flash(Tensor key, Tensor value, Tensor! key_cache, Tensor! value_cache, "
-                "Tensor slot_mapping, str kv_cache_dtype, Tensor k_scale, Tensor v_scale) -> ()",
-            ),
-        ),
-        _BODIES,
-        "reshape_and_cache_flash",
-        "FLEX_ATTENTION",
-    ),
-    Definition(
-        "moe_align_block_size",
-        "_moe_C",
-        (
-            Schema(">=0.20.0,<0.31.0", f"{_ALIGN}) -> ()"),
-            Schema(">=0.31.0", f"{_ALIGN}, Tensor!? scatter_idx=None) -> ()"),
-        ),
-        _BODIES,
-        "moe_align_block_size",
-        "experts, for which rows go to which",
-    ),
-    Definition(
-        "moe_sum",
-        "_moe_C",
-        (
-            Schema(">=0.20.0,<0.26.0", "moe_sum(Tensor input, Tensor! output) -> ()"),
-            Schema(">=0.26.0", "moe_sum(Tensor input, Tensor! output, Tensor? topk_ids, Tensor? expert_map) -> ()"),
-        ),
-        _BODIES,
-        "moe_sum",
-        "experts, for what those of a token add up to",
-    ),
-    *(
-        Definition(
-            name,
-            "_C",
-            (Schema(ALL_VERSIONS, f"{name}(Tensor! result, Tensor input) -> ()"),),
-            _BODIES,
-            name,
-            "experts, between their two layers",
-        )
-        for name in ("silu_and_mul", "gelu_and_mul", "gelu_tanh_and_mul")
-    ),
-    *(
-        Definition(name, "_C", (Schema(ALL_VERSIONS, f"{name}({arguments}) -> ()"),), _BODIES, name, caller)
-        for name, arguments, caller in (
-            (
-                "static_scaled_fp8_quant",
-                "Tensor! result, Tensor input, Tensor scale, (int, int)? group_shape=None",
-                "FP8 experts with a scale in the checkpoint",
-            ),
-            ("dynamic_scaled_fp8_quant", "Tensor! result, Tensor input, Tensor! scale", "FP8 experts"),
-            (
-                "dynamic_per_token_scaled_fp8_quant",
-                "Tensor! result, Tensor input, Tensor! scale, Tensor? scale_ub",
-                "FP8 experts with a scale for each token",
-            ),
-            (
-                "static_scaled_int8_quant",
-                "Tensor! result, Tensor input, Tensor scale, Tensor? azp",
-                "INT8 linear layers with a scale in the checkpoint",
-            ),
-            (
-                "dynamic_scaled_int8_quant",
-                "Tensor! result, Tensor input, Tensor! scale, Tensor!? azp",
-                "INT8 linear layers",
-            ),
-        )
-    ),
-)
-
-DEFINITIONS: Final[Mapping[str, Definition]] = MappingProxyType(
-    {
-        item.name: item
-        for item in (
-            *_OWN,
-            *(
-                Definition(
-                    op.name, op.namespace, op.schemas, op.name, f"{op.name}.__wrapped__", _CALLERS.get(op.name, "")
-                )
-                for op in OPS.values()
-            ),
-        )
-    }
-)
-
-
 _lock = threading.Lock()
-# An operation is gone when its library is.
-_libraries: dict[str, Any] = {}
+_libraries: dict[str, torch.library.Library] = {}
 
 
-def define_missing(key: str, version: str) -> tuple[str, ...]:
+def define_missing(key: str) -> tuple[str, ...]:
     """Define, for one dispatch key, what vLLM's extension does not have. To be called after that was imported.
 
     Calling it again changes nothing.
 
     Args:
         key: the dispatch key of the device.
-        version: of vLLM, which decides between schemas.
 
     Returns:
         The operations that have got a definition, now or before.
     """
     with _lock:
-        new = [item for item in DEFINITIONS.values() if item.name not in _libraries and _define(item, key, version)]
+        new = [item for item in DEFINED.values() if item.name not in _libraries and _define(item, key)]
     if new:
         logger.info(
             "this vLLM has no kernel for %s of %s; the plugin's definitions in torch serve",
@@ -237,31 +68,359 @@ def undefine() -> None:
         _libraries.clear()
 
 
-def _define(item: Definition, key: str, version: str) -> bool:
-    torch: Any = importlib.import_module("torch")
+def described(item: Operation) -> tuple[str, Callable[..., Any]]:
+    """The arguments of a definition, as a schema has them behind the name, and the function that computes it."""
+    if item.name not in OPS:
+        body: Callable[..., Any] = globals()[item.name]
+        return torch.library.infer_schema(body, mutates_args=item.writes), body
+    module = importlib.import_module(f"vllm_hwplugin.ops.{item.name}")
+    return SCHEMAS[item.name].removeprefix(item.name), getattr(module, item.name).__wrapped__
+
+
+def _define(item: Operation, key: str) -> bool:
     there = getattr(getattr(torch.ops, item.namespace), item.name, None)
     if there is not None:
         has = torch._C._dispatch_has_kernel_for_dispatch_key
         if any(has(item.qualname, one) for one in (key, "CompositeExplicitAutograd", "CompositeImplicitAutograd")):
             return False
-        known = [_types(torch._C.parse_schema(f"{item.namespace}::{one.text}")) for one in item.schemas]
-        if _types(there.default._schema) not in known:
-            logger.warning(
-                "%s has no kernel for %s and a schema that is not known, so it stays as it is: %s",
-                item.qualname,
-                key,
-                there.default._schema,
-            )
-            return False
-    body = operator.attrgetter(item.body)(importlib.import_module(f"vllm_hwplugin.ops.{item.module}"))
+    arguments, body = described(item)
+    if there is not None and not _takes(arguments, there.default._schema):
+        logger.warning(
+            "%s has no kernel for %s and a schema that is not known, so it stays as it is: %s",
+            item.qualname,
+            key,
+            there.default._schema,
+        )
+        return False
     library = torch.library.Library(item.namespace, "FRAGMENT")
     if there is None:
-        library.define(item.schema(version))
+        library.define(item.name + arguments)
     library.impl(item.name, body, key)
     _libraries[item.name] = library
     return True
 
 
-def _types(schema: Any) -> list[tuple[str, bool]]:
-    """What a body can be called with. Builds for other devices name arguments differently."""
-    return [(str(argument.type), argument.is_write) for argument in schema.arguments]
+def _takes(arguments: str, schema: Any) -> bool:
+    """Whether a definition can be called as an operation is. Builds for other devices name arguments differently."""
+    own, given = torch._C.parse_schema(f"own{arguments}").arguments, schema.arguments
+
+    def written(argument: Any) -> bool:
+        return bool(argument.is_write) and "Tensor" in str(argument.type)
+
+    def fits(one: Any, other: Any) -> bool:
+        # Two numbers are a list, and what is always there may be missing.
+        theirs = str(other.type).replace("Tuple[int, int]", "List[int]")
+        return str(one.type) in (theirs, f"Optional[{theirs}]") and written(one) == written(other)
+
+    more = own[len(given) :]
+    alike = all(fits(one, other) for one, other in zip(own, given, strict=False))
+    return alike and len(given) <= len(own) and all(one.has_default_value() for one in more)
+
+
+def weak_ref_tensor(input: torch.Tensor) -> torch.Tensor:
+    """A tensor over the same memory that does not keep it.
+
+    vLLM holds the outputs of a captured graph by it. Their memory belongs to the pool of the graph, which stays as long
+    as the graph can be replayed; a tensor that owned it would keep the pool from using it again for the next graph.
+
+    Args:
+        input: with at least one element.
+
+    Returns:
+        A tensor of the same type, shape and strides. It is valid as long as something else keeps the memory.
+    """
+    last = sum((size - 1) * stride for size, stride in zip(input.shape, input.stride(), strict=True))
+    # From the first element of the tensor, which need not be that of its storage.
+    storage = torch._C._construct_storage_from_data_pointer(
+        input.data_ptr(), input.device, (last + 1) * input.element_size()
+    )
+    empty = torch.empty(0, dtype=input.dtype, device=input.device)
+    return empty.set_(storage, 0, input.shape, input.stride())
+
+
+def rms_norm(result: torch.Tensor, input: torch.Tensor, weight: torch.Tensor | None, epsilon: float) -> None:
+    """``input / rms(input) * weight`` over the last dimension, normalised in float32 and rounded before the weight.
+
+    Args:
+        result: input's shape. Written.
+        input: [..., width], float32, float16 or bfloat16.
+        weight: [width]; or [input.shape[0], width], one row for each of the outermost parts; None for none.
+        epsilon: added to the mean square.
+    """
+    value = input.float()
+    value = (value * torch.rsqrt(value.square().mean(-1, keepdim=True) + epsilon)).to(result.dtype)
+    if weight is not None:
+        rows = weight if weight.dim() == 1 else weight.view(-1, *(1,) * (input.dim() - 2), weight.shape[-1])
+        value = value * rows
+    result.copy_(value)
+
+
+def rotary_embedding(
+    positions: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor | None,
+    head_size: int,
+    cos_sin_cache: torch.Tensor,
+    is_neox: bool,
+    rope_dim_offset: int = 0,
+    inverse: bool = False,
+) -> None:
+    """Rotate elements of each head, in place, as vLLM's ``RotaryEmbedding.forward_static`` does, bit for bit.
+
+    Each product and sum is rounded to the cache's type; with a float32 cache the result is rounded once.
+
+    Args:
+        positions: [tokens] or [batch, tokens], integers: rows of the cache.
+        query: positions' shape and then [heads * head_size] or [heads, head_size]. Written.
+        key: like query, with its own number of heads, written; None where a layer has no keys of its own.
+        head_size: elements of a head.
+        cos_sin_cache: [max_position, rotary_dim], the cosines and then the sines; query's type or float32.
+        is_neox: the pairs are (i, i + rotary_dim / 2), else (2i, 2i + 1).
+        rope_dim_offset: the first rotated element of a head.
+        inverse: rotate back.
+    """
+    cos, sin = cos_sin_cache.index_select(0, positions.flatten()).chunk(2, dim=-1)
+    cos, sin = (part.unflatten(0, positions.shape).unsqueeze(-2) for part in (cos, -sin if inverse else sin))
+    for tensor in (query, key):
+        if tensor is not None:
+            heads = tensor if tensor.dim() == positions.dim() + 2 else tensor.unflatten(-1, (-1, head_size))
+            _rotate(heads[..., rope_dim_offset : rope_dim_offset + cos_sin_cache.shape[1]], cos, sin, is_neox)
+
+
+def _rotate(part: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_neox: bool) -> None:
+    first, second = part.chunk(2, dim=-1) if is_neox else (part[..., ::2], part[..., 1::2])
+    rotated = first * cos - second * sin
+    second.copy_(second * cos + first * sin)
+    first.copy_(rotated)
+
+
+def apply_repetition_penalties_(
+    logits: torch.Tensor, prompt_mask: torch.Tensor, output_mask: torch.Tensor, repetition_penalties: torch.Tensor
+) -> None:
+    """vLLM's own, for devices other than CUDA."""
+    from vllm._custom_ops import apply_repetition_penalties_torch
+
+    apply_repetition_penalties_torch(logits, prompt_mask, output_mask, repetition_penalties)
+
+
+def reshape_and_cache_flash(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    kv_cache_dtype: str,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+) -> None:
+    """Write keys and values into the paged cache.
+
+    Args:
+        key, value: [tokens or more, heads, head_size].
+        key_cache, value_cache: [blocks, block_size, heads, head_size], any strides. Written.
+        slot_mapping: [tokens], int64; -1 for a token that is not to be written.
+        kv_cache_dtype: ``auto``, or the name of an unquantized type, which is then the cache's.
+
+    Raises:
+        NotImplementedError: a quantized cache.
+    """
+    if kv_cache_dtype not in ("auto", "bfloat16", "float16"):
+        raise NotImplementedError(
+            f"reshape_and_cache_flash in torch has no kv_cache_dtype={kv_cache_dtype}; expected auto, bfloat16 or "
+            "float16: choose another --kv-cache-dtype or attention backend"
+        )
+    tokens, block_size = slot_mapping.shape[0], key_cache.shape[1]
+    if tokens == 0:
+        return
+    written = slot_mapping >= 0
+    # A token without a slot writes what the first token with one writes, to the same place; if none has one, what is in
+    # slot 0 already.
+    first = written.int().argmax().view(1)
+    slots = torch.where(written, slot_mapping, slot_mapping[first].clamp(min=0))
+    places = (slots // block_size, slots % block_size)
+    written = written.view(-1, 1, 1)
+    for new, cache in ((key[:tokens], key_cache), (value[:tokens], value_cache)):
+        rest = torch.where(written[first], new[first].to(cache.dtype), cache[places[0][first], places[1][first]])
+        cache.index_put_(places, torch.where(written, new.to(cache.dtype), rest))
+
+
+def moe_align_block_size(
+    topk_ids: torch.Tensor,
+    num_experts: int,
+    block_size: int,
+    sorted_token_ids: torch.Tensor,
+    experts_ids: torch.Tensor,
+    num_tokens_post_pad: torch.Tensor,
+    maybe_expert_map: torch.Tensor | None = None,
+    scatter_idx: torch.Tensor | None = None,
+) -> None:
+    """Order the rows of a mixture of experts by expert, each expert's in whole blocks.
+
+    Args:
+        topk_ids: [tokens, topk], integers: the experts of each token. Others than 0 to num_experts - 1 are nobody's.
+        num_experts: of all ranks.
+        block_size: rows of a block.
+        sorted_token_ids: [rows], int32. Written: places in topk_ids, by expert and then as they come, and its number of
+            elements where a block has no more.
+        experts_ids: [blocks], int32. Written: the expert of each block; 0 for those that no expert needs.
+        num_tokens_post_pad: [1], int32. Written: the rows of the blocks that experts need.
+        maybe_expert_map: [num_experts], int32: each expert's number on this rank, -1 for those of other ranks, whose
+            rows are nobody's; None where this rank has all.
+        scatter_idx: [elements of topk_ids, 1], int32. Written: each row's place, -1 for nobody's.
+    """
+    device, rows = topk_ids.device, topk_ids.numel()
+    ids = topk_ids.reshape(-1).long()
+    served = (ids >= 0) & (ids < num_experts)
+    if maybe_expert_map is not None:
+        served &= maybe_expert_map[ids.clamp(0, num_experts - 1)] >= 0
+    # Behind all experts comes what is nobody's.
+    by_expert, order = torch.sort(torch.where(served, ids, num_experts), stable=True)
+    experts = torch.arange(num_experts, device=device)
+    ends = torch.searchsorted(by_expert, experts, right=True)
+    counts = torch.cat([ends[:1], ends[1:] - ends[:-1]])
+    block_ends = torch.cumsum((counts + block_size - 1) // block_size, 0)
+    # From an expert's last row to the last place of its own.
+    shifts = (block_ends - (counts + block_size - 1) // block_size) * block_size - (ends - counts)
+    places = torch.arange(rows, device=device) + shifts[by_expert.clamp(max=num_experts - 1)]
+    beyond = sorted_token_ids.shape[0]
+    places = torch.where(by_expert < num_experts, places, beyond)
+    filled = torch.full((beyond + 1,), rows, dtype=torch.int32, device=device)
+    sorted_token_ids.copy_(filled.index_put_((places,), order.int())[:beyond])
+    blocks = torch.searchsorted(block_ends, torch.arange(experts_ids.shape[0], device=device), right=True)
+    known = blocks.clamp(max=num_experts - 1)
+    numbers = known if maybe_expert_map is None else maybe_expert_map[known]
+    experts_ids.copy_(torch.where(blocks < num_experts, numbers, 0))
+    num_tokens_post_pad.copy_(block_ends[-1:] * block_size)
+    if scatter_idx is not None:
+        scatter_idx.copy_(torch.where(served, torch.arange(rows, device=device), -1).view(-1, 1))
+
+
+def moe_sum(
+    input: torch.Tensor,
+    output: torch.Tensor,
+    topk_ids: torch.Tensor | None = None,
+    expert_map: torch.Tensor | None = None,
+) -> None:
+    """Add up what a token's experts have made of it.
+
+    Args:
+        input: [tokens, topk, width].
+        output: [tokens, width]. Written.
+        topk_ids: [tokens, topk], integers; None where all experts count.
+        expert_map: [experts], int32: -1 for experts of other ranks, which do not count; None where all do.
+    """
+    if topk_ids is not None:
+        served = topk_ids >= 0
+        if expert_map is not None:
+            served &= expert_map[topk_ids.clamp(min=0).long()] >= 0
+        # What nobody has written may be no number.
+        input = torch.where(served.unsqueeze(-1), input, 0)
+    output.copy_(input.sum(1))
+
+
+def silu_and_mul(result: torch.Tensor, input: torch.Tensor) -> None:
+    """``silu`` of input's first half times the second. result: [..., width], written; input: [..., 2 * width]."""
+    gate, up = input.chunk(2, -1)
+    torch.mul(silu(gate), up, out=result)
+
+
+def gelu_and_mul(result: torch.Tensor, input: torch.Tensor) -> None:
+    """As ``silu_and_mul``, by ``gelu``."""
+    gate, up = input.chunk(2, -1)
+    torch.mul(gelu(gate), up, out=result)
+
+
+def gelu_tanh_and_mul(result: torch.Tensor, input: torch.Tensor) -> None:
+    """As ``silu_and_mul``, by ``gelu`` with its approximation by tanh."""
+    gate, up = input.chunk(2, -1)
+    torch.mul(gelu(gate, approximate="tanh"), up, out=result)
+
+
+# A row of zeros has no scale of its own: as small as vLLM lets one get.
+_LEAST_FP8_SCALE: Final = 1 / (torch.finfo(torch.float8_e4m3fn).max * 512)
+
+
+def static_scaled_fp8_quant(
+    result: torch.Tensor, input: torch.Tensor, scale: torch.Tensor, group_shape: Sequence[int] | None = None
+) -> None:
+    """``input / scale``, rounded to FP8.
+
+    Args:
+        result: [rows or more, width], float8_e4m3fn. Its first rows are written.
+        input: [rows, width].
+        scale: one element, float32.
+        group_shape: what a scale is for; only all of input.
+
+    Raises:
+        NotImplementedError: there are several scales.
+    """
+    if scale.numel() != 1:
+        raise NotImplementedError(
+            f"static_scaled_fp8_quant in torch has no scale of shape {tuple(scale.shape)} for groups of {group_shape}; "
+            "expected one scale: use a checkpoint with one for a layer's activations, or with none"
+        )
+    _to_fp8(result, input, scale)
+
+
+def dynamic_scaled_fp8_quant(result: torch.Tensor, input: torch.Tensor, scale: torch.Tensor) -> None:
+    """As ``static_scaled_fp8_quant``, with the scale that its largest element needs. scale: [1], float32, written."""
+    scale.copy_((input.abs().amax().float() / torch.finfo(result.dtype).max).clamp(min=_LEAST_FP8_SCALE))
+    _to_fp8(result, input, scale)
+
+
+def dynamic_per_token_scaled_fp8_quant(
+    result: torch.Tensor, input: torch.Tensor, scale: torch.Tensor, scale_ub: torch.Tensor | None
+) -> None:
+    """As ``dynamic_scaled_fp8_quant``, with a scale for each row.
+
+    Args:
+        scale: [rows or more, 1], float32. Its first rows are written.
+        scale_ub: one element, float32: no row counts as larger than this; None for no bound.
+    """
+    largest = input.abs().amax(-1, keepdim=True).float()
+    if scale_ub is not None:
+        largest = torch.minimum(largest, scale_ub)
+    scales = (largest / torch.finfo(result.dtype).max).clamp(min=_LEAST_FP8_SCALE)
+    scale[: input.shape[0]].copy_(scales)
+    _to_fp8(result, input, scales)
+
+
+def _to_fp8(result: torch.Tensor, input: torch.Tensor, scale: torch.Tensor) -> None:
+    most = torch.finfo(result.dtype).max
+    result[: input.shape[0]].copy_((input.float() / scale).clamp(-most, most))
+
+
+def static_scaled_int8_quant(
+    result: torch.Tensor, input: torch.Tensor, scale: torch.Tensor, azp: torch.Tensor | None
+) -> None:
+    """``input / scale``, rounded to INT8.
+
+    Args:
+        result: input's shape, int8. Written.
+        input: [..., width].
+        scale: one element, or one for each row, float32.
+        azp: as scale, int32: what stands for 0; None for 0 itself.
+    """
+    numbers = torch.round(input.float() / scale)
+    result.copy_((numbers if azp is None else numbers + azp).clamp(-128, 127))
+
+
+def dynamic_scaled_int8_quant(
+    result: torch.Tensor, input: torch.Tensor, scale: torch.Tensor, azp: torch.Tensor | None
+) -> None:
+    """As ``static_scaled_int8_quant``, with the scale and the zero that each row needs.
+
+    Args:
+        scale: [rows, 1], float32. Written.
+        azp: [rows, 1], int32, written; None where 0 stands for 0.
+    """
+    rows = input.reshape(-1, input.shape[-1]).float()
+    # A row of equal numbers has no scale of its own.
+    least = torch.finfo(torch.float32).tiny
+    if azp is None:
+        scale.copy_((rows.abs().amax(-1, keepdim=True) / 127).clamp(min=least))
+    else:
+        low = rows.amin(-1, keepdim=True)
+        scale.copy_(((rows.amax(-1, keepdim=True) - low) / 255).clamp(min=least))
+        azp.copy_(torch.round(-128 - low / scale))
+    static_scaled_int8_quant(result.view(rows.shape), rows, scale, azp)

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``torch.ops.hwplugin.fused_qk_norm_rope``: RMS norm and rotary embedding of all query and key heads, in place.
-
-The reference below serves every device, until the kernel of ``csrc/fused_qk_norm_rope`` is loaded and takes over CUDA.
-Importing this module defines the operation and builds nothing.
-"""
+"""``torch.ops.hwplugin.fused_qk_norm_rope``: RMS norm and rotary embedding of all query and key heads, in place."""
 
 from __future__ import annotations
 
@@ -11,9 +7,9 @@ from typing import Final
 
 import torch
 
-from ._arguments import Checks
-from ._define import operation
+from ._arguments import HALVES, Checks
 from .compile.spec import FUSED_QK_NORM_ROPE
+from .define import operation
 
 # Of heads, and of elements of one: what keeps the kernel's indices within 32 bits.
 _MAX: Final = 1 << 16
@@ -37,8 +33,7 @@ def fused_qk_norm_rope(
 ) -> None:
     """Norm each query and key head by itself, then rotate its first ``rotary_dim`` elements; values stay as they are.
 
-    The arithmetic is float32 and the result is rounded once. The first call for a CUDA tensor loads the kernel, which
-    may run a compiler: make it before graphs are captured.
+    The arithmetic is float32 and the result is rounded once.
 
     Args:
         qkv: [tokens, (num_heads_q + num_heads_k + num_heads_v) * head_dim], contiguous; float16 or bfloat16. The
@@ -57,7 +52,7 @@ def fused_qk_norm_rope(
     """
     heads = num_heads_q, num_heads_k, num_heads_v
     checks = Checks("fused_qk_norm_rope", "qkv", qkv)
-    checks.halves()
+    checks.tensor("qkv", qkv, *HALVES)
     checks.that(all(0 <= n <= _MAX for n in heads), f"the numbers of heads are {heads}; expected 0 to {_MAX}")
     checks.that(0 < head_dim <= _MAX, f"head_dim is {head_dim}; expected 1 to {_MAX}")
     width = sum(heads) * head_dim
@@ -65,11 +60,10 @@ def fused_qk_norm_rope(
         qkv.dim() == 2 and qkv.shape[1] == width,
         f"qkv has shape {tuple(qkv.shape)}; expected [tokens, {width}], for heads of head_dim={head_dim}",
     )
-    checks.that(qkv.is_contiguous(), "qkv has to be contiguous")
-    _check_tensor(checks, "position_ids", position_ids, (qkv.shape[0],), torch.int64)
-    _check_tensor(checks, "q_weight", q_weight, (head_dim,), qkv.dtype)
-    _check_tensor(checks, "k_weight", k_weight, (head_dim,), qkv.dtype)
-    _check_tensor(checks, "cos_sin_cache", cos_sin_cache, None, qkv.dtype, torch.float32)
+    checks.tensor("position_ids", position_ids, torch.int64, shape=(qkv.shape[0],))
+    checks.tensor("q_weight", q_weight, qkv.dtype, shape=(head_dim,))
+    checks.tensor("k_weight", k_weight, qkv.dtype, shape=(head_dim,))
+    checks.tensor("cos_sin_cache", cos_sin_cache, qkv.dtype, torch.float32)
     checks.that(cos_sin_cache.dim() == 2, f"cos_sin_cache has {cos_sin_cache.dim()} dimensions; expected 2")
     rotary_dim = cos_sin_cache.shape[1]
     checks.that(
@@ -87,13 +81,3 @@ def fused_qk_norm_rope(
     second.copy_(second * cos + first * sin)
     first.copy_(rotated)
     of_query_and_key.copy_(normed)
-
-
-def _check_tensor(
-    checks: Checks, name: str, tensor: torch.Tensor, shape: tuple[int, ...] | None, *dtypes: torch.dtype
-) -> None:
-    checks.device(name, tensor)
-    checks.that(tensor.is_contiguous(), f"{name} has to be contiguous")
-    checks.dtype(name, tensor, *dtypes)
-    if shape is not None:
-        checks.that(tensor.shape == shape, f"{name} has shape {tuple(tensor.shape)}; expected {shape}")

@@ -6,9 +6,6 @@ Each part comes normalised, with its log-sum-exp (LSE). The merged output is the
 arXiv:2501.01005, section 2.2). vLLM merges so for cascade attention, context parallelism and chunked prefill of MLA.
 
 An infinite LSE means a part without keys: FlashAttention 2 returns +inf for it, FlashAttention 3 -inf.
-
-The reference below serves every device, until the kernel of ``csrc/merge_attn_states`` is loaded and takes over CUDA.
-Importing this module defines the operation and builds nothing.
 """
 
 from __future__ import annotations
@@ -18,8 +15,8 @@ from typing import Final
 import torch
 
 from ._arguments import FLOATS, Checks
-from ._define import operation
 from .compile.spec import MERGE_ATTN_STATES
+from .define import operation
 
 # What the kernel moves at once.
 _LOAD_BYTES: Final = 16
@@ -43,8 +40,6 @@ def merge_attn_states(
     and its LSE -inf, as on vLLM's CPU and in its Triton kernel of newer releases. vLLM's CUDA kernel writes the
     prefix's output there, and expects it to be 0.
 
-    The first call for a CUDA tensor loads the kernel, which may run a compiler: make it before graphs are captured.
-
     Args:
         output: [tokens, heads, head_size], of the parts' type, or float8_e4m3fn where there is an ``output_scale``.
             Written. It may be ``prefix_output`` or ``suffix_output`` itself.
@@ -64,31 +59,20 @@ def merge_attn_states(
     """
     checks = Checks("merge_attn_states", "output", output)
     dtype = prefix_output.dtype
-    checks.dtype("prefix_output", prefix_output, *FLOATS, words="float32, float16 or bfloat16")
-    checks.dtype("suffix_output", suffix_output, dtype, words=f"prefix_output's type, {dtype}")
-    if output_scale is None:
-        checks.dtype("output", output, dtype, words=f"prefix_output's type, {dtype}, where there is no output_scale")
-    else:
-        checks.dtype(
-            "output",
-            output,
-            torch.float8_e4m3fn,
-            words="torch.float8_e4m3fn, as there is an output_scale",
-        )
-        checks.device("output_scale", output_scale)
-        checks.that(
-            output_scale.dtype == torch.float32 and output_scale.numel() == 1,
-            "output_scale has to be one torch.float32",
-        )
+    checks.tensor("prefix_output", prefix_output, *FLOATS, contiguous=False)
+    checks.tensor("suffix_output", suffix_output, dtype, contiguous=False)
+    # Of a type of 8 bits where there is a scale for it, and only there.
+    checks.tensor("output", output, dtype if output_scale is None else torch.float8_e4m3fn, contiguous=False)
+    checks.tensor("output_scale", output_scale, torch.float32)
+    checks.that(output_scale is None or output_scale.numel() == 1, "output_scale has several elements; expected one")
     for name, heads in (("output", output), ("prefix_output", prefix_output), ("suffix_output", suffix_output)):
         _check_heads(checks, name, heads, _LOAD_BYTES // dtype.itemsize)
     checks.written("output", output)
+    tokens, n_heads, _ = output.shape
     for name, lses in (("prefix_lse", prefix_lse), ("suffix_lse", suffix_lse), ("output_lse", output_lse)):
-        if lses is not None:
-            _check_lse(checks, name, lses)
+        checks.tensor(name, lses, torch.float32, shape=(n_heads, tokens), contiguous=False)
     if output_lse is not None:
         checks.written("output_lse", output_lse)
-    tokens = output.shape[0]
     tokens_with_context = tokens if prefill_tokens_with_context is None else prefill_tokens_with_context
     checks.that(
         0 <= tokens_with_context <= tokens,
@@ -127,7 +111,6 @@ def _merge(
 def _check_heads(checks: Checks, name: str, tensor: torch.Tensor, pack: int) -> None:
     """That packs of so many elements can be moved."""
     expected = checks.leading.shape
-    checks.device(name, tensor)
     checks.that(tensor.dim() == 3, f"{name} has {tensor.dim()} dimensions; expected [tokens, heads, head_size]")
     checks.that(tensor.shape == expected, f"{name} has shape {tuple(tensor.shape)}; expected {tuple(expected)}")
     checks.that(
@@ -145,14 +128,4 @@ def _check_heads(checks: Checks, name: str, tensor: torch.Tensor, pack: int) -> 
     checks.that(
         tensor.data_ptr() % start == 0,
         f"{name} does not begin at a multiple of {start} bytes; expected that: call clone() first",
-    )
-
-
-def _check_lse(checks: Checks, name: str, tensor: torch.Tensor) -> None:
-    tokens, heads, _ = checks.leading.shape
-    checks.device(name, tensor)
-    checks.dtype(name, tensor, torch.float32)
-    checks.that(
-        tensor.shape == (heads, tokens),
-        f"{name} has shape {tuple(tensor.shape)}; expected [heads, tokens], which is {(heads, tokens)}",
     )

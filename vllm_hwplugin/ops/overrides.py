@@ -3,16 +3,15 @@
 
 ``torch.library`` lets a second kernel stand in front of the one that vLLM's C extension registered for CUDA. The name
 in an FX graph, the schema and the shape function stay vLLM's; code that was generated before calls by that name and so
-needs no other key in a compile cache. The first kernel is kept, and gets every call that the plugin's cannot serve.
+needs no other key in a compile cache. The first kernel is kept, and gets every call that the plugin's refuses.
+
+On CUDA this happens only where the gate says ``on``. On MUSA it is the default where vLLM has no kernel and the
+plugin's definition in torch (:mod:`.definitions`) has its place.
 
 One process of vLLM (the one that forks the others) must not start the CUDA runtime, so putting a kernel in front asks
-nothing of the device. By default this happens only if the driver names a GPU on which the kernel gains over this
-vLLM's. The first call's tensor names the device itself: the kernel is then built or loaded, once. vLLM's profiling run
-calls the operations of a model before any graph is captured. A call while a graph is captured never builds; if it comes
-first, vLLM's kernel serves it.
-
-On MUSA the same is done for the key of its device. Where vLLM has no kernel to keep, the plugin's definition in torch
-(:mod:`.definitions`) has its place.
+nothing of the device: the kernel is built or loaded at the first call, once. vLLM's profiling run calls the operations
+of a model before any graph is captured. A call while a graph is captured never builds; if it comes first, vLLM's kernel
+serves it.
 
 The dispatcher reaches the plugin's kernel through a few lines of Python. docs/kernels.md has what they cost.
 """
@@ -30,14 +29,17 @@ from typing import Any, Final, Literal
 
 from .. import gates, journal
 from ..errors import HwpluginError
-from .definitions import MUSA_KEY, is_defined
-from .override_table import GATE, KEY, NO_GPU, OPS, RECORD, SKIP, OverridableOp, choose, describe, unknown_names
+from .operations import GATE, KEY, MUSA_KEY, OPS, RECORD, SKIP, Operation, choose, describe, unknown_names
 
 logger = logging.getLogger("vllm.hwplugin")
 
 
 # Processes that run no model; importing vLLM's C extension there would only cost their start.
 _NO_MODEL = ("api-server", "inspection")
+
+
+# In csrc/common/stream.h: a kernel that is broken here is not to be passed over.
+_NOT_STARTED: Final = "the kernel did not start"
 
 
 class OverrideError(HwpluginError, RuntimeError):
@@ -53,14 +55,16 @@ class Override:
     """One operation with two kernels.
 
     Attributes:
+        wanted: why the plugin's is wanted.
+        required: that it is not to be had is an error.
         stock: what serves without the plugin's kernel: vLLM's, or ``torch`` for the plugin's definition.
         state: ``open`` until the first call for a device.
         reason: why it is as it is.
         library: the registration; the plugin's kernel stands in front as long as this lives.
     """
 
-    op: OverridableOp
-    choice: str
+    op: Operation
+    wanted: str
     required: bool
     stock: Literal["vllm", "torch"] = "vllm"
     state: Literal["open", "plugin", "vllm", "torch"] = "open"
@@ -81,10 +85,11 @@ _overrides: dict[str, Override] = {}
 def install(environ: Mapping[str, str] | None = None) -> None:
     """Put the chosen kernels in front, in this process. Calling it again changes nothing.
 
-    Whatever goes wrong, an operation that did not get the plugin's kernel has vLLM's own.
+    Whatever goes wrong, an operation that did not get the plugin's kernel has the one that it had.
 
     Raises:
-        OverrideError: the gate says ``on``, or strict mode is on, and a chosen kernel cannot be put in front.
+        OverrideError: the gate says ``on``, and a kernel cannot be put in front; or it does not say ``off``, strict
+            mode is on, and a name in the list of exceptions is unknown.
         GateError: the gate says ``on``, and another variable has a bad value.
     """
     environ = os.environ if environ is None else environ
@@ -95,25 +100,36 @@ def install(environ: Mapping[str, str] | None = None) -> None:
             raise
         # The patch engine has reported it; the plugin does nothing until it is right.
         return
-    choice = values[GATE].text
-    required = choice == "on" or values[gates.STRICT].flag
+    choice, skip = values[GATE].text, values[SKIP].names
+    if choice == "off":
+        return
+    # The defaults promise no kernel: where one cannot be had, what would serve without it does.
+    required = choice == "on"
+    if wrong := unknown_names(skip):
+        text = f"{SKIP} names {', '.join(wrong)}, which no kernel is for; expected some of {', '.join(OPS)}"
+        if required or values[gates.STRICT].flag:
+            raise OverrideError(text)
+        logger.warning("%s", text)
+    if journal.role() in _NO_MODEL:
+        return
     try:
-        _install(choice, values[SKIP].names, required)
-    except OverrideError:
-        raise
+        refused = _put_all(choice, skip, required)
     except Exception as error:
-        # PyTorch, vLLM's extension and NVML fail in ways of their own, and none of them is worth a process.
+        # PyTorch and vLLM's extension fail in ways of their own, and none of them is worth a process.
         text = (
             f"the plugin's kernels cannot stand under the names of vLLM's operations: {type(error).__name__}: {error}"
         )
-        for op in OPS.values():
-            if op.name in _overrides or is_defined(op.name):
-                continue
-            if choose(op, choice, values[SKIP].names, None, None).wanted:
-                journal.note(f"{RECORD}{op.name}", describe("vllm", text))
         if required:
-            raise OverrideError(f"{_demand(choice)}, but {text}. Set {GATE}=off to go on") from error
-        logger.exception("%s; vLLM's own serve", text)
+            raise OverrideError(f"{GATE}=on, but {text}. Set {GATE}=off to go on") from error
+        logger.exception("%s; what they have serves", text)
+        return
+    if refused:
+        text = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
+        if required:
+            raise OverrideError(
+                f"{GATE}=on, but these operations cannot get the plugin's kernel: {text}. Name them in {SKIP} to go on"
+            )
+        logger.warning("these operations keep the kernels that they have: %s", text)
 
 
 def _asked_for(environ: Mapping[str, str]) -> bool:
@@ -123,89 +139,35 @@ def _asked_for(environ: Mapping[str, str]) -> bool:
         return False
 
 
-def _demand(choice: str) -> str:
-    return f"{GATE}=on" if choice == "on" else f"{gates.STRICT}=1"
-
-
-def _install(choice: str, skip: Sequence[str], required: bool) -> None:
-    if choice != "off" and (wrong := unknown_names(skip)):
-        text = f"{SKIP} names {', '.join(wrong)}, which no kernel is for; expected some of {', '.join(OPS)}"
-        if required:
-            raise OverrideError(text)
-        logger.warning("%s", text)
-    chosen = [op for op in OPS.values() if choose(op, choice, skip, None, None, defined=True).wanted]
-    if not chosen or journal.role() in _NO_MODEL:
-        return
-    if is_musa_host():
-        # The defaults promise no kernel there: where one cannot be had, what would serve without it does.
-        key, required = MUSA_KEY, choice == "on"
-        chosen = _chosen_on_musa(chosen, choice)
-    else:
-        key = KEY
-        chosen = [op for op in chosen if choose(op, choice, skip, None, None).wanted]
-        if choice == "auto":
-            chosen = _gaining_here(chosen)
-    if not chosen:
-        return
+def _put_all(choice: str, skip: Sequence[str], required: bool) -> dict[str, str]:
+    """Put in front what is wanted; why not, of those that it was refused for."""
+    musa = is_musa_host()
+    if choice == "auto" and not musa:
+        return {}
+    load_extension()
+    refused: dict[str, str] = {}
     with _lock:
-        refused = {}
-        load_extension()
-        for op in chosen:
-            if op.name in _overrides:
+        for op in OPS.values():
+            wanted = choose(op, choice, skip, defined=_stock(op) == "torch")
+            if not wanted.wanted or op.name in _overrides:
                 continue
             try:
-                _overrides[op.name] = put_in_front(op, key, choice, required=required)
+                put_in_front(op, MUSA_KEY if musa else KEY, wanted.reason, required=required)
             except _Refused as reason:
                 refused[op.name] = str(reason)
             except Exception as error:
-                # A PyTorch without one of the calls above; the other operations may still get their kernels.
+                # A PyTorch without one of the calls; the other operations may still get their kernels.
                 logger.debug("%s cannot get the plugin's kernel", op.qualname, exc_info=True)
                 refused[op.name] = f"{type(error).__name__}: {error}"
             if op.name in refused:
                 journal.note(f"{RECORD}{op.name}", describe(_stock(op), refused[op.name]))
-    if refused:
-        text = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
-        if required:
-            raise OverrideError(
-                f"{_demand(choice)}, but these operations cannot get the plugin's kernel: {text}. "
-                f"Name them in {SKIP} to go on"
-            )
-        logger.warning("these operations keep the kernels that they have: %s", text)
+    return refused
 
 
-def _chosen_on_musa(ops: Sequence[OverridableOp], choice: str) -> list[OverridableOp]:
-    """Those that ``auto`` takes on MUSA: where vLLM has a kernel of its own, nothing says that the plugin's gains."""
-    load_extension()
-    if choice != "auto":
-        return list(ops)
-    for op in ops:
-        if not is_defined(op.name):
-            journal.note(f"{RECORD}{op.name}", describe("vllm", choose(op, choice, (), "musa", None).reason))
-    return [op for op in ops if is_defined(op.name)]
+def _stock(op: Operation) -> Literal["vllm", "torch"]:
+    from .definitions import is_defined
 
-
-def _stock(op: OverridableOp) -> Literal["vllm", "torch"]:
     return "torch" if is_defined(op.name) else "vllm"
-
-
-def _gaining_here(ops: Sequence[OverridableOp]) -> list[OverridableOp]:
-    """Those that gain on a GPU of this host over the kernel of this vLLM; the others keep that, with nothing in front.
-
-    The defaults say nothing of a host without CUDA, so nothing can be missing there.
-    """
-    cuda = is_cuda_host()
-    names = gpu_names() if cuda else None
-    version = vllm_version()
-    kept = []
-    for op in ops:
-        if not cuda:
-            journal.note(f"{RECORD}{op.name}", describe("vllm", NO_GPU))
-        elif any(choose(op, "auto", (), name, version).wanted for name in names or (None,)):
-            kept.append(op)
-        else:
-            reason = choose(op, "auto", (), " and ".join(sorted(names)) if names else None, version).reason
-            journal.note(f"{RECORD}{op.name}", describe("vllm", reason))
-    return kept
 
 
 def load_extension() -> None:
@@ -213,27 +175,28 @@ def load_extension() -> None:
     importlib.import_module("vllm._custom_ops")
 
 
-def put_in_front(op: OverridableOp, key: str, choice: str, *, required: bool) -> Override:
+def put_in_front(op: Operation, key: str, wanted: str, *, required: bool) -> Override:
     """Register the plugin's kernel for one dispatch key of vLLM's operation.
 
     Args:
-        choice: what the gate says, for the decision at the first call.
-        required: a kernel that is not to be had is an error.
+        wanted: why, for the journal.
+        required: a kernel that is not to be had at the first call is an error.
 
     Raises:
         _Refused: vLLM's operation is not there, or not as it is known.
     """
     torch: Any = importlib.import_module("torch")
-    theirs = _overload(torch, op.namespace, op.name)
-    if theirs is None:
+    packet = getattr(getattr(torch.ops, op.namespace), op.name, None)
+    if packet is None:
         raise _Refused(f"this vLLM has no operation {op.qualname}")
-    found = str(theirs._schema)
-    if found not in [str(torch._C.parse_schema(f"{op.namespace}::{schema.text}")) for schema in op.schemas]:
-        raise _Refused(f"{op.qualname} has a schema that is not known: {found}")
+    theirs = packet.default
+    importlib.import_module(f"vllm_hwplugin.ops.{op.name}")
+    own = getattr(torch.ops.hwplugin, op.name).default
+    if not _alike(own._schema.arguments, theirs._schema.arguments):
+        raise _Refused(f"{op.qualname} has a schema that is not known: {theirs._schema}; expected {own._schema}")
     if not torch._C._dispatch_has_kernel_for_dispatch_key(op.qualname, key):
         raise _Refused(f"this vLLM has no kernel of {op.qualname} for {key}")
-    own = _own_overload(torch, op, theirs)
-    override = Override(op, choice, required, _stock(op))
+    override = Override(op, wanted, required, _stock(op))
     kernel = _kernel(override, own, theirs, torch.library.get_kernel(op.qualname, key))
     library = torch.library.Library(op.namespace, "IMPL")
     with warnings.catch_warnings():
@@ -241,32 +204,45 @@ def put_in_front(op: OverridableOp, key: str, choice: str, *, required: bool) ->
         warnings.filterwarnings("ignore", message=".*[Oo]verrid", category=UserWarning)
         library.impl(op.name, kernel, key, with_keyset=True, allow_override=True)
     override.library = library
+    _overrides[op.name] = override
     override.settle("open", "no call for a device so far")
     return override
 
 
+def _alike(own: Sequence[Any], theirs: Sequence[Any]) -> bool:
+    """Whether the plugin's operation can be called as vLLM's is: the same arguments, and after them only defaults."""
+
+    def known(argument: Any) -> tuple[str, str, bool]:
+        # vLLM marks a number of merge_attn_states as written, which nothing can be.
+        return argument.name, str(argument.type), argument.is_write and "Tensor" in str(argument.type)
+
+    alike = all(known(one) == known(other) for one, other in zip(own, theirs, strict=False))
+    return alike and all(one.has_default_value() for one in own[len(theirs) :])
+
+
 def _kernel(override: Override, own: Any, theirs: Any, stock: Any) -> Callable[..., None]:
-    """What the dispatcher calls: the plugin's kernel where it can serve the call, else vLLM's."""
-    predicates = importlib.import_module("vllm_hwplugin.ops._override_support")
-    parameters = own._schema.arguments
-    supports: Callable[[tuple[Any, ...]], bool] = predicates.predicate(
-        override.op.name, [parameter.name for parameter in parameters]
-    )
+    """What the dispatcher calls: the plugin's kernel where it takes the call, else vLLM's."""
     # The dispatcher leaves trailing arguments out that have their default.
     defaults = tuple(argument.default_value for argument in theirs._schema.arguments)
-    taken = min(len(parameters), len(defaults))
-    # What the plugin's operation knows nothing of has to say nothing; what it knows alone says so.
-    surplus, lacking = defaults[taken:], tuple(parameter.default_value for parameter in parameters[taken:])
+    taken = min(len(own._schema.arguments), len(defaults))
+    # What the plugin's operation knows nothing of has to say nothing.
+    surplus = defaults[taken:]
+    refusal = f"{override.op.name}: "
 
     def kernel(keyset: Any, *args: Any) -> None:
         if len(args) < len(defaults):
             args += defaults[len(args) :]
         if override.state == "open":
             _decide(override, args)
-        if override.state == "plugin" and args[taken:] == surplus and supports(args[:taken] + lacking):
-            own(*args[:taken])
-        else:
-            stock.call_boxed(keyset, *args)
+        if override.state == "plugin" and args[taken:] == surplus:
+            try:
+                return own(*args[:taken])  # type: ignore[no-any-return]
+            except RuntimeError as error:
+                # The operation's own checks, which come before anything is launched. What vLLM's kernel does not take
+                # either, it reports itself.
+                if refusal not in str(error) or _NOT_STARTED in str(error):
+                    raise
+        return stock.call_boxed(keyset, *args)  # type: ignore[no-any-return]
 
     return kernel
 
@@ -282,11 +258,6 @@ def _decide(override: Override, args: tuple[Any, ...]) -> None:
             return
         torch: Any = importlib.import_module("torch")
         device = next(argument.device for argument in args if isinstance(argument, torch.Tensor))
-        name = device_name(device)
-        choice = choose(override.op, override.choice, (), name, vllm_version(), defined=override.stock == "torch")
-        if not choice.wanted:
-            override.settle(override.stock, choice.reason)
-            return
         if is_capturing(device):
             # The next call that is not captured decides. Until then the graph that is being captured has the other.
             override.settle("open", "the first call came while a graph was captured, which does not have it")
@@ -298,7 +269,7 @@ def _decide(override: Override, args: tuple[Any, ...]) -> None:
             logger.exception("the kernel %s is not used, its loading failed", override.op.name)
             loaded = False
         if loaded:
-            override.settle("plugin", f"{choice.reason}; {name}")
+            override.settle("plugin", override.wanted)
             return
         reason = "the plugin's kernel is not to be had here, the log says why"
         override.settle(override.stock, reason)
@@ -309,15 +280,6 @@ def _decide(override: Override, args: tuple[Any, ...]) -> None:
             )
 
 
-def device_name(device: Any) -> str:
-    """The name of a GPU as the table has it."""
-    from .compile.jit import GPUS
-
-    torch: Any = importlib.import_module("torch")
-    gpu = device.type in GPUS
-    return str(torch.get_device_module(device).get_device_name(device)) if gpu else str(device.type)
-
-
 def is_capturing(device: Any) -> bool:
     from .compile.jit import GPUS
 
@@ -325,12 +287,18 @@ def is_capturing(device: Any) -> bool:
     return device.type in GPUS and bool(torch.get_device_module(device).is_current_stream_capturing())
 
 
-def load_kernel(op: OverridableOp) -> bool:
+def load_kernel(op: Operation) -> bool:
     """Load the kernel into this process; False where it cannot be had, which the log then explains."""
     from .compile.jit import ensure
     from .compile.spec import KERNELS
 
     return ensure(KERNELS[op.name])
+
+
+def is_musa_host() -> bool:
+    """Whether torch's one backend from outside is torch_musa's, which asks nothing of a device."""
+    torch: Any = importlib.import_module("torch")
+    return bool(torch._C._get_privateuse1_backend_name() == "musa")
 
 
 def states() -> dict[str, str]:
@@ -346,26 +314,6 @@ def remove() -> None:
         _overrides.clear()
 
 
-def _overload(torch: Any, namespace: str, name: str) -> Any:
-    packet = getattr(getattr(torch.ops, namespace), name, None)
-    return None if packet is None else packet.default
-
-
-def _own_overload(torch: Any, op: OverridableOp, theirs: Any) -> Any:
-    """The plugin's operation, whose arguments have to be vLLM's: as many as both have, the others with a default."""
-    from .compile.spec import KERNELS
-
-    if op.name not in KERNELS:
-        raise _Refused("this release of vllm-hwplugin has no kernel of it")
-    importlib.import_module(f"vllm_hwplugin.ops.{op.name}")
-    own = _overload(torch, "hwplugin", op.name)
-    arguments, wanted = own._schema.arguments, theirs._schema.arguments
-    alike = all(str(one.type) == str(other.type) for one, other in zip(arguments, wanted, strict=False))
-    if not alike or not all(one.has_default_value() for one in arguments[len(wanted) :]):
-        raise _Refused(f"the plugin's operation has other arguments: {own._schema}")
-    return own
-
-
 def _renew_locks() -> None:
     # Another thread of the parent may have held them, and it does not exist in the child.
     global _lock
@@ -375,54 +323,3 @@ def _renew_locks() -> None:
 
 
 os.register_at_fork(after_in_child=_renew_locks)
-
-
-# Part of every supported vLLM. A `pynvml` outside it may be another distribution's, with other functions.
-_BINDING: Final = "vllm.third_party.pynvml"
-
-
-def is_cuda_host() -> bool:
-    """Whether this PyTorch is a CUDA build, which asks nothing of a device."""
-    return importlib.import_module("torch").version.cuda is not None
-
-
-def is_musa_host() -> bool:
-    """Whether torch's one backend from outside is torch_musa's, which also asks nothing of a device."""
-    torch: Any = importlib.import_module("torch")
-    return bool(torch._C._get_privateuse1_backend_name() == "musa")
-
-
-def vllm_version() -> str | None:
-    """Of the vLLM of this process, which is imported already where it has loaded the plugin; None without one."""
-    try:
-        return getattr(importlib.import_module("vllm"), "__version__", None)
-    except ImportError:
-        return None
-
-
-def gpu_names() -> frozenset[str] | None:
-    """The names of all GPUs that the driver shows, as PyTorch has them.
-
-    CUDA_VISIBLE_DEVICES is not applied: vLLM and Ray set it for a process, or narrow it, after its parent has loaded
-    plugins, and a forked child keeps what its parent registered. So some GPUs here are never used by this process. One
-    that it uses is missing only if PyTorch has another name for it than NVML: that of a MIG slice ends with its
-    profile.
-
-    Returns:
-        None where NVML does not answer, as on Jetson and parts of WSL, or counts no GPU.
-    """
-    try:
-        nvml: Any = importlib.import_module(_BINDING)
-    except ImportError as error:
-        logger.debug("the GPUs have no names before the first call: %s", error)
-        return None
-    try:
-        nvml.nvmlInit()
-        try:
-            handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
-            return frozenset(str(nvml.nvmlDeviceGetName(handle)) for handle in handles) or None
-        finally:
-            nvml.nvmlShutdown()
-    except nvml.NVMLError as error:
-        logger.debug("the GPUs have no names before the first call, because NVML says: %s", error)
-        return None

@@ -11,9 +11,6 @@ float8 e4m3 has the range 448 and the smallest scale 1 / (448 * 512), int8 has 1
 to the input's type; vLLM's separate operations round it. Unlike in ``rms_norm_dynamic_per_token_quant``, ``scale_ub``
 bounds the scale and not the largest value. What is not a number takes no part in a scale and becomes 448 or 0. If a
 group has no number at all, its scale is ``scale_ub`` or the smallest.
-
-The reference below serves every device, until the kernel of ``csrc/silu_and_mul_per_block_quant`` is loaded and takes
-over CUDA. Importing this module defines the operation and builds nothing.
 """
 
 from __future__ import annotations
@@ -22,14 +19,11 @@ from typing import Final
 
 import torch
 
-from ._arguments import Checks
-from ._define import operation
+from ._arguments import HALVES, QUANTISED, Checks, quantise
 from .compile.spec import SILU_AND_MUL_PER_BLOCK_QUANT
+from .define import operation
 
 _GROUP_SIZES: Final = (64, 128)
-
-# Range and smallest scale.
-_QUANTISED: Final = {torch.float8_e4m3fn: (448.0, 1 / (448.0 * 512.0)), torch.int8: (127.0, 2.0**-23)}
 
 _MAX_TOKENS: Final = 1 << 30
 
@@ -46,8 +40,6 @@ def silu_and_mul_per_block_quant(
 ) -> None:
     """Activate, multiply and quantise each row.
 
-    The first call for a CUDA tensor loads the kernel, which may run a compiler: make it before graphs are captured.
-
     Args:
         out: [tokens, hidden_size], float8_e4m3fn or int8, contiguous. Written.
         input: [tokens, 2 * hidden_size], float16 or bfloat16, gate and then up. Rows may lie apart.
@@ -62,10 +54,10 @@ def silu_and_mul_per_block_quant(
         RuntimeError: a type, device, shape or stride is not as described.
     """
     checks = Checks("silu_and_mul_per_block_quant", "input", input)
-    for name, tensor in (("out", out), ("scales", scales), ("scale_ub", scale_ub)):
-        checks.device(name, tensor)
-    checks.dtype("out", out, *_QUANTISED, words="float8_e4m3fn or int8")
-    checks.dtype("scales", scales, torch.float32, words="float32")
+    checks.tensor("input", input, *HALVES, contiguous=False)
+    checks.tensor("out", out, *QUANTISED)
+    checks.tensor("scales", scales, torch.float32, contiguous=False)
+    checks.bound(scale_ub, out)
     checks.that(group_size in _GROUP_SIZES, f"group_size is {group_size}; expected 64 or 128")
     checks.that(
         input.dim() == 2 and out.dim() == 2,
@@ -79,17 +71,9 @@ def silu_and_mul_per_block_quant(
         "[tokens, hidden_size]",
     )
     checks.that(hidden % group_size == 0, f"hidden_size is {hidden}; expected a multiple of group_size={group_size}")
-    checks.contiguous("out", out)
     checks.last_stride("input", input)
     checks.that(tokens <= _MAX_TOKENS, f"input has {tokens} tokens; expected at most {_MAX_TOKENS}")
     checks.that(scales.dim() == 2, f"scales has {scales.dim()} dimensions; expected 2")
-    if scale_ub is not None:
-        checks.that(out.dtype != torch.int8, "scale_ub is given; expected it for float8_e4m3fn alone")
-        checks.that(
-            scale_ub.dtype == torch.float32 and scale_ub.numel() == 1,
-            f"scale_ub has {scale_ub.numel()} elements of type {scale_ub.dtype}; expected one float32",
-        )
-    checks.halves()
     by_token = _by_token(scales, tokens, hidden // group_size, is_scale_transposed)
     if out.numel() == 0:
         return
@@ -98,17 +82,13 @@ def silu_and_mul_per_block_quant(
     largest = value.abs().masked_fill(value.isnan(), -torch.inf).amax(dim=-1)
     largest = largest.masked_fill(largest < 0, torch.nan)
     # Numbers on the tensors' device: PyTorch divides a CUDA tensor by a number of Python through its reciprocal.
-    limit, smallest = (value.new_full((), number) for number in _QUANTISED[out.dtype])
+    limit, smallest = (value.new_full((), number) for number in QUANTISED[out.dtype])
     scale = largest / limit
     if scale_ub is not None:
         scale = torch.fmin(scale, scale_ub.reshape(()))
     scale = torch.fmax(scale, smallest)
     by_token.copy_(scale)
-    quotient = (value / scale.unsqueeze(-1)).flatten(-2)
-    if out.dtype == torch.int8:
-        out.copy_(quotient.nan_to_num(nan=0.0).round().clamp(-128, 127))
-    else:
-        out.copy_(torch.fmin(quotient, limit).clamp(min=-_QUANTISED[out.dtype][0]))
+    quantise(out, (value / scale.unsqueeze(-1)).flatten(-2))
 
 
 def _by_token(scales: torch.Tensor, tokens: int, groups: int, transposed: bool) -> torch.Tensor:

@@ -8,9 +8,6 @@ experts, each once, with weights of 0.
 One thing differs. Without a bias, this compares logits of 16 bits themselves; vLLM compares their probabilities in
 float32. Those of two unequal logits may round to the same number, most of all to 0. vLLM then takes the lower expert,
 and this the one of the larger logit. Their weights are the same.
-
-The reference below serves every device, until the kernel of ``csrc/topk_softmax`` is loaded and takes over CUDA.
-Importing this module defines the operation and builds nothing.
 """
 
 from __future__ import annotations
@@ -19,9 +16,9 @@ from typing import Final
 
 import torch
 
-from ._arguments import Checks
-from ._define import operation
+from ._arguments import FLOATS, Checks
 from .compile.spec import TOPK_SOFTMAX
+from .define import operation
 
 _INDEX_DTYPES: Final = (torch.int32, torch.int64, torch.uint32)
 _INT32_MAX: Final = torch.iinfo(torch.int32).max
@@ -40,8 +37,6 @@ def topk_softmax(
 ) -> None:
     """Choose ``topk`` experts for each token.
 
-    The first call for a CUDA tensor loads the kernel, which may run a compiler: make it before graphs are captured.
-
     Args:
         topk_weights: [tokens, topk], float32, contiguous. Written: the probabilities, largest first.
         topk_indices: [tokens, topk], int32, int64 or uint32, contiguous. Written: the experts.
@@ -58,7 +53,7 @@ def topk_softmax(
     checks.that(
         gating_output.dim() == 2, f"gating_output has {gating_output.dim()} dimensions; expected [tokens, experts]"
     )
-    checks.floats()
+    checks.tensor("gating_output", gating_output, *FLOATS, contiguous=False)
     checks.last_stride("gating_output", gating_output)
     checks.that(topk_weights.dim() == 2, f"topk_weights has {topk_weights.dim()} dimensions; expected [tokens, topk]")
     (tokens, experts), topk = gating_output.shape, topk_weights.shape[1]
@@ -68,13 +63,11 @@ def topk_softmax(
         f"{tokens} tokens, {experts} experts and topk={topk}; expected numbers of 32 bits for experts and for "
         "tokens * topk",
     )
-    _check_result(checks, "topk_weights", topk_weights, topk, torch.float32)
-    _check_result(checks, "topk_indices", topk_indices, topk, *_INDEX_DTYPES)
-    _check_result(checks, "token_expert_indices", token_expert_indices, topk, torch.int32)
-    if bias is not None:
-        _check_vector(checks, "bias", bias, experts, torch.float32)
-    if is_padding is not None:
-        _check_vector(checks, "is_padding", is_padding, tokens, torch.bool)
+    checks.tensor("topk_weights", topk_weights, torch.float32, shape=(tokens, topk))
+    checks.tensor("topk_indices", topk_indices, *_INDEX_DTYPES, shape=(tokens, topk))
+    checks.tensor("token_expert_indices", token_expert_indices, torch.int32, shape=(tokens, topk))
+    checks.tensor("bias", bias, torch.float32, shape=(experts,))
+    checks.tensor("is_padding", is_padding, torch.bool, shape=(tokens,))
     softmax = torch.softmax(gating_output, dim=-1, dtype=torch.float32)
     broken = softmax.isnan().any(dim=-1, keepdim=True)
     probabilities = softmax.masked_fill(broken, 0.0)
@@ -100,23 +93,3 @@ def topk_softmax(
     indices.copy_(chosen)
     places = torch.arange(topk * tokens, dtype=torch.int32, device=gating_output.device)
     token_expert_indices.copy_(places.view(topk, tokens).t())
-
-
-def _check_result(checks: Checks, name: str, tensor: torch.Tensor, topk: int, *dtypes: torch.dtype) -> None:
-    shape = (checks.leading.shape[0], topk)
-    checks.device(name, tensor)
-    checks.that(
-        tensor.shape == shape,
-        f"{name} has shape {tuple(tensor.shape)}; expected [tokens, topk], which is {shape}",
-    )
-    checks.contiguous(name, tensor)
-    checks.dtype(name, tensor, *dtypes)
-
-
-def _check_vector(checks: Checks, name: str, tensor: torch.Tensor, length: int, dtype: torch.dtype) -> None:
-    checks.device(name, tensor)
-    checks.dtype(name, tensor, dtype)
-    checks.that(
-        tensor.shape == (length,) and tensor.is_contiguous(),
-        f"{name} has shape {tuple(tensor.shape)}; expected {(length,)}, contiguous",
-    )

@@ -10,7 +10,7 @@ def main(job: dict) -> dict:
     from vllm import LLM, SamplingParams
 
     from vllm_hwplugin import journal
-    from vllm_hwplugin.ops.override_table import RECORD
+    from vllm_hwplugin.ops.operations import RECORD
 
     llm = LLM(**job["options"])
     sampling = SamplingParams(temperature=0.0, max_tokens=job["tokens"], ignore_eos=True, detokenize=False)

@@ -23,7 +23,6 @@ from vllm_hwplugin.ops import (  # noqa: E402
     fused_qk_norm_rope,
     merge_attn_states,
     rms_norm_dynamic_per_token_quant,
-    rotary_embedding,
     silu_and_mul_per_block_quant,
     topk_softmax,
 )
@@ -58,33 +57,6 @@ def _all(tensor: Any, value: float) -> bool:
 
 def _near(tensor: Any, value: float, bound: float = 2.0**-7) -> bool:
     return bool(((tensor.float() - value).abs() <= bound * abs(value)).all())
-
-
-def _rotary_embedding(dtype: Any) -> None:
-    """Cosine and sine are 0, in the last row of their table, and so is what was rotated."""
-    # Tokens, heads of query and of key, head size, rotated elements, where they begin.
-    paths = {
-        "element by element": (5, 3, 1, 30, 22, 8),
-        "16 bytes": (5, 3, 1, 72, 64, 8),
-        "16 bytes of two heads, of seven": (18725, 6, 1, 72, 64, 8),
-    }
-    caches = dict.fromkeys((dtype, torch.float32))
-    for (words, path), cache_type, neox, turned in itertools.product(
-        paths.items(), caches, [True, False], [True, False]
-    ):
-        tokens, *counts, size, rotated, offset = path
-        if turned and tokens > 5:
-            continue
-        heads = [_full((count, tokens, size) if turned else (tokens, count, size), 1.0, dtype) for count in counts]
-        query, key = (one.transpose(0, 1) if turned else one for one in heads)
-        cache = _full((3, rotated), 1.0, cache_type)
-        cache[-1] = 0
-        positions = torch.full((tokens,), 2, device="cuda")
-        rotary_embedding.rotary_embedding(positions, query, key, size, cache, neox, offset)
-        for one in (query, key):
-            assert _all(one[..., offset : offset + rotated], 0.0), (words, cache_type, neox)
-            assert _all(one[..., :offset], 1.0), (words, cache_type, neox)
-            assert _all(one[..., offset + rotated :], 1.0), (words, cache_type, neox)
 
 
 def _fused_qk_norm_rope(dtype: Any) -> None:
@@ -210,7 +182,6 @@ def _silu_and_mul_per_block_quant(dtype: Any) -> None:
 
 
 PATHS: dict[str, tuple[Callable[[Any], None], tuple[Any, ...]]] = {
-    "rotary_embedding": (_rotary_embedding, TYPES),
     "fused_qk_norm_rope": (_fused_qk_norm_rope, HALVES),
     "merge_attn_states": (_merge_attn_states, TYPES),
     "topk_softmax": (_topk_softmax, TYPES),

@@ -8,15 +8,23 @@ from typing import Any, ClassVar, Final
 
 import torch
 
-import vllm_hwplugin.ops.paged_attention  # noqa: F401  # defines the operation
 from vllm_hwplugin.ops.compile.jit import ensure
 from vllm_hwplugin.ops.compile.spec import PAGED_ATTENTION
+from vllm_hwplugin.ops.define import define
 
 from ._arguments import Arguments, check_heads
 from ._kernel import Scratch
 from ._plan import Heights, LaunchPlan, balance
 
 _CAPABILITY: Final = (9, 0)
+
+# Without a torch reference: its arguments are those of a launch, and Triton kernels serve in its place.
+define(
+    "paged_attention(Tensor query, Tensor keys, Tensor values, Tensor(a!) out, Tensor(b!) partial_out, "
+    "Tensor(c!) partial_lse, Tensor? sinks, Tensor query_start_loc, Tensor seq_lens, Tensor block_table, float scale, "
+    "bool causal, int window_left, int window_right, float softcap, int max_query_len, int blocks, "
+    "int blocks_per_request, int splits, int programs, int at_once) -> ()"
+)
 
 
 @dataclasses.dataclass(frozen=True)

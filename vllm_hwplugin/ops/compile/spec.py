@@ -52,14 +52,6 @@ class KernelSpec:
         return not self.cuda_arch or "{}.{}".format(*capability) in {arch.rstrip("af") for arch in self.cuda_arch}
 
 
-ROTARY_EMBEDDING: Final = KernelSpec(
-    "rotary_embedding",
-    ("rotary_embedding.cu",),
-    "rotary embeddings run as about a dozen PyTorch operations with temporaries",
-    # Parity is bit for bit: approximate mathematics would also flush denormal products.
-    fast_math=False,
-)
-
 MERGE_ATTN_STATES: Final = KernelSpec(
     "merge_attn_states",
     ("merge_attn_states.cu",),
@@ -122,7 +114,6 @@ KERNELS: Final[Mapping[str, KernelSpec]] = MappingProxyType(
     {
         spec.name: spec
         for spec in (
-            ROTARY_EMBEDDING,
             MERGE_ATTN_STATES,
             FUSED_QK_NORM_ROPE,
             TOPK_SOFTMAX,

@@ -6,7 +6,7 @@ import ast
 
 import pytest
 
-from vllm_hwplugin.ops.override_table import OPS as OVERRIDABLE
+from vllm_hwplugin.ops.operations import OPS as OVERRIDABLE
 from vllm_hwplugin_lab.bench.micro import _op_cases as cases
 from vllm_hwplugin_lab.bench.micro._op_cases import Operand
 
@@ -17,8 +17,7 @@ def case(start, tokens):
 
 
 def test_every_operation_that_can_stand_under_vllms_name_is_measured():
-    # rotary_embedding stands nowhere by default.
-    assert set(cases.OPS) == set(OVERRIDABLE) - {"rotary_embedding"}
+    assert set(cases.OPS) == set(OVERRIDABLE)
 
 
 def _calls(text):

@@ -18,6 +18,9 @@ Reference = TypeVar("Reference", bound=Callable[..., None])
 # An operation is gone when what holds its definition is.
 _libraries: Final[dict[str, torch.library.Library]] = {}
 
+#: Name -> the schema that it was defined by.
+SCHEMAS: dict[str, str] = {}
+
 
 def operation(kernel: KernelSpec, writes: tuple[str, ...]) -> Callable[[Reference], Reference]:
     """Decorate the torch reference of an operation that writes into tensors of its caller and returns nothing.
@@ -72,7 +75,7 @@ def define(schema: str, reference: Callable[..., None] | None = None) -> None:
     if reference is not None:
         library.impl(name, reference, "CompositeExplicitAutograd")
     torch.library.register_fake(f"hwplugin::{name}", _no_shape, lib=library)
-    _libraries[name] = library
+    _libraries[name], SCHEMAS[name] = library, schema
 
 
 def _no_shape(*arguments: Any, **settings: Any) -> None:

@@ -1,0 +1,435 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A kernel in front of another one, on toy operations: the dispatch key CPU stands in for CUDA's and for MUSA's."""
+
+from __future__ import annotations
+
+import ast
+import logging
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from vllm_hwplugin import gates, journal  # noqa: E402
+from vllm_hwplugin.ops import definitions, overrides  # noqa: E402
+from vllm_hwplugin.ops.operations import OPS, Operation, choose, unknown_names  # noqa: E402
+
+from ..conftest import versions  # noqa: E402
+from .forked import said_by_a_fork  # noqa: E402
+from .toys import Toy, make_toy  # noqa: E402
+
+LOAD_EXTENSION = overrides.load_extension
+ON = {"VLLM_HWPLUGIN_OPS": "on"}
+
+
+@pytest.fixture(autouse=True)
+def clean() -> Iterator[None]:
+    yield
+    overrides.remove()
+    definitions.undefine()
+    journal.forget()
+
+
+@pytest.fixture
+def toy(monkeypatch: pytest.MonkeyPatch) -> Toy:
+    return make_toy(monkeypatch)
+
+
+@pytest.fixture
+def entry() -> journal.Journal:
+    entry = journal.new("0")
+    journal.begin(entry, None)
+    return entry
+
+
+def _host(monkeypatch: pytest.MonkeyPatch, *toys: Toy, musa: bool) -> None:
+    """vLLM's C extension has these operations, where they are not the plugin's own, and so has the plugin's table."""
+    monkeypatch.setattr(overrides, "is_musa_host", lambda: musa)
+    monkeypatch.setattr(overrides, "MUSA_KEY" if musa else "KEY", "CPU")
+    monkeypatch.setattr(overrides, "load_extension", lambda: definitions.define_missing("CPU") if musa else None)
+    monkeypatch.setattr(overrides, "OPS", {toy.op.name: toy.op for toy in toys})
+    monkeypatch.setattr(overrides, "unknown_names", lambda skip: tuple(name for name in skip if name == "rope"))
+
+
+@pytest.fixture
+def cuda(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> Toy:
+    _host(monkeypatch, toy, musa=False)
+    return toy
+
+
+@pytest.fixture
+def musa(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> tuple[Toy, Toy]:
+    """An operation that the plugin defines, and one that this vLLM has a kernel of."""
+    own = make_toy(monkeypatch, defined=True)
+    _host(monkeypatch, own, toy, musa=True)
+    return own, toy
+
+
+def _said(entry: journal.Journal, toy: Toy) -> str:
+    return entry.decisions[f"operation {toy.op.name}"].partition(":")[0]
+
+
+# -- one operation -----------------------------------------------------------------------------------------------------
+
+
+def test_the_plugins_kernel_serves_under_vllms_name_and_is_loaded_once_at_the_first_call(
+    toy: Toy, entry: journal.Journal
+) -> None:
+    assert toy(None) == 1
+    before = torch._C._dispatch_dump(toy.op.qualname)
+    override = toy.in_front()
+    assert (override.state, toy.calls, _said(entry, toy)) == ("open", ["stock"], "not decided yet")
+    assert [toy(None), toy(None)] == [2, 2]
+    assert toy.calls == ["stock", "load", "plugin", "plugin"]
+    assert _said(entry, toy) == "the plugin's kernel"
+    overrides.remove()
+    assert toy(None) == 1
+    assert torch._C._dispatch_dump(toy.op.qualname) == before
+
+
+def test_a_thread_that_waits_for_the_first_call_does_not_load_it_again(
+    toy: Toy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load, second = overrides.load_kernel, threading.Thread(target=toy, args=(None,))
+
+    def meanwhile(op: Operation) -> bool:
+        if threading.current_thread() is not second:
+            second.start()
+            second.join(0.2)
+        return load(op)
+
+    monkeypatch.setattr(overrides, "load_kernel", meanwhile)
+    toy.in_front()
+    toy(None)
+    second.join()
+    assert toy.calls.count("load") == 1
+
+
+def test_a_call_that_the_kernel_refuses_goes_to_vllms_kernel(toy: Toy) -> None:
+    toy.in_front()
+    assert [toy(None), toy(None, dtype=torch.float64)] == [2, 1]
+    # An argument that the plugin's operation does not have, away from its default.
+    assert [toy(None, 4), toy(None, 0)] == [5, 2]
+    out = torch.zeros(1)
+    toy.theirs(out, None, more=4)
+    assert float(out) == 5
+    # What is no refusal is not passed over.
+    with pytest.raises(RuntimeError, match="a fault of the device"):
+        toy(torch.ones(0))
+
+
+def test_an_argument_without_default_that_the_kernel_does_not_have_has_to_be_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    toy = make_toy(monkeypatch, "(Tensor! out, Tensor? bias, Tensor? padding) -> ()")
+    toy.in_front()
+    assert [toy(None, None), toy(None, torch.ones(2, 2))] == [2, 9]
+    assert toy.calls == ["load", "plugin", "stock"]
+
+
+def test_an_operation_of_the_plugin_may_have_more_arguments_with_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    toy = make_toy(monkeypatch, "(Tensor! out) -> ()", "(Tensor(a!) out, Tensor? bias=None) -> ()")
+    toy.in_front()
+    assert toy() == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "own", "changes", "key"),
+    [
+        ("(Tensor! out) -> ()", "(Tensor(a!) out, Tensor? bias) -> ()", {}, "CPU"),
+        ("(Tensor! out, Tensor? bias) -> ()", "(Tensor(a!) out, int bias) -> ()", {}, "CPU"),
+        ("(Tensor! out, Tensor? scale) -> ()", "(Tensor(a!) out, Tensor? bias) -> ()", {}, "CPU"),
+        ("(Tensor out, Tensor? bias) -> ()", "(Tensor(a!) out, Tensor? bias) -> ()", {}, "CPU"),
+        ("(Tensor! out, Tensor? bias) -> ()", "(Tensor(a!) out, Tensor? bias) -> ()", {}, "CUDA"),
+        ("(Tensor! out, Tensor? bias) -> ()", "(Tensor(a!) out, Tensor? bias) -> ()", {"namespace": "_Cno"}, "CPU"),
+    ],
+    ids=["more arguments", "another type", "another name", "nothing written", "another device", "no operation"],
+)
+def test_an_operation_that_is_not_as_it_is_known_stays_as_it_is(
+    text: str, own: str, changes: dict[str, Any], key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    toy = make_toy(monkeypatch, text, own)
+    before = torch._C._dispatch_dump(toy.op.qualname)
+    with pytest.raises(overrides._Refused):
+        overrides.put_in_front(toy.op._replace(**changes), key, "on", required=False)
+    assert torch._C._dispatch_dump(toy.op.qualname) == before
+
+
+def test_nothing_is_built_while_a_graph_is_captured(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    capturing = True
+    monkeypatch.setattr(overrides, "is_capturing", lambda device: capturing)
+    override = toy.in_front()
+    assert toy(None) == 1
+    assert (override.state, toy.calls) == ("open", ["stock"])
+    capturing = False
+    assert toy(None) == 2
+    # Loaded before, it is captured as well.
+    capturing = True
+    assert toy(None) == 2
+
+
+def test_graphs_have_vllms_names(toy: Toy) -> None:
+    from torch._dynamo.backends.common import aot_autograd
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        y = x + 1
+        toy.theirs(y, None)
+        return y * 3
+
+    def traced() -> tuple[list[str], str]:
+        lowered: list[str] = []
+
+        def compiler(graph: Any, inputs: Any) -> Any:
+            lowered.extend(f"{node.target} {node.kwargs.get('_op')} {node.args[:1]}" for node in graph.graph.nodes)
+            return graph.forward
+
+        torch._dynamo.reset()
+        compiled = torch.compile(model, backend=aot_autograd(fw_compiler=compiler), fullgraph=True)
+        assert compiled(torch.zeros(2)).tolist() == [expected, expected]
+        code = torch.fx.experimental.proxy_tensor.make_fx(model, tracing_mode="fake")(torch.zeros(2)).code
+        return lowered, code
+
+    torch.library.register_fake(toy.op.qualname, lambda out, bias, more=0: None)
+    expected = 3.0
+    before = traced()
+    toy.in_front()
+    expected = 6.0
+    assert traced() == before
+    assert toy.op.qualname.replace("::", ".") in before[1]
+
+
+def test_a_forked_process_decides_for_itself(toy: Toy) -> None:
+    override = toy.in_front()
+    # Another thread of the parent may be deciding at the moment of the fork.
+    override.lock.acquire()
+    assert said_by_a_fork(lambda: f"{toy(None)} {override.state}", 60) == "2.0 plugin"
+    override.lock.release()
+    assert override.state == "open"
+
+
+# -- what is put in front ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("choice", "skip", "defined", "wanted"),
+    [
+        ("off", (), True, False),
+        ("on", (), False, True),
+        ("on", ("topk_softmax",), True, False),
+        ("auto", (), False, False),
+        ("auto", (), True, True),
+        ("auto", ("topk_softmax",), True, False),
+    ],
+)
+def test_what_is_wanted(choice: str, skip: tuple[str, ...], defined: bool, wanted: bool) -> None:
+    assert choose(OPS["topk_softmax"], choice, skip, defined=defined).wanted is wanted
+    assert unknown_names(("rope", "topk_softmax")) == ("rope",)
+
+
+@pytest.mark.parametrize("strict", ["0", "1"])
+def test_on_cuda_nothing_is_done_unless_it_is_asked_for(
+    strict: str, cuda: Toy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    untouched = torch._C._dispatch_dump(cuda.op.qualname)
+    loads: list[str] = []
+    monkeypatch.setattr(overrides, "load_extension", lambda: loads.append("load"))
+    for environ in ({}, {"VLLM_HWPLUGIN_OPS": "off"}, {**ON, "VLLM_HWPLUGIN_OPS_SKIP": cuda.op.name}):
+        overrides.install({**environ, "VLLM_HWPLUGIN_STRICT": strict})
+        assert torch._C._dispatch_dump(cuda.op.qualname) == untouched
+    assert loads == ["load"]
+    for role in ("api-server", "inspection"):
+        monkeypatch.setattr(journal, "role", lambda role=role: role)
+        overrides.install(ON)
+    assert loads == ["load"]
+    monkeypatch.setattr(journal, "role", lambda: "worker")
+    overrides.install(ON)
+    once = torch._C._dispatch_dump(cuda.op.qualname)
+    overrides.install(ON)
+    assert torch._C._dispatch_dump(cuda.op.qualname) == once != untouched
+    assert cuda(None) == 2
+
+
+@pytest.mark.parametrize("strict", ["0", "1"])
+def test_on_musa_kernels_serve_what_vllm_has_none_of(
+    strict: str, musa: tuple[Toy, Toy], entry: journal.Journal
+) -> None:
+    own, vllms = musa
+    untouched = torch._C._dispatch_dump(vllms.op.qualname)
+    overrides.install({"VLLM_HWPLUGIN_STRICT": strict})
+    assert [own(None), own(None), vllms(None), own(None, dtype=torch.float64)] == [2, 2, 1, 1]
+    assert own.calls == ["load", "plugin", "plugin", "plugin", "stock"]
+    assert torch._C._dispatch_dump(vllms.op.qualname) == untouched
+    assert _said(entry, own) == "the plugin's kernel"
+
+
+@pytest.mark.parametrize("environ", [ON, {"VLLM_MUSA_OP_PERF_OVERRIDES": "1"}])
+def test_asked_for_they_stand_in_front_of_vllms_too(environ: dict[str, str], musa: tuple[Toy, Toy]) -> None:
+    overrides.install(environ)
+    assert [toy(None) for toy in musa] == [2, 2]
+
+
+@pytest.mark.parametrize("environ", [{"VLLM_HWPLUGIN_OPS": "off"}, {"VLLM_MUSA_OP_PERF_OVERRIDES": "0"}, None])
+def test_switched_off_or_left_out_the_definition_stays(
+    environ: dict[str, str] | None, musa: tuple[Toy, Toy], entry: journal.Journal
+) -> None:
+    own, vllms = musa
+    definitions.define_missing("CPU")
+    overrides.install({"VLLM_HWPLUGIN_OPS_SKIP": own.op.name} if environ is None else environ)
+    assert [own(None), vllms(None)] == [1, 1]
+    assert "load" not in own.calls
+    assert _said(entry, own) == "the plugin's definition in torch"
+
+
+def _nothing(op: Operation) -> bool:
+    return False
+
+
+def _fails(op: Operation) -> bool:
+    raise ModuleNotFoundError("No module named 'filelock'")
+
+
+@pytest.mark.parametrize("load", [_nothing, _fails])
+def test_without_the_kernel_what_there_is_serves_unless_it_was_asked_for(
+    load: Callable[[Operation], bool],
+    musa: tuple[Toy, Toy],
+    entry: journal.Journal,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own, vllms = musa
+    monkeypatch.setattr(overrides, "load_kernel", load)
+    overrides.install({"VLLM_HWPLUGIN_STRICT": "1"})
+    assert [own(None), own(None)] == [1, 1]
+    assert _said(entry, own) == "the plugin's definition in torch"
+    overrides.remove()
+    overrides.install(ON)
+    for toy in (own, vllms):
+        with pytest.raises(overrides.OverrideError, match=toy.op.name):
+            toy(None)
+
+
+def _no_extension(monkeypatch: pytest.MonkeyPatch) -> str:
+    """vLLM's C extension was built for another PyTorch, or not at all: its module cannot be imported."""
+    monkeypatch.setitem(sys.modules, "vllm._custom_ops", None)
+    monkeypatch.setattr(overrides, "load_extension", LOAD_EXTENSION)
+    return "vllm._custom_ops"
+
+
+def _no_get_kernel(monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.delattr(torch.library, "get_kernel")
+    return "get_kernel"
+
+
+def _no_allow_override(monkeypatch: pytest.MonkeyPatch) -> str:
+    real = torch.library.Library.impl
+
+    def impl(self: Any, op_name: str, fn: Any, dispatch_key: str = "", *, with_keyset: bool = False) -> None:
+        real(self, op_name, fn, dispatch_key, with_keyset=with_keyset)
+
+    monkeypatch.setattr(torch.library.Library, "impl", impl)
+    return "allow_override"
+
+
+@pytest.mark.parametrize("spoil", [_no_extension, _no_get_kernel, _no_allow_override])
+def test_whatever_fails_what_there_is_serves_unless_the_kernels_were_demanded(
+    spoil: Callable[[pytest.MonkeyPatch], str],
+    musa: tuple[Toy, Toy],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    own, vllms = musa
+    definitions.define_missing("CPU")
+    cause = spoil(monkeypatch)
+    with caplog.at_level(logging.WARNING, "vllm.hwplugin"):
+        overrides.install({})
+    assert [own(None), vllms(None)] == [1, 1]
+    assert cause in caplog.text
+    with pytest.raises(overrides.OverrideError, match=cause):
+        overrides.install(ON)
+
+
+def test_a_wrong_name_in_the_skip_list_is_said(cuda: Toy, caplog: pytest.LogCaptureFixture) -> None:
+    skip = {"VLLM_HWPLUGIN_OPS_SKIP": "rope"}
+    with caplog.at_level(logging.WARNING, "vllm.hwplugin"):
+        overrides.install(skip)
+    assert "rope" in caplog.text
+    for demand in (ON, {"VLLM_HWPLUGIN_STRICT": "1"}):
+        with pytest.raises(overrides.OverrideError, match="rope"):
+            overrides.install({**demand, **skip})
+
+
+def test_a_bad_value_is_left_to_the_engine() -> None:
+    overrides.install({"VLLM_HWPLUGIN_OPS": "perhaps"})
+    assert overrides.states() == {}
+    # What was demanded cannot be had then.
+    with pytest.raises(gates.GateError, match="VLLM_HWPLUGIN_SLP"):
+        overrides.install({**ON, "VLLM_HWPLUGIN_SLP": "perhaps"})
+
+
+# -- vLLM's own --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("version", versions("vllm/_custom_ops.py"))
+def test_vllm_passes_what_the_plugins_operations_take(version: str, vllm_tree: Callable[[str], Any]) -> None:
+    """The wheels hold the schemas in machine code alone; what the call sites pass is in Python."""
+    calls = list(ast.walk(ast.parse(vllm_tree(version).read("vllm/_custom_ops.py"))))
+    for op in OPS.values():
+        __import__(f"vllm_hwplugin.ops.{op.name}")
+        arguments = getattr(torch.ops.hwplugin, op.name).default._schema.arguments
+        needed = len([argument for argument in arguments if not argument.has_default_value()])
+        target = f"torch.ops.{op.namespace}.{op.name}"
+        passed = {len(call.args) for call in calls if isinstance(call, ast.Call) and ast.unparse(call.func) == target}
+        assert passed, f"{target} is called nowhere"
+        assert passed <= set(range(needed, len(arguments) + 1)), target
+
+
+@pytest.mark.engine
+def test_the_entry_point_puts_kernels_in_front_where_they_are_asked_for(tmp_path: Path) -> None:
+    """vLLM calls it in each process, before its C extension is imported; its CPU build has none of these kernels."""
+    program = """
+import sys
+from vllm_hwplugin.ops import overrides
+from vllm_hwplugin.plugin import register
+try:
+    register()
+except overrides.OverrideError as error:
+    print(error)
+print("vllm._custom_ops" in sys.modules)
+"""
+    for gate, demanded in (("auto", False), ("on", True)):
+        environ = {**os.environ, "VLLM_HWPLUGIN_CACHE_DIR": str(tmp_path), "VLLM_HWPLUGIN_OPS": gate}
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environ, check=True)
+        assert (str(demanded) in done.stdout, "topk_softmax" in done.stdout) == (True, demanded), done.stdout
+
+
+def test_reading_the_table_imports_no_torch() -> None:
+    """doctor and every process of vLLM read it first."""
+    code = "import sys, vllm_hwplugin.ops.overrides; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
+HOST = """
+import torch
+from types import ModuleType
+from vllm_hwplugin.ops.overrides import is_capturing, is_musa_host
+assert not is_musa_host()
+torch.utils.rename_privateuse1_backend("musa")
+musa = ModuleType("torch.musa")
+musa.is_current_stream_capturing = lambda: True
+torch._register_device_module("musa", musa)
+assert is_musa_host()
+assert is_capturing(torch.device("musa:1")) and not is_capturing(torch.device("cpu"))
+"""
+
+
+def test_the_backends_name_tells_a_musa_host_and_its_module_is_asked() -> None:
+    """In a process of its own: the name cannot be changed back."""
+    done = subprocess.run([sys.executable, "-c", HOST], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
