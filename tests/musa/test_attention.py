@@ -66,15 +66,6 @@ def test_window_softcap_and_sinks_arrive(version: str, causal: bool, vllm_tree: 
 
 
 @ends
-def test_a_token_without_a_slot_is_not_written(version: str, vllm_tree: Tree) -> None:
-    with released(version, vllm_tree(version), mate=mate()) as load:
-        layer = layer_of(load, 64)
-        nothing = torch.full((len(layer.keys[0]),), -1)
-        layer.impl.do_kv_cache_update(MagicMock(), layer.keys[0], layer.values[0], layer.cache, nothing)
-        assert layer.cache.isnan().all()
-
-
-@ends
 def test_batch_invariance_asks_for_keys_in_one_piece(version: str, vllm_tree: Tree) -> None:
     calls: list[dict[str, Any]] = []
     with released(version, vllm_tree(version), mate=mate(calls)) as load:
@@ -185,9 +176,3 @@ def test_a_step_that_needs_more_is_refused(version: str, vllm_tree: Tree) -> Non
         metadata.causal = torch.ones(len(BATCH), dtype=torch.int32)
         with pytest.raises(NotImplementedError, match="one mask for all requests"):
             layer.run(metadata)
-
-
-@ends
-def test_without_mate_there_is_no_backend(version: str, vllm_tree: Tree) -> None:
-    with released(version, vllm_tree(version)) as load, pytest.raises(ImportError, match="mate"):
-        load(OWN)

@@ -32,16 +32,10 @@ Tree = Callable[[str], Any]
 DRAFTS = SimpleNamespace(num_speculative_tokens=3)
 # Long and short contexts: 11, 1 and 5 tiles of 64 keys.
 DECODES = ((4, 700), (4, 9), (4, 290))
-PROMPTS = ((70, 70), (3, 3), (9, 9))
 
 
 def layer_of(load: Any, batch: Any, head_size: int = 64, **options: Any) -> Layer:
     return Layer(load, load(OWN).MusaFlashAttentionBackend, head_size, batch=batch, **options)
-
-
-def bound(batch: Any) -> dict[str, Any]:
-    """What the model runner knows of the lengths on the host."""
-    return {"seq_lens_cpu_upper_bound": torch.tensor([length for _, length in batch], dtype=torch.int32)}
 
 
 @some_versions
@@ -62,7 +56,7 @@ def test_the_keys_of_decodes_are_split(version: str, vllm_tree: Tree) -> None:
     found = dict(zip(requests, parts, strict=True))
     # The longest context in the most parts, and one that fits into a tile in one.
     assert found[0] > found[2] > found[1] == 1
-    assert "scheduler_metadata" not in extend
+    assert extend["scheduler_metadata"] is None
     assert extend["num_splits"] == 0
 
 
@@ -128,68 +122,19 @@ def test_groups_that_vllm_builds_once_each_refresh_their_own_schedule(version: s
 
 
 @some_versions
-@pytest.mark.parametrize("batch", [DECODES, ((4, 4), (4, 4), (4, 4)), PROMPTS])
+@pytest.mark.parametrize("batch", [DECODES, ((4, 4), (4, 4), (4, 4))])
 def test_a_drafters_metadata_names_the_batchs_tensors_alone(version: str, batch: Any, vllm_tree: Tree) -> None:
-    """A chain of steps in one graph: lengths grow and nothing is built, so a schedule would be of other lengths, and
-    keys beside the cache would not be all keys."""
+    """A chain of steps in one graph: lengths grow and nothing is built, so a schedule would be of other lengths."""
     with released(version, vllm_tree(version), mate=mate()) as load:
         layer = layer_of(load, batch)
         layer.write(slice(None))
         builder = layer.builder(speculative_config=DRAFTS)
-        common = layer.common_metadata(True, **bound(batch))
+        common = layer.common_metadata(True)
         lengths = common.seq_lens.clone()
         common.seq_lens.copy_(common.query_start_loc.diff())
         metadata = builder.build_for_drafting(common, 0)
         common.seq_lens.copy_(lengths)
         close(layer.run(metadata), layer.right(causal=True))
-
-
-@some_versions
-def test_prompts_without_context_are_not_read_from_the_cache(version: str, vllm_tree: Tree) -> None:
-    calls: list[dict[str, Any]] = []
-    with released(version, vllm_tree(version), mate=mate(calls)) as load:
-        # Nothing is written to the cache, which is poisoned.
-        layer = layer_of(load, PROMPTS)
-        metadata = layer.builder(speculative_config=DRAFTS).build(0, layer.common_metadata(True, **bound(PROMPTS)))
-        close(layer.run(metadata), layer.right(causal=True))
-    (call,) = calls
-    assert call.keys().isdisjoint({"page_table", "seqused_k", "scheduler_metadata"})
-
-
-FROM_THE_CACHE: dict[str, dict[str, Any]] = {
-    "one has a context": {"batch": ((70, 90), (3, 3), (9, 9))},
-    "the host knows no lengths": {"host": False},
-    "the host's bound is above them": {"above": 1},
-    "a window": {"options": {"sliding_window": 500}},
-    "softcap": {"options": {"logits_soft_cap": 30.0}},
-    "sinks": {"options": {"sinks": torch.zeros(4).bfloat16()}},
-    "keys of another layer": {"options": {"kv_sharing_target_layer_name": "other"}},
-    "a head that no kernel comes compiled for": {"options": {"head_size": 256}},
-    "batch invariance": {"invariant": True},
-    # The dummy batch has no context, those of a replay have.
-    "a graph is captured": {"make": "build_for_cudagraph_capture"},
-    "a mate that wants a page table": {"without": ("flash_attn_varlen_func", "cu_seqlens_k")},
-}
-
-
-@last
-@pytest.mark.parametrize("case", FROM_THE_CACHE.values(), ids=FROM_THE_CACHE)
-def test_prompts_are_read_from_the_cache_where(version: str, case: dict[str, Any], vllm_tree: Tree) -> None:
-    calls: list[dict[str, Any]] = []
-    module = mate(calls)
-    if "without" in case:
-        leave_out(module, *case["without"])
-    with released(version, vllm_tree(version), mate=module) as load:
-        load("vllm.envs").VLLM_BATCH_INVARIANT = case.get("invariant", False)
-        batch, options = case.get("batch", PROMPTS), dict(case.get("options", {}))
-        layer = layer_of(load, batch, **options)
-        layer.write(slice(None))
-        known = bound([(new, length + case.get("above", 0)) for new, length in batch]) if case.get("host", True) else {}
-        builder, common = layer.builder(speculative_config=DRAFTS), layer.common_metadata(True, **known)
-        metadata = getattr(builder, case["make"])(common) if "make" in case else builder.build(0, common)
-        cap, sinks = options.get("logits_soft_cap", 0.0), options.get("sinks")
-        close(layer.run(metadata), layer.right(causal=True, cap=cap, sinks=sinks))
-    assert ["page_table" in call for call in calls] == [True]
 
 
 @some_versions
@@ -206,7 +151,7 @@ def test_the_keys_of_decodes_stay_whole_with(version: str, reason: str, vllm_tre
         close(layer.run(metadata), layer.right(causal=True, sinks=sinks))
     (call,) = calls
     assert call["num_splits"] == (1 if reason == "batch invariance" else 0)
-    assert "scheduler_metadata" not in call
+    assert call["scheduler_metadata"] is None
 
 
 @last
@@ -223,49 +168,45 @@ def test_layers_with_other_query_heads_have_schedules_of_their_own(version: str,
             close(layer.run(metadata), layer.right(causal=True))
 
 
-def leave_out(module: Any, function: str, argument: str | None = None) -> None:
-    """An older mate: without a function, or one whose function lacks an argument."""
-    found = getattr(module, function)
-    if argument is None:
-        delattr(module, function)
-        return
-    signature = inspect.signature(found)
-    kept = [parameter for name, parameter in signature.parameters.items() if name != argument]
-
-    def older(**arguments: Any) -> Any:
-        assert argument not in arguments
-        return found(**arguments)
-
-    older.__signature__ = signature.replace(parameters=kept)  # type: ignore[attr-defined]
-    setattr(module, function, older)
-
-
-OLDER = [
-    ("get_scheduler_metadata", None),
-    ("get_scheduler_metadata", "num_splits"),
-    ("flash_attn_varlen_func", "scheduler_metadata"),
-]
-
-
 @last
-@pytest.mark.parametrize(("function", "argument"), OLDER)
-def test_an_older_mate_serves_without_and_one_line_says_so(
-    version: str, function: str, argument: str | None, vllm_tree: Tree, caplog: pytest.LogCaptureFixture
+def test_a_mate_without_schedules_serves_and_one_line_says_so(
+    version: str, vllm_tree: Tree, caplog: pytest.LogCaptureFixture
 ) -> None:
-    module = mate()
-    leave_out(module, function, argument)
+    module: Any = mate()
+    del module.get_scheduler_metadata
     with (
         caplog.at_level(logging.WARNING, "vllm.hwplugin"),
         released(version, vllm_tree(version), mate=module) as load,
     ):
-        for batch in (DECODES, PROMPTS):
-            layer = layer_of(load, batch)
-            layer.write(slice(None))
-            metadata = layer.builder(speculative_config=DRAFTS).build(0, layer.common_metadata(True, **bound(batch)))
-            close(layer.run(metadata), layer.right(causal=True))
+        layer = layer_of(load, DECODES)
+        layer.write(slice(None))
+        metadata = layer.builder(speculative_config=DRAFTS).build(0, layer.common_metadata(True))
+        close(layer.run(metadata), layer.right(causal=True))
     (line,) = caplog.messages
-    assert "does not split the keys" in line
-    assert (argument or function) in line
+    assert "get_scheduler_metadata" in line
+
+
+@last
+@pytest.mark.parametrize(
+    ("function", "argument", "required"),
+    [
+        ("flash_attn_varlen_func", "learnable_sink", False),
+        ("get_scheduler_metadata", "num_splits", False),
+        ("flash_attn_varlen_func", "scheduler", True),
+    ],
+)
+def test_a_mate_that_lacks_an_argument_or_requires_another_is_not_used(
+    version: str, function: str, argument: str, required: bool, vllm_tree: Tree
+) -> None:
+    module = mate()
+    signature = inspect.signature(getattr(module, function))
+    kept = [parameter for name, parameter in signature.parameters.items() if name != argument]
+    if required:
+        kept = [inspect.Parameter(argument, inspect.Parameter.POSITIONAL_OR_KEYWORD), *kept]
+    getattr(module, function).__signature__ = signature.replace(parameters=kept)
+    refused = pytest.raises(ImportError, match=f"mate.{function} cannot be called .*'{argument}'")
+    with released(version, vllm_tree(version), mate=module) as load, refused:
+        load(OWN)
 
 
 @last

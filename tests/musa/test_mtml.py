@@ -24,14 +24,6 @@ def mtml(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     assert library.open == 1, "the library was shut down, or never started"
 
 
-def test_facts_are_those_of_the_physical_index(mtml: ModuleType) -> None:
-    assert mtml.count() == 3
-    assert [mtml.name(index) for index in range(3)] == ["MTT S5000", "MTT S5000", "MTT S4000"]
-    assert mtml.uuid(1) == "uuid-1"
-    assert mtml.total_memory(2) == 48 << 30
-    assert mtml.pci_bus_id(2) == "0000:86:00.0"
-
-
 def test_threads_share_one_library(mtml: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first question of each of several threads, at once: a second start, or an end in between, is an error."""
     library = sys.modules["pymtml"]
@@ -61,26 +53,3 @@ def test_a_library_that_does_not_start_is_tried_again(monkeypatch: pytest.Monkey
         mtml.count()
     monkeypatch.setattr(library, "mtmlLibraryInit", start)
     assert mtml.count() == 3
-
-
-def test_an_index_that_the_driver_does_not_have_is_its_error(mtml: ModuleType) -> None:
-    with pytest.raises(sys.modules["pymtml"].MTMLError, match="Not Found"):
-        mtml.name(3)
-
-
-def test_a_chain_of_links_is_no_full_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    chain = [
-        standins.Gpu("MTT S5000", f"uuid-{index}", b"", 1, (f"uuid-{index - 1}", f"uuid-{index + 1}"))
-        for index in range(3)
-    ]
-    monkeypatch.setitem(sys.modules, "pymtml", standins.pymtml(chain))
-    mtml = own("vllm_hwplugin.musa._mtml")
-    assert mtml.fully_connected([0, 1])
-    assert not mtml.fully_connected([0, 1, 2])
-
-
-@pytest.mark.parametrize(
-    ("indices", "connected"), [([0, 1], True), ([0], True), ([], True), ([0, 2], False), ([0, 1, 2], False)]
-)
-def test_gpus_are_fully_connected_when_each_pair_is(mtml: ModuleType, indices: list[int], connected: bool) -> None:
-    assert mtml.fully_connected(indices) is connected

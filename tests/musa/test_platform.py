@@ -16,6 +16,9 @@ from unittest.mock import MagicMock
 
 import pytest
 
+from vllm_hwplugin.musa import _vllm_api
+
+from ..conftest import versions
 from ..platforms import standins
 from ..platforms.realvllm import Load, own
 
@@ -43,8 +46,6 @@ def test_facts_are_of_the_gpu_that_is_visible(platform: Any, monkeypatch: pytest
 def test_facts_of_the_host_do_not_depend_on_what_is_visible(platform: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MUSA_VISIBLE_DEVICES", "2")
     assert platform.get_all_gpu_pci_bus_ids() == {0: "0000:3b:00.0", 1: "0000:5e:00.0", 2: "0000:86:00.0"}
-    assert platform.is_fully_connected([0, 1])
-    assert not platform.is_fully_connected([0, 2])
 
 
 @pytest.mark.parametrize(
@@ -65,17 +66,24 @@ def test_an_id_that_is_no_gpu_ends_the_list(
     assert [record.args[1] for record in caplog.records] == ([] if named is None else [named])
 
 
-def test_a_musa_architecture_is_not_compared_with_cudas(platform: Any) -> None:
-    assert platform.get_device_capability(0) is None
-    assert not platform.has_device_capability(80)
-
-
-def test_compute_units_are_asked_of_the_device_that_torch_calls_by_this_index(
-    platform: Any, musa_host: list[Any], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("version", versions("vllm/config/compilation.py"))
+def test_every_switch_of_vllms_passes_is_a_fusion_that_is_switched_off_or_known(
+    version: str, vllm_tree: Callable[[str], Any]
 ) -> None:
-    monkeypatch.setenv("MUSA_VISIBLE_DEVICES", "2,0")
-    assert platform.num_compute_units(1) == 56
-    assert musa_host == [("get_device_properties", 1)]
+    """A switch under a new name would fuse into kernels that are not there."""
+    text = vllm_tree(version).read("vllm/config/compilation.py")
+    (passes,) = [n for n in ast.parse(text).body if isinstance(n, ast.ClassDef) and n.name == "PassConfig"]
+    switches = {
+        node.target.id
+        for node in passes.body
+        if isinstance(node, ast.AnnAssign)
+        and isinstance(node.target, ast.Name)
+        and ast.unparse(node.annotation) == "bool"
+    }
+    settings = SimpleNamespace(**dict.fromkeys(switches, True), fuse_never=None)
+    named = _vllm_api.switch_off_fusions(settings)
+    assert {name for name, on in vars(settings).items() if on} == {"eliminate_noops"} == switches - set(named)
+    assert settings.fuse_never is None
 
 
 @pytest.mark.parametrize("version", [FIRST, LAST])
@@ -127,39 +135,6 @@ def test_ray_leaves_both_variables_of_the_visible_gpus_alone(
         assert made["env_vars"][f"RAY_EXPERIMENTAL_NOSET_{device}_VISIBLE_DEVICES"] == "1"
 
 
-def test_importing_vllms_kernels_defines_what_it_has_none_of(platform: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As vLLM does first in each process; for the key of the device alone."""
-    import torch
-
-    from vllm_hwplugin.ops import definitions
-    from vllm_hwplugin.ops.operations import DEFINED
-
-    norm = DEFINED["rms_norm"]._replace(namespace="_C_without_extension")
-    monkeypatch.setattr(definitions, "DEFINED", {norm.name: norm})
-    platform.import_kernels()
-    try:
-        assert "Tensor? weight" in str(torch.ops._C_without_extension.rms_norm.default._schema)
-        has = torch._C._dispatch_has_kernel_for_dispatch_key
-        assert [has(norm.qualname, key) for key in ("PrivateUse1", "CUDA", "CPU")] == [True, False, False]
-    finally:
-        definitions.undefine()
-
-
-def test_vllms_allocator_for_sleep_mode_is_not_there_whatever_the_build_has(platform: Any) -> None:
-    importlib.import_module("vllm.device_allocator.cumem").cumem_available = True
-    assert platform.is_cumem_allocator_available() is False
-
-
-def test_the_process_uses_torch_musa(platform: Any) -> None:
-    import torch
-
-    platform.set_device("musa:1")
-    platform.manual_seed_all(7)
-    assert (torch.musa.current, torch.musa.seed) == ("musa:1", 7)
-    # What is in use now, neither what was before nor what is only kept for later.
-    assert platform.get_current_memory_usage("musa:1") == 4096.0
-
-
 def test_a_type_is_tried_on_the_device(platform: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
@@ -192,8 +167,9 @@ def test_a_configuration_gets_worker_and_passes_and_dflash_comes_last(platform: 
     assert made.scheduler_config.disable_chunked_mm_input is False
 
 
-def test_a_worker_that_the_user_chose_stays(platform: Any, dflash: list[str]) -> None:
+def test_a_worker_that_the_user_chose_stays_also_without_a_model(platform: Any, dflash: list[str]) -> None:
     made = config()
+    made.model_config = None
     made.parallel_config.worker_cls = "theirs.Worker"
     platform.check_and_update_config(made)
     assert made.parallel_config.worker_cls == "theirs.Worker"
@@ -267,13 +243,6 @@ def test_images_are_not_split_where_the_model_attends_in_both_directions(
     assert ["multimodal" in line for line in caplog.messages] == [True]
 
 
-def test_a_configuration_without_a_model_is_possible(platform: Any, dflash: list[str]) -> None:
-    made = config()
-    made.model_config = None
-    platform.check_and_update_config(made)
-    assert dflash == ["check_and_update_config", "set sizes"]
-
-
 def test_the_environment_is_prepared_and_the_users_values_stay(
     platform: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -292,16 +261,6 @@ def test_the_environment_is_prepared_and_the_users_values_stay(
         "VLLM_WORKER_MULTIPROC_METHOD=fork is kept on MUSA, where spawn is expected",
         "VLLM_GPU_SYNC_CHECK=warn is taken back on MUSA: torch_musa cannot watch for synchronisation",
     ]
-
-
-def test_graphs_are_on_and_custom_all_reduce_is_off(platform: Any) -> None:
-    assert platform.support_static_graph_mode()
-    assert platform.opaque_attention_op()
-    assert platform.support_hybrid_kv_cache()
-    assert platform.use_custom_op_collectives()
-    assert not platform.use_custom_allreduce()
-    assert not platform.is_sleep_mode_available()
-    assert platform.check_runner_kv_caches_multi_layer() is None
 
 
 def test_the_worker_is_vllms_own_with_the_device_it_looks_for(

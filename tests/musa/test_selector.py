@@ -101,24 +101,11 @@ def test_flex_is_taken_where_triton_is_not_fit(triton: Any) -> None:
     assert attention.choose(None, Config(), None, members(triton, FLASH, FLEX)) == "vllm.made.up.FLEX_ATTENTIONBackend"
 
 
-def test_mla_goes_to_triton_mla() -> None:
-    found = attention.choose(None, Config(use_mla=True), None, members(TRITON, FLEX, MLA))
-    assert found == "vllm.made.up.TRITON_MLABackend"
-
-
 def test_the_named_backend_is_taken_or_its_reason_told() -> None:
     known = members(TRITON, FLEX)
     assert attention.choose(FLEX, Config(), None, known) == "vllm.made.up.FLEX_ATTENTIONBackend"
     with pytest.raises(ValueError, match="FLEX_ATTENTION: head_size not supported"):
         attention.choose(backend("FLEX_ATTENTION", "head_size not supported"), Config(), None, known)
-
-
-def test_all_reasons_are_told_when_none_fits() -> None:
-    known = members(backend("TRITON_ATTN", "no a"), FLASH, backend("FLEX_ATTENTION", error=ImportError("no b")))
-    with pytest.raises(
-        ValueError, match=r"head_size=128 .*FLASH_ATTN: .* mate.*; TRITON_ATTN: no a; FLEX_ATTENTION: ImportError: no b"
-    ):
-        attention.choose(None, Config(), None, known)
 
 
 @pytest.mark.parametrize(("name", "mla"), [("FLASHINFER", False), ("TRITON_MLA", False), ("TRITON_ATTN", True)])
@@ -152,14 +139,6 @@ def test_what_holds_for_text_only_is_not_chosen_unless_it_is_named(
     assert attention.choose(FLASH, images, None, known) == f"{OWN}.MusaFlashAttentionBackend"
     (record,) = caplog.records
     assert "mm_prefix for text only" in record.getMessage()
-
-
-def test_flash_attn_by_name_tells_what_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match=r"FLASH_ATTN: .*mate"):
-        attention.choose(FLASH, Config(), None, {})
-    with_mate(monkeypatch, "head_size not supported")
-    with pytest.raises(ValueError, match="FLASH_ATTN: head_size not supported"):
-        attention.choose(FLASH, Config(), None, {})
 
 
 @pytest.mark.parametrize(

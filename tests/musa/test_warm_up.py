@@ -180,7 +180,7 @@ def test_a_kernel_that_does_not_compile_is_a_line_in_the_log(
 
     with released(version, vllm_tree(version), mate=module) as load:
         runner = Runner(load, [{}])
-        load(OWN)._attention = fails
+        load(OWN)._attend = fails
         if strict:
             with pytest.raises(RuntimeError, match=r"VLLM_HWPLUGIN_STRICT=1, but .*mcc: no such file"):
                 warm_up(runner)
@@ -189,10 +189,3 @@ def test_a_kernel_that_does_not_compile_is_a_line_in_the_log(
             warm_up(runner)
     (line,) = caplog.messages
     assert "OSError: mcc: no such file" in line
-
-
-def test_without_such_layers_nothing_is_said_or_done(caplog: pytest.LogCaptureFixture) -> None:
-    other = SimpleNamespace(get_metadata_builder=lambda _: object())
-    with caplog.at_level(logging.INFO, "vllm.hwplugin"):
-        warm_up(SimpleNamespace(attn_groups=[[other], []], speculative_config=None))
-    assert not caplog.messages

@@ -58,17 +58,8 @@ def test_weights_and_cache_come_from_torchs_allocator(
     # It needs more of vLLM than is here.
     monkeypatch.setitem(sys.modules, "vllm_hwplugin.musa.layers", MagicMock())
     allocator = "vllm/device_allocator/__init__.py"
-    known = [allocator] if vllm_tree(version).read(allocator) else []
-    platform = musa_vllm(version, "vllm/v1/worker/gpu_worker.py", *known)
-    base = importlib.import_module("vllm.v1.worker.worker_base")
-    base.WorkerBase = type("WorkerBase", (), {})
-    importlib.import_module("vllm.sequence").IntermediateTensors = type("IntermediateTensors", (), {})
-    importlib.import_module("vllm.tracing").instrument = lambda **_: lambda method: method
-    class_ = own("vllm_hwplugin.musa.worker").MusaWorker
-    worker = class_.__new__(class_)
-    worker.vllm_config, worker.model_runner = MagicMock(), MagicMock()
+    worker = _gpu_worker(musa_vllm, version, *([allocator] if vllm_tree(version).read(allocator) else []))
     # What vLLM's own configuration says where the platform has neither.
-    assert not platform.is_sleep_mode_available()
     worker.vllm_config.model_config.enable_sleep_mode = False
     worker.vllm_config.model_config.enable_cumem_allocator = False
     worker.vllm_config.weight_transfer_config = None
@@ -168,6 +159,7 @@ def test_an_old_triton_ends_the_start_nowhere(
         module.knobs = SimpleNamespace(runtime=hooks, autotuning=SimpleNamespace(print=False))
     for name in ("triton", "triton.runtime", "triton.runtime.jit"):
         monkeypatch.setitem(sys.modules, name, eval(name, {"triton": module}))
+    monkeypatch.delitem(sys.modules, "triton.knobs", raising=False)
     monkeypatch.setitem(sys.modules, "tilelang", None)
     worker = _gpu_worker(musa_vllm, version, *monitors)
     utils = importlib.import_module("vllm.triton_utils")
@@ -302,13 +294,7 @@ def test_attention_kernels_are_compiled_before_graphs_are_captured(
     version: str, musa_vllm: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM's ``compile_or_warm_up_model``, up to its capture."""
-    musa_vllm(version, "vllm/v1/worker/gpu_worker.py")
-    base = importlib.import_module("vllm.v1.worker.worker_base")
-    base.WorkerBase = type("WorkerBase", (), {})
-    importlib.import_module("vllm.sequence").IntermediateTensors = type("IntermediateTensors", (), {})
-    importlib.import_module("vllm.tracing").instrument = lambda **_: lambda method: method
-    class_ = own("vllm_hwplugin.musa.worker").MusaWorker
-    worker = class_.__new__(class_)
+    worker = _gpu_worker(musa_vllm, version)
     done: list[str] = []
 
     class Captured(Exception):

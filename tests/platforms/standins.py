@@ -30,13 +30,11 @@ class Gpu:
     uuid: str
     sbdf: bytes
     memory: int
-    # UUIDs of the GPUs one MTLink hop away.
-    links: tuple[str, ...] = ()
 
 
 GPUS = (
-    Gpu("MTT S5000", "uuid-0", b"0000:3b:00.0", 80 << 30, ("uuid-1",)),
-    Gpu("MTT S5000", "uuid-1", b"0000:5e:00.0", 80 << 30, ("uuid-0",)),
+    Gpu("MTT S5000", "uuid-0", b"0000:3b:00.0", 80 << 30),
+    Gpu("MTT S5000", "uuid-1", b"0000:5e:00.0", 80 << 30),
     Gpu("MTT S4000", "uuid-2", b"0000:86:00.0", 48 << 30),
 )
 
@@ -96,14 +94,7 @@ def pymtml(gpus: Sequence[Gpu] = GPUS, *, broken: Exception | None = None) -> Mo
         initialised()
         return memory.memory
 
-    def nvmlDeviceGetP2PStatus(device1: Gpu, device2: Gpu, p2pIndex: int) -> int:
-        initialised()
-        assert p2pIndex == module.NVML_P2P_CAPS_INDEX_NVLINK
-        return module.NVML_P2P_STATUS_OK if device2.uuid in device1.links else module.NVML_P2P_STATUS_NOT_SUPPORTED
-
-    vars(module).update({name: value for name, value in locals().items() if name.startswith(("mtml", "nvml", "MTML"))})
-    module.NVML_P2P_CAPS_INDEX_NVLINK, module.NVML_P2P_STATUS_OK = 2, 0  # type: ignore[attr-defined]
-    module.NVML_P2P_STATUS_NOT_SUPPORTED = 5  # type: ignore[attr-defined]
+    vars(module).update({name: value for name, value in locals().items() if name.startswith(("mtml", "MTML"))})
     return module
 
 

@@ -260,29 +260,6 @@ def test_the_communicator_sums_over_the_group_and_keeps_its_input(run: Run) -> N
     run(TWO_RANKS, program, AT_THE_END)
 
 
-def test_a_stateless_group_is_made_by_the_registered_backend(run: Run) -> None:
-    """Both ways in which a third party may register its maker; gloo works behind the names here."""
-    program = """
-        def plain(store, rank, size, timeout):
-            return dist.ProcessGroupGloo(store, rank, size, timeout)
-        def extended(options, more):
-            return dist.ProcessGroupGloo(options.store, options.group_rank, options.group_size, options.timeout)
-        same = True
-        for name, maker in (("plain", plain), ("extended", extended)):
-            dist.Backend.register_backend(name, maker, name == "extended", devices=["cpu"])
-            store = dist.PrefixStore(name, dist.FileStore(f"{folder}/{name}", 2))
-            group = musa_communicator.stateless_process_group(name, "cpu", store, rank, 2, minute)
-            given = torch.full((3,), float(rank + 1))
-            group.allreduce([given]).wait()
-            same = same and given.tolist() == [3.0] * 3 and group.size() == 2 and not dist.is_initialized()
-        try:
-            musa_communicator.stateless_process_group("mccl", "cpu", None, 0, 1, None)
-        except RuntimeError as error:
-            same = same and "torch.distributed has no backend mccl" in str(error)
-    """
-    run(TWO_RANKS, program, AT_THE_END)
-
-
 # vLLM's FlashAttention is not in a CPU build; a class with its name is all that the choice reads.
 LARGE_HEADS = """
     import torch

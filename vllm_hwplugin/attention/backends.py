@@ -108,13 +108,11 @@ class MusaBackend(Backend):
         needs: what importing the class needs, for a message.
         limits: of mate's kernels.
         page: tokens of the pages that mate copies by the copy engine. It takes others, by slower loads.
-        largest_prebuilt_head: of mate's kernels that come compiled, which take no page table.
     """
 
     needs: str
     limits: Limits
     page: int
-    largest_prebuilt_head: int
 
 
 CUDA: Final = CudaBackend(
@@ -151,6 +149,5 @@ MUSA: Final = MusaBackend(
     limits=Limits(largest_head=512, head_multiple=8, page_multiple=16, dtypes=("float16", "bfloat16")),
     # As of mate 0.2.2.
     page=64,
-    largest_prebuilt_head=128,
 )
 """mate.flash_attn_varlen_func, with vLLM's FlashAttention for metadata and the shape of the KV cache."""

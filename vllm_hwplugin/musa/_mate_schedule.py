@@ -16,6 +16,12 @@ import torch
 # As many parts as mate (0.2.2) has kernels to put together again.
 _MOST: Final = 128
 
+#: Of ``mate.get_scheduler_metadata``, what a schedule is made with.
+ARGUMENTS: Final = (
+    "batch_size", "max_seqlen_q", "max_seqlen_k", "num_heads_q", "num_heads_kv", "headdim", "qkv_dtype", "cu_seqlens_q",
+    "seqused_k", "page_size", "causal", "window_size", "num_splits",
+)  # fmt: skip
+
 
 class Schedule(NamedTuple):
     """Of one batch and one number of query heads.
@@ -34,7 +40,7 @@ class Schedules:
     """Those of the batches that one metadata builder makes.
 
     Args:
-        plan: ``mate.get_scheduler_metadata``, as :func:`._mate_call.bind_schedule` gives it.
+        plan: ``mate.get_scheduler_metadata``.
         heads: the numbers of query heads of the builder's layers: one in most models; a drafter's layer may share the
             target's KV cache group and have another.
         kv_heads: of all of them, as everything below.

@@ -44,9 +44,9 @@ def dummy_batches(builder: Any, *, causal: bool, drafts: bool) -> Iterator[tuple
     longest = min(config.model_config.max_model_len, config.scheduler_config.max_num_batched_tokens)
     decodes = min(builder.decode_len, longest)
     for length in query_lengths(longest):
-        # A drafter's metadata has no schedule, as that of a decode batch that fills the device has none.
+        # A drafter's metadata has no schedule, as that of prompts and of a decode batch that fills the device has none.
         yield _batch(builder, 1, length, causal), True
-        if not drafts:
+        if not drafts and length <= decodes:
             yield _batch(builder, 1, length, causal), False
     if drafts:
         return

@@ -12,7 +12,7 @@ others, and a library that was shut down does not start again.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -50,21 +50,6 @@ def pci_bus_id(index: int) -> str:
     with _device(index) as device:
         identifier = pymtml.mtmlDeviceGetPciInfo(device).sbdf
         return identifier.decode() if isinstance(identifier, bytes) else str(identifier)
-
-
-def fully_connected(indices: Sequence[int]) -> bool:
-    """Whether each pair of these GPUs is joined by MTLink in one hop.
-
-    ``pymtml`` answers for a pair under NVML's name: it looks at the pair's link layouts, and on older drivers at each
-    link's remote end.
-    """
-    with _library():
-        devices = [pymtml.mtmlLibraryInitDeviceByIndex(index) for index in indices]
-        return all(
-            pymtml.nvmlDeviceGetP2PStatus(device, peer, pymtml.NVML_P2P_CAPS_INDEX_NVLINK) == pymtml.NVML_P2P_STATUS_OK
-            for position, device in enumerate(devices)
-            for peer in devices[position + 1 :]
-        )
 
 
 @contextmanager

@@ -63,7 +63,8 @@ def _first(members: Sequence[Any], config: Any, capability: Any, *, named: bool)
     asked = config._asdict()
     for member in members:
         try:
-            backend = _class_of(member)
+            own = _is_own(member)
+            backend = getattr(importlib.import_module(MUSA.module), MUSA.cls) if own else member.get_class()
         except Exception as error:
             # Importing it runs what it needs (mate, Triton), and those raise whatever they like without a device or in
             # a wrong build. That ends this backend and not the choice.
@@ -100,22 +101,15 @@ def _triton_troubles(member: Any) -> list[str]:
     return [trouble] if trouble else []
 
 
-def _class_of(member: Any) -> Any:
-    if not _is_own(member):
-        return member.get_class()
-    return getattr(importlib.import_module(MUSA.module), MUSA.cls)
+def _unavailable(member: Any, error: Exception) -> str:
+    """Why a backend cannot be imported; in the log as well if more is wrong than a missing package."""
+    needed = f"; it needs {MUSA.needs}" if _is_own(member) else ""
+    reason = f"{type(error).__name__}: {error}{needed}"
+    if not isinstance(error, ModuleNotFoundError):
+        logger.warning("no %s on this host: %s", member.name, reason)
+    return reason
 
 
 def _is_own(member: Any) -> bool:
     """Whether the plugin's class stands in place of vLLM's."""
     return bool(member.name == MUSA.name and not member.is_overridden())
-
-
-def _unavailable(member: Any, error: Exception) -> str:
-    """Why a backend cannot be imported; in the log as well if more is wrong than a missing package."""
-    reason = f"{type(error).__name__}: {error}"
-    if _is_own(member):
-        reason += f"; it needs {MUSA.needs}"
-    if not isinstance(error, ModuleNotFoundError):
-        logger.warning("no %s on this host: %s", member.name, reason)
-    return reason

@@ -12,10 +12,6 @@ from typing import Any, Final
 
 logger = logging.getLogger("vllm.hwplugin")
 
-# Up to 0.23 the kernels are `_C` and `_moe_C`; later ones are built on torch's stable interface. A build for MUSA may
-# have any of them.
-_KERNELS: Final = ("vllm._C", "vllm._C_stable_libtorch", "vllm._moe_C", "vllm._moe_C_stable_libtorch")
-
 # Switches of vLLM's PassConfig that fuse operations of vllm._C, which a MUSA host does not have. Later versions add
 # fusions under the same prefix.
 _FUSION_PREFIX: Final = "fuse_"
@@ -23,20 +19,6 @@ _FUSIONS: Final = ("enable_sp", "enable_qk_norm_rope_fusion")
 
 # What tells of kernels that are compiled while requests are served: from 0.21 on, under the second name from 0.25 on.
 _JIT_MONITORS: Final = ("vllm.triton_utils.jit_monitor", "vllm.utils.jit_monitor")
-
-
-def import_kernels() -> tuple[str, ...]:
-    """Import what this build of vLLM has of its compiled kernels, and say what."""
-    found = []
-    for name in _KERNELS:
-        try:
-            importlib.import_module(name)
-        except ImportError as error:
-            # Absent, or built for CUDA: vLLM then runs its native implementations.
-            logger.debug("no %s on this host: %s", name, error)
-        else:
-            found.append(name)
-    return tuple(found)
 
 
 def switch_off_fusions(pass_config: Any) -> tuple[str, ...]:

@@ -8,8 +8,9 @@ computes the attention, and the Triton kernel of vLLM's TRITON_ATTN writes the c
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import mate  # type: ignore[import-not-found]  # MUSA hosts only
@@ -28,46 +29,52 @@ from vllm.version import __version__
 from ..attention.backends import MUSA
 from ..attention.classes import declares
 from ..attention.flash import has_images, split, symmetric
-from ._mate_call import Call, MateMismatch, bind, bind_schedule
-from ._mate_schedule import Schedule, Schedules
+from ._mate_schedule import ARGUMENTS, Schedule, Schedules
 from ._mate_warmup import dummy_batches
 
 logger = logging.getLogger("vllm.hwplugin")
 
 
-def _scheduling(attention: Call) -> Callable[..., torch.Tensor] | None:
-    """What makes schedules, or None where this mate has no such function, or no use for it."""
+def _checked(name: str, arguments: Sequence[str]) -> Callable[..., torch.Tensor]:
+    """A function of mate's that takes all of these, and requires no more.
+
+    mate changed names of arguments from release to release, and one that is left out would be a wrong answer: a model
+    without its sinks, or a mask that is causal.
+    """
+    function: Callable[..., torch.Tensor] = getattr(mate, name)
     try:
-        if not attention.takes_schedule:
-            raise MateMismatch("mate.flash_attn_varlen_func takes no scheduler_metadata")
-        plan = getattr(mate, "get_scheduler_metadata", None)
-        if plan is None:
-            raise MateMismatch("mate has no get_scheduler_metadata")
-        return bind_schedule(plan)
-    except MateMismatch as mismatch:
-        logger.warning(
-            "FLASH_ATTN on MUSA does not split the keys of a request: %s. Decodes of few requests with long contexts "
-            "use a part of the GPU only; mate 0.2.2 has it",
-            mismatch,
-        )
-        return None
+        inspect.signature(function).bind(**dict.fromkeys(arguments))
+    except (TypeError, ValueError) as error:
+        raise ImportError(
+            f"mate.{name} cannot be called as FLASH_ATTN calls it, with {', '.join(arguments)}: {error}. mate 0.2.2 "
+            "can; TRITON_ATTN and FLEX_ATTENTION need no mate"
+        ) from error
+    return function
 
 
-_attention = bind(mate.flash_attn_varlen_func)
-_plan = _scheduling(_attention)
+_attend = _checked(
+    "flash_attn_varlen_func",
+    (
+        "q", "k", "v", "out", "cu_seqlens_q", "max_seqlen_q", "seqused_k", "max_seqlen_k", "page_table",
+        "softmax_scale", "causal", "window_size", "softcap", "learnable_sink", "deterministic", "num_splits",
+        "scheduler_metadata",
+    ),
+)  # fmt: skip
+_plan: Callable[..., torch.Tensor] | None = None
+if hasattr(mate, "get_scheduler_metadata"):
+    _plan = _checked("get_scheduler_metadata", ARGUMENTS)
+else:
+    logger.warning(
+        "FLASH_ATTN on MUSA does not split the keys of a request: mate has no get_scheduler_metadata. Decodes of few "
+        "requests with long contexts use a part of the GPU only; mate 0.2.2 has it"
+    )
 
 
 @dataclasses.dataclass
 class MusaFlashAttentionMetadata(FlashAttentionMetadata):  # type: ignore[misc]  # as below
-    """vLLM's, and how mate is to be called.
-
-    Attributes:
-        schedules: how keys are split, by number of query heads; none: they are not.
-        without_context: no request has keys in the cache from before this batch.
-    """
+    """vLLM's, and how keys are split, by number of query heads; none: they are not."""
 
     schedules: Mapping[int, Schedule] = dataclasses.field(default_factory=dict)
-    without_context: bool = False
 
 
 class MusaFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):  # type: ignore[misc]  # as below
@@ -96,22 +103,11 @@ class MusaFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):  # type:
         _refuse_images(getattr(common_attn_metadata, "mm_req_doc_ranges", None))
         found = super().build(common_prefix_len, common_attn_metadata, fast_build)
         metadata = MusaFlashAttentionMetadata(**vars(found))
-        # `fast_build` is a drafter's, whose chain of steps may be one graph with no build between them, and whose
-        # graphs are captured with a dummy batch that has no context.
-        if fast_build or self.batch_invariant:
-            return metadata
-        # By the lengths alone, which a graph's shape fixes: what was captured with a schedule is replayed with one that
-        # this has refreshed, also for a prompt that is as short as a decode.
-        if metadata.max_query_len <= self.decode_len:
+        # `fast_build` is a drafter's, whose chain of steps may be one graph with no build between them. For the others
+        # the lengths alone decide, which a graph's shape fixes: what was captured with a schedule is replayed with one
+        # that this has refreshed, also for a prompt that is as short as a decode.
+        if not fast_build and not self.batch_invariant and metadata.max_query_len <= self.decode_len:
             metadata.schedules = self._scheduled(metadata)
-        else:
-            metadata.without_context = _without_context(common_attn_metadata)
-        return metadata
-
-    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:
-        metadata = super().build_for_cudagraph_capture(common_attn_metadata)
-        # The dummy batch has no context; those that the graph is replayed for do.
-        metadata.without_context = False
         return metadata
 
     def update_block_table(self, metadata: Any, blk_table: torch.Tensor, slot_mapping: torch.Tensor) -> Any:
@@ -213,15 +209,6 @@ class MusaFlashAttentionImpl(AttentionImpl):  # type: ignore[misc]  # as below
         self.sinks = sinks
         self._loaded_sinks = sinks
         self.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
-        # Where keys need not come from the cache, mate has kernels that need not be compiled, for these layers alone.
-        self.prebuilt_prefill = (
-            _attention.takes_packed_keys
-            and head_size <= MUSA.largest_prebuilt_head
-            and sliding_window is None
-            and not logits_soft_cap
-            and sinks is None
-            and kv_sharing_target_layer_name is None
-        )
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Make of the layer's sinks what mate takes: bfloat16, whatever the type of the queries is.
@@ -265,44 +252,29 @@ class MusaFlashAttentionImpl(AttentionImpl):  # type: ignore[misc]  # as below
             raise NotImplementedError("FLASH_ATTN on MUSA has one mask for all requests: causal, or not")
         _refuse_images(getattr(attn_metadata, "mm_prefix_range", None))
         tokens = attn_metadata.num_actual_tokens
-        same = {
-            "q": query[:tokens],
-            "cu_seqlens_q": attn_metadata.query_start_loc,
-            "max_seqlen_q": attn_metadata.max_query_len,
-            "softmax_scale": self.scale,
-            "causal": causal,
-            "window_size": symmetric(self.sliding_window, causal),
-            "softcap": self.logits_soft_cap,
-            "sinks": self.sinks,
-            "deterministic": self.batch_invariant,
-        }
-        if attn_metadata.without_context and self.prebuilt_prefill and key is not None and value is not None:
-            _attention(
-                output[:tokens],
-                k=key[:tokens],
-                v=value[:tokens],
-                cu_seqlens_k=attn_metadata.query_start_loc,
-                max_seqlen_k=attn_metadata.max_query_len,
-                num_splits=0,
-                **same,
-            )
-            return output
         keys, values = split(kv_cache, self.head_size)
         # mate has no split with sinks.
         schedule = attn_metadata.schedules.get(self.num_heads) if self.sinks is None else None
-        if schedule is not None:
-            same |= {"scheduler_metadata": schedule.tensor, "num_splits": schedule.splits}
-        else:
-            # 0: as mate decides. Today it does not split without a schedule.
-            same |= {"num_splits": 1 if self.batch_invariant else 0}
-        _attention(
-            output[:tokens],
+        # 0: as mate decides. Today it does not split without a schedule.
+        whole = 1 if self.batch_invariant else 0
+        _attend(
+            q=query[:tokens],
             k=keys,
             v=values,
+            out=output[:tokens],
+            cu_seqlens_q=attn_metadata.query_start_loc,
+            max_seqlen_q=attn_metadata.max_query_len,
             seqused_k=attn_metadata.seq_lens,
             max_seqlen_k=attn_metadata.max_seq_len,
-            block_table=attn_metadata.block_table,
-            **same,
+            page_table=attn_metadata.block_table,
+            softmax_scale=self.scale,
+            causal=causal,
+            window_size=symmetric(self.sliding_window, causal),
+            softcap=self.logits_soft_cap,
+            learnable_sink=self.sinks,
+            deterministic=self.batch_invariant,
+            num_splits=whole if schedule is None else schedule.splits,
+            scheduler_metadata=None if schedule is None else schedule.tensor,
         )
         return output
 
@@ -310,7 +282,7 @@ class MusaFlashAttentionImpl(AttentionImpl):  # type: ignore[misc]  # as below
         """What of a layer decides which kernels of mate it needs."""
         window = self.sliding_window if self.sliding_window[0] >= 0 else None
         heads = (self.num_heads, self.num_kv_heads, self.head_size, layer.kv_cache.dtype, layer.kv_cache.shape[1:])
-        return (*heads, window, self.logits_soft_cap != 0, self.sinks is None, self.prebuilt_prefill)
+        return (*heads, window, self.logits_soft_cap != 0, self.sinks is None)
 
     def call_with_zeros(self, layer: torch.nn.Module, metadata: Any) -> None:
         """Attention of a batch whose queries, keys and values are zero; the cache is read, and not written to."""
@@ -369,13 +341,3 @@ def _refuse_images(ranges: Mapping[int, list[Any]] | None) -> None:
             "directions, for which mate has no mask. Start with --language-model-only so that images are refused at "
             "the request, or use TRITON_ATTN"
         )
-
-
-def _without_context(common: Any) -> bool:
-    """Whether no request of a ``CommonAttentionMetadata`` has keys from before; False where the host cannot tell.
-
-    vLLM's bound of the lengths is never below them, and a request is never shorter than its queries. So if the bounds
-    add up to the queries, each length is that of its queries.
-    """
-    bound = getattr(common, "seq_lens_cpu_upper_bound", None)
-    return bound is not None and int(bound[: common.num_reqs].sum()) == int(common.query_start_loc_cpu[common.num_reqs])

@@ -7,7 +7,6 @@ Expert parallelism with data parallelism needs an all-to-all manager; this commu
 
 from __future__ import annotations
 
-from datetime import timedelta
 from types import FunctionType
 from typing import Any
 
@@ -69,43 +68,3 @@ class MusaCommunicator(_ByTorch, CudaCommunicator):  # type: ignore[misc]  # vLL
         """As ``all_gather``, for the member of rank ``dst`` in the group; None for the others."""
         whole = self.all_gather(input_, dim)
         return whole if self.rank_in_group == dst else None
-
-
-def stateless_process_group(
-    backend: str, device_type: str, prefix_store: dist.PrefixStore, rank: int, size: int, timeout: timedelta
-) -> dist.ProcessGroup:
-    """Make a process group outside ``torch.distributed``'s global state, with a registered third-party backend.
-
-    The backend's maker is the one that ``torch.distributed.Backend.register_backend`` was given, called as
-    ``new_process_group`` calls it.
-
-    Args:
-        backend: the registered name, ``mccl``.
-        device_type: the device that the group's tensors lie on.
-        prefix_store: where the members meet.
-        rank: of this process in the group.
-        size: how many processes there are.
-        timeout: for each collective.
-
-    Raises:
-        RuntimeError: nobody has registered that backend in this process.
-    """
-    plugin: Any = dist.Backend._plugins.get(backend.upper())
-    if plugin is None:
-        known = ", ".join(sorted(dist.Backend.backend_list))
-        raise RuntimeError(
-            f"torch.distributed has no backend {backend} (it has {known}); torch_musa registers it when it is imported"
-        )
-    if plugin.extended_api:
-        options = dist.distributed_c10d._DistributedBackendOptions()
-        options.store, options.group_rank, options.group_size = prefix_store, rank, size
-        options.timeout = timeout
-        made = plugin.creator_fn(options, None)
-    else:
-        made = plugin.creator_fn(prefix_store, rank, size, timeout)
-    group = dist.ProcessGroup(prefix_store, rank, size)
-    kind = dist.ProcessGroup.BackendType.CUSTOM
-    group._set_default_backend(kind)
-    made._set_sequence_number_for_group()
-    group._register_backend(torch.device(device_type), kind, made)
-    return group

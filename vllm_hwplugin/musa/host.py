@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import mmap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -71,11 +70,6 @@ def gpus() -> tuple[str, ...]:
     return tuple(_mtml.name(index) for index in range(_mtml.count()))
 
 
-def is_usable() -> bool:
-    """Whether the driver has a GPU, and the packages that the platform class needs are installed."""
-    return probe().devices > 0
-
-
 def look(vllm: str | None) -> MusaHost:
     """What is installed, by metadata and files.
 
@@ -83,7 +77,7 @@ def look(vllm: str | None) -> MusaHost:
         vllm: its version.
     """
     found = {name: versions.installed(name) for name in versions.DISTRIBUTIONS}
-    return MusaHost(found, vllm, _vendors_mate(), _triton_backends(), _has_stream(), _gpus())
+    return MusaHost(found, vllm, _vendors_mate(), _triton_backends(), _gpus())
 
 
 def _vendors_mate() -> bool | None:
@@ -95,19 +89,6 @@ def _triton_backends() -> frozenset[str]:
     """Those in its package, and those that other distributions add to it."""
     own = {file.parent.name for folder in _folders("triton") for file in folder.glob("backends/*/compiler.py")}
     return frozenset(own.union(point.name for point in importlib.metadata.entry_points(group="triton.backends")))
-
-
-def _has_stream() -> bool | None:
-    """Whether the names in torch_musa's library have the current stream's; loading it would start the runtime."""
-    for folder in _folders("torch_musa"):
-        library = folder / versions.STREAM_LIBRARY
-        try:
-            with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-                return content.find(versions.STREAM_SYMBOL.encode()) >= 0
-        except (OSError, ValueError):
-            # Absent, empty or unreadable: importing torch_musa says more of that than this could.
-            continue
-    return None
 
 
 def _folders(package: str) -> list[Path]:

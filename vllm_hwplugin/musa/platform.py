@@ -10,11 +10,12 @@ platform to vLLM, not CUDA, so that layers run their native implementations and 
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib
 import itertools
 import logging
 import os
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -26,7 +27,6 @@ from ..ops.definitions import define_missing
 from . import _mtml, _selector, _vllm_api, versions
 
 if TYPE_CHECKING:
-    from torch.distributed import PrefixStore, ProcessGroup
     from vllm.config import VllmConfig
     from vllm.utils.argparse_utils import FlexibleArgumentParser
     from vllm.v1.attention.selector import AttentionSelectorConfig
@@ -47,6 +47,9 @@ _ENVIRONMENT = {
     # A forked child cannot use a device whose runtime its parent has started; vLLM spawns on XPU for the same reason.
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
 }
+# Up to 0.23 the kernels are `_C` and `_moe_C`; later ones are built on torch's stable interface. A build for MUSA may
+# have any of them.
+_KERNELS = ("vllm._C", "vllm._C_stable_libtorch", "vllm._moe_C", "vllm._moe_C_stable_libtorch")
 # vLLM asks torch for a mode that torch_musa does not have, in 0.25 to 0.27 also where it has no effect otherwise.
 _SYNC_CHECK = "VLLM_GPU_SYNC_CHECK"
 
@@ -139,11 +142,6 @@ class MusaPlatform(Platform):  # type: ignore[misc]  # vLLM is not there where t
         return {index: _mtml.pci_bus_id(index) for index in range(_mtml.count())}
 
     @classmethod
-    def is_fully_connected(cls, physical_device_ids: list[int]) -> bool:
-        """Whether all pairs of these GPUs are one MTLink hop apart."""
-        return _mtml.fully_connected(physical_device_ids)
-
-    @classmethod
     def get_device_capability(cls, device_id: int = 0) -> DeviceCapability | None:
         """None: a MUSA architecture, such as 3.1, is not on CUDA's scale.
 
@@ -194,7 +192,10 @@ class MusaPlatform(Platform):  # type: ignore[misc]  # vLLM is not there where t
 
     @classmethod
     def import_kernels(cls) -> None:
-        _vllm_api.import_kernels()
+        for name in _KERNELS:
+            # Absent, or built for CUDA: vLLM then runs its native implementations.
+            with contextlib.suppress(ImportError):
+                importlib.import_module(name)
         # Before vLLM's modules look which operations there are, and in every process that may capture a graph.
         define_missing(cls.dispatch_key)
 
@@ -256,14 +257,6 @@ class MusaPlatform(Platform):  # type: ignore[misc]  # vLLM is not there where t
     @classmethod
     def use_custom_allreduce(cls) -> bool:
         return False
-
-    @classmethod
-    def stateless_init_device_torch_dist_pg(
-        cls, backend: str, prefix_store: PrefixStore, group_rank: int, group_size: int, timeout: timedelta
-    ) -> ProcessGroup:
-        from .communicator import stateless_process_group
-
-        return stateless_process_group(backend, cls.device_type, prefix_store, group_rank, group_size, timeout)
 
 
 @functools.cache

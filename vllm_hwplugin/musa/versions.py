@@ -8,7 +8,7 @@ was run on MUSA hardware. Nothing here imports torch or vLLM.
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -39,10 +39,6 @@ WIDE_WARPS: Final = (
     "before MUSA 3.1 a warp has 128 threads, and Triton's kernels are reported to add up wrongly there; use an MTT "
     "S5000"
 )
-
-#: What gives kernels PyTorch's current stream, and the library of torch_musa's package that has it.
-STREAM_SYMBOL: Final = "aoti_torch_get_current_musa_stream"
-STREAM_LIBRARY: Final = "lib/libmusa_python.so"
 
 _PUBLIC_BACKENDS: Final = frozenset(("amd", "cpu", "nvidia"))
 _INDEX: Final = "from Moore Threads' own index"
@@ -86,7 +82,6 @@ class MusaHost:
         vllm: vLLM's version.
         vendors_mate: whether the package ``mate`` is Moore Threads' own; None where there is none.
         triton_backends: the devices that the installed Triton has compilers for; empty where that is not known.
-        stream: whether torch_musa's library has `STREAM_SYMBOL`; None where there is no such library.
         gpus: the GPUs' names, as the driver tells them.
     """
 
@@ -94,7 +89,6 @@ class MusaHost:
     vllm: str | None = None
     vendors_mate: bool | None = None
     triton_backends: frozenset[str] = frozenset()
-    stream: bool | None = None
     gpus: tuple[str, ...] = ()
 
 
@@ -144,117 +138,101 @@ def check(host: MusaHost, min_torch: Version) -> tuple[Finding, ...]:
     Args:
         min_torch: the first PyTorch that the plugin's kernels are built for.
     """
-    return tuple(_findings(host, min_torch))
-
-
-def _findings(host: MusaHost, min_torch: Version) -> Iterator[Finding]:
-    version = host.versions.get
-    yield _torch(host)
-    yield _torch_musa(host, min_torch)
-    yield _triton(host)
-    yield _mate(host)
-    yield Finding("torchada", version("torchada") or "", "any")
-    yield _mtml(version("mthreads-ml-py"))
-    yield _torchvision(host)
-    earlier = [name for name in dict.fromkeys(host.gpus) if name in EARLIER_GPUS]
-    if host.gpus:
-        trouble = f"an engine does not start on the {' and '.join(earlier)}: {WIDE_WARPS}" if earlier else ""
-        yield Finding("GPUs", ", ".join(host.gpus), "MTT S5000 or later", trouble, bool(earlier))
-
-
-def _torch(host: MusaHost) -> Finding:
-    found = host.versions.get("torch")
-    pin = pin_of(host.vllm)
-    if pin is None:
-        return Finding("torch", found or "", "what torch_musa is for")
-    trouble = ""
-    if found is not None and _minor(found) != pin.torch:
-        trouble = f"vLLM {host.vllm} is made for torch {pin.torch}, and torch is {found}; "
-        if pin.torch_musa:
-            trouble += f"install torch and torch_musa {pin.torch_musa} {_INDEX}"
-        else:
-            newest = next(item for item in reversed(PINS) if item.torch_musa)
-            trouble += f"no torch_musa is known for it: take a vLLM of {newest}, for torch {newest.torch}"
-    return Finding("torch", found or "", f"{pin.torch}, for vLLM {host.vllm}", trouble)
-
-
-def _torch_musa(host: MusaHost, min_torch: Version) -> Finding:
-    found, torch = host.versions.get("torch_musa"), host.versions.get("torch")
-    expected = f"the minor version of torch, and {min_torch} or later for the plugin's kernels"
-    trouble = ""
-    if found is None:
-        trouble = f"torch_musa is not installed, without which torch has no MUSA device; install it {_INDEX}"
-    elif torch is not None and _minor(found) != _minor(torch):
-        trouble = (
-            f"torch_musa {found} is made for torch {_minor(found)}, and torch is {torch}; install both of one version, "
-            f"{_INDEX}"
-        )
-    elif (number := _number(found)) is not None and number.release < min_torch.release:
-        trouble = (
-            f"torch_musa {found} is too old for the plugin's kernels, which torch references then replace; expected "
-            f"{min_torch} or later"
-        )
-    elif host.stream is False:
-        trouble = (
-            f"{STREAM_LIBRARY} of torch_musa {found} has no {STREAM_SYMBOL}, which the plugin's kernels take their "
-            "stream from: each would be refused at its first call; install a release of Moore Threads"
-        )
-    return Finding("torch_musa", found or "", expected, trouble)
-
-
-def _triton(host: MusaHost) -> Finding:
-    found = host.versions.get("triton")
-    trouble = triton_trouble(found)
-    if not trouble and host.triton_backends and host.triton_backends <= _PUBLIC_BACKENDS:
-        devices = " and ".join(sorted(host.triton_backends))
-        trouble = (
-            f"Triton {found} is the public build, which compiles for {devices} alone; "
-            f"install MUSA's build of {MIN_TRITON} or later {_INDEX}"
-        )
-    return Finding("triton", found or "", f"{MIN_TRITON} or later, MUSA's build", trouble)
-
-
-def _mate(host: MusaHost) -> Finding:
-    found = host.versions.get("mate")
-    expected = f"{MIN_MATE} or later, Moore Threads' own"
-    trouble = ""
-    if host.vendors_mate is False:
-        trouble = (
-            f"the installed mate{f' {found}' if found else ''} is another project of that name, so there is no "
-            f"FLASH_ATTN; uninstall it and install Moore Threads' mate {_INDEX}"
-        )
-    elif host.vendors_mate is None and found is None:
-        trouble = f"mate is not installed, so there is no FLASH_ATTN; install Moore Threads' mate {_INDEX}"
-    elif (number := _number(found)) is not None and number.release < MIN_MATE.release:
-        trouble = (
-            f"mate {found} is too old: its attention takes no page table, so there is no FLASH_ATTN; expected "
-            f"{MIN_MATE} or later"
-        )
-    return Finding("mate", found or "", expected, trouble)
-
-
-def _mtml(found: str | None) -> Finding:
-    number = _number(found)
-    trouble = ""
-    if number is not None and number.release < MIN_MTML.release:
-        trouble = (
-            f"mthreads-ml-py {found} has one handle for a whole process, so that any other user of pymtml in it who "
+    pin, found = pin_of(host.vllm), host.versions.get
+    number = _number(found("mthreads-ml-py"))
+    one_handle = number is not None and number.release < MIN_MTML.release
+    rows = (
+        ("torch", f"{pin.torch}, for vLLM {host.vllm}" if pin else "what torch_musa is for", _torch(host, pin)),
+        (
+            "torch_musa",
+            f"the minor version of torch, and {min_torch} or later for the plugin's kernels",
+            _torch_musa(host, min_torch),
+        ),
+        ("triton", f"{MIN_TRITON} or later, MUSA's build", _triton(host)),
+        ("mate", f"{MIN_MATE} or later, Moore Threads' own", _mate(host)),
+        ("torchada", "any", ""),
+        (
+            "mthreads-ml-py",
+            f"{MIN_MTML} or later",
+            f"mthreads-ml-py {number} has one handle for a whole process, so that any other user of pymtml in it who "
             f"shuts the library down takes it from vLLM; expected {MIN_MTML} or later"
-        )
-    return Finding("mthreads-ml-py", found or "", f"{MIN_MTML} or later", trouble)
-
-
-def _torchvision(host: MusaHost) -> Finding:
-    found = host.versions.get("torchvision")
+            if one_handle
+            else "",
+        ),
+    )
+    findings = [Finding(package, found(package) or "", expected, trouble) for package, expected, trouble in rows]
     needed = host.vllm is not None and TORCHVISION_IN_WARM_UP.covers(host.vllm)
     trouble = ""
-    if found is None and needed:
+    if needed and found("torchvision") is None:
         trouble = (
             f"torchvision is not installed, and vLLM {host.vllm} imports it while it warms up, with any model; install "
             f"MUSA's build for this torch, {_INDEX}"
         )
-    return Finding(
-        "torchvision", found or "", "MUSA's build for this torch" if needed else "any", trouble, bool(trouble)
+    expected = "MUSA's build for this torch" if needed else "any"
+    findings.append(Finding("torchvision", found("torchvision") or "", expected, trouble, bool(trouble)))
+    if host.gpus:
+        earlier = [name for name in dict.fromkeys(host.gpus) if name in EARLIER_GPUS]
+        trouble = f"an engine does not start on the {' and '.join(earlier)}: {WIDE_WARPS}" if earlier else ""
+        findings.append(Finding("GPUs", ", ".join(host.gpus), "MTT S5000 or later", trouble, bool(earlier)))
+    return tuple(findings)
+
+
+def _torch(host: MusaHost, pin: Pin | None) -> str:
+    found = host.versions.get("torch")
+    if pin is None or found is None or _minor(found) == pin.torch:
+        return ""
+    trouble = f"vLLM {host.vllm} is made for torch {pin.torch}, and torch is {found}; "
+    if pin.torch_musa:
+        return trouble + f"install torch and torch_musa {pin.torch_musa} {_INDEX}"
+    newest = next(item for item in reversed(PINS) if item.torch_musa)
+    return trouble + f"no torch_musa is known for it: take a vLLM of {newest}, for torch {newest.torch}"
+
+
+def _torch_musa(host: MusaHost, min_torch: Version) -> str:
+    found, torch = host.versions.get("torch_musa"), host.versions.get("torch")
+    if found is None:
+        return f"torch_musa is not installed, without which torch has no MUSA device; install it {_INDEX}"
+    if torch is not None and _minor(found) != _minor(torch):
+        return (
+            f"torch_musa {found} is made for torch {_minor(found)}, and torch is {torch}; install both of one version, "
+            f"{_INDEX}"
+        )
+    number = _number(found)
+    if number is None or number.release >= min_torch.release:
+        return ""
+    return (
+        f"torch_musa {found} is too old for the plugin's kernels, which torch references then replace; expected "
+        f"{min_torch} or later"
+    )
+
+
+def _triton(host: MusaHost) -> str:
+    found = host.versions.get("triton")
+    if trouble := triton_trouble(found):
+        return trouble
+    if not host.triton_backends or host.triton_backends - _PUBLIC_BACKENDS:
+        return ""
+    return (
+        f"Triton {found} is the public build, which compiles for {' and '.join(sorted(host.triton_backends))} alone; "
+        f"install MUSA's build of {MIN_TRITON} or later {_INDEX}"
+    )
+
+
+def _mate(host: MusaHost) -> str:
+    found = host.versions.get("mate")
+    if host.vendors_mate is False:
+        return (
+            f"the installed mate{f' {found}' if found else ''} is another project of that name, so there is no "
+            f"FLASH_ATTN; uninstall it and install Moore Threads' mate {_INDEX}"
+        )
+    if host.vendors_mate is None and found is None:
+        return f"mate is not installed, so there is no FLASH_ATTN; install Moore Threads' mate {_INDEX}"
+    number = _number(found)
+    if number is None or number.release >= MIN_MATE.release:
+        return ""
+    return (
+        f"mate {found} is too old: its attention takes no page table, so there is no FLASH_ATTN; expected {MIN_MATE} "
+        "or later"
     )
 
 

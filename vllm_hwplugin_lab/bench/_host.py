@@ -68,7 +68,7 @@ def detect_host(timeout: float = 300, device: str = "") -> Host:
         NoEntryPoints: on a Moore Threads host, vLLM could not find the plugin.
     """
     command = [sys.executable, "-c", _QUESTION, device]
-    on_musa = musa_host.is_usable()
+    on_musa = musa_host.probe().devices > 0
     try:
         with tempfile.TemporaryDirectory(prefix="hwplugin-host-") as folder:
             metadata = _entry_points.provide(Path(folder) / "metadata") if on_musa else None

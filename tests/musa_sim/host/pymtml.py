@@ -9,9 +9,6 @@ import contextlib
 import os
 import types
 
-NVML_P2P_CAPS_INDEX_NVLINK = 2
-NVML_P2P_STATUS_OK = 0
-
 _MEMORY = "MUSA_SIM_MEMORY"
 _started = 0
 
@@ -71,10 +68,3 @@ def mtmlMemoryContext(device):
 def mtmlMemoryGetTotal(memory):
     _check()
     return int(os.environ.get(_MEMORY, 4 << 30))
-
-
-def nvmlDeviceGetP2PStatus(device1, device2, p2pIndex):
-    _check()
-    if p2pIndex != NVML_P2P_CAPS_INDEX_NVLINK:
-        raise MTMLError("Invalid Argument")
-    return NVML_P2P_STATUS_OK

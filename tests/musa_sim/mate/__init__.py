@@ -3,7 +3,7 @@
 
 The functions have the names, the order and the defaults of mate 0.2.2's source, and raise where that raises; what they
 compute is plain torch. Written anew from what was read there: no code of mate's is here. What the plugin never asks for
-(appending keys, rotary embedding, context parallelism, MLA) is refused with NotImplementedError and not imitated.
+is refused with NotImplementedError, or is not there.
 
 Where it is stricter than the real one: a schedule has to be that of the batch it is used for, and keys that a page
 table does not hold are an error. The real kernels would read what is there.
@@ -17,10 +17,10 @@ from __future__ import annotations
 import os
 
 from . import _device, jit
-from .mha_interface import flash_attn_varlen_func, flash_attn_with_kvcache, get_scheduler_metadata
+from .mha_interface import flash_attn_varlen_func, get_scheduler_metadata
 
 __version__ = "0.2.2"
-__all__ = ["_device", "flash_attn_varlen_func", "flash_attn_with_kvcache", "get_scheduler_metadata", "jit"]
+__all__ = ["_device", "flash_attn_varlen_func", "get_scheduler_metadata", "jit"]
 
 if os.environ.get("MUSA_SIM_MATE_SCHEDULES") == "0":
     # As before it had them.

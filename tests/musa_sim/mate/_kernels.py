@@ -10,30 +10,27 @@ from typing import Any
 import torch
 
 _SCHEMAS = {
-    # out: (tokens, heads, size); lse: (heads, tokens); k and v: (pages, page, heads, size), or packed by cu_seqlens_k.
+    # out: (tokens, heads, size); k and v: (pages, page, heads, size).
     "attention": (
-        "(Tensor(a!) out, Tensor(b!) lse, Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor? cu_seqlens_k, "
-        "Tensor? seqused_k, Tensor? page_table, Tensor? sink, Tensor? metadata, float scale, bool causal, int left, "
-        "int right, float softcap, int num_splits, int tile_m, int tile_n, bool packed, bool local, int units, "
-        "int longest) -> ()"
+        "(Tensor(a!) out, Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor seqused_k, Tensor page_table, "
+        "Tensor? sink, Tensor? metadata, float scale, bool causal, int left, int right, float softcap, int num_splits, "
+        "int tile_m, int tile_n, bool packed, bool local, int units, int longest) -> ()"
     ),
     "schedule": (
-        "(Tensor(a!) metadata, Tensor cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_k, bool causal, bool local, "
-        "int left, int right, int num_splits, int tile_m, int tile_n, int rows, int heads, int units) -> ()"
+        "(Tensor(a!) metadata, Tensor cu_seqlens_q, Tensor seqused_k, bool causal, bool local, int left, int right, "
+        "int num_splits, int tile_m, int tile_n, int rows, int heads, int units) -> ()"
     ),
 }
 
 
 def attention(
     out: torch.Tensor,
-    lse: torch.Tensor,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor | None,
-    seqused_k: torch.Tensor | None,
-    page_table: torch.Tensor | None,
+    seqused_k: torch.Tensor,
+    page_table: torch.Tensor,
     sink: torch.Tensor | None,
     metadata: torch.Tensor | None,
     scale: float,
@@ -55,23 +52,17 @@ def attention(
     groups = heads // kv_heads
     parts = [1] * (len(cu_seqlens_q) - 1)
     if metadata is not None:
-        parts = _parts(metadata, cu_seqlens_q, cu_seqlens_k, seqused_k, causal, local, left, right, num_splits, tile_m,
+        parts = _parts(metadata, cu_seqlens_q, seqused_k, causal, local, left, right, num_splits, tile_m,
                        tile_n, groups if packed else 1, kv_heads if packed else heads, units)  # fmt: skip
-    lengths = _lengths(cu_seqlens_k, seqused_k)
-    for request, (length, splits) in enumerate(zip(lengths, parts, strict=True)):
+    for request, (length, splits) in enumerate(zip(seqused_k.tolist(), parts, strict=True)):
         start, end = cu_seqlens_q[request : request + 2].tolist()
         if start == end:
             continue
-        if page_table is None:
-            assert cu_seqlens_k is not None
-            first = int(cu_seqlens_k[request])
-            keys, values = k[first : first + length], v[first : first + length]
-        else:
-            page = k.shape[1]
-            pages = page_table[request, : -(-length // page)].long()
-            if len(pages) * page < length or (len(pages) and int(pages.max()) >= len(k)):
-                raise RuntimeError(f"request {request} has {length} keys, and the page table does not hold them")
-            keys, values = k[pages].flatten(0, 1)[:length], v[pages].flatten(0, 1)[:length]
+        page = k.shape[1]
+        pages = page_table[request, : -(-length // page)].long()
+        if len(pages) * page < length or (len(pages) and int(pages.max()) >= len(k)):
+            raise RuntimeError(f"request {request} has {length} keys, and the page table does not hold them")
+        keys, values = k[pages].flatten(0, 1)[:length], v[pages].flatten(0, 1)[:length]
         keys = keys.repeat_interleave(groups, 1).double()
         values = values.repeat_interleave(groups, 1).double()
         scores = torch.einsum("qhd,khd->hqk", q[start:end].double(), keys) * scale
@@ -83,10 +74,10 @@ def attention(
         if local:
             hidden = hidden | (behind > left) | (-behind > right)
         scores = scores.masked_fill(hidden, float("-inf"))
-        out[start:end], lse[:, start:end] = _combined(scores, values, sink, splits, tile_n)
+        out[start:end] = _combined(scores, values, sink, splits, tile_n)
 
 
-def _combined(scores: Any, values: Any, sink: torch.Tensor | None, splits: int, tile_n: int) -> tuple[Any, Any]:
+def _combined(scores: Any, values: Any, sink: torch.Tensor | None, splits: int, tile_n: int) -> Any:
     """Attention in `splits` parts of whole tiles of keys, each with a sum of its own; then the parts together."""
     tiles = -(-scores.shape[-1] // tile_n)
     step = -(-tiles // splits) * tile_n or 1
@@ -103,14 +94,13 @@ def _combined(scores: Any, values: Any, sink: torch.Tensor | None, splits: int, 
     together = torch.stack(sums)
     total = together.logsumexp(0)
     shares = (together - total.masked_fill(total.isinf(), 0)).exp()
-    return (shares[..., None] * torch.stack(weighted)).sum(0).transpose(0, 1).to(torch.float32), total
+    return (shares[..., None] * torch.stack(weighted)).sum(0).transpose(0, 1).to(torch.float32)
 
 
 def schedule(
     metadata: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor | None,
-    seqused_k: torch.Tensor | None,
+    seqused_k: torch.Tensor,
     causal: bool,
     local: bool,
     left: int,
@@ -129,7 +119,7 @@ def schedule(
     """
     tiles_m = [-(-int(length) * rows // tile_m) for length in cu_seqlens_q.diff()]
     reach = left + right + 1 + tile_m
-    seen = [min(length, reach) if local else length for length in _lengths(cu_seqlens_k, seqused_k)]
+    seen = [min(length, reach) if local else length for length in seqused_k.tolist()]
     tiles_n = [-(-length // tile_n) for length in seen]
     total = sum(m * n for m, n in zip(tiles_m, tiles_n, strict=True))
     each = -(-total * 11 * heads // (10 * units)) or 1
@@ -150,8 +140,7 @@ def schedule(
 def _parts(
     metadata: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor | None,
-    seqused_k: torch.Tensor | None,
+    seqused_k: torch.Tensor,
     causal: bool,
     local: bool,
     *rest: Any,
@@ -161,18 +150,11 @@ def _parts(
     found = metadata[: 4 * batch]
     for mask in ((causal, local), (True, False)):
         right = torch.empty(4 * batch, dtype=torch.int32)
-        schedule(right, cu_seqlens_q, cu_seqlens_k, seqused_k, *mask, *rest)
+        schedule(right, cu_seqlens_q, seqused_k, *mask, *rest)
         if torch.equal(found, right):
             parts = dict(zip(found[batch : 2 * batch].tolist(), found[:batch].tolist(), strict=True))
             return [parts[request] for request in range(batch)]
     raise RuntimeError(f"the schedule is not that of the batch: found {found.tolist()}, expected {right.tolist()}")
-
-
-def _lengths(cu_seqlens_k: torch.Tensor | None, seqused_k: torch.Tensor | None) -> list[int]:
-    if seqused_k is not None:
-        return [int(length) for length in seqused_k]
-    assert cu_seqlens_k is not None
-    return [int(length) for length in cu_seqlens_k.diff()]
 
 
 # Several tests may load the package, each as a module of its own; an operation can be defined once in a process.
