@@ -7,6 +7,7 @@ Each has a twin that a CPU serves without any kernel for its kind: the same numb
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -64,10 +65,6 @@ def mixture() -> Weights:
     return made
 
 
-def _is_linear(name: str) -> bool:
-    return name.endswith("_proj.weight")
-
-
 FP8_BLOCKS: dict[str, Any] = {
     "quantization_config": {
         "quant_method": "fp8",
@@ -79,19 +76,43 @@ FP8_BLOCKS: dict[str, Any] = {
 }
 
 
-def in_fp8_blocks(weights: Weights) -> tuple[Weights, Weights]:
-    """Linear layers in float8_e4m3fn, with a scale for each block; and their twin."""
+def fp8_blocks(weight: torch.Tensor) -> tuple[Weights, torch.Tensor]:
+    """A linear layer's parameters in float8_e4m3fn, with a scale for each block; and what they stand for, in float32.
+
+    Args:
+        weight: (outputs, inputs), as below.
+    """
+    rows, columns = (size // BLOCK for size in weight.shape)
+    blocks = weight.float().view(rows, BLOCK, columns, BLOCK)
+    scale = blocks.abs().amax((1, 3), keepdim=True) / torch.finfo(torch.float8_e4m3fn).max
+    small = (blocks / scale).to(torch.float8_e4m3fn)
+    made = {"weight": small.view(weight.shape), "weight_scale_inv": scale.view(rows, columns)}
+    return made, (small.float() * scale).view(weight.shape)
+
+
+def four_bits(weight: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> tuple[Weights, torch.Tensor]:
+    """The same in integers of -8 to 7, eight of a row in an int32, with a scale of ``dtype`` for each group."""
+    rows, columns = weight.shape
+    groups = weight.float().view(rows, columns // GROUP, GROUP)
+    scale = (groups.abs().amax(-1, keepdim=True) / 7).to(dtype).float()
+    numbers = (groups / scale).round().clamp(-8, 7)
+    packed = ((numbers.view(rows, columns // 8, 8).long() + 8) << (torch.arange(8) * 4)).sum(-1)
+    made = {
+        "weight_packed": torch.where(packed >= 1 << 31, packed - (1 << 32), packed).int(),
+        "weight_scale": scale.view(rows, -1).to(dtype),
+        "weight_shape": torch.tensor([rows, columns]),
+    }
+    return made, (numbers * scale).view(rows, columns)
+
+
+def quantized(weights: Weights, by: Callable[[torch.Tensor], tuple[Weights, torch.Tensor]]) -> tuple[Weights, Weights]:
+    """A checkpoint whose linear layers are quantized by one of the two above, and its twin."""
     made, twin = dict(weights), dict(weights)
-    for name, weight in weights.items():
-        if not _is_linear(name):
-            continue
-        rows, columns = (size // BLOCK for size in weight.shape)
-        blocks = weight.float().view(rows, BLOCK, columns, BLOCK)
-        scale = blocks.abs().amax((1, 3), keepdim=True) / torch.finfo(torch.float8_e4m3fn).max
-        small = (blocks / scale).to(torch.float8_e4m3fn)
-        made[name] = small.view(weight.shape)
-        made[f"{name}_scale_inv"] = scale.view(rows, columns)
-        twin[name] = (small.float() * scale).view(weight.shape).bfloat16()
+    for name in weights:
+        if name.endswith("_proj.weight"):
+            parameters, stands_for = by(made.pop(name))
+            made |= {name.removesuffix("weight") + one: tensor for one, tensor in parameters.items()}
+            twin[name] = stands_for.bfloat16()
     return made, twin
 
 
@@ -114,24 +135,3 @@ W4A16: dict[str, Any] = {
         },
     }
 }
-
-
-def in_four_bits(weights: Weights) -> tuple[Weights, Weights]:
-    """Linear layers in integers of -8 to 7, eight of a row in an int32, with a scale for each group; and their twin."""
-    made, twin = dict(weights), dict(weights)
-    for name, weight in weights.items():
-        if not _is_linear(name):
-            continue
-        rows, columns = weight.shape
-        groups = weight.float().view(rows, columns // GROUP, GROUP)
-        scale = (groups.abs().amax(-1, keepdim=True) / 7).bfloat16().float()
-        numbers = (groups / scale).round().clamp(-8, 7)
-        of_eight = (numbers.view(rows, columns // 8, 8).long() + 8) << (torch.arange(8) * 4)
-        made.pop(name)
-        stem = name.removesuffix("weight")
-        packed = of_eight.sum(-1)
-        made[f"{stem}weight_packed"] = torch.where(packed >= 1 << 31, packed - (1 << 32), packed).int()
-        made[f"{stem}weight_scale"] = scale.view(rows, -1).bfloat16()
-        made[f"{stem}weight_shape"] = torch.tensor([rows, columns])
-        twin[name] = (numbers * scale).view(rows, columns).bfloat16()
-    return made, twin

@@ -12,7 +12,7 @@ import torch
 
 from . import checkpoints
 
-ROWS, WIDTH, OUTPUTS, GROUP = 192, 256, 384, 128
+ROWS, WIDTH, OUTPUTS = 192, 256, 384
 
 
 def tensors(kind: str) -> tuple[dict, dict]:
@@ -27,36 +27,24 @@ def tensors(kind: str) -> tuple[dict, dict]:
         given = {"weight": small, "weight_scale": scale, "input_scale": torch.tensor(4 / most)}
         return config, {**given, "stands for": small.float() * scale}
     if kind == "FP8, block":
-        blocks = weight.view(OUTPUTS // GROUP, GROUP, WIDTH // GROUP, GROUP)
-        scale = blocks.abs().amax((1, 3), keepdim=True) / most
-        small = (blocks / scale).to(e4m3)
-        config = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [GROUP, GROUP]}
-        given = {"weight": small.view(weight.shape), "weight_scale_inv": scale[:, 0, :, 0]}
-        return config, {**given, "stands for": (small.float() * scale).view(weight.shape)}
-    bits, number = (4, 7) if kind.startswith("W4A16") else (8, most if kind.startswith("FP8") else 127)
+        given, stands_for = checkpoints.fp8_blocks(weight)
+        return checkpoints.FP8_BLOCKS["quantization_config"], {**given, "stands for": stands_for}
+    if kind == "W4A16":
+        given, stands_for = checkpoints.four_bits(weight, torch.float16)
+        return checkpoints.W4A16["quantization_config"], {**given, "stands for": stands_for}
+    number = most if kind.startswith("FP8") else 127
     of_weights = {
-        "num_bits": bits,
+        "num_bits": 8,
         "type": "float" if number == most else "int",
         "symmetric": True,
-        "strategy": "group" if bits == 4 else "channel",
-        "group_size": GROUP if bits == 4 else None,
+        "strategy": "channel",
+        "group_size": None,
         "dynamic": False,
     }
     of_inputs = {**of_weights, "strategy": "token", "dynamic": True}
-    group = {"targets": ["Linear"], "weights": of_weights, "input_activations": None if bits == 4 else of_inputs}
-    form = "pack-quantized" if bits == 4 else "float-quantized" if number == most else "int-quantized"
+    group = {"targets": ["Linear"], "weights": of_weights, "input_activations": of_inputs}
+    form = "float-quantized" if number == most else "int-quantized"
     config = {"quant_method": "compressed-tensors", "format": form, "ignore": [], "config_groups": {"group_0": group}}
-    if bits == 4:
-        groups = weight.view(OUTPUTS, WIDTH // GROUP, GROUP)
-        scale = groups.abs().amax(-1, keepdim=True).half().float() / 7
-        numbers = (groups / scale).round().clamp(-8, 7)
-        eight = ((numbers.view(OUTPUTS, WIDTH // 8, 8).long() + 8) << (torch.arange(8) * 4)).sum(-1)
-        given = {
-            "weight_packed": torch.where(eight >= 1 << 31, eight - (1 << 32), eight).int(),
-            "weight_scale": scale[..., 0].half(),
-            "weight_shape": torch.tensor([OUTPUTS, WIDTH]),
-        }
-        return config, {**given, "stands for": (numbers * scale.half().float()).view(weight.shape)}
     scale = channel / number
     numbers = (weight / scale).to(e4m3) if number == most else (weight / scale).round().to(torch.int8)
     return config, {"weight": numbers, "weight_scale": scale, "stands for": numbers.float() * scale}

@@ -269,6 +269,7 @@ def one(job: dict, others_follow: bool) -> dict:
         end_own_sizes_at(job["ceiling"])
     import torch
     from vllm import LLM
+    from vllm.platforms import current_platform
 
     from vllm_hwplugin import journal
     from vllm_hwplugin.spec_decode import step_counts
@@ -283,6 +284,7 @@ def one(job: dict, others_follow: bool) -> dict:
         llm = LLM(**known(job["options"]))
     runner = model_runner(llm)
     check_runner(runner)
+    attention = sorted({group.backend.__name__ for groups in runner.attn_groups for group in groups})
     graphs = getattr(torch.cuda, "CUDAGraph", None) if runner.device.type == "musa" else None
     with watched(runner, graphs) as counts:
         answers, recorder = serve(llm, job["requests"], job["calls"])
@@ -304,6 +306,8 @@ def one(job: dict, others_follow: bool) -> dict:
     uses = entry.uses if entry is not None else {}
     return {
         "runner": runner_generation(runner),
+        "platform": type(current_platform).__name__,
+        "attention": attention,
         "answers": answers,
         "steps": steps,
         "preempted": preempted,
@@ -311,7 +315,8 @@ def one(job: dict, others_follow: bool) -> dict:
         "unused": {name: use["reason"] for name, use in uses.items() if not use["used"]},
         "counts": counts.facts(),
         "counted": entry.steps if entry is not None else {},
-        "noted": entry.decisions if entry is not None else {},
+        # The next engine of this process adds its own.
+        "noted": dict(entry.decisions) if entry is not None else {},
         "shown": list(kv_connector.SHOWN),
     }
 

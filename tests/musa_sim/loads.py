@@ -17,7 +17,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -116,6 +116,8 @@ class Run:
             ``verified``, the tokens that were ``sampled``, and the ``drafts`` that the next step verifies.
         preempted: requests that lost their KV cache to others.
         runner: V1 or V2.
+        platform: the class that vLLM runs on.
+        attention: the classes of its attention backends, sorted.
         used: features of the plugin that did their work.
         unused: those that did not, and why.
         counts: of :class:`vllm_hwplugin_lab.bench._watch.Counts`, with graphs that were replayed.
@@ -128,6 +130,8 @@ class Run:
     steps: Sequence[Mapping[str, Any]]
     preempted: int
     runner: str
+    platform: str
+    attention: Sequence[str]
     used: Sequence[str]
     unused: Mapping[str, str]
     counts: Mapping[str, Any]
@@ -150,6 +154,11 @@ class Run:
                 for position in range(drafts):
                     found[position] = found.get(position, 0) + (len(step["sampled"][name]) - 1 > position)
         return [found[position] for position in sorted(found)]
+
+    def before(self, shorter: Run) -> Run:
+        """What this one has begun with, where the other has only its first requests."""
+        answers = {name: self.answers[name] for name in shorter.answers}
+        return replace(self, answers=answers, steps=self.steps[: len(shorter.steps)])
 
     def of(self, name: str) -> list[dict[str, Any]]:
         """The steps of one request."""

@@ -7,14 +7,14 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from vllm_hwplugin_lab import bench
 
 from . import checkpoints, loads, simulated
-from .test_engines import COMMON, OLDEST, options, run
+from .loads import Engine, Load, Process
+from .test_engines import OLDEST, V1, requests, texts
 
 pytestmark = [pytest.mark.musa_sim, pytest.mark.engine]
 
@@ -23,8 +23,8 @@ def _models(folder: Path) -> dict[str, tuple[Path, Path]]:
     """By kind: the checkpoint, and the twin that the CPU serves."""
     mixture = checkpoints.mixture()
     experts = checkpoints.write(folder / "experts", mixture, **checkpoints.MIXTURE)
-    blocks, of_blocks = checkpoints.in_fp8_blocks(mixture)
-    bits, of_bits = checkpoints.in_four_bits(checkpoints.dense())
+    blocks, of_blocks = checkpoints.quantized(mixture, checkpoints.fp8_blocks)
+    bits, of_bits = checkpoints.quantized(checkpoints.dense(), checkpoints.four_bits)
     return {
         "experts": (experts, experts),
         "FP8 blocks": (
@@ -38,50 +38,35 @@ def _models(folder: Path) -> dict[str, tuple[Path, Path]]:
     }
 
 
-#: With experts in the first two.
-KINDS: dict[str, dict[str, Any]] = {
-    "experts": {"graphs": "FULL_DECODE_ONLY"},
-    "FP8 blocks": {"graphs": "FULL_DECODE_ONLY"},
-    "W4A16": {"graphs": "FULL_DECODE_ONLY"},
-}
-
-
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
-    return _models(tmp_path_factory.mktemp("models"))
+def runs(
+    musa_host: None, cpu_host: bench.Host, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[list[list[int]], list[list[int]]]]:
+    """By kind, the texts on MUSA and those on the CPU."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    models, asked = _models(folder / "models"), requests(tokens=8, prompts=2)
+    graphs, eager = Engine(None, graphs_of=(1, 2)).on_musa(), Engine(None).on_cpu()
+    there = {kind: Load({**graphs, "model": str(model)}, asked) for kind, (model, _) in models.items()}
+    here = {kind: Load({**eager, "model": str(twin)}, asked) for kind, (_, twin) in models.items()}
+    processes = {"musa": Process(there, loads.musa(folder / "host", **V1)), "cpu": Process(here, loads.cpu())}
+    found = loads.side_by_side(processes, folder)
+    assert {run.platform for run in found["musa"].values()} == {"MusaPlatform"}
+    return {kind: (texts(found["musa"][kind]), texts(found["cpu"][kind])) for kind in models}
 
 
-@pytest.fixture(scope="module")
-def on_cpu(
-    cpu_host: bench.Host, models: dict[str, tuple[Path, Path]], tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Any]:
-    engines = {kind: {**COMMON, "model": str(twin), "enforce_eager": True} for kind, (_, twin) in models.items()}
-    return run(engines, loads.cpu(), tmp_path_factory.mktemp("cpu"))
-
-
-@pytest.fixture(scope="module")
-def on_musa(
-    musa_host: None, models: dict[str, tuple[Path, Path]], tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("musa")
-    engines = {kind: options(**KINDS[kind], model=str(model)) for kind, (model, _) in models.items()}
-    return run(engines, simulated.environment(folder, mate=True), folder)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_texts_are_those_of_the_cpu(kind: str, on_musa: dict[str, Any], on_cpu: dict[str, Any]) -> None:
-    found, expected = on_musa[kind]["texts"], on_cpu[kind]["texts"]
+@pytest.mark.parametrize("kind", ["experts", "FP8 blocks", "W4A16"])
+def test_texts_are_those_of_the_cpu(kind: str, runs: dict[str, tuple[list[list[int]], list[list[int]]]]) -> None:
+    found, expected = runs[kind]
     if kind == "FP8 blocks":
         # On MUSA, activations are rounded as well, and one of two near tokens may be the other.
         same = [
-            next((at for at, (a, b) in enumerate(zip(*texts, strict=True)) if a != b), len(texts[0]))
-            for texts in zip(found, expected, strict=True)
+            next((at for at, (a, b) in enumerate(zip(*pair, strict=True)) if a != b), len(pair[0]))
+            for pair in zip(found, expected, strict=True)
         ]
         assert min(same) > 0
         assert sum(same) > sum(map(len, expected)) / 2
     else:
         assert found == expected
-    assert on_musa[kind]["workers"][0]["platform"] == "MusaPlatform"
 
 
 #: The kernel, and how far its outputs may be from float32's, by the largest of them. FP8 has 3 bits behind the point.

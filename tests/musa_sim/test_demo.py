@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -46,21 +47,6 @@ sys.exit(run(["demo", "--prompts", "2", "--tokens", "6", "--json", sys.argv[1]])
 """
 
 
-@pytest.fixture(scope="module")
-def demo(musa_host: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("demo")
-    environment = {
-        **simulated.environment(folder, mate=True),
-        "VLLM_HWPLUGIN_CACHE_DIR": str(folder / "cache"),
-    }
-    file = folder / "demo.json"
-    done = subprocess.run(
-        [sys.executable, "-c", DEMO, str(file)], env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert file.exists(), done.stdout[-2000:] + done.stderr[-2000:]
-    return json.loads(file.read_text())
-
-
 def used(row: dict[str, Any]) -> set[str]:
     return {name for process in row["processes"] for name, use in process["uses"].items() if use["used"]}
 
@@ -71,21 +57,25 @@ def live(row: dict[str, Any]) -> set[str]:
     }
 
 
-def test_both_sides_run_on_the_plugins_platform_class(demo: dict[str, Any]) -> None:
+def test_both_sides_run_on_the_plugins_platform_class(musa_host: None, tmp_path: Path) -> None:
+    environment = {
+        **simulated.environment(tmp_path, mate=True),
+        "VLLM_HWPLUGIN_CACHE_DIR": str(tmp_path / "cache"),
+    }
+    file = tmp_path / "demo.json"
+    done = subprocess.run(
+        [sys.executable, "-c", DEMO, str(file)], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert file.exists(), done.stdout[-2000:] + done.stderr[-2000:]
+    demo = json.loads(file.read_text())
+    stock, patched = demo["configurations"]
     assert (demo["host"]["device"], demo["host"]["name"]) == ("musa", "MTT S5000")
-    assert [(row["patched"], row["error"]) for row in demo["configurations"]] == [(False, None), (True, None)]
-    assert {row["platform"] for row in demo["configurations"]} == {"vllm_hwplugin.musa.platform.MusaPlatform"}
+    assert [(row["patched"], row["error"]) for row in (stock, patched)] == [(False, None), (True, None)]
+    assert {row["platform"] for row in (stock, patched)} == {"vllm_hwplugin.musa.platform.MusaPlatform"}
     assert demo["ok"]
-
-
-def test_texts_are_equal_and_drafts_accepted(demo: dict[str, Any]) -> None:
-    assert [(row["texts_equal"], row["texts"]) for row in demo["configurations"]] == [(2, 2)] * 2
-    stock, patched = demo["configurations"]
+    assert [(row["texts_equal"], row["texts"]) for row in (stock, patched)] == [(2, 2)] * 2
     assert stock["acceptance_length"] == patched["acceptance_length"] > 1
-
-
-def test_features_are_used_on_the_patched_side_alone(demo: dict[str, Any]) -> None:
-    stock, patched = demo["configurations"]
+    # Features are live and used on the patched side alone.
     assert live(stock) == used(stock) == set()
     assert {"draft-full-graph", "draft-loop-graph"} <= used(patched)
     assert stock["environment"]["VLLM_HWPLUGIN"] == "1"

@@ -50,22 +50,14 @@ def run(folder: Path, name: str, drafts: int = 3, **variables: str) -> int:
     return found.preempted
 
 
-def test_a_run_of_stock_is_made_once(ran: list[Path], tmp_path: Path) -> None:
+def test_a_run_of_stock_is_made_once_and_anew_where_something_else_could_come_of_it(
+    ran: list[Path], module: Path, tmp_path: Path
+) -> None:
     assert [run(tmp_path, "first"), run(tmp_path, "second", VLLM_HWPLUGIN_CACHE_DIR="/other")] == [1, 1]
     assert ran == [tmp_path / "first"]
-
-
-@pytest.mark.parametrize("changed", ["module", "load", "variable"])
-def test_it_is_made_anew_where_something_else_could_come_of_it(
-    changed: str, ran: list[Path], module: Path, tmp_path: Path
-) -> None:
-    run(tmp_path, "first")
-    if changed == "module":
-        module.write_text("a = 2")
-    variables = {"VLLM_USE_V2_MODEL_RUNNER": "1"} if changed == "variable" else {}
-    assert run(tmp_path, "second", 2 if changed == "load" else 3, **variables) == 2
-
-
-def test_a_run_with_a_feature_is_made_each_time(ran: list[Path], tmp_path: Path) -> None:
+    assert run(tmp_path, "other load", 2) == 2
+    assert run(tmp_path, "other variable", VLLM_USE_V2_MODEL_RUNNER="1") == 3
     gate = next(iter(loads.UNPATCHED))
-    assert [run(tmp_path, name, **{gate: "auto"}) for name in ("first", "second")] == [1, 2]
+    assert [run(tmp_path, name, **{gate: "auto"}) for name in ("with a feature", "again")] == [4, 5]
+    module.write_text("a = 2")
+    assert run(tmp_path, "other module") == 6

@@ -88,15 +88,12 @@ CASES = {
     "dflash, drawn drafts, FULL": Case(replace(DFLASH, graphs="FULL"), drawn=True),
 }
 #: By what has to serve them.
-HERE = {
-    "phase": ("eagle3", "eagle3, drawn drafts", "dflash, synchronous, FULL"),
-    "inputs": ("eagle3", "eagle3, synchronous"),
-}
+HERE = {"phase": ("eagle3, drawn drafts", "dflash, synchronous, FULL"), "inputs": ("eagle3, synchronous",)}
 #: By version of vLLM. On the oldest the target's attention metadata is made on the host in each step, too; 0.22 to 0.24
 #: cannot draw what a DFlash drafter drafts for several requests.
 ELSEWHERE: dict[str, dict[str, Collection[str]]] = {
     # One engine a process: this one holds it against the next that the first one's memory comes back late.
-    "0.20.2": {"phase": ("eagle3, synchronous",), "inputs": ("eagle3",), "whole": ("dflash, synchronous",)},
+    "0.20.2": {"inputs": ("eagle3",), "whole": ("dflash, synchronous",)},
     "0.26.0": {"phase": ("dflash, drawn drafts, FULL",)},
 }
 VARIABLES = {"0.20.2": {"MUSA_SIM_MATE_SCHEDULES": "1"}}

@@ -3,7 +3,8 @@
 """``torch.musa`` over the simulated device: the names of torch_musa 2.7.1, and no others.
 
 Everything here is written from a description of torch_musa's interface. What torch_musa lacks is lacking, so that code
-which asks for it fails as it would there; what it has and nothing here needs raises ``NotImplementedError``.
+which asks for it fails as it would there; what it has and nothing here needs is not there, or raises
+``NotImplementedError``.
 """
 
 import os
@@ -28,13 +29,10 @@ from .core.device import (
     current_device,
     device,
     device_count,
-    device_of,
-    get_arch_list,
     get_device_capability,
     get_device_name,
     get_device_properties,
     is_available,
-    is_bf16_supported,
     set_device,
     synchronize,
 )
@@ -48,16 +46,13 @@ from .core.memory import (
     mem_get_info,
     memory_allocated,
     memory_reserved,
-    memory_snapshot,
     memory_stats,
     reset_peak_memory_stats,
-    set_per_process_memory_fraction,
     use_mem_pool,
 )
 from .core.musart import musart
 from .core.random import (
     default_generators,
-    fork_rng,
     get_rng_state,
     get_rng_state_all,
     initial_seed,
@@ -67,13 +62,12 @@ from .core.random import (
     set_rng_state,
     set_rng_state_all,
 )
-from .core.stream import Event, ExternalStream, Stream, current_stream, default_stream, set_stream, stream
+from .core.stream import Event, Stream, current_stream, default_stream, set_stream, stream
 from .musa_graph.graphs import (
     MUSAGraph,
     graph,
     graph_pool_handle,
     is_current_stream_capturing,
-    make_graphed_callables,
 )
 
 torch._register_device_module("musa", sys.modules[__name__])

@@ -7,17 +7,7 @@ class MusaBackend(BaseBackend):
     def supports_target(target):
         return target.backend == "musa"
 
-    def hash(self):
+    def _nothing(self, *_):
         raise NotImplementedError("nothing is compiled: set TRITON_INTERPRET=1")
 
-    def parse_options(self, options):
-        raise NotImplementedError("nothing is compiled: set TRITON_INTERPRET=1")
-
-    def add_stages(self, stages, options):
-        raise NotImplementedError("nothing is compiled: set TRITON_INTERPRET=1")
-
-    def load_dialects(self, context):
-        raise NotImplementedError("nothing is compiled: set TRITON_INTERPRET=1")
-
-    def get_module_map(self):
-        raise NotImplementedError("nothing is compiled: set TRITON_INTERPRET=1")
+    hash = parse_options = add_stages = load_dialects = get_module_map = _nothing

@@ -42,11 +42,6 @@ class device:
         return False
 
 
-class device_of(device):
-    def __init__(self, obj):
-        super().__init__(obj.get_device() if obj.device.type == "musa" else None)
-
-
 def set_device(device):
     index = _get_musa_device_index(device)
     if index >= 0:
@@ -88,12 +83,4 @@ def get_device_capability(device=None):
 
 def can_device_access_peer(device, peer_device):
     get_device_properties(device), get_device_properties(peer_device)
-    return True
-
-
-def get_arch_list():
-    return ["mp_31"]
-
-
-def is_bf16_supported():
     return True

@@ -48,18 +48,6 @@ def get_allocator_backend():
     return "native"
 
 
-def set_per_process_memory_fraction(fraction, device=None):
-    raise NotImplementedError("the simulated device has no limit for a process")
-
-
-def memory_snapshot():
-    raise NotImplementedError("the simulated allocator keeps no history")
-
-
-def _record_memory_history(*_, **__):
-    raise NotImplementedError("the simulated allocator keeps no history")
-
-
 class MemPool:
     def __init__(self, *_, **__):
         raise NotImplementedError("the simulated allocator has no pools")

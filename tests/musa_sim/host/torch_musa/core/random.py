@@ -1,7 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-import contextlib
-
-import torch
 
 from .._MUSAC import device as _sim
 from ._utils import _get_musa_device_index
@@ -45,9 +42,3 @@ def get_rng_state_all():
 def set_rng_state_all(new_states):
     for generator, state in zip(default_generators, new_states, strict=True):
         generator.set_state(state)
-
-
-@contextlib.contextmanager
-def fork_rng(devices=None, enabled=True):
-    with torch.random.fork_rng(devices, enabled, device_type="musa"):
-        yield

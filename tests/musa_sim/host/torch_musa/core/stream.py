@@ -17,11 +17,6 @@ class Stream(torch.Stream):
         return self.native_handle
 
 
-class ExternalStream(Stream):
-    def __new__(cls, *_, **__):
-        raise NotImplementedError("the simulated device knows only its own streams")
-
-
 class Event(torch.Event):
     def __new__(cls, enable_timing=False, blocking=False, interprocess=False):
         return super().__new__(cls, "musa", enable_timing=enable_timing, blocking=blocking, interprocess=interprocess)

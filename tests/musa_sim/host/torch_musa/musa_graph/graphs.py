@@ -70,7 +70,3 @@ class graph:
             self.musa_graph.capture_end()
         finally:
             self._on_stream.__exit__(*error)
-
-
-def make_graphed_callables(*_, **__):
-    raise NotImplementedError("only graphs that are captured by hand are simulated")
