@@ -22,6 +22,7 @@ from vllm_hwplugin.ops.compile.spec import KERNELS, KernelUnavailable, source_ro
 
 from ..conftest import cannot_run
 from .compile.vendor import GETTER, weak_declarations
+from .test_csrc import declaration
 
 TORCHADA = "0.1.103"
 BACK = Path(__file__).parent / "compile" / "musa_on_cuda"
@@ -69,12 +70,13 @@ def test_the_copy_compiles_and_registers_for_musa_alone(name: str, rules: Port, 
     built = _by_mcc(name, rules, tmp_path) or _by_nvcc(name, rules, tmp_path)
     program = """
 import importlib, sys, torch
-name, path = sys.argv[1:]
-importlib.import_module(f"vllm_hwplugin.ops.{name}")
+name, path, module = sys.argv[1:]
+importlib.import_module(module)
 torch.ops.load_library(path)
 print(*(torch._C._dispatch_has_kernel_for_dispatch_key(f"hwplugin::{name}", key) for key in ("CUDA", "PrivateUse1")))
 """
-    done = subprocess.run([sys.executable, "-c", program, name, str(built)], capture_output=True, text=True)
+    command = [sys.executable, "-c", program, name, str(built), declaration(name)]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["False", "True"]
 

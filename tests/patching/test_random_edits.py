@@ -74,7 +74,7 @@ def spots_in(plan: Plan, path: str, lines: list[str]) -> list[Spot]:
     for name, item in plan.features.items():
         if item.state != "live" or item.verdict is None:
             continue
-        hunks = [(diff.path, hunk) for diff in item.feature.files for hunk in diff.hunks]
+        hunks = [(diff.path, hunk) for diff in item.feature.files_for(plan.version) for hunk in diff.hunks]
         for (place, hunk), verdict in zip(hunks, item.verdict.hunks, strict=True):
             if place == path:
                 spot = Spot(name, hunk, hunk.source_start - 1 + verdict.offset)
@@ -103,7 +103,9 @@ def test_applied_with_the_edit_or_refused(vllm_tree: Callable[[str], Source], ve
     source, catalogue = vllm_tree(version), load_catalogue()
     stock = make_plan(catalogue, source, {})
     all_live = frozenset(name for name, item in stock.features.items() if item.state == "live")
-    assert set(stock.files) == {diff.path for name in all_live for diff in stock.features[name].feature.files}
+    assert set(stock.files) == {
+        diff.path for name in all_live for diff in stock.features[name].feature.files_for(version)
+    }
     untouched = {all_live: texts(stock)}
     for path in stock.files:
         lines = split_lines(source.read(path) or "")
