@@ -66,6 +66,9 @@ class Model(torch.nn.Module):
         self.kv = torch.zeros(NUM_BLOCKS * BLOCK + 1, HIDDEN)
         self._layer, self._context = layer, context
         self._draft = layer == "draft"
+        #: Whether the first that reads the metadata of several tokens a request puts its lengths into it, as the first
+        #: kernel does with FlashMLA's plan.
+        self.plans = False
 
     def forward(
         self, input_ids: Any, positions: Any, hidden_states: Any = None, inputs_embeds: Any = None, **_: Any
@@ -86,9 +89,13 @@ class Model(torch.nn.Module):
     def _attend(self, metadata: Any, num_tokens: int) -> torch.Tensor:
         """Of each token to those before it in its request."""
         starts, places = metadata.query_start_loc, torch.arange(MAX_LEN)
-        tokens = torch.arange(num_tokens)
-        request = (torch.searchsorted(starts, tokens, right=True) - 1).clamp(0, len(metadata.seq_lens) - 1)
-        last = metadata.seq_lens[request] - starts[request + 1] + tokens
+        tokens, lengths = torch.arange(num_tokens), metadata.seq_lens
+        if self.plans and metadata.max_query_len > 1:
+            if not hasattr(metadata, "plan"):
+                metadata.plan = lengths.clone()
+            lengths = metadata.plan
+        request = (torch.searchsorted(starts, tokens, right=True) - 1).clamp(0, len(lengths) - 1)
+        last = lengths[request] - starts[request + 1] + tokens
         rows = metadata.block_table[request][:, places // BLOCK] * BLOCK + places % BLOCK
         age = last[:, None] - places
         # The newest keys count most, so that one that is missed shows.

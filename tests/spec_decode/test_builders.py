@@ -138,27 +138,34 @@ def builder_of(tree: Any, path: str, name: str, cache_dtype: str) -> Any:
     return builder
 
 
-def step(longest: int = LONGEST) -> Any:
-    """The common metadata that `_build_draft_attn_metadata` makes for a step: one token of each request."""
+def step(query_len: int) -> Any:
+    """The common metadata that vLLM makes for a step in which each request has so many tokens."""
+    tokens = REQS * query_len
 
     def on_device(*shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.int32, device=DEVICE)
 
     return types.SimpleNamespace(
-        num_reqs=REQS, num_actual_tokens=REQS, max_query_len=1, max_seq_len=longest,
-        query_start_loc=on_device(REQS + 1), query_start_loc_cpu=torch.arange(REQS + 1, dtype=torch.int32),
-        seq_lens=on_device(REQS), seq_lens_cpu_upper_bound=torch.full((REQS,), longest, dtype=torch.int32),
-        block_table_tensor=on_device(REQS, BLOCKS), slot_mapping=on_device(REQS),
+        num_reqs=REQS, num_actual_tokens=tokens, max_query_len=query_len, max_seq_len=LONGEST,
+        query_start_loc=on_device(REQS + 1),
+        query_start_loc_cpu=torch.arange(0, tokens + 1, query_len, dtype=torch.int32),
+        seq_lens=on_device(REQS), seq_lens_cpu_upper_bound=torch.full((REQS,), LONGEST, dtype=torch.int32),
+        block_table_tensor=on_device(REQS, BLOCKS), slot_mapping=on_device(tokens),
         causal=True, dcp_local_seq_lens=None, mm_req_doc_ranges=None, rswa_prefix_lens=None, is_prefilling=None,
     )  # fmt: skip
 
 
-OWN = [path for path, builder in BUILDERS.items() if builder.one_token and path.startswith("vllm.")]
+OWN = [
+    (path, query_len)
+    for path, builder in BUILDERS.items()
+    for query_len, allowed in ((1, builder.one_token), (4, builder.decode))
+    if allowed and path.startswith("vllm.")
+]
 
 
-@pytest.mark.parametrize("path", OWN)
+@pytest.mark.parametrize(("path", "query_len"), OWN)
 @pytest.mark.parametrize("version", versions(*FILES, among=VERSIONS))
-def test_a_step_is_built_without_the_host(vllm_tree, version: str, path: str) -> None:
+def test_a_step_is_built_without_the_host(vllm_tree, version: str, path: str, query_len: int) -> None:
     """vLLM's own `build`, of every version, for what is said to be the device's work alone."""
     module, _, name = path.rpartition(".")
     for cache_dtype in ("auto", "fp8"):
@@ -166,7 +173,7 @@ def test_a_step_is_built_without_the_host(vllm_tree, version: str, path: str) ->
         if builder is None:
             pytest.skip(f"vLLM {version} has no {name}")
         with Border():
-            one, other = builder.build(0, step()), builder.build(0, step())
+            one, other = builder.build(0, step(query_len)), builder.build(0, step(query_len))
         # What a graph holds of the host is the same in each step.
         assert numbers(one) == numbers(other)
 

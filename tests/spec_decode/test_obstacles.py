@@ -30,7 +30,6 @@ from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 from vllm.v1.worker.gpu.sample.logits_processor import loader
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
-from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 from vllm.v1.worker.gpu.spec_decode.mtp.speculator import MTPSpeculator
 
 from vllm_hwplugin.spec_decode.obstacles import OBSTACLES, Part, why_not
@@ -273,7 +272,6 @@ class Breakable:
         (runner_v2, "speculator", None, "does not draft", TAIL | Part.V2_INPUTS),
         (runner_v2, "rejection_sampler", None, "not verified", TAIL),
         (runner_v2, "speculative_config.method", "ngram", "method is ngram", Part.V2_DRAFTING),
-        (runner_v2, "speculative_config.uses_dynamic_speculative_decoding", lambda: True, "number", Part.V2_DRAFTING),
         (runner_v2, "speculator.acceptance_estimator", object(), "acceptance", Part.V2_DRAFTING),
         (runner_v2, "adaptive_verification", object(), "verified changes", TAIL | MIXED),
         (runner_v2, "vllm_config.parallel_config.data_parallel_size", 2, "data parallelism", TAIL | MIXED),
@@ -381,19 +379,19 @@ def test_watermarks_are_not_served() -> None:
     assert refused(made, runner_v2, "watermarked") == TAIL
 
 
-MLA = "vllm.model_executor.layers.attention.mla_attention.MLACommonMetadataBuilder"
-PLANNING = f"{BACKENDS}.mla.flashmla.FlashMLAMetadataBuilder"
-
-
-def test_an_mtp_layer_is_served_where_no_kernel_plans_its_first_pass() -> None:
-    """The plan of the run before a graph is recorded would be read for ever."""
-    for path, hindered in ((FLASH_MLA, Part(0)), (MLA, Part(0)), (PLANNING, Part.V2_DRAFTING)):
-        made = runner_v2(builder(path), builder(path))
-        assert refused(made, runner_v2) & TAIL == hindered, path
-    # The target alone may have such layers.
-    made = runner_v2()
-    made.attn_groups[0].append(group(builder(PLANNING), "layers.1"))
-    assert refused(made, runner_v2) & TAIL == Part(0)
+@pytest.mark.parametrize(
+    ("path", "hindered"),
+    [
+        (FLASH_MLA, Part(0)),
+        ("vllm.model_executor.layers.attention.mla_attention.MLACommonMetadataBuilder", Part(0)),
+        (f"{BACKENDS}.mla.flashmla.FlashMLAMetadataBuilder", Part.V2_INPUTS),
+    ],
+)
+def test_mla_is_served_on_v2_and_flashmlas_plans_are_the_hosts(path: str, hindered: Part) -> None:
+    made = runner_v2(builder(path), builder(path))
+    assert refused(made, runner_v2) & (TAIL | Part.V2_INPUTS) == hindered
+    made = change(runner_v1(), "attn_groups", [[group(builder(path))]])
+    assert refused(made, runner_v1, "on the host") == Part.V1_METADATA
 
 
 @pytest.mark.parametrize(
@@ -418,22 +416,24 @@ def test_hybrids_are_served_where_a_graph_holds_what_moves_their_states(state: d
 
 
 @pytest.mark.parametrize(
-    ("folder", "name", "method"),
+    ("folder", "name", "served"),
     [
         # Several MTP layers, one for each draft: it never asks for padding to be masked.
-        ("multi_module_mtp", "MultiModuleMTPSpeculator", "mtp"),
-        # Its positions do not advance.
-        ("gemma4", "Gemma4Speculator", "mtp"),
-        ("dflash2", "DFlash2Speculator", "dflash"),
-        ("lilicorr", "LiLiCorrSpeculator", "dflash"),
+        ("multi_module_mtp", "MultiModuleMTPSpeculator", False),
+        ("gemma4", "Gemma4Speculator", True),
+        ("dflash2", "DFlash2Speculator", True),
+        ("lilicorr", "LiLiCorrSpeculator", True),
     ],
 )
-def test_drafters_that_share_the_methods_of_others_are_not_served(folder: str, name: str, method: str) -> None:
+def test_drafters_that_share_the_method_of_another_are_served_where_they_share_its_propose(
+    folder: str, name: str, served: bool
+) -> None:
     module = pytest.importorskip(f"vllm.v1.worker.gpu.spec_decode.{folder}.speculator", exc_type=ImportError)
-    for cls, hindered in ((DFlashSpeculator, Part(0)), (getattr(module, name), Part.V2_DRAFTING | MIXED)):
-        made = change(runner_v2(), "speculative_config.method", method)
-        made.speculator.__class__ = cls
-        assert refused(made, runner_v2, "drafts in a way of its own") == hindered
+    cls = getattr(module, name)
+    assert ("propose" not in vars(cls)) == served
+    made = runner_v2()
+    made.speculator.__class__ = cls
+    assert refused(made, runner_v2, "drafts in a way of its own") == (Part(0) if served else Part.V2_DRAFTING | MIXED)
 
 
 if __name__ == "__main__":

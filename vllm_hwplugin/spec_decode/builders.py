@@ -42,7 +42,6 @@ class Builder:
         non_causal: either of these with queries that see later ones.
         one_token: the build itself, of a batch with one token a request.
         decode: the same with several.
-        planned_by_kernel: the metadata is empty until the first kernel that reads it puts a plan into it.
         why: why no more than that.
     """
 
@@ -51,7 +50,6 @@ class Builder:
     non_causal: bool = False
     one_token: bool = False
     decode: bool = False
-    planned_by_kernel: bool = False
     why: str = ""
 
 
@@ -70,21 +68,20 @@ BUILDERS: Final[Mapping[str, Builder]] = {
     "vllm_hwplugin.musa.attention.MusaFlashAttentionMetadataBuilder": _VIEWS,
     f"{_BACKENDS}.triton_attn.TritonAttentionMetadataBuilder": _VIEWS,
     f"{_BACKENDS}.mla.flashattn_mla.FlashAttnMLAMetadataBuilder": Builder(
-        passes=True, one_token=True, why="each build plans a schedule into one buffer of the builder's"
+        passes=True, one_token=True, decode=True, why="each build plans a schedule into one buffer of the builder's"
     ),
     f"{_BACKENDS}.mla.flashmla.FlashMLAMetadataBuilder": Builder(
         passes=True,
         one_token=True,
-        planned_by_kernel=True,
         why="each build makes a plan, which its first kernel or a buffer of the builder's holds",
     ),
     # All requests of a step are decodes, of which these name the batch's tensors (FLASHINFER_MLA itself from 0.31 on).
     # TRITON_MLA in all versions, CUTLASS_MLA and TOKENSPEED_MLA add nothing to the common builder.
     f"{_BACKENDS}.mla.flashinfer_mla.FlashInferMLAMetadataBuilder": Builder(
-        passes=True, one_token=True, why="a chain over it was never run"
+        passes=True, one_token=True, decode=True, why="a chain over it was never run"
     ),
     "vllm.model_executor.layers.attention.mla_attention.MLACommonMetadataBuilder": Builder(
-        passes=True, one_token=True, why="a chain over it was never run"
+        passes=True, one_token=True, decode=True, why="a chain over it was never run"
     ),
     f"{_BACKENDS}.flashinfer.FlashInferMetadataBuilder": Builder(passes=True, why="each build plans on the host"),
     f"{_BACKENDS}.flex_attention.FlexAttentionMetadataBuilder": Builder(

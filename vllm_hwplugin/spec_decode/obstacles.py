@@ -27,7 +27,15 @@ _VERIFIED: Final = "how many drafts are verified changes from step to step"
 
 #: The methods whose `propose` is recorded, and V2's classes that draft by nothing else: later versions have more.
 _METHODS: Final = ("eagle", "eagle3", "mtp", "dflash")
-_SPECULATORS: Final = ("EagleSpeculator", "MTPSpeculator", "DFlashSpeculator")
+_SPECULATORS: Final = (
+    "EagleSpeculator",
+    "MTPSpeculator",
+    "Gemma4Speculator",
+    "DFlashSpeculator",
+    "DFlash2Speculator",
+    "LiLiCorrSpeculator",
+    "XPressSpeculator",
+)
 #: V1's proposers whose `propose` is the patched one. A subclass that overrides a part of it is another's.
 _PROPOSERS: Final = ("EagleProposer", "DraftModelProposer")
 #: Where one of these is set, a proposer does something on the host between its one-token steps.
@@ -158,18 +166,14 @@ def _builders(groups: Iterable[Iterable[Any]]) -> Iterator[Any]:
 
 
 def _host_builders(runner: Any) -> str:
-    return _names(one for one in _builders(runner.attn_groups) if host_work(one))
+    """On V1 those of MLA as well: `v1-step-inputs` knows of no lengths that the host has within their metadata."""
+    on_v1 = hasattr(runner, "input_batch")
+    found = _builders(runner.attn_groups)
+    return _names(one for one in found if host_work(one) or (on_v1 and not known(type(one)).chain))
 
 
 def _draft_groups(runner: Any) -> Any:
     return getattr(runner.speculator, "attn_groups", ())
-
-
-def _planned_first_pass(runner: Any) -> str:
-    """The first pass reads metadata of the target's builders, and the graph does not make that again."""
-    own = {name for groups in _draft_groups(runner) for group in groups for name in group.layer_names}
-    shared = [[group for group in groups if not own.isdisjoint(group.layer_names)] for groups in runner.attn_groups]
-    return _names(one for one in _builders(shared) if known(type(one)).planned_by_kernel)
 
 
 def _plans_by_window(runner: Any) -> bool:
@@ -338,11 +342,6 @@ OBSTACLES: Final = (
     Obstacle("drafts are not verified by rejection", _TAIL, lambda r: r.rejection_sampler is None),
     Obstacle(_VERIFIED, _V1, lambda r: r.speculative_config.method == "ngram_gpu"),
     Obstacle(_VERIFIED, _TAIL | _MIXED, _has("adaptive_verification")),
-    Obstacle(
-        "the number of drafts changes from step to step",
-        _DRAFTS,
-        lambda r: r.speculative_config.uses_dynamic_speculative_decoding(),
-    ),
     Obstacle("acceptance is estimated in each step", _DRAFTS, _has("speculator.acceptance_estimator")),
     Obstacle("{}", _PHASE, _lacks_graphs),
     Obstacle("the drafter works on the host between steps: {}", _PHASE, lambda r: _host_side(r.drafter)),
@@ -399,7 +398,6 @@ OBSTACLES: Final = (
     # From 0.32 on, where a backend needs smaller blocks than the KV cache's, as it may in hybrids.
     Obstacle("block tables of the draft layers are made anew in each step", _PHASE, _other_blocks),
     Obstacle("metadata has to be built in each step ({})", _DRAFTS, lambda r: why_not_in_graph(_draft_groups(r))),
-    Obstacle("{}: the first pass's plan is made by its first kernel, once", _DRAFTS, _planned_first_pass),
     Obstacle("{} may make metadata on the host", _METADATA | _V2 | _MIXED, _host_builders),
     Obstacle("a schedule for windows depends on the longest sequence", _METADATA, _plans_by_window),
     Obstacle(

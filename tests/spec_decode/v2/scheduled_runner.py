@@ -105,6 +105,7 @@ class Side(Engine):
         for name in ("model_runner", "cudagraph_utils", "spec_decode.target_dependent_ar.speculator"):
             vars(modules(name))["set_forward_context"] = self.context
         target, draft = self.models
+        draft.plans = True
         runner = self.runner = modules("model_runner").GPUModelRunner(self.config, DEVICE)
         runner.speculator.load_draft_model = lambda *_: draft
         runner.load_model(model=target)

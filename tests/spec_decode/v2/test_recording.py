@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a recording leaves of vLLM's sampler, by that sampler."""
+"""What a recording leaves of vLLM's sampler, by that sampler, and what padding leaves of a draft's candidates."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("vllm.v1.worker.gpu.model_runner", exc_type=ImportError)
 
 from vllm.sampling_params import SamplingParams
 
-from vllm_hwplugin.spec_decode.v2.recording import SamplerParts, sampling_as
+from vllm_hwplugin.spec_decode.v2.recording import SamplerParts, mask_block, recorded_with, sampling_as
+from vllm_hwplugin.spec_decode.v2.tail_buffers import Padding
 
 from .samplers import sampler
 
@@ -28,3 +32,24 @@ def test_requests_without_a_seed_are_given_those_of_vllm(monkeypatch: pytest.Mon
         return int(made.sampling_states.seeds.np[1])
 
     assert first(record=True) == first(record=False)
+
+
+@pytest.mark.parametrize(("folder", "kept"), [("dflash", [5, 5, 9, 9]), ("dflash2", [5, 5, -1, -1])])
+def test_padding_has_no_candidates_to_keep(folder: str, kept: list[int]) -> None:
+    """A draft that walks through candidates passes over rows below 0. Else all of padding would write to one row."""
+    module = pytest.importorskip(f"vllm.v1.worker.gpu.spec_decode.{folder}.speculator", exc_type=ImportError)
+    cls = {"dflash": "DFlashSpeculator", "dflash2": "DFlash2Speculator"}[folder]
+    speculator = object.__new__(getattr(module, cls))
+    tokens = 2 * 3
+    vars(speculator).update(
+        num_speculative_steps=2,
+        sample_idx_mapping=torch.tensor([5, 5, 9, 9]),
+        input_buffers=SimpleNamespace(query_start_loc=torch.zeros(3), seq_lens=torch.ones(2)),
+        block_tables=SimpleNamespace(slot_mappings=torch.zeros(1, tokens, dtype=torch.int64)),
+        **({"top_k": 4} if folder == "dflash2" else {}),
+    )
+    alive, starts = torch.tensor([1, 0]), torch.tensor([0, 3, 3])
+    dead = torch.arange(tokens) >= 3
+    with recorded_with(Padding(alive, starts, starts, dead)):
+        mask_block(speculator, torch.zeros(1, tokens, dtype=torch.int64))
+    assert speculator.sample_idx_mapping.tolist() == kept

@@ -133,6 +133,12 @@ def mask_block(speculator: Any, context_slots: torch.Tensor) -> None:
     buffers.seq_lens[:num_reqs].mul_(padding.alive)
     context_slots[..., :num_tokens].masked_fill_(padding.dead_tokens, _NO_SLOT)
     speculator.block_tables.slot_mappings[:, :num_tokens].masked_fill_(padding.dead_tokens, _NO_SLOT)
+    if hasattr(speculator, "top_k"):
+        # Candidates of a draft that walks through some (DFlash2, LiLiCorr) are kept at the request's row, to be taken
+        # out of its probabilities by the next. All of padding has one row, so they would not be those that were put in.
+        # Such a draft passes over rows below 0.
+        sampled = speculator.sample_idx_mapping[: num_reqs * speculator.num_speculative_steps].view(num_reqs, -1)
+        sampled.masked_fill_((padding.alive == 0).unsqueeze(1), -1)
 
 
 class HiddenRows:

@@ -232,16 +232,20 @@ class TailGraphs:
     def _capture_shape(self, shape: GraphShape, pool: Any) -> _Graphs:
         runner, buffers = self._runner, self._buffers
         assert buffers is not None
-        metadata, slots = prepare_inputs_to_capture(
-            shape.num_reqs,
-            shape.num_tokens,
-            runner.model_state,
-            runner.input_buffers,
-            runner.block_tables,
-            runner.attn_groups,
-            runner.kv_cache_config,
-            **known_arguments(prepare_inputs_to_capture, full_cudagraph=True, max_query_len=self.query_len),
-        )
+        # For each of the two runs: the first kernel that reads a plan of FlashMLA's makes it, and a recorded one must.
+        prepared = [
+            prepare_inputs_to_capture(
+                shape.num_reqs,
+                shape.num_tokens,
+                runner.model_state,
+                runner.input_buffers,
+                runner.block_tables,
+                runner.attn_groups,
+                runner.kv_cache_config,
+                **known_arguments(prepare_inputs_to_capture, full_cudagraph=True, max_query_len=self.query_len),
+            )
+            for _ in range(2)
+        ]
         batch = self._batches[shape.num_reqs] = self._recorded_batch(shape)
         sampling = {}
         for needed in () if Part.V2_SAMPLING in self._vllms else SamplerParts:
@@ -249,7 +253,7 @@ class TailGraphs:
                 sampling[needed] = record_graph(lambda: self._sample(batch), pool)
         if Part.V2_DRAFTING in self._vllms:
             return _Graphs(shape, sampling, Reason.NOT_CAPTURED)
-        return _Graphs(shape, sampling, record_graph(lambda: self._draft(batch, metadata, slots), pool))
+        return _Graphs(shape, sampling, record_graph(lambda: self._draft(batch, *prepared.pop()), pool))
 
     def _recorded_batch(self, shape: GraphShape) -> Any:
         """A decode batch of vLLM's `InputBatch` that fills `shape`, of tensors that stay where they are."""

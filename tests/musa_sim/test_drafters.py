@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drafters of other kinds on Model Runner V2, with graphs and without, on the simulated device."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_hwplugin.features import gate_of
+
+from . import loads
+from .loads import Engine, Load, Process, Run
+
+pytestmark = [pytest.mark.musa_sim, pytest.mark.engine]
+
+DRAFTS = 3
+GRAPHS = ("v2-step-inputs", "v2-tail-graph")
+
+
+def _write(folder: Path, config: Mapping[str, Any]) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def dflash2(folder: Path) -> dict[str, Any]:
+    """A draft that walks through candidates, beside the small trained target."""
+    trained = json.loads((loads.SMALL / "dflash" / "config.json").read_text())
+    walk = {"conv_kernel_size": 2, "conv_group_size": 64, "selector_rank": 16, "selector_top_k": 4}
+    config = {**trained, "architectures": ["DFlash2DraftModel"], "block_size": 1 + DRAFTS}
+    config["dflash_config"] = {**trained["dflash_config"], **walk}
+    draft = _write(folder / "draft", config)
+    return loads.dummies(
+        loads.SMALL / "target",
+        {
+            "method": "dflash",
+            "model": str(draft),
+            "num_speculative_tokens": DRAFTS,
+            "draft_sample_method": "probabilistic",
+        },
+    )
+
+
+def gemma4(folder: Path) -> dict[str, Any]:
+    """A draft without keys of its own, whose positions stay the same."""
+    rope = {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        "full_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    }
+    text = {
+        "model_type": "gemma4_text",
+        "vocab_size": 4096,
+        "hidden_size": 128,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "num_global_key_value_heads": 1,
+        "head_dim": 64,
+        "global_head_dim": 64,
+        "intermediate_size": 256,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-06,
+        "attention_bias": False,
+        "sliding_window": 32,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "final_logit_softcapping": 30.0,
+        "tie_word_embeddings": True,
+        "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": 0,
+        "enable_moe_block": False,
+        "attention_k_eq_v": False,
+        "use_bidirectional_attention": None,
+        "rope_parameters": rope,
+        "dtype": "float16",
+    }
+    target = text | {
+        "architectures": ["Gemma4ForCausalLM"],
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 0,
+    }
+    assistant = {
+        "architectures": ["Gemma4AssistantForCausalLM"],
+        "model_type": "gemma4_assistant",
+        "backbone_hidden_size": text["hidden_size"],
+        "tie_word_embeddings": True,
+        "text_config": text
+        | {
+            "hidden_size": 64,
+            "num_hidden_layers": 2,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "num_kv_shared_layers": 2,
+        },
+    }
+    draft = _write(folder / "draft", assistant)
+    return loads.dummies(
+        _write(folder / "target", target), {"method": "mtp", "model": str(draft), "num_speculative_tokens": DRAFTS}
+    )
+
+
+#: Three drafts for up to three requests, one for more.
+SCHEDULE = Engine(
+    "eagle3",
+    more={
+        "speculative_config": {
+            **Engine("eagle3").speculation["speculative_config"],
+            "num_speculative_tokens_per_batch_size": [[1, 3, 3], [4, 6, 1]],
+        }
+    },
+)
+
+
+@pytest.fixture(scope="module")
+def runs(musa_host: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Run]]:
+    """By side, each engine's."""
+    folder = tmp_path_factory.mktemp("drafters")
+    # Room for all requests at a time, also for their windows.
+    common = {**Engine("eagle3").on_musa(), "num_gpu_blocks_override": 60}
+    made = {"dflash2": dflash2(folder / "dflash2"), "gemma4": gemma4(folder / "gemma4")}
+    asked = {
+        **{
+            name: Load({**common, **options}, loads.by_temperature(), initialised=True, autotuned=False)
+            for name, options in made.items()
+        },
+        "schedule": Load(SCHEDULE.on_musa(), loads.by_temperature(), autotuned=False),
+    }
+    graphs = {gate_of(feature): "on" for feature in ("engine-report", "v2-graph-addresses", *GRAPHS)}
+    sides = {"stock": loads.UNPATCHED, "graphs": loads.UNPATCHED | graphs}
+    return loads.side_by_side(
+        {side: Process(asked, loads.musa(folder / f"host, {side}", **sides[side])) for side in sides}, folder
+    )
+
+
+@pytest.mark.parametrize("name", ["dflash2", "gemma4", "schedule"])
+def test_graphs_change_nothing(name: str, runs: dict[str, dict[str, Run]]) -> None:
+    expected, found = runs["stock"][name], runs["graphs"][name]
+    loads.assert_same(expected, found)
+    assert found.runner == "V2"
+    assert set(GRAPHS) <= set(found.used)
+    assert 0 < expected.accepted()[-1] < expected.accepted()[0]
+    # Three requests are padded to four.
+    assert found.widths() >= {1, 2, 3, 4}
+    assert found.counted["v2-tail-graph drafting"]["served"] == found.counted["v2-step-inputs inputs"]["served"] > 3
+
+
+def test_fewer_drafts_than_the_schedule_has_at_most_are_left_to_vllm(runs: dict[str, dict[str, Run]]) -> None:
+    found = runs["graphs"]["schedule"]
+    assert found.counted["v2-tail-graph drafting"]["fewer_drafts"] > 3
+    assert {len(drafts) for step in found.steps for drafts in step["drafts"].values()} == {3}
+    assert {count for step in found.steps for count in step["verified"].values()} == {1, 3}
