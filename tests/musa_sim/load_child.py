@@ -38,9 +38,17 @@ def sampling_params(asked: dict):
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
     given = {"ignore_eos": True, "detokenize": False, **asked}
+    given.pop("adapter", None)
     if "structured_outputs" in given:
         given["structured_outputs"] = StructuredOutputsParams(**given["structured_outputs"])
     return SamplingParams(**given, output_kind=RequestOutputKind.FINAL_ONLY)
+
+
+def adapter_of(asked: dict) -> dict:
+    from vllm.lora.request import LoRARequest
+
+    path = asked.get("adapter")
+    return {} if path is None else {"lora_request": LoRARequest("adapter", 1, path)}
 
 
 def known(options: dict) -> dict:
@@ -179,8 +187,8 @@ def serve(llm, requests: list[dict], calls: Sequence[Sequence] = ()) -> tuple[di
             for request in requests:
                 name = request["name"]
                 if name not in added and step >= request["at"]:
-                    params = sampling_params(request["params"])
-                    engine.add_request(name, {"prompt_token_ids": request["prompt"]}, params)
+                    params, adapter = sampling_params(request["params"]), adapter_of(request["params"])
+                    engine.add_request(name, {"prompt_token_ids": request["prompt"]}, params, **adapter)
                     added.add(name)
                 if request.get("abort_at") is not None and step >= request["abort_at"] and name not in aborted:
                     engine.abort_request([name])

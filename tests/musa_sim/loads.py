@@ -61,7 +61,7 @@ class Request:
         name: without a hyphen.
         prompt: token ids.
         at: the engine's step before which it is added, from 0.
-        params: of ``SamplingParams``, as JSON.
+        params: of ``SamplingParams``, as JSON; ``adapter`` is the folder of a LoRA adapter.
         abort_at: the step before which it is aborted.
     """
 

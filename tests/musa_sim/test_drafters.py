@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafters of other kinds on Model Runner V2, with graphs and without, on the simulated device."""
+"""Drafters of other kinds, and adapters, on Model Runner V2, with graphs and without, on the simulated device."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from vllm_hwplugin.features import gate_of
 
@@ -113,6 +116,23 @@ SCHEDULE = Engine(
 )
 
 
+def adapter(folder: Path) -> str:
+    """A LoRA adapter of the small target, in all of its attention."""
+    config = json.loads((loads.SMALL / "target" / "config.json").read_text())
+    heads, rank, chance = config["num_attention_heads"] * config["head_dim"], 4, torch.Generator().manual_seed(0)
+    weights = {
+        f"base_model.model.model.layers.{layer}.self_attn.o_proj.lora_{side}.weight": 0.1
+        * torch.randn(size, generator=chance)
+        for layer in range(config["num_hidden_layers"])
+        for side, size in (("A", (rank, heads)), ("B", (config["hidden_size"], rank)))
+    }
+    folder.mkdir()
+    save_file(weights, folder / "adapter_model.safetensors")
+    said = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": ["o_proj"], "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(said))
+    return str(folder)
+
+
 @pytest.fixture(scope="module")
 def runs(musa_host: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Run]]:
     """By side, each engine's."""
@@ -127,6 +147,16 @@ def runs(musa_host: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
         },
         "schedule": Load(SCHEDULE.on_musa(), loads.by_temperature(), autotuned=False),
     }
+    # Triton's interpreter takes seconds for the kernels of each step.
+    plain, adapted = loads.by_temperature()[:4], {"adapter": adapter(folder / "adapter")}
+    asked["adapters"] = Load(
+        {**Engine("eagle3").on_musa(), "enable_lora": True, "max_lora_rank": 8, "lora_target_modules": ["o_proj"]},
+        [
+            dataclasses.replace(one, params={**one.params, "max_tokens": 8, **(adapted if at % 2 == 0 else {})})
+            for at, one in enumerate(plain)
+        ],
+        autotuned=False,
+    )
     graphs = {gate_of(feature): "on" for feature in ("engine-report", "v2-graph-addresses", *GRAPHS)}
     sides = {"stock": loads.UNPATCHED, "graphs": loads.UNPATCHED | graphs}
     return loads.side_by_side(
@@ -134,7 +164,7 @@ def runs(musa_host: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     )
 
 
-@pytest.mark.parametrize("name", ["dflash2", "gemma4", "schedule"])
+@pytest.mark.parametrize("name", ["dflash2", "gemma4", "schedule", "adapters"])
 def test_graphs_change_nothing(name: str, runs: dict[str, dict[str, Run]]) -> None:
     expected, found = runs["stock"][name], runs["graphs"][name]
     loads.assert_same(expected, found)
@@ -151,3 +181,10 @@ def test_fewer_drafts_than_the_schedule_has_at_most_are_left_to_vllm(runs: dict[
     assert found.counted["v2-tail-graph drafting"]["fewer_drafts"] > 3
     assert {len(drafts) for step in found.steps for drafts in step["drafts"].values()} == {3}
     assert {count for step in found.steps for count in step["verified"].values()} == {1, 3}
+
+
+def test_adapters_change_the_texts_of_those_that_have_them(runs: dict[str, dict[str, Run]]) -> None:
+    found = runs["graphs"]["adapters"]
+    plain = {name: answer["tokens"][:8] for name, answer in runs["graphs"]["schedule"].answers.items()}
+    assert found.answers["c"]["tokens"] != plain["c"]
+    assert "adapters" not in found.counted["v2-tail-graph sampling"]

@@ -279,7 +279,7 @@ class Breakable:
         (runner_v2, "vllm_config.parallel_config.decode_context_parallel_size", 2, "split among", TAIL | MIXED),
         (runner_v2, "vllm_config.parallel_config.prefill_context_parallel_size", 2, "split among", TAIL | MIXED),
         (runner_v2, "vllm_config.parallel_config.enable_eplb", True, "experts", TAIL),
-        (runner_v2, "lora_config", object(), "LoRA", TAIL | MIXED),
+        (runner_v2, "lora_config", object(), "LoRA", MIXED),
         (runner_v2, "model_config.is_encoder_decoder", True, "encoder", TAIL | MIXED),
         (runner_v2, "supports_mm_inputs", True, "images", Part.V2_INPUTS | MIXED),
         (runner_v2, "model_config.uses_mrope", True, "several dimensions", Part.V2_INPUTS),
@@ -310,9 +310,10 @@ def test_weights_on_the_host_and_a_count_of_nans(monkeypatch: pytest.MonkeyPatch
 
 
 def test_all_reasons_are_said_in_order() -> None:
-    made = change(change(runner_v2(), "lora_config", object()), "speculative_config.method", "ngram")
-    assert why_not(made, Part.V2_SAMPLING) == "adapters (LoRA) change from batch to batch"
-    words = "the speculative method is ngram; adapters (LoRA) change from batch to batch"
+    made = change(runner_v2(), "vllm_config.parallel_config.enable_eplb", True)
+    made = change(made, "speculative_config.method", "ngram")
+    assert why_not(made, Part.V2_SAMPLING) == "experts are counted on the host in each step"
+    words = "the speculative method is ngram; experts are counted on the host in each step"
     assert why_not(made, TAIL) == why_not(made, Part.V2_DRAFTING) == words
 
 

@@ -371,7 +371,7 @@ OBSTACLES: Final = (
         _PHASE | _TAIL,
         lambda _: not isinstance(get_offloader(), NoopOffloader),
     ),
-    Obstacle("adapters (LoRA) change from batch to batch", _V1 | _TAIL | _MIXED, attrgetter("lora_config")),
+    Obstacle("adapters (LoRA) change from batch to batch", _V1 | _MIXED, attrgetter("lora_config")),
     Obstacle("the model has an encoder", _PHASE | _V1 | _TAIL | _MIXED, attrgetter("model_config.is_encoder_decoder")),
     Obstacle("prompts may be embeddings", _PHASE | _V1, attrgetter("enable_prompt_embeds")),
     Obstacle("the model takes images or the like", _V2 | _MIXED, attrgetter("supports_mm_inputs")),

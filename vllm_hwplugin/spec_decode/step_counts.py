@@ -46,6 +46,7 @@ class Reason(IntEnum):
     LARGER_BATCH = "there are more requests or tokens than the largest graph takes"
     NO_FULL_GRAPH = "the batch runs in no FULL graph of the target, or of the draft"
     SAMPLING_PARAMETERS = "a request asks the sampler for more than the graphs do"
+    ADAPTERS = "a request's adapter (LoRA) may change its logits"
     REQUESTS_CHANGED = "other requests than in the step before, or in another order"
     STEP_BEFORE = "the step before left nothing on the device to go on from"
     NO_FREE_ROW = "no row of the requests' state is free for the graph's padding"

@@ -140,7 +140,11 @@ def test_graphs_are_of_shapes_whose_states_the_target_keeps(
 
     recorded: list[int] = []
 
+    active: list[set[Any]] = [{"that of the target's last graph"}]
+
     def record_shape(rung: Any, _: Any) -> None:
+        # A kernel that is recorded for an adapter would be one for all requests.
+        assert active[-1] == set()
         assert graphs._target()[0][: rung.num_tokens].shape[0] == rung.num_tokens
         recorded.append(rung.num_reqs)
 
@@ -152,6 +156,9 @@ def test_graphs_are_of_shapes_whose_states_the_target_keeps(
             cudagraph_manager=manager,
             speculator=SimpleNamespace(speculative_config=SimpleNamespace(method="eagle3")),
             req_states=SimpleNamespace(draft_tokens=torch.zeros(1)),
+            lora_config=object(),
+            model=torch.nn.Linear(1, 1),
+            _set_active_loras=lambda prompts, tokens, adapters: active.append(adapters),
         )
     )
     monkeypatch.setattr(tail_graph, "why_not", lambda *_: None)
@@ -269,9 +276,14 @@ def test_each_step_is_counted_and_what_was_in_its_way() -> None:
     assert graphs.drafts_of(torch.arange(2)).data_ptr() == runner.speculator.draft_tokens.data_ptr()
     step(2, has_structured_output_reqs=True)
     assert graphs.drafts_of(torch.arange(2)).data_ptr() != runner.speculator.draft_tokens.data_ptr()
-    sampling = {"served": 7, "prompt": 1, "structured_output": 3, "sampling_parameters": 2}
+    # The second request has an adapter, which may be one of the head.
+    graphs._plain[1] = graphs._adapts_logits = True
+    runner.lora_state = SimpleNamespace(lora_ids=np.array([0, 7, 0, 0]))
+    step(1)
+    step(2)
+    sampling = {"served": 8, "prompt": 1, "structured_output": 3, "sampling_parameters": 2, "adapters": 1}
     assert graphs._sampling.outcomes() == sampling | {"larger_batch": 1, "no_free_row": 4}
-    drafting = {"served": 6, "prompt": 5, "fewer_drafts": 3, "no_full_graph": 1}
+    drafting = {"served": 8, "prompt": 5, "fewer_drafts": 3, "no_full_graph": 1}
     assert graphs._drafting.outcomes() == drafting | {"larger_batch": 1, "no_free_row": 2}
 
 

@@ -30,6 +30,7 @@ import numpy as np
 import torch
 from vllm.config.compilation import CUDAGraphMode
 from vllm.distributed.parallel_state import graph_capture
+from vllm.lora.layers import LogitsProcessorWithLoRA
 from vllm.v1.worker.gpu.cudagraph_utils import prepare_inputs_to_capture
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
@@ -112,6 +113,8 @@ class TailGraphs:
         self._plain = np.zeros(runner.max_num_reqs, dtype=bool)
         self._scores_prompt = np.zeros(runner.max_num_reqs, dtype=bool)
         self._splits_top_p = splits_top_p()
+        # Whether adapters may change logits.
+        self._adapts_logits = False
         self._companions: list[StepInputs] = []
         # The halves that no graph can have, and why.
         self._vllms: dict[Part, str] = {}
@@ -219,6 +222,11 @@ class TailGraphs:
         self._buffers = TailBuffers(runner, shapes[0].num_reqs, self.query_len, idx_dtype(runner))
         self._buffers.write(np.empty(0, dtype=np.int64), free_row=0)
         self._pool = torch.cuda.graph_pool_handle()
+        if runner.lora_config is not None:
+            self._adapts_logits = any(isinstance(one, LogitsProcessorWithLoRA) for one in runner.model.modules())
+            # Of the target's graphs, the last was for adapters. Without any, vLLM launches no kernel for them.
+            none = (0,) * shapes[0].num_tokens
+            runner._set_active_loras(none, none, set())
         for shape in shapes:
             self._graphs[shape.num_reqs] = self._capture_shape(shape, self._pool)
         self._scratch = shared_scratch()
@@ -481,6 +489,8 @@ class TailGraphs:
         """What the requests at `rows` need of the sampler; or why no graph samples for them."""
         if not self._plain[rows].all():
             return Reason.SAMPLING_PARAMETERS
+        if self._adapts_logits and self._runner.lora_state.lora_ids[rows].any():
+            return Reason.ADAPTERS
         needed = SamplerParts.of(self._runner.sampler.sampling_states, rows, self._splits_top_p)
         return Reason.SAMPLING_PARAMETERS if needed is None else needed
 
