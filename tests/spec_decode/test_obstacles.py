@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -271,7 +272,7 @@ class Breakable:
         # Mixed batches have graphs without drafts, too.
         (runner_v2, "speculator", None, "does not draft", TAIL | Part.V2_INPUTS),
         (runner_v2, "rejection_sampler", None, "not verified", TAIL),
-        (runner_v2, "speculative_config.method", "ngram", "method is ngram", Part.V2_DRAFTING),
+        (runner_v2, "speculative_config.method", "ngram", "method is ngram", MIXED),
         (runner_v2, "speculator.acceptance_estimator", object(), "acceptance", Part.V2_DRAFTING),
         (runner_v2, "adaptive_verification", object(), "verified changes", TAIL | MIXED),
         (runner_v2, "vllm_config.parallel_config.data_parallel_size", 2, "data parallelism", TAIL | MIXED),
@@ -311,9 +312,9 @@ def test_weights_on_the_host_and_a_count_of_nans(monkeypatch: pytest.MonkeyPatch
 
 def test_all_reasons_are_said_in_order() -> None:
     made = change(runner_v2(), "vllm_config.parallel_config.enable_eplb", True)
-    made = change(made, "speculative_config.method", "ngram")
+    made = change(made, "speculator.acceptance_estimator", object())
     assert why_not(made, Part.V2_SAMPLING) == "experts are counted on the host in each step"
-    words = "the speculative method is ngram; experts are counted on the host in each step"
+    words = "acceptance is estimated in each step; experts are counted on the host in each step"
     assert why_not(made, TAIL) == why_not(made, Part.V2_DRAFTING) == words
 
 
@@ -435,6 +436,22 @@ def test_drafters_that_share_the_method_of_another_are_served_where_they_share_i
     made = runner_v2()
     made.speculator.__class__ = cls
     assert refused(made, runner_v2, "drafts in a way of its own") == (Part(0) if served else Part.V2_DRAFTING | MIXED)
+
+
+def test_a_draft_model_is_served_where_a_graph_can_make_all_of_its_metadata() -> None:
+    """That of its first pass, too, which other drafters share with the target."""
+    module = "vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator"
+    newer = pytest.importorskip(module, exc_type=ImportError).StandaloneARSpeculator
+    # Of 0.31.
+    older = type("PlainDraftModelSpeculator", (newer,), {})
+    views, planned = (FlashAttentionMetadataBuilder, Part(0)), (builder(FLASH_MLA), Part.V2_DRAFTING)
+    for cls, (draft, hindered) in itertools.product((newer, older), (views, planned)):
+        made = change(runner_v2(draft=draft), "speculative_config.method", "draft_model")
+        assert refused(made, runner_v2, "in each step (Fl") == Part(0)
+        made.speculator.__class__ = cls
+        assert refused(made, runner_v2) == hindered | MIXED
+        assert refused(made, runner_v2, "method is draft_model") == MIXED
+        assert refused(made, runner_v2, "in each step (Fl") == hindered
 
 
 if __name__ == "__main__":

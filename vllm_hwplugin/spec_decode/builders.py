@@ -115,18 +115,20 @@ def refusing(builder_classes: Iterable[type], what: str) -> str | None:
     return _joined({name: builder.why for name, builder in found.items() if not getattr(builder, what)})
 
 
-def why_not_in_graph(attn_groups: Sequence[Sequence[Any]]) -> str | None:
-    """Why the metadata of a draft's one-token steps cannot be made inside a CUDA graph, or None where it can.
+def why_not_in_graph(attn_groups: Sequence[Sequence[Any]], what: str = "one_token") -> str | None:
+    """Why the metadata of a draft's passes cannot be made inside a CUDA graph, or None where it can.
 
     Context parallelism is left out: it splits lengths over ranks, and nothing advances these between draft steps.
 
     Args:
         attn_groups: a speculator's, for each KV cache group its `AttentionGroup`s, whose builders exist.
+        what: `one_token`, or `chain` where a pass has more tokens a request than a decode, too: such metadata names
+            the batch's tensors alone, however many these are.
     """
     refused: dict[str, str] = {}
     for builder in (group.get_metadata_builder(0) for groups in attn_groups for group in groups):
         found = known(type(builder))
-        if not found.one_token:
+        if not getattr(found, what):
             refused[type(builder).__name__] = found.why
         elif getattr(builder, "dcp_world_size", 1) > 1:
             refused[type(builder).__name__] = "decode context parallelism"

@@ -25,8 +25,11 @@ from vllm_hwplugin.spec_decode.builders import host_work, known, refusing, why_n
 
 _VERIFIED: Final = "how many drafts are verified changes from step to step"
 
-#: The methods whose `propose` is recorded, and V2's classes that draft by nothing else: later versions have more.
+#: The methods whose `propose` is recorded on V1, and that mixed batches were tried with.
 _METHODS: Final = ("eagle", "eagle3", "mtp", "dflash")
+#: Those of method `draft_model`, up to 0.31 and from 0.32 on.
+_STANDALONE: Final = ("PlainDraftModelSpeculator", "StandaloneARSpeculator")
+#: V2's classes whose `propose` is recorded, or which at least draft by nothing else: later versions have more.
 _SPECULATORS: Final = (
     "EagleSpeculator",
     "MTPSpeculator",
@@ -35,6 +38,7 @@ _SPECULATORS: Final = (
     "DFlash2Speculator",
     "LiLiCorrSpeculator",
     "XPressSpeculator",
+    *_STANDALONE,
 )
 #: V1's proposers whose `propose` is the patched one. A subclass that overrides a part of it is another's.
 _PROPOSERS: Final = ("EagleProposer", "DraftModelProposer")
@@ -176,6 +180,12 @@ def _draft_groups(runner: Any) -> Any:
     return getattr(runner.speculator, "attn_groups", ())
 
 
+def _not_in_graph(runner: Any) -> str | None:
+    """The first pass of a draft model of its own has more tokens a request than some builders take for a decode."""
+    standalone = type(runner.speculator).__name__ in _STANDALONE
+    return why_not_in_graph(_draft_groups(runner), "chain" if standalone else "one_token")
+
+
 def _plans_by_window(runner: Any) -> bool:
     planned = (one for one in _builders(runner.attn_groups) if getattr(one, "aot_schedule", False))
     return any(one.aot_sliding_window not in (None, (-1, -1)) for one in planned)
@@ -197,8 +207,8 @@ def _host_side(proposer: Any) -> str:
 
 
 def _other_method(runner: Any) -> str:
-    method: str = runner.speculative_config.method
-    return "" if method in _METHODS else method
+    method: str | None = getattr(runner.speculative_config, "method", None)
+    return "" if method is None or method in _METHODS else method
 
 
 def _other_speculator(runner: Any) -> str:
@@ -337,7 +347,7 @@ OBSTACLES: Final = (
     Obstacle("graphs are broken at attention", _MIXED, attrgetter("cudagraph_manager.use_breakable_cg")),
     Obstacle("there is one request at a time", _MIXED, lambda r: r.max_num_reqs == 1),
     Obstacle("only some batches can have graphs: {}", _MIXED, _some_batches_only),
-    Obstacle("the speculative method is {}", _PHASE | _DRAFTS, _other_method),
+    Obstacle("the speculative method is {}", _PHASE | _MIXED, _other_method),
     Obstacle("{} drafts in a way of its own", _DRAFTS | _MIXED, _other_speculator),
     Obstacle("drafts are not verified by rejection", _TAIL, lambda r: r.rejection_sampler is None),
     Obstacle(_VERIFIED, _V1, lambda r: r.speculative_config.method == "ngram_gpu"),
@@ -397,7 +407,7 @@ OBSTACLES: Final = (
     ),
     # From 0.32 on, where a backend needs smaller blocks than the KV cache's, as it may in hybrids.
     Obstacle("block tables of the draft layers are made anew in each step", _PHASE, _other_blocks),
-    Obstacle("metadata has to be built in each step ({})", _DRAFTS, lambda r: why_not_in_graph(_draft_groups(r))),
+    Obstacle("metadata has to be built in each step ({})", _DRAFTS, _not_in_graph),
     Obstacle("{} may make metadata on the host", _METADATA | _V2 | _MIXED, _host_builders),
     Obstacle("a schedule for windows depends on the longest sequence", _METADATA, _plans_by_window),
     Obstacle(

@@ -146,7 +146,7 @@ class Runner:
         first_pass: bool = False,
     ) -> None:
         self.modules, self.k = modules, k
-        self.model, self.config = Draft(), _config(k, sampled)
+        self.model, self.config = Draft(), config(k, sampled)
         speculator_module = modules(_module(version))
         speculator_module.set_forward_context = self.model.in_context
         cls = getattr(speculator_module, "AutoRegressiveSpeculator", None) or speculator_module.EagleSpeculator
@@ -271,7 +271,7 @@ def _module(version: str) -> str:
     return f"spec_decode.{kind}.speculator"
 
 
-def _config(k: int, sampled: bool) -> Any:
+def config(k: int, sampled: bool) -> Any:
     draft = types.SimpleNamespace(
         get_hidden_size=lambda: HIDDEN, get_vocab_size=lambda: VOCAB, hf_config=types.SimpleNamespace()
     )
@@ -291,7 +291,9 @@ def _config(k: int, sampled: bool) -> Any:
         scheduler_config=types.SimpleNamespace(max_num_seqs=MAX_REQS, max_num_batched_tokens=MAX_TOKENS),
         model_config=types.SimpleNamespace(max_model_len=MAX_LEN, dtype=torch.float32, use_fp64_gumbel=False),
         cache_config=types.SimpleNamespace(use_kda_recoverssm=False),
-        parallel_config=types.SimpleNamespace(data_parallel_size=1, data_parallel_rank=0, tensor_parallel_size=1),
+        parallel_config=types.SimpleNamespace(
+            data_parallel_size=1, data_parallel_rank=0, tensor_parallel_size=1, decode_context_parallel_size=1
+        ),
         compilation_config=types.SimpleNamespace(
             cudagraph_mode=CUDAGraphMode.FULL_DECODE_ONLY,
             cudagraph_capture_sizes=RUNGS,

@@ -82,6 +82,31 @@ def test_a_head_that_is_put_in_the_place_of_another_leaves_the_step_to_vllm(monk
     assert graphs.held is None
 
 
+@pytest.mark.parametrize(("method", "watched"), [("eagle3", False), ("draft_model", True)])
+def test_no_graph_of_vllm_reads_a_weight_of_a_draft_model(
+    method: str, watched: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So vLLM would go on with another in its place."""
+    draft = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    runner = SimpleNamespace(
+        max_num_reqs=2,
+        decode_query_len=4,
+        model=torch.nn.Module(),
+        speculator=SimpleNamespace(model=draft),
+        speculative_config=SimpleNamespace(method=method),
+        lora_config=None,
+    )
+    monkeypatch.setattr(tail_graph, "TailBuffers", lambda *_: SimpleNamespace(write=lambda *_, **__: None))
+    monkeypatch.setattr(tail_graph, "idx_dtype", lambda _: torch.int32)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    graphs = TailGraphs(runner)
+    monkeypatch.setattr(graphs, "_capture_shape", lambda *_: None)
+    graphs._record([uniform_shape(4, 1)])
+    draft[0].weight.data = torch.ones(2, 2)
+    assert graphs._parameters is not None
+    assert (graphs._parameters.moved() is not None) == watched
+
+
 #: From 0.29 on vLLM captures some of the target's graphs, and what follows them, before there is a KV cache.
 PROFILED = [version for version in SUPPORTED if Version(version) >= Version("0.29.0")]
 #: Capture sizes, drafts, mode, and the most requests of the tail's graphs.

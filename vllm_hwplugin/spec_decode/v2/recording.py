@@ -107,13 +107,30 @@ def recorded_with(padding: Padding) -> Iterator[None]:
 def mask_decode(speculator: Any) -> None:
     """Keep padding out of the KV cache in the one-token steps of a drafter whose `propose` is being recorded.
 
-    Called by the patched `propose` after `prepare_decode_inputs`, which takes every request of the graph for real.
+    Called by the patched `propose` where it has prepared these steps, for which it takes every request of the graph.
     """
-    if _recorded is None:
-        return
-    buffers, padding = speculator.input_buffers, _recorded
-    num_reqs = padding.alive.shape[0]
-    buffers.query_start_loc[: num_reqs + 1].copy_(padding.query_start_loc)
+    if _recorded is not None:
+        _mask(speculator, _recorded, _recorded.query_start_loc)
+
+
+def mask_extended(speculator: Any) -> None:
+    """Keep padding out of the KV cache in the first pass of a draft model whose `propose` is being recorded.
+
+    Called by the patched `propose` after `prepare_prefill_inputs`, for the same reason. This pass has a request's
+    tokens of a decode batch, and the one that was sampled behind them.
+    """
+    if _recorded is not None:
+        _mask(speculator, _recorded, _recorded.block_start_loc + _recorded.query_start_loc)
+
+
+def _mask(speculator: Any, padding: Padding, query_start_loc: torch.Tensor) -> None:
+    """Leave padding no query tokens, to which vLLM's own kernel then gives no slots, and no keys.
+
+    Args:
+        query_start_loc: [num_reqs + 1], int32: where each request's tokens begin.
+    """
+    buffers, num_reqs = speculator.input_buffers, padding.alive.shape[0]
+    buffers.query_start_loc[: num_reqs + 1].copy_(query_start_loc)
     buffers.seq_lens[:num_reqs].mul_(padding.alive)
 
 
@@ -127,18 +144,16 @@ def mask_block(speculator: Any, context_slots: torch.Tensor) -> None:
     """
     if _recorded is None:
         return
-    buffers, padding = speculator.input_buffers, _recorded
-    num_reqs, num_tokens = padding.alive.shape[0], padding.dead_tokens.shape[0]
-    buffers.query_start_loc[: num_reqs + 1].copy_(padding.block_start_loc)
-    buffers.seq_lens[:num_reqs].mul_(padding.alive)
+    padding, num_tokens = _recorded, _recorded.dead_tokens.shape[0]
+    _mask(speculator, padding, padding.block_start_loc)
     context_slots[..., :num_tokens].masked_fill_(padding.dead_tokens, _NO_SLOT)
     speculator.block_tables.slot_mappings[:, :num_tokens].masked_fill_(padding.dead_tokens, _NO_SLOT)
     if hasattr(speculator, "top_k"):
         # Candidates of a draft that walks through some (DFlash2, LiLiCorr) are kept at the request's row, to be taken
         # out of its probabilities by the next. All of padding has one row, so they would not be those that were put in.
         # Such a draft passes over rows below 0.
-        sampled = speculator.sample_idx_mapping[: num_reqs * speculator.num_speculative_steps].view(num_reqs, -1)
-        sampled.masked_fill_((padding.alive == 0).unsqueeze(1), -1)
+        dead = (padding.alive == 0).unsqueeze(1).expand(-1, speculator.num_speculative_steps).flatten()
+        speculator.sample_idx_mapping[: len(dead)].masked_fill_(dead, -1)
 
 
 class HiddenRows:

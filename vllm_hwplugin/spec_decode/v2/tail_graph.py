@@ -231,10 +231,12 @@ class TailGraphs:
             self._graphs[shape.num_reqs] = self._capture_shape(shape, self._pool)
         self._scratch = shared_scratch()
         draft = getattr(runner.speculator, "model", None)
-        # What comes before and behind the graphs that vLLM has of its own.
+        # What comes before and behind the graphs that vLLM has of its own: it has none of a draft model of its own.
+        method = runner.speculative_config.method
         outer = [getattr(one, "lm_head", None) for one in (runner.model, draft)]
-        self._parameters = Parameters(*outer, getattr(getattr(draft, "model", None), "fc", None))
-        if Part.V2_DRAFTING not in self._vllms and runner.speculative_config.method == "dflash":
+        outer.append(draft if method == "draft_model" else getattr(getattr(draft, "model", None), "fc", None))
+        self._parameters = Parameters(*outer)
+        if Part.V2_DRAFTING not in self._vllms and method == "dflash":
             self._fused = FusedWeights(draft)
 
     def _capture_shape(self, shape: GraphShape, pool: Any) -> _Graphs:
