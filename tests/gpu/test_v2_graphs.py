@@ -48,11 +48,9 @@ def test_nor_do_full_graphs_of_mixed_batches(method: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(("method", "since"), [("ngram", "0.32.0"), ("draft_model", "0.31.0")])
 def test_nor_with_drafters_that_vllm_has_no_graph_for(method: str, since: str, tmp_path: Path) -> None:
-    """The draft model's drafts are in a graph, and so are the inputs; those of the other are not."""
     if Version(importlib.metadata.version("vllm")) < Version(since):
         pytest.skip("this vLLM does not have the method on Model Runner V2")
     asked: dict[str, Any] = {"method": method, "num_speculative_tokens": METHODS["eagle3"]}
     asked |= {"prompt_lookup_max": 3} if method == "ngram" else {"model": str(SMALL.target)}
     made = {**options("eagle3", "FULL_AND_PIECEWISE"), "speculative_config": asked}
-    features = ["v2-tail-graph"] if method == "ngram" else graphs(method)
-    compare(Load(made, [*loads.mixed(), *loads.two_alone()]), tmp_path, "V2", features)
+    compare(Load(made, [*loads.mixed(), *loads.two_alone()]), tmp_path, "V2", graphs(method))

@@ -31,8 +31,6 @@ CONNECTOR = {
     "kv_connector_module_path": "tests.musa_sim.kv_connector",
     "kv_role": "kv_both",
 }
-#: vLLM drafts for it, in no graph.
-NGRAM: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
 #: Larger batches, among them those of vLLM's warm-up, take more of the memory that kernels share.
 SMALL_GRAPHS = "eagle3, small graphs"
 MIXED = loads.mixed()
@@ -52,7 +50,6 @@ LOADS = {
             "eagle3, KV connector": Engine("eagle3", more={"kv_transfer_config": CONNECTOR}),
         }.items()
     },
-    "ngram": Load(Engine("ngram", more={"speculative_config": NGRAM}).on_musa(), MIXED),
     "eagle3, mixed": Load(ENGINES["eagle3"].on_musa(), MIXED),
     SMALL_GRAPHS: Load(Engine("eagle3", graphs_of=(1, 2)).on_musa(), MIXED),
 }
@@ -172,35 +169,51 @@ def test_nor_with_dflash(sides: dict[str, dict[str, Run]]) -> None:
 
 
 def test_graphs_sample_where_no_graph_can_draft(musa_host: None, tmp_path: Path) -> None:
-    wanted = WITH_GRAPHS | {gate_of("v2-step-inputs"): "auto"}
-    expected, found = loads.compare_runs(LOADS["ngram"], loads.UNPATCHED, wanted, tmp_path)
-    assert expected.accepted()[0] > 0
+    load, wanted = LOADS["eagle3, mixed"], WITH_GRAPHS | {gate_of("v2-step-inputs"): "auto"}
+    unknown = dataclasses.replace(load, unknown=True)
+    both = {
+        "stock": Process({"eagle3": load}, loads.musa(tmp_path / "host, stock", **loads.UNPATCHED)),
+        "graphs": Process({"eagle3": unknown}, loads.musa(tmp_path / "host, graphs", **wanted)),
+    }
+    expected, found = (runs["eagle3"] for runs in loads.side_by_side(both, tmp_path).values())
+    loads.assert_same(expected, found)
     sampling, drafting = (found.counted[f"v2-tail-graph {half}"] for half in ("sampling", "drafting"))
     assert sampling["served"] == found.counts["graph_replays"]["sampling"] > len(found.steps) // 4
     assert "served" not in drafting
-    assert "vLLM drafts: NgramGPUSpeculator drafts in a way of its own" in found.noted["v2-tail-graph"]
+    assert "vLLM drafts: EagleSpeculator drafts in a way of its own" in found.noted["v2-tail-graph"]
     assert "v2-step-inputs" in found.unused
 
 
-def test_a_draft_model_drafts_in_a_graph(musa_host: None, tmp_path: Path) -> None:
-    """vLLM has none for it. It has three of the target's four layers, so it is often wrong."""
+def test_graphs_draft_where_vllm_has_no_graph(musa_host: None, tmp_path: Path) -> None:
+    """The draft model has three of the target's four layers, so it is often wrong."""
     weights = {name: one for name, one in checkpoints.dense().items() if ".layers.3." not in name}
     config = {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}
-    drafting = {
-        "method": "draft_model",
-        "model": str(checkpoints.write(tmp_path / "draft", weights, **config)),
-        "num_speculative_tokens": 3,
-        "draft_sample_method": "probabilistic",
+    draft = checkpoints.write(tmp_path / "draft", weights, **config)
+    asked: dict[str, dict[str, Any]] = {
+        "ngram": {"prompt_lookup_max": 3},
+        "draft_model": {"model": str(draft), "draft_sample_method": "probabilistic"},
     }
-    load = Load(Engine("draft_model", more={"speculative_config": drafting}).on_musa(), MIXED)
-    expected, found = loads.compare_runs(load, loads.UNPATCHED, WITH_GRAPHS, tmp_path)
-    assert expected.widths() == {1, 2, 3, 4, 5, 6}
-    assert 0 < expected.accepted()[2] < expected.accepted()[0]
-    assert set(GRAPHS) <= set(found.used)
-    decodes = found.counts["graph_replays"]["target"]
-    assert decodes > found.counts["steps"] // 2
-    for path in ("v2-tail-graph drafting", "v2-step-inputs inputs"):
-        assert found.counted[path] == {"served": decodes, "prompt": found.counts["steps"] - decodes}
+    made = {
+        name: Engine(name, more={"speculative_config": {"method": name, "num_speculative_tokens": 3, **how}})
+        for name, how in asked.items()
+    }
+    own = {name: Load(engine.on_musa(), MIXED) for name, engine in made.items()}
+    both = {
+        side: Process(own, loads.musa(tmp_path / f"host, {side}", **variables))
+        for side, variables in {"stock": loads.UNPATCHED, "graphs": WITH_GRAPHS}.items()
+    }
+    runs = loads.side_by_side(both, tmp_path)
+    for name in own:
+        expected, found = runs["stock"][name], runs["graphs"][name]
+        loads.assert_same(expected, found)
+        assert expected.widths() == {1, 2, 3, 4, 5, 6}
+        assert 0 < expected.accepted()[2] < expected.accepted()[0]
+        assert set(GRAPHS) <= set(found.used)
+        decodes = found.counts["graph_replays"]["target"]
+        assert decodes > found.counts["steps"] // 2
+        for path in ("v2-tail-graph drafting", "v2-step-inputs inputs"):
+            assert found.counted[path]["served"] == decodes
+            assert found.counted[path].keys() <= {"served", "prompt", "fewer_drafts"}
 
 
 def test_graphs_draft_by_new_weights_of_the_draft(sides: dict[str, dict[str, Run]]) -> None:

@@ -454,5 +454,12 @@ def test_a_draft_model_is_served_where_a_graph_can_make_all_of_its_metadata() ->
         assert refused(made, runner_v2, "in each step (Fl") == hindered
 
 
+def test_n_grams_are_served_without_any_metadata() -> None:
+    module = "vllm.v1.worker.gpu.spec_decode.ngram.speculator"
+    made = change(runner_v2(), "speculative_config.method", "ngram")
+    made.speculator = object.__new__(pytest.importorskip(module, exc_type=ImportError).NgramGPUSpeculator)
+    assert refused(made, runner_v2) == MIXED
+
+
 if __name__ == "__main__":
     PAGE.write_text(markdown(), encoding="utf-8")

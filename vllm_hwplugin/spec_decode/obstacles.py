@@ -38,6 +38,7 @@ _SPECULATORS: Final = (
     "DFlash2Speculator",
     "LiLiCorrSpeculator",
     "XPressSpeculator",
+    "NgramGPUSpeculator",
     *_STANDALONE,
 )
 #: V1's proposers whose `propose` is the patched one. A subclass that overrides a part of it is another's.

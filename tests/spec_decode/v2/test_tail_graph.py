@@ -310,6 +310,10 @@ def test_each_step_is_counted_and_what_was_in_its_way() -> None:
     assert graphs._sampling.outcomes() == sampling | {"larger_batch": 1, "no_free_row": 4}
     drafting = {"served": 8, "prompt": 5, "fewer_drafts": 3, "no_full_graph": 1}
     assert graphs._drafting.outcomes() == drafting | {"larger_batch": 1, "no_free_row": 2}
+    # As the speculator of n-grams has them.
+    runner.speculator = SimpleNamespace(num_speculative_steps=width - 1, drafts=torch.zeros(4, width - 1))
+    step(2)
+    assert graphs.drafts_of(torch.arange(2)).data_ptr() == runner.speculator.drafts.data_ptr()
 
 
 def test_a_graph_with_far_more_logits_than_a_batch_has_is_not_replayed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -416,7 +416,9 @@ class TailGraphs:
             return speculator.propose(batch, *arguments, **settings)
         self._drafting.served()
         graph.replay()
-        drafts: torch.Tensor = speculator.draft_tokens[: batch.num_reqs]
+        # Those of n-grams have a name of their own.
+        kept = speculator.drafts if hasattr(speculator, "drafts") else speculator.draft_tokens
+        drafts: torch.Tensor = kept[: batch.num_reqs]
         # Those of a batch with a grammar are copied to the host on another stream.
         self._drafts = drafts.clone() if batch.has_structured_output_reqs else drafts
         return drafts
