@@ -1,26 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of several operations ask: how does vLLM call its own, what does a schema say, does a refused call
-leave its tensors alone, what does torch.compile make of a caller, and what does a graph replay."""
+"""What the tests of several operations ask: what does a schema say, does a refused call leave its tensors alone, what
+does torch.compile make of a caller, what does a graph replay, and how far are two results apart."""
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 import torch
 
-
-def arguments_of_vllms_call(custom_ops: str, operation: str) -> list[str]:
-    """The positional arguments, as they are written, of the one call of `torch.ops._C.<operation>` in the text of a
-    version's vllm/_custom_ops.py. Raises ValueError where it has none or several."""
-    (arguments,) = (
-        [ast.unparse(argument) for argument in node.args]
-        for node in ast.walk(ast.parse(custom_ops))
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == f"torch.ops._C.{operation}"
-    )
-    return arguments
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def signature(schema: Any) -> list[tuple[str, str, bool]]:
@@ -33,8 +23,7 @@ def assert_refused(operation: Callable[..., None], arguments: Mapping[str, Any],
     before = {name: value.clone() for name, value in arguments.items() if isinstance(value, torch.Tensor)}
     with pytest.raises(RuntimeError, match=words):
         operation(**arguments)
-    # As float64, which holds every value of the other types, those of 8 bits among them.
-    changed = [name for name, was in before.items() if not torch.equal(arguments[name].double(), was.double())]
+    changed = [name for name, was in before.items() if not same_bits(arguments[name], was)]
     assert not changed, f"changed by a call that was refused: {changed}"
 
 
@@ -59,3 +48,19 @@ def compiled_result(caller: Callable[..., Any], *inputs: Any) -> tuple[Any, list
         return graph.forward
 
     return torch.compile(caller, backend=backend, fullgraph=True)(*inputs), called
+
+
+def same_bits(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    return torch.equal(_bits(found), _bits(expected))
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(_BITS[tensor.element_size()])
+
+
+def steps(quantised: torch.Tensor) -> torch.Tensor:
+    """Numbers of an 8-bit type in order, so that a difference counts the numbers between."""
+    bits = quantised.view(torch.int8).int()
+    if quantised.dtype == torch.int8:
+        return bits
+    return torch.where(bits < 0, -(bits & 0x7F), bits)

@@ -158,6 +158,7 @@ def test_vllm_passes_what_the_schema_of_its_version_takes(version: str, vllm_tre
     for item in DEFINED.values():
         arguments, _ = definitions.described(item)
         schema = torch._C.parse_schema(item.qualname + arguments)
+        names = [one.name for one in schema.arguments]
         needed = len([one for one in schema.arguments if not one.has_default_value()])
         for path in callers.get(item.name, [custom_ops]):
             target = f"torch.ops.{item.namespace}.{item.name}"
@@ -165,6 +166,9 @@ def test_vllm_passes_what_the_schema_of_its_version_takes(version: str, vllm_tre
             calls = [node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func) == target]
             assert calls, f"{target} is not called in {path}"
             assert all(needed <= len(call.args) <= len(schema.arguments) for call in calls), target
+            # What the caller names as the schema does is at its place.
+            for place, given in ((place, ast.unparse(one)) for call in calls for place, one in enumerate(call.args)):
+                assert given not in names or names[place] == given, f"{target} is called with {given} at {place}"
 
 
 AGAINST_VLLM = """

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import ast
 import logging
 import os
 import subprocess
@@ -21,7 +20,6 @@ from vllm_hwplugin import gates, journal  # noqa: E402
 from vllm_hwplugin.ops import definitions, overrides  # noqa: E402
 from vllm_hwplugin.ops.operations import OPS, Operation, choose, unknown_names  # noqa: E402
 
-from ..conftest import versions  # noqa: E402
 from .forked import said_by_a_fork  # noqa: E402
 from .toys import Toy, make_toy  # noqa: E402
 
@@ -372,21 +370,7 @@ def test_a_bad_value_is_left_to_the_engine() -> None:
         overrides.install({**ON, "VLLM_HWPLUGIN_SLP": "perhaps"})
 
 
-# -- vLLM's own --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("version", versions("vllm/_custom_ops.py"))
-def test_vllm_passes_what_the_plugins_operations_take(version: str, vllm_tree: Callable[[str], Any]) -> None:
-    """The wheels hold the schemas in machine code alone; what the call sites pass is in Python."""
-    calls = list(ast.walk(ast.parse(vllm_tree(version).read("vllm/_custom_ops.py"))))
-    for op in OPS.values():
-        __import__(f"vllm_hwplugin.ops.{op.name}")
-        arguments = getattr(torch.ops.hwplugin, op.name).default._schema.arguments
-        needed = len([argument for argument in arguments if not argument.has_default_value()])
-        target = f"torch.ops.{op.namespace}.{op.name}"
-        passed = {len(call.args) for call in calls if isinstance(call, ast.Call) and ast.unparse(call.func) == target}
-        assert passed, f"{target} is called nowhere"
-        assert passed <= set(range(needed, len(arguments) + 1)), target
+# -- processes ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.engine

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of several kernels ask: is it the kernel that runs, from a graph too, and do two results have one bit
-pattern, or how many numbers lie between them."""
+"""What the tests of several kernels ask: is it the kernel that runs, from a graph too."""
 
 from __future__ import annotations
 
@@ -16,15 +15,21 @@ from vllm_hwplugin.ops.compile.spec import KernelSpec
 
 from ...ops.operation_checks import replay_of
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+#: Of a captured call, each with other contents.
+REPLAYS = 32
 
 
 class Call(Protocol):
-    """Arguments of an operation, which `refill` changes in place."""
+    """Arguments of an operation, which `refill` changes in place.
+
+    `check` runs the operation by what it is given, and compares with the definition.
+    """
 
     def refill(self) -> None: ...
 
     def run(self) -> None: ...
+
+    def check(self, run: Callable[[], None]) -> None: ...
 
 
 def load_kernel(spec: KernelSpec, key: str = "CUDA") -> None:
@@ -40,23 +45,10 @@ def vllms(name: str, namespace: str = "_C") -> Any:
     return getattr(getattr(torch.ops, namespace), name).default
 
 
-def captured(call: Call) -> Callable[[], None]:
-    """Runs the call once and captures it; the graph's replay."""
+def check_in(mode: str, call: Call, replays: int = REPLAYS) -> None:
+    """Check the call ``eager``, the graph that it is ``captured`` in, or many contents of one that is ``replayed``."""
     call.refill()
-    return replay_of(call.run, "cuda")
-
-
-def same_bits(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    return torch.equal(_bits(found), _bits(expected))
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(_BITS[tensor.element_size()])
-
-
-def steps(quantised: torch.Tensor) -> torch.Tensor:
-    """Numbers of an 8-bit type in order, so that a difference counts the numbers between."""
-    bits = quantised.view(torch.int8).int()
-    if quantised.dtype == torch.int8:
-        return bits
-    return torch.where(bits < 0, -(bits & 0x7F), bits)
+    run = call.run if mode == "eager" else replay_of(call.run, "cuda")
+    for _ in range(replays if mode == "replayed" else 1):
+        call.refill()
+        call.check(run)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import random
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,15 +21,20 @@ from vllm_hwplugin.ops.rms_norm_dynamic_per_token_quant import (  # noqa: E402
     rms_norm_dynamic_per_token_quant,
 )
 
-from .kernel_checks import captured, load_kernel, same_bits, steps, vllms  # noqa: E402
+from ...ops import test_rms_norm_dynamic_per_token_quant as calls  # noqa: E402
+from ...ops.operation_checks import same_bits, steps  # noqa: E402
+from ...ops.test_rms_norm_dynamic_per_token_quant import (  # noqa: E402
+    DTYPES,
+    EPSILON,
+    FLOAT8,
+    QUANTISED,
+    most_apart,
+)
+from .kernel_checks import check_in, load_kernel, vllms  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
-FLOAT8 = torch.float8_e4m3fn
-DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-QUANTISED = [FLOAT8, torch.int8]
-REPLAYS = 32
-EPSILON = 1e-6
+Call, _spoiled = partial(calls.Call, device="cuda"), partial(calls.spoiled, device="cuda")
 
 #: Hidden sizes. Rows of one warp, with one chunk a lane and with four; rows of a block of every width; rows too long
 #: for registers; rows that no load of 16 bytes divides.
@@ -42,98 +48,29 @@ def kernel() -> None:
     load_kernel(RMS_NORM_DYNAMIC_PER_TOKEN_QUANT)
 
 
-def _spoiled(shape: tuple[int, ...], dtype: Any) -> tuple[Any, Any]:
-    """Outputs that hold what no right answer is."""
-    result = torch.full(shape, 0x7F if dtype == FLOAT8 else -128, dtype=torch.int8, device="cuda").view(dtype)
-    rows = result.numel() // shape[-1]
-    return result, torch.full((rows, 1), torch.nan, device="cuda")
-
-
-class Call:
-    def __init__(self, rows: int, hidden: int, half: Any, dtype: Any, added: bool) -> None:
-        self.input = torch.empty(rows, hidden, dtype=half, device="cuda")
-        self.weight = torch.empty(hidden, dtype=half, device="cuda")
-        self.residual = torch.empty_like(self.input) if added else None
-        self.result, self.scale = _spoiled((rows, hidden), dtype)
-        self.before: Any = None
-
-    def refill(self) -> None:
-        # Of a size that changes too: scales that belong to another input must not pass.
-        self.input.normal_(std=random.choice([0.01, 1.0, 50.0]))
-        self.weight.normal_(mean=1.0, std=0.3)
-        result, scale = _spoiled(tuple(self.result.shape), self.result.dtype)
-        self.result.copy_(result)
-        self.scale.copy_(scale)
-        if self.residual is not None:
-            self.residual.normal_()
-            self.before = self.residual.clone()
-
-    def run(self) -> None:
-        rms_norm_dynamic_per_token_quant(self.result, self.input, self.weight, self.scale, EPSILON, None, self.residual)
-
-    def sum(self) -> Any:
-        total = self.input.float()
-        return total if self.residual is None else total + self.before.float()
-
-    def check(self) -> None:
-        half, dtype = self.input.dtype, self.result.dtype
-        total = self.sum()
-        if self.residual is not None:
-            assert same_bits(self.residual, total.to(half))
-        total = total.double()
-        weight = self.weight.double()
-        normal = total / (total.square().mean(-1, keepdim=True) + EPSILON).sqrt()
-        limit, smallest = (448.0, 1 / (448 * 512)) if dtype == FLOAT8 else (127.0, 2.0**-23)
-        # Two roundings to the type, each of half a unit, and those of float32.
-        unit = torch.finfo(half).eps + 2.0**-20
-        scale = (normal * weight).abs().amax(-1, keepdim=True) / limit
-        torch.testing.assert_close(self.scale.double(), scale.clamp(min=smallest), rtol=unit, atol=0)
-        # The roundings that are part of the operation; a number that is nearly half way may have gone the other way.
-        rounded = (normal.to(half) * self.weight).double()
-        quotient = (rounded / self.scale.double()).clamp(-limit, limit).float()
-        wanted = steps((quotient if dtype == FLOAT8 else quotient.round()).to(dtype))
-        apart = (steps(self.result) - wanted).abs()
-        assert int(apart.max()) <= _most_apart(half, dtype)
-        assert int((apart > 0).sum()) <= 3 + 0.004 * apart.numel()
-
-    def compare(self, theirs: Any) -> None:
-        """With another's outcome: bit for bit in rows of the same scale, but for numbers that are nearly half way."""
-        result, scale = _spoiled(tuple(self.result.shape), self.result.dtype)
-        residual = None if self.residual is None else self.before.clone()
-        theirs(result, self.input, self.weight, scale, EPSILON, None, residual)
-        if residual is not None:
-            assert same_bits(self.residual, residual)
-        unit = torch.finfo(self.input.dtype).eps + 2.0**-20
-        torch.testing.assert_close(self.scale, scale, rtol=unit, atol=0)
-        # Other sums: the last bits of float32, and seldom a unit of the type.
-        alike = ((self.scale - scale).abs() <= 2.0**-20 * scale).flatten()
-        assert int((~alike).sum()) <= 1 + 0.01 * len(alike)
-        apart = (steps(self.result) - steps(result)).abs()[alike]
-        assert apart.numel() == 0 or int(apart.max()) <= _most_apart(self.input.dtype, self.result.dtype)
-        assert int((apart > 0).sum()) <= 3 + 0.004 * apart.numel()
-
-
-def _most_apart(half: Any, dtype: Any) -> int:
-    """Steps between two results of which one had another sum.
-
-    The normalised number may then round to its neighbour, and its product with the weight as well: two units of the
-    input's type. Of bfloat16 at 127 that is 127 / 128, a step of int8 and what a tie adds.
-    """
-    return 2 if (half, dtype) == (torch.bfloat16, torch.int8) else 1
+def compare(call: Any, theirs: Any) -> None:
+    """With another's outcome: bit for bit in rows of the same scale, but for numbers that are nearly half way."""
+    result, scale = call.outputs()
+    residual = None if call.residual is None else call.before.clone()
+    theirs(result, call.input, call.weight, scale, EPSILON, None, residual)
+    if residual is not None:
+        assert same_bits(call.residual, residual)
+    unit = torch.finfo(call.input.dtype).eps + 2.0**-20
+    torch.testing.assert_close(call.scale, scale, rtol=unit, atol=0)
+    # Other sums: the last bits of float32, and seldom a unit of the type.
+    alike = ((call.scale - scale).abs() <= 2.0**-20 * scale).flatten()
+    assert int((~alike).sum()) <= 1 + 0.01 * len(alike)
+    apart = (steps(call.result) - steps(result)).abs()[alike]
+    assert apart.numel() == 0 or int(apart.max()) <= most_apart(call.input.dtype, call.result.dtype)
+    assert int((apart > 0).sum()) <= 3 + 0.004 * apart.numel()
 
 
 @pytest.mark.parametrize("mode", ["eager", "captured", "replayed"])
 @pytest.mark.parametrize("hidden", HIDDEN)
 def test_it_is_within_a_step_of_double_precision(hidden: int, mode: str) -> None:
-    replayed = mode == "replayed"
     cases = list(itertools.product(ROWS, DTYPES, QUANTISED, [False, True]))
-    for rows, half, dtype, added in cases if mode == "eager" else random.sample(cases, 2 if replayed else 6):
-        call = Call(rows, hidden, half, dtype, added)
-        run = call.run if mode == "eager" else captured(call)
-        for _ in range(REPLAYS if replayed else 1):
-            call.refill()
-            run()
-            call.check()
+    for rows, half, dtype, added in cases if mode == "eager" else random.sample(cases, 2 if mode == "replayed" else 6):
+        check_in(mode, Call(rows, hidden, half, dtype, added))
 
 
 @pytest.mark.parametrize("hidden", HIDDEN)
@@ -143,7 +80,7 @@ def test_it_is_vllms_kernel_but_for_the_order_of_a_sum(hidden: int) -> None:
         call = Call(rows, hidden, half, dtype, added)
         call.refill()
         call.run()
-        call.compare(theirs)
+        compare(call, theirs)
 
 
 @pytest.mark.parametrize("hidden", [512, 4096])
@@ -152,7 +89,7 @@ def test_it_is_the_reference_but_for_the_order_of_a_sum(hidden: int) -> None:
         call = Call(300, hidden, half, dtype, added)
         call.refill()
         call.run()
-        call.compare(inspect.unwrap(rms_norm_dynamic_per_token_quant))
+        compare(call, inspect.unwrap(rms_norm_dynamic_per_token_quant))
 
 
 @pytest.mark.parametrize("half", DTYPES)
@@ -235,13 +172,6 @@ def test_bounds_and_what_is_no_number_are_treated_as_vllm_treats_them(half: Any)
             assert same_bits(result, wanted), (hidden, bound, dtype)
 
 
-def test_vllms_own_operation_has_this_schema_but_for_defaults() -> None:
-    ours = str(torch.ops.hwplugin.rms_norm_dynamic_per_token_quant.default._schema)
-    assert ours.replace("=None", "") == str(vllms("rms_norm_dynamic_per_token_quant")._schema).replace(
-        "_C::", "hwplugin::", 1
-    )
-
-
 def test_more_elements_than_32_bits_count() -> None:
     rows, hidden = 270_000, 8192
     if torch.cuda.mem_get_info()[0] < 12 << 30:
@@ -291,61 +221,3 @@ def test_no_rows_are_no_error_and_rows_without_elements_are_one() -> None:
             torch.empty(3, device="cuda"),
             EPSILON,
         )
-
-
-def _mistakes() -> dict[str, tuple[dict[str, Any], str]]:
-    def zeros(*shape: int, dtype: Any = torch.float32) -> Any:
-        return torch.zeros(shape, dtype=dtype, device="cuda")
-
-    return {
-        "result of another type": ({"result": zeros(3, 64)}, "result is Float; expected Float8_e4m3fn or Char"),
-        "result elsewhere": ({"result": torch.zeros(3, 64, dtype=FLOAT8)}, "result is not on input's device, cuda:0"),
-        "a bound for int8": ({"result": zeros(3, 64, dtype=torch.int8)}, "scale_ub is given; expected it for Float8"),
-        "turned result": ({"result": zeros(64, 3, dtype=FLOAT8).t()}, "result is not contiguous"),
-        "flat result": ({"result": zeros(192, dtype=FLOAT8)}, "result has another shape than input"),
-        "input of another type": ({"input": zeros(3, 64)}, "weight is Half; expected Float"),
-        "gaps": ({"input": zeros(3, 128).half()[:, ::2]}, "input has stride 2 in its last dimension; expected 1"),
-        "shorter weight": ({"weight": zeros(32).half()}, r"weight has 32 elements in 1 dimensions; expected \[64\]"),
-        "weight with gaps": ({"weight": zeros(128).half()[::2]}, "weight has 64 elements in 1 dimensions; expected"),
-        "weight elsewhere": ({"weight": torch.zeros(64).half()}, "weight is not on input's device, cuda:0"),
-        "scale of another type": ({"scale": zeros(3, 1).double()}, "scale is Double; expected Float"),
-        "more scales": ({"scale": zeros(4)}, "scale has 4 elements; expected 3, contiguous"),
-        "scales with gaps": ({"scale": zeros(6)[::2]}, "scale has 3 elements; expected 3, contiguous"),
-        "two bounds": ({"scale_ub": zeros(2)}, "scale_ub has 2 elements; expected 1"),
-        "bound of another type": ({"scale_ub": zeros(1).half()}, "scale_ub is Half; expected Float"),
-        "residual of another type": ({"residual": zeros(3, 64)}, "residual is Float; expected Half"),
-        "residual of another shape": ({"residual": zeros(3, 32).half()}, "residual has another shape than input"),
-        "turned residual": ({"residual": zeros(64, 3).half().t()}, "residual is not contiguous"),
-        "uneven rows": (
-            {
-                "input": zeros(4, 3, 64).half()[:, :2],
-                "result": zeros(4, 2, 64, dtype=FLOAT8),
-                "scale": zeros(8),
-                "residual": None,
-            },
-            "input's rows do not lie at even distances",
-        ),
-        "double": (
-            {"input": zeros(3, 64).double(), "weight": zeros(64).double(), "residual": None},
-            "input is Double; expected Float, Half or BFloat16",
-        ),
-    }
-
-
-def test_a_mistake_is_an_error_that_says_what_was_expected_and_writes_nothing() -> None:
-    for name, (changes, words) in _mistakes().items():
-        good = {
-            "result": torch.zeros(3, 64, dtype=FLOAT8, device="cuda"),
-            "input": torch.randn(3, 64, device="cuda").half(),
-            "weight": torch.ones(64, device="cuda").half(),
-            "scale": torch.zeros(3, 1, device="cuda"),
-            "epsilon": EPSILON,
-            "scale_ub": torch.tensor(1.0, device="cuda"),
-            "residual": torch.randn(3, 64, device="cuda").half(),
-        }
-        arguments = {**good, **changes}
-        before = {key: value.clone() for key, value in arguments.items() if isinstance(value, torch.Tensor)}
-        with pytest.raises(RuntimeError, match=f"rms_norm_dynamic_per_token_quant: {words}"):
-            rms_norm_dynamic_per_token_quant(**arguments)
-        assert all(torch.equal(arguments[key].float(), value.float()) for key, value in before.items()), name
-        rms_norm_dynamic_per_token_quant(**good)
