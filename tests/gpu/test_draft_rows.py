@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
 from vllm_hwplugin.nwor.rows import KernelRows, Rejected  # noqa: E402
-from vllm_hwplugin.ops.compile.spec import LOG_DRAFT_ROWS, RESTORE_DRAFT_ROWS  # noqa: E402
+from vllm_hwplugin.ops.compile.spec import KERNELS  # noqa: E402
 
 from ..nwor.steps import (  # noqa: E402
     LAYOUTS,
@@ -31,7 +31,7 @@ COUNTS = {"by-number": by_number, "by-what-was-sampled": by_sampled}
 
 @pytest.fixture(scope="module", autouse=True)
 def kernels() -> None:
-    for kernel in (LOG_DRAFT_ROWS, RESTORE_DRAFT_ROWS):
+    for kernel in (KERNELS["log_draft_rows"], KERNELS["restore_draft_rows"]):
         load_kernel(kernel)
 
 

@@ -15,7 +15,7 @@ from vllm_hwplugin.ops.compile.spec import KernelSpec  # noqa: E402
 
 from .operation_checks import compiled_result  # noqa: E402
 
-TOY = KernelSpec("toy_of_the_tests", (), "nothing is lost")
+TOY = KernelSpec("toy_of_the_tests", "nothing is lost")
 
 
 def toy(

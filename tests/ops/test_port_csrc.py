@@ -92,10 +92,8 @@ def _by_mcc(name: str, rules: Port, folder: Path) -> Path | None:
     environ = {"MTGPU_TARGET": "mp_31", **os.environ}
     plan = make_plan(KERNELS[name], compiler, found, environ, source_root(), port=rules)
     plan = plan.ported(folder / "ported")
-    objects = [f"{folder}/{Path(source).stem}.o" for source in plan.kernel.sources]
-    for source, output in zip(plan.kernel.sources, objects, strict=True):
-        subprocess.run(plan.compile_command(source, output), check=True)
-    subprocess.run(plan.link_command(objects, str(folder / plan.library)), check=True)
+    subprocess.run(plan.compile_command(f"{folder}/{name}.o"), check=True)
+    subprocess.run(plan.link_command(f"{folder}/{name}.o", str(folder / plan.library)), check=True)
     return folder / plan.library
 
 
@@ -114,7 +112,7 @@ def _by_nvcc(name: str, rules: Port, folder: Path) -> Path:
         compiler.path, "-x", "cu", "-std=c++17", "-O0", "-Xcompiler=-fPIC", "-DTORCH_TARGET_VERSION=0x020a000000000000",
         "-DUSE_MUSA", "-gencode=arch=compute_90,code=sm_90", f"-I{BACK}", f"-I{folder / 'ported'}",
         f"-I{found.root / 'include'}", "-shared",
-        *(str(folder / "ported" / name / port.renamed(source)) for source in KERNELS[name].sources), "-o", str(library),
+        str(folder / "ported" / name / f"{name}{port.MUSA_SUFFIX}"), "-o", str(library),
         f"-L{found.root / 'lib'}", "-Xlinker=--no-as-needed", "-ltorch", "-ltorch_cpu", "-lc10",
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True)

@@ -11,7 +11,7 @@ import torch
 
 from vllm_hwplugin.nwor.layout import CacheRows
 from vllm_hwplugin.ops.compile.jit import GPUS, ensure
-from vllm_hwplugin.ops.compile.spec import LOG_DRAFT_ROWS, RESTORE_DRAFT_ROWS
+from vllm_hwplugin.ops.compile.spec import KERNELS
 from vllm_hwplugin.ops.define import define
 
 # They have no torch reference: their table holds addresses, and where the kernels cannot be loaded :mod:`.reference`
@@ -156,7 +156,9 @@ class KernelRows:
 
 def kernels_for(device: torch.device) -> bool:
     """Whether the kernels serve a device; the first call may run a compiler."""
-    return device.type in GPUS and all(ensure(kernel) for kernel in (LOG_DRAFT_ROWS, RESTORE_DRAFT_ROWS))
+    return device.type in GPUS and all(
+        ensure(kernel) for kernel in (KERNELS["log_draft_rows"], KERNELS["restore_draft_rows"])
+    )
 
 
 def as_int32(tensor: torch.Tensor) -> torch.Tensor:

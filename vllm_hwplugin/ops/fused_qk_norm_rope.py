@@ -8,7 +8,7 @@ from typing import Final
 import torch
 
 from ._arguments import HALVES, Checks
-from .compile.spec import FUSED_QK_NORM_ROPE
+from .compile.spec import KERNELS
 from .define import operation
 
 # Of heads, and of elements of one: what keeps the kernel's indices within 32 bits.
@@ -16,7 +16,7 @@ _MAX: Final = 1 << 16
 
 
 # As vLLM declares its own operation of this name, so that this one can stand in its place.
-@operation(kernel=FUSED_QK_NORM_ROPE, writes=("qkv",))
+@operation(kernel=KERNELS["fused_qk_norm_rope"], writes=("qkv",))
 def fused_qk_norm_rope(
     qkv: torch.Tensor,
     num_heads_q: int,

@@ -15,7 +15,7 @@ from typing import Final
 import torch
 
 from ._arguments import FLOATS, Checks
-from .compile.spec import MERGE_ATTN_STATES
+from .compile.spec import KERNELS
 from .define import operation
 
 # What the kernel moves at once.
@@ -23,7 +23,7 @@ _LOAD_BYTES: Final = 16
 
 
 # As vLLM has it (csrc/torch_bindings.cpp), in 0.20.2 and in 0.32.0; only the number of tokens has no default there.
-@operation(kernel=MERGE_ATTN_STATES, writes=("output", "output_lse"))
+@operation(kernel=KERNELS["merge_attn_states"], writes=("output", "output_lse"))
 def merge_attn_states(
     output: torch.Tensor,
     output_lse: torch.Tensor | None,

@@ -22,12 +22,12 @@ import itertools
 import torch
 
 from ._arguments import FLOATS, QUANTISED, Checks, quantise
-from .compile.spec import RMS_NORM_DYNAMIC_PER_TOKEN_QUANT
+from .compile.spec import KERNELS
 from .define import operation
 
 
 # As vLLM has it (csrc/torch_bindings.cpp, since 0.24 csrc/libtorch_stable/torch_bindings.cpp), from 0.20.0 to 0.33.0.
-@operation(kernel=RMS_NORM_DYNAMIC_PER_TOKEN_QUANT, writes=("result", "scale", "residual"))
+@operation(kernel=KERNELS["rms_norm_dynamic_per_token_quant"], writes=("result", "scale", "residual"))
 def rms_norm_dynamic_per_token_quant(
     result: torch.Tensor,
     input: torch.Tensor,

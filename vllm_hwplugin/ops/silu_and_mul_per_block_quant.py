@@ -20,7 +20,7 @@ from typing import Final
 import torch
 
 from ._arguments import HALVES, QUANTISED, Checks, quantise
-from .compile.spec import SILU_AND_MUL_PER_BLOCK_QUANT
+from .compile.spec import KERNELS
 from .define import operation
 
 _GROUP_SIZES: Final = (64, 128)
@@ -29,7 +29,7 @@ _MAX_TOKENS: Final = 1 << 30
 
 
 # As vLLM has it (csrc/torch_bindings.cpp, since 0.24 csrc/libtorch_stable/torch_bindings.cpp), from 0.20.0 to 0.33.0.
-@operation(kernel=SILU_AND_MUL_PER_BLOCK_QUANT, writes=("out", "scales"))
+@operation(kernel=KERNELS["silu_and_mul_per_block_quant"], writes=("out", "scales"))
 def silu_and_mul_per_block_quant(
     out: torch.Tensor,
     input: torch.Tensor,

@@ -17,7 +17,7 @@ from typing import Final
 import torch
 
 from ._arguments import FLOATS, Checks
-from .compile.spec import TOPK_SOFTMAX
+from .compile.spec import KERNELS
 from .define import operation
 
 _INDEX_DTYPES: Final = (torch.int32, torch.int64, torch.uint32)
@@ -25,7 +25,7 @@ _INT32_MAX: Final = torch.iinfo(torch.int32).max
 
 
 # As vLLM has it (csrc/moe/torch_bindings.cpp). It ends with bias in 0.20.2 to 0.26.0; is_padding is there from 0.27.0.
-@operation(kernel=TOPK_SOFTMAX, writes=("topk_weights", "topk_indices", "token_expert_indices"))
+@operation(kernel=KERNELS["topk_softmax"], writes=("topk_weights", "topk_indices", "token_expert_indices"))
 def topk_softmax(
     topk_weights: torch.Tensor,
     topk_indices: torch.Tensor,

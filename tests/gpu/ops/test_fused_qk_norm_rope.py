@@ -14,7 +14,7 @@ import pytest
 
 torch: Any = pytest.importorskip("torch")
 
-from vllm_hwplugin.ops.compile.spec import FUSED_QK_NORM_ROPE  # noqa: E402
+from vllm_hwplugin.ops.compile.spec import KERNELS  # noqa: E402
 
 from ...ops import test_fused_qk_norm_rope as calls  # noqa: E402
 from ...ops.test_fused_qk_norm_rope import DIGITS, DTYPES  # noqa: E402
@@ -40,7 +40,7 @@ SHAPES = {
 
 @pytest.fixture(scope="module", autouse=True)
 def kernel() -> None:
-    load_kernel(FUSED_QK_NORM_ROPE)
+    load_kernel(KERNELS["fused_qk_norm_rope"])
 
 
 @pytest.mark.parametrize("mode", ["eager", "captured", "replayed"])

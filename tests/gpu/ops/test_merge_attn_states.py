@@ -14,7 +14,7 @@ import pytest
 
 torch: Any = pytest.importorskip("torch")
 
-from vllm_hwplugin.ops.compile.spec import MERGE_ATTN_STATES  # noqa: E402
+from vllm_hwplugin.ops.compile.spec import KERNELS  # noqa: E402
 from vllm_hwplugin.ops.merge_attn_states import merge_attn_states  # noqa: E402
 
 from ...ops import test_merge_attn_states as calls  # noqa: E402
@@ -42,7 +42,7 @@ SHAPES = {
 
 @pytest.fixture(scope="module", autouse=True)
 def kernel() -> None:
-    load_kernel(MERGE_ATTN_STATES)
+    load_kernel(KERNELS["merge_attn_states"])
 
 
 @pytest.mark.parametrize("mode", ["eager", "captured", "replayed"])

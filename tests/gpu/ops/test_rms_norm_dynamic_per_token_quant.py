@@ -16,7 +16,7 @@ import pytest
 
 torch: Any = pytest.importorskip("torch")
 
-from vllm_hwplugin.ops.compile.spec import RMS_NORM_DYNAMIC_PER_TOKEN_QUANT  # noqa: E402
+from vllm_hwplugin.ops.compile.spec import KERNELS  # noqa: E402
 from vllm_hwplugin.ops.rms_norm_dynamic_per_token_quant import (  # noqa: E402
     rms_norm_dynamic_per_token_quant,
 )
@@ -45,7 +45,7 @@ ROWS = [1, 5, 520]
 
 @pytest.fixture(scope="module", autouse=True)
 def kernel() -> None:
-    load_kernel(RMS_NORM_DYNAMIC_PER_TOKEN_QUANT)
+    load_kernel(KERNELS["rms_norm_dynamic_per_token_quant"])
 
 
 def compare(call: Any, theirs: Any) -> None:

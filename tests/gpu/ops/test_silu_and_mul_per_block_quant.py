@@ -15,7 +15,7 @@ import pytest
 
 torch: Any = pytest.importorskip("torch")
 
-from vllm_hwplugin.ops.compile.spec import SILU_AND_MUL_PER_BLOCK_QUANT  # noqa: E402
+from vllm_hwplugin.ops.compile.spec import KERNELS  # noqa: E402
 from vllm_hwplugin.ops.silu_and_mul_per_block_quant import silu_and_mul_per_block_quant  # noqa: E402
 
 from ...ops import test_silu_and_mul_per_block_quant as calls  # noqa: E402
@@ -44,7 +44,7 @@ SHAPES = {
 
 @pytest.fixture(scope="module", autouse=True)
 def kernel() -> None:
-    load_kernel(SILU_AND_MUL_PER_BLOCK_QUANT)
+    load_kernel(KERNELS["silu_and_mul_per_block_quant"])
 
 
 @pytest.mark.parametrize("mode", ["eager", "captured", "replayed"])

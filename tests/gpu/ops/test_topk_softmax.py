@@ -14,7 +14,7 @@ import pytest
 
 torch: Any = pytest.importorskip("torch")
 
-from vllm_hwplugin.ops.compile.spec import TOPK_SOFTMAX  # noqa: E402
+from vllm_hwplugin.ops.compile.spec import KERNELS  # noqa: E402
 from vllm_hwplugin.ops.topk_softmax import topk_softmax  # noqa: E402
 
 from ...ops import test_topk_softmax as calls  # noqa: E402
@@ -37,7 +37,7 @@ SHAPES = [
 
 @pytest.fixture(scope="module", autouse=True)
 def kernel() -> None:
-    load_kernel(TOPK_SOFTMAX)
+    load_kernel(KERNELS["topk_softmax"])
 
 
 @pytest.mark.parametrize("mode", ["eager", "captured", "replayed"])

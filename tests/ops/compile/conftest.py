@@ -68,7 +68,7 @@ def ninja() -> None:
 
 @pytest.fixture
 def kernel() -> KernelSpec:
-    return KernelSpec("sample", ("first.cu", "second.cu"), "it is slow")
+    return KernelSpec("sample", "it is slow")
 
 
 @pytest.fixture
@@ -76,8 +76,7 @@ def csrc(tmp_path: Path, kernel: KernelSpec) -> Path:
     """A folder `csrc` whose name a shell and ninja have to be told literally."""
     root = tmp_path / "a $place: with blanks" / "csrc"
     (root / kernel.name).mkdir(parents=True)
-    for source in kernel.sources:
-        (root / kernel.name / source).write_text(f"// {source}\n")
+    (root / kernel.name / f"{kernel.name}.cu").write_text("// the source\n")
     return root
 
 
@@ -121,7 +120,6 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, csrc: Path, nvcc:
     monkeypatch.setenv("VLLM_HWPLUGIN_CACHE_DIR", str(cache))
     monkeypatch.setenv("CUDA_HOME", str(nvcc.home))
     monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
-    monkeypatch.delenv("MAX_JOBS", raising=False)
     monkeypatch.setattr(jit, "source_root", lambda: csrc)
     monkeypatch.setattr(jit, "_loaded", {})
     monkeypatch.setattr(built, "prebuilt_folder", lambda: tmp_path / "prebuilt")

@@ -3,19 +3,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from packaging.version import Version
 
 from vllm_hwplugin.ops.compile import built, jit
 from vllm_hwplugin.ops.compile.ninja import build
 from vllm_hwplugin.ops.compile.plan import BuildPlan
 from vllm_hwplugin.ops.compile.spec import KernelSpec
+from vllm_hwplugin.ops.compile.toolchain import Toolchain
 from vllm_hwplugin.ops.compile.torch_build import TorchBuild
 
 MakePlan = Callable[..., BuildPlan]
@@ -43,15 +45,25 @@ def test_which_devices_a_library_runs_on(
 def test_the_record_says_what_the_library_was_built_with(
     own_cache: Path, kernel: KernelSpec, torch_cuda: TorchBuild
 ) -> None:
-    library = jit.provide(dataclasses.replace(kernel, fast_math=True), torch_cuda)
+    library = jit.provide(kernel, torch_cuda)
     (found,) = built.read_all([own_cache], [])
     assert found.library == library
     assert (found.kernel, found.toolchain, found.version, found.torch) == (
         "sample", "nvcc", "13.0.88", "2.13.0+cu130",
     )  # fmt: skip
-    assert found.flags[-1] == "--use_fast_math"
-    assert found.changes_numerics == ("--use_fast_math",)
+    assert (found.flags[0], found.changes_numerics) == ("-O3", ())
     assert found.arch == ("-gencode=arch=compute_90,code=sm_90",)
+
+
+def test_the_record_says_which_flags_change_numerics(
+    plan: MakePlan, nvcc: Any, torch_musa: TorchBuild, tmp_path: Path
+) -> None:
+    build(plan(torch=torch_musa, toolchain=Toolchain("mcc", str(nvcc.path), Version("5.0.0"))), tmp_path, os.environ)
+    found = built.read(tmp_path)
+    assert found is not None
+    assert (
+        {"-fno-signed-zeros", "-ffast-math", "-vectorize-slp=false"} <= set(found.changes_numerics) <= set(found.flags)
+    )
 
 
 @pytest.mark.parametrize("damage", ["{", "[]", '{"format": 1}', "other format", "no library"])

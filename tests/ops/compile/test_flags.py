@@ -3,19 +3,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-from types import MappingProxyType
-
 import pytest
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from vllm_hwplugin import gates
 from vllm_hwplugin.ops.compile.flags import TABLE, flags_for, words
-from vllm_hwplugin.ops.compile.spec import KernelSpec
 
-PLAIN = KernelSpec("plain", ("plain.cu",), "it is slow")
-FAST = dataclasses.replace(PLAIN, fast_math=True)
 ABI = "-DTORCH_TARGET_VERSION=0x020a000000000000"
 
 NVCC_12 = ("-O3", "-std=c++17", "-Xcompiler=-fPIC", ABI, "-lineinfo")
@@ -27,13 +21,12 @@ CLUSTER = ("-mllvm", "-mtgpu-load-cluster-mutation=1", "-mllvm", "--num-dwords-o
 
 
 def _mcc(version: str, **environ: str) -> tuple[str, ...]:
-    return words(flags_for("mcc", Version(version), environ, PLAIN))
+    return words(flags_for("mcc", Version(version), environ))
 
 
 @pytest.mark.parametrize(("version", "flags"), [("11.8.89", NVCC_12), ("12.8.93", NVCC_12), ("13.0.88", NVCC)])
-def test_nvcc_gets_fast_math_for_kernels_that_hold_parity_with_it(version: str, flags: tuple[str, ...]) -> None:
-    assert words(flags_for("nvcc", Version(version), {}, PLAIN)) == flags
-    assert words(flags_for("nvcc", Version(version), {}, FAST)) == (*flags, "--use_fast_math")
+def test_nvcc_gets_no_flag_that_changes_numerics(version: str, flags: tuple[str, ...]) -> None:
+    assert words(flags_for("nvcc", Version(version), {})) == flags
 
 
 @pytest.mark.parametrize(
@@ -68,20 +61,13 @@ def test_load_clustering_can_be_turned_off_by_its_gate_and_by_the_older_name(gat
 def test_a_bad_gate_is_an_error_where_it_decides_and_nowhere_else() -> None:
     environ = {"VLLM_HWPLUGIN_SLP": "perhaps"}
     with pytest.raises(gates.GateError, match="VLLM_HWPLUGIN_SLP"):
-        flags_for("mcc", Version("5.1.0"), environ, PLAIN)
-    assert words(flags_for("nvcc", Version("13.0"), environ, PLAIN)) == NVCC
-
-
-def test_a_kernels_own_flags_come_last_and_only_for_their_compiler() -> None:
-    own = dataclasses.replace(PLAIN, flags=MappingProxyType({"nvcc": ("-maxrregcount=64",)}))
-    assert words(flags_for("nvcc", Version("13.0"), {}, own)) == (*NVCC, "-maxrregcount=64")
-    assert words(flags_for("mcc", Version("5.1.0"), {}, own)) == (*MCC, *CLUSTER)
+        flags_for("mcc", Version("5.1.0"), environ)
+    assert words(flags_for("nvcc", Version("13.0"), environ)) == NVCC
 
 
 def test_what_changes_numerics_is_known() -> None:
     changing = {row.flags for row in TABLE if row.changes_numerics}
     assert changing == {
-        ("--use_fast_math",),
         ("-fno-signed-zeros",),
         ("-ffast-math", "-fmusa-flush-denormals-to-zero"),
         ("-fno-finite-math-only",),

@@ -76,7 +76,7 @@ def test_no_weak_symbol_of_the_sources_stays_null(
     (csrc / "common" / "symbols.h").write_text(
         "\n".join(["#include <cstdint>", "using AOTITorchError = int32_t;", *declarations.values(), ""])
     )
-    (csrc / kernel.name / "first.cu").write_text(_probe(declarations, getter))
+    (csrc / kernel.name / "sample.cu").write_text(_probe(declarations, getter))
     torch = dataclasses.replace(torch_musa, root=host / "torch", musa_root=host / "torch_musa")
     library = jit.provide(kernel, torch)
     command = [sys.executable, "-c", PROGRAM, *map(str, libraries), str(library)]

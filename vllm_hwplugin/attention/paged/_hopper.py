@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Final
 import torch
 
 from vllm_hwplugin.ops.compile.jit import ensure
-from vllm_hwplugin.ops.compile.spec import PAGED_ATTENTION
+from vllm_hwplugin.ops.compile.spec import KERNELS
 from vllm_hwplugin.ops.define import define
 
 from ._arguments import Arguments, check_heads
@@ -42,7 +42,7 @@ class HopperKernel:
         """None where it does not serve the device. The first call may run a compiler."""
         if device.type != "cuda" or torch.cuda.get_device_capability(device) != _CAPABILITY:
             return None
-        if not ensure(PAGED_ATTENTION):
+        if not ensure(KERNELS["paged_attention"]):
             return None
         return cls(torch.cuda.get_device_properties(device).multi_processor_count)
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which flags a compiler gets, and why: one table and one function that reads it.
 
-A row applies when the compiler's version is in its range, its gate (if any) is in the stated position, and the kernel
-is of the kind it is for. Rows keep their order on the command line. The rows for mcc follow the published builds of
-vllm-musa and mate and were not run on MUSA hardware.
+A row applies when the compiler's version is in its range and its gate (if any) is in the stated position. Rows keep
+their order on the command line. No kernel has flags of its own: parity with vLLM is bit for bit, so nvcc may use no
+approximate mathematics. The rows for mcc follow the published builds of vllm-musa and mate and were not run on MUSA
+hardware.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from ... import gates
-from .spec import KernelSpec, ToolchainName
+from .spec import ToolchainName
 
 SLP: Final = "VLLM_HWPLUGIN_SLP"
 LOAD_CLUSTER: Final = "VLLM_HWPLUGIN_LOAD_CLUSTER"
@@ -39,7 +40,6 @@ class FlagRow:
         changes_numerics: the same source may give other results with it.
         source: where it is known from.
         gate: the variable that decides, if one does. ``gate_is`` is the position in which the row applies.
-        fast_math_only: only for kernels whose spec says ``fast_math``.
     """
 
     toolchain: ToolchainName
@@ -50,16 +50,6 @@ class FlagRow:
     changes_numerics: bool = False
     gate: str | None = None
     gate_is: bool = True
-    fast_math_only: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Chosen:
-    """Flags that a command gets, and the reason: a row's, or the kernel's own."""
-
-    flags: tuple[str, ...]
-    reason: str
-    changes_numerics: bool
 
 
 _OPTIMISE: Final = "full optimisation"
@@ -82,15 +72,6 @@ TABLE: Final[tuple[FlagRow, ...]] = (
         ("-frandom-seed=hwplugin",),
         "names what has no name of its own by the source in place of the process, so that builds can be compared",
         _NVCC,
-    ),
-    FlagRow(
-        "nvcc",
-        "",
-        ("--use_fast_math",),
-        "approximate division and transcendental functions, denormals flushed",
-        _NVCC,
-        changes_numerics=True,
-        fast_math_only=True,
     ),
     FlagRow("mcc", "", ("-mtgpu",), "device code for Moore Threads' GPUs; mate counts on the default", _VLLM_MUSA),
     FlagRow("mcc", "", ("-O3",), _OPTIMISE, _VLLM_MUSA),
@@ -161,33 +142,26 @@ TABLE: Final[tuple[FlagRow, ...]] = (
 )
 
 
-def flags_for(
-    toolchain: ToolchainName, version: Version, environ: Mapping[str, str] | None, kernel: KernelSpec
-) -> tuple[Chosen, ...]:
-    """The flags for one kernel, without its architectures and include folders.
+def flags_for(toolchain: ToolchainName, version: Version, environ: Mapping[str, str] | None) -> tuple[FlagRow, ...]:
+    """The flags without architectures and include folders.
 
     Args:
         toolchain: which compiler.
         version: its version; a pre-release counts as a version of its range.
         environ: where the gates are read; ``os.environ`` by default.
-        kernel: what is compiled.
 
     Raises:
         GateError: a gate that decides here has a bad value.
     """
-    chosen = [
-        Chosen(row.flags, row.reason, row.changes_numerics)
+    return tuple(
+        row
         for row in TABLE
         if row.toolchain == toolchain
         and SpecifierSet(row.versions).contains(version, prereleases=True)
-        and (kernel.fast_math or not row.fast_math_only)
         and (row.gate is None or gates.read(row.gate, environ).flag is row.gate_is)
-    ]
-    if own := kernel.flags.get(toolchain, ()):
-        chosen.append(Chosen(own, f"of {kernel.name} alone", changes_numerics=True))
-    return tuple(chosen)
+    )
 
 
-def words(chosen: tuple[Chosen, ...]) -> tuple[str, ...]:
+def words(rows: tuple[FlagRow, ...]) -> tuple[str, ...]:
     """The flags as they stand on the command line."""
-    return tuple(flag for item in chosen for flag in item.flags)
+    return tuple(flag for row in rows for flag in row.flags)

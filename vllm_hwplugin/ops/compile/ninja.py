@@ -31,7 +31,7 @@ def build(plan: BuildPlan, folder: Path, environ: Mapping[str, str]) -> Path:
 
     Args:
         folder: exists and is used by this process alone, for the time being.
-        environ: of the commands; ``MAX_JOBS`` and PATH are read there too.
+        environ: of the commands; PATH is read there too.
 
     Raises:
         KernelUnavailable: ninja is missing, a command failed, or the sources cannot be ported to this compiler.
@@ -41,7 +41,7 @@ def build(plan: BuildPlan, folder: Path, environ: Mapping[str, str]) -> Path:
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(mode=0o700)
     (work / "build.ninja").write_text(script(plan.ported(work / "ported")), encoding="utf-8")
-    command = [find_ninja(environ), "-C", str(work), *_jobs(environ)]
+    command = [find_ninja(environ), "-C", str(work)]
     done = subprocess.run(
         command,
         stdout=subprocess.PIPE,
@@ -65,29 +65,17 @@ def build(plan: BuildPlan, folder: Path, environ: Mapping[str, str]) -> Path:
 
 
 def script(plan: BuildPlan) -> str:
-    """The text of ``build.ninja``: an edge for each source, and one for the library."""
+    """The text of ``build.ninja``: an edge for the source, and one for the library."""
+    compiled = f"{plan.kernel.name}.o"
     lines = ["ninja_required_version = 1.5", "rule run", "  command = $words", ""]
-    objects = []
-    for source in plan.kernel.sources:
-        name = f"{Path(source).stem}.o"
-        objects.append(name)
-        lines += _edge(name, [str(plan.source(source))], plan.compile_command(source, name))
-    lines += _edge(plan.library, objects, plan.link_command(objects, plan.library))
+    lines += _edge(compiled, str(plan.source), plan.compile_command(compiled))
+    lines += _edge(plan.library, compiled, plan.link_command(compiled, plan.library))
     return "\n".join(lines) + "\n"
 
 
-def _edge(output: str, inputs: list[str], command: tuple[str, ...]) -> list[str]:
-    paths = " ".join(text.replace("$", "$$").replace(" ", "$ ").replace(":", "$:") for text in inputs)
-    return [f"build {output}: run {paths}", f"  words = {shlex.join(command).replace('$', '$$')}", ""]
-
-
-def _jobs(environ: Mapping[str, str]) -> tuple[str, ...]:
-    text = environ.get("MAX_JOBS", "").strip()
-    if not text:
-        return ()
-    if not text.isdecimal() or int(text) == 0:
-        raise KernelUnavailable(f"MAX_JOBS is {text!r}; expected a positive number")
-    return "-j", text
+def _edge(output: str, needed: str, command: tuple[str, ...]) -> list[str]:
+    path = needed.replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
+    return [f"build {output}: run {path}", f"  words = {shlex.join(command).replace('$', '$$')}", ""]
 
 
 def find_ninja(environ: Mapping[str, str]) -> str:

@@ -20,8 +20,8 @@ from typing import Any, Final
 from packaging.version import Version
 
 from .arch import arch_flags
-from .flags import Chosen, flags_for, words
-from .port import Port, renamed
+from .flags import FlagRow, flags_for, words
+from .port import CUDA_SUFFIX, MUSA_SUFFIX, Port
 from .spec import KernelSpec, KernelUnavailable, ToolchainName
 from .toolchain import Toolchain
 from .torch_build import TorchBuild
@@ -56,16 +56,18 @@ class BuildPlan:
         root: the folder ``csrc``, or a ported copy of what the kernel needs of it. Includes are relative to it.
         ccache: the program of that name, if the compiler is to be called through it.
         port: what makes the sources into the compiler's language; None where they are in it.
+        suffix: of the source.
     """
 
     kernel: KernelSpec
     toolchain: Toolchain
     torch: TorchBuild
-    chosen: tuple[Chosen, ...]
+    chosen: tuple[FlagRow, ...]
     arch: tuple[str, ...]
     root: Path
     ccache: str | None = None
     port: Port | None = None
+    suffix: str = CUDA_SUFFIX
 
     @property
     def library(self) -> str:
@@ -98,15 +100,15 @@ class BuildPlan:
             return self
         for name in self.kernel.folders:
             self.port.tree(self.root / name, folder / name)
-        sources = tuple(renamed(source) for source in self.kernel.sources)
-        return dataclasses.replace(self, root=folder, kernel=dataclasses.replace(self.kernel, sources=sources))
+        return dataclasses.replace(self, root=folder, suffix=MUSA_SUFFIX)
 
-    def source(self, name: str) -> Path:
-        """Where one of the kernel's sources lies."""
-        return self.root / self.kernel.name / name
+    @property
+    def source(self) -> Path:
+        """The file that is compiled."""
+        return self.root / self.kernel.name / f"{self.kernel.name}{self.suffix}"
 
-    def compile_command(self, source: str, output: str) -> tuple[str, ...]:
-        """Compile one of the kernel's sources into an object."""
+    def compile_command(self, output: str) -> tuple[str, ...]:
+        """Compile the kernel's source into an object."""
         return (
             *((self.ccache,) if self.ccache else ()),
             self.toolchain.path,
@@ -115,18 +117,18 @@ class BuildPlan:
             f"-I{self.root}",
             f"-I{self.torch.root / 'include'}",
             "-c",
-            str(self.source(source)),
+            str(self.source),
             "-o",
             output,
         )
 
-    def link_command(self, objects: Sequence[str], output: str) -> tuple[str, ...]:
-        """Link the objects. nvcc puts the CUDA runtime into the library, so that the library can be loaded anywhere."""
+    def link_command(self, compiled: str, output: str) -> tuple[str, ...]:
+        """Link the object. nvcc puts the CUDA runtime into the library, so that the library can be loaded anywhere."""
         homes = [self.torch.root]
         if self.torch.musa_root is not None:
             homes += [self.torch.musa_root, self.toolchain.home]
         folders = (f"-L{home / 'lib'}" for home in homes)
-        return self.toolchain.path, "-shared", *objects, "-o", output, *folders, *_libraries(self.toolchain.name)
+        return self.toolchain.path, "-shared", compiled, "-o", output, *folders, *_libraries(self.toolchain.name)
 
     def record(self) -> dict[str, Any]:
         """What ``doctor`` tells of the library, and what decides whether it suits another host."""
@@ -183,7 +185,7 @@ def make_plan(
         raise KernelUnavailable(
             f"torch {torch.version} is beside no torch_musa, whose libmusa_python.so has the current stream; install it"
         )
-    chosen = flags_for(toolchain.name, toolchain.version, environ, kernel)
+    chosen = flags_for(toolchain.name, toolchain.version, environ)
     arch = arch_flags(toolchain.name, environ if ahead else {}, torch.capabilities, kernel.cuda_arch)
     return BuildPlan(kernel, toolchain, torch, chosen, arch, root, ccache, port)
 

@@ -18,15 +18,15 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from .spec import KernelUnavailable, ToolchainName
 
-#: The suffix of sources that mcc takes for device code; headers keep their names.
-SUFFIXES: Final[Mapping[str, str]] = {".cu": ".mu"}
+#: Of sources, as nvcc and mcc take them for device code; headers keep their names.
+CUDA_SUFFIX: Final = ".cu"
+MUSA_SUFFIX: Final = ".mu"
 
 _PORTED: Final = (".cu", ".cuh", ".h", ".cpp")
 
@@ -71,7 +71,7 @@ class Port:
     @property
     def digest(self) -> str:
         """Of everything that decides about the text: part of the key of a build."""
-        rules = [*self.table, *((rule.pattern, text) for rule, text in (*_PATTERNS, *_WORDS)), *SUFFIXES.items()]
+        rules = [*self.table, *((rule.pattern, text) for rule, text in (*_PATTERNS, *_WORDS)), MUSA_SUFFIX]
         return hashlib.sha256(json.dumps(rules).encode()).hexdigest()[:20]
 
     def text(self, source: str) -> str:
@@ -98,7 +98,8 @@ class Port:
                 continue
             ported = self.text(path.read_text(encoding="utf-8"))
             left += [f"{name} in {path.relative_to(folder)}" for name in left_over(ported)]
-            copy.with_suffix(SUFFIXES.get(path.suffix, path.suffix)).write_text(ported, encoding="utf-8")
+            copy = copy.with_suffix(MUSA_SUFFIX) if path.suffix == CUDA_SUFFIX else copy
+            copy.write_text(ported, encoding="utf-8")
         if left:
             raise KernelUnavailable(
                 f"{folder.name} cannot be ported to MUSA: {self.origin} has no name for {', '.join(left)}"
@@ -108,12 +109,6 @@ class Port:
 def left_over(text: str) -> tuple[str, ...]:
     """Names of CUDA in ported code, and inline assembly, which is NVIDIA's; comments do not count."""
     return tuple(dict.fromkeys(_LEFT.findall(_COMMENT.sub(" ", text))))
-
-
-def renamed(source: str) -> str:
-    """The name of a ported source."""
-    path = Path(source)
-    return path.with_suffix(SUFFIXES.get(path.suffix, path.suffix)).as_posix()
 
 
 def port_for(toolchain: ToolchainName) -> Port | None:

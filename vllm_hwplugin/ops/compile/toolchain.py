@@ -58,11 +58,6 @@ _VERSIONS: Final[Mapping[ToolchainName, re.Pattern[str]]] = {
 }
 
 
-# What mcc predefines, as nvcc does under names of its own: (major, minor, patch level).
-_MACROS: Final = tuple(
-    re.compile(rf"^#define __MUSACC_VER_{part}__ (\d+)\b", re.MULTILINE) for part in ("MAJOR", "MINOR", "PATCHLEVEL")
-)
-_PREPROCESS: Final = ("-x", "musa", "-E", "-dM", "-")
 # Of the toolkit that mcc is a part of: 50100 is 5.1.0.
 _HEADER: Final = re.compile(r"^[ \t]*#[ \t]*define[ \t]+MUSA_VERSION[ \t]+(\d+)\b", re.MULTILINE)
 
@@ -141,8 +136,11 @@ def _surroundings(environ: Mapping[str, str], ask: Ask) -> tuple[str, ...]:
 def read_version(name: ToolchainName, path: str, ask: Ask = ask) -> Version:
     """The version of the compiler at `path`.
 
+    No public source shows what every mcc prints, so the header of its toolkit, which every build includes, counts where
+    that is not known.
+
     Raises:
-        KernelUnavailable: it does not run, or its version cannot be read.
+        KernelUnavailable: it does not run, or its version cannot be read; the message has all that was tried.
     """
     output = ask([path, "--version"])
     try:
@@ -150,7 +148,19 @@ def read_version(name: ToolchainName, path: str, ask: Ask = ask) -> Version:
     except KernelUnavailable as unknown:
         if name != "mcc":
             raise
-        return _otherwise(path, ask, unknown)
+        header = _home(path) / "include" / "musa.h"
+        try:
+            defined = _HEADER.search(header.read_text(encoding="utf-8", errors="replace"))
+        except OSError as error:
+            trouble = f"cannot be read: {error}"
+        else:
+            if defined is not None:
+                number = int(defined.group(1))
+                return Version(f"{number // 10000}.{number // 100 % 100}.{number % 100}")
+            trouble = "does not define MUSA_VERSION"
+        raise KernelUnavailable(
+            f"{unknown}; {header} {trouble}; install the MUSA toolkit again, or set MUSA_HOME to another"
+        ) from unknown
 
 
 def parse_version(name: ToolchainName, output: str) -> Version:
@@ -165,36 +175,6 @@ def parse_version(name: ToolchainName, output: str) -> Version:
             f"the version of {name} cannot be read; expected a line like {_EXAMPLES[name]!r}, found {output!r}"
         )
     return Version(match.group(1))
-
-
-def _otherwise(path: str, ask: Ask, unknown: KernelUnavailable) -> Version:
-    """The version of an mcc whose own line is not known: no public source shows what every release prints.
-
-    Raises:
-        KernelUnavailable: neither the compiler's macros nor the toolkit's header has it; the message has all that was
-            tried.
-    """
-    tried = [str(unknown)]
-    try:
-        macros = ask([path, *_PREPROCESS])
-    except KernelUnavailable as error:
-        tried.append(str(error))
-    else:
-        found = [pattern.search(macros) for pattern in _MACROS]
-        if all(found):
-            return Version(".".join(match.group(1) for match in found if match))
-        tried.append(f"{path} {' '.join(_PREPROCESS)} predefines no __MUSACC_VER_MAJOR__, _MINOR__ and _PATCHLEVEL__")
-    header = _home(path) / "include" / "musa.h"
-    try:
-        defined = _HEADER.search(header.read_text(encoding="utf-8", errors="replace"))
-    except OSError as error:
-        tried.append(f"{header} cannot be read: {error}")
-    else:
-        if defined is not None:
-            number = int(defined.group(1))
-            return Version(f"{number // 10000}.{number // 100 % 100}.{number % 100}")
-        tried.append(f"{header} does not define MUSA_VERSION")
-    raise KernelUnavailable(f"{'; '.join(tried)}; install the MUSA toolkit again, or set MUSA_HOME to another")
 
 
 _EXAMPLES: Final[Mapping[ToolchainName, str]] = {
