@@ -169,6 +169,11 @@ _KIND = "what the backend is"
 _TRIED = "compared with float64 by the kernel's tests"
 
 _LIMITS = CUDA.large.limits
+_OF_OTHERS: Final = {
+    "mla": "MLA has backends of its own",
+    "sparse": "sparse MLA has backends of its own",
+    "ssm": "attention, no state-space layer",
+}
 
 
 def _declare(
@@ -224,9 +229,7 @@ DECLARATIONS: Final[tuple[Declaration, ...]] = (
     *(_cuda(name, VLLM, _DEVICE) for name in ("attn_types", "compute_capability", "sink")),
     _cuda("mm_prefix", VLLM, "no before 0.24.0; from there on where FlashAttention 4 resolves, which takes a mask"),
     _cuda("per_head_quant_scales", VLLM, "needs FlashAttention 3 or later"),
-    _cuda("mla", False, "MLA has backends of its own"),
-    _cuda("sparse", False, "sparse MLA has backends of its own"),
-    _cuda("ssm", False, "attention, no state-space layer"),
+    *(_cuda(name, False, reason) for name, reason in _OF_OTHERS.items()),
     _cuda("alibi_sqrt", False, "the kernels know linear ALiBi only"),
     _cuda("non_causal", True, "causal is an argument of the kernels"),
     _cuda("batch_invariance", True, "vLLM allows no splits over the KV length then"),
@@ -264,9 +267,7 @@ DECLARATIONS: Final[tuple[Declaration, ...]] = (
     ),
     _large("attn_types", ("decoder",), "encoder layers have no paged cache, and the kernel reads one; use TRITON_ATTN"),
     _large("compute_capability", VLLM, "8.0 or later", "vLLM's class is asked"),
-    _large("mla", False, "MLA has backends of its own", _KIND),
-    _large("sparse", False, "sparse MLA has backends of its own", _KIND),
-    _large("ssm", False, "attention, no state-space layer", _KIND),
+    *(_large(name, False, reason, _KIND) for name, reason in _OF_OTHERS.items()),
     _large("sink", True, "the kernel takes one value for each head", _TRIED),
     _large("alibi_sqrt", False, "the kernel has no ALiBi"),
     _large(
@@ -309,9 +310,7 @@ DECLARATIONS: Final[tuple[Declaration, ...]] = (
     ),
     _musa("attn_types", ("decoder",), "encoder layers have no paged cache, and mate is called with one"),
     _musa("compute_capability", True, "the MUSA architecture is not on CUDA's scale, which vLLM compares with", _KIND),
-    _musa("mla", False, "MLA has backends of its own", _KIND),
-    _musa("sparse", False, "sparse MLA has backends of its own", _KIND),
-    _musa("ssm", False, "attention, no state-space layer", _KIND),
+    *(_musa(name, False, reason, _KIND) for name, reason in _OF_OTHERS.items()),
     _musa("sink", True, "mate's kernel takes one value for each head", _PROBED),
     _musa("alibi_sqrt", False, "no ALiBi is passed to mate"),
     _musa(

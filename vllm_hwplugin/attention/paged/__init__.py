@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention over a paged KV cache with heads of up to 512: a CUDA kernel for Hopper, Triton kernels for the rest."""
 
-from ._arguments import MAX_HEAD_SIZE, refuse, refuse_heads
-from ._call import kernel_for, paged_attention
+from ._arguments import MAX_HEAD_SIZE, Scratch, refuse, refuse_heads
+from ._call import Kernel, kernel_for, paged_attention
 from ._hopper import HopperKernel
-from ._kernel import Kernel, Scratch
 from ._triton import TritonKernel
 
 __all__ = [

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a call is given, and what is wrong with it."""
+"""What a call is given, the memory that it has, and what is wrong with it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Final
 import torch
 
 from ..backends import CUDA
+from ._plan import SCRATCH_ROWS
 
 _LIMITS: Final = CUDA.large.limits
 MAX_HEAD_SIZE: Final = _LIMITS.largest_head
@@ -33,6 +34,29 @@ class Arguments:
     window: tuple[int, int]
     softcap: float
     sinks: torch.Tensor | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Scratch:
+    """Memory of fixed size, so that memory profiling sees all of it and captured graphs keep its address.
+
+    One serves all layers whose kernels run one after the other on a stream.
+
+    Args:
+        out: [rows * head size], float32.
+        lse: [rows], float32; log-sum-exp in units of log2(e).
+    """
+
+    out: torch.Tensor
+    lse: torch.Tensor
+
+    @classmethod
+    def allocate(cls, device: torch.device) -> Scratch:
+        """Take 64 MiB of a device's memory."""
+        return cls(
+            torch.empty(SCRATCH_ROWS * MAX_HEAD_SIZE, dtype=torch.float32, device=device),
+            torch.empty(SCRATCH_ROWS, dtype=torch.float32, device=device),
+        )
 
 
 def refuse(head_size: int, dtype: torch.dtype, kv_dtype: torch.dtype, block_size: int) -> str | None:

@@ -3,13 +3,20 @@
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import torch
 
-from ._arguments import Arguments
+from ._arguments import Arguments, Scratch
 from ._hopper import HopperKernel
-from ._kernel import Kernel, Scratch
 from ._plan import plan_launch
 from ._triton import TritonKernel
+
+Kernel: TypeAlias = HopperKernel | TritonKernel
+"""One for a device, without memory and state.
+
+``heights`` are the tiles that it has, ``check`` refuses what a plan would take wrongly, and ``launch`` runs one batch.
+"""
 
 
 def kernel_for(device: torch.device) -> Kernel:

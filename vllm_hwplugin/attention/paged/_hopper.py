@@ -12,8 +12,7 @@ from vllm_hwplugin.ops.compile.jit import ensure
 from vllm_hwplugin.ops.compile.spec import KERNELS
 from vllm_hwplugin.ops.define import define
 
-from ._arguments import Arguments, check_heads
-from ._kernel import Scratch
+from ._arguments import Arguments, Scratch, check_heads
 from ._plan import Heights, LaunchPlan, balance
 
 _CAPABILITY: Final = (9, 0)
@@ -29,7 +28,7 @@ define(
 
 @dataclasses.dataclass(frozen=True)
 class HopperKernel:
-    """See :class:`~._kernel.Kernel`."""
+    """See :data:`~._call.Kernel`."""
 
     name: ClassVar[str] = "hopper"
     # The shared memory of a multiprocessor holds one program.

@@ -10,8 +10,7 @@ from typing import Any, ClassVar, Final
 import torch
 
 from . import _kernels
-from ._arguments import Arguments, check
-from ._kernel import Scratch
+from ._arguments import Arguments, Scratch, check
 from ._plan import MAX_SPLITS, Heights, LaunchPlan
 
 _LOG2E: Final = 1.4426950408889634
@@ -49,7 +48,7 @@ _OF_NO_GPU: Final = 132
 
 @dataclasses.dataclass(frozen=True)
 class TritonKernel:
-    """See :class:`~._kernel.Kernel`."""
+    """See :data:`~._call.Kernel`."""
 
     name: ClassVar[str] = "triton"
     heights: ClassVar[Heights] = tuple((rows, tile.together) for rows, tile in TILES.items())
