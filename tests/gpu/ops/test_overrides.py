@@ -7,9 +7,6 @@ texts are compared as far as they go: a kernel that rounds elsewhere may turn a 
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,12 +19,10 @@ from vllm_hwplugin.ops import overrides  # noqa: E402
 from vllm_hwplugin.ops.compile.jit import ensure  # noqa: E402
 from vllm_hwplugin.ops.compile.spec import KERNELS  # noqa: E402
 from vllm_hwplugin.ops.operations import OPS  # noqa: E402
-from vllm_hwplugin_lab.bench import engine_environment, find_checkpoints, load_prompts  # noqa: E402
-from vllm_hwplugin_lab.bench._entry_points import provide  # noqa: E402
-from vllm_hwplugin_lab.bench._launch import child_environment  # noqa: E402
+from vllm_hwplugin_lab.bench import find_checkpoints, load_prompts  # noqa: E402
 from vllm_hwplugin_lab.bench.micro import _op_cases, _ops_bench  # noqa: E402
 
-from ..engines import SMALL_ENGINE  # noqa: E402
+from ..engines import SMALL_ENGINE, Child, run_all  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine]
 
@@ -173,27 +168,12 @@ OPTIONS = {
 def test_an_engine_says_the_same_and_its_fusion_still_matches(tmp_path: Path) -> None:
     small = find_checkpoints(None)
     prompts = [list(prompt[:64]) for prompt in load_prompts(small, 24)]
-    children = {}
     job = {"options": {**SMALL_ENGINE, "model": str(small.target), **OPTIONS}, "prompts": prompts, "tokens": 48}
-    (tmp_path / "job.json").write_text(json.dumps(job))
-    for gate in ("off", "on"):
-        answer = tmp_path / f"{gate}.json"
-        environment = child_environment(
-            engine_environment("cuda", patched=True, extra={"VLLM_HWPLUGIN_OPS": gate}),
-            provide(tmp_path / f"{gate}-metadata"),
-        )
-        child = Path(__file__).with_name("overrides_child.py")
-        log = answer.with_suffix(".log").open("wb")
-        children[answer] = subprocess.Popen(
-            [sys.executable, str(child), str(tmp_path / "job.json"), str(answer)],
-            env=environment,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
-    codes = {answer: child.wait(timeout=400) for answer, child in children.items()}
-    for answer, code in codes.items():
-        assert code == 0, f"{answer.stem} ended with {code}:\n{answer.with_suffix('.log').read_text()[-4000:]}"
-    off, on = (json.loads((tmp_path / f"{gate}.json").read_text()) for gate in ("off", "on"))
+    sides = {
+        gate: Child("overrides_child.py", job, patched=True, environment={"VLLM_HWPLUGIN_OPS": gate})
+        for gate in ("off", "on")
+    }
+    off, on = run_all(tmp_path, sides).values()
     assert off["decisions"] == {}
     assert on["decisions"][FUSED].startswith("the plugin's kernel"), on["decisions"]
     share = sum(alike(one, other) for one, other in zip(off["texts"], on["texts"], strict=True)) / len(prompts)
