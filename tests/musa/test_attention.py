@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FLASH_ATTN on MUSA over a stand-in for mate: metadata, cache and result on every supported vLLM, and what is refused.
+"""FLASH_ATTN on MUSA over a stand-in for mate: what it has beside tests/attention/test_backends.py.
 
 Not run on MUSA hardware.
 """
@@ -20,7 +20,7 @@ torch = pytest.importorskip("torch")
 
 from vllm_hwplugin.spec_decode.builders import known  # noqa: E402
 
-from ..attention.layer import BATCH, Layer, close, config  # noqa: E402
+from ..attention.layer import Layer, close, config  # noqa: E402
 from ..attention.released import released  # noqa: E402
 from ..conftest import versions  # noqa: E402
 from .mate_standin import mate  # noqa: E402
@@ -36,33 +36,10 @@ def layer_of(load: Any, head_size: int, **options: Any) -> Layer:
 
 
 @every_version
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize(("head_size", "layout"), [(512, "NHD"), (64, "HND")])
-def test_the_right_answer(version: str, causal: bool, head_size: int, layout: str, vllm_tree: Tree) -> None:
-    calls: list[dict[str, Any]] = []
-    with released(version, vllm_tree(version), layout=layout, mate=mate(calls)) as load:
-        layer = layer_of(load, head_size)
-        layer.write(slice(None))
-        close(layer.run(layer.metadata(causal)), layer.right(causal=causal))
-    assert [call["causal"] for call in calls] == [causal]
-    assert calls[0]["deterministic"] is False
-
-
-@every_version
 def test_a_drafters_graphs_may_hold_its_metadata(version: str, vllm_tree: Tree) -> None:
     with released(version, vllm_tree(version), mate=mate()) as load:
         allowed = known(load(OWN).MusaFlashAttentionMetadataBuilder)
     assert (allowed.passes, allowed.chain, allowed.non_causal) == (True, True, True)
-
-
-@ends
-@pytest.mark.parametrize("causal", [True, False])
-def test_window_softcap_and_sinks_arrive(version: str, causal: bool, vllm_tree: Tree) -> None:
-    with released(version, vllm_tree(version), mate=mate()) as load:
-        sinks = torch.tensor([0.5, -1.0, 2.0, 0.0]).bfloat16()
-        layer = layer_of(load, 64, sliding_window=7, logits_soft_cap=2.0, sinks=sinks)
-        layer.write(slice(None))
-        close(layer.run(layer.metadata(causal)), layer.right(causal=causal, window=7, cap=2.0, sinks=sinks))
 
 
 @ends
@@ -108,34 +85,6 @@ def test_sinks_are_cast_once_for_each_loading_of_weights(version: str, dtype: An
 
 
 @ends
-def test_without_a_cache_the_output_is_zero(version: str, vllm_tree: Tree) -> None:
-    with released(version, vllm_tree(version), mate=mate()) as load:
-        assert not layer_of(load, 64).run(None).any()
-
-
-@every_version
-def test_a_batch_with_an_image_is_refused_and_one_without_is_not(version: str, vllm_tree: Tree) -> None:
-    with released(version, vllm_tree(version), mate=mate()) as load:
-        layer = layer_of(load, 64)
-        layer.write(slice(None))
-        # Up to 0.23 vLLM puts the ranges into the metadata of a layer, later into what that is built from.
-        in_common = "mm_req_doc_ranges" in layer.common.__dataclass_fields__
-        assert in_common == (SUPPORTED.index(version) >= SUPPORTED.index("0.24.0"))
-
-        def run(ranges: dict[int, list[tuple[int, int]]]) -> None:
-            if in_common:
-                layer.run(layer.metadata(True, mm_req_doc_ranges=ranges))
-            else:
-                metadata = layer.metadata(True)
-                metadata.mm_prefix_range = ranges
-                layer.run(metadata)
-
-        run({0: [], 1: []})
-        with pytest.raises(NotImplementedError, match=r"text only.*--language-model-only"):
-            run({0: [], 1: [(0, 3)]})
-
-
-@ends
 def test_the_builder_leaves_out_what_only_vllms_kernels_have(version: str, vllm_tree: Tree) -> None:
     with released(version, vllm_tree(version), mate=mate()) as load:
         # As on a device for which vLLM has FlashAttention 3.
@@ -146,33 +95,3 @@ def test_the_builder_leaves_out_what_only_vllms_kernels_have(version: str, vllm_
         assert builder.use_cascade_attention(common_prefix_len=4096) is False
         support = load("vllm.v1.attention.backend").AttentionCGSupport.UNIFORM_BATCH
         assert backend.get_builder_cls().get_cudagraph_support(None, None) is support
-
-
-@ends
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"alibi_slopes": [0.5]}, "no ALiBi"),
-        ({"kv_cache_dtype": "fp8"}, "does not support KV cache type fp8"),
-        ({"attn_type": "encoder_only"}, "does not support attention type encoder_only"),
-        ({"head_size": 520}, "does not support head size 520"),
-        ({"sinks": torch.zeros(3)}, r"sinks have shape \(3,\), expected one for each head: \(4,\)"),
-    ],
-)
-def test_a_layer_that_needs_more_is_refused(
-    version: str, options: dict[str, Any], reason: str, vllm_tree: Tree
-) -> None:
-    with released(version, vllm_tree(version), mate=mate()) as load, pytest.raises(ValueError, match=reason):
-        layer_of(load, **{"head_size": 64} | options)
-
-
-@ends
-def test_a_step_that_needs_more_is_refused(version: str, vllm_tree: Tree) -> None:
-    with released(version, vllm_tree(version), mate=mate()) as load:
-        layer = layer_of(load, 64)
-        metadata = layer.metadata(True)
-        with pytest.raises(NotImplementedError, match="does not quantize its output"):
-            layer.run(metadata, output_scale=torch.ones(1))
-        metadata.causal = torch.ones(len(BATCH), dtype=torch.int32)
-        with pytest.raises(NotImplementedError, match="one mask for all requests"):
-            layer.run(metadata)
