@@ -37,10 +37,11 @@ def test_nor_where_vllm_has_warmed_up_with_larger_batches(tmp_path: Path) -> Non
     compare(Load(options("eagle3", "FULL_AND_PIECEWISE", captured=(1, 2)), load), tmp_path, "V2", graphs("eagle3"))
 
 
-@pytest.mark.skipif(Version(importlib.metadata.version("vllm")) < Version("0.26.0"), reason="of 0.26 and newer")
 @pytest.mark.parametrize("method", ["eagle3", "dflash"])
 def test_nor_do_full_graphs_of_mixed_batches(method: str, tmp_path: Path) -> None:
     """With PIECEWISE graphs of the same sizes, so that both sides round alike."""
+    if Version(importlib.metadata.version("vllm")) < Version("0.26.0"):
+        pytest.skip("the feature is of vLLM 0.26 and newer")
     made = options(method, "FULL_AND_PIECEWISE")
     made["compilation_config"]["cudagraph_capture_sizes"] = [16, 32, 48, 64, 80, 96]
     compare(Load(made, [*loads.mixed(), *loads.two_alone()]), tmp_path, "V2", ["v2-mixed-graphs"])
