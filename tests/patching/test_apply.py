@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import random
-import shutil
-import subprocess
-from pathlib import Path
 
 import pytest
 
 from vllm_hwplugin.patching._apply import Edit, Text, apply_edits, edits_of, first_clash, locate, split_lines
 from vllm_hwplugin.patching._diff import parse_diff
 
-from .texts import ALPHA, PATH, apply, file_diff, make_diff, statuses
+from .texts import ALPHA, PATH, apply, file_diff, statuses
 
 MIDDLE = file_diff(ALPHA, ALPHA.replace("line 10\n", "line ten\n"))
 TWICE = file_diff(ALPHA, ALPHA.replace("line 3\n", "line three\n").replace("line 15\n", "line fifteen\n"))
@@ -203,24 +200,6 @@ def test_generated_diffs_move() -> None:
         assert result in (None, f"front 1\nfront 2\n{after}")
         moved += result is not None
     assert moved > 200
-
-
-@pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
-def test_same_result_as_git(tmp_path: Path) -> None:
-    """Git, which finds hunks exactly too, makes the same text of the same diff."""
-    pairs = _generated(60)
-    diffs = ""
-    for number, (before, after) in enumerate(pairs):
-        path = f"vllm/f{number}.py"
-        (tmp_path / "vllm").mkdir(exist_ok=True)
-        (tmp_path / path).write_bytes(before.encode())
-        diffs += make_diff(before, after, path)
-    (tmp_path / "all.diff").write_bytes(diffs.encode())
-    subprocess.run(["git", "init", "-q", "."], cwd=tmp_path, check=True)
-    command = ["git", "-c", "core.autocrlf=false", "apply", "--whitespace=nowarn", "all.diff"]
-    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
-    for diff, (before, _) in zip(parse_diff(diffs, "all.diff"), pairs, strict=True):
-        assert apply(diff, before) == (tmp_path / diff.path).read_bytes().decode(), diff.path
 
 
 def test_apply_edits_in_any_order() -> None:

@@ -80,20 +80,6 @@ def test_a_kill_at_any_point_of_a_cold_start_leaves_a_working_state(patched: Pro
     assert killed >= 20
 
 
-def test_a_torn_write_is_never_loaded(patched: Project) -> None:
-    # A file system may keep the name of a file and lose its end; then every file that a start wrote is cut short.
-    patched.run("install()", USE)
-    files = [path for path in patched.cache.rglob("*") if path.is_file() and path.parent.name != "records"]
-    # The copies with their byte code.
-    assert len(files) == 2 * len(EDITS)
-    for path in files:
-        data = path.read_bytes()
-        for length in (0, 1, len(data) // 2, len(data) - 1):
-            path.write_bytes(data[:length])
-            patched.run("assert install().live", USE)
-            assert path.stat().st_size >= len(data) - 1
-
-
 CHILD = """
 import sys
 from pathlib import Path
@@ -173,21 +159,5 @@ def test_a_fork_while_another_thread_installs_does_not_hang(patched: Project) ->
             os._exit(0 if install().live else 1)
         leave.set(); thread.join()
         raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-        """
-    patched.run(code)
-
-
-def test_two_threads_that_import_at_once_get_one_module(patched: Project) -> None:
-    code = """
-        import threading
-        install()
-        modules, barrier = [], threading.Barrier(8)
-        def load():
-            barrier.wait()
-            import vllm.v1.alpha
-            modules.append(vllm.v1.alpha)
-        threads = [threading.Thread(target=load) for _ in range(8)]
-        [t.start() for t in threads]; [t.join() for t in threads]
-        assert len(modules) == 8 and len({id(m) for m in modules}) == 1 and modules[0].double(2) == 6
         """
     patched.run(code)

@@ -33,22 +33,6 @@ def test_after_a_lost_race_no_finder_comes_back(project: Project) -> None:
     assert project.run(code, CHECK).strip() == STOCK
 
 
-def test_half_a_feature_that_a_race_left_stops_the_process(project: Project) -> None:
-    project.feature("state", {**EDITS, "vllm/v1/alpha.py": [("LIMIT = 3", "LIMIT = 4")]})
-    code = """
-        class Overtaken(_runtime.CopyFinder):
-            def put_first(self):
-                import vllm.v1.alpha
-                super().put_first()
-                import vllm.v1.pack
-        _runtime.CopyFinder = Overtaken
-        install()
-        """
-    last = project.start(code).stderr.splitlines()[-1]
-    assert "InstallError: " in last
-    assert "vllm.v1.pack run patched already" in last
-
-
 def test_an_error_after_code_was_swapped_takes_it_back_and_the_record_says_so(patched: Project) -> None:
     code = f"""
         import vllm.envs
