@@ -1,31 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM's processes do with a DFlash configuration, on the installed vLLM; run by test_dflash_processes.py.
+"""DFlash configurations of the installed vLLM under a platform that calls the hooks; run by test_dflash_processes.py.
 
-`python dflash_child.py configurations FOLDER` makes configurations under a platform that calls the hooks.
-`python dflash_child.py processes FOLDER` imports patched modules too early in this process, in forked and in spawned
-ones. FOLDER holds the checkpoints `target` and `dflash`. The last line of the output is what came of it, as JSON.
+`python dflash_child.py FOLDER`: the folder holds the checkpoints `target` and `dflash`. The last line of the output is
+what came of it, as JSON.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import importlib
-import inspect
 import json
-import logging
-import multiprocessing
 import os
 import pickle
 import sys
-from importlib.machinery import PathFinder
 from typing import Any
-
-# Patched modules, and a function of each that the patches change.
-MODULES = {
-    "vllm.v1.spec_decode.dflash": ("DFlashProposer", "_create_draft_vllm_config"),
-    "vllm.model_executor.models.qwen3_dflash": ("DFlashQwen3Model", "_normalize_context_k"),
-    "vllm.v1.worker.gpu_model_runner": ("GPUModelRunner", "_dummy_run"),
-}
 
 
 def use_platform() -> None:
@@ -126,112 +113,5 @@ def configurations(folder: str) -> dict[str, Any]:
     return made
 
 
-def import_stock(sabotage: str | None) -> None:
-    """Import the targets past the plugin's finder, and make one of them unfit for a swap."""
-    sys.meta_path.insert(0, PathFinder)  # type: ignore[arg-type]
-    for name in MODULES:
-        importlib.import_module(name)
-    sys.meta_path.remove(PathFinder)  # type: ignore[arg-type]
-    spoilt = {"drafter": "vllm.v1.spec_decode.dflash", "runner": "vllm.v1.worker.gpu_model_runner"}.get(sabotage or "")
-    if spoilt is not None:
-        holder, function = MODULES[spoilt]
-        # Another plugin that replaces the function: what runs is no longer what the installed file says.
-        setattr(getattr(sys.modules[spoilt], holder), function, lambda self, *arguments: None)
-
-
-def scenario(config: bytes, early: bool, sabotage: str | None, variables: dict[str, str], answers: Any) -> None:
-    """Unpickle a configuration and make others from it, as a worker does for the draft.
-
-    Args:
-        early: the modules are imported before the plugin is, otherwise past its finder.
-        answers: has `put` for what came of it.
-    """
-    os.environ.update(variables)
-    vllm_config = pickle.loads(config)
-    from vllm_hwplugin import journal
-    from vllm_hwplugin.patching import _runtime
-
-    if not early:
-        _runtime.install()
-    import_stock(sabotage)
-    # What `from ... import` elsewhere would have bound.
-    bound = {
-        name: inspect.unwrap(vars(getattr(sys.modules[name], holder))[function])
-        for name, (holder, function) in MODULES.items()
-    }
-    stock = {name: function.__code__ for name, function in bound.items()}
-    use_platform()
-    logged = Lines()
-    logging.getLogger("vllm.hwplugin").addHandler(logged)
-    answer: dict[str, Any] = {"error": None}
-    try:
-        for _ in range(2):
-            vllm_config = dataclasses.replace(vllm_config)
-    except Exception as error:
-        answer["error"] = f"{type(error).__name__}: {error}"
-    entry, plan = journal.current(), _runtime.current_plan()
-    assert entry is not None
-    texts = {} if plan is None else {file.module: file.text for file in plan.files.values()}
-    answer |= {
-        "live": list(entry.live),
-        "refused": {name: item["reason"] for name, item in entry.features.items() if item["state"] == "refused"},
-        "stock before": all(code.co_filename.startswith(str(entry.vllm_root)) for code in stock.values()),
-        # The function that was bound before runs what its source says, which is the patched text.
-        "patched": sorted(
-            name
-            for name, function in bound.items()
-            if inspect.getsource(sys.modules[name]) == texts.get(name) and function.__code__ is not stock[name]
-        ),
-        "warnings": logged.lines,
-        "role": entry.role,
-    }
-    answers.put(answer)
-
-
-class Lines(logging.Handler):
-    """The warnings that were logged."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.lines: list[str] = []
-
-    def emit(self, entry: logging.LogRecord) -> None:
-        self.lines.append(entry.getMessage())
-
-
-class Kept(list):
-    """Takes the place of a queue in this process."""
-
-    put = list.append
-
-
-def processes(folder: str) -> dict[str, Any]:
-    # Made without the hooks and without the plugin, and pickled as vLLM sends it to a worker.
-    config = pickle.dumps(make(folder))
-    off = {"VLLM_HWPLUGIN_DFLASH_FULL_GRAPH": "off"}
-    cases: dict[str, tuple[str, bool, str | None, dict[str, str]]] = {
-        "forked, before the plugin": ("fork", True, None, off),
-        "forked, past the finder": ("fork", False, None, off),
-        "spawned, past the finder": ("spawn", False, None, off),
-        "everything on": ("fork", False, None, {}),
-        "drafter": ("fork", False, "drafter", {}),
-        "drafter, strict": ("fork", False, "drafter", {"VLLM_HWPLUGIN_STRICT": "1"}),
-        "drafter, on": ("fork", False, "drafter", {"VLLM_HWPLUGIN_DFLASH_FULL_GRAPH": "on"}),
-        "runner": ("fork", False, "runner", {}),
-    }
-    found: dict[str, Any] = {}
-    for name, (method, *arguments) in cases.items():
-        context = multiprocessing.get_context(method)
-        answers = context.SimpleQueue()
-        child = context.Process(target=scenario, args=(config, *arguments, answers))
-        child.start()
-        child.join()
-        found[name] = answers.get() if not answers.empty() else {"error": f"ended with {child.exitcode}"}
-    here = Kept()
-    scenario(config, False, None, off, here)
-    found["parent, past the finder"] = here[0]
-    return found
-
-
 if __name__ == "__main__":
-    print(json.dumps({"configurations": configurations, "processes": processes}[sys.argv[1]](sys.argv[2])))
+    print(json.dumps(configurations(sys.argv[1])))

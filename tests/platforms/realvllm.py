@@ -14,13 +14,14 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
 
 import vllm_hwplugin
+from vllm_hwplugin.platforms import _offer
 
 REAL = {
     "vllm.platforms": "vllm/platforms/__init__.py",
@@ -117,3 +118,21 @@ def entry_points(points: Sequence[Any]) -> Callable[..., Sequence[Any]]:
         return [point for point in points if point.group == group]
 
     return find
+
+
+def point(name: str, answer: Any, value: str = "vendor:platform") -> Any:
+    """An entry point of a platform plugin; its function gives `answer`, or raises it; it cannot be loaded where that is
+    an ImportError.
+    """
+
+    def function() -> Any:
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def load() -> Any:
+        if isinstance(answer, ImportError):
+            raise answer
+        return function
+
+    return SimpleNamespace(name=name, value=value, group=_offer.GROUP, load=load)

@@ -22,8 +22,7 @@ from vllm_hwplugin.platforms._detect import CLASSES
 from ..conftest import versions
 from . import standins
 from .contract import faults, not_given, overrides
-from .realvllm import REAL, Load, entry_points, own
-from .test_rivals import point
+from .realvllm import REAL, Load, entry_points, own, point
 
 FILES = (*REAL.values(), "vllm/v1/worker/", "vllm/engine/", "vllm/distributed/")
 every_version = pytest.mark.parametrize("version", versions(*FILES))
@@ -83,18 +82,6 @@ def test_the_cuda_class_asks_vllm_first_and_dflash_then(
 
 
 @every_version
-def test_the_cuda_class_keeps_what_vllm_decides(version: str, real_vllm: Load, dflash: list[str]) -> None:
-    real_vllm(version)
-    platform = own("vllm_hwplugin.platforms.cuda").CudaPlatform()
-    config = MagicMock(model_config=None)
-    config.parallel_config.worker_cls = "auto"
-    config.parallel_config.prefill_context_parallel_size = 1
-    config.offload_config.uva.cpu_offload_gb = 0
-    platform.check_and_update_config(config)
-    assert config.parallel_config.worker_cls == "vllm.v1.worker.gpu_worker.Worker"
-
-
-@every_version
 @pytest.mark.usefixtures("musa_host")
 def test_the_musa_class_keeps_the_contract(version: str, real_vllm: Load, vllm_tree: Callable[[str], Any]) -> None:
     real_vllm(version)
@@ -127,43 +114,6 @@ def test_the_musa_class_is_an_out_of_tree_platform_of_device_musa(version: str, 
     assert (platform.dist_backend, platform.device_control_env_var) == ("mccl", "MUSA_VISIBLE_DEVICES")
     # What the class does not define is torch.musa's, by vLLM's own rule.
     assert platform.is_available()
-
-
-class _Misspelled:
-    def check_and_update_config(self) -> None: ...
-
-    @classmethod
-    def get_device_nmae(cls, device_id: int = 0) -> str: ...
-
-    @classmethod
-    def get_device_uuid(cls, index: int = 0) -> str: ...
-
-    @classmethod
-    def set_device(cls, device: Any, stream: Any) -> None: ...
-
-    @classmethod
-    def get_punica_wrapper(cls) -> str: ...
-
-    dispatch_kye = "PrivateUse1"
-    dispatch_key = "CPU"
-    ray_device_key = "GPU"
-    device_control_env_var = "X"
-    dist_backend = "mccl"
-
-
-@ends
-def test_the_check_of_the_contract_finds_faults(version: str, real_vllm: Load, vllm_tree: Callable[[str], Any]) -> None:
-    real_vllm(version)
-    platform = importlib.import_module("vllm.platforms.interface").Platform
-    found = {line.partition(":")[0] for line in faults(_Misspelled, platform)}
-    assert found == {
-        "check_and_update_config", "get_device_nmae", "get_device_uuid", "set_device", "dispatch_kye",
-    }  # fmt: skip
-    missing = not_given(_Misspelled, vllm_tree(version).read(INTERFACE), platform)
-    assert {"_enum", "device_type", "get_device_name", "num_compute_units", "dispatch_key", "get_attn_backend_cls"} <= {
-        *missing
-    }
-    assert "get_punica_wrapper" not in missing
 
 
 @pytest.fixture
@@ -205,13 +155,6 @@ def test_vllms_resolver_takes_the_cuda_class(version: str, resolver: Callable[..
 
 
 @every_version
-def test_vllms_resolver_keeps_its_own_platform_on_a_cpu_build(version: str, resolver: Callable[..., Any]) -> None:
-    platforms = resolver(version, "cpu")
-    assert platforms.resolve_current_platform_cls_qualname() == "vllm.platforms.interface.UnspecifiedPlatform"
-    assert platforms.calls == [None]
-
-
-@every_version
 @pytest.mark.usefixtures("musa_host")
 def test_vllms_resolver_takes_the_musa_class(
     version: str, resolver: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
@@ -234,19 +177,6 @@ def test_with_a_rival_vllm_starts_in_auto_and_stops_where_the_class_is_named(
     with pytest.raises(RuntimeError, match="Only one platform plugin can be activated"):
         platforms.resolve_current_platform_cls_qualname()
     assert "VLLM_PLUGINS=hwplugin" in caplog.text
-
-
-@ends
-def test_a_platform_function_that_raises_is_dropped_by_vllm(version: str, resolver: Callable[..., Any]) -> None:
-    """Why this plugin's function must not raise: nothing but vLLM's own platform would be left."""
-
-    def fails() -> str:
-        raise ValueError("not to be seen")
-
-    rival = point("vendor", None)
-    rival.load = lambda: fails
-    platforms = resolver(version, "cpu", rivals=(rival,))
-    assert platforms.resolve_current_platform_cls_qualname() == "vllm.platforms.interface.UnspecifiedPlatform"
 
 
 @every_version

@@ -16,8 +16,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from vllm_hwplugin import journal
-from vllm_hwplugin.attention.backends import CUDA, Faster
-from vllm_hwplugin.ops.compile.spec import KERNELS
+from vllm_hwplugin.attention.backends import Faster
 from vllm_hwplugin.patching import SUPPORTED
 from vllm_hwplugin.platforms import _cuda_attention as attention
 from vllm_hwplugin.platforms._cuda_attention import Asked, Stock, decide
@@ -81,12 +80,6 @@ def test_decide(gate: str, asked: Asked, stock: Stock, refused: tuple[str, ...],
 def test_a_start_without_a_backend_ends_with_the_reasons(gate: str, stock: Stock, words: str) -> None:
     found = decide(gate, Asked(9), stock, ("no fp8", "no sink"), MEASURED)
     assert words in found.error
-
-
-def test_what_was_measured_says_where() -> None:
-    assert {(item.major, item.than) for item in CUDA.large.faster} == {(9, "TRITON_ATTN"), (9, "FLEX_ATTENTION")}
-    assert all(item.reason for item in CUDA.large.faster)
-    assert len({(item.major, item.than) for item in CUDA.large.faster}) == len(CUDA.large.faster)
 
 
 # -- under vLLM's own choice -------------------------------------------------------------------------------------------
@@ -231,18 +224,6 @@ def test_without_its_cuda_kernel_the_plugin_serves_only_what_vllm_does_not(
     assert gpu.ask("FLASH_ATTN") == OWN
     monkeypatch.setenv("VLLM_HWPLUGIN_ATTENTION", "on")
     assert gpu.ask() == OWN
-
-
-def test_whether_the_cuda_kernel_can_be_had_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    ask = MagicMock(return_value="no nvcc")
-    monkeypatch.setattr(attention.jit, "obstacle", ask)
-    attention._obstacle.cache_clear()
-    try:
-        assert attention._obstacle(9, 0) == attention._obstacle(9, 0) == "no nvcc"
-        ask.assert_called_once_with(KERNELS["paged_attention"], (9, 0))
-    finally:
-        attention._obstacle.cache_clear()
 
 
 @every_version

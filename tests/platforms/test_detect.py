@@ -12,7 +12,6 @@ import pytest
 
 from vllm_hwplugin import musa
 from vllm_hwplugin.musa.host import MUSA_MODULES, Musa
-from vllm_hwplugin.platforms import _detect
 from vllm_hwplugin.platforms._detect import CLASSES, Decision, ask_vllm, decide, probe_musa, settle
 
 from . import standins
@@ -75,22 +74,6 @@ def test_moore_threads_is_looked_for_only_where_it_matters() -> None:
 
     for choice, builtins in (("auto", ("cuda",)), ("auto", ("cpu",)), ("cuda", ()), ("off", ())):
         decide(choice, builtins, fail)
-
-
-@pytest.mark.parametrize("kind", ["cuda", "musa"])
-def test_auto_steps_aside_for_another_plugin_and_says_the_way_out(kind: _detect.Kind) -> None:
-    found = settle("auto", Decision(kind, "it fits"), ("vendor",))
-    assert (found.qualname, found.level) == (None, logging.WARNING)
-    for words in ("plugin vendor", "VLLM_PLUGINS=hwplugin", "VLLM_HWPLUGIN_PLATFORM=off", "patches stay in force"):
-        assert words in found.reason
-
-
-@pytest.mark.parametrize("kind", ["cuda", "musa"])
-def test_a_named_class_stays_and_the_conflict_is_told_before_vllm_stops(kind: _detect.Kind) -> None:
-    found = settle(kind, Decision(kind, "it fits"), ("one", "two"))
-    assert (found.kind, found.level) == (kind, logging.ERROR)
-    for words in ("it fits", "one and two", "Only one platform plugin can be activated", "VLLM_PLUGINS"):
-        assert words in found.reason
 
 
 def test_without_rivals_or_without_a_class_nothing_changes() -> None:

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 
 from vllm_hwplugin import dflash, journal, patching
-from vllm_hwplugin.spec_decode.dflash_config import DFlashConfigError
 
 
 def made_by_vllm(*, k: int = 7, uses_dflash: bool = True) -> SimpleNamespace:
@@ -46,19 +45,6 @@ def test_configurations_without_dflash_are_left_alone(monkeypatch: pytest.Monkey
     vllm_config.speculative_config = None
     dflash.check_and_update_config(vllm_config)
     assert not calls
-
-
-def test_bad_input_is_an_error_where_the_feature_is_required(
-    entry: journal.Journal, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made_by_vllm(k=8)
-    assert "num_speculative_tokens=8" in entry.decisions["dflash-config"]
-    monkeypatch.setenv("VLLM_HWPLUGIN_DFLASH_FULL_GRAPH", "on")
-    with pytest.raises(DFlashConfigError, match="num_speculative_tokens=8"):
-        made_by_vllm(k=8)
-
-
-# -- patches in force -------------------------------------------------------------------------------------------------
 
 
 def test_the_drafters_features_that_are_live_are_forced(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hooks for DFlash on the real VllmConfig, and on modules that were imported too early, in fresh processes."""
+"""The hooks for DFlash on the real VllmConfig, in a fresh process."""
 
 from __future__ import annotations
 
@@ -20,32 +20,22 @@ pytestmark = pytest.mark.engine
 REPOSITORY = Path(vllm_hwplugin.__file__).parent.parent
 
 
-def run_child(which: str, cache: Path) -> dict[str, Any]:
+@pytest.fixture(scope="module")
+def configurations(cpu_host: bench.Host, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("VLLM", "PYTHON"))}
     environment = kept | {
         "PYTHONPATH": str(REPOSITORY),
-        # The plugin is loaded where the test says so, not by its entry point.
+        # The plugin is loaded by the hook, not by its entry point.
         "VLLM_PLUGINS": "",
-        "VLLM_HWPLUGIN_CACHE_DIR": str(cache),
+        "VLLM_HWPLUGIN_CACHE_DIR": str(tmp_path_factory.mktemp("cache")),
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
     }
-    checkpoints = REPOSITORY / "tests" / "assets" / "small"
-    command = [sys.executable, str(Path(__file__).parent / "dflash_child.py"), which, str(checkpoints)]
+    command = [sys.executable, str(Path(__file__).with_name("dflash_child.py")), str(REPOSITORY / "tests/assets/small")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])
-
-
-@pytest.fixture(scope="module")
-def configurations(cpu_host: bench.Host, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return run_child("configurations", tmp_path_factory.mktemp("cache"))
-
-
-@pytest.fixture(scope="module")
-def processes(cpu_host: bench.Host, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return run_child("processes", tmp_path_factory.mktemp("cache"))
 
 
 def test_a_real_configuration_gets_whole_blocks(configurations: dict[str, Any]) -> None:
@@ -89,60 +79,3 @@ def test_more_tokens_than_the_drafts_block_end_a_real_configuration_only_where_t
     assert said in configurations["block said"]
     assert configurations["block, required"].startswith("ValidationError")
     assert said in configurations["block, required"]
-
-
-TARGETS = [
-    "vllm.model_executor.models.qwen3_dflash",
-    "vllm.v1.spec_decode.dflash",
-    "vllm.v1.worker.gpu_model_runner",
-]
-
-
-@pytest.mark.parametrize(
-    "where",
-    ["parent, past the finder", "forked, past the finder", "spawned, past the finder", "forked, before the plugin"],
-)
-def test_modules_that_were_imported_too_early_are_swapped(processes: dict[str, Any], where: str) -> None:
-    found = processes[where]
-    assert found["error"] is None
-    assert found["stock before"]
-    assert found["patched"] == TARGETS
-    assert not found["refused"]
-    assert not found["warnings"]
-    assert found["role"] == ("parent" if where.startswith("parent") else "child")
-
-
-def test_the_drafters_graphs_are_swapped_too(processes: dict[str, Any]) -> None:
-    found = processes["everything on"]
-    assert found["patched"] == TARGETS
-    assert "dflash-full-graph" in found["live"]
-
-
-def test_a_drafter_that_cannot_be_swapped_runs_stock_with_the_reason(processes: dict[str, Any]) -> None:
-    found = processes["drafter"]
-    assert found["error"] is None
-    assert found["refused"]["dflash-full-graph"].startswith("vllm.v1.spec_decode.dflash was imported")
-    assert "draft-full-graph" in found["live"]
-    assert found["patched"] == [name for name in TARGETS if name != "vllm.v1.spec_decode.dflash"]
-    (line,) = found["warnings"]
-    assert "dflash-full-graph" in line
-    assert "vLLM runs stock there" in line
-
-
-@pytest.mark.parametrize(
-    ("case", "cause"),
-    [("drafter, strict", "VLLM_HWPLUGIN_STRICT=1"), ("drafter, on", "VLLM_HWPLUGIN_DFLASH_FULL_GRAPH=on")],
-)
-def test_a_drafter_that_must_be_patched_is_an_error(processes: dict[str, Any], case: str, cause: str) -> None:
-    error = processes[case]["error"]
-    assert error.startswith("InstallError: dflash-")
-    assert cause in error
-
-
-def test_a_runner_that_cannot_be_swapped_is_an_error(processes: dict[str, Any]) -> None:
-    found = processes["runner"]
-    assert found["error"].startswith("InstallError: ")
-    assert "only a part of it runs patched" in found["error"]
-    assert "vllm.v1.worker.gpu_model_runner was imported" in found["error"]
-    assert "VLLM_HWPLUGIN_DRAFT_FULL_GRAPH=off" in found["error"]
-    assert not found["patched"]

@@ -96,43 +96,29 @@ def test_another_version_stays_and_the_device_is_not_asked(version: int | None, 
     assert told == {}
 
 
-@pytest.mark.parametrize("capability", [(8, 0), (10, 0), (12, 0), None])
-def test_on_another_device_it_stays(capability: tuple[int, int] | None, told: dict[str, str]) -> None:
-    assert update(config(), capability) == 4
-    assert told == {}
-
-
 @pytest.mark.parametrize(
-    "model",
+    "case",
     [
+        *({"capability": capability} for capability in ((8, 0), (10, 0), (12, 0), None)),
         {"model_arch_config": SimpleNamespace(head_size=256)},
         {"model_arch_config": SimpleNamespace(head_size=128, per_layer_overrides=[{}, {"head_size": 256}])},
         {"is_diffusion": True},
+        {"missing": ""},
+        {"gate": "off"},
+        {"gate": "maybe"},
     ],
 )
-def test_a_model_that_the_plugin_has_nothing_for_keeps_it(model: dict[str, Any], told: dict[str, str]) -> None:
-    assert update(config(**model)) == 4
-    assert told == {}
-
-
-def test_without_a_model_it_stays() -> None:
-    made = config()
+def test_where_it_can_run_or_the_plugin_has_nothing_for_the_model_it_stays(
+    case: dict[str, Any], told: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = {"capability": (9, 0), "missing": "no cutlass", "gate": "on"} | case
+    monkeypatch.setenv("VLLM_HWPLUGIN_ATTENTION", asked.pop("gate"))
+    missing, capability, made = asked.pop("missing"), asked.pop("capability"), config(**asked)
+    monkeypatch.setattr(_flash_attn_version, "missing_for_fa4", lambda: missing)
+    assert update(made, capability) == 4
     made.model_config = None
     assert update(made) == 4
-
-
-def test_a_version_that_can_run_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_flash_attn_version, "missing_for_fa4", lambda: "")
-    assert update(config()) == 4
-
-
-def test_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_HWPLUGIN_ATTENTION", "off")
-    assert update(config()) == 4
-    monkeypatch.setenv("VLLM_HWPLUGIN_ATTENTION", "on")
-    assert update(config()) is None
-    monkeypatch.setenv("VLLM_HWPLUGIN_ATTENTION", "maybe")
-    assert update(config()) == 4
+    assert told == {}
 
 
 # -- with vLLM's own text ----------------------------------------------------------------------------------------------

@@ -15,8 +15,7 @@ from vllm_hwplugin import journal, plugin
 from vllm_hwplugin.platforms import _offer
 from vllm_hwplugin.platforms._detect import CLASSES
 
-from .realvllm import entry_points
-from .test_rivals import point
+from .realvllm import entry_points, point
 
 
 @pytest.fixture
@@ -29,8 +28,9 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Any:
             name: (lambda name=name: name if name in builtins else None) for name in ("tpu", "cuda", "cpu")
         }
         monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
-        own = point("hwplugin", None, _offer.OWN)
-        monkeypatch.setattr(importlib.metadata, "entry_points", entry_points([own, *(rivals or [])]))
+        # An editable and an ordinary installation list the own one twice.
+        own = [point("hwplugin", "own", _offer.OWN)] * 2
+        monkeypatch.setattr(importlib.metadata, "entry_points", entry_points([*own, *(rivals or [])]))
         return platforms
 
     return set_up
@@ -99,17 +99,24 @@ def test_whatever_fails_is_logged_and_not_raised(
 
 
 def test_auto_steps_aside_with_one_warning(host: Any, caplog: pytest.LogCaptureFixture) -> None:
-    host("cuda", rivals=[point("vendor", "vendor.Platform"), point("idle", None)])
+    others = {"idle": None, "broken": ImportError("no driver"), "failing": RuntimeError("no device")}
+    host("cuda", rivals=[point("vendor", "vendor.Platform"), *(point(*item) for item in others.items())])
     assert [plugin.platform(), plugin.platform()] == [None, None]
     (entry,) = caplog.records
     assert entry.levelno == logging.WARNING
-    assert "platform plugin vendor offers" in entry.getMessage()
+    for words in ("platform plugin vendor offers", "VLLM_PLUGINS=hwplugin", "PLATFORM=off", "patches stay in force"):
+        assert words in entry.getMessage()
 
 
-def test_a_rival_that_vllm_would_not_load_does_not_count(host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("value", "counts"), [("hwplugin", False), ("", False), ("x, vendor", False), ("vendor", True)]
+)
+def test_a_rival_that_vllm_would_not_load_does_not_count(
+    host: Any, monkeypatch: pytest.MonkeyPatch, value: str, counts: bool
+) -> None:
     host("cuda", rivals=[point("vendor", "vendor.Platform")])
-    monkeypatch.setenv("VLLM_PLUGINS", "hwplugin")
-    assert plugin.platform() == CLASSES["cuda"]
+    monkeypatch.setenv("VLLM_PLUGINS", value)
+    assert (plugin.platform() is None) == counts
 
 
 def test_a_named_class_is_offered_beside_a_rival_with_an_error(
@@ -120,7 +127,8 @@ def test_a_named_class_is_offered_beside_a_rival_with_an_error(
     assert plugin.platform() == CLASSES["cuda"]
     (entry,) = caplog.records
     assert entry.levelno == logging.ERROR
-    assert "VLLM_PLUGINS=hwplugin" in entry.getMessage()
+    for words in ("chooses CUDA", "Only one platform plugin can be activated", "VLLM_PLUGINS=hwplugin"):
+        assert words in entry.getMessage()
 
 
 def test_two_plugins_that_ask_each_other_come_to_an_end(host: Any) -> None:
