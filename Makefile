@@ -67,7 +67,7 @@ unit: $(STAMP)
 	$(BIN)/python -m pytest -q -n auto --dist loadfile --no-loadscope-reorder $(TESTS)
 
 docs: $(STAMP)
-	$(BIN)/vllm-hwplugin gates --markdown docs/gates.md
+	$(BIN)/python -m tests.gates_page
 	$(BIN)/python -m tests.failures
 	$(BIN)/python -m tests.spec_decode.test_obstacles
 	$(BIN)/vllm-hwplugin drift --all --markdown docs/compatibility.md

@@ -22,11 +22,7 @@ PAGES = [
 ]
 FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 GATES = (*gates.GATES, *load_catalogue().gates)
-VARIABLES = (
-    {gate.name for gate in GATES}
-    | {alias.name for gate in GATES for alias in gate.aliases}
-    | {old.name for old in REPLACED}
-)
+VARIABLES = {gate.name for gate in GATES} | {alias.name for gate in GATES for alias in gate.aliases} | set(REPLACED)
 #: Of the examples of a gate to be added, and of a catalogue.
 EXAMPLES = ("VLLM_HWPLUGIN_MY_FEATURE", CATALOGUE_PREFIX)
 

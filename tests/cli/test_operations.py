@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from vllm_hwplugin import gates, journal
-from vllm_hwplugin.cli import _diagnosis, _doctor
+from vllm_hwplugin import gates
+from vllm_hwplugin.cli import _diagnosis
 from vllm_hwplugin.cli._host import Tool
 from vllm_hwplugin.cli._operations import operation_problems, operation_rows
 from vllm_hwplugin.ops.compile.built import Built
@@ -101,11 +100,3 @@ def test_a_wrong_name_in_the_skip_list_is_said_as_a_process_takes_it(tmp_path: P
     assert [said("0", "auto"), said("1", "auto"), said("0", "on"), said("1", "off")] == [
         *(["warning"], ["problem"], ["problem"], ["warning"])
     ]
-
-
-def test_what_a_process_decided_is_among_its_rows(tmp_path: Path) -> None:
-    found = _diagnosis.diagnose({"VLLM_HWPLUGIN_CACHE_DIR": str(tmp_path)})
-    entry = journal.new("0")
-    entry.decisions["operation topk_softmax"] = "vLLM's kernel: VLLM_HWPLUGIN_OPS=off"
-    *_, section = _doctor.sections(replace(found, last_engine=(entry,)))
-    assert ("topk_softmax", "", "vLLM's kernel: VLLM_HWPLUGIN_OPS=off") in [row[3:] for row in section.rows]

@@ -192,10 +192,7 @@ def diagnose(
             name: musa_versions.installed(name) for name in ("torch", "triton", "torch_musa", "torchada", "mate")
         },
         cache={str(place): state for place, state in cache.states.items()},
-        gates=tuple(
-            _row(gate, values[gate.name], gates.source(gate, environ))
-            for gate in (*gates.GATES, *of_features, *outside.gates)
-        ),
+        gates=tuple(_row(gate, values[gate.name]) for gate in (*gates.GATES, *of_features, *outside.gates)),
         features=features,
         fingerprint=fingerprint,
         engines=engines,
@@ -259,9 +256,7 @@ def _find_outside(
         outside = find_outside(environ, own)
         # One that is bad costs its own features alone, which is said of these.
         _read_into(values, outside.gates, environ, _Findings())
-    found.warnings += [
-        str(item) for item in gates.unknown(environ, (*own.gates, *outside.gates) if own is not None else ())
-    ]
+    found.warnings += gates.unknown(environ, (*own.gates, *outside.gates) if own is not None else ())
     said = found.problems if _is_strict(values) and not switched_off else found.warnings
     said += [f"{item.where} is not live, vLLM runs stock there: {item.reason}" for item in outside.troubles]
     said = found.warnings if switched_off else found.problems
@@ -281,10 +276,10 @@ def _is_strict(values: Mapping[str, gates.GateValue | gates.GateError]) -> bool:
     return isinstance(value, gates.GateValue) and value.flag
 
 
-def _row(gate: gates.Gate, value: gates.GateValue | gates.GateError, source: str) -> GateRow:
+def _row(gate: gates.Gate, value: gates.GateValue | gates.GateError) -> GateRow:
     if isinstance(value, gates.GateError):
-        return GateRow(gate.name, gate.kind, "", source, error=str(value))
-    return GateRow(gate.name, gate.kind, gates.show(value.value, gate.kind), source, value.raw, value.conflict)
+        return GateRow(gate.name, gate.kind, "", value.source, error=str(value))
+    return GateRow(gate.name, gate.kind, gates.show(value.value, gate.kind), value.source, value.raw, value.conflict)
 
 
 def _find_vllm(values: Mapping[str, gates.GateValue | gates.GateError], found: _Findings) -> Installed | None:

@@ -6,9 +6,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
-from .replaced import REPLACED, Replaced
+from .replaced import REPLACED
 from .table import (
     BY_NAME,
     CATALOGUE_PREFIX,
@@ -24,7 +24,6 @@ from .table import (
     GateValue,
     Kind,
     Value,
-    find,
 )
 
 # Characters of a raw value in a message.
@@ -44,43 +43,22 @@ def read(name: str | Gate, environ: Mapping[str, str] | None = None) -> GateValu
     Raises:
         GateError: the variable that decides holds a value that the gate does not know.
     """
-    gate = find(name) if isinstance(name, str) else name
+    gate = BY_NAME[name] if isinstance(name, str) else name
     environ = os.environ if environ is None else environ
-    chosen: GateValue | None = None
-    own = _present(gate.name, environ)
-    if own is not None:
-        chosen = GateValue(gate, _parse(gate, own), "environment", own)
-    passed_over: list[str] = []
-    for alias in gate.aliases:
-        raw = _present(alias.name, environ)
-        if raw is None:
-            continue
-        if chosen is None:
-            chosen = GateValue(gate, _parse_alias(gate, alias, raw), f"alias {alias.name}", raw)
-        elif _alias_disagrees(gate, alias, raw, chosen.value):
-            passed_over.append(f"{alias.name}={_shown(raw)}")
-    if chosen is None:
+    ways = {gate.name: None, **{alias.name: alias for alias in gate.aliases}}
+    said = {way: raw for way in ways if (raw := _present(way, environ)) is not None}
+    if not said:
         return GateValue(gate, gate.default, "default", None)
-    if not passed_over:
-        return chosen
-    winner = gate.name if chosen.source == "environment" else chosen.source.removeprefix("alias ")
-    conflict = f"{' and '.join(passed_over)} is not followed, because {winner}={_shown(chosen.raw or '')} is set"
-    return GateValue(gate, chosen.value, chosen.source, chosen.raw, conflict)
+    (winner, raw), *others = said.items()
+    value = _value(gate, ways[winner], raw)
+    passed_over = [f"{way}={_shown(other)}" for way, other in others if _disagrees(gate, ways[way], other, value)]
+    conflict = f"{' and '.join(passed_over)} is not followed, because {winner}={_shown(raw)} is set"
+    return GateValue(gate, value, _source(ways[winner]), raw, conflict if passed_over else None)
 
 
 def demands(name: str, environ: Mapping[str, str] | None = None) -> bool:
     """Whether a feature's gate says ``on``: an engine that cannot have the feature does not start then."""
     return (_present(name, os.environ if environ is None else environ) or "").strip().lower() in WORDS_TRUE
-
-
-def source(name: str | Gate, environ: Mapping[str, str] | None = None) -> str:
-    """Where a gate's value comes from, also a bad one: ``default``, ``environment`` or ``alias NAME``."""
-    environ = os.environ if environ is None else environ
-    gate = find(name) if isinstance(name, str) else name
-    if _present(gate.name, environ) is not None:
-        return "environment"
-    aliases = (f"alias {alias.name}" for alias in gate.aliases if _present(alias.name, environ) is not None)
-    return next(aliases, "default")
 
 
 def read_all(environ: Mapping[str, str] | None = None, gates: Iterable[Gate] = GATES) -> dict[str, GateValue]:
@@ -101,19 +79,8 @@ def read_all(environ: Mapping[str, str] | None = None, gates: Iterable[Gate] = G
     return values
 
 
-class Unknown(NamedTuple):
-    """A variable with the plugin's prefix that is no gate: most often a spelling mistake."""
-
-    name: str
-    nearest: str | None = None
-
-    def __str__(self) -> str:
-        hint = f"; did you mean {self.nearest}?" if self.nearest else ""
-        return f"{self.name} is set, but it is not a variable of this release{hint}"
-
-
-def unknown(environ: Mapping[str, str] | None = None, more: Iterable[Gate] = ()) -> tuple[Unknown | Replaced, ...]:
-    """Variables that are set and change nothing: those that look like gates and are none, and older ones.
+def unknown(environ: Mapping[str, str] | None = None, more: Iterable[Gate] = ()) -> tuple[str, ...]:
+    """A line for each variable that is set and changes nothing: those that look like gates and are none, older ones.
 
     Args:
         more: gates that features declare.
@@ -121,11 +88,14 @@ def unknown(environ: Mapping[str, str] | None = None, more: Iterable[Gate] = ())
     import difflib  # a third of this module's import time, and only a mistaken user needs it
 
     environ = os.environ if environ is None else environ
-    known = {*BY_NAME, FINGERPRINT, *(gate.name for gate in more)}
-    found = sorted(name for name in environ if name.startswith(PREFIX) and name not in known)
-    good = sorted(known - {FINGERPRINT})
-    mistaken = (Unknown(name, next(iter(difflib.get_close_matches(name, good, n=1)), None)) for name in found)
-    return (*mistaken, *(old for old in REPLACED if _present(old.name, environ) is not None))
+    good = sorted({*BY_NAME, *(gate.name for gate in more)})
+    lines = []
+    for name in sorted(name for name in environ if name.startswith(PREFIX) and name not in (*good, FINGERPRINT)):
+        nearest = next(iter(difflib.get_close_matches(name, good, n=1)), None)
+        hint = f"; did you mean {nearest}?" if nearest else ""
+        lines.append(f"{name} is set, but it is not a variable of this release{hint}")
+    older = ((name, instead) for name, instead in REPLACED.items() if _present(name, environ) is not None)
+    return (*lines, *(f"{name} is set, but nothing reads it: {instead}" for name, instead in older))
 
 
 def unclaimed(environ: Mapping[str, str], known: Iterable[Gate]) -> tuple[str, ...]:
@@ -138,7 +108,7 @@ def unclaimed(environ: Mapping[str, str], known: Iterable[Gate]) -> tuple[str, .
     return tuple(
         name
         for name in sorted(environ)
-        if name.startswith(CATALOGUE_PREFIX) and name not in names and environ[name].strip().lower() in WORDS_TRUE
+        if name.startswith(CATALOGUE_PREFIX) and name not in names and demands(name, environ)
     )
 
 
@@ -192,54 +162,57 @@ def _shown(raw: str) -> str:
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... ({len(raw)} characters)"
 
 
-def _bad(variable: str, raw: str, good: str, help_: str) -> GateError:
-    return GateError(f"{variable}={_shown(repr(raw))} is not one of the good values: {good}. ({help_})")
+def _source(way: Alias | None) -> str:
+    return f"alias {way.name}" if way else "environment"
 
 
-def _parse(gate: Gate, raw: str) -> Value:
-    text = raw.strip()
+def _value(gate: Gate, way: Alias | None, raw: str) -> Value:
+    """The value of a gate that is set by its own name (None) or an alias.
+
+    Raises:
+        GateError: it does not know that value.
+    """
+    text = raw.strip() if way is None else way.mapping.get(raw.strip().lower())
+    value = None if text is None else _parse(gate, text)
+    if value is None:
+        variable = gate.name if way is None else f"{way.name} (alias of {gate.name})"
+        good = gate.good_values if way is None else ", ".join(way.mapping)
+        message = f"{variable}={_shown(repr(raw))} is not one of the good values: {good}. ({gate.help})"
+        raise GateError(message, _source(way), raw)
+    return value
+
+
+def _parse(gate: Gate, text: str) -> Value:
+    """None where it is no value of this gate."""
     if gate.kind == "path":
-        return _parse_path(gate, raw, text)
+        return _path(text)
     if gate.kind == "paths":
-        parts = (part.strip() for part in text.split(os.pathsep))
-        return tuple(dict.fromkeys(_parse_path(gate, raw, part) for part in parts if part))
+        paths = [_path(part.strip()) for part in text.split(os.pathsep) if part.strip()]
+        return None if None in paths else tuple(dict.fromkeys(filter(None, paths)))
     if gate.kind == "list":
         return tuple(dict.fromkeys(item for item in (part.strip() for part in text.split(",")) if item))
     text = text.lower()
     if gate.kind == "bool":
-        if text not in WORDS_TRUE + WORDS_FALSE:
-            raise _bad(gate.name, raw, gate.good_values, gate.help)
-        return text in WORDS_TRUE
+        return text in WORDS_TRUE if text in WORDS_TRUE + WORDS_FALSE else None
     if gate.kind == "switch":
         # As vLLM's own switches are written.
         text = "on" if text in WORDS_TRUE else "off" if text in WORDS_FALSE else text
-    if text not in gate.choices:
-        raise _bad(gate.name, raw, gate.good_values, gate.help)
-    return text
+    return text if text in gate.choices else None
 
 
-def _parse_path(gate: Gate, raw: str, text: str) -> str:
+def _path(text: str) -> str | None:
     try:
         path = Path(text).expanduser()
-    except RuntimeError as error:
+    except RuntimeError:
         # No such user, or a user without a home.
-        raise _bad(gate.name, raw, gate.good_values, gate.help) from error
+        return None
     # A relative folder would be another one in each process that changes its working directory.
-    if not path.is_absolute():
-        raise _bad(gate.name, raw, gate.good_values, gate.help)
-    return str(path)
+    return str(path) if path.is_absolute() else None
 
 
-def _parse_alias(gate: Gate, alias: Alias, raw: str) -> Value:
-    mapped = alias.mapping.get(raw.strip().lower())
-    if mapped is None:
-        raise _bad(f"{alias.name} (alias of {gate.name})", raw, ", ".join(alias.mapping), gate.help)
-    return _parse(gate, mapped)
-
-
-def _alias_disagrees(gate: Gate, alias: Alias, raw: str, value: Value) -> bool:
+def _disagrees(gate: Gate, way: Alias | None, raw: str, value: Value) -> bool:
     try:
-        said = _parse_alias(gate, alias, raw)
+        said = _value(gate, way, raw)
     except GateError:
         return True
     # `on` and `auto` both ask for the feature; an alias has no word for the difference.

@@ -33,7 +33,16 @@ WORDS_FALSE: Final = ("0", "false", "no", "off")
 
 
 class GateError(HwpluginError, ValueError):
-    """A variable holds a value that its gate does not know. The message names it and lists the good values."""
+    """A variable holds a value that its gate does not know. The message names it and lists the good values.
+
+    Attributes:
+        source: see :class:`GateValue`.
+        raw: the value.
+    """
+
+    def __init__(self, message: str, source: str = "", raw: str = "") -> None:
+        super().__init__(message)
+        self.source, self.raw = source, raw
 
 
 class Alias(NamedTuple):
@@ -98,15 +107,13 @@ class GateValue(NamedTuple):
     @property
     def flag(self) -> bool:
         """The value of a ``bool`` gate."""
-        if not isinstance(self.value, bool):
-            raise TypeError(f"{self.gate.name} is a {self.gate.kind} gate, not a bool")
+        assert isinstance(self.value, bool), self.gate.name
         return self.value
 
     @property
     def text(self) -> str:
         """The value of a ``switch`` or ``choice`` gate."""
-        if not isinstance(self.value, str) or self.gate.kind == "path":
-            raise TypeError(f"{self.gate.name} is a {self.gate.kind} gate, not a switch or a choice")
+        assert isinstance(self.value, str), self.gate.name
         return self.value
 
     @property
@@ -117,15 +124,13 @@ class GateValue(NamedTuple):
     @property
     def path(self) -> Path | None:
         """The value of a ``path`` gate; None when it is not set and has no default."""
-        if self.gate.kind != "path" or not isinstance(self.value, str | None):
-            raise TypeError(f"{self.gate.name} is a {self.gate.kind} gate, not a path")
+        assert isinstance(self.value, str | None), self.gate.name
         return None if self.value is None else Path(self.value)
 
     @property
     def names(self) -> tuple[str, ...]:
         """The value of a ``list`` or ``paths`` gate."""
-        if not isinstance(self.value, tuple):
-            raise TypeError(f"{self.gate.name} is a {self.gate.kind} gate, not a list")
+        assert isinstance(self.value, tuple), self.gate.name
         return self.value
 
 
@@ -317,12 +322,3 @@ def feature_gate(
     older = tuple(Alias(alias, _AUTO_OR_OFF) for alias in aliases)
     affects = ("patches", COMPILE_KEY) if compile_key else ("patches",)
     return Gate(name, "switch", default, help_, older, affects, _SWITCH, since)
-
-
-def find(name: str) -> Gate:
-    """Return the gate of that name.
-
-    Raises:
-        KeyError: there is no such gate (a fault of the caller, not of the user).
-    """
-    return BY_NAME[name]

@@ -80,4 +80,4 @@ def test_every_row_can_be_read_and_says_why() -> None:
         SpecifierSet(row.versions)
         assert row.reason, row
         assert row.source, row
-        assert row.gate is None or gates.find(row.gate).kind == "bool"
+        assert row.gate is None or gates.BY_NAME[row.gate].kind == "bool"

@@ -1,23 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``docs/gates.md``, from the table."""
+"""The environment variables, as a page: ``python -m tests.gates_page`` writes docs/gates.md."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
+from typing import Final
 
-from ._reader import show
-from .replaced import REPLACED
-from .table import CATALOGUE_PREFIX, GATES, Alias, Gate
+from vllm_hwplugin.gates import CATALOGUE_PREFIX, GATES, Alias, Gate, show
+from vllm_hwplugin.gates.replaced import REPLACED
+from vllm_hwplugin.patching import load_catalogue
+
+PAGE: Final = Path(__file__).parents[1] / "docs" / "gates.md"
 
 
-def markdown(of_features: Iterable[Gate]) -> str:
+def markdown() -> str:
     """The text of ``docs/gates.md``."""
-    every = (*GATES, *of_features)
+    every = (*GATES, *load_catalogue().gates)
     lines = [
         "# Environment variables",
         "",
-        "Written by `vllm-hwplugin gates --markdown docs/gates.md` from `vllm_hwplugin/gates/table.py` and from each",
-        "feature's `patch.toml`; a test compares them. A variable that is set but empty counts as not set.",
+        "Written by `python -m tests.gates_page` from `vllm_hwplugin/gates/table.py` and from each feature's",
+        "`patch.toml`; a test compares them. A variable that is set but empty counts as not set.",
         "`vllm-hwplugin doctor -v` shows the values in force and where each came from.",
         "",
         "A *switch* takes `auto` (live where it applies), `on` or 1 (an error where it cannot be live), `off` or 0",
@@ -48,7 +52,7 @@ def markdown(of_features: Iterable[Gate]) -> str:
         "",
         "| variable | in its place |",
         "|---|---|",
-        *[f"| `{old.name}` | {old.instead} |" for old in REPLACED],
+        *[f"| `{name}` | {instead} |" for name, instead in REPLACED.items()],
     ]
     return "\n".join(lines) + "\n"
 
@@ -68,3 +72,7 @@ def _alias_values(alias: Alias) -> str:
     return ", ".join(
         f"`{raw}` → `{value}`" for raw, value in alias.mapping.items() if raw in ("0", "1") or "1" not in alias.mapping
     )
+
+
+if __name__ == "__main__":
+    PAGE.write_text(markdown(), encoding="utf-8")
