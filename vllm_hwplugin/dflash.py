@@ -8,8 +8,6 @@ for those made by `dataclasses.replace` and for the draft's own, in the parent a
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from vllm_hwplugin import gates, journal, patching
@@ -44,25 +42,12 @@ def check_and_update_config(vllm_config: Any) -> None:
     if spec is None or not spec.use_dflash():
         return
     entry = patching.install()
-    with _faults_are_no_end():
-        dflash_config.check(vllm_config)
-    # Normally all of them run patched: vLLM loads the plugin before it imports what the patches touch.
-    patching.force([name for name in entry.live if name.startswith(_FAMILIES)])
-
-
-@contextmanager
-def _faults_are_no_end() -> Iterator[None]:
-    """Go on as stock vLLM where the plugin fails at something that vLLM can do without.
-
-    Raises:
-        DFlashConfigError: it was raised on purpose.
-        InstallError: strict mode or the feature's gate does not let the fault pass.
-    """
     try:
-        yield
+        dflash_config.check(vllm_config)
     except DFlashConfigError:
         raise
     except Exception as error:
+        # What vLLM may well be able to serve.
         if _must_hold():
             raise patching.InstallError(
                 f"a fault in vllm-hwplugin at {_CHECK}, which strict mode or {_GATE}=on does not let pass: "
@@ -70,6 +55,8 @@ def _faults_are_no_end() -> Iterator[None]:
             ) from error
         logger.exception("DFlash: %s is left to vLLM, because the plugin failed", _CHECK)
         journal.note(_CHECK, f"left to vLLM: {type(error).__name__}: {error}")
+    # Normally all of them run patched: vLLM loads the plugin before it imports what the patches touch.
+    patching.force([name for name in entry.live if name.startswith(_FAMILIES)])
 
 
 def _must_hold() -> bool:

@@ -141,7 +141,6 @@ def test_empty_folder(tmp_path: Path) -> None:
         ('reason = "no such fault"', "", "reason is None, expected a text"),
         ('versions = ">=0.24.0,<0.34.0"', "", "versions is None, expected a text"),
         ('"<0.24.0"', '"<=0.24.0"', "the ranges '>=0.24.0,<0.34.0' and '<=0.24.0' both cover vLLM 0.24.0"),
-        ('versions = ">=0.24.0,<0.34.0"', '[[variant]]\nversions = "<0.34.0"', "[[variant]] is not read any more: say"),
         ("[[not_needed]]", "[not_needed]", "expected [[not_needed]] tables"),
     ],
 )

@@ -53,6 +53,9 @@ from .text import printable, shortened
 #: Raised when a key of the JSON changes its meaning or goes away; new keys do not raise it.
 FORMAT = 1
 
+_Value = gates.GateValue | gates.GateError
+_Values = Mapping[str, _Value]
+
 ENTRY_POINT = "hwplugin"
 _GROUP = "vllm.general_plugins"
 
@@ -80,18 +83,21 @@ class FeatureRow:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """``problems`` make doctor exit with 1; ``warnings`` are for the reader."""
+    """``problems`` make doctor exit with 1; ``warnings`` are for the reader. docs/architecture.md describes the fields.
 
+    They are in the order of ``doctor --json``, where ``toolchains`` are by name.
+    """
+
+    plugin: Mapping[str, str]
     host: _host.HostFacts
     platform: _host.Platform
     platform_class: Mapping[str, str | None]
     musa: tuple[musa_versions.Finding, ...]
-    tools: tuple[_host.Tool, ...]
-    kernels: tuple[KernelRow, ...]
-    operations: tuple[OperationRow, ...]
-    plugin: Mapping[str, str]
     vllm: Mapping[str, Any] | None
     packages: Mapping[str, str | None]
+    toolchains: tuple[_host.Tool, ...]
+    kernels: tuple[KernelRow, ...]
+    operations: tuple[OperationRow, ...]
     cache: Mapping[str, str]
     gates: tuple[GateRow, ...]
     features: tuple[FeatureRow, ...]
@@ -106,28 +112,8 @@ class Diagnosis:
         return 1 if self.problems else 0
 
     def as_json(self) -> dict[str, Any]:
-        """The schema of ``doctor --json`` (docs/architecture.md describes the keys)."""
-        return {
-            "format": FORMAT,
-            "plugin": dict(self.plugin),
-            "host": dataclasses.asdict(self.host),
-            "platform": dataclasses.asdict(self.platform),
-            "platform_class": dict(self.platform_class),
-            "musa": [dataclasses.asdict(item) for item in self.musa],
-            "vllm": None if self.vllm is None else dict(self.vllm),
-            "packages": dict(self.packages),
-            "toolchains": {tool.name: {"path": tool.path, "version": tool.version} for tool in self.tools},
-            "kernels": [dataclasses.asdict(row) for row in self.kernels],
-            "operations": [dataclasses.asdict(row) for row in self.operations],
-            "cache": dict(self.cache),
-            "gates": [dataclasses.asdict(row) for row in self.gates],
-            "features": [dataclasses.asdict(row) for row in self.features],
-            "fingerprint": self.fingerprint,
-            "engines": [dataclasses.asdict(item) for item in self.engines],
-            "last_engine": [dataclasses.asdict(item) for item in self.last_engine],
-            "problems": list(self.problems),
-            "warnings": list(self.warnings),
-        }
+        found = {"format": FORMAT, **dataclasses.asdict(self)}
+        return found | {"toolchains": {tool.pop("name"): tool for tool in found["toolchains"]}}
 
 
 @dataclass(slots=True)
@@ -177,7 +163,7 @@ def diagnose(
         platform=platform,
         platform_class=platform_class,
         musa=_musa(platform.kind, installed, platform_class["class"], found),
-        tools=tools,
+        toolchains=tools,
         kernels=kernel_rows(platform.kind, libraries, tools),
         operations=operation_rows(
             platform.kind,
@@ -202,8 +188,8 @@ def diagnose(
     )
 
 
-def _read_gates(environ: Mapping[str, str], found: _Findings) -> dict[str, gates.GateValue | gates.GateError]:
-    values: dict[str, gates.GateValue | gates.GateError] = {}
+def _read_gates(environ: Mapping[str, str], found: _Findings) -> dict[str, _Value]:
+    values: dict[str, _Value] = {}
     _read_into(values, gates.GATES, environ, found)
     skip, ops = values[SKIP], values[OPS]
     if isinstance(skip, gates.GateValue) and isinstance(ops, gates.GateValue) and (wrong := unknown_names(skip.names)):
@@ -215,7 +201,7 @@ def _read_gates(environ: Mapping[str, str], found: _Findings) -> dict[str, gates
 
 
 def _read_into(
-    values: dict[str, gates.GateValue | gates.GateError],
+    values: dict[str, _Value],
     of: Iterable[gates.Gate],
     environ: Mapping[str, str],
     found: _Findings,
@@ -246,7 +232,7 @@ def _own_catalogue(catalogue: Catalogue | None, found: _Findings) -> Catalogue |
 def _find_outside(
     environ: Mapping[str, str],
     own: Catalogue | None,
-    values: dict[str, gates.GateValue | gates.GateError],
+    values: dict[str, _Value],
     found: _Findings,
 ) -> Found:
     """The catalogues from outside; their gates come into `values`, and what is wrong with them into `found`."""
@@ -266,23 +252,23 @@ def _find_outside(
     return outside
 
 
-def _is_switched_off(values: Mapping[str, gates.GateValue | gates.GateError]) -> bool:
+def _is_switched_off(values: _Values) -> bool:
     value = values["VLLM_HWPLUGIN"]
     return isinstance(value, gates.GateValue) and not value.flag
 
 
-def _is_strict(values: Mapping[str, gates.GateValue | gates.GateError]) -> bool:
+def _is_strict(values: _Values) -> bool:
     value = values[gates.STRICT]
     return isinstance(value, gates.GateValue) and value.flag
 
 
-def _row(gate: gates.Gate, value: gates.GateValue | gates.GateError) -> GateRow:
+def _row(gate: gates.Gate, value: _Value) -> GateRow:
     if isinstance(value, gates.GateError):
         return GateRow(gate.name, gate.kind, "", value.source, error=str(value))
     return GateRow(gate.name, gate.kind, gates.show(value.value, gate.kind), value.source, value.raw, value.conflict)
 
 
-def _find_vllm(values: Mapping[str, gates.GateValue | gates.GateError], found: _Findings) -> Installed | None:
+def _find_vllm(values: _Values, found: _Findings) -> Installed | None:
     try:
         return find_installed()
     except VersionUnknown as error:
@@ -304,9 +290,7 @@ def _describe(installed: Installed | None) -> dict[str, Any] | None:
     }
 
 
-def _check_entry_point(
-    environ: Mapping[str, str], values: Mapping[str, gates.GateValue | gates.GateError], found: _Findings
-) -> None:
+def _check_entry_point(environ: Mapping[str, str], values: _Values, found: _Findings) -> None:
     """vLLM must find the plugin by its entry point, and must be allowed to load it."""
     said = found.warnings if _is_switched_off(values) else found.problems
     for group, what in ((_GROUP, "the plugin"), (platforms.GROUP, "its platform class")):
@@ -321,7 +305,7 @@ def _check_entry_point(
 
 
 def _decide(
-    values: Mapping[str, gates.GateValue | gates.GateError],
+    values: _Values,
     installed: Installed | None,
     own: Catalogue | None,
     outside: Found,
@@ -398,7 +382,7 @@ def _decide(
 
 
 def _platform_class(
-    values: Mapping[str, gates.GateValue | gates.GateError],
+    values: _Values,
     installed: Installed | None,
     platform: _host.Platform,
     environ: Mapping[str, str],

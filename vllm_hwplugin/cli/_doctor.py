@@ -81,7 +81,7 @@ def sections(found: Diagnosis) -> tuple[Section, ...]:
         Section(
             "toolchains",
             ("tool", "version", "path"),
-            tuple((tool.name, tool.version or "", tool.path or "not found") for tool in found.tools),
+            tuple((tool.name, tool.version or "", tool.path or "not found") for tool in found.toolchains),
         ),
         Section(
             "kernels",

@@ -6,7 +6,7 @@ pure; `_installed`, `_overlay`, `_finder`, `_swap` and `_runtime` act on this pr
 """
 
 from ..versions import SUPPORTED, is_supported
-from ._apply import Edit, Text, apply_edits, edits_of, is_open, locate, split_lines
+from ._apply import Edit, Text, apply_edits, edits_of, locate, split_lines
 from ._catalogue import default_folder, load_catalogue
 from ._diff import file_diff, parse_diff, read_sections
 from ._errors import CatalogueError, DiffError, InstallError, NotPython, PatchingError, UnreadableFile
@@ -17,14 +17,10 @@ from ._model import (
     Catalogue,
     Conflict,
     Feature,
-    FeatureState,
     FeatureVerdict,
     FileDiff,
     Hunk,
-    HunkStatus,
     HunkVerdict,
-    ModuleCheck,
-    Nearest,
     NotNeeded,
     PatchedFile,
     Plan,
@@ -34,7 +30,7 @@ from ._model import (
 )
 from ._overlay import FOLDER, has_copy
 from ._plan import make_plan, render_diff
-from ._runtime import current_plan, force, install, verify
+from ._runtime import force, install
 
 __all__ = [
     "FOLDER",
@@ -46,16 +42,12 @@ __all__ = [
     "DiffError",
     "Edit",
     "Feature",
-    "FeatureState",
     "FeatureVerdict",
     "FileDiff",
     "Hunk",
-    "HunkStatus",
     "HunkVerdict",
     "InstallError",
     "Installed",
-    "ModuleCheck",
-    "Nearest",
     "NotInstalled",
     "NotNeeded",
     "NotPython",
@@ -68,7 +60,6 @@ __all__ = [
     "UnreadableFile",
     "VersionUnknown",
     "apply_edits",
-    "current_plan",
     "default_folder",
     "edits_of",
     "evaluate",
@@ -79,7 +70,6 @@ __all__ = [
     "force",
     "has_copy",
     "install",
-    "is_open",
     "is_supported",
     "load_catalogue",
     "locate",
@@ -91,5 +81,4 @@ __all__ = [
     "target_name",
     "told_apart",
     "trouble_in",
-    "verify",
 ]

@@ -107,12 +107,6 @@ def load_feature(folder: Path, terms: Terms) -> Feature:
     """One feature; see `load_catalogue`."""
     file = folder / PATCH
     raw = read_toml(file, terms.read, "each folder of patches needs one")
-    if "variant" in raw:
-        raise CatalogueError(
-            f"{file}: [[variant]] is not read any more: say `versions` once for the feature, keep one diff for each "
-            "file that it changes, and write the versions of a hunk behind its '@@' where it is not for all of these; "
-            "see docs/your-own-patches.md"
-        )
     refuse_unknown(raw, terms.keys, "", file)
     if "id" in raw and raw["id"] != folder.name:
         raise CatalogueError(f"{file}: id is {raw['id']!r}, expected the folder's name {folder.name!r}")

@@ -85,9 +85,6 @@ class CopyFinder:
             submodule_search_locations=[str(installed)] if copy.is_package else None,
         )
 
-    def invalidate_caches(self) -> None:
-        """Nothing is cached between calls; the method is part of the protocol."""
-
     def put_first(self) -> None:
         """Make this the finder that is asked first, wherever others have put themselves since."""
         # One assignment: other threads that import now see the old list or the new one.

@@ -258,7 +258,7 @@ ModuleState = Literal["pending", "served", "re-applied", "stock"]
 
 
 class ModuleCheck(NamedTuple):
-    """What a patched module runs: ``pending`` is not imported yet, ``stock`` runs without its patches."""
+    """What a patched module runs: ``pending`` is not imported yet; `detail` says why one runs ``stock``."""
 
     module: str
     state: ModuleState

@@ -8,7 +8,7 @@ import multiprocessing.util
 import os
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -129,20 +129,12 @@ def current_plan() -> Plan | None:
     return _state.plan if _state is not None else None
 
 
-def verify(names: Iterable[str] | None = None) -> tuple[ModuleCheck, ...]:
-    """What patched modules run from in this process.
-
-    Args:
-        names: feature ids, or modules; by default every patched module. Features that are not live have none.
-
-    Raises:
-        KeyError: a name is neither a feature nor a patched module.
-    """
+def verify() -> tuple[ModuleCheck, ...]:
+    """What each patched module runs from in this process."""
     with _lock:
-        if _state is None or _state.plan is None:
+        if _state is None or _state.finder is None:
             return ()
-        copies = _state.finder.copies if _state.finder is not None else {}
-        return tuple(_check(name, copies, _state.journal) for name in _modules_of(names, _state.plan, copies))
+        return tuple(_check(name, copy, _state.journal) for name, copy in _state.finder.copies.items())
 
 
 def force(features: Collection[str]) -> None:
@@ -159,14 +151,13 @@ def force(features: Collection[str]) -> None:
         InstallError: only a part of a feature would run patched, or a feature is demanded that cannot be had.
     """
     with _lock:
-        checks = verify(features)
         if _state is None or _state.finder is None or _state.wanted is None or _state.plan is None:
             return
         _state.finder.put_first()
-        files = {file.module: file for file in _state.plan.files.values()}
+        files = {file.module: file for file in _state.plan.files.values() if not {*features}.isdisjoint(file.features)}
         swaps: dict[str, Swap] = {}
         stock: dict[str, str] = {}
-        for name in [check.module for check in checks if check.state == "stock"]:
+        for name in [check.module for check in verify() if check.state == "stock" and check.module in files]:
             try:
                 swaps[name] = _plan_swap(_state.wanted.installed, files[name], _state.finder.copies[name])
             except PatchingError as error:
@@ -460,29 +451,13 @@ def _served(name: str, copy: Copy) -> bool:
     return isinstance(module, ModuleType) and serves(module, copy)
 
 
-def _check(name: str, copies: Mapping[str, Copy], entry: Journal) -> ModuleCheck:
+def _check(name: str, copy: Copy, entry: Journal) -> ModuleCheck:
     if name not in sys.modules:
         return ModuleCheck(name, "pending")
-    if _is_stock(name, copies[name]):
+    if _is_stock(name, copy):
         origin = getattr(sys.modules[name], "__file__", None)
         return ModuleCheck(name, "stock", f"{name} was imported from {origin}, past the plugin")
-    return ModuleCheck(
-        name, "re-applied" if entry.modules.get(name) == "re-applied" else "served", str(copies[name].path)
-    )
-
-
-def _modules_of(names: Iterable[str] | None, plan: Plan, copies: Mapping[str, Copy]) -> list[str]:
-    if names is None:
-        return list(copies)
-    wanted: set[str] = set()
-    for name in names:
-        if name in copies:
-            wanted.add(name)
-        elif name in plan.features:
-            wanted |= {file.module for file in plan.files.values() if name in file.features}
-        else:
-            raise KeyError(f"{name} is neither a feature nor a patched module")
-    return [name for name in copies if name in wanted]
+    return ModuleCheck(name, "re-applied" if entry.modules.get(name) == "re-applied" else "served")
 
 
 def _after_fork(state: _State) -> None:
