@@ -68,7 +68,6 @@ unit: $(STAMP)
 
 docs: $(STAMP)
 	$(BIN)/python -m tests.gates_page
-	$(BIN)/python -m tests.failures
 	$(BIN)/python -m tests.spec_decode.test_obstacles
 	$(BIN)/vllm-hwplugin drift --all --markdown docs/compatibility.md
 	$(BIN)/python -m benchmarks.pages

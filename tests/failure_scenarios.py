@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How to bring about each failure of a patch in the table: a change to a made-up vLLM, and what its process does then.
+"""How to bring about each failure of a patch in docs/failures.md, named by some words of its row there.
+
+A scenario is a change to a made-up vLLM, and what its process does then.
 
 A scenario's ``attempt()`` runs in a process of its own. It returns two dicts of states, of what the failure concerns
 and of what it does not: ``live`` where the plugin serves it.
@@ -226,14 +228,16 @@ def attempt():
 """
 
 PATCHES: dict[str, list[Scenario]] = {
-    "misfit": [Scenario(INSTALL, made_up_with(_drift))],
-    "conflict": [Scenario(INSTALL + 'attempt = lambda: states(install(), "rival")', made_up_with(_rival), THIRD)],
-    "unreadable": [Scenario(INSTALL, made_up_with(change)) for change in (_tear, _make_pipe)],
-    "imported": [
+    "a diff does not fit": [Scenario(INSTALL, made_up_with(_drift))],
+    "two features change the same lines": [
+        Scenario(INSTALL + 'attempt = lambda: states(install(), "rival")', made_up_with(_rival), THIRD)
+    ],
+    "a file of vLLM": [Scenario(INSTALL, made_up_with(change)) for change in (_tear, _make_pipe)],
+    "imported before the plugin": [
         Scenario(INSTALL + IMPORTED, _state()),
         Scenario(INSTALL + IMPORTED.replace("import vllm.v1.alpha", 'sys.modules["vllm.v1.alpha"] = None'), _state()),
     ],
-    "distribution": [
+    "the distribution that": [
         Scenario(
             INSTALL + 'attempt = lambda: states(install(), "acme/fix")',
             made_up_with(_uninstall),
@@ -241,7 +245,7 @@ PATCHES: dict[str, list[Scenario]] = {
             {FOLDERS: "acme"},
         )
     ],
-    "catalogue": [
+    "a catalogue of your own": [
         Scenario(
             INSTALL + f'import os; attempt = lambda: states(install(), os.environ["{FOLDERS}"])',
             made_up_with(_uninstall, _open_to_all),
@@ -249,7 +253,7 @@ PATCHES: dict[str, list[Scenario]] = {
             {FOLDERS: "acme"},
         )
     ],
-    "requirement": [
+    "requires cannot be live": [
         Scenario(
             INSTALL
             + """
@@ -263,7 +267,7 @@ def attempt():
             THIRD,
         )
     ],
-    "contradiction": [
+    "requires is switched off": [
         Scenario(
             INSTALL + 'attempt = lambda: states(install(), "needs")',
             made_up_with(_needs),
@@ -271,22 +275,22 @@ def attempt():
             variables={MADE_UP: "off"},
         )
     ],
-    "upstream": [Scenario(INSTALL, made_up_with(_apply))],
-    "unlisted": [Scenario(INSTALL, made_up_with(_age))],
-    "undecided": [
+    "has the change already": [Scenario(INSTALL, made_up_with(_apply))],
+    "not one that the plugin knows": [Scenario(INSTALL, made_up_with(_age))],
+    "nothing can be decided": [
         Scenario(INSTALL, made_up_with(_forget_version)),
         Scenario(INSTALL + "_runtime.make_plan = None", made_up),
         Scenario(INSTALL + "import tempfile; tempfile.tempdir = '/proc/nowhere'", made_up_with(block_cache)),
     ],
-    "bad value": [Scenario(INSTALL, made_up, variables={"VLLM_HWPLUGIN_SLP": "perhaps"})],
-    "own bad value": [
+    "a variable of the plugin has a value": [Scenario(INSTALL, made_up, variables={"VLLM_HWPLUGIN_SLP": "perhaps"})],
+    "the gate of a feature of your own": [
         Scenario(
             INSTALL + 'attempt = lambda: states(install(), "acme/fix")',
             made_up_with(_own_catalogue),
             variables={FOLDERS: "acme", ACME: "perhaps"},
         )
     ],
-    "mixture": [
+    "must run stock runs patched": [
         Scenario(
             """
 class Overtaken(_runtime.CopyFinder):
@@ -306,9 +310,11 @@ def attempt():
         ),
         Scenario(INSTALL + OVERTAKEN.replace("install()", "install(); import vllm.v1.pack"), made_up),
     ],
-    "overtaken": [Scenario(INSTALL + OVERTAKEN, made_up)],
-    "other patches": [Scenario(INSTALL + OTHER_PATCHES, made_up_with(_own_catalogue), ACME, {FOLDERS: "acme"})],
-    "other tree": [
+    "another import hook": [Scenario(INSTALL + OVERTAKEN, made_up)],
+    "other patches than the first": [
+        Scenario(INSTALL + OTHER_PATCHES, made_up_with(_own_catalogue), ACME, {FOLDERS: "acme"})
+    ],
+    "another vLLM has taken": [
         Scenario(
             """
 def attempt():
@@ -320,7 +326,7 @@ def attempt():
             made_up_with(_second_tree),
         )
     ],
-    "copy": [
+    "the patched copy": [
         Scenario(
             """
 def attempt():
@@ -339,18 +345,18 @@ def attempt():
             made_up,
         )
     ],
-    "DFlash module": [Scenario(INSTALL + DFLASH_MODULE, _state())],
-    "DFlash mixture": [Scenario(INSTALL + DFLASH_MODULE, _state("vllm/v1/pack/__init__.py"))],
-    "DFlash config": [Scenario(INSTALL + DFLASH_CONFIG, made_up)],
-    "DFlash served": [
+    "a module with whole features": [Scenario(INSTALL + DFLASH_MODULE, _state())],
+    "parts of features": [Scenario(INSTALL + DFLASH_MODULE, _state("vllm/v1/pack/__init__.py"))],
+    "do not fit together": [Scenario(INSTALL + DFLASH_CONFIG, made_up)],
+    "some version of vLLM serves": [
         Scenario(
             INSTALL + DFLASH_CONFIG.replace("hidden_size=32, block_size=8", "hidden_size=64, block_size=7"),
             made_up,
             THIRD,
         )
     ],
-    "DFlash fault": [Scenario(INSTALL + DFLASH_FAULT, made_up, THIRD)],
-    "engine": [
+    "fails at a configuration": [Scenario(INSTALL + DFLASH_FAULT, made_up, THIRD)],
+    "a feature is live and the engine": [
         Scenario(
             INSTALL
             + """

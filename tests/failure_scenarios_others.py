@@ -96,9 +96,9 @@ def attempt():
 """
 
 OTHERS: dict[str, list[Scenario]] = {
-    "unknown variable": [Scenario(INSTALL, made_up, variables={"VLLM_HWPLUGIN_STRIKT": "1"})],
-    "second place": [Scenario(INSTALL, made_up_with(block_cache), variables={"TMPDIR": "tmp"})],
-    "operation": [
+    "no variable of this release": [Scenario(INSTALL, made_up, variables={"VLLM_HWPLUGIN_STRIKT": "1"})],
+    "the next one can": [Scenario(INSTALL, made_up_with(block_cache), variables={"TMPDIR": "tmp"})],
+    "has other arguments": [
         Scenario(
             OPERATIONS
             + """
@@ -112,7 +112,7 @@ def attempt():
             gate=OPS,
         )
     ],
-    "operations": [
+    "no kernel can stand": [
         Scenario(
             OPERATIONS
             + f"""
@@ -126,7 +126,7 @@ def attempt():
         )
         for spoil in ('sys.modules["vllm._custom_ops"] = None', "del torch.library.get_kernel")
     ],
-    "kernel": [
+    "built or loaded at its first call": [
         Scenario(
             OPERATIONS
             + """
@@ -144,7 +144,7 @@ def attempt():
             gate=OPS,
         )
     ],
-    "skip list": [
+    "OPS_SKIP": [
         Scenario(
             OPERATIONS
             + """
@@ -157,12 +157,12 @@ def attempt():
             variables={"VLLM_HWPLUGIN_OPS_SKIP": "rope"},
         )
     ],
-    "attention misfit": [Scenario(LAYER + "REFUSED = ['no fp8']", gate=ATTENTION)],
-    "attention none": [Scenario(LAYER + "REFUSED = ['no fp8']; ANSWER = ''", gate=ATTENTION)],
-    "attention import": [Scenario(LAYER + "sys.modules[attention.CUDA.module] = None", gate=ATTENTION)],
-    "attention kernel": [Scenario(LAYER + "OBSTACLE = 'no nvcc'", gate=ATTENTION)],
-    "attention warm-up": [Scenario(WARM_UP)],
-    "platform": [
+    "does not fit a layer": [Scenario(LAYER + "REFUSED = ['no fp8']", gate=ATTENTION)],
+    "the same, and vLLM has none": [Scenario(LAYER + "REFUSED = ['no fp8']; ANSWER = ''", gate=ATTENTION)],
+    "cannot be imported or asked": [Scenario(LAYER + "sys.modules[attention.CUDA.module] = None", gate=ATTENTION)],
+    "would be faster": [Scenario(LAYER + "OBSTACLE = 'no nvcc'", gate=ATTENTION)],
+    "cannot be compiled before serving": [Scenario(WARM_UP)],
+    "the platform class": [
         Scenario(PLATFORM, variables={**OFF, "VLLM_HWPLUGIN_PLATFORM": "cuda"}),
         # A vLLM whose table of platforms is another one.
         Scenario(PLATFORM + "platforms.builtin_platform_plugins = 1", variables=OFF),
