@@ -182,39 +182,3 @@ def test_real_modules_run_what_their_source_says(real: Path, tmp_path: Path, ear
     paths = run(f"{AS_ON_A_GPU = }\nEARLY = {early}\n" + textwrap.dedent(REAL), tmp_path / "cache").split()
     assert paths
     assert all((real.parent / path).is_file() for path in paths)
-
-
-@pytest.mark.slow
-def test_real_files_are_not_touched(real: Path, tmp_path: Path) -> None:
-    code = """
-        import importlib, sys
-        sys.dont_write_bytecode = False
-        from vllm_hwplugin.plugin import register
-        register()
-        from vllm_hwplugin.patching import _runtime
-        exec(AS_ON_A_GPU)
-        for file in _runtime.current_plan().files.values():
-            importlib.import_module(file.module)
-        print(*(file.path for file in _runtime.current_plan().files.values()))
-        """
-    # Other modules may be imported here for the first time ever, so only the patched ones are compared.
-    before = state(real)
-    paths = run(f"{AS_ON_A_GPU = }\n" + textwrap.dedent(code), tmp_path / "cache").split()
-    after = state(real)
-    assert paths
-    for path in paths:
-        stem = Path(path).stem
-        here = {key: value for key, value in after.items() if key[0] == str(Path(path).parent) and key[1] == stem}
-        assert here
-        assert here.items() <= before.items()
-
-
-def state(package: Path) -> dict[tuple[str, str, str], bytes]:
-    """Folder, module and file name -> content, of the Python files of the drafters' and the worker's folders."""
-    found: dict[tuple[str, str, str], bytes] = {}
-    for path in package.rglob("*.py*"):
-        folder = path.parent.parent if path.parent.name == "__pycache__" else path.parent
-        if path.suffix in (".py", ".pyc"):
-            key = (str(folder.relative_to(package.parent)), path.name.partition(".")[0], path.name)
-            found[key] = path.read_bytes()
-    return found

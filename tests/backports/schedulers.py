@@ -27,6 +27,14 @@ OWN = (
 BLOCK_SIZE = 4
 
 
+class Off(SimpleNamespace):
+    """A configuration in which all is off that is not named."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
 def released(tree: Any, **choices: str) -> Modules:
     """The modules of one version.
 
@@ -66,53 +74,33 @@ def make_scheduler(modules: Modules, method: str, k: int, *, max_model_len: int 
     kv = modules("vllm.v1.kv_cache_interface")
     asynchronous = modules("vllm.v1.core.sched.async_scheduler").AsyncScheduler
     spec = speculative_config(modules, method, k)
-    config = SimpleNamespace(
-        scheduler_config=SimpleNamespace(
+    config = Off(
+        scheduler_config=Off(
             max_num_seqs=8,
-            max_num_scheduled_tokens=None,
             max_num_batched_tokens=256,
             policy="fcfs",
-            scheduler_reserve_full_isl=False,
             long_prefill_token_threshold=0,
             enable_chunked_prefill=True,
-            disable_chunked_mm_input=False,
             async_scheduling=True,
             watermark=0.0,
             prefill_schedule_interval=1,
         ),
-        cache_config=SimpleNamespace(
-            num_gpu_blocks=64, enable_prefix_caching=True, mamba_cache_mode="none", block_size=BLOCK_SIZE
-        ),
-        parallel_config=SimpleNamespace(
+        cache_config=Off(num_gpu_blocks=64, enable_prefix_caching=True, mamba_cache_mode="none", block_size=BLOCK_SIZE),
+        parallel_config=Off(
             data_parallel_index=0,
             data_parallel_size=1,
             pipeline_parallel_size=1,
             decode_context_parallel_size=1,
             prefill_context_parallel_size=1,
         ),
-        model_config=SimpleNamespace(
-            is_encoder_decoder=False,
-            max_model_len=max_model_len,
-            is_diffusion=False,
-            enable_return_routed_experts=False,
-            return_sampling_mask=False,
-        ),
-        observability_config=SimpleNamespace(
-            kv_cache_metrics=False, enable_mfu_metrics=False, enable_logging_iteration_details=False
-        ),
-        ec_manager_config=SimpleNamespace(get_encoder_cache_manager_obj=lambda: None),
-        diffusion_config=None,
-        lora_config=None,
-        kv_events_config=None,
-        kv_transfer_config=None,
-        ec_transfer_config=None,
+        model_config=Off(max_model_len=max_model_len),
+        observability_config=Off(),
+        ec_manager_config=Off(get_encoder_cache_manager_obj=lambda: None),
         speculative_config=spec,
         num_speculative_tokens=k,
         num_lookahead_tokens=k + (method == "dflash"),
         max_in_flight_tokens=256,
         max_concurrent_batches=2,
-        use_v2_model_runner=False,
-        is_encoder_only=False,
     )
     for name, value in changes.items():
         setattr(config, name, value)

@@ -17,10 +17,9 @@ from vllm_hwplugin.patching import (
     make_plan,
     render_diff,
 )
-from vllm_hwplugin.patching._diff import parse_diff
 from vllm_hwplugin.versions import Versions
 
-from .texts import ALPHA, GATE, GATE_2, OTHER, PATH, Memory, apply, feature, file_diff
+from .texts import ALPHA, GATE, GATE_2, OTHER, PATH, Memory, feature, file_diff
 
 BETA = ALPHA.replace("line", "row")
 ONE = feature(
@@ -188,17 +187,6 @@ def test_fingerprint_names_what_is_in_force() -> None:
     assert plan_of(ONE, TWO, **{GATE_2: "off"}).fingerprint == one.fingerprint
     moved = Memory({PATH: ALPHA + "end\n", OTHER: BETA})
     assert plan_of(ONE, TWO, source=moved).fingerprint != both.fingerprint
-
-
-def test_render_diff() -> None:
-    """The change for review: it applies to the version, and makes the planned text."""
-    source = Memory({PATH: "new\n" + ALPHA, OTHER: BETA.removesuffix("\n")})
-    plan = plan_of(ONE, source=source)
-    diffs = parse_diff(render_diff(ONE, source), "rendered")
-    assert {diff.path: apply(diff, source.files[diff.path]) for diff in diffs} == {
-        path: file.text for path, file in plan.files.items()
-    }
-    assert "@@ -1,7 +1,7 @@" in render_diff(ONE, source)
 
 
 def test_render_diff_of_a_missing_final_newline() -> None:

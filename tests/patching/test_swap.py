@@ -151,13 +151,6 @@ def live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Live]:
     sys.modules.pop(NAME, None)
 
 
-def test_a_function_keeps_its_identity_and_gets_new_code(live: Live) -> None:
-    bound_before = live.module.plain
-    live.apply(("    return value", "    return value + 100"))
-    assert bound_before is live.module.plain
-    assert bound_before(1) == 101
-
-
 def test_documentation_follows_and_what_was_made_with_the_function_stays(live: Live) -> None:
     plain = live.module.plain
     live.module.REGISTRY.append("held")

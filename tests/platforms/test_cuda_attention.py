@@ -227,29 +227,6 @@ def test_without_its_cuda_kernel_the_plugin_serves_only_what_vllm_does_not(
 
 
 @every_version
-def test_where_nothing_was_measured_vllms_choice_stays_if_there_is_one(version: str, host: Hosts) -> None:
-    gpu = host(version, (8, 0))
-    assert gpu.ask() == FLASH
-    # As where FlashAttention 4 is not to be had, which alone of vLLM's goes beyond 256.
-    gpu.refuse("FLASH_ATTN", why="head_size not supported", when=lambda asked: asked["head_size"] > 256)
-    assert gpu.ask() == gpu.known["FLASHINFER"].get_path()
-    assert gpu.ask("FLASH_ATTN") == OWN
-    gpu.refuse("FLASHINFER", "TRITON_ATTN", "FLEX_ATTENTION", "TURBOQUANT")
-    assert gpu.ask() == OWN
-
-
-@every_version
-def test_flash_attention_4_that_cannot_be_compiled_does_not_count(
-    version: str, host: Hosts, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(attention, "missing_for_fa4", lambda: "no cutlass")
-    gpu = host(version, (10, 0))
-    gpu.refuse("FLASHINFER", "TRITON_ATTN")
-    assert gpu.ask() == OWN
-    assert gpu.ask(head_size=256) == FLASH
-
-
-@every_version
 def test_the_gate(version: str, host: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = host(version)
     monkeypatch.setenv("VLLM_HWPLUGIN_ATTENTION", "off")
